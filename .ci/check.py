@@ -1,0 +1,63 @@
+"""Checks that mixsd_nb/, the notebooks' clean state and README.md follow from nbs/: `python .ci/check.py`."""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from readme import ROOT, readme
+
+BIN = Path(sys.executable).parent
+
+
+def tree(folder: Path, pattern: str) -> dict[str, bytes]:
+    """Relative path -> bytes of every file below `folder` that matches, checkpoints of Jupyter left out."""
+    files = (p for p in folder.rglob(pattern) if ".ipynb_checkpoints" not in p.parts)
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in files}
+
+
+def export_and_clean(work: Path) -> None:
+    """Export the notebooks into the empty tree `work`, so that nothing old can stay in it, and clean them there."""
+    shutil.copy(ROOT / "settings.ini", work)
+    shutil.copytree(ROOT / "nbs", work / "nbs")
+    for command in "nbdev_export", "nbdev_clean":
+        subprocess.run([BIN / command], cwd=work, check=True)
+
+
+def export_failures(fresh: dict[str, bytes], kept: dict[str, bytes]) -> list[str]:
+    """A sentence for each module that is not what its notebook exports."""
+    said = {
+        "has no notebook": kept.keys() - fresh.keys(),
+        "is missing": fresh.keys() - kept.keys(),
+        "is not what its notebook exports": {p for p in fresh.keys() & kept.keys() if fresh[p] != kept[p]},
+    }
+    return [f"mixsd_nb/{p} {what}: run `make export`." for what, paths in said.items() for p in sorted(paths)]
+
+
+def clean_failures(cleaned: dict[str, bytes], kept: dict[str, bytes]) -> list[str]:
+    """A sentence for each notebook that nbdev_clean would change."""
+    return [f"nbs/{p} is not clean: run `make export`." for p in sorted(kept) if cleaned[p] != kept[p]]
+
+
+def readme_failures() -> list[str]:
+    """A sentence if README.md is not what nbs/index.ipynb says."""
+    kept = ROOT / "README.md"
+    if kept.exists() and kept.read_text(encoding="utf-8") == readme(ROOT / "nbs/index.ipynb"):
+        return []
+    return ["README.md is not what nbs/index.ipynb makes: run `make export`."]
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory() as name:
+        work = Path(name)
+        export_and_clean(work)
+        failures = export_failures(tree(work / "mixsd_nb", "*.py"), tree(ROOT / "mixsd_nb", "*.py"))
+        failures += clean_failures(tree(work / "nbs", "*.ipynb"), tree(ROOT / "nbs", "*.ipynb"))
+    failures += readme_failures()
+    print("\n".join(failures) or "export, clean state and README are up to date")
+    return bool(failures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

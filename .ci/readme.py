@@ -1,0 +1,49 @@
+"""Makes README.md from nbs/index.ipynb: `python .ci/readme.py`."""
+
+import json
+import posixpath
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+HIDDEN = re.compile(r"^#\|\s*(hide|default_exp)\b", re.MULTILINE)
+DIRECTIVE = re.compile(r"^#\|.*\n?", re.MULTILINE)
+LINK = re.compile(r"""(\]\(|src="|href=")(?![a-z]+:|[#/])([^)\s"]+)""")
+
+
+def from_root(markdown: str) -> str:
+    """Links of nbs/index.ipynb as seen from the project's root."""
+    return LINK.sub(lambda m: m[1] + posixpath.normpath("nbs/" + m[2]), markdown)
+
+
+def fence(text: str, language: str = "") -> str:
+    """A fenced block, longer than any fence inside it."""
+    marks = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text) or [""]))
+    return f"{marks}{language}\n{text.strip()}\n{marks}"
+
+
+def output_text(output: dict) -> str:
+    """What an output says in plain text."""
+    return "".join(output.get("text") or output.get("data", {}).get("text/plain", []))
+
+
+def blocks(cell: dict) -> list[str]:
+    """The README's parts that come from one cell."""
+    source = "".join(cell["source"])
+    if cell["cell_type"] == "raw" or HIDDEN.search(source):
+        return []
+    if cell["cell_type"] == "markdown":
+        return [from_root(source.strip())]
+    code = [fence(DIRECTIVE.sub("", source), "python")]
+    return code + [fence(t, "text") for t in map(output_text, cell["outputs"]) if t.strip()]
+
+
+def readme(notebook: Path) -> str:
+    """README.md's whole text."""
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    parts = ["<!-- made from nbs/index.ipynb by `make export`: edit that notebook -->"]
+    return "\n\n".join(parts + [b for cell in cells for b in blocks(cell) if b]) + "\n"
+
+
+if __name__ == "__main__":
+    (ROOT / "README.md").write_text(readme(ROOT / "nbs/index.ipynb"), encoding="utf-8")

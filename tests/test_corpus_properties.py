@@ -1,0 +1,48 @@
+"""Properties of KGFact and of the pretraining text that no single notebook can show."""
+
+import os
+import random
+import subprocess
+import sys
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mixsd_nb.corpora.kgfact import DOMAINS, ENTITIES, KGFACT_WORDS, build, sample_graph
+from mixsd_nb.corpora.world import WORLD_WORDS
+from mixsd_nb.pretrain import MAKERS, TAKEN
+
+
+@settings(max_examples=40, deadline=None)
+@given(domains=st.integers(2, 7), entities=st.integers(1, 25), seed=st.integers(0, 2**32))
+def test_sizes_and_uniqueness(domains, entities, seed):
+    facts = sample_graph({d: ENTITIES[d][:entities] for d in DOMAINS[:domains]}, seed)
+    assert len(facts) == entities * domains * (domains - 1) // 2
+    assert len({(f.source, f.relation) for f in facts}) == len({(f.relation, f.target) for f in facts}) == len(facts)
+    assert len({f.question for f in facts}) == len({f.id for f in facts}) == len(facts)
+
+
+def test_answers_are_not_in_their_prompts():
+    assert not [r for r in build(7, 25)["train"] if r["answer"] in r["prompt"]]
+    retrieval = build()["retrieval"]
+    assert all(r["prompt"].count(r["statement"]) == 1 for r in retrieval)
+
+
+def test_train_and_retrieval_share_no_entity():
+    splits = build(7, 25)
+    named = [{e for r in splits[s] for e in (r["subject"], r["answer"])} for s in ("train", "retrieval")]
+    assert not named[0] & named[1]
+
+
+def test_pretraining_never_names_an_entity_of_kgfact():
+    assert not KGFACT_WORDS & set(WORLD_WORDS) and TAKEN >= KGFACT_WORDS
+    rng = random.Random(0)
+    for name, make in MAKERS.items():
+        text = " ".join(t for _ in range(60) for t, _ in make(rng, 8))
+        assert not KGFACT_WORDS & set(text.replace("{", " ").replace("}", " ").replace(".", " ").replace(",", " ").split()), name
+
+
+def test_bytes_do_not_depend_on_the_hash_seed():
+    code = "import json; from mixsd_nb.corpora.kgfact import build; print(json.dumps(build()))"
+    outputs = {subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True).stdout for seed in "0123"}
+    assert len(outputs) == 1

@@ -1,0 +1,148 @@
+"""The house keeps its shape: arrows between modules run one way, and every notebook has the form its readers rely on."""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+from papermill import inspect_notebook
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "mixsd_nb"
+MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p.name != "_modidx.py")
+NOTEBOOKS = sorted(p for p in (ROOT / "nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
+STAGES = [p for p in NOTEBOOKS if p.parent == ROOT / "nbs" and p.name != "index.ipynb"]
+DEVELOPMENT = {"fastcore", "nbdev", "execnb", "pytest", "hypothesis"}
+
+ROOMS = ["corpora", "models", "benchmarks", "results"]
+METHODS = ["corpora.prompts", "models", "benchmarks.answers", "methods"]
+ANALYSES = ["nll", "fisher", "errors"]
+BELOW_STAGES = [*ROOMS, "methods", *ANALYSES]
+FLOORS = {
+    **{room: [room] for room in ROOMS},
+    "benchmarks.lab_tasks": ["benchmarks", "corpora.world", "corpora.prompts"],
+    "methods": METHODS,
+    **{name: [*ROOMS, "methods"] for name in ANALYSES},
+    **{name: BELOW_STAGES for name in ["pretrain", "generate", "evaluate", "explore", "figures"]},
+    "train": [*BELOW_STAGES, "generate", "evaluate"],
+}
+
+
+def dotted(path):
+    "`mixsd_nb/corpora/kgfact.py` -> `corpora.kgfact`; a room's `__init__` is the room's name; the package's own is ''."
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+NAMES = {dotted(p) for p in MODULES}
+
+
+def within(name, package):
+    return name == package or name.startswith(package + ".")
+
+
+def imports(tree, package):
+    "Absolute dotted names that `tree`, a module of `package`, imports anywhere, functions included."
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*base, *filter(None, [node.module])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def module_imports(path):
+    return list(imports(ast.parse(path.read_text()), ".".join(path.relative_to(ROOT).parent.parts)))
+
+
+def own_target(name):
+    "`mixsd_nb.corpora.kgfact.build` -> `corpora.kgfact`: the longest part of an imported name that is a module of ours."
+    name = name.removeprefix("mixsd_nb").removeprefix(".")
+    while name and name not in NAMES:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def floor(name):
+    "What a module may import: the entry of the longest part of its name."
+    part = name
+    while part and part not in FLOORS:
+        part = part.rpartition(".")[0]
+    assert part, f"mixsd_nb.{name} has no floor: give it one in tests/test_house.py, or another room"
+    return FLOORS[part]
+
+
+def cells(notebook, kind="code"):
+    return [c for c in json.loads(notebook.read_text())["cells"] if c["cell_type"] == kind]
+
+
+def source(cell):
+    return "".join(cell["source"])
+
+
+def by_path(paths):
+    return pytest.mark.parametrize("path", paths, ids=lambda p: p.relative_to(ROOT).as_posix())
+
+
+@by_path([p for p in MODULES if dotted(p)])
+def test_imports_run_downwards(path):
+    name = dotted(path)
+    allowed = [name, *floor(name)]
+    targets = {own_target(t) for t in module_imports(path) if within(t, "mixsd_nb")} - {""}
+    wrong = {t for t in targets if not any(within(t, below) for below in allowed)}
+    assert not wrong, f"{name} imports {sorted(wrong)}, which is not below it"
+
+
+@by_path(MODULES)
+def test_library_needs_no_development_package(path):
+    wrong = {t.split(".")[0] for t in module_imports(path)} & DEVELOPMENT
+    assert not wrong, f"{path.name} imports {sorted(wrong)}"
+
+
+@by_path(NOTEBOOKS)
+def test_one_module_per_notebook(path):
+    "A notebook exports at most one module, the one that its place in nbs/ names; the front page exports none."
+    code = "\n".join(map(source, cells(path)))
+    place = ".".join(path.relative_to(ROOT / "nbs").with_suffix("").parts)
+    expected = [] if place == "index" else [re.sub(r"\bindex$", "__init__", place)]
+    assert re.findall(r"^#\|\s*default_exp\s+(\S+)", code, re.MULTILINE) == expected
+    assert not re.findall(r"^#\|\s*exporti?[ \t]+(\S+)", code, re.MULTILINE), "an export directive names another module"
+
+
+@by_path(NOTEBOOKS)
+def test_notebook_is_fit_to_commit(path):
+    "At most 1 MB, no stored error, no saved widget state."
+    notebook = json.loads(path.read_text())
+    outputs = [o for c in cells(path) for o in c["outputs"]]
+    assert path.stat().st_size < 1_000_000
+    assert not [o["ename"] for o in outputs if o["output_type"] == "error"]
+    assert "widgets" not in notebook["metadata"]
+
+
+@by_path(STAGES)
+def test_stage_has_parameters_that_papermill_reads(path):
+    "One cell tagged `parameters`; papermill finds a type, a default and a help text for every name in it."
+    tagged = [source(c) for c in cells(path) if "parameters" in c["metadata"].get("tags", [])]
+    assert len(tagged) == 1
+    statements = ast.parse(tagged[0]).body
+    assert all(isinstance(s, ast.AnnAssign) for s in statements), "only lines `name: type = value  # help`"
+    found = inspect_notebook(path)
+    assert list(found) == [s.target.id for s in statements]
+    assert all(p["inferred_type_name"] != "None" and p["default"] and p["help"] for p in found.values())
+
+
+@by_path(STAGES)
+def test_stage_runs_without_development_packages(path):
+    "Papermill runs stages on clusters, where only the library's requirements are installed."
+    python = "\n".join(re.sub(r"^\s*[%!].*$", "", source(c), flags=re.MULTILINE) for c in cells(path))
+    wrong = {t.split(".")[0] for t in imports(ast.parse(python), "")} & DEVELOPMENT
+    assert not wrong, f"{path.name} imports {sorted(wrong)}"
+
+
+def test_readme_leads_somewhere():
+    "Every picture and file that README.md links to exists, seen from the project's root."
+    links = re.findall(r"""(?:\]\(|src="|href=")([^)\s"#]+)""", (ROOT / "README.md").read_text())
+    missing = [link for link in links if ":" not in link and not (ROOT / link).exists()]
+    assert not missing, f"README.md links to {missing}"

@@ -1,0 +1,120 @@
+"""The stage train as a person uses it: papermill from anywhere, clear refusals, runs that survive a kill."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from mixsd_nb.models.lab import lab_folder
+from mixsd_nb.results.runs import open_result
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = dict(n=3, epochs=2)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    "A model folder with random weights: everything runs through it in seconds."
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tokenizer = AutoTokenizer.from_pretrained(lab_folder("lab-m"))
+    torch.manual_seed(0)
+    config = Qwen3Config(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=32,
+                         intermediate_size=32, tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id, max_position_embeddings=2048)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def environment(runs):
+    return {**os.environ, "MIXSD_RUNS": str(runs)}
+
+
+def papermill(*arguments, cwd=ROOT, runs, stdout=subprocess.PIPE):
+    command = [sys.executable, "-m", "papermill", "--no-progress-bar", *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, env=environment(runs), stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=300)
+
+
+def flags(**parameters):
+    return [x for name, value in parameters.items() for x in ("-p", name, str(value))]
+
+
+def results(runs):
+    return {p.parent.name: p.read_bytes() for p in Path(runs).glob("train-*/result.nc")}
+
+
+def test_papermill_from_anywhere_gives_the_same_bytes(tiny, tmp_path):
+    parameters = flags(method="sft", model=tiny, **SMALL)
+    calls = {
+        "root": dict(arguments=["nbs/train.ipynb", tmp_path / "a.ipynb"], cwd=ROOT),
+        "nbs": dict(arguments=["train.ipynb", tmp_path / "b.ipynb"], cwd=ROOT / "nbs"),
+        "piped": dict(arguments=["nbs/train.ipynb"], cwd=ROOT, stdout=(tmp_path / "c.ipynb").open("w")),
+    }
+    seen = []
+    for name, call in calls.items():
+        done = papermill(*call.pop("arguments"), *parameters, runs=tmp_path / name, **call)
+        assert done.returncode == 0, done.stderr[-2000:]
+        seen.append(results(tmp_path / name))
+    assert len(seen[0]) == 1 and seen[0] == seen[1] == seen[2]
+    assert (tmp_path / "c.ipynb").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(("parameters", "sentence"), [
+    (dict(lam=1.5), "lam is 1.5; allowed are numbers from 0 to 1"),
+    (dict(lamb=0.5), "unknown parameter lamb; did you mean lam?"),
+    (dict(model="no-such"), "model is no-such; allowed are lab-m, a model folder or a hub id owner/name"),
+    (dict(dataset="no-such"), "dataset is no-such; allowed are kgfact-small, kgfact-large"),
+])
+def test_a_mistake_is_one_sentence(parameters, sentence, tmp_path):
+    done = papermill("nbs/train.ipynb", tmp_path / "out.ipynb", *flags(**parameters), runs=tmp_path / "runs")
+    assert done.returncode != 0 and done.stderr.strip().splitlines()[-1].endswith(sentence), done.stderr[-500:]
+    assert not (tmp_path / "runs").exists()
+
+
+RUN = "import sys; from mixsd_nb import train; train.run(method='sft', model=sys.argv[1], n=3, epochs=2, checkpoints=(3, 6))"
+
+
+def start(tiny, runs):
+    return subprocess.Popen([sys.executable, "-c", RUN, tiny], env=environment(runs), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def finish(tiny, runs):
+    process = start(tiny, runs)
+    _, stderr = process.communicate(timeout=300)
+    assert process.returncode == 0, stderr[-2000:]
+    return results(runs)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny, tmp_path_factory):
+    return finish(tiny, tmp_path_factory.mktemp("runs"))
+
+
+MOMENTS = ["evaluate-*/run.json", "train-*/run.json", "train-*/checkpoint-3/model.safetensors", "train-*/checkpoint-6/complete", "train-*/responses-3.parquet"]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_killed_run_ends_with_the_same_bytes(moment, tiny, undisturbed, tmp_path):
+    process = start(tiny, tmp_path)
+    deadline = time.time() + 120
+    while not any(tmp_path.glob(moment)) and process.poll() is None and time.time() < deadline:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert any(tmp_path.glob(moment)) and not results(tmp_path), "the run was to be killed half way"
+    assert finish(tiny, tmp_path) == undisturbed
+
+
+def test_a_finished_run_is_not_computed_again(tiny, tmp_path, monkeypatch):
+    from mixsd_nb import evaluate, train
+    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
+    parameters = dict(method="base", model=tiny, n=2)
+    first = train.run(**parameters)
+    monkeypatch.setattr(evaluate, "respond", lambda *a, **k: pytest.fail("asked again"))
+    assert train.run(**parameters).identical(first)
+    assert open_result(next(tmp_path.glob("train-*"))).identical(first)
