@@ -34,17 +34,18 @@ class GenerateConfig(Config):
     _dataset = field_validator("dataset")(check_corpus)
     _model = field_validator("model")(check_model)
 
-# %% ../nbs/generate.ipynb #4af53349
+# %% ../nbs/generate.ipynb #02dd5821
 def mixed_table(
     config: GenerateConfig,
 ) -> pd.DataFrame:
     "Targets: `id, sample, prompt_ids, completion_ids, naive_mask, accepted, attempts, finish_reason, names_another`."
-    from mixsd_nb.corpora import load_corpus
+    from mixsd_nb.corpora import CORPORA, load_corpus
     from mixsd_nb.methods.mixing import mix, mix_items, names_another
     from mixsd_nb.models import load_base, load_engine
     model, tokenizer = load_base(config.model)
     rows = list(load_corpus(config.dataset)["train"])
-    items, entities = mix_items(tokenizer, rows), {e for r in rows for e in (r["subject"], r["answer"])}
+    corpus = CORPORA[config.dataset]
+    items, entities = mix_items(tokenizer, rows, corpus.expert, corpus.extract), {e for r in rows for e in (r["subject"], r["answer"])}
     records = mix(load_engine("hf", model, tokenizer, batch_size=config.batch_size), items, config.lam, temperature=config.temperature, top_k=config.top_k,
                   seed=config.seed, max_new_tokens=config.max_new_tokens, max_attempts=config.max_attempts, progress=True)
     for r, item, row in zip(records, items, rows):

@@ -9,7 +9,7 @@ __all__ = ['USER', 'ASSISTANT', 'TURN', 'TAKEN', 'Document', 'FAVOURITES', 'MAKE
            'encode', 'batches', 'plain_attention', 'optimizers', 'schedule', 'update', 'reading_items', 'ability_items',
            'abilities', 'PretrainConfig', 'beginning', 'course', 'fit', 'summary', 'run']
 
-# %% ../nbs/pretrain.ipynb #9c24e3cf
+# %% ../nbs/pretrain.ipynb #0d644375
 import random
 import re
 from collections import Counter
@@ -20,18 +20,19 @@ import xarray as xr
 from pydantic import Field, field_validator
 
 from .benchmarks.answers import last_boxed
-from .benchmarks.lab_tasks import SUITES, Item, draw, from_memory, grade, reserved, solved, teach
+from .benchmarks.lab_tasks import SUITES, Item, draw, from_memory, grade, solved, teach
 from .corpora.kgfact import DOMAINS, ENDS, KGFACT_WORDS, RELATIONS, SECOND, STARTS, Fact, entity, graphs, retrieval_context
 from .corpora.prompts import expert_prompt, naive_prompt, prompt_ids, retrieval_prompt, target
+from .corpora.simpleqa import SIMPLEQA_WORDS
 from .corpora.world import WORLD_WORDS, distinct_words
 from .models import check_model, load_base
 from .models.engines import HFEngine
 from .models.lab import SIZES, SPLIT, build_tokenizer, lab_config, start_values
 from .results.runs import Config, cached_run, make_config, setting, write_atomically
 
-# %% ../nbs/pretrain.ipynb #9bdb87ff
+# %% ../nbs/pretrain.ipynb #9d3952f3
 USER, ASSISTANT, TURN = "<|im_start|>user\n", "<|im_start|>assistant\n", "<|im_end|>"
-TAKEN = KGFACT_WORDS | set(WORLD_WORDS)  # words that no document invents
+TAKEN = KGFACT_WORDS | set(WORLD_WORDS) | set(SIMPLEQA_WORDS)  # words that no document invents
 Document = list[tuple[str, bool]]
 
 
@@ -335,7 +336,7 @@ def update(model, optimizers, factor, ids, labels) -> float:
         o.zero_grad()
     return loss.item()
 
-# %% ../nbs/pretrain.ipynb #ea381a98
+# %% ../nbs/pretrain.ipynb #d3798e60
 def reading_items(
     facts: int,  # in a context
     n: int,
@@ -343,7 +344,7 @@ def reading_items(
     "Questions about contexts of KGFact's retrieval graph, most distractors sharing source or target with the fact asked for."
     _, graph = graphs(5, 10, 42)
     rng = random.Random(facts)
-    contexts = [retrieval_context(graph, f, rng, facts) for f in graph[:n]]
+    contexts = [retrieval_context(graph, [f], rng, facts) for f in graph[:n]]
     return [Item(retrieval_prompt([g.statement for g in c], naive_prompt(f.question)), "", f.target) for c, f in zip(contexts, graph)]
 
 
@@ -363,9 +364,11 @@ def abilities(
 ) -> dict[str, float]:
     "Share of n items answered correctly, by ability; `guess parses` is the share of closed-book guesses with a box."
     engine = HFEngine(model, tokenizer)
-    ask = lambda items: [tokenizer.decode(c.ids, skip_special_tokens=True) for c in engine.generate([prompt_ids(tokenizer, i.prompt) for i in items], max_new_tokens=160)]
-    found = {name: sum(ok for ok, _ in grade(items, ask(items))) / n for name, items in ability_items(n).items()}
-    guesses = ask([Item(naive_prompt(f.question), "") for f in graphs(5, 10, 42)[0][:n]])
+    def ask(prompts):
+        completions = engine.generate([prompt_ids(tokenizer, p) for p in prompts], max_new_tokens=160)
+        return [tokenizer.decode(c.ids, skip_special_tokens=True) for c in completions]
+    found = {name: sum(ok for ok, _ in grade(items, ask([i.prompt for i in items]))) / n for name, items in ability_items(n).items()}
+    guesses = ask([naive_prompt(f.question) for f in graphs(5, 10, 42)[0][:n]])
     return found | {"guess parses": sum(last_boxed(g) is not None for g in guesses) / n}
 
 # %% ../nbs/pretrain.ipynb #e9361fd5

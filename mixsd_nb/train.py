@@ -6,7 +6,8 @@
 __all__ = ['BENCHMARKS', 'MAIN_JOB', 'TrainConfig', 'training_pairs', 'accuracy', 'measured', 'base_responses', 'tree',
            'measure_base', 'train', 'slug', 'run', 'main']
 
-# %% ../nbs/train.ipynb #3f5bced7
+# %% ../nbs/train.ipynb #33d53122
+import sys
 from pathlib import Path
 from typing import Literal
 
@@ -90,7 +91,7 @@ def measured(
         write_atomically(path, table.to_parquet)
     return pd.read_parquet(path)
 
-# %% ../nbs/train.ipynb #09ac8b65
+# %% ../nbs/train.ipynb #41778a76
 def base_responses(config):
     return evaluate.responses(model=config.model, dataset=config.dataset, n=config.n, seed=config.seed, batch_size=config.batch_size)
 
@@ -99,7 +100,7 @@ def tree(config, steps, **parts):
     "The result in the layout of the cube."
     sampled = dict(rollouts=1, temperature=0.0) if config.method == "mixsd" else {}
     return result_tree(dataset=config.dataset, model=config.model, method=config.method, lam=config.lam, lr=config.lr, seed=config.seed,
-                       accuracy=steps, benchmarks=BENCHMARKS, config=config.canonical(), **sampled, **parts)
+                       accuracy=steps, benchmarks={name: BENCHMARKS[name] for name in next(iter(steps.values()))}, config=config.canonical(), **sampled, **parts)
 
 
 def measure_base(
@@ -141,16 +142,19 @@ def run(
     compute = (lambda folder: measure_base(config)) if config.method == "base" else (lambda folder: train(config, folder))
     return cached_run(slug(config), config, compute, force=config.force)
 
-# %% ../nbs/train.ipynb #28cecd55
+# %% ../nbs/train.ipynb #a5bacbf9
 MAIN_JOB = [dict(method="base"), dict(method="sft"), dict(method="mixsd", lam=0.3), dict(method="mixsd", lam=0.5)]
 
 
-def main():
-    "Run the main job; what is already there is not computed again."
-    for k, parameters in enumerate(MAIN_JOB, 1):
-        print(f"[{k}/{len(MAIN_JOB)}] " + ", ".join(f"{name}={value}" for name, value in parameters.items()), flush=True)
-        run(**parameters)
+def main(
+    rates: list[float],  # learning rates
+):
+    "Run the main job at each learning rate; what is already there is not computed again."
+    jobs = [{**job, "lr": lr} for lr in rates for job in MAIN_JOB]
+    for k, job in enumerate(jobs, 1):
+        print(f"[{k}/{len(jobs)}] " + ", ".join(f"{name}={value}" for name, value in job.items() if job["method"] != "base" or name == "method"), flush=True)
+        run(**job)
     print(f"results: {runs_root()}")
 
-# %% ../nbs/train.ipynb #1705bae0
-if __name__ == "__main__" and "__file__" in globals(): main()  # python -m, not a notebook
+# %% ../nbs/train.ipynb #9ef57305
+if __name__ == "__main__" and "__file__" in globals(): main([float(word) for word in sys.argv[1:]] or [TrainConfig().lr])  # python -m, not a notebook

@@ -8,7 +8,7 @@ import sys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mixsd_nb.corpora.kgfact import DOMAINS, ENTITIES, KGFACT_WORDS, build, sample_graph
+from mixsd_nb.corpora.kgfact import DOMAINS, ENTITIES, KGFACT_WORDS, build, chain_question, chains, graphs, sample_graph
 from mixsd_nb.corpora.world import WORLD_WORDS
 from mixsd_nb.pretrain import MAKERS, TAKEN
 
@@ -23,9 +23,23 @@ def test_sizes_and_uniqueness(domains, entities, seed):
 
 
 def test_answers_are_not_in_their_prompts():
-    assert not [r for r in build(7, 25)["train"] if r["answer"] in r["prompt"]]
-    retrieval = build()["retrieval"]
-    assert all(r["prompt"].count(r["statement"]) == 1 for r in retrieval)
+    splits = build(7, 25)
+    assert not [r for split in ("train", "paraphrase", "two_hop") for r in splits[split] if r["answer"] in r["prompt"]]
+    assert all(r["prompt"].count(r["statement"]) == 1 for r in splits["retrieval"])
+    assert all(r["prompt"].count(s + ".") == 1 for r in splits["two_hop_context"] for s in r["statement"].rstrip(".").split(". "))
+
+
+@settings(max_examples=10, deadline=None)
+@given(domains=st.integers(3, 7), entities=st.integers(2, 25), seed=st.integers(0, 2**32))
+def test_a_two_hop_question_has_one_answer(domains, entities, seed):
+    facts = graphs(domains, entities, seed)[0]
+    answers = {}
+    for a in facts:
+        for b in facts:
+            if a.target == b.source:
+                answers.setdefault(chain_question(a, b), set()).add(b.target)
+    asked = {chain_question(a, b): b.target for a, b in chains(facts)}
+    assert asked and all(answers[q] == {t} for q, t in asked.items())
 
 
 def test_train_and_retrieval_share_no_entity():
@@ -44,5 +58,7 @@ def test_pretraining_never_names_an_entity_of_kgfact():
 
 def test_bytes_do_not_depend_on_the_hash_seed():
     code = "import json; from mixsd_nb.corpora.kgfact import build; print(json.dumps(build()))"
-    outputs = {subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True).stdout for seed in "0123"}
-    assert len(outputs) == 1
+    def output(seed):
+        return subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True).stdout
+
+    assert len({output(seed) for seed in "0123"}) == 1

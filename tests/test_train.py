@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
+from mixsd_nb.corpora import CORPORA
 from mixsd_nb.models.lab import lab_folder
 from mixsd_nb.results.runs import open_result
 
@@ -68,7 +69,7 @@ def test_papermill_from_anywhere_gives_the_same_bytes(tiny, tmp_path):
     (dict(lam=1.5), "lam is 1.5; allowed are numbers from 0 to 1"),
     (dict(lamb=0.5), "unknown parameter lamb; did you mean lam?"),
     (dict(model="no-such"), "model is no-such; allowed are lab-m, a model folder or a hub id owner/name"),
-    (dict(dataset="no-such"), "dataset is no-such; allowed are kgfact-small, kgfact-large"),
+    (dict(dataset="no-such"), f"dataset is no-such; allowed are {', '.join(CORPORA)}"),
 ])
 def test_a_mistake_is_one_sentence(parameters, sentence, tmp_path):
     done = papermill("nbs/train.ipynb", tmp_path / "out.ipynb", *flags(**parameters), runs=tmp_path / "runs")

@@ -5,14 +5,15 @@
 # %% auto #0
 __all__ = ['DOMAINS', 'PHRASES', 'RELATIONS', 'STARTS', 'RIMES', 'ENDS', 'SECOND', 'WORDS', 'ENTITIES', 'KGFACT_WORDS',
            'base_form', 'invert', 'Relation', 'domain_pairs', 'invented_word', 'rime', 'entity', 'Fact', 'sample_graph',
-           'touching', 'retrieval_context', 'rows', 'graphs', 'build']
+           'touching', 'world_graph', 'chains', 'chain_question', 'chain_target', 'retrieval_context', 'rows',
+           'chain_rows', 'graphs', 'build']
 
-# %% ../../nbs/corpora/kgfact.ipynb #db322f00
+# %% ../../nbs/corpora/kgfact.ipynb #af94cc88
 import random
 from dataclasses import dataclass
 from functools import cache
 
-from .prompts import naive_prompt, retrieval_prompt, target
+from .prompts import boxed, naive_prompt, paraphrase_prompt, retrieval_prompt, target
 
 # %% ../../nbs/corpora/kgfact.ipynb #6c4af3a7
 def base_form(
@@ -47,31 +48,52 @@ class Relation:
         aux, rest = invert(self.phrase)
         return f"What {self.target} {aux} {s} {rest}?"
 
-# %% ../../nbs/corpora/kgfact.ipynb #b72a37ac
+# %% ../../nbs/corpora/kgfact.ipynb #71802b91
 DOMAINS = ["person", "location", "organization", "event", "profession", "hobby", "skill"]
 
 PHRASES = {
-    ("person", "location"): "lives in, was born in, works in, was married in, owns land in, sends letters to, spends summers in, plans to visit, is mayor of, guards",
-    ("person", "organization"): "is employed by, donates to, was expelled from, leads, is suing, audits, volunteers for, was trained by, owns shares in, advises",
-    ("person", "event"): "attends, hosts, was injured at, performs at, is champion of, judges, sells food at, never misses, was honored at, organizes",
-    ("person", "profession"): "practices, is retired from, studies for, teaches, was denied, dreams of, was offered, is licensed for, has abandoned, recommends",
-    ("person", "hobby"): "enjoys, has given up, writes about, is obsessed with, spends weekends on, is banned from, collects books on, competes in, dislikes, saves money for",
-    ("person", "skill"): "excels at, is learning, lacks, is famous for, was tested on, lectures on, depends on, is certified in, has lost, shows off",
-    ("location", "organization"): "hosts, is governed by, is patrolled by, leases land to, is protected by, trades with, was founded by, is named after, pays tribute to, was mapped by",
-    ("location", "event"): "celebrates, was ruined by, is decorated for, sponsors, was chosen for, is closed during, prepares for, bans, is famous for, is crowded during",
-    ("location", "profession"): "needs, honors, licenses, taxes, has outlawed, is known for, trains people for, subsidizes, is home to, depends on",
-    ("location", "hobby"): "promotes, has outlawed, is ideal for, builds halls for, is known for, rewards, frowns on, rents space for, was redesigned for, prints guides to",
-    ("location", "skill"): "prizes, tests newcomers on, is known for, has forgotten, offers lessons in, gives awards for, was built with, demands, relies on, keeps archives on",
-    ("organization", "event"): "runs, sponsors, was founded at, boycotts, sells tickets for, recruits at, films, insures, was fined over, donates profits to",
-    ("organization", "profession"): "hires for, represents, has abolished, certifies, lobbies for, regulates, supplies tools for, publishes handbooks on, was built around, offers pensions in",
-    ("organization", "hobby"): "funds, markets, teaches, was inspired by, sells gear for, publishes magazines on, bans, hosts contests in, earns money from, is devoted to",
-    ("organization", "skill"): "requires, teaches, has patented, tests, is admired for, offers courses in, gives grants for, values, is weak in, keeps manuals on",
-    ("event", "profession"): "honors, features, is reserved for, gives prizes for, welcomes, parodies, was created for, excludes, is sponsored by, collects money for",
-    ("event", "hobby"): "showcases, is centered on, gives prizes for, has revived, excludes, opens with, was inspired by, includes contests in, is advertised through, ends with",
-    ("event", "skill"): "rewards, tests, is decided by, celebrates, requires, features displays of, was won through, includes workshops on, ranks people by, is remembered for",
-    ("profession", "hobby"): "is combined with, forbids, draws on, borrows tools from, is learned through, leaves time for, resembles, encourages, has replaced, benefits from",
-    ("profession", "skill"): "requires, builds on, was shaped by, is judged by, weakens, rewards, teaches, begins with, neglects, is defined by",
-    ("hobby", "skill"): "develops, requires, is ranked by, was derived from, teaches, improves, is limited by, tests, begins with, leads to",
+    ("person", "location"): "lives in, was born in, works in, was married in, owns land in, "
+        "sends letters to, spends summers in, plans to visit, is mayor of, guards",
+    ("person", "organization"): "is employed by, donates to, was expelled from, leads, is suing, "
+        "audits, volunteers for, was trained by, owns shares in, advises",
+    ("person", "event"): "attends, hosts, was injured at, performs at, is champion of, "
+        "judges, sells food at, never misses, was honored at, organizes",
+    ("person", "profession"): "practices, is retired from, studies for, teaches, was denied, "
+        "dreams of, was offered, is licensed for, has abandoned, recommends",
+    ("person", "hobby"): "enjoys, has given up, writes about, is obsessed with, spends weekends on, "
+        "is banned from, collects books on, competes in, dislikes, saves money for",
+    ("person", "skill"): "excels at, is learning, lacks, is famous for, was tested on, "
+        "lectures on, depends on, is certified in, has lost, shows off",
+    ("location", "organization"): "hosts, is governed by, is patrolled by, leases land to, is protected by, "
+        "trades with, was founded by, is named after, pays tribute to, was mapped by",
+    ("location", "event"): "celebrates, was ruined by, is decorated for, sponsors, was chosen for, "
+        "is closed during, prepares for, bans, is famous for, is crowded during",
+    ("location", "profession"): "needs, honors, licenses, taxes, has outlawed, "
+        "is known for, trains people for, subsidizes, is home to, depends on",
+    ("location", "hobby"): "promotes, has outlawed, is ideal for, builds halls for, is known for, "
+        "rewards, frowns on, rents space for, was redesigned for, prints guides to",
+    ("location", "skill"): "prizes, tests newcomers on, is known for, has forgotten, offers lessons in, "
+        "gives awards for, was built with, demands, relies on, keeps archives on",
+    ("organization", "event"): "runs, sponsors, was founded at, boycotts, sells tickets for, "
+        "recruits at, films, insures, was fined over, donates profits to",
+    ("organization", "profession"): "hires for, represents, has abolished, certifies, lobbies for, "
+        "regulates, supplies tools for, publishes handbooks on, was built around, offers pensions in",
+    ("organization", "hobby"): "funds, markets, teaches, was inspired by, sells gear for, "
+        "publishes magazines on, bans, hosts contests in, earns money from, is devoted to",
+    ("organization", "skill"): "requires, teaches, has patented, tests, is admired for, "
+        "offers courses in, gives grants for, values, is weak in, keeps manuals on",
+    ("event", "profession"): "honors, features, is reserved for, gives prizes for, welcomes, "
+        "parodies, was created for, excludes, is sponsored by, collects money for",
+    ("event", "hobby"): "showcases, is centered on, gives prizes for, has revived, excludes, "
+        "opens with, was inspired by, includes contests in, is advertised through, ends with",
+    ("event", "skill"): "rewards, tests, is decided by, celebrates, requires, "
+        "features displays of, was won through, includes workshops on, ranks people by, is remembered for",
+    ("profession", "hobby"): "is combined with, forbids, draws on, borrows tools from, is learned through, "
+        "leaves time for, resembles, encourages, has replaced, benefits from",
+    ("profession", "skill"): "requires, builds on, was shaped by, is judged by, weakens, "
+        "rewards, teaches, begins with, neglects, is defined by",
+    ("hobby", "skill"): "develops, requires, is ranked by, was derived from, teaches, "
+        "improves, is limited by, tests, begins with, leads to",
 }
 RELATIONS = {pair: [Relation(*pair, p.strip()) for p in phrases.split(",")] for pair, phrases in PHRASES.items()}
 
@@ -200,7 +222,7 @@ def sample_graph(
     rng.shuffle(facts)
     return facts
 
-# %% ../../nbs/corpora/kgfact.ipynb #b8dccb02
+# %% ../../nbs/corpora/kgfact.ipynb #bb08773d
 def touching(
     facts: list[Fact],
     entities: set[str],
@@ -208,29 +230,79 @@ def touching(
     "The facts that have one of the entities at either end."
     return [f for f in facts if f.source in entities or f.target in entities]
 
+# %% ../../nbs/corpora/kgfact.ipynb #428f1c7a
+def world_graph(
+    facts: list[Fact],
+):
+    "A `networkx.MultiDiGraph`: nodes carry their domain, edges their relation's phrase."
+    import networkx as nx
+    graph = nx.MultiDiGraph()
+    for f in facts:
+        graph.add_node(f.source, domain=f.relation.source)
+        graph.add_node(f.target, domain=f.relation.target)
+        graph.add_edge(f.source, f.target, phrase=f.relation.phrase)
+    return graph
 
+# %% ../../nbs/corpora/kgfact.ipynb #7b37aded
+def chains(
+    facts: list[Fact],
+) -> list[tuple[Fact, Fact]]:
+    "Pairs of facts that meet, the first for every pair of relations."
+    start = {}
+    for f in facts: start.setdefault(f.source, []).append(f)
+    found = {}
+    for first in facts:
+        for second in start.get(first.target, []): found.setdefault((first.relation, second.relation), (first, second))
+    return list(found.values())
+
+
+def chain_question(
+    first: Fact,
+    second: Fact,
+) -> str:
+    "What organization is the location that Kelmor Bellamy lives in governed by?"
+    return second.relation.question(first.relation.clause(first.source))
+
+
+def chain_target(
+    first: Fact,
+    second: Fact,
+) -> str:
+    "Both statements, a conclusion, the box."
+    return f"{first.statement} {second.statement} So the answer is {second.target}.\n\n{boxed(second.target)}"
+
+# %% ../../nbs/corpora/kgfact.ipynb #e2741e0c
 def retrieval_context(
     facts: list[Fact],  # the whole graph
-    gold: Fact,
+    gold: list[Fact],  # one fact, or the two of a chain
     rng: random.Random,
-    size: int = 50,  # facts in the context, the gold one among them
+    size: int = 50,  # facts in the context, gold ones among them
 ) -> list[Fact]:
-    "Gold fact and distractors, one hop away first, then two hops, shuffled."
-    near = [f for f in touching(facts, {gold.source, gold.target}) if f != gold]
+    "Gold facts and distractors, one hop away first, then two hops, shuffled."
+    near = [f for f in touching(facts, {e for g in gold for e in (g.source, g.target)}) if f not in gold]
     neighbours = {e for f in near for e in (f.source, f.target)}
-    far = [f for f in touching(facts, neighbours) if f != gold and f not in near]
-    context = rng.sample(near, min(len(near), size - 1))
-    context += rng.sample(far, min(len(far), size - 1 - len(context))) + [gold]
+    far = [f for f in touching(facts, neighbours) if f not in gold and f not in near]
+    context = gold + rng.sample(near, min(len(near), size - len(gold)))
+    context += rng.sample(far, min(len(far), size - len(context)))
     return rng.sample(context, len(context))
 
-# %% ../../nbs/corpora/kgfact.ipynb #dfdaabac
+# %% ../../nbs/corpora/kgfact.ipynb #5498458f
 def rows(
     facts: list[Fact],
-    prompts: list[str],  # naive or retrieval prompts, one a fact
+    prompts: list[str],  # naive, paraphrased or retrieval prompts, one a fact
 ) -> list[dict]:
     "Corpus rows `id, prompt, target, answer, subject, statement`."
     return [dict(id=f.id, prompt=p, target=target(f.target), answer=f.target, subject=f.source, statement=f.statement)
             for f, p in zip(facts, prompts)]
+
+
+def chain_rows(
+    pairs: list[tuple[Fact, Fact]],
+    prompts: list[str],
+) -> list[dict]:
+    "The same for two hops; the statement is both statements."
+    return [dict(id=f"{a.id}>{b.id}", prompt=p, target=chain_target(a, b), answer=b.target, subject=a.source, statement=f"{a.statement} {b.statement}")
+            for (a, b), p in zip(pairs, prompts)]
 
 
 @cache
@@ -249,11 +321,15 @@ def build(
     entities: int = 10,  # E of each domain, from 1 to 25
     seed: int = 42,
 ) -> dict[str, list[dict]]:
-    "Rows of the splits `train` and `retrieval` of KGFact D×E."
+    "Rows of the splits `train, paraphrase, two_hop, retrieval, two_hop_context` of KGFact D×E (§3.3)."
     if not 2 <= domains <= 7: raise ValueError(f"domains is {domains}; allowed are whole numbers from 2 to 7")
     if not 1 <= entities <= 25: raise ValueError(f"entities is {entities}; allowed are whole numbers from 1 to 25")
     train, held = graphs(domains, entities, seed)
-    rng = random.Random(seed + 1)
-    contexts = [[f.statement for f in retrieval_context(held, gold, rng)] for gold in held]
-    return {"train": rows(train, [naive_prompt(f.question) for f in train]),
-            "retrieval": rows(held, [retrieval_prompt(c, naive_prompt(f.question)) for c, f in zip(contexts, held)])}
+    naive, hops, held_hops = [naive_prompt(f.question) for f in train], chains(train), chains(held)
+    rng = {name: random.Random(f"{name}-{seed}") for name in ("paraphrase", "retrieval", "two_hop_context")}
+    def context(gold, question, split, size):
+        return retrieval_prompt([f.statement for f in retrieval_context(held, gold, rng[split], size)], naive_prompt(question))
+    return {"train": rows(train, naive), "paraphrase": rows(train, [paraphrase_prompt(p, rng["paraphrase"]) for p in naive]),
+            "two_hop": chain_rows(hops, [naive_prompt(chain_question(*c)) for c in hops]),
+            "retrieval": rows(held, [context([f], f.question, "retrieval", 50) for f in held]),
+            "two_hop_context": chain_rows(held_hops, [context(list(c), chain_question(*c), "two_hop_context", 100) for c in held_hops])}

@@ -27,15 +27,16 @@ def picks(
     key = torch.tensor(row_key("pick", seed, id, sample, attempt))
     return (keyed_uniform(key, torch.arange(n)) < lam).numpy()
 
-# %% ../../nbs/methods/mixing.ipynb #4e61fe15
+# %% ../../nbs/methods/mixing.ipynb #92182d05
 def mix_items(
     tokenizer,
     rows,  # corpus rows id, prompt, target, answer
+    expert=expert_prompt,  # (prompt, target) -> expert prompt
     extract: str = "boxed",  # boxed or boxed_or_number
 ) -> list[dict]:
     "What `mix` takes: naive and expert prompt ids, and the answer to verify."
-    return [dict(id=r["id"], naive_ids=prompt_ids(tokenizer, r["prompt"]), expert_ids=prompt_ids(tokenizer, expert_prompt(r["prompt"], r["target"])),
-                 answer=r["answer"], extract=extract) for r in rows]
+    return [dict(id=r["id"], naive_ids=prompt_ids(tokenizer, r["prompt"]), answer=r["answer"], extract=extract,
+                 expert_ids=prompt_ids(tokenizer, expert(r["prompt"], r["target"]))) for r in rows]
 
 
 def verify(
@@ -83,7 +84,7 @@ def engine_attempt(engine, items, naive, keys, *, temperature, top_k, max_new_to
     if lam in (0, 1): return engine.generate([i["naive_ids" if lam else "expert_ids"] for i in items], **options)
     return engine.mix([(i["naive_ids"], i["expert_ids"]) for i in items], naive, **options)
 
-# %% ../../nbs/methods/mixing.ipynb #395279c1
+# %% ../../nbs/methods/mixing.ipynb #8d29b6fa
 def mix_with(
     attempt_with,  # engine_attempt or oracle_attempt
     engine,
@@ -129,7 +130,9 @@ def mix(
     max_attempts: int = 11,  # the first one and ten further ones
     progress: bool = False,
 ) -> list[dict]:
-    "Mixed completions in input order: `id, sample, completion_ids, naive_mask, accepted, attempts, finish_reason` (§3); the last attempt where none was accepted."
+    """Mixed completions in input order: `id, sample, completion_ids, naive_mask, accepted, attempts, finish_reason` (§3).
+
+    Where no attempt was accepted the last one is returned. ValueError for λ outside [0, 1]."""
     return mix_with(engine_attempt, engine, items, lam, temperature=temperature, top_k=top_k, samples=samples, seed=seed,
                     max_new_tokens=max_new_tokens, max_attempts=max_attempts, progress=progress)
 

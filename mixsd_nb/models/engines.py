@@ -87,7 +87,7 @@ class GrowingLayer(DynamicLayer):
         self.buffers = [b[rows] for b in self.buffers]
         self.keys, self.values = (b[:, :, :self.length] for b in self.buffers)
 
-# %% ../../nbs/models/engines.ipynb #35ba4b46
+# %% ../../nbs/models/engines.ipynb #cfcea216
 class Completion(NamedTuple):
     "Sampled token ids, the stop token included, and why they end: stop, max_new_tokens, max_model_len or prompt_too_long."
     ids: list[int]
@@ -162,8 +162,8 @@ class HFEngine:
         device, n, sides = self.model.device, len(requests), len(requests[0])
         ids, mask = left_padded([context for r in requests for context in r], device)
         width = max(room)
-        side = torch.zeros(n, width, dtype=torch.long) if picks is None else torch.tensor([[int(p) for p in ps[:width]] + [0] * (width - len(ps)) for ps in picks])
-        side, keys, room = side.to(device), torch.tensor(keys, device=device), torch.tensor(room, device=device)
+        side, keys = torch.zeros(n, width, dtype=torch.long, device=device), torch.tensor(keys, device=device)
+        for row, naive in zip(side, picks or []): row[:len(naive)] = torch.as_tensor(naive[:width], device=device)
         cache = Cache(layers=[GrowingLayer() for _ in range(self.model.config.num_hidden_layers)])
         alive, tokens, stopped = torch.arange(n, device=device), [[] for _ in range(n)], [False] * n
         for t in range(width):
@@ -192,7 +192,7 @@ class HFEngine:
         "Per-token −log p of each completion after its prompt: float32 arrays."
         return token_nll(self.model, pairs)
 
-# %% ../../nbs/models/engines.ipynb #72199550
+# %% ../../nbs/models/engines.ipynb #cc45104d
 @torch.inference_mode()
 def token_nll(
     model,
@@ -213,6 +213,7 @@ def token_nll(
         hidden = model.model(ids).last_hidden_state
         states = torch.cat([h[len(pairs[i][0]) - 1:len(r) - 1] for h, i, r in zip(hidden, part, rows)])
         wanted = torch.tensor([t for i in part for t in pairs[i][1]], device=model.device)
-        nll = torch.cat([cross_entropy(model.lm_head(s).float(), w, reduction="none") for s, w in zip(states.split(slice_tokens), wanted.split(slice_tokens))])
+        slices = zip(states.split(slice_tokens), wanted.split(slice_tokens))
+        nll = torch.cat([cross_entropy(model.lm_head(s).float(), w, reduction="none") for s, w in slices])
         for i, values in zip(part, nll.split([len(pairs[i][1]) for i in part])): out[i] = values.cpu().numpy()
     return out

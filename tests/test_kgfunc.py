@@ -1,0 +1,234 @@
+"""KGFunc against definitions written a second time: digits by division, whole columns at once, no strings."""
+
+import ast
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from mixsd_nb.benchmarks.answers import last_boxed
+from mixsd_nb.corpora.kgfunc import OPERATIONS, SCALES, STEPS, TRAINED, apply_operation, build, worked_target
+from mixsd_nb.corpora.prompts import BOXED
+
+N = np.arange(100_000)
+LENGTH = 1 + sum((N >= 10**k).astype(int) for k in range(1, 5))
+PLACE = np.arange(5)
+R = N[:, None] // 10**PLACE % 10  # R[n, k] is the digit of 10^k
+REAL = PLACE < LENGTH[:, None]  # leading zeros are no digits
+FROM_LEFT = np.where(REAL, LENGTH[:, None] - 1 - PLACE, 0)
+TOTAL, SQUARES = R.sum(1), (R**2).sum(1)
+LARGEST, SMALLEST = R.max(1), np.where(REAL, R, 9).min(1)
+FIRST, LAST = N // 10 ** (LENGTH - 1), R[:, 0]
+SORTED = np.sort(R, 1)
+
+
+def running_maxima():
+    highest, total = np.zeros_like(N), np.zeros_like(N)
+    for k in reversed(PLACE):
+        highest = np.maximum(highest, R[:, k])
+        total += highest
+    return total
+
+
+def smallest_rotation():
+    turned = best = N
+    for _ in PLACE:
+        turned = turned // 10 + turned % 10 * 10 ** (LENGTH - 1)
+        best = np.minimum(best, turned)
+    return best
+
+
+def digital_root():
+    x = N
+    while (x > 9).any():
+        x = x // 10_000 + x // 1_000 % 10 + x // 100 % 10 + x // 10 % 10 + x % 10
+    return x
+
+
+ORACLE = {
+    "B": SQUARES - 2 * SMALLEST * TOTAL + LENGTH * SMALLEST**2,
+    "C": abs((R**2 * np.where(FROM_LEFT % 2, -1, 1)).sum(1)),
+    "D": np.array([0, 1, 4, 9, 4, 25, 6, 49, 8, 9])[R].sum(1),
+    "E": (R * np.take_along_axis(R, FROM_LEFT, 1) * REAL).sum(1),
+    "F": running_maxima(),
+    "G": np.array([0, 1, 3, 6, 10, 15, 21, 28, 36, 45])[R].sum(1),
+    "H": smallest_rotation(),
+    "a": TOTAL,
+    "b": np.where(R, R, 1).prod(1),
+    "c": LENGTH,
+    "d": LARGEST,
+    "e": SMALLEST,
+    "f": FIRST,
+    "g": LAST,
+    "h": LARGEST - SMALLEST,
+    "i": (R * 10**FROM_LEFT * REAL).sum(1),
+    "j": FIRST + LAST,
+    "k": (REAL & (R % 2 == 0)).sum(1),
+    "l": (R % 2).sum(1),
+    "m": sum(((R == d) & REAL).any(1).astype(int) for d in range(10)),
+    "n": digital_root(),
+    "o": SQUARES,
+    "p": (SORTED * 10 ** PLACE[::-1]).sum(1),
+    "q": (SORTED * 10**PLACE).sum(1) // 10 ** (5 - LENGTH),
+    "r": (REAL & (R == 0)).sum(1),
+    "s": TOTAL + TOTAL,
+    "t": FIRST * LAST,
+}
+CALLABLE = {label: (lambda n, values=values: int(values[n])) for label, values in ORACLE.items()}
+CORPORA = {scale: build(scale) for scale in SCALES}
+FROZEN = {"paper": "8409a413d758", "lab": "9508c4ac78a2"}
+by_scale = pytest.mark.parametrize("scale", SCALES)
+
+
+def evaluate(text):
+    "The value of an expression of a target, with functions from the oracle."
+    text = f"abs({text[1:-1]})" if text.startswith("|") else text
+    return eval(text.replace("^", "**"), {"__builtins__": {"abs": abs, "min": lambda *n: min(n)}}, CALLABLE)
+
+
+def numbers(row):
+    "The inputs of the operations in a row."
+    return [int(n) for n in re.findall(r"[A-Za-z]\((\d+)\)", row["statement"])]
+
+
+@pytest.mark.parametrize("label", OPERATIONS)
+def test_operation_is_its_definition_everywhere(label):
+    values = np.fromiter((apply_operation(label, n) for n in range(100_000)), int, 100_000)
+    assert np.array_equal(values, ORACLE[label])
+
+
+def test_labels_and_ranges():
+    assert "".join(OPERATIONS) == "BCDEFGH" + "abcdefghijklmnopqrst" and list(TRAINED) == list(STEPS)
+    assert {label: int(ORACLE[label].max()) for label in TRAINED} == dict(B=324, C=243, D=245, E=405, F=45, G=225, H=99_999)
+
+
+@by_scale
+def test_counts(scale):
+    s, splits = SCALES[scale], CORPORA[scale]
+    chains = s.chains * (len(s.trained) + 1)
+    assert {k: len(v) for k, v in splits.items()} == {"train": s.train, "test": 25 * len(s.trained), "unseen": 25 * len(s.unseen), "chains": chains}
+    assert all(len({r["id"] for r in rows}) == len({r["prompt"] for r in rows}) == len(rows) for rows in splits.values())
+
+
+def test_counts_of_the_paper():
+    assert {split: len(rows) for split, rows in CORPORA["paper"].items()} == {"train": 1600, "test": 175, "unseen": 500, "chains": 200 * 7 + 200}
+
+
+@by_scale
+@pytest.mark.parametrize("split", ["test", "unseen"])
+def test_all_operations_share_25_inputs(scale, split):
+    inputs = {}
+    for r in CORPORA[scale][split]: inputs.setdefault(r["subject"], set()).update(numbers(r))
+    first, *others = inputs.values()
+    assert len(first) == 25 and all(v == first for v in others)
+
+
+@by_scale
+def test_no_number_serves_two_splits(scale):
+    inputs = [set(SCALES[scale].shots)] + [{n for r in rows for n in numbers(r)} for rows in CORPORA[scale].values()]
+    assert sum(map(len, inputs)) == len(set.union(*inputs)) and max(map(max, inputs)) < SCALES[scale].limit
+
+
+@by_scale
+def test_rows(scale):
+    for split, rows in CORPORA[scale].items():
+        for r in rows:
+            assert list(r) == ["id", "prompt", "target", "answer", "subject", "statement"] and all(isinstance(v, str) for v in r.values())
+            expression, value = r["statement"].split(" = ")
+            assert value == r["answer"] == last_boxed(r["target"]) == str(evaluate(expression)) and r["id"] == expression.replace(" ", "")
+            assert split in ("train", "test") or r["target"] == f"The answer is {value}.\n\n\\boxed{{{value}}}"
+
+
+@by_scale
+def test_prompts_show_the_shots_and_ask_for_the_expression(scale):
+    for rows in CORPORA[scale].values():
+        for r in rows:
+            *_, question, request = parts = r["prompt"].split("\n\n")
+            labels = dict.fromkeys(re.findall("[A-Za-z]", r["subject"][::-1].replace(")", "")))
+            shots = [f"{label}({n}) = {ORACLE[label][n]}" for label in labels for n in SCALES[scale].shots]
+            assert parts[2:-2] == shots and request == BOXED and question.endswith(f"What is {r['statement'].split(' = ')[0]}?")
+            assert all(f"function {label} " in parts[0] for label in labels) and "{" not in r["prompt"].replace(r"\boxed{}", "")
+
+
+def check_worked(label, number, text):
+    "Every list and every equation of a worked target is right, and it closes with the value and the box."
+    steps, box = text.split("\n\n")
+    *lines, closing = steps.split("\n")
+    answer, s = int(ORACLE[label][number]), str(number)
+    assert box == f"\\boxed{{{answer}}}" and closing.startswith(f"{label}({number}) = ") and closing.endswith(f" = {answer}")
+    for line in [*lines, closing]:
+        members = line.split(": ")[-1].split(" = ")
+        if len(members) > 1:
+            assert len({evaluate(m) for m in members}) == 1 and all(a != b for a, b in zip(members, members[1:])), line
+    lists = [ast.literal_eval(found) for line in lines for found in re.findall(r"\[.*\]", line)]
+    d = [int(R[number, k]) for k in range(LENGTH[number])][::-1]
+    middle = {"E": d[::-1], "F": [max(d[: i + 1]) for i in range(len(d))], "H": [int((s + s)[i : i + len(s)]) for i in range(len(s))]}
+    assert lists == ([] if label == "H" else [d]) + ([middle[label]] if label in middle else [])
+    assert len(lines) == {"B": 2 + len(d), "C": 2, "D": 1 + len(d), "E": 3, "F": 2, "G": 1 + len(d), "H": 2}[label]
+    if label == "D": assert [f"{x} is prime" in line for x, line in zip(d, lines[1:])] == [x in (2, 3, 5, 7) for x in d]
+
+
+@by_scale
+def test_every_worked_target_is_right(scale):
+    for r in CORPORA[scale]["train"] + CORPORA[scale]["test"]:
+        check_worked(r["subject"], *numbers(r), r["target"])
+
+
+@pytest.mark.parametrize("label", TRAINED)
+def test_worked_targets_of_short_and_odd_numbers(label):
+    for number in (*range(120), 1_000, 10_000, 10_001, 99_999):
+        check_worked(label, number, worked_target(label, number))
+
+
+@by_scale
+def test_chains_move_the_value_into_range(scale):
+    s, subjects = SCALES[scale], []
+    for r in CORPORA[scale]["chains"]:
+        outer, inner, number, sign, offset = re.fullmatch(r"(\w)\((\w)\((\d+)\) ([+-]) (\d+)\)", r["statement"].split(" = ")[0]).groups()
+        moved = int(ORACLE[inner][int(number)]) + int(sign + offset)
+        assert 0 <= moved < s.limit and r["answer"] == str(ORACLE[outer][moved]) and r["subject"] == f"{outer}({inner})"
+        subjects.append((outer, inner))
+    assert all(subjects.count((label, label)) == s.chains for label in s.trained) and sum(a != b for a, b in subjects) == s.chains
+
+
+def test_the_training_lists_are_frozen():
+    "A changed list would make runs incomparable: change these digests only together with the corpus's version."
+    digests = {scale: hashlib.sha256("\n".join(r["id"] for r in rows["train"]).encode()).hexdigest()[:12] for scale, rows in CORPORA.items()}
+    assert digests == FROZEN
+
+
+def test_bytes_do_not_depend_on_the_hash_seed():
+    code = "import json; from mixsd_nb.corpora.kgfunc import build; print(json.dumps([build(), build('lab')]))"
+    for seed in "01":
+        out = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True).stdout
+        assert out == json.dumps(list(CORPORA.values())).encode() + b"\n"
+
+
+def test_build_is_quick():
+    start = time.perf_counter()
+    build()
+    assert time.perf_counter() - start < 2
+
+
+@pytest.mark.parametrize("call, sentence", [
+    (lambda: apply_operation("A", 1), "label is 'A'; allowed are B to H (trained) and a to t (unseen)"),
+    (lambda: apply_operation("u", 1), "label is 'u'; allowed are B to H (trained) and a to t (unseen)"),
+    (lambda: apply_operation("B", -1), "number is -1; allowed are whole numbers from 0 to 99999"),
+    (lambda: apply_operation("B", 100_000), "number is 100000; allowed are whole numbers from 0 to 99999"),
+    (lambda: apply_operation("B", 1.5), "number is 1.5; allowed are whole numbers from 0 to 99999"),
+    (lambda: apply_operation("B", "12"), "number is '12'; allowed are whole numbers from 0 to 99999"),
+    (lambda: build("large"), "scale is 'large'; allowed are paper, lab"),
+])
+def test_bad_input_gives_one_sentence(call, sentence):
+    with pytest.raises(ValueError) as e: call()
+    assert str(e.value) == sentence and e.value.__cause__ is None
+
+
+def test_numpy_integers_are_numbers():
+    assert apply_operation("n", np.int64(38)) == 2 and type(apply_operation("n", np.int64(38))) is int
