@@ -18,12 +18,12 @@ from .corpora.prompts import prompt_ids
 from .models import check_model
 from .results.runs import Config, cached_run, make_config, run_folder, setting, write_atomically
 
-# %% ../nbs/evaluate.ipynb #f662e65d
+# %% ../nbs/evaluate.ipynb #0c47c7ec
 class EvaluateConfig(Config):
     "Parameters of the stage."
     model: str = "lab-m"
     dataset: str = "kgfact-small"
-    n: int = Field(100, ge=1, le=100)
+    n: int = Field(100, ge=1, le=120)
     seed: int = 0
     max_new_tokens: int = Field(160, ge=1)
     batch_size: int = setting(100)

@@ -34,7 +34,7 @@ class GenerateConfig(Config):
     _dataset = field_validator("dataset")(check_corpus)
     _model = field_validator("model")(check_model)
 
-# %% ../nbs/generate.ipynb #02dd5821
+# %% ../nbs/generate.ipynb #270116ad
 def mixed_table(
     config: GenerateConfig,
 ) -> pd.DataFrame:
@@ -43,7 +43,7 @@ def mixed_table(
     from mixsd_nb.methods.mixing import mix, mix_items, names_another
     from mixsd_nb.models import load_base, load_engine
     model, tokenizer = load_base(config.model)
-    rows = list(load_corpus(config.dataset)["train"])
+    rows = list(load_corpus(config.dataset, "train"))
     corpus = CORPORA[config.dataset]
     items, entities = mix_items(tokenizer, rows, corpus.expert, corpus.extract), {e for r in rows for e in (r["subject"], r["answer"])}
     records = mix(load_engine("hf", model, tokenizer, batch_size=config.batch_size), items, config.lam, temperature=config.temperature, top_k=config.top_k,

@@ -40,7 +40,7 @@ class NllConfig(Config):
     @property
     def content(self) -> str: return hashlib.blake2b(Path(self.targets).read_bytes(), digest_size=8).hexdigest() if self.targets else "canonical"
 
-# %% ../nbs/nll.ipynb #244b3996
+# %% ../nbs/nll.ipynb #1f3e3d0b
 from .models.engines import token_nll
 
 
@@ -49,7 +49,7 @@ def target_pairs(
     tokenizer,
 ) -> list[tuple[list[int], list[int]]]:
     "Prompt and completion ids: of the accepted targets in the file, or of the canonical targets."
-    if not config.targets: return [canonical_pair(tokenizer, r) for r in load_corpus(config.dataset)["train"]]
+    if not config.targets: return [canonical_pair(tokenizer, r) for r in load_corpus(config.dataset, "train")]
     table = pd.read_parquet(config.targets).query("accepted")
     return [(list(map(int, p)), list(map(int, c))) for p, c in zip(table.prompt_ids, table.completion_ids)]
 

@@ -371,7 +371,7 @@ def abilities(
     guesses = ask([naive_prompt(f.question) for f in graphs(5, 10, 42)[0][:n]])
     return found | {"guess parses": sum(last_boxed(g) is not None for g in guesses) / n}
 
-# %% ../nbs/pretrain.ipynb #e9361fd5
+# %% ../nbs/pretrain.ipynb #19d18966
 class PretrainConfig(Config):
     "Parameters of the stage."
     size: Literal[tuple(SIZES)] = "lab-m"
@@ -379,6 +379,8 @@ class PretrainConfig(Config):
     start: str = ""
     seed: int = 0
     batch_tokens: int = Field(5120, ge=256)
+    pool: int = Field(400, ge=1)  # documents that are drawn, sorted into batches and shuffled at a time
+    save_every: int = setting(10)  # pools between two states
     n: int = Field(100, ge=1, le=100)
     force: bool = setting(False)
 
@@ -428,12 +430,12 @@ def fit(
     model.train()
     with tqdm(total=int(total), initial=seen, unit="tok", unit_scale=True, desc=f"pretraining {config.size}") as bar:
         while seen < total:
-            for ids, labels in batches(encode(tokenizer, documents(rng, course(config, seen / total), 400)), config.batch_tokens, rng):
+            for ids, labels in batches(encode(tokenizer, documents(rng, course(config, seen / total), config.pool)), config.batch_tokens, rng):
                 losses.append(update(model, opts, schedule(len(losses), seen / total), ids, labels))
                 seen += ids.numel()
                 bar.update(ids.numel())
             pools += 1
-            if pools % 10 == 0:
+            if pools % config.save_every == 0:
                 state = dict(model=model.state_dict(), optimizers=[o.state_dict() for o in opts], rng=rng.getstate(), seen=seen, losses=losses)
                 write_atomically(folder / "state.pt", lambda path: torch.save(state, path))
     model.set_attn_implementation("sdpa")

@@ -23,7 +23,7 @@ from .models import check_model
 from .results.cube import method_label, result_tree
 from .results.runs import Config, cached_run, make_config, runs_root, setting, write_atomically
 
-# %% ../nbs/train.ipynb #18b5a3f8
+# %% ../nbs/train.ipynb #b03af03a
 class TrainConfig(Config):
     "Parameters of the stage."
     method: Literal["base", "sft", "mixsd"] = "mixsd"
@@ -34,7 +34,7 @@ class TrainConfig(Config):
     epochs: int = Field(20, ge=1)
     batch: int = Field(20, ge=1)
     seed: int = 0
-    n: int = Field(100, ge=1, le=100)
+    n: int = Field(100, ge=1, le=120)
     checkpoints: tuple[int, ...] = (20, 60)
     batch_size: int = setting(100)
     force: bool = setting(False)
@@ -50,14 +50,14 @@ class TrainConfig(Config):
         idle = {"base": ("lam", "lr", "epochs", "batch", "checkpoints"), "sft": ("lam",), "mixsd": ()}[self.method]
         return self.model_copy(update={name: type(self).model_fields[name].default for name in idle})
 
-# %% ../nbs/train.ipynb #e3b3127f
+# %% ../nbs/train.ipynb #2231f7da
 def training_pairs(
     config: TrainConfig,
     tokenizer,
 ) -> dict[str, tuple[list[int], list[int]]]:
     "Prompt and completion ids by fact: the canonical target for sft, the accepted mixed sequence for mixsd."
     if config.method == "sft":
-        return {r["id"]: canonical_pair(tokenizer, r) for r in load_corpus(config.dataset)["train"]}
+        return {r["id"]: canonical_pair(tokenizer, r) for r in load_corpus(config.dataset, "train")}
     file = generate.targets_file(dataset=config.dataset, model=config.model, lam=config.lam, seed=config.seed, batch_size=config.batch_size)
     table = pd.read_parquet(file)
     return {r.id: (list(map(int, r.prompt_ids)), list(map(int, r.completion_ids))) for r in table[table.accepted].itertuples()}
@@ -91,7 +91,7 @@ def measured(
         write_atomically(path, table.to_parquet)
     return pd.read_parquet(path)
 
-# %% ../nbs/train.ipynb #41778a76
+# %% ../nbs/train.ipynb #b80b01ad
 def base_responses(config):
     return evaluate.responses(model=config.model, dataset=config.dataset, n=config.n, seed=config.seed, batch_size=config.batch_size)
 
@@ -99,15 +99,16 @@ def base_responses(config):
 def tree(config, steps, **parts):
     "The result in the layout of the cube."
     sampled = dict(rollouts=1, temperature=0.0) if config.method == "mixsd" else {}
+    asked = {name: BENCHMARKS[name] for name in next(iter(steps.values()))}
     return result_tree(dataset=config.dataset, model=config.model, method=config.method, lam=config.lam, lr=config.lr, seed=config.seed,
-                       accuracy=steps, benchmarks={name: BENCHMARKS[name] for name in next(iter(steps.values()))}, config=config.canonical(), **sampled, **parts)
+                       accuracy=steps, benchmarks=asked, config=config.canonical(), **sampled, **parts)
 
 
 def measure_base(
     config: TrainConfig,
 ) -> xr.DataTree:
     "The base model is one run of step 0."
-    return tree(config, {0: accuracy(base_responses(config), {r["id"] for r in load_corpus(config.dataset)["train"]})})
+    return tree(config, {0: accuracy(base_responses(config), {r["id"] for r in load_corpus(config.dataset, "train")})})
 
 
 def train(
@@ -118,7 +119,7 @@ def train(
     from mixsd_nb.methods.supervised import fine_tune, updates
     from mixsd_nb.models import load_base
     from mixsd_nb.nll import token_nll
-    asked = len(load_corpus(config.dataset)["train"])
+    asked = len(load_corpus(config.dataset, "train"))
     model, tokenizer = load_base(config.model)
     pairs = training_pairs(config, tokenizer)
     if not pairs: raise RuntimeError(f"no target of {config.dataset} was accepted at lam={config.lam:g}; a smaller lam keeps more facts")
@@ -142,19 +143,20 @@ def run(
     compute = (lambda folder: measure_base(config)) if config.method == "base" else (lambda folder: train(config, folder))
     return cached_run(slug(config), config, compute, force=config.force)
 
-# %% ../nbs/train.ipynb #a5bacbf9
-MAIN_JOB = [dict(method="base"), dict(method="sft"), dict(method="mixsd", lam=0.3), dict(method="mixsd", lam=0.5)]
+# %% ../nbs/train.ipynb #44c2d47a
+MAIN_JOB = [dict(method="sft"), dict(method="mixsd", lam=0.3), dict(method="mixsd", lam=0.5)]
 
 
 def main(
     rates: list[float],  # learning rates
 ):
-    "Run the main job at each learning rate; what is already there is not computed again."
-    jobs = [{**job, "lr": lr} for lr in rates for job in MAIN_JOB]
+    "Run the main job at each learning rate, after the base model; what is already there is not computed again."
+    jobs = [dict(method="base")] + [{**job, "lr": lr} for lr in rates for job in MAIN_JOB]
     for k, job in enumerate(jobs, 1):
-        print(f"[{k}/{len(jobs)}] " + ", ".join(f"{name}={value}" for name, value in job.items() if job["method"] != "base" or name == "method"), flush=True)
+        print(f"[{k}/{len(jobs)}] " + ", ".join(f"{name}={value}" for name, value in job.items()), flush=True)
         run(**job)
     print(f"results: {runs_root()}")
 
-# %% ../nbs/train.ipynb #9ef57305
-if __name__ == "__main__" and "__file__" in globals(): main([float(word) for word in sys.argv[1:]] or [TrainConfig().lr])  # python -m, not a notebook
+# %% ../nbs/train.ipynb #edd91385
+# A notebook is `__main__` too, but no file.
+if __name__ == "__main__" and "__file__" in globals(): main([float(word) for word in sys.argv[1:]] or [TrainConfig().lr])

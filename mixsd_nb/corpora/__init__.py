@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['CORPORA', 'Corpus', 'check_corpus', 'load_corpus', 'stats']
 
-# %% ../../nbs/corpora/index.ipynb #e37f1a5c
+# %% ../../nbs/corpora/index.ipynb #959a2aaf
 import difflib
 from dataclasses import dataclass, field
 from typing import Callable
@@ -46,15 +46,17 @@ def check_corpus(
 
 def load_corpus(
     name: str,  # a key of CORPORA
+    split: str | None = None,  # only this split
     **options,  # of the corpus, such as seed, or path for data that lie here
 ):
-    "A `datasets.DatasetDict` whose rows are `id, prompt, target, answer, subject, statement`."
+    "A `datasets.DatasetDict`, or one split of it, with rows `id, prompt, target, answer, subject, statement`; a ValueError of one sentence for a name or split that is not there."
     from importlib import import_module
 
     from datasets import Dataset, DatasetDict
     corpus = CORPORA[check_corpus(name)]
     splits = getattr(import_module(f"mixsd_nb.corpora.{corpus.module}"), corpus.build)(**{**corpus.options, **options})
-    return DatasetDict({split: Dataset.from_list(rows) for split, rows in splits.items()})
+    if split not in (None, *splits): raise ValueError(f"split is {split}; {name} has {', '.join(splits)}")
+    return Dataset.from_list(splits[split]) if split else DatasetDict({name: Dataset.from_list(rows) for name, rows in splits.items()})
 
 # %% ../../nbs/corpora/index.ipynb #e6b9804e
 def stats(
