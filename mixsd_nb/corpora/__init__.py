@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['CORPORA', 'Corpus', 'check_corpus', 'load_corpus', 'stats']
 
-# %% ../../nbs/corpora/index.ipynb #959a2aaf
+# %% ../../nbs/corpora/index.ipynb #9e311cbd
 import difflib
 from dataclasses import dataclass, field
 from typing import Callable
@@ -49,7 +49,9 @@ def load_corpus(
     split: str | None = None,  # only this split
     **options,  # of the corpus, such as seed, or path for data that lie here
 ):
-    "A `datasets.DatasetDict`, or one split of it, with rows `id, prompt, target, answer, subject, statement`; a ValueError of one sentence for a name or split that is not there."
+    """A `datasets.DatasetDict`, or one split of it, with rows `id, prompt, target, answer, subject, statement` (all texts).
+
+    ValueError of one sentence for a name or a split that is not there, and for what a corpus refuses."""
     from importlib import import_module
 
     from datasets import Dataset, DatasetDict
