@@ -40,7 +40,7 @@ class NllConfig(Config):
     @property
     def content(self) -> str: return hashlib.blake2b(Path(self.targets).read_bytes(), digest_size=8).hexdigest() if self.targets else "canonical"
 
-# %% ../nbs/nll.ipynb #1f3e3d0b
+# %% ../nbs/nll.ipynb #012f9aa8
 from .models.engines import token_nll
 
 
@@ -58,7 +58,7 @@ def nll_summary(
     values: list[np.ndarray],  # per-token NLL of each target, nats
     thresholds: tuple[float, ...] = (5.0, 8.0),
 ) -> dict[str, float]:
-    "Mean over all tokens, tokens per target, and the share of tokens above each threshold (§9.2)."
+    "Mean over all tokens, tokens per target, and the share of tokens above each threshold (eq. 3 is the mean)."
     tokens = np.concatenate(values)
     return {"mean": float(tokens.mean()), "tokens": len(tokens) / len(values), **{f"above_{t:g}": float((tokens > t).mean()) for t in thresholds}}
 

@@ -9,10 +9,10 @@ __all__ = ['EXTRACT_MODES', 'last_boxed', 'last_number', 'extract', 'same_answer
 import re
 from fractions import Fraction
 
-# %% ../../nbs/benchmarks/answers.ipynb #a720b23e
+# %% ../../nbs/benchmarks/answers.ipynb #73482f83
 def last_boxed(text: str,  # a response
                ) -> str | None:  # the box's content without outer white space; None without a closed box
-    "Content of the last `\\boxed{...}` of `text` whose braces balance (protocol §1.3). Linear time, never raises."
+    "Content of the last `\\boxed{...}` of `text` whose braces balance. Linear time, never raises."
     closing = []  # the `}` to the right that no `{` has claimed yet; the nearest one is on top
     for i in range(len(text) - 1, -1, -1):
         if text[i] == "}":
@@ -32,19 +32,19 @@ def last_number(text: str,  # a response
     numbers = _NUMBER_IN_TEXT.findall(text)
     return numbers[-1] if numbers else None
 
-# %% ../../nbs/benchmarks/answers.ipynb #86074d8d
+# %% ../../nbs/benchmarks/answers.ipynb #6ed8c2fd
 EXTRACT_MODES = ("boxed", "boxed_or_number")
 
 def extract(text: str,  # a response or a canonical target
             mode: str = "boxed",  # `boxed`, or `boxed_or_number` to fall back on the last number
             ) -> str | None:  # the answer, None without one
-    "The answer `text` gives (protocol §1.3). ValueError for an unknown `mode`."
+    "The answer `text` gives. ValueError for an unknown `mode`."
     if mode not in EXTRACT_MODES:
         raise ValueError(f"mode is {mode!r}, but it must be one of {', '.join(EXTRACT_MODES)}.")
     boxed = last_boxed(text)
     return last_number(text) if boxed is None and mode == "boxed_or_number" else boxed
 
-# %% ../../nbs/benchmarks/answers.ipynb #e69c571a
+# %% ../../nbs/benchmarks/answers.ipynb #528d3296
 _DIGITS = "[0-9]{1,999}"  # longer ones are compared as strings: Python refuses to read integers beyond 4,300 digits
 _NUMBER = re.compile(rf"[+-]?(?:{_DIGITS}(?:\.[0-9]{{0,999}})?|\.{_DIGITS}|{_DIGITS}/{_DIGITS})")
 
@@ -60,7 +60,7 @@ def _as_number(answer: str) -> Fraction | None:
 def same_answer(a: str | None,  # an extracted answer
                 b: str | None,  # the other one, usually the item's
                 ) -> bool:
-    "Equal after strip, or numbers less than 1e-6 apart (protocol §8.2, strict). None equals nothing, not even None."
+    "Equal after strip, or numbers less than 1e-6 apart (the strict rule). None equals nothing, not even None."
     if a is None or b is None:
         return False
     a, b = a.strip(), b.strip()

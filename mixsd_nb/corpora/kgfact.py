@@ -188,7 +188,7 @@ WORDS = {
 ENTITIES = {d: [entity(w, d) for w in words.split()] for d, words in WORDS.items()}
 KGFACT_WORDS = {w for words in WORDS.values() for w in words.split()}
 
-# %% ../../nbs/corpora/kgfact.ipynb #a198223b
+# %% ../../nbs/corpora/kgfact.ipynb #271cc2fe
 @dataclass(frozen=True)
 class Fact:
     "An edge of the world graph."
@@ -208,7 +208,7 @@ def sample_graph(
     entities: dict[str, list[str]],  # domain -> names
     seed: int,
 ) -> list[Fact]:
-    "One fact for every source entity and pair of domains, E·D(D−1)/2 in all, in random order (protocol §3.2)."
+    "One fact for every source entity and pair of domains, E·D(D−1)/2 in all, in random order."
     rng, facts, taken = random.Random(seed), [], set()
     pairs = domain_pairs(list(entities))
     rng.shuffle(pairs)
@@ -286,7 +286,7 @@ def retrieval_context(
     context += rng.sample(far, min(len(far), size - len(context)))
     return rng.sample(context, len(context))
 
-# %% ../../nbs/corpora/kgfact.ipynb #5498458f
+# %% ../../nbs/corpora/kgfact.ipynb #a32b8ab6
 def rows(
     facts: list[Fact],
     prompts: list[str],  # naive, paraphrased or retrieval prompts, one a fact
@@ -321,7 +321,7 @@ def build(
     entities: int = 10,  # E of each domain, from 1 to 25
     seed: int = 42,
 ) -> dict[str, list[dict]]:
-    "Rows of the splits `train, paraphrase, two_hop, retrieval, two_hop_context` of KGFact D×E (§3.3)."
+    "Rows of the splits `train, paraphrase, two_hop, retrieval, two_hop_context` of KGFact D×E."
     if not 2 <= domains <= 7: raise ValueError(f"domains is {domains}; allowed are whole numbers from 2 to 7")
     if not 1 <= entities <= 25: raise ValueError(f"entities is {entities}; allowed are whole numbers from 1 to 25")
     train, held = graphs(domains, entities, seed)

@@ -104,12 +104,12 @@ UNSEEN = dict(zip("abcdefghijklmnopqrst", [
     zero_digits, double_digit_sum, first_times_last]))
 OPERATIONS = TRAINED | UNSEEN
 
-# %% ../../nbs/corpora/kgfunc.ipynb #c43f1ab7
+# %% ../../nbs/corpora/kgfunc.ipynb #0c403609
 def apply_operation(
     label: str,  # B to H (trained) or a to t (unseen)
     number: int,  # from 0 to 99999
 ) -> int:
-    "The value of an operation (protocol §4.1, §4.2); ValueError for another label or number."
+    "The value of an operation; ValueError for another label or number."
     if label not in OPERATIONS: raise ValueError(f"label is {label!r}; allowed are B to H (trained) and a to t (unseen)")
     if not isinstance(number, Integral) or not 0 <= number <= 99_999:
         raise ValueError(f"number is {number!r}; allowed are whole numbers from 0 to 99999")
@@ -192,12 +192,12 @@ def worked_target(
     answer = apply_operation(label, number)
     return "\n".join([opening, *lines, equation(f"{label}({number})", expression, answer)]) + f"\n\n{boxed(str(answer))}"
 
-# %% ../../nbs/corpora/kgfunc.ipynb #631dd40b
+# %% ../../nbs/corpora/kgfunc.ipynb #3ae25eb8
 def function_prompt(
     expression: str,  # what is asked for: B(328), or a chain such as G(B(328) + 12)
     known: dict[str, dict[int, int]],  # label -> values at the shots
 ) -> str:
-    "The naive prompt of a function: task, known values a blank line apart, question, the request for reasoning and a box (protocol §2)."
+    "The naive prompt of a function: task, known values a blank line apart, question, the request for reasoning and a box."
     task = f"Find {' and '.join(f'the rule of function {label}' for label in known)} from the known values, then apply what you found to the question."
     values = [f"{label}({n}) = {v}" for label, at in known.items() for n, v in at.items()]
     return naive_prompt("\n\n".join([task, "Known values:", *values, f"Question:\nWhat is {expression}?"]))
@@ -245,7 +245,7 @@ def check_scale(
     if scale not in SCALES: raise ValueError(f"scale is {scale!r}; allowed are {', '.join(SCALES)}")
     return SCALES[scale]
 
-# %% ../../nbs/corpora/kgfunc.ipynb #30eb433f
+# %% ../../nbs/corpora/kgfunc.ipynb #60d36639
 def shuffled(
     items,  # any iterable
     seed: int,
@@ -259,7 +259,7 @@ def shuffled(
 def draw_inputs(
     scale: Scale,
 ) -> tuple[list[int], list[int], list[int]]:
-    "Disjoint inputs: of the test split (seed 43), of the training pool (seed 44), and the rest, which chains use (protocol §4.3)."
+    "Disjoint inputs: of the test split (seed 43), of the training pool (seed 44), and the rest, which chains use."
     free = sorted(set(range(scale.limit)) - {*scale.shots, *scale.unseen_inputs})
     test = random.Random(43).sample(free, scale.test)
     free = sorted(set(free) - set(test))

@@ -148,13 +148,13 @@ def context_prompt(
     context = [gold] + rng.sample(others, min(len(others), size - 1))
     return retrieval_prompt([h.statement for h in rng.sample(context, len(context))], naive_prompt(gold.question))
 
-# %% ../../nbs/corpora/mquake.ipynb #9a803ce8
+# %% ../../nbs/corpora/mquake.ipynb #16ba6a90
 def splits(
     cases: list[Case],
     limit: int,
     seed: int,
 ) -> dict[str, list[dict]]:
-    "Rows of all splits; selection, remarks, contexts and second selection have the seeds seed, +1, +2, +10 (42, 43, 44, 52 in protocol §5)."
+    "Rows of all splits; selection, remarks, contexts and second selection have the seeds seed, +1, +2, +10 (by default 42, 43, 44, 52)."
     if limit < 2: raise ValueError(f"limit is {limit}; allowed are whole numbers from 2")
     chosen = select_cases(cases, limit, seed)
     train = distinct_hops(chosen)
@@ -171,7 +171,7 @@ def build(
     limit: int = 100,  # facts in train, and in retrieval
     seed: int = 42,
 ) -> dict[str, list[dict]]:
-    "Rows of the splits `train, paraphrase, retrieval, two_hop, three_hop` of MQuAKE (protocol §5)."
+    "Rows of the splits `train, paraphrase, retrieval, two_hop, three_hop` of MQuAKE."
     return splits(read_cases(path), limit, seed)
 
 # %% ../../nbs/corpora/mquake.ipynb #59608c15

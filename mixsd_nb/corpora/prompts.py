@@ -89,7 +89,7 @@ def completion_ids(
     "Token ids of a written completion with the end-of-turn token, once."
     return tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
 
-# %% ../../nbs/corpora/prompts.ipynb #6138cfbc
+# %% ../../nbs/corpora/prompts.ipynb #fa6fd986
 SPANS = ("completion", "paper")
 
 
@@ -107,7 +107,7 @@ def trained_pair(
     completion: list[int],  # sampled ids, the stop token included
     span: str = "completion",  # or paper
 ) -> tuple[list[int], list[int]]:
-    "Context ids and trained ids of an example (§6.2); together they are the rendered conversation."
+    "Context ids and trained ids of an example; together they are the rendered conversation."
     if span not in SPANS: raise ValueError(f"span is {span}; allowed are {', '.join(SPANS)}")
     context = prompt_ids(tokenizer, prompt)
     if span == "completion": return context, completion

@@ -121,7 +121,7 @@ def topic(
     try: return str(ast.literal_eval(str(metadata))["topic"])
     except (ValueError, SyntaxError, TypeError, KeyError): return ""
 
-# %% ../../nbs/corpora/simpleqa.ipynb #9f1967c1
+# %% ../../nbs/corpora/simpleqa.ipynb #8eee7920
 def read_item(
     row: dict,  # of the table
     place: str,  # its number and its file
@@ -139,7 +139,7 @@ def build(
     path: str | Path | None = None,  # a local copy; None asks the hub
     seed: int = 42,
 ) -> dict[str, list[dict]]:
-    "Rows of the split `train` of SimpleQA, shuffled (protocol §5)."
+    "Rows of the split `train` of SimpleQA, shuffled."
     source = path or HUB
     items = [item for n, row in enumerate(read_rows(path), 1) if (item := read_item(row, f"row {n} of {source}"))]
     if not items: raise ValueError(f"{source} has no row with a problem and an answer")

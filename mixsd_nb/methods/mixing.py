@@ -14,7 +14,7 @@ from ..benchmarks.answers import extract
 from ..corpora.prompts import expert_prompt, prompt_ids
 from ..models.engines import choose, keyed_uniform, row_key
 
-# %% ../../nbs/methods/mixing.ipynb #abc6bfd6
+# %% ../../nbs/methods/mixing.ipynb #3b341350
 def picks(
     seed: int,
     id: str,  # of the corpus item
@@ -23,7 +23,7 @@ def picks(
     n: int,  # positions
     lam: float,  # λ, the share of naive tokens
 ) -> np.ndarray:
-    "Boolean array (n,): True where the token comes from the naive conditional (§3)."
+    "Boolean array (n,): True where the token comes from the naive conditional (eq. 4)."
     key = torch.tensor(row_key("pick", seed, id, sample, attempt))
     return (keyed_uniform(key, torch.arange(n)) < lam).numpy()
 
@@ -84,7 +84,7 @@ def engine_attempt(engine, items, naive, keys, *, temperature, top_k, max_new_to
     if lam in (0, 1): return engine.generate([i["naive_ids" if lam else "expert_ids"] for i in items], **options)
     return engine.mix([(i["naive_ids"], i["expert_ids"]) for i in items], naive, **options)
 
-# %% ../../nbs/methods/mixing.ipynb #8d29b6fa
+# %% ../../nbs/methods/mixing.ipynb #f12b59a6
 def mix_with(
     attempt_with,  # engine_attempt or oracle_attempt
     engine,
@@ -130,7 +130,7 @@ def mix(
     max_attempts: int = 11,  # the first one and ten further ones
     progress: bool = False,
 ) -> list[dict]:
-    """Mixed completions in input order: `id, sample, completion_ids, naive_mask, accepted, attempts, finish_reason` (§3).
+    """Mixed completions in input order: `id, sample, completion_ids, naive_mask, accepted, attempts, finish_reason` (eq. 4).
 
     Where no attempt was accepted the last one is returned. ValueError for λ outside [0, 1]."""
     return mix_with(engine_attempt, engine, items, lam, temperature=temperature, top_k=top_k, samples=samples, seed=seed,

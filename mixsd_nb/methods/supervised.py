@@ -15,13 +15,13 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-# %% ../../nbs/methods/supervised.ipynb #9629062c
+# %% ../../nbs/methods/supervised.ipynb #d2823690
 def updates(
     epochs: int,
     corpus_size: int,  # facts asked for, kept or not
     batch: int,
 ) -> int:
-    "The number of optimiser steps; the last partial batch of an epoch is dropped (§6)."
+    "The number of optimiser steps; the last partial batch of an epoch is dropped."
     return epochs * (corpus_size // batch)
 
 

@@ -87,7 +87,7 @@ class GrowingLayer(DynamicLayer):
         self.buffers = [b[rows] for b in self.buffers]
         self.keys, self.values = (b[:, :, :self.length] for b in self.buffers)
 
-# %% ../../nbs/models/engines.ipynb #cfcea216
+# %% ../../nbs/models/engines.ipynb #47d44520
 class Completion(NamedTuple):
     "Sampled token ids, the stop token included, and why they end: stop, max_new_tokens, max_model_len or prompt_too_long."
     ids: list[int]
@@ -140,7 +140,7 @@ class HFEngine:
         keys: list[int] | None = None,
         **options,
     ) -> list[Completion]:
-        "Continue each pair by one sequence, token t from the naive conditional where picks[t], else from the expert one (§3)."
+        "Continue each pair by one sequence, token t from the naive conditional where picks[t], else from the expert one (eq. 4)."
         return self._batched([(expert, naive) for naive, expert in pairs], picks, keys, **options)
 
     def _batched(self, requests, picks, keys, *, temperature=0.0, top_k=64, max_new_tokens=256, progress=""):
