@@ -44,8 +44,9 @@ LAST := nbs/explore.ipynb nbs/figures.ipynb nbs/index.ipynb
 NOTEBOOKS = $(sort $(wildcard nbs/*/*.ipynb)) $(filter-out $(LAST),$(sort $(wildcard nbs/*.ipynb))) $(wildcard $(LAST))
 notebooks: $(VENV)/.dev ## run every notebook in place, slow cells too, then export
 	@for nb in $(NOTEBOOKS); do \
-	  echo $$nb; TQDM_DISABLE=1 $(BIN)/jupyter nbconvert --log-level ERROR --to notebook --execute --inplace $$nb || exit 1; \
+	  echo $$nb; TQDM_DISABLE=1 HF_HUB_OFFLINE=1 $(BIN)/jupyter nbconvert --log-level ERROR --to notebook --execute --inplace $$nb || exit 1; \
 	done
+	@$(BIN)/python .ci/tidy.py
 	@$(MAKE) --no-print-directory export
 
 # Debian packages that the tests need.

@@ -62,7 +62,7 @@ def nll_summary(
     tokens = np.concatenate(values)
     return {"mean": float(tokens.mean()), "tokens": len(tokens) / len(values), **{f"above_{t:g}": float((tokens > t).mean()) for t in thresholds}}
 
-# %% ../nbs/nll.ipynb #1c7bda5d
+# %% ../nbs/nll.ipynb #08c1c2f9
 TEXTS = dict(mean=("mean NLL of a target token", "nats"), tokens=("mean tokens of a target", "1"),
              above_5=("share of tokens with NLL above 5", "1"), above_8=("share of tokens with NLL above 8", "1"))
 
@@ -70,7 +70,7 @@ TEXTS = dict(mean=("mean NLL of a target token", "nats"), tokens=("mean tokens o
 def run(
     **parameters,  # of NllConfig
 ) -> xr.DataTree:
-    "Score targets under the base; the summary is the root, the child `tokens` holds every value, with a row size for each target (CF ragged form)."
+    "Score targets under the base; the summary is the root, the child `per_token` holds every value, with a row size for each target (CF ragged form)."
     config = make_config(NllConfig, **parameters)
 
     def compute(folder):
@@ -80,5 +80,5 @@ def run(
         root["n"] = ((), len(values), dict(long_name="targets scored", units="1"))
         tokens = dict(nll=("token", np.concatenate(values), dict(long_name="NLL of a token under the base", units="nats")),
                       row_size=("target", [len(v) for v in values], dict(long_name="tokens of a target", units="1", sample_dimension="token")))
-        return xr.DataTree.from_dict({"/": xr.Dataset(root, attrs=dict(config=config.canonical())), "/tokens": xr.Dataset(tokens)})
+        return xr.DataTree.from_dict({"/": xr.Dataset(root, attrs=dict(config=config.canonical())), "/per_token": xr.Dataset(tokens)})
     return cached_run(f"nll-{config.dataset}-{config.model.strip('/').replace('/', '-')}-{config.content}", config, compute, force=config.force)
