@@ -34,7 +34,7 @@ class GenerateConfig(Config):
     _dataset = field_validator("dataset")(check_corpus)
     _model = field_validator("model")(check_model)
 
-# %% ../nbs/generate.ipynb #270116ad
+# %% ../nbs/generate.ipynb #c036279e
 def mixed_table(
     config: GenerateConfig,
 ) -> pd.DataFrame:
@@ -45,11 +45,11 @@ def mixed_table(
     model, tokenizer = load_base(config.model)
     rows = list(load_corpus(config.dataset, "train"))
     corpus = CORPORA[config.dataset]
-    items, entities = mix_items(tokenizer, rows, corpus.expert, corpus.extract), {e for r in rows for e in (r["subject"], r["answer"])}
+    items = mix_items(tokenizer, rows, corpus.expert, corpus.extract)
     records = mix(load_engine("hf", model, tokenizer, batch_size=config.batch_size), items, config.lam, temperature=config.temperature, top_k=config.top_k,
                   seed=config.seed, max_new_tokens=config.max_new_tokens, max_attempts=config.max_attempts, progress=True)
     for r, item, row in zip(records, items, rows):
-        r |= dict(prompt_ids=item["naive_ids"], names_another=names_another(tokenizer.decode(r["completion_ids"]), row, entities))
+        r |= dict(prompt_ids=item["naive_ids"], names_another=names_another(tokenizer.decode(r["completion_ids"]), row["answer"]))
     return pd.DataFrame(records)
 
 

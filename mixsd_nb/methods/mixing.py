@@ -141,11 +141,10 @@ def mix_oracle(engine, items, lam, **options) -> list[dict]:
     "The same as `mix`, by the oracle."
     return mix_with(oracle_attempt, engine, items, lam, **options)
 
-# %% ../../nbs/methods/mixing.ipynb #6d73ecbc
+# %% ../../nbs/methods/mixing.ipynb #9936518a
 def names_another(
     text: str,  # an accepted completion
-    row: dict,  # its corpus row
-    entities,  # of the corpus
+    answer: str,
 ) -> bool:
-    "Whether the text names an entity that is neither the subject nor the answer."
-    return any(e in text for e in entities if e not in (row["answer"], row["subject"]))
+    "Whether the sentences ahead of the box miss the answer that the box has: the naive conditional named something else."
+    return answer not in text.rpartition(r"\boxed")[0]
