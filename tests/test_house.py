@@ -24,7 +24,8 @@ FLOORS = {
     "benchmarks.lab_tasks": ["benchmarks", "corpora.world", "corpora.prompts"],
     "methods": METHODS,
     **{name: [*ROOMS, "methods"] for name in ANALYSES},
-    **{name: BELOW_STAGES for name in ["pretrain", "generate", "evaluate", "explore", "figures"]},
+    **{name: BELOW_STAGES for name in ["generate", "evaluate", "explore", "figures", "speed"]},
+    "pretrain": [*BELOW_STAGES, "evaluate"],
     "train": [*BELOW_STAGES, "generate", "evaluate"],
 }
 

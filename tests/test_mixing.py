@@ -5,12 +5,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ties import compare
 
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.methods.mixing import mix, mix_items, mix_oracle, picks
 from mixsd_nb.models import load_base, load_engine
-
-TIE = 1e-4
+from mixsd_nb.models.engines import choose, row_key
 
 
 @pytest.fixture(scope="module")
@@ -23,33 +23,23 @@ def items(lab):
     return mix_items(lab[1], list(load_corpus("kgfact-small")["train"])[:6])
 
 
-def best_two(model, item, record, t):
-    "The gap between the two best logits of the conditional that writes token t."
-    prompt = item["naive_ids"] if record["naive_mask"][t] else item["expert_ids"]
-    with torch.inference_mode():
-        top = model(torch.tensor([prompt + record["completion_ids"][:t]])).logits[0, -1].topk(2).values
-    return (top[0] - top[1]).item()
-
-
-@pytest.mark.parametrize(("lam", "temperature"), [(0, 0), (0.3, 0), (0.5, 0), (0.7, 0), (1, 0), (0.5, 0.8)])
-def test_lockstep_equals_the_oracle(lam, temperature, lab, items):
-    options = dict(temperature=temperature, max_new_tokens=60, max_attempts=2, seed=1)
-    engine, ties = load_engine("hf", *lab, batch_size=4), 0
-    for item, slow, fast in zip(items, mix_oracle(engine, items, lam, **options), mix(engine, items, lam, **options)):
-        if slow["completion_ids"] == fast["completion_ids"]:
-            assert all(np.array_equal(slow[k], fast[k]) for k in slow)
-            continue
-        t = next(k for k, (a, b) in enumerate(zip(slow["completion_ids"], fast["completion_ids"])) if a != b)
-        assert temperature == 0 and best_two(lab[0], item, slow, t) < TIE, f"{item['id']} differs at token {t}"
-        ties += 1
-    print(f"λ={lam}, T={temperature}: {ties} ties in {len(items)} sequences")
+@pytest.mark.parametrize(("lam", "temperature"), [(0, 0), (0.1, 0), (0.3, 0), (0.5, 0), (0.7, 0), (1, 0), (0.5, 0.8)])
+def test_both_modes_equal_the_oracle(lam, temperature, lab, items):
+    options, ties = dict(temperature=temperature, max_new_tokens=60, max_attempts=2, seed=1), 0
+    expected = mix_oracle(load_engine("hf", *lab), items, lam, **options)
+    for mode, size in (("lockstep", 4), ("block", 3)):
+        equal, parted, wrong = compare(lab[0], items, expected, mix(load_engine("hf", *lab, batch_size=size, mode=mode), items, lam, **options))
+        assert not wrong, f"{mode}: {wrong}"
+        ties += parted
+    print(f"λ={lam}, T={temperature}: {ties} ties in {2 * len(items)} sequences")
 
 
 def test_order_and_batch_size_change_nothing(lab, items):
     options = dict(max_new_tokens=60, max_attempts=3, temperature=0.7)
     one = mix(load_engine("hf", *lab, batch_size=1), items, 0.5, **options)
-    other = mix(load_engine("hf", *lab, batch_size=5), items[::-1], 0.5, **options)[::-1]
-    assert all(np.array_equal(a[k], b[k]) for a, b in zip(one, other) for k in a)
+    for mode, size in (("lockstep", 5), ("block", 2), ("block", 6)):
+        other = mix(load_engine("hf", *lab, batch_size=size, mode=mode), items[::-1], 0.5, **options)[::-1]
+        assert all(np.array_equal(a[k], b[k]) for a, b in zip(one, other) for k in a)
 
 
 def test_a_completion_holds_its_stop_token_once_and_a_source_for_each_token(lab, items):
@@ -58,6 +48,23 @@ def test_a_completion_holds_its_stop_token_once_and_a_source_for_each_token(lab,
         assert sum(stops) == stops[-1] == (record["finish_reason"] == "stop")
         assert len(record["naive_mask"]) == len(record["completion_ids"])
         assert not record["accepted"] or record["finish_reason"] == "stop"
+
+
+def test_the_share_of_naive_picks_has_the_binomial_law():
+    for lam in (0.1, 0.3, 0.5, 0.7):
+        naive = sum(int(picks(0, f"item {k}", 0, 0, 1000, lam).sum()) for k in range(100))
+        assert abs(naive - 1e5 * lam) < 3.3 * (1e5 * lam * (1 - lam)) ** 0.5, "p > 0.001 in both tails"
+
+
+def test_a_sampled_token_has_the_mixed_law():
+    "At T>0 the marginal law of a token is (1−λ)p⁺ + λp⁻, on a vocabulary of six."
+    lam, temperature, n, rng = 0.3, 0.8, 20_000, torch.Generator().manual_seed(1)
+    expert, naive = torch.randn(2, 6, generator=rng) * 1.5
+    law = (1 - lam) * (expert / temperature).softmax(-1) + lam * (naive / temperature).softmax(-1)
+    coins = torch.tensor([picks(0, str(k), 0, 0, 1, lam)[0] for k in range(n)])
+    keys = torch.tensor([row_key("noise", 0, str(k), 0, 0) for k in range(n)])
+    tokens = choose(torch.where(coins[:, None], naive, expert), keys, 0, temperature, 64)
+    assert ((tokens.bincount(minlength=6) - n * law) ** 2 / (n * law)).sum() < 20.5, "chi-square with 5 degrees of freedom, p > 0.001"
 
 
 @settings(max_examples=60, deadline=None)

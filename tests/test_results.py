@@ -132,7 +132,7 @@ def test_force_begins_again_and_a_kill_does_not_hide_it(tmp_path):
     (folder / "checkpoint").write_text("of the first run")
     process = start("runs.cached_run('demo', Demo(size=5), die, force=True)", tmp_path)
     assert process.wait(60) == -signal.SIGKILL
-    assert sorted(p.name for p in tmp_path.rglob("*")) == [folder.name, "run.json"]
+    assert sorted(p.name for p in tmp_path.rglob("[!.]*")) == [folder.name, "run.json"]
 
 
 def notebook(path):
@@ -284,13 +284,34 @@ def test_figures_of_equal_data_are_equal_bytes(cube, tmp_path):
         ran = subprocess.run([sys.executable, "-c", FIGURES, str(Path(__file__).parents[1])], cwd=here, text=True, check=False,
                              capture_output=True, env=os.environ | {"PYTHONHASHSEED": seed})
         assert ran.returncode == 0, ran.stderr
-        assert "recall (N=100)" in ran.stdout and ran.stdout.count("figure: ") == 4
+        assert "recall (N=100)" in ran.stdout and ran.stdout.count("figure: ") == 6
         seen.append({p.name: p.read_bytes() for p in (here / "figures").iterdir()})
-    assert seen[0] == seen[1] and len(seen[0]) == 4
+    assert seen[0] == seen[1] and len(seen[0]) == 6
 
 
 def test_the_stage_runs_as_a_module(cube, tmp_path):
     ran = subprocess.run([sys.executable, "-m", "mixsd_nb.figures"], cwd=tmp_path, text=True, check=False, capture_output=True)
     assert ran.returncode == 0, ran.stderr
     assert sorted(p.name for p in (tmp_path / "figures").iterdir()) == [
-        "tradeoff-world.pdf", "tradeoff-world.png", "tradeoff.pdf", "tradeoff.png"]
+        "frontier.pdf", "frontier.png", "tradeoff-world.pdf", "tradeoff-world.png", "tradeoff.pdf", "tradeoff.png"]
+
+
+BY_TWO = """
+import sys, time
+import xarray as xr
+from mixsd_nb.results.runs import Config, cached_run
+
+def compute(folder):
+    with open(sys.argv[1], "a") as file: file.write("computed\\n")
+    time.sleep(2)
+    return xr.DataTree(xr.Dataset({"x": ((), 1.0, dict(long_name="x", units="1"))}))
+
+assert cached_run("demo", Config(), compute).x == 1
+"""
+
+
+def test_a_run_that_two_processes_want_is_computed_once(tmp_path):
+    words = [sys.executable, "-c", BY_TWO, str(tmp_path / "log")]
+    both = [subprocess.Popen(words, env=os.environ | {"MIXSD_RUNS": str(tmp_path / "runs")}) for _ in range(2)]
+    assert [process.wait(timeout=120) for process in both] == [0, 0]
+    assert (tmp_path / "log").read_text() == "computed\n"

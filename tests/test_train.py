@@ -68,7 +68,7 @@ def test_papermill_from_anywhere_gives_the_same_bytes(tiny, tmp_path):
 @pytest.mark.parametrize(("parameters", "sentence"), [
     (dict(lam=1.5), "lam is 1.5; allowed are numbers from 0 to 1"),
     (dict(lamb=0.5), "unknown parameter lamb; did you mean lam?"),
-    (dict(model="no-such"), "model is no-such; allowed are lab-m, a model folder or a hub id owner/name"),
+    (dict(model="no-such"), "model is no-such; allowed are lab-s, lab-m, lab-l, a model folder or a hub id owner/name"),
     (dict(dataset="no-such"), f"dataset is no-such; allowed are {', '.join(CORPORA)}"),
 ])
 def test_a_mistake_is_one_sentence(parameters, sentence, tmp_path):

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['CORPORA', 'Corpus', 'check_corpus', 'load_corpus', 'stats']
 
-# %% ../../nbs/corpora/index.ipynb #9e311cbd
+# %% ../../nbs/corpora/index.ipynb #d8adba95
 import difflib
 from dataclasses import dataclass, field
 from typing import Callable
@@ -21,6 +21,7 @@ class Corpus:
     build: str = "build"
     expert: Callable[[str, str], str] = expert_prompt  # (prompt, target) -> expert prompt
     extract: str = "boxed"  # or boxed_or_number
+    temperature: float = 0.0  # of mixing, as published
 
 
 CORPORA = {
@@ -28,8 +29,8 @@ CORPORA = {
     "kgfact-large": Corpus("kgfact", dict(domains=7, entities=25)),
     "kgfunc": Corpus("kgfunc", dict(scale="paper"), expert=expert_reference_prompt, extract="boxed_or_number"),
     "kgfunc-lab": Corpus("kgfunc", dict(scale="lab"), expert=expert_reference_prompt, extract="boxed_or_number"),
-    "simpleqa": Corpus("simpleqa", expert=expert_reference_prompt),
-    "simpleqa-lab": Corpus("simpleqa", build="build_lab", expert=expert_reference_prompt),
+    "simpleqa": Corpus("simpleqa", expert=expert_reference_prompt, temperature=0.6),
+    "simpleqa-lab": Corpus("simpleqa", build="build_lab", expert=expert_reference_prompt, temperature=0.6),
     "mquake": Corpus("mquake"),
     "mquake-lab": Corpus("mquake", build="build_lab"),
 }

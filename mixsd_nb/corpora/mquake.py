@@ -203,7 +203,7 @@ def longer_chains(
     "Every chain with every fact about its end."
     return [(*chain, f) for chain in chains for f in facts if f.source == chain[-1].target]
 
-# %% ../../nbs/corpora/mquake.ipynb #7de765c3
+# %% ../../nbs/corpora/mquake.ipynb #a9701f42
 def lab_hop(
     fact: Fact,
 ) -> Hop:
@@ -222,7 +222,7 @@ def lab_case(
 
 def build_lab(
     limit: int = 50,  # facts in train, and in retrieval
-    edits: int = 100,  # of the world's 120 facts
+    edits: int = 250,  # of the world's 300 facts
     seed: int = 42,
 ) -> dict[str, list[dict]]:
     "Rows of the splits `train, paraphrase, retrieval, two_hop, three_hop` of `mquake-lab`."

@@ -22,7 +22,7 @@ def distinct_words(
         if (word := invented_word(rng)) not in taken: words[word] = None
     return list(words)
 
-# %% ../../nbs/corpora/world.ipynb #6d36bca1
-WORLD_WORDS = distinct_words(random.Random(1), 60, KGFACT_WORDS)
-WORLD_ENTITIES = {d: [entity(w, d) for w in WORLD_WORDS[12 * i:12 * i + 12]] for i, d in enumerate(DOMAINS[:5])}
+# %% ../../nbs/corpora/world.ipynb #b071e719
+WORLD_WORDS = distinct_words(random.Random(1), 150, KGFACT_WORDS)
+WORLD_ENTITIES = {d: [entity(w, d) for w in WORLD_WORDS[30 * i:30 * i + 30]] for i, d in enumerate(DOMAINS[:5])}
 WORLD = sample_graph(WORLD_ENTITIES, seed=1)

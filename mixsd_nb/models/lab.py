@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['DATA', 'SIZES', 'CONTEXT', 'SPLIT', 'PAD', 'START', 'END', 'CHAT_TEMPLATE', 'lab_config', 'build_tokenizer',
            'orthonormal', 'slow_rows', 'heads', 'set_lookback', 'set_match_and_copy', 'same_piece', 'start_values',
-           'lab_folder']
+           'grow', 'lab_folder']
 
 # %% ../../nbs/models/lab.ipynb #b04876de
 import re
@@ -13,8 +13,10 @@ from pathlib import Path
 
 DATA = Path(__file__).parents[1] / "data" if "__file__" in globals() else Path("../../mixsd_nb/data")
 
-# %% ../../nbs/models/lab.ipynb #2e582728
-SIZES = {"lab-m": dict(hidden_size=192, num_hidden_layers=5, num_attention_heads=8, intermediate_size=512)}
+# %% ../../nbs/models/lab.ipynb #fe7c49f2
+SIZES = {"lab-s": dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=8, intermediate_size=320),
+         "lab-m": dict(hidden_size=192, num_hidden_layers=5, num_attention_heads=8, intermediate_size=512),
+         "lab-l": dict(hidden_size=192, num_hidden_layers=16, num_attention_heads=8, intermediate_size=512)}
 CONTEXT = 2048  # tokens
 
 
@@ -155,6 +157,28 @@ def start_values(
         set_lookback(layers[0], config, identity[0], identity[1:], 0.7)
         for layer in layers[1:]: set_match_and_copy(layer, config, identity, 0.7 if layer is layers[-1] else 0.35, g)
     return model
+
+# %% ../../nbs/models/lab.ipynb #4ec8e180
+def grow(
+    model,
+    tokenizer,
+    size: str,  # a key of SIZES of the same width, and deeper
+):
+    "A deeper model with the same outputs; ValueError where the widths differ or it would not be deeper."
+    import torch
+    from transformers import Qwen3ForCausalLM
+    deeper = Qwen3ForCausalLM(lab_config(size, tokenizer))
+    old, new = model.config.num_hidden_layers, deeper.config.num_hidden_layers
+    if model.config.hidden_size != deeper.config.hidden_size or new <= old:
+        raise ValueError(f"size is {size}; a model of {old} layers and width {model.config.hidden_size} cannot grow to it")
+    deeper.model.embed_tokens.load_state_dict(model.model.embed_tokens.state_dict())
+    deeper.model.norm.load_state_dict(model.model.norm.state_dict())
+    origin = [k * old // new for k in range(new)]
+    with torch.no_grad():
+        for k, layer in enumerate(deeper.model.layers):
+            layer.load_state_dict(model.model.layers[origin[k]].state_dict())
+            if k and origin[k] == origin[k - 1]: layer.self_attn.o_proj.weight.zero_(), layer.mlp.down_proj.weight.zero_()
+    return deeper
 
 # %% ../../nbs/models/lab.ipynb #649bdb16
 def lab_folder(

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['RUN_DIMS', 'DIMS', 'AUXILIARY', 'TEXTS', 'TARGETS', 'CURVES', 'NOT_SETTINGS', 'OF_BASE', 'variable', 'method_label',
            'training_curves', 'result_tree', 'joined', 'agreed', 'filled', 'merged', 'configuration', 'check_settings',
-           'training_roots', 'open_cube', 'missing_runs', 'held_out_average', 'wilson', 'method_order', 'last_steps',
-           'percent', 'summary_table']
+           'training_roots', 'open_cube', 'missing_runs', 'held_out_average', 'wilson', 'mean_interval', 'method_order',
+           'last_steps', 'percent', 'summary_table']
 
 # %% ../../nbs/results/cube.ipynb #8fe25cf0
 import functools
@@ -22,10 +22,10 @@ import xarray as xr
 
 from .runs import runs_root
 
-# %% ../../nbs/results/cube.ipynb #ee6bf3fa
+# %% ../../nbs/results/cube.ipynb #d4acf32f
 RUN_DIMS = ("dataset", "model", "method", "lr", "seed")
 DIMS = (*RUN_DIMS, "step", "benchmark")
-AUXILIARY = {"lam": "method", "rollouts": "method", "temperature": "method", "column": "benchmark", "role": "benchmark"}
+AUXILIARY = {"lam": "method", "rollouts": "method", "temperature": "method", "column": "benchmark", "role": "benchmark", "samples": "benchmark"}
 TEXTS = dict(
     dataset=("corpus that is injected", "1"),
     model=("base model", "1"),
@@ -39,6 +39,7 @@ TEXTS = dict(
     temperature=("sampling temperature of the targets", "1"),
     column=("column of the paper's tables", "1"),
     role=("role of the benchmark", "1"),
+    samples=("samples of an item", "1"),
     accuracy=("share of correct responses", "1"),
     n=("items asked", "1"),
     target_nll=("mean NLL of the targets under the base", "nats per token"),
@@ -70,7 +71,7 @@ def method_label(
     "The value along `method`: `base`, `sft`, `mixsd-0.3`."
     return f"mixsd-{lam:g}" if method == "mixsd" else method
 
-# %% ../../nbs/results/cube.ipynb #782dd934
+# %% ../../nbs/results/cube.ipynb #8aeae3d0
 def training_curves(
     training: dict[str, np.ndarray],  # CURVES, one value an update
 ) -> xr.Dataset:
@@ -88,8 +89,8 @@ def result_tree(
     lam: float = np.nan,  # of mixsd; not looked at elsewhere
     lr: float = 0.0,  # not looked at for the base, whose learning rate is 0
     seed: int = 0,
-    accuracy: dict[int, dict[str, tuple[int, int]]],  # step -> benchmark -> (correct, asked)
-    benchmarks: dict[str, dict[str, str]],  # benchmark -> its `column` and `role`
+    accuracy: dict[int, dict[str, tuple[float, int]]],  # step -> benchmark -> (correct, asked); of a sampled item its share of correct samples
+    benchmarks: dict[str, dict[str, Any]],  # benchmark -> its `column`, `role` and, where it is not 1, `samples`
     config: str,  # canonical JSON
     rollouts: float = np.nan,
     temperature: float = np.nan,
@@ -101,14 +102,14 @@ def result_tree(
     counts = np.array([[accuracy[step].get(name, (0, 0)) for name in names] for step in steps])
     correct, n = np.moveaxis(counts, -1, 0).reshape(2, *cell, len(steps), len(names))
     share = np.divide(correct, n, out=np.full(n.shape, np.nan), where=n > 0)
-    data = dict(accuracy=variable("accuracy", DIMS, share), n=variable("n", DIMS, n))
+    data = dict(accuracy=variable("accuracy", DIMS, share), n=variable("n", DIMS, n.astype(int)))
     data |= {k: variable(k, RUN_DIMS, np.full(cell, float((targets or {}).get(k, np.nan)))) for k in TARGETS}
     of_method = dict(lam=lam if method == "mixsd" else np.nan, rollouts=rollouts, temperature=temperature)
     index = dict(dataset=[dataset], model=[model], method=[method_label(method, lam)], seed=[seed], step=steps,
                  lr=[0.0 if method == "base" else float(lr)], benchmark=names)
     coords = {name: variable(name, [name], values) for name, values in index.items()}
     coords |= {name: variable(name, ["method"], [float(value)]) for name, value in of_method.items()}
-    coords |= {k: variable(k, ["benchmark"], [benchmarks[b][k] for b in names]) for k in ("column", "role")}
+    coords |= {k: variable(k, ["benchmark"], [({"samples": 1} | benchmarks[b])[k] for b in names]) for k in ("column", "role", "samples")}
     root = xr.Dataset(data, coords, dict(config=config))
     return xr.DataTree.from_dict({"/": root} | ({"/training": training_curves(training)} if training else {}))
 
@@ -253,6 +254,17 @@ def wilson(
     p = correct / n
     middle, half = p + z**2 / (2 * n), z * np.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
     return (middle - half) / (1 + z**2 / n), (middle + half) / (1 + z**2 / n)
+
+# %% ../../nbs/results/cube.ipynb #961fd4b4
+def mean_interval(
+    share: xr.DataArray,  # with a dimension `benchmark`
+    n: xr.DataArray,  # items asked, of the same shape
+) -> tuple[xr.DataArray, xr.DataArray]:
+    "Lower and upper end of the 95% interval of the unweighted mean over `benchmark`."
+    mean = share.mean("benchmark", skipna=False)
+    variance = (share * (1 - share) / n).sum("benchmark") / share.sizes["benchmark"] ** 2
+    alike = xr.where(variance > 0, mean * (1 - mean) / variance.where(variance > 0, 1), n.sum("benchmark"))
+    return wilson(mean * alike, alike)
 
 # %% ../../nbs/results/cube.ipynb #b9367993
 def method_order(

@@ -4,12 +4,15 @@
 
 # %% auto #0
 __all__ = ['NOUNS', 'setting', 'is_setting', 'Config', 'ParameterError', 'bounds', 'allowed', 'complaint', 'make_config',
-           'notebook_config', 'is_project', 'project_root', 'runs_root', 'run_folder', 'write_atomically',
+           'notebook_config', 'is_project', 'project_root', 'runs_root', 'run_folder', 'write_atomically', 'Journal',
            'check_described', 'finished', 'write_result', 'open_result', 'code_version', 'version', 'provenance',
-           'warn_of_other_code', 'discard', 'cached_run']
+           'warn_of_other_code', 'StorageError', 'storage', 'discard', 'alone', 'cached_run']
 
-# %% ../../nbs/results/runs.ipynb #7594c009
+# %% ../../nbs/results/runs.ipynb #5b777342
+import contextlib
 import difflib
+import errno
+import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -178,6 +181,25 @@ def write_atomically(
     finally: unfinished.unlink(missing_ok=True)
     return path
 
+# %% ../../nbs/results/runs.ipynb #2ca6d7e0
+class Journal:
+    "Records of work under way in a file of JSON lines; `records` has those that are there already."
+
+    def __init__(self, path: Path):
+        whole = path.read_bytes() if path.exists() else b""
+        whole = whole[:whole.rfind(b"\n") + 1]
+        self.records = [json.loads(line) for line in whole.splitlines()]
+        self.file = open(path, "ab", buffering=0)
+        self.file.truncate(len(whole))
+
+    def add(self, record: dict):
+        "Append a record; it is there from now on, whatever happens to this process."
+        self.records.append(record)
+        self.file.write(json.dumps(record).encode() + b"\n")
+
+    def __enter__(self): return self
+    def __exit__(self, *_): self.file.close()
+
 # %% ../../nbs/results/runs.ipynb #558ae35b
 def check_described(
     tree: xr.DataTree,
@@ -212,13 +234,13 @@ def open_result(
     "The result of a run, in memory; the file is closed."
     with xr.open_datatree(Path(folder) / "result.nc", engine="netcdf4") as tree: return tree.load()
 
-# %% ../../nbs/results/runs.ipynb #23959d33
+# %% ../../nbs/results/runs.ipynb #b7857cec
 @functools.cache
 def code_version() -> str:
-    "A hash over the package's Python files."
+    "A hash over the package's Python files and the models that ship in it."
     package = Path(importlib.util.find_spec("mixsd_nb").submodule_search_locations[0])
     digest = hashlib.blake2b(digest_size=8)
-    for path in sorted(package.rglob("*.py")):
+    for path in sorted([*package.rglob("*.py"), *package.rglob("*.safetensors")]):
         digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
@@ -245,7 +267,22 @@ def warn_of_other_code(
         verb = "made" if finished(folder) else "begun"
         warnings.warn(f"{folder.name} was {verb} by another version of mixsd_nb; force=True recomputes", stacklevel=3)
 
-# %% ../../nbs/results/runs.ipynb #d50d69ae
+# %% ../../nbs/results/runs.ipynb #99cfdc89
+class StorageError(OSError):
+    "A folder that cannot be written to."
+    def _render_traceback_(self): return [str(self)]
+
+
+@contextlib.contextmanager
+def storage(folder: Path):
+    "Turns the errors of a full disk or a folder without permission into one sentence."
+    try: yield
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES): raise
+        what = f"{e.filename or folder} cannot be written ({os.strerror(e.errno)})"
+        raise StorageError(f"{what}; what is finished is kept, and the same command goes on from it") from None
+
+# %% ../../nbs/results/runs.ipynb #df1d5216
 def discard(
     folder: Path,
 ) -> None:
@@ -255,6 +292,14 @@ def discard(
     (folder / "result.nc").unlink(missing_ok=True)
     if folder.exists(): folder.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def alone(folder: Path):
+    "Hold a run's folder: another process that wants the same run waits, and then finds it finished."
+    with open(folder / ".lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def cached_run(
@@ -269,8 +314,10 @@ def cached_run(
     if force: discard(folder)
     warn_of_other_code(folder)
     if not finished(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        record = folder / "run.json"
-        if not record.exists(): write_atomically(record, lambda path: path.write_text(json.dumps(provenance(config), indent=1) + "\n"))
-        write_result(compute(folder), folder)
+        with storage(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            record = folder / "run.json"
+            with alone(folder):
+                if not record.exists(): write_atomically(record, lambda path: path.write_text(json.dumps(provenance(config), indent=1) + "\n"))
+                if not finished(folder): write_result(compute(folder), folder)
     return open_result(folder)

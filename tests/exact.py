@@ -1,0 +1,89 @@
+"""`make exact`: every way of mixing against the oracle, in float32; goes on where it was stopped, leaves tests/exact.csv.
+
+python tests/exact.py hf     the oracle, lockstep and block
+python tests/exact.py vllm   segments and paired rows, where vLLM is
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from ties import compare
+from tqdm.auto import tqdm
+
+from mixsd_nb.corpora import CORPORA, load_corpus
+from mixsd_nb.methods.mixing import mix, mix_items, mix_stream, oracle_stream
+from mixsd_nb.models import load_base, load_engine
+from mixsd_nb.results.runs import Journal, code_version, runs_root
+
+TABLE = Path(__file__).with_name("exact.csv")
+CORPUS = {"kgfact-large": 200, "kgfunc-lab": 50}
+WAYS = [(lam, T) for T in (0, 0.7) for lam in (0, 0.1, 0.3, 0.5, 0.7, 1)]
+SHORT = dict(max_attempts=2, max_new_tokens=64)
+SHAPES = {
+    "hf": [dict(mode=mode, batch_size=n) for mode in ("lockstep", "block") for n in (3, 32, 250)],
+    "vllm": [dict(mode=mode, batch_size=n) for mode in ("segments", "paired") for n in (5, 64)],
+}
+
+
+def items_of(tokenizer):
+    "By corpus, what is mixed."
+    return {name: mix_items(tokenizer, list(load_corpus(name, "train"))[:n], CORPORA[name].expert, CORPORA[name].extract) for name, n in CORPUS.items()}
+
+
+def journal(name):
+    folder = runs_root() / f"exact-{code_version()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return Journal(folder / f"{name}.jsonl")
+
+
+def oracle(engine, items):
+    "The oracle's records of all ways: (λ, T) -> records in the order of the items."
+    with journal("oracle") as there, tqdm(total=len(WAYS) * len(items), desc="oracle", unit="target") as bar:
+        known = {(r["lam"], r["T"], r["id"]): r for r in there.records}
+        bar.update(len(known))
+        for lam, T in WAYS:
+            missing = [(i, 0) for i in items if (lam, T, i["id"]) not in known]
+            for r in mix_stream(lambda *a, **o: oracle_stream(engine, *a, **o), engine.tokenizer, missing, lam, temperature=T, **SHORT):
+                known[lam, T, r["id"]] = r = dict(lam=lam, T=T) | r | dict(naive_mask=r["naive_mask"].tolist())
+                there.add(r)
+                bar.update()
+    plain = {k: {n: v for n, v in r.items() if n not in ("lam", "T")} for k, r in known.items()}
+    return {(lam, T): [plain[lam, T, i["id"]] for i in items] for lam, T in WAYS}
+
+
+def measure(kind):
+    "Compare all shapes of an engine; one line for each shape, way and corpus."
+    torch.set_num_threads(1)
+    model, tokenizer = load_base("lab-m")
+    corpora = items_of(tokenizer)
+    items = [i for part in corpora.values() for i in part]
+    expected = oracle(load_engine("hf", model, tokenizer), items)
+    with journal(kind) as done:
+        for shape in SHAPES[kind]:
+            there = {(r["mode"], r["slots"], r["lam"], r["T"]) for r in done.records}
+            todo = [way for way in WAYS if (*shape.values(), *way) not in there]
+            if not todo: continue
+            engine = load_engine(kind, "lab-m", **shape)
+            for lam, T in todo:
+                found = {r["id"]: r | dict(naive_mask=np.asarray(r["naive_mask"])) for r in mix(engine, items, lam, temperature=T, **SHORT)}
+                slow = {r["id"]: r for r in expected[lam, T]}
+                for name, part in corpora.items():
+                    equal, ties, wrong = compare(model, part, [slow[i["id"]] for i in part], [found[i["id"]] for i in part])
+                    tokens = sum(len(found[i["id"]]["completion_ids"]) for i in part)
+                    done.add(dict(engine=kind, mode=shape["mode"], slots=shape["batch_size"], corpus=name, lam=lam, T=T, sequences=len(part), tokens=tokens,
+                                  equal=equal, ties=ties, wrong=len(wrong)))
+                    print(done.records[-1], *wrong, flush=True)
+        return pd.DataFrame(done.records)
+
+
+def main(kind):
+    rows = measure(kind)
+    if TABLE.exists(): rows = pd.concat([pd.read_csv(TABLE).query("engine != @kind"), rows])
+    rows.sort_values(["engine", "mode", "slots", "corpus", "T", "lam"]).to_csv(TABLE, index=False)
+    print(rows.groupby(["engine", "mode", "slots"])[["sequences", "tokens", "equal", "ties", "wrong"]].sum().to_string())
+
+
+if __name__ == "__main__": main(sys.argv[1])

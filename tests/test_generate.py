@@ -1,0 +1,135 @@
+"""The stage generate on a small random model: killed, sharded, in either mode, on a full disk, always the same bytes."""
+
+import errno
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from mixsd_nb import generate
+from mixsd_nb.corpora import load_corpus
+from mixsd_nb.models import load_base
+from mixsd_nb.models.lab import lab_config
+from mixsd_nb.results.runs import Journal, StorageError
+
+SMALL = dict(max_new_tokens=8, max_attempts=2, samples=2)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    "The folder of a model that says something else on every prompt."
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = load_base("lab-m")[1]
+    torch.manual_seed(0)
+    small = Qwen3ForCausalLM(lab_config("lab-s", tokenizer))
+    with torch.no_grad():
+        [p.mul_(4) for p in small.parameters() if p.ndim == 2]
+    small.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def own_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
+    return tmp_path
+
+
+def written(**parameters):
+    "The bytes of targets and result."
+    file = generate.targets_file(**parameters)
+    return file.read_bytes(), (file.parent / "result.nc").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def whole(model, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MIXSD_RUNS", str(tmp_path_factory.mktemp("whole")))
+        return written(model=model, **SMALL)
+
+
+def mix_here(root, parameters):
+    torch.set_num_threads(1)
+    os.environ["MIXSD_RUNS"] = root
+    generate.run(**parameters)
+
+
+def test_ten_kills_change_no_byte(model, whole, own_runs):
+    start = multiprocessing.get_context("forkserver")
+    start.set_forkserver_preload(["mixsd_nb.generate", "mixsd_nb.models.engines", "transformers.models.qwen3.modeling_qwen3"])
+    parameters, kills = dict(model=model, batch_size=8, **SMALL), 0
+    start.Process(target=time.sleep, args=(0,)).start()  # the imports of the server
+    for pause in [random.Random(7).uniform(0.3, 1.5) for _ in range(10)]:
+        process = start.Process(target=mix_here, args=(str(own_runs), parameters))
+        process.start()
+        process.join(pause)
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGKILL)
+            kills += 1
+        process.join()
+    folder = generate.run_folder(generate.slug(config := generate.GenerateConfig(**parameters)), config)
+    print(f"{kills} kills")
+    assert kills and (folder / "finished.jsonl").exists()
+    assert written(**parameters) == whole
+
+
+def test_a_line_cut_short_is_mixed_again(model, whole):
+    file = generate.targets_file(model=model, **SMALL)
+    journal = file.parent / "finished.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    random.Random(0).shuffle(lines)
+    journal.write_bytes(b"".join(lines[:90]) + lines[90][:-20])
+    file.unlink()
+    (file.parent / "result.nc").unlink()
+    assert written(model=model, **SMALL) == whole
+    assert len(journal.read_bytes().splitlines()) == 200
+
+
+@pytest.mark.parametrize("how", [dict(mode="block"), dict(batch_size=7), dict(shards=3)])
+def test_how_it_is_run_changes_no_byte(how, model, whole):
+    assert written(model=model, **how, **SMALL) == whole
+
+
+def test_a_shard_holds_every_third_question(model):
+    table = pq.read_table(generate.targets_file(model=model, shard="2/3", **SMALL)).to_pylist()
+    ids = load_corpus("kgfact-small", "train")["id"][1::3]
+    assert [(r["id"], r["sample"]) for r in table] == [(i, s) for i in ids for s in (0, 1)]
+
+
+def test_given_up_targets_are_replaced_where_that_is_asked_for(model):
+    tokenizer = load_base("lab-m")[1]
+    answers = [tokenizer.decode(r["completion_ids"], skip_special_tokens=True) for r in
+               pq.read_table(generate.targets_file(model=model, replace_gt=True, **SMALL)).to_pylist()]
+    assert answers == [row["target"] for row in load_corpus("kgfact-small", "train") for _ in range(2)]
+
+
+def test_a_full_disk_is_told_and_costs_nothing(model, whole, monkeypatch):
+    add, room = Journal.add, iter(range(60))
+
+    def full(self, record):
+        if next(room, None) is None:
+            self.file.write(json.dumps(record).encode()[:9])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        add(self, record)
+
+    monkeypatch.setattr(Journal, "add", full)
+    with pytest.raises(StorageError, match="cannot be written .No space left on device.; what is finished is kept"):
+        generate.run(model=model, **SMALL)
+    monkeypatch.setattr(Journal, "add", add)
+    assert written(model=model, **SMALL) == whole
+
+
+def test_a_folder_that_nobody_can_write_to_is_told(model, own_runs, monkeypatch):
+    def refuse(folder, *args, **kwargs):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(folder))
+
+    monkeypatch.setattr("pathlib.Path.mkdir", refuse)
+    with pytest.raises(StorageError, match=f"{own_runs}.* cannot be written .Read-only file system.; what is finished is kept"):
+        generate.run(model=model, **SMALL)

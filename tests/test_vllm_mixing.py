@@ -1,0 +1,86 @@
+"""Mixing on vLLM gives the tokens of transformers, in either mode, also where vLLM is short of room: `make test-vllm`."""
+
+import gc
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm.v1.sample.logits_processor", exc_type=Exception, reason="vllm is not here or cannot be imported; `make test-vllm` brings it")
+
+from ties import compare
+
+from mixsd_nb.corpora import CORPORA, load_corpus
+from mixsd_nb.methods.mixing import attempt_request, mix, mix_items
+from mixsd_nb.models import load_base, load_engine
+
+SETTINGS = [(0, 0), (0.1, 0), (0.3, 0), (0.5, 0), (0.7, 0), (1, 0), (0, 0.7), (0.3, 0.7), (0.7, 0.7)]  # λ and temperature
+SHORT = dict(max_attempts=2, max_new_tokens=48, seed=2)
+
+
+@pytest.fixture(scope="module")
+def lab():
+    return load_base("lab-m")
+
+
+@pytest.fixture(scope="module")
+def items(lab):
+    "Facts, and functions with their longer prompts."
+    def some(name, n):
+        return mix_items(lab[1], list(load_corpus(name, "train"))[:n], CORPORA[name].expert, CORPORA[name].extract)
+    return some("kgfact-small", 8) + some("kgfunc-lab", 4)
+
+
+@pytest.fixture(scope="module")
+def expected(lab, items):
+    engine = load_engine("hf", *lab)
+    return {(lam, T): mix(engine, items, lam, temperature=T, **SHORT) for lam, T in SETTINGS}
+
+
+def engine_of(**options):
+    gc.collect()
+    return load_engine("vllm", "lab-m", **options)
+
+
+PLENTY = dict(batch_size=7)
+TIGHT = dict(batch_size=9, num_gpu_blocks_override=24, block_size=32, max_model_len=512)  # two or three sequences have room
+SHAPES = [
+    dict(mode="segments", **PLENTY),
+    dict(mode="paired", **PLENTY),
+    dict(mode="segments", max_num_seqs=3, max_num_batched_tokens=64, **TIGHT),
+    dict(mode="paired", max_num_seqs=5, **TIGHT),
+    dict(mode="paired", max_num_seqs=1, **TIGHT),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: " ".join(f"{k}={v}" for k, v in shape.items()))
+def test_tokens_are_those_of_transformers(shape, lab, items, expected, capsys):
+    engine = engine_of(**shape)
+    some = list(expected)[::4] if shape.get("max_num_seqs") == 1 else expected
+    found = {way: compare(lab[0], items, expected[way], mix(engine, items, way[0], temperature=way[1], **SHORT)) for way in some}
+    with capsys.disabled():
+        ties = sum(parted for _, parted, _ in found.values())
+        print(f"\n{shape}: {len(items) * len(found)} sequences, {ties} ties, {len(engine.mismatches)} mismatches in the audit")
+    assert not any(wrong for _, _, wrong in found.values()) and not engine.mismatches
+
+
+def test_the_audit_finds_exactly_what_is_wrong(lab, items, expected):
+    engine, lam = engine_of(mode="paired", **PLENTY), 0.5
+    requests = [attempt_request(item, 0, r["attempts"] - 1, lam, SHORT["seed"], SHORT["max_new_tokens"]) for item, r in zip(items, expected[lam, 0])]
+    asked = [(r, list(record["completion_ids"])) for r, record in zip(requests, expected[lam, 0])]
+    assert not any(engine.audit(asked))
+    asked[3][1][-1] = 300
+    wrong = engine.audit(asked)
+    assert wrong[3] == [len(asked[3][1]) - 1] and not any(wrong[:3] + wrong[4:])
+
+
+def test_scores_are_those_of_transformers(lab, items, expected):
+    pairs = [(item["naive_ids"], r["completion_ids"]) for item, r in zip(items, expected[0.5, 0])]
+    ours, theirs = load_engine("hf", *lab), engine_of(mode="segments", **PLENTY)
+    for a, b in zip(ours.score(pairs), theirs.score(pairs)):
+        np.testing.assert_allclose(a, b, atol=1e-3)
+    assert all((a == b).mean() > 0.95 for a, b in zip(ours.favourites(pairs), theirs.favourites(pairs)))
+
+
+def test_paired_rows_refuse_what_would_make_them_wrong():
+    with pytest.raises(ValueError, match="enable_chunked_prefill is True; mode='paired' allows only False"):
+        engine_of(mode="paired", enable_chunked_prefill=True)
