@@ -1,6 +1,6 @@
 # Two commands matter: `make run` and `make test`. Both make .venv first; a second call does not install again.
 .DEFAULT_GOAL := help
-.PHONY: help run frontier model-card test test-vllm ci-tools notebooks export clean
+.PHONY: help run frontier model-card test test-vllm exact ci-tools notebooks export clean
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 PYTHON ?= python3
@@ -42,6 +42,10 @@ ON_CPU := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_KVCACHE_SP
   VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
 test-vllm: $(VLLM)/.vllm ## compare the tokens of vLLM on this CPU with those of transformers, in an environment of its own (4 GB)
 	@$(ON_CPU) $(VLLM)/bin/python -m pytest -q -rs --disable-warnings tests/test_vllm_greedy.py tests/test_vllm_mixing.py
+
+exact: $(VENV)/.dev $(VLLM)/.vllm ## compare every way of mixing with the oracle, token for token; goes on where it was stopped (about an hour)
+	@$(BIN)/python tests/exact.py hf
+	@$(ON_CPU) $(VLLM)/bin/python tests/exact.py vllm
 
 export: $(VENV)/.dev ## notebooks -> mixsd_nb/ and README.md, outputs cleaned
 	@$(BIN)/nbdev_clean
