@@ -213,7 +213,7 @@ def save_figure(
     def write(kind): return lambda path: fig.savefig(path, format=kind, dpi=160, metadata=empty[kind])
     return [write_atomically(folder / f"{name}.{kind}", write(kind)) for kind in empty]
 
-# %% ../../nbs/results/plots.ipynb #34abb85b
+# %% ../../nbs/results/plots.ipynb #dafaafcf
 SOURCES = {False: ("expert", "#4c72b0"), True: ("naive", "#dd8452")}
 
 
@@ -240,7 +240,7 @@ def draw_sources(
     "A completion in fixed pitch, each token on the colour of the conditional that wrote it."
     placed = place_pieces(pieces, width)
     lines = placed[-1][0] + 1
-    figure, ax = plt.subplots(figsize=(0.105 * width, 0.28 * lines + 0.7))
+    figure, ax = plt.subplots(figsize=(0.105 * width, 0.28 * lines + 1.0))
     for (line, column, text), n in zip(placed, naive, strict=True):
         ax.add_patch(plt.Rectangle((column + 0.04, line + 0.08), len(text) - 0.08, 0.84, color=SOURCES[bool(n)][1], alpha=0.35, linewidth=0))
         for k, letter in enumerate(text):
@@ -248,5 +248,5 @@ def draw_sources(
     ax.set(xlim=(0, width), ylim=(lines, 0), title=title)
     ax.axis("off")
     patches = [plt.Rectangle((0, 0), 1, 1, color=c, alpha=0.35, label=name) for name, c in SOURCES.values()]
-    ax.legend(handles=patches, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
+    ax.legend(handles=patches, loc="upper left", bbox_to_anchor=(0, 0), ncols=2, frameon=False)
     return figure
