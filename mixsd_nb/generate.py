@@ -104,7 +104,7 @@ def mixed(
             bar.set_postfix(shown, refresh=False)
             bar.update()
 
-# %% ../nbs/generate.ipynb #9a040534
+# %% ../nbs/generate.ipynb #1864bab1
 SCHEMA = pa.schema(dict(id=pa.string(), sample=pa.int64(), prompt_ids=pa.list_(pa.int64()), completion_ids=pa.list_(pa.int64()),
                         naive_mask=pa.list_(pa.bool_()), accepted=pa.bool_(), attempts=pa.int64(), finish_reason=pa.string(), names_another=pa.bool_()))
 
@@ -145,12 +145,12 @@ def merged(
     config: GenerateConfig,
 ) -> list[dict]:
     "The targets of all shards in the order of the corpus."
-    own = config.model_dump(exclude={"shard", "shards"})
+    own = config.model_dump(exclude={"shard", "shards", "force"})
     parts = [pq.read_table(targets_file(**own, shard=f"{k + 1}/{config.shards}")).to_pylist() for k in range(config.shards)]
     size, items = config.samples, sum(map(len, parts)) // config.samples
     return [r for i in range(items) for r in parts[i % config.shards][i // config.shards * size:][:size]]
 
-# %% ../nbs/generate.ipynb #687ed310
+# %% ../nbs/generate.ipynb #e0af23d6
 def agreement(
     engine,
     pairs: list[tuple[list[int], list[int]]],  # naive prompt and completion
@@ -183,10 +183,11 @@ def summary(
     "What was asked, tried and kept, and how far it is from the base, as a result."
     kept = [r for r in records if r["accepted"]]
     expert = {item["id"]: item["expert_ids"] for item, _ in asked(config, engine.tokenizer)[1]}
-    pairs = [(r["prompt_ids"], r["completion_ids"]) for r in kept]
+    scored = [r for r in kept if max(len(expert[r["id"]]), len(r["prompt_ids"])) + len(r["completion_ids"]) < engine.context]
+    pairs = [(r["prompt_ids"], r["completion_ids"]) for r in scored]
     found = counts(records)
-    found["agree"] = (agreement(engine, pairs, [expert[r["id"]] for r in kept]) if kept else np.nan, "share of positions where both conditionals agree")
-    found["nll"] = (float(np.concatenate(engine.score(pairs)).mean()) if kept else np.nan, "mean NLL of a target token under the base")
+    found["agree"] = (agreement(engine, pairs, [expert[r["id"]] for r in scored]) if pairs else np.nan, "share of positions where both conditionals agree")
+    found["nll"] = (float(np.concatenate(engine.score(pairs)).mean()) if pairs else np.nan, "mean NLL of a target token under the base")
     attempt = np.arange(1, config.max_attempts + 1)
     tried = [sum(r["attempts"] >= k for r in records) for k in attempt]
     passed = [sum(r["attempts"] == k and r["accepted"] and r["finish_reason"] != "canonical" for r in records) for k in attempt]

@@ -129,7 +129,7 @@ def timed(call) -> tuple[float, float]:
     call()
     return time.perf_counter() - begun, peak_mib()
 
-# %% ../nbs/speed.ipynb #fc177ad4
+# %% ../nbs/speed.ipynb #9833b946
 def ways(
     config: SpeedConfig,
     engines: dict,  # mode -> engine
@@ -173,8 +173,9 @@ def run(
 
     def compute(folder):
         from mixsd_nb.methods.mixing import mix_items
-        options = dict(batch_size=config.pairs, dtype=config.dtype) | (dict(audit=False) if config.engine == "vllm" else {})
-        engines = {mode: load_engine(config.engine, config.model, mode=mode, **options) for mode in ENGINES[config.engine]}
+        options = dict(batch_size=config.pairs) | (dict(audit=False, dtype=config.dtype, gpu_memory_utilization=0.4) if config.engine == "vllm" else {})
+        first = load_engine(config.engine, config.model, dtype=config.dtype).model if config.engine == "hf" else config.model
+        engines = {mode: load_engine(config.engine, first, mode=mode, **options) for mode in ENGINES[config.engine]}
         tokenizer, corpus = next(iter(engines.values())).tokenizer, CORPORA[config.dataset]
         items = mix_items(tokenizer, list(load_corpus(config.dataset, "train"))[:config.pairs], corpus.expert, corpus.extract)
         found = {lam: measure(config, engines, items, lam) for lam in LAMS}

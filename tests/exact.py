@@ -63,8 +63,8 @@ def measure(kind):
     expected = oracle(load_engine("hf", model, tokenizer), items)
     with journal(kind) as done:
         for shape in SHAPES[kind]:
-            there = {(r["mode"], r["slots"], r["lam"], r["T"]) for r in done.records}
-            todo = [way for way in WAYS if (*shape.values(), *way) not in there]
+            there = {(r["mode"], r["slots"], r["lam"], r["T"], r["corpus"]) for r in done.records}
+            todo = [way for way in WAYS if any((*shape.values(), *way, name) not in there for name in corpora)]
             if not todo: continue
             engine = load_engine(kind, "lab-m", **shape)
             for lam, T in todo:
@@ -81,9 +81,12 @@ def measure(kind):
 
 def main(kind):
     rows = measure(kind)
+    key = ["engine", "mode", "slots", "corpus", "T", "lam"]
+    rows = rows.drop_duplicates(key, keep="last")
     if TABLE.exists(): rows = pd.concat([pd.read_csv(TABLE).query("engine != @kind"), rows])
-    rows.sort_values(["engine", "mode", "slots", "corpus", "T", "lam"]).to_csv(TABLE, index=False)
+    rows.sort_values(key).to_csv(TABLE, index=False)
     print(rows.groupby(["engine", "mode", "slots"])[["sequences", "tokens", "equal", "ties", "wrong"]].sum().to_string())
+    sys.exit(bool(rows.wrong.sum()))
 
 
 if __name__ == "__main__": main(sys.argv[1])

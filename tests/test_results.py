@@ -128,7 +128,7 @@ def test_kills_at_any_moment(tmp_path):
 
 def test_force_begins_again_and_a_kill_does_not_hide_it(tmp_path):
     finish("run(Demo(size=5))", tmp_path)
-    folder, = tmp_path.iterdir()
+    folder, = tmp_path.glob("[!.]*")
     (folder / "checkpoint").write_text("of the first run")
     process = start("runs.cached_run('demo', Demo(size=5), die, force=True)", tmp_path)
     assert process.wait(60) == -signal.SIGKILL
@@ -215,7 +215,7 @@ def cube(tmp_path, monkeypatch):
 
 
 def test_the_cube_is_the_merge_of_twenty_runs(cube, tmp_path):
-    roots = [open_result(folder).to_dataset() for folder in sorted(tmp_path.iterdir())]
+    roots = [open_result(folder).to_dataset() for folder in sorted(tmp_path.glob("[!.]*"))]
     assert len(roots) == 20
     oracle = xr.merge(roots, join="outer", compat="no_conflicts", combine_attrs="drop_conflicts")
     xr.testing.assert_identical(cube, oracle)

@@ -90,7 +90,7 @@ def oracle_stream(engine, queue, **options):
         r = queue.popleft()
         yield r, oracle_sequence(engine, r, **options)
 
-# %% ../../nbs/methods/mixing.ipynb #aee42f7d
+# %% ../../nbs/methods/mixing.ipynb #239e491d
 def attempt_request(
     item: dict,
     sample: int,
@@ -123,6 +123,9 @@ def mix_stream(
     "The records of `mix` in the order in which they are finished."
     tally = Counter() if tally is None else tally
     if not 0 <= lam <= 1: raise ValueError(f"lam is {lam}; allowed are numbers from 0 to 1")
+    if max_attempts < 1: raise ValueError(f"max_attempts is {max_attempts}; allowed are whole numbers from 1 upwards")
+    if temperature < 0: raise ValueError(f"temperature is {temperature}; allowed are numbers from 0 upwards")
+    if verify not in VERIFY: raise ValueError(f"verify is {verify}; allowed are {', '.join(VERIFY)}")
     attempts = 1 if temperature == 0 and lam in (0, 1) else max_attempts
     longest_first = sorted(asked, key=lambda a: -max(len(a[0]["naive_ids"]), len(a[0]["expert_ids"])))
     queue = deque(attempt_request(item, sample, 0, lam, seed, max_new_tokens) for item, sample in longest_first)
@@ -132,8 +135,8 @@ def mix_stream(
         last = attempt + 1 == attempts or reason == "prompt_too_long"
         tally.update({"tokens": len(ids), "accepted" if accepted else "discarded" if last else "retried": 1})
         if accepted or last:
-            naive = picks(seed, item["id"], sample, attempt, len(ids), lam)
-            yield dict(id=item["id"], sample=sample, completion_ids=ids, naive_mask=naive, attempts=attempt + 1, accepted=accepted, finish_reason=reason)
+            yield dict(id=item["id"], sample=sample, completion_ids=ids, naive_mask=r.naive[:len(ids)],
+                       attempts=attempt + 1, accepted=accepted, finish_reason=reason)
         else: queue.appendleft(attempt_request(item, sample, attempt + 1, lam, seed, max_new_tokens))
 
 
@@ -166,10 +169,11 @@ def mix_oracle(engine, items, lam, **options) -> list[dict]:
     "The same as `mix`, by the oracle."
     return mix(engine, items, lam, stream=partial(oracle_stream, engine), **options)
 
-# %% ../../nbs/methods/mixing.ipynb #9936518a
+# %% ../../nbs/methods/mixing.ipynb #b10b5d75
 def names_another(
     text: str,  # an accepted completion
     answer: str,
 ) -> bool:
     "Whether the sentences ahead of the box miss the answer that the box has: the naive conditional named something else."
-    return answer not in text.rpartition(r"\boxed")[0]
+    sentences, box, _ = text.rpartition(r"\boxed")
+    return bool(box and sentences.strip()) and answer not in sentences

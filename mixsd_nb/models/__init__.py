@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ENGINES', 'check_model', 'model_source', 'load_tokenizer', 'load_base', 'check_mode', 'load_engine']
 
-# %% ../../nbs/models/index.ipynb #f9bfedb0
+# %% ../../nbs/models/index.ipynb #ae1b515b
 import difflib
 import re
 from pathlib import Path
@@ -70,15 +70,16 @@ def load_engine(
     mode: str = "",  # a way of mixing; empty for the engine's default
     **options,  # batch_size, and what the engine takes
 ):
-    "An engine over a model; a named one is put on the GPU where there is one. ValueError of one sentence for an engine or a mode that is not there."
+    "An engine over a model; a named one is put on the GPU where there is one. ValueError as in `check_mode`, and for vLLM over a loaded model."
     mode = check_mode(mode, kind)
     if kind == "vllm":
         from mixsd_nb.models.engine_vllm import VLLMEngine
-        source = model_source(model) if isinstance(model, str) else model.name_or_path
+        if not isinstance(model, str): raise ValueError("model is a loaded one; vLLM reads weights itself: save them and give the folder")
+        source = model_source(model)
         return VLLMEngine(source, tokenizer or load_tokenizer(source), mode=mode, dtype=dtype, **options)
     from mixsd_nb.models.engines import HFEngine
     if isinstance(model, str):
         import torch
-        model, tokenizer = load_base(model, dtype)
-        model = model.to("cuda" if torch.cuda.is_available() else "cpu")
-    return HFEngine(model, tokenizer, mode=mode, **options)
+        model, own = load_base(model, dtype)
+        model, tokenizer = model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer or own
+    return HFEngine(model, tokenizer or load_tokenizer(model.name_or_path), mode=mode, **options)

@@ -166,7 +166,7 @@ def sentinel_ids(
     if len(found) < 2: raise ValueError("mode is paired, which needs two special tokens that end no sequence, and this tokenizer has none; allowed is segments")
     return found
 
-# %% ../../nbs/models/engine_vllm.ipynb #679964e1
+# %% ../../nbs/models/engine_vllm.ipynb #2a8ede6a
 class VLLMEngine(Engine):
     "Generation, mixing and scoring on vLLM, with at most `batch_size` sequences under way; ImportError where vLLM is missing or cannot be imported."
 
@@ -177,7 +177,7 @@ class VLLMEngine(Engine):
         batch_size: int = 100,
         mode: str = "segments",  # or paired
         audit: bool = True,  # read again what paired rows wrote, and warn of a token that is not the one to expect
-        **options,  # of vllm.LLM: dtype, tensor_parallel_size, data_parallel_size, gpu_memory_utilization …
+        **options,  # of vllm.LLM: dtype, tensor_parallel_size, gpu_memory_utilization …
     ):
         if mode == "paired" and options.get("enable_chunked_prefill"):
             raise ValueError("enable_chunked_prefill is True; mode='paired' allows only False, because a row that has read a part of its prompt would write")
@@ -187,7 +187,7 @@ class VLLMEngine(Engine):
         self.stop, self.context = limits(source, tokenizer)
         self.context = options.setdefault("max_model_len", min(self.context, 10_240))
         self.mismatches, self.numbers, self.done = [], itertools.count(), {}
-        usual = dict(dtype="float32", enforce_eager=not torch.cuda.is_available(), max_num_seqs=2 * batch_size, max_logprobs=128, async_scheduling=False)
+        usual = dict(dtype="float32", enforce_eager=not torch.cuda.is_available(), max_num_seqs=2 * batch_size, max_logprobs=-1, async_scheduling=False)
         if mode == "paired":
             self.sentinels = sentinel_ids(tokenizer, self.stop)
             usual |= dict(enable_chunked_prefill=False, max_num_batched_tokens=max(8192, self.context))
@@ -285,7 +285,9 @@ class VLLMEngine(Engine):
         return [[t for t, token in enumerate(ids) if not right(k, r, t, token)] for k, (r, ids) in enumerate(asked)]
 
     def _report(self, sequences, way):
-        for s, wrong in zip(sequences, self.audit([(s.request, s.ids) for s in sequences], **way)):
+        fits = lambda s: s.ids[:self.context - 1 - max(map(len, s.request.contexts))]
+        parts = [sequences[k:k + self.batch_size] for k in range(0, len(sequences), self.batch_size)]
+        for s, wrong in ((s, w) for part in parts for s, w in zip(part, self.audit([(s.request, fits(s)) for s in part], **way))):
             if not wrong: continue
             self.mismatches.append((s.request.tag, wrong))
             what = f"{len(wrong)} of {len(s.ids)} tokens that reading the sequence at once does not confirm, the first at position {wrong[0]}"

@@ -241,14 +241,14 @@ class Slots:
         "Drop all slots but these."
         for name in ("request", "keys", "t", "room", "tokens", "naive"): setattr(self, name, getattr(self, name)[slots])
 
-# %% ../../nbs/models/engines.ipynb #056fba59
+# %% ../../nbs/models/engines.ipynb #9501f873
 def room_for(
     request: Request,
     max_new_tokens: int,
     limit: int,  # tokens of context and completion
 ) -> int:
     "How many tokens may be written, at most one for each pick, 0 where the longest context leaves none; ValueError for a context without a token."
-    if len(request.naive): max_new_tokens = min(max_new_tokens, len(request.naive))
+    if len(request.naive) or len(request.contexts) == 2: max_new_tokens = min(max_new_tokens, len(request.naive))
     if not all(request.contexts): raise ValueError("a prompt is empty; a prompt has at least one token")
     return max(0, min(max_new_tokens, limit - max(map(len, request.contexts))))
 
@@ -273,7 +273,7 @@ class Engine:
         **options,  # of `stream`, and progress
     ) -> list[Completion]:
         "Continue each prompt; ValueError for one without a token."
-        return self._all([Request((p,), key) for p, key in zip(prompts, keys or [0] * len(prompts))], **options)
+        return self._all([Request((p,), key) for p, key in zip(prompts, keys or [0] * len(prompts), strict=True)], **options)
 
     def mix(
         self,
@@ -284,7 +284,7 @@ class Engine:
         **options,
     ) -> list[Completion]:
         "Continue each pair by one sequence, token t from the naive conditional where picks[t], else from the expert one (eq. 4)."
-        return self._all([Request((expert, naive), key, p) for (naive, expert), p, key in zip(pairs, picks, keys or [0] * len(pairs))], **options)
+        return self._all([Request((expert, naive), key, p) for (naive, expert), p, key in zip(pairs, picks, keys or [0] * len(pairs), strict=True)], **options)
 
     def _all(self, requests, *, progress="", **options):
         for k, r in enumerate(requests): r.tag = k

@@ -181,7 +181,7 @@ def write_atomically(
     finally: unfinished.unlink(missing_ok=True)
     return path
 
-# %% ../../nbs/results/runs.ipynb #2ca6d7e0
+# %% ../../nbs/results/runs.ipynb #d255c1b5
 class Journal:
     "Records of work under way in a file of JSON lines; `records` has those that are there already."
 
@@ -189,13 +189,14 @@ class Journal:
         whole = path.read_bytes() if path.exists() else b""
         whole = whole[:whole.rfind(b"\n") + 1]
         self.records = [json.loads(line) for line in whole.splitlines()]
-        self.file = open(path, "ab", buffering=0)
+        self.file = open(path, "ab")
         self.file.truncate(len(whole))
 
     def add(self, record: dict):
         "Append a record; it is there from now on, whatever happens to this process."
-        self.records.append(record)
         self.file.write(json.dumps(record).encode() + b"\n")
+        self.file.flush()
+        self.records.append(record)
 
     def __enter__(self): return self
     def __exit__(self, *_): self.file.close()
@@ -282,7 +283,7 @@ def storage(folder: Path):
         what = f"{e.filename or folder} cannot be written ({os.strerror(e.errno)})"
         raise StorageError(f"{what}; what is finished is kept, and the same command goes on from it") from None
 
-# %% ../../nbs/results/runs.ipynb #df1d5216
+# %% ../../nbs/results/runs.ipynb #3f1707d0
 def discard(
     folder: Path,
 ) -> None:
@@ -296,9 +297,12 @@ def discard(
 
 @contextlib.contextmanager
 def alone(folder: Path):
-    "Hold a run's folder: another process that wants the same run waits, and then finds it finished."
-    with open(folder / ".lock", "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    "Hold a run: another process that wants the same one waits, and then finds it finished. The lock lies beside the folder, which may be removed."
+    with open(folder.with_name(f".{folder.name}.lock"), "a") as lock:
+        try: fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another process that is at {folder.name}", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
@@ -311,13 +315,14 @@ def cached_run(
 ) -> xr.DataTree:
     "The opened result of a configuration, computed where it is not there yet."
     folder = run_folder(slug, config)
-    if force: discard(folder)
-    warn_of_other_code(folder)
-    if not finished(folder):
+    record = folder / "run.json"
+    if not force: warn_of_other_code(folder)
+    if force or not finished(folder):
         with storage(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            record = folder / "run.json"
+            folder.parent.mkdir(parents=True, exist_ok=True)
             with alone(folder):
+                if force: discard(folder)
+                folder.mkdir(exist_ok=True)
                 if not record.exists(): write_atomically(record, lambda path: path.write_text(json.dumps(provenance(config), indent=1) + "\n"))
                 if not finished(folder): write_result(compute(folder), folder)
     return open_result(folder)
