@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['row_key', 'scramble', 'keyed_uniform', 'gumbel', 'choose', 'GrowingLayer', 'left_padded', 'Rows', 'Request',
-           'Completion', 'stop_ids', 'Slots', 'room_for', 'ended', 'Engine', 'best_block', 'HFEngine',
+           'Completion', 'stop_ids', 'Slots', 'room_for', 'ended', 'Engine', 'best_block', 'HFEngine', 'batches_of',
            'over_completions', 'token_nll']
 
 # %% ../../nbs/models/engines.ipynb #75c27977
@@ -175,7 +175,7 @@ class Rows:
         "Of the newest columns hide those that a row does not keep; kept is (rows,)."
         self.mask[:, -columns:] = torch.arange(columns, device=self.mask.device) < kept[:, None]
 
-# %% ../../nbs/models/engines.ipynb #f22d3ed3
+# %% ../../nbs/models/engines.ipynb #3af41a80
 @dataclass
 class Request:
     "What is to be continued: the prompt, or the expert and the naive prompt of a mixed sequence."
@@ -218,7 +218,7 @@ class Slots:
         "Give free slots to requests."
         place = range(len(self.asked), len(self.asked) + len(requests))
         for mine, new in ((self.request, place), (self.keys, [r.key for r in requests]), (self.room, room)):
-            mine[slots] = torch.tensor(list(new), device=mine.device)
+            mine[slots] = mine.new_tensor(list(new))
         self.t[slots] = 0
         for slot, r, n in zip(slots.tolist(), requests, room):
             self.naive[slot, :min(n, len(r.naive))] = torch.as_tensor(r.naive[:n], device=slots.device).long()
@@ -241,7 +241,7 @@ class Slots:
         "Drop all slots but these."
         for name in ("request", "keys", "t", "room", "tokens", "naive"): setattr(self, name, getattr(self, name)[slots])
 
-# %% ../../nbs/models/engines.ipynb #9501f873
+# %% ../../nbs/models/engines.ipynb #534b9bb0
 def room_for(
     request: Request,
     max_new_tokens: int,
@@ -264,6 +264,11 @@ def ended(
 
 class Engine:
     "Generation and mixing on top of `stream`."
+
+    mismatches = ()  # what an audit did not confirm
+
+    def confirm(self, asked, **way):
+        "Read again what was written for requests, in an engine whose way of working calls for it."
 
     def generate(
         self,
@@ -415,7 +420,19 @@ class HFEngine(Engine):
         "The likeliest token at each position of each completion: integer arrays."
         return over_completions(self.model, pairs, lambda logits, wanted: logits.argmax(-1))
 
-# %% ../../nbs/models/engines.ipynb #6fc741dc
+# %% ../../nbs/models/engines.ipynb #79ee911a
+def batches_of(
+    lengths: list[int],
+    tokens: int,  # of a batch at most, padding included; a longer row is a batch of its own
+) -> Iterator[list[int]]:
+    "Row numbers in batches, longest first."
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    while order:
+        size = max(1, tokens // max(1, lengths[order[0]]))
+        yield order[:size]
+        order = order[size:]
+
+
 @torch.inference_mode()
 def over_completions(
     model,
@@ -430,11 +447,8 @@ def over_completions(
     for k, (prompt, completion) in enumerate(pairs):
         if not prompt: raise ValueError(f"pair {k} has an empty prompt; a prompt has at least one token")
         if (n := len(prompt) + len(completion)) > context: raise ValueError(f"pair {k} has {n} tokens; the context of the model is {context}")
-    order, out = sorted(range(len(pairs)), key=lambda i: sum(map(len, pairs[i]))), [None] * len(pairs)
-    longest = max((sum(map(len, p)) for p in pairs), default=1)
-    size = max(1, batch_tokens // longest)
-    for start in range(0, len(order), size):
-        part = order[start:start + size]
+    out = [None] * len(pairs)
+    for part in batches_of([sum(map(len, p)) for p in pairs], batch_tokens):
         rows = [pairs[i][0] + pairs[i][1] for i in part]
         width = max(map(len, rows))
         ids = torch.tensor([r + [0] * (width - len(r)) for r in rows], device=model.device)
