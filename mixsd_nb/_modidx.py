@@ -560,6 +560,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                  'mixsd_nb/models/engines.py'),
                                          'mixsd_nb.models.engines.choose': ('models/engines.html#choose', 'mixsd_nb/models/engines.py'),
                                          'mixsd_nb.models.engines.ended': ('models/engines.html#ended', 'mixsd_nb/models/engines.py'),
+                                         'mixsd_nb.models.engines.favoured_mode': ( 'models/engines.html#favoured_mode',
+                                                                                    'mixsd_nb/models/engines.py'),
                                          'mixsd_nb.models.engines.gumbel': ('models/engines.html#gumbel', 'mixsd_nb/models/engines.py'),
                                          'mixsd_nb.models.engines.keyed_uniform': ( 'models/engines.html#keyed_uniform',
                                                                                     'mixsd_nb/models/engines.py'),

@@ -134,7 +134,7 @@ def timed(call) -> tuple[float, float]:
     call()
     return time.perf_counter() - begun, peak_mib()
 
-# %% ../nbs/speed.ipynb #2bc95ac3
+# %% ../nbs/speed.ipynb #d5276b65
 def ways(
     config: SpeedConfig,
     engines: dict,  # mode -> engine
@@ -180,7 +180,7 @@ def run(
         from mixsd_nb.methods.mixing import mix_items
         options = dict(batch_size=config.pairs) | (dict(audit=False, dtype=config.dtype, gpu_memory_utilization=0.4) if config.engine == "vllm" else {})
         first = load_engine(config.engine, config.model, dtype=config.dtype).model if config.engine == "hf" else config.model
-        engines = {mode: load_engine(config.engine, first, mode=mode, **options) for mode in ENGINES[config.engine]}
+        engines = {mode: load_engine(config.engine, first, mode=mode, **options) for mode in ENGINES[config.engine] if mode != "auto"}
         tokenizer, corpus = next(iter(engines.values())).tokenizer, CORPORA[config.dataset]
         items = mix_items(tokenizer, list(load_corpus(config.dataset, "train"))[:config.pairs], corpus.expert, corpus.extract)
         found = {lam: measure(config, engines, items, lam) for lam in LAMS}

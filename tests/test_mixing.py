@@ -12,13 +12,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.methods.mixing import mix, mix_items, mix_oracle, oracle_stream, picks
-from mixsd_nb.models import load_base, load_engine
+from mixsd_nb.models import load_engine
 from mixsd_nb.models.engines import HFEngine, Request, choose, row_key
-
-
-@pytest.fixture(scope="module")
-def lab():
-    return load_base("lab-m")
 
 
 @pytest.fixture(scope="module")
@@ -102,11 +97,11 @@ ALONE = st.tuples(CONTEXT, st.lists(st.booleans(), max_size=12))
 def test_any_requests_under_any_limits_equal_the_oracle(tiny, lab, asked, size, temperature, new, total):
     requests = [Request(tuple(contexts), k, naive, k) for k, (*contexts, naive) in enumerate(asked)]
     options, found = dict(temperature=temperature, top_k=5, max_new_tokens=new, max_total=total), []
-    for mode in ("lockstep", "block"):
+    for mode in ("lockstep", "block", "auto"):
         engine = HFEngine(tiny, lab[1], size, mode)
         engine.stop = torch.tensor([3, 7])
         found.append({r.tag: completion for r, completion in engine.stream(deque(requests), **options)})
-    assert found == 2 * [{r.tag: completion for r, completion in oracle_stream(engine, deque(requests), **options)}]
+    assert found == 3 * [{r.tag: completion for r, completion in oracle_stream(engine, deque(requests), **options)}]
 
 
 def test_two_items_of_one_id_are_refused(lab, items):

@@ -6,7 +6,7 @@
 __all__ = ['ENGINES', 'CAPACITY', 'check_model', 'model_source', 'load_tokenizer', 'load_base', 'check_mode', 'check_capacity',
            'load_engine']
 
-# %% ../../nbs/models/index.ipynb #f01204a7
+# %% ../../nbs/models/index.ipynb #7cac9ec0
 import difflib
 import re
 from pathlib import Path
@@ -49,7 +49,7 @@ def load_base(
     return AutoModelForCausalLM.from_pretrained(model_source(name), dtype=dtype).eval(), load_tokenizer(name)
 
 
-ENGINES = {"hf": ("lockstep", "block"), "vllm": ("segments", "paired")}  # each with its ways of mixing, the default first
+ENGINES = {"hf": ("auto", "lockstep", "block"), "vllm": ("segments", "paired")}  # each with its ways of mixing, the default first
 
 
 def check_mode(

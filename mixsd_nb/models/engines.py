@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['row_key', 'scramble', 'keyed_uniform', 'gumbel', 'choose', 'GrowingLayer', 'left_padded', 'Rows', 'Request',
-           'Completion', 'stop_ids', 'Slots', 'room_for', 'ended', 'Engine', 'best_block', 'HFEngine', 'batches_of',
-           'over_completions', 'token_nll']
+           'Completion', 'stop_ids', 'Slots', 'room_for', 'ended', 'Engine', 'best_block', 'favoured_mode', 'HFEngine',
+           'batches_of', 'over_completions', 'token_nll']
 
 # %% ../../nbs/models/engines.ipynb #75c27977
 import functools
@@ -298,7 +298,7 @@ class Engine:
             out = {r.tag: (completion, bar.update())[0] for r, completion in self.stream(longest_first, **options)}
         return [out[k] for k in range(len(requests))]
 
-# %% ../../nbs/models/engines.ipynb #15a59255
+# %% ../../nbs/models/engines.ipynb #aaf54b63
 def best_block(
     cut: float,  # share of tokens at which a block is cut
     largest: int = 16,
@@ -308,10 +308,15 @@ def best_block(
     return max(sizes, key=lambda b: (b if cut == 0 else (1 - (1 - cut) ** b) / cut) / (b + 1))
 
 
+def favoured_mode(device: str, slots: int) -> str:
+    "Many rows on a CPU are bound by arithmetic, and reading a block at once is less of it; few rows, and a GPU, are bound by the number of steps."
+    return "block" if device == "cpu" and slots >= 16 else "lockstep"
+
+
 class HFEngine(Engine):
     "Generation and scoring on a transformers model, with `batch_size` slots."
 
-    def __init__(self, model, tokenizer, batch_size: int = 100, mode: str = "lockstep"):
+    def __init__(self, model, tokenizer, batch_size: int = 100, mode: str = "auto"):
         self.model, self.tokenizer, self.batch_size, self.mode = model.eval(), tokenizer, batch_size, mode
         self.refill = 1 / 8  # share of the slots that must be free before they are filled
         self.prefill_tokens = 32_768  # at most, of one forward over prompts
@@ -330,7 +335,9 @@ class HFEngine(Engine):
     ) -> Iterator[tuple[Request, Completion]]:
         "The requests with their completions, in the order in which they end; the reader may append further requests meanwhile."
         if not queue: return
-        work = self._block if self.mode == "block" and len(queue[0].contexts) == 2 else self._lockstep
+        slots = min(self.batch_size, len(queue))
+        mode = favoured_mode(self.model.device.type, slots) if self.mode == "auto" else self.mode
+        work = self._block if mode == "block" and len(queue[0].contexts) == 2 else self._lockstep
         limit = min(self.context, max_total)
         yield from work(queue, min(max_new_tokens, limit), limit, functools.partial(choose, temperature=temperature, top_k=top_k))
 
