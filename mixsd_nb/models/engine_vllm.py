@@ -167,7 +167,7 @@ def sentinel_ids(
     if len(found) < 2: raise ValueError("mode is paired, which needs two special tokens that end no sequence, and this tokenizer has none; allowed is segments")
     return found
 
-# %% ../../nbs/models/engine_vllm.ipynb #4b61785b
+# %% ../../nbs/models/engine_vllm.ipynb #410e37f1
 class VLLMEngine(Engine):
     "Generation, mixing and scoring on vLLM, with at most `batch_size` sequences under way; ImportError where vLLM is missing or cannot be imported."
 
@@ -189,6 +189,7 @@ class VLLMEngine(Engine):
         self.context = options.setdefault("max_model_len", min(self.model_context, 10_240))
         self.mismatches, self.numbers, self.done = [], itertools.count(), {}
         usual = dict(dtype="float32", enforce_eager=not torch.cuda.is_available(), max_num_seqs=2 * batch_size, max_logprobs=-1, async_scheduling=False)
+        if not torch.cuda.is_available(): usual["block_size"] = 32  # the prefix cache keeps whole blocks, and those of 128 are longer than many a prompt
         if mode == "paired":
             self.sentinels = sentinel_ids(tokenizer, self.stop)
             usual |= dict(enable_chunked_prefill=False, max_num_batched_tokens=max(8192, self.context))
