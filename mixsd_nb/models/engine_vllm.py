@@ -167,7 +167,7 @@ def sentinel_ids(
     if len(found) < 2: raise ValueError("mode is paired, which needs two special tokens that end no sequence, and this tokenizer has none; allowed is segments")
     return found
 
-# %% ../../nbs/models/engine_vllm.ipynb #410e37f1
+# %% ../../nbs/models/engine_vllm.ipynb #e0be82b2
 class VLLMEngine(Engine):
     "Generation, mixing and scoring on vLLM, with at most `batch_size` sequences under way; ImportError where vLLM is missing or cannot be imported."
 
@@ -308,6 +308,6 @@ class VLLMEngine(Engine):
         context = lambda n: torch.randint(size // 4, size, (n,), generator=draw).tolist()
         requests = [Request((context(9 + k), context(5 + 2 * k)), k, (torch.rand(tokens, generator=draw) < 0.5).tolist()) for k in range(pairs)]
         self.audited, wanted = False, self.audited
-        wrong = self.audit([(r, c.ids) for r, c in self.stream(deque(requests), max_new_tokens=tokens)])
+        wrong = self.audit([(r, c.ids) for r, c in self.stream(deque(requests), max_new_tokens=tokens, max_total=self.context)])
         self.audited = wanted
         if any(wrong): raise RuntimeError("mode is paired, but vLLM does not keep pairs in step here (the start-up audit failed); allowed is segments")
