@@ -23,7 +23,7 @@ CORPUS = {"kgfact-large": 200, "kgfunc-lab": 50}
 WAYS = [(lam, T) for T in (0, 0.7) for lam in (0, 0.1, 0.3, 0.5, 0.7, 1)]
 SHORT = dict(max_attempts=2, max_new_tokens=64)
 SHAPES = {
-    "hf": [dict(mode=mode, batch_size=n) for mode in ("lockstep", "block") for n in (3, 32, 250)],
+    "hf": [dict(mode=mode, batch_size=n) for n in (250, 32, 3) for mode in ("lockstep", "block")],
     "vllm": [dict(mode=mode, batch_size=n) for mode in ("segments", "paired") for n in (5, 64)],
 }
 
