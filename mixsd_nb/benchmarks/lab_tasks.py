@@ -355,7 +355,7 @@ def teach(
         item = SUITES[name].task(rng)
         if SUITES[name].role == "world" or not reserved(item.prompt): return item
 
-# %% ../../nbs/benchmarks/lab_tasks.ipynb #eb15d30e
+# %% ../../nbs/benchmarks/lab_tasks.ipynb #c14766bd
 def grade(
     items: list[Item],
     responses: list[str],
@@ -366,6 +366,6 @@ def grade(
     programs = {k: fenced_python(responses[k]) for k in code}
     reasons = {k: "no code" if programs[k] is None else harmless(programs[k]) for k in code}
     runnable = [k for k in code if not reasons[k]]
-    results = dict(zip(runnable, passes([(programs[k], items[k].tests) for k in runnable])))
+    results = dict(zip(runnable, passes([(programs[k], items[k].tests) for k in runnable], allow_unsandboxed=True)))
     for k in code: graded[k] = results.get(k, (False, reasons[k]))
     return graded
