@@ -118,7 +118,7 @@ def questions(
         elif explicit: raise ValueError(f"suite is {suite}; {dataset} has no {name}")
     return asked
 
-# %% ../nbs/evaluate.ipynb #f77883ba
+# %% ../nbs/evaluate.ipynb #7e56a1f6
 def completed(
     engine,
     items: dict[str, Item],  # by id
@@ -140,7 +140,7 @@ def completed(
                 for name, sample in wanted if (name, sample) not in found]
     queue = deque(sorted(requests, key=lambda r: -len(r.contexts[0])))  # the longest first
     options = dict(temperature=suite.temperature, top_k=suite.top_k, max_new_tokens=suite.max_new_tokens, max_total=suite.max_total)
-    with tqdm(total=len(wanted), initial=len(wanted) - len(queue), desc=progress, disable=not progress, leave=False) as bar:
+    with tqdm(total=len(wanted), initial=len(wanted) - len(queue), desc=progress, leave=False, **{} if progress else dict(disable=True)) as bar:
         for request, completion in engine.stream(queue, **options):
             name, sample = request.tag
             text = engine.tokenizer.decode(completion.ids, skip_special_tokens=True)

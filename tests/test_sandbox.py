@@ -164,9 +164,9 @@ def assert_blocked(outcome):
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_is_blocked(name, host, monkeypatch):
     monkeypatch.setenv("MIXSD_SECRET", "treasure")
-    start = time.perf_counter()
-    assert_blocked(vars(run_python(attack(name, host), timeout=10)))
-    assert time.perf_counter() - start < 5, "it should have been refused at once"
+    outcome = run_python(attack(name, host), timeout=60)
+    assert_blocked(vars(outcome))
+    assert outcome.stopped in ("", "output"), "it should have been refused at once"
 
 
 REAL = ["a server on loopback", "home", "passwords", "the project", "installed packages", "the environment", "inherited files", "fork past the C library"]
@@ -178,7 +178,7 @@ def test_the_attacks_are_real(name, host):
     with socket.create_server(("127.0.0.1", 0)) as server, open(host["SECRET"]) as file:
         code = attack(name, host | dict(PORT=server.getsockname()[1]))
         free = subprocess.run([sys.executable, "-c", code], env=dict(MIXSD_SECRET="treasure"), pass_fds=[file.fileno()],
-                              capture_output=True, text=True, timeout=20)
+                              capture_output=True, text=True, timeout=60)
     assert free.stdout.endswith("reached\n"), free
 
 
@@ -189,7 +189,7 @@ spec = importlib.util.spec_from_file_location("sandbox", sys.argv[1])
 sandbox = sys.modules["sandbox"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sandbox)
 with ThreadPoolExecutor(2) as pool:
-    outcomes = list(pool.map(lambda code: vars(sandbox.run_python(code, timeout=10)), json.load(sys.stdin)))
+    outcomes = list(pool.map(lambda code: vars(sandbox.run_python(code, timeout=60)), json.load(sys.stdin)))
 print(json.dumps(dict(outcomes=outcomes, passes=sandbox.passes([("def f(x): return x", "assert f(1) == 1"), ("def f(x): return x", "assert f(1) == 2")]))))
 """
 
@@ -206,7 +206,7 @@ def test_root_is_not_needed(host, tmp_path_factory):
         path.chmod(0o755)
     attacks = json.dumps([attack(name, host) for name in ATTACKS])
     environment = {"PATH": os.environ["PATH"], "MIXSD_SECRET": "treasure"}
-    done = subprocess.run([python, "-c", AS_PLAIN_USER, str(folder / "sandbox.py")], input=attacks, capture_output=True, text=True, timeout=120,
+    done = subprocess.run([python, "-c", AS_PLAIN_USER, str(folder / "sandbox.py")], input=attacks, capture_output=True, text=True, timeout=300,
                           user=65534, group=65534, extra_groups=[], cwd="/", env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
@@ -227,7 +227,7 @@ def processes_with(mark):
 ])
 def test_nothing_is_left_behind(code):
     mark = f"left-{os.getpid()}-{time.time_ns()}"
-    assert run_python(f"MARK = {mark!r}\n{code}", timeout=0.7).stopped == "timeout"
+    assert run_python(f"MARK = {mark!r}\n{code}", timeout=2).stopped == "timeout"
     time.sleep(0.2)
     assert not processes_with(mark.encode())
 
@@ -329,19 +329,19 @@ def test_its_folder_is_private_and_goes_away():
 ])
 def test_an_endless_program_costs_its_timeout(code):
     start = time.perf_counter()
-    outcome = run_python(code, timeout=0.4)
+    outcome = run_python(code, timeout=1)
     assert (outcome.exit_status, outcome.stopped) == (None, "timeout")
-    assert time.perf_counter() - start < 2
+    assert time.perf_counter() - start < 10
 
 
 def test_what_was_printed_before_the_timeout_is_kept():
-    assert run_python("print('so far')\nwhile True: pass", timeout=0.4).output == "so far\n"
+    assert run_python("print('so far')\nwhile True: pass", timeout=2).output == "so far\n"
 
 
 @linux
 @pytest.mark.parametrize("code", ["x = 'a' * 10 ** 11", "x = []\nwhile True: x.append(bytearray(1 << 24))"])
 def test_a_memory_bomb_meets_its_limit(code):
-    outcome = run_python(code, timeout=20)
+    outcome = run_python(code, timeout=60)
     assert outcome.exit_status == 1 and error_of(outcome).startswith("MemoryError")
 
 
@@ -352,13 +352,13 @@ def test_a_memory_bomb_meets_its_limit(code):
     "while True:\n    try: print('x' * 1000)\n    except OSError: pass",
 ])
 def test_endless_output_is_cut(code):
-    outcome = run_python(code, timeout=20)
+    outcome = run_python(code, timeout=60)
     assert (outcome.exit_status, outcome.stopped) == (None, "output")
     assert len(outcome.output.encode()) <= MAX_WRITTEN + 2  # a cut character becomes a replacement mark
 
 
 def test_a_file_may_not_grow_either():
-    assert run_python("with open('big', 'wb') as f:\n    f.write(bytes(10 ** 6))", timeout=20).stopped == "output"
+    assert run_python("with open('big', 'wb') as f:\n    f.write(bytes(10 ** 6))", timeout=60).stopped == "output"
 
 
 @pytest.mark.parametrize("code, error", [
@@ -397,6 +397,8 @@ def test_a_bad_timeout_is_named(timeout):
 def test_bad_workers_are_named():
     with pytest.raises(ValueError, match="workers is 0, but it must be at least 1."):
         passes([], workers=0)
+    with pytest.raises(ValueError, match="cpu is 0, but it must be at least 1."):
+        passes([], cpu=0)
 
 
 RIGHT = "def double(x):\n    return 2 * x"
@@ -472,7 +474,7 @@ found = search()
     ("def double(x):\n    return double", "TypeError: a value of type function cannot leave its program"),
 ])
 def test_no_other_way_to_pass(program, error):
-    (passed, found), = passes([(program, TESTS)], timeout=1)
+    (passed, found), = passes([(program, TESTS)], cpu=1, timeout=60)
     assert not passed and found.startswith(error) and len(found) <= 200
 
 
@@ -490,6 +492,15 @@ else: assert False
     assert passes([(program, tests)]) == [(True, "")]
 
 
+def test_processor_time_runs_out_before_wall_time():
+    "A busy program is stopped by its own clock, even where it ignores the warning."
+    start = time.perf_counter()
+    programs = ["while True: pass", "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"]
+    found = passes([(program, TESTS) for program in programs], cpu=1, timeout=60)
+    assert found == [(False, "ran out of time"), (False, "left with exit status -9 before the end of its tests")]
+    assert time.perf_counter() - start < 30
+
+
 def test_failing_tests_that_are_swallowed_by_the_program_still_run():
     assert not passes([("x = 1\nif False:\n    pass", "assert x == 2")])[0][0]
     assert not passes([("x = 1 \\", "assert x == 2")])[0][0]
@@ -501,8 +512,8 @@ def test_results_come_in_the_order_of_the_input_and_side_by_side():
     assert [passed for passed, _ in passes(pairs, workers=4)] == expected
     assert [passed for passed, _ in passes(pairs, workers=1)] == expected
     start = time.perf_counter()
-    passes([("import time\ntime.sleep(0.5)", "")] * 4, workers=4)
-    assert time.perf_counter() - start < 1.8
+    passes([("import time\ntime.sleep(2)", "")] * 4, workers=4)
+    assert time.perf_counter() - start < 7.5
     assert passes([]) == []
 
 
@@ -568,7 +579,7 @@ def test_broken_programs_are_refused(code):
 @pytest.mark.parametrize("code", ORDINARY, ids=range(len(ORDINARY)))
 def test_ordinary_functions_are_admitted_and_run(code):
     assert harmless(code) == ""
-    assert run_python(code, timeout=10).exit_status == 0
+    assert run_python(code, timeout=60).exit_status == 0
 
 
 @given(st.text())

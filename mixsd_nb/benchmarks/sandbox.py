@@ -31,7 +31,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-# %% ../../nbs/benchmarks/sandbox.ipynb #100bb6b1
+# %% ../../nbs/benchmarks/sandbox.ipynb #0607ebe1
 MAX_WRITTEN = 1 << 16  # bytes, of the output and of any other file
 LIMITS = dict(RLIMIT_AS=1 << 29, RLIMIT_FSIZE=MAX_WRITTEN, RLIMIT_NOFILE=64, RLIMIT_NPROC=0, RLIMIT_CORE=0)
 
@@ -45,7 +45,7 @@ def limit_self(
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it: the program would go on
     for name, value in limits.items():
         with contextlib.suppress(AttributeError, ValueError, OSError):
-            resource.setrlimit(getattr(resource, name), (value, value))
+            resource.setrlimit(getattr(resource, name), (value, value + (name == "RLIMIT_CPU")))  # a second between the signal and the end
 
 # %% ../../nbs/benchmarks/sandbox.ipynb #6ede66d1
 def pack(
@@ -227,7 +227,7 @@ def check_sandbox(
     if problem and not allow_unsandboxed: raise SandboxError(f"generated code is not run, because {problem}; allow_unsandboxed=True runs it with limits only")
     return not problem
 
-# %% ../../nbs/benchmarks/sandbox.ipynb #bf95f65b
+# %% ../../nbs/benchmarks/sandbox.ipynb #e1f82617
 @dataclass(frozen=True)
 class Outcome:
     "What a program did."
@@ -245,11 +245,11 @@ class Child:
         source: str,
         name: str,  # `__name__` of the module that it runs in
         *,
-        timeout: float,  # seconds, for the limit on CPU time
+        cpu: int,  # seconds of processor time
         sandboxed: bool,
         pipes: tuple[int, int] = (),  # requests and replies
     ):
-        limits = LIMITS | dict(RLIMIT_CPU=math.ceil(timeout) + 1)  # for what outlives the time-out by leaving its process group
+        limits = LIMITS | dict(RLIMIT_CPU=cpu)
         modes = {"serve": ("r", "w"), "test": ("w", "r"), "run": ()}[role]
         order = dict(role=role, source=source, file=f"<{'tests' if role == 'test' else 'program'}>", name=name, limits=limits, pipes=pipes, modes=modes)
         self.sandboxed, self.stack = sandboxed, contextlib.ExitStack()
@@ -276,11 +276,12 @@ class Child:
         try: status, stopped = self.process.wait(max(0, until - time.monotonic())), ""
         except subprocess.TimeoutExpired: status, stopped = None, "timeout"
         if self.sandboxed and status is not None and 128 < status <= 128 + signal.NSIG: status = 128 - status  # bubblewrap's way to report a signal
-        if status == -signal.SIGXFSZ: status, stopped = None, "output"
+        by_limit = {-signal.SIGXFSZ: "output", -signal.SIGXCPU: "timeout"}
+        if status in by_limit: status, stopped = None, by_limit[status]
         self.output.seek(0)
         return Outcome(status, self.output.read(MAX_WRITTEN).decode("utf-8", "replace"), stopped)
 
-# %% ../../nbs/benchmarks/sandbox.ipynb #49d94025
+# %% ../../nbs/benchmarks/sandbox.ipynb #00a6f44b
 def check_timeout(timeout):
     if not 0 < timeout < math.inf: raise ValueError(f"timeout is {timeout!r}, but it must be a positive, finite number of seconds.")
 
@@ -293,10 +294,10 @@ def run_python(
 ) -> Outcome:
     "Run `code` as a main program. ValueError unless `timeout` is positive; SandboxError where it cannot be isolated."
     check_timeout(timeout)
-    with Child("run", code, "__main__", timeout=timeout, sandboxed=check_sandbox(allow_unsandboxed)) as child_:
+    with Child("run", code, "__main__", cpu=math.ceil(timeout), sandboxed=check_sandbox(allow_unsandboxed)) as child_:
         return child_.wait(time.monotonic() + timeout)
 
-# %% ../../nbs/benchmarks/sandbox.ipynb #c35989d0
+# %% ../../nbs/benchmarks/sandbox.ipynb #aa99864a
 def reason(
     outcome: Outcome,  # of a run that did not reach its end
 ) -> str:
@@ -312,11 +313,12 @@ def reason(
 def judge(
     program: str,
     tests: str,
+    *,
     timeout: float,
-    sandboxed: bool,
+    **options,  # of `Child`
 ) -> tuple[bool, str]:
     "Whether a program takes its tests to the end, and otherwise why not."
-    until, options = time.monotonic() + timeout, dict(timeout=timeout, sandboxed=sandboxed)
+    until = time.monotonic() + timeout
     (take, ask), (hear, reply) = os.pipe(), os.pipe()
     with contextlib.ExitStack() as stack:
         try:
@@ -328,21 +330,23 @@ def judge(
         if verdict.exit_status == 0: return True, ""
         return False, reason(server.wait(until) if verdict.exit_status == GONE else verdict)
 
-# %% ../../nbs/benchmarks/sandbox.ipynb #9eb38e82
+# %% ../../nbs/benchmarks/sandbox.ipynb #020ed2f2
 def passes(
     program_tests: list[tuple[str, str]],  # programs, each with the tests that use its names
     *,
-    timeout: float = 5.0,  # seconds of wall time for a program with its tests
+    timeout: float = 15.0,  # seconds of wall time for a program with its tests
+    cpu: int = 3,  # seconds of processor time
     workers: int = 2,  # programs run at a time
     allow_unsandboxed: bool = False,
 ) -> list[tuple[bool, str]]:  # passed, and the error where not; in the order of the input
-    "Run programs against their tests. ValueError unless `timeout` and `workers` are positive; SandboxError where they cannot be isolated."
+    "Run programs against their tests. ValueError unless all numbers are positive; SandboxError where they cannot be isolated."
     check_timeout(timeout)
-    if workers < 1: raise ValueError(f"workers is {workers!r}, but it must be at least 1.")
+    for name, value in (("workers", workers), ("cpu", cpu)):
+        if value < 1: raise ValueError(f"{name} is {value!r}, but it must be at least 1.")
     if not program_tests: return []
-    sandboxed = check_sandbox(allow_unsandboxed)
+    options = dict(timeout=timeout, cpu=cpu, sandboxed=check_sandbox(allow_unsandboxed))
     with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(lambda pair: judge(*pair, timeout, sandboxed), program_tests))
+        return list(pool.map(lambda pair: judge(*pair, **options), program_tests))
 
 # %% ../../nbs/benchmarks/sandbox.ipynb #df6105d1
 BUILTINS = frozenset({
