@@ -60,7 +60,7 @@ def benchmark_names(
     named = {name: word == name for word in words for name in GROUPS.get(word, (word,))}
     return {name: named[name] for name in BENCHMARKS if name in named}
 
-# %% ../nbs/evaluate.ipynb #dc04f39d
+# %% ../nbs/evaluate.ipynb #17fc9bcd
 class EvaluateConfig(Config):
     "Parameters of the stage."
     model: str = "lab-m"
@@ -88,7 +88,9 @@ class EvaluateConfig(Config):
 
     @field_validator("suite")
     @classmethod
-    def _suite(cls, suite): return suite if benchmark_names(suite) else suite
+    def _suite(cls, suite):
+        benchmark_names(suite)
+        return suite
 
     @field_validator("data", "limit")
     @classmethod

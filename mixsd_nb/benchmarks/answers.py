@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['EXTRACT_MODES', 'MAX_EXPRESSION', 'WORKER_MEMORY', 'last_boxed', 'last_number', 'extract', 'same_answer',
-           'same_expression', 'work', 'Worker', 'same_math', 'published_extract', 'plain', 'loosely_same', 'letter',
-           'fenced_python']
+           'same_expression', 'work', 'Worker', 'same_math', 'tagged', 'published_extract', 'balanced', 'plain',
+           'loosely_same', 'letter', 'fenced_python']
 
 # %% ../../nbs/benchmarks/answers.ipynb #ff94e61c
 import json
@@ -161,27 +161,47 @@ def same_math(
         for worker in crew: worker.close()
     return [found.get(pair, (same_answer(*pair), "")) for pair in pairs]
 
-# %% ../../nbs/benchmarks/answers.ipynb #36737015
-_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_WRAPPED = re.compile(r"(?:\\(?:text|textbf|textit|mathrm|mathbf|mbox|boxed))?\{([^{}]*)\}")
+# %% ../../nbs/benchmarks/answers.ipynb #ec647bcc
+_WRAPPER = re.compile(r"(?:\\(?:text|textbf|textit|mathrm|mathbf|mbox|boxed))?\{")
 _FRACTION = re.compile(r"([+-]?)\\[dtc]?frac\{([0-9]+)\}\{([0-9]+)\}")
+
+
+def tagged(
+    text: str,
+) -> str | None:
+    "What stands between the last closed pair of answer tags."
+    before, closed, _ = text.rpartition("</answer>")
+    _, opened, content = before.rpartition("<answer>")
+    return content if closed and opened else None
 
 
 def published_extract(
     text: str,  # a response
 ) -> str:
-    "The last box, else what stands between the last answer tags, else the last number, else the whole text."
-    tags = _TAG.findall(text)
-    candidates = last_boxed(text), tags[-1] if tags else None, last_number(text), text
-    return next(c for c in candidates if c is not None)
+    "The last box, else what stands between answer tags, else the last number, else the whole text."
+    return next(c for c in (last_boxed(text), tagged(text), last_number(text), text) if c is not None)
+
+
+def balanced(
+    text: str,
+) -> bool:
+    "Whether every brace meets its own."
+    depth = 0
+    for c in text:
+        depth += (c == "{") - (c == "}")
+        if depth < 0: return False
+    return depth == 0
 
 
 def plain(
     answer: str,
 ) -> str:
-    "Without dollar signs, wrappers and outer braces; lower case, single spaces."
+    "Without dollar signs, up to eight wrappers and outer braces; lower case, single spaces."
     answer = _FRACTION.sub(r"\1\2/\3", answer.replace("$", "").strip())
-    while wrapped := _WRAPPED.fullmatch(answer): answer = wrapped[1].strip()
+    for _ in range(8):
+        wrapper = _WRAPPER.match(answer)
+        if not (wrapper and answer.endswith("}") and balanced(inner := answer[wrapper.end():-1])): break
+        answer = inner.strip()
     return " ".join(answer.lower().split())
 
 
