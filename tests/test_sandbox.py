@@ -1,24 +1,300 @@
-"""The sandbox: every limit reached by a real program, every way to fake a pass, and both sides of the allow-list."""
+"""The sandbox: attacks that must fail, every limit reached by a real program, every way to fake a pass, both sides of the allow-list."""
 import ast
 import builtins
+import importlib.util
+import json
 import os
+import platform
+import shutil
+import socket
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mixsd_nb.benchmarks.sandbox import MAX_WRITTEN, harmless, passes, run_python
+from mixsd_nb.benchmarks import sandbox
+from mixsd_nb.benchmarks.sandbox import MAX_WRITTEN, SandboxError, check_sandbox, harmless, pack, passes, run_python, unpack
 
-root = pytest.mark.skipif(os.geteuid() != 0, reason="a plain user's program cannot start a process")
-plain_user = pytest.mark.skipif(os.geteuid() == 0, reason="RLIMIT_NPROC does not bind root")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs an enforced RLIMIT_AS")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def a_sandbox():
+    "Bubblewrap, or no test of this file; on a build machine its absence is a failure."
+    try:
+        check_sandbox()
+    except SandboxError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(error))
 
 
 def error_of(outcome):
     return outcome.output.splitlines()[-1]
+
+
+# Attacks. Each prints "reached" where it gets through; names in capitals are what the host has prepared for it.
+CALL = "import ctypes\ncall = ctypes.CDLL(None, use_errno=True).syscall\n"
+CONNECT = "s = socket.socket(family)\ns.settimeout(1)\ns.connect(address)"
+OPEN_FILES = """
+import os, stat
+def open_files():
+    for fd in range(3, 64):
+        try: os.fstat(fd)
+        except OSError: continue
+        yield fd
+"""
+ATTACKS = {
+    "the internet": f"import socket\nfamily, address = socket.AF_INET, ('1.1.1.1', 53)\n{CONNECT}",
+    "a server on loopback": f"import socket\nfamily, address = socket.AF_INET, ('127.0.0.1', PORT)\n{CONNECT}",
+    "an abstract unix socket": f"import socket\nfamily, address = socket.AF_UNIX, ABSTRACT\n{CONNECT}",
+    "a unix socket in the file system": f"import socket\nfamily, address = socket.AF_UNIX, UNIX\n{CONNECT}",
+    "the virtual machine's host": f"import socket\nfamily, address = socket.AF_VSOCK, (2, 1024)\n{CONNECT}",
+    "a name server": "import socket\nsocket.getaddrinfo('localhost', 80)\nsocket.getaddrinfo('example.org', 80)",
+    "a netlink socket": "import socket\nsocket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)",
+    "home": "import os\nassert any(map(os.path.exists, HOME))",
+    "the user's folder by its name": "import os, pwd\nassert os.listdir(pwd.getpwuid(os.getuid()).pw_dir)",
+    "passwords": "open('/etc/passwd').read()",
+    "the project": "import os\nassert os.listdir(PROJECT)",
+    "installed packages": "import sys, os\nsys.path += PACKAGES\nimport numpy",
+    "a secret in a file": "print(open(SECRET).read())",
+    "the environment": "import os\nprint(os.environ['MIXSD_SECRET'])",
+    "the parent's environment": "import os\nprint(open(f'/proc/{os.getppid()}/environ').read(), open('/proc/1/environ').read())",
+    "proc: the root of another process": "import os\nassert os.listdir('/proc/1/root')",
+    "proc: kernel settings": "open('/proc/sys/kernel/core_pattern', 'w').write('|/bin/sh')",
+    "proc: a mount of one's own": CALL + "import os\nos.mkdir('/tmp/p')\nassert call(NR['mount'], b'proc', b'/tmp/p', b'proc', 0, None) == 0",
+    "sysfs": "import os\nassert os.listdir('/sys')",
+    "devices": "import os\nassert os.listdir('/dev')",
+    "a device node": "import os, stat\nos.mknod('/tmp/mem', 0o600 | stat.S_IFCHR, os.makedev(1, 1))\nopen('/tmp/mem', 'rb').read(1)",
+    "the terminal": "import fcntl, termios\nfcntl.ioctl(open('/dev/tty', 'w'), termios.TIOCSTI, b'x')",
+    "inherited files": OPEN_FILES + "assert any(stat.S_ISREG(os.stat(fd).st_mode) for fd in open_files())",
+    "a file in the root": "open('/mark', 'w')",
+    "a file in the interpreter's library": "import os\nopen(os.path.join(os.path.dirname(os.__file__), 'mark.py'), 'w')",
+    "a file among the system's": "open('/usr/lib/mark', 'w')",
+    "a file beside the host's": "open(MARK, 'w').write('x')",
+    "chmod of the interpreter": "import sys, os\nos.chmod(os.__file__, 0o777)",
+    "a symbolic link": "import os\nos.symlink(SECRET, '/tmp/link')\nprint(open('/tmp/link').read())",
+    "a symbolic link to a folder above": "import os\nos.symlink('../../../../..' + SECRET, '/tmp/link')\nprint(open('/tmp/link').read())",
+    "a hard link": "import os\nos.link(os.__file__, '/tmp/link')\nopen('/tmp/link', 'a').write('# mark')",
+    "a temporary file elsewhere": "import tempfile\ntempfile.NamedTemporaryFile(dir='/var/tmp', delete=False)",
+    "a temporary file by a long way": "import tempfile, os\ntempfile.mkstemp(dir='/tmp/../..' + os.path.dirname(MARK))",
+    "root's rights": "import os\nos.setuid(0)",
+    "another user's rights": "import os\nos.setresuid(1000, 1000, 1000)",
+    "chroot": "import os\nos.chroot('/tmp')",
+    "capabilities by a new user namespace": CALL + "assert call(NR['unshare'], 0x10000000) == 0",
+    "namespaces of others": CALL + "assert call(NR['setns'], 0, 0) == 0",
+    "unmounting": "import ctypes\nassert ctypes.CDLL(None).umount2(b'/tmp', 2) == 0",
+    "limits": "import resource\nfor k in (resource.RLIMIT_AS, resource.RLIMIT_NPROC): resource.setrlimit(k, (resource.RLIM_INFINITY,) * 2)",
+    "ptrace": CALL + "assert call(NR['ptrace'], 16, 1, 0, 0) == 0",
+    "being traced": CALL + "assert call(NR['ptrace'], 0, 0, 0, 0) == 0",
+    "another process's memory": CALL + "assert call(NR['process_vm_readv'], 1, None, 0, None, 0, 0) == 0",
+    "the kernel's keys": CALL + "assert call(NR['keyctl'], 0, -3, 0) != -1",
+    "the kernel's bytecode": CALL + "assert call(NR['bpf'], 0, ctypes.create_string_buffer(128), 128) != -1",
+    "asynchronous calls": CALL + "assert call(NR['io_uring_setup'], 8, ctypes.create_string_buffer(128)) != -1",
+    "calls by their 32-bit numbers": CALL + "assert call(0x40000000 + 39) != -1",
+    "fork bomb": "import os\nwhile True: os.fork()",
+    "fork past the C library": CALL + "assert call(NR['fork'] or NR['clone'], *[0] * (not NR['fork'])) != -1",
+    "thread bomb": "import threading, time\nfor _ in range(9): threading.Thread(target=time.sleep, args=(9,)).start()",
+    "a shell": "import subprocess\nsubprocess.run(['/bin/sh', '-c', 'true'])",
+    "the system's commands": "import os\nos.execv('/bin/sh', ['sh', '-c', 'echo reached'])",
+    "orphans": "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(60)\nos._exit(0)",
+    "killing the parent": "import os\nassert os.getppid() > 1\nos.kill(os.getppid(), 9)",
+    "killing by number": "import os\nos.kill(VICTIM, 9)",
+    "memory": "x = []\nwhile True: x.append(bytearray(1 << 24))",
+    "shared memory": "import mmap\nx = []\nwhile True: x.append(mmap.mmap(-1, 1 << 26))",
+    "System V shared memory": CALL + "for _ in range(64): assert call(NR['shmget'], 0, 1 << 26, 0o1600) != -1",
+    "files in memory": "import os\nx = []\nwhile True:\n    x.append(os.memfd_create('x'))\n    os.write(x[-1], bytes(60_000))",
+    "a full disk": "import os\nfor k in range(2000):\n    with open(f'/tmp/{k}', 'wb') as f: f.write(bytes(60_000))",
+    "a large sparse file": "f = open('/tmp/f', 'wb')\nf.truncate(1 << 40)",
+    "many open files": "x = [open('/tmp/f', 'w') for _ in range(1000)]",
+}
+NOT_REACHED = "\nexcept BaseException as error: print('blocked:', type(error).__name__, error)\nelse: print('reached')"
+
+
+def attack(name, given):
+    "The program of an attack, with what the host has prepared."
+    known = "".join(f"{key} = {value!r}\n" for key, value in given.items())
+    return known + "try:\n    " + ATTACKS[name].replace("\n", "\n    ") + NOT_REACHED
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory):
+    "What attacks are after: servers, files, a variable, a process."
+    folder = tmp_path_factory.mktemp("host")
+    secret, unix = folder / "secret", folder / "socket"
+    secret.write_text("treasure")
+    folder.chmod(0o755)
+    secret.chmod(0o644)
+    servers = [socket.create_server(("127.0.0.1", 0)), *(socket.socket(socket.AF_UNIX) for _ in range(2))]
+    abstract = f"\0mixsd-{os.getpid()}"
+    for server, address in zip(servers[1:], (abstract, str(unix))):
+        server.bind(address)
+        server.listen()
+    victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    open_file = secret.open()
+    os.set_inheritable(open_file.fileno(), True)
+    interpreter = Path(sandbox.interpreter_files()[0])
+    home = [str(p) for p in Path.home().iterdir() if p not in interpreter.parents]
+    numbers = {name: row[list(sandbox.ARCHITECTURES).index(platform.machine())] for name, row in sandbox.REFUSED.items()}
+    packages = [str(Path(importlib.util.find_spec("numpy").origin).parents[1])]
+    yield dict(PORT=servers[0].getsockname()[1], ABSTRACT=abstract, UNIX=str(unix), HOME=home, PROJECT=str(Path(sandbox.__file__).parents[2]),
+               PACKAGES=packages, SECRET=str(secret), NR=numbers, MARK=str(folder / "mark"), VICTIM=victim.pid)
+    assert victim.poll() is None
+    assert sorted(p.name for p in folder.iterdir()) == ["secret", "socket"] and not Path("/mark").exists() and not Path("/usr/lib/mark").exists()
+    for server in servers:
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+        server.close()
+    open_file.close()
+    victim.kill()
+    victim.wait()
+
+
+def assert_blocked(outcome):
+    assert "reached" not in outcome["output"] and "treasure" not in outcome["output"], outcome
+    assert outcome["output"].startswith("blocked: ") or outcome["stopped"] or outcome["exit_status"] != 0, outcome
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_is_blocked(name, host, monkeypatch):
+    monkeypatch.setenv("MIXSD_SECRET", "treasure")
+    outcome = run_python(attack(name, host), timeout=60)
+    assert_blocked(vars(outcome))
+    assert outcome.stopped in ("", "output"), "it should have been refused at once"
+
+
+REAL = ["a server on loopback", "home", "passwords", "the project", "installed packages", "the environment", "inherited files", "fork past the C library"]
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_the_attacks_are_real(name, host):
+    "Where nothing holds them back, the same programs get through."
+    with socket.create_server(("127.0.0.1", 0)) as server, open(host["SECRET"]) as file:
+        code = attack(name, host | dict(PORT=server.getsockname()[1]))
+        free = subprocess.run([sys.executable, "-c", code], env=dict(MIXSD_SECRET="treasure"), pass_fds=[file.fileno()],
+                              capture_output=True, text=True, timeout=60)
+    assert free.stdout.endswith("reached\n"), free
+
+
+AS_PLAIN_USER = """
+import importlib.util, json, sys
+from concurrent.futures import ThreadPoolExecutor
+spec = importlib.util.spec_from_file_location("sandbox", sys.argv[1])
+sandbox = sys.modules["sandbox"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sandbox)
+with ThreadPoolExecutor(2) as pool:
+    outcomes = list(pool.map(lambda code: vars(sandbox.run_python(code, timeout=60)), json.load(sys.stdin)))
+print(json.dumps(dict(outcomes=outcomes, passes=sandbox.passes([("def f(x): return x", "assert f(1) == 1"), ("def f(x): return x", "assert f(1) == 2")]))))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the tests are run by a plain user already")
+def test_root_is_not_needed(host, tmp_path_factory):
+    "All attacks again, by the user nobody and an interpreter that everybody can read."
+    python = shutil.which("python3", path="/usr/bin:/usr/local/bin")
+    if not python or subprocess.run([python, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"]).returncode:
+        pytest.skip("there is no interpreter of Python 3.11 outside of the private folders of root")
+    folder = tmp_path_factory.mktemp("plain")
+    shutil.copy(sandbox.__file__, folder / "sandbox.py")
+    for path in (folder, *folder.parents[:2], folder / "sandbox.py"):
+        path.chmod(0o755)
+    attacks = json.dumps([attack(name, host) for name in ATTACKS])
+    environment = {"PATH": os.environ["PATH"], "MIXSD_SECRET": "treasure"}
+    done = subprocess.run([python, "-c", AS_PLAIN_USER, str(folder / "sandbox.py")], input=attacks, capture_output=True, text=True, timeout=300,
+                          user=65534, group=65534, extra_groups=[], cwd="/", env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    for name, outcome in zip(ATTACKS, found["outcomes"], strict=True):
+        assert_blocked(outcome | dict(name=name))
+    assert [passed for passed, _ in found["passes"]] == [True, False]
+
+
+def processes_with(mark):
+    return [p for p in Path("/proc").glob("[0-9]*/cmdline") if mark in p.read_bytes()]
+
+
+@linux
+@pytest.mark.parametrize("code", [
+    "import os, sys\nos.execv(sys.executable, [sys.executable, '-I', '-S', '-c', 'while True: pass', MARK])",
+    "import os, sys, signal\nfor s in range(1, 32):\n    try: signal.signal(s, signal.SIG_IGN)\n    except (OSError, ValueError): pass\n"
+    "os.closerange(0, 64)\nos.execv(sys.executable, [sys.executable, '-I', '-S', '-c', 'import time; time.sleep(60)', MARK])",
+])
+def test_nothing_is_left_behind(code):
+    mark = f"left-{os.getpid()}-{time.time_ns()}"
+    assert run_python(f"MARK = {mark!r}\n{code}", timeout=2).stopped == "timeout"
+    time.sleep(0.2)
+    assert not processes_with(mark.encode())
+
+
+@linux
+def test_a_killed_parent_leaves_nothing_behind():
+    "The host process is killed with -9 while a program sleeps in the sandbox."
+    mark = f"left-{os.getpid()}-{time.time_ns()}"
+    program = f"import os, sys\nos.execv(sys.executable, [sys.executable, '-I', '-S', '-c', 'import time; time.sleep(60)', {mark!r}])"
+    code = f"from mixsd_nb.benchmarks.sandbox import run_python\nrun_python({program!r}, timeout=60)"
+    parent = subprocess.Popen([sys.executable, "-c", code, "parent"])
+    deadline = time.time() + 20
+    while len(processes_with(mark.encode())) < 2 and time.time() < deadline:  # the parent's own command line holds the mark too
+        time.sleep(0.05)
+    assert len(processes_with(mark.encode())) >= 2
+    parent.kill()
+    parent.wait()
+    time.sleep(0.3)
+    assert not processes_with(mark.encode())
+
+
+def test_without_bubblewrap_nothing_runs_unless_that_is_allowed(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for refused in (lambda: run_python("print(1)"), lambda: passes([("x = 1", "assert x")])):
+        with pytest.raises(SandboxError, match="bubblewrap is missing: install the package bubblewrap .*allow_unsandboxed=True") as caught:
+            refused()
+        assert "\n" not in str(caught.value)
+    assert run_python("print(1)", allow_unsandboxed=True).output == "1\n"
+    assert passes([("x = 1", "assert x == 1"), ("x = 1", "assert x == 2")], allow_unsandboxed=True) == [(True, ""), (False, "AssertionError")]
+
+
+def test_a_bubblewrap_that_does_not_work_is_told(monkeypatch, tmp_path):
+    fake = tmp_path / "bwrap"
+    fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SandboxError, match="bwrap: No permissions to create new namespace .bubblewrap 0.8 or newer"):
+        run_python("")
+
+
+def test_164_programs_take_less_than_a_minute():
+    "As many programs as HumanEval has, each with its tests."
+    pairs = [(f"def f(x):\n    return x + {k}", f"for x in range(50): assert f(x) == x + {k - k % 2}") for k in range(164)]
+    start = time.perf_counter()
+    assert [passed for passed, _ in passes(pairs)] == [k % 2 == 0 for k in range(164)]
+    assert time.perf_counter() - start < 60
+
+
+plain = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary() | st.complex_numbers(allow_nan=False),
+                     lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text() | st.integers(), inner), max_leaves=20)
+
+
+@given(plain)
+def test_plain_data_crosses_the_pipe_unchanged(value):
+    back = unpack(json.loads(json.dumps(pack(value))))
+    assert back == value and repr(back) == repr(value)
+
+
+def test_a_filter_for_each_architecture():
+    "Jumps end at the last instruction, which refuses, or at the one before, which allows."
+    for machine in sandbox.ARCHITECTURES:
+        code = sandbox.filter_program(machine)
+        lines = [sandbox.struct.unpack_from("HBBI", code, k) for k in range(0, len(code), 8)]
+        refuse = len(lines) - 1
+        assert [k for _, _, _, k in lines[-2:]] == [0x7FFF0000, 0x00050001]
+        assert 1 + 1 + lines[1][2] == refuse and 3 + 1 + lines[3][1] == refuse
+        assert all(4 + k + 1 + jump == refuse for k, (_, jump, _, _) in enumerate(lines[4:-2]))
 
 
 def test_what_an_ordinary_program_leaves():
@@ -33,14 +309,14 @@ def test_the_surroundings_are_bare(monkeypatch):
     monkeypatch.setenv("SECRET", "seen")
     monkeypatch.setenv("PYTHONSTARTUP", "/nonexistent")
     names = run_python("import os, sys\nprint(*os.environ, *os.listdir())\nassert '' not in sys.path").output.split()
-    assert set(names) <= {"LC_CTYPE", "__CF_USER_TEXT_ENCODING"}  # what Python or macOS set for themselves
+    assert set(names) <= {"LC_CTYPE", "PWD"}  # what Python and bubblewrap set for themselves
     assert "EOFError" in error_of(run_python("input()"))
     assert "ModuleNotFoundError" in error_of(run_python("import numpy"))
 
 
 def test_its_folder_is_private_and_goes_away():
-    outcome = run_python("import os\nopen('a', 'w').write('x')\nprint(os.getcwd())")
-    assert outcome.exit_status == 0 and not os.path.exists(outcome.output.strip())
+    code = "import os\nprint(os.listdir())\nopen('a', 'w').write('x')"
+    assert [run_python(code).output for _ in range(2)] == ["[]\n"] * 2
 
 
 @pytest.mark.parametrize("code", [
@@ -53,19 +329,19 @@ def test_its_folder_is_private_and_goes_away():
 ])
 def test_an_endless_program_costs_its_timeout(code):
     start = time.perf_counter()
-    outcome = run_python(code, timeout=0.4)
+    outcome = run_python(code, timeout=1)
     assert (outcome.exit_status, outcome.stopped) == (None, "timeout")
-    assert time.perf_counter() - start < 2
+    assert time.perf_counter() - start < 10
 
 
 def test_what_was_printed_before_the_timeout_is_kept():
-    assert run_python("print('so far')\nwhile True: pass", timeout=0.4).output == "so far\n"
+    assert run_python("print('so far')\nwhile True: pass", timeout=2).output == "so far\n"
 
 
 @linux
 @pytest.mark.parametrize("code", ["x = 'a' * 10 ** 11", "x = []\nwhile True: x.append(bytearray(1 << 24))"])
 def test_a_memory_bomb_meets_its_limit(code):
-    outcome = run_python(code, timeout=20)
+    outcome = run_python(code, timeout=60)
     assert outcome.exit_status == 1 and error_of(outcome).startswith("MemoryError")
 
 
@@ -76,33 +352,13 @@ def test_a_memory_bomb_meets_its_limit(code):
     "while True:\n    try: print('x' * 1000)\n    except OSError: pass",
 ])
 def test_endless_output_is_cut(code):
-    outcome = run_python(code, timeout=20)
+    outcome = run_python(code, timeout=60)
     assert (outcome.exit_status, outcome.stopped) == (None, "output")
     assert len(outcome.output.encode()) <= MAX_WRITTEN + 2  # a cut character becomes a replacement mark
 
 
 def test_a_file_may_not_grow_either():
-    assert run_python("with open('big', 'wb') as f:\n    f.write(bytes(10 ** 6))", timeout=20).stopped == "output"
-
-
-@plain_user
-@pytest.mark.parametrize("code", [
-    "import os\nos.fork()", "import subprocess\nsubprocess.run(['true'])",
-    "import threading\nthreading.Thread(target=print).start()",
-])
-def test_a_plain_users_program_starts_nothing(code):
-    outcome = run_python(code, timeout=5)
-    assert outcome.exit_status == 1 and error_of(outcome).startswith(("BlockingIOError", "RuntimeError"))
-
-
-@root
-@pytest.mark.parametrize("leader", ["", "while True: pass"])
-def test_children_die_with_the_program(leader, tmp_path):
-    mark = tmp_path / "alive"
-    code = f"import os, time\nif os.fork() == 0:\n    time.sleep(1)\n    open({str(mark)!r}, 'w')\n    os._exit(0)\n{leader}"
-    run_python(code, timeout=0.4)
-    time.sleep(1.2)
-    assert not mark.exists()
+    assert run_python("with open('big', 'wb') as f:\n    f.write(bytes(10 ** 6))", timeout=60).stopped == "output"
 
 
 @pytest.mark.parametrize("code, error", [
@@ -141,6 +397,8 @@ def test_a_bad_timeout_is_named(timeout):
 def test_bad_workers_are_named():
     with pytest.raises(ValueError, match="workers is 0, but it must be at least 1."):
         passes([], workers=0)
+    with pytest.raises(ValueError, match="cpu is 0, but it must be at least 1."):
+        passes([], cpu=0)
 
 
 RIGHT = "def double(x):\n    return 2 * x"
@@ -160,6 +418,24 @@ def test_a_right_program_passes_whatever_else_it_does(program):
     assert passes([(program, TESTS)]) == [(True, "")]
 
 
+EVERYWHERE = """
+import os
+def everywhere(data):
+    for fd in range(3, 64):
+        try: os.write(fd, data)
+        except OSError: pass
+"""
+
+
+SEARCH = """
+import gc
+def search():
+    tests = "".join(["assert double", "(4) == 8"])
+    return [o for o in gc.get_objects() if tests in repr(o)[:10_000]]
+found = search()
+"""
+
+
 @pytest.mark.parametrize("program, error", [
     ("def double(x):\n    return x + 4", "AssertionError"),
     ("", "NameError: name 'double' is not defined"),
@@ -177,10 +453,52 @@ def test_a_right_program_passes_whatever_else_it_does(program):
     ("def double(x):\n    while True: pass", "ran out of time"),
     ("while True: print('ok')", "wrote too much"),
     ("raise ValueError('x' * 10_000)", "ValueError: xxx"),
+    ("class Same:\n    def __eq__(self, other): return True\ndef double(x):\n    return Same()", "TypeError: a value of type Same cannot leave its program"),
+    ("class Same(int):\n    def __eq__(self, other): return True\ndef double(x):\n    return Same()", "AssertionError"),
+    ("class Same(list):\n    def __eq__(self, other): return True\ndef double(x):\n    return Same()", "AssertionError"),
+    ("import builtins\nbuiltins.AssertionError = KeyError\nbuiltins.isinstance = lambda *a: True\ndef double(x):\n    return 0", ""),
+    ("def AssertionError(*a): return SystemExit(0)\nprint = len = AssertionError\ndef double(x):\n    return 0", "AssertionError"),
+    (EVERYWHERE + "everywhere(b'true\\npassed\\n[\"value\", 8]\\n' * 9)\ndef double(x): return 8", ""),
+    (EVERYWHERE + "def double(x): everywhere(b'[\"error\", \"SystemExit\", \"0\"]\\n')", "RuntimeError: 0"),
+    (EVERYWHERE + "def double(x): everywhere(b'[\"value\", [\"exit\", 0]]\\n')", "KeyError"),
+    (EVERYWHERE + "def double(x): everywhere(b'[' * 60_000 + b'\\n')", "RecursionError"),
+    ("import os\nos.closerange(0, 64)", "left with exit status"),
+    ("import os\ndef double(x): os.closerange(0, 64)", "left with exit status"),
+    (SEARCH + "def double(x):\n    return 2 * x if found else 0", "AssertionError"),
+    ("import atexit, os\natexit.register(os._exit, 0)\nraise SystemExit(1)", "left with exit status 0"),
+    ("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\ndef double(x):\n    return 0", "AssertionError"),
+    ("open('tests.py', 'w').write('')\nopen('json.py', 'w').write('raise SystemExit(0)')\ndef double(x):\n    return 0", "AssertionError"),
+    ("def double(x):\n    raise SystemExit(0)", "left with exit status 0"),
+    ("def double(x):\n    raise KeyboardInterrupt", "left with exit status"),
+    ("def double(x):\n    return (i for i in iter(int, 1))", ""),
+    ("def double(x):\n    return double", "TypeError: a value of type function cannot leave its program"),
 ])
 def test_no_other_way_to_pass(program, error):
-    (passed, found), = passes([(program, TESTS)], timeout=1)
+    (passed, found), = passes([(program, TESTS)], cpu=1, timeout=60)
     assert not passed and found.startswith(error) and len(found) <= 200
+
+
+def test_what_a_right_program_may_return():
+    "Derived classes count as what they derive from; iterators can be read; exceptions keep their kind."
+    program = "import collections, enum\ndef f(kind):\n    return eval(kind, globals())"
+    tests = """
+assert f("collections.Counter('aab')") == {"a": 2, "b": 1} and f("collections.OrderedDict(a=1)") == {"a": 1}
+assert f("enum.IntEnum('E', 'A').A") == 1 and f("collections.namedtuple('P', 'x')(1)") == (1,)
+assert tuple(f("map(str, range(2))")) == ("0", "1") and f("range(2)") != [0, 1] and list(f("{1: 2}.keys()")) == [1]
+try: f("1 / 0")
+except ZeroDivisionError as error: assert str(error) == "division by zero"
+else: assert False
+"""
+    assert passes([(program, tests)]) == [(True, "")]
+
+
+def test_processor_time_runs_out_before_wall_time():
+    "A busy program is stopped by its own clock, even where it ignores the warning."
+    start = time.perf_counter()
+    programs = ["while True: pass", "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"]
+    found = passes([(program, TESTS) for program in programs], cpu=1, timeout=60)
+    assert found == [(False, "ran out of time"), (False, "left with exit status -9 before the end of its tests")]
+    assert time.perf_counter() - start < 30
 
 
 def test_failing_tests_that_are_swallowed_by_the_program_still_run():
@@ -194,8 +512,8 @@ def test_results_come_in_the_order_of_the_input_and_side_by_side():
     assert [passed for passed, _ in passes(pairs, workers=4)] == expected
     assert [passed for passed, _ in passes(pairs, workers=1)] == expected
     start = time.perf_counter()
-    passes([("import time\ntime.sleep(0.5)", "")] * 4, workers=4)
-    assert time.perf_counter() - start < 1.8
+    passes([("import time\ntime.sleep(2)", "")] * 4, workers=4)
+    assert time.perf_counter() - start < 7.5
     assert passes([]) == []
 
 
@@ -261,7 +579,7 @@ def test_broken_programs_are_refused(code):
 @pytest.mark.parametrize("code", ORDINARY, ids=range(len(ORDINARY)))
 def test_ordinary_functions_are_admitted_and_run(code):
     assert harmless(code) == ""
-    assert run_python(code, timeout=10).exit_status == 0
+    assert run_python(code, timeout=60).exit_status == 0
 
 
 @given(st.text())

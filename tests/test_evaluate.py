@@ -1,0 +1,268 @@
+"""The stage evaluate on a small random model: killed, in any batches, over all benchmarks; intervals and paired tests against slow oracles."""
+
+import functools
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_tasks import ROWS, sandbox
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from mixsd_nb import evaluate
+from mixsd_nb.benchmarks.lab_tasks import SUITES
+from mixsd_nb.benchmarks.sandbox import SandboxError
+from mixsd_nb.benchmarks.tasks import TASKS
+from mixsd_nb.models.lab import lab_folder
+from mixsd_nb.results.cube import wilson
+from mixsd_nb.results.runs import ParameterError, make_config, run_folder
+
+ROOT = Path(__file__).resolve().parents[1]
+CONTRACT = ["benchmark", "item", "sample", "prompt", "response", "extracted", "correct", "finish_reason", "error"]
+SMALL = dict(n=6, max_new_tokens=12, suite="recall,two-hop,arithmetic,functions,world")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    "Folders of two models with random weights, which say something else on every prompt."
+    tokenizer, folders = AutoTokenizer.from_pretrained(lab_folder("lab-m")), []
+    for seed in (0, 1):
+        folder = tmp_path_factory.mktemp("models") / f"tiny-{seed}"
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
+                                             head_dim=32, intermediate_size=32, tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id,
+                                             max_position_embeddings=1024))
+        with torch.no_grad():
+            [p.mul_(4) for p in model.parameters() if p.ndim == 2]
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        folders.append(str(folder))
+    return folders
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("benchmarks")
+    for name, rows in ROWS.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def own_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
+    monkeypatch.delenv("MIXSD_BENCHMARKS", raising=False)
+    return tmp_path
+
+
+def folder_of(**parameters):
+    config = make_config(evaluate.EvaluateConfig, **parameters)
+    return run_folder(evaluate.slug(config), config)
+
+
+def written(**parameters):
+    "The bytes of responses and result."
+    evaluate.run(**parameters)
+    return [(folder_of(**parameters) / name).read_bytes() for name in ("responses.parquet", "result.nc")]
+
+
+@pytest.fixture(scope="module")
+def whole(models, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MIXSD_RUNS", str(tmp_path_factory.mktemp("whole")))
+        return written(model=models[0], **SMALL)
+
+
+def evaluate_here(root, parameters):
+    torch.set_num_threads(1)
+    os.environ["MIXSD_RUNS"] = root
+    evaluate.run(**parameters)
+
+
+def test_kills_change_no_byte(models, whole, own_runs):
+    start = multiprocessing.get_context("forkserver")
+    start.set_forkserver_preload(["mixsd_nb.evaluate", "mixsd_nb.models.engines", "transformers.models.qwen3.modeling_qwen3"])
+    parameters, rng, kills = dict(model=models[0], batch_size=4, **SMALL), random.Random(3), 0
+    journal = folder_of(**parameters) / "finished.jsonl"
+    lines = lambda: journal.read_bytes().count(b"\n") if journal.exists() else 0
+    while lines() < 28:
+        more = lines() + rng.randint(1, 8)
+        process = start.Process(target=evaluate_here, args=(str(own_runs), parameters))
+        process.start()
+        while process.is_alive() and lines() < more:
+            time.sleep(0.005)
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGKILL)
+            kills += 1
+        process.join()
+    print(f"{kills} kills, {lines()} responses")
+    assert kills >= 3 and not (journal.parent / "result.nc").exists()
+    assert written(**parameters) == whole
+
+
+@pytest.mark.parametrize("batch_size", [2, 7])
+def test_the_batch_size_changes_no_byte(batch_size, models, whole):
+    assert written(model=models[0], batch_size=batch_size, **SMALL) == whole
+
+
+def test_what_is_written_keeps_the_contract(models):
+    result, table = (f(model=models[0], **SMALL) for f in (evaluate.run, evaluate.responses))
+    asked = evaluate.questions("kgfact-small", SMALL["n"], suite=SMALL["suite"])
+    assert list(table.columns[:len(CONTRACT)]) == CONTRACT and set(table.columns) >= {"loose", "answer"}
+    rows = [(b, item, s) for b, items in asked.items() for item in items for s in range(evaluate.suite_of(b).samples)]
+    assert list(zip(table.benchmark, table["item"], table["sample"])) == rows
+    root = result.to_dataset()
+    assert root.benchmark.values.tolist() == list(asked) and root.n.values.tolist() == [len(items) for items in asked.values()]
+    expected = [table[table.benchmark == b].correct.mean() for b in asked]
+    np.testing.assert_allclose(root.accuracy, expected)
+    assert ((root.low <= root.accuracy + 1e-12) & (root.accuracy <= root.high) & (root.accuracy <= root.loose + 1e-12)).all()
+    assert root.samples.sel(benchmark="arithmetic") == 16 and root.column.sel(benchmark="recall") == "Train"
+
+
+def test_one_specification_for_base_and_tuned(models):
+    specified = [json.loads(evaluate.run(model=m, **SMALL).attrs["specification"]) for m in models]
+    assert specified[0] == specified[1] and set(specified[0]["rules"]) == {"strict", "loose"}
+    benchmarks = specified[0]["benchmarks"]
+    assert benchmarks["recall"]["max_new_tokens"] == 12 and benchmarks["arithmetic"]["temperature"] == 1.0 and benchmarks["arithmetic"]["samples"] == 16
+    other = json.loads(evaluate.run(model=models[0], **SMALL | dict(seed=1)).attrs["specification"])["benchmarks"]
+    assert other["recall"] == benchmarks["recall"] and other["arithmetic"]["digest"] != benchmarks["arithmetic"]["digest"]
+
+
+def test_the_papers_tasks_end_to_end(models, data):
+    sandbox()
+    parameters = dict(model=models[0], suite="paper", n=2, max_new_tokens=8, limit=1, data=data)
+    root, table = evaluate.run(**parameters).to_dataset(), evaluate.responses(**parameters)
+    assert root.benchmark.values.tolist() == ["recall", "retrieval", *TASKS] and root.n.values.tolist() == [2, 2, 1, 1, 1, 1, 1]
+    assert root.column.values.tolist()[2:] == [s.column for s in SUITES.values() if s.column]
+    assert len(table[table.benchmark == "aime-2024"]) == 16 and not table.correct.any()
+    assert table[table.benchmark == "humaneval"].error.ne("").all()
+
+
+class Parrot:
+    "An engine that gives the worked response to each prompt."
+
+    def __init__(self, tokenizer, said):
+        self.tokenizer, self.said = tokenizer, said
+
+    def stream(self, queue, **options):
+        from mixsd_nb.corpora.prompts import completion_ids
+        from mixsd_nb.models.engines import Completion
+        while queue:
+            request = queue.pop()
+            yield request, Completion(completion_ids(self.tokenizer, self.said[tuple(request.contexts[0])]), "stop")
+
+
+def test_worked_responses_are_right_everywhere(data):
+    "From prompt to verdict: the reference response to every item of every benchmark scores 1."
+    sandbox()
+    from mixsd_nb.corpora.prompts import prompt_ids
+    from mixsd_nb.models import load_tokenizer
+    tokenizer = load_tokenizer("lab-m")
+    asked = evaluate.questions("kgfact-small", 3, suite="in-domain,lab,paper", limit=2, data=data)
+    asked |= evaluate.questions("kgfunc-lab", 2, suite="test,unseen,chains")
+    said = {tuple(prompt_ids(tokenizer, i.prompt)): i.response for items in asked.values() for i in items.values()}
+    table = evaluate.scores(evaluate.respond(Parrot(tokenizer, said), asked))
+    assert set(table.index) == set(evaluate.BENCHMARKS) - {"three-hop"}
+    assert (table.accuracy == 1).all() and (table.loose == 1).all() and (table.readable == 1).all(), table
+
+
+@pytest.mark.parametrize("parameters, sentence", [
+    (dict(suite="papr"), "suite is papr; allowed are, with commas between them, lab, paper, in-domain and recall, retrieval"),
+    (dict(suite=""), "suite is ; allowed are"),
+    (dict(n=0), "n is 0; allowed are whole numbers from 1 upwards"),
+    (dict(baseline="no-such"), "model is no-such; allowed are"),
+    (dict(limits=3), "unknown parameter limits; did you mean limit?"),
+])
+def test_a_mistake_is_one_sentence(parameters, sentence):
+    with pytest.raises(ParameterError) as caught:
+        make_config(evaluate.EvaluateConfig, **parameters)
+    assert str(caught.value).startswith(sentence) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("parameters, error, sentence", [
+    (dict(suite="gsm8k", data="/nowhere"), ValueError, "gsm8k.parquet or gsm8k.jsonl is missing in the folder of benchmarks /nowhere"),
+    (dict(suite="three-hop"), ValueError, "suite is three-hop; kgfact-small has no three-hop"),
+    (dict(suite="humaneval"), SandboxError, "bubblewrap is missing: install the package bubblewrap"),
+])
+def test_what_is_missing_is_told_before_a_model_is_loaded(parameters, error, sentence, models, data, monkeypatch, tmp_path):
+    monkeypatch.setattr(evaluate, "open_engine", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(error, match=sentence):
+        evaluate.run(model=models[0], **dict(data=data) | parameters)
+
+
+def test_the_folder_of_benchmarks_is_part_of_a_run_of_tasks_only(data, monkeypatch):
+    make = functools.partial(make_config, evaluate.EvaluateConfig)
+    plain, tasks = make(), make(suite="gsm8k")
+    monkeypatch.setenv("MIXSD_BENCHMARKS", data)
+    assert make().hash() == plain.hash() == make(data="elsewhere", limit=3).hash()
+    assert make(suite="gsm8k").hash() == make(suite="gsm8k", data=data).hash() != tasks.hash()
+    assert make(suite="gsm8k", engine="vllm", batch_size=3, baseline="lab-s").hash() == make(suite="gsm8k").hash()
+
+
+def enumerated_sign_test(difference):
+    "All sign vectors, one by one."
+    sums = [abs(np.dot(signs, difference)) for signs in itertools.product((-1, 1), repeat=len(difference))]
+    return np.mean(np.array(sums) >= abs(difference.sum()) - 1e-9)
+
+
+@given(st.lists(st.sampled_from([-1, 0, 1]), min_size=1, max_size=10))
+def test_mcnemar_is_the_enumeration_of_all_signs(difference):
+    difference = np.array(difference, float)
+    assert evaluate.sign_test(difference) == pytest.approx(enumerated_sign_test(difference))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_signs_come_near_the_enumeration(seed):
+    difference = np.random.default_rng(seed).integers(-4, 8, 10) / 16
+    assert evaluate.sign_test(difference) == pytest.approx(enumerated_sign_test(difference), abs=0.02)
+
+
+def table_of(shares, benchmark="b", samples=4, prompt="?"):
+    rows = [dict(benchmark=benchmark, item=f"{k}", sample=s, prompt=f"{prompt}{k}", correct=s < round(share * samples), loose=True, extracted="x")
+            for k, share in enumerate(shares) for s in range(samples)]
+    return pd.DataFrame(rows)
+
+
+def test_two_models_are_compared_item_by_item():
+    one, two = table_of([0, 0.5, 1, 1]), table_of([0.25, 0.5, 1, 0.5]).sample(frac=1, random_state=0)
+    row = evaluate.compare(one, two).loc["b"]
+    assert (row.n, row["first"], row["second"], row.better, row.worse) == (4, 0.625, 0.5625, 1, 1)
+    with pytest.raises(ValueError, match="not asked the same items of b"):
+        evaluate.compare(one, table_of([0, 0.5, 1, 1], prompt="!"))
+    with pytest.raises(ValueError, match="not asked the same items of b"):
+        evaluate.compare(one, table_of([0, 0.5, 1]))
+
+
+def test_intervals():
+    "Wilson for single samples; over items for repeated ones, so that more samples of the same items promise nothing."
+    single = evaluate.scores(table_of([0, 1, 1, 1], samples=1)).loc["b"]
+    assert (single.low, single.high) == pytest.approx(wilson(3, 4))
+    shares = list(np.random.default_rng(0).integers(0, 5, 60) / 4)
+    few, many = (evaluate.scores(table_of(shares, samples=s)).loc["b"] for s in (4, 16))
+    assert (few.low, few.high, few.accuracy, few.n) == (many.low, many.high, many.accuracy, 60) and many["samples"] == 16
+    assert few.low == pytest.approx(np.mean(shares) - 1.96 * np.std(shares) / np.sqrt(60), abs=0.02)
+    agree = evaluate.scores(table_of([0, 0, 0])).loc["b"]
+    assert agree.low == pytest.approx(0) and agree.high == pytest.approx(float(wilson(0, 3)[1]))
+
+
+def test_papermill_prints_table_picture_and_wrong_responses(models, tmp_path):
+    parameters = dict(model=models[0], suite="recall,equations", n=2, max_new_tokens=8, baseline=models[1])
+    flags = [x for name, value in parameters.items() for x in ("-p", name, str(value))]
+    done = subprocess.run([sys.executable, "-m", "papermill", "--no-progress-bar", "nbs/evaluate.ipynb", tmp_path / "out.ipynb", *flags], cwd=ROOT,
+                          env={**os.environ, "MIXSD_RUNS": str(tmp_path / "runs")}, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    said = (tmp_path / "out.ipynb").read_text()
+    assert '"image/png"' in said and "── recall: 2 of 2 wrong" in said and "better" in said and "equations" in said
