@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import signal
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
