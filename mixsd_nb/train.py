@@ -38,9 +38,9 @@ class Schedule(NamedTuple):
 SCHEDULES = {"kgfact-small": Schedule(20, 20, 20), "kgfact-large": Schedule(20, 20, 20), "kgfunc": Schedule(1, 16, 10), "kgfunc-lab": Schedule(8, 16, 24),
              "simpleqa": Schedule(1, 16, 20), "simpleqa-lab": Schedule(20, 16, 20), "mquake": Schedule(20, 20, 20), "mquake-lab": Schedule(50, 20, 20)}
 
-# %% ../nbs/train.ipynb #5e6b8f5d
+# %% ../nbs/train.ipynb #d3fa1a30
 STORED = ("sft", "mixsd")  # methods with targets; the others but the base are distillations
-LENGTH, SAMPLING = ("epochs", "batch", "checkpoints"), ("rollouts", "temperature", "rollout_tokens")
+LENGTH, SAMPLING = ("epochs", "batch", "checkpoints", "lora"), ("rollouts", "temperature", "rollout_tokens")
 
 
 class TrainConfig(Config):
@@ -58,6 +58,7 @@ class TrainConfig(Config):
     rollouts: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0)
     rollout_tokens: int = Field(256, ge=1)
+    lora: int = Field(0, ge=0)
     batch_size: int = setting(100)
     processes: int = setting(1, ge=1)
     sharded: bool = setting(False)
@@ -96,7 +97,7 @@ class TrainConfig(Config):
         asked = range(0, last, SCHEDULES[self.dataset].period) if self.checkpoints is None else self.checkpoints
         return last, sorted({s for s in asked if 0 < s < last} | {last})
 
-# %% ../nbs/train.ipynb #7c997284
+# %% ../nbs/train.ipynb #e8852a34
 def training_pairs(
     config: TrainConfig,
     tokenizer,
@@ -125,7 +126,7 @@ def training_job(
         variant = VARIANTS[config.method]._replace(rollouts=config.rollouts, temperature=config.temperature)
         options = dict(variant=variant, max_new_tokens=config.rollout_tokens, batch_size=config.batch_size)
         kept, source = {item["id"] for item in items}, dict(items=items, distillation=options)
-    settings = config.model_dump(include={"model", "lr", "batch", "seed", "processes", "sharded", "packed", "recompute", "micro_tokens"})
+    settings = config.model_dump(include={"model", "lr", "batch", "seed", "lora", "processes", "sharded", "packed", "recompute", "micro_tokens"})
     return Job(steps=last, checkpoints=checkpoints, **settings, **source), kept
 
 # %% ../nbs/train.ipynb #d85ca21a
@@ -202,7 +203,7 @@ class Live:
         "Take the picture away; the notebook draws the whole curves below."
         if self.shown: self.shown.update({"text/plain": ""}, raw=True)
 
-# %% ../nbs/train.ipynb #12f82ff2
+# %% ../nbs/train.ipynb #e3b05312
 def base_responses(config):
     return evaluate.responses(model=config.model, dataset=config.dataset, n=config.n, seed=config.seed, batch_size=config.batch_size)
 
@@ -265,7 +266,7 @@ def slug(config): return f"train-{config.dataset}-{config.model.strip('/').repla
 def refuse_devices(config):
     "ParameterError where this machine cannot train so."
     from mixsd_nb.methods.trainer import check_devices
-    try: check_devices(config.processes, config.batch, config.sharded)
+    try: check_devices(config.processes, config.batch, config.sharded, config.lora)
     except ValueError as e: raise ParameterError(str(e)) from None
 
 
@@ -274,7 +275,7 @@ def run(
 ) -> xr.DataTree:
     "Carry one cell of the table from corpus to result; returns the opened result, at once where it is already there."
     config = make_config(TrainConfig, **parameters).without_idle()
-    if config.processes > 1 or config.sharded: refuse_devices(config)
+    if config.processes > 1 or config.sharded or config.lora: refuse_devices(config)
     compute = (lambda folder: measure_base(config)) if config.method == "base" else (lambda folder: train(config, folder))
     return cached_run(slug(config), config, compute, force=config.force)
 

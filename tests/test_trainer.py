@@ -142,6 +142,21 @@ def test_labels_of_prompt_tokens_do_not_exist(job, tmp_path):
         assert same == (label == -100)
 
 
+def test_adapters_are_merged_and_gone_on_from(job, tmp_path):
+    pytest.importorskip("peft")
+    thin = replace(job, lora=2, lr=1e-2)
+    fine_tune(replace(thin, steps=10), tmp_path / "run")
+    fine_tune(thin, tmp_path / "run")
+    fine_tune(thin, tmp_path / "whole")
+    begun, found, whole = load_file(Path(job.model) / "model.safetensors"), weights(tmp_path / "run"), weights(tmp_path / "whole")
+    assert found.keys() == begun.keys() and all(torch.equal(found[k], whole[k]) for k in found)
+    change = found["model.layers.0.mlp.up_proj.weight"] - begun["model.layers.0.mlp.up_proj.weight"]
+    assert torch.linalg.matrix_rank(change, rtol=1e-3) == 2 and torch.equal(found["model.embed_tokens.weight"], begun["model.embed_tokens.weight"])
+    log = curves(tmp_path / "whole")
+    model, _ = load_base(str(tmp_path / "whole/checkpoint-20"))
+    assert log["loss"][-1] < log["loss"][0] and model.config.architectures == ["Qwen3ForCausalLM"]
+
+
 def test_lack_of_memory_is_one_sentence(job):
     for lack in (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")):
         with pytest.raises(MemoryError, match="micro_tokens=16384; a smaller micro_tokens"), spare_memory(job):

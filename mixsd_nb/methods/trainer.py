@@ -4,15 +4,16 @@
 
 # %% auto #0
 __all__ = ['WARMUP', 'MARK', 'SHAPE', 'Job', 'training_device', 'check_devices', 'check_job', 'updates', 'training_order',
-           'warm_then_constant', 'checkpoint_folder', 'last_checkpoint', 'SaveAt', 'check_shape', 'parted',
-           'spare_memory', 'FineTuner', 'shard_on_cpu', 'training_arguments', 'fit', 'curves', 'TrainingFailed',
-           'die_with_parent', 'first_error', 'launch', 'fine_tune', 'main', 'Bar']
+           'warm_then_constant', 'checkpoint_folder', 'last_checkpoint', 'SaveAt', 'check_shape', 'add_adapters',
+           'merged', 'parted', 'spare_memory', 'FineTuner', 'shard_on_cpu', 'training_arguments', 'fit', 'curves',
+           'TrainingFailed', 'die_with_parent', 'first_error', 'launch', 'fine_tune', 'main', 'Bar']
 
-# %% ../../nbs/methods/trainer.ipynb #f8fffcd4
+# %% ../../nbs/methods/trainer.ipynb #ffdd7439
 import contextlib
 import copy
 import ctypes
 import fcntl
+import importlib.util
 import json
 import math
 import os
@@ -34,7 +35,7 @@ from .distill import Distillation, Variant
 from .supervised import LossHead, Supervised, summed_loss
 from ..models import load_base
 
-# %% ../../nbs/methods/trainer.ipynb #884b0983
+# %% ../../nbs/methods/trainer.ipynb #32c64bc6
 @dataclass(frozen=True)
 class Job:
     "A run of training. It has either pairs, which are learnt, or items, which are distilled from."
@@ -47,6 +48,7 @@ class Job:
     distillation: dict = field(default_factory=dict)  # options of `Distillation`, the variant among them
     checkpoints: list[int] = ()  # steps; the last one is always saved
     seed: int = 0  # of the order and of rollouts
+    lora: int = 0  # rank of adapters on all linear layers but the head; 0 trains the weights themselves
     processes: int = 1
     sharded: bool = False  # weights, gradients and optimiser spread over the processes (FSDP2) instead of copied (DDP)
     packed: bool = False  # examples in one row without padding
@@ -65,13 +67,16 @@ def training_device() -> torch.device:
     "The device of this process."
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
 
-# %% ../../nbs/methods/trainer.ipynb #2e4cdd99
+# %% ../../nbs/methods/trainer.ipynb #2caf4d2f
 def check_devices(
     processes: int,
     batch: int,
     sharded: bool,
+    lora: int = 0,
 ) -> None:
     "ValueError of one sentence where this machine cannot train so."
+    if lora and not importlib.util.find_spec("peft"): raise ValueError(f"lora is {lora}; it needs peft: pip install mixsd_nb[lora]")
+    if lora and sharded: raise ValueError(f"lora is {lora}; with sharded=True only 0 is allowed")
     devices, kind = (torch.cuda.device_count(), "GPUs") if torch.cuda.is_available() else (os.cpu_count(), "cores")
     if not 1 <= processes <= devices: raise ValueError(f"processes is {processes}; allowed are 1 to {devices}, the {kind} of this machine")
     if batch % processes: raise ValueError(f"batch is {batch}; with processes={processes} allowed are multiples of {processes}")
@@ -82,7 +87,7 @@ def check_job(
     job: Job,
 ) -> Job:
     "The job itself; ValueError of one sentence where it is empty, or as in `check_devices`."
-    check_devices(job.processes, job.batch, job.sharded)
+    check_devices(job.processes, job.batch, job.sharded, job.lora)
     if not job.pairs and not job.items: raise ValueError("all targets were discarded, so there is nothing to train on; a smaller lam keeps more")
     return job
 
@@ -166,6 +171,26 @@ def check_shape(
             raise ValueError(f"{checkpoint} is of another architecture: its {key} is {there.get(key)}, the model's {here.get(key)}; "
                              "remove it, or give the model that it was made from")
 
+# %% ../../nbs/methods/trainer.ipynb #5b9ff6a8
+def add_adapters(
+    model,
+    rank: int,
+) -> None:
+    "Put LoRA on all linear layers but the head, in place, with α twice the rank; nothing else is trained then."
+    from peft import LoraConfig
+    model.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+
+
+def merged(
+    model,  # with adapters
+) -> dict[str, torch.Tensor]:
+    "The weights of a model without adapters that computes the same."
+    from peft.tuners.lora import LoraLayer
+    weights = {name.replace(".base_layer", ""): w.detach().clone() for name, w in model.state_dict().items() if ".lora_" not in name}
+    for name, layer in model.named_modules():
+        if isinstance(layer, LoraLayer): weights[f"{name}.weight"] += layer.get_delta_weight("default").detach()
+    return weights
+
 # %% ../../nbs/methods/trainer.ipynb #2dcc9b39
 def parted(
     examples: list,
@@ -185,7 +210,7 @@ def spare_memory(job: Job):
         raise MemoryError(f"a step does not fit into memory with micro_tokens={job.micro_tokens}; a smaller micro_tokens, recompute=True, "
                           "or sharded=True on more processes, needs less") from None
 
-# %% ../../nbs/methods/trainer.ipynb #7243bde9
+# %% ../../nbs/methods/trainer.ipynb #d89f9a81
 class FineTuner(Trainer):
     "The trainer of transformers, fed by an objective."
 
@@ -228,9 +253,16 @@ class FineTuner(Trainer):
             return loss
 
     def _save(self, output_dir=None, state_dict=None):
-        "Tied weights once: gathered from shards they come twice."
-        if state_dict: state_dict = {name: w for name, w in state_dict.items() if name not in self.model.all_tied_weights_keys}
-        super()._save(output_dir, state_dict)
+        state_dict = merged(self.model) if self.job.lora else state_dict
+        if state_dict: state_dict = {name: w for name, w in state_dict.items() if name not in self.model.all_tied_weights_keys}  # tied ones come twice
+        if not self.job.lora: return super()._save(output_dir, state_dict)
+        with torch.device("meta"): plain = type(self.model)(self.model.config)
+        plain.save_pretrained(output_dir, state_dict=state_dict)
+        torch.save({name: p for name, p in self.model.named_parameters() if p.requires_grad}, Path(output_dir) / "adapters.pt")
+
+    def _load_from_checkpoint(self, folder, model=None):
+        if self.job.lora: self.model.load_state_dict(torch.load(Path(folder) / "adapters.pt"), strict=False)
+        else: super()._load_from_checkpoint(folder, model)
 
     def floating_point_ops(self, inputs): return 0
 
@@ -251,7 +283,7 @@ def shard_on_cpu(
     state.fsdp_plugin, trainer.is_fsdp_enabled = FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args), True
     for shared in (state, PartialState()): shared.distributed_type = DistributedType.FSDP  # each of the two is copied over the other
 
-# %% ../../nbs/methods/trainer.ipynb #b171dc85
+# %% ../../nbs/methods/trainer.ipynb #887ab5fe
 def training_arguments(
     job: Job,
     folder: Path,
@@ -275,6 +307,9 @@ def fit(
     model, tokenizer = load_base(job.model)
     done = last_checkpoint(folder)
     if done: check_shape(done, model)
+    if job.lora:
+        torch.manual_seed(job.seed)
+        add_adapters(model, job.lora)
     saving = SaveAt([*job.checkpoints, job.steps], tokenizer)
     trainer = FineTuner(job, model, job.objective(tokenizer), training_arguments(job, folder), [saving], report)
     trainer.train(resume_from_checkpoint=str(done) if done else None)
