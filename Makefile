@@ -32,6 +32,8 @@ frontier: $(VENV)/.run ## the same at four learning rates and three seeds, as in
 model-card: $(VENV)/.run ## measure the abilities of the lab models that ship
 	@$(BIN)/python -m mixsd_nb.pretrain
 
+# One thread a process: two workers with two threads each on two cores are several times slower.
+test: export OMP_NUM_THREADS := 1
 test: $(VENV)/.dev ## check export, clean state and README; run the notebooks' tests, then pytest
 	@$(BIN)/python .ci/check.py
 	@$(BIN)/nbdev_test --n_workers 2

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['SCHEMA', 'GenerateConfig', 'asked', 'mixed', 'replaced', 'targets', 'merged', 'agreement', 'counts', 'summary',
-           'slug', 'run', 'targets_file']
+           'slug', 'parquet', 'finished', 'run', 'targets_file']
 
-# %% ../nbs/generate.ipynb #b00d0235
+# %% ../nbs/generate.ipynb #99198e81
+import json
 import re
 import time
 from collections import Counter
@@ -20,10 +21,10 @@ import xarray as xr
 from pydantic import Field, field_validator
 
 from .corpora import CORPORA, check_corpus, load_corpus
-from .models import ENGINES, check_mode, check_model
+from .models import ENGINES, check_capacity, check_mode, check_model
 from .results.runs import Config, Journal, cached_run, make_config, run_folder, setting, write_atomically
 
-# %% ../nbs/generate.ipynb #6834671e
+# %% ../nbs/generate.ipynb #c7e9e962
 class GenerateConfig(Config):
     "Parameters of the stage."
     dataset: str = "kgfact-small"
@@ -66,13 +67,18 @@ class GenerateConfig(Config):
     @classmethod
     def _mode(cls, mode, info): return check_mode(mode, info.data.get("engine", "hf"))
 
+    @field_validator("engine_options", mode="before")
+    @classmethod
+    def _capacity(cls, options, info):
+        return check_capacity(json.loads(options) if isinstance(options, str) else options, info.data.get("engine", "hf"))
+
     @field_validator("shards")
     @classmethod
     def _one_of_both(cls, shards, info):
         if shards and info.data.get("shard"): raise ValueError(f"shards is {shards}; with shard={info.data['shard']} only 0 is allowed")
         return shards
 
-# %% ../nbs/generate.ipynb #369e4171
+# %% ../nbs/generate.ipynb #a1b50535
 def asked(
     config: GenerateConfig,
     tokenizer,
@@ -90,13 +96,15 @@ def mixed(
     wanted: list[tuple[dict, int]],
     journal: Journal,
 ) -> None:
-    "Mix what the journal does not have yet."
+    "Mix what the journal does not have yet, and have the engine confirm what it has."
     from tqdm.auto import tqdm
 
-    from mixsd_nb.methods.mixing import mix_stream
+    from mixsd_nb.methods.mixing import attempt_request, mix_stream
     there, tally, begun = {(r["id"], r["sample"]) for r in journal.records}, Counter(), time.perf_counter()
     options = config.model_dump(include={"temperature", "top_k", "seed", "max_new_tokens", "max_total", "max_attempts", "verify"})
-    missing = [(item, sample) for item, sample in wanted if (item["id"], sample) not in there]
+    missing, items = [(item, sample) for item, sample in wanted if (item["id"], sample) not in there], {item["id"]: item for item, _ in wanted}
+    again = lambda r: attempt_request(items[r["id"]], r["sample"], r["attempts"] - 1, config.lam, config.seed, config.max_new_tokens)
+    engine.confirm([(again(r), r["completion_ids"]) for r in journal.records], temperature=config.temperature, top_k=config.top_k)
     with tqdm(total=len(wanted), initial=len(there), desc=f"mixing λ={config.lam:g}", unit="target") as bar:
         for record in mix_stream(engine.stream, engine.tokenizer, missing, config.lam, tally=tally, **options):
             journal.add(record | dict(naive_mask=record["naive_mask"].tolist()))
@@ -104,7 +112,7 @@ def mixed(
             bar.set_postfix(shown, refresh=False)
             bar.update()
 
-# %% ../nbs/generate.ipynb #1864bab1
+# %% ../nbs/generate.ipynb #f38c8a29
 SCHEMA = pa.schema(dict(id=pa.string(), sample=pa.int64(), prompt_ids=pa.list_(pa.int64()), completion_ids=pa.list_(pa.int64()),
                         naive_mask=pa.list_(pa.bool_()), accepted=pa.bool_(), attempts=pa.int64(), finish_reason=pa.string(), names_another=pa.bool_()))
 
@@ -124,11 +132,12 @@ def targets(
     config: GenerateConfig,
     engine,
     folder: Path,
+    rows: list[dict],  # of the corpus
+    wanted: list[tuple[dict, int]],  # items with the number of a sample
 ) -> list[dict]:
     "Targets in the order of the corpus: `id, sample, prompt_ids, completion_ids, naive_mask, accepted, attempts, finish_reason, names_another`."
     from mixsd_nb.methods.mixing import names_another
     tokenizer = engine.tokenizer
-    rows, wanted = asked(config, tokenizer)
     with Journal(folder / "finished.jsonl") as journal:
         mixed(config, engine, wanted, journal)
         found = {(r["id"], r["sample"]): r for r in journal.records}
@@ -143,14 +152,16 @@ def targets(
 
 def merged(
     config: GenerateConfig,
+    engine,
 ) -> list[dict]:
-    "The targets of all shards in the order of the corpus."
-    own = config.model_dump(exclude={"shard", "shards", "force"})
-    parts = [pq.read_table(targets_file(**own, shard=f"{k + 1}/{config.shards}")).to_pylist() for k in range(config.shards)]
+    "The targets of all shards in the order of the corpus; a shard that is not there yet is mixed."
+    shards = [config.model_copy(update=dict(shard=f"{k + 1}/{config.shards}", shards=0, force=False)) for k in range(config.shards)]
+    for shard in shards: finished(shard, engine)
+    parts = [pq.read_table(parquet(shard)).to_pylist() for shard in shards]
     size, items = config.samples, sum(map(len, parts)) // config.samples
     return [r for i in range(items) for r in parts[i % config.shards][i // config.shards * size:][:size]]
 
-# %% ../nbs/generate.ipynb #e0af23d6
+# %% ../nbs/generate.ipynb #509237d0
 def agreement(
     engine,
     pairs: list[tuple[list[int], list[int]]],  # naive prompt and completion
@@ -167,7 +178,7 @@ def counts(
     "Numbers that need no model, each with its name in words."
     kept = [r for r in records if r["accepted"] and r["finish_reason"] != "canonical"]
     mean = lambda x: float(np.mean(x)) if len(x) else np.nan
-    return dict(asked=(len(records), "targets asked for"), kept=(sum(r["accepted"] for r in records), "accepted targets"),
+    return dict(asked=(len(records), "targets asked for"), kept=(sum(r["accepted"] for r in records), "targets kept, with those replaced"),
                 replaced=(sum(r["finish_reason"] == "canonical" for r in records), "targets replaced by the canonical one"),
                 attempts=(mean([r["attempts"] for r in records]), "mean attempts of a target"),
                 tokens=(mean([len(r["completion_ids"]) for r in kept]), "mean tokens of an accepted target"),
@@ -179,15 +190,16 @@ def summary(
     records: list[dict],
     config: GenerateConfig,
     engine,
+    expert: dict[str, list[int]],  # id -> expert prompt
 ) -> xr.DataTree:
     "What was asked, tried and kept, and how far it is from the base, as a result."
     kept = [r for r in records if r["accepted"]]
-    expert = {item["id"]: item["expert_ids"] for item, _ in asked(config, engine.tokenizer)[1]}
     scored = [r for r in kept if max(len(expert[r["id"]]), len(r["prompt_ids"])) + len(r["completion_ids"]) < engine.context]
     pairs = [(r["prompt_ids"], r["completion_ids"]) for r in scored]
     found = counts(records)
     found["agree"] = (agreement(engine, pairs, [expert[r["id"]] for r in scored]) if pairs else np.nan, "share of positions where both conditionals agree")
     found["nll"] = (float(np.concatenate(engine.score(pairs)).mean()) if pairs else np.nan, "mean NLL of a target token under the base")
+    found["unconfirmed"] = (len(engine.mismatches), "sequences with a token that the audit of paired rows does not confirm")
     attempt = np.arange(1, config.max_attempts + 1)
     tried = [sum(r["attempts"] >= k for r in records) for k in attempt]
     passed = [sum(r["attempts"] == k and r["accepted"] and r["finish_reason"] != "canonical" for r in records) for k in attempt]
@@ -196,31 +208,41 @@ def summary(
     axis = {"attempt": ("attempt", attempt, dict(long_name="number of the attempt", units="1"))}
     return xr.DataTree.from_dict({"/": xr.Dataset(root, attrs=dict(config=config.canonical())), "/by_attempt": xr.Dataset(by_attempt, axis)})
 
-# %% ../nbs/generate.ipynb #c492e39f
+# %% ../nbs/generate.ipynb #6bf4e924
 def slug(config):
     part = f"-{config.shard.replace('/', 'of')}" if config.shard else ""
-    return f"generate-{config.dataset}-{config.model.strip('/').replace('/', '-')}-{config.lam:g}{part}"
+    return f"generate-{config.dataset}-{config.model}-{config.lam:g}{part}"
+
+
+def parquet(config) -> Path: return run_folder(slug(config), config) / "targets.parquet"
+
+
+def finished(
+    config: GenerateConfig,
+    engine=None,  # None: the one that the configuration names, loaded when there is something to mix
+) -> xr.DataTree:
+    "The result of a configuration, computed where it is not there yet."
+    def compute(folder):
+        from mixsd_nb.models import load_engine, load_tokenizer
+        rows, wanted = asked(config, load_tokenizer(config.model))
+        ways = dict(dtype=config.dtype, batch_size=config.batch_size, mode=config.mode, **config.engine_options)
+        used = engine or load_engine(config.engine, config.model, **ways)
+        records = merged(config, used) if config.shards else targets(config, used, folder, rows, wanted)
+        write_atomically(parquet(config), lambda path: pq.write_table(pa.Table.from_pylist(records, SCHEMA), path))
+        return summary(records, config, used, {item["id"]: item["expert_ids"] for item, _ in wanted})
+    return cached_run(slug(config), config, compute, force=config.force)
 
 
 def run(
     **parameters,  # of GenerateConfig
 ) -> xr.DataTree:
     "Mix the training split of a corpus; returns the opened result. The targets lie beside it as Parquet."
-    config = make_config(GenerateConfig, **parameters)
-
-    def compute(folder):
-        from mixsd_nb.models import load_engine
-        engine = load_engine(config.engine, config.model, dtype=config.dtype, batch_size=config.batch_size, mode=config.mode, **config.engine_options)
-        records = merged(config) if config.shards else targets(config, engine, folder)
-        write_atomically(folder / "targets.parquet", lambda path: pq.write_table(pa.Table.from_pylist(records, SCHEMA), path))
-        return summary(records, config, engine)
-    return cached_run(slug(config), config, compute, force=config.force)
+    return finished(make_config(GenerateConfig, **parameters))
 
 
 def targets_file(
     **parameters,
 ) -> Path:
     "The Parquet file of targets of a configuration, mixed first where it is not there yet."
-    run(**parameters)
-    config = make_config(GenerateConfig, **parameters)
-    return run_folder(slug(config), config) / "targets.parquet"
+    finished(config := make_config(GenerateConfig, **parameters))
+    return parquet(config)

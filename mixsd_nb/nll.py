@@ -62,7 +62,7 @@ def nll_summary(
     tokens = np.concatenate(values)
     return {"mean": float(tokens.mean()), "tokens": len(tokens) / len(values), **{f"above_{t:g}": float((tokens > t).mean()) for t in thresholds}}
 
-# %% ../nbs/nll.ipynb #08c1c2f9
+# %% ../nbs/nll.ipynb #b5bc309f
 TEXTS = dict(mean=("mean NLL of a target token", "nats"), tokens=("mean tokens of a target", "1"),
              above_5=("share of tokens with NLL above 5", "1"), above_8=("share of tokens with NLL above 8", "1"))
 
@@ -81,4 +81,4 @@ def run(
         tokens = dict(nll=("token", np.concatenate(values), dict(long_name="NLL of a token under the base", units="nats")),
                       row_size=("target", [len(v) for v in values], dict(long_name="tokens of a target", units="1", sample_dimension="token")))
         return xr.DataTree.from_dict({"/": xr.Dataset(root, attrs=dict(config=config.canonical())), "/per_token": xr.Dataset(tokens)})
-    return cached_run(f"nll-{config.dataset}-{config.model.strip('/').replace('/', '-')}-{config.content}", config, compute, force=config.force)
+    return cached_run(f"nll-{config.dataset}-{config.model}-{config.content}", config, compute, force=config.force)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LAMS', 'SpeedConfig', 'requests_at', 'plain_requests', 'written', 'endless', 'transformers_generate',
-           'one_token_requests', 'reset_peak', 'peak_mib', 'timed', 'ways', 'measure', 'run']
+           'one_token_requests', 'reset_peak', 'peak_mib', 'device', 'timed', 'ways', 'measure', 'run']
 
 # %% ../nbs/speed.ipynb #e6eb2f74
 import sys
@@ -77,7 +77,7 @@ def endless(engine, call):
     try: return call()
     finally: engine.stop = stop
 
-# %% ../nbs/speed.ipynb #f946f5e6
+# %% ../nbs/speed.ipynb #d3ccd1ad
 def transformers_generate(
     engine,
     items: list[dict],
@@ -101,13 +101,12 @@ def one_token_requests(
     ids, active = [[] for _ in requests], list(range(len(requests)))
     while active:
         contexts = [requests[k].contexts[int(requests[k].naive[len(ids[k])]) if len(requests[k].contexts) == 2 else 0] for k in active]
-        names = [engine._add(c + ids[k], engine._params(1)) for k, c in zip(active, contexts)]
-        while not engine.done.keys() >= set(names): engine._step()
-        for k, name in zip(active, names): ids[k].append(engine.done.pop(name).outputs[0].token_ids[0])
+        outs = engine._finished([engine._add(c + ids[k], engine._params(1)) for k, c in zip(active, contexts)])
+        for k, out in zip(active, outs): ids[k].append(out.outputs[0].token_ids[0])
         active = [k for k in active if ids[k][-1] not in engine.stop and len(ids[k]) < max_new_tokens]
     return ids
 
-# %% ../nbs/speed.ipynb #9e7dc2c4
+# %% ../nbs/speed.ipynb #c4095fa9
 def reset_peak() -> None:
     import torch
     if torch.cuda.is_available(): torch.cuda.reset_peak_memory_stats()
@@ -122,6 +121,12 @@ def peak_mib() -> float:
     return next((int(line.split()[1]) / 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM")), np.nan) if status.exists() else np.nan
 
 
+def device() -> str:
+    "What computes, in words."
+    import torch
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+
+
 def timed(call) -> tuple[float, float]:
     "Seconds and peak memory of a call."
     reset_peak()
@@ -129,25 +134,25 @@ def timed(call) -> tuple[float, float]:
     call()
     return time.perf_counter() - begun, peak_mib()
 
-# %% ../nbs/speed.ipynb #9833b946
+# %% ../nbs/speed.ipynb #d5276b65
 def ways(
     config: SpeedConfig,
     engines: dict,  # mode -> engine
     items: list[dict],
     lam: float,
-) -> tuple[dict, list[int]]:
-    "Calls by name, and the length of each mixed sequence; ValueError where two ways write different tokens."
+) -> tuple[dict, list[int], dict]:
+    "Calls by name, the length of each mixed sequence, and by way of mixing the share of sequences equal to those of the first way."
     requests, n = requests_at(items, lam, config), config.max_new_tokens
     calls = {mode: (lambda e=e: written(e, requests, n)) for mode, e in engines.items()}
     first = next(iter(engines.values()))
     if config.engine == "vllm": calls["one-token requests"] = lambda: one_token_requests(first, requests, n)
     found = {name: call() for name, call in calls.items()}  # also warms up
-    lengths = [len(ids) for ids in next(iter(found.values()))]
-    if config.dtype == "float32" and any(ids != found[next(iter(found))] for ids in found.values()): raise ValueError("two ways wrote different tokens")
+    expected = next(iter(found.values()))
+    lengths, equal = [len(ids) for ids in expected], {name: float(np.mean([a == b for a, b in zip(ids, expected)])) for name, ids in found.items()}
     for side in ("expert", "naive"):
         calls[f"plain {side}"] = lambda s=side: endless(first, lambda: written(first, plain_requests(items, f"{s}_ids", lengths), n))
     if config.engine == "hf": calls["model.generate"] = lambda: transformers_generate(first, items, lengths)
-    return calls, lengths
+    return calls, lengths, equal
 
 
 def measure(
@@ -155,14 +160,14 @@ def measure(
     engines: dict,
     items: list[dict],
     lam: float,
-) -> dict[str, tuple[float, float, float]]:
-    "By way: tokens per second and its ratio to plain generation, medians over the rounds, and peak memory in MiB."
-    calls, lengths = ways(config, engines, items, lam)
+) -> dict[str, tuple[float, float, float, float]]:
+    "By way: tokens per second and its ratio to plain generation, medians over the rounds, peak memory in MiB, share of equal sequences."
+    calls, lengths, equal = ways(config, engines, items, lam)
     rounds = [{name: timed(call) for name, call in calls.items()} for _ in range(config.rounds)]
     plain = [(1 - lam) * r["plain expert"][0] + lam * r["plain naive"][0] for r in rounds]
     rate = lambda name: sum(lengths) / np.median([r[name][0] for r in rounds])
     ratio = lambda name: np.median([p / r[name][0] for p, r in zip(plain, rounds)])
-    return {name: (rate(name), ratio(name), max(r[name][1] for r in rounds)) for name in calls}
+    return {name: (rate(name), ratio(name), max(r[name][1] for r in rounds), equal.get(name, np.nan)) for name in calls}
 
 
 def run(
@@ -175,18 +180,18 @@ def run(
         from mixsd_nb.methods.mixing import mix_items
         options = dict(batch_size=config.pairs) | (dict(audit=False, dtype=config.dtype, gpu_memory_utilization=0.4) if config.engine == "vllm" else {})
         first = load_engine(config.engine, config.model, dtype=config.dtype).model if config.engine == "hf" else config.model
-        engines = {mode: load_engine(config.engine, first, mode=mode, **options) for mode in ENGINES[config.engine]}
+        engines = {mode: load_engine(config.engine, first, mode=mode, **options) for mode in ENGINES[config.engine] if mode != "auto"}
         tokenizer, corpus = next(iter(engines.values())).tokenizer, CORPORA[config.dataset]
         items = mix_items(tokenizer, list(load_corpus(config.dataset, "train"))[:config.pairs], corpus.expert, corpus.extract)
         found = {lam: measure(config, engines, items, lam) for lam in LAMS}
         values = np.array([list(found[lam].values()) for lam in LAMS])
         texts = dict(rate=("tokens written per second", "1/s"), ratio=("rate relative to plain generation of the same sequences", "1"),
-                     peak=("peak memory", "MiB"))
+                     peak=("peak memory", "MiB"), equal=("share of sequences equal to those of the first way of mixing", "1"))
         root = {k: (("lam", "way"), values[:, :, j], dict(long_name=text, units=unit)) for j, (k, (text, unit)) in enumerate(texts.items())}
         axes = dict(lam=("lam", list(LAMS), dict(long_name="share of naive tokens", units="1")),
                     way=("way", list(found[0.0]), dict(long_name="way of generating", units="1")))
-        return xr.DataTree(xr.Dataset(root, axes, dict(config=config.canonical(), sequences=len(items))))
-    return cached_run(f"speed-{config.engine}-{config.model.strip('/').replace('/', '-')}", config, compute, force=config.force)
+        return xr.DataTree(xr.Dataset(root, axes, dict(config=config.canonical(), sequences=len(items), device=device())))
+    return cached_run(f"speed-{config.engine}-{config.model}", config, compute, force=config.force)
 
 # %% ../nbs/speed.ipynb #3c0858ad
 # A notebook is `__main__` too, but no file.

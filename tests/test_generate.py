@@ -110,6 +110,47 @@ def test_given_up_targets_are_replaced_where_that_is_asked_for(model):
     assert answers == [row["target"] for row in load_corpus("kgfact-small", "train") for _ in range(2)]
 
 
+def test_only_what_was_given_up_is_replaced():
+    some = dict(lam=0.7, max_attempts=1, max_new_tokens=64, shard="1/4")
+    plain, mended = (pq.read_table(generate.targets_file(replace_gt=gt, **some)).to_pylist() for gt in (False, True))
+    tokenizer, rows = load_base("lab-m")[1], load_corpus("kgfact-small", "train")
+    assert {r["accepted"] for r in plain} == {True, False}
+    for row, a, b in zip(rows.select(range(0, 100, 4)), plain, mended, strict=True):
+        assert b["accepted"] and (a == b if a["accepted"] else tokenizer.decode(b["completion_ids"], skip_special_tokens=True) == row["target"])
+
+
+def test_a_shard_beyond_the_corpus_is_empty(model):
+    assert generate.run(model=model, shard="120/120", **SMALL).asked == 0
+
+
+def test_force_mixes_anew(model):
+    part = dict(model=model, shard="1/8", **SMALL)
+    file = generate.targets_file(**part)
+    expected, journal = file.read_bytes(), file.parent / "finished.jsonl"
+    journal.write_text("")
+    assert written(force=True, **part)[0] == expected and len(journal.read_bytes().splitlines()) == 26
+
+
+def test_sampling_goes_on_where_it_was_stopped(model):
+    hot = dict(model=model, temperature=0.9, shard="1/4", **SMALL)
+    file = generate.targets_file(**hot)
+    expected = file.read_bytes()
+    journal = file.parent / "finished.jsonl"
+    journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[20:]))
+    for name in ("targets.parquet", "result.nc"): (file.parent / name).unlink()
+    assert written(**hot, batch_size=9)[0] == expected
+
+
+def test_two_at_once_mix_once(model, whole, own_runs):
+    start = multiprocessing.get_context("forkserver")
+    both = [start.Process(target=mix_here, args=(str(own_runs), dict(model=model, **SMALL))) for _ in range(2)]
+    for process in both: process.start()
+    for process in both: process.join()
+    assert [process.exitcode for process in both] == [0, 0] and written(model=model, **SMALL) == whole
+    journal, = own_runs.glob("*/finished.jsonl")
+    assert len(journal.read_bytes().splitlines()) == 200
+
+
 def test_a_full_disk_is_told_and_costs_nothing(model, whole, monkeypatch):
     add, room = Journal.add, iter(range(60))
 

@@ -13,11 +13,6 @@ from mixsd_nb.models.lab import CONTEXT, SIZES, lab_folder
 SHIPPED = [s for s in SIZES if (lab_folder(s) / "config.json").exists()]
 
 
-@pytest.fixture(scope="module")
-def lab():
-    return load_base("lab-m")
-
-
 @settings(max_examples=300, deadline=None)
 @given(text=st.text())
 def test_any_text_comes_back_from_its_tokens(lab, text):

@@ -1,21 +1,19 @@
 """Mixing on the lab model: every fast path against the oracle, and what must not depend on how it is run."""
 
+from collections import deque
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ties import compare
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mixsd_nb.corpora import load_corpus
-from mixsd_nb.methods.mixing import mix, mix_items, mix_oracle, picks
-from mixsd_nb.models import load_base, load_engine
-from mixsd_nb.models.engines import choose, row_key
-
-
-@pytest.fixture(scope="module")
-def lab():
-    return load_base("lab-m")
+from mixsd_nb.methods.mixing import mix, mix_items, mix_oracle, oracle_stream, picks
+from mixsd_nb.models import load_engine
+from mixsd_nb.models.engines import HFEngine, Request, choose, row_key
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +73,40 @@ def test_picks_are_prefix_stable_and_nested(seed, name, attempt, n, more, low, h
     few = picks(seed, name, 0, attempt, n, low)
     assert np.array_equal(few, picks(seed, name, 0, attempt, n + more, low)[:n])
     assert (few <= picks(seed, name, 0, attempt, n, high)).all()
+
+
+@pytest.fixture(scope="module")
+def tiny(lab):
+    "A model of eleven tokens, two of which end a sequence, and a context of 24."
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=11, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+                                         intermediate_size=64, tie_word_embeddings=True, eos_token_id=[3, 7], max_position_embeddings=24))
+    with torch.no_grad():
+        [p.mul_(4) for p in model.parameters() if p.ndim == 2]
+    return model
+
+
+CONTEXT = st.lists(st.integers(0, 10), min_size=1, max_size=26)
+PAIR = st.tuples(CONTEXT, CONTEXT, st.lists(st.booleans(), min_size=1, max_size=12))
+ALONE = st.tuples(CONTEXT, st.lists(st.booleans(), max_size=12))
+
+
+@settings(max_examples=120, deadline=None)
+@given(asked=st.one_of(st.lists(PAIR, min_size=1, max_size=7), st.lists(ALONE, min_size=1, max_size=7)), size=st.integers(1, 4),
+       temperature=st.sampled_from([0, 0.9]), new=st.integers(1, 12), total=st.integers(2, 30))
+def test_any_requests_under_any_limits_equal_the_oracle(tiny, lab, asked, size, temperature, new, total):
+    requests = [Request(tuple(contexts), k, naive, k) for k, (*contexts, naive) in enumerate(asked)]
+    options, found = dict(temperature=temperature, top_k=5, max_new_tokens=new, max_total=total), []
+    for mode in ("lockstep", "block", "auto"):
+        engine = HFEngine(tiny, lab[1], size, mode)
+        engine.stop = torch.tensor([3, 7])
+        found.append({r.tag: completion for r, completion in engine.stream(deque(requests), **options)})
+    assert found == 3 * [{r.tag: completion for r, completion in oracle_stream(engine, deque(requests), **options)}]
+
+
+def test_two_items_of_one_id_are_refused(lab, items):
+    with pytest.raises(ValueError, match="two items have the same id"):
+        mix(load_engine("hf", *lab), items[:1] * 2, 0.5)
 
 
 def test_a_rate_outside_its_range_is_refused(lab, items):

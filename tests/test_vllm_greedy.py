@@ -9,7 +9,7 @@ from ties import TIE, behind_the_best, first_difference
 from mixsd_nb.benchmarks.lab_tasks import SUITES, draw
 from mixsd_nb.corpora import CORPORA, load_corpus
 from mixsd_nb.corpora.prompts import prompt_ids
-from mixsd_nb.models import load_base, load_engine
+from mixsd_nb.models import load_engine
 from mixsd_nb.models.engines import stop_ids
 from mixsd_nb.models.lab import lab_folder
 
@@ -36,11 +36,6 @@ def kgfact_texts():
         "closed-book": [r["prompt"] for r in rows],
         "expert": [CORPORA["kgfact-small"].expert(r["prompt"], r["target"]) for r in rows],
     }
-
-
-@pytest.fixture(scope="module")
-def lab():
-    return load_base("lab-m")
 
 
 @pytest.fixture(scope="module")

@@ -11,15 +11,10 @@ from ties import compare
 
 from mixsd_nb.corpora import CORPORA, load_corpus
 from mixsd_nb.methods.mixing import attempt_request, mix, mix_items
-from mixsd_nb.models import load_base, load_engine
+from mixsd_nb.models import load_engine
 
 SETTINGS = [(0, 0), (0.1, 0), (0.3, 0), (0.5, 0), (0.7, 0), (1, 0), (0, 0.7), (0.3, 0.7), (0.7, 0.7)]  # λ and temperature
-SHORT = dict(max_attempts=2, max_new_tokens=48, seed=2)
-
-
-@pytest.fixture(scope="module")
-def lab():
-    return load_base("lab-m")
+SHORT = dict(max_attempts=2, max_new_tokens=48, max_total=512, seed=2)
 
 
 @pytest.fixture(scope="module")

@@ -90,7 +90,7 @@ def oracle_stream(engine, queue, **options):
         r = queue.popleft()
         yield r, oracle_sequence(engine, r, **options)
 
-# %% ../../nbs/methods/mixing.ipynb #239e491d
+# %% ../../nbs/methods/mixing.ipynb #cbefe315
 def attempt_request(
     item: dict,
     sample: int,
@@ -125,6 +125,7 @@ def mix_stream(
     if not 0 <= lam <= 1: raise ValueError(f"lam is {lam}; allowed are numbers from 0 to 1")
     if max_attempts < 1: raise ValueError(f"max_attempts is {max_attempts}; allowed are whole numbers from 1 upwards")
     if temperature < 0: raise ValueError(f"temperature is {temperature}; allowed are numbers from 0 upwards")
+    if len({(item["id"], sample) for item, sample in asked}) < len(asked): raise ValueError("two items have the same id; draws are keyed by it")
     if verify not in VERIFY: raise ValueError(f"verify is {verify}; allowed are {', '.join(VERIFY)}")
     attempts = 1 if temperature == 0 and lam in (0, 1) else max_attempts
     longest_first = sorted(asked, key=lambda a: -max(len(a[0]["naive_ids"]), len(a[0]["expert_ids"])))

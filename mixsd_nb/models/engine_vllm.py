@@ -145,16 +145,17 @@ def expected(
     if temperature: values = values / temperature + gumbel(torch.tensor(key), torch.tensor(t), ids)
     return bool(values[ids == token] >= values.max() - tie)
 
-# %% ../../nbs/models/engine_vllm.ipynb #17b186b3
+# %% ../../nbs/models/engine_vllm.ipynb #66ead705
 def limits(
     source: str,
     tokenizer,
 ) -> tuple[list[int], int]:
     "Stop ids and context of a model, from its configuration."
     from transformers import AutoConfig, GenerationConfig
+    config = AutoConfig.from_pretrained(source)
     try: generation = GenerationConfig.from_pretrained(source)
-    except OSError: generation = GenerationConfig()
-    return stop_ids(generation, tokenizer), AutoConfig.from_pretrained(source).max_position_embeddings
+    except OSError: generation = GenerationConfig.from_model_config(config)
+    return stop_ids(generation, tokenizer), config.max_position_embeddings
 
 
 def sentinel_ids(
@@ -166,7 +167,7 @@ def sentinel_ids(
     if len(found) < 2: raise ValueError("mode is paired, which needs two special tokens that end no sequence, and this tokenizer has none; allowed is segments")
     return found
 
-# %% ../../nbs/models/engine_vllm.ipynb #2a8ede6a
+# %% ../../nbs/models/engine_vllm.ipynb #e0be82b2
 class VLLMEngine(Engine):
     "Generation, mixing and scoring on vLLM, with at most `batch_size` sequences under way; ImportError where vLLM is missing or cannot be imported."
 
@@ -184,10 +185,11 @@ class VLLMEngine(Engine):
         if mode == "paired" and options.get("speculative_config"): raise ValueError("speculative_config is given; mode='paired' allows none")
         if MISSING: raise ImportError(f"engine is vllm, which cannot be imported ({MISSING}); pip install 'mixsd_nb[vllm]', or `make test-vllm` for CPUs")
         self.tokenizer, self.batch_size, self.mode, self.audited = tokenizer, batch_size, mode, audit
-        self.stop, self.context = limits(source, tokenizer)
-        self.context = options.setdefault("max_model_len", min(self.context, 10_240))
+        self.stop, self.model_context = limits(source, tokenizer)
+        self.context = options.setdefault("max_model_len", min(self.model_context, 10_240))
         self.mismatches, self.numbers, self.done = [], itertools.count(), {}
         usual = dict(dtype="float32", enforce_eager=not torch.cuda.is_available(), max_num_seqs=2 * batch_size, max_logprobs=-1, async_scheduling=False)
+        if not torch.cuda.is_available(): usual["block_size"] = 32  # the prefix cache keeps whole blocks, and those of 128 are longer than many a prompt
         if mode == "paired":
             self.sentinels = sentinel_ids(tokenizer, self.stop)
             usual |= dict(enable_chunked_prefill=False, max_num_batched_tokens=max(8192, self.context))
@@ -204,6 +206,8 @@ class VLLMEngine(Engine):
         max_total: int = 10_000,
     ) -> Iterator[tuple[Request, Completion]]:
         "As `HFEngine.stream`."
+        if min(self.model_context, max_total) > self.context:
+            raise ValueError(f"max_total is {max_total}; vLLM was started for {self.context} tokens: give it that many as max_model_len")
         way, work, pairs = dict(temperature=temperature, top_k=top_k), {}, []  # work: vLLM's request -> sequence and row
         try:
             while queue or work:
@@ -213,12 +217,16 @@ class VLLMEngine(Engine):
                     else: yield r, Completion([], "prompt_too_long")
                 self._step()
                 over = [s for name in self.done.keys() & work.keys() if (s := self._ended(*work.pop(name), self.done.pop(name), work, way))]
-                pairs += [s for s in over if s.rows and self.audited]
+                pairs += [(s.request, s.ids) for s in over if s.rows]
                 for s in over: yield s.request, ended(s.ids, s.ids[-1] in self.stop, max_new_tokens)
         finally: self.engine.abort_request(list(work))
-        self._report(pairs, way)
+        self.confirm(pairs, **way)
 
     def _step(self): self.done |= {out.request_id: out for out in self.engine.step() if out.finished}
+
+    def _finished(self, names):
+        while not self.done.keys() >= set(names): self._step()
+        return [self.done.pop(name) for name in names]
 
     def _ended(self, sequence, row, out, work, way):
         "A request of vLLM has ended: the sequence if it has ended too; else what comes next is submitted."
@@ -258,9 +266,8 @@ class VLLMEngine(Engine):
         for k, (prompt, completion) in enumerate(pairs):
             if not prompt: raise ValueError(f"pair {k} has an empty prompt; a prompt has at least one token")
             if (n := len(prompt) + len(completion)) >= self.context: raise ValueError(f"pair {k} has {n} tokens; vLLM scores at most {self.context - 1}")
-        names = [self._add(prompt + completion, self._params(1, prompt_logprobs=alternatives)) for prompt, completion in pairs]
-        while not self.done.keys() >= set(names): self._step()
-        found = [self.done.pop(name).prompt_logprobs[len(prompt):] for name, (prompt, _) in zip(names, pairs)]
+        outs = self._finished([self._add(prompt + completion, self._params(1, prompt_logprobs=alternatives)) for prompt, completion in pairs])
+        found = [out.prompt_logprobs[len(prompt):] for out, (prompt, _) in zip(outs, pairs)]
         return [[{t: p.logprob for t, p in sorted(at.items(), key=lambda item: item[1].rank)} for at in out] for out in found]
 
     def score(self, pairs: list[tuple[list[int], list[int]]]) -> list:
@@ -284,14 +291,16 @@ class VLLMEngine(Engine):
         right = lambda k, r, t, token: expected(scored[2 * k + int(r.naive[t])][t], token, r.key, t, temperature, tie)
         return [[t for t, token in enumerate(ids) if not right(k, r, t, token)] for k, (r, ids) in enumerate(asked)]
 
-    def _report(self, sequences, way):
-        fits = lambda s: s.ids[:self.context - 1 - max(map(len, s.request.contexts))]
-        parts = [sequences[k:k + self.batch_size] for k in range(0, len(sequences), self.batch_size)]
-        for s, wrong in ((s, w) for part in parts for s, w in zip(part, self.audit([(s.request, fits(s)) for s in part], **way))):
-            if not wrong: continue
-            self.mismatches.append((s.request.tag, wrong))
-            what = f"{len(wrong)} of {len(s.ids)} tokens that reading the sequence at once does not confirm, the first at position {wrong[0]}"
-            warnings.warn(f"paired rows wrote {what}", stacklevel=2)
+    def confirm(self, asked, **way):
+        "Audit what paired rows wrote, as far as it fits the context; a token that is not confirmed is warned of, and kept in `mismatches`."
+        if self.mode != "paired" or not self.audited: return
+        paired = [(r, ids[:self.context - 1 - max(map(len, r.contexts))]) for r, ids in asked if len(r.contexts) == 2]
+        for part in (paired[k:k + self.batch_size] for k in range(0, len(paired), self.batch_size)):
+            for (r, ids), wrong in zip(part, self.audit(part, **way)):
+                if not wrong: continue
+                self.mismatches.append((r.tag, wrong))
+                what = f"{len(wrong)} of {len(ids)} tokens that reading the sequence at once does not confirm, the first at position {wrong[0]}"
+                warnings.warn(f"paired rows wrote {what}", stacklevel=2)
 
     def check_pairs(self, pairs: int = 8, tokens: int = 12):
         "RuntimeError where a small batch of paired rows is not confirmed by an audit."
@@ -299,6 +308,6 @@ class VLLMEngine(Engine):
         context = lambda n: torch.randint(size // 4, size, (n,), generator=draw).tolist()
         requests = [Request((context(9 + k), context(5 + 2 * k)), k, (torch.rand(tokens, generator=draw) < 0.5).tolist()) for k in range(pairs)]
         self.audited, wanted = False, self.audited
-        wrong = self.audit([(r, c.ids) for r, c in self.stream(deque(requests), max_new_tokens=tokens)])
+        wrong = self.audit([(r, c.ids) for r, c in self.stream(deque(requests), max_new_tokens=tokens, max_total=self.context)])
         self.audited = wanted
         if any(wrong): raise RuntimeError("mode is paired, but vLLM does not keep pairs in step here (the start-up audit failed); allowed is segments")

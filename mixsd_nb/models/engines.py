@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['row_key', 'scramble', 'keyed_uniform', 'gumbel', 'choose', 'GrowingLayer', 'left_padded', 'Rows', 'Request',
-           'Completion', 'stop_ids', 'Slots', 'room_for', 'ended', 'Engine', 'best_block', 'HFEngine',
-           'over_completions', 'token_nll']
+           'Completion', 'stop_ids', 'Slots', 'room_for', 'ended', 'Engine', 'best_block', 'favoured_mode', 'HFEngine',
+           'batches_of', 'over_completions', 'token_nll']
 
 # %% ../../nbs/models/engines.ipynb #75c27977
 import functools
@@ -175,7 +175,7 @@ class Rows:
         "Of the newest columns hide those that a row does not keep; kept is (rows,)."
         self.mask[:, -columns:] = torch.arange(columns, device=self.mask.device) < kept[:, None]
 
-# %% ../../nbs/models/engines.ipynb #f22d3ed3
+# %% ../../nbs/models/engines.ipynb #3af41a80
 @dataclass
 class Request:
     "What is to be continued: the prompt, or the expert and the naive prompt of a mixed sequence."
@@ -218,7 +218,7 @@ class Slots:
         "Give free slots to requests."
         place = range(len(self.asked), len(self.asked) + len(requests))
         for mine, new in ((self.request, place), (self.keys, [r.key for r in requests]), (self.room, room)):
-            mine[slots] = torch.tensor(list(new), device=mine.device)
+            mine[slots] = mine.new_tensor(list(new))
         self.t[slots] = 0
         for slot, r, n in zip(slots.tolist(), requests, room):
             self.naive[slot, :min(n, len(r.naive))] = torch.as_tensor(r.naive[:n], device=slots.device).long()
@@ -241,7 +241,7 @@ class Slots:
         "Drop all slots but these."
         for name in ("request", "keys", "t", "room", "tokens", "naive"): setattr(self, name, getattr(self, name)[slots])
 
-# %% ../../nbs/models/engines.ipynb #9501f873
+# %% ../../nbs/models/engines.ipynb #534b9bb0
 def room_for(
     request: Request,
     max_new_tokens: int,
@@ -264,6 +264,11 @@ def ended(
 
 class Engine:
     "Generation and mixing on top of `stream`."
+
+    mismatches = ()  # what an audit did not confirm
+
+    def confirm(self, asked, **way):
+        "Read again what was written for requests, in an engine whose way of working calls for it."
 
     def generate(
         self,
@@ -293,7 +298,7 @@ class Engine:
             out = {r.tag: (completion, bar.update())[0] for r, completion in self.stream(longest_first, **options)}
         return [out[k] for k in range(len(requests))]
 
-# %% ../../nbs/models/engines.ipynb #15a59255
+# %% ../../nbs/models/engines.ipynb #aaf54b63
 def best_block(
     cut: float,  # share of tokens at which a block is cut
     largest: int = 16,
@@ -303,10 +308,15 @@ def best_block(
     return max(sizes, key=lambda b: (b if cut == 0 else (1 - (1 - cut) ** b) / cut) / (b + 1))
 
 
+def favoured_mode(device: str, slots: int) -> str:
+    "Many rows on a CPU are bound by arithmetic, and reading a block at once is less of it; few rows, and a GPU, are bound by the number of steps."
+    return "block" if device == "cpu" and slots >= 16 else "lockstep"
+
+
 class HFEngine(Engine):
     "Generation and scoring on a transformers model, with `batch_size` slots."
 
-    def __init__(self, model, tokenizer, batch_size: int = 100, mode: str = "lockstep"):
+    def __init__(self, model, tokenizer, batch_size: int = 100, mode: str = "auto"):
         self.model, self.tokenizer, self.batch_size, self.mode = model.eval(), tokenizer, batch_size, mode
         self.refill = 1 / 8  # share of the slots that must be free before they are filled
         self.prefill_tokens = 32_768  # at most, of one forward over prompts
@@ -325,7 +335,9 @@ class HFEngine(Engine):
     ) -> Iterator[tuple[Request, Completion]]:
         "The requests with their completions, in the order in which they end; the reader may append further requests meanwhile."
         if not queue: return
-        work = self._block if self.mode == "block" and len(queue[0].contexts) == 2 else self._lockstep
+        slots = min(self.batch_size, len(queue))
+        mode = favoured_mode(self.model.device.type, slots) if self.mode == "auto" else self.mode
+        work = self._block if mode == "block" and len(queue[0].contexts) == 2 else self._lockstep
         limit = min(self.context, max_total)
         yield from work(queue, min(max_new_tokens, limit), limit, functools.partial(choose, temperature=temperature, top_k=top_k))
 
@@ -415,7 +427,19 @@ class HFEngine(Engine):
         "The likeliest token at each position of each completion: integer arrays."
         return over_completions(self.model, pairs, lambda logits, wanted: logits.argmax(-1))
 
-# %% ../../nbs/models/engines.ipynb #6fc741dc
+# %% ../../nbs/models/engines.ipynb #79ee911a
+def batches_of(
+    lengths: list[int],
+    tokens: int,  # of a batch at most, padding included; a longer row is a batch of its own
+) -> Iterator[list[int]]:
+    "Row numbers in batches, longest first."
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    while order:
+        size = max(1, tokens // max(1, lengths[order[0]]))
+        yield order[:size]
+        order = order[size:]
+
+
 @torch.inference_mode()
 def over_completions(
     model,
@@ -430,11 +454,8 @@ def over_completions(
     for k, (prompt, completion) in enumerate(pairs):
         if not prompt: raise ValueError(f"pair {k} has an empty prompt; a prompt has at least one token")
         if (n := len(prompt) + len(completion)) > context: raise ValueError(f"pair {k} has {n} tokens; the context of the model is {context}")
-    order, out = sorted(range(len(pairs)), key=lambda i: sum(map(len, pairs[i]))), [None] * len(pairs)
-    longest = max((sum(map(len, p)) for p in pairs), default=1)
-    size = max(1, batch_tokens // longest)
-    for start in range(0, len(order), size):
-        part = order[start:start + size]
+    out = [None] * len(pairs)
+    for part in batches_of([sum(map(len, p)) for p in pairs], batch_tokens):
         rows = [pairs[i][0] + pairs[i][1] for i in part]
         width = max(map(len, rows))
         ids = torch.tensor([r + [0] * (width - len(r)) for r in rows], device=model.device)

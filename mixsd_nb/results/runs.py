@@ -140,7 +140,7 @@ def notebook_config(
     new = {k: v for k, v in namespace.items() if k not in before | ipython and not k.startswith("_") and v is not before}
     return make_config(cls, **{**new, **own})
 
-# %% ../../nbs/results/runs.ipynb #3c9d994c
+# %% ../../nbs/results/runs.ipynb #3ee024a9
 def is_project(folder: Path) -> bool:
     settings = ConfigParser(delimiters=["="], interpolation=None)
     settings.read(folder / "settings.ini", encoding="utf-8")
@@ -164,7 +164,7 @@ def run_folder(
     config: Config,
 ) -> Path:
     "The folder of a configuration."
-    return runs_root() / f"{slug}-{config.hash()}"
+    return runs_root() / f"{slug.replace('/', '-')}-{config.hash()}"
 
 # %% ../../nbs/results/runs.ipynb #4c940a3c
 def write_atomically(
