@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['SCHEDULES', 'STORED', 'LENGTH', 'SAMPLING', 'BENCHMARKS', 'MAIN_JOB', 'FEWER', 'Schedule', 'TrainConfig',
            'training_pairs', 'training_job', 'accuracy', 'validation', 'measured', 'Live', 'base_responses', 'tree',
-           'measure_base', 'target_facts', 'train', 'slug', 'refuse_devices', 'run', 'jobs', 'main']
+           'measure_base', 'target_facts', 'train', 'slug', 'refuse_devices', 'run', 'prepare', 'jobs', 'main']
 
-# %% ../nbs/train.ipynb #57323fc4
+# %% ../nbs/train.ipynb #ff2020c2
 import random
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -25,7 +26,7 @@ from .corpora import CORPORA, check_corpus, kgfunc, load_corpus
 from .corpora.prompts import canonical_pair, paraphrase_prompt
 from .models import check_model, load_tokenizer
 from .results.cube import method_label, result_tree
-from .results.runs import Config, ParameterError, cached_run, make_config, runs_root, setting, write_atomically
+from .results.runs import Config, ParameterError, cached_run, make_config, run_folder, runs_root, setting, write_atomically
 
 # %% ../nbs/train.ipynb #e1f8b9cd
 class Schedule(NamedTuple):
@@ -38,7 +39,7 @@ class Schedule(NamedTuple):
 SCHEDULES = {"kgfact-small": Schedule(20, 20, 20), "kgfact-large": Schedule(20, 20, 20), "kgfunc": Schedule(1, 16, 10), "kgfunc-lab": Schedule(8, 16, 24),
              "simpleqa": Schedule(1, 16, 20), "simpleqa-lab": Schedule(20, 16, 20), "mquake": Schedule(20, 20, 20), "mquake-lab": Schedule(50, 20, 20)}
 
-# %% ../nbs/train.ipynb #d3fa1a30
+# %% ../nbs/train.ipynb #5bbf3292
 STORED = ("sft", "mixsd")  # methods with targets; the others but the base are distillations
 LENGTH, SAMPLING = ("epochs", "batch", "checkpoints", "lora"), ("rollouts", "temperature", "rollout_tokens")
 
@@ -64,7 +65,7 @@ class TrainConfig(Config):
     sharded: bool = setting(False)
     packed: bool = setting(False)
     recompute: bool = setting(False)
-    micro_tokens: int = setting(16_384, ge=1)
+    micro_tokens: int = setting(4_096, ge=1)
     force: bool = setting(False)
 
     _dataset = field_validator("dataset")(check_corpus)
@@ -278,6 +279,19 @@ def run(
     if config.processes > 1 or config.sharded or config.lora: refuse_devices(config)
     compute = (lambda folder: measure_base(config)) if config.method == "base" else (lambda folder: train(config, folder))
     return cached_run(slug(config), config, compute, force=config.force)
+
+# %% ../nbs/train.ipynb #81c70ca0
+def prepare(
+    processes: int,  # on all nodes together
+    **parameters,  # of TrainConfig
+) -> Path:
+    "The folder of a run with its job, to be trained by processes that are started elsewhere; targets are generated here."
+    from mixsd_nb.methods.trainer import write_job
+    config = make_config(TrainConfig, **parameters).without_idle()
+    folder = run_folder(slug(config), config)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_job(replace(training_job(config)[0], processes=processes), folder)
+    return folder
 
 # %% ../nbs/train.ipynb #7b047a43
 MAIN_JOB = [dict(method="sft"), dict(method="mixsd", lam=0.3), dict(method="mixsd", lam=0.5)]

@@ -159,7 +159,7 @@ def test_adapters_are_merged_and_gone_on_from(job, tmp_path):
 
 def test_lack_of_memory_is_one_sentence(job):
     for lack in (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")):
-        with pytest.raises(MemoryError, match="micro_tokens=16384; a smaller micro_tokens"), spare_memory(job):
+        with pytest.raises(MemoryError, match="micro_tokens=4096; a smaller micro_tokens"), spare_memory(job):
             raise lack
     with pytest.raises(RuntimeError, match="other"), spare_memory(job):
         raise RuntimeError("other")

@@ -6,7 +6,7 @@
 __all__ = ['WARMUP', 'MARK', 'SHAPE', 'Job', 'training_device', 'check_devices', 'check_job', 'updates', 'training_order',
            'warm_then_constant', 'checkpoint_folder', 'last_checkpoint', 'SaveAt', 'check_shape', 'add_adapters',
            'merged', 'parted', 'spare_memory', 'FineTuner', 'shard_on_cpu', 'training_arguments', 'fit', 'curves',
-           'TrainingFailed', 'die_with_parent', 'first_error', 'launch', 'fine_tune', 'main', 'Bar']
+           'TrainingFailed', 'die_with_parent', 'first_error', 'write_job', 'launch', 'fine_tune', 'main', 'Bar']
 
 # %% ../../nbs/methods/trainer.ipynb #ffdd7439
 import contextlib
@@ -35,7 +35,7 @@ from .distill import Distillation, Variant
 from .supervised import LossHead, Supervised, summed_loss
 from ..models import load_base
 
-# %% ../../nbs/methods/trainer.ipynb #32c64bc6
+# %% ../../nbs/methods/trainer.ipynb #54c11310
 @dataclass(frozen=True)
 class Job:
     "A run of training. It has either pairs, which are learnt, or items, which are distilled from."
@@ -53,7 +53,7 @@ class Job:
     sharded: bool = False  # weights, gradients and optimiser spread over the processes (FSDP2) instead of copied (DDP)
     packed: bool = False  # examples in one row without padding
     recompute: bool = False  # activations again in the backward pass, which saves memory
-    micro_tokens: int = 16_384  # that go through the model at once
+    micro_tokens: int = 4_096  # that go through the model at once
 
     def objective(self, tokenizer):
         "What gives each step its examples and its loss."
@@ -323,7 +323,7 @@ def curves(
     log = [entry for entry in state["log_history"] if "grad_norm" in entry]
     return {name: np.array([entry[name] for entry in log]) for name in ("loss", "learning_rate", "grad_norm")}
 
-# %% ../../nbs/methods/trainer.ipynb #477b8bfc
+# %% ../../nbs/methods/trainer.ipynb #faeb16f5
 class TrainingFailed(RuntimeError):
     "A training process failed; the message is its traceback."
     def _render_traceback_(self): return [str(self)]
@@ -343,6 +343,14 @@ def first_error(
     return json.loads(errors[0].read_text())["message"]["extraInfo"]["py_callstack"]
 
 
+def write_job(
+    job: Job,
+    folder: Path,
+) -> None:
+    "Lay the job where processes find it."
+    (folder / "job.json").write_text(json.dumps(asdict(job)))
+
+
 def launch(
     job: Job,
     folder: Path,
@@ -351,7 +359,7 @@ def launch(
     "Train in several processes; TrainingFailed with the traceback of the first that fails."
     logs = folder / "logs" / str(time.time_ns())
     logs.mkdir(parents=True)
-    (folder / "job.json").write_text(json.dumps(asdict(job)))
+    write_job(job, folder)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.processes}", f"--log-dir={logs}", "--redirects=2",
                "-m", "mixsd_nb.methods.trainer", str(folder)]
     with open(folder / "processes.lock", "a") as lock, open(logs / "launcher.log", "w") as words:
@@ -369,8 +377,8 @@ def fine_tune(
     folder: Path,  # checkpoints go here
     report: Callable[[dict], None] = lambda entry: None,
 ) -> dict[str, np.ndarray]:
-    "Train, in as many processes as the job asks for; returns `curves`. ValueError as in `check_job` and `check_shape`."
-    (fit if check_job(job).processes == 1 else launch)(job, folder, report)
+    "Train what is not trained yet, in as many processes as the job asks for; returns `curves`. ValueError as in `check_job` and `check_shape`."
+    if last_checkpoint(folder) != checkpoint_folder(folder, job.steps): (fit if check_job(job).processes == 1 else launch)(job, folder, report)
     return curves(folder)
 
 # %% ../../nbs/methods/trainer.ipynb #246e5818
