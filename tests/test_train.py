@@ -2,18 +2,20 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from mixsd_nb.corpora import CORPORA
 from mixsd_nb.models.lab import lab_folder
-from mixsd_nb.results.runs import open_result
+from mixsd_nb.results.runs import ParameterError, open_result
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = dict(n=3, epochs=2)
@@ -75,6 +77,49 @@ def test_a_mistake_is_one_sentence(parameters, sentence, tmp_path):
     done = papermill("nbs/train.ipynb", tmp_path / "out.ipynb", *flags(**parameters), runs=tmp_path / "runs")
     assert done.returncode != 0 and done.stderr.strip().splitlines()[-1].endswith(sentence), done.stderr[-500:]
     assert not (tmp_path / "runs").exists()
+
+
+def test_more_processes_than_devices_is_one_sentence(tmp_path, monkeypatch):
+    from mixsd_nb import train
+    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "runs"))
+    for wrong, said in [(dict(processes=999), "processes is 999; allowed are 1 to "), (dict(sharded=True), "sharded is True; with processes=1 only False is")]:
+        with pytest.raises(ParameterError, match=said):
+            train.run(**wrong)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_every_distillation_gives_its_row(tiny, tmp_path, monkeypatch):
+    from mixsd_nb import train
+    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
+    for parameters, label, rollouts, temperature in [
+        (dict(method="opsd", rollouts=2), "opsd-n2-t1", 2, 1),
+        (dict(method="opsd-nll"), "opsd-nll-n1-t0", 1, 0),
+        (dict(method="mixsd-kl", rollouts=1, temperature=0), "mixsd-kl-n1-t0", 1, 0),
+    ]:
+        result = train.run(model=tiny, n=2, epochs=1, checkpoints=(), rollout_tokens=6, **parameters)
+        assert (result.method.item(), result.rollouts.item(), result.temperature.item()) == (label, rollouts, temperature)
+        assert result.step.values.tolist() == [0, 5] and "validation" in result.benchmark and result.targets_kept.item() == 100
+        assert np.isfinite(result.accuracy.sel(step=5)).all() and np.isnan(result.lam.item())
+        assert len(result["training"].loss) == 5 and (result["training"].loss > 0).all()
+
+
+def test_two_nodes_train_a_prepared_run(tiny, tmp_path, monkeypatch):
+    "Two launchers with a process each, as Slurm would start them on two nodes; whoever asks for the run then only measures."
+    from mixsd_nb import train
+    from mixsd_nb.methods import trainer
+    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
+    parameters = dict(method="sft", model=tiny, n=2, epochs=1, checkpoints=())
+    folder = train.prepare(2, **parameters)
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}",
+               "--local-addr=127.0.0.1", "-m", "mixsd_nb.methods.trainer", str(folder)]
+    nodes = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) for _ in range(2)]
+    said = [node.communicate(timeout=200)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0] and sorted(text.count('"loss"') for text in said) == [0, 5]
+    monkeypatch.setattr(trainer, "fit", lambda *a: pytest.fail("trained again"))
+    assert train.run(**parameters).step.values.tolist() == [0, 5]
 
 
 RUN = "import sys; from mixsd_nb import train; train.run(method='sft', model=sys.argv[1], n=3, epochs=2, checkpoints=(3, 6))"

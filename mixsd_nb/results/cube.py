@@ -63,15 +63,18 @@ def variable(
     long_name, units = TEXTS[name]
     return xr.Variable(dims, values, dict(long_name=long_name, units=units))
 
-# %% ../../nbs/results/cube.ipynb #8a038e34
+# %% ../../nbs/results/cube.ipynb #50d7f168
 def method_label(
-    method: str,  # base, sft or mixsd
-    lam: float,
+    method: str,  # base, sft, mixsd, or a distillation
+    lam: float = np.nan,  # of mixsd
+    rollouts: float = np.nan,  # of a distillation, as is the temperature
+    temperature: float = np.nan,
 ) -> str:
-    "The value along `method`: `base`, `sft`, `mixsd-0.3`."
-    return f"mixsd-{lam:g}" if method == "mixsd" else method
+    "The value along `method`: `base`, `sft`, `mixsd-0.3`, `opsd-n8-t1`."
+    if method in ("base", "sft"): return method
+    return f"mixsd-{lam:g}" if method == "mixsd" else f"{method}-n{rollouts:g}-t{temperature:g}"
 
-# %% ../../nbs/results/cube.ipynb #8aeae3d0
+# %% ../../nbs/results/cube.ipynb #7887bea7
 def training_curves(
     training: dict[str, np.ndarray],  # CURVES, one value an update
 ) -> xr.Dataset:
@@ -85,7 +88,7 @@ def result_tree(
     *,
     dataset: str,
     model: str,
-    method: str,  # base, sft or mixsd
+    method: str,  # base, sft, mixsd, or a distillation
     lam: float = np.nan,  # of mixsd; not looked at elsewhere
     lr: float = 0.0,  # not looked at for the base, whose learning rate is 0
     seed: int = 0,
@@ -105,7 +108,7 @@ def result_tree(
     data = dict(accuracy=variable("accuracy", DIMS, share), n=variable("n", DIMS, n.astype(int)))
     data |= {k: variable(k, RUN_DIMS, np.full(cell, float((targets or {}).get(k, np.nan)))) for k in TARGETS}
     of_method = dict(lam=lam if method == "mixsd" else np.nan, rollouts=rollouts, temperature=temperature)
-    index = dict(dataset=[dataset], model=[model], method=[method_label(method, lam)], seed=[seed], step=steps,
+    index = dict(dataset=[dataset], model=[model], method=[method_label(method, lam, rollouts, temperature)], seed=[seed], step=steps,
                  lr=[0.0 if method == "base" else float(lr)], benchmark=names)
     coords = {name: variable(name, [name], values) for name, values in index.items()}
     coords |= {name: variable(name, ["method"], [float(value)]) for name, value in of_method.items()}

@@ -20,8 +20,9 @@ from matplotlib.figure import Figure
 from .cube import mean_interval, method_order
 from .runs import project_root, write_atomically
 
-# %% ../../nbs/results/plots.ipynb #6db69fcf
-NAMED = {"base": "0.35", "sft": "#c44e52"}
+# %% ../../nbs/results/plots.ipynb #5cc43762
+NAMED = {"base": "0.35", "sft": "#c44e52", "opsd-n8-t1": "#dd8452", "opsd-n1-t0": "#f2b48c", "opsd-nll-n1-t0": "#937860",
+         "mixsd-kl-n8-t1": "#da4f9c", "mixsd-kl-n1-t1": "#ec9cc8", "mixsd-kl-n1-t0": "#8c2d64"}
 
 
 def method_colour(
