@@ -210,7 +210,7 @@ def spare_memory(job: Job):
         raise MemoryError(f"a step does not fit into memory with micro_tokens={job.micro_tokens}; a smaller micro_tokens, recompute=True, "
                           "or sharded=True on more processes, needs less") from None
 
-# %% ../../nbs/methods/trainer.ipynb #d89f9a81
+# %% ../../nbs/methods/trainer.ipynb #31f82f8d
 class FineTuner(Trainer):
     "The trainer of transformers, fed by an objective."
 
@@ -232,7 +232,7 @@ class FineTuner(Trainer):
 
     def student(self):
         "The weights as they are now, for rollouts: the model itself, or a whole copy of a sharded one."
-        if not self.copy: return self.accelerator.unwrap_model(self.model)
+        if not self.copy: return self.model
         now = dict(self.model.named_parameters())
         with torch.no_grad(): [p.copy_(now[name].full_tensor()) for name, p in self.copy.named_parameters()]
         return self.copy.to(training_device())
@@ -283,19 +283,21 @@ def shard_on_cpu(
     state.fsdp_plugin, trainer.is_fsdp_enabled = FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args), True
     for shared in (state, PartialState()): shared.distributed_type = DistributedType.FSDP  # each of the two is copied over the other
 
-# %% ../../nbs/methods/trainer.ipynb #887ab5fe
+# %% ../../nbs/methods/trainer.ipynb #0463cae8
 def training_arguments(
     job: Job,
     folder: Path,
 ) -> TrainingArguments:
     "The job in the words of transformers."
     gpu = torch.cuda.is_available()
-    return TrainingArguments(
+    args = TrainingArguments(
         str(folder), max_steps=job.steps, per_device_train_batch_size=job.batch // job.processes, learning_rate=job.lr, optim="adamw_torch",
         adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8, weight_decay=0.01, max_grad_norm=1.0, seed=job.seed, bf16=gpu, use_cpu=not gpu,
-        train_sampling_strategy="sequential", save_strategy="no", logging_steps=1, report_to="none", disable_tqdm=True, remove_unused_columns=False,
-        gradient_checkpointing=job.recompute, fsdp=job.sharded, fsdp_config=dict(version=2) if job.sharded else None,
+        train_sampling_strategy="sequential", save_strategy="no", logging_steps=1, logging_nan_inf_filter=False, report_to="none", disable_tqdm=True,
+        remove_unused_columns=False, gradient_checkpointing=job.recompute, fsdp=job.sharded, fsdp_config=dict(version=2) if job.sharded else None,
         ddp_backend=None if gpu or job.processes == 1 else "gloo")
+    args._n_gpu = min(args.n_gpu, 1)  # else one process would spread itself over all GPUs by threads
+    return args
 
 
 def fit(
@@ -303,7 +305,8 @@ def fit(
     folder: Path,  # checkpoints go here
     report: Callable[[dict], None] = lambda entry: None,  # gets step, steps, loss, grad_norm, learning_rate and tokens_per_second of every update
 ) -> None:
-    "Train in this process, alone or as one of several."
+    "Train in this process, alone or as one of several; ValueError where not as many were started as the job says, and as in `check_shape`."
+    if (started := int(os.environ.get("WORLD_SIZE", 1))) != job.processes: raise ValueError(f"{started} processes were started; the job is for {job.processes}")
     model, tokenizer = load_base(job.model)
     done = last_checkpoint(folder)
     if done: check_shape(done, model)
