@@ -64,19 +64,16 @@ def mix_here(root, parameters):
 def test_ten_kills_change_no_byte(model, whole, own_runs):
     start = multiprocessing.get_context("forkserver")
     start.set_forkserver_preload(["mixsd_nb.generate", "mixsd_nb.models.engines", "transformers.models.qwen3.modeling_qwen3"])
-    parameters, kills = dict(model=model, batch_size=8, **SMALL), 0
-    start.Process(target=time.sleep, args=(0,)).start()  # the imports of the server
-    for pause in [random.Random(7).uniform(0.3, 1.5) for _ in range(10)]:
-        process = start.Process(target=mix_here, args=(str(own_runs), parameters))
-        process.start()
-        process.join(pause)
-        if process.is_alive():
-            os.kill(process.pid, signal.SIGKILL)
-            kills += 1
-        process.join()
+    parameters, rng = dict(model=model, batch_size=8, **SMALL), random.Random(7)
     folder = generate.run_folder(generate.slug(config := generate.GenerateConfig(**parameters)), config)
-    print(f"{kills} kills")
-    assert kills and (folder / "finished.jsonl").exists()
+    size = lambda: journal.stat().st_size if (journal := folder / "finished.jsonl").exists() else 0
+    for _ in range(10):
+        process, wanted = start.Process(target=mix_here, args=(str(own_runs), parameters)), size() + rng.randrange(3000)
+        process.start()
+        while process.is_alive() and size() <= wanted: time.sleep(0.001)
+        assert process.is_alive(), "there was nothing left to kill"
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
     assert written(**parameters) == whole
 
 
