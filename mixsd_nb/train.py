@@ -7,7 +7,7 @@ __all__ = ['SCHEDULES', 'STORED', 'LENGTH', 'SAMPLING', 'BENCHMARKS', 'MAIN_JOB'
            'training_pairs', 'training_job', 'accuracy', 'validation', 'measured', 'Live', 'base_responses', 'tree',
            'measure_base', 'target_facts', 'train', 'slug', 'refuse_devices', 'run', 'prepare', 'jobs', 'main']
 
-# %% ../nbs/train.ipynb #ff2020c2
+# %% ../nbs/train.ipynb #15c17943
 import random
 import sys
 import time
@@ -23,7 +23,7 @@ from pydantic import Field, field_validator
 from . import evaluate, generate
 from .benchmarks.lab_tasks import Item
 from .corpora import CORPORA, check_corpus, kgfunc, load_corpus
-from .corpora.prompts import canonical_pair, paraphrase_prompt
+from .corpora.prompts import SPANS, canonical_pair, paraphrase_prompt, trained_pair
 from .models import check_model, load_tokenizer
 from .results.cube import method_label, result_tree
 from .results.runs import Config, ParameterError, cached_run, make_config, run_folder, runs_root, setting, write_atomically
@@ -39,9 +39,9 @@ class Schedule(NamedTuple):
 SCHEDULES = {"kgfact-small": Schedule(20, 20, 20), "kgfact-large": Schedule(20, 20, 20), "kgfunc": Schedule(1, 16, 10), "kgfunc-lab": Schedule(8, 16, 24),
              "simpleqa": Schedule(1, 16, 20), "simpleqa-lab": Schedule(20, 16, 20), "mquake": Schedule(20, 20, 20), "mquake-lab": Schedule(50, 20, 20)}
 
-# %% ../nbs/train.ipynb #5bbf3292
+# %% ../nbs/train.ipynb #4bb9da34
 STORED = ("sft", "mixsd")  # methods with targets; the others but the base are distillations
-LENGTH, SAMPLING = ("epochs", "batch", "checkpoints", "lora"), ("rollouts", "temperature", "rollout_tokens")
+LENGTH, SAMPLING = ("epochs", "batch", "checkpoints", "lora", "span"), ("rollouts", "temperature", "rollout_tokens")
 
 
 class TrainConfig(Config):
@@ -60,6 +60,7 @@ class TrainConfig(Config):
     temperature: float | None = Field(None, ge=0)
     rollout_tokens: int = Field(256, ge=1)
     lora: int = Field(0, ge=0)
+    span: Literal[SPANS] = "completion"
     batch_size: int = setting(100)
     processes: int = setting(1, ge=1)
     sharded: bool = setting(False)
@@ -88,7 +89,7 @@ class TrainConfig(Config):
 
     def without_idle(self):
         "The same run with parameters that its method does not use at their defaults."
-        idle = {"base": ("lam", "lr", *LENGTH, *SAMPLING), "sft": ("lam", *SAMPLING), "mixsd": SAMPLING}.get(self.method, ("lam",))
+        idle = {"base": ("lam", "lr", *LENGTH, *SAMPLING), "sft": ("lam", *SAMPLING), "mixsd": SAMPLING}.get(self.method, ("lam", "span"))
         return self.model_copy(update={name: type(self).model_fields[name].default for name in idle})
 
     def steps(self) -> tuple[int, list[int]]:
@@ -98,17 +99,17 @@ class TrainConfig(Config):
         asked = range(0, last, SCHEDULES[self.dataset].period) if self.checkpoints is None else self.checkpoints
         return last, sorted({s for s in asked if 0 < s < last} | {last})
 
-# %% ../nbs/train.ipynb #e8852a34
+# %% ../nbs/train.ipynb #c5afdea4
 def training_pairs(
     config: TrainConfig,
     tokenizer,
 ) -> dict[str, tuple[list[int], list[int]]]:
     "Prompt and completion ids by fact: the canonical target for sft, the accepted mixed sequence for mixsd."
-    if config.method == "sft":
-        return {r["id"]: canonical_pair(tokenizer, r) for r in load_corpus(config.dataset, "train")}
+    rows = {r["id"]: r for r in load_corpus(config.dataset, "train")}
+    if config.method == "sft": return {name: canonical_pair(tokenizer, r, config.span) for name, r in rows.items()}
     file = generate.targets_file(dataset=config.dataset, model=config.model, lam=config.lam, seed=config.seed, batch_size=config.batch_size)
     table = pd.read_parquet(file)
-    return {r.id: (list(map(int, r.prompt_ids)), list(map(int, r.completion_ids))) for r in table[table.accepted].itertuples()}
+    return {r.id: trained_pair(tokenizer, rows[r.id]["prompt"], list(map(int, r.completion_ids)), config.span) for r in table[table.accepted].itertuples()}
 
 
 def training_job(
