@@ -1,6 +1,6 @@
 # Two commands matter: `make run` and `make test`. Both make .venv first; a second call does not install again.
 .DEFAULT_GOAL := help
-.PHONY: help run frontier model-card test test-vllm exact ci-tools notebooks export clean
+.PHONY: help run frontier model-card test test-vllm exact cross-check ci-tools notebooks export clean
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 PYTHON ?= python3
@@ -48,6 +48,10 @@ test-vllm: $(VLLM)/.vllm ## compare the tokens of vLLM on this CPU with those of
 exact: $(VENV)/.dev $(VLLM)/.vllm ## compare every way of mixing with the oracle, token for token; goes on where it was stopped (about an hour)
 	@$(BIN)/python tests/exact.py hf
 	@$(ON_CPU) $(VLLM)/bin/python tests/exact.py vllm
+
+cross-check: $(VENV)/.dev ## let lm-evaluation-harness judge the same prompts, item by item
+	@$(BIN)/python -m pip -qq install -c constraints.txt -e '.[check]'
+	@$(BIN)/python -m pytest -q -rs tests/test_harness.py
 
 export: $(VENV)/.dev ## notebooks -> mixsd_nb/ and README.md, outputs cleaned
 	@$(BIN)/nbdev_clean

@@ -30,6 +30,6 @@ setup(
     include_package_data=True,
     python_requires=f">={cfg['min_python']}",
     install_requires=cfg["requirements"].split(),
-    extras_require={extra: cfg[f"{extra}_requirements"].split() for extra in ("vllm", "lora", "peers", "dev")},
+    extras_require={extra: cfg[f"{extra}_requirements"].split() for extra in ("vllm", "lora", "check", "peers", "dev")},
     zip_safe=False,
 )
