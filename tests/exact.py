@@ -66,6 +66,7 @@ def measure(kind):
             there = {(r["mode"], r["slots"], r["lam"], r["T"], r["corpus"]) for r in done.records}
             todo = [way for way in WAYS if any((*shape.values(), *way, name) not in there for name in corpora)]
             if not todo: continue
+            engine = None  # the last one ends before the next begins: a vLLM engine that ends takes the process groups of all with it
             engine = load_engine(kind, "lab-m", **shape)
             for lam, T in todo:
                 found = {r["id"]: r | dict(naive_mask=np.asarray(r["naive_mask"])) for r in mix(engine, items, lam, temperature=T, **SHORT)}

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['USUAL', 'KeyedRow', 'KeyedRows', 'Sequence', 'segment', 'joined', 'expected', 'limits', 'sentinel_ids', 'VLLMEngine']
 
-# %% ../../nbs/models/engine_vllm.ipynb #c0670a3e
+# %% ../../nbs/models/engine_vllm.ipynb #d50d92ce
+import gc
 import itertools
 import os
 import warnings
@@ -167,7 +168,7 @@ def sentinel_ids(
     if len(found) < 2: raise ValueError("mode is paired, which needs two special tokens that end no sequence, and this tokenizer has none; allowed is segments")
     return found
 
-# %% ../../nbs/models/engine_vllm.ipynb #e0be82b2
+# %% ../../nbs/models/engine_vllm.ipynb #9ba30730
 class VLLMEngine(Engine):
     "Generation, mixing and scoring on vLLM, with at most `batch_size` sequences under way; ImportError where vLLM is missing or cannot be imported."
 
@@ -193,6 +194,7 @@ class VLLMEngine(Engine):
         if mode == "paired":
             self.sentinels = sentinel_ids(tokenizer, self.stop)
             usual |= dict(enable_chunked_prefill=False, max_num_batched_tokens=max(8192, self.context))
+        gc.collect()
         self.engine = LLM(source, tokenizer=tokenizer.name_or_path, logits_processors=["mixsd_nb.models.engine_vllm:KeyedRows"], **usual | options).llm_engine
         if mode == "paired": self.check_pairs()
 
