@@ -985,6 +985,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                        'mixsd_nb.results.runs.write_result': ( 'results/runs.html#write_result',
                                                                                'mixsd_nb/results/runs.py')},
             'mixsd_nb.speed': { 'mixsd_nb.speed.SpeedConfig': ('speed.html#speedconfig', 'mixsd_nb/speed.py'),
+                                'mixsd_nb.speed.agreeing': ('speed.html#agreeing', 'mixsd_nb/speed.py'),
                                 'mixsd_nb.speed.clocked': ('speed.html#clocked', 'mixsd_nb/speed.py'),
                                 'mixsd_nb.speed.device': ('speed.html#device', 'mixsd_nb/speed.py'),
                                 'mixsd_nb.speed.endless': ('speed.html#endless', 'mixsd_nb/speed.py'),

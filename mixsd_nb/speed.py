@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['LAMS', 'UPDATES', 'SpeedConfig', 'requests_at', 'plain_requests', 'written', 'endless', 'transformers_generate',
-           'one_token_requests', 'reset_peak', 'peak_mib', 'device', 'timed', 'ways', 'measure', 'run', 'our_updates',
-           'trl_updates', 'updates_a_second', 'clocked', 'step_shares', 'train_jobs', 'measure_training',
+           'one_token_requests', 'agreeing', 'reset_peak', 'peak_mib', 'device', 'timed', 'ways', 'measure', 'run',
+           'our_updates', 'trl_updates', 'updates_a_second', 'clocked', 'step_shares', 'train_jobs', 'measure_training',
            'run_training']
 
 # %% ../nbs/speed.ipynb #aabe63e2
@@ -26,13 +26,14 @@ from .corpora import CORPORA, check_corpus, load_corpus
 from .models import ENGINES, check_model, load_engine
 from .results.runs import Config, cached_run, make_config, setting
 
-# %% ../nbs/speed.ipynb #70968229
+# %% ../nbs/speed.ipynb #84df1106
 class SpeedConfig(Config):
     "Parameters of the stage."
     engine: Literal[tuple(ENGINES)] = "hf"
     model: str = "lab-m"
     dataset: str = "kgfact-small"
     pairs: int = Field(64, ge=1)
+    agreement: float = Field(0.0, ge=0, le=1)
     max_new_tokens: int = Field(64, ge=1)
     rounds: int = Field(3, ge=1)
     seed: int = 0
@@ -111,6 +112,22 @@ def one_token_requests(
         active = [k for k in active if ids[k][-1] not in engine.stop and len(ids[k]) < max_new_tokens]
     return ids
 
+# %% ../nbs/speed.ipynb #3f2a3fff
+def agreeing(
+    engine,
+    items: list[dict],  # of `mix_items`
+    lam: float,
+    config: SpeedConfig,
+) -> list[dict]:
+    "The first pairs, or the first whose conditionals agree often enough; ValueError where there are not so many."
+    if config.agreement:
+        both = [(item, ids) for item, ids in zip(items, written(engine, requests_at(items, lam, config), config.max_new_tokens))]
+        likeliest = [engine.favourites([(item[side], ids) for item, ids in both]) for side in ("naive_ids", "expert_ids")]
+        items = [item for item, naive, expert in zip(items, *likeliest) if np.mean(naive == expert) >= config.agreement]
+    if len(items) < config.pairs:
+        raise ValueError(f"pairs is {config.pairs}; {config.dataset} has {len(items)} with an agreement of {config.agreement:g} at λ={lam:g}")
+    return items[:config.pairs]
+
 # %% ../nbs/speed.ipynb #c4095fa9
 def reset_peak() -> None:
     import torch
@@ -139,7 +156,7 @@ def timed(call) -> tuple[float, float]:
     call()
     return time.perf_counter() - begun, peak_mib()
 
-# %% ../nbs/speed.ipynb #d5276b65
+# %% ../nbs/speed.ipynb #08e4bff3
 def ways(
     config: SpeedConfig,
     engines: dict,  # mode -> engine
@@ -186,16 +203,16 @@ def run(
         options = dict(batch_size=config.pairs) | (dict(audit=False, dtype=config.dtype, gpu_memory_utilization=0.4) if config.engine == "vllm" else {})
         first = load_engine(config.engine, config.model, dtype=config.dtype).model if config.engine == "hf" else config.model
         engines = {mode: load_engine(config.engine, first, mode=mode, **options) for mode in ENGINES[config.engine] if mode != "auto"}
-        tokenizer, corpus = next(iter(engines.values())).tokenizer, CORPORA[config.dataset]
-        items = mix_items(tokenizer, list(load_corpus(config.dataset, "train"))[:config.pairs], corpus.expert, corpus.extract)
-        found = {lam: measure(config, engines, items, lam) for lam in LAMS}
-        values = np.array([list(found[lam].values()) for lam in LAMS])
+        any_engine, corpus = next(iter(engines.values())), CORPORA[config.dataset]
+        items = mix_items(any_engine.tokenizer, list(load_corpus(config.dataset, "train")), corpus.expert, corpus.extract)
+        found = {lam: measure(config, engines, agreeing(any_engine, items, lam, config), lam) for lam in LAMS[config.agreement > 0:]}
+        values = np.array([list(ways.values()) for ways in found.values()])
         texts = dict(rate=("tokens written per second", "1/s"), ratio=("rate relative to plain generation of the same sequences", "1"),
                      peak=("peak memory", "MiB"), equal=("share of sequences equal to those of the first way of mixing", "1"))
         root = {k: (("lam", "way"), values[:, :, j], dict(long_name=text, units=unit)) for j, (k, (text, unit)) in enumerate(texts.items())}
-        axes = dict(lam=("lam", list(LAMS), dict(long_name="share of naive tokens", units="1")),
-                    way=("way", list(found[0.0]), dict(long_name="way of generating", units="1")))
-        return xr.DataTree(xr.Dataset(root, axes, dict(config=config.canonical(), sequences=len(items), device=device())))
+        axes = dict(lam=("lam", list(found), dict(long_name="share of naive tokens", units="1")),
+                    way=("way", list(found[0.5]), dict(long_name="way of generating", units="1")))
+        return xr.DataTree(xr.Dataset(root, axes, dict(config=config.canonical(), sequences=config.pairs, device=device())))
     return cached_run(f"speed-{config.engine}-{config.model}", config, compute, force=config.force)
 
 # %% ../nbs/speed.ipynb #3c0858ad
