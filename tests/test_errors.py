@@ -72,7 +72,7 @@ LABELLED = [
     ("equations", SUM, "\\boxed{}", "collapse"),  # an empty box is a box
     ("equations", SUM, "So x is \\boxed{9}", "collapse"),
     ("word-problems", STORY, "The answer is 9.\\boxed{9}", "collapse"),
-    ("word-problems", STORY, "The answer is 9, as 6 bags of 7 nuts are 42 nuts, of which Mia eats five, and what remains is then nine.\n\n\\boxed{9}", "collapse"),
+    ("word-problems", STORY, "The answer is 9, as 6 bags of 7 nuts are 42 nuts, of which Mia eats five, so that nine remain.\n\n\\boxed{9}", "collapse"),
     ("choice", OPTIONS, "The answer is option B.\n\n\\boxed{B}", "collapse"),
     ("aime-2024", SUM, "\\boxed{" + "1" * 500 + "}", "collapse"),  # however much the box holds
     ("math-500", SUM, "the answer is \\boxed{6}", "collapse"),
@@ -140,7 +140,7 @@ def test_recall_labelled_by_hand(response, label):
     assert errors.classify_recall(response, VILLAGE, entities=ENTITIES) == label
 
 
-PIECES = st.sampled_from(["\\boxed{", "}", "{", "```", "```python\n", "\n", "The answer is ", "the ANSWER is", VILLAGE, CANYON.lower(), "x" * 30, "7 ", "\\", "é"])
+PIECES = st.sampled_from(["\\boxed{", "}", "{", "```", "```python\n", "\n", "The answer is ", "the ANSWER is", VILLAGE, CANYON.lower(), "x" * 30, "\\", "é"])
 TEXTS = st.lists(PIECES | st.text(max_size=5), max_size=25).map("".join)
 BENCHMARKS = st.sampled_from([*errors.KNOWN, *errors.SPLITS])
 
