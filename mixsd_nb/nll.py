@@ -8,9 +8,9 @@ __all__ = ['SOURCES', 'NEITHER', 'THRESHOLDS', 'TEXTS', 'KNOWN', 'SAMPLED', 'Nll
            'beside_canonical', 'ragged', 'slug', 'in_words', 'run', 'mixed_files', 'all_results', 'merged', 'nll_table',
            'by_lam', 'cdf_figure', 'source_table', 'source_figure', 'overlap_table', 'missing_types', 'split_ids',
            'ReferenceConfig', 'reference_prompts', 'reference', 'loss', 'ForgettingConfig', 'increase', 'forgetting',
-           'forgetting_table', 'at_the_end', 'forgetting_figure', 'agreement']
+           'forgetting_table', 'at_the_end', 'forgetting_figure', 'agreement', 'token_nll']
 
-# %% ../nbs/nll.ipynb #524fa772
+# %% ../nbs/nll.ipynb #1394b32d
 import hashlib
 import json
 from functools import cached_property
@@ -27,12 +27,12 @@ from .benchmarks.tasks import TASKS, load_task
 from .corpora import check_corpus, load_corpus
 from .corpora.prompts import SPANS, canonical_pair, prompt_ids, trained_pair
 from .methods.trainer import checkpoint_folder
-from .models import check_model, load_base, load_engine
+from .models import check_model, load_engine
 from .results.cube import RUN_DIMS, held_out_average, method_label, training_roots, variable
 from .results.plots import method_colour
 from .results.runs import Config, cached_run, finished, make_config, open_result, run_folder, runs_root, setting, write_atomically
 
-# %% ../nbs/nll.ipynb #097bcb0e
+# %% ../nbs/nll.ipynb #712c3692
 class NllConfig(Config):
     "Parameters of the stage."
     targets: str = setting("")
@@ -40,7 +40,8 @@ class NllConfig(Config):
     model: str = "lab-m"
     span: Literal[SPANS] = "completion"
     first: int = Field(100, ge=1)
-    prompts: int = setting(40, ge=1)  # of the text that eq. 2 is measured on, which has a run of its own
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    prompts: int = setting(16, ge=1)  # of the text that eq. 2 is measured on, which has a run of its own
     force: bool = setting(False)
 
     _model = field_validator("model")(check_model)
@@ -73,9 +74,10 @@ class NllConfig(Config):
 
 def record(targets: str) -> dict: return json.loads((Path(targets).parent / "run.json").read_text())["config"]
 
-# %% ../nbs/nll.ipynb #4a8407b5
+# %% ../nbs/nll.ipynb #c00969aa
 from .models.engines import token_nll
 
+_all_ = ["token_nll"]
 SOURCES = {"expert": 0, "naive": 1}
 NEITHER = -1
 
@@ -162,13 +164,13 @@ def overlap(
     if not len(found): return dict(mean=np.nan, pooled=np.nan, types=0)
     return dict(mean=(found[:, 0] / found[:, 1]).mean(), pooled=found[:, 0].sum() / found[:, 1].sum(), types=int(found[:, 1].sum()))
 
-# %% ../nbs/nll.ipynb #c8844a8d
+# %% ../nbs/nll.ipynb #19d12e42
 def high_types(
     config: NllConfig,
     targets: list[Target],  # canonical ones
 ) -> dict[float, dict[str, set[int]]]:
     "For each threshold the token types above it in every item's canonical target; scored first where they are not yet."
-    nll = per_target(run(dataset=config.dataset, model=config.model, span=config.span, first=config.first))
+    nll = per_target(run(dataset=config.dataset, model=config.model, span=config.span, first=config.first, dtype=config.dtype))
     return {t: {target.item: set(np.array(target.ids)[values > t].tolist()) for target, values in zip(targets, nll, strict=True)} for t in THRESHOLDS}
 
 
@@ -213,7 +215,7 @@ def ragged(targets, values) -> xr.Dataset:
     words = lambda text, units="1", **more: dict(long_name=text, units=units, **more)
     ids, source = np.concatenate([t.ids for t in targets]), np.concatenate([t.source for t in targets]).astype("int8")
     data = dict(nll=("token", np.concatenate(values), words("NLL of a token under the base", "nats")), token_id=("token", ids, words("id of a token")),
-                source=("token", source, words("conditional that the token is from: 0 expert, 1 naive, -1 neither")),
+                token_source=("token", source, words("conditional that the token is from: 0 expert, 1 naive, -1 neither")),
                 row_size=("target", [len(t.ids) for t in targets], words("tokens of a target", sample_dimension="token")))
     return xr.Dataset(data, dict(item=("target", [t.item for t in targets], words("item of the corpus"))))
 
@@ -231,14 +233,14 @@ def run(
     config = make_config(NllConfig, **parameters)
 
     def compute(folder):
-        model, tokenizer = load_base(config.model)
-        targets = load_targets(config, tokenizer)
+        engine = load_engine("hf", config.model, dtype=config.dtype)
+        targets = load_targets(config, engine.tokenizer)
         if not targets: raise ValueError(f"targets is {config.targets}; none of them was accepted")
-        high = high_types(config, load_targets(config.model_copy(update=dict(targets="")), tokenizer)) if config.targets else None
-        return summary(config, targets, token_nll(model, [(t.context, t.ids) for t in targets]), high)
+        high = high_types(config, load_targets(config.model_copy(update=dict(targets="")), engine.tokenizer)) if config.targets else None
+        return summary(config, targets, engine.score([(t.context, t.ids) for t in targets]), high)
     return cached_run(slug(config), config, compute, force=config.force)
 
-# %% ../nbs/nll.ipynb #34c99c24
+# %% ../nbs/nll.ipynb #1a12c476
 def mixed_files(
     dataset: str,
     folder: Path | None = None,  # holds run folders; default: runs_root()
@@ -254,7 +256,7 @@ def mixed_files(
 def all_results(
     dataset: str,
     models: list[str],  # whose canonical targets are scored in any case
-    **options,  # of NllConfig: span, first
+    **options,  # of NllConfig: span, first, dtype
 ) -> list[xr.DataTree]:
     "The results of the canonical targets and of all mixed ones, for each model."
     files = mixed_files(dataset)
@@ -366,7 +368,7 @@ def missing_types(
 
 def split_ids(result) -> list[np.ndarray]: return np.split(result["per_token"].token_id.values, np.cumsum(result["per_token"].row_size.values)[:-1])
 
-# %% ../nbs/nll.ipynb #470dba15
+# %% ../nbs/nll.ipynb #7a19040a
 KNOWN = SUITES | TASKS
 SAMPLED = dict(temperature=1.0, top_k=1 << 20)  # a top-k beyond any vocabulary is none
 
@@ -375,7 +377,7 @@ class ReferenceConfig(Config):
     "The base's own text: how many prompts of which held-out suites."
     model: str = "lab-m"
     suites: Literal["lab", "paper"] = "lab"
-    prompts: int = Field(40, ge=1)
+    prompts: int = Field(16, ge=1)
     seed: int = 0
 
     _model = field_validator("model")(check_model)
@@ -406,7 +408,7 @@ def reference(
             parts.append(pd.DataFrame(dict(benchmark=benchmark, prompt_ids=ids, completion_ids=[c.ids for c in said])))
         table = pd.concat(parts, ignore_index=True)
         table = table[table.completion_ids.map(len) > 0]
-        table["nll"] = loss(engine.model, table)
+        table["nll"] = loss(engine, table)
         write_atomically(folder / "samples.parquet", table.to_parquet)
         by = table.assign(tokens=table.completion_ids.map(len)).groupby("benchmark", sort=False)[["nll", "tokens"]].mean()
         data = {f"reference_{k}": described(("benchmark",), by[k].values, f"reference_{k}") for k in by}
@@ -416,19 +418,19 @@ def reference(
 
 
 def loss(
-    model,
+    engine,
     table: pd.DataFrame,  # prompt_ids, completion_ids
 ) -> np.ndarray:
     "−log p of each whole response, nats: what L_ref is the mean of."
     pairs = [(list(map(int, p)), list(map(int, c))) for p, c in zip(table.prompt_ids, table.completion_ids)]
-    return np.array([values.sum(dtype=float) for values in token_nll(model, pairs)])
+    return np.array([values.sum(dtype=float) for values in engine.score(pairs)])
 
-# %% ../nbs/nll.ipynb #d4f20a90
+# %% ../nbs/nll.ipynb #3b68aa2c
 class ForgettingConfig(Config):
     "A finished training run, and the text on which its checkpoints are measured."
     run: str = setting("")
     suites: Literal["lab", "paper"] = "lab"
-    prompts: int = Field(40, ge=1)
+    prompts: int = Field(16, ge=1)
     seed: int = 0
     force: bool = setting(False)
 
@@ -461,7 +463,7 @@ def forgetting(
     def compute(folder):
         root = open_result(config.run).to_dataset()
         text = reference(model=root.model.item(), suites=config.suites, prompts=config.prompts, seed=config.seed)
-        now = lambda step: loss(load_base(str(checkpoint_folder(Path(config.run), step)))[0], text) if step else text.nll.values
+        now = lambda step: loss(load_engine("hf", str(checkpoint_folder(Path(config.run), step))), text) if step else text.nll.values
         found = {step: increase(text, now(step)) for step in map(int, root.step.values)}
         values = {k: np.array([found[step][k].values for step in found]) for k in ("forgetting", "forgetting_se", "forgetting_token")}
         cell = (1,) * len(RUN_DIMS)

@@ -121,7 +121,7 @@ def test_canonical_targets(lab):
         np.testing.assert_allclose(scored[k], plain(model, *canonical_pair(tokenizer, rows[k])), atol=1e-4)
     tokens = np.concatenate(scored)
     assert root["mean"].sel(part="all") == pytest.approx(tokens.mean()) and root.above.sel(part="all", threshold=8) == (tokens > 8).sum()
-    assert (root["method"], root.seed, np.isnan(root.lam)) == ("sft", 0, True) and (result["per_token"].source == nll.NEITHER).all()
+    assert (root["method"], root.seed, np.isnan(root.lam)) == ("sft", 0, True) and (result["per_token"].token_source == nll.NEITHER).all()
 
 
 def test_the_first_items_are_counted_apart():
@@ -174,8 +174,8 @@ def test_the_papers_span_counts_the_template_too(tmp_path, lab):
     narrow, wide = nll.run(targets=file)["per_token"], nll.run(targets=file, span="paper")["per_token"]
     around = wide.row_size.values - narrow.row_size.values
     assert (around == around[0]).all() and around[0] > len(template_tail(tokenizer))
-    assert (wide.source == nll.NEITHER).sum() == around.sum()
-    np.testing.assert_allclose(wide.nll.values[wide.source.values != nll.NEITHER], narrow.nll.values, atol=1e-4)
+    assert (wide.token_source == nll.NEITHER).sum() == around.sum()
+    np.testing.assert_allclose(wide.nll.values[wide.token_source.values != nll.NEITHER], narrow.nll.values, atol=1e-4)
 
 
 def test_mixed_targets_are_the_stored_ids_of_accepted_rows():
@@ -198,12 +198,12 @@ def test_what_is_refused(tmp_path, lab):
     file = half_canonical(tmp_path, lab[1])
     alone = tmp_path / "alone.parquet"
     alone.write_bytes(b"")
-    for given, sentence in [
+    for parameters, sentence in [
         (dict(targets=file, dataset="kgfunc-lab"), "dataset is kgfunc-lab; the targets are of kgfact-small"),
         (dict(targets="nowhere"), "targets is nowhere; there is no such file"),
         (dict(targets=str(alone)), f"targets is {alone}; the run.json of its run is not beside it"),
     ]:
-        with pytest.raises(ValueError) as refused: make_config(nll.NllConfig, **given)
+        with pytest.raises(ValueError) as refused: make_config(nll.NllConfig, **parameters)
         assert str(refused.value) == sentence
     with pytest.raises(ValueError, match=r"^run is .*; allowed is the folder of a finished training run"):
         make_config(nll.ForgettingConfig, run=str(tmp_path / "none"))
