@@ -70,7 +70,6 @@ sys.path.insert(0, "tests")
 from test_nll import random_model
 from mixsd_nb.nll import token_nll
 model = random_model(152_000)
-pair = [5] * 24, list(range(1_000))
 token_nll(model, [([5], [6])])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 values = token_nll(model, [([5] * 24, list(range(k, k + 1_000))) for k in range(8)])
@@ -79,6 +78,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20)
 """
 
 
+@pytest.mark.slow
 def test_memory_stays_below_the_logits():
     "8,000 tokens over 152,000 words: the logits alone would take 4.5 GiB. What a process of its own needs above the model stays below 1.5 GB."
     done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
