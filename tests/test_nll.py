@@ -260,7 +260,6 @@ def test_forgetting_joins_the_training_cube(tmp_path, lab):
 
 
 def test_the_bases_own_text_is_sampled_once(monkeypatch):
-
     first = nll.reference(prompts=2)
     monkeypatch.setattr(nll, "load_engine", None)
     pd.testing.assert_frame_equal(nll.reference(prompts=2), first)
