@@ -1,14 +1,24 @@
-"""The stage nll end to end on the lab model, against log-probabilities of plain forwards."""
+"""The stage nll end to end on the lab model, against plain forwards and the loss of transformers, within a bound on memory."""
+
+import json
+import subprocess
+import sys
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+import xarray as xr
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mixsd_nb import generate, nll
 from mixsd_nb.corpora import load_corpus
-from mixsd_nb.corpora.prompts import canonical_pair
+from mixsd_nb.corpora.prompts import canonical_pair, template_tail
 from mixsd_nb.models import load_base
+from mixsd_nb.models.engines import fused, over_states
+from mixsd_nb.results.cube import result_tree
+from mixsd_nb.results.runs import make_config, write_result
 
 
 @pytest.fixture(autouse=True)
@@ -22,29 +32,234 @@ def plain(model, prompt, completion):
     return [-logp[t, i].item() for t, i in enumerate(completion)]
 
 
-def values(result):
-    "Per-token values, target by target."
-    return np.split(result["per_token"].nll.values, np.cumsum(result["per_token"].row_size.values)[:-1])
+def random_model(vocabulary, seed=0):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    torch.manual_seed(seed)
+    shape = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32, intermediate_size=128)
+    config = Qwen3Config(vocab_size=vocabulary, tie_word_embeddings=True, max_position_embeddings=1024, **shape)
+    model = Qwen3ForCausalLM(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim == 2: p.mul_(4)  # logits that differ
+    return model
 
 
-def test_canonical_targets():
-    model, tokenizer = load_base("lab-m")
+@pytest.mark.parametrize("vocabulary", [1_000, 152_000])
+def test_nll_is_the_loss_of_transformers(vocabulary):
+    "The mean that transformers returns, times the tokens that it counts: prompt tokens are labelled -100."
+    model, rng = random_model(vocabulary), np.random.default_rng(0)
+    pairs = [(rng.integers(vocabulary, size=rng.integers(1, 20)).tolist(), rng.integers(vocabulary, size=rng.integers(1, 30)).tolist()) for _ in range(100)]
+    scored = nll.token_nll(model, pairs)
+    assert [len(v) for v in scored] == [len(c) for _, c in pairs] and all(v.dtype == np.float32 for v in scored)
+    with torch.inference_mode():
+        for (prompt, completion), values in zip(pairs, scored):
+            theirs = model(torch.tensor([prompt + completion]), labels=torch.tensor([[-100] * len(prompt) + completion])).loss.item() * len(completion)
+            assert values.sum(dtype=float) == pytest.approx(theirs, rel=1e-6)
+
+
+def test_torchs_own_kernel_gives_the_same():
+    "The way of GPUs, here on the CPU: the same head, the same values."
+    model, rng = random_model(1_000), np.random.default_rng(1)
+    pairs = [(rng.integers(1_000, size=5).tolist(), rng.integers(1_000, size=n).tolist()) for n in (1, 40, 700)]
+    for ours, theirs in zip(nll.token_nll(model, pairs), over_states(model, pairs, fused(model.lm_head))): np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+
+
+MEMORY = """
+import resource, sys, torch
+sys.path.insert(0, "tests")
+from test_nll import random_model
+from mixsd_nb.nll import token_nll
+model = random_model(152_000)
+token_nll(model, [([5], [6])])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+values = token_nll(model, [([5] * 24, list(range(k, k + 1_000))) for k in range(8)])
+assert sum(map(len, values)) == 8_000
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20)
+"""
+
+
+@pytest.mark.slow
+def test_memory_stays_below_the_logits():
+    "8,000 tokens over 152,000 words: the logits alone would take 4.5 GiB. What a process of its own needs above the model stays below 1.5 GB."
+    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 1.5e9 / 2**30
+
+
+# Sums and overlaps
+
+
+@given(st.lists(st.lists(st.floats(0, 40, width=32), min_size=1, max_size=8), min_size=1, max_size=6))
+def test_counts_are_those_of_the_tokens_one_by_one(targets):
+    tokens = [x for target in targets for x in target]
+    found = nll.counts([np.array(t) for t in targets])
+    assert (found["n"], found["tokens"]) == (len(targets), len(tokens)) and found["mean"] == pytest.approx(sum(tokens) / len(tokens))
+    assert found["above"].tolist() == [len([x for x in tokens if x > t]) for t in (5, 8)]
+    assert found["share_above"].tolist() == [k / len(tokens) for k in found["above"]]
+
+
+@given(st.lists(st.tuples(st.sets(st.integers(0, 9)), st.lists(st.integers(0, 9))), max_size=6))
+def test_overlap_by_hand(examples):
+    found = nll.overlap([h for h, _ in examples], [m for _, m in examples])
+    shares = [len([x for x in h if x in m]) / len(h) for h, m in examples if h]
+    types = sum(len(h) for h, _ in examples)
+    assert found["types"] == types
+    if shares:
+        assert found["mean"] == pytest.approx(sum(shares) / len(shares))
+        assert found["pooled"] == pytest.approx(len([1 for h, m in examples for x in h if x in m]) / types)
+
+
+# The stage
+
+
+def test_canonical_targets(lab):
+    model, tokenizer = lab
     rows = load_corpus("kgfact-small", "train")
     result = nll.run()
-    scored = values(result)
-    assert len(scored) == result.n == 100
+    scored, root = nll.per_target(result), result.to_dataset().squeeze()
+    assert len(scored) == root.n.sel(part="all") == 100 and result["per_token"]["item"].values.tolist() == rows["id"]
     for k in (0, 7, 99):
         np.testing.assert_allclose(scored[k], plain(model, *canonical_pair(tokenizer, rows[k])), atol=1e-4)
     tokens = np.concatenate(scored)
-    assert result["mean"].item() == pytest.approx(tokens.mean()) and result.above_8.item() == pytest.approx((tokens > 8).mean())
+    assert root["mean"].sel(part="all") == pytest.approx(tokens.mean()) and root.above.sel(part="all", threshold=8) == (tokens > 8).sum()
+    assert (root["method"], root.seed, np.isnan(root.lam)) == ("sft", 0, True) and (result["per_token"].token_source == nll.NEITHER).all()
+
+
+def test_the_first_items_are_counted_apart():
+    result = nll.run(first=7)
+    root, tokens = result.to_dataset().squeeze(), np.concatenate(nll.per_target(result)[:7])
+    assert root.n.sel(part="first") == 7 and root.tokens.sel(part="first") == len(tokens)
+    assert root.share_above.sel(part="first", threshold=5) == pytest.approx((tokens > 5).mean())
+
+
+def half_canonical(tmp_path, tokenizer):
+    "Targets of λ = 0.4: the canonical ones of the first four facts without their first three tokens, even tokens naive; the fourth is not accepted."
+    folder, rows = tmp_path / "generate-by-hand", load_corpus("kgfact-small", "train")
+    folder.mkdir()
+    made = []
+    for k, row in enumerate(rows.select(range(4))):
+        prompt, completion = canonical_pair(tokenizer, row)
+        naive = [t % 2 == 0 for t in range(len(completion) - 3)]
+        made.append(dict(id=row["id"], prompt_ids=prompt, completion_ids=completion[3:], naive_mask=naive, accepted=k < 3))
+    pd.DataFrame(made).to_parquet(folder / "targets.parquet")
+    (folder / "run.json").write_text(json.dumps(dict(config=dict(dataset="kgfact-small", model="lab-m", lam=0.4, seed=3, temperature=0.0, shard=""), code="")))
+    write_result(xr.DataTree(xr.Dataset()), folder)
+    return str(folder / "targets.parquet")
+
+
+def test_source_and_overlap_of_known_targets(tmp_path, lab):
+    "What is lacking is known: the first three tokens of the canonical target, unless they come again."
+    model, tokenizer = lab
+    result = nll.run(targets=half_canonical(tmp_path, tokenizer))
+    canonical, root = nll.run(), result.to_dataset().squeeze()
+    assert (root["method"], root.seed, root.lam, root.n.sel(part="all")) == ("mixsd-0.4", 3, 0.4, 3)
+    values = np.concatenate(nll.per_target(result))
+    naive = np.concatenate([np.arange(len(v)) % 2 == 0 for v in nll.per_target(result)])
+    for name, mask in dict(naive=naive, expert=~naive).items():
+        assert root.source_tokens.sel(source=name) == mask.sum() and root.source_mean.sel(source=name) == pytest.approx(values[mask].mean())
+    shares = []
+    for ids, nlls in list(zip(nll.split_ids(canonical), nll.per_target(canonical)))[:3]:
+        high = {int(i) for i, x in zip(ids, nlls) if x > 8}
+        shares.append((len([i for i in high if i in ids[3:]]), len(high)))
+    assert root.recall.sel(threshold=8, over="pooled") == pytest.approx(sum(a for a, _ in shares) / sum(b for _, b in shares))
+    assert root.recall.sel(threshold=8, over="mean") == pytest.approx(np.mean([a / b for a, b in shares]))
+    assert root.recall_types.sel(threshold=8) == sum(b for _, b in shares)
+    assert nll.missing_types(result, canonical).sum() == sum(b - a for a, b in shares)
+    assert [f["targets"] for f in nll.mixed_files("kgfact-small")] == [str(tmp_path / "generate-by-hand" / "targets.parquet")]
+    assert nll.mixed_files("kgfunc-lab") == []
+
+
+def test_the_papers_span_counts_the_template_too(tmp_path, lab):
+    _, tokenizer = lab
+    file = half_canonical(tmp_path, tokenizer)
+    narrow, wide = nll.run(targets=file)["per_token"], nll.run(targets=file, span="paper")["per_token"]
+    around = wide.row_size.values - narrow.row_size.values
+    assert (around == around[0]).all() and around[0] > len(template_tail(tokenizer))
+    assert (wide.token_source == nll.NEITHER).sum() == around.sum()
+    np.testing.assert_allclose(wide.nll.values[wide.token_source.values != nll.NEITHER], narrow.nll.values, atol=1e-4)
 
 
 def test_mixed_targets_are_the_stored_ids_of_accepted_rows():
     file = generate.targets_file(lam=0)
     table = pd.read_parquet(file).query("accepted")
     result = nll.run(targets=str(file))
-    assert result.n == len(table) > 90
-    assert result["per_token"].row_size.values.tolist() == [len(c) for c in table.completion_ids]
-    assert result["mean"] < 0.5 * nll.run()["mean"], "mixed targets are nearer to the base than canonical ones"
+    root = result.to_dataset().squeeze()
+    assert root.n.sel(part="all") == len(table) > 90
+    assert result["per_token"].token_id.values.tolist() == [t for c in table.completion_ids for t in c]
+    assert root["mean"].sel(part="all") < 0.5 * nll.run()["mean"].sel(part="all").item(), "mixed targets are nearer to the base than canonical ones"
+    assert root.source_tokens.sel(source="naive") == 0
+    cube = nll.merged(nll.all_results("kgfact-small", ["lab-m"]))
+    assert cube["method"].values.tolist() == ["mixsd-0", "sft"] and nll.nll_table(cube).shape[0] == 2
+    assert len(nll.cdf_figure(nll.all_results("kgfact-small", ["lab-m"])).axes) == 1
     file.rename(file.with_name("elsewhere.parquet"))
     assert nll.run(targets=str(file.with_name("elsewhere.parquet"))).identical(result)
+
+
+def test_what_is_refused(tmp_path, lab):
+    file = half_canonical(tmp_path, lab[1])
+    alone = tmp_path / "alone.parquet"
+    alone.write_bytes(b"")
+    for parameters, sentence in [
+        (dict(targets=file, dataset="kgfunc-lab"), "dataset is kgfunc-lab; the targets are of kgfact-small"),
+        (dict(targets="nowhere"), "targets is nowhere; there is no such file"),
+        (dict(targets=str(alone)), f"targets is {alone}; the run.json of its run is not beside it"),
+    ]:
+        with pytest.raises(ValueError) as refused: make_config(nll.NllConfig, **parameters)
+        assert str(refused.value) == sentence
+    with pytest.raises(ValueError, match=r"^run is .*; allowed is the folder of a finished training run"):
+        make_config(nll.ForgettingConfig, run=str(tmp_path / "none"))
+
+
+# Forgetting
+
+
+def trained_by_hand(tmp_path, lab, scales):
+    "A finished training run whose checkpoints are the base with noise of known size, but for the first, which is the base itself."
+    from mixsd_nb.methods.trainer import checkpoint_folder
+    folder, (base, tokenizer) = tmp_path / "train-by-hand", lab
+    for step, scale in scales.items():
+        model = type(base)(base.config)
+        model.load_state_dict(base.state_dict())
+        torch.manual_seed(step)
+        with torch.no_grad():
+            for p in model.parameters(): p.add_(scale * torch.randn_like(p))
+        model.save_pretrained(checkpoint_folder(folder, step))
+        tokenizer.save_pretrained(checkpoint_folder(folder, step))
+    accuracy = {step: dict(recall=(step, 100), equations=(90 - step, 100)) for step in (0, *scales)}
+    benchmarks = dict(recall=dict(column="Train", role="in-domain"), equations=dict(column="MATH-500", role="held-out"))
+    write_result(result_tree(dataset="kgfact-small", model="lab-m", method="sft", lr=1e-3, seed=0, accuracy=accuracy, benchmarks=benchmarks, config="{}",
+                             targets=dict(target_nll=3.0)), folder)
+    return folder
+
+
+def test_forgetting_is_the_increase_of_the_reference_loss(tmp_path, lab):
+    "Nothing for the base itself; for any other model what plain forwards give; and more for more noise."
+    folder = trained_by_hand(tmp_path, lab, {10: 0.0, 20: 0.02, 30: 0.1})
+    text = nll.reference(prompts=3)
+    assert text.groupby("benchmark").size().to_dict() == dict.fromkeys(nll.reference_prompts(nll.ReferenceConfig(prompts=3)), 3)
+    result = nll.forgetting(run=str(folder), prompts=3).to_dataset().squeeze()
+    assert (result.forgetting.sel(step=[0, 10]) == 0).all()
+    assert result.forgetting.mean("benchmark").sel(step=30) > result.forgetting.mean("benchmark").sel(step=20) > 0
+    tuned = load_base(str(folder / "checkpoint-20"))[0]
+    part = text[text.benchmark == "equations"]
+    pairs = [(p.tolist(), c.tolist()) for p, c in zip(part.prompt_ids, part.completion_ids)]
+    more = [sum(plain(tuned, *pair)) - sum(plain(lab[0], *pair)) for pair in pairs]
+    at = result.sel(step=20, benchmark="equations")
+    assert at.forgetting == pytest.approx(np.mean(more), abs=1e-3) and at.forgetting_se == pytest.approx(np.std(more, ddof=1) / 3**0.5, abs=1e-3)
+    assert at.forgetting_token == pytest.approx(sum(more) / sum(len(c) for _, c in pairs), abs=1e-4)
+    table = nll.forgetting_table("kgfact-small", "lab-m", prompts=3)
+    assert table.step.tolist() == [10, 20, 30] and table["drop"].tolist() == pytest.approx([10, 20, 30]) and (table.n_ref == 3).all()
+    assert nll.at_the_end(table)["Drop (points)"].tolist() == pytest.approx([30]) and len(nll.forgetting_figure(table).axes) == 3
+
+
+def test_forgetting_joins_the_training_cube(tmp_path, lab):
+    from mixsd_nb.results.cube import open_cube
+    folder = trained_by_hand(tmp_path, lab, {10: 0.01})
+    found = nll.forgetting(run=str(folder), prompts=2).to_dataset()
+    both = xr.merge([open_cube(), found], join="outer", compat="no_conflicts", combine_attrs="drop_conflicts")
+    assert both.forgetting.sel(step=10, benchmark="equations").notnull().all() and both.accuracy.sel(step=10, benchmark="equations") == 0.8
+
+
+def test_the_bases_own_text_is_sampled_once(monkeypatch):
+    first = nll.reference(prompts=2)
+    monkeypatch.setattr(nll, "load_engine", None)
+    pd.testing.assert_frame_equal(nll.reference(prompts=2), first)

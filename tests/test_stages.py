@@ -15,7 +15,8 @@ STAGES = sorted(p for p in (ROOT / "nbs").glob("*.ipynb") if p.stem != "index")
 @pytest.mark.parametrize("path", STAGES, ids=lambda p: p.stem)
 def test_parameters_cell_agrees_with_the_configuration(path):
     module = importlib.import_module(f"mixsd_nb.{path.stem}")
-    config, = (c for c in vars(module).values() if isinstance(c, type) and issubclass(c, Config) and c.__module__ == module.__name__)
+    config = getattr(module, f"{path.stem.capitalize()}Config")
+    assert issubclass(config, Config)
     cells = [c for c in json.loads(path.read_text())["cells"] if "parameters" in c["metadata"].get("tags", [])]
     scope = {}
     exec("".join(cells[0]["source"]), scope)
