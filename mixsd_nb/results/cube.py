@@ -6,8 +6,8 @@
 __all__ = ['RUN_DIMS', 'DIMS', 'TEXTS', 'TARGETS', 'CURVES', 'NOT_SETTINGS', 'OF_BASE', 'FAMILIES', 'variable', 'method_label',
            'family', 'training_curves', 'result_tree', 'dimensions', 'joined', 'agreed', 'filled', 'merged',
            'configuration', 'comparable', 'check_settings', 'spread', 'read_root', 'read_roots', 'open_cube',
-           'missing_runs', 'held_out_average', 'average_drop', 'wilson', 'mean_interval', 'method_order', 'method_name',
-           'last_steps', 'percent', 'summary_table']
+           'missing_runs', 'held_out_average', 'average_drop', 'wilson', 'mean_interval', 'chosen_cells', 'shown',
+           'method_order', 'method_name', 'last_steps', 'percent', 'summary_table']
 
 # %% ../../nbs/results/cube.ipynb #630848d1
 import functools
@@ -96,7 +96,7 @@ def family(
     "The method without its settings."
     return re.sub(r"(-n[\d.]+-t[\d.]+|-[\d.]+)$", "", label)
 
-# %% ../../nbs/results/cube.ipynb #7887bea7
+# %% ../../nbs/results/cube.ipynb #350d884f
 def training_curves(
     training: dict[str, np.ndarray],  # CURVES, one value an update
 ) -> xr.Dataset:
@@ -129,7 +129,8 @@ def result_tree(
     share = np.divide(correct, n, out=np.full(n.shape, np.nan), where=n > 0)
     data = dict(accuracy=variable("accuracy", DIMS, share), n=variable("n", DIMS, n.astype(int)))
     data |= {k: variable(k, RUN_DIMS, np.full(cell, float((targets or {}).get(k, np.nan)))) for k in TARGETS}
-    of_method = dict(lam=lam if method == "mixsd" else np.nan, rollouts=rollouts, temperature=temperature)
+    own = np.nan if method == "mixsd" else temperature  # that of mixing is the corpus' and no part of the label
+    of_method = dict(lam=lam if method == "mixsd" else np.nan, rollouts=rollouts, temperature=own)
     index = dict(dataset=[dataset], model=[model], method=[method_label(method, lam, rollouts, temperature)], seed=[seed], step=steps,
                  lr=[0.0 if method == "base" else float(lr)], benchmark=names)
     coords = {name: variable(name, [name], values) for name, values in index.items()}
@@ -318,14 +319,16 @@ def missing_runs(
     cells = empty.run[empty.values].to_index().to_frame(index=False)
     return cells[(cells.method == "base") == (cells.lr == 0)].reset_index(drop=True) if "lr" in dims else cells
 
-# %% ../../nbs/results/cube.ipynb #cba6acdf
+# %% ../../nbs/results/cube.ipynb #12eb600f
 def held_out_average(
     cube: xr.Dataset,
 ) -> xr.DataArray:
     "Mean accuracy over the held-out benchmarks, as printed where the cube has that; NaN where one of them is missing."
     if "average" in cube: return cube.average
-    held_out = np.flatnonzero(cube.role == "held-out")
-    return cube.accuracy.isel(benchmark=held_out).mean("benchmark", skipna=False)
+    held_out = cube.accuracy.isel(benchmark=np.flatnonzero(cube.role == "held-out"))
+    stands_for = xr.where(held_out.column == "", held_out.benchmark, held_out.column)
+    columns = [held_out.isel(benchmark=np.flatnonzero(stands_for == c)).mean("benchmark") for c in np.unique(stands_for)]
+    return sum(columns) / len(columns)
 
 # %% ../../nbs/results/cube.ipynb #7c220909
 def average_drop(
@@ -358,6 +361,30 @@ def mean_interval(
     variance = (share * (1 - share) / n).sum("benchmark") / share.sizes["benchmark"] ** 2
     alike = xr.where(variance > 0, mean * (1 - mean) / variance.where(variance > 0, 1), n.sum("benchmark"))
     return wilson(mean * alike, alike)
+
+# %% ../../nbs/results/cube.ipynb #11369f88
+def chosen_cells(
+    cube: xr.Dataset,
+    rows: pd.DataFrame,  # `dataset, model, method, seed, lr, step`
+) -> xr.DataArray:
+    "True over RUN_DIMS and `step` at the chosen cells and at the base."
+    dims = (*RUN_DIMS, "step")
+    mask = xr.zeros_like(cube.accuracy.isel(benchmark=0, drop=True), bool).transpose(*dims)
+    for row in rows[list(dims)].itertuples(index=False): mask.loc[row._asdict()] = True
+    return mask | ((cube["method"] == "base") & (cube["lr"] == 0) & (cube["step"] == 0))
+
+
+def shown(
+    cube: xr.Dataset,
+    chosen: xr.DataArray | None = None,  # of `chosen_cells`; None where each method has one run
+) -> xr.Dataset:
+    "The cube without `lr`, `seed` and `step`, with `average` and `average_drop`; what depends on none of the three is as it is."
+    cube, found = cube.assign(average=held_out_average(cube), average_drop=average_drop(cube)), {}
+    for name, values in cube.data_vars.items():
+        kept = values
+        if chosen is not None and "lr" in values.dims: kept = values.where(chosen.any([d for d in chosen.dims if d not in values.dims]))
+        found[name] = kept.mean([d for d in ("lr", "seed", "step") if d in values.dims], keep_attrs=True)
+    return xr.Dataset(found, {name: c for name, c in cube.coords.items() if not {"lr", "seed", "step"} & set(c.dims)}, cube.attrs)
 
 # %% ../../nbs/results/cube.ipynb #49cf59c5
 FAMILIES = ("base", "memit", "sft", "opsd", "opsd-nll", "mixsd-kl", "mixsd")
