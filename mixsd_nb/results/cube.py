@@ -6,8 +6,8 @@
 __all__ = ['RUN_DIMS', 'DIMS', 'TEXTS', 'TARGETS', 'CURVES', 'NOT_SETTINGS', 'OF_BASE', 'FAMILIES', 'variable', 'method_label',
            'family', 'training_curves', 'result_tree', 'dimensions', 'joined', 'agreed', 'filled', 'merged',
            'configuration', 'comparable', 'check_settings', 'spread', 'read_root', 'read_roots', 'open_cube',
-           'missing_runs', 'held_out_average', 'average_drop', 'wilson', 'mean_interval', 'chosen_cells', 'shown',
-           'method_order', 'method_name', 'last_steps', 'percent', 'summary_table']
+           'missing_runs', 'first_known', 'held_out_average', 'average_drop', 'wilson', 'mean_interval', 'chosen_cells',
+           'shown', 'method_order', 'method_name', 'last_steps', 'percent', 'summary_table']
 
 # %% ../../nbs/results/cube.ipynb #630848d1
 import functools
@@ -26,7 +26,7 @@ import xarray as xr
 
 from .runs import runs_root
 
-# %% ../../nbs/results/cube.ipynb #2084f37c
+# %% ../../nbs/results/cube.ipynb #df6d2a3c
 RUN_DIMS = ("dataset", "model", "method", "lr", "seed")
 DIMS = (*RUN_DIMS, "step", "benchmark")
 TEXTS = dict(
@@ -53,6 +53,7 @@ TEXTS = dict(
     above_8=("share of tokens with NLL above 8", "1"),
     count_above_5=("tokens with NLL above 5", "1"),
     count_above_8=("tokens with NLL above 8", "1"),
+    targets_scored=("targets whose tokens are counted", "1"),
     overlap_recall=("share of the canonical target's token types with NLL above 8 that are in the mixed target too", "1"),
     checkpoints=("checkpoints that are correlated", "1"),
     r_displacement=("Pearson correlation of squared displacement and drop", "1"),
@@ -319,7 +320,15 @@ def missing_runs(
     cells = empty.run[empty.values].to_index().to_frame(index=False)
     return cells[(cells.method == "base") == (cells.lr == 0)].reset_index(drop=True) if "lr" in dims else cells
 
-# %% ../../nbs/results/cube.ipynb #12eb600f
+# %% ../../nbs/results/cube.ipynb #e94524e1
+def first_known(
+    values: xr.DataArray,
+    dim: str,  # along which values stand for the same
+) -> xr.DataArray:
+    "Without the dimension: the first value that is there."
+    return functools.reduce(xr.DataArray.fillna, (values.isel({dim: k}, drop=True) for k in range(values.sizes[dim])))
+
+
 def held_out_average(
     cube: xr.Dataset,
 ) -> xr.DataArray:
@@ -327,7 +336,7 @@ def held_out_average(
     if "average" in cube: return cube.average
     held_out = cube.accuracy.isel(benchmark=np.flatnonzero(cube.role == "held-out"))
     stands_for = xr.where(held_out.column == "", held_out.benchmark, held_out.column)
-    columns = [held_out.isel(benchmark=np.flatnonzero(stands_for == c)).mean("benchmark") for c in np.unique(stands_for)]
+    columns = [first_known(held_out.isel(benchmark=np.flatnonzero(stands_for == c)), "benchmark") for c in np.unique(stands_for)]
     return sum(columns) / len(columns)
 
 # %% ../../nbs/results/cube.ipynb #7c220909

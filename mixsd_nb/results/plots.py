@@ -341,17 +341,17 @@ def high_nll_figure(
         sns.despine(fig)
     return fig
 
-# %% ../../nbs/results/plots.ipynb #0b83bc5a
+# %% ../../nbs/results/plots.ipynb #041c4703
 def save_figure(
     fig: Figure,
-    name: str,  # without an ending
+    name: str,  # without an ending; a folder may stand before it
 ) -> list[Path]:
     "Write `<project root>/figures/<name>.png` and `.pdf`; returns the two paths."
-    folder = project_root() / "figures"
-    folder.mkdir(exist_ok=True)
+    target = project_root() / "figures" / name
+    target.parent.mkdir(parents=True, exist_ok=True)
     empty = {"png": {"Software": None}, "pdf": dict.fromkeys(["CreationDate", "Creator", "Producer"])}
     def write(kind): return lambda path: fig.savefig(path, format=kind, dpi=160, metadata=empty[kind])
-    return [write_atomically(folder / f"{name}.{kind}", write(kind)) for kind in empty]
+    return [write_atomically(target.with_name(f"{target.name}.{kind}"), write(kind)) for kind in empty]
 
 # %% ../../nbs/results/plots.ipynb #4ef8fc89
 SOURCES = {False: ("expert", "#0072b2"), True: ("naive", "#e69f00")}
