@@ -316,28 +316,27 @@ def displacement_figure(
         sns.despine(fig)
     return fig
 
-# %% ../../nbs/results/plots.ipynb #cfa54106
+# %% ../../nbs/results/plots.ipynb #dee3e8b3
 def high_nll_figure(
-    *cubes: xr.Dataset,  # with above_5 and above_8
+    *cubes: xr.Dataset,  # of `shown`, with share_above
     dataset: str = "KGFact-Small",
 ) -> Figure:
-    "Share of target tokens with an NLL above 5 and 8 nats, a panel for each model of every cube."
+    "Share of target tokens with an NLL above each threshold, among the first targets of the corpus, a panel for each model of every cube."
     panels = []
-    for cube in (c for c in cubes if "above_5" in c):
+    for cube in (c for c in cubes if "share_above" in c):
         for key in (d for d in cube.dataset.values if DATASETS[d] == dataset):
-            part = cube.sel(dataset=key)
-            panels += [(f"{model_name(m)}\n{key}", part.sel(model=m)) for m in part.model.values if part.above_5.sel(model=m).notnull().any()]
+            part = cube.share_above.sel(dataset=key, part="first")
+            panels += [(f"{model_name(m)}\n{key}", part.sel(model=m)) for m in part.model.values if part.sel(model=m).notnull().any()]
     if not panels: raise ValueError(f"dataset is {dataset}; no cube has the NLL of its targets")
     with sns.plotting_context("notebook"), sns.axes_style("ticks", {"axes.grid": True, "grid.color": "0.9"}):
         fig, axes = plt.subplots(1, len(panels), figsize=(2.4 + 2.4 * len(panels), 3.6), sharey=True, squeeze=False, layout="constrained")
         for ax, (title, part) in zip(axes[0], panels, strict=True):
-            for m in present(part.above_5):
-                y = [100 * part[f"above_{t}"].sel({"method": m}).item() for t in (5, 8)]
-                ax.plot([5, 8], y, marker=method_marker(m), color=method_colour(m), lw=1.2, ms=7, mec="white")
+            for m in present(part):
+                ax.plot(part.threshold, 100 * part.sel({"method": m}), marker=method_marker(m), color=method_colour(m), lw=1.2, ms=7, mec="white")
             ax.set_title(title, fontsize="medium")
-            ax.set(xlabel="NLL above (nats)", xticks=[5, 8], xlim=(4, 9))
+            ax.set(xlabel="NLL above (nats)", xticks=part.threshold.values, xlim=(4, 9))
         axes[0, 0].set(ylabel="share of target tokens (%)", ylim=(0, None))
-        method_legend(fig, list(dict.fromkeys(m for _, part in panels for m in present(part.above_5))), dataset)
+        method_legend(fig, list(dict.fromkeys(m for _, part in panels for m in present(part))), dataset)
         sns.despine(fig)
     return fig
 

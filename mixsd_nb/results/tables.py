@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['HEADINGS', 'MOVED', 'FOUR', 'FIVE', 'FACTS', 'TABLES', 'CSS', 'TEX', 'SYMBOLS', 'CHARACTER', 'Sheet', 'ranks',
-           'marked', 'number', 'block_name', 'column_values', 'counted', 'accuracy_sheet', 'target_text',
-           'target_sheet', 'displacement_sheet', 'correlation_sheet', 'accuracies', 'owned', 'beside', 'table_sheet',
-           'caption_of', 'styled', 'to_latex', 'draw_cell', 'draw_heads', 'draw_rows', 'draw_sheet', 'save_table']
+           'marked', 'number', 'block_name', 'column_values', 'counted', 'accuracy_sheet', 'counted_share',
+           'overlap_share', 'target_sheet', 'displacement_sheet', 'correlation_sheet', 'accuracies', 'owned', 'beside',
+           'table_sheet', 'caption_of', 'styled', 'to_latex', 'draw_cell', 'draw_heads', 'draw_rows', 'draw_sheet',
+           'save_table']
 
 # %% ../../nbs/results/tables.ipynb #232c4b38
 import re
@@ -125,15 +126,23 @@ def accuracy_sheet(
     text = pd.DataFrame(rows.values(), pd.MultiIndex.from_tuples(rows), heads)
     return Sheet(label, caption, [counted(ours, columns)], text, marked(text, methods, dict.fromkeys(heads, False)), methods)
 
-# %% ../../nbs/results/tables.ipynb #ffadc757
-def target_text(
-    part: xr.Dataset,  # of one corpus, model and method
-    name: str,
-) -> str:
-    "A share in %, behind the count where there is one."
-    share, count = part[name].item(), part.get(f"count_{name}")
-    if np.isnan(share): return ""
-    return f"{100 * share:.0f}%" if name == "overlap_recall" else f"{100 * share:.1f}%" if count is None or count.isnull() else f"{count.item():.0f} ({100 * share:.1f}%)"
+# %% ../../nbs/results/tables.ipynb #904d62ff
+def counted_share(
+    cube: xr.Dataset,  # of `shown`
+    threshold: float,
+) -> xr.DataArray:
+    "Texts: count and share of the tokens above a threshold among the first targets."
+    first = cube[["above", "share_above"]].sel(part="first", threshold=threshold)
+    write = lambda count, share: "" if np.isnan(share) else f"{count:.0f} ({100 * share:.1f}%)"
+    return xr.apply_ufunc(write, first.above, first.share_above, vectorize=True)
+
+
+def overlap_share(
+    cube: xr.Dataset,  # of `shown`
+    threshold: float,
+) -> xr.DataArray:
+    "Texts: overlap of token types above a threshold, the mean over examples where it is told how it is averaged."
+    return xr.apply_ufunc(lambda share: "" if np.isnan(share) else f"{100 * share:.0f}%", first_known(cube["recall"].sel(threshold=threshold), "over"), vectorize=True)
 
 
 def target_sheet(
@@ -141,19 +150,21 @@ def target_sheet(
     *,
     label: str,
     caption: str,
-    name: str,  # variable
+    name: str,  # variable that it is about
+    write: Callable[[xr.Dataset, float], xr.DataArray],  # texts over dataset, model and method
+    threshold: float,  # nats
 ) -> Sheet | None:
-    "One number of the targets of each method; None where the cube has none."
+    "One text about the targets of each method; None where the cube has none."
     if name not in cube: return None
-    methods = [m for m in method_order(cube) if cube[name].sel({"method": m}).notnull().any()]
-    order, rows = list(DATASETS), {}
+    texts, order, rows = write(cube, threshold), list(DATASETS), {}
+    methods = [m for m in method_order(cube) if (texts.sel({"method": m}) != "").any()]
     for d in sorted(cube.dataset.values, key=order.index):
         for model in cube.model.values:
-            row = [target_text(cube.sel({"dataset": d, "model": model, "method": m}), name) for m in methods]
+            row = [texts.sel({"dataset": d, "model": model, "method": m}).item() for m in methods]
             if any(row): rows[DATASETS[d], block_name(d, model)] = row
     if not rows: return None
     text = pd.DataFrame(rows.values(), pd.MultiIndex.from_tuples(rows), pd.MultiIndex.from_tuples([("Targets", method_name(m)) for m in methods]))
-    scored = [f"{ranged(cube.targets_scored)} targets of each corpus"] if "targets_scored" in cube else []
+    scored = [f"{ranged(cube.nll_n.sel(part='first'))} targets of each corpus"] if "nll_n" in cube else []
     return Sheet(label, caption, scored, text, pd.DataFrame("", text.index, text.columns), [""] * len(rows))
 
 # %% ../../nbs/results/tables.ipynb #a76ff92c
@@ -200,7 +211,7 @@ def correlation_sheet(
     text = pd.DataFrame(rows.values(), pd.MultiIndex.from_tuples(rows), pd.MultiIndex.from_tuples([("Checkpoints", "N"), ("Pearson r", "‖Δθ‖², Drop"), ("Pearson r", "R, Drop")]))
     return Sheet(label, caption, [], text, pd.DataFrame("", text.index, text.columns), [""] * len(rows))
 
-# %% ../../nbs/results/tables.ipynb #6d3edcc0
+# %% ../../nbs/results/tables.ipynb #e219ba76
 FOUR, FIVE = ("base", "sft", "opsd-n8-t1", "mixsd"), ("base", "sft", "opsd", "opsd-nll", "mixsd")
 FACTS = ("Train", "Retrieval")
 
@@ -220,9 +231,9 @@ TABLES: dict[str, Callable[[xr.Dataset], Sheet | None]] = {
                                ("base", "opsd-n8-t1", "opsd-nll", "mixsd-kl", "mixsd-0")),
     "displacement": partial(displacement_sheet, label="tab:app-displacement", caption="Displacement of the parameters and what was forgotten, at the chosen checkpoints. Drop in percentage points; ‖Δθ‖² and R have no unit."),
     "correlation": partial(correlation_sheet, label="tab:app-corr-pooled", caption="Correlation with the drop of the held-out average, over all checkpoints, of which those of one run are not independent."),
-    "nll-5": partial(target_sheet, label="tab:high-nll-5", caption="Target tokens with an NLL above 5 nats under the base: count and share.", name="above_5"),
-    "nll-8": partial(target_sheet, label="tab:high-nll-8", caption="Target tokens with an NLL above 8 nats under the base: count and share.", name="above_8"),
-    "overlap": partial(target_sheet, label="tab:overlap-recall", name="overlap_recall",
+    "nll-5": partial(target_sheet, label="tab:high-nll-5", caption="Target tokens with an NLL above 5 nats under the base: count and share.", name="above", write=counted_share, threshold=5.0),
+    "nll-8": partial(target_sheet, label="tab:high-nll-8", caption="Target tokens with an NLL above 8 nats under the base: count and share.", name="above", write=counted_share, threshold=8.0),
+    "overlap": partial(target_sheet, label="tab:overlap-recall", name="recall", write=overlap_share, threshold=8.0,
                        caption="Share of the token types with an NLL above 8 nats in the canonical target that are in the mixed target too.")}
 
 
