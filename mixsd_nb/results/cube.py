@@ -142,7 +142,7 @@ def result_tree(
     root = xr.Dataset(data, coords, dict(config=config))
     return xr.DataTree.from_dict({"/": root} | ({"/training": training_curves(training)} if training else {}))
 
-# %% ../../nbs/results/cube.ipynb #d1746a72
+# %% ../../nbs/results/cube.ipynb #9cd1218b
 def dimensions(
     roots: Iterable[xr.Dataset],
 ) -> list[str]:
@@ -200,7 +200,11 @@ def filled(
 def merged(
     roots: dict[str, xr.Dataset],  # folder name -> root
 ) -> xr.Dataset:
-    "Equal to `xr.merge(roots.values(), join='outer', compat='no_conflicts', combine_attrs='drop_conflicts')`."
+    """Equal to `xr.merge(roots.values(), join='outer', compat='no_conflicts', combine_attrs='drop_conflicts')`.
+
+    ValueError as in `filled`, and for a dimension without labels."""
+    for folder, root in roots.items():
+        for dim in set(root.dims) - set(root.indexes): raise ValueError(f"{folder} has no labels along {dim}")
     indexes = {dim: joined(roots.values(), dim) for dim in dimensions(roots.values())}
     sizes = {dim: len(index) for dim, index in indexes.items()}
     places = {folder: {dim: indexes[dim].get_indexer(index) for dim, index in root.indexes.items()} for folder, root in roots.items()}

@@ -53,7 +53,7 @@ def asked(
     "The items that a published share counts."
     return ASKED.get(benchmark) or ASKED_OF[dataset][benchmark]
 
-# %% ../../nbs/results/paper.ipynb #fb556000
+# %% ../../nbs/results/paper.ipynb #bfa2e583
 SEED = 42
 
 
@@ -71,7 +71,8 @@ def run_coords(
     label = method_label(kind, lam, rollouts, temperature)
     keys = {name: key for table in (DATASETS, MODELS) for key, name in reversed(table.items())}
     index = dict(dataset=[keys[dataset]], model=[keys[model]], method=[label], lr=[rate], seed=[SEED], step=[rate])
-    of_method = dict(lam=lam if kind == "mixsd" else np.nan, rollouts=np.nan if of_sft else rollouts, temperature=np.nan if of_sft or kind == "mixsd" else temperature)
+    sampled = dict(rollouts=rollouts, temperature=np.nan if kind == "mixsd" else temperature)
+    of_method = dict(lam=lam if kind == "mixsd" else np.nan, **dict.fromkeys(sampled, np.nan) if of_sft else sampled)
     return {k: variable(k, [k], v) for k, v in index.items()} | {k: variable(k, ["method"], [v]) for k, v in of_method.items()}
 
 
