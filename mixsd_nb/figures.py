@@ -60,7 +60,7 @@ def file_name(
     unusual = [str(getattr(config, k)) for k in ("source", "dataset", "model", "lr") if getattr(config, k) != getattr(usual, k)]
     return "".join(f"-{word}" for word in unusual).replace("/", "-")
 
-# %% ../nbs/figures.ipynb #b3d5ef46
+# %% ../nbs/figures.ipynb #878604bb
 def chosen_rows(
     cube: xr.Dataset,
 ) -> pd.DataFrame:
@@ -99,8 +99,8 @@ def sheet(
 ) -> Sheet | None:
     "A table of all sources, with how ours was chosen; None where none has it."
     found = table_sheet(name, there)
-    mine = "runs" in there and table_sheet(name, dict(runs=there["runs"])) and name != "correlation"
-    return replace(found, notes=[*found.notes, choice(there["runs"][0])]) if mine else found
+    mine = table_sheet(name, dict(runs=there["runs"])) if "runs" in there else None
+    return replace(found, notes=[*found.notes, choice(there["runs"][0])]) if mine and mine.methods[0] else found
 
 # %% ../nbs/figures.ipynb #19eca695
 def first_example(
@@ -136,7 +136,7 @@ def overview(
                    "the naive alone (λ=1), which does not know": naive}
     return overview_figure(prompts, {name: pieces(r) for name, r in completions.items()})
 
-# %% ../nbs/figures.ipynb #3704b509
+# %% ../nbs/figures.ipynb #4b6176f6
 def our_figures(
     cube: xr.Dataset,  # of one corpus and one model
 ) -> dict[str, Figure]:
@@ -155,7 +155,8 @@ def shared_figures(
     of = lambda part: part.share_above.sel(dataset=[d for d in part.dataset.values if DATASETS[d] == printed])
     if any("share_above" in part and of(part).notnull().any() for part in parts):
         figures["high-nll"] = high_nll_figure(*parts, dataset=printed)
-    return figures | {f"displacement-{who}": displacement_figure(cube) for who, (cube, _) in there.items() if "displacement_sq" in cube}
+    whose = {who: f"-{who}" if len(there) > 1 else "" for who in there}
+    return figures | {f"displacement{whose[who]}": displacement_figure(cube) for who, (cube, _) in there.items() if "displacement_sq" in cube}
 
 
 def draw(

@@ -219,9 +219,9 @@ def merged(
     data = {name: v for name, v in variables.items() if name not in auxiliary}
     return xr.Dataset(data, coords, agreed(r.attrs for r in roots.values()))
 
-# %% ../../nbs/results/cube.ipynb #bbe29f64
+# %% ../../nbs/results/cube.ipynb #25837a82
 # Auxiliary coordinates and what only chooses steps or says where an input lies.
-NOT_SETTINGS = {*DIMS, "lam", "rollouts", "temperature", "checkpoints", "checkpoint", "base", "run", "targets", "content", "responses"}
+NOT_SETTINGS = {*DIMS, "lam", "rollouts", "temperature", "checkpoints", "trained", "run", "targets", "content", "origin", "runs"}
 OF_BASE = {"dataset", "model", "method", "seed", "n"}
 
 
@@ -260,10 +260,11 @@ def check_settings(
 def spread(
     folders: dict[str, list[str]],  # value -> folders
 ) -> str:
-    "The values with up to three folders each."
-    return "; ".join(f"{value} in {', '.join(names[:3])}" + (" …" if len(names) > 3 else "") for value, names in folders.items())
+    "Up to three values with up to three folders each."
+    few = lambda words, mark: mark.join(words[:3]) + (f"{mark}…" if len(words) > 3 else "")
+    return few([f"{value} in {few(names, ', ')}" for value, names in folders.items()], "; ")
 
-# %% ../../nbs/results/cube.ipynb #5b93ead4
+# %% ../../nbs/results/cube.ipynb #d237d19e
 def read_root(
     path: Path,  # result.nc
 ) -> xr.Dataset | None:
@@ -271,12 +272,16 @@ def read_root(
     with netCDF4.Dataset(path) as file:
         if not {"dataset", "model", "method"} <= set(file.dimensions): return None
         file.set_auto_maskandscale(False)
-        words = {name: {k: v.getncattr(k) for k in v.ncattrs()} for name, v in file.variables.items()}
-        listed = [file.__dict__.get("coordinates", ""), *(w.pop("coordinates", "") for w in words.values())]
-        auxiliary = set(" ".join(listed).split())
-        variables = {name: xr.Variable(v.dimensions, v[...], {k: w for k, w in words[name].items() if k != "_FillValue"}) for name, v in file.variables.items()}
-        coords = {name: v for name, v in variables.items() if name in auxiliary or v.dims == (name,)}
-        return xr.Dataset({k: v for k, v in variables.items() if k not in coords}, coords, {k: v for k, v in file.__dict__.items() if k != "coordinates"})
+        words = {name: dict(v.__dict__) for name, v in file.variables.items()}
+        attrs, values = dict(file.__dict__), {name: v[...] for name, v in file.variables.items()}
+        dims = {name: v.dimensions for name, v in file.variables.items()}
+    auxiliary = set(" ".join([attrs.pop("coordinates", ""), *(w.pop("coordinates", "") for w in words.values())]).split())
+    for name in values:
+        words[name].pop("_FillValue", None)
+        if values[name].dtype == object: values[name] = values[name].astype(str)  # else pandas looks at every text
+    variables = {name: xr.Variable(dims[name], values[name], words[name], fastpath=True) for name in values}
+    coords = {name: v for name, v in variables.items() if name in auxiliary or v.dims == (name,)}
+    return xr.Dataset({k: v for k, v in variables.items() if k not in coords}, coords, attrs)
 
 
 OWN = ("accuracy", "n", *TARGETS)  # of a training result

@@ -320,7 +320,7 @@ def displacement_figure(
         sns.despine(fig)
     return fig
 
-# %% ../../nbs/results/plots.ipynb #a719655e
+# %% ../../nbs/results/plots.ipynb #1289bcd6
 def high_nll_figure(
     *cubes: xr.Dataset,  # of `shown`, with share_above
     dataset: str = "KGFact-Small",
@@ -331,11 +331,11 @@ def high_nll_figure(
         for key in (d for d in cube.dataset.values if DATASETS[d] == dataset):
             part = cube.share_above.sel(dataset=key, part="first")
             n = cube.nll_n.sel(dataset=key, part="first") if "nll_n" in cube else xr.zeros_like(part)
-            title = lambda m: f"{model_name(m)}\n{key}, N={ranged(n.sel(model=m))} targets"
+            title = lambda m: f"{model_name(m)}\n{key}\nN={ranged(n.sel(model=m))} targets"
             panels += [(title(m), part.sel(model=m)) for m in part.model.values if part.sel(model=m).notnull().any()]
     if not panels: raise ValueError(f"dataset is {dataset}; no cube has the NLL of its targets")
     with sns.plotting_context("notebook"), sns.axes_style("ticks", {"axes.grid": True, "grid.color": "0.9"}):
-        fig, axes = plt.subplots(1, len(panels), figsize=(2.4 + 2.4 * len(panels), 3.6), sharey=True, squeeze=False, layout="constrained")
+        fig, axes = plt.subplots(1, len(panels), figsize=(2.4 + 2.4 * len(panels), 3.8), sharey=True, squeeze=False, layout="constrained")
         for ax, (title, part) in zip(axes[0], panels, strict=True):
             for m in present(part):
                 ax.plot(part.threshold, 100 * part.sel({"method": m}), marker=method_marker(m), color=method_colour(m), lw=1.2, ms=7, mec="white")
