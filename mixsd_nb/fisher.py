@@ -6,12 +6,12 @@
 __all__ = ['SHARES', 'SLICE', 'PAUSE', 'FISHER', 'Tensors', 'SUMS', 'PARTS', 'TEXTS', 'MEASURES', 'CELL', 'AXES',
            'training_folder', 'FisherConfig', 'chosen', 'reference_items', 'reference_pairs', 'logit_slopes',
            'check_differentiable', 'SquaredGradients', 'diagonal_fisher', 'restore', 'store', 'sum_up', 'work',
-           'estimate', 'main', 'tensors_of', 'check_same_weights', 'tensor_sums', 'with_ratio', 'displacement',
-           'layer_of', 'kind_of', 'variable', 'by_model', 'by_checkpoint', 'of_base', 'base_fisher',
-           'check_checkpoints', 'of_run', 'slug', 'run', 'all_runs', 'points', 'pearson', 'correlations', 'last_table',
-           'forgetting_figure']
+           'estimate', 'main', 'tensors_of', 'check_same_weights', 'tensor_sums', 'with_ratio', 'together',
+           'displacement', 'layer_of', 'kind_of', 'variable', 'by_model', 'by_checkpoint', 'of_base', 'base_fisher',
+           'check_checkpoints', 'of_run', 'slug', 'run', 'all_runs', 'ratio_of_layers', 'points', 'pearson',
+           'correlations', 'last_table', 'part_table', 'forgetting_figure']
 
-# %% ../nbs/fisher.ipynb #a3dfbd33
+# %% ../nbs/fisher.ipynb #ae7d9293
 import functools
 import hashlib
 import json
@@ -39,8 +39,8 @@ from .benchmarks.lab_tasks import SUITES, draw
 from .benchmarks.tasks import TASKS, Item, benchmarks_folder, load_task
 from .corpora.prompts import completion_ids, prompt_ids
 from .models import check_model, load_base, load_tokenizer, model_source
-from .results.cube import RUN_DIMS, held_out_average, method_order, training_roots
-from .results.plots import method_colour, ranged
+from .results.cube import RUN_DIMS, held_out_average, training_roots
+from .results.plots import method_colour
 from .results.runs import Config, Journal, ParameterError, cached_run, finished, make_config, run_folder, runs_root, setting, write_atomically
 
 # %% ../nbs/fisher.ipynb #2650c7c2
@@ -125,8 +125,8 @@ def reference_pairs(
     pairs = {name: [(prompt_ids(tokenizer, i.prompt), completion_ids(tokenizer, i.response)) for i in items] for name, items in found.items()}
     return {name: [(p, c) for p, c in group if len(p) + len(c) <= context] for name, group in pairs.items()}
 
-# %% ../nbs/fisher.ipynb #d120f5a6
-SLICE = 8_192  # rows of the head whose gradient exists at once
+# %% ../nbs/fisher.ipynb #dcc86e0e
+SLICE = 2**21  # values of the head's gradient that exist at once
 
 
 @torch.no_grad()
@@ -143,14 +143,14 @@ def logit_slopes(
         slopes[-1][torch.arange(len(w)), w] += 1
     return torch.cat(slopes)
 
-# %% ../nbs/fisher.ipynb #d9d9a311
+# %% ../nbs/fisher.ipynb #09471b29
 def check_differentiable(
     model,
     pairs: list[tuple[list[int], list[int]]],
 ) -> None:
     "ValueError of one sentence for a frozen parameter, a head with a bias, no pairs, or a pair that has no gradient or does not fit into the context."
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-    if frozen: raise ValueError(f"model has {len(frozen)} frozen parameters, {frozen[0]} among them; allowed are models whose parameters all have gradients")
+    if frozen: raise ValueError(f"model has {len(frozen)} frozen parameters, {frozen[0]} among them; all have to have gradients")
     if model.get_output_embeddings().bias is not None: raise ValueError("model has a bias in its head; allowed are heads without one")
     if not pairs: raise ValueError("pairs is empty; at least one is needed")
     context = model.config.max_position_embeddings
@@ -158,7 +158,7 @@ def check_differentiable(
         if not (prompt and completion): raise ValueError(f"pair {k} has {len(prompt)} prompt and {len(completion)} completion tokens; each has at least one")
         if (n := len(prompt) + len(completion)) > context: raise ValueError(f"pair {k} has {n} tokens; the context of the model is {context}")
 
-# %% ../nbs/fisher.ipynb #532c77c1
+# %% ../nbs/fisher.ipynb #30ea033e
 class SquaredGradients:
     "Sums of squared gradients by parameter, float32, over the examples that are added while it is entered. A tied weight is one parameter."
 
@@ -193,11 +193,12 @@ class SquaredGradients:
         rows = slope.new_zeros(len(tokens), slope.shape[-1], dtype=torch.float32).index_add_(0, place, slope.float())
         tied = self.of_words is self.of_head
         if not tied: self.of_words.index_add_(0, tokens, rows.square())
-        for begin in range(0, len(self.of_head), SLICE):
-            part = (slopes[:, begin:begin + SLICE].T @ states).float()
-            here = (tokens >= begin) & (tokens < begin + SLICE)
+        size = max(1, SLICE // states.shape[-1])
+        for begin in range(0, len(self.of_head), size):
+            part = (slopes[:, begin:begin + size].T @ states).float()
+            here = (tokens >= begin) & (tokens < begin + size)
             if tied: part[tokens[here] - begin] += rows[here]
-            self.of_head[begin:begin + SLICE].addcmul_(part, part)
+            self.of_head[begin:begin + size].addcmul_(part, part)
 
     def add(self, prompt: list[int], completion: list[int]):
         "One example: the gradient of Σ log p over its completion."
@@ -215,7 +216,7 @@ def diagonal_fisher(
     model,  # a causal language model whose logits are a linear head on its last states
     pairs: list[tuple[list[int], list[int]]],  # prompt and completion ids
 ) -> dict[str, torch.Tensor]:
-    "The diagonal of the empirical Fisher, float32, by the name of the parameter; gradients that the model holds are dropped. ValueError as in `check_differentiable`."
+    "Diagonal of the empirical Fisher by name of the parameter, float32; gradients that the model holds are dropped. ValueError as in `check_differentiable`."
     check_differentiable(model, pairs)
     with SquaredGradients(model) as squares:
         for pair in pairs: squares.add(*pair)
@@ -312,7 +313,7 @@ def main(
     die_with_parent(signal.SIGKILL)
     work(json.loads((Path(folder) / "job.json").read_text()), Path(folder), lambda entry: print(json.dumps(entry), flush=True))
 
-# %% ../nbs/fisher.ipynb #03cb09e9
+# %% ../nbs/fisher.ipynb #f110341b
 Tensors = Mapping[str, Callable[[], torch.Tensor]]
 SUMS = ("displacement_sq", "fisher_weighted", "fisher_trace", "parameters")
 
@@ -343,11 +344,11 @@ def check_same_weights(
     "ValueError of one sentence where the Fisher is that of another architecture."
     for name in fisher:
         if name not in there: raise ValueError(f"{what} has no {name}, which the Fisher has: they are of different architectures")
-    for name in there.keys() - fisher.keys():
+    for name in sorted(there.keys() - fisher.keys()):
         if not any(torch.equal(there[name](), there[k]()) for k in fisher if k.endswith("weight") and "embed" in k):
             raise ValueError(f"{what} has {name}, which the Fisher lacks and which is no second name of the embeddings")
 
-# %% ../nbs/fisher.ipynb #88524867
+# %% ../nbs/fisher.ipynb #907c9acc
 def tensor_sums(
     base,  # as `tensors_of` takes them, all three
     tuned,
@@ -371,12 +372,13 @@ def tensor_sums(
 
 
 def with_ratio(
-    sums,  # of one or of many: SUMS
+    sums,  # SUMS, in a table or a Dataset
 ):
-    "The sums with the alignment ratio R, NaN where nothing moved or nothing is sensitive."
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.divide(sums["fisher_weighted"], sums["displacement_sq"]) / np.divide(sums["fisher_trace"], sums["parameters"])
-    return sums.assign(alignment_ratio=ratio) if isinstance(sums, pd.DataFrame) else pd.Series({**sums, "alignment_ratio": ratio})
+    "The sums with the alignment ratio R; NaN where nothing moved or nothing is sensitive."
+    return sums.assign(alignment_ratio=(sums.fisher_weighted / sums.displacement_sq) / (sums.fisher_trace / sums.parameters))
+
+
+def together(sums: pd.DataFrame) -> pd.DataFrame: return with_ratio(sums.sum().to_frame().T)
 
 
 def displacement(
@@ -385,7 +387,7 @@ def displacement(
     fisher,  # of `diagonal_fisher`, or the file of it
 ) -> pd.Series:
     "`displacement_sq` ‖Δθ‖², `fisher_weighted` Q_F and `alignment_ratio` R (floats by name); ValueError as in `tensor_sums`."
-    return with_ratio(tensor_sums(base, tuned, fisher).sum())[["displacement_sq", "fisher_weighted", "alignment_ratio"]]
+    return together(tensor_sums(base, tuned, fisher)).iloc[0][["displacement_sq", "fisher_weighted", "alignment_ratio"]]
 
 # %% ../nbs/fisher.ipynb #e4aec5d7
 def layer_of(name: str) -> str:
@@ -399,7 +401,7 @@ def kind_of(name: str) -> str: return re.sub(r"\.(weight|bias)$", "", name).rpar
 
 PARTS = {"layer": layer_of, "kind": kind_of}
 
-# %% ../nbs/fisher.ipynb #e803c137
+# %% ../nbs/fisher.ipynb #813acbd3
 TEXTS = dict(displacement_sq="squared length of the change of the weights", fisher_weighted="squared change of the weights, weighted by the Fisher",
              alignment_ratio="Fisher alignment ratio R", fisher_trace="trace of the Fisher", parameters="parameters, tied ones once",
              layer="layer", kind="kind of parameter", source="benchmark of the reference examples", examples="reference examples",
@@ -427,12 +429,12 @@ def by_checkpoint(
     part: str = "",
 ) -> xr.Dataset:
     "MEASURES over CELL and the part, beside what belongs to the model."
-    tables = [with_ratio(s.groupby(PARTS[part], sort=False).sum() if part else s.sum().to_frame().T) for s in sums.values()]
-    dims, shape = [*CELL, part] if part else CELL, (1,) * len(RUN_DIMS) + (len(tables),) + ((len(tables[0]),) if part else ())
+    tables = [with_ratio(s.groupby(PARTS[part], sort=False).sum()) if part else together(s) for s in sums.values()]
+    dims, shape = (*CELL, part) if part else CELL, [1] * len(RUN_DIMS) + [len(tables)] + [len(tables[0])] * bool(part)
     values = {name: variable(name, dims, np.array([t[name].values for t in tables], float).reshape(shape)) for name in MEASURES}
     return by_model(next(iter(sums.values())), part).assign(values)
 
-# %% ../nbs/fisher.ipynb #5de6b4f2
+# %% ../nbs/fisher.ipynb #0e81baaf
 def of_base(
     config: FisherConfig,
     folder: Path,
@@ -443,7 +445,8 @@ def of_base(
     fisher = {name: read() for name, read in tensors_of(folder / FISHER).items()}
     sums = tensor_sums(fisher, fisher, fisher)
     told = dict(examples=[len(g) for g in pairs.values()], target_tokens=[np.mean([len(c) for _, c in g]) for g in pairs.values()])
-    reference = xr.Dataset({name: variable(name, ["source"], values) for name, values in told.items()}, dict(source=variable("source", ["source"], list(pairs))))
+    axis = dict(source=variable("source", ["source"], list(pairs)))
+    reference = xr.Dataset({name: variable(name, ["source"], values) for name, values in told.items()}, axis)
     root = by_model(sums).assign(examples=variable("examples", ["model"], [sum(told["examples"])]))
     root = root.assign_coords(model=variable("model", ["model"], [config.model])).assign_attrs(config=config.canonical())
     return xr.DataTree.from_dict({"/": root, "/reference": reference} | {f"/per_{part}": by_model(sums, part) for part in PARTS})
@@ -488,7 +491,8 @@ def of_run(
 
 
 def slug(config):
-    return "fisher-" + (Path(config.trained).name.removeprefix("train-") if config.trained else f"{config.model.strip('/').replace('/', '-')}-{config.reference}")
+    base = f"{config.model.strip('/').replace('/', '-')}-{config.reference}"
+    return "fisher-" + (Path(config.trained).name.removeprefix("train-") if config.trained else base)
 
 
 def run(
@@ -503,31 +507,40 @@ def run(
     except ValueError as e: raise ParameterError(str(e)) from None
     return cached_run(slug(config), config, functools.partial(of_run if config.trained else of_base, config), force=config.force)
 
-# %% ../nbs/fisher.ipynb #13db285c
+# %% ../nbs/fisher.ipynb #7c27b39d
 def all_runs(
     config: FisherConfig,
 ) -> tuple[dict[str, xr.DataTree], list[str]]:
     "By folder name the results of all training runs of the model, and the names of those whose checkpoints are not there."
     found, gone = {}, []
-    for name, root in training_roots(runs_root()).items():
-        if root["model"].item() != config.model or not (root.step > 0).any(): continue
-        try: found[name] = run(**config.model_dump(exclude={"content", "force"}) | dict(trained=name))
+    trained = [name for name, root in training_roots(runs_root()).items() if root["model"].item() == config.model and (root.step > 0).any()]
+    for name in tqdm(trained, desc="training runs", unit="run", leave=False):
+        try: found[name] = run(**config.model_dump(exclude={"content"}) | dict(trained=name))
         except ParameterError: gone.append(name)
     return found, gone
+
+
+def ratio_of_layers(
+    tree: xr.DataTree,
+) -> xr.DataArray:
+    "R of what stands in layers, without embeddings, last norm and head."
+    parts = tree["per_layer"].to_dataset()
+    inside = parts.sel(layer=[layer for layer in parts.layer.values if layer.isdigit()])
+    return with_ratio(inside[list(SUMS)].sum("layer")).alignment_ratio
 
 
 def points(
     results: dict[str, xr.DataTree],  # by name of the training run
 ) -> pd.DataFrame:
-    "A row for each checkpoint: CELL, `lam`, MEASURES, and `drop` in percentage points."
+    "A row for each checkpoint: CELL, `lam`, MEASURES, `ratio_of_layers`, and `drop` in percentage points."
     rows = []
     for name, tree in results.items():
         with xr.open_dataset(training_folder(name) / "result.nc", engine="netcdf4") as root: kept = held_out_average(root).load()
         lost = 100 * (kept.sel(step=0, drop=True) - kept.sel(step=tree.step))
-        rows.append(tree.to_dataset()[list(MEASURES)].assign(drop=lost).to_dataframe().reset_index().assign(run=name))
+        rows.append(tree.to_dataset()[list(MEASURES)].assign(drop=lost, ratio_of_layers=ratio_of_layers(tree)).to_dataframe().reset_index().assign(run=name))
     return pd.concat(rows, ignore_index=True)
 
-# %% ../nbs/fisher.ipynb #f18c7579
+# %% ../nbs/fisher.ipynb #569202ec
 def pearson(
     x: np.ndarray,
     y: np.ndarray,
@@ -541,28 +554,35 @@ def pearson(
 
     def r(sums):
         n, sx, sy, xx, yy, xy = sums.T
-        with np.errstate(invalid="ignore", divide="ignore"): return (n * xy - sx * sy) / np.sqrt((n * xx - sx**2) * (n * yy - sy**2))
+        with np.errstate(invalid="ignore", divide="ignore"): found = (n * xy - sx * sy) / np.sqrt((n * xx - sx**2) * (n * yy - sy**2))
+        return np.where(np.isfinite(found), found, np.nan)
     whole = float(r(moments.sum(0)))
     if len(names) < 2: return whole, np.nan, np.nan
     drawn = np.random.default_rng(0).multinomial(len(names), np.full(len(names), 1 / len(names)), size=draws) @ moments
     low, high = np.nanquantile(r(drawn), (0.025, 0.975)) if whole == whole else (np.nan, np.nan)
     return whole, float(low), float(high)
 
-# %% ../nbs/fisher.ipynb #e15513d3
-AXES = {"alignment_ratio": "r(R, Drop)", "displacement_sq": "r(‖Δθ‖², Drop)"}
+# %% ../nbs/fisher.ipynb #ff849ec1
+AXES = {"displacement_sq": "‖Δθ‖²", "alignment_ratio": "R", "ratio_of_layers": "R of the layers"}
 
 
 def correlations(
     table: pd.DataFrame,  # of `points`
 ) -> pd.DataFrame:
-    "r of Drop with R and with ‖Δθ‖², with intervals: over all checkpoints of the model as in the paper, then within each dataset, method and learning rate."
+    """r of Drop with each of AXES, with intervals: over all checkpoints of the model as in the paper, then within each dataset, method and learning rate.
+
+    `between methods` is over deviations from the mean of all checkpoints of the same dataset, learning rate and step."""
     groups = {"all": table}
     for by in ("dataset", "method", "lr"):
         if table[by].nunique() > 1: groups |= {f"{by} {value}": group for value, group in table.groupby(by)}
-    said = lambda r, low, high: f"{r:+.2f} ({low:+.2f} to {high:+.2f})"
-    rows = {name: dict(checkpoints=len(g), runs=g.run.nunique(), **{text: said(*pearson(g[axis], g["drop"], g.run)) for axis, text in AXES.items()})
-            for name, g in groups.items()}
-    return pd.DataFrame.from_dict(rows, "index")
+    if table.method.nunique() > 1:
+        columns, alike = [*AXES, "drop"], table.groupby(["dataset", "lr", "step"])
+        groups["between methods"] = table.assign(**{c: table[c] - alike[c].transform("mean") for c in columns})
+    def said(group, axis):
+        r, low, high = pearson(group[axis], group["drop"], group.run)
+        return f"{r:+.2f} ({low:+.2f} to {high:+.2f})"
+    columns = dict(checkpoints=len, runs=lambda g: g.run.nunique()) | {f"r({text}, Drop)": (lambda g, axis=axis: said(g, axis)) for axis, text in AXES.items()}
+    return pd.DataFrame({name: {text: find(g) for text, find in columns.items()} for name, g in groups.items()}).T
 
 
 def last_table(
@@ -571,19 +591,33 @@ def last_table(
     "The paper's table: ‖Δθ‖², R and Drop of each method at its last step, means over seeds."
     last = table[table.step == table.groupby("run").step.transform("max")]
     keys = ["dataset", "method", "lr"]
-    means = last.groupby(keys)[["displacement_sq", "alignment_ratio", "drop"]].mean().join(last.groupby(keys).size().rename("seeds"))
-    return means.rename(columns=dict(displacement_sq="‖Δθ‖²", alignment_ratio="R", drop="Drop (points)")).round(2)
+    means = last.groupby(keys)[[*AXES, "drop"]].mean().join(last.groupby(keys).size().rename("seeds"))
+    return means.rename(columns=AXES | dict(drop="Drop (points)")).round(2)
+
+
+def part_table(
+    results: dict[str, xr.DataTree],  # by name of the training run
+    part: str,  # a key of PARTS
+) -> pd.DataFrame:
+    "By part, over the last checkpoints of all runs: shares of d, tr F̂, ‖Δθ‖² and Q_F in %, and R within the part; means."
+    tables = []
+    for tree in results.values():
+        last = tree[f"per_{part}"].to_dataset().isel(step=-1, drop=True).squeeze(drop=True)
+        parts = last[["parameters", "fisher_trace", "displacement_sq", "fisher_weighted"]].to_dataframe()
+        tables.append((100 * parts / parts.sum()).assign(R=last.alignment_ratio.values))
+    named = dict(parameters="parameters (%)", fisher_trace="tr F̂ (%)", displacement_sq="‖Δθ‖² (%)", fisher_weighted="Q_F (%)")
+    return pd.concat(tables).groupby(level=0, sort=False).mean().rename(columns=named)
 
 
 def forgetting_figure(
     table: pd.DataFrame,  # of `points`
 ):
-    "Drop against ‖Δθ‖² and against R, a dot for each checkpoint, growing along training, coloured by method; a marker for each dataset."
+    "Drop against each of AXES, a dot for each checkpoint, growing along training, coloured by method; a marker for each dataset."
     import matplotlib.pyplot as plt
-    fig, axes = plt.subplots(1, 2, figsize=(9.5, 3.8), sharey=True, layout="constrained")
+    fig, axes = plt.subplots(1, len(AXES), figsize=(12, 3.8), sharey=True, layout="constrained")
     lam = table.groupby("method").lam.first()
     markers = dict(zip(sorted(table.dataset.unique()), "osD^vP"))
-    for ax, (name, label) in zip(axes, (("displacement_sq", "‖Δθ‖²"), ("alignment_ratio", "R"))):
+    for ax, (name, label) in zip(axes, AXES.items()):
         for (method, dataset), group in table.groupby(["method", "dataset"]):
             ax.scatter(group[name], group["drop"], s=12 + 60 * group.step / table.step.max(), color=method_colour(method, lam[method]), alpha=0.7,
                        marker=markers[dataset], lw=0, label=f"{method}, {dataset}")
