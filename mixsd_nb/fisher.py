@@ -401,7 +401,7 @@ def kind_of(name: str) -> str: return re.sub(r"\.(weight|bias)$", "", name).rpar
 
 PARTS = {"layer": layer_of, "kind": kind_of}
 
-# %% ../nbs/fisher.ipynb #813acbd3
+# %% ../nbs/fisher.ipynb #2d6fc2cc
 TEXTS = dict(displacement_sq="squared length of the change of the weights", fisher_weighted="squared change of the weights, weighted by the Fisher",
              alignment_ratio="Fisher alignment ratio R", fisher_trace="trace of the Fisher", parameters="parameters, tied ones once",
              layer="layer", kind="kind of parameter", source="benchmark of the reference examples", examples="reference examples",
@@ -418,10 +418,10 @@ def by_model(
     part: str = "",  # a key of PARTS; empty for all tensors together
 ) -> xr.Dataset:
     "`fisher_trace` and `parameters` over `model` and the part."
-    table = sums.groupby(PARTS[part], sort=False).sum() if part else sums.sum().to_frame().T
+    table = (sums.groupby(PARTS[part], sort=False).sum() if part else sums.sum().to_frame().T).astype(dict(parameters=int))
     axis = {part: variable(part, [part], list(table.index))} if part else {}
-    shape = lambda name: table[name].values[None] if part else table[name].values
-    return xr.Dataset({name: variable(name, ["model", *axis], shape(name)) for name in ("fisher_trace", "parameters")}, axis)
+    shape = (1, len(table)) if part else 1
+    return xr.Dataset({name: variable(name, ["model", *axis], table[name].values.reshape(shape)) for name in ("fisher_trace", "parameters")}, axis)
 
 
 def by_checkpoint(
