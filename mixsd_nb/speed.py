@@ -328,7 +328,7 @@ def run_training(
         return xr.DataTree(xr.Dataset(root, axes, dict(config=config.canonical(), device=device())))
     return cached_run(f"speed-training-{config.model.strip('/').replace('/', '-')}", config, compute, force=config.force)
 
-# %% ../nbs/speed.ipynb #85441f48
+# %% ../nbs/speed.ipynb #36ad850e
 OUTWEIGHING = dict(vocab_size=32_768, hidden_size=1024, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=8, head_dim=64, intermediate_size=3072)
 
 
@@ -398,6 +398,7 @@ def run_fisher(
 
         from mixsd_nb.fisher import FisherConfig, reference_pairs
         from mixsd_nb.models import load_base
+        from mixsd_nb.speed import fisher_memory  # a process finds it in the library, not in a cell
         mix = [pair for group in reference_pairs(FisherConfig(model=config.model, seed=config.seed)).values() for pair in group]
         some = [mix[int(k)] for k in np.linspace(0, len(mix) - 1, config.pairs)]
         seconds = fisher_seconds(load_base(config.model, config.dtype)[0].to("cuda" if torch.cuda.is_available() else "cpu"), some, config.rounds)
