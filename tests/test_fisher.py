@@ -1,0 +1,218 @@
+"""The stage fisher on a small random model: several processes, kills, training runs as they stand in folders, bad input."""
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from mixsd_nb import fisher
+from mixsd_nb.benchmarks.lab_tasks import SUITES
+from mixsd_nb.methods.trainer import MARK, checkpoint_folder
+from mixsd_nb.models import load_base, load_tokenizer
+from mixsd_nb.results.cube import RUN_DIMS, result_tree
+from mixsd_nb.results.runs import write_result
+
+several = pytest.mark.skipif(os.cpu_count() < 2, reason="two processes need two cores")
+HELD_OUT = [name for name, suite in SUITES.items() if suite.role == "held-out"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    "The folder of a small random model with tied embeddings."
+    folder, tokenizer = tmp_path_factory.mktemp("model"), load_tokenizer("lab-s")
+    torch.manual_seed(0)
+    config = Qwen3Config(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+                         intermediate_size=64, tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id, max_position_embeddings=1024)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def own_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
+    return tmp_path
+
+
+def estimated(**parameters):
+    "The file of the base's Fisher."
+    return fisher.base_fisher(fisher.FisherConfig(**parameters))
+
+
+def trained(root, model, method="sft", lam=0.0, lr=1e-3, lost=0, steps=(5, 9)):
+    "A training run as `train` leaves it: weights that moved by lr at each step along their sign, and held-out accuracies that fell."
+    folder, base = root / f"train-{method}-{lam:g}-{lr:g}", load_base(model)[0]
+    accuracy = {s: {"recall": (s, 10), **{b: (90 - lost * s - k, 100) for k, b in enumerate(HELD_OUT)}} for s in (0, *steps)}
+    benchmarks = dict.fromkeys(["recall"], dict(column="Train", role="in-domain")) | dict.fromkeys(HELD_OUT, dict(column="", role="held-out"))
+    for step in steps:
+        checkpoint = checkpoint_folder(folder, step)
+        with torch.no_grad():
+            [p.add_(lr * p.sign()) for p in base.parameters()]
+        base.save_pretrained(checkpoint)
+        (checkpoint / MARK).touch()
+    write_result(result_tree(dataset="kgfact-small", model=model, method=method, lam=lam, lr=lr, accuracy=accuracy, benchmarks=benchmarks, config="{}"), folder)
+    return folder
+
+
+@several
+def test_two_processes_equal_one(model, tmp_path, monkeypatch):
+    one = load_file(estimated(model=model, limit=5))
+    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "two"))
+    file = estimated(model=model, limit=5, processes=2)
+    two = load_file(file)
+    assert one.keys() == two.keys() == dict(load_base(model)[0].named_parameters()).keys()
+    for name in one:
+        assert (one[name] - two[name]).norm() <= 1e-5 * one[name].norm() > 0, name
+    assert not list(file.parent.glob("sums-*")) and (file.parent / "job.json").exists(), "two processes made it"
+
+
+def estimate_here(root, model):
+    torch.set_num_threads(1)
+    os.environ["MIXSD_RUNS"], fisher.PAUSE = root, 0
+    estimated(model=model, limit=40)
+
+
+def test_a_killed_estimate_goes_on_and_ends_with_the_same_bytes(model, tmp_path, monkeypatch):
+    torch.set_num_threads(1)
+    process = multiprocessing.get_context("spawn").Process(target=estimate_here, args=(str(tmp_path), model))
+    process.start()
+    deadline = time.time() + 120
+    while not (kept := list(tmp_path.glob("fisher-*/sums-0-of-1.safetensors"))) and process.is_alive() and time.time() < deadline:
+        time.sleep(0.001)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert kept and not list(tmp_path.glob("fisher-*/result.nc")), "it was to be killed half way"
+    seen, add = [], fisher.SquaredGradients.add
+    monkeypatch.setattr(fisher.SquaredGradients, "add", lambda self, *pair: (seen.append(1), add(self, *pair)))
+    file = estimated(model=model, limit=40)
+    assert 0 < len(seen) < 190, "190 examples: 30 of the first suite, 40 of the others"
+    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "whole"))
+    whole = estimated(model=model, limit=40)
+    for name in (fisher.FISHER, "result.nc"):
+        assert (file.parent / name).read_bytes() == (whole.parent / name).read_bytes()
+
+
+def test_every_checkpoint_of_a_run(model, tmp_path):
+    folder = trained(tmp_path, model, lr=0.01, lost=2)
+    tree = fisher.run(model=model, trained=folder.name, limit=3)
+    base, weights = load_base(model)[0], load_file(estimated(model=model, limit=3))
+    for step in (5, 9):
+        tuned, cell = dict(load_base(str(checkpoint_folder(folder, step)))[0].named_parameters()), tree.sel(step=step)
+        moved = {name: (tuned[name].double() - p.double()).detach() ** 2 for name, p in base.named_parameters()}
+        length, weighted = sum(m.sum().item() for m in moved.values()), sum((m * weights[name]).sum().item() for name, m in moved.items())
+        trace, d = sum(w.sum(dtype=torch.float64).item() for w in weights.values()), sum(w.numel() for w in weights.values())
+        found = [cell.displacement_sq.item(), cell.fisher_weighted.item(), cell.alignment_ratio.item()]
+        np.testing.assert_allclose(found, [length, weighted, weighted / length / (trace / d)], rtol=1e-9)
+    assert tree.displacement_sq.dims == (*RUN_DIMS, "step") and tree.step.values.tolist() == [5, 9] and tree["method"].item() == "sft"
+    for part, names in (("layer", {"embed_tokens", "0", "1", "norm"}), ("kind", {"embed_tokens", "q_proj", "k_norm"})):
+        parts = tree[f"per_{part}"].to_dataset()
+        assert names <= set(parts[part].values)
+        for name in ("displacement_sq", "fisher_weighted"):
+            np.testing.assert_allclose(parts[name].sum(part), tree[name], rtol=1e-12)
+    table = fisher.points({folder.name: tree})
+    np.testing.assert_allclose(table["drop"], [10, 18])
+
+
+def test_all_runs_stand_beside_each_other(model, tmp_path):
+    for method, lam, lr, lost in (("sft", 0, 1e-3, 1), ("sft", 0, 1e-2, 3), ("mixsd", 0.5, 1e-3, 0), ("mixsd", 0.5, 1e-2, 1)):
+        trained(tmp_path, model, method, lam, lr, lost)
+    gone = checkpoint_folder(trained(tmp_path, model, "mixsd", 0.3), 9) / MARK
+    gone.unlink()
+    config = fisher.FisherConfig(model=model, limit=2)
+    results, passed_over = fisher.all_runs(config)
+    assert passed_over == ["train-mixsd-0.3-0.001"] and len(results) == 4
+    merged = xr.merge([tree.to_dataset() for tree in results.values()], join="outer", compat="no_conflicts", combine_attrs="drop_conflicts")
+    assert merged.alignment_ratio.notnull().all() and dict(merged.alignment_ratio.sizes) == dict(dataset=1, model=1, method=2, lr=2, seed=1, step=2)
+    table = fisher.points(results)
+    assert len(table) == 8 and fisher.correlations(table).loc["all", "runs"] == 4
+    rows = fisher.last_table(table)
+    assert rows.loc[("kgfact-small", "sft", 1e-2), "Drop (points)"] == 27
+    assert fisher.forgetting_figure(table).axes
+
+
+def test_measured_checkpoints_are_kept(model, tmp_path, monkeypatch):
+    folder, measure, calls = trained(tmp_path, model), fisher.tensor_sums, []
+
+    def dies_at_the_second(*sources):
+        calls.append(sources[1])
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return measure(*sources)
+    estimated(model=model, limit=2)
+    monkeypatch.setattr(fisher, "tensor_sums", dies_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        fisher.run(model=model, trained=folder.name, limit=2)
+    result = fisher.run(model=model, trained=folder.name, limit=2)
+    assert [path.name for path in calls] == ["checkpoint-5", "checkpoint-9", "checkpoint-9"]
+    monkeypatch.setattr(fisher, "tensor_sums", measure)
+    assert result.identical(fisher.run(model=model, trained=str(folder), limit=2, force=True))
+
+
+def test_bad_input_is_one_sentence_before_a_model_is_loaded(model, tmp_path, monkeypatch):
+    def never(*_):
+        raise AssertionError("a model was loaded")
+    runs = {name: trained(tmp_path, model, lr=lr) for name, lr in (("whole", 1e-3), ("broken", 2e-3))}
+    (checkpoint_folder(runs["broken"], 5) / MARK).unlink()
+    recall = dict(accuracy={0: {"recall": (0, 10)}}, benchmarks={"recall": dict(column="", role="in-domain")})
+    (tmp_path / "train-base").mkdir()
+    write_result(result_tree(dataset="kgfact-small", model=model, method="base", config="{}", **recall), tmp_path / "train-base")
+    monkeypatch.setattr(fisher, "load_base", never)
+    for parameters, words in [
+        (dict(trained="train-nowhere"), "trained is train-nowhere; there is no finished run of that name"),
+        (dict(trained="train-base", model=model), "trained is train-base; it is no training run, or that of a base model"),
+        (dict(trained=runs["whole"].name), f"model is lab-m; {runs['whole'].name} was trained from {model}"),
+        (dict(trained=runs["broken"].name, model=model), f"trained is {runs['broken']}; its checkpoint of step 5 is not there"),
+        (dict(processes=10**6), "processes is 1000000; allowed are 1 to"),
+        (dict(reference="mine"), "reference is mine; allowed are lab, paper"),
+        (dict(model="lab-x"), "model is lab-x; "),
+        (dict(refrence="lab"), "unknown parameter refrence; did you mean reference?"),
+        (dict(reference="paper", data=str(tmp_path)), "aime-2024.parquet or aime-2024.jsonl is missing"),
+    ]:
+        with pytest.raises(ValueError) as caught:
+            fisher.run(**parameters)
+        assert str(caught.value).startswith(words) and "\n" not in str(caught.value)
+    assert not list(tmp_path.glob("fisher-*/result.nc"))
+
+
+def test_the_papers_tasks_from_files(tmp_path, model):
+    options = dict(question="Which?", choices=list("wxyz"), answer=1)
+    solved = lambda n: [dict(problem=f"{k} + 1?", solution=f"It is \\boxed{{{k + 1}}}.", answer=str(k + 1)) for k in range(n)]
+    rows = {"aime-2024": solved(30), "math-500": solved(300), "gsm8k": [dict(question=f"{k}?", answer=f"So.\n#### {k}") for k in range(260)],
+            "humaneval": [dict(prompt=f"def f{k}():\n    ", canonical_solution="return 1\n", test="pass", entry_point=f"f{k}") for k in range(164)],
+            "mmlu": [dict(options, subject=f"s{k % 57}", question=f"Which {k}?") for k in range(570)], "mmlu-dev": [dict(options, subject="s1")]}
+    for name, task in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in task))
+    items = fisher.reference_items("paper", data=str(tmp_path))
+    assert {name: len(group) for name, group in items.items()} == {"aime-2024": 30, "math-500": 250, "gsm8k": 250, "humaneval": 164, "mmlu": 285}
+    assert [i.prompt for i in items["math-500"]] == [i.prompt for i in fisher.reference_items("paper", data=str(tmp_path))["math-500"]]
+    assert items["math-500"] != fisher.reference_items("paper", seed=1, data=str(tmp_path))["math-500"]
+    tree = fisher.run(model=model, reference="paper", data=str(tmp_path), limit=3)
+    assert tree["reference"].examples.values.tolist() == [3] * 5 and tree.examples.item() == 15
+
+
+def test_the_head_with_the_largest_vocabulary_is_taken_in_slices(model, monkeypatch):
+    "However the vocabulary is cut, also where the context of an example is longer than one portion of logits."
+    base = load_base(model)[0]
+    pairs = [(list(range(3, 20)), list(range(30, 430)))]
+    whole = fisher.diagonal_fisher(base, pairs)
+    monkeypatch.setattr(fisher, "SLICE", 100)
+    for name, cut in fisher.diagonal_fisher(base, pairs).items():
+        assert (cut - whole[name]).norm() <= 1e-6 * whole[name].norm()
+
+
+def test_a_file_of_another_model_is_refused(model, tmp_path):
+    base, untied = load_base(model)[0], load_base("lab-s")[0]
+    weights = fisher.diagonal_fisher(base, [([5, 6], [7])])
+    with pytest.raises(ValueError, match="tuned has model.layers.2.input_layernorm.weight, which the Fisher lacks"):
+        fisher.displacement(base, untied, weights)
+    save_file({**load_file(f"{model}/model.safetensors"), "extra.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="tuned has extra.weight, which the Fisher lacks"):
+        fisher.displacement(base, tmp_path / "model.safetensors", weights)
