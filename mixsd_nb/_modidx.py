@@ -499,6 +499,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                    'mixsd_nb.evaluate.suite_of': ('evaluate.html#suite_of', 'mixsd_nb/evaluate.py'),
                                    'mixsd_nb.evaluate.summary': ('evaluate.html#summary', 'mixsd_nb/evaluate.py')},
             'mixsd_nb.figures': { 'mixsd_nb.figures.FiguresConfig': ('figures.html#figuresconfig', 'mixsd_nb/figures.py'),
+                                  'mixsd_nb.figures.analysis_figures': ('figures.html#analysis_figures', 'mixsd_nb/figures.py'),
+                                  'mixsd_nb.figures.at_hand': ('figures.html#at_hand', 'mixsd_nb/figures.py'),
                                   'mixsd_nb.figures.choice': ('figures.html#choice', 'mixsd_nb/figures.py'),
                                   'mixsd_nb.figures.chosen': ('figures.html#chosen', 'mixsd_nb/figures.py'),
                                   'mixsd_nb.figures.chosen_rows': ('figures.html#chosen_rows', 'mixsd_nb/figures.py'),

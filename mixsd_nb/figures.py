@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['FiguresConfig', 'chosen', 'file_name', 'chosen_rows', 'sources', 'choice', 'sheet', 'first_example', 'overview',
-           'our_figures', 'shared_figures', 'draw', 'run']
+           'our_figures', 'shared_figures', 'at_hand', 'analysis_figures', 'draw', 'run']
 
-# %% ../nbs/figures.ipynb #9044feb0
+# %% ../nbs/figures.ipynb #c13c45dc
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -19,11 +20,12 @@ import xarray as xr
 from matplotlib.figure import Figure
 from pydantic import Field
 
+from . import errors, nll
 from .methods.selection import selected
 from .results.cube import chosen_cells, open_cube, shown, summary_table
 from .results.paper import DATASETS, paper_cube
 from .results.plots import chosen_figure, displacement_figure, frontier_figure, high_nll_figure, overview_figure, save_figure, tradeoff_figure
-from .results.runs import Config, ParameterError, make_config, project_root
+from .results.runs import Config, ParameterError, finished, make_config, open_result, project_root, run_folder
 from .results.tables import TABLES, Sheet, save_table, table_sheet
 
 # %% ../nbs/figures.ipynb #aceaac55
@@ -136,7 +138,7 @@ def overview(
                    "the naive alone (λ=1), which does not know": naive}
     return overview_figure(prompts, {name: pieces(r) for name, r in completions.items()})
 
-# %% ../nbs/figures.ipynb #4b6176f6
+# %% ../nbs/figures.ipynb #6a561b2a
 def our_figures(
     cube: xr.Dataset,  # of one corpus and one model
 ) -> dict[str, Figure]:
@@ -159,6 +161,30 @@ def shared_figures(
     return figures | {f"displacement{whose[who]}": displacement_figure(cube) for who, (cube, _) in there.items() if "displacement_sq" in cube}
 
 
+def at_hand(
+    stage: type[Config],  # of an analysis
+    slug: Callable[[Config], str],
+    **parameters,  # of the stage
+) -> xr.DataTree | None:
+    "The result of an analysis, where it was made."
+    folder = run_folder(slug(c := make_config(stage, **parameters)), c)
+    return open_result(folder) if finished(folder) else None
+
+
+def analysis_figures(
+    config: FiguresConfig,
+) -> dict[str, Figure]:
+    "The CDFs of the targets' NLL and the kinds of errors, by name, where nll.ipynb and errors.ipynb have results of the runs."
+    cell = dict(dataset=config.dataset, model=config.model)
+    asked = [cell, *(f for f in nll.mixed_files(config.dataset, config.runs or None) if f["model"] == config.model)]
+    targets = [t for t in (at_hand(nll.NllConfig, nll.slug, **parameters) for parameters in asked) if t is not None]
+    sorted_out = at_hand(errors.ErrorsConfig, errors.slug, runs=config.runs, **cell)
+    figures = {"nll-cdf": nll.cdf_figure(targets)} if targets else {}
+    if sorted_out is None: return figures
+    over = {"errors": "n", "errors-alone": "wrong"}
+    return figures | {name: errors.breakdown_figure(sorted_out.to_dataset(), of=of) for name, of in over.items()}
+
+
 def draw(
     figures: dict[str, Figure],
     sheets: dict[str, Sheet],
@@ -179,7 +205,7 @@ def run(
     if "runs" in there:
         cube = chosen(there["runs"][0], config)
         print(summary_table(cube).to_string(index=False, na_rep=""))
-        figures = our_figures(cube)
+        figures = our_figures(cube) | analysis_figures(config)
     sheets = {name: found for name in TABLES if (found := sheet(name, there))}
     files = draw(dict(overview=overview()) | figures | shared_figures(there, config.dataset), sheets, file_name(config))
     for path in files[:-3 * len(sheets)]: print(f"figure: {path.relative_to(project_root())}")

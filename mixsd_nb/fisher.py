@@ -562,7 +562,7 @@ def pearson(
     low, high = np.nanquantile(r(drawn), (0.025, 0.975)) if whole == whole else (np.nan, np.nan)
     return whole, float(low), float(high)
 
-# %% ../nbs/fisher.ipynb #ff849ec1
+# %% ../nbs/fisher.ipynb #e0de65af
 AXES = {"displacement_sq": "‖Δθ‖²", "alignment_ratio": "R", "ratio_of_layers": "R of the layers"}
 
 
@@ -615,11 +615,10 @@ def forgetting_figure(
     "Drop against each of AXES, a dot for each checkpoint, growing along training, coloured by method; a marker for each dataset."
     import matplotlib.pyplot as plt
     fig, axes = plt.subplots(1, len(AXES), figsize=(12, 3.8), sharey=True, layout="constrained")
-    lam = table.groupby("method").lam.first()
     markers = dict(zip(sorted(table.dataset.unique()), "osD^vP"))
     for ax, (name, label) in zip(axes, AXES.items()):
         for (method, dataset), group in table.groupby(["method", "dataset"]):
-            ax.scatter(group[name], group["drop"], s=12 + 60 * group.step / table.step.max(), color=method_colour(method, lam[method]), alpha=0.7,
+            ax.scatter(group[name], group["drop"], s=12 + 60 * group.step / table.step.max(), color=method_colour(method), alpha=0.7,
                        marker=markers[dataset], lw=0, label=f"{method}, {dataset}")
         r, low, high = pearson(table[name], table["drop"], table.run)
         ax.set(xlabel=label, title=f"r = {r:+.2f} ({low:+.2f} to {high:+.2f})")

@@ -10,7 +10,7 @@ __all__ = ['SOURCES', 'NEITHER', 'THRESHOLDS', 'TEXTS', 'KNOWN', 'SAMPLED', 'Nll
            'ReferenceConfig', 'reference_prompts', 'reference', 'loss', 'ForgettingConfig', 'increase', 'forgetting',
            'forgetting_table', 'at_the_end', 'forgetting_figure', 'agreement', 'token_nll']
 
-# %% ../nbs/nll.ipynb #1394b32d
+# %% ../nbs/nll.ipynb #a9f53460
 import hashlib
 import json
 from functools import cached_property
@@ -29,6 +29,7 @@ from .corpora.prompts import SPANS, canonical_pair, prompt_ids, trained_pair
 from .methods.trainer import checkpoint_folder
 from .models import check_model, load_engine
 from .results.cube import RUN_DIMS, held_out_average, method_label, training_roots, variable
+from .results.plots import SOURCES as DRAWN
 from .results.plots import method_colour
 from .results.runs import Config, cached_run, finished, make_config, open_result, run_folder, runs_root, setting, write_atomically
 
@@ -118,18 +119,18 @@ def sourced(
     source[ahead:ahead + len(naive)] = naive
     return source
 
-# %% ../nbs/nll.ipynb #9663a63d
+# %% ../nbs/nll.ipynb #45cc7af7
 THRESHOLDS = (5.0, 8.0)
 TEXTS = dict(
-    n=("targets", "1"), tokens=("tokens of targets", "1"), mean=("mean NLL of a target token under the base", "nats per token"),
+    n=("targets", "1"), tokens=("tokens of targets", "1"), nll=("mean NLL of a target token under the base", "nats per token"),
     above=("tokens with NLL above a threshold", "1"), share_above=("share of tokens with NLL above a threshold", "1"),
     part=("items that are counted: the first of the corpus as in the published tables, or all", "1"), threshold=("NLL", "nats"),
     source=("conditional that a token is from", "1"), source_tokens=("tokens from a conditional", "1"),
-    source_mean=("mean NLL of the tokens from a conditional", "nats per token"),
+    source_nll=("mean NLL of the tokens from a conditional", "nats per token"),
     source_share_above=("share of the tokens from a conditional with NLL above a threshold", "1"),
     over=("how shares are averaged: over examples, or over all types", "1"),
-    recall=("share of the canonical target's high-NLL token types that are in the mixed target", "1"),
-    recall_types=("high-NLL token types of the canonical targets", "1"),
+    overlap=("share of the canonical target's high-NLL token types that are in the mixed target", "1"),
+    overlap_types=("high-NLL token types of the canonical targets", "1"),
     reference_nll=("mean NLL of the base's own response", "nats"), reference_tokens=("mean tokens of the base's own response", "1"),
     forgetting=("increase of the NLL of the base's own response, eq. 2", "nats per response"),
     forgetting_se=("standard error of the increase", "nats per response"),
@@ -152,7 +153,7 @@ def counts(
     "Targets, tokens, their mean NLL (eq. 3), and count and share of tokens above each threshold; NaN for no tokens."
     tokens = np.concatenate([*values, np.empty(0)])
     above, size = np.array([(tokens > t).sum() for t in thresholds]), len(tokens) or np.nan
-    return dict(n=len(values), tokens=len(tokens), mean=tokens.sum() / size, above=above, share_above=above / size)
+    return dict(n=len(values), tokens=len(tokens), nll=tokens.sum() / size, above=above, share_above=above / size)
 
 # %% ../nbs/nll.ipynb #cb1761c8
 def overlap(
@@ -164,7 +165,7 @@ def overlap(
     if not len(found): return dict(mean=np.nan, pooled=np.nan, types=0)
     return dict(mean=(found[:, 0] / found[:, 1]).mean(), pooled=found[:, 0].sum() / found[:, 1].sum(), types=int(found[:, 1].sum()))
 
-# %% ../nbs/nll.ipynb #19d12e42
+# %% ../nbs/nll.ipynb #00c95369
 def high_types(
     config: NllConfig,
     targets: list[Target],  # canonical ones
@@ -197,7 +198,7 @@ def summary(
     root = {name: described((*cell, *dims), np.asarray(array)[None, None, None, None], name) for name, (dims, array) in data.items()}
     axes = dict(part=["first", "all"], threshold=list(THRESHOLDS)) | (dict(source=list(SOURCES), over=["mean", "pooled"]) if high else {})
     coords = {name: variable(name, [name], [value]) for name, value in cell.items()} | {name: described((name,), values, name) for name, values in axes.items()}
-    coords |= {k: variable(k, ["method"], [float(config.origin.get(k, np.nan))]) for k in ("lam", "temperature")}
+    coords["lam"] = variable("lam", ["method"], [float(config.origin.get("lam", np.nan))])
     return xr.DataTree.from_dict({"/": xr.Dataset(root, coords, dict(config=config.canonical())), "/per_token": ragged(targets, values)})
 
 
@@ -206,8 +207,8 @@ def beside_canonical(targets, values, high, along) -> dict[str, tuple]:
     tokens, source = np.concatenate(values), np.concatenate([t.source for t in targets])
     split = along("source", [counts([tokens[source == code]]) for code in SOURCES.values()])
     found = [overlap([high[t][target.item] for target in targets], [target.ids for target in targets]) for t in THRESHOLDS]
-    recalled = dict(recall=(("threshold", "over"), [[f["mean"], f["pooled"]] for f in found]), recall_types=(("threshold",), [f["types"] for f in found]))
-    return recalled | {f"source_{k}": split[k] for k in ("tokens", "mean", "share_above")}
+    recalled = dict(overlap=(("threshold", "over"), [[f["mean"], f["pooled"]] for f in found]), overlap_types=(("threshold",), [f["types"] for f in found]))
+    return recalled | {f"source_{k}": split[k] for k in ("tokens", "nll", "share_above")}
 
 
 def ragged(targets, values) -> xr.Dataset:
@@ -270,14 +271,14 @@ def merged(
     "The roots of results as one cube."
     return xr.merge([r.to_dataset() for r in results], join="outer", compat="no_conflicts", combine_attrs="drop_conflicts")
 
-# %% ../nbs/nll.ipynb #a3ebe169
+# %% ../nbs/nll.ipynb #a6bdfd37
 def nll_table(
     cube: xr.Dataset,  # of `merged`, one dataset
 ) -> pd.DataFrame:
     "By model and method, means over seeds: targets, tokens, N_ref, and what lies above the thresholds."
     mean, first = cube.isel(dataset=0, drop=True).mean("seed"), cube.isel(dataset=0, drop=True).sel(part="first").mean("seed")
     whole = mean.sel(part="all")
-    columns = {"targets": whole.n, "tokens of a target": whole.tokens / whole.n, "N_ref (nats per token)": whole["mean"]}
+    columns = {"targets": whole.n, "tokens of a target": whole.tokens / whole.n, "N_ref (nats per token)": whole.nll}
     for t in cube.threshold.values:
         columns |= {f"above {t:g} (%)": 100 * whole.share_above.sel(threshold=t), f"above {t:g}, first (count)": first.above.sel(threshold=t)}
     columns["seeds"] = cube.n.isel(dataset=0).sel(part="all").notnull().sum("seed")
@@ -287,7 +288,7 @@ def nll_table(
 
 def by_lam(cube: xr.Dataset) -> list[str]: return list(cube.lam.to_series().fillna(-1).sort_values().index)
 
-# %% ../nbs/nll.ipynb #7f040ebf
+# %% ../nbs/nll.ipynb #239688ce
 def cdf_figure(
     results: list[xr.DataTree],
     cut: float = 20.0,  # nats at the right edge
@@ -302,7 +303,7 @@ def cdf_figure(
     fig, axes = plt.subplots(1, len(tokens), figsize=(1.5 + 3.6 * len(tokens), 3.4), sharey=True, squeeze=False, layout="constrained")
     for ax, (model, methods) in zip(axes[0], tokens.items()):
         for method in sorted(methods, key=lambda m: (lam[m] == lam[m], lam[m])):
-            values, colour = np.concatenate(methods[method]), method_colour(method, lam[method])
+            values, colour = np.concatenate(methods[method]), method_colour(method)
             ax.ecdf(values, color=colour, label=f"{method} (N={len(values):,})")
             ax.axvline(values.mean(), ls=":", color=colour)
         ax.set(title=model, xlabel="NLL under the base (nats per token)", xlim=(0, cut), ylim=(0, 1.02))
@@ -311,13 +312,13 @@ def cdf_figure(
     fig.suptitle(f"targets of {results[0]['dataset'].item()}; dotted: means")
     return fig
 
-# %% ../nbs/nll.ipynb #73c3fa48
+# %% ../nbs/nll.ipynb #8aaba796
 def source_table(
     cube: xr.Dataset,  # of `merged`, one dataset
 ) -> pd.DataFrame:
     "By model and mixed targets, means over seeds: share of tokens, mean NLL and share above each threshold of both conditionals."
     mean = cube.isel(dataset=0, drop=True).mean("seed")
-    parts = {"share of tokens (%)": 100 * mean.source_tokens / mean.source_tokens.sum("source"), "mean NLL": mean.source_mean}
+    parts = {"share of tokens (%)": 100 * mean.source_tokens / mean.source_tokens.sum("source"), "mean NLL": mean.source_nll}
     parts |= {f"above {t:g} (%)": 100 * mean.source_share_above.sel(threshold=t) for t in cube.threshold.values}
     table = pd.concat({name: part.to_series().unstack("source") for name, part in parts.items()}, axis=1)
     return table[table["share of tokens (%)"].sum(axis=1) > 0].reindex([m for m in by_lam(cube)], level="method")
@@ -331,8 +332,8 @@ def source_figure(
     import matplotlib.pyplot as plt
     there = cube.isel(dataset=0, drop=True).sel(threshold=threshold)
     fig, axes = plt.subplots(1, cube.sizes["model"], figsize=(1 + 3.2 * cube.sizes["model"], 3.2), sharey=True, squeeze=False, layout="constrained")
-    series = {"all tokens": (there.share_above.sel(part="all"), "black"), "from the expert": (there.source_share_above.sel(source="expert"), "#4c72b0"),
-              "from the naive conditional": (there.source_share_above.sel(source="naive"), "#dd8452")}
+    series = {"all tokens": (there.share_above.sel(part="all"), "black")}
+    series |= {f"from the {source}": (there.source_share_above.sel(source=source), colour) for source, colour in DRAWN.values()}
     for ax, model in zip(axes[0], cube.model.values):
         for name, (values, colour) in series.items():
             found = 100 * values.sel(model=model).where(values.lam.notnull(), drop=True).sortby("lam")
@@ -344,12 +345,12 @@ def source_figure(
     axes[0, 0].legend(fontsize=8, frameon=False)
     return fig
 
-# %% ../nbs/nll.ipynb #1b803efb
+# %% ../nbs/nll.ipynb #bfe4c46b
 def overlap_table(
     cube: xr.Dataset,  # of `merged`, one dataset
 ) -> pd.DataFrame:
     "By model and mixed targets, means over seeds: overlap recall (%) for each threshold, over examples and pooled."
-    table = (100 * cube.recall.isel(dataset=0, drop=True).mean("seed")).to_series().unstack(["threshold", "over"]).dropna()
+    table = (100 * cube.overlap.isel(dataset=0, drop=True).mean("seed")).to_series().unstack(["threshold", "over"]).dropna()
     return table.reindex([m for m in by_lam(cube)], level="method")
 
 
@@ -503,7 +504,7 @@ def at_the_end(
     names = dict(n_ref=f"N_ref {units}", recall="recall (%)", drop="Drop (points)", forgetting="F (nats per response)", forgetting_token=f"F {units}")
     return by[list(names)].mean().rename(columns=names).assign(seeds=by.size()).droplevel("order")
 
-# %% ../nbs/nll.ipynb #508078fd
+# %% ../nbs/nll.ipynb #4b137457
 def forgetting_figure(
     table: pd.DataFrame,  # of `forgetting_table`
 ):
@@ -512,7 +513,7 @@ def forgetting_figure(
     fig, axes = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
     titles = dict(drop="Drop (points of the held-out average)", forgetting_token="F(D) (nats per token)")
     last = table[table.step == table.groupby(["method", "lr", "seed"]).step.transform("max")].dropna(subset="n_ref")
-    colours = {m: method_colour(m, lam) for m, lam in table.groupby("method").lam.first().items()}
+    colours = {m: method_colour(m) for m in table["method"].unique()}
     rates = sorted(table.lr.unique())
     for ax, (name, label) in zip(axes, titles.items()):
         for k, lr in enumerate(rates):

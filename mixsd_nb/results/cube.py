@@ -27,7 +27,7 @@ import xarray as xr
 
 from .runs import runs_root
 
-# %% ../../nbs/results/cube.ipynb #4eb6d058
+# %% ../../nbs/results/cube.ipynb #ae0b2dac
 RUN_DIMS = ("dataset", "model", "method", "lr", "seed")
 DIMS = (*RUN_DIMS, "step", "benchmark")
 TEXTS = dict(
@@ -56,7 +56,7 @@ TEXTS = dict(
     above=("tokens with NLL above a threshold", "1"),
     share_above=("share of tokens with NLL above a threshold", "1"),
     nll_n=("targets whose tokens are counted", "1"),
-    recall=("share of the canonical target's high-NLL token types that are in the mixed target", "1"),
+    overlap=("share of the canonical target's high-NLL token types that are in the mixed target", "1"),
     checkpoints=("checkpoints that are correlated", "1"),
     r_displacement=("Pearson correlation of squared displacement and drop", "1"),
     r_alignment=("Pearson correlation of alignment ratio and drop", "1"),

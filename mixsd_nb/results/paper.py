@@ -84,7 +84,7 @@ def benchmark_coords(
                   role=["held-out" if m in HELD_OUT else "in-domain" for m in metrics], samples=[SAMPLES.get(METRICS[m], 1) for m in metrics])
     return {name: variable(name, ["benchmark"], v) for name, v in values.items()}
 
-# %% ../../nbs/results/paper.ipynb #9978e983
+# %% ../../nbs/results/paper.ipynb #dd2236f0
 RUN_STEP, OF_TARGETS = (*RUN_DIMS, "step"), ("dataset", "model", "method", "seed")
 ELSEWHERE = {  # metric -> variable, what its printed value is divided by, its dimensions, and its place along those that a run has not
     "Avg": ("average", 100, RUN_STEP, {}),
@@ -93,7 +93,7 @@ ELSEWHERE = {  # metric -> variable, what its printed value is divided by, its d
     "fisher_alignment_R": ("alignment_ratio", 1, RUN_STEP, {}),
     "pct_tokens_nll_gt_5": ("share_above", 100, (*OF_TARGETS, "part", "threshold"), dict(part="first", threshold=5.0)),
     "pct_tokens_nll_gt_8": ("share_above", 100, (*OF_TARGETS, "part", "threshold"), dict(part="first", threshold=8.0)),
-    "high_nll_type_recall_pct": ("recall", 100, (*OF_TARGETS, "threshold", "over"), dict(threshold=8.0, over="unstated"))}
+    "high_nll_type_recall_pct": ("overlap", 100, (*OF_TARGETS, "threshold", "over"), dict(threshold=8.0, over="unstated"))}
 
 
 RUN_KEYS = ("dataset", "model", "method", "lam", "rollouts", "temperature")
