@@ -37,7 +37,7 @@ test: export OMP_NUM_THREADS := 1
 test: $(VENV)/.dev ## check export, clean state and README; run the notebooks' tests, then pytest
 	@$(BIN)/python .ci/check.py
 	@$(BIN)/nbdev_test --n_workers 2
-	@$(BIN)/python -m pytest -q tests
+	@$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile tests
 
 # Where vllm cannot be imported the test is skipped, and pytest ends with 5: no test ran.
 ON_CPU := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_KVCACHE_SPACE=2 VLLM_ENABLE_V1_MULTIPROCESSING=0 \

@@ -2,6 +2,7 @@
 import ast
 import builtins
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -9,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -202,7 +204,7 @@ def test_root_is_not_needed(host, tmp_path_factory):
         pytest.skip("there is no interpreter of Python 3.11 outside of the private folders of root")
     folder = tmp_path_factory.mktemp("plain")
     shutil.copy(sandbox.__file__, folder / "sandbox.py")
-    for path in (folder, *folder.parents[:2], folder / "sandbox.py"):
+    for path in (folder / "sandbox.py", folder, *itertools.takewhile(lambda parent: parent != Path(tempfile.gettempdir()), folder.parents)):
         path.chmod(0o755)
     attacks = json.dumps([attack(name, host) for name in ATTACKS])
     environment = {"PATH": os.environ["PATH"], "MIXSD_SECRET": "treasure"}

@@ -326,7 +326,7 @@ def curves(
     log = [entry for entry in state["log_history"] if "grad_norm" in entry]
     return {name: np.array([entry[name] for entry in log]) for name in ("loss", "learning_rate", "grad_norm")}
 
-# %% ../../nbs/methods/trainer.ipynb #67da1061
+# %% ../../nbs/methods/trainer.ipynb #bcf1a437
 class TrainingFailed(RuntimeError):
     "One of several processes failed; the message is its traceback."
     def _render_traceback_(self): return [str(self)]
@@ -351,6 +351,7 @@ def write_job(
     folder: Path,
 ) -> None:
     "Lay the job where processes find it."
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "job.json").write_text(json.dumps(asdict(job)))
 
 
