@@ -8,7 +8,7 @@ __all__ = ['SPLITS', 'CORE', 'GROUPS', 'BENCHMARKS', 'PLAIN', 'RULES', 'COLUMNS'
            'compare', 'specification', 'summary', 'slug', 'open_engine', 'run', 'responses', 'draw_scores', 'page',
            'browse']
 
-# %% ../nbs/evaluate.ipynb #ee582fe0
+# %% ../nbs/evaluate.ipynb #b4e24735
 import hashlib
 import html
 import json
@@ -29,7 +29,7 @@ from .corpora import check_corpus, load_corpus
 from .corpora.prompts import prompt_ids
 from .models import ENGINES, check_model, model_source
 from .results.cube import wilson
-from .results.runs import Config, Journal, cached_run, make_config, run_folder, setting, write_atomically
+from .results.runs import Config, Journal, cached_run, make_config, run_folder, setting, tell, write_atomically
 
 # %% ../nbs/evaluate.ipynb #a5f6c0ac
 SPLITS = {"recall": "train", "retrieval": "retrieval", "test": "test", "unseen": "unseen", "paraphrase": "paraphrase", "two-hop": "two_hop",
@@ -120,7 +120,7 @@ def questions(
         elif explicit: raise ValueError(f"suite is {suite}; {dataset} has no {name}")
     return asked
 
-# %% ../nbs/evaluate.ipynb #7e56a1f6
+# %% ../nbs/evaluate.ipynb #bca893a0
 def completed(
     engine,
     items: dict[str, Item],  # by id
@@ -149,6 +149,7 @@ def completed(
             found[name, sample] = dict(benchmark=benchmark, item=name, sample=sample, response=text, finish_reason=completion.finish_reason)
             if journal: journal.add(found[name, sample])
             bar.update()
+            if progress: tell(progress, len(found), len(wanted))
     return [found[key] for key in wanted]
 
 
