@@ -1033,6 +1033,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                 'mixsd_nb.sweep.attempts': ('sweep.html#attempts', 'mixsd_nb/sweep.py'),
                                 'mixsd_nb.sweep.attend': ('sweep.html#attend', 'mixsd_nb/sweep.py'),
                                 'mixsd_nb.sweep.begin': ('sweep.html#begin', 'mixsd_nb/sweep.py'),
+                                'mixsd_nb.sweep.by_another': ('sweep.html#by_another', 'mixsd_nb/sweep.py'),
                                 'mixsd_nb.sweep.cancel': ('sweep.html#cancel', 'mixsd_nb/sweep.py'),
                                 'mixsd_nb.sweep.cancelled': ('sweep.html#cancelled', 'mixsd_nb/sweep.py'),
                                 'mixsd_nb.sweep.combinations': ('sweep.html#combinations', 'mixsd_nb/sweep.py'),

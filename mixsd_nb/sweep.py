@@ -7,10 +7,10 @@ __all__ = ['FAILURES', 'STALLS', 'ACTIVE', 'WORDS', 'Resources', 'Grid', 'grids_
            'read_grid', 'find_notebook', 'Stage', 'find_stage', 'combinations', 'Cell', 'make_cell', 'make_cells',
            'Failure', 'due', 'read_json', 'write_json', 'attempts', 'held', 'lock_of', 'under_way', 'end_with_parent',
            'run_notebook', 'contents', 'memory_kills', 'verdict', 'watch', 'attempt', 'ends', 'goes_on', 'cancelled',
-           'attend', 'ask', 'Queue', 'scheduler_verdict', 'last_attempt', 'look', 'Sweep', 'failures', 'words', 'live',
-           'taken_up', 'visible_gpus', 'places', 'threads', 'work', 'run_here', 'on_slurm', 'array_limit',
-           'sbatch_options', 'submit', 'nodes_file', 'join_training', 'train_on_nodes', 'follow', 'begin', 'wait',
-           'cancel', 'parser', 'report', 'main', 'SweepConfig', 'run']
+           'by_another', 'attend', 'ask', 'Queue', 'scheduler_verdict', 'last_attempt', 'look', 'Sweep', 'failures',
+           'words', 'live', 'taken_up', 'visible_gpus', 'places', 'threads', 'work', 'run_here', 'on_slurm',
+           'array_limit', 'sbatch_options', 'submit', 'nodes_file', 'join_training', 'train_on_nodes', 'follow',
+           'begin', 'wait', 'cancel', 'parser', 'report', 'main', 'SweepConfig', 'run']
 
 # %% ../nbs/sweep.ipynb #d6eaea29
 import argparse
@@ -273,7 +273,7 @@ def under_way(cell: Cell) -> bool:
     if not lock_of(cell).exists(): return False
     with held(lock_of(cell)) as free: return not free
 
-# %% ../nbs/sweep.ipynb #ac7435ad
+# %% ../nbs/sweep.ipynb #d775ee45
 def end_with_parent() -> None:
     "End this process and its kernel when the other end of its standard input is closed, as happens when the parent dies."
     def wait():
@@ -297,6 +297,7 @@ def run_notebook(
         execute_notebook(begun["notebook"], folder / "notebook.ipynb", begun["parameters"], progress_bar=False, stdout_file=sys.stdout, stderr_file=sys.stderr)
     except PapermillExecutionError as e: said = dict(kind="raised", message=f"{e.ename}: {e.evalue}", error=e)
     except DeadKernelError as e: said = dict(kind="dead kernel", message=str(e), error=e)
+    except Exception as e: said = dict(kind="raised", message=f"{type(e).__name__}: {e}", error=e)
     else: return 0
     print(said.pop("error"), flush=True)
     if re.search(r"\b(MemoryError|OutOfMemoryError)\b", said["message"]): said["kind"] = "out of memory"
@@ -388,8 +389,19 @@ def goes_on(
     stalled = len(list(itertools.takewhile(lambda end: not end["news"], reversed(ended))))
     return bool(ended) and ended[-1]["kind"] == "timeout" and stalled < STALLS
 
-# %% ../nbs/sweep.ipynb #031c5d68
+# %% ../nbs/sweep.ipynb #1a4dc55f
 def cancelled(cell: Cell) -> Path: return cell.folder / "cancelled"
+
+
+def by_another(
+    cell: Cell,
+    seen: int,  # attempts there were when the cell was found due
+    job: str,
+) -> str:
+    "How an attempt ended that another sweep has made since; nothing where there was none, or it has not ended."
+    since = attempts(cell)[seen:]
+    if not since or (job and read_json(since[-1] / "begin.json").get("job") == job): return ""
+    return read_json(since[-1] / "end.json").get("kind", "")
 
 
 def attend(
@@ -403,8 +415,8 @@ def attend(
     with held(lock_of(cell), patience=1) as mine:
         if not mine: return "held"
         if cell.done: return "done"
-        meanwhile = ends(cell)[-1:] if len(attempts(cell)) > seen else []
-        if meanwhile and meanwhile[0]["kind"] not in due("run"): return meanwhile[0]["kind"]
+        met = by_another(cell, seen, options.get("job", ""))
+        if met in FAILURES and met not in due("run"): return met
         while True:
             if why := stop(): return why
             end = attempt(cell, stopped=stop, **options)
@@ -447,7 +459,7 @@ def scheduler_verdict(
     if not states: return "killed", f"job {job} is gone, and Slurm does not say why"
     return WORDS.get(states[0], "killed"), f"job {job} ended as {states[0]}"
 
-# %% ../nbs/sweep.ipynb #caf4af10
+# %% ../nbs/sweep.ipynb #b5444277
 def last_attempt(
     cell: Cell,
     queue: Queue,
@@ -465,8 +477,9 @@ def last_attempt(
         kind, message = scheduler_verdict(begun["job"]) if begun.get("job") else ("killed", "its process is gone")
         end = dict(kind=kind, message=message, seconds=float("nan"), news=True, requeued=False)
         write_json(folder / "end.json", end)
-    requeued = end["requeued"] and read_json(cell.folder / "submitted.json").get("job") == begun["job"]
-    if requeued and queue.has(begun["job"]) is not False: return "queued" if queue.has(begun["job"]) else "unknown", folder, {}
+    mine = end["kind"] != "done" and begun.get("job") and read_json(cell.folder / "submitted.json").get("job") == begun["job"]
+    there = queue.has(begun["job"]) if mine else False
+    if there or (there is None and end["requeued"]): return "queued" if there else "unknown", folder, {}
     return end["kind"], folder, end
 
 
@@ -714,7 +727,7 @@ def submit(
                 submitted.append(job.job_id)
     return submitted
 
-# %% ../nbs/sweep.ipynb #f18ae240
+# %% ../nbs/sweep.ipynb #81ccb1e0
 def nodes_file(begun: dict) -> Path: return Path(begun["cell"]) / f"nodes-{begun['job']}-{os.environ.get('SLURM_RESTART_COUNT', 0)}.json"
 
 
@@ -734,7 +747,7 @@ def train_on_nodes(
     module = importlib.import_module(f"mixsd_nb.{begun['stage']}")
     if not hasattr(module, "prepare"): raise ValueError(f"nodes is {begun['nodes']}; {begun['stage']} uses one node only")
     each = begun["parameters"].get("processes", 1)
-    folder = module.prepare(begun["nodes"] * each, **begun["parameters"])
+    folder = module.prepare(begun["nodes"] * each, **{k: v for k, v in begun["parameters"].items() if k != "processes"})
     port = 20_000 + int(begun["job"].split("_")[0]) % 10_000
     said = dict(folder=str(folder), nodes=begun["nodes"], processes=each, endpoint=f"{socket.gethostname()}:{port}")
     write_json(nodes_file(begun), said)
@@ -755,7 +768,7 @@ def follow(
     join_training(read_json(path))
     return "trained"
 
-# %% ../nbs/sweep.ipynb #f4a7ba42
+# %% ../nbs/sweep.ipynb #a2c43203
 def begin(
     sweep: Sweep,
     states: set[str],  # of the cells to begin
@@ -775,19 +788,17 @@ def wait(sweep: Sweep) -> pd.DataFrame:
 
 def cancel(sweep: Sweep) -> pd.DataFrame:
     "Cancel every cell that is not done, wherever it runs; returns the table."
-    there = sweep.finished()
-    jobs = []
+    done, jobs = sweep.finished(), []
     for cell in sweep.cells:
-        if cell.hash in there: continue
+        if cell.hash in done: continue
         cell.folder.mkdir(parents=True, exist_ok=True)
         cancelled(cell).touch()
         jobs.append(read_json(cell.folder / "submitted.json").get("job"))
     queue = Queue()
-    for job in filter(None, jobs):
-        if queue.has(job): ask("scancel", job)
+    if there := [job for job in jobs if job and queue.has(job)]: ask("scancel", *there)
     return sweep.status()
 
-# %% ../nbs/sweep.ipynb #d7d52e92
+# %% ../nbs/sweep.ipynb #b276aa4b
 def parser() -> argparse.ArgumentParser:
     "Words of the command line."
     words = argparse.ArgumentParser("python -m mixsd_nb.sweep", description="Run a grid of a stage notebook.")
@@ -802,8 +813,7 @@ def parser() -> argparse.ArgumentParser:
 def report(
     table: pd.DataFrame,  # of `Sweep.status`
 ) -> int:
-    "Print the table and the logs of what failed; returns the exit code."
-    print(words(table))
+    "Print what failed, why, where its log is and what there is to do; returns the exit code."
     failed = failures(table)
     for _, row in failed.iterrows(): print(f"\n{row.state}: {row.message or 'no message'}\n  {row.log or 'no log'}\n  {row.advice}")
     return int(len(failed) > 0)
@@ -822,7 +832,10 @@ def main(
             return 0
         if given.command in ("run", "retry"): table = begin(sweep, due(given.command, [kind for kind in given.kinds.split(",") if kind]), where, given.workers)
         else: table = dict(status=Sweep.status, wait=wait, cancel=cancel)[given.command](sweep)
-    except ParameterError as e: print(e, file=sys.stderr); return 2
+    except ParameterError as e:
+        print(e, file=sys.stderr)
+        return 2
+    print(words(table))
     return report(table)
 
 # %% ../nbs/sweep.ipynb #73f41117

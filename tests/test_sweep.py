@@ -1,10 +1,12 @@
 """Sweeps on this machine: cells that fail in every way, sweeps that meet, and sweeps that are killed."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import threading
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -165,6 +167,18 @@ def test_a_result_made_by_hand_counts(desk, tmp_path):
     assert by_hand.status().state.tolist() == ["pending"]
     cached_run(slug(GenerateConfig()), GenerateConfig(), lambda folder: tree)
     assert by_hand.status().state.tolist() == ["done"] and table.attempts.tolist() == by_hand.status().attempts.tolist()
+
+
+def test_a_cell_on_two_nodes(tiny, tmp_path, monkeypatch):
+    "Two tasks as Slurm starts them on two nodes: both train, the first one measures."
+    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
+    cell = Sweep(dict(notebook="train", fixed=dict(method="sft", model=tiny, n=2, epochs=1, checkpoints=[]))).cells[0]
+    task = "import json, sys; from mixsd_nb import sweep; print(sweep.on_slurm(json.loads(sys.argv[1]), 0, 10))"
+    nodes = [dict(SLURM_JOB_ID="77", SLURM_JOB_NUM_NODES="2", SLURM_PROCID=str(rank)) for rank in range(2)]
+    tasks = [subprocess.Popen([sys.executable, "-c", task, json.dumps(asdict(cell))], env=os.environ | node, cwd=ROOT, stdout=subprocess.PIPE, text=True) for node in nodes]
+    said = [process.communicate(timeout=PATIENCE)[0] for process in tasks]
+    assert [text.split()[-1] for text in said] == ["done", "trained"], (attempts(cell)[0] / "log.txt").read_text()
+    assert len(attempts(cell)) == 1 and json.loads((cell.result / "job.json").read_text())["processes"] == 2
 
 
 @pytest.mark.parametrize("name", sweep.shipped())

@@ -88,6 +88,7 @@ def test_failures_are_told_apart_and_taken_up_again(slurm, models, undisturbed, 
     table = sweep.wait(whole)
     state = dict(zip(NAMES, table.state, strict=True))
     assert state == dict(raises="raised", kernel="dead kernel", runner="killed", cancelled="cancelled", late="done", calm="done"), table.to_string()
+    until(lambda: read_json(attempts(cells["late"])[-1] / "end.json"), PATIENCE, "the end of the attempt, which comes after the result")
     assert [read_json(a / "end.json")["kind"] for a in attempts(cells["late"])] == ["timeout", "done"]
     begun = read_json(attempts(cells["late"])[1] / "begin.json")["begun"]
     assert (cells["late"].result / "checkpoint-3/complete").stat().st_mtime < begun < (cells["late"].result / "checkpoint-10/complete").stat().st_mtime
