@@ -70,7 +70,7 @@ class Grid(BaseModel):
     exclude: list[dict] = []
     resources: dict[str, Any] = {}
 
-# %% ../nbs/sweep.ipynb #06c6446a
+# %% ../nbs/sweep.ipynb #f30712ab
 def grids_folder() -> Path: return Path(importlib.util.find_spec("mixsd_nb").origin).parent / "data/grids"
 
 
@@ -97,6 +97,8 @@ def read_file(
     try: said = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as e: raise ParameterError(f"grid is {source}, which is no YAML: {' '.join(str(e).split())}") from None
     if not isinstance(said, dict): raise ParameterError(f"grid is {source}, which is no mapping of {', '.join(Grid.model_fields)}")
+    for part in ("fixed", "axes"):
+        if not isinstance(said.get(part, {}), dict): raise ParameterError(f"{part} is {said[part]!r}; allowed are mappings")
     like = said.pop("like", [])
     return functools.reduce(laid_over, [*map(read_file, [like] if isinstance(like, str) else like), said])
 
@@ -334,7 +336,7 @@ def verdict(
     if code < 0: return "killed", f"signal {signal.Signals(-code).name}"
     return "raised", "the notebook ended without a result" if code == 0 else f"papermill ended with {code}"
 
-# %% ../nbs/sweep.ipynb #14746495
+# %% ../nbs/sweep.ipynb #62286f3d
 def watch(
     child: subprocess.Popen,
     limit: float,  # seconds; 0 for none
@@ -374,6 +376,7 @@ def attempt(
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=os.environ | settings | environment, start_new_session=True)
         why = watch(child, limit, stopped)
     kind, message = verdict(cell, child.returncode, why, read_json(folder / "said.json"), memory_kills() > kills)
+    if kind == "done" and child.returncode == 0: shutil.copy(folder / "notebook.ipynb", cell.result / Path(cell.notebook).name)  # beside the data, for the reader
     end = dict(kind=kind, message=message, seconds=time.time() - begun, news=contents(cell) != there)
     write_json(folder / "end.json", end | dict(requeued=bool(job) and goes_on(ends(cell) + [end])))
     return read_json(folder / "end.json")
@@ -798,7 +801,7 @@ def cancel(sweep: Sweep) -> pd.DataFrame:
     if there := [job for job in jobs if job and queue.has(job)]: ask("scancel", *there)
     return sweep.status()
 
-# %% ../nbs/sweep.ipynb #b276aa4b
+# %% ../nbs/sweep.ipynb #0248aec6
 def parser() -> argparse.ArgumentParser:
     "Words of the command line."
     words = argparse.ArgumentParser("python -m mixsd_nb.sweep", description="Run a grid of a stage notebook.")
@@ -832,8 +835,8 @@ def main(
             return 0
         if given.command in ("run", "retry"): table = begin(sweep, due(given.command, [kind for kind in given.kinds.split(",") if kind]), where, given.workers)
         else: table = dict(status=Sweep.status, wait=wait, cancel=cancel)[given.command](sweep)
-    except ParameterError as e:
-        print(e, file=sys.stderr)
+    except (ParameterError, KeyboardInterrupt) as e:
+        print(e if str(e) else "interrupted; the same command goes on", file=sys.stderr)
         return 2
     print(words(table))
     return report(table)

@@ -175,7 +175,8 @@ def test_a_cell_on_two_nodes(tiny, tmp_path, monkeypatch):
     cell = Sweep(dict(notebook="train", fixed=dict(method="sft", model=tiny, n=2, epochs=1, checkpoints=[]))).cells[0]
     task = "import json, sys; from mixsd_nb import sweep; print(sweep.on_slurm(json.loads(sys.argv[1]), 0, 10))"
     nodes = [dict(SLURM_JOB_ID="77", SLURM_JOB_NUM_NODES="2", SLURM_PROCID=str(rank)) for rank in range(2)]
-    tasks = [subprocess.Popen([sys.executable, "-c", task, json.dumps(asdict(cell))], env=os.environ | node, cwd=ROOT, stdout=subprocess.PIPE, text=True) for node in nodes]
+    command = [sys.executable, "-c", task, json.dumps(asdict(cell))]
+    tasks = [subprocess.Popen(command, env=os.environ | node, cwd=ROOT, stdout=subprocess.PIPE, text=True) for node in nodes]
     said = [process.communicate(timeout=PATIENCE)[0] for process in tasks]
     assert [text.split()[-1] for text in said] == ["done", "trained"], (attempts(cell)[0] / "log.txt").read_text()
     assert len(attempts(cell)) == 1 and json.loads((cell.result / "job.json").read_text())["processes"] == 2
@@ -191,6 +192,7 @@ MISTAKES = {
     "notebook: train\naxes: {lam: [0.3, 1.5]}": "lam is 1.5; allowed are numbers from 0 to 1",
     "notebook: train\nresources: {gpu: 1}": "unknown parameter gpu; did you mean gpus?",
     "notebook: trian": "notebook is trian; there is neither such a file nor",
+    "notebook: train\nfixed: [0.5]": "fixed is [0.5]; allowed are mappings",
     "notebook: [": "which is no YAML: while parsing",
     "- train": "which is no mapping of notebook, fixed, axes, exclude, resources",
 }
