@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['FAILURES', 'STALLS', 'ACTIVE', 'WORDS', 'Resources', 'Grid', 'grids_folder', 'shipped', 'laid_over', 'read_file',
            'read_grid', 'find_notebook', 'Stage', 'find_stage', 'combinations', 'Cell', 'make_cell', 'make_cells',
-           'Failure', 'due', 'read_json', 'write_json', 'attempts', 'held', 'lock_of', 'under_way', 'end_with_parent',
-           'run_notebook', 'contents', 'memory_kills', 'verdict', 'watch', 'attempt', 'ends', 'goes_on', 'cancelled',
-           'by_another', 'attend', 'ask', 'Queue', 'scheduler_verdict', 'last_attempt', 'look', 'Sweep', 'failures',
-           'words', 'live', 'taken_up', 'visible_gpus', 'places', 'threads', 'work', 'run_here', 'on_slurm',
-           'array_limit', 'sbatch_options', 'submit', 'nodes_file', 'join_training', 'train_on_nodes', 'follow',
-           'begin', 'wait', 'cancel', 'parser', 'report', 'main', 'SweepConfig', 'run']
+           'Failure', 'due', 'read_json', 'write_json', 'attempts', 'held', 'lock_of', 'under_way', 'progress_file',
+           'processes', 'clear', 'end_with_parent', 'run_notebook', 'contents', 'memory_kills', 'verdict', 'watch',
+           'attempt', 'ends', 'goes_on', 'cancelled', 'by_another', 'attend', 'ask', 'Queue', 'scheduler_verdict',
+           'last_attempt', 'look', 'Sweep', 'failures', 'words', 'live', 'taken_up', 'visible_gpus', 'places',
+           'threads', 'work', 'run_here', 'on_slurm', 'array_limit', 'sbatch_options', 'submit', 'nodes_file',
+           'join_training', 'train_on_nodes', 'follow', 'begin', 'wait', 'cancel', 'parser', 'report', 'main',
+           'SweepConfig', 'run']
 
 # %% ../nbs/sweep.ipynb #d6eaea29
 import argparse
@@ -275,13 +276,38 @@ def under_way(cell: Cell) -> bool:
     if not lock_of(cell).exists(): return False
     with held(lock_of(cell)) as free: return not free
 
-# %% ../nbs/sweep.ipynb #d775ee45
-def end_with_parent() -> None:
+# %% ../nbs/sweep.ipynb #83d563e9
+def progress_file(folder: Path) -> Path: return folder / "progress.json"
+
+
+def processes(
+    folder: Path,  # of an attempt
+) -> list[int]:
+    "Other processes of this machine that belong to an attempt, where there is a `/proc` that tells."
+    mark, found = f"MIXSD_PROGRESS={progress_file(folder)}\0".encode(), []
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark in environ.read_bytes() and (pid := int(environ.parent.name)) != os.getpid(): found.append(pid)
+    return found
+
+
+def clear(
+    folder: Path,  # of an attempt
+    patience: float = 10,  # seconds
+) -> None:
+    "End what is left of an attempt."
+    end = time.monotonic() + patience
+    while (left := processes(folder)) and time.monotonic() < end:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError): os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+
+# %% ../nbs/sweep.ipynb #996fe3de
+def end_with_parent(folder: Path) -> None:
     "End this process and its kernel when the other end of its standard input is closed, as happens when the parent dies."
     def wait():
         while os.read(0, 1024): pass
-        os.kill(os.getpid(), signal.SIGTERM)  # lets the kernel be shut down
-        time.sleep(5)
+        clear(folder)
         os._exit(1)
     threading.Thread(target=wait, daemon=True).start()
 
@@ -290,7 +316,7 @@ def run_notebook(
     folder: Path,  # of an attempt
 ) -> int:
     "Run the notebook of an attempt with papermill; what it raises is left in `said.json`."
-    end_with_parent()
+    end_with_parent(folder)
     begun = read_json(folder / "begin.json")
     from nbclient.exceptions import DeadKernelError
     from papermill import PapermillExecutionError, execute_notebook
@@ -336,7 +362,7 @@ def verdict(
     if code < 0: return "killed", f"signal {signal.Signals(-code).name}"
     return "raised", "the notebook ended without a result" if code == 0 else f"papermill ended with {code}"
 
-# %% ../nbs/sweep.ipynb #62286f3d
+# %% ../nbs/sweep.ipynb #9c6e563f
 def watch(
     child: subprocess.Popen,
     limit: float,  # seconds; 0 for none
@@ -367,16 +393,18 @@ def attempt(
 ) -> dict:
     "One attempt at a cell that this process holds; returns how it ended."
     folder = cell.folder / f"attempt-{len(attempts(cell)) + 1}"
+    for earlier in attempts(cell): clear(earlier)  # its process was killed, the kernel not
     begun, there, kills = time.time(), contents(cell), memory_kills()
     write_json(folder / "begin.json", dict(cell=str(cell.folder), stage=cell.stage, notebook=cell.notebook, parameters=cell.parameters, begun=begun,
                                            host=socket.gethostname(), pid=os.getpid(), job=job, nodes=nodes))
     with open(folder / "log.txt", "ab") as log:
         command = [sys.executable, "-m", "mixsd_nb.sweep", "notebook", str(folder)]
-        settings = dict(MIXSD_RUNS=cell.runs, MIXSD_PROGRESS=str(folder / "progress.json"), TQDM_DISABLE="1")
+        settings = dict(MIXSD_RUNS=cell.runs, MIXSD_PROGRESS=str(progress_file(folder)), TQDM_DISABLE="1")
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=os.environ | settings | environment, start_new_session=True)
         why = watch(child, limit, stopped)
+    clear(folder)
     kind, message = verdict(cell, child.returncode, why, read_json(folder / "said.json"), memory_kills() > kills)
-    if kind == "done" and child.returncode == 0: shutil.copy(folder / "notebook.ipynb", cell.result / Path(cell.notebook).name)  # beside the data, for the reader
+    if kind == "done" and child.returncode == 0: shutil.copy(folder / "notebook.ipynb", cell.result / Path(cell.notebook).name)
     end = dict(kind=kind, message=message, seconds=time.time() - begun, news=contents(cell) != there)
     write_json(folder / "end.json", end | dict(requeued=bool(job) and goes_on(ends(cell) + [end])))
     return read_json(folder / "end.json")
@@ -462,7 +490,7 @@ def scheduler_verdict(
     if not states: return "killed", f"job {job} is gone, and Slurm does not say why"
     return WORDS.get(states[0], "killed"), f"job {job} ended as {states[0]}"
 
-# %% ../nbs/sweep.ipynb #b5444277
+# %% ../nbs/sweep.ipynb #a06dc60b
 def last_attempt(
     cell: Cell,
     queue: Queue,
@@ -505,7 +533,7 @@ def look(
             (state, message), log = scheduler_verdict(job["job"]), job["log"]
             end = dict(message=f"{message} before the cell began")
     if cancelled(cell).exists() and state not in ("done", "running"): state, end = "cancelled", {}
-    progress = read_json(folder / "progress.json") if state == "running" else {}
+    progress = read_json(progress_file(folder)) if state == "running" else {}
     left = (progress["total"] - progress["done"]) / progress["rate"] if progress.get("rate") else float("nan")
     return dict(state=state, attempts=len(attempts(cell)), progress=f"{progress['what']} {progress['done']}/{progress['total']}" if progress else "",
                 rate=progress.get("rate", float("nan")), left=left, seconds=end.get("seconds", float("nan")), message=end.get("message", ""), log=log)

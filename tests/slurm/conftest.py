@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import socket
 import stat
 import subprocess
@@ -11,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 from helpers import need, need_tools, say, until
+
+from mixsd_nb.methods.trainer import die_with_parent
 
 PARTITION = "tests"
 CONFIG = """
@@ -89,7 +92,7 @@ def slurm():
     try:
         for command in commands:
             log = open(root / f"{command[0]}.out", "w")
-            daemons.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+            daemons.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=lambda: die_with_parent(signal.SIGKILL)))
             if command[0] == "munged": until(files[0].exists, 20, "the socket of munged")
         until(lambda: say("sinfo", "--noheader", "--format=%T").strip() == "idle", 60, "an idle node")
         yield root
