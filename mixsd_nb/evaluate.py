@@ -29,7 +29,7 @@ from .corpora import SPLITS, check_corpus, load_corpus
 from .corpora.prompts import prompt_ids
 from .models import ENGINES, check_model, model_source
 from .results.cube import wilson
-from .results.runs import Config, Journal, cached_run, make_config, run_folder, setting, write_atomically
+from .results.runs import Config, Journal, cached_run, make_config, run_folder, setting, tell, write_atomically
 
 # %% ../nbs/evaluate.ipynb #d825a3b7
 CORE = ("recall", "retrieval", "test", "unseen")
@@ -118,7 +118,7 @@ def questions(
         elif explicit: raise ValueError(f"suite is {suite}; {dataset} has no {name}")
     return asked
 
-# %% ../nbs/evaluate.ipynb #7e56a1f6
+# %% ../nbs/evaluate.ipynb #bca893a0
 def completed(
     engine,
     items: dict[str, Item],  # by id
@@ -147,6 +147,7 @@ def completed(
             found[name, sample] = dict(benchmark=benchmark, item=name, sample=sample, response=text, finish_reason=completion.finish_reason)
             if journal: journal.add(found[name, sample])
             bar.update()
+            if progress: tell(progress, len(found), len(wanted))
     return [found[key] for key in wanted]
 
 

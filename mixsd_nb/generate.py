@@ -6,7 +6,7 @@
 __all__ = ['SCHEMA', 'GenerateConfig', 'asked', 'mixed', 'replaced', 'targets', 'merged', 'agreement', 'counts', 'summary',
            'slug', 'parquet', 'finished', 'run', 'targets_file']
 
-# %% ../nbs/generate.ipynb #99198e81
+# %% ../nbs/generate.ipynb #80cd534d
 import json
 import re
 import time
@@ -22,7 +22,7 @@ from pydantic import Field, field_validator
 
 from .corpora import CORPORA, check_corpus, load_corpus
 from .models import ENGINES, check_capacity, check_mode, check_model
-from .results.runs import Config, Journal, cached_run, make_config, run_folder, setting, write_atomically
+from .results.runs import Config, Journal, cached_run, make_config, run_folder, setting, tell, write_atomically
 
 # %% ../nbs/generate.ipynb #c7e9e962
 class GenerateConfig(Config):
@@ -78,7 +78,7 @@ class GenerateConfig(Config):
         if shards and info.data.get("shard"): raise ValueError(f"shards is {shards}; with shard={info.data['shard']} only 0 is allowed")
         return shards
 
-# %% ../nbs/generate.ipynb #a1b50535
+# %% ../nbs/generate.ipynb #f83e36c8
 def asked(
     config: GenerateConfig,
     tokenizer,
@@ -111,6 +111,7 @@ def mixed(
             shown = {"tok/s": round(tally["tokens"] / (time.perf_counter() - begun))} | {k: tally[k] for k in ("accepted", "retried", "discarded")}
             bar.set_postfix(shown, refresh=False)
             bar.update()
+            tell(f"mixing λ={config.lam:g}", len(journal.records), len(wanted))
 
 # %% ../nbs/generate.ipynb #f38c8a29
 SCHEMA = pa.schema(dict(id=pa.string(), sample=pa.int64(), prompt_ids=pa.list_(pa.int64()), completion_ids=pa.list_(pa.int64()),

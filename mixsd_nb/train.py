@@ -7,7 +7,7 @@ __all__ = ['SCHEDULES', 'STORED', 'LENGTH', 'SAMPLING', 'BENCHMARKS', 'MAIN_JOB'
            'training_pairs', 'training_job', 'accuracy', 'validation', 'measured', 'Live', 'base_responses', 'tree',
            'measure_base', 'target_facts', 'train', 'slug', 'refuse_devices', 'run', 'prepare', 'jobs', 'main']
 
-# %% ../nbs/train.ipynb #15c17943
+# %% ../nbs/train.ipynb #0cc23886
 import random
 import sys
 import time
@@ -26,7 +26,7 @@ from .corpora import CORPORA, check_corpus, kgfunc, load_corpus
 from .corpora.prompts import SPANS, canonical_pair, paraphrase_prompt, trained_pair
 from .models import check_model, load_tokenizer
 from .results.cube import method_label, result_tree
-from .results.runs import Config, ParameterError, cached_run, make_config, run_folder, runs_root, setting, write_atomically
+from .results.runs import Config, ParameterError, cached_run, make_config, run_folder, runs_root, setting, tell, write_atomically
 
 # %% ../nbs/train.ipynb #e1f8b9cd
 class Schedule(NamedTuple):
@@ -39,7 +39,7 @@ class Schedule(NamedTuple):
 SCHEDULES = {"kgfact-small": Schedule(20, 20, 20), "kgfact-large": Schedule(20, 20, 20), "kgfunc": Schedule(1, 16, 10), "kgfunc-lab": Schedule(8, 16, 24),
              "simpleqa": Schedule(1, 16, 20), "simpleqa-lab": Schedule(20, 16, 20), "mquake": Schedule(20, 20, 20), "mquake-lab": Schedule(50, 20, 20)}
 
-# %% ../nbs/train.ipynb #4bb9da34
+# %% ../nbs/train.ipynb #4e7b0b62
 STORED = ("sft", "mixsd")  # methods with targets; the others but the base are distillations
 LENGTH, SAMPLING = ("epochs", "batch", "checkpoints", "lora", "span"), ("rollouts", "temperature", "rollout_tokens")
 
@@ -80,9 +80,10 @@ class TrainConfig(Config):
     @field_validator("rollouts", "temperature")
     @classmethod
     def _of_variant(cls, value, info):
-        from mixsd_nb.methods.distill import VARIANTS
         method = info.data.get("method")
-        return getattr(VARIANTS[method], info.field_name) if value is None and method in VARIANTS else value
+        if value is not None or method in ("base", *STORED): return value
+        from mixsd_nb.methods.distill import VARIANTS
+        return getattr(VARIANTS[method], info.field_name) if method in VARIANTS else value
 
     @property
     def label(self): return method_label(self.method, self.lam, self.rollouts, self.temperature)
@@ -175,7 +176,7 @@ def measured(
         write_atomically(path, table.to_parquet)
     return pd.read_parquet(path)
 
-# %% ../nbs/train.ipynb #97d94320
+# %% ../nbs/train.ipynb #b9982ebc
 class Live:
     "Takes the reports of the trainer: a progress bar, and in a notebook the curves so far."
 
@@ -186,6 +187,7 @@ class Live:
     def __call__(self, entry: dict):
         self.measure(entry["step"] - 1)  # the checkpoint of a step is written after the step's report
         self.bar(entry)
+        tell(self.bar.name, entry["step"], entry["steps"])
         self.loss[entry["step"]] = entry["loss"]
         if "ipykernel" in sys.modules and time.monotonic() - self.last > 2: self.draw()
 

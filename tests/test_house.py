@@ -27,6 +27,7 @@ FLOORS = {
     **{name: BELOW_STAGES for name in ["generate", "evaluate", "explore", "figures", "speed"]},
     "pretrain": [*BELOW_STAGES, "evaluate"],
     "train": [*BELOW_STAGES, "generate", "evaluate"],
+    "sweep": BELOW_STAGES,
 }
 
 

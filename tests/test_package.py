@@ -69,3 +69,7 @@ model, tokenizer = load_base('lab-m')
 answer = [model.config.vocab_size, len(tokenizer)]"""
     vocabulary, tokens = ask(python, code)
     assert 0 < tokens <= vocabulary
+
+
+def test_grids_ship(python):
+    assert "knowledge-eval-small-lab" in ask(python, "from mixsd_nb import sweep\nanswer = list(sweep.shipped())")

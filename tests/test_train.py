@@ -10,28 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from mixsd_nb.corpora import CORPORA
-from mixsd_nb.models.lab import lab_folder
 from mixsd_nb.results.runs import ParameterError, open_result
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = dict(n=3, epochs=2)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    "A model folder with random weights: everything runs through it in seconds."
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tokenizer = AutoTokenizer.from_pretrained(lab_folder("lab-m"))
-    torch.manual_seed(0)
-    config = Qwen3Config(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=32,
-                         intermediate_size=32, tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id, max_position_embeddings=2048)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 def environment(runs):

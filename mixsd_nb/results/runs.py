@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['NOUNS', 'setting', 'is_setting', 'Config', 'ParameterError', 'bounds', 'allowed', 'complaint', 'make_config',
            'notebook_config', 'is_project', 'project_root', 'runs_root', 'run_folder', 'write_atomically', 'Journal',
-           'check_described', 'finished', 'write_result', 'open_result', 'code_version', 'version', 'provenance',
-           'warn_of_other_code', 'StorageError', 'storage', 'discard', 'alone', 'cached_run']
+           'tell', 'check_described', 'finished', 'write_result', 'open_result', 'code_version', 'version',
+           'provenance', 'warn_of_other_code', 'StorageError', 'storage', 'discard', 'alone', 'cached_run']
 
-# %% ../../nbs/results/runs.ipynb #5b777342
+# %% ../../nbs/results/runs.ipynb #71ddf7a2
 import contextlib
 import difflib
 import errno
@@ -21,6 +21,7 @@ import os
 import platform
 import secrets
 import shutil
+import time
 import types
 import typing
 import warnings
@@ -200,6 +201,25 @@ class Journal:
 
     def __enter__(self): return self
     def __exit__(self, *_): self.file.close()
+
+# %% ../../nbs/results/runs.ipynb #7a39e817
+_since = {}  # what -> when this process began it, how much was done then, and when it last told
+
+
+def tell(
+    what: str,
+    done: int,
+    total: int,
+) -> None:
+    "Leave word of progress in the file that `MIXSD_PROGRESS` names, once a second: `what, done, total`, and `rate` (1/s). Without it nothing happens."
+    path, now = os.environ.get("MIXSD_PROGRESS"), time.monotonic()
+    if not path: return
+    begun, there, last = _since.get(what, (now, done, -1))
+    if now - last < 1 and done < total: return
+    _since[what] = begun, there, now
+    record = dict(what=what, done=done, total=total, rate=(done - there) / (now - begun) if now > begun else None)
+    Path(f"{path}.tmp").write_text(json.dumps(record))
+    os.replace(f"{path}.tmp", path)
 
 # %% ../../nbs/results/runs.ipynb #558ae35b
 def check_described(

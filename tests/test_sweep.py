@@ -1,0 +1,232 @@
+"""Sweeps on this machine: cells that fail in every way, sweeps that meet, and sweeps that are killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from helpers import until
+
+from mixsd_nb import sweep
+from mixsd_nb.sweep import Sweep, attempts, read_json
+
+ROOT = Path(__file__).resolve().parents[1]
+PATIENCE = 600  # seconds for any one thing to happen
+
+# A notebook of the stage generate, quick and of any behaviour: what a file says that is named by the seed.
+CELLS = """
+#| default_exp generate
+import os, pathlib, signal, time
+import xarray as xr
+from mixsd_nb.generate import GenerateConfig, slug
+from mixsd_nb.results.runs import Config, cached_run, notebook_config
+before = set(globals())
+%%
+seed: int = 0  # names the behaviour
+%%
+config = notebook_config(GenerateConfig, before, globals())
+class Shared(Config):
+    n: int = 1
+value = lambda x: xr.DataTree(xr.Dataset(dict(x=((), x, dict(long_name="x", units="1")))))
+def note(folder, x):
+    with open(folder / "made", "a") as file: file.write("once\\n")
+    return value(x)
+def shared(folder):
+    time.sleep(0.5)
+    return note(folder, 0)
+def compute(folder):
+    behaviour = pathlib.Path(os.environ["BEHAVIOUR"]) / str(config.seed)
+    if behaviour.exists(): exec(behaviour.read_text(), globals() | dict(folder=folder))
+    return note(folder, config.seed)
+%%
+cached_run("shared", Shared(), shared)
+cached_run(slug(config), config, compute)
+"""
+
+
+def notebook(path):
+    cells = [dict(cell_type="code", id=f"c{k}", metadata=dict(tags=["parameters"] if k == 1 else []), execution_count=None, outputs=[], source=source.strip())
+             for k, source in enumerate(CELLS.split("%%"))]
+    kernel = dict(display_name="python3", language="python", name="python3")
+    path.write_text(json.dumps(dict(cells=cells, metadata=dict(kernelspec=kernel), nbformat=4, nbformat_minor=5)))
+
+
+@pytest.fixture
+def desk(tmp_path, monkeypatch):
+    "A place for runs, the notebook, and behaviours by seed; makes grids."
+    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("BEHAVIOUR", str(tmp_path))
+    notebook(tmp_path / "quick.ipynb")
+
+    def make(*behaviours, **resources):
+        for seed, text in enumerate(behaviours): (tmp_path / str(seed)).write_text(text)
+        grid = dict(notebook=str(tmp_path / "quick.ipynb"), axes=dict(seed=list(range(len(behaviours)))), resources=resources)
+        (tmp_path / "grid.yaml").write_text(yaml.safe_dump(grid))
+        return Sweep(tmp_path / "grid.yaml")
+    return make
+
+
+def command(*arguments):
+    return subprocess.Popen([sys.executable, "-m", "mixsd_nb.sweep", *map(str, arguments)], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, text=True)
+
+
+def made(cell): return (cell.result / "made").read_text().split()
+
+
+FAILING = {
+    "": "done",
+    "1 / 0": "raised",
+    "raise MemoryError('no room')": "out of memory",
+    "os.kill(os.getpid(), signal.SIGKILL)": "dead kernel",
+    "os.kill(os.getppid(), signal.SIGKILL); time.sleep(600)": "killed",
+}
+
+
+def test_each_failure_has_its_name_and_its_rule(desk, tmp_path):
+    "One failed cell stops no other; the command ends with 1 and names the log of each; then only what a rule allows is begun again."
+    failing = desk(*FAILING)
+    process = command("run", tmp_path / "grid.yaml", "--workers", 2)
+    said, error = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1, error
+    assert failing.status().state.tolist() == list(FAILING.values()), failing.status().to_string()
+    for cell in failing.cells[1:]: assert str(attempts(cell)[-1] / "log.txt") in said
+    assert "ZeroDivisionError" in (attempts(failing.cells[1])[0] / "log.txt").read_text()
+    assert read_json(attempts(failing.cells[1])[0] / "end.json")["message"] == "ZeroDivisionError: division by zero"
+    for seed in range(5): (tmp_path / str(seed)).write_text("")
+    table = sweep.begin(failing, sweep.due("run"), workers=2)
+    assert table.state.tolist() == ["done", "raised", "out of memory", "done", "done"]
+    table = sweep.begin(failing, sweep.due("retry"), workers=2)
+    assert set(table.state) == {"done"} and table.attempts.tolist() == [1, 2, 2, 2, 2] and sweep.report(table) == 0
+    assert [made(cell) for cell in failing.cells] == [["once"]] * 5
+    assert {float(tree.x) for tree in failing.results().values()} == {0, 1, 2, 3, 4}
+
+
+def test_a_cell_goes_on_after_its_time_limit_while_it_gets_further(desk):
+    halves = "if not (folder / 'half').exists():\n    (folder / 'half').touch()\n    os.kill(os.getpid(), signal.SIGSTOP)"  # hangs, and ends for no kind word
+    late = desk(halves, minutes=0.25)
+    table = sweep.begin(late, sweep.due("run"))
+    assert table.state.tolist() == ["done"] and made(late.cells[0]) == ["once"]
+    kinds = [read_json(a / "end.json")["kind"] for a in attempts(late.cells[0])]
+    assert kinds[-1] == "done" and set(kinds[:-1]) == {"timeout"}
+
+
+def test_two_sweeps_of_one_grid(desk, tmp_path):
+    "No cell runs twice, none is lost, and shared work is made once."
+    twice = desk(*["time.sleep(0.3)"] * 4)
+    sweeps = [command("run", tmp_path / "grid.yaml", "--workers", 2) for _ in range(2)]
+    for process in sweeps: assert process.communicate(timeout=PATIENCE) and process.returncode == 0
+    assert [made(cell) for cell in twice.cells] == [["once"]] * 4 and twice.status().attempts.tolist() == [1] * 4
+    assert next((tmp_path / "runs").glob("shared-*/made")).read_text().split() == ["once"]
+
+
+def test_a_killed_sweep_leaves_nothing_behind_and_is_taken_up(desk, tmp_path):
+    "Killed with -9 while a cell runs: notebook and kernel end too, the lock is free, and the same command goes on."
+    lost = desk("(folder / 'kernel').write_text(str(os.getpid())); time.sleep(600)", "")
+    process = command("run", tmp_path / "grid.yaml", "--workers", 1)
+    pid = int(until(lambda: "".join(p.read_text() for p in (tmp_path / "runs").glob("*/kernel")), PATIENCE, "the kernel"))
+    family = [psutil.Process(pid), *psutil.Process(process.pid).children(recursive=True)]
+    assert lost.status().state.tolist() == ["running", "pending"]
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family), 30, "the end of notebook and kernel")
+    assert lost.status().state.tolist() == ["killed", "pending"]
+    (tmp_path / "0").write_text("")
+    assert set(sweep.begin(lost, sweep.due("run")).state) == {"done"}
+
+
+def test_cancel_ends_what_runs_and_keeps_back_what_waits(desk, tmp_path):
+    waiting = desk("(folder / 'begun').touch(); time.sleep(600)", "")
+    tables = []
+    thread = threading.Thread(target=lambda: tables.append(sweep.begin(waiting, sweep.due("run"), workers=1)))
+    thread.start()
+    until(lambda: waiting.cells[0].result and (waiting.cells[0].result / "begun").exists(), PATIENCE, "the first cell")
+    sweep.cancel(Sweep(tmp_path / "grid.yaml"))
+    thread.join(PATIENCE)
+    assert tables[0].state.tolist() == ["cancelled"] * 2 and tables[0].attempts.tolist() == [1, 0]
+    (tmp_path / "0").write_text("")
+    assert set(sweep.begin(waiting, sweep.due("retry")).state) == {"cancelled"}
+    assert set(sweep.begin(waiting, sweep.due("retry", ["cancelled"])).state) == {"done"}
+
+
+def test_a_result_made_by_hand_counts(desk, tmp_path):
+    "Done means a result; who made it does not matter, and a removed one is made again."
+    from mixsd_nb.generate import GenerateConfig, slug
+    from mixsd_nb.results.runs import cached_run, discard, open_result
+    by_hand = desk("")
+    table = sweep.begin(by_hand, sweep.due("run"))
+    tree, folder = open_result(by_hand.cells[0].result), by_hand.cells[0].result
+    discard(folder)
+    assert by_hand.status().state.tolist() == ["pending"]
+    cached_run(slug(GenerateConfig()), GenerateConfig(), lambda folder: tree)
+    assert by_hand.status().state.tolist() == ["done"] and table.attempts.tolist() == by_hand.status().attempts.tolist()
+
+
+def test_a_cell_on_two_nodes(tiny, tmp_path, monkeypatch):
+    "Two tasks as Slurm starts them on two nodes: both train, the first one measures."
+    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
+    cell = Sweep(dict(notebook="train", fixed=dict(method="sft", model=tiny, n=2, epochs=1, checkpoints=[]))).cells[0]
+    task = "import json, sys; from mixsd_nb import sweep; print(sweep.on_slurm(json.loads(sys.argv[1]), 0, 10))"
+    nodes = [dict(SLURM_JOB_ID="77", SLURM_JOB_NUM_NODES="2", SLURM_PROCID=str(rank)) for rank in range(2)]
+    command = [sys.executable, "-c", task, json.dumps(asdict(cell))]
+    tasks = [subprocess.Popen(command, env=os.environ | node, cwd=ROOT, stdout=subprocess.PIPE, text=True) for node in nodes]
+    said = [process.communicate(timeout=PATIENCE)[0] for process in tasks]
+    assert [text.split()[-1] for text in said] == ["done", "trained"], (attempts(cell)[0] / "log.txt").read_text()
+    assert len(attempts(cell)) == 1 and json.loads((cell.result / "job.json").read_text())["processes"] == 2
+
+
+@pytest.mark.parametrize("name", sweep.shipped())
+def test_shipped_grids_are_sound(name):
+    assert len(Sweep(name).preview()) == len({cell.hash for cell in Sweep(name).cells}) > 1
+
+
+MISTAKES = {
+    "notebook: train\nfixed: {lamb: 0.5}": "unknown parameter lamb; did you mean lam?",
+    "notebook: train\naxes: {lam: [0.3, 1.5]}": "lam is 1.5; allowed are numbers from 0 to 1",
+    "notebook: train\nresources: {gpu: 1}": "unknown parameter gpu; did you mean gpus?",
+    "notebook: trian": "notebook is trian; there is neither such a file nor",
+    "notebook: train\nfixed: [0.5]": "fixed is [0.5]; allowed are mappings",
+    "notebook: [": "which is no YAML: while parsing",
+    "- train": "which is no mapping of notebook, fixed, axes, exclude, resources",
+}
+
+
+@pytest.mark.parametrize("text", MISTAKES)
+def test_a_mistake_is_one_sentence(text, tmp_path, monkeypatch):
+    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "runs"))
+    (tmp_path / "grid.yaml").write_text(text)
+    with pytest.raises(ValueError, match="^[^\n]*$") as error: Sweep(tmp_path / "grid.yaml")
+    assert MISTAKES[text] in str(error.value) and not (tmp_path / "runs").exists()
+
+
+def tool(folder, name, text):
+    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+    (folder / name).chmod(0o755)
+
+
+def test_the_scheduler_is_asked_with_and_without_accounting(tmp_path, monkeypatch):
+    "scontrol first, sacct where that has forgotten the job, and neither where both are silent; one that hangs is not waited for."
+    monkeypatch.setenv("PATH", str(tmp_path) + ":/usr/bin:/bin")
+    tool(tmp_path, "scontrol", "exit 1")
+    tool(tmp_path, "sacct", "exit 1")
+    assert sweep.scheduler_verdict("7")[0] == "killed"
+    words = {"OUT_OF_MEMORY": "out of memory", "NODE_FAIL": "node failure", "TIMEOUT": "timeout", "CANCELLED by 0": "cancelled", "FAILED": "killed"}
+    for state, kind in words.items():
+        tool(tmp_path, "sacct", f"echo '{state}'")
+        assert sweep.scheduler_verdict("7")[0] == kind
+    tool(tmp_path, "scontrol", "echo 'JobId=7 JobName=x JobState=NODE_FAIL Reason=NodeDown'")
+    assert sweep.scheduler_verdict("7")[0] == "node failure"
+    tool(tmp_path, "squeue", "echo '7_1 RUNNING'; echo '7_2 COMPLETED'")
+    queue = sweep.Queue()
+    assert queue.has("7_1") is True and queue.has("7_2") is False and queue.has("8") is False
+    tool(tmp_path, "squeue", "exec sleep 600")
+    assert sweep.ask("squeue", patience=0.2) is None
+    tool(tmp_path, "squeue", "exit 1")
+    assert sweep.Queue().has("7_1") is None
