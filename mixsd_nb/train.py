@@ -283,7 +283,7 @@ def run(
     compute = (lambda folder: measure_base(config)) if config.method == "base" else (lambda folder: train(config, folder))
     return cached_run(slug(config), config, compute, force=config.force)
 
-# %% ../nbs/train.ipynb #81c70ca0
+# %% ../nbs/train.ipynb #68f913ce
 def prepare(
     processes: int,  # on all nodes together
     **parameters,  # of TrainConfig
@@ -292,7 +292,6 @@ def prepare(
     from mixsd_nb.methods.trainer import write_job
     config = make_config(TrainConfig, **parameters).without_idle()
     folder = run_folder(slug(config), config)
-    folder.mkdir(parents=True, exist_ok=True)
     write_job(replace(training_job(config)[0], processes=processes), folder)
     return folder
 
