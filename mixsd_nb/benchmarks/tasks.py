@@ -21,7 +21,7 @@ from typing import NamedTuple
 from .answers import fenced_python, last_boxed, letter, loosely_same, same_answer, same_math
 from .sandbox import harmless, passes
 
-# %% ../../nbs/benchmarks/tasks.ipynb #c20658b6
+# %% ../../nbs/benchmarks/tasks.ipynb #e81cda34
 @dataclass(frozen=True)
 class Item:
     "A problem: its prompt, a worked response, the boxed answer or the unit tests that grade it."
@@ -31,6 +31,7 @@ class Item:
     tests: str = ""
     start: str = ""  # of a program that the response goes on with
     entry: str = ""  # name of the function that is asked for
+    subject: str = ""  # where a task has several
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def humaneval_item(row, shots):
     tests = f"{helpers}\n{row['test']}\ncheck({entry})\n"
     return Item(humaneval_prompt(start), f"```python\n{start}{row['canonical_solution']}\n```", tests=tests, start=start, entry=entry)
 
-# %% ../../nbs/benchmarks/tasks.ipynb #cfa9033b
+# %% ../../nbs/benchmarks/tasks.ipynb #5a1256c1
 LETTERS = "ABCD"
 
 
@@ -128,7 +129,8 @@ def mmlu_item(row, shots):
     solved = [question_block(s, f"\\boxed{{{LETTERS[s['answer']]}}}") for s in shots if s["subject"] == row["subject"]][:5]
     subject = row["subject"].replace("_", " ")
     asked = f"Here are multiple-choice questions on {subject}. Answer the last one with the letter of the right option, A, B, C or D, inside \\boxed{{}}."
-    return Item("\n\n".join([asked, *solved, question_block(row)]), f"\\boxed{{{LETTERS[row['answer']]}}}", LETTERS[row["answer"]])
+    return Item("\n\n".join([asked, *solved, question_block(row)]), f"\\boxed{{{LETTERS[row['answer']]}}}", LETTERS[row["answer"]],
+                subject=row["subject"])
 
 # %% ../../nbs/benchmarks/tasks.ipynb #7fc9af6b
 SAMPLED = dict(temperature=1.0, top_k=1 << 20, max_total=16_384, version=1)  # a top-k beyond any vocabulary is none

@@ -326,9 +326,9 @@ def curves(
     log = [entry for entry in state["log_history"] if "grad_norm" in entry]
     return {name: np.array([entry[name] for entry in log]) for name in ("loss", "learning_rate", "grad_norm")}
 
-# %% ../../nbs/methods/trainer.ipynb #faeb16f5
+# %% ../../nbs/methods/trainer.ipynb #67da1061
 class TrainingFailed(RuntimeError):
-    "A training process failed; the message is its traceback."
+    "One of several processes failed; the message is its traceback."
     def _render_traceback_(self): return [str(self)]
 
 
@@ -342,7 +342,7 @@ def first_error(
 ) -> str:
     "The traceback of the process that failed first."
     errors = sorted(logs.rglob("error.json"), key=lambda path: path.stat().st_mtime_ns)
-    if not errors: return f"a training process was ended from outside, without a word of its own; what it wrote is in {logs}"
+    if not errors: return f"a process was ended from outside, without a word of its own; what it wrote is in {logs}"
     return json.loads(errors[0].read_text())["message"]["extraInfo"]["py_callstack"]
 
 
@@ -355,16 +355,16 @@ def write_job(
 
 
 def launch(
-    job: Job,
-    folder: Path,
-    report: Callable[[dict], None],
+    module: str,  # of the package; its `main` gets the folder
+    folder: Path,  # where the job lies
+    processes: int,
+    report: Callable[[dict], None],  # gets each line of JSON that a process prints
 ) -> None:
-    "Train in several processes; TrainingFailed with the traceback of the first that fails."
+    "Run a module as several processes; TrainingFailed with the traceback of the first that fails."
     logs = folder / "logs" / str(time.time_ns())
     logs.mkdir(parents=True)
-    write_job(job, folder)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.processes}", f"--log-dir={logs}", "--redirects=2",
-               "-m", "mixsd_nb.methods.trainer", str(folder)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", f"--log-dir={logs}", "--redirects=2",
+               "-m", module, str(folder)]
     with open(folder / "processes.lock", "a") as lock, open(logs / "launcher.log", "w") as words:
         fcntl.flock(lock, fcntl.LOCK_EX)  # held by the launcher too: an earlier one may still be ending its processes
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=words, text=True, pass_fds=[lock.fileno()],
@@ -381,7 +381,11 @@ def fine_tune(
     report: Callable[[dict], None] = lambda entry: None,
 ) -> dict[str, np.ndarray]:
     "Train what is not trained yet, in as many processes as the job asks for; returns `curves`. ValueError as in `check_job` and `check_shape`."
-    if last_checkpoint(folder) != checkpoint_folder(folder, job.steps): (fit if check_job(job).processes == 1 else launch)(job, folder, report)
+    if last_checkpoint(folder) != checkpoint_folder(folder, job.steps):
+        if check_job(job).processes == 1: fit(job, folder, report)
+        else:
+            write_job(job, folder)
+            launch("mixsd_nb.methods.trainer", folder, job.processes, report)
     return curves(folder)
 
 # %% ../../nbs/methods/trainer.ipynb #246e5818
