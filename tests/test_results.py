@@ -12,6 +12,7 @@ from pathlib import Path
 
 import matplotlib
 import nbformat
+import netCDF4
 import numpy as np
 import pytest
 import xarray as xr
@@ -256,6 +257,61 @@ def test_an_empty_folder_says_what_to_run(tmp_path):
     with pytest.raises(FileNotFoundError, match="no finished training run in .*papermill nbs/train.ipynb"): open_cube(tmp_path)
 
 
+def test_analyses_join_the_cube(cube, tmp_path):
+    "Roots over fewer dimensions, and over one more, equal the merge; a count of another stage keeps away from the runs' own N."
+    runs = {folder.name: open_result(folder).to_dataset() for folder in sorted(tmp_path.glob("[!.]*"))}
+    words, roots = dict(long_name="value", units="1"), []
+    for k, (name, root) in enumerate(runs.items()):
+        here = root.drop_dims("benchmark")
+        here = here.drop_vars(here.data_vars)
+        shape = list(here.sizes.values())
+        moved = here.assign(displacement_sq=(list(here.sizes), np.full(shape, float(k)), words), n=(list(here.sizes), np.full(shape, 979), words))
+        here = here.assign_coords(category=("category", ["format", "genuine"], words))
+        errors = here.assign(errors=([*here.sizes], np.random.default_rng(k).integers(9, size=[*shape, 2]), words))
+        for stage, found in (("fisher", moved), ("errors", errors)):
+            config = Demo(method=name, seed=k)
+            cached_run(f"{stage}-{name}", config, lambda folder, found=found: xr.DataTree(found.assign_attrs(config=root.attrs["config"])))
+            roots.append(found.assign_attrs(config=root.attrs["config"]).rename({"n": "fisher_n"} if stage == "fisher" else {}))
+    whole = open_cube()
+    xr.testing.assert_identical(whole, xr.merge([*runs.values(), *roots], join="outer", compat="no_conflicts", combine_attrs="drop_conflicts"))
+    assert whole.errors.dims == ("dataset", "model", "method", "lr", "seed", "step", "category") and (whole.n == cube.n).sum() == cube.n.notnull().sum()
+
+
+@pytest.mark.parametrize("left", ["", "no netCDF", 0.3, 0.9])
+def test_a_damaged_result_is_named_and_skipped_on_request(left, cube, tmp_path):
+    damaged = run_folder("train", Demo(method="sft", lr=1e-2, steps=(0, 60))) / "result.nc"
+    whole = damaged.read_bytes()
+    damaged.write_bytes(left.encode() if isinstance(left, str) else whole[:int(left * len(whole))])
+    with pytest.raises(ValueError, match=rf"{damaged} cannot be read .*skip_corrupt=True"): open_cube()
+    with pytest.warns(UserWarning, match=f"{damaged} cannot be read .*left out"): rest = open_cube(skip_corrupt=True)
+    assert 1e-2 not in rest["lr"] and 1e-2 in cube["lr"]
+    assert rest.accuracy.notnull().sum() == cube.accuracy.notnull().sum() - 2 * len(SUITES)
+
+
+THOUSAND = """
+import resource, sys, time
+from mixsd_nb.results.cube import open_cube
+before = time.process_time()
+cube = open_cube(sys.argv[1])
+print(int(cube.accuracy.notnull().sum()), time.process_time() - before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+"""
+
+
+def test_a_thousand_runs_open_in_ten_seconds_and_a_gigabyte(tmp_path):
+    "Time of this process alone, so that others on the machine do not count; memory with all imports."
+    for k in range(40):
+        config = Demo(method="mixsd", lam=0.3, lr=1e-5 * (1 + k), seed=0)
+        training(config).to_netcdf(tmp_path / f"{k}.nc", engine="netcdf4")
+    for k, seed in itertools.product(range(40), range(25)):
+        folder = tmp_path / "runs" / f"train-{k}-{seed}"
+        folder.mkdir(parents=True)
+        (folder / "result.nc").write_bytes((tmp_path / f"{k}.nc").read_bytes())
+        with netCDF4.Dataset(folder / "result.nc", "a") as file: file["seed"][:] = seed
+    ran = subprocess.run([sys.executable, "-c", THOUSAND, str(tmp_path / "runs")], capture_output=True, text=True, check=True)
+    measured, seconds, gigabytes = map(float, ran.stdout.split())
+    assert measured == 1000 * 4 * len(SUITES) and seconds < 10 and gigabytes < 1
+
+
 def test_many_runs_stay_small():
     "Peak memory is that of the cube and one run, not of repeated copies."
     import tracemalloc
@@ -268,33 +324,32 @@ def test_many_runs_stay_small():
     assert peak < 20 * cube.nbytes + 10_000_000
 
 
-FIGURES = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from mixsd_nb import figures
-figures.run(dataset="kgfact-small", model="lab-m", lr=1e-3)
-"""
+DRAWN = {"overview", "frontier", "tradeoff", "tradeoff-world", "chosen", "high-nll", "displacement-paper"}
+AS_CODE = "from mixsd_nb import figures; figures.run(where=dict(epochs=20))"
 
 
 def test_figures_of_equal_data_are_equal_bytes(cube, tmp_path):
-    "The stage in two processes, from two folders."
+    "The stage as a module and from code, in two processes and two folders."
     seen = []
-    for name, seed in (("a", "1"), ("b", "2")):
-        here = tmp_path / "." / f".{name}"
+    for name, command in (("1", ["-m", "mixsd_nb.figures", "epochs=20"]), ("2", ["-c", AS_CODE])):
+        here = tmp_path / f".{name}"
         here.mkdir()
-        ran = subprocess.run([sys.executable, "-c", FIGURES, str(Path(__file__).parents[1])], cwd=here, text=True, check=False,
-                             capture_output=True, env=os.environ | {"PYTHONHASHSEED": seed})
+        environment = os.environ | {"PYTHONHASHSEED": name, "PYTHONPATH": str(Path(__file__).parents[1])}
+        ran = subprocess.run([sys.executable, *command], cwd=here, text=True, check=False, capture_output=True, env=environment)
         assert ran.returncode == 0, ran.stderr
-        assert "recall (N=100)" in ran.stdout and ran.stdout.count("figure: ") == 6
-        seen.append({p.name: p.read_bytes() for p in (here / "figures").iterdir()})
-    assert seen[0] == seen[1] and len(seen[0]) == 6
+        assert "recall (N=100)" in ran.stdout and ran.stdout.count("figure: ") == 2 * len(DRAWN) and "12 tables" in ran.stdout
+        seen.append({p.relative_to(here).as_posix(): p.read_bytes() for p in (here / "figures").rglob("*.*")})
+    assert seen[0] == seen[1] and len(seen[0]) == 2 * len(DRAWN) + 36
+    assert {Path(name).stem for name in seen[0] if "tables/" not in name} == DRAWN
 
 
-def test_the_stage_runs_as_a_module(cube, tmp_path):
-    ran = subprocess.run([sys.executable, "-m", "mixsd_nb.figures"], cwd=tmp_path, text=True, check=False, capture_output=True)
+def test_the_papers_numbers_alone_need_no_runs(tmp_path):
+    code = "from mixsd_nb import figures; figures.run(source='paper')"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, text=True, check=False, capture_output=True,
+                         env=os.environ | {"MIXSD_RUNS": str(tmp_path)})
     assert ran.returncode == 0, ran.stderr
-    assert sorted(p.name for p in (tmp_path / "figures").iterdir()) == [
-        "frontier.pdf", "frontier.png", "tradeoff-world.pdf", "tradeoff-world.png", "tradeoff.pdf", "tradeoff.png"]
+    assert len(list((tmp_path / "figures/tables").glob("*-paper.tex"))) == 12
+    assert {p.stem for p in (tmp_path / "figures").glob("*.png")} == {f"{name}-paper" for name in ("overview", "chosen", "high-nll", "displacement")}
 
 
 BY_TWO = """

@@ -9,7 +9,7 @@ __all__ = ['NAMED', 'OTHER', 'MARKERS', 'SOURCES', 'method_colour', 'method_mark
            'displacement_correlations', 'displacement_figure', 'high_nll_figure', 'save_figure', 'place_pieces',
            'draw_tokens', 'source_patches', 'draw_sources', 'wrapped', 'overview_figure']
 
-# %% ../../nbs/results/plots.ipynb #87804d27
+# %% ../../nbs/results/plots.ipynb #b451a8d9
 import textwrap
 from pathlib import Path
 
@@ -18,11 +18,11 @@ import numpy as np
 import pandas as pd
 import seaborn as sns
 import xarray as xr
-from matplotlib.colors import to_hex, to_rgb
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from .cube import average_drop, family, mean_interval, method_name, method_order, shown
+from .cube import average_drop, family, mean_interval, method_name, method_order
 from .paper import DATASETS
 from .runs import project_root, write_atomically
 
@@ -214,7 +214,7 @@ def frontier_table(
     axis = pd.Index([f"{r:g}" for r in recalls], name="recall of at least (%)")
     return pd.DataFrame(rows, axis).T.rename_axis(f"{kept} kept (%, N={n}, {cube.sizes['seed']} seeds)")
 
-# %% ../../nbs/results/plots.ipynb #684c473a
+# %% ../../nbs/results/plots.ipynb #4cf7b25a
 def model_name(key: str) -> str: return key.split("/")[-1]
 
 
@@ -246,7 +246,8 @@ def draw_points(
     mixed = [m for m in method_order(x) if family(m) == "mixsd" and x.sel({"method": m}).notnull() & y.sel({"method": m}).notnull()]
     ax.plot(x.sel({"method": mixed}), y.sel({"method": mixed}), lw=1, color="0.7", zorder=1)
     for m in x.method.values:
-        if m != "base": ax.scatter(x.sel({"method": m}), y.sel({"method": m}), s=70, marker=method_marker(m), color=method_colour(m), edgecolor="white", lw=0.8, zorder=2)
+        style = dict(marker=method_marker(m), color=method_colour(m), edgecolor="white", lw=0.8)
+        if m != "base": ax.scatter(x.sel({"method": m}), y.sel({"method": m}), s=70, zorder=2, **style)
     if "base" in y.method: ax.axhline(y.sel({"method": "base"}), ls="--", lw=1.2, color=method_colour("base"), zorder=0)
 
 
@@ -259,7 +260,8 @@ def chosen_figure(
     "What is learnt against the held-out average at the chosen checkpoints, a panel for each model of every cube."
     panels = []
     for cube in cubes:
-        part = cube.sel({"method": [m for m in cube.method.values if m in among or family(m) in among], "benchmark": cube.benchmark[(cube.column == learnt).values]})
+        methods = [m for m in cube.method.values if m in among or family(m) in among]
+        part = cube.sel({"method": methods, "benchmark": cube.benchmark[(cube.column == learnt).values]})
         for at, x in part.accuracy.stack(run=("dataset", "model")).groupby("run", squeeze=False) if part.sizes["benchmark"] else ():
             x, where = x.squeeze("run", drop=True).max("benchmark"), dict(zip(("dataset", "model"), at))
             y = part.average.sel(where)
@@ -279,23 +281,24 @@ def chosen_figure(
         sns.despine(fig)
     return fig
 
-# %% ../../nbs/results/plots.ipynb #9cc00065
+# %% ../../nbs/results/plots.ipynb #d0a421b6
 def displacement_correlations(
     cube: xr.Dataset,  # with displacement_sq, alignment_ratio
 ) -> xr.Dataset:
-    "`r_displacement`, `r_alignment` and `checkpoints` by model over all checkpoints of all methods, corpora, rates and seeds; as printed where the cube has them."
+    "`r_displacement`, `r_alignment` and `checkpoints` by model over all checkpoints; as printed where the cube has them."
     if "r_displacement" in cube: return cube[["r_displacement", "r_alignment", "checkpoints"]]
     drop = average_drop(cube).where(cube["method"] != "base")
     pooled = [d for d in cube.displacement_sq.dims if d != "model"]
     known = drop.notnull() & cube.displacement_sq.notnull()
-    r = {name: xr.corr(cube[k].where(known), drop.where(known), pooled) for name, k in (("r_displacement", "displacement_sq"), ("r_alignment", "alignment_ratio"))}
+    of = dict(r_displacement=cube.displacement_sq, r_alignment=cube.alignment_ratio)
+    r = {name: xr.corr(values.where(known), drop.where(known), pooled) for name, values in of.items()}
     return xr.Dataset(r | dict(checkpoints=known.sum(pooled)))
 
 
 def displacement_figure(
     cube: xr.Dataset,  # with displacement_sq, alignment_ratio
 ) -> Figure:
-    "Drop against squared displacement (above) and alignment ratio (below), a column for each model; a marker's fill is the method's colour."
+    "Drop (in percentage points) against squared displacement (above) and alignment ratio (below), a column for each model."
     drop, found = 100 * average_drop(cube), displacement_correlations(cube)
     models = [m for m in cube.model.values if cube.displacement_sq.sel(model=m).notnull().any()]
     axis = dict(displacement_sq=("r_displacement", "‖Δθ‖²"), alignment_ratio=("r_alignment", "R"))
@@ -304,11 +307,12 @@ def displacement_figure(
         fig, axes = plt.subplots(2, len(models), figsize=(2.4 + 2.9 * len(models), 6), sharey=True, squeeze=False, layout="constrained")
         for row, (name, (r, words)) in zip(axes, axis.items(), strict=True):
             for ax, model in zip(row, models, strict=True):
+                drawn = int((cube[name].sel(model=model).notnull() & drop.sel(model=model).notnull()).sel({"method": methods}).sum())
                 for m in methods:
                     x, y = xr.broadcast(cube[name].sel({"model": model, "method": m}), drop.sel({"model": model, "method": m}))
                     ax.scatter(x, y, s=45, marker=method_marker(m), color=method_colour(m), edgecolor="white", lw=0.6)
                 of = found.sel(model=model)
-                ax.set_title(f"{model_name(model)}\nr = {of[r].item():+.2f} (N={of.checkpoints.item():.0f})", fontsize="medium")
+                ax.set_title(f"{model_name(model)}\nr = {of[r].item():+.2f} (N={of.checkpoints.item():.0f}, {drawn} drawn)", fontsize="medium")
                 ax.set(xlabel=f"{words} (unitless)", xscale="log" if name == "displacement_sq" else "linear")
                 ax.xaxis.set_minor_formatter(NullFormatter())
             row[0].set_ylabel("drop (points)")
@@ -316,42 +320,43 @@ def displacement_figure(
         sns.despine(fig)
     return fig
 
-# %% ../../nbs/results/plots.ipynb #cfa54106
+# %% ../../nbs/results/plots.ipynb #a719655e
 def high_nll_figure(
-    *cubes: xr.Dataset,  # with above_5 and above_8
+    *cubes: xr.Dataset,  # of `shown`, with share_above
     dataset: str = "KGFact-Small",
 ) -> Figure:
-    "Share of target tokens with an NLL above 5 and 8 nats, a panel for each model of every cube."
+    "Share of target tokens with an NLL above each threshold, among the first targets of the corpus, a panel for each model of every cube."
     panels = []
-    for cube in (c for c in cubes if "above_5" in c):
+    for cube in (c for c in cubes if "share_above" in c):
         for key in (d for d in cube.dataset.values if DATASETS[d] == dataset):
-            part = cube.sel(dataset=key)
-            panels += [(f"{model_name(m)}\n{key}", part.sel(model=m)) for m in part.model.values if part.above_5.sel(model=m).notnull().any()]
+            part = cube.share_above.sel(dataset=key, part="first")
+            n = cube.nll_n.sel(dataset=key, part="first") if "nll_n" in cube else xr.zeros_like(part)
+            title = lambda m: f"{model_name(m)}\n{key}, N={ranged(n.sel(model=m))} targets"
+            panels += [(title(m), part.sel(model=m)) for m in part.model.values if part.sel(model=m).notnull().any()]
     if not panels: raise ValueError(f"dataset is {dataset}; no cube has the NLL of its targets")
     with sns.plotting_context("notebook"), sns.axes_style("ticks", {"axes.grid": True, "grid.color": "0.9"}):
         fig, axes = plt.subplots(1, len(panels), figsize=(2.4 + 2.4 * len(panels), 3.6), sharey=True, squeeze=False, layout="constrained")
         for ax, (title, part) in zip(axes[0], panels, strict=True):
-            for m in present(part.above_5):
-                y = [100 * part[f"above_{t}"].sel({"method": m}).item() for t in (5, 8)]
-                ax.plot([5, 8], y, marker=method_marker(m), color=method_colour(m), lw=1.2, ms=7, mec="white")
+            for m in present(part):
+                ax.plot(part.threshold, 100 * part.sel({"method": m}), marker=method_marker(m), color=method_colour(m), lw=1.2, ms=7, mec="white")
             ax.set_title(title, fontsize="medium")
-            ax.set(xlabel="NLL above (nats)", xticks=[5, 8], xlim=(4, 9))
+            ax.set(xlabel="NLL above (nats)", xticks=part.threshold.values, xlim=(4, 9))
         axes[0, 0].set(ylabel="share of target tokens (%)", ylim=(0, None))
-        method_legend(fig, list(dict.fromkeys(m for _, part in panels for m in present(part.above_5))), dataset)
+        method_legend(fig, list(dict.fromkeys(m for _, part in panels for m in present(part))), dataset)
         sns.despine(fig)
     return fig
 
-# %% ../../nbs/results/plots.ipynb #0b83bc5a
+# %% ../../nbs/results/plots.ipynb #041c4703
 def save_figure(
     fig: Figure,
-    name: str,  # without an ending
+    name: str,  # without an ending; a folder may stand before it
 ) -> list[Path]:
     "Write `<project root>/figures/<name>.png` and `.pdf`; returns the two paths."
-    folder = project_root() / "figures"
-    folder.mkdir(exist_ok=True)
+    target = project_root() / "figures" / name
+    target.parent.mkdir(parents=True, exist_ok=True)
     empty = {"png": {"Software": None}, "pdf": dict.fromkeys(["CreationDate", "Creator", "Producer"])}
     def write(kind): return lambda path: fig.savefig(path, format=kind, dpi=160, metadata=empty[kind])
-    return [write_atomically(folder / f"{name}.{kind}", write(kind)) for kind in empty]
+    return [write_atomically(target.with_name(f"{target.name}.{kind}"), write(kind)) for kind in empty]
 
 # %% ../../nbs/results/plots.ipynb #4ef8fc89
 SOURCES = {False: ("expert", "#0072b2"), True: ("naive", "#e69f00")}
@@ -403,7 +408,7 @@ def draw_sources(
     ax.legend(handles=source_patches(), loc="upper left", bbox_to_anchor=(0, 0), ncols=2, frameon=False)
     return figure
 
-# %% ../../nbs/results/plots.ipynb #62f00f88
+# %% ../../nbs/results/plots.ipynb #4e1808fb
 def wrapped(
     text: str,
     width: int,
@@ -420,11 +425,12 @@ def overview_figure(
     "The prompts as text, and each completion with its tokens on the colour of the conditional that wrote them."
     texts = {name: wrapped(text, width) for name, text in prompts.items()}
     heights = [len(lines) for lines in texts.values()] + [place_pieces(pieces, width)[-1][0] + 1 for pieces, _ in completions.values()]
-    fig, axes = plt.subplots(len(heights), 1, figsize=(0.095 * width, 0.24 * sum(heights) + 0.42 * len(heights) + 0.5), height_ratios=heights, layout="constrained")
-    for ax, (name, lines) in zip(axes, texts.items()):
+    size = 0.095 * width, 0.24 * sum(heights) + 0.42 * len(heights) + 0.5
+    fig, axes = plt.subplots(len(heights), 1, figsize=size, height_ratios=heights, layout="constrained")
+    for ax, lines in zip(axes, texts.values()):
         for k, line in enumerate(lines): ax.text(0, k + 0.5, line, family="monospace", fontsize=8.5, va="center", color="0.25", parse_math=False)
         ax.axis("off")
-    for ax, (name, (pieces, naive)) in zip(axes[len(texts):], completions.items()): draw_tokens(ax, pieces, naive, width)
+    for ax, (pieces, naive) in zip(axes[len(texts):], completions.values()): draw_tokens(ax, pieces, naive, width)
     for ax, name, lines in zip(axes, [*prompts, *completions], heights):
         ax.set(xlim=(0, width), ylim=(lines, 0))
         ax.set_title(name, loc="left", fontsize="medium", fontweight="bold")
