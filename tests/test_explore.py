@@ -119,7 +119,7 @@ def page(tmp_path_factory, runs):
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
             page = browser.new_page(viewport=dict(width=1500, height=1250))
-            page.set_default_timeout(90_000)
+            page.set_default_timeout(180_000)
             page.goto(f"{address}/lab/tree/explore.ipynb")
             yield page
             browser.close()
@@ -153,11 +153,11 @@ def sources(app):
 
 def until(condition):
     "Waits until something is so."
-    for _ in range(450):
+    for _ in range(900):
         if condition():
             return
         time.sleep(0.2)
-    raise AssertionError("it did not come to be so in 90 seconds")
+    raise AssertionError("it did not come to be so in three minutes")
 
 
 def test_cells_run_without_an_error(page, app):
