@@ -66,7 +66,7 @@ class ExploreConfig(Config):
         if folder and not Path(folder).is_dir(): raise ValueError(f"runs is {folder}; there is no such folder")
         return folder
 
-# %% ../nbs/explore.ipynb #a900dd70
+# %% ../nbs/explore.ipynb #500c82bb
 STYLE = """<style>
 .mixsd-error, .mixsd-news {border-left: 4px solid #d55e00; padding: 4px 10px; margin: 4px 0; white-space: normal; line-height: 1.5}
 .mixsd-news {border-color: #0072b2}
@@ -77,7 +77,7 @@ STYLE = """<style>
 .mixsd-sheet mark {background: #d55e00; color: #fff; padding: 0 2px}
 .mixsd-sheet pre {white-space: pre-wrap; overflow-wrap: anywhere; font-size: 0.92em; margin: 2px 0; color: inherit; background: none}
 .mixsd-columns {display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 25em), 1fr)); gap: 4px 24px}
-.mixsd-tokens {position: relative; font-family: monospace; line-height: 2.3; padding-bottom: 13em; white-space: pre-wrap}
+.mixsd-tokens {position: relative; font-family: monospace; line-height: 2.6; padding-bottom: 13em; white-space: pre-wrap}
 .mixsd-token {padding: 1px 0; cursor: pointer} .mixsd-token:hover, .mixsd-token:focus {outline: 2px solid var(--jp-brand-color1, #2196f3)}
 .mixsd-card {display: none; position: absolute; bottom: 0; left: 0; line-height: 1.4; white-space: nowrap; border: 1px solid; padding: 4px 8px;
   background: var(--jp-layout-color1, #fff); color: var(--jp-ui-font-color1, #000); z-index: 1}
@@ -215,7 +215,7 @@ def readings(
         return torch.cat([-logp.gather(-1, wanted[:, None]), ids.double(), best.exp()], -1)
     return [Reading(v[:, 0], v[:, 1:k + 1].astype(int), v[:, k + 1:]) for v in over_completions(model, pairs, reduce)]
 
-# %% ../nbs/explore.ipynb #8916aa16
+# %% ../nbs/explore.ipynb #219cca5f
 def piece(tokenizer, token: int) -> str: return tokenizer.decode([token]).replace("\n", "⏎")
 
 
@@ -245,7 +245,7 @@ def token_html(
         text, nll = piece(tokenizer, token), sides[0].nll[t]
         tables = "".join(f"<td>{likeliest(tokenizer, name, side, t, token)}</td>" for name, side in zip(named, sides))
         card = f"<span class='mixsd-card'>{source} token, NLL under the base {nll:.2f} nats<table><tr>{tables}</tr></table></span>"
-        style = f"background: {colour}66; border-bottom: {min(nll, 14):.1f}px solid"
+        style = f"background: {colour}66; border-bottom: {min(nll, 12):.1f}px solid"
         spans.append(f"<span class='mixsd-token' tabindex='0' data-source='{source}' aria-label='{escaped(text)}, {source}, NLL {nll:.2f}' "
                      f"style='{style}'>{escaped(text)}{card}</span>" + ("<br>" if "⏎" in text else ""))
     return f"<div class='mixsd-tokens'>{''.join(spans)}</div>"
@@ -608,7 +608,7 @@ def run_widgets(
              f"<div class='mixsd-columns'><div>{columns[0]}</div><div>{columns[1]}</div></div></div>")
     return [widgets.HTML(about), *([picture(curves_figure(tree["training"].to_dataset()))] if "training" in tree.children else [])]
 
-# %% ../nbs/explore.ipynb #7b84d1ec
+# %% ../nbs/explore.ipynb #9b10545e
 PICTURES = ("trade-off", "frontier", "λ", "ours and the paper's")
 
 
@@ -621,6 +621,7 @@ class CubeView(View):
         self.runs, self.config, self.read, self.paper, self.key = runs, runs.config, read, paper_cube(), None
         self.dataset, self.model, self.kept = (control(widgets.Dropdown, name) for name in ("dataset", "model", "metric"))
         self.what = control(widgets.ToggleButtons, "", options=PICTURES)
+        self.what.style.button_width = "auto"
         self.seed, self.point = control(widgets.Dropdown, "seed"), control(widgets.Dropdown, "checkpoint", width="44em")
         self.asked, self.place, self.opened = widgets.Button(description="read its responses"), widgets.VBox(), widgets.VBox()
         self.put(row(self.dataset, self.model, self.kept, self.seed), self.what, self.place, row(self.point, self.asked), self.opened)

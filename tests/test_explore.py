@@ -188,15 +188,15 @@ def test_a_token_shows_both_conditionals(page, app):
 
 
 def test_a_typed_fact_is_mixed_and_a_bad_one_is_told(page, app):
-    app.get_by_label("question").fill("What color is the moon of Zarthin?")
-    app.get_by_label("answer").fill("ultramarine")
+    app.get_by_role("textbox", name="question", exact=True).fill("What color is the moon of Zarthin?")
+    app.get_by_role("textbox", name="answer", exact=True).fill("ultramarine")
     page.keyboard.press("Tab")
     canonical = app.locator(".mixsd-columns > div").nth(1)
     until(lambda: "ultramarine" in canonical.evaluate("d => [...d.querySelectorAll('.mixsd-token')].map(t => t.firstChild.textContent).join('')"))
-    app.get_by_label("answer").fill(" ")
+    app.get_by_role("textbox", name="answer", exact=True).fill(" ")
     page.keyboard.press("Tab")
     until(lambda: "answer is empty" in app.locator(".mixsd-error").inner_text())
-    app.get_by_label("answer").fill("ultramarine")
+    app.get_by_role("textbox", name="answer", exact=True).fill("ultramarine")
     page.keyboard.press("Tab")
     until(lambda: not app.locator(".mixsd-error").count())
 
@@ -205,10 +205,10 @@ def test_the_cube_switches_its_corpus_and_opens_a_point(page, app):
     app.get_by_role("button", name="The cube").click()
     app.locator(".mixsd-dot").first.wait_for()
     before = app.locator(".mixsd-picture img").first.get_attribute("src")
-    app.get_by_label("dataset").select_option("kgfunc-lab")
+    app.get_by_role("combobox", name="dataset", exact=True).select_option("kgfunc-lab")
     until(lambda: app.locator(".mixsd-picture img").first.get_attribute("src") != before)
-    app.get_by_label("dataset").select_option("kgfact-small")
-    until(lambda: app.get_by_label("dataset").input_value() == "kgfact-small" and app.locator(".mixsd-dot").count() == 6)
+    app.get_by_role("combobox", name="dataset", exact=True).select_option("kgfact-small")
+    until(lambda: app.get_by_role("combobox", name="dataset", exact=True).input_value() == "kgfact-small" and app.locator(".mixsd-dot").count() == 6)
     dot = app.locator(".mixsd-dot[title*='SFT'][title*='step 40']")
     dot.click()
     app.locator("h4", has_text="train-kgfact-small-lab-s-sft, step 40").wait_for()
@@ -218,19 +218,20 @@ def test_the_cube_switches_its_corpus_and_opens_a_point(page, app):
 
 def test_responses_of_the_point(page, app):
     app.get_by_role("button", name="read its responses").click()
-    app.get_by_label("benchmark").wait_for()
-    app.get_by_label("benchmark").select_option("choice")
+    app.get_by_role("combobox", name="benchmark", exact=True).wait_for()
+    app.get_by_role("combobox", name="benchmark", exact=True).select_option("choice")
     app.locator("mark").wait_for()
-    app.get_by_label("beside it").select_option(label="MixSD (λ=0.3), rate 0.001, seed 0, step 40")
+    app.get_by_role("combobox", name="beside it", exact=True).select_option(label="MixSD (λ=0.3), rate 0.001, seed 0, step 40")
     until(lambda: app.locator("mark").count() == 2)
     look(page, app, "responses")
 
 
 def test_the_world_and_the_weights(page, app):
     app.get_by_role("button", name="The world").click()
-    app.get_by_label("entity").wait_for()
+    app.get_by_role("combobox", name="entity", exact=True).wait_for()
+    app.get_by_role("combobox", name="model", exact=True).select_option("lab-s")
     fact = next(iter(load_corpus("kgfact-small", "train")))
-    app.get_by_label("entity").select_option(fact["subject"])
+    app.get_by_role("combobox", name="entity", exact=True).select_option(fact["subject"])
     app.locator("td", has_text="learnt by step 20").first.wait_for()
     look(page, app, "world")
     app.get_by_role("button", name="Weights").click()
