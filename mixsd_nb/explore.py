@@ -13,7 +13,7 @@ __all__ = ['STYLE', 'AHEAD', 'PICTURES', 'CORRECT', 'FATES', 'VIEWS', 'ExploreCo
            'fate', 'dots', 'world_facts', 'domains_of', 'world_places', 'world_picture', 'WorldView', 'checkpoints_of',
            'fisher_file', 'moved', 'moved_figure', 'WeightsView', 'Explorer', 'explore']
 
-# %% ../nbs/explore.ipynb #ddf18b6b
+# %% ../nbs/explore.ipynb #ab23b9e7
 import contextlib
 import functools
 import html
@@ -40,7 +40,6 @@ from .corpora import CORPORA, check_corpus, kgfact, load_corpus
 from .corpora.prompts import BOXED, canonical_pair, naive_prompt, target
 from .methods.mixing import accepts, attempt_request, mix_items
 from .methods.selection import selected
-from .methods.trainer import MARK, checkpoint_folder
 from .models import check_model, load_engine
 from .models.engines import over_completions
 from .models.lab import SIZES
@@ -159,7 +158,7 @@ def choose(
     wanted = next((v for v in (dropdown.value, preferred) if v is not None and v in there), there[0] if there else None)
     with quiet(dropdown): dropdown.options, dropdown.value = options, wanted
 
-# %% ../nbs/explore.ipynb #237bee47
+# %% ../nbs/explore.ipynb #2083af97
 class Attempt(NamedTuple):
     "One mixed sequence."
     ids: list[int]
@@ -168,7 +167,7 @@ class Attempt(NamedTuple):
     finish_reason: str
 
 
-AHEAD = (1, 3, 7)  # attempts side by side: the first is soon there, then as many as are likely to be needed
+AHEAD = (1, 10)  # attempts side by side: the first is soon there, and ten take hardly twice as long
 
 
 def most_attempts(lam: float, temperature: float) -> int: return 1 if temperature == 0 and lam in (0, 1) else sum(AHEAD)
@@ -869,8 +868,8 @@ def fate(
 
 def dots(known: pd.Series) -> str: return "".join("●" if k else "○" for k in known.dropna())
 
-# %% ../nbs/explore.ipynb #7d7d92de
-FATES = {"known": "#009e73", "lost": "#d55e00", "never": "#999999", "unasked": "#dddddd"}
+# %% ../nbs/explore.ipynb #3baaade1
+FATES = {"known": "#009e73", "lost": "#d55e00", "never": "#666666", "unasked": "#dddddd"}
 
 
 def world_facts(dataset: str) -> list:
@@ -974,11 +973,12 @@ class WorldView(View):
         table = self.histories[method]
         return table.loc[fact.id] if fact.id in table.index else pd.Series(dtype=float)
 
-# %% ../nbs/explore.ipynb #8b10bab5
+# %% ../nbs/explore.ipynb #2c22581d
 def checkpoints_of(
     runs: Runs,
-) -> list[tuple[str, tuple]]:
-    "Words and (folder, step) of every checkpoint that is there; FileNotFoundError where there is none."
+) -> list[tuple[str, tuple[str, str, int]]]:
+    "Words and (base, folder, step) of every checkpoint that is there; FileNotFoundError where there is none."
+    from mixsd_nb.methods.trainer import MARK
     found = []
     for r in runs.table[runs.table.lr > 0].sort_values(["dataset", "model", "method", "lr", "seed"]).itertuples():
         folder = runs.folder / r.folder
@@ -1033,7 +1033,7 @@ def moved_figure(
             ax.set_title(f"{names[measure]}: {words}", fontsize=9)
     return fig
 
-# %% ../nbs/explore.ipynb #edb87f2c
+# %% ../nbs/explore.ipynb #1feaf279
 class WeightsView(View):
     "Two checkpoints, layer by layer."
     title = "Weights"
@@ -1059,6 +1059,7 @@ class WeightsView(View):
 
     def draw(self):
         "The heat maps of both, without R where the Fisher is not there."
+        from mixsd_nb.methods.trainer import checkpoint_folder
         chosen = [d.value for d in (self.one, self.two)]
         bases = [base for base, *_ in chosen]
         if bases[0] != bases[1]: raise ValueError(f"the checkpoints have different bases, {bases[0]} and {bases[1]}; choose two of one base")
