@@ -534,16 +534,16 @@ def lam_figure(
         sns.despine(fig)
     return fig
 
-# %% ../nbs/explore.ipynb #86bf5418
+# %% ../nbs/explore.ipynb #0475d83d
 def last_cells(
     part: xr.Dataset,  # of one corpus and one model
 ) -> xr.DataArray:
-    "The checkpoints that a table would show: chosen by validation where that was asked, else the last one at the rate that teaches most."
+    "The checkpoints that a table would show: chosen by validation where that was asked, else the last one at the lowest rate that teaches most."
     if "validation" in part.benchmark and part.accuracy.sel(benchmark="validation", step=part.step > 0).notnull().any():
         return chosen_cells(part, selected(part))
     score = lambda run: float(run.accuracy.sel(benchmark=learnt_name(part)))
     rows = pd.DataFrame([{d: run[d].item() for d in (*RUN_DIMS, "step")} | dict(score=score(run)) for run in last_steps(part)])
-    best = rows[rows.lr > 0].sort_values(["score", "lr"]).groupby(["method", "seed"]).tail(1)
+    best = rows[rows.lr > 0].sort_values(["score", "lr"], ascending=[True, False]).groupby(["method", "seed"]).tail(1)
     return chosen_cells(part, best)
 
 
@@ -917,7 +917,7 @@ def world_picture(
     fig.draw_without_rendering()
     return fig, [Point(*placed(ax, x, y), name, (name,)) for name, (x, y) in places.items()]
 
-# %% ../nbs/explore.ipynb #632d931a
+# %% ../nbs/explore.ipynb #63c9fc72
 class WorldView(View):
     "The graph of KGFact, an entity, its facts, and what each method made of them."
     title = "The world"
@@ -942,7 +942,8 @@ class WorldView(View):
         try: self.files = files_of(self.config, self.dataset.value, self.model.value)
         except FileNotFoundError as error: self.notice.value = told(error)
         trained = self.files[self.files.lr > 0] if self.files is not None else pd.DataFrame(dict(lr=[], seed=[]))
-        choose(self.lr, sorted(set(trained.lr)))
+        rates = sorted(set(trained.lr))
+        choose(self.lr, rates, rates[len(rates) // 2] if rates else None)
         choose(self.seed, sorted(set(trained.seed)))
         choose(self.entity, sorted(kgfact.world_graph(world_facts(self.dataset.value)).nodes))
         self.take_histories()
@@ -1033,7 +1034,7 @@ def moved_figure(
             ax.set_title(f"{names[measure]}: {words}", fontsize=9)
     return fig
 
-# %% ../nbs/explore.ipynb #1feaf279
+# %% ../nbs/explore.ipynb #4d25c166
 class WeightsView(View):
     "Two checkpoints, layer by layer."
     title = "Weights"
@@ -1050,7 +1051,8 @@ class WeightsView(View):
     def begin(self):
         "The checkpoints that are there: at first those of the last step of two methods."
         options = checkpoints_of(self.runs)
-        own = [(w, v) for w, v in options if v[0] == self.runs.config.model] or options
+        config = self.runs.config
+        own = [(w, v) for w, v in options if w.startswith(f"{config.dataset}, {config.model}:")] or options
         methods = {w.split(": ")[1].split(",")[0]: v for w, v in own}
         preferred = [*methods.values()][-2:]
         choose(self.one, options, preferred[0])
