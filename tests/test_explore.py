@@ -15,6 +15,7 @@ import pandas as pd
 import pytest
 
 from mixsd_nb.corpora import load_corpus
+from mixsd_nb.explore import PICTURES, VIEWS, ExploreConfig, Explorer
 from mixsd_nb.models import model_source
 from mixsd_nb.results.cube import result_tree
 from mixsd_nb.results.runs import write_atomically, write_result
@@ -67,6 +68,36 @@ def runs(tmp_path_factory):
         a_run(folder, dataset, "sft", [0, 9, 5])
         a_run(folder, dataset, "mixsd", [0, 5, 9], lam=0.3)
     return folder
+
+
+def test_every_picture_of_the_cube_and_every_view(runs):
+    app = Explorer(ExploreConfig(runs=str(runs), model="lab-s"))
+    for name in VIEWS:
+        app.names.value = name
+        view = app.view(name)
+        assert not app.notice.value and "mixsd-error" not in view.notice.value
+    cube = app.view("The cube")
+    for dataset in runs.glob("train-*-base"):
+        cube.dataset.value = dataset.name.removeprefix("train-").removesuffix("-lab-s-base")
+        for what in PICTURES:
+            cube.what.value = what
+            assert not cube.notice.value and cube.place.children
+    assert app.view("The world").histories.keys() == {"sft", "mixsd-0.3"}
+
+
+def test_views_before_any_run_say_what_to_run(tmp_path):
+    app = Explorer(ExploreConfig(runs=str(tmp_path)))
+    said = {name: app.view(name).notice.value for name in VIEWS}
+    assert not said.pop("Live mixing")
+    assert all("mixsd-news" in notice and ("make run" in notice or "papermill nbs/train.ipynb" in notice) for notice in said.values()), said
+    assert app.view("The world").place.children, "the world is there before any run"
+
+
+def test_a_damaged_result_is_told(tmp_path):
+    a_run(tmp_path, "kgfact-small", "base", [0])
+    (tmp_path / "train-kgfact-small-lab-s-base/result.nc").write_bytes(b"no NetCDF")
+    notice = Explorer(ExploreConfig(runs=str(tmp_path))).view("The cube").notice.value
+    assert "mixsd-error" in notice and "cannot be read" in notice
 
 
 SETTINGS = {"notebook-extension/tracker": dict(windowingMode="none"), "apputils-extension/themes": dict(theme="JupyterLab Dark"),
