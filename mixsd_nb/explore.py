@@ -158,7 +158,7 @@ def choose(
     wanted = next((v for v in (dropdown.value, preferred) if v is not None and v in there), there[0] if there else None)
     with quiet(dropdown): dropdown.options, dropdown.value = options, wanted
 
-# %% ../nbs/explore.ipynb #2083af97
+# %% ../nbs/explore.ipynb #237bee47
 class Attempt(NamedTuple):
     "One mixed sequence."
     ids: list[int]
@@ -167,7 +167,7 @@ class Attempt(NamedTuple):
     finish_reason: str
 
 
-AHEAD = (1, 10)  # attempts side by side: the first is soon there, and ten take hardly twice as long
+AHEAD = (1, 3, 7)  # attempts side by side: the first is soon there, then as many as are likely to be needed
 
 
 def most_attempts(lam: float, temperature: float) -> int: return 1 if temperature == 0 and lam in (0, 1) else sum(AHEAD)
