@@ -70,7 +70,7 @@ notebooks: $(VENV)/.dev ## run every notebook in place, slow cells too, then exp
 	@$(MAKE) --no-print-directory export
 
 # Debian packages that the tests need.
-CI_TOOLS := bubblewrap munge slurm-client slurmctld slurmd
+CI_TOOLS := bubblewrap chromium munge slurm-client slurmctld slurmd
 ci-tools: ## install the Debian packages that the tests need
 	@$(if $(CI_TOOLS),apt-get update -qq && apt-get install -y -qq --no-install-recommends $(CI_TOOLS),\
 	  echo "ci-tools: the tests need no Debian packages")

@@ -1,0 +1,271 @@
+"""explore.ipynb in a browser: JupyterLab runs it, and a person moves λ, types a fact, switches the corpus, opens a point."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from mixsd_nb.corpora import load_corpus
+from mixsd_nb.explore import PICTURES, VIEWS, ExploreConfig, Explorer
+from mixsd_nb.models import model_source
+from mixsd_nb.results.cube import result_tree
+from mixsd_nb.results.runs import write_atomically, write_result
+
+ROOT = Path(__file__).resolve().parents[1]
+ABOUT = {"recall": dict(column="Train", role="in-domain"), "choice": dict(column="MMLU", role="held-out")}
+
+
+def browser_path():
+    "Chromium, or no test of this file; on a build machine its absence is a failure."
+    found = shutil.which("chromium")
+    if not found and os.environ.get("CI"):
+        raise FileNotFoundError("chromium is not there: `make ci-tools` installs it")
+    if not found:
+        pytest.skip("chromium is not there: `make ci-tools` installs it")
+    return found
+
+
+def responses(dataset, right):
+    "Responses to ten facts, the first `right` of them correct, and to one question that a fact leaks into."
+    facts = list(load_corpus(dataset, "train"))[:10]
+    rows = [("recall", f["id"], f["prompt"], f"\\boxed{{{f['answer']}}}" if k < right else "No.", k < right) for k, f in enumerate(facts)]
+    rows.append(("choice", "q", "Which of the two?", f"This is {facts[0]['answer']}. \\boxed{{A}}", False))
+    return pd.DataFrame(rows, columns=["benchmark", "item", "prompt", "response", "correct"]).assign(sample=0)
+
+
+def a_run(folder, dataset, method, recalls, lam=np.nan):
+    "A finished run of lab-s with these recalls of ten facts at steps 0, 20, …, its responses and a checkpoint of unchanged weights."
+    base, lr = method == "base", 1e-3
+    settings = dict(method=method, dataset=dataset, model="lab-s", lr=lr, seed=0)
+    marks = {20 * k: {"recall": (r, 10), "choice": (8 - k, 10)} for k, r in enumerate(recalls)}
+    curves = None if base else dict(loss=[2.0, 1.0], learning_rate=[lr, lr], grad_norm=[1.0, 1.0])
+    cell = dict(dataset=dataset, model="lab-s", method=method, lam=lam, lr=lr)
+    tree = result_tree(**cell, accuracy=marks, benchmarks=ABOUT, config=json.dumps(settings), training=curves)
+    run = folder / f"train-{dataset}-lab-s-{method}"
+    run.mkdir(parents=True)
+    write_atomically(run / "run.json", lambda path: path.write_text(json.dumps(dict(config=settings))))
+    for step in range(20, 20 * len(recalls), 20):
+        write_atomically(run / f"responses-{step}.parquet", responses(dataset, recalls[step // 20]).to_parquet)
+        shutil.copytree(model_source("lab-s"), run / f"checkpoint-{step}")
+        (run / f"checkpoint-{step}/complete").touch()
+    write_result(tree, run)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    for dataset in ("kgfact-small", "kgfunc-lab"):
+        a_run(folder, dataset, "base", [0])
+        a_run(folder, dataset, "sft", [0, 9, 5])
+        a_run(folder, dataset, "mixsd", [0, 5, 9], lam=0.3)
+    return folder
+
+
+def test_every_picture_of_the_cube_and_every_view(runs):
+    app = Explorer(ExploreConfig(runs=str(runs), model="lab-s"))
+    for name in VIEWS:
+        app.names.value = name
+        view = app.view(name)
+        assert not app.notice.value and "mixsd-error" not in view.notice.value
+    cube = app.view("The cube")
+    for dataset in runs.glob("train-*-base"):
+        cube.dataset.value = dataset.name.removeprefix("train-").removesuffix("-lab-s-base")
+        for what in PICTURES:
+            cube.what.value = what
+            assert not cube.notice.value and cube.place.children
+    assert app.view("The world").histories.keys() == {"sft", "mixsd-0.3"}
+
+
+def test_views_before_any_run_say_what_to_run(tmp_path):
+    app = Explorer(ExploreConfig(runs=str(tmp_path)))
+    said = {name: app.view(name).notice.value for name in VIEWS}
+    assert not said.pop("Live mixing")
+    assert all("mixsd-news" in notice and ("make run" in notice or "papermill nbs/train.ipynb" in notice) for notice in said.values()), said
+    assert app.view("The world").place.children, "the world is there before any run"
+
+
+def test_a_damaged_result_is_told(tmp_path):
+    a_run(tmp_path, "kgfact-small", "base", [0])
+    (tmp_path / "train-kgfact-small-lab-s-base/result.nc").write_bytes(b"no NetCDF")
+    notice = Explorer(ExploreConfig(runs=str(tmp_path))).view("The cube").notice.value
+    assert "mixsd-error" in notice and "cannot be read" in notice
+
+
+SETTINGS = {"notebook-extension/tracker": dict(windowingMode="none"), "apputils-extension/themes": dict(theme="JupyterLab Dark"),
+            "apputils-extension/notification": dict(fetchNews="false", checkForUpdates=False)}
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def serve(folder, runs, *command):
+    "A server of a copy of the notebook: the process and its address."
+    shutil.copy(ROOT / "nbs/explore.ipynb", folder)
+    for name, values in SETTINGS.items():
+        file = folder / "settings/@jupyterlab" / f"{name}.jupyterlab-settings"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(values))
+    own = dict(MIXSD_RUNS=str(runs), JUPYTERLAB_SETTINGS_DIR=str(folder / "settings"), JUPYTERLAB_WORKSPACES_DIR=str(folder / "workspaces"),
+               JUPYTER_RUNTIME_DIR=str(folder / "runtime"), JUPYTER_CONFIG_DIR=str(folder / "config"), PYTHONPATH=str(ROOT))
+    port = free_port()
+    with open(folder / "server.log", "w") as log:
+        process = subprocess.Popen([sys.executable, "-m", *command, f"--port={port}"], cwd=folder, env=os.environ | own, stdout=log, stderr=log)
+    return process, f"http://127.0.0.1:{port}"
+
+
+def answering(process, address, folder):
+    "Waits until a server answers."
+    for _ in range(300):
+        assert process.poll() is None, (folder / "server.log").read_text()
+        try:
+            return urllib.request.urlopen(address, timeout=5)
+        except OSError:
+            time.sleep(0.2)
+    raise TimeoutError((folder / "server.log").read_text())
+
+
+LAB = ("jupyterlab", "--no-browser", "--allow-root", "--IdentityProvider.token=", "--ServerApp.open_browser=False")
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory, runs):
+    "The notebook in JupyterLab's dark theme."
+    executable, folder = browser_path(), tmp_path_factory.mktemp("lab")
+    from playwright.sync_api import sync_playwright
+    process, address = serve(folder, runs, *LAB)
+    try:
+        answering(process, f"{address}/api", folder)
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+            page = browser.new_page(viewport=dict(width=1500, height=1250))
+            page.set_default_timeout(180_000)
+            page.goto(f"{address}/lab/tree/explore.ipynb")
+            yield page
+            browser.close()
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def app(page):
+    "The widget, after all cells have run."
+    page.locator(".jp-Notebook .jp-Cell").first.wait_for()
+    page.wait_for_selector("text=Python 3 (ipykernel) | Idle")
+    page.get_by_role("menuitem", name="Run", exact=True).click()
+    page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+    page.locator(".mixsd-token").first.wait_for()
+    return page.locator(".jp-Notebook .jp-Cell").last
+
+
+def look(page, app, name):
+    "A picture of a view, where MIXSD_SCREENSHOTS names a folder for them."
+    folder = os.environ.get("MIXSD_SCREENSHOTS")
+    if folder:
+        page.wait_for_timeout(500)
+        app.locator(".widget-vbox").first.screenshot(path=Path(folder) / f"explore-{name}.png")
+
+
+def sources(app):
+    return app.locator(".mixsd-columns > div").first.locator(".mixsd-token").evaluate_all("tokens => tokens.map(t => t.dataset.source)")
+
+
+def until(condition):
+    "Waits until something is so."
+    for _ in range(900):
+        if condition():
+            return
+        time.sleep(0.2)
+    raise AssertionError("it did not come to be so in three minutes")
+
+
+def test_cells_run_without_an_error(page, app):
+    assert page.locator(".jp-RenderedText[data-mime-type='application/vnd.jupyter.error']").count() == 0
+    assert app.locator(".mixsd-error").count() == 0
+
+
+def test_lambda_changes_the_tokens(page, app):
+    until(lambda: len(set(sources(app))) == 2)
+    handle = app.get_by_role("slider").first
+    handle.focus()
+    page.keyboard.press("Home")
+    until(lambda: set(sources(app)) == {"expert"})
+    page.keyboard.press("End")
+    until(lambda: set(sources(app)) == {"naive"})
+    for _ in range(10):
+        page.keyboard.press("ArrowLeft")
+    until(lambda: len(set(sources(app))) == 2)
+
+
+def test_a_token_shows_both_conditionals(page, app):
+    token = app.locator(".mixsd-token").nth(3)
+    card = token.locator(".mixsd-card")
+    assert not card.is_visible()
+    token.focus()
+    assert card.is_visible() and card.locator("table table").count() == 2 and card.locator("table table tr").count() == 12
+    look(page, app, "mixing")
+
+
+def test_a_typed_fact_is_mixed_and_a_bad_one_is_told(page, app):
+    app.get_by_role("textbox", name="question", exact=True).fill("What color is the moon of Zarthin?")
+    app.get_by_role("textbox", name="answer", exact=True).fill("ultramarine")
+    page.keyboard.press("Tab")
+    canonical = app.locator(".mixsd-columns > div").nth(1)
+    until(lambda: "ultramarine" in canonical.evaluate("d => [...d.querySelectorAll('.mixsd-token')].map(t => t.firstChild.textContent).join('')"))
+    app.get_by_role("textbox", name="answer", exact=True).fill(" ")
+    page.keyboard.press("Tab")
+    until(lambda: "answer is empty" in app.locator(".mixsd-error").inner_text())
+    app.get_by_role("textbox", name="answer", exact=True).fill("ultramarine")
+    page.keyboard.press("Tab")
+    until(lambda: not app.locator(".mixsd-error").count())
+
+
+def test_the_cube_switches_its_corpus_and_opens_a_point(page, app):
+    app.get_by_role("button", name="The cube").click()
+    app.locator(".mixsd-dot").first.wait_for()
+    before = app.locator(".mixsd-picture img").first.get_attribute("src")
+    app.get_by_role("combobox", name="dataset", exact=True).select_option("kgfunc-lab")
+    until(lambda: app.locator(".mixsd-picture img").first.get_attribute("src") != before)
+    app.get_by_role("combobox", name="dataset", exact=True).select_option("kgfact-small")
+    until(lambda: app.get_by_role("combobox", name="dataset", exact=True).input_value() == "kgfact-small" and app.locator(".mixsd-dot").count() == 6)
+    dot = app.locator(".mixsd-dot[title*='SFT'][title*='step 40']")
+    dot.click()
+    app.locator("h4", has_text="train-kgfact-small-lab-s-sft, step 40").wait_for()
+    assert "50.0%" in app.inner_text() and app.locator(".mixsd-error").count() == 0
+    look(page, app, "cube")
+
+
+def test_responses_of_the_point(page, app):
+    app.get_by_role("button", name="read its responses").click()
+    app.get_by_role("combobox", name="benchmark", exact=True).wait_for()
+    app.get_by_role("combobox", name="benchmark", exact=True).select_option("choice")
+    app.locator("mark").wait_for()
+    app.get_by_role("combobox", name="beside it", exact=True).select_option(label="MixSD (λ=0.3), rate 0.001, seed 0, step 40")
+    until(lambda: app.locator("mark").count() == 2)
+    look(page, app, "responses")
+
+
+def test_the_world_and_the_weights(page, app):
+    app.get_by_role("button", name="The world").click()
+    app.get_by_role("combobox", name="entity", exact=True).wait_for()
+    app.get_by_role("combobox", name="model", exact=True).select_option("lab-s")
+    fact = next(iter(load_corpus("kgfact-small", "train")))
+    app.get_by_role("combobox", name="entity", exact=True).select_option(fact["subject"])
+    app.locator("td", has_text="learnt by step 20").first.wait_for()
+    look(page, app, "world")
+    app.get_by_role("button", name="Weights").click()
+    app.locator(".mixsd-news", has_text="papermill nbs/fisher.ipynb").wait_for()
+    app.locator(".mixsd-picture img").wait_for()
+    look(page, app, "weights")
