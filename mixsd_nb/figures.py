@@ -104,18 +104,21 @@ def sheet(
     mine = table_sheet(name, dict(runs=there["runs"])) if "runs" in there else None
     return replace(found, notes=[*found.notes, choice(there["runs"][0])]) if mine and mine.methods[0] else found
 
-# %% ../nbs/figures.ipynb #19eca695
+# %% ../nbs/figures.ipynb #1d603234
 def first_example(
     engine,
     rows: list[dict],  # of a corpus
     corpus,  # its entry of CORPORA
     lam: float,
 ) -> tuple[dict, dict, dict, dict]:
-    "A row with its mixed, expert and naive completions, of which no two are the same and the mixed one was accepted; ValueError where there is none."
-    from mixsd_nb.methods.mixing import mix, mix_items
+    """A row with its mixed, expert and naive completions; ValueError where there is none.
+
+    No two are the same, and the mixed one was accepted and names no other entity."""
+    from mixsd_nb.methods.mixing import mix, mix_items, names_another
+    told = lambda r, row: r["accepted"] and not names_another(engine.tokenizer.decode(r["completion_ids"]), row["answer"])
     for row, item in zip(rows, mix_items(engine.tokenizer, rows, corpus.expert, corpus.extract), strict=True):
         mixed, expert, naive = (mix(engine, [item], share, temperature=corpus.temperature)[0] for share in (lam, 0, 1))
-        if mixed["accepted"] and len({tuple(r["completion_ids"]) for r in (mixed, expert, naive)}) == 3: return row, mixed, expert, naive
+        if told(mixed, row) and len({tuple(r["completion_ids"]) for r in (mixed, expert, naive)}) == 3: return row, mixed, expert, naive
     raise ValueError(f"lam is {lam:g}; none of {len(rows)} facts has a mixed target that neither conditional writes alone")
 
 
