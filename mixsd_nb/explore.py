@@ -974,7 +974,7 @@ class WorldView(View):
         table = self.histories[method]
         return table.loc[fact.id] if fact.id in table.index else pd.Series(dtype=float)
 
-# %% ../nbs/explore.ipynb #2c22581d
+# %% ../nbs/explore.ipynb #32291a21
 def checkpoints_of(
     runs: Runs,
 ) -> list[tuple[str, tuple[str, str, int]]]:
@@ -1025,11 +1025,12 @@ def moved_figure(
     for line, measure in zip(axes, measures):
         values = np.concatenate([t[measure].values for t in tables.values()])
         known = values[values > 0]
-        norm = LogNorm(known.min(), known.max()) if len(known) and known.min() < known.max() else None
+        varied = len(known) and known.min() < known.max()
+        colours = dict(norm=LogNorm(known.min(), known.max())) if varied else dict(vmin=0, vmax=known.max(initial=1))
         for ax, (words, table) in zip(line, tables.items()):
             grid = table[measure].unstack(sort=False)
             bar = dict(label=f"{names[measure]} (unitless)")
-            sns.heatmap(grid.where(grid > 0), ax=ax, cmap="viridis", norm=norm, cbar_kws=bar, linewidths=0.4, xticklabels=True, yticklabels=True)
+            sns.heatmap(grid.where(grid > 0), ax=ax, cmap="viridis", **colours, cbar_kws=bar, linewidths=0.4, xticklabels=True, yticklabels=True)
             ax.set(xlabel="", ylabel="layer")
             ax.set_title(f"{names[measure]}: {words}", fontsize=9)
     return fig
