@@ -378,3 +378,15 @@ def test_a_run_that_two_processes_want_is_computed_once(tmp_path):
     both = [subprocess.Popen(words, env=os.environ | {"MIXSD_RUNS": str(tmp_path / "runs")}) for _ in range(2)]
     assert [process.wait(timeout=120) for process in both] == [0, 0]
     assert (tmp_path / "log").read_text() == "computed\n"
+
+
+def test_analyses_that_were_made_are_drawn(tmp_path, monkeypatch):
+    "The CDFs of the targets that were scored, of the model that is asked for alone."
+    from mixsd_nb import figures, nll
+    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
+    config = figures.FiguresConfig(model="lab-s")
+    assert figures.analysis_figures(config) == {}
+    nll.run(model="lab-s")
+    drawn = figures.analysis_figures(config)
+    assert list(drawn) == ["nll-cdf"] and "sft (N=" in drawn["nll-cdf"].axes[0].get_legend().get_texts()[0].get_text()
+    assert figures.analysis_figures(figures.FiguresConfig()) == {}
