@@ -287,7 +287,7 @@ def sorted_responses(
     config = make_config(ErrorsConfig, **parameters)
     return pd.read_parquet(run_folder(slug(config), config) / "errors.parquet")
 
-# %% ../nbs/errors.ipynb #8a1e8cb7
+# %% ../nbs/errors.ipynb #52a844fe
 COLOURS = {"format": "#999999", "leakage": "#d55e00", "cross-entity": "#cc79a7", "collapse": "#e69f00", "genuine": "#56b4e9"}  # Okabe and Ito's
 
 
@@ -335,7 +335,10 @@ def breakdown_figure(
         for ax, name in zip(row, there):
             if name in errors.index.levels[0]: draw_breakdown(ax, errors.loc[name], of)
         row[0].set_ylabel(f"{'responses' if of == 'n' else 'errors'} (%)\nlearning rate {lr:g}" if lr else "%")
-    for ax, name in zip(axes[0], there): ax.set_title(name + (f"\n{KNOWN[name].column}" if name in KNOWN and name not in TASKS else ""), fontsize=9)
+    asked = breakdown(result, rates[-1])[of].groupby("benchmark").max()
+    for ax, name in zip(axes[0], there):
+        column = f"\n{KNOWN[name].column}" if name in KNOWN and name not in TASKS else ""
+        ax.set_title(f"{name}{column}" + (f"\nN={asked[name]:,.0f}" if of == "n" else ""), fontsize=9)
     fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(COLOURS), frameon=False)
     return fig
 
