@@ -9,9 +9,8 @@ __all__ = ['PUBLISHED', 'CATEGORIES', 'KNOWN', 'RECALLED', 'OF_RECALL', 'ALL_CAT
            'counted', 'slug', 'run', 'sorted_responses', 'breakdown', 'draw_breakdown', 'breakdown_figure',
            'shares_table', 'account', 'false_alarms', 'examples']
 
-# %% ../nbs/errors.ipynb #b3b48819
+# %% ../nbs/errors.ipynb #b6bc4371
 import hashlib
-import json
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +27,7 @@ from .corpora import CORPORA, SPLITS, check_corpus, load_corpus
 from .models import check_model
 from .results.cube import DIMS, RUN_DIMS, method_order, training_roots
 from .results.cube import TEXTS as CUBE_TEXTS
-from .results.runs import Config, cached_run, finished, make_config, run_folder, runs_root, setting, write_atomically
+from .results.runs import Config, cached_run, check_runs, finished, made_with, make_config, run_folder, runs_root, setting, write_atomically
 
 # %% ../nbs/errors.ipynb #2eea0660
 class Limits(NamedTuple):
@@ -135,7 +134,7 @@ def classify_recall(
     rest = box.lower().replace(answer.lower(), " ")
     return "cross-entity" if any(e.lower() in rest for e in entities if e != answer) else "genuine"
 
-# %% ../nbs/errors.ipynb #5edd4365
+# %% ../nbs/errors.ipynb #e340c499
 class ErrorsConfig(Config):
     "Parameters of the stage."
     runs: str = setting("")
@@ -147,14 +146,9 @@ class ErrorsConfig(Config):
     entity: int = Field(PUBLISHED.entity, ge=1)
     force: bool = setting(False)
 
+    _runs = field_validator("runs")(check_runs)
     _dataset = field_validator("dataset")(check_corpus)
     _model = field_validator("model")(check_model)
-
-    @field_validator("runs")
-    @classmethod
-    def _folder(cls, folder):
-        if folder and not Path(folder).is_dir(): raise ValueError(f"runs is {folder}; there is no such folder")
-        return folder
 
     @computed_field
     @cached_property
@@ -166,7 +160,7 @@ class ErrorsConfig(Config):
     @property
     def limits(self) -> Limits: return Limits(self.characters, self.newlines, self.sentence, self.entity)
 
-# %% ../nbs/errors.ipynb #223d3996
+# %% ../nbs/errors.ipynb #f6e9ce55
 OF_METHOD = ("lam", "rollouts", "temperature")
 
 
@@ -191,7 +185,7 @@ def sources(
     for name, root in trained.items():
         rows += [labels(root) | dict(step=int(path.stem.rpartition("-")[2]), path=path) for path in (config.folder / name).glob("responses-*.parquet")]
     for path in config.folder.glob("[!.]*/responses.parquet"):
-        if finished(path.parent): rows.append(cell_of(json.loads((path.parent / "run.json").read_text())["config"], trained) | dict(path=path))
+        if finished(path.parent): rows.append(cell_of(made_with(path.parent), trained) | dict(path=path))
     table = pd.DataFrame(rows, columns=[*RUN_DIMS, "step", *OF_METHOD, "path"])
     return table[(table.dataset == config.dataset) & (table.model == config.model)].sort_values("path", ignore_index=True)
 
@@ -260,8 +254,8 @@ def counted(
         if name in found.variables: found[name].attrs = dict(long_name=long_name, units=units)
     return found
 
-# %% ../nbs/errors.ipynb #07fcfdf5
-def slug(config): return f"errors-{config.dataset}-{config.model.strip('/').replace('/', '-')}"
+# %% ../nbs/errors.ipynb #be58be64
+def slug(config): return f"errors-{config.dataset}-{config.model}"
 
 
 def run(
@@ -287,7 +281,7 @@ def sorted_responses(
     config = make_config(ErrorsConfig, **parameters)
     return pd.read_parquet(run_folder(slug(config), config) / "errors.parquet")
 
-# %% ../nbs/errors.ipynb #52a844fe
+# %% ../nbs/errors.ipynb #cb33d552
 COLOURS = {"format": "#999999", "leakage": "#d55e00", "cross-entity": "#cc79a7", "collapse": "#e69f00", "genuine": "#56b4e9"}  # Okabe and Ito's
 
 
@@ -312,9 +306,10 @@ def draw_breakdown(
     "A stacked bar for each method."
     shares, bottom = 100 * errors[list(ALL_CATEGORIES)].div(errors[of].where(errors[of] > 0), axis=0).fillna(0), 0
     for category, colour in COLOURS.items():
-        ax.bar(shares.index, shares[category], bottom=bottom, color=colour, width=0.75, label=category)
+        bars = ax.bar(shares.index, shares[category], bottom=bottom, color=colour, width=0.75, label=category)
         bottom = bottom + shares[category]
-    ax.set(ylim=(0, 100))
+    if of == "wrong": ax.bar_label(bars, [f"{n:.0f}" if n else "" for n in errors.wrong], fontsize=6)  # of what it is a share
+    ax.set(ylim=(0, 100 if of == "n" else 110))
     ax.tick_params("x", rotation=90)
 
 

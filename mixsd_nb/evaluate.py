@@ -8,7 +8,7 @@ __all__ = ['CORE', 'GROUPS', 'BENCHMARKS', 'PLAIN', 'RULES', 'COLUMNS', 'suite_o
            'compare', 'specification', 'summary', 'slug', 'open_engine', 'run', 'responses', 'draw_scores', 'page',
            'browse']
 
-# %% ../nbs/evaluate.ipynb #6b081ec7
+# %% ../nbs/evaluate.ipynb #62778361
 import hashlib
 import html
 import json
@@ -257,7 +257,7 @@ def compare(
                           p=sign_test(difference))
     return pd.DataFrame(rows).T.astype(dict(n=int, better=int, worse=int)).rename_axis("benchmark")
 
-# %% ../nbs/evaluate.ipynb #4f7a5f8f
+# %% ../nbs/evaluate.ipynb #efbec669
 RULES = dict(strict="correct: the box is the answer, or the tests pass", loose="loose: what the published rule counts")
 
 
@@ -298,7 +298,7 @@ def summary(
     return xr.DataTree(xr.Dataset(data, coords, attrs=dict(config=config.canonical(), specification=specified)))
 
 
-def slug(config): return f"evaluate-{config.dataset}-{config.model.strip('/').replace('/', '-')}"
+def slug(config): return f"evaluate-{config.dataset}-{config.model}"
 
 
 def open_engine(

@@ -6,19 +6,18 @@
 __all__ = ['STYLE', 'AHEAD', 'PICTURES', 'CORRECT', 'FATES', 'VIEWS', 'ExploreConfig', 'escaped', 'told', 'View', 'control',
            'row', 'quiet', 'choose', 'Attempt', 'most_attempts', 'attempts', 'Reading', 'readings', 'piece',
            'likeliest', 'token_html', 'typed_fact', 'question_of', 'warm_engine', 'facts_of', 'tries', 'folded',
-           'heading', 'mixing_html', 'MixingView', 'Runs', 'settings', 'Point', 'placed', 'svg', 'picture',
-           'cube_points', 'tradeoff_picture', 'frontier_picture', 'learnt_name', 'alike', 'lam_table', 'draw_lam',
-           'lam_figure', 'last_cells', 'beside_paper', 'rows_html', 'accuracies', 'curves_figure', 'run_widgets',
-           'CubeView', 'files_of', 'sorted_file', 'file_words', 'marked', 'response_html', 'ResponsesView', 'histories',
-           'fate', 'dots', 'world_facts', 'domains_of', 'world_places', 'world_picture', 'WorldView', 'checkpoints_of',
+           'heading', 'mixing_html', 'MixingView', 'Runs', 'Point', 'placed', 'svg', 'picture', 'cube_points',
+           'tradeoff_picture', 'frontier_picture', 'learnt_name', 'alike', 'lam_table', 'draw_lam', 'lam_figure',
+           'last_cells', 'beside_paper', 'rows_html', 'accuracies', 'curves_figure', 'run_widgets', 'CubeView',
+           'files_of', 'sorted_file', 'file_words', 'marked', 'response_html', 'ResponsesView', 'histories', 'fate',
+           'dots', 'world_facts', 'domains_of', 'world_places', 'world_picture', 'WorldView', 'checkpoints_of',
            'fisher_file', 'moved', 'moved_figure', 'WeightsView', 'Explorer', 'explore']
 
-# %% ../nbs/explore.ipynb #ab23b9e7
+# %% ../nbs/explore.ipynb #e7ac9349
 import contextlib
 import functools
 import html
 import io
-import json
 import re
 import traceback
 from collections import deque
@@ -46,9 +45,9 @@ from .models.lab import SIZES
 from .results import plots
 from .results.cube import RUN_DIMS, chosen_cells, configuration, last_steps, mean_interval, method_name, open_cube, shown, training_roots, wilson
 from .results.paper import DATASETS, paper_cube
-from .results.runs import Config, finished, make_config, open_result, runs_root
+from .results.runs import Config, check_runs, finished, made_with, make_config, open_result, runs_root
 
-# %% ../nbs/explore.ipynb #4dfc4f6a
+# %% ../nbs/explore.ipynb #b58fdb10
 class ExploreConfig(Config):
     "Parameters of the stage."
     runs: str = ""
@@ -56,14 +55,9 @@ class ExploreConfig(Config):
     model: str = "lab-m"
     where: dict = {}
 
+    _runs = field_validator("runs")(check_runs)
     _dataset = field_validator("dataset")(check_corpus)
     _model = field_validator("model")(check_model)
-
-    @field_validator("runs")
-    @classmethod
-    def _folder(cls, folder):
-        if folder and not Path(folder).is_dir(): raise ValueError(f"runs is {folder}; there is no such folder")
-        return folder
 
 # %% ../nbs/explore.ipynb #500c82bb
 STYLE = """<style>
@@ -358,7 +352,7 @@ class MixingView(View):
             if len(made) == 1: self.tokens.value = mixing_html(engine, item, row, made, last)
         if len(made) > 1: self.tokens.value = mixing_html(engine, item, row, made, last)
 
-# %% ../nbs/explore.ipynb #362b789a
+# %% ../nbs/explore.ipynb #bbd146a8
 class Runs:
     "The finished training runs of a folder, read when they are first asked for. Errors as in `open_cube`."
 
@@ -390,9 +384,6 @@ class Runs:
         found = self.table
         for name, value in labels.items(): found = found[found[name] == value]
         return found.folder.iloc[0]
-
-
-def settings(folder: Path) -> dict: return json.loads((folder / "run.json").read_text())["config"]
 
 # %% ../nbs/explore.ipynb #e7d665da
 class Point(NamedTuple):
@@ -558,7 +549,7 @@ def beside_paper(
     learnt = "Train" if any("recall" in c.benchmark and c.accuracy.sel(benchmark="recall").notnull().any() for c in paper or cubes) else "Test"
     return plots.chosen_figure(*cubes, dataset=name, learnt=learnt)
 
-# %% ../nbs/explore.ipynb #3d556177
+# %% ../nbs/explore.ipynb #3e8bee23
 def rows_html(
     rows: Iterable[Iterable],  # of cells
     head: Iterable = (),
@@ -600,7 +591,7 @@ def run_widgets(
     step: int,
 ) -> list[widgets.Widget]:
     "A run at a step, to read."
-    tree, parameters = open_result(folder), settings(folder)
+    tree, parameters = open_result(folder), made_with(folder)
     head = ("benchmark", "role", "correct (95%)", "N", "base")
     columns = rows_html(parameters.items(), ("parameter", "value")), rows_html(accuracies(tree.to_dataset(), step), head)
     about = (f"<div class='mixsd-sheet'><h4>{escaped(folder.name)}, step {step}</h4>"
@@ -974,7 +965,7 @@ class WorldView(View):
         table = self.histories[method]
         return table.loc[fact.id] if fact.id in table.index else pd.Series(dtype=float)
 
-# %% ../nbs/explore.ipynb #32291a21
+# %% ../nbs/explore.ipynb #0e801233
 def checkpoints_of(
     runs: Runs,
 ) -> list[tuple[str, tuple[str, str, int]]]:
@@ -994,7 +985,7 @@ def fisher_file(
     model: str,
 ) -> Path:
     "The estimated Fisher of a base; FileNotFoundError that says how to estimate it."
-    there = [f for f in sorted(folder.glob(f"fisher-*/{fisher.FISHER}")) if finished(f.parent) and settings(f.parent)["model"] == model]
+    there = [f for f in sorted(folder.glob(f"fisher-*/{fisher.FISHER}")) if finished(f.parent) and made_with(f.parent)["model"] == model]
     if there: return there[0]
     raise FileNotFoundError(f"R needs the Fisher of {model}, which `papermill nbs/fisher.ipynb out.ipynb -p model {model}` estimates; here is ‖Δθ‖² alone")
 

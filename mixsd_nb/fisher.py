@@ -434,7 +434,7 @@ def by_checkpoint(
     values = {name: variable(name, dims, np.array([t[name].values for t in tables], float).reshape(shape)) for name in MEASURES}
     return by_model(next(iter(sums.values())), part).assign(values)
 
-# %% ../nbs/fisher.ipynb #0e81baaf
+# %% ../nbs/fisher.ipynb #1712af3a
 def of_base(
     config: FisherConfig,
     folder: Path,
@@ -491,7 +491,7 @@ def of_run(
 
 
 def slug(config):
-    base = f"{config.model.strip('/').replace('/', '-')}-{config.reference}"
+    base = f"{config.model}-{config.reference}"
     return "fisher-" + (Path(config.trained).name.removeprefix("train-") if config.trained else base)
 
 

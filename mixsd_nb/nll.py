@@ -5,14 +5,13 @@
 # %% auto #0
 __all__ = ['SOURCES', 'NEITHER', 'THRESHOLDS', 'TEXTS', 'KNOWN', 'SAMPLED', 'NllConfig', 'record', 'Target', 'load_targets',
            'read_targets', 'sourced', 'described', 'counts', 'overlap', 'high_types', 'per_target', 'summary',
-           'beside_canonical', 'ragged', 'slug', 'in_words', 'run', 'mixed_files', 'all_results', 'merged', 'nll_table',
-           'by_lam', 'cdf_figure', 'source_table', 'source_figure', 'overlap_table', 'missing_types', 'split_ids',
+           'beside_canonical', 'ragged', 'slug', 'run', 'mixed_files', 'all_results', 'merged', 'nll_table', 'by_lam',
+           'cdf_figure', 'source_table', 'source_figure', 'overlap_table', 'missing_types', 'split_ids',
            'ReferenceConfig', 'reference_prompts', 'reference', 'loss', 'ForgettingConfig', 'increase', 'forgetting',
            'forgetting_table', 'at_the_end', 'forgetting_figure', 'agreement', 'token_nll']
 
-# %% ../nbs/nll.ipynb #a9f53460
+# %% ../nbs/nll.ipynb #05f5cdbe
 import hashlib
-import json
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -31,9 +30,9 @@ from .models import check_model, load_engine
 from .results.cube import RUN_DIMS, held_out_average, method_label, training_roots, variable
 from .results.plots import SOURCES as DRAWN
 from .results.plots import method_colour
-from .results.runs import Config, cached_run, finished, make_config, open_result, run_folder, runs_root, setting, write_atomically
+from .results.runs import Config, cached_run, finished, made_with, make_config, open_result, run_folder, runs_root, setting, write_atomically
 
-# %% ../nbs/nll.ipynb #712c3692
+# %% ../nbs/nll.ipynb #87566017
 class NllConfig(Config):
     "Parameters of the stage."
     targets: str = setting("")
@@ -73,7 +72,7 @@ class NllConfig(Config):
         return dict(method="mixsd", **{k: record(self.targets)[k] for k in ("lam", "seed", "temperature")}) if self.targets else dict(method="sft", seed=0)
 
 
-def record(targets: str) -> dict: return json.loads((Path(targets).parent / "run.json").read_text())["config"]
+def record(targets: str) -> dict: return made_with(Path(targets).parent)
 
 # %% ../nbs/nll.ipynb #c00969aa
 from .models.engines import token_nll
@@ -165,7 +164,7 @@ def overlap(
     if not len(found): return dict(mean=np.nan, pooled=np.nan, types=0)
     return dict(mean=(found[:, 0] / found[:, 1]).mean(), pooled=found[:, 0].sum() / found[:, 1].sum(), types=int(found[:, 1].sum()))
 
-# %% ../nbs/nll.ipynb #00c95369
+# %% ../nbs/nll.ipynb #e856fb00
 def high_types(
     config: NllConfig,
     targets: list[Target],  # canonical ones
@@ -221,10 +220,7 @@ def ragged(targets, values) -> xr.Dataset:
     return xr.Dataset(data, dict(item=("target", [t.item for t in targets], words("item of the corpus"))))
 
 
-def slug(config): return f"nll-{config.dataset}-{in_words(config.model)}-{method_label(config.origin['method'], config.origin.get('lam'))}"
-
-
-def in_words(model: str) -> str: return model.strip("/").replace("/", "-")
+def slug(config): return f"nll-{config.dataset}-{config.model}-{method_label(config.origin['method'], config.origin.get('lam'))}"
 
 
 def run(
@@ -369,7 +365,7 @@ def missing_types(
 
 def split_ids(result) -> list[np.ndarray]: return np.split(result["per_token"].token_id.values, np.cumsum(result["per_token"].row_size.values)[:-1])
 
-# %% ../nbs/nll.ipynb #7a19040a
+# %% ../nbs/nll.ipynb #5803df26
 KNOWN = SUITES | TASKS
 SAMPLED = dict(temperature=1.0, top_k=1 << 20)  # a top-k beyond any vocabulary is none
 
@@ -398,7 +394,7 @@ def reference(
 ) -> pd.DataFrame:
     "The base's own responses, sampled where they are not there yet: `benchmark, prompt_ids, completion_ids, nll` (nats of the whole response)."
     config = make_config(ReferenceConfig, **parameters)
-    name = f"reference-{in_words(config.model)}"
+    name = f"reference-{config.model}"
 
     def compute(folder):
         from mixsd_nb.models.engines import row_key

@@ -294,7 +294,7 @@ def step_shares(job, folder: Path) -> dict[str, float]:
     seconds = dict(rollouts=spent["write"], teacher=spent["read"], student=spent["training_step"] - spent["write"] - spent["read"], optimiser=spent["step"])
     return {part: s / job.steps for part, s in seconds.items()}
 
-# %% ../nbs/speed.ipynb #551d5fee
+# %% ../nbs/speed.ipynb #d5a59d4f
 def train_jobs(
     config: SpeedConfig,
     **options,  # of the jobs, steps for one
@@ -344,9 +344,9 @@ def run_training(
         axes = dict(way=("way", list(found), dict(long_name="way of training", units="1")),
                     part=("part", list(seconds), dict(long_name="part of an update", units="1")))
         return xr.DataTree(xr.Dataset(root, axes, dict(config=config.canonical(), device=device())))
-    return cached_run(f"speed-training-{config.model.strip('/').replace('/', '-')}", config, compute, force=config.force)
+    return cached_run(f"speed-training-{config.model}", config, compute, force=config.force)
 
-# %% ../nbs/speed.ipynb #36ad850e
+# %% ../nbs/speed.ipynb #cc842ff3
 OUTWEIGHING = dict(vocab_size=32_768, hidden_size=1024, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=8, head_dim=64, intermediate_size=3072)
 
 
@@ -431,4 +431,4 @@ def run_fisher(
         root = {k: ("way", found[k], dict(long_name=text, units=unit)) for k, (text, unit) in texts.items()}
         axes = dict(way=("way", list(seconds), dict(long_name="way of squaring gradients", units="1")))
         return xr.DataTree(xr.Dataset(root, axes, dict(config=config.canonical(), examples=len(some), device=device())))
-    return cached_run(f"speed-fisher-{config.model.strip('/').replace('/', '-')}", config, compute, force=config.force)
+    return cached_run(f"speed-fisher-{config.model}", config, compute, force=config.force)

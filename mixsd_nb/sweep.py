@@ -13,7 +13,7 @@ __all__ = ['FAILURES', 'STALLS', 'ACTIVE', 'WORDS', 'Resources', 'Grid', 'grids_
            'join_training', 'train_on_nodes', 'follow', 'begin', 'wait', 'cancel', 'parser', 'report', 'main',
            'SweepConfig', 'run']
 
-# %% ../nbs/sweep.ipynb #d6eaea29
+# %% ../nbs/sweep.ipynb #105eb109
 import argparse
 import contextlib
 import fcntl
@@ -44,9 +44,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from .results.cube import check_settings, merged, training_roots
-from mixsd_nb.results.runs import (
-    Config, ParameterError, finished, make_config, open_result, project_root, runs_root, setting, write_atomically
-)
+from .results.runs import Config, ParameterError, finished, make_config, open_result, project_root, runs_root, setting, write_atomically
 
 # %% ../nbs/sweep.ipynb #16ad5794
 class Resources(BaseModel):

@@ -207,7 +207,7 @@ class Live:
         "Take the picture away; the notebook draws the whole curves below."
         if self.shown: self.shown.update({"text/plain": ""}, raw=True)
 
-# %% ../nbs/train.ipynb #e3b05312
+# %% ../nbs/train.ipynb #ce978040
 def base_responses(config):
     return evaluate.responses(model=config.model, dataset=config.dataset, n=config.n, seed=config.seed, batch_size=config.batch_size)
 
@@ -264,7 +264,7 @@ def train(
     return tree(config, {s: accuracy(responses[s], kept) for s in (0, *job.checkpoints)}, training=training, targets=targets)
 
 
-def slug(config): return f"train-{config.dataset}-{config.model.strip('/').replace('/', '-')}-{config.label}"
+def slug(config): return f"train-{config.dataset}-{config.model}-{config.label}"
 
 
 def refuse_devices(config):

@@ -1,11 +1,9 @@
 "What tests share."
 
 import pytest
-import torch
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from helpers import small_model
 
 from mixsd_nb.models import load_base
-from mixsd_nb.models.lab import lab_folder
 
 
 @pytest.fixture(scope="session")
@@ -21,11 +19,12 @@ def pytest_configure(config):
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     "A model folder with random weights: everything runs through it in seconds."
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tokenizer = AutoTokenizer.from_pretrained(lab_folder("lab-m"))
-    torch.manual_seed(0)
-    config = Qwen3Config(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=32,
-                         intermediate_size=32, tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id, max_position_embeddings=2048)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return small_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def own_runs(tmp_path, monkeypatch):
+    "Runs of a test's own."
+    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
+    monkeypatch.delenv("MIXSD_BENCHMARKS", raising=False)
+    return tmp_path

@@ -16,19 +16,19 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from helpers import small_model
 from hypothesis import given
 from hypothesis import strategies as st
 from test_tasks import ROWS, sandbox
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from mixsd_nb import evaluate
 from mixsd_nb.benchmarks.lab_tasks import SUITES
 from mixsd_nb.benchmarks.sandbox import SandboxError
 from mixsd_nb.benchmarks.tasks import TASKS
-from mixsd_nb.models.lab import lab_folder
 from mixsd_nb.results.cube import wilson
 from mixsd_nb.results.runs import ParameterError, make_config, run_folder
 
+pytestmark = pytest.mark.usefixtures("own_runs")
 ROOT = Path(__file__).resolve().parents[1]
 CONTRACT = ["benchmark", "item", "sample", "prompt", "response", "extracted", "correct", "finish_reason", "error"]
 SMALL = dict(n=6, max_new_tokens=12, suite="recall,two-hop,arithmetic,functions,world")
@@ -37,19 +37,7 @@ SMALL = dict(n=6, max_new_tokens=12, suite="recall,two-hop,arithmetic,functions,
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     "Folders of two models with random weights, which say something else on every prompt."
-    tokenizer, folders = AutoTokenizer.from_pretrained(lab_folder("lab-m")), []
-    for seed in (0, 1):
-        folder = tmp_path_factory.mktemp("models") / f"tiny-{seed}"
-        torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
-                                             head_dim=32, intermediate_size=32, tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id,
-                                             max_position_embeddings=1024))
-        with torch.no_grad():
-            [p.mul_(4) for p in model.parameters() if p.ndim == 2]
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        folders.append(str(folder))
-    return folders
+    return [small_model(tmp_path_factory.mktemp("models") / f"tiny-{seed}", seed=seed, scale=4, context=1024) for seed in (0, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +46,6 @@ def data(tmp_path_factory):
     for name, rows in ROWS.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(folder)
-
-
-@pytest.fixture(autouse=True)
-def own_runs(tmp_path, monkeypatch):
-    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
-    monkeypatch.delenv("MIXSD_BENCHMARKS", raising=False)
-    return tmp_path
 
 
 def folder_of(**parameters):

@@ -10,16 +10,17 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
+from helpers import small_model
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mixsd_nb import fisher
 from mixsd_nb.benchmarks.lab_tasks import SUITES
 from mixsd_nb.methods.trainer import MARK, checkpoint_folder
-from mixsd_nb.models import load_base, load_tokenizer
+from mixsd_nb.models import load_base
 from mixsd_nb.results.cube import RUN_DIMS, result_tree
 from mixsd_nb.results.runs import write_result
 
+pytestmark = pytest.mark.usefixtures("own_runs")
 several = pytest.mark.skipif(os.cpu_count() < 2, reason="two processes need two cores")
 HELD_OUT = [name for name, suite in SUITES.items() if suite.role == "held-out"]
 
@@ -27,19 +28,7 @@ HELD_OUT = [name for name, suite in SUITES.items() if suite.role == "held-out"]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     "The folder of a small random model with tied embeddings."
-    folder, tokenizer = tmp_path_factory.mktemp("model"), load_tokenizer("lab-s")
-    torch.manual_seed(0)
-    config = Qwen3Config(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
-                         intermediate_size=64, tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id, max_position_embeddings=1024)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture(autouse=True)
-def own_runs(tmp_path, monkeypatch):
-    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
-    return tmp_path
+    return small_model(tmp_path_factory.mktemp("model"), "lab-s", layers=2, heads=2, head_dim=16, feed_forward=64, context=1024)
 
 
 def estimated(**parameters):

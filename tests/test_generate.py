@@ -19,6 +19,7 @@ from mixsd_nb.models import load_base
 from mixsd_nb.models.lab import lab_config
 from mixsd_nb.results.runs import Journal, StorageError
 
+pytestmark = pytest.mark.usefixtures("own_runs")
 SMALL = dict(max_new_tokens=8, max_attempts=2, samples=2)
 
 
@@ -34,12 +35,6 @@ def model(tmp_path_factory):
     small.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
-
-
-@pytest.fixture(autouse=True)
-def own_runs(tmp_path, monkeypatch):
-    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
-    return tmp_path
 
 
 def written(**parameters):

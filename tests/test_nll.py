@@ -22,9 +22,7 @@ from mixsd_nb.results.cube import result_tree
 from mixsd_nb.results.runs import make_config, write_result
 
 
-@pytest.fixture(autouse=True)
-def own_runs(tmp_path, monkeypatch):
-    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("own_runs")
 
 
 def plain(model, prompt, completion):

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from helpers import small_model
 from safetensors.torch import load_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mixsd_nb.methods.distill import VARIANTS, distill_items
 from mixsd_nb.methods.trainer import Job, TrainingFailed, curves, fine_tune, fit, spare_memory
@@ -25,13 +25,8 @@ several = pytest.mark.skipif(os.cpu_count() < 2, reason="two processes need two 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     "Twenty updates of a small random model with tied embeddings."
-    folder, tokenizer = tmp_path_factory.mktemp("tiny"), load_tokenizer("lab-s")
-    torch.manual_seed(0)
-    config = Qwen3Config(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
-                         intermediate_size=64, tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id, max_position_embeddings=512)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return Job(str(folder), lr=1e-4, steps=20, batch=4, pairs=PAIRS, checkpoints=[10], seed=3)
+    folder = small_model(tmp_path_factory.mktemp("tiny"), "lab-s", layers=2, heads=2, head_dim=16, feed_forward=64, context=512)
+    return Job(folder, lr=1e-4, steps=20, batch=4, pairs=PAIRS, checkpoints=[10], seed=3)
 
 
 @pytest.fixture(scope="module")

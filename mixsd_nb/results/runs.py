@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['NOUNS', 'setting', 'is_setting', 'Config', 'ParameterError', 'bounds', 'allowed', 'complaint', 'make_config',
-           'notebook_config', 'is_project', 'project_root', 'runs_root', 'run_folder', 'write_atomically', 'Journal',
-           'tell', 'check_described', 'finished', 'write_result', 'open_result', 'code_version', 'version',
-           'provenance', 'warn_of_other_code', 'StorageError', 'storage', 'discard', 'alone', 'cached_run']
+           'notebook_config', 'is_project', 'project_root', 'runs_root', 'check_runs', 'run_folder', 'write_atomically',
+           'Journal', 'tell', 'check_described', 'finished', 'write_result', 'open_result', 'code_version', 'version',
+           'provenance', 'made_with', 'warn_of_other_code', 'StorageError', 'storage', 'discard', 'alone', 'cached_run']
 
-# %% ../../nbs/results/runs.ipynb #71ddf7a2
+# %% ../../nbs/results/runs.ipynb #c80a9337
 import contextlib
 import difflib
 import errno
@@ -19,6 +19,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import secrets
 import shutil
 import time
@@ -141,7 +142,7 @@ def notebook_config(
     new = {k: v for k, v in namespace.items() if k not in before | ipython and not k.startswith("_") and v is not before}
     return make_config(cls, **{**new, **own})
 
-# %% ../../nbs/results/runs.ipynb #3ee024a9
+# %% ../../nbs/results/runs.ipynb #431f5dbe
 def is_project(folder: Path) -> bool:
     settings = ConfigParser(delimiters=["="], interpolation=None)
     settings.read(folder / "settings.ini", encoding="utf-8")
@@ -160,12 +161,20 @@ def runs_root() -> Path:
     return Path(named).expanduser().absolute() if named else project_root() / "papermill_runs"
 
 
+def check_runs(
+    folder: str,
+) -> str:
+    "A folder that holds runs, or nothing for the usual one; ValueError where it is not there."
+    if folder and not Path(folder).is_dir(): raise ValueError(f"runs is {folder}; there is no such folder")
+    return folder
+
+
 def run_folder(
     slug: str,  # words for the reader
     config: Config,
 ) -> Path:
     "The folder of a configuration."
-    return runs_root() / f"{slug.replace('/', '-')}-{config.hash()}"
+    return runs_root() / f"{re.sub('-*/+-*', '-', slug).strip('-')}-{config.hash()}"
 
 # %% ../../nbs/results/runs.ipynb #4c940a3c
 def write_atomically(
@@ -255,7 +264,7 @@ def open_result(
     "The result of a run, in memory; the file is closed."
     with xr.open_datatree(Path(folder) / "result.nc", engine="netcdf4") as tree: return tree.load()
 
-# %% ../../nbs/results/runs.ipynb #b7857cec
+# %% ../../nbs/results/runs.ipynb #8b5b4e8e
 @functools.cache
 def code_version() -> str:
     "A hash over the package's Python files and the models that ship in it."
@@ -277,6 +286,13 @@ def provenance(
     "Configuration, code version and environment."
     packages = {name: version(name) for name in ("torch", "transformers", "xarray")}
     return dict(config=config.model_dump(mode="json"), code=code_version(), python=platform.python_version(), platform=platform.platform(), packages=packages)
+
+
+def made_with(
+    folder: Path,  # of a run
+) -> dict[str, Any]:
+    "The configuration of a run."
+    return json.loads((Path(folder) / "run.json").read_text())["config"]
 
 
 def warn_of_other_code(

@@ -37,11 +37,12 @@ def models(tiny, tmp_path_factory):
 @pytest.fixture(scope="module")
 def undisturbed(models, tmp_path_factory):
     "The same grid, whole models, two workers of this machine."
-    os.environ["MIXSD_RUNS"] = str(tmp_path_factory.mktemp("runs"))
-    calm = Sweep(here(models))
-    table = sweep.begin(calm, sweep.due("run"), workers=2)
-    assert set(table.state) == {"done"}, sweep.report(table)
-    return calm.cube()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MIXSD_RUNS", str(tmp_path_factory.mktemp("runs")))
+        calm = Sweep(here(models))
+        table = sweep.begin(calm, sweep.due("run"), workers=2)
+        assert set(table.state) == {"done"}, sweep.report(table)
+        return calm.cube()
 
 
 def kernel_of(cell):
