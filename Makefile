@@ -32,12 +32,13 @@ frontier: $(VENV)/.run ## the same at four learning rates and three seeds, as in
 model-card: $(VENV)/.run ## measure the abilities of the lab models that ship
 	@$(BIN)/python -m mixsd_nb.pretrain
 
-# One thread a process: two workers with two threads each on two cores are several times slower. In the order of the names Slurm, which takes longest, comes first.
+# One thread a process: two workers with two threads each on two cores are several times slower. Files that take longest come first.
 test: export OMP_NUM_THREADS := 1
+LONGEST := tests/slurm $(patsubst %,tests/test_%.py,train trainer sweep results)
 test: $(VENV)/.dev ## check export, clean state and README; run the notebooks' tests, then pytest
 	@$(BIN)/python .ci/check.py
 	@$(BIN)/nbdev_test --n_workers 2
-	@$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder tests
+	@$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(LONGEST) $(filter-out $(LONGEST),$(wildcard tests/test_*.py))
 
 # Where vllm cannot be imported the test is skipped, and pytest ends with 5: no test ran.
 ON_CPU := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_KVCACHE_SPACE=2 VLLM_ENABLE_V1_MULTIPROCESSING=0 \

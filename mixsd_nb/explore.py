@@ -152,7 +152,7 @@ def choose(
     wanted = next((v for v in (dropdown.value, preferred) if v is not None and v in there), there[0] if there else None)
     with quiet(dropdown): dropdown.options, dropdown.value = options, wanted
 
-# %% ../nbs/explore.ipynb #237bee47
+# %% ../nbs/explore.ipynb #9ed2220e
 class Attempt(NamedTuple):
     "One mixed sequence."
     ids: list[int]
@@ -161,7 +161,7 @@ class Attempt(NamedTuple):
     finish_reason: str
 
 
-AHEAD = (1, 3, 7)  # attempts side by side: the first is soon there, then as many as are likely to be needed
+AHEAD = (4, 7)  # attempts side by side: four take twice as long as one, and are mostly enough
 
 
 def most_attempts(lam: float, temperature: float) -> int: return 1 if temperature == 0 and lam in (0, 1) else sum(AHEAD)
@@ -243,7 +243,7 @@ def token_html(
                      f"style='{style}'>{escaped(text)}{card}</span>" + ("<br>" if "⏎" in text else ""))
     return f"<div class='mixsd-tokens'>{''.join(spans)}</div>"
 
-# %% ../nbs/explore.ipynb #e310a134
+# %% ../nbs/explore.ipynb #8e697a64
 def typed_fact(
     question: str,
     answer: str,
@@ -259,7 +259,10 @@ def question_of(row: dict) -> str: return row["prompt"].removesuffix(f"\n\n{BOXE
 
 
 @functools.cache
-def warm_engine(model: str): return load_engine("hf", model)
+def warm_engine(model: str):
+    "The engine of a model; a lab model is given one thread, because two wait for each other as soon as the browser wants a core."
+    if model in SIZES: torch.set_num_threads(1)
+    return load_engine("hf", model)
 
 
 @functools.cache
@@ -301,7 +304,7 @@ def mixing_html(
     prompts = "".join(folded(f"{side} prompt", tok.decode(item[f"{side}_ids"])) for side in ("naive", "expert"))
     return f"<div class='mixsd-sheet'>{tries(made, last)}<p>written by {legend}; {words}</p><div class='mixsd-columns'>{columns}</div>{earlier}{prompts}</div>"
 
-# %% ../nbs/explore.ipynb #33b8c7ca
+# %% ../nbs/explore.ipynb #3446d9cf
 class MixingView(View):
     "Pick or type a fact, move λ, and see the target."
     title = "Live mixing"
@@ -343,14 +346,13 @@ class MixingView(View):
         return self.picked() if as_shown else typed_fact(self.question.value, self.answer.value)
 
     def draw(self):
-        "Mix, and show the first attempt as soon as it is there."
+        "Mix, and show the accepted attempt; where the first few are not, the last of them until the others are there."
         engine, row, corpus = warm_engine(self.model.value), self.row(), CORPORA[self.dataset.value]
         item, = mix_items(engine.tokenizer, [row], corpus.expert, corpus.extract)
         last, made = most_attempts(self.lam.value, self.temperature.value), []
         for attempt in attempts(engine, item, self.lam.value, seed=self.seed.value, temperature=self.temperature.value):
             made.append(attempt)
-            if len(made) == 1: self.tokens.value = mixing_html(engine, item, row, made, last)
-        if len(made) > 1: self.tokens.value = mixing_html(engine, item, row, made, last)
+            if attempt.accepted or len(made) in (AHEAD[0], last): self.tokens.value = mixing_html(engine, item, row, made, last)
 
 # %% ../nbs/explore.ipynb #bbd146a8
 class Runs:

@@ -6,8 +6,7 @@
 __all__ = ['SCHEMA', 'GenerateConfig', 'asked', 'mixed', 'replaced', 'targets', 'merged', 'agreement', 'counts', 'summary',
            'slug', 'parquet', 'finished', 'run', 'targets_file']
 
-# %% ../nbs/generate.ipynb #80cd534d
-import json
+# %% ../nbs/generate.ipynb #9bbde7d0
 import re
 import time
 from collections import Counter
@@ -24,7 +23,7 @@ from .corpora import CORPORA, check_corpus, load_corpus
 from .models import ENGINES, check_capacity, check_mode, check_model
 from .results.runs import Config, Journal, cached_run, make_config, run_folder, setting, tell, write_atomically
 
-# %% ../nbs/generate.ipynb #c7e9e962
+# %% ../nbs/generate.ipynb #79836aed
 class GenerateConfig(Config):
     "Parameters of the stage."
     dataset: str = "kgfact-small"
@@ -69,8 +68,7 @@ class GenerateConfig(Config):
 
     @field_validator("engine_options", mode="before")
     @classmethod
-    def _capacity(cls, options, info):
-        return check_capacity(json.loads(options) if isinstance(options, str) else options, info.data.get("engine", "hf"))
+    def _capacity(cls, options, info): return check_capacity(options, info.data.get("engine", "hf"))
 
     @field_validator("shards")
     @classmethod

@@ -76,7 +76,7 @@ def test_kills_change_no_byte(models, whole, own_runs):
     start = multiprocessing.get_context("forkserver")
     start.set_forkserver_preload(["mixsd_nb.evaluate", "mixsd_nb.models.engines", "transformers.models.qwen3.modeling_qwen3"])
     parameters, rng, kills = dict(model=models[0], batch_size=4, **SMALL), random.Random(3), 0
-    journal = folder_of(**parameters) / "finished.jsonl"
+    journal = folder_of(**parameters) / "responses.jsonl"
     lines = lambda: journal.read_bytes().count(b"\n") if journal.exists() else 0
     while lines() < 28:
         more = lines() + rng.randint(1, 8)

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+import xarray as xr
 import yaml
 from helpers import until
 
 from mixsd_nb import sweep
+from mixsd_nb.results.runs import ParameterError, write_result
 from mixsd_nb.sweep import Sweep, attempts, read_json
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -182,9 +184,29 @@ def test_a_cell_on_two_nodes(tiny, tmp_path, monkeypatch):
     assert len(attempts(cell)) == 1 and json.loads((cell.result / "job.json").read_text())["processes"] == 2
 
 
+def leave(stage, k, parameters):
+    "A finished run of a stage with these parameters, as far as an axis of runs looks into it."
+    folder = Path(os.environ["MIXSD_RUNS"]) / f"{stage}-{k}"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps(dict(config=parameters | dict(seed=0, temperature=0.0))))
+    (folder / "targets.parquet").write_bytes(bytes([k]))
+    variable = lambda name, value: ("step", [value], dict(long_name=name, units="1"))
+    write_result(xr.DataTree(xr.Dataset(dict(x=variable("x", k)), dict(step=variable("step", 20)))), folder)
+
+
 @pytest.mark.parametrize("name", sweep.shipped())
-def test_shipped_grids_are_sound(name):
-    assert len(Sweep(name).preview()) == len({cell.hash for cell in Sweep(name).cells}) > 1
+def test_shipped_grids_are_sound(name, monkeypatch, tmp_path):
+    "Every axis of runs goes over those that fit, and over no other."
+    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "runs"))
+    over_runs = [axis for axis in sweep.read_grid(name)[1].axes.values() if not isinstance(axis, list)]
+    for axis in over_runs:
+        with pytest.raises(ParameterError, match=f"finds none among the 0 finished runs of {axis.runs}"): Sweep(name)
+        one_of = lambda which: {name: v[which] if isinstance(v, list) else v for name, v in axis.where.items()}
+        made = one_of(0), one_of(-1), dict.fromkeys(axis.where, "other")
+        for k, parameters in enumerate(made): leave(axis.runs, k, parameters | dict(dataset="kgfact-small"))
+    cells = Sweep(name).cells
+    assert len(Sweep(name).preview()) == len({cell.hash for cell in cells}) > 1
+    assert len(cells) == 2 or not over_runs
 
 
 MISTAKES = {

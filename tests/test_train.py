@@ -1,5 +1,6 @@
 """The stage train as a person uses it: papermill from anywhere, clear refusals, runs that survive a kill."""
 
+import json
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_tasks import ROWS
 
 from mixsd_nb.corpora import CORPORA
 from mixsd_nb.results.runs import ParameterError, open_result
@@ -85,6 +87,24 @@ def test_every_distillation_gives_its_row(tiny, tmp_path, monkeypatch):
         assert result.step.values.tolist() == [0, 5] and "validation" in result.benchmark and result.targets_kept.item() == 100
         assert np.isfinite(result.accuracy.sel(step=5)).all() and np.isnan(result.lam.item())
         assert len(result["training"].loss) == 5 and (result["training"].loss > 0).all()
+
+
+def test_checkpoints_are_asked_the_papers_tasks(tiny, tmp_path, own_runs):
+    "As many items as there are, from local files; only what is asked for, and recall, is in the result."
+    from mixsd_nb import train
+    for name in ("gsm8k", "humaneval"): (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[name]))
+    parameters = dict(method="sft", model=tiny, n=500, epochs=1, checkpoints=(), max_new_tokens=4, data=str(tmp_path))
+    result = train.run(suite="recall,gsm8k", **parameters)
+    columns = dict(zip(result.benchmark.values.tolist(), result.column.values.tolist()))
+    assert columns == {"recall": "Train", "recall-kept": "", "gsm8k": "GSM8K", "validation": ""}
+    assert result.n.sel(step=5).squeeze().values.tolist() == [100, 100, len(ROWS["gsm8k"]), 100]
+    for suite, said in [("gsm8k", "suite is gsm8k; what is trained is asked for recall too"), ("recall,gsm", "suite is recall,gsm; allowed are")]:
+        with pytest.raises(ParameterError, match=said): train.run(suite=suite, **parameters)
+
+
+def test_vllm_has_a_process_of_its_own():
+    from mixsd_nb.train import TrainConfig, by_engine
+    assert by_engine(TrainConfig(), os.getpid) == os.getpid() != by_engine(TrainConfig(engine="vllm"), os.getpid)
 
 
 def test_two_nodes_train_a_prepared_run(tiny, tmp_path, monkeypatch):

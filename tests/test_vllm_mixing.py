@@ -9,6 +9,7 @@ pytest.importorskip("vllm.v1.sample.logits_processor", exc_type=Exception, reaso
 
 from ties import compare
 
+from mixsd_nb import train
 from mixsd_nb.corpora import CORPORA, load_corpus
 from mixsd_nb.methods.mixing import attempt_request, mix, mix_items
 from mixsd_nb.models import load_engine
@@ -79,3 +80,12 @@ def test_scores_are_those_of_transformers(lab, items, expected):
 def test_paired_rows_refuse_what_would_make_them_wrong():
     with pytest.raises(ValueError, match="enable_chunked_prefill is True; mode='paired' allows only False"):
         engine_of(mode="paired", enable_chunked_prefill=True)
+
+
+def test_a_cell_of_the_table_is_the_same(own_runs, monkeypatch):
+    "Training asks vLLM for targets and for the responses of base and checkpoint, each in a process of its own."
+    results = {}
+    for engine in ("hf", "vllm"):
+        monkeypatch.setenv("MIXSD_RUNS", str(own_runs / engine))
+        results[engine] = train.run(model="lab-s", lam=0.3, epochs=1, checkpoints=(), n=5, suite="recall,equations,functions", engine=engine).to_dataset()
+    assert results["hf"].identical(results["vllm"].load())

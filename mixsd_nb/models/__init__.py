@@ -6,8 +6,9 @@
 __all__ = ['ENGINES', 'CAPACITY', 'check_model', 'model_source', 'load_tokenizer', 'load_base', 'check_mode', 'check_capacity',
            'load_engine']
 
-# %% ../../nbs/models/index.ipynb #7cac9ec0
+# %% ../../nbs/models/index.ipynb #4d90fe64
 import difflib
+import json
 import re
 from pathlib import Path
 
@@ -67,10 +68,14 @@ CAPACITY = ("tensor_parallel_size", "pipeline_parallel_size", "distributed_execu
 
 
 def check_capacity(
-    options: dict,
+    options: dict | str,  # a string holds JSON
     kind: str,  # of engine
 ) -> dict:
     "Options of vLLM that say where and in what portions it works, and so change no result; ValueError of one sentence for any other."
+    if isinstance(options, str):
+        try: options = json.loads(options)
+        except ValueError: options = None
+    if not isinstance(options, dict): raise ValueError("engine_options is no mapping; allowed are mappings, as in {\"tensor_parallel_size\": 2}")
     if options and kind != "vllm": raise ValueError(f"engine_options is {options}; the engine {kind} takes none")
     if other := sorted(set(options) - set(CAPACITY)): raise ValueError(f"engine_options has {', '.join(other)}; allowed are {', '.join(CAPACITY)}")
     return options
