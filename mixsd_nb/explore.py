@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['STYLE', 'AHEAD', 'PICTURES', 'CORRECT', 'FATES', 'VIEWS', 'ExploreConfig', 'escaped', 'told', 'View', 'control',
-           'row', 'quiet', 'choose', 'Attempt', 'most_attempts', 'attempts', 'Reading', 'readings', 'piece',
-           'likeliest', 'token_html', 'typed_fact', 'question_of', 'warm_engine', 'facts_of', 'tries', 'folded',
-           'heading', 'mixing_html', 'MixingView', 'Runs', 'Point', 'placed', 'svg', 'picture', 'cube_points',
-           'tradeoff_picture', 'frontier_picture', 'learnt_name', 'alike', 'lam_table', 'draw_lam', 'lam_figure',
-           'last_cells', 'beside_paper', 'rows_html', 'accuracies', 'curves_figure', 'run_widgets', 'CubeView',
-           'files_of', 'sorted_file', 'file_words', 'marked', 'response_html', 'ResponsesView', 'histories', 'fate',
-           'dots', 'world_facts', 'domains_of', 'world_places', 'world_picture', 'WorldView', 'checkpoints_of',
-           'fisher_file', 'moved', 'moved_figure', 'WeightsView', 'Explorer', 'explore']
+           'row', 'quiet', 'choose', 'warm_engine', 'facts_of', 'Attempt', 'most_attempts', 'attempts', 'Reading',
+           'readings', 'piece', 'likeliest', 'token_html', 'typed_fact', 'question_of', 'tries', 'folded', 'heading',
+           'mixing_html', 'MixingView', 'Runs', 'Point', 'placed', 'svg', 'picture', 'cube_points', 'tradeoff_picture',
+           'frontier_picture', 'learnt_name', 'alike', 'lam_table', 'draw_lam', 'lam_figure', 'last_cells',
+           'beside_paper', 'rows_html', 'accuracies', 'curves_figure', 'run_widgets', 'CubeView', 'files_of',
+           'sorted_file', 'file_words', 'marked', 'response_html', 'ResponsesView', 'histories', 'fate', 'dots',
+           'world_facts', 'domains_of', 'world_places', 'world_picture', 'WorldView', 'checkpoints_of', 'fisher_file',
+           'moved', 'moved_figure', 'WeightsView', 'Explorer', 'explore']
 
 # %% ../nbs/explore.ipynb #e7ac9349
 import contextlib
@@ -152,7 +152,18 @@ def choose(
     wanted = next((v for v in (dropdown.value, preferred) if v is not None and v in there), there[0] if there else None)
     with quiet(dropdown): dropdown.options, dropdown.value = options, wanted
 
-# %% ../nbs/explore.ipynb #9ed2220e
+# %% ../nbs/explore.ipynb #8e9de3ca
+@functools.cache
+def warm_engine(model: str):
+    "The engine of a model; a lab model is given one thread, because two wait for each other as soon as the browser wants a core."
+    if model in SIZES: torch.set_num_threads(1)
+    return load_engine("hf", model)
+
+
+@functools.cache
+def facts_of(dataset: str) -> list[dict]: return list(load_corpus(dataset, "train"))
+
+
 class Attempt(NamedTuple):
     "One mixed sequence."
     ids: list[int]
@@ -243,7 +254,7 @@ def token_html(
                      f"style='{style}'>{escaped(text)}{card}</span>" + ("<br>" if "⏎" in text else ""))
     return f"<div class='mixsd-tokens'>{''.join(spans)}</div>"
 
-# %% ../nbs/explore.ipynb #8e697a64
+# %% ../nbs/explore.ipynb #eac1afd0
 def typed_fact(
     question: str,
     answer: str,
@@ -256,17 +267,6 @@ def typed_fact(
 
 
 def question_of(row: dict) -> str: return row["prompt"].removesuffix(f"\n\n{BOXED}")
-
-
-@functools.cache
-def warm_engine(model: str):
-    "The engine of a model; a lab model is given one thread, because two wait for each other as soon as the browser wants a core."
-    if model in SIZES: torch.set_num_threads(1)
-    return load_engine("hf", model)
-
-
-@functools.cache
-def facts_of(dataset: str) -> list[dict]: return list(load_corpus(dataset, "train"))
 
 # %% ../nbs/explore.ipynb #24baa80c
 def tries(

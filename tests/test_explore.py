@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from helpers import need_tools
 
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.explore import PICTURES, VIEWS, ExploreConfig, Explorer
@@ -22,16 +23,6 @@ from mixsd_nb.results.runs import write_atomically, write_result
 
 ROOT = Path(__file__).resolve().parents[1]
 ABOUT = {"recall": dict(column="Train", role="in-domain"), "choice": dict(column="MMLU", role="held-out")}
-
-
-def browser_path():
-    "Chromium, or no test of this file; on a build machine its absence is a failure."
-    found = shutil.which("chromium")
-    if not found and os.environ.get("CI"):
-        raise FileNotFoundError("chromium is not there: `make ci-tools` installs it")
-    if not found:
-        pytest.skip("chromium is not there: `make ci-tools` installs it")
-    return found
 
 
 def responses(dataset, right):
@@ -87,10 +78,59 @@ def test_every_picture_of_the_cube_and_every_view(runs):
 
 def test_views_before_any_run_say_what_to_run(tmp_path):
     app = Explorer(ExploreConfig(runs=str(tmp_path)))
+    cube = app.view("The cube")
     said = {name: app.view(name).notice.value for name in VIEWS}
     assert not said.pop("Live mixing")
     assert all("mixsd-news" in notice and ("make run" in notice or "papermill nbs/train.ipynb" in notice) for notice in said.values()), said
     assert app.view("The world").place.children, "the world is there before any run"
+    cube.what.value = "λ"
+    assert not cube.notice.value and cube.place.children, "the paper's numbers are there before any run"
+
+
+@pytest.fixture
+def app_of_runs(runs): return Explorer(ExploreConfig(runs=str(runs), model="lab-s"))
+
+
+def test_a_point_opens_its_run_and_then_its_responses(app_of_runs):
+    cube = app_of_runs.view("The cube")
+    picture, dots = cube.place.children[0].children[0], cube.place.children[0].children[1:]
+    assert picture.value and len(dots) == 6
+    dots[-1].click()
+    assert cube.key and "step 40" in cube.opened.children[0].value
+    cube.open(("sft", 1e-3, 0, 40))
+    cube.asked.click()
+    assert app_of_runs.names.value == "Responses" and app_of_runs.view("Responses").one.label == "SFT, rate 0.001, seed 0, step 40"
+    cube.dataset.value = "simpleqa"
+    assert "papermill nbs/train.ipynb" in cube.notice.value and not cube.place.children
+
+
+def test_two_methods_are_read_side_by_side(app_of_runs):
+    "SFT forgot half of its facts at step 40, MixSD learnt them by then."
+    reader = app_of_runs.view("Responses")
+    reader.go(dict(dataset="kgfact-small", model="lab-s", method="sft", lr=1e-3, seed=0, step=40))
+    reader.two.value = next(k for words, k in reader.two.options if words == "MixSD (λ=0.3), rate 0.001, seed 0, step 40")
+    reader.benchmark.value = "recall"
+    assert len(reader.shown) == 10 and "boxed" in reader.text.value
+    reader.correct.value = "the two differ"
+    assert len(reader.shown) == 4 and "No." in reader.text.value and "format" in reader.text.value
+    reader.benchmark.value = "choice"
+    assert "no response is left" in reader.text.value
+    reader.correct.value = "wrong"
+    answer = next(iter(load_corpus("kgfact-small", "train")))["answer"]
+    assert f"<mark>{answer}</mark>" in reader.text.value and "leakage" in reader.text.value
+
+
+def test_what_each_method_made_of_a_fact(app_of_runs):
+    world, fact = app_of_runs.view("The world"), list(load_corpus("kgfact-small", "train"))[6]
+    assert [m for _, m in world.method.options] == ["mixsd-0.3", "sft"]
+    world.entity.value = fact["subject"]
+    assert "●○ learnt by step 20, lost by step 40" in world.text.value and "○● learnt by step 40" in world.text.value
+
+
+def test_weights_without_checkpoints_say_so(tmp_path):
+    a_run(tmp_path, "kgfact-small", "sft", [0, 9])
+    shutil.rmtree(tmp_path / "train-kgfact-small-lab-s-sft/checkpoint-20")
+    assert "no checkpoint" in Explorer(ExploreConfig(runs=str(tmp_path))).view("Weights").notice.value
 
 
 def test_a_damaged_result_is_told(tmp_path):
@@ -142,7 +182,8 @@ LAB = ("jupyterlab", "--no-browser", "--allow-root", "--IdentityProvider.token="
 @pytest.fixture(scope="module")
 def page(tmp_path_factory, runs):
     "The notebook in JupyterLab's dark theme."
-    executable, folder = browser_path(), tmp_path_factory.mktemp("lab")
+    need_tools("chromium")
+    executable, folder = shutil.which("chromium"), tmp_path_factory.mktemp("lab")
     from playwright.sync_api import sync_playwright
     process, address = serve(folder, runs, *LAB)
     try:
