@@ -36,7 +36,7 @@ def need_tools(*names):
     if missing: need(f"{', '.join(missing)} not found; `make ci-tools` installs what the tests need")
 
 
-def until(condition, seconds, what):
+def until(condition, seconds=180, what="it"):
     "Wait for something to become true; what it became."
     end = time.monotonic() + seconds
     while not (found := condition()):

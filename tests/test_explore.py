@@ -1,19 +1,20 @@
 """explore.ipynb in a browser: JupyterLab runs it, and a person moves λ, types a fact, switches the corpus, opens a point."""
 
+import contextlib
 import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
-import time
-import urllib.request
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
-from helpers import need_tools
+import torch
+from helpers import need_tools, until
+from safetensors.torch import load_file, save_file
 
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.explore import PICTURES, VIEWS, ExploreConfig, Explorer
@@ -34,7 +35,7 @@ def responses(dataset, right):
 
 
 def a_run(folder, dataset, method, recalls, lam=np.nan):
-    "A finished run of lab-s with these recalls of ten facts at steps 0, 20, …, its responses and a checkpoint of unchanged weights."
+    "A finished run of lab-s with these recalls of ten facts at steps 0, 20, …, its responses, and checkpoints that moved at random."
     base, lr = method == "base", 1e-3
     settings = dict(method=method, dataset=dataset, model="lab-s", lr=lr, seed=0)
     marks = {20 * k: {"recall": (r, 10), "choice": (8 - k, 10)} for k, r in enumerate(recalls)}
@@ -46,7 +47,9 @@ def a_run(folder, dataset, method, recalls, lam=np.nan):
     write_atomically(run / "run.json", lambda path: path.write_text(json.dumps(dict(config=settings))))
     for step in range(20, 20 * len(recalls), 20):
         write_atomically(run / f"responses-{step}.parquet", responses(dataset, recalls[step // 20]).to_parquet)
-        shutil.copytree(model_source("lab-s"), run / f"checkpoint-{step}")
+        checkpoint = Path(shutil.copytree(model_source("lab-s"), run / f"checkpoint-{step}"))
+        file, = checkpoint.glob("*.safetensors")
+        save_file({name: w + 1e-3 * step * torch.randn_like(w) for name, w in load_file(file).items()}, file, dict(format="pt"))
         (run / f"checkpoint-{step}/complete").touch()
     write_result(tree, run)
 
@@ -165,39 +168,41 @@ def serve(folder, runs, *command):
     return process, f"http://127.0.0.1:{port}"
 
 
-def answering(process, address, folder):
-    "Waits until a server answers."
-    for _ in range(300):
-        assert process.poll() is None, (folder / "server.log").read_text()
-        try:
-            return urllib.request.urlopen(address, timeout=5)
-        except OSError:
-            time.sleep(0.2)
-    raise TimeoutError((folder / "server.log").read_text())
+def answers(process, address, folder):
+    assert process.poll() is None, (folder / "server.log").read_text()
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), timeout=5): return True
+
+
+@pytest.fixture(scope="module")
+def browser():
+    need_tools("chromium")
+    from playwright.sync_api import sync_playwright
+    with sync_playwright() as playwright, playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"]) as browser: yield browser
+
+
+@contextlib.contextmanager
+def opened(browser, folder, runs, path, *command):
+    "A page of a server."
+    process, address = serve(folder, runs, *command)
+    try:
+        until(lambda: answers(process, address, folder), what="the server")
+        page = browser.new_page(viewport=dict(width=1500, height=1250))
+        page.set_default_timeout(180_000)
+        page.goto(address + path)
+        yield page
+        page.close()
+    finally:
+        process.terminate()
+        process.wait(30)
 
 
 LAB = ("jupyterlab", "--no-browser", "--allow-root", "--IdentityProvider.token=", "--ServerApp.open_browser=False")
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory, runs):
+def page(browser, tmp_path_factory, runs):
     "The notebook in JupyterLab's dark theme."
-    need_tools("chromium")
-    executable, folder = shutil.which("chromium"), tmp_path_factory.mktemp("lab")
-    from playwright.sync_api import sync_playwright
-    process, address = serve(folder, runs, *LAB)
-    try:
-        answering(process, f"{address}/api", folder)
-        with sync_playwright() as playwright:
-            browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
-            page = browser.new_page(viewport=dict(width=1500, height=1250))
-            page.set_default_timeout(180_000)
-            page.goto(f"{address}/lab/tree/explore.ipynb")
-            yield page
-            browser.close()
-    finally:
-        process.terminate()
-        process.wait(30)
+    with opened(browser, tmp_path_factory.mktemp("lab"), runs, "/lab/tree/explore.ipynb", *LAB) as page: yield page
 
 
 @pytest.fixture(scope="module")
@@ -221,15 +226,6 @@ def look(page, app, name):
 
 def sources(app):
     return app.locator(".mixsd-columns > div").first.locator(".mixsd-token").evaluate_all("tokens => tokens.map(t => t.dataset.source)")
-
-
-def until(condition):
-    "Waits until something is so."
-    for _ in range(900):
-        if condition():
-            return
-        time.sleep(0.2)
-    raise AssertionError("it did not come to be so in three minutes")
 
 
 def test_cells_run_without_an_error(page, app):
@@ -274,7 +270,8 @@ def test_a_typed_fact_is_mixed_and_a_bad_one_is_told(page, app):
 
 
 def test_the_cube_switches_its_corpus_and_opens_a_point(page, app):
-    app.get_by_role("button", name="The cube").click()
+    "By keyboard alone, as what follows, but for the mouse on one point."
+    app.get_by_role("button", name="The cube").press("Enter")
     app.locator(".mixsd-dot").first.wait_for()
     before = app.locator(".mixsd-picture img").first.get_attribute("src")
     app.get_by_role("combobox", name="dataset", exact=True).select_option("kgfunc-lab")
@@ -282,14 +279,18 @@ def test_the_cube_switches_its_corpus_and_opens_a_point(page, app):
     app.get_by_role("combobox", name="dataset", exact=True).select_option("kgfact-small")
     until(lambda: app.get_by_role("combobox", name="dataset", exact=True).input_value() == "kgfact-small" and app.locator(".mixsd-dot").count() == 6)
     dot = app.locator(".mixsd-dot[title*='SFT'][title*='step 40']")
-    dot.click()
+    dot.press("Enter")
+    app.locator("h4", has_text="train-kgfact-small-lab-s-sft, step 40").wait_for()
+    app.locator(".mixsd-dot[title*='SFT'][title*='step 20']").click()
+    app.locator("h4", has_text="train-kgfact-small-lab-s-sft, step 20").wait_for()
+    dot.press("Enter")
     app.locator("h4", has_text="train-kgfact-small-lab-s-sft, step 40").wait_for()
     assert "50.0%" in app.inner_text() and app.locator(".mixsd-error").count() == 0
     look(page, app, "cube")
 
 
 def test_responses_of_the_point(page, app):
-    app.get_by_role("button", name="read its responses").click()
+    app.get_by_role("button", name="read its responses").press("Enter")
     app.get_by_role("combobox", name="benchmark", exact=True).wait_for()
     app.get_by_role("combobox", name="benchmark", exact=True).select_option("choice")
     app.locator("mark").wait_for()
@@ -299,14 +300,24 @@ def test_responses_of_the_point(page, app):
 
 
 def test_the_world_and_the_weights(page, app):
-    app.get_by_role("button", name="The world").click()
+    app.get_by_role("button", name="The world").press("Enter")
     app.get_by_role("combobox", name="entity", exact=True).wait_for()
     app.get_by_role("combobox", name="model", exact=True).select_option("lab-s")
     fact = next(iter(load_corpus("kgfact-small", "train")))
     app.get_by_role("combobox", name="entity", exact=True).select_option(fact["subject"])
+    until(lambda: f"{fact['subject']}:" in app.inner_text())
     app.locator("td", has_text="learnt by step 20").first.wait_for()
     look(page, app, "world")
     app.get_by_role("button", name="Weights").click()
     app.locator(".mixsd-news", has_text="papermill nbs/fisher.ipynb").wait_for()
     app.locator(".mixsd-picture img").wait_for()
     look(page, app, "weights")
+
+
+def test_every_view_in_voila(browser, tmp_path, runs):
+    with opened(browser, tmp_path, runs, "/", "voila", "--no-browser", "explore.ipynb") as page:
+        page.locator(".mixsd-token").first.wait_for()
+        for name, seen in zip(VIEWS, (".mixsd-token", ".mixsd-dot", "[class*=mixsd-]", "td", ".mixsd-picture img")):
+            page.get_by_role("button", name=name, exact=True).press("Enter")
+            page.locator(seen).first.wait_for()
+            assert page.locator(".mixsd-error").count() == 0
