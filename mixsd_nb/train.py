@@ -230,7 +230,7 @@ class Live:
         "Take the picture away; the notebook draws the whole curves below."
         if self.shown: self.shown.update({"text/plain": ""}, raw=True)
 
-# %% ../nbs/train.ipynb #1a4170b3
+# %% ../nbs/train.ipynb #a16f114a
 def base_responses(config): return by_engine(config, evaluate.responses, **config.asking(config.model).model_dump())
 
 
@@ -293,8 +293,10 @@ def slug(config): return f"train-{config.dataset}-{config.model}-{config.label}"
 
 
 def refuse_devices(config):
-    "ParameterError where this machine cannot train so."
-    from mixsd_nb.methods.trainer import check_devices
+    "ParameterError where this machine cannot train so, and has to."
+    from mixsd_nb.methods.trainer import check_devices, checkpoint_folder, last_checkpoint
+    folder = run_folder(slug(config), config)
+    if last_checkpoint(folder) == checkpoint_folder(folder, config.steps()[0]): return
     try: check_devices(config.processes, config.batch, config.sharded, config.lora)
     except ValueError as e: raise ParameterError(str(e)) from None
 
@@ -304,18 +306,20 @@ def run(
 ) -> xr.DataTree:
     "Carry one cell of the table from corpus to result; returns the opened result, at once where it is already there."
     config = make_config(TrainConfig, **parameters).without_idle()
-    if config.processes > 1 or config.sharded or config.lora: refuse_devices(config)
+    if config.method != "base" and (config.processes > 1 or config.sharded or config.lora): refuse_devices(config)
     compute = (lambda folder: measure_base(config)) if config.method == "base" else (lambda folder: train(config, folder))
     return cached_run(slug(config), config, compute, force=config.force)
 
-# %% ../nbs/train.ipynb #68f913ce
+# %% ../nbs/train.ipynb #1a7d1e30
 def prepare(
     processes: int,  # on all nodes together
     **parameters,  # of TrainConfig
-) -> Path:
-    "The folder of a run with its job, to be trained by processes that are started elsewhere; targets are generated here."
+) -> Path | None:
+    "The folder of a run with its job, for processes that are started elsewhere; targets are generated here. None for the base, which never trains."
     from mixsd_nb.methods.trainer import write_job
     config = make_config(TrainConfig, **parameters).without_idle()
+    if config.method == "base": return None
+    if config.batch % processes: raise ParameterError(f"batch is {config.batch}; with {processes} processes allowed are multiples of {processes}")
     folder = run_folder(slug(config), config)
     write_job(replace(training_job(config)[0], processes=processes), folder)
     return folder

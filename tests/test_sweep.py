@@ -16,7 +16,7 @@ import yaml
 from helpers import until
 
 from mixsd_nb import sweep
-from mixsd_nb.results.runs import ParameterError, write_result
+from mixsd_nb.results.runs import ParameterError, make_config, write_result
 from mixsd_nb.sweep import Sweep, attempts, read_json
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -182,37 +182,87 @@ def test_a_cell_on_two_nodes(tiny, tmp_path, monkeypatch):
     said = [process.communicate(timeout=PATIENCE)[0] for process in tasks]
     assert [text.split()[-1] for text in said] == ["done", "trained"], (attempts(cell)[0] / "log.txt").read_text()
     assert len(attempts(cell)) == 1 and json.loads((cell.result / "job.json").read_text())["processes"] == 2
+    assert read_json(attempts(cell)[0] / "progress.json")["total"] > 0 and "waiting" not in (attempts(cell)[0] / "log.txt").read_text()
 
 
-def leave(stage, k, parameters):
+def leave(stage, name, parameters):
     "A finished run of a stage with these parameters, as far as an axis of runs looks into it."
-    folder = Path(os.environ["MIXSD_RUNS"]) / f"{stage}-{k}"
+    folder = Path(os.environ["MIXSD_RUNS"]) / f"{stage}-{name}"
     folder.mkdir(parents=True)
-    (folder / "run.json").write_text(json.dumps(dict(config=parameters | dict(seed=0, temperature=0.0))))
-    (folder / "targets.parquet").write_bytes(bytes([k]))
+    (folder / "run.json").write_text(json.dumps(dict(config=parameters)))
+    (folder / "targets.parquet").write_bytes(name.encode())
     variable = lambda name, value: ("step", [value], dict(long_name=name, units="1"))
-    write_result(xr.DataTree(xr.Dataset(dict(x=variable("x", k)), dict(step=variable("step", 20)))), folder)
+    write_result(xr.DataTree(xr.Dataset(dict(x=variable("x", len(os.listdir(folder.parent)))), dict(step=variable("step", 20)))), folder)
 
 
 @pytest.mark.parametrize("name", sweep.shipped())
 def test_shipped_grids_are_sound(name, monkeypatch, tmp_path):
-    "Every axis of runs goes over those that fit, and over no other."
+    "One that goes over what another has left takes the cells that are done there, and no other run."
     monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "runs"))
-    over_runs = [axis for axis in sweep.read_grid(name)[1].axes.values() if not isinstance(axis, list)]
-    for axis in over_runs:
-        with pytest.raises(ParameterError, match=f"finds none among the 0 finished runs of {axis.runs}"): Sweep(name)
-        one_of = lambda which: {name: v[which] if isinstance(v, list) else v for name, v in axis.where.items()}
-        made = one_of(0), one_of(-1), dict.fromkeys(axis.where, "other")
-        for k, parameters in enumerate(made): leave(axis.runs, k, parameters | dict(dataset="kgfact-small"))
+    over = [axis.of for axis in sweep.read_grid(name)[1].axes.values() if not isinstance(axis, list)]
+    for source in map(Sweep, over):
+        with pytest.raises(ParameterError, match=f"none of its {len(source.cells)} cells is done"): Sweep(name)
+        parameters = [make_config(source.stage.config, **cell.parameters).model_dump(mode="json") for cell in source.cells]
+        for cell, made in zip(source.cells[1:3], parameters[1:3]): leave(cell.stage, f"x-{cell.hash}", made)
+        leave(source.stage.name, "x-0123456789", parameters[0])
     cells = Sweep(name).cells
     assert len(Sweep(name).preview()) == len({cell.hash for cell in cells}) > 1
-    assert len(cells) == 2 or not over_runs
+    assert len(cells) == 2 or not over
+
+
+def test_files_are_like_files_beside_them(tmp_path, monkeypatch):
+    (tmp_path / "below").mkdir()
+    excluded = "exclude: [{lr: [0.001, 1.0e-4], method: sft}]"
+    (tmp_path / "below/base.yaml").write_text("{notebook: train, fixed: {n: 7}, axes: {lr: [1e-3, 3e-4, 1.0e-4], method: [sft, mixsd]}, " + excluded + "}")
+    (tmp_path / "below/more.yaml").write_text("{like: base.yaml, fixed: {model: lab-s}}")
+    (tmp_path / "below/one.yaml").write_text("like: two.yaml")
+    (tmp_path / "below/two.yaml").write_text("like: one.yaml")
+    monkeypatch.chdir(tmp_path)
+    cells = Sweep("below/more.yaml").cells
+    assert [(c.parameters["lr"], c.parameters["method"]) for c in cells] == [(0.001, "mixsd"), (3e-4, "sft"), (3e-4, "mixsd"), (1e-4, "mixsd")]
+    assert {(c.parameters["n"], c.parameters["model"]) for c in cells} == {(7, "lab-s")}
+    with pytest.raises(ParameterError, match="grid is one.yaml, which is like itself"): Sweep("below/one.yaml")
+
+
+def test_an_error_of_the_watcher_stops_no_other_cell(desk, monkeypatch, capsys):
+    full = desk("", "", "")
+    original = sweep.attempt
+
+    def failing(cell, **options):
+        if cell == full.cells[0]: raise OSError("no space left on device")
+        return original(cell, **options)
+    monkeypatch.setattr(sweep, "attempt", failing)
+    assert sweep.begin(full, sweep.due("run"), workers=1).state.tolist() == ["pending", "done", "done"]
+    assert "no space left on device" in capsys.readouterr().err
+
+
+def test_what_becomes_of_a_job_is_asked_once(desk, monkeypatch):
+    "Slurm forgets after a while; a cell that somebody cancelled stays cancelled."
+    lost = desk("", "")
+    for cell in lost.cells: sweep.write_json(cell.folder / "submitted.json", dict(job="5_0", after=0, log="slurm.log"))
+    monkeypatch.setattr(sweep.Queue, "has", lambda self, job: False)
+    monkeypatch.setattr(sweep, "scheduler_verdict", lambda job: ("cancelled", f"job {job} ended as CANCELLED"))
+    before = lost.status()
+    monkeypatch.setattr(sweep, "scheduler_verdict", lambda job: pytest.fail("asked again"))
+    assert lost.status().equals(before) and set(before.state) == {"cancelled"} and set(before.message) == {"job 5_0 ended as CANCELLED before the cell began"}
+
+
+def test_getting_further_counts_wherever_it_is(desk, tmp_path):
+    "A cell that mixes for longer than its limit gets further though its own folder stays as it is; one that hangs at the same place does not."
+    word = "from mixsd_nb.results.runs import tell\n(folder / 'logs').mkdir(parents=True, exist_ok=True)\n(folder / f'logs/{time.time()}').touch()\n"
+    mixing = desk(word + "tell('mixing', 5, 9); time.sleep(600)")
+    cell = mixing.cells[0]
+    for news, behaviour in [(True, None), (False, None), (True, word + "tell('mixing', 6, 9); time.sleep(600)")]:
+        if behaviour: (tmp_path / "0").write_text(behaviour)
+        stop = lambda: "timeout" if (attempts(cell)[-1] / "progress.json").exists() else ""
+        assert sweep.attempt(cell, environment={}, stopped=stop)["news"] == news
 
 
 MISTAKES = {
     "notebook: train\nfixed: {lamb: 0.5}": "unknown parameter lamb; did you mean lam?",
     "notebook: train\naxes: {lam: [0.3, 1.5]}": "lam is 1.5; allowed are numbers from 0 to 1",
     "notebook: train\nresources: {gpu: 1}": "unknown parameter gpu; did you mean gpus?",
+    "notebook: train\naxes: {lam: [0.3, 0.5]}\nexclude: [{lam: 0.7}]": "exclude has {'lam': 0.7}; no combination of the axes is like that",
     "notebook: trian": "notebook is trian; there is neither such a file nor",
     "notebook: train\nfixed: [0.5]": "fixed is [0.5]; allowed are mappings",
     "notebook: [": "which is no YAML: while parsing",
