@@ -1,6 +1,6 @@
 # Two commands matter: `make run` and `make test`. Both make .venv first; a second call does not install again.
 .DEFAULT_GOAL := help
-.PHONY: help run frontier model-card test test-vllm exact cross-check ci-tools notebooks export clean
+.PHONY: help run frontier model-card test test-slow test-vllm exact cross-check ci-tools notebooks export clean
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 PYTHON ?= python3
@@ -38,7 +38,11 @@ LONGEST := tests/slurm $(patsubst %,tests/test_%.py,train trainer sweep results)
 test: $(VENV)/.dev ## check export, clean state and README; run the notebooks' tests, then pytest
 	@$(BIN)/python .ci/check.py
 	@$(BIN)/nbdev_test --n_workers 2
-	@$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(LONGEST) $(filter-out $(LONGEST),$(wildcard tests/test_*.py))
+	@$(BIN)/python -m pytest -q -n auto --maxprocesses 4 -m 'not slow' --dist loadfile --no-loadscope-reorder $(LONGEST) $(filter-out $(LONGEST),$(wildcard tests/test_*.py))
+
+test-slow: export OMP_NUM_THREADS := 1
+test-slow: $(VENV)/.dev ## the tests that take longest, one after the other (about two minutes)
+	@$(BIN)/python -m pytest -q -m slow tests
 
 # Where vllm cannot be imported the test is skipped, and pytest ends with 5: no test ran.
 ON_CPU := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_KVCACHE_SPACE=2 VLLM_ENABLE_V1_MULTIPROCESSING=0 \

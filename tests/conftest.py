@@ -13,7 +13,7 @@ def lab():
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: may take more than 20 seconds on a busy machine; `-m 'not slow'` leaves it out")
+    config.addinivalue_line("markers", "slow: takes more than 20 seconds on a busy machine and is run by `make test-slow` alone")
 
 
 @pytest.fixture(scope="session")

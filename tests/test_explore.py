@@ -13,11 +13,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import xarray as xr
 from helpers import need_tools, until
 from safetensors.torch import load_file, save_file
 
 from mixsd_nb.corpora import load_corpus
-from mixsd_nb.explore import PICTURES, VIEWS, ExploreConfig, Explorer
+from mixsd_nb.explore import PICTURES, VIEWS, ExploreConfig, Explorer, moved, question_of, typed_fact
 from mixsd_nb.models import model_source
 from mixsd_nb.results.cube import result_tree
 from mixsd_nb.results.runs import write_atomically, write_result
@@ -34,15 +35,15 @@ def responses(dataset, right):
     return pd.DataFrame(rows, columns=["benchmark", "item", "prompt", "response", "correct"]).assign(sample=0)
 
 
-def a_run(folder, dataset, method, recalls, lam=np.nan):
-    "A finished run of lab-s with these recalls of ten facts at steps 0, 20, …, its responses, and checkpoints that moved at random."
+def a_run(folder, dataset, method, recalls, lam=np.nan, model="lab-s", epochs=20):
+    "A finished run with these recalls of ten facts at steps 0, 20, …, its responses, and checkpoints that moved at random."
     base, lr = method == "base", 1e-3
-    settings = dict(method=method, dataset=dataset, model="lab-s", lr=lr, seed=0)
+    settings = dict(method=method, dataset=dataset, model=model, lr=lr, seed=0, epochs=epochs)
     marks = {20 * k: {"recall": (r, 10), "choice": (8 - k, 10)} for k, r in enumerate(recalls)}
     curves = None if base else dict(loss=[2.0, 1.0], learning_rate=[lr, lr], grad_norm=[1.0, 1.0])
-    cell = dict(dataset=dataset, model="lab-s", method=method, lam=lam, lr=lr)
+    cell = dict(dataset=dataset, model=model, method=method, lam=lam, lr=lr)
     tree = result_tree(**cell, accuracy=marks, benchmarks=ABOUT, config=json.dumps(settings), training=curves)
-    run = folder / f"train-{dataset}-lab-s-{method}"
+    run = folder / (f"train-{dataset}-{model.replace('/', '-')}-{method}" + (f"-{epochs}" if epochs != 20 else ""))
     run.mkdir(parents=True)
     write_atomically(run / "run.json", lambda path: path.write_text(json.dumps(dict(config=settings))))
     for step in range(20, 20 * len(recalls), 20):
@@ -87,7 +88,7 @@ def test_views_before_any_run_say_what_to_run(tmp_path):
     assert all("mixsd-news" in notice and ("make run" in notice or "papermill nbs/train.ipynb" in notice) for notice in said.values()), said
     assert app.view("The world").place.children, "the world is there before any run"
     cube.what.value = "λ"
-    assert not cube.notice.value and cube.place.children, "the paper's numbers are there before any run"
+    assert "make run" in cube.notice.value and cube.place.children, "the paper's numbers are there before any run"
 
 
 @pytest.fixture
@@ -110,7 +111,7 @@ def test_a_point_opens_its_run_and_then_its_responses(app_of_runs):
 def test_two_methods_are_read_side_by_side(app_of_runs):
     "SFT forgot half of its facts at step 40, MixSD learnt them by then."
     reader = app_of_runs.view("Responses")
-    reader.go(dict(dataset="kgfact-small", model="lab-s", method="sft", lr=1e-3, seed=0, step=40))
+    reader.go(dict(dataset="kgfact-small", model="lab-s", run="train-kgfact-small-lab-s-sft", step=40, seed=0))
     reader.two.value = next(k for words, k in reader.two.options if words == "MixSD (λ=0.3), rate 0.001, seed 0, step 40")
     reader.benchmark.value = "recall"
     assert len(reader.shown) == 10 and "boxed" in reader.text.value
@@ -121,6 +122,8 @@ def test_two_methods_are_read_side_by_side(app_of_runs):
     reader.correct.value = "wrong"
     answer = next(iter(load_corpus("kgfact-small", "train")))["answer"]
     assert f"<mark>{answer}</mark>" in reader.text.value and "leakage" in reader.text.value
+    reader.benchmark.value, reader.correct.value = "recall", "right"
+    assert len(reader.shown) == 5 and "boxed" in reader.text.value and "<mark>" not in reader.text.value, "the right answer is no leak"
 
 
 def test_what_each_method_made_of_a_fact(app_of_runs):
@@ -128,6 +131,67 @@ def test_what_each_method_made_of_a_fact(app_of_runs):
     assert [m for _, m in world.method.options] == ["mixsd-0.3", "sft"]
     world.entity.value = fact["subject"]
     assert "●○ learnt by step 20, lost by step 40" in world.text.value and "○● learnt by step 40" in world.text.value
+
+
+def test_runs_of_any_model_and_only_those_asked_for(tmp_path):
+    "A hub model; two runs that differ in a setting: a conflict is told whatever is drawn, and `where` chooses in every view."
+    a_run(tmp_path, "kgfact-small", "sft", [0, 3, 9], model="Qwen/Qwen3-1.7B")
+    a_run(tmp_path, "kgfact-small", "sft", [0, 5, 1], model="Qwen/Qwen3-1.7B", epochs=4)
+    config = dict(runs=str(tmp_path), model="lab-s")
+    cube = Explorer(ExploreConfig(**config)).view("The cube")
+    cube.model.value = "Qwen/Qwen3-1.7B"
+    for what in ("frontier", "λ"):
+        cube.what.value = what
+        assert "epochs differs within the cube" in cube.notice.value and "where" in cube.notice.value
+    app = Explorer(ExploreConfig(**config, where=dict(epochs=20)))
+    app.view("The cube").model.value = "Qwen/Qwen3-1.7B"
+    assert not app.view("The cube").notice.value
+    app.view("The cube").open(("sft", 1e-3, 0, 40))
+    app.view("The cube").asked.click()
+    reader, world = app.view("Responses"), app.view("The world")
+    assert not reader.notice.value and len(reader.files) == 2 and len(reader.first.loc["recall"].query("correct")) == 9
+    world.model.value = "Qwen/Qwen3-1.7B"
+    assert world.histories["sft"].sum().to_dict() == {20: 3, 40: 9}
+    mixed_up = Explorer(ExploreConfig(**config)).view("The world")
+    mixed_up.model.value = "Qwen/Qwen3-1.7B"
+    assert "are the same cell" in mixed_up.notice.value
+    both = [words for words, k in Explorer(ExploreConfig(**config, where=dict(model="Qwen/Qwen3-1.7B"))).view("Weights").one.options]
+    assert len(set(both)) == 4
+
+
+def test_before_all_runs_are_done_it_says_which_are_missing(tmp_path):
+    a_run(tmp_path, "kgfact-small", "base", [0])
+    config = ExploreConfig(runs=str(tmp_path), model="lab-s")
+    assert "no finished training run of kgfact-small and lab-s" in Explorer(config).view("The cube").notice.value
+    a_run(tmp_path, "kgfact-small", "sft", [0, 9])
+    shutil.rmtree(tmp_path / "train-kgfact-small-lab-s-base")
+    cube = Explorer(config).view("The cube")
+    cube.what.value = "ours and the paper's"
+    assert "-p method base" in cube.notice.value and not cube.place.children
+
+
+def test_a_fisher_that_weighs_all_alike_gives_a_ratio_of_one(tmp_path):
+    a_run(tmp_path, "kgfact-small", "sft", [0, 9])
+    fisher = tmp_path / "fisher-lab-s-x"
+    fisher.mkdir()
+    (fisher / "run.json").write_text(json.dumps(dict(config=dict(model="lab-s"))))
+    tensors = load_file(next((tmp_path / "train-kgfact-small-lab-s-sft/checkpoint-20").glob("*.safetensors")))
+    save_file({name: torch.ones_like(w, dtype=torch.float32) for name, w in tensors.items()}, fisher / "fisher.safetensors")
+    write_result(xr.DataTree(xr.Dataset(dict(x=((), 1.0, dict(long_name="x", units="1"))))), fisher)
+    view = Explorer(ExploreConfig(runs=str(tmp_path), model="lab-s")).view("Weights")
+    table = moved("lab-s", view.one.value.folder / "checkpoint-20", fisher / "fisher.safetensors")
+    assert not view.notice.value and view.place.children and np.allclose(table.alignment_ratio, 1)
+
+
+@pytest.mark.parametrize(("dataset", "begins"), [("kgfact-small", "The answer is 77."), ("simpleqa-lab", "\\boxed{77}"), ("kgfunc-lab", None)])
+def test_a_fact_is_edited_in_the_form_of_its_corpus(dataset, begins):
+    row = next(iter(load_corpus(dataset, "train")))
+    edited = typed_fact(row, question_of(row), "77")
+    assert edited["prompt"] == row["prompt"] and edited["target"].rstrip().endswith("\\boxed{77}")
+    assert edited["target"].startswith(begins or row["target"][:40])
+    assert typed_fact(row, question_of(row), row["answer"]) == row
+    asked = typed_fact(row, "How many?", "77")["prompt"]
+    assert asked == row["prompt"].replace(question_of(row), "How many?") and asked.startswith("How many?")
 
 
 def test_weights_without_checkpoints_say_so(tmp_path):
@@ -314,6 +378,7 @@ def test_the_world_and_the_weights(page, app):
     look(page, app, "weights")
 
 
+@pytest.mark.slow
 def test_every_view_in_voila(browser, tmp_path, runs):
     with opened(browser, tmp_path, runs, "/", "voila", "--no-browser", "explore.ipynb") as page:
         page.locator(".mixsd-token").first.wait_for()

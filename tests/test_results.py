@@ -299,6 +299,7 @@ print(int(cube.accuracy.notnull().sum()), time.process_time() - before, peak_gib
 """
 
 
+@pytest.mark.slow
 def test_a_thousand_runs_open_in_ten_seconds_and_a_gigabyte(tmp_path):
     "Time of this process alone, so that others on the machine do not count; memory with all imports."
     for k in range(40):
@@ -350,6 +351,7 @@ def test_figures_of_equal_data_are_equal_bytes(cube, tmp_path):
     assert {Path(name).stem for name in seen[0] if "tables/" not in name} == DRAWN
 
 
+@pytest.mark.slow
 def test_the_papers_numbers_alone_need_no_runs(tmp_path):
     code = "from mixsd_nb import figures; figures.run(source='paper')"
     ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, text=True, check=False, capture_output=True,
