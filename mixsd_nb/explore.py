@@ -967,7 +967,7 @@ def fate(
 
 def dots(known: pd.Series) -> str: return "".join("·" if pd.isna(k) else "●" if k else "○" for k in known)
 
-# %% ../nbs/explore.ipynb #e587e200
+# %% ../nbs/explore.ipynb #e59346a7
 FATES = {"known": "#009e73", "lost": "#d55e00", "never": "#666666", "unasked": "#dddddd"}
 
 
@@ -1008,7 +1008,7 @@ def world_picture(
         labels[name] = ax.text(x, y, name, ha="center", va="center", fontsize=size, fontweight="bold" if name in named else None, bbox=box)
     for f in near:
         ends = dict(zip(("patchA", "patchB"), (labels[name].get_bbox_patch() for name in (f.source, f.target))))
-        ax.annotate("", places[f.target], places[f.source], arrowprops=dict(arrowstyle="-|>", lw=1.8, color=FATES[fates.get(f.id, "unasked")], **ends))
+        ax.annotate("", places[f.target], places[f.source], zorder=2, arrowprops=dict(arrowstyle="-|>", lw=2, color=FATES[fates.get(f.id, "unasked")], **ends))
     for x, domain in enumerate(domains_of(facts)): ax.text(x, 0.06, domain, ha="center", color="0.4")
     ax.legend([plt.Line2D([], [], color=c, lw=2) for c in FATES.values()], FATES, loc="upper center", bbox_to_anchor=(0.5, 0), ncols=len(FATES), frameon=False)
     ax.set(xlim=(-0.5, max(x for x, _ in places.values()) + 0.5), ylim=(-1.04, 0.1))
