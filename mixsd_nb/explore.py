@@ -510,7 +510,7 @@ def frontier_picture(
     fig = plots.frontier_figure(part, (kept,))
     return fig, cube_points(fig, {float(r): fig.axes[0] for r in part.lr.values if r > 0}, plots.tradeoff_points(part, kept))
 
-# %% ../nbs/explore.ipynb #e60556f4
+# %% ../nbs/explore.ipynb #60009fb6
 def asked_for(cube: xr.Dataset, benchmark: str) -> bool: return benchmark in cube.benchmark and bool(cube.accuracy.sel(benchmark=benchmark).notnull().any())
 
 
@@ -565,7 +565,7 @@ def lam_figure(
     first = ours if ours is not None else paper[0]
     panels = {name: plots.kept_part(first, name) for name in (learnt_name(first, paper), kept)}
     with sns.plotting_context("notebook"), sns.axes_style("ticks", {"axes.grid": True, "grid.color": "0.9"}):
-        fig, axes = plt.subplots(1, len(panels), figsize=(11, 4.2), layout="constrained", squeeze=False)
+        fig, axes = plt.subplots(1, len(panels), figsize=(11, 5), layout="constrained", squeeze=False)
         named = {}
         for ax, (title, part) in zip(axes[0], panels.items()):
             table, rates = lam_table(part), [r for r in part.lr.values if r > 0]
@@ -576,13 +576,13 @@ def lam_figure(
                 if not same.n.notnull().any(): continue
                 draw_lam(ax, lam_table(same), f"{plots.model_name(cube.model.item())}, N={plots.ranged(same.n)}", color=colour, ls="--")
             ax.set(title=title, xlabel="λ", ylabel="correct (%)", ylim=(-4, 104))
-            if ax.has_data(): named[title] = ax.legend(fontsize=7, loc="best")
+            if ax.has_data(): named[title] = ax.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, frameon=False)
         if not named: raise FileNotFoundError("there is no MixSD run to draw over λ; choose another corpus or model")
         fig.suptitle("lines: mean of seeds; bars: 95% intervals of a run", fontsize=9)
         sns.despine(fig)
     return fig
 
-# %% ../nbs/explore.ipynb #72937e11
+# %% ../nbs/explore.ipynb #afceb431
 def validated(part: xr.Dataset) -> bool: return asked_for(part.sel(step=part.step > 0), "validation")
 
 
@@ -602,8 +602,9 @@ def chosen_words(
 ) -> str:
     "Which checkpoints `last_cells` takes, and by what rule."
     rule = "chosen by validation" if validated(part) else "the last step at the lowest rate that teaches most"
-    cells = last_cells(part).to_series().loc[lambda s: s].reset_index()
-    return f"ours, {rule}: " + "; ".join(f"{method_name(r.method)}, rate {r.lr:g}, seed {r.seed}, step {r.step}" for r in cells[cells.lr > 0].itertuples())
+    cells = last_cells(part).to_series().loc[lambda taken: taken].reset_index().query("lr > 0")
+    seeds = cells.groupby(["method", "lr", "step"]).seed.size()
+    return f"ours, {rule}: " + "; ".join(f"{method_name(m)}, rate {lr:g}, step {step} (seeds: {n})" for (m, lr, step), n in seeds.items())
 
 
 def beside_paper(
