@@ -18,9 +18,10 @@ from helpers import need_tools, until
 from safetensors.torch import load_file, save_file
 
 from mixsd_nb.corpora import load_corpus
-from mixsd_nb.explore import PICTURES, VIEWS, ExploreConfig, Explorer, moved, question_of, typed_fact
+from mixsd_nb.explore import PICTURES, VIEWS, ExploreConfig, Explorer, lam_figure, moved, question_of, typed_fact
 from mixsd_nb.models import model_source
 from mixsd_nb.results.cube import result_tree
+from mixsd_nb.results.paper import paper_cube
 from mixsd_nb.results.runs import write_atomically, write_result
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -192,6 +193,20 @@ def test_a_fact_is_edited_in_the_form_of_its_corpus(dataset, begins):
     assert typed_fact(row, question_of(row), row["answer"]) == row
     asked = typed_fact(row, "How many?", "77")["prompt"]
     assert asked == row["prompt"].replace(question_of(row), "How many?") and asked.startswith("How many?")
+
+
+@pytest.mark.parametrize("dataset", ["kgfact-small", "kgfunc"])
+def test_the_papers_curves_are_in_both_panels(dataset):
+    "KGFunc has a test in place of recall. Every curve is named with its N."
+    published = paper_cube()
+    papers = [published.sel(dataset=[dataset], model=[m]) for m in published.model.values]
+    papers = [p for p in papers if p.accuracy.notnull().any()]
+    fig = lam_figure(None, papers, "held-out")
+    assert len(papers) >= 3 and len(fig.axes) == 2
+    for ax in fig.axes:
+        names = [text.get_text() for text in ax.get_legend().get_texts()]
+        assert len(names) == len(papers) and all(", N=" in name for name in names)
+    assert len(lam_figure(None, papers, fig.axes[0].get_title()).axes) == 1, "what shows learning is not drawn twice"
 
 
 def test_weights_without_checkpoints_say_so(tmp_path):
