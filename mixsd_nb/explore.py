@@ -163,10 +163,9 @@ def choose(
     wanted = next((v for v in (dropdown.value, preferred) if v is not None and v in there), there[0] if there else None)
     with quiet(dropdown): dropdown.options, dropdown.value = options, wanted
 
-# %% ../nbs/explore.ipynb #fac525b4
+# %% ../nbs/explore.ipynb #ddd56fb1
 @functools.cache
-def warm_engine(model: str):
-    return load_engine("hf", model)
+def warm_engine(model: str): return load_engine("hf", model)
 
 
 THREADS = torch.get_num_threads()
@@ -272,7 +271,7 @@ def token_html(
                      f"style='{style}'>{escaped(text)}{card}</span>" + ("<br>" if "⏎" in text else ""))
     return f"<div class='mixsd-tokens'>{''.join(spans)}</div>"
 
-# %% ../nbs/explore.ipynb #8d7380d0
+# %% ../nbs/explore.ipynb #9dab408a
 def question_of(row: dict) -> str: return row["prompt"].removesuffix(f"\n\n{BOXED}")
 
 
@@ -286,7 +285,7 @@ def typed_fact(
         if not text.strip(): raise ValueError(f"{name} is empty; a fact has a question and an answer")
     question, answer = question.strip(), answer.strip()
     if (question, answer) == (question_of(row).strip(), row["answer"]): return row
-    before, box, after = row["target"].rpartition(row["answer"])  # its last occurrence is the box
+    before, _, after = row["target"].rpartition(row["answer"])  # its last occurrence is the box
     said = target(answer) if row["target"] == target(row["answer"]) else before + answer + after
     return row | dict(id=f"typed|{question}|{answer}", prompt=row["prompt"].replace(question_of(row), question), target=said, answer=answer)
 
@@ -385,8 +384,8 @@ class MixingView(View):
                 made.append(attempt)
                 if attempt.accepted or len(made) in (AHEAD[0], last): self.tokens.value = mixing_html(engine, item, row, made, last)
 
-# %% ../nbs/explore.ipynb #0915b795
-def to_make(dataset: str, model: str, *more: str) -> str: return f"`papermill nbs/train.ipynb out.ipynb -p dataset {dataset} -p model {model}{''.join(more)}`"
+# %% ../nbs/explore.ipynb #d7f2df6f
+def to_make(dataset: str, model: str, more: str = "") -> str: return f"`papermill nbs/train.ipynb out.ipynb -p dataset {dataset} -p model {model}{more}`"
 
 
 class Runs:
