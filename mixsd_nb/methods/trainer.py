@@ -398,6 +398,7 @@ def main(
     die_with_parent(signal.SIGKILL)
     job = Job(**json.loads((Path(folder) / "job.json").read_text()))
     fit(job, Path(folder), lambda entry: print(json.dumps(entry), flush=True))
+    if torch.distributed.is_initialized(): torch.distributed.destroy_process_group()  # its threads must not outlive the interpreter
 
 
 class Bar:
