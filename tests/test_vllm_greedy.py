@@ -6,11 +6,12 @@ from typing import NamedTuple
 import pytest
 from ties import TIE, behind_the_best, first_difference
 
-from mixsd_nb.benchmarks.lab_tasks import SUITES, draw
+from mixsd_nb.benchmarks import held_out
+from mixsd_nb.benchmarks.lab_tasks import draw
 from mixsd_nb.corpora import CORPORA, load_corpus
 from mixsd_nb.corpora.prompts import prompt_ids
 from mixsd_nb.models import load_engine
-from mixsd_nb.models.engines import stop_ids
+from mixsd_nb.models.engine import stop_ids
 from mixsd_nb.models.lab import lab_folder
 
 try:
