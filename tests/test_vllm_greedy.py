@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 from ties import TIE, behind_the_best, first_difference
 
-from mixsd_nb.benchmarks import held_out
+from mixsd_nb.benchmarks import SUITES
 from mixsd_nb.benchmarks.lab_tasks import draw
 from mixsd_nb.corpora import CORPORA, load_corpus
 from mixsd_nb.corpora.prompts import prompt_ids
@@ -20,6 +20,7 @@ except Exception as error:  # a CUDA build on a CPU raises RuntimeError, not Imp
     pytest.skip(f"vllm is not here or cannot be imported ({type(error).__name__}: {error}); `make test-vllm` brings it", allow_module_level=True)
 
 PROMPTS, NEW_TOKENS = 100, 128
+LAB = [name for name, suite in SUITES.items() if suite.items == "benchmarks.lab_tasks:lab_items"]
 REASONS = {"stop": "stop", "length": "max_new_tokens"}  # vLLM's word -> ours
 
 
@@ -42,7 +43,7 @@ def kgfact_texts():
 @pytest.fixture(scope="module")
 def prompts(lab):
     "A hundred, in turn of every kind: three of KGFact and each suite of the lab."
-    texts = kgfact_texts() | {name: [item.prompt for item in draw(name, PROMPTS // len(SUITES))] for name in SUITES}
+    texts = kgfact_texts() | {name: [item.prompt for item in draw(name, PROMPTS // len(LAB))] for name in LAB}
     named = ([Prompt(f"{kind} {i}", prompt_ids(lab[1], text)) for i, text in enumerate(kind_texts)] for kind, kind_texts in texts.items())
     return list(islice(chain.from_iterable(zip(*named)), PROMPTS))
 
