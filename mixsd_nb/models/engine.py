@@ -6,7 +6,7 @@
 __all__ = ['row_key', 'scramble', 'keyed_uniform', 'gumbel', 'choose', 'Request', 'Completion', 'stop_ids', 'token_budget',
            'make_completion', 'Engine']
 
-# %% ../../nbs/models/engine.ipynb #0cd2d2ec
+# %% ../../nbs/models/engine.ipynb #b82afe9e
 import hashlib
 from abc import ABC, abstractmethod
 from collections import deque
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-# %% ../../nbs/models/engine.ipynb #13e957d4
+# %% ../../nbs/models/engine.ipynb #23c772fb
 def row_key(
     *parts,  # seed, item id, sample, attempt …: anything with a stable text form
 ) -> int:
@@ -26,7 +26,7 @@ def row_key(
     text = "\x1f".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
 
-# %% ../../nbs/models/engine.ipynb #b3c81847
+# %% ../../nbs/models/engine.ipynb #f307bb6e
 def _shift(x, k): return (x >> k) & ((1 << (64 - k)) - 1)
 def _signed(x): return x - (1 << 64) if x >> 63 else x
 
@@ -40,7 +40,7 @@ def scramble(
     x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
     return x ^ _shift(x, 31)
 
-# %% ../../nbs/models/engine.ipynb #d6a64875
+# %% ../../nbs/models/engine.ipynb #07a9d9d4
 def keyed_uniform(
     keys: torch.Tensor,  # int64
     *counters: torch.Tensor,  # int64, broadcast against the keys
@@ -50,7 +50,7 @@ def keyed_uniform(
     for c in counters: x = scramble(x ^ c)
     return (_shift(x, 11).double() + 0.5) * 2.0**-53
 
-# %% ../../nbs/models/engine.ipynb #8a7de1cc
+# %% ../../nbs/models/engine.ipynb #fe8ffd68
 def gumbel(
     keys: torch.Tensor,  # int64
     position: torch.Tensor,  # of the token in the completion, from 0
@@ -59,7 +59,7 @@ def gumbel(
     "Keyed Gumbel noise, float64; the arguments are broadcast."
     return -torch.log(-torch.log(keyed_uniform(keys, position, ids)))
 
-# %% ../../nbs/models/engine.ipynb #37817752
+# %% ../../nbs/models/engine.ipynb #4578d7d7
 def choose(
     logits: torch.Tensor,  # (rows, vocabulary)
     keys: torch.Tensor,  # (rows,) int64
@@ -73,7 +73,7 @@ def choose(
     noise = gumbel(keys[:, None], torch.as_tensor(position, device=ids.device).expand(len(ids))[:, None], ids)
     return ids.gather(-1, (best.double() / temperature + noise).argmax(-1, keepdim=True))[:, 0]
 
-# %% ../../nbs/models/engine.ipynb #0e980822
+# %% ../../nbs/models/engine.ipynb #00806318
 @dataclass
 class Request:
     "What is to be continued: the prompt, or the expert and the naive prompt of a mixed sequence."
@@ -82,13 +82,13 @@ class Request:
     naive: Sequence[bool] = ()  # picks: which tokens are naive, as many as may be written
     tag: Any = None  # whatever the asker wants back
 
-# %% ../../nbs/models/engine.ipynb #a04c3afb
+# %% ../../nbs/models/engine.ipynb #bcdcf24c
 class Completion(NamedTuple):
     "Sampled token ids, the stop token included, and why they end: stop, max_new_tokens, max_model_len or prompt_too_long."
     ids: list[int]
     finish_reason: str
 
-# %% ../../nbs/models/engine.ipynb #afa20e41
+# %% ../../nbs/models/engine.ipynb #e4a6aa9f
 def stop_ids(
     generation,  # the model's generation config
     tokenizer,
@@ -97,7 +97,7 @@ def stop_ids(
     ends = generation.eos_token_id
     return sorted({tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None})
 
-# %% ../../nbs/models/engine.ipynb #6c898899
+# %% ../../nbs/models/engine.ipynb #0d360010
 def token_budget(
     request: Request,
     max_new_tokens: int,
@@ -108,7 +108,7 @@ def token_budget(
     if not all(request.contexts): raise ValueError("a prompt is empty; a prompt has at least one token")
     return max(0, min(max_new_tokens, limit - max(map(len, request.contexts))))
 
-# %% ../../nbs/models/engine.ipynb #6d193800
+# %% ../../nbs/models/engine.ipynb #1eec565f
 def make_completion(
     ids: list[int],
     stopped: bool,
@@ -117,7 +117,7 @@ def make_completion(
     "The completion with the reason of its end."
     return Completion(ids, "stop" if stopped else "max_new_tokens" if len(ids) == max_new_tokens else "max_model_len")
 
-# %% ../../nbs/models/engine.ipynb #a22beeb6
+# %% ../../nbs/models/engine.ipynb #27a812f2
 class Engine(ABC):
     "What stages use of an engine. `generate` and `mix` are built on `stream`."
     tokenizer: Any  # of the model

@@ -60,7 +60,7 @@ class GrowingLayer(DynamicLayer):
         "Put another layer at these rows, so that it ends where this one ends."
         for mine, new in zip((self.keys, self.values), (other.keys, other.values)): mine[rows, :, -other.length:] = new
 
-# %% ../../nbs/models/engines.ipynb #d9ad9aeb
+# %% ../../nbs/models/engines.ipynb #af30dc02
 def pad_left(
     rows: list[list[int]],
     device,
@@ -71,7 +71,7 @@ def pad_left(
     mask = torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows], device=device)
     return ids, mask
 
-# %% ../../nbs/models/engines.ipynb #3fbf5e45
+# %% ../../nbs/models/engines.ipynb #0fea58b8
 class Rows:
     "Contexts in a cache, each read up to its newest token, which is pending: the next forward reads it."
 
@@ -117,7 +117,7 @@ class Rows:
         "Of the newest columns hide those that a row does not keep; kept is (rows,)."
         self.mask[:, -columns:] = torch.arange(columns, device=self.mask.device) < kept[:, None]
 
-# %% ../../nbs/models/engines.ipynb #fd9aec62
+# %% ../../nbs/models/engines.ipynb #33861f3d
 class Slots:
     "Requests at work: of each slot the request (−1: free) by its place in `requests`, its noise key, its tokens so far (t of them, room for `room`), its picks."
 
@@ -159,7 +159,7 @@ class Slots:
         "Drop all slots but these."
         for name in ("request", "keys", "t", "room", "tokens", "naive"): setattr(self, name, getattr(self, name)[slots])
 
-# %% ../../nbs/models/engines.ipynb #c60e9af3
+# %% ../../nbs/models/engines.ipynb #c19787e7
 def best_block(
     cut: float,  # share of tokens at which a block is cut
     largest: int = 16,
@@ -168,12 +168,12 @@ def best_block(
     sizes = range(1, largest + 1)
     return max(sizes, key=lambda b: (b if cut == 0 else (1 - (1 - cut) ** b) / cut) / (b + 1))
 
-# %% ../../nbs/models/engines.ipynb #1d61fd6f
+# %% ../../nbs/models/engines.ipynb #840bdeb3
 def choose_mode(device: str, slots: int) -> str:
     "Many rows on a CPU are bound by arithmetic, and reading a block at once is less of it; few rows, and a GPU, are bound by the number of steps."
     return "block" if device == "cpu" and slots >= 16 else "lockstep"
 
-# %% ../../nbs/models/engines.ipynb #b850089a
+# %% ../../nbs/models/engines.ipynb #630b9849
 class HFEngine(Engine):
     "Generation and scoring on a transformers model, with `batch_size` slots."
 
