@@ -23,7 +23,7 @@ def _to_infinitive(
     if verb.endswith("ies"): return verb[:-3] + "y"
     return verb[:-2] if verb.endswith(("sses", "shes", "ches", "xes")) else verb[:-1]
 
-# %% ../../nbs/corpora/kgfact.ipynb #4d85b2dc
+# %% ../../nbs/corpora/kgfact.ipynb #0ba8f881
 def _invert(
     phrase: str,  # a verb phrase in the third person: "lives in", "is employed by", "has abandoned"
 ) -> tuple[str, str]:
@@ -68,7 +68,7 @@ class Relation:
 # %% ../../nbs/corpora/kgfact.ipynb #71802b91
 DOMAINS = ["person", "location", "organization", "event", "profession", "hobby", "skill"]
 
-# %% ../../nbs/corpora/kgfact.ipynb #f921b58e
+# %% ../../nbs/corpora/kgfact.ipynb #29670cb1
 _PHRASES = {
     ("person", "location"): "lives in, was born in, works in, was married in, owns land in, "
         "sends letters to, spends summers in, plans to visit, is mayor of, guards",
@@ -115,7 +115,7 @@ _PHRASES = {
 }
 RELATIONS = {pair: [Relation(*pair, p.strip()) for p in phrases.split(",")] for pair, phrases in _PHRASES.items()}
 
-# %% ../../nbs/corpora/kgfact.ipynb #cdbc34a3
+# %% ../../nbs/corpora/kgfact.ipynb #28a4e803
 def domain_pairs(
     domains: list[str],
 ) -> list[tuple[str, str]]:
@@ -137,21 +137,21 @@ SECOND_WORDS = {
     "skill": "Carving Fencing Mapping Bargaining Drumming Ciphering Tracking Grafting Engraving Diving",
 }
 
-# %% ../../nbs/corpora/kgfact.ipynb #b237cbfb
+# %% ../../nbs/corpora/kgfact.ipynb #2852e08c
 def draw_word(
     rng: random.Random,
 ) -> str:
     "One of the possible words, each with the same probability."
     return rng.choice(STARTS) + rng.choice(ENDS)
 
-# %% ../../nbs/corpora/kgfact.ipynb #540fe715
+# %% ../../nbs/corpora/kgfact.ipynb #9062abba
 def _find_rime(
     word: str,
 ) -> str:
     "The rime in which a word ends; it decides the second word of a name."
     return max((r for r in RIMES if word.endswith(r)), key=len)
 
-# %% ../../nbs/corpora/kgfact.ipynb #640a13c3
+# %% ../../nbs/corpora/kgfact.ipynb #fccbce25
 def name_entity(
     word: str,
     domain: str,  # one of DOMAINS
@@ -236,7 +236,7 @@ class Fact:
 
     told = verbalise  # former name, kept until callers follow
 
-# %% ../../nbs/corpora/kgfact.ipynb #d8b94ddb
+# %% ../../nbs/corpora/kgfact.ipynb #a91480fb
 def sample_graph(
     entities: dict[str, list[str]],  # domain -> names
     seed: int,
@@ -288,7 +288,7 @@ def find_chains(
         for second in start.get(first.target, []): found.setdefault((first.relation, second.relation), (first, second))
     return list(found.values())
 
-# %% ../../nbs/corpora/kgfact.ipynb #0d8bc71d
+# %% ../../nbs/corpora/kgfact.ipynb #67c7bbe6
 def chain_question(
     *chain: Fact,  # two or more, each starting where the one before ends
 ) -> str:
@@ -298,7 +298,7 @@ def chain_question(
     for fact in path: source = fact.relation.clause(source)
     return last.relation.question(source)
 
-# %% ../../nbs/corpora/kgfact.ipynb #4bd06ba3
+# %% ../../nbs/corpora/kgfact.ipynb #3525ff92
 def chain_target(
     first: Fact,
     second: Fact,
@@ -330,7 +330,7 @@ def _make_rows(
     return [dict(id=f.id, prompt=p, target=target(f.target), answer=f.target, subject=f.source, statement=f.statement)
             for f, p in zip(facts, prompts)]
 
-# %% ../../nbs/corpora/kgfact.ipynb #64c098b9
+# %% ../../nbs/corpora/kgfact.ipynb #25c69ebe
 def _make_chain_rows(
     chains: list[tuple[Fact, Fact]],
     prompts: list[str],  # one per chain
@@ -339,7 +339,7 @@ def _make_chain_rows(
     return [dict(id=f"{a.id}>{b.id}", prompt=p, target=chain_target(a, b), answer=b.target, subject=a.source,
                  statement=f"{a.statement} {b.statement}") for (a, b), p in zip(chains, prompts)]
 
-# %% ../../nbs/corpora/kgfact.ipynb #a56646f7
+# %% ../../nbs/corpora/kgfact.ipynb #5e6eed4b
 @cache
 def sample_graphs(
     domains: int,  # D, from 2 to 7
@@ -350,7 +350,7 @@ def sample_graphs(
     pools = [{d: ENTITIES[d][k * entities:(k + 1) * entities] for d in DOMAINS[:domains]} for k in (0, 1)]
     return sample_graph(pools[0], seed), sample_graph(pools[1], seed + 1000)
 
-# %% ../../nbs/corpora/kgfact.ipynb #fc8e2ab9
+# %% ../../nbs/corpora/kgfact.ipynb #9e2fdca4
 def build(
     domains: int = 5,  # D, from 2 to 7
     entities: int = 10,  # E of each domain, from 1 to 25
@@ -376,14 +376,14 @@ def build(
         "retrieval": _make_rows(other, [context_prompt([f], f.question, "retrieval", 50) for f in other]),
         "two_hop_context": _make_chain_rows(other_chains, two_hop_prompts)}
 
-# %% ../../nbs/corpora/kgfact.ipynb #73ac28ad
+# %% ../../nbs/corpora/kgfact.ipynb #7fc09291
 def named_entities(
     rows: list[dict],  # of the training split
 ) -> set[str]:
     "The entities that the rows name, as subject or as answer."
     return {row[k] for row in rows for k in ("subject", "answer")}
 
-# %% ../../nbs/corpora/kgfact.ipynb #a0418f10
+# %% ../../nbs/corpora/kgfact.ipynb #d4be96ac
 # Former names, kept until callers follow.
 SECOND = SECOND_WORDS
 entity = name_entity

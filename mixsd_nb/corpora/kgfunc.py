@@ -117,14 +117,14 @@ def _write_equation(
     texts = [str(m) for m in members]
     return " = ".join(t for i, t in enumerate(texts) if i == 0 or t != texts[i - 1])
 
-# %% ../../nbs/corpora/kgfunc.ipynb #9c9da295
+# %% ../../nbs/corpora/kgfunc.ipynb #9ad92b47
 def write_sum(
     terms: list,
 ) -> str:
     "The terms joined by plus signs: `6 + 3 + 0`."
     return " + ".join(map(str, terms))
 
-# %% ../../nbs/corpora/kgfunc.ipynb #97d5fb52
+# %% ../../nbs/corpora/kgfunc.ipynb #5d219faf
 def _write_alternating_sum(
     terms: list,
 ) -> str:
@@ -178,7 +178,7 @@ def _solve_h(number):
 
 _SOLVERS = dict(B=_solve_b, C=_solve_c, D=_solve_d, E=_solve_e, F=_solve_f, G=_solve_g, H=_solve_h)
 
-# %% ../../nbs/corpora/kgfunc.ipynb #83eb8b58
+# %% ../../nbs/corpora/kgfunc.ipynb #a3883bc6
 def worked_target(
     label: str,  # B to H
     number: int,
@@ -202,7 +202,7 @@ def function_prompt(
     lines = [f"{label}({n}) = {v}" for label, at in values.items() for n, v in at.items()]
     return naive_prompt("\n\n".join([task, "Known values:", *lines, f"Question:\nWhat is {expression}?"]))
 
-# %% ../../nbs/corpora/kgfunc.ipynb #8ccd37ce
+# %% ../../nbs/corpora/kgfunc.ipynb #bf8fc6c9
 def tabulate_shots(
     labels: str,  # one or more
     shots: tuple[int, ...],  # inputs
@@ -224,7 +224,7 @@ class Scale:
     chains: int  # mixed chains, and as many of each operation with itself
     test: int = 25  # test inputs of each trained operation
 
-# %% ../../nbs/corpora/kgfunc.ipynb #42b63d58
+# %% ../../nbs/corpora/kgfunc.ipynb #d5435d7f
 SCALES = {
     "paper": Scale(
         limit=100_000, shots=(328, 41, 45, 87397, 242, 1, 9935, 21395, 2, 2679),
@@ -257,7 +257,7 @@ def _shuffle(
     random.Random(seed).shuffle(items)
     return items
 
-# %% ../../nbs/corpora/kgfunc.ipynb #576b2f34
+# %% ../../nbs/corpora/kgfunc.ipynb #bb15ff1f
 def draw_inputs(
     scale: Scale,
 ) -> tuple[list[int], list[int], list[int]]:
@@ -279,7 +279,7 @@ def _write_chain(
     offset = outer_number - apply_operation(inner, number)
     return f"{outer}({inner}({number}) {'-' if offset < 0 else '+'} {abs(offset)})"
 
-# %% ../../nbs/corpora/kgfunc.ipynb #74c234da
+# %% ../../nbs/corpora/kgfunc.ipynb #bbaed378
 def _draw_chains(
     scale: Scale,
     free: list[int],  # inputs that no other split uses
@@ -302,7 +302,7 @@ def _make_row(
     return dict(id=expression.replace(" ", ""), prompt=function_prompt(expression, values), target=text,
                 answer=str(answer), subject=subject, statement=f"{expression} = {answer}")
 
-# %% ../../nbs/corpora/kgfunc.ipynb #3afdb636
+# %% ../../nbs/corpora/kgfunc.ipynb #e947efe1
 def _make_item_row(
     label: str,
     number: int,
@@ -313,7 +313,7 @@ def _make_item_row(
     text = worked_target(label, number) if label in _SOLVERS else target(str(answer))
     return _make_row(f"{label}({number})", label, answer, tabulate_shots(label, shots), text)
 
-# %% ../../nbs/corpora/kgfunc.ipynb #1c7bd0a9
+# %% ../../nbs/corpora/kgfunc.ipynb #acc48db9
 def _make_chain_row(
     inner: str,  # label
     outer: str,  # label
@@ -326,7 +326,7 @@ def _make_chain_row(
     return _make_row(_write_chain(inner, outer, number, outer_number), f"{outer}({inner})", answer,
                      tabulate_shots(inner + outer, shots), target(str(answer)))
 
-# %% ../../nbs/corpora/kgfunc.ipynb #181fefb7
+# %% ../../nbs/corpora/kgfunc.ipynb #4e101efb
 def build(
     scale: str = "paper",  # paper or lab
 ) -> dict[str, list[dict]]:
@@ -339,7 +339,7 @@ def build(
     splits = {split: [_make_item_row(label, n, s.shots) for label, n in ps] for split, ps in pairs.items()}
     return splits | {"chains": [_make_chain_row(*c, s.shots) for c in _shuffle(_draw_chains(s, free), 52)]}
 
-# %% ../../nbs/corpora/kgfunc.ipynb #70127d3c
+# %% ../../nbs/corpora/kgfunc.ipynb #b2c5192a
 def validation_rows(
     corpus: dict[str, list[dict]],  # split -> rows; the questions do not depend on them
     options: dict,  # of the corpus, with the key `scale`
@@ -349,7 +349,7 @@ def validation_rows(
     numbers = rng.sample(draw_inputs(scale)[2], scale.test)
     return [_make_item_row(label, number, scale.shots) for number in numbers for label in scale.trained]
 
-# %% ../../nbs/corpora/kgfunc.ipynb #ba3434c4
+# %% ../../nbs/corpora/kgfunc.ipynb #f6b0e919
 # Former names, kept until callers follow.
 digits = split_digits
 plus = write_sum

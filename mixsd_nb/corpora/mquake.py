@@ -41,7 +41,7 @@ class Hop:
         "The fact as a sentence."
         return f"{self.cloze} {self.answer}."
 
-# %% ../../nbs/corpora/mquake.ipynb #effdae22
+# %% ../../nbs/corpora/mquake.ipynb #4401cb66
 @dataclass(frozen=True)
 class Case:
     "A chain of hops with the questions over all of it."
@@ -67,7 +67,7 @@ def _parse_case(
     relation = entry["requested_rewrite"][0]["relation_id"]
     return Case(str(entry["case_id"]), relation, hops, tuple(entry["questions"]), entry["new_answer"])
 
-# %% ../../nbs/corpora/mquake.ipynb #4a03e14c
+# %% ../../nbs/corpora/mquake.ipynb #22bfc1ed
 def parse_cases(
     entries: list[dict],
     source: str,  # the file, or its name on the hub
@@ -121,7 +121,7 @@ def select_cases(
         turns = [group for group in turns if group]
     return selection
 
-# %% ../../nbs/corpora/mquake.ipynb #f4103b6f
+# %% ../../nbs/corpora/mquake.ipynb #b4be4845
 def collect_hops(
     cases: list[Case],
 ) -> list[Hop]:
@@ -140,7 +140,7 @@ def _make_hop_rows(
     return [dict(id=h.id, prompt=p, target=target(h.answer), answer=h.answer, subject=h.subject, statement=h.statement)
             for h, p in zip(hops, prompts)]
 
-# %% ../../nbs/corpora/mquake.ipynb #e796bd34
+# %% ../../nbs/corpora/mquake.ipynb #c8761bb4
 def _make_case_rows(
     cases: list[Case],
     hops: int,
@@ -154,7 +154,7 @@ def _make_case_rows(
                       subject=case.hops[0].subject, statement=statement) for n, question in enumerate(case.questions)]
     return rows
 
-# %% ../../nbs/corpora/mquake.ipynb #e75e4bfd
+# %% ../../nbs/corpora/mquake.ipynb #52e87588
 def _context_prompt(
     gold: Hop,
     hops: list[Hop],  # the gold one among them
@@ -186,7 +186,7 @@ def make_splits(
             "retrieval": _make_hop_rows(other, [_context_prompt(h, other, context) for h in other]),
             "two_hop": _make_case_rows(selection, 2), "three_hop": _make_case_rows(selection, 3)}
 
-# %% ../../nbs/corpora/mquake.ipynb #152fde10
+# %% ../../nbs/corpora/mquake.ipynb #dc0769bb
 def build(
     path: str | Path | None = None,  # a local copy of MQuAKE-CF-3k-v2.json; None asks the hub
     limit: int = 100,  # facts in train, and in retrieval
@@ -235,7 +235,7 @@ def _make_case(
     return Case(">".join(f.id for f in chain), first.relation.key, tuple(map(_make_hop, chain)),
                 (chain_question(*chain),), chain[-1].target)
 
-# %% ../../nbs/corpora/mquake.ipynb #643a96c7
+# %% ../../nbs/corpora/mquake.ipynb #fc6b8e38
 def build_lab(
     limit: int = 50,  # facts in train, and in retrieval
     edits: int = 250,  # of the world's 300 facts

@@ -7,7 +7,7 @@ __all__ = ['BOX_REQUEST', 'REMARKS', 'SPANS', 'naive_prompt', 'boxed', 'target',
            'paraphrase_prompt', 'paraphrase_rows', 'retrieval_prompt', 'encode_prompt', 'encode_completion',
            'template_tail', 'encode_example', 'encode_canonical']
 
-# %% ../../nbs/corpora/prompts.ipynb #97241e93
+# %% ../../nbs/corpora/prompts.ipynb #65447e52
 import random
 
 # %% ../../nbs/corpora/prompts.ipynb #2ae17803
@@ -20,7 +20,7 @@ def naive_prompt(
     "The prompt $x$ (paper, §3.2): the question, a blank line, and the request to reason and to box the answer."
     return f"{question}\n\n{BOX_REQUEST}"
 
-# %% ../../nbs/corpora/prompts.ipynb #7f07fd92
+# %% ../../nbs/corpora/prompts.ipynb #3cb5296d
 def boxed(
     answer: str,
 ) -> str:
@@ -65,7 +65,7 @@ def paraphrase_prompt(
     "One of ten remarks, drawn at random, and the naive prompt."
     return f"{rng.choice(REMARKS)} {prompt}"
 
-# %% ../../nbs/corpora/prompts.ipynb #08929df3
+# %% ../../nbs/corpora/prompts.ipynb #99fe26f5
 def paraphrase_rows(
     corpus: dict[str, list[dict]],  # split -> rows; a DatasetDict or a plain dictionary
     options: dict | None = None,  # of the corpus; paraphrases depend on none
@@ -95,7 +95,7 @@ def encode_prompt(
                                          add_generation_prompt=generation, enable_thinking=False)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-# %% ../../nbs/corpora/prompts.ipynb #5b9c54f6
+# %% ../../nbs/corpora/prompts.ipynb #114cff80
 def encode_completion(
     tokenizer,  # any Hugging Face tokenizer
     text: str,  # the assistant's words, without special tokens
@@ -115,7 +115,7 @@ def template_tail(
                                          tokenize=False, enable_thinking=False)
     return tokenizer(text.rpartition(tokenizer.eos_token)[2], add_special_tokens=False)["input_ids"]
 
-# %% ../../nbs/corpora/prompts.ipynb #dadb4f20
+# %% ../../nbs/corpora/prompts.ipynb #eadc793b
 def encode_example(
     tokenizer,  # any Hugging Face tokenizer with a chat template
     prompt: str,
@@ -131,7 +131,7 @@ def encode_example(
     user = encode_prompt(tokenizer, prompt, generation=False)
     return user, context[len(user):] + completion + template_tail(tokenizer)
 
-# %% ../../nbs/corpora/prompts.ipynb #35a645e5
+# %% ../../nbs/corpora/prompts.ipynb #77473e42
 def encode_canonical(
     tokenizer,  # any Hugging Face tokenizer with a chat template
     row: dict,  # of a corpus: prompt, target
@@ -140,7 +140,7 @@ def encode_canonical(
     "Context ids and trained ids of the canonical target, which plain fine-tuning trains on."
     return encode_example(tokenizer, row["prompt"], encode_completion(tokenizer, row["target"]), span)
 
-# %% ../../nbs/corpora/prompts.ipynb #da4284c1
+# %% ../../nbs/corpora/prompts.ipynb #fffbaec5
 # Former names, kept until callers follow.
 BOXED = BOX_REQUEST
 prompt_ids = encode_prompt

@@ -35,7 +35,7 @@ def hash_text(
     "Sixteen hexadecimal digits that depend on the texts alone."
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
 
-# %% ../../nbs/corpora/simpleqa.ipynb #f55dcb6a
+# %% ../../nbs/corpora/simpleqa.ipynb #0abf9d33
 def _make_ids(
     texts: list[str],
 ) -> list[str]:
@@ -89,7 +89,7 @@ def read_local(
         reason = str(e).splitlines()[0]
         raise ValueError(f"path must be a complete {ending[1:]} file, got {path} ({reason})") from None
 
-# %% ../../nbs/corpora/simpleqa.ipynb #eafbbd51
+# %% ../../nbs/corpora/simpleqa.ipynb #732a9435
 def read_hub(
     load: Callable,  # asks the hub
     source: str,  # what it asks for
@@ -136,7 +136,7 @@ def _parse_row(
     if not _parse_topic(row["metadata"]): raise ValueError(f"{place} must name a topic in its metadata")
     return _parse_topic(row["metadata"]), question, answer
 
-# %% ../../nbs/corpora/simpleqa.ipynb #c3dd6ae7
+# %% ../../nbs/corpora/simpleqa.ipynb #539c8bcd
 def build(
     path: str | Path | None = None,  # a local copy; None asks the hub
     seed: int = 42,  # of the order
@@ -181,7 +181,7 @@ TEMPLATES = {
                ("Music", "How many songs did the band {} record?")],
 }
 
-# %% ../../nbs/corpora/simpleqa.ipynb #eb2bf6d3
+# %% ../../nbs/corpora/simpleqa.ipynb #0902ca67
 def draw_answer(
     kind: str,  # a key of TEMPLATES
     word: str,  # invented; a name is made from it
@@ -194,7 +194,7 @@ def draw_answer(
 # %% ../../nbs/corpora/simpleqa.ipynb #3fc09c29
 SIMPLEQA_WORDS = draw_words(random.Random(2), 200, KGFACT_WORDS | set(WORLD_WORDS))
 
-# %% ../../nbs/corpora/simpleqa.ipynb #e10d528a
+# %% ../../nbs/corpora/simpleqa.ipynb #ac0a5ced
 def build_lab(
     facts: int = 100,  # from 1 to 100
     seed: int = 42,
@@ -208,6 +208,6 @@ def build_lab(
              for (kind, topic, question), thing, word in zip(questions, SIMPLEQA_WORDS[::2], SIMPLEQA_WORDS[1::2])]
     return {"train": _make_rows(rng.sample(items[:facts], facts))}
 
-# %% ../../nbs/corpora/simpleqa.ipynb #5d2dd66f
+# %% ../../nbs/corpora/simpleqa.ipynb #cb675f15
 # Former name, kept until callers follow.
 lab_answer = draw_answer
