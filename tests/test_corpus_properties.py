@@ -1,31 +1,24 @@
-"""Properties of the corpora and of the pretraining text that no single notebook can show."""
+"""Properties of the corpora that no single notebook can show."""
 
 import json
-import random
-import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from text_helpers import ROW_COLUMNS, error_sentence, outputs_by_hash_seed
 
-from mixsd_nb.benchmarks.lab_tasks import SUITES, draw, reserved
 from mixsd_nb.corpora import kgfunc, load_corpus, mquake, simpleqa
 from mixsd_nb.corpora.kgfact import (
     DOMAINS,
     ENTITIES,
-    KGFACT_WORDS,
-    UNSEEN_WORDING,
-    WORDINGS,
     build,
     chain_question,
     find_chains,
     named_entities,
     sample_graph,
     sample_graphs,
+    training_graph,
 )
-from mixsd_nb.corpora.world import WORLD_WORDS
-from mixsd_nb.pretrain import MAKERS, TAKEN, USER, ability_items
 
 
 LOCAL_CORPORA = ["kgfact-small", "kgfact-large", "kgfunc", "kgfunc-lab", "simpleqa-lab", "mquake-lab"]
@@ -40,8 +33,8 @@ def test_rows_are_texts_with_ids_of_their_own(name):
 
 def test_bytes_do_not_depend_on_the_hash_seed():
     corpora = "build(), kgfunc.build(), kgfunc.build('lab'), simpleqa.build_lab(), mquake.build_lab()"
-    imports = "import json\nfrom mixsd_nb.corpora import kgfunc, mquake, simpleqa\nfrom mixsd_nb.corpora.kgfact import build"
-    code = f"{imports}\nprint(json.dumps([{corpora}]))"
+    imports = "from mixsd_nb.corpora import kgfunc, mquake, simpleqa\nfrom mixsd_nb.corpora.kgfact import build"
+    code = f"import json\n{imports}\nprint(json.dumps([{corpora}]))"
     here = [build(), kgfunc.build(), kgfunc.build("lab"), simpleqa.build_lab(), mquake.build_lab()]
     assert outputs_by_hash_seed(code) == {json.dumps(here).encode() + b"\n"}
 
@@ -103,30 +96,6 @@ def test_train_and_retrieval_share_no_entity():
     assert train == {e for r in splits["train"] for e in (r["subject"], r["answer"])}
 
 
-def test_pretraining_never_names_an_entity_of_kgfact():
-    assert not KGFACT_WORDS & set(WORLD_WORDS) and TAKEN >= KGFACT_WORDS
-    rng = random.Random(0)
-    for name, make in MAKERS.items():
-        text = " ".join(t for _ in range(60) for t, _ in make(rng, 8))
-        assert not KGFACT_WORDS & set(re.sub(r"[{}.,]", " ", text).split()), name
-
-
-def test_pretraining_never_asks_what_evaluation_asks():
-    "No prompt of a suite, an ability or an injected corpus, by text and by hash. The world's are memorised on purpose."
-    evaluation = {item.prompt for name in SUITES if name != "world" for item in draw(name, 300)}
-    evaluation |= {item.prompt for name, (items, _) in ability_items(300).items() if name != "world" for item in items}
-    for name in ("kgfact-small", "kgfact-large", "kgfunc-lab", "simpleqa-lab"):
-        evaluation |= {r["prompt"] for split in load_corpus(name).values() for r in split}
-    rng = random.Random(1)
-    for name, make in MAKERS.items():
-        text = "".join(t for _ in range(200) for t, _ in make(rng, 8))
-        prompts = re.findall(re.escape(USER) + r"(.*?)<\|im_end\|>", text, re.DOTALL)
-        assert not evaluation & set(prompts), name
-        assert name == "world" or name not in SUITES or not [p for p in prompts if reserved(p)], name
-
-
-def test_the_unseen_wording_is_not_in_pretraining():
-    unseen = WORDINGS[UNSEEN_WORDING].partition("{source}")[2].partition("{phrase}")[0]
-    rng = random.Random(2)
-    texts = (t for make in MAKERS.values() for _ in range(60) for t, _ in make(rng, 12))
-    assert len(unseen) > 5 and not any(unseen in t for t in texts)
+def test_the_training_graph_is_the_training_split():
+    for options in (dict(domains=5, entities=10), dict(domains=3, entities=4, seed=7)):
+        assert [f.id for f in training_graph(options)] == [r["id"] for r in build(**options)["train"]]

@@ -235,14 +235,14 @@ def test_build_is_quick():
 
 
 @pytest.mark.parametrize("call, sentence", [
-    (lambda: apply_operation("A", 1), "label must be B to H (trained) or a to t (unseen), got 'A'"),
-    (lambda: apply_operation("u", 1), "label must be B to H (trained) or a to t (unseen), got 'u'"),
+    (lambda: apply_operation("A", 1), "label must be B to H (trained) or a to t (unseen), got A"),
+    (lambda: apply_operation("u", 1), "label must be B to H (trained) or a to t (unseen), got u"),
     (lambda: apply_operation("B", -1), "number must be a whole number between 0 and 99999, got -1"),
     (lambda: apply_operation("B", 100_000), "number must be a whole number between 0 and 99999, got 100000"),
     (lambda: apply_operation("B", 1.5), "number must be a whole number between 0 and 99999, got 1.5"),
     (lambda: apply_operation("B", "12"), "number must be a whole number between 0 and 99999, got '12'"),
-    (lambda: build("large"), "scale must be paper or lab, got 'large'"),
-    (lambda: validation_rows({}, dict(scale="large")), "scale must be paper or lab, got 'large'"),
+    (lambda: build("large"), "scale must be one of paper, lab, got large"),
+    (lambda: validation_rows({}, dict(scale="large")), "scale must be one of paper, lab, got large"),
 ])
 def test_bad_input_gives_one_sentence(call, sentence):
     assert error_sentence(call) == sentence

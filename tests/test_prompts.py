@@ -87,7 +87,7 @@ def test_the_paper_span_is_the_rendered_template(kind):
 
 def test_the_error_names_an_unknown_span():
     sentence = error_sentence(lambda: encode_example(make_tokenizer("lab"), "Why?", [2], "all"))
-    assert sentence == "span must be completion or paper, got 'all'"
+    assert sentence == "span must be one of completion, paper, got all"
 
 
 def test_expert_prompts_hold_prompt_and_target_verbatim():

@@ -95,7 +95,7 @@ def test_the_error_names_a_truncated_file(table_file):
     ("a.jsonl", '{"problem": "Who?", "answer": "I"}\n', "lacks metadata$"),
     ("a.jsonl", "3\n", "lacks metadata, problem, answer$"),
     ("a.jsonl", "[\n", "must be a complete jsonl file"),
-    ("a.txt", "", r"must end in \.csv or \.jsonl or \.parquet"),
+    ("a.txt", "", r"must end in one of \.csv, \.jsonl, \.parquet"),
 ])  # fmt: skip
 def test_the_error_names_a_bad_file_and_its_problem(name, text, problem, tmp_path):
     path = tmp_path / name

@@ -71,7 +71,7 @@ def extract(
     mode: str = "boxed",  # or boxed_or_number, which reads the last number where there is no box
 ) -> str | None:
     "The answer that a text gives, None if it gives none. ValueError for an unknown mode."
-    if mode not in EXTRACT_MODES: raise ValueError(f"mode must be {' or '.join(EXTRACT_MODES)}, got {mode!r}")
+    if mode not in EXTRACT_MODES: raise ValueError(f"mode must be one of {', '.join(EXTRACT_MODES)}, got {mode}")
     content = last_boxed(text)
     return last_number(text) if content is None and mode == "boxed_or_number" else content
 

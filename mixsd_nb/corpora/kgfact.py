@@ -6,7 +6,7 @@
 __all__ = ['WORDINGS', 'UNSEEN_WORDING', 'DOMAINS', 'RELATIONS', 'STARTS', 'RIMES', 'ENDS', 'SECOND_WORDS', 'ENTITIES',
            'KGFACT_WORDS', 'Relation', 'domain_pairs', 'draw_word', 'name_entity', 'Fact', 'sample_graph',
            'find_facts_about', 'to_networkx', 'find_chains', 'chain_question', 'chain_target', 'retrieval_context',
-           'sample_graphs', 'build', 'named_entities']
+           'sample_graphs', 'training_graph', 'build', 'named_entities']
 
 # %% ../../nbs/corpora/kgfact.ipynb #af94cc88
 import random
@@ -349,6 +349,13 @@ def sample_graphs(
     "The training graph over the first E entities of each domain, and the retrieval graph over the next E."
     pools = [{d: ENTITIES[d][k * entities:(k + 1) * entities] for d in DOMAINS[:domains]} for k in (0, 1)]
     return sample_graph(pools[0], seed), sample_graph(pools[1], seed + 1000)
+
+# %% ../../nbs/corpora/kgfact.ipynb #42d75f90
+def training_graph(
+    options: dict,  # of the corpus: domains, entities, and seed if it is not 42
+) -> list[Fact]:
+    "The facts of the training split as a graph."
+    return sample_graphs(options["domains"], options["entities"], options.get("seed", 42))[0]
 
 # %% ../../nbs/corpora/kgfact.ipynb #9e2fdca4
 def build(

@@ -104,7 +104,7 @@ def apply_operation(
     number: int,  # from 0 to 99999
 ) -> int:
     "The value of an operation (paper, §4). ValueError for another label or number."
-    if label not in OPERATIONS: raise ValueError(f"label must be B to H (trained) or a to t (unseen), got {label!r}")
+    if label not in OPERATIONS: raise ValueError(f"label must be B to H (trained) or a to t (unseen), got {label}")
     if not isinstance(number, Integral) or not 0 <= number <= 99_999:
         raise ValueError(f"number must be a whole number between 0 and 99999, got {number!r}")
     return OPERATIONS[label](int(number))
@@ -244,7 +244,7 @@ def check_scale(
     scale: str,  # paper or lab
 ) -> Scale:
     "The scale of that name. ValueError if there is none."
-    if scale not in SCALES: raise ValueError(f"scale must be {' or '.join(SCALES)}, got {scale!r}")
+    if scale not in SCALES: raise ValueError(f"scale must be one of {', '.join(SCALES)}, got {scale}")
     return SCALES[scale]
 
 # %% ../../nbs/corpora/kgfunc.ipynb #60d36639

@@ -125,7 +125,7 @@ def encode_example(
     """Context ids and trained ids of an example. For the span `paper`, together they are the rendered conversation.
 
     ValueError for an unknown span."""
-    if span not in SPANS: raise ValueError(f"span must be {' or '.join(SPANS)}, got {span!r}")
+    if span not in SPANS: raise ValueError(f"span must be one of {', '.join(SPANS)}, got {span}")
     context = encode_prompt(tokenizer, prompt)
     if span == "completion": return context, completion
     user = encode_prompt(tokenizer, prompt, generation=False)

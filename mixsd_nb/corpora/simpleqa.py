@@ -82,7 +82,7 @@ def read_local(
 ):
     "What the reader for the path's ending returns. ValueError for another ending, a missing or an incomplete file."
     ending = Path(path).suffix.lower()
-    if ending not in readers: raise ValueError(f"path must end in {' or '.join(readers)}, got {path}")
+    if ending not in readers: raise ValueError(f"path must end in one of {', '.join(readers)}, got {path}")
     if not Path(path).is_file(): raise ValueError(f"path must be an existing file, got {path}")
     try: return readers[ending](path)
     except (ValueError, csv.Error, OSError) as e:
@@ -112,7 +112,7 @@ def _read_table(
     "The rows of the published table or of a local copy, unchanged."
     if path is not None: return read_local(path, _READERS)
     from datasets import load_dataset
-    local = f"a {' or '.join(_READERS)} file with the columns {', '.join(_COLUMNS)}"
+    local = f"a file ({', '.join(_READERS)}) with the columns {', '.join(_COLUMNS)}"
     return read_hub(lambda: list(load_dataset(_HUB, split="test")), _HUB, local)
 
 # %% ../../nbs/corpora/simpleqa.ipynb #3cbeb243
