@@ -31,7 +31,7 @@ def corpus_entities(
     dataset: str,  # key of CORPORA
     limits: Limits = PUBLISHED,
 ) -> list[str]:
-    "Entities that a model can only have learnt from the training facts of a corpus, sorted; empty for a corpus without such entities."
+    "Names that a model can only have learnt from the training facts of a corpus, sorted; empty where there are none."
     if CORPORA[check_corpus(dataset)].module != "kgfact": return []
     named = {row[k] for row in load_corpus(dataset, "train") for k in ("subject", "answer")}
     return sorted(e for e in named if " " in e and len(e) >= limits.entity)
@@ -40,8 +40,7 @@ def corpus_entities(
 def _check_entities(entities) -> None:
     "ValueError where a list of entities is missing, or is a text."
     if entities is None or isinstance(entities, str):
-        raise ValueError("entities must be a list of the corpus' entities, empty only for a corpus that has none of its own, "
-                         f"got {entities!r}")
+        raise ValueError(f"entities must be a list, empty only for a corpus without entities of its own, got {entities!r}")
 
 # %% ../../nbs/analysis/taxonomy.ipynb #a6000009
 def find_leakage(
@@ -115,7 +114,8 @@ def classify_recall(
 ) -> str:
     """The category of a wrong response to a question on a training fact.
 
-    `format` (no box), `cross-entity` (the box names another entity of the corpus) or `genuine`. ValueError for a missing list of entities."""
+    `format` (no box), `cross-entity` (the box names another entity of the corpus) or `genuine`.
+    ValueError for a missing list of entities."""
     _check_entities(entities)
     box = last_boxed(response)
     if box is None: return "format"
