@@ -164,8 +164,8 @@ def _check_same_tensors(
     embeddings = [name for name in fisher if name.endswith("weight") and "embed" in name]
     for name in sorted(tensors.keys() - fisher.keys()):
         if not any(torch.equal(tensors[name](), tensors[k]()) for k in embeddings):
-            raise ValueError(f"{what} must have the tensors of the Fisher; it has {name} besides, which is not a second "
-                             "name of the embeddings")
+            raise ValueError(f"{what} must have the tensors of the Fisher; it has {name} besides, which is not the "
+                             "embeddings under a second name")
 
 # %% ../../nbs/analysis/curvature.ipynb #a7000016
 def tensor_sums(
