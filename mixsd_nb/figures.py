@@ -34,7 +34,7 @@ class FiguresConfig(Config):
         'only runs with these settings, where the folder has runs with several, as in {"epochs": 20}'))
     skip_corrupt: bool = Field(False, description="leave out results that cannot be read")
 
-# %% ../nbs/figures.ipynb #350a405f
+# %% ../nbs/figures.ipynb #a85288c8
 def analysis_figures(
     config: FiguresConfig,
 ) -> dict[str, Figure]:
@@ -53,7 +53,7 @@ def at_hand(stage, slug, **parameters):
     folder = run_folder(slug(c := make_config(stage, **parameters)), c)
     return open_result(folder) if finished(folder) else None
 
-# %% ../nbs/figures.ipynb #9ae03b8a
+# %% ../nbs/figures.ipynb #ced51753
 def _select_runs(config, cube):
     "The part of our runs that is drawn; ParameterError that names what the runs have."
     try: return select_part(cube, config.dataset, config.model, config.lr)

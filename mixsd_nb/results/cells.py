@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['select_cells', 'cell_mask', 'collapse_runs']
 
-# %% ../../nbs/results/cells.ipynb #e7ef1810
+# %% ../../nbs/results/cells.ipynb #12d8f5c8
 import numpy as np
 import pandas as pd
 import xarray as xr
@@ -37,7 +37,7 @@ def cell_mask(
     for row in rows[list(CELL_DIMS)].itertuples(index=False): mask.loc[row._asdict()] = True
     return mask | ((cube["method"] == "base") & (cube["lr"] == 0) & (cube["step"] == 0))
 
-# %% ../../nbs/results/cells.ipynb #ab304bc7
+# %% ../../nbs/results/cells.ipynb #96c90a8e
 def collapse_runs(
     cube: xr.Dataset,
     mask: xr.DataArray | None = None,  # as returned by `cell_mask`; None where each method has one run

@@ -6,7 +6,7 @@
 __all__ = ['PUBLISHED_METHODS', 'draw_points', 'selection_figure', 'displacement_correlations', 'displacement_figure',
            'high_nll_figure']
 
-# %% ../../nbs/results/comparison.ipynb #5523a268
+# %% ../../nbs/results/comparison.ipynb #d75b4b51
 import matplotlib.pyplot as plt
 import numpy as np
 import seaborn as sns
@@ -21,7 +21,7 @@ from .plots import method_marker, model_name, ramp_labels
 from .summary import average_drop, method_order
 from .tradeoff import select_benchmarks
 
-# %% ../../nbs/results/comparison.ipynb #428a50cd
+# %% ../../nbs/results/comparison.ipynb #f848a1dd
 def draw_points(
     ax,
     x: xr.DataArray,  # over `method`
@@ -37,7 +37,7 @@ def draw_points(
     if "base" in y.method:
         ax.axhline(y.sel({"method": "base"}), ls="--", lw=1.2, color=method_colour("base"), zorder=0)
 
-# %% ../../nbs/results/comparison.ipynb #9bc6d82c
+# %% ../../nbs/results/comparison.ipynb #c98ee715
 PUBLISHED_METHODS = ("base", "memit", "sft", "opsd-n8-t1", "mixsd")  # families and labels of the paper's main figure
 
 
@@ -90,7 +90,7 @@ def displacement_correlations(
     r = {name: xr.corr(values.where(known), drop.where(known), pooled) for name, values in measures.items()}
     return xr.Dataset(r | dict(checkpoints=known.sum(pooled)))
 
-# %% ../../nbs/results/comparison.ipynb #a1ee5dc6
+# %% ../../nbs/results/comparison.ipynb #0dc69b32
 def displacement_figure(
     cube: xr.Dataset,  # with displacement_sq, alignment_ratio
 ) -> Figure:

@@ -34,7 +34,7 @@ def run_settings(
     if (root["method"].values == "base").all(): return {k: v for k, v in config.items() if k in BASE_SETTINGS}
     return config
 
-# %% ../../nbs/results/cube.ipynb #a377741e
+# %% ../../nbs/results/cube.ipynb #b1851a2b
 def group_comparable(
     roots: Mapping[str, xr.Dataset],  # folder name -> root
 ) -> set[tuple[str, ...]]:
@@ -44,7 +44,7 @@ def group_comparable(
         for name in root.data_vars: groups.setdefault((name, *root["dataset"].values), []).append(folder)
     return set(map(tuple, groups.values()))
 
-# %% ../../nbs/results/cube.ipynb #45770a6c
+# %% ../../nbs/results/cube.ipynb #ca80c86d
 def _list_values(
     folders: dict[str, list[str]],  # value -> folders
 ) -> str:
@@ -68,7 +68,7 @@ def check_settings(
                 raise ValueError(f"{key} differs within the cube: {_list_values(folders)}; "
                                  f"choose one, as in open_cube({key}={next(iter(folders))})")
 
-# %% ../../nbs/results/cube.ipynb #3a3974b3
+# %% ../../nbs/results/cube.ipynb #577d00ee
 def cube_of(
     runs: Mapping[str, xr.Dataset] | Iterable,  # folder name -> root; or finished runs, each a Run or its folder
 ) -> xr.Dataset:
@@ -83,7 +83,7 @@ def cube_of(
     check_settings(runs)
     return merge_roots(runs)
 
-# %% ../../nbs/results/cube.ipynb #17aae9e6
+# %% ../../nbs/results/cube.ipynb #03968d71
 def open_cube(
     folder: str | Path | None = None,  # holds run folders; default: runs_root()
     *,
@@ -102,7 +102,7 @@ def open_cube(
                                 "`make run` or `papermill nbs/train.ipynb out.ipynb -p lam 0.5` makes one")
     return cube_of(roots)
 
-# %% ../../nbs/results/cube.ipynb #1b89eea3
+# %% ../../nbs/results/cube.ipynb #a90f4c2b
 def missing_runs(
     cube: xr.Dataset,
     name: str = "accuracy",  # variable that a run would fill
@@ -113,7 +113,7 @@ def missing_runs(
     cells = empty.run[empty.values].to_index().to_frame(index=False)
     return cells[(cells.method == "base") == (cells.lr == 0)].reset_index(drop=True) if "lr" in dims else cells
 
-# %% ../../nbs/results/cube.ipynb #71aed90d
+# %% ../../nbs/results/cube.ipynb #a8050b27
 _OLD = {"merged": "results.merge.merge_roots",
         "training_roots": "results.roots.read_training_roots",
         "configuration": "results.cube.run_settings",

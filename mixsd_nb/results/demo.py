@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['HELD_OUT', 'BENCHMARKS', 'invent_result', 'invent_cube', 'error_message']
 
-# %% ../../nbs/results/demo.ipynb #081e9640
+# %% ../../nbs/results/demo.ipynb #20f2268b
 import json
 from collections.abc import Callable, Sequence
 
@@ -15,7 +15,7 @@ import xarray as xr
 from .layout import result_tree
 from .schema import CURVE_VARIABLES
 
-# %% ../../nbs/results/demo.ipynb #9b04a4fa
+# %% ../../nbs/results/demo.ipynb #afeee1fe
 HELD_OUT = {"arithmetic": "AIME-2024", "equations": "MATH-500", "word-problems": "GSM8K", "functions": "HumanEval",
             "choice": "MMLU"}
 BENCHMARKS = {
@@ -24,7 +24,7 @@ BENCHMARKS = {
     "world": dict(column="", role="world"),
 }
 
-# %% ../../nbs/results/demo.ipynb #cd29dad6
+# %% ../../nbs/results/demo.ipynb #f31be331
 def invent_result(
     method: str = "mixsd",
     lam: float = 0.5,
@@ -55,7 +55,7 @@ def invent_result(
     return result_tree(**settings | dict(accuracy=accuracy, benchmarks=benchmarks, config=json.dumps(config)) | made
                        | options)
 
-# %% ../../nbs/results/demo.ipynb #0fbdbf95
+# %% ../../nbs/results/demo.ipynb #2e6c2b8c
 def invent_cube(
     seeds: int = 1,
     rates: Sequence[float] = (3e-4, 1e-3),
@@ -68,7 +68,7 @@ def invent_cube(
     runs += [invent_result(m, lam, lr, s, **options) for m, lam in methods for lr in rates for s in range(seeds)]
     return merge_roots({f"run-{k}": run.to_dataset() for k, run in enumerate(runs)})
 
-# %% ../../nbs/results/demo.ipynb #c1ef0ce3
+# %% ../../nbs/results/demo.ipynb #42447687
 def error_message(
     call: Callable,
     *args,

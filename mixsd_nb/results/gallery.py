@@ -6,7 +6,7 @@
 __all__ = ['Source', 'collapse_source', 'load_sources', 'select_part', 'retention_axes', 'run_figures', 'shared_figures',
            'describe_selection', 'source_sheet', 'name_suffix', 'save_pictures']
 
-# %% ../../nbs/results/gallery.ipynb #a7ba98ca
+# %% ../../nbs/results/gallery.ipynb #24ad8573
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from .sheets import Sheet, save_table
 from .tables import table_sheet
 from .tradeoff import frontier_figure, tradeoff_figure
 
-# %% ../../nbs/results/gallery.ipynb #ced1ea07
+# %% ../../nbs/results/gallery.ipynb #ab85f3f5
 class Source(NamedTuple):
     "Numbers of our runs, or of the paper."
     cube: xr.Dataset  # everything that was measured
@@ -38,7 +38,7 @@ def collapse_source(
     "A cube of runs, with the checkpoints that `select_cells` selects for tables."
     return Source(cube, collapse_runs(cube, cell_mask(cube, select_cells(cube))))
 
-# %% ../../nbs/results/gallery.ipynb #ea583b5f
+# %% ../../nbs/results/gallery.ipynb #68402c58
 def load_sources(
     source: str,  # runs, paper or both
     folder: str | Path | None = None,  # holds run folders; default: runs_root()
@@ -78,7 +78,7 @@ def retention_axes(
     "What can be kept in a cube: the held-out average, and the world where it was measured."
     return ("held-out", "world") if "world" in cube.benchmark else ("held-out",)
 
-# %% ../../nbs/results/gallery.ipynb #f2c24140
+# %% ../../nbs/results/gallery.ipynb #0c9d9cd7
 def run_figures(
     cube: xr.Dataset,  # of one corpus and one model
 ) -> dict[str, Figure]:
@@ -87,7 +87,7 @@ def run_figures(
     figures = {names[kept]: tradeoff_figure(cube, kept=kept) for kept in retention_axes(cube)}
     return figures | {"frontier": frontier_figure(cube, retention_axes(cube))}
 
-# %% ../../nbs/results/gallery.ipynb #e10c0eb9
+# %% ../../nbs/results/gallery.ipynb #12ac240d
 def shared_figures(
     sources: dict[str, Source],
     dataset: str,  # name of the corpus
@@ -107,7 +107,7 @@ def shared_figures(
         figures[f"displacement-{name}" if len(sources) > 1 else "displacement"] = displacement_figure(source.cube)
     return figures
 
-# %% ../../nbs/results/gallery.ipynb #40286537
+# %% ../../nbs/results/gallery.ipynb #745412e1
 def describe_selection(
     cube: xr.Dataset,
 ) -> str:
@@ -115,7 +115,7 @@ def describe_selection(
     seeds, by = cube.sizes["seed"], "validation" if "validation" in cube.benchmark else "training"
     return f"runs: mean of {seeds} seed{'s' * (seeds > 1)}, learning rate and checkpoint selected by {by} accuracy"
 
-# %% ../../nbs/results/gallery.ipynb #79894fcd
+# %% ../../nbs/results/gallery.ipynb #11581eda
 def source_sheet(
     name: str,  # of a table
     sources: dict[str, Source],
@@ -126,14 +126,14 @@ def source_sheet(
     if not (ours and ours.methods[0]): return found
     return replace(found, notes=[*found.notes, describe_selection(sources["runs"].cube)])
 
-# %% ../../nbs/results/gallery.ipynb #aaa4da86
+# %% ../../nbs/results/gallery.ipynb #56572979
 def name_suffix(
     values: Iterable,  # parameters that are not their defaults
 ) -> str:
     "What tells the files of other parameters apart: each value after a hyphen."
     return "".join(f"-{value}" for value in values).replace("/", "-")
 
-# %% ../../nbs/results/gallery.ipynb #8a626048
+# %% ../../nbs/results/gallery.ipynb #04faa2dc
 def save_pictures(
     figures: dict[str, Figure],
     sheets: dict[str, Sheet],

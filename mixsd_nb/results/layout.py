@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FAMILIES', 'method_label', 'label_family', 'ordered_labels', 'label_title', 'training_curves', 'result_tree']
 
-# %% ../../nbs/results/layout.ipynb #16737f1f
+# %% ../../nbs/results/layout.ipynb #e7ef591a
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -70,7 +70,7 @@ def training_curves(
     updates = np.arange(1, len(training["loss"]) + 1)
     return xr.Dataset(data, dict(update=variable("update", ["update"], updates)))
 
-# %% ../../nbs/results/layout.ipynb #a2678886
+# %% ../../nbs/results/layout.ipynb #a96b3a68
 def result_tree(
     *,
     dataset: str,

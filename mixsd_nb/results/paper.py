@@ -65,7 +65,7 @@ def published_items(
     "The number of items behind a published share."
     return ITEMS.get(benchmark) or CORPUS_ITEMS[dataset][benchmark]
 
-# %% ../../nbs/results/paper.ipynb #5a4f5239
+# %% ../../nbs/results/paper.ipynb #c8192bdd
 def metric_column(
     metric: str,  # as printed
 ) -> str:
@@ -88,7 +88,7 @@ def held_out_columns() -> list[str]:
     "The paper's held-out columns, in its order."
     return [column for column, name in paper_benchmarks().items() if name in ITEMS]
 
-# %% ../../nbs/results/paper.ipynb #9d444688
+# %% ../../nbs/results/paper.ipynb #234aaa18
 @functools.cache
 def paper_families() -> frozenset[str]:
     "The methods of the paper, without their settings."
@@ -103,7 +103,7 @@ def is_listed(
     kind = label_family(label)
     return label in among or kind in among or kind not in paper_families()
 
-# %% ../../nbs/results/paper.ipynb #1273505c
+# %% ../../nbs/results/paper.ipynb #c9edcdf2
 def learnt_columns(
     dataset: str,  # title of the corpus
 ) -> tuple[str, ...]:
@@ -141,7 +141,7 @@ PLACES = {
     "high_nll_type_recall_pct":
         ("overlap", 100, (*TARGET_DIMS, "threshold", "over"), dict(threshold=8.0, over="unstated"))}
 
-# %% ../../nbs/results/paper.ipynb #cac5c94d
+# %% ../../nbs/results/paper.ipynb #934497eb
 def row_root(
     rows: list[dict],  # printed values of one table, corpus, model and method
 ) -> xr.Dataset:
@@ -179,7 +179,7 @@ def correlation_root(
     data = {k: variable(k, ["model"], [v]) for k, v in values.items()}
     return xr.Dataset(data, dict(model=variable("model", ["model"], model)))
 
-# %% ../../nbs/results/paper.ipynb #d105f13e
+# %% ../../nbs/results/paper.ipynb #55e73d07
 @functools.cache
 def _merge_tables() -> xr.Dataset:
     "The cube of all printed rows, made once."

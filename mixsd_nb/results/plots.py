@@ -47,7 +47,7 @@ def model_name(
     "The last part of a model's name, as figures and tables print it."
     return key.split("/")[-1]
 
-# %% ../../nbs/results/plots.ipynb #b6f615bb
+# %% ../../nbs/results/plots.ipynb #37dad0c1
 def format_range(
     values: xr.DataArray | np.ndarray,  # numbers of items; 0 or NaN where nothing was measured
 ) -> str:
@@ -57,7 +57,7 @@ def format_range(
     if not known.size: return "0"
     return f"{known.min():.0f}" if known.min() == known.max() else f"{known.min():.0f}–{known.max():.0f}"
 
-# %% ../../nbs/results/plots.ipynb #02ea8455
+# %% ../../nbs/results/plots.ipynb #83993a9c
 def list_methods(
     values: xr.DataArray,  # with a dimension `method`
 ) -> list[str]:
@@ -65,7 +65,7 @@ def list_methods(
     measured = values.notnull().any([d for d in values.dims if d != "method"])
     return [m for m in ordered_labels(values["method"].values.tolist()) if measured.sel({"method": m})]
 
-# %% ../../nbs/results/plots.ipynb #d430f76d
+# %% ../../nbs/results/plots.ipynb #aa3999be
 def ramp_labels(
     labels: Iterable[str],  # along `method`
 ) -> list[list[str]]:
@@ -75,13 +75,13 @@ def ramp_labels(
         if label_family(m) == "mixsd": groups.setdefault(label_family(m), []).append(m)
     return list(groups.values())
 
-# %% ../../nbs/results/plots.ipynb #e8557d37
+# %% ../../nbs/results/plots.ipynb #c410bc5c
 @contextlib.contextmanager
 def figure_style() -> Iterator[None]:
     "The style of all figures: ticks, a light grid, and the text sizes of a notebook."
     with sns.plotting_context("notebook"), sns.axes_style("ticks", {"axes.grid": True, "grid.color": "0.9"}): yield
 
-# %% ../../nbs/results/plots.ipynb #8012d64e
+# %% ../../nbs/results/plots.ipynb #99cba311
 def draw_method_legend(
     fig: Figure,
     labels: list[str],  # along `method`
@@ -106,7 +106,7 @@ def save_figure(
     def write(kind): return lambda path: fig.savefig(path, format=kind, dpi=160, metadata=metadata[kind])
     return [write_atomically(target.with_name(f"{target.name}.{kind}"), write(kind)) for kind in metadata]
 
-# %% ../../nbs/results/plots.ipynb #2de94bed
+# %% ../../nbs/results/plots.ipynb #f1121b6e
 _OLD = {"SOURCES": "results.overview.CONDITIONALS",
         "draw_sources": "results.overview.draw_sources",
         "overview_figure": "results.overview.overview_figure",

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['RESERVED', 'read_root', 'rename_root', 'read_roots', 'read_training_roots']
 
-# %% ../../nbs/results/roots.ipynb #02626c82
+# %% ../../nbs/results/roots.ipynb #e2047235
 import warnings
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import xarray as xr
 from .runs import runs_root
 from .schema import TARGET_VARIABLES
 
-# %% ../../nbs/results/roots.ipynb #a946351e
+# %% ../../nbs/results/roots.ipynb #9c2fc5b4
 def read_root(
     path: Path,  # result.nc
 ) -> xr.Dataset | None:
@@ -35,7 +35,7 @@ def read_root(
     coords = {name: v for name, v in variables.items() if name in auxiliary or v.dims == (name,)}
     return xr.Dataset({k: v for k, v in variables.items() if k not in coords}, coords, attrs)
 
-# %% ../../nbs/results/roots.ipynb #d2346738
+# %% ../../nbs/results/roots.ipynb #0566935c
 RESERVED = ("accuracy", "n", *TARGET_VARIABLES)  # names that only a training result has in a cube
 
 
@@ -47,7 +47,7 @@ def rename_root(
     if "accuracy" in root: return root
     return root.rename({name: f"{folder.partition('-')[0]}_{name}" for name in RESERVED if name in root})
 
-# %% ../../nbs/results/roots.ipynb #53be6b8a
+# %% ../../nbs/results/roots.ipynb #cf4150a5
 def read_roots(
     folder: str | Path | None = None,  # holds run folders; default: runs_root()
     skip_corrupt: bool = False,  # leave out what cannot be read, with a warning, instead of raising an error
@@ -67,7 +67,7 @@ def read_roots(
             if root is not None: roots[path.parent.name] = rename_root(root, path.parent.name)
     return roots
 
-# %% ../../nbs/results/roots.ipynb #964a16ed
+# %% ../../nbs/results/roots.ipynb #e3928bb7
 def read_training_roots(
     folder: str | Path | None = None,  # holds run folders; default: runs_root()
 ) -> dict[str, xr.Dataset]:

@@ -22,7 +22,7 @@ from .plots import format_range, model_name
 from .sheets import Sheet, format_number, mark_columns, stack_sheets
 from .summary import coalesce, group_columns, method_order
 
-# %% ../../nbs/results/tables.ipynb #2bc97e5b
+# %% ../../nbs/results/tables.ipynb #7046411f
 def block_name(
     dataset: str,
     model: str,
@@ -30,7 +30,7 @@ def block_name(
     "A model, with the corpus where it is another than the published one of its title, such as the lab's form of it."
     return model_name(model) + ("" if dataset == corpus_key(corpus_title(dataset)) else f" ({dataset})")
 
-# %% ../../nbs/results/tables.ipynb #95211abb
+# %% ../../nbs/results/tables.ipynb #050c8397
 def order_datasets(
     cube: xr.Dataset,
 ) -> list[str]:
@@ -53,7 +53,7 @@ def table_columns(
         for column in dict.fromkeys([*columns, *measured]): found[HEADINGS[role], column] = groups.get(column, [])
     return found
 
-# %% ../../nbs/results/tables.ipynb #fcc060de
+# %% ../../nbs/results/tables.ipynb #03380b98
 def column_values(
     cube: xr.Dataset,  # as returned by `collapse_runs`
     name: str,  # variable over `benchmark`
@@ -63,7 +63,7 @@ def column_values(
     if not benchmarks: return xr.full_like(cube.average, np.nan)
     return coalesce(cube[name].sel(benchmark=benchmarks), "benchmark")
 
-# %% ../../nbs/results/tables.ipynb #b5817170
+# %% ../../nbs/results/tables.ipynb #3a4b6df8
 def describe_counts(
     cube: xr.Dataset,  # as returned by `collapse_runs`
     columns: dict[tuple[str, str], list[str]],  # as returned by `table_columns`
@@ -77,7 +77,7 @@ def describe_counts(
         parts.append(f"{column} {format_range(n)}" + (f" × {samples:.0f}" if samples > 1 else ""))
     return ", ".join(parts)
 
-# %% ../../nbs/results/tables.ipynb #e175c053
+# %% ../../nbs/results/tables.ipynb #2c5840b9
 def accuracy_sheet(
     cube: xr.Dataset,  # as returned by `collapse_runs`
     *,
@@ -90,6 +90,7 @@ def accuracy_sheet(
     "Accuracies in % and their held-out average; None where the cube has no trained method of the corpus."
     models = [m for m in cube.model.values if llama is None or ("llama" in m.lower()) == llama]
     part = cube.sel(dataset=[d for d in cube.dataset.values if corpus_title(d) == dataset], model=models)
+    if not part.accuracy.size: return None
     columns = table_columns(part, learnt_columns(dataset))
     values = {head: column_values(part, "accuracy", benchmarks) for head, benchmarks in columns.items()}
     values[HEADINGS["held-out"], "Avg"] = part.average
@@ -117,7 +118,7 @@ def write_counts(
     def write(count, share): return "" if np.isnan(share) else f"{count:.0f} ({100 * share:.1f}%)"
     return xr.apply_ufunc(write, first.above, first.share_above, vectorize=True)
 
-# %% ../../nbs/results/tables.ipynb #4aa5b544
+# %% ../../nbs/results/tables.ipynb #27a7e3dc
 def write_overlap(
     cube: xr.Dataset,  # as returned by `collapse_runs`
     threshold: float,  # nats
@@ -126,7 +127,7 @@ def write_overlap(
     def write(share): return "" if np.isnan(share) else f"{100 * share:.0f}%"
     return xr.apply_ufunc(write, coalesce(cube.overlap.sel(threshold=threshold), "over"), vectorize=True)
 
-# %% ../../nbs/results/tables.ipynb #e55b5592
+# %% ../../nbs/results/tables.ipynb #625b3dbf
 def target_sheet(
     cube: xr.Dataset,  # as returned by `collapse_runs`
     *,
@@ -182,7 +183,7 @@ def displacement_sheet(
     marks = mark_columns(text, methods, {(title, "Drop"): True for title in titles})
     return Sheet(label, caption, [], text, marks, methods)
 
-# %% ../../nbs/results/tables.ipynb #d4375dbd
+# %% ../../nbs/results/tables.ipynb #1d695509
 def correlation_sheet(
     cube: xr.Dataset,  # with all checkpoints, not as returned by `collapse_runs`
     *,
@@ -241,7 +242,7 @@ TABLES: dict[str, Callable[[xr.Dataset], Sheet | None]] = {
     "overlap": partial(target_sheet, label="tab:overlap-recall", name="overlap", write=write_overlap, threshold=8.0, caption=(
         "Share of the token types with an NLL above 8 nats in the canonical target that are also in the mixed target."))}
 
-# %% ../../nbs/results/tables.ipynb #5c883ac4
+# %% ../../nbs/results/tables.ipynb #70435a50
 def list_tables(
     cubes: Iterable[xr.Dataset],
 ) -> list[str]:
@@ -250,7 +251,7 @@ def list_tables(
     datasets = dict.fromkeys(d for cube in cubes for d in order_datasets(cube))
     return [*TABLES, *dict.fromkeys(corpus_key(corpus_title(d)) for d in datasets if corpus_title(d) not in titles)]
 
-# %% ../../nbs/results/tables.ipynb #12ee0365
+# %% ../../nbs/results/tables.ipynb #9f6cc263
 def table_sheet(
     name: str,  # key of TABLES, or a corpus that the paper lacks
     cubes: dict[str, tuple[xr.Dataset, xr.Dataset]],  # whose numbers -> all of them, and the result of `collapse_runs`
@@ -267,7 +268,7 @@ def table_sheet(
     sheets = {source: make(cube if whole else table) for source, (cube, table) in cubes.items()}
     return stack_sheets(sheets, [label_title(m) for m in labels])
 
-# %% ../../nbs/results/tables.ipynb #43a8239c
+# %% ../../nbs/results/tables.ipynb #9f6cc85c
 _OLD = {"styled": "results.sheets.style_sheet",
         "save_table": "results.sheets.save_table",
         "to_latex": "results.sheets.to_latex",

@@ -6,7 +6,7 @@
 __all__ = ['select_benchmarks', 'tradeoff_points', 'draw_method', 'draw_base', 'draw_rate', 'draw_legend', 'kept_label',
            'tradeoff_figure', 'frontier', 'draw_frontier', 'frontier_figure', 'frontier_table']
 
-# %% ../../nbs/results/tradeoff.ipynb #a95840a7
+# %% ../../nbs/results/tradeoff.ipynb #8eac6838
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -29,7 +29,7 @@ def select_benchmarks(
         raise ValueError(f"kept must be one of held-out, {', '.join(cube.benchmark.values)}, got {kept}")
     return cube.sel(benchmark=names)
 
-# %% ../../nbs/results/tradeoff.ipynb #c24aa7f0
+# %% ../../nbs/results/tradeoff.ipynb #29b2cc3c
 def tradeoff_points(
     cube: xr.Dataset,  # of one dataset and one model
     kept: str = "held-out",  # or a benchmark
@@ -65,7 +65,7 @@ def draw_method(
         ax.hlines(end.y, end.x_low, end.x_high, color=style["color"], lw=1.3, alpha=0.7, zorder=1)
         ax.vlines(end.x, end.y_low, end.y_high, color=style["color"], lw=1.3, alpha=0.7, zorder=1)
 
-# %% ../../nbs/results/tradeoff.ipynb #d839c7c3
+# %% ../../nbs/results/tradeoff.ipynb #ed0502d3
 def draw_base(
     ax,
     points: xr.Dataset,  # of `tradeoff_points`
@@ -75,7 +75,7 @@ def draw_base(
     level = float(points.y.sel({"method": "base"}).mean())
     ax.axhline(level, ls="--", lw=1.2, color=method_colour("base"), label="base", zorder=0)
 
-# %% ../../nbs/results/tradeoff.ipynb #6f61fa06
+# %% ../../nbs/results/tradeoff.ipynb #f8a01a50
 def draw_rate(
     ax,
     points: xr.Dataset,
@@ -89,7 +89,7 @@ def draw_rate(
     draw_base(ax, points)
     ax.set(title=f"learning rate {lr:g}", xlim=(-4, 104))
 
-# %% ../../nbs/results/tradeoff.ipynb #7fde5062
+# %% ../../nbs/results/tradeoff.ipynb #71b5bb27
 def draw_legend(
     fig: Figure,
     cube: xr.Dataset,
@@ -104,7 +104,7 @@ def draw_legend(
                alignment="left")
     fig.text(0.995, 0.02, text, ha="right", va="bottom", fontsize="x-small", color="0.4")
 
-# %% ../../nbs/results/tradeoff.ipynb #43b4abd1
+# %% ../../nbs/results/tradeoff.ipynb #4e54901c
 def kept_label(
     part: xr.Dataset,  # of `select_benchmarks`
     kept: str,
@@ -113,7 +113,7 @@ def kept_label(
     if kept != "held-out": return f"{kept} (%, N={format_range(part.n)})"
     return f"held-out average (%, {part.sizes['benchmark']} suites, N={format_range(part.n)})"
 
-# %% ../../nbs/results/tradeoff.ipynb #c37d4bfb
+# %% ../../nbs/results/tradeoff.ipynb #20fe2cb9
 def tradeoff_figure(
     cube: xr.Dataset,  # of one dataset and one model
     *,
@@ -147,7 +147,7 @@ def frontier(
     best = np.where((x >= grid[:, None]) & ~np.isnan(y), y, -np.inf).max(1)
     return np.where(np.isfinite(best), best, np.nan)
 
-# %% ../../nbs/results/tradeoff.ipynb #b05a6a4d
+# %% ../../nbs/results/tradeoff.ipynb #7fb33957
 def draw_frontier(
     ax,
     points: xr.Dataset,  # of one method, over lr, seed and step
@@ -163,7 +163,7 @@ def draw_frontier(
     ax.scatter(points.x, points.y, s=14, marker=method_marker(style["label"]), color=style["color"], alpha=0.45, lw=0,
                zorder=1)
 
-# %% ../../nbs/results/tradeoff.ipynb #f3f42ffc
+# %% ../../nbs/results/tradeoff.ipynb #b43c355f
 def frontier_figure(
     cube: xr.Dataset,  # of one dataset and one model
     kept: tuple[str, ...] = ("held-out", "world"),  # a panel each
