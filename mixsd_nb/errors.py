@@ -23,9 +23,8 @@ from .analysis.taxonomy import (ALL_CATEGORIES, CATEGORIES, PUBLISHED, RECALL_BE
                                         extract_reasoning)
 from .benchmarks import SUITES
 from .corpora import CORPORA, check_corpus, load_corpus
-from .methods import BASE
+from .methods import BASE, ordered_labels
 from .models import check_model
-from .results.cube import method_order
 from .results.schema import DIMS, METHOD_COORDS, RUN_DIMS, VARIABLE_ATTRS
 from .runs import (Run, Stage, check_runs_folder, checkpoint_step, find_runs, module_of, run_function,
                            runs_root, runtime_field, write_atomically)
@@ -104,7 +103,7 @@ def locate_evaluation(
     cell = {name: run.config[name] for name in ("dataset", "model", "seed")} | dict(method=BASE, lr=0.0, step=0)
     return cell | dict.fromkeys(METHOD_COORDS, np.nan)
 
-# %% ../nbs/errors.ipynb #8504a232
+# %% ../nbs/errors.ipynb #0d702463
 def find_responses(
     config: ErrorsConfig,
 ) -> pd.DataFrame:
@@ -129,7 +128,7 @@ def digest_responses(
         digest.update(hashlib.blake2b(row.path.read_bytes()).digest())
     return digest.hexdigest()
 
-# %% ../nbs/errors.ipynb #8187e777
+# %% ../nbs/errors.ipynb #9c94ce17
 def read_responses(
     files: pd.DataFrame,  # as returned by `find_responses`
 ) -> pd.DataFrame:
@@ -216,7 +215,7 @@ def breakdown(
     errors = table.groupby(["benchmark", "method", "category"])["count"].sum(min_count=1)
     asked = table.drop_duplicates(["benchmark", "method", "seed"]).groupby(["benchmark", "method"])[["n", "wrong"]]
     errors = errors.unstack()[list(ALL_CATEGORIES)].join(asked.sum())
-    return errors.reindex([m for m in method_order(result) if m in set(table.method)], level="method")
+    return errors.reindex(ordered_labels(table.method.unique()), level="method")
 
 
 def learning_rates(
@@ -225,7 +224,7 @@ def learning_rates(
     "The learning rates of the trained methods; 0, that of the base model, where nothing was trained."
     return [lr for lr in result.lr.values if lr] or [0.0]
 
-# %% ../nbs/errors.ipynb #0ec4c34d
+# %% ../nbs/errors.ipynb #545ae96c
 def draw_breakdown(
     ax,
     errors: pd.DataFrame,  # of one benchmark: categories, `n` and `wrong` by method
@@ -268,7 +267,7 @@ def breakdown_figure(
     fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(COLOURS), frameon=False)
     return fig
 
-# %% ../nbs/errors.ipynb #707d43d8
+# %% ../nbs/errors.ipynb #323d549f
 def held_out_suites() -> tuple[str, ...]:
     "The held-out benchmarks of both scales."
     return tuple(name for name, suite in SUITES.items() if suite.role == "held-out")

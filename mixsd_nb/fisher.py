@@ -25,9 +25,9 @@ from .analysis.statistics import pearson
 from .benchmarks import SUITES, suite_groups
 from .benchmarks.tasks import benchmarks_folder
 from .models import check_model
-from .results.cube import held_out_average
 from .results.plots import method_colour
 from .results.schema import CELL_DIMS, RUN_DIMS, variable
+from .results.summary import held_out_average
 from .runs import Journal, ParameterError, Stage, find_runs, module_of, run_function, runtime_field
 
 _all_ = ["diagonal_fisher", "displacement"]
@@ -142,7 +142,7 @@ def fisher_file(
     "The file with the Fisher of the base model, estimated first if it does not exist."
     return config.model_copy(update=dict(trained="")).run().folder / FISHER
 
-# %% ../nbs/fisher.ipynb #6b30cda5
+# %% ../nbs/fisher.ipynb #dfdb50f9
 def run_displacement(
     config: FisherConfig,
     folder: Path,  # of the run
@@ -224,7 +224,7 @@ def _format_r(r: float, low: float, high: float) -> str:
     "A correlation with its interval: `+0.17 (+0.02 to +0.34)`."
     return f"{r:+.2f} ({low:+.2f} to {high:+.2f})"
 
-# %% ../nbs/fisher.ipynb #2e32f5de
+# %% ../nbs/fisher.ipynb #a6225bc1
 def forgetting_figure(
     table: pd.DataFrame,  # as returned by `checkpoint_points`
 ):

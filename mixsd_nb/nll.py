@@ -28,10 +28,10 @@ from .corpora.prompts import SPANS
 from .methods import BASE, method_label
 from .models import ENGINES, check_engine, check_engine_options, check_model, load_tokenizer
 from .models.scoring import token_nll
-from .results.cube import held_out_average
-from .results.plots import SOURCES as DRAWN
+from .results.overview import CONDITIONALS
 from .results.plots import method_colour
 from .results.schema import RUN_DIMS, variable
+from .results.summary import held_out_average
 from .runs import Stage, find_runs, module_of, read_config, run_function, runs_root, runtime_field
 
 _all_ = ["token_nll"]
@@ -265,8 +265,8 @@ def source_figure(
     size = 1 + 3.2 * cube.sizes["model"], 3.2
     fig, axes = plt.subplots(1, cube.sizes["model"], figsize=size, sharey=True, squeeze=False, layout="constrained")
     series = {"all tokens": (cube.share_above.sel(part="all"), "black")}
-    by_source = {source: cube.source_share_above.sel(source=source) for source, _ in DRAWN.values()}
-    series |= {f"from the {source}": (by_source[source], colour) for source, colour in DRAWN.values()}
+    by_source = {source: cube.source_share_above.sel(source=source) for source, _ in CONDITIONALS.values()}
+    series |= {f"from the {source}": (by_source[source], colour) for source, colour in CONDITIONALS.values()}
     for ax, model in zip(axes[0], cube.model.values):
         for name, (values, colour) in series.items():
             shares = 100 * values.sel(model=model).where(values.lam.notnull(), drop=True).sortby("lam")
