@@ -1,4 +1,4 @@
-"""The lab models at the edges of what they may be asked."""
+"""The lab models at the limits of what they can be asked."""
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +16,7 @@ SHIPPED = [s for s in SIZES if (lab_folder(s) / "config.json").exists()]
 @settings(max_examples=300, deadline=None)
 @given(text=st.text())
 def test_any_text_comes_back_from_its_tokens(lab, text):
-    "Scripts that were never seen fall back to bytes; nothing is unknown."
+    "Unseen scripts fall back to bytes; there is no unknown token."
     tokenizer = lab[1]
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert tokenizer.decode(ids) == text and all(0 <= i < len(tokenizer) for i in ids)
