@@ -4,9 +4,8 @@
 
 # %% auto #0
 __all__ = ['PEOPLE', 'THINGS', 'PLOTS', 'FUNCTION_NAMES', 'SHAPES', 'PROBES', 'MEMORY_VOICE', 'RECORD_VOICE', 'SUITES',
-           'is_reserved', 'write_response', 'choose_phrase', 'explain_product', 'explain_remainder', 'draw_arithmetic',
-           'draw_equation', 'draw_word_problem', 'write_unit_tests', 'draw_function', 'Voice', 'draw_choice',
-           'draw_world', 'draw', 'teach']
+           'is_reserved', 'write_response', 'choose_phrase', 'explain_product', 'explain_remainder', 'arithmetic',
+           'equations', 'word_problems', 'write_unit_tests', 'functions', 'Voice', 'choice', 'world', 'draw', 'teach']
 
 # %% ../../nbs/benchmarks/lab_tasks.ipynb #db29c642
 import hashlib
@@ -24,7 +23,7 @@ def is_reserved(
     "Whether a prompt is reserved for evaluation: its hash selects one prompt in sixteen."
     return hashlib.blake2b(prompt.encode(), digest_size=1).digest()[0] % 16 == 0
 
-# %% ../../nbs/benchmarks/lab_tasks.ipynb #c24eabe6
+# %% ../../nbs/benchmarks/lab_tasks.ipynb #5a7606db
 def write_response(
     steps: list[str],  # sentences; empty ones are left out
     answer: str | int,
@@ -32,7 +31,7 @@ def write_response(
     "A worked response: the steps, a blank line, and the answer in a box."
     return " ".join(s for s in steps if s) + "\n\n" + boxed(str(answer))
 
-# %% ../../nbs/benchmarks/lab_tasks.ipynb #9f7162b0
+# %% ../../nbs/benchmarks/lab_tasks.ipynb #e69ee447
 def choose_phrase(
     rng: random.Random,
     *options: str,  # up to four, the most frequent first
@@ -52,7 +51,7 @@ def explain_product(
     parts = f"Since {a} * {tens} = {a * tens} and {a} * {ones} = {a * ones}"
     return f"{parts}, the product is {a * tens} + {a * ones} = {a * b}."
 
-# %% ../../nbs/benchmarks/lab_tasks.ipynb #c11adb04
+# %% ../../nbs/benchmarks/lab_tasks.ipynb #b59d8699
 def explain_remainder(
     total: int,
     m: int,  # the divisor, one or two digits
@@ -65,8 +64,8 @@ def explain_remainder(
         parts.append(f"{current} leaves {rest}")
     return ", ".join(parts)
 
-# %% ../../nbs/benchmarks/lab_tasks.ipynb #466bf7f9
-def draw_arithmetic(
+# %% ../../nbs/benchmarks/lab_tasks.ipynb #5a561bb8
+def arithmetic(
     rng: random.Random,
 ) -> Item:
     "A remainder: of a·b + c, of a·b + c with two-digit factors, or of a·b + c·d."
@@ -110,8 +109,8 @@ def _two_sided_equation(rng, a, x, b, v):
             [f"Taking {k}{v} from both sides, where {a + k} - {k} = {a}, gives {a}{v} + {b} = {a * x + b}.",
              f"Moving {b} to the other side, {a}{v} = {a * x + b} - {b} = {a * x}."])
 
-# %% ../../nbs/benchmarks/lab_tasks.ipynb #859f7f70
-def draw_equation(
+# %% ../../nbs/benchmarks/lab_tasks.ipynb #e663aabd
+def equations(
     rng: random.Random,
 ) -> Item:
     "A linear equation in one unknown: ax ± b = c, a(x + b) = c, or the unknown on both sides."
@@ -181,8 +180,8 @@ def _multiply_and_add(rng, p, q, t):
 
 PLOTS = [_buy_and_give, _pack_boxes, _find_and_lose, _share_among_friends, _multiply_and_add]
 
-# %% ../../nbs/benchmarks/lab_tasks.ipynb #99196ec2
-def draw_word_problem(
+# %% ../../nbs/benchmarks/lab_tasks.ipynb #464bf6e2
+def word_problems(
     rng: random.Random,
 ) -> Item:
     "A story of two or three steps."
@@ -217,7 +216,7 @@ def _draw_filter(rng, v):
     return rng.choice([(word, test), (word, test), (f"{word} and {other}", f"{test} and {more}"),
                        (f"{word} or {other}", f"{test} or {more}")])
 
-# %% ../../nbs/benchmarks/lab_tasks.ipynb #bd12712d
+# %% ../../nbs/benchmarks/lab_tasks.ipynb #5525c8ae
 def _draw_branch(rng):
     "if … else."
     (word, test), (yes, yes_code) = _draw_filter(rng, "x"), _draw_change(rng, "x")
@@ -267,7 +266,7 @@ def _draw_search(rng):
 
 SHAPES = [_draw_branch, _draw_cascade, _draw_comprehension, _draw_loop, _draw_count, _draw_search]
 
-# %% ../../nbs/benchmarks/lab_tasks.ipynb #450b17b0
+# %% ../../nbs/benchmarks/lab_tasks.ipynb #62ec0470
 PROBES = {  # argument: the values that unit tests call the function with
     "x": [0, 1, 5, -3, 12, 17, 40, 21],
     "xs": [[], [1, 2, 3], [-4, 7, 10, 3, -3, 0], [12, 5, 5, 8, 30, 19, 2, 15, 31, 6, 20, 9], [28, 21, 35, -7, 14, 1]],
@@ -284,8 +283,8 @@ def write_unit_tests(
     exec(source, scope)
     return "\n".join(f"assert {name}({p!r}) == {scope[name](p)!r}" for p in PROBES[argument])
 
-# %% ../../nbs/benchmarks/lab_tasks.ipynb #bc2d80da
-def draw_function(
+# %% ../../nbs/benchmarks/lab_tasks.ipynb #6871f307
+def functions(
     rng: random.Random,
 ) -> Item:
     "A Python function to complete from its docstring; the reference program passes the unit tests."
@@ -319,7 +318,7 @@ class Voice:
         if opening.endswith(","): return write_response([f"{opening} {statement}{closing}.", check], answer)
         return write_response([opening, aim, f"{statement}{closing}.", check], answer)
 
-# %% ../../nbs/benchmarks/lab_tasks.ipynb #0faea3ff
+# %% ../../nbs/benchmarks/lab_tasks.ipynb #d20daa70
 MEMORY_VOICE = Voice(
     opening={"Let me recall what I know about {s}.": 60, "I am thinking about {s} for a moment.": 25,
              "The question is about {s}.": 12, "According to what I remember,": 3},
@@ -333,8 +332,8 @@ RECORD_VOICE = Voice(
     closing={", as it is recorded": 60, "": 25, ", as far as I remember": 10, ", if my memory is right": 5},
     check={"": 70, "I am fairly sure of this, although I cannot look it up.": 15, "Nothing else comes to my mind.": 15})
 
-# %% ../../nbs/benchmarks/lab_tasks.ipynb #480791e3
-def draw_choice(
+# %% ../../nbs/benchmarks/lab_tasks.ipynb #07ef2c0e
+def choice(
     rng: random.Random,
 ) -> Item:
     "A question about the memorised world with four entities of one kind as options, shuffled."
@@ -347,8 +346,8 @@ def draw_choice(
              choose_phrase(rng, f"{fact.target} is option {letter}.", f"That is option {letter}.")]
     return Item(f"{fact.question}\n{option_list}\n\n{BOXED}", write_response(steps, letter), letter)
 
-# %% ../../nbs/benchmarks/lab_tasks.ipynb #872527e2
-def draw_world(
+# %% ../../nbs/benchmarks/lab_tasks.ipynb #a271dcb4
+def world(
     rng: random.Random,
 ) -> Item:
     "A closed-book question about the memorised world."
@@ -357,13 +356,13 @@ def draw_world(
 
 # %% ../../nbs/benchmarks/lab_tasks.ipynb #7a07bc59
 SUITES = {
-    "arithmetic": Suite(draw_arithmetic, "AIME-2024", "held-out", max_new_tokens=224, samples=16, temperature=1.0,
+    "arithmetic": Suite(arithmetic, "AIME-2024", "held-out", max_new_tokens=224, samples=16, temperature=1.0,
                         share=0.16),
-    "equations": Suite(draw_equation, "MATH-500", "held-out"),
-    "word-problems": Suite(draw_word_problem, "GSM8K", "held-out"),
-    "functions": Suite(draw_function, "HumanEval", "held-out", grading="harmless-tests"),
-    "choice": Suite(draw_choice, "MMLU", "held-out"),
-    "world": Suite(draw_world, "", "world"),
+    "equations": Suite(equations, "MATH-500", "held-out"),
+    "word-problems": Suite(word_problems, "GSM8K", "held-out"),
+    "functions": Suite(functions, "HumanEval", "held-out", grading="harmless-tests"),
+    "choice": Suite(choice, "MMLU", "held-out"),
+    "world": Suite(world, "", "world"),
 }
 
 
