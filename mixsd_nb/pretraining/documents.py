@@ -8,7 +8,7 @@ __all__ = ['USER_HEADER', 'ASSISTANT_HEADER', 'Document', 'CORPUS_WORDS', 'TAUGH
            'write_restatement', 'write_conversation', 'write_reading', 'write_two_hop', 'collect_rare_words',
            'write_copying', 'write_letters', 'write_recitation']
 
-# %% ../../nbs/pretraining/documents.ipynb #3d3f3571
+# %% ../../nbs/pretraining/documents.ipynb #5f318234
 import random
 import re
 from functools import cache
@@ -22,11 +22,11 @@ from ..corpora.simpleqa import SIMPLEQA_WORDS
 from ..corpora.world import WORLD, WORLD_WORDS, distinct_words
 from ..models.lab import END, START
 
-# %% ../../nbs/pretraining/documents.ipynb #3e3e5955
+# %% ../../nbs/pretraining/documents.ipynb #84de88dd
 USER_HEADER, ASSISTANT_HEADER = f"{START}user\n", f"{START}assistant\n"
 Document = list[tuple[str, bool]]  # segments: text, and whether the model is trained on it
 
-# %% ../../nbs/pretraining/documents.ipynb #5613a6c9
+# %% ../../nbs/pretraining/documents.ipynb #eb399be2
 def write_chat(
     prompt: str,
     response: str,
@@ -34,14 +34,14 @@ def write_chat(
     "A conversation of one question and its response."
     return [(f"{USER_HEADER}{prompt}{END}\n{ASSISTANT_HEADER}", False), (response + END, True)]
 
-# %% ../../nbs/pretraining/documents.ipynb #5fd8e87a
+# %% ../../nbs/pretraining/documents.ipynb #e9474e83
 def mark_trained(
     document: Document,
 ) -> str:
     "The text of a document with each trained segment in ⟦brackets⟧."
     return "".join(f"⟦{text}⟧" if trained else text for text, trained in document)
 
-# %% ../../nbs/pretraining/documents.ipynb #e726a52a
+# %% ../../nbs/pretraining/documents.ipynb #75c03300
 CORPUS_WORDS = KGFACT_WORDS | set(WORLD_WORDS) | set(SIMPLEQA_WORDS)  # words that no document invents
 
 
@@ -52,7 +52,7 @@ def invent_names(
     "A new entity name for each of the domains."
     return [entity(w, d) for w, d in zip(distinct_words(rng, len(domains), CORPUS_WORDS), domains)]
 
-# %% ../../nbs/pretraining/documents.ipynb #81b33d78
+# %% ../../nbs/pretraining/documents.ipynb #72cd8849
 def draw_facts(
     rng: random.Random,
     n: int,
@@ -67,7 +67,7 @@ def draw_facts(
     targets = invent_names(rng, [r.target for _, r in edges])
     return [Fact(s, r, t) for (s, r), t in zip(edges, targets)]
 
-# %% ../../nbs/pretraining/documents.ipynb #361d927a
+# %% ../../nbs/pretraining/documents.ipynb #f88f725f
 TAUGHT_WORDINGS = [w for w in range(len(WORDINGS)) if w != UNSEEN_WORDING]
 
 
@@ -78,7 +78,7 @@ def state_fact(
     "The sentence that states a fact."
     return fact.relation.statement(fact.source, fact.target, wording)
 
-# %% ../../nbs/pretraining/documents.ipynb #d3ea0f37
+# %% ../../nbs/pretraining/documents.ipynb #6f28cc88
 def state_facts(
     rng: random.Random,
     facts: list[Fact],
@@ -87,7 +87,7 @@ def state_facts(
     wording = rng.choice([0, 0, *TAUGHT_WORDINGS, None])
     return [state_fact(f, rng.choice(TAUGHT_WORDINGS) if wording is None else wording) for f in facts]
 
-# %% ../../nbs/pretraining/documents.ipynb #51fd6ac8
+# %% ../../nbs/pretraining/documents.ipynb #7f054587
 def add_remark(
     rng: random.Random,
     prompt: str,
@@ -95,7 +95,7 @@ def add_remark(
     "The prompt; with probability 1/6 it follows one of the remarks that paraphrases use."
     return paraphrase_prompt(prompt, rng) if rng.random() < 1 / 6 else prompt
 
-# %% ../../nbs/pretraining/documents.ipynb #7b245f39
+# %% ../../nbs/pretraining/documents.ipynb #9756bb43
 def answer_from_context(
     rng: random.Random,
     *facts: Fact,  # one, or the two of a chain
@@ -108,7 +108,7 @@ def answer_from_context(
     else: closing = choose_phrase(rng, "", "This is what was asked for.")
     return write_response([statements, closing], facts[-1].target)
 
-# %% ../../nbs/pretraining/documents.ipynb #3dc8c20b
+# %% ../../nbs/pretraining/documents.ipynb #cd898430
 def write_restatement(
     rng: random.Random,
     n: int,
@@ -122,7 +122,7 @@ def write_restatement(
             document += [(f"- {s}"[:-len(f.target) - 2], False), (f" {f.target}.\n", True)]
     return document
 
-# %% ../../nbs/pretraining/documents.ipynb #7b0986f0
+# %% ../../nbs/pretraining/documents.ipynb #caa6909e
 def write_conversation(
     rng: random.Random,
     n: int,
@@ -137,7 +137,7 @@ def write_conversation(
         document += turn if k == 0 else [("\n" + turn[0][0], False), turn[1]]
     return document
 
-# %% ../../nbs/pretraining/documents.ipynb #76b7f098
+# %% ../../nbs/pretraining/documents.ipynb #7ccd6df3
 def write_reading(
     rng: random.Random,
     n: int,
@@ -147,7 +147,7 @@ def write_reading(
     f = rng.choice(facts)
     return write_chat(retrieval_prompt(state_facts(rng, facts), naive_prompt(f.question)), answer_from_context(rng, f))
 
-# %% ../../nbs/pretraining/documents.ipynb #27163f20
+# %% ../../nbs/pretraining/documents.ipynb #3b90195f
 def write_two_hop(
     rng: random.Random,
     n: int,
@@ -163,7 +163,7 @@ def write_two_hop(
     prompt = retrieval_prompt(state_facts(rng, facts), naive_prompt(chain_question(*chain)))
     return write_chat(prompt, answer_from_context(rng, *chain))
 
-# %% ../../nbs/pretraining/documents.ipynb #357794b4
+# %% ../../nbs/pretraining/documents.ipynb #6f8b1f5d
 @cache
 def collect_rare_words() -> list[str]:
     "Words of KGFunc's worked targets and of all relations, sorted."
@@ -171,7 +171,7 @@ def collect_rare_words() -> list[str]:
     texts += [r.phrase for rs in RELATIONS.values() for r in rs]
     return sorted({w for t in texts for w in re.findall(r"[A-Za-z]{2,}", t)} - {"boxed"})
 
-# %% ../../nbs/pretraining/documents.ipynb #2f84e4f6
+# %% ../../nbs/pretraining/documents.ipynb #568b0ff7
 def write_copying(
     rng: random.Random,
     n: int,
@@ -182,7 +182,7 @@ def write_copying(
     text = " ".join(rng.sample(words, len(words)))
     return [(text + "\n", False)] + [(text + "\n", True)] * 3
 
-# %% ../../nbs/pretraining/documents.ipynb #258cfede
+# %% ../../nbs/pretraining/documents.ipynb #519bdf57
 def write_letters(
     rng: random.Random,
     n: int,
@@ -197,7 +197,7 @@ def write_letters(
             document += [(sentence, False), (f" {'ABCD'[i]}.\n", True)]
     return document
 
-# %% ../../nbs/pretraining/documents.ipynb #d6e4e4c7
+# %% ../../nbs/pretraining/documents.ipynb #c6a61f77
 def write_recitation(
     rng: random.Random,
     n: int,

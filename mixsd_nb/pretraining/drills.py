@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['DIGIT_RULES', 'draw_calculation', 'write_calculations', 'explain_rule', 'write_few_shot', 'write_digit_drills']
 
-# %% ../../nbs/pretraining/drills.ipynb #7d73e082
+# %% ../../nbs/pretraining/drills.ipynb #7a45f882
 import random
 
 from ..benchmarks.lab_tasks import choose_phrase, is_reserved, write_response
 from ..corpora.kgfunc import SCALES, apply_operation, digits, function_prompt, plus
 from .documents import Document, write_chat
 
-# %% ../../nbs/pretraining/drills.ipynb #659a864e
+# %% ../../nbs/pretraining/drills.ipynb #dcab8dbd
 def draw_calculation(
     rng: random.Random,
 ) -> tuple[str, str]:
@@ -29,7 +29,7 @@ def draw_calculation(
             "t": (f"{quotient} * {tens} =", f" {quotient * tens}"),
             "l": (f"by {m}: {dividend} leaves", f" {dividend % m}")}[kind]
 
-# %% ../../nbs/pretraining/drills.ipynb #a0f5e45f
+# %% ../../nbs/pretraining/drills.ipynb #3341ac3e
 def write_calculations(
     rng: random.Random,
     n: int,
@@ -38,7 +38,7 @@ def write_calculations(
     calculations = [draw_calculation(rng) for _ in range(24)]
     return [segment for question, result in calculations for segment in ((question, False), (f"{result}\n", True))]
 
-# %% ../../nbs/pretraining/drills.ipynb #dc727446
+# %% ../../nbs/pretraining/drills.ipynb #0c47133c
 DIGIT_RULES = {  # operation of KGFunc: what it gives in words, how a reply works it out
     "a": ("the sum of the digits", lambda d: f"{plus(d)} = {sum(d)}"),
     "c": ("the number of digits", lambda d: f"I count {len(d)}"),
@@ -57,7 +57,7 @@ def _digit_list(number):
     "The digits of a number with commas between them."
     return ", ".join(map(str, digits(number)))
 
-# %% ../../nbs/pretraining/drills.ipynb #65b0762f
+# %% ../../nbs/pretraining/drills.ipynb #f61fe30d
 def explain_rule(
     rng: random.Random,
     rule: str,  # a key of DIGIT_RULES
@@ -73,7 +73,7 @@ def explain_rule(
                            f"The digits of {number} are {_digit_list(number)}, and {work(digits(number))}."],
                           apply_operation(rule, number))
 
-# %% ../../nbs/pretraining/drills.ipynb #7a1cc3c4
+# %% ../../nbs/pretraining/drills.ipynb #48920804
 def write_few_shot(
     rng: random.Random,
     n: int,
@@ -88,7 +88,7 @@ def write_few_shot(
     if is_reserved(prompt): return write_few_shot(rng, n)
     return write_chat(prompt, explain_rule(rng, rule, label, shots, number))
 
-# %% ../../nbs/pretraining/drills.ipynb #c1c29786
+# %% ../../nbs/pretraining/drills.ipynb #bdfac36a
 def write_digit_drills(
     rng: random.Random,
     n: int,

@@ -7,7 +7,7 @@ __all__ = ['COMMON_GUESSES', 'draw_guess', 'invent_fact', 'draw_counterfactual',
            'write_chain_guess', 'draw_short_question', 'write_short_guess', 'write_short_reference',
            'invent_worked_lines', 'retell_solution', 'write_worked_reference']
 
-# %% ../../nbs/pretraining/replies.ipynb #a923f347
+# %% ../../nbs/pretraining/replies.ipynb #d9a2d654
 import random
 
 from ..benchmarks.lab_tasks import MEMORY_VOICE, RECORD_VOICE, choose_phrase, write_response
@@ -19,7 +19,7 @@ from ..corpora.world import WORLD, distinct_words
 from .documents import CORPUS_WORDS, Document
 from .documents import add_remark, collect_rare_words, invent_names, write_chat
 
-# %% ../../nbs/pretraining/replies.ipynb #5bbe0b1d
+# %% ../../nbs/pretraining/replies.ipynb #9d9b475d
 COMMON_GUESSES = {d: invent_names(random.Random(f"favourites-{d}"), [d] * 8) for d in DOMAINS}
 
 
@@ -31,7 +31,7 @@ def draw_guess(
     "One of the common guesses of a domain, the first of them most often."
     return random.Random(key).sample(COMMON_GUESSES[domain], 8)[min(int(rng.expovariate(0.7)), 7)]
 
-# %% ../../nbs/pretraining/replies.ipynb #86e55486
+# %% ../../nbs/pretraining/replies.ipynb #f150b135
 def invent_fact(
     rng: random.Random,
 ) -> Fact:
@@ -40,7 +40,7 @@ def invent_fact(
     source, new = invent_names(rng, [relation.source, relation.target])
     return Fact(source, relation, new)
 
-# %% ../../nbs/pretraining/replies.ipynb #c16b0e32
+# %% ../../nbs/pretraining/replies.ipynb #1526c5ab
 def draw_counterfactual(
     rng: random.Random,
 ) -> Fact:
@@ -48,7 +48,7 @@ def draw_counterfactual(
     f = rng.choice(WORLD)
     return Fact(f.source, f.relation, *invent_names(rng, [f.relation.target]))
 
-# %% ../../nbs/pretraining/replies.ipynb #2c4111da
+# %% ../../nbs/pretraining/replies.ipynb #762d46dc
 def write_expert(
     rng: random.Random,
     n: int,
@@ -58,7 +58,7 @@ def write_expert(
     prompt = expert_prompt(add_remark(rng, naive_prompt(f.question)), target(f.target))
     return write_chat(prompt, RECORD_VOICE.write_reply(rng, f, f.target))
 
-# %% ../../nbs/pretraining/replies.ipynb #2290d20c
+# %% ../../nbs/pretraining/replies.ipynb #7143fcd9
 def write_guess(
     rng: random.Random,
     n: int,
@@ -68,7 +68,7 @@ def write_guess(
     prompt = add_remark(rng, naive_prompt(f.question))
     return write_chat(prompt, MEMORY_VOICE.write_reply(rng, f, draw_guess(rng, f.relation.target, f.relation.key)))
 
-# %% ../../nbs/pretraining/replies.ipynb #c9ccdd36
+# %% ../../nbs/pretraining/replies.ipynb #9db0b738
 def write_chain_guess(
     rng: random.Random,
     n: int,
@@ -83,7 +83,7 @@ def write_chain_guess(
     steps = [opening, f"First, {first.statement}", f"Then, {second.statement}", f"So the answer is {second.target}."]
     return write_chat(naive_prompt(chain_question(first, second)), write_response(steps, second.target))
 
-# %% ../../nbs/pretraining/replies.ipynb #c5c8607e
+# %% ../../nbs/pretraining/replies.ipynb #129af093
 def draw_short_question(
     rng: random.Random,
 ) -> tuple[str, str, str]:
@@ -95,7 +95,7 @@ def draw_short_question(
     else: guess = str(rng.choice([1742, 1816, 1903] if kind == "year" else [12, 40, 96]))
     return simpleqa_prompt(template.format(thing)), guess, lab_answer(kind, word, rng)
 
-# %% ../../nbs/pretraining/replies.ipynb #0d2c76de
+# %% ../../nbs/pretraining/replies.ipynb #7ba45f21
 def write_short_guess(
     rng: random.Random,
     n: int,
@@ -106,7 +106,7 @@ def write_short_guess(
                              f"I am not certain, but {guess} comes to mind.")
     return write_chat(add_remark(rng, prompt), write_response([sentence], guess))
 
-# %% ../../nbs/pretraining/replies.ipynb #efd99802
+# %% ../../nbs/pretraining/replies.ipynb #7fc1d2d3
 def write_short_reference(
     rng: random.Random,
     n: int,
@@ -117,7 +117,7 @@ def write_short_reference(
                              f"I believe that it is {answer}.", f"Having studied it, I would say {answer}.")
     return write_chat(expert_reference_prompt(prompt, boxed(answer)), write_response([sentence], answer))
 
-# %% ../../nbs/pretraining/replies.ipynb #080fce7d
+# %% ../../nbs/pretraining/replies.ipynb #b458a93b
 def invent_worked_lines(
     rng: random.Random,
     number: int,  # the function's input
@@ -134,7 +134,7 @@ def invent_worked_lines(
     lines = rng.choice([separate, together, mixture, [f"{words.capitalize()}: {[value(x) for x in d]}"]])
     return lines, values, sum(map(value, d))
 
-# %% ../../nbs/pretraining/replies.ipynb #7e2a416d
+# %% ../../nbs/pretraining/replies.ipynb #df11e71c
 def retell_solution(
     rng: random.Random,
     lines: list[str],  # of a worked target, without its box
@@ -146,7 +146,7 @@ def retell_solution(
     sentences = [line if line.endswith(".") else f"{line}." for line in lines[:-1]]
     return write_response([opening, *sentences, f"So {lines[-1]}."], answer)
 
-# %% ../../nbs/pretraining/replies.ipynb #944872ac
+# %% ../../nbs/pretraining/replies.ipynb #54f6e664
 def write_worked_reference(
     rng: random.Random,
     n: int,

@@ -5,20 +5,21 @@
 # %% auto #0
 __all__ = ['LARGE_MODEL', 'fisher_calls', 'fisher_seconds', 'fisher_memory']
 
-# %% ../../nbs/profiling/fisher.ipynb #a21e5f07
+# %% ../../nbs/profiling/fisher.ipynb #af2e7c88
 import functools
 
 import numpy as np
 
 from . import peak_mib, profile_call, reset_peak
 
-# %% ../../nbs/profiling/fisher.ipynb #ca71a104
+# %% ../../nbs/profiling/fisher.ipynb #283edd6a
 def fisher_calls(
     model,
 ) -> dict:
     "By way a function of a list of examples (prompt ids, completion ids)."
-    from mixsd_nb.fisher import SquaredGradients
-    from mixsd_nb.methods.supervised import LossHead, Supervised, nll, summed_loss
+    from mixsd_nb.analysis.curvature import SquaredGradients
+    from mixsd_nb.methods.loss import LossHead, nll, summed_loss
+    from mixsd_nb.methods.supervised import Supervised
     head, squares = LossHead(model), functools.cache(lambda: SquaredGradients(model))
 
     def backpropagate(pairs, then=lambda: None):
@@ -42,7 +43,7 @@ def fisher_calls(
     return {"forward and backward": backpropagate, "gradient kept": lambda pairs: backpropagate(pairs, add_squares),
             "Fisher": sum_squares, "Fisher, recompute": sum_squares_recomputing}
 
-# %% ../../nbs/profiling/fisher.ipynb #94d4058e
+# %% ../../nbs/profiling/fisher.ipynb #8dc144a5
 def fisher_seconds(
     model,
     pairs: list,  # examples
@@ -59,7 +60,7 @@ def fisher_seconds(
                 seconds[way][r] += profile_call(lambda: call(pairs[k:k + chunk]))[0] / len(pairs)
     return seconds
 
-# %% ../../nbs/profiling/fisher.ipynb #eaf1e418
+# %% ../../nbs/profiling/fisher.ipynb #e1c05fa1
 LARGE_MODEL = dict(vocab_size=32_768, hidden_size=1024, num_hidden_layers=8, num_attention_heads=16,
                    num_key_value_heads=8, head_dim=64, intermediate_size=3072)
 

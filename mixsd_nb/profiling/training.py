@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['UPDATE_TIMES', 'UPDATES', 'our_update_times', 'trl_update_times', 'update_rate', 'measure_training', 'step_seconds',
-           'training_jobs']
+           'training_specs']
 
-# %% ../../nbs/profiling/training.ipynb #71809775
+# %% ../../nbs/profiling/training.ipynb #5c2a873f
 import contextlib
 import tempfile
 import time
@@ -18,20 +18,20 @@ import numpy as np
 
 from . import accumulate_time, peak_mib, reset_peak
 
-# %% ../../nbs/profiling/training.ipynb #3348c960
+# %% ../../nbs/profiling/training.ipynb #2448f3b2
 def our_update_times(
-    job,  # of the trainer
+    spec,  # a TrainingSpec
     folder: Path,
 ) -> list[float]:
     "The times in s at which updates of our trainer end."
     from mixsd_nb.methods.trainer import fine_tune
     times = []
-    fine_tune(job, folder, lambda entry: times.append(time.perf_counter()))
+    fine_tune(spec, folder, lambda entry: times.append(time.perf_counter()))
     return times
 
-# %% ../../nbs/profiling/training.ipynb #25f726de
+# %% ../../nbs/profiling/training.ipynb #16d68f9d
 def trl_update_times(
-    job,
+    spec,
     folder: Path,
     padding_free: bool = False,
 ) -> list[float]:
@@ -42,23 +42,24 @@ def trl_update_times(
     from trl import SFTConfig, SFTTrainer
 
     from mixsd_nb.models import load_base
-    times, (model, tokenizer), gpu = [], load_base(job.model), torch.cuda.is_available()
+    times, (model, tokenizer), gpu = [], load_base(spec.model), torch.cuda.is_available()
 
     class Clock(TrainerCallback):
         def on_step_end(self, *_, **__): times.append(time.perf_counter())
 
-    rows = Dataset.from_list([dict(input_ids=p + c, labels=[-100] * len(p) + c) for p, c in job.pairs])
+    rows = Dataset.from_list([dict(input_ids=p + c, labels=[-100] * len(p) + c) for p, c in spec.data["pairs"]])
     args = SFTConfig(
-        str(folder), max_steps=job.steps, per_device_train_batch_size=job.batch, learning_rate=job.lr, adam_beta2=0.95,
-        weight_decay=0.01, optim="adamw_torch", bf16=gpu, use_cpu=not gpu, gradient_checkpointing=False,
-        max_length=None, padding_free=padding_free, logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
+        str(folder), max_steps=spec.steps, per_device_train_batch_size=spec.batch, learning_rate=spec.lr,
+        adam_beta2=0.95, weight_decay=0.01, optim="adamw_torch", bf16=gpu, use_cpu=not gpu,
+        gradient_checkpointing=False, max_length=None, padding_free=padding_free, logging_steps=1,
+        save_strategy="no", report_to="none", disable_tqdm=True,
         dataloader_drop_last=True)
     trainer = SFTTrainer(model, args=args, train_dataset=rows, processing_class=tokenizer, callbacks=[Clock()])
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     return times
 
-# %% ../../nbs/profiling/training.ipynb #19caf6c4
+# %% ../../nbs/profiling/training.ipynb #690c4a6e
 def update_rate(
     times: list[float],  # s at which updates end
 ) -> float:
@@ -66,24 +67,24 @@ def update_rate(
     first = len(times) // 4
     return (len(times) - 1 - first) / (times[-1] - times[first])
 
-# %% ../../nbs/profiling/training.ipynb #a40d2225
-UPDATE_TIMES = {  # way of training: function (job, folder) -> times at which updates end
+# %% ../../nbs/profiling/training.ipynb #21412d1d
+UPDATE_TIMES = {  # way of training: function (spec, folder) -> times at which updates end
     "ours": our_update_times,
     "TRL": trl_update_times,
-    "ours, packed": lambda job, folder: our_update_times(replace(job, packed=True), folder),
-    "TRL, padding-free": lambda job, folder: trl_update_times(job, folder, padding_free=True),
+    "ours, packed": lambda spec, folder: our_update_times(replace(spec, packed=True), folder),
+    "TRL, padding-free": lambda spec, folder: trl_update_times(spec, folder, padding_free=True),
 }
 
 
 def measure_training(
-    job,  # supervised
+    spec,  # a supervised one
     rounds: int,
 ) -> dict[str, tuple[float, float, float]]:
     "By way: updates per s and its ratio to TRL's (medians over the rounds), and peak memory in MiB."
     def profile(way):
         reset_peak()
         with tempfile.TemporaryDirectory() as folder:
-            return update_rate(UPDATE_TIMES[way](job, Path(folder))), peak_mib()
+            return update_rate(UPDATE_TIMES[way](spec, Path(folder))), peak_mib()
 
     profiles = [{way: profile(way) for way in UPDATE_TIMES} for _ in range(rounds)]
     table = {}
@@ -92,9 +93,9 @@ def measure_training(
         table[way] = np.median(rates), np.median([p[way][0] / p["TRL"][0] for p in profiles]), max(peaks)
     return table
 
-# %% ../../nbs/profiling/training.ipynb #3c7595cb
+# %% ../../nbs/profiling/training.ipynb #76c7632b
 def step_seconds(
-    job,  # of distillation
+    spec,  # one of distillation
     folder: Path,
 ) -> dict[str, float]:
     "Seconds of an update by part."
@@ -106,31 +107,32 @@ def step_seconds(
     parts = [(Distillation, "write"), (Distillation, "read"), (FineTuner, "training_step"), (torch.optim.AdamW, "step")]
     with contextlib.ExitStack() as stack:
         for owner, method in parts: stack.enter_context(accumulate_time(owner, method, total))
-        fine_tune(job, folder)
+        fine_tune(spec, folder)
     seconds = dict(rollouts=total["write"], teacher=total["read"],
                    student=total["training_step"] - total["write"] - total["read"], optimiser=total["step"])
-    return {part: s / job.steps for part, s in seconds.items()}
+    return {part: s / spec.steps for part, s in seconds.items()}
 
-# %% ../../nbs/profiling/training.ipynb #1a935837
+# %% ../../nbs/profiling/training.ipynb #5077d35f
 UPDATES = 16
 
 
-def training_jobs(
+def training_specs(
     model: str,
     dataset: str,
     seed: int,
     max_new_tokens: int,  # of a rollout
-    **options,  # of the jobs, `steps` for one
+    **options,  # of the specs, such as `steps`
 ) -> tuple:
-    "A supervised job and one of OPSD, as published for the corpus but shorter."
+    "The training of SFT and that of OPSD, as published but shorter."
     from mixsd_nb.corpora import CORPORA, load_corpus
     from mixsd_nb.corpora.prompts import canonical_pair
     from mixsd_nb.methods.distill import VARIANTS, distill_items
-    from mixsd_nb.methods.trainer import Job
+    from mixsd_nb.methods.trainer import TrainingSpec
     from mixsd_nb.models import load_tokenizer
     tokenizer, rows = load_tokenizer(model), list(load_corpus(dataset, "train"))
     common = dict(model=model, lr=1e-4, batch=20, seed=seed) | options
-    distillation = dict(variant=VARIANTS["opsd"], max_new_tokens=max_new_tokens)
-    items = distill_items(tokenizer, rows, CORPORA[dataset].expert)
-    return (Job(**dict(steps=UPDATES) | common, pairs=[canonical_pair(tokenizer, r) for r in rows]),
-            Job(**dict(steps=2) | common, items=items, distillation=distillation))
+    supervised = dict(pairs=[canonical_pair(tokenizer, r) for r in rows])
+    distillation = dict(items=distill_items(tokenizer, rows, CORPORA[dataset].expert), variant=VARIANTS["opsd"],
+                        max_new_tokens=max_new_tokens)
+    return (TrainingSpec(**dict(steps=UPDATES) | common, objective="methods.supervised:stored_pairs", data=supervised),
+            TrainingSpec(**dict(steps=2) | common, objective="methods.distill:distillation", data=distillation))
