@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mixsd_nb.benchmarks.lab_tasks import Item
+from mixsd_nb.benchmarks import Item
+from mixsd_nb.benchmarks.evaluation import generate_and_grade
 from mixsd_nb.corpora.prompts import prompt_ids
-from mixsd_nb.evaluate import ask
 from mixsd_nb.models import load_base, load_engine
 from mixsd_nb.models.lab import CONTEXT, SIZES, lab_folder
 
@@ -25,7 +25,8 @@ def test_any_text_comes_back_from_its_tokens(lab, text):
 def test_empty_foreign_and_too_long_prompts(lab):
     texts = {"empty": "", "foreign": "Где находится 東京 ؟ 🙂", "long": "What location does Kelmor Bellamy live in? " * 300}
     assert len(prompt_ids(lab[1], texts["long"])) > CONTEXT
-    table = ask(load_engine("hf", *lab), {k: Item(t, "", "x") for k, t in texts.items()}).set_index("item")
+    items = {k: Item(t, "", "x") for k, t in texts.items()}
+    table = generate_and_grade(load_engine("hf", *lab), items).set_index("item")
     assert table.finish_reason["long"] == "prompt_too_long" and table.error["long"] == "prompt too long" and table.response["long"] == ""
     assert all(table.finish_reason[k] in ("stop", "max_new_tokens") and table.response[k] for k in ("empty", "foreign"))
     assert not table.correct.any()
