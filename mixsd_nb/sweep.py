@@ -125,7 +125,7 @@ def report(
         print(f"\n{row.state}: {row.message or 'no message'}\n  {row.log or 'no log'}\n  {row.advice}")
     return int(len(failed) > 0)
 
-# %% ../nbs/sweep.ipynb #cfcacdee
+# %% ../nbs/sweep.ipynb #1206db39
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m mixsd_nb.sweep", description="Run a grid of a stage.")
     parser.add_argument("command", choices=["preview", "run", "status", "wait", "retry", "cancel"])

@@ -57,8 +57,9 @@ cached_run(slug(config), config, compute)
 
 
 def notebook(path):
-    cells = [dict(cell_type="code", id=f"c{k}", metadata=dict(tags=["parameters"] if k == 1 else []), execution_count=None,
-                  outputs=[], source=source.strip()) for k, source in enumerate(CELLS.split("%%"))]
+    tags = lambda k: dict(tags=["parameters"]) if k == 1 else {}
+    cells = [dict(cell_type="code", id=f"c{k}", metadata=tags(k), execution_count=None, outputs=[], source=code.strip())
+             for k, code in enumerate(CELLS.split("%%"))]
     kernel = dict(display_name="python3", language="python", name="python3")
     path.write_text(json.dumps(dict(cells=cells, metadata=dict(kernelspec=kernel), nbformat=4, nbformat_minor=5)))
 
@@ -72,7 +73,8 @@ def desk(tmp_path, monkeypatch):
 
     def make(*behaviours, **resources):
         for seed, text in enumerate(behaviours): (tmp_path / str(seed)).write_text(text)
-        grid = dict(notebook=str(tmp_path / "generate.ipynb"), axes=dict(seed=list(range(len(behaviours)))), resources=resources)
+        axes = dict(seed=list(range(len(behaviours))))
+        grid = dict(notebook=str(tmp_path / "generate.ipynb"), axes=axes, resources=resources)
         (tmp_path / "grid.yaml").write_text(yaml.safe_dump(grid))
         return Sweep(tmp_path / "grid.yaml")
     return make
@@ -98,15 +100,18 @@ FAILING = {
 
 
 def test_each_failure_has_its_name_and_its_rule(desk, tmp_path):
-    "One failed cell stops no other; the command ends with 1 and names the log of each; then only what a rule allows is begun again."
+    """A cell that fails stops no other one; the command's exit code is 1, and it names the log of each.
+
+    After that, a command begins only the cells that their rule allows."""
     failing = desk(*FAILING)
     process = command("run", tmp_path / "grid.yaml", "--workers", 2)
     output, error = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1, error
     assert failing.status().state.tolist() == list(FAILING.values()), failing.status().to_string()
     for cell in failing.cells[1:]: assert str(list_attempts(cell)[-1] / "log.txt") in output
-    assert "ZeroDivisionError" in (list_attempts(failing.cells[1])[0] / "log.txt").read_text()
-    assert read_json(list_attempts(failing.cells[1])[0] / "end.json")["message"] == "ZeroDivisionError: division by zero"
+    first = list_attempts(failing.cells[1])[0]
+    assert "ZeroDivisionError" in (first / "log.txt").read_text()
+    assert read_json(first / "end.json")["message"] == "ZeroDivisionError: division by zero"
     for seed in range(5): (tmp_path / str(seed)).write_text("")
     table = failing.run(workers=2)
     assert table.state.tolist() == ["done", "raised", "out of memory", "done", "done"]
@@ -118,8 +123,8 @@ def test_each_failure_has_its_name_and_its_rule(desk, tmp_path):
 
 def test_a_cell_continues_after_its_time_limit_while_it_makes_progress(desk):
     # The first attempt hangs, and does not end when it is asked to.
-    late = desk("if not (folder / 'half').exists():\n    (folder / 'half').touch()\n    os.kill(os.getpid(), signal.SIGSTOP)",
-                minutes=0.25)
+    hang = "if not (folder / 'half').exists():\n    (folder / 'half').touch()\n    os.kill(os.getpid(), signal.SIGSTOP)"
+    late = desk(hang, minutes=0.25)
     table = late.run()
     assert table.state.tolist() == ["done"] and computations(late.cells[0]) == ["once"]
     kinds = [read_json(a / "end.json")["kind"] for a in list_attempts(late.cells[0])]
@@ -131,7 +136,8 @@ def test_two_sweeps_of_one_grid(desk, tmp_path):
     twice = desk(*["time.sleep(0.3)"] * 4)
     sweeps = [command("run", tmp_path / "grid.yaml", "--workers", 2) for _ in range(2)]
     for process in sweeps: assert process.communicate(timeout=PATIENCE) and process.returncode == 0
-    assert [computations(cell) for cell in twice.cells] == [["once"]] * 4 and twice.status().attempts.tolist() == [1] * 4
+    assert [computations(cell) for cell in twice.cells] == [["once"]] * 4
+    assert twice.status().attempts.tolist() == [1] * 4
     assert next((tmp_path / "runs").glob("shared-*/made")).read_text().split() == ["once"]
 
 
@@ -139,7 +145,8 @@ def test_a_killed_sweep_leaves_nothing_behind_and_continues(desk, tmp_path):
     "SIGKILL while a cell runs: notebook and kernel end too, the lock is free, and the same command continues."
     lost = desk("(folder / 'kernel').write_text(str(os.getpid())); time.sleep(600)", "")
     process = command("run", tmp_path / "grid.yaml", "--workers", 1)
-    pid = int(until(lambda: "".join(p.read_text() for p in (tmp_path / "runs").glob("*/kernel")), PATIENCE, "the kernel"))
+    read_pid = lambda: "".join(path.read_text() for path in (tmp_path / "runs").glob("*/kernel"))
+    pid = int(until(read_pid, PATIENCE, "the kernel"))
     family = [psutil.Process(pid), *psutil.Process(process.pid).children(recursive=True)]
     assert lost.status().state.tolist() == ["running", "pending"]
     process.send_signal(signal.SIGKILL)
@@ -183,12 +190,14 @@ def test_a_cell_on_two_nodes(tiny, tmp_path, monkeypatch):
     "Two tasks as Slurm starts them on two nodes: both train, the first one measures."
     monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
     cell = Sweep(dict(notebook="train", fixed=dict(method="sft", model=tiny, n=2, epochs=1, checkpoints=[]))).cells[0]
-    task = "import json, sys; from mixsd_nb.cluster.slurm import run_task; print(run_task(json.loads(sys.argv[1]), 0, 10))"
+    task = "import json, sys; from mixsd_nb.cluster import slurm; print(slurm.run_task(json.loads(sys.argv[1]), 0, 10))"
     nodes = [dict(SLURM_JOB_ID="77", SLURM_JOB_NUM_NODES="2", SLURM_PROCID=str(rank)) for rank in range(2)]
     command = [sys.executable, "-c", task, json.dumps(asdict(cell))]
-    tasks = [subprocess.Popen(command, env=os.environ | node, cwd=ROOT, stdout=subprocess.PIPE, text=True) for node in nodes]
+    tasks = [subprocess.Popen(command, env=os.environ | node, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+             for node in nodes]
     outputs = [process.communicate(timeout=PATIENCE)[0] for process in tasks]
-    assert [text.split()[-1] for text in outputs] == ["done", "trained"], (list_attempts(cell)[0] / "log.txt").read_text()
+    log = (list_attempts(cell)[0] / "log.txt").read_text()
+    assert [text.split()[-1] for text in outputs] == ["done", "trained"], log
     assert len(list_attempts(cell)) == 1 and read_json(cell.run_folder / "job.json")["processes"] == 2
 
 
@@ -228,7 +237,8 @@ def test_files_are_like_files_beside_them(tmp_path, monkeypatch):
     (tmp_path / "below/two.yaml").write_text("like: one.yaml")
     monkeypatch.chdir(tmp_path)
     cells = Sweep("below/more.yaml").cells
-    assert [(c.parameters["lr"], c.parameters["method"]) for c in cells] == [(0.001, "mixsd"), (3e-4, "sft"), (3e-4, "mixsd"), (1e-4, "mixsd")]
+    values = [(cell.parameters["lr"], cell.parameters["method"]) for cell in cells]
+    assert values == [(0.001, "mixsd"), (3e-4, "sft"), (3e-4, "mixsd"), (1e-4, "mixsd")]
     assert {(c.parameters["n"], c.parameters["model"]) for c in cells} == {(7, "lab-s")}
     with pytest.raises(ParameterError, match="grid one.yaml is `like` itself"): Sweep("below/one.yaml")
 
@@ -258,7 +268,7 @@ def test_slurm_is_asked_once_about_a_job_that_is_gone(desk, monkeypatch):
 
 
 def test_progress_counts_wherever_it_is_made(desk, tmp_path):
-    "A cell that mixes for longer than its limit makes progress though it writes no file; one that hangs at one place does not."
+    "A cell that mixes for longer than its limit makes progress though it writes no file; one that hangs does not."
     start = ("from mixsd_nb.runs import report_progress\n(folder / 'logs').mkdir(parents=True, exist_ok=True)\n"
              "(folder / f'logs/{time.time()}').touch()\n")
     mixing = desk(start + "report_progress('mixing', 5, 9); time.sleep(600)")
@@ -275,7 +285,8 @@ MISTAKES = {
     "notebook: train\naxes: {lam: [0.3, 1.5]}": "lam must be between 0 and 1, got 1.5",
     "notebook: train\nresources: {gpu: 1}": "unknown parameter gpu; did you mean gpus?",
     "notebook: nll\nresources: {nodes: 2}": "nodes must be 1, got 2: nll runs on one node",
-    "notebook: train\naxes: {lam: [0.3, 0.5]}\nexclude: [{lam: 0.7}]": "exclude matches no combination of the axes: {'lam': 0.7}",
+    "notebook: train\naxes: {lam: [0.3, 0.5]}\nexclude: [{lam: 0.7}]":
+        "exclude matches no combination of the axes: {'lam': 0.7}",
     "notebook: train\nfixed: {force: true}": "force is not a parameter of a cell",
     "notebook: trian": "stage must be the name of a stage or the file of its notebook, got trian",
     "notebook: no-such/train.ipynb": "got no-such/train.ipynb; there is no no-such/train.ipynb",
@@ -299,13 +310,13 @@ def tool(folder, name, text):
 
 
 def test_slurm_is_asked_with_and_without_accounting(tmp_path, monkeypatch):
-    "scontrol first, sacct if that has forgotten the job, and neither if both are silent; a command that hangs is given up."
+    "scontrol first, sacct if that has forgotten the job, and neither if both are silent; a command may hang."
     monkeypatch.setenv("PATH", str(tmp_path) + ":/usr/bin:/bin")
     tool(tmp_path, "scontrol", "exit 1")
     tool(tmp_path, "sacct", "exit 1")
     assert status.classify_job("7")[0] == "killed"
-    kinds = {"OUT_OF_MEMORY": "out of memory", "NODE_FAIL": "node failure", "TIMEOUT": "timeout", "CANCELLED by 0": "cancelled",
-             "FAILED": "killed"}
+    kinds = {"OUT_OF_MEMORY": "out of memory", "NODE_FAIL": "node failure", "TIMEOUT": "timeout",
+             "CANCELLED by 0": "cancelled", "FAILED": "killed"}
     for state, kind in kinds.items():
         tool(tmp_path, "sacct", f"echo '{state}'")
         assert status.classify_job("7")[0] == kind
