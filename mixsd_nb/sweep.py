@@ -56,16 +56,16 @@ class Sweep:
         self,
         where: Literal["local", "slurm"] = "local",
         workers: int = 0,  # cells that run concurrently on this machine; 0 for as many as fit
-        kinds: Iterable[str] = (),  # failures to begin again; none for all cells that need no person
+        kinds: Iterable[str] = (),  # failures to restart; none for all that need no person's help
     ) -> pd.DataFrame:
-        "Run the cells here until all are over, or submit them to Slurm and return; returns the table of `status`."
+        "Run the cells here until all have ended, or submit them to Slurm; returns the table of `status`."
         return self._begin(startable_states("run", kinds), where, workers)
 
     def retry(
         self,
         where: Literal["local", "slurm"] = "local",
         workers: int = 0,  # as in `run`
-        kinds: Iterable[str] = (),  # failures to begin again; none for all but cancelled cells
+        kinds: Iterable[str] = (),  # failures to restart; none for all but cancelled cells
     ) -> pd.DataFrame:
         "As `run`, but only for cells that failed, and for those whose cause a person had to look at."
         return self._begin(startable_states("retry", kinds), where, workers)
@@ -125,7 +125,7 @@ def report(
         print(f"\n{row.state}: {row.message or 'no message'}\n  {row.log or 'no log'}\n  {row.advice}")
     return int(len(failed) > 0)
 
-# %% ../nbs/sweep.ipynb #1206db39
+# %% ../nbs/sweep.ipynb #0929a803
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m mixsd_nb.sweep", description="Run a grid of a stage.")
     parser.add_argument("command", choices=["preview", "run", "status", "wait", "retry", "cancel"])
@@ -134,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, default=0,
                         help="cells that run concurrently on this machine; 0 for as many as fit")
     parser.add_argument("--kinds", default="",
-                        help=f"failures to begin again, separated by commas: {', '.join(FAILURES)}")
+                        help=f"failures to restart, separated by commas: {', '.join(FAILURES)}")
     return parser
 
 

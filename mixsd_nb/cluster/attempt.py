@@ -27,7 +27,7 @@ from ..runs import ParameterError, find_stage, read_json, try_lock, write_json
 # %% ../../nbs/cluster/attempt.ipynb #92c5a7ac
 class Failure(NamedTuple):
     "A way in which a cell can fail."
-    restart: Literal["automatic", "run", "retry", "by name"]  # what begins such a cell again
+    restart: Literal["automatic", "run", "retry", "by name"]  # what restarts such a cell
     advice: str  # what a person can do
 
 
@@ -38,7 +38,7 @@ FAILURES = {
     "dead kernel": Failure("run", "the kernel died; the same command continues"),
     "raised": Failure("retry", "read the log, and retry when the cause is fixed"),
     "out of memory": Failure("retry", "retry with more memory"),
-    "cancelled": Failure("by name", "retry --kinds cancelled begins the cell again"),
+    "cancelled": Failure("by name", "retry --kinds cancelled restarts the cell"),
 }
 
 # %% ../../nbs/cluster/attempt.ipynb #d8c9e9cc

@@ -84,7 +84,7 @@ def run_workers(
 ) -> Iterator[Callable[[], bool]]:
     """Run cells on this machine while the block waits for them; yields a function that says whether a worker is busy.
 
-    Leaving the block before all cells are over, as an interrupt does, ends what runs."""
+    Leaving the block before all cells have ended, as an interrupt does, ends the running cells."""
     todo, stop = deque(cells), threading.Event()
     with ThreadPoolExecutor(len(gpus)) as pool:
         environments = [_worker_environment(names, len(gpus)) for names in gpus]

@@ -183,7 +183,7 @@ def watch_table(
     busy: Callable[[], bool] | None = None,  # whether there is something to wait for; None to read it from the table
     every: float = 1,  # seconds
 ) -> pd.DataFrame:
-    """Show the table until everything is over; returns the last table.
+    """Show the table until all cells have ended; returns the last table.
 
     It is updated in place in a notebook and on a terminal; elsewhere a line is printed whenever the counts change."""
     in_notebook, on_terminal, handle, last = "ipykernel" in sys.modules, sys.stdout.isatty(), None, ""
