@@ -19,7 +19,8 @@ from mixsd_nb import sweep
 from mixsd_nb.cluster import local, status
 from mixsd_nb.cluster.attempt import list_attempts, run_attempt
 from mixsd_nb.cluster.grid import GridOutputs, find_notebook, list_grids, read_grid
-from mixsd_nb.runs import ParameterError, find_stage, make_config, read_json, write_json, write_result
+from mixsd_nb.runs import (ParameterError, find_stage, make_config, open_result, read_json, remove_run, write_json,
+                           write_result)
 from mixsd_nb.sweep import Sweep
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,32 +28,36 @@ PATIENCE = 600  # seconds for any one thing to happen
 
 # A notebook of the stage generate, quick and of any behaviour: that of a file which the seed names.
 CELLS = """
-#| default_exp generate
 import os, pathlib, signal, time
 import xarray as xr
-from mixsd_nb.generate import GenerateConfig, slug
-from mixsd_nb.results.runs import Config, cached_run, notebook_config
+from mixsd_nb.generate import GenerateConfig
+from mixsd_nb.runs import Stage, notebook_config
+
+def note(run, x):
+    with open(run.folder / "made", "a") as file: file.write("once\\n")
+    return xr.DataTree(xr.Dataset(dict(x=((), x, dict(long_name="x", units="1")))))
+
+class Shared(Stage):
+    name = "shared"
+    def slug(self): return "work"
+    def compute(self, run):
+        time.sleep(0.5)
+        return note(run, 0)
+
+class Quick(GenerateConfig):
+    def compute(self, run):
+        behaviour = pathlib.Path(os.environ["BEHAVIOUR"]) / str(self.seed)
+        if behaviour.exists(): exec(behaviour.read_text(), globals() | dict(folder=run.folder))
+        return note(run, self.seed)
+
 before = set(globals())
 %%
 seed: int = 0  # names the behaviour
+dataset: str = "kgfact-small"
 %%
-config = notebook_config(GenerateConfig, before, globals())
-class Shared(Config):
-    n: int = 1
-value = lambda x: xr.DataTree(xr.Dataset(dict(x=((), x, dict(long_name="x", units="1")))))
-def note(folder, x):
-    with open(folder / "made", "a") as file: file.write("once\\n")
-    return value(x)
-def shared(folder):
-    time.sleep(0.5)
-    return note(folder, 0)
-def compute(folder):
-    behaviour = pathlib.Path(os.environ["BEHAVIOUR"]) / str(config.seed)
-    if behaviour.exists(): exec(behaviour.read_text(), globals() | dict(folder=folder))
-    return note(folder, config.seed)
-%%
-cached_run("shared", Shared(), shared)
-cached_run(slug(config), config, compute)
+config = notebook_config(Quick, before, globals())
+Shared().run()
+config.run()
 """
 
 
@@ -172,18 +177,35 @@ def test_cancel_ends_running_cells_and_skips_pending_ones(desk, tmp_path):
     assert set(waiting.retry(kinds=["cancelled"]).state) == {"done"}
 
 
-def test_a_result_made_by_hand_counts(desk, tmp_path):
+def test_a_result_made_by_hand_counts(desk):
     "A cell is done when its result exists, no matter who computed it; a removed result is computed again."
-    from mixsd_nb.generate import GenerateConfig, slug
-    from mixsd_nb.results.runs import cached_run, discard, open_result
-    by_hand = desk("")
-    table = by_hand.run()
-    folder = by_hand.cells[0].run_folder
+    from mixsd_nb.generate import GenerateConfig
+    quick = desk("")
+    table = quick.run()
+    folder = quick.cells[0].run_folder
     tree = open_result(folder)
-    discard(folder)
-    assert by_hand.status().state.tolist() == ["pending"]
-    cached_run(slug(GenerateConfig()), GenerateConfig(), lambda folder: tree)
-    assert by_hand.status().state.tolist() == ["done"] and table.attempts.tolist() == by_hand.status().attempts.tolist()
+    remove_run(folder)
+    assert quick.status().state.tolist() == ["pending"]
+
+    class ByHand(GenerateConfig):
+        def compute(self, run): return tree
+    assert ByHand().run().folder == folder
+    assert quick.status().state.tolist() == ["done"] and table.attempts.tolist() == quick.status().attempts.tolist()
+
+
+def test_plugins_are_loaded_in_every_process(desk, tmp_path, monkeypatch):
+    "A corpus that a plugin declares is known to the command and to the kernel of the cell."
+    desk("")
+    (tmp_path / "toy_plugin.py").write_text("from dataclasses import replace\nfrom mixsd_nb.corpora import CORPORA\n"
+                                            "CORPORA.add(replace(CORPORA['kgfact-small'], name='toy-corpus'))\n")
+    grid = dict(notebook=str(tmp_path / "generate.ipynb"), axes=dict(dataset=["toy-corpus"]))
+    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(grid))
+    monkeypatch.setenv("MIXSD_PLUGINS", "toy_plugin")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep))
+    process = command("run", tmp_path / "grid.yaml")
+    output, error = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, output + error
+    assert len(list((tmp_path / "runs").glob("generate-toy-corpus-*/result.nc"))) == 1
 
 
 def test_a_cell_on_two_nodes(tiny, tmp_path, monkeypatch):
@@ -284,7 +306,7 @@ MISTAKES = {
     "notebook: train\nfixed: {lamb: 0.5}": "unknown parameter lamb; did you mean lam?",
     "notebook: train\naxes: {lam: [0.3, 1.5]}": "lam must be between 0 and 1, got 1.5",
     "notebook: train\nresources: {gpu: 1}": "unknown parameter gpu; did you mean gpus?",
-    "notebook: nll\nresources: {nodes: 2}": "nodes must be 1, got 2: nll runs on one node",
+    "notebook: evaluate\nresources: {nodes: 2}": "nodes must be 1, got 2: evaluate runs on one node",
     "notebook: train\naxes: {lam: [0.3, 0.5]}\nexclude: [{lam: 0.7}]":
         "exclude matches no combination of the axes: {'lam': 0.7}",
     "notebook: train\nfixed: {force: true}": "force is not a parameter of a cell",

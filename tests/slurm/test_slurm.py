@@ -15,6 +15,10 @@ from mixsd_nb.runs import read_json
 from mixsd_nb.sweep import Sweep, report
 
 PATIENCE = 400  # seconds for any one thing to happen
+PLUGIN = """
+import os, pathlib
+if job := os.environ.get("SLURM_JOB_ID"): pathlib.Path(__file__).with_name(f"job-{job}").touch()
+"""
 NAMES = ["raises", "kernel", "runner", "cancelled", "late", "calm"]
 
 
@@ -72,6 +76,12 @@ def run_out_of_time(cell):
 
 def test_every_failure_is_recognised_and_continues(slurm, models, undisturbed, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "runs"))
+    plugins = tmp_path / "plugins"
+    plugins.mkdir()
+    (plugins / "job_plugin.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(plugins)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(plugins), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep))
+    monkeypatch.setenv("MIXSD_PLUGINS", "job_plugin")
     weights = Path(models["broken"]) / "model.safetensors"
     weights.rename(weights.with_suffix(".away"))
     sweep = Sweep(grid(models))
@@ -117,3 +127,4 @@ def test_every_failure_is_recognised_and_continues(slurm, models, undisturbed, t
     sweep.retry("slurm", kinds=["cancelled"])
     assert report(sweep.wait()) == 0
     xr.testing.assert_identical(sweep.cube(), undisturbed)
+    assert len(list(plugins.glob("job-*"))) >= len(NAMES), "the kernels of Slurm's jobs load plugins"
