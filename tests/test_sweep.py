@@ -201,7 +201,7 @@ def test_plugins_are_loaded_in_every_process(desk, tmp_path, monkeypatch):
     grid = dict(notebook=str(tmp_path / "generate.ipynb"), axes=dict(dataset=["toy-corpus"]))
     (tmp_path / "grid.yaml").write_text(yaml.safe_dump(grid))
     monkeypatch.setenv("MIXSD_PLUGINS", "toy_plugin")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     process = command("run", tmp_path / "grid.yaml")
     output, error = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, output + error

@@ -80,7 +80,7 @@ def test_every_failure_is_recognised_and_continues(slurm, models, undisturbed, t
     plugins.mkdir()
     (plugins / "job_plugin.py").write_text(PLUGIN)
     monkeypatch.syspath_prepend(plugins)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(plugins), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep))
+    monkeypatch.setenv("PYTHONPATH", str(plugins), prepend=os.pathsep)
     monkeypatch.setenv("MIXSD_PLUGINS", "job_plugin")
     weights = Path(models["broken"]) / "model.safetensors"
     weights.rename(weights.with_suffix(".away"))
