@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mixsd_nb.results.cube import shown
+from mixsd_nb.results.cells import collapse_runs
 from mixsd_nb.results.paper import paper_cube
 from mixsd_nb.results.tables import TABLES, table_sheet
 
@@ -27,7 +27,7 @@ def name(word): return NAMES.get(word, word.replace("MixSD-KL (λ=0, ", "MixSD-K
 @pytest.fixture(scope="module")
 def sheets():
     cube = paper_cube()
-    return {table: table_sheet(table, dict(paper=(cube, shown(cube)))) for table in TABLES}
+    return {table: table_sheet(table, dict(paper=(cube, collapse_runs(cube)))) for table in TABLES}
 
 
 def test_the_twelve_tables_are_there(sheets):
