@@ -21,7 +21,7 @@ from .cluster.grid import Cell, expand_grid, finished_runs, list_grids
 from .cluster.local import assign_gpus, run_workers
 from .cluster.slurm import submit
 from .cluster.status import Queue, describe_cell, format_table, list_failures, query_slurm, watch_table
-from .results.cube import check_settings, merged, training_roots
+from .results.cube import cube_of
 from .runs import Config, ParameterError, make_config, open_result, read_json, runtime_field
 
 # %% ../nbs/sweep.ipynb #6d517076
@@ -91,14 +91,8 @@ class Sweep:
         return {folder.name: open_result(folder) for folder in finished_runs(self.cells).values()}
 
     def cube(self) -> xr.Dataset:
-        """The finished runs of this grid as one cube.
-
-        ValueError as in `open_cube`; FileNotFoundError if no training run is finished."""
-        names = {folder.name for folder in finished_runs(self.cells).values()}
-        roots = {name: root for name, root in training_roots(Path(self.cells[0].runs)).items() if name in names}
-        if not roots: raise FileNotFoundError(f"no training run of {self.name} is finished")
-        check_settings(roots)
-        return merged(roots)
+        "The finished runs of this grid as one cube; FileNotFoundError if there is none, ValueError as in `cube_of`."
+        return cube_of(finished_runs(self.cells).values())
 
     def _begin(self, states: set[str], where: str, workers: int) -> pd.DataFrame:
         if where == "slurm":
