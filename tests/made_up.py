@@ -49,7 +49,7 @@ def write_run(folder, dataset, method, recalls, lam=np.nan, model="lab-s", epoch
 
 
 def write_runs(folder):
-    "Runs of the base, SFT and MixSD on two corpora. SFT forgets half of its facts by step 40, MixSD learns them by then."
+    "Runs of the base, SFT and MixSD on two corpora. SFT forgets half of its facts by step 40, MixSD learns them."
     for dataset in ("kgfact-small", "kgfunc-lab"):
         write_run(folder, dataset, "base", [0])
         write_run(folder, dataset, "sft", [0, 9, 5])

@@ -40,7 +40,8 @@ def runs(tmp_path_factory):
     return folder
 
 
-SETTINGS = {"notebook-extension/tracker": dict(windowingMode="none"), "apputils-extension/themes": dict(theme="JupyterLab Dark"),
+SETTINGS = {"notebook-extension/tracker": dict(windowingMode="none"),
+            "apputils-extension/themes": dict(theme="JupyterLab Dark"),
             "apputils-extension/notification": dict(fetchNews="false", checkForUpdates=False)}
 
 
@@ -148,6 +149,7 @@ def test_lambda_changes_the_tokens(page, app):
     for _ in range(10):
         page.keyboard.press("ArrowLeft")
     until(lambda: len(set(read_sources(app))) == 2)
+    page.wait_for_selector("text=Python 3 (ipykernel) | Idle")
 
 
 def test_a_token_shows_both_conditionals(page, app):
