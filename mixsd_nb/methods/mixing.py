@@ -16,7 +16,7 @@ import torch
 
 from ..benchmarks.answers import extract, same_answer
 from ..corpora.prompts import expert_prompt, prompt_ids
-from ..models.engines import Completion, Request, choose, ended, keyed_uniform, room_for, row_key
+from ..models.engine import Completion, Request, choose, keyed_uniform, make_completion, row_key, token_budget
 
 # %% ../../nbs/methods/mixing.ipynb #3b341350
 def picks(
@@ -74,14 +74,14 @@ def oracle_sequence(
 ) -> Completion:
     "One sequence straight from the definition."
     ids, stop, key = [], set(engine.stop.tolist()), torch.tensor([request.key])
-    room = room_for(request, max_new_tokens, min(engine.context, max_total))
+    room = token_budget(request, max_new_tokens, min(engine.context, max_total))
     if not room: return Completion([], "prompt_too_long")
     for t in range(room):
         context = request.contexts[int(request.naive[t])] if len(request.contexts) == 2 else request.contexts[0]
         logits = engine.model(torch.tensor([context + ids], device=engine.model.device)).logits[0, -1:]
         ids.append(choose(logits, key.to(logits.device), t, temperature, top_k).item())
         if ids[-1] in stop: break
-    return ended(ids, ids[-1] in stop, max_new_tokens)
+    return make_completion(ids, ids[-1] in stop, max_new_tokens)
 
 
 def oracle_stream(engine, queue, **options):

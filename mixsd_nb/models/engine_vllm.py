@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from .engines import Completion, Engine, Request, choose, ended, gumbel, room_for, stop_ids
+from . import load_tokenizer, model_source
+from .engine import Completion, Engine, Request, choose, gumbel, make_completion, stop_ids, token_budget
 
 # One process, so that a kill leaves none behind; the model runner whose logits processors are public; no reports home.
 USUAL = dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_V2_MODEL_RUNNER="0", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR")
@@ -198,6 +199,15 @@ class VLLMEngine(Engine):
         self.engine = LLM(source, tokenizer=tokenizer.name_or_path, logits_processors=["mixsd_nb.models.engine_vllm:KeyedRows"], **usual | options).llm_engine
         if mode == "paired": self.check_pairs()
 
+    @classmethod
+    def open(cls, model, tokenizer=None, *, dtype="float32", mode="segments", longest=0, **options):
+        "As `Engine.open`; ValueError for a loaded model. Room is reserved for contexts as long as `longest`, as far as the model allows."
+        if not isinstance(model, str): raise ValueError("model must be the name of a model for vLLM, which reads weights itself; save it and give the folder")
+        source = model_source(model)
+        tokenizer = tokenizer or load_tokenizer(source)
+        if longest: options = dict(max_model_len=min(longest, limits(source, tokenizer)[1])) | options
+        return cls(source, tokenizer, mode=mode, dtype=dtype, **options)
+
     def stream(
         self,
         queue: deque[Request],
@@ -214,13 +224,13 @@ class VLLMEngine(Engine):
         try:
             while queue or work:
                 while queue and len({id(s) for s, _ in work.values()}) < self.batch_size:
-                    room = room_for(r := queue.popleft(), max_new_tokens, min(self.context, max_total))
+                    room = token_budget(r := queue.popleft(), max_new_tokens, min(self.context, max_total))
                     if room: self._go_on(Sequence(r, room), work, way)
                     else: yield r, Completion([], "prompt_too_long")
                 self._step()
                 over = [s for name in self.done.keys() & work.keys() if (s := self._ended(*work.pop(name), self.done.pop(name), work, way))]
                 pairs += [(s.request, s.ids) for s in over if s.rows]
-                for s in over: yield s.request, ended(s.ids, s.ids[-1] in self.stop, max_new_tokens)
+                for s in over: yield s.request, make_completion(s.ids, s.ids[-1] in self.stop, max_new_tokens)
         finally: self.engine.abort_request(list(work))
         self.confirm(pairs, **way)
 
@@ -276,7 +286,7 @@ class VLLMEngine(Engine):
         "Per-token −log p of each completion after its prompt: float32 arrays."
         return [np.array([-at[t] for at, t in zip(found, completion)], np.float32) for found, (_, completion) in zip(self._logprobs(pairs, 0), pairs)]
 
-    def favourites(self, pairs: list[tuple[list[int], list[int]]]) -> list:
+    def greedy_tokens(self, pairs: list[tuple[list[int], list[int]]]) -> list:
         "The likeliest token at each position of each completion: integer arrays."
         return [np.array([next(iter(at)) for at in found], int) for found in self._logprobs(pairs, 1)]
 
