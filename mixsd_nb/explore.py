@@ -14,7 +14,7 @@ from pydantic import Field, field_validator
 
 from .corpora import check_corpus
 from .models import check_model
-from .results.runs import Config, check_runs, make_config, notebook_config
+from .runs import Config, check_runs_folder, make_config, notebook_config
 from .views import Explorer
 
 # %% ../nbs/explore.ipynb #b58fdb10
@@ -25,7 +25,7 @@ class ExploreConfig(Config):
     model: str = Field("lab-m", description="base model that is shown first")
     where: dict = Field({}, description='only runs with these settings, such as {"epochs": 20}')
 
-    _runs = field_validator("runs")(check_runs)
+    _runs = field_validator("runs")(check_runs_folder)
     _dataset = field_validator("dataset")(check_corpus)
     _model = field_validator("model")(check_model)
 

@@ -8,6 +8,7 @@ __all__ = ['VIEWS', 'Explorer']
 # %% ../../nbs/views/index.ipynb #49ba457f
 import ipywidgets as widgets
 
+from ..runs import Registry
 from .base import View, make_control, make_row
 from .cube import CubeView
 from .mixing import MixingView
@@ -17,7 +18,8 @@ from .weights import WeightsView
 from .world import WorldView
 
 # %% ../../nbs/views/index.ipynb #bb4d371f
-VIEWS = {view.name: view for view in (MixingView, CubeView, ResponsesView, WorldView, WeightsView)}
+VIEWS = Registry("view")
+for _view in (MixingView, CubeView, ResponsesView, WorldView, WeightsView): VIEWS.add(_view)
 
 # %% ../../nbs/views/index.ipynb #7ab3b60d
 class Explorer(View):

@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['PICTURES', 'locate_checkpoints', 'plot_tradeoff', 'plot_frontier', 'has_benchmark', 'find_learning_benchmark',
-           'select_columns', 'tabulate_lam', 'draw_lam', 'plot_lam', 'has_validation', 'select_cells', 'describe_cells',
-           'plot_beside_paper', 'tabulate_accuracies', 'plot_curves', 'make_run_widgets', 'CubeView']
+           'select_columns', 'tabulate_lam', 'draw_lam', 'plot_lam', 'has_validation', 'mask_selection',
+           'explain_selection', 'plot_beside_paper', 'tabulate_accuracies', 'plot_curves', 'make_run_widgets',
+           'CubeView']
 
 # %% ../../nbs/views/cube.ipynb #88ce32e7
 import functools
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import ipywidgets as widgets
 import matplotlib.pyplot as plt
@@ -19,11 +19,18 @@ import pandas as pd
 import seaborn as sns
 import xarray as xr
 
-from ..methods.selection import selected
-from ..results import plots
-from ..results.cube import RUN_DIMS, chosen_cells, last_steps, mean_interval, method_name, shown, wilson
-from ..results.paper import DATASETS, paper_cube
-from ..results.runs import made_with, open_result
+from ..analysis.statistics import mean_interval, wilson
+from ..corpora import CORPORA
+from ..methods import BASE, label_title
+from ..methods.selection import select_checkpoints
+from ..results.cells import cell_mask, collapse_runs
+from ..results.comparison import selection_figure
+from ..results.paper import paper_cube
+from ..results.plots import format_range, model_name
+from ..results.schema import CELL_DIMS
+from ..results.summary import last_steps
+from ..results.tradeoff import frontier_figure, select_benchmarks, tradeoff_figure, tradeoff_points
+from ..runs import Run
 from .base import (Point, View, escape, locate, make_control, make_picture, make_row, render_error,
                                  render_table, set_options)
 from .runs import RunSelection, describe_checkpoint, train_command
@@ -48,9 +55,9 @@ def plot_tradeoff(
     metric: str,  # vertical axis: held-out, or a benchmark
 ) -> tuple:
     "The trade-off figure and its points."
-    fig = plots.tradeoff_figure(part, kept=metric)
+    fig = tradeoff_figure(part, kept=metric)
     panels = dict(zip([float(lr) for lr in part.lr.values if lr > 0], fig.axes))
-    return fig, locate_checkpoints(fig, panels, plots.tradeoff_points(part, metric))
+    return fig, locate_checkpoints(fig, panels, tradeoff_points(part, metric))
 
 # %% ../../nbs/views/cube.ipynb #f2209e71
 def plot_frontier(
@@ -58,9 +65,9 @@ def plot_frontier(
     metric: str,
 ) -> tuple:
     "The frontier over all learning rates, checkpoints and seeds, and its points."
-    fig = plots.frontier_figure(part, (metric,))
+    fig = frontier_figure(part, (metric,))
     panels = {float(lr): fig.axes[0] for lr in part.lr.values if lr > 0}
-    return fig, locate_checkpoints(fig, panels, plots.tradeoff_points(part, metric))
+    return fig, locate_checkpoints(fig, panels, tradeoff_points(part, metric))
 
 # %% ../../nbs/views/cube.ipynb #1bef4191
 def has_benchmark(
@@ -125,18 +132,18 @@ def plot_lam(
 
     FileNotFoundError if there is no MixSD run."""
     first = ours if ours is not None else paper[0]
-    panels = {name: plots.kept_part(first, name) for name in (find_learning_benchmark(first, paper), metric)}
+    panels = {name: select_benchmarks(first, name) for name in (find_learning_benchmark(first, paper), metric)}
     with sns.plotting_context("notebook"), sns.axes_style("ticks", {"axes.grid": True, "grid.color": "0.9"}):
         fig, axes = plt.subplots(1, len(panels), figsize=(11, 5), layout="constrained", squeeze=False)
         for ax, (title, part) in zip(axes[0], panels.items()):
             table, rates = tabulate_lam(part), [lr for lr in part.lr.values if lr > 0]
-            model, n = plots.model_name(part.model.item()), plots.ranged(part.n)
+            model, n = model_name(part.model.item()), format_range(part.n)
             for lr, colour in zip(rates, sns.color_palette("crest", len(rates))):
                 draw_lam(ax, table[table.lr == lr], f"{model}, rate {lr:g}, N={n}", color=colour)
             for cube, colour in zip(paper, sns.color_palette("flare", len(paper))):
                 same = select_columns(cube, part.column.values)
                 if not same.n.notnull().any(): continue
-                label = f"{plots.model_name(cube.model.item())}, N={plots.ranged(same.n)}"
+                label = f"{model_name(cube.model.item())}, N={format_range(same.n)}"
                 draw_lam(ax, tabulate_lam(same), label, color=colour, ls="--")
             ax.set(title=title, xlabel="λ", ylabel="correct (%)", ylim=(-4, 104))
             if ax.has_data():
@@ -155,26 +162,26 @@ def has_validation(
     return has_benchmark(part.sel(step=part.step > 0), "validation")
 
 # %% ../../nbs/views/cube.ipynb #03ebc92c
-def select_cells(
+def mask_selection(
     part: xr.Dataset,  # of one corpus and one model
 ) -> xr.DataArray:
     "The checkpoints that a table shows: True over the run dimensions and `step`."
-    if has_validation(part): return chosen_cells(part, selected(part))
+    if has_validation(part): return cell_mask(part, select_checkpoints(part))
     learning = find_learning_benchmark(part)
-    rows = pd.DataFrame([{dim: run[dim].item() for dim in (*RUN_DIMS, "step")}
+    rows = pd.DataFrame([{dim: run[dim].item() for dim in CELL_DIMS}
                          | dict(score=float(run.accuracy.sel(benchmark=learning))) for run in last_steps(part)])
     ranked = rows[rows.lr > 0].sort_values(["score", "lr"], ascending=[True, False])
-    return chosen_cells(part, ranked.groupby(["method", "seed"]).tail(1))
+    return cell_mask(part, ranked.groupby(["method", "seed"]).tail(1))
 
 # %% ../../nbs/views/cube.ipynb #547f70ed
-def describe_cells(
+def explain_selection(
     part: xr.Dataset,
 ) -> str:
-    "Which checkpoints `select_cells` takes, and by what rule."
+    "Which checkpoints `mask_selection` takes, and by what rule."
     rule = "selected by validation" if has_validation(part) else "the last step at the lowest rate that teaches most"
-    cells = select_cells(part).to_series().loc[lambda taken: taken].reset_index().query("lr > 0")
+    cells = mask_selection(part).to_series().loc[lambda taken: taken].reset_index().query("lr > 0")
     seeds = cells.groupby(["method", "lr", "step"]).seed.size()
-    found = [f"{method_name(m)}, rate {lr:g}, step {step} (seeds: {n})" for (m, lr, step), n in seeds.items()]
+    found = [f"{label_title(m)}, rate {lr:g}, step {step} (seeds: {n})" for (m, lr, step), n in seeds.items()]
     return f"ours, {rule}: " + "; ".join(found)
 
 # %% ../../nbs/views/cube.ipynb #d3f959d4
@@ -184,9 +191,10 @@ def plot_beside_paper(
     dataset: str,
 ):
     "What is learnt against what is kept at the checkpoints that tables show, ours and the paper's."
-    cubes = ([shown(ours, select_cells(ours))] if ours is not None else []) + [shown(p) for p in paper]
+    cubes = [collapse_runs(ours, mask_selection(ours))] if ours is not None else []
+    cubes += [collapse_runs(p) for p in paper]
     learnt = "Train" if any(has_benchmark(c, "recall") for c in paper or cubes) else "Test"
-    return plots.chosen_figure(*cubes, dataset=DATASETS[dataset], learnt=learnt)
+    return selection_figure(*cubes, dataset=CORPORA[dataset].title, learnt=learnt)
 
 # %% ../../nbs/views/cube.ipynb #0e649796
 def tabulate_accuracies(
@@ -218,17 +226,17 @@ def plot_curves(
 
 # %% ../../nbs/views/cube.ipynb #4884c7ba
 def make_run_widgets(
-    folder: Path,  # of the run
+    run: Run,
     step: int,
 ) -> list[widgets.Widget]:
     "The page of a run: parameters, accuracies at a step, and training curves."
-    tree, parameters = open_result(folder), made_with(folder)
+    tree, parameters = run.result, dict(run.config)
     for name in ("lam", "rollouts", "temperature"):  # parameters that the method of this run does not use
         if name in tree and np.isnan(tree[name].item()): parameters.pop(name, None)
     head = ("benchmark", "role", "correct (95%)", "N", "base")
     tables = (render_table(parameters.items(), ("parameter", "value")),
-              render_table(tabulate_accuracies(tree.to_dataset(), step), head))
-    page = (f"<div class='mixsd-sheet'><h4>{escape(folder.name)}, step {step}</h4>"
+              render_table(tabulate_accuracies(run.root, step), head))
+    page = (f"<div class='mixsd-sheet'><h4>{escape(run.name)}, step {step}</h4>"
             f"<div class='mixsd-columns'><div>{tables[0]}</div><div>{tables[1]}</div></div></div>")
     curves = [make_picture(plot_curves(tree["training"].to_dataset()))] if "training" in tree.children else []
     return [widgets.HTML(page), *curves]
@@ -275,8 +283,8 @@ class CubeView(View):
 
     def select_papers(self) -> list[xr.Dataset]:
         "The paper's runs on the corpus, or on the one that a corpus of the lab stands for, by model."
-        title = DATASETS[self.dataset.value]
-        key = next((key for key in self.paper.dataset.values if DATASETS[key] == title), None)
+        title = CORPORA[self.dataset.value].title
+        key = next((key for key in self.paper.dataset.values if CORPORA[key].title == title), None)
         parts = [self.paper.sel(dataset=[key], model=[m]) for m in self.paper.model.values] if key else []
         return [part for part in parts if part.accuracy.notnull().any()]
 
@@ -338,10 +346,10 @@ class CubeView(View):
             if trained is None and metric != "held-out" and not any(has_benchmark(p, metric) for p in papers):
                 raise FileNotFoundError(f"{missing}, and the paper does not report {metric}; choose another metric")
             return plot_lam(trained, papers, metric), [], ""
-        if trained is not None and "base" not in part.method:
+        if trained is not None and BASE not in part.method:
             raise FileNotFoundError(f"no run of the base model {self.model.value} on {self.dataset.value}; "
-                                    f"{command(' -p method base')} makes one")
-        caption = describe_cells(part) if trained is not None else ""
+                                    f"{command(f' -p method {BASE}')} makes one")
+        caption = explain_selection(part) if trained is not None else ""
         return plot_beside_paper(trained, papers, self.dataset.value), [], caption
 
     def open_checkpoint(self, key: tuple):
@@ -349,18 +357,18 @@ class CubeView(View):
         if not key: return
         self.key = key
         if self.checkpoint.value != key: self.checkpoint.value = key  # its callback returns here
-        else: self.run_page.children = make_run_widgets(self.find_folder(), key[3])
+        else: self.run_page.children = make_run_widgets(self.find_run(), key[3])
 
     def get_labels(self) -> dict:
         "The labels of the open checkpoint: `dataset, model, method, lr, seed, step`."
         labels = dict(zip(("method", "lr", "seed", "step"), self.key))
         return dict(dataset=self.dataset.value, model=self.model.value) | labels
 
-    def find_folder(self) -> Path:
-        "The folder of the open run."
-        return self.runs.find_folder(**self.get_labels())
+    def find_run(self) -> Run:
+        "The open run."
+        return self.runs.find(**self.get_labels())
 
     def open_responses(self):
         "Go to the responses of the open checkpoint."
         if self.key is None: raise ValueError("no checkpoint is open; click a point, or choose one from the list")
-        if self.open_view: self.open_view("responses", self.get_labels() | dict(run=self.find_folder().name))
+        if self.open_view: self.open_view("responses", self.get_labels() | dict(run=self.find_run().name))

@@ -20,9 +20,10 @@ from ..corpora import CORPORA, load_corpus
 from ..corpora.prompts import BOXED, canonical_pair, target
 from ..methods.mixing import mix_items, mix_stream
 from ..models import load_engine
-from ..models.engines import Completion, over_completions
+from ..models.engine import Completion
 from ..models.lab import SIZES
-from ..results.plots import SOURCES
+from ..models.scoring import map_logits
+from ..results.overview import CONDITIONALS
 from .base import View, escape, make_control, make_row, set_options, silence
 from .runs import RunSelection
 
@@ -92,7 +93,7 @@ def predict_tokens(
         best, ids = logp.topk(k)
         return torch.cat([-logp.gather(-1, targets[:, None]), ids.double(), best.exp()], -1)
     return [TokenDistribution(v[:, 0], v[:, 1:k + 1].astype(int), v[:, k + 1:])
-            for v in over_completions(model, pairs, reduce)]
+            for v in map_logits(model, pairs, reduce)]
 
 # %% ../../nbs/views/mixing.ipynb #67c67974
 def decode_token(
@@ -129,7 +130,7 @@ def render_tokens(
     Hovering over or focusing a token shows the likeliest tokens of both conditionals."""
     spans = []
     for t, token in enumerate(ids):
-        source, colour = SOURCES[bool(naive[t])] if naive is not None else ("canonical", "#808080")
+        source, colour = CONDITIONALS[bool(naive[t])] if naive is not None else ("canonical", "#808080")
         text, nll = decode_token(tokenizer, token), sides[0].nll[t]
         tables = "".join(f"<td>{render_likeliest(tokenizer, name, side, t, token)}</td>"
                          for name, side in zip(("naive", "expert"), sides))
@@ -207,7 +208,7 @@ def render_mixing(
     def fold(title, ids):
         return f"<details><summary>{escape(title)}</summary><pre>{escape(tokenizer.decode(ids))}</pre></details>"
     legend = " ".join(f"<span style='background: {colour}66; padding: 0 6px'>{name}</span>"
-                      for name, colour in SOURCES.values())
+                      for name, colour in CONDITIONALS.values())
     words = ("underlined by one pixel for each nat of NLL; "
              "point at a token, or go to it with Tab, for the five likeliest tokens of both conditionals")
     columns = (column("mixed target", mixed.ids, mixed.naive, found[:2], f", {100 * np.mean(mixed.naive):.0f}% naive")

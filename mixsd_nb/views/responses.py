@@ -14,10 +14,12 @@ import ipywidgets as widgets
 import numpy as np
 import pandas as pd
 
-from .. import errors
+from ..analysis.taxonomy import corpus_entities, find_leakage
 from ..corpora import CORPORA
-from ..results.cube import RUN_DIMS
-from ..results.runs import made_with
+from ..errors import ErrorsConfig, classify_responses, find_responses, read_responses
+from ..methods import BASE
+from ..results.schema import RUN_DIMS
+from ..runs import read_config
 from .base import View, escape, make_control, make_row, set_options, silence
 from .runs import RunSelection, describe_checkpoint, train_command
 
@@ -31,9 +33,9 @@ def find_response_files(
 
     FileNotFoundError if there is no file."""
     folder = str(runs.folder) if runs.folder.is_dir() else ""
-    files = errors.sources(errors.ErrorsConfig(runs=folder, dataset=dataset, model=model))
+    files = find_responses(ErrorsConfig(runs=folder, dataset=dataset, model=model))
     files["run"] = [path.parent.name for path in files.path]
-    selected = np.array([runs.matches(made_with(path.parent)) for path in files.path], bool)
+    selected = np.array([runs.matches(read_config(path.parent)) for path in files.path], bool)
     files = files[selected].sort_values(["method", "lr", "seed", "step"], ignore_index=True)
     if files.empty:
         raise FileNotFoundError(f"no responses of {dataset} and {model}; {train_command(dataset, model)} makes some")
@@ -46,7 +48,7 @@ def classify_file(
     **labels,  # the run dimensions, step and path of a row of `find_response_files`
 ) -> pd.DataFrame:
     "The responses of one file with the `category` of each."
-    return errors.sort_responses(errors.responses(pd.DataFrame([labels])), labels["dataset"])
+    return classify_responses(read_responses(pd.DataFrame([labels])), labels["dataset"])
 
 # %% ../../nbs/views/responses.ipynb #586deb87
 def mark_entities(
@@ -67,7 +69,7 @@ def render_response(
 ) -> str:
     "The response of one method to an item, with its category and its leaked entities."
     if record is None: return f"<div><b>{escape(title)}</b><p>was not asked this item</p></div>"
-    found = [] if record.correct else errors.leaked(record.response, record.prompt, entities)
+    found = [] if record.correct else find_leakage(record.response, record.prompt, entities)
     names = f"; leaked: {', '.join(found)}" if found else ""
     return (f"<div><b>{escape(title)}</b>: {escape(record.category)}{escape(names)}"
             f"<pre>{mark_entities(record.response, found)}</pre></div>")
@@ -148,7 +150,7 @@ class ResponsesView(View):
         if self.item.value is None:
             self.text.value = "<div class='mixsd-sheet'>no response matches these filters</div>"
             return
-        at, entities = (self.benchmark.value, *self.item.value), errors.corpus_entities(self.dataset.value)
+        at, entities = (self.benchmark.value, *self.item.value), corpus_entities(self.dataset.value)
         record = self.table.loc[at]
         columns = render_response(self.first.label, record, entities)
         if self.other is not None:
@@ -167,7 +169,7 @@ class ResponsesView(View):
         with silence(self.dataset, self.model):
             self.dataset.value, self.model.value = labels["dataset"], labels["model"]
         self.show_files()
-        base = (self.files.method == "base") & (self.files.seed == labels["seed"])
+        base = (self.files.method == BASE) & (self.files.seed == labels["seed"])
         trained = (self.files.run == labels["run"]) & (self.files.step == labels["step"])
         found = np.flatnonzero(base if labels["step"] == 0 else trained)
         if not len(found): raise FileNotFoundError(f"the run {labels['run']} has no responses of step {labels['step']}")

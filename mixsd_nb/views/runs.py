@@ -14,10 +14,13 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
+from ..methods import BASE, label_title
 from ..models.lab import SIZES
-from ..results.cube import (RUN_DIMS, check_settings, configuration, merged, method_name, result_tree,
-                                   training_roots)
-from ..results.runs import runs_root, write_atomically, write_result
+from ..results.cube import cube_of, run_settings
+from ..results.layout import result_tree
+from ..results.roots import read_training_roots
+from ..results.schema import RUN_DIMS
+from ..runs import Run, runs_root, write_json, write_result
 
 # %% ../../nbs/views/runs.ipynb #30441f50
 def train_command(
@@ -36,8 +39,8 @@ def describe_checkpoint(
     step: int,
 ) -> str:
     "A checkpoint in words; the base has neither a learning rate nor steps."
-    if method == "base": return f"base, seed {seed:g}"
-    return f"{method_name(method)}, rate {lr:g}, seed {seed:g}, step {step:g}"
+    if method == BASE: return f"base, seed {seed:g}"
+    return f"{label_title(method)}, rate {lr:g}, seed {seed:g}, step {step:g}"
 
 # %% ../../nbs/views/runs.ipynb #4e20b546
 class RunSelection:
@@ -62,7 +65,8 @@ class RunSelection:
     @functools.cached_property
     def roots(self) -> dict[str, xr.Dataset]:
         "Folder name -> root of the result of every selected run."
-        return {name: root for name, root in training_roots(self.folder).items() if self.matches(configuration(root))}
+        roots = read_training_roots(self.folder)
+        return {name: root for name, root in roots.items() if self.matches(run_settings(root))}
 
     @functools.cached_property
     def table(self) -> pd.DataFrame:
@@ -96,18 +100,18 @@ class RunSelection:
         if not roots:
             raise FileNotFoundError(f"no finished training run of {dataset} and {model}; "
                                     f"{train_command(dataset, model)} makes one")
-        try: check_settings(roots)
+        try: cube = cube_of(roots)
         except ValueError as error: raise ValueError(f"{error}; in the explorer, set the parameter where") from None
-        cube = merged(roots)
         known, dims = cube.accuracy.notnull(), ("method", "lr", "seed", "step", "benchmark")
         used = {dim: known.any([d for d in known.dims if d != dim]) for dim in dims}
         return cube.sel({dim: cube[dim].values[keep.values] for dim, keep in used.items()})
 
-    def find_folder(self, step: int | None = None, **labels) -> Path:
-        "The folder of the first run with these labels that measured the step. StopIteration if there is none."
+    def find(self, step: int | None = None, **labels) -> Run:
+        "The first run with these labels that measured the step. StopIteration if there is none."
         found = self.table
         for name, value in labels.items(): found = found[found[name] == value]
-        return self.folder / next(f for f, steps in zip(found.folder, found.steps) if step is None or step in steps)
+        names = (name for name, steps in zip(found.folder, found.steps) if step is None or step in steps)
+        return Run(self.folder / next(names))
 
 # %% ../../nbs/views/runs.ipynb #485fc035
 def write_made_up_run(
@@ -117,7 +121,7 @@ def write_made_up_run(
     lam: float = np.nan,
 ) -> None:
     "Write a finished run of lab-m on kgfact-small with made-up numbers."
-    base, lr = method == "base", 1e-3
+    base, lr = method == BASE, 1e-3
     benchmarks = dict(recall=dict(column="Train", role="in-domain"), choice=dict(column="MMLU", role="held-out"))
     settings = dict(method=method, dataset="kgfact-small", model="lab-m", lr=lr, seed=0, epochs=20)
     accuracy = {20 * k: dict(recall=(recall, 100), choice=(choice, 100)) for k, (recall, choice) in enumerate(correct)}
@@ -126,7 +130,7 @@ def write_made_up_run(
                        benchmarks=benchmarks, config=json.dumps(settings), training=curves)
     run = Path(folder) / f"train-made-up-{method}-{lam:g}"
     run.mkdir(parents=True)
-    write_atomically(run / "run.json", lambda path: path.write_text(json.dumps(dict(config=settings))))
+    write_json(run / "run.json", dict(stage="train", config=settings))
     write_result(tree, run)
 
 
@@ -134,7 +138,7 @@ def write_made_up_runs(
     folder: Path | str,
 ) -> None:
     "Write runs of the base, SFT and MixSD at λ = 0.3 and 0.5 with made-up numbers."
-    write_made_up_run(folder, "base", [(0, 80)])
+    write_made_up_run(folder, BASE, [(0, 80)])
     write_made_up_run(folder, "sft", [(0, 80), (50, 40), (95, 20)])
     write_made_up_run(folder, "mixsd", [(0, 80), (40, 75), (90, 70)], lam=0.3)
     write_made_up_run(folder, "mixsd", [(0, 80), (30, 78), (70, 76)], lam=0.5)

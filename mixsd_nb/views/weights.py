@@ -17,9 +17,10 @@ import numpy as np
 import pandas as pd
 import seaborn as sns
 
-from .. import fisher
-from ..results.cube import RUN_DIMS
-from ..results.runs import finished, made_with
+from ..analysis.curvature import PARTS, add_alignment_ratio, tensor_sums
+from ..analysis.estimation import FISHER
+from ..results.schema import RUN_DIMS
+from ..runs import checkpoint_steps, find_runs
 from .base import View, make_control, make_picture, render_error, set_options
 from .runs import RunSelection, describe_checkpoint
 
@@ -37,13 +38,11 @@ def list_checkpoints(
     runs: RunSelection,
 ) -> list[Checkpoint]:
     "Every complete checkpoint of the runs; FileNotFoundError if there is none."
-    from mixsd_nb.methods.trainer import MARK
     table = runs.table[runs.table.lr > 0].sort_values([*RUN_DIMS, "folder"])
     ambiguous, found = table.duplicated([*RUN_DIMS], keep=False), []
     for row, same in zip(table.itertuples(), ambiguous):
         suffix = f" ({row.folder.rpartition('-')[2]})" if same else ""
-        marks = (runs.folder / row.folder).glob(f"checkpoint-*/{MARK}")
-        for step, folder in sorted((int(mark.parent.name.partition("-")[2]), mark.parent) for mark in marks):
+        for step, folder in checkpoint_steps(runs.folder / row.folder).items():
             words = f"{row.dataset}, {row.model}: {describe_checkpoint(row.method, row.lr, row.seed, step)}{suffix}"
             found.append(Checkpoint(row.dataset, row.model, row.method, folder, words))
     if found: return found
@@ -56,8 +55,8 @@ def find_fisher(
     model: str,  # base
 ) -> Path:
     "The file of an estimated Fisher diagonal; FileNotFoundError that says how to estimate it."
-    for file in sorted(folder.glob(f"fisher-*/{fisher.FISHER}")):
-        if finished(file.parent) and made_with(file.parent)["model"] == model: return file
+    for run in find_runs(folder, "fisher", model=model):
+        if (run.folder / FISHER).is_file(): return run.folder / FISHER
     command = f"`papermill nbs/fisher.ipynb out.ipynb -p model {model}`"
     raise FileNotFoundError(f"R needs the Fisher of {model}, which {command} estimates; this figure shows ‖Δθ‖² alone")
 
@@ -70,9 +69,9 @@ def measure_displacement(
     """Rows by `layer` and `kind`, in the order of the model: `displacement_sq` and, with a Fisher, `alignment_ratio`.
 
     ValueError if the three do not have the same tensors."""
-    sums = fisher.tensor_sums(base, str(checkpoint), str(weights or base))  # without a Fisher its columns are dropped
-    parts = [sums.index.map(fisher.layer_of).rename("layer"), sums.index.map(fisher.kind_of).rename("kind")]
-    table = fisher.with_ratio(sums.groupby(parts, sort=False).sum())
+    sums = tensor_sums(base, str(checkpoint), str(weights or base))  # without a Fisher its columns are dropped
+    parts = [sums.index.map(PARTS[part]).rename(part) for part in ("layer", "kind")]
+    table = add_alignment_ratio(sums.groupby(parts, sort=False).sum())
     return table[["displacement_sq", "alignment_ratio"] if weights else ["displacement_sq"]]
 
 # %% ../../nbs/views/weights.ipynb #d17fec18

@@ -11,8 +11,10 @@ import ipywidgets as widgets
 import matplotlib.pyplot as plt
 import pandas as pd
 
-from ..corpora import CORPORA, kgfact
-from ..results.cube import method_name
+from ..corpora import CORPORA
+from ..corpora.kgfact import DOMAINS, Fact, find_facts_about, to_networkx
+from ..methods import BASE, label_title
+from ..runs import load_object
 from .base import (Point, View, escape, locate, make_control, make_picture, make_row, render_error,
                                  render_table, set_options)
 from .responses import find_response_files
@@ -37,7 +39,7 @@ def read_histories(
         return table[table.benchmark == "recall"].groupby("item", sort=False).correct.first()
 
     def by_step(part): return pd.DataFrame({row.step: recall(row.path) for row in part.itertuples()})
-    base = by_step(files[(files.method == "base") & (files.seed == seed)])
+    base = by_step(files[(files.method == BASE) & (files.seed == seed)])
     found = {method: by_step(part) for method, part in trained.groupby("method", sort=False)}
     if len(base): found = {method: base.join(table, how="outer") for method, table in found.items()}
     steps = sorted({step for table in found.values() for step in table})
@@ -68,46 +70,45 @@ def render_history(
 
 # %% ../../nbs/views/world.ipynb #bf8f1f5e
 def list_worlds() -> list[str]:
-    "The corpora whose facts are a graph of entities."
-    return [name for name, corpus in CORPORA.items() if corpus.module == "kgfact"]
+    "The corpora that declare a graph of entities."
+    return [name for name, corpus in CORPORA.items() if corpus.graph]
 
 
 def load_world(
     dataset: str,
-) -> list[kgfact.Fact]:
-    "The facts of a corpus that has a graph. ValueError for another one."
+) -> list[Fact]:
+    "The facts of a corpus that declares a graph. ValueError for another one."
     worlds = list_worlds()
     if dataset not in worlds: raise ValueError(f"dataset must be one of {', '.join(worlds)}, got {dataset}")
-    options = CORPORA[dataset].options
-    return kgfact.graphs(options["domains"], options["entities"], 42)[0]
+    return load_object(CORPORA[dataset].graph)(CORPORA[dataset].options)
 
 # %% ../../nbs/views/world.ipynb #20670c42
 def list_domains(
-    facts: list[kgfact.Fact],
+    facts: list[Fact],
 ) -> list[str]:
-    "The domains of the facts, in the order of the corpus."
+    "The domains of the facts, those of KGFact in its order first."
     found = {domain for fact in facts for domain in (fact.relation.source, fact.relation.target)}
-    return [domain for domain in kgfact.DOMAINS if domain in found]
+    return [*(domain for domain in DOMAINS if domain in found), *sorted(found - set(DOMAINS))]
 
 # %% ../../nbs/views/world.ipynb #4a80926a
 def place_entities(
-    facts: list[kgfact.Fact],
+    facts: list[Fact],
 ) -> dict[str, tuple[float, float]]:
     "Coordinates of the entities: a column for each domain, sorted by name from the top."
-    columns, graph = {}, kgfact.world_graph(facts)
+    columns, graph = {}, to_networkx(facts)
     for name in sorted(graph): columns.setdefault(graph.nodes[name]["domain"], []).append(name)
     return {name: (x, -k / max(1, len(columns[domain]) - 1))
             for x, domain in enumerate(list_domains(facts)) for k, name in enumerate(columns[domain])}
 
 # %% ../../nbs/views/world.ipynb #30b53f4c
 def plot_world(
-    facts: list[kgfact.Fact],
+    facts: list[Fact],
     entity: str,
     fates: dict[str, str],  # id of a fact -> key of FATES, for one method
 ) -> tuple:
     "The graph with the facts of one entity in the colours of their fates, and the entities as points."
     import networkx as nx
-    places, near = place_entities(facts), kgfact.touching(facts, {entity})
+    places, near = place_entities(facts), find_facts_about(facts, {entity})
     fig, ax = plt.subplots(figsize=(11, 0.6 + 0.14 * len(places)), layout="constrained")
     others = nx.MultiDiGraph([(f.source, f.target) for f in facts if f not in near])
     nx.draw_networkx_edges(others, places, ax=ax, edge_color="0.9", arrows=False, width=0.8)
@@ -161,14 +162,14 @@ class WorldView(View):
         rates = sorted(set(trained.lr))
         set_options(self.lr, rates, rates[len(rates) // 2] if rates else None)
         set_options(self.seed, sorted(set(trained.seed)))
-        set_options(self.entity, sorted(kgfact.world_graph(load_world(self.dataset.value)).nodes))
+        set_options(self.entity, sorted(to_networkx(load_world(self.dataset.value)).nodes))
         self.show_methods()
 
     def show_methods(self):
         "Offer the methods that have runs at this rate and seed."
         known = self.files is not None and self.lr.value is not None
         self.histories = read_histories(self.files, self.lr.value, self.seed.value) if known else {}
-        set_options(self.method, [(method_name(method), method) for method in self.histories])
+        set_options(self.method, [(label_title(method), method) for method in self.histories])
         self.draw()
 
     def draw(self):
@@ -180,11 +181,11 @@ class WorldView(View):
         fig, points = plot_world(facts, self.entity.value, fates)
         on_click = lambda key: self.guard(lambda: setattr(self.entity, "value", key[0]))()
         self.figure.children = [make_picture(fig, points, on_click)]
-        near = kgfact.touching(facts, {self.entity.value})
+        near = find_facts_about(facts, {self.entity.value})
         self.text.value = (f"<div class='mixsd-sheet'><b>{escape(self.entity.value)}</b>: {len(near)} facts. "
                            f"{self.render_facts(near)}</div>")
 
-    def render_facts(self, facts: list[kgfact.Fact]) -> str:
+    def render_facts(self, facts: list[Fact]) -> str:
         "The facts as a table, with a column for each method."
         def cell(method, fact):
             history = self.get_history(method, fact)
@@ -192,9 +193,9 @@ class WorldView(View):
         steps = ", ".join(str(step) for step in next(iter(self.histories.values()), pd.DataFrame()).columns)
         caption = f"● right, ○ wrong, · not asked at steps {steps}" if steps else ""
         rows = [(fact.statement, *(cell(method, fact) for method in self.histories)) for fact in facts]
-        return caption + render_table(rows, ["fact", *map(method_name, self.histories)])
+        return caption + render_table(rows, ["fact", *map(label_title, self.histories)])
 
-    def get_history(self, method: str, fact: kgfact.Fact) -> pd.Series:
+    def get_history(self, method: str, fact: Fact) -> pd.Series:
         "The recall of a fact over the steps of a method; empty if it was never asked."
         table = self.histories[method]
         return table.loc[fact.id] if fact.id in table.index else pd.Series(dtype=float)
