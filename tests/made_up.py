@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mixsd_nb.corpora import load_corpus
+from mixsd_nb.methods import BASE
 from mixsd_nb.models import model_source
-from mixsd_nb.results.cube import result_tree
-from mixsd_nb.results.runs import write_atomically, write_result
+from mixsd_nb.results.layout import result_tree
+from mixsd_nb.runs import write_atomically, write_json, write_result
 
 BENCHMARKS = dict(recall=dict(column="Train", role="in-domain"), choice=dict(column="MMLU", role="held-out"))
 
@@ -28,7 +29,7 @@ def make_responses(dataset, right):
 
 def write_run(folder, dataset, method, recalls, lam=np.nan, model="lab-s", epochs=20):
     "A run with these recalls of ten facts at steps 0, 20, …, its responses, and checkpoints that moved at random."
-    base, lr = method == "base", 1e-3
+    base, lr = method == BASE, 1e-3
     settings = dict(method=method, dataset=dataset, model=model, lr=lr, seed=0, epochs=epochs)
     accuracy = {20 * k: {"recall": (r, 10), "choice": (8 - k, 10)} for k, r in enumerate(recalls)}
     curves = None if base else dict(loss=[2.0, 1.0], learning_rate=[lr, lr], grad_norm=[1.0, 1.0])
@@ -37,7 +38,7 @@ def write_run(folder, dataset, method, recalls, lam=np.nan, model="lab-s", epoch
     suffix = f"-{epochs}" if epochs != 20 else ""
     run = folder / f"train-{dataset}-{model.replace('/', '-')}-{method}{suffix}"
     run.mkdir(parents=True)
-    write_atomically(run / "run.json", lambda path: path.write_text(json.dumps(dict(config=settings))))
+    write_json(run / "run.json", dict(stage="train", config=settings))
     for step in range(20, 20 * len(recalls), 20):
         write_atomically(run / f"responses-{step}.parquet", make_responses(dataset, recalls[step // 20]).to_parquet)
         checkpoint = Path(shutil.copytree(model_source("lab-s"), run / f"checkpoint-{step}"))
@@ -51,6 +52,6 @@ def write_run(folder, dataset, method, recalls, lam=np.nan, model="lab-s", epoch
 def write_runs(folder):
     "Runs of the base, SFT and MixSD on two corpora. SFT forgets half of its facts by step 40, MixSD learns them."
     for dataset in ("kgfact-small", "kgfunc-lab"):
-        write_run(folder, dataset, "base", [0])
+        write_run(folder, dataset, BASE, [0])
         write_run(folder, dataset, "sft", [0, 9, 5])
         write_run(folder, dataset, "mixsd", [0, 5, 9], lam=0.3)

@@ -15,7 +15,7 @@ from made_up import write_runs
 
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.explore import read_parameters
-from mixsd_nb.results.runs import ParameterError
+from mixsd_nb.runs import ParameterError
 from mixsd_nb.views import VIEWS
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,6 +1,5 @@
 "The views of the explorer on runs with made-up numbers."
 
-import json
 import shutil
 
 import numpy as np
@@ -12,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.results.paper import paper_cube
-from mixsd_nb.results.runs import write_result
+from mixsd_nb.runs import write_json, write_result
 from mixsd_nb.views import VIEWS, Explorer
 from mixsd_nb.views.cube import PICTURES, plot_lam
 from mixsd_nb.views.mixing import edit_fact, get_question
@@ -162,7 +161,7 @@ def test_a_fisher_that_weighs_all_parameters_alike_gives_a_ratio_of_one(tmp_path
     write_run(tmp_path, "kgfact-small", "sft", [0, 9])
     fisher = tmp_path / "fisher-lab-s-x"
     fisher.mkdir()
-    (fisher / "run.json").write_text(json.dumps(dict(config=dict(model="lab-s"))))
+    write_json(fisher / "run.json", dict(stage="fisher", config=dict(model="lab-s")))
     tensors = load_file(next((tmp_path / SFT / "checkpoint-20").glob("*.safetensors")))
     ones = {name: torch.ones_like(w, dtype=torch.float32) for name, w in tensors.items()}
     save_file(ones, fisher / "fisher.safetensors")
