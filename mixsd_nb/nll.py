@@ -8,7 +8,6 @@ __all__ = ['run', 'NllConfig', 'load_targets', 'build_result', 'compare_with_can
            'forgetting_table', 'last_step_table', 'forgetting_figure', 'rank_correlations', 'token_nll']
 
 # %% ../nbs/nll.ipynb #05f5cdbe
-from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -75,13 +74,13 @@ class NllConfig(Stage):
     def _check_options(cls, options, info): return check_engine_options(options, info.data.get("engine", "hf"))
 
     @computed_field
-    @cached_property
+    @property
     def content(self) -> str:
         "What identifies targets: their content, not their place."
         return digest_files(self.targets) if self.targets else "canonical"
 
     @computed_field
-    @cached_property
+    @property
     def origin(self) -> dict:
         "Method, λ and seed of the targets, and the temperature at which they were sampled."
         if not self.targets: return dict(method="sft", seed=0)

@@ -18,7 +18,7 @@ from mixsd_nb.analysis.likelihood import NEITHER, split_by_target
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.corpora.prompts import canonical_pair, template_tail
 from mixsd_nb.models import load_base
-from mixsd_nb.models.engines import fused, over_states
+from mixsd_nb.models.scoring import fused_nll, map_states
 from mixsd_nb.results.cube import result_tree
 from mixsd_nb.runs import MARK, checkpoint_folder, make_config, write_json, write_result
 
@@ -61,7 +61,7 @@ def test_torchs_own_kernel_gives_the_same():
     "The way of GPUs, here on the CPU: the same head, the same values."
     model, rng = random_model(1_000), np.random.default_rng(1)
     pairs = [(rng.integers(1_000, size=5).tolist(), rng.integers(1_000, size=n).tolist()) for n in (1, 40, 700)]
-    for ours, theirs in zip(nll.token_nll(model, pairs), over_states(model, pairs, fused(model.lm_head))): np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    for ours, theirs in zip(nll.token_nll(model, pairs), map_states(model, pairs, fused_nll(model.lm_head))): np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
 MEMORY = """
@@ -209,7 +209,7 @@ def test_what_is_refused(tmp_path, lab):
         with pytest.raises(ValueError) as refused: make_config(nll.NllConfig, **parameters)
         assert str(refused.value) == sentence
     with pytest.raises(ValueError, match=r"^trained must be the folder of a finished training run, got .*none$"):
-        make_config(nll.ForgettingConfig, trained=str(tmp_path / "none"))
+        make_config(forgetting.ForgettingConfig, trained=str(tmp_path / "none"))
 
 
 # Forgetting
@@ -238,9 +238,9 @@ def trained_by_hand(tmp_path, lab, scales):
 def test_forgetting_is_the_increase_of_the_reference_loss(tmp_path, lab):
     "Nothing for the base itself; for any other model what plain forwards give; and more for more noise."
     folder = trained_by_hand(tmp_path, lab, {10: 0.0, 20: 0.02, 30: 0.1})
-    text = nll.ReferenceConfig(prompts=3).text()
+    text = forgetting.ReferenceConfig(prompts=3).text()
     assert text.groupby("benchmark").size().to_dict() == dict.fromkeys(forgetting.reference_prompts("lab", 3), 3)
-    result = nll.ForgettingConfig(trained=str(folder), prompts=3).run().root.squeeze()
+    result = forgetting.ForgettingConfig(trained=str(folder), prompts=3).run().root.squeeze()
     assert (result.forgetting.sel(step=[0, 10]) == 0).all()
     assert result.forgetting.mean("benchmark").sel(step=30) > result.forgetting.mean("benchmark").sel(step=20) > 0
     tuned = load_base(str(folder / "checkpoint-20"))[0]
@@ -258,12 +258,12 @@ def test_forgetting_is_the_increase_of_the_reference_loss(tmp_path, lab):
 def test_forgetting_joins_the_training_cube(tmp_path, lab):
     from mixsd_nb.results.cube import open_cube
     folder = trained_by_hand(tmp_path, lab, {10: 0.01})
-    found = nll.ForgettingConfig(trained=str(folder), prompts=2).run().root
+    found = forgetting.ForgettingConfig(trained=str(folder), prompts=2).run().root
     both = xr.merge([open_cube(), found], join="outer", compat="no_conflicts", combine_attrs="drop_conflicts")
     assert both.forgetting.sel(step=10, benchmark="equations").notnull().all() and both.accuracy.sel(step=10, benchmark="equations") == 0.8
 
 
 def test_the_bases_own_text_is_sampled_once(monkeypatch):
-    first = nll.ReferenceConfig(prompts=2).text()
+    first = forgetting.ReferenceConfig(prompts=2).text()
     monkeypatch.setattr(forgetting, "load_engine", None)
-    pd.testing.assert_frame_equal(nll.ReferenceConfig(prompts=2).text(), first)
+    pd.testing.assert_frame_equal(forgetting.ReferenceConfig(prompts=2).text(), first)

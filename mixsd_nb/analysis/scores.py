@@ -51,7 +51,7 @@ def compare(
     for name in [b for b in first.benchmark.unique() if b in set(second.benchmark)]:
         one, two = (t[t.benchmark == name] for t in (first, second))
         keys = [t.set_index(["item", "sample"]).prompt.sort_index() for t in (one, two)]
-        if not keys[0].equals(keys[1]): raise ValueError(f"two evaluations must have the same items of {name}; they differ")
+        if not keys[0].equals(keys[1]): raise ValueError(f"both evaluations must have the same items of {name}")
         a, b = item_shares(one).align(item_shares(two))
         difference = (b - a).values
         rows[name] = dict(n=len(a), first=a.mean(), second=b.mean(), difference=difference.mean(),
