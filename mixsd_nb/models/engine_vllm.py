@@ -50,7 +50,7 @@ class _KeyedRow:
     @property
     def t(self): return self.start + len(self.out)
 
-# %% ../../nbs/models/engine_vllm.ipynb #796b02c7
+# %% ../../nbs/models/engine_vllm.ipynb #a54ab076
 class KeyedRows(LogitsProcessor):
     "Samples the tokens of keyed rows and keeps pairs in step."
 
@@ -90,7 +90,8 @@ class KeyedRows(LogitsProcessor):
         for i, r in self.rows.items():
             if not r.pair: source[i] = i
             elif r.t in (ledger := self.ledger(r.pair)): known[i] = ledger[r.t]
-            elif len(r.out) < len(r.picks) and (picked := (r.pair, r.picks[len(r.out)], r.t)) in at: source[i] = at[picked]
+            elif len(r.out) < len(r.picks) and (picked := (r.pair, r.picks[len(r.out)], r.t)) in at:
+                source[i] = at[picked]
             else: known[i] = r.sentinel
         return known, source
 
@@ -121,7 +122,7 @@ class _Sequence:
     ids: list[int] = field(default_factory=list)
     rows: list = field(default_factory=list)  # of a pair: what each row wrote, None while it runs
 
-# %% ../../nbs/models/engine_vllm.ipynb #9012fe4b
+# %% ../../nbs/models/engine_vllm.ipynb #73caa85b
 def _segment_length(
     naive,  # picks
     start: int,
@@ -130,7 +131,7 @@ def _segment_length(
     "How many picks from `start` on are equal, before `end`."
     return next((t for t in range(start, end) if bool(naive[t]) != bool(naive[start])), end) - start
 
-# %% ../../nbs/models/engine_vllm.ipynb #d0dae6f7
+# %% ../../nbs/models/engine_vllm.ipynb #2be7f3f5
 def _join_pair(
     rows: list[list[int]],  # what both rows of a pair wrote
     sentinels: list[int],  # of the expert and the naive row
@@ -170,7 +171,7 @@ def _read_limits(
     except OSError: generation = GenerationConfig.from_model_config(config)
     return stop_ids(generation, tokenizer), config.max_position_embeddings
 
-# %% ../../nbs/models/engine_vllm.ipynb #29abeb5f
+# %% ../../nbs/models/engine_vllm.ipynb #22ecc9b7
 def _sentinel_ids(
     tokenizer,
     stop: list[int],  # ids that end a sequence
@@ -178,7 +179,8 @@ def _sentinel_ids(
     "Two special tokens that end no sequence; ValueError if the tokenizer has fewer."
     special = [i for i, token in sorted(tokenizer.added_tokens_decoder.items()) if token.special and i not in stop][:2]
     if len(special) < 2:
-        raise ValueError("mode must be segments with this tokenizer: paired needs two special tokens that end no sequence")
+        raise ValueError("mode must be segments with this tokenizer: paired needs two special tokens that end no "
+                         "sequence")
     return special
 
 # %% ../../nbs/models/engine_vllm.ipynb #9ba30730
@@ -197,8 +199,8 @@ class VLLMEngine(Engine):
         **options,  # of vllm.LLM: dtype, tensor_parallel_size, gpu_memory_utilization …
     ):
         if mode == "paired" and options.get("enable_chunked_prefill"):
-            raise ValueError("enable_chunked_prefill must be False with mode='paired': a row that has read only a part of "
-                             "its prompt would write")
+            raise ValueError("enable_chunked_prefill must be False with mode='paired': a row that has read only a part "
+                             "of its prompt would write")
         if mode == "paired" and options.get("speculative_config"):
             raise ValueError("speculative_config must not be given with mode='paired'")
         if MISSING:
@@ -210,7 +212,7 @@ class VLLMEngine(Engine):
         self.mismatches, self.numbers, self.outputs = [], itertools.count(), {}
         defaults = dict(dtype="float32", enforce_eager=not torch.cuda.is_available(), max_num_seqs=2 * batch_size,
                         max_logprobs=-1, async_scheduling=False)
-        # The prefix cache keeps whole blocks, and the usual blocks of 128 tokens are longer than many a prompt.
+        # The prefix cache keeps whole blocks, and the usual blocks of 128 tokens are longer than many prompts.
         if not torch.cuda.is_available(): defaults["block_size"] = 32
         if mode == "paired":
             self.sentinels = _sentinel_ids(tokenizer, self.stop)
@@ -271,7 +273,7 @@ class VLLMEngine(Engine):
         return [self.outputs.pop(name) for name in names]
 
     def _take_output(self, sequence, row, out, running, sampling):
-        "Add the output of a request of vLLM to its sequence; the sequence if it has ended, else submit what comes next."
+        "Add an output of vLLM to its sequence; returns the sequence if it has ended, else submits what comes next."
         ids = list(out.outputs[0].token_ids)
         if sequence.rows:
             sequence.rows[row] = ids
@@ -310,13 +312,13 @@ class VLLMEngine(Engine):
                               **options)
 
     def _logprobs(self, pairs, alternatives):
-        "For each position of each completion a dictionary token -> log-probability, likeliest first, with the token itself."
+        "For each position of each completion: token -> log-probability, likeliest first, with the token written there."
         for k, (prompt, completion) in enumerate(pairs):
             if not prompt: raise ValueError(f"pair {k} has an empty prompt; a prompt has at least one token")
             if (n := len(prompt) + len(completion)) >= self.context:
                 raise ValueError(f"pair {k} has {n} tokens; vLLM scores at most {self.context - 1}")
-        params = self._params(1, prompt_logprobs=alternatives)
-        outs = self._wait([self._add(prompt + completion, params) for prompt, completion in pairs])
+        params = lambda: self._params(1, prompt_logprobs=alternatives)
+        outs = self._wait([self._add(prompt + completion, params()) for prompt, completion in pairs])
         positions = [out.prompt_logprobs[len(prompt):] for out, (prompt, _) in zip(outs, pairs)]
         by_rank = lambda at: {t: p.logprob for t, p in sorted(at.items(), key=lambda item: item[1].rank)}
         return [[by_rank(at) for at in of_pair] for of_pair in positions]
@@ -351,7 +353,8 @@ class VLLMEngine(Engine):
 
         def is_right(k, r, t, token):
             return _is_expected(logprobs[2 * k + int(r.naive[t])][t], token, r.key, t, temperature, tie)
-        return [[t for t, token in enumerate(ids) if not is_right(k, r, t, token)] for k, (r, ids) in enumerate(written)]
+        return [[t for t, token in enumerate(ids) if not is_right(k, r, t, token)]
+                for k, (r, ids) in enumerate(written)]
 
     def confirm(self, written: list[tuple[Request, list[int]]], **sampling) -> None:
         """Audit completions of paired rows as far as they fit the context.
@@ -363,8 +366,8 @@ class VLLMEngine(Engine):
             for (r, ids), wrong in zip(batch, self.audit(batch, **sampling)):
                 if not wrong: continue
                 self.mismatches.append((r.tag, wrong))
-                warnings.warn(f"paired rows wrote {len(wrong)} of {len(ids)} tokens that reading the sequence at once does "
-                              f"not confirm, the first at position {wrong[0]}", stacklevel=2)
+                warnings.warn(f"paired rows wrote {len(wrong)} of {len(ids)} tokens that reading the sequence at once "
+                              f"does not confirm, the first at position {wrong[0]}", stacklevel=2)
 
     def check_pairs(self, pairs: int = 8, tokens: int = 12):
         "Decode a small batch of random pairs; RuntimeError if an audit does not confirm them."
@@ -377,5 +380,5 @@ class VLLMEngine(Engine):
         wrong = self.audit([(r, c.ids) for r, c in completions])
         self.audits = audits
         if any(wrong):
-            raise RuntimeError("mode must be segments here: the audit at the start found that vLLM does not keep pairs in "
-                               "step")
+            raise RuntimeError("mode must be segments here: the audit at the start found that vLLM does not keep pairs "
+                               "in step")

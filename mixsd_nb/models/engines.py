@@ -45,7 +45,8 @@ class GrowingLayer(DynamicLayer):
         "A layer of the same length with this many rows of zeros, and spare columns."
         layer = GrowingLayer()
         layer.lazy_initialization(self.keys, self.values)
-        layer.buffers = [x.new_empty(rows, x.shape[1], x.shape[2] + spare, x.shape[3]) for x in (self.keys, self.values)]
+        layer.buffers = [x.new_empty(rows, x.shape[1], x.shape[2] + spare, x.shape[3])
+                         for x in (self.keys, self.values)]
         layer.length = self.length
         for x in layer._set_views(): x.zero_()
         return layer
@@ -155,7 +156,7 @@ class Slots:
         self.requests += requests
 
     def write(self, slots, new, count, stop) -> list[tuple[Request, Completion]]:
-        "Append the first `count` tokens of `new`, (slots, columns), to these slots; frees and returns requests that end."
+        "Append the first `count` tokens of `new`, (slots, columns), to slots; frees and returns the requests that end."
         valid = torch.arange(new.shape[1], device=new.device) < count[:, None]
         row, column = valid.nonzero(as_tuple=True)
         self.tokens[slots[row], self.t[slots[row]] + column] = new[valid]
@@ -294,7 +295,8 @@ class HFEngine(Engine):
         picks = slots.naive[active[:, None], position.clamp(max=slots.naive.shape[1] - 1)]
         names_other = inside & (picks != side)
         row = names_other.nonzero()[:, 0]
-        new[names_other] = sample(self.model.lm_head(hidden[names_other]), slots.keys[active][row], position[names_other])
+        logits = self.model.lm_head(hidden[names_other])
+        new[names_other] = sample(logits, slots.keys[active][row], position[names_other])
         disagree = new != drafts[active]
         ends = disagree | torch.isin(new, self.stop) | (position + 1 >= slots.room[active][:, None])
         count = torch.where(ends.any(1), ends.int().argmax(1) + 1, size)

@@ -60,7 +60,7 @@ def apply_head(
     head,  # of the model
     reduce,  # (logits (n, vocabulary), ids (n,)) -> (n,)
 ):
-    "A function for `map_states` that applies the head to a slice of states at a time, so that at most SLICE logits exist."
+    "A function for `map_states` that applies the head slice by slice, so that at most SLICE logits exist at a time."
     size = max(1, SLICE // head.out_features)
     return lambda states, ids: torch.cat([reduce(head(s), i) for s, i in zip(states.split(size), ids.split(size))])
 
