@@ -6,7 +6,7 @@
 __all__ = ['CONDITIONALS', 'place_tokens', 'draw_tokens', 'draw_sources', 'wrap_lines', 'overview_figure', 'find_example',
            'draw_overview']
 
-# %% ../../nbs/results/overview.ipynb #beade349
+# %% ../../nbs/results/overview.ipynb #647eb2ae
 import textwrap
 
 import matplotlib.pyplot as plt
@@ -29,7 +29,7 @@ def place_tokens(
         line, column = (line + 1, 0) if "\n" in piece else (line, column + len(text))
     return placed
 
-# %% ../../nbs/results/overview.ipynb #f2ef0275
+# %% ../../nbs/results/overview.ipynb #f1951cf4
 def draw_tokens(
     ax,
     texts: list[str],  # of the tokens of a completion
@@ -47,7 +47,7 @@ def draw_tokens(
     ax.axis("off")
     return placed[-1][0] + 1
 
-# %% ../../nbs/results/overview.ipynb #1e90bd4a
+# %% ../../nbs/results/overview.ipynb #279964cb
 def _legend_patches():
     return [plt.Rectangle((0, 0), 1, 1, color=colour, alpha=0.35, label=name) for name, colour in CONDITIONALS.values()]
 
@@ -73,7 +73,7 @@ def wrap_lines(
     "Lines of a text; its own line breaks are shown as ⏎."
     return textwrap.wrap(text.replace("\n", "⏎ "), width, break_long_words=True, replace_whitespace=False)
 
-# %% ../../nbs/results/overview.ipynb #07fe7c33
+# %% ../../nbs/results/overview.ipynb #972fb2ef
 def overview_figure(
     prompts: dict[str, str],  # heading -> what is asked
     completions: dict[str, tuple[list[str], list[bool]]],  # heading -> texts of the tokens, which of them are naive
@@ -117,7 +117,7 @@ def find_example(
         if different and is_clean(mixed, row): return row, mixed, expert, naive
     raise ValueError(f"none of {len(rows)} facts has, with lam={lam:g}, a mixed target that neither conditional writes alone")
 
-# %% ../../nbs/results/overview.ipynb #0b9fbed3
+# %% ../../nbs/results/overview.ipynb #97f5af9d
 def draw_overview(
     model: str = "lab-m",
     dataset: str = "kgfact-small",

@@ -6,7 +6,7 @@
 __all__ = ['coalesce', 'group_columns', 'held_out_average', 'average_drop', 'method_order', 'last_steps', 'percent_column',
            'summary_table']
 
-# %% ../../nbs/results/summary.ipynb #bec3c4ea
+# %% ../../nbs/results/summary.ipynb #e9b7d596
 import functools
 import itertools
 from collections.abc import Iterator
@@ -15,10 +15,10 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from .layout import ordered_labels
+from ..methods import BASE, ordered_labels
 from .schema import CELL_DIMS, RUN_DIMS
 
-# %% ../../nbs/results/summary.ipynb #e3e822e8
+# %% ../../nbs/results/summary.ipynb #1bedd2c1
 def coalesce(
     values: xr.DataArray,
     dim: str,  # along which several values stand for the same thing
@@ -26,7 +26,7 @@ def coalesce(
     "The first value along a dimension that is not NaN; the dimension is gone."
     return functools.reduce(xr.DataArray.fillna, (values.isel({dim: k}, drop=True) for k in range(values.sizes[dim])))
 
-# %% ../../nbs/results/summary.ipynb #64a37f6f
+# %% ../../nbs/results/summary.ipynb #a68096a3
 def group_columns(
     cube: xr.Dataset,
     role: str,  # of the benchmarks: held-out, in-domain, world or validation
@@ -68,10 +68,10 @@ def average_drop(
     A cube of published numbers has its drop as printed, which is returned as it is. NaN without the base model."""
     if "average_drop" in cube: return cube.average_drop
     average = held_out_average(cube)
-    if "base" not in average["method"]: return xr.full_like(average, np.nan)
-    return average.sel({"method": "base"}, drop=True).mean(["lr", "step"]) - average
+    if BASE not in average["method"]: return xr.full_like(average, np.nan)
+    return average.sel({"method": BASE}, drop=True).mean(["lr", "step"]) - average
 
-# %% ../../nbs/results/summary.ipynb #4716d301
+# %% ../../nbs/results/summary.ipynb #64579e02
 def method_order(
     cube: xr.Dataset | xr.DataArray,
 ) -> list[str]:
@@ -90,7 +90,7 @@ def last_steps(
         steps = cube.step.values[measured.sel(at).values]
         if len(steps): yield cube.sel(at | {"step": steps[-1]})
 
-# %% ../../nbs/results/summary.ipynb #4cc48381
+# %% ../../nbs/results/summary.ipynb #8c170cd8
 def percent_column(
     name: str,
     shares: np.ndarray,
@@ -102,7 +102,7 @@ def percent_column(
     cells = zip(100 * shares, n, strict=True)
     return pd.Series([f"{share:.1f} (N={k:.0f})" if k > 0 else "" for share, k in cells], name=name)
 
-# %% ../../nbs/results/summary.ipynb #9e48f993
+# %% ../../nbs/results/summary.ipynb #e44730ef
 def summary_table(
     cube: xr.Dataset,
 ) -> pd.DataFrame:
