@@ -34,7 +34,7 @@ class FiguresConfig(Config):
         'only runs with these settings, where the folder has runs with several, as in {"epochs": 20}'))
     skip_corrupt: bool = Field(False, description="leave out results that cannot be read")
 
-# %% ../nbs/figures.ipynb #7678eb8d
+# %% ../nbs/figures.ipynb #2a43b2ef
 def analysis_figures(
     config: FiguresConfig,
 ) -> dict[str, Figure]:
@@ -44,11 +44,12 @@ def analysis_figures(
     scored = find_runs(root, "nll", **{k: scored[k] for k in ("dataset", "model", "span", "first", "dtype")})
     sorted_errors = find_runs(root, "errors", **make_config(errors.ErrorsConfig, runs=config.runs, **cell).identity())
     figures = {"nll-cdf": nll.cdf_figure([run.result for run in scored])} if scored else {}
+    denominators = {"errors": "n", "errors-alone": "wrong"}
     for run in sorted_errors:
-        figures |= {name: errors.breakdown_figure(run.root, of=n) for name, n in {"errors": "n", "errors-alone": "wrong"}.items()}
+        figures |= {name: errors.breakdown_figure(run.root, of=n) for name, n in denominators.items()}
     return figures
 
-# %% ../nbs/figures.ipynb #c1854cbf
+# %% ../nbs/figures.ipynb #0e595093
 def _select_runs(config, cube):
     "The part of our runs that is drawn; ParameterError that names what the runs have."
     try: return select_part(cube, config.dataset, config.model, config.lr)
@@ -68,11 +69,12 @@ def run(
         cube = _select_runs(config, sources["runs"].cube)
         print(summary_table(cube).to_string(index=False, na_rep=""))
         figures = run_figures(cube) | analysis_figures(config)
-    names = list_tables(source.cube for source in sources.values())
-    sheets = {name: sheet for name in names if (sheet := source_sheet(name, sources))}
-    named = [getattr(config, k) for k in ("source", "dataset", "model", "lr") if getattr(config, k) != getattr(default, k)]
-    files = save_pictures(dict(overview=draw_overview()) | figures | shared_figures(sources, config.dataset), sheets,
-                          name_suffix(named))
+    tables = list_tables(source.cube for source in sources.values())
+    sheets = {name: sheet for name in tables if (sheet := source_sheet(name, sources))}
+    given = {k: getattr(config, k) for k in ("source", "dataset", "model", "lr")}
+    suffix = name_suffix(value for k, value in given.items() if value != getattr(default, k))
+    figures = dict(overview=draw_overview()) | figures | shared_figures(sources, config.dataset)
+    files = save_pictures(figures, sheets, suffix)
     for path in files[:-3 * len(sheets)]: print(f"figure: {path.relative_to(project_root())}")
     print(f"{len(sheets)} tables as png, pdf and tex: {files[-1].parent.relative_to(project_root())}/")
     return sources

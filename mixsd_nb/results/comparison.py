@@ -6,7 +6,7 @@
 __all__ = ['PUBLISHED_METHODS', 'draw_points', 'selection_panels', 'selection_figure', 'displacement_correlations',
            'displacement_figure', 'high_nll_figure']
 
-# %% ../../nbs/results/comparison.ipynb #e9b90678
+# %% ../../nbs/results/comparison.ipynb #5f1ef6a4
 import matplotlib.pyplot as plt
 import numpy as np
 import seaborn as sns
@@ -20,7 +20,7 @@ from .plots import draw_method_legend, figure_style, format_range, list_methods,
 from .plots import method_marker, model_name, ramp_labels
 from .summary import average_drop, method_order
 
-# %% ../../nbs/results/comparison.ipynb #fa749ca3
+# %% ../../nbs/results/comparison.ipynb #8f5f6bc3
 def draw_points(
     ax,
     x: xr.DataArray,  # over `method`
@@ -36,7 +36,7 @@ def draw_points(
     if BASE in y.method:
         ax.axhline(y.sel({"method": BASE}), ls="--", lw=1.2, color=method_colour(BASE), zorder=0)
 
-# %% ../../nbs/results/comparison.ipynb #275f92b6
+# %% ../../nbs/results/comparison.ipynb #20a5c679
 PUBLISHED_METHODS = ("base", "memit", "sft", "opsd-n8-t1", "mixsd")  # families and labels of the paper's main figure
 
 
@@ -59,7 +59,7 @@ def selection_panels(
                 panels.append((f"{model_name(at[1])}\n{at[0]}, N={format_range(part.n.sel(where))}", x, y))
     return panels
 
-# %% ../../nbs/results/comparison.ipynb #b33b9b21
+# %% ../../nbs/results/comparison.ipynb #93504b68
 def selection_figure(
     *cubes: xr.Dataset,  # as returned by `collapse_runs`
     dataset: str = "KGFact-Small",  # title of the corpus
@@ -69,7 +69,9 @@ def selection_figure(
     """What is learnt against the held-out average at the selected checkpoints, a panel for each model of every cube.
 
     ValueError where no cube has the column for the corpus."""
-    panels = selection_panels(*cubes, dataset=dataset, learnt=learnt, among=among)
+    options = dict(dataset=dataset, learnt=learnt, among=among)
+    drawn = [cube for cube in cubes if selection_panels(cube, **options)]
+    panels = selection_panels(*drawn, **options)
     if not panels: raise ValueError(f"no run of {dataset} has a held-out average and the column {learnt}")
     with figure_style():
         fig, axes = plt.subplots(1, len(panels), figsize=(2.4 + 2.9 * len(panels), 3.9), sharey=True, sharex=True,
@@ -78,7 +80,7 @@ def selection_figure(
             draw_points(ax, 100 * x, 100 * y)
             ax.set_title(title, fontsize="medium")
             ax.set_xlabel("training accuracy (%)" if learnt == "Train" else f"{learnt} (%)")
-        n = np.concatenate([cube.n.sel(benchmark=cube.role == "held-out").values.ravel() for cube in cubes])
+        n = np.concatenate([cube.n.sel(benchmark=cube.role == "held-out").values.ravel() for cube in drawn])
         axes[0, 0].set(ylabel=f"held-out average (%, N={format_range(n)})", xlim=(-4, 104), ylim=(-4, 104))
         used = {m for _, x, y in panels for m in x.method.values[(x.notnull() & y.notnull()).values]}
         draw_method_legend(fig, ordered_labels(used), dataset)
@@ -100,11 +102,11 @@ def displacement_correlations(
     r = {name: xr.corr(values.where(known), drop.where(known), pooled) for name, values in measures.items()}
     return xr.Dataset(r | dict(checkpoints=known.sum(pooled)))
 
-# %% ../../nbs/results/comparison.ipynb #d6f3d264
+# %% ../../nbs/results/comparison.ipynb #cac8d99b
 def displacement_figure(
     cube: xr.Dataset,  # with displacement_sq, alignment_ratio
 ) -> Figure:
-    "Drop (percentage points) against squared displacement (above) and alignment ratio (below), a column for each model."
+    "Drop (points) against squared displacement (above) and alignment ratio (below), a column for each model."
     drop, found = 100 * average_drop(cube), displacement_correlations(cube)
     models = [m for m in cube.model.values if cube.displacement_sq.sel(model=m).notnull().any()]
     axis = dict(displacement_sq=("r_displacement", "‖Δθ‖²"), alignment_ratio=("r_alignment", "R"))
@@ -118,10 +120,11 @@ def displacement_figure(
                 drawn = int((x.notnull() & y.notnull()).sel({"method": methods}).sum())
                 for m in methods:
                     one, other = xr.broadcast(x.sel({"method": m}), y.sel({"method": m}))
-                    ax.scatter(one, other, s=45, marker=method_marker(m), color=method_colour(m), edgecolor="white", lw=0.6)
+                    style = dict(marker=method_marker(m), color=method_colour(m), edgecolor="white", lw=0.6)
+                    ax.scatter(one, other, s=45, **style)
                 at = found.sel(model=model)
-                ax.set_title(f"{model_name(model)}\nr = {at[r].item():+.2f} (N={at.checkpoints.item():.0f}, {drawn} drawn)",
-                             fontsize="medium")
+                n = f"N={at.checkpoints.item():.0f}, {drawn} drawn"
+                ax.set_title(f"{model_name(model)}\nr = {at[r].item():+.2f} ({n})", fontsize="medium")
                 ax.set(xlabel=f"{text} (unitless)", xscale="log" if name == "displacement_sq" else "linear")
                 ax.xaxis.set_minor_formatter(NullFormatter())
             row[0].set_ylabel("drop (points)")

@@ -37,7 +37,7 @@ def run_settings(
     if (root["method"].values == BASE).all(): return {k: v for k, v in config.items() if k in BASE_SETTINGS}
     return config
 
-# %% ../../nbs/results/cube.ipynb #5326e4a5
+# %% ../../nbs/results/cube.ipynb #5e70a61e
 def _method_of(root: xr.Dataset) -> Method | None:
     "The method of a training run; None for an analysis, and for a method that is not declared here."
     if "accuracy" not in root: return None
@@ -64,7 +64,7 @@ def comparable_settings(
     labels = method.label_settings if method else ()
     return found | {f"options[{k}] of {settings['method']}": v for k, v in options.items() if k not in labels}
 
-# %% ../../nbs/results/cube.ipynb #bb51bfa9
+# %% ../../nbs/results/cube.ipynb #453586f5
 def group_comparable(
     roots: Mapping[str, xr.Dataset],  # folder name -> root
 ) -> set[tuple[str, ...]]:
@@ -74,7 +74,7 @@ def group_comparable(
         for name in root.data_vars: groups.setdefault((name, *root["dataset"].values), []).append(folder)
     return set(map(tuple, groups.values()))
 
-# %% ../../nbs/results/cube.ipynb #0c7b0eda
+# %% ../../nbs/results/cube.ipynb #a74cfa1f
 def _list_values(
     folders: dict[str, list[str]],  # value -> folders
 ) -> str:
@@ -99,7 +99,7 @@ def check_settings(
                 if not key.isidentifier(): advice = "compute one of them again"
                 raise ValueError(f"{key} differs within the cube: {_list_values(folders)}; {advice}")
 
-# %% ../../nbs/results/cube.ipynb #d9830909
+# %% ../../nbs/results/cube.ipynb #e6485c6c
 def cube_of(
     runs: Mapping[str, xr.Dataset] | Iterable,  # folder name -> root; or finished runs, each a Run or its folder
 ) -> xr.Dataset:
@@ -114,7 +114,7 @@ def cube_of(
     check_settings(runs)
     return merge_roots(runs)
 
-# %% ../../nbs/results/cube.ipynb #578b2075
+# %% ../../nbs/results/cube.ipynb #72463e4e
 def open_cube(
     folder: str | Path | None = None,  # holds run folders; default: runs_root()
     *,
@@ -134,19 +134,19 @@ def open_cube(
                                 "`make run` or `papermill nbs/train.ipynb out.ipynb -p lam 0.5` makes one")
     return cube_of(roots)
 
-# %% ../../nbs/results/cube.ipynb #e36d36fe
+# %% ../../nbs/results/cube.ipynb #18622e79
 def missing_runs(
     cube: xr.Dataset,
     name: str = "accuracy",  # variable that a run would fill
 ) -> pd.DataFrame:
-    "The cells of the cube that no run fills, one row each. Methods without a learning rate belong to learning rate 0 alone."
+    "The cells of the cube that no run fills, one row each. Methods without a learning rate have only the rate 0."
     dims = [d for d in RUN_DIMS if d in cube[name].dims]
     empty = cube[name].isnull().all([d for d in cube[name].dims if d not in dims]).stack(run=dims)
     cells = empty.run[empty.values].to_index().to_frame(index=False)
     if "lr" not in dims: return cells
     return cells[cells.method.map(has_rate) == (cells.lr != 0)].reset_index(drop=True)
 
-# %% ../../nbs/results/cube.ipynb #390de45a
+# %% ../../nbs/results/cube.ipynb #c4966d48
 _OLD = {"merged": "results.merge.merge_roots",
         "training_roots": "results.roots.read_training_roots",
         "configuration": "results.cube.run_settings",

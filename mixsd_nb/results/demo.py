@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['HELD_OUT', 'BENCHMARKS', 'invent_result', 'invent_cube', 'error_message']
 
-# %% ../../nbs/results/demo.ipynb #f48d1cfb
+# %% ../../nbs/results/demo.ipynb #7a259f9d
 import json
 from collections.abc import Callable, Sequence
 
@@ -16,7 +16,7 @@ from ..methods import BASE
 from .layout import result_tree
 from .schema import CURVE_VARIABLES
 
-# %% ../../nbs/results/demo.ipynb #52dfedd0
+# %% ../../nbs/results/demo.ipynb #83263fae
 HELD_OUT = {"arithmetic": "AIME-2024", "equations": "MATH-500", "word-problems": "GSM8K", "functions": "HumanEval",
             "choice": "MMLU"}
 BENCHMARKS = {
@@ -25,7 +25,7 @@ BENCHMARKS = {
     "world": dict(column="", role="world"),
 }
 
-# %% ../../nbs/results/demo.ipynb #7cdfae17
+# %% ../../nbs/results/demo.ipynb #786c8df0
 def invent_result(
     method: str = "mixsd",
     lam: float = 0.5,
@@ -56,7 +56,7 @@ def invent_result(
     return result_tree(**settings | dict(accuracy=accuracy, benchmarks=benchmarks, config=json.dumps(config)) | made
                        | options)
 
-# %% ../../nbs/results/demo.ipynb #864b99f0
+# %% ../../nbs/results/demo.ipynb #1ce87832
 def invent_cube(
     seeds: int = 1,
     rates: Sequence[float] = (3e-4, 1e-3),
@@ -69,7 +69,7 @@ def invent_cube(
     runs += [invent_result(m, lam, lr, s, **options) for m, lam in methods for lr in rates for s in range(seeds)]
     return merge_roots({f"run-{k}": run.to_dataset() for k, run in enumerate(runs)})
 
-# %% ../../nbs/results/demo.ipynb #979f8132
+# %% ../../nbs/results/demo.ipynb #5709be64
 def error_message(
     call: Callable,
     *args,

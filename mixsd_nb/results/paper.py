@@ -65,7 +65,7 @@ def published_items(
     "The number of items behind a published share."
     return ITEMS.get(benchmark) or CORPUS_ITEMS[dataset][benchmark]
 
-# %% ../../nbs/results/paper.ipynb #37964fc2
+# %% ../../nbs/results/paper.ipynb #e254c45a
 def metric_column(
     metric: str,  # as printed
 ) -> str:
@@ -84,7 +84,7 @@ def held_out_columns() -> list[str]:
     "The paper's held-out columns, in its order."
     return [column for column, name in paper_benchmarks().items() if SUITES[name].role == "held-out"]
 
-# %% ../../nbs/results/paper.ipynb #398069d1
+# %% ../../nbs/results/paper.ipynb #fbde9f32
 @functools.cache
 def paper_families() -> frozenset[str]:
     "The methods of the paper, without their settings."
@@ -99,7 +99,7 @@ def is_listed(
     kind = label_family(label)
     return label in among or kind in among or kind not in paper_families()
 
-# %% ../../nbs/results/paper.ipynb #1266e63c
+# %% ../../nbs/results/paper.ipynb #94e56b95
 def learnt_columns(
     dataset: str,  # title of the corpus
 ) -> tuple[str, ...]:
@@ -134,7 +134,7 @@ PLACES = {
     "high_nll_type_recall_pct":
         ("overlap", 100, (*TARGET_DIMS, "threshold", "over"), dict(threshold=8.0, over="unstated"))}
 
-# %% ../../nbs/results/paper.ipynb #e8065f4b
+# %% ../../nbs/results/paper.ipynb #674ec367
 def row_root(
     rows: list[dict],  # printed values of one table, corpus, model and method
 ) -> xr.Dataset:
@@ -161,7 +161,8 @@ def row_root(
     return xr.Dataset(data, {k: v for k, v in coords.items() if set(v.dims) <= used})
 
 # %% ../../nbs/results/paper.ipynb #987b6c07
-CORRELATIONS = {"pearson_r(displacement_sq,drop)": "r_displacement", "pearson_r(fisher_alignment_R,drop)": "r_alignment"}
+CORRELATIONS = {"pearson_r(displacement_sq,drop)": "r_displacement",
+                "pearson_r(fisher_alignment_R,drop)": "r_alignment"}  # metric -> variable
 
 
 def correlation_root(
@@ -173,7 +174,7 @@ def correlation_root(
     data = {k: variable(k, ["model"], [v]) for k, v in values.items()}
     return xr.Dataset(data, dict(model=variable("model", ["model"], model)))
 
-# %% ../../nbs/results/paper.ipynb #355a5bbe
+# %% ../../nbs/results/paper.ipynb #12a5688d
 @functools.cache
 def _merge_tables() -> xr.Dataset:
     "The cube of all printed rows, made once."
