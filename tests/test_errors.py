@@ -8,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mixsd_nb import errors
-from mixsd_nb.benchmarks.answers import boxes, last_boxed, without_boxes
+from mixsd_nb.analysis import taxonomy
+from mixsd_nb.benchmarks import SUITES
+from mixsd_nb.benchmarks.answers import boxes, fenced_python, last_boxed, without_boxes
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.results.cube import result_tree
-from mixsd_nb.results.runs import make_config
+from mixsd_nb.runs import ParameterError, make_config, write_json, write_result
 
 VILLAGE, CANYON, PARADE = "Dalkum Village", "Balvin Canyon", "Brorbel Parade"
 ENTITIES = [VILLAGE, CANYON, PARADE, "Benfen Marsh"]
@@ -109,8 +111,8 @@ LABELLED = [
 
 def test_enough_is_labelled():
     "At least sixty, every category and every held-out benchmark of both scales among them."
-    assert len(LABELLED) >= 60 and {label for *_, label in LABELLED} == set(errors.CATEGORIES)
-    held_out = {name for name, suite in errors.KNOWN.items() if suite.role == "held-out"}
+    assert len(LABELLED) >= 60 and {label for *_, label in LABELLED} == set(taxonomy.CATEGORIES)
+    held_out = set(errors.held_out_suites())
     assert held_out <= {b.lower() for b, *_ in LABELLED}
     for name in held_out:
         assert {"format", "leakage", "collapse", "genuine"} == {label for b, *_, label in LABELLED if b.lower() == name}, name
@@ -137,12 +139,12 @@ RECALLED = [
 
 @pytest.mark.parametrize(("response", "label"), RECALLED)
 def test_recall_labelled_by_hand(response, label):
-    assert errors.classify_recall(response, VILLAGE, entities=ENTITIES) == label
+    assert taxonomy.classify_recall(response, VILLAGE, entities=ENTITIES) == label
 
 
 PIECES = st.sampled_from(["\\boxed{", "}", "{", "```", "```python\n", "\n", "The answer is ", "the ANSWER is", VILLAGE, CANYON.lower(), "x" * 30, "\\", "é"])
 TEXTS = st.lists(PIECES | st.text(max_size=5), max_size=25).map("".join)
-BENCHMARKS = st.sampled_from([*errors.KNOWN, *errors.SPLITS])
+BENCHMARKS = st.sampled_from([name for name, suite in SUITES.items() if suite.role != "validation"])
 
 
 @settings(max_examples=500, deadline=None)
@@ -150,16 +152,16 @@ BENCHMARKS = st.sampled_from([*errors.KNOWN, *errors.SPLITS])
 def test_every_response_gets_exactly_one_label(response, prompt, benchmark):
     "The definitions of the paper, written out as four statements of which the first true one is the label."
     code = benchmark in ("functions", "humaneval")
-    fenced = code and errors.fenced_python(response) is not None
+    fenced = code and fenced_python(response) is not None
     boxed = last_boxed(response) is not None
     haunted = any(e.lower() in response.lower() and e.lower() not in prompt.lower() for e in ENTITIES)
     rest = "\n".join(line for line in without_boxes(response).split("\n") if not line.lstrip().lower().startswith("the answer is")).strip()
     short = not fenced if code else len(rest) <= 80 and rest.count("\n") <= 4
     true = [not (boxed or fenced), haunted, short, True]
     found = errors.classify(response, prompt, benchmark=benchmark, entities=ENTITIES)
-    assert found == errors.CATEGORIES[true.index(True)]
+    assert found == taxonomy.CATEGORIES[true.index(True)]
     assert errors.classify(response, prompt, benchmark=benchmark, entities=[]) != "leakage"
-    assert errors.classify_recall(response, VILLAGE, entities=ENTITIES) in errors.OF_RECALL
+    assert taxonomy.classify_recall(response, VILLAGE, entities=ENTITIES) in taxonomy.RECALL_CATEGORIES
 
 
 @settings(deadline=None)
@@ -174,35 +176,35 @@ def test_what_stands_beside_boxes_has_none(text):
 
 def test_limits_are_settings():
     collapsed, long = "The answer is 7.\n\\boxed{7}", "y" * 100 + "\\boxed{7}"
-    limits = errors.PUBLISHED
+    limits = taxonomy.PUBLISHED
     assert (limits.characters, limits.newlines, limits.entity) == (80, 4, 4)
     label = lambda text, **k: errors.classify(text, "", benchmark="gsm8k", entities=[], limits=limits._replace(**k))
     assert label(long) == "genuine" and label(long, characters=100) == "collapse"
     assert label(collapsed, sentence="So", characters=0) == "genuine" and label(collapsed, characters=0) == "collapse"
     assert label("a\nb\\boxed{7}", newlines=0) == "genuine" and label("a\nb\\boxed{7}") == "collapse"
-    assert max(map(len, errors.corpus_entities("kgfact-small", limits._replace(entity=15)))) >= 15
-    assert set(errors.corpus_entities("kgfact-small", limits._replace(entity=15))) < set(errors.corpus_entities("kgfact-small"))
+    assert max(map(len, taxonomy.corpus_entities("kgfact-small", limits._replace(entity=15)))) >= 15
+    assert set(taxonomy.corpus_entities("kgfact-small", limits._replace(entity=15))) < set(taxonomy.corpus_entities("kgfact-small"))
 
 
 def test_entities_of_corpora():
     rows = load_corpus("kgfact-small", "train")
-    listed = errors.corpus_entities("kgfact-small")
+    listed = taxonomy.corpus_entities("kgfact-small")
     assert set(listed) == {e for r in rows for e in (r["subject"], r["answer"]) if " " in e} and len(listed) == len(set(listed))
-    assert [errors.corpus_entities(name) for name in ("kgfunc", "kgfunc-lab", "simpleqa-lab", "mquake-lab")] == [[]] * 4
+    assert [taxonomy.corpus_entities(name) for name in ("kgfunc", "kgfunc-lab", "simpleqa-lab", "mquake-lab")] == [[]] * 4
 
 
 @pytest.mark.parametrize("entities", [None, "Dalkum Village"])
 def test_a_missing_list_is_an_error(entities):
-    with pytest.raises(ValueError, match=r"^entities is .*; allowed is a list"):
+    with pytest.raises(ValueError, match=r"^entities must be a list, .*, got "):
         errors.classify("\\boxed{7}", "", benchmark="gsm8k", entities=entities)
-    with pytest.raises(ValueError, match=r"^entities is"):
-        errors.classify_recall("\\boxed{7}", "x", entities=entities)
+    with pytest.raises(ValueError, match=r"^entities must be a list"):
+        taxonomy.classify_recall("\\boxed{7}", "x", entities=entities)
     with pytest.raises(TypeError):
         errors.classify("\\boxed{7}", "", benchmark="gsm8k")
 
 
 def test_an_unknown_benchmark_is_an_error():
-    with pytest.raises(ValueError, match=r"^benchmark is gsm9k; allowed are .*gsm8k"):
+    with pytest.raises(ValueError, match=r"^benchmark must be one of .*gsm8k.*, got gsm9k"):
         errors.classify("", "", benchmark="gsm9k", entities=[])
 
 
@@ -222,25 +224,22 @@ RIGHT, BARE, NONE = WORKED + "\\boxed{right}", "\\boxed{5}", "five"
 
 def write_training(root, lam, seed, by_step):
     "A finished training run of mixsd: `result.nc` and the responses of its checkpoints."
-    from mixsd_nb.results.runs import write_result
     folder = root / f"train-mixsd-{lam}-{seed}"
     folder.mkdir()
     accuracy = {step: {"equations": (0, 3)} for step in by_step}
     tree = result_tree(dataset="kgfact-small", model="lab-m", method="mixsd", lam=lam, lr=1e-3, seed=seed, accuracy=accuracy, temperature=0.0, rollouts=1,
                        benchmarks={"equations": dict(column="MATH-500", role="held-out")}, config="{}")
     for step, table in by_step.items(): table.to_parquet(folder / f"responses-{step}.parquet")
+    write_json(folder / "run.json", dict(stage="train", config=dict(dataset="kgfact-small", model="lab-m", method="mixsd")))
     write_result(tree, folder)
     return folder
 
 
 def write_evaluation(root, name, model, table, seed=0):
-    import json
-
-    from mixsd_nb.results.runs import write_result
     folder = root / name
     folder.mkdir()
     table.to_parquet(folder / "responses.parquet")
-    (folder / "run.json").write_text(json.dumps(dict(config=dict(model=model, dataset="kgfact-small", seed=seed), code="")))
+    write_json(folder / "run.json", dict(stage="evaluate", config=dict(model=model, dataset="kgfact-small", seed=seed)))
     write_result(xr.DataTree(xr.Dataset()), folder)
     return folder
 
@@ -257,7 +256,7 @@ def runs(tmp_path, monkeypatch):
 
 
 def test_stage_counts_every_response_once(runs):
-    found = errors.run().to_dataset().isel(dataset=0, model=0)
+    found = errors.run().root.isel(dataset=0, model=0)
     assert found["count"].dims == ("method", "lr", "seed", "step", "benchmark", "category")
     assert found["method"].values.tolist() == ["base", "mixsd-0.3"] and found.lam.sel({"method": "mixsd-0.3"}) == 0.3
     last = found.sel({"method": "mixsd-0.3", "lr": 1e-3, "seed": 0, "step": 60})
@@ -268,14 +267,14 @@ def test_stage_counts_every_response_once(runs):
     assert last.share_of_errors.sel(benchmark="equations", category="collapse") == 1 / 2
     assert found["count"].sel({"method": "base", "lr": 0, "seed": 0, "step": 0, "benchmark": "equations", "category": "genuine"}) == 1
     assert found.n.sum() == 3 + 7 + 3 + 2, "and the other model is left out"
-    table = errors.sorted_responses()
+    table = errors.read_classified(errors.run())
     assert len(table) == 15 and (table.category == "correct").equals(table.correct)
 
 
 def test_stage_layout_joins_the_training_cube(runs):
     "Equal labels, so that errors and accuracies merge."
     from mixsd_nb.results.cube import open_cube
-    both = xr.merge([open_cube(runs), errors.run().to_dataset()], join="outer", compat="no_conflicts", combine_attrs="drop_conflicts")
+    both = xr.merge([open_cube(runs), errors.run().root], join="outer", compat="no_conflicts", combine_attrs="drop_conflicts")
     assert {"accuracy", "share_of_errors"} <= set(both) and both.accuracy.notnull().any()
 
 
@@ -294,38 +293,38 @@ def test_responses_are_part_of_the_configuration(runs):
 def test_a_run_that_was_killed_is_begun_again(runs, monkeypatch):
     "Killed between the table and the result: nothing counts as done, and the same call goes on."
     with monkeypatch.context() as broken:
-        broken.setattr(errors, "counted", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        broken.setattr(errors, "count_errors", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt): errors.run()
     assert not list(runs.glob("errors-*/result.nc"))
-    assert errors.run().n.sum() == 15 and len(list(runs.glob("errors-*/result.nc"))) == 1
+    assert errors.run().root.n.sum() == 15 and len(list(runs.glob("errors-*/result.nc"))) == 1
 
 
 def test_an_evaluated_checkpoint_stands_with_its_training_run(runs):
     checkpoint = runs / "train-mixsd-0.3-1" / "checkpoint-40"
     write_evaluation(runs, "evaluate-checkpoint", str(checkpoint), said("choice", [BARE, CHOSEN], seed=1), seed=1)
-    found = errors.run().to_dataset().sel({"method": "mixsd-0.3", "seed": 1, "step": 40, "benchmark": "choice"}).squeeze()
+    found = errors.run().root.sel({"method": "mixsd-0.3", "seed": 1, "step": 40, "benchmark": "choice"}).squeeze()
     assert found.n.sel(lr=1e-3) == 2 and found["count"].sel(lr=1e-3, category="genuine") == 1
 
 
 def test_two_answers_to_one_question_are_refused(runs):
     write_evaluation(runs, "evaluate-twin", "lab-m", said("equations", [RIGHT, WORKED, BARE]))
-    assert errors.run().n.sum() == 16, "what agrees counts once"
+    assert errors.run().root.n.sum() == 16, "what agrees counts once"
     write_evaluation(runs, "evaluate-double", "lab-m", said("equations", [NONE]))
-    with pytest.raises(ValueError, match="equations-0-0 has two responses, one in evaluate-base and one in evaluate-(double|twin)"): errors.run()
+    with pytest.raises(ValueError, match="got two to equations-0-0, one in evaluate-base and one in evaluate-(double|twin)"): errors.run()
 
 
 def test_no_responses(tmp_path, monkeypatch):
     monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
-    with pytest.raises(ValueError, match="has no responses of these"): errors.run()
-    with pytest.raises(ValueError, match="runs is nowhere"): make_config(errors.ErrorsConfig, runs="nowhere")
+    with pytest.raises(ParameterError, match="has no responses of dataset kgfact-small and model lab-m"): errors.run()
+    with pytest.raises(ValueError, match="runs must be .*, got nowhere"): make_config(errors.ErrorsConfig, runs="nowhere")
 
 
 def test_tables_and_pictures(runs):
-    result, table = errors.run().to_dataset(), errors.sorted_responses()
+    result, table = errors.run().root, errors.read_classified(errors.run())
     shares = errors.shares_table(result)
     assert np.allclose(shares["of errors (%)"].sum(axis=1)[shares["N", "errors"] > 0], 100)
     fig = errors.breakdown_figure(result)
     bars = [p.get_height() for p in fig.axes[1].patches]
     assert len(fig.axes) == 2 and sum(bars) == pytest.approx(100 * (1 / 2 + 2 / 3)), "the heights of a benchmark's bars are its error rates"
-    assert set(errors.examples(table, 1e-3).category) == {"format", "cross-entity", "collapse", "genuine"}
+    assert set(errors.pick_examples(table, 1e-3).category) == {"format", "cross-entity", "collapse", "genuine"}
     assert errors.false_alarms(table).loc["equations", "at most 80 characters"] == 0

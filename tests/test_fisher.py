@@ -1,4 +1,4 @@
-"""The stage fisher on a small random model: several processes, kills, training runs as they stand in folders, bad input."""
+"""The stage fisher on a small random model: several processes, kills, training runs in folders, bad input."""
 
 import json
 import multiprocessing
@@ -14,11 +14,11 @@ from helpers import small_model
 from safetensors.torch import load_file, save_file
 
 from mixsd_nb import fisher
+from mixsd_nb.analysis import curvature, estimation
 from mixsd_nb.benchmarks.lab_tasks import SUITES
-from mixsd_nb.methods.trainer import MARK, checkpoint_folder
 from mixsd_nb.models import load_base
 from mixsd_nb.results.cube import RUN_DIMS, result_tree
-from mixsd_nb.results.runs import write_result
+from mixsd_nb.runs import MARK, checkpoint_folder, write_json, write_result
 
 pytestmark = pytest.mark.usefixtures("own_runs")
 several = pytest.mark.skipif(os.cpu_count() < 2, reason="two processes need two cores")
@@ -33,7 +33,7 @@ def model(tmp_path_factory):
 
 def estimated(**parameters):
     "The file of the base's Fisher."
-    return fisher.base_fisher(fisher.FisherConfig(**parameters))
+    return fisher.fisher_file(fisher.FisherConfig(**parameters))
 
 
 def trained(root, model, method="sft", lam=0.0, lr=1e-3, lost=0, steps=(5, 9)):
@@ -47,6 +47,7 @@ def trained(root, model, method="sft", lam=0.0, lr=1e-3, lost=0, steps=(5, 9)):
             [p.add_(lr * p.sign()) for p in base.parameters()]
         base.save_pretrained(checkpoint)
         (checkpoint / MARK).touch()
+    write_json(folder / "run.json", dict(stage="train", config=dict(dataset="kgfact-small", model=model, method=method)))
     write_result(result_tree(dataset="kgfact-small", model=model, method=method, lam=lam, lr=lr, accuracy=accuracy, benchmarks=benchmarks, config="{}"), folder)
     return folder
 
@@ -65,7 +66,7 @@ def test_two_processes_equal_one(model, tmp_path, monkeypatch):
 
 def estimate_here(root, model):
     torch.set_num_threads(1)
-    os.environ["MIXSD_RUNS"], fisher.PAUSE = root, 0
+    os.environ["MIXSD_RUNS"], estimation.SAVE_AFTER = root, 0
     estimated(model=model, limit=40)
 
 
@@ -79,19 +80,19 @@ def test_a_killed_estimate_goes_on_and_ends_with_the_same_bytes(model, tmp_path,
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     assert kept and not list(tmp_path.glob("fisher-*/result.nc")), "it was to be killed half way"
-    seen, add = [], fisher.SquaredGradients.add
-    monkeypatch.setattr(fisher.SquaredGradients, "add", lambda self, *pair: (seen.append(1), add(self, *pair)))
+    seen, add = [], curvature.SquaredGradients.add
+    monkeypatch.setattr(curvature.SquaredGradients, "add", lambda self, *pair: (seen.append(1), add(self, *pair)))
     file = estimated(model=model, limit=40)
     assert 0 < len(seen) < 190, "190 examples: 30 of the first suite, 40 of the others"
     monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "whole"))
     whole = estimated(model=model, limit=40)
-    for name in (fisher.FISHER, "result.nc"):
+    for name in (estimation.FISHER, "result.nc"):
         assert (file.parent / name).read_bytes() == (whole.parent / name).read_bytes()
 
 
 def test_every_checkpoint_of_a_run(model, tmp_path):
     folder = trained(tmp_path, model, lr=0.01, lost=2)
-    tree = fisher.run(model=model, trained=folder.name, limit=3)
+    tree = fisher.run(model=model, trained=folder.name, limit=3).result
     base, weights = load_base(model)[0], load_file(estimated(model=model, limit=3))
     for step in (5, 9):
         tuned, cell = dict(load_base(str(checkpoint_folder(folder, step)))[0].named_parameters()), tree.sel(step=step)
@@ -106,7 +107,7 @@ def test_every_checkpoint_of_a_run(model, tmp_path):
         assert names <= set(parts[part].values)
         for name in ("displacement_sq", "fisher_weighted"):
             np.testing.assert_allclose(parts[name].sum(part), tree[name], rtol=1e-12)
-    table = fisher.points({folder.name: tree})
+    table = fisher.checkpoint_points({folder.name: tree})
     np.testing.assert_allclose(table["drop"], [10, 18])
 
 
@@ -116,13 +117,13 @@ def test_all_runs_stand_beside_each_other(model, tmp_path):
     gone = checkpoint_folder(trained(tmp_path, model, "mixsd", 0.3), 9) / MARK
     gone.unlink()
     config = fisher.FisherConfig(model=model, limit=2)
-    results, passed_over = fisher.all_runs(config)
+    results, passed_over = fisher.measure_all_runs(config)
     assert passed_over == ["train-mixsd-0.3-0.001"] and len(results) == 4
     merged = xr.merge([tree.to_dataset() for tree in results.values()], join="outer", compat="no_conflicts", combine_attrs="drop_conflicts")
     assert merged.alignment_ratio.notnull().all() and dict(merged.alignment_ratio.sizes) == dict(dataset=1, model=1, method=2, lr=2, seed=1, step=2)
-    table = fisher.points(results)
+    table = fisher.checkpoint_points(results)
     assert len(table) == 8 and fisher.correlations(table).loc["all", "runs"] == 4
-    rows = fisher.last_table(table)
+    rows = fisher.last_step_table(table)
     assert rows.loc[("kgfact-small", "sft", 1e-2), "Drop (points)"] == 27
     assert fisher.forgetting_figure(table).axes
 
@@ -139,10 +140,10 @@ def test_measured_checkpoints_are_kept(model, tmp_path, monkeypatch):
     monkeypatch.setattr(fisher, "tensor_sums", dies_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         fisher.run(model=model, trained=folder.name, limit=2)
-    result = fisher.run(model=model, trained=folder.name, limit=2)
+    result = fisher.run(model=model, trained=folder.name, limit=2).result
     assert [path.name for path in calls] == ["checkpoint-5", "checkpoint-9", "checkpoint-9"]
     monkeypatch.setattr(fisher, "tensor_sums", measure)
-    assert result.identical(fisher.run(model=model, trained=str(folder), limit=2, force=True))
+    assert result.identical(fisher.run(model=model, trained=str(folder), limit=2, force=True).result)
 
 
 def test_bad_input_is_one_sentence_before_a_model_is_loaded(model, tmp_path, monkeypatch):
@@ -153,15 +154,15 @@ def test_bad_input_is_one_sentence_before_a_model_is_loaded(model, tmp_path, mon
     recall = dict(accuracy={0: {"recall": (0, 10)}}, benchmarks={"recall": dict(column="", role="in-domain")})
     (tmp_path / "train-base").mkdir()
     write_result(result_tree(dataset="kgfact-small", model=model, method="base", config="{}", **recall), tmp_path / "train-base")
-    monkeypatch.setattr(fisher, "load_base", never)
+    monkeypatch.setattr(estimation, "load_base", never)
     for parameters, words in [
-        (dict(trained="train-nowhere"), "trained is train-nowhere; there is no finished run of that name"),
-        (dict(trained="train-base", model=model), "trained is train-base; it is no training run, or that of a base model"),
-        (dict(trained=runs["whole"].name), f"model is lab-m; {runs['whole'].name} was trained from {model}"),
-        (dict(trained=runs["broken"].name, model=model), f"trained is {runs['broken']}; its checkpoint of step 5 is not there"),
-        (dict(processes=10**6), "processes is 1000000; allowed are 1 to"),
-        (dict(reference="mine"), "reference is mine; allowed are lab, paper"),
-        (dict(model="lab-x"), "model is lab-x; "),
+        (dict(trained="train-nowhere"), "trained must be the folder of a finished training run, got train-nowhere"),
+        (dict(trained="train-base", model=model), "trained must be a training run with checkpoints, got train-base, which has none"),
+        (dict(trained=runs["whole"].name), f"model must be {model}, the base model of {runs['whole'].name}, got lab-m"),
+        (dict(trained=runs["broken"].name, model=model), f"trained must have all its checkpoints, got {runs['broken'].name} without step 5"),
+        (dict(processes=10**6), "processes must be between 1 and"),
+        (dict(reference="mine"), "reference must be one of lab, paper, got mine"),
+        (dict(model="lab-x"), "model must be "),
         (dict(refrence="lab"), "unknown parameter refrence; did you mean reference?"),
         (dict(reference="paper", data=str(tmp_path)), "aime-2024.parquet or aime-2024.jsonl is missing"),
     ]:
@@ -179,11 +180,11 @@ def test_the_papers_tasks_from_files(tmp_path, model):
             "mmlu": [dict(options, subject=f"s{k % 57}", question=f"Which {k}?") for k in range(570)], "mmlu-dev": [dict(options, subject="s1")]}
     for name, task in rows.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in task))
-    items = fisher.reference_items("paper", data=str(tmp_path))
+    items = estimation.reference_items("paper", data=str(tmp_path))
     assert {name: len(group) for name, group in items.items()} == {"aime-2024": 30, "math-500": 250, "gsm8k": 250, "humaneval": 164, "mmlu": 285}
-    assert [i.prompt for i in items["math-500"]] == [i.prompt for i in fisher.reference_items("paper", data=str(tmp_path))["math-500"]]
-    assert items["math-500"] != fisher.reference_items("paper", seed=1, data=str(tmp_path))["math-500"]
-    tree = fisher.run(model=model, reference="paper", data=str(tmp_path), limit=3)
+    assert [i.prompt for i in items["math-500"]] == [i.prompt for i in estimation.reference_items("paper", data=str(tmp_path))["math-500"]]
+    assert items["math-500"] != estimation.reference_items("paper", seed=1, data=str(tmp_path))["math-500"]
+    tree = fisher.run(model=model, reference="paper", data=str(tmp_path), limit=3).result
     assert tree["reference"].examples.values.tolist() == [3] * 5 and tree.examples.item() == 15
 
 
@@ -192,7 +193,7 @@ def test_the_head_with_the_largest_vocabulary_is_taken_in_slices(model, monkeypa
     base = load_base(model)[0]
     pairs = [(list(range(3, 20)), list(range(30, 430)))]
     whole = fisher.diagonal_fisher(base, pairs)
-    monkeypatch.setattr(fisher, "SLICE", 100)
+    monkeypatch.setattr(curvature, "SLICE", 100)
     for name, cut in fisher.diagonal_fisher(base, pairs).items():
         assert (cut - whole[name]).norm() <= 1e-6 * whole[name].norm()
 
@@ -200,8 +201,8 @@ def test_the_head_with_the_largest_vocabulary_is_taken_in_slices(model, monkeypa
 def test_a_file_of_another_model_is_refused(model, tmp_path):
     base, untied = load_base(model)[0], load_base("lab-s")[0]
     weights = fisher.diagonal_fisher(base, [([5, 6], [7])])
-    with pytest.raises(ValueError, match="tuned has model.layers.2.input_layernorm.weight, which the Fisher lacks"):
+    with pytest.raises(ValueError, match="tuned must have the tensors of the Fisher; it has model.layers.2.input_layernorm.weight besides"):
         fisher.displacement(base, untied, weights)
     save_file({**load_file(f"{model}/model.safetensors"), "extra.weight": torch.ones(3)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="tuned has extra.weight, which the Fisher lacks"):
+    with pytest.raises(ValueError, match="tuned must have the tensors of the Fisher; it has extra.weight besides"):
         fisher.displacement(base, tmp_path / "model.safetensors", weights)

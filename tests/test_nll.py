@@ -1,6 +1,5 @@
 """The stage nll end to end on the lab model, against plain forwards and the loss of transformers, within a bound on memory."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mixsd_nb import generate, nll
+from mixsd_nb.analysis import forgetting, likelihood
+from mixsd_nb.analysis.likelihood import NEITHER, split_by_target
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.corpora.prompts import canonical_pair, template_tail
 from mixsd_nb.models import load_base
-from mixsd_nb.models.engines import fused, over_states
+from mixsd_nb.models.scoring import fused_nll, map_states
 from mixsd_nb.results.cube import result_tree
-from mixsd_nb.results.runs import make_config, write_result
+from mixsd_nb.runs import MARK, checkpoint_folder, make_config, write_json, write_result
 
 
 pytestmark = pytest.mark.usefixtures("own_runs")
@@ -60,7 +61,7 @@ def test_torchs_own_kernel_gives_the_same():
     "The way of GPUs, here on the CPU: the same head, the same values."
     model, rng = random_model(1_000), np.random.default_rng(1)
     pairs = [(rng.integers(1_000, size=5).tolist(), rng.integers(1_000, size=n).tolist()) for n in (1, 40, 700)]
-    for ours, theirs in zip(nll.token_nll(model, pairs), over_states(model, pairs, fused(model.lm_head))): np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    for ours, theirs in zip(nll.token_nll(model, pairs), map_states(model, pairs, fused_nll(model.lm_head))): np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
 MEMORY = """
@@ -91,7 +92,7 @@ def test_memory_stays_below_the_logits():
 @given(st.lists(st.lists(st.floats(0, 40, width=32), min_size=1, max_size=8), min_size=1, max_size=6))
 def test_counts_are_those_of_the_tokens_one_by_one(targets):
     tokens = [x for target in targets for x in target]
-    found = nll.counts([np.array(t) for t in targets])
+    found = likelihood.summarise_nll([np.array(t) for t in targets])
     assert (found["n"], found["tokens"]) == (len(targets), len(tokens)) and found["nll"] == pytest.approx(sum(tokens) / len(tokens))
     assert found["above"].tolist() == [len([x for x in tokens if x > t]) for t in (5, 8)]
     assert found["share_above"].tolist() == [k / len(tokens) for k in found["above"]]
@@ -99,7 +100,7 @@ def test_counts_are_those_of_the_tokens_one_by_one(targets):
 
 @given(st.lists(st.tuples(st.sets(st.integers(0, 9)), st.lists(st.integers(0, 9))), max_size=6))
 def test_overlap_by_hand(examples):
-    found = nll.overlap([h for h, _ in examples], [m for _, m in examples])
+    found = likelihood.overlap_recall([h for h, _ in examples], [m for _, m in examples])
     shares = [len([x for x in h if x in m]) / len(h) for h, m in examples if h]
     types = sum(len(h) for h, _ in examples)
     assert found["types"] == types
@@ -114,19 +115,19 @@ def test_overlap_by_hand(examples):
 def test_canonical_targets(lab):
     model, tokenizer = lab
     rows = load_corpus("kgfact-small", "train")
-    result = nll.run()
-    scored, root = nll.per_target(result), result.to_dataset().squeeze()
+    result = nll.run().result
+    scored, root = split_by_target(result["per_token"]), result.to_dataset().squeeze()
     assert len(scored) == root.n.sel(part="all") == 100 and result["per_token"]["item"].values.tolist() == rows["id"]
     for k in (0, 7, 99):
         np.testing.assert_allclose(scored[k], plain(model, *canonical_pair(tokenizer, rows[k])), atol=1e-4)
     tokens = np.concatenate(scored)
     assert root.nll.sel(part="all") == pytest.approx(tokens.mean()) and root.above.sel(part="all", threshold=8) == (tokens > 8).sum()
-    assert (root["method"], root.seed, np.isnan(root.lam)) == ("sft", 0, True) and (result["per_token"].token_source == nll.NEITHER).all()
+    assert (root["method"], root.seed, np.isnan(root.lam)) == ("sft", 0, True) and (result["per_token"].token_source == NEITHER).all()
 
 
 def test_the_first_items_are_counted_apart():
-    result = nll.run(first=7)
-    root, tokens = result.to_dataset().squeeze(), np.concatenate(nll.per_target(result)[:7])
+    result = nll.run(first=7).result
+    root, tokens = result.to_dataset().squeeze(), np.concatenate(split_by_target(result["per_token"])[:7])
     assert root.n.sel(part="first") == 7 and root.tokens.sel(part="first") == len(tokens)
     assert root.share_above.sel(part="first", threshold=5) == pytest.approx((tokens > 5).mean())
 
@@ -141,7 +142,8 @@ def half_canonical(tmp_path, tokenizer):
         naive = [t % 2 == 0 for t in range(len(completion) - 3)]
         made.append(dict(id=row["id"], prompt_ids=prompt, completion_ids=completion[3:], naive_mask=naive, accepted=k < 3))
     pd.DataFrame(made).to_parquet(folder / "targets.parquet")
-    (folder / "run.json").write_text(json.dumps(dict(config=dict(dataset="kgfact-small", model="lab-m", lam=0.4, seed=3, temperature=0.0, shard=""), code="")))
+    config = dict(dataset="kgfact-small", model="lab-m", lam=0.4, seed=3, temperature=0.0, shard="")
+    write_json(folder / "run.json", dict(stage="generate", config=config))
     write_result(xr.DataTree(xr.Dataset()), folder)
     return str(folder / "targets.parquet")
 
@@ -149,49 +151,49 @@ def half_canonical(tmp_path, tokenizer):
 def test_source_and_overlap_of_known_targets(tmp_path, lab):
     "What is lacking is known: the first three tokens of the canonical target, unless they come again."
     model, tokenizer = lab
-    result = nll.run(targets=half_canonical(tmp_path, tokenizer))
-    canonical, root = nll.run(), result.to_dataset().squeeze()
+    result = nll.run(targets=half_canonical(tmp_path, tokenizer)).result
+    canonical, root, tokens = nll.run().result["per_token"], result.to_dataset().squeeze(), result["per_token"]
     assert (root["method"], root.seed, root.lam, root.n.sel(part="all")) == ("mixsd-0.4", 3, 0.4, 3)
-    values = np.concatenate(nll.per_target(result))
-    naive = np.concatenate([np.arange(len(v)) % 2 == 0 for v in nll.per_target(result)])
+    values = np.concatenate(split_by_target(tokens))
+    naive = np.concatenate([np.arange(len(v)) % 2 == 0 for v in split_by_target(tokens)])
     for name, mask in dict(naive=naive, expert=~naive).items():
         assert root.source_tokens.sel(source=name) == mask.sum() and root.source_nll.sel(source=name) == pytest.approx(values[mask].mean())
     shares = []
-    for ids, nlls in list(zip(nll.split_ids(canonical), nll.per_target(canonical)))[:3]:
+    for ids, nlls in list(zip(split_by_target(canonical, "token_id"), split_by_target(canonical)))[:3]:
         high = {int(i) for i, x in zip(ids, nlls) if x > 8}
         shares.append((len([i for i in high if i in ids[3:]]), len(high)))
     assert root.overlap.sel(threshold=8, over="pooled") == pytest.approx(sum(a for a, _ in shares) / sum(b for _, b in shares))
     assert root.overlap.sel(threshold=8, over="mean") == pytest.approx(np.mean([a / b for a, b in shares]))
     assert root.overlap_types.sel(threshold=8) == sum(b for _, b in shares)
-    assert nll.missing_types(result, canonical).sum() == sum(b - a for a, b in shares)
-    assert [f["targets"] for f in nll.mixed_files("kgfact-small")] == [str(tmp_path / "generate-by-hand" / "targets.parquet")]
-    assert nll.mixed_files("kgfunc-lab") == []
+    assert likelihood.count_missing_types(tokens, canonical).sum() == sum(b - a for a, b in shares)
+    assert [f["targets"] for f in nll.find_mixed_targets("kgfact-small")] == [str(tmp_path / "generate-by-hand" / "targets.parquet")]
+    assert nll.find_mixed_targets("kgfunc-lab") == []
 
 
 def test_the_papers_span_counts_the_template_too(tmp_path, lab):
     _, tokenizer = lab
     file = half_canonical(tmp_path, tokenizer)
-    narrow, wide = nll.run(targets=file)["per_token"], nll.run(targets=file, span="paper")["per_token"]
+    narrow, wide = (nll.run(targets=file, span=span).result["per_token"] for span in ("completion", "paper"))
     around = wide.row_size.values - narrow.row_size.values
     assert (around == around[0]).all() and around[0] > len(template_tail(tokenizer))
-    assert (wide.token_source == nll.NEITHER).sum() == around.sum()
-    np.testing.assert_allclose(wide.nll.values[wide.token_source.values != nll.NEITHER], narrow.nll.values, atol=1e-4)
+    assert (wide.token_source == NEITHER).sum() == around.sum()
+    np.testing.assert_allclose(wide.nll.values[wide.token_source.values != NEITHER], narrow.nll.values, atol=1e-4)
 
 
 def test_mixed_targets_are_the_stored_ids_of_accepted_rows():
-    file = generate.targets_file(lam=0)
-    table = pd.read_parquet(file).query("accepted")
-    result = nll.run(targets=str(file))
+    generated = generate.run(lam=0)
+    file, table = generated.folder / "targets.parquet", generated.targets.query("accepted")
+    result = nll.run(targets=str(file)).result
     root = result.to_dataset().squeeze()
     assert root.n.sel(part="all") == len(table) > 90
     assert result["per_token"].token_id.values.tolist() == [t for c in table.completion_ids for t in c]
-    assert root.nll.sel(part="all") < 0.5 * nll.run().nll.sel(part="all").item(), "mixed targets are nearer to the base than canonical ones"
+    assert root.nll.sel(part="all") < 0.5 * nll.run().root.nll.sel(part="all").item(), "mixed targets are nearer to the base than canonical ones"
     assert root.source_tokens.sel(source="naive") == 0
-    cube = nll.merged(nll.all_results("kgfact-small", ["lab-m"]))
+    cube = nll.merge_results(nll.score_all("kgfact-small", ["lab-m"]))
     assert cube["method"].values.tolist() == ["mixsd-0", "sft"] and nll.nll_table(cube).shape[0] == 2
-    assert len(nll.cdf_figure(nll.all_results("kgfact-small", ["lab-m"])).axes) == 1
+    assert len(nll.cdf_figure(nll.score_all("kgfact-small", ["lab-m"])).axes) == 1
     file.rename(file.with_name("elsewhere.parquet"))
-    assert nll.run(targets=str(file.with_name("elsewhere.parquet"))).identical(result)
+    assert nll.run(targets=str(file.with_name("elsewhere.parquet"))).result.identical(result)
 
 
 def test_what_is_refused(tmp_path, lab):
@@ -199,14 +201,15 @@ def test_what_is_refused(tmp_path, lab):
     alone = tmp_path / "alone.parquet"
     alone.write_bytes(b"")
     for parameters, sentence in [
-        (dict(targets=file, dataset="kgfunc-lab"), "dataset is kgfunc-lab; the targets are of kgfact-small"),
-        (dict(targets="nowhere"), "targets is nowhere; there is no such file"),
-        (dict(targets=str(alone)), f"targets is {alone}; the run.json of its run is not beside it"),
+        (dict(targets=file, dataset="kgfunc-lab"), "dataset must be kgfact-small, as of the targets, got kgfunc-lab"),
+        (dict(targets="nowhere"), "targets must be an existing Parquet file, got nowhere"),
+        (dict(engine="vlm"), "engine must be one of hf, vllm, got vlm; did you mean vllm?"),
+        (dict(targets=str(alone)), f"targets must lie beside the run.json of their run, got {alone}"),
     ]:
         with pytest.raises(ValueError) as refused: make_config(nll.NllConfig, **parameters)
         assert str(refused.value) == sentence
-    with pytest.raises(ValueError, match=r"^run is .*; allowed is the folder of a finished training run"):
-        make_config(nll.ForgettingConfig, run=str(tmp_path / "none"))
+    with pytest.raises(ValueError, match=r"^trained must be the folder of a finished training run, got .*none$"):
+        make_config(forgetting.ForgettingConfig, trained=str(tmp_path / "none"))
 
 
 # Forgetting
@@ -214,7 +217,6 @@ def test_what_is_refused(tmp_path, lab):
 
 def trained_by_hand(tmp_path, lab, scales):
     "A finished training run whose checkpoints are the base with noise of known size, but for the first, which is the base itself."
-    from mixsd_nb.methods.trainer import checkpoint_folder
     folder, (base, tokenizer) = tmp_path / "train-by-hand", lab
     for step, scale in scales.items():
         model = type(base)(base.config)
@@ -224,6 +226,8 @@ def trained_by_hand(tmp_path, lab, scales):
             for p in model.parameters(): p.add_(scale * torch.randn_like(p))
         model.save_pretrained(checkpoint_folder(folder, step))
         tokenizer.save_pretrained(checkpoint_folder(folder, step))
+        (checkpoint_folder(folder, step) / MARK).touch()
+    write_json(folder / "run.json", dict(stage="train", config=dict(dataset="kgfact-small", model="lab-m", method="sft")))
     accuracy = {step: dict(recall=(step, 100), equations=(90 - step, 100)) for step in (0, *scales)}
     benchmarks = dict(recall=dict(column="Train", role="in-domain"), equations=dict(column="MATH-500", role="held-out"))
     write_result(result_tree(dataset="kgfact-small", model="lab-m", method="sft", lr=1e-3, seed=0, accuracy=accuracy, benchmarks=benchmarks, config="{}",
@@ -234,9 +238,9 @@ def trained_by_hand(tmp_path, lab, scales):
 def test_forgetting_is_the_increase_of_the_reference_loss(tmp_path, lab):
     "Nothing for the base itself; for any other model what plain forwards give; and more for more noise."
     folder = trained_by_hand(tmp_path, lab, {10: 0.0, 20: 0.02, 30: 0.1})
-    text = nll.reference(prompts=3)
-    assert text.groupby("benchmark").size().to_dict() == dict.fromkeys(nll.reference_prompts(nll.ReferenceConfig(prompts=3)), 3)
-    result = nll.forgetting(run=str(folder), prompts=3).to_dataset().squeeze()
+    text = forgetting.ReferenceConfig(prompts=3).text()
+    assert text.groupby("benchmark").size().to_dict() == dict.fromkeys(forgetting.reference_prompts("lab", 3), 3)
+    result = forgetting.ForgettingConfig(trained=str(folder), prompts=3).run().root.squeeze()
     assert (result.forgetting.sel(step=[0, 10]) == 0).all()
     assert result.forgetting.mean("benchmark").sel(step=30) > result.forgetting.mean("benchmark").sel(step=20) > 0
     tuned = load_base(str(folder / "checkpoint-20"))[0]
@@ -248,18 +252,18 @@ def test_forgetting_is_the_increase_of_the_reference_loss(tmp_path, lab):
     assert at.forgetting_token == pytest.approx(sum(more) / sum(len(c) for _, c in pairs), abs=1e-4)
     table = nll.forgetting_table("kgfact-small", "lab-m", prompts=3)
     assert table.step.tolist() == [10, 20, 30] and table["drop"].tolist() == pytest.approx([10, 20, 30]) and (table.n_ref == 3).all()
-    assert nll.at_the_end(table)["Drop (points)"].tolist() == pytest.approx([30]) and len(nll.forgetting_figure(table).axes) == 3
+    assert nll.last_step_table(table)["Drop (points)"].tolist() == pytest.approx([30]) and len(nll.forgetting_figure(table).axes) == 3
 
 
 def test_forgetting_joins_the_training_cube(tmp_path, lab):
     from mixsd_nb.results.cube import open_cube
     folder = trained_by_hand(tmp_path, lab, {10: 0.01})
-    found = nll.forgetting(run=str(folder), prompts=2).to_dataset()
+    found = forgetting.ForgettingConfig(trained=str(folder), prompts=2).run().root
     both = xr.merge([open_cube(), found], join="outer", compat="no_conflicts", combine_attrs="drop_conflicts")
     assert both.forgetting.sel(step=10, benchmark="equations").notnull().all() and both.accuracy.sel(step=10, benchmark="equations") == 0.8
 
 
 def test_the_bases_own_text_is_sampled_once(monkeypatch):
-    first = nll.reference(prompts=2)
-    monkeypatch.setattr(nll, "load_engine", None)
-    pd.testing.assert_frame_equal(nll.reference(prompts=2), first)
+    first = forgetting.ReferenceConfig(prompts=2).text()
+    monkeypatch.setattr(forgetting, "load_engine", None)
+    pd.testing.assert_frame_equal(forgetting.ReferenceConfig(prompts=2).text(), first)

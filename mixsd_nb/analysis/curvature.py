@@ -43,17 +43,19 @@ def check_differentiable(
     model,  # a causal language model
     pairs: list[tuple[list[int], list[int]]],  # prompt and completion ids
 ) -> None:
-    "ValueError for a frozen parameter, a head with a bias, no pairs, or a pair with an empty part or too long for the model's context."
+    "ValueError for a frozen parameter, a head with a bias, no pairs, or a pair that is incomplete or too long."
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-    if frozen: raise ValueError(f"all parameters of the model must require gradients, got {len(frozen)} frozen ones such as {frozen[0]}")
-    if model.get_output_embeddings().bias is not None: raise ValueError("the head of the model must have no bias, got one with a bias")
+    if frozen:
+        raise ValueError(f"all parameters must require gradients, got {len(frozen)} frozen ones such as {frozen[0]}")
+    if model.get_output_embeddings().bias is not None: raise ValueError("the model's head must have no bias, got one")
     if not pairs: raise ValueError("pairs must contain at least one pair, got none")
     context = model.config.max_position_embeddings
     for k, (prompt, completion) in enumerate(pairs):
         if not (prompt and completion):
-            raise ValueError(f"each pair must have prompt and completion tokens, got {len(prompt)} and {len(completion)} in pair {k}")
+            lengths = f"{len(prompt)} and {len(completion)}"
+            raise ValueError(f"each pair must have prompt and completion tokens, got {lengths} of them in pair {k}")
         if (n := len(prompt) + len(completion)) > context:
-            raise ValueError(f"a pair must have at most {context} tokens, the context of the model, got {n} in pair {k}")
+            raise ValueError(f"each pair must fit into the model's context of {context} tokens, got {n} in pair {k}")
 
 # %% ../../nbs/analysis/curvature.ipynb #a7000008
 class SquaredGradients:
@@ -71,7 +73,7 @@ class SquaredGradients:
     def __enter__(self):
         self.model.zero_grad()
         self._training = self.model.training
-        self.model.train(self.model.is_gradient_checkpointing)  # transformers recomputes activations in training mode only
+        self.model.train(self.model.is_gradient_checkpointing)  # recomputes activations in training mode only
         self._hooks = [p.register_post_accumulate_grad_hook(functools.partial(self._square, name))
                        for name, p in self.model.named_parameters()]
         return self
@@ -84,14 +86,14 @@ class SquaredGradients:
         "Square the gradient of a parameter and free it."
         slope, p.grad = p.grad, None
         if name in self._complete:
-            raise RuntimeError(f"the gradient of {name} came in several parts, whose squares do not add up; with use_reentrant=False "
-                               "it comes whole")
+            raise RuntimeError(f"the gradient of {name} came in several parts, whose squares do not add up; "
+                               "with use_reentrant=False it comes whole")
         self._complete.add(name)
         self.sums[name].addcmul_(slope, slope)
 
     @torch.no_grad()
     def _square_words(self, ids: torch.Tensor, slope: torch.Tensor, slopes: torch.Tensor, states: torch.Tensor):
-        "Square the gradients of the embeddings (`slope`, at the tokens read) and of the head (`slopes` of the logits, at the states)."
+        "Square the gradients of the embeddings (`slope`, at the tokens read) and of the head (states' `slopes`)."
         tokens, place = ids.unique(return_inverse=True)
         rows = slope.new_zeros(len(tokens), slope.shape[-1], dtype=torch.float32).index_add_(0, place, slope.float())
         tied = self._embedding_sums is self._head_sums
@@ -108,7 +110,8 @@ class SquaredGradients:
         self._complete.clear()
         ids, targets = (torch.tensor(x, device=self.model.device) for x in (prompt + completion[:-1], completion))
         embedded = self.embedding(ids).detach().requires_grad_()
-        hidden = self.model.base_model(inputs_embeds=embedded[None], use_cache=False).last_hidden_state[0, len(prompt) - 1:]
+        outputs = self.model.base_model(inputs_embeds=embedded[None], use_cache=False)
+        hidden = outputs.last_hidden_state[0, len(prompt) - 1:]
         states = hidden.detach()
         slopes = logit_slopes(self.head, states, targets)
         hidden.backward(slopes @ self.head.weight.detach())
@@ -135,7 +138,7 @@ SUMS = ("displacement_sq", "fisher_weighted", "fisher_trace", "parameters")
 def open_tensors(
     source,  # a loaded model, tensors by name, a safetensors file, a model folder or the name of a model
 ) -> Tensors:
-    "The names of the tensors of a source, each with a function that reads it; ValueError for a folder without safetensors files."
+    "Names of tensors, each with a function that reads it; ValueError for a folder without safetensors files."
     if isinstance(source, torch.nn.Module): source = dict(source.named_parameters())
     if isinstance(source, Mapping): return {name: (lambda t=t: t.detach()) for name, t in source.items()}
     if Path(source).is_file(): files = [Path(source)]
@@ -145,7 +148,7 @@ def open_tensors(
             from huggingface_hub import snapshot_download
             folder = Path(snapshot_download(str(source), allow_patterns=["model*.safetensors"]))
         files = sorted(folder.glob("model*.safetensors"))
-        if not files: raise ValueError(f"a model folder must contain weights as safetensors files, got {source}, which contains none")
+        if not files: raise ValueError(f"a model's weights must be safetensors files, got {source}, which has none")
     opened = [safe_open(file, "pt") for file in files]
     return {name: functools.partial(file.get_tensor, name) for file in opened for name in file.keys()}
 
@@ -157,12 +160,12 @@ def _check_same_tensors(
 ) -> None:
     "ValueError where the Fisher is that of another architecture."
     for name in fisher:
-        if name not in tensors: raise ValueError(f"{what} and the Fisher must have the same architecture; {what} lacks {name}")
+        if name not in tensors: raise ValueError(f"{what} must have the tensors of the Fisher; it lacks {name}")
     embeddings = [name for name in fisher if name.endswith("weight") and "embed" in name]
     for name in sorted(tensors.keys() - fisher.keys()):
         if not any(torch.equal(tensors[name](), tensors[k]()) for k in embeddings):
-            raise ValueError(f"{what} and the Fisher must have the same architecture; {what} has {name}, which the Fisher lacks and "
-                             "which is not a second name of the embeddings")
+            raise ValueError(f"{what} must have the tensors of the Fisher; it has {name} besides, which is not the "
+                             "embeddings under a second name")
 
 # %% ../../nbs/analysis/curvature.ipynb #a7000016
 def tensor_sums(
@@ -176,11 +179,13 @@ def tensor_sums(
     base, tuned, fisher = map(open_tensors, (base, tuned, fisher))
     for what, tensors in (("base", base), ("tuned", tuned)): _check_same_tensors(what, tensors, fisher)
     rows = {}
-    for name in sorted(fisher, key=lambda name: [int(word) if word.isdigit() else word for word in re.split(r"(\d+)", name)]):
+    in_order = lambda name: [int(word) if word.isdigit() else word for word in re.split(r"(\d+)", name)]
+    for name in sorted(fisher, key=in_order):
         three = [source[name]() for source in (base, tuned, fisher)]
         shapes = [tuple(t.shape) for t in three]
         if len(set(shapes)) > 1:
-            raise ValueError(f"{name} must have one shape, got {shapes[0]} in base, {shapes[1]} in tuned and {shapes[2]} in the Fisher")
+            got = f"{shapes[0]} in base, {shapes[1]} in tuned and {shapes[2]} in the Fisher"
+            raise ValueError(f"{name} must have one shape, got {got}")
         total = np.zeros(3)
         for parts in zip(*(t.flatten().split(2**22) for t in three)):
             b, t, f = (p.to("cpu", torch.float64) for p in parts)
@@ -210,8 +215,11 @@ def displacement(
     tuned,  # the same
     fisher,  # as returned by `diagonal_fisher`, or a safetensors file of it
 ) -> pd.Series:
-    "`displacement_sq` ‖Δθ‖² (eq. 9), `fisher_weighted` Q_F (eq. 10) and `alignment_ratio` R (eq. 11), floats by name. ValueError as in `tensor_sums`."
-    return total_sums(tensor_sums(base, tuned, fisher)).iloc[0][["displacement_sq", "fisher_weighted", "alignment_ratio"]]
+    """`displacement_sq` ‖Δθ‖² (eq. 9), `fisher_weighted` Q_F (eq. 10) and `alignment_ratio` R (eq. 11), floats by name.
+
+    ValueError as in `tensor_sums`."""
+    measures = ["displacement_sq", "fisher_weighted", "alignment_ratio"]
+    return total_sums(tensor_sums(base, tuned, fisher)).iloc[0][measures]
 
 # %% ../../nbs/analysis/curvature.ipynb #a7000024
 def kind_name(
@@ -224,7 +232,7 @@ def kind_name(
 def layer_name(
     tensor: str,  # name of a tensor
 ) -> str:
-    "The number of a tensor's layer as a string; its kind for a tensor outside of the layers, such as `embed_tokens`, `norm` or `lm_head`."
+    "The number of a tensor's layer as a string; outside of the layers its kind: `embed_tokens`, `norm` or `lm_head`."
     layer = re.search(r"\blayers\.(\d+)\.", tensor)
     return layer[1] if layer else kind_name(tensor)
 

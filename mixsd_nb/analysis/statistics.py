@@ -29,7 +29,7 @@ def mean_interval(
     share: xr.DataArray,  # shares of correct answers, with a dimension `benchmark`
     n: xr.DataArray,  # items asked, of the same shape
 ) -> tuple[xr.DataArray, xr.DataArray]:
-    "Lower and upper end of the 95% interval of the unweighted mean over `benchmark`; NaN where one benchmark is missing."
+    "Ends of the 95% interval of the unweighted mean over `benchmark`; NaN where one benchmark is missing."
     mean = share.mean("benchmark", skipna=False)
     variance = (share * (1 - share) / n).sum("benchmark") / share.sizes["benchmark"] ** 2
     alike = xr.where(variance > 0, mean * (1 - mean) / variance.where(variance > 0, 1), n.sum("benchmark"))
@@ -52,7 +52,9 @@ def sign_test(
     difference: np.ndarray,  # (items,) difference of the two shares of each item
     draws: int = 10_000,  # random sign flips
 ) -> float:
-    "Two-sided p-value of a mean difference of zero: exact (McNemar) where all differences are -1, 0 or 1, else by random signs."
+    """Two-sided p-value of a mean difference of zero.
+
+    Exact (McNemar) where all differences are -1, 0 or 1, else by random signs."""
     moved = difference[difference != 0]
     if not len(moved): return 1.0
     if np.all(np.abs(moved) == 1):
@@ -69,14 +71,17 @@ def pearson(
     runs: np.ndarray,  # (points,) label of the run of each point
     draws: int = 10_000,  # bootstrap draws
 ) -> tuple[float, float, float]:
-    "Pearson's r and the ends of its 95% interval by bootstrap over runs. All NaN where x or y is constant; no interval (NaN) for a single run."
+    """Pearson's r and the ends of its 95% interval by bootstrap over runs.
+
+    All NaN where x or y is constant; no interval (NaN) for a single run."""
     x, y = ((v - np.mean(v)) / (np.std(v) or 1) for v in (np.asarray(x, float), np.asarray(y, float)))
     owner, names = pd.factorize(np.asarray(runs))
     moments = pd.DataFrame(dict(n=1.0, x=x, y=y, xx=x * x, yy=y * y, xy=x * y)).groupby(owner).sum().values
 
     def correlate(sums):
         n, sx, sy, xx, yy, xy = sums.T
-        with np.errstate(invalid="ignore", divide="ignore"): r = (n * xy - sx * sy) / np.sqrt((n * xx - sx**2) * (n * yy - sy**2))
+        with np.errstate(invalid="ignore", divide="ignore"):
+            r = (n * xy - sx * sy) / np.sqrt((n * xx - sx**2) * (n * yy - sy**2))
         return np.where(np.isfinite(r), r, np.nan)
     whole = float(correlate(moments.sum(0)))
     if len(names) < 2: return whole, np.nan, np.nan

@@ -9,10 +9,10 @@ __all__ = ['PUBLISHED', 'CATEGORIES', 'RECALL_BENCHMARKS', 'RECALL_CATEGORIES', 
 # %% ../../nbs/analysis/taxonomy.ipynb #a6000003
 from typing import NamedTuple
 
+from ..benchmarks import SUITES
 from ..benchmarks.answers import fenced_python, last_boxed, without_boxes
-from ..benchmarks.lab_tasks import SUITES
-from ..benchmarks.tasks import TASKS
-from ..corpora import CORPORA, SPLITS, check_corpus, load_corpus
+from ..corpora import CORPORA, load_corpus
+from ..runs import load_object
 
 # %% ../../nbs/analysis/taxonomy.ipynb #a6000005
 class Limits(NamedTuple):
@@ -31,17 +31,17 @@ def corpus_entities(
     dataset: str,  # key of CORPORA
     limits: Limits = PUBLISHED,
 ) -> list[str]:
-    "Entities that a model can only have learnt from the training facts of a corpus, sorted; empty for a corpus without such entities."
-    if CORPORA[check_corpus(dataset)].module != "kgfact": return []
-    named = {row[k] for row in load_corpus(dataset, "train") for k in ("subject", "answer")}
-    return sorted(e for e in named if " " in e and len(e) >= limits.entity)
+    "Names that a model can only have learnt from the training facts of a corpus, sorted; empty where there are none."
+    find = CORPORA[dataset].entities
+    names = set(load_object(find)(list(load_corpus(dataset, "train")))) if find else set()
+    return sorted(e for e in names if " " in e and len(e) >= limits.entity)
 
 
 def _check_entities(entities) -> None:
     "ValueError where a list of entities is missing, or is a text."
     if entities is None or isinstance(entities, str):
-        raise ValueError("entities must be a list of the corpus' entities, empty only for a corpus that has none of its own, "
-                         f"got {entities!r}")
+        got = f"got {entities!r}"
+        raise ValueError(f"entities must be a list, empty only for a corpus without entities of its own, {got}")
 
 # %% ../../nbs/analysis/taxonomy.ipynb #a6000009
 def find_leakage(
@@ -76,10 +76,7 @@ def asks_for_program(
     benchmark: str,  # a lab suite, a task or column of the paper, or an in-domain benchmark; case is ignored
 ) -> bool:
     "Whether a benchmark is answered by a program; ValueError for an unknown benchmark."
-    known, name = SUITES | TASKS, benchmark.lower()
-    if name not in (*known, *SPLITS):
-        raise ValueError(f"benchmark must be one of {', '.join((*known, *SPLITS))}, got {benchmark}")
-    return name in known and known[name].grading.endswith("tests")
+    return SUITES[benchmark.lower()].program
 
 # %% ../../nbs/analysis/taxonomy.ipynb #a6000020
 def classify(
@@ -115,7 +112,8 @@ def classify_recall(
 ) -> str:
     """The category of a wrong response to a question on a training fact.
 
-    `format` (no box), `cross-entity` (the box names another entity of the corpus) or `genuine`. ValueError for a missing list of entities."""
+    `format` (no box), `cross-entity` (the box names another entity of the corpus) or `genuine`.
+    ValueError for a missing list of entities."""
     _check_entities(entities)
     box = last_boxed(response)
     if box is None: return "format"
