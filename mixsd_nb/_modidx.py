@@ -1598,8 +1598,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                         'mixsd_nb/results/roots.py'),
                                         'mixsd_nb.results.roots.rename_root': ( 'results/roots.html#rename_root',
                                                                                 'mixsd_nb/results/roots.py')},
-            'mixsd_nb.results.runs': { 'mixsd_nb.results.runs.cached_run': ('results/runs.html#cached_run', 'mixsd_nb/results/runs.py'),
-                                       'mixsd_nb.results.runs.run_folder': ('results/runs.html#run_folder', 'mixsd_nb/results/runs.py')},
             'mixsd_nb.results.schema': { 'mixsd_nb.results.schema.benchmark_coords': ( 'results/schema.html#benchmark_coords',
                                                                                        'mixsd_nb/results/schema.py'),
                                          'mixsd_nb.results.schema.run_coords': ( 'results/schema.html#run_coords',

@@ -95,7 +95,7 @@ import matplotlib; matplotlib.use("Agg")
 from mixsd_nb import open_cube
 from mixsd_nb.methods import label_title, ordered_labels
 from mixsd_nb.results.plots import frontier_figure, method_colour, method_marker, tradeoff_figure
-from mixsd_nb.results import summary_table
+from mixsd_nb.results.summary import summary_table
 cube = open_cube()
 figures = [tradeoff_figure(cube), frontier_figure(cube, ("held-out",))]
 texts = [t.get_text() for f in figures for t in [*f.findobj(matplotlib.text.Text)]]
