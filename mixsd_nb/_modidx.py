@@ -1769,7 +1769,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
             'mixsd_nb.runs.run': { 'mixsd_nb.runs.run.Run': ('runs/run.html#run', 'mixsd_nb/runs/run.py'),
                                    'mixsd_nb.runs.run.Run.__init__': ('runs/run.html#run.__init__', 'mixsd_nb/runs/run.py'),
                                    'mixsd_nb.runs.run.Run.__repr__': ('runs/run.html#run.__repr__', 'mixsd_nb/runs/run.py'),
-                                   'mixsd_nb.runs.run.Run._file': ('runs/run.html#run._file', 'mixsd_nb/runs/run.py'),
+                                   'mixsd_nb.runs.run.Run._table': ('runs/run.html#run._table', 'mixsd_nb/runs/run.py'),
                                    'mixsd_nb.runs.run.Run.checkpoints': ('runs/run.html#run.checkpoints', 'mixsd_nb/runs/run.py'),
                                    'mixsd_nb.runs.run.Run.config': ('runs/run.html#run.config', 'mixsd_nb/runs/run.py'),
                                    'mixsd_nb.runs.run.Run.finished': ('runs/run.html#run.finished', 'mixsd_nb/runs/run.py'),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import xarray as xr
 
-from ..methods import BASE
+from ..methods import BASE, METHODS
 from .layout import result_tree
 from .schema import CURVE_VARIABLES
 
@@ -41,7 +41,8 @@ def invent_result(
 ) -> xr.DataTree:
     "An invented training result in which less is forgotten at a larger λ and at a smaller learning rate."
     base = method == BASE
-    loss, steps = 0 if base else 30 * (1 - lam) if method == "mixsd" else 40, (0,) if base else steps
+    loss = 0 if base else 30 * (1 - lam) if "lam" in METHODS[method].settings else 40
+    steps = (0,) if base else steps
 
     def correct(step, k, name):
         if name == "recall": return step
