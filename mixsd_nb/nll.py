@@ -248,7 +248,7 @@ def source_table(
     shares = 100 * mean.source_tokens / mean.source_tokens.sum("source")
     parts = {"share of tokens (%)": shares, "mean NLL": mean.source_nll}
     parts |= {f"above {t:g} (%)": 100 * mean.source_share_above.sel(threshold=t) for t in cube.threshold.values}
-    table = pd.concat({name: part.to_series().un_stack("source") for name, part in parts.items()}, axis=1)
+    table = pd.concat({name: part.to_series().unstack("source") for name, part in parts.items()}, axis=1)
     return table[table["share of tokens (%)"].sum(axis=1) > 0].reindex(_methods_by_lam(cube), level="method")
 
 # %% ../nbs/nll.ipynb #a4ce824b

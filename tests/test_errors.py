@@ -323,6 +323,8 @@ def test_tables_and_pictures(runs):
     result, table = errors.run().root, errors.read_classified(errors.run())
     shares = errors.shares_table(result)
     assert np.allclose(shares["of errors (%)"].sum(axis=1)[shares["N", "errors"] > 0], 100)
+    held_out = errors.summarise_held_out(result).loc[("0.001", "mixsd-0.3")]
+    assert held_out[["errors", "responses", "collapse (% of errors)"]].tolist() == pytest.approx([2, 3, 50]), "seed 0 alone has the last step"
     fig = errors.breakdown_figure(result)
     bars = [p.get_height() for p in fig.axes[1].patches]
     assert len(fig.axes) == 2 and sum(bars) == pytest.approx(100 * (1 / 2 + 2 / 3)), "the heights of a benchmark's bars are its error rates"

@@ -191,7 +191,10 @@ def test_mixed_targets_are_the_stored_ids_of_accepted_rows():
     assert root.source_tokens.sel(source="naive") == 0
     cube = nll.merge_results(nll.score_all("kgfact-small", ["lab-m"]))
     assert cube["method"].values.tolist() == ["mixsd-0", "sft"] and nll.nll_table(cube).shape[0] == 2
-    assert len(nll.cdf_figure(nll.score_all("kgfact-small", ["lab-m"])).axes) == 1
+    assert len(nll.cdf_figure(nll.score_all("kgfact-small", ["lab-m"])).axes) == len(nll.source_figure(cube).axes) == 1
+    shares, overlap = nll.source_table(cube).loc[("lab-m", "mixsd-0")], nll.overlap_table(cube)
+    assert shares["share of tokens (%)"].tolist() == [100, 0] and shares[("mean NLL", "expert")] == pytest.approx(root.nll.sel(part="all").item())
+    assert overlap.loc[("lab-m", "mixsd-0"), (8.0, "mean")] == pytest.approx(100 * root.overlap.sel(threshold=8, over="mean").item())
     file.rename(file.with_name("elsewhere.parquet"))
     assert nll.run(targets=str(file.with_name("elsewhere.parquet"))).result.identical(result)
 
@@ -252,6 +255,7 @@ def test_forgetting_is_the_increase_of_the_reference_loss(tmp_path, lab):
     assert at.forgetting_token == pytest.approx(sum(more) / sum(len(c) for _, c in pairs), abs=1e-4)
     table = nll.forgetting_table("kgfact-small", "lab-m", prompts=3)
     assert table.step.tolist() == [10, 20, 30] and table["drop"].tolist() == pytest.approx([10, 20, 30]) and (table.n_ref == 3).all()
+    assert nll.rank_correlations(table)["F and Drop, all checkpoints (N=3)"] == 1
     assert nll.last_step_table(table)["Drop (points)"].tolist() == pytest.approx([30]) and len(nll.forgetting_figure(table).axes) == 3
 
 
