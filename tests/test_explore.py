@@ -181,12 +181,12 @@ def test_the_cube_switches_its_corpus_and_opens_a_point(page, app):
     "This test and the next ones use the keyboard alone, except for one click on a point."
     app.get_by_role("button", name="The cube").press("Enter")
     app.locator(".mixsd-dot").first.wait_for()
-    before = app.locator(".mixsd-picture img").first.get_attribute("src")
-    dataset = app.get_by_role("combobox", name="dataset", exact=True)
-    dataset.select_option("kgfunc-lab")
-    until(lambda: app.locator(".mixsd-picture img").first.get_attribute("src") != before)
-    dataset.select_option("kgfact-small")
-    until(lambda: dataset.input_value() == "kgfact-small" and app.locator(".mixsd-dot").count() == 6)
+    image, dataset = app.locator(".mixsd-picture img").first, app.get_by_role("combobox", name="dataset", exact=True)
+    for name in ("kgfunc-lab", "kgfact-small"):
+        before = image.get_attribute("src")
+        dataset.select_option(name)
+        until(lambda: image.get_attribute("src") != before)
+    until(lambda: app.locator(".mixsd-dot").count() == 6)
     dot = app.locator(".mixsd-dot[title*='SFT'][title*='step 40']")
     dot.press("Enter")
     app.locator("h4", has_text="train-kgfact-small-lab-s-sft, step 40").wait_for()

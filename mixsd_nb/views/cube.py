@@ -194,6 +194,7 @@ def plot_beside_paper(
     cubes = [collapse_runs(ours, mask_selection(ours))] if ours is not None else []
     cubes += [collapse_runs(p) for p in paper]
     learnt = "Train" if any(has_benchmark(c, "recall") for c in paper or cubes) else "Test"
+    cubes = [cube for cube in cubes if learnt in cube.column]
     return selection_figure(*cubes, dataset=CORPORA[dataset].title, learnt=learnt)
 
 # %% ../../nbs/views/cube.ipynb #0e649796
