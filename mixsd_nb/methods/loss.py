@@ -35,7 +35,7 @@ def collate(
     packed: bool,  # all examples in one row, instead of padded rows
     device=None,
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    "The model's inputs, and the positions (n,), counted through all rows, of the states that predict completion tokens."
+    "The model's inputs, and the positions (n,), over all rows in turn, of the states that predict completion tokens."
     rows = [(e.prompt + e.completion)[:-1] for e in examples]
     width = max(map(len, rows))
     if packed: inputs = dict(input_ids=[sum(rows, [])], position_ids=[[k for row in rows for k in range(len(row))]])

@@ -27,7 +27,8 @@ class Bar:
         "Advance by one update; the entry is a report of the trainer."
         if self.bar is None:
             self.bar = tqdm(total=entry["steps"], initial=entry["step"] - 1, desc=self.name, unit="step", leave=False)
-        self.bar.set_postfix({"loss": f"{entry['loss']:.3f}", "tok/s": round(entry["tokens_per_second"])}, refresh=False)
+        values = {"loss": f"{entry['loss']:.3f}", "tok/s": round(entry["tokens_per_second"])}
+        self.bar.set_postfix(values, refresh=False)
         self.bar.update()
         if entry["step"] == entry["steps"]: self.bar.close()
 

@@ -42,12 +42,11 @@ def fit_canonical(run: MethodRun) -> Fitted:
     "SFT: learn the canonical target of every fact."
     return run.train_on({r["id"]: canonical_pair(run.tokenizer, r, run.parameters.span) for r in run.rows})
 
-# %% ../../nbs/methods/supervised.ipynb #7d466d81
+# %% ../../nbs/methods/supervised.ipynb #5475939c
 def fit_mixed(run: MethodRun) -> Fitted:
     "MixSD: learn the accepted mixed targets (eq. 4); ValueError if all of them were discarded."
-    parameters, rows = run.parameters, {r["id"]: r for r in run.rows}
-    pair = lambda r: trained_pair(run.tokenizer, rows[r.id]["prompt"], list(map(int, r.completion_ids)), parameters.span)
+    p, prompts = run.parameters, {r["id"]: r["prompt"] for r in run.rows}
+    pair = lambda r: trained_pair(run.tokenizer, prompts[r.id], list(map(int, r.completion_ids)), p.span)
     pairs = {r.id: pair(r) for r in run.mixed_targets().itertuples()}
     if pairs: return run.train_on(pairs)
-    raise ValueError(f"lam must be smaller to keep a fact of {parameters.dataset}: at {parameters.lam:g} no mixed target "
-                     "was accepted")
+    raise ValueError(f"lam must be smaller to keep a fact of {p.dataset}: at {p.lam:g} no mixed target was accepted")
