@@ -1,4 +1,4 @@
-"""Answers: the extractors and the equality against slow definitions, hostile text and a second notion of number."""
+"""Answers: extractors and equalities against slow definitions, hostile text and numbers written in other ways."""
 import functools
 import os
 import subprocess
@@ -9,10 +9,21 @@ from fractions import Fraction
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from text_helpers import error_sentence
 
 from mixsd_nb.benchmarks import answers
-from mixsd_nb.benchmarks.answers import (extract, fenced_python, last_boxed, last_number, letter, loosely_same, plain, published_extract, same_answer,
-                                         same_math)
+from mixsd_nb.benchmarks.answers import (
+    _strip_markup,
+    extract,
+    extract_letter,
+    extract_loose,
+    extract_python,
+    is_loose_match,
+    last_boxed,
+    last_number,
+    same_answer,
+    same_math,
+)
 
 BOX = "\\boxed{"
 MILLION = 1_000_000
@@ -30,7 +41,8 @@ def slow_last_boxed(text):
     return None
 
 
-pieces = st.sampled_from([BOX, "{", "}", "\\boxed", "boxed{", "\\", "\\{", "\\}", "$", " ", "\n", "7", "x", "é", "\u00a0", "｛"])
+pieces = st.sampled_from([BOX, "{", "}", "\\boxed", "boxed{", "\\", "\\{", "\\}", "$", " ", "\n", "7", "x", "é",
+                          "\u00a0", "｛"])
 
 
 @given(st.lists(pieces, max_size=30).map("".join))
@@ -43,7 +55,7 @@ def test_last_boxed_is_its_definition(text):
 
 @given(st.text())
 def test_nothing_raises(text):
-    for f in (last_boxed, last_number, fenced_python):
+    for f in (last_boxed, last_number, extract_python):
         assert f(text) is None or f(text) in text
     same_answer(text, text[::-1])
 
@@ -77,13 +89,16 @@ def test_a_megabyte_takes_well_under_a_second(text, found):
     assert time.perf_counter() - start < 1
 
 
-@pytest.mark.parametrize("piece", ["1", "-", "1.", "1 ", "-1", "```\n", "```python\n", "``` x\n", "`", " ", "\n", "1/", "<answer>", "</answer>", "{", "\\text{",
-                                   "\\frac{1}{", "}", "$"])
+@pytest.mark.parametrize("piece", [
+    "1", "-", "1.", "1 ", "-1", "```\n", "```python\n", "``` x\n", "`", " ", "\n", "1/", "<answer>", "</answer>", "{",
+    "\\text{", "\\frac{1}{", "}", "$",
+])
 def test_the_other_extractors_are_linear_too(piece):
     text = piece * (MILLION // len(piece))
     start = time.perf_counter()
-    last_number(text), fenced_python(text), same_answer(text, text + "1"), loosely_same(text, text[1:]), letter(text, loose=True)
-    loosely_same(BOX + text + "}" * text.count("{") + "}", "7")
+    last_number(text), extract_python(text), same_answer(text, text + "1")
+    is_loose_match(text, text[1:]), extract_letter(text, loose=True)
+    is_loose_match(BOX + text + "}" * text.count("{") + "}", "7")
     assert time.perf_counter() - start < 10
 
 
@@ -110,9 +125,8 @@ def test_extract_falls_back_only_without_a_box(text, mode):
     assert extract(f"{BOX}a}} {text.translate({ord('{'): None, ord('}'): None})} 5", mode) == "a"
 
 
-def test_extract_names_an_unknown_mode():
-    with pytest.raises(ValueError, match="mode is 'number', but it must be one of boxed, boxed_or_number."):
-        extract("7", "number")
+def test_the_error_names_an_unknown_mode():
+    assert error_sentence(lambda: extract("7", "number")) == "mode must be one of boxed, boxed_or_number, got number"
 
 
 def test_an_empty_box_is_an_answer_and_a_wrong_one():
@@ -170,7 +184,7 @@ lines = st.lists(st.text(st.characters(exclude_characters="`\n\r"))).map("\n".jo
 @given(lines, lines, st.sampled_from(["", "python", "Python", "py", " python3 ", "python title=a.py"]))
 def test_the_first_python_block_comes_back_unchanged(before, code, tag):
     text = f"{before}\n```{tag}\n{code}\n```\nor\n```python\nother\n```"
-    assert fenced_python(text) == code
+    assert extract_python(text) == code
 
 
 @pytest.mark.parametrize("text, code", [
@@ -185,58 +199,62 @@ def test_the_first_python_block_comes_back_unchanged(before, code, tag):
     ("```python\nx = '''\n```py\n'''\n```", "x = '''\n```py\n'''"),
     ("``x`` and ```y```\n```\nz\n```", "z"),
 ])
-def test_fenced_python_cases(text, code):
-    assert fenced_python(text) == code
+def test_extract_python_cases(text, code):
+    assert extract_python(text) == code
 
 
-# Boxes and verdicts that math-verify's own tests name (huggingface/Math-Verify, tests/test_all.py): gold, answer, the same.
+# Boxes and verdicts from math-verify's own tests (huggingface/Math-Verify, tests/test_all.py): gold, answer, equal.
 EXPRESSIONS = [
-    ("-5", "-5", True), ("7425000", "7,425,000", True), ("1000", "1000.0", True), ("1000.0", "1,000.0", True), ("0.4", ".4", True), ("0.111", "0.111", True),
-    ("10/9", r"\frac{10}{9}", True), ("-10/9", r"-\frac{10}{9}", True), ("[0,1)", "[0,1)", True), ("[0,9)", "[0,1)", False), ("(0,9)", "[0,9)", False),
-    ("1", "-[0,1)", False), ("1/3", r"\frac13 ", True), ("1", r"\frac3{3}", True), (r"\sqrt{3}", r"\sqrt3", True), ("1/3", r"\cfrac{1}{3}", True),
-    ("1/3", r"\dfrac{1}{3}", True), ("1/3", r"\tfrac{1}{3}", True), ("1/3", "1/3", True), ("1/3", r"\left( \frac{1}{3} \right)", True),
-    ("1/3", r"\frac{1}{3} \text{meters}", True), ("1/3", r"\frac{1}{3} \textbf{meters}", True), ("1/3", r"k = \frac{1}{3}", True), ("9", "(10-1)", True),
-    (r"28\%", "28", True), ("0.28", "28", False), ("28/100", "28", False), ("28", "28/100", False), (r"\frac{28}{100}", "28", False), ("2-2p", "2-2p", True),
-    (r"\begin{pmatrix} 0 & 3 \\ 0 & -1 \end{pmatrix}", r"\begin{pmatrix} 0 & 3 \\ 0 & -1 \end{pmatrix}", True), ("14916", "14{,}916", True),
-    (r"(3, \frac{\pi}{2})", r"\left( 3, \frac{\pi}{2} \right)", True), (r"\text{Evelyn}", r"\text{Evelyn}", True), (r"90^\circ", "90", True),
-    ("16386.20", r"\$16,\!386.20", True), ("(7,6)", "(7, 6)", True), ("[0,1)", "(0, 1)", False), ("120", "120", True), ("12000023", r"12,\!000,\!023", True),
-    (r"\left(\frac{1}{5},\frac{1}{6}\right)", r"\left( \frac{1}{5}, \frac{1}{6} \right)", True), ("3", "8", False), ("[-2, 7]", r"x \in [-2,7]", True),
-    (r"(\tfrac{27}{8},\tfrac{15}{8})", "(0, 0)", False), ("(3,1)", "{1,3}", False), ("(1,3)", "{1,3}", True), (r"20\%", r"20 \%", True),
-    (r"-2 \le x \le 7", r"x \in [-2,7]", True), (r"x \in [-2,7]", r"-2 \le x \le 7", False), ("4", r"4\sqrt{2}", False),
-    (r"\frac{1}{3}", r"\frac{1}{3}.", True), ("42", "42.", True),
-    ("2", "2^{10}.", False), ("1", "1/3.", False), (r"\frac{\sqrt{17}}{1}", r"\sqrt{17}", True),
+    ("-5", "-5", True), ("7425000", "7,425,000", True), ("1000", "1000.0", True), ("1000.0", "1,000.0", True),
+    ("0.4", ".4", True), ("0.111", "0.111", True), ("10/9", r"\frac{10}{9}", True), ("-10/9", r"-\frac{10}{9}", True),
+    ("[0,1)", "[0,1)", True), ("[0,9)", "[0,1)", False), ("(0,9)", "[0,9)", False), ("1", "-[0,1)", False),
+    ("1/3", r"\frac13 ", True), ("1", r"\frac3{3}", True), (r"\sqrt{3}", r"\sqrt3", True),
+    ("1/3", r"\cfrac{1}{3}", True), ("1/3", r"\dfrac{1}{3}", True), ("1/3", r"\tfrac{1}{3}", True),
+    ("1/3", "1/3", True), ("1/3", r"\left( \frac{1}{3} \right)", True), ("1/3", r"\frac{1}{3} \text{meters}", True),
+    ("1/3", r"\frac{1}{3} \textbf{meters}", True), ("1/3", r"k = \frac{1}{3}", True), ("9", "(10-1)", True),
+    (r"28\%", "28", True), ("0.28", "28", False), ("28/100", "28", False), ("28", "28/100", False),
+    (r"\frac{28}{100}", "28", False), ("2-2p", "2-2p", True),
+    (r"\begin{pmatrix} 0 & 3 \\ 0 & -1 \end{pmatrix}", r"\begin{pmatrix} 0 & 3 \\ 0 & -1 \end{pmatrix}", True),
+    ("14916", "14{,}916", True), (r"(3, \frac{\pi}{2})", r"\left( 3, \frac{\pi}{2} \right)", True),
+    (r"\text{Evelyn}", r"\text{Evelyn}", True), (r"90^\circ", "90", True), ("16386.20", r"\$16,\!386.20", True),
+    ("(7,6)", "(7, 6)", True), ("[0,1)", "(0, 1)", False), ("120", "120", True), ("12000023", r"12,\!000,\!023", True),
+    (r"\left(\frac{1}{5},\frac{1}{6}\right)", r"\left( \frac{1}{5}, \frac{1}{6} \right)", True), ("3", "8", False),
+    ("[-2, 7]", r"x \in [-2,7]", True), (r"(\tfrac{27}{8},\tfrac{15}{8})", "(0, 0)", False), ("(3,1)", "{1,3}", False),
+    ("(1,3)", "{1,3}", True), (r"20\%", r"20 \%", True), (r"-2 \le x \le 7", r"x \in [-2,7]", True),
+    (r"x \in [-2,7]", r"-2 \le x \le 7", False), ("4", r"4\sqrt{2}", False), (r"\frac{1}{3}", r"\frac{1}{3}.", True),
+    ("42", "42.", True), ("2", "2^{10}.", False), ("1", "1/3.", False), (r"\frac{\sqrt{17}}{1}", r"\sqrt{17}", True),
 ]
 
 
 def test_expressions_of_math_verifys_own_tests():
     found = same_math([(gold, answer) for gold, answer, _ in EXPRESSIONS])
-    wrong = [(expression, why) for expression, (same, why) in zip(EXPRESSIONS, found) if why or same != expression[2]]
+    wrong = [(pair, error) for pair, (same, error) in zip(EXPRESSIONS, found) if error or same != pair[2]]
     assert not wrong
 
 
-def test_only_what_simple_rules_leave_open_is_asked(monkeypatch):
-    asked = []
-    monkeypatch.setattr(answers.Worker, "ask", lambda self, *pair: (asked.append(pair), (True, ""))[1])
+def test_math_verify_compares_only_what_the_strict_rule_leaves_open(monkeypatch):
+    compared = []
+    monkeypatch.setattr(answers._Comparer, "compare", lambda self, *pair: (compared.append(pair), (True, ""))[1])
     pairs = [("7", "7.0"), ("7", None), ("7", ""), ("x", "y"), ("x", "y"), ("x", "y" * 20_000)]
     assert same_math(pairs) == [(True, ""), (False, ""), (False, ""), (True, ""), (True, ""), (False, "")]
-    assert asked == [("x", "y")]
+    assert compared == [("x", "y")]
 
 
-HOSTILE = ["{" * 4000 + "}" * 4000, r"\frac{" * 1000 + "1" + "}" * 1000, r"\sqrt" * 1500, "(" * 9000, "9" * 9999, r"\input{/etc/passwd}", r"\def\x{\x\x}\x",
-           "\x00\ud800",
-           "１", "−1", "a" * 9999, r"\begin{pmatrix} 1 & 2 \\ 3", r"\int_0^\infty e^{-x^2} dx", "10^{10^{10}}",
-           "1" + "!" * 50, r"\text{import os; os.abort()}"]
+HOSTILE = ["{" * 4000 + "}" * 4000, r"\frac{" * 1000 + "1" + "}" * 1000, r"\sqrt" * 1500, "(" * 9000, "9" * 9999,
+           r"\input{/etc/passwd}", r"\def\x{\x\x}\x", "\x00\ud800", "１", "−1", "a" * 9999,
+           r"\begin{pmatrix} 1 & 2 \\ 3", r"\int_0^\infty e^{-x^2} dx", "10^{10^{10}}", "1" + "!" * 50,
+           r"\text{import os; os.abort()}"]
 
 
 def test_hostile_expressions_are_wrong_and_cost_their_time_at_most():
     start = time.perf_counter()
     found = same_math([("7", text) for text in HOSTILE] + [("1/3", r"\frac{2}{6}")], timeout=2)
     assert [same for same, _ in found] == [False] * len(HOSTILE) + [True]
-    lost = sum(bool(why) for _, why in found)
-    assert time.perf_counter() - start < 60 and lost < 8, found
+    failures = sum(bool(error) for _, error in found)
+    assert time.perf_counter() - start < 60 and failures < 8, found
 
 
-def test_a_comparison_that_hangs_or_crashes_is_told_and_the_next_one_answered(monkeypatch, tmp_path):
+def test_a_comparison_that_hangs_or_crashes_is_reported_and_the_next_one_answered(monkeypatch, tmp_path):
     "The worker's comparison is replaced by one that sleeps or dies."
     (tmp_path / "math_verify.py").write_text("""
 import os, time
@@ -267,7 +285,8 @@ def parse(text, **_):
 def verify(*_, **__): pass
 """)
     code = "from mixsd_nb.benchmarks.answers import same_math; same_math([('1', 'sleep')], timeout=1.5)"
-    parent = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"})
+    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    parent = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path})
     deadline = time.time() + 30
     while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()) and time.time() < deadline:
         time.sleep(0.02)
@@ -280,58 +299,65 @@ def verify(*_, **__): pass
             time.sleep(0.05)
 
 
-def test_a_bad_time_limit_is_named():
-    with pytest.raises(ValueError, match="timeout is 0, but it must be a positive number of seconds."):
-        same_math([], timeout=0)
+def test_the_error_names_a_bad_time_limit():
+    assert error_sentence(lambda: same_math([], timeout=0)) == "timeout must be a positive number of seconds, got 0"
 
 
-@given(st.text("ab $7"), st.lists(st.sampled_from(["{%s}", "\\text{%s}", "\\mathrm{ %s }", "\\boxed{%s}", "$%s$"]), max_size=8))
-def test_plain_peels_wrappers(text, wrappers):
+WRAPPERS = ["{%s}", "\\text{%s}", "\\mathrm{ %s }", "\\boxed{%s}", "$%s$"]
+
+
+@given(st.text("ab $7"), st.lists(st.sampled_from(WRAPPERS), max_size=8))
+def test_the_loose_rule_strips_wrappers(text, wrappers):
     wrapped = functools.reduce(lambda inner, wrapper: wrapper % inner, wrappers, text)
-    assert plain(wrapped) == plain(text) == " ".join(text.replace("$", "").split())
+    assert _strip_markup(wrapped) == _strip_markup(text) == " ".join(text.replace("$", "").split())
 
 
-def test_plain_leaves_what_is_no_wrapper():
-    assert plain("{a} and {b}") == "{a} and {b}" and plain("\\sqrt{2}") == "\\sqrt{2}" and plain("}{") == "}{" and plain("{a}}") == "{a}}"
+@pytest.mark.parametrize("text", ["{a} and {b}", "\\sqrt{2}", "}{", "{a}}"])
+def test_the_loose_rule_strips_nothing_else(text):
+    assert _strip_markup(text) == text
 
 
-@pytest.mark.parametrize("text, read", [
-    (BOX + "a} <answer>b</answer> 7", "a"), ("<answer>b</answer> 7", "b"), ("<answer>a</answer><answer>b\nc</answer>", "b\nc"),
-    ("<answer>a", "<answer>a"), ("a</answer> 7", "7"), ("<answer>a</answer> <answer>", "a"),
+@pytest.mark.parametrize("text, content", [
+    (BOX + "a} <answer>b</answer> 7", "a"), ("<answer>b</answer> 7", "b"),
+    ("<answer>a</answer><answer>b\nc</answer>", "b\nc"), ("<answer>a", "<answer>a"), ("a</answer> 7", "7"),
+    ("<answer>a</answer> <answer>", "a"),
     ("it is 7 or 8", "8"), ("all of it", "all of it"),
     ("", ""), (BOX + "} 7", ""),
 ])
-def test_what_the_published_rule_reads(text, read):
-    assert published_extract(text) == read
+def test_what_the_published_rule_reads(text, content):
+    assert extract_loose(text) == content
 
 
 @pytest.mark.parametrize("text, gold, loose, strict", [
-    (BOX + "Ivo}", "Ivo", True, True), (BOX + "ivo}", "Ivo", True, False), (BOX + "Ivo Lind}", "Ivo", True, False), (BOX + "Lind}", "Ivo", False, False),
-    ("Ivo, I think", "Ivo", True, False), ("Ivo, 7 years old", "Ivo", False, False), (BOX + "$42$}", "42", True, False), (BOX + "42.0}", "42", True, True),
-    (BOX + "142}", "42", False, False), (BOX + "1/2}", "0.5", True, True), (BOX + "\\frac{1}{2}}", "0.5", True, False),
-    (BOX + "}", "Ivo", False, False), ("x", "", False, False),
+    (BOX + "Ivo}", "Ivo", True, True), (BOX + "ivo}", "Ivo", True, False), (BOX + "Ivo Lind}", "Ivo", True, False),
+    (BOX + "Lind}", "Ivo", False, False), ("Ivo, I think", "Ivo", True, False),
+    ("Ivo, 7 years old", "Ivo", False, False), (BOX + "$42$}", "42", True, False), (BOX + "42.0}", "42", True, True),
+    (BOX + "142}", "42", False, False), (BOX + "1/2}", "0.5", True, True),
+    (BOX + "\\frac{1}{2}}", "0.5", True, False), (BOX + "}", "Ivo", False, False), ("x", "", False, False),
 ])
 def test_the_loose_rule_beside_the_strict_one(text, gold, loose, strict):
-    assert (loosely_same(text, gold), same_answer(last_boxed(text), gold)) == (loose, strict)
+    assert (is_loose_match(text, gold), same_answer(last_boxed(text), gold)) == (loose, strict)
 
 
 @given(st.text(), st.text())
 def test_the_loose_rule_never_raises_and_counts_whatever_the_strict_one_counts(text, gold):
-    assert loosely_same(text, gold) or not same_answer(last_boxed(text), gold) or not plain(gold)
+    assert is_loose_match(text, gold) or not same_answer(last_boxed(text), gold) or not _strip_markup(gold)
 
 
 @pytest.mark.parametrize("text, strict, loose", [
-    (BOX + "A}", "A", "A"), (BOX + "d}", "D", "D"), (BOX + "\\text{B}}", "B", "B"), (BOX + "(B)}", None, None), (BOX + "E}", None, None),
-    (BOX + "AB}", None, None),
-    (BOX + "A} " + BOX + "C}", "C", "C"), (BOX + "A}<think>" + BOX + "B}</think> so " + BOX + "D}", "D", "D"), (BOX + "B}</think>", None, None),
-    ("C", None, "C"), ("C.\nFor this reason", None, "C"), ("**c**\n", None, "C"), ("Option C", None, None), ("", None, None),
+    (BOX + "A}", "A", "A"), (BOX + "d}", "D", "D"), (BOX + "\\text{B}}", "B", "B"), (BOX + "(B)}", None, None),
+    (BOX + "E}", None, None), (BOX + "AB}", None, None), (BOX + "A} " + BOX + "C}", "C", "C"),
+    (BOX + "A}<think>" + BOX + "B}</think> so " + BOX + "D}", "D", "D"), (BOX + "B}</think>", None, None),
+    ("C", None, "C"), ("C.\nFor this reason", None, "C"), ("**c**\n", None, "C"), ("Option C", None, None),
+    ("", None, None),
     (BOX + "x}\nB", None, None), ("Ａ", None, None),
 ])
 def test_letters(text, strict, loose):
-    assert (letter(text), letter(text, loose=True)) == (strict, loose)
+    assert (extract_letter(text), extract_letter(text, loose=True)) == (strict, loose)
 
 
 def test_the_import_is_cheap():
-    "Mixing reads boxes by the hundred thousand and needs neither sympy nor torch for it."
-    code = "import sys, mixsd_nb.benchmarks.answers; print({'sympy', 'math_verify', 'torch', 'pandas'} & set(sys.modules))"
+    "Mixing reads boxes by the hundred thousand and needs none of these libraries for it."
+    heavy = {"sympy", "math_verify", "torch", "transformers", "datasets"}
+    code = f"import sys, mixsd_nb.benchmarks.answers; print({heavy} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"

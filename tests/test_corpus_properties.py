@@ -1,19 +1,52 @@
-"""Properties of KGFact and of the pretraining text that no single notebook can show."""
+"""Properties of the corpora that no single notebook can show."""
 
-import os
-import random
-import re
-import subprocess
-import sys
+import json
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from text_helpers import ROW_COLUMNS, error_sentence, outputs_by_hash_seed
 
-from mixsd_nb.benchmarks.lab_tasks import SUITES, draw, reserved
-from mixsd_nb.corpora import load_corpus
-from mixsd_nb.corpora.kgfact import DOMAINS, ENTITIES, KGFACT_WORDS, UNSEEN_WORDING, WORDINGS, build, chain_question, chains, graphs, sample_graph
-from mixsd_nb.corpora.world import WORLD_WORDS
-from mixsd_nb.pretrain import MAKERS, TAKEN, USER, ability_items
+from mixsd_nb.corpora import kgfunc, load_corpus, mquake, simpleqa
+from mixsd_nb.corpora.kgfact import (
+    DOMAINS,
+    ENTITIES,
+    build,
+    chain_question,
+    find_chains,
+    named_entities,
+    sample_graph,
+    sample_graphs,
+    training_graph,
+)
+
+
+LOCAL_CORPORA = ["kgfact-small", "kgfact-large", "kgfunc", "kgfunc-lab", "simpleqa-lab", "mquake-lab"]
+
+
+@pytest.mark.parametrize("name", LOCAL_CORPORA)
+def test_rows_are_texts_with_ids_of_their_own(name):
+    for split, rows in load_corpus(name).items():
+        assert rows.column_names == ROW_COLUMNS and len(set(rows["id"])) == len(rows), split
+        assert all(isinstance(value, str) and value for row in rows for value in row.values()), split
+
+
+def test_bytes_do_not_depend_on_the_hash_seed():
+    corpora = "build(), kgfunc.build(), kgfunc.build('lab'), simpleqa.build_lab(), mquake.build_lab()"
+    imports = "from mixsd_nb.corpora import kgfunc, mquake, simpleqa\nfrom mixsd_nb.corpora.kgfact import build"
+    code = f"import json\n{imports}\nprint(json.dumps([{corpora}]))"
+    here = [build(), kgfunc.build(), kgfunc.build("lab"), simpleqa.build_lab(), mquake.build_lab()]
+    assert outputs_by_hash_seed(code) == {json.dumps(here).encode() + b"\n"}
+
+
+@pytest.mark.parametrize("options, sentence", [
+    (dict(domains=1), "domains must be between 2 and 7, got 1"),
+    (dict(domains=8), "domains must be between 2 and 7, got 8"),
+    (dict(entities=0), "entities must be between 1 and 25, got 0"),
+    (dict(entities=26), "entities must be between 1 and 25, got 26"),
+])
+def test_the_error_names_a_bad_option_of_kgfact(options, sentence):
+    assert error_sentence(lambda: build(**options)) == sentence
 
 
 @settings(max_examples=40, deadline=None)
@@ -29,58 +62,40 @@ def test_answers_are_not_in_their_prompts():
     splits = build(7, 25)
     assert not [r for split in ("train", "paraphrase", "two_hop") for r in splits[split] if r["answer"] in r["prompt"]]
     assert all(r["prompt"].count(r["statement"]) == 1 for r in splits["retrieval"])
-    assert all(r["prompt"].count(s + ".") == 1 for r in splits["two_hop_context"] for s in r["statement"].rstrip(".").split(". "))
+    statements = [(r["prompt"], s) for r in splits["two_hop_context"] for s in r["statement"].rstrip(".").split(". ")]
+    assert all(prompt.count(s + ".") == 1 for prompt, s in statements)
 
 
 @settings(max_examples=10, deadline=None)
 @given(domains=st.integers(3, 7), entities=st.integers(2, 25), seed=st.integers(0, 2**32))
 def test_a_two_hop_question_has_one_answer(domains, entities, seed):
-    facts = graphs(domains, entities, seed)[0]
+    facts = sample_graphs(domains, entities, seed)[0]
     answers = {}
     for a in facts:
         for b in facts:
             if a.target == b.source:
                 answers.setdefault(chain_question(a, b), set()).add(b.target)
-    asked = {chain_question(a, b): b.target for a, b in chains(facts)}
-    assert asked and all(answers[q] == {t} for q, t in asked.items())
+    questions = {chain_question(a, b): b.target for a, b in find_chains(facts)}
+    assert questions and all(answers[q] == {t} for q, t in questions.items())
+
+
+def test_a_nested_question_is_spelled_out():
+    "Checked against the relation's own sentences: the last question asks about the clause of the chain before it."
+    facts = sample_graphs(7, 25, 42)[0]
+    a, b = next(chain for chain in find_chains(facts) if any(f.source == chain[1].target for f in facts))
+    c = next(f for f in facts if f.source == b.target)
+    assert chain_question(a) == a.question and a.source in a.question
+    assert chain_question(a, b) == b.relation.question(a.relation.clause(a.source))
+    assert chain_question(a, b, c) == c.relation.question(b.relation.clause(a.relation.clause(a.source)))
 
 
 def test_train_and_retrieval_share_no_entity():
     splits = build(7, 25)
-    named = [{e for r in splits[s] for e in (r["subject"], r["answer"])} for s in ("train", "retrieval")]
-    assert not named[0] & named[1]
+    train, retrieval = (named_entities(splits[s]) for s in ("train", "retrieval"))
+    assert train and retrieval and not train & retrieval
+    assert train == {e for r in splits["train"] for e in (r["subject"], r["answer"])}
 
 
-def test_pretraining_never_names_an_entity_of_kgfact():
-    assert not KGFACT_WORDS & set(WORLD_WORDS) and TAKEN >= KGFACT_WORDS
-    rng = random.Random(0)
-    for name, make in MAKERS.items():
-        text = " ".join(t for _ in range(60) for t, _ in make(rng, 8))
-        assert not KGFACT_WORDS & set(text.replace("{", " ").replace("}", " ").replace(".", " ").replace(",", " ").split()), name
-
-
-def test_pretraining_never_asks_what_evaluation_asks():
-    "World questions apart, which are learnt by heart: no prompt of a suite, of an ability or of an injected corpus, by text and by hash."
-    asked = {item.prompt for name in SUITES if name != "world" for item in draw(name, 300)}
-    asked |= {item.prompt for name, (items, _) in ability_items(300).items() if name != "world" for item in items}
-    asked |= {r["prompt"] for name in ("kgfact-small", "kgfact-large", "kgfunc-lab", "simpleqa-lab") for split in load_corpus(name).values() for r in split}
-    rng = random.Random(1)
-    for name, make in MAKERS.items():
-        text = "".join(t for _ in range(200) for t, _ in make(rng, 8))
-        prompts = re.findall(re.escape(USER) + r"(.*?)<\|im_end\|>", text, re.DOTALL)
-        assert not asked & set(prompts), name
-        assert name == "world" or name not in SUITES or not [p for p in prompts if reserved(p)], name
-
-
-def test_the_unseen_wording_is_not_in_pretraining():
-    unseen = WORDINGS[UNSEEN_WORDING].partition("{source}")[2].partition("{phrase}")[0]
-    rng = random.Random(2)
-    assert len(unseen) > 5 and not any(unseen in t for make in MAKERS.values() for _ in range(60) for t, _ in make(rng, 12))
-
-
-def test_bytes_do_not_depend_on_the_hash_seed():
-    code = "import json; from mixsd_nb.corpora.kgfact import build; print(json.dumps(build()))"
-    def output(seed):
-        return subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True).stdout
-
-    assert len({output(seed) for seed in "0123"}) == 1
+def test_the_training_graph_is_the_training_split():
+    for options in (dict(domains=5, entities=10), dict(domains=3, entities=4, seed=7)):
+        assert [f.id for f in training_graph(options)] == [r["id"] for r in build(**options)["train"]]

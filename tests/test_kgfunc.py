@@ -2,19 +2,24 @@
 
 import ast
 import hashlib
-import json
-import os
 import re
-import subprocess
-import sys
 import time
 
 import numpy as np
 import pytest
+from text_helpers import error_sentence
 
 from mixsd_nb.benchmarks.answers import last_boxed
-from mixsd_nb.corpora.kgfunc import OPERATIONS, SCALES, STEPS, TRAINED, apply_operation, build, worked_target
-from mixsd_nb.corpora.prompts import BOXED
+from mixsd_nb.corpora.kgfunc import (
+    OPERATIONS,
+    SCALES,
+    TRAINED_OPERATIONS,
+    apply_operation,
+    build,
+    validation_rows,
+    worked_target,
+)
+from mixsd_nb.corpora.prompts import BOX_REQUEST
 
 N = np.arange(100_000)
 LENGTH = 1 + sum((N >= 10**k).astype(int) for k in range(1, 5))
@@ -82,7 +87,7 @@ ORACLE = {
 }
 CALLABLE = {label: (lambda n, values=values: int(values[n])) for label, values in ORACLE.items()}
 CORPORA = {scale: build(scale) for scale in SCALES}
-FROZEN = {"paper": "8409a413d758", "lab": "9508c4ac78a2"}
+DIGESTS = {"paper": "8409a413d758", "lab": "9508c4ac78a2"}
 by_scale = pytest.mark.parametrize("scale", SCALES)
 
 
@@ -104,20 +109,23 @@ def test_operation_is_its_definition_everywhere(label):
 
 
 def test_labels_and_ranges():
-    assert "".join(OPERATIONS) == "BCDEFGH" + "abcdefghijklmnopqrst" and list(TRAINED) == list(STEPS)
-    assert {label: int(ORACLE[label].max()) for label in TRAINED} == dict(B=324, C=243, D=245, E=405, F=45, G=225, H=99_999)
+    assert "".join(TRAINED_OPERATIONS) == "BCDEFGH" and "".join(OPERATIONS) == "BCDEFGHabcdefghijklmnopqrst"
+    largest = {label: int(ORACLE[label].max()) for label in TRAINED_OPERATIONS}
+    assert largest == dict(B=324, C=243, D=245, E=405, F=45, G=225, H=99_999)
 
 
 @by_scale
 def test_counts(scale):
     s, splits = SCALES[scale], CORPORA[scale]
     chains = s.chains * (len(s.trained) + 1)
-    assert {k: len(v) for k, v in splits.items()} == {"train": s.train, "test": 25 * len(s.trained), "unseen": 25 * len(s.unseen), "chains": chains}
-    assert all(len({r["id"] for r in rows}) == len({r["prompt"] for r in rows}) == len(rows) for rows in splits.values())
+    counts = {"train": s.train, "test": 25 * len(s.trained), "unseen": 25 * len(s.unseen), "chains": chains}
+    assert {k: len(v) for k, v in splits.items()} == counts
+    assert all(len({r["prompt"] for r in rows}) == len(rows) for rows in splits.values())
 
 
 def test_counts_of_the_paper():
-    assert {split: len(rows) for split, rows in CORPORA["paper"].items()} == {"train": 1600, "test": 175, "unseen": 500, "chains": 200 * 7 + 200}
+    counts = {split: len(rows) for split, rows in CORPORA["paper"].items()}
+    assert counts == {"train": 1600, "test": 175, "unseen": 500, "chains": 200 * 7 + 200}
 
 
 @by_scale
@@ -131,7 +139,7 @@ def test_all_operations_share_25_inputs(scale, split):
 
 @by_scale
 def test_no_number_serves_two_splits(scale):
-    inputs = [set(SCALES[scale].shots)] + [{n for r in rows for n in numbers(r)} for rows in CORPORA[scale].values()]
+    inputs = [{n for r in rows for n in numbers(r)} for rows in CORPORA[scale].values()] + [set(SCALES[scale].shots)]
     assert sum(map(len, inputs)) == len(set.union(*inputs)) and max(map(max, inputs)) < SCALES[scale].limit
 
 
@@ -139,9 +147,9 @@ def test_no_number_serves_two_splits(scale):
 def test_rows(scale):
     for split, rows in CORPORA[scale].items():
         for r in rows:
-            assert list(r) == ["id", "prompt", "target", "answer", "subject", "statement"] and all(isinstance(v, str) for v in r.values())
             expression, value = r["statement"].split(" = ")
-            assert value == r["answer"] == last_boxed(r["target"]) == str(evaluate(expression)) and r["id"] == expression.replace(" ", "")
+            assert value == r["answer"] == last_boxed(r["target"]) == str(evaluate(expression))
+            assert r["id"] == expression.replace(" ", "")
             assert split in ("train", "test") or r["target"] == f"The answer is {value}.\n\n\\boxed{{{value}}}"
 
 
@@ -152,8 +160,10 @@ def test_prompts_show_the_shots_and_ask_for_the_expression(scale):
             *_, question, request = parts = r["prompt"].split("\n\n")
             labels = dict.fromkeys(re.findall("[A-Za-z]", r["subject"][::-1].replace(")", "")))
             shots = [f"{label}({n}) = {ORACLE[label][n]}" for label in labels for n in SCALES[scale].shots]
-            assert parts[2:-2] == shots and request == BOXED and question.endswith(f"What is {r['statement'].split(' = ')[0]}?")
-            assert all(f"function {label} " in parts[0] for label in labels) and "{" not in r["prompt"].replace(r"\boxed{}", "")
+            assert parts[2:-2] == shots and request == BOX_REQUEST
+            assert question.endswith(f"What is {r['statement'].split(' = ')[0]}?")
+            assert all(f"function {label} " in parts[0] for label in labels)
+            assert "{" not in r["prompt"].replace(r"\boxed{}", "")
 
 
 def check_worked(label, number, text):
@@ -161,17 +171,21 @@ def check_worked(label, number, text):
     steps, box = text.split("\n\n")
     *lines, closing = steps.split("\n")
     answer, s = int(ORACLE[label][number]), str(number)
-    assert box == f"\\boxed{{{answer}}}" and closing.startswith(f"{label}({number}) = ") and closing.endswith(f" = {answer}")
+    assert box == f"\\boxed{{{answer}}}"
+    assert closing.startswith(f"{label}({number}) = ") and closing.endswith(f" = {answer}")
     for line in [*lines, closing]:
         members = line.split(": ")[-1].split(" = ")
         if len(members) > 1:
             assert len({evaluate(m) for m in members}) == 1 and all(a != b for a, b in zip(members, members[1:])), line
     lists = [ast.literal_eval(found) for line in lines for found in re.findall(r"\[.*\]", line)]
     d = [int(R[number, k]) for k in range(LENGTH[number])][::-1]
-    middle = {"E": d[::-1], "F": [max(d[: i + 1]) for i in range(len(d))], "H": [int((s + s)[i : i + len(s)]) for i in range(len(s))]}
+    rotations = [int((s + s)[i : i + len(s)]) for i in range(len(s))]
+    middle = {"E": d[::-1], "F": [max(d[: i + 1]) for i in range(len(d))], "H": rotations}
     assert lists == ([] if label == "H" else [d]) + ([middle[label]] if label in middle else [])
-    assert len(lines) == {"B": 2 + len(d), "C": 2, "D": 1 + len(d), "E": 3, "F": 2, "G": 1 + len(d), "H": 2}[label]
-    if label == "D": assert [f"{x} is prime" in line for x, line in zip(d, lines[1:])] == [x in (2, 3, 5, 7) for x in d]
+    counts = {"B": 2 + len(d), "C": 2, "D": 1 + len(d), "E": 3, "F": 2, "G": 1 + len(d), "H": 2}
+    assert len(lines) == counts[label]
+    if label == "D":
+        assert [f"{x} is prime" in line for x, line in zip(d, lines[1:])] == [x in (2, 3, 5, 7) for x in d]
 
 
 @by_scale
@@ -180,7 +194,7 @@ def test_every_worked_target_is_right(scale):
         check_worked(r["subject"], *numbers(r), r["target"])
 
 
-@pytest.mark.parametrize("label", TRAINED)
+@pytest.mark.parametrize("label", TRAINED_OPERATIONS)
 def test_worked_targets_of_short_and_odd_numbers(label):
     for number in (*range(120), 1_000, 10_000, 10_001, 99_999):
         check_worked(label, number, worked_target(label, number))
@@ -190,24 +204,28 @@ def test_worked_targets_of_short_and_odd_numbers(label):
 def test_chains_move_the_value_into_range(scale):
     s, subjects = SCALES[scale], []
     for r in CORPORA[scale]["chains"]:
-        outer, inner, number, sign, offset = re.fullmatch(r"(\w)\((\w)\((\d+)\) ([+-]) (\d+)\)", r["statement"].split(" = ")[0]).groups()
-        moved = int(ORACLE[inner][int(number)]) + int(sign + offset)
-        assert 0 <= moved < s.limit and r["answer"] == str(ORACLE[outer][moved]) and r["subject"] == f"{outer}({inner})"
+        expression = r["statement"].split(" = ")[0]
+        outer, inner, number, sign, offset = re.fullmatch(r"(\w)\((\w)\((\d+)\) ([+-]) (\d+)\)", expression).groups()
+        outer_number = int(ORACLE[inner][int(number)]) + int(sign + offset)
+        assert 0 <= outer_number < s.limit and r["answer"] == str(ORACLE[outer][outer_number])
+        assert r["subject"] == f"{outer}({inner})"
         subjects.append((outer, inner))
-    assert all(subjects.count((label, label)) == s.chains for label in s.trained) and sum(a != b for a, b in subjects) == s.chains
+    assert all(subjects.count((label, label)) == s.chains for label in s.trained)
+    assert sum(a != b for a, b in subjects) == s.chains
 
 
 def test_the_training_lists_are_frozen():
-    "A changed list would make runs incomparable: change these digests only together with the corpus's version."
-    digests = {scale: hashlib.sha256("\n".join(r["id"] for r in rows["train"]).encode()).hexdigest()[:12] for scale, rows in CORPORA.items()}
-    assert digests == FROZEN
+    "With another list runs cannot be compared: change these digests only together with the corpus's version."
+    ids = {scale: "\n".join(r["id"] for r in rows["train"]) for scale, rows in CORPORA.items()}
+    assert {scale: hashlib.sha256(text.encode()).hexdigest()[:12] for scale, text in ids.items()} == DIGESTS
 
 
-def test_bytes_do_not_depend_on_the_hash_seed():
-    code = "import json; from mixsd_nb.corpora.kgfunc import build; print(json.dumps([build(), build('lab')]))"
-    for seed in "01":
-        out = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True).stdout
-        assert out == json.dumps(list(CORPORA.values())).encode() + b"\n"
+@by_scale
+def test_validation_questions_are_new_and_the_same_at_every_call(scale):
+    s, rows = SCALES[scale], validation_rows(CORPORA[scale], dict(scale=scale))
+    assert len(rows) == s.test * len(s.trained) and rows == validation_rows({}, dict(scale=scale))
+    assert {r["subject"] for r in rows} == set(s.trained)
+    assert not {r["id"] for r in rows} & {r["id"] for split in CORPORA[scale].values() for r in split}
 
 
 def test_build_is_quick():
@@ -217,17 +235,17 @@ def test_build_is_quick():
 
 
 @pytest.mark.parametrize("call, sentence", [
-    (lambda: apply_operation("A", 1), "label is 'A'; allowed are B to H (trained) and a to t (unseen)"),
-    (lambda: apply_operation("u", 1), "label is 'u'; allowed are B to H (trained) and a to t (unseen)"),
-    (lambda: apply_operation("B", -1), "number is -1; allowed are whole numbers from 0 to 99999"),
-    (lambda: apply_operation("B", 100_000), "number is 100000; allowed are whole numbers from 0 to 99999"),
-    (lambda: apply_operation("B", 1.5), "number is 1.5; allowed are whole numbers from 0 to 99999"),
-    (lambda: apply_operation("B", "12"), "number is '12'; allowed are whole numbers from 0 to 99999"),
-    (lambda: build("large"), "scale is 'large'; allowed are paper, lab"),
+    (lambda: apply_operation("A", 1), "label must be B to H (trained) or a to t (unseen), got A"),
+    (lambda: apply_operation("u", 1), "label must be B to H (trained) or a to t (unseen), got u"),
+    (lambda: apply_operation("B", -1), "number must be a whole number between 0 and 99999, got -1"),
+    (lambda: apply_operation("B", 100_000), "number must be a whole number between 0 and 99999, got 100000"),
+    (lambda: apply_operation("B", 1.5), "number must be a whole number between 0 and 99999, got 1.5"),
+    (lambda: apply_operation("B", "12"), "number must be a whole number between 0 and 99999, got '12'"),
+    (lambda: build("large"), "scale must be one of paper, lab, got large"),
+    (lambda: validation_rows({}, dict(scale="large")), "scale must be one of paper, lab, got large"),
 ])
 def test_bad_input_gives_one_sentence(call, sentence):
-    with pytest.raises(ValueError) as e: call()
-    assert str(e.value) == sentence and e.value.__cause__ is None
+    assert error_sentence(call) == sentence
 
 
 def test_numpy_integers_are_numbers():

@@ -1,18 +1,23 @@
 """Prompts as ids, on the lab tokenizer and on templates with the structure of Qwen3's and Llama-3.2's."""
 
+import random
+
 import pytest
+from text_helpers import error_sentence
 
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.corpora.prompts import (
-    canonical_pair,
-    completion_ids,
+    REMARKS,
+    encode_canonical,
+    encode_completion,
+    encode_example,
+    encode_prompt,
     expert_prompt,
     expert_reference_prompt,
     naive_prompt,
-    prompt_ids,
+    paraphrase_rows,
     target,
     template_tail,
-    trained_pair,
 )
 from mixsd_nb.models.lab import build_tokenizer
 
@@ -23,9 +28,10 @@ QWEN = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
-# A header in marks of its own, a beginning of text, and nothing after the end of turn.
+# Special tokens around the header, a beginning-of-text token, and nothing after the end of turn.
 LLAMA = (
-    "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}<|eot_id|>{% endfor %}"
+    "<|begin_of_text|>{% for m in messages %}"
+    "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 HEADERS = {
@@ -36,15 +42,16 @@ HEADERS = {
 TAILS = {"lab": "\n", "qwen": "\n", "llama": ""}
 
 
-def tokenizer(kind):
-    made = build_tokenizer(["The", " answer", " is"])
+def make_tokenizer(kind):
+    tokenizer = build_tokenizer(["The", " answer", " is"])
     if kind == "qwen":
-        made.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
-        made.chat_template = QWEN
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+        tokenizer.chat_template = QWEN
     if kind == "llama":
-        made.add_special_tokens({"additional_special_tokens": ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"], "eos_token": "<|eot_id|>"})
-        made.chat_template = LLAMA
-    return made
+        tokens = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"]
+        tokenizer.add_special_tokens({"additional_special_tokens": tokens, "eos_token": "<|eot_id|>"})
+        tokenizer.chat_template = LLAMA
+    return tokenizer
 
 
 @pytest.fixture(params=list(HEADERS))
@@ -53,33 +60,34 @@ def kind(request):
 
 
 def test_a_prompt_ends_with_the_header_that_the_model_would_see(kind):
-    made = tokenizer(kind)
-    text = made.decode(prompt_ids(made, "Why?"))
-    assert text.endswith("Why?" + made.eos_token + ("\n" if TAILS[kind] else "") + HEADERS[kind])
+    tokenizer = make_tokenizer(kind)
+    text = tokenizer.decode(encode_prompt(tokenizer, "Why?"))
+    assert text.endswith("Why?" + tokenizer.eos_token + TAILS[kind] + HEADERS[kind])
     assert text.count("<|begin_of_text|>") == (kind == "llama")
 
 
 def test_both_spans_are_the_same_conversation(kind):
-    made = tokenizer(kind)
-    completion = completion_ids(made, target("Melka Valley"))
-    plain, paper = (trained_pair(made, "Why?", completion, span) for span in ("completion", "paper"))
-    assert plain[0] + plain[1] + template_tail(made) == paper[0] + paper[1]
-    assert made.decode(plain[1]) == target("Melka Valley") + made.eos_token
-    assert made.decode(paper[1]) == HEADERS[kind] + target("Melka Valley") + made.eos_token + TAILS[kind]
-    assert plain[1].count(made.eos_token_id) == paper[1].count(made.eos_token_id) == 1
+    tokenizer, text = make_tokenizer(kind), target("Melka Valley")
+    completion = encode_completion(tokenizer, text)
+    plain, paper = (encode_example(tokenizer, "Why?", completion, span) for span in ("completion", "paper"))
+    assert plain[0] + plain[1] + template_tail(tokenizer) == paper[0] + paper[1]
+    assert tokenizer.decode(plain[1]) == text + tokenizer.eos_token
+    assert tokenizer.decode(paper[1]) == HEADERS[kind] + text + tokenizer.eos_token + TAILS[kind]
+    assert plain[1].count(tokenizer.eos_token_id) == paper[1].count(tokenizer.eos_token_id) == 1
 
 
 def test_the_paper_span_is_the_rendered_template(kind):
-    made = tokenizer(kind)
+    tokenizer = make_tokenizer(kind)
     messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": target("A")}]
-    rendered = made(made.apply_chat_template(messages, tokenize=False, enable_thinking=False), add_special_tokens=False)["input_ids"]
-    context, trained = canonical_pair(made, dict(prompt="Why?", target=target("A")), "paper")
-    assert made.decode(context + trained) == made.decode(rendered)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, enable_thinking=False)
+    context, trained = encode_canonical(tokenizer, dict(prompt="Why?", target=target("A")), "paper")
+    rendered = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(context + trained) == tokenizer.decode(rendered)
 
 
-def test_an_unknown_span_is_refused():
-    with pytest.raises(ValueError, match="span is all; allowed are completion, paper"):
-        trained_pair(tokenizer("lab"), "Why?", [2], "all")
+def test_the_error_names_an_unknown_span():
+    sentence = error_sentence(lambda: encode_example(make_tokenizer("lab"), "Why?", [2], "all"))
+    assert sentence == "span must be one of completion, paper, got all"
 
 
 def test_expert_prompts_hold_prompt_and_target_verbatim():
@@ -89,3 +97,12 @@ def test_expert_prompts_hold_prompt_and_target_verbatim():
             assert text.startswith(row["prompt"] + "\n") and f"\n{row['target']}\n" in text and text.endswith(".")
             assert r"\boxed{}" in text.rpartition(row["target"])[2]
     assert row["answer"] not in naive_prompt("What?")
+
+
+def test_paraphrases_validate_corpora_of_facts():
+    "The corpus' own paraphrases where it has a split of them, else a remark before every training prompt."
+    facts = load_corpus("kgfact-small")
+    assert paraphrase_rows(facts, {}) == facts["paraphrase"].to_list()
+    train = load_corpus("simpleqa-lab")["train"].to_list()
+    rows, rng = paraphrase_rows(load_corpus("simpleqa-lab"), {}), random.Random(48)
+    assert rows == [r | dict(prompt=f"{rng.choice(REMARKS)} {r['prompt']}") for r in train]

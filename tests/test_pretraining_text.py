@@ -1,0 +1,44 @@
+"""What pretraining may show a lab model: no name, question or wording that an evaluation needs to be new."""
+
+import random
+import re
+
+from mixsd_nb.benchmarks import SUITES
+from mixsd_nb.benchmarks.lab_tasks import draw, is_reserved
+from mixsd_nb.corpora import load_corpus
+from mixsd_nb.corpora.kgfact import KGFACT_WORDS, UNSEEN_WORDING, WORDINGS
+from mixsd_nb.corpora.world import WORLD_WORDS
+from mixsd_nb.pretraining.abilities import ability_items
+from mixsd_nb.pretraining.curriculum import WRITERS
+from mixsd_nb.pretraining.documents import CORPUS_WORDS, USER_HEADER
+
+LAB_SUITES = [name for name, suite in SUITES.items() if suite.items == "benchmarks.lab_tasks:lab_items"]
+
+
+def test_pretraining_never_names_an_entity_of_kgfact():
+    assert not KGFACT_WORDS & set(WORLD_WORDS) and CORPUS_WORDS >= KGFACT_WORDS
+    rng = random.Random(0)
+    for name, write in WRITERS.items():
+        text = " ".join(t for _ in range(60) for t, _ in write(rng, 8))
+        assert not KGFACT_WORDS & set(re.sub(r"[{}.,]", " ", text).split()), name
+
+
+def test_pretraining_never_asks_what_evaluation_asks():
+    "No prompt of a suite, an ability or an injected corpus, by text and by hash. The world's are memorised on purpose."
+    evaluation = {item.prompt for name in LAB_SUITES if name != "world" for item in draw(name, 300)}
+    evaluation |= {item.prompt for name, (items, _) in ability_items(300).items() if name != "world" for item in items}
+    for name in ("kgfact-small", "kgfact-large", "kgfunc-lab", "simpleqa-lab"):
+        evaluation |= {r["prompt"] for split in load_corpus(name).values() for r in split}
+    rng = random.Random(1)
+    for name, write in WRITERS.items():
+        text = "".join(t for _ in range(200) for t, _ in write(rng, 8))
+        prompts = re.findall(re.escape(USER_HEADER) + r"(.*?)<\|im_end\|>", text, re.DOTALL)
+        assert not evaluation & set(prompts), name
+        assert name == "world" or name not in LAB_SUITES or not [p for p in prompts if is_reserved(p)], name
+
+
+def test_the_unseen_wording_is_not_in_pretraining():
+    unseen = WORDINGS[UNSEEN_WORDING].partition("{source}")[2].partition("{phrase}")[0]
+    rng = random.Random(2)
+    texts = (t for write in WRITERS.values() for _ in range(60) for t, _ in write(rng, 12))
+    assert len(unseen) > 5 and not any(unseen in t for t in texts)
