@@ -27,13 +27,14 @@ class GenerateConfig(Stage, MixSettings):
         part = f"-{self.shard.replace('/', 'of')}" if self.shard else ""
         return f"{self.dataset}-{self.model}-{self.lam:g}{part}"
 
-    def modules(self): return [*super().modules(), module_of(CORPORA[self.dataset].build), module_of(ENGINES[self.engine].cls)]
+    def modules(self):
+        return [*super().modules(), module_of(CORPORA[self.dataset].build), module_of(ENGINES[self.engine].cls)]
 
     def compute(self, run: Run) -> xr.DataTree:
         "Mix, or join the shards, and summarise."
         rows, wanted = select_targets(self, load_tokenizer(self.model))
-        engine = self._engine_of_caller or load_engine(self.engine, self.model, dtype=self.dtype, batch_size=self.batch_size,
-                                                       mode=self.mode, **self.engine_options)
+        options = dict(dtype=self.dtype, batch_size=self.batch_size, mode=self.mode, **self.engine_options)
+        engine = self._engine_of_caller or load_engine(self.engine, self.model, **options)
         records = self._mix_shards(engine) if self.shards else mix_corpus(self, engine, run.folder, rows, wanted)
         write_atomically(run.folder / "targets.parquet", lambda path: write_targets(records, path))
         return summarise_targets(records, self, engine, {item["id"]: item["expert_ids"] for item, _ in wanted})

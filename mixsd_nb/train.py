@@ -38,11 +38,15 @@ class TrainConfig(Stage, EvalSettings):
     lr: float = Field(1e-3, gt=0, description="learning rate after 20 warm-up steps")
     epochs: int | None = Field(None, ge=1, description="passes over the corpus; None as published")
     batch: int | None = Field(None, ge=1, description="examples of an update; None as published")
-    rollouts: int | None = Field(None, ge=1, description="of opsd, opsd-nll and mixsd-kl, for each fact of an update; None as published")
+    rollouts: int | None = Field(
+        None, ge=1, description="of opsd, opsd-nll and mixsd-kl, for each fact of an update; None as published")
     temperature: float | None = Field(None, ge=0, description="of rollouts; None as published")
     rollout_tokens: int = Field(256, ge=1, description="tokens of a rollout; 8192 in the paper")
-    checkpoints: tuple[int, ...] | None = Field(None, description="updates after which it is measured, beside the last; None as published; as in papermill -y '{checkpoints: [20, 60]}'")
-    span: Literal[SPANS] = Field("completion", description="what is trained of a target; paper: the template's tokens around it too")
+    checkpoints: tuple[int, ...] | None = Field(None, description=(
+        "updates after which it is measured, beside the last; None as published; "
+        "as in papermill -y '{checkpoints: [20, 60]}'"))
+    span: Literal[SPANS] = Field(
+        "completion", description="what is trained of a target; paper: the template's tokens around it too")
     lora: int = Field(0, ge=0, description="rank of adapters; 0 trains the weights themselves")
     options: dict = Field({}, description="parameters that only this method has")
     processes: int = runtime_field(1, "processes that train, each with a GPU or a core of its own", ge=1)
@@ -62,8 +66,8 @@ class TrainConfig(Stage, EvalSettings):
     @field_validator("suite")
     @classmethod
     def _with_recall(cls, suite):
-        if "recall" not in benchmark_names(suite): raise ValueError(f"suite must include recall, as in recall,{suite}, got {suite}")
-        return suite
+        if "recall" in benchmark_names(suite): return suite
+        raise ValueError(f"suite must include recall, as in recall,{suite}, got {suite}")
 
     @field_validator("epochs", "batch")
     @classmethod
@@ -81,10 +85,13 @@ class TrainConfig(Stage, EvalSettings):
     @classmethod
     def _declared(cls, options, info):
         if "method" not in info.data: return options
-        known = METHODS[info.data["method"]].options
+        method = METHODS[info.data["method"]]
+        known = method.options
         for key in options:
-            if key not in known: raise ValueError(f"options must be among {', '.join(known) or 'none'} for the method {info.data['method']}, got {key}"
-                                                  + (f"; {near}" if (near := nearest(key, known)) else ""))
+            if key in known: continue
+            near = nearest(key, known)
+            raise ValueError(f"options must be among {', '.join(known) or 'none'} for the method {method.name}, got {key}"
+                             + (f"; {near}" if near else ""))
         return {**known, **{key: type(known[key])(value) for key, value in options.items()}}
 
     @property
@@ -94,13 +101,15 @@ class TrainConfig(Stage, EvalSettings):
 
     def without_idle(self):
         used, fields = METHODS[self.method].settings, type(self).model_fields
-        shared = {*EvalSettings.model_fields, "method", "model", "options", *(k for k, f in fields.items() if is_runtime(f))}
+        runtime = {k for k, f in fields.items() if is_runtime(f)}
+        shared = {*EvalSettings.model_fields, "method", "model", "options", *runtime}
         return self.model_copy(update={k: f.default for k, f in fields.items() if k not in shared and k not in used})
 
     def slug(self): return f"{self.dataset}-{self.model}-{self.label}"
 
     def modules(self):
-        named = [METHODS[self.method].fit, ENGINES[self.engine].cls, CORPORA[self.dataset].build, CORPORA[self.dataset].validation,
+        corpus = CORPORA[self.dataset]
+        named = [METHODS[self.method].fit, ENGINES[self.engine].cls, corpus.build, corpus.validation,
                  *(SUITES[name].items for name in benchmark_names(self.suite))]
         return [*super().modules(), *sorted(set(map(module_of, named)))]
 
@@ -127,7 +136,8 @@ class TrainConfig(Stage, EvalSettings):
         "The folder with the training spec for processes on several nodes; None for a method that does not train."
         config = self.without_idle()
         if "lr" not in METHODS[config.method].settings: return None
-        if config.batch % processes: raise ParameterError(f"batch must be a multiple of the {processes} processes, got {config.batch}")
+        if config.batch % processes:
+            raise ParameterError(f"batch must be a multiple of the {processes} processes, got {config.batch}")
         return prepare_training(config, processes)
 
 # %% ../nbs/train.ipynb #d85ca21a
@@ -157,14 +167,16 @@ def measure_checkpoint(
     file = run.responses_file(step)
     if not file.exists():
         items = select_items(config) | load_items(["validation"], Selection(config.dataset, config.n))
-        run_with_engine(config.engine, write_responses, config, str(checkpoint), items, file, f"{config.label}, step {step}")
+        progress = f"{config.label}, step {step}"
+        run_with_engine(config.engine, write_responses, config, str(checkpoint), items, file, progress)
     return run.responses(step)
 
 # %% ../nbs/train.ipynb #933f3c0a
 def mixed_targets(config: TrainConfig) -> pd.DataFrame:
     "The accepted mixed targets of a configuration, mixed first if they do not exist yet."
-    shared = config.model_dump(include={"dataset", "model", "lam", "seed", "dtype", "engine", "engine_options", "batch_size"})
-    table = pd.read_parquet(run_with_engine(config.engine, generate.targets_file, max_new_tokens=config.target_tokens, **shared))
+    shared = {"dataset", "model", "lam", "seed", "dtype", "engine", "engine_options", "batch_size"}
+    parameters = config.model_dump(include=shared) | dict(max_new_tokens=config.target_tokens)
+    table = pd.read_parquet(run_with_engine(config.engine, generate.targets_file, **parameters))
     return table[table.accepted]
 
 # %% ../nbs/train.ipynb #a16f114a
@@ -175,7 +187,8 @@ def train(
     "Fit the method, measure step 0 and every checkpoint, and summarise."
     from mixsd_nb.methods.fitting import MethodRun
     from mixsd_nb.methods.progress import TrainingProgress
-    responses, recall, facts = {0: base_responses(config)}, {0: 0.0}, {r["id"] for r in load_corpus(config.dataset, "train")}
+    facts = {r["id"] for r in load_corpus(config.dataset, "train")}
+    responses, recall = {0: base_responses(config)}, {0: 0.0}
 
     def measure(step):
         if step not in responses:
@@ -200,8 +213,8 @@ def summarise(config: TrainConfig, responses: dict[int, pd.DataFrame], fitted) -
     benchmarks = {name: dict(column=SUITES[name].column, role=SUITES[name].role, samples=SUITES[name].sampling.samples)
                   for name in correct[max(correct)]}
     lr = config.lr if "lr" in METHODS[config.method].settings else 0.0
-    return result_tree(dataset=config.dataset, model=config.model, method=config.method, lr=lr, seed=config.seed, accuracy=correct,
-                       benchmarks=benchmarks, config=config.canonical(), targets=fitted.targets,
+    return result_tree(dataset=config.dataset, model=config.model, method=config.method, lr=lr, seed=config.seed,
+                       accuracy=correct, benchmarks=benchmarks, config=config.canonical(), targets=fitted.targets,
                        training=fitted.curves or None, **label_coordinates(config.label))
 
 # %% ../nbs/train.ipynb #6b23ee53
@@ -221,7 +234,8 @@ def prepare_training(
     def write(spec, folder, report):
         write_spec(replace(spec, processes=processes), folder)
         return {}
-    fit_function(config.method)(MethodRun(config.folder, config, mixed_targets=lambda: mixed_targets(config), loop=write))
+    run = MethodRun(config.folder, config, mixed_targets=lambda: mixed_targets(config), loop=write)
+    fit_function(config.method)(run)
     return config.folder
 
 # %% ../nbs/train.ipynb #7b047a43

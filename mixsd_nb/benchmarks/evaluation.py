@@ -33,9 +33,11 @@ class EvalSettings(Config):
     n: int = Field(100, ge=1, description="items of each in-domain benchmark and lab suite (of a suite at most 300)")
     limit: int = Field(0, ge=0, description="items of each of the paper's tasks; 0 for all")
     max_new_tokens: int = Field(160, ge=1, description="tokens of an in-domain response; 4096 in the paper")
-    data: str = Field("", description="folder of local files for the paper's tasks; empty: MIXSD_BENCHMARKS, else the hub")
+    data: str = Field(
+        "", description="folder of local files for the paper's tasks; empty: MIXSD_BENCHMARKS, else the hub")
     seed: int = Field(0, description="of evaluation items, picks, noise and training order")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the model that mixes or is measured: float32 or bfloat16")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="of the model that mixes or is measured: float32 or bfloat16")
     engine: str = runtime_field("hf", "what runs the model: hf or vllm")
     engine_options: dict = runtime_field({}, 'for vLLM, as in {"tensor_parallel_size": 2}')
     batch_size: int = runtime_field(100, "sequences decoded concurrently", ge=1)
@@ -103,16 +105,18 @@ def generate_responses(
     from mixsd_nb.models.engine import Request, row_key
     keys = [(name, sample) for name in items for sample in range(sampling.samples)]
     found = {(r["item"], r["sample"]): r for r in (journal.records if journal else []) if r["benchmark"] == benchmark}
-    requests = [Request((prompt_ids(engine.tokenizer, items[name].prompt),), row_key(seed, name, sample), tag=(name, sample))
+    contexts = lambda name: (prompt_ids(engine.tokenizer, items[name].prompt),)
+    requests = [Request(contexts(name), row_key(seed, name, sample), tag=(name, sample))
                 for name, sample in keys if (name, sample) not in found]
     queue = deque(sorted(requests, key=lambda r: -len(r.contexts[0])))  # the longest first
-    options = dict(temperature=sampling.temperature, top_k=sampling.top_k, max_new_tokens=sampling.max_new_tokens, max_total=sampling.max_total)
+    options = {name: value for name, value in vars(sampling).items() if name != "samples"}
     hidden = {} if progress else dict(disable=True)
     with tqdm(total=len(keys), initial=len(keys) - len(queue), desc=progress, leave=False, **hidden) as bar:
         for request, completion in engine.stream(queue, **options):
             name, sample = request.tag
             text = engine.tokenizer.decode(completion.ids, skip_special_tokens=True)
-            found[name, sample] = dict(benchmark=benchmark, item=name, sample=sample, response=text, finish_reason=completion.finish_reason)
+            found[name, sample] = dict(benchmark=benchmark, item=name, sample=sample, response=text,
+                                       finish_reason=completion.finish_reason)
             if journal: journal.add(found[name, sample])
             bar.update()
             if progress: report_progress(progress, len(found), len(keys))
@@ -134,7 +138,8 @@ def generate_and_grade(
     records = generate_responses(engine, items, sampling_of(SUITES[suite], max_new_tokens), benchmark=suite, **options)
     problems, responses = [items[r["item"]] for r in records], [r["response"] for r in records]
     verdicts = grade(problems, responses, SUITES[suite].grading, allow_unsandboxed=allow_unsandboxed)
-    errors = ["prompt too long" if r["finish_reason"] == "prompt_too_long" else v.error for r, v in zip(records, verdicts)]
+    too_long = lambda r: r["finish_reason"] == "prompt_too_long"
+    errors = ["prompt too long" if too_long(r) else v.error for r, v in zip(records, verdicts)]
     return pd.DataFrame(dict(
         item=[r["item"] for r in records], sample=[r["sample"] for r in records], prompt=[i.prompt for i in problems],
         response=responses, extracted=[v.extracted for v in verdicts], correct=[v.correct for v in verdicts],
@@ -150,9 +155,9 @@ def evaluate_suite(
     **options,  # of `generate_and_grade`
 ) -> pd.DataFrame:
     "The rows of all benchmarks, with `benchmark` before them."
-    tables = [generate_and_grade(engine, found, name, progress=progress and f"{progress}: {name}", **options).assign(benchmark=name)
-              for name, found in items.items()]
-    table = pd.concat(tables, ignore_index=True)
+    text = lambda name: progress and f"{progress}: {name}"
+    tables = {name: generate_and_grade(engine, found, name, progress=text(name), **options) for name, found in items.items()}
+    table = pd.concat([table.assign(benchmark=name) for name, table in tables.items()], ignore_index=True)
     return table[["benchmark", *table.columns.drop("benchmark")]]
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #2ff746c3
@@ -168,8 +173,8 @@ def write_responses(
     engine = load_engine(settings.engine, model, dtype=settings.dtype, batch_size=settings.batch_size, longest=longest,
                          **settings.engine_options)
     with Journal(file.with_suffix(".jsonl")) as journal:
-        table = evaluate_suite(engine, items, seed=settings.seed, progress=progress, max_new_tokens=settings.max_new_tokens,
-                               journal=journal, allow_unsandboxed=settings.allow_unsandboxed)
+        table = evaluate_suite(engine, items, seed=settings.seed, progress=progress, journal=journal,
+                               max_new_tokens=settings.max_new_tokens, allow_unsandboxed=settings.allow_unsandboxed)
     write_atomically(file, table.to_parquet)
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #a507e90d

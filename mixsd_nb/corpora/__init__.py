@@ -39,11 +39,14 @@ class Corpus:
 # %% ../../nbs/corpora/index.ipynb #305a572a
 CORPORA = Registry("dataset")
 _graph = dict(entities="corpora.kgfact:named_entities", graph="corpora.kgfact:training_graph")
-_functions = dict(expert=expert_reference_prompt, extract="boxed_or_number", validation="corpora.kgfunc:validation_rows")
+_functions = dict(expert=expert_reference_prompt, extract="boxed_or_number",
+                  validation="corpora.kgfunc:validation_rows")
 _references = dict(expert=expert_reference_prompt, temperature=0.6)
 for _corpus in [
-    Corpus("kgfact-small", "KGFact-Small", "corpora.kgfact:build", Schedule(20, 20, 20), dict(domains=5, entities=10), **_graph),
-    Corpus("kgfact-large", "KGFact-Large", "corpora.kgfact:build", Schedule(20, 20, 20), dict(domains=7, entities=25), **_graph),
+    Corpus("kgfact-small", "KGFact-Small", "corpora.kgfact:build", Schedule(20, 20, 20),
+           dict(domains=5, entities=10), **_graph),
+    Corpus("kgfact-large", "KGFact-Large", "corpora.kgfact:build", Schedule(20, 20, 20),
+           dict(domains=7, entities=25), **_graph),
     Corpus("kgfunc", "KGFunc", "corpora.kgfunc:build", Schedule(1, 16, 10), dict(scale="paper"), **_functions),
     Corpus("kgfunc-lab", "KGFunc", "corpora.kgfunc:build", Schedule(8, 16, 24), dict(scale="lab"), **_functions),
     Corpus("simpleqa", "SimpleQA", "corpora.simpleqa:build", Schedule(1, 16, 20), **_references),
@@ -65,13 +68,14 @@ def load_corpus(
     split: str | None = None,  # only this split
     **options,  # of the corpus, such as seed, or path for data that lie here
 ):
-    """A `datasets.DatasetDict`, or one split of it, with rows `id, prompt, target, answer, subject, statement` (all texts).
+    """A `datasets.DatasetDict`, or one split of it, with rows `id, prompt, target, answer, subject, statement`.
 
     ValueError of one sentence for a name or a split that does not exist, and for what a corpus refuses."""
     from datasets import Dataset, DatasetDict
     corpus = CORPORA[name]
     splits = load_object(corpus.build)(**{**corpus.options, **options})
-    if split not in (None, *splits): raise ValueError(f"split must be one of {', '.join(splits)} for {name}, got {split}")
+    if split not in (None, *splits):
+        raise ValueError(f"split must be one of {', '.join(splits)} for {name}, got {split}")
     if split: return Dataset.from_list(splits[split])
     return DatasetDict({name: Dataset.from_list(rows) for name, rows in splits.items()})
 
@@ -91,5 +95,6 @@ def stats(
     "A DataFrame of rows and mean tokens of prompt and target, by split."
     import pandas as pd
     mean = lambda texts: sum(map(len, tokenizer(list(texts), add_special_tokens=False)["input_ids"])) / len(texts)
-    return pd.DataFrame({split: {"rows": len(d), "tokens of a prompt": round(mean(d["prompt"]), 1), "tokens of a target": round(mean(d["target"]), 1)}
-                         for split, d in corpus.items()}).T.astype({"rows": int})
+    columns = lambda d: {"rows": len(d), "tokens of a prompt": round(mean(d["prompt"]), 1),
+                         "tokens of a target": round(mean(d["target"]), 1)}
+    return pd.DataFrame({split: columns(d) for split, d in corpus.items()}).T.astype({"rows": int})

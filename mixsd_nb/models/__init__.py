@@ -27,7 +27,8 @@ def check_model(
     hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith((".", "/"))
     if name in SIZES or (Path(name) / "config.json").is_file() or hub_id: return name
     near = nearest(name, SIZES)
-    raise ValueError(f"model must be {', '.join(SIZES)}, a model folder or a hub id owner/name, got {name}" + (f"; {near}" if near else ""))
+    hint = f"; {near}" if near else ""
+    raise ValueError(f"model must be {', '.join(SIZES)}, a model folder or a hub id owner/name, got {name}{hint}")
 
 
 def model_source(
@@ -88,8 +89,8 @@ def check_mode(
 ) -> str:
     "The way of mixing, the engine's default if it is empty; ValueError for an engine or a mode that does not exist."
     modes = ENGINES[kind].modes
-    if mode not in ("", *modes): raise ValueError(f"mode must be one of {', '.join(modes)} for the engine {kind}, got {mode}")
-    return mode or modes[0]
+    if mode in ("", *modes): return mode or modes[0]
+    raise ValueError(f"mode must be one of {', '.join(modes)} for the engine {kind}, got {mode}")
 
 
 def check_engine_options(
@@ -104,9 +105,9 @@ def check_engine_options(
         raise ValueError("engine_options must be a mapping, as in {\"tensor_parallel_size\": 2}")
     known = ENGINES[kind].options
     if options and not known: raise ValueError(f"engine_options must be empty for the engine {kind}, got {options}")
-    if other := sorted(set(options) - set(known)):
-        raise ValueError(f"engine_options must be among {', '.join(known)} for the engine {kind}, got {', '.join(other)}")
-    return options
+    other = ", ".join(sorted(set(options) - set(known)))
+    if not other: return options
+    raise ValueError(f"engine_options must be among {', '.join(known)} for the engine {kind}, got {other}")
 
 
 def load_engine(
