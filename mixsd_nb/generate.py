@@ -53,7 +53,9 @@ run = run_function(GenerateConfig)
 
 
 def targets_file(
+    *,
+    force: bool = False,
     **parameters,  # of GenerateConfig
 ) -> Path:
     "The Parquet file of targets of a configuration, mixed first if it does not exist yet."
-    return make_config(GenerateConfig, **parameters).run().folder / "targets.parquet"
+    return make_config(GenerateConfig, **parameters).run(force).folder / "targets.parquet"

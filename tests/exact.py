@@ -16,10 +16,13 @@ from tqdm.auto import tqdm
 from mixsd_nb.corpora import CORPORA, load_corpus
 from mixsd_nb.methods.mixing import mix, mix_items, mix_stream, oracle_stream
 from mixsd_nb.models import load_base, load_engine
-from mixsd_nb.results.runs import Journal, code_version, runs_root
+from mixsd_nb.runs import Journal, runs_root
+from mixsd_nb.runs.run import code_version
 
 TABLE = Path(__file__).with_name("exact.csv")
-CORPUS = {"kgfact-large": 200, "kgfunc-lab": 50}
+SAMPLE = int(sys.argv[2]) if len(sys.argv) > 2 else 0  # facts of a quick look, which leaves the table as it is
+CORPUS = {"kgfact-large": SAMPLE} if SAMPLE else {"kgfact-large": 200, "kgfunc-lab": 50}
+CODE = ("mixsd_nb.methods.mixing", "mixsd_nb.models.engines", "mixsd_nb.models.engine_vllm")
 WAYS = [(lam, T) for T in (0, 0.7) for lam in (0, 0.1, 0.3, 0.5, 0.7, 1)]
 SHORT = dict(max_attempts=2, max_new_tokens=64)
 SHAPES = {
@@ -34,7 +37,7 @@ def items_of(tokenizer):
 
 
 def journal(name):
-    folder = runs_root() / f"exact-{code_version()}"
+    folder = runs_root() / f"exact-{code_version(CODE)}{f'-{SAMPLE}' if SAMPLE else ''}"
     folder.mkdir(parents=True, exist_ok=True)
     return Journal(folder / f"{name}.jsonl")
 
@@ -84,8 +87,8 @@ def main(kind):
     rows = measure(kind)
     key = ["engine", "mode", "slots", "corpus", "T", "lam"]
     rows = rows.drop_duplicates(key, keep="last")
-    if TABLE.exists(): rows = pd.concat([pd.read_csv(TABLE).query("engine != @kind"), rows])
-    rows.sort_values(key).to_csv(TABLE, index=False)
+    if TABLE.exists() and not SAMPLE: rows = pd.concat([pd.read_csv(TABLE).query("engine != @kind"), rows])
+    if not SAMPLE: rows.sort_values(key).to_csv(TABLE, index=False)
     print(rows.groupby(["engine", "mode", "slots"])[["sequences", "tokens", "equal", "ties", "wrong"]].sum().to_string())
     sys.exit(bool(rows.wrong.sum()))
 

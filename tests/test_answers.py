@@ -41,8 +41,8 @@ def slow_last_boxed(text):
     return None
 
 
-pieces = st.sampled_from([BOX, "{", "}", "\\boxed", "boxed{", "\\", "\\{", "\\}", "$", " ", "\n", "7", "x", "é", "\u00a0",
-                          "｛"])
+pieces = st.sampled_from([BOX, "{", "}", "\\boxed", "boxed{", "\\", "\\{", "\\}", "$", " ", "\n", "7", "x", "é",
+                          "\u00a0", "｛"])
 
 
 @given(st.lists(pieces, max_size=30).map("".join))

@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 from test_tasks import ROWS, sandbox
 
 from mixsd_nb import evaluate
-from mixsd_nb.benchmarks.lab_tasks import SUITES
+from mixsd_nb.analysis import scores
+from mixsd_nb.analysis.statistics import sign_test, wilson
+from mixsd_nb.benchmarks import SUITES, Selection, benchmark_names, evaluation, held_out, load_items
 from mixsd_nb.benchmarks.sandbox import SandboxError
-from mixsd_nb.benchmarks.tasks import TASKS
-from mixsd_nb.results.cube import wilson
-from mixsd_nb.results.runs import ParameterError, make_config, run_folder
+from mixsd_nb.runs import ParameterError, make_config
 
 pytestmark = pytest.mark.usefixtures("own_runs")
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,8 +49,7 @@ def data(tmp_path_factory):
 
 
 def folder_of(**parameters):
-    config = make_config(evaluate.EvaluateConfig, **parameters)
-    return run_folder(evaluate.slug(config), config)
+    return make_config(evaluate.EvaluateConfig, **parameters).folder
 
 
 def written(**parameters):
@@ -99,12 +98,12 @@ def test_the_batch_size_changes_no_byte(batch_size, models, whole):
 
 
 def test_what_is_written_keeps_the_contract(models):
-    result, table = (f(model=models[0], **SMALL) for f in (evaluate.run, evaluate.responses))
-    asked = evaluate.questions("kgfact-small", SMALL["n"], suite=SMALL["suite"])
+    run = evaluate.run(model=models[0], **SMALL)
+    table, asked = run.responses(), load_items(benchmark_names(SMALL["suite"]), Selection("kgfact-small", SMALL["n"]))
     assert list(table.columns[:len(CONTRACT)]) == CONTRACT and set(table.columns) >= {"loose", "answer"}
-    rows = [(b, item, s) for b, items in asked.items() for item in items for s in range(evaluate.suite_of(b).samples)]
+    rows = [(b, item, s) for b, items in asked.items() for item in items for s in range(SUITES[b].sampling.samples)]
     assert list(zip(table.benchmark, table["item"], table["sample"])) == rows
-    root = result.to_dataset()
+    root = run.root
     assert root.benchmark.values.tolist() == list(asked) and root.n.values.tolist() == [len(items) for items in asked.values()]
     expected = [table[table.benchmark == b].correct.mean() for b in asked]
     np.testing.assert_allclose(root.accuracy, expected)
@@ -113,20 +112,20 @@ def test_what_is_written_keeps_the_contract(models):
 
 
 def test_one_specification_for_base_and_tuned(models):
-    specified = [json.loads(evaluate.run(model=m, **SMALL).attrs["specification"]) for m in models]
+    specified = [json.loads(evaluate.run(model=m, **SMALL).result.attrs["specification"]) for m in models]
     assert specified[0] == specified[1] and set(specified[0]["rules"]) == {"strict", "loose"}
     benchmarks = specified[0]["benchmarks"]
     assert benchmarks["recall"]["max_new_tokens"] == 12 and benchmarks["arithmetic"]["temperature"] == 1.0 and benchmarks["arithmetic"]["samples"] == 16
-    other = json.loads(evaluate.run(model=models[0], **SMALL | dict(seed=1)).attrs["specification"])["benchmarks"]
+    other = json.loads(evaluate.run(model=models[0], **SMALL | dict(seed=1)).result.attrs["specification"])["benchmarks"]
     assert other["recall"] == benchmarks["recall"] and other["arithmetic"]["digest"] != benchmarks["arithmetic"]["digest"]
 
 
 def test_the_papers_tasks_end_to_end(models, data):
     sandbox()
     parameters = dict(model=models[0], suite="paper", n=2, max_new_tokens=8, limit=1, data=data)
-    root, table = evaluate.run(**parameters).to_dataset(), evaluate.responses(**parameters)
-    assert root.benchmark.values.tolist() == ["recall", "retrieval", *TASKS] and root.n.values.tolist() == [2, 2, 1, 1, 1, 1, 1]
-    assert root.column.values.tolist()[2:] == [s.column for s in SUITES.values() if s.column]
+    root, table = evaluate.run(**parameters).root, evaluate.responses(**parameters)
+    assert root.benchmark.values.tolist() == ["recall", "retrieval", *held_out("paper")] and root.n.values.tolist() == [2, 2, 1, 1, 1, 1, 1]
+    assert root.column.values.tolist()[2:] == [SUITES[name].column for name in held_out("lab")]
     assert len(table[table.benchmark == "aime-2024"]) == 16 and not table.correct.any()
     assert table[table.benchmark == "humaneval"].error.ne("").all()
 
@@ -139,7 +138,7 @@ class Parrot:
 
     def stream(self, queue, **options):
         from mixsd_nb.corpora.prompts import completion_ids
-        from mixsd_nb.models.engines import Completion
+        from mixsd_nb.models.engine import Completion
         while queue:
             request = queue.pop()
             yield request, Completion(completion_ids(self.tokenizer, self.said[tuple(request.contexts[0])]), "stop")
@@ -151,19 +150,19 @@ def test_worked_responses_are_right_everywhere(data):
     from mixsd_nb.corpora.prompts import prompt_ids
     from mixsd_nb.models import load_tokenizer
     tokenizer = load_tokenizer("lab-m")
-    asked = evaluate.questions("kgfact-small", 3, suite="in-domain,lab,paper", limit=2, data=data)
-    asked |= evaluate.questions("kgfunc-lab", 2, suite="test,unseen,chains")
+    asked = load_items(benchmark_names("in-domain,lab,paper"), Selection("kgfact-small", 3, limit=2, data=data))
+    asked |= load_items(["test", "unseen", "chains"], Selection("kgfunc-lab", 2))
     said = {tuple(prompt_ids(tokenizer, i.prompt)): i.response for items in asked.values() for i in items.values()}
-    table = evaluate.scores(evaluate.respond(Parrot(tokenizer, said), asked))
-    assert set(table.index) == set(evaluate.BENCHMARKS) - {"three-hop"}
+    table = evaluate.scores(evaluate.evaluate_suite(Parrot(tokenizer, said), asked))
+    assert set(table.index) == set(SUITES) - {"three-hop", "recall-kept", "validation"}
     assert (table.accuracy == 1).all() and (table.loose == 1).all() and (table.readable == 1).all(), table
 
 
 @pytest.mark.parametrize("parameters, sentence", [
-    (dict(suite="papr"), "suite is papr; allowed are, with commas between them, lab, paper, in-domain and recall, retrieval"),
-    (dict(suite=""), "suite is ; allowed are"),
-    (dict(n=0), "n is 0; allowed are whole numbers from 1 upwards"),
-    (dict(baseline="no-such"), "model is no-such; allowed are"),
+    (dict(suite="papr"), "suite must be, with commas between them, among lab, paper, in-domain, recall, retrieval"),
+    (dict(suite=""), "suite must be, with commas between them, among"),
+    (dict(n=0), "n must be at least 1, got 0"),
+    (dict(baseline="no-such"), "model must be lab-s"),
     (dict(limits=3), "unknown parameter limits; did you mean limit?"),
 ])
 def test_a_mistake_is_one_sentence(parameters, sentence):
@@ -174,11 +173,11 @@ def test_a_mistake_is_one_sentence(parameters, sentence):
 
 @pytest.mark.parametrize("parameters, error, sentence", [
     (dict(suite="gsm8k", data="/nowhere"), ValueError, "gsm8k.parquet or gsm8k.jsonl is missing in the folder of benchmarks /nowhere"),
-    (dict(suite="three-hop"), ValueError, "suite is three-hop; kgfact-small has no three-hop"),
+    (dict(suite="three-hop"), ValueError, "suite must name benchmarks of kgfact-small, got three-hop, which it does not have"),
     (dict(suite="humaneval"), SandboxError, "bubblewrap is missing: install the package bubblewrap"),
 ])
 def test_what_is_missing_is_told_before_a_model_is_loaded(parameters, error, sentence, models, data, monkeypatch, tmp_path):
-    monkeypatch.setattr(evaluate, "open_engine", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(evaluation, "load_engine", lambda *_, **__: pytest.fail("a model was loaded"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(error, match=sentence):
         evaluate.run(model=models[0], **dict(data=data) | parameters)
@@ -202,13 +201,13 @@ def enumerated_sign_test(difference):
 @given(st.lists(st.sampled_from([-1, 0, 1]), min_size=1, max_size=10))
 def test_mcnemar_is_the_enumeration_of_all_signs(difference):
     difference = np.array(difference, float)
-    assert evaluate.sign_test(difference) == pytest.approx(enumerated_sign_test(difference))
+    assert sign_test(difference) == pytest.approx(enumerated_sign_test(difference))
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_random_signs_come_near_the_enumeration(seed):
     difference = np.random.default_rng(seed).integers(-4, 8, 10) / 16
-    assert evaluate.sign_test(difference) == pytest.approx(enumerated_sign_test(difference), abs=0.02)
+    assert sign_test(difference) == pytest.approx(enumerated_sign_test(difference), abs=0.02)
 
 
 def table_of(shares, benchmark="b", samples=4, prompt="?"):
@@ -219,23 +218,23 @@ def table_of(shares, benchmark="b", samples=4, prompt="?"):
 
 def test_two_models_are_compared_item_by_item():
     one, two = table_of([0, 0.5, 1, 1]), table_of([0.25, 0.5, 1, 0.5]).sample(frac=1, random_state=0)
-    row = evaluate.compare(one, two).loc["b"]
+    row = scores.compare(one, two).loc["b"]
     assert (row.n, row["first"], row["second"], row.better, row.worse) == (4, 0.625, 0.5625, 1, 1)
-    with pytest.raises(ValueError, match="not asked the same items of b"):
-        evaluate.compare(one, table_of([0, 0.5, 1, 1], prompt="!"))
-    with pytest.raises(ValueError, match="not asked the same items of b"):
-        evaluate.compare(one, table_of([0, 0.5, 1]))
+    with pytest.raises(ValueError, match="must have the same items of b"):
+        scores.compare(one, table_of([0, 0.5, 1, 1], prompt="!"))
+    with pytest.raises(ValueError, match="must have the same items of b"):
+        scores.compare(one, table_of([0, 0.5, 1]))
 
 
 def test_intervals():
     "Wilson for single samples; over items for repeated ones, so that more samples of the same items promise nothing."
-    single = evaluate.scores(table_of([0, 1, 1, 1], samples=1)).loc["b"]
+    single = scores.scores(table_of([0, 1, 1, 1], samples=1)).loc["b"]
     assert (single.low, single.high) == pytest.approx(wilson(3, 4))
     shares = list(np.random.default_rng(0).integers(0, 5, 60) / 4)
-    few, many = (evaluate.scores(table_of(shares, samples=s)).loc["b"] for s in (4, 16))
+    few, many = (scores.scores(table_of(shares, samples=s)).loc["b"] for s in (4, 16))
     assert (few.low, few.high, few.accuracy, few.n) == (many.low, many.high, many.accuracy, 60) and many["samples"] == 16
     assert few.low == pytest.approx(np.mean(shares) - 1.96 * np.std(shares) / np.sqrt(60), abs=0.02)
-    agree = evaluate.scores(table_of([0, 0, 0])).loc["b"]
+    agree = scores.scores(table_of([0, 0, 0])).loc["b"]
     assert agree.low == pytest.approx(0) and agree.high == pytest.approx(float(wilson(0, 3)[1]))
 
 

@@ -17,7 +17,7 @@ from mixsd_nb import generate
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.models import load_base
 from mixsd_nb.models.lab import lab_config
-from mixsd_nb.results.runs import Journal, StorageError
+from mixsd_nb.runs import Journal, StorageError
 
 pytestmark = pytest.mark.usefixtures("own_runs")
 SMALL = dict(max_new_tokens=8, max_attempts=2, samples=2)
@@ -60,7 +60,7 @@ def test_ten_kills_change_no_byte(model, whole, own_runs):
     start = multiprocessing.get_context("forkserver")
     start.set_forkserver_preload(["mixsd_nb.generate", "mixsd_nb.models.engines", "transformers.models.qwen3.modeling_qwen3"])
     parameters, rng = dict(model=model, batch_size=8, **SMALL), random.Random(7)
-    folder = generate.run_folder(generate.slug(config := generate.GenerateConfig(**parameters)), config)
+    folder = generate.GenerateConfig(**parameters).folder
     size = lambda: journal.stat().st_size if (journal := folder / "finished.jsonl").exists() else 0
     for _ in range(10):
         process, wanted = start.Process(target=mix_here, args=(str(own_runs), parameters)), size() + rng.randrange(3000)
@@ -112,7 +112,7 @@ def test_only_what_was_given_up_is_replaced():
 
 
 def test_a_shard_beyond_the_corpus_is_empty(model):
-    assert generate.run(model=model, shard="120/120", **SMALL).asked == 0
+    assert generate.run(model=model, shard="120/120", **SMALL).root.asked == 0
 
 
 def test_force_mixes_anew(model):
@@ -153,7 +153,7 @@ def test_a_full_disk_is_told_and_costs_nothing(model, whole, monkeypatch):
         add(self, record)
 
     monkeypatch.setattr(Journal, "add", full)
-    with pytest.raises(StorageError, match="cannot be written .No space left on device.; what is finished is kept"):
+    with pytest.raises(StorageError, match="cannot be written .No space left on device.; finished work is kept"):
         generate.run(model=model, **SMALL)
     monkeypatch.setattr(Journal, "add", add)
     assert written(model=model, **SMALL) == whole
@@ -164,5 +164,5 @@ def test_a_folder_that_nobody_can_write_to_is_told(model, own_runs, monkeypatch)
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(folder))
 
     monkeypatch.setattr("pathlib.Path.mkdir", refuse)
-    with pytest.raises(StorageError, match=f"{own_runs}.* cannot be written .Read-only file system.; what is finished is kept"):
+    with pytest.raises(StorageError, match=f"{own_runs}.* cannot be written .Read-only file system.; finished work is kept"):
         generate.run(model=model, **SMALL)

@@ -1,11 +1,9 @@
 """lm-evaluation-harness judges the same prompts as the stage evaluate, item by item: `make cross-check`."""
 
-import pandas as pd
 import pytest
 
 from mixsd_nb import evaluate
 from mixsd_nb.models.lab import lab_folder
-from mixsd_nb.results.runs import make_config, run_folder
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not here; `make cross-check` brings it")
 BENCHMARKS, MODEL, N = ("equations", "word-problems"), "lab-s", 100  # this model is right on a third of them
@@ -17,9 +15,7 @@ def responses(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MIXSD_RUNS", str(tmp_path_factory.mktemp("runs")))
         parameters = dict(model=MODEL, suite=",".join(BENCHMARKS), n=N)
-        evaluate.run(**parameters)
-        config = make_config(evaluate.EvaluateConfig, **parameters)
-        return pd.read_parquet(run_folder(evaluate.slug(config), config) / "responses.parquet")
+        return evaluate.run(**parameters).responses()
 
 
 def declaration(benchmark, file):

@@ -1,12 +1,12 @@
-"""The lab models at the edges of what they may be asked."""
+"""The lab models at the limits of what they can be asked."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mixsd_nb.benchmarks.lab_tasks import Item
+from mixsd_nb.benchmarks import Item
+from mixsd_nb.benchmarks.evaluation import generate_and_grade
 from mixsd_nb.corpora.prompts import prompt_ids
-from mixsd_nb.evaluate import ask
 from mixsd_nb.models import load_base, load_engine
 from mixsd_nb.models.lab import CONTEXT, SIZES, lab_folder
 
@@ -16,7 +16,7 @@ SHIPPED = [s for s in SIZES if (lab_folder(s) / "config.json").exists()]
 @settings(max_examples=300, deadline=None)
 @given(text=st.text())
 def test_any_text_comes_back_from_its_tokens(lab, text):
-    "Scripts that were never seen fall back to bytes; nothing is unknown."
+    "Unseen scripts fall back to bytes; there is no unknown token."
     tokenizer = lab[1]
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert tokenizer.decode(ids) == text and all(0 <= i < len(tokenizer) for i in ids)
@@ -25,7 +25,8 @@ def test_any_text_comes_back_from_its_tokens(lab, text):
 def test_empty_foreign_and_too_long_prompts(lab):
     texts = {"empty": "", "foreign": "Где находится 東京 ؟ 🙂", "long": "What location does Kelmor Bellamy live in? " * 300}
     assert len(prompt_ids(lab[1], texts["long"])) > CONTEXT
-    table = ask(load_engine("hf", *lab), {k: Item(t, "", "x") for k, t in texts.items()}).set_index("item")
+    items = {k: Item(t, "", "x") for k, t in texts.items()}
+    table = generate_and_grade(load_engine("hf", *lab), items).set_index("item")
     assert table.finish_reason["long"] == "prompt_too_long" and table.error["long"] == "prompt too long" and table.response["long"] == ""
     assert all(table.finish_reason[k] in ("stop", "max_new_tokens") and table.response[k] for k in ("empty", "foreign"))
     assert not table.correct.any()

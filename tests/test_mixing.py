@@ -13,7 +13,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.methods.mixing import mix, mix_items, mix_oracle, oracle_stream, picks
 from mixsd_nb.models import load_engine
-from mixsd_nb.models.engines import HFEngine, Request, choose, row_key
+from mixsd_nb.models.engine import Request, choose, row_key
+from mixsd_nb.models.engines import HFEngine
 
 
 @pytest.fixture(scope="module")

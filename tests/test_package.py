@@ -72,4 +72,4 @@ answer = [model.config.vocab_size, len(tokenizer)]"""
 
 
 def test_grids_ship(python):
-    assert "knowledge-eval-small-lab" in ask(python, "from mixsd_nb import sweep\nanswer = list(sweep.shipped())")
+    assert "knowledge-eval-small-lab" in ask(python, "from mixsd_nb.cluster import list_grids\nanswer = list(list_grids())")

@@ -1,70 +1,84 @@
-"""Pretraining goes on after an interruption as if there had been none."""
+"""Pretraining resumes after an interruption as if there had been none, and keeps its budget."""
 
 import numpy as np
 import pytest
 
 from mixsd_nb import pretrain
-from mixsd_nb.results.runs import run_folder
+from mixsd_nb.pretraining import training
 
 SMALL = dict(size="lab-s", start="fresh", tokens=0.02, batch_tokens=1024, pool=20, save_every=1, n=1, curve_points=2)
 
 
 @pytest.fixture(autouse=True)
 def quick_abilities(monkeypatch):
-    "What is generated is not the matter here."
-    monkeypatch.setattr(pretrain, "abilities", lambda model, tokenizer, n, samples=None: {"none": 0.0})
+    "These tests are about training, so nothing is generated."
+    monkeypatch.setattr(pretrain, "measure_abilities", lambda model, tokenizer, n, samples=0: {"none": 0.0})
 
 
-def weights(folder):
-    return (folder / "model/model.safetensors").read_bytes()
+def weights(run):
+    return (run.folder / "model/model.safetensors").read_bytes()
+
+
+def losses(run):
+    return run.result["training"].loss
 
 
 def test_an_interrupted_run_ends_with_the_same_weights(tmp_path, monkeypatch):
-    config = pretrain.PretrainConfig(**SMALL)
     monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "whole"))
     whole = pretrain.run(**SMALL)
-    expected = weights(run_folder("pretrain-lab-s", config))
     monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "broken"))
-    update, calls = pretrain.update, []
+    update, calls = training.update, []
 
-    def dies(*arguments):
+    def interrupted_update(*arguments):
         calls.append(1)
         if len(calls) in (7, 15):
             raise KeyboardInterrupt
         return update(*arguments)
 
-    monkeypatch.setattr(pretrain, "update", dies)
+    monkeypatch.setattr(training, "update", interrupted_update)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             pretrain.run(**SMALL)
     again = pretrain.run(**SMALL)
-    assert len(calls) > whole["training"].loss.size, "nothing was done twice: the interruptions came too late"
-    assert np.array_equal(whole["training"].loss, again["training"].loss)
-    assert whole["curves"].equals(again["curves"]) and whole["curves"].sizes["tokens"] == 2
-    assert weights(run_folder("pretrain-lab-s", config)) == expected
+    assert again.folder.name == whole.folder.name and again.folder != whole.folder
+    assert len(calls) > losses(whole).size, "no update was repeated, so the interruptions came too late"
+    assert np.array_equal(losses(whole), losses(again))
+    curves = whole.result["curves"]
+    assert curves.equals(again.result["curves"]) and curves.sizes["tokens"] == 2
+    assert weights(again) == weights(whole)
 
 
-def test_going_on_starts_from_the_weights_that_ship(tmp_path, monkeypatch):
-    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
-    first = pretrain.run(**{**SMALL, "size": "lab-m", "start": ""})["training"].loss
-    fresh = pretrain.run(**{**SMALL, "size": "lab-m"})["training"].loss
-    assert first.mean() < 0.5 * fresh.mean()
+def test_training_starts_from_the_weights_that_ship(own_runs):
+    shipped = losses(pretrain.run(**{**SMALL, "size": "lab-m", "start": ""}))
+    fresh = losses(pretrain.run(**{**SMALL, "size": "lab-m"}))
+    # The record continues that of the shipped weights; its last losses are those of this training.
+    assert shipped[-fresh.size:].mean() < 0.5 * fresh.mean()
 
 
-def test_minutes_become_tokens_once(tmp_path, monkeypatch):
-    "The rate is measured before the first update; whoever resumes keeps the budget."
-    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
+def test_minutes_become_tokens_once(own_runs, monkeypatch):
+    "The rate is measured before the first update; a resumed training keeps its budget."
     budgets = []
-    monkeypatch.setattr(pretrain, "budget", lambda *arguments: budgets.append(20_000.0) or budgets[-1])
+    monkeypatch.setattr(pretrain, "estimate_tokens", lambda *arguments: budgets.append(20_000.0) or budgets[-1])
     whole = pretrain.run(**{**SMALL, "tokens": 0, "minutes": 7})
-    assert len(budgets) == 1 and np.array_equal(whole["training"].loss, pretrain.run(**SMALL)["training"].loss)
+    assert len(budgets) == 1 and np.array_equal(losses(whole), losses(pretrain.run(**SMALL)))
 
 
 def test_a_budget_in_minutes_grows_with_the_minutes():
-    config = pretrain.PretrainConfig(**{**SMALL, "tokens": 0, "minutes": 1})
-    tokenizer, model = pretrain.beginning(config)
+    tokenizer, model = pretrain.load_start("lab-s", None)
     before = [p.clone() for p in model.parameters()]
-    one = pretrain.budget(config, tokenizer, model)
-    ten = pretrain.budget(config.model_copy(update={"minutes": 100.0}), tokenizer, model)
-    assert one > 0 and 20 < ten / one < 500
-    assert all((a == b).all() for a, b in zip(before, model.parameters(), strict=True)), "timing must not train"
+    one = training.estimate_tokens(model, tokenizer, 1.0, 1024)
+    hundred = training.estimate_tokens(model, tokenizer, 100.0, 1024)
+    assert one > 0 and 20 < hundred / one < 500
+    assert all((a == b).all() for a, b in zip(before, model.parameters(), strict=True)), "timing must not train the model"
+
+
+def test_other_weights_make_another_run(tmp_path, own_runs):
+    "A folder is named by what it contains, not by its path alone."
+    for content in (b"one", b"two"):
+        folder = tmp_path / "model"
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(content)
+        config = pretrain.PretrainConfig(**{**SMALL, "start": str(folder)})
+        assert config.weights and config.folder.name not in {p.name for p in tmp_path.glob("pretrain-*")}
+        config.folder.mkdir(parents=True)

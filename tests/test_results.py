@@ -1,175 +1,44 @@
-"""The results room across processes: equal bytes, kills at any moment, papermill's parameters, the cube of many runs."""
+"""The results room: the cube of many runs, its figures across processes, and what a plugin declares in every table and figure."""
 
 import itertools
 import json
 import os
-import signal
 import subprocess
 import sys
-import textwrap
-import time
 from pathlib import Path
 
 import matplotlib
-import nbformat
+import matplotlib.pyplot as plt
 import netCDF4
 import numpy as np
 import pytest
 import xarray as xr
 
-from mixsd_nb.results.cube import merged, missing_runs, open_cube, result_tree, summary_table
-from mixsd_nb.results.runs import Config, cached_run, open_result, run_folder
+from mixsd_nb.benchmarks import SUITES as BENCHMARKS
+from mixsd_nb.benchmarks import Suite
+from mixsd_nb.corpora import CORPORA, Corpus, Schedule
+from mixsd_nb.methods import METHODS, TRAINED, Method
+from mixsd_nb.results.cube import cube_of, missing_runs, open_cube
+from mixsd_nb.results.demo import BENCHMARKS as INVENTED
+from mixsd_nb.results.demo import invent_result
+from mixsd_nb.results.gallery import collapse_source, load_sources, run_figures, select_part, shared_figures, source_sheet
+from mixsd_nb.results.layout import result_tree
+from mixsd_nb.results.merge import merge_roots
+from mixsd_nb.results.plots import method_colour
+from mixsd_nb.results.sheets import draw_sheet, style_sheet, to_latex
+from mixsd_nb.results.summary import held_out_average, summary_table
+from mixsd_nb.results.tables import TABLES, list_tables
+from mixsd_nb.runs import Stage, open_result, write_result
 
 matplotlib.use("Agg")
-
-SCRIPT = """
-import os, signal, sys
-import numpy as np, xarray as xr
-from mixsd_nb.results import runs
-
-class Demo(runs.Config):
-    size: int
-    k: int = 0
-
-def tree(config):
-    words = dict(long_name="value", units="1")
-    values = np.random.default_rng(config.k).random(config.size)
-    values[::7] = np.nan
-    root = xr.Dataset({"x": ("t", values, words)}, {"name": ("t", [f"row {i % 97}" for i in range(config.size)], words)},
-                      dict(config=config.canonical()))
-    child = xr.Dataset({"y": ("u", values[::2], words)})
-    return xr.DataTree.from_dict({"/": root, "/child": child})
-
-def die(*_, **__): os.kill(os.getpid(), signal.SIGKILL)
-
-def run(config): return runs.cached_run("demo", config, lambda folder: tree(config))
-"""
-MOMENTS = {
-    "in compute": "runs.cached_run('demo', Demo(size=2000), die)",
-    "half written": """
-        write = xr.DataTree.to_netcdf
-        def half(self, path, **options):
-            write(self, path, **options)
-            os.truncate(path, os.path.getsize(path) // 2)
-            die()
-        xr.DataTree.to_netcdf = half
-        run(Demo(size=2000))""",
-    "before fsync": """
-        write = runs.write_result
-        def patched(*a): os.fsync = die; return write(*a)
-        runs.write_result = patched
-        run(Demo(size=2000))""",
-    "before replace": """
-        write = runs.write_result
-        def patched(*a): os.replace = die; return write(*a)
-        runs.write_result = patched
-        run(Demo(size=2000))""",
-    "after replace": "runs.open_result = die; run(Demo(size=2000))",
-    "record half written": "os.replace = die; run(Demo(size=2000))",
-}
-
-
-def start(code, runs, **environment):
-    return subprocess.Popen([sys.executable, "-c", SCRIPT + textwrap.dedent(code)], stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, text=True, env=os.environ | {"MIXSD_RUNS": str(runs)} | environment)
-
-
-def finish(code, runs, **environment):
-    process = start(code, runs, **environment)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 0, said
-
-
-def results(folder):
-    return {path.parent.name: path.read_bytes() for path in folder.glob("*/result.nc")}
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    runs = tmp_path_factory.mktemp("runs")
-    finish("run(Demo(size=2000))", runs)
-    return results(runs)
-
-
-def test_equal_data_are_equal_bytes(undisturbed, tmp_path):
-    "Later, with another hash seed, and with memory that malloc fills with garbage."
-    time.sleep(1.1)
-    finish("run(Demo(size=2000))", tmp_path, PYTHONHASHSEED="7", MALLOC_PERTURB_="165", TZ="Asia/Tokyo")
-    assert results(tmp_path) == undisturbed
-
-
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_kill_leaves_all_or_nothing(moment, undisturbed, tmp_path):
-    process = start(MOMENTS[moment], tmp_path)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGKILL, said
-    assert results(tmp_path) == (undisturbed if moment == "after replace" else {})
-    finish("run(Demo(size=2000))", tmp_path)
-    assert results(tmp_path) == undisturbed
-
-
-def test_kills_at_any_moment(tmp_path):
-    "A process that writes run after run is killed from outside; whatever it left is whole and equals a second making."
-    code = """
-        for k in range(10_000):
-            run(Demo(size=20_000, k=k))
-            print(k, flush=True)"""
-    for done, delay in ((0, 0.02), (3, 0.005), (6, 0.05)):
-        process = start(code, tmp_path / "a")
-        while int(process.stdout.readline()) < done: pass
-        time.sleep(delay)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-    left = results(tmp_path / "a")
-    for folder in (tmp_path / "a").glob("*/"):
-        assert (folder / "result.nc").exists() <= (len(open_result(folder)["child"].u) == 10_000 if folder.name in left else True)
-    finish(f"for k in range({len(left) + 1}): run(Demo(size=20_000, k=k))", tmp_path / "b")
-    again = results(tmp_path / "b")
-    assert left and left.items() <= again.items()
-
-
-def test_force_begins_again_and_a_kill_does_not_hide_it(tmp_path):
-    finish("run(Demo(size=5))", tmp_path)
-    folder, = tmp_path.glob("[!.]*")
-    (folder / "checkpoint").write_text("of the first run")
-    process = start("runs.cached_run('demo', Demo(size=5), die, force=True)", tmp_path)
-    assert process.wait(60) == -signal.SIGKILL
-    assert sorted(p.name for p in tmp_path.rglob("[!.]*")) == [folder.name, "run.json"]
-
-
-def notebook(path):
-    "A stage in small: the cells that every stage notebook has."
-    cells = ["from mixsd_nb.results.runs import Config, notebook_config\nfrom pydantic import Field",
-             "class Demo(Config):\n    lam: float = Field(0.5, ge=0, le=1)\n    model: str = 'lab-m'",
-             "before = set(globals())", "lam: float = 0.5  # share\nmodel: str = 'lab-m'  # model",
-             "config = notebook_config(Demo, before, globals())", "print('CONFIG', config.canonical())"]
-    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells],
-                                  metadata=dict(kernelspec=dict(name="python3", display_name="python3", language="python")))
-    nb.cells[3].metadata["tags"] = ["parameters"]
-    nbformat.write(nb, path)
-
-
-@pytest.mark.parametrize(("flags", "sentence"), [
-    (["-p", "lam", "1", "-p", "model", "8"], None),
-    (["-p", "lamb", "0.9"], "unknown parameter lamb; did you mean lam?"),
-    (["-p", "lam", "1.5"], "lam is 1.5; allowed are numbers from 0 to 1"),
-])
-def test_papermill_parameters(flags, sentence, tmp_path):
-    notebook(tmp_path / "stage.ipynb")
-    command = [sys.executable, "-m", "papermill", "--no-progress-bar", "stage.ipynb", "out.ipynb", *flags]
-    ran = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    if sentence:
-        assert ran.returncode != 0 and [line for line in ran.stderr.splitlines() if line.strip()][-1] == sentence
-    else:
-        assert ran.returncode == 0, ran.stderr
-        assert r'CONFIG {\"lam\": 1.0, \"model\": \"8\"}' in (tmp_path / "out.ipynb").read_text()
 
 
 SUITES = {"recall": "in-domain", "recall-kept": "in-domain", "retrieval": "in-domain", "arithmetic": "held-out",
           "choice": "held-out", "world": "world"}
 
 
-class Demo(Config):
+class Demo(Stage):
+    name = "demo"
     dataset: str = "kgfact-small"
     model: str = "lab-m"
     method: str
@@ -180,20 +49,27 @@ class Demo(Config):
     steps: tuple[int, ...] = (0, 20, 60, 100)
     suites: tuple[str, ...] = tuple(SUITES)
 
+    def slug(self): return self.method
+    def compute(self, run): return training(self)
+
+
+def write(tree, folder):
+    folder.mkdir()
+    write_result(tree, folder)
+
 
 def training(config):
     "A result with numbers of its own for every configuration."
     rng = np.random.default_rng(int(config.hash(), 16))
     steps = (0,) if config.method == "base" else config.steps
     accuracy = {s: {b: (int(rng.integers(101)), 100) for b in config.suites} for s in steps}
-    of_mixsd = dict(rollouts=1, temperature=0.0) if config.method == "mixsd" else {}
     trained = {} if config.method == "base" else dict(
         targets=dict(target_nll=rng.random(), targets_kept=97, targets_asked=100, target_tokens=30.5),
         training={name: rng.random(100) for name in ("loss", "learning_rate", "grad_norm")})
     benchmarks = {b: dict(column="", role=SUITES[b]) for b in config.suites}
     return result_tree(dataset=config.dataset, model=config.model, method=config.method, lam=config.lam, lr=config.lr,
                        seed=config.seed, accuracy=accuracy, benchmarks=benchmarks,
-                       config=json.dumps(json.loads(config.canonical()) | dict(steps=0, suites=0)), **of_mixsd, **trained)
+                       config=json.dumps(json.loads(config.canonical()) | dict(steps=0, suites=0)), **trained)
 
 
 def twenty():
@@ -212,7 +88,7 @@ def twenty():
 @pytest.fixture
 def cube(tmp_path, monkeypatch):
     monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
-    for config in twenty(): cached_run("train", config, lambda folder, config=config: training(config))
+    for config in twenty(): config.run()
     return open_cube()
 
 
@@ -239,18 +115,26 @@ def test_missing_runs_and_the_table_cover_the_grid(cube):
 
 def test_a_contradiction_names_both_folders(cube, tmp_path):
     config = Demo(method="sft", lr=1e-2, steps=(0, 60))
-    twin = open_result(run_folder("train", config))
+    twin = config.run().result
     twin["accuracy"] = twin.accuracy.where(twin.accuracy.step != 60, 0.123)
-    cached_run("copy", config, lambda folder: twin)
-    with pytest.raises(ValueError, match=f"accuracy is .* in copy-{config.hash()} and .* in train-{config.hash()}"): open_cube()
+    write(twin, tmp_path / "copy-1")
+    with pytest.raises(ValueError, match=f"accuracy is .* in copy-1 and .* in {config.folder.name}"): open_cube()
 
 
 def test_settings_that_are_no_dimensions_agree(cube):
     config = Demo(method="sft", epochs=5, lr=0.5)
-    cached_run("train", config, lambda folder: training(config))
-    with pytest.raises(ValueError, match=rf"epochs differs within the cube: .*5 in train-{config.hash()}.*epochs="): open_cube()
+    config.run()
+    with pytest.raises(ValueError, match=rf"epochs differs within the cube: .*5 in {config.folder.name}.*epochs="): open_cube()
     xr.testing.assert_identical(open_cube(epochs=20), cube)
     assert set(open_cube(epochs=5)["lr"].values) == {0, 0.5}
+
+
+def test_given_runs_become_the_same_cube(cube):
+    "As runs, as folders and as roots; none at all is an error."
+    runs = [config.run() for config in twenty()]
+    for given in (runs, [run.folder for run in runs], {run.name: run.root for run in runs}):
+        xr.testing.assert_identical(cube_of(given), cube)
+    with pytest.raises(FileNotFoundError, match="at least one finished run"): cube_of([])
 
 
 def test_an_empty_folder_says_what_to_run(tmp_path):
@@ -269,8 +153,7 @@ def test_analyses_join_the_cube(cube, tmp_path):
         here = here.assign_coords(category=("category", ["format", "genuine"], words))
         errors = here.assign(errors=([*here.sizes], np.random.default_rng(k).integers(9, size=[*shape, 2]), words))
         for stage, found in (("fisher", moved), ("errors", errors)):
-            config = Demo(method=name, seed=k)
-            cached_run(f"{stage}-{name}", config, lambda folder, found=found: xr.DataTree(found.assign_attrs(config=root.attrs["config"])))
+            write(xr.DataTree(found.assign_attrs(config=root.attrs["config"])), tmp_path / f"{stage}-{k}")
             roots.append(found.assign_attrs(config=root.attrs["config"]).rename({"n": "fisher_n"} if stage == "fisher" else {}))
     whole = open_cube()
     xr.testing.assert_identical(whole, xr.merge([*runs.values(), *roots], join="outer", compat="no_conflicts", combine_attrs="drop_conflicts"))
@@ -279,7 +162,7 @@ def test_analyses_join_the_cube(cube, tmp_path):
 
 @pytest.mark.parametrize("left", ["", "no netCDF", 0.3, 0.9])
 def test_a_damaged_result_is_named_and_skipped_on_request(left, cube, tmp_path):
-    damaged = run_folder("train", Demo(method="sft", lr=1e-2, steps=(0, 60))) / "result.nc"
+    damaged = Demo(method="sft", lr=1e-2, steps=(0, 60)).folder / "result.nc"
     whole = damaged.read_bytes()
     damaged.write_bytes(left.encode() if isinstance(left, str) else whole[:int(left * len(whole))])
     with pytest.raises(ValueError, match=rf"{damaged} cannot be read .*skip_corrupt=True"): open_cube()
@@ -325,7 +208,7 @@ def test_many_runs_stay_small():
     import tracemalloc
     roots = {f"run{k}": training(Demo(method="sft", lr=1e-5 * (1 + k % 25), seed=k // 25)).to_dataset() for k in range(200)}
     tracemalloc.start()
-    cube = merged(roots)
+    cube = merge_roots(roots)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert int(cube.accuracy.notnull().sum()) == 200 * 4 * len(SUITES)
@@ -361,27 +244,6 @@ def test_the_papers_numbers_alone_need_no_runs(tmp_path):
     assert {p.stem for p in (tmp_path / "figures").glob("*.png")} == {f"{name}-paper" for name in ("overview", "chosen", "high-nll", "displacement")}
 
 
-BY_TWO = """
-import sys, time
-import xarray as xr
-from mixsd_nb.results.runs import Config, cached_run
-
-def compute(folder):
-    with open(sys.argv[1], "a") as file: file.write("computed\\n")
-    time.sleep(2)
-    return xr.DataTree(xr.Dataset({"x": ((), 1.0, dict(long_name="x", units="1"))}))
-
-assert cached_run("demo", Config(), compute).x == 1
-"""
-
-
-def test_a_run_that_two_processes_want_is_computed_once(tmp_path):
-    words = [sys.executable, "-c", BY_TWO, str(tmp_path / "log")]
-    both = [subprocess.Popen(words, env=os.environ | {"MIXSD_RUNS": str(tmp_path / "runs")}) for _ in range(2)]
-    assert [process.wait(timeout=120) for process in both] == [0, 0]
-    assert (tmp_path / "log").read_text() == "computed\n"
-
-
 def test_analyses_that_were_made_are_drawn(tmp_path, monkeypatch):
     "The CDFs of the targets that were scored, of the model that is asked for alone."
     from mixsd_nb import figures, nll
@@ -392,3 +254,101 @@ def test_analyses_that_were_made_are_drawn(tmp_path, monkeypatch):
     drawn = figures.analysis_figures(config)
     assert list(drawn) == ["nll-cdf"] and "sft (N=" in drawn["nll-cdf"].axes[0].get_legend().get_texts()[0].get_text()
     assert figures.analysis_figures(figures.FiguresConfig()) == {}
+
+
+# What a plugin declares: a method with a setting and a learning rate, one that edits the weights, two benchmarks, a corpus.
+TOY = Method("toy", "Toy", "#123456", "*", (*TRAINED, "rank"), label="r{rank:g}", caption="rank {rank:g}")
+EDIT = Method("edit", "Edit", "#654321", "X")
+RIDDLES = Suite("riddles", "Riddles", "held-out", "plugin:items", "riddles")
+REVERSED = Suite("reversed", "Reversed", "in-domain", "plugin:items", "reversed")
+MINE = Corpus("mine", "Mine", "plugin:build", Schedule(20, 20, 20))
+
+
+@pytest.fixture
+def plugin():
+    declared = [(METHODS, TOY), (METHODS, EDIT), (BENCHMARKS, RIDDLES), (BENCHMARKS, REVERSED), (CORPORA, MINE)]
+    for registry, entry in declared: registry.add(entry)
+    yield
+    for registry, entry in declared: registry.remove(entry.name)
+
+
+def plugin_cube(dataset, base=True):
+    suites = INVENTED | {s.name: dict(column=s.column, role=s.role) for s in (RIDDLES, REVERSED)}
+    kinds = [("base",)] * base + [("sft",), ("toy",), ("edit",)]
+    runs = [invent_result(kind, dataset=dataset, benchmarks=suites, rank=8) for kind, in kinds]
+    return cube_of({f"run-{k}": run.to_dataset() for k, run in enumerate(runs)})
+
+
+def labels_of(fig):
+    return {text.get_text() for legend in fig.legends for text in legend.get_texts()}
+
+
+@pytest.mark.parametrize("dataset", ["kgfact-small", "mine"])
+def test_what_a_plugin_declares_is_in_the_summary(dataset, plugin):
+    cube = plugin_cube(dataset)
+    assert cube["method"].values.tolist() == ["base", "edit", "sft", "toy-r8"] and not len(missing_runs(cube))
+    assert cube["lr"].sel(lr=0).item() == 0 and cube.accuracy.sel({"method": "edit", "lr": 0}).notnull().any()
+    table = summary_table(cube)
+    assert table["method"].tolist() == ["base", "sft", "toy-r8", "edit"], "in the order of the declarations"
+    assert {"riddles (N=100)", "reversed (N=100)"} <= {*table} and "Avg (N=600)" in table
+    held_out = [b for b in cube.benchmark.values if cube.role.sel(benchmark=b) == "held-out"]
+    cell = {"method": "toy-r8", "step": 100, "lr": 1e-3}
+    assert len(held_out) == 6 and np.isclose(held_out_average(cube).sel(cell).item(), cube.accuracy.sel(cell | dict(benchmark=held_out)).mean())
+
+
+@pytest.mark.parametrize("source", ["runs", "both"])
+@pytest.mark.parametrize("dataset", ["kgfact-small", "mine"])
+def test_what_a_plugin_declares_is_in_every_figure(source, dataset, plugin):
+    sources = dict(runs=collapse_source(plugin_cube(dataset))) | (load_sources("paper") if source == "both" else {})
+    figures = run_figures(select_part(sources["runs"].cube, dataset, "lab-m")) | shared_figures(sources, dataset)
+    assert {"tradeoff", "tradeoff-world", "frontier", "chosen"} <= {*figures}
+    for name in ("tradeoff", "tradeoff-world", "frontier"): assert labels_of(figures[name]) == {"sft", "toy-r8", "edit", "base"}
+    assert {"SFT", "Toy (rank 8)", "Edit", "Base"} <= labels_of(figures["chosen"])
+    for name, fig in figures.items():
+        colours = {matplotlib.colors.to_hex(c) for ax in fig.axes for points in ax.collections for c in points.get_facecolor()}
+        assert name in ("high-nll", "displacement-paper") or {TOY.colour, EDIT.colour} <= colours, name
+        assert "#000000" not in colours
+    plt.close("all")
+
+
+@pytest.mark.parametrize("source", ["runs", "both"])
+@pytest.mark.parametrize("dataset", ["kgfact-small", "mine"])
+def test_what_a_plugin_declares_is_in_every_table_of_its_corpus(source, dataset, plugin):
+    sources = dict(runs=collapse_source(plugin_cube(dataset))) | (load_sources("paper") if source == "both" else {})
+    names = list_tables(source.cube for source in sources.values())
+    assert names == [*TABLES, *(["mine"] if dataset == "mine" else [])]
+    sheets = {name: sheet for name in names if (sheet := source_sheet(name, sources))}
+    ours = [name for name, sheet in sheets.items() if ("lab-m", "SFT") in sheet.text.index]
+    assert ours == [dataset]
+    for name in ours:
+        text = sheets[name].text
+        assert ("lab-m", "Toy (rank 8)") in text.index and ("lab-m", "Edit") in text.index
+        for column in (("In-domain test", "reversed"), ("Held-out capability test", "riddles"), ("Held-out capability test", "Avg")):
+            assert text.loc[("lab-m", "Toy (rank 8)"), column]
+        assert TOY.colour in style_sheet(sheets[name]).to_html() and "riddles" in to_latex(sheets[name])
+        draw_sheet(sheets[name])
+    plt.close("all")
+
+
+def test_a_cube_without_the_base_model_is_drawn(plugin):
+    "Nothing is known of forgetting then, and everything else is shown."
+    source = collapse_source(plugin_cube("kgfact-small", base=False))
+    assert source.table.average_drop.isnull().all() and source.table.average.notnull().any()
+    figures = run_figures(source.cube) | shared_figures(dict(runs=source), "kgfact-small")
+    assert labels_of(figures["frontier"]) == {"sft", "toy-r8", "edit"}
+    assert source_sheet("kgfact-small", dict(runs=source)).methods == ["sft", "toy-r8", "edit"]
+    plt.close("all")
+
+
+def test_an_undeclared_label_is_one_sentence():
+    with pytest.raises(ValueError, match="method must be one of base, .*, got rome"): method_colour("rome")
+
+
+def test_options_of_a_method_agree_within_it(plugin):
+    "Two methods have different options; two runs of one method must not, but for what its label says."
+    def root(method, lr, **options):
+        tree = invent_result(method, lr=lr, rank=options.get("rank", 1))
+        return tree.to_dataset().assign_attrs(config=json.dumps(dict(method=method, options=options)))
+    cube_of(dict(a=root("sft", 1e-3), b=root("toy", 1e-3, rank=4, depth=1), c=root("toy", 1e-3, rank=8, depth=1)))
+    with pytest.raises(ValueError, match=r"options\[depth\] of toy differs within the cube: 1 in b; 2 in c"):
+        cube_of(dict(b=root("toy", 1e-3, rank=4, depth=1), c=root("toy", 1e-3, rank=8, depth=2)))

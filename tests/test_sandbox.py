@@ -1,4 +1,4 @@
-"""The sandbox: attacks that must fail, every limit reached by a real program, every way to fake a pass, both sides of the allow-list."""
+"""The sandbox: attacks that must fail, programs that reach its limits, ways to fake a pass, and the allow-list."""
 import ast
 import builtins
 import importlib.util
@@ -18,29 +18,25 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from text_helpers import error_sentence, need_sandbox
 
 from mixsd_nb.benchmarks import sandbox
-from mixsd_nb.benchmarks.sandbox import MAX_WRITTEN, SandboxError, check_sandbox, harmless, pack, passes, run_python, unpack
+from mixsd_nb.benchmarks.sandbox import MAX_WRITTEN, SandboxError, explain_refusal, run_python, run_tests
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs an enforced RLIMIT_AS")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def a_sandbox():
-    "Bubblewrap, or no test of this file; on a build machine its absence is a failure."
-    try:
-        check_sandbox()
-    except SandboxError as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(str(error))
+def working_sandbox():
+    "Every test of this file needs a sandbox."
+    need_sandbox()
 
 
-def error_of(outcome):
+def last_line(outcome):
     return outcome.output.splitlines()[-1]
 
 
-# Attacks. Each prints "reached" where it gets through; names in capitals are what the host has prepared for it.
+# Attacks. Each prints "reached" if it succeeds; names in capitals are targets that the host has prepared.
 CALL = "import ctypes\ncall = ctypes.CDLL(None, use_errno=True).syscall\n"
 CONNECT = "s = socket.socket(family)\ns.settimeout(1)\ns.connect(address)"
 OPEN_FILES = """
@@ -66,22 +62,27 @@ ATTACKS = {
     "installed packages": "import sys, os\nsys.path += PACKAGES\nimport numpy",
     "a secret in a file": "print(open(SECRET).read())",
     "the environment": "import os\nprint(os.environ['MIXSD_SECRET'])",
-    "the parent's environment": "import os\nprint(open(f'/proc/{os.getppid()}/environ').read(), open('/proc/1/environ').read())",
+    "the parent's environment":
+        "import os\nprint(open(f'/proc/{os.getppid()}/environ').read(), open('/proc/1/environ').read())",
     "proc: the root of another process": "import os\nassert os.listdir('/proc/1/root')",
     "proc: kernel settings": "open('/proc/sys/kernel/core_pattern', 'w').write('|/bin/sh')",
-    "proc: a mount of one's own": CALL + "import os\nos.mkdir('/tmp/p')\nassert call(NR['mount'], b'proc', b'/tmp/p', b'proc', 0, None) == 0",
+    "proc: a mount of one's own":
+        CALL + "import os\nos.mkdir('/tmp/p')\nassert call(NR['mount'], b'proc', b'/tmp/p', b'proc', 0, None) == 0",
     "sysfs": "import os\nassert os.listdir('/sys')",
     "devices": "import os\nassert os.listdir('/dev')",
-    "a device node": "import os, stat\nos.mknod('/tmp/mem', 0o600 | stat.S_IFCHR, os.makedev(1, 1))\nopen('/tmp/mem', 'rb').read(1)",
+    "a device node":
+        "import os, stat\nos.mknod('/tmp/mem', 0o600 | stat.S_IFCHR, os.makedev(1, 1))\nopen('/tmp/mem', 'rb').read(1)",
     "the terminal": "import fcntl, termios\nfcntl.ioctl(open('/dev/tty', 'w'), termios.TIOCSTI, b'x')",
     "inherited files": OPEN_FILES + "assert any(stat.S_ISREG(os.stat(fd).st_mode) for fd in open_files())",
     "a file in the root": "open('/mark', 'w')",
-    "a file in the interpreter's library": "import os\nopen(os.path.join(os.path.dirname(os.__file__), 'mark.py'), 'w')",
+    "a file in the interpreter's library":
+        "import os\nopen(os.path.join(os.path.dirname(os.__file__), 'mark.py'), 'w')",
     "a file among the system's": "open('/usr/lib/mark', 'w')",
     "a file beside the host's": "open(MARK, 'w').write('x')",
     "chmod of the interpreter": "import sys, os\nos.chmod(os.__file__, 0o777)",
     "a symbolic link": "import os\nos.symlink(SECRET, '/tmp/link')\nprint(open('/tmp/link').read())",
-    "a symbolic link to a folder above": "import os\nos.symlink('../../../../..' + SECRET, '/tmp/link')\nprint(open('/tmp/link').read())",
+    "a symbolic link to a folder above":
+        "import os\nos.symlink('../../../../..' + SECRET, '/tmp/link')\nprint(open('/tmp/link').read())",
     "a hard link": "import os\nos.link(os.__file__, '/tmp/link')\nopen('/tmp/link', 'a').write('# mark')",
     "a temporary file elsewhere": "import tempfile\ntempfile.NamedTemporaryFile(dir='/var/tmp', delete=False)",
     "a temporary file by a long way": "import tempfile, os\ntempfile.mkstemp(dir='/tmp/../..' + os.path.dirname(MARK))",
@@ -91,7 +92,9 @@ ATTACKS = {
     "capabilities by a new user namespace": CALL + "assert call(NR['unshare'], 0x10000000) == 0",
     "namespaces of others": CALL + "assert call(NR['setns'], 0, 0) == 0",
     "unmounting": "import ctypes\nassert ctypes.CDLL(None).umount2(b'/tmp', 2) == 0",
-    "limits": "import resource\nfor k in (resource.RLIMIT_AS, resource.RLIMIT_NPROC): resource.setrlimit(k, (resource.RLIM_INFINITY,) * 2)",
+    "limits":
+        "import resource\nfor k in (resource.RLIMIT_AS, resource.RLIMIT_NPROC):\n"
+        "    resource.setrlimit(k, (resource.RLIM_INFINITY,) * 2)",
     "ptrace": CALL + "assert call(NR['ptrace'], 16, 1, 0, 0) == 0",
     "being traced": CALL + "assert call(NR['ptrace'], 0, 0, 0, 0) == 0",
     "another process's memory": CALL + "assert call(NR['process_vm_readv'], 1, None, 0, None, 0, 0) == 0",
@@ -104,13 +107,15 @@ ATTACKS = {
     "thread bomb": "import threading, time\nfor _ in range(9): threading.Thread(target=time.sleep, args=(9,)).start()",
     "a shell": "import subprocess\nsubprocess.run(['/bin/sh', '-c', 'true'])",
     "the system's commands": "import os\nos.execv('/bin/sh', ['sh', '-c', 'echo reached'])",
-    "orphans": "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(60)\nos._exit(0)",
+    "orphans":
+        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(60)\nos._exit(0)",
     "killing the parent": "import os\nassert os.getppid() > 1\nos.kill(os.getppid(), 9)",
     "killing by number": "import os\nos.kill(VICTIM, 9)",
     "memory": "x = []\nwhile True: x.append(bytearray(1 << 24))",
     "shared memory": "import mmap\nx = []\nwhile True: x.append(mmap.mmap(-1, 1 << 26))",
     "System V shared memory": CALL + "for _ in range(64): assert call(NR['shmget'], 0, 1 << 26, 0o1600) != -1",
-    "files in memory": "import os\nx = []\nwhile True:\n    x.append(os.memfd_create('x'))\n    os.write(x[-1], bytes(60_000))",
+    "files in memory":
+        "import os\nx = []\nwhile True:\n    x.append(os.memfd_create('x'))\n    os.write(x[-1], bytes(60_000))",
     "a full disk": "import os\nfor k in range(2000):\n    with open(f'/tmp/{k}', 'wb') as f: f.write(bytes(60_000))",
     "a large sparse file": "f = open('/tmp/f', 'wb')\nf.truncate(1 << 40)",
     "many open files": "x = [open('/tmp/f', 'w') for _ in range(1000)]",
@@ -118,15 +123,15 @@ ATTACKS = {
 NOT_REACHED = "\nexcept BaseException as error: print('blocked:', type(error).__name__, error)\nelse: print('reached')"
 
 
-def attack(name, given):
-    "The program of an attack, with what the host has prepared."
-    known = "".join(f"{key} = {value!r}\n" for key, value in given.items())
-    return known + "try:\n    " + ATTACKS[name].replace("\n", "\n    ") + NOT_REACHED
+def write_attack(name, targets):
+    "The program of an attack, with the targets that the host has prepared."
+    assignments = "".join(f"{key} = {value!r}\n" for key, value in targets.items())
+    return assignments + "try:\n    " + ATTACKS[name].replace("\n", "\n    ") + NOT_REACHED
 
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory):
-    "What attacks are after: servers, files, a variable, a process."
+    "The targets of the attacks: servers, files, a variable, a process."
     folder = tmp_path_factory.mktemp("host")
     secret, unix = folder / "secret", folder / "socket"
     secret.write_text("treasure")
@@ -140,14 +145,17 @@ def host(tmp_path_factory):
     victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     open_file = secret.open()
     os.set_inheritable(open_file.fileno(), True)
-    interpreter = Path(sandbox.interpreter_files()[0])
+    interpreter = Path(sandbox._interpreter_files()[0])
     home = [str(p) for p in Path.home().iterdir() if p not in interpreter.parents]
-    numbers = {name: row[list(sandbox.ARCHITECTURES).index(platform.machine())] for name, row in sandbox.REFUSED.items()}
+    column = list(sandbox._ARCHITECTURES).index(platform.machine())
+    numbers = {name: row[column] for name, row in sandbox._REFUSED_CALLS.items()}
     packages = [str(Path(importlib.util.find_spec("numpy").origin).parents[1])]
-    yield dict(PORT=servers[0].getsockname()[1], ABSTRACT=abstract, UNIX=str(unix), HOME=home, PROJECT=str(Path(sandbox.__file__).parents[2]),
-               PACKAGES=packages, SECRET=str(secret), NR=numbers, MARK=str(folder / "mark"), VICTIM=victim.pid)
+    yield dict(PORT=servers[0].getsockname()[1], ABSTRACT=abstract, UNIX=str(unix), HOME=home,
+               PROJECT=str(Path(sandbox.__file__).parents[2]), PACKAGES=packages, SECRET=str(secret), NR=numbers,
+               MARK=str(folder / "mark"), VICTIM=victim.pid)
     assert victim.poll() is None
-    assert sorted(p.name for p in folder.iterdir()) == ["secret", "socket"] and not Path("/mark").exists() and not Path("/usr/lib/mark").exists()
+    assert sorted(p.name for p in folder.iterdir()) == ["secret", "socket"]
+    assert not Path("/mark").exists() and not Path("/usr/lib/mark").exists()
     for server in servers:
         server.setblocking(False)
         with pytest.raises(BlockingIOError):
@@ -166,19 +174,19 @@ def assert_blocked(outcome):
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_is_blocked(name, host, monkeypatch):
     monkeypatch.setenv("MIXSD_SECRET", "treasure")
-    outcome = run_python(attack(name, host), timeout=60)
+    outcome = run_python(write_attack(name, host), timeout=60)
     assert_blocked(vars(outcome))
     assert outcome.stopped in ("", "output"), "it should have been refused at once"
 
 
-REAL = ["a server on loopback", "home", "passwords", "the project", "installed packages", "the environment", "inherited files", "fork past the C library"]
+EFFECTIVE = ["a server on loopback", "home", "passwords", "the project", "installed packages", "the environment",
+             "inherited files", "fork past the C library"]
 
 
-@pytest.mark.parametrize("name", REAL)
-def test_the_attacks_are_real(name, host):
-    "Where nothing holds them back, the same programs get through."
+@pytest.mark.parametrize("name", EFFECTIVE)
+def test_the_attacks_succeed_without_a_sandbox(name, host):
     with socket.create_server(("127.0.0.1", 0)) as server, open(host["SECRET"]) as file:
-        code = attack(name, host | dict(PORT=server.getsockname()[1]))
+        code = write_attack(name, host | dict(PORT=server.getsockname()[1]))
         free = subprocess.run([sys.executable, "-c", code], env=dict(MIXSD_SECRET="treasure"), pass_fds=[file.fileno()],
                               capture_output=True, text=True, timeout=60)
     assert free.stdout.endswith("reached\n"), free
@@ -192,29 +200,31 @@ sandbox = sys.modules["sandbox"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sandbox)
 with ThreadPoolExecutor(2) as pool:
     outcomes = list(pool.map(lambda code: vars(sandbox.run_python(code, timeout=60)), json.load(sys.stdin)))
-print(json.dumps(dict(outcomes=outcomes, passes=sandbox.passes([("def f(x): return x", "assert f(1) == 1"), ("def f(x): return x", "assert f(1) == 2")]))))
+program_tests = [("def f(x): return x", "assert f(1) == 1"), ("def f(x): return x", "assert f(1) == 2")]
+print(json.dumps(dict(outcomes=outcomes, results=sandbox.run_tests(program_tests))))
 """
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the tests are run by a plain user already")
 def test_root_is_not_needed(host, tmp_path_factory):
-    "All attacks again, by the user nobody and an interpreter that everybody can read."
+    "All attacks again, run by the user nobody with an interpreter that everybody can read."
     python = shutil.which("python3", path="/usr/bin:/usr/local/bin")
     if not python or subprocess.run([python, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"]).returncode:
-        pytest.skip("there is no interpreter of Python 3.11 outside of the private folders of root")
+        pytest.skip("there is no interpreter of Python 3.11 outside the private folders of root")
     folder = tmp_path_factory.mktemp("plain")
     shutil.copy(sandbox.__file__, folder / "sandbox.py")
-    for path in (folder / "sandbox.py", folder, *itertools.takewhile(lambda parent: parent != Path(tempfile.gettempdir()), folder.parents)):
-        path.chmod(0o755)
-    attacks = json.dumps([attack(name, host) for name in ATTACKS])
+    parents = itertools.takewhile(lambda parent: parent != Path(tempfile.gettempdir()), folder.parents)
+    for path in (folder / "sandbox.py", folder, *parents): path.chmod(0o755)
+    attacks = json.dumps([write_attack(name, host) for name in ATTACKS])
     environment = {"PATH": os.environ["PATH"], "MIXSD_SECRET": "treasure"}
-    done = subprocess.run([python, "-c", AS_PLAIN_USER, str(folder / "sandbox.py")], input=attacks, capture_output=True, text=True, timeout=300,
-                          user=65534, group=65534, extra_groups=[], cwd="/", env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
+    process = subprocess.run([python, "-c", AS_PLAIN_USER, str(folder / "sandbox.py")], input=attacks,
+                             capture_output=True, text=True, timeout=300, user=65534, group=65534, extra_groups=[],
+                             cwd="/", env=environment)
+    assert process.returncode == 0, process.stderr[-2000:]
+    found = json.loads(process.stdout)
     for name, outcome in zip(ATTACKS, found["outcomes"], strict=True):
         assert_blocked(outcome | dict(name=name))
-    assert [passed for passed, _ in found["passes"]] == [True, False]
+    assert [passed for passed, _ in found["results"]] == [True, False]
 
 
 def processes_with(mark):
@@ -224,8 +234,9 @@ def processes_with(mark):
 @linux
 @pytest.mark.parametrize("code", [
     "import os, sys\nos.execv(sys.executable, [sys.executable, '-I', '-S', '-c', 'while True: pass', MARK])",
-    "import os, sys, signal\nfor s in range(1, 32):\n    try: signal.signal(s, signal.SIG_IGN)\n    except (OSError, ValueError): pass\n"
-    "os.closerange(0, 64)\nos.execv(sys.executable, [sys.executable, '-I', '-S', '-c', 'import time; time.sleep(60)', MARK])",
+    "import os, sys, signal\nfor s in range(1, 32):\n    try: signal.signal(s, signal.SIG_IGN)\n"
+    "    except (OSError, ValueError): pass\nos.closerange(0, 64)\n"
+    "os.execv(sys.executable, [sys.executable, '-I', '-S', '-c', 'import time; time.sleep(60)', MARK])",
 ])
 def test_nothing_is_left_behind(code):
     mark = f"left-{os.getpid()}-{time.time_ns()}"
@@ -238,11 +249,12 @@ def test_nothing_is_left_behind(code):
 def test_a_killed_parent_leaves_nothing_behind():
     "The host process is killed with -9 while a program sleeps in the sandbox."
     mark = f"left-{os.getpid()}-{time.time_ns()}"
-    program = f"import os, sys\nos.execv(sys.executable, [sys.executable, '-I', '-S', '-c', 'import time; time.sleep(60)', {mark!r}])"
+    command = f"[sys.executable, '-I', '-S', '-c', 'import time; time.sleep(60)', {mark!r}]"
+    program = f"import os, sys\nos.execv(sys.executable, {command})"
     code = f"from mixsd_nb.benchmarks.sandbox import run_python\nrun_python({program!r}, timeout=60)"
     parent = subprocess.Popen([sys.executable, "-c", code, "parent"])
     deadline = time.time() + 20
-    while len(processes_with(mark.encode())) < 2 and time.time() < deadline:  # the parent's own command line holds the mark too
+    while len(processes_with(mark.encode())) < 2 and time.time() < deadline:  # the parent's command line has it too
         time.sleep(0.05)
     assert len(processes_with(mark.encode())) >= 2
     parent.kill()
@@ -253,15 +265,16 @@ def test_a_killed_parent_leaves_nothing_behind():
 
 def test_without_bubblewrap_nothing_runs_unless_that_is_allowed(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    for refused in (lambda: run_python("print(1)"), lambda: passes([("x = 1", "assert x")])):
-        with pytest.raises(SandboxError, match="bubblewrap is missing: install the package bubblewrap .*allow_unsandboxed=True") as caught:
-            refused()
+    sentence = "bubblewrap is missing: install the package bubblewrap .*allow_unsandboxed=True"
+    for call in (lambda: run_python("print(1)"), lambda: run_tests([("x = 1", "assert x")])):
+        with pytest.raises(SandboxError, match=sentence) as caught: call()
         assert "\n" not in str(caught.value)
     assert run_python("print(1)", allow_unsandboxed=True).output == "1\n"
-    assert passes([("x = 1", "assert x == 1"), ("x = 1", "assert x == 2")], allow_unsandboxed=True) == [(True, ""), (False, "AssertionError")]
+    program_tests = [("x = 1", "assert x == 1"), ("x = 1", "assert x == 2")]
+    assert run_tests(program_tests, allow_unsandboxed=True) == [(True, ""), (False, "AssertionError")]
 
 
-def test_a_bubblewrap_that_does_not_work_is_told(monkeypatch, tmp_path):
+def test_the_error_quotes_a_bubblewrap_that_does_not_work(monkeypatch, tmp_path):
     fake = tmp_path / "bwrap"
     fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     fake.chmod(0o755)
@@ -272,26 +285,30 @@ def test_a_bubblewrap_that_does_not_work_is_told(monkeypatch, tmp_path):
 
 def test_164_programs_take_less_than_a_minute():
     "As many programs as HumanEval has, each with its tests."
-    pairs = [(f"def f(x):\n    return x + {k}", f"for x in range(50): assert f(x) == x + {k - k % 2}") for k in range(164)]
+    pairs = [(f"def f(x):\n    return x + {k}", f"for x in range(50): assert f(x) == x + {k - k % 2}")
+             for k in range(164)]
     start = time.perf_counter()
-    assert [passed for passed, _ in passes(pairs)] == [k % 2 == 0 for k in range(164)]
+    assert [passed for passed, _ in run_tests(pairs)] == [k % 2 == 0 for k in range(164)]
     assert time.perf_counter() - start < 60
 
 
-plain = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary() | st.complex_numbers(allow_nan=False),
-                     lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text() | st.integers(), inner), max_leaves=20)
+numbers = st.integers() | st.floats(allow_nan=False) | st.complex_numbers(allow_nan=False)
+plain_data = st.recursive(
+    st.none() | st.booleans() | numbers | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text() | st.integers(), inner),
+    max_leaves=20)
 
 
-@given(plain)
+@given(plain_data)
 def test_plain_data_crosses_the_pipe_unchanged(value):
-    back = unpack(json.loads(json.dumps(pack(value))))
+    back = sandbox._unpack(json.loads(json.dumps(sandbox._pack(value))))
     assert back == value and repr(back) == repr(value)
 
 
 def test_a_filter_for_each_architecture():
     "Jumps end at the last instruction, which refuses, or at the one before, which allows."
-    for machine in sandbox.ARCHITECTURES:
-        code = sandbox.filter_program(machine)
+    for machine in sandbox._ARCHITECTURES:
+        code = sandbox._build_filter(machine)
         lines = [sandbox.struct.unpack_from("HBBI", code, k) for k in range(0, len(code), 8)]
         refuse = len(lines) - 1
         assert [k for _, _, _, k in lines[-2:]] == [0x7FFF0000, 0x00050001]
@@ -299,7 +316,7 @@ def test_a_filter_for_each_architecture():
         assert all(4 + k + 1 + jump == refuse for k, (_, jump, _, _) in enumerate(lines[4:-2]))
 
 
-def test_what_an_ordinary_program_leaves():
+def test_the_outcome_of_an_ordinary_program():
     outcome = run_python("import sys\nprint('out')\nprint('err', file=sys.stderr)")
     assert (outcome.exit_status, outcome.output, outcome.stopped) == (0, "out\nerr\n", "")
     assert run_python("").exit_status == 0
@@ -307,16 +324,16 @@ def test_what_an_ordinary_program_leaves():
     assert run_python("print(__name__)").output == "__main__\n"
 
 
-def test_the_surroundings_are_bare(monkeypatch):
+def test_the_environment_is_bare(monkeypatch):
     monkeypatch.setenv("SECRET", "seen")
     monkeypatch.setenv("PYTHONSTARTUP", "/nonexistent")
     names = run_python("import os, sys\nprint(*os.environ, *os.listdir())\nassert '' not in sys.path").output.split()
     assert set(names) <= {"LC_CTYPE", "PWD"}  # what Python and bubblewrap set for themselves
-    assert "EOFError" in error_of(run_python("input()"))
-    assert "ModuleNotFoundError" in error_of(run_python("import numpy"))
+    assert "EOFError" in last_line(run_python("input()"))
+    assert "ModuleNotFoundError" in last_line(run_python("import numpy"))
 
 
-def test_its_folder_is_private_and_goes_away():
+def test_its_folder_is_private_and_is_deleted():
     code = "import os\nprint(os.listdir())\nopen('a', 'w').write('x')"
     assert [run_python(code).output for _ in range(2)] == ["[]\n"] * 2
 
@@ -336,7 +353,7 @@ def test_an_endless_program_costs_its_timeout(code):
     assert time.perf_counter() - start < 10
 
 
-def test_what_was_printed_before_the_timeout_is_kept():
+def test_output_before_the_timeout_is_kept():
     assert run_python("print('so far')\nwhile True: pass", timeout=2).output == "so far\n"
 
 
@@ -344,7 +361,7 @@ def test_what_was_printed_before_the_timeout_is_kept():
 @pytest.mark.parametrize("code", ["x = 'a' * 10 ** 11", "x = []\nwhile True: x.append(bytearray(1 << 24))"])
 def test_a_memory_bomb_meets_its_limit(code):
     outcome = run_python(code, timeout=60)
-    assert outcome.exit_status == 1 and error_of(outcome).startswith("MemoryError")
+    assert outcome.exit_status == 1 and last_line(outcome).startswith("MemoryError")
 
 
 @pytest.mark.parametrize("code", [
@@ -370,9 +387,9 @@ def test_a_file_may_not_grow_either():
     ("def f(): f()\nf()", "RecursionError: maximum recursion depth exceeded"),
     ("raise ValueError('größer')", "ValueError: größer"),
 ])
-def test_exceptions_are_told(code, error):
+def test_exceptions_are_in_the_output(code, error):
     outcome = run_python(code)
-    assert outcome.exit_status == 1 and error_of(outcome).startswith(error)
+    assert outcome.exit_status == 1 and last_line(outcome).startswith(error)
 
 
 def test_text_of_any_kind_goes_in_and_comes_out():
@@ -389,18 +406,14 @@ def test_a_signal_is_an_exit_status():
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf")])
-def test_a_bad_timeout_is_named(timeout):
-    with pytest.raises(ValueError, match="timeout is .* must be a positive, finite number"):
-        run_python("", timeout=timeout)
-    with pytest.raises(ValueError, match="timeout is"):
-        passes([("", "")], timeout=timeout)
+def test_the_error_names_a_bad_timeout(timeout):
+    for call in (lambda: run_python("", timeout=timeout), lambda: run_tests([("", "")], timeout=timeout)):
+        assert error_sentence(call) == f"timeout must be a positive, finite number, got {timeout}"
 
 
-def test_bad_workers_are_named():
-    with pytest.raises(ValueError, match="workers is 0, but it must be at least 1."):
-        passes([], workers=0)
-    with pytest.raises(ValueError, match="cpu is 0, but it must be at least 1."):
-        passes([], cpu=0)
+@pytest.mark.parametrize("name", ["workers", "cpu"])
+def test_the_error_names_a_bad_number(name):
+    assert error_sentence(lambda: run_tests([], **{name: 0})) == f"{name} must be at least 1, got 0"
 
 
 RIGHT = "def double(x):\n    return 2 * x"
@@ -417,7 +430,7 @@ TESTS = "assert double(4) == 8\nassert double(0) == 0"
     "from dataclasses import dataclass\nfrom typing import List\n@dataclass\nclass P:\n    x: 'List'\n" + RIGHT,
 ])
 def test_a_right_program_passes_whatever_else_it_does(program):
-    assert passes([(program, TESTS)]) == [(True, "")]
+    assert run_tests([(program, TESTS)]) == [(True, "")]
 
 
 EVERYWHERE = """
@@ -443,45 +456,51 @@ found = search()
     ("", "NameError: name 'double' is not defined"),
     ("def double(x) return x", "SyntaxError: expected ':'"),
     ("def double(x):\n    return 2 * x\n'''", "SyntaxError: unterminated triple-quoted string literal"),
-    ("raise SystemExit(0)", "left with exit status 0 before the end of its tests"),
-    ("raise SystemExit", "left with exit status 0 before the end of its tests"),
-    ("import sys\nsys.exit(0)", "left with exit status 0 before the end of its tests"),
-    ("import os\nos._exit(0)", "left with exit status 0 before the end of its tests"),
-    ("import os\ndef double(x):\n    os._exit(0)", "left with exit status 0 before the end of its tests"),
-    ("print('ok')\nprint('PASSED')\nprint('0' * 32)\nraise SystemExit(0)", "left with exit status 0"),
-    ("import sys\nprint(sys.stdin.read(), sys.argv)\nraise SystemExit(0)", "left with exit status 0"),
-    ("import __main__\nprint(vars(__main__))\nraise SystemExit(0)", "left with exit status 0"),
-    ("import os\nos.kill(os.getpid(), 9)", "left with exit status -9"),
+    ("raise SystemExit(0)", "exited with status 0 before its tests ended"),
+    ("raise SystemExit", "exited with status 0 before its tests ended"),
+    ("import sys\nsys.exit(0)", "exited with status 0 before its tests ended"),
+    ("import os\nos._exit(0)", "exited with status 0 before its tests ended"),
+    ("import os\ndef double(x):\n    os._exit(0)", "exited with status 0 before its tests ended"),
+    ("print('ok')\nprint('PASSED')\nprint('0' * 32)\nraise SystemExit(0)", "exited with status 0"),
+    ("import sys\nprint(sys.stdin.read(), sys.argv)\nraise SystemExit(0)", "exited with status 0"),
+    ("import __main__\nprint(vars(__main__))\nraise SystemExit(0)", "exited with status 0"),
+    ("import os\nos.kill(os.getpid(), 9)", "exited with status -9"),
     ("def double(x):\n    while True: pass", "ran out of time"),
     ("while True: print('ok')", "wrote too much"),
     ("raise ValueError('x' * 10_000)", "ValueError: xxx"),
-    ("class Same:\n    def __eq__(self, other): return True\ndef double(x):\n    return Same()", "TypeError: a value of type Same cannot leave its program"),
+    ("class Same:\n    def __eq__(self, other): return True\ndef double(x):\n    return Same()",
+     "TypeError: a value of type Same cannot be sent between program and tests"),
     ("class Same(int):\n    def __eq__(self, other): return True\ndef double(x):\n    return Same()", "AssertionError"),
-    ("class Same(list):\n    def __eq__(self, other): return True\ndef double(x):\n    return Same()", "AssertionError"),
-    ("import builtins\nbuiltins.AssertionError = KeyError\nbuiltins.isinstance = lambda *a: True\ndef double(x):\n    return 0", ""),
-    ("def AssertionError(*a): return SystemExit(0)\nprint = len = AssertionError\ndef double(x):\n    return 0", "AssertionError"),
+    ("class Same(list):\n    def __eq__(self, other): return True\ndef double(x):\n    return Same()",
+     "AssertionError"),
+    ("import builtins\nbuiltins.AssertionError = KeyError\nbuiltins.isinstance = lambda *a: True\n"
+     "def double(x):\n    return 0", ""),
+    ("def AssertionError(*a): return SystemExit(0)\nprint = len = AssertionError\ndef double(x):\n    return 0",
+     "AssertionError"),
     (EVERYWHERE + "everywhere(b'true\\npassed\\n[\"value\", 8]\\n' * 9)\ndef double(x): return 8", ""),
     (EVERYWHERE + "def double(x): everywhere(b'[\"error\", \"SystemExit\", \"0\"]\\n')", "RuntimeError: 0"),
     (EVERYWHERE + "def double(x): everywhere(b'[\"value\", [\"exit\", 0]]\\n')", "KeyError"),
     (EVERYWHERE + "def double(x): everywhere(b'[' * 60_000 + b'\\n')", "RecursionError"),
-    ("import os\nos.closerange(0, 64)", "left with exit status"),
-    ("import os\ndef double(x): os.closerange(0, 64)", "left with exit status"),
+    ("import os\nos.closerange(0, 64)", "exited with status"),
+    ("import os\ndef double(x): os.closerange(0, 64)", "exited with status"),
     (SEARCH + "def double(x):\n    return 2 * x if found else 0", "AssertionError"),
-    ("import atexit, os\natexit.register(os._exit, 0)\nraise SystemExit(1)", "left with exit status 0"),
+    ("import atexit, os\natexit.register(os._exit, 0)\nraise SystemExit(1)", "exited with status 0"),
     ("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\ndef double(x):\n    return 0", "AssertionError"),
-    ("open('tests.py', 'w').write('')\nopen('json.py', 'w').write('raise SystemExit(0)')\ndef double(x):\n    return 0", "AssertionError"),
-    ("def double(x):\n    raise SystemExit(0)", "left with exit status 0"),
-    ("def double(x):\n    raise KeyboardInterrupt", "left with exit status"),
+    ("open('tests.py', 'w').write('')\nopen('json.py', 'w').write('raise SystemExit(0)')\n"
+     "def double(x):\n    return 0", "AssertionError"),
+    ("def double(x):\n    raise SystemExit(0)", "exited with status 0"),
+    ("def double(x):\n    raise KeyboardInterrupt", "exited with status"),
     ("def double(x):\n    return (i for i in iter(int, 1))", ""),
-    ("def double(x):\n    return double", "TypeError: a value of type function cannot leave its program"),
+    ("def double(x):\n    return double",
+     "TypeError: a value of type function cannot be sent between program and tests"),
 ])
-def test_no_other_way_to_pass(program, error):
-    (passed, found), = passes([(program, TESTS)], cpu=1, timeout=60)
-    assert not passed and found.startswith(error) and len(found) <= 200
+def test_no_program_can_fake_a_pass(program, error):
+    (passed, message), = run_tests([(program, TESTS)], cpu=1, timeout=60)
+    assert not passed and message.startswith(error) and len(message) <= 200
 
 
 def test_what_a_right_program_may_return():
-    "Derived classes count as what they derive from; iterators can be read; exceptions keep their kind."
+    "Values of derived classes count as values of their base class, iterators can be read, exceptions keep their type."
     program = "import collections, enum\ndef f(kind):\n    return eval(kind, globals())"
     tests = """
 assert f("collections.Counter('aab')") == {"a": 2, "b": 1} and f("collections.OrderedDict(a=1)") == {"a": 1}
@@ -491,32 +510,34 @@ try: f("1 / 0")
 except ZeroDivisionError as error: assert str(error) == "division by zero"
 else: assert False
 """
-    assert passes([(program, tests)]) == [(True, "")]
+    assert run_tests([(program, tests)]) == [(True, "")]
 
 
 def test_processor_time_runs_out_before_wall_time():
     "A busy program is stopped by its own clock, even where it ignores the warning."
     start = time.perf_counter()
     programs = ["while True: pass", "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"]
-    found = passes([(program, TESTS) for program in programs], cpu=1, timeout=60)
-    assert found == [(False, "ran out of time"), (False, "left with exit status -9 before the end of its tests")]
+    found = run_tests([(program, TESTS) for program in programs], cpu=1, timeout=60)
+    assert found == [(False, "ran out of time"), (False, "exited with status -9 before its tests ended")]
     assert time.perf_counter() - start < 30
 
 
-def test_failing_tests_that_are_swallowed_by_the_program_still_run():
-    assert not passes([("x = 1\nif False:\n    pass", "assert x == 2")])[0][0]
-    assert not passes([("x = 1 \\", "assert x == 2")])[0][0]
+def test_a_program_cannot_absorb_its_tests():
+    "Program and tests are separate sources: an open block or a line continuation does not reach the tests."
+    assert not run_tests([("x = 1\nif False:\n    pass", "assert x == 2")])[0][0]
+    assert not run_tests([("x = 1 \\", "assert x == 2")])[0][0]
 
 
-def test_results_come_in_the_order_of_the_input_and_side_by_side():
-    pairs = [(f"import time\ntime.sleep({0.3 if i % 4 == 0 else 0})\nx = {i}", f"assert x % 3 == {i % 2}") for i in range(8)]
+def test_programs_run_concurrently_and_results_keep_the_order():
+    pairs = [(f"import time\ntime.sleep({0.3 if i % 4 == 0 else 0})\nx = {i}", f"assert x % 3 == {i % 2}")
+             for i in range(8)]
     expected = [i % 3 == i % 2 for i in range(8)]
-    assert [passed for passed, _ in passes(pairs, workers=4)] == expected
-    assert [passed for passed, _ in passes(pairs, workers=1)] == expected
+    assert [passed for passed, _ in run_tests(pairs, workers=4)] == expected
+    assert [passed for passed, _ in run_tests(pairs, workers=1)] == expected
     start = time.perf_counter()
-    passes([("import time\ntime.sleep(2)", "")] * 4, workers=4)
+    run_tests([("import time\ntime.sleep(2)", "")] * 4, workers=4)
     assert time.perf_counter() - start < 7.5
-    assert passes([]) == []
+    assert run_tests([]) == []
 
 
 def test_a_thread_may_call_it():
@@ -549,14 +570,17 @@ ORDINARY = [
     "def f(a: int, b: int = 2) -> int:\n    return a % b if b else -a // 2",
     "def f(s):\n    return ' '.join(reversed(s.strip().lower().split(',')))",
     "def f(n):\n    a, b = 0, 1\n    while n > 0:\n        a, b = b, a + b\n        n -= 1\n    return a",
-    ("def f(xs):\n    best = None\n    for i, x in enumerate(xs):\n        if best is None or x > best:\n            best = x\n"
-    "        elif not x:\n            continue\n        else:\n            break\n    return best"),
+    ("def f(xs):\n    best = None\n    for i, x in enumerate(xs):\n"
+     "        if best is None or x > best:\n            best = x\n"
+     "        elif not x:\n            continue\n        else:\n            break\n    return best"),
     ("def f(s):\n    counts = {}\n    for c in s:\n        counts[c] = counts.get(c, 0) + 1\n"
     "    return sorted(counts.items(), key=lambda p: (-p[1], p[0]))"),
-    "def f(xs):\n    out = []\n    for _ in range(len(xs)):\n        out.append(xs.pop())\n    out.extend(xs[::-1])\n    return out",
+    ("def f(xs):\n    out = []\n    for _ in range(len(xs)):\n        out.append(xs.pop())\n"
+     "    out.extend(xs[::-1])\n    return out"),
     "def f(n):\n    return n if n < 2 else f(n - 1) + f(n - 2)",
     "def f(x):\n    return f'{x:>5} {x!r}' + '%d' % x",
-    "def f(a):\n    a[0] += 1\n    a[1:3] = [x & 1 | 2 ^ 3 for x in a]\n    return {1} if not a else {x: y for x, y in zip(a, a)}",
+    ("def f(a):\n    a[0] += 1\n    a[1:3] = [x & 1 | 2 ^ 3 for x in a]\n"
+     "    return {1} if not a else {x: y for x, y in zip(a, a)}"),
     "def f(s):\n    return s == s[::-1] and s.replace('a', 'b').startswith('b') or s.endswith('c')",
     "def f(xs):\n    sum = 0\n    for x in xs: sum += x\n    return round(float(sum), 2)",
     "def outer(k):\n    def inner(x):\n        return x * k\n    return inner",
@@ -568,27 +592,28 @@ ORDINARY = [
 @pytest.mark.parametrize("code", HOSTILE)
 def test_hostile_programs_are_refused_by_name(code):
     ast.parse(code)  # refused for what it does, not for being broken
-    verdict = harmless(code)
+    verdict = explain_refusal(code)
     assert verdict.startswith("The program uses the ") and verdict.endswith(", which is not allowed.")
-    assert harmless(f"def g(x):\n    return x\n{code}") == verdict
+    assert explain_refusal(f"def g(x):\n    return x\n{code}") == verdict
 
 
 @pytest.mark.parametrize("code", BROKEN, ids=range(len(BROKEN)))
 def test_broken_programs_are_refused(code):
-    assert harmless(code) == "The program is not valid Python."
+    assert explain_refusal(code) == "The program is not valid Python."
 
 
 @pytest.mark.parametrize("code", ORDINARY, ids=range(len(ORDINARY)))
 def test_ordinary_functions_are_admitted_and_run(code):
-    assert harmless(code) == ""
+    assert explain_refusal(code) == ""
     assert run_python(code, timeout=60).exit_status == 0
 
 
 @given(st.text())
 def test_any_text_gets_a_verdict(text):
-    assert isinstance(harmless(text), str)
+    assert isinstance(explain_refusal(text), str)
 
 
 def test_the_verdict_does_not_depend_on_the_session(monkeypatch):
     monkeypatch.setattr(builtins, "_", 1, raising=False)
-    assert harmless("for _ in range(3): pass") == "" and harmless("display(1)") and harmless("exit()")
+    assert explain_refusal("for _ in range(3): pass") == ""
+    assert explain_refusal("display(1)") and explain_refusal("exit()")

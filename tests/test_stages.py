@@ -1,4 +1,4 @@
-"""What all stage notebooks share: the defaults of their parameters cell are those of their configuration."""
+"""What all stage notebooks share: their parameters cell says what their configuration says."""
 
 import importlib
 import json
@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mixsd_nb.results.runs import Config
+from papermill import inspect_notebook
+
+from mixsd_nb.runs import Config
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGES = sorted(p for p in (ROOT / "nbs").glob("*.ipynb") if p.stem != "index")
@@ -21,4 +23,12 @@ def test_parameters_cell_agrees_with_the_configuration(path):
     scope = {}
     exec("".join(cells[0]["source"]), scope)
     shown = {k: v for k, v in scope.items() if not k.startswith("__")}
-    assert shown == {k: config.model_fields[k].default for k in shown}
+    assert {k: v for k, v in shown.items() if k != "force"} == {k: config.model_fields[k].default for k in shown if k != "force"}
+
+
+@pytest.mark.parametrize("path", STAGES, ids=lambda p: p.stem)
+def test_parameters_cell_has_the_descriptions_of_the_fields(path):
+    "The words behind # are the field's own, so that papermill's help, Python's help and the chapter say the same."
+    fields = getattr(importlib.import_module(f"mixsd_nb.{path.stem}"), f"{path.stem.capitalize()}Config").model_fields
+    for name, found in inspect_notebook(path).items():
+        if name != "force": assert found["help"] == fields[name].description, name

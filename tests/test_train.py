@@ -14,7 +14,7 @@ import torch
 from test_tasks import ROWS
 
 from mixsd_nb.corpora import CORPORA
-from mixsd_nb.results.runs import ParameterError, open_result
+from mixsd_nb.runs import ParameterError
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = dict(n=3, epochs=2)
@@ -53,10 +53,10 @@ def test_papermill_from_anywhere_gives_the_same_bytes(tiny, tmp_path):
 
 
 @pytest.mark.parametrize(("parameters", "sentence"), [
-    (dict(lam=1.5), "lam is 1.5; allowed are numbers from 0 to 1"),
+    (dict(lam=1.5), "lam must be between 0 and 1, got 1.5"),
     (dict(lamb=0.5), "unknown parameter lamb; did you mean lam?"),
-    (dict(model="no-such"), "model is no-such; allowed are lab-s, lab-m, lab-l, a model folder or a hub id owner/name"),
-    (dict(dataset="no-such"), f"dataset is no-such; allowed are {', '.join(CORPORA)}"),
+    (dict(model="no-such"), "model must be lab-s, lab-m, lab-l, a model folder or a hub id owner/name, got no-such"),
+    (dict(dataset="no-such"), f"dataset must be one of {', '.join(CORPORA)}, got no-such"),
 ])
 def test_a_mistake_is_one_sentence(parameters, sentence, tmp_path):
     done = papermill("nbs/train.ipynb", tmp_path / "out.ipynb", *flags(**parameters), runs=tmp_path / "runs")
@@ -67,7 +67,7 @@ def test_a_mistake_is_one_sentence(parameters, sentence, tmp_path):
 def test_more_processes_than_devices_is_one_sentence(tmp_path, monkeypatch):
     from mixsd_nb import train
     monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "runs"))
-    for wrong, said in [(dict(processes=999), "processes is 999; allowed are 1 to "), (dict(sharded=True), "sharded is True; with processes=1 only False is")]:
+    for wrong, said in [(dict(processes=999), "processes must be between 1 and "), (dict(sharded=True), "sharded must be False with processes=1")]:
         with pytest.raises(ParameterError, match=said):
             train.run(**wrong)
     assert not (tmp_path / "runs").exists()
@@ -76,13 +76,14 @@ def test_more_processes_than_devices_is_one_sentence(tmp_path, monkeypatch):
 def test_processes_are_asked_for_what_is_trained_alone(tiny, own_runs):
     "The base of a grid has the settings of the others; a run that other nodes have trained needs their devices no more."
     from mixsd_nb import train
-    assert train.run(method="base", model=tiny, n=1, processes=999, sharded=True).step.values.tolist() == [0]
-    assert train.prepare(16, method="base", model=tiny) is None
-    with pytest.raises(ParameterError, match="batch is 20; with 8 processes allowed are multiples of 8"): train.prepare(8, method="sft", model=tiny)
+    assert train.run(method="base", model=tiny, n=1, processes=999, sharded=True).root.step.values.tolist() == [0]
+    assert train.TrainConfig(method="base", model=tiny).prepare(16) is None
+    with pytest.raises(ParameterError, match="batch must be a multiple of the 8 processes, got 20"):
+        train.TrainConfig(method="sft", model=tiny).prepare(8)
     parameters = dict(method="sft", model=tiny, n=1, epochs=1, checkpoints=())
     train.run(**parameters)
     next(own_runs.glob("train-*sft*/result.nc")).unlink()
-    assert train.run(**parameters, processes=999).step.values.tolist() == [0, 5]
+    assert train.run(**parameters, processes=999).root.step.values.tolist() == [0, 5]
 
 
 def test_every_distillation_gives_its_row(tiny, tmp_path, monkeypatch):
@@ -93,7 +94,7 @@ def test_every_distillation_gives_its_row(tiny, tmp_path, monkeypatch):
         (dict(method="opsd-nll"), "opsd-nll-n1-t0", 1, 0),
         (dict(method="mixsd-kl", rollouts=1, temperature=0), "mixsd-kl-n1-t0", 1, 0),
     ]:
-        result = train.run(model=tiny, n=2, epochs=1, checkpoints=(), rollout_tokens=6, **parameters)
+        result = train.run(model=tiny, n=2, epochs=1, checkpoints=(), rollout_tokens=6, **parameters).result
         assert (result.method.item(), result.rollouts.item(), result.temperature.item()) == (label, rollouts, temperature)
         assert result.step.values.tolist() == [0, 5] and "validation" in result.benchmark and result.targets_kept.item() == 100
         assert np.isfinite(result.accuracy.sel(step=5)).all() and np.isnan(result.lam.item())
@@ -105,17 +106,17 @@ def test_checkpoints_are_asked_the_papers_tasks(tiny, tmp_path, own_runs):
     from mixsd_nb import train
     for name in ("gsm8k", "humaneval"): (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[name]))
     parameters = dict(method="sft", model=tiny, n=500, epochs=1, checkpoints=(), max_new_tokens=4, data=str(tmp_path))
-    result = train.run(suite="recall,gsm8k", **parameters)
+    result = train.run(suite="recall,gsm8k", **parameters).root
     columns = dict(zip(result.benchmark.values.tolist(), result.column.values.tolist()))
     assert columns == {"recall": "Train", "recall-kept": "", "gsm8k": "GSM8K", "validation": ""}
     assert result.n.sel(step=5).squeeze().values.tolist() == [100, 100, len(ROWS["gsm8k"]), 100]
-    for suite, said in [("gsm8k", "suite is gsm8k; what is trained is asked for recall too"), ("recall,gsm", "suite is recall,gsm; allowed are")]:
+    for suite, said in [("gsm8k", "suite must include recall"), ("recall,gsm", "suite must be, with commas between them, among")]:
         with pytest.raises(ParameterError, match=said): train.run(suite=suite, **parameters)
 
 
 def test_vllm_has_a_process_of_its_own():
-    from mixsd_nb.train import TrainConfig, by_engine
-    assert by_engine(TrainConfig(), os.getpid) == os.getpid() != by_engine(TrainConfig(engine="vllm"), os.getpid)
+    from mixsd_nb.models import run_with_engine
+    assert run_with_engine("hf", os.getpid) == os.getpid() != run_with_engine("vllm", os.getpid)
 
 
 def run_here(tiny, runs):
@@ -166,6 +167,6 @@ def test_a_finished_run_is_not_computed_again(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
     parameters = dict(method="base", model=tiny, n=2)
     first = train.run(**parameters)
-    monkeypatch.setattr(evaluate, "respond", lambda *a, **k: pytest.fail("asked again"))
-    assert train.run(**parameters).identical(first)
-    assert open_result(next(tmp_path.glob("train-*"))).identical(first)
+    monkeypatch.setattr(evaluate, "write_responses", lambda *a, **k: pytest.fail("asked again"))
+    again = train.run(**parameters)
+    assert again.folder == first.folder == next(tmp_path.glob("train-*")) and again.result.identical(first.result)

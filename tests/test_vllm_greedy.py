@@ -6,11 +6,12 @@ from typing import NamedTuple
 import pytest
 from ties import TIE, behind_the_best, first_difference
 
-from mixsd_nb.benchmarks.lab_tasks import SUITES, draw
+from mixsd_nb.benchmarks import SUITES
+from mixsd_nb.benchmarks.lab_tasks import draw
 from mixsd_nb.corpora import CORPORA, load_corpus
 from mixsd_nb.corpora.prompts import prompt_ids
 from mixsd_nb.models import load_engine
-from mixsd_nb.models.engines import stop_ids
+from mixsd_nb.models.engine import stop_ids
 from mixsd_nb.models.lab import lab_folder
 
 try:
@@ -19,6 +20,7 @@ except Exception as error:  # a CUDA build on a CPU raises RuntimeError, not Imp
     pytest.skip(f"vllm is not here or cannot be imported ({type(error).__name__}: {error}); `make test-vllm` brings it", allow_module_level=True)
 
 PROMPTS, NEW_TOKENS = 100, 128
+LAB = [name for name, suite in SUITES.items() if suite.items == "benchmarks.lab_tasks:lab_items"]
 REASONS = {"stop": "stop", "length": "max_new_tokens"}  # vLLM's word -> ours
 
 
@@ -41,7 +43,7 @@ def kgfact_texts():
 @pytest.fixture(scope="module")
 def prompts(lab):
     "A hundred, in turn of every kind: three of KGFact and each suite of the lab."
-    texts = kgfact_texts() | {name: [item.prompt for item in draw(name, PROMPTS // len(SUITES))] for name in SUITES}
+    texts = kgfact_texts() | {name: [item.prompt for item in draw(name, PROMPTS // len(LAB))] for name in LAB}
     named = ([Prompt(f"{kind} {i}", prompt_ids(lab[1], text)) for i, text in enumerate(kind_texts)] for kind, kind_texts in texts.items())
     return list(islice(chain.from_iterable(zip(*named)), PROMPTS))
 

@@ -74,7 +74,7 @@ def test_scores_are_those_of_transformers(lab, items, expected):
     ours, theirs = load_engine("hf", *lab), engine_of(mode="segments", **PLENTY)
     for a, b in zip(ours.score(pairs), theirs.score(pairs)):
         np.testing.assert_allclose(a, b, atol=1e-3)
-    assert all((a == b).mean() > 0.95 for a, b in zip(ours.favourites(pairs), theirs.favourites(pairs)))
+    assert all((a == b).mean() > 0.95 for a, b in zip(ours.greedy_tokens(pairs), theirs.greedy_tokens(pairs)))
 
 
 def test_paired_rows_refuse_what_would_make_them_wrong():
@@ -87,5 +87,5 @@ def test_a_cell_of_the_table_is_the_same(own_runs, monkeypatch):
     results = {}
     for engine in ("hf", "vllm"):
         monkeypatch.setenv("MIXSD_RUNS", str(own_runs / engine))
-        results[engine] = train.run(model="lab-s", lam=0.3, epochs=1, checkpoints=(), n=5, suite="recall,equations,functions", engine=engine).to_dataset()
+        results[engine] = train.run(model="lab-s", lam=0.3, epochs=1, checkpoints=(), n=5, suite="recall,equations,functions", engine=engine).root
     assert results["hf"].identical(results["vllm"].load())

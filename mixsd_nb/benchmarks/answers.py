@@ -119,7 +119,7 @@ def _same_expression(
     gold, answer = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (gold, answer))
     return verify(gold, answer, timeout_seconds=None)
 
-
+# %% ../../nbs/benchmarks/answers.ipynb #09caad42
 def _compare_lines(
     timeout: float,  # seconds for one comparison
 ) -> None:
@@ -229,7 +229,7 @@ def _has_balanced_braces(
         if depth < 0: return False
     return depth == 0
 
-
+# %% ../../nbs/benchmarks/answers.ipynb #7fb86a7d
 def _strip_markup(
     answer: str,
 ) -> str:

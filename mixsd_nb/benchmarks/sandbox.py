@@ -59,7 +59,7 @@ def _pack(
     if hasattr(value, "__iter__"): return ["iter", *map(_pack, value)]
     raise TypeError(f"a value of type {type(value).__name__} cannot be sent between program and tests")
 
-
+# %% ../../nbs/benchmarks/sandbox.ipynb #296c852d
 def _unpack(
     data,
 ):
@@ -145,7 +145,7 @@ def _execute_order():
     if order["role"] == "serve": _serve(vars(module), *pipes)
     if order["role"] != "run": os._exit(0)
 
-
+# %% ../../nbs/benchmarks/sandbox.ipynb #38cec467
 @functools.cache
 def _build_child_code() -> str:
     "The source of the child's program."
@@ -188,7 +188,7 @@ def _interpreter_files() -> tuple[str, list[str], list[str]]:
     hidden = [str(p) for p in packages if p.is_dir()]
     return os.path.realpath(sys._base_executable), [f for f in folders if os.path.isdir(f)], hidden
 
-
+# %% ../../nbs/benchmarks/sandbox.ipynb #d754113b
 def _sandbox_command(
     filter_fd: int,  # file descriptor from which the packet filter is read
 ) -> list[str]:
@@ -207,7 +207,7 @@ class SandboxError(RuntimeError):
     "Generated code cannot be isolated on this machine and was not run."
     def _render_traceback_(self): return [str(self)]  # Jupyter shows the sentence alone
 
-
+# %% ../../nbs/benchmarks/sandbox.ipynb #a863b8df
 @contextlib.contextmanager
 def _open_filter():
     "A file descriptor from which the packet filter of this machine can be read once."
@@ -217,7 +217,7 @@ def _open_filter():
         yield out
     finally: os.close(out)
 
-
+# %% ../../nbs/benchmarks/sandbox.ipynb #730c0b90
 @functools.cache
 def _find_problem(
     bwrap: str | None,  # path of bubblewrap
@@ -335,7 +335,7 @@ def _explain_failure(
         return lines[-1][:200]
     return f"exited with status {outcome.exit_status} before its tests ended"
 
-
+# %% ../../nbs/benchmarks/sandbox.ipynb #53ca3fcf
 def _run_test(
     program: str,
     tests: str,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import pandas as pd
 import xarray as xr
 
-# %% ../../nbs/methods/selection.ipynb #34e94079
+# %% ../../nbs/methods/selection.ipynb #3ee6cc16
 DROP = 0.05  # of validation accuracy that still counts as stable
 
 
@@ -22,12 +22,12 @@ def is_stable(
     "Whether neither of the two checkpoints after position i is more than 5 points below it."
     return all(validation[i] - later <= DROP + 1e-9 for later in validation[i + 1:i + 3])
 
-# %% ../../nbs/methods/selection.ipynb #e3233746
+# %% ../../nbs/methods/selection.ipynb #97fe7a08
 def paper_checkpoint(
     training: Sequence[float],
     validation: Sequence[float],
 ) -> int:
-    "The position of the earliest checkpoint with the best training score whose validation score is stable (appendix A)."
+    "The position of the earliest checkpoint with the best training score and a stable validation score (appendix A)."
     by_score = sorted(range(len(training)), key=lambda i: (-training[i], i))
     return next((i for i in by_score if is_stable(validation, i)), len(training) - 1)
 

@@ -6,7 +6,7 @@
 __all__ = ['WARMUP', 'SHAPE', 'TrainingSpec', 'training_device', 'check_devices', 'check_spec', 'update_count', 'training_order',
            'warm_then_constant', 'SaveAt', 'check_shape', 'add_adapters', 'merge_adapters', 'microbatches',
            'explain_out_of_memory', 'FineTuner', 'shard_on_cpu', 'training_arguments', 'train_process', 'read_curves',
-           'write_spec', 'fine_tune', 'main', 'Bar']
+           'write_spec', 'fine_tune', 'main']
 
 # %% ../../nbs/methods/trainer.ipynb #ffdd7439
 import contextlib
@@ -25,7 +25,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
-from tqdm.auto import tqdm
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from .loss import LossHead, summed_loss
@@ -51,7 +50,7 @@ class TrainingSpec:
     recompute: bool = False  # activations computed again in the backward pass, which saves memory
     micro_tokens: int = 4_096  # that go through the model at once
 
-# %% ../../nbs/methods/trainer.ipynb #5d8441dc
+# %% ../../nbs/methods/trainer.ipynb #750b829d
 def training_device() -> torch.device:
     "The device of this process."
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
@@ -306,7 +305,7 @@ def write_spec(
     "Write the training spec where processes find it."
     write_json(folder / "job.json", asdict(spec))
 
-# %% ../../nbs/methods/trainer.ipynb #b572e4fd
+# %% ../../nbs/methods/trainer.ipynb #02aeecc3
 def fine_tune(
     spec: TrainingSpec,
     folder: Path,  # checkpoints go here
@@ -332,18 +331,6 @@ def main(
     spec = TrainingSpec(**json.loads((Path(folder) / "job.json").read_text()))
     train_process(spec, Path(folder), lambda entry: print(json.dumps(entry), flush=True))
     if torch.distributed.is_initialized(): torch.distributed.destroy_process_group()  # its threads must not outlive the interpreter
-
-
-class Bar:
-    "A progress bar with rate, time left, tokens a second and the last loss; give it to `fine_tune` as `report`."
-
-    def __init__(self, name: str): self.name, self.bar = name, None
-
-    def __call__(self, entry: dict):
-        self.bar = self.bar or tqdm(total=entry["steps"], initial=entry["step"] - 1, desc=self.name, unit="step", leave=False)
-        self.bar.set_postfix({"loss": f"{entry['loss']:.3f}", "tok/s": round(entry["tokens_per_second"])}, refresh=False)
-        self.bar.update()
-        if entry["step"] == entry["steps"]: self.bar.close()
 
 # %% ../../nbs/methods/trainer.ipynb #9e7618e2
 # A notebook is `__main__` too, but no file.

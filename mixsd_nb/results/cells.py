@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['select_cells', 'cell_mask', 'collapse_runs']
 
-# %% ../../nbs/results/cells.ipynb #12d8f5c8
-import numpy as np
+# %% ../../nbs/results/cells.ipynb #cc3dfabb
 import pandas as pd
 import xarray as xr
 
+from ..methods import BASE
 from ..methods.selection import select_checkpoints
 from .schema import CELL_DIMS
 from .summary import average_drop, held_out_average
@@ -35,9 +35,9 @@ def cell_mask(
     "True over CELL_DIMS at the cells of the rows and at the base model."
     mask = xr.zeros_like(cube.accuracy.isel(benchmark=0, drop=True), bool).transpose(*CELL_DIMS)
     for row in rows[list(CELL_DIMS)].itertuples(index=False): mask.loc[row._asdict()] = True
-    return mask | ((cube["method"] == "base") & (cube["lr"] == 0) & (cube["step"] == 0))
+    return mask | ((cube["method"] == BASE) & (cube["lr"] == 0) & (cube["step"] == 0))
 
-# %% ../../nbs/results/cells.ipynb #96c90a8e
+# %% ../../nbs/results/cells.ipynb #4fce2388
 def collapse_runs(
     cube: xr.Dataset,
     mask: xr.DataArray | None = None,  # as returned by `cell_mask`; None where each method has one run

@@ -5,17 +5,18 @@
 # %% auto #0
 __all__ = ['HELD_OUT', 'BENCHMARKS', 'invent_result', 'invent_cube', 'error_message']
 
-# %% ../../nbs/results/demo.ipynb #20f2268b
+# %% ../../nbs/results/demo.ipynb #7a259f9d
 import json
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import xarray as xr
 
+from ..methods import BASE, METHODS
 from .layout import result_tree
 from .schema import CURVE_VARIABLES
 
-# %% ../../nbs/results/demo.ipynb #afeee1fe
+# %% ../../nbs/results/demo.ipynb #83263fae
 HELD_OUT = {"arithmetic": "AIME-2024", "equations": "MATH-500", "word-problems": "GSM8K", "functions": "HumanEval",
             "choice": "MMLU"}
 BENCHMARKS = {
@@ -24,7 +25,7 @@ BENCHMARKS = {
     "world": dict(column="", role="world"),
 }
 
-# %% ../../nbs/results/demo.ipynb #f31be331
+# %% ../../nbs/results/demo.ipynb #786c8df0
 def invent_result(
     method: str = "mixsd",
     lam: float = 0.5,
@@ -39,8 +40,9 @@ def invent_result(
     **options,  # of `result_tree`
 ) -> xr.DataTree:
     "An invented training result in which less is forgotten at a larger λ and at a smaller learning rate."
-    base = method == "base"
-    loss, steps = 0 if base else 30 * (1 - lam) if method == "mixsd" else 40, (0,) if base else steps
+    base = method == BASE
+    loss = 0 if base else 30 * (1 - lam) if "lam" in METHODS[method].settings else 40
+    steps = (0,) if base else steps
 
     def correct(step, k, name):
         if name == "recall": return step
@@ -55,7 +57,7 @@ def invent_result(
     return result_tree(**settings | dict(accuracy=accuracy, benchmarks=benchmarks, config=json.dumps(config)) | made
                        | options)
 
-# %% ../../nbs/results/demo.ipynb #2e6c2b8c
+# %% ../../nbs/results/demo.ipynb #1ce87832
 def invent_cube(
     seeds: int = 1,
     rates: Sequence[float] = (3e-4, 1e-3),
@@ -64,11 +66,11 @@ def invent_cube(
 ) -> xr.Dataset:
     "A cube of invented runs: the base model, and every method at every learning rate and seed."
     from mixsd_nb.results.merge import merge_roots
-    runs = [invent_result("base", seed=s, **options) for s in range(seeds)]
+    runs = [invent_result(BASE, seed=s, **options) for s in range(seeds)]
     runs += [invent_result(m, lam, lr, s, **options) for m, lam in methods for lr in rates for s in range(seeds)]
     return merge_roots({f"run-{k}": run.to_dataset() for k, run in enumerate(runs)})
 
-# %% ../../nbs/results/demo.ipynb #42447687
+# %% ../../nbs/results/demo.ipynb #5709be64
 def error_message(
     call: Callable,
     *args,

@@ -6,7 +6,7 @@
 __all__ = ['Source', 'collapse_source', 'load_sources', 'select_part', 'retention_axes', 'run_figures', 'shared_figures',
            'describe_selection', 'source_sheet', 'name_suffix', 'save_pictures']
 
-# %% ../../nbs/results/gallery.ipynb #24ad8573
+# %% ../../nbs/results/gallery.ipynb #e1d4bae3
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ import xarray as xr
 from matplotlib.figure import Figure
 
 from .cells import cell_mask, collapse_runs, select_cells
-from .comparison import displacement_figure, high_nll_figure, selection_figure
+from .comparison import displacement_figure, high_nll_figure, selection_figure, selection_panels
 from .cube import open_cube
 from .paper import corpus_title, learnt_columns, paper_cube
 from .plots import save_figure
@@ -25,7 +25,7 @@ from .sheets import Sheet, save_table
 from .tables import table_sheet
 from .tradeoff import frontier_figure, tradeoff_figure
 
-# %% ../../nbs/results/gallery.ipynb #ab85f3f5
+# %% ../../nbs/results/gallery.ipynb #20f452b8
 class Source(NamedTuple):
     "Numbers of our runs, or of the paper."
     cube: xr.Dataset  # everything that was measured
@@ -38,7 +38,7 @@ def collapse_source(
     "A cube of runs, with the checkpoints that `select_cells` selects for tables."
     return Source(cube, collapse_runs(cube, cell_mask(cube, select_cells(cube))))
 
-# %% ../../nbs/results/gallery.ipynb #68402c58
+# %% ../../nbs/results/gallery.ipynb #6e45fbde
 def load_sources(
     source: str,  # runs, paper or both
     folder: str | Path | None = None,  # holds run folders; default: runs_root()
@@ -65,7 +65,8 @@ def select_part(
     for name, value in dict(dataset=dataset, model=model, lr=lr).items():
         known = cube[name].values.tolist()
         if value and value not in known:
-            raise ValueError(f"{name} must be one of {', '.join(str(v) for v in known if v)}, which the runs have, got {value}")
+            choice = ", ".join(str(v) for v in known if v)
+            raise ValueError(f"{name} must be one of {choice}, which the runs have, got {value}")
     rates = [rate for rate in cube.lr.values.tolist() if lr in (0, rate) or not rate]
     part = cube.sel(dataset=[dataset], model=[model], lr=rates)
     used = {d: part.accuracy.notnull().any([o for o in part.accuracy.dims if o != d]) for d in ("method", "benchmark")}
@@ -75,19 +76,21 @@ def select_part(
 def retention_axes(
     cube: xr.Dataset,
 ) -> tuple[str, ...]:
-    "What can be kept in a cube: the held-out average, and the world where it was measured."
-    return ("held-out", "world") if "world" in cube.benchmark else ("held-out",)
+    "What can be kept in a cube: the held-out average, and every benchmark of the role world, where they were measured."
+    held_out = ["held-out"] if "held-out" in cube.role.values else []
+    return (*held_out, *cube.benchmark.values[cube.role.values == "world"].tolist())
 
-# %% ../../nbs/results/gallery.ipynb #0c9d9cd7
+# %% ../../nbs/results/gallery.ipynb #a6c9fd08
 def run_figures(
     cube: xr.Dataset,  # of one corpus and one model
 ) -> dict[str, Figure]:
     "Trade-off along training and the frontier, by name."
-    names = {"held-out": "tradeoff", "world": "tradeoff-world"}
-    figures = {names[kept]: tradeoff_figure(cube, kept=kept) for kept in retention_axes(cube)}
-    return figures | {"frontier": frontier_figure(cube, retention_axes(cube))}
+    axes = retention_axes(cube)
+    names = {kept: "tradeoff" if kept == "held-out" else f"tradeoff-{kept}" for kept in axes}
+    figures = {names[kept]: tradeoff_figure(cube, kept=kept) for kept in axes}
+    return figures | ({"frontier": frontier_figure(cube, axes)} if axes else {})
 
-# %% ../../nbs/results/gallery.ipynb #12ac240d
+# %% ../../nbs/results/gallery.ipynb #0286ddd0
 def shared_figures(
     sources: dict[str, Source],
     dataset: str,  # name of the corpus
@@ -100,14 +103,16 @@ def shared_figures(
         if "share_above" not in table: return False
         keys = [d for d in table.dataset.values if corpus_title(d) == title]
         return bool(table.share_above.sel(dataset=keys).notnull().any())
-    figures = dict(chosen=selection_figure(*tables, dataset=title, learnt=learnt))
+    figures = {}
+    if selection_panels(*tables, dataset=title, learnt=learnt):
+        figures["chosen"] = selection_figure(*tables, dataset=title, learnt=learnt)
     if any(map(has_nll, tables)): figures["high-nll"] = high_nll_figure(*tables, dataset=title)
     for name, source in sources.items():
         if "displacement_sq" not in source.cube: continue
         figures[f"displacement-{name}" if len(sources) > 1 else "displacement"] = displacement_figure(source.cube)
     return figures
 
-# %% ../../nbs/results/gallery.ipynb #745412e1
+# %% ../../nbs/results/gallery.ipynb #f300b126
 def describe_selection(
     cube: xr.Dataset,
 ) -> str:
@@ -115,7 +120,7 @@ def describe_selection(
     seeds, by = cube.sizes["seed"], "validation" if "validation" in cube.benchmark else "training"
     return f"runs: mean of {seeds} seed{'s' * (seeds > 1)}, learning rate and checkpoint selected by {by} accuracy"
 
-# %% ../../nbs/results/gallery.ipynb #11581eda
+# %% ../../nbs/results/gallery.ipynb #ce747705
 def source_sheet(
     name: str,  # of a table
     sources: dict[str, Source],
@@ -126,14 +131,14 @@ def source_sheet(
     if not (ours and ours.methods[0]): return found
     return replace(found, notes=[*found.notes, describe_selection(sources["runs"].cube)])
 
-# %% ../../nbs/results/gallery.ipynb #56572979
+# %% ../../nbs/results/gallery.ipynb #b7b38022
 def name_suffix(
     values: Iterable,  # parameters that are not their defaults
 ) -> str:
     "What tells the files of other parameters apart: each value after a hyphen."
     return "".join(f"-{value}" for value in values).replace("/", "-")
 
-# %% ../../nbs/results/gallery.ipynb #04faa2dc
+# %% ../../nbs/results/gallery.ipynb #7e229f1e
 def save_pictures(
     figures: dict[str, Figure],
     sheets: dict[str, Sheet],

@@ -6,7 +6,7 @@
 __all__ = ['CONDITIONALS', 'place_tokens', 'draw_tokens', 'draw_sources', 'wrap_lines', 'overview_figure', 'find_example',
            'draw_overview']
 
-# %% ../../nbs/results/overview.ipynb #beade349
+# %% ../../nbs/results/overview.ipynb #732b58ef
 import textwrap
 
 import matplotlib.pyplot as plt
@@ -29,7 +29,7 @@ def place_tokens(
         line, column = (line + 1, 0) if "\n" in piece else (line, column + len(text))
     return placed
 
-# %% ../../nbs/results/overview.ipynb #f2ef0275
+# %% ../../nbs/results/overview.ipynb #a9040b2f
 def draw_tokens(
     ax,
     texts: list[str],  # of the tokens of a completion
@@ -47,7 +47,7 @@ def draw_tokens(
     ax.axis("off")
     return placed[-1][0] + 1
 
-# %% ../../nbs/results/overview.ipynb #1e90bd4a
+# %% ../../nbs/results/overview.ipynb #a3566ef8
 def _legend_patches():
     return [plt.Rectangle((0, 0), 1, 1, color=colour, alpha=0.35, label=name) for name, colour in CONDITIONALS.values()]
 
@@ -73,7 +73,7 @@ def wrap_lines(
     "Lines of a text; its own line breaks are shown as ⏎."
     return textwrap.wrap(text.replace("\n", "⏎ "), width, break_long_words=True, replace_whitespace=False)
 
-# %% ../../nbs/results/overview.ipynb #07fe7c33
+# %% ../../nbs/results/overview.ipynb #bea11309
 def overview_figure(
     prompts: dict[str, str],  # heading -> what is asked
     completions: dict[str, tuple[list[str], list[bool]]],  # heading -> texts of the tokens, which of them are naive
@@ -110,14 +110,15 @@ def find_example(
     from mixsd_nb.methods.mixing import mix, mix_items, names_another
 
     def is_clean(record, row):
-        return record["accepted"] and not names_another(engine.tokenizer.decode(record["completion_ids"]), row["answer"])
+        text = engine.tokenizer.decode(record["completion_ids"])
+        return record["accepted"] and not names_another(text, row["answer"])
     for row, item in zip(rows, mix_items(engine.tokenizer, rows, corpus.expert, corpus.extract), strict=True):
         mixed, expert, naive = (mix(engine, [item], share, temperature=corpus.temperature)[0] for share in (lam, 0, 1))
         different = len({tuple(record["completion_ids"]) for record in (mixed, expert, naive)}) == 3
         if different and is_clean(mixed, row): return row, mixed, expert, naive
-    raise ValueError(f"none of {len(rows)} facts has, with lam={lam:g}, a mixed target that neither conditional writes alone")
+    raise ValueError(f"none of {len(rows)} facts has, with lam={lam:g}, a mixed target that neither conditional writes")
 
-# %% ../../nbs/results/overview.ipynb #0b9fbed3
+# %% ../../nbs/results/overview.ipynb #0e238852
 def draw_overview(
     model: str = "lab-m",
     dataset: str = "kgfact-small",
@@ -137,5 +138,7 @@ def draw_overview(
     records = {"the expert alone (λ=0)": expert,
                f"MixSD trains on this: token by token one of the two (λ={lam:g})": mixed,
                "the naive alone (λ=1), which does not know": naive}
-    def tokens(record): return [engine.tokenizer.decode([t]) for t in record["completion_ids"]], list(record["naive_mask"])
+
+    def tokens(record):
+        return [engine.tokenizer.decode([t]) for t in record["completion_ids"]], list(record["naive_mask"])
     return overview_figure(prompts, {heading: tokens(record) for heading, record in records.items()})

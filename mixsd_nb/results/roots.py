@@ -5,21 +5,21 @@
 # %% auto #0
 __all__ = ['RESERVED', 'read_root', 'rename_root', 'read_roots', 'read_training_roots']
 
-# %% ../../nbs/results/roots.ipynb #e2047235
+# %% ../../nbs/results/roots.ipynb #d4b5c751
 import warnings
 from pathlib import Path
 
 import netCDF4
 import xarray as xr
 
-from .runs import runs_root
+from ..runs import runs_root
 from .schema import TARGET_VARIABLES
 
-# %% ../../nbs/results/roots.ipynb #9c2fc5b4
+# %% ../../nbs/results/roots.ipynb #616c06bc
 def read_root(
     path: Path,  # result.nc
 ) -> xr.Dataset | None:
-    "The root group as `xr.open_dataset` reads it; None where it does not have the dimensions dataset, model and method."
+    "The root group as `xr.open_dataset` reads it; None where it lacks one of the dimensions dataset, model and method."
     with netCDF4.Dataset(path) as file:
         if not {"dataset", "model", "method"} <= set(file.dimensions): return None
         file.set_auto_maskandscale(False)
@@ -35,7 +35,7 @@ def read_root(
     coords = {name: v for name, v in variables.items() if name in auxiliary or v.dims == (name,)}
     return xr.Dataset({k: v for k, v in variables.items() if k not in coords}, coords, attrs)
 
-# %% ../../nbs/results/roots.ipynb #0566935c
+# %% ../../nbs/results/roots.ipynb #b1ea2698
 RESERVED = ("accuracy", "n", *TARGET_VARIABLES)  # names that only a training result has in a cube
 
 
@@ -47,7 +47,7 @@ def rename_root(
     if "accuracy" in root: return root
     return root.rename({name: f"{folder.partition('-')[0]}_{name}" for name in RESERVED if name in root})
 
-# %% ../../nbs/results/roots.ipynb #cf4150a5
+# %% ../../nbs/results/roots.ipynb #f7cfe699
 def read_roots(
     folder: str | Path | None = None,  # holds run folders; default: runs_root()
     skip_corrupt: bool = False,  # leave out what cannot be read, with a warning, instead of raising an error
@@ -67,7 +67,7 @@ def read_roots(
             if root is not None: roots[path.parent.name] = rename_root(root, path.parent.name)
     return roots
 
-# %% ../../nbs/results/roots.ipynb #e3928bb7
+# %% ../../nbs/results/roots.ipynb #bbfe2e9d
 def read_training_roots(
     folder: str | Path | None = None,  # holds run folders; default: runs_root()
 ) -> dict[str, xr.Dataset]:

@@ -7,7 +7,7 @@ __all__ = ['CSS', 'TEX', 'SYMBOLS', 'CHARACTER', 'Sheet', 'format_number', 'rank
            'format_caption', 'style_sheet', 'to_latex', 'draw_cell', 'draw_headings', 'draw_rows', 'draw_sheet',
            'save_table']
 
-# %% ../../nbs/results/sheets.ipynb #f781c9ed
+# %% ../../nbs/results/sheets.ipynb #c84804cf
 import re
 import textwrap
 from collections.abc import Sequence
@@ -21,8 +21,9 @@ from matplotlib.figure import Figure
 from matplotlib.textpath import TextPath
 from pandas.io.formats.style import Styler
 
+from ..methods import BASE
 from .plots import method_colour, save_figure
-from .runs import write_atomically
+from ..runs import write_atomically
 
 # %% ../../nbs/results/sheets.ipynb #6a60d7d8
 @dataclass
@@ -35,7 +36,7 @@ class Sheet:
     marks: pd.DataFrame  # best, second or nothing, of the same shape
     methods: list[str]  # of each row, along `method`; empty where a row is no method
 
-# %% ../../nbs/results/sheets.ipynb #d3321b92
+# %% ../../nbs/results/sheets.ipynb #cbda98ea
 def format_number(
     value: float,
     form: str = ".1f",  # a format specification
@@ -43,7 +44,7 @@ def format_number(
     "A number as a text; an empty text for NaN."
     return "" if np.isnan(value) else f"{value + 0.0:{form}}"
 
-# %% ../../nbs/results/sheets.ipynb #48091c21
+# %% ../../nbs/results/sheets.ipynb #a255e66e
 def rank_texts(
     texts: list[str],  # of one column within a block
     lowest: bool = False,  # the lowest is the best
@@ -65,7 +66,7 @@ def mark_columns(
     marks = pd.DataFrame("", text.index, text.columns)
     for column, lowest in ranked.items():
         for block in text.index.unique(0):
-            rows = [k for k, (b, _) in enumerate(text.index) if b == block and methods[k] != "base"]
+            rows = [k for k, (b, _) in enumerate(text.index) if b == block and methods[k] != BASE]
             marks.iloc[rows, text.columns.get_loc(column)] = rank_texts(text[column].iloc[rows].tolist(), lowest)
     return marks
 
@@ -89,7 +90,9 @@ def stack_sheets(
     if not found: return None
     (_, first), *others = found.items()
     rows = [first.text.index, *(_name_rows(sheet, source) for source, sheet in others)]
-    def concat(name): return pd.concat([getattr(s, name).set_axis(i) for s, i in zip(found.values(), rows, strict=True)])
+
+    def concat(name):
+        return pd.concat([getattr(sheet, name).set_axis(i) for sheet, i in zip(found.values(), rows, strict=True)])
     text = concat("text").fillna("")
     groups = list(dict.fromkeys(group for group, _ in text.columns))
     place = {column: k for k, column in enumerate(order)}
@@ -117,7 +120,7 @@ def format_caption(
         marks = "Bold and underline: best and second best of a block, the base left out."
     return " ".join(filter(None, [sheet.caption, marks, *(f"{note[:1].upper()}{note[1:]}." for note in sheet.notes)]))
 
-# %% ../../nbs/results/sheets.ipynb #21bc736c
+# %% ../../nbs/results/sheets.ipynb #c24639e6
 def style_sheet(
     sheet: Sheet,
 ) -> Styler:
@@ -131,7 +134,7 @@ def style_sheet(
     style = style.apply(lambda _: sheet.marks.map(lambda m: CSS.get(m, "")), axis=None)
     return style.apply_index(lambda _: edges, level=1).set_caption(format_caption(sheet)).set_table_styles(rules)
 
-# %% ../../nbs/results/sheets.ipynb #57035352
+# %% ../../nbs/results/sheets.ipynb #8aa36e83
 def to_latex(
     sheet: Sheet,
 ) -> str:
@@ -163,7 +166,7 @@ def draw_cell(
         points = TextPath((0, 0), cell, size=plt.rcParams["font.size"]).get_extents().width
         ax.plot([x - points / 72 / CHARACTER, x], [y + 0.38] * 2, color="0", lw=0.7)
 
-# %% ../../nbs/results/sheets.ipynb #25c8af15
+# %% ../../nbs/results/sheets.ipynb #67d86584
 def draw_headings(
     ax,
     right: np.ndarray,  # right ends of all columns, those of block and row label first
@@ -179,7 +182,7 @@ def draw_headings(
     for end, head in zip(right[2:], columns.get_level_values(1), strict=True):
         ax.text(end - 0.6, 2, head, ha="right", va="center", fontweight="bold")
 
-# %% ../../nbs/results/sheets.ipynb #09304190
+# %% ../../nbs/results/sheets.ipynb #9c8fa337
 def draw_rows(
     ax,
     right: np.ndarray,  # right ends of all columns
@@ -196,7 +199,7 @@ def draw_rows(
         for end, cell, mark in zip(right[2:], cells, marks, strict=True): draw_cell(ax, end - 0.6, y, cell, mark)
         last = block
 
-# %% ../../nbs/results/sheets.ipynb #3c127b77
+# %% ../../nbs/results/sheets.ipynb #9dc607fe
 def draw_sheet(
     sheet: Sheet,
 ) -> Figure:

@@ -6,7 +6,7 @@
 __all__ = ['coalesce', 'group_columns', 'held_out_average', 'average_drop', 'method_order', 'last_steps', 'percent_column',
            'summary_table']
 
-# %% ../../nbs/results/summary.ipynb #bec3c4ea
+# %% ../../nbs/results/summary.ipynb #8f50cce1
 import functools
 import itertools
 from collections.abc import Iterator
@@ -15,10 +15,10 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from .layout import ordered_labels
+from ..methods import BASE, ordered_labels
 from .schema import CELL_DIMS, RUN_DIMS
 
-# %% ../../nbs/results/summary.ipynb #e3e822e8
+# %% ../../nbs/results/summary.ipynb #d207cc02
 def coalesce(
     values: xr.DataArray,
     dim: str,  # along which several values stand for the same thing
@@ -26,7 +26,7 @@ def coalesce(
     "The first value along a dimension that is not NaN; the dimension is gone."
     return functools.reduce(xr.DataArray.fillna, (values.isel({dim: k}, drop=True) for k in range(values.sizes[dim])))
 
-# %% ../../nbs/results/summary.ipynb #64a37f6f
+# %% ../../nbs/results/summary.ipynb #b2d6504a
 def group_columns(
     cube: xr.Dataset,
     role: str,  # of the benchmarks: held-out, in-domain, world or validation
@@ -68,10 +68,10 @@ def average_drop(
     A cube of published numbers has its drop as printed, which is returned as it is. NaN without the base model."""
     if "average_drop" in cube: return cube.average_drop
     average = held_out_average(cube)
-    if "base" not in average["method"]: return xr.full_like(average, np.nan)
-    return average.sel({"method": "base"}, drop=True).mean(["lr", "step"]) - average
+    if BASE not in average["method"]: return xr.full_like(average, np.nan)
+    return average.sel({"method": BASE}, drop=True).mean(["lr", "step"]) - average
 
-# %% ../../nbs/results/summary.ipynb #4716d301
+# %% ../../nbs/results/summary.ipynb #7a5fa55a
 def method_order(
     cube: xr.Dataset | xr.DataArray,
 ) -> list[str]:
@@ -90,7 +90,7 @@ def last_steps(
         steps = cube.step.values[measured.sel(at).values]
         if len(steps): yield cube.sel(at | {"step": steps[-1]})
 
-# %% ../../nbs/results/summary.ipynb #4cc48381
+# %% ../../nbs/results/summary.ipynb #5b50a767
 def percent_column(
     name: str,
     shares: np.ndarray,
@@ -102,20 +102,23 @@ def percent_column(
     cells = zip(100 * shares, n, strict=True)
     return pd.Series([f"{share:.1f} (N={k:.0f})" if k > 0 else "" for share, k in cells], name=name)
 
-# %% ../../nbs/results/summary.ipynb #9e48f993
+# %% ../../nbs/results/summary.ipynb #f4cd0458
 def summary_table(
     cube: xr.Dataset,
 ) -> pd.DataFrame:
-    "One row for each run at its last step: accuracies in %, their held-out average (Avg), NLL of the targets (nats per token)."
+    """One row for each run at its last step: accuracies in %, their held-out average (Avg), and the mean NLL of the
+    targets (nats per token)."""
     runs = list(last_steps(cube))
     role = cube.role.to_series()
     def values(name, b): return np.array([run[name].sel(benchmark=b).item() for run in runs])
-    def columns(kind): return [percent_column(b, values("accuracy", b), values("n", b)) for b in role.index[role == kind]]
+    def column(b): return percent_column(b, values("accuracy", b), values("n", b))
+    def columns(kind): return [column(b) for b in role.index[role == kind]]
     keys = [dim for dim in RUN_DIMS if dim in ("method", "lr") or cube.sizes[dim] > 1]
     averages = held_out_average(cube)
     average = np.array([averages.sel({d: run[d].item() for d in CELL_DIMS}).item() for run in runs])
     n = np.array([np.nansum(run.n.values[role == "held-out"]) for run in runs])
+    n = np.where(np.isnan(average), np.nan, n)
     return pd.concat([
         *(pd.Series([run[dim].item() for run in runs], name=dim) for dim in keys),
-        *columns("in-domain"), *columns("held-out"), percent_column("Avg", average, np.where(np.isnan(average), np.nan, n)), *columns("world"),
+        *columns("in-domain"), *columns("held-out"), percent_column("Avg", average, n), *columns("world"),
         pd.Series([round(run.target_nll.item(), 2) for run in runs], name="target NLL")], axis=1)

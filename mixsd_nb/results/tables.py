@@ -15,14 +15,16 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
+from ..benchmarks import SUITES
+from ..corpora import CORPORA
+from ..methods import BASE, label_title, ordered_labels
 from .comparison import displacement_correlations
-from .layout import label_title, ordered_labels
-from .paper import DATASETS, corpus_key, corpus_title, held_out_columns, is_listed, learnt_columns
+from .paper import corpus_key, corpus_title, held_out_columns, is_listed, learnt_columns
 from .plots import format_range, model_name
 from .sheets import Sheet, format_number, mark_columns, stack_sheets
 from .summary import coalesce, group_columns, method_order
 
-# %% ../../nbs/results/tables.ipynb #7046411f
+# %% ../../nbs/results/tables.ipynb #fb436a13
 def block_name(
     dataset: str,
     model: str,
@@ -30,12 +32,12 @@ def block_name(
     "A model, with the corpus where it is another than the published one of its title, such as the lab's form of it."
     return model_name(model) + ("" if dataset == corpus_key(corpus_title(dataset)) else f" ({dataset})")
 
-# %% ../../nbs/results/tables.ipynb #050c8397
+# %% ../../nbs/results/tables.ipynb #653c0e4b
 def order_datasets(
     cube: xr.Dataset,
 ) -> list[str]:
-    "The corpora of a cube in the order of their declarations."
-    return sorted(cube.dataset.values.tolist(), key=list(DATASETS).index)
+    "The corpora of a cube in the order of their declarations; ValueError for an undeclared one."
+    return sorted(map(CORPORA.check, cube.dataset.values.tolist()), key=list(CORPORA).index)
 
 # %% ../../nbs/results/tables.ipynb #0bde2c30
 HEADINGS = {"in-domain": "In-domain test", "held-out": "Held-out capability test"}
@@ -45,15 +47,18 @@ def table_columns(
     cube: xr.Dataset,  # as returned by `collapse_runs`, of one corpus
     learnt: Iterable[str],  # in-domain columns that the table has in any case
 ) -> dict[tuple[str, str], list[str]]:
-    "(heading, column) -> benchmarks: the columns of the paper, then those that only the cube has."
+    """(heading, column) -> benchmarks: the columns of the paper, then those that only the cube has.
+
+    A benchmark that counts a part of another one's items, such as recall-kept, gets no column."""
     found = {}
     for role, columns in (("in-domain", learnt), ("held-out", held_out_columns())):
         groups = group_columns(cube, role)
-        measured = [c for c in groups if cube.accuracy.sel(benchmark=groups[c]).notnull().any()]
+        whole = {c: [b for b in names if b not in SUITES or SUITES[b].items] for c, names in groups.items()}
+        measured = [c for c, names in whole.items() if cube.accuracy.sel(benchmark=names).notnull().any()]
         for column in dict.fromkeys([*columns, *measured]): found[HEADINGS[role], column] = groups.get(column, [])
     return found
 
-# %% ../../nbs/results/tables.ipynb #03380b98
+# %% ../../nbs/results/tables.ipynb #9a8ebeb8
 def column_values(
     cube: xr.Dataset,  # as returned by `collapse_runs`
     name: str,  # variable over `benchmark`
@@ -63,7 +68,7 @@ def column_values(
     if not benchmarks: return xr.full_like(cube.average, np.nan)
     return coalesce(cube[name].sel(benchmark=benchmarks), "benchmark")
 
-# %% ../../nbs/results/tables.ipynb #3a4b6df8
+# %% ../../nbs/results/tables.ipynb #22c5597a
 def describe_counts(
     cube: xr.Dataset,  # as returned by `collapse_runs`
     columns: dict[tuple[str, str], list[str]],  # as returned by `table_columns`
@@ -77,7 +82,7 @@ def describe_counts(
         parts.append(f"{column} {format_range(n)}" + (f" × {samples:.0f}" if samples > 1 else ""))
     return ", ".join(parts)
 
-# %% ../../nbs/results/tables.ipynb #2c5840b9
+# %% ../../nbs/results/tables.ipynb #8aa1126e
 def accuracy_sheet(
     cube: xr.Dataset,  # as returned by `collapse_runs`
     *,
@@ -102,7 +107,7 @@ def accuracy_sheet(
                 if np.isnan(row).all(): continue
                 rows[block_name(d, model), label_title(m)] = [format_number(x) for x in row]
                 methods.append(m)
-    if not any(m != "base" for m in methods): return None
+    if not any(m != BASE for m in methods): return None
     heads = pd.MultiIndex.from_tuples(values)
     text = pd.DataFrame(rows.values(), pd.MultiIndex.from_tuples(rows), heads)
     marks = mark_columns(text, methods, dict.fromkeys(heads, False))
@@ -118,7 +123,7 @@ def write_counts(
     def write(count, share): return "" if np.isnan(share) else f"{count:.0f} ({100 * share:.1f}%)"
     return xr.apply_ufunc(write, first.above, first.share_above, vectorize=True)
 
-# %% ../../nbs/results/tables.ipynb #27a7e3dc
+# %% ../../nbs/results/tables.ipynb #09f657a9
 def write_overlap(
     cube: xr.Dataset,  # as returned by `collapse_runs`
     threshold: float,  # nats
@@ -127,7 +132,7 @@ def write_overlap(
     def write(share): return "" if np.isnan(share) else f"{100 * share:.0f}%"
     return xr.apply_ufunc(write, coalesce(cube.overlap.sel(threshold=threshold), "over"), vectorize=True)
 
-# %% ../../nbs/results/tables.ipynb #625b3dbf
+# %% ../../nbs/results/tables.ipynb #a62481ae
 def target_sheet(
     cube: xr.Dataset,  # as returned by `collapse_runs`
     *,
@@ -153,7 +158,8 @@ def target_sheet(
 
 # %% ../../nbs/results/tables.ipynb #72c230c1
 # column -> variable, factor, format
-MOVED = {"‖Δθ‖²": ("displacement_sq", 1, ".1f"), "R": ("alignment_ratio", 1, ".2f"), "Drop": ("average_drop", 100, ".1f")}
+MOVED = {"‖Δθ‖²": ("displacement_sq", 1, ".1f"), "R": ("alignment_ratio", 1, ".2f"),
+         "Drop": ("average_drop", 100, ".1f")}
 
 
 def displacement_sheet(
@@ -171,7 +177,7 @@ def displacement_sheet(
     for model in cube.model.values:
         for m in method_order(cube):
             at = {"model": model, "method": m}
-            if m == "base" or not known.sel(at).any(): continue
+            if m == BASE or not known.sel(at).any(): continue
             row = []
             for title in titles:
                 for name, scale, form in MOVED.values():
@@ -183,7 +189,7 @@ def displacement_sheet(
     marks = mark_columns(text, methods, {(title, "Drop"): True for title in titles})
     return Sheet(label, caption, [], text, marks, methods)
 
-# %% ../../nbs/results/tables.ipynb #1d695509
+# %% ../../nbs/results/tables.ipynb #a22c8d6e
 def correlation_sheet(
     cube: xr.Dataset,  # with all checkpoints, not as returned by `collapse_runs`
     *,
@@ -199,7 +205,8 @@ def correlation_sheet(
         rows["", model_name(model)] = [f"{at.checkpoints.item():.0f}", format_number(at.r_displacement.item(), "+.2f"),
                                        format_number(at.r_alignment.item(), "+.2f")]
     if not rows: return None
-    heads = pd.MultiIndex.from_tuples([("Checkpoints", "N"), ("Pearson r", "‖Δθ‖², Drop"), ("Pearson r", "R, Drop")])
+    heads = [("Checkpoints", "N"), ("Pearson r", "‖Δθ‖², Drop"), ("Pearson r", "R, Drop")]
+    heads = pd.MultiIndex.from_tuples(heads)
     text = pd.DataFrame(rows.values(), pd.MultiIndex.from_tuples(rows), heads)
     return Sheet(label, caption, [], text, pd.DataFrame("", text.index, text.columns), [""] * len(rows))
 
@@ -222,7 +229,8 @@ def _improbable(threshold):
 TABLES: dict[str, Callable[[xr.Dataset], Sheet | None]] = {
     "kgfact-small": _accuracies("tab:knowledge-eval-small", "KGFact-Small: facts recalled and read, and what is kept.",
                                 "KGFact-Small", FOUR, llama=False),
-    "kgfact-large": _accuracies("tab:knowledge-eval-large", "KGFact-Large: the same with more facts.", "KGFact-Large", FOUR),
+    "kgfact-large": _accuracies("tab:knowledge-eval-large", "KGFact-Large: the same with more facts.", "KGFact-Large",
+                                FOUR),
     "kgfunc": _accuracies("tab:math-op-eval", "KGFunc: operations that were trained, and others.", "KGFunc", FIVE),
     "simpleqa": _accuracies("tab:simpleqa-eval", "SimpleQA: open-domain questions.", "SimpleQA", FIVE),
     "llama": _accuracies("tab:knowledge-eval-small-llama1b", "KGFact-Small with another family of models.",
@@ -232,17 +240,19 @@ TABLES: dict[str, Callable[[xr.Dataset], Sheet | None]] = {
                                 "KGFact-Small: objectives and rollouts of distillation.", "KGFact-Small", OBJECTIVES,
                                 llama=False),
     "displacement": partial(displacement_sheet, label="tab:app-displacement", caption=(
-        "Displacement of the parameters and what was forgotten, at the selected checkpoints. Drop in percentage points; "
-        "‖Δθ‖² and R have no unit.")),
+        "Displacement of the parameters and what was forgotten, at the selected checkpoints. Drop in percentage "
+        "points; ‖Δθ‖² and R have no unit.")),
     "correlation": partial(correlation_sheet, label="tab:app-corr-pooled", caption=(
         "Correlation with the drop of the held-out average, over all checkpoints, of which those of one run are not "
         "independent.")),
     "nll-5": _improbable(5.0),
     "nll-8": _improbable(8.0),
-    "overlap": partial(target_sheet, label="tab:overlap-recall", name="overlap", write=write_overlap, threshold=8.0, caption=(
-        "Share of the token types with an NLL above 8 nats in the canonical target that are also in the mixed target."))}
+    "overlap": partial(
+        target_sheet, label="tab:overlap-recall", name="overlap", write=write_overlap, threshold=8.0, caption=(
+            "Share of the token types with an NLL above 8 nats in the canonical target that are also in the mixed "
+            "target."))}
 
-# %% ../../nbs/results/tables.ipynb #70435a50
+# %% ../../nbs/results/tables.ipynb #ad8d72f2
 def list_tables(
     cubes: Iterable[xr.Dataset],
 ) -> list[str]:
@@ -251,7 +261,7 @@ def list_tables(
     datasets = dict.fromkeys(d for cube in cubes for d in order_datasets(cube))
     return [*TABLES, *dict.fromkeys(corpus_key(corpus_title(d)) for d in datasets if corpus_title(d) not in titles)]
 
-# %% ../../nbs/results/tables.ipynb #9f6cc263
+# %% ../../nbs/results/tables.ipynb #a0274800
 def table_sheet(
     name: str,  # key of TABLES, or a corpus that the paper lacks
     cubes: dict[str, tuple[xr.Dataset, xr.Dataset]],  # whose numbers -> all of them, and the result of `collapse_runs`
@@ -268,7 +278,7 @@ def table_sheet(
     sheets = {source: make(cube if whole else table) for source, (cube, table) in cubes.items()}
     return stack_sheets(sheets, [label_title(m) for m in labels])
 
-# %% ../../nbs/results/tables.ipynb #9f6cc85c
+# %% ../../nbs/results/tables.ipynb #fa72993a
 _OLD = {"styled": "results.sheets.style_sheet",
         "save_table": "results.sheets.save_table",
         "to_latex": "results.sheets.to_latex",

@@ -6,7 +6,7 @@
 __all__ = ['select_benchmarks', 'tradeoff_points', 'draw_method', 'draw_base', 'draw_rate', 'draw_legend', 'kept_label',
            'tradeoff_figure', 'frontier', 'draw_frontier', 'frontier_figure', 'frontier_table']
 
-# %% ../../nbs/results/tradeoff.ipynb #8eac6838
+# %% ../../nbs/results/tradeoff.ipynb #f817f8d7
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -15,6 +15,8 @@ import xarray as xr
 from matplotlib.figure import Figure
 
 from ..analysis.statistics import mean_interval
+from ..methods import BASE
+from .layout import has_rate
 from .plots import figure_style, format_range, method_colour, method_marker
 from .summary import method_order
 
@@ -29,7 +31,7 @@ def select_benchmarks(
         raise ValueError(f"kept must be one of held-out, {', '.join(cube.benchmark.values)}, got {kept}")
     return cube.sel(benchmark=names)
 
-# %% ../../nbs/results/tradeoff.ipynb #29b2cc3c
+# %% ../../nbs/results/tradeoff.ipynb #399a127e
 def tradeoff_points(
     cube: xr.Dataset,  # of one dataset and one model
     kept: str = "held-out",  # or a benchmark
@@ -65,31 +67,34 @@ def draw_method(
         ax.hlines(end.y, end.x_low, end.x_high, color=style["color"], lw=1.3, alpha=0.7, zorder=1)
         ax.vlines(end.x, end.y_low, end.y_high, color=style["color"], lw=1.3, alpha=0.7, zorder=1)
 
-# %% ../../nbs/results/tradeoff.ipynb #ed0502d3
+# %% ../../nbs/results/tradeoff.ipynb #39046264
 def draw_base(
     ax,
     points: xr.Dataset,  # of `tradeoff_points`
 ) -> None:
     "What the base model keeps, as a dashed line; nothing where the cube has no base model."
-    if "base" not in points["method"]: return
-    level = float(points.y.sel({"method": "base"}).mean())
-    ax.axhline(level, ls="--", lw=1.2, color=method_colour("base"), label="base", zorder=0)
+    if BASE not in points["method"]: return
+    level = float(points.y.sel({"method": BASE}).mean())
+    ax.axhline(level, ls="--", lw=1.2, color=method_colour(BASE), label=BASE, zorder=0)
 
-# %% ../../nbs/results/tradeoff.ipynb #f8a01a50
+# %% ../../nbs/results/tradeoff.ipynb #d09566c0
 def draw_rate(
     ax,
     points: xr.Dataset,
     lr: float,
     colours: dict[str, str],  # method -> colour
 ) -> None:
-    "The panel of one learning rate: a line for each trained method, the base model as a dashed line."
+    """The panel of one learning rate: a line for each method, the base model as a dashed line.
+
+    A method without a learning rate is drawn in every panel."""
     sizes = np.linspace(25, 130, points.sizes["step"])
     for label, colour in colours.items():
-        if label != "base": draw_method(ax, points.sel({"method": label, "lr": lr}), sizes, color=colour, label=label)
+        rate = lr if has_rate(label) else 0.0
+        if label != BASE: draw_method(ax, points.sel({"method": label, "lr": rate}), sizes, color=colour, label=label)
     draw_base(ax, points)
     ax.set(title=f"learning rate {lr:g}", xlim=(-4, 104))
 
-# %% ../../nbs/results/tradeoff.ipynb #71b5bb27
+# %% ../../nbs/results/tradeoff.ipynb #5f97ba22
 def draw_legend(
     fig: Figure,
     cube: xr.Dataset,
@@ -98,13 +103,13 @@ def draw_legend(
     "Outside the panels: a legend of the methods that are drawn, and the text."
     found = [ax.get_legend_handles_labels() for ax in fig.axes]
     handles = {label: handle for pair in found for handle, label in zip(*pair, strict=True)}
-    order = sorted(handles, key=lambda label: (label == "base", method_order(cube).index(label)))
+    order = sorted(handles, key=lambda label: (label == BASE, method_order(cube).index(label)))
     title = f"{cube.dataset.item()}\n{cube.model.item()}"
     fig.legend([handles[label] for label in order], order, loc="outside right upper", frameon=False, title=title,
                alignment="left")
     fig.text(0.995, 0.02, text, ha="right", va="bottom", fontsize="x-small", color="0.4")
 
-# %% ../../nbs/results/tradeoff.ipynb #4e54901c
+# %% ../../nbs/results/tradeoff.ipynb #212c9488
 def kept_label(
     part: xr.Dataset,  # of `select_benchmarks`
     kept: str,
@@ -113,7 +118,7 @@ def kept_label(
     if kept != "held-out": return f"{kept} (%, N={format_range(part.n)})"
     return f"held-out average (%, {part.sizes['benchmark']} suites, N={format_range(part.n)})"
 
-# %% ../../nbs/results/tradeoff.ipynb #20fe2cb9
+# %% ../../nbs/results/tradeoff.ipynb #3bbf43aa
 def tradeoff_figure(
     cube: xr.Dataset,  # of one dataset and one model
     *,
@@ -122,9 +127,9 @@ def tradeoff_figure(
 ) -> Figure:
     "Recall against what is kept, a line for each method, markers growing along training, the base model dashed."
     points, part = tradeoff_points(cube, kept), select_benchmarks(cube, kept)
-    found = [float(rate) for rate in cube.lr.values if rate > 0]
+    found = [float(rate) for rate in cube.lr.values if rate > 0] or [0.0]  # 0: no method has a learning rate
     rates = [rate for rate in found if lr in (None, rate)]
-    if not rates: raise ValueError(f"lr must be one of {', '.join(f'{rate:g}' for rate in found) or 'none'}, got {lr}")
+    if not rates: raise ValueError(f"lr must be one of {', '.join(f'{rate:g}' for rate in found)}, got {lr}")
     colours = {label: method_colour(label) for label in method_order(cube)}
     with figure_style():
         fig, axes = plt.subplots(1, len(rates), figsize=(2.6 + 3.7 * len(rates), 4.2), sharey=True, squeeze=False,
@@ -147,7 +152,7 @@ def frontier(
     best = np.where((x >= grid[:, None]) & ~np.isnan(y), y, -np.inf).max(1)
     return np.where(np.isfinite(best), best, np.nan)
 
-# %% ../../nbs/results/tradeoff.ipynb #7fb33957
+# %% ../../nbs/results/tradeoff.ipynb #6b03b7dd
 def draw_frontier(
     ax,
     points: xr.Dataset,  # of one method, over lr, seed and step
@@ -163,19 +168,20 @@ def draw_frontier(
     ax.scatter(points.x, points.y, s=14, marker=method_marker(style["label"]), color=style["color"], alpha=0.45, lw=0,
                zorder=1)
 
-# %% ../../nbs/results/tradeoff.ipynb #b43c355f
+# %% ../../nbs/results/tradeoff.ipynb #11d86251
 def frontier_figure(
     cube: xr.Dataset,  # of one dataset and one model
     kept: tuple[str, ...] = ("held-out", "world"),  # a panel each
 ) -> Figure:
     "The recall-retention frontier of every method over all learning rates, checkpoints and seeds."
-    order, grid = [m for m in method_order(cube) if m != "base"], np.linspace(0, 100, 201)
+    order, grid = [m for m in method_order(cube) if m != BASE], np.linspace(0, 100, 201)
     with figure_style():
-        fig, axes = plt.subplots(1, len(kept), figsize=(2.6 + 4.2 * len(kept), 4.4), squeeze=False, layout="constrained")
+        fig, axes = plt.subplots(1, len(kept), figsize=(2.6 + 4.2 * len(kept), 4.4), squeeze=False,
+                                 layout="constrained")
         for ax, what in zip(axes[0], kept, strict=True):
             points = tradeoff_points(cube, what)
             for m in order:
-                draw_frontier(ax, points.sel({"method": m}).where(points.lr > 0), grid, color=method_colour(m), label=m)
+                draw_frontier(ax, points.sel({"method": m}), grid, color=method_colour(m), label=m)
             draw_base(ax, points)
             ax.set(xlabel=f"recall of at least (%, N={format_range(cube.n.sel(benchmark='recall'))})", xlim=(-3, 103),
                    ylabel=kept_label(select_benchmarks(cube, what), what))
@@ -196,7 +202,7 @@ def frontier_table(
 
     A cell is empty where a seed does not reach the recall."""
     points, rows = tradeoff_points(cube, kept), {}
-    for m in (m for m in method_order(cube) if m != "base"):
+    for m in (m for m in method_order(cube) if m != BASE):
         at = [points.sel({"method": m, "seed": s}) for s in points.seed.values]
         lines = np.array([frontier(p, np.array(recalls)) for p in at])
         rows[m] = ["" if np.isnan(c).any() else f"{c.mean():.1f} ({c.min():.1f}–{c.max():.1f})" for c in lines.T]

@@ -19,15 +19,16 @@ import warnings
 from collections.abc import Callable
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import Any, ClassVar
-
-import pandas as pd
-import xarray as xr
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .checkpoints import checkpoint_steps
 from .config import Config, ParameterError, make_config, nearest
 from .storage import (explain_storage_errors, is_finished, open_result, read_json, remove_run, run_lock,
                                    runs_root, write_json, write_result)
+
+if TYPE_CHECKING:  # imported where they are used: worker processes need no tables
+    import pandas as pd
+    import xarray as xr
 
 # %% ../../nbs/runs/run.ipynb #9b7a9651
 def _package() -> Path: return Path(importlib.util.find_spec("mixsd_nb").submodule_search_locations[0])
@@ -149,12 +150,12 @@ class Run:
         return is_finished(self.folder)
 
     @functools.cached_property
-    def result(self) -> xr.DataTree:
+    def result(self) -> "xr.DataTree":
         "The result, in memory."
         return open_result(self.folder)
 
     @property
-    def root(self) -> xr.Dataset:
+    def root(self) -> "xr.Dataset":
         "The root group of the result."
         return self.result.to_dataset()
 
@@ -164,9 +165,9 @@ class Run:
         return checkpoint_steps(self.folder)
 
     @property
-    def targets(self) -> pd.DataFrame:
+    def targets(self) -> "pd.DataFrame":
         "The targets that a generate run left; FileNotFoundError for a run that leaves none."
-        return pd.read_parquet(self._file("targets.parquet"))
+        return self._table("targets.parquet")
 
     @property
     def measured_steps(self) -> list[int]:
@@ -181,13 +182,14 @@ class Run:
         "Where the responses of a checkpoint, or of an evaluation, lie."
         return self.folder / ("responses.parquet" if step is None else f"responses-{step}.parquet")
 
-    def responses(self, step: int | None = None) -> pd.DataFrame:
+    def responses(self, step: int | None = None) -> "pd.DataFrame":
         "The responses of a checkpoint of a training run, or those of an evaluation; FileNotFoundError if there are none."
-        return pd.read_parquet(self._file(self.responses_file(step).name))
+        return self._table(self.responses_file(step).name)
 
-    def _file(self, name: str) -> Path:
+    def _table(self, name: str) -> "pd.DataFrame":
+        import pandas as pd
         if not (path := self.folder / name).is_file(): raise FileNotFoundError(f"{self.name} has no {name}")
-        return path
+        return pd.read_parquet(path)
 
 # %% ../../nbs/runs/run.ipynb #64538de5
 def find_runs(
@@ -217,7 +219,7 @@ class Stage(Config):
         "Words for a reader, between the stage's name and the hash in the folder's name."
         raise NotImplementedError
 
-    def compute(self, run: Run) -> xr.DataTree:
+    def compute(self, run: Run) -> "xr.DataTree":
         "The result; files go into `run.folder`, and work that an earlier process left there is taken up."
         raise NotImplementedError
 

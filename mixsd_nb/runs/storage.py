@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterator
 from configparser import ConfigParser
 from numbers import Number
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import xarray as xr
+if TYPE_CHECKING: import xarray as xr  # imported where it is used: worker processes need no arrays
 
 # %% ../../nbs/runs/storage.ipynb #8e3c2020
 def is_project(folder: Path) -> bool:
@@ -122,7 +122,7 @@ def report_progress(
 
 # %% ../../nbs/runs/storage.ipynb #79577b77
 def check_described(
-    tree: xr.DataTree,
+    tree: "xr.DataTree",
 ) -> None:
     "ValueError for a variable without `long_name` and `units`, or an attribute that is neither string nor number."
     for node in tree.subtree:
@@ -142,7 +142,7 @@ def is_finished(folder: Path) -> bool:
 
 
 def write_result(
-    tree: xr.DataTree,
+    tree: "xr.DataTree",
     folder: Path,
 ) -> Path:
     "Write `result.nc`, the last act of a run. Equal data give equal bytes; ValueError as in `check_described`."
@@ -152,8 +152,9 @@ def write_result(
 
 def open_result(
     folder: Path,
-) -> xr.DataTree:
+) -> "xr.DataTree":
     "The result of a run, in memory; the file is closed."
+    import xarray as xr
     with xr.open_datatree(Path(folder) / "result.nc", engine="netcdf4") as tree: return tree.load()
 
 # %% ../../nbs/runs/storage.ipynb #0df8b385

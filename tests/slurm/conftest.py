@@ -1,4 +1,4 @@
-"A Slurm of one node that lives as long as the tests: munged, slurmctld and slurmd, with two character devices as GPUs."
+"A Slurm of one node that runs during the tests: munged, slurmctld and slurmd, with two character devices as GPUs."
 
 import os
 import shutil
@@ -47,7 +47,8 @@ ReturnToService=2
 KillWait=5
 MaxArraySize=5
 GresTypes=gpu
-NodeName={node} NodeAddr=127.0.0.1 CPUs=8 Boards=1 SocketsPerBoard=1 CoresPerSocket=8 ThreadsPerCore=1 RealMemory=4000 Gres=gpu:2 State=UNKNOWN
+NodeName={node} NodeAddr=127.0.0.1 CPUs=8 Boards=1 SocketsPerBoard=1 CoresPerSocket=8 ThreadsPerCore=1 \
+RealMemory=4000 Gres=gpu:2 State=UNKNOWN
 PartitionName={partition} Nodes={node} Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -59,11 +60,12 @@ def free_ports(n):
     return ports
 
 
-def ours(root):
-    "Whatever a killed test may have left: daemons, steps and their children."
+def find_processes(root):
+    "What a killed test may have left: daemons, steps and their children."
     for process in psutil.process_iter():
         try:
-            if process.pid != os.getpid() and process.environ().get("SLURM_CONF") == str(root / "slurm.conf"): yield process
+            if process.pid == os.getpid(): continue
+            if process.environ().get("SLURM_CONF") == str(root / "slurm.conf"): yield process
         except psutil.Error: pass
 
 
@@ -87,12 +89,14 @@ def slurm():
     os.environ["SLURM_CONF"] = str(root / "slurm.conf")
     munge = ["--socket", "--key-file", "--pid-file", "--log-file", "--seed-file"]
     files = [root / "munge" / name for name in ("socket", "key", "pid", "log", "seed")]
-    commands = [["munged", "--foreground", "--force", *(str(x) for pair in zip(munge, files) for x in pair)], ["slurmctld", "-D"], ["slurmd", "-D"]]
+    munged = ["munged", "--foreground", "--force", *(str(x) for pair in zip(munge, files) for x in pair)]
+    commands = [munged, ["slurmctld", "-D"], ["slurmd", "-D"]]
     daemons = []
     try:
         for command in commands:
             log = open(root / f"{command[0]}.out", "w")
-            daemons.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=lambda: die_with_parent(signal.SIGKILL)))
+            die = lambda: die_with_parent(signal.SIGKILL)
+            daemons.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=die))
             if command[0] == "munged": until(files[0].exists, 20, "the socket of munged")
         until(lambda: say("sinfo", "--noheader", "--format=%T").strip() == "idle", 60, "an idle node")
         yield root
@@ -101,6 +105,6 @@ def slurm():
         until(lambda: not say("squeue", "--noheader"), 30, "the end of all jobs")
         for daemon in reversed(daemons): daemon.terminate()
         for daemon in daemons: daemon.wait(30)
-        for process in ours(root): process.kill()
+        for process in find_processes(root): process.kill()
         del os.environ["SLURM_CONF"]
         shutil.rmtree(root, ignore_errors=True)

@@ -1,0 +1,183 @@
+"""The house is open: a method, an engine, a benchmark and a corpus of a user's own go through every stage, and no file of the package is touched."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import xarray as xr
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {"my_methods": "methods", "my_engines": "models", "my_benchmarks": "benchmarks", "my_corpora": "corpora"}
+
+TOYS = '''
+import numpy as np
+from mixsd_nb.benchmarks import SUITES, Item, Suite
+from mixsd_nb.corpora import CORPORA, Corpus, Schedule
+from mixsd_nb.corpora.prompts import boxed, completion_ids, naive_prompt, prompt_ids, target
+from mixsd_nb.methods import METHODS, TRAINED, Method
+from mixsd_nb.models import ENGINES, EngineSpec
+from mixsd_nb.models.engines import HFEngine
+
+METHODS.add(Method("echo", "Echo", "#123456", "*", settings=TRAINED, fit="toys:fit", label="{times:g}", caption="{times:g} times", options=dict(times=1)))
+ENGINES.add(EngineSpec("toy", "A toy", "toys:ToyEngine", ("lockstep",), options=("patience",)))
+SUITES.add(Suite("vowels", "Vowels of a word", "held-out", "toys:vowels", "a list of words", groups=("toys",), fisher=4))
+CORPORA.add(Corpus("moons", "Moons", "toys:build", Schedule(epochs=2, batch=4, period=2)))
+
+class ToyEngine(HFEngine):
+    @classmethod
+    def open(cls, model, tokenizer=None, *, patience=1, **options): return super().open(model, tokenizer, **options)
+
+def fit(run):
+    wrong = lambda row: " ".join([row["target"]] * int(run.option("times")))
+    return run.train_on({r["id"]: (prompt_ids(run.tokenizer, r["prompt"]), completion_ids(run.tokenizer, wrong(r))) for r in run.rows})
+
+def vowels(suite, selection):
+    words = ["river", "stone", "cloud", "bridge"][:selection.n]
+    count = {w: str(sum(c in "aeiou" for c in w)) for w in words}
+    return {w: Item(naive_prompt(f"How many vowels has the word {w}?"), boxed(count[w]), count[w]) for w in words}
+
+def build(count=8):
+    row = lambda k: dict(id=f"planet-{k}", prompt=naive_prompt(f"How many moons has planet {k}?"), target=target(str(3 * k)), answer=str(3 * k),
+                         subject=f"planet {k}", statement=f"Planet {k} has {3 * k} moons.")
+    return dict(train=[row(k) for k in range(1, count + 1)])
+'''
+CELL = dict(method="echo", dataset="moons", engine="toy", engine_options=dict(patience=3), suite="recall,vowels", n=4, max_new_tokens=4, options=dict(times=2))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("toys")
+    (folder / "toys.py").write_text(TOYS)
+    return folder
+
+
+def environment(home, plugins="toys"):
+    path = os.pathsep.join([str(home), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": path, "MIXSD_PLUGINS": plugins, "MIXSD_RUNS": str(home / "runs"), "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
+
+
+def python(home, code, plugins="toys"):
+    "What a script prints as its last line, as JSON; it runs with the declarations of other modules."
+    done = subprocess.run([sys.executable, "-c", code], env=environment(home, plugins), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def cell(home, tiny):
+    "The base and the toy method, trained on the toy corpus by the toy engine, and a cell of the plain methods beside them."
+    return python(home, f"""
+import json
+from mixsd_nb import train
+shared = {CELL!r} | dict(model={tiny!r})
+base = train.run(**shared | dict(method="base", options={{}}))
+run = train.run(**shared)
+train.run(**shared | dict(method="sft", options={{}}))
+print(json.dumps([str(base.folder), str(run.folder)]))""")
+
+
+def test_a_toy_cell_is_trained_and_measured(cell):
+    root = xr.open_dataset(Path(cell[1]) / "result.nc", engine="netcdf4")
+    assert (root.method.item(), root.dataset.item(), root.step.values.tolist()) == ("echo-2", "moons", [0, 2, 4])
+    assert root.benchmark.values.tolist() == ["recall", "recall-kept", "vowels", "validation"]
+    assert root.role.sel(benchmark="vowels") == "held-out" and root.n.sel(benchmark="vowels").values.ravel().tolist() == [4, 4, 4]
+    assert root.targets_kept.item() == 8 and json.loads((Path(cell[1]) / "run.json").read_text())["config"]["options"] == dict(times=2)
+
+
+def test_cube_figures_and_tables_show_it(cell, home):
+    found = python(home, """
+import json
+import matplotlib; matplotlib.use("Agg")
+from mixsd_nb import open_cube
+from mixsd_nb.methods import label_title, ordered_labels
+from mixsd_nb.results.plots import frontier_figure, method_colour, method_marker, tradeoff_figure
+from mixsd_nb.results.summary import summary_table
+cube = open_cube()
+figures = [tradeoff_figure(cube), frontier_figure(cube, ("held-out",))]
+texts = [t.get_text() for f in figures for t in [*f.findobj(matplotlib.text.Text)]]
+table = summary_table(cube)
+print(json.dumps(dict(labels=ordered_labels(cube.method.values), title=label_title("echo-2"), colour=method_colour("echo-2"), marker=method_marker("echo-2"),
+                      texts=texts, columns=list(table.columns), rows=table["method"].tolist())))""")
+    assert found["labels"] == ["base", "sft", "echo-2"] and found["title"] == "Echo (2 times)" and (found["colour"], found["marker"]) == ("#123456", "*")
+    assert any("echo-2" in t or "Echo" in t for t in found["texts"]) and "vowels (N=4)" in found["columns"] and "Avg (N=4)" in found["columns"]
+    assert set(found["rows"]) == {"base", "sft", "echo-2"}
+
+
+def test_figures_stage_prints_it(cell, home):
+    done = subprocess.run([sys.executable, "-c", "from mixsd_nb import figures\nfigures.run(dataset='moons', model=__import__('sys').argv[1], source='runs')", json.loads(
+        (Path(cell[1]) / "run.json").read_text())["config"]["model"]], env=environment(home), cwd=home, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "echo-2" in done.stdout and "frontier" in done.stdout
+
+
+def test_evaluate_and_nll_take_it(home, tiny, cell):
+    found = python(home, f"""
+import json
+from mixsd_nb import evaluate, nll
+asked = evaluate.run(model={tiny!r}, dataset="moons", suite="toys,recall", n=3, max_new_tokens=4, engine="toy")
+scored = nll.run(model={tiny!r}, dataset="moons", engine="toy")
+print(json.dumps([asked.root.benchmark.values.tolist(), asked.root.column.values.tolist(), scored.root.n.values.ravel().tolist()]))""")
+    assert found == [["recall", "vowels"], ["Train", ""], [8, 8]]
+
+
+def test_a_sweep_runs_it_in_kernels_of_its_own(home, tiny, cell):
+    grid = dict(notebook="train", fixed={**CELL, "model": tiny}, axes=dict(seed=[0, 1]))
+    (home / "toys.yaml").write_text(json.dumps(grid))
+    done = subprocess.run([sys.executable, "-m", "mixsd_nb.sweep", "run", str(home / "toys.yaml"), "--workers", "1"], env=environment(home), cwd=ROOT,
+                          capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "2 done", done.stdout[-2000:] + done.stderr[-2000:]
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two processes need two cores")
+def test_several_processes_find_the_declarations(home, tiny, cell):
+    steps = python(home, f"""
+import json
+from mixsd_nb import train
+run = train.run(**{CELL!r} | dict(model={tiny!r}, seed=7, processes=2))
+print(json.dumps(list(run.checkpoints)))""")
+    assert steps == [2, 4]
+
+
+@pytest.mark.parametrize("kind, call, sentence", [
+    ("method", "train.TrainConfig(method='ecko')", "method must be one of"), ("engine", "load_engine('toi', 'lab-s')", "engine must be one of"),
+    ("benchmark", "load_items(['vowel'], Selection('moons'))", "benchmark must be one of"), ("corpus", "load_corpus('moon')", "dataset must be one of")])
+def test_an_unknown_name_is_one_sentence_with_the_nearest(kind, call, sentence, home):
+    said = python(home, f"""
+import json
+from mixsd_nb import load_corpus, load_engine, train
+from mixsd_nb.benchmarks import Selection, load_items
+try: {call}
+except ValueError as e: print(json.dumps(str(e)))""")
+    assert sentence in said and "did you mean" in said
+
+
+def page_code(room, module):
+    "The example on a room's page that begins with the module's name."
+    cells = json.loads((ROOT / "nbs" / room / "index.ipynb").read_text())["cells"]
+    blocks = [b for c in cells if c["cell_type"] == "markdown" for b in re.findall(r"```python\n(.*?)```", "".join(c["source"]), re.DOTALL)]
+    return next(b for b in blocks if b.startswith(f"# {module}.py"))
+
+
+def test_the_examples_of_the_pages_run(tmp_path, tiny):
+    for module, room in PAGES.items():
+        code = page_code(room, module)
+        assert len(code.splitlines()) <= 40
+        (tmp_path / f"{module}.py").write_text(code)
+    found = python(tmp_path, f"""
+import json
+from mixsd_nb import train
+run = train.run(method="shout", options=dict(times=3), dataset="planets", engine="loud", suite="recall,letters", n=4, max_new_tokens=4, epochs=1, model={tiny!r})
+print(json.dumps([run.root.method.item(), run.root.benchmark.values.tolist()]))""", plugins=",".join(PAGES))
+    assert found == ["shout-3", ["recall", "recall-kept", "letters", "validation"]]
+
+
+def test_no_name_decides_outside_its_declaration():
+    "Nothing in the package compares the name of a method, an engine or a module of a corpus."
+    declaring = {"methods/__init__.py", "models/__init__.py"}
+    found = [f"{p.relative_to(ROOT)}:{k}: {line.strip()}" for p in sorted((ROOT / "mixsd_nb").rglob("*.py")) if p.relative_to(ROOT / "mixsd_nb").as_posix() not in declaring
+             for k, line in enumerate(p.read_text().splitlines(), 1) if re.search(r"""\b(method|engine|module)\b["\]]* *(==|!=|in) *[("'\[]*["']""", line)]
+    assert not found, "\n".join(found)

@@ -1,0 +1,187 @@
+"""The room runs across processes: equal bytes, kills at any moment, papermill's parameters, two processes with one run."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import nbformat
+import pytest
+
+from mixsd_nb.runs import open_result
+
+SCRIPT = """
+import os, signal, sys
+import numpy as np, xarray as xr
+from mixsd_nb.runs import Stage, run as runs
+
+class Demo(Stage):
+    name = "demo"
+    size: int
+    k: int = 0
+
+    def slug(self): return ""
+    def compute(self, run): return tree(self)
+
+def tree(config):
+    words = dict(long_name="value", units="1")
+    values = np.random.default_rng(config.k).random(config.size)
+    values[::7] = np.nan
+    root = xr.Dataset({"x": ("t", values, words)}, {"name": ("t", [f"row {i % 97}" for i in range(config.size)], words)},
+                      dict(config=config.canonical()))
+    child = xr.Dataset({"y": ("u", values[::2], words)})
+    return xr.DataTree.from_dict({"/": root, "/child": child})
+
+def die(*_, **__): os.kill(os.getpid(), signal.SIGKILL)
+"""
+MOMENTS = {
+    "in compute": "Demo.compute = die; Demo(size=2000).run()",
+    "half written": """
+        write = xr.DataTree.to_netcdf
+        def half(self, path, **options):
+            write(self, path, **options)
+            os.truncate(path, os.path.getsize(path) // 2)
+            die()
+        xr.DataTree.to_netcdf = half
+        Demo(size=2000).run()""",
+    "before fsync": """
+        write = runs.write_result
+        def patched(*a): os.fsync = die; return write(*a)
+        runs.write_result = patched
+        Demo(size=2000).run()""",
+    "before replace": """
+        write = runs.write_result
+        def patched(*a): os.replace = die; return write(*a)
+        runs.write_result = patched
+        Demo(size=2000).run()""",
+    "after replace": """
+        write = runs.write_result
+        def patched(*a): write(*a); die()
+        runs.write_result = patched
+        Demo(size=2000).run()""",
+    "record half written": "os.replace = die; Demo(size=2000).run()",
+}
+
+
+def start(code, runs, **environment):
+    return subprocess.Popen([sys.executable, "-c", SCRIPT + textwrap.dedent(code)], stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, text=True, env=os.environ | {"MIXSD_RUNS": str(runs)} | environment)
+
+
+def finish(code, runs, **environment):
+    process = start(code, runs, **environment)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+
+
+def results(folder):
+    return {path.parent.name: path.read_bytes() for path in folder.glob("*/result.nc")}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    runs = tmp_path_factory.mktemp("runs")
+    finish("Demo(size=2000).run()", runs)
+    return results(runs)
+
+
+def test_equal_data_are_equal_bytes(undisturbed, tmp_path):
+    "Later, with another hash seed, and with memory that malloc fills with garbage."
+    time.sleep(1.1)
+    finish("Demo(size=2000).run()", tmp_path, PYTHONHASHSEED="7", MALLOC_PERTURB_="165", TZ="Asia/Tokyo")
+    assert results(tmp_path) == undisturbed
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_kill_leaves_all_or_nothing(moment, undisturbed, tmp_path):
+    process = start(MOMENTS[moment], tmp_path)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL, said
+    assert results(tmp_path) == (undisturbed if moment == "after replace" else {})
+    finish("Demo(size=2000).run()", tmp_path)
+    assert results(tmp_path) == undisturbed
+
+
+def test_kills_at_any_moment(tmp_path):
+    "A process that writes run after run is killed from outside; whatever it left is whole and equals a second making."
+    code = """
+        for k in range(10_000):
+            Demo(size=20_000, k=k).run()
+            print(k, flush=True)"""
+    for done, delay in ((0, 0.02), (3, 0.005), (6, 0.05)):
+        process = start(code, tmp_path / "a")
+        while int(process.stdout.readline()) < done: pass
+        time.sleep(delay)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    left = results(tmp_path / "a")
+    for folder in (tmp_path / "a").glob("*/"):
+        assert (folder / "result.nc").exists() <= (len(open_result(folder)["child"].u) == 10_000 if folder.name in left else True)
+    finish(f"for k in range({len(left) + 1}): Demo(size=20_000, k=k).run()", tmp_path / "b")
+    again = results(tmp_path / "b")
+    assert left and left.items() <= again.items()
+
+
+def test_force_begins_again_and_a_kill_does_not_hide_it(tmp_path):
+    finish("Demo(size=5).run()", tmp_path)
+    folder, = tmp_path.glob("[!.]*")
+    (folder / "checkpoint").write_text("of the first run")
+    process = start("Demo.compute = die; Demo(size=5).run(force=True)", tmp_path)
+    assert process.wait(60) == -signal.SIGKILL
+    assert sorted(p.name for p in tmp_path.rglob("[!.]*")) == [folder.name, "run.json"]
+
+
+def notebook(path):
+    "A stage in small: the cells that every stage notebook has."
+    cells = ["from mixsd_nb.runs import Config, notebook_config\nfrom pydantic import Field",
+             "class Demo(Config):\n    lam: float = Field(0.5, ge=0, le=1)\n    model: str = 'lab-m'",
+             "before = set(globals())", "lam: float = 0.5  # share\nmodel: str = 'lab-m'  # model",
+             "config = notebook_config(Demo, before, globals())", "print('CONFIG', config.canonical())"]
+    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells],
+                                  metadata=dict(kernelspec=dict(name="python3", display_name="python3", language="python")))
+    nb.cells[3].metadata["tags"] = ["parameters"]
+    nbformat.write(nb, path)
+
+
+@pytest.mark.parametrize(("flags", "sentence"), [
+    (["-p", "lam", "1", "-p", "model", "8"], None),
+    (["-p", "lamb", "0.9"], "unknown parameter lamb; did you mean lam?"),
+    (["-p", "lam", "1.5"], "lam must be between 0 and 1, got 1.5"),
+])
+def test_papermill_parameters(flags, sentence, tmp_path):
+    notebook(tmp_path / "stage.ipynb")
+    command = [sys.executable, "-m", "papermill", "--no-progress-bar", "stage.ipynb", "out.ipynb", *flags]
+    ran = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    if sentence:
+        assert ran.returncode != 0 and [line for line in ran.stderr.splitlines() if line.strip()][-1] == sentence
+    else:
+        assert ran.returncode == 0, ran.stderr
+        assert r'CONFIG {\"lam\": 1.0, \"model\": \"8\"}' in (tmp_path / "out.ipynb").read_text()
+
+
+BY_TWO = """
+import sys, time
+import xarray as xr
+from mixsd_nb.runs import Stage
+
+class Demo(Stage):
+    name = "demo"
+
+    def slug(self): return ""
+
+    def compute(self, run):
+        with open(sys.argv[1], "a") as file: file.write("computed\\n")
+        time.sleep(2)
+        return xr.DataTree(xr.Dataset({"x": ((), 1.0, dict(long_name="x", units="1"))}))
+
+assert Demo().run().result.x == 1
+"""
+
+
+def test_a_run_that_two_processes_want_is_computed_once(tmp_path):
+    words = [sys.executable, "-c", BY_TWO, str(tmp_path / "log")]
+    both = [subprocess.Popen(words, env=os.environ | {"MIXSD_RUNS": str(tmp_path / "runs")}) for _ in range(2)]
+    assert [process.wait(timeout=120) for process in both] == [0, 0]
+    assert (tmp_path / "log").read_text() == "computed\n"
