@@ -72,7 +72,7 @@ class FisherConfig(Stage):
         return [*super().modules(), *sorted(map(module_of, items))]
 
     def check(self):
-        "ValueError for more processes than this machine has devices, another base model, or a checkpoint that is missing."
+        "ValueError for too many processes, another base model than the run's, or a checkpoint that is missing."
         if self.processes > 1:
             from mixsd_nb.methods.trainer import check_devices
             check_devices(self.processes, self.processes, sharded=False)
@@ -145,7 +145,7 @@ def fisher_file(
     "The file with the Fisher of the base model, estimated first if it does not exist."
     return config.model_copy(update=dict(trained="")).run().folder / FISHER
 
-# %% ../nbs/fisher.ipynb #b6ffc910
+# %% ../nbs/fisher.ipynb #f1535a63
 def run_displacement(
     config: FisherConfig,
     folder: Path,  # of the run
@@ -227,7 +227,7 @@ def _format_r(r: float, low: float, high: float) -> str:
     "A correlation with its interval: `+0.17 (+0.02 to +0.34)`."
     return f"{r:+.2f} ({low:+.2f} to {high:+.2f})"
 
-# %% ../nbs/fisher.ipynb #49724cc1
+# %% ../nbs/fisher.ipynb #1691a185
 def forgetting_figure(
     table: pd.DataFrame,  # as returned by `checkpoint_points`
 ):
