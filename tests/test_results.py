@@ -145,7 +145,7 @@ def test_analyses_join_the_cube(cube, tmp_path):
     "Roots over fewer dimensions, and over one more, equal the merge; a count of another stage keeps away from the runs' own N."
     runs = {folder.name: open_result(folder).to_dataset() for folder in sorted(tmp_path.glob("[!.]*"))}
     words, roots = dict(long_name="value", units="1"), []
-    for k, (name, root) in enumerate(runs.items()):
+    for k, root in enumerate(runs.values()):
         here = root.drop_dims("benchmark")
         here = here.drop_vars(here.data_vars)
         shape = list(here.sizes.values())

@@ -16,20 +16,25 @@ from ..runs import report_progress
 
 # %% ../../nbs/methods/progress.ipynb #1b0b4afe
 class Bar:
-    "A progress bar with rate, time left, tokens a second and the last loss; give it to `fine_tune` as `report`."
+    "A progress bar with rate, time left, tokens per second and the last loss; give it to `fine_tune` as `report`."
 
-    def __init__(self, name: str): self.name, self.bar = name, None
+    def __init__(
+        self,
+        name: str,  # shown before the bar
+    ): self.name, self.bar = name, None
 
     def __call__(self, entry: dict):
+        "Advance by one update; the entry is a report of the trainer."
         if self.bar is None:
             self.bar = tqdm(total=entry["steps"], initial=entry["step"] - 1, desc=self.name, unit="step", leave=False)
-        self.bar.set_postfix({"loss": f"{entry['loss']:.3f}", "tok/s": round(entry["tokens_per_second"])}, refresh=False)
+        values = {"loss": f"{entry['loss']:.3f}", "tok/s": round(entry["tokens_per_second"])}
+        self.bar.set_postfix(values, refresh=False)
         self.bar.update()
         if entry["step"] == entry["steps"]: self.bar.close()
 
 # %% ../../nbs/methods/progress.ipynb #0691c850
 class TrainingProgress:
-    "Takes the reports of the trainer: a progress bar, and in a notebook the curves so far."
+    "Takes the reports of the trainer and shows a progress bar, and in a notebook the curves so far."
 
     def __init__(
         self,
@@ -37,9 +42,11 @@ class TrainingProgress:
         recall: dict[int, float],  # by step; filled by `measure`
         measure: Callable[[int], None] = lambda step: None,  # measures the checkpoint of a step if there is one
     ):
-        self.bar, self.recall, self.measure, self.loss, self.display, self.last = Bar(name), recall, measure, {}, None, 0
+        self.bar, self.recall, self.measure = Bar(name), recall, measure
+        self.loss, self.display, self.last = {}, None, 0
 
     def __call__(self, entry: dict):
+        "Take the report of one update."
         self.measure(entry["step"] - 1)  # the checkpoint of a step is written after the step's report
         self.bar(entry)
         report_progress(self.bar.name, entry["step"], entry["steps"])
@@ -47,11 +54,12 @@ class TrainingProgress:
         if "ipykernel" in sys.modules and time.monotonic() - self.last > 2: self.draw()
 
     def draw(self):
-        "Draw loss and recall so far in place of the last picture."
+        "Draw loss and recall so far, in place of the last picture."
         import matplotlib.pyplot as plt
         from IPython.display import display
         fig, axes = plt.subplots(1, 2, figsize=(9, 2.6))
-        for ax, values, title, marker in zip(axes, (self.loss, self.recall), ("loss (nats per token)", "recall"), (None, "o")):
+        for ax, values, title, marker in zip(axes, (self.loss, self.recall), ("loss (nats per token)", "recall"),
+                                             (None, "o")):
             ax.plot(list(values), list(values.values()), marker=marker)
             ax.set(title=title, xlabel="update")
         self.display = self.display or display(display_id=True)
@@ -60,5 +68,5 @@ class TrainingProgress:
         self.last = time.monotonic()
 
     def close(self):
-        "Remove the picture; the notebook draws the whole curves below."
+        "Remove the picture; the notebook draws the complete curves below."
         if self.display: self.display.update({"text/plain": ""}, raw=True)

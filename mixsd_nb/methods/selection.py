@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import pandas as pd
 import xarray as xr
 
-# %% ../../nbs/methods/selection.ipynb #3ee6cc16
+# %% ../../nbs/methods/selection.ipynb #2a1849d2
 DROP = 0.05  # of validation accuracy that still counts as stable
 
 
@@ -22,7 +22,7 @@ def is_stable(
     "Whether neither of the two checkpoints after position i is more than 5 points below it."
     return all(validation[i] - later <= DROP + 1e-9 for later in validation[i + 1:i + 3])
 
-# %% ../../nbs/methods/selection.ipynb #97fe7a08
+# %% ../../nbs/methods/selection.ipynb #6a362b28
 def paper_checkpoint(
     training: Sequence[float],
     validation: Sequence[float],

@@ -6,12 +6,13 @@
 __all__ = ['open_cube', 'paper_cube']
 
 # %% ../../nbs/results/index.ipynb #66c70598
+from importlib import import_module
+
 _all_ = ["open_cube", "paper_cube"]
+_MODULES = {"open_cube": "cube", "paper_cube": "paper"}
 
 
 def __getattr__(name):
-    "Import the public functions when they are first used, so that modules below this room can use `results.schema`."
-    if name == "open_cube": from mixsd_nb.results.cube import open_cube as found
-    elif name == "paper_cube": from mixsd_nb.results.paper import paper_cube as found
-    else: raise AttributeError(f"module {__name__} has no attribute {name}")
-    return found
+    "Import a public function when it is first used, so that rooms below this one can use `results.schema` alone."
+    if name in _MODULES: return getattr(import_module(f"mixsd_nb.results.{_MODULES[name]}"), name)
+    raise AttributeError(f"module {__name__} has no attribute {name}")

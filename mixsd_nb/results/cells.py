@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['select_cells', 'cell_mask', 'collapse_runs']
 
-# %% ../../nbs/results/cells.ipynb #cc3dfabb
+# %% ../../nbs/results/cells.ipynb #33afe163
 import pandas as pd
 import xarray as xr
 
@@ -37,7 +37,7 @@ def cell_mask(
     for row in rows[list(CELL_DIMS)].itertuples(index=False): mask.loc[row._asdict()] = True
     return mask | ((cube["method"] == BASE) & (cube["lr"] == 0) & (cube["step"] == 0))
 
-# %% ../../nbs/results/cells.ipynb #4fce2388
+# %% ../../nbs/results/cells.ipynb #1e6d49f4
 def collapse_runs(
     cube: xr.Dataset,
     mask: xr.DataArray | None = None,  # as returned by `cell_mask`; None where each method has one run

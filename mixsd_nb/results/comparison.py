@@ -6,7 +6,7 @@
 __all__ = ['PUBLISHED_METHODS', 'draw_points', 'selection_panels', 'selection_figure', 'displacement_correlations',
            'displacement_figure', 'high_nll_figure']
 
-# %% ../../nbs/results/comparison.ipynb #5f1ef6a4
+# %% ../../nbs/results/comparison.ipynb #29a736f1
 import matplotlib.pyplot as plt
 import numpy as np
 import seaborn as sns
@@ -20,7 +20,7 @@ from .plots import draw_method_legend, figure_style, format_range, list_methods,
 from .plots import method_marker, model_name, ramp_labels
 from .summary import average_drop, method_order
 
-# %% ../../nbs/results/comparison.ipynb #8f5f6bc3
+# %% ../../nbs/results/comparison.ipynb #29e29a45
 def draw_points(
     ax,
     x: xr.DataArray,  # over `method`
@@ -36,7 +36,7 @@ def draw_points(
     if BASE in y.method:
         ax.axhline(y.sel({"method": BASE}), ls="--", lw=1.2, color=method_colour(BASE), zorder=0)
 
-# %% ../../nbs/results/comparison.ipynb #20a5c679
+# %% ../../nbs/results/comparison.ipynb #00cdd761
 PUBLISHED_METHODS = ("base", "memit", "sft", "opsd-n8-t1", "mixsd")  # families and labels of the paper's main figure
 
 
@@ -51,15 +51,15 @@ def selection_panels(
     for cube in cubes:
         methods = [m for m in cube.method.values if is_listed(m, among)]
         part = cube.sel({"method": methods, "benchmark": cube.benchmark[(cube.column == learnt).values]})
-        runs = part.accuracy.stack(run=("dataset", "model")).groupby("run", squeeze=False)
-        for at, x in runs if part.sizes["benchmark"] else ():
+        if not part.accuracy.size: continue
+        for at, x in part.accuracy.stack(run=("dataset", "model")).groupby("run", squeeze=False):
             x, where = x.squeeze("run", drop=True).max("benchmark"), dict(zip(("dataset", "model"), at))
             y = part.average.sel(where)
             if corpus_title(at[0]) == dataset and (x.notnull() & y.notnull() & (x.method != BASE)).any():
                 panels.append((f"{model_name(at[1])}\n{at[0]}, N={format_range(part.n.sel(where))}", x, y))
     return panels
 
-# %% ../../nbs/results/comparison.ipynb #93504b68
+# %% ../../nbs/results/comparison.ipynb #fe741b8a
 def selection_figure(
     *cubes: xr.Dataset,  # as returned by `collapse_runs`
     dataset: str = "KGFact-Small",  # title of the corpus
@@ -102,7 +102,7 @@ def displacement_correlations(
     r = {name: xr.corr(values.where(known), drop.where(known), pooled) for name, values in measures.items()}
     return xr.Dataset(r | dict(checkpoints=known.sum(pooled)))
 
-# %% ../../nbs/results/comparison.ipynb #cac8d99b
+# %% ../../nbs/results/comparison.ipynb #7fbca182
 def displacement_figure(
     cube: xr.Dataset,  # with displacement_sq, alignment_ratio
 ) -> Figure:

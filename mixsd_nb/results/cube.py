@@ -37,7 +37,7 @@ def run_settings(
     if (root["method"].values == BASE).all(): return {k: v for k, v in config.items() if k in BASE_SETTINGS}
     return config
 
-# %% ../../nbs/results/cube.ipynb #5e70a61e
+# %% ../../nbs/results/cube.ipynb #3f6cbde7
 def _method_of(root: xr.Dataset) -> Method | None:
     "The method of a training run; None for an analysis, and for a method that is not declared here."
     if "accuracy" not in root: return None
@@ -64,7 +64,7 @@ def comparable_settings(
     labels = method.label_settings if method else ()
     return found | {f"options[{k}] of {settings['method']}": v for k, v in options.items() if k not in labels}
 
-# %% ../../nbs/results/cube.ipynb #453586f5
+# %% ../../nbs/results/cube.ipynb #b8272a7b
 def group_comparable(
     roots: Mapping[str, xr.Dataset],  # folder name -> root
 ) -> set[tuple[str, ...]]:
@@ -74,7 +74,7 @@ def group_comparable(
         for name in root.data_vars: groups.setdefault((name, *root["dataset"].values), []).append(folder)
     return set(map(tuple, groups.values()))
 
-# %% ../../nbs/results/cube.ipynb #a74cfa1f
+# %% ../../nbs/results/cube.ipynb #6614a62b
 def _list_values(
     folders: dict[str, list[str]],  # value -> folders
 ) -> str:
@@ -99,7 +99,7 @@ def check_settings(
                 if not key.isidentifier(): advice = "compute one of them again"
                 raise ValueError(f"{key} differs within the cube: {_list_values(folders)}; {advice}")
 
-# %% ../../nbs/results/cube.ipynb #e6485c6c
+# %% ../../nbs/results/cube.ipynb #ee2cb04f
 def cube_of(
     runs: Mapping[str, xr.Dataset] | Iterable,  # folder name -> root; or finished runs, each a Run or its folder
 ) -> xr.Dataset:
@@ -114,7 +114,7 @@ def cube_of(
     check_settings(runs)
     return merge_roots(runs)
 
-# %% ../../nbs/results/cube.ipynb #72463e4e
+# %% ../../nbs/results/cube.ipynb #db8fa214
 def open_cube(
     folder: str | Path | None = None,  # holds run folders; default: runs_root()
     *,
@@ -134,7 +134,7 @@ def open_cube(
                                 "`make run` or `papermill nbs/train.ipynb out.ipynb -p lam 0.5` makes one")
     return cube_of(roots)
 
-# %% ../../nbs/results/cube.ipynb #18622e79
+# %% ../../nbs/results/cube.ipynb #d348ba9f
 def missing_runs(
     cube: xr.Dataset,
     name: str = "accuracy",  # variable that a run would fill
@@ -146,7 +146,7 @@ def missing_runs(
     if "lr" not in dims: return cells
     return cells[cells.method.map(has_rate) == (cells.lr != 0)].reset_index(drop=True)
 
-# %% ../../nbs/results/cube.ipynb #c4966d48
+# %% ../../nbs/results/cube.ipynb #ee0aa232
 _OLD = {"merged": "results.merge.merge_roots",
         "training_roots": "results.roots.read_training_roots",
         "configuration": "results.cube.run_settings",

@@ -6,7 +6,7 @@
 __all__ = ['Source', 'collapse_source', 'load_sources', 'select_part', 'retention_axes', 'run_figures', 'shared_figures',
            'describe_selection', 'source_sheet', 'name_suffix', 'save_pictures']
 
-# %% ../../nbs/results/gallery.ipynb #e1d4bae3
+# %% ../../nbs/results/gallery.ipynb #500ac1a2
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -19,13 +19,13 @@ from matplotlib.figure import Figure
 from .cells import cell_mask, collapse_runs, select_cells
 from .comparison import displacement_figure, high_nll_figure, selection_figure, selection_panels
 from .cube import open_cube
-from .paper import corpus_title, learnt_columns, paper_cube
+from .paper import corpus_title, in_domain_columns, paper_cube
 from .plots import save_figure
 from .sheets import Sheet, save_table
 from .tables import table_sheet
 from .tradeoff import frontier_figure, tradeoff_figure
 
-# %% ../../nbs/results/gallery.ipynb #20f452b8
+# %% ../../nbs/results/gallery.ipynb #14507619
 class Source(NamedTuple):
     "Numbers of our runs, or of the paper."
     cube: xr.Dataset  # everything that was measured
@@ -38,7 +38,7 @@ def collapse_source(
     "A cube of runs, with the checkpoints that `select_cells` selects for tables."
     return Source(cube, collapse_runs(cube, cell_mask(cube, select_cells(cube))))
 
-# %% ../../nbs/results/gallery.ipynb #6e45fbde
+# %% ../../nbs/results/gallery.ipynb #f00af589
 def load_sources(
     source: str,  # runs, paper or both
     folder: str | Path | None = None,  # holds run folders; default: runs_root()
@@ -80,7 +80,7 @@ def retention_axes(
     held_out = ["held-out"] if "held-out" in cube.role.values else []
     return (*held_out, *cube.benchmark.values[cube.role.values == "world"].tolist())
 
-# %% ../../nbs/results/gallery.ipynb #a6c9fd08
+# %% ../../nbs/results/gallery.ipynb #39581768
 def run_figures(
     cube: xr.Dataset,  # of one corpus and one model
 ) -> dict[str, Figure]:
@@ -90,14 +90,14 @@ def run_figures(
     figures = {names[kept]: tradeoff_figure(cube, kept=kept) for kept in axes}
     return figures | ({"frontier": frontier_figure(cube, axes)} if axes else {})
 
-# %% ../../nbs/results/gallery.ipynb #0286ddd0
+# %% ../../nbs/results/gallery.ipynb #d23f6b68
 def shared_figures(
     sources: dict[str, Source],
     dataset: str,  # name of the corpus
 ) -> dict[str, Figure]:
     "Figures in which every source has its panels, by name; those for which nobody has numbers are left out."
     tables, title = [source.table for source in sources.values()], corpus_title(dataset)
-    learnt = (*learnt_columns(title), "Train")[0]
+    learnt = (*in_domain_columns(title), "Train")[0]
 
     def has_nll(table):
         if "share_above" not in table: return False
@@ -112,7 +112,7 @@ def shared_figures(
         figures[f"displacement-{name}" if len(sources) > 1 else "displacement"] = displacement_figure(source.cube)
     return figures
 
-# %% ../../nbs/results/gallery.ipynb #f300b126
+# %% ../../nbs/results/gallery.ipynb #f19bdbc4
 def describe_selection(
     cube: xr.Dataset,
 ) -> str:
@@ -120,7 +120,7 @@ def describe_selection(
     seeds, by = cube.sizes["seed"], "validation" if "validation" in cube.benchmark else "training"
     return f"runs: mean of {seeds} seed{'s' * (seeds > 1)}, learning rate and checkpoint selected by {by} accuracy"
 
-# %% ../../nbs/results/gallery.ipynb #ce747705
+# %% ../../nbs/results/gallery.ipynb #a844c57b
 def source_sheet(
     name: str,  # of a table
     sources: dict[str, Source],
@@ -131,14 +131,14 @@ def source_sheet(
     if not (ours and ours.methods[0]): return found
     return replace(found, notes=[*found.notes, describe_selection(sources["runs"].cube)])
 
-# %% ../../nbs/results/gallery.ipynb #b7b38022
+# %% ../../nbs/results/gallery.ipynb #0eb75045
 def name_suffix(
     values: Iterable,  # parameters that are not their defaults
 ) -> str:
     "What tells the files of other parameters apart: each value after a hyphen."
     return "".join(f"-{value}" for value in values).replace("/", "-")
 
-# %% ../../nbs/results/gallery.ipynb #7e229f1e
+# %% ../../nbs/results/gallery.ipynb #2906281b
 def save_pictures(
     figures: dict[str, Figure],
     sheets: dict[str, Sheet],

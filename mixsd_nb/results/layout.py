@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['training_curves', 'has_rate', 'result_tree']
 
-# %% ../../nbs/results/layout.ipynb #96070f73
+# %% ../../nbs/results/layout.ipynb #cf4d0cef
 from typing import Any
 
 import numpy as np
@@ -24,14 +24,14 @@ def training_curves(
     updates = np.arange(1, len(training["loss"]) + 1)
     return xr.Dataset(data, dict(update=variable("update", ["update"], updates)))
 
-# %% ../../nbs/results/layout.ipynb #4e0f43dd
+# %% ../../nbs/results/layout.ipynb #4e4c7723
 def has_rate(
     label: str,  # along `method`
 ) -> bool:
     "Whether a method is trained at a learning rate; the base model and a method that edits weights are not."
     return "lr" in parse_label(label)[0].settings
 
-# %% ../../nbs/results/layout.ipynb #c3f2b60a
+# %% ../../nbs/results/layout.ipynb #236f24b8
 def result_tree(
     *,
     dataset: str,

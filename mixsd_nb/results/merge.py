@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['list_dimensions', 'join_labels', 'common_attrs', 'fill_variable', 'merge_roots']
 
-# %% ../../nbs/results/merge.ipynb #3b6243fc
+# %% ../../nbs/results/merge.ipynb #d705352f
 import functools
 from collections.abc import Iterable
 
@@ -15,7 +15,7 @@ import xarray as xr
 
 from .schema import DIMS
 
-# %% ../../nbs/results/merge.ipynb #ab8d6678
+# %% ../../nbs/results/merge.ipynb #baae658a
 def list_dimensions(
     roots: Iterable[xr.Dataset],
 ) -> list[str]:
@@ -23,7 +23,7 @@ def list_dimensions(
     found = dict.fromkeys(dim for root in roots for dim in root.dims)
     return [*(d for d in DIMS if d in found), *(d for d in found if d not in DIMS)]
 
-# %% ../../nbs/results/merge.ipynb #2552f143
+# %% ../../nbs/results/merge.ipynb #e5549917
 def join_labels(
     roots: Iterable[xr.Dataset],
     dim: str,
@@ -33,7 +33,7 @@ def join_labels(
     if all(index.equals(indexes[0]) for index in indexes): return indexes[0]
     return functools.reduce(pd.Index.union, {tuple(index): index for index in indexes}.values())
 
-# %% ../../nbs/results/merge.ipynb #ca4e5955
+# %% ../../nbs/results/merge.ipynb #10f23ecf
 def common_attrs(
     attrs: Iterable[dict],
 ) -> dict:
@@ -41,7 +41,7 @@ def common_attrs(
     different = list({tuple(a.items()): a for a in attrs}.values())
     return {k: value for a in different for k, value in a.items() if all(b.get(k, value) == value for b in different)}
 
-# %% ../../nbs/results/merge.ipynb #d234796e
+# %% ../../nbs/results/merge.ipynb #b7600f09
 def fill_variable(
     variables: dict[str, xr.Variable],  # folder name -> the variable of one root
     places: dict[str, dict[str, np.ndarray]],  # folder name -> dimension -> where its labels are in the cube
@@ -71,7 +71,7 @@ def fill_variable(
     attrs = common_attrs(v.attrs for v in variables.values())
     return xr.Variable(first.dims, values.astype(str) if complete else values, attrs)
 
-# %% ../../nbs/results/merge.ipynb #de483d3b
+# %% ../../nbs/results/merge.ipynb #dd207b17
 def merge_roots(
     roots: dict[str, xr.Dataset],  # folder name -> root
 ) -> xr.Dataset:

@@ -6,7 +6,7 @@
 __all__ = ['CONDITIONALS', 'place_tokens', 'draw_tokens', 'draw_sources', 'wrap_lines', 'overview_figure', 'find_example',
            'draw_overview']
 
-# %% ../../nbs/results/overview.ipynb #732b58ef
+# %% ../../nbs/results/overview.ipynb #7775f66a
 import textwrap
 
 import matplotlib.pyplot as plt
@@ -29,7 +29,7 @@ def place_tokens(
         line, column = (line + 1, 0) if "\n" in piece else (line, column + len(text))
     return placed
 
-# %% ../../nbs/results/overview.ipynb #a9040b2f
+# %% ../../nbs/results/overview.ipynb #1d608a1a
 def draw_tokens(
     ax,
     texts: list[str],  # of the tokens of a completion
@@ -47,7 +47,7 @@ def draw_tokens(
     ax.axis("off")
     return placed[-1][0] + 1
 
-# %% ../../nbs/results/overview.ipynb #a3566ef8
+# %% ../../nbs/results/overview.ipynb #bf974d43
 def _legend_patches():
     return [plt.Rectangle((0, 0), 1, 1, color=colour, alpha=0.35, label=name) for name, colour in CONDITIONALS.values()]
 
@@ -73,7 +73,7 @@ def wrap_lines(
     "Lines of a text; its own line breaks are shown as ⏎."
     return textwrap.wrap(text.replace("\n", "⏎ "), width, break_long_words=True, replace_whitespace=False)
 
-# %% ../../nbs/results/overview.ipynb #bea11309
+# %% ../../nbs/results/overview.ipynb #80097436
 def overview_figure(
     prompts: dict[str, str],  # heading -> what is asked
     completions: dict[str, tuple[list[str], list[bool]]],  # heading -> texts of the tokens, which of them are naive
@@ -118,7 +118,7 @@ def find_example(
         if different and is_clean(mixed, row): return row, mixed, expert, naive
     raise ValueError(f"none of {len(rows)} facts has, with lam={lam:g}, a mixed target that neither conditional writes")
 
-# %% ../../nbs/results/overview.ipynb #0e238852
+# %% ../../nbs/results/overview.ipynb #472807f8
 def draw_overview(
     model: str = "lab-m",
     dataset: str = "kgfact-small",

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MODELS', 'ITEMS', 'CORPUS_ITEMS', 'SCORED_TARGETS', 'SEED', 'RUN_KEYS', 'TARGET_DIMS', 'PLACES', 'CORRELATIONS',
            'paper_rows', 'corpus_title', 'corpus_key', 'published_items', 'metric_column', 'paper_benchmarks',
-           'held_out_columns', 'paper_families', 'is_listed', 'learnt_columns', 'row_coords', 'row_root',
+           'held_out_columns', 'paper_families', 'is_listed', 'in_domain_columns', 'row_coords', 'row_root',
            'correlation_root', 'paper_cube']
 
 # %% ../../nbs/results/paper.ipynb #8e57e3f3
@@ -65,7 +65,7 @@ def published_items(
     "The number of items behind a published share."
     return ITEMS.get(benchmark) or CORPUS_ITEMS[dataset][benchmark]
 
-# %% ../../nbs/results/paper.ipynb #e254c45a
+# %% ../../nbs/results/paper.ipynb #a08abc48
 def metric_column(
     metric: str,  # as printed
 ) -> str:
@@ -84,7 +84,7 @@ def held_out_columns() -> list[str]:
     "The paper's held-out columns, in its order."
     return [column for column, name in paper_benchmarks().items() if SUITES[name].role == "held-out"]
 
-# %% ../../nbs/results/paper.ipynb #fbde9f32
+# %% ../../nbs/results/paper.ipynb #ab9dcbcb
 @functools.cache
 def paper_families() -> frozenset[str]:
     "The methods of the paper, without their settings."
@@ -99,8 +99,8 @@ def is_listed(
     kind = label_family(label)
     return label in among or kind in among or kind not in paper_families()
 
-# %% ../../nbs/results/paper.ipynb #94e56b95
-def learnt_columns(
+# %% ../../nbs/results/paper.ipynb #d6ef2c57
+def in_domain_columns(
     dataset: str,  # title of the corpus
 ) -> tuple[str, ...]:
     "The in-domain columns that the paper prints for a corpus; none for a corpus that the paper lacks."
@@ -134,7 +134,7 @@ PLACES = {
     "high_nll_type_recall_pct":
         ("overlap", 100, (*TARGET_DIMS, "threshold", "over"), dict(threshold=8.0, over="unstated"))}
 
-# %% ../../nbs/results/paper.ipynb #674ec367
+# %% ../../nbs/results/paper.ipynb #076edb22
 def row_root(
     rows: list[dict],  # printed values of one table, corpus, model and method
 ) -> xr.Dataset:
@@ -174,7 +174,7 @@ def correlation_root(
     data = {k: variable(k, ["model"], [v]) for k, v in values.items()}
     return xr.Dataset(data, dict(model=variable("model", ["model"], model)))
 
-# %% ../../nbs/results/paper.ipynb #12a5688d
+# %% ../../nbs/results/paper.ipynb #61a3cd24
 @functools.cache
 def _merge_tables() -> xr.Dataset:
     "The cube of all printed rows, made once."

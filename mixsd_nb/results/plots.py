@@ -31,7 +31,7 @@ def method_colour(
     ramp = sns.color_palette(f"blend:{','.join(method.ramp)}", as_cmap=True)
     return to_hex(ramp(settings[method.label_settings[0]] / 0.8))
 
-# %% ../../nbs/results/plots.ipynb #940cd1d5
+# %% ../../nbs/results/plots.ipynb #d1445618
 def method_marker(
     label: str,  # along `method`
 ) -> str:
@@ -45,7 +45,7 @@ def model_name(
     "The last part of a model's name, as figures and tables print it."
     return key.split("/")[-1]
 
-# %% ../../nbs/results/plots.ipynb #89494c2e
+# %% ../../nbs/results/plots.ipynb #f651e739
 def format_range(
     values: xr.DataArray | np.ndarray,  # numbers of items; 0 or NaN where nothing was measured
 ) -> str:
@@ -55,7 +55,7 @@ def format_range(
     if not known.size: return "0"
     return f"{known.min():.0f}" if known.min() == known.max() else f"{known.min():.0f}–{known.max():.0f}"
 
-# %% ../../nbs/results/plots.ipynb #08e03a85
+# %% ../../nbs/results/plots.ipynb #02286a29
 def list_methods(
     values: xr.DataArray,  # with a dimension `method`
 ) -> list[str]:
@@ -63,7 +63,7 @@ def list_methods(
     measured = values.notnull().any([d for d in values.dims if d != "method"])
     return [m for m in ordered_labels(values["method"].values.tolist()) if measured.sel({"method": m})]
 
-# %% ../../nbs/results/plots.ipynb #ffd14395
+# %% ../../nbs/results/plots.ipynb #0c4f8f0e
 def ramp_labels(
     labels: Iterable[str],  # along `method`
 ) -> list[list[str]]:
@@ -74,13 +74,13 @@ def ramp_labels(
         if method.ramp: groups.setdefault(method.name, []).append(m)
     return list(groups.values())
 
-# %% ../../nbs/results/plots.ipynb #adc74134
+# %% ../../nbs/results/plots.ipynb #be405cb7
 @contextlib.contextmanager
 def figure_style() -> Iterator[None]:
     "The style of all figures: ticks, a light grid, and the text sizes of a notebook."
     with sns.plotting_context("notebook"), sns.axes_style("ticks", {"axes.grid": True, "grid.color": "0.9"}): yield
 
-# %% ../../nbs/results/plots.ipynb #4e9d918e
+# %% ../../nbs/results/plots.ipynb #8cee744b
 def draw_method_legend(
     fig: Figure,
     labels: list[str],  # along `method`
@@ -105,7 +105,7 @@ def save_figure(
     def write(kind): return lambda path: fig.savefig(path, format=kind, dpi=160, metadata=metadata[kind])
     return [write_atomically(target.with_name(f"{target.name}.{kind}"), write(kind)) for kind in metadata]
 
-# %% ../../nbs/results/plots.ipynb #12c7e375
+# %% ../../nbs/results/plots.ipynb #b0f9a0b3
 _OLD = {"SOURCES": "results.overview.CONDITIONALS",
         "draw_sources": "results.overview.draw_sources",
         "overview_figure": "results.overview.overview_figure",

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['RESERVED', 'read_root', 'rename_root', 'read_roots', 'read_training_roots']
 
-# %% ../../nbs/results/roots.ipynb #d4b5c751
+# %% ../../nbs/results/roots.ipynb #96c3b486
 import warnings
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import xarray as xr
 from ..runs import runs_root
 from .schema import TARGET_VARIABLES
 
-# %% ../../nbs/results/roots.ipynb #616c06bc
+# %% ../../nbs/results/roots.ipynb #3c5ca7ee
 def read_root(
     path: Path,  # result.nc
 ) -> xr.Dataset | None:
@@ -35,7 +35,7 @@ def read_root(
     coords = {name: v for name, v in variables.items() if name in auxiliary or v.dims == (name,)}
     return xr.Dataset({k: v for k, v in variables.items() if k not in coords}, coords, attrs)
 
-# %% ../../nbs/results/roots.ipynb #b1ea2698
+# %% ../../nbs/results/roots.ipynb #43cea963
 RESERVED = ("accuracy", "n", *TARGET_VARIABLES)  # names that only a training result has in a cube
 
 
@@ -47,7 +47,7 @@ def rename_root(
     if "accuracy" in root: return root
     return root.rename({name: f"{folder.partition('-')[0]}_{name}" for name in RESERVED if name in root})
 
-# %% ../../nbs/results/roots.ipynb #f7cfe699
+# %% ../../nbs/results/roots.ipynb #d9ea4e3e
 def read_roots(
     folder: str | Path | None = None,  # holds run folders; default: runs_root()
     skip_corrupt: bool = False,  # leave out what cannot be read, with a warning, instead of raising an error
@@ -67,7 +67,7 @@ def read_roots(
             if root is not None: roots[path.parent.name] = rename_root(root, path.parent.name)
     return roots
 
-# %% ../../nbs/results/roots.ipynb #bbfe2e9d
+# %% ../../nbs/results/roots.ipynb #2607aa3b
 def read_training_roots(
     folder: str | Path | None = None,  # holds run folders; default: runs_root()
 ) -> dict[str, xr.Dataset]:

@@ -6,7 +6,7 @@
 __all__ = ['RUN_DIMS', 'CELL_DIMS', 'DIMS', 'METHOD_COORDS', 'BENCHMARK_COORDS', 'TARGET_VARIABLES', 'CURVE_VARIABLES',
            'VARIABLE_ATTRS', 'variable', 'run_coords', 'benchmark_coords']
 
-# %% ../../nbs/results/schema.ipynb #a2e2c84c
+# %% ../../nbs/results/schema.ipynb #44df3c07
 import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-# %% ../../nbs/results/schema.ipynb #722bacb1
+# %% ../../nbs/results/schema.ipynb #c9a5037a
 RUN_DIMS = ("dataset", "model", "method", "lr", "seed")  # of a run
 CELL_DIMS = (*RUN_DIMS, "step")  # of a checkpoint
 DIMS = (*CELL_DIMS, "benchmark")  # of an accuracy
@@ -23,7 +23,7 @@ BENCHMARK_COORDS = ("column", "role", "samples")  # auxiliary coordinates along 
 TARGET_VARIABLES = ("target_nll", "targets_kept", "targets_asked", "target_tokens")  # about a run's targets
 CURVE_VARIABLES = ("loss", "learning_rate", "grad_norm")  # of training, over `update`
 
-# %% ../../nbs/results/schema.ipynb #e93cf73f
+# %% ../../nbs/results/schema.ipynb #b9cecda0
 VARIABLE_ATTRS: dict[str, tuple[str, str]] = dict(  # name -> long_name, units
     # dimensions and their auxiliary coordinates
     dataset=("corpus that is injected", "1"),
@@ -92,7 +92,7 @@ VARIABLE_ATTRS: dict[str, tuple[str, str]] = dict(  # name -> long_name, units
     share_of_responses=("errors of a category over all responses", "1"),
     share_of_errors=("errors of a category over all errors", "1"))
 
-# %% ../../nbs/results/schema.ipynb #1c61b3db
+# %% ../../nbs/results/schema.ipynb #86664b00
 def variable(
     name: str,  # key of VARIABLE_ATTRS
     dims: str | Iterable[str],
@@ -106,7 +106,7 @@ def variable(
     long_name, units = VARIABLE_ATTRS[name]
     return xr.Variable(dims, values, dict(long_name=long_name, units=units))
 
-# %% ../../nbs/results/schema.ipynb #613a59df
+# %% ../../nbs/results/schema.ipynb #f32a583b
 def run_coords(
     *,
     dataset: str,
@@ -125,7 +125,7 @@ def run_coords(
     return ({name: variable(name, [name], values) for name, values in index.items()}
             | {name: variable(name, ["method"], [float(value)]) for name, value in settings.items()})
 
-# %% ../../nbs/results/schema.ipynb #54a289d1
+# %% ../../nbs/results/schema.ipynb #1ff0d8be
 def benchmark_coords(
     benchmarks: Mapping[str, Mapping[str, Any]],  # benchmark -> its `column`, `role` and, where it is not 1, `samples`
 ) -> dict[str, xr.Variable]:

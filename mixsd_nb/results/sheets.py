@@ -7,7 +7,7 @@ __all__ = ['CSS', 'TEX', 'SYMBOLS', 'CHARACTER', 'Sheet', 'format_number', 'rank
            'format_caption', 'style_sheet', 'to_latex', 'draw_cell', 'draw_headings', 'draw_rows', 'draw_sheet',
            'save_table']
 
-# %% ../../nbs/results/sheets.ipynb #c84804cf
+# %% ../../nbs/results/sheets.ipynb #f7982df4
 import re
 import textwrap
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class Sheet:
     marks: pd.DataFrame  # best, second or nothing, of the same shape
     methods: list[str]  # of each row, along `method`; empty where a row is no method
 
-# %% ../../nbs/results/sheets.ipynb #cbda98ea
+# %% ../../nbs/results/sheets.ipynb #1456045e
 def format_number(
     value: float,
     form: str = ".1f",  # a format specification
@@ -44,7 +44,7 @@ def format_number(
     "A number as a text; an empty text for NaN."
     return "" if np.isnan(value) else f"{value + 0.0:{form}}"
 
-# %% ../../nbs/results/sheets.ipynb #a255e66e
+# %% ../../nbs/results/sheets.ipynb #15bc440e
 def rank_texts(
     texts: list[str],  # of one column within a block
     lowest: bool = False,  # the lowest is the best
@@ -120,7 +120,7 @@ def format_caption(
         marks = "Bold and underline: best and second best of a block, the base left out."
     return " ".join(filter(None, [sheet.caption, marks, *(f"{note[:1].upper()}{note[1:]}." for note in sheet.notes)]))
 
-# %% ../../nbs/results/sheets.ipynb #c24639e6
+# %% ../../nbs/results/sheets.ipynb #01d36c7e
 def style_sheet(
     sheet: Sheet,
 ) -> Styler:
@@ -134,7 +134,7 @@ def style_sheet(
     style = style.apply(lambda _: sheet.marks.map(lambda m: CSS.get(m, "")), axis=None)
     return style.apply_index(lambda _: edges, level=1).set_caption(format_caption(sheet)).set_table_styles(rules)
 
-# %% ../../nbs/results/sheets.ipynb #8aa36e83
+# %% ../../nbs/results/sheets.ipynb #ed57dea9
 def to_latex(
     sheet: Sheet,
 ) -> str:
@@ -166,7 +166,7 @@ def draw_cell(
         points = TextPath((0, 0), cell, size=plt.rcParams["font.size"]).get_extents().width
         ax.plot([x - points / 72 / CHARACTER, x], [y + 0.38] * 2, color="0", lw=0.7)
 
-# %% ../../nbs/results/sheets.ipynb #67d86584
+# %% ../../nbs/results/sheets.ipynb #e45deabf
 def draw_headings(
     ax,
     right: np.ndarray,  # right ends of all columns, those of block and row label first
@@ -182,7 +182,7 @@ def draw_headings(
     for end, head in zip(right[2:], columns.get_level_values(1), strict=True):
         ax.text(end - 0.6, 2, head, ha="right", va="center", fontweight="bold")
 
-# %% ../../nbs/results/sheets.ipynb #9c8fa337
+# %% ../../nbs/results/sheets.ipynb #b96762d9
 def draw_rows(
     ax,
     right: np.ndarray,  # right ends of all columns
@@ -199,7 +199,7 @@ def draw_rows(
         for end, cell, mark in zip(right[2:], cells, marks, strict=True): draw_cell(ax, end - 0.6, y, cell, mark)
         last = block
 
-# %% ../../nbs/results/sheets.ipynb #9dc607fe
+# %% ../../nbs/results/sheets.ipynb #033b9fc9
 def draw_sheet(
     sheet: Sheet,
 ) -> Figure:

@@ -6,7 +6,7 @@
 __all__ = ['coalesce', 'group_columns', 'held_out_average', 'average_drop', 'method_order', 'last_steps', 'percent_column',
            'summary_table']
 
-# %% ../../nbs/results/summary.ipynb #8f50cce1
+# %% ../../nbs/results/summary.ipynb #714ef5ab
 import functools
 import itertools
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ import xarray as xr
 from ..methods import BASE, ordered_labels
 from .schema import CELL_DIMS, RUN_DIMS
 
-# %% ../../nbs/results/summary.ipynb #d207cc02
+# %% ../../nbs/results/summary.ipynb #e01e7e92
 def coalesce(
     values: xr.DataArray,
     dim: str,  # along which several values stand for the same thing
@@ -26,7 +26,7 @@ def coalesce(
     "The first value along a dimension that is not NaN; the dimension is gone."
     return functools.reduce(xr.DataArray.fillna, (values.isel({dim: k}, drop=True) for k in range(values.sizes[dim])))
 
-# %% ../../nbs/results/summary.ipynb #b2d6504a
+# %% ../../nbs/results/summary.ipynb #4c9f4353
 def group_columns(
     cube: xr.Dataset,
     role: str,  # of the benchmarks: held-out, in-domain, world or validation
@@ -71,7 +71,7 @@ def average_drop(
     if BASE not in average["method"]: return xr.full_like(average, np.nan)
     return average.sel({"method": BASE}, drop=True).mean(["lr", "step"]) - average
 
-# %% ../../nbs/results/summary.ipynb #7a5fa55a
+# %% ../../nbs/results/summary.ipynb #5cb4507a
 def method_order(
     cube: xr.Dataset | xr.DataArray,
 ) -> list[str]:
@@ -90,7 +90,7 @@ def last_steps(
         steps = cube.step.values[measured.sel(at).values]
         if len(steps): yield cube.sel(at | {"step": steps[-1]})
 
-# %% ../../nbs/results/summary.ipynb #5b50a767
+# %% ../../nbs/results/summary.ipynb #7e51222a
 def percent_column(
     name: str,
     shares: np.ndarray,
@@ -102,7 +102,7 @@ def percent_column(
     cells = zip(100 * shares, n, strict=True)
     return pd.Series([f"{share:.1f} (N={k:.0f})" if k > 0 else "" for share, k in cells], name=name)
 
-# %% ../../nbs/results/summary.ipynb #f4cd0458
+# %% ../../nbs/results/summary.ipynb #75113dde
 def summary_table(
     cube: xr.Dataset,
 ) -> pd.DataFrame:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['HEADINGS', 'MOVED', 'FOUR', 'FIVE', 'EDITS', 'OBJECTIVES', 'TABLES', 'block_name', 'order_datasets', 'table_columns',
-           'column_values', 'describe_counts', 'accuracy_sheet', 'write_counts', 'write_overlap', 'target_sheet',
+           'column_values', 'describe_counts', 'accuracy_sheet', 'format_counts', 'format_overlap', 'target_sheet',
            'displacement_sheet', 'correlation_sheet', 'list_tables', 'table_sheet']
 
 # %% ../../nbs/results/tables.ipynb #e0779117
@@ -19,12 +19,12 @@ from ..benchmarks import SUITES
 from ..corpora import CORPORA
 from ..methods import BASE, label_title, ordered_labels
 from .comparison import displacement_correlations
-from .paper import corpus_key, corpus_title, held_out_columns, is_listed, learnt_columns
+from .paper import corpus_key, corpus_title, held_out_columns, is_listed, in_domain_columns
 from .plots import format_range, model_name
 from .sheets import Sheet, format_number, mark_columns, stack_sheets
 from .summary import coalesce, group_columns, method_order
 
-# %% ../../nbs/results/tables.ipynb #fb436a13
+# %% ../../nbs/results/tables.ipynb #94413010
 def block_name(
     dataset: str,
     model: str,
@@ -32,7 +32,7 @@ def block_name(
     "A model, with the corpus where it is another than the published one of its title, such as the lab's form of it."
     return model_name(model) + ("" if dataset == corpus_key(corpus_title(dataset)) else f" ({dataset})")
 
-# %% ../../nbs/results/tables.ipynb #653c0e4b
+# %% ../../nbs/results/tables.ipynb #a32375cb
 def order_datasets(
     cube: xr.Dataset,
 ) -> list[str]:
@@ -58,7 +58,7 @@ def table_columns(
         for column in dict.fromkeys([*columns, *measured]): found[HEADINGS[role], column] = groups.get(column, [])
     return found
 
-# %% ../../nbs/results/tables.ipynb #9a8ebeb8
+# %% ../../nbs/results/tables.ipynb #ed3bfc1a
 def column_values(
     cube: xr.Dataset,  # as returned by `collapse_runs`
     name: str,  # variable over `benchmark`
@@ -68,7 +68,7 @@ def column_values(
     if not benchmarks: return xr.full_like(cube.average, np.nan)
     return coalesce(cube[name].sel(benchmark=benchmarks), "benchmark")
 
-# %% ../../nbs/results/tables.ipynb #22c5597a
+# %% ../../nbs/results/tables.ipynb #ae403e6c
 def describe_counts(
     cube: xr.Dataset,  # as returned by `collapse_runs`
     columns: dict[tuple[str, str], list[str]],  # as returned by `table_columns`
@@ -82,7 +82,7 @@ def describe_counts(
         parts.append(f"{column} {format_range(n)}" + (f" × {samples:.0f}" if samples > 1 else ""))
     return ", ".join(parts)
 
-# %% ../../nbs/results/tables.ipynb #8aa1126e
+# %% ../../nbs/results/tables.ipynb #fab39a15
 def accuracy_sheet(
     cube: xr.Dataset,  # as returned by `collapse_runs`
     *,
@@ -96,7 +96,7 @@ def accuracy_sheet(
     models = [m for m in cube.model.values if llama is None or ("llama" in m.lower()) == llama]
     part = cube.sel(dataset=[d for d in cube.dataset.values if corpus_title(d) == dataset], model=models)
     if not part.accuracy.size: return None
-    columns = table_columns(part, learnt_columns(dataset))
+    columns = table_columns(part, in_domain_columns(dataset))
     values = {head: column_values(part, "accuracy", benchmarks) for head, benchmarks in columns.items()}
     values[HEADINGS["held-out"], "Avg"] = part.average
     methods, rows, order = [], {}, [m for m in method_order(part) if among is None or is_listed(m, among)]
@@ -114,7 +114,7 @@ def accuracy_sheet(
     return Sheet(label, caption, [describe_counts(part, columns)], text, marks, methods)
 
 # %% ../../nbs/results/tables.ipynb #7927d4d6
-def write_counts(
+def format_counts(
     cube: xr.Dataset,  # as returned by `collapse_runs`
     threshold: float,  # nats
 ) -> xr.DataArray:
@@ -123,8 +123,8 @@ def write_counts(
     def write(count, share): return "" if np.isnan(share) else f"{count:.0f} ({100 * share:.1f}%)"
     return xr.apply_ufunc(write, first.above, first.share_above, vectorize=True)
 
-# %% ../../nbs/results/tables.ipynb #09f657a9
-def write_overlap(
+# %% ../../nbs/results/tables.ipynb #d3a13adb
+def format_overlap(
     cube: xr.Dataset,  # as returned by `collapse_runs`
     threshold: float,  # nats
 ) -> xr.DataArray:
@@ -132,19 +132,19 @@ def write_overlap(
     def write(share): return "" if np.isnan(share) else f"{100 * share:.0f}%"
     return xr.apply_ufunc(write, coalesce(cube.overlap.sel(threshold=threshold), "over"), vectorize=True)
 
-# %% ../../nbs/results/tables.ipynb #a62481ae
+# %% ../../nbs/results/tables.ipynb #651305db
 def target_sheet(
     cube: xr.Dataset,  # as returned by `collapse_runs`
     *,
     label: str,
     caption: str,
     name: str,  # variable that it is about
-    write: Callable[[xr.Dataset, float], xr.DataArray],  # texts over dataset, model and method
+    format_cells: Callable[[xr.Dataset, float], xr.DataArray],  # texts over dataset, model and method
     threshold: float,  # nats
 ) -> Sheet | None:
     "One text about the targets of each method; None where the cube has none."
     if name not in cube or threshold not in cube.threshold: return None
-    texts, rows = write(cube, threshold), {}
+    texts, rows = format_cells(cube, threshold), {}
     methods = [m for m in method_order(cube) if (texts.sel({"method": m}) != "").any()]
     for d in order_datasets(cube):
         for model in cube.model.values:
@@ -189,7 +189,7 @@ def displacement_sheet(
     marks = mark_columns(text, methods, {(title, "Drop"): True for title in titles})
     return Sheet(label, caption, [], text, marks, methods)
 
-# %% ../../nbs/results/tables.ipynb #a22c8d6e
+# %% ../../nbs/results/tables.ipynb #3ca1c698
 def correlation_sheet(
     cube: xr.Dataset,  # with all checkpoints, not as returned by `collapse_runs`
     *,
@@ -222,8 +222,8 @@ def _accuracies(label, caption, dataset, among, llama=None):
 
 def _improbable(threshold):
     caption = f"Target tokens with an NLL above {threshold:g} nats under the base model: count and share."
-    return partial(target_sheet, label=f"tab:high-nll-{threshold:g}", caption=caption, name="above", write=write_counts,
-                   threshold=threshold)
+    return partial(target_sheet, label=f"tab:high-nll-{threshold:g}", caption=caption, name="above",
+                   format_cells=format_counts, threshold=threshold)
 
 
 TABLES: dict[str, Callable[[xr.Dataset], Sheet | None]] = {
@@ -248,11 +248,11 @@ TABLES: dict[str, Callable[[xr.Dataset], Sheet | None]] = {
     "nll-5": _improbable(5.0),
     "nll-8": _improbable(8.0),
     "overlap": partial(
-        target_sheet, label="tab:overlap-recall", name="overlap", write=write_overlap, threshold=8.0, caption=(
+        target_sheet, label="tab:overlap-recall", name="overlap", format_cells=format_overlap, threshold=8.0, caption=(
             "Share of the token types with an NLL above 8 nats in the canonical target that are also in the mixed "
             "target."))}
 
-# %% ../../nbs/results/tables.ipynb #ad8d72f2
+# %% ../../nbs/results/tables.ipynb #cf584d79
 def list_tables(
     cubes: Iterable[xr.Dataset],
 ) -> list[str]:
@@ -261,7 +261,7 @@ def list_tables(
     datasets = dict.fromkeys(d for cube in cubes for d in order_datasets(cube))
     return [*TABLES, *dict.fromkeys(corpus_key(corpus_title(d)) for d in datasets if corpus_title(d) not in titles)]
 
-# %% ../../nbs/results/tables.ipynb #a0274800
+# %% ../../nbs/results/tables.ipynb #be562ed6
 def table_sheet(
     name: str,  # key of TABLES, or a corpus that the paper lacks
     cubes: dict[str, tuple[xr.Dataset, xr.Dataset]],  # whose numbers -> all of them, and the result of `collapse_runs`
@@ -278,7 +278,7 @@ def table_sheet(
     sheets = {source: make(cube if whole else table) for source, (cube, table) in cubes.items()}
     return stack_sheets(sheets, [label_title(m) for m in labels])
 
-# %% ../../nbs/results/tables.ipynb #fa72993a
+# %% ../../nbs/results/tables.ipynb #34942a87
 _OLD = {"styled": "results.sheets.style_sheet",
         "save_table": "results.sheets.save_table",
         "to_latex": "results.sheets.to_latex",

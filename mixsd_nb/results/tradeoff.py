@@ -6,7 +6,7 @@
 __all__ = ['select_benchmarks', 'tradeoff_points', 'draw_method', 'draw_base', 'draw_rate', 'draw_legend', 'kept_label',
            'tradeoff_figure', 'frontier', 'draw_frontier', 'frontier_figure', 'frontier_table']
 
-# %% ../../nbs/results/tradeoff.ipynb #f817f8d7
+# %% ../../nbs/results/tradeoff.ipynb #9bff91dc
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -31,7 +31,7 @@ def select_benchmarks(
         raise ValueError(f"kept must be one of held-out, {', '.join(cube.benchmark.values)}, got {kept}")
     return cube.sel(benchmark=names)
 
-# %% ../../nbs/results/tradeoff.ipynb #399a127e
+# %% ../../nbs/results/tradeoff.ipynb #a1522c8f
 def tradeoff_points(
     cube: xr.Dataset,  # of one dataset and one model
     kept: str = "held-out",  # or a benchmark
@@ -67,7 +67,7 @@ def draw_method(
         ax.hlines(end.y, end.x_low, end.x_high, color=style["color"], lw=1.3, alpha=0.7, zorder=1)
         ax.vlines(end.x, end.y_low, end.y_high, color=style["color"], lw=1.3, alpha=0.7, zorder=1)
 
-# %% ../../nbs/results/tradeoff.ipynb #39046264
+# %% ../../nbs/results/tradeoff.ipynb #0b45b003
 def draw_base(
     ax,
     points: xr.Dataset,  # of `tradeoff_points`
@@ -77,7 +77,7 @@ def draw_base(
     level = float(points.y.sel({"method": BASE}).mean())
     ax.axhline(level, ls="--", lw=1.2, color=method_colour(BASE), label=BASE, zorder=0)
 
-# %% ../../nbs/results/tradeoff.ipynb #d09566c0
+# %% ../../nbs/results/tradeoff.ipynb #26ed6b37
 def draw_rate(
     ax,
     points: xr.Dataset,
@@ -94,7 +94,7 @@ def draw_rate(
     draw_base(ax, points)
     ax.set(title=f"learning rate {lr:g}", xlim=(-4, 104))
 
-# %% ../../nbs/results/tradeoff.ipynb #5f97ba22
+# %% ../../nbs/results/tradeoff.ipynb #7180ad1a
 def draw_legend(
     fig: Figure,
     cube: xr.Dataset,
@@ -109,7 +109,7 @@ def draw_legend(
                alignment="left")
     fig.text(0.995, 0.02, text, ha="right", va="bottom", fontsize="x-small", color="0.4")
 
-# %% ../../nbs/results/tradeoff.ipynb #212c9488
+# %% ../../nbs/results/tradeoff.ipynb #2dfbe260
 def kept_label(
     part: xr.Dataset,  # of `select_benchmarks`
     kept: str,
@@ -118,7 +118,7 @@ def kept_label(
     if kept != "held-out": return f"{kept} (%, N={format_range(part.n)})"
     return f"held-out average (%, {part.sizes['benchmark']} suites, N={format_range(part.n)})"
 
-# %% ../../nbs/results/tradeoff.ipynb #3bbf43aa
+# %% ../../nbs/results/tradeoff.ipynb #11aad886
 def tradeoff_figure(
     cube: xr.Dataset,  # of one dataset and one model
     *,
@@ -152,7 +152,7 @@ def frontier(
     best = np.where((x >= grid[:, None]) & ~np.isnan(y), y, -np.inf).max(1)
     return np.where(np.isfinite(best), best, np.nan)
 
-# %% ../../nbs/results/tradeoff.ipynb #6b03b7dd
+# %% ../../nbs/results/tradeoff.ipynb #a27eb032
 def draw_frontier(
     ax,
     points: xr.Dataset,  # of one method, over lr, seed and step
@@ -168,7 +168,7 @@ def draw_frontier(
     ax.scatter(points.x, points.y, s=14, marker=method_marker(style["label"]), color=style["color"], alpha=0.45, lw=0,
                zorder=1)
 
-# %% ../../nbs/results/tradeoff.ipynb #11d86251
+# %% ../../nbs/results/tradeoff.ipynb #5e6bdbca
 def frontier_figure(
     cube: xr.Dataset,  # of one dataset and one model
     kept: tuple[str, ...] = ("held-out", "world"),  # a panel each

@@ -16,7 +16,7 @@ import pandas as pd
 
 from ..analysis.taxonomy import corpus_entities, find_leakage
 from ..corpora import CORPORA
-from ..errors import ErrorsConfig, classify_responses, find_responses, read_responses
+from ..analysis.responses import classify_responses, find_responses, read_responses
 from ..methods import BASE
 from ..results.schema import RUN_DIMS
 from ..runs import read_config
@@ -32,8 +32,7 @@ def find_response_files(
     """A row for each file of responses: the labels of its checkpoint, `path`, `run` and `words`, all different.
 
     FileNotFoundError if there is no file."""
-    folder = str(runs.folder) if runs.folder.is_dir() else ""
-    files = find_responses(ErrorsConfig(runs=folder, dataset=dataset, model=model))
+    files = find_responses(dataset, model, runs.folder)
     files["run"] = [path.parent.name for path in files.path]
     selected = np.array([runs.matches(read_config(path.parent)) for path in files.path], bool)
     files = files[selected].sort_values(["method", "lr", "seed", "step"], ignore_index=True)
