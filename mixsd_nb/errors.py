@@ -72,11 +72,13 @@ class ErrorsConfig(Stage):
         return [*super().modules(), *(module_of(name) for name in (corpus.build, corpus.entities) if name)]
 
     def check(self):
+        "ValueError if there are no responses."
         if self.files.empty:
             cell = f"dataset {self.dataset} and model {self.model}"
             raise ValueError(f"{self.root} has no responses of {cell}; train.ipynb makes some")
 
     def compute(self, run):
+        "Classify all responses, which are written as Parquet, and count them."
         table = classify_responses(read_responses(self.files), self.dataset, self.limits)
         write_atomically(run.folder / "errors.parquet", table.to_parquet)
         return xr.DataTree(count_errors(table, self.files).assign_attrs(config=self.canonical()))
@@ -113,7 +115,7 @@ def learning_rates(
     "The learning rates of the trained methods; 0, that of the base model, where nothing was trained."
     return [lr for lr in result.lr.values if lr] or [0.0]
 
-# %% ../nbs/errors.ipynb #3cdd85e2
+# %% ../nbs/errors.ipynb #901952a1
 def draw_breakdown(
     ax,
     errors: pd.DataFrame,  # of one benchmark: categories, `n` and `wrong` by method
@@ -156,7 +158,7 @@ def breakdown_figure(
     fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(COLOURS), frameon=False)
     return fig
 
-# %% ../nbs/errors.ipynb #9608767d
+# %% ../nbs/errors.ipynb #bd07c454
 def held_out_suites() -> tuple[str, ...]:
     "The held-out benchmarks of both scales."
     return tuple(name for name, suite in SUITES.items() if suite.role == "held-out")

@@ -72,6 +72,7 @@ class FisherConfig(Stage):
         return [*super().modules(), *sorted(map(module_of, items))]
 
     def check(self):
+        "ValueError for too many processes, another base model than the run's, or a checkpoint that is missing."
         if self.processes > 1:
             from mixsd_nb.methods.trainer import check_devices
             check_devices(self.processes, self.processes, sharded=False)
@@ -81,7 +82,9 @@ class FisherConfig(Stage):
         if base != self.model: raise ValueError(f"model must be {base}, the base model of {run.name}, got {self.model}")
         find_checkpoints(run)
 
-    def compute(self, run): return (run_displacement if self.trained else base_fisher)(self, run.folder)
+    def compute(self, run):
+        "The Fisher of the base model, or the displacement of the checkpoints of a training run."
+        return (run_displacement if self.trained else base_fisher)(self, run.folder)
 
 
 run = run_function(FisherConfig)
@@ -142,7 +145,7 @@ def fisher_file(
     "The file with the Fisher of the base model, estimated first if it does not exist."
     return config.model_copy(update=dict(trained="")).run().folder / FISHER
 
-# %% ../nbs/fisher.ipynb #dfdb50f9
+# %% ../nbs/fisher.ipynb #f1535a63
 def run_displacement(
     config: FisherConfig,
     folder: Path,  # of the run
@@ -173,7 +176,7 @@ def measure_all_runs(
         except ParameterError: skipped.append(trained.name)
     return results, skipped
 
-
+# %% ../nbs/fisher.ipynb #7c27b39e
 def layer_ratio(
     tree: xr.DataTree,  # result of a training run
 ) -> xr.DataArray:
@@ -182,7 +185,7 @@ def layer_ratio(
     layers = parts.sel(layer=[layer for layer in parts.layer.values if layer.isdigit()])
     return add_alignment_ratio(layers[list(SUMS)].sum("layer")).alignment_ratio
 
-
+# %% ../nbs/fisher.ipynb #7c27b39f
 def checkpoint_points(
     results: dict[str, xr.DataTree],  # by name of the training run
 ) -> pd.DataFrame:
@@ -224,7 +227,7 @@ def _format_r(r: float, low: float, high: float) -> str:
     "A correlation with its interval: `+0.17 (+0.02 to +0.34)`."
     return f"{r:+.2f} ({low:+.2f} to {high:+.2f})"
 
-# %% ../nbs/fisher.ipynb #a6225bc1
+# %% ../nbs/fisher.ipynb #1691a185
 def forgetting_figure(
     table: pd.DataFrame,  # as returned by `checkpoint_points`
 ):

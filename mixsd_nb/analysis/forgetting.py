@@ -133,6 +133,7 @@ class ReferenceConfig(Stage, TextSettings):
         return ["mixsd_nb.analysis.forgetting", *sorted(map(module_of, items)), module_of(ENGINES[self.engine].cls)]
 
     def compute(self, run):
+        "Sample the text, which is written as Parquet, and summarise it by benchmark."
         prompts = reference_prompts(self.suites, self.prompts, self.seed)
         text = sample_text(self.model, prompts, self.seed, engine=self.engine, **self.engine_options)
         write_atomically(run.folder / "samples.parquet", text.to_parquet)
@@ -166,9 +167,12 @@ class ForgettingConfig(Stage, TextSettings):
 
     def modules(self): return ["mixsd_nb.analysis.forgetting", module_of(ENGINES[self.engine].cls)]
 
-    def check(self): find_checkpoints(open_training_run(self.trained))
+    def check(self):
+        "ValueError if a checkpoint is missing."
+        find_checkpoints(open_training_run(self.trained))
 
     def compute(self, run):
+        "Measure every checkpoint on the text of its base model."
         trained = open_training_run(self.trained)
         root, checkpoints = trained.root, find_checkpoints(trained)
         shared = self.model_dump(include=set(TextSettings.model_fields))
