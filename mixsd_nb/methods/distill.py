@@ -32,7 +32,7 @@ def forward_kl(
     log_p = logits.float().gather(-1, ids).log_softmax(-1)
     return (log_q.exp() * (log_q - log_p)).sum()
 
-# %% ../../nbs/methods/distill.ipynb #9b8d5172
+# %% ../../nbs/methods/distill.ipynb #2c680070
 def teacher_distributions(
     teacher,
     pairs: list[tuple[list[int], list[int]]],  # expert prompt and completion
@@ -54,7 +54,11 @@ class Variant(NamedTuple):
     loss: Literal["kl", "nll"]
 
 
-VARIANTS = {"opsd": Variant("student", "kl"), "opsd-nll": Variant("student", "nll"), "mixsd-kl": Variant("teacher", "kl")}
+VARIANTS = {
+    "opsd": Variant("student", "kl"),
+    "opsd-nll": Variant("student", "nll"),
+    "mixsd-kl": Variant("teacher", "kl"),
+}
 
 # %% ../../nbs/methods/distill.ipynb #35423efd
 def distill_items(
@@ -66,7 +70,7 @@ def distill_items(
     return [dict(id=r["id"], student_ids=prompt_ids(tokenizer, r["prompt"]),
                  teacher_ids=prompt_ids(tokenizer, expert(r["prompt"], r["target"]))) for r in rows]
 
-# %% ../../nbs/methods/distill.ipynb #0e09fa4c
+# %% ../../nbs/methods/distill.ipynb #955ed00f
 WHOLE_VOCABULARY = 2**31  # as a top-k; engines reduce it to the size of the vocabulary
 
 
@@ -139,12 +143,14 @@ def distillation(
     spec: TrainingSpec,  # its data: `items`, `variant`, and options of `Distillation`
     tokenizer,
 ) -> Distillation:
-    "The objective of a training spec; every training process makes its own. The teacher is the base that training starts from."
+    """The objective of a training spec; every training process makes its own.
+
+    The teacher is the base model that training starts from."""
     data, dtype = dict(spec.data), "bfloat16" if torch.cuda.is_available() else "float32"
     teacher, variant = load_base(spec.model, dtype)[0].to(training_device()), Variant(*data.pop("variant"))
     return Distillation(data.pop("items"), teacher, tokenizer, variant, seed=spec.seed, **data)
 
-# %% ../../nbs/methods/distill.ipynb #17344d9d
+# %% ../../nbs/methods/distill.ipynb #07413762
 def fit_distillation(run: MethodRun) -> Fitted:
     "OPSD, OPSD-NLL or MixSD-KL, as the method's variant says, on all facts."
     p = run.parameters

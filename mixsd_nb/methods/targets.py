@@ -134,7 +134,7 @@ SCHEMA = pa.schema(dict(
     naive_mask=pa.list_(pa.bool_()), accepted=pa.bool_(), attempts=pa.int64(), finish_reason=pa.string(),
     names_another=pa.bool_()))
 
-# %% ../../nbs/methods/targets.ipynb #cdfda5d3
+# %% ../../nbs/methods/targets.ipynb #0f310137
 def use_canonical(
     record: dict,  # of a target
     tokenizer,
@@ -174,7 +174,7 @@ def join_shards(
     items = sum(map(len, parts)) // samples
     return [r for i in range(items) for r in parts[i % len(parts)][i // len(parts) * samples:][:samples]]
 
-# %% ../../nbs/methods/targets.ipynb #9ae2dba6
+# %% ../../nbs/methods/targets.ipynb #4a6efb75
 def write_targets(records: list[dict], path: Path) -> None:
     "Write targets as a Parquet file with the columns of SCHEMA."
     pq.write_table(pa.Table.from_pylist(records, SCHEMA), path)
@@ -212,14 +212,15 @@ def count_targets(
                              "share of naive tokens in accepted targets"),
                 names_another=(sum(r["names_another"] for r in kept), "accepted targets that name another entity"))
 
-# %% ../../nbs/methods/targets.ipynb #ce50c5ec
+# %% ../../nbs/methods/targets.ipynb #15bc1ff5
 def _count_by_attempt(records, max_attempts) -> xr.Dataset:
     "How many sequences were tried and accepted at each attempt."
     attempt = np.arange(1, max_attempts + 1)
     accepted = [r for r in records if r["accepted"] and r["finish_reason"] != "canonical"]
     counts = dict(tried=[sum(r["attempts"] >= k for r in records) for k in attempt],
                   accepted=[sum(r["attempts"] == k for r in accepted) for k in attempt])
-    data = {name: ("attempt", values, dict(long_name=f"sequences {name}", units="1")) for name, values in counts.items()}
+    attrs = lambda name: dict(long_name=f"sequences {name}", units="1")
+    data = {name: ("attempt", values, attrs(name)) for name, values in counts.items()}
     return xr.Dataset(data, {"attempt": ("attempt", attempt, dict(long_name="number of the attempt", units="1"))})
 
 # %% ../../nbs/methods/targets.ipynb #ce6adb7b
