@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import GRADINGS, Item, Selection, Suite
-from .answers import extract_letter, extract_python, is_loose_match, last_boxed, same_answer, same_math
+from .answers import (
+    extract_letter, extract_python, is_loose_match, last_boxed, same_answer, same_math)
 from .sandbox import explain_refusal, run_tests
 from ..runs import load_object
 
@@ -39,7 +40,7 @@ def _math_prompt(
     return ("Solve this problem. Think step by step and write the final answer, and nothing else, inside \\boxed{}.\n\n"
             f"{problem.strip()}\n\nNow reason step by step.")
 
-# %% ../../nbs/benchmarks/tasks.ipynb #87191ec6
+# %% ../../nbs/benchmarks/tasks.ipynb #650d5931
 def _math_item(
     problem: str,
     solution: str,
@@ -48,7 +49,7 @@ def _math_item(
     boxed = "" if same_answer(last_boxed(solution), answer) else f"\n\n\\boxed{{{answer}}}"
     return Item(_math_prompt(problem), solution.strip() + boxed, answer)
 
-# %% ../../nbs/benchmarks/tasks.ipynb #3a8c0492
+# %% ../../nbs/benchmarks/tasks.ipynb #0015244a
 def _solved_item(row, shots): return _math_item(row["problem"], row["solution"], row["answer"].strip())
 
 
@@ -60,10 +61,10 @@ def _gsm8k_item(row, shots):
 def _humaneval_prompt(
     start: str,  # signature and docstring
 ) -> str:
-    return ("Complete the Python function below. Reply with one Python code block that holds the whole function with the "
-            f"imports it needs, and with nothing else.\n\n```python\n{start.strip()}\n```")
+    return ("Complete the Python function below. Reply with one Python code block that holds the whole function with "
+            f"the imports it needs, and with nothing else.\n\n```python\n{start.strip()}\n```")
 
-# %% ../../nbs/benchmarks/tasks.ipynb #b968af9e
+# %% ../../nbs/benchmarks/tasks.ipynb #3d04ecac
 def assemble(
     start: str,  # signature and docstring, perhaps after imports and helpers
     entry: str,  # the function's name
@@ -77,7 +78,7 @@ def assemble(
     if not defines_entry and first_line[:1] not in (" ", "\t"): code = textwrap.indent(code, "    ")
     return start.rstrip("\n") + "\n" + code
 
-# %% ../../nbs/benchmarks/tasks.ipynb #b265bef4
+# %% ../../nbs/benchmarks/tasks.ipynb #70e647a7
 def _humaneval_item(row, shots):
     start, entry = row["prompt"], row["entry_point"]
     helpers = start[:re.search(rf"^def {entry}\b", start, re.MULTILINE).start()]
@@ -94,7 +95,7 @@ def _question_block(row: dict, answer: str = "") -> str:
     options = "\n".join(f"{name}) {option}" for name, option in zip(_LETTERS, row["choices"]))
     return f"Question: {row['question'].strip()}\n{options}\nAnswer:" + (f" {answer}" if answer else "")
 
-# %% ../../nbs/benchmarks/tasks.ipynb #80451043
+# %% ../../nbs/benchmarks/tasks.ipynb #bc6728a8
 def _mmlu_item(row, shots):
     box = lambda r: f"\\boxed{{{_LETTERS[r['answer']]}}}"
     solved = [_question_block(s, box(s)) for s in shots if s["subject"] == row["subject"]][:5]
@@ -121,7 +122,7 @@ def benchmarks_folder() -> str:
     "The folder in the environment variable `MIXSD_BENCHMARKS`; empty if it is not set."
     return os.environ.get("MIXSD_BENCHMARKS", "")
 
-# %% ../../nbs/benchmarks/tasks.ipynb #ecfcd242
+# %% ../../nbs/benchmarks/tasks.ipynb #4eeb1046
 def _read_file(
     path: Path,
 ) -> list[dict]:
@@ -131,18 +132,20 @@ def _read_file(
         return pq.read_table(path).to_pylist()
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
-# %% ../../nbs/benchmarks/tasks.ipynb #45cdb059
+# %% ../../nbs/benchmarks/tasks.ipynb #e6548259
 def _local_rows(
     stem: str,  # of the file
     folder: str,
 ) -> list[dict]:
     "Rows of a task from a folder; ValueError if the file is missing or cannot be read."
-    paths = [path for suffix in ("parquet", "jsonl") if (path := Path(folder).expanduser() / f"{stem}.{suffix}").is_file()]
+    candidates = [Path(folder).expanduser() / f"{stem}.{suffix}" for suffix in ("parquet", "jsonl")]
+    paths = [path for path in candidates if path.is_file()]
     if not paths: raise ValueError(f"{stem}.parquet or {stem}.jsonl is missing in the folder of benchmarks {folder}")
     try: return _read_file(paths[0])
-    except (ValueError, OSError) as e: raise ValueError(f"{paths[0]} cannot be read ({str(e).splitlines()[0]})") from None
+    except (ValueError, OSError) as e:
+        raise ValueError(f"{paths[0]} cannot be read ({str(e).splitlines()[0]})") from None
 
-# %% ../../nbs/benchmarks/tasks.ipynb #fea25431
+# %% ../../nbs/benchmarks/tasks.ipynb #f0c0cfe5
 def _hub_rows(
     name: str,  # of the task
     source: Source,
@@ -152,11 +155,11 @@ def _hub_rows(
     from datasets import load_dataset
     try: return list(load_dataset(source.hub, source.config, split=split))
     except Exception as e:  # the hub's libraries have no common class of error
-        raise ValueError(f"{name} did not come from the Hugging Face hub ({source.hub}: {type(e).__name__}); connect to the "
-                         f"hub, or put {name}.jsonl or {name}.parquet into a folder and name it by data= or "
+        raise ValueError(f"{name} did not come from the Hugging Face hub ({source.hub}: {type(e).__name__}); connect "
+                         f"to the hub, or put {name}.jsonl or {name}.parquet into a folder and name it by data= or "
                          "MIXSD_BENCHMARKS") from None
 
-# %% ../../nbs/benchmarks/tasks.ipynb #8add8c37
+# %% ../../nbs/benchmarks/tasks.ipynb #124d6c00
 def _check_rows(
     rows: list[dict],
     columns: tuple[str, ...],  # that must be there
@@ -168,7 +171,7 @@ def _check_rows(
     if missing: raise ValueError(f"{place} lacks {', '.join(missing)}; its columns are {', '.join(rows[0])}")
     return rows
 
-# %% ../../nbs/benchmarks/tasks.ipynb #7f9342d1
+# %% ../../nbs/benchmarks/tasks.ipynb #63368842
 def load_task(
     name: str,  # a key of SOURCES
     folder: str = "",  # of local files; empty: the one in MIXSD_BENCHMARKS if it is set, else the hub
@@ -189,7 +192,7 @@ def load_task(
     except (TypeError, ValueError, AttributeError, IndexError) as e:
         raise ValueError(f"{name} has a row that is no item of it ({type(e).__name__}: {e})") from None
 
-# %% ../../nbs/benchmarks/tasks.ipynb #2f573e35
+# %% ../../nbs/benchmarks/tasks.ipynb #13d9244d
 def task_items(
     suite: Suite,
     selection: Selection,
@@ -205,28 +208,28 @@ class Verdict(NamedTuple):
     loose: bool  # by the published rule
     error: str = ""  # why it could not be graded
 
-# %% ../../nbs/benchmarks/tasks.ipynb #c8ed3925
+# %% ../../nbs/benchmarks/tasks.ipynb #32a3ea67
 def by_box(items: list[Item], responses: list[str]) -> list[Verdict]:
     "Strict: the last box equals the answer. Published: the response equals or contains the answer."
     boxes = [last_boxed(r) for r in responses]
     return [Verdict(b, same_answer(b, i.answer), is_loose_match(r, i.answer), "" if b else "no box")
             for b, i, r in zip(boxes, items, responses)]
 
-# %% ../../nbs/benchmarks/tasks.ipynb #7347639f
+# %% ../../nbs/benchmarks/tasks.ipynb #503596a5
 def by_mathematics(items: list[Item], responses: list[str]) -> list[Verdict]:
     "The last box is the same expression as the answer."
     boxes = [last_boxed(r) for r in responses]
     comparisons = same_math([(i.answer, b) for i, b in zip(items, boxes)])
     return [Verdict(b, same, same, error if b else "no box") for b, (same, error) in zip(boxes, comparisons)]
 
-# %% ../../nbs/benchmarks/tasks.ipynb #46fb6ed3
+# %% ../../nbs/benchmarks/tasks.ipynb #628f2d64
 def by_letter(items: list[Item], responses: list[str]) -> list[Verdict]:
     "Strict: the last box holds the letter. Published: the first line may be the letter instead."
     letters = [(extract_letter(r), extract_letter(r, loose=True)) for r in responses]
     return [Verdict(strict, strict == i.answer, loose == i.answer, "" if strict else "no letter in a box")
             for (strict, loose), i in zip(letters, items)]
 
-# %% ../../nbs/benchmarks/tasks.ipynb #5b91db31
+# %% ../../nbs/benchmarks/tasks.ipynb #31a7bab3
 def by_tests(
     items: list[Item],
     responses: list[str],
@@ -239,7 +242,7 @@ def by_tests(
                         allow_unsandboxed=allow_unsandboxed)
     return [Verdict(p, passed, passed, error) for p, (passed, error) in zip(programs, results)]
 
-# %% ../../nbs/benchmarks/tasks.ipynb #a4047228
+# %% ../../nbs/benchmarks/tasks.ipynb #c6046248
 def by_harmless_tests(items: list[Item], responses: list[str]) -> list[Verdict]:
     """The fenced block can do nothing but compute, and passes the tests.
 
@@ -251,7 +254,7 @@ def by_harmless_tests(items: list[Item], responses: list[str]) -> list[Verdict]:
     outcomes = dict(enumerate((False, error) for error in errors)) | dict(zip(harmless, results))
     return [Verdict(p, passed, passed, error) for p, (passed, error) in zip(programs, outcomes.values())]
 
-# %% ../../nbs/benchmarks/tasks.ipynb #b203921b
+# %% ../../nbs/benchmarks/tasks.ipynb #a8df9c82
 def grade(
     items: list[Item],
     responses: list[str],

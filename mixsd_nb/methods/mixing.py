@@ -42,7 +42,7 @@ def mix_items(
     return [dict(id=r["id"], naive_ids=prompt_ids(tokenizer, r["prompt"]), answer=r["answer"], extract=extract,
                  expert_ids=prompt_ids(tokenizer, expert(r["prompt"], r["target"]))) for r in rows]
 
-# %% ../../nbs/methods/mixing.ipynb #fd71c3a8
+# %% ../../nbs/methods/mixing.ipynb #9d0a1692
 def _match_exactly(text: str, answer: str) -> bool: return text == answer.strip()
 
 
@@ -53,7 +53,7 @@ def _match_normalised(text: str, answer: str) -> bool:
 
 VERIFY = dict(exact=_match_exactly, normalised=_match_normalised)
 
-# %% ../../nbs/methods/mixing.ipynb #e5a59bdc
+# %% ../../nbs/methods/mixing.ipynb #52700319
 def accepts(
     tokenizer,
     item: dict,
@@ -87,7 +87,7 @@ def oracle_sequence(
         if ids[-1] in stop: break
     return make_completion(ids, ids[-1] in stop, max_new_tokens)
 
-# %% ../../nbs/methods/mixing.ipynb #fecde6f1
+# %% ../../nbs/methods/mixing.ipynb #4f1f4d83
 def oracle_stream(
     engine,
     queue: deque[Request],  # consumed
@@ -113,7 +113,7 @@ def attempt_request(
     else: contexts = (item["expert_ids"], item["naive_ids"])
     return Request(contexts, row_key("noise", *key), picks(*key, max_new_tokens, lam), (item, sample, attempt))
 
-# %% ../../nbs/methods/mixing.ipynb #20034a27
+# %% ../../nbs/methods/mixing.ipynb #05069fb9
 def mix_stream(
     stream,  # engine.stream, or the oracle's
     tokenizer,
@@ -151,7 +151,7 @@ def mix_stream(
                        attempts=attempt + 1, accepted=accepted, finish_reason=reason)
         else: queue.appendleft(attempt_request(item, sample, attempt + 1, lam, seed, max_new_tokens))
 
-# %% ../../nbs/methods/mixing.ipynb #f8232812
+# %% ../../nbs/methods/mixing.ipynb #df3c24aa
 def mix(
     engine,
     items: list[dict],  # id, naive_ids, expert_ids, answer, extract (boxed or boxed_or_number)
@@ -169,8 +169,9 @@ def mix(
 ) -> list[dict]:
     """Mixed completions in input order (eq. 4).
 
-    Each has `id, sample, completion_ids, naive_mask, accepted, attempts, finish_reason`. If no attempt was accepted, the last one is returned. ValueError for λ outside [0, 1], for two items of the same id,
-    and for other parameters outside their range."""
+    Each has `id, sample, completion_ids, naive_mask, accepted, attempts, finish_reason`. If no attempt was
+    accepted, the last one is returned. ValueError for λ outside [0, 1], for two items of the same id, and for other
+    parameters outside their range."""
     targets = [(item, sample) for item in items for sample in range(samples)]
     options = dict(temperature=temperature, top_k=top_k, seed=seed, max_new_tokens=max_new_tokens, max_total=max_total,
                    max_attempts=max_attempts, verify=verify)
@@ -178,7 +179,7 @@ def mix(
     by_target = {(r["id"], r["sample"]): r for r in records}
     return [by_target[item["id"], sample] for item, sample in targets]
 
-# %% ../../nbs/methods/mixing.ipynb #66eacd8d
+# %% ../../nbs/methods/mixing.ipynb #25e80279
 def mix_oracle(engine, items: list[dict], lam: float, **options) -> list[dict]:
     "The same as `mix`, by the oracle."
     return mix(engine, items, lam, stream=partial(oracle_stream, engine), **options)

@@ -48,9 +48,11 @@ class _KeyedRow:
     sentinel: int = 0  # ends a row that is out of step
 
     @property
-    def t(self): return self.start + len(self.out)
+    def t(self):
+        "Position of the next token in the completion."
+        return self.start + len(self.out)
 
-# %% ../../nbs/models/engine_vllm.ipynb #a54ab076
+# %% ../../nbs/models/engine_vllm.ipynb #eacea242
 class KeyedRows(LogitsProcessor):
     "Samples the tokens of keyed rows and keeps pairs in step."
 
@@ -122,7 +124,7 @@ class _Sequence:
     ids: list[int] = field(default_factory=list)
     rows: list = field(default_factory=list)  # of a pair: what each row wrote, None while it runs
 
-# %% ../../nbs/models/engine_vllm.ipynb #73caa85b
+# %% ../../nbs/models/engine_vllm.ipynb #ad4ac069
 def _segment_length(
     naive,  # picks
     start: int,
@@ -131,7 +133,7 @@ def _segment_length(
     "How many picks from `start` on are equal, before `end`."
     return next((t for t in range(start, end) if bool(naive[t]) != bool(naive[start])), end) - start
 
-# %% ../../nbs/models/engine_vllm.ipynb #2be7f3f5
+# %% ../../nbs/models/engine_vllm.ipynb #cc0694ad
 def _join_pair(
     rows: list[list[int]],  # what both rows of a pair wrote
     sentinels: list[int],  # of the expert and the naive row
@@ -171,7 +173,7 @@ def _read_limits(
     except OSError: generation = GenerationConfig.from_model_config(config)
     return stop_ids(generation, tokenizer), config.max_position_embeddings
 
-# %% ../../nbs/models/engine_vllm.ipynb #22ecc9b7
+# %% ../../nbs/models/engine_vllm.ipynb #a81ff8cb
 def _sentinel_ids(
     tokenizer,
     stop: list[int],  # ids that end a sequence
