@@ -21,7 +21,6 @@ from .corpora import CORPORA, check_corpus, load_corpus
 from .models import check_engine, check_model, load_base
 from .profiling import device_name
 from .profiling.fisher import LARGE_MODEL, fisher_memory, fisher_seconds
-from .profiling.generation import RIVALS, measure_generation, open_engines, select_items
 from .profiling.training import measure_training, step_seconds, training_specs
 from .runs import Run, Stage, run_function
 
@@ -69,6 +68,7 @@ class SpeedConfig(Stage):
     def compute(self, run: Run) -> xr.DataTree:
         "Rate, ratio, peak memory and share of equal sequences for every λ and way."
         from mixsd_nb.methods.mixing import mix_items
+        from mixsd_nb.profiling.generation import RIVALS, measure_generation, open_engines, select_items
         engines, corpus = open_engines(self.engine, self.model, self.dtype, self.pairs), CORPORA[self.dataset]
         first, tables = next(iter(engines.values())), {}
         rows = mix_items(first.tokenizer, list(load_corpus(self.dataset, "train")), corpus.expert, corpus.extract)
