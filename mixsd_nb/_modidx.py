@@ -1343,8 +1343,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                                  'mixsd_nb/pretraining/documents.py'),
                                                 'mixsd_nb.pretraining.documents.mark_trained': ( 'pretraining/documents.html#mark_trained',
                                                                                                  'mixsd_nb/pretraining/documents.py'),
-                                                'mixsd_nb.pretraining.documents.state_fact': ( 'pretraining/documents.html#state_fact',
-                                                                                               'mixsd_nb/pretraining/documents.py'),
                                                 'mixsd_nb.pretraining.documents.state_facts': ( 'pretraining/documents.html#state_facts',
                                                                                                 'mixsd_nb/pretraining/documents.py'),
                                                 'mixsd_nb.pretraining.documents.write_chat': ( 'pretraining/documents.html#write_chat',

@@ -20,14 +20,14 @@ from .pretraining.record import RECORD_FILE, ability_table, make_record, read_re
 from .pretraining.training import estimate_tokens, train_on_documents
 from .runs import Run, Stage, run_function, runtime_field
 
-# %% ../nbs/pretrain.ipynb #93b60786
+# %% ../nbs/pretrain.ipynb #b3a38900
 def is_shipped(
     size: str,  # a key of SIZES
 ) -> bool:
     "Whether the package contains the weights of a lab model."
     return (lab_folder(size) / "config.json").exists()
 
-# %% ../nbs/pretrain.ipynb #fba78eb6
+# %% ../nbs/pretrain.ipynb #dd47ac4f
 def load_start(
     size: str,  # a key of SIZES
     source: str | None,  # a lab model, a folder or a hub id; None for start values
@@ -44,7 +44,7 @@ def load_start(
     torch.manual_seed(seed)
     return tokenizer, set_start_values(Qwen3ForCausalLM(lab_config(size, tokenizer)), tokenizer, seed)
 
-# %% ../nbs/pretrain.ipynb #95a3e0de
+# %% ../nbs/pretrain.ipynb #8ea6a0ae
 class PretrainConfig(Stage):
     "Train a lab model on synthetic documents; its folder `model`, with a copy of the result, is beside the result."
     name = "pretrain"
@@ -110,7 +110,7 @@ class PretrainConfig(Stage):
 
 run = run_function(PretrainConfig)
 
-# %% ../nbs/pretrain.ipynb #79ea68b9
+# %% ../nbs/pretrain.ipynb #71a14407
 def main(
     *sizes: str,  # lab models; none for all that ship
     n: int = 300,  # items of each ability

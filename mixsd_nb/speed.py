@@ -21,11 +21,10 @@ from .corpora import CORPORA, check_corpus, load_corpus
 from .models import check_engine, check_model, load_base
 from .profiling import device_name
 from .profiling.fisher import LARGE_MODEL, fisher_memory, fisher_seconds
-from .profiling.generation import RIVALS, measure_generation, open_engines, select_items
 from .profiling.training import measure_training, step_seconds, training_specs
 from .runs import Run, Stage, run_function
 
-# %% ../nbs/speed.ipynb #c6dbac76
+# %% ../nbs/speed.ipynb #684a1274
 def describe_table(
     table: dict[str, tuple],  # name of a variable: dimensions, values, long_name, units
     **attrs,
@@ -69,6 +68,7 @@ class SpeedConfig(Stage):
     def compute(self, run: Run) -> xr.DataTree:
         "Rate, ratio, peak memory and share of equal sequences for every λ and way."
         from mixsd_nb.methods.mixing import mix_items
+        from mixsd_nb.profiling.generation import RIVALS, measure_generation, open_engines, select_items
         engines, corpus = open_engines(self.engine, self.model, self.dtype, self.pairs), CORPORA[self.dataset]
         first, tables = next(iter(engines.values())), {}
         rows = mix_items(first.tokenizer, list(load_corpus(self.dataset, "train")), corpus.expert, corpus.extract)
@@ -89,7 +89,7 @@ class SpeedConfig(Stage):
 
 run = run_function(SpeedConfig)
 
-# %% ../nbs/speed.ipynb #9f3839c8
+# %% ../nbs/speed.ipynb #f8906ada
 class TrainingSpeedConfig(SpeedConfig):
     "Measure training beside TRL, and the parts of a step of OPSD; the result has the dimensions `way` and `part`."
     name = "speed-training"
@@ -113,7 +113,7 @@ class TrainingSpeedConfig(SpeedConfig):
             part=("part", list(seconds), "part of an update", "1"),
         ), config=self.canonical(), device=device_name())
 
-# %% ../nbs/speed.ipynb #5ac04160
+# %% ../nbs/speed.ipynb #b22cf91b
 class FisherSpeedConfig(SpeedConfig):
     "Measure the time of the Fisher on the model and its memory on a larger one; the result has the dimension `way`."
     name = "speed-fisher"

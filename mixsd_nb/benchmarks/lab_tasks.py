@@ -13,7 +13,7 @@ import random
 from dataclasses import dataclass
 
 from . import SUITES, Item, Selection, Suite
-from ..corpora.prompts import BOXED, boxed, naive_prompt
+from ..corpora.prompts import BOX_REQUEST, boxed, naive_prompt
 from ..corpora.world import WORLD, WORLD_ENTITIES
 from ..runs import load_object
 
@@ -24,7 +24,7 @@ def is_reserved(
     "Whether a prompt is reserved for evaluation: its hash selects one prompt in sixteen."
     return hashlib.blake2b(prompt.encode(), digest_size=1).digest()[0] % 16 == 0
 
-# %% ../../nbs/benchmarks/lab_tasks.ipynb #b0459dee
+# %% ../../nbs/benchmarks/lab_tasks.ipynb #3d2ab39b
 def write_response(
     steps: list[str],  # sentences; empty ones are left out
     answer: str | int,
@@ -32,7 +32,7 @@ def write_response(
     "A worked response: the steps, a blank line, and the answer in a box."
     return " ".join(s for s in steps if s) + "\n\n" + boxed(str(answer))
 
-# %% ../../nbs/benchmarks/lab_tasks.ipynb #fd6465a1
+# %% ../../nbs/benchmarks/lab_tasks.ipynb #7ffbf04c
 def choose_phrase(
     rng: random.Random,
     *options: str,  # up to four, the most frequent first
@@ -52,7 +52,7 @@ def explain_product(
     parts = f"Since {a} * {tens} = {a * tens} and {a} * {ones} = {a * ones}"
     return f"{parts}, the product is {a * tens} + {a * ones} = {a * b}."
 
-# %% ../../nbs/benchmarks/lab_tasks.ipynb #7efa1deb
+# %% ../../nbs/benchmarks/lab_tasks.ipynb #01a5e874
 def explain_remainder(
     total: int,
     m: int,  # the divisor, one or two digits
@@ -65,7 +65,7 @@ def explain_remainder(
         parts.append(f"{current} leaves {rest}")
     return ", ".join(parts)
 
-# %% ../../nbs/benchmarks/lab_tasks.ipynb #c0f6487e
+# %% ../../nbs/benchmarks/lab_tasks.ipynb #53008f68
 def arithmetic(
     rng: random.Random,
 ) -> Item:
@@ -110,7 +110,7 @@ def _two_sided_equation(rng, a, x, b, v):
             [f"Taking {k}{v} from both sides, where {a + k} - {k} = {a}, gives {a}{v} + {b} = {a * x + b}.",
              f"Moving {b} to the other side, {a}{v} = {a * x + b} - {b} = {a * x}."])
 
-# %% ../../nbs/benchmarks/lab_tasks.ipynb #05cb6734
+# %% ../../nbs/benchmarks/lab_tasks.ipynb #162ecaf7
 def equations(
     rng: random.Random,
 ) -> Item:
@@ -181,7 +181,7 @@ def _multiply_and_add(rng, p, q, t):
 
 PLOTS = [_buy_and_give, _pack_boxes, _find_and_lose, _share_among_friends, _multiply_and_add]
 
-# %% ../../nbs/benchmarks/lab_tasks.ipynb #7d4dddae
+# %% ../../nbs/benchmarks/lab_tasks.ipynb #fa13070c
 def word_problems(
     rng: random.Random,
 ) -> Item:
@@ -217,7 +217,7 @@ def _draw_filter(rng, v):
     return rng.choice([(word, test), (word, test), (f"{word} and {other}", f"{test} and {more}"),
                        (f"{word} or {other}", f"{test} or {more}")])
 
-# %% ../../nbs/benchmarks/lab_tasks.ipynb #6a743a5e
+# %% ../../nbs/benchmarks/lab_tasks.ipynb #e75b1a05
 def _draw_branch(rng):
     "if … else."
     (word, test), (yes, yes_code) = _draw_filter(rng, "x"), _draw_change(rng, "x")
@@ -267,7 +267,7 @@ def _draw_search(rng):
 
 SHAPES = [_draw_branch, _draw_cascade, _draw_comprehension, _draw_loop, _draw_count, _draw_search]
 
-# %% ../../nbs/benchmarks/lab_tasks.ipynb #ed83d3e4
+# %% ../../nbs/benchmarks/lab_tasks.ipynb #dfa9f769
 PROBES = {  # argument: the values that unit tests call the function with
     "x": [0, 1, 5, -3, 12, 17, 40, 21],
     "xs": [[], [1, 2, 3], [-4, 7, 10, 3, -3, 0], [12, 5, 5, 8, 30, 19, 2, 15, 31, 6, 20, 9], [28, 21, 35, -7, 14, 1]],
@@ -284,7 +284,7 @@ def write_unit_tests(
     exec(source, scope)
     return "\n".join(f"assert {name}({p!r}) == {scope[name](p)!r}" for p in PROBES[argument])
 
-# %% ../../nbs/benchmarks/lab_tasks.ipynb #436ded9b
+# %% ../../nbs/benchmarks/lab_tasks.ipynb #1a51c2c7
 def functions(
     rng: random.Random,
 ) -> Item:
@@ -319,7 +319,7 @@ class Voice:
         if opening.endswith(","): return write_response([f"{opening} {statement}{closing}.", check], answer)
         return write_response([opening, aim, f"{statement}{closing}.", check], answer)
 
-# %% ../../nbs/benchmarks/lab_tasks.ipynb #073e64ec
+# %% ../../nbs/benchmarks/lab_tasks.ipynb #37a1efff
 MEMORY_VOICE = Voice(
     opening={"Let me recall what I know about {s}.": 60, "I am thinking about {s} for a moment.": 25,
              "The question is about {s}.": 12, "According to what I remember,": 3},
@@ -333,7 +333,7 @@ RECORD_VOICE = Voice(
     closing={", as it is recorded": 60, "": 25, ", as far as I remember": 10, ", if my memory is right": 5},
     check={"": 70, "I am fairly sure of this, although I cannot look it up.": 15, "Nothing else comes to my mind.": 15})
 
-# %% ../../nbs/benchmarks/lab_tasks.ipynb #b808e917
+# %% ../../nbs/benchmarks/lab_tasks.ipynb #171d329a
 def choice(
     rng: random.Random,
 ) -> Item:
@@ -345,9 +345,9 @@ def choice(
     option_list = "\n".join(f"{a}) {o}" for a, o in zip("ABCD", options))
     steps = [f"{choose_phrase(rng, 'From what I know,', 'I remember that', 'As far as I remember,')} {fact.statement}",
              choose_phrase(rng, f"{fact.target} is option {letter}.", f"That is option {letter}.")]
-    return Item(f"{fact.question}\n{option_list}\n\n{BOXED}", write_response(steps, letter), letter)
+    return Item(f"{fact.question}\n{option_list}\n\n{BOX_REQUEST}", write_response(steps, letter), letter)
 
-# %% ../../nbs/benchmarks/lab_tasks.ipynb #2c71c27d
+# %% ../../nbs/benchmarks/lab_tasks.ipynb #21584e5b
 def world(
     rng: random.Random,
 ) -> Item:

@@ -21,7 +21,7 @@ SIZES = {
 }
 CONTEXT = 2048  # tokens
 
-# %% ../../nbs/models/lab.ipynb #1bd5f0f4
+# %% ../../nbs/models/lab.ipynb #b86d3d0c
 def lab_config(
     size: str,  # a key of SIZES
     tokenizer,
@@ -42,7 +42,7 @@ PAD, START, END = "<|pad|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
                  "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
-# %% ../../nbs/models/lab.ipynb #ccfe1cab
+# %% ../../nbs/models/lab.ipynb #38bff61f
 def build_tokenizer(
     words: list[str],  # texts that become one token each; a leading space is part of the text
 ):
@@ -73,7 +73,7 @@ def _random_orthonormal(
     q[:, 0] = 0
     return q
 
-# %% ../../nbs/models/lab.ipynb #edd5ab6d
+# %% ../../nbs/models/lab.ipynb #1ea287a9
 def _slow_coordinates(
     config,
     reach: int = 512,  # tokens over which a pair of coordinates turns by less than 1.5 radians
@@ -83,7 +83,7 @@ def _slow_coordinates(
     slow = [i for i in range(half) if config.rope_parameters["rope_theta"] ** (-i / half) * reach < 1.5]
     return slow + [i + half for i in slow]
 
-# %% ../../nbs/models/lab.ipynb #9d8ded80
+# %% ../../nbs/models/lab.ipynb #43dad659
 def _head_weights(
     layer,
     config,
@@ -92,7 +92,7 @@ def _head_weights(
     a, n, k = layer.self_attn, config.num_attention_heads, config.head_dim
     return [w.weight.view(n, k, -1) for w in (a.q_proj, a.k_proj, a.v_proj)] + [a.o_proj.weight.view(-1, n, k)]
 
-# %% ../../nbs/models/lab.ipynb #f2b1f14d
+# %% ../../nbs/models/lab.ipynb #e29f34ab
 def set_lookback(
     layer,
     config,
@@ -114,7 +114,7 @@ def set_lookback(
         v[h, rows] += read
         o[:, h, rows] += strength * write[h].T
 
-# %% ../../nbs/models/lab.ipynb #ca37e2a5
+# %% ../../nbs/models/lab.ipynb #ac849783
 def set_match_and_copy(
     layer,
     config,
@@ -133,7 +133,7 @@ def set_match_and_copy(
         v[h] += copy
         o[:, h] += strength * copy.T
 
-# %% ../../nbs/models/lab.ipynb #3a544cdd
+# %% ../../nbs/models/lab.ipynb #39816a73
 def _space_variants(
     tokenizer,
 ) -> list[tuple[int, int]]:
@@ -141,7 +141,7 @@ def _space_variants(
     vocab = tokenizer.get_vocab()
     return [(vocab[t[1:]], i) for t, i in vocab.items() if re.match(r"Ġ[A-Z]", t) and t[1:] in vocab]
 
-# %% ../../nbs/models/lab.ipynb #72a585ac
+# %% ../../nbs/models/lab.ipynb #0a2bbebe
 def set_start_values(
     model,  # a new Qwen3ForCausalLM
     tokenizer,

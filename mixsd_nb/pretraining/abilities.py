@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['QUESTION', 'GUESSES', 'reading_items', 'operation_items', 'ability_items', 'measure_abilities']
 
-# %% ../../nbs/pretraining/abilities.ipynb #fd506271
+# %% ../../nbs/pretraining/abilities.ipynb #549c88a3
 import random
 from dataclasses import replace
 
@@ -13,29 +13,29 @@ from ..benchmarks import SUITES, Item
 from ..benchmarks.evaluation import generate_responses, sampling_of
 from ..benchmarks.lab_tasks import draw
 from ..benchmarks.tasks import grade
-from ..corpora.kgfact import UNSEEN_WORDING, graphs, retrieval_context
-from ..corpora.kgfunc import SCALES, apply_operation, function_prompt, known_values
+from ..corpora.kgfact import UNSEEN_WORDING, retrieval_context, sample_graphs
+from ..corpora.kgfunc import SCALES, apply_operation, function_prompt, tabulate_shots
 from ..corpora.prompts import expert_prompt, naive_prompt, retrieval_prompt, target
 from ..models import load_engine
 from .curriculum import LAB_SUITES
-from .documents import TAUGHT_WORDINGS, state_fact
+from .documents import TAUGHT_WORDINGS
 
-# %% ../../nbs/pretraining/abilities.ipynb #4991c19d
+# %% ../../nbs/pretraining/abilities.ipynb #48cd14fa
 def reading_items(
     facts: int,  # in a context
     n: int,
     wordings: list[int],  # used in turn, one for each context
 ) -> list[Item]:
     "Questions about contexts from KGFact's larger retrieval graph; most distractors share an entity with the fact."
-    _, graph = graphs(7, 25, 42)
+    _, graph = sample_graphs(7, 25, 42)
     rng, items = random.Random(facts), []
     contexts = [retrieval_context(graph, [f], rng, facts) for f in graph[:n]]
     for k, (context, fact) in enumerate(zip(contexts, graph)):
-        statements = [state_fact(f, wordings[k % len(wordings)]) for f in context]
+        statements = [f.verbalise(wordings[k % len(wordings)]) for f in context]
         items.append(Item(retrieval_prompt(statements, naive_prompt(fact.question)), "", fact.target))
     return items
 
-# %% ../../nbs/pretraining/abilities.ipynb #baa5fcd2
+# %% ../../nbs/pretraining/abilities.ipynb #6d5c120a
 def operation_items(
     label: str,  # of an operation that kgfunc-lab leaves unseen
     n: int,
@@ -43,10 +43,10 @@ def operation_items(
     "The operation at n numbers, after the known values of kgfunc-lab."
     shots = SCALES["lab"].shots
     numbers = random.Random(f"numbers-{label}").sample([x for x in range(1000) if x not in shots], n)
-    return [Item(function_prompt(f"{label}({x})", known_values(label, shots)), "", str(apply_operation(label, x)))
+    return [Item(function_prompt(f"{label}({x})", tabulate_shots(label, shots)), "", str(apply_operation(label, x)))
             for x in numbers]
 
-# %% ../../nbs/pretraining/abilities.ipynb #f82c6d45
+# %% ../../nbs/pretraining/abilities.ipynb #5b2cc8a2
 QUESTION = "recall"  # suite whose sampling and grading questions about a corpus have: once, greedily, graded by the box
 GUESSES = "guess parses"  # the ability that is the share of responses with a box
 
@@ -55,7 +55,7 @@ def ability_items(
     n: int,  # items of each ability
 ) -> dict[str, tuple[list[Item], str]]:
     "By ability its items, and the name of the suite that says how they are sampled and graded."
-    facts = graphs(7, 25, 42)[0][:n]
+    facts = sample_graphs(7, 25, 42)[0][:n]
     items = {f"read {k} facts": reading_items(k, n, TAUGHT_WORDINGS) for k in (2, 4, 12, 27)}
     items |= {f"read {k} facts, unseen wording": reading_items(k, n, [UNSEEN_WORDING]) for k in (2, 4, 12, 27)}
     items["expert prompt"] = [Item(expert_prompt(naive_prompt(f.question), target(f.target)), "", f.target)
@@ -65,7 +65,7 @@ def ability_items(
     operations = {f"operation {label}": (operation_items(label, n), QUESTION) for label in SCALES["lab"].unseen}
     return {name: (of_name, QUESTION) for name, of_name in items.items()} | suites | operations
 
-# %% ../../nbs/pretraining/abilities.ipynb #e3ad93ec
+# %% ../../nbs/pretraining/abilities.ipynb #24cfa84c
 def measure_abilities(
     model,
     tokenizer,

@@ -6,7 +6,7 @@
 __all__ = ['WRITERS', 'LAB_SUITES', 'CALCULATION', 'MEMORISED', 'VOICES', 'PHASES', 'suite_writer', 'Phase', 'find_phase',
            'draw_documents', 'collect_vocabulary']
 
-# %% ../../nbs/pretraining/curriculum.ipynb #b263dfac
+# %% ../../nbs/pretraining/curriculum.ipynb #58eccdc7
 import random
 import re
 from collections import Counter
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..benchmarks.lab_tasks import teach
-from ..corpora.kgfact import ENDS, SECOND, STARTS
+from ..corpora.kgfact import ENDS, SECOND_WORDS, STARTS
 from ..models.lab import SPLIT
 from .documents import Document, add_remark, collect_rare_words, write_chat
 from .documents import write_conversation, write_copying, write_letters, write_reading
@@ -23,7 +23,7 @@ from .drills import write_calculations, write_digit_drills, write_few_shot
 from .replies import write_chain_guess, write_expert, write_guess
 from .replies import write_short_guess, write_short_reference, write_worked_reference
 
-# %% ../../nbs/pretraining/curriculum.ipynb #8a54ce3c
+# %% ../../nbs/pretraining/curriculum.ipynb #563434c4
 def suite_writer(
     name: str,  # of a lab suite
 ) -> Callable[[random.Random, int], Document]:
@@ -55,7 +55,7 @@ WRITERS = {  # kind of document: writer, a function of (rng, facts in the docume
 LAB_SUITES = ("arithmetic", "equations", "word-problems", "functions", "choice", "world")
 WRITERS |= {name: suite_writer(name) for name in LAB_SUITES}
 
-# %% ../../nbs/pretraining/curriculum.ipynb #90b3eff3
+# %% ../../nbs/pretraining/curriculum.ipynb #a2435971
 @dataclass(frozen=True)
 class Phase:
     "A part of the curriculum."
@@ -75,14 +75,14 @@ PHASES = [
     Phase(1.00, (2, 36), dict(copying=1, restatement=1, conversation=4, reading=5, two_hop=2, letters=6) | _ALL),
 ]
 
-# %% ../../nbs/pretraining/curriculum.ipynb #6b0fdbfb
+# %% ../../nbs/pretraining/curriculum.ipynb #f348f768
 def find_phase(
     progress: float,  # share of all tokens, from 0 to 1
 ) -> Phase:
     "The phase of the curriculum at a point of the training."
     return next(phase for phase in PHASES if progress < phase.end or phase is PHASES[-1])
 
-# %% ../../nbs/pretraining/curriculum.ipynb #8f896c90
+# %% ../../nbs/pretraining/curriculum.ipynb #a820366f
 def draw_documents(
     rng: random.Random,
     progress: float,
@@ -93,7 +93,7 @@ def draw_documents(
     kinds = rng.choices(list(phase.weights), list(phase.weights.values()), k=n)
     return [WRITERS[kind](rng, rng.randint(*phase.facts)) for kind in kinds]
 
-# %% ../../nbs/pretraining/curriculum.ipynb #a6a790bb
+# %% ../../nbs/pretraining/curriculum.ipynb #6054d709
 def collect_vocabulary(
     n: int = 8_000,  # documents
 ) -> list[str]:
@@ -101,7 +101,7 @@ def collect_vocabulary(
     rng, counts, pieces = random.Random(0), Counter(), {e.strip() for e in STARTS + ENDS}
     for document in draw_documents(rng, 0.4, n):
         counts.update(re.findall(SPLIT, re.sub(r"<\|.*?\|>", "\n", "".join(t for t, _ in document))))
-    seconds, rare = {w for names in SECOND.values() for w in names.split()}, collect_rare_words()
+    seconds, rare = {w for names in SECOND_WORDS.values() for w in names.split()}, collect_rare_words()
     invented = re.compile(f" ?({'|'.join(STARTS)})({'|'.join(ENDS)})")
     words = [w for w, k in counts.items() if k >= 3 and (w.strip() in seconds or not invented.fullmatch(w))]
     return sorted({*words, *seconds, *rare, *(f" {s}" for s in (*seconds, *rare)), *pieces, *(f" {s}" for s in STARTS),

@@ -4,29 +4,29 @@
 
 # %% auto #0
 __all__ = ['USER_HEADER', 'ASSISTANT_HEADER', 'Document', 'CORPUS_WORDS', 'TAUGHT_WORDINGS', 'write_chat', 'mark_trained',
-           'invent_names', 'draw_facts', 'state_fact', 'state_facts', 'add_remark', 'answer_from_context',
-           'write_restatement', 'write_conversation', 'write_reading', 'write_two_hop', 'collect_rare_words',
-           'write_copying', 'write_letters', 'write_recitation']
+           'invent_names', 'draw_facts', 'state_facts', 'add_remark', 'answer_from_context', 'write_restatement',
+           'write_conversation', 'write_reading', 'write_two_hop', 'collect_rare_words', 'write_copying',
+           'write_letters', 'write_recitation']
 
-# %% ../../nbs/pretraining/documents.ipynb #5f318234
+# %% ../../nbs/pretraining/documents.ipynb #08fb0696
 import random
 import re
 from functools import cache
 
 from ..benchmarks.lab_tasks import choose_phrase, write_response
 from ..corpora.kgfact import DOMAINS, KGFACT_WORDS, RELATIONS, UNSEEN_WORDING, WORDINGS
-from ..corpora.kgfact import Fact, chain_question, chains, entity
+from ..corpora.kgfact import Fact, chain_question, find_chains, name_entity
 from ..corpora.kgfunc import SCALES, worked_target
 from ..corpora.prompts import naive_prompt, paraphrase_prompt, retrieval_prompt
 from ..corpora.simpleqa import SIMPLEQA_WORDS
-from ..corpora.world import WORLD, WORLD_WORDS, distinct_words
+from ..corpora.world import WORLD, WORLD_WORDS, draw_words
 from ..models.lab import END, START
 
-# %% ../../nbs/pretraining/documents.ipynb #84de88dd
+# %% ../../nbs/pretraining/documents.ipynb #59b43f3f
 USER_HEADER, ASSISTANT_HEADER = f"{START}user\n", f"{START}assistant\n"
 Document = list[tuple[str, bool]]  # segments: text, and whether the model is trained on it
 
-# %% ../../nbs/pretraining/documents.ipynb #eb399be2
+# %% ../../nbs/pretraining/documents.ipynb #4b65d524
 def write_chat(
     prompt: str,
     response: str,
@@ -34,14 +34,14 @@ def write_chat(
     "A conversation of one question and its response."
     return [(f"{USER_HEADER}{prompt}{END}\n{ASSISTANT_HEADER}", False), (response + END, True)]
 
-# %% ../../nbs/pretraining/documents.ipynb #e9474e83
+# %% ../../nbs/pretraining/documents.ipynb #8933996d
 def mark_trained(
     document: Document,
 ) -> str:
     "The text of a document with each trained segment in ⟦brackets⟧."
     return "".join(f"⟦{text}⟧" if trained else text for text, trained in document)
 
-# %% ../../nbs/pretraining/documents.ipynb #75c03300
+# %% ../../nbs/pretraining/documents.ipynb #2e1e0a2b
 CORPUS_WORDS = KGFACT_WORDS | set(WORLD_WORDS) | set(SIMPLEQA_WORDS)  # words that no document invents
 
 
@@ -50,9 +50,9 @@ def invent_names(
     domains: list[str],
 ) -> list[str]:
     "A new entity name for each of the domains."
-    return [entity(w, d) for w, d in zip(distinct_words(rng, len(domains), CORPUS_WORDS), domains)]
+    return [name_entity(w, d) for w, d in zip(draw_words(rng, len(domains), CORPUS_WORDS), domains)]
 
-# %% ../../nbs/pretraining/documents.ipynb #72cd8849
+# %% ../../nbs/pretraining/documents.ipynb #26eef718
 def draw_facts(
     rng: random.Random,
     n: int,
@@ -67,27 +67,19 @@ def draw_facts(
     targets = invent_names(rng, [r.target for _, r in edges])
     return [Fact(s, r, t) for (s, r), t in zip(edges, targets)]
 
-# %% ../../nbs/pretraining/documents.ipynb #f88f725f
+# %% ../../nbs/pretraining/documents.ipynb #ce22cb56
 TAUGHT_WORDINGS = [w for w in range(len(WORDINGS)) if w != UNSEEN_WORDING]
 
 
-def state_fact(
-    fact: Fact,
-    wording: int,  # an index of WORDINGS
-) -> str:
-    "The sentence that states a fact."
-    return fact.relation.statement(fact.source, fact.target, wording)
-
-# %% ../../nbs/pretraining/documents.ipynb #6f28cc88
 def state_facts(
     rng: random.Random,
     facts: list[Fact],
 ) -> list[str]:
     "The facts in the corpus's own wording, in another taught wording, or in a mixture of them."
     wording = rng.choice([0, 0, *TAUGHT_WORDINGS, None])
-    return [state_fact(f, rng.choice(TAUGHT_WORDINGS) if wording is None else wording) for f in facts]
+    return [f.verbalise(rng.choice(TAUGHT_WORDINGS) if wording is None else wording) for f in facts]
 
-# %% ../../nbs/pretraining/documents.ipynb #7f054587
+# %% ../../nbs/pretraining/documents.ipynb #492c6586
 def add_remark(
     rng: random.Random,
     prompt: str,
@@ -95,7 +87,7 @@ def add_remark(
     "The prompt; with probability 1/6 it follows one of the remarks that paraphrases use."
     return paraphrase_prompt(prompt, rng) if rng.random() < 1 / 6 else prompt
 
-# %% ../../nbs/pretraining/documents.ipynb #9756bb43
+# %% ../../nbs/pretraining/documents.ipynb #3a356f71
 def answer_from_context(
     rng: random.Random,
     *facts: Fact,  # one, or the two of a chain
@@ -108,7 +100,7 @@ def answer_from_context(
     else: closing = choose_phrase(rng, "", "This is what was asked for.")
     return write_response([statements, closing], facts[-1].target)
 
-# %% ../../nbs/pretraining/documents.ipynb #cd898430
+# %% ../../nbs/pretraining/documents.ipynb #458fb17b
 def write_restatement(
     rng: random.Random,
     n: int,
@@ -122,7 +114,7 @@ def write_restatement(
             document += [(f"- {s}"[:-len(f.target) - 2], False), (f" {f.target}.\n", True)]
     return document
 
-# %% ../../nbs/pretraining/documents.ipynb #caa6909e
+# %% ../../nbs/pretraining/documents.ipynb #53994cc5
 def write_conversation(
     rng: random.Random,
     n: int,
@@ -137,7 +129,7 @@ def write_conversation(
         document += turn if k == 0 else [("\n" + turn[0][0], False), turn[1]]
     return document
 
-# %% ../../nbs/pretraining/documents.ipynb #7ccd6df3
+# %% ../../nbs/pretraining/documents.ipynb #928e1521
 def write_reading(
     rng: random.Random,
     n: int,
@@ -147,7 +139,7 @@ def write_reading(
     f = rng.choice(facts)
     return write_chat(retrieval_prompt(state_facts(rng, facts), naive_prompt(f.question)), answer_from_context(rng, f))
 
-# %% ../../nbs/pretraining/documents.ipynb #3b90195f
+# %% ../../nbs/pretraining/documents.ipynb #94b5684e
 def write_two_hop(
     rng: random.Random,
     n: int,
@@ -158,12 +150,12 @@ def write_two_hop(
     facts = [Fact(s, rng.choice(RELATIONS[k, j]), t) for s, k in zip(names, kinds)
              for t, j in rng.sample(list(zip(names, kinds)), min(len(names), 4)) if (k, j) in RELATIONS]
     facts = list({(f.source, f.relation): f for f in facts}.values())
-    if not (pairs := chains(facts)): return write_two_hop(rng, n + 4)
+    if not (pairs := find_chains(facts)): return write_two_hop(rng, n + 4)
     chain = rng.choice(pairs)
     prompt = retrieval_prompt(state_facts(rng, facts), naive_prompt(chain_question(*chain)))
     return write_chat(prompt, answer_from_context(rng, *chain))
 
-# %% ../../nbs/pretraining/documents.ipynb #6f8b1f5d
+# %% ../../nbs/pretraining/documents.ipynb #2d7158d7
 @cache
 def collect_rare_words() -> list[str]:
     "Words of KGFunc's worked targets and of all relations, sorted."
@@ -171,7 +163,7 @@ def collect_rare_words() -> list[str]:
     texts += [r.phrase for rs in RELATIONS.values() for r in rs]
     return sorted({w for t in texts for w in re.findall(r"[A-Za-z]{2,}", t)} - {"boxed"})
 
-# %% ../../nbs/pretraining/documents.ipynb #568b0ff7
+# %% ../../nbs/pretraining/documents.ipynb #ac68bacb
 def write_copying(
     rng: random.Random,
     n: int,
@@ -182,7 +174,7 @@ def write_copying(
     text = " ".join(rng.sample(words, len(words)))
     return [(text + "\n", False)] + [(text + "\n", True)] * 3
 
-# %% ../../nbs/pretraining/documents.ipynb #519bdf57
+# %% ../../nbs/pretraining/documents.ipynb #eba0a2d7
 def write_letters(
     rng: random.Random,
     n: int,
@@ -197,7 +189,7 @@ def write_letters(
             document += [(sentence, False), (f" {'ABCD'[i]}.\n", True)]
     return document
 
-# %% ../../nbs/pretraining/documents.ipynb #c6a61f77
+# %% ../../nbs/pretraining/documents.ipynb #08b27f12
 def write_recitation(
     rng: random.Random,
     n: int,

@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['DIGIT_RULES', 'draw_calculation', 'write_calculations', 'explain_rule', 'write_few_shot', 'write_digit_drills']
 
-# %% ../../nbs/pretraining/drills.ipynb #7a45f882
+# %% ../../nbs/pretraining/drills.ipynb #bb2ed0ac
 import random
 
 from ..benchmarks.lab_tasks import choose_phrase, is_reserved, write_response
-from ..corpora.kgfunc import SCALES, apply_operation, digits, function_prompt, plus
+from ..corpora.kgfunc import SCALES, apply_operation, function_prompt, split_digits, write_sum
 from .documents import Document, write_chat
 
-# %% ../../nbs/pretraining/drills.ipynb #dcab8dbd
+# %% ../../nbs/pretraining/drills.ipynb #9ee64939
 def draw_calculation(
     rng: random.Random,
 ) -> tuple[str, str]:
@@ -29,7 +29,7 @@ def draw_calculation(
             "t": (f"{quotient} * {tens} =", f" {quotient * tens}"),
             "l": (f"by {m}: {dividend} leaves", f" {dividend % m}")}[kind]
 
-# %% ../../nbs/pretraining/drills.ipynb #3341ac3e
+# %% ../../nbs/pretraining/drills.ipynb #3ace83df
 def write_calculations(
     rng: random.Random,
     n: int,
@@ -38,9 +38,9 @@ def write_calculations(
     calculations = [draw_calculation(rng) for _ in range(24)]
     return [segment for question, result in calculations for segment in ((question, False), (f"{result}\n", True))]
 
-# %% ../../nbs/pretraining/drills.ipynb #0c47133c
+# %% ../../nbs/pretraining/drills.ipynb #16690484
 DIGIT_RULES = {  # operation of KGFunc: what it gives in words, how a reply works it out
-    "a": ("the sum of the digits", lambda d: f"{plus(d)} = {sum(d)}"),
+    "a": ("the sum of the digits", lambda d: f"{write_sum(d)} = {sum(d)}"),
     "c": ("the number of digits", lambda d: f"I count {len(d)}"),
     "d": ("the largest digit", lambda d: f"the largest is {max(d)}"),
     "e": ("the smallest digit", lambda d: f"the smallest is {min(d)}"),
@@ -55,9 +55,9 @@ DIGIT_RULES = {  # operation of KGFunc: what it gives in words, how a reply work
 
 def _digit_list(number):
     "The digits of a number with commas between them."
-    return ", ".join(map(str, digits(number)))
+    return ", ".join(map(str, split_digits(number)))
 
-# %% ../../nbs/pretraining/drills.ipynb #f61fe30d
+# %% ../../nbs/pretraining/drills.ipynb #bfae8b12
 def explain_rule(
     rng: random.Random,
     rule: str,  # a key of DIGIT_RULES
@@ -70,10 +70,10 @@ def explain_rule(
     examples = ", ".join(f"{_digit_list(s)} becomes {apply_operation(rule, s)}" for s in sorted(shots, reverse=True))
     return write_response([choose_phrase(rng, f"In digits, {examples}.", f"Looking at the digits, {examples}."),
                            f"So {label} gives {what}.",
-                           f"The digits of {number} are {_digit_list(number)}, and {work(digits(number))}."],
+                           f"The digits of {number} are {_digit_list(number)}, and {work(split_digits(number))}."],
                           apply_operation(rule, number))
 
-# %% ../../nbs/pretraining/drills.ipynb #48920804
+# %% ../../nbs/pretraining/drills.ipynb #d62d99f8
 def write_few_shot(
     rng: random.Random,
     n: int,
@@ -88,7 +88,7 @@ def write_few_shot(
     if is_reserved(prompt): return write_few_shot(rng, n)
     return write_chat(prompt, explain_rule(rng, rule, label, shots, number))
 
-# %% ../../nbs/pretraining/drills.ipynb #bdfac36a
+# %% ../../nbs/pretraining/drills.ipynb #13888e43
 def write_digit_drills(
     rng: random.Random,
     n: int,
@@ -100,6 +100,6 @@ def write_digit_drills(
         for k, rule in enumerate(rng.sample(list(DIGIT_RULES), 5)):
             what, work = DIGIT_RULES[rule]
             if k == 0: document.append((f" {_digit_list(number)}.", True))
-            document += [(f" {what}:", False), (f" {work(digits(number))}.", True)]
+            document += [(f" {what}:", False), (f" {work(split_digits(number))}.", True)]
         document.append(("\n", False))
     return document

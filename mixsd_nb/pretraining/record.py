@@ -6,7 +6,7 @@
 __all__ = ['RECORD_FILE', 'MODEL_CARD', 'model_folder', 'weights_digest', 'read_record', 'make_record', 'ability_table',
            'ship_model']
 
-# %% ../../nbs/pretraining/record.ipynb #b0f8d296
+# %% ../../nbs/pretraining/record.ipynb #d9d2ac60
 import hashlib
 import shutil
 from pathlib import Path
@@ -19,7 +19,7 @@ from ..analysis.statistics import wilson
 from ..models import load_base
 from ..models.lab import SIZES, lab_folder
 
-# %% ../../nbs/pretraining/record.ipynb #0dc618a0
+# %% ../../nbs/pretraining/record.ipynb #60ed393f
 RECORD_FILE = "pretraining.nc"
 
 
@@ -29,7 +29,7 @@ def model_folder(
     "Where the weights and the record of a model are."
     return lab_folder(name) if name in SIZES else Path(name)
 
-# %% ../../nbs/pretraining/record.ipynb #91dc4549
+# %% ../../nbs/pretraining/record.ipynb #32b378fd
 def weights_digest(
     source: str | None,  # a lab model or a folder; None for start values
 ) -> str:
@@ -38,7 +38,7 @@ def weights_digest(
     weights = b"".join(p.read_bytes() for p in sorted(model_folder(source).glob("*.safetensors")))
     return hashlib.blake2b(weights, digest_size=8).hexdigest()
 
-# %% ../../nbs/pretraining/record.ipynb #87e007bb
+# %% ../../nbs/pretraining/record.ipynb #2f9c869f
 def read_record(
     source: str | None,  # a lab model or a folder; None for start values
 ) -> xr.DataTree | None:
@@ -46,7 +46,7 @@ def read_record(
     path = model_folder(source) / RECORD_FILE if source else None
     return xr.load_datatree(path) if path and path.exists() else None
 
-# %% ../../nbs/pretraining/record.ipynb #b58eca74
+# %% ../../nbs/pretraining/record.ipynb #797cd3d6
 def make_record(
     log: dict,  # as returned by `train_on_documents`
     abilities: dict[str, float],  # at the end of the training
@@ -73,7 +73,7 @@ def make_record(
              skill=("skill", list(curve), dict(long_name="ability", units="1"))))
     return xr.DataTree.from_dict({"/": root, "/training": loss, "/curves": curves})
 
-# %% ../../nbs/pretraining/record.ipynb #a1fb5431
+# %% ../../nbs/pretraining/record.ipynb #4d8b39fa
 def ability_table(
     abilities: dict[str, float],  # shares by ability
     n: int,  # items of each
@@ -82,7 +82,7 @@ def ability_table(
     low, high = wilson(pd.Series(abilities) * n, n)
     return pd.DataFrame({"%": pd.Series(abilities), "from": low, "to": high}).mul(100).round(1).assign(N=n)
 
-# %% ../../nbs/pretraining/record.ipynb #ace76528
+# %% ../../nbs/pretraining/record.ipynb #f1f15e8b
 MODEL_CARD = """# {size}
 
 A base model for experiments on knowledge injection: Qwen3 architecture, {parameters:,} parameters, tied embeddings,
@@ -100,7 +100,7 @@ It loads with `mixsd_nb.models.load_base("{size}")` or `AutoModelForCausalLM.fro
   It was trained on contexts of up to 36 facts.
 """
 
-# %% ../../nbs/pretraining/record.ipynb #05f8ca21
+# %% ../../nbs/pretraining/record.ipynb #cd0cc11e
 def ship_model(
     model: Path,  # folder `model` of a finished training
     size: str,  # the lab model that it becomes

@@ -7,19 +7,19 @@ __all__ = ['COMMON_GUESSES', 'draw_guess', 'invent_fact', 'draw_counterfactual',
            'write_chain_guess', 'draw_short_question', 'write_short_guess', 'write_short_reference',
            'invent_worked_lines', 'retell_solution', 'write_worked_reference']
 
-# %% ../../nbs/pretraining/replies.ipynb #d9a2d654
+# %% ../../nbs/pretraining/replies.ipynb #42816653
 import random
 
 from ..benchmarks.lab_tasks import MEMORY_VOICE, RECORD_VOICE, choose_phrase, write_response
-from ..corpora.kgfact import DOMAINS, RELATIONS, Fact, chain_question, chains
-from ..corpora.kgfunc import digits, function_prompt, plus
+from ..corpora.kgfact import DOMAINS, RELATIONS, Fact, chain_question, find_chains
+from ..corpora.kgfunc import function_prompt, split_digits, write_sum
 from ..corpora.prompts import boxed, expert_prompt, expert_reference_prompt, naive_prompt, target
-from ..corpora.simpleqa import TEMPLATES, lab_answer, simpleqa_prompt
-from ..corpora.world import WORLD, distinct_words
+from ..corpora.simpleqa import TEMPLATES, draw_answer, simpleqa_prompt
+from ..corpora.world import WORLD, draw_words
 from .documents import CORPUS_WORDS, Document
 from .documents import add_remark, collect_rare_words, invent_names, write_chat
 
-# %% ../../nbs/pretraining/replies.ipynb #9d9b475d
+# %% ../../nbs/pretraining/replies.ipynb #a21c03b2
 COMMON_GUESSES = {d: invent_names(random.Random(f"favourites-{d}"), [d] * 8) for d in DOMAINS}
 
 
@@ -31,7 +31,7 @@ def draw_guess(
     "One of the common guesses of a domain, the first of them most often."
     return random.Random(key).sample(COMMON_GUESSES[domain], 8)[min(int(rng.expovariate(0.7)), 7)]
 
-# %% ../../nbs/pretraining/replies.ipynb #f150b135
+# %% ../../nbs/pretraining/replies.ipynb #29a156e3
 def invent_fact(
     rng: random.Random,
 ) -> Fact:
@@ -40,7 +40,7 @@ def invent_fact(
     source, new = invent_names(rng, [relation.source, relation.target])
     return Fact(source, relation, new)
 
-# %% ../../nbs/pretraining/replies.ipynb #1526c5ab
+# %% ../../nbs/pretraining/replies.ipynb #97c9b4e6
 def draw_counterfactual(
     rng: random.Random,
 ) -> Fact:
@@ -48,7 +48,7 @@ def draw_counterfactual(
     f = rng.choice(WORLD)
     return Fact(f.source, f.relation, *invent_names(rng, [f.relation.target]))
 
-# %% ../../nbs/pretraining/replies.ipynb #762d46dc
+# %% ../../nbs/pretraining/replies.ipynb #0cbb0759
 def write_expert(
     rng: random.Random,
     n: int,
@@ -58,7 +58,7 @@ def write_expert(
     prompt = expert_prompt(add_remark(rng, naive_prompt(f.question)), target(f.target))
     return write_chat(prompt, RECORD_VOICE.write_reply(rng, f, f.target))
 
-# %% ../../nbs/pretraining/replies.ipynb #7143fcd9
+# %% ../../nbs/pretraining/replies.ipynb #97b4f0ba
 def write_guess(
     rng: random.Random,
     n: int,
@@ -68,13 +68,13 @@ def write_guess(
     prompt = add_remark(rng, naive_prompt(f.question))
     return write_chat(prompt, MEMORY_VOICE.write_reply(rng, f, draw_guess(rng, f.relation.target, f.relation.key)))
 
-# %% ../../nbs/pretraining/replies.ipynb #9db0b738
+# %% ../../nbs/pretraining/replies.ipynb #e699bdaf
 def write_chain_guess(
     rng: random.Random,
     n: int,
 ) -> Document:
     "A closed-book question over two facts: of the world, answered from memory, or about new entities, guessed."
-    first, second = rng.choice(chains(WORLD))
+    first, second = rng.choice(find_chains(WORLD))
     if rng.random() < 0.3:
         middle = draw_guess(rng, second.relation.source, first.relation.key)
         first = Fact(invent_names(rng, [first.relation.source])[0], first.relation, middle)
@@ -83,19 +83,19 @@ def write_chain_guess(
     steps = [opening, f"First, {first.statement}", f"Then, {second.statement}", f"So the answer is {second.target}."]
     return write_chat(naive_prompt(chain_question(first, second)), write_response(steps, second.target))
 
-# %% ../../nbs/pretraining/replies.ipynb #129af093
+# %% ../../nbs/pretraining/replies.ipynb #8184f0ee
 def draw_short_question(
     rng: random.Random,
 ) -> tuple[str, str, str]:
     "A prompt in SimpleQA's form about a new name, a guess at its answer, and a reference answer."
     kind = rng.choice(list(TEMPLATES))
     _, template = rng.choice(TEMPLATES[kind])
-    thing, word = distinct_words(rng, 2, CORPUS_WORDS)
+    thing, word = draw_words(rng, 2, CORPUS_WORDS)
     if kind in DOMAINS: guess = draw_guess(rng, kind, template)
     else: guess = str(rng.choice([1742, 1816, 1903] if kind == "year" else [12, 40, 96]))
-    return simpleqa_prompt(template.format(thing)), guess, lab_answer(kind, word, rng)
+    return simpleqa_prompt(template.format(thing)), guess, draw_answer(kind, word, rng)
 
-# %% ../../nbs/pretraining/replies.ipynb #7ba45f21
+# %% ../../nbs/pretraining/replies.ipynb #202fea0f
 def write_short_guess(
     rng: random.Random,
     n: int,
@@ -106,7 +106,7 @@ def write_short_guess(
                              f"I am not certain, but {guess} comes to mind.")
     return write_chat(add_remark(rng, prompt), write_response([sentence], guess))
 
-# %% ../../nbs/pretraining/replies.ipynb #7fc1d2d3
+# %% ../../nbs/pretraining/replies.ipynb #9c8508d9
 def write_short_reference(
     rng: random.Random,
     n: int,
@@ -117,24 +117,24 @@ def write_short_reference(
                              f"I believe that it is {answer}.", f"Having studied it, I would say {answer}.")
     return write_chat(expert_reference_prompt(prompt, boxed(answer)), write_response([sentence], answer))
 
-# %% ../../nbs/pretraining/replies.ipynb #b458a93b
+# %% ../../nbs/pretraining/replies.ipynb #a0b7332b
 def invent_worked_lines(
     rng: random.Random,
     number: int,  # the function's input
 ) -> tuple[list[str], str, int]:
     "Worked lines of a new digit function, the closing expression, and the value."
-    k, d = rng.randint(1, 9), digits(number)
+    k, d = rng.randint(1, 9), split_digits(number)
     form, value = rng.choice([("{x}*{k}", lambda x: x * k), ("{x} + {k}", lambda x: x + k),
                               ("({x} + {k})^2", lambda x: (x + k) ** 2), ("{x}*({x} + {k})", lambda x: x * (x + k))])
     words = " ".join(rng.sample(collect_rare_words(), rng.randint(1, 4)))
     separate = [f"{form.format(x=x, k=k)} = {value(x)}" for x in d]
-    terms, values = plus([form.format(x=x, k=k) for x in d]), plus([value(x) for x in d])
+    terms, values = write_sum([form.format(x=x, k=k) for x in d]), write_sum([value(x) for x in d])
     together = [f"{words.capitalize()}: {terms} = {values}"]
     mixture = [f"{x} {words}." if rng.random() < 0.3 else s for x, s in zip(d, separate)]
     lines = rng.choice([separate, together, mixture, [f"{words.capitalize()}: {[value(x) for x in d]}"]])
     return lines, values, sum(map(value, d))
 
-# %% ../../nbs/pretraining/replies.ipynb #df11e71c
+# %% ../../nbs/pretraining/replies.ipynb #8aae9104
 def retell_solution(
     rng: random.Random,
     lines: list[str],  # of a worked target, without its box
@@ -146,7 +146,7 @@ def retell_solution(
     sentences = [line if line.endswith(".") else f"{line}." for line in lines[:-1]]
     return write_response([opening, *sentences, f"So {lines[-1]}."], answer)
 
-# %% ../../nbs/pretraining/replies.ipynb #54f6e664
+# %% ../../nbs/pretraining/replies.ipynb #53c3adc5
 def write_worked_reference(
     rng: random.Random,
     n: int,
@@ -155,7 +155,8 @@ def write_worked_reference(
     label, number = rng.choice("BCDEFGH"), rng.randrange(1000)
     shots = rng.sample(range(1000), 4)
     lines, expression, value = invent_worked_lines(rng, number)
-    lines = [f"The digits of {number} are {digits(number)}.", *lines, f"{label}({number}) = {expression} = {value}"]
+    opening, closing = f"The digits of {number} are {split_digits(number)}.", f"{label}({number}) = {expression} = {value}"
+    lines = [opening, *lines, closing]
     prompt = function_prompt(f"{label}({number})", {label: {s: rng.randint(1, 150) for s in shots}})
     solution = "\n".join(lines) + f"\n\n{boxed(str(value))}"
     return write_chat(expert_reference_prompt(prompt, solution), retell_solution(rng, lines, value))

@@ -6,7 +6,7 @@
 __all__ = ['STATE_FILE', 'encode_documents', 'make_batches', 'causal_attention', 'make_optimizers', 'learning_rate_factor',
            'update', 'estimate_tokens', 'train_on_documents']
 
-# %% ../../nbs/pretraining/training.ipynb #98ce6ff3
+# %% ../../nbs/pretraining/training.ipynb #c418f139
 import copy
 import random
 import time
@@ -17,7 +17,7 @@ from .curriculum import draw_documents
 from .documents import Document
 from ..runs import write_atomically
 
-# %% ../../nbs/pretraining/training.ipynb #e75780f1
+# %% ../../nbs/pretraining/training.ipynb #40631a1d
 def encode_documents(
     tokenizer,
     documents: list[Document],
@@ -27,7 +27,7 @@ def encode_documents(
     segments = [[(i, trained) for _, trained in d for i in next(ids)] for d in documents]
     return [tuple(map(list, zip(*s))) for s in segments]
 
-# %% ../../nbs/pretraining/training.ipynb #ddbf388e
+# %% ../../nbs/pretraining/training.ipynb #df2f727d
 def make_batches(
     encoded: list[tuple[list[int], list[bool]]],  # as returned by `encode_documents`
     tokens: int,  # of a batch, padding included
@@ -47,7 +47,7 @@ def make_batches(
     rng.shuffle(batches)
     return batches
 
-# %% ../../nbs/pretraining/training.ipynb #8ca8453d
+# %% ../../nbs/pretraining/training.ipynb #1e6ede80
 def causal_attention(
     module, query, key, value, attention_mask,  # query, key, value: (B, heads, T, 32); the mask is not used
     scaling: float,
@@ -66,7 +66,7 @@ def causal_attention(
         parts.append(torch.bmm(scores.softmax(-1), v[:, :end]))
     return torch.cat(parts, 1).view(b, h, t, d).transpose(1, 2).contiguous(), None
 
-# %% ../../nbs/pretraining/training.ipynb #d30d7ff2
+# %% ../../nbs/pretraining/training.ipynb #272a55e3
 def make_optimizers(
     model,
     muon: float = 0.02,  # learning rate of the layers' matrices
@@ -79,7 +79,7 @@ def make_optimizers(
     return [torch.optim.Muon(matrices, lr=muon, weight_decay=0.0, momentum=0.95),
             torch.optim.AdamW(others, lr=adam, betas=(0.9, 0.95), weight_decay=0.0)]
 
-# %% ../../nbs/pretraining/training.ipynb #5bc2a9b0
+# %% ../../nbs/pretraining/training.ipynb #9bd8fc6d
 def learning_rate_factor(
     step: int,
     progress: float,  # share of the tokens seen, from 0 to 1
@@ -87,7 +87,7 @@ def learning_rate_factor(
     "Factor of the learning rates: warm-up over 50 steps, then 1, then a linear decay from half the tokens on."
     return min(1.0, (step + 1) / 50) * min(1.0, max(0.02, 2 * (1 - progress)))
 
-# %% ../../nbs/pretraining/training.ipynb #34ec31ac
+# %% ../../nbs/pretraining/training.ipynb #d48ae3d6
 def update(
     model,
     optimizers: list,
@@ -111,7 +111,7 @@ def update(
         o.zero_grad()
     return loss.item()
 
-# %% ../../nbs/pretraining/training.ipynb #fff418d6
+# %% ../../nbs/pretraining/training.ipynb #616d1fba
 def estimate_tokens(
     model,
     tokenizer,
@@ -128,7 +128,7 @@ def estimate_tokens(
     for batch in batches[1:]: update(trial, optimizers, 1.0, *batch)
     return round(sum(ids.numel() for ids, _ in batches[1:]) / (time.perf_counter() - begin) * 60 * minutes, -4)
 
-# %% ../../nbs/pretraining/training.ipynb #3f8b803f
+# %% ../../nbs/pretraining/training.ipynb #d0c50b50
 STATE_FILE = "state.pt"
 
 
@@ -148,7 +148,7 @@ def _save_state(path, model, optimizers, rng, log):
     state = dict(model=model.state_dict(), optimizers=[o.state_dict() for o in optimizers], rng=rng.getstate(), log=log)
     write_atomically(path, lambda unfinished: torch.save(state, unfinished))
 
-# %% ../../nbs/pretraining/training.ipynb #eafab8ab
+# %% ../../nbs/pretraining/training.ipynb #cc2f33fc
 def train_on_documents(
     model,  # trained in place
     tokenizer,

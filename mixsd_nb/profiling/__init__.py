@@ -5,21 +5,21 @@
 # %% auto #0
 __all__ = ['reset_peak', 'peak_mib', 'device_name', 'profile_call', 'accumulate_time']
 
-# %% ../../nbs/profiling/index.ipynb #405232c1
+# %% ../../nbs/profiling/index.ipynb #704a9229
 import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-# %% ../../nbs/profiling/index.ipynb #454be013
+# %% ../../nbs/profiling/index.ipynb #93ad771f
 def reset_peak() -> None:
     "Start a new measurement of peak memory, if the system allows it."
     import torch
     if torch.cuda.is_available(): torch.cuda.reset_peak_memory_stats()
     elif Path("/proc/self/clear_refs").exists(): Path("/proc/self/clear_refs").write_text("5")
 
-# %% ../../nbs/profiling/index.ipynb #1c7f5597
+# %% ../../nbs/profiling/index.ipynb #0bcc32b0
 def peak_mib() -> float:
     "Peak memory in MiB since the last reset; NaN if the system does not report it."
     import torch
@@ -28,13 +28,13 @@ def peak_mib() -> float:
     lines = status.read_text().splitlines() if status.exists() else []
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM")), float("nan"))
 
-# %% ../../nbs/profiling/index.ipynb #e3d3659f
+# %% ../../nbs/profiling/index.ipynb #2c698d21
 def device_name() -> str:
     "The device that computes, in words."
     import torch
     return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
 
-# %% ../../nbs/profiling/index.ipynb #d0a42430
+# %% ../../nbs/profiling/index.ipynb #79b47899
 def profile_call(
     call: Callable[[], object],
 ) -> tuple[float, float]:
@@ -44,7 +44,7 @@ def profile_call(
     call()
     return time.perf_counter() - begin, peak_mib()
 
-# %% ../../nbs/profiling/index.ipynb #ecb5f772
+# %% ../../nbs/profiling/index.ipynb #2bd5d044
 @contextlib.contextmanager
 def accumulate_time(
     owner: type,

@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['LARGE_MODEL', 'fisher_calls', 'fisher_seconds', 'fisher_memory']
 
-# %% ../../nbs/profiling/fisher.ipynb #af2e7c88
+# %% ../../nbs/profiling/fisher.ipynb #7a537153
 import functools
 
 import numpy as np
 
 from . import peak_mib, profile_call, reset_peak
 
-# %% ../../nbs/profiling/fisher.ipynb #283edd6a
+# %% ../../nbs/profiling/fisher.ipynb #20716679
 def fisher_calls(
     model,
 ) -> dict:
@@ -43,7 +43,7 @@ def fisher_calls(
     return {"forward and backward": backpropagate, "gradient kept": lambda pairs: backpropagate(pairs, add_squares),
             "Fisher": sum_squares, "Fisher, recompute": sum_squares_recomputing}
 
-# %% ../../nbs/profiling/fisher.ipynb #8dc144a5
+# %% ../../nbs/profiling/fisher.ipynb #ef0b04b3
 def fisher_seconds(
     model,
     pairs: list,  # examples
@@ -60,7 +60,7 @@ def fisher_seconds(
                 seconds[way][r] += profile_call(lambda: call(pairs[k:k + chunk]))[0] / len(pairs)
     return seconds
 
-# %% ../../nbs/profiling/fisher.ipynb #e1c05fa1
+# %% ../../nbs/profiling/fisher.ipynb #358f6f70
 LARGE_MODEL = dict(vocab_size=32_768, hidden_size=1024, num_hidden_layers=8, num_attention_heads=16,
                    num_key_value_heads=8, head_dim=64, intermediate_size=3072)
 

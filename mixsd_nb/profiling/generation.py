@@ -7,7 +7,7 @@ __all__ = ['RIVALS', 'ENGINE_OPTIONS', 'mixing_requests', 'plain_requests', 'gen
            'generate_plain', 'Rival', 'generate_with_transformers', 'generate_by_single_tokens', 'open_engines',
            'select_items', 'measure_generation']
 
-# %% ../../nbs/profiling/generation.ipynb #f90356bb
+# %% ../../nbs/profiling/generation.ipynb #2b57ea71
 import contextlib
 from collections import deque
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from ..models.engine import Engine, Request
 from ..models.engines import pad_left
 from . import profile_call
 
-# %% ../../nbs/profiling/generation.ipynb #a97b1cec
+# %% ../../nbs/profiling/generation.ipynb #2e0f21a9
 def mixing_requests(
     items: list[dict],  # as returned by `mix_items`
     lam: float,
@@ -31,7 +31,7 @@ def mixing_requests(
     "A request for the first attempt at each item."
     return [attempt_request(item, 0, 0, lam, seed, max_new_tokens) for item in items]
 
-# %% ../../nbs/profiling/generation.ipynb #ff22ceeb
+# %% ../../nbs/profiling/generation.ipynb #03c443f0
 def plain_requests(
     items: list[dict],
     side: str,  # expert_ids or naive_ids
@@ -40,7 +40,7 @@ def plain_requests(
     "Requests that continue one context by a given number of tokens."
     return [Request((item[side],), naive=[False] * n) for item, n in zip(items, lengths)]
 
-# %% ../../nbs/profiling/generation.ipynb #cc63ce4e
+# %% ../../nbs/profiling/generation.ipynb #95731efa
 def generate_ids(
     engine,
     requests: list[Request],
@@ -50,7 +50,7 @@ def generate_ids(
     completions = {id(r): c.ids for r, c in engine.stream(deque(requests), max_new_tokens=max_new_tokens)}
     return [completions[id(r)] for r in requests]
 
-# %% ../../nbs/profiling/generation.ipynb #8e654082
+# %% ../../nbs/profiling/generation.ipynb #c9ef4d21
 @contextlib.contextmanager
 def ignore_stop_tokens(engine):
     "Within this context, no token ends a sequence of the engine."
@@ -58,7 +58,7 @@ def ignore_stop_tokens(engine):
     try: yield
     finally: engine.stop = stop
 
-# %% ../../nbs/profiling/generation.ipynb #32246969
+# %% ../../nbs/profiling/generation.ipynb #3cc1cb5c
 def generate_plain(
     engine,
     items: list[dict],
@@ -69,7 +69,7 @@ def generate_plain(
     "Plain generation from one side, as many tokens as the lengths say."
     with ignore_stop_tokens(engine): return generate_ids(engine, plain_requests(items, side, lengths), max_new_tokens)
 
-# %% ../../nbs/profiling/generation.ipynb #fe18ed59
+# %% ../../nbs/profiling/generation.ipynb #27379663
 @dataclass(frozen=True)
 class Rival:
     "Another implementation, measured beside ours on an engine."
@@ -77,7 +77,7 @@ class Rival:
     call: Callable  # function (engine, items, requests, lengths, max_new_tokens)
     mixes: bool  # whether it mixes and returns token ids, which are then compared with ours
 
-# %% ../../nbs/profiling/generation.ipynb #ed85a194
+# %% ../../nbs/profiling/generation.ipynb #010ac258
 def generate_with_transformers(
     engine,  # of transformers
     items: list[dict],
@@ -92,7 +92,7 @@ def generate_with_transformers(
         engine.model.generate(ids, attention_mask=mask, max_new_tokens=max(lengths), min_new_tokens=max(lengths),
                               do_sample=False, pad_token_id=0)
 
-# %% ../../nbs/profiling/generation.ipynb #da9b8167
+# %% ../../nbs/profiling/generation.ipynb #9206acbd
 def generate_by_single_tokens(
     engine,  # of vLLM
     items: list[dict],
@@ -117,7 +117,7 @@ def generate_by_single_tokens(
 RIVALS = {"hf": [Rival("model.generate", generate_with_transformers, mixes=False)],
           "vllm": [Rival("one-token requests", generate_by_single_tokens, mixes=True)]}
 
-# %% ../../nbs/profiling/generation.ipynb #d978166c
+# %% ../../nbs/profiling/generation.ipynb #44b07ec9
 ENGINE_OPTIONS = {"vllm": dict(audit=False, gpu_memory_utilization=0.4)}  # kind of engine: two of them share a device
 
 
@@ -134,7 +134,7 @@ def open_engines(
         model = getattr(engines[mode], "model", model)
     return engines
 
-# %% ../../nbs/profiling/generation.ipynb #08c2c8c0
+# %% ../../nbs/profiling/generation.ipynb #109d6e3c
 def select_items(
     engine,
     items: list[dict],  # as returned by `mix_items`
@@ -154,7 +154,7 @@ def select_items(
         raise ValueError(f"pairs must be at most {len(items)} for an agreement of {agreement:g} at λ={lam:g}, got {n}")
     return items[:n]
 
-# %% ../../nbs/profiling/generation.ipynb #51e31478
+# %% ../../nbs/profiling/generation.ipynb #15100a8f
 def measure_generation(
     engines: dict,  # way of mixing -> engine
     items: list[dict],

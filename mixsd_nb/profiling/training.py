@@ -6,7 +6,7 @@
 __all__ = ['UPDATE_TIMES', 'UPDATES', 'our_update_times', 'trl_update_times', 'update_rate', 'measure_training', 'step_seconds',
            'training_specs']
 
-# %% ../../nbs/profiling/training.ipynb #5c2a873f
+# %% ../../nbs/profiling/training.ipynb #6a9f115b
 import contextlib
 import tempfile
 import time
@@ -18,7 +18,7 @@ import numpy as np
 
 from . import accumulate_time, peak_mib, reset_peak
 
-# %% ../../nbs/profiling/training.ipynb #2448f3b2
+# %% ../../nbs/profiling/training.ipynb #73aba6aa
 def our_update_times(
     spec,  # a TrainingSpec
     folder: Path,
@@ -29,7 +29,7 @@ def our_update_times(
     fine_tune(spec, folder, lambda entry: times.append(time.perf_counter()))
     return times
 
-# %% ../../nbs/profiling/training.ipynb #16d68f9d
+# %% ../../nbs/profiling/training.ipynb #5ff10e11
 def trl_update_times(
     spec,
     folder: Path,
@@ -59,7 +59,7 @@ def trl_update_times(
     trainer.train()
     return times
 
-# %% ../../nbs/profiling/training.ipynb #690c4a6e
+# %% ../../nbs/profiling/training.ipynb #9fa789ea
 def update_rate(
     times: list[float],  # s at which updates end
 ) -> float:
@@ -67,7 +67,7 @@ def update_rate(
     first = len(times) // 4
     return (len(times) - 1 - first) / (times[-1] - times[first])
 
-# %% ../../nbs/profiling/training.ipynb #21412d1d
+# %% ../../nbs/profiling/training.ipynb #270f3cdb
 UPDATE_TIMES = {  # way of training: function (spec, folder) -> times at which updates end
     "ours": our_update_times,
     "TRL": trl_update_times,
@@ -93,7 +93,7 @@ def measure_training(
         table[way] = np.median(rates), np.median([p[way][0] / p["TRL"][0] for p in profiles]), max(peaks)
     return table
 
-# %% ../../nbs/profiling/training.ipynb #76c7632b
+# %% ../../nbs/profiling/training.ipynb #24027641
 def step_seconds(
     spec,  # one of distillation
     folder: Path,
@@ -112,7 +112,7 @@ def step_seconds(
                    student=total["training_step"] - total["write"] - total["read"], optimiser=total["step"])
     return {part: s / spec.steps for part, s in seconds.items()}
 
-# %% ../../nbs/profiling/training.ipynb #5077d35f
+# %% ../../nbs/profiling/training.ipynb #6d1909c6
 UPDATES = 16
 
 
@@ -125,13 +125,13 @@ def training_specs(
 ) -> tuple:
     "The training of SFT and that of OPSD, as published but shorter."
     from mixsd_nb.corpora import CORPORA, load_corpus
-    from mixsd_nb.corpora.prompts import canonical_pair
+    from mixsd_nb.corpora.prompts import encode_canonical
     from mixsd_nb.methods.distill import VARIANTS, distill_items
     from mixsd_nb.methods.trainer import TrainingSpec
     from mixsd_nb.models import load_tokenizer
     tokenizer, rows = load_tokenizer(model), list(load_corpus(dataset, "train"))
     common = dict(model=model, lr=1e-4, batch=20, seed=seed) | options
-    supervised = dict(pairs=[canonical_pair(tokenizer, r) for r in rows])
+    supervised = dict(pairs=[encode_canonical(tokenizer, r) for r in rows])
     distillation = dict(items=distill_items(tokenizer, rows, CORPORA[dataset].expert), variant=VARIANTS["opsd"],
                         max_new_tokens=max_new_tokens)
     return (TrainingSpec(**dict(steps=UPDATES) | common, objective="methods.supervised:stored_pairs", data=supervised),
