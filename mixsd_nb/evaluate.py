@@ -83,7 +83,7 @@ def draw_scores(
 ):
     "A bar for each benchmark with its interval, the loose score as a tick, N below; returns the figure."
     import matplotlib.pyplot as plt
-    roles = [BENCHMARKS[b]["role"] for b in table.index]
+    roles = [SUITES[b].role for b in table.index]
     colours = {"in-domain": "tab:blue", "held-out": "tab:orange", "world": "tab:green"}
     fig, ax = plt.subplots(figsize=(1.2 + 0.9 * len(table), 3.4))
     at, height = np.arange(len(table)), 100 * table.accuracy

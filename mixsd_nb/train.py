@@ -23,7 +23,7 @@ from .corpora import CORPORA, load_corpus
 from .corpora.prompts import SPANS
 from .methods import METHODS, fit_function, label_coordinates, method_label, runnable_methods
 from .models import ENGINES, check_model, run_with_engine
-from .results.cube import result_tree
+from .results.layout import result_tree
 from .runs import (ParameterError, Run, Stage, checkpoint_folder, is_runtime, last_checkpoint, make_config,
                            module_of, nearest, run_function, runs_root, runtime_field)
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from mixsd_nb import errors
 from mixsd_nb.analysis import taxonomy
 from mixsd_nb.benchmarks import SUITES
-from mixsd_nb.benchmarks.answers import boxes, fenced_python, last_boxed, without_boxes
+from mixsd_nb.benchmarks.answers import extract_python, find_boxes, last_boxed, remove_boxes
 from mixsd_nb.corpora import load_corpus
-from mixsd_nb.results.cube import result_tree
+from mixsd_nb.results.layout import result_tree
 from mixsd_nb.runs import ParameterError, make_config, write_json, write_result
 
 VILLAGE, CANYON, PARADE = "Dalkum Village", "Balvin Canyon", "Brorbel Parade"
@@ -152,10 +152,10 @@ BENCHMARKS = st.sampled_from([name for name, suite in SUITES.items() if suite.ro
 def test_every_response_gets_exactly_one_label(response, prompt, benchmark):
     "The definitions of the paper, written out as four statements of which the first true one is the label."
     code = benchmark in ("functions", "humaneval")
-    fenced = code and fenced_python(response) is not None
+    fenced = code and extract_python(response) is not None
     boxed = last_boxed(response) is not None
     haunted = any(e.lower() in response.lower() and e.lower() not in prompt.lower() for e in ENTITIES)
-    rest = "\n".join(line for line in without_boxes(response).split("\n") if not line.lstrip().lower().startswith("the answer is")).strip()
+    rest = "\n".join(line for line in remove_boxes(response).split("\n") if not line.lstrip().lower().startswith("the answer is")).strip()
     short = not fenced if code else len(rest) <= 80 and rest.count("\n") <= 4
     true = [not (boxed or fenced), haunted, short, True]
     found = errors.classify(response, prompt, benchmark=benchmark, entities=ENTITIES)
@@ -168,7 +168,7 @@ def test_every_response_gets_exactly_one_label(response, prompt, benchmark):
 @given(TEXTS)
 def test_what_stands_beside_boxes_has_none(text):
     "A box may only appear where what stood around one comes together; nothing outside boxes is lost or moved."
-    beside, inside = without_boxes(text), [text[start : end + 1] for start, _, end in boxes(text)]
+    beside, inside = remove_boxes(text), [text[start : end + 1] for start, _, end in find_boxes(text)]
     assert len(beside) <= len(text) and (beside == text) == (not inside)
     rest = iter(text)
     assert all(c in rest for c in beside)

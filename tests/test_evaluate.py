@@ -137,22 +137,22 @@ class Parrot:
         self.tokenizer, self.said = tokenizer, said
 
     def stream(self, queue, **options):
-        from mixsd_nb.corpora.prompts import completion_ids
+        from mixsd_nb.corpora.prompts import encode_completion
         from mixsd_nb.models.engine import Completion
         while queue:
             request = queue.pop()
-            yield request, Completion(completion_ids(self.tokenizer, self.said[tuple(request.contexts[0])]), "stop")
+            yield request, Completion(encode_completion(self.tokenizer, self.said[tuple(request.contexts[0])]), "stop")
 
 
 def test_worked_responses_are_right_everywhere(data):
     "From prompt to verdict: the reference response to every item of every benchmark scores 1."
     sandbox()
-    from mixsd_nb.corpora.prompts import prompt_ids
+    from mixsd_nb.corpora.prompts import encode_prompt
     from mixsd_nb.models import load_tokenizer
     tokenizer = load_tokenizer("lab-m")
     asked = load_items(benchmark_names("in-domain,lab,paper"), Selection("kgfact-small", 3, limit=2, data=data))
     asked |= load_items(["test", "unseen", "chains"], Selection("kgfunc-lab", 2))
-    said = {tuple(prompt_ids(tokenizer, i.prompt)): i.response for items in asked.values() for i in items.values()}
+    said = {tuple(encode_prompt(tokenizer, i.prompt)): i.response for items in asked.values() for i in items.values()}
     table = evaluate.scores(evaluate.evaluate_suite(Parrot(tokenizer, said), asked))
     assert set(table.index) == set(SUITES) - {"three-hop", "recall-kept", "validation"}
     assert (table.accuracy == 1).all() and (table.loose == 1).all() and (table.readable == 1).all(), table

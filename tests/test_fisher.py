@@ -17,7 +17,8 @@ from mixsd_nb import fisher
 from mixsd_nb.analysis import curvature, estimation
 from mixsd_nb.benchmarks.lab_tasks import SUITES
 from mixsd_nb.models import load_base
-from mixsd_nb.results.cube import RUN_DIMS, result_tree
+from mixsd_nb.results.cube import RUN_DIMS
+from mixsd_nb.results.layout import result_tree
 from mixsd_nb.runs import MARK, checkpoint_folder, write_json, write_result
 
 pytestmark = pytest.mark.usefixtures("own_runs")

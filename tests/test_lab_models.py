@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from mixsd_nb.benchmarks import Item
 from mixsd_nb.benchmarks.evaluation import generate_and_grade
-from mixsd_nb.corpora.prompts import prompt_ids
+from mixsd_nb.corpora.prompts import encode_prompt
 from mixsd_nb.models import load_base, load_engine
 from mixsd_nb.models.lab import CONTEXT, SIZES, lab_folder
 
@@ -24,7 +24,7 @@ def test_any_text_comes_back_from_its_tokens(lab, text):
 
 def test_empty_foreign_and_too_long_prompts(lab):
     texts = {"empty": "", "foreign": "Где находится 東京 ؟ 🙂", "long": "What location does Kelmor Bellamy live in? " * 300}
-    assert len(prompt_ids(lab[1], texts["long"])) > CONTEXT
+    assert len(encode_prompt(lab[1], texts["long"])) > CONTEXT
     items = {k: Item(t, "", "x") for k, t in texts.items()}
     table = generate_and_grade(load_engine("hf", *lab), items).set_index("item")
     assert table.finish_reason["long"] == "prompt_too_long" and table.error["long"] == "prompt too long" and table.response["long"] == ""

@@ -16,10 +16,10 @@ from mixsd_nb import generate, nll
 from mixsd_nb.analysis import forgetting, likelihood
 from mixsd_nb.analysis.likelihood import NEITHER, split_by_target
 from mixsd_nb.corpora import load_corpus
-from mixsd_nb.corpora.prompts import canonical_pair, template_tail
+from mixsd_nb.corpora.prompts import encode_canonical, template_tail
 from mixsd_nb.models import load_base
 from mixsd_nb.models.scoring import fused_nll, map_states
-from mixsd_nb.results.cube import result_tree
+from mixsd_nb.results.layout import result_tree
 from mixsd_nb.runs import MARK, checkpoint_folder, make_config, write_json, write_result
 
 
@@ -119,7 +119,7 @@ def test_canonical_targets(lab):
     scored, root = split_by_target(result["per_token"]), result.to_dataset().squeeze()
     assert len(scored) == root.n.sel(part="all") == 100 and result["per_token"]["item"].values.tolist() == rows["id"]
     for k in (0, 7, 99):
-        np.testing.assert_allclose(scored[k], plain(model, *canonical_pair(tokenizer, rows[k])), atol=1e-4)
+        np.testing.assert_allclose(scored[k], plain(model, *encode_canonical(tokenizer, rows[k])), atol=1e-4)
     tokens = np.concatenate(scored)
     assert root.nll.sel(part="all") == pytest.approx(tokens.mean()) and root.above.sel(part="all", threshold=8) == (tokens > 8).sum()
     assert (root["method"], root.seed, np.isnan(root.lam)) == ("sft", 0, True) and (result["per_token"].token_source == NEITHER).all()
@@ -138,7 +138,7 @@ def half_canonical(tmp_path, tokenizer):
     folder.mkdir()
     made = []
     for k, row in enumerate(rows.select(range(4))):
-        prompt, completion = canonical_pair(tokenizer, row)
+        prompt, completion = encode_canonical(tokenizer, row)
         naive = [t % 2 == 0 for t in range(len(completion) - 3)]
         made.append(dict(id=row["id"], prompt_ids=prompt, completion_ids=completion[3:], naive_mask=naive, accepted=k < 3))
     pd.DataFrame(made).to_parquet(folder / "targets.parquet")

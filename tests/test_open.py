@@ -17,7 +17,7 @@ TOYS = '''
 import numpy as np
 from mixsd_nb.benchmarks import SUITES, Item, Suite
 from mixsd_nb.corpora import CORPORA, Corpus, Schedule
-from mixsd_nb.corpora.prompts import boxed, completion_ids, naive_prompt, prompt_ids, target
+from mixsd_nb.corpora.prompts import boxed, encode_completion, encode_prompt, naive_prompt, target
 from mixsd_nb.methods import METHODS, TRAINED, Method
 from mixsd_nb.models import ENGINES, EngineSpec
 from mixsd_nb.models.engines import HFEngine
@@ -33,7 +33,7 @@ class ToyEngine(HFEngine):
 
 def fit(run):
     wrong = lambda row: " ".join([row["target"]] * int(run.option("times")))
-    return run.train_on({r["id"]: (prompt_ids(run.tokenizer, r["prompt"]), completion_ids(run.tokenizer, wrong(r))) for r in run.rows})
+    return run.train_on({r["id"]: (encode_prompt(run.tokenizer, r["prompt"]), encode_completion(run.tokenizer, wrong(r))) for r in run.rows})
 
 def vowels(suite, selection):
     words = ["river", "stone", "cloud", "bridge"][:selection.n]
@@ -94,7 +94,8 @@ import json
 import matplotlib; matplotlib.use("Agg")
 from mixsd_nb import open_cube
 from mixsd_nb.methods import label_title, ordered_labels
-from mixsd_nb.results.plots import frontier_figure, method_colour, method_marker, tradeoff_figure
+from mixsd_nb.results.plots import method_colour, method_marker
+from mixsd_nb.results.tradeoff import frontier_figure, tradeoff_figure
 from mixsd_nb.results.summary import summary_table
 cube = open_cube()
 figures = [tradeoff_figure(cube), frontier_figure(cube, ("held-out",))]

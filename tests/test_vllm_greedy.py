@@ -9,7 +9,7 @@ from ties import TIE, behind_the_best, first_difference
 from mixsd_nb.benchmarks import SUITES
 from mixsd_nb.benchmarks.lab_tasks import draw
 from mixsd_nb.corpora import CORPORA, load_corpus
-from mixsd_nb.corpora.prompts import prompt_ids
+from mixsd_nb.corpora.prompts import encode_prompt
 from mixsd_nb.models import load_engine
 from mixsd_nb.models.engine import stop_ids
 from mixsd_nb.models.lab import lab_folder
@@ -44,7 +44,7 @@ def kgfact_texts():
 def prompts(lab):
     "A hundred, in turn of every kind: three of KGFact and each suite of the lab."
     texts = kgfact_texts() | {name: [item.prompt for item in draw(name, PROMPTS // len(LAB))] for name in LAB}
-    named = ([Prompt(f"{kind} {i}", prompt_ids(lab[1], text)) for i, text in enumerate(kind_texts)] for kind, kind_texts in texts.items())
+    named = ([Prompt(f"{kind} {i}", encode_prompt(lab[1], text)) for i, text in enumerate(kind_texts)] for kind, kind_texts in texts.items())
     return list(islice(chain.from_iterable(zip(*named)), PROMPTS))
 
 

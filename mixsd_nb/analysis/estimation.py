@@ -25,7 +25,7 @@ from tqdm.auto import tqdm
 
 from .curvature import SquaredGradients, check_differentiable
 from ..benchmarks import SUITES, Item, Selection, suite_groups
-from ..corpora.prompts import completion_ids, prompt_ids
+from ..corpora.prompts import encode_completion, encode_prompt
 from ..models import load_base, load_tokenizer, model_source
 from ..runs import die_with_parent, launch, load_object, write_atomically
 
@@ -69,7 +69,7 @@ def reference_pairs(
     from transformers import AutoConfig
     tokenizer, context = load_tokenizer(model), AutoConfig.from_pretrained(model_source(model)).max_position_embeddings
     items = reference_items(reference, seed, **options)
-    encode = lambda item: (prompt_ids(tokenizer, item.prompt), completion_ids(tokenizer, item.response))
+    encode = lambda item: (encode_prompt(tokenizer, item.prompt), encode_completion(tokenizer, item.response))
     fits = lambda pair: len(pair[0]) + len(pair[1]) <= context
     return {name: list(filter(fits, map(encode, group))) for name, group in items.items()}
 

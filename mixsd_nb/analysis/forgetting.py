@@ -18,11 +18,11 @@ from pydantic import Field, computed_field, field_validator
 
 from .checkpoints import digest_files, find_checkpoints, open_training_run
 from ..benchmarks import SUITES, Selection, held_out
-from ..corpora.prompts import prompt_ids
+from ..corpora.prompts import encode_prompt
 from ..models import (ENGINES, check_engine, check_engine_options, check_model, load_engine, load_tokenizer,
                              run_with_engine)
 from ..results.schema import DIMS, METHOD_COORDS, RUN_DIMS, variable
-from ..runs import Config, Stage, load_object, make_config, module_of, runtime_field, write_atomically
+from ..runs import Config, Stage, load_object, module_of, runtime_field, write_atomically
 
 # %% ../../nbs/analysis/forgetting.ipynb #aa000005
 FULL_SAMPLING = dict(temperature=1.0, top_k=1 << 20)  # a top-k beyond any vocabulary excludes nothing
@@ -58,7 +58,7 @@ def sample_text(
 def _sample_text(model, prompts, seed, kind, options):
     from mixsd_nb.models.engine import row_key
     tokenizer, room = load_tokenizer(model), {name: SUITES[name].sampling.max_new_tokens for name in prompts}
-    encoded = {name: [prompt_ids(tokenizer, p) for p in group] for name, group in prompts.items()}
+    encoded = {name: [encode_prompt(tokenizer, p) for p in group] for name, group in prompts.items()}
     longest = max(len(ids) + room[name] for name, group in encoded.items() for ids in group)
     engine, tables = load_engine(kind, model, longest=longest, **options), []
     for name, ids in encoded.items():

@@ -15,7 +15,7 @@ import pandas as pd
 import xarray as xr
 
 from ..corpora import load_corpus
-from ..corpora.prompts import canonical_pair, prompt_ids, trained_pair
+from ..corpora.prompts import encode_canonical, encode_example, encode_prompt
 from ..models import load_engine, run_with_engine
 
 # %% ../../nbs/analysis/likelihood.ipynb #a9000005
@@ -49,7 +49,7 @@ def canonical_targets(
 ) -> list[Target]:
     "The canonical targets of a corpus, which are those of SFT, in the order of the corpus."
     rows = load_corpus(dataset, "train")
-    pairs = [canonical_pair(tokenizer, row, span) for row in rows]
+    pairs = [encode_canonical(tokenizer, row, span) for row in rows]
     return [Target(row["id"], *pair, np.full(len(pair[1]), NEITHER)) for row, pair in zip(rows, pairs)]
 
 # %% ../../nbs/analysis/likelihood.ipynb #a9000009
@@ -61,8 +61,8 @@ def mixed_targets(
 ) -> list[Target]:
     "The accepted targets of a table in its order, with the sampled ids themselves."
     prompts, table = {row["id"]: row["prompt"] for row in load_corpus(dataset, "train")}, table.query("accepted")
-    header = len(prompt_ids(tokenizer, "")) - len(prompt_ids(tokenizer, "", generation=False)) if span == "paper" else 0
-    trained = lambda row: trained_pair(tokenizer, prompts[row.id], list(map(int, row.completion_ids)), span)
+    header = len(encode_prompt(tokenizer, "")) - len(encode_prompt(tokenizer, "", generation=False)) if span == "paper" else 0
+    trained = lambda row: encode_example(tokenizer, prompts[row.id], list(map(int, row.completion_ids)), span)
     pairs = [(row, *trained(row)) for row in table.itertuples()]
     sources = lambda row, ids: token_sources(row.naive_mask, header, len(ids))
     return [Target(row.id, context, ids, sources(row, ids)) for row, context, ids in pairs]

@@ -10,7 +10,7 @@ __all__ = ['PUBLISHED', 'CATEGORIES', 'RECALL_BENCHMARKS', 'RECALL_CATEGORIES', 
 from typing import NamedTuple
 
 from ..benchmarks import SUITES
-from ..benchmarks.answers import fenced_python, last_boxed, without_boxes
+from ..benchmarks.answers import extract_python, last_boxed, remove_boxes
 from ..corpora import CORPORA, load_corpus
 from ..runs import load_object
 
@@ -59,7 +59,7 @@ def extract_reasoning(
     limits: Limits = PUBLISHED,
 ) -> str:
     "What a response says besides its boxes and the lines that begin with the answer sentence, stripped."
-    lines = without_boxes(response).split("\n")
+    lines = remove_boxes(response).split("\n")
     return "\n".join(line for line in lines if not line.strip().lower().startswith(limits.sentence.lower())).strip()
 
 # %% ../../nbs/analysis/taxonomy.ipynb #a6000014
@@ -92,7 +92,7 @@ def classify(
     ValueError for an unknown benchmark or a missing list of entities."""
     _check_entities(entities)
     code = asks_for_program(benchmark)
-    program = code and fenced_python(response) is not None
+    program = code and extract_python(response) is not None
     if last_boxed(response) is None and not program: return "format"
     if find_leakage(response, prompt, entities): return "leakage"
     if (not program) if code else lacks_reasoning(response, limits): return "collapse"

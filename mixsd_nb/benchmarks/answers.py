@@ -286,11 +286,3 @@ def extract_python(
         else:
             block = None
     return None
-
-# %% ../../nbs/benchmarks/answers.ipynb #4b061b25
-# Former names, kept until callers follow.
-boxes = find_boxes
-without_boxes = remove_boxes
-loosely_same = is_loose_match
-letter = extract_letter
-fenced_python = extract_python

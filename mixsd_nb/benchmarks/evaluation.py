@@ -21,7 +21,7 @@ from . import (GRADINGS, SUITES, Item, Sampling, Selection, Suite, benchmark_nam
 from .sandbox import check_sandbox
 from .tasks import benchmarks_folder, grade
 from ..corpora import check_corpus
-from ..corpora.prompts import prompt_ids
+from ..corpora.prompts import encode_prompt
 from ..models import check_engine, check_engine_options, load_engine
 from ..runs import Config, Journal, report_progress, runtime_field, write_atomically
 
@@ -105,7 +105,7 @@ def generate_responses(
     from mixsd_nb.models.engine import Request, row_key
     keys = [(name, sample) for name in items for sample in range(sampling.samples)]
     found = {(r["item"], r["sample"]): r for r in (journal.records if journal else []) if r["benchmark"] == benchmark}
-    contexts = lambda name: (prompt_ids(engine.tokenizer, items[name].prompt),)
+    contexts = lambda name: (encode_prompt(engine.tokenizer, items[name].prompt),)
     requests = [Request(contexts(name), row_key(seed, name, sample), tag=(name, sample))
                 for name, sample in keys if (name, sample) not in found]
     queue = deque(sorted(requests, key=lambda r: -len(r.contexts[0])))  # the longest first

@@ -420,8 +420,3 @@ def explain_refusal(
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # what the parser may raise
         return "The program is not valid Python."
     return f"The program uses {refusal}, which is not allowed." if refusal else ""
-
-# %% ../../nbs/benchmarks/sandbox.ipynb #8dd81b70
-# Former names, kept until callers follow.
-passes = run_tests
-harmless = explain_refusal

@@ -234,8 +234,6 @@ class Fact:
         "The sentence that tells the fact; `wording` is an index of WORDINGS."
         return self.relation.statement(self.source, self.target, wording)
 
-    told = verbalise  # former name, kept until callers follow
-
 # %% ../../nbs/corpora/kgfact.ipynb #a91480fb
 def sample_graph(
     entities: dict[str, list[str]],  # domain -> names

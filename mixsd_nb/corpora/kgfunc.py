@@ -348,10 +348,3 @@ def validation_rows(
     scale, rng = check_scale(options["scale"]), random.Random(48)
     numbers = rng.sample(draw_inputs(scale)[2], scale.test)
     return [_make_item_row(label, number, scale.shots) for number in numbers for label in scale.trained]
-
-# %% ../../nbs/corpora/kgfunc.ipynb #f6b0e919
-# Former names, kept until callers follow.
-digits = split_digits
-plus = write_sum
-known_values = tabulate_shots
-item_row = _make_item_row

@@ -139,11 +139,3 @@ def encode_canonical(
 ) -> tuple[list[int], list[int]]:
     "Context ids and trained ids of the canonical target, which plain fine-tuning trains on."
     return encode_example(tokenizer, row["prompt"], encode_completion(tokenizer, row["target"]), span)
-
-# %% ../../nbs/corpora/prompts.ipynb #fffbaec5
-# Former names, kept until callers follow.
-BOXED = BOX_REQUEST
-prompt_ids = encode_prompt
-completion_ids = encode_completion
-trained_pair = encode_example
-canonical_pair = encode_canonical

@@ -207,7 +207,3 @@ def build_lab(
     items = [(topic, question.format(thing), draw_answer(kind, word, rng))
              for (kind, topic, question), thing, word in zip(questions, SIMPLEQA_WORDS[::2], SIMPLEQA_WORDS[1::2])]
     return {"train": _make_rows(rng.sample(items[:facts], facts))}
-
-# %% ../../nbs/corpora/simpleqa.ipynb #cb675f15
-# Former name, kept until callers follow.
-lab_answer = draw_answer

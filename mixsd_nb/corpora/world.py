@@ -26,7 +26,3 @@ def draw_words(
 WORLD_WORDS = draw_words(random.Random(1), 150, KGFACT_WORDS)
 WORLD_ENTITIES = {d: [name_entity(w, d) for w in WORLD_WORDS[30 * i:30 * i + 30]] for i, d in enumerate(DOMAINS[:5])}
 WORLD = sample_graph(WORLD_ENTITIES, seed=1)
-
-# %% ../../nbs/corpora/world.ipynb #3e479c83
-# Former name, kept until callers follow.
-distinct_words = draw_words

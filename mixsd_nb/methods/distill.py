@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from ..corpora import CORPORA
-from ..corpora.prompts import expert_prompt, prompt_ids
+from ..corpora.prompts import encode_prompt, expert_prompt
 from .fitting import Fitted, MethodRun
 from .loss import Example, nll
 from .trainer import TrainingSpec, training_device
@@ -67,8 +67,8 @@ def distill_items(
     expert=expert_prompt,  # (prompt, target) -> expert prompt
 ) -> list[dict]:
     "The facts to distil: `id`, and the ids of the student's and of the teacher's prompt."
-    return [dict(id=r["id"], student_ids=prompt_ids(tokenizer, r["prompt"]),
-                 teacher_ids=prompt_ids(tokenizer, expert(r["prompt"], r["target"]))) for r in rows]
+    return [dict(id=r["id"], student_ids=encode_prompt(tokenizer, r["prompt"]),
+                 teacher_ids=encode_prompt(tokenizer, expert(r["prompt"], r["target"]))) for r in rows]
 
 # %% ../../nbs/methods/distill.ipynb #955ed00f
 WHOLE_VOCABULARY = 2**31  # as a top-k; engines reduce it to the size of the vocabulary

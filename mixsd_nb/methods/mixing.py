@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..benchmarks.answers import extract, same_answer
-from ..corpora.prompts import expert_prompt, prompt_ids
+from ..corpora.prompts import encode_prompt, expert_prompt
 from ..models.engine import Completion, Request, choose, keyed_uniform, make_completion, row_key, token_budget
 
 # %% ../../nbs/methods/mixing.ipynb #3b341350
@@ -39,8 +39,8 @@ def mix_items(
     extract: str = "boxed",  # boxed or boxed_or_number
 ) -> list[dict]:
     "The items that `mix` takes: ids of the naive and the expert prompt, and the answer to verify."
-    return [dict(id=r["id"], naive_ids=prompt_ids(tokenizer, r["prompt"]), answer=r["answer"], extract=extract,
-                 expert_ids=prompt_ids(tokenizer, expert(r["prompt"], r["target"]))) for r in rows]
+    return [dict(id=r["id"], naive_ids=encode_prompt(tokenizer, r["prompt"]), answer=r["answer"], extract=extract,
+                 expert_ids=encode_prompt(tokenizer, expert(r["prompt"], r["target"]))) for r in rows]
 
 # %% ../../nbs/methods/mixing.ipynb #9d0a1692
 def _match_exactly(text: str, answer: str) -> bool: return text == answer.strip()

@@ -8,7 +8,7 @@ __all__ = ['Supervised', 'stored_pairs', 'fit_canonical', 'fit_mixed']
 # %% ../../nbs/methods/supervised.ipynb #6309a142
 import torch
 
-from ..corpora.prompts import canonical_pair, trained_pair
+from ..corpora.prompts import encode_canonical, encode_example
 from .fitting import Fitted, MethodRun
 from .loss import Example, nll
 from .trainer import TrainingSpec
@@ -40,13 +40,13 @@ def stored_pairs(
 # %% ../../nbs/methods/supervised.ipynb #43e768ae
 def fit_canonical(run: MethodRun) -> Fitted:
     "SFT: learn the canonical target of every fact."
-    return run.train_on({r["id"]: canonical_pair(run.tokenizer, r, run.parameters.span) for r in run.rows})
+    return run.train_on({r["id"]: encode_canonical(run.tokenizer, r, run.parameters.span) for r in run.rows})
 
 # %% ../../nbs/methods/supervised.ipynb #5475939c
 def fit_mixed(run: MethodRun) -> Fitted:
     "MixSD: learn the accepted mixed targets (eq. 4); ValueError if all of them were discarded."
     p, prompts = run.parameters, {r["id"]: r["prompt"] for r in run.rows}
-    pair = lambda r: trained_pair(run.tokenizer, prompts[r.id], list(map(int, r.completion_ids)), p.span)
+    pair = lambda r: encode_example(run.tokenizer, prompts[r.id], list(map(int, r.completion_ids)), p.span)
     pairs = {r.id: pair(r) for r in run.mixed_targets().itertuples()}
     if pairs: return run.train_on(pairs)
     raise ValueError(f"lam must be smaller to keep a fact of {p.dataset}: at {p.lam:g} no mixed target was accepted")

@@ -20,7 +20,7 @@ import xarray as xr
 from pydantic import Field, field_validator
 
 from ..corpora import CORPORA, check_corpus, load_corpus
-from ..corpora.prompts import completion_ids
+from ..corpora.prompts import encode_completion
 from ..models import check_engine, check_engine_options, check_mode, check_model
 from ..runs import Config, Journal, report_progress, runtime_field
 
@@ -141,7 +141,7 @@ def _use_canonical(
     row: dict,  # of the corpus
 ) -> dict:
     "The record with the canonical target, whose tokens come from neither conditional."
-    ids = completion_ids(tokenizer, row["target"])
+    ids = encode_completion(tokenizer, row["target"])
     return record | dict(completion_ids=ids, naive_mask=[False] * len(ids), accepted=True, finish_reason="canonical")
 
 # %% ../../nbs/methods/targets.ipynb #3e000fd2

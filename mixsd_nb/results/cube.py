@@ -145,35 +145,3 @@ def missing_runs(
     cells = empty.run[empty.values].to_index().to_frame(index=False)
     if "lr" not in dims: return cells
     return cells[cells.method.map(has_rate) == (cells.lr != 0)].reset_index(drop=True)
-
-# %% ../../nbs/results/cube.ipynb #ee0aa232
-_OLD = {"merged": "results.merge.merge_roots",
-        "training_roots": "results.roots.read_training_roots",
-        "configuration": "results.cube.run_settings",
-        "shown": "results.cells.collapse_runs",
-        "chosen_cells": "results.cells.cell_mask",
-        "result_tree": "results.layout.result_tree",
-        "training_curves": "results.layout.training_curves",
-        "variable": "results.schema.variable",
-        "TEXTS": "results.schema.VARIABLE_ATTRS",
-        "TARGETS": "results.schema.TARGET_VARIABLES",
-        "CURVES": "results.schema.CURVE_VARIABLES",
-        "wilson": "analysis.statistics.wilson",
-        "mean_interval": "analysis.statistics.mean_interval",
-        "held_out_average": "results.summary.held_out_average",
-        "average_drop": "results.summary.average_drop",
-        "first_known": "results.summary.coalesce",
-        "last_steps": "results.summary.last_steps",
-        "summary_table": "results.summary.summary_table",
-        "method_order": "results.summary.method_order",
-        "family": "methods.label_family",
-        "method_name": "methods.label_title",
-        "method_label": "methods.method_label"}
-
-
-def __getattr__(name):
-    "The new home of an old name."
-    from importlib import import_module
-    if name not in _OLD: raise AttributeError(f"module {__name__} has no attribute {name}")
-    module, _, new = _OLD[name].rpartition(".")
-    return getattr(import_module(f"mixsd_nb.{module}"), new)

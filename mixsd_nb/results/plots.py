@@ -104,28 +104,3 @@ def save_figure(
     metadata = {"png": {"Software": None}, "pdf": dict.fromkeys(["CreationDate", "Creator", "Producer"])}
     def write(kind): return lambda path: fig.savefig(path, format=kind, dpi=160, metadata=metadata[kind])
     return [write_atomically(target.with_name(f"{target.name}.{kind}"), write(kind)) for kind in metadata]
-
-# %% ../../nbs/results/plots.ipynb #b0f9a0b3
-_OLD = {"SOURCES": "results.overview.CONDITIONALS",
-        "draw_sources": "results.overview.draw_sources",
-        "overview_figure": "results.overview.overview_figure",
-        "ranged": "results.plots.format_range",
-        "tradeoff_points": "results.tradeoff.tradeoff_points",
-        "tradeoff_figure": "results.tradeoff.tradeoff_figure",
-        "frontier_figure": "results.tradeoff.frontier_figure",
-        "frontier_table": "results.tradeoff.frontier_table",
-        "kept_part": "results.tradeoff.select_benchmarks",
-        "chosen_figure": "results.comparison.selection_figure",
-        "displacement_figure": "results.comparison.displacement_figure",
-        "high_nll_figure": "results.comparison.high_nll_figure",
-        "displacement_correlations": "results.comparison.displacement_correlations",
-        "method_legend": "results.plots.draw_method_legend",
-        "present": "results.plots.list_methods"}
-
-
-def __getattr__(name):
-    "The new home of an old name."
-    from importlib import import_module
-    if name not in _OLD: raise AttributeError(f"module {__name__} has no attribute {name}")
-    module, _, new = _OLD[name].rpartition(".")
-    return getattr(import_module(f"mixsd_nb.{module}"), new)

@@ -277,18 +277,3 @@ def table_sheet(
     labels = ordered_labels({m for cube, _ in cubes.values() for m in cube["method"].values.tolist()})
     sheets = {source: make(cube if whole else table) for source, (cube, table) in cubes.items()}
     return stack_sheets(sheets, [label_title(m) for m in labels])
-
-# %% ../../nbs/results/tables.ipynb #34942a87
-_OLD = {"styled": "results.sheets.style_sheet",
-        "save_table": "results.sheets.save_table",
-        "to_latex": "results.sheets.to_latex",
-        "draw_sheet": "results.sheets.draw_sheet",
-        "Sheet": "results.sheets.Sheet"}
-
-
-def __getattr__(name):
-    "The new home of an old name."
-    from importlib import import_module
-    if name not in _OLD: raise AttributeError(f"module {__name__} has no attribute {name}")
-    module, _, new = _OLD[name].rpartition(".")
-    return getattr(import_module(f"mixsd_nb.{module}"), new)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ..corpora import CORPORA, load_corpus
-from ..corpora.prompts import BOXED, canonical_pair, target
+from ..corpora.prompts import BOX_REQUEST, encode_canonical, target
 from ..methods.mixing import mix_items, mix_stream
 from ..models import load_engine
 from ..models.engine import Completion
@@ -147,7 +147,7 @@ def get_question(
     row: dict,  # of a corpus
 ) -> str:
     "The prompt of a row without the request for a box."
-    return row["prompt"].removesuffix(f"\n\n{BOXED}")
+    return row["prompt"].removesuffix(f"\n\n{BOX_REQUEST}")
 
 # %% ../../nbs/views/mixing.ipynb #566a17a8
 def edit_fact(
@@ -196,7 +196,7 @@ def render_mixing(
     accepted: bool | None,  # as in `render_attempts`
 ) -> str:
     "The last attempt beside the canonical target, with earlier attempts and both prompts folded below."
-    tokenizer, mixed, canonical = engine.tokenizer, attempts[-1], canonical_pair(engine.tokenizer, row)[1]
+    tokenizer, mixed, canonical = engine.tokenizer, attempts[-1], encode_canonical(engine.tokenizer, row)[1]
     pairs = [(item[side], ids) for ids in (mixed.ids, canonical) for side in ("naive_ids", "expert_ids")]
     found = predict_tokens(engine.model, pairs)
 
