@@ -387,12 +387,3 @@ def named_entities(
 ) -> set[str]:
     "The entities that the rows name, as subject or as answer."
     return {row[k] for row in rows for k in ("subject", "answer")}
-
-# %% ../../nbs/corpora/kgfact.ipynb #d4be96ac
-# Former names, kept until callers follow.
-SECOND = SECOND_WORDS
-entity = name_entity
-touching = find_facts_about
-world_graph = to_networkx
-chains = find_chains
-graphs = sample_graphs
