@@ -72,7 +72,7 @@ def check_devices(
     if sharded and processes == 1:
         raise ValueError("sharded must be False with processes=1: sharding needs at least two processes")
 
-# %% ../../nbs/methods/trainer.ipynb #a4d7660c
+# %% ../../nbs/methods/trainer.ipynb #7815ab66
 def check_spec(
     spec: TrainingSpec,
 ) -> TrainingSpec:
@@ -90,7 +90,7 @@ def update_count(
     "The number of optimiser steps; the last partial batch of an epoch is dropped."
     return epochs * (corpus_size // batch)
 
-# %% ../../nbs/methods/trainer.ipynb #66d70dce
+# %% ../../nbs/methods/trainer.ipynb #743d0c2a
 def training_order(
     kept: int,  # examples there are
     needed: int,  # examples that all updates take
@@ -154,7 +154,7 @@ def _add_adapters(
     from peft import LoraConfig
     model.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
 
-# %% ../../nbs/methods/trainer.ipynb #5f05d659
+# %% ../../nbs/methods/trainer.ipynb #047bdea5
 def _merge_adapters(
     model,  # with adapters
 ) -> dict[str, torch.Tensor]:
@@ -175,7 +175,7 @@ def microbatches(
     by_length = sorted(examples, key=lambda e: len(e.prompt) + len(e.completion))
     return [[by_length[i] for i in part] for part in np.array_split(np.arange(len(by_length)), parts) if len(part)]
 
-# %% ../../nbs/methods/trainer.ipynb #0c7e2a5b
+# %% ../../nbs/methods/trainer.ipynb #b030d2db
 @contextlib.contextmanager
 def explain_out_of_memory(spec: TrainingSpec):
     "Turn an out-of-memory error into a MemoryError of one sentence that names the settings which need less."
@@ -237,7 +237,9 @@ class FineTuner(Trainer):
         return self.copy.to(training_device())
 
     def training_step(self, model, chosen, num_items_in_batch=None):
-        "The gradient of an update, for the facts of these numbers; the mean of the returned losses over processes is its loss."
+        """Compute the gradient of an update, for the facts of these numbers.
+
+        Returns this process's share of the loss, times the number of processes: the mean over processes is the loss."""
         with explain_out_of_memory(self.spec):
             examples = self.objective.examples(chosen, self.student(), self.state.global_step)
             model.train()
@@ -298,7 +300,7 @@ def _training_arguments(
     args._n_gpu = min(args.n_gpu, 1)  # otherwise one process would use all GPUs by threads (DataParallel)
     return args
 
-# %% ../../nbs/methods/trainer.ipynb #17a13116
+# %% ../../nbs/methods/trainer.ipynb #24e34b97
 def train_process(
     spec: TrainingSpec,
     folder: Path,  # checkpoints go here
@@ -316,11 +318,12 @@ def train_process(
     if spec.lora:
         torch.manual_seed(spec.seed)
         _add_adapters(model, spec.lora)
-    objective, saving = load_object(spec.objective)(spec, tokenizer), _SaveAt([*spec.checkpoints, spec.steps], tokenizer)
+    objective = load_object(spec.objective)(spec, tokenizer)
+    saving = _SaveAt([*spec.checkpoints, spec.steps], tokenizer)
     trainer = FineTuner(spec, model, objective, _training_arguments(spec, folder), [saving], report)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 
-# %% ../../nbs/methods/trainer.ipynb #7cbeb895
+# %% ../../nbs/methods/trainer.ipynb #820d49a8
 def read_curves(
     folder: Path,  # of the run
 ) -> dict[str, np.ndarray]:
