@@ -78,7 +78,7 @@ def test_scores_are_those_of_transformers(lab, items, expected):
 
 
 def test_paired_rows_refuse_what_would_make_them_wrong():
-    with pytest.raises(ValueError, match="enable_chunked_prefill is True; mode='paired' allows only False"):
+    with pytest.raises(ValueError, match="enable_chunked_prefill must be False with mode='paired'"):
         engine_of(mode="paired", enable_chunked_prefill=True)
 
 
