@@ -64,7 +64,7 @@ class EngineSpec:
     title: str
     cls: str  # `module:class`
     modes: tuple[str, ...] = ("",)  # names of its ways of mixing, the default first
-    options: tuple[str, ...] = ()  # arguments of the class that concern devices, memory and batching, and change no result
+    options: tuple[str, ...] = ()  # arguments about devices, memory and batching, which change no result
     own_process: bool = False  # whether it needs a separate process, because it frees device memory only at its end
 
 # %% ../../nbs/models/index.ipynb #f897c71b

@@ -84,7 +84,7 @@ class Request:
 
 # %% ../../nbs/models/engine.ipynb #bcdcf24c
 class Completion(NamedTuple):
-    "Sampled token ids including the stop token; finish_reason is stop, max_new_tokens, max_model_len or prompt_too_long."
+    "Sampled token ids with the stop token; finish_reason: stop, max_new_tokens, max_model_len or prompt_too_long."
     ids: list[int]
     finish_reason: str
 

@@ -232,7 +232,7 @@ class Stage(Config):
         "Raise ValueError of one sentence if this machine cannot compute the run; called before models are loaded."
 
     def prepare(self, processes: int) -> Path | None:
-        "Write a job for processes on several nodes; its folder, or None if no job is needed. ParameterError by default."
+        "Write a job for several nodes; its folder, or None if no job is needed. ParameterError by default."
         raise ParameterError(f"nodes must be 1: {self.name} runs on one node")
 
     def modules(self) -> list[str]:
