@@ -122,7 +122,7 @@ def test_limit_and_environment(folder, monkeypatch):
     ("", "gsm8k .test. has no rows"),
     ('{"question": "?"}\n', "gsm8k .test. lacks answer; its columns are question"),
     ('{"question": "?", "answer": null}\n', "gsm8k .test. lacks answer"),
-    ('{"question": "?", "answer": 7}\n', "gsm8k has a row that is no item of it .AttributeError"),
+    ('{"question": "?", "answer": 7}\n', "gsm8k has a row that cannot become an item .AttributeError"),
     ('{"question": "?"\n', "gsm8k.jsonl cannot be read"),
 ])
 def test_a_missing_or_broken_file_is_one_sentence(content, sentence, tmp_path):

@@ -35,9 +35,9 @@ def _package() -> Path: return Path(importlib.util.find_spec("mixsd_nb").submodu
 
 
 def module_file(
-    name: str,  # of a module of this package, or of one that a plugin brings
+    name: str,  # of a module of this package or of a plugin
 ) -> Path | None:
-    "The file of a module, found without importing it if it is one of this package; None for a module without a file."
+    "The file of a module, or None if it has none; modules of this package are not imported to find it."
     top, *rest = name.split(".")
     if top != "mixsd_nb":
         file = getattr(import_module(name), "__file__", None)
@@ -45,11 +45,11 @@ def module_file(
     path = _package().joinpath(*rest)
     return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()), None)
 
-
+# %% ../../nbs/runs/run.ipynb #e9d58372
 def imported_modules(
     name: str,
 ) -> set[str]:
-    "Modules of this package that a module imports anywhere, inside functions too, with the packages above them."
+    "Modules of this package that a module imports, also inside functions, and their parent packages."
     path = module_file(name)
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     found = set()
@@ -66,28 +66,28 @@ def imported_modules(
 def import_closure(
     modules: tuple[str, ...],
 ) -> list[str]:
-    "The modules and all modules of this package that they import, directly or through others."
-    found, todo = set(), list(modules)
-    while todo:
-        if (name := todo.pop()) not in found:
+    "The modules and all modules of this package that they import, directly or indirectly."
+    found, queue = set(), list(modules)
+    while queue:
+        if (name := queue.pop()) not in found:
             found.add(name)
-            todo += imported_modules(name)
+            queue += imported_modules(name)
     return sorted(found)
 
-
-_LOOKS = ("title", "colour", "colours", "ramp", "marker", "description", "docs")
+# %% ../../nbs/runs/run.ipynb #640a9260
+_DISPLAY_ARGUMENTS = ("title", "colour", "colours", "ramp", "marker", "description", "docs")
 
 
 def code_text(
     source: str,
 ) -> str:
-    "The syntax tree of a module as text, without comments, docstrings and arguments that only say how a thing looks."
+    "The syntax tree of a module as text, without comments, docstrings and arguments that only affect display."
     tree = ast.parse(source)
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
             node.body = [s for s in body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]
-        if isinstance(node, ast.Call): node.keywords = [k for k in node.keywords if k.arg not in _LOOKS]
+        if isinstance(node, ast.Call): node.keywords = [k for k in node.keywords if k.arg not in _DISPLAY_ARGUMENTS]
     return ast.dump(tree)
 
 # %% ../../nbs/runs/run.ipynb #5232ca82
@@ -95,7 +95,7 @@ def code_text(
 def code_version(
     modules: tuple[str, ...],
 ) -> str:
-    "A hash of the code of modules and of everything of this package that they import."
+    "A hash of the code of the modules and of all modules of this package that they import."
     digest = hashlib.blake2b(digest_size=8)
     for name in import_closure(modules): digest.update(f"{name}\0{code_text(module_file(name).read_text())}\0".encode())
     return digest.hexdigest()
@@ -106,11 +106,11 @@ def package_version(package: str) -> str:
     try: return metadata.version(package)
     except metadata.PackageNotFoundError: return "not installed"
 
-
+# %% ../../nbs/runs/run.ipynb #89629ec6
 def weights_version(
     names: tuple[str, ...],  # values of a configuration
 ) -> str:
-    "A hash of the weights of those lab models among the names; empty if there are none."
+    "A hash of the weights of the lab models among the names; empty if none of them is a lab model."
     folders = [_package() / "data" / name for name in names if re.fullmatch(r"[\w-]+", name)]
     files = [path for folder in folders for path in folder.glob("*.safetensors")]
     return hashlib.blake2b(b"".join(map(Path.read_bytes, files)), digest_size=8).hexdigest() if files else ""
@@ -119,12 +119,12 @@ def weights_version(
 def read_config(
     folder: Path,  # of a run
 ) -> dict[str, Any]:
-    "The configuration of a run, as its `run.json` holds it; empty if there is none."
+    "The configuration in a run's `run.json`; empty if the file does not exist."
     return read_json(Path(folder) / "run.json").get("config", {})
 
-
+# %% ../../nbs/runs/run.ipynb #85464264
 class Run:
-    "A run's folder, whether it is finished or not."
+    "The folder of a run, finished or unfinished."
 
     def __init__(self, folder: Path | str): self.folder = Path(folder)
 
@@ -142,17 +142,17 @@ class Run:
 
     @property
     def stage(self) -> str:
-        "The name of the stage that made it."
+        "The name of the stage that computes this run."
         return read_json(self.folder / "run.json").get("stage") or self.name.partition("-")[0]
 
     @property
     def finished(self) -> bool:
-        "Whether its result exists."
+        "Whether the result exists."
         return is_finished(self.folder)
 
     @functools.cached_property
     def result(self) -> "xr.DataTree":
-        "The result, in memory."
+        "The result, loaded into memory."
         return open_result(self.folder)
 
     @property
@@ -167,12 +167,12 @@ class Run:
 
     @property
     def targets(self) -> "pd.DataFrame":
-        "The targets that a generate run left; FileNotFoundError for a run that leaves none."
+        "The targets of a generate run; FileNotFoundError for a run without targets."
         return self._table("targets.parquet")
 
     @property
     def measured_steps(self) -> list[int]:
-        "The steps whose responses a training run keeps."
+        "The steps for which a training run has stored responses."
         names = (re.fullmatch(r"responses-(\d+)\.parquet", path.name) for path in self.folder.iterdir())
         return sorted(int(found[1]) for found in names if found)
 
@@ -180,11 +180,11 @@ class Run:
         self,
         step: int | None = None,  # of a training run; None for an evaluation
     ) -> Path:
-        "Where the responses of a checkpoint, or of an evaluation, lie."
+        "The file of the responses of a checkpoint, or of an evaluation."
         return self.folder / ("responses.parquet" if step is None else f"responses-{step}.parquet")
 
     def responses(self, step: int | None = None) -> "pd.DataFrame":
-        "The responses of a checkpoint of a training run, or of an evaluation; FileNotFoundError if there are none."
+        "The responses of a checkpoint, or of an evaluation; FileNotFoundError if there are none."
         return self._table(self.responses_file(step).name)
 
     def _table(self, name: str) -> "pd.DataFrame":
@@ -194,11 +194,11 @@ class Run:
 
 # %% ../../nbs/runs/run.ipynb #64538de5
 def find_runs(
-    root: Path | str | None = None,  # holds run folders; default: runs_root()
+    root: Path | str | None = None,  # folder with run folders; None for runs_root()
     stage: str | None = None,  # only runs of this stage
     **where,  # only runs whose configuration has these values
 ) -> list[Run]:
-    "The finished runs below a folder, by name."
+    "The finished runs in a folder, sorted by name."
     runs = [Run(path.parent) for path in sorted(Path(root or runs_root()).glob("[!.]*/result.nc"))]
     fits = lambda run: all(run.config.get(name) == value for name, value in where.items())
     return [run for run in runs if (stage is None or run.stage == stage) and (not where or fits(run))]
@@ -208,7 +208,7 @@ _STAGES = {}  # name -> class
 
 
 class Stage(Config):
-    "Base of every stage. A subclass sets `name` and implements `slug` and `compute`."
+    "Base class of every stage. A subclass sets `name` and implements `slug` and `compute`."
     name: ClassVar[str] = ""
 
     @classmethod
@@ -217,32 +217,32 @@ class Stage(Config):
         if "name" in vars(cls): _STAGES[cls.name] = cls
 
     def slug(self) -> str:
-        "Words for a reader, between the stage's name and the hash in the folder's name."
+        "The readable part of the folder's name, between the name of the stage and the hash."
         raise NotImplementedError
 
     def compute(self, run: Run) -> "xr.DataTree":
-        "The result; files go into `run.folder`, and work that an earlier process left there is taken up."
+        "Compute the result; files are written into `run.folder`, and those of a killed process are reused."
         raise NotImplementedError
 
     def without_idle(self) -> "Stage":
-        "The same run with the parameters that have no influence on it at their defaults."
+        "The same configuration, with all parameters that do not affect its run reset to their defaults."
         return self
 
     def check(self) -> None:
-        "ValueError of one sentence if this machine cannot compute the run; called before any model is loaded."
+        "Raise ValueError of one sentence if this machine cannot compute the run; called before models are loaded."
 
     def prepare(self, processes: int) -> Path | None:
-        "The folder with a job for processes on several nodes, or None if none is needed; ParameterError by default."
+        "Write a job for several nodes; its folder, or None if no job is needed. ParameterError by default."
         raise ParameterError(f"nodes must be 1: {self.name} runs on one node")
 
     def modules(self) -> list[str]:
-        "Modules whose code, with all that they import, is the code of this run."
+        "Modules whose code, together with everything that they import, determines the code version of this run."
         own = f"mixsd_nb.{self.name}", type(self).__module__
         return [name for name in own if module_file(name)][:1]
 
     @property
     def folder(self) -> Path:
-        "Where the run of this configuration lies: name, slug and hash."
+        "The folder of this run, named by stage, slug and hash."
         words = re.sub("-*/+-*", "-", f"{self.name}-{self.slug()}").strip("-")
         return runs_root() / f"{words}-{self.hash()}"
 
@@ -284,9 +284,9 @@ class Stage(Config):
 
 # %% ../../nbs/runs/run.ipynb #b8ec12ca
 def find_stage(
-    name: str,  # of a stage, or the file of its notebook
+    name: str,  # name of a stage, or path of its notebook
 ) -> type[Stage]:
-    "The class of a stage, imported if it is one of this package; ParameterError for a name that is none."
+    "The class of a stage, imported if this package has it; ParameterError for an unknown name."
     name = Path(name).stem
     if name not in _STAGES:
         try: import_module(f"mixsd_nb.{name}")
@@ -299,7 +299,7 @@ def find_stage(
 def run_function(
     cls: type[Stage],
 ) -> Callable[..., Run]:
-    "The function `run` of a stage's module, whose signature and help are the stage's fields."
+    "The function `run` of a stage's module; its signature and help list the fields of the stage."
     def run(*, force=False, **parameters): return make_config(cls, **parameters).run(force)
     keyword = inspect.Parameter.KEYWORD_ONLY
     default = lambda field: field.get_default(call_default_factory=True)
