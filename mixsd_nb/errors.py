@@ -35,10 +35,10 @@ class ErrorsConfig(Stage):
     dataset: str = Field("kgfact-small", description="injected corpus")
     model: str = Field("lab-m", description="base model")
     characters: int = Field(PUBLISHED.characters, ge=0,
-                            description="most characters of a collapsed response besides box and answer sentence")
-    newlines: int = Field(PUBLISHED.newlines, ge=0, description="most line breaks among these characters")
+                            description="maximum characters of a collapsed response, without box and answer sentence")
+    newlines: int = Field(PUBLISHED.newlines, ge=0, description="maximum line breaks among these characters")
     sentence: str = Field(PUBLISHED.sentence, min_length=1, description="beginning of an answer sentence")
-    entity: int = Field(PUBLISHED.entity, ge=1, description="fewest characters of an entity of the corpus")
+    entity: int = Field(PUBLISHED.entity, ge=1, description="minimum characters of an entity of the corpus")
 
     _runs = field_validator("runs")(check_runs_folder)
     _dataset = field_validator("dataset")(check_corpus)
@@ -47,7 +47,7 @@ class ErrorsConfig(Stage):
     @computed_field
     @cached_property
     def content(self) -> str:
-        "What identifies the responses: their content and the cells that they belong to."
+        "A digest of the content of the responses and of the cells that they belong to."
         return digest_responses(self.files)
 
     @cached_property
@@ -78,7 +78,7 @@ class ErrorsConfig(Stage):
             raise ValueError(f"{self.root} has no responses of {cell}; train.ipynb makes some")
 
     def compute(self, run):
-        "Classify all responses, which are written as Parquet, and count them."
+        "Classify all responses, write them as Parquet, and count the errors."
         table = classify_responses(read_responses(self.files), self.dataset, self.limits)
         write_atomically(run.folder / "errors.parquet", table.to_parquet)
         return xr.DataTree(count_errors(table, self.files).assign_attrs(config=self.canonical()))
@@ -87,7 +87,7 @@ class ErrorsConfig(Stage):
 run = run_function(ErrorsConfig)
 
 # %% ../nbs/errors.ipynb #cb33d552
-OPEN_ROLES = ("held-out", "world")  # roles of benchmarks that ask for nothing injected
+OPEN_ROLES = ("held-out", "world")  # roles of benchmarks whose questions are not about injected facts
 COLOURS = {"format": "#999999", "leakage": "#d55e00", "cross-entity": "#cc79a7", "collapse": "#e69f00",
            "genuine": "#56b4e9"}
 
@@ -98,21 +98,21 @@ def breakdown(
 ) -> pd.DataFrame:
     """Errors of each category, `n` and `wrong` by benchmark and method, summed over seeds.
 
-    Of the base model, and of all methods of a learning rate at their last step."""
+    The methods are the base model, and all methods of the learning rate at their last step."""
     counts = result[["count", "n", "wrong"]].isel(dataset=0, model=0, drop=True)
     table = counts.to_dataframe().reset_index().dropna(subset=["n"])
     table = table[table.lr.isin([0, lr])]
     table = table[table.step == table.groupby("method").step.transform("max")]
     errors = table.groupby(["benchmark", "method", "category"])["count"].sum(min_count=1)
-    asked = table.drop_duplicates(["benchmark", "method", "seed"]).groupby(["benchmark", "method"])[["n", "wrong"]]
-    errors = errors.unstack()[list(ALL_CATEGORIES)].join(asked.sum())
+    totals = table.drop_duplicates(["benchmark", "method", "seed"]).groupby(["benchmark", "method"])[["n", "wrong"]]
+    errors = errors.unstack()[list(ALL_CATEGORIES)].join(totals.sum())
     return errors.reindex(ordered_labels(table.method.unique()), level="method")
 
-
+# %% ../nbs/errors.ipynb #67a3d388
 def learning_rates(
     result: xr.Dataset,  # root of a result
 ) -> list[float]:
-    "The learning rates of the trained methods; 0, that of the base model, where nothing was trained."
+    "The learning rates of the trained methods; if nothing was trained, 0, the rate of the base model."
     return [lr for lr in result.lr.values if lr] or [0.0]
 
 # %% ../nbs/errors.ipynb #901952a1
@@ -121,7 +121,7 @@ def draw_breakdown(
     errors: pd.DataFrame,  # of one benchmark: categories, `n` and `wrong` by method
     of: str = "n",  # denominator: n for all responses, wrong for errors alone
 ) -> None:
-    "A stacked bar for each method."
+    "Draw a stacked bar for each method."
     shares, bottom = 100 * errors[list(ALL_CATEGORIES)].div(errors[of].where(errors[of] > 0), axis=0).fillna(0), 0
     for category, colour in COLOURS.items():
         bars = ax.bar(shares.index, shares[category], bottom=bottom, color=colour, width=0.75, label=category)
@@ -130,7 +130,7 @@ def draw_breakdown(
     ax.set(ylim=(0, 100 if of == "n" else 110))
     ax.tick_params("x", rotation=90)
 
-
+# %% ../nbs/errors.ipynb #6fca26a0
 def breakdown_figure(
     result: xr.Dataset,  # root of a result
     *,
@@ -139,7 +139,7 @@ def breakdown_figure(
 ):
     """A row for each learning rate, a panel for each benchmark, a stacked bar for each method.
 
-    White above a bar of all responses is what was right."""
+    With `of="n"` the white part above a bar is the share of correct responses."""
     import matplotlib.pyplot as plt
     rates, names = learning_rates(result), benchmarks or [b for b in SUITES if b in result.benchmark]
     size = 1.2 + 1.35 * len(names), 1.4 + 1.5 * len(rates)
@@ -150,11 +150,11 @@ def breakdown_figure(
         for ax, name in zip(row, names):
             if name in errors.index.levels[0]: draw_breakdown(ax, errors.loc[name], of)
         row[0].set_ylabel(f"{'responses' if of == 'n' else 'errors'} (%)\nlearning rate {lr:g}" if lr else "%")
-    asked = breakdown(result, rates[-1])[of].groupby("benchmark").max()
+    totals = breakdown(result, rates[-1])[of].groupby("benchmark").max()
     for ax, name in zip(axes[0], names):
         suite = SUITES[name]
         column = f"\n{suite.column}" if suite.role in OPEN_ROLES and suite.column.lower() != name else ""
-        ax.set_title(f"{name}{column}" + (f"\nN={asked[name]:,.0f}" if of == "n" else ""), fontsize=9)
+        ax.set_title(f"{name}{column}" + (f"\nN={totals[name]:,.0f}" if of == "n" else ""), fontsize=9)
     fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(COLOURS), frameon=False)
     return fig
 
@@ -173,8 +173,8 @@ def shares_table(
     for lr in learning_rates(result):
         errors = breakdown(result, lr)
         over = lambda n: 100 * errors[list(ALL_CATEGORIES)].div(n.where(n > 0), axis=0)
-        asked = errors[["n", "wrong"]].rename(columns=dict(n="responses", wrong="errors"))
-        columns = {"of all responses (%)": over(errors.n), "of errors (%)": over(errors.wrong), "N": asked}
+        totals = errors[["n", "wrong"]].rename(columns=dict(n="responses", wrong="errors"))
+        columns = {"of all responses (%)": over(errors.n), "of errors (%)": over(errors.wrong), "N": totals}
         parts[f"{lr:g}"] = pd.concat(columns, axis=1)
     table = pd.concat(parts, names=["lr"])
     return table[table.index.isin(benchmarks or table.index.levels[1], level="benchmark")]
@@ -183,9 +183,9 @@ def shares_table(
 def summarise_held_out(
     result: xr.Dataset,  # root of a result
 ) -> pd.DataFrame:
-    """By learning rate and method, over all held-out suites together: the share of each category among errors.
+    """By learning rate and method, over all held-out suites together: the share of each category among errors (%).
 
-    And leakage and collapse as a share of all responses."""
+    One further column has leakage and collapse as a share of all responses (%)."""
     table = shares_table(result, held_out_suites())
     counts = table["of all responses (%)"].mul(table["N", "responses"], axis=0).div(100).join(table["N"])
     counts = counts.groupby(["lr", "method"], sort=False).sum()
@@ -205,11 +205,11 @@ def false_alarms(
     table: pd.DataFrame,  # as returned by `read_classified`
     limits: tuple[int, ...] = (120, 100, 80, 60, 40),  # characters
 ) -> pd.DataFrame:
-    """Share (%) of right responses of the base model with no more reasoning than a limit, by benchmark.
+    """Share (%) of correct responses of the base model with no more reasoning than a limit, by benchmark.
 
-    Benchmarks that ask for a program are left out: the limit does not apply to them."""
-    judged = [b for b in SUITES if SUITES[b].role in OPEN_ROLES and not asks_for_program(b)]
-    right = table[table.correct & (table.method == BASE) & table.benchmark.isin(judged)]
+    Benchmarks that ask for a program are left out, because the limit does not apply to them."""
+    names = [b for b in SUITES if SUITES[b].role in OPEN_ROLES and not asks_for_program(b)]
+    right = table[table.correct & (table.method == BASE) & table.benchmark.isin(names)]
     shares = {f"at most {limit} characters": right.left.le(limit).groupby(right.benchmark).mean() for limit in limits}
     return (100 * pd.DataFrame(shares)).assign(N=right.groupby("benchmark").size())
 
@@ -217,10 +217,10 @@ def false_alarms(
 def pick_examples(
     table: pd.DataFrame,  # as returned by `read_classified`
     lr: float,
-    per: int = 1,  # of each method and category
-    width: int = 220,  # characters of prompt and response
+    per: int = 1,  # examples of each method and category
+    width: int = 220,  # maximum characters of a prompt and of a response
 ) -> pd.DataFrame:
-    "Wrong responses of the base model, and of a learning rate at the last step, from as many benchmarks as there are."
+    "Wrong responses of the base model and of all methods at a rate at the last step, each of another benchmark."
     wrong = table[(table.category != "correct") & table.lr.isin([0, lr])]
     wrong = wrong[wrong.step == wrong.groupby("method").step.transform("max")].sort_values(["seed", "item", "sample"])
     wrong = wrong.drop_duplicates(["method", "category", "benchmark"]).groupby(["method", "category"]).head(per)

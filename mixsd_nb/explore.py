@@ -29,15 +29,15 @@ class ExploreConfig(Config):
     _dataset = field_validator("dataset")(check_corpus)
     _model = field_validator("model")(check_model)
 
-
+# %% ../nbs/explore.ipynb #94b45afc
 def read_parameters(
     notebook: dict[str, Any],  # its globals()
 ) -> ExploreConfig:
-    "The parameters of this page. ParameterError for a name that it does not know, or a value that it does not allow."
+    "The parameters of this page. ParameterError for an unknown name or an invalid value."
     values = {k: v for k, v in notebook.items() if not (callable(v) or isinstance(v, types.ModuleType))}
     return notebook_config(ExploreConfig, set(), values)
 
-
+# %% ../nbs/explore.ipynb #54267979
 def explore(
     **parameters,  # of ExploreConfig
 ) -> widgets.VBox:

@@ -37,13 +37,13 @@ class FisherConfig(Stage):
     "The Fisher of a base model, or the displacement of every checkpoint of a training run."
     name = "fisher"
     model: str = Field("lab-m", description="base model: a lab model, a folder or a hub id")
-    trained: str = runtime_field("", "folder of a training run; empty for the base model, and at the end all its runs")
+    trained: str = runtime_field("", "folder of a training run; empty: the base model, then all its finished runs")
     reference: Literal["lab", "paper"] = Field("lab", description="examples from the lab's suites or the paper's tasks")
-    limit: int = Field(0, ge=0, description="examples of each benchmark; 0 for all, which are 979 together")
+    limit: int = Field(0, ge=0, description="examples of each benchmark; 0 for all, 979 in total")
     data: str = Field("", description="folder of files for the paper's tasks; empty: MIXSD_BENCHMARKS, else the hub")
     seed: int = Field(0, description="seed of the choice of examples")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the base model: float32 or bfloat16")
-    processes: int = runtime_field(1, "processes that share the examples, each with a GPU or a core of its own", ge=1)
+    processes: int = runtime_field(1, "processes that share the examples, each with its own GPU or core", ge=1)
     recompute: bool = runtime_field(False, "recompute activations in the backward pass, which saves memory")
 
     _model = field_validator("model")(check_model)
@@ -60,7 +60,7 @@ class FisherConfig(Stage):
     @computed_field
     @property
     def content(self) -> str:
-        "What identifies a training run: its result, not its place."
+        "A digest of the training run's result, which does not depend on its path; empty without a training run."
         return digest_files(Path(self.trained) / "result.nc") if self.trained else ""
 
     def slug(self):
@@ -72,7 +72,7 @@ class FisherConfig(Stage):
         return [*super().modules(), *sorted(map(module_of, items))]
 
     def check(self):
-        "ValueError for too many processes, another base model than the run's, or a checkpoint that is missing."
+        "ValueError for too many processes, a base model other than that of the run, or a missing checkpoint."
         if self.processes > 1:
             from mixsd_nb.methods.trainer import check_devices
             check_devices(self.processes, self.processes, sharded=False)
@@ -97,7 +97,7 @@ def tabulate_base(
     sums: pd.DataFrame,  # as returned by `tensor_sums`
     part: str = "",  # a key of PARTS; empty for all tensors together
 ) -> xr.Dataset:
-    "`fisher_trace` and `parameters` over `model` and the part."
+    "`fisher_trace` and `parameters` over `model` and, if a part is given, over the part."
     table = (sums.groupby(PARTS[part], sort=False).sum() if part else sums.sum().to_frame().T)
     table = table.astype(dict(parameters=int))
     axis = {part: variable(part, [part], list(table.index))} if part else {}
@@ -105,12 +105,12 @@ def tabulate_base(
     build = lambda name: variable(name, ["model", *axis], table[name].values.reshape(shape))
     return xr.Dataset({name: build(name) for name in ("fisher_trace", "parameters")}, axis)
 
-
+# %% ../nbs/fisher.ipynb #fad181e2
 def tabulate_checkpoints(
     sums: dict[int, pd.DataFrame],  # step -> as returned by `tensor_sums`
     part: str = "",  # a key of PARTS; empty for all tensors together
 ) -> xr.Dataset:
-    "MEASURES over CELL_DIMS and the part, with `fisher_trace` and `parameters` of the base."
+    "MEASURES over CELL_DIMS and, if given, the part, with `fisher_trace` and `parameters` of the base model."
     total = lambda s: add_alignment_ratio(s.groupby(PARTS[part], sort=False).sum()) if part else total_sums(s)
     tables = list(map(total, sums.values()))
     dims = (*CELL_DIMS, part) if part else CELL_DIMS
@@ -123,7 +123,7 @@ def base_fisher(
     config: FisherConfig,
     folder: Path,  # of the run
 ) -> xr.DataTree:
-    "Estimate the Fisher of the base model; the root, the examples in `reference`, and `per_layer` and `per_kind`."
+    "Estimate the Fisher of the base model. Groups: the root, `reference` for the examples, `per_layer` and `per_kind`."
     pairs = reference_pairs(config.model, config.reference, config.seed, limit=config.limit, data=config.data)
     settings = config.model_dump(include={"model", "dtype", "recompute", "processes"})
     estimate_fisher([pair for group in pairs.values() for pair in group], folder, **settings)
@@ -138,11 +138,11 @@ def base_fisher(
     parts = {f"/per_{part}": tabulate_base(sums, part) for part in PARTS}
     return xr.DataTree.from_dict({"/": root.assign_attrs(config=config.canonical()), "/reference": reference} | parts)
 
-
+# %% ../nbs/fisher.ipynb #526f9ddc
 def fisher_file(
     config: FisherConfig,
 ) -> Path:
-    "The file with the Fisher of the base model, estimated first if it does not exist."
+    "The file with the Fisher of the base model, which is estimated first if the file does not exist."
     return config.model_copy(update=dict(trained="")).run().folder / FISHER
 
 # %% ../nbs/fisher.ipynb #f1535a63
@@ -150,7 +150,7 @@ def run_displacement(
     config: FisherConfig,
     folder: Path,  # of the run
 ) -> xr.DataTree:
-    "Measure every checkpoint of a training run against the base model; a journal keeps those that are done."
+    "Measure every checkpoint of a training run against the base model; a journal lets an interrupted run resume."
     trained, fisher = open_training_run(config.trained), fisher_file(config)
     checkpoints = find_checkpoints(trained)
     with Journal(folder / "checkpoints.jsonl") as journal:
@@ -166,9 +166,9 @@ def run_displacement(
 # %% ../nbs/fisher.ipynb #7c27b39d
 def measure_all_runs(
     config: FisherConfig,
-    force: bool = False,  # compute again what is finished
+    force: bool = False,  # compute finished runs again
 ) -> tuple[dict[str, xr.DataTree], list[str]]:
-    "By folder name the results of all training runs of the model, and the names of those that lack checkpoints."
+    "The results of all training runs of the model by folder name, and the names of the runs without checkpoints."
     results, skipped = {}, []
     for trained in tqdm(find_runs(stage="train", model=config.model), desc="training runs", unit="run", leave=False):
         if not (trained.root.step > 0).any(): continue
@@ -180,7 +180,7 @@ def measure_all_runs(
 def layer_ratio(
     tree: xr.DataTree,  # result of a training run
 ) -> xr.DataArray:
-    "R of the layers together, without embeddings, last norm and head."
+    "R of all layers together, without the embeddings, the last norm and the head."
     parts = tree["per_layer"].to_dataset()
     layers = parts.sel(layer=[layer for layer in parts.layer.values if layer.isdigit()])
     return add_alignment_ratio(layers[list(SUMS)].sum("layer")).alignment_ratio
@@ -207,14 +207,14 @@ def correlations(
 ) -> pd.DataFrame:
     """Pearson's r of Drop with each of AXES, with intervals by bootstrap over runs (appendix E.1).
 
-    Over all checkpoints of the model as in the paper, then within each dataset, method and learning rate.
-    `between methods` is over deviations from the mean of all checkpoints of the same dataset, rate and step."""
+    The rows are all checkpoints of the model, as in the paper, then each dataset, method and learning rate.
+    `between methods` uses deviations from the mean over all checkpoints of the same dataset, rate and step."""
     groups = {"all": table}
     for by in ("dataset", "method", "lr"):
         if table[by].nunique() > 1: groups |= {f"{by} {value}": group for value, group in table.groupby(by)}
     if table.method.nunique() > 1:
-        columns, alike = [*AXES, "drop"], table.groupby(["dataset", "lr", "step"])
-        groups["between methods"] = table.assign(**{c: table[c] - alike[c].transform("mean") for c in columns})
+        columns, peers = [*AXES, "drop"], table.groupby(["dataset", "lr", "step"])
+        groups["between methods"] = table.assign(**{c: table[c] - peers[c].transform("mean") for c in columns})
     rows = {}
     for name, group in groups.items():
         measure = lambda axis: _format_r(*pearson(group[axis], group["drop"], group.run))
@@ -231,7 +231,7 @@ def _format_r(r: float, low: float, high: float) -> str:
 def forgetting_figure(
     table: pd.DataFrame,  # as returned by `checkpoint_points`
 ):
-    "Drop against each of AXES: a dot for each checkpoint, which grows with its step; by method and dataset."
+    "Drop against each of AXES, with a dot for each checkpoint; colours are methods, markers datasets, sizes steps."
     import matplotlib.pyplot as plt
     fig, axes = plt.subplots(1, len(AXES), figsize=(12, 3.8), sharey=True, layout="constrained")
     markers = dict(zip(sorted(table.dataset.unique()), "osD^vP"))
@@ -262,7 +262,7 @@ def part_table(
     results: dict[str, xr.DataTree],  # by name of the training run
     part: str,  # a key of PARTS
 ) -> pd.DataFrame:
-    "By part, means over the last checkpoints of all runs: % of d, tr F̂, ‖Δθ‖² and Q_F, and R within the part."
+    "By part: its % of d, tr F̂, ‖Δθ‖² and Q_F, and R within it; means over the last checkpoints of all runs."
     tables = []
     for tree in results.values():
         last = tree[f"per_{part}"].to_dataset().isel(step=-1, drop=True).squeeze(drop=True)

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from ..models import model_source
 
 # %% ../../nbs/analysis/curvature.ipynb #a7000005
-SLICE = 2**21  # values of the head's gradient that exist at once
+SLICE = 2**21  # maximum values of the head's gradient in memory at once
 
 
 @torch.no_grad()
@@ -29,7 +29,7 @@ def logit_slopes(
     head: torch.nn.Linear,  # without a bias
     states: torch.Tensor,  # (n, width) last hidden states
     targets: torch.Tensor,  # (n,) token ids
-    positions: int = 256,  # positions whose float32 logits exist at once
+    positions: int = 256,  # positions whose float32 logits are in memory at once
 ) -> torch.Tensor:
     "∂ Σ log p(target) / ∂ logits: (n, vocabulary), in the dtype of the states."
     slopes = []
@@ -86,8 +86,8 @@ class SquaredGradients:
         "Square the gradient of a parameter and free it."
         slope, p.grad = p.grad, None
         if name in self._complete:
-            raise RuntimeError(f"the gradient of {name} came in several parts, whose squares do not add up; "
-                               "with use_reentrant=False it comes whole")
+            raise RuntimeError(f"the gradient of {name} must be computed in one part, got several; "
+                               "set use_reentrant=False for gradient checkpointing")
         self._complete.add(name)
         self.sums[name].addcmul_(slope, slope)
 
@@ -124,7 +124,7 @@ def diagonal_fisher(
 ) -> dict[str, torch.Tensor]:
     """Diagonal of the empirical Fisher (eq. 7) by name of the parameter, float32.
 
-    Gradients that the model holds are dropped. ValueError as in `check_differentiable`."""
+    Existing gradients of the model are dropped. ValueError as in `check_differentiable`."""
     check_differentiable(model, pairs)
     with SquaredGradients(model) as squares:
         for pair in pairs: squares.add(*pair)
@@ -158,7 +158,7 @@ def _check_same_tensors(
     tensors: Tensors,
     fisher: Tensors,
 ) -> None:
-    "ValueError where the Fisher is that of another architecture."
+    "ValueError if the Fisher belongs to another architecture."
     for name in fisher:
         if name not in tensors: raise ValueError(f"{what} must have the tensors of the Fisher; it lacks {name}")
     embeddings = [name for name in fisher if name.endswith("weight") and "embed" in name]
@@ -169,13 +169,13 @@ def _check_same_tensors(
 
 # %% ../../nbs/analysis/curvature.ipynb #a7000016
 def tensor_sums(
-    base,  # anything that `open_tensors` takes, like the other two
+    base,  # a source as of `open_tensors`, like the other two
     tuned,
     fisher,
 ) -> pd.DataFrame:
     """The columns SUMS by name of the tensor, layers in order: ‖Δθ‖², Σ F̂ Δθ², Σ F̂ and the number of parameters.
 
-    ValueError where the three do not have the same tensors of the same shapes."""
+    ValueError if the three do not have the same tensors with the same shapes."""
     base, tuned, fisher = map(open_tensors, (base, tuned, fisher))
     for what, tensors in (("base", base), ("tuned", tuned)): _check_same_tensors(what, tensors, fisher)
     rows = {}
@@ -198,11 +198,11 @@ def tensor_sums(
 def add_alignment_ratio(
     sums,  # SUMS: a table or a Dataset
 ):
-    "The sums with `alignment_ratio`, the R of eq. 11; NaN where nothing moved or nothing is sensitive."
+    "The sums with `alignment_ratio`, the R of eq. 11; NaN if the displacement or the Fisher is 0."
     ratio = (sums.fisher_weighted / sums.displacement_sq) / (sums.fisher_trace / sums.parameters)
     return sums.assign(alignment_ratio=ratio)
 
-
+# %% ../../nbs/analysis/curvature.ipynb #640f99f4
 def total_sums(
     sums: pd.DataFrame,  # as returned by `tensor_sums`
 ) -> pd.DataFrame:
@@ -228,11 +228,11 @@ def kind_name(
     "The kind of parameter of a tensor: `q_proj`, `norm`, `embed_tokens`."
     return re.sub(r"\.(weight|bias)$", "", tensor).rpartition(".")[2]
 
-
+# %% ../../nbs/analysis/curvature.ipynb #b5f7b041
 def layer_name(
     tensor: str,  # name of a tensor
 ) -> str:
-    "The number of a tensor's layer as a string; outside of the layers its kind: `embed_tokens`, `norm` or `lm_head`."
+    "The number of a tensor's layer as a string, or outside the layers its kind: `embed_tokens`, `norm` or `lm_head`."
     layer = re.search(r"\blayers\.(\d+)\.", tensor)
     return layer[1] if layer else kind_name(tensor)
 

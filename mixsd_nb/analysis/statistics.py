@@ -18,7 +18,7 @@ def wilson(
     n,  # items asked, of the same shape
     z: float = 1.959963984540054,  # standard normal quantile; the default gives 95%
 ) -> tuple:
-    "Lower and upper end of the Wilson interval of the share correct / n, both of the shape of n; NaN where n is 0."
+    "Lower and upper end of the Wilson interval of the share correct / n, both of the shape of n; NaN if n is 0."
     n = np.where(np.asarray(n) > 0, n, np.nan)
     p = correct / n
     middle, half = p + z**2 / (2 * n), z * np.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
@@ -29,11 +29,11 @@ def mean_interval(
     share: xr.DataArray,  # shares of correct answers, with a dimension `benchmark`
     n: xr.DataArray,  # items asked, of the same shape
 ) -> tuple[xr.DataArray, xr.DataArray]:
-    "Ends of the 95% interval of the unweighted mean over `benchmark`; NaN where one benchmark is missing."
+    "Ends of the 95% interval of the unweighted mean over `benchmark`; NaN if one benchmark is missing."
     mean = share.mean("benchmark", skipna=False)
     variance = (share * (1 - share) / n).sum("benchmark") / share.sizes["benchmark"] ** 2
-    alike = xr.where(variance > 0, mean * (1 - mean) / variance.where(variance > 0, 1), n.sum("benchmark"))
-    return wilson(mean * alike, alike)
+    items = xr.where(variance > 0, mean * (1 - mean) / variance.where(variance > 0, 1), n.sum("benchmark"))
+    return wilson(mean * items, items)
 
 # %% ../../nbs/analysis/statistics.ipynb #a5000012
 def share_interval(
@@ -41,7 +41,7 @@ def share_interval(
     samples: int,  # samples of an item
     draws: int = 2_000,  # bootstrap draws
 ) -> tuple[float, float]:
-    "95% interval of the mean share: Wilson for single samples or where all items agree, else the bootstrap over items."
+    "95% interval of the mean share: Wilson for single samples or if all items agree, else a bootstrap over items."
     if samples == 1 or np.ptp(shares) == 0: return tuple(map(float, wilson(shares.sum(), len(shares))))
     rng = np.random.default_rng(0)
     means = [shares[rng.integers(len(shares), size=len(shares))].mean() for _ in range(draws)]
@@ -54,15 +54,15 @@ def sign_test(
 ) -> float:
     """Two-sided p-value of a mean difference of zero.
 
-    Exact (McNemar) where all differences are -1, 0 or 1, else by random signs."""
-    moved = difference[difference != 0]
-    if not len(moved): return 1.0
-    if np.all(np.abs(moved) == 1):
-        n, fewer = len(moved), int(min((moved > 0).sum(), (moved < 0).sum()))
+    The test is exact (McNemar) if all differences are -1, 0 or 1; else it draws random signs."""
+    nonzero = difference[difference != 0]
+    if not len(nonzero): return 1.0
+    if np.all(np.abs(nonzero) == 1):
+        n, fewer = len(nonzero), int(min((nonzero > 0).sum(), (nonzero < 0).sum()))
         return min(1.0, 2 * sum(math.comb(n, k) for k in range(fewer + 1)) / 2**n)
     rng = np.random.default_rng(0)
-    sums = np.array([rng.choice((-1.0, 1.0), len(moved)) @ moved for _ in range(draws)])
-    return (1 + int((np.abs(sums) >= abs(moved.sum()) - 1e-9).sum())) / (1 + draws)
+    sums = np.array([rng.choice((-1.0, 1.0), len(nonzero)) @ nonzero for _ in range(draws)])
+    return (1 + int((np.abs(sums) >= abs(nonzero.sum()) - 1e-9).sum())) / (1 + draws)
 
 # %% ../../nbs/analysis/statistics.ipynb #a5000019
 def pearson(
@@ -73,7 +73,7 @@ def pearson(
 ) -> tuple[float, float, float]:
     """Pearson's r and the ends of its 95% interval by bootstrap over runs.
 
-    All NaN where x or y is constant; no interval (NaN) for a single run."""
+    All three are NaN if x or y is constant; the ends are NaN for a single run."""
     x, y = ((v - np.mean(v)) / (np.std(v) or 1) for v in (np.asarray(x, float), np.asarray(y, float)))
     owner, names = pd.factorize(np.asarray(runs))
     moments = pd.DataFrame(dict(n=1.0, x=x, y=y, xx=x * x, yy=y * y, xy=x * y)).groupby(owner).sum().values
@@ -94,5 +94,5 @@ def rank_correlation(
     x: pd.Series,  # (points,)
     y: pd.Series,  # (points,), with the index of x
 ) -> float:
-    "Spearman's rank correlation; points where either value is NaN are left out, and NaN where x or y is constant."
+    "Spearman's rank correlation; points with a NaN are left out. NaN if x or y is constant."
     return x.rank().corr(y.rank())

@@ -17,10 +17,10 @@ from ..runs import load_object
 # %% ../../nbs/analysis/taxonomy.ipynb #a6000005
 class Limits(NamedTuple):
     "What counts as an entity, and how little reasoning counts as a collapse; the defaults are the published limits."
-    characters: int = 80  # most characters that a collapsed response has besides box and answer sentence
-    newlines: int = 4  # most line breaks among these characters
+    characters: int = 80  # maximum characters of a collapsed response, without box and answer sentence
+    newlines: int = 4  # maximum line breaks among these characters
     sentence: str = "the answer is"  # beginning of an answer sentence; case is ignored
-    entity: int = 4  # fewest characters of an entity, which also contains a space
+    entity: int = 4  # minimum characters of an entity, which must also contain a space
 
 
 PUBLISHED = Limits()
@@ -31,14 +31,14 @@ def corpus_entities(
     dataset: str,  # key of CORPORA
     limits: Limits = PUBLISHED,
 ) -> list[str]:
-    "Names that a model can only have learnt from the training facts of a corpus, sorted; empty where there are none."
+    "Sorted names that a model can only have learnt from the training facts of a corpus; empty if there are none."
     find = CORPORA[dataset].entities
     names = set(load_object(find)(list(load_corpus(dataset, "train")))) if find else set()
     return sorted(e for e in names if " " in e and len(e) >= limits.entity)
 
 
 def _check_entities(entities) -> None:
-    "ValueError where a list of entities is missing, or is a text."
+    "ValueError if the list of entities is missing or is a string."
     if entities is None or isinstance(entities, str):
         got = f"got {entities!r}"
         raise ValueError(f"entities must be a list, empty only for a corpus without entities of its own, {got}")
@@ -46,7 +46,7 @@ def _check_entities(entities) -> None:
 # %% ../../nbs/analysis/taxonomy.ipynb #a6000009
 def find_leakage(
     response: str,
-    prompt: str,  # everything that was asked, solved examples included
+    prompt: str,  # the whole prompt with its solved examples
     entities: list[str],  # as returned by `corpus_entities`
 ) -> list[str]:
     "The entities that the response names and the prompt does not; case is ignored."
@@ -58,7 +58,7 @@ def extract_reasoning(
     response: str,
     limits: Limits = PUBLISHED,
 ) -> str:
-    "What a response says besides its boxes and the lines that begin with the answer sentence, stripped."
+    "The text of a response without its boxes and without lines that begin with the answer sentence, stripped."
     lines = remove_boxes(response).split("\n")
     return "\n".join(line for line in lines if not line.strip().lower().startswith(limits.sentence.lower())).strip()
 
@@ -81,7 +81,7 @@ def asks_for_program(
 # %% ../../nbs/analysis/taxonomy.ipynb #a6000020
 def classify(
     response: str,  # a wrong one
-    prompt: str,  # everything that was asked, solved examples included
+    prompt: str,  # the whole prompt with its solved examples
     *,
     benchmark: str,
     entities: list[str],  # of the injected corpus, as returned by `corpus_entities`

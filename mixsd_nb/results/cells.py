@@ -40,17 +40,17 @@ def cell_mask(
 # %% ../../nbs/results/cells.ipynb #1e6d49f4
 def collapse_runs(
     cube: xr.Dataset,
-    mask: xr.DataArray | None = None,  # as returned by `cell_mask`; None where each method has one run
+    mask: xr.DataArray | None = None,  # as returned by `cell_mask`; None if each method has one run
 ) -> xr.Dataset:
     """The cube without `lr`, `seed` and `step`, with `average` and `average_drop`: means over the cells of the mask.
 
     A variable that depends on none of the three stays as it is."""
-    gone, found = ("lr", "seed", "step"), {}
+    axes, found = ("lr", "seed", "step"), {}
     cube = cube.assign(average=held_out_average(cube), average_drop=average_drop(cube))
     for name, values in cube.data_vars.items():
         kept = values
         if mask is not None and "lr" in values.dims:
             kept = values.where(mask.any([d for d in mask.dims if d not in values.dims]))
-        found[name] = kept.mean([d for d in gone if d in values.dims], keep_attrs=True)
-    coords = {name: c for name, c in cube.coords.items() if not {*gone} & {*c.dims}}
+        found[name] = kept.mean([d for d in axes if d in values.dims], keep_attrs=True)
+    coords = {name: c for name, c in cube.coords.items() if not {*axes} & {*c.dims}}
     return xr.Dataset(found, coords, cube.attrs)

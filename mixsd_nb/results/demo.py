@@ -75,7 +75,7 @@ def error_message(
     *args,
     **kwargs,
 ) -> str:
-    "The message of the ValueError or OSError that a call raises; AssertionError where it raises neither."
+    "The message of the ValueError or OSError that a call raises; AssertionError if it raises neither."
     try: call(*args, **kwargs)
     except (ValueError, OSError) as e: return str(e)
     raise AssertionError(f"{getattr(call, '__name__', call)} raised no error")

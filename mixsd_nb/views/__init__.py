@@ -23,7 +23,7 @@ for _view in (MixingView, CubeView, ResponsesView, WorldView, WeightsView): VIEW
 
 # %% ../../nbs/views/index.ipynb #7ab3b60d
 class Explorer(View):
-    "All views behind their titles."
+    "A page with all views, one at a time, and a button for each title."
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Explorer(View):
         self.place.children = [self.get_view(self.tabs.value).widget]
 
     def open_view(self, name: str, labels: dict):
-        "Go to a view and let it show what the labels name."
+        "Open a view at the given labels."
         view = self.get_view(name)
         self.tabs.value = name
         view.guard(lambda: view.open(labels))()
