@@ -1,4 +1,4 @@
-"""Checks that mixsd_nb/, the notebooks' clean state and README.md follow from nbs/: `python .ci/check.py`."""
+"""Check that mixsd_nb/ and README.md are what nbs/ exports, and that the notebooks are clean: `python .ci/check.py`."""
 
 import shutil
 import subprocess
@@ -12,13 +12,13 @@ BIN = Path(sys.executable).parent
 
 
 def tree(folder: Path, pattern: str) -> dict[str, bytes]:
-    """Relative path -> bytes of every file below `folder` that matches, checkpoints of Jupyter left out."""
+    """The bytes of every matching file below `folder`, by relative path, without Jupyter's checkpoints."""
     files = (p for p in folder.rglob(pattern) if ".ipynb_checkpoints" not in p.parts)
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in files}
 
 
 def export_and_clean(work: Path) -> None:
-    """Export the notebooks into the empty tree `work`, so that nothing old can stay in it, and clean them there."""
+    """Export the notebooks into the empty tree `work`, where no old file can remain, and clean them there."""
     shutil.copy(ROOT / "settings.ini", work)
     shutil.copytree(ROOT / "nbs", work / "nbs")
     for command in "nbdev_export", "nbdev_clean":
@@ -27,12 +27,12 @@ def export_and_clean(work: Path) -> None:
 
 def export_failures(fresh: dict[str, bytes], kept: dict[str, bytes]) -> list[str]:
     """A sentence for each module that is not what its notebook exports."""
-    said = {
+    paths_by_problem = {
         "has no notebook": kept.keys() - fresh.keys(),
         "is missing": fresh.keys() - kept.keys(),
         "is not what its notebook exports": {p for p in fresh.keys() & kept.keys() if fresh[p] != kept[p]},
     }
-    return [f"mixsd_nb/{p} {what}: run `make export`." for what, paths in said.items() for p in sorted(paths)]
+    return [f"mixsd_nb/{p} {what}: run `make export`." for what, paths in paths_by_problem.items() for p in sorted(paths)]
 
 
 def clean_failures(cleaned: dict[str, bytes], kept: dict[str, bytes]) -> list[str]:
@@ -41,7 +41,7 @@ def clean_failures(cleaned: dict[str, bytes], kept: dict[str, bytes]) -> list[st
 
 
 def readme_failures() -> list[str]:
-    """A sentence if README.md is not what nbs/index.ipynb says."""
+    """A sentence if README.md is not what nbs/index.ipynb makes."""
     kept = ROOT / "README.md"
     if kept.exists() and kept.read_text(encoding="utf-8") == readme(ROOT / "nbs/index.ipynb"):
         return []

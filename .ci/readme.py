@@ -1,4 +1,4 @@
-"""Makes README.md from nbs/index.ipynb: `python .ci/readme.py`."""
+"""Make README.md from nbs/index.ipynb: `python .ci/readme.py`."""
 
 import json
 import posixpath
@@ -12,7 +12,7 @@ LINK = re.compile(r"""(\]\(|src="|href=")(?![a-z]+:|[#/])([^)\s"]+)""")
 
 
 def from_root(markdown: str) -> str:
-    """Links of nbs/index.ipynb as seen from the project's root."""
+    """The text with links relative to the project's root instead of nbs/."""
     return LINK.sub(lambda m: m[1] + posixpath.normpath("nbs/" + m[2]), markdown)
 
 
@@ -23,12 +23,12 @@ def fence(text: str, language: str = "") -> str:
 
 
 def output_text(output: dict) -> str:
-    """What an output says in plain text."""
+    """The plain text of an output."""
     return "".join(output.get("text") or output.get("data", {}).get("text/plain", []))
 
 
 def blocks(cell: dict) -> list[str]:
-    """The README's parts that come from one cell."""
+    """The parts of the README that one cell makes."""
     source = "".join(cell["source"])
     if cell["cell_type"] == "raw" or HIDDEN.search(source):
         return []
@@ -39,7 +39,7 @@ def blocks(cell: dict) -> list[str]:
 
 
 def readme(notebook: Path) -> str:
-    """README.md's whole text."""
+    """The whole text of README.md."""
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     parts = ["<!-- made from nbs/index.ipynb by `make export`: edit that notebook -->"]
     return "\n\n".join(parts + [b for cell in cells for b in blocks(cell) if b]) + "\n"

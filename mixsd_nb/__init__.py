@@ -9,12 +9,13 @@ __all__ = []
 # %% ../nbs/index.ipynb #1184ad0e
 from importlib import import_module
 
-# name -> where it lives; `train`, `evaluate`, `generate` and `sweep` are stages with a function `run`
+# public name -> its module; an empty one stands for a stage, which is itself a module with a function `run`
 _NAMES = {
     "load_corpus": "corpora", "load_base": "models", "load_engine": "models", "mix": "methods.mixing",
     "mix_oracle": "methods.mixing", "token_nll": "models.scoring", "diagonal_fisher": "analysis.curvature",
-    "displacement": "analysis.curvature", "classify_error": "analysis.taxonomy:classify", "run_python": "benchmarks.sandbox",
-    "open_cube": "results", "paper_cube": "results", "find_runs": "runs", "train": "", "evaluate": "", "generate": "", "sweep": ""}
+    "displacement": "analysis.curvature", "classify_error": "analysis.taxonomy:classify",
+    "run_python": "benchmarks.sandbox", "open_cube": "results", "paper_cube": "results", "find_runs": "runs",
+    "train": "", "evaluate": "", "generate": "", "sweep": ""}
 __all__ = list(_NAMES)
 
 
