@@ -1,7 +1,7 @@
-"""`make exact`: every way of mixing against the oracle, in float32; goes on where it was stopped, leaves tests/exact.csv.
+"""Compare every mode of mixing with the oracle, in float32 (`make exact`). It can be resumed, and writes tests/exact.csv.
 
 python tests/exact.py hf     the oracle, lockstep and block
-python tests/exact.py vllm   segments and paired rows, where vLLM is
+python tests/exact.py vllm   segments and paired rows, if vLLM is installed
 """
 
 import sys
@@ -20,7 +20,7 @@ from mixsd_nb.runs import Journal, runs_root
 from mixsd_nb.runs.run import code_version
 
 TABLE = Path(__file__).with_name("exact.csv")
-SAMPLE = int(sys.argv[2]) if len(sys.argv) > 2 else 0  # facts of a quick look, which leaves the table as it is
+SAMPLE = int(sys.argv[2]) if len(sys.argv) > 2 else 0  # facts of a quick check, which does not change the table
 CORPUS = {"kgfact-large": SAMPLE} if SAMPLE else {"kgfact-large": 200, "kgfunc-lab": 50}
 CODE = ("mixsd_nb.methods.mixing", "mixsd_nb.models.engines", "mixsd_nb.models.engine_vllm")
 WAYS = [(lam, T) for T in (0, 0.7) for lam in (0, 0.1, 0.3, 0.5, 0.7, 1)]
@@ -32,18 +32,19 @@ SHAPES = {
 
 
 def items_of(tokenizer):
-    "By corpus, what is mixed."
+    "The items to mix, by corpus."
     return {name: mix_items(tokenizer, list(load_corpus(name, "train"))[:n], CORPORA[name].expert, CORPORA[name].extract) for name, n in CORPUS.items()}
 
 
 def journal(name):
+    "The journal in which an engine's results are kept for this version of the code."
     folder = runs_root() / f"exact-{code_version(CODE)}{f'-{SAMPLE}' if SAMPLE else ''}"
     folder.mkdir(parents=True, exist_ok=True)
     return Journal(folder / f"{name}.jsonl")
 
 
 def oracle(engine, items):
-    "The oracle's records of all ways: (λ, T) -> records in the order of the items."
+    "The oracle's records for every λ and temperature: (λ, T) -> records in the order of the items."
     with journal("oracle") as there, tqdm(total=len(WAYS) * len(items), desc="oracle", unit="target") as bar:
         known = {(r["lam"], r["T"], r["id"]): r for r in there.records}
         bar.update(len(known))
@@ -58,7 +59,7 @@ def oracle(engine, items):
 
 
 def measure(kind):
-    "Compare all shapes of an engine; one line for each shape, way and corpus."
+    "Compare all shapes of an engine with the oracle; one row for each shape, λ, temperature and corpus."
     torch.set_num_threads(1)
     model, tokenizer = load_base("lab-m")
     corpora = items_of(tokenizer)
@@ -69,7 +70,7 @@ def measure(kind):
             there = {(r["mode"], r["slots"], r["lam"], r["T"], r["corpus"]) for r in done.records}
             todo = [way for way in WAYS if any((*shape.values(), *way, name) not in there for name in corpora)]
             if not todo: continue
-            engine = None  # the last one ends before the next begins: a vLLM engine that ends takes the process groups of all with it
+            engine = None  # end the last engine before the next starts: a vLLM engine destroys all process groups when it ends
             engine = load_engine(kind, "lab-m", **shape)
             for lam, T in todo:
                 found = {r["id"]: r | dict(naive_mask=np.asarray(r["naive_mask"])) for r in mix(engine, items, lam, temperature=T, **SHORT)}

@@ -1,4 +1,4 @@
-"Finished training runs with made-up numbers, with responses and checkpoints."
+"Finished training runs with invented numbers, responses and checkpoints."
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Peak memory of this process. `ru_maxrss` will not do: a child process begins with its parent's."""
+"""Peak memory of this process. `ru_maxrss` is not used, because a child process inherits its parent's value."""
 
 import re
 from pathlib import Path

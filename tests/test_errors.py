@@ -25,9 +25,9 @@ TOLD = "There are 6 bags and each of them holds 7 nuts, which makes 6 * 7 = 48 n
 CHOSEN = "Plants need light, water and a gas from the air. Neon is found in the air in small amounts, so it has to be option B, neon.\n\n\\boxed{B}"
 PROGRAM = "```python\ndef twice(x):\n    return x + 2\n```"
 
-# benchmark, prompt, response, what a person calls it
+# benchmark, prompt, response, label by hand
 LABELLED = [
-    # no box that closes: nothing can be read
+    # no closed box, so no answer can be read
     ("arithmetic", SUM, "", "format"),
     ("arithmetic", SUM, "The remainder is 4.", "format"),
     ("equations", SUM, "x = 6", "format"),
@@ -68,7 +68,7 @@ LABELLED = [
     ("retrieval", f"- Ara Holt paints {CANYON}.\n\nWhat does Ara Holt paint?", f"The answer is {VILLAGE}.\n\n\\boxed{{{VILLAGE}}}", "leakage"),
     ("functions", CODE, f"```python\n# {VILLAGE}\nreturn x\n```", "leakage"),
     ("humaneval", CODE, f"\\boxed{{{VILLAGE}}}", "leakage"),  # haunted comes before bare
-    # an answer and nothing to speak of beside it
+    # an answer with almost no other text
     ("arithmetic", SUM, "The answer is 3.\n\n\\boxed{3}", "collapse"),
     ("equations", SUM, "\\boxed{9}", "collapse"),
     ("equations", SUM, "\\boxed{}", "collapse"),  # an empty box is a box
@@ -211,8 +211,8 @@ def test_an_unknown_benchmark_is_an_error():
 # The stage, over runs whose responses are known
 
 
-def said(benchmark, responses, seed=0):
-    "Rows of responses; the right one is that with the box `right`."
+def make_rows(benchmark, responses, seed=0):
+    "Rows of responses, which are correct if their box contains `right`."
     answers = load_corpus("kgfact-small", "train")
     items = [answers[k]["id"] if benchmark == "recall" else f"{benchmark}-{seed}-{k}" for k in range(len(responses))]
     same = dict(benchmark=benchmark, sample=0, prompt=SUM, finish_reason="stop", error="")
@@ -247,11 +247,11 @@ def write_evaluation(root, name, model, table, seed=0):
 @pytest.fixture
 def runs(tmp_path, monkeypatch):
     monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
-    trained = pd.concat([said("equations", [RIGHT, BARE, NONE]), said("recall", [BARE, f"\\boxed{{{VILLAGE}}}", NONE, RIGHT])])
-    write_training(tmp_path, 0.3, 0, {20: said("equations", [RIGHT, RIGHT, BARE]), 60: trained})
-    write_training(tmp_path, 0.3, 1, {20: said("equations", [BARE] * 3, seed=1)})
-    write_evaluation(tmp_path, "evaluate-base", "lab-m", said("equations", [RIGHT, WORKED]))
-    write_evaluation(tmp_path, "evaluate-other", "lab-s", said("equations", [NONE]))
+    trained = pd.concat([make_rows("equations", [RIGHT, BARE, NONE]), make_rows("recall", [BARE, f"\\boxed{{{VILLAGE}}}", NONE, RIGHT])])
+    write_training(tmp_path, 0.3, 0, {20: make_rows("equations", [RIGHT, RIGHT, BARE]), 60: trained})
+    write_training(tmp_path, 0.3, 1, {20: make_rows("equations", [BARE] * 3, seed=1)})
+    write_evaluation(tmp_path, "evaluate-base", "lab-m", make_rows("equations", [RIGHT, WORKED]))
+    write_evaluation(tmp_path, "evaluate-other", "lab-s", make_rows("equations", [NONE]))
     return tmp_path
 
 
@@ -279,19 +279,19 @@ def test_stage_layout_joins_the_training_cube(runs):
 
 
 def test_responses_are_part_of_the_configuration(runs):
-    "The same files: one run, found at once. One response more, or other limits: another run."
+    "The same files give the same run, which is opened. One more response, or other limits, give another run."
     first = make_config(errors.ErrorsConfig).hash()
     errors.run()
     assert len(list(runs.glob("errors-*/result.nc"))) == 1
     errors.run()
     assert len(list(runs.glob("errors-*/result.nc"))) == 1 and make_config(errors.ErrorsConfig).hash() == first
     assert make_config(errors.ErrorsConfig, characters=60).hash() != first
-    said("equations", [RIGHT] * 4).to_parquet(runs / "train-mixsd-0.3-0" / "responses-60.parquet")
+    make_rows("equations", [RIGHT] * 4).to_parquet(runs / "train-mixsd-0.3-0" / "responses-60.parquet")
     assert make_config(errors.ErrorsConfig).hash() != first
 
 
 def test_a_run_that_was_killed_is_begun_again(runs, monkeypatch):
-    "Killed between the table and the result: nothing counts as done, and the same call goes on."
+    "After a kill between the table and the result, the run is not done, and the same call resumes it."
     with monkeypatch.context() as broken:
         broken.setattr(errors, "count_errors", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt): errors.run()
@@ -301,15 +301,15 @@ def test_a_run_that_was_killed_is_begun_again(runs, monkeypatch):
 
 def test_an_evaluated_checkpoint_stands_with_its_training_run(runs):
     checkpoint = runs / "train-mixsd-0.3-1" / "checkpoint-40"
-    write_evaluation(runs, "evaluate-checkpoint", str(checkpoint), said("choice", [BARE, CHOSEN], seed=1), seed=1)
+    write_evaluation(runs, "evaluate-checkpoint", str(checkpoint), make_rows("choice", [BARE, CHOSEN], seed=1), seed=1)
     found = errors.run().root.sel({"method": "mixsd-0.3", "seed": 1, "step": 40, "benchmark": "choice"}).squeeze()
     assert found.n.sel(lr=1e-3) == 2 and found["count"].sel(lr=1e-3, category="genuine") == 1
 
 
 def test_two_answers_to_one_question_are_refused(runs):
-    write_evaluation(runs, "evaluate-twin", "lab-m", said("equations", [RIGHT, WORKED, BARE]))
+    write_evaluation(runs, "evaluate-twin", "lab-m", make_rows("equations", [RIGHT, WORKED, BARE]))
     assert errors.run().root.n.sum() == 16, "what agrees counts once"
-    write_evaluation(runs, "evaluate-double", "lab-m", said("equations", [NONE]))
+    write_evaluation(runs, "evaluate-double", "lab-m", make_rows("equations", [NONE]))
     with pytest.raises(ValueError, match="got two to equations-0-0, one in evaluate-base and one in evaluate-(double|twin)"): errors.run()
 
 

@@ -1,4 +1,4 @@
-"""The stage evaluate on a small random model: killed, in any batches, over all benchmarks; intervals and paired tests against slow oracles."""
+"""The stage evaluate on a small random model: after kills, in any batches, over all benchmarks; intervals and paired tests against slow oracles."""
 
 import functools
 import itertools
@@ -36,7 +36,7 @@ SMALL = dict(n=6, max_new_tokens=12, suite="recall,two-hop,arithmetic,functions,
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    "Folders of two models with random weights, which say something else on every prompt."
+    "Folders of two models with random weights, whose responses depend on the prompt."
     return [small_model(tmp_path_factory.mktemp("models") / f"tiny-{seed}", seed=seed, scale=4, context=1024) for seed in (0, 1)]
 
 

@@ -23,7 +23,7 @@ TITLES = [view.title for view in VIEWS.values()]
 
 
 def test_a_mistyped_parameter_of_the_page_is_reported():
-    "Papermill adds a cell with whatever it is given; modules and functions of the notebook are no parameters."
+    "Papermill adds a cell with the given parameters; modules and functions of the notebook are not parameters."
     parameters = dict(runs="", dataset="kgfact-small", model="lab-s", where={})
     notebook = parameters | dict(In=[], Out={}, _dh=[], json=json, until=until)
     assert read_parameters(notebook).model == "lab-s"
@@ -86,7 +86,7 @@ def browser():
 
 @contextlib.contextmanager
 def open_page(browser, folder, runs, path, *command):
-    "A page of a server."
+    "A page that a server shows."
     process, address = serve(folder, runs, *command)
     try:
         until(lambda: is_listening(process, address, folder), what="the server")

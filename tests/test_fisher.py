@@ -38,7 +38,7 @@ def estimated(**parameters):
 
 
 def trained(root, model, method="sft", lam=0.0, lr=1e-3, lost=0, steps=(5, 9)):
-    "A training run as `train` leaves it: weights that moved by lr at each step along their sign, and held-out accuracies that fell."
+    "A run as `train` writes it: weights that moved by lr at each step along their sign, and held-out accuracies that fell."
     folder, base = root / f"train-{method}-{lam:g}-{lr:g}", load_base(model)[0]
     accuracy = {s: {"recall": (s, 10), **{b: (90 - lost * s - k, 100) for k, b in enumerate(HELD_OUT)}} for s in (0, *steps)}
     benchmarks = dict.fromkeys(["recall"], dict(column="Train", role="in-domain")) | dict.fromkeys(HELD_OUT, dict(column="", role="held-out"))

@@ -1,4 +1,4 @@
-"""The stage generate on a small random model: killed, sharded, in either mode, on a full disk, always the same bytes."""
+"""The stage generate on a small random model: kills, shards, both modes and a full disk always lead to the same bytes."""
 
 import errno
 import json
@@ -25,7 +25,7 @@ SMALL = dict(max_new_tokens=8, max_attempts=2, samples=2)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    "The folder of a model that says something else on every prompt."
+    "The folder of a model whose response depends on the prompt."
     folder = tmp_path_factory.mktemp("model")
     tokenizer = load_base("lab-m")[1]
     torch.manual_seed(0)

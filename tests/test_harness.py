@@ -1,4 +1,4 @@
-"""lm-evaluation-harness judges the same prompts as the stage evaluate, item by item: `make cross-check`."""
+"""lm-evaluation-harness grades the same prompts as the stage evaluate, item by item (`make cross-check`)."""
 
 import pytest
 
@@ -11,7 +11,7 @@ BENCHMARKS, MODEL, N = ("equations", "word-problems"), "lab-s", 100  # this mode
 
 @pytest.fixture(scope="module")
 def responses(tmp_path_factory):
-    "What the stage asked, got and judged."
+    "The prompts, responses and verdicts of the stage."
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MIXSD_RUNS", str(tmp_path_factory.mktemp("runs")))
         parameters = dict(model=MODEL, suite=",".join(BENCHMARKS), n=N)
@@ -19,7 +19,7 @@ def responses(tmp_path_factory):
 
 
 def declaration(benchmark, file):
-    "The benchmark as the harness wants it: the last box, compared as a string."
+    "The benchmark in the form of the harness: the last box, compared as a string."
     last_box = dict(name="last-box", filter=[dict(function="regex", regex_pattern=r"\\boxed\{([^{}]*)\}", group_select=-1), dict(function="take_first")])
     return dict(task=f"lab-{benchmark}", dataset_path="json", dataset_kwargs=dict(data_files=dict(test=str(file))), test_split="test",
                 output_type="generate_until", doc_to_text="{{prompt}}", doc_to_target="{{answer}}", filter_list=[last_box],

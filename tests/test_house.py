@@ -1,4 +1,4 @@
-"""The house keeps its shape: arrows between modules run one way, and every notebook has the form its readers rely on."""
+"""The structure of the package: imports between modules run one way, and every notebook has the expected form."""
 
 import ast
 import json
@@ -76,7 +76,7 @@ def own_target(name):
 
 
 def floor(name):
-    "What a module may import: the entry of the longest part of its name."
+    "The modules that a module may import, from the entry for the longest part of its name."
     part = name
     while part and part not in FLOORS:
         part = part.rpartition(".")[0]
@@ -122,7 +122,7 @@ def test_a_module_has_one_purpose(path):
 
 @by_path(MODULES)
 def test_public_definitions_have_docstrings(path):
-    "Every function, class and method that a user may rely on says what it does."
+    "Every public function and class has a docstring."
     tree = ast.parse(path.read_text())
     public = ast.literal_eval(next((n.value for n in tree.body if isinstance(n, ast.Assign) and n.targets[0].id == "__all__"), ast.List([])))
     silent = []
@@ -140,7 +140,7 @@ def test_library_needs_no_development_package(path):
 
 @by_path(NOTEBOOKS)
 def test_one_module_per_notebook(path):
-    "A notebook exports one module, the one that its place in nbs/ names."
+    "A notebook exports one module, which is named after its path in nbs/."
     code = "\n".join(map(source, cells(path)))
     place = ".".join(path.relative_to(ROOT / "nbs").with_suffix("").parts)
     expected = [re.sub(r"\bindex$", "__init__", place)]

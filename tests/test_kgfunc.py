@@ -25,7 +25,7 @@ N = np.arange(100_000)
 LENGTH = 1 + sum((N >= 10**k).astype(int) for k in range(1, 5))
 PLACE = np.arange(5)
 R = N[:, None] // 10**PLACE % 10  # R[n, k] is the digit of 10^k
-REAL = PLACE < LENGTH[:, None]  # leading zeros are no digits
+REAL = PLACE < LENGTH[:, None]  # leading zeros do not count as digits
 FROM_LEFT = np.where(REAL, LENGTH[:, None] - 1 - PLACE, 0)
 TOTAL, SQUARES = R.sum(1), (R**2).sum(1)
 LARGEST, SMALLEST = R.max(1), np.where(REAL, R, 9).min(1)
@@ -215,7 +215,7 @@ def test_chains_move_the_value_into_range(scale):
 
 
 def test_the_training_lists_are_frozen():
-    "With another list runs cannot be compared: change these digests only together with the corpus's version."
+    "Runs on another list cannot be compared: change these digests only together with the version of the corpus."
     ids = {scale: "\n".join(r["id"] for r in rows["train"]) for scale, rows in CORPORA.items()}
     assert {scale: hashlib.sha256(text.encode()).hexdigest()[:12] for scale, text in ids.items()} == DIGESTS
 

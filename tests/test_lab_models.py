@@ -1,4 +1,4 @@
-"""The lab models at the limits of what they can be asked."""
+"""The lab models with unusual input."""
 
 import pytest
 from hypothesis import given, settings

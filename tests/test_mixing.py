@@ -78,7 +78,7 @@ def test_picks_are_prefix_stable_and_nested(seed, name, attempt, n, more, low, h
 
 @pytest.fixture(scope="module")
 def tiny(lab):
-    "A model of eleven tokens, two of which end a sequence, and a context of 24."
+    "A model with a vocabulary of eleven tokens, two of which end a sequence, and a context of 24 tokens."
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(vocab_size=11, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
                                          intermediate_size=64, tie_word_embeddings=True, eos_token_id=[3, 7], max_position_embeddings=24))

@@ -1,4 +1,4 @@
-"""MQuAKE from small files of its schema, the selection of cases, and edits of the lab models' world."""
+"""MQuAKE: small files in its schema, the selection of cases, and edits of the lab models' world."""
 
 import json
 import random
@@ -46,7 +46,7 @@ def case_file(entries, tmp_path):
 
 
 def check(splits, limit):
-    "What must hold of any MQuAKE."
+    "Check what must hold for the splits of any MQuAKE file."
     assert list(splits) == SPLITS
     assert all(list(r) == ROW_COLUMNS and all(r.values()) for rows in splits.values() for r in rows)
     train, other = ({r["id"] for r in splits[s]} for s in ("train", "retrieval"))

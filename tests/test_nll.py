@@ -58,7 +58,7 @@ def test_nll_is_the_loss_of_transformers(vocabulary):
 
 
 def test_torchs_own_kernel_gives_the_same():
-    "The way of GPUs, here on the CPU: the same head, the same values."
+    "The code for GPUs, run on the CPU: the same head gives the same values."
     model, rng = random_model(1_000), np.random.default_rng(1)
     pairs = [(rng.integers(1_000, size=5).tolist(), rng.integers(1_000, size=n).tolist()) for n in (1, 40, 700)]
     for ours, theirs in zip(nll.token_nll(model, pairs), map_states(model, pairs, fused_nll(model.lm_head))): np.testing.assert_allclose(ours, theirs, rtol=1e-5)
@@ -149,7 +149,7 @@ def half_canonical(tmp_path, tokenizer):
 
 
 def test_source_and_overlap_of_known_targets(tmp_path, lab):
-    "What is lacking is known: the first three tokens of the canonical target, unless they come again."
+    "The missing tokens are known: the first three of the canonical target, unless they occur again."
     model, tokenizer = lab
     result = nll.run(targets=half_canonical(tmp_path, tokenizer)).result
     canonical, root, tokens = nll.run().result["per_token"], result.to_dataset().squeeze(), result["per_token"]
@@ -219,7 +219,7 @@ def test_what_is_refused(tmp_path, lab):
 
 
 def trained_by_hand(tmp_path, lab, scales):
-    "A finished training run whose checkpoints are the base with noise of known size, but for the first, which is the base itself."
+    "A finished training run: its first checkpoint is the base itself, the others are the base with noise of known size."
     folder, (base, tokenizer) = tmp_path / "train-by-hand", lab
     for step, scale in scales.items():
         model = type(base)(base.config)
@@ -239,7 +239,7 @@ def trained_by_hand(tmp_path, lab, scales):
 
 
 def test_forgetting_is_the_increase_of_the_reference_loss(tmp_path, lab):
-    "Nothing for the base itself; for any other model what plain forwards give; and more for more noise."
+    "Forgetting is 0 for the base, equals plain forward passes for other models, and grows with the noise."
     folder = trained_by_hand(tmp_path, lab, {10: 0.0, 20: 0.02, 30: 0.1})
     text = forgetting.ReferenceConfig(prompts=3).text()
     assert text.groupby("benchmark").size().to_dict() == dict.fromkeys(forgetting.reference_prompts("lab", 3), 3)

@@ -1,4 +1,4 @@
-"""The house is open: a method, an engine, a benchmark and a corpus of a user's own go through every stage, and no file of the package is touched."""
+"""A user's own method, engine, benchmark and corpus go through every stage, without a change to any file of the package."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def environment(home, plugins="toys"):
 
 
 def python(home, code, plugins="toys"):
-    "What a script prints as its last line, as JSON; it runs with the declarations of other modules."
+    "The last line that a script prints, parsed as JSON; the script sees the declarations of the plugins."
     done = subprocess.run([sys.executable, "-c", code], env=environment(home, plugins), cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -157,7 +157,7 @@ except ValueError as e: print(json.dumps(str(e)))""")
 
 
 def page_code(room, module):
-    "The example on a room's page that begins with the module's name."
+    "The example on a room's page that begins with the name of the module."
     cells = json.loads((ROOT / "nbs" / room / "index.ipynb").read_text())["cells"]
     blocks = [b for c in cells if c["cell_type"] == "markdown" for b in re.findall(r"```python\n(.*?)```", "".join(c["source"]), re.DOTALL)]
     return next(b for b in blocks if b.startswith(f"# {module}.py"))

@@ -1,4 +1,4 @@
-"""What `pip install mixsd_nb` gives: a wheel that imports quickly and carries the lab model, seen from a fresh environment."""
+"""The wheel of `pip install mixsd_nb` in a fresh environment: it imports quickly and contains the lab model."""
 
 import importlib.util
 import json
@@ -20,7 +20,7 @@ def pip(*arguments):
 
 
 def build_wheel(work):
-    "The wheel, built from a copy: setuptools leaves build/ behind, and takes what an older build left there."
+    "The wheel, built from a copy of the tree, because setuptools leaves build/ behind and reuses its files."
     copy = work / "source"
     copy.mkdir()
     for part in PARTS:
@@ -32,13 +32,13 @@ def build_wheel(work):
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
-    "Python of a new environment: the wheel is installed there, its dependencies are those of this environment."
+    "The Python of a new environment that has the wheel, and the dependencies of this environment."
     work = tmp_path_factory.mktemp("package")
     wheel = build_wheel(work)
     venv.create(work / "env", symlinks=True)
     site = Path(sysconfig.get_path("purelib", "venv", {"base": work / "env"}))
     pip("install", wheel, "--no-deps", "--target", site)
-    # Only the folder itself is added: .pth files in it, which hold the editable install, are not followed.
+    # Only the folder itself is added. Its .pth files, which contain the editable install, are not followed.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     return work / "env/bin/python"
 

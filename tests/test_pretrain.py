@@ -1,4 +1,4 @@
-"""Pretraining resumes after an interruption as if there had been none, and keeps its budget."""
+"""Pretraining resumes after an interruption with the same result, and keeps its budget."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ SMALL = dict(size="lab-s", start="fresh", tokens=0.02, batch_tokens=1024, pool=2
 
 @pytest.fixture(autouse=True)
 def quick_abilities(monkeypatch):
-    "These tests are about training, so nothing is generated."
+    "Replace the measurement of abilities, which these tests do not need."
     monkeypatch.setattr(pretrain, "measure_abilities", lambda model, tokenizer, n, samples=0: {"none": 0.0})
 
 

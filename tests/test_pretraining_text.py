@@ -1,4 +1,4 @@
-"""What pretraining may show a lab model: no name, question or wording that an evaluation needs to be new."""
+"""The text of pretraining contains no name, question or wording that must be new to the model in an evaluation."""
 
 import random
 import re

@@ -59,7 +59,7 @@ def write(tree, folder):
 
 
 def training(config):
-    "A result with numbers of its own for every configuration."
+    "A result with different numbers for every configuration."
     rng = np.random.default_rng(int(config.hash(), 16))
     steps = (0,) if config.method == "base" else config.steps
     accuracy = {s: {b: (int(rng.integers(101)), 100) for b in config.suites} for s in steps}

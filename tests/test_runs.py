@@ -1,4 +1,4 @@
-"""The room runs across processes: equal bytes, kills at any moment, papermill's parameters, two processes with one run."""
+"""The room runs across processes: equal bytes, kills at any moment, parameters of papermill, and two processes that share a run."""
 
 import os
 import signal
@@ -105,7 +105,7 @@ def test_a_kill_leaves_all_or_nothing(moment, undisturbed, tmp_path):
 
 
 def test_kills_at_any_moment(tmp_path):
-    "A process that writes run after run is killed from outside; whatever it left is whole and equals a second making."
+    "A process that writes run after run is killed; every result that it left is complete and equals a second computation."
     code = """
         for k in range(10_000):
             Demo(size=20_000, k=k).run()
@@ -134,7 +134,7 @@ def test_force_begins_again_and_a_kill_does_not_hide_it(tmp_path):
 
 
 def notebook(path):
-    "A stage in small: the cells that every stage notebook has."
+    "A small stage notebook with the cells that every stage notebook has."
     cells = ["from mixsd_nb.runs import Config, notebook_config\nfrom pydantic import Field",
              "class Demo(Config):\n    lam: float = Field(0.5, ge=0, le=1)\n    model: str = 'lab-m'",
              "before = set(globals())", "lam: float = 0.5  # share\nmodel: str = 'lab-m'  # model",

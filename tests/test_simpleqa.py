@@ -1,4 +1,4 @@
-"""SimpleQA from small files of its schema, the rule of the published targets, and the lab stand-in."""
+"""SimpleQA: small files in its schema, the rule of the published targets, and simpleqa-lab."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""What all stage notebooks share: their parameters cell says what their configuration says."""
+"""The parameters cell of every stage notebook agrees with the stage's configuration."""
 
 import importlib
 import json
@@ -28,7 +28,7 @@ def test_parameters_cell_agrees_with_the_configuration(path):
 
 @pytest.mark.parametrize("path", STAGES, ids=lambda p: p.stem)
 def test_parameters_cell_has_the_descriptions_of_the_fields(path):
-    "The words behind # are the field's own, so that papermill's help, Python's help and the chapter say the same."
+    "The comments equal the descriptions of the fields, so papermill's help, Python's help and the chapter agree."
     fields = getattr(importlib.import_module(f"mixsd_nb.{path.stem}"), f"{path.stem.capitalize()}Config").model_fields
     for name, found in inspect_notebook(path).items():
         if name != "force": assert found["help"] == fields[name].description, name

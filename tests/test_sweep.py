@@ -1,4 +1,4 @@
-"""Sweeps on this machine: cells that fail in every way, sweeps that meet, and sweeps that are killed."""
+"""Sweeps on this machine: cells with every kind of failure, sweeps that share cells, and sweeps that are killed."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from mixsd_nb.sweep import Sweep
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 600  # seconds for any one thing to happen
 
-# A notebook of the stage generate, quick and of any behaviour: that of a file which the seed names.
+# A quick notebook in place of the stage generate. The seed names a file that determines its behaviour.
 CELLS = """
 import os, pathlib, signal, time
 import xarray as xr
@@ -71,7 +71,7 @@ def notebook(path):
 
 @pytest.fixture
 def desk(tmp_path, monkeypatch):
-    "A place for runs, the notebook, and behaviours by seed; makes grids."
+    "A folder with runs, the notebook, and a behaviour for each seed; returns a function that makes grids."
     monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("BEHAVIOUR", str(tmp_path))
     notebook(tmp_path / "generate.ipynb")
@@ -91,7 +91,7 @@ def command(*arguments):
 
 
 def computations(cell):
-    "A word for each time that the run of a cell was computed."
+    "The list of computations of a cell's run, one word for each."
     return (cell.run_folder / "made").read_text().split()
 
 
@@ -127,7 +127,7 @@ def test_each_failure_has_its_name_and_its_rule(desk, tmp_path):
 
 
 def test_a_cell_continues_after_its_time_limit_while_it_makes_progress(desk):
-    # The first attempt hangs, and does not end when it is asked to.
+    # The first attempt hangs and ignores the signal to end.
     hang = "if not (folder / 'half').exists():\n    (folder / 'half').touch()\n    os.kill(os.getpid(), signal.SIGSTOP)"
     late = desk(hang, minutes=0.25)
     table = late.run()
@@ -137,7 +137,7 @@ def test_a_cell_continues_after_its_time_limit_while_it_makes_progress(desk):
 
 
 def test_two_sweeps_of_one_grid(desk, tmp_path):
-    "No cell runs twice, none is lost, and shared work is made once."
+    "No cell runs twice, none is lost, and shared work is computed once."
     twice = desk(*["time.sleep(0.3)"] * 4)
     sweeps = [command("run", tmp_path / "grid.yaml", "--workers", 2) for _ in range(2)]
     for process in sweeps: assert process.communicate(timeout=PATIENCE) and process.returncode == 0
@@ -224,7 +224,7 @@ def test_a_cell_on_two_nodes(tiny, tmp_path, monkeypatch):
 
 
 def leave(name, parameters):
-    "A finished run in a folder of this name, with as much in it as an axis over runs reads."
+    "Write a finished run into a folder of this name, with the files that an axis over runs reads."
     folder = Path(os.environ["MIXSD_RUNS"]) / name
     folder.mkdir(parents=True)
     write_json(folder / "run.json", dict(config=parameters))
@@ -278,7 +278,7 @@ def test_an_error_of_the_watcher_stops_no_other_cell(desk, monkeypatch, capsys):
 
 
 def test_slurm_is_asked_once_about_a_job_that_is_gone(desk, monkeypatch):
-    "Slurm forgets after a while; a cell that somebody cancelled stays cancelled."
+    "Slurm forgets a job after a while; a cancelled cell stays cancelled."
     lost = desk("", "")
     for cell in lost.cells: write_json(cell.folder / "submitted.json", dict(job="5_0", after=0, log="slurm.log"))
     monkeypatch.setattr(status.Queue, "has", lambda self, job: False)
@@ -354,7 +354,7 @@ def test_slurm_is_asked_with_and_without_accounting(tmp_path, monkeypatch):
 
 
 def test_a_grid_names_a_stage_or_a_file(tmp_path):
-    "A file is taken for the stage that it is named after, wherever it lies."
+    "A notebook runs the stage that it is named after, in any folder."
     notebook(tmp_path / "generate.ipynb")
     assert find_notebook(str(tmp_path / "generate.ipynb")) == tmp_path / "generate.ipynb"
     assert find_notebook("generate") == ROOT / "nbs/generate.ipynb"

@@ -1,4 +1,4 @@
-"""The paper's tasks from small local files, how programs are assembled, and errors about missing data."""
+"""The paper's tasks: small local files, the assembly of programs, and errors about missing data."""
 
 import json
 import os

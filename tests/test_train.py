@@ -1,4 +1,4 @@
-"""The stage train as a person uses it: papermill from anywhere, clear refusals, runs that survive a kill."""
+"""The stage train as a user runs it: papermill from any folder, clear error messages, runs that survive a kill."""
 
 import json
 import multiprocessing
@@ -74,7 +74,7 @@ def test_more_processes_than_devices_is_one_sentence(tmp_path, monkeypatch):
 
 
 def test_processes_are_asked_for_what_is_trained_alone(tiny, own_runs):
-    "The base of a grid has the settings of the others; a run that other nodes have trained needs their devices no more."
+    "The base model of a grid has the settings of the other cells; a run that is already trained needs no further devices."
     from mixsd_nb import train
     assert train.run(method="base", model=tiny, n=1, processes=999, sharded=True).root.step.values.tolist() == [0]
     assert train.TrainConfig(method="base", model=tiny).prepare(16) is None
@@ -102,7 +102,7 @@ def test_every_distillation_gives_its_row(tiny, tmp_path, monkeypatch):
 
 
 def test_checkpoints_are_asked_the_papers_tasks(tiny, tmp_path, own_runs):
-    "As many items as there are, from local files; only what is asked for, and recall, is in the result."
+    "All available items of local files are used; the result contains only the requested benchmarks and recall."
     from mixsd_nb import train
     for name in ("gsm8k", "humaneval"): (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[name]))
     parameters = dict(method="sft", model=tiny, n=500, epochs=1, checkpoints=(), max_new_tokens=4, data=str(tmp_path))

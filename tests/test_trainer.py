@@ -1,4 +1,4 @@
-"""The trainer across processes: several devices, kills at any moment, a process that fails, memory that does not suffice."""
+"""The trainer across processes: several devices, kills at any moment, a process that fails, insufficient memory."""
 
 import multiprocessing
 import os
@@ -55,7 +55,7 @@ def start(spec, run):
 
 
 def kill_at(process, moment, whole_tree=True):
-    "SIGKILL when a file is there; returns the processes that were below it."
+    "Kill a process with SIGKILL when a file exists; returns its child processes."
     deadline = time.time() + 120
     while not moment.exists() and process.is_alive() and time.time() < deadline:
         time.sleep(0.002)

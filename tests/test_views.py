@@ -1,4 +1,4 @@
-"The views of the explorer on runs with made-up numbers."
+"The views of the explorer on runs with invented numbers."
 
 import shutil
 

@@ -1,10 +1,10 @@
-"""Greedy tokens of vLLM on a CPU equal those of transformers, both in float32: `make test-vllm`."""
+"""Greedy tokens of vLLM on a CPU equal those of transformers, both in float32 (`make test-vllm`)."""
 
 from itertools import chain, islice
 from typing import NamedTuple
 
 import pytest
-from ties import TIE, behind_the_best, first_difference
+from ties import TIE, logit_gap, first_difference
 
 from mixsd_nb.benchmarks import SUITES
 from mixsd_nb.benchmarks.lab_tasks import draw
@@ -21,7 +21,7 @@ except Exception as error:  # a CUDA build on a CPU raises RuntimeError, not Imp
 
 PROMPTS, NEW_TOKENS = 100, 128
 LAB = [name for name, suite in SUITES.items() if suite.items == "benchmarks.lab_tasks:lab_items"]
-REASONS = {"stop": "stop", "length": "max_new_tokens"}  # vLLM's word -> ours
+REASONS = {"stop": "stop", "length": "max_new_tokens"}  # vLLM's reason to stop -> ours
 
 
 class Prompt(NamedTuple):
@@ -42,7 +42,7 @@ def kgfact_texts():
 
 @pytest.fixture(scope="module")
 def prompts(lab):
-    "A hundred, in turn of every kind: three of KGFact and each suite of the lab."
+    "A hundred prompts, alternately of each kind: three kinds of KGFact, and each lab suite."
     texts = kgfact_texts() | {name: [item.prompt for item in draw(name, PROMPTS // len(LAB))] for name in LAB}
     named = ([Prompt(f"{kind} {i}", encode_prompt(lab[1], text)) for i, text in enumerate(kind_texts)] for kind, kind_texts in texts.items())
     return list(islice(chain.from_iterable(zip(*named)), PROMPTS))
@@ -69,7 +69,7 @@ def test_greedy_tokens_are_those_of_transformers(lab, prompts, expected, found, 
         t = first_difference(ours.ids, ids)
         if t is None:
             if REASONS.get(theirs.finish_reason) != ours.finish_reason: wrong.append(f"{prompt.name} ends by {theirs.finish_reason}, not {ours.finish_reason}")
-        elif t < min(len(ours.ids), len(ids)) and (gap := behind_the_best(lab[0], prompt.ids + ours.ids[:t], [ours.ids[t], ids[t]])) < TIE:
+        elif t < min(len(ours.ids), len(ids)) and (gap := logit_gap(lab[0], prompt.ids + ours.ids[:t], [ours.ids[t], ids[t]])) < TIE:
             ties.append(f"{prompt.name} at token {t}, logits {gap:.1e} apart")
         else:
             wrong.append(f"{prompt.name} differs at token {t}: {ids[t:t + 1]} instead of {ours.ids[t:t + 1]}")

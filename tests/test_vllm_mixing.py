@@ -1,4 +1,4 @@
-"""Mixing on vLLM gives the tokens of transformers, in either mode, also where vLLM is short of room: `make test-vllm`."""
+"""Mixing on vLLM gives the tokens of transformers, in both modes, also with a small KV cache (`make test-vllm`)."""
 
 import gc
 
@@ -20,7 +20,7 @@ SHORT = dict(max_attempts=2, max_new_tokens=48, max_total=512, seed=2)
 
 @pytest.fixture(scope="module")
 def items(lab):
-    "Facts, and functions with their longer prompts."
+    "Items of facts, and of functions, whose prompts are longer."
     def some(name, n):
         return mix_items(lab[1], list(load_corpus(name, "train"))[:n], CORPORA[name].expert, CORPORA[name].extract)
     return some("kgfact-small", 8) + some("kgfunc-lab", 4)
@@ -38,7 +38,7 @@ def engine_of(**options):
 
 
 PLENTY = dict(batch_size=7)
-TIGHT = dict(batch_size=9, num_gpu_blocks_override=24, block_size=32, max_model_len=512)  # two or three sequences have room
+TIGHT = dict(batch_size=9, num_gpu_blocks_override=24, block_size=32, max_model_len=512)  # room for two or three sequences
 SHAPES = [
     dict(mode="segments", **PLENTY),
     dict(mode="paired", **PLENTY),

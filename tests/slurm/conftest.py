@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers import need, need_tools, say, until
+from helpers import need, need_tools, command_output, until
 
 from mixsd_nb.methods.trainer import die_with_parent
 
@@ -61,7 +61,7 @@ def free_ports(n):
 
 
 def find_processes(root):
-    "What a killed test may have left: daemons, steps and their children."
+    "Processes that a killed test may have left behind: daemons, steps and their children."
     for process in psutil.process_iter():
         try:
             if process.pid == os.getpid(): continue
@@ -71,10 +71,10 @@ def find_processes(root):
 
 @pytest.fixture(scope="session")
 def slurm():
-    "Starts the cluster, sets SLURM_CONF, and ends every daemon afterwards."
+    "Start the cluster and set SLURM_CONF; end every daemon afterwards."
     need_tools("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
     if os.geteuid(): need("Slurm's daemons and its devices need root")
-    root = Path(tempfile.mkdtemp(prefix="slurm", dir="/tmp"))  # the path of a socket is short
+    root = Path(tempfile.mkdtemp(prefix="slurm", dir="/tmp"))  # the path of a socket must be short
     for name in ("munge", "state", "spool"): (root / name).mkdir(mode=0o755)
     root.chmod(0o755)
     for k in range(2):
@@ -98,11 +98,11 @@ def slurm():
             die = lambda: die_with_parent(signal.SIGKILL)
             daemons.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=die))
             if command[0] == "munged": until(files[0].exists, 20, "the socket of munged")
-        until(lambda: say("sinfo", "--noheader", "--format=%T").strip() == "idle", 60, "an idle node")
+        until(lambda: command_output("sinfo", "--noheader", "--format=%T").strip() == "idle", 60, "an idle node")
         yield root
     finally:
-        say("scancel", f"--partition={PARTITION}")
-        until(lambda: not say("squeue", "--noheader"), 30, "the end of all jobs")
+        command_output("scancel", f"--partition={PARTITION}")
+        until(lambda: not command_output("squeue", "--noheader"), 30, "the end of all jobs")
         for daemon in reversed(daemons): daemon.terminate()
         for daemon in daemons: daemon.wait(30)
         for process in find_processes(root): process.kill()

@@ -1,4 +1,4 @@
-"""A sweep on a real Slurm: every failure gets its name, and cells that continue end with the same data."""
+"""A sweep on a real Slurm: every kind of failure is recognised, and resumed cells end with the same data."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 import xarray as xr
-from helpers import say, until
+from helpers import command_output, until
 
 from mixsd_nb.cluster.attempt import list_attempts
 from mixsd_nb.runs import read_json
@@ -38,7 +38,7 @@ def models(tiny, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(models, tmp_path_factory):
-    "The same grid, whole models, two workers of this machine."
+    "The same grid without disturbances, run by two workers on this machine."
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MIXSD_RUNS", str(tmp_path_factory.mktemp("runs")))
         calm = Sweep(grid(models) | dict(resources={}))
@@ -48,7 +48,7 @@ def undisturbed(models, tmp_path_factory):
 
 
 def kernel_of(cell):
-    "The process of the kernel that the last attempt at a cell has started, once it trains."
+    "The process of the kernel that the last attempt at a cell started, once it trains."
     attempt = read_json(list_attempts(cell)[-1] / "begin.json") if list_attempts(cell) else {}
     if not attempt or not cell.run_folder.exists() or not psutil.pid_exists(attempt["pid"]): return None
     children = psutil.Process(attempt["pid"]).children(recursive=True)
@@ -68,7 +68,7 @@ def run_out_of_time(cell):
     until(lambda: (cell.run_folder / "checkpoint-3/complete").exists(), PATIENCE, "the first checkpoint")
     kernel_of(cell).suspend()
     job = read_json(cell.folder / "submitted.json")["job"]
-    limit = lambda minutes: say("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
+    limit = lambda minutes: command_output("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
     limit(1)
     until(lambda: read_json(list_attempts(cell)[0] / "end.json"), PATIENCE, "the time limit")
     limit(10)
