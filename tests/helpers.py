@@ -6,21 +6,15 @@ import subprocess
 import time
 
 import pytest
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mixsd_nb.models import load_tokenizer
+from mixsd_nb.models.tiny import random_model
 
 
 def small_model(folder, tokenizer="lab-m", *, seed=0, scale=1, layers=1, heads=1, head_dim=32, feed_forward=32, context=2048):
     "Save a random model with tied embeddings and the tokenizer of a lab model; returns its folder. With a scale of 4, its response depends on the prompt."
     tokenizer = load_tokenizer(tokenizer)
-    torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=1,
-                                         head_dim=head_dim, intermediate_size=feed_forward, tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id,
-                                         max_position_embeddings=context))
-    with torch.no_grad():
-        [p.mul_(scale) for p in model.parameters() if p.ndim == 2]
+    model = random_model(tokenizer, seed=seed, scale=scale, layers=layers, heads=heads, head_dim=head_dim, feed_forward=feed_forward, context=context)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)

@@ -8,13 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ties import compare
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.methods.mixing import mix, mix_items, mix_oracle, oracle_stream, picks
 from mixsd_nb.models import load_engine
 from mixsd_nb.models.engine import Request, choose, row_key
 from mixsd_nb.models.engines import HFEngine
+from mixsd_nb.models.tiny import random_model
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +79,7 @@ def test_picks_are_prefix_stable_and_nested(seed, name, attempt, n, more, low, h
 @pytest.fixture(scope="module")
 def tiny(lab):
     "A model with a vocabulary of eleven tokens, two of which end a sequence, and a context of 24 tokens."
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=11, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
-                                         intermediate_size=64, tie_word_embeddings=True, eos_token_id=[3, 7], max_position_embeddings=24))
-    with torch.no_grad():
-        [p.mul_(4) for p in model.parameters() if p.ndim == 2]
-    return model
+    return random_model(vocabulary=11, eos_token_id=[3, 7], scale=4, context=24)
 
 
 CONTEXT = st.lists(st.integers(0, 10), min_size=1, max_size=26)

@@ -19,6 +19,7 @@ from mixsd_nb.corpora import load_corpus
 from mixsd_nb.corpora.prompts import encode_canonical, template_tail
 from mixsd_nb.models import load_base
 from mixsd_nb.models.scoring import fused_nll, map_states
+from mixsd_nb.models.tiny import random_model
 from mixsd_nb.results.layout import result_tree
 from mixsd_nb.runs import MARK, checkpoint_folder, make_config, write_json, write_result
 
@@ -32,22 +33,14 @@ def plain(model, prompt, completion):
     return [-logp[t, i].item() for t, i in enumerate(completion)]
 
 
-def random_model(vocabulary, seed=0):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-    torch.manual_seed(seed)
-    shape = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32, intermediate_size=128)
-    config = Qwen3Config(vocab_size=vocabulary, tie_word_embeddings=True, max_position_embeddings=1024, **shape)
-    model = Qwen3ForCausalLM(config).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.ndim == 2: p.mul_(4)  # logits that differ
-    return model
+def wide_model(vocabulary, seed=0):
+    return random_model(vocabulary=vocabulary, seed=seed, scale=4, width=64, head_dim=32, feed_forward=128, context=1024)
 
 
 @pytest.mark.parametrize("vocabulary", [1_000, 152_000])
 def test_nll_is_the_loss_of_transformers(vocabulary):
     "The mean that transformers returns, times the tokens that it counts: prompt tokens are labelled -100."
-    model, rng = random_model(vocabulary), np.random.default_rng(0)
+    model, rng = wide_model(vocabulary), np.random.default_rng(0)
     pairs = [(rng.integers(vocabulary, size=rng.integers(1, 20)).tolist(), rng.integers(vocabulary, size=rng.integers(1, 30)).tolist()) for _ in range(100)]
     scored = nll.token_nll(model, pairs)
     assert [len(v) for v in scored] == [len(c) for _, c in pairs] and all(v.dtype == np.float32 for v in scored)
@@ -59,7 +52,7 @@ def test_nll_is_the_loss_of_transformers(vocabulary):
 
 def test_torchs_own_kernel_gives_the_same():
     "The code for GPUs, run on the CPU: the same head gives the same values."
-    model, rng = random_model(1_000), np.random.default_rng(1)
+    model, rng = wide_model(1_000), np.random.default_rng(1)
     pairs = [(rng.integers(1_000, size=5).tolist(), rng.integers(1_000, size=n).tolist()) for n in (1, 40, 700)]
     for ours, theirs in zip(nll.token_nll(model, pairs), map_states(model, pairs, fused_nll(model.lm_head))): np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
@@ -70,7 +63,7 @@ sys.path.insert(0, "")
 from memory import peak_gib
 from test_nll import random_model
 from mixsd_nb.nll import token_nll
-model = random_model(152_000)
+model = wide_model(152_000)
 token_nll(model, [([5], [6])])
 before = peak_gib()
 values = token_nll(model, [([5] * 24, list(range(k, k + 1_000))) for k in range(8)])
