@@ -19,7 +19,8 @@ from .results.gallery import shared_figures, source_sheet
 from .results.overview import draw_overview
 from .results.summary import summary_table
 from .results.tables import list_tables
-from .runs import Config, ParameterError, Run, Stage, find_runs, make_config, project_root
+from .runs import (Config, ParameterError, Run, Stage, describe_parameters, find_runs, make_config,
+                           project_root)
 
 # %% ../nbs/figures.ipynb #aceaac55
 class FiguresConfig(Config):
@@ -64,6 +65,7 @@ def _select_runs(config, cube):
     except ValueError as e: raise ParameterError(str(e)) from None
 
 
+@describe_parameters(FiguresConfig)
 def run(
     **parameters,  # of FiguresConfig
 ) -> dict[str, Source]:

@@ -144,7 +144,8 @@ def notebook_config(
 ) -> Config:
     "The configuration of a stage from the names in its notebook; ParameterError as in `make_config`."
     own = {name: namespace[name] for name in cls.model_fields if name in namespace}
-    if any(isinstance(value, cls) for value in namespace.values()): return make_config(cls, **own)
+    later = (value for name, value in namespace.items() if name not in before)
+    if any(isinstance(value, cls) for value in later): return make_config(cls, **own)
     known = before | {"In", "Out", "exit", "quit", "open", "get_ipython"} | {"force"} - set(cls.model_fields)
     new = {k: v for k, v in namespace.items() if k not in known and not k.startswith("_") and v is not before}
     return make_config(cls, **{**new, **own})

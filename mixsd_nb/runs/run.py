@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['module_file', 'imported_modules', 'import_closure', 'code_text', 'code_version', 'package_version', 'weights_version',
-           'read_config', 'Run', 'find_runs', 'Stage', 'find_stage', 'run_function']
+           'read_config', 'Run', 'find_runs', 'Stage', 'find_stage', 'describe_parameters', 'run_function']
 
 # %% ../../nbs/runs/run.ipynb #b56ece74
 import ast
@@ -31,9 +31,11 @@ if TYPE_CHECKING:  # imported where they are used: worker processes need no tabl
     import xarray as xr
 
 # %% ../../nbs/runs/run.ipynb #9b7a9651
+@functools.cache
 def _package() -> Path: return Path(importlib.util.find_spec("mixsd_nb").submodule_search_locations[0])
 
 
+@functools.cache
 def module_file(
     name: str,  # of a module of this package or of a plugin
 ) -> Path | None:
@@ -46,6 +48,7 @@ def module_file(
     return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()), None)
 
 # %% ../../nbs/runs/run.ipynb #e9d58372
+@functools.cache
 def imported_modules(
     name: str,
 ) -> set[str]:
@@ -296,18 +299,33 @@ def find_stage(
     raise ParameterError(f"stage must be the name of a stage or the file of its notebook, got {name}")
 
 
-def run_function(
-    cls: type[Stage],
-) -> Callable[..., Run]:
-    "The function `run` of a stage's module; its signature and help list the fields of the stage."
-    def run(*, force=False, **parameters): return make_config(cls, **parameters).run(force)
+def describe_parameters(
+    cls: type[Config],
+    force: bool = False,  # the function also takes `force`
+) -> Callable[[Callable], Callable]:
+    "A decorator that gives a function of `**parameters` the fields of a configuration as its signature and help."
     keyword = inspect.Parameter.KEYWORD_ONLY
     default = lambda field: field.get_default(call_default_factory=True)
     fields = [inspect.Parameter(name, keyword, default=default(field), annotation=field.annotation)
               for name, field in cls.model_fields.items()]
-    force = inspect.Parameter("force", keyword, default=False, annotation=bool)
-    run.__signature__ = inspect.Signature([*fields, force], return_annotation=Run)
     texts = [f"{name}: {field.description or ''}" for name, field in cls.model_fields.items()]
-    lines = [(cls.__doc__ or "").strip(), "", *texts, "force: compute again even if the run is finished"]
-    run.__doc__, run.__module__ = "\n".join(lines), cls.__module__
+    if force:
+        fields.append(inspect.Parameter("force", keyword, default=False, annotation=bool))
+        texts.append("force: compute again even if the run is finished")
+
+    def describe(function):
+        returns = inspect.signature(function).return_annotation
+        function.__signature__ = inspect.Signature(fields, return_annotation=returns)
+        function.__doc__ = "\n".join([(function.__doc__ or cls.__doc__ or "").strip(), "", *texts])
+        return function
+    return describe
+
+
+def run_function(
+    cls: type[Stage],
+) -> Callable[..., Run]:
+    "The function `run` of a stage's module; its signature and help list the fields of the stage."
+    @describe_parameters(cls, force=True)
+    def run(*, force=False, **parameters) -> Run: return make_config(cls, **parameters).run(force)
+    run.__module__ = cls.__module__
     return run
