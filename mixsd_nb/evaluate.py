@@ -37,6 +37,8 @@ class EvaluateConfig(Stage, EvalSettings):
 
     def slug(self): return f"{self.dataset}-{self.model}"
 
+    def modules(self): return [*super().modules(), *self.declared_modules()]
+
     def compute(self, run: Run) -> xr.DataTree:
         "Generate and grade the responses, and summarise them."
         items = select_items(self)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import pandas as pd
 import xarray as xr
-from pydantic import Field, field_validator
+from pydantic import Field, TypeAdapter, ValidationError, field_validator
 
 from . import evaluate, generate
 from .analysis.scores import count_correct
@@ -24,7 +24,7 @@ from .corpora.prompts import SPANS
 from .methods import METHODS, fit_function, label_coordinates, method_label, runnable_methods
 from .models import ENGINES, check_model, run_with_engine
 from .results.layout import result_tree
-from .runs import (ParameterError, Run, Stage, checkpoint_folder, is_runtime, last_checkpoint, make_config,
+from .runs import (ParameterError, Run, Stage, checkpoint_folder, format_type, is_runtime, last_checkpoint, make_config,
                            module_of, nearest, run_function, runs_root, runtime_field)
 
 # %% ../nbs/train.ipynb #a6373b69
@@ -112,11 +112,7 @@ class TrainConfig(Stage, EvalSettings):
 
     def slug(self): return f"{self.dataset}-{self.model}-{self.label}"
 
-    def modules(self):
-        corpus = CORPORA[self.dataset]
-        references = [METHODS[self.method].fit, ENGINES[self.engine].cls, corpus.build, corpus.validation,
-                      *(SUITES[name].items for name in benchmark_names(self.suite))]
-        return [*super().modules(), *sorted(set(map(module_of, references)))]
+    def modules(self): return [*super().modules(), module_of(METHODS[self.method].fit), *self.declared_modules()]
 
     def steps(self) -> tuple[int, list[int]]:
         "The number of updates, and the steps of all checkpoints including the last update."

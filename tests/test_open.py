@@ -11,7 +11,7 @@ import pytest
 import xarray as xr
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {"my_methods": "methods", "my_engines": "models", "my_benchmarks": "benchmarks", "my_corpora": "corpora"}
+PAGES = {"my_methods": "methods", "my_edits": "methods", "my_engines": "models", "my_benchmarks": "benchmarks", "my_corpora": "corpora"}
 
 TOYS = '''
 import numpy as np
@@ -172,8 +172,9 @@ def test_the_examples_of_the_pages_run(tmp_path, tiny):
 import json
 from mixsd_nb import train
 run = train.run(method="shout", options=dict(times=3), dataset="planets", engine="loud", suite="recall,letters", n=4, max_new_tokens=4, epochs=1, model={tiny!r})
-print(json.dumps([run.root.method.item(), run.root.benchmark.values.tolist()]))""", plugins=",".join(PAGES))
-    assert found == ["shout-3", ["recall", "recall-kept", "letters", "validation"]]
+edited = train.run(method="shrink", dataset="planets", suite="recall,letters", n=4, max_new_tokens=4, model={tiny!r})
+print(json.dumps([run.root.method.item(), run.root.benchmark.values.tolist(), edited.root.step.values.tolist(), list(edited.checkpoints)]))""", plugins=",".join(PAGES))
+    assert found == ["shout-3", ["recall", "recall-kept", "letters", "validation"], [0, 1], [1]]
 
 
 def test_no_name_decides_outside_its_declaration():

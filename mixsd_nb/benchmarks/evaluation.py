@@ -9,6 +9,7 @@ __all__ = ['RULES', 'EvalSettings', 'select_items', 'sampling_of', 'generate_res
 # %% ../../nbs/benchmarks/evaluation.ipynb #b0519fff
 import hashlib
 import json
+import re
 from collections import deque
 from pathlib import Path
 from typing import Any, Literal
@@ -20,10 +21,10 @@ from . import (GRADINGS, SUITES, Item, Sampling, Selection, Suite, benchmark_nam
                                  load_items)
 from .sandbox import check_sandbox
 from .tasks import benchmarks_folder, grade
-from ..corpora import check_corpus
+from ..corpora import CORPORA, check_corpus
 from ..corpora.prompts import encode_prompt
-from ..models import check_engine, check_engine_options, load_engine
-from ..runs import Config, Journal, report_progress, runtime_field, write_atomically
+from ..models import ENGINES, check_engine, check_engine_options, load_engine
+from ..runs import Config, Journal, module_of, report_progress, runtime_field, write_atomically
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #f1b5e412
 class EvalSettings(Config):
@@ -64,6 +65,13 @@ class EvalSettings(Config):
     @field_validator("engine_options", mode="before")
     @classmethod
     def _options(cls, options, info): return check_engine_options(options, info.data.get("engine", "hf"))
+
+    def declared_modules(self) -> list[str]:
+        "Modules that the declarations of engine, corpus and benchmarks name: their code is part of a run's."
+        corpus, suites = CORPORA[self.dataset], [SUITES[name] for name in benchmark_names(self.suite)]
+        named = [text for s in suites for text in (s.items, s.source, GRADINGS[s.grading].judge)]
+        references = [ENGINES[self.engine].cls, corpus.build, corpus.validation, *named]
+        return sorted({module_of(text) for text in references if re.fullmatch(r"[\w.]+:\S+", text)})
 
     def identity(self) -> dict[str, Any]:
         "As in `Config`, with the suite expanded into its benchmarks and their versions."

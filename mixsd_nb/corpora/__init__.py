@@ -62,6 +62,21 @@ def check_corpus(
     "The name itself; ValueError of one sentence if there is no such corpus."
     return CORPORA.check(name)
 
+# %% ../../nbs/corpora/index.ipynb #c0ffee01
+_COLUMNS = ("id", "prompt", "target", "answer", "subject", "statement")
+
+
+def _check_splits(name: str, splits: dict[str, list[dict]]) -> dict[str, list[dict]]:
+    "The splits; ValueError of one sentence if there is no training split, or a row lacks a column or repeats an id."
+    if "train" not in splits: raise ValueError(f"the corpus {name} must have a split train, got {', '.join(splits) or 'none'}")
+    for split, rows in splits.items():
+        for row in rows:
+            missing = [column for column in _COLUMNS if column not in row]
+            if missing: raise ValueError(f"{split} of {name} has a row without {', '.join(missing)}: {row.get('id', row)}")
+        ids = {row["id"] for row in rows}
+        if len(ids) < len(rows): raise ValueError(f"{split} of {name} has {len(rows)} rows but {len(ids)} different ids")
+    return splits
+
 # %% ../../nbs/corpora/index.ipynb #fb22243c
 def load_corpus(
     name: str,  # a key of CORPORA
@@ -73,7 +88,7 @@ def load_corpus(
     ValueError of one sentence for an unknown name or split, and for options that a corpus does not allow."""
     from datasets import Dataset, DatasetDict
     corpus = CORPORA[name]
-    splits = load_object(corpus.build)(**{**corpus.options, **options})
+    splits = _check_splits(name, load_object(corpus.build)(**{**corpus.options, **options}))
     if split not in (None, *splits):
         raise ValueError(f"split must be one of {', '.join(splits)} for {name}, got {split}")
     if split: return Dataset.from_list(splits[split])

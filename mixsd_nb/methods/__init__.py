@@ -28,15 +28,26 @@ class Method:
     marker: str = "o"
     settings: tuple[str, ...] = ()  # parameters of `train` that it uses, besides model, corpus, seed and evaluation
     fit: str = ""  # `module:function`, a function (run) -> Fitted; empty if only published numbers exist
-    label: str = ""  # format of the label after the name, for example "{lam:g}"
+    label: str = ""  # format of the label after the name; each setting is a number in the form "{lam:g}"
     caption: str = ""  # format of the settings after the title, for example "λ={lam:g}"
     usual: Mapping[str, float] = field(default_factory=dict)  # settings for which the title has no caption
     published: Mapping[str, Any] = field(default_factory=dict)  # published values, used for settings that are None
     constants: Mapping[str, float] = field(default_factory=dict)  # further coordinates along `method`
     options: Mapping[str, Any] = field(default_factory=dict)  # parameters of this method alone, with their defaults
     colours: Mapping[str, str] = field(default_factory=dict)  # colours of particular labels
-    ramp: tuple[str, ...] = ()  # colours along the first setting of the label, from 0 to 0.8
+    ramp: tuple[str, ...] = ()  # colours along the first setting of the label, from 0 to `ramp_end`
+    ramp_end: float = 1.0
     descending: tuple[str, ...] = ()  # settings of the label that tables sort in descending order
+
+    def __post_init__(self):
+        "ValueError if the label or the caption shows what is not a number among the settings and options."
+        for form in (self.label, self.caption):
+            for name, spec in re.findall(r"{(\w+)([^}]*)}", form):
+                known = [*self.settings, *self.options]
+                if name not in known: raise ValueError(f"the label of method {self.name} shows {name}; its settings are {', '.join(known)}")
+                if spec != ":g": raise ValueError(f"the label of method {self.name} must show {name} as {{{name}:g}}, got {{{name}{spec}}}")
+                if not isinstance(self.options.get(name, 0), (int, float)):
+                    raise ValueError(f"the label of method {self.name} shows {name}, which must be a number")
 
     @property
     def label_settings(self) -> list[str]:
@@ -45,23 +56,24 @@ class Method:
 
 # %% ../../nbs/methods/index.ipynb #ad5e2feb
 METHODS = Registry("method")
+_DISTILLATION = dict(settings=(*TRAINED, "rollouts", "temperature", "rollout_tokens"), descending=("rollouts",),
+                     fit="methods.distill:fit_distillation", label="n{rollouts:g}-t{temperature:g}",
+                     caption="n={rollouts:g}, T={temperature:g}")
 for _method in [
-    Method(BASE, "Base", "#595959", "_", fit="methods.fitting:keep_base"),
-    Method("memit", "MEMIT", "#009e73", "P"),
-    Method("sft", "SFT", "#d55e00", "s", (*TRAINED, "span"), "methods.supervised:fit_canonical"),
-    Method("opsd", "OPSD", "#e69f00", "^", (*TRAINED, "rollouts", "temperature", "rollout_tokens"),
-           "methods.distill:fit_distillation", "n{rollouts:g}-t{temperature:g}", "n={rollouts:g}, T={temperature:g}",
-           usual=dict(rollouts=8, temperature=1.0), published=dict(rollouts=8, temperature=1.0),
-           colours={"opsd-n1-t0": "#f3d36b"}, descending=("rollouts",)),
-    Method("opsd-nll", "OPSD-NLL", "#7a4a00", "v", (*TRAINED, "rollouts", "temperature", "rollout_tokens"),
-           "methods.distill:fit_distillation", "n{rollouts:g}-t{temperature:g}", "n={rollouts:g}, T={temperature:g}",
-           published=dict(rollouts=1, temperature=0.0), descending=("rollouts",)),
-    Method("mixsd-kl", "MixSD-KL", "#b3478a", "D", (*TRAINED, "rollouts", "temperature", "rollout_tokens"),
-           "methods.distill:fit_distillation", "n{rollouts:g}-t{temperature:g}", "n={rollouts:g}, T={temperature:g}",
-           published=dict(rollouts=8, temperature=1.0), descending=("rollouts",),
+    Method(BASE, title="Base", colour="#595959", marker="_", fit="methods.fitting:keep_base"),
+    Method("memit", title="MEMIT", colour="#009e73", marker="P"),
+    Method("sft", title="SFT", colour="#d55e00", marker="s", settings=(*TRAINED, "span"),
+           fit="methods.supervised:fit_canonical"),
+    Method("opsd", title="OPSD", colour="#e69f00", marker="^", **_DISTILLATION, usual=dict(rollouts=8, temperature=1.0),
+           published=dict(rollouts=8, temperature=1.0), colours={"opsd-n1-t0": "#f3d36b"}),
+    Method("opsd-nll", title="OPSD-NLL", colour="#7a4a00", marker="v", **_DISTILLATION,
+           published=dict(rollouts=1, temperature=0.0)),
+    Method("mixsd-kl", title="MixSD-KL", colour="#b3478a", marker="D", **_DISTILLATION,
+           published=dict(rollouts=8, temperature=1.0),
            colours={"mixsd-kl-n1-t1": "#e39cc6", "mixsd-kl-n1-t0": "#5e1645"}),
-    Method("mixsd", "MixSD", "#2f8fdc", "o", (*TRAINED, "span", "lam", "target_tokens"), "methods.supervised:fit_mixed",
-           "{lam:g}", "λ={lam:g}", constants=dict(rollouts=1), ramp=("#a6dcfb", "#2f8fdc", "#0c2a70")),
+    Method("mixsd", title="MixSD", colour="#2f8fdc", marker="o", settings=(*TRAINED, "span", "lam", "target_tokens"),
+           fit="methods.supervised:fit_mixed", label="{lam:g}", caption="λ={lam:g}", constants=dict(rollouts=1),
+           ramp=("#a6dcfb", "#2f8fdc", "#0c2a70"), ramp_end=0.8),
 ]: METHODS.add(_method)
 
 # %% ../../nbs/methods/index.ipynb #c97df635

@@ -18,7 +18,7 @@ from ..corpora import load_corpus
 from . import METHODS
 from .trainer import TrainingSpec, fine_tune
 from ..models import load_engine, load_tokenizer
-from ..runs import Run, checkpoint_folder
+from ..runs import MARK, Run, checkpoint_folder
 
 # %% ../../nbs/methods/fitting.ipynb #5c0a58a9
 class Fitted(NamedTuple):
@@ -61,6 +61,18 @@ class MethodRun(Run):
         "The accepted mixed targets: `id, prompt_ids, completion_ids, …` as stored by the generate stage."
         return self._mixed_targets()
 
+    def save_checkpoint(
+        self,
+        model,  # of transformers
+        step: int = 1,
+    ) -> Path:
+        "Save a model with its tokenizer as the complete checkpoint of a step, for a method without a training loop."
+        folder = checkpoint_folder(self.folder, step)
+        model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        (folder / MARK).touch()
+        return folder
+
     def train(
         self,
         objective: str,  # `module:function`, a function (spec, tokenizer) -> objective
@@ -83,7 +95,9 @@ class MethodRun(Run):
     ) -> Fitted:
         "Train on the NLL of completions; ValueError if there are none."
         if not pairs: raise ValueError("there are no targets to train on")
-        values, engine = list(pairs.values()), load_engine("hf", self.parameters.model, dtype=self.parameters.dtype)
+        values = list(pairs.values())
+        # transformers score the targets whatever the engine, so that the engine cannot change a result
+        engine = load_engine("hf", self.parameters.model, dtype=self.parameters.dtype)
         nll = np.concatenate(engine.score(values))
         targets = dict(target_nll=float(nll.mean()), target_tokens=len(nll) / len(values))
         return self.train("methods.supervised:stored_pairs", dict(pairs=values), set(pairs), targets)

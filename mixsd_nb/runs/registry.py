@@ -80,4 +80,9 @@ def module_of(reference: str) -> str:
 # %% ../../nbs/runs/registry.ipynb #51a01109
 def load_object(reference: str) -> Any:
     "The object that a reference names: `corpora.kgfact:build` is the function `build` of `mixsd_nb.corpora.kgfact`."
-    return getattr(import_module(module_of(reference)), reference.partition(":")[2])
+    module, _, name = reference.partition(":")
+    try: return getattr(import_module(module_of(reference)), name)
+    except ModuleNotFoundError as e:
+        if e.name != module_of(reference): raise
+        raise ValueError(f"{reference} cannot be loaded: there is no module {module_of(reference)}") from None
+    except AttributeError: raise ValueError(f"{reference} cannot be loaded: {module} has no {name}") from None
