@@ -27,7 +27,7 @@ from .curvature import SquaredGradients, check_differentiable
 from ..benchmarks import SUITES, Item, Selection, suite_groups
 from ..corpora.prompts import encode_completion, encode_prompt
 from ..models import load_base, load_tokenizer, model_source
-from ..runs import die_with_parent, launch, load_object, write_atomically
+from ..runs import die_with_parent, launch, leave, load_object, write_atomically
 
 # %% ../../nbs/analysis/estimation.ipynb #a8000005
 def sample_by_subject(
@@ -172,4 +172,6 @@ def main(
 
 
 # A notebook is `__main__` too, but has no `__file__`.
-if __name__ == "__main__" and "__file__" in globals(): main(*sys.argv[1:])
+if __name__ == "__main__" and "__file__" in globals():
+    main(*sys.argv[1:])
+    leave()

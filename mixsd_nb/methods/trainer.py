@@ -27,7 +27,8 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 
 from .loss import LossHead, summed_loss
 from ..models import load_base
-from ..runs import MARK, checkpoint_folder, die_with_parent, last_checkpoint, launch, load_object, write_json
+from ..runs import (MARK, checkpoint_folder, die_with_parent, last_checkpoint, launch, leave, load_object,
+                           write_json)
 
 # %% ../../nbs/methods/trainer.ipynb #54c11310
 @dataclass(frozen=True)
@@ -370,4 +371,6 @@ def main(
 
 # %% ../../nbs/methods/trainer.ipynb #9e7618e2
 # In a notebook `__name__` is `__main__` too, but `__file__` does not exist.
-if __name__ == "__main__" and "__file__" in globals(): main(*sys.argv[1:])
+if __name__ == "__main__" and "__file__" in globals():
+    main(*sys.argv[1:])
+    leave()
