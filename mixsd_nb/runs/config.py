@@ -99,7 +99,8 @@ def format_type(
     if origin in (typing.Union, types.UnionType): return " or ".join(format_type(part, limits) for part in parts)
     if origin in (tuple, list): return f"a list of {format_type(parts[0], plural=True)}"
     noun = _NOUNS.get(origin or annotation, (str(annotation),) * 2)[plural]
-    return f"{noun} {limits}" if limits and annotation in (int, float) else noun
+    if not limits or annotation not in (int, float): return noun
+    return f"{noun} of {limits}" if limits.startswith("at ") else f"{noun} {limits}"
 
 # %% ../../nbs/runs/config.ipynb #e3409a92
 def format_error(
