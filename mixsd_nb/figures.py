@@ -73,7 +73,8 @@ def run(
 
     Returns the sources by name, each with its whole cube and with the numbers that tables show."""
     config, default = make_config(FiguresConfig, **parameters), FiguresConfig()
-    sources = load_sources(config.source, config.runs or None, skip_corrupt=config.skip_corrupt, **config.where)
+    sources = load_sources(config.source, config.runs or None, cell=(config.dataset, config.model),
+                           skip_corrupt=config.skip_corrupt, **config.where)
     figures = {}
     if "runs" in sources:
         cube = _select_runs(config, sources["runs"].cube)

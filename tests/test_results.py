@@ -129,6 +129,17 @@ def test_settings_that_are_no_dimensions_agree(cube):
     assert set(open_cube(epochs=5)["lr"].values) == {0, 0.5}
 
 
+def test_runs_of_another_corpus_contradict_no_figure(cube):
+    "They are left out of the tables with one warning; those of the corpus itself must agree, and the message says how."
+    for lr, epochs in ((1e-3, 5), (3e-4, 20)): Demo(method="sft", dataset="kgfunc-lab", lr=lr, epochs=epochs).run()
+    with pytest.warns(UserWarning, match=r"left out of the tables: kgfunc-lab with lab-m \(epochs differs within the cube\)$"):
+        xr.testing.assert_identical(load_sources("runs", cell=("kgfact-small", "lab-m"))["runs"].cube, cube)
+    part = select_part(load_sources("runs", cell=("kgfunc-lab", "lab-m"), epochs=5)["runs"].cube, "kgfunc-lab", "lab-m")
+    assert (part.lr.values.tolist(), part.seed.values.tolist()) == ([1e-3], [0]), "only what its own runs have"
+    with pytest.raises(ValueError, match=r"open_cube\(epochs=20\), or for a notebook with -y '\{where: \{epochs: 20\}\}'$"):
+        load_sources("runs", cell=("kgfunc-lab", "lab-m"))
+
+
 def test_given_runs_become_the_same_cube(cube):
     "As runs, as folders and as roots; none at all is an error."
     runs = [config.run() for config in twenty()]
@@ -338,6 +349,15 @@ def test_a_cube_without_the_base_model_is_drawn(plugin):
     assert labels_of(figures["frontier"]) == {"sft", "toy-r8", "edit"}
     assert source_sheet("kgfact-small", dict(runs=source)).methods == ["sft", "toy-r8", "edit"]
     plt.close("all")
+
+
+@pytest.mark.parametrize(("kind", "name", "registry", "entry"), [("method", "toy-r8", METHODS, TOY), ("dataset", "mine", CORPORA, MINE),
+                                                                 ("benchmark", "riddles", BENCHMARKS, RIDDLES)])
+def test_a_missing_plugin_is_named_before_settings_are_compared(kind, name, registry, entry, plugin):
+    suites = INVENTED | {"riddles": dict(column="riddles", role="held-out")}
+    runs = {f"run-{n}": invent_result("toy", dataset="mine", benchmarks=suites, rank=8, n=n).to_dataset() for n in (5, 100)}
+    registry.remove(entry.name)
+    with pytest.raises(ValueError, match=f"^{kind} {name}, of run run-5, is not declared; name its module in MIXSD_PLUGINS$"): cube_of(runs)
 
 
 def test_an_undeclared_label_is_one_sentence():
