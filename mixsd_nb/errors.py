@@ -20,7 +20,7 @@ from .analysis.responses import (classify_responses, count_errors, digest_respon
 from .analysis.taxonomy import ALL_CATEGORIES, CATEGORIES, PUBLISHED, Limits, asks_for_program, classify
 from .benchmarks import SUITES
 from .corpora import CORPORA, check_corpus
-from .methods import BASE, ordered_labels
+from .methods import BASE, label_title, ordered_labels
 from .models import check_model
 from .runs import (Run, Stage, check_runs_folder, module_of, run_function, runs_root, runtime_field,
                            write_atomically)
@@ -124,7 +124,7 @@ def draw_breakdown(
     "Draw a stacked bar for each method."
     shares, bottom = 100 * errors[list(ALL_CATEGORIES)].div(errors[of].where(errors[of] > 0), axis=0).fillna(0), 0
     for category, colour in COLOURS.items():
-        bars = ax.bar(shares.index, shares[category], bottom=bottom, color=colour, width=0.75, label=category)
+        bars = ax.bar([*map(label_title, shares.index)], shares[category], bottom=bottom, color=colour, width=0.75, label=category)
         bottom = bottom + shares[category]
     if of == "wrong": ax.bar_label(bars, [f"{n:.0f}" if n else "" for n in errors.wrong], fontsize=6)  # N of the bar
     ax.set(ylim=(0, 100 if of == "n" else 110))

@@ -47,14 +47,20 @@ def find_run(
 def analysis_figures(
     config: FiguresConfig,
 ) -> dict[str, Figure]:
-    "By name the CDFs of the targets' NLL and the categories of errors, as far as nll and errors have finished runs."
+    """By name the CDFs of the targets' NLL and the categories of errors, as far as nll and errors have finished runs.
+
+    Prints one line if errors has a run, but new responses have been written since."""
     cell = dict(dataset=config.dataset, model=config.model)
-    mixed = nll.find_mixed_targets(config.dataset, config.runs or None)
-    mixed = [each for each in mixed if each["model"] == config.model]
+    mixed = nll.find_mixed_targets(config.dataset, [config.model], config.runs or None)
     scored = [run for each in (cell, *mixed) for run in find_run(make_config(nll.NllConfig, **each), config.runs)]
     figures = {"nll-cdf": nll.cdf_figure([run.result for run in scored])} if scored else {}
     denominators = {"errors": "n", "errors-alone": "wrong"}
-    for run in find_run(make_config(errors.ErrorsConfig, runs=config.runs, **cell), config.runs):
+    current = make_config(errors.ErrorsConfig, runs=config.runs, **cell)
+    found = find_run(current, config.runs)
+    settings = {k: v for k, v in current.identity().items() if k != "content"}
+    if not found and find_runs(config.runs or None, current.name, **settings):
+        print("errors.ipynb has not seen the latest runs; run it again to draw errors*")
+    for run in found:
         figures |= {name: errors.breakdown_figure(run.root, of=n) for name, n in denominators.items()}
     return figures
 
@@ -73,7 +79,8 @@ def run(
 
     Returns the sources by name, each with its whole cube and with the numbers that tables show."""
     config, default = make_config(FiguresConfig, **parameters), FiguresConfig()
-    sources = load_sources(config.source, config.runs or None, skip_corrupt=config.skip_corrupt, **config.where)
+    sources = load_sources(config.source, config.runs or None, cell=(config.dataset, config.model),
+                           skip_corrupt=config.skip_corrupt, **config.where)
     figures = {}
     if "runs" in sources:
         cube = _select_runs(config, sources["runs"].cube)

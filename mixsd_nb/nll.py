@@ -24,11 +24,11 @@ from .analysis.likelihood import (SOURCES, THRESHOLDS, Target, canonical_targets
 from .analysis.statistics import rank_correlation
 from .corpora import CORPORA, check_corpus, load_corpus
 from .corpora.prompts import SPANS
-from .methods import BASE, method_label
+from .methods import BASE, label_title, method_label
 from .models import ENGINES, check_engine, check_engine_options, check_model, load_tokenizer
 from .models.scoring import token_nll
 from .results.overview import CONDITIONALS
-from .results.plots import method_colour
+from .results.plots import corpus_name, method_colour
 from .results.schema import RUN_DIMS, variable
 from .results.summary import held_out_average
 from .runs import Stage, find_runs, module_of, read_config, run_function, runs_root, runtime_field
@@ -46,12 +46,17 @@ class NllConfig(Stage):
                                  "the template's tokens")
     first: int = Field(100, ge=1, description="items of the corpus that the published tables count")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the model: float32 or bfloat16")
+    models: list[str] = runtime_field([], 'further base models whose targets are scored, as in ["lab-s", "lab-l"]')
     prompts: int = runtime_field(16, "prompts of each held-out benchmark on which forgetting is measured", ge=1)
     engine: str = runtime_field("hf", "what runs the model: hf or vllm")
     engine_options: dict = runtime_field({}, 'for vLLM, as in {"tensor_parallel_size": 2}')
 
     _model = field_validator("model")(check_model)
     _engine = field_validator("engine")(check_engine)
+
+    @field_validator("models")
+    @classmethod
+    def _check_models(cls, names): return [check_model(name) for name in names]
 
     @field_validator("targets")
     @classmethod
@@ -168,22 +173,29 @@ def compare_with_canonical(
 # %% ../nbs/nll.ipynb #1a12c476
 def find_mixed_targets(
     dataset: str,
+    models: list[str],  # base models that sampled the targets
     root: Path | None = None,  # holds run folders; default: runs_root()
 ) -> list[dict]:
-    "Parameters `targets, dataset, model` for the targets of every finished generate run of a whole corpus."
-    runs = [run for run in find_runs(root, "generate", dataset=dataset) if not run.config.get("shard")]
-    file = lambda run: str(run.folder / "targets.parquet")
-    return [dict(targets=file(run), dataset=dataset, model=run.config["model"]) for run in runs]
+    """Parameters `targets, dataset, model` for the targets of every finished generate run of a whole corpus.
+
+    Runs that accepted no target are left out, and a printed line names them."""
+    runs = find_runs(root, "generate", dataset=dataset)
+    files = {run: run.folder / "targets.parquet" for run in runs
+             if run.config["model"] in models and not run.config.get("shard")}
+    empty = [run for run, file in files.items() if not pd.read_parquet(file, columns=["accepted"]).accepted.any()]
+    if empty: print(f"no target was accepted, so nothing is scored: {', '.join(run.name for run in empty)}")
+    return [dict(targets=str(file), dataset=dataset, model=run.config["model"])
+            for run, file in files.items() if run not in empty]
 
 # %% ../nbs/nll.ipynb #5e2a5aef
 def score_all(
     dataset: str,
-    models: list[str],  # base models under which the canonical targets are scored in any case
+    models: list[str],  # base models; the runs of others are left out
     **options,  # of NllConfig: span, first, dtype, engine
 ) -> list[xr.DataTree]:
     "The results of the canonical targets and of all mixed targets, for each model."
-    mixed = find_mixed_targets(dataset)
-    canonical = [dict(dataset=dataset, model=m) for m in dict.fromkeys([*models, *(f["model"] for f in mixed)])]
+    canonical = [dict(dataset=dataset, model=m) for m in dict.fromkeys(models)]
+    mixed = find_mixed_targets(dataset, models)
     return [run(**parameters, **options).result for parameters in (*canonical, *mixed)]
 
 # %% ../nbs/nll.ipynb #8f2f5eca
@@ -232,12 +244,12 @@ def cdf_figure(
     for ax, (model, methods) in zip(axes[0], tokens.items()):
         for method in sorted(methods, key=lambda m: (lam[m] == lam[m], lam[m])):
             values, colour = np.concatenate(methods[method]), method_colour(method)
-            ax.ecdf(values, color=colour, label=f"{method} (N={len(values):,})")
+            ax.ecdf(values, color=colour, label=f"{label_title(method)}, N={len(values):,}")
             ax.axvline(values.mean(), ls=":", color=colour)
         ax.set(title=model, xlabel="NLL under the base (nats per token)", xlim=(0, cut), ylim=(0, 1.02))
         ax.legend(fontsize=8, loc="lower right", title="tokens", title_fontsize=8)
     axes[0, 0].set_ylabel("share of tokens")
-    fig.suptitle(f"targets of {results[0]['dataset'].item()}; dotted: means")
+    fig.suptitle(f"targets of {corpus_name(results[0]['dataset'].item())}; dotted: means")
     return fig
 
 # %% ../nbs/nll.ipynb #8aaba796
@@ -350,7 +362,8 @@ def forgetting_figure(
     axes[0].legend(title="learning rate", fontsize=8, title_fontsize=8)
     for m in sorted(colours, key=lambda m: table[table["method"] == m].n_ref.mean()):
         part = table[table["method"] == m]
-        axes[2].scatter(part.forgetting_token, part["drop"], color=colours[m], s=18, label=m, alpha=0.8)
+        axes[2].scatter(part.forgetting_token, part["drop"], color=colours[m], s=18, label=label_title(m),
+                        alpha=0.8)
     axes[2].set(xlabel="F(D) (nats per token)", ylabel="Drop (points)", title=f"all checkpoints (N={len(table)})")
     axes[2].set_xscale("symlog", linthresh=0.01)
     axes[2].legend(fontsize=8)

@@ -1,8 +1,10 @@
 """The stage nll end to end on the lab model, against plain forwards and the loss of transformers, within a bound on memory."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -159,8 +161,25 @@ def test_source_and_overlap_of_known_targets(tmp_path, lab):
     assert root.overlap.sel(threshold=8, over="mean") == pytest.approx(np.mean([a / b for a, b in shares]))
     assert root.overlap_types.sel(threshold=8) == sum(b for _, b in shares)
     assert likelihood.count_missing_types(tokens, canonical).sum() == sum(b - a for a, b in shares)
-    assert [f["targets"] for f in nll.find_mixed_targets("kgfact-small")] == [str(tmp_path / "generate-by-hand" / "targets.parquet")]
-    assert nll.find_mixed_targets("kgfunc-lab") == []
+    assert [f["targets"] for f in nll.find_mixed_targets("kgfact-small", ["lab-m"])] == [str(tmp_path / "generate-by-hand" / "targets.parquet")]
+    assert nll.find_mixed_targets("kgfunc-lab", ["lab-m"]) == nll.find_mixed_targets("kgfact-small", ["lab-s"]) == []
+
+
+def test_targets_of_other_models_and_runs_without_accepted_targets_are_not_scored(tmp_path, lab, monkeypatch, capsys):
+    half_canonical(tmp_path, lab[1])
+    found = tmp_path / "generate-by-hand"
+    for name, model, accepted in (("generate-none", "lab-m", False), ("generate-other", "lab-s", True)):
+        shutil.copytree(found, tmp_path / name)
+        config = dict(dataset="kgfact-small", model=model, lam=0.4, seed=3, temperature=0.0, shard="")
+        write_json(tmp_path / name / "run.json", dict(stage="generate", config=config))
+        pd.read_parquet(found / "targets.parquet").assign(accepted=accepted).to_parquet(tmp_path / name / "targets.parquet")
+    scored = []
+    monkeypatch.setattr(nll, "run", lambda **parameters: scored.append((parameters["model"], parameters.get("targets"))) or SimpleNamespace(result=0))
+    nll.score_all("kgfact-small", ["lab-m"])
+    assert scored == [("lab-m", None), ("lab-m", str(found / "targets.parquet"))]
+    assert capsys.readouterr().out == "no target was accepted, so nothing is scored: generate-none\n"
+    nll.score_all("kgfact-small", ["lab-m", "lab-s"])
+    assert ("lab-s", str(tmp_path / "generate-other/targets.parquet")) in scored and ("lab-s", None) in scored
 
 
 def test_the_papers_span_counts_the_template_too(tmp_path, lab):

@@ -129,6 +129,17 @@ def test_settings_that_are_no_dimensions_agree(cube):
     assert set(open_cube(epochs=5)["lr"].values) == {0, 0.5}
 
 
+def test_runs_of_another_corpus_contradict_no_figure(cube):
+    "They are left out of the tables with one warning; those of the corpus itself must agree, and the message says how."
+    for lr, epochs in ((1e-3, 5), (3e-4, 20)): Demo(method="sft", dataset="kgfunc-lab", lr=lr, epochs=epochs).run()
+    with pytest.warns(UserWarning, match=r"left out of the tables: kgfunc-lab with lab-m \(epochs differs within the cube\)$"):
+        xr.testing.assert_identical(load_sources("runs", cell=("kgfact-small", "lab-m"))["runs"].cube, cube)
+    part = select_part(load_sources("runs", cell=("kgfunc-lab", "lab-m"), epochs=5)["runs"].cube, "kgfunc-lab", "lab-m")
+    assert (part.lr.values.tolist(), part.seed.values.tolist()) == ([1e-3], [0]), "only what its own runs have"
+    with pytest.raises(ValueError, match=r"open_cube\(epochs=20\), or for a notebook with -y '\{where: \{epochs: 20\}\}'$"):
+        load_sources("runs", cell=("kgfunc-lab", "lab-m"))
+
+
 def test_given_runs_become_the_same_cube(cube):
     "As runs, as folders and as roots; none at all is an error."
     runs = [config.run() for config in twenty()]
@@ -252,8 +263,25 @@ def test_analyses_that_were_made_are_drawn(tmp_path, monkeypatch):
     assert figures.analysis_figures(config) == {}
     nll.run(model="lab-s")
     drawn = figures.analysis_figures(config)
-    assert list(drawn) == ["nll-cdf"] and "sft (N=" in drawn["nll-cdf"].axes[0].get_legend().get_texts()[0].get_text()
+    assert list(drawn) == ["nll-cdf"] and "SFT, N=" in drawn["nll-cdf"].axes[0].get_legend().get_texts()[0].get_text()
     assert figures.analysis_figures(figures.FiguresConfig()) == {}
+
+
+def test_new_responses_since_errors_ran_are_reported(tmp_path, monkeypatch, capsys):
+    from made_up import write_run
+
+    from mixsd_nb import errors, figures
+    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
+    config = figures.FiguresConfig(model="lab-s")
+    write_run(tmp_path, "kgfact-small", "sft", [0, 9])
+    assert figures.analysis_figures(config) == {} and not capsys.readouterr().out, "errors has not run"
+    errors.run(model="lab-s")
+    capsys.readouterr()
+    assert list(figures.analysis_figures(config)) == ["errors", "errors-alone"] and not capsys.readouterr().out
+    write_run(tmp_path, "kgfact-small", "mixsd", [0, 9], lam=0.3)
+    assert figures.analysis_figures(config) == {}
+    assert capsys.readouterr().out == "errors.ipynb has not seen the latest runs; run it again to draw errors*\n"
+    plt.close("all")
 
 
 # What a plugin declares: a method with a setting and a learning rate, one that edits the weights, two benchmarks, a corpus.
@@ -302,7 +330,7 @@ def test_what_a_plugin_declares_is_in_every_figure(source, dataset, plugin):
     sources = dict(runs=collapse_source(plugin_cube(dataset))) | (load_sources("paper") if source == "both" else {})
     figures = run_figures(select_part(sources["runs"].cube, dataset, "lab-m")) | shared_figures(sources, dataset)
     assert {"tradeoff", "tradeoff-world", "frontier", "chosen"} <= {*figures}
-    for name in ("tradeoff", "tradeoff-world", "frontier"): assert labels_of(figures[name]) == {"sft", "toy-r8", "edit", "base"}
+    for name in ("tradeoff", "tradeoff-world", "frontier"): assert labels_of(figures[name]) == {"SFT", "Toy (rank 8)", "Edit", "Base"}
     assert {"SFT", "Toy (rank 8)", "Edit", "Base"} <= labels_of(figures["chosen"])
     for name, fig in figures.items():
         colours = {matplotlib.colors.to_hex(c) for ax in fig.axes for points in ax.collections for c in points.get_facecolor()}
@@ -335,9 +363,18 @@ def test_a_cube_without_the_base_model_is_drawn(plugin):
     source = collapse_source(plugin_cube("kgfact-small", base=False))
     assert source.table.average_drop.isnull().all() and source.table.average.notnull().any()
     figures = run_figures(source.cube) | shared_figures(dict(runs=source), "kgfact-small")
-    assert labels_of(figures["frontier"]) == {"sft", "toy-r8", "edit"}
+    assert labels_of(figures["frontier"]) == {"SFT", "Toy (rank 8)", "Edit"}
     assert source_sheet("kgfact-small", dict(runs=source)).methods == ["sft", "toy-r8", "edit"]
     plt.close("all")
+
+
+@pytest.mark.parametrize(("kind", "name", "registry", "entry"), [("method", "toy-r8", METHODS, TOY), ("dataset", "mine", CORPORA, MINE),
+                                                                 ("benchmark", "riddles", BENCHMARKS, RIDDLES)])
+def test_a_missing_plugin_is_named_before_settings_are_compared(kind, name, registry, entry, plugin):
+    suites = INVENTED | {"riddles": dict(column="riddles", role="held-out")}
+    runs = {f"run-{n}": invent_result("toy", dataset="mine", benchmarks=suites, rank=8, n=n).to_dataset() for n in (5, 100)}
+    registry.remove(entry.name)
+    with pytest.raises(ValueError, match=f"^{kind} {name}, of run run-5, is not declared; name its module in MIXSD_PLUGINS$"): cube_of(runs)
 
 
 def test_an_undeclared_label_is_one_sentence():

@@ -118,6 +118,16 @@ def test_a_point_of_the_world_is_its_entity(app):
     assert world.entity.value == other and f"<b>{other}</b>" in world.text.value
 
 
+def test_a_corpus_without_a_graph_says_so_and_another_one_can_be_selected(tmp_path):
+    world = Explorer(folder=tmp_path, dataset="kgfunc-lab", model="lab-s").get_view("world")
+    assert "kgfunc-lab has no graph of entities, which kgfact-small and kgfact-large have." in world.notice.value
+    assert world.dataset.value == "kgfunc-lab" and not world.figure.children and not world.entity.options
+    world.dataset.value = "kgfact-small"
+    assert "no responses of kgfact-small" in world.notice.value and world.figure.children
+    world.dataset.value = "kgfunc-lab"
+    assert "kgfunc-lab has no graph" in world.notice.value and not world.figure.children
+
+
 def test_runs_of_any_model_and_only_those_selected(tmp_path):
     "Two runs of a hub model differ in a setting: every picture reports it, and `where` selects in every view."
     write_run(tmp_path, "kgfact-small", "sft", [0, 3, 9], model="Qwen/Qwen3-1.7B")

@@ -93,20 +93,25 @@ def displacement_correlations(
 ) -> xr.Dataset:
     """`r_displacement`, `r_alignment` and `checkpoints` by model, over all its checkpoints.
 
-    For a cube of published numbers, the printed correlations are returned."""
+    Both correlations are NaN if a model has fewer than three checkpoints. For a cube of published numbers, the printed
+    correlations are returned."""
     if "r_displacement" in cube: return cube[["r_displacement", "r_alignment", "checkpoints"]]
     drop = average_drop(cube).where(cube["method"] != BASE)
     pooled = [d for d in cube.displacement_sq.dims if d != "model"]
     known = drop.notnull() & cube.displacement_sq.notnull()
     measures = dict(r_displacement=cube.displacement_sq, r_alignment=cube.alignment_ratio)
-    r = {name: xr.corr(values.where(known), drop.where(known), pooled) for name, values in measures.items()}
-    return xr.Dataset(r | dict(checkpoints=known.sum(pooled)))
+    n = known.sum(pooled)
+    r = {name: xr.corr(values.where(known), drop.where(known), pooled).where(n >= 3)
+         for name, values in measures.items()}
+    return xr.Dataset(r | dict(checkpoints=n))
 
 # %% ../../nbs/results/comparison.ipynb #7fbca182
 def displacement_figure(
     cube: xr.Dataset,  # with displacement_sq, alignment_ratio
 ) -> Figure:
-    "Drop (points) against squared displacement (above) and alignment ratio (below), a column for each model."
+    """Drop (points) against squared displacement (above) and alignment ratio (below), a column for each model.
+
+    A correlation is printed for at least three checkpoints."""
     drop, found = 100 * average_drop(cube), displacement_correlations(cube)
     models = [m for m in cube.model.values if cube.displacement_sq.sel(model=m).notnull().any()]
     axis = dict(displacement_sq=("r_displacement", "‖Δθ‖²"), alignment_ratio=("r_alignment", "R"))
@@ -124,7 +129,8 @@ def displacement_figure(
                     ax.scatter(one, other, s=45, **style)
                 at = found.sel(model=model)
                 n = f"N={at.checkpoints.item():.0f}, {drawn} drawn"
-                ax.set_title(f"{model_name(model)}\nr = {at[r].item():+.2f} ({n})", fontsize="medium")
+                under = n if at[r].isnull() else f"r = {at[r].item():+.2f} ({n})"
+                ax.set_title(f"{model_name(model)}\n{under}", fontsize="medium")
                 ax.set(xlabel=f"{text} (unitless)", xscale="log" if name == "displacement_sq" else "linear")
                 ax.xaxis.set_minor_formatter(NullFormatter())
             row[0].set_ylabel("drop (points)")

@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['NOT_SETTINGS', 'BASE_SETTINGS', 'run_settings', 'comparable_settings', 'group_comparable', 'check_settings',
-           'cube_of', 'open_cube', 'missing_runs']
+           'check_names', 'cube_of', 'keep_consistent', 'open_cube', 'missing_runs']
 
 # %% ../../nbs/results/cube.ipynb #630848d1
 import json
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from typing import Any
 import pandas as pd
 import xarray as xr
 
-from ..benchmarks import expanded_suite
+from ..benchmarks import SUITES, expanded_suite
+from ..corpora import CORPORA
 from ..methods import BASE, METHODS, Method, parse_label
 from .layout import has_rate
 from .merge import merge_roots
@@ -95,9 +97,27 @@ def check_settings(
                 found.setdefault(key, {}).setdefault(json.dumps(value), []).append(folder)
         for key, folders in found.items():
             if len(folders) > 1:
-                advice = f"choose one, as in open_cube({key}={next(iter(folders))})"
+                first = next(iter(folders))
+                advice = (f"choose one, as in open_cube({key}={first}), "
+                          f"or for a notebook with -y '{{where: {{{key}: {first}}}}}'")
                 if not key.isidentifier(): advice = "compute one of them again"
                 raise ValueError(f"{key} differs within the cube: {_list_values(folders)}; {advice}")
+
+# %% ../../nbs/results/cube.ipynb #2cd37222
+def check_names(
+    root: xr.Dataset,
+    folder: str,  # name of the run folder
+) -> None:
+    "ValueError that names a method, a corpus or a benchmark of a run that is not declared, and the run."
+    def undeclared(label):
+        try: return parse_label(label) is None
+        except ValueError: return label not in METHODS
+    names = dict(method=[label for label in root["method"].values if undeclared(label)],
+                 dataset=[name for name in root["dataset"].values if name not in CORPORA])
+    if "accuracy" in root: names["benchmark"] = [name for name in root["benchmark"].values if name not in SUITES]
+    for kind, missing in names.items():
+        for name in missing:
+            raise ValueError(f"{kind} {name}, of run {folder}, is not declared; name its module in MIXSD_PLUGINS")
 
 # %% ../../nbs/results/cube.ipynb #ee2cb04f
 def cube_of(
@@ -105,19 +125,45 @@ def cube_of(
 ) -> xr.Dataset:
     """One cube of finished runs; results without the dimensions of a run are left out.
 
-    FileNotFoundError if there are none; ValueError if two runs contradict each other or differ in a setting."""
+    FileNotFoundError if there are none; ValueError if a name is not declared, and if two runs contradict each other or
+    differ in a setting."""
     if not isinstance(runs, Mapping):
         folders = [Path(getattr(run, "folder", run)) for run in runs]
         read = {folder.name: read_root(folder / "result.nc") for folder in folders}
         runs = {name: rename_root(root, name) for name, root in read.items() if root is not None}
     if not runs: raise FileNotFoundError("a cube needs at least one finished run, got none")
+    for folder, root in runs.items(): check_names(root, folder)
     check_settings(runs)
     return merge_roots(runs)
+
+# %% ../../nbs/results/cube.ipynb #d66eae6f
+def keep_consistent(
+    roots: Mapping[str, xr.Dataset],  # folder name -> root
+    dataset: str,  # corpus whose runs are kept in any case
+    model: str,  # base model whose runs are kept in any case
+) -> dict[str, xr.Dataset]:
+    """The roots of a corpus and a model, then those of every other corpus and model that contradict no root before them.
+
+    A warning names the corpora and models that are left out, and what contradicts. ValueError as in `cube_of` if the
+    runs of the first corpus and model contradict each other."""
+    groups = {(dataset, model): {}}
+    for folder, root in roots.items():
+        groups.setdefault((root.dataset.item(), root.model.item()), {})[folder] = root
+    kept, reasons = groups.pop((dataset, model)), []
+    if kept: cube_of(kept)
+    for (corpus, base), group in groups.items():
+        same = {folder: root for folder, root in kept.items() if root.dataset.item() == corpus}
+        try: cube_of(same | group)
+        except ValueError as e: reasons.append(f"{corpus} with {base} ({str(e).partition(':')[0]})")
+        else: kept |= group
+    if reasons: warnings.warn(f"left out of the tables: {', '.join(reasons)}", stacklevel=3)
+    return kept
 
 # %% ../../nbs/results/cube.ipynb #db8fa214
 def open_cube(
     folder: str | Path | None = None,  # holds run folders; default: runs_root()
     *,
+    cell: tuple[str, str] | None = None,  # corpus and model; runs of others are left out where they contradict
     skip_corrupt: bool = False,  # leave out what cannot be read, with a warning, instead of raising an error
     **where,  # only runs whose configuration has these values, as in epochs=20
 ) -> xr.Dataset:
@@ -132,7 +178,7 @@ def open_cube(
         condition = " with " + ", ".join(f"{k}={v}" for k, v in where.items()) if where else ""
         raise FileNotFoundError(f"no finished training run{condition} in {folder}; "
                                 "`make run` or `papermill nbs/train.ipynb out.ipynb -p lam 0.5` makes one")
-    return cube_of(roots)
+    return cube_of(roots if cell is None else keep_consistent(roots, *cell))
 
 # %% ../../nbs/results/cube.ipynb #d348ba9f
 def missing_runs(

@@ -43,12 +43,13 @@ def load_sources(
     source: str,  # runs, paper or both
     folder: str | Path | None = None,  # holds run folders; default: runs_root()
     *,
+    cell: tuple[str, str] | None = None,  # as of `open_cube`
     skip_corrupt: bool = False,  # leave out what cannot be read, with a warning, instead of raising an error
     **where,  # only runs whose configuration has these values, as in epochs=20
 ) -> dict[str, Source]:
     "Sources by name, `runs` before `paper`. Errors as in `open_cube`."
     found = {}
-    if source != "paper": found["runs"] = collapse_source(open_cube(folder, skip_corrupt=skip_corrupt, **where))
+    if source != "paper": found["runs"] = collapse_source(open_cube(folder, cell=cell, skip_corrupt=skip_corrupt, **where))
     if source != "runs": found["paper"] = Source(paper_cube(), collapse_runs(paper_cube()))
     return found
 
@@ -59,7 +60,7 @@ def select_part(
     model: str,
     lr: float = 0.0,  # only this learning rate; 0 for all
 ) -> xr.Dataset:
-    """The part of one corpus, model and learning rate, with the benchmarks that were measured in it.
+    """The part of one corpus, model and learning rate, without labels that no run of it has.
 
     ValueError that lists the available values."""
     for name, value in dict(dataset=dataset, model=model, lr=lr).items():
@@ -69,7 +70,8 @@ def select_part(
             raise ValueError(f"{name} must be one of {choice}, which the runs have, got {value}")
     rates = [rate for rate in cube.lr.values.tolist() if lr in (0, rate) or not rate]
     part = cube.sel(dataset=[dataset], model=[model], lr=rates)
-    used = {d: part.accuracy.notnull().any([o for o in part.accuracy.dims if o != d]) for d in ("method", "benchmark")}
+    dims = ("method", "lr", "seed", "step", "benchmark")
+    used = {d: part.accuracy.notnull().any([o for o in part.accuracy.dims if o != d]) for d in dims}
     return part.sel({d: part[d].values[keep.values] for d, keep in used.items()})
 
 # %% ../../nbs/results/gallery.ipynb #6a561b2a

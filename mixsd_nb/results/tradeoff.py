@@ -15,9 +15,9 @@ import xarray as xr
 from matplotlib.figure import Figure
 
 from ..analysis.statistics import mean_interval
-from ..methods import BASE
+from ..methods import BASE, label_title
 from .layout import has_rate
-from .plots import figure_style, format_range, method_colour, method_marker
+from .plots import corpus_name, figure_style, format_range, method_colour, method_marker
 from .summary import method_order
 
 # %% ../../nbs/results/tradeoff.ipynb #b51afefa
@@ -104,9 +104,9 @@ def draw_legend(
     found = [ax.get_legend_handles_labels() for ax in fig.axes]
     handles = {label: handle for pair in found for handle, label in zip(*pair, strict=True)}
     order = sorted(handles, key=lambda label: (label == BASE, method_order(cube).index(label)))
-    title = f"{cube.dataset.item()}\n{cube.model.item()}"
-    fig.legend([handles[label] for label in order], order, loc="outside right upper", frameon=False, title=title,
-               alignment="left")
+    title = f"{corpus_name(cube.dataset.item())}\n{cube.model.item()}"
+    fig.legend([handles[label] for label in order], map(label_title, order), loc="outside right upper", frameon=False,
+               title=title, alignment="left")
     fig.text(0.995, 0.02, text, ha="right", va="bottom", fontsize="x-small", color="0.4")
 
 # %% ../../nbs/results/tradeoff.ipynb #2dfbe260

@@ -139,9 +139,8 @@ class WorldView(View):
     def __init__(self, runs: RunSelection):
         super().__init__()
         self.runs, self.histories, self.files, self.problem = runs, {}, None, ""
-        worlds = list_worlds()
-        first = runs.dataset if runs.dataset in worlds else worlds[0]
-        self.dataset = make_control(widgets.Dropdown, "dataset", options=worlds, value=first)
+        offered = list(dict.fromkeys([*list_worlds(), runs.dataset]))
+        self.dataset = make_control(widgets.Dropdown, "dataset", options=offered, value=runs.dataset)
         self.model = make_control(widgets.Dropdown, "model", options=runs.list_all_models(), value=runs.model)
         self.entity, self.method, self.lr, self.seed = (make_control(widgets.Dropdown, name)
                                                         for name in ("entity", "colours of", "rate", "seed"))
@@ -154,8 +153,11 @@ class WorldView(View):
         self.guard(self.show_dataset)()
 
     def show_dataset(self):
-        "Offer the entities of the corpus, and rates and seeds of the runs; without runs the graph is shown alone."
+        """Offer the entities of the corpus, and rates and seeds of the runs; without runs the graph is shown alone.
+
+        A corpus without a graph has nothing to show, and the notice says so."""
         self.histories, self.files, self.problem = {}, None, ""
+        if self.dataset.value not in list_worlds(): return self.show_nothing()
         try: self.files = find_response_files(self.runs, self.dataset.value, self.model.value)
         except FileNotFoundError as error: self.problem = render_error(error)
         trained = pd.DataFrame(columns=["lr", "seed"]) if self.files is None else self.files[self.files.lr > 0]
@@ -164,6 +166,13 @@ class WorldView(View):
         set_options(self.seed, sorted(set(trained.seed)))
         set_options(self.entity, sorted(to_networkx(load_world(self.dataset.value)).nodes))
         self.show_methods()
+
+    def show_nothing(self):
+        "Clear the view, and say that the corpus has no graph."
+        for control in (self.lr, self.seed, self.method, self.entity): set_options(control, [])
+        self.figure.children, self.text.value = [], ""
+        words = f"{self.dataset.value} has no graph of entities, which {' and '.join(list_worlds())} have."
+        self.notice.value = render_error(FileNotFoundError(words))
 
     def show_methods(self):
         "Offer the methods that have runs at this rate and seed."
