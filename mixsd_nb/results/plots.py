@@ -30,7 +30,7 @@ def method_colour(
     method, settings = parse_label(label)
     if label in method.colours or not method.ramp: return method.colours.get(label, method.colour)
     ramp = sns.color_palette(f"blend:{','.join(method.ramp)}", as_cmap=True)
-    return to_hex(ramp(settings[method.label_settings[0]] / 0.8))
+    return to_hex(ramp(settings[method.label_settings[0]] / method.ramp_end))
 
 # %% ../../nbs/results/plots.ipynb #d1445618
 def method_marker(
