@@ -183,7 +183,7 @@ def find_mixed_targets(
     files = {run: run.folder / "targets.parquet" for run in runs
              if run.config["model"] in models and not run.config.get("shard")}
     empty = [run for run, file in files.items() if not pd.read_parquet(file, columns=["accepted"]).accepted.any()]
-    if empty: print(f"no target was accepted, so nothing is scored: {', '.join(run.name for run in empty)}")
+    if empty: print(f"skipped, because no target was accepted: {', '.join(run.name for run in empty)}")
     return [dict(targets=str(file), dataset=dataset, model=run.config["model"])
             for run, file in files.items() if run not in empty]
 

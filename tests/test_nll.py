@@ -63,7 +63,7 @@ MEMORY = """
 import sys
 sys.path.insert(0, "")
 from memory import peak_gib
-from test_nll import random_model
+from test_nll import wide_model
 from mixsd_nb.nll import token_nll
 model = wide_model(152_000)
 token_nll(model, [([5], [6])])
@@ -177,7 +177,7 @@ def test_targets_of_other_models_and_runs_without_accepted_targets_are_not_score
     monkeypatch.setattr(nll, "run", lambda **parameters: scored.append((parameters["model"], parameters.get("targets"))) or SimpleNamespace(result=0))
     nll.score_all("kgfact-small", ["lab-m"])
     assert scored == [("lab-m", None), ("lab-m", str(found / "targets.parquet"))]
-    assert capsys.readouterr().out == "no target was accepted, so nothing is scored: generate-none\n"
+    assert capsys.readouterr().out == "skipped, because no target was accepted: generate-none\n"
     nll.score_all("kgfact-small", ["lab-m", "lab-s"])
     assert ("lab-s", str(tmp_path / "generate-other/targets.parquet")) in scored and ("lab-s", None) in scored
 
