@@ -368,8 +368,7 @@ def test_a_cube_without_the_base_model_is_drawn(plugin):
     plt.close("all")
 
 
-@pytest.mark.parametrize(("kind", "name", "registry", "entry"), [("method", "toy-r8", METHODS, TOY), ("dataset", "mine", CORPORA, MINE),
-                                                                 ("benchmark", "riddles", BENCHMARKS, RIDDLES)])
+@pytest.mark.parametrize(("kind", "name", "registry", "entry"), [("method", "toy-r8", METHODS, TOY), ("dataset", "mine", CORPORA, MINE)])
 def test_a_missing_plugin_is_named_before_settings_are_compared(kind, name, registry, entry, plugin):
     suites = INVENTED | {"riddles": dict(column="riddles", role="held-out")}
     runs = {f"run-{n}": invent_result("toy", dataset="mine", benchmarks=suites, rank=8, n=n).to_dataset() for n in (5, 100)}

@@ -108,13 +108,14 @@ def check_names(
     root: xr.Dataset,
     folder: str,  # name of the run folder
 ) -> None:
-    "ValueError that names a method, a corpus or a benchmark of a run that is not declared, and the run."
+    """ValueError that names a method or a corpus of a run that is not declared, and the run.
+
+    A benchmark needs no declaration here: the result says its column and its role."""
     def undeclared(label):
         try: return parse_label(label) is None
         except ValueError: return label not in METHODS
     names = dict(method=[label for label in root["method"].values if undeclared(label)],
                  dataset=[name for name in root["dataset"].values if name not in CORPORA])
-    if "accuracy" in root: names["benchmark"] = [name for name in root["benchmark"].values if name not in SUITES]
     for kind, missing in names.items():
         for name in missing:
             raise ValueError(f"{kind} {name}, of run {folder}, is not declared; name its module in MIXSD_PLUGINS")
