@@ -41,6 +41,10 @@ VARIABLE_ATTRS: dict[str, tuple[str, str]] = dict(  # name -> long_name, units
     samples=("samples of each item", "1"),
     # accuracies
     accuracy=("share of correct responses", "1"),
+    low=("lower end of the 95% interval of the accuracy", "1"),
+    high=("upper end of the 95% interval of the accuracy", "1"),
+    loose=("share of responses that are correct by the published rule", "1"),
+    readable=("share of responses in which an answer was found", "1"),
     n=("number of items, targets or responses that are counted", "1"),
     average=("mean accuracy over the held-out benchmarks", "1"),
     average_drop=("held-out average of the base model minus that of the checkpoint", "1"),
