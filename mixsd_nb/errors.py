@@ -124,7 +124,8 @@ def draw_breakdown(
     "Draw a stacked bar for each method."
     shares, bottom = 100 * errors[list(ALL_CATEGORIES)].div(errors[of].where(errors[of] > 0), axis=0).fillna(0), 0
     for category, colour in COLOURS.items():
-        bars = ax.bar([*map(label_title, shares.index)], shares[category], bottom=bottom, color=colour, width=0.75, label=category)
+        titles = [*map(label_title, shares.index)]
+        bars = ax.bar(titles, shares[category], bottom=bottom, color=colour, width=0.75, label=category)
         bottom = bottom + shares[category]
     if of == "wrong": ax.bar_label(bars, [f"{n:.0f}" if n else "" for n in errors.wrong], fontsize=6)  # N of the bar
     ax.set(ylim=(0, 100 if of == "n" else 110))

@@ -21,11 +21,11 @@ from .benchmarks import SUITES, Selection, benchmark_names, load_items
 from .benchmarks.evaluation import EvalSettings, select_items, write_responses
 from .corpora import CORPORA, load_corpus
 from .corpora.prompts import SPANS
-from .methods import METHODS, fit_function, label_coordinates, method_label, runnable_methods
+from .methods import METHODS, fit_function, label_coordinates, method_label
 from .models import ENGINES, check_model, run_with_engine
 from .results.layout import result_tree
-from .runs import (ParameterError, Run, Stage, checkpoint_folder, format_type, is_runtime, last_checkpoint, make_config,
-                           module_of, nearest, run_function, runs_root, runtime_field)
+from .runs import (ParameterError, Run, Stage, checkpoint_folder, format_type, is_runtime, last_checkpoint,
+                           make_config, module_of, nearest, run_function, runs_root, runtime_field)
 
 # %% ../nbs/train.ipynb #a6373b69
 class TrainConfig(Stage, EvalSettings):

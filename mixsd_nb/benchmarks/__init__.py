@@ -63,7 +63,8 @@ class Suite:
 
     def __post_init__(self):
         "ValueError for a role that no table knows."
-        if self.role not in ROLES: raise ValueError(f"role of the benchmark {self.name} must be one of {', '.join(ROLES)}, got {self.role}")
+        if self.role in ROLES: return
+        raise ValueError(f"role of the benchmark {self.name} must be one of {', '.join(ROLES)}, got {self.role}")
 
     def identity(self) -> dict:
         "Everything that can change a result: not titles, columns and groups."

@@ -68,13 +68,16 @@ _COLUMNS = ("id", "prompt", "target", "answer", "subject", "statement")
 
 def _check_splits(name: str, splits: dict[str, list[dict]]) -> dict[str, list[dict]]:
     "The splits; ValueError of one sentence if there is no training split, or a row lacks a column or repeats an id."
-    if "train" not in splits: raise ValueError(f"the corpus {name} must have a split train, got {', '.join(splits) or 'none'}")
+    if "train" not in splits:
+        raise ValueError(f"the corpus {name} must have a split train, got {', '.join(splits) or 'none'}")
     for split, rows in splits.items():
         for row in rows:
             missing = [column for column in _COLUMNS if column not in row]
-            if missing: raise ValueError(f"{split} of {name} has a row without {', '.join(missing)}: {row.get('id', row)}")
+            if not missing: continue
+            raise ValueError(f"{split} of {name} has a row without {', '.join(missing)}: {row.get('id', row)}")
         ids = {row["id"] for row in rows}
-        if len(ids) < len(rows): raise ValueError(f"{split} of {name} has {len(rows)} rows but {len(ids)} different ids")
+        if len(ids) < len(rows):
+            raise ValueError(f"{split} of {name} has {len(rows)} rows but {len(ids)} different ids")
     return splits
 
 # %% ../../nbs/corpora/index.ipynb #fb22243c

@@ -41,13 +41,12 @@ class Method:
 
     def __post_init__(self):
         "ValueError if the label or the caption shows what is not a number among the settings and options."
-        for form in (self.label, self.caption):
-            for name, spec in re.findall(r"{(\w+)([^}]*)}", form):
-                known = [*self.settings, *self.options]
-                if name not in known: raise ValueError(f"the label of method {self.name} shows {name}; its settings are {', '.join(known)}")
-                if spec != ":g": raise ValueError(f"the label of method {self.name} must show {name} as {{{name}:g}}, got {{{name}{spec}}}")
-                if not isinstance(self.options.get(name, 0), (int, float)):
-                    raise ValueError(f"the label of method {self.name} shows {name}, which must be a number")
+        known, label = [*self.settings, *self.options], f"the label of method {self.name}"
+        for name, spec in re.findall(r"{(\w+)([^}]*)}", self.label + self.caption):
+            if name not in known: raise ValueError(f"{label} must show some of {', '.join(known)}, got {name}")
+            if spec != ":g": raise ValueError(f"{label} must show {name} as {{{name}:g}}, got {{{name}{spec}}}")
+            number = isinstance(self.options.get(name, 0), (int, float))
+            if not number: raise ValueError(f"{label} must show numbers, got {name}, which is {self.options[name]!r}")
 
     @property
     def label_settings(self) -> list[str]:

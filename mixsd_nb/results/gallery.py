@@ -49,7 +49,8 @@ def load_sources(
 ) -> dict[str, Source]:
     "Sources by name, `runs` before `paper`. Errors as in `open_cube`."
     found = {}
-    if source != "paper": found["runs"] = collapse_source(open_cube(folder, cell=cell, skip_corrupt=skip_corrupt, **where))
+    if source != "paper":
+        found["runs"] = collapse_source(open_cube(folder, cell=cell, skip_corrupt=skip_corrupt, **where))
     if source != "runs": found["paper"] = Source(paper_cube(), collapse_runs(paper_cube()))
     return found
 

@@ -22,10 +22,13 @@ from .storage import (Journal, StorageError, check_described, check_runs_folder,
                                    is_finished, open_result, project_root, read_json, remove_run, report_progress,
                                    run_lock, runs_root, try_lock, write_atomically, write_json, write_result)
 
-_all_ = ["MARK", "checkpoint_folder", "checkpoint_step", "checkpoint_steps", "last_checkpoint", "Config", "ParameterError",
+_all_ = ["MARK", "checkpoint_folder", "checkpoint_step", "checkpoint_steps", "last_checkpoint", "Config",
+         "ParameterError",
          "format_bounds", "format_error", "format_type", "is_runtime", "make_config", "nearest", "notebook_config",
-         "runtime_field", "ProcessFailed", "die_with_parent", "first_error", "launch", "leave", "Registry", "load_object",
-         "load_plugins", "module_of", "Run", "Stage", "find_runs", "find_stage", "read_config", "describe_parameters", "run_function", "Journal",
+         "runtime_field", "ProcessFailed", "die_with_parent", "first_error", "launch", "leave", "Registry",
+         "load_object",
+         "load_plugins", "module_of", "Run", "Stage", "find_runs", "find_stage", "read_config", "describe_parameters",
+         "run_function", "Journal",
          "StorageError", "check_described", "check_runs_folder", "explain_storage_errors", "is_finished", "open_result",
          "project_root", "read_json", "remove_run", "report_progress", "run_lock", "runs_root", "try_lock",
          "write_atomically", "write_json", "write_result"]

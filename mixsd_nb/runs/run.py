@@ -262,7 +262,8 @@ class Stage(Config):
         packages = {name: package_version(name) for name in ("torch", "transformers", "xarray")}
         modules = tuple(self.modules())
         return dict(stage=self.name, config=self.model_dump(mode="json"), code=code_version(modules),
-                    modules=module_versions(modules), weights=weights_version(texts), python=platform.python_version(), platform=platform.platform(),
+                    modules=module_versions(modules), weights=weights_version(texts),
+                    python=platform.python_version(), platform=platform.platform(),
                     packages=packages)
 
     def run(
@@ -291,7 +292,8 @@ class Stage(Config):
         if any(record.get(key, "") != now[key] for key in ("code", "weights") if now):
             old, new = record.get("modules", {}), now["modules"]
             changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-            what = f"{', '.join(changed[:3])}{', …' if len(changed) > 3 else ''}" if old and changed else "another version"
+            names = ", ".join(changed[:3]) + (", …" if len(changed) > 3 else "")
+            what = names if old and changed else "another version"
             verb = "made" if run.finished else "begun"
             text = f"{run.name} was {verb} by other code than today's ({what}); force=True recomputes it"
             warnings.warn(text, stacklevel=3)
