@@ -21,7 +21,7 @@ TRAINED = ("lr", "epochs", "batch", "checkpoints", "lora")  # parameters of ever
 
 @dataclass(frozen=True)
 class Method:
-    "A way to inject knowledge. Only its settings enter the hash of a run and its label."
+    "A way to inject knowledge. Of the parameters of a run only its settings and options count for the hash and the label."
     name: str
     title: str  # as tables print it
     colour: str = "#000000"
