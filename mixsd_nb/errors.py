@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pandas as pd
 import xarray as xr
-from pydantic import Field, computed_field, field_validator
+from pydantic import Field, field_validator
 
 from .analysis.responses import (classify_responses, count_errors, digest_responses, find_responses,
                                          read_responses)
@@ -22,6 +22,7 @@ from .benchmarks import SUITES
 from .corpora import CORPORA, check_corpus
 from .methods import BASE, label_title, ordered_labels
 from .models import check_model
+from .results.cube import agreeing_runs
 from .runs import (Run, Stage, check_runs_folder, module_of, run_function, runs_root, runtime_field,
                            write_atomically)
 
@@ -44,16 +45,15 @@ class ErrorsConfig(Stage):
     _dataset = field_validator("dataset")(check_corpus)
     _model = field_validator("model")(check_model)
 
-    @computed_field
-    @cached_property
-    def content(self) -> str:
-        "A digest of the content of the responses and of the cells that they belong to."
-        return digest_responses(self.files)
-
     @cached_property
     def files(self) -> pd.DataFrame:
         "The files of responses, as `find_responses` returns them."
-        return find_responses(self.dataset, self.model, self.root)
+        trained = agreeing_runs(self.root, dataset=self.dataset, model=self.model)
+        return find_responses(self.dataset, self.model, trained, self.root)
+
+    def covers(self, run):
+        "Whether the run has classified the responses as they are now."
+        return run.root.attrs.get("content") == digest_responses(self.files)
 
     @property
     def root(self) -> Path:
@@ -81,7 +81,8 @@ class ErrorsConfig(Stage):
         "Classify all responses, write them as Parquet, and count the errors."
         table = classify_responses(read_responses(self.files), self.dataset, self.limits)
         write_atomically(run.folder / "errors.parquet", table.to_parquet)
-        return xr.DataTree(count_errors(table, self.files).assign_attrs(config=self.canonical()))
+        counts = count_errors(table, self.files)
+        return xr.DataTree(counts.assign_attrs(config=self.canonical(), content=digest_responses(self.files)))
 
 
 run = run_function(ErrorsConfig)

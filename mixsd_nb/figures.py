@@ -56,11 +56,10 @@ def analysis_figures(
     figures = {"nll-cdf": nll.cdf_figure([run.result for run in scored])} if scored else {}
     denominators = {"errors": "n", "errors-alone": "wrong"}
     current = make_config(errors.ErrorsConfig, runs=config.runs, **cell)
-    found = find_run(current, config.runs)
-    settings = {k: v for k, v in current.identity().items() if k != "content"}
-    if not found and find_runs(config.runs or None, current.name, **settings):
-        print("errors.ipynb has not seen the latest runs; run it again to draw errors*")
-    for run in found:
+    for run in find_run(current, config.runs):
+        if not current.covers(run):
+            print("errors.ipynb has not seen the latest runs; run it again to draw errors*")
+            continue
         figures |= {name: errors.breakdown_figure(run.root, of=n) for name, n in denominators.items()}
     return figures
 
@@ -83,6 +82,7 @@ def run(
                            skip_corrupt=config.skip_corrupt, **config.where)
     figures = {}
     if "runs" in sources:
+        if notice := sources["runs"].cube.attrs.get("notice"): print(notice)
         cube = _select_runs(config, sources["runs"].cube)
         print(summary_table(cube).to_string(index=False, na_rep=""))
         figures = run_figures(cube) | analysis_figures(config)

@@ -17,7 +17,7 @@ import xarray as xr
 from pydantic import Field, computed_field, field_validator
 from tqdm.auto import tqdm
 
-from .analysis.checkpoints import digest_files, find_checkpoints, open_training_run
+from .analysis.checkpoints import covers_steps, digest_training, find_checkpoints, open_training_run
 from .analysis.curvature import (PARTS, SUMS, add_alignment_ratio, diagonal_fisher, displacement, open_tensors,
                                          tensor_sums, total_sums)
 from .analysis.estimation import FISHER, estimate_fisher, reference_pairs
@@ -25,10 +25,11 @@ from .analysis.statistics import pearson
 from .benchmarks import SUITES, suite_groups
 from .benchmarks.tasks import benchmarks_folder
 from .models import check_model
+from .results.cube import agreeing_runs
 from .results.plots import method_colour
 from .results.schema import CELL_DIMS, RUN_DIMS, variable
 from .results.summary import held_out_average
-from .runs import Journal, ParameterError, Stage, find_runs, module_of, run_function, runtime_field
+from .runs import Journal, ParameterError, Stage, module_of, run_function, runtime_field
 
 _all_ = ["diagonal_fisher", "displacement"]
 
@@ -60,8 +61,8 @@ class FisherConfig(Stage):
     @computed_field
     @property
     def content(self) -> str:
-        "A digest of the training run's result, which does not depend on its path; empty without a training run."
-        return digest_files(Path(self.trained) / "result.nc") if self.trained else ""
+        "A digest of the training, which does not depend on its path or checkpoints; empty without a training run."
+        return digest_training(open_training_run(self.trained)) if self.trained else ""
 
     def slug(self):
         if self.trained: return Path(self.trained).name.removeprefix("train-")
@@ -81,6 +82,10 @@ class FisherConfig(Stage):
         base = run.root["model"].item()
         if base != self.model: raise ValueError(f"model must be {base}, the base model of {run.name}, got {self.model}")
         find_checkpoints(run)
+
+    def covers(self, run):
+        "Whether the run has measured all checkpoints of the training run."
+        return not self.trained or covers_steps(run, open_training_run(self.trained))
 
     def compute(self, run):
         "The Fisher of the base model, or the displacement of the checkpoints of a training run."
@@ -170,7 +175,7 @@ def measure_all_runs(
 ) -> tuple[dict[str, xr.DataTree], list[str]]:
     "The results of all training runs of the model by folder name, and the names of the runs without checkpoints."
     results, skipped = {}, []
-    for trained in tqdm(find_runs(stage="train", model=config.model), desc="training runs", unit="run", leave=False):
+    for trained in tqdm(agreeing_runs(model=config.model), desc="training runs", unit="run", leave=False):
         if not (trained.root.step > 0).any(): continue
         try: results[trained.name] = config.model_copy(update=dict(trained=str(trained.folder))).run(force).result
         except ParameterError: skipped.append(trained.name)

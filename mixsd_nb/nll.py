@@ -27,6 +27,8 @@ from .corpora.prompts import SPANS
 from .methods import BASE, label_title, method_label
 from .models import ENGINES, check_engine, check_engine_options, check_model, load_tokenizer
 from .models.scoring import token_nll
+from .results.cube import agreeing_runs
+from .results.merge import merge_roots
 from .results.overview import CONDITIONALS
 from .results.plots import corpus_name, method_colour
 from .results.schema import RUN_DIMS, variable
@@ -202,9 +204,8 @@ def score_all(
 def merge_results(
     results: list[xr.DataTree],
 ) -> xr.Dataset:
-    "The roots of results as one cube."
-    roots = [r.to_dataset() for r in results]
-    return xr.merge(roots, join="outer", compat="no_conflicts", combine_attrs="drop_conflicts")
+    "The roots of results as one cube; where two results stand for one cell, the most complete and newest counts."
+    return merge_roots({f"result {k}": result.to_dataset() for k, result in enumerate(results)})
 
 # %% ../nbs/nll.ipynb #a6bdfd37
 def nll_table(
@@ -310,7 +311,7 @@ def forgetting_table(
 
     Columns: `method, lam, lr, seed, step, n_ref, recall` (%), `drop` (points), `forgetting`, `forgetting_token`."""
     rows = []
-    for trained in find_runs(root, "train", dataset=dataset, model=model):
+    for trained in agreeing_runs(root, dataset=dataset, model=model):
         result = trained.root
         if result["method"].item() == BASE: continue
         increase = ForgettingConfig(trained=str(trained.folder), **options).run().root.mean("benchmark")

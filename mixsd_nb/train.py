@@ -24,6 +24,7 @@ from .corpora.prompts import SPANS
 from .methods import METHODS, fit_function, label_coordinates, method_label
 from .models import ENGINES, check_model, run_with_engine
 from .results.layout import result_tree
+from .results.roots import read_root
 from .runs import (ParameterError, Run, Stage, checkpoint_folder, format_type, is_runtime, last_checkpoint,
                            make_config, module_of, nearest, run_function, runs_root, runtime_field)
 
@@ -44,7 +45,7 @@ class TrainConfig(Stage, EvalSettings):
     temperature: float | None = Field(
         None, ge=0, description="sampling temperature of rollouts; None for the published value")
     rollout_tokens: int = Field(256, ge=1, description="largest length of a rollout in tokens; 8192 in the paper")
-    checkpoints: tuple[int, ...] | None = Field(None, description=(
+    checkpoints: tuple[int, ...] | None = runtime_field(None, (
         "updates after which the model is measured, besides the last one; None for the published schedule; "
         "for example papermill -y '{checkpoints: [20, 60]}'"))
     span: Literal[SPANS] = Field(
@@ -125,18 +126,28 @@ class TrainConfig(Stage, EvalSettings):
     def check(self):
         "ValueError if this machine cannot train with these settings; a run with its last checkpoint is not checked."
         from mixsd_nb.methods.trainer import check_devices
-        if "lr" not in METHODS[self.method].settings: return
+        if not self.has_rate: return
         if last_checkpoint(self.folder) == checkpoint_folder(self.folder, self.steps()[0]): return
         check_devices(self.processes, self.batch, self.sharded, self.lora)
 
+    @property
+    def has_rate(self) -> bool:
+        "Whether the method has a learning rate, and therefore checkpoints along training."
+        return "lr" in METHODS[self.method].settings
+
+    def covers(self, run):
+        "Whether the run has measured all checkpoints."
+        return not self.has_rate or {*self.steps()[1]} <= {*read_root(run.folder / "result.nc").step.values.tolist()}
+
     def compute(self, run: Run) -> xr.DataTree:
-        "Fit the method, measure step 0 and every checkpoint, and summarise the results."
-        return train(self, run)
+        "Fit the method, measure step 0 and every checkpoint, and summarise these and all that were measured before."
+        steps = (*self.steps()[1], *run.measured_steps) if self.has_rate else None
+        return train(self.model_copy(update=dict(checkpoints=steps)), run)
 
     def prepare(self, processes: int) -> Path | None:
         "Write the training spec for processes on several nodes; the folder, or None if the method does not train."
         config = self.without_idle()
-        if "lr" not in METHODS[config.method].settings: return None
+        if not config.has_rate: return None
         if config.batch % processes:
             raise ParameterError(f"batch must be a multiple of the {processes} processes, got {config.batch}")
         return prepare_training(config, processes)
@@ -217,7 +228,7 @@ def summarise(
     counts = {step: count_by_benchmark(responses[step], fitted.kept) for step in (0, *fitted.checkpoints)}
     benchmarks = {name: dict(column=SUITES[name].column, role=SUITES[name].role, samples=SUITES[name].sampling.samples)
                   for name in counts[max(counts)]}
-    lr = config.lr if "lr" in METHODS[config.method].settings else 0.0
+    lr = config.lr if config.has_rate else 0.0
     return result_tree(dataset=config.dataset, model=config.model, method=config.method, lr=lr, seed=config.seed,
                        accuracy=counts, benchmarks=benchmarks, config=config.canonical(), targets=fitted.targets,
                        training=fitted.curves or None, **label_coordinates(config.label))

@@ -16,7 +16,7 @@ import pandas as pd
 import xarray as xr
 from pydantic import Field, computed_field, field_validator
 
-from .checkpoints import digest_files, find_checkpoints, open_training_run
+from .checkpoints import covers_steps, digest_training, find_checkpoints, open_training_run
 from ..benchmarks import SUITES, Selection, held_out
 from ..corpora.prompts import encode_prompt
 from ..models import (ENGINES, check_engine, check_engine_options, check_model, load_engine, load_tokenizer,
@@ -160,12 +160,16 @@ class ForgettingConfig(Stage, TextSettings):
     @computed_field
     @property
     def content(self) -> str:
-        "A digest of the training run's result, which does not depend on its path."
-        return digest_files(Path(self.trained) / "result.nc")
+        "A digest of the training, which does not depend on its path or checkpoints."
+        return digest_training(open_training_run(self.trained))
 
     def slug(self): return Path(self.trained).name
 
     def modules(self): return ["mixsd_nb.analysis.forgetting", module_of(ENGINES[self.engine].cls)]
+
+    def covers(self, run):
+        "Whether the run has measured all checkpoints of the training run."
+        return covers_steps(run, open_training_run(self.trained))
 
     def check(self):
         "ValueError if a checkpoint is missing."

@@ -8,6 +8,8 @@ __all__ = ['read_cell', 'locate_evaluation', 'find_responses', 'digest_responses
 
 # %% ../../nbs/analysis/responses.ipynb #ad000003
 import hashlib
+import warnings
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -45,13 +47,19 @@ def locate_evaluation(
 def find_responses(
     dataset: str,  # injected corpus
     model: str,  # base model
+    trained: Iterable[Run],  # training runs whose responses count
     root: Path | None = None,  # holds run folders; default: runs_root()
 ) -> pd.DataFrame:
-    "The files of responses of the finished runs of a corpus and a model: `path` and its cell, sorted by path."
-    rows, root = [], Path(root or runs_root())
-    for run in find_runs(root, "train", dataset=dataset, model=model):
+    """The files of responses of a corpus and a model: `path` and its cell, sorted by path.
+
+    They are those of the training runs, and those of evaluations with the same number of items."""
+    rows, sizes, root = [], set(), Path(root or runs_root())
+    for run in trained:
+        sizes.add(run.config.get("n"))
         rows += [read_cell(run) | dict(step=step, path=run.responses_file(step)) for step in run.measured_steps]
-    for run in find_runs(root, "evaluate"): rows.append(locate_evaluation(run, root) | dict(path=run.responses_file()))
+    for run in find_runs(root, "evaluate"):
+        if sizes and run.config["n"] not in sizes: continue
+        rows.append(locate_evaluation(run, root) | dict(path=run.responses_file()))
     table = pd.DataFrame(rows, columns=[*CELL_DIMS, *METHOD_COORDS, "path"])
     return table[(table.dataset == dataset) & (table.model == model)].sort_values("path", ignore_index=True)
 
@@ -72,18 +80,19 @@ def read_responses(
 ) -> pd.DataFrame:
     """All responses with their cell. Responses to validation questions are left out, because no table reports them.
 
-    ValueError if two runs of the same cell answer one question differently."""
+    If two runs of the same cell answer one question differently, the newest counts, with a warning."""
     columns, key = ["benchmark", "item", "sample", "prompt", "response", "correct"], [*DIMS, "item", "sample"]
     cell = lambda row: {d: getattr(row, d) for d in CELL_DIMS} | dict(run=row.path.parent.name)
-    tables = [pd.read_parquet(row.path, columns=columns).assign(**cell(row)) for row in files.itertuples()]
+    newest = sorted(files.itertuples(), key=lambda row: row.path.stat().st_mtime, reverse=True)
+    tables = [pd.read_parquet(row.path, columns=columns).assign(**cell(row)) for row in newest]
     table = pd.concat(tables, ignore_index=True)
     table = table[table.benchmark.isin([name for name, suite in SUITES.items() if suite.role != "validation"])]
     clash = table[table.groupby(key, sort=False).response.transform("nunique") > 1]
     if len(clash):
         runs = clash.groupby(key, sort=False).run
-        raise ValueError(f"runs of the same cell must give the same responses, got two to {clash['item'].iloc[0]}, "
-                         f"one in {runs.first().iloc[0]} and one in {runs.last().iloc[0]}; remove one of the runs")
-    return table.drop_duplicates(key, ignore_index=True)
+        warnings.warn(f"{runs.first().iloc[0]} and {runs.last().iloc[0]} are the same cell and answer "
+                      f"{clash['item'].iloc[0]} differently; the newer run counts", stacklevel=2)
+    return table.drop_duplicates(key).sort_values(key, ignore_index=True)
 
 # %% ../../nbs/analysis/responses.ipynb #d7299299
 def classify_responses(

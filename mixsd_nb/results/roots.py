@@ -19,7 +19,9 @@ from .schema import TARGET_VARIABLES
 def read_root(
     path: Path,  # result.nc
 ) -> xr.Dataset | None:
-    "The root group as `xr.open_dataset` reads it; None if it lacks one of the dimensions dataset, model and method."
+    """The root group as `xr.open_dataset` reads it, with the time of its file; None without the dimensions of a run.
+
+    The dimensions of a run are dataset, model and method."""
     with netCDF4.Dataset(path) as file:
         if not {"dataset", "model", "method"} <= set(file.dimensions): return None
         file.set_auto_maskandscale(False)
@@ -33,7 +35,9 @@ def read_root(
         if values[name].dtype == object: values[name] = values[name].astype(str)  # else pandas inspects each string
     variables = {name: xr.Variable(dims[name], values[name], texts[name], fastpath=True) for name in values}
     coords = {name: v for name, v in variables.items() if name in auxiliary or v.dims == (name,)}
-    return xr.Dataset({k: v for k, v in variables.items() if k not in coords}, coords, attrs)
+    root = xr.Dataset({k: v for k, v in variables.items() if k not in coords}, coords, attrs)
+    root.encoding["modified"] = path.stat().st_mtime  # seconds since 1970
+    return root
 
 # %% ../../nbs/results/roots.ipynb #43cea963
 RESERVED = ("accuracy", "n", *TARGET_VARIABLES)  # names that only a training result has in a cube

@@ -9,6 +9,7 @@ __all__ = ['module_file', 'imported_modules', 'import_closure', 'code_text', 'mo
 
 # %% ../../nbs/runs/run.ipynb #b56ece74
 import ast
+import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -213,6 +214,15 @@ def find_runs(
     fits = lambda run: all(run.config.get(name) == value for name, value in where.items())
     return [run for run in runs if (stage is None or run.stage == stage) and (not where or fits(run))]
 
+# %% ../../nbs/runs/run.ipynb #a620d6b3
+@contextlib.contextmanager
+def _remove_if_empty(folder: Path):
+    "Remove the folder of a run after an error if nothing but its `run.json` has been written."
+    try: yield
+    except BaseException:
+        if folder.exists() and {path.name for path in folder.iterdir()} <= {"run.json"}: remove_run(folder)
+        raise
+
 # %% ../../nbs/runs/run.ipynb #ed786efe
 _STAGES = {}  # name -> class
 
@@ -233,6 +243,17 @@ class Stage(Config):
     def compute(self, run: Run) -> "xr.DataTree":
         "Compute the result; files are written into `run.folder`, and those of a killed process are reused."
         raise NotImplementedError
+
+    def covers(self, run: Run) -> bool:
+        "Whether a finished run holds all that this configuration asks for; if not, `compute` extends it."
+        return True
+
+    @property
+    def finished(self) -> bool:
+        "Whether the run of this configuration exists and covers it."
+        config = self.without_idle()
+        run = Run(config.folder)
+        return run.finished and config.covers(run)
 
     def without_idle(self) -> "Stage":
         "The same configuration, with all parameters that do not affect its run reset to their defaults."
@@ -274,16 +295,16 @@ class Stage(Config):
         config = self.without_idle()
         run = Run(config.folder)
         if not force: config._warn_if_stale(run)
-        if run.finished and not force: return run
+        if config.finished and not force: return run
         try: config.check()
         except ValueError as e: raise ParameterError(str(e)) from None
         with explain_storage_errors(run.folder):
             run.folder.parent.mkdir(parents=True, exist_ok=True)
-            with run_lock(run.folder):
+            with run_lock(run.folder), _remove_if_empty(run.folder):
                 if force: remove_run(run.folder)
                 run.folder.mkdir(exist_ok=True)
                 if not (run.folder / "run.json").exists(): write_json(run.folder / "run.json", config.provenance())
-                if not run.finished: write_result(config.compute(run), run.folder)
+                if not config.finished: write_result(config.compute(Run(run.folder)), run.folder)
         return Run(run.folder)
 
     def _warn_if_stale(self, run: Run) -> None:

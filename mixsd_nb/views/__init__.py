@@ -9,7 +9,7 @@ __all__ = ['VIEWS', 'Explorer']
 import ipywidgets as widgets
 
 from ..runs import Registry
-from .base import View, make_control, make_row
+from .base import View, make_control, make_row, set_options
 from .cube import CubeView
 from .mixing import MixingView
 from .responses import ResponsesView
@@ -34,15 +34,25 @@ class Explorer(View):
         titles = [(view.title, name) for name, view in VIEWS.items()]
         self.tabs = make_control(widgets.ToggleButtons, "", options=titles)
         self.again, self.place = widgets.Button(description="read again"), widgets.VBox()
-        self.set_parts(make_row(self.tabs, self.again), self.place)
+        self.group = make_control(widgets.Dropdown, "runs", width="44em")
+        self.set_parts(make_row(self.tabs, self.again), self.group, self.place)
         self.widget.add_class("mixsd-explorer")
         self.on_change(self.draw, self.tabs)
+        self.on_change(self.select_group, self.group)
         self.again.on_click(self.guard(self.reload))
         self.guard(self.reload)()
 
     def reload(self):
-        "Read the runs again when a view needs them."
-        self.runs, self.views = RunSelection(**self.selection), {}
+        "Read the runs again, and offer the groups of runs whose settings agree if there are several."
+        try: titles = [group.title for group in RunSelection(**self.selection).groups]
+        except Exception: titles = [""]  # the views that show runs report it
+        set_options(self.group, [(title, k) for k, title in enumerate(titles)])
+        self.group.layout.display = None if len(titles) > 1 else "none"
+        self.select_group()
+
+    def select_group(self):
+        "Show the runs of the chosen group."
+        self.runs, self.views = RunSelection(**self.selection, group=self.group.value), {}
         self.draw()
 
     def get_view(self, name: str) -> View:

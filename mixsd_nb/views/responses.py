@@ -19,7 +19,7 @@ from ..corpora import CORPORA
 from ..analysis.responses import classify_responses, find_responses, read_responses
 from ..methods import BASE
 from ..results.schema import RUN_DIMS
-from ..runs import read_config
+from ..runs import Run, read_config
 from .base import View, escape, make_control, make_row, set_options, silence
 from .runs import RunSelection, describe_checkpoint, train_command
 
@@ -32,7 +32,8 @@ def find_response_files(
     """A row for each file of responses: the labels of its checkpoint, `path`, `run` and `words`, all different.
 
     FileNotFoundError if there is no file."""
-    files = find_responses(dataset, model, runs.folder)
+    table = runs.table[(runs.table.dataset == dataset) & (runs.table.model == model)]
+    files = find_responses(dataset, model, [Run(runs.folder / name) for name in table.folder], runs.folder)
     files["run"] = [path.parent.name for path in files.path]
     selected = np.array([runs.matches(read_config(path.parent)) for path in files.path], bool)
     files = files[selected].sort_values(["method", "lr", "seed", "step"], ignore_index=True)

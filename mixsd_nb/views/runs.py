@@ -16,8 +16,10 @@ import xarray as xr
 
 from ..methods import BASE, label_title
 from ..models.lab import SIZES
-from ..results.cube import cube_of, run_settings
+from ..results.agreement import RunGroup, group_runs, run_settings
+from ..results.cube import cube_of
 from ..results.layout import result_tree
+from ..results.merge import order_roots
 from ..results.roots import read_training_roots
 from ..results.schema import RUN_DIMS
 from ..runs import Run, runs_root, write_json, write_result
@@ -54,8 +56,10 @@ class RunSelection:
         dataset: str = "kgfact-small",  # corpus that is shown first
         model: str = "lab-m",  # base model that is shown first
         where: dict | None = None,  # only runs with these settings
+        group: int = 0,  # number of the group of runs that agree, in the order of `groups`
     ):
         self.folder, self.dataset, self.model, self.where = Path(folder or runs_root()), dataset, model, where or {}
+        self.group = group
         self.select = functools.cache(self.select)
 
     def matches(self, settings: dict) -> bool:
@@ -63,10 +67,16 @@ class RunSelection:
         return all(settings.get(name, value) == value for name, value in self.where.items())
 
     @functools.cached_property
-    def roots(self) -> dict[str, xr.Dataset]:
-        "Folder name -> root of the result of every selected run."
+    def groups(self) -> list[RunGroup]:
+        "The groups of selected runs whose settings agree, as `group_runs` orders them; at least one."
         roots = read_training_roots(self.folder)
-        return {name: root for name, root in roots.items() if self.matches(run_settings(root))}
+        selected = {name: root for name, root in roots.items() if self.matches(run_settings(root))}
+        return group_runs(selected, (self.dataset, self.model)) or [RunGroup({}, "", (), "")]
+
+    @property
+    def roots(self) -> dict[str, xr.Dataset]:
+        "Folder name -> root of the result of every run of the group, the most complete and newest runs first."
+        return order_roots(self.groups[min(self.group, len(self.groups) - 1)].roots)
 
     @functools.cached_property
     def table(self) -> pd.DataFrame:
@@ -94,14 +104,13 @@ class RunSelection:
     def select(self, dataset: str, model: str) -> xr.Dataset:
         """The cube of one corpus and one base model, without labels that no run of it has.
 
-        FileNotFoundError if there is no run, ValueError if runs differ in a setting that is not a dimension."""
+        FileNotFoundError if there is no run."""
         roots = {name: root for name, root in self.roots.items()
                  if (root.dataset.item(), root.model.item()) == (dataset, model)}
         if not roots:
             raise FileNotFoundError(f"no finished training run of {dataset} and {model}; "
                                     f"{train_command(dataset, model)} makes one")
-        try: cube = cube_of(roots)
-        except ValueError as error: raise ValueError(f"{error}; in the explorer, set the parameter where") from None
+        cube = cube_of(roots)
         known, dims = cube.accuracy.notnull(), ("method", "lr", "seed", "step", "benchmark")
         used = {dim: known.any([d for d in known.dims if d != dim]) for dim in dims}
         return cube.sel({dim: cube[dim].values[keep.values] for dim, keep in used.items()})
