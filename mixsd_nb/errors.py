@@ -21,7 +21,7 @@ from .analysis.taxonomy import ALL_CATEGORIES, CATEGORIES, PUBLISHED, Limits, as
 from .benchmarks import SUITES
 from .corpora import CORPORA, check_corpus
 from .methods import BASE, label_title, ordered_labels
-from .models import check_model
+from .models.identity import ModelName, model_label
 from .results.cube import agreeing_runs
 from .runs import (Run, Stage, check_runs_folder, module_of, run_function, runs_root, runtime_field,
                            write_atomically)
@@ -34,7 +34,7 @@ class ErrorsConfig(Stage):
     name = "errors"
     runs: str = runtime_field("", "folder that holds run folders; empty for papermill_runs or MIXSD_RUNS")
     dataset: str = Field("kgfact-small", description="injected corpus")
-    model: str = Field("lab-m", description="base model")
+    model: ModelName = Field("lab-m", description="base model")
     characters: int = Field(PUBLISHED.characters, ge=0,
                             description="maximum characters of a collapsed response, without box and answer sentence")
     newlines: int = Field(PUBLISHED.newlines, ge=0, description="maximum line breaks among these characters")
@@ -43,7 +43,6 @@ class ErrorsConfig(Stage):
 
     _runs = field_validator("runs")(check_runs_folder)
     _dataset = field_validator("dataset")(check_corpus)
-    _model = field_validator("model")(check_model)
 
     @cached_property
     def files(self) -> pd.DataFrame:
@@ -65,7 +64,7 @@ class ErrorsConfig(Stage):
         "The limits of the categories."
         return Limits(self.characters, self.newlines, self.sentence, self.entity)
 
-    def slug(self): return f"{self.dataset}-{self.model}"
+    def slug(self): return f"{self.dataset}-{model_label(self.model)}"
 
     def modules(self):
         corpus = CORPORA[self.dataset]

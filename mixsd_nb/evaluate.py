@@ -8,6 +8,7 @@ __all__ = ['MEASURES', 'run', 'EvaluateConfig', 'summarise', 'draw_scores', 'res
 
 # %% ../nbs/evaluate.ipynb #e3e80ff5
 import html
+from typing import Annotated
 
 import numpy as np
 import pandas as pd
@@ -18,6 +19,7 @@ from .analysis.scores import compare, scores
 from .benchmarks import SUITES
 from .benchmarks.evaluation import EvalSettings, evaluate_suite, select_items, specify, write_responses
 from .models import check_model
+from .models.identity import BY_CONTENT, ModelName, model_label
 from .results.schema import benchmark_coords, variable
 from .runs import Run, Stage, make_config, run_function, runtime_field
 
@@ -27,16 +29,15 @@ _all_ = ["EvalSettings", "compare", "evaluate_suite", "scores"]
 class EvaluateConfig(Stage, EvalSettings):
     "Evaluate a model on a suite of benchmarks; the responses are stored beside the result as a Parquet file."
     name = "evaluate"
-    model: str = Field("lab-m", description="a lab model, a folder or a hub id")
-    baseline: str = runtime_field("", "another model, with which this one is compared item by item")
+    model: ModelName = Field("lab-m", description="a lab model, a folder or a hub id")
+    baseline: Annotated[str, BY_CONTENT] = runtime_field("", "another model, with which this one is compared item by item")
 
-    _model = field_validator("model")(check_model)
 
     @field_validator("baseline")
     @classmethod
     def _check_baseline(cls, name): return name and check_model(name)
 
-    def slug(self): return f"{self.dataset}-{self.model}"
+    def slug(self): return f"{self.dataset}-{model_label(self.model)}"
 
     def modules(self): return [*super().modules(), *self.declared_modules()]
 

@@ -24,7 +24,7 @@ from .analysis.estimation import FISHER, estimate_fisher, reference_pairs
 from .analysis.statistics import pearson
 from .benchmarks import SUITES, suite_groups
 from .benchmarks.tasks import benchmarks_folder
-from .models import check_model
+from .models.identity import ModelName, model_label
 from .results.cube import agreeing_runs
 from .results.plots import method_colour
 from .results.schema import CELL_DIMS, RUN_DIMS, variable
@@ -37,7 +37,7 @@ _all_ = ["diagonal_fisher", "displacement"]
 class FisherConfig(Stage):
     "The Fisher of a base model, or the displacement of every checkpoint of a training run."
     name = "fisher"
-    model: str = Field("lab-m", description="base model: a lab model, a folder or a hub id")
+    model: ModelName = Field("lab-m", description="base model: a lab model, a folder or a hub id")
     trained: str = runtime_field("", "folder of a training run; empty: the base model, then all its finished runs")
     reference: Literal["lab", "paper"] = Field("lab", description="examples from the lab's suites or the paper's tasks")
     limit: int = Field(0, ge=0, description="examples of each benchmark; 0 for all, 979 in total")
@@ -47,7 +47,6 @@ class FisherConfig(Stage):
     processes: int = runtime_field(1, "processes that share the examples, each with its own GPU or core", ge=1)
     recompute: bool = runtime_field(False, "recompute activations in the backward pass, which saves memory")
 
-    _model = field_validator("model")(check_model)
 
     @field_validator("trained")
     @classmethod
@@ -66,7 +65,7 @@ class FisherConfig(Stage):
 
     def slug(self):
         if self.trained: return Path(self.trained).name.removeprefix("train-")
-        return f"{self.model}-{self.reference}"
+        return f"{model_label(self.model)}-{self.reference}"
 
     def modules(self):
         items = {SUITES[name].items for name in suite_groups()[self.reference] if SUITES[name].fisher}

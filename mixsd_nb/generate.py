@@ -16,6 +16,7 @@ from .corpora import CORPORA
 from .methods.targets import (MixSettings, join_shards, mix_corpus, read_targets, select_targets,
                                       summarise_targets, write_targets)
 from .models import ENGINES, load_engine, load_tokenizer
+from .models.identity import model_label
 from .runs import Run, Stage, make_config, module_of, run_function, write_atomically
 
 # %% ../nbs/generate.ipynb #79836aed
@@ -25,7 +26,7 @@ class GenerateConfig(Stage, MixSettings):
 
     def slug(self):
         part = f"-{self.shard.replace('/', 'of')}" if self.shard else ""
-        return f"{self.dataset}-{self.model}-{self.lam:g}{part}"
+        return f"{self.dataset}-{model_label(self.model)}-{self.lam:g}{part}"
 
     def modules(self):
         return [*super().modules(), module_of(CORPORA[self.dataset].build), module_of(ENGINES[self.engine].cls)]

@@ -26,6 +26,7 @@ from .corpora import CORPORA, check_corpus, load_corpus
 from .corpora.prompts import SPANS
 from .methods import BASE, label_title, method_label
 from .models import ENGINES, check_engine, check_engine_options, check_model, load_tokenizer
+from .models.identity import ModelName, model_label
 from .models.scoring import token_nll
 from .results.cube import agreeing_runs
 from .results.merge import merge_roots
@@ -43,7 +44,7 @@ class NllConfig(Stage):
     name = "nll"
     targets: str = runtime_field("", "Parquet file of mixed targets; empty for the canonical ones")
     dataset: str = Field("kgfact-small", description="corpus of the targets")
-    model: str = Field("lab-m", description="base model: a lab model, a folder or a hub id")
+    model: ModelName = Field("lab-m", description="base model: a lab model, a folder or a hub id")
     span: Literal[SPANS] = Field("completion", description="trained part of a target: completion, or paper, which adds "
                                  "the template's tokens")
     first: int = Field(100, ge=1, description="items of the corpus that the published tables count")
@@ -53,7 +54,6 @@ class NllConfig(Stage):
     engine: str = runtime_field("hf", "what runs the model: hf or vllm")
     engine_options: dict = runtime_field({}, 'for vLLM, as in {"tensor_parallel_size": 2}')
 
-    _model = field_validator("model")(check_model)
     _engine = field_validator("engine")(check_engine)
 
     @field_validator("models")
@@ -99,7 +99,7 @@ class NllConfig(Stage):
         "The label of the targets along `method`."
         return method_label(self.origin["method"], lam=self.origin.get("lam"))
 
-    def slug(self): return f"{self.dataset}-{self.model}-{self.label}"
+    def slug(self): return f"{self.dataset}-{model_label(self.model)}-{self.label}"
 
     def modules(self):
         return [*super().modules(), module_of(CORPORA[self.dataset].build), module_of(ENGINES[self.engine].cls)]

@@ -18,7 +18,8 @@ import xarray as xr
 from pydantic import Field, field_validator
 
 from .corpora import CORPORA, check_corpus, load_corpus
-from .models import check_engine, check_model, load_base
+from .models import check_engine, load_base
+from .models.identity import ModelName, model_label
 from .profiling import device_name
 from .profiling.fisher import LARGE_MODEL, fisher_memory, fisher_seconds
 from .profiling.training import measure_training, step_seconds, training_specs
@@ -43,7 +44,7 @@ class SpeedConfig(Stage):
     "Measure all ways of mixing of an engine; the result has the dimensions `lam` and `way`."
     name = "speed"
     engine: str = Field("hf", description="hf or vllm")
-    model: str = Field("lab-m", description="a lab model, a folder or a hub id")
+    model: ModelName = Field("lab-m", description="a lab model, a folder or a hub id")
     dataset: str = Field("kgfact-small", description="corpus whose questions are mixed")
     pairs: int = Field(64, ge=1, description="sequences")
     agreement: float = Field(
@@ -54,12 +55,11 @@ class SpeedConfig(Stage):
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the model: float32 or bfloat16")
 
     _dataset = field_validator("dataset")(check_corpus)
-    _model = field_validator("model")(check_model)
     _engine = field_validator("engine")(check_engine)
 
     def slug(self) -> str:
         "Engine and model."
-        return f"{self.engine}-{self.model}"
+        return f"{self.engine}-{model_label(self.model)}"
 
     def modules(self) -> list[str]:
         "The modules whose code is recorded with a run: this one, also for the two other measurements."
@@ -96,7 +96,7 @@ class TrainingSpeedConfig(SpeedConfig):
 
     def slug(self) -> str:
         "The model."
-        return self.model
+        return model_label(self.model)
 
     def compute(self, run: Run) -> xr.DataTree:
         "Rate, ratio and peak memory of every way, and seconds of every part."
@@ -120,7 +120,7 @@ class FisherSpeedConfig(SpeedConfig):
 
     def slug(self) -> str:
         "The model."
-        return self.model
+        return model_label(self.model)
 
     def compute(self, run: Run) -> xr.DataTree:
         "Seconds, ratio and relative peak memory of every way."

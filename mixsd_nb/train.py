@@ -22,7 +22,8 @@ from .benchmarks.evaluation import EvalSettings, select_items, write_responses
 from .corpora import CORPORA, load_corpus
 from .corpora.prompts import SPANS
 from .methods import METHODS, fit_function, label_coordinates, method_label
-from .models import ENGINES, check_model, run_with_engine
+from .models import ENGINES, run_with_engine
+from .models.identity import ModelName, model_label
 from .results.layout import result_tree
 from .results.roots import read_root
 from .runs import (ParameterError, Run, Stage, checkpoint_folder, format_type, is_runtime, last_checkpoint,
@@ -35,7 +36,7 @@ class TrainConfig(Stage, EvalSettings):
     method: str = Field("mixsd", description="base, sft, mixsd, opsd, opsd-nll or mixsd-kl")
     lam: float = Field(0.5, ge=0, le=1, description="share of naive tokens in the targets of mixsd")
     target_tokens: int = Field(256, ge=1, description="largest length of a mixed target in tokens; 8192 in the paper")
-    model: str = Field("lab-m", description="base model: a lab model, a folder or a hub id")
+    model: ModelName = Field("lab-m", description="base model: a lab model, a folder or a hub id")
     lr: float = Field(1e-3, gt=0, description="learning rate after 20 warm-up steps")
     epochs: int | None = Field(None, ge=1, description="passes over the corpus; None for the published number")
     batch: int | None = Field(None, ge=1, description="examples per update; None for the published number")
@@ -60,7 +61,6 @@ class TrainConfig(Stage, EvalSettings):
     micro_tokens: int = runtime_field(
         4_096, "largest number of tokens in one forward and backward pass on a device", ge=1)
 
-    _model = field_validator("model")(check_model)
 
     @field_validator("method")
     @classmethod
@@ -111,7 +111,7 @@ class TrainConfig(Stage, EvalSettings):
         shared = {*EvalSettings.model_fields, "method", "model", "options", *runtime}
         return self.model_copy(update={k: f.default for k, f in fields.items() if k not in shared and k not in used})
 
-    def slug(self): return f"{self.dataset}-{self.model}-{self.label}"
+    def slug(self): return f"{self.dataset}-{model_label(self.model)}-{self.label}"
 
     def modules(self): return [*super().modules(), module_of(METHODS[self.method].fit), *self.declared_modules()]
 

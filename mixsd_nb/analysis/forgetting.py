@@ -19,8 +19,9 @@ from pydantic import Field, computed_field, field_validator
 from .checkpoints import covers_steps, digest_training, find_checkpoints, open_training_run
 from ..benchmarks import SUITES, Selection, held_out
 from ..corpora.prompts import encode_prompt
-from ..models import (ENGINES, check_engine, check_engine_options, check_model, load_engine, load_tokenizer,
+from ..models import (ENGINES, check_engine, check_engine_options, load_engine, load_tokenizer,
                              run_with_engine)
+from ..models.identity import ModelName, model_label
 from ..results.schema import DIMS, METHOD_COORDS, RUN_DIMS, variable
 from ..runs import Config, Stage, load_object, module_of, runtime_field, write_atomically
 
@@ -122,11 +123,10 @@ class TextSettings(Config):
 class ReferenceConfig(Stage, TextSettings):
     "The base model's own text: responses to prompts of the held-out benchmarks."
     name = "reference"
-    model: str = Field("lab-m", description="base model: a lab model, a folder or a hub id")
+    model: ModelName = Field("lab-m", description="base model: a lab model, a folder or a hub id")
 
-    _model = field_validator("model")(check_model)
 
-    def slug(self): return self.model
+    def slug(self): return model_label(self.model)
 
     def modules(self):
         items = {SUITES[name].items for name in held_out(self.suites)}

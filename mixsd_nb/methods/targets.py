@@ -21,14 +21,15 @@ from pydantic import Field, field_validator
 
 from ..corpora import CORPORA, check_corpus, load_corpus
 from ..corpora.prompts import encode_completion
-from ..models import check_engine, check_engine_options, check_mode, check_model
+from ..models import check_engine, check_engine_options, check_mode
+from ..models.identity import ModelName
 from ..runs import Config, Journal, report_progress, runtime_field
 
 # %% ../../nbs/methods/targets.ipynb #2d0498af
 class MixSettings(Config):
     "Parameters of mixing."
     dataset: str = Field("kgfact-small", description="corpus")
-    model: str = Field("lab-m", description="base model: a lab model, a folder or a hub id")
+    model: ModelName = Field("lab-m", description="base model: a lab model, a folder or a hub id")
     lam: float = Field(0.5, ge=0, le=1, description="share of tokens from the naive conditional")
     seed: int = Field(0, description="seed of the picks and of the sampling noise")
     temperature: float | None = Field(
@@ -57,7 +58,6 @@ class MixSettings(Config):
     batch_size: int = runtime_field(100, "sequences decoded concurrently", ge=1)
 
     _dataset = field_validator("dataset")(check_corpus)
-    _model = field_validator("model")(check_model)
     _engine = field_validator("engine")(check_engine)
 
     @field_validator("temperature")

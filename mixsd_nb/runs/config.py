@@ -47,9 +47,11 @@ class Config(BaseModel):
         return value
 
     def identity(self) -> dict[str, Any]:
-        "Everything that can change the result: all fields with their values, without runtime fields."
+        """Everything that can change the result: all fields with their values, without runtime fields.
+
+        A field whose type distinguishes the two is given by its content, for example a model folder."""
         runtime = {name for name, field in type(self).model_fields.items() if is_runtime(field)}
-        return self.model_dump(mode="json", exclude=runtime)
+        return self.model_dump(mode="json", exclude=runtime, context=dict(identity=True))
 
     def canonical(self) -> str:
         "`identity` as JSON with sorted keys."

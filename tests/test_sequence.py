@@ -1,0 +1,122 @@
+"The natural order of work: a second run never breaks the first, and nothing is computed twice."
+
+import shutil
+import warnings
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from mixsd_nb import errors, explore, figures, fisher, nll, train
+from mixsd_nb.results.cube import agreeing_runs, open_cube
+from mixsd_nb.runs import Run, find_runs
+
+SMALL = dict(model="lab-s", n=4, epochs=1, max_new_tokens=60, target_tokens=60, suite="recall,choice,world")
+STEPS = (2,)  # that `make run` measures besides the last one
+
+
+def make_run():
+    "The runs and the figures of `make run`, smaller."
+    for parameters in train.main_runs([1e-3], [0]):
+        checkpoints = {"checkpoints": STEPS} if "checkpoints" in parameters else {}
+        train.run(**SMALL | parameters | checkpoints)
+    return draw()
+
+
+def draw(**parameters): return figures.run(source="runs", model="lab-s", **parameters)["runs"].cube
+
+
+def training_folders(): return {run.name: run for run in find_runs(stage="train")}
+
+
+def stamps(folders): return {name: (run.folder / "result.nc").stat().st_mtime_ns for name, run in folders.items()}
+
+
+@pytest.fixture
+def project(own_runs, monkeypatch):
+    "An empty folder, into which figures are written too."
+    monkeypatch.chdir(own_runs)
+    monkeypatch.setenv("MIXSD_RUNS", str(own_runs / "runs"))
+    return own_runs
+
+
+def test_the_natural_order_of_work(project, capsys):
+    first = make_run()
+    ours = training_folders()
+    weights = {p: p.stat().st_mtime_ns for run in ours.values() for p in run.folder.glob("checkpoint-*/model.safetensors")}
+    assert len(ours) == 4 and first.step.values.tolist() == [0, 2, 5]
+
+    # the defaults measure other checkpoints: both runs are extended, not made a second time
+    for lam in (0.5, 0.3):
+        run = train.run(**SMALL, lam=lam, checkpoints=(3,))
+        assert run.root.step.values.tolist() == [0, 2, 3, 5] and run.name in ours
+    assert {*training_folders()} == {*ours}
+    assert all(p.stat().st_mtime_ns == stamp for p, stamp in weights.items()), "no checkpoint is written again"
+
+    # analyses see each run once
+    mixed = nll.score_all("kgfact-small", ["lab-s"])
+    table = nll.forgetting_table("kgfact-small", "lab-s", prompts=1)
+    results, skipped = fisher.measure_all_runs(fisher.FisherConfig(model="lab-s", limit=1))
+    assert len(mixed) == 3 and len(results) == 3 and not skipped
+    assert table.groupby("method").step.apply(list).to_dict() == {"sft": [2, 5], "mixsd-0.3": [2, 3, 5], "mixsd-0.5": [2, 3, 5]}
+    analysed = errors.run(model="lab-s")
+    moved = {r.name: r for r in find_runs(stage="fisher")}
+
+    # a trial with other settings
+    for method in ("base", "sft"): train.run(**SMALL | dict(n=2), method=method)
+    with pytest.warns(UserWarning, match=r'4 training runs with n=4.*left out.*2 runs.*where=\{"n": 2\}'): cube = draw()
+    assert "left out, because settings differ: 2 runs" in capsys.readouterr().out
+    assert (cube.accuracy.sel(first.coords) == first.accuracy).where(first.accuracy.notnull(), True).all()
+    assert {"displacement_sq", "nll", "count"} <= {*cube} and cube.n.sel(benchmark="choice").max() == 4
+    assert draw(where=dict(n=2)).n.sel(benchmark="choice").max() == 2
+    assert errors.run(model="lab-s").folder == analysed.folder and len(find_runs(stage="errors")) == 1
+
+    # a further checkpoint extends the analyses
+    train.run(**SMALL, method="sft", checkpoints=(4,))
+    again, _ = fisher.measure_all_runs(fisher.FisherConfig(model="lab-s", limit=1))
+    assert {*moved} == {r.name for r in find_runs(stage="fisher")}
+    sft = next(tree for name, tree in again.items() if "sft" in name)
+    assert sft.step.values.tolist() == [2, 4, 5] and np.isfinite(sft.displacement_sq).all()
+    assert 4 in errors.run(model="lab-s").root.step
+
+    page = explore.explore(model="lab-s")
+    assert "training runs with n=4" in str(page) or page is not None
+
+    before = stamps(training_folders())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        last = make_run()
+    assert stamps(training_folders()) == before, "the second `make run` computes nothing"
+    both = first.accuracy.notnull()
+    np.testing.assert_array_equal(last.accuracy.sel(first.coords).where(both), first.accuracy.where(both))
+
+
+def test_without_a_run_of_the_base_model(project, tiny):
+    "Step 0 of a training is its base: figures and tables work after a single training."
+    parameters = dict(model=tiny, n=2, epochs=1, checkpoints=(), max_new_tokens=8, suite="recall,choice,world")
+    trained = train.run(method="sft", **parameters)
+    sources = figures.run(source="runs", model=Run(trained.folder).root.model.item())
+    alone = sources["runs"].cube
+    base = train.run(method="base", **parameters)
+    with_base = open_cube()
+    pd.testing.assert_index_equal(alone.indexes["method"], with_base.indexes["method"])
+    cell = {"method": "base", "lr": 0, "step": 0, "benchmark": alone.benchmark.values}
+    np.testing.assert_array_equal(alone.accuracy.sel(cell), with_base.accuracy.sel(cell))
+    assert {r.name for r in agreeing_runs()} == {trained.name, base.name}
+
+
+def test_a_model_is_known_by_its_content(tiny, own_runs):
+    "A folder that was moved is the same model; one whose weights have changed is another; a long path is no problem."
+    far = own_runs / ("x" * 120) / ("y" * 120) / "model"
+    shutil.copytree(tiny, far)
+    here = train.TrainConfig(model=tiny)
+    copies = {p: train.TrainConfig(model=str(p)) for p in (far, own_runs / "tiny")[:1]}
+    assert copies[far].hash() != here.hash() and len(copies[far].folder.name) < 120, "the folder's name is part of the label"
+    near = own_runs / "elsewhere" / "tiny"
+    shutil.copytree(tiny, near)
+    assert train.TrainConfig(model=str(near)).folder == here.folder
+    weights = near / "model.safetensors"
+    changed = bytearray(weights.read_bytes())
+    changed[-1] ^= 1
+    weights.write_bytes(changed)
+    assert train.TrainConfig(model=str(near)).folder != here.folder
