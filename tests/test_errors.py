@@ -1,5 +1,7 @@
 """Kinds of errors: responses labelled by hand, what holds for any response, and the stage over runs of known responses."""
 
+import os
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -278,16 +280,15 @@ def test_stage_layout_joins_the_training_cube(runs):
     assert {"accuracy", "share_of_errors"} <= set(both) and both.accuracy.notnull().any()
 
 
-def test_responses_are_part_of_the_configuration(runs):
-    "The same files give the same run, which is opened. One more response, or other limits, give another run."
-    first = make_config(errors.ErrorsConfig).hash()
-    errors.run()
-    assert len(list(runs.glob("errors-*/result.nc"))) == 1
-    errors.run()
-    assert len(list(runs.glob("errors-*/result.nc"))) == 1 and make_config(errors.ErrorsConfig).hash() == first
-    assert make_config(errors.ErrorsConfig, characters=60).hash() != first
+def test_a_run_follows_the_responses(runs):
+    "The same files give the same run, which is opened. One more response is classified into the same run; other limits give another run."
+    first, config = errors.run(), make_config(errors.ErrorsConfig)
+    stamp, counted = (first.folder / "result.nc").stat().st_mtime_ns, first.root.n.sum()
+    assert errors.run().folder == first.folder and (first.folder / "result.nc").stat().st_mtime_ns == stamp
+    assert make_config(errors.ErrorsConfig, characters=60).hash() != config.hash()
     make_rows("equations", [RIGHT] * 4).to_parquet(runs / "train-mixsd-0.3-0" / "responses-60.parquet")
-    assert make_config(errors.ErrorsConfig).hash() != first
+    again = errors.run()
+    assert again.folder == first.folder and (counted, again.root.n.sum()) == (15, 12), "4 responses instead of 7"
 
 
 def test_a_run_that_was_killed_is_begun_again(runs, monkeypatch):
@@ -306,11 +307,15 @@ def test_an_evaluated_checkpoint_stands_with_its_training_run(runs):
     assert found.n.sel(lr=1e-3) == 2 and found["count"].sel(lr=1e-3, category="genuine") == 1
 
 
-def test_two_answers_to_one_question_are_refused(runs):
+def test_of_two_answers_to_one_question_the_newest_counts(runs):
     write_evaluation(runs, "evaluate-twin", "lab-m", make_rows("equations", [RIGHT, WORKED, BARE]))
     assert errors.run().root.n.sum() == 16, "what agrees counts once"
-    write_evaluation(runs, "evaluate-double", "lab-m", make_rows("equations", [NONE]))
-    with pytest.raises(ValueError, match="got two to equations-0-0, one in evaluate-base and one in evaluate-(double|twin)"): errors.run()
+    base = dict(benchmark="equations", method="base", lr=0, seed=0, step=0)
+    before = errors.run().root.wrong.sel(base).item()
+    double = write_evaluation(runs, "evaluate-double", "lab-m", make_rows("equations", [NONE]))
+    os.utime(double / "responses.parquet", (2e9, 2e9))
+    with pytest.warns(UserWarning, match="are the same cell and answer equations-0-0 differently; the newer run counts"): found = errors.run()
+    assert found.root.wrong.sel(base).item() == before + 1
 
 
 def test_no_responses(tmp_path, monkeypatch):

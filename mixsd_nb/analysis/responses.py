@@ -58,7 +58,7 @@ def find_responses(
         sizes.add(run.config.get("n"))
         rows += [read_cell(run) | dict(step=step, path=run.responses_file(step)) for step in run.measured_steps]
     for run in find_runs(root, "evaluate"):
-        if sizes and run.config["n"] not in sizes: continue
+        if sizes and run.config.get("n") not in sizes: continue
         rows.append(locate_evaluation(run, root) | dict(path=run.responses_file()))
     table = pd.DataFrame(rows, columns=[*CELL_DIMS, *METHOD_COORDS, "path"])
     return table[(table.dataset == dataset) & (table.model == model)].sort_values("path", ignore_index=True)

@@ -347,9 +347,6 @@ class CubeView(View):
             if trained is None and metric != "held-out" and not any(has_benchmark(p, metric) for p in papers):
                 raise FileNotFoundError(f"{missing}, and the paper does not report {metric}; choose another metric")
             return plot_lam(trained, papers, metric), [], ""
-        if trained is not None and BASE not in part.method:
-            raise FileNotFoundError(f"no run of the base model {self.model.value} on {self.dataset.value}; "
-                                    f"{command(f' -p method {BASE}')} makes one")
         caption = explain_selection(part) if trained is not None else ""
         return plot_beside_paper(trained, papers, self.dataset.value), [], caption
 
