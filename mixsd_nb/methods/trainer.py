@@ -408,8 +408,9 @@ def fine_tune(
             write_spec(spec, folder)
             launch("mixsd_nb.methods.trainer", folder, spec.processes, report)
     except KeyboardInterrupt:
-        step = checkpoint_step(last) if (last := last_checkpoint(folder)) else 0
-        raise Interruption(f"training was interrupted; run it again to continue after step {step}") from None
+        last = last_checkpoint(folder)
+        where = f"after step {checkpoint_step(last)}" if last else "from its first step"
+        raise Interruption(f"training was interrupted; run it again to continue {where}") from None
     return read_curves(folder)
 
 # %% ../../nbs/methods/trainer.ipynb #246e5818
