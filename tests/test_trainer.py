@@ -278,7 +278,7 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(size, short, tmp_path):
 def test_a_tokenizer_that_cannot_be_written_is_one_sentence(short, tmp_path, monkeypatch):
     def full(*_, **__): raise Exception("No space left on device (os error 28)")
     monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", full)
-    with pytest.raises(StorageError, match=r"checkpoint-2 cannot be written \(No space left on device"):
+    with pytest.raises(StorageError, match=r"checkpoint-2 cannot be written \(No space left on device \(os error 28\)\)"):
         fine_tune(short[0], tmp_path)
 
 

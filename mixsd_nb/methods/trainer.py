@@ -136,7 +136,7 @@ def _missing_steps(
     return sorted({*spec.checkpoints, spec.steps} - set(checkpoint_steps(folder)))
 
 # %% ../../nbs/methods/trainer.ipynb #6c66b131
-_WRITE_ERRORS = r"os error \d+|PytorchStreamWriter|unexpected pos"  # of safetensors and tokenizers, and of torch
+_WRITE_ERRORS = r"[^:]*\(os error \d+\)|PytorchStreamWriter|unexpected pos"  # of safetensors, tokenizers; of torch
 
 
 @contextlib.contextmanager
@@ -144,9 +144,11 @@ def _explain_write_errors(checkpoint: Path):
     "Turn the failure to write a checkpoint into a StorageError of one sentence."
     try: yield
     except Exception as e:
-        if not isinstance(e, OSError) and not re.search(_WRITE_ERRORS, str(e)): raise
+        found = re.search(_WRITE_ERRORS, str(e))
+        if not isinstance(e, OSError) and not found: raise
         shutil.rmtree(checkpoint, ignore_errors=True)
-        reason = getattr(e, "strerror", None) or str(e).strip().splitlines()[0]
+        named = found and found[0].strip() if "os error" in str(e) else "the disk may be full"  # torch names no reason
+        reason = getattr(e, "strerror", None) or named
         raise StorageError(f"{checkpoint} cannot be written ({reason}); finished checkpoints are kept, and the same "
                            "command resumes from the last one") from None
 
