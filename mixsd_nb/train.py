@@ -37,7 +37,7 @@ class TrainConfig(Stage, EvalSettings):
     lam: float = Field(0.5, ge=0, le=1, description="share of naive tokens in the targets of mixsd")
     target_tokens: int = Field(256, ge=1, description="largest length of a mixed target in tokens; 8192 in the paper")
     model: ModelName = Field("lab-m", description="base model: a lab model, a folder or a hub id")
-    lr: float = Field(1e-3, gt=0, description="learning rate after 20 warm-up steps")
+    lr: float = Field(1e-3, gt=0, le=1, description="learning rate after 20 warm-up steps")
     epochs: int | None = Field(None, ge=1, description="passes over the corpus; None for the published number")
     batch: int | None = Field(None, ge=1, description="examples per update; None for the published number")
     rollouts: int | None = Field(

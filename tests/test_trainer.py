@@ -1,22 +1,38 @@
 """The trainer across processes: several devices, kills at any moment, a process that fails, insufficient memory."""
 
+import contextlib
+import io
+import json
 import multiprocessing
 import os
+import resource
+import shutil
 import signal
+import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
-from helpers import small_model
+from helpers import small_model, until
 from safetensors.torch import load_file
+from tqdm import tqdm
 
+from mixsd_nb import train
+from mixsd_nb.methods import fit_function
 from mixsd_nb.methods.distill import VARIANTS, distill_items
+from mixsd_nb.methods.fitting import MethodRun
+from mixsd_nb.methods.loss import DivergenceError
+from mixsd_nb.methods.progress import TrainingProgress
+from mixsd_nb.methods.supervised import Supervised
 from mixsd_nb.methods.trainer import TrainingSpec, explain_out_of_memory, fine_tune, read_curves, train_process
 from mixsd_nb.models import load_base, load_tokenizer
-from mixsd_nb.runs import ProcessFailed, checkpoint_steps
+from mixsd_nb.runs import ParameterError, ProcessFailed, StorageError, checkpoint_steps, report_progress
+from mixsd_nb.train import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 PAIRS = [(list(range(5, 9 + k)), list(range(20, 23 + 2 * k)) + [2]) for k in range(6)]
@@ -166,3 +182,212 @@ def test_a_checkpoint_of_another_architecture_is_one_sentence(spec, tmp_path):
     train_process(replace(spec, steps=1, checkpoints=[]), tmp_path)
     with pytest.raises(ValueError, match="another architecture: its hidden_size is 32, the model's is 128"):
         train_process(replace(spec, model="lab-s"), tmp_path)
+
+
+@pytest.fixture(scope="module")
+def short(spec, tmp_path_factory):
+    "Six updates with checkpoints after two, four and six, and the finished run."
+    short = replace(spec, steps=6, checkpoints=[2, 4])
+    run = tmp_path_factory.mktemp("short")
+    fine_tune(short, run)
+    return short, run
+
+
+def half_of(file): file.write_bytes(file.read_bytes()[:file.stat().st_size // 2])
+def noise_in(file): file.write_bytes(os.urandom(file.stat().st_size))
+def nothing_in(file): file.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, half_of, noise_in, nothing_in])
+@pytest.mark.parametrize("name", ["optimizer.pt", "trainer_state.json", "model.safetensors", "complete"])
+def test_a_damaged_checkpoint_is_none_to_resume_from(name, damage, short, tmp_path, capsys, monkeypatch):
+    "The run goes on from the one before, says so, and ends with the same bytes."
+    spec, finished = short
+    alarms, steps, run = [], [], tmp_path / "run"
+    monkeypatch.setattr("transformers.trainer.logger.warning", alarms.append)
+    shutil.copytree(finished, run)
+    shutil.rmtree(run / "checkpoint-6")
+    damage(run / "checkpoint-4" / name)
+    fine_tune(spec, run, lambda entry: steps.append(entry["step"]))
+    assert steps == [3, 4, 5, 6] and not alarms, "the tied head is not missing"
+    for step in (4, 6):
+        assert (run / f"checkpoint-{step}/model.safetensors").read_bytes() == (finished / f"checkpoint-{step}/model.safetensors").read_bytes()
+    unmarked = name == "complete" and damage is not nothing_in
+    assert unmarked or f"cannot be resumed from {run / 'checkpoint-4'} (" in capsys.readouterr().out
+    assert list(checkpoint_steps(run)) == [2, 4, 6]
+
+
+def test_a_finished_run_needs_no_optimiser_state(short, tmp_path):
+    spec, finished = short
+    shutil.copytree(finished, tmp_path / "run")
+    for file in (tmp_path / "run").glob("checkpoint-*/optimizer.pt"): file.unlink()
+    assert fine_tune(spec, tmp_path / "run", pytest.fail).keys() == {"loss", "learning_rate", "grad_norm"}
+
+
+def test_a_checkpoint_that_was_not_asked_for_before_is_added(short, tmp_path):
+    "Nothing that exists is trained or written again."
+    spec, finished = short
+    steps, run = [], tmp_path / "run"
+    shutil.copytree(finished, run)
+    before = {file: file.stat().st_mtime_ns for file in run.glob("checkpoint-*/*")}
+    log = fine_tune(replace(spec, checkpoints=[2, 3, 4]), run, lambda entry: steps.append(entry["step"]))
+    assert steps == [3] and list(checkpoint_steps(run)) == [2, 3, 4, 6] and len(log["loss"]) == 6
+    assert all(file.stat().st_mtime_ns == then for file, then in before.items())
+
+
+def test_a_checkpoint_is_on_disk_before_it_counts(spec, tmp_path, monkeypatch):
+    synced, marked = set(), []
+    fsync, rename = os.fsync, os.replace
+
+    def replace_file(source, target):
+        marked.extend([(Path(target), set(synced))] if Path(target).name == "complete" else [])
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", lambda number: (synced.add(os.fstat(number).st_ino), fsync(number)))
+    monkeypatch.setattr(os, "replace", replace_file)
+    fine_tune(replace(spec, steps=1, checkpoints=[]), tmp_path)
+    (mark, forced), = marked
+    needed = {path.stat().st_ino for path in [mark.parent, *mark.parent.iterdir()] if path != mark}
+    assert needed <= forced and {mark.stat().st_ino, tmp_path.stat().st_ino} <= synced
+
+
+@contextlib.contextmanager
+def small_disk(size):
+    "No file can grow beyond this number of bytes."
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try: yield
+    finally: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("size", [10, 100_000, 400_000], ids=["configuration", "weights", "optimiser"])
+def test_a_full_disk_is_one_sentence_and_loses_nothing(size, short, tmp_path):
+    spec, finished = short
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    for step in (4, 6): shutil.rmtree(run / f"checkpoint-{step}")
+    with small_disk(size), pytest.raises(StorageError, match=r"^\S+checkpoint-4 cannot be written \(.+\); finished checkpoints are kept.*$"):
+        fine_tune(spec, run)
+    assert list(checkpoint_steps(run)) == [2] and not (run / "checkpoint-4").exists()
+    steps = []
+    fine_tune(spec, run, lambda entry: steps.append(entry["step"]))
+    assert steps == [3, 4, 5, 6]
+    assert (run / "checkpoint-6/model.safetensors").read_bytes() == (finished / "checkpoint-6/model.safetensors").read_bytes()
+
+
+def test_a_tokenizer_that_cannot_be_written_is_one_sentence(short, tmp_path, monkeypatch):
+    def full(*_, **__): raise Exception("No space left on device (os error 28)")
+    monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", full)
+    with pytest.raises(StorageError, match=r"checkpoint-2 cannot be written \(No space left on device \(os error 28\)\)"):
+        fine_tune(short[0], tmp_path)
+
+
+@pytest.mark.parametrize("name, worse", [("loss", lambda loss: loss * torch.nan), ("loss", lambda loss: loss + torch.inf),
+                                         ("grad_norm", lambda loss: loss + (loss * 0).sqrt())])
+def test_divergence_names_the_step_and_keeps_the_last_checkpoint(name, worse, spec, tmp_path, monkeypatch):
+    steps, honest = [], Supervised.loss
+    monkeypatch.setattr(Supervised, "loss", staticmethod(lambda *a: (worse if len(steps) == 4 else lambda loss: loss)(honest(*a))))
+    with pytest.raises(DivergenceError, match=rf"^{name} must be finite, got (nan|inf) at step 5; \S+checkpoint-3 is kept, and a smaller lr may help$"):
+        fine_tune(replace(spec, steps=6, checkpoints=[3, 5]), tmp_path, lambda entry: steps.append(entry["step"]))
+    assert steps == [1, 2, 3, 4] and list(checkpoint_steps(tmp_path)) == [3]
+    assert all(tensor.isfinite().all() for tensor in weights(tmp_path).values())
+
+
+UNEVEN = """
+from mixsd_nb.methods.supervised import Supervised
+
+class Uneven(Supervised):
+    def examples(self, chosen, student, step): return super().examples([i for i in chosen if i % 3 == 0], student, step)
+
+def objective(spec, tokenizer): return Uneven(spec.data["pairs"])
+"""
+
+
+@several
+def test_processes_with_unequal_numbers_of_examples_do_not_wait_for_each_other(spec, tmp_path, monkeypatch):
+    "An update of two processes equals that of one, also where a process has fewer examples or none."
+    (tmp_path / "uneven.py").write_text(UNEVEN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    uneven = replace(spec, objective="uneven:objective", steps=6, checkpoints=[], micro_tokens=12, lr=1e-3)
+    for processes in (1, 2): fine_tune(replace(uneven, processes=processes), tmp_path / str(processes))
+    assert distance(weights(tmp_path / "2"), weights(tmp_path / "1")) < 1e-5
+
+
+@pytest.mark.parametrize("method", ["opsd", "mixsd-kl", "sft"])
+def test_a_fact_longer_than_the_context_is_refused_by_name(method, spec, tmp_path, monkeypatch):
+    rows = [dict(id=f"fact-{k}", prompt="Q?", target=f"The answer is {'7 ' * 900 * (k == 2)}.", answer="7") for k in range(4)]
+    monkeypatch.setattr(MethodRun, "rows", rows)
+    monkeypatch.setattr(MethodRun, "train", pytest.fail)
+    run = MethodRun(tmp_path, TrainConfig(method=method, model=spec.model, dataset="kgfact-small"))
+    with pytest.raises(ValueError, match=r"^fact fact-2 must have at most 512 tokens, the context of the model, got \d+; "):
+        fit_function(method)(run)
+
+
+def test_an_interrupt_is_one_sentence(spec, tmp_path):
+    for moment, where in ((3, "from its first step"), (13, "after step 10")):
+        def report(entry):
+            if entry["step"] == moment: raise KeyboardInterrupt
+        with pytest.raises(KeyboardInterrupt, match=f"^training was interrupted; run it again to continue {where}$") as caught:
+            fine_tune(spec, tmp_path, report)
+    assert caught.value._render_traceback_() == [str(caught.value)]
+
+
+def train_in_a_terminal(spec, run):
+    "Train as a script of a terminal does: in a process group, where an uncaught error goes to the hook of the interpreter."
+    os.setsid()
+    sys.stderr = open(run / "stderr", "w")
+    try: fine_tune(spec, run)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        sys.stderr.flush()
+        os._exit(1)
+
+
+@several
+def test_an_interrupt_of_two_processes_is_one_sentence(spec, tmp_path):
+    "Ctrl-C interrupts all processes of the group; all of them end."
+    two = replace(spec, steps=100_000, processes=2)
+    process = multiprocessing.get_context("fork").Process(target=train_in_a_terminal, args=(two, tmp_path))
+    process.start()
+    until((tmp_path / "checkpoint-10/complete").exists, 60)
+    others = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)
+    process.join(60)
+    assert process.exitcode == 1 and (tmp_path / "stderr").read_text() == "training was interrupted; run it again to continue after step 10\n"
+    assert len(others) >= 3 and not psutil.wait_procs(others, timeout=60)[1]
+
+
+def seconds_for_each_update(pause, monkeypatch):
+    monkeypatch.setattr("mixsd_nb.methods.progress.tqdm", partial(tqdm, file=io.StringIO(), mininterval=0, disable=False))
+    progress = TrainingProgress("demo", {}, lambda step: time.sleep(pause))
+    for step in (1, 2, 3, 4):
+        time.sleep(0.01)
+        progress(dict(step=step, steps=9, loss=1.0, tokens_per_second=1.0))
+    return 1 / progress.bar.bar.format_dict["rate"]
+
+
+def test_measuring_does_not_count_in_the_time_left(monkeypatch, tmp_path):
+    monkeypatch.setenv("MIXSD_PROGRESS", str(tmp_path / "progress"))
+    assert seconds_for_each_update(0.2, monkeypatch) < 0.1
+    report_progress("demo, end", 0, 9)
+    time.sleep(0.3)
+    report_progress("demo, end", 9, 9, pause=0.29)
+    assert json.loads((tmp_path / "progress").read_text())["rate"] > 9 / 0.1
+
+
+def test_the_axis_of_recall_is_from_0_to_1(monkeypatch):
+    figures, progress = [], TrainingProgress("demo", {0: 0.0})
+    progress.display = SimpleNamespace(update=figures.append)
+    progress.draw()
+    assert figures[0].axes[1].get_ylim() == (0, 1)
+
+
+@pytest.mark.parametrize("wrong, sentence", [
+    (dict(batch=101), "batch must be at most 100, the number of facts of the corpus, got 101"),
+    *[(dict(lr=lr), "lr must be (a number )?above 0 and at most 1, got ") for lr in (1e300, 1.5, 0, float("inf"), float("nan"))]])
+def test_nonsense_is_refused_before_anything_is_made(wrong, sentence, tmp_path, monkeypatch):
+    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "runs"))
+    with pytest.raises(ParameterError, match=f"^{sentence}"):
+        train.run(method="sft", dataset="kgfact-small", model="lab-s", **wrong)
+    assert not (tmp_path / "runs").exists()

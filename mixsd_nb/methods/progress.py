@@ -6,9 +6,10 @@
 __all__ = ['Bar', 'TrainingProgress']
 
 # %% ../../nbs/methods/progress.ipynb #681555c8
+import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from tqdm.auto import tqdm
 
@@ -21,7 +22,17 @@ class Bar:
     def __init__(
         self,
         name: str,  # text before the bar
-    ): self.name, self.bar = name, None
+    ): self.name, self.bar, self.paused = name, None, 0.0
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        "The time that is spent inside does not count in the rate and in the time left."
+        start = time.monotonic()
+        yield
+        self.paused = time.monotonic() - start
+        if self.bar is None or self.bar.disable: return
+        self.bar.start_t += self.paused
+        self.bar.last_print_t += self.paused
 
     def __call__(self, entry: dict):
         "Advance by one update; the entry is a report of the trainer."
@@ -47,9 +58,10 @@ class TrainingProgress:
 
     def __call__(self, entry: dict):
         "Show the report of one update."
-        self.measure(entry["step"] - 1)  # the checkpoint of a step is written after the step's report
+        # the checkpoint of a step is written after the step's report
+        with self.bar.pause(): self.measure(entry["step"] - 1)
         self.bar(entry)
-        report_progress(self.bar.name, entry["step"], entry["steps"])
+        report_progress(self.bar.name, entry["step"], entry["steps"], self.bar.paused)
         self.loss[entry["step"]] = entry["loss"]
         if "ipykernel" in sys.modules and time.monotonic() - self.last > 2: self.draw()
 
@@ -58,10 +70,10 @@ class TrainingProgress:
         import matplotlib.pyplot as plt
         from IPython.display import display
         fig, axes = plt.subplots(1, 2, figsize=(9, 2.6))
-        for ax, values, title, marker in zip(axes, (self.loss, self.recall), ("loss (nats per token)", "recall"),
-                                             (None, "o")):
-            ax.plot(list(values), list(values.values()), marker=marker)
-            ax.set(title=title, xlabel="update")
+        for ax, values, title, marker, limits in zip(axes, (self.loss, self.recall), ("loss (nats per token)", "recall"),
+                                                     (None, "o"), (None, (0, 1))):
+            ax.plot(list(values), list(values.values()), marker=marker, clip_on=False)
+            ax.set(title=title, xlabel="update", ylim=limits)
         self.display = self.display or display(display_id=True)
         self.display.update(fig)
         plt.close(fig)

@@ -13,6 +13,8 @@ import importlib.util
 import json
 import math
 import os
+import re
+import shutil
 import signal
 import sys
 import time
@@ -25,10 +27,11 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from .loss import LossHead, summed_loss
+from .loss import LossHead, check_finite, summed_loss
 from ..models import load_base
-from ..runs import (MARK, checkpoint_folder, die_with_parent, last_checkpoint, launch, leave, load_object,
-                           write_json)
+from ..runs import (Interruption, StorageError, checkpoint_folder, checkpoint_step, checkpoint_steps,
+                           die_with_parent, last_checkpoint, launch, leave, load_object, mark_complete,
+                           resume_checkpoint, write_json)
 
 # %% ../../nbs/methods/trainer.ipynb #54c11310
 @dataclass(frozen=True)
@@ -88,8 +91,11 @@ def update_count(
     corpus_size: int,  # facts of the corpus, kept or not
     batch: int,
 ) -> int:
-    "The number of optimiser steps; the last partial batch of an epoch is dropped."
-    return epochs * (corpus_size // batch)
+    """The number of optimiser steps; the last partial batch of an epoch is dropped.
+
+    ValueError for a batch that is larger than the corpus."""
+    if batch <= corpus_size: return epochs * (corpus_size // batch)
+    raise ValueError(f"batch must be at most {corpus_size}, the number of facts of the corpus, got {batch}")
 
 # %% ../../nbs/methods/trainer.ipynb #743d0c2a
 def training_order(
@@ -113,22 +119,38 @@ def _warm_then_constant(
 
 # %% ../../nbs/methods/trainer.ipynb #9eadcd8b
 class _SaveAt(TrainerCallback):
-    "Saves at given steps, and marks each checkpoint as complete when all processes have written it."
+    "Saves at given steps."
 
-    def __init__(self, steps, tokenizer):
-        self.steps, self.tokenizer = set(steps), tokenizer
+    def __init__(self, steps): self.steps = set(steps)
 
     def on_step_end(self, args, state, control, **kwargs):
         "Ask for a checkpoint at the given steps."
         control.should_save = state.global_step in self.steps
 
-    def on_save(self, args, state, control, **kwargs):
-        "Add the tokenizer and the mark to a checkpoint."
-        if torch.distributed.is_initialized(): torch.distributed.barrier()
-        if not state.is_world_process_zero: return
-        folder = checkpoint_folder(Path(args.output_dir), state.global_step)
-        self.tokenizer.save_pretrained(folder)
-        (folder / MARK).touch()
+# %% ../../nbs/methods/trainer.ipynb #bea4550f
+def _missing_steps(
+    spec: TrainingSpec,
+    folder: Path,  # of the run
+) -> list[int]:
+    "The steps of the spec without a complete checkpoint, in ascending order."
+    return sorted({*spec.checkpoints, spec.steps} - set(checkpoint_steps(folder)))
+
+# %% ../../nbs/methods/trainer.ipynb #6c66b131
+_WRITE_ERRORS = r"[^:]*\(os error \d+\)|PytorchStreamWriter|unexpected pos"  # of safetensors, tokenizers; of torch
+
+
+@contextlib.contextmanager
+def _explain_write_errors(checkpoint: Path):
+    "Turn the failure to write a checkpoint into a StorageError of one sentence."
+    try: yield
+    except Exception as e:
+        found = re.search(_WRITE_ERRORS, str(e))
+        if not isinstance(e, OSError) and not found: raise
+        shutil.rmtree(checkpoint, ignore_errors=True)
+        named = found and found[0].strip() if "os error" in str(e) else "the disk may be full"  # torch names no reason
+        reason = getattr(e, "strerror", None) or named
+        raise StorageError(f"{checkpoint} cannot be written ({reason}); finished checkpoints are kept, and the same "
+                           "command resumes from the last one") from None
 
 # %% ../../nbs/methods/trainer.ipynb #ac4e10d9
 _SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -172,9 +194,9 @@ def microbatches(
     examples: list,
     parts: int,
 ) -> list[list]:
-    "The examples split into at most this many parts, each with examples of similar length."
+    "The examples split into this many parts, each with examples of similar length; some are empty if there are few."
     by_length = sorted(examples, key=lambda e: len(e.prompt) + len(e.completion))
-    return [[by_length[i] for i in part] for part in np.array_split(np.arange(len(by_length)), parts) if len(part)]
+    return [[by_length[i] for i in part] for part in np.array_split(np.arange(len(by_length)), parts)]
 
 # %% ../../nbs/methods/trainer.ipynb #b030d2db
 @contextlib.contextmanager
@@ -210,8 +232,9 @@ class FineTuner(Trainer):
         args: TrainingArguments,
         callbacks: list,
         report: Callable[[dict], None],  # called after every update
+        tokenizer,  # saved in every checkpoint
     ):
-        self.spec, self.objective, self.report = spec, objective, report
+        self.spec, self.objective, self.report, self.tokenizer = spec, objective, report, tokenizer
         self.trained, self.start = 0, time.perf_counter()  # number of trained tokens, and start time
         self.copy = copy.deepcopy(model) if spec.sharded and getattr(objective, "uses_student", False) else None
         self.head = LossHead(model)
@@ -246,9 +269,11 @@ class FineTuner(Trainer):
             model.train()
             tokens = sum(len(e.completion) for e in examples)
             size = max((len(e.prompt) + len(e.completion) for e in examples), default=1) * len(examples)
-            sizes = torch.tensor([[tokens, math.ceil(size / self.spec.micro_tokens)]], device=self.args.device)
+            parts = min(len(examples), math.ceil(size / self.spec.micro_tokens))
+            sizes = torch.tensor([[tokens, parts]], device=self.args.device)
             sizes = self.accelerator.gather(sizes)  # of all processes
             total, loss = max(1, sizes[:, 0].sum().item()), torch.zeros((), device=self.args.device)
+            # every process makes the same number of backward passes, because each one waits for the others
             for part in microbatches(examples, max(1, sizes[:, 1].max().item())):
                 part_loss = summed_loss(model, self.head, part, self.objective.loss, self.spec.packed)
                 share = part_loss * self.accelerator.num_processes / total
@@ -256,6 +281,17 @@ class FineTuner(Trainer):
                 loss += share.detach()
             self.trained += total
             return loss
+
+    def _save_checkpoint(self, model, trial=None):
+        folder = checkpoint_folder(Path(self.args.output_dir), self.state.global_step)
+        if self.is_world_process_zero(): shutil.rmtree(folder, ignore_errors=True)  # an unfinished or damaged one
+        self.accelerator.wait_for_everyone()
+        with _explain_write_errors(folder):
+            super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()
+            if not self.is_world_process_zero(): return
+            self.tokenizer.save_pretrained(folder)
+            mark_complete(folder)
 
     def _save(self, output_dir=None, state_dict=None):
         state_dict = _merge_adapters(self.model) if self.spec.lora else state_dict
@@ -269,29 +305,41 @@ class FineTuner(Trainer):
         torch.save(adapters, Path(output_dir) / "adapters.pt")
 
     def _load_from_checkpoint(self, folder, model=None):
-        if self.spec.lora: self.model.load_state_dict(torch.load(Path(folder) / "adapters.pt"), strict=False)
+        if self.spec.lora: self.model.load_state_dict(torch.load(Path(folder) / "adapters.pt", weights_only=True),
+                                                       strict=False)
         else: super()._load_from_checkpoint(folder, model)
+
+    def _issue_warnings_after_load(self, load_result):
+        # a tied weight is saved under its other name
+        missing = [name for name in load_result.missing_keys if name not in self.model.all_tied_weights_keys]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
     def floating_point_ops(self, inputs):
         "0, because floating-point operations are not counted."
         return 0
 
     def log(self, logs, start_time=None):
-        "As in transformers; the first process also reports every update."
+        "As in transformers; the first process also reports every update. DivergenceError as in `check_finite`."
+        step = self.state.global_step
+        if "grad_norm" in logs:  # a checkpoint of this step would be written after its log
+            check_finite(step, self.args.output_dir, loss=logs["loss"], grad_norm=logs["grad_norm"])
         super().log(logs, start_time)
         if "grad_norm" in logs and self.is_world_process_zero():
-            rate = self.trained / (time.perf_counter() - self.start)
-            self.report(dict(step=self.state.global_step, steps=self.state.max_steps, tokens_per_second=rate, **logs))
+            now = time.perf_counter()
+            rate = self.trained / (now - self.start)
+            self.report(dict(step=step, steps=self.state.max_steps, tokens_per_second=rate, **logs))
+            self.start += time.perf_counter() - now  # the report may measure a checkpoint
 
 # %% ../../nbs/methods/trainer.ipynb #0463cae8
 def _training_arguments(
     spec: TrainingSpec,
     folder: Path,  # checkpoints go here
+    steps: int,  # the last one to train
 ) -> TrainingArguments:
     "The training spec as the arguments of transformers."
     gpu = torch.cuda.is_available()
     args = TrainingArguments(
-        str(folder), max_steps=spec.steps, per_device_train_batch_size=spec.batch // spec.processes,
+        str(folder), max_steps=steps, per_device_train_batch_size=spec.batch // spec.processes,
         learning_rate=spec.lr, optim="adamw_torch", adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8,
         weight_decay=0.01, max_grad_norm=1.0, seed=spec.seed, bf16=gpu, use_cpu=not gpu,
         train_sampling_strategy="sequential", save_strategy="no", logging_steps=1, logging_nan_inf_filter=False,
@@ -307,21 +355,25 @@ def train_process(
     folder: Path,  # checkpoints go here
     report: Callable[[dict], None] = lambda entry: None,  # called after every update
 ) -> None:
-    """Train in this process, alone or as one of several.
+    """Train in this process, alone or as one of several, until all checkpoints of the spec exist.
 
     The report gets step, steps, loss, grad_norm, learning_rate and tokens_per_second of every update. ValueError if
-    the number of processes is not that of the spec, or a checkpoint has another architecture."""
+    the number of processes is not that of the spec, or a checkpoint has another architecture; StorageError if a
+    checkpoint cannot be written; DivergenceError if loss or gradient is not finite."""
     if (processes := int(os.environ.get("WORLD_SIZE", 1))) != spec.processes:
         raise ValueError(f"processes must be {spec.processes}, as the training spec says, got {processes}")
+    missing, first = _missing_steps(spec, folder), int(os.environ.get("RANK", 0)) == 0
+    if not missing: return
     model, tokenizer = load_base(spec.model)
-    checkpoint = last_checkpoint(folder)
+    state = "optimizer.bin" if spec.sharded else "optimizer.pt"
+    checkpoint = resume_checkpoint(folder, missing[0], state, *[lambda _: None] * (not first))
     if checkpoint: _check_shape(checkpoint, model)
     if spec.lora:
         torch.manual_seed(spec.seed)
         _add_adapters(model, spec.lora)
     objective = load_object(spec.objective)(spec, tokenizer)
-    saving = _SaveAt([*spec.checkpoints, spec.steps], tokenizer)
-    trainer = FineTuner(spec, model, objective, _training_arguments(spec, folder), [saving], report)
+    args = _training_arguments(spec, folder, missing[-1])
+    trainer = FineTuner(spec, model, objective, args, [_SaveAt(missing)], report, tokenizer)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 
 # %% ../../nbs/methods/trainer.ipynb #820d49a8
@@ -349,12 +401,18 @@ def fine_tune(
 ) -> dict[str, np.ndarray]:
     """Train what is not trained yet, in as many processes as the spec asks for; returns `read_curves`.
 
-    ValueError as in `check_spec` and `train_process`."""
-    if last_checkpoint(folder) != checkpoint_folder(folder, spec.steps):
-        if check_spec(spec).processes == 1: train_process(spec, folder, report)
+    Errors as in `check_spec` and `train_process`; Interruption for an interrupt."""
+    if not _missing_steps(spec, folder): return read_curves(folder)
+    check_spec(spec)
+    try:
+        if spec.processes == 1: train_process(spec, folder, report)
         else:
             write_spec(spec, folder)
             launch("mixsd_nb.methods.trainer", folder, spec.processes, report)
+    except KeyboardInterrupt:
+        last = last_checkpoint(folder)
+        where = f"after step {checkpoint_step(last)}" if last else "from its first step"
+        raise Interruption(f"training was interrupted; run it again to continue {where}") from None
     return read_curves(folder)
 
 # %% ../../nbs/methods/trainer.ipynb #246e5818

@@ -107,13 +107,15 @@ def report_progress(
     what: str,  # name of the work
     done: int,
     total: int,
+    pause: float = 0.0,  # seconds since the last report that do not count in the rate
 ) -> None:
     """Write `what, done, total` and `rate` (1/s) into the file that `MIXSD_PROGRESS` names, at most once a second.
 
     Nothing is written if the variable is not set."""
     path, now = os.environ.get("MIXSD_PROGRESS"), time.monotonic()
     if not path: return
-    begun, initial, last = _since.get(what, (now, done, -1))
+    begun, initial, last = _since.get(what, (now - pause, done, -1))
+    _since[what] = begun, initial, last = begun + pause, initial, last
     if now - last < 1 and done < total: return
     _since[what] = begun, initial, now
     record = dict(what=what, done=done, total=total, rate=(done - initial) / (now - begun) if now > begun else None)
