@@ -111,16 +111,24 @@ class PretrainConfig(Stage):
 run = run_function(PretrainConfig)
 
 # %% ../nbs/pretrain.ipynb #71a14407
-def main(
-    *sizes: str,  # lab models; none for all that ship
-    n: int = 300,  # items of each ability
-) -> None:
+from .runs.commands import run_command, words_of
+
+
+def _print_model_card(size=(), n=PretrainConfig.model_fields["n"].default):
     "Measure the shipped models again and print the model card."
-    for size in sizes or filter(is_shipped, SIZES):
+    for size in size or filter(is_shipped, SIZES):
         model, tokenizer = load_base(size)
         table = ability_table(measure_abilities(model, tokenizer, n), n).to_string()
         print(f"{size}: {sum(p.numel() for p in model.parameters()):,} parameters\n{table}\n", flush=True)
 
+
+def main(
+    *words: str,  # size=…, a list separated by commas, and n=…
+) -> int:
+    "The command line: measure the shipped models again and print the model card; returns the exit code."
+    sizes = words_of(PretrainConfig, "size", many=True, default="all that ship")
+    return run_command("pretrain", _print_model_card, sizes | words_of(PretrainConfig, "n"), words)
+
 # %% ../nbs/pretrain.ipynb #9e7618e2
 # In a notebook, `__name__` is also "__main__", but `__file__` is not defined.
-if __name__ == "__main__" and "__file__" in globals(): main(*sys.argv[1:])
+if __name__ == "__main__" and "__file__" in globals(): sys.exit(main(*sys.argv[1:]))

@@ -147,4 +147,10 @@ class FisherSpeedConfig(SpeedConfig):
 # %% ../nbs/speed.ipynb #3c0858ad
 # In a notebook, `__name__` is also "__main__", but `__file__` is not defined.
 if __name__ == "__main__" and "__file__" in globals():
-    print(run(**dict(word.split("=") for word in sys.argv[1:])).result.ratio.round(2).to_pandas().T)
+    from mixsd_nb.runs.commands import run_command, words_of
+
+    def measure(**parameters):
+        "Measure the speed of mixing, training and the Fisher, and print the ratios."
+        print(run(**parameters).result.ratio.round(2).to_pandas().T)
+
+    sys.exit(run_command("speed", measure, words_of(SpeedConfig, *SpeedConfig.model_fields), sys.argv[1:]))

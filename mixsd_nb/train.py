@@ -269,17 +269,26 @@ def main_runs(
     return [run for seed in seeds for run in (dict(method="base", seed=seed), *trained_runs(seed))]
 
 # %% ../nbs/train.ipynb #1cee8161
-def main(
-    *words: str,  # lr=… and seed=…, each a list separated by commas
-) -> None:
-    "Compute the main runs; finished runs are not computed again."
-    given = {"lr": str(TrainConfig().lr), "seed": "0"} | dict(word.split("=") for word in words)
-    runs = main_runs([float(x) for x in given["lr"].split(",")], [int(x) for x in given["seed"].split(",")])
+from .runs.commands import format_value, run_command, words_of
+
+
+def _compute_main_runs(lr=(TrainConfig.model_fields["lr"].default,), seed=(0,)):
+    "Compute the base model, SFT, and MixSD at two mixing rates; finished runs are not computed again."
+    runs = main_runs(lr, seed)
+    for parameters in runs: make_config(TrainConfig, **parameters)  # a mistake is reported before the first run
     for k, parameters in enumerate(runs, 1):
-        print(f"[{k}/{len(runs)}] " + ", ".join(f"{name}={value}" for name, value in parameters.items()), flush=True)
+        settings = ", ".join(f"{name}={format_value(value)}" for name, value in parameters.items())
+        print(f"[{k}/{len(runs)}] {settings}", flush=True)
         run(**parameters)
     print(f"results: {runs_root()}")
 
+
+def main(
+    *words: str,  # lr=… and seed=…, each a list separated by commas
+) -> int:
+    "The command line: compute the main runs; returns the exit code."
+    return run_command("train", _compute_main_runs, words_of(TrainConfig, "lr", "seed", many=True), words)
+
 # %% ../nbs/train.ipynb #9e7618e2
 # In a notebook `__name__` is `__main__` too, but `__file__` does not exist.
-if __name__ == "__main__" and "__file__" in globals(): main(*sys.argv[1:])
+if __name__ == "__main__" and "__file__" in globals(): sys.exit(main(*sys.argv[1:]))

@@ -2,10 +2,13 @@
 
 import json
 import os
+import shlex
 import signal
+import string
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,11 +17,13 @@ import pytest
 import xarray as xr
 import yaml
 from helpers import until
+from hypothesis import given, settings, strategies as st
+from submitit.slurm.slurm import _make_sbatch_string
 
 from mixsd_nb import sweep
-from mixsd_nb.cluster import local, status
+from mixsd_nb.cluster import local, slurm, status
 from mixsd_nb.cluster.attempt import list_attempts, run_attempt
-from mixsd_nb.cluster.grid import GridOutputs, find_notebook, list_grids, read_grid
+from mixsd_nb.cluster.grid import Grid, GridOutputs, Resources, find_notebook, list_grids, read_grid
 from mixsd_nb.runs import (ParameterError, find_stage, make_config, open_result, read_json, remove_run, write_json,
                            write_result)
 from mixsd_nb.sweep import Sweep
@@ -312,18 +317,140 @@ MISTAKES = {
     "notebook: train\nfixed: {force: true}": "force is not a parameter of a cell",
     "notebook: trian": "stage must be the name of a stage or the file of its notebook, got trian",
     "notebook: no-such/train.ipynb": "got no-such/train.ipynb; there is no no-such/train.ipynb",
+    f"notebook: {'x' * 5000}": "stage must be the name of a stage or the file of its notebook, got xxx",
     "notebook: train\nfixed: [0.5]": "fixed must be a mapping, got [0.5]",
-    "notebook: [": "is not valid YAML: while parsing",
+    "notebook: train\nfixed: {cls: 1}": "unknown parameter cls",
+    "cls: 1": "unknown parameter cls",
+    "notebook: train\n1: 2": "a grid must have names as keys, got 1",
+    "notebook: train\nfixed: {1: 2}": "fixed must have names as keys, got 1",
+    "notebook: train\naxes: {lr: 5}": "axis lr must be a list of values or a mapping with the key of, got 5",
+    "notebook: train\naxes: {lr: {off: x}}": "axis lr must be a list of values or a mapping with the key of",
+    "notebook: train\naxes: {lr: {of: x, fiel: y}}": "unknown parameter fiel; did you mean file?",
+    "notebook: train\naxes: {lr: [{1: 2}]}": "a value of axis lr must have names as keys, got 1",
+    "notebook: train\nexclude: {lam: 1}": "exclude must be a list of mappings, got {'lam': 1}",
+    "notebook: train\nexclude: [5]": "a rule of exclude must be a mapping, got 5",
+    "notebook: train\nresources: 5": "resources must be a mapping, got 5",
+    "notebook: train\nresources: {memory: 1e999}": "memory must be a number between 0 and 1e+06, got 1e999",
+    "notebook: train\nresources: {partition: on}": "partition must be a string, got True",
+    "notebook: train\naxes: {%s}" % ", ".join(f"{x}: [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]" for x in "abcdefghij"):
+        "the axes must have at most 10,000 combinations, got 10,000,000,000",
+    "notebook: train\nlike: [quick-lab, quick-lab]": "like must have each grid once, got quick-lab 2 times",
+    "like: {a: b}": "like must be a grid or a list of grids, got {'a': 'b'}",
+    f"like: {'x' * 5000}": "grid must be a file or the name of a shipped grid, got xxx",
+    "like: grid.yaml": "grid grid.yaml is `like` itself",
+    "notebook: nll\naxes: {targets: {of: GRID}}": "has an axis over its own outputs",
+    "notebook: [": "grid.yaml, line 1: while parsing a flow node",
+    "notebook: train\nnotebook: nll": "grid.yaml, line 2: notebook is given twice",
+    "notebook: train\nfixed: {seed: 010}": "grid.yaml, line 2: 010 is not a decimal number",
+    "notebook: train\nresources: {minutes: 1:30}": "grid.yaml, line 2: 1:30 is not a decimal number",
+    "notebook: train\naxes:\n  lr: [1.0, .inf]": "grid.yaml, line 3: .inf is not a finite number",
+    "notebook: train\nfixed: {lr: .nan}": "grid.yaml, line 2: .nan is not a finite number",
+    "fixed: &a {options: *a}": "grid.yaml, line 1: *a contains itself",
+    "fixed: " + "[" * 1001: "grid.yaml, line 1: the nesting is deeper than 20 levels",
+    "a0: &a0 [x]\n" + "".join(f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 10)}]\n" for k in range(1, 15)):
+        "grid.yaml, line 5: the content has more than 20,000 values",
+    "axes: {lr: [" + "1, " * 300_000 + "1]}": "grid.yaml, line 1: the content has more than 20,000 values",
+    "notebook: !!python/name:os.system": "grid.yaml, line 1: tags such as",
     "- train": "must be a mapping with the keys like, notebook, fixed, axes, exclude, resources",
+    "": "must be a mapping with the keys like",
 }
 
 
-@pytest.mark.parametrize("text", MISTAKES)
+@pytest.mark.parametrize("text", MISTAKES, ids=lambda text: text[:40])
 def test_a_mistake_is_one_sentence(text, tmp_path, monkeypatch):
+    "The sentence names the file and comes within two seconds."
     monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "runs"))
-    (tmp_path / "grid.yaml").write_text(text)
-    with pytest.raises(ValueError, match="^[^\n]*$") as error: Sweep(tmp_path / "grid.yaml")
+    path = tmp_path / "grid.yaml"
+    path.write_text(text.replace("GRID", str(path)))
+    find_stage("train")
+    start = time.perf_counter()
+    with pytest.raises(ParameterError, match="^[^\n]*$") as error: Sweep(path)
+    assert time.perf_counter() - start < 2
     assert MISTAKES[text] in str(error.value) and not (tmp_path / "runs").exists()
+    assert str(path) in str(error.value) and len(str(error.value)) < 1000 + len(str(path))
+
+
+ENCODINGS = {b"notebook: \xff": "grid.yaml, line 1: the text is not valid utf-8", b"\xff\xfe\x00": "is not valid utf-16",
+             b"notebook: x\nfixed:\n  a: \x00": "grid.yaml, line 3: the text is not valid unicode",
+             b"#" * 1_000_001: "must have at most 1,000,000 bytes"}
+
+
+@pytest.mark.parametrize("content", ENCODINGS, ids=lambda content: repr(content[:20]))
+def test_a_file_that_is_no_text_is_one_sentence(content, tmp_path):
+    (tmp_path / "grid.yaml").write_bytes(content)
+    with pytest.raises(ParameterError, match="^[^\n]*$") as error: Sweep(tmp_path / "grid.yaml")
+    assert ENCODINGS[content] in str(error.value)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_encodings_of_text_are_read(encoding, newline, tmp_path):
+    path = tmp_path / "grid.yaml"
+    path.write_text("# ä\nnotebook: train\nfixed: {n: 5}\naxes: {seed: [1, 2]}\n", encoding=encoding, newline=newline)
+    assert [cell.parameters for cell in Sweep(path).cells] == [dict(n=5, seed=1), dict(n=5, seed=2)]
+
+
+def test_many_files_that_are_like_each_other(tmp_path):
+    "Two to the power of 15 ways lead to the last file, which is read once; a chain that is too long is refused."
+    for k in range(15):
+        for side in "ab": (tmp_path / f"{side}{k}.yaml").write_text(f"like: [a{k + 1}.yaml, b{k + 1}.yaml]")
+    for side in "ab": (tmp_path / f"{side}15.yaml").write_text("{notebook: train, axes: {seed: [0, 1]}}")
+    start = time.perf_counter()
+    assert len(Sweep(tmp_path / "a0.yaml").cells) == 2 and time.perf_counter() - start < 2
+    for k in range(600): (tmp_path / f"c{k}.yaml").write_text(f"like: c{k + 1}.yaml")
+    with pytest.raises(ParameterError, match="like must lead through at most 20 grids"): Sweep(tmp_path / "c0.yaml")
+
+
+YAML_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(["train", "nll", "lr", "1e-3"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
+        st.sampled_from(["lr", "method", "of", "take", "like", "slurm", "cls", "self"]) | st.text() | st.integers(), inner, max_size=3))
+
+
+@settings(max_examples=150, deadline=2000)
+@given(st.dictionaries(st.sampled_from([*Grid.model_fields, "like"]) | st.text(max_size=5), YAML_VALUES), st.booleans())
+def test_any_content_is_a_grid_or_one_sentence(tmp_path_factory, content, sound):
+    "Whatever is under the keys of a grid, there are cells or a ParameterError that names the file."
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_text(yaml.safe_dump(content | (dict(notebook="train") if sound else {})), encoding="utf-8")
+    try: assert Sweep(path).cells
+    except ParameterError as error: assert "\n" not in str(error) and str(path) in str(error)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(max_size=30), st.binary(max_size=60))
+def test_any_bytes_are_a_grid_or_one_sentence(tmp_path_factory, text, content):
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    for written in (text.encode("utf-8", "surrogatepass"), content):
+        path.write_bytes(written)
+        with pytest.raises(ParameterError, match="^[^\n]*$"): Sweep(path)
+
+
+PLAIN = st.text(string.ascii_letters + string.digits + "_.,:+@/=%*&|[]()-", max_size=12)
+HOSTILE = st.sampled_from(["a b", "$(reboot)", "`reboot`", "x;reboot", "x\nreboot", "x\r", "'", '"', "#", "\\", "ü"]) | st.text()
+OPTIONS = st.sampled_from(["account", "mail_type", "qos", "requeue", "constraint", "exclusive"])
+
+
+@settings(max_examples=300, deadline=None)
+@given(partition=PLAIN | HOSTILE, name=PLAIN | HOSTILE, runs=st.sampled_from(["runs", "my runs/ü"]) | HOSTILE, options=st.dictionaries(
+    OPTIONS | HOSTILE, PLAIN | HOSTILE | st.booleans() | st.integers() | st.floats(allow_nan=False), max_size=3))
+def test_only_plain_words_enter_the_script_of_a_job(partition, options, name, runs):
+    "Resources are refused, or the script has one line for each option, which a shell reads as one word, and one command."
+    try:
+        resources = make_config(Resources, minutes=5, partition=partition, slurm=options)
+        folder = slurm.logs_folder(Path("/runs") / runs, name)
+    except ParameterError: return
+    sbatch = slurm.sbatch_options(resources, 3, 1)
+    script = _make_sbatch_string("python task", folder, job_name=slurm.job_name(name), map_count=3, **sbatch)
+    head, separator, command = script.partition("\n\n# command\n")
+    lines = head.splitlines()
+    assert separator and lines[:3] == ["#!/bin/bash", "", "# Parameters"]
+    words = [shlex.split(line.removeprefix("#SBATCH ")) for line in lines[3:]]
+    assert all(line.startswith("#SBATCH --") and len(word) == 1 for line, word in zip(lines[3:], words, strict=True))
+    given_options = {key: value for key, value in resources.slurm.items() if value is not False}
+    expected = {f"--{key}" if value is True else f"--{key}={value}" for key, value in given_options.items()}
+    assert expected <= {word for word, in words} and command.count("\n") == 2
+    assert set(partition) | set(slurm.job_name(name)) <= set(string.ascii_letters + string.digits + "_.,:+@/=%*&|[]()-")
 
 
 def tool(folder, name, text):

@@ -126,7 +126,7 @@ def format_error(
 
 # %% ../../nbs/runs/config.ipynb #6721c959
 def make_config(
-    cls: type[Config],
+    cls: type[Config], /,
     **parameters,
 ) -> Config:
     """The configuration of a stage.
