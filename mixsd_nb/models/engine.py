@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
+from ..corpora.prompts import turn_end
+
 # %% ../../nbs/models/engine.ipynb #23c772fb
 def row_key(
     *parts,  # seed, item id, sample, attempt and so on: anything with a stable text form
@@ -93,9 +95,9 @@ def stop_ids(
     generation,  # the model's generation config
     tokenizer,
 ) -> list[int]:
-    "The end-of-sequence ids of the tokenizer and of the generation config, sorted."
+    "The ids that end a turn or a sequence for the template, the tokenizer and the generation config, sorted."
     ends = generation.eos_token_id
-    return sorted({tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None})
+    return sorted({turn_end(tokenizer), tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None})
 
 # %% ../../nbs/models/engine.ipynb #0d360010
 def token_budget(
