@@ -1740,6 +1740,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
             'mixsd_nb.runs.config': { 'mixsd_nb.runs.config.Config': ('runs/config.html#config', 'mixsd_nb/runs/config.py'),
                                       'mixsd_nb.runs.config.Config._reject_flags_as_numbers': ( 'runs/config.html#config._reject_flags_as_numbers',
                                                                                                 'mixsd_nb/runs/config.py'),
+                                      'mixsd_nb.runs.config.Config._write_paths_as_text': ( 'runs/config.html#config._write_paths_as_text',
+                                                                                            'mixsd_nb/runs/config.py'),
                                       'mixsd_nb.runs.config.Config.canonical': ( 'runs/config.html#config.canonical',
                                                                                  'mixsd_nb/runs/config.py'),
                                       'mixsd_nb.runs.config.Config.hash': ('runs/config.html#config.hash', 'mixsd_nb/runs/config.py'),

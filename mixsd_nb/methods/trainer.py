@@ -269,8 +269,8 @@ class FineTuner(Trainer):
         torch.save(adapters, Path(output_dir) / "adapters.pt")
 
     def _load_from_checkpoint(self, folder, model=None):
-        adapters = Path(folder) / "adapters.pt"
-        if self.spec.lora: self.model.load_state_dict(torch.load(adapters, weights_only=True), strict=False)
+        if self.spec.lora: self.model.load_state_dict(torch.load(Path(folder) / "adapters.pt", weights_only=True),
+                                                       strict=False)
         else: super()._load_from_checkpoint(folder, model)
 
     def floating_point_ops(self, inputs):

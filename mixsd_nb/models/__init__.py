@@ -22,37 +22,39 @@ from pathlib import Path
 from .lab import SIZES, lab_folder
 from ..runs import Registry, load_object, nearest
 
-# %% ../../nbs/models/index.ipynb #376db3c9
-def _model_kind(name: str) -> str:
+# %% ../../nbs/models/index.ipynb #a35f6c6a
+def _model_kind(name: str, field: str = "model") -> str:
     "`lab`, `folder` or `hub`; ValueError of one sentence if it cannot name a model."
     if name in SIZES: return "lab"
     if (Path(name) / "config.json").is_file(): return "folder"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith((".", "/")): return "hub"
     near = nearest(name, SIZES)
     hint = f"; {near}" if near else ""
-    raise ValueError(f"model must be {', '.join(SIZES)}, a model folder or a hub id owner/name, got {name}{hint}")
+    raise ValueError(f"{field} must be {', '.join(SIZES)}, a model folder or a hub id owner/name, got {name}{hint}")
 
-# %% ../../nbs/models/index.ipynb #6d2ff4fe
+# %% ../../nbs/models/index.ipynb #bc331639
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
 
 
-def _check_folder(folder: Path) -> None:
+def _check_folder(folder: Path, field: str) -> None:
     "ValueError of one sentence if a model folder has no tokenizer or no chat template."
     if not any(any(folder.glob(pattern)) for pattern in _VOCABULARIES):
-        raise ValueError(f"model must be a folder with a tokenizer, got {folder}; copy tokenizer.json and "
+        raise ValueError(f"{field} must be a folder with a tokenizer, got {folder}; copy tokenizer.json and "
                          "tokenizer_config.json of its base model into it")
     settings = folder / "tokenizer_config.json"
     if any(folder.glob("chat_template*")) or settings.is_file() and b'"chat_template"' in settings.read_bytes(): return
-    raise ValueError(f"model must be a folder with a chat template, got {folder}; write one to chat_template.jinja in it")
+    raise ValueError(f"{field} must be a folder with a chat template, got {folder}; write one to chat_template.jinja in it")
 
 # %% ../../nbs/models/index.ipynb #e3e514ec
 def check_model(
     name: str,  # a lab model, a folder with a config.json, or a hub id owner/name
+    *,
+    field: str = "model",  # that holds the name, for the message
 ) -> str:
     """The name itself. Nothing is loaded.
 
     ValueError of one sentence if it cannot name a model, and for a folder without a tokenizer or a chat template."""
-    if _model_kind(name) == "folder": _check_folder(Path(name))
+    if _model_kind(name, field) == "folder": _check_folder(Path(name), field)
     return name
 
 # %% ../../nbs/models/index.ipynb #478d191f
@@ -62,7 +64,7 @@ def model_source(
     "The folder or hub id under which transformers and vLLM find a model."
     return str(lab_folder(name)) if _model_kind(name) == "lab" else name
 
-# %% ../../nbs/models/index.ipynb #e7a0e8a4
+# %% ../../nbs/models/index.ipynb #a74f5bea
 def load_part(
     cls,  # AutoConfig, AutoTokenizer or AutoModelForCausalLM of transformers
     name: str,  # of a model
@@ -166,7 +168,7 @@ def load_engine(
     mode = check_mode(mode, kind)
     return load_object(ENGINES[kind].cls).open(model, tokenizer, dtype=dtype, mode=mode, longest=longest, **options)
 
-# %% ../../nbs/models/index.ipynb #d0dc1ec1
+# %% ../../nbs/models/index.ipynb #d68938d2
 def _unguarded_script() -> str:
     "The path of the running script if it would be run again by importing it, else an empty string."
     main, frame = sys.modules["__main__"], sys._current_frames().get(threading.main_thread().ident)
