@@ -143,6 +143,14 @@ def test_a_tokenizer_without_a_template_is_one_sentence(folder, monkeypatch):
 # An engine in a process of its own
 
 
+def test_a_script_without_a_guard_is_told_before_it_trains(tmp_path, tiny):
+    script = tmp_path / "script.py"
+    script.write_text(f"from mixsd_nb import train\ntrain.run(model={tiny!r}, engine='vllm')\n")
+    done = subprocess.run([sys.executable, script], env={**os.environ, "MIXSD_RUNS": str(tmp_path / "runs")}, capture_output=True, text=True, timeout=60)
+    assert "engine vllm runs in a process that imports" in done.stderr.strip().splitlines()[-1]
+    assert not list(tmp_path.glob("runs/train-*/*"))
+
+
 SCRIPT = """import os, sys
 from mixsd_nb.models import run_with_engine
 
