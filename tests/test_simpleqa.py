@@ -111,16 +111,17 @@ def test_the_error_names_a_missing_file():
 
 
 ASK = """import sys, time
-from mixsd_nb.corpora import load_corpus
+from mixsd_nb.benchmarks.tasks import load_task
+from mixsd_nb.corpora import CORPORA, load_corpus
 begin = time.perf_counter()
-try: print("rows", len(load_corpus(sys.argv[1])["train"]))
+try: print(len((load_corpus if sys.argv[1] in list(CORPORA) else load_task)(sys.argv[1])))
 except ValueError as error: print(error)
 print(time.perf_counter() - begin)"""
 
 
 def asked(name, **environment):
-    "What a process without a network prints about a corpus, and its seconds."
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "MIXSD_CORPORA"))}
+    "What a process without a network prints about a corpus or a task, and its seconds."
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "MIXSD_CORPORA", "MIXSD_BENCHMARKS"))}
     # No program listens on port 9, so that every connection is refused, whether this machine has a network or not.
     done = subprocess.run([sys.executable, "-c", ASK, name], env={**env, "HF_ENDPOINT": "http://127.0.0.1:9", **environment}, capture_output=True, text=True)
     assert not done.returncode and "Traceback" not in done.stderr, done.stderr
@@ -128,11 +129,11 @@ def asked(name, **environment):
     return said, float(seconds)
 
 
-@pytest.mark.parametrize("name", ["simpleqa", "mquake"])
+@pytest.mark.parametrize("name, folder", [("simpleqa", "MIXSD_CORPORA"), ("mquake", "MIXSD_CORPORA"), ("gsm8k", "MIXSD_BENCHMARKS")])
 @pytest.mark.parametrize("offline", ["0", "1"])
-def test_without_a_network_advice_comes_quickly(name, offline, tmp_path):
+def test_without_a_network_advice_comes_quickly(name, folder, offline, tmp_path):
     said, seconds = asked(name, HF_HOME=str(tmp_path), HF_HUB_OFFLINE=offline)
-    assert f"{name}." in said and "Hugging Face hub" in said and "MIXSD_CORPORA" in said and "path=" not in said
+    assert f"{name}." in said and "Hugging Face hub" in said and folder in said and "path=" not in said
     assert seconds < 2 + 2  # of importing the hub's libraries
 
 
