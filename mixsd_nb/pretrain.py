@@ -65,7 +65,7 @@ class PretrainConfig(Stage):
 
     @field_validator("start")
     @classmethod
-    def _check_start(cls, name): return name if name in ("", "fresh") else check_model(name)
+    def _check_start(cls, name): return name if name in ("", "fresh") else check_model(name, field="start")
 
     @computed_field
     @property

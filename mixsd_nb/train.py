@@ -22,7 +22,7 @@ from .benchmarks.evaluation import EvalSettings, select_items, write_responses
 from .corpora import CORPORA, load_corpus
 from .corpora.prompts import SPANS
 from .methods import METHODS, fit_function, label_coordinates, method_label
-from .models import ENGINES, run_with_engine
+from .models import ENGINES, check_process, run_with_engine
 from .models.identity import ModelName, model_label
 from .results.layout import result_tree
 from .results.roots import read_root
@@ -126,6 +126,7 @@ class TrainConfig(Stage, EvalSettings):
     def check(self):
         "ValueError if this machine cannot train with these settings; a run with its last checkpoint is not checked."
         from mixsd_nb.methods.trainer import check_devices
+        check_process(self.engine)
         if not self.has_rate: return
         if last_checkpoint(self.folder) == checkpoint_folder(self.folder, self.steps()[0]): return
         check_devices(self.processes, self.batch, self.sharded, self.lora)

@@ -39,7 +39,7 @@ def estimated(**parameters):
 
 def trained(root, model, method="sft", lam=0.0, lr=1e-3, lost=0, steps=(5, 9)):
     "A run as `train` writes it: weights that moved by lr at each step along their sign, and held-out accuracies that fell."
-    folder, base = root / f"train-{method}-{lam:g}-{lr:g}", load_base(model)[0]
+    folder, (base, tokenizer) = root / f"train-{method}-{lam:g}-{lr:g}", load_base(model)
     accuracy = {s: {"recall": (s, 10), **{b: (90 - lost * s - k, 100) for k, b in enumerate(HELD_OUT)}} for s in (0, *steps)}
     benchmarks = dict.fromkeys(["recall"], dict(column="Train", role="in-domain")) | dict.fromkeys(HELD_OUT, dict(column="", role="held-out"))
     for step in steps:
@@ -47,6 +47,7 @@ def trained(root, model, method="sft", lam=0.0, lr=1e-3, lost=0, steps=(5, 9)):
         with torch.no_grad():
             [p.add_(lr * p.sign()) for p in base.parameters()]
         base.save_pretrained(checkpoint)
+        tokenizer.save_pretrained(checkpoint)
         (checkpoint / MARK).touch()
     write_json(folder / "run.json", dict(stage="train", config=dict(dataset="kgfact-small", model=model, method=method)))
     write_result(result_tree(dataset="kgfact-small", model=model, method=method, lam=lam, lr=lr, accuracy=accuracy, benchmarks=benchmarks, config="{}"), folder)

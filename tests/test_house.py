@@ -21,7 +21,7 @@ ROOMS = [*MIDDLE, "pretraining", "results", "cluster"]
 FLOORS = {
     "runs": ["runs"],
     "corpora": ["runs", "corpora"],
-    "models": ["runs", "models"],
+    "models": ["runs", "corpora.prompts", "models"],
     "results.schema": ["runs"],
     "profiling": [*MIDDLE, "profiling"],
     "benchmarks": [*GROUND, "benchmarks"],

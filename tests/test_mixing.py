@@ -1,6 +1,9 @@
 """Mixing on the lab model: every fast path against the oracle, and what must not depend on how it is run."""
 
+import json
+import re
 from collections import deque
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,11 +14,13 @@ from ties import compare
 
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.methods.mixing import mix, mix_items, mix_oracle, oracle_stream, picks
+from mixsd_nb.methods.targets import MixSettings
 from mixsd_nb.models import load_engine
 from mixsd_nb.models.engine import Request, choose, row_key
 from mixsd_nb.models.engines import HFEngine
 from mixsd_nb.models.tiny import random_model
 
+ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def items(lab):
@@ -31,6 +36,26 @@ def test_both_modes_equal_the_oracle(lam, temperature, lab, items):
         assert not wrong, f"{mode}: {wrong}"
         ties += parted
     print(f"λ={lam}, T={temperature}: {ties} ties in {2 * len(items)} sequences")
+
+
+CLAIM = re.compile(r"same tokens|equal token for token|oracle's tokens|tokens of (the \[?oracle|transformers)|equals? (the oracle|that of transformers)", re.I)
+
+
+def paragraphs(file):
+    "The lines of prose of a notebook or a text."
+    if file.suffix == ".md": return file.read_text().splitlines()
+    cells = [cell["source"] for cell in json.loads(file.read_text())["cells"] if cell["cell_type"] == "markdown"]
+    return [line for source in cells for line in "".join(source).splitlines()]
+
+
+def test_a_claim_of_equal_tokens_names_the_ties():
+    "Logits of two engines differ by rounding, so prose claims equal tokens only up to ties, which are counted."
+    claims = [(file.name, line) for file in (ROOT / "README.md", *ROOT.glob("nbs/**/*.ipynb")) for line in paragraphs(file) if CLAIM.search(line)]
+    assert len(claims) > 5 and not [claim for claim in claims if not re.search(r"\bties?\b", claim[1])]
+
+
+def test_the_parameter_that_chooses_the_mode_names_the_ties():
+    assert "same tokens, up to ties below 1e-4" in MixSettings.model_fields["mode"].description
 
 
 def test_order_and_batch_size_change_nothing(lab, items):

@@ -182,6 +182,13 @@ def test_targets_of_other_models_and_runs_without_accepted_targets_are_not_score
     assert ("lab-s", str(tmp_path / "generate-other/targets.parquet")) in scored and ("lab-s", None) in scored
 
 
+def test_a_path_is_as_good_as_its_text(tmp_path, lab, tiny):
+    file = half_canonical(tmp_path, lab[1])
+    assert nll.NllConfig(model=Path(tiny)) == nll.NllConfig(model=tiny)
+    assert nll.NllConfig(targets=Path(file)) == nll.NllConfig(targets=file)
+    assert nll.run(targets=Path(file)).folder == nll.run(targets=file).folder
+
+
 def test_the_papers_span_counts_the_template_too(tmp_path, lab):
     _, tokenizer = lab
     file = half_canonical(tmp_path, tokenizer)

@@ -77,7 +77,7 @@ def test_other_weights_make_another_run(tmp_path, own_runs):
     for content in (b"one", b"two"):
         folder = tmp_path / "model"
         folder.mkdir(exist_ok=True)
-        (folder / "config.json").write_text("{}")
+        for file in ("config.json", "tokenizer.json", "chat_template.jinja"): (folder / file).write_text("{}")
         (folder / "model.safetensors").write_bytes(content)
         config = pretrain.PretrainConfig(**{**SMALL, "start": str(folder)})
         assert config.weights and config.folder.name not in {p.name for p in tmp_path.glob("pretrain-*")}

@@ -1,9 +1,12 @@
-"""Prompts as ids, on the lab tokenizer and on templates with the structure of Qwen3's and Llama-3.2's."""
+"""Prompts as ids, on the lab tokenizer and on templates in the form of those of published models."""
 
 import random
+from typing import NamedTuple
 
 import pytest
 from text_helpers import error_sentence
+from tokenizers import AddedToken
+from transformers import GenerationConfig
 
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.corpora.prompts import (
@@ -18,71 +21,134 @@ from mixsd_nb.corpora.prompts import (
     paraphrase_rows,
     target,
     template_tail,
+    turn_end,
 )
-from mixsd_nb.models.lab import build_tokenizer
+from mixsd_nb.models.engine import stop_ids
+from mixsd_nb.models.lab import CHAT_TEMPLATE, build_tokenizer
 
-# A hybrid model: the generation prompt and the last assistant turn hold an empty think block when thinking is off.
-QWEN = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+# Templates written by hand in the form of the published ones. Each has the special tokens, the tokenizer's end of
+# sequence, the header of an assistant's turn when thinking is off, the token that ends it, and what follows.
+QWEN3 = (
+    "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{%- if m.role == 'assistant' and (loop.last or m.reasoning_content) %}{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{%- endif %}"
+    "{{- m.content + '<|im_end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{%- endif %}{%- endif %}"
 )
-# Special tokens around the header, a beginning-of-text token, and nothing after the end of turn.
+QWEN3_2507 = (
+    "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
+)
 LLAMA = (
-    "<|begin_of_text|>{% for m in messages %}"
-    "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}<|eot_id|>{% endfor %}"
-    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+    "{{- bos_token }}{{- '<|start_header_id|>system<|end_header_id|>\n\nToday Date: 26 Jul 2024\n\n<|eot_id|>' }}"
+    "{%- for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
 )
-HEADERS = {
-    "lab": "<|im_start|>assistant\n",
-    "qwen": "<|im_start|>assistant\n<think>\n\n</think>\n\n",
-    "llama": "<|start_header_id|>assistant<|end_header_id|>\n\n",
-}
-TAILS = {"lab": "\n", "qwen": "\n", "llama": ""}
+GEMMA = (
+    "{{ bos_token }}{%- for m in messages %}{%- set role = 'model' if m.role == 'assistant' else m.role %}"
+    "{{ '<start_of_turn>' + role + '\n' + m.content | trim + '<end_of_turn>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{%- endif %}"
+)
+PHI = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '<|im_sep|>' + m.content + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST]' + m.content + '[/INST]' }}"
+    "{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
+)
+
+
+class Form(NamedTuple):
+    template: str
+    header: str  # of the assistant's turn
+    end: str  # of a turn
+    tail: str  # after it
+    eos: str  # of the tokenizer
+    special: list[str] = []  # further special tokens
+    bos: str | None = None
+
+
+IM, HEADER = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|im_sep|>"], ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+LLAMA_HEADER, INSTRUCTION = "<|start_header_id|>assistant<|end_header_id|>\n\n", ["[INST]", "[/INST]"]
+FORMS = {
+    "lab": Form(CHAT_TEMPLATE, "<|im_start|>assistant\n", "<|im_end|>", "\n", "<|im_end|>"),
+    "qwen3-hybrid": Form(QWEN3, "<|im_start|>assistant\n<think>\n\n</think>\n\n", "<|im_end|>", "\n", "<|im_end|>", IM),
+    "qwen3-2507": Form(QWEN3_2507, "<|im_start|>assistant\n", "<|im_end|>", "\n", "<|im_end|>", IM),
+    "qwen3-base": Form(QWEN3, "<|im_start|>assistant\n<think>\n\n</think>\n\n", "<|im_end|>", "\n", "<|endoftext|>", IM),
+    "llama-3.2": Form(LLAMA, LLAMA_HEADER, "<|eot_id|>", "", "<|eot_id|>", HEADER, "<|begin_of_text|>"),
+    "llama-3.2-base": Form(LLAMA, LLAMA_HEADER, "<|eot_id|>", "", "<|end_of_text|>", HEADER, "<|begin_of_text|>"),
+    "gemma-3": Form(GEMMA, "<start_of_turn>model\n", "<end_of_turn>", "\n", "<eos>", ["<start_of_turn>", "<end_of_turn>"], "<bos>"),
+    "phi-4": Form(PHI, "<|im_start|>assistant<|im_sep|>", "<|im_end|>", "", "<|im_end|>", IM),
+    "phi-4-first": Form(PHI, "<|im_start|>assistant<|im_sep|>", "<|im_end|>", "", "<|endoftext|>", IM),
+    "mistral": Form(MISTRAL, "", "</s>", "", "</s>", INSTRUCTION, "<s>"),
+}  # fmt: skip
 
 
 def make_tokenizer(kind):
-    tokenizer = build_tokenizer(["The", " answer", " is"])
-    if kind == "qwen":
-        tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
-        tokenizer.chat_template = QWEN
-    if kind == "llama":
-        tokens = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"]
-        tokenizer.add_special_tokens({"additional_special_tokens": tokens, "eos_token": "<|eot_id|>"})
-        tokenizer.chat_template = LLAMA
+    form, tokenizer = FORMS[kind], build_tokenizer(["The", " answer", " is"])
+    tokenizer.add_tokens([AddedToken(token, special=True) for token in form.special])
+    tokenizer.add_special_tokens(dict(eos_token=form.eos) | (dict(bos_token=form.bos) if form.bos else {}))
+    tokenizer.chat_template = form.template
     return tokenizer
 
 
-@pytest.fixture(params=list(HEADERS))
+@pytest.fixture(params=list(FORMS))
 def kind(request):
     return request.param
+
+
+def rendered(tokenizer, *words):
+    "The text of a conversation, the user's words first."
+    turns = [dict(role=("user", "assistant")[k], content=text) for k, text in enumerate(words)]
+    return tokenizer.apply_chat_template(turns, tokenize=False, enable_thinking=False)
 
 
 def test_a_prompt_ends_with_the_header_that_the_model_would_see(kind):
     tokenizer = make_tokenizer(kind)
     text = tokenizer.decode(encode_prompt(tokenizer, "Why?"))
-    assert text.endswith("Why?" + tokenizer.eos_token + TAILS[kind] + HEADERS[kind])
-    assert text.count("<|begin_of_text|>") == (kind == "llama")
+    assert text == rendered(tokenizer, "Why?") + FORMS[kind].header
+    assert not tokenizer.bos_token or text.count(tokenizer.bos_token) == 1
 
 
 def test_both_spans_are_the_same_conversation(kind):
-    tokenizer, text = make_tokenizer(kind), target("Melka Valley")
+    tokenizer, text, form = make_tokenizer(kind), target("Melka Valley"), FORMS[kind]
     completion = encode_completion(tokenizer, text)
     plain, paper = (encode_example(tokenizer, "Why?", completion, span) for span in ("completion", "paper"))
     assert plain[0] + plain[1] + template_tail(tokenizer) == paper[0] + paper[1]
-    assert tokenizer.decode(plain[1]) == text + tokenizer.eos_token
-    assert tokenizer.decode(paper[1]) == HEADERS[kind] + text + tokenizer.eos_token + TAILS[kind]
-    assert plain[1].count(tokenizer.eos_token_id) == paper[1].count(tokenizer.eos_token_id) == 1
+    assert tokenizer.decode(plain[1]) == text + form.end
+    assert tokenizer.decode(paper[1]) == form.header + text + form.end + form.tail
+    end = tokenizer.convert_tokens_to_ids(form.end)
+    assert plain[1].count(end) == paper[1].count(end) == 1
 
 
-def test_the_paper_span_is_the_rendered_template(kind):
+def test_the_paper_span_is_the_rendered_assistants_turn(kind):
+    "No token of another turn is trained, and together with its context the span is the rendered conversation."
     tokenizer = make_tokenizer(kind)
-    messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": target("A")}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, enable_thinking=False)
     context, trained = encode_canonical(tokenizer, dict(prompt="Why?", target=target("A")), "paper")
-    rendered = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert tokenizer.decode(context + trained) == tokenizer.decode(rendered)
+    user, whole = rendered(tokenizer, "Why?"), rendered(tokenizer, "Why?", target("A"))
+    assert (tokenizer.decode(context), tokenizer.decode(trained)) == (user, whole.removeprefix(user))
+
+
+def test_written_and_sampled_targets_end_with_the_same_token(kind):
+    "The token that ends a written completion ends a sampled one too, whatever the model's configuration names."
+    tokenizer = make_tokenizer(kind)
+    end = tokenizer.convert_tokens_to_ids(FORMS[kind].end)
+    assert turn_end(tokenizer) == encode_completion(tokenizer, "A")[-1] == end
+    for ends in (None, 5, [5, 6]):
+        assert {end, tokenizer.eos_token_id} <= set(stop_ids(GenerationConfig(eos_token_id=ends), tokenizer)) - {None}
+
+
+def test_without_a_template_the_end_is_the_tokenizers():
+    tokenizer = make_tokenizer("lab")
+    tokenizer.chat_template = None
+    assert turn_end(tokenizer) == tokenizer.eos_token_id == encode_completion(tokenizer, "A")[-1] and template_tail(tokenizer) == []
+
+
+def test_a_template_without_an_end_of_turn_has_no_tail():
+    tokenizer = make_tokenizer("lab")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    assert turn_end(tokenizer) == tokenizer.eos_token_id and template_tail(tokenizer) == []
 
 
 def test_the_error_names_an_unknown_span():

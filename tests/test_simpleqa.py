@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -16,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from text_helpers import ROW_COLUMNS, error_sentence
 
+from mixsd_nb.corpora import load_corpus
 from mixsd_nb.corpora.kgfact import KGFACT_WORDS
-from mixsd_nb.corpora.simpleqa import SIMPLEQA_WORDS, build, build_lab, keep_unanimous
+from mixsd_nb.corpora.simpleqa import SIMPLEQA_WORDS, build, build_lab, hub_answers, keep_unanimous
 from mixsd_nb.corpora.world import WORLD_WORDS
 
 COLUMNS = ["metadata", "problem", "answer"]
@@ -108,16 +110,46 @@ def test_the_error_names_a_missing_file():
     assert error_sentence(lambda: build("none.csv")) == "path must be an existing file, got none.csv"
 
 
-@pytest.mark.parametrize("module", ["simpleqa", "mquake"])
-def test_without_a_network_the_error_names_both_ways_to_the_data(module, tmp_path):
-    start = time.time()
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    code = f"from mixsd_nb.corpora import {module}; {module}.build()"
-    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert time.time() - start < 5
-    last = run.stderr.strip().splitlines()[-1]
-    assert last.startswith("ValueError: ") and "Hugging Face hub" in last and "path=" in last
-    assert "site-packages" not in run.stderr and "During handling" not in run.stderr
+ASK = """import sys, time
+from mixsd_nb.benchmarks.tasks import load_task
+from mixsd_nb.corpora import CORPORA, load_corpus
+begin = time.perf_counter()
+try: print(len((load_corpus if sys.argv[1] in list(CORPORA) else load_task)(sys.argv[1])))
+except ValueError as error: print(error)
+print(time.perf_counter() - begin)"""
+
+
+def asked(name, **environment):
+    "What a process without a network prints about a corpus or a task, and its seconds."
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "MIXSD_CORPORA", "MIXSD_BENCHMARKS"))}
+    # No program listens on port 9, so that every connection is refused, whether this machine has a network or not.
+    done = subprocess.run([sys.executable, "-c", ASK, name], env={**env, "HF_ENDPOINT": "http://127.0.0.1:9", **environment}, capture_output=True, text=True)
+    assert not done.returncode and "Traceback" not in done.stderr, done.stderr
+    said, seconds = done.stdout.splitlines()
+    return said, float(seconds)
+
+
+@pytest.mark.parametrize("name, folder", [("simpleqa", "MIXSD_CORPORA"), ("mquake", "MIXSD_CORPORA"), ("gsm8k", "MIXSD_BENCHMARKS")])
+@pytest.mark.parametrize("offline", ["0", "1"])
+def test_without_a_network_advice_comes_quickly(name, folder, offline, tmp_path):
+    said, seconds = asked(name, HF_HOME=str(tmp_path), HF_HUB_OFFLINE=offline)
+    assert f"{name}." in said and "Hugging Face hub" in said and folder in said and "path=" not in said
+    assert seconds < 2 + 2  # of importing the hub's libraries
+
+
+def test_the_advice_works_for_every_stage(table_file, tmp_path, monkeypatch):
+    "The copy in the folder is the corpus of that name, without another word."
+    (tmp_path / "copies").mkdir()
+    shutil.copy(table_file, tmp_path / "copies" / f"simpleqa{table_file.suffix}")
+    monkeypatch.setenv("MIXSD_CORPORA", str(tmp_path / "copies"))
+    assert load_corpus("simpleqa", "train").to_list() == build(table_file)["train"]
+
+
+def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch):
+    "A name server that is silent hangs longer than any timeout of a request."
+    monkeypatch.setattr("huggingface_hub.utils.get_session", lambda: time.sleep(5))
+    begin = time.perf_counter()
+    assert not hub_answers(0.1) and time.perf_counter() - begin < 2
 
 
 @given(accepted=st.lists(st.lists(st.booleans(), min_size=6, max_size=6), max_size=20))

@@ -26,7 +26,7 @@ from tqdm.auto import tqdm
 from .curvature import SquaredGradients, check_differentiable
 from ..benchmarks import SUITES, Item, Selection, suite_groups
 from ..corpora.prompts import encode_completion, encode_prompt
-from ..models import load_base, load_tokenizer, model_source
+from ..models import load_base, load_part, load_tokenizer
 from ..runs import die_with_parent, launch, leave, load_object, write_atomically
 
 # %% ../../nbs/analysis/estimation.ipynb #a8000005
@@ -67,7 +67,7 @@ def reference_pairs(
 ) -> dict[str, list[tuple[list[int], list[int]]]]:
     "The prompt and target ids of the examples, by benchmark, without those that are longer than the model's context."
     from transformers import AutoConfig
-    tokenizer, context = load_tokenizer(model), AutoConfig.from_pretrained(model_source(model)).max_position_embeddings
+    tokenizer, context = load_tokenizer(model), load_part(AutoConfig, model).max_position_embeddings
     items = reference_items(reference, seed, **options)
     encode = lambda item: (encode_prompt(tokenizer, item.prompt), encode_completion(tokenizer, item.response))
     fits = lambda pair: len(pair[0]) + len(pair[1]) <= context

@@ -153,7 +153,10 @@ def _hub_rows(
 ) -> list[dict]:
     "Rows of a task from the hub; ValueError if it cannot be reached."
     from datasets import load_dataset
-    try: return list(load_dataset(source.hub, source.config, split=split))
+
+    from mixsd_nb.corpora.simpleqa import hub_or_cache
+    try:
+        with hub_or_cache(): return list(load_dataset(source.hub, source.config, split=split))
     except Exception as e:  # the hub's libraries have no common class of error
         raise ValueError(f"{name} could not be loaded from the Hugging Face hub ({source.hub}: {type(e).__name__}); "
                          f"connect to the hub, or put {name}.jsonl or {name}.parquet into a folder and name it by data= or "

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from .kgfact import Fact, chain_question
 from .prompts import boxed, naive_prompt, paraphrase_prompt, retrieval_prompt, target
-from .simpleqa import hash_text, read_hub, read_local
+from .simpleqa import find_copy, hash_text, read_hub, read_local
 from .world import WORLD, WORLD_ENTITIES
 
 # %% ../../nbs/corpora/mquake.ipynb #19dfe85b
@@ -85,15 +85,15 @@ def parse_cases(
 
 # %% ../../nbs/corpora/mquake.ipynb #efab280b
 _HUB, _FILE = "princeton-nlp/MQuAKE", "MQuAKE-CF-3k-v2.json"
-_LOCAL = f"a copy of this file, which is also in datasets/ of the GitHub repository {_HUB}"
-_READERS = {".json": lambda path: json.loads(Path(path).read_text(encoding="utf-8"))}
+_LOCAL = f"a copy of it, which is also in datasets/ of the GitHub repository {_HUB}, as mquake.json"
+_READERS = {".json": lambda path: json.loads(Path(path).read_text(encoding="utf-8-sig"))}
 
 
 def read_cases(
-    path: str | Path | None,  # None reads the published file from the hub
+    path: str | Path | None,  # None: the copy in MIXSD_CORPORA, else the published file on the hub
 ) -> list[Case]:
     "The cases of a local file or of the published one. ValueError if it cannot be read."
-    if path is not None: return parse_cases(read_local(path, _READERS), str(path))
+    if path := path or find_copy("mquake", _READERS): return parse_cases(read_local(path, _READERS), str(path))
     from huggingface_hub import hf_hub_download
     source = f"{_FILE} of {_HUB}"
     file = read_hub(lambda: hf_hub_download(_HUB, _FILE, repo_type="dataset"), source, _LOCAL)
@@ -188,7 +188,7 @@ def make_splits(
 
 # %% ../../nbs/corpora/mquake.ipynb #dc0769bb
 def build(
-    path: str | Path | None = None,  # a local copy of MQuAKE-CF-3k-v2.json; None reads the hub
+    path: str | Path | None = None,  # a copy of MQuAKE-CF-3k-v2.json; None: the one in MIXSD_CORPORA, else the hub
     limit: int = 100,  # facts in train, and in retrieval
     seed: int = 42,
 ) -> dict[str, list[dict]]:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BOX_REQUEST', 'REMARKS', 'SPANS', 'naive_prompt', 'boxed', 'target', 'expert_prompt', 'expert_reference_prompt',
-           'paraphrase_prompt', 'paraphrase_rows', 'retrieval_prompt', 'encode_prompt', 'encode_completion',
+           'paraphrase_prompt', 'paraphrase_rows', 'retrieval_prompt', 'encode_prompt', 'turn_end', 'encode_completion',
            'template_tail', 'encode_example', 'encode_canonical']
 
 # %% ../../nbs/corpora/prompts.ipynb #65447e52
@@ -95,13 +95,34 @@ def encode_prompt(
                                          add_generation_prompt=generation, enable_thinking=False)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
+# %% ../../nbs/corpora/prompts.ipynb #1b88993a
+def _close_turn(
+    tokenizer,  # any Hugging Face tokenizer
+) -> tuple[list[int], list[int]]:
+    "Ids that the template writes after an assistant's words: through the token that ends the turn, and after it."
+    if not tokenizer.chat_template: return [tokenizer.eos_token_id], []
+    words = "\N{SYMBOL FOR RECORD SEPARATOR}"
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": words}]
+    text = tokenizer.apply_chat_template(turns, tokenize=False, enable_thinking=False)
+    if words not in text: raise ValueError("the chat template must write the words of an assistant's turn as they are")
+    ids = tokenizer(text.rpartition(words)[2], add_special_tokens=False)["input_ids"]
+    ends = [k for k, i in enumerate(ids, 1) if i in tokenizer.added_tokens_decoder]
+    return (ids[:ends[0]], ids[ends[0]:]) if ends else ([tokenizer.eos_token_id], [])
+
+# %% ../../nbs/corpora/prompts.ipynb #04dc51a7
+def turn_end(
+    tokenizer,  # any Hugging Face tokenizer
+) -> int:
+    "The id that ends an assistant's turn; without a chat template, the tokenizer's end of sequence."
+    return _close_turn(tokenizer)[0][-1]
+
 # %% ../../nbs/corpora/prompts.ipynb #114cff80
 def encode_completion(
     tokenizer,  # any Hugging Face tokenizer
     text: str,  # the assistant's words, without special tokens
 ) -> list[int]:
-    "Token ids of a written completion with the end-of-turn token, once."
-    return tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+    "Token ids of a written completion with the token that ends the turn, once."
+    return tokenizer(text, add_special_tokens=False)["input_ids"] + _close_turn(tokenizer)[0]
 
 # %% ../../nbs/corpora/prompts.ipynb #fa6fd986
 SPANS = ("completion", "paper")
@@ -110,10 +131,8 @@ SPANS = ("completion", "paper")
 def template_tail(
     tokenizer,  # any Hugging Face tokenizer with a chat template
 ) -> list[int]:
-    "Ids that the template puts after an assistant's end-of-turn token: a newline, or nothing."
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}],
-                                         tokenize=False, enable_thinking=False)
-    return tokenizer(text.rpartition(tokenizer.eos_token)[2], add_special_tokens=False)["input_ids"]
+    "Ids that the template puts after the token that ends an assistant's turn: a newline, or nothing."
+    return _close_turn(tokenizer)[1]
 
 # %% ../../nbs/corpora/prompts.ipynb #eadc793b
 def encode_example(

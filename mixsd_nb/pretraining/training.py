@@ -133,13 +133,17 @@ STATE_FILE = "state.pt"
 
 
 def _load_state(path, model, optimizers, rng):
-    "Restore model, optimizers and random generator from a state; returns its log."
+    "Restore model, optimizers and random generator from a state; returns its log. Nothing but data is read from it."
     import torch
-    state = torch.load(path, weights_only=False)
-    model.load_state_dict(state["model"])
-    for o, s in zip(optimizers, state["optimizers"]): o.load_state_dict(s)
-    rng.setstate(state["rng"])
-    return state["log"]
+    try:
+        state = torch.load(path, weights_only=True)
+        model.load_state_dict(state["model"])
+        for o, s in zip(optimizers, state["optimizers"], strict=True): o.load_state_dict(s)
+        rng.setstate(state["rng"])
+        return state["log"]
+    except Exception as e:  # unpickling and loading have no common class of error
+        raise ValueError(f"{path} must be a complete state of this training, got {type(e).__name__}; delete it, and "
+                         "the training begins anew") from None
 
 # %% ../../nbs/pretraining/training.ipynb #73c510e1
 def _save_state(path, model, optimizers, rng, log):

@@ -13,6 +13,7 @@ import json
 import types
 import typing
 from collections.abc import Iterable
+from pathlib import PurePath
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -45,6 +46,10 @@ class Config(BaseModel):
         if isinstance(value, bool) and cls.model_fields[info.field_name].annotation in (int, float):
             raise PydanticCustomError("number_type", "a flag is not a number")
         return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _write_paths_as_text(cls, value): return str(value) if isinstance(value, PurePath) else value
 
     def identity(self) -> dict[str, Any]:
         """Everything that can change the result: all fields with their values, without runtime fields.
