@@ -75,9 +75,9 @@ def test_a_task_is_read_and_its_own_solutions_are_right(name, folder):
     assert list(items) == [f"{name}-{k}" for k in range(len(ROWS[name]))]
     if GRADINGS[suite.grading].sandboxed: need_sandbox()
     wrong = ["\\boxed{17/3}\n```python\npass\n```"] * len(items)
-    verdicts = grade([*items.values()] * 2, [item.response for item in items.values()] + wrong, suite.grading)
-    expected = [(True, True)] * len(items) + [(False, False)] * len(items)
-    assert [(v.correct, v.loose) for v in verdicts] == expected, verdicts
+    for rule in {suite.grading, suite.published_grading("kgfact-small")}:
+        verdicts = grade([*items.values()] * 2, [item.response for item in items.values()] + wrong, rule)
+        assert [v.correct for v in verdicts] == [True] * len(items) + [False] * len(items), verdicts
 
 
 def test_the_settings_of_the_paper(folder):
