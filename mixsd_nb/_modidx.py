@@ -199,8 +199,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                              'mixsd_nb/benchmarks/answers.py'),
                                              'mixsd_nb.benchmarks.answers._contains': ( 'benchmarks/answers.html#_contains',
                                                                                         'mixsd_nb/benchmarks/answers.py'),
-                                             'mixsd_nb.benchmarks.answers._has_balanced_braces': ( 'benchmarks/answers.html#_has_balanced_braces',
-                                                                                                   'mixsd_nb/benchmarks/answers.py'),
                                              'mixsd_nb.benchmarks.answers._match_braces': ( 'benchmarks/answers.html#_match_braces',
                                                                                             'mixsd_nb/benchmarks/answers.py'),
                                              'mixsd_nb.benchmarks.answers._normalise': ( 'benchmarks/answers.html#_normalise',

@@ -103,17 +103,10 @@ def _parse_number(
     except ZeroDivisionError:
         return None
 
-# %% ../../nbs/benchmarks/answers.ipynb #19f2bcfd
+# %% ../../nbs/benchmarks/answers.ipynb #c47d4464
 _WRAPPER = re.compile(r"(?:\\(?:text|textbf|textit|mathrm|mathbf|mbox|boxed))?\{")
 _FRACTION = re.compile(r"([+-]?)\\[dtc]?frac\{([0-9]+)\}\{([0-9]+)\}")
 _THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(?:(?:,|\{,\}|\\,)[0-9]{3})+(?:\.[0-9]+)?")
-
-
-def _has_balanced_braces(
-    text: str,
-) -> bool:
-    "Whether every brace has a partner."
-    return 2 * len(_match_braces(text)) == sum(map(text.count, "{}"))
 
 
 def _peel(
@@ -121,11 +114,13 @@ def _peel(
 ) -> str:
     "The answer without dollar signs, outer braces and up to eight LaTeX wrappers."
     answer = _FRACTION.sub(r"\1\2/\3", answer.replace("$", "").strip())
+    closing, start, end = _match_braces(answer), 0, len(answer)
     for _ in range(8):
-        wrapper = _WRAPPER.match(answer)
-        if not (wrapper and answer.endswith("}") and _has_balanced_braces(inner := answer[wrapper.end():-1])): break
-        answer = inner.strip()
-    return answer
+        wrapper = _WRAPPER.match(answer, start, end)
+        if not wrapper or closing.get(wrapper.end() - 1) != end - 1: break
+        inner = answer[wrapper.end():end - 1]
+        start, end = end - 1 - len(inner.lstrip()), wrapper.end() + len(inner.rstrip())
+    return answer[start:max(start, end)]
 
 
 def _normalise(
@@ -267,7 +262,7 @@ def _strip_markup(
     "The answer without markup, in lower case with single spaces."
     return " ".join(_peel(answer).lower().split())
 
-# %% ../../nbs/benchmarks/answers.ipynb #0054d269
+# %% ../../nbs/benchmarks/answers.ipynb #11230d6c
 def is_number_match(
     text: str,  # a response
     gold: str,
@@ -277,7 +272,7 @@ def is_number_match(
     return bool(_strip_markup(gold)) and (
         same_answer(found, gold) or same_answer(_strip_markup(found), _strip_markup(gold)))
 
-# %% ../../nbs/benchmarks/answers.ipynb #87384587
+# %% ../../nbs/benchmarks/answers.ipynb #82a39ead
 _NEGATION = re.compile(r"(?:\b(?:not|no|nor|never|neither|without)|n't) (?:(?:the|a|an) )?$")
 
 
@@ -300,7 +295,7 @@ def is_loose_match(
     both_numbers = _parse_number(found) is not None and _parse_number(gold) is not None
     return bool(gold) and not both_numbers and _contains(found, gold)
 
-# %% ../../nbs/benchmarks/answers.ipynb #aa34b01b
+# %% ../../nbs/benchmarks/answers.ipynb #2ada93fd
 def is_exact_match(
     text: str,  # a response
     gold: str,
