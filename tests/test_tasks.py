@@ -13,6 +13,7 @@ from mixsd_nb.benchmarks import GRADINGS, SUITES, Item, suite_groups
 from mixsd_nb.benchmarks.answers import last_boxed
 from mixsd_nb.benchmarks.sandbox import run_tests
 from mixsd_nb.benchmarks.tasks import assemble, grade, load_task
+from mixsd_nb.corpora import CORPORA
 
 TASKS = {name: SUITES[name] for name in suite_groups()["paper"] if SUITES[name].role == "held-out"}
 sandbox = need_sandbox  # the name under which tests/test_evaluate.py imports it
@@ -89,7 +90,8 @@ def test_the_settings_of_the_paper(folder):
                      "mmlu": (1, 1.0, 1024, "letter")}
     lab_columns = [SUITES[name].column for name in suite_groups()["lab"] if SUITES[name].role == "held-out"]
     assert [s.column for s in TASKS.values()] == lab_columns
-    assert {s.grading for s in SUITES.values()} == set(GRADINGS)
+    rules = {rule for s in SUITES.values() for dataset in CORPORA for rule in (s.grading, s.published_grading(dataset))}
+    assert rules == set(GRADINGS)
 
 
 def test_the_answers_of_the_tasks(folder):

@@ -95,6 +95,8 @@ VARIABLE_ATTRS: dict[str, tuple[str, str]] = dict(  # name -> long_name, units
     count=("errors of a category", "1"),
     wrong=("wrong responses", "1"),
     share_of_responses=("errors of a category over all responses", "1"),
+    collapse_limit=("maximum characters of a collapsed response", "1"),
+    reference_collapse=("share of reference solutions that the rule calls collapsed", "1"),
     share_of_errors=("errors of a category over all errors", "1"))
 
 # %% ../../nbs/results/schema.ipynb #86664b00
