@@ -168,7 +168,7 @@ def test_every_response_gets_exactly_one_label(response, prompt, benchmark):
 @given(TEXTS)
 def test_what_stands_beside_boxes_has_none(text):
     "A box may only appear where what stood around one comes together; nothing outside boxes is lost or moved."
-    beside, inside = remove_boxes(text), [text[start : end + 1] for start, _, end in find_boxes(text)]
+    beside, inside = remove_boxes(text), [text[start:end] for start, end, _ in find_boxes(text)]
     assert len(beside) <= len(text) and (beside == text) == (not inside)
     rest = iter(text)
     assert all(c in rest for c in beside)
@@ -294,7 +294,8 @@ def test_a_collapse_may_be_relative_to_the_base_model(runs):
     write_evaluation(runs, "evaluate-recall", "lab-m", make_rows("recall", [RIGHT]))
     result = errors.run(relative=0.5).root
     assert result.collapse_limit.sel(benchmark="equations").item() == int(median / 2)
-    assert (result.reference_collapse.sel(benchmark="equations") < errors.run().root.reference_collapse.sel(benchmark="equations")).all() == (median / 2 < 80)
+    found = [run.reference_collapse.sel(benchmark="equations").item() for run in (result, errors.run().root)]
+    assert 0 < median / 2 < 80 and found[0] < found[1]
     assert len({errors.run().folder, errors.run(relative=0.5).folder}) == 2
 
 
