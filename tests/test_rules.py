@@ -188,3 +188,12 @@ def test_the_interval_of_a_mean_uses_the_samples(samples, seed):
     if samples == 1 and 0 < p < 1: assert np.allclose((low, high), wilson(shares.sum(), n))
     if samples >= 4: assert high - low < 0.8 * (wide[1] - wide[0])
     assert np.allclose(mean_interval(p, n * one, np.nan * one), wide), "where nothing is known of the samples"
+
+
+def test_no_share_is_printed_as_nan():
+    "Validation questions are not asked of the base model."
+    from mixsd_nb.views.cube import tabulate_accuracies
+    suites = BENCHMARKS | dict(validation=dict(column="", role="validation"))
+    root = invent_result(benchmarks=suites).to_dataset()
+    root = root.where((root.benchmark != "validation") | (root.step > 0))
+    assert "nan" not in str(tabulate_accuracies(root, 100))

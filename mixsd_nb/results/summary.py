@@ -44,7 +44,7 @@ def group_columns(
         found |= {name: [name] for name in names} if (measured > 1).any() else {column: names}
     return found
 
-# %% ../../nbs/results/summary.ipynb #534bc19d
+# %% ../../nbs/results/summary.ipynb #c59a60c0
 def score_by(
     cube: xr.Dataset,
     rule: str,  # variable that holds the scores: published, or accuracy for the strict rule
@@ -60,14 +60,15 @@ def held_out_average(
 
     For a cube of published numbers, the printed average is returned."""
     if "average" in cube: return cube.average
-    total, count = 0, 0
-    for _, names in sorted(group_columns(cube, "held-out").items()):
+    groups, total, count = group_columns(cube, "held-out"), 0, 0
+    if not groups: return xr.full_like(cube.accuracy.isel(benchmark=0, drop=True), np.nan)
+    for _, names in sorted(groups.items()):
         share = coalesce(cube.accuracy.sel(benchmark=names), "benchmark")
         needed = share.notnull().any([d for d in share.dims if d not in ("dataset", "model")])
         total, count = total + share.where(needed, 0), count + needed
-    return total / count if len(np.shape(count)) else xr.full_like(cube.accuracy.isel(benchmark=0, drop=True), np.nan)
+    return total / count
 
-# %% ../../nbs/results/summary.ipynb #95f21a59
+# %% ../../nbs/results/summary.ipynb #2af376a5
 def base_values(
     values: xr.DataArray,  # over CELL_DIMS or a part of them with `method` and `step`
 ) -> xr.DataArray:
