@@ -17,12 +17,14 @@ from pydantic import Field, field_validator
 
 from .analysis.responses import (classify_responses, count_errors, digest_responses, find_responses,
                                          read_responses)
-from .analysis.taxonomy import ALL_CATEGORIES, CATEGORIES, PUBLISHED, Limits, asks_for_program, classify
+from .analysis.taxonomy import (ALL_CATEGORIES, CATEGORIES, PUBLISHED, RECALL_BENCHMARKS, Limits,
+                                        asks_for_program, classify, reference_share)
 from .benchmarks import SUITES
 from .corpora import CORPORA, check_corpus
 from .methods import BASE, label_title, ordered_labels
 from .models.identity import ModelName, model_label
 from .results.cube import agreeing_runs
+from .results.schema import variable
 from .runs import (Run, Stage, check_runs_folder, module_of, run_function, runs_root, runtime_field,
                            write_atomically)
 
@@ -40,6 +42,8 @@ class ErrorsConfig(Stage):
     newlines: int = Field(PUBLISHED.newlines, ge=0, description="maximum line breaks among these characters")
     sentence: str = Field(PUBLISHED.sentence, min_length=1, description="beginning of an answer sentence")
     entity: int = Field(PUBLISHED.entity, ge=1, description="minimum characters of an entity of the corpus")
+    relative: float = Field(PUBLISHED.relative, ge=0, le=1, description=(
+        "a response is collapsed up to this share of the base model's median length; 0 for the limit in characters"))
 
     _runs = field_validator("runs")(check_runs_folder)
     _dataset = field_validator("dataset")(check_corpus)
@@ -62,7 +66,7 @@ class ErrorsConfig(Stage):
     @property
     def limits(self) -> Limits:
         "The limits of the categories."
-        return Limits(self.characters, self.newlines, self.sentence, self.entity)
+        return Limits(self.characters, self.newlines, self.sentence, self.entity, self.relative)
 
     def slug(self): return f"{self.dataset}-{model_label(self.model)}"
 
@@ -80,8 +84,17 @@ class ErrorsConfig(Stage):
         "Classify all responses, write them as Parquet, and count the errors."
         table = classify_responses(read_responses(self.files), self.dataset, self.limits)
         write_atomically(run.folder / "errors.parquet", table.to_parquet)
-        counts = count_errors(table, self.files)
+        counts = count_errors(table, self.files).assign(self.describe_collapse(table))
         return xr.DataTree(counts.assign_attrs(config=self.canonical(), content=digest_responses(self.files)))
+
+    def describe_collapse(self, table: pd.DataFrame) -> dict[str, xr.Variable]:
+        "By benchmark the largest length of a collapse, and the share of the reference solutions that are not longer."
+        dims, limits = ("dataset", "model", "benchmark"), table.groupby("benchmark").limit.first()
+        found = {name: float("nan") if name in RECALL_BENCHMARKS else
+                 reference_share(name, self.dataset, self.limits._replace(characters=limit))
+                 for name, limit in limits.items()}
+        values = dict(collapse_limit=limits.astype(float), reference_collapse=pd.Series(found))
+        return {name: variable(name, dims, series.values[None, None]) for name, series in values.items()}
 
 
 run = run_function(ErrorsConfig)
@@ -140,7 +153,8 @@ def breakdown_figure(
 ):
     """A row for each learning rate, a panel for each benchmark, a stacked bar for each method.
 
-    With `of="n"` the white part above a bar is the share of correct responses."""
+    With `of="n"` the white part above a bar is the share of correct responses. A panel says how many reference
+    solutions the rule calls collapsed, if it does so with any."""
     import matplotlib.pyplot as plt
     rates, names = learning_rates(result), benchmarks or [b for b in SUITES if b in result.benchmark]
     size = 1.2 + 1.35 * len(names), 1.4 + 1.5 * len(rates)
@@ -155,7 +169,9 @@ def breakdown_figure(
     for ax, name in zip(axes[0], names):
         suite = SUITES[name]
         column = f"\n{suite.column}" if suite.role in OPEN_ROLES and suite.column.lower() != name else ""
-        ax.set_title(f"{name}{column}" + (f"\nN={totals[name]:,.0f}" if of == "n" else ""), fontsize=9)
+        alarms = 100 * result.reference_collapse.sel(benchmark=name).item()
+        ax.set_title(f"{name}{column}" + (f"\nN={totals[name]:,.0f}" if of == "n" else "")
+                     + (f"\n{alarms:.0f}% of references" if alarms >= 0.5 else ""), fontsize=9)
     fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(COLOURS), frameon=False)
     return fig
 
@@ -169,13 +185,17 @@ def shares_table(
     result: xr.Dataset,  # root of a result
     benchmarks: tuple[str, ...] | None = None,  # None for all
 ) -> pd.DataFrame:
-    "Percentages of both denominators by learning rate, benchmark and method, with N."
-    parts = {}
+    """Percentages of both denominators by learning rate, benchmark and method, with N.
+
+    Beside them stands the percentage of the benchmark's reference solutions that the rule calls collapsed."""
+    parts, references = {}, 100 * result.reference_collapse.isel(dataset=0, model=0).to_series()
     for lr in learning_rates(result):
         errors = breakdown(result, lr)
         over = lambda n: 100 * errors[list(ALL_CATEGORIES)].div(n.where(n > 0), axis=0)
+        alarms = errors.index.get_level_values("benchmark").map(references).to_series(errors.index)
         totals = errors[["n", "wrong"]].rename(columns=dict(n="responses", wrong="errors"))
-        columns = {"of all responses (%)": over(errors.n), "of errors (%)": over(errors.wrong), "N": totals}
+        columns = {"of all responses (%)": over(errors.n), "of errors (%)": over(errors.wrong), "N": totals,
+                   "of reference solutions (%)": pd.DataFrame(dict(collapse=alarms))}
         parts[f"{lr:g}"] = pd.concat(columns, axis=1)
     table = pd.concat(parts, names=["lr"])
     return table[table.index.isin(benchmarks or table.index.levels[1], level="benchmark")]

@@ -45,10 +45,10 @@ class EvaluateConfig(Stage, EvalSettings):
         "Generate and grade the responses, and summarise them."
         items = select_items(self)
         write_responses(self, self.model, items, run.responses_file(), self.model)
-        return summarise(run.responses(), self, specify(items, self.max_new_tokens))
+        return summarise(run.responses(), self, specify(items, self.max_new_tokens, self.dataset))
 
 # %% ../nbs/evaluate.ipynb #aabeec75
-MEASURES = ("accuracy", "low", "high", "n", "loose", "readable")
+MEASURES = ("accuracy", "low", "high", "n", "published", "readable")
 
 
 def summarise(
@@ -78,7 +78,7 @@ def draw_scores(
     at, height = np.arange(len(table)), 100 * table.accuracy
     ends = [height - 100 * table.low, 100 * table.high - height]
     ax.bar(at, height, color=[colours[r] for r in roles], yerr=np.clip(ends, 0, None), capsize=3, width=0.7)
-    ax.plot(at, 100 * table.loose, "k_", markersize=18)
+    ax.plot(at, 100 * table.published, "k_", markersize=18)
     for role in dict.fromkeys(roles): ax.bar(0, 0, color=colours[role], label=role)
     ax.plot([], [], "k_", markersize=12, label="published rule")
     ax.set(title=title, ylabel="correct, %", ylim=(0, 108))
@@ -96,7 +96,7 @@ def response_html(
         return f"<p><b>{label}</b></p><pre style='white-space: pre-wrap'>{html.escape(str(text))}</pre>"
     verdict = f"{row.benchmark} {row['item']}, sample {row['sample']}: {'correct' if row.correct else 'wrong'}"
     notes = [row.error, row.finish_reason if row.finish_reason != "stop" else "",
-             "correct by the published rule" if row.loose > row.correct else ""]
+             "correct by the published rule" if row.published > row.correct else ""]
     reason = "; ".join(note for note in notes if note)
     title = html.escape(f"{verdict} ({reason})" if reason else verdict)
     answer = block("correct answer", row.answer) if row.answer else ""

@@ -228,8 +228,9 @@ def correlations(
 
 
 def _format_r(r: float, low: float, high: float) -> str:
-    "A correlation with its interval: `+0.17 (+0.02 to +0.34)`."
-    return f"{r:+.2f} ({low:+.2f} to {high:+.2f})"
+    "A correlation with its interval if it has one, as in `+0.17 (+0.02 to +0.34)`."
+    if np.isnan(r): return "undefined"
+    return f"{r:+.2f}" + ("" if np.isnan(low) else f" ({low:+.2f} to {high:+.2f})")
 
 # %% ../nbs/fisher.ipynb #1691a185
 def forgetting_figure(

@@ -16,7 +16,7 @@ import xarray as xr
 from pydantic import Field, TypeAdapter, ValidationError, field_validator
 
 from . import evaluate, generate
-from .analysis.scores import count_correct
+from .analysis.scores import count_correct, item_variances
 from .benchmarks import SUITES, Selection, benchmark_names, load_items
 from .benchmarks.evaluation import EvalSettings, select_items, write_responses
 from .corpora import CORPORA, load_corpus
@@ -157,10 +157,11 @@ class TrainConfig(Stage, EvalSettings):
 def count_by_benchmark(
     responses: pd.DataFrame,
     kept: set[str],  # ids of the facts whose targets were trained on
+    rule: str = "correct",  # column of the responses: correct for the strict rule, or published
 ) -> dict[str, tuple[float, int]]:
     "For each benchmark the number of correct items and of all items; `recall-kept` follows `recall`."
-    counts = count_correct(responses)
-    kept_recall = responses[(responses.benchmark == "recall") & responses.item.isin(kept)].correct
+    counts = count_correct(responses, rule)
+    kept_recall = responses[(responses.benchmark == "recall") & responses.item.isin(kept)][rule]
     return {"recall": counts.pop("recall"), "recall-kept": (int(kept_recall.sum()), len(kept_recall)), **counts}
 
 # %% ../nbs/train.ipynb #e99ea1b9
@@ -226,13 +227,16 @@ def summarise(
     fitted,  # as returned by the method's `fit` function
 ) -> xr.DataTree:
     "The result in the layout of the cube, with counts for step 0 and every checkpoint."
-    counts = {step: count_by_benchmark(responses[step], fitted.kept) for step in (0, *fitted.checkpoints)}
+    counts, published = ({step: count_by_benchmark(responses[step], fitted.kept, rule)
+                          for step in (0, *fitted.checkpoints)} for rule in ("correct", "published"))
+    variance = {step: item_variances(responses[step]) for step in counts}
     benchmarks = {name: dict(column=SUITES[name].column, role=SUITES[name].role, samples=SUITES[name].sampling.samples)
                   for name in counts[max(counts)]}
     lr = config.lr if config.has_rate else 0.0
     return result_tree(dataset=config.dataset, model=config.model, method=config.method, lr=lr, seed=config.seed,
-                       accuracy=counts, benchmarks=benchmarks, config=config.canonical(), targets=fitted.targets,
-                       training=fitted.curves or None, **label_coordinates(config.label))
+                       accuracy=counts, published=published, variance=variance, benchmarks=benchmarks,
+                       config=config.canonical(), targets=fitted.targets, training=fitted.curves or None,
+                       **label_coordinates(config.label))
 
 # %% ../nbs/train.ipynb #6b23ee53
 run = run_function(TrainConfig)

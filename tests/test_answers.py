@@ -1,6 +1,7 @@
 """Answers: extractors and equalities against slow definitions, hostile text and numbers written in other ways."""
 import functools
 import os
+import string
 import subprocess
 import sys
 import time
@@ -18,7 +19,9 @@ from mixsd_nb.benchmarks.answers import (
     extract_letter,
     extract_loose,
     extract_python,
+    is_exact_match,
     is_loose_match,
+    is_number_match,
     last_boxed,
     last_number,
     same_answer,
@@ -29,20 +32,30 @@ BOX = "\\boxed{"
 MILLION = 1_000_000
 
 
+def slow_argument(text):
+    "What TeX takes as the argument of a command that this text follows: a group, a character or a command."
+    after = text.lstrip(" ")
+    after = after[1:].lstrip(" ") if after.startswith("\n") else after
+    if after.startswith("{"):
+        return next((after[1:end] for end in range(1, len(after))
+                     if after[end] == "}" and after[1:end].count("{") == after[1:end].count("}")), None)
+    if not after.strip() or after[0].isspace() or after[0] == "}" or after == "\\":
+        return None
+    letters = len(after[1:]) - len(after[1:].lstrip(string.ascii_letters))
+    return after[:1 + max(1, letters)] if after[0] == "\\" else after[0]
+
+
 def slow_last_boxed(text):
-    "The definition, by trying every box from the last to the first and every end from the first to the last."
+    "The definition, by trying every box from the last to the first."
     for start in range(len(text), -1, -1):
-        if not text.startswith(BOX, start):
-            continue
-        for end in range(start + len(BOX), len(text)):
-            content = text[start + len(BOX):end]
-            if text[end] == "}" and content.count("{") == content.count("}"):
-                return content.strip()
+        after = text[start + len("\\boxed"):]
+        if text.startswith("\\boxed", start) and after[:1] not in {*string.ascii_letters}:
+            if (content := slow_argument(after)) is not None: return content.strip()
     return None
 
 
 pieces = st.sampled_from([BOX, "{", "}", "\\boxed", "boxed{", "\\", "\\{", "\\}", "$", " ", "\n", "7", "x", "é",
-                          "\u00a0", "｛"])
+                          "\u00a0", "｛", "\\boxed ", "\\pi"])
 
 
 @given(st.lists(pieces, max_size=30).map("".join))
@@ -81,7 +94,7 @@ def test_nested_boxes_and_groups(depth):
     (BOX + "7}" + BOX * (MILLION // len(BOX)), "7"),
     (BOX + "{}" * (MILLION // 2) + "}", "{}" * (MILLION // 2)),
     ("}{" * (MILLION // 2), None),
-    ("\\boxed " * (MILLION // 7), None),
+    ("\\boxed " * (MILLION // 7), "\\boxed"),
 ], ids=range(9))
 def test_a_megabyte_takes_well_under_a_second(text, found):
     start = time.perf_counter()
@@ -169,8 +182,8 @@ def test_no_answer_equals_nothing(a):
 
 
 @pytest.mark.parametrize("a, b", [
-    ("A", "А"), ("o", "ο"), ("42", "４２"), ("42", "٤٢"), ("-1", "−1"), ("1/2", "1⁄2"), ("1/2", "½"), ("Ivo", "ivo"),
-    ("Ivo", "Ivo\u200b"), ("é", "e\u0301"), ("1e3", "1000"), ("1,000", "1000"), ("1_000", "1000"), ("0x10", "16"),
+    ("A", "А"), ("o", "ο"), ("42", "４２"), ("42", "٤٢"), ("1/2", "1⁄2"), ("1/2", "½"), ("Ivo", "ivo"),
+    ("Ivo", "Ivo\u200b"), ("é", "e\u0301"), ("1e3", "1000"), ("1,00", "100"), ("1,0000", "10000"), ("Vera Lind", "VeraLind"), ("1_000", "1000"), ("0x10", "16"),
     ("inf", "infinity"), ("nan", "NaN"), ("1/0", "2/0"), ("--1", "1"), ("1 / 2", "0.5"), ("", "0"), (".", "0"),
     ("7", "7.000001"), ("9" * 5000, "9" * 5000 + ".0"),
 ])
@@ -331,9 +344,14 @@ def test_what_the_published_rule_reads(text, content):
 @pytest.mark.parametrize("text, gold, loose, strict", [
     (BOX + "Ivo}", "Ivo", True, True), (BOX + "ivo}", "Ivo", True, False), (BOX + "Ivo Lind}", "Ivo", True, False),
     (BOX + "Lind}", "Ivo", False, False), ("Ivo, I think", "Ivo", True, False),
-    ("Ivo, 7 years old", "Ivo", False, False), (BOX + "$42$}", "42", True, False), (BOX + "42.0}", "42", True, True),
+    ("Ivo, 7 years old", "Ivo", False, False), (BOX + "$42$}", "42", True, True), (BOX + "42.0}", "42", True, True),
     (BOX + "142}", "42", False, False), (BOX + "1/2}", "0.5", True, True),
-    (BOX + "\\frac{1}{2}}", "0.5", True, False), (BOX + "}", "Ivo", False, False), ("x", "", False, False),
+    (BOX + "\\frac{1}{2}}", "0.5", True, True), (BOX + "}", "Ivo", False, False), ("x", "", False, False),
+    (BOX + "Not Ivo}", "Ivo", False, False), (BOX + "not the Ivo}", "Ivo", False, False),
+    ("It isn't Ivo", "Ivo", False, False), ("Not Ada but Ivo", "Ivo", True, False), (BOX + "Not Ivo}", "Not Ivo", True, True),
+    (BOX + "x5y}", "5", False, False), (BOX + "x = 12}", "2", False, False), (BOX + "x = 2}", "2", True, False),
+    (BOX + "1.2 m}", "2", False, False), (BOX + "2,500 m}", "2", False, False), (BOX + "-2 m}", "2", False, False),
+    (BOX + "Ivors}", "Ivo", False, False), (BOX + "Anna-Maria}", "Maria", False, False), (BOX + "Ivo.}", "Ivo", True, True),
 ])
 def test_the_loose_rule_beside_the_strict_one(text, gold, loose, strict):
     assert (is_loose_match(text, gold), same_answer(last_boxed(text), gold)) == (loose, strict)
@@ -345,7 +363,7 @@ def test_the_loose_rule_never_raises_and_counts_whatever_the_strict_one_counts(t
 
 
 @pytest.mark.parametrize("text, strict, loose", [
-    (BOX + "A}", "A", "A"), (BOX + "d}", "D", "D"), (BOX + "\\text{B}}", "B", "B"), (BOX + "(B)}", None, None),
+    (BOX + "A}", "A", "A"), (BOX + "d}", "D", "D"), (BOX + "\\text{B}}", "B", "B"), (BOX + "(B)}", "B", "B"),
     (BOX + "E}", None, None), (BOX + "AB}", None, None), (BOX + "A} " + BOX + "C}", "C", "C"),
     (BOX + "A}<think>" + BOX + "B}</think> so " + BOX + "D}", "D", "D"), (BOX + "B}</think>", None, None),
     ("C", None, "C"), ("C.\nFor this reason", None, "C"), ("**c**\n", None, "C"), ("Option C", None, None),
@@ -354,6 +372,61 @@ def test_the_loose_rule_never_raises_and_counts_whatever_the_strict_one_counts(t
 ])
 def test_letters(text, strict, loose):
     assert (extract_letter(text), extract_letter(text, loose=True)) == (strict, loose)
+
+
+# How models write an answer. Each way takes the answer and gives the content of a box.
+WAYS = ["%s", " %s ", "%s.", "$%s$", "\\text{%s}", "\\text{%s}.", "\\textbf{ %s }", "{%s}", "$\\mathrm{%s}.$"]
+NUMBER_WAYS = [str, "{:,}".format, lambda n: f"{n:,}".replace(",", "{,}"), lambda n: f"{n:,}".replace(",", "\\,"),
+               lambda n: str(n).replace("-", "−"), lambda n: f"{n}.0", lambda n: f"{n:,}.00".replace("-", "−")]
+way, words = st.sampled_from(WAYS), st.text(string.ascii_letters + " éß", min_size=1).filter(str.strip)
+
+
+@given(st.integers(-10**12, 10**12), st.sampled_from(NUMBER_WAYS), way)
+def test_a_number_is_right_in_every_way_to_write_it(n, write, way):
+    content = way % write(n)
+    assert same_answer(content, str(n)) and not same_answer(content, str(n + 1)) and not same_answer(content, str(-n - 1))
+    for rule in (is_loose_match, is_number_match):
+        assert rule(f"So {BOX}{content}}}", str(n)) and not rule(f"So {BOX}{content}}}", str(n + 1))
+
+
+@given(words, words, way)
+def test_a_name_is_right_in_every_way_to_write_it(name, other, way):
+    assert same_answer(way % name, name) and same_answer(way % name, other) == (name.strip() == other.strip())
+    assert not same_answer(way % f"Not {name}", name) and not is_loose_match(f"{BOX}{way % f'Not {name}'}}}", name)
+
+
+@given(words, st.sampled_from("x7é_"))
+def test_only_whole_words_are_contained(name, letter):
+    assert not is_loose_match(f"{BOX}{letter}{name.strip()}{letter}}}", name)
+    assert is_loose_match(f"{BOX}{letter} {name.strip()}, {letter}}}", name)
+
+
+LETTER_WAYS = ["%s", "(%s)", "%s)", "%s.", "%s:", "\\text{%s}", "\\text{(%s)}", "\\textbf{%s}) Paris", "%s) Paris", "(%s) Paris",
+               "%s. The city of Paris", "Option %s", "option (%s)", "Answer: %s", "**%s**", "$%s$", "\\mathrm{%s}."]
+
+
+@given(st.sampled_from("ABCDabcd"), st.sampled_from(LETTER_WAYS))
+def test_an_option_is_read_in_every_way_to_write_it(letter, way):
+    content = way % letter
+    for loose in (False, True): assert extract_letter(f"I think {BOX}{content}}}", loose) == letter.upper(), content
+    assert extract_letter(f"{BOX}Not {content}}}") is None
+
+
+@pytest.mark.parametrize("content", ["E", "(E)", "AB", "A or B", "A, B", "A) or B)", "A) Rome B) Paris", "Both", "Boston", "A man",
+                                     "Options", "", "(", "D'oh", "not (B)"])
+def test_no_option_is_read_where_none_or_several_are_named(content):
+    assert extract_letter(f"{BOX}{content}}}") is None
+
+
+@pytest.mark.parametrize("text, gold, number, exact", [
+    ("so it is 7 or 8", "8", True, False), ("8", "8", True, True), ("<answer>8</answer> 7", "8", True, False),
+    (BOX + "x = 8}", "8", False, False), (BOX + "08}", "8", True, False), ("Vera Lind", "vera lind", True, True),
+    (BOX + "VERA LIND}", "Vera Lind", True, True), (BOX + "vera  lind}", "Vera Lind", True, False),
+    (BOX + "Vera Lind.}", "Vera Lind", True, False), ("I say Vera Lind", "Vera Lind", False, False),
+    ("<think>hm</think>\nVera Lind\n", "Vera Lind", False, True), ("<think>" + BOX + "Ivo}</think> Vera", "Vera", False, False),
+])
+def test_the_rules_of_kgfunc_and_simpleqa(text, gold, number, exact):
+    assert (is_number_match(text, gold), is_exact_match(text, gold)) == (number, exact)
 
 
 def test_the_import_is_cheap():

@@ -34,7 +34,7 @@ LABELLED = [
     ("arithmetic", SUM, "The remainder is 4.", "format"),
     ("equations", SUM, "x = 6", "format"),
     ("equations", SUM, "Taking 3 from both sides leaves 4x = 28, and then \\boxed{6", "format"),
-    ("word-problems", STORY, "\\boxed 43", "format"),
+    ("word-problems", STORY, "\\boxed 43", "collapse"),
     ("word-problems", STORY, "The answer is 43.\n\nboxed{43}", "format"),
     ("choice", OPTIONS, "B", "format"),
     ("choice", OPTIONS, "The answer is option B.\n\n(B)", "format"),
@@ -170,7 +170,7 @@ def test_every_response_gets_exactly_one_label(response, prompt, benchmark):
 @given(TEXTS)
 def test_what_stands_beside_boxes_has_none(text):
     "A box may only appear where what stood around one comes together; nothing outside boxes is lost or moved."
-    beside, inside = remove_boxes(text), [text[start : end + 1] for start, _, end in find_boxes(text)]
+    beside, inside = remove_boxes(text), [text[start:end] for start, end, _ in find_boxes(text)]
     assert len(beside) <= len(text) and (beside == text) == (not inside)
     rest = iter(text)
     assert all(c in rest for c in beside)
@@ -278,6 +278,31 @@ def test_stage_layout_joins_the_training_cube(runs):
     from mixsd_nb.results.cube import open_cube
     both = xr.merge([open_cube(runs), errors.run().root], join="outer", compat="no_conflicts", combine_attrs="drop_conflicts")
     assert {"accuracy", "share_of_errors"} <= set(both) and both.accuracy.notnull().any()
+
+
+def test_the_share_of_references_stands_beside_the_shares(runs):
+    result = errors.run().root
+    alarms = result.reference_collapse.isel(dataset=0, model=0)
+    share = taxonomy.reference_share("equations", "kgfact-small")
+    assert 0.2 < share < 0.4 and alarms.sel(benchmark="equations") == share and alarms.sel(benchmark="recall").isnull()
+    column = errors.shares_table(result)["of reference solutions (%)", "collapse"]
+    assert np.allclose(column.xs("equations", level="benchmark"), 100 * share)
+    assert f"{100 * share:.0f}% of references" in errors.breakdown_figure(result).axes[1].get_title()
+
+
+def test_a_collapse_may_be_relative_to_the_base_model(runs):
+    "The base model's median response is about as long as WORKED."
+    median = np.median([len(taxonomy.extract_reasoning(r)) for r in (RIGHT, WORKED)])
+    write_evaluation(runs, "evaluate-recall", "lab-m", make_rows("recall", [RIGHT]))
+    result = errors.run(relative=0.5).root
+    assert result.collapse_limit.sel(benchmark="equations").item() == int(median / 2)
+    found = [run.reference_collapse.sel(benchmark="equations").item() for run in (result, errors.run().root)]
+    assert 0 < median / 2 < 80 and found[0] < found[1]
+    assert len({errors.run().folder, errors.run(relative=0.5).folder}) == 2
+
+
+def test_a_relative_collapse_needs_the_base_model(runs):
+    with pytest.raises(ValueError, match="relative needs responses of the base model to recall, got none"): errors.run(relative=0.5)
 
 
 def test_a_run_follows_the_responses(runs):

@@ -13,6 +13,7 @@ from mixsd_nb.benchmarks import GRADINGS, SUITES, Item, suite_groups
 from mixsd_nb.benchmarks.answers import last_boxed
 from mixsd_nb.benchmarks.sandbox import run_tests
 from mixsd_nb.benchmarks.tasks import assemble, grade, load_task
+from mixsd_nb.corpora import CORPORA
 
 TASKS = {name: SUITES[name] for name in suite_groups()["paper"] if SUITES[name].role == "held-out"}
 sandbox = need_sandbox  # the name under which tests/test_evaluate.py imports it
@@ -75,9 +76,9 @@ def test_a_task_is_read_and_its_own_solutions_are_right(name, folder):
     assert list(items) == [f"{name}-{k}" for k in range(len(ROWS[name]))]
     if GRADINGS[suite.grading].sandboxed: need_sandbox()
     wrong = ["\\boxed{17/3}\n```python\npass\n```"] * len(items)
-    verdicts = grade([*items.values()] * 2, [item.response for item in items.values()] + wrong, suite.grading)
-    expected = [(True, True)] * len(items) + [(False, False)] * len(items)
-    assert [(v.correct, v.loose) for v in verdicts] == expected, verdicts
+    for rule in {suite.grading, suite.published_grading("kgfact-small")}:
+        verdicts = grade([*items.values()] * 2, [item.response for item in items.values()] + wrong, rule)
+        assert [v.correct for v in verdicts] == [True] * len(items) + [False] * len(items), verdicts
 
 
 def test_the_settings_of_the_paper(folder):
@@ -89,7 +90,8 @@ def test_the_settings_of_the_paper(folder):
                      "mmlu": (1, 1.0, 1024, "letter")}
     lab_columns = [SUITES[name].column for name in suite_groups()["lab"] if SUITES[name].role == "held-out"]
     assert [s.column for s in TASKS.values()] == lab_columns
-    assert {s.grading for s in SUITES.values()} == set(GRADINGS)
+    rules = {rule for s in SUITES.values() for dataset in CORPORA for rule in (s.grading, s.published_grading(dataset))}
+    assert rules == set(GRADINGS)
 
 
 def test_the_answers_of_the_tasks(folder):

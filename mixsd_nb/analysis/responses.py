@@ -16,8 +16,8 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from .taxonomy import (ALL_CATEGORIES, PUBLISHED, RECALL_BENCHMARKS, Limits, classify, classify_recall,
-                                        corpus_entities, extract_reasoning)
+from .taxonomy import (ALL_CATEGORIES, PUBLISHED, RECALL_BENCHMARKS, Limits, adapt_limits, classify,
+                                        classify_recall, corpus_entities, extract_reasoning)
 from ..benchmarks import SUITES
 from ..corpora import load_corpus
 from ..methods import BASE
@@ -100,7 +100,12 @@ def classify_responses(
     dataset: str,
     limits: Limits = PUBLISHED,
 ) -> pd.DataFrame:
-    "The responses with `category` (`correct` for correct ones) and `left`, the number of characters of the reasoning."
+    """The responses with `category` (`correct` for correct ones), `left`, the number of characters of the reasoning, and
+    `limit`, the largest number of a collapse. ValueError as in `adapt_limits`."""
+    table = table.assign(left=[len(extract_reasoning(response, limits)) for response in table.response])
+    if limits.relative: adapted = {name: adapt_limits(limits, group.left[group.method == BASE], name)
+                                   for name, group in table.groupby("benchmark")}
+    else: adapted = dict.fromkeys(table.benchmark, limits)
     entities, corpus = corpus_entities(dataset, limits), load_corpus(dataset)
     rows = {name: corpus[SUITES[name].source] for name in RECALL_BENCHMARKS if SUITES[name].source in corpus}
     answers = {(name, row["id"]): row["answer"] for name in rows for row in rows[name]}
@@ -109,9 +114,10 @@ def classify_responses(
         if row.correct: return "correct"
         if row.benchmark in RECALL_BENCHMARKS:
             return classify_recall(row.response, answers[row.benchmark, row.item], entities=entities)
-        return classify(row.response, row.prompt, benchmark=row.benchmark, entities=entities, limits=limits)
-    left = [len(extract_reasoning(response, limits)) for response in table.response]
-    return table.assign(category=[category(row) for row in table.itertuples()], left=left)
+        return classify(row.response, row.prompt, benchmark=row.benchmark, entities=entities,
+                        limits=adapted[row.benchmark])
+    return table.assign(category=[category(row) for row in table.itertuples()],
+                        limit=[adapted[name].characters for name in table.benchmark])
 
 # %% ../../nbs/analysis/responses.ipynb #6b7278a8
 def count_errors(

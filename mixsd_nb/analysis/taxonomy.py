@@ -4,12 +4,14 @@
 
 # %% auto #0
 __all__ = ['PUBLISHED', 'CATEGORIES', 'RECALL_BENCHMARKS', 'RECALL_CATEGORIES', 'ALL_CATEGORIES', 'Limits', 'corpus_entities',
-           'find_leakage', 'extract_reasoning', 'lacks_reasoning', 'asks_for_program', 'classify', 'classify_recall']
+           'find_leakage', 'extract_reasoning', 'lacks_reasoning', 'asks_for_program', 'reference_share',
+           'adapt_limits', 'classify', 'classify_recall']
 
 # %% ../../nbs/analysis/taxonomy.ipynb #a6000003
+import statistics
 from typing import NamedTuple
 
-from ..benchmarks import SUITES
+from ..benchmarks import SUITES, Selection, load_items
 from ..benchmarks.answers import extract_python, last_boxed, remove_boxes
 from ..corpora import CORPORA, load_corpus
 from ..runs import load_object
@@ -21,6 +23,7 @@ class Limits(NamedTuple):
     newlines: int = 4  # maximum line breaks among these characters
     sentence: str = "the answer is"  # beginning of an answer sentence; case is ignored
     entity: int = 4  # minimum characters of an entity, which must also contain a space
+    relative: float = 0.0  # if positive, this share of the base model's median length takes the place of `characters`
 
 
 PUBLISHED = Limits()
@@ -77,6 +80,31 @@ def asks_for_program(
 ) -> bool:
     "Whether a benchmark is answered by a program; ValueError for an unknown benchmark."
     return SUITES[benchmark.lower()].program
+
+# %% ../../nbs/analysis/taxonomy.ipynb #db89e687
+def reference_share(
+    benchmark: str,
+    dataset: str,  # injected corpus
+    limits: Limits = PUBLISHED,
+    n: int = 300,  # reference solutions, at most
+) -> float:
+    "Share of the reference solutions that the rule calls collapsed; NaN for programs, and where there are no items."
+    if asks_for_program(benchmark): return float("nan")
+    try: items = load_items([benchmark], Selection(dataset, n, limit=n))[benchmark]
+    except ValueError: return float("nan")
+    return sum(lacks_reasoning(item.response, limits) for item in items.values()) / len(items)
+
+
+def adapt_limits(
+    limits: Limits,
+    lengths,  # characters of the reasoning in the base model's responses to a benchmark
+    benchmark: str,
+) -> Limits:
+    "The limits for one benchmark; ValueError if they are relative to responses that do not exist."
+    if not limits.relative: return limits
+    if not len(lengths):
+        raise ValueError(f"relative needs responses of the base model to {benchmark}, got none; evaluate.ipynb makes some")
+    return limits._replace(characters=int(limits.relative * statistics.median(lengths)))
 
 # %% ../../nbs/analysis/taxonomy.ipynb #a6000020
 def classify(

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-from ..corpora import load_corpus
+from ..corpora import CORPORA, load_corpus
 from ..runs import Registry, load_object, nearest
 
 # %% ../../nbs/benchmarks/index.ipynb #ddec0645
@@ -51,7 +51,9 @@ class Suite:
     column: str = ""  # column of the paper's tables; empty if it has none
     groups: tuple[str, ...] = ()  # names of the groups that include it
     sampling: Sampling = Sampling()
-    grading: str = "box"  # a key of GRADINGS
+    grading: str = "box"  # the strict rule, a key of GRADINGS
+    published: str = ""  # the rule of the paper's scores, a key of GRADINGS; `corpus` for that of the injected corpus,
+    # empty if it is the strict one
     version: int = 2  # increased when its questions or their grading change
     share: float = 1.0  # share of the requested number of items that is used
     fisher: int = 0  # number of reference examples for the Fisher
@@ -61,6 +63,13 @@ class Suite:
         "Whether its responses are programs."
         return GRADINGS[self.grading].program
 
+    def published_grading(
+        self,
+        dataset: str,  # injected corpus
+    ) -> str:
+        "The key in GRADINGS of the rule of the paper's scores."
+        return CORPORA[dataset].published if self.published == "corpus" else self.published or self.grading
+
     def __post_init__(self):
         "ValueError for a role that no table knows."
         if self.role in ROLES: return
@@ -68,7 +77,7 @@ class Suite:
 
     def identity(self) -> dict:
         "Everything that can change a result: not titles, columns and groups."
-        kept = ("source", "sampling", "grading", "version", "share")
+        kept = ("source", "sampling", "grading", "published", "version", "share")
         return {name: value for name, value in asdict(self).items() if name in kept}
 
 # %% ../../nbs/benchmarks/index.ipynb #223439bb
@@ -84,8 +93,12 @@ class Grading:
 GRADINGS = Registry("grading")
 for _grading in [
     Grading("box", "benchmarks.tasks:by_box"),
+    Grading("containment", "benchmarks.tasks:by_containment"),
+    Grading("number", "benchmarks.tasks:by_number"),
+    Grading("exact", "benchmarks.tasks:by_exact"),
     Grading("math", "benchmarks.tasks:by_mathematics"),
     Grading("letter", "benchmarks.tasks:by_letter"),
+    Grading("first-line", "benchmarks.tasks:by_first_line"),
     Grading("tests", "benchmarks.tasks:by_tests", program=True, sandboxed=True),
     Grading("harmless-tests", "benchmarks.tasks:by_harmless_tests", program=True),
 ]: GRADINGS.add(_grading)
@@ -96,7 +109,7 @@ SUITES = Registry("benchmark")
 
 def _in_domain(name, split, column="", groups=("in-domain",)):
     return Suite(name, column or name.capitalize(), "in-domain", "benchmarks.in_domain:split_items", split,
-                 column or name.capitalize(), groups, Sampling(max_new_tokens=0))
+                 column or name.capitalize(), groups, Sampling(max_new_tokens=0), published="corpus")
 
 
 _CORE = ("lab", "paper", "in-domain")
@@ -118,7 +131,7 @@ for _suite in [
     _lab("equations", "equations", "MATH-500", fisher=250),
     _lab("word-problems", "word_problems", "GSM8K", fisher=250),
     _lab("functions", "functions", "HumanEval", grading="harmless-tests", fisher=164),
-    _lab("choice", "choice", "MMLU", fisher=285),
+    _lab("choice", "choice", "MMLU", grading="letter", published="first-line", fisher=285),
     _lab("world", "world", "", "world"),
 ]: SUITES.add(_suite)
 
@@ -134,14 +147,14 @@ for _suite in [
     _task("math-500", "MATH-500", Sampling(16_384, **_SAMPLED), grading="math", fisher=250),
     _task("gsm8k", "GSM8K", Sampling(16_384, **_SAMPLED), grading="math", fisher=250),
     _task("humaneval", "HumanEval", Sampling(16_384, **_SAMPLED), grading="tests", fisher=164),
-    _task("mmlu", "MMLU", Sampling(1_024, **_SAMPLED), grading="letter", fisher=285),
+    _task("mmlu", "MMLU", Sampling(1_024, **_SAMPLED), grading="letter", published="first-line", fisher=285),
 ]: SUITES.add(_suite)
 
 # %% ../../nbs/benchmarks/index.ipynb #cb51e077
 for _suite in [
-    Suite("recall-kept", "Recall of kept facts", "in-domain", "", "recall"),
+    Suite("recall-kept", "Recall of kept facts", "in-domain", "", "recall", published="corpus"),
     Suite("validation", "Validation", "validation", "benchmarks.in_domain:validation_items", "validation",
-          sampling=Sampling(max_new_tokens=0)),
+          sampling=Sampling(max_new_tokens=0), published="corpus"),
 ]: SUITES.add(_suite)
 
 # %% ../../nbs/benchmarks/index.ipynb #0ed106f1

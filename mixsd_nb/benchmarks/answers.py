@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['EXTRACT_MODES', 'find_boxes', 'last_boxed', 'remove_boxes', 'last_number', 'extract', 'same_answer', 'same_math',
-           'extract_loose', 'is_loose_match', 'extract_letter', 'extract_python']
+           'extract_loose', 'is_number_match', 'is_loose_match', 'is_exact_match', 'extract_letter', 'extract_python']
 
 # %% ../../nbs/benchmarks/answers.ipynb #47a740ea
 import json
@@ -19,25 +19,37 @@ from fractions import Fraction
 from queue import SimpleQueue
 
 # %% ../../nbs/benchmarks/answers.ipynb #77dc42cf
+_BOX = re.compile(r"\\boxed(?![A-Za-z])[ \t]*(?:\n[ \t]*)?")
+_BRACE, _TOKEN = re.compile("[{}]"), re.compile(r"\\(?:[A-Za-z]+|.)|[^\s{}\\]", re.DOTALL)
+
+
+def _match_braces(
+    text: str,
+) -> dict[int, int]:
+    "The position of the `}` of every `{` that has one."
+    opening, pairs = [], {}
+    for brace in _BRACE.finditer(text):
+        if brace[0] == "{": opening.append(brace.start())
+        elif opening: pairs[opening.pop()] = brace.start()
+    return pairs
+
+
 def find_boxes(
     text: str,  # a response
-) -> Iterator[tuple[int, int, int]]:  # positions of its backslash, its opening brace and its closing brace
+) -> Iterator[tuple[int, int, slice]]:  # where the box begins and ends, and its content
     r"Every closed `\boxed{...}` of a text, the last to open first. Takes linear time and never raises."
-    closing = []  # the `}` to the right that no `{` has matched yet; the nearest one is on top
-    for i in range(len(text) - 1, -1, -1):
-        if text[i] == "}":
-            closing.append(i)
-        elif text[i] == "{" and closing:
-            end = closing.pop()
-            if text.endswith("\\boxed", 0, i):
-                yield i - len("\\boxed"), i, end
+    closing = _match_braces(text)
+    for box in reversed(list(_BOX.finditer(text))):
+        at = box.end()
+        if at in closing: yield box.start(), closing[at] + 1, slice(at + 1, closing[at])
+        elif token := _TOKEN.match(text, at): yield box.start(), token.end(), slice(*token.span())
 
 # %% ../../nbs/benchmarks/answers.ipynb #7aed875b
 def last_boxed(
     text: str,  # a response
 ) -> str | None:
     r"Content of the last closed `\boxed{...}` without outer white space; None if there is none. Never raises."
-    return next((text[opening + 1 : end].strip() for _, opening, end in find_boxes(text)), None)
+    return next((text[content].strip() for _, _, content in find_boxes(text)), None)
 
 # %% ../../nbs/benchmarks/answers.ipynb #06b1d34c
 def remove_boxes(
@@ -45,10 +57,10 @@ def remove_boxes(
 ) -> str:
     "The text without its closed boxes and their contents."
     kept, position = [], 0
-    for start, _, end in sorted(find_boxes(text)):
+    for start, end, _ in reversed(list(find_boxes(text))):
         if start >= position:  # otherwise it lies within a box that is removed already
             kept.append(text[position:start])
-            position = end + 1
+            position = end
     return "".join(kept) + text[position:]
 
 # %% ../../nbs/benchmarks/answers.ipynb #5f1bb45f
@@ -91,15 +103,44 @@ def _parse_number(
     except ZeroDivisionError:
         return None
 
+# %% ../../nbs/benchmarks/answers.ipynb #c47d4464
+_WRAPPER = re.compile(r"(?:\\(?:text|textbf|textit|mathrm|mathbf|mbox|boxed))?\{")
+_FRACTION = re.compile(r"([+-]?)\\[dtc]?frac\{([0-9]+)\}\{([0-9]+)\}")
+_THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(?:(?:,|\{,\}|\\,)[0-9]{3})+(?:\.[0-9]+)?")
+
+
+def _peel(
+    answer: str,
+) -> str:
+    "The answer without dollar signs, outer braces and up to eight LaTeX wrappers."
+    answer = _FRACTION.sub(r"\1\2/\3", answer.replace("$", "").strip())
+    closing, start, end = _match_braces(answer), 0, len(answer)
+    for _ in range(8):
+        wrapper = _WRAPPER.match(answer, start, end)
+        if not wrapper or closing.get(wrapper.end() - 1) != end - 1: break
+        inner = answer[wrapper.end():end - 1]
+        start, end = end - 1 - len(inner.lstrip()), wrapper.end() + len(inner.rstrip())
+    return answer[start:max(start, end)]
+
+
+def _normalise(
+    answer: str,
+) -> str:
+    "The answer without markup and without a final dot; a number with an ASCII minus and no separators of thousands."
+    answer = _peel(_peel(answer).removesuffix("."))
+    number = answer.replace("\N{MINUS SIGN}", "-")
+    if _THOUSANDS.fullmatch(number): number = re.sub("[^-+.0-9]", "", number)
+    return answer if _parse_number(number) is None else number
+
 # %% ../../nbs/benchmarks/answers.ipynb #2f78da70
 def same_answer(
     a: str | None,  # an extracted answer
     b: str | None,  # the other one, usually the item's
 ) -> bool:
-    "The strict rule: equal without outer spaces, or numbers less than 1e-6 apart. None equals nothing, not even None."
+    "The strict rule: equal without markup, or numbers less than 1e-6 apart. None equals nothing, not even None."
     if a is None or b is None:
         return False
-    a, b = a.strip(), b.strip()
+    a, b = _normalise(a), _normalise(b)
     if a == b:
         return True
     x, y = _parse_number(a), _parse_number(b)
@@ -210,49 +251,74 @@ def _read_answer_tag(
 def extract_loose(
     text: str,  # a response
 ) -> str:
-    "What the published rule reads: the last box, else the answer tag, else the last number, else the whole text."
+    "What the rules of KGFact, KGFunc and MQuAKE read: the last box, else the answer tag, the last number or all."
     contents = (last_boxed(text), _read_answer_tag(text), last_number(text), text)
     return next(content for content in contents if content is not None)
-
-# %% ../../nbs/benchmarks/answers.ipynb #bcd75f4c
-_WRAPPER = re.compile(r"(?:\\(?:text|textbf|textit|mathrm|mathbf|mbox|boxed))?\{")
-_FRACTION = re.compile(r"([+-]?)\\[dtc]?frac\{([0-9]+)\}\{([0-9]+)\}")
-
-
-def _has_balanced_braces(
-    text: str,
-) -> bool:
-    "Whether every brace has a partner."
-    depth = 0
-    for c in text:
-        depth += (c == "{") - (c == "}")
-        if depth < 0: return False
-    return depth == 0
 
 # %% ../../nbs/benchmarks/answers.ipynb #7fb86a7d
 def _strip_markup(
     answer: str,
 ) -> str:
-    "The answer without dollar signs, outer braces and up to eight LaTeX wrappers, in lower case with single spaces."
-    answer = _FRACTION.sub(r"\1\2/\3", answer.replace("$", "").strip())
-    for _ in range(8):
-        wrapper = _WRAPPER.match(answer)
-        if not (wrapper and answer.endswith("}") and _has_balanced_braces(inner := answer[wrapper.end():-1])): break
-        answer = inner.strip()
-    return " ".join(answer.lower().split())
+    "The answer without markup, in lower case with single spaces."
+    return " ".join(_peel(answer).lower().split())
+
+# %% ../../nbs/benchmarks/answers.ipynb #11230d6c
+def is_number_match(
+    text: str,  # a response
+    gold: str,
+) -> bool:
+    "Whether the rule of KGFunc counts a response: what it reads equals the answer, or is less than 1e-6 away from it."
+    found = extract_loose(text)
+    return bool(_strip_markup(gold)) and (
+        same_answer(found, gold) or same_answer(_strip_markup(found), _strip_markup(gold)))
+
+# %% ../../nbs/benchmarks/answers.ipynb #82a39ead
+_NEGATION = re.compile(r"(?:\b(?:not|no|nor|never|neither|without)|n't) (?:(?:the|a|an) )?$")
+
+
+def _contains(
+    text: str,  # as returned by `_strip_markup`
+    answer: str,  # the same
+) -> bool:
+    "Whether a text has an answer in it as whole words, at least once without a negation before them."
+    whole = re.finditer(rf"(?<![\w\N{{MINUS SIGN}}-])(?<!\d[.,]){re.escape(answer)}(?!\w|-\w|[.,]\d)", text)
+    return any(not _NEGATION.search(text[max(0, found.start() - 20):found.start()]) for found in whole)
 
 # %% ../../nbs/benchmarks/answers.ipynb #40039101
 def is_loose_match(
     text: str,  # a response
     gold: str,
 ) -> bool:
-    "Whether the published rule counts a response: equal, less than 1e-6 apart, or a text that contains the gold one."
-    answer, gold = _strip_markup(extract_loose(text)), _strip_markup(gold)
-    both_numbers = _parse_number(answer) is not None and _parse_number(gold) is not None
-    return bool(gold) and (same_answer(answer, gold) or not both_numbers and gold in answer)
+    "Whether the rule of KGFact and MQuAKE counts a response: as `is_number_match`, or it contains the answer."
+    if is_number_match(text, gold): return True
+    found, gold = _strip_markup(extract_loose(text)), _strip_markup(gold)
+    both_numbers = _parse_number(found) is not None and _parse_number(gold) is not None
+    return bool(gold) and not both_numbers and _contains(found, gold)
+
+# %% ../../nbs/benchmarks/answers.ipynb #2ada93fd
+def is_exact_match(
+    text: str,  # a response
+    gold: str,
+) -> bool:
+    "Whether the rule of SimpleQA counts a response: the box, or all after the thinking, equals the answer."
+    box = last_boxed(text)
+    found = text.rpartition("</think>")[2] if box is None else box
+    return found.strip().lower() == gold.strip().lower()
 
 # %% ../../nbs/benchmarks/answers.ipynb #d9dd7190
 _LETTER = re.compile(r"[a-dA-D]")
+_TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\{([^{}]*)\}")
+_OPTION = re.compile(  # a letter alone, or with brackets or a dot and then the text of this option, but of no other one
+    r"(?:(?:option|answer|choice) ?:? ?)?"
+    r"(?:\(?([a-d])[).:]*|\(?([a-d])[).:]+ (?!(?:and|or)\b)(?!.*\b[a-d][).]).*)")
+
+
+def _read_option(
+    box: str,  # its content
+) -> str:
+    "The letter of the option that a box names, in lower case; an empty text if it names none or several."
+    named = _OPTION.fullmatch(_strip_markup(_TEXT.sub(r"\1", box)).strip("* "))
+    return (named[1] or named[2]) if named else ""
 
 
 def extract_letter(
@@ -261,7 +327,7 @@ def extract_letter(
 ) -> str | None:
     "The option, A to D, that a response chooses; None if it chooses none."
     text = text.rpartition("</think>")[2]
-    option = _strip_markup(last_boxed(text) or "")
+    option = _read_option(last_boxed(text) or "")
     if loose and not _LETTER.fullmatch(option): option = text.strip().partition("\n")[0].strip(" .,:;!?()[]*\"'")
     return option.upper() if _LETTER.fullmatch(option) else None
 

@@ -69,7 +69,8 @@ class EvalSettings(Config):
     def declared_modules(self) -> list[str]:
         "Modules that the declarations of engine, corpus and benchmarks name: their code is part of a run's."
         corpus, suites = CORPORA[self.dataset], [SUITES[name] for name in benchmark_names(self.suite)]
-        named = [text for s in suites for text in (s.items, s.source, GRADINGS[s.grading].judge)]
+        rules = {GRADINGS[rule] for s in suites for rule in (s.grading, s.published_grading(self.dataset))}
+        named = [*(text for s in suites for text in (s.items, s.source)), *(rule.judge for rule in rules)]
         references = [ENGINES[self.engine].cls, corpus.build, corpus.validation, *named]
         return sorted({module_of(text) for text in references if re.fullmatch(r"[\w.]+:\S+", text)})
 
@@ -138,22 +139,27 @@ def generate_and_grade(
     items: dict[str, Item],  # by id
     suite: str = "recall",  # benchmark whose sampling and grading are used
     *,
+    dataset: str = "kgfact-small",  # injected corpus, which decides how the paper scores in-domain responses
     max_new_tokens: int = 160,  # of an in-domain response
     allow_unsandboxed: bool = False,
     **options,  # of `generate_responses`
 ) -> pd.DataFrame:
-    """Rows `item, sample, prompt, response, extracted, correct, finish_reason, error, loose, answer`.
+    """Rows `item, sample, prompt, response, extracted, correct, finish_reason, error, published, answer`.
 
-    SandboxError as in `grade`."""
+    `correct` is by the strict rule of the suite and `published` by the rule of the paper's scores. SandboxError as in
+    `grade`."""
     records = generate_responses(engine, items, sampling_of(SUITES[suite], max_new_tokens), benchmark=suite, **options)
     problems, responses = [items[r["item"]] for r in records], [r["response"] for r in records]
-    verdicts = grade(problems, responses, SUITES[suite].grading, allow_unsandboxed=allow_unsandboxed)
+    rules = SUITES[suite].grading, SUITES[suite].published_grading(dataset)
+    found = {rule: grade(problems, responses, rule, allow_unsandboxed=allow_unsandboxed) for rule in dict.fromkeys(rules)}
+    verdicts, published = (found[rule] for rule in rules)
     too_long = lambda r: r["finish_reason"] == "prompt_too_long"
     errors = ["prompt too long" if too_long(r) else v.error for r, v in zip(records, verdicts)]
     return pd.DataFrame(dict(
         item=[r["item"] for r in records], sample=[r["sample"] for r in records], prompt=[i.prompt for i in problems],
         response=responses, extracted=[v.extracted for v in verdicts], correct=[v.correct for v in verdicts],
-        finish_reason=[r["finish_reason"] for r in records], error=errors, loose=[v.loose for v in verdicts],
+        finish_reason=[r["finish_reason"] for r in records], error=errors,
+        published=[v.correct for v in published],
         answer=[i.answer for i in problems]))
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #21dee260
@@ -185,16 +191,18 @@ def write_responses(
                          **settings.engine_options)
     with Journal(file.with_suffix(".jsonl")) as journal:
         table = evaluate_suite(engine, items, seed=settings.seed, progress=progress, journal=journal,
-                               max_new_tokens=settings.max_new_tokens, allow_unsandboxed=settings.allow_unsandboxed)
+                               dataset=settings.dataset, max_new_tokens=settings.max_new_tokens,
+                               allow_unsandboxed=settings.allow_unsandboxed)
     write_atomically(file, table.to_parquet)
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #a507e90d
-RULES = dict(strict="correct: the box is the answer, or the tests pass", loose="loose: what the published rule counts")
+RULES = dict(strict="correct: by the rule `grading`", published="published: by the rule `published` of the paper's scores")
 
 
 def specify(
     items: dict[str, dict[str, Item]],  # benchmark -> items by id
     max_new_tokens: int = 160,
+    dataset: str = "kgfact-small",  # injected corpus
 ) -> str:
     "The specification of an evaluation as JSON."
     found = {}
@@ -202,6 +210,7 @@ def specify(
         suite, sampling = SUITES[name], sampling_of(SUITES[name], max_new_tokens)
         text = json.dumps([[i.prompt, i.answer, i.tests] for i in problems.values()])
         found[name] = dict(version=suite.version, items=len(problems), **vars(sampling), grading=suite.grading,
-                           source=suite.source, digest=hashlib.blake2b(text.encode(), digest_size=8).hexdigest(),
+                           published=suite.published_grading(dataset), source=suite.source,
+                           digest=hashlib.blake2b(text.encode(), digest_size=8).hexdigest(),
                            first_prompt=next((i.prompt for i in problems.values()), ""))
     return json.dumps(dict(rules=RULES, benchmarks=found))

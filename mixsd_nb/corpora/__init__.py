@@ -31,6 +31,7 @@ class Corpus:
     options: Mapping[str, Any] = field(default_factory=dict)  # of `build`
     expert: Callable[[str, str], str] = expert_prompt  # (prompt, target) -> expert prompt
     extract: str = "boxed"  # how the answer is read from a response: boxed or boxed_or_number
+    published: str = "containment"  # the rule of the paper's in-domain scores, a key of `benchmarks.GRADINGS`
     temperature: float = 0.0  # of mixing, as published
     validation: str = "corpora.prompts:paraphrase_rows"  # function (corpus, options) -> rows that no table reports
     entities: str = ""  # function (training rows) -> names that only training can have taught; empty if there are none
@@ -39,9 +40,9 @@ class Corpus:
 # %% ../../nbs/corpora/index.ipynb #305a572a
 CORPORA = Registry("dataset")
 _graph = dict(entities="corpora.kgfact:named_entities", graph="corpora.kgfact:training_graph")
-_functions = dict(expert=expert_reference_prompt, extract="boxed_or_number",
+_functions = dict(expert=expert_reference_prompt, extract="boxed_or_number", published="number",
                   validation="corpora.kgfunc:validation_rows")
-_references = dict(expert=expert_reference_prompt, temperature=0.6)
+_references = dict(expert=expert_reference_prompt, temperature=0.6, published="exact")
 for _corpus in [
     Corpus("kgfact-small", "KGFact-Small", "corpora.kgfact:build", Schedule(20, 20, 20),
            dict(domains=5, entities=10), **_graph),

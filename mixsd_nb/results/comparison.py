@@ -18,7 +18,7 @@ from ..methods import BASE, ordered_labels
 from .paper import corpus_title, is_listed
 from .plots import draw_method_legend, figure_style, format_range, list_methods, method_colour
 from .plots import method_marker, model_name, ramp_labels
-from .summary import average_drop, method_order
+from .summary import average_drop, method_order, score_by
 
 # %% ../../nbs/results/comparison.ipynb #29e29a45
 def draw_points(
@@ -96,7 +96,7 @@ def displacement_correlations(
     Both correlations are NaN if a model has fewer than three checkpoints. For a cube of published numbers, the printed
     correlations are returned."""
     if "r_displacement" in cube: return cube[["r_displacement", "r_alignment", "checkpoints"]]
-    drop = average_drop(cube).where(cube["method"] != BASE)
+    drop = average_drop(score_by(cube, "published")).where(cube["method"] != BASE)
     pooled = [d for d in cube.displacement_sq.dims if d != "model"]
     known = drop.notnull() & cube.displacement_sq.notnull()
     measures = dict(r_displacement=cube.displacement_sq, r_alignment=cube.alignment_ratio)
@@ -112,7 +112,7 @@ def displacement_figure(
     """Drop (points) against squared displacement (above) and alignment ratio (below), a column for each model.
 
     A correlation is printed for at least three checkpoints."""
-    drop, found = 100 * average_drop(cube), displacement_correlations(cube)
+    drop, found = 100 * average_drop(score_by(cube, "published")), displacement_correlations(cube)
     models = [m for m in cube.model.values if cube.displacement_sq.sel(model=m).notnull().any()]
     axis = dict(displacement_sq=("r_displacement", "‖Δθ‖²"), alignment_ratio=("r_alignment", "R"))
     methods = [m for m in list_methods(cube.displacement_sq) if m != BASE]

@@ -46,7 +46,7 @@ def _first_step(root: xr.Dataset) -> xr.Dataset:
     "Step 0 of a training run as the root of a run of its base model; every fact counts as kept."
     names = [name for name in root.benchmark.values if name != "recall-kept" or "recall" in root.benchmark]
     source = ["recall" if name == "recall-kept" else name for name in names]
-    part = root[["accuracy", "n"]].sel(step=[0], benchmark=source).assign_coords(benchmark=names)
+    part = root[[name for name in root.data_vars if "benchmark" in root[name].dims]].sel(step=[0], benchmark=source).assign_coords(benchmark=names)
     coords = {name: root[name].copy(data=data) for name, data in dict(method=[BASE], lr=[0.0]).items()}
     coords |= {name: ("method", [np.nan], root[name].attrs) for name in METHOD_COORDS if name in root.coords}
     kept = {name: root[name].sel(benchmark=names).variable for name in root.coords if root[name].dims == ("benchmark",)}

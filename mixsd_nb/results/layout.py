@@ -41,6 +41,9 @@ def result_tree(
     seed: int = 0,
     accuracy: dict[int, dict[str, tuple[float, int]]],  # step -> benchmark -> (correct, n); several samples of an
     # item count by their share of correct ones
+    published: dict[int, dict[str, tuple[float, int]]] | None = None,  # the same by the rule of the paper's scores;
+    # None if it counts the same
+    variance: dict[int, dict[str, float]] | None = None,  # step -> benchmark -> variance of the items' shares
     benchmarks: dict[str, dict[str, Any]],  # benchmark -> its `column`, `role` and, where it is not 1, `samples`
     config: str,  # canonical JSON
     targets: dict[str, float] | None = None,  # TARGET_VARIABLES
@@ -49,10 +52,15 @@ def result_tree(
 ) -> xr.DataTree:
     "The result of one training run: the root over DIMS, of size 1 along RUN_DIMS, and a child group `training`."
     steps, names, cell = sorted(accuracy), list(benchmarks), (1,) * len(RUN_DIMS)
-    counts = np.array([[accuracy[step].get(name, (0, 0)) for name in names] for step in steps])
-    correct, n = np.moveaxis(counts, -1, 0).reshape(2, *cell, len(steps), len(names))
-    share = np.divide(correct, n, out=np.full(n.shape, np.nan), where=n > 0)
-    data = dict(accuracy=variable("accuracy", DIMS, share), n=variable("n", DIMS, n.astype(int)))
+    def place(values, missing):
+        found = np.array([[values.get(step, {}).get(name, missing) for name in names] for step in steps], float)
+        return found.reshape(*cell, *found.shape)
+    counts, other = place(accuracy, (0, 0)), place(published or accuracy, (0, 0))
+    n, spread = counts[..., 1], place(variance or {}, np.nan)
+    shares = dict(accuracy=counts[..., 0], published=other[..., 0])
+    data = {name: np.divide(correct, n, out=np.full(n.shape, np.nan), where=n > 0) for name, correct in shares.items()}
+    data |= dict(variance=spread, n=n.astype(int))
+    data = {name: variable(name, DIMS, values) for name, values in data.items()}
     for name in TARGET_VARIABLES:
         data[name] = variable(name, RUN_DIMS, np.full(cell, float((targets or {}).get(name, np.nan))))
     label = method_label(method, **settings)

@@ -148,7 +148,8 @@ def row_root(
         coords |= benchmark_coords({name: dict(column=suite.column, role=suite.role, samples=suite.sampling.samples)
                                     for name, suite in suites.items()})
         n = [published_items(rows[0]["dataset"], name) for name in found]
-        for key, values in dict(accuracy=np.array([*found.values()]) / 100, n=n).items():
+        share = np.array([*found.values()]) / 100
+        for key, values in dict(accuracy=share, published=share, n=n).items():
             data[key] = variable(key, DIMS, np.reshape(values, (1,) * len(CELL_DIMS) + (-1,)))
     for row in (row for row in rows if row["metric"] in PLACES):
         name, scale, dims, place = PLACES[row["metric"]]

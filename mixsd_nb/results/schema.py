@@ -43,7 +43,8 @@ VARIABLE_ATTRS: dict[str, tuple[str, str]] = dict(  # name -> long_name, units
     accuracy=("share of correct responses", "1"),
     low=("lower end of the 95% interval of the accuracy", "1"),
     high=("upper end of the 95% interval of the accuracy", "1"),
-    loose=("share of responses that are correct by the published rule", "1"),
+    published=("share of responses that are correct by the rule of the paper's scores", "1"),
+    variance=("variance of the items' shares of correct samples", "1"),
     readable=("share of responses in which an answer was found", "1"),
     n=("number of items, targets or responses that are counted", "1"),
     average=("mean accuracy over the held-out benchmarks", "1"),
@@ -94,6 +95,8 @@ VARIABLE_ATTRS: dict[str, tuple[str, str]] = dict(  # name -> long_name, units
     count=("errors of a category", "1"),
     wrong=("wrong responses", "1"),
     share_of_responses=("errors of a category over all responses", "1"),
+    collapse_limit=("maximum characters of a collapsed response", "1"),
+    reference_collapse=("share of reference solutions that the rule calls collapsed", "1"),
     share_of_errors=("errors of a category over all errors", "1"))
 
 # %% ../../nbs/results/schema.ipynb #86664b00

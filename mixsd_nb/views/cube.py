@@ -101,7 +101,7 @@ def tabulate_lam(
     """A row `method, lam, lr, seed, step, value, low, high` for each MixSD run at its last step.
 
     `value` is in percent, `low` and `high` are the ends of its 95% interval."""
-    low, high = mean_interval(part.accuracy, part.n)
+    low, high = mean_interval(part.accuracy, part.n, part.get("variance"))
     shares = 100 * xr.Dataset(dict(value=part.accuracy.mean("benchmark", skipna=False), low=low, high=high))
     table = shares.isel(dataset=0, model=0, drop=True).to_dataframe().reset_index().dropna(subset=["value", "lam"])
     last = table.groupby(["method", "lr", "seed"], dropna=False).step.transform("max")
@@ -210,7 +210,7 @@ def tabulate_accuracies(
         low, high = wilson(share * n, n)
         base = at.accuracy.sel(step=0).item() if "step" in at.dims and 0 in at.step else share
         correct = f"{100 * share:.1f}% ({100 * low:.0f}–{100 * high:.0f})"
-        if n: rows.append((name, at.role.item(), correct, f"{n:.0f}", f"{100 * base:.1f}%"))
+        if n: rows.append((name, at.role.item(), correct, f"{n:.0f}", f"{100 * base:.1f}%" if base == base else ""))
     return rows
 
 # %% ../../nbs/views/cube.ipynb #2cdee02d
