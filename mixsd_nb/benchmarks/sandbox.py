@@ -10,6 +10,7 @@ import ast
 import builtins
 import contextlib
 import functools
+import importlib.util
 import inspect
 import json
 import math
@@ -30,7 +31,8 @@ from pathlib import Path
 
 # %% ../../nbs/benchmarks/sandbox.ipynb #0607ebe1
 MAX_WRITTEN = 1 << 16  # bytes, of the output and of any other file
-_LIMITS = dict(RLIMIT_AS=1 << 29, RLIMIT_FSIZE=MAX_WRITTEN, RLIMIT_NOFILE=64, RLIMIT_NPROC=0, RLIMIT_CORE=0)
+_LIMITS = dict(RLIMIT_AS=1 << 29, RLIMIT_FSIZE=MAX_WRITTEN, RLIMIT_NOFILE=64, RLIMIT_CORE=0)
+_MAX_THREADS = 64  # of a program in the sandbox
 
 
 def _limit_resources(
@@ -50,13 +52,19 @@ def _pack(
     value,
 ):
     "Plain data in a form that JSON can hold. TypeError for anything else."
-    if value is None or isinstance(value, (bool, int, float, str)): return value
+    if value is None or isinstance(value, (bool, float, str)): return value
+    if isinstance(value, int): return value if abs(value) < 1 << 64 else ["int", hex(value)]
     if isinstance(value, complex): return ["complex", value.real, value.imag]
     if isinstance(value, (bytes, bytearray)): return ["bytes", value.hex()]
     if isinstance(value, dict): return ["dict", *([_pack(k), _pack(v)] for k, v in value.items())]
     for kind in (list, tuple, set, frozenset):
         if isinstance(value, kind): return [kind.__name__, *map(_pack, value)]
+    if getattr(value, "shape", None) == (): return _pack(value.item())  # a number of NumPy
     if hasattr(value, "__iter__"): return ["iter", *map(_pack, value)]
+    from decimal import Decimal  # here, because few programs need them and every child would wait for them
+    from fractions import Fraction
+    if isinstance(value, Decimal): return ["Decimal", str(value)]
+    if isinstance(value, Fraction): return ["Fraction", _pack(value.numerator), _pack(value.denominator)]
     raise TypeError(f"a value of type {type(value).__name__} cannot be sent between program and tests")
 
 # %% ../../nbs/benchmarks/sandbox.ipynb #296c852d
@@ -66,7 +74,12 @@ def _unpack(
     "The value that `_pack` was given. ValueError, TypeError or KeyError for data that `_pack` does not return."
     if not isinstance(data, list): return data
     tag, *parts = data
+    if tag == "int": return int(*parts, 16)
     if tag == "complex": return complex(*parts)
+    if tag in ("Decimal", "Fraction"):
+        import decimal
+        import fractions
+        return getattr(decimal if tag == "Decimal" else fractions, tag)(*map(_unpack, parts))
     if tag == "bytes": return bytes.fromhex(*parts)
     if tag == "dict": return {_unpack(k): _unpack(v) for k, v in parts}
     kinds = dict(list=list, tuple=tuple, set=set, frozenset=frozenset, iter=iter)
@@ -94,14 +107,14 @@ def _serve(
 def _find_free_names(
     source: str,  # a module
 ) -> list[str]:
-    "Names that a module reads and binds nowhere, without built-in ones; sorted."
+    "Names that a module reads and binds nowhere, without built-in and special ones; sorted."
     read, bound = set(), set(dir(builtins))
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Name): (read if isinstance(node.ctx, ast.Load) else bound).add(node.id)
         elif isinstance(node, ast.arg): bound.add(node.arg)
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)): bound.add(node.name)
         elif isinstance(node, ast.alias): bound.add((node.asname or node.name).split(".")[0])
-    return sorted(read - bound)
+    return sorted(name for name in read - bound if not name.startswith("__"))
 
 # %% ../../nbs/benchmarks/sandbox.ipynb #850a34bc
 _PROGRAM_EXITED = 3  # exit status of tests whose program has exited
@@ -112,7 +125,7 @@ def _import_names(
     requests,  # file to send requests to
     replies,  # file of answers
 ) -> dict:
-    "The program's values, and stubs for its functions, by the free names of the tests."
+    "The program's values, and stubs for its functions, by the free names of the tests and no other ones."
     def ask(request):
         try:
             print(json.dumps(request), file=requests, flush=True)
@@ -126,17 +139,33 @@ def _import_names(
             if kind == "value": return _unpack(*content)
             error = getattr(builtins, content[0], None)
             is_error = isinstance(error, type) and issubclass(error, Exception)
-            raise (error if is_error else RuntimeError)(content[1])
+            ends_loop = is_error and issubclass(error, (StopIteration, StopAsyncIteration))  # a loop of the tests
+            raise (error if is_error and not ends_loop else RuntimeError)(content[1])
         return call
-    offers = ask(dict(names=_find_free_names(source)))
-    return {name: make_stub(name) if offer[0] == "call" else _unpack(offer[1])
-            for name, offer in offers.items() if offer}
+    names = _find_free_names(source)
+    offers = ask(dict(names=names))
+    return {name: make_stub(name) if offers[name][0] == "call" else _unpack(offers[name][1])
+            for name in names if offers.get(name)}
+
+# %% ../../nbs/benchmarks/sandbox.ipynb #e860ed97
+def _offer_packages(
+    folder: str,  # that holds them
+    names: list[str],
+):
+    "Let these packages of a folder be imported, and none of the others."
+    class Finder:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            from importlib.machinery import PathFinder
+            return PathFinder.find_spec(name, [folder], target) if name in names else None
+    sys.meta_path.append(Finder)
 
 # %% ../../nbs/benchmarks/sandbox.ipynb #2d425c8e
 def _execute_task():
     "Execute the task on standard input: run a program, run it and serve its functions, or run tests."
     task = json.loads(sys.stdin.buffer.read())
     _limit_resources(task["limits"])
+    _offer_packages(task["folder"], task["packages"])
     name = task["name"]
     module = sys.modules[name] = type(sys)(name)
     pipes = [open(fd, mode) for fd, mode in zip(task["pipes"], task["modes"])]
@@ -149,33 +178,42 @@ def _execute_task():
 @functools.cache
 def _build_child_code() -> str:
     "The code of the child process."
-    parts = _limit_resources, _pack, _unpack, _serve, _find_free_names, _import_names, _execute_task
+    parts = (_limit_resources, _pack, _unpack, _serve, _find_free_names, _import_names, _offer_packages,
+             _execute_task)
     return "\n".join(["import ast, builtins, contextlib, json, os, sys", f"_PROGRAM_EXITED = {_PROGRAM_EXITED}",
                       *map(inspect.getsource, parts), "_execute_task()"])
 
 # %% ../../nbs/benchmarks/sandbox.ipynb #4b195b8d
 _ARCHITECTURES = dict(x86_64=0xC000003E, aarch64=0xC00000B7)
 _REFUSED_CALLS = dict(  # numbers of system calls on x86_64 and aarch64
-    clone=(56, 220), clone3=(435, 435), fork=(57, None), vfork=(58, None), unshare=(272, 97), setns=(308, 268),
-    socket=(41, 198), ptrace=(101, 117), process_vm_readv=(310, 270), process_vm_writev=(311, 271),
+    fork=(57, None), vfork=(58, None), unshare=(272, 97), setns=(308, 268), socket=(41, 198), socketpair=(53, 199),
+    ptrace=(101, 117), process_vm_readv=(310, 270), process_vm_writev=(311, 271),
     pidfd_open=(434, 434), shmget=(29, 194), semget=(64, 190), msgget=(68, 186), mq_open=(240, 180),
     memfd_create=(319, 279), keyctl=(250, 219), add_key=(248, 217), request_key=(249, 218), bpf=(321, 280),
     perf_event_open=(298, 241), userfaultfd=(323, 282), io_uring_setup=(425, 425), mount=(165, 40), fsopen=(430, 430),
     open_tree=(428, 428), chroot=(161, 51), personality=(135, 92))
+_THREAD_CALLS = dict(clone=(56, 220), clone3=(435, 435))
+_THREAD_FLAG, _NAMESPACE_FLAGS = 0x00010000, 0x7E020000  # of clone
+_VERDICTS = dict(allow=0x7FFF0000, refuse=0x00050001, lack=0x00050026)  # the latter two fail with EPERM and ENOSYS
 
 
 def _build_filter(
     machine: str,  # a key of _ARCHITECTURES
 ) -> bytes:
-    "The packet filter that fails the refused calls with EPERM, and every call of another architecture or of x32."
+    "The packet filter that refuses calls, every call of another architecture or of x32, and clones but for threads."
     column = list(_ARCHITECTURES).index(machine)
     numbers = [row[column] for row in _REFUSED_CALLS.values() if row[column] is not None]
-    load, equal, at_least, verdict = 0x20, 0x15, 0x35, 0x06
-    lines = [(load, 0, 0, 4), (equal, 0, len(numbers) + 3, _ARCHITECTURES[machine]),
-             (load, 0, 0, 0), (at_least, len(numbers) + 1, 0, 0x40000000)]
-    lines += [(equal, len(numbers) - k, 0, number) for k, number in enumerate(numbers)]
-    lines += [(verdict, 0, 0, 0x7FFF0000), (verdict, 0, 0, 0x00050001)]  # allow, refuse
-    return b"".join(struct.pack("HBBI", *line) for line in lines)
+    clone, clone3 = (row[column] for row in _THREAD_CALLS.values())
+    load, mask, equal, at_least, verdict = 0x20, 0x54, 0x15, 0x35, 0x06
+    lines = [  # operation, its value, verdict if a comparison holds, verdict if it does not; else the next line
+        (load, 4), (equal, _ARCHITECTURES[machine], "", "refuse"), (load, 0), (at_least, 0x40000000, "refuse"),
+        *((equal, number, "refuse") for number in numbers), (equal, clone3, "lack"), (equal, clone, "", "allow"),
+        (load, 16), (mask, _THREAD_FLAG | _NAMESPACE_FLAGS), (equal, _THREAD_FLAG, "allow", "refuse")]
+    ends = {name: len(lines) + k for k, name in enumerate(_VERDICTS)}
+    jumps = [[ends[name] - k - 1 if name else 0 for name in (*names, "", "")[:2]]
+             for k, (_, _, *names) in enumerate(lines)]
+    code = [struct.pack("HBBI", line[0], *jump, line[1]) for line, jump in zip(lines, jumps)]
+    return b"".join(code + [struct.pack("HBBI", verdict, 0, 0, value) for value in _VERDICTS.values()])
 
 # %% ../../nbs/benchmarks/sandbox.ipynb #03c6c90e
 def _interpreter_files() -> tuple[str, list[str], list[str]]:
@@ -188,6 +226,20 @@ def _interpreter_files() -> tuple[str, list[str], list[str]]:
     hidden = [str(p) for p in packages if p.is_dir()]
     return os.path.realpath(sys._base_executable), [f for f in folders if os.path.isdir(f)], hidden
 
+# %% ../../nbs/benchmarks/sandbox.ipynb #8bf2f297
+_PACKAGES = ("numpy", "numpy.libs")  # the latter holds the shared libraries of a wheel
+_PACKAGE_FOLDER = "/packages"  # in the sandbox
+
+
+@functools.cache
+def _find_package_folder() -> str:
+    "The folder in which NumPy is installed, or an empty string."
+    spec = importlib.util.find_spec("numpy")
+    return str(Path(spec.origin).parents[1]) if spec and spec.origin else ""
+
+# %% ../../nbs/benchmarks/sandbox.ipynb #de18790d
+_ENVIRONMENT = dict(MALLOC_ARENA_MAX="1", OMP_NUM_THREADS="1")
+
 # %% ../../nbs/benchmarks/sandbox.ipynb #d754113b
 def _sandbox_command(
     filter_fd: int,  # file descriptor from which the packet filter is read
@@ -196,9 +248,13 @@ def _sandbox_command(
     python, folders, hidden = _interpreter_files()
     binds = [word for folder in folders for word in ("--ro-bind", folder, folder)]
     covers = [word for folder in hidden for word in ("--tmpfs", folder, "--remount-ro", folder)]
+    packages = [word for name in _PACKAGES if _find_package_folder()
+                for word in ("--ro-bind-try", f"{_find_package_folder()}/{name}", f"{_PACKAGE_FOLDER}/{name}")]
+    variables = [word for pair in _ENVIRONMENT.items() for word in ("--setenv", *pair)]
     return ["bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session",
-            "--clearenv", "--cap-drop", "ALL", "--uid", "65534", "--gid", "65534", "--hostname", "sandbox",
-            *binds, *covers, "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache", "--ro-bind", python, python,
+            "--clearenv", *variables, "--cap-drop", "ALL", "--uid", "65534", "--gid", "65534", "--hostname", "sandbox",
+            *binds, *covers, *packages, "--dev-bind", "/dev/null", "/dev/null", "--remount-ro", "/dev/null",
+            "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache", "--ro-bind", python, python,
             "--size", str(1 << 24), "--tmpfs", "/tmp", "--chdir", "/tmp", "--remount-ro", "/",
             "--seccomp", str(filter_fd)]
 
@@ -269,7 +325,9 @@ class _Child:
     ):
         modes = {"serve": ("r", "w"), "test": ("w", "r"), "run": ()}[role]
         task = dict(role=role, source=source, file=f"<{'tests' if role == 'test' else 'program'}>", name=name,
-                    limits=_LIMITS | dict(RLIMIT_CPU=cpu), pipes=pipes, modes=modes)
+                    limits=_LIMITS | dict(RLIMIT_CPU=cpu, RLIMIT_NPROC=_MAX_THREADS if sandboxed else 0),
+                    folder=_PACKAGE_FOLDER if sandboxed else _find_package_folder(), packages=_PACKAGES[:1],
+                    pipes=pipes, modes=modes)
         self.sandboxed, self.stack = sandboxed, contextlib.ExitStack()
         enter = self.stack.enter_context
         self.output, stdin = enter(tempfile.TemporaryFile()), enter(tempfile.TemporaryFile())
@@ -280,7 +338,7 @@ class _Child:
             python = [_interpreter_files()[0], "-I", "-S", "-u", "-X", "utf8", "-c", _build_child_code()]
             command = [*(_sandbox_command(fd) if sandboxed else []), *python]
             self.process = subprocess.Popen(
-                command, stdin=stdin, stdout=self.output, stderr=subprocess.STDOUT, cwd=folder, env={},
+                command, stdin=stdin, stdout=self.output, stderr=subprocess.STDOUT, cwd=folder, env=_ENVIRONMENT,
                 start_new_session=True, executable=shutil.which(command[0]),
                 pass_fds=[*pipes, *([fd] if sandboxed else [])])
 
