@@ -1,6 +1,7 @@
 """The sandbox: attacks that must fail, programs that reach its limits, ways to fake a pass, and the allow-list."""
 import ast
 import builtins
+import functools
 import importlib.util
 import itertools
 import json
@@ -8,6 +9,7 @@ import os
 import platform
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -18,10 +20,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from helpers import need
 from text_helpers import error_sentence, need_sandbox
 
-from mixsd_nb.benchmarks import sandbox
-from mixsd_nb.benchmarks.sandbox import MAX_WRITTEN, SandboxError, explain_refusal, run_python, run_tests
+from mixsd_nb.benchmarks import child, sandbox
+from mixsd_nb.benchmarks.child import MAX_WRITTEN
+from mixsd_nb.benchmarks.sandbox import SandboxError, explain_refusal, run_python, run_tests
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs an enforced RLIMIT_AS")
 
@@ -55,11 +59,15 @@ ATTACKS = {
     "the virtual machine's host": f"import socket\nfamily, address = socket.AF_VSOCK, (2, 1024)\n{CONNECT}",
     "a name server": "import socket\nsocket.getaddrinfo('localhost', 80)\nsocket.getaddrinfo('example.org', 80)",
     "a netlink socket": "import socket\nsocket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)",
+    "a pair of sockets": "import socket\nsocket.socketpair()",
+    "a pair of sockets past the library": CALL + "assert call(NR['socketpair'], 1, 1, 0, (ctypes.c_int * 2)()) == 0",
     "home": "import os\nassert any(map(os.path.exists, HOME))",
     "the user's folder by its name": "import os, pwd\nassert os.listdir(pwd.getpwuid(os.getuid()).pw_dir)",
     "passwords": "open('/etc/passwd').read()",
     "the project": "import os\nassert os.listdir(PROJECT)",
-    "installed packages": "import sys, os\nsys.path += PACKAGES\nimport numpy",
+    "installed packages": "import sys, os\nsys.path += PACKAGES\nimport xarray",
+    "a package beside NumPy": "import os\nassert set(os.listdir('/packages')) - {'numpy', 'numpy.libs'}",
+    "a file of NumPy": "import os\nopen(os.path.join('/packages/numpy', 'mark.py'), 'w')",
     "a secret in a file": "print(open(SECRET).read())",
     "the environment": "import os\nprint(os.environ['MIXSD_SECRET'])",
     "the parent's environment":
@@ -69,7 +77,11 @@ ATTACKS = {
     "proc: a mount of one's own":
         CALL + "import os\nos.mkdir('/tmp/p')\nassert call(NR['mount'], b'proc', b'/tmp/p', b'proc', 0, None) == 0",
     "sysfs": "import os\nassert os.listdir('/sys')",
-    "devices": "import os\nassert os.listdir('/dev')",
+    "devices": "import os\nassert set(os.listdir('/dev')) - {'null'}",
+    **{f"{name} of the null device": f"import os, shutil\nos.{call}" for name, call in {
+        "the mode": "chmod('/dev/null', 0o600)", "the owner": "chown('/dev/null', os.getuid(), os.getgid())",
+        "the times": "utime('/dev/null')", "the name": "rename('/dev/null', '/tmp/null')",
+        "the end": "unlink('/dev/null')", "attributes": "setxattr('/dev/null', 'user.a', b'b')"}.items()},
     "a device node":
         "import os, stat\nos.mknod('/tmp/mem', 0o600 | stat.S_IFCHR, os.makedev(1, 1))\nopen('/tmp/mem', 'rb').read(1)",
     "the terminal": "import fcntl, termios\nfcntl.ioctl(open('/dev/tty', 'w'), termios.TIOCSTI, b'x')",
@@ -104,7 +116,12 @@ ATTACKS = {
     "calls by their 32-bit numbers": CALL + "assert call(0x40000000 + 39) != -1",
     "fork bomb": "import os\nwhile True: os.fork()",
     "fork past the C library": CALL + "assert call(NR['fork'] or NR['clone'], *[0] * (not NR['fork'])) != -1",
-    "thread bomb": "import threading, time\nfor _ in range(9): threading.Thread(target=time.sleep, args=(9,)).start()",
+    "clone past the C library": CALL + "assert call(NR['clone'], 17, 0, 0, 0, 0) != -1",
+    "clone with the memory": CALL + "assert call(NR['clone'], 0x4111, 0, 0, 0, 0) != -1",
+    "a thread in a namespace": CALL + "assert call(NR['clone'], 0x10010f00, 0, 0, 0, 0) != -1",
+    "clone in a new form": CALL + "assert call(NR['clone3'], (ctypes.c_uint64 * 8)(0, 0, 0, 0, 17), 64) != -1",
+    "thread bomb":
+        "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(9,), daemon=True).start()",
     "a shell": "import subprocess\nsubprocess.run(['/bin/sh', '-c', 'true'])",
     "the system's commands": "import os\nos.execv('/bin/sh', ['sh', '-c', 'echo reached'])",
     "orphans":
@@ -148,8 +165,8 @@ def host(tmp_path_factory):
     interpreter = Path(sandbox._interpreter_files()[0])
     home = [str(p) for p in Path.home().iterdir() if p not in interpreter.parents]
     column = list(sandbox._ARCHITECTURES).index(platform.machine())
-    numbers = {name: row[column] for name, row in sandbox._REFUSED_CALLS.items()}
-    packages = [str(Path(importlib.util.find_spec("numpy").origin).parents[1])]
+    numbers = {name: row[column] for name, row in (sandbox._REFUSED_CALLS | sandbox._THREAD_CALLS).items()}
+    packages = [str(Path(importlib.util.find_spec("xarray").origin).parents[1])]
     yield dict(PORT=servers[0].getsockname()[1], ABSTRACT=abstract, UNIX=str(unix), HOME=home,
                PROJECT=str(Path(sandbox.__file__).parents[2]), PACKAGES=packages, SECRET=str(secret), NR=numbers,
                MARK=str(folder / "mark"), VICTIM=victim.pid)
@@ -193,38 +210,47 @@ def test_the_attacks_succeed_without_a_sandbox(name, host):
 
 
 AS_PLAIN_USER = """
-import importlib.util, json, sys
+import json, sys
 from concurrent.futures import ThreadPoolExecutor
-spec = importlib.util.spec_from_file_location("sandbox", sys.argv[1])
-sandbox = sys.modules["sandbox"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(sandbox)
+sys.path.append(sys.argv[1])
+from plain import sandbox
+request = json.load(sys.stdin)
 with ThreadPoolExecutor(2) as pool:
-    outcomes = list(pool.map(lambda code: vars(sandbox.run_python(code, timeout=60)), json.load(sys.stdin)))
-program_tests = [("def f(x): return x", "assert f(1) == 1"), ("def f(x): return x", "assert f(1) == 2")]
-print(json.dumps(dict(outcomes=outcomes, results=sandbox.run_tests(program_tests))))
+    outcomes = list(pool.map(lambda code: vars(sandbox.run_python(code, timeout=60)), request["programs"]))
+results = sandbox.run_tests(request["program_tests"], cpu=1, timeout=60)
+print(json.dumps(dict(outcomes=outcomes, results=results)))
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="the tests are run by a plain user already")
-def test_root_is_not_needed(host, tmp_path_factory):
-    "All attacks again, run by the user nobody with an interpreter that everybody can read."
+@pytest.fixture(scope="module")
+def as_plain_user(tmp_path_factory):
+    "A function that runs programs, and programs with tests, as the user nobody with an interpreter for everybody."
+    if os.geteuid() != 0: pytest.skip("only root can become another user")
     python = shutil.which("python3", path="/usr/bin:/usr/local/bin")
     if not python or subprocess.run([python, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"]).returncode:
-        pytest.skip("there is no interpreter of Python 3.11 outside the private folders of root")
-    folder = tmp_path_factory.mktemp("plain")
-    shutil.copy(sandbox.__file__, folder / "sandbox.py")
+        need("there is no interpreter of Python 3.11 outside the private folders of root")
+    folder = tmp_path_factory.mktemp("plain_user")
+    package = folder / "plain"
+    package.mkdir()
+    copies = [Path(shutil.copy(module.__file__, package)) for module in (child, sandbox)]
     parents = itertools.takewhile(lambda parent: parent != Path(tempfile.gettempdir()), folder.parents)
-    for path in (folder / "sandbox.py", folder, *parents): path.chmod(0o755)
-    attacks = json.dumps([write_attack(name, host) for name in ATTACKS])
-    environment = {"PATH": os.environ["PATH"], "MIXSD_SECRET": "treasure"}
-    process = subprocess.run([python, "-c", AS_PLAIN_USER, str(folder / "sandbox.py")], input=attacks,
-                             capture_output=True, text=True, timeout=300, user=65534, group=65534, extra_groups=[],
-                             cwd="/", env=environment)
-    assert process.returncode == 0, process.stderr[-2000:]
-    found = json.loads(process.stdout)
-    for name, outcome in zip(ATTACKS, found["outcomes"], strict=True):
+    for path in (*copies, package, folder, *parents): path.chmod(0o755)
+
+    def run(programs=(), program_tests=()):
+        request = json.dumps(dict(programs=programs, program_tests=program_tests))
+        process = subprocess.run([python, "-c", AS_PLAIN_USER, str(folder)], input=request, capture_output=True,
+                                 text=True, timeout=300, user=65534, group=65534, extra_groups=[], cwd="/",
+                                 env={"PATH": os.environ["PATH"], "MIXSD_SECRET": "treasure"})
+        assert process.returncode == 0, process.stderr[-2000:]
+        return json.loads(process.stdout)
+    return run
+
+
+def test_root_is_not_needed(host, as_plain_user):
+    "All attacks again, run by a plain user."
+    outcomes = as_plain_user([write_attack(name, host) for name in ATTACKS])["outcomes"]
+    for name, outcome in zip(ATTACKS, outcomes, strict=True):
         assert_blocked(outcome | dict(name=name))
-    assert [passed for passed, _ in found["results"]] == [True, False]
 
 
 def processes_with(mark):
@@ -293,27 +319,46 @@ def test_164_programs_take_less_than_a_minute():
 
 
 numbers = st.integers() | st.floats(allow_nan=False) | st.complex_numbers(allow_nan=False)
+fractions = st.fractions() | st.decimals(allow_nan=False) | st.integers(10**30, 10**60)
 plain_data = st.recursive(
-    st.none() | st.booleans() | numbers | st.text() | st.binary(),
+    st.none() | st.booleans() | numbers | fractions | st.text() | st.binary(),
     lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text() | st.integers(), inner),
     max_leaves=20)
 
 
 @given(plain_data)
 def test_plain_data_crosses_the_pipe_unchanged(value):
-    back = sandbox._unpack(json.loads(json.dumps(sandbox._pack(value))))
+    back = child._unpack(json.loads(json.dumps(child._pack(value))))
     assert back == value and repr(back) == repr(value)
 
 
-def test_a_filter_for_each_architecture():
-    "Jumps end at the last instruction, which refuses, or at the one before, which allows."
-    for machine in sandbox._ARCHITECTURES:
-        code = sandbox._build_filter(machine)
-        lines = [sandbox.struct.unpack_from("HBBI", code, k) for k in range(0, len(code), 8)]
-        refuse = len(lines) - 1
-        assert [k for _, _, _, k in lines[-2:]] == [0x7FFF0000, 0x00050001]
-        assert 1 + 1 + lines[1][2] == refuse and 3 + 1 + lines[3][1] == refuse
-        assert all(4 + k + 1 + jump == refuse for k, (_, jump, _, _) in enumerate(lines[4:-2]))
+def run_filter(code, machine, number, flags=0, *, foreign=False):
+    "What the kernel's packet filter answers to a system call with these flags as its first argument."
+    words = {0: number, 4: sandbox._ARCHITECTURES[machine] ^ foreign, 16: flags}
+    lines = [struct.unpack_from("HBBI", code, k) for k in range(0, len(code), 8)]
+    place = accumulator = 0
+    while True:
+        operation, yes, no, value = lines[place]
+        if operation == 0x06: return value
+        if operation == 0x20: accumulator = words[value]
+        elif operation == 0x54: accumulator &= value
+        else: place += yes if (accumulator == value if operation == 0x15 else accumulator >= value) else no
+        place += 1
+
+
+@pytest.mark.parametrize("column, machine", list(enumerate(sandbox._ARCHITECTURES)))
+def test_a_filter_for_each_architecture(column, machine):
+    "The filter refuses what the table lists, and allows threads, but no clone that is a process or has a namespace."
+    answer = functools.partial(run_filter, sandbox._build_filter(machine), machine)
+    allow, refuse, lack = 0x7FFF0000, 0x00050001, 0x00050026
+    numbers = {row[column] for row in sandbox._REFUSED_CALLS.values()} - {None}
+    clone, clone3 = (row[column] for row in sandbox._THREAD_CALLS.values())
+    for number in range(500):
+        assert answer(number) == (refuse if number in {*numbers, clone} else lack if number == clone3 else allow)
+        assert answer(number, foreign=True) == answer(number | 0x40000000) == refuse
+    thread, process = 0x003D0F00, 0x01200011  # the flags that the C library gives
+    assert [answer(clone, flags) for flags in (thread, process, 0)] == [allow, refuse, refuse]
+    assert {answer(clone, thread | 1 << bit) for bit in (17, 25, 26, 27, 28, 29, 30)} == {refuse}
 
 
 def test_the_outcome_of_an_ordinary_program():
@@ -328,9 +373,9 @@ def test_the_environment_is_bare(monkeypatch):
     monkeypatch.setenv("SECRET", "seen")
     monkeypatch.setenv("PYTHONSTARTUP", "/nonexistent")
     names = run_python("import os, sys\nprint(*os.environ, *os.listdir())\nassert '' not in sys.path").output.split()
-    assert set(names) <= {"LC_CTYPE", "PWD"}  # what Python and bubblewrap set for themselves
+    assert set(names) <= {"LC_CTYPE", "PWD", *sandbox._ENVIRONMENT}  # Python and bubblewrap set the first two
     assert "EOFError" in last_line(run_python("input()"))
-    assert "ModuleNotFoundError" in last_line(run_python("import numpy"))
+    assert "ModuleNotFoundError" in last_line(run_python("import xarray"))
 
 
 def test_its_folder_is_private_and_is_deleted():
