@@ -80,5 +80,6 @@ class TrainingProgress:
         self.last = time.monotonic()
 
     def close(self):
-        "Remove the picture; the notebook draws the complete curves below."
+        "Remove the bar and the picture; the notebook draws the complete curves below."
+        if self.bar.bar: self.bar.bar.close()
         if self.display: self.display.update({"text/plain": ""}, raw=True)
