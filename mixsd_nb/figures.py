@@ -6,7 +6,6 @@
 __all__ = ['FiguresConfig', 'find_run', 'analysis_figures', 'run', 'main']
 
 # %% ../nbs/figures.ipynb #c13c45dc
-import json
 import sys
 from typing import Literal
 

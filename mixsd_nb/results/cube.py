@@ -59,7 +59,8 @@ def add_bases(
     "The roots, and step 0 of a training run for each corpus, base model and seed without a run of the base model."
     dims = [name for name in RUN_DIMS if name not in ("method", "lr")]
     identify = lambda root: tuple(root[name].item() for name in dims)
-    trained = {folder: root for folder, root in order_roots(roots).items() if "accuracy" in root}
+    one_run = lambda root: "accuracy" in root and all(root.sizes[name] == 1 for name in RUN_DIMS)
+    trained = {folder: root for folder, root in order_roots(roots).items() if one_run(root)}
     known = {identify(root) for root in trained.values() if root["method"].item() == BASE}
     added = {}
     for folder, root in trained.items():
