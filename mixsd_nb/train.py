@@ -24,8 +24,9 @@ from .corpora.prompts import SPANS
 from .methods import METHODS, fit_function, label_coordinates, method_label
 from .models import ENGINES, check_model, run_with_engine
 from .results.layout import result_tree
-from .runs import (ParameterError, Run, Stage, checkpoint_folder, format_type, is_runtime, last_checkpoint,
-                           make_config, module_of, nearest, run_function, runs_root, runtime_field)
+from .runs import (TARGET_COLUMNS, ParameterError, Run, Stage, Steps, check_steps, check_temperature,
+                           checkpoint_folder, format_type, is_runtime, last_checkpoint, make_config, match_type,
+                           module_of, nearest, read_table, run_function, runs_root, runtime_field)
 
 # %% ../nbs/train.ipynb #a6373b69
 class TrainConfig(Stage, EvalSettings):
@@ -44,7 +45,7 @@ class TrainConfig(Stage, EvalSettings):
     temperature: float | None = Field(
         None, ge=0, description="sampling temperature of rollouts; None for the published value")
     rollout_tokens: int = Field(256, ge=1, description="largest length of a rollout in tokens; 8192 in the paper")
-    checkpoints: tuple[int, ...] | None = Field(None, description=(
+    checkpoints: Steps | None = Field(None, description=(
         "updates after which the model is measured, besides the last one; None for the published schedule; "
         "for example papermill -y '{checkpoints: [20, 60]}'"))
     span: Literal[SPANS] = Field(
@@ -60,6 +61,8 @@ class TrainConfig(Stage, EvalSettings):
         4_096, "largest number of tokens in one forward and backward pass on a device", ge=1)
 
     _model = field_validator("model")(check_model)
+    _steps = field_validator("checkpoints")(check_steps)
+    _temperature = field_validator("temperature")(check_temperature)
 
     @field_validator("method")
     @classmethod
@@ -97,7 +100,7 @@ class TrainConfig(Stage, EvalSettings):
             hint = f"; {near}" if near else ""
             raise ValueError(f"options must be among {', '.join(known) or 'none'} for the method {method.name}, "
                              f"got {key}{hint}")
-        return {**known, **{key: type(known[key])(value) for key, value in options.items()}}
+        return {**known, **{key: match_type(f"options[{key}]", value, known[key]) for key, value in options.items()}}
 
     @property
     def label(self) -> str:
@@ -177,7 +180,7 @@ def mixed_targets(config: TrainConfig) -> pd.DataFrame:
     "The accepted mixed targets of a configuration, mixed if they do not exist yet."
     shared = {"dataset", "model", "lam", "seed", "dtype", "engine", "engine_options", "batch_size"}
     parameters = config.model_dump(include=shared) | dict(max_new_tokens=config.target_tokens)
-    table = pd.read_parquet(run_with_engine(config.engine, generate.targets_file, **parameters))
+    table = read_table(run_with_engine(config.engine, generate.targets_file, **parameters), TARGET_COLUMNS)
     return table[table.accepted]
 
 # %% ../nbs/train.ipynb #a16f114a

@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 
 from ..models import model_source
+from ..runs import RESTORE, explain_damage
 
 # %% ../../nbs/analysis/curvature.ipynb #a7000005
 SLICE = 2**21  # maximum values of the head's gradient in memory at once
@@ -138,7 +139,7 @@ SUMS = ("displacement_sq", "fisher_weighted", "fisher_trace", "parameters")
 def open_tensors(
     source,  # a loaded model, tensors by name, a safetensors file, a model folder or the name of a model
 ) -> Tensors:
-    "Names of tensors, each with a function that reads it; ValueError for a folder without safetensors files."
+    "Names of tensors, each with a function that reads it; ValueError for a folder without readable safetensors files."
     if isinstance(source, torch.nn.Module): source = dict(source.named_parameters())
     if isinstance(source, Mapping): return {name: (lambda t=t: t.detach()) for name, t in source.items()}
     if Path(source).is_file(): files = [Path(source)]
@@ -149,8 +150,12 @@ def open_tensors(
             folder = Path(snapshot_download(str(source), allow_patterns=["model*.safetensors"]))
         files = sorted(folder.glob("model*.safetensors"))
         if not files: raise ValueError(f"a model's weights must be safetensors files, got {source}, which has none")
-    opened = [safe_open(file, "pt") for file in files]
+    opened = list(map(_open_file, files))
     return {name: functools.partial(file.get_tensor, name) for file in opened for name in file.keys()}
+
+
+def _open_file(file: Path):
+    with explain_damage(file, RESTORE): return safe_open(file, "pt")
 
 
 def _check_same_tensors(

@@ -62,7 +62,7 @@ def list_attempts(cell: Cell) -> list[Path]:
 # %% ../../nbs/cluster/attempt.ipynb #ac8d6500
 def read_ends(cell: Cell) -> list[dict]:
     "The `end.json` of every attempt that has one, in order."
-    return [end for end in (read_json(folder / "end.json") for folder in list_attempts(cell)) if end]
+    return [end for end in (read_json(folder / "end.json", ["kind"]) for folder in list_attempts(cell)) if end]
 
 # %% ../../nbs/cluster/attempt.ipynb #1232664c
 def cell_lock(cell: Cell) -> Path:
@@ -212,7 +212,7 @@ def _newer_end(
     "How an attempt ended that another sweep has made since then; empty if there is none."
     newer = list_attempts(cell)[seen:]
     if not newer or (job and read_json(newer[-1] / "begin.json").get("job") == job): return ""
-    return read_json(newer[-1] / "end.json").get("kind", "")
+    return read_json(newer[-1] / "end.json", ["kind"]).get("kind", "")
 
 # %% ../../nbs/cluster/attempt.ipynb #5703d13e
 def run_cell(

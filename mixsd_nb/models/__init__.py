@@ -22,13 +22,15 @@ from ..runs import Registry, load_object, nearest
 # %% ../../nbs/models/index.ipynb #e3e514ec
 def check_model(
     name: str,  # a lab model, a folder with a config.json, or a hub id owner/name
+    *,
+    field: str = "model",  # that holds the name, for the message
 ) -> str:
     "The name itself; ValueError of one sentence if it cannot name a model. Nothing is loaded."
-    hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith((".", "/"))
+    hub_id = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) and ".." not in name
     if name in SIZES or (Path(name) / "config.json").is_file() or hub_id: return name
     near = nearest(name, SIZES)
     hint = f"; {near}" if near else ""
-    raise ValueError(f"model must be {', '.join(SIZES)}, a model folder or a hub id owner/name, got {name}{hint}")
+    raise ValueError(f"{field} must be {', '.join(SIZES)}, a model folder or a hub id owner/name, got {name}{hint}")
 
 # %% ../../nbs/models/index.ipynb #478d191f
 def model_source(

@@ -12,7 +12,7 @@ from pathlib import Path
 import netCDF4
 import xarray as xr
 
-from ..runs import runs_root
+from ..runs import check_schema, runs_root
 from .schema import TARGET_VARIABLES
 
 # %% ../../nbs/results/roots.ipynb #3c5ca7ee
@@ -26,6 +26,7 @@ def read_root(
         texts = {name: dict(v.__dict__) for name, v in file.variables.items()}
         attrs, values = dict(file.__dict__), {name: v[...] for name, v in file.variables.items()}
         dims = {name: v.dimensions for name, v in file.variables.items()}
+    check_schema(attrs)
     listed = [attrs.pop("coordinates", ""), *(text.pop("coordinates", "") for text in texts.values())]
     auxiliary = set(" ".join(listed).split())
     for name in values:

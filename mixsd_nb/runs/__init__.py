@@ -8,10 +8,11 @@ __all__ = ['MARK', 'checkpoint_folder', 'checkpoint_step', 'checkpoint_steps', '
            'format_type', 'is_runtime', 'make_config', 'nearest', 'notebook_config', 'runtime_field', 'ProcessFailed',
            'die_with_parent', 'first_error', 'launch', 'leave', 'Registry', 'load_object', 'load_plugins', 'module_of',
            'Run', 'Stage', 'find_runs', 'find_stage', 'read_config', 'describe_parameters', 'run_function',
-           'COMPUTE_AGAIN', 'COMPUTE_BOTH', 'SCHEMA', 'DamagedFile', 'Journal', 'check_schema', 'explain_damage',
-           'read_lines', 'read_record', 'read_table', 'sync', 'StorageError', 'check_described', 'check_runs_folder',
-           'explain_storage_errors', 'is_finished', 'open_result', 'project_root', 'read_json', 'remove_run',
-           'report_progress', 'run_lock', 'runs_root', 'try_lock', 'write_atomically', 'write_json', 'write_result']
+           'COMPUTE_AGAIN', 'COMPUTE_BOTH', 'RESTORE', 'RESPONSE_COLUMNS', 'TARGET_COLUMNS', 'SCHEMA', 'DamagedFile',
+           'Journal', 'check_schema', 'explain_damage', 'read_lines', 'read_run_record', 'read_table', 'sync',
+           'StorageError', 'check_described', 'check_runs_folder', 'explain_storage_errors', 'is_finished',
+           'open_result', 'project_root', 'read_json', 'remove_run', 'report_progress', 'run_lock', 'runs_root',
+           'try_lock', 'write_atomically', 'write_json', 'write_result']
 
 # %% ../../nbs/runs/index.ipynb #3f13d88a
 from .checkpoints import MARK, checkpoint_folder, checkpoint_step, checkpoint_steps, last_checkpoint
@@ -21,10 +22,11 @@ from .config import (Config, ParameterError, Seed, Steps, check_steps, check_tem
 from .processes import ProcessFailed, die_with_parent, first_error, launch, leave
 from .registry import Registry, load_object, load_plugins, module_of
 from .run import (Run, Stage, describe_parameters, find_runs, find_stage, read_config, run_function)
-from .storage import (COMPUTE_AGAIN, COMPUTE_BOTH, SCHEMA, DamagedFile, Journal, StorageError,
+from .storage import (COMPUTE_AGAIN, COMPUTE_BOTH, RESPONSE_COLUMNS, RESTORE, SCHEMA, TARGET_COLUMNS,
+                                   DamagedFile, Journal, StorageError,
                                    check_described, check_runs_folder, check_schema, explain_damage,
                                    explain_storage_errors, is_finished, open_result, project_root, read_json,
-                                   read_lines, read_record, read_table, remove_run, report_progress, run_lock,
+                                   read_lines, read_run_record, read_table, remove_run, report_progress, run_lock,
                                    runs_root, sync, try_lock, write_atomically, write_json, write_result)
 
 _all_ = ["MARK", "checkpoint_folder", "checkpoint_step", "checkpoint_steps", "last_checkpoint", "Config",
@@ -33,8 +35,8 @@ _all_ = ["MARK", "checkpoint_folder", "checkpoint_step", "checkpoint_steps", "la
          "runtime_field", "ProcessFailed", "die_with_parent", "first_error", "launch", "leave", "Registry",
          "load_object",
          "load_plugins", "module_of", "Run", "Stage", "find_runs", "find_stage", "read_config", "describe_parameters",
-         "run_function", "COMPUTE_AGAIN", "COMPUTE_BOTH", "SCHEMA", "DamagedFile", "Journal", "check_schema",
-         "explain_damage", "read_lines", "read_record", "read_table", "sync",
+         "run_function", "COMPUTE_AGAIN", "COMPUTE_BOTH", "RESTORE", "RESPONSE_COLUMNS", "TARGET_COLUMNS", "SCHEMA", "DamagedFile", "Journal", "check_schema",
+         "explain_damage", "read_lines", "read_run_record", "read_table", "sync",
          "StorageError", "check_described", "check_runs_folder", "explain_storage_errors", "is_finished", "open_result",
          "project_root", "read_json", "remove_run", "report_progress", "run_lock", "runs_root", "try_lock",
          "write_atomically", "write_json", "write_result"]
