@@ -1838,6 +1838,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                    'mixsd_nb.runs.run.run_function': ('runs/run.html#run_function', 'mixsd_nb/runs/run.py'),
                                    'mixsd_nb.runs.run.weights_version': ('runs/run.html#weights_version', 'mixsd_nb/runs/run.py')},
             'mixsd_nb.runs.storage': { 'mixsd_nb.runs.storage.DamagedFile': ('runs/storage.html#damagedfile', 'mixsd_nb/runs/storage.py'),
+                                       'mixsd_nb.runs.storage.DamagedFile.__init__': ( 'runs/storage.html#damagedfile.__init__',
+                                                                                       'mixsd_nb/runs/storage.py'),
                                        'mixsd_nb.runs.storage.DamagedFile._render_traceback_': ( 'runs/storage.html#damagedfile._render_traceback_',
                                                                                                  'mixsd_nb/runs/storage.py'),
                                        'mixsd_nb.runs.storage.Journal': ('runs/storage.html#journal', 'mixsd_nb/runs/storage.py'),

@@ -159,17 +159,18 @@ def _open_file(file: Path):
 
 
 def _check_same_tensors(
-    what: str,  # base or tuned
+    what: str,  # base or tuned, with its path
     tensors: Tensors,
     fisher: Tensors,
+    where: str,  # the Fisher, with its path
 ) -> None:
     "ValueError if the Fisher belongs to another architecture."
     for name in fisher:
-        if name not in tensors: raise ValueError(f"{what} must have the tensors of the Fisher; it lacks {name}")
+        if name not in tensors: raise ValueError(f"{what} must have the tensors of {where}; it lacks {name}")
     embeddings = [name for name in fisher if name.endswith("weight") and "embed" in name]
     for name in sorted(tensors.keys() - fisher.keys()):
         if not any(torch.equal(tensors[name](), tensors[k]()) for k in embeddings):
-            raise ValueError(f"{what} must have the tensors of the Fisher; it has {name} besides, which is not the "
+            raise ValueError(f"{what} must have the tensors of {where}; it has {name} besides, which is not the "
                              "embeddings under a second name")
 
 # %% ../../nbs/analysis/curvature.ipynb #a7000016
@@ -181,8 +182,10 @@ def tensor_sums(
     """The columns SUMS by name of the tensor, layers in order: ‖Δθ‖², Σ F̂ Δθ², Σ F̂ and the number of parameters.
 
     ValueError if the three do not have the same tensors with the same shapes."""
-    base, tuned, fisher = map(open_tensors, (base, tuned, fisher))
-    for what, tensors in (("base", base), ("tuned", tuned)): _check_same_tensors(what, tensors, fisher)
+    sources = {"base": base, "tuned": tuned, "the Fisher": fisher}
+    texts = [f"{what} {source}" if isinstance(source, (str, Path)) else what for what, source in sources.items()]
+    base, tuned, fisher = map(open_tensors, sources.values())
+    for what, tensors in zip(texts, (base, tuned)): _check_same_tensors(what, tensors, fisher, texts[2])
     rows = {}
     in_order = lambda name: [int(word) if word.isdigit() else word for word in re.split(r"(\d+)", name)]
     for name in sorted(fisher, key=in_order):

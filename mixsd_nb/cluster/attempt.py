@@ -57,7 +57,8 @@ def startable_states(
 # %% ../../nbs/cluster/attempt.ipynb #15ca8741
 def list_attempts(cell: Cell) -> list[Path]:
     "The folders of a cell's attempts, in order."
-    return sorted(cell.folder.glob("attempt-*"), key=lambda p: int(p.name.split("-")[1]))
+    attempts = [path for path in cell.folder.glob("attempt-*") if path.name.removeprefix("attempt-").isdecimal()]
+    return sorted(attempts, key=lambda path: int(path.name.removeprefix("attempt-")))
 
 # %% ../../nbs/cluster/attempt.ipynb #ac8d6500
 def read_ends(cell: Cell) -> list[dict]:

@@ -73,7 +73,9 @@ def _storage_error(
 ) -> int | None:
     "The number of the operating system's error behind a failure to write; None for another failure."
     if isinstance(error, OSError) and error.errno in _STORAGE_ERRORS: return error.errno
-    if isinstance(error, StorageError) or not unfinished or not unfinished.exists(): return None
+    if isinstance(error, StorageError) or not unfinished: return None
+    named = re.search(r"\(os error (\d+)\)", str(error))  # safetensors
+    if named and int(named[1]) in _STORAGE_ERRORS: return int(named[1])
     try:
         with open(unfinished, "ab") as file:
             file.write(bytes(2**20))
@@ -98,7 +100,11 @@ def explain_storage_errors(
 
 # %% ../../nbs/runs/storage.ipynb #72a7bfdc
 class DamagedFile(ValueError):
-    "A file that cannot be read back; the message names the file and what to do."
+    "A file that cannot be read back; the message names the file (`problem`) and what to do."
+    def __init__(self, problem: str, advice: str):
+        super().__init__(f"{problem}; {advice}")
+        self.problem = problem
+
     def _render_traceback_(self): return [str(self)]
 
 
@@ -126,7 +132,7 @@ def explain_damage(
     try: yield
     except (DamagedFile, FileNotFoundError): raise
     except Exception as e:  # the libraries that read files have no common class of error
-        raise DamagedFile(f"{path} cannot be read ({_reason(e)}); {advice}") from None
+        raise DamagedFile(f"{path} cannot be read ({_reason(e)})", advice) from None
 
 # %% ../../nbs/runs/storage.ipynb #8b9c3038
 SCHEMA = 1  # version of the form of the files of a run
