@@ -101,8 +101,8 @@ def explain_storage_errors(
 # %% ../../nbs/runs/storage.ipynb #72a7bfdc
 class DamagedFile(ValueError):
     "A file that cannot be read back; the message names the file (`problem`) and what to do."
-    def __init__(self, problem: str, advice: str):
-        super().__init__(f"{problem}; {advice}")
+    def __init__(self, problem: str, advice: str = ""):
+        super().__init__(f"{problem}; {advice}" if advice else problem)
         self.problem = problem
 
     def _render_traceback_(self): return [str(self)]
