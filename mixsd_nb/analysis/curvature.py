@@ -159,19 +159,19 @@ def _open_file(file: Path):
 
 
 def _check_same_tensors(
-    what: str,  # base or tuned, with its path
+    what: str,  # base or tuned
     tensors: Tensors,
     fisher: Tensors,
-    where: str,  # the Fisher, with its path
+    paths: str,  # of the files, for the message
 ) -> None:
     "ValueError if the Fisher belongs to another architecture."
     for name in fisher:
-        if name not in tensors: raise ValueError(f"{what} must have the tensors of {where}; it lacks {name}")
+        if name not in tensors: raise ValueError(f"{what} must have the tensors of the Fisher; it lacks {name}{paths}")
     embeddings = [name for name in fisher if name.endswith("weight") and "embed" in name]
     for name in sorted(tensors.keys() - fisher.keys()):
         if not any(torch.equal(tensors[name](), tensors[k]()) for k in embeddings):
-            raise ValueError(f"{what} must have the tensors of {where}; it has {name} besides, which is not the "
-                             "embeddings under a second name")
+            raise ValueError(f"{what} must have the tensors of the Fisher; it has {name} besides, which is not the "
+                             f"embeddings under a second name{paths}")
 
 # %% ../../nbs/analysis/curvature.ipynb #a7000016
 def tensor_sums(
@@ -183,9 +183,10 @@ def tensor_sums(
 
     ValueError if the three do not have the same tensors with the same shapes."""
     sources = {"base": base, "tuned": tuned, "the Fisher": fisher}
-    texts = [f"{what} {source}" if isinstance(source, (str, Path)) else what for what, source in sources.items()]
+    named = [f"{what} is {source}" for what, source in sources.items() if isinstance(source, (str, Path))]
+    paths = f" ({', '.join(named)})" if named else ""
     base, tuned, fisher = map(open_tensors, sources.values())
-    for what, tensors in zip(texts, (base, tuned)): _check_same_tensors(what, tensors, fisher, texts[2])
+    for what, tensors in (("base", base), ("tuned", tuned)): _check_same_tensors(what, tensors, fisher, paths)
     rows = {}
     in_order = lambda name: [int(word) if word.isdigit() else word for word in re.split(r"(\d+)", name)]
     for name in sorted(fisher, key=in_order):

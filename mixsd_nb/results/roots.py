@@ -19,14 +19,16 @@ from .schema import TARGET_VARIABLES
 def read_root(
     path: Path,  # result.nc
 ) -> xr.Dataset | None:
-    "The root group as `xr.open_dataset` reads it; None if it lacks one of the dimensions dataset, model and method."
+    """The root group as `open_result` reads it; None if it lacks one of the dimensions dataset, model and method.
+
+    ValueError for a result of another schema."""
     with netCDF4.Dataset(path) as file:
+        attrs = check_schema(dict(file.__dict__))
         if not {"dataset", "model", "method"} <= set(file.dimensions): return None
         file.set_auto_maskandscale(False)
         texts = {name: dict(v.__dict__) for name, v in file.variables.items()}
-        attrs, values = dict(file.__dict__), {name: v[...] for name, v in file.variables.items()}
+        values = {name: v[...] for name, v in file.variables.items()}
         dims = {name: v.dimensions for name, v in file.variables.items()}
-    check_schema(dict(attrs))
     listed = [attrs.pop("coordinates", ""), *(text.pop("coordinates", "") for text in texts.values())]
     auxiliary = set(" ".join(listed).split())
     for name in values:
