@@ -26,7 +26,7 @@ from .models.identity import ModelName, model_label
 from .results.cube import agreeing_runs
 from .results.schema import variable
 from .runs import (Run, Stage, check_runs_folder, module_of, run_function, runs_root, runtime_field,
-                           write_atomically)
+                           read_table, write_atomically)
 
 _all_ = ["classify"]
 
@@ -219,7 +219,7 @@ def read_classified(
     run: Run,  # of this stage
 ) -> pd.DataFrame:
     "The responses that a run classified, as `classify_responses` returns them."
-    return pd.read_parquet(run.folder / "errors.parquet")
+    return read_table(run.folder / "errors.parquet", ["benchmark", "method", "category", "left"])
 
 # %% ../nbs/errors.ipynb #f04045ce
 def false_alarms(

@@ -35,7 +35,7 @@ class EvaluateConfig(Stage, EvalSettings):
 
     @field_validator("baseline")
     @classmethod
-    def _check_baseline(cls, name): return name and check_model(name)
+    def _check_baseline(cls, name): return name and check_model(name, field="baseline")
 
     def slug(self): return f"{self.dataset}-{model_label(self.model)}"
 

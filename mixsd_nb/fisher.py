@@ -29,7 +29,7 @@ from .results.cube import agreeing_runs
 from .results.plots import method_colour
 from .results.schema import CELL_DIMS, RUN_DIMS, variable
 from .results.summary import held_out_average
-from .runs import Journal, ParameterError, Stage, module_of, run_function, runtime_field
+from .runs import Journal, ParameterError, Seed, Stage, module_of, run_function, runtime_field
 
 _all_ = ["diagonal_fisher", "displacement"]
 
@@ -42,7 +42,7 @@ class FisherConfig(Stage):
     reference: Literal["lab", "paper"] = Field("lab", description="examples from the lab's suites or the paper's tasks")
     limit: int = Field(0, ge=0, description="examples of each benchmark; 0 for all, 979 in total")
     data: str = Field("", description="folder of files for the paper's tasks; empty: MIXSD_BENCHMARKS, else the hub")
-    seed: int = Field(0, description="seed of the choice of examples")
+    seed: Seed = Field(0, description="seed of the choice of examples")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the base model: float32 or bfloat16")
     processes: int = runtime_field(1, "processes that share the examples, each with its own GPU or core", ge=1)
     recompute: bool = runtime_field(False, "recompute activations in the backward pass, which saves memory")
@@ -157,7 +157,7 @@ def run_displacement(
     "Measure every checkpoint of a training run against the base model; a journal lets an interrupted run resume."
     trained, fisher = open_training_run(config.trained), fisher_file(config)
     checkpoints = find_checkpoints(trained)
-    with Journal(folder / "checkpoints.jsonl") as journal:
+    with Journal(folder / "checkpoints.jsonl", ["step", "sums"]) as journal:
         done = {entry["step"] for entry in journal.records}
         for step in tqdm([s for s in checkpoints if s not in done], desc=trained.name, unit="checkpoint", leave=False):
             journal.add(dict(step=step, sums=tensor_sums(config.model, checkpoints[step], fisher).to_dict("index")))

@@ -34,7 +34,8 @@ from .results.overview import CONDITIONALS
 from .results.plots import corpus_name, method_colour
 from .results.schema import RUN_DIMS, variable
 from .results.summary import held_out_average
-from .runs import Stage, find_runs, module_of, read_config, run_function, runs_root, runtime_field
+from .runs import (TARGET_COLUMNS, Stage, find_runs, module_of, read_config, read_table, run_function, runs_root,
+                           runtime_field)
 
 _all_ = ["token_nll"]
 
@@ -122,7 +123,7 @@ def load_targets(
     "The accepted targets of the file, or the canonical targets of the corpus."
     tokenizer = load_tokenizer(config.model)
     if not config.targets: return canonical_targets(tokenizer, config.dataset, config.span)
-    return mixed_targets(tokenizer, config.dataset, pd.read_parquet(config.targets), config.span)
+    return mixed_targets(tokenizer, config.dataset, read_table(config.targets, TARGET_COLUMNS), config.span)
 
 # %% ../nbs/nll.ipynb #c2797851
 def build_result(
@@ -184,7 +185,7 @@ def find_mixed_targets(
     runs = find_runs(root, "generate", dataset=dataset)
     files = {run: run.folder / "targets.parquet" for run in runs
              if run.config["model"] in models and not run.config.get("shard")}
-    empty = [run for run, file in files.items() if not pd.read_parquet(file, columns=["accepted"]).accepted.any()]
+    empty = [run for run, file in files.items() if not read_table(file, ["accepted"], others=False).accepted.any()]
     if empty: print(f"skipped, because no target was accepted: {', '.join(run.name for run in empty)}")
     return [dict(targets=str(file), dataset=dataset, model=run.config["model"])
             for run, file in files.items() if run not in empty]

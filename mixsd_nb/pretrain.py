@@ -18,7 +18,7 @@ from .pretraining.abilities import measure_abilities
 from .pretraining.curriculum import collect_vocabulary
 from .pretraining.record import RECORD_FILE, ability_table, make_record, read_record, weights_digest
 from .pretraining.training import estimate_tokens, train_on_documents
-from .runs import Run, Stage, run_function, runtime_field
+from .runs import Run, Seed, Stage, run_function, runtime_field, write_atomically
 
 # %% ../nbs/pretrain.ipynb #b3a38900
 def is_shipped(
@@ -55,7 +55,7 @@ class PretrainConfig(Stage):
     start: str = Field(
         "",
         description="where to start: empty for the shipped weights, fresh for start values, a lab model or a folder")
-    seed: int = Field(0, description="of the documents and of the start values")
+    seed: Seed = Field(0, description="of the documents and of the start values")
     batch_tokens: int = Field(5120, ge=256, description="tokens of a batch, padding included")
     pool: int = Field(400, ge=1, description="documents drawn, sorted into batches and shuffled at a time")
     save_every: int = runtime_field(10, "pools between two saved states", ge=1)
@@ -104,7 +104,7 @@ class PretrainConfig(Stage):
         tokenizer.save_pretrained(run.folder / "model")
         abilities = measure_abilities(model.float(), tokenizer, self.n)
         record = make_record(log, abilities, self.n, self.canonical(), earlier)
-        record.to_netcdf(run.folder / "model" / RECORD_FILE, engine="netcdf4")
+        write_atomically(run.folder / "model" / RECORD_FILE, lambda path: record.to_netcdf(path, engine="netcdf4"))
         return record
 
 

@@ -23,7 +23,7 @@ from .models.identity import ModelName, model_label
 from .profiling import device_name
 from .profiling.fisher import LARGE_MODEL, fisher_memory, fisher_seconds
 from .profiling.training import measure_training, step_seconds, training_specs
-from .runs import Run, Stage, run_function
+from .runs import Run, Seed, Stage, run_function
 
 # %% ../nbs/speed.ipynb #684a1274
 def describe_table(
@@ -51,7 +51,7 @@ class SpeedConfig(Stage):
         0.0, ge=0, le=1, description="share of positions at which a sequence's conditionals agree, at least; 0 for any")
     max_new_tokens: int = Field(64, ge=1, description="tokens of a sequence, at most")
     rounds: int = Field(3, ge=1, description="measurements of each way, in turn; the median counts")
-    seed: int = Field(0, description="of picks and training order")
+    seed: Seed = Field(0, description="of picks and training order")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the model: float32 or bfloat16")
 
     _dataset = field_validator("dataset")(check_corpus)

@@ -26,8 +26,9 @@ from .models import ENGINES, check_process, run_with_engine
 from .models.identity import ModelName, model_label
 from .results.layout import result_tree
 from .results.roots import read_root
-from .runs import (ParameterError, Run, Stage, checkpoint_folder, format_type, is_runtime, last_checkpoint,
-                           make_config, module_of, nearest, run_function, runs_root, runtime_field)
+from .runs import (TARGET_COLUMNS, ParameterError, Run, Stage, Steps, check_steps, check_temperature,
+                           checkpoint_folder, format_type, is_runtime, last_checkpoint, make_config, match_type,
+                           module_of, nearest, read_table, run_function, runs_root, runtime_field)
 
 # %% ../nbs/train.ipynb #a6373b69
 class TrainConfig(Stage, EvalSettings):
@@ -46,7 +47,7 @@ class TrainConfig(Stage, EvalSettings):
     temperature: float | None = Field(
         None, ge=0, description="sampling temperature of rollouts; None for the published value")
     rollout_tokens: int = Field(256, ge=1, description="largest length of a rollout in tokens; 8192 in the paper")
-    checkpoints: tuple[int, ...] | None = runtime_field(None, (
+    checkpoints: Steps | None = runtime_field(None, (
         "updates after which the model is measured, besides the last one; None for the published schedule; "
         "for example papermill -y '{checkpoints: [20, 60]}'"))
     span: Literal[SPANS] = Field(
@@ -61,6 +62,8 @@ class TrainConfig(Stage, EvalSettings):
     micro_tokens: int = runtime_field(
         4_096, "largest number of tokens in one forward and backward pass on a device", ge=1)
 
+    _steps = field_validator("checkpoints")(check_steps)
+    _temperature = field_validator("temperature")(check_temperature)
 
     @field_validator("method")
     @classmethod
@@ -98,7 +101,7 @@ class TrainConfig(Stage, EvalSettings):
             hint = f"; {near}" if near else ""
             raise ValueError(f"options must be among {', '.join(known) or 'none'} for the method {method.name}, "
                              f"got {key}{hint}")
-        return {**known, **{key: type(known[key])(value) for key, value in options.items()}}
+        return {**known, **{key: match_type(f"options[{key}]", value, known[key]) for key, value in options.items()}}
 
     @property
     def label(self) -> str:
@@ -190,7 +193,7 @@ def mixed_targets(config: TrainConfig) -> pd.DataFrame:
     "The accepted mixed targets of a configuration, mixed if they do not exist yet."
     shared = {"dataset", "model", "lam", "seed", "dtype", "engine", "engine_options", "batch_size"}
     parameters = config.model_dump(include=shared) | dict(max_new_tokens=config.target_tokens)
-    table = pd.read_parquet(run_with_engine(config.engine, generate.targets_file, **parameters))
+    table = read_table(run_with_engine(config.engine, generate.targets_file, **parameters), TARGET_COLUMNS)
     return table[table.accepted]
 
 # %% ../nbs/train.ipynb #a16f114a

@@ -162,7 +162,7 @@ def test_worked_responses_are_right_everywhere(data):
     (dict(suite="papr"), "suite must be, with commas between them, among lab, paper, in-domain, recall, retrieval"),
     (dict(suite=""), "suite must be, with commas between them, among"),
     (dict(n=0), "n must be at least 1, got 0"),
-    (dict(baseline="no-such"), "model must be lab-s"),
+    (dict(baseline="no-such"), "baseline must be lab-s"),
     (dict(limits=3), "unknown parameter limits; did you mean limit?"),
 ])
 def test_a_mistake_is_one_sentence(parameters, sentence):

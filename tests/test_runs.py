@@ -10,7 +10,10 @@ import time
 import nbformat
 import pytest
 
-from mixsd_nb.runs import open_result
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mixsd_nb.runs import ParameterError, find_stage, make_config, open_result
 
 SCRIPT = """
 import os, signal, sys
@@ -185,3 +188,80 @@ def test_a_run_that_two_processes_want_is_computed_once(tmp_path):
     both = [subprocess.Popen(words, env=os.environ | {"MIXSD_RUNS": str(tmp_path / "runs")}) for _ in range(2)]
     assert [process.wait(timeout=120) for process in both] == [0, 0]
     assert (tmp_path / "log").read_text() == "computed\n"
+
+
+STAGES = ["train", "generate", "evaluate", "nll", "fisher", "errors", "pretrain", "speed", "reference", "forgetting"]
+
+
+def stage_of(name):
+    "The class of a stage, also of those in a room."
+    import mixsd_nb.analysis.forgetting  # declares two of them
+    return find_stage(name)
+
+
+def fields_of(wanted):
+    "Every field of every stage whose type allows a number of some form: `count`, `count | None`, or a list of counts."
+    return [(stage, name) for stage in STAGES for name, field in stage_of(stage).model_fields.items()
+            if wanted in str(field.annotation) and "bool" not in str(field.annotation)
+            and "str" not in str(field.annotation)]
+
+
+NUMBERS = fields_of("int") + fields_of("float")
+
+
+def test_the_stages_have_numbers(): assert len(NUMBERS) > 50
+
+
+@pytest.mark.parametrize(("stage", "name"), sorted(set(NUMBERS)))
+@pytest.mark.parametrize("flag", [True, False])
+def test_a_flag_is_no_number_anywhere(stage, name, flag):
+    cls = stage_of(stage)
+    several = any(word in str(cls.model_fields[name].annotation) for word in ("tuple", "list"))
+    for value in [[flag], [20, flag]] if several else [flag]:
+        with pytest.raises(ParameterError, match=rf"^{name} must be .*got ") as caught: make_config(cls, **{name: value})
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [s for s in STAGES if "seed" in stage_of(s).model_fields])
+@given(seed=st.integers(max_value=-1) | st.integers(min_value=2**63))
+@settings(max_examples=20, deadline=None)
+def test_a_seed_is_a_number_that_a_result_can_store(stage, seed):
+    with pytest.raises(ParameterError, match=rf"^seed must be between 0 and {2**63 - 1}, got {seed}$"):
+        make_config(stage_of(stage), seed=seed)
+
+
+NONSENSE = [
+    ("train", dict(checkpoints=[-1]), "checkpoints must be a list of whole numbers, each at least 1 or none, got [-1]"),
+    ("train", dict(checkpoints=[20, 0]), "checkpoints must be a list of whole numbers, each at least 1 or none, got [20, 0]"),
+    ("train", dict(checkpoints=[20, 60, 20]), "checkpoints must be different steps, got 20, 60, 20"),
+    ("train", dict(method="opsd", temperature=1e-320), "temperature must be 0, or at least 0.001, got 9.99989e-321"),
+    ("generate", dict(temperature=5e-4), "temperature must be 0, or at least 0.001, got 0.0005"),
+    ("generate", dict(shards=10**9), "shards must be between 0 and 1000, got 1000000000"),
+    ("pretrain", dict(save_every=0), "save_every must be at least 1, got 0"),
+    ("pretrain", dict(start="no-such"), "start must be lab-s, lab-m, lab-l, a model folder or a hub id"),
+    ("evaluate", dict(baseline="a/.."), "baseline must be lab-s, lab-m, lab-l, a model folder or a hub id"),
+    *[("train", dict(model=name), "model must be lab-s, lab-m, lab-l, a model folder or a hub id owner/name, got")
+      for name in ("a/..", "../a", "a/.b", ".a/b", "-a/b", "a/b..c", "a//b", "a/")],
+]
+
+
+@pytest.mark.parametrize(("stage", "parameters", "sentence"), NONSENSE)
+def test_nonsense_is_refused_by_name(stage, parameters, sentence):
+    with pytest.raises(ParameterError) as caught: make_config(stage_of(stage), **parameters)
+    assert str(caught.value).startswith(sentence) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("temperature", [0, 0.001, 0.6, 1, None])
+def test_usual_temperatures_are_allowed(temperature):
+    for stage in ("train", "generate"): make_config(stage_of(stage), temperature=temperature)
+
+
+def test_options_of_a_method_have_the_type_of_their_defaults():
+    from mixsd_nb.methods import METHODS, Method
+    METHODS.add(Method("demo", "demo", "k", "o", fit="methods.supervised:fit_canonical", settings=("options",), options=dict(beta=0.5)))
+    try:
+        make = lambda value: make_config(stage_of("train"), method="demo", options=dict(beta=value))
+        assert make(1).options == dict(beta=1.0)
+        for value in (True, "x", [1], None):
+            with pytest.raises(ParameterError, match=r"options.beta. must be a number, got "): make(value)
+    finally: METHODS.remove("demo")

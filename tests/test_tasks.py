@@ -7,6 +7,8 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from text_helpers import error_sentence, need_sandbox
 
 from mixsd_nb.benchmarks import GRADINGS, SUITES, Item, suite_groups
@@ -125,11 +127,27 @@ def test_limit_and_environment(folder, monkeypatch):
     ('{"question": "?"}\n', "gsm8k .test. lacks answer; its columns are question"),
     ('{"question": "?", "answer": null}\n', "gsm8k .test. lacks answer"),
     ('{"question": "?", "answer": 7}\n', "gsm8k has a row that cannot become an item .AttributeError"),
-    ('{"question": "?"\n', "gsm8k.jsonl cannot be read"),
+    ('{"question": "?"\n', "gsm8k.jsonl cannot be read .line 1 is no JSON: .*; correct or replace it"),
+    ('{"question": "?", "answer": "#### 1"}\n\n[1, 2]\n', "line 3 must be a mapping, got .1, 2.*; correct"),
+    ('"text"\n', "line 1 must be a mapping, got \"text\""),
+    ("[" * 50_000, "line 1 is no JSON"),
 ])
 def test_a_missing_or_broken_file_is_one_sentence(content, sentence, tmp_path):
     if content is not None: (tmp_path / "gsm8k.jsonl").write_text(content)
     assert re.search(sentence, error_sentence(lambda: load_task("gsm8k", str(tmp_path))))
+
+
+@given(text=st.text(min_size=1).filter(str.strip), mark=st.booleans(), end=st.sampled_from(["\n", "\r\n", "\n\n"]),
+       last=st.booleans(), escaped=st.booleans())
+@settings(max_examples=30, deadline=None)
+def test_every_form_of_json_lines_is_read(text, mark, end, last, escaped, tmp_path_factory):
+    "With a byte order mark, with the line ends of Windows, and with characters that only Python takes for line ends."
+    path = tmp_path_factory.mktemp("tasks") / "gsm8k.jsonl"
+    lines = [json.dumps(dict(question=f"{text}\u2028\x85\u2029", answer=f"#### {k}"), ensure_ascii=escaped) for k in range(2)]
+    content = end.join(lines) + end * last
+    path.write_bytes(b"\xef\xbb\xbf" * mark + content.encode("utf-8", errors="replace"))
+    items = load_task("gsm8k", str(path.parent))
+    assert [item.answer for item in items.values()] == ["0", "1"]
 
 
 def test_the_error_names_an_unknown_task():

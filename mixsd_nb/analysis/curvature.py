@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 
 from ..models import model_source
+from ..runs import RESTORE, explain_damage
 
 # %% ../../nbs/analysis/curvature.ipynb #a7000005
 SLICE = 2**21  # maximum values of the head's gradient in memory at once
@@ -138,7 +139,7 @@ SUMS = ("displacement_sq", "fisher_weighted", "fisher_trace", "parameters")
 def open_tensors(
     source,  # a loaded model, tensors by name, a safetensors file, a model folder or the name of a model
 ) -> Tensors:
-    "Names of tensors, each with a function that reads it; ValueError for a folder without safetensors files."
+    "Names of tensors, each with a function that reads it; ValueError for a folder without readable safetensors files."
     if isinstance(source, torch.nn.Module): source = dict(source.named_parameters())
     if isinstance(source, Mapping): return {name: (lambda t=t: t.detach()) for name, t in source.items()}
     if Path(source).is_file(): files = [Path(source)]
@@ -149,23 +150,28 @@ def open_tensors(
             folder = Path(snapshot_download(str(source), allow_patterns=["model*.safetensors"]))
         files = sorted(folder.glob("model*.safetensors"))
         if not files: raise ValueError(f"a model's weights must be safetensors files, got {source}, which has none")
-    opened = [safe_open(file, "pt") for file in files]
+    opened = list(map(_open_file, files))
     return {name: functools.partial(file.get_tensor, name) for file in opened for name in file.keys()}
+
+
+def _open_file(file: Path):
+    with explain_damage(file, RESTORE): return safe_open(file, "pt")
 
 
 def _check_same_tensors(
     what: str,  # base or tuned
     tensors: Tensors,
     fisher: Tensors,
+    paths: str,  # of the files, for the message
 ) -> None:
     "ValueError if the Fisher belongs to another architecture."
     for name in fisher:
-        if name not in tensors: raise ValueError(f"{what} must have the tensors of the Fisher; it lacks {name}")
+        if name not in tensors: raise ValueError(f"{what} must have the tensors of the Fisher; it lacks {name}{paths}")
     embeddings = [name for name in fisher if name.endswith("weight") and "embed" in name]
     for name in sorted(tensors.keys() - fisher.keys()):
         if not any(torch.equal(tensors[name](), tensors[k]()) for k in embeddings):
             raise ValueError(f"{what} must have the tensors of the Fisher; it has {name} besides, which is not the "
-                             "embeddings under a second name")
+                             f"embeddings under a second name{paths}")
 
 # %% ../../nbs/analysis/curvature.ipynb #a7000016
 def tensor_sums(
@@ -176,8 +182,11 @@ def tensor_sums(
     """The columns SUMS by name of the tensor, layers in order: ‖Δθ‖², Σ F̂ Δθ², Σ F̂ and the number of parameters.
 
     ValueError if the three do not have the same tensors with the same shapes."""
-    base, tuned, fisher = map(open_tensors, (base, tuned, fisher))
-    for what, tensors in (("base", base), ("tuned", tuned)): _check_same_tensors(what, tensors, fisher)
+    sources = {"base": base, "tuned": tuned, "the Fisher": fisher}
+    named = [f"{what} is {source}" for what, source in sources.items() if isinstance(source, (str, Path))]
+    paths = f" ({', '.join(named)})" if named else ""
+    base, tuned, fisher = map(open_tensors, sources.values())
+    for what, tensors in (("base", base), ("tuned", tuned)): _check_same_tensors(what, tensors, fisher, paths)
     rows = {}
     in_order = lambda name: [int(word) if word.isdigit() else word for word in re.split(r"(\d+)", name)]
     for name in sorted(fisher, key=in_order):

@@ -27,7 +27,8 @@ from .curvature import SquaredGradients, check_differentiable
 from ..benchmarks import SUITES, Item, Selection, suite_groups
 from ..corpora.prompts import encode_completion, encode_prompt
 from ..models import load_base, load_part, load_tokenizer
-from ..runs import die_with_parent, launch, leave, load_object, write_atomically
+from ..runs import (die_with_parent, explain_damage, launch, leave, load_object, read_json, write_atomically,
+                           write_json)
 
 # %% ../../nbs/analysis/estimation.ipynb #a8000005
 def sample_by_subject(
@@ -82,11 +83,16 @@ def load_sums(
     sums: dict[str, torch.Tensor],  # overwritten
     file: Path,
 ) -> int:
-    "Read saved sums; returns the number of examples that they include, 0 if there is no file."
+    "Read saved sums; returns the number of examples that they include, 0 if there is no file. DamagedFile if it cannot."
     if not file.exists(): return 0
-    with safe_open(file, "pt") as saved:
-        for name, total in sums.items(): total.copy_(saved.get_tensor(name))
-        return int(saved.metadata()["done"])
+    with explain_damage(file), safe_open(file, "pt") as saved:
+        done = int(saved.metadata()["done"])
+        for name, total in sums.items():
+            stored = saved.get_tensor(name)
+            if stored.shape != total.shape:  # `copy_` would repeat a smaller one
+                raise ValueError(f"its {name} has the shape {tuple(stored.shape)}, the model's {tuple(total.shape)}")
+            total.copy_(stored)
+        return done
 
 # %% ../../nbs/analysis/estimation.ipynb #8d262609
 def save_sums(
@@ -147,18 +153,21 @@ def estimate_fisher(
     recompute: bool = False,  # recompute activations in the backward pass, which saves memory
     processes: int = 1,
 ) -> None:
-    """Estimate the Fisher of a base model with a progress bar, unless the folder already has it.
+    """Estimate the Fisher of a base model with a progress bar, unless the folder already has it; then remove all sums.
 
     ValueError as in `check_differentiable`."""
-    if (folder / FISHER).exists(): return
+    if not (folder / FISHER).exists(): _estimate(pairs, folder, model, dtype, recompute, processes)
+    for file in folder.glob("sums-*.safetensors"): file.unlink()
+
+
+def _estimate(pairs, folder, model, dtype, recompute, processes):
     job = dict(model=model, dtype=dtype, recompute=recompute, pairs=pairs)
     with tqdm(total=len(pairs), desc=f"Fisher of {model}", unit="example", leave=False) as bar:
         report = lambda entry: bar.update(entry["done"] - bar.n)
         if processes == 1: run_process(job, folder, report)
         else:
-            (folder / "job.json").write_text(json.dumps(job))
+            write_json(folder / "job.json", job)
             launch("mixsd_nb.analysis.estimation", folder, processes, report)
-    for file in folder.glob("sums-*.safetensors"): file.unlink()
 
 # %% ../../nbs/analysis/estimation.ipynb #a8000018
 @record
@@ -167,7 +176,7 @@ def main(
 ) -> None:
     "Run one of several processes."
     die_with_parent(signal.SIGKILL)
-    job = json.loads((Path(folder) / "job.json").read_text())
+    job = read_json(Path(folder) / "job.json")
     run_process(job, Path(folder), lambda entry: print(json.dumps(entry), flush=True))
 
 

@@ -23,7 +23,7 @@ from ..models import (ENGINES, check_engine, check_engine_options, load_engine, 
                              run_with_engine)
 from ..models.identity import ModelName, model_label
 from ..results.schema import DIMS, METHOD_COORDS, RUN_DIMS, variable
-from ..runs import Config, Stage, load_object, module_of, runtime_field, write_atomically
+from ..runs import Config, Seed, Stage, load_object, module_of, read_table, runtime_field, write_atomically
 
 # %% ../../nbs/analysis/forgetting.ipynb #aa000005
 FULL_SAMPLING = dict(temperature=1.0, top_k=1 << 20)  # a top-k beyond any vocabulary excludes nothing
@@ -109,7 +109,7 @@ class TextSettings(Config):
     "The text on which forgetting is measured, and the engine that runs the model."
     suites: Literal["lab", "paper"] = Field("lab", description="prompts of the lab's suites, or of the paper's tasks")
     prompts: int = Field(16, ge=1, description="prompts of each held-out benchmark on which forgetting is measured")
-    seed: int = Field(0, description="seed of the prompts and of the sampled responses")
+    seed: Seed = Field(0, description="seed of the prompts and of the sampled responses")
     engine: str = runtime_field("hf", "what runs the model: hf or vllm")
     engine_options: dict = runtime_field({}, 'for vLLM, as in {"tensor_parallel_size": 2}')
 
@@ -145,7 +145,8 @@ class ReferenceConfig(Stage, TextSettings):
 
     def text(self) -> pd.DataFrame:
         "The text as `sample_text` returns it; it is sampled first if it does not exist."
-        return pd.read_parquet(self.run().folder / "samples.parquet")
+        columns = ["benchmark", "prompt_ids", "completion_ids", "nll"]
+        return read_table(self.run().folder / "samples.parquet", columns)
 
 # %% ../../nbs/analysis/forgetting.ipynb #aa000014
 class ForgettingConfig(Stage, TextSettings):

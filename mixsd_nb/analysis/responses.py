@@ -22,14 +22,15 @@ from ..benchmarks import SUITES
 from ..corpora import load_corpus
 from ..methods import BASE
 from ..results.schema import CELL_DIMS, DIMS, METHOD_COORDS, RUN_DIMS, VARIABLE_ATTRS
-from ..runs import Run, checkpoint_step, find_runs, runs_root
+from ..runs import COMPUTE_BOTH, Run, checkpoint_step, explain_damage, find_runs, read_table, runs_root
 
 # %% ../../nbs/analysis/responses.ipynb #f6e9ce55
 def read_cell(
     run: Run,  # a training run
 ) -> dict:
     "The cell of a training run in the cube: its labels along RUN_DIMS, and METHOD_COORDS."
-    return {name: run.root[name].item() for name in (*RUN_DIMS, *METHOD_COORDS)}
+    with explain_damage(run.folder / "result.nc"):
+        return {name: run.root[name].item() for name in (*RUN_DIMS, *METHOD_COORDS)}
 
 # %% ../../nbs/analysis/responses.ipynb #c72f96d3
 def locate_evaluation(
@@ -37,10 +38,12 @@ def locate_evaluation(
     root: Path,  # holds the training runs
 ) -> dict:
     "The cell of an evaluation in the cube: a checkpoint of a training run, or step 0 of a base model."
-    checkpoint = Path(run.config["model"])
+    with explain_damage(run.folder / "run.json", COMPUTE_BOTH):
+        own = {name: run.config[name] for name in ("dataset", "model", "seed")}
+        checkpoint = Path(own["model"])
     step, trained = checkpoint_step(checkpoint), Run(root / checkpoint.parent.name)
     if step is not None and trained.finished: return read_cell(trained) | dict(step=step)
-    cell = {name: run.config[name] for name in ("dataset", "model", "seed")} | dict(method=BASE, lr=0.0, step=0)
+    cell = own | dict(method=BASE, lr=0.0, step=0)
     return cell | dict.fromkeys(METHOD_COORDS, np.nan)
 
 # %% ../../nbs/analysis/responses.ipynb #ad000005
@@ -84,7 +87,7 @@ def read_responses(
     columns, key = ["benchmark", "item", "sample", "prompt", "response", "correct"], [*DIMS, "item", "sample"]
     cell = lambda row: {d: getattr(row, d) for d in CELL_DIMS} | dict(run=row.path.parent.name)
     newest = sorted(files.itertuples(), key=lambda row: row.path.stat().st_mtime, reverse=True)
-    tables = [pd.read_parquet(row.path, columns=columns).assign(**cell(row)) for row in newest]
+    tables = [read_table(row.path, columns, others=False).assign(**cell(row)) for row in newest]
     table = pd.concat(tables, ignore_index=True)
     table = table[table.benchmark.isin([name for name, suite in SUITES.items() if suite.role != "validation"])]
     clash = table[table.groupby(key, sort=False).response.transform("nunique") > 1]

@@ -24,7 +24,7 @@ from .tasks import benchmarks_folder, grade
 from ..corpora import CORPORA, check_corpus
 from ..corpora.prompts import encode_prompt
 from ..models import ENGINES, check_engine, check_engine_options, load_engine
-from ..runs import Config, Journal, module_of, report_progress, runtime_field, write_atomically
+from ..runs import Config, Journal, Seed, module_of, report_progress, runtime_field, write_atomically
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #f1b5e412
 class EvalSettings(Config):
@@ -38,7 +38,7 @@ class EvalSettings(Config):
         160, ge=1, description="largest length of an in-domain response in tokens; 4096 in the paper")
     data: str = Field(
         "", description="folder with local files of the paper's tasks; if empty, MIXSD_BENCHMARKS or the hub is used")
-    seed: int = Field(0, description="seed of evaluation items, picks, sampling noise and training order")
+    seed: Seed = Field(0, description="seed of evaluation items, picks, sampling noise and training order")
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="data type of the model that mixes or is measured: float32 or bfloat16")
     engine: str = runtime_field("hf", "engine that runs the model: hf or vllm")
@@ -189,7 +189,8 @@ def write_responses(
     longest = max(SUITES[name].sampling.max_total for name in items)
     engine = load_engine(settings.engine, model, dtype=settings.dtype, batch_size=settings.batch_size, longest=longest,
                          **settings.engine_options)
-    with Journal(file.with_suffix(".jsonl")) as journal:
+    keys = "benchmark", "item", "sample", "response", "finish_reason"
+    with Journal(file.with_suffix(".jsonl"), keys) as journal:
         table = evaluate_suite(engine, items, seed=settings.seed, progress=progress, journal=journal,
                                dataset=settings.dataset, max_new_tokens=settings.max_new_tokens,
                                allow_unsandboxed=settings.allow_unsandboxed)

@@ -8,7 +8,6 @@ __all__ = ['SOURCES', 'Source', 'assemble', 'benchmarks_folder', 'load_task', 't
            'grade']
 
 # %% ../../nbs/benchmarks/tasks.ipynb #99b6cc09
-import json
 import os
 import re
 import textwrap
@@ -22,7 +21,7 @@ from mixsd_nb.benchmarks.answers import (
     extract_letter, extract_loose, extract_python, is_exact_match, is_loose_match, is_number_match, last_boxed,
     same_answer, same_math)
 from .sandbox import explain_refusal, run_tests
-from ..runs import load_object
+from ..runs import explain_damage, load_object, read_lines
 
 # %% ../../nbs/benchmarks/tasks.ipynb #e81cda34
 @dataclass(frozen=True)
@@ -128,11 +127,11 @@ def benchmarks_folder() -> str:
 def _read_file(
     path: Path,
 ) -> list[dict]:
-    "Rows of a Parquet or JSON lines file."
-    if path.suffix == ".parquet":
+    "Rows of a Parquet or JSON lines file; DamagedFile if it cannot be read."
+    with explain_damage(path, "correct or replace it"):
+        if path.suffix != ".parquet": return read_lines(path)
         import pyarrow.parquet as pq
         return pq.read_table(path).to_pylist()
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 # %% ../../nbs/benchmarks/tasks.ipynb #6c84bf75
 def _local_rows(
@@ -143,9 +142,7 @@ def _local_rows(
     candidates = [Path(folder).expanduser() / f"{stem}.{suffix}" for suffix in ("parquet", "jsonl")]
     paths = [path for path in candidates if path.is_file()]
     if not paths: raise ValueError(f"{stem}.parquet or {stem}.jsonl is missing in the folder of benchmarks {folder}")
-    try: return _read_file(paths[0])
-    except (ValueError, OSError) as e:
-        raise ValueError(f"{paths[0]} cannot be read ({str(e).splitlines()[0]})") from None
+    return _read_file(paths[0])
 
 # %% ../../nbs/benchmarks/tasks.ipynb #e83c6538
 def _hub_rows(
@@ -194,7 +191,7 @@ def load_task(
     shots = load_rows(source.shots, f"{name}-{source.shots}") if source.shots else []
     rows = load_rows(source.split, name)
     try: return {f"{name}-{k}": source.item(row, shots) for k, row in enumerate(rows[:limit or None])}
-    except (TypeError, ValueError, AttributeError, IndexError) as e:
+    except (TypeError, ValueError, AttributeError, LookupError, re.error) as e:
         raise ValueError(f"{name} has a row that cannot become an item ({type(e).__name__}: {e})") from None
 
 # %% ../../nbs/benchmarks/tasks.ipynb #5d5e5df4

@@ -57,12 +57,13 @@ def startable_states(
 # %% ../../nbs/cluster/attempt.ipynb #15ca8741
 def list_attempts(cell: Cell) -> list[Path]:
     "The folders of a cell's attempts, in order."
-    return sorted(cell.folder.glob("attempt-*"), key=lambda p: int(p.name.split("-")[1]))
+    attempts = [path for path in cell.folder.glob("attempt-*") if path.name.removeprefix("attempt-").isdecimal()]
+    return sorted(attempts, key=lambda path: int(path.name.removeprefix("attempt-")))
 
 # %% ../../nbs/cluster/attempt.ipynb #ac8d6500
 def read_ends(cell: Cell) -> list[dict]:
     "The `end.json` of every attempt that has one, in order."
-    return [end for end in (read_json(folder / "end.json") for folder in list_attempts(cell)) if end]
+    return [end for end in (read_json(folder / "end.json", ["kind"]) for folder in list_attempts(cell)) if end]
 
 # %% ../../nbs/cluster/attempt.ipynb #1232664c
 def cell_lock(cell: Cell) -> Path:
@@ -212,7 +213,7 @@ def _newer_end(
     "How an attempt ended that another sweep has made since then; empty if there is none."
     newer = list_attempts(cell)[seen:]
     if not newer or (job and read_json(newer[-1] / "begin.json").get("job") == job): return ""
-    return read_json(newer[-1] / "end.json").get("kind", "")
+    return read_json(newer[-1] / "end.json", ["kind"]).get("kind", "")
 
 # %% ../../nbs/cluster/attempt.ipynb #5703d13e
 def run_cell(

@@ -78,7 +78,7 @@ def _recall_job(
     "As `classify_job`, but each job is queried only once: the answer is kept in the cell's folder."
     path = cell.folder / f"gone-{job}.json"
     if not path.exists(): write_json(path, classify_job(job))
-    return read_json(path)
+    return read_json(path, kind=list)
 
 # %% ../../nbs/cluster/status.ipynb #c7352970
 def _end_of(
@@ -87,12 +87,12 @@ def _end_of(
     queue: Queue,
 ) -> dict[str, Any] | str:
     "The content of `end.json`, which is written here for a killed attempt; `running` or `unknown` if there is no end."
-    end, job = read_json(folder / "end.json"), read_json(folder / "begin.json").get("job")
+    end, job = read_json(folder / "end.json", ["kind"]), read_json(folder / "begin.json").get("job")
     if end: return end
     waiting = job and queue.has(job)
     if waiting or is_running(cell): return "running"
     if waiting is None: return "unknown"
-    if end := read_json(folder / "end.json"): return end  # it may have been written since it was first read
+    if end := read_json(folder / "end.json", ["kind"]): return end  # it may have been written since it was first read
     kind, message = classify_job(job) if job else ("killed", "its process is gone")
     end = dict(kind=kind, message=message, seconds=float("nan"), progress=True, requeued=False)
     write_json(folder / "end.json", end)

@@ -23,7 +23,8 @@ from ..corpora import CORPORA, check_corpus, load_corpus
 from ..corpora.prompts import encode_completion
 from ..models import check_engine, check_engine_options, check_mode
 from ..models.identity import ModelName
-from ..runs import Config, Journal, report_progress, runtime_field
+from ..runs import (COMPUTE_BOTH, Config, Journal, Seed, check_temperature, explain_damage,
+                           report_progress, runtime_field)
 
 # %% ../../nbs/methods/targets.ipynb #2d0498af
 class MixSettings(Config):
@@ -31,7 +32,7 @@ class MixSettings(Config):
     dataset: str = Field("kgfact-small", description="corpus")
     model: ModelName = Field("lab-m", description="base model: a lab model, a folder or a hub id")
     lam: float = Field(0.5, ge=0, le=1, description="share of tokens from the naive conditional")
-    seed: int = Field(0, description="seed of the picks and of the sampling noise")
+    seed: Seed = Field(0, description="seed of the picks and of the sampling noise")
     temperature: float | None = Field(
         None, ge=0, description="sampling temperature; 0 takes the argmax, None the published value of the corpus")
     top_k: int = Field(64, ge=1, description="at T > 0, number of likeliest tokens that are sampled from")
@@ -47,7 +48,7 @@ class MixSettings(Config):
         False, description="replace discarded targets by the canonical ones, as in the published SimpleQA data")
     shard: str = Field(
         "", description="part of the corpus to mix, for example 3/8 for the third of eight parts; empty for all of it")
-    shards: int = runtime_field(0, "number of shards to join; shards that do not exist yet are mixed", ge=0)
+    shards: int = runtime_field(0, "number of shards to join; shards that do not exist yet are mixed", ge=0, le=1_000)
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="data type of the model: float32 or bfloat16")
     engine: str = runtime_field("hf", "engine that runs the model: hf or vllm")
@@ -60,6 +61,7 @@ class MixSettings(Config):
 
     _dataset = field_validator("dataset")(check_corpus)
     _engine = field_validator("engine")(check_engine)
+    _temperature = field_validator("temperature")(check_temperature)
 
     @field_validator("temperature")
     @classmethod
@@ -159,7 +161,8 @@ def mix_corpus(
 ) -> list[dict]:
     "Mix the targets of a corpus: records in the order of the corpus, with the columns of SCHEMA."
     from mixsd_nb.methods.mixing import names_another
-    with Journal(folder / "finished.jsonl") as journal:
+    keys = "id", "sample", "completion_ids", "naive_mask", "accepted", "attempts", "finish_reason"
+    with Journal(folder / "finished.jsonl", keys) as journal:
         _mix_missing(settings, engine, targets, journal)
         by_target = {(r["id"], r["sample"]): r for r in journal.records}
     rows, records = {row["id"]: row for row in rows}, []
@@ -186,8 +189,8 @@ def write_targets(records: list[dict], path: Path) -> None:
 
 # %% ../../nbs/methods/targets.ipynb #2dc73cae
 def read_targets(path: Path) -> list[dict]:
-    "The targets in a Parquet file, as plain records."
-    return pq.read_table(path).to_pylist()
+    "The targets in a Parquet file, as plain records; DamagedFile for a file of another form."
+    with explain_damage(path, COMPUTE_BOTH): return pq.read_table(path).select(SCHEMA.names).to_pylist()
 
 # %% ../../nbs/methods/targets.ipynb #15cc0685
 def _measure_agreement(

@@ -27,7 +27,7 @@ def _model_kind(name: str, field: str = "model") -> str:
     "`lab`, `folder` or `hub`; ValueError of one sentence if it cannot name a model."
     if name in SIZES: return "lab"
     if (Path(name) / "config.json").is_file(): return "folder"
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith((".", "/")): return "hub"
+    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) and ".." not in name: return "hub"
     near = nearest(name, SIZES)
     hint = f"; {near}" if near else ""
     raise ValueError(f"{field} must be {', '.join(SIZES)}, a model folder or a hub id owner/name, got {name}{hint}")

@@ -18,6 +18,7 @@ import xarray as xr
 from ..analysis.statistics import wilson
 from ..models import load_base
 from ..models.lab import SIZES, lab_folder
+from ..runs import RESTORE, explain_damage
 
 # %% ../../nbs/pretraining/record.ipynb #60ed393f
 RECORD_FILE = "pretraining.nc"
@@ -44,7 +45,8 @@ def read_record(
 ) -> xr.DataTree | None:
     "The record of the weights that a training starts from; None if they have none."
     path = model_folder(source) / RECORD_FILE if source else None
-    return xr.load_datatree(path) if path and path.exists() else None
+    if not path or not path.exists(): return None
+    with explain_damage(path, RESTORE): return xr.load_datatree(path)
 
 # %% ../../nbs/pretraining/record.ipynb #797cd3d6
 def make_record(

@@ -12,21 +12,22 @@ from pathlib import Path
 import netCDF4
 import xarray as xr
 
-from ..runs import runs_root
+from ..runs import DamagedFile, check_schema, explain_damage, runs_root
 from .schema import TARGET_VARIABLES
 
 # %% ../../nbs/results/roots.ipynb #3c5ca7ee
 def read_root(
     path: Path,  # result.nc
 ) -> xr.Dataset | None:
-    """The root group as `xr.open_dataset` reads it, with the time of its file; None without the dimensions of a run.
+    """The root group as `open_result` reads it, with the time of its file; None without the dimensions of a run.
 
-    The dimensions of a run are dataset, model and method."""
+    The dimensions of a run are dataset, model and method. ValueError for a result of another schema."""
     with netCDF4.Dataset(path) as file:
+        attrs = check_schema(dict(file.__dict__))
         if not {"dataset", "model", "method"} <= set(file.dimensions): return None
         file.set_auto_maskandscale(False)
         texts = {name: dict(v.__dict__) for name, v in file.variables.items()}
-        attrs, values = dict(file.__dict__), {name: v[...] for name, v in file.variables.items()}
+        values = {name: v[...] for name, v in file.variables.items()}
         dims = {name: v.dimensions for name, v in file.variables.items()}
     listed = [attrs.pop("coordinates", ""), *(text.pop("coordinates", "") for text in texts.values())]
     auxiliary = set(" ".join(listed).split())
@@ -58,15 +59,15 @@ def read_roots(
 ) -> dict[str, xr.Dataset]:
     """The root of every finished run that has the dimensions of a run, by the name of its folder.
 
-    ValueError that names a result that cannot be read."""
+    DamagedFile that names a result that cannot be read."""
     roots = {}
     for path in sorted(Path(folder or runs_root()).glob("[!.]*/result.nc")):
-        try: root = read_root(path)
-        except (OSError, RuntimeError, ValueError, AttributeError) as e:
-            message = f"{path} cannot be read ({e})"
-            if not skip_corrupt:
-                raise ValueError(f"{message}; remove it and run it again, or skip it with skip_corrupt=True") from None
-            warnings.warn(f"{message}; it is left out", stacklevel=3)
+        try:
+            with explain_damage(path, "remove it and run it again, or skip it with skip_corrupt=True"):
+                root = read_root(path)
+        except DamagedFile as e:
+            if not skip_corrupt: raise
+            warnings.warn(f"{e.problem}; it is left out", stacklevel=3)
         else:
             if root is not None: roots[path.parent.name] = rename_root(root, path.parent.name)
     return roots

@@ -4,34 +4,42 @@
 
 # %% auto #0
 __all__ = ['MARK', 'checkpoint_folder', 'checkpoint_step', 'checkpoint_steps', 'last_checkpoint', 'mark_complete',
-           'resume_checkpoint', 'Interruption', 'Config', 'ParameterError', 'format_bounds', 'format_error',
-           'format_type', 'is_runtime', 'make_config', 'nearest', 'notebook_config', 'runtime_field', 'ProcessFailed',
-           'die_with_parent', 'first_error', 'launch', 'leave', 'Registry', 'load_object', 'load_plugins', 'module_of',
-           'Run', 'Stage', 'find_runs', 'find_stage', 'read_config', 'describe_parameters', 'run_function', 'Journal',
-           'StorageError', 'check_described', 'check_runs_folder', 'explain_storage_errors', 'is_finished',
-           'open_result', 'project_root', 'read_json', 'remove_run', 'report_progress', 'run_lock', 'runs_root',
-           'try_lock', 'write_atomically', 'write_json', 'write_result']
+           'resume_checkpoint', 'Interruption', 'Config', 'ParameterError', 'Seed', 'Steps', 'check_steps',
+           'check_temperature', 'match_type', 'format_bounds', 'format_error', 'format_type', 'is_runtime',
+           'make_config', 'nearest', 'notebook_config', 'runtime_field', 'ProcessFailed', 'die_with_parent',
+           'first_error', 'launch', 'leave', 'Registry', 'load_object', 'load_plugins', 'module_of', 'Run', 'Stage',
+           'find_runs', 'find_stage', 'read_config', 'describe_parameters', 'run_function', 'COMPUTE_AGAIN',
+           'COMPUTE_BOTH', 'RESTORE', 'RESPONSE_COLUMNS', 'TARGET_COLUMNS', 'SCHEMA', 'DamagedFile', 'Journal',
+           'check_schema', 'explain_damage', 'read_lines', 'read_run_record', 'read_table', 'sync', 'StorageError',
+           'check_described', 'check_runs_folder', 'explain_storage_errors', 'is_finished', 'open_result',
+           'project_root', 'read_json', 'remove_run', 'report_progress', 'run_lock', 'runs_root', 'try_lock',
+           'write_atomically', 'write_json', 'write_result']
 
 # %% ../../nbs/runs/index.ipynb #3f13d88a
 from .checkpoints import (MARK, checkpoint_folder, checkpoint_step, checkpoint_steps, last_checkpoint,
                                        mark_complete, resume_checkpoint)
-from .config import (Config, ParameterError, format_bounds, format_error, format_type, is_runtime,
-                                  make_config, nearest, notebook_config, runtime_field)
+from .config import (Config, ParameterError, Seed, Steps, check_steps, check_temperature, format_bounds,
+                                  format_error, format_type, is_runtime, make_config, match_type, nearest,
+                                  notebook_config, runtime_field)
 from .processes import Interruption, ProcessFailed, die_with_parent, first_error, launch, leave
 from .registry import Registry, load_object, load_plugins, module_of
 from .run import (Run, Stage, describe_parameters, find_runs, find_stage, read_config, run_function)
-from .storage import (Journal, StorageError, check_described, check_runs_folder, explain_storage_errors,
-                                   is_finished, open_result, project_root, read_json, remove_run, report_progress,
-                                   run_lock, runs_root, try_lock, write_atomically, write_json, write_result)
+from .storage import (COMPUTE_AGAIN, COMPUTE_BOTH, RESPONSE_COLUMNS, RESTORE, SCHEMA, TARGET_COLUMNS,
+                                   DamagedFile, Journal, StorageError,
+                                   check_described, check_runs_folder, check_schema, explain_damage,
+                                   explain_storage_errors, is_finished, open_result, project_root, read_json,
+                                   read_lines, read_run_record, read_table, remove_run, report_progress, run_lock,
+                                   runs_root, sync, try_lock, write_atomically, write_json, write_result)
 
 _all_ = ["MARK", "checkpoint_folder", "checkpoint_step", "checkpoint_steps", "last_checkpoint",
          "mark_complete", "resume_checkpoint", "Interruption", "Config",
-         "ParameterError",
+         "ParameterError", "Seed", "Steps", "check_steps", "check_temperature", "match_type",
          "format_bounds", "format_error", "format_type", "is_runtime", "make_config", "nearest", "notebook_config",
          "runtime_field", "ProcessFailed", "die_with_parent", "first_error", "launch", "leave", "Registry",
          "load_object",
          "load_plugins", "module_of", "Run", "Stage", "find_runs", "find_stage", "read_config", "describe_parameters",
-         "run_function", "Journal",
+         "run_function", "COMPUTE_AGAIN", "COMPUTE_BOTH", "RESTORE", "RESPONSE_COLUMNS", "TARGET_COLUMNS", "SCHEMA", "DamagedFile", "Journal", "check_schema",
+         "explain_damage", "read_lines", "read_run_record", "read_table", "sync",
          "StorageError", "check_described", "check_runs_folder", "explain_storage_errors", "is_finished", "open_result",
          "project_root", "read_json", "remove_run", "report_progress", "run_lock", "runs_root", "try_lock",
          "write_atomically", "write_json", "write_result"]

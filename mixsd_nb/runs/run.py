@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from .checkpoints import checkpoint_steps
 from .config import Config, ParameterError, make_config, nearest
-from .storage import (explain_storage_errors, is_finished, open_result, read_json, remove_run, run_lock,
-                                   runs_root, write_json, write_result)
+from .storage import (RESPONSE_COLUMNS, SCHEMA, TARGET_COLUMNS, explain_storage_errors, is_finished, open_result,
+                                   read_run_record, read_table, remove_run, run_lock, runs_root, write_json,
+                                   write_result)
 
 if TYPE_CHECKING:  # imported where they are used: worker processes need no tables
     import pandas as pd
@@ -131,7 +132,7 @@ def read_config(
     folder: Path,  # of a run
 ) -> dict[str, Any]:
     "The configuration in a run's `run.json`; empty if the file does not exist."
-    return read_json(Path(folder) / "run.json").get("config", {})
+    return read_run_record(folder).get("config", {})
 
 # %% ../../nbs/runs/run.ipynb #85464264
 class Run:
@@ -154,7 +155,7 @@ class Run:
     @property
     def stage(self) -> str:
         "The name of the stage that computes this run."
-        return read_json(self.folder / "run.json").get("stage") or self.name.partition("-")[0]
+        return read_run_record(self.folder).get("stage") or self.name.partition("-")[0]
 
     @property
     def finished(self) -> bool:
@@ -179,7 +180,7 @@ class Run:
     @property
     def targets(self) -> "pd.DataFrame":
         "The targets of a generate run; FileNotFoundError for a run without targets."
-        return self._table("targets.parquet")
+        return self._table("targets.parquet", TARGET_COLUMNS)
 
     @property
     def measured_steps(self) -> list[int]:
@@ -196,12 +197,11 @@ class Run:
 
     def responses(self, step: int | None = None) -> "pd.DataFrame":
         "The responses of a checkpoint, or of an evaluation; FileNotFoundError if there are none."
-        return self._table(self.responses_file(step).name)
+        return self._table(self.responses_file(step).name, RESPONSE_COLUMNS)
 
-    def _table(self, name: str) -> "pd.DataFrame":
-        import pandas as pd
+    def _table(self, name: str, columns: tuple[str, ...]) -> "pd.DataFrame":
         if not (path := self.folder / name).is_file(): raise FileNotFoundError(f"{self.name} has no {name}")
-        return pd.read_parquet(path)
+        return read_table(path, columns)
 
 # %% ../../nbs/runs/run.ipynb #64538de5
 def find_runs(
@@ -282,7 +282,7 @@ class Stage(Config):
         texts = tuple(v for v in self.identity().values() if isinstance(v, str))
         packages = {name: package_version(name) for name in ("torch", "transformers", "xarray")}
         modules = tuple(self.modules())
-        return dict(stage=self.name, config=self.model_dump(mode="json"), code=code_version(modules),
+        return dict(schema=SCHEMA, stage=self.name, config=self.model_dump(mode="json"), code=code_version(modules),
                     modules=module_versions(modules), weights=weights_version(texts),
                     python=platform.python_version(), platform=platform.platform(),
                     packages=packages)
@@ -308,7 +308,7 @@ class Stage(Config):
         return Run(run.folder)
 
     def _warn_if_stale(self, run: Run) -> None:
-        record = read_json(run.folder / "run.json")
+        record = read_run_record(run.folder)
         now = self.provenance() if record else {}
         if any(record.get(key, "") != now[key] for key in ("code", "weights") if now):
             old, new = record.get("modules", {}), now["modules"]

@@ -14,7 +14,7 @@ import pandas as pd
 from ..corpora import CORPORA
 from ..corpora.kgfact import DOMAINS, Fact, find_facts_about, to_networkx
 from ..methods import BASE, label_title
-from ..runs import load_object
+from ..runs import load_object, read_table
 from .base import (Point, View, escape, locate, make_control, make_picture, make_row, render_error,
                                  render_table, set_options)
 from .responses import find_response_files
@@ -34,7 +34,7 @@ def read_histories(
     trained = files[(files.lr == lr) & (files.seed == seed)]
 
     def recall(path):
-        table = pd.read_parquet(path, columns=["benchmark", "item", "correct"])
+        table = read_table(path, ["benchmark", "item", "correct"], others=False)
         return table[table.benchmark == "recall"].groupby("item", sort=False).correct.first()
 
     def by_step(part): return pd.DataFrame({row.step: recall(row.path) for row in part.itertuples()})

@@ -1,0 +1,383 @@
+"""Every kind of file that is read back, with every kind of damage: one sentence that names it, or the documented recovery.
+
+Full disks are simulated by a limit on the size of files, which the operating system reports as it reports a quota."""
+
+import contextlib
+import errno
+import json
+import os
+import pickle
+import random
+import resource
+import warnings
+from types import SimpleNamespace
+
+import netCDF4
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import xarray as xr
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_up import write_run
+from safetensors.torch import save_file
+from text_helpers import error_sentence
+
+from mixsd_nb import errors
+from mixsd_nb.analysis.checkpoints import find_checkpoints, open_training_run
+from mixsd_nb.analysis.curvature import tensor_sums
+from mixsd_nb.analysis.estimation import FISHER, estimate_fisher, load_sums, save_sums
+from mixsd_nb.analysis.forgetting import ReferenceConfig
+from mixsd_nb.analysis.responses import find_responses, read_responses
+from mixsd_nb.benchmarks.tasks import load_task
+from mixsd_nb.cluster.attempt import list_attempts, read_ends
+from mixsd_nb.methods.targets import read_targets, write_targets
+from mixsd_nb.pretraining.record import RECORD_FILE, read_record
+from mixsd_nb.results.roots import read_roots
+from mixsd_nb.runs import (DamagedFile, Journal, Run, StorageError, checkpoint_steps, find_runs, open_result,
+                           project_root, read_config, read_json, report_progress, run_lock, write_atomically, write_json, write_result)
+
+WORDS = dict(long_name="value", units="1")
+TARGET = dict(id="a", sample=0, prompt_ids=[1], completion_ids=[2], naive_mask=[True], accepted=True, attempts=1,
+              finish_reason="stop", names_another=False)
+SUMS = {"w": torch.ones(4, 3), "norm": torch.ones(3)}
+
+
+def run_folder(folder):
+    "A finished training run with responses and a checkpoint."
+    runs = folder / "runs"
+    write_run(runs, "kgfact-small", "sft", [0, 5])
+    return next(runs.iterdir())
+
+
+def made_table(folder, name, columns):
+    path = folder / name
+    pd.DataFrame({column: ["x"] for column in columns}).to_parquet(path)
+    return path
+
+
+# Each kind of file: a function (folder) -> (path of a sound file, function that reads it).
+def result(folder):
+    run = run_folder(folder)
+    return run / "result.nc", lambda: open_result(run)
+
+
+def result_of_an_analysis(folder):
+    run = run_folder(folder)
+    return run / "result.nc", lambda: find_checkpoints(open_training_run(str(run)))
+
+
+def result_in_a_cube(folder):
+    run = run_folder(folder)
+    return run / "result.nc", lambda: read_roots(run.parent)
+
+
+def record(folder):
+    run = run_folder(folder)
+    return run / "run.json", lambda: read_config(run)
+
+
+def record_in_a_search(folder):
+    run = run_folder(folder)
+    return run / "run.json", lambda: find_runs(run.parent, "train", dataset="kgfact-small")
+
+
+def responses(folder):
+    run = run_folder(folder)
+    return run / "responses-20.parquet", lambda: Run(run).responses(20)
+
+
+def responses_of_a_corpus(folder):
+    run = run_folder(folder)
+    return run / "responses-20.parquet", lambda: read_responses(find_responses("kgfact-small", "lab-s", run.parent))
+
+
+def targets(folder):
+    write_targets([TARGET], folder / "targets.parquet")
+    return folder / "targets.parquet", lambda: Run(folder).targets
+
+
+def targets_of_a_shard(folder):
+    write_targets([TARGET], folder / "targets.parquet")
+    return folder / "targets.parquet", lambda: read_targets(folder / "targets.parquet")
+
+
+def samples(folder):
+    path = made_table(folder, "samples.parquet", ["benchmark", "prompt_ids", "completion_ids", "nll"])
+    config = ReferenceConfig(model="lab-s")
+    object.__setattr__(config, "run", lambda: Run(folder))
+    return path, config.text
+
+
+def classified(folder):
+    path = made_table(folder, "errors.parquet", ["benchmark", "method", "category", "left"])
+    return path, lambda: errors.read_classified(Run(folder))
+
+
+def fisher(folder):
+    save_sums(SUMS, folder / FISHER, 3)
+    return folder / FISHER, lambda: tensor_sums(SUMS, SUMS, folder / FISHER)
+
+
+def sums(folder):
+    save_sums(SUMS, folder / "sums-0-of-1.safetensors", 3)
+    into = {name: torch.zeros_like(total) for name, total in SUMS.items()}
+    return folder / "sums-0-of-1.safetensors", lambda: load_sums(into, folder / "sums-0-of-1.safetensors")
+
+
+def weights(folder):
+    (folder / "checkpoint-20").mkdir()
+    (folder / "checkpoint-20/config.json").write_text("{}")
+    save_file(SUMS, folder / "checkpoint-20/model.safetensors")
+    return folder / "checkpoint-20/model.safetensors", lambda: tensor_sums(SUMS, folder / "checkpoint-20", SUMS)
+
+
+def end(folder):
+    write_json(folder / "attempt-1/end.json", dict(kind="raised", message=""))
+    return folder / "attempt-1/end.json", lambda: read_ends(SimpleNamespace(folder=folder))
+
+
+def pretraining(folder):
+    xr.Dataset({"x": ("t", [1.0], WORDS)}, attrs=dict(config="{}")).to_netcdf(folder / RECORD_FILE)
+    return folder / RECORD_FILE, lambda: read_record(str(folder))
+
+
+def task_lines(folder):
+    (folder / "gsm8k.jsonl").write_text(json.dumps(dict(question="1 + 1?", answer="#### 2")) + "\n")
+    return folder / "gsm8k.jsonl", lambda: load_task("gsm8k", str(folder))
+
+
+def task_table(folder):
+    pd.DataFrame(dict(question=["1 + 1?"], answer=["#### 2"])).to_parquet(folder / "gsm8k.parquet")
+    return folder / "gsm8k.parquet", lambda: load_task("gsm8k", str(folder))
+
+
+# Each kind of damage: a function (path), applied to the sound file.
+def truncated(path): os.truncate(path, path.stat().st_size * 2 // 3)
+def cut_by_a_byte(path): os.truncate(path, path.stat().st_size - 1)
+def empty(path): path.write_bytes(b"")
+def random_bytes(path): path.write_bytes(random.Random(0).randbytes(4_000))
+def nulls(path): path.write_bytes(bytes(path.stat().st_size))  # what a machine without power can leave
+
+
+def of_another_program(path):
+    "A sound file of the same format with other content."
+    if path.suffix == ".nc":
+        path.unlink()
+        with netCDF4.Dataset(path, "w") as file:
+            for dim in ("dataset", "model", "method"): file.createDimension(dim, 1)
+            file.createVariable("t2m", "f4", ("dataset", "model", "method"))[:] = 1
+    elif path.suffix == ".parquet": pd.DataFrame(dict(city=["Ulm"])).to_parquet(path)
+    elif path.suffix == ".safetensors": save_file({"other": torch.ones(2)}, path)
+    else: path.write_text('{"city": "Ulm"}\n')
+
+
+def of_another_format(path): path.write_text("[1, 2]\n[3]\n" if path.suffix != ".json" else "[1, 2]")
+def nested(path): path.write_text("[" * 100_000)
+
+
+FILES = [result, result_of_an_analysis, result_in_a_cube, record, record_in_a_search, responses, responses_of_a_corpus,
+         targets, targets_of_a_shard, samples, classified, fisher, sums, weights, end, pretraining, task_lines, task_table]
+DAMAGES = [truncated, cut_by_a_byte, empty, random_bytes, nulls, of_another_program, of_another_format, nested]
+# Damage that is none: the last byte of a file of text is its line break, and the record of a pretraining has no fixed form.
+SOUND = {(kind, cut_by_a_byte) for kind in (record, record_in_a_search, end, task_lines)}
+SOUND |= {(pretraining, of_another_program)}
+BY_TASK = {(task, damage) for task in (task_lines, task_table) for damage in (empty, of_another_program)}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("kind", FILES)
+def test_a_damaged_file_is_one_sentence_that_names_it(kind, damage, tmp_path):
+    path, read = kind(tmp_path)
+    read()
+    damage(path)
+    if (kind, damage) in SOUND:
+        read()
+        return
+    sentence = error_sentence(read)
+    place = path.parent if damage is of_another_program and kind is weights else path
+    place = path.stem if (kind, damage) in BY_TASK else place  # it can be read, but its rows are of another form
+    assert str(place) in sentence and len(sentence) < 500
+
+
+@pytest.mark.parametrize("kind", set(FILES) - {task_lines, task_table, fisher, weights})
+def test_the_sentence_says_what_to_do(kind, tmp_path):
+    path, read = kind(tmp_path)
+    random_bytes(path)
+    with pytest.raises(DamagedFile, match="remove it|restore it") as caught: read()
+    assert caught.value._render_traceback_() == [str(caught.value)]
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)  # it may come from another process
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_journal_is_begun_again(damage, tmp_path):
+    path = tmp_path / "journal.jsonl"
+    with Journal(path, ["k"]) as journal:
+        for k in range(9): journal.add(dict(k=k))
+    damage(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with Journal(path, ["k"]) as journal: assert journal.records == [dict(k=k) for k in range(len(journal.records))]
+    with Journal(path, ["k"]) as again: assert again.records == journal.records  # without a warning
+
+
+@given(line=st.integers(0, 8), junk=st.binary(max_size=30).filter(lambda b: b"\n" not in b), at=st.integers(0, 8))
+@settings(max_examples=30, deadline=None)
+def test_a_broken_line_costs_that_line_only(line, junk, at, tmp_path_factory):
+    path = tmp_path_factory.mktemp("journal") / "journal.jsonl"
+    with Journal(path, ["k"]) as journal:
+        for k in range(9): journal.add(dict(k=f"item {k}"))
+    lines = path.read_bytes().splitlines()
+    lines[line] = lines[line][:at] + b"\x00" + junk
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    with pytest.warns(UserWarning, match="1 damaged lines"), Journal(path, ["k"]) as journal:
+        assert journal.records == [dict(k=f"item {k}") for k in range(9) if k != line]
+        journal.add(dict(k="again"))
+    with Journal(path, ["k"]) as journal: assert len(journal.records) == 9
+
+
+def test_another_schema_is_refused_by_its_version(tmp_path):
+    run = run_folder(tmp_path)
+    write_json(run / "run.json", json.loads((run / "run.json").read_text()) | dict(schema=0))
+    assert "run.json cannot be read (its schema is 0, and this version reads schema 1); remove" in error_sentence(
+        lambda: read_config(run))
+    with netCDF4.Dataset(run / "result.nc", "a") as file: file.schema = 2
+    assert "result.nc cannot be read (its schema is 2," in error_sentence(lambda: open_result(run))
+    assert "its schema is 2" in error_sentence(lambda: read_roots(run.parent))
+
+
+def test_files_from_before_the_schema_had_a_number_are_read(tmp_path):
+    run = run_folder(tmp_path)
+    before = open_result(run)
+    with netCDF4.Dataset(run / "result.nc", "a") as file: del file.schema
+    assert before.identical(open_result(run)) and "schema" not in before.attrs
+
+
+def test_foreign_names_in_the_folders_are_ignored(tmp_path):
+    run = run_folder(tmp_path)
+    for name in ("checkpoint-foo", "checkpoint-", "checkpoint-1.5", "attempt-foo", "logs"):
+        (run / name).mkdir()
+        (run / name / "complete").touch()
+    for name in ("responses-foo.parquet", "responses-.parquet", "notes.txt"): (run / name).touch()
+    for name in ("notes.txt", "desktop.ini"): (run.parent / name).touch()
+    (run.parent / "a folder").mkdir()
+    assert list(checkpoint_steps(run)) == Run(run).measured_steps == [20]
+    assert [found.folder for found in find_runs(run.parent)] == [run]
+    assert list_attempts(SimpleNamespace(folder=run)) == []
+
+
+@contextlib.contextmanager
+def full_disk(size=20_000):
+    "A limit on the size of files, which libraries meet as they meet a full disk or a quota."
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try: yield
+    finally: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def fill_journal(path):
+    with Journal(path) as journal:
+        for k in range(1_000): journal.add(dict(k=k, text="x" * 100))
+
+
+NUMBERS = np.random.default_rng(0).random(100_000)  # cannot be compressed to less than the limit
+WRITERS = {
+    "result.nc": lambda path: write_result(xr.DataTree(xr.Dataset({"x": ("t", NUMBERS, WORDS)})), path.parent),
+    "run.json": lambda path: write_json(path, NUMBERS.tolist()),
+    "responses.parquet": lambda path: write_atomically(path, pd.DataFrame(dict(x=NUMBERS)).to_parquet),
+    "targets.parquet": lambda path: write_atomically(
+        path, lambda unfinished: write_targets([TARGET | dict(completion_ids=list(range(100_000)))], unfinished)),
+    "sums.safetensors": lambda path: save_sums({"w": torch.tensor(NUMBERS)}, path, 3),
+    "state.pt": lambda path: write_atomically(path, lambda unfinished: torch.save(torch.tensor(NUMBERS), unfinished)),
+    "journal.jsonl": fill_journal,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_full_disk_is_one_sentence_and_keeps_what_was_finished(name, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(b'{"k": -1}\n')
+    with full_disk(), pytest.raises(StorageError) as caught: WRITERS[name](path)
+    assert str(caught.value) == (f"{path} cannot be written (File too large); finished work is kept, and the same "
+                                 "command resumes from it")
+    assert caught.value.__suppress_context__ and [p.name for p in tmp_path.iterdir()] == [name]
+    if name != "journal.jsonl": assert path.read_bytes() == b'{"k": -1}\n'
+    else:
+        with Journal(path) as journal: assert [r["k"] for r in journal.records] == list(range(-1, len(journal.records) - 1))
+        assert len(journal.records) > 100
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_an_error_that_only_fsync_reports_is_one_sentence(number, tmp_path, monkeypatch):
+    def fail(_): raise OSError(number, os.strerror(number))
+    write_json(tmp_path / "run.json", dict(a=1))
+    journal = Journal(tmp_path / "journal.jsonl")
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(StorageError, match=f"run.json cannot be written .{os.strerror(number)}"):
+        write_json(tmp_path / "run.json", dict(a=2))
+    with pytest.raises(StorageError, match="journal.jsonl cannot be written"), journal: journal.add(dict(k=1))
+    assert read_json(tmp_path / "run.json") == dict(a=1) and not list(tmp_path.glob(".*"))
+
+
+def test_another_error_of_a_writer_stays_as_it_is(tmp_path):
+    def fail(path):
+        path.touch()
+        raise KeyError("x")
+    with pytest.raises(KeyError): write_atomically(tmp_path / "file", fail)
+    assert not list(tmp_path.iterdir())
+
+
+def test_progress_on_a_full_disk(tmp_path, monkeypatch):
+    monkeypatch.setenv("MIXSD_PROGRESS", str(tmp_path / "progress.json"))
+    with full_disk(10), pytest.raises(StorageError, match="progress.json cannot be written"): report_progress("x", 1, 1)
+
+
+def test_a_journal_is_forced_to_disk_once_a_second_and_at_its_end(tmp_path, monkeypatch):
+    synced, clock, fsync = [], [100.0], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda handle: (synced.append(len(journal.records)), fsync(handle)))
+    monkeypatch.setattr("mixsd_nb.runs.storage.time.monotonic", lambda: clock[0])
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        for k in range(25):
+            journal.add(dict(k=k))
+            clock[0] += 0.25
+    assert synced == [5, 10, 15, 20, 25]
+
+
+def test_the_next_run_sweeps_up_what_killed_processes_left(tmp_path):
+    run = run_folder(tmp_path)
+    names = ".result.nc.0a1b2c3d.tmp", "checkpoint-20/.complete.0a1b2c3d.tmp"
+    for name in names: (run / name).touch()
+    doomed = run.with_name(f".{run.name}.removed")
+    doomed.mkdir()
+    sound = sorted(p.name for p in run.rglob("[!.]*"))
+    with run_lock(run): pass
+    assert not doomed.exists() and sorted(p.name for p in run.rglob("*")) == sound
+
+
+def test_sums_do_not_outlive_the_fisher(tmp_path):
+    "A process was killed between the two, or another number of processes had begun."
+    save_sums(SUMS, tmp_path / FISHER, 3)
+    for name in ("sums-0-of-1", "sums-1-of-2"): save_sums(SUMS, tmp_path / f"{name}.safetensors", 3)
+    estimate_fisher([], tmp_path, model="lab-s")
+    assert [p.name for p in tmp_path.iterdir()] == [FISHER]
+
+
+def test_sums_of_another_shape_are_refused(tmp_path):
+    save_sums({"w": torch.ones(1)}, tmp_path / "sums.safetensors", 3)
+    sentence = error_sentence(lambda: load_sums({"w": torch.zeros(4)}, tmp_path / "sums.safetensors"))
+    assert "sums.safetensors cannot be read (its w has the shape (1,), the model's (4,)); remove it" in sentence
+
+
+@pytest.mark.parametrize("content", [b"[DEFAULT\nlib_name = x", b"\xff\xfe\x00\x01", b"no section\n", b"[a]\n[a]\n",
+                                     b"[DEFAULT]\nlib_name = other\n", b""])
+def test_settings_of_another_program_above_the_working_folder_do_not_matter(content, tmp_path, monkeypatch):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "settings.ini").write_bytes(content)
+    monkeypatch.chdir(tmp_path / "inner")
+    assert project_root() == tmp_path / "inner"
+    (tmp_path / "settings.ini").write_bytes(b"[DEFAULT]\nlib_name = mixsd_nb\n")
+    assert project_root() == tmp_path
+    (tmp_path / "settings.ini").unlink()
+    (tmp_path / "settings.ini").mkdir()
+    assert project_root() == tmp_path / "inner"
