@@ -58,7 +58,7 @@ def test_a_planted_state_of_pretraining_is_not_run(save, tmp_path, trap):
     assert sentence.startswith(f"{path} must be a complete state of this training, got ") and "delete it" in sentence
 
 
-@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", os.urandom(64)])
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", os.urandom(64)], ids=["empty", "zip", "random"])
 def test_a_damaged_state_of_pretraining_is_one_sentence(content, tmp_path):
     path = tmp_path / training.STATE_FILE
     path.write_bytes(content)
@@ -73,7 +73,8 @@ def test_planted_weights_are_not_run(folder, trap):
 
 @pytest.mark.parametrize("load", [
     lambda name: load_part(AutoConfig, name), lambda name: load_part(AutoModelForCausalLM, name), load_tokenizer, load_base,
-    lambda name: engine_vllm._read_limits(name, None), lambda name: estimation.reference_pairs(name)], ids=str)  # fmt: skip
+    lambda name: engine_vllm._read_limits(name, None), lambda name: estimation.reference_pairs(name)],
+    ids=["config", "model", "tokenizer", "base", "vllm", "reference"])  # fmt: skip
 def test_code_of_a_model_is_not_run(load, folder, trap):
     "Neither with a class of its own nor by a question on the terminal."
     (folder / "code.py").write_text(f"open({str(trap)!r}, 'w')\nclass Own: pass\n")
