@@ -245,11 +245,7 @@ def test_a_damaged_file_is_one_sentence_that_names_it(kind, damage, tmp_path):
     assert str(place) in sentence and len(sentence) < 500
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("kind", [kind for kind in FILES if kind not in (task_lines, task_table, fisher, weights)])
-=======
 @pytest.mark.parametrize("kind", FILES[:FILES.index(task_lines)])
->>>>>>> h4
 def test_the_sentence_says_what_to_do(kind, tmp_path):
     path, read = kind(tmp_path)
     random_bytes(path)
