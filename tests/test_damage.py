@@ -108,7 +108,7 @@ def responses(folder):
 
 def responses_of_a_corpus(folder):
     run = run_folder(folder)
-    return run / "responses-20.parquet", lambda: read_responses(find_responses("kgfact-small", "lab-s", run.parent))
+    return run / "responses-20.parquet", lambda: read_responses(find_responses("kgfact-small", "lab-s", [Run(run)], run.parent))
 
 
 def targets(folder):
