@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['select_benchmarks', 'tradeoff_points', 'seeds_run', 'count_seeds', 'describe_seeds', 'draw_method', 'draw_base',
-           'draw_rate', 'draw_legend', 'kept_label', 'tradeoff_figure', 'frontier', 'draw_frontier', 'frontier_figure',
-           'frontier_table']
+           'draw_rate', 'draw_legend', 'kept_label', 'tradeoff_figure', 'frontier', 'draw_frontier', 'retention_axes',
+           'frontier_figure', 'frontier_table', 'twin_pairs', 'combine_intervals', 'style_share']
 
 # %% ../../nbs/results/tradeoff.ipynb #9bff91dc
+import itertools
 from collections.abc import Collection
 
 import matplotlib.pyplot as plt
@@ -18,10 +19,11 @@ import xarray as xr
 from matplotlib.figure import Figure
 
 from ..analysis.statistics import mean_interval
+from ..benchmarks import SUITES
 from ..methods import BASE, label_title, ordered_labels
 from .layout import has_rate
 from .plots import corpus_name, figure_style, format_range, method_colour, method_marker
-from .summary import base_values, method_order
+from .summary import base_values, coalesce, method_order
 
 # %% ../../nbs/results/tradeoff.ipynb #b51afefa
 def select_benchmarks(
@@ -204,12 +206,21 @@ def draw_frontier(
     ax.scatter(points.x, points.y, s=14, marker=method_marker(style["label"]), color=style["color"], alpha=0.45, lw=0,
                zorder=1)
 
+# %% ../../nbs/results/tradeoff.ipynb #6a561b2a
+def retention_axes(
+    cube: xr.Dataset,
+) -> tuple[str, ...]:
+    "The measures of retention in a cube: the held-out average, and every benchmark of the role world."
+    held_out = ["held-out"] if "held-out" in cube.role.values else []
+    return (*held_out, *cube.benchmark.values[cube.role.values == "world"].tolist())
+
 # %% ../../nbs/results/tradeoff.ipynb #5e6bdbca
 def frontier_figure(
     cube: xr.Dataset,  # of one dataset and one model
-    kept: tuple[str, ...] = ("held-out", "world"),  # a panel each
+    kept: tuple[str, ...] = (),  # a panel each; default: all measures of retention
 ) -> Figure:
     "The recall-retention frontier of every method over all learning rates, checkpoints and seeds."
+    kept = kept or retention_axes(cube)
     order, grid = [m for m in method_order(cube) if m != BASE], np.linspace(0, 100, 201)
     with figure_style():
         fig, axes = plt.subplots(1, len(kept), figsize=(2.6 + 4.2 * len(kept), 4.4), squeeze=False,
@@ -247,3 +258,60 @@ def frontier_table(
     n = format_range(select_benchmarks(cube, kept).n)
     axis = pd.Index([*(f"{r:g}" for r in recalls), "seeds"], name="recall of at least (%)")
     return pd.DataFrame(rows, axis).T.rename_axis(f"{kept} kept (%, N={n}, {describe_seeds(counts.values())})")
+
+# %% ../../nbs/results/tradeoff.ipynb #f7eb6d67
+def twin_pairs(
+    cube: xr.Dataset,
+) -> dict[str, str]:
+    "The benchmarks of a cube whose twin is in it too, with the twin."
+    found = set(cube.benchmark.values)
+    return {s.twin_of: name for name, s in SUITES.items() if {name, s.twin_of} <= found}
+
+# %% ../../nbs/results/tradeoff.ipynb #d221656c
+def combine_intervals(
+    terms: list[tuple[int, float, float, float]],  # sign, and a share with the ends of its interval
+) -> tuple[float, float, float]:
+    """The signed sum of independent shares with its interval, whose ends are as far from it as the root of the sum of
+    the squared distances of theirs (the square-and-add method for differences of shares)."""
+    total = sum(sign * share for sign, share, _, _ in terms)
+    below = sum((share - low if sign > 0 else high - share) ** 2 for sign, share, low, high in terms)
+    above = sum((high - share if sign > 0 else share - low) ** 2 for sign, share, low, high in terms)
+    return total, total - below**0.5, total + above**0.5
+
+# %% ../../nbs/results/tradeoff.ipynb #fdf7bbce
+def _last_values(values):
+    "The values at the last step at which they were measured."
+    return coalesce(values.isel(step=slice(None, None, -1)), "step")
+
+
+def _share_interval(part):
+    "Mean over seeds of a benchmark's accuracy, with its interval over items."
+    share, n, spread = (part[name].rename(seed="benchmark") for name in ("accuracy", "n", "variance"))
+    return float(share.mean()), *map(float, mean_interval(share, n, spread))
+
+# %% ../../nbs/results/tradeoff.ipynb #5d45a802
+def style_share(
+    cube: xr.Dataset,  # of one dataset and one model
+) -> pd.DataFrame:
+    """By benchmark, learning rate and method, at the last step: the drop since the base model, the drop if replies are
+    opened, and their difference, which is a change of style. In points, with 95% intervals, the seeds together, and N.
+
+    The intervals treat the four accuracies as independent, although all are of the same items."""
+    values, rows = cube.assign(variance=cube.get("variance", xr.full_like(cube.accuracy, np.nan))), {}
+    values = values[["accuracy", "n", "variance"]].isel(dataset=0, model=0, drop=True)
+    base, tuned = values.map(base_values), values.map(_last_values)
+    methods = [m for m in method_order(cube) if m != BASE]
+    for (name, twin), lr, m in itertools.product(twin_pairs(cube).items(), cube.lr.values, methods):
+        cell = tuned.sel({"method": m, "lr": lr}).reset_coords(drop=True)
+        known = cell.accuracy.sel(benchmark=[name, twin]).notnull().all("benchmark")
+        if not known.any(): continue
+        b, t, b2, t2 = (_share_interval(part.sel(benchmark=which, seed=known.values).reset_coords(drop=True))
+                        for which in (name, twin) for part in (base, cell))
+        drops = dict(drop=[(1, *b), (-1, *t)], opened=[(1, *b2), (-1, *t2)],
+                     style=[(1, *b), (-1, *t), (-1, *b2), (1, *t2)])
+        texts = {k: "{:.1f} ({:.1f} to {:.1f})".format(*(100 * v for v in combine_intervals(terms)))
+                 for k, terms in drops.items()}
+        shares = dict(base=b, trained=t) | {"base, opened": b2, "trained, opened": t2}
+        rows[name, lr, m] = {k: round(100 * v[0], 1) for k, v in shares.items()} | texts | dict(
+            N=int(cell.n.sel(benchmark=name, seed=known.values).sum()))
+    return pd.DataFrame(rows).T.rename_axis(["benchmark", "lr", "method"]).rename(columns=dict(opened="drop, opened"))
