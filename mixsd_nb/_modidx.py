@@ -1840,6 +1840,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                        'mixsd_nb/results/tradeoff.py'),
                                            'mixsd_nb.results.tradeoff._share_interval': ( 'results/tradeoff.html#_share_interval',
                                                                                           'mixsd_nb/results/tradeoff.py'),
+                                           'mixsd_nb.results.tradeoff.check_single': ( 'results/tradeoff.html#check_single',
+                                                                                       'mixsd_nb/results/tradeoff.py'),
                                            'mixsd_nb.results.tradeoff.combine_intervals': ( 'results/tradeoff.html#combine_intervals',
                                                                                             'mixsd_nb/results/tradeoff.py'),
                                            'mixsd_nb.results.tradeoff.count_seeds': ( 'results/tradeoff.html#count_seeds',
