@@ -323,4 +323,5 @@ def style_share(
         shares = dict(base=b, trained=t) | {"base, opened": b2, "trained, opened": t2}
         rows[name, lr, m] = {k: round(100 * v[0], 1) for k, v in shares.items()} | texts | dict(
             N=int(cell.n.sel(benchmark=name, seed=known.values).sum()))
-    return pd.DataFrame(rows).T.rename_axis(["benchmark", "lr", "method"]).rename(columns=dict(opened="drop, opened"))
+    index = pd.MultiIndex.from_tuples([*rows], names=["benchmark", "lr", "method"])
+    return pd.DataFrame([*rows.values()], index).rename(columns=dict(opened="drop, opened"))
