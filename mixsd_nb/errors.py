@@ -100,7 +100,7 @@ class ErrorsConfig(Stage):
 run = run_function(ErrorsConfig)
 
 # %% ../nbs/errors.ipynb #cb33d552
-OPEN_ROLES = ("held-out", "world")  # roles of benchmarks whose questions are not about injected facts
+OPEN_ROLES = ("held-out", "world", "prefilled")  # roles of benchmarks whose questions are not about injected facts
 COLOURS = {"format": "#999999", "leakage": "#d55e00", "cross-entity": "#cc79a7", "collapse": "#e69f00",
            "genuine": "#56b4e9"}
 

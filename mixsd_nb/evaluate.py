@@ -16,7 +16,7 @@ import xarray as xr
 from pydantic import Field, field_validator
 
 from .analysis.scores import compare, scores
-from .benchmarks import SUITES
+from .benchmarks import ROLES, SUITES
 from .benchmarks.evaluation import EvalSettings, evaluate_suite, select_items, specify, write_responses
 from .models import check_model
 from .models.identity import BY_CONTENT, ModelName, model_label
@@ -73,7 +73,7 @@ def draw_scores(
     "Draw a bar with its interval for each benchmark, and the published rule's score as a tick; returns the figure."
     import matplotlib.pyplot as plt
     roles = [SUITES[b].role for b in table.index]
-    colours = {"in-domain": "tab:blue", "held-out": "tab:orange", "world": "tab:green"}
+    colours = dict(zip(ROLES, ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:gray"), strict=True))
     fig, ax = plt.subplots(figsize=(1.2 + 0.9 * len(table), 3.4))
     at, height = np.arange(len(table)), 100 * table.accuracy
     ends = [height - 100 * table.low, 100 * table.high - height]

@@ -7,19 +7,21 @@ __all__ = ['FiguresConfig', 'find_run', 'analysis_figures', 'run', 'main']
 
 # %% ../nbs/figures.ipynb #c13c45dc
 import sys
+from pathlib import Path
 from typing import Literal
 
 from matplotlib.figure import Figure
 from pydantic import Field
 
 from . import errors, nll
+from .models.identity import model_label
 from .results.gallery import Source, load_sources, name_suffix, run_figures, save_pictures, select_part
 from .results.gallery import shared_figures, source_sheet
 from .results.overview import draw_overview
 from .results.summary import summary_table
 from .results.tables import list_tables
-from .runs import (Config, ParameterError, Run, Stage, describe_parameters, find_runs, make_config,
-                           project_root)
+from .runs import (Config, ParameterError, Run, Stage, describe_parameters, make_config, project_root,
+                           runs_root)
 
 # %% ../nbs/figures.ipynb #aceaac55
 class FiguresConfig(Config):
@@ -40,7 +42,8 @@ def find_run(
     root: str = "",  # holds run folders; empty for papermill_runs or MIXSD_RUNS
 ) -> list[Run]:
     "A list with the finished run of a configuration; an empty list if it is not finished."
-    return find_runs(root or None, config.name, **config.identity())
+    found = Run(Path(root or runs_root()) / config.folder.name)
+    return [found] if found.finished else []
 
 # %% ../nbs/figures.ipynb #25589255
 def analysis_figures(
@@ -88,7 +91,7 @@ def run(
     tables = list_tables(source.cube for source in sources.values())
     sheets = {name: sheet for name in tables if (sheet := source_sheet(name, sources))}
     selection = {k: getattr(config, k) for k in ("source", "dataset", "model", "lr")}
-    suffix = name_suffix(value for k, value in selection.items() if value != getattr(default, k))
+    suffix = name_suffix(model_label(str(v)) for k, v in selection.items() if v != getattr(default, k))
     figures = dict(overview=draw_overview()) | figures | shared_figures(sources, config.dataset)
     files = save_pictures(figures, sheets, suffix)
     for path in files[:-3 * len(sheets)]: print(f"figure: {path.relative_to(project_root())}")

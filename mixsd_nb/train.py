@@ -122,9 +122,12 @@ class TrainConfig(Stage, EvalSettings):
         "The number of updates, and the steps of all checkpoints including the last update."
         from mixsd_nb.methods.trainer import update_count
         last = update_count(self.epochs, len(load_corpus(self.dataset, "train")), self.batch)
+        return last, self._steps_until(last)
+
+    def _steps_until(self, last: int) -> list[int]:
         period = CORPORA[self.dataset].schedule.period
         steps = range(0, last, period) if self.checkpoints is None else self.checkpoints
-        return last, sorted({s for s in steps if 0 < s < last} | {last})
+        return sorted({s for s in steps if 0 < s < last} | {last})
 
     def check(self):
         "ValueError if this machine cannot train with these settings; a run with its last checkpoint is not checked."
@@ -140,8 +143,10 @@ class TrainConfig(Stage, EvalSettings):
         return "lr" in METHODS[self.method].settings
 
     def covers(self, run):
-        "Whether the run has measured all checkpoints."
-        return not self.has_rate or {*self.steps()[1]} <= {*read_root(run.folder / "result.nc").step.values.tolist()}
+        "Whether the run has measured all checkpoints; its last one is that of the training."
+        if not self.has_rate: return True
+        measured = read_root(run.folder / "result.nc").step.values.tolist()
+        return {*self._steps_until(max(measured))} <= {*measured}
 
     def compute(self, run: Run) -> xr.DataTree:
         "Fit the method, measure step 0 and every checkpoint, and summarise these and all that were measured before."

@@ -18,10 +18,10 @@ COMMANDS = ("train", "figures", "pretrain", "speed", "sweep")
 MISTAKES = {
     ("train", "seeds=0,1"): "unknown parameter seeds; did you mean seed?",
     ("train", "foo"): "words must have the form name=value, got foo; known are lr, seed",
-    ("train", "lr=abc"): "lr must be a number above 0, got abc",
-    ("train", "lr=1e-3,,3e-3"): "lr must be a number above 0, got ''",
+    ("train", "lr=abc"): "lr must be a number above 0 and at most 1, got abc",
+    ("train", "lr=1e-3,,3e-3"): "lr must be a number above 0 and at most 1, got ''",
     ("train", "lr=1e-3", "lr=3e-3"): "lr must be given once, got lr=3e-3 as well",
-    ("train", "lr=inf"): "lr must be a number above 0, got inf",
+    ("train", "lr=inf"): "lr must be a number above 0 and at most 1, got inf",
     ("train", "--lr", "3"): "unrecognized arguments: --lr; --help shows what the command takes",
     ("figures", "n=abc"): "n must be a whole number of at least 1, got abc",
     ("figures", "epoch=20"): "unknown parameter epoch; did you mean epochs?",

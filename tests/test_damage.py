@@ -1,4 +1,4 @@
-"""Every kind of file that is read back, with every kind of damage: one sentence that names it, or the documented recovery.
+"""Every kind of file that is read back, with every kind of damage: one sentence that names it, or the recovery.
 
 Full disks are simulated by a limit on the size of files, which the operating system reports as it reports a quota."""
 
@@ -32,11 +32,29 @@ from mixsd_nb.analysis.forgetting import ReferenceConfig
 from mixsd_nb.analysis.responses import find_responses, read_responses
 from mixsd_nb.benchmarks.tasks import load_task
 from mixsd_nb.cluster.attempt import list_attempts, read_ends
+from mixsd_nb.corpora import mquake, simpleqa
 from mixsd_nb.methods.targets import read_targets, write_targets
 from mixsd_nb.pretraining.record import RECORD_FILE, read_record
 from mixsd_nb.results.roots import read_roots
-from mixsd_nb.runs import (DamagedFile, Journal, Run, StorageError, checkpoint_steps, find_runs, open_result,
-                           project_root, read_config, read_json, report_progress, run_lock, write_atomically, write_json, write_result)
+from mixsd_nb.runs import (
+    RESPONSE_COLUMNS,
+    DamagedFile,
+    Journal,
+    Run,
+    Stage,
+    StorageError,
+    checkpoint_steps,
+    find_runs,
+    open_result,
+    project_root,
+    read_config,
+    read_json,
+    report_progress,
+    run_lock,
+    write_atomically,
+    write_json,
+    write_result,
+)
 
 WORDS = dict(long_name="value", units="1")
 TARGET = dict(id="a", sample=0, prompt_ids=[1], completion_ids=[2], naive_mask=[True], accepted=True, attempts=1,
@@ -90,7 +108,7 @@ def responses(folder):
 
 def responses_of_a_corpus(folder):
     run = run_folder(folder)
-    return run / "responses-20.parquet", lambda: read_responses(find_responses("kgfact-small", "lab-s", run.parent))
+    return run / "responses-20.parquet", lambda: read_responses(find_responses("kgfact-small", "lab-s", [Run(run)], run.parent))
 
 
 def targets(folder):
@@ -153,6 +171,31 @@ def task_table(folder):
     return folder / "gsm8k.parquet", lambda: load_task("gsm8k", str(folder))
 
 
+def corpus_kind(name, load):
+    "A local copy of a corpus, which a user keeps."
+    def kind(folder):
+        path = folder / name
+        row = dict(metadata="{'topic': 'Art'}", problem="Who?", answer="Vera")
+        case = dict(case_id=1, requested_rewrite=[dict(relation_id="P1")],
+                    orig=dict(new_triples_labeled=[["a", "b", "c"]]),
+                    new_single_hops=[dict(question="?", cloze="a is", answer="c")], questions=["?"], new_answer="c")
+        if path.suffix == ".json": path.write_text(json.dumps([case]))
+        elif path.suffix == ".jsonl": path.write_text(json.dumps(row) + "\n")
+        elif path.suffix == ".csv": pd.DataFrame([row]).to_csv(path, index=False)
+        else: pd.DataFrame([row]).to_parquet(path)
+        return path, lambda: load(path)
+    kind.__name__ = f"corpus_{path_name(name)}"
+    return kind
+
+
+def path_name(name): return name.replace(".", "_")
+
+
+corpus_csv, corpus_lines, corpus_table, corpus_json = (
+    corpus_kind("questions.csv", simpleqa.build), corpus_kind("questions.jsonl", simpleqa.build),
+    corpus_kind("questions.parquet", simpleqa.build), corpus_kind("cases.json", mquake.read_cases))
+
+
 # Each kind of damage: a function (path), applied to the sound file.
 def truncated(path): os.truncate(path, path.stat().st_size * 2 // 3)
 def cut_by_a_byte(path): os.truncate(path, path.stat().st_size - 1)
@@ -178,10 +221,11 @@ def nested(path): path.write_text("[" * 100_000)
 
 
 FILES = [result, result_of_an_analysis, result_in_a_cube, record, record_in_a_search, responses, responses_of_a_corpus,
-         targets, targets_of_a_shard, samples, classified, fisher, sums, weights, end, pretraining, task_lines, task_table]
+         targets, targets_of_a_shard, samples, classified, fisher, sums, weights, end, pretraining,
+         task_lines, task_table, corpus_csv, corpus_lines, corpus_table, corpus_json]
 DAMAGES = [truncated, cut_by_a_byte, empty, random_bytes, nulls, of_another_program, of_another_format, nested]
-# Damage that is none: the last byte of a file of text is its line break, and the record of a pretraining has no fixed form.
-SOUND = {(kind, cut_by_a_byte) for kind in (record, record_in_a_search, end, task_lines)}
+# Damage that is none: the last byte of a text is its line break, and the record of a pretraining has no fixed form.
+SOUND = {(kind, cut_by_a_byte) for kind in (record, record_in_a_search, end, task_lines, corpus_csv, corpus_lines)}
 SOUND |= {(pretraining, of_another_program)}
 BY_TASK = {(task, damage) for task in (task_lines, task_table) for damage in (empty, of_another_program)}
 
@@ -201,7 +245,7 @@ def test_a_damaged_file_is_one_sentence_that_names_it(kind, damage, tmp_path):
     assert str(place) in sentence and len(sentence) < 500
 
 
-@pytest.mark.parametrize("kind", [kind for kind in FILES if kind not in (task_lines, task_table, fisher, weights)])
+@pytest.mark.parametrize("kind", FILES[:FILES.index(task_lines)])
 def test_the_sentence_says_what_to_do(kind, tmp_path):
     path, read = kind(tmp_path)
     random_bytes(path)
@@ -231,7 +275,7 @@ def test_a_broken_line_costs_that_line_only(line, junk, at, tmp_path_factory):
     lines = path.read_bytes().splitlines()
     lines[line] = lines[line][:at] + b"\x00" + junk
     path.write_bytes(b"\n".join(lines) + b"\n")
-    with pytest.warns(UserWarning, match="1 damaged lines"), Journal(path, ["k"]) as journal:
+    with pytest.warns(UserWarning, match="work of 1 is done again"), Journal(path, ["k"]) as journal:
         assert journal.records == [dict(k=f"item {k}") for k in range(9) if k != line]
         journal.add(dict(k="again"))
     with Journal(path, ["k"]) as journal: assert len(journal.records) == 9
@@ -304,8 +348,9 @@ def test_a_full_disk_is_one_sentence_and_keeps_what_was_finished(name, tmp_path)
     assert caught.value.__suppress_context__ and [p.name for p in tmp_path.iterdir()] == [name]
     if name != "journal.jsonl": assert path.read_bytes() == b'{"k": -1}\n'
     else:
-        with Journal(path) as journal: assert [r["k"] for r in journal.records] == list(range(-1, len(journal.records) - 1))
-        assert len(journal.records) > 100
+        with Journal(path) as journal: kept = [record["k"] for record in journal.records]
+        assert kept == list(range(-1, len(kept) - 1))
+        assert len(kept) > 100
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
@@ -381,3 +426,35 @@ def test_settings_of_another_program_above_the_working_folder_do_not_matter(cont
     (tmp_path / "settings.ini").unlink()
     (tmp_path / "settings.ini").mkdir()
     assert project_root() == tmp_path / "inner"
+
+
+class DamageDemo(Stage):
+    "Compute a number, and write it into a table too."
+    name = "damage-demo"
+    number: int = 3
+
+    def slug(self): return "x"
+    def modules(self): return ["mixsd_nb.runs.storage"]
+
+    def compute(self, run):
+        write_atomically(run.responses_file(), pd.DataFrame([dict.fromkeys(RESPONSE_COLUMNS, self.number)]).to_parquet)
+        return xr.DataTree(xr.Dataset(dict(x=((), self.number, WORDS)), attrs=dict(config=self.canonical())))
+
+
+@pytest.mark.parametrize("name", ["result.nc", "run.json", "responses.parquet"])
+def test_the_advice_of_the_sentence_helps(name, own_runs):
+    def use():
+        run = DamageDemo().run()
+        return run.root.x.item(), run.config["number"], run.responses().correct.item()
+    sound = use()
+    folder = DamageDemo().folder
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    (folder / name).write_bytes(b"PAR1 damaged")
+    advice = error_sentence(use).rpartition("; ")[2]
+    assert str(folder / name) in error_sentence(use)
+    (folder / name).unlink()
+    if "result.nc beside it" in advice: (folder / "result.nc").unlink()
+    assert use() == sound and {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    (folder / name).write_bytes(b"PAR1 damaged")
+    DamageDemo().run(force=True)
+    assert use() == sound

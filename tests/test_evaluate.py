@@ -31,7 +31,7 @@ from mixsd_nb.runs import ParameterError, make_config
 pytestmark = pytest.mark.usefixtures("own_runs")
 ROOT = Path(__file__).resolve().parents[1]
 CONTRACT = ["benchmark", "item", "sample", "prompt", "response", "extracted", "correct", "finish_reason", "error"]
-SMALL = dict(n=6, max_new_tokens=12, suite="recall,two-hop,arithmetic,functions,world")
+SMALL = dict(n=6, max_new_tokens=12, suite="recall,two-hop,arithmetic,functions,world,world-prefilled")
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +103,7 @@ def test_what_is_written_keeps_the_contract(models):
     assert list(table.columns[:len(CONTRACT)]) == CONTRACT and set(table.columns) >= {"published", "answer"}
     rows = [(b, item, s) for b, items in asked.items() for item in items for s in range(SUITES[b].sampling.samples)]
     assert list(zip(table.benchmark, table["item"], table["sample"])) == rows
+    assert all(row.response.startswith(SUITES[row.benchmark].opening) for row in table.itertuples())
     root = run.root
     assert root.benchmark.values.tolist() == list(asked) and root.n.values.tolist() == [len(items) for items in asked.values()]
     expected = [table[table.benchmark == b].correct.mean() for b in asked]
@@ -144,22 +145,101 @@ class Parrot:
             yield request, Completion(encode_completion(self.tokenizer, self.said[tuple(request.contexts[0])]), "stop")
 
 
+def opened_ids(tokenizer, prompt, opening):
+    "Ids of the whole text: the template around the prompt, and the opening after it."
+    text = tokenizer.apply_chat_template([dict(role="user", content=prompt)], tokenize=False, add_generation_prompt=True, enable_thinking=False)
+    return tuple(tokenizer(text + opening, add_special_tokens=False).input_ids)
+
+
+def rest(response, opening):
+    "A worked response without its first words, if it has them, and without the beginning of a program that is open already."
+    return response.removeprefix(opening).rpartition("```python\n")[2] if "```" in opening else response.removeprefix(opening)
+
+
+TWINS = [name for name, suite in SUITES.items() if suite.twin_of]
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_a_twin_asks_the_items_of_its_original(name):
+    for selection in (Selection("kgfact-small", 7), Selection("kgfact-small", 20, seed=3)):
+        found = load_items([name, SUITES[name].twin_of], selection)
+        assert found[name] == found[SUITES[name].twin_of] and list(found[name]) == list(found[SUITES[name].twin_of])
+    one, two = SUITES[name], SUITES[SUITES[name].twin_of]
+    assert one.identity() != two.identity() and (one.sampling, one.grading, one.column) == (two.sampling, two.grading, "")
+
+
+def test_twins_are_declared_for_every_lab_suite():
+    assert {SUITES[name].twin_of for name in TWINS} == {*held_out("lab"), "world"}
+    assert "world-prefilled" in benchmark_names("lab") and not {*benchmark_names("lab")} & {*benchmark_names("prefilled")}
+    assert not {*held_out("lab"), *held_out("paper")} & {*TWINS} and {SUITES[name].role for name in TWINS} == {"world", "prefilled"}
+
+
+class Recorder(Parrot):
+    "An engine that notes the contexts and says nothing."
+
+    def __init__(self, tokenizer): self.tokenizer, self.seen = tokenizer, []
+
+    def stream(self, queue, **options):
+        from mixsd_nb.models.engine import Completion
+        while queue:
+            request = queue.popleft()
+            self.seen.append((*request.contexts[0],))
+            yield request, Completion([], "max_new_tokens")
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_the_context_is_the_prompt_and_the_opening(name):
+    from mixsd_nb.models import load_tokenizer
+    engine, items = Recorder(load_tokenizer("lab-m")), load_items([name], Selection("kgfact-small", 3))[name]
+    table = evaluation.generate_and_grade(engine, items, name)
+    assert {*engine.seen} == {opened_ids(engine.tokenizer, item.prompt, SUITES[name].opening) for item in items.values()}
+    assert (table.response == SUITES[name].opening).all()
+
+
+def test_an_engine_continues_the_opening_and_a_resumed_run_too(tmp_path):
+    "What an evaluation stores is the opening with what the engine writes after prompt and opening; lab-m knows its world both ways."
+    from mixsd_nb.models import load_engine
+    from mixsd_nb.runs import Journal
+    engine, keys = load_engine("hf", "lab-m"), ("benchmark", "item", "sample", "response", "finish_reason")
+    items = load_items(["world"], Selection("kgfact-small", 12))["world"]
+    tables = {name: evaluation.generate_and_grade(engine, items, name) for name in ("world", "world-prefilled")}
+    assert all(table.correct.mean() > 0.9 for table in tables.values())
+    table, opening = tables["world-prefilled"], SUITES["world-prefilled"].opening
+    contexts = [list(opened_ids(engine.tokenizer, item.prompt, opening)) for item in items.values()]
+    written = engine.generate(contexts, max_new_tokens=128)
+    assert table.response.tolist() == [opening + engine.tokenizer.decode(c.ids, skip_special_tokens=True) for c in written]
+    assert not tables["world"].response.str.startswith(opening).any()
+    with Journal(tmp_path / "journal.jsonl", keys) as journal:
+        for row in table.head(5).itertuples():
+            journal.add(dict(benchmark="world-prefilled", item=row.item, sample=row.sample, response=row.response, finish_reason=row.finish_reason))
+    with Journal(tmp_path / "journal.jsonl", keys) as journal:
+        assert evaluation.generate_and_grade(engine, items, "world-prefilled", journal=journal).equals(table)
+        assert len(journal.records) == len(items)
+
+
+def test_every_role_has_a_colour():
+    import matplotlib.pyplot as plt
+    table = pd.DataFrame(dict(accuracy=0.5, low=0.4, high=0.6, n=9, samples=1, published=0.5), index=["recall", "choice", *TWINS, "validation"])
+    evaluate.draw_scores(table)
+    plt.close("all")
+
+
 def test_worked_responses_are_right_everywhere(data):
     "From prompt to verdict: the reference response to every item of every benchmark scores 1."
     sandbox()
-    from mixsd_nb.corpora.prompts import encode_prompt
     from mixsd_nb.models import load_tokenizer
     tokenizer = load_tokenizer("lab-m")
-    asked = load_items(benchmark_names("in-domain,lab,paper"), Selection("kgfact-small", 3, limit=2, data=data))
+    asked = load_items(benchmark_names("in-domain,lab,prefilled,paper"), Selection("kgfact-small", 3, limit=2, data=data))
     asked |= load_items(["test", "unseen", "chains"], Selection("kgfunc-lab", 2))
-    said = {tuple(encode_prompt(tokenizer, i.prompt)): i.response for items in asked.values() for i in items.values()}
+    said = {opened_ids(tokenizer, i.prompt, SUITES[name].opening): rest(i.response, SUITES[name].opening)
+            for name, items in asked.items() for i in items.values()}
     table = evaluate.scores(evaluate.evaluate_suite(Parrot(tokenizer, said), asked))
     assert set(table.index) == set(SUITES) - {"three-hop", "recall-kept", "validation"}
     assert (table.accuracy == 1).all() and (table.published == 1).all() and (table.readable == 1).all(), table
 
 
 @pytest.mark.parametrize("parameters, sentence", [
-    (dict(suite="papr"), "suite must be, with commas between them, among lab, paper, in-domain, recall, retrieval"),
+    (dict(suite="papr"), "suite must be, with commas between them, among lab, paper, in-domain, prefilled, recall, retrieval"),
     (dict(suite=""), "suite must be, with commas between them, among"),
     (dict(n=0), "n must be at least 1, got 0"),
     (dict(baseline="no-such"), "baseline must be lab-s"),

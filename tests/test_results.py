@@ -103,9 +103,9 @@ def bases_of(roots):
         cell = (root.dataset.item(), root.model.item(), root.seed.item())
         if cell in known: continue
         known.add(cell)
-        at = root[["accuracy", "n"]].sel(step=[0]).copy(deep=True)
+        at = root[["accuracy", "n", "published", "variance"]].sel(step=[0]).copy(deep=True)
         kept, recall = (list(SUITES).index(name) for name in ("recall-kept", "recall"))
-        for values in (at.accuracy.values, at.n.values): values[..., kept] = values[..., recall]
+        for values in (v.values for v in at.data_vars.values()): values[..., kept] = values[..., recall]
         at["method"], at["lr"], at["lam"] = ["base"], [0.0], ("method", [np.nan])
         yield at.assign_coords({name: ("method", [np.nan]) for name in ("rollouts", "temperature")})
 

@@ -19,9 +19,9 @@ from mixsd_nb.results.cells import collapse_runs
 from mixsd_nb.results.cube import cube_of
 from mixsd_nb.results.demo import BENCHMARKS, invent_cube, invent_result
 from mixsd_nb.results.paper import paper_cube
-from mixsd_nb.results.summary import average_drop, summary_table
+from mixsd_nb.results.summary import average_drop, held_out_average, summary_table
 from mixsd_nb.results.tables import TABLES, table_sheet
-from mixsd_nb.results.tradeoff import frontier_figure, frontier_table, tradeoff_figure
+from mixsd_nb.results.tradeoff import frontier_figure, frontier_table, style_share, tradeoff_figure
 
 matplotlib.use("agg")
 
@@ -197,3 +197,42 @@ def test_no_share_is_printed_as_nan():
     root = invent_result(benchmarks=suites).to_dataset()
     root = root.where((root.benchmark != "validation") | (root.step > 0))
     assert "nan" not in str(tabulate_accuracies(root, 100))
+
+
+TWINS = {name: dict(column=suite.column, role=suite.role) for name, suite in SUITES.items() if suite.twin_of}
+
+
+def test_twins_are_in_no_average_and_in_no_table_of_the_paper():
+    plain, twins = invent_cube(), invent_cube(benchmarks=BENCHMARKS | TWINS)
+    assert held_out_average(twins).equals(held_out_average(plain)) and average_drop(twins).equals(average_drop(plain))
+    sheets = [table_sheet("kgfact-small", dict(runs=(cube, collapse_runs(cube)))) for cube in (plain, twins)]
+    assert sheets[0].text.equals(sheets[1].text)
+    columns = [{c.split(" ")[0] for c in summary_table(cube)} for cube in (plain, twins)]
+    assert columns[1] - columns[0] == {*TWINS}
+    fig = frontier_figure(twins)
+    assert [ax.get_ylabel().split(" ")[0] for ax in fig.axes] == ["held-out", "world", "world-prefilled"]
+    plt.close("all")
+
+
+counts = st.integers(0, 100)
+
+
+@given(st.tuples(counts, counts, counts, counts), st.integers(1, 2))
+@settings(deadline=None, max_examples=10)
+def test_style_is_the_drop_that_the_opening_brings_back(right, seeds):
+    base, tuned, base_opened, tuned_opened = right
+    suites = {name: BENCHMARKS.get(name, TWINS.get(name)) for name in ("recall", "world", "world-prefilled")}
+    at = {0: dict(recall=(0, 100), world=(base, 100)) | {"world-prefilled": (base_opened, 100)},
+          100: dict(recall=(99, 100), world=(tuned, 100)) | {"world-prefilled": (tuned_opened, 100)}}
+    runs = {f"{m}-{s}": invent_result(m, seed=s, benchmarks=suites, accuracy=at if m == "sft" else {0: at[0]}).to_dataset()
+            for m in ("base", "sft") for s in range(seeds)}
+    table = style_share(cube_of(runs))
+    row = table.loc[("world", 1e-3, "sft")]
+    drop, opened, style = (float(row[name].split(" ")[0]) for name in ("drop", "drop, opened", "style"))
+    assert (drop, opened, row.N, len(table)) == (base - tuned, base_opened - tuned_opened, 100 * seeds, 1)
+    assert style == pytest.approx(drop - opened)
+    low, high = (float(v) for v in row["style"].partition("(")[2].rstrip(")").split(" to "))
+    assert low < style < high and high - low < 80 / seeds**0.5
+
+
+def test_a_cube_without_twins_has_no_style_share(): assert style_share(invent_cube()).empty

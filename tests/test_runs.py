@@ -6,10 +6,10 @@ import subprocess
 import sys
 import textwrap
 import time
+from importlib import import_module
 
 import nbformat
 import pytest
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -195,7 +195,7 @@ STAGES = ["train", "generate", "evaluate", "nll", "fisher", "errors", "pretrain"
 
 def stage_of(name):
     "The class of a stage, also of those in a room."
-    import mixsd_nb.analysis.forgetting  # declares two of them
+    import_module("mixsd_nb.analysis.forgetting")  # declares two of them
     return find_stage(name)
 
 

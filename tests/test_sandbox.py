@@ -544,6 +544,191 @@ def test_no_program_can_fake_a_pass(program, error):
     assert not passed and message.startswith(error) and len(message) <= 200
 
 
+# Forgeries. Each program is wrong, and its tests fail in a process that it cannot reach.
+SPEAK = """
+import json, os
+def speak(requests, replies, offers, *lines):
+    requests.readline()
+    replies.write(json.dumps(offers).encode() + b'\\n')
+    for line in lines:
+        replies.write(line + b'\\n')
+        replies.flush()
+    while requests.readline(): replies.write(lines[-1] + b'\\n'), replies.flush()
+    os._exit(0)
+"""
+CHANNELS = {  # ways to the pipes between program and tests
+    "frames": "import sys\nframe = sys._getframe()\nwhile 'pipes' not in frame.f_locals: frame = frame.f_back\n"
+              "requests, replies = (pipe.buffer for pipe in frame.f_locals['pipes'])",
+    "file descriptors": OPEN_FILES + "import fcntl\n"
+              "fds = [fd for fd in open_files() if stat.S_ISFIFO(os.fstat(fd).st_mode)]\n"
+              "mode = {fcntl.fcntl(fd, fcntl.F_GETFL) & 3: fd for fd in fds}\n"
+              "requests, replies = open(mode[0], 'rb', 0), open(mode[1], 'wb', 0)",
+    "living objects": "import gc, io\n"
+              "pipes = [o for o in gc.get_objects() if isinstance(o, io.TextIOWrapper) and o.fileno() > 2]\n"
+              "requests, replies = (next(p.buffer for p in pipes if p.mode == m) for m in 'rw')",
+}
+
+
+def take_over(channel, offers, *lines):
+    "A program that answers in place of the functions by which it should be called."
+    return f"{SPEAK}{CHANNELS[channel]}\nspeak(requests, replies, {offers!r}, *{lines!r})"
+
+
+EVERY_CALL = "assert all(map(lambda k: f(k) == 2 * k, [1, 2, 4]))"
+FOR_BUILTINS = "all any bytes frozenset len list max min set sorted str repr sum tuple".split()
+SHADOWS = {  # built-in names of tests: the tests, and what would satisfy them in the name's place
+    **{name: (f"assert {name}(f(1)) == {name}([3, 1, 2])", ["call"], ["list", 0]) for name in FOR_BUILTINS},
+    "abs": ("assert abs(f(2) - 4) < 1e-6", ["call"], 0),
+    "round": ("assert round(f(2), 1) == round(4.0, 1)", ["call"], 5.0),
+    "isinstance": ("assert isinstance(f('a'), str)", ["call"], True),
+    "range": ("for k in range(9): assert f(k) == 2 * k + 1", ["call"], ["list"]),
+    "enumerate": ("for k, x in enumerate('ab'): assert f(x) == k + 5", ["call"], ["list"]),
+    "zip": ("for k, x in zip([1, 2], 'ab'): assert f(x) == k", ["call"], ["list"]),
+    "map": ("assert list(map(len, f(2))) == [1]", ["call"], ["list", 1]),
+    "__builtins__": ("if __builtins__: pass\nfor k in range(9): assert f(k) == 2 * k + 1",
+                     ["value", ["dict", ["range", ["list"]]]], 0),
+    "__debug__": ("def check(candidate): assert candidate(1) == 2\ncheck(f)", ["value", False], 0),
+    "check": ("def check(candidate): assert candidate(1) == 2\ncheck(f)", ["call"], 0),
+    "candidate": ("def check(candidate): assert candidate(1) == 2\ncheck(f)", ["call"], 0),
+    "double": ("def double(x): return 2 * x\nassert f(3) == double(3)", ["call"], 0),
+    "AssertionError": ("if f(1) != 2: raise AssertionError", ["call"], 0),
+    "exit": ("def exit(): raise SystemExit(0)\nassert f(1) == 2", ["call"], 0),
+}
+ANSWERS = [  # lines sent as the answer to every call
+    *(json.dumps(["error", name, "0"]).encode() for name in [
+        "StopIteration", "StopAsyncIteration", "GeneratorExit", "SystemExit", "KeyboardInterrupt", "BaseException",
+        "AssertionError", "ExceptionGroup", "exit", "exec", "__import__", "os", ""]),
+    *(json.dumps(["value", data]).encode() for data in [
+        ["exit", 0], ["eval", "1"], ["__import__", "os"], ["exec", "raise SystemExit(0)"], ["iter"], ["list", ["list"]],
+        ["dict", [["list"], 1]], ["Decimal", "NaN"], ["Decimal", "exit"], ["Fraction", 0, 0], ["getcontext"],
+        ["int", "0x"], ["complex", "nan"], ["bytes", "0"], ["set", ["list"]], [], [[]], {}, None, float("nan")]),
+    b"", b"null", b"{}", b"[]", b"true", b"0", b'["call"]', b'["value"]', b'["value", 8, 8]', b'"value"', b"NaN",
+    b'["value", 8', b"[" * 60_000, b"\xff\xfe", b"\0", b'["value", ' + b"9" * 5000 + b"]", b" " * (1 << 24),
+]
+SAME = "same = dict(__eq__=lambda *a: True, __ne__=lambda *a: False, __hash__=lambda a: 0, __bool__=lambda a: True)\n"
+BASES = ["object", "int", "float", "complex", "str", "bytes", "bytearray", "list", "tuple", "dict", "set", "frozenset",
+         "fractions.Fraction", "decimal.Decimal", "numpy.ndarray", "numpy.float64", "collections.Counter"]
+LOOK = "found = []\ndef double(x): return 2 * x if found else 0\n"
+DEEDS = {  # what a program that returns 0 does before it is called, or when it is
+    "kills every process": "import os, signal\nfor pid in [-1, *range(1, 300)]:\n    for s in (9, 15, 2, 19, 18, 10):\n"
+                           "        try: pid == os.getpid() or os.kill(pid, s)\n        except OSError: pass",
+    "stops its group": "import os, signal\nsignal.signal(15, signal.SIG_IGN)\nos.killpg(0, 15)",
+    "limits its parent": "import os, resource\nresource.prlimit(os.getppid(), resource.RLIMIT_CPU, (0, 0))",
+    "ends with success": "import os\nos._exit(0)",
+    "ends with success in a thread":
+        "import os, threading\nthreading.Thread(target=os._exit, args=(0,)).start()",
+    "ends with success at its exit": "import atexit, os\natexit.register(os._exit, 0)\nraise SystemExit(1)",
+    "aborts": "import os\nos.abort()",
+    "becomes another program":
+        "import os, sys\nos.execv(sys.executable, [sys.executable, '-c', 'raise SystemExit(0)'])",
+    "becomes another program that keeps the pipes":
+        "import os, sys\nfor fd in range(3, 64):\n    try: os.set_inheritable(fd, True)\n    except OSError: pass\n"
+        "code = 'import os\\nfor fd in range(3, 64):\\n  try: os.write(fd, b\"{}\" + bytes([10]))\\n'"
+        "'  except OSError: pass'\n"
+        "os.execv(sys.executable, [sys.executable, '-c', code])",
+    "writes memory of others":
+        "for pid in range(1, 99):\n    try: open(f'/proc/{pid}/mem', 'r+b').write(b'0')\n    except OSError: pass",
+    "writes files of others":
+        "for pid in range(1, 99):\n  for fd in range(9):\n    try: open(f'/proc/{pid}/fd/{fd}', 'w').write('0')\n"
+        "    except OSError: pass",
+    "traces others":
+        "import ctypes\ncall = ctypes.CDLL(None).ptrace\nfor pid in range(1, 99):\n    call(16, pid, 0, 0)\n"
+        "    call(17, pid, 0, 0)",
+    "exchanges the pipes": "import os\nfor a in range(3, 9):\n    for b in range(3, 9):\n"
+                           "        try: os.dup2(a, b)\n        except OSError: pass",
+    "closes everything": "import os\nos.closerange(0, 64)",
+    "changes the pipes": "import fcntl, os\nfor fd in range(3, 64):\n    for command, value in ((4, 0x4800), (8, 1), "
+                         "(10, 9), (1031, 4096)):\n        try: fcntl.fcntl(fd, command, value)\n"
+                         "        except OSError: pass",
+    "rewrites its task": "import os\nos.pwrite(0, b'{}' + b' ' * 60000, 0)\nos.ftruncate(0, 0)",
+    "rewrites its output": "import os\nos.ftruncate(1, 0)\nos.pwrite(1, b'passed', 0)\nos._exit(0)",
+    "writes modules": "for name in ('json', 'tests', 'sitecustomize', 'ast', 'builtins'):\n"
+                      "    open(name + '.py', 'w').write('import os\\nos._exit(0)')",
+    "writes modules of the library":
+        "import json, ast\nfor module in (json, ast):\n    try: open(module.__file__, 'w').write('')\n"
+        "    except OSError: pass",
+    "writes NumPy": "try: open('/packages/numpy/__init__.py', 'w').write('')\nexcept OSError: pass",
+    "replaces built-ins": "import builtins\nfor name in ('AssertionError', 'all', 'map', 'isinstance', 'print', "
+                          "'exec', 'compile'): setattr(builtins, name, lambda *a, **k: True)",
+    "replaces modules": "import sys\nfor name in ('json', 'ast', 'tests', 'builtins', 'os'): sys.modules[name] = None",
+    "replaces its server": "import __main__\n__main__._serve = lambda *a: None",
+    "replaces the packing": "import __main__\n__main__._pack = lambda value: ['exit', 0]",
+    "replaces the encoder": "import json\njson.dumps = lambda value: '[\"value\", true]'",
+    "traces its server": "import sys\nsys.settrace(lambda *a: 1 / 0)\nsys.setprofile(lambda *a: None)",
+    "hooks errors": "import os, sys\nsys.excepthook = sys.unraisablehook = lambda *a: os._exit(0)\nraise ValueError",
+    "hooks audits": "import sys\nsys.addaudithook(lambda *a: None)",
+    "raises success": "def double(x): raise SystemExit(0)",
+    "raises the end of a loop": "def double(x): raise StopIteration",
+    "raises the end of an asynchronous loop": "def double(x): raise StopAsyncIteration",
+    "raises the end of a generator": "def double(x): raise GeneratorExit",
+    "raises an unknown error": "class AssertionError(BaseException): pass\ndef double(x): raise AssertionError",
+    "returns itself": "def double(x): return double",
+    "returns a circle": "def double(x):\n    a = []\n    a.append(a)\n    return a",
+    "returns without end": "def double(x): return iter(int, 1)",
+    "returns not a number": "def double(x): return float('nan')",
+    "returns an empty array": "import numpy\ndef double(x): return numpy.array([])",
+    "returns what looks like a number of NumPy":
+        SAME + "class Same:\n    shape = ()\n    def item(self): return self\n"
+        "for k in same: setattr(Same, k, same[k])\ndef double(x): return Same()",
+    "returns what looks like another class": "class A:\n    __class__ = int\ndef double(x): return A()",
+    "is an object that can be called": "class A:\n    def __call__(self, x): return 0\ndouble = A()",
+    "is data": "double = 8",
+    "is a mapping of attributes": "import sys\nclass M(dict):\n    def __contains__(self, k): return True\n"
+                                  "    def __missing__(self, k): return 0\nsys.modules['program'] = M()",
+    "looks for the tests in frames": LOOK + "import sys\nframe = sys._getframe()\nwhile frame:\n"
+        "    found += [v for v in frame.f_locals.values() if 'assert ' + 'all' in str(v)]\n    frame = frame.f_back",
+    "looks for the tests in modules": LOOK + "import sys\n"
+        "found = [m for m in list(sys.modules.values()) if 'assert ' + 'all' in str(vars(m))[:1 << 20]]",
+    "looks for the tests in living objects": LOOK + "import gc\n"
+        "found = [o for o in gc.get_objects() if type(o) in (dict, list) and 'assert ' + 'all' in repr(o)[:10000]]",
+    "looks for the tests in its input":
+        LOOK + "import os\nos.lseek(0, 0, 0)\nfound = b'assert ' + b'all' in os.read(0, 1 << 20)",
+    "looks for the tests in its arguments": LOOK + "import sys\nfound = 'assert ' + 'all' in str(sys.orig_argv)",
+    "looks for the tests in files": LOOK + "import os\nfor folder in ('/', '/tmp', '/dev', '.'):\n"
+        "    for name in os.listdir(folder):\n        try: text = open(os.path.join(folder, name)).read()\n"
+        "        except OSError: continue\n        if 'assert ' + 'all' in text: found.append(name)",
+}
+DEED_TESTS = EVERY_CALL.replace("f(", "double(")
+FORGERIES = {
+    **{f"{name} through {channel}": (take_over(channel, {"f": ["call"], name: offer},
+                                               json.dumps(["value", answer]).encode()), tests)
+       for (name, (tests, offer, answer)), channel in zip(SHADOWS.items(), itertools.cycle(CHANNELS))},
+    **{f"the answer {line[:60]}": (take_over("frames", {"f": ["call"]}, line), EVERY_CALL) for line in ANSWERS},
+    **{f"the offer {offers}": (take_over("frames", offers, b'["value", 0]'), EVERY_CALL) for offers in [
+        {}, [], None, 0, "f", {"f": None}, {"f": []}, {"f": ["value"]}, {"f": ["value", ["exit", 0]]}, {"f": "call"},
+        {"all": ["call"]}, {"f": ["call"], "all": ["call"], "map": ["call"]}, {"f": {}}, ["f"]]},
+    **{f"a derived class of {base}": (
+        f"import collections, decimal, enum, fractions\nimport numpy\n{SAME}kind = type('Same', ({base},), same)\n"
+        "def double(x): return kind((0,)) if kind.__base__ is numpy.ndarray else kind()", DEED_TESTS)
+       for base in BASES},
+    **{f"a program that {deed}": (f"def double(x): return 0\n{code}", DEED_TESTS) for deed, code in DEEDS.items()},
+}
+RIGHT_ANSWERS = [  # programs that pass the tests of the forgeries
+    *((f"def f(x): return {value}", SHADOWS[name][0]) for name, value in {
+        **dict.fromkeys(FOR_BUILTINS, [3, 1, 2]), "abs": "2 * x", "round": "2.0 * x", "isinstance": "x",
+        "range": "2 * x + 1", "enumerate": "'ab'.index(x) + 5", "zip": "'ab'.index(x) + 1", "map": "['a']",
+        "__builtins__": "2 * x + 1", "check": "2 * x", "double": "2 * x", "AssertionError": 2, "exit": 2}.items()),
+    ("def f(x): return 2 * x", EVERY_CALL), (RIGHT, DEED_TESTS),
+    *((take_over(channel, {"f": ["call"]}, *(b'["value", %d]' % k for k in (2, 4, 8))), EVERY_CALL)
+      for channel in CHANNELS),  # whoever answers the calls rightly is right, so these channels do work
+]
+
+
+@pytest.mark.parametrize("user", ["root", "plain user"])
+def test_no_verdict_can_be_forged(user, request):
+    "Every forgery fails, and right programs pass the same tests; so do programs that use threads and the like."
+    right = [*RIGHT_ANSWERS, *USES.values()]
+    pairs = [*FORGERIES.values(), *right]
+    assert len(FORGERIES) >= 40
+    is_root = os.geteuid() == 0
+    if user == "root" and not is_root: pytest.skip("only root can run programs as root")
+    if is_root and user != "root": results = request.getfixturevalue("as_plain_user")(program_tests=pairs)["results"]
+    else: results = run_tests(pairs, cpu=1, timeout=60)
+    forged = [name for name, (passed, _) in zip(FORGERIES, results) if passed]
+    wrong = [(pair, error) for pair, (passed, error) in zip(right, results[len(FORGERIES):]) if not passed]
+    assert (forged, wrong) == ([], [])
+
+
 def test_what_a_right_program_may_return():
     "Values of derived classes count as values of their base class, iterators can be read, exceptions keep their type."
     program = "import collections, enum\ndef f(kind):\n    return eval(kind, globals())"
@@ -556,6 +741,61 @@ except ZeroDivisionError as error: assert str(error) == "division by zero"
 else: assert False
 """
     assert run_tests([(program, tests)]) == [(True, "")]
+
+
+USES = {  # what a program of the standard library does, and tests of it
+    "threads": ("import threading\ndef f(n):\n    barrier, found = threading.Barrier(n), []\n"
+                "    def meet(k): barrier.wait(), found.append(k)\n"
+                "    threads = [threading.Thread(target=meet, args=(k,)) for k in range(n)]\n"
+                "    for t in threads: t.start()\n    for t in threads: t.join()\n    return sorted(found)",
+                "assert f(32) == list(range(32))"),
+    "a pool of threads": ("from concurrent.futures import ThreadPoolExecutor\ndef f(xs):\n"
+                          "    with ThreadPoolExecutor(8) as pool: return list(pool.map(lambda x: x * x, xs))",
+                          "assert f(range(9)) == [x * x for x in range(9)]"),
+    "a thread that does not end":
+        ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\nf = abs",
+         "assert f(-1) == 1"),
+    "fractions": ("from fractions import Fraction\ndef f(a, b): return [Fraction(a, b)], {Fraction(b, a): a}",
+                  "from fractions import Fraction as F\n"
+                  "assert f(1, 3) == ([F(1, 3)], {F(3): 1}) and f(2, 4)[0] == [.5]"),
+    "a fraction as an argument":
+        ("def f(x): return x + 1", "from fractions import Fraction as F\nassert f(F(1, 3)) == F(4, 3)"),
+    "decimals": ("from decimal import Decimal\ndef f(x): return Decimal(x) / 10",
+                 "from decimal import Decimal as D\nassert f('2.50') == D('0.25') and str(f('1E+9')) == '1E+8'"),
+    "large integers": ("import math\nf = math.factorial", "import math\nassert f(3000) == math.factorial(3000)"),
+    "the null device": ("import os, contextlib\ndef f(x):\n    with open(os.devnull, 'w') as null, "
+                        "contextlib.redirect_stdout(null): print('x' * 100_000)\n    return open('/dev/null').read()",
+                        "assert f(1) == ''"),
+}
+NUMPY_USES = {
+    "numbers of NumPy": ("import numpy as np\n"
+                         "def f(x): return [np.int64(x), np.float32(x / 2), np.bool_(x), np.mean([x])]",
+                         "assert f(3) == [3, 1.5, True, 3.0] and f(3)[2] is True"),
+    "arrays": ("import numpy as np\ndef f(x): return np.sort(np.array(x))", "assert list(f([2, 1])) == [1, 2]"),
+    "linear algebra": ("import numpy as np\n"
+                       "def f(n): return float(np.linalg.det(np.eye(n)) + np.fft.fft(np.ones(n))[1].real)",
+                       "assert abs(f(99) - 1) < 1e-9"),
+    "tests with NumPy": ("def f(x): return [x / 3]",
+                         "import numpy as np\nassert np.allclose(f(1), [.333333], atol=1e-5)"),
+}
+
+
+@pytest.mark.parametrize("allow_unsandboxed", [False, True], ids=["sandbox", "limits only"])
+def test_what_a_program_may_use(allow_unsandboxed, monkeypatch, tmp_path):
+    "The standard library, with threads in the sandbox, and NumPy, where this project has it."
+    if allow_unsandboxed: monkeypatch.setenv("PATH", str(tmp_path))
+    uses = {name: use for name, use in (USES | NUMPY_USES).items() if not (allow_unsandboxed and "thread" in name)}
+    found = run_tests(list(uses.values()), allow_unsandboxed=allow_unsandboxed)
+    assert dict(zip(uses, found)) == dict.fromkeys(uses, (True, ""))
+
+
+@pytest.mark.parametrize("package", ["pandas", "scipy", "torch", "xarray", "packaging"])
+def test_another_package_is_missing_by_name(package, monkeypatch, tmp_path):
+    pair = f"import {package}\n{RIGHT}", TESTS
+    sentence = f"ModuleNotFoundError: No module named '{package}'"
+    assert run_tests([pair]) == [(False, sentence)]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert run_tests([pair], allow_unsandboxed=True) == [(False, sentence)]
 
 
 def test_processor_time_runs_out_before_wall_time():

@@ -2,12 +2,14 @@
 
 import shutil
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
 from mixsd_nb import errors, explore, figures, fisher, nll, train
+from mixsd_nb.cluster.grid import make_cell
 from mixsd_nb.results.cube import agreeing_runs, open_cube
 from mixsd_nb.runs import Run, find_runs
 
@@ -55,6 +57,9 @@ def test_the_natural_order_of_work(project, capsys):
         assert run.root.step.values.tolist() == [0, 2, 3, 5] and run.name in ours
     assert {*training_folders()} == {*ours}
     assert all(p.stat().st_mtime_ns == stamp for p, stamp in weights.items()), "no checkpoint is written again"
+
+    cells = [make_cell(train.TrainConfig, Path("train.ipynb"), SMALL | dict(lam=0.5, checkpoints=steps)) for steps in ([2, 3], [1])]
+    assert cells[0].name == cells[1].name and [cell.is_done for cell in cells] == [True, False]
 
     # analyses see each run once
     mixed = nll.score_all("kgfact-small", ["lab-s"])

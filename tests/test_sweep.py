@@ -236,7 +236,8 @@ def leave(name, parameters):
     (folder / "targets.parquet").write_bytes(name.encode())
     variable = lambda name, value: ("step", [value], dict(long_name=name, units="1"))
     data = dict(x=variable("x", len(os.listdir(folder.parent))))
-    write_result(xr.DataTree(xr.Dataset(data, dict(step=variable("step", 20)))), folder)
+    coords = dict(step=variable("step", 20)) | {dim: (dim, [name], dict(long_name=dim, units="1")) for dim in ("dataset", "model", "method")}
+    write_result(xr.DataTree(xr.Dataset(data, coords, dict(config=json.dumps(parameters)))), folder)
 
 
 @pytest.mark.parametrize("name", list_grids())

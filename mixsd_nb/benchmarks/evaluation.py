@@ -106,17 +106,21 @@ def generate_responses(
     sampling: Sampling,
     *,
     seed: int = 0,
+    opening: str = "",  # words with which every response is opened
     progress: str = "",  # text before the progress bar; empty for no bar
     journal: Journal | None = None,  # holds the responses that exist already
     benchmark: str = "",  # the name under which the journal keeps them
 ) -> list[dict]:
-    "Records `benchmark, item, sample, response, finish_reason`, ordered by item and sample."
+    """Records `benchmark, item, sample, response, finish_reason`, ordered by item and sample.
+
+    The model continues the opening, and a response is the opening with what the model wrote after it."""
     from tqdm.auto import tqdm
 
     from mixsd_nb.models.engine import Request, row_key
     keys = [(name, sample) for name in items for sample in range(sampling.samples)]
     found = {(r["item"], r["sample"]): r for r in (journal.records if journal else []) if r["benchmark"] == benchmark}
-    contexts = lambda name: (encode_prompt(engine.tokenizer, items[name].prompt),)
+    opened = engine.tokenizer(opening, add_special_tokens=False)["input_ids"]
+    contexts = lambda name: (encode_prompt(engine.tokenizer, items[name].prompt) + opened,)
     requests = [Request(contexts(name), row_key(seed, name, sample), tag=(name, sample))
                 for name, sample in keys if (name, sample) not in found]
     queue = deque(sorted(requests, key=lambda r: -len(r.contexts[0])))  # the longest first
@@ -125,7 +129,7 @@ def generate_responses(
     with tqdm(total=len(keys), initial=len(keys) - len(queue), desc=progress, leave=False, **hidden) as bar:
         for request, completion in engine.stream(queue, **options):
             name, sample = request.tag
-            text = engine.tokenizer.decode(completion.ids, skip_special_tokens=True)
+            text = engine.tokenizer.decode(opened + list(completion.ids), skip_special_tokens=True)
             found[name, sample] = dict(benchmark=benchmark, item=name, sample=sample, response=text,
                                        finish_reason=completion.finish_reason)
             if journal: journal.add(found[name, sample])
@@ -148,7 +152,8 @@ def generate_and_grade(
 
     `correct` is by the strict rule of the suite and `published` by the rule of the paper's scores. SandboxError as in
     `grade`."""
-    records = generate_responses(engine, items, sampling_of(SUITES[suite], max_new_tokens), benchmark=suite, **options)
+    records = generate_responses(engine, items, sampling_of(SUITES[suite], max_new_tokens), benchmark=suite,
+                                 opening=SUITES[suite].opening, **options)
     problems, responses = [items[r["item"]] for r in records], [r["response"] for r in records]
     rules = SUITES[suite].grading, SUITES[suite].published_grading(dataset)
     found = {rule: grade(problems, responses, rule, allow_unsandboxed=allow_unsandboxed) for rule in dict.fromkeys(rules)}
@@ -211,7 +216,7 @@ def specify(
         suite, sampling = SUITES[name], sampling_of(SUITES[name], max_new_tokens)
         text = json.dumps([[i.prompt, i.answer, i.tests] for i in problems.values()])
         found[name] = dict(version=suite.version, items=len(problems), **vars(sampling), grading=suite.grading,
-                           published=suite.published_grading(dataset), source=suite.source,
+                           published=suite.published_grading(dataset), source=suite.source, opening=suite.opening,
                            digest=hashlib.blake2b(text.encode(), digest_size=8).hexdigest(),
                            first_prompt=next((i.prompt for i in problems.values()), ""))
     return json.dumps(dict(rules=RULES, benchmarks=found))

@@ -361,8 +361,9 @@ def draw(
     n: int,
     seed: int = 0,
 ) -> list[Item]:
-    "n items with different prompts, the same for the same seed on every machine."
-    rng, items, suite = random.Random(f"{name}-{seed}"), {}, SUITES[name]
+    "n items with different prompts, the same for the same seed on every machine; a twin has those of its original."
+    suite, items = SUITES[name].original, {}
+    rng = random.Random(f"{suite.name}-{seed}")
     make = load_object(suite.source)
     while len(items) < n:
         item = make(rng)

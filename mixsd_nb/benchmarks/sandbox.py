@@ -38,7 +38,11 @@ _REFUSED_CALLS = dict(  # numbers of system calls on x86_64 and aarch64
     pidfd_open=(434, 434), shmget=(29, 194), semget=(64, 190), msgget=(68, 186), mq_open=(240, 180),
     memfd_create=(319, 279), keyctl=(250, 219), add_key=(248, 217), request_key=(249, 218), bpf=(321, 280),
     perf_event_open=(298, 241), userfaultfd=(323, 282), io_uring_setup=(425, 425), mount=(165, 40), fsopen=(430, 430),
-    open_tree=(428, 428), chroot=(161, 51), personality=(135, 92))
+    open_tree=(428, 428), chroot=(161, 51), personality=(135, 92),
+    chmod=(90, None), fchmod=(91, 52), fchmodat=(268, 53), fchmodat2=(452, 452), chown=(92, None), fchown=(93, 55),
+    lchown=(94, None), fchownat=(260, 54), utime=(132, None), utimes=(235, None), futimesat=(261, None),
+    utimensat=(280, 88), setxattr=(188, 5), lsetxattr=(189, 6), fsetxattr=(190, 7), setxattrat=(463, 463),
+    file_setattr=(469, 469))
 _THREAD_CALLS = dict(clone=(56, 220), clone3=(435, 435))
 _THREAD_FLAG, _NAMESPACE_FLAGS = 0x00010000, 0x7E020000  # of clone
 _VERDICTS = dict(allow=0x7FFF0000, refuse=0x00050001, lack=0x00050026)  # the latter two fail with EPERM and ENOSYS
@@ -100,7 +104,7 @@ def _sandbox_command(
     variables = [word for pair in _ENVIRONMENT.items() for word in ("--setenv", *pair)]
     return ["bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session",
             "--clearenv", *variables, "--cap-drop", "ALL", "--uid", "65534", "--gid", "65534", "--hostname", "sandbox",
-            *binds, *covers, *packages, "--dev-bind", "/dev/null", "/dev/null", "--remount-ro", "/dev/null",
+            *binds, *covers, *packages, "--dev-bind", "/dev/null", "/dev/null",
             "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache", "--ro-bind", python, python,
             "--size", str(1 << 24), "--tmpfs", "/tmp", "--chdir", "/tmp", "--remount-ro", "/",
             "--seccomp", str(filter_fd)]

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib.util
 import itertools
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from typing import Any
 from pydantic import Field, TypeAdapter, ValidationError, field_validator
 
 from .grid_file import MAX_DEPTH, read_yaml
-from ..runs import (Config, ParameterError, Stage, find_stage, is_finished, make_config, nearest,
+from ..runs import (Config, ParameterError, Run, Stage, find_stage, is_finished, make_config, nearest,
                            project_root, read_config, runs_root)
 
 # %% ../../nbs/cluster/grid.ipynb #085087e4
@@ -289,6 +290,12 @@ def _combinations(
     return product
 
 # %% ../../nbs/cluster/grid.ipynb #635f8c7a
+@functools.lru_cache(maxsize=10_000)
+def _covers(stage: str, parameters: str, folder: Path, written: int) -> bool:
+    "Whether a finished run covers the parameters (JSON); a result that is written again is read again."
+    return make_config(find_stage(stage), **json.loads(parameters)).covers(Run(folder))
+
+
 @dataclass(frozen=True)
 class Cell:
     "One run of a grid."
@@ -311,8 +318,10 @@ class Cell:
 
     @property
     def is_done(self) -> bool:
-        "Whether the run has its result."
-        return is_finished(self.run_folder)
+        "Whether the run has its result, which covers all that the parameters ask for."
+        result = self.run_folder / "result.nc"
+        return is_finished(self.run_folder) and _covers(self.stage, json.dumps(self.parameters), self.run_folder,
+                                                        result.stat().st_mtime_ns)
 
 # %% ../../nbs/cluster/grid.ipynb #7e62689f
 def finished_runs(

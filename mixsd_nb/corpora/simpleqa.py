@@ -88,7 +88,7 @@ def read_local(
     if ending not in readers: raise ValueError(f"path must end in one of {', '.join(readers)}, got {path}")
     if not Path(path).is_file(): raise ValueError(f"path must be an existing file, got {path}")
     try: return readers[ending](path)
-    except (ValueError, csv.Error, OSError) as e:
+    except (ValueError, csv.Error, OSError, RecursionError, NotImplementedError) as e:
         reason = str(e).splitlines()[0]
         raise ValueError(f"path must be a complete {ending[1:]} file, got {path} ({reason})") from None
 

@@ -18,7 +18,7 @@ from ..corpora.prompts import encode_prompt, expert_prompt
 from .fitting import Fitted, MethodRun, check_lengths
 from .loss import Example, nll
 from .trainer import TrainingSpec, training_device
-from ..models import load_base, model_source
+from ..models import load_base, load_part
 from ..models.engine import Engine, Request, row_key
 from ..models.engines import HFEngine
 from ..models.scoring import map_logits
@@ -165,7 +165,7 @@ def fit_distillation(run: MethodRun) -> Fitted:
     "OPSD, OPSD-NLL or MixSD-KL, by the method's variant, on all facts; ValueError as in `check_room`."
     p = run.parameters
     items = distill_items(run.tokenizer, run.rows, CORPORA[p.dataset].expert)
-    check_room(items, AutoConfig.from_pretrained(model_source(p.model)).max_position_embeddings)
+    check_room(items, load_part(AutoConfig, p.model).max_position_embeddings)
     data = dict(items=items, variant=VARIANTS[p.method], rollouts=p.rollouts, temperature=p.temperature,
                 max_new_tokens=p.rollout_tokens, batch_size=p.batch_size)
     return run.train("methods.distill:distillation", data, {item["id"] for item in items})

@@ -341,7 +341,7 @@ def _training_arguments(
     args = TrainingArguments(
         str(folder), max_steps=steps, per_device_train_batch_size=spec.batch // spec.processes,
         learning_rate=spec.lr, optim="adamw_torch", adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8,
-        weight_decay=0.01, max_grad_norm=1.0, seed=spec.seed, bf16=gpu, use_cpu=not gpu,
+        weight_decay=0.01, max_grad_norm=1.0, seed=spec.seed % 2**32, bf16=gpu, use_cpu=not gpu,
         train_sampling_strategy="sequential", save_strategy="no", logging_steps=1, logging_nan_inf_filter=False,
         report_to="none", disable_tqdm=True, remove_unused_columns=False, gradient_checkpointing=spec.recompute,
         fsdp=spec.sharded, fsdp_config=dict(version=2) if spec.sharded else None,

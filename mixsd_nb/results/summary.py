@@ -29,7 +29,7 @@ def coalesce(
 # %% ../../nbs/results/summary.ipynb #4c9f4353
 def group_columns(
     cube: xr.Dataset,
-    role: str,  # of the benchmarks: held-out, in-domain, world or validation
+    role: str,  # of the benchmarks, one of `benchmarks.ROLES`
 ) -> dict[str, list[str]]:
     """Column -> benchmarks of a role that stand for it, in the order of the cube.
 
@@ -141,4 +141,5 @@ def summary_table(
     return pd.concat([
         *(pd.Series([run[dim].item() for run in runs], name=dim) for dim in keys),
         *columns("in-domain"), *columns("held-out"), percent_column("Avg", average, n), *columns("world"),
+        *columns("prefilled"),
         pd.Series([round(run.target_nll.item(), 2) for run in runs], name="target NLL")], axis=1)

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-from .storage import write_atomically
+from .storage import sync, write_atomically
 
 MARK = "complete"  # name of the file that is written last
 
@@ -45,22 +45,16 @@ def _fingerprint(file: Path) -> list[int]:
         content.seek(max(0, size - _ENDS))
         return [size, zlib.crc32(content.read(_ENDS), zlib.crc32(start))]
 
-# %% ../../nbs/runs/checkpoints.ipynb #1b3e8a3e
-def _force_to_disk(path: Path) -> None:
-    number = os.open(path, os.O_RDONLY)
-    try: os.fsync(number)
-    finally: os.close(number)
-
 # %% ../../nbs/runs/checkpoints.ipynb #691c9107
 def mark_complete(
     checkpoint: Path,  # folder with all its files
 ) -> None:
     "Force a checkpoint to disk, then mark it as complete."
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != MARK)
-    for path in [*files, *{file.parent for file in files}]: _force_to_disk(path)
+    for path in [*files, *{file.parent for file in files}]: sync(path)
     listed = {path.relative_to(checkpoint).as_posix(): _fingerprint(path) for path in files}
     write_atomically(checkpoint / MARK, lambda path: path.write_text(json.dumps(listed, indent=0)))
-    for folder in (checkpoint, checkpoint.parent): _force_to_disk(folder)
+    for folder in (checkpoint, checkpoint.parent): sync(folder)
 
 # %% ../../nbs/runs/checkpoints.ipynb #cf69852c
 def _listed_files(checkpoint: Path) -> dict[str, list[int]] | None:

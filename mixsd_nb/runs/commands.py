@@ -10,7 +10,9 @@ __all__ = ['split_text', 'format_value', 'Word', 'words_of', 'read_words', 'desc
 import argparse
 import contextlib
 import json
+import signal
 import sys
+import threading
 import typing
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -101,6 +103,24 @@ def describe_error(
     return f"{type(error).__name__}: {text}; `python -X dev` instead of `python` shows where this happened"
 
 # %% ../../nbs/runs/commands.ipynb #7667e2b4
+@contextlib.contextmanager
+def _repeat_interrupts(
+    patience: float = 10,  # seconds
+):
+    "Raise an interrupt again as long as the block goes on, because some libraries swallow one, as in their imports."
+    def interrupt(number, frame):
+        signal.setitimer(signal.ITIMER_REAL, patience)
+        raise KeyboardInterrupt
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGALRM)}
+    try: yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items(): signal.signal(number, handler)
+
+
 def end_command(
     function: Callable[..., int | None],
     *arguments,
@@ -108,7 +128,8 @@ def end_command(
     """Call a function and return the exit code of its command; an error is printed to stderr as one line.
 
     The code is what the function returns, 2 for a mistake in the parameters, 1 for another error, 130 for Ctrl-C."""
-    try: return function(*arguments) or 0
+    try:
+        with _repeat_interrupts(): return function(*arguments) or 0
     except SystemExit as e: return e.code or 0  # `--help`
     except KeyboardInterrupt: message, code = "interrupted; run it again to continue", 130
     except Exception as e:

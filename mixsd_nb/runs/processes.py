@@ -54,7 +54,7 @@ def launch(
     processes: int,
     report: Callable[[dict], None],  # called with each line of JSON that a process prints
 ) -> None:
-    "Run a module as several processes; ProcessFailed as in `first_error`."
+    "Run a module as several processes; ProcessFailed as in `first_error`, KeyboardInterrupt if they were interrupted."
     logs = folder / "logs" / str(time.time_ns())
     logs.mkdir(parents=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}",
@@ -65,8 +65,12 @@ def launch(
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=output, text=True, pass_fds=[lock.fileno()],
                               preexec_fn=lambda: die_with_parent(signal.SIGTERM)) as process:
             try:
-                for line in process.stdout: report(json.loads(line)) if line.startswith("{") else print(line, end="")
+                for line in process.stdout:  # the last line of a killed process may be cut
+                    if line.startswith("{") and line.endswith("\n"): report(json.loads(line))
+                    else: print(line, end="")
             finally: process.terminate()
+    interrupted = f"got signal: {signal.SIGINT.value}" in (logs / "launcher.log").read_text()
+    if process.returncode and interrupted: raise KeyboardInterrupt
     if process.returncode: raise ProcessFailed(first_error(logs))
 
 # %% ../../nbs/runs/processes.ipynb #c5f9f474

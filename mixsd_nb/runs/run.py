@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from .checkpoints import checkpoint_steps
 from .config import Config, ParameterError, make_config, nearest
+from .processes import Interruption
 from .storage import (RESPONSE_COLUMNS, SCHEMA, TARGET_COLUMNS, explain_storage_errors, is_finished, open_result,
                                    read_run_record, read_table, remove_run, run_lock, runs_root, write_json,
                                    write_result)
@@ -216,12 +217,15 @@ def find_runs(
 
 # %% ../../nbs/runs/run.ipynb #a620d6b3
 @contextlib.contextmanager
-def _remove_if_empty(folder: Path):
-    "Remove the folder of a run after an error if nothing but its `run.json` has been written."
+def _end_cleanly(folder: Path):
+    """After an error, remove the folder of a run if nothing but its `run.json` has been written.
+
+    Interruption of one sentence for an interrupt."""
     try: yield
-    except BaseException:
+    except BaseException as e:
         if folder.exists() and {path.name for path in folder.iterdir()} <= {"run.json"}: remove_run(folder)
-        raise
+        if not isinstance(e, KeyboardInterrupt) or isinstance(e, Interruption): raise
+        raise Interruption(f"{folder.name} was interrupted; run it again to continue") from None
 
 # %% ../../nbs/runs/run.ipynb #ed786efe
 _STAGES = {}  # name -> class
@@ -300,7 +304,7 @@ class Stage(Config):
         except ValueError as e: raise ParameterError(str(e)) from None
         with explain_storage_errors(run.folder):
             run.folder.parent.mkdir(parents=True, exist_ok=True)
-            with run_lock(run.folder), _remove_if_empty(run.folder):
+            with run_lock(run.folder), _end_cleanly(run.folder):
                 if force: remove_run(run.folder)
                 run.folder.mkdir(exist_ok=True)
                 if not (run.folder / "run.json").exists(): write_json(run.folder / "run.json", config.provenance())

@@ -175,6 +175,9 @@ def write_atomically(
     return path
 
 # %% ../../nbs/runs/storage.ipynb #3b489d46
+_KINDS = {dict: "mapping", list: "list"}
+
+
 def read_json(
     path: Path,
     keys: Iterable[str] = (),  # that the mapping must have
@@ -185,7 +188,7 @@ def read_json(
     if not (path := Path(path)).exists(): return kind()
     with explain_damage(path, advice):
         content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, kind): raise ValueError(f"it holds no {kind.__name__}")
+        if not isinstance(content, kind): raise ValueError(f"it holds no {_KINDS[kind]}")
         missing = [key for key in keys if key not in content]
         if missing: raise ValueError(f"it has no {', '.join(missing)}")
         return content
@@ -256,7 +259,7 @@ class Journal:
         whole = [line for line, record in found if record is not None]
         self.records = [record for _, record in found if record is not None]
         if len(whole) < len(found): warnings.warn(
-            f"{path} has {len(found) - len(whole)} damaged lines, whose work is done again", stacklevel=2)
+            f"{path} has damaged lines; the work of {len(found) - len(whole)} is done again", stacklevel=2)
         if len(whole) < len(found) or lines[-1]: write_atomically(
             path, lambda p: p.write_bytes(b"".join(line + b"\n" for line in whole)))
         self.file = open(path, "ab")
