@@ -13,9 +13,9 @@ import xarray as xr
 from pydantic import PrivateAttr
 
 from .corpora import CORPORA
-from .methods.targets import (MixSettings, join_shards, mix_corpus, read_targets, select_targets,
-                                      summarise_targets, write_targets)
-from .models import ENGINES, load_engine, load_tokenizer
+from .methods.targets import (MixSettings, join_shards, keep_agreed, list_agreeing, mix_corpus, read_targets,
+                                      select_targets, summarise_targets, write_targets)
+from .models import ENGINES, load_engine, load_tokenizer, run_with_engine
 from .models.identity import model_label
 from .runs import Run, Stage, make_config, module_of, run_function, write_atomically
 
@@ -32,11 +32,14 @@ class GenerateConfig(Stage, MixSettings):
         return [*super().modules(), module_of(CORPORA[self.dataset].build), module_of(ENGINES[self.engine].cls)]
 
     def compute(self, run: Run) -> xr.DataTree:
-        "Mix the targets, or join the shards, and summarise them."
+        "Mix the targets, join the shards, or keep what all sets accept, and summarise the targets."
         rows, targets = select_targets(self, load_tokenizer(self.model))
+        agreeing = self._mix_agreeing() if self.unanimous else []  # each set needs a model, so this one's comes later
         options = dict(dtype=self.dtype, batch_size=self.batch_size, mode=self.mode, **self.engine_options)
         engine = self._engine_of_caller or load_engine(self.engine, self.model, **options)
-        records = self._mix_shards(engine) if self.shards else mix_corpus(self, engine, run.folder, rows, targets)
+        if agreeing: records = keep_agreed(agreeing, engine.tokenizer, rows)
+        elif self.shards: records = self._mix_shards(engine)
+        else: records = mix_corpus(self, engine, run.folder, rows, targets)
         write_atomically(run.folder / "targets.parquet", lambda path: write_targets(records, path))
         return summarise_targets(records, self, engine, {item["id"]: item["expert_ids"] for item, _ in targets})
 
@@ -49,6 +52,10 @@ class GenerateConfig(Stage, MixSettings):
             shard._engine_of_caller = engine
             parts.append(read_targets(shard.run().folder / "targets.parquet"))
         return join_shards(parts, self.samples)
+
+    def _mix_agreeing(self) -> list[list[dict]]:
+        files = [run_with_engine(each.engine, targets_file, **each.model_dump()) for each in list_agreeing(self)]
+        return [read_targets(file) for file in files]
 
 # %% ../nbs/generate.ipynb #6bf4e924
 run = run_function(GenerateConfig)

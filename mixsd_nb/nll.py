@@ -46,8 +46,9 @@ class NllConfig(Stage):
     targets: str = runtime_field("", "Parquet file of mixed targets; empty for the canonical ones")
     dataset: str = Field("kgfact-small", description="corpus of the targets")
     model: ModelName = Field("lab-m", description="base model: a lab model, a folder or a hub id")
-    span: Literal[SPANS] = Field("completion", description="trained part of a target: completion, or paper, which adds "
-                                 "the template's tokens")
+    span: Literal[SPANS] = Field("body", description=(
+        "what is scored of a target: body, as in the published tables; completion, which leaves the template out; or "
+        "paper, which adds the header of the role"))
     first: int = Field(100, ge=1, description="items of the corpus that the published tables count")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the model: float32 or bfloat16")
     models: list[str] = runtime_field([], 'further base models whose targets are scored, as in ["lab-s", "lab-l"]')
@@ -123,7 +124,8 @@ def load_targets(
     "The accepted targets of the file, or the canonical targets of the corpus."
     tokenizer = load_tokenizer(config.model)
     if not config.targets: return canonical_targets(tokenizer, config.dataset, config.span)
-    return mixed_targets(tokenizer, config.dataset, read_table(config.targets, TARGET_COLUMNS), config.span)
+    table = read_table(config.targets, (*TARGET_COLUMNS, "finish_reason"))
+    return mixed_targets(tokenizer, config.dataset, table, config.span)
 
 # %% ../nbs/nll.ipynb #c2797851
 def build_result(
@@ -145,7 +147,7 @@ def build_result(
     coords = {name: variable(name, [name], [value]) for name, value in cell.items()}
     coords |= {name: variable(name, [name], values) for name, values in axes.items()}
     coords["lam"] = variable("lam", ["method"], [float(config.origin.get("lam", np.nan))])
-    root = xr.Dataset(root, coords, dict(config=config.canonical()))
+    root = xr.Dataset(root, coords, dict(config=config.canonical(), nll_span=config.span))
     return xr.DataTree.from_dict({"/": root, "/per_token": ragged_tokens(targets, values)})
 
 
@@ -170,7 +172,8 @@ def compare_with_canonical(
     overlaps = [overlap_recall([types[t.item] for t in targets], [t.ids for t in targets]) for types in high]
     split = _stack("source", split_by_source(targets, values))
     overlap = dict(overlap=(("threshold", "over"), [[o["mean"], o["pooled"]] for o in overlaps]),
-                   overlap_types=(("threshold",), [o["types"] for o in overlaps]))
+                   overlap_types=(("threshold",), [o["types"] for o in overlaps]),
+                   overlap_n=(("threshold",), [o["examples"] for o in overlaps]))
     return overlap | {f"source_{name}": split[name] for name in ("tokens", "nll", "share_above")}
 
 # %% ../nbs/nll.ipynb #1a12c476

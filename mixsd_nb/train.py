@@ -197,7 +197,8 @@ def measure_checkpoint(
 def mixed_targets(config: TrainConfig) -> pd.DataFrame:
     "The accepted mixed targets of a configuration, mixed if they do not exist yet."
     shared = {"dataset", "model", "lam", "seed", "dtype", "engine", "engine_options", "batch_size"}
-    parameters = config.model_dump(include=shared) | dict(max_new_tokens=config.target_tokens)
+    own = {name: value for name, value in config.options.items() if name in generate.GenerateConfig.model_fields}
+    parameters = config.model_dump(include=shared) | dict(max_new_tokens=config.target_tokens) | own
     table = read_table(run_with_engine(config.engine, generate.targets_file, **parameters), TARGET_COLUMNS)
     return table[table.accepted]
 

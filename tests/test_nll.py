@@ -18,11 +18,14 @@ from mixsd_nb import generate, nll
 from mixsd_nb.analysis import forgetting, likelihood
 from mixsd_nb.analysis.likelihood import NEITHER, split_by_target
 from mixsd_nb.corpora import load_corpus
-from mixsd_nb.corpora.prompts import encode_canonical, template_tail
-from mixsd_nb.models import load_base
+from mixsd_nb.corpora.prompts import SPANS, encode_canonical, template_lead, template_tail
+from mixsd_nb.models import load_base, load_tokenizer
 from mixsd_nb.models.scoring import fused_nll, map_states
 from mixsd_nb.models.tiny import random_model
+from mixsd_nb.results.cells import collapse_runs
 from mixsd_nb.results.layout import result_tree
+from mixsd_nb.results.paper import paper_cube
+from mixsd_nb.results.tables import TABLES
 from mixsd_nb.runs import MARK, checkpoint_folder, make_config, write_json, write_result
 
 
@@ -114,7 +117,7 @@ def test_canonical_targets(lab):
     scored, root = split_by_target(result["per_token"]), result.to_dataset().squeeze()
     assert len(scored) == root.n.sel(part="all") == 100 and result["per_token"]["item"].values.tolist() == rows["id"]
     for k in (0, 7, 99):
-        np.testing.assert_allclose(scored[k], plain(model, *encode_canonical(tokenizer, rows[k])), atol=1e-4)
+        np.testing.assert_allclose(scored[k], plain(model, *encode_canonical(tokenizer, rows[k], "body")), atol=1e-4)
     tokens = np.concatenate(scored)
     assert root.nll.sel(part="all") == pytest.approx(tokens.mean()) and root.above.sel(part="all", threshold=8) == (tokens > 8).sum()
     assert (root["method"], root.seed, np.isnan(root.lam)) == ("sft", 0, True) and (result["per_token"].token_source == NEITHER).all()
@@ -135,7 +138,7 @@ def half_canonical(tmp_path, tokenizer):
     for k, row in enumerate(rows.select(range(4))):
         prompt, completion = encode_canonical(tokenizer, row)
         naive = [t % 2 == 0 for t in range(len(completion) - 3)]
-        made.append(dict(id=row["id"], sample=0, prompt_ids=prompt, completion_ids=completion[3:], naive_mask=naive, accepted=k < 3))
+        made.append(dict(id=row["id"], sample=0, prompt_ids=prompt, completion_ids=completion[3:], naive_mask=naive, accepted=k < 3, finish_reason="stop"))
     pd.DataFrame(made).to_parquet(folder / "targets.parquet")
     config = dict(dataset="kgfact-small", model="lab-m", lam=0.4, seed=3, temperature=0.0, shard="")
     write_json(folder / "run.json", dict(stage="generate", config=config))
@@ -146,8 +149,8 @@ def half_canonical(tmp_path, tokenizer):
 def test_source_and_overlap_of_known_targets(tmp_path, lab):
     "The missing tokens are known: the first three of the canonical target, unless they occur again."
     model, tokenizer = lab
-    result = nll.run(targets=half_canonical(tmp_path, tokenizer)).result
-    canonical, root, tokens = nll.run().result["per_token"], result.to_dataset().squeeze(), result["per_token"]
+    result = nll.run(targets=half_canonical(tmp_path, tokenizer), span="completion").result
+    canonical, root, tokens = nll.run(span="completion").result["per_token"], result.to_dataset().squeeze(), result["per_token"]
     assert (root["method"], root.seed, root.lam, root.n.sel(part="all")) == ("mixsd-0.4", 3, 0.4, 3)
     values = np.concatenate(split_by_target(tokens))
     naive = np.concatenate([np.arange(len(v)) % 2 == 0 for v in split_by_target(tokens)])
@@ -160,6 +163,7 @@ def test_source_and_overlap_of_known_targets(tmp_path, lab):
     assert root.overlap.sel(threshold=8, over="pooled") == pytest.approx(sum(a for a, _ in shares) / sum(b for _, b in shares))
     assert root.overlap.sel(threshold=8, over="mean") == pytest.approx(np.mean([a / b for a, b in shares]))
     assert root.overlap_types.sel(threshold=8) == sum(b for _, b in shares)
+    assert root.overlap_n.sel(threshold=8) == len(shares) == 3, "all targets, not those of the first items"
     assert likelihood.count_missing_types(tokens, canonical).sum() == sum(b - a for a, b in shares)
     assert [f["targets"] for f in nll.find_mixed_targets("kgfact-small", ["lab-m"])] == [str(tmp_path / "generate-by-hand" / "targets.parquet")]
     assert nll.find_mixed_targets("kgfunc-lab", ["lab-m"]) == nll.find_mixed_targets("kgfact-small", ["lab-s"]) == []
@@ -189,14 +193,35 @@ def test_a_path_is_as_good_as_its_text(tmp_path, lab, tiny):
     assert nll.run(targets=Path(file)).folder == nll.run(targets=file).folder
 
 
-def test_the_papers_span_counts_the_template_too(tmp_path, lab):
+def test_wider_spans_count_the_template_too(tmp_path, lab):
     _, tokenizer = lab
     file = half_canonical(tmp_path, tokenizer)
-    narrow, wide = (nll.run(targets=file, span=span).result["per_token"] for span in ("completion", "paper"))
-    around = wide.row_size.values - narrow.row_size.values
-    assert (around == around[0]).all() and around[0] > len(template_tail(tokenizer))
-    assert (wide.token_source == NEITHER).sum() == around.sum()
-    np.testing.assert_allclose(wide.nll.values[wide.token_source.values != NEITHER], narrow.nll.values, atol=1e-4)
+    narrow, *others = (nll.run(targets=file, span=span).result["per_token"] for span in SPANS)
+    for wide, count in zip(others, (len(template_tail(tokenizer)), len(template_lead(tokenizer)) + len(template_tail(tokenizer)))):
+        assert (wide.row_size.values - narrow.row_size.values == count).all() and count
+        assert (wide.token_source == NEITHER).sum() == count * narrow.sizes["target"]
+        np.testing.assert_allclose(wide.nll.values[wide.token_source.values != NEITHER], narrow.nll.values, atol=1e-4)
+
+
+def test_the_default_span_is_that_of_the_published_tables():
+    assert nll.NllConfig().span == "body" and nll.run().root.attrs["nll_span"] == "body"
+
+
+def test_the_overlap_is_printed_with_its_own_n(tmp_path, lab):
+    "Three targets are mixed, but only one of the first two items is counted in the other tables."
+    file = half_canonical(tmp_path, lab[1])
+    cube = nll.merge_results([nll.run(first=1).result, nll.run(targets=file, first=1).result]).rename(n="nll_n")
+    notes = {name: TABLES[name](cube.mean("seed", keep_attrs=True).assign_attrs(cube.attrs)).notes for name in ("nll-8", "overlap")}
+    assert notes == {"nll-8": ["1 targets of each corpus, span body"], "overlap": ["3 targets of each corpus, span body"]}
+    published = TABLES["overlap"](collapse_runs(paper_cube()))
+    assert published.notes == [], "the paper does not say over how many"
+
+
+def test_targets_that_were_replaced_come_from_neither_conditional(tmp_path, lab):
+    file = half_canonical(tmp_path, lab[1])
+    table = pd.read_parquet(file).assign(finish_reason=["stop", "canonical", "stop", "stop"])
+    sources = [t.source for t in likelihood.mixed_targets(lab[1], "kgfact-small", table)]
+    assert [(s == NEITHER).all() for s in sources] == [False, True, False]
 
 
 def test_mixed_targets_are_the_stored_ids_of_accepted_rows():
@@ -205,14 +230,17 @@ def test_mixed_targets_are_the_stored_ids_of_accepted_rows():
     result = nll.run(targets=str(file)).result
     root = result.to_dataset().squeeze()
     assert root.n.sel(part="all") == len(table) > 90
-    assert result["per_token"].token_id.values.tolist() == [t for c in table.completion_ids for t in c]
+    tail = template_tail(load_tokenizer("lab-m"))
+    assert result["per_token"].token_id.values.tolist() == [t for c in table.completion_ids for t in [*c, *tail]]
     assert root.nll.sel(part="all") < 0.5 * nll.run().root.nll.sel(part="all").item(), "mixed targets are nearer to the base than canonical ones"
     assert root.source_tokens.sel(source="naive") == 0
     cube = nll.merge_results(nll.score_all("kgfact-small", ["lab-m"]))
     assert cube["method"].values.tolist() == ["mixsd-0", "sft"] and nll.nll_table(cube).shape[0] == 2
     assert len(nll.cdf_figure(nll.score_all("kgfact-small", ["lab-m"])).axes) == len(nll.source_figure(cube).axes) == 1
+    tokens = result["per_token"].to_dataset()
+    words = tokens.nll.values[tokens.token_source.values != NEITHER]
     shares, overlap = nll.source_table(cube).loc[("lab-m", "mixsd-0")], nll.overlap_table(cube)
-    assert shares["share of tokens (%)"].tolist() == [100, 0] and shares[("mean NLL", "expert")] == pytest.approx(root.nll.sel(part="all").item())
+    assert shares["share of tokens (%)"].tolist() == [100, 0] and shares[("mean NLL", "expert")] == pytest.approx(words.mean())
     assert overlap.loc[("lab-m", "mixsd-0"), (8.0, "mean")] == pytest.approx(100 * root.overlap.sel(threshold=8, over="mean").item())
     file.rename(file.with_name("elsewhere.parquet"))
     assert nll.run(targets=str(file.with_name("elsewhere.parquet"))).result.identical(result)

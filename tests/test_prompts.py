@@ -1,9 +1,12 @@
 """Prompts as ids, on the lab tokenizer and on templates in the form of those of published models."""
 
 import random
+import re
 from typing import NamedTuple
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from text_helpers import error_sentence
 from tokenizers import AddedToken
 from transformers import GenerationConfig
@@ -11,6 +14,7 @@ from transformers import GenerationConfig
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.corpora.prompts import (
     REMARKS,
+    SPANS,
     encode_canonical,
     encode_completion,
     encode_example,
@@ -69,6 +73,7 @@ class Form(NamedTuple):
     bos: str | None = None
 
 
+THINK = "<think>\n\n</think>\n\n"
 IM, HEADER = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|im_sep|>"], ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 LLAMA_HEADER, INSTRUCTION = "<|start_header_id|>assistant<|end_header_id|>\n\n", ["[INST]", "[/INST]"]
 FORMS = {
@@ -111,15 +116,54 @@ def test_a_prompt_ends_with_the_header_that_the_model_would_see(kind):
     assert not tokenizer.bos_token or text.count(tokenizer.bos_token) == 1
 
 
-def test_both_spans_are_the_same_conversation(kind):
+def test_all_spans_are_the_same_conversation(kind):
     tokenizer, text, form = make_tokenizer(kind), target("Melka Valley"), FORMS[kind]
     completion = encode_completion(tokenizer, text)
-    plain, paper = (encode_example(tokenizer, "Why?", completion, span) for span in ("completion", "paper"))
-    assert plain[0] + plain[1] + template_tail(tokenizer) == paper[0] + paper[1]
+    plain, body, paper = (encode_example(tokenizer, "Why?", completion, span) for span in SPANS)
+    assert plain[0] + plain[1] + template_tail(tokenizer) == body[0] + body[1] == paper[0] + paper[1]
+    think = THINK if form.header.endswith(THINK) else ""
     assert tokenizer.decode(plain[1]) == text + form.end
+    assert tokenizer.decode(body[1]) == think + text + form.end + form.tail
     assert tokenizer.decode(paper[1]) == form.header + text + form.end + form.tail
     end = tokenizer.convert_tokens_to_ids(form.end)
-    assert plain[1].count(end) == paper[1].count(end) == 1
+    assert plain[1].count(end) == body[1].count(end) == paper[1].count(end) == 1
+
+
+class Words:
+    "A tokenizer whose tokens are counted by eye: special tokens, line breaks as they come, and words."
+
+    def __init__(self, template):
+        self.chat_template, self.known = template, {}
+        self.added_tokens_decoder = {self.number(token): token for token in IM}
+
+    def number(self, token): return self.known.setdefault(token, len(self.known))
+
+    def __call__(self, text, add_special_tokens): return dict(input_ids=[self.number(t) for t in re.findall(r"<[^>]+>|\n+|[^\s<]+", text)])
+
+    def apply_chat_template(self, turns, tokenize, **options):
+        from transformers.utils.chat_template_utils import render_jinja_template
+        return render_jinja_template([turns], chat_template=self.chat_template, **options)[0][0]
+
+
+@pytest.mark.parametrize("template, think", [(QWEN3_2507, 0), (QWEN3, 4)], ids=["qwen3-2507", "qwen3-hybrid"])
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=8))
+@settings(deadline=None, max_examples=10)
+def test_three_spans_by_arithmetic(template, think, lengths):
+    "Around the words are three tokens of the header, four of an empty think block, the end of the turn, and the newline."
+    tokenizer, sums = Words(template), dict.fromkeys(SPANS, 0)
+    for n in lengths:
+        for span in SPANS: sums[span] += len(encode_canonical(tokenizer, dict(prompt="Why?", target=" ".join(["so"] * n)), span)[1])
+    words, examples = sum(lengths), len(lengths)
+    around = dict(completion=1, body=think + 2, paper=3 + think + 2)
+    assert sums == {span: words + k * examples for span, k in around.items()}
+
+
+@pytest.mark.parametrize("template, published", [(QWEN3_2507, 2_062), (QWEN3, 2_462)], ids=["qwen3-2507", "qwen3-hybrid"])
+def test_the_body_has_as_many_tokens_as_the_published_tables_count(template, published):
+    "100 targets of KGFact-Small with 1,862 tokens of words: 62 of 19 tokens, and 38 of 18."
+    rows = [dict(prompt="Why?", target=" ".join(["so"] * n)) for n in [19] * 62 + [18] * 38]
+    tokenizer = Words(template)
+    assert sum(len(encode_canonical(tokenizer, row, "body")[1]) for row in rows) == published
 
 
 def test_the_paper_span_is_the_rendered_assistants_turn(kind):
@@ -153,7 +197,7 @@ def test_a_template_without_an_end_of_turn_has_no_tail():
 
 def test_the_error_names_an_unknown_span():
     sentence = error_sentence(lambda: encode_example(make_tokenizer("lab"), "Why?", [2], "all"))
-    assert sentence == "span must be one of completion, paper, got all"
+    assert sentence == "span must be one of completion, body, paper, got all"
 
 
 def test_expert_prompts_hold_prompt_and_target_verbatim():

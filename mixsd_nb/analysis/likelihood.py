@@ -15,7 +15,7 @@ import pandas as pd
 import xarray as xr
 
 from ..corpora import load_corpus
-from ..corpora.prompts import encode_canonical, encode_example, encode_prompt
+from ..corpora.prompts import encode_canonical, encode_example, template_lead
 from ..models import load_engine, run_with_engine
 
 # %% ../../nbs/analysis/likelihood.ipynb #a9000005
@@ -45,7 +45,7 @@ def token_sources(
 def canonical_targets(
     tokenizer,
     dataset: str,  # key of CORPORA
-    span: str = "completion",  # what is trained of a target: completion or paper
+    span: str = "completion",  # what is scored of a target: completion, body or paper
 ) -> list[Target]:
     "The canonical targets of a corpus, which are the targets of SFT, in the order of the corpus."
     rows = load_corpus(dataset, "train")
@@ -56,16 +56,16 @@ def canonical_targets(
 def mixed_targets(
     tokenizer,
     dataset: str,  # key of CORPORA
-    table: pd.DataFrame,  # targets.parquet of a generate run: `id, completion_ids, naive_mask, accepted`
-    span: str = "completion",  # what is trained of a target: completion or paper
+    table: pd.DataFrame,  # of a generate run: `id, completion_ids, naive_mask, accepted, finish_reason`
+    span: str = "completion",  # what is scored of a target: completion, body or paper
 ) -> list[Target]:
-    "The accepted targets of a table, in its order, with the ids that were sampled."
+    "The accepted targets of a table, in its order, with the ids that were sampled or that replaced them."
     prompts, table = {row["id"]: row["prompt"] for row in load_corpus(dataset, "train")}, table.query("accepted")
-    header = len(encode_prompt(tokenizer, "")) - len(encode_prompt(tokenizer, "", generation=False))
-    header *= span == "paper"
+    lead = len(template_lead(tokenizer, span))
     trained = lambda row: encode_example(tokenizer, prompts[row.id], list(map(int, row.completion_ids)), span)
     pairs = [(row, *trained(row)) for row in table.itertuples()]
-    sources = lambda row, ids: token_sources(row.naive_mask, header, len(ids))
+    sampled = lambda row: row.naive_mask if row.finish_reason != "canonical" else []
+    sources = lambda row, ids: token_sources(sampled(row), lead, len(ids))
     return [Target(row.id, context, ids, sources(row, ids)) for row, context, ids in pairs]
 
 # %% ../../nbs/analysis/likelihood.ipynb #a9000028
@@ -125,11 +125,12 @@ def overlap_recall(
 ) -> dict[str, float]:
     """Share of high-NLL types that occur in the mixed target (appendix E.2).
 
-    `mean` is over the examples that have such types, `pooled` over all `types`; both are NaN if there are none."""
+    `mean` is over the `examples` that have such types, `pooled` over all `types`; both are NaN if there are none."""
     pairs = [(len(types & set(ids)), len(types)) for types, ids in zip(high, mixed, strict=True) if types]
-    if not pairs: return dict(mean=np.nan, pooled=np.nan, types=0)
+    if not pairs: return dict(mean=np.nan, pooled=np.nan, types=0, examples=0)
     common, types = np.array(pairs, float).T
-    return dict(mean=(common / types).mean(), pooled=common.sum() / types.sum(), types=int(types.sum()))
+    return dict(mean=(common / types).mean(), pooled=common.sum() / types.sum(), types=int(types.sum()),
+                examples=len(pairs))
 
 # %% ../../nbs/analysis/likelihood.ipynb #a9000023
 def ragged_tokens(

@@ -172,7 +172,7 @@ def make_splits(
     limit: int,  # facts in train, and in retrieval
     seed: int,
 ) -> dict[str, list[dict]]:
-    """Rows of all splits. ValueError for a limit below 2.
+    """Rows of all splits. ValueError for a limit below 2. Cases of four facts train their facts, but have no split.
 
     Selection, remarks, contexts and second selection take the seeds seed, +1, +2 and +10 (42, 43, 44, 52)."""
     if limit < 2: raise ValueError(f"limit must be at least 2, got {limit}")

@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['BOX_REQUEST', 'REMARKS', 'SPANS', 'naive_prompt', 'boxed', 'target', 'expert_prompt', 'expert_reference_prompt',
            'paraphrase_prompt', 'paraphrase_rows', 'retrieval_prompt', 'encode_prompt', 'turn_end', 'encode_completion',
-           'template_tail', 'encode_example', 'encode_canonical']
+           'template_lead', 'template_tail', 'encode_example', 'encode_canonical']
 
 # %% ../../nbs/corpora/prompts.ipynb #65447e52
 import random
+from os.path import commonprefix
 
 # %% ../../nbs/corpora/prompts.ipynb #2ae17803
 BOX_REQUEST = r"Think step by step and give the final answer in \boxed{}."
@@ -89,10 +90,11 @@ def encode_prompt(
     tokenizer,  # any Hugging Face tokenizer with a chat template
     prompt: str,
     generation: bool = True,  # end with the header of the assistant's turn
+    thinking: bool = False,  # what the template is told; False leads to an empty think block in hybrid models
 ) -> list[int]:
-    "Token ids of one user turn followed by the generation prompt, with thinking switched off."
+    "Token ids of one user turn followed by the generation prompt, with thinking switched off by default."
     text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False,
-                                         add_generation_prompt=generation, enable_thinking=False)
+                                         add_generation_prompt=generation, enable_thinking=thinking)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 # %% ../../nbs/corpora/prompts.ipynb #1b88993a
@@ -124,37 +126,59 @@ def encode_completion(
     "Token ids of a written completion with the token that ends the turn, once."
     return tokenizer(text, add_special_tokens=False)["input_ids"] + _close_turn(tokenizer)[0]
 
+# %% ../../nbs/corpora/prompts.ipynb #f62f421d
+def _open_turn(
+    tokenizer,  # any Hugging Face tokenizer with a chat template
+) -> tuple[list[int], list[int]]:
+    "Ids that the template writes before an assistant's words: the header of the role, and the empty think block if any."
+    def header(thinking):
+        user = encode_prompt(tokenizer, "?", generation=False, thinking=thinking)
+        return encode_prompt(tokenizer, "?", thinking=thinking)[len(user):]
+    ids = header(thinking=False)
+    role = len(commonprefix([ids, header(thinking=True)]))
+    return ids[:role], ids[role:]
+
 # %% ../../nbs/corpora/prompts.ipynb #fa6fd986
-SPANS = ("completion", "paper")
+SPANS = ("completion", "body", "paper")
+
+
+def template_lead(
+    tokenizer,  # any Hugging Face tokenizer with a chat template
+    span: str = "paper",  # one of SPANS
+) -> list[int]:
+    "Ids of the template before an assistant's words that belong to a span. ValueError for an unknown span."
+    if span not in SPANS: raise ValueError(f"span must be one of {', '.join(SPANS)}, got {span}")
+    if span == "completion": return []
+    role, think = _open_turn(tokenizer)
+    return think if span == "body" else role + think
 
 
 def template_tail(
     tokenizer,  # any Hugging Face tokenizer with a chat template
+    span: str = "paper",  # one of SPANS
 ) -> list[int]:
-    "Ids that the template puts after the token that ends an assistant's turn: a newline, or nothing."
-    return _close_turn(tokenizer)[1]
+    "Ids after the token that ends an assistant's turn that belong to a span: a newline, or nothing."
+    return [] if span == "completion" else _close_turn(tokenizer)[1]
 
 # %% ../../nbs/corpora/prompts.ipynb #eadc793b
 def encode_example(
     tokenizer,  # any Hugging Face tokenizer with a chat template
     prompt: str,
     completion: list[int],  # sampled ids, the stop token included
-    span: str = "completion",  # or paper
+    span: str = "completion",  # one of SPANS
 ) -> tuple[list[int], list[int]]:
-    """Context ids and trained ids of an example. For the span `paper`, together they are the rendered conversation.
+    """Context ids and trained ids of an example. With a tail, together they are the rendered conversation.
 
     ValueError for an unknown span."""
-    if span not in SPANS: raise ValueError(f"span must be one of {', '.join(SPANS)}, got {span}")
-    context = encode_prompt(tokenizer, prompt)
-    if span == "completion": return context, completion
-    user = encode_prompt(tokenizer, prompt, generation=False)
-    return user, context[len(user):] + completion + template_tail(tokenizer)
+    context, lead = encode_prompt(tokenizer, prompt), template_lead(tokenizer, span)
+    start = len(context) - len(lead)
+    return context[:start], context[start:] + completion + template_tail(tokenizer, span)
 
 # %% ../../nbs/corpora/prompts.ipynb #77473e42
 def encode_canonical(
     tokenizer,  # any Hugging Face tokenizer with a chat template
     row: dict,  # of a corpus: prompt, target
-    span: str = "completion",  # or paper
+    span: str = "completion",  # one of SPANS
 ) -> tuple[list[int], list[int]]:
     "Context ids and trained ids of the canonical target, which plain fine-tuning trains on."
     return encode_example(tokenizer, row["prompt"], encode_completion(tokenizer, row["target"]), span)

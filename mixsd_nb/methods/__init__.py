@@ -72,6 +72,7 @@ for _method in [
            colours={"mixsd-kl-n1-t1": "#e39cc6", "mixsd-kl-n1-t0": "#5e1645"}),
     Method("mixsd", title="MixSD", colour="#2f8fdc", marker="o", settings=(*TRAINED, "span", "lam", "target_tokens"),
            fit="methods.supervised:fit_mixed", label="{lam:g}", caption="λ={lam:g}", constants=dict(rollouts=1),
+           options=dict(replace_gt=False, unanimous={}),  # of the targets, as in `generate`
            ramp=("#a6dcfb", "#2f8fdc", "#0c2a70"), ramp_end=0.8),
 ]: METHODS.add(_method)
 

@@ -73,6 +73,7 @@ VARIABLE_ATTRS: dict[str, tuple[str, str]] = dict(  # name -> long_name, units
     source_share_above=("share of the tokens from a conditional with an NLL above the threshold", "1"),
     overlap=("share of the canonical target's high-NLL token types that are also in the mixed target", "1"),
     overlap_types=("high-NLL token types of the canonical targets", "1"),
+    overlap_n=("targets whose overlap is measured, which are those with a high-NLL token type", "1"),
     reference_nll=("mean NLL of the base model's own responses", "nats per response"),
     reference_tokens=("mean number of tokens in the base model's own responses", "1"),
     forgetting=("increase of the NLL of the base model's own responses (eq. 2)", "nats per response"),

@@ -18,7 +18,7 @@ import xarray as xr
 from ..benchmarks import SUITES
 from ..corpora import CORPORA
 from ..methods import BASE, label_title, ordered_labels
-from .comparison import displacement_correlations
+from .comparison import read_correlations
 from .paper import corpus_key, corpus_title, held_out_columns, is_listed, in_domain_columns
 from .plots import format_range, model_name
 from .sheets import Sheet, format_number, mark_columns, stack_sheets
@@ -141,6 +141,7 @@ def target_sheet(
     name: str,  # variable of the table
     format_cells: Callable[[xr.Dataset, float], xr.DataArray],  # texts over dataset, model and method
     threshold: float,  # nats
+    counted: str = "nll_n",  # variable with the number of targets behind the texts
 ) -> Sheet | None:
     "One text about the targets of each method; None if the cube has none."
     if name not in cube or threshold not in cube.threshold: return None
@@ -153,7 +154,10 @@ def target_sheet(
     if not rows: return None
     heads = pd.MultiIndex.from_tuples([("Targets", label_title(m)) for m in methods])
     text = pd.DataFrame(rows.values(), pd.MultiIndex.from_tuples(rows), heads)
-    notes = [f"{format_range(cube.nll_n.sel(part='first'))} targets of each corpus"] if "nll_n" in cube else []
+    at = dict(part="first", threshold=threshold)
+    notes = [f"{format_range(cube[counted].sel({d: at[d] for d in cube[counted].dims if d in at}))} targets of each "
+             "corpus"] if counted in cube else []
+    if "nll_span" in cube.attrs: notes = [f"{note}, span {cube.attrs['nll_span']}" for note in notes]
     return Sheet(label, caption, notes, text, pd.DataFrame("", text.index, text.columns), [""] * len(rows))
 
 # %% ../../nbs/results/tables.ipynb #72c230c1
@@ -196,14 +200,16 @@ def correlation_sheet(
     label: str,
     caption: str,
 ) -> Sheet | None:
-    "Correlations with the drop, and the number of checkpoints, by model; None if the cube has none."
+    """Correlations with the drop, and the number of checkpoints, by model; None if the cube has none.
+
+    For a cube of runs there is a block for each reading of `read_correlations`."""
     if not {"r_displacement", "displacement_sq"} & set(cube.data_vars): return None
-    found, rows = displacement_correlations(cube), {}
-    for model in cube.model.values:
-        at = found.sel(model=model)
-        if at.r_alignment.isnull(): continue
-        rows["", model_name(model)] = [f"{at.checkpoints.item():.0f}", format_number(at.r_displacement.item(), "+.2f"),
-                                       format_number(at.r_alignment.item(), "+.2f")]
+    rows = {}
+    for reading, found in read_correlations(cube).items():
+        for at in (found.sel(model=model) for model in cube.model.values):
+            if at.r_alignment.isnull(): continue
+            numbers = [format_number(at[r].item(), "+.2f") for r in ("r_displacement", "r_alignment")]
+            rows[reading, model_name(at.model.item())] = [f"{at.checkpoints.item():.0f}", *numbers]
     if not rows: return None
     heads = [("Checkpoints", "N"), ("Pearson r", "‖Δθ‖², Drop"), ("Pearson r", "R, Drop")]
     heads = pd.MultiIndex.from_tuples(heads)
@@ -222,7 +228,8 @@ def _accuracies(label, caption, dataset, among, llama=None):
 
 
 def _improbable(threshold):
-    caption = f"Target tokens with an NLL above {threshold:g} nats under the base model: count and share."
+    caption = (f"Target tokens with an NLL above {threshold:g} nats under the base model: count and share. The paper "
+               "counts the words, the end of the turn, the newline after it, and an empty think block (span body).")
     return partial(target_sheet, label=f"tab:high-nll-{threshold:g}", caption=caption, name="above",
                    format_cells=format_counts, threshold=threshold)
 
@@ -244,14 +251,16 @@ TABLES: dict[str, Callable[[xr.Dataset], Sheet | None]] = {
         "Displacement of the parameters and what was forgotten, at the selected checkpoints. Drop in percentage "
         "points by the rule of the paper's scores; ‖Δθ‖² and R have no unit.")),
     "correlation": partial(correlation_sheet, label="tab:app-corr-pooled", caption=(
-        "Correlation with the drop of the held-out average, over all checkpoints, of which those of one run are not "
-        "independent. Drop by the rule of the paper's scores.")),
+        "Correlation with the drop of the held-out average over checkpoints, of which those of one run are not "
+        "independent. The paper does not say which checkpoints it pools: its N is smaller than that of all learning "
+        "rates. Drop by the rule of the paper's scores.")),
     "nll-5": _improbable(5.0),
     "nll-8": _improbable(8.0),
     "overlap": partial(
-        target_sheet, label="tab:overlap-recall", name="overlap", format_cells=format_overlap, threshold=8.0, caption=(
+        target_sheet, label="tab:overlap-recall", name="overlap", format_cells=format_overlap, threshold=8.0,
+        counted="overlap_n", caption=(
             "Share of the token types with an NLL above 8 nats in the canonical target that are also in the mixed "
-            "target."))}
+            "target, among all targets with such a type. The paper does not say over how many targets."))}
 
 # %% ../../nbs/results/tables.ipynb #cf584d79
 def list_tables(
