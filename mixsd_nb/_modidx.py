@@ -1645,6 +1645,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
             'mixsd_nb.results.cells': { 'mixsd_nb.results.cells.cell_mask': ('results/cells.html#cell_mask', 'mixsd_nb/results/cells.py'),
                                         'mixsd_nb.results.cells.collapse_runs': ( 'results/cells.html#collapse_runs',
                                                                                   'mixsd_nb/results/cells.py'),
+                                        'mixsd_nb.results.cells.compare_ties': ( 'results/cells.html#compare_ties',
+                                                                                 'mixsd_nb/results/cells.py'),
                                         'mixsd_nb.results.cells.select_cells': ( 'results/cells.html#select_cells',
                                                                                  'mixsd_nb/results/cells.py')},
             'mixsd_nb.results.comparison': { 'mixsd_nb.results.comparison.displacement_correlations': ( 'results/comparison.html#displacement_correlations',
