@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from papermill import inspect_notebook
 
-from mixsd_nb.models.presets import preset_values
-from mixsd_nb.runs import Config
+from mixsd_nb.cluster.grid import list_grids, read_grid
+from mixsd_nb.models.presets import is_lab_model, preset_values
+from mixsd_nb.runs import Config, find_stage
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGES = sorted(p for p in (ROOT / "nbs").glob("*.ipynb") if p.stem != "index")
@@ -65,6 +66,17 @@ def test_a_preset_is_the_sum_of_its_values(config, data):
     assert made.hash() == config(**wanted).hash() == config(preset=other, **wanted).hash()
     missed = {name for name, known in values.items() if name not in given_names and known["lab"] != known["paper"]}
     assert set(made.values_of_lab()) == (missed if preset == "lab" else set())
+
+
+@pytest.mark.parametrize("name", list_grids())
+def test_no_shipped_grid_gives_a_large_model_the_labs_values(name, own_runs):
+    "The axis over outputs of another grid is empty here; what it leaves out has no presets."
+    grid = read_grid(name)[1]
+    if (stage := find_stage(grid.notebook)) not in SCALED: return
+    for model in grid.axes["model"] if "model" in grid.axes else [grid.fixed["model"]]:
+        config = stage(**grid.fixed | (model if isinstance(model, dict) else dict(model=model)))
+        assert is_lab_model(config.model) or not {*config.values_of_lab()} - {*grid.axes}, name
+        assert config.preset == ("lab" if is_lab_model(config.model) else "paper")
 
 
 def test_the_front_page_lists_the_presets():

@@ -56,7 +56,7 @@ def best_rate(
     best = max(validation.values())
     return TIES[ties](rate for rate, score in validation.items() if score == best)
 
-# %% ../../nbs/methods/selection.ipynb #721fa938
+# %% ../../nbs/methods/selection.ipynb #065853ab
 RULES = {  # name -> function (training, validation, whether targets are mixed) -> position
     "best": lambda training, validation, mixed: paper_checkpoint(training, validation),
     "first_peak": lambda training, validation, mixed: first_peak(training, mixed)}

@@ -58,7 +58,7 @@ def collapse_runs(
     coords = {name: c for name, c in cube.coords.items() if not {*axes} & {*c.dims}}
     return xr.Dataset(found, coords, cube.attrs)
 
-# %% ../../nbs/results/cells.ipynb #4f23e290
+# %% ../../nbs/results/cells.ipynb #b0932513
 def compare_ties(
     cube: xr.Dataset,
     rule: str = "best",  # for checkpoints, as of `select_checkpoints`
