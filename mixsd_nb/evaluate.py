@@ -20,6 +20,7 @@ from .benchmarks import ROLES, SUITES
 from .benchmarks.evaluation import EvalSettings, evaluate_suite, select_items, specify, write_responses
 from .models import check_model
 from .models.identity import BY_CONTENT, ModelName, model_label
+from .models.presets import warn_about_lab_values
 from .results.schema import benchmark_coords, variable
 from .runs import Run, Stage, make_config, run_function, runtime_field
 
@@ -32,7 +33,6 @@ class EvaluateConfig(Stage, EvalSettings):
     model: ModelName = Field("lab-m", description="a lab model, a folder or a hub id")
     baseline: Annotated[str, BY_CONTENT] = runtime_field("", "another model, with which this one is compared item by item")
 
-
     @field_validator("baseline")
     @classmethod
     def _check_baseline(cls, name): return name and check_model(name, field="baseline")
@@ -40,6 +40,10 @@ class EvaluateConfig(Stage, EvalSettings):
     def slug(self): return f"{self.dataset}-{model_label(self.model)}"
 
     def modules(self): return [*super().modules(), *self.declared_modules()]
+
+    def check(self):
+        "Warn if a large model gets values of the lab."
+        warn_about_lab_values(self)
 
     def compute(self, run: Run) -> xr.DataTree:
         "Generate and grade the responses, and summarise them."

@@ -32,6 +32,10 @@ class FiguresConfig(Config):
     dataset: str = Field("kgfact-small", description="corpus to draw")
     model: str = Field("lab-m", description="base model to draw")
     lr: float = Field(0.0, ge=0, description="only this learning rate; 0 for all, each in its own panel")
+    rule: Literal["best", "first_peak"] = Field("best", description=(
+        "checkpoint of a run that tables show: best, by the paper's rule, or first_peak, by that of the published code"))
+    ties: Literal["smallest", "largest"] = Field("smallest", description=(
+        "learning rate that tables show if several have the best validation score: smallest or largest"))
     where: dict = Field({}, description=(
         'only runs with these settings; needed if runs differ in them, as in {"epochs": 20}'))
     skip_corrupt: bool = Field(False, description="leave out results that cannot be read")
@@ -80,8 +84,8 @@ def run(
 
     Returns the sources by name, each with its whole cube and with the numbers that tables show."""
     config, default = make_config(FiguresConfig, **parameters), FiguresConfig()
-    sources = load_sources(config.source, config.runs or None, cell=(config.dataset, config.model),
-                           skip_corrupt=config.skip_corrupt, **config.where)
+    sources = load_sources(config.source, config.runs or None, rule=config.rule, ties=config.ties,
+                           cell=(config.dataset, config.model), skip_corrupt=config.skip_corrupt, **config.where)
     figures = {}
     if "runs" in sources:
         if notice := sources["runs"].cube.attrs.get("notice"): print(notice)
@@ -90,7 +94,7 @@ def run(
         figures = run_figures(cube) | analysis_figures(config)
     tables = list_tables(source.cube for source in sources.values())
     sheets = {name: sheet for name in tables if (sheet := source_sheet(name, sources))}
-    selection = {k: getattr(config, k) for k in ("source", "dataset", "model", "lr")}
+    selection = {k: getattr(config, k) for k in ("source", "dataset", "model", "lr", "rule", "ties")}
     suffix = name_suffix(model_label(str(v)) for k, v in selection.items() if v != getattr(default, k))
     figures = dict(overview=draw_overview()) | figures | shared_figures(sources, config.dataset)
     files = save_pictures(figures, sheets, suffix)

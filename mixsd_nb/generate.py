@@ -17,6 +17,7 @@ from .methods.targets import (MixSettings, join_shards, keep_agreed, list_agreei
                                       select_targets, summarise_targets, write_targets)
 from .models import ENGINES, load_engine, load_tokenizer, run_with_engine
 from .models.identity import model_label
+from .models.presets import warn_about_lab_values
 from .runs import Run, Stage, make_config, module_of, run_function, write_atomically
 
 # %% ../nbs/generate.ipynb #79836aed
@@ -30,6 +31,10 @@ class GenerateConfig(Stage, MixSettings):
 
     def modules(self):
         return [*super().modules(), module_of(CORPORA[self.dataset].build), module_of(ENGINES[self.engine].cls)]
+
+    def check(self):
+        "Warn if a large model gets values of the lab."
+        warn_about_lab_values(self)
 
     def compute(self, run: Run) -> xr.DataTree:
         "Mix the targets, join the shards, or keep what all sets accept, and summarise the targets."

@@ -24,6 +24,7 @@ from .corpora.prompts import SPANS
 from .methods import METHODS, fit_function, label_coordinates, method_label
 from .models import ENGINES, check_process, run_with_engine
 from .models.identity import ModelName, model_label
+from .models.presets import idle_value, preset_field, warn_about_lab_values
 from .results.layout import result_tree
 from .results.roots import read_root
 from .runs import (TARGET_COLUMNS, ParameterError, Run, Stage, Steps, check_steps, check_temperature,
@@ -36,9 +37,11 @@ class TrainConfig(Stage, EvalSettings):
     name = "train"
     method: str = Field("mixsd", description="base, sft, mixsd, opsd, opsd-nll or mixsd-kl")
     lam: float = Field(0.5, ge=0, le=1, description="share of naive tokens in the targets of mixsd")
-    target_tokens: int = Field(256, ge=1, description="largest length of a mixed target in tokens; 8192 in the paper")
+    target_tokens: int | None = preset_field(
+        "largest length of a mixed target in tokens", lab=256, paper=8_192, ge=1)
     model: ModelName = Field("lab-m", description="base model: a lab model, a folder or a hub id")
-    lr: float = Field(1e-3, gt=0, le=1, description="learning rate after 20 warm-up steps")
+    lr: float | None = preset_field(
+        "learning rate after 20 warm-up steps; the paper selects one of six", lab=1e-3, paper=1e-5, gt=0, le=1)
     epochs: int | None = Field(None, ge=1, description="passes over the corpus; None for the published number")
     batch: int | None = Field(None, ge=1, description="examples per update; None for the published number")
     rollouts: int | None = Field(
@@ -46,13 +49,13 @@ class TrainConfig(Stage, EvalSettings):
                                  "published number"))
     temperature: float | None = Field(
         None, ge=0, description="sampling temperature of rollouts; None for the published value")
-    rollout_tokens: int = Field(256, ge=1, description="largest length of a rollout in tokens; 8192 in the paper")
+    rollout_tokens: int | None = preset_field("largest length of a rollout in tokens", lab=256, paper=8_192, ge=1)
     checkpoints: Steps | None = runtime_field(None, (
         "updates after which the model is measured, besides the last one; None for the published schedule; "
         "for example papermill -y '{checkpoints: [20, 60]}'"))
-    span: Literal[SPANS] = Field(
-        "completion", description=("which tokens of a target are trained: completion, or paper, which adds the chat "
-                                   "template's tokens around it"))
+    span: Literal[SPANS] | None = preset_field(
+        "which tokens of a target are trained: completion, or paper, which adds the chat template's tokens around it",
+        lab="completion", paper="paper")
     lora: int = Field(0, ge=0, description="rank of the LoRA adapters; 0 trains the weights themselves")
     options: dict = Field({}, description="parameters that only this method has, by name")
     processes: int = runtime_field(1, "number of training processes, one per GPU or core", ge=1)
@@ -112,7 +115,7 @@ class TrainConfig(Stage, EvalSettings):
         used, fields = METHODS[self.method].settings, type(self).model_fields
         runtime = {k for k, f in fields.items() if is_runtime(f)}
         shared = {*EvalSettings.model_fields, "method", "model", "options", *runtime}
-        return self.model_copy(update={k: f.default for k, f in fields.items() if k not in shared and k not in used})
+        return self.model_copy(update={k: idle_value(f) for k, f in fields.items() if k not in shared and k not in used})
 
     def slug(self): return f"{self.dataset}-{model_label(self.model)}-{self.label}"
 
@@ -133,6 +136,7 @@ class TrainConfig(Stage, EvalSettings):
         "ValueError if this machine cannot train with these settings; a run with its last checkpoint is not checked."
         from mixsd_nb.methods.trainer import check_devices
         check_process(self.engine)
+        warn_about_lab_values(self)
         if not self.has_rate: return
         if last_checkpoint(self.folder) == checkpoint_folder(self.folder, self.steps()[0]): return
         check_devices(self.processes, self.batch, self.sharded, self.lora)
@@ -286,7 +290,7 @@ def main_runs(
 from .runs.commands import format_value, run_command, words_of
 
 
-def _compute_main_runs(lr=(TrainConfig.model_fields["lr"].default,), seed=(0,)):
+def _compute_main_runs(lr=(TrainConfig().lr,), seed=(0,)):
     "Compute the base model, SFT, and MixSD at two mixing rates; finished runs are not computed again."
     runs = main_runs(lr, seed)
     for parameters in runs: make_config(TrainConfig, **parameters)  # a mistake is reported before the first run

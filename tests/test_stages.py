@@ -2,22 +2,34 @@
 
 import importlib
 import json
+import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from papermill import inspect_notebook
 
-from mixsd_nb.runs import Config
+from mixsd_nb.cluster.grid import list_grids, read_grid
+from mixsd_nb.models.presets import is_lab_model, preset_values
+from mixsd_nb.runs import Config, find_stage
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGES = sorted(p for p in (ROOT / "nbs").glob("*.ipynb") if p.stem != "index")
 
 
+def configuration(path):
+    return getattr(importlib.import_module(f"mixsd_nb.{path.stem}"), f"{path.stem.capitalize()}Config")
+
+
+def preset_names(config):
+    return [name for name, field in config.model_fields.items() if preset_values(field)]
+
+
 @pytest.mark.parametrize("path", STAGES, ids=lambda p: p.stem)
 def test_parameters_cell_agrees_with_the_configuration(path):
-    module = importlib.import_module(f"mixsd_nb.{path.stem}")
-    config = getattr(module, f"{path.stem.capitalize()}Config")
+    config = configuration(path)
     assert issubclass(config, Config)
     cells = [c for c in json.loads(path.read_text())["cells"] if "parameters" in c["metadata"].get("tags", [])]
     scope = {}
@@ -29,6 +41,46 @@ def test_parameters_cell_agrees_with_the_configuration(path):
 @pytest.mark.parametrize("path", STAGES, ids=lambda p: p.stem)
 def test_parameters_cell_has_the_descriptions_of_the_fields(path):
     "The comments equal the descriptions of the fields, so papermill's help, Python's help and the chapter agree."
-    fields = getattr(importlib.import_module(f"mixsd_nb.{path.stem}"), f"{path.stem.capitalize()}Config").model_fields
+    fields = configuration(path).model_fields
     for name, found in inspect_notebook(path).items():
         if name != "force": assert found["help"] == fields[name].description, name
+
+
+SCALED = [config for path in STAGES if preset_names(config := configuration(path))]
+
+
+def test_some_stages_have_both_scales():
+    assert [config.name for config in SCALED] == ["evaluate", "generate", "train"]
+
+
+@pytest.mark.parametrize("config", SCALED, ids=lambda c: c.name)
+@given(data=st.data())
+def test_a_preset_is_the_sum_of_its_values(config, data):
+    "A run is the same whether its values come from the preset or are given, and given values have precedence."
+    values = {name: preset_values(config.model_fields[name]) for name in preset_names(config)}
+    preset, other = data.draw(st.permutations(["lab", "paper"]))
+    given_names = data.draw(st.sets(st.sampled_from(sorted(values))))
+    wanted = {name: known[other if name in given_names else preset] for name, known in values.items()}
+    made = config(preset=preset, **{name: wanted[name] if name in given_names else None for name in values})
+    assert {name: getattr(made, name) for name in values} == wanted
+    assert made.hash() == config(**wanted).hash() == config(preset=other, **wanted).hash()
+    missed = {name for name, known in values.items() if name not in given_names and known["lab"] != known["paper"]}
+    assert set(made.values_of_lab()) == (missed if preset == "lab" else set())
+
+
+@pytest.mark.parametrize("name", list_grids())
+def test_no_shipped_grid_gives_a_large_model_the_labs_values(name, own_runs):
+    "The axis over outputs of another grid is empty here; what it leaves out has no presets."
+    grid = read_grid(name)[1]
+    if (stage := find_stage(grid.notebook)) not in SCALED: return
+    for model in grid.axes["model"] if "model" in grid.axes else [grid.fixed["model"]]:
+        config = stage(**grid.fixed | (model if isinstance(model, dict) else dict(model=model)))
+        assert is_lab_model(config.model) or not {*config.values_of_lab()} - {*grid.axes}, name
+        assert config.preset == ("lab" if is_lab_model(config.model) else "paper")
+
+
+def test_the_front_page_lists_the_presets():
+    rows = re.findall(r"^\| `(\w+)` \| (\S+) \| (\S+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    fields = importlib.import_module("mixsd_nb.train").TrainConfig.model_fields
+    expected = {name: tuple(map(str, preset_values(field).values())) for name, field in fields.items() if preset_values(field)}
+    assert {name: tuple(values) for name, *values in rows} == expected

@@ -3,9 +3,12 @@
 import json
 import multiprocessing
 import os
+import re
+import shutil
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -84,6 +87,37 @@ def test_processes_are_asked_for_what_is_trained_alone(tiny, own_runs):
     train.run(**parameters)
     next(own_runs.glob("train-*sft*/result.nc")).unlink()
     assert train.run(**parameters, processes=999).root.step.values.tolist() == [0, 5]
+
+
+def warnings_of(**parameters):
+    "The warnings before a training, as texts."
+    from mixsd_nb import train
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        train.TrainConfig(**parameters).without_idle().check()
+    return [str(w.message) for w in seen]
+
+
+def foreign_folder(tiny, folder):
+    "A copy of a model folder whose vocabulary is not the lab's."
+    shutil.copytree(tiny, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | dict(vocab_size=151_936)))
+    return str(folder)
+
+
+@pytest.mark.parametrize("method", ["base", "sft", "mixsd", "opsd"])
+def test_a_large_model_with_the_labs_values_is_warned_about(method, tiny, own_runs):
+    "One sentence names the values that the method uses and that nobody gave; models of the lab get none."
+    measured = ["suite=lab", "n=100", "max_new_tokens=160", "dtype=float32"]
+    trained = dict(sft=["span=completion"], mixsd=["target_tokens=256", "span=completion"], opsd=["rollout_tokens=256"], base=[])[method]
+    for model in ("Qwen/Qwen3-1.7B", foreign_folder(tiny, own_runs / "foreign")):
+        said = warnings_of(method=method, model=model, lr=1e-3)
+        assert len(said) == 1 and said[0].startswith(f"{model} gets the lab's ") and said[0].endswith("; preset=paper sets the paper's values")
+        assert sorted(re.findall(r"\w+=\w+", said[0].partition(";")[0])) == sorted(measured + trained)
+        assert ("lr=" in warnings_of(method=method, model=model)[0]) == (method != "base")
+        assert not warnings_of(method=method, model=model, preset="paper")
+    assert not warnings_of(method=method, model=tiny) and not warnings_of(method=method)
 
 
 def test_every_distillation_gives_its_row(tiny, tmp_path, monkeypatch):

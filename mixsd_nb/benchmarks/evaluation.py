@@ -24,23 +24,26 @@ from .tasks import benchmarks_folder, grade
 from ..corpora import CORPORA, check_corpus
 from ..corpora.prompts import encode_prompt
 from ..models import ENGINES, check_engine, check_engine_options, load_engine
-from ..runs import Config, Journal, Seed, module_of, report_progress, runtime_field, write_atomically
+from ..models.presets import PresetSettings, preset_field
+from ..runs import Journal, Seed, module_of, report_progress, runtime_field, write_atomically
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #f1b5e412
-class EvalSettings(Config):
+class EvalSettings(PresetSettings):
     "Parameters of every stage that measures a model: the benchmarks, the sampling and the engine."
     dataset: str = Field("kgfact-small", description="corpus that the in-domain questions come from")
-    suite: str = Field("lab", description="lab, paper, in-domain, or benchmarks separated by commas")
-    n: int = Field(
-        100, ge=1, description="items of each in-domain benchmark and lab suite; a lab suite has at most 300")
+    suite: str | None = preset_field(
+        "lab, paper, in-domain, or benchmarks separated by commas", lab="lab", paper="paper")
+    n: int | None = preset_field(
+        "items of each in-domain benchmark, as far as it has them, and lab suite, which has at most 300",
+        lab=100, paper=4_326, ge=1)
     limit: int = Field(0, ge=0, description="items of each of the paper's tasks; 0 for all items")
-    max_new_tokens: int = Field(
-        160, ge=1, description="largest length of an in-domain response in tokens; 4096 in the paper")
+    max_new_tokens: int | None = preset_field(
+        "largest length of an in-domain response in tokens", lab=160, paper=4_096, ge=1)
     data: str = Field(
         "", description="folder with local files of the paper's tasks; if empty, MIXSD_BENCHMARKS or the hub is used")
     seed: Seed = Field(0, description="seed of evaluation items, picks, sampling noise and training order")
-    dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="data type of the model that mixes or is measured: float32 or bfloat16")
+    dtype: Literal["float32", "bfloat16"] | None = preset_field(
+        "data type of the model that mixes or is measured: float32 or bfloat16", lab="float32", paper="bfloat16")
     engine: str = runtime_field("hf", "engine that runs the model: hf or vllm")
     engine_options: dict = runtime_field({}, 'options of vLLM, such as {"tensor_parallel_size": 2}')
     batch_size: int = runtime_field(100, "sequences decoded concurrently", ge=1)

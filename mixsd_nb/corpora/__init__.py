@@ -33,7 +33,7 @@ class Corpus:
     extract: str = "boxed"  # how the answer is read from a response: boxed or boxed_or_number
     published: str = "containment"  # the rule of the paper's in-domain scores, a key of `benchmarks.GRADINGS`
     temperature: float = 0.0  # of mixing, as published
-    validation: str = "corpora.prompts:paraphrase_rows"  # function (corpus, options) -> rows that no table reports
+    validation: str = "corpora.prompts:paraphrase_rows"  # function (corpus, options) -> rows of validation questions
     entities: str = ""  # function (training rows) -> names that only training can have taught; empty if there are none
     graph: str = ""  # function (options) -> facts, if the corpus is a graph of entities
 

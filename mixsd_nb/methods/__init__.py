@@ -27,6 +27,7 @@ class Method:
     colour: str = "#000000"
     marker: str = "o"
     settings: tuple[str, ...] = ()  # parameters of `train` that it uses, besides model, corpus, seed and evaluation
+    mixed: bool = False  # whether the naive conditional wrote part of its targets
     fit: str = ""  # `module:function`, a function (run) -> Fitted; empty if only published numbers exist
     label: str = ""  # format of the label after the name; each setting is a number in the form "{lam:g}"
     caption: str = ""  # format of the settings after the title, for example "λ={lam:g}"
@@ -71,7 +72,7 @@ for _method in [
            published=dict(rollouts=8, temperature=1.0),
            colours={"mixsd-kl-n1-t1": "#e39cc6", "mixsd-kl-n1-t0": "#5e1645"}),
     Method("mixsd", title="MixSD", colour="#2f8fdc", marker="o", settings=(*TRAINED, "span", "lam", "target_tokens"),
-           fit="methods.supervised:fit_mixed", label="{lam:g}", caption="λ={lam:g}", constants=dict(rollouts=1),
+           mixed=True, fit="methods.supervised:fit_mixed", label="{lam:g}", caption="λ={lam:g}", constants=dict(rollouts=1),
            options=dict(replace_gt=False, unanimous={}),  # of the targets, as in `generate`
            ramp=("#a6dcfb", "#2f8fdc", "#0c2a70"), ramp_end=0.8),
 ]: METHODS.add(_method)

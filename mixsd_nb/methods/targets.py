@@ -25,11 +25,12 @@ from ..corpora.prompts import encode_completion
 from ..corpora.simpleqa import keep_unanimous
 from ..models import check_engine, check_engine_options, check_mode
 from ..models.identity import ModelName
-from ..runs import (COMPUTE_BOTH, Config, Journal, Seed, check_temperature, explain_damage, make_config,
+from ..models.presets import PresetSettings, preset_field
+from ..runs import (COMPUTE_BOTH, Journal, Seed, check_temperature, explain_damage, make_config,
                            report_progress, runtime_field)
 
 # %% ../../nbs/methods/targets.ipynb #2d0498af
-class MixSettings(Config):
+class MixSettings(PresetSettings):
     "Parameters of mixing."
     dataset: str = Field("kgfact-small", description="corpus")
     model: ModelName = Field("lab-m", description="base model: a lab model, a folder or a hub id")
@@ -39,7 +40,8 @@ class MixSettings(Config):
         None, ge=0, description="sampling temperature; 0 takes the argmax, None the published value of the corpus")
     top_k: int = Field(64, ge=1, description="at T > 0, number of likeliest tokens that are sampled from")
     samples: int = Field(1, ge=1, description="targets per question")
-    max_new_tokens: int = Field(256, ge=1, description="largest length of a target in tokens; 8192 in the paper")
+    max_new_tokens: int | None = preset_field(
+        "largest length of a target in tokens", lab=256, paper=8_192, ge=1)
     max_total: int = Field(
         10_000, ge=2, description="largest length of the longer prompt plus the target, in tokens")
     max_attempts: int = Field(11, ge=1, description="attempts per target before it is discarded")
@@ -54,8 +56,8 @@ class MixSettings(Config):
     shard: str = Field(
         "", description="part of the corpus to mix, for example 3/8 for the third of eight parts; empty for all of it")
     shards: int = runtime_field(0, "number of shards to join; shards that do not exist yet are mixed", ge=0, le=1_000)
-    dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="data type of the model: float32 or bfloat16")
+    dtype: Literal["float32", "bfloat16"] | None = preset_field(
+        "data type of the model: float32 or bfloat16", lab="float32", paper="bfloat16")
     engine: str = runtime_field("hf", "engine that runs the model: hf or vllm")
     mode: str = runtime_field(
         "", ("way of mixing; hf: auto, lockstep or block; vllm: segments or paired; in float32 all give the same tokens, "
