@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from .cells import cell_mask, collapse_runs, select_cells
 from .comparison import displacement_figure, high_nll_figure, selection_figure, selection_panels
 from .cube import open_cube
+from .demo import is_made_up
 from .paper import corpus_title, in_domain_columns, paper_cube
 from .plots import save_figure
 from .sheets import Sheet, save_table
@@ -119,9 +120,10 @@ def shared_figures(
 def describe_selection(
     cube: xr.Dataset,
 ) -> str:
-    "How the cells of our runs were selected, for a caption."
+    "How the cells of our runs were selected, for a caption; made-up runs are called so."
+    kind = "made-up runs" if is_made_up(cube) else "runs"
     seeds, by = cube.sizes["seed"], "validation" if "validation" in cube.benchmark else "training"
-    return f"runs: mean of {seeds} seed{'s' * (seeds > 1)}, learning rate and checkpoint selected by {by} accuracy"
+    return f"{kind}: mean of {seeds} seed{'s' * (seeds > 1)}, learning rate and checkpoint selected by {by} accuracy"
 
 # %% ../../nbs/results/gallery.ipynb #a844c57b
 def source_sheet(
