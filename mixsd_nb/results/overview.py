@@ -86,19 +86,22 @@ def overview_figure(
     heights = [len(lines) for lines in blocks.values()]
     heights += [place_tokens(texts, width)[-1][0] + 1 for texts, _ in completions.values()]
     under = textwrap.fill(note, int(1.1 * width))
-    size = 0.095 * width, 0.24 * sum(heights) + 0.42 * len(heights) + 0.5 + 0.2 * len(under.splitlines())
+    heights += [len(under.splitlines())] * bool(under)
+    size = 0.095 * width, 0.24 * sum(heights) + 0.42 * len(heights) + 0.5
     fig, axes = plt.subplots(len(heights), 1, figsize=size, height_ratios=heights, layout="constrained")
     for ax, lines in zip(axes, blocks.values()):
         for k, line in enumerate(lines):
             ax.text(0, k + 0.5, line, family="monospace", fontsize=8.5, va="center", color="0.25", parse_math=False)
         ax.axis("off")
     for ax, (texts, naive) in zip(axes[len(blocks):], completions.values()): draw_tokens(ax, texts, naive, width)
-    for ax, name, lines in zip(axes, [*prompts, *completions], heights):
+    for ax, name, lines in zip(axes, [*prompts, *completions, ""], heights):
         ax.set(xlim=(0, width), ylim=(lines, 0))
         ax.set_title(name, loc="left", fontsize="medium", fontweight="bold")
     fig.legend(handles=_legend_patches(), loc="outside lower left", ncols=2, frameon=False, title="token written by",
                alignment="left")
-    if under: fig.supxlabel(under, x=0.01, ha="left", fontsize="medium", color="0.25")
+    if under:
+        axes[-1].text(0, 0, under, va="top", fontsize="medium", color="0.25", transform=axes[-1].transData)
+        axes[-1].axis("off")
     return fig
 
 # %% ../../nbs/results/overview.ipynb #487bdbac
@@ -145,7 +148,7 @@ def draw_overview(
     model: str = "lab-m",
     dataset: str = "kgfact-small",
     lam: float = 0.5,
-    facts: int = 100,  # facts whose targets are mixed and counted
+    facts: int = 50,  # facts whose targets are mixed and counted
 ) -> Figure:
     """The prompts of the two conditionals, what each of them writes alone, and two accepted mixed targets.
 
