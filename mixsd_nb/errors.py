@@ -24,6 +24,7 @@ from .corpora import CORPORA, check_corpus
 from .methods import BASE, label_title, ordered_labels
 from .models.identity import ModelName, model_label
 from .results.cube import agreeing_runs
+from .results.plots import mark_made_up
 from .results.schema import variable
 from .runs import (Run, Stage, check_runs_folder, module_of, run_function, runs_root, runtime_field,
                            read_table, write_atomically)
@@ -142,9 +143,10 @@ def draw_breakdown(
         bottom = bottom + shares[category]
     if of == "wrong": ax.bar_label(bars, [f"{n:.0f}" if n else "" for n in errors.wrong], fontsize=6)  # N of the bar
     ax.set(ylim=(0, 100 if of == "n" else 110))
-    ax.tick_params("x", rotation=90)
+    ax.tick_params("x", rotation=90, labelsize=8)
 
 # %% ../nbs/errors.ipynb #6fca26a0
+@mark_made_up
 def breakdown_figure(
     result: xr.Dataset,  # root of a result
     *,
@@ -157,14 +159,16 @@ def breakdown_figure(
     solutions the rule calls collapsed, if it does so with any."""
     import matplotlib.pyplot as plt
     rates, names = learning_rates(result), benchmarks or [b for b in SUITES if b in result.benchmark]
-    size = 1.2 + 1.35 * len(names), 1.4 + 1.5 * len(rates)
+    bars = len(breakdown(result, rates[-1]).index.unique("method"))
+    size = 1.2 + (0.3 + 0.26 * max(bars, 4)) * len(names), 2.2 + 1.5 * len(rates)
     options = dict(figsize=size, sharex="col", sharey=True, squeeze=False, layout="constrained")
     fig, axes = plt.subplots(len(rates), len(names), **options)
     for row, lr in zip(axes, rates):
         errors = breakdown(result, lr)
         for ax, name in zip(row, names):
             if name in errors.index.levels[0]: draw_breakdown(ax, errors.loc[name], of)
-        row[0].set_ylabel(f"{'responses' if of == 'n' else 'errors'} (%)\nlearning rate {lr:g}" if lr else "%")
+        unit = "% of responses" if of == "n" else "% of errors"
+        row[0].set_ylabel(f"{unit}\nat rate {lr:g}" if lr else unit, fontsize=9)
     totals = breakdown(result, rates[-1])[of].groupby("benchmark").max()
     for ax, name in zip(axes[0], names):
         suite = SUITES[name]

@@ -26,7 +26,7 @@ from .benchmarks import SUITES, suite_groups
 from .benchmarks.tasks import benchmarks_folder
 from .models.identity import ModelName, model_label
 from .results.cube import agreeing_runs
-from .results.plots import method_colour
+from .results.plots import mark_made_up, method_colour
 from .results.schema import CELL_DIMS, RUN_DIMS, variable
 from .results.summary import held_out_average
 from .runs import Journal, ParameterError, Seed, Stage, module_of, run_function, runtime_field
@@ -233,6 +233,7 @@ def _format_r(r: float, low: float, high: float) -> str:
     return f"{r:+.2f}" + ("" if np.isnan(low) else f" ({low:+.2f} to {high:+.2f})")
 
 # %% ../nbs/fisher.ipynb #1691a185
+@mark_made_up
 def forgetting_figure(
     table: pd.DataFrame,  # as returned by `checkpoint_points`
 ):

@@ -31,7 +31,7 @@ from .models.scoring import token_nll
 from .results.cube import agreeing_runs
 from .results.merge import merge_roots
 from .results.overview import CONDITIONALS
-from .results.plots import corpus_name, method_colour
+from .results.plots import corpus_name, draw_method_legend, mark_made_up, method_colour, method_marker
 from .results.schema import RUN_DIMS, variable
 from .results.summary import held_out_average
 from .runs import (TARGET_COLUMNS, Stage, find_runs, module_of, read_config, read_table, run_function, runs_root,
@@ -233,6 +233,7 @@ def _methods_by_lam(cube: xr.Dataset) -> list[str]:
     return list(cube.lam.to_series().fillna(-1).sort_values().index)
 
 # %% ../nbs/nll.ipynb #239688ce
+@mark_made_up
 def cdf_figure(
     results: list[xr.DataTree],
     cut: float = 20.0,  # nats at the right edge
@@ -270,6 +271,7 @@ def source_table(
     return table[table["share of tokens (%)"].sum(axis=1) > 0].reindex(_methods_by_lam(cube), level="method")
 
 # %% ../nbs/nll.ipynb #a4ce824b
+@mark_made_up
 def source_figure(
     cube: xr.Dataset,  # as returned by `merge_results`, of one dataset
     threshold: float = 8.0,
@@ -279,7 +281,7 @@ def source_figure(
     The figure has a panel for each model; dots are seeds, and lines are the means over seeds."""
     import matplotlib.pyplot as plt
     cube = cube.isel(dataset=0, drop=True).sel(threshold=threshold)
-    size = 1 + 3.2 * cube.sizes["model"], 3.2
+    size = 2.4 + 3.2 * cube.sizes["model"], 3.2
     fig, axes = plt.subplots(1, cube.sizes["model"], figsize=size, sharey=True, squeeze=False, layout="constrained")
     series = {"all tokens": (cube.share_above.sel(part="all"), "black")}
     by_source = {source: cube.source_share_above.sel(source=source) for source, _ in CONDITIONALS.values()}
@@ -292,7 +294,7 @@ def source_figure(
         ax.set(title=model, xlabel="λ")
     axes[0, 0].set_ylabel(f"tokens above {threshold:g} nats (%)")
     axes[0, 0].set_ylim(bottom=0)
-    axes[0, 0].legend(fontsize=8, frameon=False)
+    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right upper", frameon=False)
     return fig
 
 # %% ../nbs/nll.ipynb #bfe4c46b
@@ -346,6 +348,7 @@ def last_step_table(
     return by[list(names)].mean().rename(columns=names).assign(seeds=by.size()).droplevel("order")
 
 # %% ../nbs/nll.ipynb #4b137457
+@mark_made_up
 def forgetting_figure(
     table: pd.DataFrame,  # as returned by `forgetting_table`
 ):
@@ -353,25 +356,27 @@ def forgetting_figure(
 
     The first two panels have a line for each learning rate and a dot for each seed."""
     import matplotlib.pyplot as plt
-    fig, axes = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
+    fig, axes = plt.subplots(1, 3, figsize=(13.5, 3.8), layout="constrained")
     titles = dict(drop="Drop (points of the held-out average)", forgetting_token="F(D) (nats per token)")
     last = _last_step_rows(table).dropna(subset="n_ref")
-    colours = {m: method_colour(m) for m in table["method"].unique()}
+    methods, rates = list(table["method"].unique()), sorted(table.lr.unique())
+    def draw_dots(ax, part, x, y):
+        for m in methods:
+            one = part[part["method"] == m]
+            ax.scatter(one[x], one[y], color=method_colour(m), marker=method_marker(m), s=22, alpha=0.8, zorder=2)
     for ax, (name, label) in zip(axes, titles.items()):
-        for k, lr in enumerate(sorted(table.lr.unique())):
+        for k, lr in enumerate(rates):
             part = last[last.lr == lr]
             line = part.groupby("method")[["n_ref", name]].mean().sort_values("n_ref")
             ax.plot(line.n_ref, line[name], color="0.6", ls=["-", "--", "-.", ":"][k % 4], zorder=1, label=f"{lr:g}")
-            ax.scatter(part.n_ref, part[name], c=[colours[m] for m in part["method"]], s=22, zorder=2)
+            draw_dots(ax, part, "n_ref", name)
         ax.set(xlabel="$N_{ref}$ of the targets (nats per token)", ylabel=label)
-    axes[0].legend(title="learning rate", fontsize=8, title_fontsize=8)
-    for m in sorted(colours, key=lambda m: table[table["method"] == m].n_ref.mean()):
-        part = table[table["method"] == m]
-        axes[2].scatter(part.forgetting_token, part["drop"], color=colours[m], s=18, label=label_title(m),
-                        alpha=0.8)
+    draw_dots(axes[2], table, "forgetting_token", "drop")
     axes[2].set(xlabel="F(D) (nats per token)", ylabel="Drop (points)", title=f"all checkpoints (N={len(table)})")
     axes[2].set_xscale("symlog", linthresh=0.01)
-    axes[2].legend(fontsize=8)
+    draw_method_legend(fig, methods)
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside right lower", frameon=False, title="learning rate",
+               alignment="left")
     return fig
 
 # %% ../nbs/nll.ipynb #8d26ae8b

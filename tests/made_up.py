@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.methods import BASE
 from mixsd_nb.models import model_source
+from mixsd_nb.results.demo import declare_made_up
 from mixsd_nb.results.layout import result_tree
 from mixsd_nb.runs import write_atomically, write_json, write_result
 
@@ -46,7 +47,7 @@ def write_run(folder, dataset, method, recalls, lam=np.nan, model="lab-s", epoch
         moved = {name: w + 1e-3 * step * torch.randn_like(w) for name, w in load_file(file).items()}
         save_file(moved, file, dict(format="pt"))
         (checkpoint / "complete").touch()
-    write_result(tree, run)
+    write_result(declare_made_up(tree), run)
 
 
 def write_runs(folder):

@@ -221,3 +221,25 @@ def test_a_damaged_result_is_reported(tmp_path):
     (tmp_path / "train-kgfact-small-lab-s-base/result.nc").write_bytes(b"no NetCDF")
     notice = Explorer(folder=tmp_path).get_view("cube").notice.value
     assert "mixsd-error" in notice and "cannot be read" in notice
+
+
+def test_every_picture_of_made_up_runs_says_so(app, monkeypatch):
+    "Pictures of runs with invented numbers have a watermark, the paper's own have none."
+    marked = []
+    for place in ("results.plots", "views.world", "views.weights"):
+        monkeypatch.setattr(f"mixsd_nb.{place}.draw_watermark", lambda fig, whose="": marked.append(whose))
+    cube = app.get_view("cube")
+    for picture in PICTURES:
+        marked.clear()
+        cube.picture.value = picture
+        cube.draw()
+        assert marked, picture
+    assert set(marked) == {"lab-s"}, "beside the paper's, the models with invented numbers are named"
+    for name in ("world", "weights"):
+        marked.clear()
+        app.get_view(name).draw()
+        assert marked, name
+    marked.clear()
+    published = paper_cube()
+    plot_lam(None, [published.sel(dataset=["kgfact-small"], model=[m]) for m in published.model.values], "held-out")
+    assert not marked

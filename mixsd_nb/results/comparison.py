@@ -12,13 +12,12 @@ import numpy as np
 import seaborn as sns
 import xarray as xr
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter
 
 from ..methods import BASE, ordered_labels
 from .cells import cell_mask, select_cells
 from .paper import corpus_title, is_listed
-from .plots import draw_method_legend, figure_style, format_range, list_methods, method_colour
-from .plots import method_marker, model_name, ramp_labels
+from .plots import draw_method_legend, figure_style, format_range, list_methods, mark_made_up
+from .plots import method_colour, method_marker, model_name, ramp_labels, stretch_recall
 from .summary import average_drop, method_order, score_by
 
 # %% ../../nbs/results/comparison.ipynb #29e29a45
@@ -64,6 +63,7 @@ def selection_panels(
 RULE = "accuracies by the rule of the paper's scores"
 
 
+@mark_made_up
 def selection_figure(
     *cubes: xr.Dataset,  # as returned by `collapse_runs`
     dataset: str = "KGFact-Small",  # title of the corpus
@@ -82,10 +82,11 @@ def selection_figure(
                                  squeeze=False, layout="constrained")
         for ax, (title, x, y) in zip(axes[0], panels, strict=True):
             draw_points(ax, 100 * x, 100 * y)
+            stretch_recall(ax)
             ax.set_title(title, fontsize="medium")
             ax.set_xlabel("training accuracy (%)" if learnt == "Train" else f"{learnt} (%)")
         n = np.concatenate([cube.n.sel(benchmark=cube.role == "held-out").values.ravel() for cube in drawn])
-        axes[0, 0].set(ylabel=f"held-out average (%, N={format_range(n)})", xlim=(-4, 104), ylim=(-4, 104))
+        axes[0, 0].set(ylabel=f"held-out average (%, N={format_range(n)})", ylim=(-4, 104))
         used = {m for _, x, y in panels for m in x.method.values[(x.notnull() & y.notnull()).values]}
         fig.supxlabel(RULE, fontsize="small", color="0.4")
         draw_method_legend(fig, ordered_labels(used), dataset)
@@ -111,12 +112,13 @@ def displacement_correlations(
     return xr.Dataset(r | dict(checkpoints=n))
 
 # %% ../../nbs/results/comparison.ipynb #7fbca182
+@mark_made_up
 def displacement_figure(
     cube: xr.Dataset,  # with displacement_sq, alignment_ratio
 ) -> Figure:
     """Drop (points) against squared displacement (above) and alignment ratio (below), a column for each model.
 
-    A correlation is printed for at least three checkpoints."""
+    A correlation, of the values as the axes show them, is printed for at least three checkpoints."""
     drop, found = 100 * average_drop(score_by(cube, "published")), displacement_correlations(cube)
     models = [m for m in cube.model.values if cube.displacement_sq.sel(model=m).notnull().any()]
     axis = dict(displacement_sq=("r_displacement", "‖Δθ‖²"), alignment_ratio=("r_alignment", "R"))
@@ -136,8 +138,7 @@ def displacement_figure(
                 n = f"N={at.checkpoints.item():.0f}, {drawn} drawn"
                 under = n if at[r].isnull() else f"r = {at[r].item():+.2f} ({n})"
                 ax.set_title(f"{model_name(model)}\n{under}", fontsize="medium")
-                ax.set(xlabel=f"{text} (unitless)", xscale="log" if name == "displacement_sq" else "linear")
-                ax.xaxis.set_minor_formatter(NullFormatter())
+                ax.set_xlabel(f"{text} (unitless)")
             row[0].set_ylabel("drop (points)")
         fig.supxlabel(RULE, fontsize="small", color="0.4")
         draw_method_legend(fig, methods)
@@ -157,6 +158,7 @@ def read_correlations(
     return {"All learning rates": displacement_correlations(cube), "Selected rates": displacement_correlations(part)}
 
 # %% ../../nbs/results/comparison.ipynb #1289bcd6
+@mark_made_up
 def high_nll_figure(
     *cubes: xr.Dataset,  # as returned by `collapse_runs`, with share_above
     dataset: str = "KGFact-Small",  # title of the corpus

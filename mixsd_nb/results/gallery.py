@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from .cells import cell_mask, collapse_runs, select_cells
 from .comparison import displacement_figure, high_nll_figure, selection_figure, selection_panels
 from .cube import open_cube
+from .demo import is_made_up
 from .paper import corpus_title, in_domain_columns, paper_cube
 from .plots import save_figure
 from .sheets import Sheet, save_table
@@ -37,11 +38,12 @@ def describe_selection(
     rule: str = "best",  # as of `select_cells`
     ties: str = "smallest",  # as of `select_cells`
 ) -> str:
-    "How the cells of our runs were selected, for a caption."
+    "How the cells of our runs were selected, for a caption; made-up runs are called so."
+    kind = "made-up runs" if is_made_up(cube) else "runs"
     seeds, by = cube.sizes["seed"], "validation" if "validation" in cube.benchmark else "training"
     step = dict(best="the first of the best training accuracy and stable validation",
                 first_peak="at the first peak of training accuracy")[rule]
-    return (f"runs: mean of {seeds} seed{'s' * (seeds > 1)}; checkpoint: {step}; learning rate: that of the best {by} "
+    return (f"{kind}: mean of {seeds} seed{'s' * (seeds > 1)}; checkpoint: {step}; learning rate: that of the best {by} "
             f"accuracy, of equal ones the {ties}")
 
 # %% ../../nbs/results/gallery.ipynb #f5d2bddc

@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['method_colour', 'method_marker', 'model_name', 'corpus_name', 'format_range', 'list_methods', 'ramp_labels',
-           'figure_style', 'draw_method_legend', 'save_figure']
+           'figure_style', 'draw_method_legend', 'stretch_recall', 'draw_watermark', 'mark_made_up', 'save_figure']
 
 # %% ../../nbs/results/plots.ipynb #b451a8d9
 import contextlib
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -20,6 +21,7 @@ from matplotlib.figure import Figure
 
 from ..corpora import CORPORA
 from ..methods import BASE, label_title, ordered_labels, parse_label
+from .demo import is_made_up
 from ..runs import project_root, write_atomically
 
 # %% ../../nbs/results/plots.ipynb #eb4f732f
@@ -93,13 +95,56 @@ def draw_method_legend(
     fig: Figure,
     labels: list[str],  # along `method`
     title: str = "",
+    *,
+    line: str = "",  # style of the lines that join the markers, as matplotlib names it
+    remarks: dict[str, str] | None = None,  # label -> what follows its title
 ) -> None:
-    "A legend outside the panels: marker and colour of each method, the base model as a dashed line."
-    trained = [m for m in labels if m != BASE]
-    dots = {m: plt.Line2D([], [], ls="", marker=method_marker(m), color=method_colour(m)) for m in trained}
+    "A legend outside the panels, in the order of tables: marker and colour of a method, and the base model as a dash."
+    trained = [m for m in ordered_labels(labels) if m != BASE]
+    dots = {m: plt.Line2D([], [], ls=line, lw=1.6, marker=method_marker(m), color=method_colour(m)) for m in trained}
     if BASE in labels: dots[BASE] = plt.Line2D([], [], ls="--", lw=1.2, color=method_colour(BASE))
-    fig.legend(dots.values(), [label_title(m) for m in dots], loc="outside right upper", frameon=False, title=title,
-               alignment="left")
+    words = [label_title(m) + (remarks or {}).get(m, "") for m in dots]
+    fig.legend(dots.values(), words, loc="outside right upper", frameon=False, title=title, alignment="left")
+
+# %% ../../nbs/results/plots.ipynb #b2abf522
+def stretch_recall(
+    ax,
+) -> None:
+    "Give the horizontal axis, in %, a scale that widens towards 100%, with room for markers on both sides."
+    def forward(x): return np.sign(x - 100) * np.sqrt(np.abs(x - 100))
+    def inverse(y): return 100 + np.sign(y) * np.square(y)
+    ax.set_xscale("function", functions=(forward, inverse))
+    ax.set(xlim=(-10, 100.5), xticks=[0, 50, 75, 90, 97, 100])
+
+# %% ../../nbs/results/plots.ipynb #c2af5ec1
+def draw_watermark(
+    fig: Figure,
+    whose: str = "",  # models whose data are made up, if the figure shows real data too
+) -> None:
+    "Write `made-up data` into the title of a figure and across it."
+    title, words = fig.get_suptitle(), f"{whose}: made-up data" if whose else "made-up data"
+    fig.suptitle(f"{title} ({words})" if title else words, fontsize="medium")
+    size = 5.5 * fig.get_size_inches()[0]
+    fig.text(0.45, 0.5, "made-up data", fontsize=size, color="0.5", alpha=0.22, ha="center", va="center", rotation=12)
+
+# %% ../../nbs/results/plots.ipynb #8a69aa61
+def mark_made_up(
+    draw: Callable[..., Figure],
+) -> Callable[..., Figure]:
+    """A decorator for a function that draws a figure: the figure has a watermark if an argument is made up.
+
+    If it gets other cubes too, its title names the models whose numbers are made up."""
+    @functools.wraps(draw)
+    def draw_marked(*args, **kwargs):
+        fig = draw(*args, **kwargs)
+        given = [part for source in (*args, *kwargs.values())
+                 for part in (source if isinstance(source, (list, tuple)) else [source])]
+        cubes = [part for part in given if isinstance(part, (xr.Dataset, xr.DataTree)) and "model" in part.coords]
+        made = [model for cube in cubes if is_made_up(cube) for model in np.atleast_1d(cube["model"].values)]
+        mixed = any(is_made_up(cube) != is_made_up(cubes[0]) for cube in cubes)
+        if is_made_up(given): draw_watermark(fig, ", ".join(dict.fromkeys(made)) if mixed else "")
+        return fig
+    return draw_marked
 
 # %% ../../nbs/results/plots.ipynb #041c4703
 def save_figure(

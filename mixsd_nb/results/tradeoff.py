@@ -22,7 +22,8 @@ from ..analysis.statistics import mean_interval
 from ..benchmarks import SUITES
 from ..methods import BASE, label_title, ordered_labels
 from .layout import has_rate
-from .plots import corpus_name, figure_style, format_range, method_colour, method_marker
+from .plots import corpus_name, draw_method_legend, figure_style, format_range, mark_made_up
+from .plots import method_colour, method_marker, stretch_recall
 from .summary import base_values, coalesce, method_order
 
 # %% ../../nbs/results/tradeoff.ipynb #b51afefa
@@ -128,7 +129,8 @@ def draw_rate(
         rate = lr if has_rate(label) else 0.0
         if label != BASE: draw_method(ax, points.sel({"method": label, "lr": rate}), sizes, color=colour, label=label)
     draw_base(ax, points)
-    ax.set(title=f"learning rate {lr:g}", xlim=(-4, 104))
+    stretch_recall(ax)
+    ax.set_title(f"learning rate {lr:g}")
 
 # %% ../../nbs/results/tradeoff.ipynb #7180ad1a
 def draw_legend(
@@ -138,15 +140,11 @@ def draw_legend(
     seeds: dict[str, int],  # as returned by `count_seeds`
 ) -> None:
     "A legend of the methods, with the seeds of those that have fewer than others, and a text, outside the panels."
-    found = [ax.get_legend_handles_labels() for ax in fig.axes]
-    handles = {label: handle for pair in found for handle, label in zip(*pair, strict=True)}
-    order = ordered_labels([label for label in handles if label != BASE]) + [BASE] * (BASE in handles)
+    drawn = {label for ax in fig.axes for label in ax.get_legend_handles_labels()[1]}
     few = {m: f" ({describe_seeds([count])})" for m, count in seeds.items() if count < max(seeds.values())}
     title = f"{corpus_name(cube.dataset.item())}\n{cube.model.item()}"
-    titles = [label_title(label) + few.get(label, "") for label in order]
-    fig.legend([handles[label] for label in order], titles, loc="outside right upper", frameon=False, title=title,
-               alignment="left")
-    fig.text(0.995, 0.02, text, ha="right", va="bottom", fontsize="x-small", color="0.4")
+    draw_method_legend(fig, list(drawn), title, line="-", remarks=few)
+    fig.text(0.995, 0.02, text + "\nthe recall axis widens\ntowards 100%", ha="right", va="bottom", fontsize="x-small", color="0.4")
 
 # %% ../../nbs/results/tradeoff.ipynb #2dfbe260
 def kept_label(
@@ -158,6 +156,7 @@ def kept_label(
     return f"held-out average (%, {part.sizes['benchmark']} suites, N={format_range(part.n)})"
 
 # %% ../../nbs/results/tradeoff.ipynb #11aad886
+@mark_made_up
 def tradeoff_figure(
     cube: xr.Dataset,  # of one dataset and one model
     *,
@@ -222,6 +221,7 @@ def retention_axes(
     return (*held_out, *cube.benchmark.values[cube.role.values == "world"].tolist())
 
 # %% ../../nbs/results/tradeoff.ipynb #5e6bdbca
+@mark_made_up
 def frontier_figure(
     cube: xr.Dataset,  # of one dataset and one model
     kept: tuple[str, ...] = (),  # a panel each; default: all measures of retention
@@ -237,7 +237,8 @@ def frontier_figure(
             for m in order:
                 draw_frontier(ax, points.sel({"method": m}), grid, color=method_colour(m), label=m)
             draw_base(ax, points)
-            ax.set(xlabel=f"recall of at least (%, N={format_range(cube.n.sel(benchmark='recall'))})", xlim=(-3, 103),
+            stretch_recall(ax)
+            ax.set(xlabel=f"recall of at least (%, N={format_range(cube.n.sel(benchmark='recall'))})",
                    ylabel=kept_label(select_benchmarks(cube, what), what))
         rates = ", ".join(f"{rate:g}" for rate in cube.lr.values if rate)
         steps, seeds = cube.step.values, count_seeds(points)

@@ -26,7 +26,7 @@ from ..methods.selection import select_checkpoints
 from ..results.cells import cell_mask, collapse_runs
 from ..results.comparison import selection_figure
 from ..results.paper import paper_cube
-from ..results.plots import format_range, model_name
+from ..results.plots import figure_style, format_range, mark_made_up, model_name
 from ..results.schema import CELL_DIMS
 from ..results.summary import last_steps
 from ..results.tradeoff import frontier_figure, select_benchmarks, tradeoff_figure, tradeoff_points
@@ -123,6 +123,7 @@ def draw_lam(
     ax.errorbar(table.lam, table.value, ends, ls="", marker="o", ms=4, capsize=2, alpha=0.6, color=style["color"])
 
 # %% ../../nbs/views/cube.ipynb #1c9405c9
+@mark_made_up
 def plot_lam(
     ours: xr.Dataset | None,  # of one corpus and one model
     paper: list[xr.Dataset],  # the paper's, each of one corpus and one model
@@ -133,7 +134,7 @@ def plot_lam(
     FileNotFoundError if there is no MixSD run."""
     first = ours if ours is not None else paper[0]
     panels = {name: select_benchmarks(first, name) for name in (find_learning_benchmark(first, paper), metric)}
-    with sns.plotting_context("notebook"), sns.axes_style("ticks", {"axes.grid": True, "grid.color": "0.9"}):
+    with figure_style():
         fig, axes = plt.subplots(1, len(panels), figsize=(11, 5), layout="constrained", squeeze=False)
         for ax, (title, part) in zip(axes[0], panels.items()):
             table, rates = tabulate_lam(part), [lr for lr in part.lr.values if lr > 0]
@@ -146,8 +147,7 @@ def plot_lam(
                 label = f"{model_name(cube.model.item())}, N={format_range(same.n)}"
                 draw_lam(ax, tabulate_lam(same), label, color=colour, ls="--")
             ax.set(title=title, xlabel="λ", ylabel="correct (%)", ylim=(-4, 104))
-            if ax.has_data():
-                ax.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, frameon=False)
+            if ax.has_data(): ax.legend(fontsize=8, loc="lower left", frameon=False)
         if not any(ax.has_data() for ax in axes[0]):
             raise FileNotFoundError("there is no MixSD run to draw over λ; choose another corpus or model")
         fig.suptitle("lines: mean of seeds; bars: 95% intervals of a run", fontsize=9)
@@ -214,6 +214,7 @@ def tabulate_accuracies(
     return rows
 
 # %% ../../nbs/views/cube.ipynb #2cdee02d
+@mark_made_up
 def plot_curves(
     training: xr.Dataset,  # group of the result of a training run
 ):

@@ -18,6 +18,7 @@ from ..methods import BASE, label_title
 from ..models.lab import SIZES
 from ..results.agreement import RunGroup, group_runs, run_settings
 from ..results.cube import cube_of
+from ..results.demo import declare_made_up, is_made_up
 from ..results.layout import result_tree
 from ..results.merge import order_roots
 from ..results.roots import read_training_roots
@@ -115,6 +116,11 @@ class RunSelection:
         used = {dim: known.any([d for d in known.dims if d != dim]) for dim in dims}
         return cube.sel({dim: cube[dim].values[keep.values] for dim, keep in used.items()})
 
+    def has_made_up(self, dataset: str, model: str) -> bool:
+        "Whether a run of one corpus and one base model is declared as made up."
+        return any(is_made_up(root) for root in self.roots.values()
+                   if (root.dataset.item(), root.model.item()) == (dataset, model))
+
     def find(self, step: int | None = None, **labels) -> Run:
         "The first run with these labels that measured the step. StopIteration if there is none."
         found = self.table
@@ -140,7 +146,7 @@ def write_made_up_run(
     run = Path(folder) / f"train-made-up-{method}-{lam:g}"
     run.mkdir(parents=True)
     write_json(run / "run.json", dict(stage="train", config=settings))
-    write_result(tree, run)
+    write_result(declare_made_up(tree), run)
 
 # %% ../../nbs/views/runs.ipynb #e3bb6b76
 def write_made_up_runs(

@@ -19,6 +19,7 @@ import seaborn as sns
 
 from ..analysis.curvature import PARTS, add_alignment_ratio, tensor_sums
 from ..analysis.estimation import FISHER
+from ..results.plots import draw_watermark
 from ..results.schema import RUN_DIMS
 from ..runs import checkpoint_steps, find_runs
 from .base import View, make_control, make_picture, render_error, set_options
@@ -134,4 +135,6 @@ class WeightsView(View):
             try: weights = find_fisher(self.runs.folder, bases[0])
             except FileNotFoundError as error: weights, self.notice.value = None, render_error(error)
             tables = [(c.words, self.measure(c.model, c.folder, weights)) for c in chosen]
-            self.figure.children = [make_picture(plot_displacement(tables))]
+            fig = plot_displacement(tables)
+            if any(self.runs.has_made_up(c.dataset, c.model) for c in chosen): draw_watermark(fig)
+            self.figure.children = [make_picture(fig)]

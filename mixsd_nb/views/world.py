@@ -14,6 +14,7 @@ import pandas as pd
 from ..corpora import CORPORA
 from ..corpora.kgfact import DOMAINS, Fact, find_facts_about, to_networkx
 from ..methods import BASE, label_title
+from ..results.plots import draw_watermark
 from ..runs import load_object, read_table
 from .base import (Point, View, escape, locate, make_control, make_picture, make_row, render_error,
                                  render_table, set_options)
@@ -104,6 +105,7 @@ def plot_world(
     facts: list[Fact],
     entity: str,
     fates: dict[str, str],  # id of a fact -> key of FATES, for one method
+    made_up: bool = False,  # whether the fates are made up
 ) -> tuple:
     "The graph with the facts of one entity in the colours of their fates, and the entities as points."
     import networkx as nx
@@ -119,7 +121,7 @@ def plot_world(
         box = dict(facecolor=face, edgecolor=edge, boxstyle="round,pad=0.15", lw=0.8)
         labels[name] = ax.text(x, y, name, ha="center", va="center", fontsize=size, fontweight=weight, bbox=box)
     for f in near:
-        style = dict(arrowstyle="-|>", lw=2, color=FATES[fates.get(f.id, "not asked")],
+        style = dict(arrowstyle="-|>", lw=2, connectionstyle="arc3,rad=0.15", shrinkA=0, shrinkB=0, color=FATES[fates.get(f.id, "not asked")],
                      patchA=labels[f.source].get_bbox_patch(), patchB=labels[f.target].get_bbox_patch())
         ax.annotate("", places[f.target], places[f.source], zorder=2, arrowprops=style)
     for x, domain in enumerate(list_domains(facts)): ax.text(x, 0.06, domain, ha="center", color="0.4")
@@ -127,6 +129,7 @@ def plot_world(
     ax.legend(lines, FATES, loc="upper center", bbox_to_anchor=(0.5, 0), ncols=len(FATES), frameon=False)
     ax.set(xlim=(-0.5, max(x for x, _ in places.values()) + 0.5), ylim=(-1.04, 0.1))
     ax.axis("off")
+    if made_up: draw_watermark(fig)
     fig.draw_without_rendering()
     return fig, [Point(*locate(ax, x, y), name, (name,)) for name, (x, y) in places.items()]
 
@@ -186,7 +189,8 @@ class WorldView(View):
         if self.problem: self.notice.value = self.problem
         facts, method = load_world(self.dataset.value), self.method.value
         fates = {f.id: describe_fate(self.get_history(method, f))[0] for f in facts} if method in self.histories else {}
-        fig, points = plot_world(facts, self.entity.value, fates)
+        made_up = self.runs.has_made_up(self.dataset.value, self.model.value)
+        fig, points = plot_world(facts, self.entity.value, fates, made_up)
         on_click = lambda key: self.guard(lambda: setattr(self.entity, "value", key[0]))()
         self.figure.children = [make_picture(fig, points, on_click)]
         near = find_facts_about(facts, {self.entity.value})
