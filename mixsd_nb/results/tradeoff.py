@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from ..analysis.statistics import mean_interval
 from ..benchmarks import SUITES
-from ..methods import BASE, label_title, ordered_labels
+from ..methods import BASE
 from .layout import has_rate
 from .plots import corpus_name, draw_method_legend, figure_style, format_range, mark_made_up
 from .plots import method_colour, method_marker, stretch_recall
