@@ -148,7 +148,7 @@ def draw_overview(
     model: str = "lab-m",
     dataset: str = "kgfact-small",
     lam: float = 0.5,
-    facts: int = 50,  # facts whose targets are mixed and counted
+    facts: int = 24,  # facts whose targets are mixed and counted
 ) -> Figure:
     """The prompts of the two conditionals, what each of them writes alone, and two accepted mixed targets.
 

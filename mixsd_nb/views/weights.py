@@ -85,7 +85,7 @@ def plot_displacement(
     "Heat maps by layer and kind: a column for each checkpoint, a row with common colours for each measure."
     from matplotlib.colors import LogNorm
     measures, layers = list(tables[0][1].columns), len(tables[0][1].index.unique("layer"))
-    size = 11, len(measures) * (1.9 + 0.22 * layers)
+    size = 11, len(measures) * (2.6 + 0.22 * layers)
     options = dict(figsize=size, squeeze=False, sharex=True, sharey=True, layout="constrained")
     fig, axes = plt.subplots(len(measures), len(tables), **options)
     for line, measure in zip(axes, measures):
