@@ -7,10 +7,13 @@ data/paper_tables.csv was read off the LaTeX source by a parser of its own: tabl
 import csv
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from mixsd_nb.results.cells import collapse_runs
+from mixsd_nb.results.cells import collapse_runs, select_cells
+from mixsd_nb.results.demo import invent_cube
 from mixsd_nb.results.paper import paper_cube
+from mixsd_nb.results.summary import average_drop, score_by
 from mixsd_nb.results.tables import TABLES, table_sheet
 
 PRINTED = {}
@@ -52,3 +55,33 @@ def test_marks_are_those_of_the_source(sheets, table):
 
 def test_the_source_of_the_others_has_no_marks(sheets):
     assert not any(cell[0] in MARKS for table in set(TABLES) - set(MARKED) for *_, cells in PRINTED[sheets[table].label] for cell in cells)
+
+
+def test_the_correlations_have_two_readings():
+    "Over the checkpoints of all learning rates, and of the rate that is selected for each method and seed; both counted one by one."
+    cube, dims = invent_cube(2), ("dataset", "model", "method", "lr", "seed", "step")
+    shape, rng = [cube.sizes[d] for d in dims], np.random.default_rng(0)
+    cube = cube.assign({name: (dims, rng.random(shape)) for name in ("displacement_sq", "alignment_ratio")})
+    rates = {(row.method, row.seed): row.lr for row in select_cells(cube).itertuples()}
+    drop = average_drop(score_by(cube, "published")).transpose(*dims)
+    points = {"All learning rates": [], "Selected rates": []}
+    for at in np.ndindex(*shape):
+        label, lr, seed = (cube[d].values[at[dims.index(d)]] for d in ("method", "lr", "seed"))
+        if label == "base" or np.isnan(drop.values[at]): continue
+        point = cube.displacement_sq.values[at], cube.alignment_ratio.values[at], drop.values[at]
+        points["All learning rates"].append(point)
+        if rates[label, seed] == lr: points["Selected rates"].append(point)
+    text = TABLES["correlation"](cube).text
+    assert list(text.index) == [("All learning rates", "lab-m"), ("Selected rates", "lab-m")]
+    for (_, row), found in zip(text.iterrows(), points.values(), strict=True):
+        x, r, y = np.array(found).T
+        assert row.tolist() == [str(len(found)), f"{np.corrcoef(x, y)[0, 1]:+.2f}", f"{np.corrcoef(r, y)[0, 1]:+.2f}"]
+    both = table_sheet("correlation", dict(runs=(cube, cube), paper=(paper_cube(), paper_cube())))
+    assert both.text.index.tolist()[:2] == list(text.index) and both.text.iloc[-1, 0] == "40" and "does not say which" in both.caption
+
+
+def test_the_papers_correlations_are_not_over_all_rates():
+    "A run of the published length saves at least five checkpoints; there are three corpora, four methods and six rates."
+    from mixsd_nb.train import TrainConfig
+    saved = len(TrainConfig(dataset="kgfact-small", method="sft").steps()[1])
+    assert saved == 5 and 3 * 4 * 6 * saved == 360 > paper_cube().checkpoints.max()
