@@ -37,10 +37,10 @@ class TrainConfig(Stage, EvalSettings):
     name = "train"
     method: str = Field("mixsd", description="base, sft, mixsd, opsd, opsd-nll or mixsd-kl")
     lam: float = Field(0.5, ge=0, le=1, description="share of naive tokens in the targets of mixsd")
-    target_tokens: int | None = preset_field(
+    target_tokens: int = preset_field(
         "largest length of a mixed target in tokens", lab=256, paper=8_192, ge=1)
     model: ModelName = Field("lab-m", description="base model: a lab model, a folder or a hub id")
-    lr: float | None = preset_field(
+    lr: float = preset_field(
         "learning rate after 20 warm-up steps; the paper selects one of six", lab=1e-3, paper=1e-5, gt=0, le=1)
     epochs: int | None = Field(None, ge=1, description="passes over the corpus; None for the published number")
     batch: int | None = Field(None, ge=1, description="examples per update; None for the published number")
@@ -49,11 +49,11 @@ class TrainConfig(Stage, EvalSettings):
                                  "published number"))
     temperature: float | None = Field(
         None, ge=0, description="sampling temperature of rollouts; None for the published value")
-    rollout_tokens: int | None = preset_field("largest length of a rollout in tokens", lab=256, paper=8_192, ge=1)
+    rollout_tokens: int = preset_field("largest length of a rollout in tokens", lab=256, paper=8_192, ge=1)
     checkpoints: Steps | None = runtime_field(None, (
         "updates after which the model is measured, besides the last one; None for the published schedule; "
         "for example papermill -y '{checkpoints: [20, 60]}'"))
-    span: Literal[SPANS] | None = preset_field(
+    span: Literal[SPANS] = preset_field(
         "which tokens of a target are trained: completion, or paper, which adds the chat template's tokens around it",
         lab="completion", paper="paper")
     lora: int = Field(0, ge=0, description="rank of the LoRA adapters; 0 trains the weights themselves")
@@ -305,7 +305,8 @@ def main(
     *words: str,  # lr=… and seed=…, each a list separated by commas
 ) -> int:
     "The command line: compute the main runs; returns the exit code."
-    return run_command("train", _compute_main_runs, words_of(TrainConfig, "lr", "seed", many=True), words)
+    known = words_of(TrainConfig, "lr", many=True, default=TrainConfig().lr) | words_of(TrainConfig, "seed", many=True)
+    return run_command("train", _compute_main_runs, known, words)
 
 # %% ../nbs/train.ipynb #9e7618e2
 # In a notebook `__name__` is `__main__` too, but `__file__` does not exist.

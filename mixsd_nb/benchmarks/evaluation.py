@@ -31,18 +31,18 @@ from ..runs import Journal, Seed, module_of, report_progress, runtime_field, wri
 class EvalSettings(PresetSettings):
     "Parameters of every stage that measures a model: the benchmarks, the sampling and the engine."
     dataset: str = Field("kgfact-small", description="corpus that the in-domain questions come from")
-    suite: str | None = preset_field(
+    suite: str = preset_field(
         "lab, paper, in-domain, or benchmarks separated by commas", lab="lab", paper="paper")
-    n: int | None = preset_field(
+    n: int = preset_field(
         "items of each in-domain benchmark, as far as it has them, and lab suite, which has at most 300",
         lab=100, paper=4_326, ge=1)
     limit: int = Field(0, ge=0, description="items of each of the paper's tasks; 0 for all items")
-    max_new_tokens: int | None = preset_field(
+    max_new_tokens: int = preset_field(
         "largest length of an in-domain response in tokens", lab=160, paper=4_096, ge=1)
     data: str = Field(
         "", description="folder with local files of the paper's tasks; if empty, MIXSD_BENCHMARKS or the hub is used")
     seed: Seed = Field(0, description="seed of evaluation items, picks, sampling noise and training order")
-    dtype: Literal["float32", "bfloat16"] | None = preset_field(
+    dtype: Literal["float32", "bfloat16"] = preset_field(
         "data type of the model that mixes or is measured: float32 or bfloat16", lab="float32", paper="bfloat16")
     engine: str = runtime_field("hf", "engine that runs the model: hf or vllm")
     engine_options: dict = runtime_field({}, 'options of vLLM, such as {"tensor_parallel_size": 2}')

@@ -40,7 +40,7 @@ class MixSettings(PresetSettings):
         None, ge=0, description="sampling temperature; 0 takes the argmax, None the published value of the corpus")
     top_k: int = Field(64, ge=1, description="at T > 0, number of likeliest tokens that are sampled from")
     samples: int = Field(1, ge=1, description="targets per question")
-    max_new_tokens: int | None = preset_field(
+    max_new_tokens: int = preset_field(
         "largest length of a target in tokens", lab=256, paper=8_192, ge=1)
     max_total: int = Field(
         10_000, ge=2, description="largest length of the longer prompt plus the target, in tokens")
@@ -56,7 +56,7 @@ class MixSettings(PresetSettings):
     shard: str = Field(
         "", description="part of the corpus to mix, for example 3/8 for the third of eight parts; empty for all of it")
     shards: int = runtime_field(0, "number of shards to join; shards that do not exist yet are mixed", ge=0, le=1_000)
-    dtype: Literal["float32", "bfloat16"] | None = preset_field(
+    dtype: Literal["float32", "bfloat16"] = preset_field(
         "data type of the model: float32 or bfloat16", lab="float32", paper="bfloat16")
     engine: str = runtime_field("hf", "engine that runs the model: hf or vllm")
     mode: str = runtime_field(

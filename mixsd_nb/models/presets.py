@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['preset_field', 'preset_values', 'idle_value', 'PresetSettings', 'is_lab_model', 'warn_about_lab_values']
 
-# %% ../../nbs/models/presets.ipynb #33a4fb81
+# %% ../../nbs/models/presets.ipynb #aa074a06
 import re
 import warnings
 from pathlib import Path
@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from .lab import SIZES, lab_folder
 from ..runs import Config, runtime_field
 
-# %% ../../nbs/models/presets.ipynb #6290fd01
+# %% ../../nbs/models/presets.ipynb #e4c08ac1
 def preset_field(
     description: str,
     *,
@@ -29,7 +29,7 @@ def preset_field(
     return Field(None, description=f"{description}; None for the preset's value (lab: {lab}, paper: {paper})",
                  json_schema_extra=dict(presets=dict(lab=lab, paper=paper)), **constraints)
 
-# %% ../../nbs/models/presets.ipynb #aeb1e193
+# %% ../../nbs/models/presets.ipynb #532fd998
 def preset_values(
     field: FieldInfo,
 ) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def idle_value(
     "The value of a field that a run does not use: the lab's whatever the preset is, so that both name the same run."
     return preset_values(field).get("lab", field.default)
 
-# %% ../../nbs/models/presets.ipynb #dada37d9
+# %% ../../nbs/models/presets.ipynb #17d05c88
 class PresetSettings(Config):
     "Base class of configurations with fields that depend on the preset."
     preset: Literal["lab", "paper"] = runtime_field(
@@ -68,7 +68,7 @@ class PresetSettings(Config):
         lab = {name: known["lab"] for name, known in fields.items() if known and known["lab"] != known["paper"]}
         return lab if self.preset == "lab" else {}
 
-# %% ../../nbs/models/presets.ipynb #0e06f42a
+# %% ../../nbs/models/presets.ipynb #81fa0942
 def is_lab_model(
     name: str,  # a lab model, a folder or a hub id
 ) -> bool:
@@ -77,7 +77,7 @@ def is_lab_model(
     size = lambda folder: re.findall(rb'"vocab_size": *(\d+)', (Path(folder) / "config.json").read_bytes())
     return (Path(name) / "config.json").is_file() and size(name) == size(lab_folder(next(iter(SIZES))))
 
-# %% ../../nbs/models/presets.ipynb #6b76ea42
+# %% ../../nbs/models/presets.ipynb #e2e5507f
 def warn_about_lab_values(
     config: PresetSettings,  # with a field `model`
 ) -> None:
