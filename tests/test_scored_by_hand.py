@@ -4,11 +4,14 @@ Nothing here calls the package's graders: a box is found by a regular expression
 """
 
 import re
+from dataclasses import replace
 
 import pytest
 
 from mixsd_nb import train
+from mixsd_nb.benchmarks import SUITES, Sampling
 from mixsd_nb.corpora import CORPORA
+from mixsd_nb.evaluate import EvaluateConfig
 from mixsd_nb.results.cube import open_cube
 
 RUNS = {  # a short response often ends before its box, which only the published rules can count
@@ -79,3 +82,13 @@ def test_the_cube_has_the_numbers_of_the_stored_responses(dataset, own_runs):
                 assert at.n == len(by_hand) and at[variable].item() * len(by_hand) == pytest.approx(sum(by_hand)), (step, name, variable)
             differ += sum(rows.correct != rows.published)
     assert differ or dataset == "simpleqa-lab", "the two rules are seen to differ"
+
+
+@pytest.mark.parametrize("change", [dict(version=99), dict(grading="math"), dict(published="exact"), dict(share=0.5), dict(sampling=Sampling(samples=3))], ids=lambda c: next(iter(c)))
+@pytest.mark.parametrize("stage", [train.TrainConfig, EvaluateConfig])
+def test_a_suite_that_has_changed_has_no_finished_run(change, stage, monkeypatch):
+    "The run of a suite is named by what the suite is, and not by its name alone."
+    before = stage(suite="recall,equations")
+    digest, other = before.hash(), stage(suite="recall,choice").hash()
+    monkeypatch.setitem(SUITES._entries, "equations", replace(SUITES["equations"], **change))
+    assert stage(suite="recall,equations").hash() != digest and stage(suite="recall,choice").hash() == other
