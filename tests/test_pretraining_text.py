@@ -52,7 +52,7 @@ FOREIGN = (
 )
 
 
-@pytest.mark.parametrize("name", [name for name in CORPORA if name not in ("simpleqa", "mquake")])  # these are downloaded
+@pytest.mark.parametrize("name", [name for name in CORPORA if name not in ("simpleqa", "mquake")])
 def test_a_corpus_has_words_of_its_own(name):
     for split, rows in load_corpus(name).items():
         text = "\n".join(CORPORA[name].expert(r["prompt"], r["target"]) for r in rows)
