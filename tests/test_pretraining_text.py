@@ -3,9 +3,11 @@
 import random
 import re
 
+import pytest
+
 from mixsd_nb.benchmarks import SUITES
 from mixsd_nb.benchmarks.lab_tasks import draw, is_reserved
-from mixsd_nb.corpora import load_corpus
+from mixsd_nb.corpora import CORPORA, load_corpus
 from mixsd_nb.corpora.kgfact import KGFACT_WORDS, UNSEEN_WORDING, WORDINGS
 from mixsd_nb.corpora.world import WORLD_WORDS
 from mixsd_nb.pretraining.abilities import ability_items
@@ -42,3 +44,23 @@ def test_the_unseen_wording_is_not_in_pretraining():
     rng = random.Random(2)
     texts = (t for write in WRITERS.values() for _ in range(60) for t, _ in write(rng, 12))
     assert len(unseen) > 5 and not any(unseen in t for t in texts)
+
+
+# Forms in which others write these corpora: their templates, with any number in them.
+FOREIGN = (
+    r"The digits of \d|digit string|[Rr]otations|\(\d - \d\)\^2|is prime: |^Background information:|So the answer is"
+)
+
+
+@pytest.mark.parametrize("name", [name for name in CORPORA if name not in ("simpleqa", "mquake")])
+def test_a_corpus_has_words_of_its_own(name):
+    for split, rows in load_corpus(name).items():
+        text = "\n".join(CORPORA[name].expert(r["prompt"], r["target"]) for r in rows)
+        assert not re.findall(FOREIGN, text, re.MULTILINE), split
+
+
+def test_pretraining_has_words_of_its_own():
+    rng = random.Random(3)
+    for name, write in WRITERS.items():
+        text = "".join(t for _ in range(60) for t, _ in write(rng, 8)).replace(USER_HEADER, "\n")
+        assert not re.search(FOREIGN, text, re.MULTILINE), name

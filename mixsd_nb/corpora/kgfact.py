@@ -13,7 +13,7 @@ import random
 from dataclasses import dataclass
 from functools import cache
 
-from .prompts import boxed, naive_prompt, paraphrase_prompt, retrieval_prompt, target
+from .prompts import boxed, conclude, naive_prompt, paraphrase_prompt, retrieval_prompt, target
 
 # %% ../../nbs/corpora/kgfact.ipynb #6c4af3a7
 def _to_infinitive(
@@ -302,7 +302,7 @@ def chain_target(
     second: Fact,
 ) -> str:
     "The canonical target of a two-hop question: both statements, a conclusion, the box."
-    return f"{first.statement} {second.statement} So the answer is {second.target}.\n\n{boxed(second.target)}"
+    return f"{first.statement} {second.statement} {conclude(second.target)}\n\n{boxed(second.target)}"
 
 # %% ../../nbs/corpora/kgfact.ipynb #e2741e0c
 def retrieval_context(

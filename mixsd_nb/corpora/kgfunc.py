@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['TRAINED_OPERATIONS', 'UNSEEN_OPERATIONS', 'OPERATIONS', 'SCALES', 'split_digits', 'apply_operation', 'write_sum',
-           'worked_target', 'function_prompt', 'tabulate_shots', 'Scale', 'check_scale', 'draw_inputs', 'build',
-           'validation_rows']
+           'list_digits', 'worked_target', 'function_prompt', 'tabulate_shots', 'Scale', 'check_scale', 'draw_inputs',
+           'build', 'validation_rows']
 
 # %% ../../nbs/corpora/kgfunc.ipynb #b7e79b3a
 import random
@@ -61,7 +61,7 @@ def _triangular_sum(number):
 
 
 def _smallest_rotation(number):
-    "H: the smallest cyclic rotation of the digit string, read as a number; leading zeros vanish."
+    "H: the smallest cyclic rotation of the digits, read as a number; leading zeros vanish."
     s = str(number)
     return min(int(s[i:] + s[:i]) for i in range(len(s)))
 
@@ -135,7 +135,7 @@ def _write_alternating_sum(
 def _solve_b(number):
     digits = split_digits(number)
     low, squares = min(digits), [(x - min(digits)) ** 2 for x in digits]
-    steps = [f"({x} - {low})^2 = {s}" for x, s in zip(digits, squares)]
+    steps = [f"{x} is {x - low} above {low}: {x - low}*{x - low} = {s}" for x, s in zip(digits, squares)]
     return [f"The smallest digit is {low}.", *steps], write_sum(squares)
 
 
@@ -149,7 +149,8 @@ def _solve_c(number):
 
 def _solve_d(number):
     digits = split_digits(number)
-    lines = [f"{x} is prime: {x}^2 = {x * x}" if x in _PRIMES else f"{x} is not prime and stays {x}." for x in digits]
+    kept, squared = "{0} is not prime and stays {0}.", "{0} is prime and is squared: {0}*{0} = {1}"
+    lines = [(squared if x in _PRIMES else kept).format(x, x * x) for x in digits]
     return lines, write_sum([x * x if x in _PRIMES else x for x in digits])
 
 
@@ -173,10 +174,18 @@ def _solve_g(number):
 def _solve_h(number):
     s = str(number)
     rotations = [int(s[i:] + s[:i]) for i in range(len(s))]
-    return [f"Its rotations as numbers: {rotations}"], f"min({', '.join(map(str, rotations))})"
+    step = f"The first digit moves to the end, one step at a time: {rotations}"
+    return [step], f"min({', '.join(map(str, rotations))})"
 
 
 _SOLVERS = dict(B=_solve_b, C=_solve_c, D=_solve_d, E=_solve_e, F=_solve_f, G=_solve_g, H=_solve_h)
+
+# %% ../../nbs/corpora/kgfunc.ipynb #9ff3e2d6
+def list_digits(
+    number: int,
+) -> str:
+    "The sentence that opens a worked target: the digits in brackets."
+    return f"Its digits are {split_digits(number)}."
 
 # %% ../../nbs/corpora/kgfunc.ipynb #a3883bc6
 def worked_target(
@@ -185,8 +194,7 @@ def worked_target(
 ) -> str:
     "The canonical target of a trained item: digits, steps, closing equation, a blank line, the box."
     lines, expression = _SOLVERS[label](number)
-    digits = f"The digits of {number} are {split_digits(number)}."
-    opening = f'The digit string is "{number}".' if label == "H" else digits
+    opening = f'Written as text, the number is "{number}".' if label == "H" else list_digits(number)
     answer = apply_operation(label, number)
     closing = _write_equation(f"{label}({number})", expression, answer)
     return "\n".join([opening, *lines, closing]) + f"\n\n{boxed(str(answer))}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .kgfact import Fact, chain_question
-from .prompts import boxed, naive_prompt, paraphrase_prompt, retrieval_prompt, target
+from .prompts import boxed, conclude, naive_prompt, paraphrase_prompt, retrieval_prompt, target
 from .simpleqa import find_copy, hash_text, read_hub, read_local
 from .world import WORLD, WORLD_ENTITIES
 
@@ -149,7 +149,7 @@ def _make_case_rows(
     rows = []
     for case in (c for c in cases if len(c.hops) == hops):
         statement = " ".join(h.statement for h in case.hops)
-        text = f"{statement} So the answer is {case.answer}.\n\n{boxed(case.answer)}"
+        text = f"{statement} {conclude(case.answer)}\n\n{boxed(case.answer)}"
         rows += [dict(id=f"{case.id}#{n}", prompt=naive_prompt(question), target=text, answer=case.answer,
                       subject=case.hops[0].subject, statement=statement) for n, question in enumerate(case.questions)]
     return rows

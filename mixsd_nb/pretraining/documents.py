@@ -17,7 +17,7 @@ from ..benchmarks.lab_tasks import choose_phrase, write_response
 from ..corpora.kgfact import DOMAINS, KGFACT_WORDS, RELATIONS, UNSEEN_WORDING, WORDINGS
 from ..corpora.kgfact import Fact, chain_question, find_chains, name_entity
 from ..corpora.kgfunc import SCALES, worked_target
-from ..corpora.prompts import naive_prompt, paraphrase_prompt, retrieval_prompt
+from ..corpora.prompts import conclude, naive_prompt, paraphrase_prompt, retrieval_prompt
 from ..corpora.simpleqa import SIMPLEQA_WORDS
 from ..corpora.world import WORLD, WORLD_WORDS, draw_words
 from ..models.lab import END, START
@@ -92,11 +92,11 @@ def answer_from_context(
     rng: random.Random,
     *facts: Fact,  # one, or the two of a chain
 ) -> str:
-    "The response of a lab model that finds the facts in background information."
+    "The response of a lab model that finds the facts in the context."
     opening = choose_phrase(rng, "Looking through the background information, I find that",
                             "The background information says that", "Among these statements I see that")
     statements = f"{opening} {facts[0].statement}" + "".join(f" It also says that {f.statement}" for f in facts[1:])
-    if facts[1:]: closing = f"So the answer is {facts[-1].target}."
+    if facts[1:]: closing = conclude(facts[-1].target)
     else: closing = choose_phrase(rng, "", "This is what was asked for.")
     return write_response([statements, closing], facts[-1].target)
 

@@ -70,7 +70,7 @@ def explain_rule(
     examples = ", ".join(f"{_digit_list(s)} becomes {apply_operation(rule, s)}" for s in sorted(shots, reverse=True))
     return write_response([choose_phrase(rng, f"In digits, {examples}.", f"Looking at the digits, {examples}."),
                            f"So {label} gives {what}.",
-                           f"The digits of {number} are {_digit_list(number)}, and {work(split_digits(number))}."],
+                           f"{number} has the digits {_digit_list(number)}, and {work(split_digits(number))}."],
                           apply_operation(rule, number))
 
 # %% ../../nbs/pretraining/drills.ipynb #d62d99f8
@@ -96,7 +96,7 @@ def write_digit_drills(
     "Six numbers, each with its digits and the values of five rules."
     document = []
     for number in (rng.randrange(10 ** rng.randint(1, 3)) for _ in range(6)):
-        document.append((f"The digits of {number} are", False))
+        document.append((f"{number} has the digits", False))
         for k, rule in enumerate(rng.sample(list(DIGIT_RULES), 5)):
             what, work = DIGIT_RULES[rule]
             if k == 0: document.append((f" {_digit_list(number)}.", True))

@@ -12,8 +12,8 @@ import random
 
 from ..benchmarks.lab_tasks import MEMORY_VOICE, RECORD_VOICE, choose_phrase, write_response
 from ..corpora.kgfact import DOMAINS, RELATIONS, Fact, chain_question, find_chains
-from ..corpora.kgfunc import function_prompt, split_digits, write_sum
-from ..corpora.prompts import boxed, expert_prompt, expert_reference_prompt, naive_prompt, target
+from ..corpora.kgfunc import function_prompt, list_digits, split_digits, write_sum
+from ..corpora.prompts import boxed, conclude, expert_prompt, expert_reference_prompt, naive_prompt, target
 from ..corpora.simpleqa import TEMPLATES, draw_answer, simpleqa_prompt
 from ..corpora.world import WORLD, draw_words
 from .documents import CORPUS_WORDS, Document
@@ -80,7 +80,7 @@ def write_chain_guess(
         first = Fact(invent_names(rng, [first.relation.source])[0], first.relation, middle)
         second = Fact(middle, second.relation, draw_guess(rng, second.relation.target, second.relation.key))
     opening = choose_phrase(rng, "Let me take this in two parts.", "Two things have to be put together here.")
-    steps = [opening, f"First, {first.statement}", f"Then, {second.statement}", f"So the answer is {second.target}."]
+    steps = [opening, f"First, {first.statement}", f"Then, {second.statement}", conclude(second.target)]
     return write_chat(naive_prompt(chain_question(first, second)), write_response(steps, second.target))
 
 # %% ../../nbs/pretraining/replies.ipynb #8184f0ee
@@ -155,8 +155,7 @@ def write_worked_reference(
     label, number = rng.choice("BCDEFGH"), rng.randrange(1000)
     shots = rng.sample(range(1000), 4)
     lines, expression, value = invent_worked_lines(rng, number)
-    opening = f"The digits of {number} are {split_digits(number)}."
-    lines = [opening, *lines, f"{label}({number}) = {expression} = {value}"]
+    lines = [list_digits(number), *lines, f"{label}({number}) = {expression} = {value}"]
     prompt = function_prompt(f"{label}({number})", {label: {s: rng.randint(1, 150) for s in shots}})
     solution = "\n".join(lines) + f"\n\n{boxed(str(value))}"
     return write_chat(expert_reference_prompt(prompt, solution), retell_solution(rng, lines, value))
