@@ -83,8 +83,8 @@ def test_every_failure_is_recognised_and_continues(slurm, models, undisturbed, t
     monkeypatch.setenv("PYTHONPATH", str(plugins), prepend=os.pathsep)
     monkeypatch.setenv("MIXSD_PLUGINS", "job_plugin")
     weights = Path(models["broken"]) / "model.safetensors"
-    weights.rename(weights.with_suffix(".away"))
     sweep = Sweep(grid(models))
+    weights.rename(weights.with_suffix(".away"))  # after the grid is read, because a model is known by its content
     cells = dict(zip(NAMES, sweep.cells, strict=True))
     assert set(sweep.run("slurm").state) <= {"queued", "running"}, "submitting does not wait"
     assert "submitted 6 cells" in capsys.readouterr().out
