@@ -7,6 +7,7 @@ __all__ = ['FiguresConfig', 'find_run', 'analysis_figures', 'run', 'main']
 
 # %% ../nbs/figures.ipynb #c13c45dc
 import sys
+import warnings
 from pathlib import Path
 from typing import Literal
 
@@ -84,11 +85,13 @@ def run(
 
     Returns the sources by name, each with its whole cube and with the numbers that tables show."""
     config, default = make_config(FiguresConfig, **parameters), FiguresConfig()
-    sources = load_sources(config.source, config.runs or None, rule=config.rule, ties=config.ties,
-                           cell=(config.dataset, config.model), skip_corrupt=config.skip_corrupt, **config.where)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        sources = load_sources(config.source, config.runs or None, rule=config.rule, ties=config.ties,
+                               cell=(config.dataset, config.model), skip_corrupt=config.skip_corrupt, **config.where)
+    for notice in dict.fromkeys(str(warning.message) for warning in caught): print(notice)
     figures = {}
     if "runs" in sources:
-        if notice := sources["runs"].cube.attrs.get("notice"): print(notice)
         cube = _select_runs(config, sources["runs"].cube)
         print(summary_table(cube).to_string(index=False, na_rep=""))
         figures = run_figures(cube) | analysis_figures(config)
