@@ -42,7 +42,7 @@ test: $(VENV)/.dev ## check that exports and README are up to date, test the not
 	@$(BIN)/python -m pytest -q -n auto --maxprocesses 4 -m 'not slow' --dist loadfile --no-loadscope-reorder $(LONGEST) $(filter-out $(LONGEST),$(wildcard tests/test_*.py))
 
 test-slow: export OMP_NUM_THREADS := 1
-test-slow: $(VENV)/.dev ## run the slowest tests, one after the other (about two minutes)
+test-slow: $(VENV)/.dev ## run the slowest tests, one after the other (about five minutes)
 	@$(BIN)/python -m pytest -q -m slow tests
 
 # If vllm cannot be imported, the tests are skipped, and pytest exits with status 5: no test ran.

@@ -20,7 +20,7 @@ except Exception as error:  # a CUDA build on a CPU raises RuntimeError, not Imp
     pytest.skip(f"vllm is not here or cannot be imported ({type(error).__name__}: {error}); `make test-vllm` brings it", allow_module_level=True)
 
 PROMPTS, NEW_TOKENS = 100, 128
-LAB = [name for name, suite in SUITES.items() if suite.items == "benchmarks.lab_tasks:lab_items"]
+LAB = [name for name, suite in SUITES.items() if suite.items == "benchmarks.lab_tasks:lab_items" and not suite.twin_of]
 REASONS = {"stop": "stop", "length": "max_new_tokens"}  # vLLM's reason to stop -> ours
 
 
