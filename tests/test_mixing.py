@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import MistralConfig, MistralForCausalLM
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ties import compare
@@ -17,6 +18,7 @@ from mixsd_nb.methods.mixing import mix, mix_items, mix_oracle, oracle_stream, p
 from mixsd_nb.methods.targets import MixSettings
 from mixsd_nb.models import load_engine
 from mixsd_nb.models.engine import Request, choose, row_key
+from mixsd_nb.models.decoder import has_lean_pass
 from mixsd_nb.models.engines import HFEngine
 from mixsd_nb.models.tiny import random_model
 
@@ -56,6 +58,16 @@ def test_a_claim_of_equal_tokens_names_the_ties():
 
 def test_the_parameter_that_chooses_the_mode_names_the_ties():
     assert "same tokens, up to ties below 1e-4" in MixSettings.model_fields["mode"].description
+
+
+def test_the_lean_pass_writes_the_tokens_of_the_general_modules(lab, items, monkeypatch):
+    options = dict(max_new_tokens=60, max_attempts=2, temperature=0.8)
+    for mode in ("lockstep", "block"):
+        lean = mix(load_engine("hf", *lab, mode=mode), items, 0.4, **options)
+        with monkeypatch.context() as patch:
+            patch.setattr("mixsd_nb.models.engines.has_lean_pass", lambda model: False)
+            general = mix(load_engine("hf", *lab, mode=mode), items, 0.4, **options)
+        assert all(np.array_equal(a[k], b[k]) for a, b in zip(lean, general) for k in a)
 
 
 def test_order_and_batch_size_change_nothing(lab, items):
@@ -101,10 +113,17 @@ def test_picks_are_prefix_stable_and_nested(seed, name, attempt, n, more, low, h
     assert (few <= picks(seed, name, 0, attempt, n, high)).all()
 
 
-@pytest.fixture(scope="module")
-def tiny(lab):
-    "A model with a vocabulary of eleven tokens, two of which end a sequence, and a context of 24 tokens."
-    return random_model(vocabulary=11, eos_token_id=[3, 7], scale=4, context=24)
+@pytest.fixture(scope="module", params=["qwen3", "mistral"])
+def tiny(request):
+    """A model with a vocabulary of eleven tokens, two of which end a sequence, and a context of 24 tokens.
+
+    Qwen3 is decoded by the lean pass, Mistral by the general modules."""
+    if request.param == "qwen3": return random_model(vocabulary=11, eos_token_id=[3, 7], scale=4, context=24)
+    torch.manual_seed(0)
+    model = MistralForCausalLM(MistralConfig(
+        vocab_size=11, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=16, sliding_window=None, max_position_embeddings=24, eos_token_id=[3, 7], initializer_range=0.2))
+    return model.eval()
 
 
 CONTEXT = st.lists(st.integers(0, 10), min_size=1, max_size=26)
@@ -118,6 +137,7 @@ ALONE = st.tuples(CONTEXT, st.lists(st.booleans(), max_size=12))
 def test_any_requests_under_any_limits_equal_the_oracle(tiny, lab, asked, size, temperature, new, total):
     requests = [Request(tuple(contexts), k, naive, k) for k, (*contexts, naive) in enumerate(asked)]
     options, found = dict(temperature=temperature, top_k=5, max_new_tokens=new, max_total=total), []
+    assert has_lean_pass(tiny) == (tiny.config.model_type == "qwen3")
     for mode in ("lockstep", "block", "auto"):
         engine = HFEngine(tiny, lab[1], size, mode)
         engine.stop = torch.tensor([3, 7])

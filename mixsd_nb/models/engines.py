@@ -15,6 +15,7 @@ from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
 from . import load_base, load_tokenizer
+from .decoder import LeanRows, has_lean_pass
 from .engine import Completion, Engine, Request, choose, make_completion, stop_ids, token_budget
 from .scoring import map_logits, token_nll
 
@@ -122,6 +123,11 @@ class Rows:
     def forget(self, counts, columns: int):
         "Of the newest columns, hide all but the first `counts[row]` of each row; counts is (rows,)."
         self.mask[:, -columns:] = torch.arange(columns, device=self.mask.device) < counts[:, None]
+
+# %% ../../nbs/models/engines.ipynb #45c1bbcb
+def _open_rows(model, rows: int, spare: int):
+    "An empty batch of contexts, in the form that suits the model."
+    return (LeanRows if has_lean_pass(model) else Rows)(model, rows, spare)
 
 # %% ../../nbs/models/engines.ipynb #33861f3d
 class Slots:
@@ -242,7 +248,7 @@ class HFEngine(Engine):
     def _decode_lockstep(self, queue, width, limit, sample):
         "All rows of all slots advance by one token a step."
         sides, n, device = len(queue[0].contexts), min(self.batch_size, len(queue)), self.model.device
-        slots, rows = Slots(n, width, device), Rows(self.model, n * sides, min(width, 256))
+        slots, rows = Slots(n, width, device), _open_rows(self.model, n * sides, min(width, 256))
         at = torch.arange(n * sides, device=device).view(n, sides)  # the rows of each slot
         while queue or len(slots.active):
             filled, requests, rejected = self._fill(slots, queue, width, limit)
@@ -265,7 +271,7 @@ class HFEngine(Engine):
         n = min(self.batch_size, len(queue))
         side = int(2 * sum(sum(r.naive) for r in queue) > sum(len(r.naive) for r in queue))  # which most picks name
         slots = Slots(n, width, self.model.device)
-        draft, other = (Rows(self.model, n, min(width, 256)) for _ in range(2))
+        draft, other = (_open_rows(self.model, n, min(width, 256)) for _ in range(2))
         cuts, tokens = 1, 8
         while queue or len(slots.active):
             filled, requests, rejected = self._fill(slots, queue, width, limit)
