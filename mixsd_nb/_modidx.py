@@ -29,8 +29,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                                   'mixsd_nb/analysis/curvature.py'),
                                              'mixsd_nb.analysis.curvature._open_file': ( 'analysis/curvature.html#_open_file',
                                                                                          'mixsd_nb/analysis/curvature.py'),
-                                             'mixsd_nb.analysis.curvature._recompute': ( 'analysis/curvature.html#_recompute',
-                                                                                         'mixsd_nb/analysis/curvature.py'),
                                              'mixsd_nb.analysis.curvature.add_alignment_ratio': ( 'analysis/curvature.html#add_alignment_ratio',
                                                                                                   'mixsd_nb/analysis/curvature.py'),
                                              'mixsd_nb.analysis.curvature.check_differentiable': ( 'analysis/curvature.html#check_differentiable',

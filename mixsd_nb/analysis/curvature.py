@@ -17,8 +17,6 @@ import numpy as np
 import pandas as pd
 import torch
 from safetensors import safe_open
-from torch.utils.checkpoint import checkpoint
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..models import model_source
 from ..runs import RESTORE, explain_damage
@@ -32,14 +30,14 @@ def logit_slopes(
     head: torch.nn.Linear,  # without a bias
     states: torch.Tensor,  # (n, width) last hidden states
     targets: torch.Tensor,  # (n,) token ids
-    positions: int = 32,  # positions whose float32 logits are in memory at once
+    positions: int = 256,  # positions whose float32 logits are in memory at once
 ) -> torch.Tensor:
     "∂ Σ log p(target) / ∂ logits: (n, vocabulary), in the dtype of the states."
-    slopes = states.new_empty(len(states), head.out_features)
-    for part, h in zip(slopes.split(positions), states.split(positions)):
-        part.copy_(head(h).softmax(-1, dtype=torch.float32).neg_())
-    slopes[torch.arange(len(targets)), targets] += 1
-    return slopes
+    slopes = []
+    for h, y in zip(states.split(positions), targets.split(positions)):
+        slopes.append(head(h).float().softmax(-1).neg_().to(states.dtype))
+        slopes[-1][torch.arange(len(y)), y] += 1
+    return torch.cat(slopes)
 
 # %% ../../nbs/analysis/curvature.ipynb #a7000007
 def check_differentiable(
@@ -60,18 +58,11 @@ def check_differentiable(
         if (n := len(prompt) + len(completion)) > context:
             raise ValueError(f"each pair must fit into the model's context of {context} tokens, got {n} in pair {k}")
 
-# %% ../../nbs/analysis/curvature.ipynb #c01b71c0
-def _recompute(forward: Callable, *args, **options):
-    "The outputs of a forward pass, whose activations are computed again in the backward pass."
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options)
-
 # %% ../../nbs/analysis/curvature.ipynb #a7000008
 class SquaredGradients:
     """Sums of squared gradients of Σ log p by parameter, over the examples that are added inside its `with` block.
 
-    `sums` maps each parameter's name to a float32 tensor of its shape; a tied weight is one parameter.
-    The model is in evaluation mode inside the block. Activations are recomputed in the lower half of the layers, and
-    in all layers of a model with gradient checkpointing."""
+    `sums` maps each parameter's name to a float32 tensor of its shape; a tied weight is one parameter."""
 
     def __init__(self, model):
         self.model, self.embedding, self.head = model, model.get_input_embeddings(), model.get_output_embeddings()
@@ -83,17 +74,13 @@ class SquaredGradients:
     def __enter__(self):
         self.model.zero_grad()
         self._training = self.model.training
-        self.model.eval()
-        layers = [m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer)]
-        self._recomputed = layers[:len(layers) if self.model.is_gradient_checkpointing else len(layers) // 2]
-        for layer in self._recomputed: layer.forward = functools.partial(_recompute, layer.forward)
+        self.model.train(self.model.is_gradient_checkpointing)  # recomputes activations in training mode only
         self._hooks = [p.register_post_accumulate_grad_hook(functools.partial(self._square, name))
                        for name, p in self.model.named_parameters()]
         return self
 
     def __exit__(self, *_):
         for hook in self._hooks: hook.remove()
-        for layer in self._recomputed: del layer.forward
         self.model.train(self._training)
 
     def _square(self, name: str, p: torch.nn.Parameter):
