@@ -137,6 +137,16 @@ def test_a_failing_process_shows_its_own_traceback_once(spec, tmp_path):
     assert said.count("Traceback") == 1 and said.splitlines()[-1].startswith("IndexError") and "collate" not in said.splitlines()[-1]
 
 
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
+@pytest.mark.parametrize("lora", [0, 2])
+def test_every_product_of_a_linear_layer_is_oneDNNs(lora, spec, tmp_path):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        fine_tune(replace(spec, steps=1, checkpoints=[], lora=lora), tmp_path)
+    calls = {event.key: event.count for event in profile.key_averages()}
+    layers = sum(isinstance(layer, torch.nn.Linear) for layer in load_base(spec.model)[0].modules())
+    assert calls["mkldnn::_linear_pointwise"] >= 2 * layers and not calls.keys() & {"aten::linear", "aten::addmm"}
+
+
 def test_labels_of_prompt_tokens_do_not_exist(spec, tmp_path):
     "The gradient of one update is the same whatever the loss of prompt tokens would be."
     from mixsd_nb.methods.loss import LossHead, nll, summed_loss

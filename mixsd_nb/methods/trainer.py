@@ -29,6 +29,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 
 from .loss import LossHead, check_finite, summed_loss
 from ..models import load_base
+from ..models.linear import speed_up_linear_layers
 from ..runs import (Interruption, StorageError, checkpoint_folder, checkpoint_step, checkpoint_steps,
                            die_with_parent, last_checkpoint, launch, leave, load_object, mark_complete,
                            resume_checkpoint, write_json)
@@ -237,6 +238,7 @@ class FineTuner(Trainer):
         self.spec, self.objective, self.report, self.tokenizer = spec, objective, report, tokenizer
         self.trained, self.start = 0, time.perf_counter()  # number of trained tokens, and start time
         self.copy = copy.deepcopy(model) if spec.sharded and getattr(objective, "uses_student", False) else None
+        speed_up_linear_layers(model)
         self.head = LossHead(model)
         order = training_order(len(objective), spec.steps * spec.batch, spec.seed)
         super().__init__(model, args, data_collator=list, train_dataset=order.tolist(), callbacks=callbacks)
