@@ -9,10 +9,11 @@ import xarray as xr
 from made_up import write_run, write_runs
 from safetensors.torch import load_file, save_file
 
-from mixsd_nb.corpora import load_corpus
+from mixsd_nb.corpora import CORPORA, load_corpus
+from mixsd_nb.methods.mixing import mix, mix_items
 from mixsd_nb.results.paper import paper_cube
 from mixsd_nb.runs import write_json, write_result
-from mixsd_nb.views import VIEWS, Explorer
+from mixsd_nb.views import VIEWS, Explorer, mixing
 from mixsd_nb.views.cube import PICTURES, plot_lam
 from mixsd_nb.views.mixing import edit_fact, get_question
 from mixsd_nb.views.weights import measure_displacement
@@ -243,3 +244,52 @@ def test_every_picture_of_made_up_runs_says_so(app, monkeypatch):
     published = paper_cube()
     plot_lam(None, [published.sel(dataset=["kgfact-small"], model=[m]) for m in published.model.values], "held-out")
     assert not marked
+
+
+@pytest.fixture
+def count_calls(monkeypatch):
+    "A function that counts what a call decodes with lab-s, in streams, and how many completions it scores."
+    calls, engine = [], mixing.get_engine("lab-s")
+
+    def record(owner, name):
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, **options: calls.append(name) or function(*args, **options))
+
+    def count(call):
+        calls.clear()
+        call()
+        return tuple(calls.count(name) for name in ("stream", "map_logits"))
+    record(engine, "stream")
+    record(mixing, "map_logits")
+    mixing.predict_tokens.cache_clear()
+    return count
+
+
+@pytest.mark.parametrize("dataset", ["kgfact-small", "simpleqa-lab"])
+def test_attempts_side_by_side_are_those_that_mix_makes(dataset, count_calls):
+    engine, corpus = mixing.get_engine("lab-s"), CORPORA[dataset]
+    items = mix_items(engine.tokenizer, mixing.get_facts(dataset)[:3], corpus.expert, corpus.extract)
+    options = dict(seed=1, temperature=corpus.temperature, max_new_tokens=40)
+    for item, expected in zip(items, mix(engine, items, 0.6, **options)):
+        found = []
+        streams, _ = count_calls(lambda: found.extend(mixing.mix_attempts(engine, item, 0.6, **options)))
+        assert (len(found[0]), found[1]) == (expected["attempts"], expected["accepted"])
+        assert found[0][-1].ids == expected["completion_ids"]
+        assert streams == (1 if len(found[0]) <= 4 else 2)
+
+
+def test_a_redraw_computes_only_what_is_new(runs, count_calls):
+    "Each target is scored under two conditionals; the canonical one only once."
+    view = Explorer(folder=runs, model="lab-s").get_view("mixing")
+    first = view.text.value
+    assert count_calls(lambda: setattr(view.lam, "value", 0.0)) == (1, 2)
+    assert count_calls(lambda: setattr(view.lam, "value", 0.5)) == (0, 0) and view.text.value == first
+
+
+def test_rejected_attempts_are_shown_meanwhile(runs, monkeypatch):
+    monkeypatch.setattr(mixing, "PAUSE", 0)
+    view, texts = Explorer(folder=runs, model="lab-s").get_view("mixing"), []
+    view.text.observe(lambda change: texts.append(change.new), "value")
+    view.lam.value = 0.6
+    (attempts, _), = [mixed for key, mixed in view.mixed.items() if key[3] == 0.6]
+    assert ["trying again" in text for text in texts] == [True] * (len(attempts) - 1) + [False] and len(attempts) > 1
