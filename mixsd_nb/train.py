@@ -8,13 +8,15 @@ __all__ = ['run', 'MAIN_RUNS', 'MAIN_CHECKPOINTS', 'TrainConfig', 'count_by_benc
            'main_runs', 'main']
 
 # %% ../nbs/train.ipynb #2b3e3929
+import math
 import sys
+import time
 from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
 import xarray as xr
-from pydantic import Field, TypeAdapter, ValidationError, field_validator
+from pydantic import Field, field_validator
 
 from . import evaluate, generate
 from .analysis.scores import count_correct, item_variances
@@ -29,8 +31,8 @@ from .models.presets import idle_value, preset_field, warn_about_lab_values
 from .results.layout import result_tree
 from .results.roots import read_root
 from .runs import (TARGET_COLUMNS, ParameterError, Run, Stage, Steps, check_steps, check_temperature,
-                           checkpoint_folder, format_type, is_runtime, last_checkpoint, make_config, match_type,
-                           module_of, nearest, read_table, run_function, runs_root, runtime_field)
+                           checkpoint_folder, is_locked, is_runtime, last_checkpoint, make_config, match_type,
+                           module_of, nearest, read_table, run_function, runs_root, runtime_field, try_lock)
 
 # %% ../nbs/train.ipynb #a6373b69
 class TrainConfig(Stage, EvalSettings):
@@ -156,6 +158,16 @@ class TrainConfig(Stage, EvalSettings):
         "The evaluation of the base model, and the mixed targets of a method that trains on them."
         return [base_evaluation(self), *[target_mixing(self)] * METHODS[self.method].mixed]
 
+    def assist(self):
+        "Measure checkpoints of a run while another process computes it, each as soon as it is complete."
+        config, run = self.without_idle(), Run(self.without_idle().folder)
+        steps = config.steps()[1] if config.has_rate else []
+        while steps and is_locked(run.folder):
+            found = run.checkpoints
+            steps = [step for step in steps if not run.responses_file(step).exists()]
+            for step in [step for step in steps if step in found]: measure_checkpoint(config, run, step, found[step], 0)
+            time.sleep(0.2)
+
     def compute(self, run: Run) -> xr.DataTree:
         "Fit the method, measure step 0 and every checkpoint, and summarise these and all that were measured before."
         steps = (*self.steps()[1], *run.measured_steps) if self.has_rate else None
@@ -200,13 +212,16 @@ def measure_checkpoint(
     run: Run,
     step: int,
     checkpoint: Path,
-) -> pd.DataFrame:
-    "The responses of a checkpoint, generated if they do not exist yet."
+    patience: float = math.inf,  # seconds to wait for another process that is measuring the checkpoint
+) -> pd.DataFrame | None:
+    "The responses of a checkpoint, generated if they do not exist yet; None if another process is doing so."
     file = run.responses_file(step)
-    if not file.exists():
-        items = select_items(config) | load_items(["validation"], Selection(config.dataset, config.n))
-        progress = f"{config.label}, step {step}"
-        run_with_engine(config.engine, write_responses, config, str(checkpoint), items, file, progress)
+    with try_lock(file.with_name(f".{file.name}.lock"), patience) as free:
+        if not free: return None
+        if not file.exists():
+            items = select_items(config) | load_items(["validation"], Selection(config.dataset, config.n))
+            progress = f"{config.label}, step {step}"
+            run_with_engine(config.engine, write_responses, config, str(checkpoint), items, file, progress)
     return run.responses(step)
 
 # %% ../nbs/train.ipynb #933f3c0a
@@ -243,12 +258,14 @@ def train(
         recall[step] = correct / n
 
     measure(0)
-    measure_early = config.processes == 1 and not ENGINES[config.engine].own_process
+    drawn = "ipykernel" in sys.modules  # the recall so far is only shown in a notebook
+    measure_early = drawn and config.processes == 1 and not ENGINES[config.engine].own_process
     progress = TrainingProgress(f"{config.label}, training", recall, *[measure] * measure_early)
     try: fitted = fit_function(config.method)(MethodRun(run.folder, config, progress, lambda: mixed_targets(config)))
     finally: progress.close()
-    for step, checkpoint in fitted.checkpoints.items():
-        if step not in responses: responses[step] = measure_checkpoint(config, run, step, checkpoint)
+    for patience in (0, math.inf):  # first the checkpoints that no other process is measuring
+        for step, checkpoint in fitted.checkpoints.items():
+            if responses.get(step) is None: responses[step] = measure_checkpoint(config, run, step, checkpoint, patience)
     return summarise(config, responses, fitted)
 
 # %% ../nbs/train.ipynb #338e568a

@@ -14,6 +14,9 @@ def log(text):
         file.write(f"{text} {os.getpid()}\n")
 
 
+def has_lines(word, number): return (Path(os.environ["MIXSD_RUNS"]) / "log.txt").read_text().count(word) >= number
+
+
 class Source(Stage):
     "What sums read."
     name = "pooltest-source"
@@ -39,6 +42,8 @@ class Sum(Stage):
 
     def shared_runs(self): return [Source(number=self.source, fail=self.fail == "source")]
 
+    def assist(self): log(f"assist {self.number}")
+
     def check(self):
         if self.fail == "check": raise ValueError("fail must be empty, got check")
 
@@ -47,7 +52,8 @@ class Sum(Stage):
         log(f"sum {self.number}")
         if self.fail == "kill": os.kill(os.getpid(), 9)
         if self.fail == "raise": raise KeyError(self.number)
-        while self.fail == "wait" or self.fail == "meet" and (Path(os.environ["MIXSD_RUNS"]) / "log.txt").read_text().count("sum") < 2:
+        enough = {"meet": ("sum", 2), "assist": ("assist", 1)}
+        while self.fail == "wait" or self.fail in enough and not has_lines(*enough[self.fail]):
             time.sleep(0.01)
             assert time.monotonic() < begun + 60
         [source] = self.shared_runs()

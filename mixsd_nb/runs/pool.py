@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['visible_gpus', 'count_cores', 'worker_environment', 'PoolConfig', 'assign_devices', 'compute_runs']
 
-# %% ../../nbs/runs/pool.ipynb #4aae9c7d
+# %% ../../nbs/runs/pool.ipynb #e4c0b012
 import contextlib
 import json
 import os
@@ -49,14 +49,14 @@ def worker_environment(
     share = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(max(1, count_cores() // workers))}
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} | share
 
-# %% ../../nbs/runs/pool.ipynb #72e49db7
+# %% ../../nbs/runs/pool.ipynb #3055cc06
 class PoolConfig(Config):
     "Parameters of a command that computes several runs."
     workers: int = runtime_field(0, (
         "processes that compute runs side by side; 0 for one per GPU, or one per core without GPUs; 1 computes all runs "
         "in the process of the command"), ge=0, le=1000)
 
-# %% ../../nbs/runs/pool.ipynb #879984f2
+# %% ../../nbs/runs/pool.ipynb #c492f45b
 def assign_devices(
     workers: int = 0,  # 0 for one per GPU, or one per core without GPUs
 ) -> list[list[str]]:
@@ -64,17 +64,17 @@ def assign_devices(
     gpus = visible_gpus()
     return [gpus[k % len(gpus):][:1] if gpus else [] for k in range(workers or len(gpus) or count_cores())]
 
-# %% ../../nbs/runs/pool.ipynb #ff13c9cf
+# %% ../../nbs/runs/pool.ipynb #da5058b6
 def _compute(job: dict[str, Any]) -> dict[str, Any]:
-    "Compute a run; returns an empty answer, or the error and the exit code that belongs to it."
-    try: make_config(find_stage(job["stage"]), **job["parameters"]).run()
+    "Call a method of a stage; returns an empty answer, or the error and the exit code that belongs to it."
+    try: getattr(make_config(find_stage(job["stage"]), **job["parameters"]), job["method"])()
     except Exception as e:
         return dict(error=traceback.format_exc() if sys.flags.dev_mode else describe_error(e), code=exit_code(e))
     return {}
 
 
 def _serve() -> None:
-    "Compute the runs that standard input names, one after the other, until standard input is closed."
+    "Do the jobs that standard input names, one after the other, until standard input is closed."
     answers, jobs = os.fdopen(os.dup(1), "w"), queue.SimpleQueue()
     os.dup2(2, 1)
 
@@ -85,20 +85,21 @@ def _serve() -> None:
     load_plugins()
     while True: print(json.dumps(_compute(jobs.get())), file=answers, flush=True)
 
-# %% ../../nbs/runs/pool.ipynb #b31b81dd
+# %% ../../nbs/runs/pool.ipynb #ddde4505
 @dataclass(eq=False)
 class _Task:
-    "A run to compute, and the folders of the runs that must be finished before it."
+    "A run to compute, or one to assist in that another process computes."
     name: str  # as lines show it
     config: Stage
-    needs: set[Path]
+    needs: set[Path]  # folders of the runs that must be finished before it
+    method: str = "run"  # of the stage: run or assist
 
     def job(self) -> dict[str, Any]:
         "What a worker needs to compute the run."
-        return dict(stage=self.config.name,
+        return dict(stage=self.config.name, method=self.method,
                     parameters=self.config.model_dump(mode="json", include=self.config.model_fields_set))
 
-# %% ../../nbs/runs/pool.ipynb #201a70d9
+# %% ../../nbs/runs/pool.ipynb #b2048106
 class _Worker:
     "A process that computes one run at a time, in a session of its own, which an interrupt of the terminal does not reach."
 
@@ -143,7 +144,7 @@ class _Worker:
     def _hear_output(self, process: subprocess.Popen):
         for line in process.stderr: self.events.put((None, line.rstrip()))
 
-# %% ../../nbs/runs/pool.ipynb #4ffab767
+# %% ../../nbs/runs/pool.ipynb #132b6dfa
 class _Display:
     "Prints a line for every run that has ended and, on a terminal, a line that changes for every worker."
 
@@ -171,7 +172,7 @@ class _Display:
         "Remove the lines of the workers."
         for bar in self.bars: bar.close()
 
-# %% ../../nbs/runs/pool.ipynb #f0fdbd60
+# %% ../../nbs/runs/pool.ipynb #11b16197
 @contextlib.contextmanager
 def _open_workers(devices: list[list[str]]) -> Iterator[tuple[list[_Worker], queue.SimpleQueue, _Display]]:
     "Workers, the queue of their events, and the display; all processes end with the block."
@@ -186,29 +187,37 @@ def _open_workers(devices: list[list[str]]) -> Iterator[tuple[list[_Worker], que
             for worker in workers: worker.stop()
             display.close()
 
-# %% ../../nbs/runs/pool.ipynb #6ab94c53
+# %% ../../nbs/runs/pool.ipynb #2295331a
 class _Pool:
     "Computes tasks with workers; `codes` are the exit codes of those that failed."
 
-    def __init__(self, tasks: list[_Task]): self.waiting, self.codes = tasks, []
+    def __init__(self, tasks: list[_Task]): self.waiting, self.assisted, self.codes = tasks, [], []
 
     def run(self, devices: list[list[str]]):
         "Compute all tasks."
         with _open_workers(devices) as (self.workers, self.events, self.display):
             while True:
                 self._start_tasks()
-                if not any(worker.task for worker in self.workers): return
+                if not self._running(): return
                 self._take_event()
+
+    def _running(self) -> list[_Task]:
+        return [worker.task for worker in self.workers if worker.task and worker.task.method == "run"]
 
     def _start_tasks(self):
         for worker in self.workers:
-            if worker.task: continue
-            running = {other.task.config.folder for other in self.workers if other.task}
-            open_needs = running | {task.config.folder for task in self.waiting}
-            ready = next((task for task in self.waiting if not task.needs & open_needs), None)
-            if ready is None: return
-            self.waiting.remove(ready)
-            worker.start(ready)
+            if not worker.task and (task := self._next_task()): worker.start(task)
+
+    def _next_task(self) -> _Task | None:
+        "A run whose needs are finished; if none is left to begin, assistance in the run with the fewest assistants."
+        missing = {task.config.folder for task in (*self.waiting, *self._running())}
+        ready = next((task for task in self.waiting if not task.needs & missing), None)
+        if ready: self.waiting.remove(ready)
+        if ready or self.waiting: return ready
+        running = [task for task in self._running() if self.assisted.count(task) < len(self.workers)]
+        if not running: return None
+        self.assisted.append(task := min(running, key=self.assisted.count))
+        return _Task(task.name, task.config, set(), "assist")
 
     def _take_event(self):
         try: worker, answer = self.events.get(timeout=0.5)
@@ -219,6 +228,7 @@ class _Pool:
 
     def _end_task(self, worker: _Worker, answer: dict[str, Any]):
         task, worker.task = worker.task, None
+        if task.method == "assist": return  # an error also occurs in the process that computes the run
         if not answer:
             self.display.write(f"{task.name}: {time.monotonic() - worker.begun:.0f} s", file=sys.stdout)
         else: self._fail(task, answer)
@@ -236,7 +246,7 @@ class _Pool:
         message = f"the process was killed (exit status {status}); run it again to continue"
         if worker.task: self._end_task(worker, dict(error=message, code=1))
 
-# %% ../../nbs/runs/pool.ipynb #fb2949fb
+# %% ../../nbs/runs/pool.ipynb #d47b5be4
 def _is_finished(config: Stage) -> bool:
     "Whether a run is finished; a run whose files are damaged counts as open, so that computing it reports the damage."
     try: return config.finished
@@ -251,7 +261,7 @@ def _list_tasks(cells: Mapping[str, Stage]) -> list[_Task]:
     return [*(_Task(folder.name, run, set()) for folder, run in shared.items()),
             *(_Task(name, config, {*needs[name]}) for name, config in cells.items())]
 
-# %% ../../nbs/runs/pool.ipynb #80d15359
+# %% ../../nbs/runs/pool.ipynb #40a4baa7
 def _compute_here(cells: Mapping[str, Stage]) -> list[int]:
     "Compute runs in this process, one after the other; returns the exit codes of those that failed."
     codes = []
@@ -264,7 +274,7 @@ def _compute_here(cells: Mapping[str, Stage]) -> list[int]:
             codes.append(exit_code(e))
     return codes
 
-# %% ../../nbs/runs/pool.ipynb #9823ae75
+# %% ../../nbs/runs/pool.ipynb #1e381247
 def compute_runs(
     cells: Mapping[str, Stage],  # by the text that stands for the run in the output
     workers: int = 0,  # as in PoolConfig
@@ -278,12 +288,13 @@ def compute_runs(
     if len(devices) < 2: codes = _compute_here(cells)
     else:
         codes = _compute_here(done)
+        print(f"{len(cells) - len(done)} runs, {len(devices)} processes", flush=True)
         pool = _Pool(tasks)
         pool.run(devices)
         codes += pool.codes
     if codes: print("finished runs are kept; run it again to compute the others", file=sys.stderr, flush=True)
     return max(codes, default=0)
 
-# %% ../../nbs/runs/pool.ipynb #58c395a5
+# %% ../../nbs/runs/pool.ipynb #0778cffb
 # In a notebook, `__name__` is also "__main__", but `__file__` is not defined.
 if __name__ == "__main__" and "__file__" in globals(): _serve()
