@@ -102,7 +102,7 @@ def describe_error(
     if described and text: return text
     return f"{type(error).__name__}: {text}; `python -X dev` instead of `python` shows where this happened"
 
-# %% ../../nbs/runs/commands.ipynb #04337ec5
+# %% ../../nbs/runs/commands.ipynb #638e5c3f
 def exit_code(
     error: Exception,
 ) -> int:

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['visible_gpus', 'count_cores', 'worker_environment', 'PoolConfig', 'assign_devices', 'compute_runs']
 
-# %% ../../nbs/runs/pool.ipynb #e4c0b012
+# %% ../../nbs/runs/pool.ipynb #64829290
 import contextlib
 import json
 import os
@@ -49,14 +49,14 @@ def worker_environment(
     share = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(max(1, count_cores() // workers))}
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} | share
 
-# %% ../../nbs/runs/pool.ipynb #3055cc06
+# %% ../../nbs/runs/pool.ipynb #c24c8cc1
 class PoolConfig(Config):
     "Parameters of a command that computes several runs."
     workers: int = runtime_field(0, (
         "processes that compute runs side by side; 0 for one per GPU, or one per core without GPUs; 1 computes all runs "
         "in the process of the command"), ge=0, le=1000)
 
-# %% ../../nbs/runs/pool.ipynb #c492f45b
+# %% ../../nbs/runs/pool.ipynb #81c79b16
 def assign_devices(
     workers: int = 0,  # 0 for one per GPU, or one per core without GPUs
 ) -> list[list[str]]:
@@ -64,7 +64,7 @@ def assign_devices(
     gpus = visible_gpus()
     return [gpus[k % len(gpus):][:1] if gpus else [] for k in range(workers or len(gpus) or count_cores())]
 
-# %% ../../nbs/runs/pool.ipynb #da5058b6
+# %% ../../nbs/runs/pool.ipynb #18be5cc1
 def _compute(job: dict[str, Any]) -> dict[str, Any]:
     "Call a method of a stage; returns an empty answer, or the error and the exit code that belongs to it."
     try: getattr(make_config(find_stage(job["stage"]), **job["parameters"]), job["method"])()
@@ -85,7 +85,7 @@ def _serve() -> None:
     load_plugins()
     while True: print(json.dumps(_compute(jobs.get())), file=answers, flush=True)
 
-# %% ../../nbs/runs/pool.ipynb #ddde4505
+# %% ../../nbs/runs/pool.ipynb #ecfc3dcf
 @dataclass(eq=False)
 class _Task:
     "A run to compute, or one to assist in that another process computes."
@@ -99,7 +99,7 @@ class _Task:
         return dict(stage=self.config.name, method=self.method,
                     parameters=self.config.model_dump(mode="json", include=self.config.model_fields_set))
 
-# %% ../../nbs/runs/pool.ipynb #b2048106
+# %% ../../nbs/runs/pool.ipynb #f3afe492
 class _Worker:
     "A process that computes one run at a time, in a session of its own, which an interrupt of the terminal does not reach."
 
@@ -144,13 +144,13 @@ class _Worker:
     def _hear_output(self, process: subprocess.Popen):
         for line in process.stderr: self.events.put((None, line.rstrip()))
 
-# %% ../../nbs/runs/pool.ipynb #132b6dfa
+# %% ../../nbs/runs/pool.ipynb #8b01da38
 class _Display:
     "Prints a line for every run that has ended and, on a terminal, a line that changes for every worker."
 
     def __init__(self, workers: int):
         from tqdm import tqdm
-        options = dict(leave=False, dynamic_ncols=True, bar_format="{desc} {n_fmt}/{total_fmt} {bar}")
+        options = dict(leave=False, dynamic_ncols=True, bar_format="{desc} {bar}")
         self.write = tqdm.write
         self.bars = [tqdm(position=k, total=1, **options) for k in range(workers)] if sys.stderr.isatty() else []
         self.seen = set()
@@ -160,8 +160,8 @@ class _Display:
         for bar, worker in zip(self.bars, workers):
             progress = read_json(worker.progress) if worker.task else {}
             bar.n, bar.total = progress.get("done", 0), progress.get("total", 1)
-            text = progress.get("what", "begins")
-            bar.set_description_str(f"{worker.task.name}: {text}" if worker.task else "idle")
+            text = "{what} {done}/{total}".format(**progress) if progress else "begins"
+            bar.set_description_str(f"{text}  {worker.task.name}" if worker.task else "")
 
     def notice(self, line: str):
         "Print a line of a worker's output, once if several workers print it."
@@ -172,7 +172,7 @@ class _Display:
         "Remove the lines of the workers."
         for bar in self.bars: bar.close()
 
-# %% ../../nbs/runs/pool.ipynb #11b16197
+# %% ../../nbs/runs/pool.ipynb #68141eb6
 @contextlib.contextmanager
 def _open_workers(devices: list[list[str]]) -> Iterator[tuple[list[_Worker], queue.SimpleQueue, _Display]]:
     "Workers, the queue of their events, and the display; all processes end with the block."
@@ -187,7 +187,7 @@ def _open_workers(devices: list[list[str]]) -> Iterator[tuple[list[_Worker], que
             for worker in workers: worker.stop()
             display.close()
 
-# %% ../../nbs/runs/pool.ipynb #2295331a
+# %% ../../nbs/runs/pool.ipynb #7ffe5f73
 class _Pool:
     "Computes tasks with workers; `codes` are the exit codes of those that failed."
 
@@ -246,7 +246,7 @@ class _Pool:
         message = f"the process was killed (exit status {status}); run it again to continue"
         if worker.task: self._end_task(worker, dict(error=message, code=1))
 
-# %% ../../nbs/runs/pool.ipynb #d47b5be4
+# %% ../../nbs/runs/pool.ipynb #46e65dad
 def _is_finished(config: Stage) -> bool:
     "Whether a run is finished; a run whose files are damaged counts as open, so that computing it reports the damage."
     try: return config.finished
@@ -261,7 +261,7 @@ def _list_tasks(cells: Mapping[str, Stage]) -> list[_Task]:
     return [*(_Task(folder.name, run, set()) for folder, run in shared.items()),
             *(_Task(name, config, {*needs[name]}) for name, config in cells.items())]
 
-# %% ../../nbs/runs/pool.ipynb #40a4baa7
+# %% ../../nbs/runs/pool.ipynb #fdcf1a0b
 def _compute_here(cells: Mapping[str, Stage]) -> list[int]:
     "Compute runs in this process, one after the other; returns the exit codes of those that failed."
     codes = []
@@ -274,7 +274,7 @@ def _compute_here(cells: Mapping[str, Stage]) -> list[int]:
             codes.append(exit_code(e))
     return codes
 
-# %% ../../nbs/runs/pool.ipynb #1e381247
+# %% ../../nbs/runs/pool.ipynb #af9c5072
 def compute_runs(
     cells: Mapping[str, Stage],  # by the text that stands for the run in the output
     workers: int = 0,  # as in PoolConfig
@@ -295,6 +295,6 @@ def compute_runs(
     if codes: print("finished runs are kept; run it again to compute the others", file=sys.stderr, flush=True)
     return max(codes, default=0)
 
-# %% ../../nbs/runs/pool.ipynb #0778cffb
+# %% ../../nbs/runs/pool.ipynb #1906d9ca
 # In a notebook, `__name__` is also "__main__", but `__file__` is not defined.
 if __name__ == "__main__" and "__file__" in globals(): _serve()
