@@ -12,16 +12,19 @@ from hypothesis import given, settings, strategies as st
 from mixsd_nb import train
 from mixsd_nb.runs import ParameterError
 from mixsd_nb.runs.commands import describe_error, end_command, read_words, words_of
+from mixsd_nb.runs.pool import PoolConfig
 from mixsd_nb.train import TrainConfig
 
 COMMANDS = ("train", "figures", "pretrain", "speed", "sweep")
 MISTAKES = {
     ("train", "seeds=0,1"): "unknown parameter seeds; did you mean seed?",
-    ("train", "foo"): "words must have the form name=value, got foo; known are lr, seed",
+    ("train", "foo"): "words must have the form name=value, got foo; known are lr, seed, workers",
     ("train", "lr=abc"): "lr must be a number above 0 and at most 1, got abc",
     ("train", "lr=1e-3,,3e-3"): "lr must be a number above 0 and at most 1, got ''",
     ("train", "lr=1e-3", "lr=3e-3"): "lr must be given once, got lr=3e-3 as well",
     ("train", "lr=inf"): "lr must be a number above 0 and at most 1, got inf",
+    ("train", "workers=-1"): "workers must be between 0 and 1000, got -1",
+    ("train", "workers=two"): "workers must be a whole number between 0 and 1000, got two",
     ("train", "--lr", "3"): "unrecognized arguments: --lr; --help shows what the command takes",
     ("figures", "n=abc"): "n must be a whole number of at least 1, got abc",
     ("figures", "epoch=20"): "unknown parameter epoch; did you mean epochs?",
@@ -65,8 +68,8 @@ def test_help_and_mistakes_of_the_processes(own_runs):
 def test_help_names_every_word(capsys):
     assert train.main("-h") == 0
     output = capsys.readouterr().out
-    for name, default in dict(lr="0.001", seed="0").items():
-        field = TrainConfig.model_fields[name]
+    for name, default in dict(lr="0.001", seed="0", workers="0").items():
+        field = (TrainConfig.model_fields | PoolConfig.model_fields)[name]
         assert f"{name} " in output and field.description in output and f"default {default})" in output
 
 
@@ -88,8 +91,8 @@ def test_an_interrupt_is_one_sentence(own_runs, monkeypatch):
 
 def test_main_runs_are_checked_before_the_first_one(monkeypatch, capsys):
     computed = []
-    monkeypatch.setattr(train, "run", lambda **parameters: computed.append(parameters))
-    assert train.main("lr=1e-3,3e-3", "seed=0,1") == 0 and len(computed) == 14
+    monkeypatch.setattr(TrainConfig, "run", lambda config: computed.append(config))
+    assert train.main("lr=1e-3,3e-3", "seed=0,1", "workers=1") == 0 and len(computed) == 14
     assert "[3/14] method=mixsd, lam=0.3, lr=0.001, seed=0, checkpoints=" in capsys.readouterr().out
 
     def refuse(rates, seeds): return [dict(seed=0), dict(lam=7)]

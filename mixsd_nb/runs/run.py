@@ -266,6 +266,13 @@ class Stage(Config):
     def check(self) -> None:
         "Raise ValueError of one sentence if this machine cannot compute the run; called before models are loaded."
 
+    def shared_runs(self) -> list["Stage"]:
+        "Runs that this one reads and others may read too; they can be computed before it."
+        return []
+
+    def assist(self) -> None:
+        "Do parts of the work of a run while another process computes it; returns at the latest when that one ends."
+
     def prepare(self, processes: int) -> Path | None:
         "Write a job for several nodes; its folder, or None if no job is needed. ParameterError by default."
         raise ParameterError(f"nodes must be 1: {self.name} runs on one node")

@@ -7,7 +7,7 @@ __all__ = ['COMPUTE_AGAIN', 'COMPUTE_BOTH', 'RESTORE', 'SCHEMA', 'RESPONSE_COLUM
            'project_root', 'runs_root', 'check_runs_folder', 'StorageError', 'explain_storage_errors', 'DamagedFile',
            'explain_damage', 'check_schema', 'sync', 'write_atomically', 'read_json', 'write_json', 'read_run_record',
            'read_lines', 'read_table', 'Journal', 'report_progress', 'check_described', 'is_finished', 'write_result',
-           'open_result', 'remove_run', 'remove_leftovers', 'try_lock', 'run_lock']
+           'open_result', 'remove_run', 'remove_leftovers', 'try_lock', 'is_locked', 'run_lock']
 
 # %% ../../nbs/runs/storage.ipynb #3d4dc363
 import contextlib
@@ -401,13 +401,27 @@ def try_lock(
     yield False
 
 # %% ../../nbs/runs/storage.ipynb #bdbfc460
+def _lock_file(
+    folder: Path,  # of a run
+) -> Path:
+    "The lock is beside the folder, because the folder may be removed while it is locked."
+    return folder.with_name(f".{folder.name}.lock")
+
+
+def is_locked(
+    folder: Path,  # of a run
+) -> bool:
+    "Whether a process is computing a run."
+    if not _lock_file(folder).exists(): return False
+    with try_lock(_lock_file(folder)) as free: return not free
+
+
 @contextlib.contextmanager
 def run_lock(folder: Path):
     """Lock a run, and remove what killed processes left of it.
 
-    Another process that wants the run waits until the block ends, and then finds it finished. The lock file is beside
-    the folder, because the folder may be removed inside the block."""
-    path = folder.with_name(f".{folder.name}.lock")
+    Another process that wants the run waits until the block ends, and then finds it finished."""
+    path = _lock_file(folder)
     with contextlib.ExitStack() as held:
         if not held.enter_context(try_lock(path)):
             print(f"waiting for another process that is computing {folder.name}", flush=True)
