@@ -238,7 +238,7 @@ class FineTuner(Trainer):
         self.spec, self.objective, self.report, self.tokenizer = spec, objective, report, tokenizer
         self.trained, self.start = 0, time.perf_counter()  # number of trained tokens, and start time
         self.copy = copy.deepcopy(model) if spec.sharded and getattr(objective, "uses_student", False) else None
-        speed_up_linear_layers(model)
+        speed_up_linear_layers(model)  # adapters have linear layers of their own
         self.head = LossHead(model)
         order = training_order(len(objective), spec.steps * spec.batch, spec.seed)
         super().__init__(model, args, data_collator=list, train_dataset=order.tolist(), callbacks=callbacks)

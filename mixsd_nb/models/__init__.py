@@ -96,9 +96,12 @@ def load_base(
     "A `(model, tokenizer)` pair of a lab model, a folder, or a hub id; ValueError as in `load_tokenizer`."
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
+
+    from mixsd_nb.models.linear import speed_up_linear_layers
     logging.disable_progress_bar()
-    tokenizer = load_tokenizer(name)
-    return load_part(AutoModelForCausalLM, name, dtype=dtype).eval(), tokenizer
+    tokenizer, model = load_tokenizer(name), load_part(AutoModelForCausalLM, name, dtype=dtype).eval()
+    speed_up_linear_layers(model)
+    return model, tokenizer
 
 # %% ../../nbs/models/index.ipynb #dc671a65
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ def has_lean_pass(
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     return (config.model_type in FAMILIES and type(model).__module__.startswith("transformers.")
             and layers == {"full_attention"} and rope in ("default", "linear", "llama3", "yarn")
-            and config.hidden_act == "silu" and len({p.device for p in model.parameters()}) == 1
-            and all(type(m) is torch.nn.Linear for m in model.model.layers[0].modules() if hasattr(m, "in_features")))
+            and config.hidden_act == "silu" and len({p.device for p in model.parameters()}) == 1)
 
 # %% ../../nbs/models/decoder.ipynb #cb9dbfd4
 def _normalise(norm, x): return rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)

@@ -38,11 +38,12 @@ def trl_update_times(
     "The times in s at which updates of TRL's `SFTTrainer` end, on the same examples and the same trained tokens."
     import torch
     from datasets import Dataset
-    from transformers import PrinterCallback, TrainerCallback
+    from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    from mixsd_nb.models import load_base
-    times, (model, tokenizer), gpu = [], load_base(spec.model), torch.cuda.is_available()
+    from mixsd_nb.models import load_part, load_tokenizer
+    times, gpu = [], torch.cuda.is_available()
+    model, tokenizer = load_part(AutoModelForCausalLM, spec.model, dtype="float32"), load_tokenizer(spec.model)
 
     class Clock(TrainerCallback):
         def on_step_end(self, *_, **__): times.append(time.perf_counter())
