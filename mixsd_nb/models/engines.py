@@ -282,7 +282,7 @@ class HFEngine(Engine):
             yield from slots.write(active, new, torch.ones_like(active), self.stop)
 
     def _decode_blocks(self, queue, width, limit, sample):
-        "All slots draft a block under one conditional and read it with the other."
+        "All slots draft a block under one conditional and read it with the other; each block is planned anew."
         n = min(self.batch_size, len(queue))
         slots, sides = Slots(n, width, self.model.device), [Rows(self.model, n, min(width, 256)) for _ in range(2)]
         cuts, checked = 1, 8
@@ -298,8 +298,10 @@ class HFEngine(Engine):
             position, picks, inside = slots.next_picks(active, 16)
             side, size = _plan_block(picks, inside, cuts / checked, [rows.mask.shape[1] for rows in sides])
             reads = (inside & (picks != side))[:, :size]  # where the other conditional writes
-            new, count, cut = self._decode_block(slots, active, sides[::1 - 2 * side], reads, position, sample)
-            cuts, checked = cuts + int(cut.sum()), checked + int((reads.cumsum(1).gather(1, count[:, None] - 1)).sum())
+            new, count, cut = self._decode_block(slots, active, (sides[side], sides[1 - side]), reads, position,
+                                                  sample)
+            cuts += int(cut.sum())
+            checked += int(reads.cumsum(1).gather(1, count[:, None] - 1).sum())
             yield from slots.write(active, new, count, self.stop)
 
     def _prefill_pairs(self, at, pairs, sides):
@@ -310,7 +312,7 @@ class HFEngine(Engine):
         for rows, contexts in zip(sides, zip(*pairs)): rows.prefill(at, contexts, start)
 
     def _decode_block(self, slots, active, sides, reads, position, sample):
-        """Tokens of a block (slots, size), how many of them are kept, and whether the reading conditional cut the block.
+        """Tokens of a block (slots, size), how many of them are kept, and whether the reading conditional cut it.
 
         The first of the sides drafts, and the second one writes where `reads`, (slots, size), is true."""
         (draft, other), keys, size = sides, slots.keys[active], reads.shape[1]
