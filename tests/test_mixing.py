@@ -127,7 +127,8 @@ def tiny(request):
 
 
 CONTEXT = st.lists(st.integers(0, 10), min_size=1, max_size=26)
-PAIR = st.tuples(CONTEXT, CONTEXT, st.lists(st.booleans(), min_size=1, max_size=12))
+PICKS = st.lists(st.booleans(), min_size=1, max_size=12)
+PAIR = st.builds(lambda start, one, other, picks: (start + one, start + other, picks), st.lists(st.integers(0, 10), max_size=9), CONTEXT, CONTEXT, PICKS)
 ALONE = st.tuples(CONTEXT, st.lists(st.booleans(), max_size=12))
 
 
@@ -143,6 +144,17 @@ def test_any_requests_under_any_limits_equal_the_oracle(tiny, lab, asked, size, 
         engine.stop = torch.tensor([3, 7])
         found.append({r.tag: completion for r, completion in engine.stream(deque(requests), **options)})
     assert found == 3 * [{r.tag: completion for r, completion in oracle_stream(engine, deque(requests), **options)}]
+
+
+@pytest.mark.parametrize("shared", [0, 1, 7])
+def test_block_mode_reads_once_what_both_prompts_begin_with(tiny, lab, shared):
+    read = []
+    requests = [Request(([k] * shared + [6] * 9, [k] * shared + [8] * 3), k, [False]) for k in (0, 1, 2, 4)]
+    hook = tiny.model.embed_tokens.register_forward_hook(lambda module, ids, out: read.append(ids[0].numel()))
+    try: list(HFEngine(tiny, lab[1], 4, "block").stream(deque(requests), max_new_tokens=1))
+    finally: hook.remove()
+    padding = not has_lean_pass(tiny) and not shared  # the general modules read a padded column if nothing is shared
+    assert sum(read) == 4 * (shared + padding + 8 + 2 + 2), "beginnings, both rests, and a column of each conditional"
 
 
 def test_two_items_of_one_id_are_refused(lab, items):

@@ -93,21 +93,49 @@ class LeanRows:
         while self.cache[0][0].shape[2] + spare < width: spare = 2 * spare + self.cache[0][0].shape[2]
         if spare: self.cache = [[pad(buffer, (0, 0, 0, spare)) for buffer in layer] for layer in self.cache]
 
-    def prefill(self, at, contexts: list[list[int]]):
-        "Replace the rows `at`, a tensor of row numbers, by new contexts, and read them up to their last tokens."
+    @property
+    def columns(self) -> int:
+        "The number of columns that a pass reads."
+        return int(self.lengths.max())
+
+    def _allocate(self, width):
+        "Make room for contexts of this many tokens and for what will be written after them."
+        shape = len(self.pending), self.model.config.num_key_value_heads, width, self.model.model.layers[0].self_attn.head_dim
+        empty = lambda: torch.zeros(shape, dtype=self.model.dtype, device=self.pending.device)
+        if not self.cache: self.cache = [[empty(), empty()] for _ in self.model.model.layers]
+        self._reserve(width)
+
+    def prefill(self, at, contexts: list[list[int]], start: "LeanRows | None" = None):
+        """Replace the rows `at`, a tensor of row numbers, by new contexts, and read them up to their last tokens.
+
+        If `start` is given, its rows have read the beginnings of the contexts, which are copied."""
+        self._allocate(max(map(len, contexts)) + self.spare)
+        if start: return self._copy(at, start._read_on(contexts))
         rows = {}
         for row, context in zip(at.tolist(), contexts): rows.setdefault(tuple(context), []).append(row)
         rest = sorted(rows, key=len)
-        width, module = len(rest[-1]) + self.spare, self.model.model.layers[0].self_attn
-        if not self.cache:
-            shape = len(self.pending), self.model.config.num_key_value_heads, width, module.head_dim
-            empty = lambda: torch.zeros(shape, dtype=self.model.dtype, device=at.device)
-            self.cache = [[empty(), empty()] for _ in self.model.model.layers]
-        self._reserve(width)
         while rest:
             n = max(1, self.part // len(rest[-1]))
             part, rest = rest[-n:], rest[:-n]
             self._read(part, [(k, row) for k, context in enumerate(part) for row in rows[context]])
+
+    def _read_on(self, contexts):
+        "Copies of these rows, in which each row has read the rest of its context."
+        new = LeanRows(self.model, len(contexts))
+        new.cache, new.lengths = [[buffer.clone() for buffer in layer] for layer in self.cache], self.lengths
+        rest = [c[n:-1] for c, n in zip(contexts, self.lengths.tolist())]
+        counts = new.lengths.new_tensor([len(r) for r in rest])
+        if columns := int(counts.max()):
+            new.feed(new.pending.new_tensor([r + [0] * (columns - len(r)) for r in rest]))
+            new.forget(counts, columns)
+        new.pending[:, 0] = new.pending.new_tensor([c[-1] for c in contexts])
+        return new
+
+    def _copy(self, at, other):
+        "Replace the rows `at` by all rows of another batch."
+        for mine, theirs in zip(self.cache, other.cache):
+            for buffer, new in zip(mine, theirs): buffer[at, :, :other.columns] = new[:, :, :other.columns]
+        self.lengths[at], self.pending[at] = other.lengths, other.pending
 
     def _read(self, contexts, copies):
         "Read contexts, sorted by length, into rows; copies: pairs of a context's number and a row."

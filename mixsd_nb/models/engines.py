@@ -6,7 +6,9 @@
 __all__ = ['GrowingLayer', 'pad_left', 'Rows', 'Slots', 'HFEngine']
 
 # %% ../../nbs/models/engines.ipynb #fec088ce
+import copy
 import functools
+import os
 from collections import deque
 from collections.abc import Iterator
 
@@ -84,6 +86,11 @@ class Rows:
         self.model, self.spare, self.cache = model, spare, None
         self.pending = torch.zeros(rows, 1, dtype=torch.long, device=model.device)
 
+    @property
+    def columns(self) -> int:
+        "The number of columns in the cache."
+        return self.mask.shape[1]
+
     def feed(self, ids):
         "Read one or more columns, (rows, columns): their hidden states, (rows, columns, width)."
         self.mask = torch.cat([self.mask, self.mask.new_ones(ids.shape)], -1)
@@ -94,19 +101,24 @@ class Rows:
         options = dict(attention_mask=self.mask, position_ids=position, past_key_values=self.cache)
         return self.model.model(ids, **options).last_hidden_state
 
-    def prefill(self, at, contexts: list[list[int]]):
-        "Replace the rows `at`, a tensor of row numbers, by new contexts, and read them up to their last tokens."
+    def prefill(self, at, contexts: list[list[int]], start: "Rows | None" = None):
+        """Replace the rows `at`, a tensor of row numbers, by new contexts, and read them up to their last tokens.
+
+        If `start` is given, its rows have read the beginnings of the contexts, which are copied."""
         new = Rows(self.model, len(contexts))
-        ids, new.mask = pad_left([c[:-1] for c in contexts], self.model.device)
+        known = start.mask.sum(1).tolist() if start else [0] * len(contexts)
+        ids, new.mask = pad_left([c[n:-1] for c, n in zip(contexts, known)], self.model.device)
         new.cache = Cache(layers=[GrowingLayer() for _ in range(self.model.config.num_hidden_layers)])
+        if start: new.cache, new.mask = copy.deepcopy(start.cache), torch.cat([start.mask, new.mask], 1)
         new._forward(ids)
+        columns = new.mask.shape[1]
         if self.cache is None:
             self.cache = Cache(layers=[layer.empty(len(self.pending), self.spare) for layer in new.cache.layers])
-            self.mask = new.mask.new_zeros(len(self.pending), ids.shape[1])
-        if ids.shape[1] > self.mask.shape[1]: self.keep(slice(None), self.mask.shape[1] - ids.shape[1])
+            self.mask = new.mask.new_zeros(len(self.pending), columns)
+        if columns > self.mask.shape[1]: self.keep(slice(None), self.mask.shape[1] - columns)
         for layer, other in zip(self.cache.layers, new.cache.layers): layer.insert(at, other)
         self.mask[at] = 0
-        self.mask[at, -ids.shape[1]:] = new.mask
+        self.mask[at, -columns:] = new.mask
         self.pending[at, 0] = torch.tensor([c[-1] for c in contexts], device=at.device)
 
     def keep(self, rows, first: int = 0):
@@ -161,6 +173,12 @@ class Slots:
             self.naive[slot, :min(n, len(r.naive))] = torch.as_tensor(r.naive[:n], device=slots.device).long()
         self.requests += requests
 
+    def next_picks(self, slots, columns: int):
+        "The next positions of slots, their picks, and whether there is room for them, each (slots, columns)."
+        position = self.t[slots, None] + torch.arange(columns, device=slots.device)
+        picks = self.naive[slots[:, None], position.clamp(max=self.naive.shape[1] - 1)]
+        return position, picks, position < self.room[slots, None]
+
     def write(self, slots, new, count, stop) -> list[tuple[Request, Completion]]:
         "Append the first `count` tokens of `new`, (slots, columns), to slots; frees and returns the requests that end."
         valid = torch.arange(new.shape[1], device=new.device) < count[:, None]
@@ -179,13 +197,21 @@ class Slots:
         for name in ("request", "keys", "t", "room", "tokens", "naive"): setattr(self, name, getattr(self, name)[slots])
 
 # %% ../../nbs/models/engines.ipynb #c19787e7
-def _best_block(
-    cut: float,  # share of tokens at which a block is cut
-    largest: int = 16,
-) -> int:
-    "The block length with the most kept tokens per unit of work; reading a block counts as one step."
-    sizes = range(1, largest + 1)
-    return max(sizes, key=lambda b: (b if cut == 0 else (1 - (1 - cut) ** b) / cut) / (b + 1))
+def _plan_block(
+    picks: torch.Tensor,  # of the next positions, (slots, positions): 1 where the second conditional is named
+    inside: torch.Tensor,  # (slots, positions), whether there is room for a token
+    cut: float,  # share of the picks of the reading conditional that cut a block
+    columns: list[int],  # cached columns of both conditionals
+    fixed: int = 120,  # work of a step apart from attention, as a number of cached columns
+    read: float = 0.4,  # work of reading one more token in the same pass, as a share of a step
+) -> tuple[int, int]:
+    "The conditional that drafts, and the block length with the most kept tokens per unit of work."
+    uncut = 1 - cut * (torch.stack([picks, 1 - picks]) * inside)  # for either conditional as the drafting one
+    kept = (uncut.cumprod(-1) / uncut * inside).sum(1).cumsum(-1)
+    step = fixed + torch.tensor(columns, device=picks.device)[:, None]
+    size = torch.arange(1, picks.shape[1] + 1, device=picks.device)
+    side, k = divmod(int((kept / (step * size + step.flip(0) * (1 + read * (size - 1)))).argmax()), len(size))
+    return side, k + 1
 
 # %% ../../nbs/models/engines.ipynb #840bdeb3
 def _choose_mode(device: str, slots: int) -> str:
@@ -267,47 +293,52 @@ class HFEngine(Engine):
             yield from slots.write(active, new, torch.ones_like(active), self.stop)
 
     def _decode_blocks(self, queue, width, limit, sample):
-        "All slots draft a block under one conditional and read it with the other."
+        "All slots draft a block under one conditional and read it with the other; each block is planned anew."
         n = min(self.batch_size, len(queue))
-        side = int(2 * sum(sum(r.naive) for r in queue) > sum(len(r.naive) for r in queue))  # which most picks name
-        slots = Slots(n, width, self.model.device)
-        draft, other = (_open_rows(self.model, n, min(width, 256)) for _ in range(2))
-        cuts, tokens = 1, 8
+        slots, sides = Slots(n, width, self.model.device), [_open_rows(self.model, n, min(width, 256)) for _ in range(2)]
+        cuts, checked = 1, 8
         while queue or len(slots.active):
             filled, requests, rejected = self._fill(slots, queue, width, limit)
             yield from rejected
-            if requests:
-                draft.prefill(filled, [r.contexts[side] for r in requests])
-                other.prefill(filled, [r.contexts[1 - side] for r in requests])
+            if requests: self._prefill_pairs(filled, [r.contexts for r in requests], sides)
             if not len(active := slots.active): continue
             if not queue and 2 * len(active) <= len(slots.request):
-                draft.keep(active), other.keep(active), slots.keep(active)
+                for part in (*sides, slots): part.keep(active)
                 active = slots.active
-            draft.drop_columns(active), other.drop_columns(active)
-            new, count, cut = self._decode_block(slots, active, draft, other, side, _best_block(cuts / tokens), sample)
-            cuts, tokens = cuts + int(cut.sum()), tokens + int(count.sum())
+            for rows in sides: rows.drop_columns(active)
+            position, picks, inside = slots.next_picks(active, 16)
+            side, size = _plan_block(picks, inside, cuts / checked, [rows.columns for rows in sides])
+            reads = (inside & (picks != side))[:, :size]  # where the other conditional writes
+            new, count, cut = self._decode_block(slots, active, (sides[side], sides[1 - side]), reads, position,
+                                                  sample)
+            cuts += int(cut.sum())
+            checked += int(reads.cumsum(1).gather(1, count[:, None] - 1).sum())
             yield from slots.write(active, new, count, self.stop)
 
-    def _decode_block(self, slots, active, draft, other, side, size, sample):
-        "Tokens of a block (slots, size), how many of them are kept, and whether the other conditional cut the block."
-        t, drafts = slots.t[active], draft.pending.new_zeros(len(draft.pending), size)
-        position, ids = t[:, None] + torch.arange(size, device=t.device), draft.pending
+    def _prefill_pairs(self, at, pairs, sides):
+        "Read the contexts of each pair into the rows `at` of either side; what both begin with is read once."
+        start = _open_rows(self.model, len(pairs), 0)
+        common = [len(os.path.commonprefix([a[:-1], b[:-1]])) for a, b in pairs]
+        start.prefill(torch.arange(len(pairs), device=at.device), [a[:k + 1] for (a, _), k in zip(pairs, common)])
+        for rows, contexts in zip(sides, zip(*pairs)): rows.prefill(at, contexts, start)
+
+    def _decode_block(self, slots, active, sides, reads, position, sample):
+        """Tokens of a block (slots, size), how many of them are kept, and whether the reading conditional cut it.
+
+        The first of the sides drafts, and the second one writes where `reads`, (slots, size), is true."""
+        (draft, other), keys, size = sides, slots.keys[active], reads.shape[1]
+        ids, drafts, position = draft.pending, draft.pending.new_zeros(len(draft.pending), size), position[:, :size]
         for k in range(size):
             hidden = draft.feed(ids)[active, -1]
-            drafts[active, k] = sample(self.model.lm_head(hidden), slots.keys[active], position[:, k])
+            drafts[active, k] = sample(self.model.lm_head(hidden), keys, position[:, k])
             ids = drafts[:, k:k + 1]
-        hidden = other.feed(torch.cat([other.pending, drafts[:, :-1]], 1))[active]
-        new, inside = drafts[active], position < slots.room[active][:, None]
-        picks = slots.naive[active[:, None], position.clamp(max=slots.naive.shape[1] - 1)]
-        names_other = inside & (picks != side)
-        row = names_other.nonzero()[:, 0]
-        logits = self.model.lm_head(hidden[names_other])
-        new[names_other] = sample(logits, slots.keys[active][row], position[names_other])
+        hidden, new = other.feed(torch.cat([other.pending, drafts[:, :-1]], 1))[active], drafts[active]
+        new[reads] = sample(self.model.lm_head(hidden[reads]), keys[reads.nonzero()[:, 0]], position[reads])
         disagree = new != drafts[active]
         ends = disagree | torch.isin(new, self.stop) | (position + 1 >= slots.room[active][:, None])
         count = torch.where(ends.any(1), ends.int().argmax(1) + 1, size)
         counts = drafts.new_full((len(drafts),), size).index_copy(0, active, count)
-        for rows in (draft, other):
+        for rows in sides:
             rows.forget(counts, size)
             rows.pending[active] = new.gather(1, count[:, None] - 1)
         return new, count, disagree.gather(1, count[:, None] - 1)[:, 0]
