@@ -54,6 +54,7 @@ PRELOADED = ["mixsd_nb.train", "mixsd_nb.evaluate", "mixsd_nb.generate", "mixsd_
 def _call(environment, function, arguments):
     import torch
     torch.set_num_threads(1)
+    os.environ.clear()
     os.environ.update(environment)
     function(*arguments)
 
@@ -62,6 +63,6 @@ def forked(function, *arguments, **environment):
     "Start a process that can be killed and whose libraries are imported already; one server for each worker of pytest forks all of them."
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(PRELOADED)
-    process = server.Process(target=_call, args=(environment, function, arguments))
+    process = server.Process(target=_call, args=({**os.environ, **environment}, function, arguments))
     process.start()
     return process
