@@ -32,18 +32,18 @@ def need_tools(*names):
     if missing: need(f"{', '.join(missing)} not found; `make ci-tools` installs what the tests need")
 
 
-def until(condition, seconds=180, what="it"):
+def until(condition, seconds=180, what="it", pause=0.05):
     "Wait until a condition returns a true value; returns that value."
     end = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < end, f"{what} did not come in {seconds} s"
-        time.sleep(0.05)
+        time.sleep(pause)
     return found
 
 
 def command_output(*command):
     "The standard output of a command; empty if the command hangs."
-    try: return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout
+    try: return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
     except subprocess.TimeoutExpired: return ""
 
 

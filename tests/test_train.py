@@ -8,14 +8,13 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 
 import nbformat
 import numpy as np
 import pytest
-from helpers import forked
+from helpers import forked, until
 from papermill.parameterize import parameterize_notebook
 from test_tasks import ROWS
 
@@ -199,9 +198,7 @@ MOMENTS = ["evaluate-*/run.json", "train-*/run.json", "train-*/checkpoint-3/mode
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_killed_run_ends_with_the_same_bytes(moment, tiny, undisturbed, tmp_path):
     process = start(tiny, tmp_path)
-    deadline = time.time() + 120
-    while not any(tmp_path.glob(moment)) and process.is_alive() and time.time() < deadline:
-        time.sleep(0.002)
+    until(lambda: any(tmp_path.glob(moment)) or not process.is_alive(), 600, moment, pause=0.002)
     process.kill()
     process.join()
     assert any(tmp_path.glob(moment)) and not results(tmp_path), "the run was to be killed half way"
