@@ -1,6 +1,6 @@
 # The two main commands are `make run` and `make test`. Both create .venv first; later calls do not install again.
 .DEFAULT_GOAL := help
-.PHONY: help run frontier model-card test test-slow test-vllm exact cross-check ci-tools notebooks export clean
+.PHONY: help run frontier model-card test .test-exports .test-notebooks .test-python test-slow test-vllm exact cross-check ci-tools notebooks export clean
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 PYTHON ?= python3
@@ -42,7 +42,7 @@ test: $(VENV)/.dev ## check that exports and README are up to date, test the not
 .test-exports:
 	@$(BIN)/python .ci/check.py
 .test-notebooks:
-	@$(BIN)/nbdev_test --n_workers 1 | sed 's/^Success.$$/notebooks: success/'
+	@$(BIN)/nbdev_test --n_workers 1
 .test-python:
 	@$(BIN)/python -m pytest -q -n auto --maxprocesses 4 -m 'not slow' --dist loadfile --no-loadscope-reorder $(LONGEST) $(filter-out $(LONGEST),$(wildcard tests/test_*.py))
 
