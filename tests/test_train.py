@@ -11,10 +11,10 @@ import sys
 import warnings
 from pathlib import Path
 
-import nbformat
 import numpy as np
 import pytest
 from helpers import forked, until
+from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
 from test_tasks import ROWS
 
@@ -60,7 +60,7 @@ def execute_cells(parameters, said):
     "Execute the cells of the notebook with injected parameters, and write the last line of an error into a file."
     with contextlib.redirect_stdout(io.StringIO()):
         try:
-            for cell in parameterize_notebook(nbformat.read(ROOT / "nbs/train.ipynb", as_version=4), parameters).cells:
+            for cell in parameterize_notebook(load_notebook_node(str(ROOT / "nbs/train.ipynb")), parameters).cells:
                 if cell.cell_type == "code": exec(cell.source, NAMES)
         except ParameterError as e: said.write_text(str(e))
 
