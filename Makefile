@@ -1,6 +1,6 @@
 # The two main commands are `make run` and `make test`. Both create .venv first; later calls do not install again.
 .DEFAULT_GOAL := help
-.PHONY: help run frontier model-card test test-slow test-vllm exact cross-check ci-tools notebooks export clean
+.PHONY: help run frontier model-card test .test-exports .test-notebooks .test-python test-slow test-vllm exact cross-check ci-tools notebooks export clean
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 PYTHON ?= python3
@@ -33,12 +33,17 @@ frontier: $(VENV)/.run ## as `make run`, with the four learning rates and three 
 model-card: $(VENV)/.run ## measure the abilities of the shipped lab models again
 	@$(BIN)/python -m mixsd_nb.pretrain
 
-# One thread per process: on two cores, two workers with two threads each are several times slower. The longest test files run first.
+# The three parts run at the same time, so that a core whose tests wait for something has other work. One thread per process: on
+# two cores, two workers with two threads each are several times slower. The longest test files run first.
 test: export OMP_NUM_THREADS := 1
 LONGEST := tests/slurm $(patsubst %,tests/test_%.py,train trainer sweep runs results)
 test: $(VENV)/.dev ## check that exports and README are up to date, test the notebooks, run pytest
+	@$(MAKE) --no-print-directory -j3 .test-exports .test-notebooks .test-python
+.test-exports:
 	@$(BIN)/python .ci/check.py
-	@$(BIN)/nbdev_test --n_workers 2
+.test-notebooks:
+	@$(BIN)/nbdev_test --n_workers 1
+.test-python:
 	@$(BIN)/python -m pytest -q -n auto --maxprocesses 4 -m 'not slow' --dist loadfile --no-loadscope-reorder $(LONGEST) $(filter-out $(LONGEST),$(wildcard tests/test_*.py))
 
 test-slow: export OMP_NUM_THREADS := 1

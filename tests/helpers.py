@@ -1,5 +1,6 @@
 "Functions that several test files call."
 
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -31,16 +32,37 @@ def need_tools(*names):
     if missing: need(f"{', '.join(missing)} not found; `make ci-tools` installs what the tests need")
 
 
-def until(condition, seconds=180, what="it"):
+def until(condition, seconds=180, what="it", pause=0.05):
     "Wait until a condition returns a true value; returns that value."
     end = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < end, f"{what} did not come in {seconds} s"
-        time.sleep(0.05)
+        time.sleep(pause)
     return found
 
 
 def command_output(*command):
     "The standard output of a command; empty if the command hangs."
-    try: return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout
+    try: return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
     except subprocess.TimeoutExpired: return ""
+
+
+PRELOADED = ["mixsd_nb.train", "mixsd_nb.evaluate", "mixsd_nb.generate", "mixsd_nb.fisher", "mixsd_nb.methods.trainer", "mixsd_nb.models.engines",
+             "transformers.models.qwen3.modeling_qwen3", "xarray", "netCDF4", "psutil", "pytest"]
+
+
+def _call(environment, function, arguments):
+    import torch
+    torch.set_num_threads(1)
+    os.environ.clear()
+    os.environ.update(environment)
+    function(*arguments)
+
+
+def forked(function, *arguments, **environment):
+    "Start a process that can be killed and whose libraries are imported already; one server for each worker of pytest forks all of them."
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(PRELOADED)
+    process = server.Process(target=_call, args=({**os.environ, **environment}, function, arguments))
+    process.start()
+    return process

@@ -3,7 +3,6 @@
 import functools
 import itertools
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -15,8 +14,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-import torch
-from helpers import small_model
+from helpers import forked, small_model
 from hypothesis import given
 from hypothesis import strategies as st
 from test_tasks import ROWS, sandbox
@@ -65,22 +63,16 @@ def whole(models, tmp_path_factory):
         return written(model=models[0], **SMALL)
 
 
-def evaluate_here(root, parameters):
-    torch.set_num_threads(1)
-    os.environ["MIXSD_RUNS"] = root
-    evaluate.run(**parameters)
+def evaluate_here(parameters): evaluate.run(**parameters)
 
 
 def test_kills_change_no_byte(models, whole, own_runs):
-    start = multiprocessing.get_context("forkserver")
-    start.set_forkserver_preload(["mixsd_nb.evaluate", "mixsd_nb.models.engines", "transformers.models.qwen3.modeling_qwen3"])
     parameters, rng, kills = dict(model=models[0], batch_size=4, **SMALL), random.Random(3), 0
     journal = folder_of(**parameters) / "responses.jsonl"
     lines = lambda: journal.read_bytes().count(b"\n") if journal.exists() else 0
     while lines() < 28:
         more = lines() + rng.randint(1, 8)
-        process = start.Process(target=evaluate_here, args=(str(own_runs), parameters))
-        process.start()
+        process = forked(evaluate_here, parameters, MIXSD_RUNS=str(own_runs))
         while process.is_alive() and lines() < more:
             time.sleep(0.005)
         if process.is_alive():

@@ -1,16 +1,13 @@
 """The stage fisher on a small random model: several processes, kills, training runs in folders, bad input."""
 
 import json
-import multiprocessing
 import os
-import signal
-import time
 
 import numpy as np
 import pytest
 import torch
 import xarray as xr
-from helpers import small_model
+from helpers import forked, small_model, until
 from safetensors.torch import load_file, save_file
 
 from mixsd_nb import fisher
@@ -66,21 +63,18 @@ def test_two_processes_equal_one(model, tmp_path, monkeypatch):
     assert not list(file.parent.glob("sums-*")) and (file.parent / "job.json").exists(), "two processes made it"
 
 
-def estimate_here(root, model):
-    torch.set_num_threads(1)
-    os.environ["MIXSD_RUNS"], estimation.SAVE_AFTER = root, 0
+def estimate_here(model):
+    estimation.SAVE_AFTER = 0
     estimated(model=model, limit=40)
 
 
 def test_a_killed_estimate_goes_on_and_ends_with_the_same_bytes(model, tmp_path, monkeypatch):
     torch.set_num_threads(1)
-    process = multiprocessing.get_context("spawn").Process(target=estimate_here, args=(str(tmp_path), model))
-    process.start()
-    deadline = time.time() + 120
-    while not (kept := list(tmp_path.glob("fisher-*/sums-0-of-1.safetensors"))) and process.is_alive() and time.time() < deadline:
-        time.sleep(0.001)
-    os.kill(process.pid, signal.SIGKILL)
+    process = forked(estimate_here, model, MIXSD_RUNS=str(tmp_path))
+    until(lambda: any(tmp_path.glob("fisher-*/sums-0-of-1.safetensors")) or not process.is_alive(), what="a sum", pause=0.001)
+    process.kill()
     process.join()
+    kept = list(tmp_path.glob("fisher-*/sums-0-of-1.safetensors"))
     assert kept and not list(tmp_path.glob("fisher-*/result.nc")), "it was to be killed half way"
     seen, add = [], curvature.SquaredGradients.add
     monkeypatch.setattr(curvature.SquaredGradients, "add", lambda self, *pair: (seen.append(1), add(self, *pair)))

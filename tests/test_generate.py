@@ -2,7 +2,6 @@
 
 import errno
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -11,6 +10,7 @@ import time
 import pyarrow.parquet as pq
 import pytest
 import torch
+from helpers import forked
 from transformers import Qwen3ForCausalLM
 
 from mixsd_nb import generate
@@ -50,21 +50,16 @@ def whole(model, tmp_path_factory):
         return written(model=model, **SMALL)
 
 
-def mix_here(root, parameters):
-    torch.set_num_threads(1)
-    os.environ["MIXSD_RUNS"] = root
-    generate.run(**parameters)
+def mix_here(parameters): generate.run(**parameters)
 
 
 def test_ten_kills_change_no_byte(model, whole, own_runs):
-    start = multiprocessing.get_context("forkserver")
-    start.set_forkserver_preload(["mixsd_nb.generate", "mixsd_nb.models.engines", "transformers.models.qwen3.modeling_qwen3"])
     parameters, rng = dict(model=model, batch_size=8, **SMALL), random.Random(7)
     folder = generate.GenerateConfig(**parameters).folder
     size = lambda: journal.stat().st_size if (journal := folder / "finished.jsonl").exists() else 0
     for _ in range(10):
-        process, wanted = start.Process(target=mix_here, args=(str(own_runs), parameters)), size() + rng.randrange(3000)
-        process.start()
+        wanted = size() + rng.randrange(3000)
+        process = forked(mix_here, parameters, MIXSD_RUNS=str(own_runs))
         while process.is_alive() and size() <= wanted: time.sleep(0.001)
         assert process.is_alive(), "there was nothing left to kill"
         os.kill(process.pid, signal.SIGKILL)
@@ -134,9 +129,7 @@ def test_sampling_goes_on_where_it_was_stopped(model):
 
 
 def test_two_at_once_mix_once(model, whole, own_runs):
-    start = multiprocessing.get_context("forkserver")
-    both = [start.Process(target=mix_here, args=(str(own_runs), dict(model=model, **SMALL))) for _ in range(2)]
-    for process in both: process.start()
+    both = [forked(mix_here, dict(model=model, **SMALL), MIXSD_RUNS=str(own_runs)) for _ in range(2)]
     for process in both: process.join()
     assert [process.exitcode for process in both] == [0, 0] and written(model=model, **SMALL) == whole
     journal, = own_runs.glob("*/finished.jsonl")

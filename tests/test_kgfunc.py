@@ -229,9 +229,9 @@ def test_validation_questions_are_new_and_the_same_at_every_call(scale):
 
 
 def test_build_is_quick():
-    start = time.perf_counter()
+    start = time.process_time()
     build()
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 @pytest.mark.parametrize("call, sentence", [

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from helpers import need
+from helpers import need, until
 from text_helpers import error_sentence, need_sandbox
 
 from mixsd_nb.benchmarks import child, sandbox
@@ -262,32 +262,28 @@ def processes_with(mark):
     "import os, sys\nos.execv(sys.executable, [sys.executable, '-I', '-S', '-c', 'while True: pass', MARK])",
     "import os, sys, signal\nfor s in range(1, 32):\n    try: signal.signal(s, signal.SIG_IGN)\n"
     "    except (OSError, ValueError): pass\nos.closerange(0, 64)\n"
-    "os.execv(sys.executable, [sys.executable, '-I', '-S', '-c', 'import time; time.sleep(60)', MARK])",
+    "os.execv(sys.executable, [sys.executable, '-I', '-S', '-c', 'import time; time.sleep(600)', MARK])",
 ])
 def test_nothing_is_left_behind(code):
     mark = f"left-{os.getpid()}-{time.time_ns()}"
     assert run_python(f"MARK = {mark!r}\n{code}", timeout=2).stopped == "timeout"
-    time.sleep(0.2)
-    assert not processes_with(mark.encode())
+    until(lambda: not processes_with(mark.encode()), what="the end of the program")
 
 
 @linux
 def test_a_killed_parent_leaves_nothing_behind():
     "The host process is killed with -9 while a program sleeps in the sandbox."
     mark = f"left-{os.getpid()}-{time.time_ns()}"
-    command = f"[sys.executable, '-I', '-S', '-c', 'import time; time.sleep(60)', {mark!r}]"
+    command = f"[sys.executable, '-I', '-S', '-c', 'import time; time.sleep(600)', {mark!r}]"
     program = f"import os, sys\nos.execv(sys.executable, {command})"
-    code = f"from mixsd_nb.benchmarks.sandbox import run_python\nrun_python({program!r}, timeout=60)"
+    code = f"from mixsd_nb.benchmarks.sandbox import run_python\nrun_python({program!r}, timeout=600)"
     parent = subprocess.Popen([sys.executable, "-"], stdin=subprocess.PIPE)  # its forks would show code of its command
     parent.stdin.write(code.encode())
     parent.stdin.close()
-    deadline = time.time() + 120
-    while not processes_with(mark.encode()) and time.time() < deadline: time.sleep(0.05)
-    assert processes_with(mark.encode())
+    until(lambda: processes_with(mark.encode()), what="the program")
     parent.kill()
     parent.wait()
-    time.sleep(0.3)
-    assert not processes_with(mark.encode())
+    until(lambda: not processes_with(mark.encode()), what="the end of the program")
 
 
 def test_without_bubblewrap_nothing_runs_unless_that_is_allowed(monkeypatch, tmp_path):
@@ -386,7 +382,7 @@ def test_its_folder_is_private_and_is_deleted():
 
 @pytest.mark.parametrize("code", [
     "while True: pass",
-    "import time\ntime.sleep(60)",
+    "import time\ntime.sleep(600)",
     "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: pass",
     "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
     "10 ** 10 ** 10",
@@ -396,7 +392,7 @@ def test_an_endless_program_costs_its_timeout(code):
     start = time.perf_counter()
     outcome = run_python(code, timeout=1)
     assert (outcome.exit_status, outcome.stopped) == (None, "timeout")
-    assert time.perf_counter() - start < 10
+    assert time.perf_counter() - start < 60
 
 
 def test_output_before_the_timeout_is_kept():
@@ -803,9 +799,9 @@ def test_processor_time_runs_out_before_wall_time():
     "A busy program is stopped by its own clock, even where it ignores the warning."
     start = time.perf_counter()
     programs = ["while True: pass", "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"]
-    found = run_tests([(program, TESTS) for program in programs], cpu=1, timeout=60)
+    found = run_tests([(program, TESTS) for program in programs], cpu=1, timeout=600)
     assert found == [(False, "ran out of time"), (False, "exited with status -9 before its tests ended")]
-    assert time.perf_counter() - start < 30
+    assert time.perf_counter() - start < 300
 
 
 def test_a_program_cannot_absorb_its_tests():
@@ -821,8 +817,8 @@ def test_programs_run_concurrently_and_results_keep_the_order():
     assert [passed for passed, _ in run_tests(pairs, workers=4)] == expected
     assert [passed for passed, _ in run_tests(pairs, workers=1)] == expected
     start = time.perf_counter()
-    run_tests([("import time\ntime.sleep(2)", "")] * 4, workers=4)
-    assert time.perf_counter() - start < 7.5
+    run_tests([("import time\ntime.sleep(5)", "")] * 16, workers=16)  # 80 seconds one after the other
+    assert time.perf_counter() - start < 75
     assert run_tests([]) == []
 
 

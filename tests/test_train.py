@@ -1,19 +1,21 @@
 """The stage train as a user runs it: papermill from any folder, clear error messages, runs that survive a kill."""
 
+import contextlib
+import io
 import json
-import multiprocessing
 import os
 import re
 import shutil
 import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
+from helpers import forked, until
+from papermill.iorw import load_notebook_node
+from papermill.parameterize import parameterize_notebook
 from test_tasks import ROWS
 
 from mixsd_nb.corpora import CORPORA
@@ -40,30 +42,47 @@ def results(runs):
     return {p.parent.name: p.read_bytes() for p in Path(runs).glob("train-*/result.nc")}
 
 
-def test_papermill_from_anywhere_gives_the_same_bytes(tiny, tmp_path):
+def test_papermill_gives_the_same_bytes_as_the_module(tiny, tmp_path, monkeypatch):
+    "The notebook in the folder of notebooks, piped, and the module in another folder."
     parameters = flags(method="sft", model=tiny, **SMALL)
-    calls = {
-        "root": dict(arguments=["nbs/train.ipynb", tmp_path / "a.ipynb"], cwd=ROOT),
-        "nbs, piped": dict(arguments=["train.ipynb"], cwd=ROOT / "nbs", stdout=(tmp_path / "b.ipynb").open("w")),
-    }
-    seen = []
-    for name, call in calls.items():
-        done = papermill(*call.pop("arguments"), *parameters, runs=tmp_path / name, **call)
-        assert done.returncode == 0, done.stderr[-2000:]
-        seen.append(results(tmp_path / name))
-    assert len(seen[0]) == 1 and seen[0] == seen[1]
+    with (tmp_path / "b.ipynb").open("w") as file:
+        done = papermill("train.ipynb", *parameters, runs=tmp_path / "notebook", cwd=ROOT / "nbs", stdout=file)
+    assert done.returncode == 0, done.stderr[-2000:]
     assert (tmp_path / "b.ipynb").stat().st_size > 1000
+    from mixsd_nb import train
+    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "module"))
+    monkeypatch.chdir(tmp_path)
+    train.run(method="sft", model=tiny, **SMALL)
+    assert len(results(tmp_path / "module")) == 1 and results(tmp_path / "notebook") == results(tmp_path / "module")
+
+
+def execute_cells(parameters, said):
+    "Execute the cells of the notebook with injected parameters, and write the last line of an error into a file."
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            for cell in parameterize_notebook(load_notebook_node(str(ROOT / "nbs/train.ipynb")), parameters).cells:
+                if cell.cell_type == "code": exec(cell.source, NAMES)
+        except ParameterError as e: said.write_text(str(e))
+
+
+NAMES = {"__name__": "__main__", "display": lambda *_: None}  # of the cells
+
+
+def test_a_mistake_is_the_last_line_of_papermill(tmp_path):
+    done = papermill("nbs/train.ipynb", tmp_path / "out.ipynb", *flags(lam=1.5), runs=tmp_path / "runs")
+    assert done.returncode != 0 and done.stderr.strip().splitlines()[-1] == "lam must be between 0 and 1, got 1.5", done.stderr[-500:]
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(("parameters", "sentence"), [
-    (dict(lam=1.5), "lam must be between 0 and 1, got 1.5"),
     (dict(lamb=0.5), "unknown parameter lamb; did you mean lam?"),
     (dict(model="no-such"), "model must be lab-s, lab-m, lab-l, a model folder or a hub id owner/name, got no-such"),
     (dict(dataset="no-such"), f"dataset must be one of {', '.join(CORPORA)}, got no-such"),
 ])
 def test_a_mistake_is_one_sentence(parameters, sentence, tmp_path):
-    done = papermill("nbs/train.ipynb", tmp_path / "out.ipynb", *flags(**parameters), runs=tmp_path / "runs")
-    assert done.returncode != 0 and done.stderr.strip().splitlines()[-1].endswith(sentence), done.stderr[-500:]
+    process = forked(execute_cells, parameters, tmp_path / "said", MIXSD_RUNS=str(tmp_path / "runs"))
+    process.join(300)
+    assert process.exitcode == 0 and (tmp_path / "said").read_text() == sentence
     assert not (tmp_path / "runs").exists()
 
 
@@ -153,20 +172,12 @@ def test_vllm_has_a_process_of_its_own():
     assert run_with_engine("hf", os.getpid) == os.getpid() != run_with_engine("vllm", os.getpid)
 
 
-def run_here(tiny, runs):
+def train_here(tiny):
     from mixsd_nb import train
-    torch.set_num_threads(1)
-    os.environ["MIXSD_RUNS"] = str(runs)
     train.run(method="sft", model=tiny, n=3, epochs=2, checkpoints=(3, 6))
 
 
-def start(tiny, runs):
-    "A process that can be killed, forked from one that has imported everything."
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["mixsd_nb.train", "mixsd_nb.methods.trainer", "mixsd_nb.models.engines", "transformers.models.qwen3.modeling_qwen3"])
-    process = server.Process(target=run_here, args=(tiny, runs))
-    process.start()
-    return process
+def start(tiny, runs): return forked(train_here, tiny, MIXSD_RUNS=str(runs))
 
 
 def finish(tiny, runs):
@@ -187,9 +198,7 @@ MOMENTS = ["evaluate-*/run.json", "train-*/run.json", "train-*/checkpoint-3/mode
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_killed_run_ends_with_the_same_bytes(moment, tiny, undisturbed, tmp_path):
     process = start(tiny, tmp_path)
-    deadline = time.time() + 120
-    while not any(tmp_path.glob(moment)) and process.is_alive() and time.time() < deadline:
-        time.sleep(0.002)
+    until(lambda: any(tmp_path.glob(moment)) or not process.is_alive(), 600, moment, pause=0.002)
     process.kill()
     process.join()
     assert any(tmp_path.glob(moment)) and not results(tmp_path), "the run was to be killed half way"

@@ -18,8 +18,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from helpers import small_model, until
+from helpers import forked, small_model, until
 from safetensors.torch import load_file
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from tqdm import tqdm
 
 from mixsd_nb import train
@@ -29,7 +30,7 @@ from mixsd_nb.methods.fitting import MethodRun
 from mixsd_nb.methods.loss import DivergenceError
 from mixsd_nb.methods.progress import TrainingProgress
 from mixsd_nb.methods.supervised import Supervised
-from mixsd_nb.methods.trainer import TrainingSpec, explain_out_of_memory, fine_tune, read_curves, train_process
+from mixsd_nb.methods.trainer import TrainingSpec, explain_out_of_memory, fine_tune, main, read_curves, train_process, write_spec
 from mixsd_nb.models import load_base, load_tokenizer
 from mixsd_nb.runs import ParameterError, ProcessFailed, StorageError, checkpoint_steps, report_progress
 from mixsd_nb.train import TrainConfig
@@ -64,17 +65,35 @@ def distance(a, b):
 
 
 def start(spec, run):
-    "Train in a process that can be killed; one that only launches others is forked, which is faster."
-    process = multiprocessing.get_context("fork" if spec.processes > 1 else "spawn").Process(target=fine_tune, args=(spec, run))
-    process.start()
-    return process
+    "Train in a process that can be killed, with its ranks under torchrun."
+    return forked(fine_tune, spec, run)
+
+
+def launch_ranks(folder, processes):
+    "Do as torchrun does, but fork the ranks from this process; the updates of the first one go into a file."
+    os.dup2(os.open(folder / "updates", os.O_CREAT | os.O_WRONLY | os.O_TRUNC), 1)
+    config = LaunchConfig(1, 1, processes, run_id=str(os.getpid()), rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork")
+    elastic_launch(config, main)(str(folder))
+
+
+def start_ranks(spec, run):
+    "As `start`, without the seconds in which each process imports its libraries."
+    run.mkdir(exist_ok=True)
+    write_spec(spec, run)
+    return forked(launch_ranks, run, spec.processes)
+
+
+def fine_tune_ranks(spec, run):
+    "As `fine_tune` in several processes; returns the steps that were trained."
+    process = start_ranks(spec, run)
+    process.join(300)
+    assert process.exitcode == 0
+    return [json.loads(line)["step"] for line in (run / "updates").read_text().splitlines() if line.startswith("{")]
 
 
 def kill_at(process, moment, whole_tree=True):
     "Kill a process with SIGKILL when a file exists; returns its child processes."
-    deadline = time.time() + 120
-    while not moment.exists() and process.is_alive() and time.time() < deadline:
-        time.sleep(0.002)
+    until(lambda: moment.exists() or not process.is_alive(), 600, moment, pause=0.002)
     below = psutil.Process(process.pid).children(recursive=True)
     for p in [process, *(below if whole_tree else [])]:
         os.kill(p.pid, signal.SIGKILL)
@@ -94,11 +113,12 @@ def alone(spec, tmp_path_factory):
 @pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
 def test_two_processes_killed_half_way_end_where_one_does(sharded, spec, alone, tmp_path):
     two = replace(spec, processes=2, sharded=sharded)
-    kill_at(start(two, tmp_path), tmp_path / "checkpoint-10/complete")
+    kill_at((start_ranks if sharded else start)(two, tmp_path), tmp_path / "checkpoint-10/complete")
     assert not (tmp_path / "checkpoint-20/complete").exists()
     steps = []
-    log = fine_tune(two, tmp_path, lambda entry: steps.append(entry["step"]))
-    assert steps == list(range(11, 21)) and len(log["loss"]) == 20
+    if sharded: steps = fine_tune_ranks(two, tmp_path)
+    else: fine_tune(two, tmp_path, lambda entry: steps.append(entry["step"]))
+    assert steps == list(range(11, 21)) and len(read_curves(tmp_path)["loss"]) == 20
     found, begun = weights(tmp_path), load_file(Path(spec.model) / "model.safetensors")
     assert distance(found, alone) <= 1e-6 < 1e-2 < distance(found, begun)
     model, _ = load_base(str(tmp_path / "checkpoint-20"))
@@ -108,7 +128,7 @@ def test_two_processes_killed_half_way_end_where_one_does(sharded, spec, alone, 
 @several
 def test_rollouts_of_a_sharded_student(distillation, tmp_path):
     fine_tune(distillation, tmp_path / "one")
-    fine_tune(replace(distillation, batch=4, processes=2, sharded=True), tmp_path / "two")
+    assert fine_tune_ranks(replace(distillation, batch=4, processes=2, sharded=True), tmp_path / "two") == [1, 2, 3, 4, 5, 6]
     assert distance(weights(tmp_path / "two"), weights(tmp_path / "one")) < 1e-5
     assert abs(read_curves(tmp_path / "two")["loss"] / read_curves(tmp_path / "one")["loss"] - 1).max() < 1e-4
 
@@ -126,7 +146,7 @@ def test_a_killed_distillation_ends_with_the_same_bytes(distillation, tmp_path):
 def test_no_process_outlives_the_notebook(spec, tmp_path):
     ranks = kill_at(start(replace(spec, steps=100_000, processes=2), tmp_path), tmp_path / "checkpoint-10/complete", whole_tree=False)
     assert len(ranks) >= 3, "a launcher and two ranks"
-    assert not psutil.wait_procs(ranks, timeout=60)[1]
+    assert not psutil.wait_procs(ranks, timeout=180)[1]
 
 
 @several
@@ -318,9 +338,9 @@ def test_processes_with_unequal_numbers_of_examples_do_not_wait_for_each_other(s
     "An update of two processes equals that of one, also where a process has fewer examples or none."
     (tmp_path / "uneven.py").write_text(UNEVEN)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     uneven = replace(spec, objective="uneven:objective", steps=6, checkpoints=[], micro_tokens=12, lr=1e-3)
-    for processes in (1, 2): fine_tune(replace(uneven, processes=processes), tmp_path / str(processes))
+    fine_tune(uneven, tmp_path / "1")
+    assert len(fine_tune_ranks(replace(uneven, processes=2), tmp_path / "2")) == 6
     assert distance(weights(tmp_path / "2"), weights(tmp_path / "1")) < 1e-5
 
 
@@ -360,12 +380,12 @@ def test_an_interrupt_of_two_processes_is_one_sentence(spec, tmp_path):
     two = replace(spec, steps=100_000, processes=2)
     process = multiprocessing.get_context("fork").Process(target=train_in_a_terminal, args=(two, tmp_path))
     process.start()
-    until((tmp_path / "checkpoint-10/complete").exists, 60)
+    until((tmp_path / "checkpoint-10/complete").exists, 600)
     others = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, signal.SIGINT)
-    process.join(60)
+    process.join(180)
     assert process.exitcode == 1 and (tmp_path / "stderr").read_text() == "training was interrupted; run it again to continue after step 10\n"
-    assert len(others) >= 3 and not psutil.wait_procs(others, timeout=60)[1]
+    assert len(others) >= 3 and not psutil.wait_procs(others, timeout=180)[1]
 
 
 def seconds_for_each_update(pause, monkeypatch):

@@ -27,8 +27,8 @@ from .curvature import SquaredGradients, check_differentiable
 from ..benchmarks import SUITES, Item, Selection, suite_groups
 from ..corpora.prompts import encode_completion, encode_prompt
 from ..models import load_base, load_part, load_tokenizer
-from ..runs import (die_with_parent, explain_damage, launch, leave, load_object, read_json, write_atomically,
-                           write_json)
+from ..runs import (die_with_parent, explain_damage, launch, leave_after, load_object, read_json,
+                           write_atomically, write_json)
 
 # %% ../../nbs/analysis/estimation.ipynb #a8000005
 def sample_by_subject(
@@ -181,6 +181,4 @@ def main(
 
 
 # A notebook is `__main__` too, but has no `__file__`.
-if __name__ == "__main__" and "__file__" in globals():
-    main(*sys.argv[1:])
-    leave()
+if __name__ == "__main__" and "__file__" in globals(): leave_after(main, *sys.argv[1:])

@@ -31,7 +31,7 @@ from .loss import LossHead, check_finite, summed_loss
 from ..models import load_base
 from ..models.linear import speed_up_linear_layers
 from ..runs import (Interruption, StorageError, checkpoint_folder, checkpoint_step, checkpoint_steps,
-                           die_with_parent, last_checkpoint, launch, leave, load_object, mark_complete,
+                           die_with_parent, last_checkpoint, launch, leave_after, load_object, mark_complete,
                            resume_checkpoint, write_json)
 
 # %% ../../nbs/methods/trainer.ipynb #54c11310
@@ -431,6 +431,4 @@ def main(
 
 # %% ../../nbs/methods/trainer.ipynb #9e7618e2
 # In a notebook `__name__` is `__main__` too, but `__file__` does not exist.
-if __name__ == "__main__" and "__file__" in globals():
-    main(*sys.argv[1:])
-    leave()
+if __name__ == "__main__" and "__file__" in globals(): leave_after(main, *sys.argv[1:])

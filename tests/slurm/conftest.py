@@ -97,14 +97,14 @@ def slurm():
             log = open(root / f"{command[0]}.out", "w")
             die = lambda: die_with_parent(signal.SIGKILL)
             daemons.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=die))
-            if command[0] == "munged": until(files[0].exists, 20, "the socket of munged")
-        until(lambda: command_output("sinfo", "--noheader", "--format=%T").strip() == "idle", 60, "an idle node")
+            if command[0] == "munged": until(files[0].exists, 180, "the socket of munged")
+        until(lambda: command_output("sinfo", "--noheader", "--format=%T").strip() == "idle", 180, "an idle node")
         yield root
     finally:
         command_output("scancel", f"--partition={PARTITION}")
-        until(lambda: not command_output("squeue", "--noheader"), 30, "the end of all jobs")
+        until(lambda: not command_output("squeue", "--noheader"), 180, "the end of all jobs")
         for daemon in reversed(daemons): daemon.terminate()
-        for daemon in daemons: daemon.wait(30)
+        for daemon in daemons: daemon.wait(180)
         for process in find_processes(root): process.kill()
         del os.environ["SLURM_CONF"]
         shutil.rmtree(root, ignore_errors=True)

@@ -10,6 +10,7 @@ import pytest
 import xarray as xr
 from helpers import command_output, until
 
+from mixsd_nb import train
 from mixsd_nb.cluster.attempt import list_attempts
 from mixsd_nb.runs import read_json
 from mixsd_nb.sweep import Sweep, report
@@ -38,12 +39,11 @@ def models(tiny, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(models, tmp_path_factory):
-    "The same grid without disturbances, run by two workers on this machine."
+    "The same cells without disturbances, in this process."
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MIXSD_RUNS", str(tmp_path_factory.mktemp("runs")))
-        calm = Sweep(grid(models) | dict(resources={}))
-        table = calm.run(workers=2)
-        assert set(table.state) == {"done"}, report(table)
+        calm = Sweep(grid(models))
+        for cell in calm.cells: train.run(**cell.parameters)
         return calm.cube()
 
 
