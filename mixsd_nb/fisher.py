@@ -24,6 +24,7 @@ from .analysis.estimation import FISHER, estimate_fisher, reference_pairs
 from .analysis.statistics import pearson
 from .benchmarks import SUITES, suite_groups
 from .benchmarks.tasks import benchmarks_folder
+from .methods import label_title
 from .models.identity import ModelName, model_label
 from .results.cube import agreeing_runs
 from .results.plots import mark_made_up, method_colour
@@ -245,7 +246,7 @@ def forgetting_figure(
         for (method, dataset), group in table.groupby(["method", "dataset"]):
             sizes, colour = 12 + 60 * group.step / table.step.max(), method_colour(method)
             ax.scatter(group[name], group["drop"], s=sizes, color=colour, alpha=0.7, marker=markers[dataset], lw=0,
-                       label=f"{method}, {dataset}")
+                       label=f"{label_title(method)}, {dataset}")
         ax.set(xlabel=label, title=f"r = {_format_r(*pearson(table[name], table['drop'], table.run))}")
     axes[0].set_ylabel("Drop (percentage points)")
     title = f"{table.model.iloc[0]}\nN={len(table)} checkpoints\nof {table.run.nunique()} runs"

@@ -16,14 +16,10 @@ HEADING = "## What we found"
 NUMBER = re.compile(r"(?<![\w.^_])[−-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\w)|(?<![\w.^_])[−-]?\d+(?:\.\d+)?(?:e[−-]?\d+)?(?!\w)")
 NOT_QUOTES = re.compile(r"`[^`]*`|\]\([^)]*\)|\$[^$]*\$|<[^>]*>|(?:section|eq\.|appendix|table|figure|§) ?[A-Z]?\.?\d[\d.]*",
                         re.I)
-OPENED = "measured by evaluate.ipynb with an opened reply; a cell shows it after the main runs are made again"
 SUM, PICTURE, CODE = "a sum over the rows of its table", "a point of a curve in pretrain", "a property of code"
 EXCEPTIONS = {  # notebook -> number -> why no output holds the number
-    "benchmarks/lab_tasks.ipynb": {"36": OPENED},
     "cluster/grid_file.ipynb": {"40": CODE},
     "corpora/simpleqa.ipynb": {"25": "a quarter of 100"},
-    "errors.ipynb": {rate: OPENED for rate in ("5e-5", "2e-4", "5e-4")},
-    "figures.ipynb": {rate: OPENED for rate in ("5e-5", "2e-4", "5e-4")},
     "index.ipynb": {value: "a value of the preset, as test_stages compares" for value in ("4096", "8192", "1e-05")},
     "methods/mixing.ipynb": {"1e-4": "the width of a tie", "30,000": SUM, "1.4": SUM},
     "models/lab.ipynb": {"1.3": "parameters of lab-s", "8.2": "parameters of lab-l"},
