@@ -67,7 +67,7 @@ def assign_devices(
 # %% ../../nbs/runs/pool.ipynb #18be5cc1
 def _compute(job: dict[str, Any]) -> dict[str, Any]:
     "Call a method of a stage; returns an empty answer, or the error and the exit code that belongs to it."
-    try: getattr(make_config(find_stage(job["stage"]), **job["parameters"]), job["method"])()
+    try: getattr(make_config(find_stage(job["stage"]), **job["parameters"]), job["call"])()
     except Exception as e:
         return dict(error=traceback.format_exc() if sys.flags.dev_mode else describe_error(e), code=exit_code(e))
     return {}
@@ -92,11 +92,11 @@ class _Task:
     name: str  # as lines show it
     config: Stage
     needs: set[Path]  # folders of the runs that must be finished before it
-    method: str = "run"  # of the stage: run or assist
+    call: str = "run"  # method of the stage: run or assist
 
     def job(self) -> dict[str, Any]:
         "What a worker needs to compute the run."
-        return dict(stage=self.config.name, method=self.method,
+        return dict(stage=self.config.name, call=self.call,
                     parameters=self.config.model_dump(mode="json", include=self.config.model_fields_set))
 
 # %% ../../nbs/runs/pool.ipynb #f3afe492
@@ -202,7 +202,7 @@ class _Pool:
                 self._take_event()
 
     def _running(self) -> list[_Task]:
-        return [worker.task for worker in self.workers if worker.task and worker.task.method == "run"]
+        return [worker.task for worker in self.workers if worker.task and worker.task.call == "run"]
 
     def _start_tasks(self):
         for worker in self.workers:
@@ -228,7 +228,7 @@ class _Pool:
 
     def _end_task(self, worker: _Worker, answer: dict[str, Any]):
         task, worker.task = worker.task, None
-        if task.method == "assist": return  # an error also occurs in the process that computes the run
+        if task.call == "assist": return  # an error also occurs in the process that computes the run
         if not answer:
             self.display.write(f"{task.name}: {time.monotonic() - worker.begun:.0f} s", file=sys.stdout)
         else: self._fail(task, answer)
