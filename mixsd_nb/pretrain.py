@@ -16,6 +16,7 @@ from .models import check_model, load_base
 from .models.lab import SIZES, build_tokenizer, grow, lab_config, lab_folder, set_start_values
 from .pretraining.abilities import measure_abilities
 from .pretraining.curriculum import collect_vocabulary
+from .pretraining.names import collect_pieces
 from .pretraining.record import RECORD_FILE, ability_table, make_record, read_record, weights_digest
 from .pretraining.training import estimate_tokens, train_on_documents
 from .runs import Run, Seed, Stage, run_function, runtime_field, write_atomically
@@ -40,7 +41,7 @@ def load_start(
         model, tokenizer = load_base(source)
         same = model.config.num_hidden_layers == SIZES[size]["num_hidden_layers"]
         return tokenizer, model if same else grow(model, tokenizer, size)
-    tokenizer = load_base("lab-m")[1] if is_shipped("lab-m") else build_tokenizer(collect_vocabulary())
+    tokenizer = load_base("lab-m")[1] if is_shipped("lab-m") else build_tokenizer(collect_vocabulary(), collect_pieces())
     torch.manual_seed(seed)
     return tokenizer, set_start_values(Qwen3ForCausalLM(lab_config(size, tokenizer)), tokenizer, seed)
 

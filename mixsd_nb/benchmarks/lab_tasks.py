@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['PEOPLE', 'THINGS', 'PLOTS', 'FUNCTION_NAMES', 'SHAPES', 'PROBES', 'MEMORY_VOICE', 'RECORD_VOICE', 'is_reserved',
-           'write_response', 'choose_phrase', 'explain_product', 'explain_remainder', 'arithmetic', 'equations',
-           'word_problems', 'write_unit_tests', 'functions', 'Voice', 'choice', 'world', 'draw', 'lab_items', 'teach']
+           'write_response', 'choose_phrase', 'explain_product', 'explain_remainder', 'arithmetic', 'solve_equation',
+           'equations', 'word_problems', 'write_unit_tests', 'functions', 'Voice', 'choice', 'world', 'draw',
+           'lab_items', 'teach']
 
 # %% ../../nbs/benchmarks/lab_tasks.ipynb #db29c642
 import hashlib
@@ -110,17 +111,27 @@ def _two_sided_equation(rng, a, x, b, v):
             [f"Taking {k}{v} from both sides, where {a + k} - {k} = {a}, gives {a}{v} + {b} = {a * x + b}.",
              f"Moving {b} to the other side, {a}{v} = {a * x + b} - {b} = {a * x}."])
 
-# %% ../../nbs/benchmarks/lab_tasks.ipynb #162ecaf7
-def equations(
+# %% ../../nbs/benchmarks/lab_tasks.ipynb #79508b95
+def solve_equation(
     rng: random.Random,
-) -> Item:
-    "A linear equation in one unknown: ax ± b = c, a(x + b) = c, or the unknown on both sides."
-    a, x, b, v = rng.randint(2, 9), rng.randint(1, 20), rng.randint(1, 30), rng.choice("xynk")
+    letters: str,  # for the unknown
+    solutions: tuple[int, int] = (1, 20),  # smallest and largest
+) -> tuple[str, str, list[str], int]:
+    "A letter, a linear equation in it, the steps that solve the equation, and the solution."
+    a, x, b, v = rng.randint(2, 9), rng.randint(*solutions), rng.randint(1, 30), rng.choice(letters)
     form = rng.choices([_one_sided_equation, _bracketed_equation, _two_sided_equation], [2, 1, 1])[0]
     equation, steps = form(rng, a, x, b, v)
     if form is not _bracketed_equation:
         steps.append(choose_phrase(rng, f"Dividing by {a} gives {v} = {a * x} / {a} = {x}.",
                                    f"So {v} = {a * x} / {a} = {x}."))
+    return v, equation, steps, x
+
+# %% ../../nbs/benchmarks/lab_tasks.ipynb #162ecaf7
+def equations(
+    rng: random.Random,
+) -> Item:
+    "A linear equation in one unknown: ax ± b = c, a(x + b) = c, or the unknown on both sides."
+    v, equation, steps, x = solve_equation(rng, "xynk")
     question = rng.choice([f"Solve for {v}: {equation}.", f"Which {v} satisfies {equation}?",
                            f"Find {v} if {equation}."])
     opening = choose_phrase(rng, "", f"I want {v} alone on one side.", "Let me solve this step by step.")

@@ -45,15 +45,17 @@ CHAT_TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content 
 # %% ../../nbs/models/lab.ipynb #38bff61f
 def build_tokenizer(
     words: list[str],  # texts that become one token each; a leading space is part of the text
+    pieces: list[str] = (),  # of other words
 ):
-    "A chat tokenizer over the words that falls back to bytes."
+    "A chat tokenizer over the words that falls back to pieces and to bytes."
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    scores = {b: -12.0 for b in level.alphabet()}
-    scores |= {"".join(t for t, _ in level.pre_tokenize_str(w)): -6.0 for w in words if len(w.encode()) > 1}
-    pieces = [(s, -20.0) for s in (PAD, START, END)] + sorted(scores.items())
-    core = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=False))
+    scores = {b: -12.0 for b in level.alphabet()} | {"Ġ": -3.0}
+    for texts, score in ((pieces, -7.0), (words, -6.0)):
+        scores |= {"".join(t for t, _ in level.pre_tokenize_str(w)): score for w in texts if len(w.encode()) > 1}
+    vocabulary = [(s, -20.0) for s in (PAD, START, END)] + sorted(scores.items())
+    core = Tokenizer(models.Unigram(vocabulary, unk_id=0, byte_fallback=False))
     core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(SPLIT), "isolated"), level])
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens([AddedToken(s, special=True) for s in (PAD, START, END)])
