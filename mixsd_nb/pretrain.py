@@ -13,10 +13,9 @@ import xarray as xr
 from pydantic import Field, computed_field, field_validator
 
 from .models import check_model, load_base
-from .models.lab import SIZES, build_tokenizer, grow, lab_config, lab_folder, set_start_values
+from .models.lab import SIZES, grow, lab_config, lab_folder, set_start_values
 from .pretraining.abilities import measure_abilities
-from .pretraining.curriculum import collect_vocabulary
-from .pretraining.names import collect_pieces
+from .pretraining.curriculum import make_tokenizer
 from .pretraining.record import RECORD_FILE, ability_table, make_record, read_record, weights_digest
 from .pretraining.training import estimate_tokens, train_on_documents
 from .runs import Run, Seed, Stage, run_function, runtime_field, write_atomically
@@ -41,7 +40,7 @@ def load_start(
         model, tokenizer = load_base(source)
         same = model.config.num_hidden_layers == SIZES[size]["num_hidden_layers"]
         return tokenizer, model if same else grow(model, tokenizer, size)
-    tokenizer = load_base("lab-m")[1] if is_shipped("lab-m") else build_tokenizer(collect_vocabulary(), collect_pieces())
+    tokenizer = load_base("lab-m")[1] if is_shipped("lab-m") else make_tokenizer()
     torch.manual_seed(seed)
     return tokenizer, set_start_values(Qwen3ForCausalLM(lab_config(size, tokenizer)), tokenizer, seed)
 

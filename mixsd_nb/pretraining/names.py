@@ -6,7 +6,7 @@
 __all__ = ['FIRST_NAMES', 'FAMILY_NAMES', 'PLACES', 'NOUNS', 'ADJECTIVES', 'TOPICS', 'MONTHS', 'ENGLISH', 'CORPUS_WORDS',
            'ACCENTS', 'draw_language', 'add_accents', 'draw_set', 'draw_names', 'collect_pieces']
 
-# %% ../../nbs/pretraining/names.ipynb #f7fd0d8a
+# %% ../../nbs/pretraining/names.ipynb #da6ce42c
 import random
 from collections.abc import Callable
 from functools import cache
@@ -15,7 +15,7 @@ from ..corpora.kgfact import DOMAINS, KGFACT_WORDS, name_entity
 from ..corpora.simpleqa import SIMPLEQA_WORDS
 from ..corpora.world import ANNEX_WORDS, WORLD_WORDS, draw_words
 
-# %% ../../nbs/pretraining/names.ipynb #91eeaedd
+# %% ../../nbs/pretraining/names.ipynb #33d7903a
 FIRST_NAMES = (
     "Alice Arthur Agnes Aaron Beatrice Bernard Bruno Brenda Carol Cedric Conrad Celia Daniel Deborah Dennis Donna "
     "Edgar Eleanor Edith Ernest Frances Frederick Fiona Floyd George Gloria Gerald Grace Harold Hannah Henry Helen "
@@ -80,10 +80,10 @@ TOPICS = (
     "weekend whisper wisdom witness yesterday zoology").split()
 MONTHS = "January February March April May June July August September October November December".split()
 
-# %% ../../nbs/pretraining/names.ipynb #a5bb42a9
+# %% ../../nbs/pretraining/names.ipynb #f63dc1a1
 ENGLISH = sorted({*FIRST_NAMES, *FAMILY_NAMES, *PLACES, *NOUNS, *ADJECTIVES, *TOPICS, *MONTHS})
 
-# %% ../../nbs/pretraining/names.ipynb #c58da8c4
+# %% ../../nbs/pretraining/names.ipynb #2b1e2db2
 _ONSETS = "b c d f g h j k l m n p r s t v w y z ch sh th br cl cr dr fl fr gl gr pl pr sl sp st tr".split()
 _VOWELS = "a e i o u a e i o u ai ea ee oa oo ou".split()
 _CODAS = ["", "", "", *"n r s l m t d k p b ck ll nd ng nt rd rk sh ss st".split()]
@@ -102,7 +102,7 @@ def draw_language(
         return ("".join(syllables) + rng.choice(codas)).capitalize()
     return draw
 
-# %% ../../nbs/pretraining/names.ipynb #0011f32c
+# %% ../../nbs/pretraining/names.ipynb #fe980b8f
 CORPUS_WORDS = KGFACT_WORDS | {*WORLD_WORDS, *ANNEX_WORDS, *SIMPLEQA_WORDS}  # words that no document invents
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -121,14 +121,14 @@ def _price(rng): return f"{rng.randint(1, 99)}.{rng.randint(10, 99)}"
 def _date(rng): return f"{rng.randint(1, 28)} {rng.choice(MONTHS)} {_year(rng)}"
 def _day(rng): return f"{rng.choice(MONTHS)} {rng.randint(1, 28)}"
 
-# %% ../../nbs/pretraining/names.ipynb #50a4e896
+# %% ../../nbs/pretraining/names.ipynb #60581191
 def _code(rng):
     "Letters and digits at random: a code such as X7-Q2, or small letters."
     if rng.random() < 0.4: return "".join(rng.choices(_LETTERS, k=rng.randint(2, 6)))
     parts = ["".join(rng.choices(_LETTERS.upper() + "0123456789", k=rng.randint(1, 3))) for _ in range(2)]
     return rng.choice(["-", "", "/"]).join(parts)
 
-# %% ../../nbs/pretraining/names.ipynb #2166dd02
+# %% ../../nbs/pretraining/names.ipynb #3a4fc793
 ACCENTS = {"a": "áàâäãå", "e": "éèêë", "i": "íîï", "o": "óôöõø", "u": "úûü", "c": "çč", "n": "ñń", "s": "šß",
            "z": "ž", "r": "ř"}
 
@@ -144,7 +144,7 @@ def add_accents(
             letters[i] = rng.choice(ACCENTS[letters[i]])
     return "".join(letters)
 
-# %% ../../nbs/pretraining/names.ipynb #766149a0
+# %% ../../nbs/pretraining/names.ipynb #75b56f7f
 def _accented(rng): return add_accents(rng, rng.choice(FIRST_NAMES + FAMILY_NAMES + PLACES))
 
 
@@ -161,7 +161,7 @@ def draw_set(
         return lambda rng: " ".join(language(rng) for _ in range(words))
     return rng.choices(list(_SETS), list(_SETS.values()))[0]
 
-# %% ../../nbs/pretraining/names.ipynb #e7d11f64
+# %% ../../nbs/pretraining/names.ipynb #12289b9b
 def draw_names(
     rng: random.Random,
     n: int,
@@ -175,10 +175,10 @@ def draw_names(
         if name not in CORPUS_WORDS: names[name] = None
     return list(names)
 
-# %% ../../nbs/pretraining/names.ipynb #207af6b8
+# %% ../../nbs/pretraining/names.ipynb #1d0cbe4d
 @cache
 def collect_pieces(
-    n: int = 640,  # pieces of two letters or more
+    n: int = 960,  # pieces of two letters or more
 ) -> list[str]:
     "Pieces of letters for names, sorted, and the accented letters."
     from tokenizers import Tokenizer, models, trainers
