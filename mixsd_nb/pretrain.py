@@ -40,7 +40,7 @@ def load_start(
         model, tokenizer = load_base(source)
         same = model.config.num_hidden_layers == SIZES[size]["num_hidden_layers"]
         return tokenizer, model if same else grow(model, tokenizer, size)
-    tokenizer = load_base("lab-m")[1] if is_shipped("lab-m") else make_tokenizer()
+    tokenizer = make_tokenizer()
     torch.manual_seed(seed)
     return tokenizer, set_start_values(Qwen3ForCausalLM(lab_config(size, tokenizer)), tokenizer, seed)
 

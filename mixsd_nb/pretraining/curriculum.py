@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 from ..benchmarks.lab_tasks import teach
 from ..corpora.kgfact import ENDS, SECOND_WORDS, STARTS
@@ -126,7 +127,7 @@ def _open_words() -> set[str]:
 
 
 def collect_vocabulary(
-    n: int = 12_000,  # documents
+    n: int = 6_000,  # documents
 ) -> list[str]:
     "Words with their leading space, and the parts of invented names with and without one, sorted."
     rng, counts, pieces = random.Random(0), Counter(), {e.strip() for e in STARTS + ENDS}
@@ -135,14 +136,15 @@ def collect_vocabulary(
         counts.update(set(re.findall(SPLIT, text)))
     seconds, rare, vary = {w for names in SECOND_WORDS.values() for w in names.split()}, collect_rare_words(), _open_words()
     invented = re.compile(f" ?{INVENTED}")
-    words = {w for w, k in counts.items() if k >= 12 and (w.strip() in seconds or not invented.fullmatch(w))}
+    words = {w for w, k in counts.items() if k >= 6 and (w.strip() in seconds or not invented.fullmatch(w))}
     words -= {w for w in words if w.strip() in vary and w.strip() not in rare}
     return sorted({*words, *seconds, *(w for w in rare if w[0].isupper()), *(f" {s}" for s in (*seconds, *rare)), *pieces,
                    *(f" {s}" for s in STARTS), *"0123456789", "user", "assistant", "system"})
 
-# %% ../../nbs/pretraining/curriculum.ipynb #abd13b71
+# %% ../../nbs/pretraining/curriculum.ipynb #810a92a1
+@cache
 def make_tokenizer(
-    n: int = 12_000,  # documents from which the vocabulary is collected
+    n: int = 6_000,  # documents from which the vocabulary is collected
 ):
     "The tokenizer of newly built lab models."
     return build_tokenizer(collect_vocabulary(n), collect_pieces(), INVENTED)

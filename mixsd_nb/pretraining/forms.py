@@ -6,15 +6,16 @@
 __all__ = ['PHRASES', 'KINDS', 'ATTRIBUTES', 'STATEMENTS', 'QUESTIONS', 'REVERSED', 'LEADS', 'TAILS', 'REQUESTS', 'HEADERS',
            'MARKS', 'Claim', 'draw_relation', 'surround', 'request_box', 'write_context']
 
-# %% ../../nbs/pretraining/forms.ipynb #c4bd40fa
+# %% ../../nbs/pretraining/forms.ipynb #cef01f4f
 import random
 from dataclasses import dataclass
 
 from ..corpora.kgfact import RELATIONS, WORDINGS, Relation, _invert
 from ..corpora.prompts import BOX_REQUEST
 from .documents import TAUGHT_WORDINGS
+from .names import ENGLISH
 
-# %% ../../nbs/pretraining/forms.ipynb #e6ecc42a
+# %% ../../nbs/pretraining/forms.ipynb #582d894f
 PHRASES = (
     "is named after, was painted by, belongs to, was moved to, is stored in, is older than, was built by, is made of, "
     "was sold to, is next to, is kept by, was written by, comes from, leads to, ends in, was seen with, has chosen, "
@@ -33,7 +34,7 @@ ATTRIBUTES = [
     "last word", "main river", "other name", "place of birth", "second color", "highest mountain", "room number"]
 _PACKAGE = [r for rs in RELATIONS.values() for r in rs]
 
-# %% ../../nbs/pretraining/forms.ipynb #3d052e05
+# %% ../../nbs/pretraining/forms.ipynb #c73cfff3
 @dataclass(frozen=True)
 class Claim:
     "What a text says: the value of a property of a subject."
@@ -64,7 +65,7 @@ class Claim:
         return ("the {a} of {s} is {v}." if isinstance(self.property, str) else WORDINGS[0].format(
             source="{s}", phrase="{p}", kind="{k}", target="{v}")).format(**self.parts)
 
-# %% ../../nbs/pretraining/forms.ipynb #472fe419
+# %% ../../nbs/pretraining/forms.ipynb #d1a5d4e3
 def draw_relation(
     rng: random.Random,
     package: float = 0.4,  # probability of one of the package's relations
@@ -73,7 +74,7 @@ def draw_relation(
     if rng.random() < package: return rng.choice(_PACKAGE)
     return Relation("thing", rng.choice(KINDS), rng.choice(PHRASES))
 
-# %% ../../nbs/pretraining/forms.ipynb #9ab3e9f7
+# %% ../../nbs/pretraining/forms.ipynb #4b02b9a6
 _taught = [WORDINGS[w].format(source="{s}", phrase="{p}", kind="{k}", target="{v}") for w in TAUGHT_WORDINGS]
 STATEMENTS = dict(
     phrase=[*_taught, *_taught, "{v} is the {k} that {s} {p}.", "It is the {k} {v} that {s} {p}.",
@@ -99,7 +100,7 @@ REVERSED = dict(  # questions that ask for the subject
             "Find the one that {p} the {k} {v}."],
     attribute=["Whose {a} is {v}?", "What has the {a} {v}?", "{v} is the {a} of what?", "Find the one whose {a} is {v}."])
 
-# %% ../../nbs/pretraining/forms.ipynb #8ee587f1
+# %% ../../nbs/pretraining/forms.ipynb #c5961af5
 LEADS = ["A short question:", "Now then:", "Here is a question.", "Let us see.", "Next:", "Hello.", "Try this one.",
          "Good morning.", "This is what I ask:", "Look at this."]
 TAILS = ["Thank you.", "I need it for a list.", "One name is enough.", "Take your time.", "It is for a friend."]
@@ -111,8 +112,9 @@ def surround(
     question: str,
     rng: random.Random,
 ) -> str:
-    "The question, one time in three after a lead, one time in six before a tail."
-    if rng.random() < 1 / 3: question = f"{rng.choice(LEADS)} {question}"
+    "The question, one time in three after a lead, one time in six before a tail; one lead in three is any words."
+    words = " ".join(rng.sample(ENGLISH, rng.randint(1, 5)))
+    if rng.random() < 1 / 3: question = f"{rng.choice([*LEADS, *[words + '.'] * 5])} {question}"
     return f"{question} {rng.choice(TAILS)}" if rng.random() < 1 / 6 else question
 
 
@@ -123,7 +125,7 @@ def request_box(
     "The question with a request for the box, mostly the one of the naive prompt."
     return f"{question}\n\n{BOX_REQUEST if rng.random() < 0.8 else rng.choice(REQUESTS)}"
 
-# %% ../../nbs/pretraining/forms.ipynb #1f9599b3
+# %% ../../nbs/pretraining/forms.ipynb #e194034e
 HEADERS = ["Background for this question:", "Here is what is known:", "Notes:", "Read these lines first.",
            "These statements are true:", "From a notebook:", "Known facts:", "Some information:", "A list:",
            "Remember this.", "Today we read:", "The book says:", ""]

@@ -18,15 +18,15 @@ from ..corpora.world import ANNEX_WORDS, WORLD_WORDS, draw_words
 # %% ../../nbs/pretraining/names.ipynb #33d7903a
 FIRST_NAMES = (
     "Alice Arthur Agnes Aaron Beatrice Bernard Bruno Brenda Carol Cedric Conrad Celia Daniel Deborah Dennis Donna "
-    "Edgar Eleanor Edith Ernest Frances Frederick Fiona Floyd George Gloria Gerald Grace Harold Hannah Henry Helen "
+    "Edgar Eleanor Edith Ernest Frances Frederick Fiona Floyd Gloria Gerald Grace Harold Hannah Henry Helen "
     "Irene Isaiah Ingrid Jacob Judith Joseph Julia Kenneth Karen Keith Katherine Laura Leonard Louise Lewis Margaret "
     "Martin Monica Matthew Nancy Nathan Natalie Neil Oliver Olga Oscar Patricia Paul Pamela Peter Quentin Rachel Robert "
-    "Rosemary Russell Sandra Simon Susan Samuel Teresa Thomas Tina Theodore Ursula Victor Valerie Vincent Walter Wendy "
+    "Rosemary Russell Sandra Simon Susan Samuel Teresa Thomas Tina Theodore Ursula Victor Valerie Walter Wendy "
     "Warren Yvonne Yusuf Zachary Zoe").split()
 FAMILY_NAMES = (
     "Abbott Aldridge Armstrong Atkins Baker Barlow Bennett Bishop Blackwood Bradley Burton Caldwell Carpenter Chapman "
     "Collins Cooper Crawford Dalton Davidson Dawson Dixon Donovan Edwards Elliott Emerson Farrell Fisher Fletcher "
-    "Forster Gardner Gibson Goodwin Graham Griffin Hamilton Hardy Harrison Hawkins Henderson Hopkins Hughes Jackson "
+    "Forster Gardner Gibson Goodwin Griffin Hamilton Hardy Harrison Hawkins Henderson Hopkins Hughes Jackson "
     "Jennings Johnson Kennedy Kimball Lambert Lawson Lindley Lockwood Maxwell McCarthy Mitchell Morgan Murphy Nelson "
     "Norris Osborne Palmer Parker Patterson Perkins Phillips Porter Quinn Ramsey Reynolds Richards Robinson Russo "
     "Sanders Schmidt Sheldon Simpson Stafford Stewart Sullivan Thompson Tucker Turner Underwood Vaughan Wagner Walker "
@@ -37,14 +37,14 @@ PLACES = (
     "Denmark Detroit Dresden Dublin Ecuador Edinburgh Ethiopia Finland Florence Geneva Ghana Glasgow Greece Guatemala "
     "Hamburg Havana Helsinki Honduras Hungary Indonesia Iraq Jakarta Jamaica Jordan Kansas Kuwait Lagos Latvia Leeds "
     "Lebanon Lima Liverpool London Lyon Malaysia Manchester Marseille Mexico Miami Milan Montreal Moscow Munich Naples "
-    "Nepal Nevada Norway Oxford Panama Peru Philadelphia Poland Prague Quebec Romania Rotterdam Salzburg Seattle Seville "
+    "Nepal Nevada Norway Oxford Panama Philadelphia Poland Prague Quebec Romania Rotterdam Salzburg Seattle Seville "
     "Sheffield Singapore Slovakia Stockholm Sudan Sydney Syria Tasmania Texas Toronto Tunisia Turin Uganda Uruguay "
     "Venezuela Venice Virginia Warsaw Yemen Zambia").split()
 NOUNS = (
     "anchor apron arrow attic bakery balcony ball banjo barn basket beach bell bench bicycle blanket boat bottle bowl "
     "branch brick bridge broom brush bucket bus cabin cake camera candle cannon carpet castle cellar chain chair "
     "chapel cherry church circle city cliff clock cloud coat coffee corner cotton cousin cradle crown cup curtain desert "
-    "dinner doctor dog door dragon drawer dress drum engine farm farmer fence field finger fire fish flag flower "
+    "dinner doctor door dragon drawer dress drum engine farm farmer fence field finger fire fish flag flower "
     "fog forest fork fountain fox frame fruit garden gate ghost glass glove goat grain grass guitar hammer hat hill "
     "hook horse hotel house island jacket jar jewel journal kettle key kitchen kite knife ladder lake lamp lantern leaf "
     "lemon library lid lion machine magnet map market mask meadow medal metal mill mirror mountain museum nail needle "
@@ -56,8 +56,8 @@ NOUNS = (
     "tower toy train tree trumpet tunnel turtle uncle valley vase village violin wagon wall wave wheel whistle window "
     "winter wolf wood yard").split()
 ADJECTIVES = (
-    "ancient big black blue bold brave bright broken brown busy calm clean clever cold copper curved dark deep dry dusty "
-    "early empty fast final flat fresh gentle giant grand gray great green grey happy heavy hidden hollow honest hot huge "
+    "ancient big black bold brave bright broken brown busy calm clean clever cold copper curved dark deep dry dusty "
+    "early empty fast final flat fresh gentle giant grand gray great grey happy heavy hidden hollow honest hot huge "
     "humble icy kind large last late lazy light little lonely long loud lucky modern narrow new noble northern old open "
     "pale pink plain polite poor proud purple quick quiet rare rich rough round royal rusty sad secret sharp short "
     "shiny silent silver simple slow small smooth soft southern steep strange strong sunny sweet tall thin tiny tired "
@@ -182,8 +182,6 @@ def collect_pieces(
 ) -> list[str]:
     "Pieces of letters for names, sorted, and the accented letters."
     from tokenizers import Tokenizer, models, trainers
-    rng, core = random.Random(7), Tokenizer(models.BPE())
-    words = ENGLISH * 3 + [draw_language(rng)(rng) for _ in range(400)]
-    letters = {c for w in words for c in w}
-    core.train_from_iterator(words, trainers.BpeTrainer(vocab_size=n + len(letters), show_progress=False, max_token_length=5))
+    core, letters = Tokenizer(models.BPE()), {c for w in ENGLISH for c in w}
+    core.train_from_iterator(ENGLISH, trainers.BpeTrainer(vocab_size=n + len(letters), show_progress=False, max_token_length=5))
     return sorted({p for p in core.get_vocab() if len(p) > 1} | set("".join(ACCENTS.values())))
