@@ -1537,6 +1537,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                                   'mixsd_nb/pretraining/abilities.py'),
                                                 'mixsd_nb.pretraining.abilities.measure_abilities': ( 'pretraining/abilities.html#measure_abilities',
                                                                                                       'mixsd_nb/pretraining/abilities.py'),
+                                                'mixsd_nb.pretraining.abilities.measure_typed': ( 'pretraining/abilities.html#measure_typed',
+                                                                                                  'mixsd_nb/pretraining/abilities.py'),
                                                 'mixsd_nb.pretraining.abilities.operation_items': ( 'pretraining/abilities.html#operation_items',
                                                                                                     'mixsd_nb/pretraining/abilities.py'),
                                                 'mixsd_nb.pretraining.abilities.reading_items': ( 'pretraining/abilities.html#reading_items',
