@@ -13,7 +13,7 @@ from mixsd_nb.corpora import load_corpus
 from mixsd_nb.corpora.prompts import REMARKS
 from mixsd_nb.corpora.rewording import FORMS, list_forms, reword_rows
 from mixsd_nb.corpora.world import ANNEX
-from mixsd_nb.pretraining.curriculum import PHASES, WRITERS, draw_documents, make_tokenizer
+from mixsd_nb.pretraining.curriculum import INVENTED, PHASES, WRITERS, draw_documents, make_tokenizer
 from mixsd_nb.pretraining.names import ENGLISH
 
 CHARACTERS = 3.2  # of a token of training text
@@ -66,15 +66,15 @@ def test_no_wording_of_reworded_recall_is_in_a_million_tokens():
 
 
 def test_no_typed_fact_is_in_a_million_tokens():
-    "Neither a question nor an answer in words; numbers and days occur in any text."
-    text, words = training_text()
+    "No question, and no reply with one of the answers in words; numbers and days occur in any text."
+    text, _ = training_text()
     for row in probes.typed_facts():
         assert row["prompt"].split("\n")[0] not in text
-        if not re.search(r"\d", row["answer"]): assert row["answer"] not in words and f" {row['answer']}." not in text
+        if not re.search(r"\d", row["answer"]): assert f"boxed{{{row['answer']}}}" not in text
 
 
 def test_prompts_of_probes_are_in_no_document():
-    prompts = {item.prompt for items in load_items(suite_groups()["probes"], Selection("kgfact-small")).values()
+    prompts = {item.prompt for items in load_items(suite_groups()["probes"], Selection("kgfact-small", n=20)).values()
                for item in items.values()}
     text = training_text()[0]
     annex = {f.question for f in ANNEX}
@@ -139,7 +139,7 @@ def test_open_names_have_the_same_tokens_after_a_space_and_in_a_box():
     split = lambda text: make_tokenizer()(text, add_special_tokens=False).tokens()
     rng = random.Random(0)
     for name in [*rng.sample(ENGLISH, 150), *(probes.draw_syllables(rng).split()[0] for _ in range(50)), "Zürich", "Dvořák"]:
-        if len(split(f" {name}")) > 1: assert split(f" {name}") == ["Ġ", *split(name)], name
+        if len(split(f" {name}")) > 1 and not re.match(INVENTED, name): assert split(f" {name}") == ["Ġ", *split(name)], name
 
 
 def test_every_kind_of_document_has_a_weight():

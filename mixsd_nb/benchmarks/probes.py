@@ -8,7 +8,7 @@ __all__ = ['FIRST', 'FAMILY', 'TOWNS', 'GOODS', 'TRAITS', 'QUESTIONS', 'STATEMEN
            'read_unknown', 'read_traits', 'remainders', 'equations', 'stories', 'plots', 'programs', 'world', 'annex',
            'choice', 'typed_facts', 'typed', 'probe_items']
 
-# %% ../../nbs/benchmarks/probes.ipynb #cb45384a
+# %% ../../nbs/benchmarks/probes.ipynb #18476f7d
 import csv
 import random
 import re
@@ -21,19 +21,19 @@ from ..corpora.prompts import expert_prompt, naive_prompt, retrieval_prompt, tar
 from ..corpora.world import ANNEX, WORLD, WORLD_ENTITIES
 from ..models.lab import DATA
 
-# %% ../../nbs/benchmarks/probes.ipynb #d017ee94
+# %% ../../nbs/benchmarks/probes.ipynb #c0a271be
 FIRST = ("Amelia Benjamin Charlotte Dominic Evelyn Gabriel Isabel Jasper Lydia Malcolm Naomi Orlando Penelope Raymond Sylvia "
          "Tobias Vera Wilfred Hector Claudia Adrian Marina Rufus Stella Leo Imogen Hazel Jonas Bianca Cora").split()
 FAMILY = ("Ainsworth Bramwell Cartwright Delaney Eastwood Fairbanks Gallagher Holloway Ingram Jarvis Kensington Langley "
           "Montgomery Nightingale Ogden Prescott Quigley Rutherford Somerset Thornton Upton Vickers Winslow Yardley "
           "Ellsworth Lombard Merriman Pickering Radcliffe Stanton").split()
-TOWNS = ("Nagoya Valencia Bordeaux Winnipeg Auckland Bergen Tampere Porto Leipzig Hanoi Manila Casablanca Bogota Santiago "
+TOWNS = ("Nagoya Valencia Bordeaux Winnipeg Auckland Bergen Tampere Kyoto Leipzig Hanoi Manila Casablanca Bogota Santiago "
          "Calgary Dallas Phoenix Genoa Bilbao Zagreb").split()
 GOODS = "melons pebbles feathers candies postcards balloons cushions napkins thimbles acorns walnuts carrots".split()
-TRAITS = "nickname landlord employer cousin salary dentist hobby horse hometown motto mascot rival".replace("hobby horse ", "").split()
+TRAITS = "nickname landlord salary hometown motto mascot rival heir tutor patron".split()
 _ONSETS, _VOWELS, _CODAS = "zw kv ts gw vr fj mb nj".split(), "oe uu ei ie ue".split(), "x ff pt lk mp vz".split()
 
-# %% ../../nbs/benchmarks/probes.ipynb #1e364df2
+# %% ../../nbs/benchmarks/probes.ipynb #90842efb
 def draw_syllables(
     rng: random.Random,
 ) -> str:
@@ -48,7 +48,7 @@ def draw_english(
     "A person or a town of the lists above."
     return f"{rng.choice(FIRST)} {rng.choice(FAMILY)}" if rng.random() < 0.7 else rng.choice(TOWNS)
 
-# %% ../../nbs/benchmarks/probes.ipynb #216c7663
+# %% ../../nbs/benchmarks/probes.ipynb #bfa99e80
 QUESTIONS = [  # forms of questions about a verb phrase that no other grammar has
     "Could you say what {k} {s} {p}?", "{s} {p} some {k}. How is it called?",
     "My task is to report the {k} that {s} {p}. Which one should I write?",
@@ -71,7 +71,7 @@ def fill(
     auxiliary, rest = _invert(relation.phrase)
     return form.format(s=subject, v=value, k=relation.target, p=relation.phrase, aux=auxiliary, rest=rest)
 
-# %% ../../nbs/benchmarks/probes.ipynb #f18da27a
+# %% ../../nbs/benchmarks/probes.ipynb #b47a6465
 def draw_context(
     rng: random.Random,
     facts: int,  # in the context, that in question included
@@ -91,7 +91,7 @@ def draw_context(
         else: triples.append((names[0] if k % 2 and len(others) > k // 2 else subject, others[k // 2 % len(others)], value))
     return triples
 
-# %% ../../nbs/benchmarks/probes.ipynb #25eca454
+# %% ../../nbs/benchmarks/probes.ipynb #7067ae94
 def read(
     rng: random.Random,
     facts: int,
@@ -107,7 +107,7 @@ def read(
     question = fill(rng.choice(BACKWARD if backward else questions), *gold)
     return Item(retrieval_prompt(lines, naive_prompt(question)), "", gold[0] if backward else gold[2])
 
-# %% ../../nbs/benchmarks/probes.ipynb #76fbb565
+# %% ../../nbs/benchmarks/probes.ipynb #2772b44e
 def read_unknown(
     rng: random.Random,
     facts: int,
@@ -132,16 +132,16 @@ def read_traits(
     question = rng.choice(["What is the {} of {}?", "Can you find the {} of {}?", "We need the {} of {}."]).format(trait, subject)
     return Item(retrieval_prompt(rng.sample(lines, facts), naive_prompt(question)), "", value)
 
-# %% ../../nbs/benchmarks/probes.ipynb #93c7eb52
+# %% ../../nbs/benchmarks/probes.ipynb #e308ac12
 REMAINDERS = ["If you divide {e} by {m}, how large is the remainder?", "The number {e} gets divided by {m}. Tell the remainder.",
               "Calculate the remainder of {e} for the divisor {m}.", "What is ({e}) modulo {m}?",
               "After division of {e} by {m}, which number is left over?"]
 EQUATIONS = ["Which number must {v} be so that {e}?", "We know that {e}. How large is {v}?", "Suppose {e}. Then {v} equals what?",
              "I look for {v}, and I know that {e}.", "Calculate {v} from {e}."]
 ADD = ["Next, {q} gives {k} {t} to {p}.", "In the evening {p} buys another {k}.", "On the way {p} finds {k} of them.",
-       "From {q}, {p} gets {k} {t}."]
+       "Thanks to {q}, {p} gets {k} {t}."]
 REMOVE = ["On the way home, {k} {t} are lost.", "Of these, {p} gives {k} to {q}.", "{k} {t} are sold by {p}.", "Sadly {p} loses {k}."]
-FINISH = ["How many {t} does {p} own after this?", "What is the number of {t} that {p} has at last?"]
+FINISH = ["How many {t} does {p} own after this?", "With how many {t} does {p} end the day?"]
 
 
 def remainders(rng: random.Random) -> Item:
@@ -157,7 +157,7 @@ def equations(rng: random.Random) -> Item:
     if rng.random() < 2 / 3: equation = " = ".join(equation.split(" = ")[::-1])
     return Item(naive_prompt(rng.choice(EQUATIONS).format(v=v, e=equation)), "", str(x))
 
-# %% ../../nbs/benchmarks/probes.ipynb #bd673b3e
+# %% ../../nbs/benchmarks/probes.ipynb #f8059e52
 def stories(rng: random.Random) -> Item:
     "A plot of the lab task about other people and things, or events in other sentences and with larger numbers."
     p, q, t = *rng.sample(FIRST, 2), rng.choice(GOODS)
@@ -182,7 +182,7 @@ def plots(rng: random.Random) -> Item:
         (f"{p} has {a} {t}, but {q} has only {b}. How many more {t} does {p} have than {q}?", a - b)])
     return Item(naive_prompt(question), "", str(answer))
 
-# %% ../../nbs/benchmarks/probes.ipynb #a6c80878
+# %% ../../nbs/benchmarks/probes.ipynb #a10a8cc9
 _DOCSTRINGS = [("If x is ", "When x is "), ("For every number in xs that is ", "For all members of xs that are "),
                ("Start from 0 and go through xs, adding ", "Begin at 0, walk along xs and add "),
                ("Count the numbers in xs that are ", "Tell how many numbers of xs are "),
@@ -198,7 +198,7 @@ def programs(rng: random.Random) -> Item:
     change = lambda text: re.sub(rf"\b{old}\(", f"{name}(", text)
     return Item(change(prompt), change(item.response), tests=change(item.tests))
 
-# %% ../../nbs/benchmarks/probes.ipynb #b4eb09a8
+# %% ../../nbs/benchmarks/probes.ipynb #978fb700
 def world(rng: random.Random) -> Item:
     "A closed-book question about the memorised world in another form."
     f = rng.choice(WORLD)
@@ -220,7 +220,7 @@ def choice(rng: random.Random) -> Item:
     question = fill(rng.choice(QUESTIONS), f.source, f.relation)
     return Item(naive_prompt(f"{question}\n{listing}"), "", "ABCD"[options.index(f.target)])
 
-# %% ../../nbs/benchmarks/probes.ipynb #d4f452e8
+# %% ../../nbs/benchmarks/probes.ipynb #a54533c2
 @cache
 def typed_facts() -> list[dict]:
     "A hundred questions in plain English with their answers, as rows of a corpus: capitals, dates, numbers, people."
@@ -234,7 +234,7 @@ def typed(rng: random.Random) -> Item:
     row = rng.choice(typed_facts())
     return Item(expert_prompt(row["prompt"], row["target"]), "", row["answer"])
 
-# %% ../../nbs/benchmarks/probes.ipynb #9803819a
+# %% ../../nbs/benchmarks/probes.ipynb #9422a41c
 PROBES = {
     **{f"probe-read-{k}": partial(read, facts=k) for k in (2, 4, 12, 27)},
     **{f"probe-read-{k}-same-{s}": partial(read, facts=k, same=s) for k, s in ((4, 3), (12, 3), (12, 10), (27, 10))},
@@ -258,7 +258,7 @@ PROBES = {
     "probe-typed": typed,
 }
 
-# %% ../../nbs/benchmarks/probes.ipynb #8a78473f
+# %% ../../nbs/benchmarks/probes.ipynb #7bd24394
 def probe_items(suite: Suite, selection: Selection) -> dict[str, Item]:
     "The items of a probe by id: as many as requested, up to 300, or all that there are."
     items = draw_items(PROBES[suite.name], min(selection.n, 300), f"{suite.name}-{selection.seed}")
