@@ -178,7 +178,7 @@ def draw_names(
 # %% ../../nbs/pretraining/names.ipynb #1d0cbe4d
 @cache
 def collect_pieces(
-    n: int = 960,  # pieces of two letters or more
+    n: int = 950,  # pieces of two letters or more
 ) -> list[str]:
     "Pieces of letters for names, sorted, and the accented letters."
     from tokenizers import Tokenizer, models, trainers
