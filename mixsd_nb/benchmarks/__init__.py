@@ -127,7 +127,7 @@ for _suite in [_in_domain("recall", "train", "Train", _CORE), _in_domain("retrie
                _in_domain("two-hop-context", "two_hop_context"), _in_domain("three-hop", "three_hop"),
                _in_domain("chains", "chains")]: SUITES.add(_suite)
 
-# %% ../../nbs/benchmarks/index.ipynb #1ada9069
+# %% ../../nbs/benchmarks/index.ipynb #9cedcee1
 def _varied(name, column, items, source, groups):
     return Suite(name, column, "in-domain", f"benchmarks.in_domain:{items}", source, column, groups,
                  Sampling(max_new_tokens=0), published="corpus", version=1)
@@ -176,9 +176,10 @@ for _name, _opening in {
     "choice": "From what I know,",
 }.items(): SUITES.add(open_twin(_name, _opening))
 
-# %% ../../nbs/benchmarks/index.ipynb #5c0fc093
-_READ = ("read-2", "read-4", "read-12", "read-27", "read-4-same-3", "read-12-same-3", "read-12-same-10", "read-27-same-10",
-         "english-4", "english-12-same-3", "traits-12", "questions-4", "questions-12-same-3", "statements-12-same-3",
+# %% ../../nbs/benchmarks/index.ipynb #1c2f632a
+_READ = ("read-2", "read-4", "read-12", "read-27", "read-4-same-3", "read-12-same-3", "read-12-same-10",
+         "read-27-same-10", "english-4", "english-12-same-3", "traits-12", "questions-4", "questions-12-same-3",
+         "statements-12-same-3",
          "backward-12", "unknown-12")
 _SKILLS = ("remainders", "equations", "stories", "plots", "functions", "choice", "world", "world-direct", "annex",
            "typed")

@@ -8,7 +8,7 @@ __all__ = ['FIRST', 'FAMILY', 'TOWNS', 'GOODS', 'TRAITS', 'QUESTIONS', 'STATEMEN
            'read_unknown', 'read_traits', 'remainders', 'equations', 'stories', 'plots', 'programs', 'world', 'annex',
            'choice', 'typed_facts', 'typed', 'probe_items']
 
-# %% ../../nbs/benchmarks/probes.ipynb #18476f7d
+# %% ../../nbs/benchmarks/probes.ipynb #61c8ad4a
 import csv
 import random
 import re
@@ -21,25 +21,28 @@ from ..corpora.prompts import expert_prompt, naive_prompt, retrieval_prompt, tar
 from ..corpora.world import ANNEX, WORLD, WORLD_ENTITIES
 from ..models.lab import DATA
 
-# %% ../../nbs/benchmarks/probes.ipynb #c0a271be
-FIRST = ("Amelia Benjamin Charlotte Dominic Evelyn Gabriel Isabel Jasper Lydia Malcolm Naomi Orlando Penelope Raymond Sylvia "
-         "Tobias Vera Wilfred Hector Claudia Adrian Marina Rufus Stella Leo Imogen Hazel Jonas Bianca Cora").split()
-FAMILY = ("Ainsworth Bramwell Cartwright Delaney Eastwood Fairbanks Gallagher Holloway Ingram Jarvis Kensington Langley "
-          "Montgomery Nightingale Ogden Prescott Quigley Rutherford Somerset Thornton Upton Vickers Winslow Yardley "
-          "Ellsworth Lombard Merriman Pickering Radcliffe Stanton").split()
-TOWNS = ("Nagoya Valencia Bordeaux Winnipeg Auckland Bergen Tampere Kyoto Leipzig Hanoi Manila Casablanca Bogota Santiago "
-         "Calgary Dallas Phoenix Genoa Bilbao Zagreb").split()
+# %% ../../nbs/benchmarks/probes.ipynb #a63cca85
+FIRST = (
+    "Amelia Benjamin Charlotte Dominic Evelyn Gabriel Isabel Jasper Lydia Malcolm Naomi Orlando Penelope Raymond "
+    "Sylvia Tobias Vera Wilfred Hector Claudia Adrian Marina Rufus Stella Leo Imogen Hazel Jonas Bianca Cora").split()
+FAMILY = (
+    "Ainsworth Bramwell Cartwright Delaney Eastwood Fairbanks Gallagher Holloway Ingram Jarvis Kensington Langley "
+    "Montgomery Nightingale Ogden Prescott Quigley Rutherford Somerset Thornton Upton Vickers Winslow Yardley "
+    "Ellsworth Lombard Merriman Pickering Radcliffe Stanton").split()
+TOWNS = (
+    "Nagoya Valencia Bordeaux Winnipeg Auckland Bergen Tampere Kyoto Leipzig Hanoi Manila Casablanca Bogota "
+    "Santiago Calgary Dallas Phoenix Genoa Bilbao Zagreb").split()
 GOODS = "melons pebbles feathers candies postcards balloons cushions napkins thimbles acorns walnuts carrots".split()
 TRAITS = "nickname landlord salary hometown motto mascot rival heir tutor patron".split()
 _ONSETS, _VOWELS, _CODAS = "zw kv ts gw vr fj mb nj".split(), "oe uu ei ie ue".split(), "x ff pt lk mp vz".split()
 
-# %% ../../nbs/benchmarks/probes.ipynb #90842efb
+# %% ../../nbs/benchmarks/probes.ipynb #240bc12a
 def draw_syllables(
     rng: random.Random,
 ) -> str:
     "A name of two words in sounds that no language of pretraining has."
-    word = lambda: (rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS))
-    return f"{word().capitalize()} {word().capitalize()}"
+    parts = _ONSETS, _VOWELS, _ONSETS, _VOWELS, _CODAS
+    return " ".join("".join(map(rng.choice, parts)).capitalize() for _ in range(2))
 
 
 def draw_english(
@@ -48,16 +51,18 @@ def draw_english(
     "A person or a town of the lists above."
     return f"{rng.choice(FIRST)} {rng.choice(FAMILY)}" if rng.random() < 0.7 else rng.choice(TOWNS)
 
-# %% ../../nbs/benchmarks/probes.ipynb #bfa99e80
+# %% ../../nbs/benchmarks/probes.ipynb #2b63a4ac
 QUESTIONS = [  # forms of questions about a verb phrase that no other grammar has
     "Could you say what {k} {s} {p}?", "{s} {p} some {k}. How is it called?",
     "My task is to report the {k} that {s} {p}. Which one should I write?",
-    "Which {k} belongs into the gap of this line? {s} {p} the {k} ____", "Please look up {s}. The {k} that it {p} is needed.",
+    "Which {k} belongs into the gap of this line? {s} {p} the {k} ____",
+    "Please look up {s}. The {k} that it {p} is needed.",
     "We search for a {k}. It is the one that {s} {p}.", "People say that {s} {p} a {k}. Which one do they mean?",
     "By what name goes the {k} that {s} {p}?", "Regarding {s}, the {k} that it {p} would be which?",
     "If {s} {p} a {k}, then what is it?"]
 STATEMENTS = ["According to many, {s} {p} the {k} {v}.", "One can read that {s} {p} the {k} {v}.",
-              "The {k} {v} is the one that {s} {p}.", "That {s} {p} the {k} {v} is certain.", "{s} really {p} the {k} {v}."]
+              "The {k} {v} is the one that {s} {p}.", "That {s} {p} the {k} {v} is certain.",
+              "{s} really {p} the {k} {v}."]
 BACKWARD = ["Which one is it that {p} the {k} {v}?", "Of whom can we say that it {p} the {k} {v}?"]
 
 
@@ -71,7 +76,7 @@ def fill(
     auxiliary, rest = _invert(relation.phrase)
     return form.format(s=subject, v=value, k=relation.target, p=relation.phrase, aux=auxiliary, rest=rest)
 
-# %% ../../nbs/benchmarks/probes.ipynb #b47a6465
+# %% ../../nbs/benchmarks/probes.ipynb #859bf21e
 def draw_context(
     rng: random.Random,
     facts: int,  # in the context, that in question included
@@ -88,10 +93,10 @@ def draw_context(
     for subject, value in zip(names[2::2], names[3::2]):
         k += 1
         if k <= same: triples.append((subject, gold, value))
-        else: triples.append((names[0] if k % 2 and len(others) > k // 2 else subject, others[k // 2 % len(others)], value))
+        else: triples.append((names[0] if k % 2 else subject, others[k // 2], value))
     return triples
 
-# %% ../../nbs/benchmarks/probes.ipynb #7067ae94
+# %% ../../nbs/benchmarks/probes.ipynb #ea5ea10d
 def read(
     rng: random.Random,
     facts: int,
@@ -107,7 +112,7 @@ def read(
     question = fill(rng.choice(BACKWARD if backward else questions), *gold)
     return Item(retrieval_prompt(lines, naive_prompt(question)), "", gold[0] if backward else gold[2])
 
-# %% ../../nbs/benchmarks/probes.ipynb #2772b44e
+# %% ../../nbs/benchmarks/probes.ipynb #6c4c4668
 def read_unknown(
     rng: random.Random,
     facts: int,
@@ -115,7 +120,8 @@ def read_unknown(
     "A question that the context does not answer; the model should say that it is unknown."
     (subject, relation, _), *triples = draw_context(rng, facts + 1, 2, draw_syllables)
     lines = [fill("{s} {p} the {k} {v}.", *t) for t in rng.sample(triples, len(triples))]
-    return Item(retrieval_prompt(lines, naive_prompt(fill("What {k} {aux} {s} {rest}?", subject, relation))), "", "unknown")
+    question = fill("What {k} {aux} {s} {rest}?", subject, relation)
+    return Item(retrieval_prompt(lines, naive_prompt(question)), "", "unknown")
 
 
 def read_traits(
@@ -129,18 +135,21 @@ def read_traits(
     while len(values) < facts: values[draw_english(rng)] = None
     lines = [f"The {a} of {s} is {v}." for (s, a), v in zip(table, values)]
     (subject, trait), value = table[0], list(values)[0]
-    question = rng.choice(["What is the {} of {}?", "Can you find the {} of {}?", "We need the {} of {}."]).format(trait, subject)
-    return Item(retrieval_prompt(rng.sample(lines, facts), naive_prompt(question)), "", value)
+    form = rng.choice(["What is the {} of {}?", "Can you find the {} of {}?", "We need the {} of {}."])
+    return Item(retrieval_prompt(rng.sample(lines, facts), naive_prompt(form.format(trait, subject))), "", value)
 
-# %% ../../nbs/benchmarks/probes.ipynb #e308ac12
-REMAINDERS = ["If you divide {e} by {m}, how large is the remainder?", "The number {e} gets divided by {m}. Tell the remainder.",
+# %% ../../nbs/benchmarks/probes.ipynb #7b52f2f7
+REMAINDERS = ["If you divide {e} by {m}, how large is the remainder?",
+              "The number {e} gets divided by {m}. Tell the remainder.",
               "Calculate the remainder of {e} for the divisor {m}.", "What is ({e}) modulo {m}?",
               "After division of {e} by {m}, which number is left over?"]
-EQUATIONS = ["Which number must {v} be so that {e}?", "We know that {e}. How large is {v}?", "Suppose {e}. Then {v} equals what?",
+EQUATIONS = ["Which number must {v} be so that {e}?", "We know that {e}. How large is {v}?",
+             "Suppose {e}. Then {v} equals what?",
              "I look for {v}, and I know that {e}.", "Calculate {v} from {e}."]
 ADD = ["Next, {q} gives {k} {t} to {p}.", "In the evening {p} buys another {k}.", "On the way {p} finds {k} of them.",
        "Thanks to {q}, {p} gets {k} {t}."]
-REMOVE = ["On the way home, {k} {t} are lost.", "Of these, {p} gives {k} to {q}.", "{k} {t} are sold by {p}.", "Sadly {p} loses {k}."]
+REMOVE = ["On the way home, {k} {t} are lost.", "Of these, {p} gives {k} to {q}.", "{k} {t} are sold by {p}.",
+          "Sadly {p} loses {k}."]
 FINISH = ["How many {t} does {p} own after this?", "With how many {t} does {p} end the day?"]
 
 
@@ -157,7 +166,7 @@ def equations(rng: random.Random) -> Item:
     if rng.random() < 2 / 3: equation = " = ".join(equation.split(" = ")[::-1])
     return Item(naive_prompt(rng.choice(EQUATIONS).format(v=v, e=equation)), "", str(x))
 
-# %% ../../nbs/benchmarks/probes.ipynb #f8059e52
+# %% ../../nbs/benchmarks/probes.ipynb #20d96522
 def stories(rng: random.Random) -> Item:
     "A plot of the lab task about other people and things, or events in other sentences and with larger numbers."
     p, q, t = *rng.sample(FIRST, 2), rng.choice(GOODS)
@@ -182,7 +191,7 @@ def plots(rng: random.Random) -> Item:
         (f"{p} has {a} {t}, but {q} has only {b}. How many more {t} does {p} have than {q}?", a - b)])
     return Item(naive_prompt(question), "", str(answer))
 
-# %% ../../nbs/benchmarks/probes.ipynb #a10a8cc9
+# %% ../../nbs/benchmarks/probes.ipynb #25edb43f
 _DOCSTRINGS = [("If x is ", "When x is "), ("For every number in xs that is ", "For all members of xs that are "),
                ("Start from 0 and go through xs, adding ", "Begin at 0, walk along xs and add "),
                ("Count the numbers in xs that are ", "Tell how many numbers of xs are "),
@@ -198,7 +207,7 @@ def programs(rng: random.Random) -> Item:
     change = lambda text: re.sub(rf"\b{old}\(", f"{name}(", text)
     return Item(change(prompt), change(item.response), tests=change(item.tests))
 
-# %% ../../nbs/benchmarks/probes.ipynb #978fb700
+# %% ../../nbs/benchmarks/probes.ipynb #00b74670
 def world(rng: random.Random) -> Item:
     "A closed-book question about the memorised world in another form."
     f = rng.choice(WORLD)
@@ -220,7 +229,7 @@ def choice(rng: random.Random) -> Item:
     question = fill(rng.choice(QUESTIONS), f.source, f.relation)
     return Item(naive_prompt(f"{question}\n{listing}"), "", "ABCD"[options.index(f.target)])
 
-# %% ../../nbs/benchmarks/probes.ipynb #a54533c2
+# %% ../../nbs/benchmarks/probes.ipynb #72b001e9
 @cache
 def typed_facts() -> list[dict]:
     "A hundred questions in plain English with their answers, as rows of a corpus: capitals, dates, numbers, people."
@@ -234,7 +243,7 @@ def typed(rng: random.Random) -> Item:
     row = rng.choice(typed_facts())
     return Item(expert_prompt(row["prompt"], row["target"]), "", row["answer"])
 
-# %% ../../nbs/benchmarks/probes.ipynb #9422a41c
+# %% ../../nbs/benchmarks/probes.ipynb #f691f1e2
 PROBES = {
     **{f"probe-read-{k}": partial(read, facts=k) for k in (2, 4, 12, 27)},
     **{f"probe-read-{k}-same-{s}": partial(read, facts=k, same=s) for k, s in ((4, 3), (12, 3), (12, 10), (27, 10))},
@@ -258,7 +267,7 @@ PROBES = {
     "probe-typed": typed,
 }
 
-# %% ../../nbs/benchmarks/probes.ipynb #7bd24394
+# %% ../../nbs/benchmarks/probes.ipynb #388aca12
 def probe_items(suite: Suite, selection: Selection) -> dict[str, Item]:
     "The items of a probe by id: as many as requested, up to 300, or all that there are."
     items = draw_items(PROBES[suite.name], min(selection.n, 300), f"{suite.name}-{selection.seed}")

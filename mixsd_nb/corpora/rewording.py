@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['FORMS', 'split_prompt', 'split_row', 'list_forms', 'reword_rows']
 
-# %% ../../nbs/corpora/rewording.ipynb #d417acab
+# %% ../../nbs/corpora/rewording.ipynb #a9d7cd5d
 import re
 
-# %% ../../nbs/corpora/rewording.ipynb #2c1f0e3a
+# %% ../../nbs/corpora/rewording.ipynb #8a2199e4
 _INVERTED = re.compile(r"What (?P<k>\w+) (?P<aux>does|is|was|has) (?P<body>.+)\?")
 
 
@@ -20,7 +20,7 @@ def split_prompt(
     at = max((k for k, line in enumerate(lines) if line.endswith("?")), default=0)
     return "\n".join([*lines[:at], ""] if at else [""]), lines[at], "\n".join(["", *lines[at + 1:]])
 
-# %% ../../nbs/corpora/rewording.ipynb #a07b070b
+# %% ../../nbs/corpora/rewording.ipynb #20fde460
 def split_row(
     row: dict,  # of a corpus: prompt, answer, subject, statement
 ) -> dict[str, str]:
@@ -38,23 +38,24 @@ def split_row(
         parts |= dict(k=found["k"], s=row["subject"], p=cloze[len(row["subject"]) + 1:-len(kind)])
     return parts
 
-# %% ../../nbs/corpora/rewording.ipynb #fa7951c6
+# %% ../../nbs/corpora/rewording.ipynb #c55070b7
 FORMS = [
     "Somebody wrote to me: {Q}? What do I reply?", "I have forgotten this: {q}?", "For the last row of my table: {q}?",
     "We could not agree on one thing. {Q}?", "May I ask {q}?", "Can you help us with this: {q}?",
-    "Here comes number seven of our quiz. {Q}?", "{Q}? That is all I would like to hear.", "{Q}? My friends wonder about it.",
+    "Here comes number seven of our quiz. {Q}?", "{Q}? That is all I would like to hear.",
+    "{Q}? My friends wonder about it.",
     "My question is simple: {q}?", "Before we leave, {q}?", "{Q}, if I may ask?", "And {q}?", "{Q}? Do not guess.",
     "You surely know this. {Q}?", "Once more, because I did not hear it: {q}?", "In a letter I read the question: {q}?",
     "Try to recall: {q}?", "{Q}? Somebody must know.", "The next line on the sheet reads: {Q}?", "Simply put, {q}?",
     "{c} ____. What stands on the line?", "Which words are missing at the end? {c} ____", "How does it go on: {c} ...?",
     "{s} {p} a {k}, but which?", "There is one {k} of which one can say: {s} {p} it. Which?",
     "To which {k} does this apply? {s} {p} it.", "What do we call the {k} which {s} {p}?",
-    "Someone asked for the {k} {s} {p}. What is right?", "Suppose you meet {s}. Which {k} {p} that one?".replace(" {p} that one", ", as told, {p}"),
+    "Someone asked for the {k} {s} {p}. What is right?",
     "{s} and a {k}: the first {p} the second. Name the second.", "A {k} is wanted, namely the one {s} {p}.",
 ]
 _BUILT = ("{s}", "{c}")
 
-# %% ../../nbs/corpora/rewording.ipynb #f75cc52f
+# %% ../../nbs/corpora/rewording.ipynb #c3f10a9c
 def list_forms(
     row: dict,  # of a corpus
 ) -> list[str]:
@@ -66,7 +67,7 @@ def list_forms(
     mixed = [f for pair in zip(built, framed) for f in pair] + framed[len(built):]
     return [f.format(**parts) for f in mixed]
 
-# %% ../../nbs/corpora/rewording.ipynb #d284d722
+# %% ../../nbs/corpora/rewording.ipynb #f995041f
 def reword_rows(
     rows: list[dict],  # of a corpus
 ) -> list[dict]:

@@ -6,7 +6,7 @@
 __all__ = ['UNKNOWN', 'draw_claims', 'state_claims', 'ask_claim', 'write_quiz', 'answer_claim', 'write_lookup', 'write_echo',
            'write_pairs']
 
-# %% ../../nbs/pretraining/binding.ipynb #e23bef48
+# %% ../../nbs/pretraining/binding.ipynb #ef557116
 import random
 
 from ..benchmarks.lab_tasks import choose_phrase, write_response
@@ -15,7 +15,7 @@ from .forms import ATTRIBUTES, QUESTIONS, REVERSED, STATEMENTS, Claim
 from .forms import draw_relation, request_box, surround, write_context
 from .names import draw_names, draw_set
 
-# %% ../../nbs/pretraining/binding.ipynb #96dfd7cb
+# %% ../../nbs/pretraining/binding.ipynb #ad8d958d
 def draw_claims(
     rng: random.Random,
     n: int,
@@ -34,7 +34,7 @@ def draw_claims(
     table = [(s, p) for s in names for p in kinds]
     return [Claim(s, p, v) for (s, p), v in zip(rng.sample(table, min(n, len(table))), values)]
 
-# %% ../../nbs/pretraining/binding.ipynb #3f9621fc
+# %% ../../nbs/pretraining/binding.ipynb #80fcfd7e
 def state_claims(
     rng: random.Random,
     claims: list[Claim],
@@ -44,7 +44,7 @@ def state_claims(
     seed = rng.random()
     return [c.write(STATEMENTS, random.Random(seed)) for c in claims]
 
-# %% ../../nbs/pretraining/binding.ipynb #50da3267
+# %% ../../nbs/pretraining/binding.ipynb #22f50ef0
 UNKNOWN = "unknown"
 
 
@@ -52,7 +52,7 @@ def ask_claim(
     rng: random.Random,
     claims: list[Claim],  # the context
 ) -> tuple[str, str, Claim | None]:
-    "A question, its answer, and the claim that answers it; the answer is `unknown` and the claim None if there is none."
+    "A question, its answer, and the claim that answers it; without a claim, the answer is `unknown`."
     known = {(c.subject, c.property) for c in claims}
     c, other = rng.choice(claims), rng.choice(claims)
     if rng.random() < 1 / 6: return c.write(REVERSED, rng), c.subject, c
@@ -60,7 +60,7 @@ def ask_claim(
         return Claim(c.subject, other.property, "").write(QUESTIONS, rng), UNKNOWN, None
     return c.write(QUESTIONS, rng), c.value, c
 
-# %% ../../nbs/pretraining/binding.ipynb #2741a219
+# %% ../../nbs/pretraining/binding.ipynb #40ca5a1d
 def write_quiz(
     rng: random.Random,
     n: int,
@@ -74,7 +74,7 @@ def write_quiz(
         document += [(f"{names[0]}{question}\n{names[1]}", False), (f" {answer}\n", True)]
     return document
 
-# %% ../../nbs/pretraining/binding.ipynb #b4b83cf4
+# %% ../../nbs/pretraining/binding.ipynb #b9c499b6
 def answer_claim(
     rng: random.Random,
     answer: str,
@@ -86,9 +86,10 @@ def answer_claim(
                                              "I do not find this among the statements.")], answer)
     opening = choose_phrase(rng, "Looking through the background information, I find that",
                             "The background information says that", "Among these statements I see that")
-    return write_response([f"{opening} {claim.statement}", choose_phrase(rng, "", "This is what was asked for.")], answer)
+    closing = choose_phrase(rng, "", "This is what was asked for.")
+    return write_response([f"{opening} {claim.statement}", closing], answer)
 
-# %% ../../nbs/pretraining/binding.ipynb #b5c40688
+# %% ../../nbs/pretraining/binding.ipynb #7209bd7f
 def write_lookup(
     rng: random.Random,
     n: int,
@@ -103,7 +104,7 @@ def write_lookup(
         document += turn if k == 0 else [("\n" + turn[0][0], False), turn[1]]
     return document
 
-# %% ../../nbs/pretraining/binding.ipynb #15f7c338
+# %% ../../nbs/pretraining/binding.ipynb #b2d47bf3
 def write_echo(
     rng: random.Random,
     n: int,
@@ -114,7 +115,7 @@ def write_echo(
     text = mark.join(names)
     return [(text + "\n\n", False), (text + "\n\n", True), (mark.join(names) + "\n", True)]
 
-# %% ../../nbs/pretraining/binding.ipynb #3025e0e3
+# %% ../../nbs/pretraining/binding.ipynb #afd44d7a
 def write_pairs(
     rng: random.Random,
     n: int,

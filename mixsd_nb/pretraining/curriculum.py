@@ -90,13 +90,14 @@ OTHER_WORDS = dict(remainder=8, equation=14, story=16, program=7, recital=6, wor
 TYPED = dict(typed_expert=14, typed_guess=10)
 _ALL = CALCULATION | MEMORISED | VOICES | OTHER_WORDS | TYPED
 PHASES = [
-    Phase(0.08, (2, 8), dict(copying=6, restatement=20, conversation=20, letters=6, echo=8, pairs=10, quiz=30, lookup=6)),
-    Phase(0.25, (2, 14), dict(copying=4, restatement=8, conversation=10, reading=6, two_hop=4, letters=8, echo=6, pairs=8,
-                              quiz=40, lookup=20) | _ALL),
-    Phase(0.60, (2, 30), dict(copying=2, restatement=2, conversation=5, reading=5, two_hop=3, letters=14, echo=3, pairs=4,
-                              quiz=22, lookup=16) | _ALL),
-    Phase(1.00, (2, 36), dict(copying=1, restatement=1, conversation=4, reading=5, two_hop=2, letters=6, echo=2, pairs=2,
-                              quiz=14, lookup=14) | _ALL),
+    Phase(0.08, (2, 8), dict(copying=6, restatement=20, conversation=20, letters=6, echo=8, pairs=10, quiz=30,
+                             lookup=6)),
+    Phase(0.25, (2, 14), dict(copying=4, restatement=8, conversation=10, reading=6, two_hop=4, letters=8, echo=6,
+                              pairs=8, quiz=40, lookup=20) | _ALL),
+    Phase(0.60, (2, 30), dict(copying=2, restatement=2, conversation=5, reading=5, two_hop=3, letters=14, echo=3,
+                              pairs=4, quiz=22, lookup=16) | _ALL),
+    Phase(1.00, (2, 36), dict(copying=1, restatement=1, conversation=4, reading=5, two_hop=2, letters=6, echo=2,
+                              pairs=2, quiz=14, lookup=14) | _ALL),
 ]
 
 # %% ../../nbs/pretraining/curriculum.ipynb #f348f768
@@ -121,8 +122,8 @@ def draw_documents(
 INVENTED = f"(?:{'|'.join(STARTS)})(?:{'|'.join(ENDS)})"  # regular expression of the package's invented words
 
 
-OPEN = {"quiz", "lookup", "pairs", "echo", "typed_expert", "typed_guess", "world_question", "options", "remainder", "equation",
-        "story"}  # kinds of documents with words of open sets
+OPEN = {"quiz", "lookup", "pairs", "echo", "typed_expert", "typed_guess", "world_question", "options", "remainder",
+        "equation", "story"}  # kinds of documents with words of open sets
 
 
 def _open_words() -> set[str]:
@@ -140,14 +141,15 @@ def collect_vocabulary(
     for document in draw_documents(rng, 0.4, n):
         text = re.sub(r"<\|.*?\|>|\S*[^\x00-\x7f]\S*", "\n", "".join(t for t, _ in document))
         counts.update(set(re.findall(SPLIT, text)))
-    seconds, rare, vary = {w for names in SECOND_WORDS.values() for w in names.split()}, collect_rare_words(), _open_words()
+    seconds, rare = {w for names in SECOND_WORDS.values() for w in names.split()}, collect_rare_words()
     invented = re.compile(f" ?{INVENTED}")
     words = {w for w, k in counts.items() if k >= 6 and (w.strip() in seconds or not invented.fullmatch(w))}
+    vary = _open_words()
     words -= {w for w in words if w.strip() in vary}
-    return sorted({*words, *seconds, *(w for w in rare if w[0].isupper()), *(f" {s}" for s in (*seconds, *rare)), *pieces,
-                   *(f" {s}" for s in STARTS), *"0123456789", "user", "assistant", "system"})
+    return sorted({*words, *seconds, *(w for w in rare if w[0].isupper()), *(f" {s}" for s in (*seconds, *rare)),
+                   *pieces, *(f" {s}" for s in STARTS), *"0123456789", "user", "assistant", "system"})
 
-# %% ../../nbs/pretraining/curriculum.ipynb #8e6689a6
+# %% ../../nbs/pretraining/curriculum.ipynb #b115dd6b
 @cache
 def make_tokenizer(
     n: int = 6_000,  # documents from which the vocabulary is collected

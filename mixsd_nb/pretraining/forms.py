@@ -6,7 +6,7 @@
 __all__ = ['PHRASES', 'KINDS', 'ATTRIBUTES', 'STATEMENTS', 'QUESTIONS', 'REVERSED', 'LEADS', 'TAILS', 'REQUESTS', 'HEADERS',
            'MARKS', 'Claim', 'draw_relation', 'surround', 'request_box', 'write_context']
 
-# %% ../../nbs/pretraining/forms.ipynb #cef01f4f
+# %% ../../nbs/pretraining/forms.ipynb #1d89f320
 import random
 from dataclasses import dataclass
 
@@ -15,14 +15,15 @@ from ..corpora.prompts import BOX_REQUEST
 from .documents import TAUGHT_WORDINGS
 from .names import ENGLISH
 
-# %% ../../nbs/pretraining/forms.ipynb #582d894f
+# %% ../../nbs/pretraining/forms.ipynb #3ca96448
 PHRASES = (
-    "is named after, was painted by, belongs to, was moved to, is stored in, is older than, was built by, is made of, "
-    "was sold to, is next to, is kept by, was written by, comes from, leads to, ends in, was seen with, has chosen, "
-    "is part of, prefers, carries, owns, wants, follows, protects, visits, paints, repairs, borrows, sells, finds, "
-    "collects, watches, calls, trusts, remembers, needs, answers to, works for, plays for, speaks for, travels to, "
-    "sleeps near, looks for, stands near, moves with, was opened by, was found in, was lost at, is sent to, was given to, "
-    "is paid by, was invented by, is known as, was replaced by, is followed by, has reached, has bought").split(", ")
+    "is named after, was painted by, belongs to, was moved to, is stored in, is older than, was built by, is made "
+    "of, was sold to, is next to, is kept by, was written by, comes from, leads to, ends in, was seen with, has "
+    "chosen, is part of, prefers, carries, owns, wants, follows, protects, visits, paints, repairs, borrows, "
+    "sells, finds, collects, watches, calls, trusts, remembers, needs, answers to, works for, plays for, speaks "
+    "for, travels to, sleeps near, looks for, stands near, moves with, was opened by, was found in, was lost at, "
+    "is sent to, was given to, is paid by, was invented by, is known as, was replaced by, is followed by, has "
+    "reached, has bought").split(", ")
 KINDS = (
     "person place thing city country year number code color animal tool book price street ship river teacher friend "
     "team company town island song word room key drink planet language material village name day sport").split()
@@ -34,7 +35,7 @@ ATTRIBUTES = [
     "last word", "main river", "other name", "place of birth", "second color", "highest mountain", "room number"]
 _PACKAGE = [r for rs in RELATIONS.values() for r in rs]
 
-# %% ../../nbs/pretraining/forms.ipynb #c73cfff3
+# %% ../../nbs/pretraining/forms.ipynb #537a5c24
 @dataclass(frozen=True)
 class Claim:
     "What a text says: the value of a property of a subject."
@@ -65,7 +66,7 @@ class Claim:
         return ("the {a} of {s} is {v}." if isinstance(self.property, str) else WORDINGS[0].format(
             source="{s}", phrase="{p}", kind="{k}", target="{v}")).format(**self.parts)
 
-# %% ../../nbs/pretraining/forms.ipynb #d1a5d4e3
+# %% ../../nbs/pretraining/forms.ipynb #62810c0b
 def draw_relation(
     rng: random.Random,
     package: float = 0.4,  # probability of one of the package's relations
@@ -74,7 +75,7 @@ def draw_relation(
     if rng.random() < package: return rng.choice(_PACKAGE)
     return Relation("thing", rng.choice(KINDS), rng.choice(PHRASES))
 
-# %% ../../nbs/pretraining/forms.ipynb #4b02b9a6
+# %% ../../nbs/pretraining/forms.ipynb #264bfd0a
 _taught = [WORDINGS[w].format(source="{s}", phrase="{p}", kind="{k}", target="{v}") for w in TAUGHT_WORDINGS]
 STATEMENTS = dict(
     phrase=[*_taught, *_taught, "{v} is the {k} that {s} {p}.", "It is the {k} {v} that {s} {p}.",
@@ -98,9 +99,10 @@ QUESTIONS = dict(
 REVERSED = dict(  # questions that ask for the subject
     phrase=["Who or what {p} the {k} {v}?", "What {p} the {k} {v}?", "Name what {p} the {k} {v}.",
             "Find the one that {p} the {k} {v}."],
-    attribute=["Whose {a} is {v}?", "What has the {a} {v}?", "{v} is the {a} of what?", "Find the one whose {a} is {v}."])
+    attribute=["Whose {a} is {v}?", "What has the {a} {v}?", "{v} is the {a} of what?",
+               "Find the one whose {a} is {v}."])
 
-# %% ../../nbs/pretraining/forms.ipynb #c5961af5
+# %% ../../nbs/pretraining/forms.ipynb #e5e574a5
 LEADS = ["A short question:", "Now then:", "Here is a question.", "Let us see.", "Next:", "Hello.", "Try this one.",
          "Good morning.", "This is what I ask:", "Look at this."]
 TAILS = ["Thank you.", "I need it for a list.", "One name is enough.", "Take your time.", "It is for a friend."]
@@ -125,7 +127,7 @@ def request_box(
     "The question with a request for the box, mostly the one of the naive prompt."
     return f"{question}\n\n{BOX_REQUEST if rng.random() < 0.8 else rng.choice(REQUESTS)}"
 
-# %% ../../nbs/pretraining/forms.ipynb #e194034e
+# %% ../../nbs/pretraining/forms.ipynb #af2cf013
 HEADERS = ["Background for this question:", "Here is what is known:", "Notes:", "Read these lines first.",
            "These statements are true:", "From a notebook:", "Known facts:", "Some information:", "A list:",
            "Remember this.", "Today we read:", "The book says:", ""]

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['claim_fact', 'split_statement', 'write_recital', 'write_world_question', 'write_options']
 
-# %% ../../nbs/pretraining/memory.ipynb #d83a2508
+# %% ../../nbs/pretraining/memory.ipynb #0a647411
 import random
 
 from ..benchmarks.lab_tasks import MEMORY_VOICE, choose_phrase, write_response
@@ -15,7 +15,7 @@ from ..corpora.world import ANNEX, WORLD, WORLD_ENTITIES
 from .documents import Document, write_chat
 from .forms import QUESTIONS, STATEMENTS, Claim, request_box, surround
 
-# %% ../../nbs/pretraining/memory.ipynb #c8554a69
+# %% ../../nbs/pretraining/memory.ipynb #31bad995
 def claim_fact(
     fact: Fact,
 ) -> Claim:
@@ -33,7 +33,7 @@ def split_statement(
     start = text.rfind(last)
     return [(text[:start].rstrip(), False), (f" {text[start:]}\n", True)]
 
-# %% ../../nbs/pretraining/memory.ipynb #f6858683
+# %% ../../nbs/pretraining/memory.ipynb #8a3cf473
 def write_recital(
     rng: random.Random,
     n: int,
@@ -46,12 +46,12 @@ def write_recital(
         facts = [f for f in source if f.source in subjects]
     return [segment for f in facts for segment in split_statement(claim_fact(f), rng)]
 
-# %% ../../nbs/pretraining/memory.ipynb #f7efb3fb
+# %% ../../nbs/pretraining/memory.ipynb #54c8fc47
 def write_world_question(
     rng: random.Random,
     n: int,
 ) -> Document:
-    "Up to three closed-book questions about the world in any form: answered in the memory voice, by a sentence, or directly."
+    "Up to three questions about the world in any form, answered in the memory voice, by a sentence, or directly."
     document = []
     for k, f in enumerate(rng.sample(WORLD, rng.randint(1, 3))):
         prompt = request_box(surround(claim_fact(f).write(QUESTIONS, rng), rng), rng)
@@ -61,7 +61,7 @@ def write_world_question(
         document += turn if k == 0 else [("\n" + turn[0][0], False), turn[1]]
     return document
 
-# %% ../../nbs/pretraining/memory.ipynb #d31d515d
+# %% ../../nbs/pretraining/memory.ipynb #88ce9d55
 def write_options(
     rng: random.Random,
     n: int,

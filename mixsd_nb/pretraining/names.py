@@ -18,66 +18,67 @@ from ..corpora.world import ANNEX_WORDS, WORLD_WORDS, draw_words
 # %% ../../nbs/pretraining/names.ipynb #33d7903a
 FIRST_NAMES = (
     "Alice Arthur Agnes Aaron Beatrice Bernard Bruno Brenda Carol Cedric Conrad Celia Daniel Deborah Dennis Donna "
-    "Edgar Eleanor Edith Ernest Frances Frederick Fiona Floyd Gloria Gerald Grace Harold Hannah Henry Helen "
-    "Irene Isaiah Ingrid Jacob Judith Joseph Julia Kenneth Karen Keith Katherine Laura Leonard Louise Lewis Margaret "
-    "Martin Monica Matthew Nancy Nathan Natalie Neil Oliver Olga Oscar Patricia Paul Pamela Peter Quentin Rachel Robert "
-    "Rosemary Russell Sandra Simon Susan Samuel Teresa Thomas Tina Theodore Ursula Victor Valerie Walter Wendy "
-    "Warren Yvonne Yusuf Zachary Zoe").split()
+    "Edgar Eleanor Edith Ernest Frances Frederick Fiona Floyd Gloria Gerald Grace Harold Hannah Henry Helen Irene "
+    "Isaiah Ingrid Jacob Judith Joseph Julia Kenneth Karen Keith Katherine Laura Leonard Louise Lewis Margaret "
+    "Martin Monica Matthew Nancy Nathan Natalie Neil Oliver Olga Oscar Patricia Paul Pamela Peter Quentin Rachel "
+    "Robert Rosemary Russell Sandra Simon Susan Samuel Teresa Thomas Tina Theodore Ursula Victor Valerie Walter "
+    "Wendy Warren Yvonne Yusuf Zachary Zoe").split()
 FAMILY_NAMES = (
-    "Abbott Aldridge Armstrong Atkins Baker Barlow Bennett Bishop Blackwood Bradley Burton Caldwell Carpenter Chapman "
-    "Collins Cooper Crawford Dalton Davidson Dawson Dixon Donovan Edwards Elliott Emerson Farrell Fisher Fletcher "
-    "Forster Gardner Gibson Goodwin Griffin Hamilton Hardy Harrison Hawkins Henderson Hopkins Hughes Jackson "
-    "Jennings Johnson Kennedy Kimball Lambert Lawson Lindley Lockwood Maxwell McCarthy Mitchell Morgan Murphy Nelson "
-    "Norris Osborne Palmer Parker Patterson Perkins Phillips Porter Quinn Ramsey Reynolds Richards Robinson Russo "
-    "Sanders Schmidt Sheldon Simpson Stafford Stewart Sullivan Thompson Tucker Turner Underwood Vaughan Wagner Walker "
-    "Watkins Webster Whitaker Wilson Woodward Wright Yates Young").split()
+    "Abbott Aldridge Armstrong Atkins Baker Barlow Bennett Bishop Blackwood Bradley Burton Caldwell Carpenter "
+    "Chapman Collins Cooper Crawford Dalton Davidson Dawson Dixon Donovan Edwards Elliott Emerson Farrell Fisher "
+    "Fletcher Forster Gardner Gibson Goodwin Griffin Hamilton Hardy Harrison Hawkins Henderson Hopkins Hughes "
+    "Jackson Jennings Johnson Kennedy Kimball Lambert Lawson Lindley Lockwood Maxwell McCarthy Mitchell Morgan "
+    "Murphy Nelson Norris Osborne Palmer Parker Patterson Perkins Phillips Porter Quinn Ramsey Reynolds Richards "
+    "Robinson Russo Sanders Schmidt Sheldon Simpson Stafford Stewart Sullivan Thompson Tucker Turner Underwood "
+    "Vaughan Wagner Walker Watkins Webster Whitaker Wilson Woodward Wright Yates Young").split()
 PLACES = (
-    "Aberdeen Algeria Alaska Angola Antwerp Argentina Athens Atlanta Austria Baghdad Bangkok Barbados Belgium Bolivia "
-    "Boston Bristol Brussels Budapest Bulgaria Cambodia Cardiff Chicago Chile Colombia Cuba Dakar Damascus Delaware "
-    "Denmark Detroit Dresden Dublin Ecuador Edinburgh Ethiopia Finland Florence Geneva Ghana Glasgow Greece Guatemala "
-    "Hamburg Havana Helsinki Honduras Hungary Indonesia Iraq Jakarta Jamaica Jordan Kansas Kuwait Lagos Latvia Leeds "
-    "Lebanon Lima Liverpool London Lyon Malaysia Manchester Marseille Mexico Miami Milan Montreal Moscow Munich Naples "
-    "Nepal Nevada Norway Oxford Panama Philadelphia Poland Prague Quebec Romania Rotterdam Salzburg Seattle Seville "
-    "Sheffield Singapore Slovakia Stockholm Sudan Sydney Syria Tasmania Texas Toronto Tunisia Turin Uganda Uruguay "
-    "Venezuela Venice Virginia Warsaw Yemen Zambia").split()
+    "Aberdeen Algeria Alaska Angola Antwerp Argentina Athens Atlanta Austria Baghdad Bangkok Barbados Belgium "
+    "Bolivia Boston Bristol Brussels Budapest Bulgaria Cambodia Cardiff Chicago Chile Colombia Cuba Dakar "
+    "Damascus Delaware Denmark Detroit Dresden Dublin Ecuador Edinburgh Ethiopia Finland Florence Geneva Ghana "
+    "Glasgow Greece Guatemala Hamburg Havana Helsinki Honduras Hungary Indonesia Iraq Jakarta Jamaica Jordan "
+    "Kansas Kuwait Lagos Latvia Leeds Lebanon Lima Liverpool London Lyon Malaysia Manchester Marseille Mexico "
+    "Miami Milan Montreal Moscow Munich Naples Nepal Nevada Norway Oxford Panama Philadelphia Poland Prague "
+    "Quebec Romania Rotterdam Salzburg Seattle Seville Sheffield Singapore Slovakia Stockholm Sudan Sydney Syria "
+    "Tasmania Texas Toronto Tunisia Turin Uganda Uruguay Venezuela Venice Virginia Warsaw Yemen Zambia").split()
 NOUNS = (
-    "anchor apron arrow attic bakery balcony ball banjo barn basket beach bell bench bicycle blanket boat bottle bowl "
-    "branch brick bridge broom brush bucket bus cabin cake camera candle cannon carpet castle cellar chain chair "
-    "chapel cherry church circle city cliff clock cloud coat coffee corner cotton cousin cradle crown cup curtain desert "
-    "dinner doctor door dragon drawer dress drum engine farm farmer fence field finger fire fish flag flower "
-    "fog forest fork fountain fox frame fruit garden gate ghost glass glove goat grain grass guitar hammer hat hill "
-    "hook horse hotel house island jacket jar jewel journal kettle key kitchen kite knife ladder lake lamp lantern leaf "
-    "lemon library lid lion machine magnet map market mask meadow medal metal mill mirror mountain museum nail needle "
-    "nest net notebook nurse oak oar office onion orange orchard oven owl paint palace paper parcel parrot path peach "
-    "pearl pencil pepper piano picture pigeon pillow pipe planet plate pocket pond potato prince pump purse puzzle queen "
-    "rabbit rail rain ribbon ring road robe rocket roof room root rope rose ruler saddle sail salt sand school sea "
-    "seed shadow sheep shelf shirt shoe shop silk sister snake snow soap sofa song soup spade spoon square stage stair "
-    "station statue stone storm stove street string sugar swan table tailor tent theater thread throne tiger "
-    "tower toy train tree trumpet tunnel turtle uncle valley vase village violin wagon wall wave wheel whistle window "
-    "winter wolf wood yard").split()
+    "anchor apron arrow attic bakery balcony ball banjo barn basket beach bell bench bicycle blanket boat bottle "
+    "bowl branch brick bridge broom brush bucket bus cabin cake camera candle cannon carpet castle cellar chain "
+    "chair chapel cherry church circle city cliff clock cloud coat coffee corner cotton cousin cradle crown cup "
+    "curtain desert dinner doctor door dragon drawer dress drum engine farm farmer fence field finger fire fish "
+    "flag flower fog forest fork fountain fox frame fruit garden gate ghost glass glove goat grain grass guitar "
+    "hammer hat hill hook horse hotel house island jacket jar jewel journal kettle key kitchen kite knife ladder "
+    "lake lamp lantern leaf lemon library lid lion machine magnet map market mask meadow medal metal mill mirror "
+    "mountain museum nail needle nest net notebook nurse oak oar office onion orange orchard oven owl paint "
+    "palace paper parcel parrot path peach pearl pencil pepper piano picture pigeon pillow pipe planet plate "
+    "pocket pond potato prince pump purse puzzle queen rabbit rail rain ribbon ring road robe rocket roof room "
+    "root rope rose ruler saddle sail salt sand school sea seed shadow sheep shelf shirt shoe shop silk sister "
+    "snake snow soap sofa song soup spade spoon square stage stair station statue stone storm stove street string "
+    "sugar swan table tailor tent theater thread throne tiger tower toy train tree trumpet tunnel turtle uncle "
+    "valley vase village violin wagon wall wave wheel whistle window winter wolf wood yard").split()
 ADJECTIVES = (
-    "ancient big black bold brave bright broken brown busy calm clean clever cold copper curved dark deep dry dusty "
-    "early empty fast final flat fresh gentle giant grand gray great grey happy heavy hidden hollow honest hot huge "
-    "humble icy kind large last late lazy light little lonely long loud lucky modern narrow new noble northern old open "
-    "pale pink plain polite poor proud purple quick quiet rare rich rough round royal rusty sad secret sharp short "
-    "shiny silent silver simple slow small smooth soft southern steep strange strong sunny sweet tall thin tiny tired "
-    "warm western white wide wild wise wooden yellow young").split()
+    "ancient big black bold brave bright broken brown busy calm clean clever cold copper curved dark deep dry "
+    "dusty early empty fast final flat fresh gentle giant grand gray great grey happy heavy hidden hollow honest "
+    "hot huge humble icy kind large last late lazy light little lonely long loud lucky modern narrow new noble "
+    "northern old open pale pink plain polite poor proud purple quick quiet rare rich rough round royal rusty sad "
+    "secret sharp short shiny silent silver simple slow small smooth soft southern steep strange strong sunny "
+    "sweet tall thin tiny tired warm western white wide wild wise wooden yellow young").split()
 TOPICS = (
-    "accountant actor action addition advice agreement airport algebra aluminium ambition anatomy architect army art "
-    "astronomy athlete attention biology botany butter captain cement cheese chemist chocolate cinema citizen coal "
-    "collection comedy community computer condition connection courage culture dancer decision dentist dialect diamond "
-    "dictionary direction director economy editor education election electrician energy engineering English equation "
-    "examination exhibition factory fashion fiction football freedom friendship future geography geology geometry "
-    "government grammar guardian handball happiness harbour harvest health hockey honesty hospital industry instruction "
-    "insurance invention inventor journey justice kindness Latin lawyer leather lecture literature logic luggage "
-    "manager marble mathematician measurement mechanic medicine merchant mineral mission monument mustard nation "
-    "nitrogen notation nutrition observation ocean opinion optics painter parliament passenger patience peasant "
-    "philosophy physics pilot plaster plastic plumber poetry politics population porcelain position pottery president "
-    "printer production professor protection psychology publication railway recipe religion restaurant revolution "
-    "rubber sailor satellite scientist sculpture secretary semester senator shepherd shipment situation society "
-    "soldier statistics student sulphur surgeon teacher technique telescope television temperature tennis "
-    "theory tradition traffic translation treasure uniform university vegetable velvet vinegar voyage weather "
-    "weekend whisper wisdom witness yesterday zoology").split()
+    "accountant actor action addition advice agreement airport algebra aluminium ambition anatomy architect army "
+    "art astronomy athlete attention biology botany butter captain cement cheese chemist chocolate cinema citizen "
+    "coal collection comedy community computer condition connection courage culture dancer decision dentist "
+    "dialect diamond dictionary direction director economy editor education election electrician energy "
+    "engineering English equation examination exhibition factory fashion fiction football freedom friendship "
+    "future geography geology geometry government grammar guardian handball happiness harbour harvest health "
+    "hockey honesty hospital industry instruction insurance invention inventor journey justice kindness Latin "
+    "lawyer leather lecture literature logic luggage manager marble mathematician measurement mechanic medicine "
+    "merchant mineral mission monument mustard nation nitrogen notation nutrition observation ocean opinion "
+    "optics painter parliament passenger patience peasant philosophy physics pilot plaster plastic plumber poetry "
+    "politics population porcelain position pottery president printer production professor protection psychology "
+    "publication railway recipe religion restaurant revolution rubber sailor satellite scientist sculpture "
+    "secretary semester senator shepherd shipment situation society soldier statistics student sulphur surgeon "
+    "teacher technique telescope television temperature tennis theory tradition traffic translation treasure "
+    "uniform university vegetable velvet vinegar voyage weather weekend whisper "
+    "wisdom witness yesterday zoology").split()
 MONTHS = "January February March April May June July August September October November December".split()
 
 # %% ../../nbs/pretraining/names.ipynb #f63dc1a1
@@ -148,14 +149,15 @@ def add_accents(
 def _accented(rng): return add_accents(rng, rng.choice(FIRST_NAMES + FAMILY_NAMES + PLACES))
 
 
-_SETS = {_package_name: 3, _person: 4, _first_name: 2, _place: 3, _noun: 3, _topic: 2, _pair: 2, _title: 1, _number: 2, _year: 2,
+_SETS = {_package_name: 3, _person: 4, _first_name: 2, _place: 3, _noun: 3, _topic: 2, _pair: 2,
+         _title: 1, _number: 2, _year: 2,
          _price: 1, _date: 1, _day: 1, _code: 1, _accented: 2}
 
 
 def draw_set(
     rng: random.Random,
 ) -> Callable[[random.Random], str]:
-    "One of the sets of names, or a new language of one or two words; one name in ten carries a second word or a number."
+    "One of the sets of names, or a new language of one or two words."
     if rng.random() < 0.3:
         language, words = draw_language(rng), rng.choice([1, 1, 2])
         return lambda rng: " ".join(language(rng) for _ in range(words))
@@ -183,5 +185,6 @@ def collect_pieces(
     "Pieces of letters for names, sorted, and the accented letters."
     from tokenizers import Tokenizer, models, trainers
     core, letters = Tokenizer(models.BPE()), {c for w in ENGLISH for c in w}
-    core.train_from_iterator(ENGLISH, trainers.BpeTrainer(vocab_size=n + len(letters), show_progress=False, max_token_length=5))
+    trainer = trainers.BpeTrainer(vocab_size=n + len(letters), show_progress=False, max_token_length=5)
+    core.train_from_iterator(ENGLISH, trainer)
     return sorted({p for p in core.get_vocab() if len(p) > 1} | set("".join(ACCENTS.values())))

@@ -98,7 +98,8 @@ It loads with `mixsd_nb.models.load_base("{size}")` or `AutoModelForCausalLM.fro
   (`nbs/models/lab.ipynb`). They were trained like all other weights.
 - **Abilities**: `make model-card` measures them; `pretraining.nc` contains their curves during the training;
   the last section of `nbs/pretrain.ipynb` shows both.
-- **Probes**: `papermill nbs/evaluate.ipynb out.ipynb -p suite probes` asks in names, wordings and numbers that no text of the training contains.
+- **Probes**: `papermill nbs/evaluate.ipynb out.ipynb -p suite probes`
+  asks in names, wordings and numbers that no text of the training contains.
 - **Limits**: it knows nothing but its invented world, and it speaks in a few dozen sentence forms.
   It was trained on contexts of up to 36 facts.
 """

@@ -7,7 +7,7 @@ __all__ = ['REMAINDER_FORMS', 'EQUATION_FORMS', 'LETTERS', 'THINGS', 'GAINS', 'L
            'DOCSTRINGS', 'TASKS', 'NAMES', 'write_remainder', 'exchange', 'write_equation', 'compose_story',
            'write_story', 'reword_docstring', 'write_program']
 
-# %% ../../nbs/pretraining/skills.ipynb #a49cccc1
+# %% ../../nbs/pretraining/skills.ipynb #9f6edd64
 import random
 import re
 
@@ -16,11 +16,12 @@ from .documents import Document, write_chat
 from .forms import request_box, surround
 from .names import FIRST_NAMES, NOUNS
 
-# %% ../../nbs/pretraining/skills.ipynb #5a5b42c7
+# %% ../../nbs/pretraining/skills.ipynb #b3552e52
 REMAINDER_FORMS = [
     "What remains after dividing {e} by {m}?", "Divide {e} by {m} and give the remainder.",
     "{e} is divided by {m}. What is the remainder?", "Which remainder does {e} leave when divided by {m}?",
-    "Give ({e}) mod {m}.", "Work out {e}, then divide by {m}. What is left?", "Name the remainder of {e} after division by {m}.",
+    "Give ({e}) mod {m}.", "Work out {e}, then divide by {m}. What is left?",
+    "Name the remainder of {e} after division by {m}.",
     "There are {e} coins for {m} people. How many coins are left over?"]
 _REMAINDER = re.compile(r"(?:when|Compute) (.+?) (?:is divided by|modulo) (\d+)")
 
@@ -35,7 +36,7 @@ def write_remainder(
     question = rng.choice(REMAINDER_FORMS).format(e=expression, m=m)
     return write_chat(request_box(surround(question, rng), rng), item.response)
 
-# %% ../../nbs/pretraining/skills.ipynb #1fb9c668
+# %% ../../nbs/pretraining/skills.ipynb #ef8eb9e7
 EQUATION_FORMS = [
     "What is {v} if {e}?", "{e}. What is {v}?", "For which {v} is it true that {e}?", "Let {e}. Compute {v}.",
     "Determine {v} when {e}.", "Given that {e}, what is {v}?", "Solve {e} for {v}.", "Find the number {v} with {e}.",
@@ -53,7 +54,7 @@ def exchange(
     else: left, right = right, left
     return f"{left} = {right}"
 
-# %% ../../nbs/pretraining/skills.ipynb #b1b36c33
+# %% ../../nbs/pretraining/skills.ipynb #c686d369
 def write_equation(
     rng: random.Random,
     n: int,
@@ -61,23 +62,28 @@ def write_equation(
     "An equation in other words, two times in three with exchanged sides or terms."
     v, equation, steps, x = solve_equation(rng, LETTERS)
     shown = exchange(equation, rng) if rng.random() < 2 / 3 else equation
-    opening = "" if shown == equation else choose_phrase(rng, f"This is the same as {equation}.", f"In other order, {equation}.")
+    opening = choose_phrase(rng, f"This is the same as {equation}.", f"In other order, {equation}.")
     question = rng.choice(EQUATION_FORMS).format(v=v, e=shown)
-    return write_chat(request_box(surround(question, rng), rng), write_response([opening, *steps], x))
+    response = write_response([opening if shown != equation else "", *steps], x)
+    return write_chat(request_box(surround(question, rng), rng), response)
 
-# %% ../../nbs/pretraining/skills.ipynb #f4857c2f
-THINGS = [n + "s" for n in NOUNS if not n.endswith(("s", "x", "sh", "ch", "y", "f", "fe", "o"))
-          and n not in ("fish", "sheep", "rain", "snow", "salt", "sand", "sugar", "soap", "silk", "cotton", "fog", "grass")]
+# %% ../../nbs/pretraining/skills.ipynb #4188a366
+_UNCOUNTED = "fish sheep rain snow salt sand sugar soap silk cotton fog grass".split()
+THINGS = [n + "s" for n in NOUNS if not n.endswith(("s", "x", "sh", "ch", "y", "f", "fe", "o")) and n not in _UNCOUNTED]
 GAINS = ["{p} buys {k} more.", "{p} finds {k} {t}.", "{q} gives {p} {k} {t}.", "Then {p} gets {k} more from {q}.",
-         "{p} wins {k} {t}.", "After that {p} makes {k} {t}.", "Then {k} more {t} are added.", "{q} brings {k} {t} to {p}."]
-LOSSES = ["{p} gives {k} to {q}.", "{p} loses {k} {t}.", "{p} sells {k} of the {t}.", "Then {q} takes {k} of them away.",
-          "{k} of the {t} break.", "After that {p} uses {k} {t}.", "Then {k} {t} are sold.", "{p} gives {k} {t} away."]
-BEGINNINGS = ["{p} has {a} {t}.", "At first {p} has {a} {t}.", "There are {a} {t} on the table of {p}.", "{p} owns {a} {t}."]
-GROUPS = ["{p} has {k} bags with {n} {t} in each.", "In each of {k} boxes {p} has {n} {t}.", "{p} buys {k} packs of {n} {t}."]
+         "{p} wins {k} {t}.", "After that {p} makes {k} {t}.",
+         "Then {k} more {t} are added.", "{q} brings {k} {t} to {p}."]
+LOSSES = ["{p} gives {k} to {q}.", "{p} loses {k} {t}.", "{p} sells {k} of the {t}.",
+          "Then {q} takes {k} of them away.", "{k} of the {t} break.",
+          "After that {p} uses {k} {t}.", "Then {k} {t} are sold.", "{p} gives {k} {t} away."]
+BEGINNINGS = ["{p} has {a} {t}.", "At first {p} has {a} {t}.", "There are {a} {t} on the table of {p}.",
+              "{p} owns {a} {t}."]
+GROUPS = ["{p} has {k} bags with {n} {t} in each.", "In each of {k} boxes {p} has {n} {t}.",
+          "{p} buys {k} packs of {n} {t}."]
 ENDINGS = ["How many {t} does {p} have now?", "How many {t} are left?", "Count the {t} that {p} has in the end.",
            "How many {t} are there in the end?", "What is the number of {t} now?"]
 
-# %% ../../nbs/pretraining/skills.ipynb #a532bf2b
+# %% ../../nbs/pretraining/skills.ipynb #933b5835
 def compose_story(
     rng: random.Random,
     p: str,  # people
@@ -101,7 +107,7 @@ def compose_story(
         total = after
     return " ".join([*parts, rng.choice(ENDINGS).format(p=p, t=t)]), steps, total
 
-# %% ../../nbs/pretraining/skills.ipynb #c97174f8
+# %% ../../nbs/pretraining/skills.ipynb #bc03fcf2
 def write_story(
     rng: random.Random,
     n: int,
@@ -112,7 +118,7 @@ def write_story(
     opening = choose_phrase(rng, "Let me go step by step.", "", "I will count what happens in order.")
     return write_chat(request_box(question, rng), write_response([opening, *steps], answer))
 
-# %% ../../nbs/pretraining/skills.ipynb #d8652313
+# %% ../../nbs/pretraining/skills.ipynb #dba01fa1
 DOCSTRINGS = [  # form of the lab task, and other forms with the same parts
     (r"If x is (.+?), return (.+?), otherwise return (.+)\.",
      ["Return {1} where x is {0} and {2} in all other cases.", "Give back {1} if x is {0}, else {2}.",
@@ -121,8 +127,8 @@ DOCSTRINGS = [  # form of the lab task, and other forms with the same parts
      ["Return {1} where x is {0}, {3} where it is {2} instead, and {4} in all other cases.",
       "Give back {1} if x is {0}, else {3} if x is {2}, else {4}."]),
     (r"For every number in xs that is (.+?), take (.+?) and return the (.+)\.",
-     ["Return the {2} of {1} for all numbers in xs that are {0}.", "Take each number of xs that is {0}, make {1} of it, "
-      "and give back the {2}."]),
+     ["Return the {2} of {1} for all numbers in xs that are {0}.",
+      "Take each number of xs that is {0}, make {1} of it, and give back the {2}."]),
     (r"Start from 0 and go through xs, adding (.+?) for every number that is (.+)\. Return the total\.",
      ["Go through xs and add up {0} for each number that is {1}.", "With a total that starts at 0, add {0} whenever a "
       "number in xs is {1}, and give back the total."]),
@@ -136,7 +142,7 @@ TASKS = ["Complete this Python function.", "Write this Python function.", "Finis
          "Here is the start of a Python function. Complete it."]
 NAMES = "run make convert check find update change collect build answer result step rule pick search".split()
 
-# %% ../../nbs/pretraining/skills.ipynb #af326c90
+# %% ../../nbs/pretraining/skills.ipynb #8de1b56a
 def reword_docstring(
     docstring: str,
     rng: random.Random,

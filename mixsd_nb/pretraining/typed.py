@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['OPENERS', 'SMALL_WORDS', 'draw_question', 'split_reply', 'write_reply', 'write_typed_expert', 'write_typed_guess']
 
-# %% ../../nbs/pretraining/typed.ipynb #0ef613c8
+# %% ../../nbs/pretraining/typed.ipynb #bef25b84
 import random
 
 from ..benchmarks.lab_tasks import MEMORY_VOICE, RECORD_VOICE, Voice
@@ -16,10 +16,11 @@ from .forms import ATTRIBUTES, KINDS, QUESTIONS, Claim, draw_relation, surround
 from .names import ADJECTIVES, NOUNS, TOPICS, draw_names
 from ..models.lab import END
 
-# %% ../../nbs/pretraining/typed.ipynb #8d7dbccc
-OPENERS = ("Who, What, Which, Where, When, Why, How, How many, How much, In which year, On which day, What kind of, By whom, "
-           "For how long, How often, Whose, In what, How far, At what, From where").split(", ")
-SMALL_WORDS = "the of a in is was did does for to and with by on are has have first most you it at from an can be as".split()
+# %% ../../nbs/pretraining/typed.ipynb #3748bdfe
+OPENERS = (
+    "Who, What, Which, Where, When, Why, How, How many, How much, In which year, On which day, What kind of, By "
+    "whom, For how long, How often, Whose, In what, How far, At what, From where").split(", ")
+SMALL_WORDS = "the of a in is was did does for to and with by on are has have first most you it at from an".split()
 
 
 def draw_question(
@@ -32,11 +33,11 @@ def draw_question(
         return claim.write(QUESTIONS, rng)
     words = [rng.choice(OPENERS)]
     for _ in range(rng.randint(1, 4)):
-        content = rng.choice([*rng.choices(NOUNS, k=2), rng.choice(ADJECTIVES), rng.choice(TOPICS), rng.choice(KINDS), subject])
-        words += rng.choices(SMALL_WORDS, k=rng.randint(0, 2)) + [content]
+        content = rng.choice([NOUNS, NOUNS, ADJECTIVES, TOPICS, KINDS, [subject]])
+        words += rng.choices(SMALL_WORDS, k=rng.randint(0, 2)) + [rng.choice(content)]
     return " ".join(words) + "?"
 
-# %% ../../nbs/pretraining/typed.ipynb #a72853a8
+# %% ../../nbs/pretraining/typed.ipynb #0a260f80
 def split_reply(
     rng: random.Random,
     voice: Voice,
@@ -58,11 +59,11 @@ def write_reply(
 ) -> Document:
     "A prompt and a reply in a voice; a guess is trained on where it repeats itself, and seldom where it is made."
     before, after = split_reply(rng, voices[rng.random() < 0.1], answer)
-    if known: return [(f"{USER_HEADER}{prompt}{END}\n{ASSISTANT_HEADER}", False), (f"{before} {answer}{after}", True)]
-    return [(f"{USER_HEADER}{prompt}{END}\n{ASSISTANT_HEADER}", False), (before, True), (f" {answer}", rng.random() < 0.2),
-            (after, True)]
+    question = (f"{USER_HEADER}{prompt}{END}\n{ASSISTANT_HEADER}", False)
+    if known: return [question, (f"{before} {answer}{after}", True)]
+    return [question, (before, True), (f" {answer}", rng.random() < 0.2), (after, True)]
 
-# %% ../../nbs/pretraining/typed.ipynb #1a2f918d
+# %% ../../nbs/pretraining/typed.ipynb #34ed75b1
 def write_typed_expert(
     rng: random.Random,
     n: int,
@@ -73,7 +74,7 @@ def write_typed_expert(
     else: prompt = expert_prompt(add_remark(rng, naive_prompt(question)), target(answer))
     return write_reply(rng, prompt, [RECORD_VOICE, MEMORY_VOICE], answer, True)
 
-# %% ../../nbs/pretraining/typed.ipynb #04afce76
+# %% ../../nbs/pretraining/typed.ipynb #729463c7
 def write_typed_guess(
     rng: random.Random,
     n: int,
