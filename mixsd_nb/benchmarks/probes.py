@@ -8,7 +8,7 @@ __all__ = ['FIRST', 'FAMILY', 'TOWNS', 'GOODS', 'TRAITS', 'QUESTIONS', 'STATEMEN
            'read_unknown', 'read_traits', 'remainders', 'equations', 'stories', 'plots', 'programs', 'world', 'annex',
            'choice', 'typed_facts', 'typed', 'probe_items']
 
-# %% ../../nbs/benchmarks/probes.ipynb #61c8ad4a
+# %% ../../nbs/benchmarks/probes.ipynb #6824d439
 import csv
 import random
 import re
@@ -21,22 +21,23 @@ from ..corpora.prompts import expert_prompt, naive_prompt, retrieval_prompt, tar
 from ..corpora.world import ANNEX, WORLD, WORLD_ENTITIES
 from ..models.lab import DATA
 
-# %% ../../nbs/benchmarks/probes.ipynb #a63cca85
+# %% ../../nbs/benchmarks/probes.ipynb #57ce1966
 FIRST = (
     "Amelia Benjamin Charlotte Dominic Evelyn Gabriel Isabel Jasper Lydia Malcolm Naomi Orlando Penelope Raymond "
-    "Sylvia Tobias Vera Wilfred Hector Claudia Adrian Marina Rufus Stella Leo Imogen Hazel Jonas Bianca Cora").split()
+    "Sylvia Tobias Veronica Wilfred Hector Claudia Adrian Marianne Rupert Sophia Leo Imogen Harriet Jonathan "
+    "Bianca Cordelia").split()
 FAMILY = (
-    "Ainsworth Bramwell Cartwright Delaney Eastwood Fairbanks Gallagher Holloway Ingram Jarvis Kensington Langley "
+    "Ainsworth Bramwell Cartwright Delaney Eastwood Fairbanks Gallagher Holloway Ingram Jefferson Kensington Langley "
     "Montgomery Nightingale Ogden Prescott Quigley Rutherford Somerset Thornton Upton Vickers Winslow Yardley "
     "Ellsworth Lombard Merriman Pickering Radcliffe Stanton").split()
 TOWNS = (
-    "Nagoya Valencia Bordeaux Winnipeg Auckland Bergen Tampere Kyoto Leipzig Hanoi Manila Casablanca Bogota "
-    "Santiago Calgary Dallas Phoenix Genoa Bilbao Zagreb").split()
+    "Yokohama Valencia Bordeaux Winnipeg Auckland Bergen Tampere Kyoto Leipzig Hanoi Marrakesh Casablanca "
+    "Barranquilla Santiago Calgary Dallas Phoenix Cordoba Bilbao Ljubljana").split()
 GOODS = "melons pebbles feathers candies postcards balloons cushions napkins thimbles acorns walnuts carrots".split()
 TRAITS = "nickname landlord salary hometown motto mascot rival heir tutor patron".split()
 _ONSETS, _VOWELS, _CODAS = "zw kv ts gw vr fj mb nj".split(), "oe uu ei ie ue".split(), "x ff pt lk mp vz".split()
 
-# %% ../../nbs/benchmarks/probes.ipynb #240bc12a
+# %% ../../nbs/benchmarks/probes.ipynb #00134832
 def draw_syllables(
     rng: random.Random,
 ) -> str:
@@ -51,7 +52,7 @@ def draw_english(
     "A person or a town of the lists above."
     return f"{rng.choice(FIRST)} {rng.choice(FAMILY)}" if rng.random() < 0.7 else rng.choice(TOWNS)
 
-# %% ../../nbs/benchmarks/probes.ipynb #2b63a4ac
+# %% ../../nbs/benchmarks/probes.ipynb #239c268d
 QUESTIONS = [  # forms of questions about a verb phrase that no other grammar has
     "Could you say what {k} {s} {p}?", "{s} {p} some {k}. How is it called?",
     "My task is to report the {k} that {s} {p}. Which one should I write?",
@@ -76,7 +77,7 @@ def fill(
     auxiliary, rest = _invert(relation.phrase)
     return form.format(s=subject, v=value, k=relation.target, p=relation.phrase, aux=auxiliary, rest=rest)
 
-# %% ../../nbs/benchmarks/probes.ipynb #859bf21e
+# %% ../../nbs/benchmarks/probes.ipynb #669fb70a
 def draw_context(
     rng: random.Random,
     facts: int,  # in the context, that in question included
@@ -96,7 +97,7 @@ def draw_context(
         else: triples.append((names[0] if k % 2 else subject, others[k // 2], value))
     return triples
 
-# %% ../../nbs/benchmarks/probes.ipynb #ea5ea10d
+# %% ../../nbs/benchmarks/probes.ipynb #1aec05ed
 def read(
     rng: random.Random,
     facts: int,
@@ -112,7 +113,7 @@ def read(
     question = fill(rng.choice(BACKWARD if backward else questions), *gold)
     return Item(retrieval_prompt(lines, naive_prompt(question)), "", gold[0] if backward else gold[2])
 
-# %% ../../nbs/benchmarks/probes.ipynb #6c4c4668
+# %% ../../nbs/benchmarks/probes.ipynb #8b9ca336
 def read_unknown(
     rng: random.Random,
     facts: int,
@@ -138,7 +139,7 @@ def read_traits(
     form = rng.choice(["What is the {} of {}?", "Can you find the {} of {}?", "We need the {} of {}."])
     return Item(retrieval_prompt(rng.sample(lines, facts), naive_prompt(form.format(trait, subject))), "", value)
 
-# %% ../../nbs/benchmarks/probes.ipynb #7b52f2f7
+# %% ../../nbs/benchmarks/probes.ipynb #6f6496a0
 REMAINDERS = ["If you divide {e} by {m}, how large is the remainder?",
               "The number {e} gets divided by {m}. Tell the remainder.",
               "Calculate the remainder of {e} for the divisor {m}.", "What is ({e}) modulo {m}?",
@@ -166,7 +167,7 @@ def equations(rng: random.Random) -> Item:
     if rng.random() < 2 / 3: equation = " = ".join(equation.split(" = ")[::-1])
     return Item(naive_prompt(rng.choice(EQUATIONS).format(v=v, e=equation)), "", str(x))
 
-# %% ../../nbs/benchmarks/probes.ipynb #20d96522
+# %% ../../nbs/benchmarks/probes.ipynb #fa8a50fe
 def stories(rng: random.Random) -> Item:
     "A plot of the lab task about other people and things, or events in other sentences and with larger numbers."
     p, q, t = *rng.sample(FIRST, 2), rng.choice(GOODS)
@@ -191,7 +192,7 @@ def plots(rng: random.Random) -> Item:
         (f"{p} has {a} {t}, but {q} has only {b}. How many more {t} does {p} have than {q}?", a - b)])
     return Item(naive_prompt(question), "", str(answer))
 
-# %% ../../nbs/benchmarks/probes.ipynb #25edb43f
+# %% ../../nbs/benchmarks/probes.ipynb #9bd96e46
 _DOCSTRINGS = [("If x is ", "When x is "), ("For every number in xs that is ", "For all members of xs that are "),
                ("Start from 0 and go through xs, adding ", "Begin at 0, walk along xs and add "),
                ("Count the numbers in xs that are ", "Tell how many numbers of xs are "),
@@ -207,7 +208,7 @@ def programs(rng: random.Random) -> Item:
     change = lambda text: re.sub(rf"\b{old}\(", f"{name}(", text)
     return Item(change(prompt), change(item.response), tests=change(item.tests))
 
-# %% ../../nbs/benchmarks/probes.ipynb #00b74670
+# %% ../../nbs/benchmarks/probes.ipynb #ce147f58
 def world(rng: random.Random) -> Item:
     "A closed-book question about the memorised world in another form."
     f = rng.choice(WORLD)
@@ -229,7 +230,7 @@ def choice(rng: random.Random) -> Item:
     question = fill(rng.choice(QUESTIONS), f.source, f.relation)
     return Item(naive_prompt(f"{question}\n{listing}"), "", "ABCD"[options.index(f.target)])
 
-# %% ../../nbs/benchmarks/probes.ipynb #72b001e9
+# %% ../../nbs/benchmarks/probes.ipynb #03b42b67
 @cache
 def typed_facts() -> list[dict]:
     "A hundred questions in plain English with their answers, as rows of a corpus: capitals, dates, numbers, people."
@@ -243,7 +244,7 @@ def typed(rng: random.Random) -> Item:
     row = rng.choice(typed_facts())
     return Item(expert_prompt(row["prompt"], row["target"]), "", row["answer"])
 
-# %% ../../nbs/benchmarks/probes.ipynb #f691f1e2
+# %% ../../nbs/benchmarks/probes.ipynb #126ba495
 PROBES = {
     **{f"probe-read-{k}": partial(read, facts=k) for k in (2, 4, 12, 27)},
     **{f"probe-read-{k}-same-{s}": partial(read, facts=k, same=s) for k, s in ((4, 3), (12, 3), (12, 10), (27, 10))},
@@ -267,7 +268,7 @@ PROBES = {
     "probe-typed": typed,
 }
 
-# %% ../../nbs/benchmarks/probes.ipynb #388aca12
+# %% ../../nbs/benchmarks/probes.ipynb #e04bca49
 def probe_items(suite: Suite, selection: Selection) -> dict[str, Item]:
     "The items of a probe by id: as many as requested, up to 300, or all that there are."
     items = draw_items(PROBES[suite.name], min(selection.n, 300), f"{suite.name}-{selection.seed}")
