@@ -179,14 +179,14 @@ for _name, _opening in {
 # %% ../../nbs/benchmarks/index.ipynb #1c2f632a
 _READ = ("read-2", "read-4", "read-12", "read-27", "read-4-same-3", "read-12-same-3", "read-12-same-10",
          "read-27-same-10", "english-4", "english-12-same-3", "traits-12", "questions-4", "questions-12-same-3",
-         "statements-12-same-3",
-         "backward-12", "unknown-12")
+         "statements-12-same-3", "backward-12", "unknown-12")
 _SKILLS = ("remainders", "equations", "stories", "plots", "functions", "choice", "world", "world-direct", "annex",
            "typed")
 for _name in (*_READ, *_SKILLS):
     SUITES.add(Suite(f"probe-{_name}", f"Probe: {_name.replace('-', ' ')}", "probe", "benchmarks.probes:probe_items",
                      f"probe-{_name}", "", ("probes",), Sampling(224 if _name == "remainders" else 160),
-                     {"functions": "harmless-tests", "choice": "letter"}.get(_name, "box"), version=1,
+                     {"functions": "harmless-tests", "choice": "letter"}.get(_name, "box"),
+                     "first-line" if _name == "choice" else "", version=1,
                      opening="The answer is" if _name == "world-direct" else ""))
 
 # %% ../../nbs/benchmarks/index.ipynb #9b764be3
