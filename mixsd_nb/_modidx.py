@@ -1535,6 +1535,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                    'mixsd_nb.pretrain.main': ('pretrain.html#main', 'mixsd_nb/pretrain.py')},
             'mixsd_nb.pretraining.abilities': { 'mixsd_nb.pretraining.abilities.ability_items': ( 'pretraining/abilities.html#ability_items',
                                                                                                   'mixsd_nb/pretraining/abilities.py'),
+                                                'mixsd_nb.pretraining.abilities.count_items': ( 'pretraining/abilities.html#count_items',
+                                                                                                'mixsd_nb/pretraining/abilities.py'),
                                                 'mixsd_nb.pretraining.abilities.measure_abilities': ( 'pretraining/abilities.html#measure_abilities',
                                                                                                       'mixsd_nb/pretraining/abilities.py'),
                                                 'mixsd_nb.pretraining.abilities.measure_typed': ( 'pretraining/abilities.html#measure_typed',
