@@ -13,9 +13,9 @@ import xarray as xr
 from pydantic import Field, computed_field, field_validator
 
 from .models import check_model, load_base
-from .models.lab import SIZES, build_tokenizer, grow, lab_config, lab_folder, set_start_values
-from .pretraining.abilities import measure_abilities
-from .pretraining.curriculum import collect_vocabulary
+from .models.lab import SIZES, grow, lab_config, lab_folder, set_start_values
+from .pretraining.abilities import count_items, measure_abilities
+from .pretraining.curriculum import make_tokenizer
 from .pretraining.record import RECORD_FILE, ability_table, make_record, read_record, weights_digest
 from .pretraining.training import estimate_tokens, train_on_documents
 from .runs import Run, Seed, Stage, run_function, runtime_field, write_atomically
@@ -40,7 +40,7 @@ def load_start(
         model, tokenizer = load_base(source)
         same = model.config.num_hidden_layers == SIZES[size]["num_hidden_layers"]
         return tokenizer, model if same else grow(model, tokenizer, size)
-    tokenizer = load_base("lab-m")[1] if is_shipped("lab-m") else build_tokenizer(collect_vocabulary())
+    tokenizer = make_tokenizer()
     torch.manual_seed(seed)
     return tokenizer, set_start_values(Qwen3ForCausalLM(lab_config(size, tokenizer)), tokenizer, seed)
 
@@ -103,7 +103,8 @@ class PretrainConfig(Stage):
         model.save_pretrained(run.folder / "model")
         tokenizer.save_pretrained(run.folder / "model")
         abilities = measure_abilities(model.float(), tokenizer, self.n)
-        record = make_record(log, abilities, self.n, self.canonical(), earlier)
+        counts = dict.fromkeys(abilities, self.n) | count_items(self.n)
+        record = make_record(log, abilities, counts, self.canonical(), earlier)
         write_atomically(run.folder / "model" / RECORD_FILE, lambda path: record.to_netcdf(path, engine="netcdf4"))
         return record
 
@@ -118,7 +119,7 @@ def _print_model_card(size=(), n=PretrainConfig.model_fields["n"].default):
     "Measure the shipped models again and print the model card."
     for size in size or filter(is_shipped, SIZES):
         model, tokenizer = load_base(size)
-        table = ability_table(measure_abilities(model, tokenizer, n), n).to_string()
+        table = ability_table(measure_abilities(model, tokenizer, n), count_items(n)).to_string()
         print(f"{size}: {sum(p.numel() for p in model.parameters()):,} parameters\n{table}\n", flush=True)
 
 

@@ -37,7 +37,8 @@ class Sampling:
     max_total: int = 10_000  # largest length of prompt and response in tokens
 
 # %% ../../nbs/benchmarks/index.ipynb #755ee8c9
-ROLES = ("in-domain", "held-out", "world", "prefilled", "validation")  # prefilled: a held-out twin, never averaged
+# prefilled: a held-out twin; probe: of what a base model can do; neither is averaged
+ROLES = ("in-domain", "held-out", "world", "prefilled", "validation", "probe")
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,17 @@ for _suite in [_in_domain("recall", "train", "Train", _CORE), _in_domain("retrie
                _in_domain("two-hop-context", "two_hop_context"), _in_domain("three-hop", "three_hop"),
                _in_domain("chains", "chains")]: SUITES.add(_suite)
 
+# %% ../../nbs/benchmarks/index.ipynb #9cedcee1
+def _varied(name, column, items, source, groups):
+    return Suite(name, column, "in-domain", f"benchmarks.in_domain:{items}", source, column, groups,
+                 Sampling(max_new_tokens=0), published="corpus", version=1)
+
+
+SUITES.add(_varied("recall-reworded", "In other words", "reworded_items", "train", ("lab", "in-domain")))
+for _k in (1, 3, 10):
+    SUITES.add(_varied(f"retrieval-same-{_k}", f"Retrieval, {_k} of the same relation", "same_relation_items",
+                       f"retrieval+{_k}", ("retrieval-same-relation",)))
+
 # %% ../../nbs/benchmarks/index.ipynb #44675ee1
 def _lab(name, maker, column, role="held-out", **options):
     return Suite(name, name.replace("-", " ").capitalize(), role, "benchmarks.lab_tasks:lab_items",
@@ -163,6 +175,19 @@ for _name, _opening in {
     "functions": "Here is the completed function.\n\n```python\n",
     "choice": "From what I know,",
 }.items(): SUITES.add(open_twin(_name, _opening))
+
+# %% ../../nbs/benchmarks/index.ipynb #1c2f632a
+_READ = ("read-2", "read-4", "read-12", "read-27", "read-4-same-3", "read-12-same-3", "read-12-same-10",
+         "read-27-same-10", "english-4", "english-12-same-3", "traits-12", "questions-4", "questions-12-same-3",
+         "statements-12-same-3", "backward-12", "unknown-12")
+_SKILLS = ("remainders", "equations", "stories", "plots", "functions", "choice", "world", "world-direct", "annex",
+           "typed")
+for _name in (*_READ, *_SKILLS):
+    SUITES.add(Suite(f"probe-{_name}", f"Probe: {_name.replace('-', ' ')}", "probe", "benchmarks.probes:probe_items",
+                     f"probe-{_name}", "", ("probes",), Sampling(224 if _name == "remainders" else 160),
+                     {"functions": "harmless-tests", "choice": "letter"}.get(_name, "box"),
+                     "first-line" if _name == "choice" else "", version=1,
+                     opening="The answer is" if _name == "world-direct" else ""))
 
 # %% ../../nbs/benchmarks/index.ipynb #9b764be3
 def _task(name, column, sampling, **options):

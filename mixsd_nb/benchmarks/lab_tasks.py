@@ -4,12 +4,14 @@
 
 # %% auto #0
 __all__ = ['PEOPLE', 'THINGS', 'PLOTS', 'FUNCTION_NAMES', 'SHAPES', 'PROBES', 'MEMORY_VOICE', 'RECORD_VOICE', 'is_reserved',
-           'write_response', 'choose_phrase', 'explain_product', 'explain_remainder', 'arithmetic', 'equations',
-           'word_problems', 'write_unit_tests', 'functions', 'Voice', 'choice', 'world', 'draw', 'lab_items', 'teach']
+           'write_response', 'choose_phrase', 'explain_product', 'explain_remainder', 'arithmetic', 'solve_equation',
+           'equations', 'word_problems', 'write_unit_tests', 'functions', 'Voice', 'choice', 'world', 'draw_items',
+           'draw', 'lab_items', 'teach']
 
 # %% ../../nbs/benchmarks/lab_tasks.ipynb #db29c642
 import hashlib
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from . import SUITES, Item, Selection, Suite
@@ -110,17 +112,27 @@ def _two_sided_equation(rng, a, x, b, v):
             [f"Taking {k}{v} from both sides, where {a + k} - {k} = {a}, gives {a}{v} + {b} = {a * x + b}.",
              f"Moving {b} to the other side, {a}{v} = {a * x + b} - {b} = {a * x}."])
 
-# %% ../../nbs/benchmarks/lab_tasks.ipynb #162ecaf7
-def equations(
+# %% ../../nbs/benchmarks/lab_tasks.ipynb #199d8ce7
+def solve_equation(
     rng: random.Random,
-) -> Item:
-    "A linear equation in one unknown: ax ± b = c, a(x + b) = c, or the unknown on both sides."
-    a, x, b, v = rng.randint(2, 9), rng.randint(1, 20), rng.randint(1, 30), rng.choice("xynk")
+    letters: str,  # for the unknown
+    solutions: tuple[int, int] = (1, 20),  # smallest and largest
+) -> tuple[str, str, list[str], int]:
+    "A letter, a linear equation in it, the steps that solve the equation, and the solution."
+    a, x, b, v = rng.randint(2, 9), rng.randint(*solutions), rng.randint(1, 30), rng.choice(letters)
     form = rng.choices([_one_sided_equation, _bracketed_equation, _two_sided_equation], [2, 1, 1])[0]
     equation, steps = form(rng, a, x, b, v)
     if form is not _bracketed_equation:
         steps.append(choose_phrase(rng, f"Dividing by {a} gives {v} = {a * x} / {a} = {x}.",
                                    f"So {v} = {a * x} / {a} = {x}."))
+    return v, equation, steps, x
+
+# %% ../../nbs/benchmarks/lab_tasks.ipynb #162ecaf7
+def equations(
+    rng: random.Random,
+) -> Item:
+    "A linear equation in one unknown: ax ± b = c, a(x + b) = c, or the unknown on both sides."
+    v, equation, steps, x = solve_equation(rng, "xynk")
     question = rng.choice([f"Solve for {v}: {equation}.", f"Which {v} satisfies {equation}?",
                            f"Find {v} if {equation}."])
     opening = choose_phrase(rng, "", f"I want {v} alone on one side.", "Let me solve this step by step.")
@@ -356,19 +368,30 @@ def world(
     return Item(naive_prompt(fact.question), MEMORY_VOICE.write_reply(rng, fact, fact.target), fact.target)
 
 # %% ../../nbs/benchmarks/lab_tasks.ipynb #7a07bc59
+def draw_items(
+    make: Callable[[random.Random], Item],
+    n: int,
+    key: str,  # of the random generator
+    usable: Callable[[Item], bool] = lambda item: True,
+) -> list[Item]:
+    "n usable items with different prompts, or those that two hundred draws in a row leave if there are fewer."
+    rng, items, idle = random.Random(key), {}, 0
+    while len(items) < n and idle < 200:
+        item, before = make(rng), len(items)
+        if usable(item): items.setdefault(item.prompt, item)
+        idle = 0 if len(items) > before else idle + 1
+    return list(items.values())
+
+
 def draw(
     name: str,  # of a lab suite
     n: int,
     seed: int = 0,
 ) -> list[Item]:
     "n items with different prompts, the same for the same seed on every machine; a twin has those of its original."
-    suite, items = SUITES[name].original, {}
-    rng = random.Random(f"{suite.name}-{seed}")
-    make = load_object(suite.source)
-    while len(items) < n:
-        item = make(rng)
-        if suite.role == "world" or is_reserved(item.prompt): items.setdefault(item.prompt, item)
-    return list(items.values())
+    suite = SUITES[name].original
+    usable = lambda item: suite.role == "world" or is_reserved(item.prompt)
+    return draw_items(load_object(suite.source), n, f"{suite.name}-{seed}", usable)
 
 # %% ../../nbs/benchmarks/lab_tasks.ipynb #fd08dec4
 def lab_items(suite: Suite, selection: Selection) -> dict[str, Item]:

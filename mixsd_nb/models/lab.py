@@ -42,19 +42,31 @@ PAD, START, END = "<|pad|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
                  "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
+# %% ../../nbs/models/lab.ipynb #0e69b6c7
+def _split_words(
+    words: list[str],  # of the vocabulary
+    names: str,  # regular expression
+) -> str:
+    "SPLIT, but a word that is neither in the vocabulary nor an invented name is separated from the space before it."
+    known = sorted({w[1:] for w in words if re.fullmatch(r" [A-Za-z']+", w)}, key=len, reverse=True)
+    return f" ?(?:{names}|{'|'.join(known)})(?![A-Za-z])| (?=[A-Za-z])|[A-Za-z']+|{SPLIT.split('|', 1)[1]}"
+
 # %% ../../nbs/models/lab.ipynb #38bff61f
 def build_tokenizer(
     words: list[str],  # texts that become one token each; a leading space is part of the text
+    pieces: list[str] = (),  # of other words
+    names: str = "(?!)",  # regular expression of invented names, whose first part is a token with its leading space
 ):
-    "A chat tokenizer over the words that falls back to bytes."
+    "A chat tokenizer over the words that falls back to pieces and to bytes."
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    scores = {b: -12.0 for b in level.alphabet()}
-    scores |= {"".join(t for t, _ in level.pre_tokenize_str(w)): -6.0 for w in words if len(w.encode()) > 1}
-    pieces = [(s, -20.0) for s in (PAD, START, END)] + sorted(scores.items())
-    core = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=False))
-    core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(SPLIT), "isolated"), level])
+    scores = {b: -12.0 for b in level.alphabet()} | {"Ġ": -3.0}
+    for texts, score in ((pieces, -7.0), (words, -6.0)):
+        scores |= {"".join(t for t, _ in level.pre_tokenize_str(w)): score for w in texts if len(w.encode()) > 1}
+    vocabulary = [(s, -20.0) for s in (PAD, START, END)] + sorted(scores.items())
+    core = Tokenizer(models.Unigram(vocabulary, unk_id=0, byte_fallback=False))
+    core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_split_words(words, names)), "isolated"), level])
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens([AddedToken(s, special=True) for s in (PAD, START, END)])
     return PreTrainedTokenizerFast(

@@ -52,7 +52,7 @@ def read_record(
 def make_record(
     log: dict,  # as returned by `train_on_documents`
     abilities: dict[str, float],  # at the end of the training
-    n: int,  # items of each ability
+    n: dict[str, int],  # items of each ability
     config: str,  # of the training, as JSON
     earlier: xr.DataTree | None = None,  # the record of the weights that the training started from
 ) -> xr.DataTree:
@@ -64,7 +64,7 @@ def make_record(
         curve = pd.concat([earlier["curves"].curve.to_pandas(), curve.set_axis(curve.index + earlier.attrs["tokens"])])
     root = xr.Dataset(
         dict(accuracy=("ability", list(abilities.values()), share),
-             n=("ability", [n] * len(abilities), dict(long_name="items asked", units="1"))),
+             n=("ability", [n[name] for name in abilities], dict(long_name="items asked", units="1"))),
         dict(ability=("ability", list(abilities), dict(long_name="ability", units="1"))),
         dict(config=config, tokens=float(seen)))
     loss = xr.Dataset(
@@ -78,9 +78,10 @@ def make_record(
 # %% ../../nbs/pretraining/record.ipynb #4d8b39fa
 def ability_table(
     abilities: dict[str, float],  # shares by ability
-    n: int,  # items of each
+    n: int | dict[str, int],  # items of each, or of all
 ) -> pd.DataFrame:
     "The abilities in % with their 95 % Wilson intervals. For a sampled suite N counts the items, not the samples."
+    n = pd.Series(n, list(abilities))
     low, high = wilson(pd.Series(abilities) * n, n)
     return pd.DataFrame({"%": pd.Series(abilities), "from": low, "to": high}).mul(100).round(1).assign(N=n)
 
@@ -98,7 +99,9 @@ It loads with `mixsd_nb.models.load_base("{size}")` or `AutoModelForCausalLM.fro
   (`nbs/models/lab.ipynb`). They were trained like all other weights.
 - **Abilities**: `make model-card` measures them; `pretraining.nc` contains their curves during the training;
   the last section of `nbs/pretrain.ipynb` shows both.
-- **Limits**: it speaks only about its invented world, in a few dozen sentence forms, and knows nothing about ours.
+- **Probes**: `papermill nbs/evaluate.ipynb out.ipynb -p suite probes`
+  asks in names, wordings and numbers that no text of the training contains.
+- **Limits**: it knows nothing but its invented world, and it speaks in a few dozen sentence forms.
   It was trained on contexts of up to 36 facts.
 """
 
