@@ -133,7 +133,7 @@ def _varied(name, column, items, source, groups):
                  Sampling(max_new_tokens=0), published="corpus", version=1)
 
 
-SUITES.add(_varied("recall-reworded", "In other words", "reworded_items", "train", ("lab", "in-domain")))
+SUITES.add(_varied("recall-reworded", "In other words", "reworded_items", "train", ("in-domain",)))
 for _k in (1, 3, 10):
     SUITES.add(_varied(f"retrieval-same-{_k}", f"Retrieval, {_k} of the same relation", "same_relation_items",
                        f"retrieval+{_k}", ("retrieval-same-relation",)))
