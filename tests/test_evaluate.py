@@ -231,7 +231,7 @@ def test_worked_responses_are_right_everywhere(data):
 
 
 @pytest.mark.parametrize("parameters, sentence", [
-    (dict(suite="papr"), "suite must be, with commas between them, among lab, paper, in-domain, prefilled, recall, retrieval"),
+    (dict(suite="papr"), "suite must be, with commas between them, among lab, paper, in-domain, retrieval-same-relation, prefilled, probes, recall"),
     (dict(suite=""), "suite must be, with commas between them, among"),
     (dict(n=0), "n must be at least 1, got 0"),
     (dict(baseline="no-such"), "baseline must be lab-s"),
