@@ -18,7 +18,6 @@ from ..corpora.kgfact import UNSEEN_WORDING, retrieval_context, sample_graphs
 from ..corpora.kgfunc import SCALES, apply_operation, function_prompt, tabulate_shots
 from ..benchmarks.probes import typed_facts
 from ..corpora.prompts import expert_prompt, naive_prompt, retrieval_prompt, target
-from ..methods.mixing import mix, mix_items
 from ..models import load_engine
 from .curriculum import LAB_SUITES
 from .documents import TAUGHT_WORDINGS
@@ -77,6 +76,7 @@ def measure_typed(
     lam: float = 0.3,
 ) -> float:
     "The share of typed facts for which mixing accepts a target."
+    from mixsd_nb.methods.mixing import mix, mix_items
     items = mix_items(engine.tokenizer, typed_facts()[:n])
     return sum(r["accepted"] for r in mix(engine, items, lam, max_new_tokens=96)) / len(items)
 
