@@ -205,7 +205,10 @@ def make_config(
         if name in known: continue
         raise ParameterError(f"unknown parameter {name}; " + (nearest(name, known) or f"known are {', '.join(known)}"))
     try: return cls(**parameters)
-    except ValidationError as e: raise ParameterError(format_error(e.errors()[0], cls, parameters)) from None
+    except ValidationError as e:
+        first = e.errors()[0]
+        if isinstance(cause := first.get("ctx", {}).get("error"), ParameterError): raise cause from None
+        raise ParameterError(format_error(first, cls, parameters)) from None
 
 # %% ../../nbs/runs/config.ipynb #4c6665b1
 def notebook_config(
