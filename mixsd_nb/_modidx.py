@@ -2306,6 +2306,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                       'mixsd_nb/runs/registry.py'),
                                         'mixsd_nb.runs.registry.Registry.__len__': ( 'runs/registry.html#registry.__len__',
                                                                                      'mixsd_nb/runs/registry.py'),
+                                        'mixsd_nb.runs.registry.Registry._lookup': ( 'runs/registry.html#registry._lookup',
+                                                                                     'mixsd_nb/runs/registry.py'),
                                         'mixsd_nb.runs.registry.Registry.add': ( 'runs/registry.html#registry.add',
                                                                                  'mixsd_nb/runs/registry.py'),
                                         'mixsd_nb.runs.registry.Registry.check': ( 'runs/registry.html#registry.check',
