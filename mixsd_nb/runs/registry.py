@@ -67,7 +67,7 @@ class Registry(Mapping):
         if known or not self._find or not (entry := load_object(self._find)(name)): return known
         return self._found.setdefault(name, entry) if entry.name == name else entry
 
-    def __getitem__(self, name: str) -> Any: return self._lookup(self.check(name))
+    def __getitem__(self, name: str) -> Any: return self._lookup(name) or self.check(name)
     def __contains__(self, name) -> bool: return self._lookup(name) is not None
     def get(self, name, default=None): return self._lookup(name) or default
 
