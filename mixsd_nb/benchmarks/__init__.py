@@ -25,6 +25,12 @@ class Item:
     start: str = ""  # beginning of a program that the response continues
     entry: str = ""  # name of the function that the program defines
     subject: str = ""  # subject of the question, in a task with several subjects
+    aliases: tuple[str, ...] = ()  # further spellings of the answer that are accepted
+
+    @property
+    def accepted(self) -> tuple[str, ...]:
+        "The answer and its aliases."
+        return self.answer, *self.aliases
 
 # %% ../../nbs/benchmarks/index.ipynb #b7d0c56d
 @dataclass(frozen=True)
@@ -52,7 +58,8 @@ class Suite:
     column: str = ""  # column of the paper's tables; empty if it has none
     groups: tuple[str, ...] = ()  # names of the groups that include it
     sampling: Sampling = Sampling()
-    grading: str = "box"  # the strict rule, a key of GRADINGS
+    grading: str = "box"  # the strict rule, a key of GRADINGS; where `published` is that of the injected corpus, a corpus
+    # with another form of answers has its own
     published: str = ""  # the rule of the paper's scores, a key of GRADINGS; `corpus` for that of the injected corpus,
     # empty if it is the strict one
     version: int = 2  # increased when its questions or their grading change
@@ -70,6 +77,13 @@ class Suite:
     def program(self) -> bool:
         "Whether its responses are programs."
         return GRADINGS[self.grading].program
+
+    def strict_grading(
+        self,
+        dataset: str,  # injected corpus
+    ) -> str:
+        "The key in GRADINGS of the strict rule."
+        return self.published == "corpus" and CORPORA[dataset].grading or self.grading
 
     def published_grading(
         self,
@@ -101,6 +115,8 @@ class Grading:
 GRADINGS = Registry("grading")
 for _grading in [
     Grading("box", "benchmarks.tasks:by_box"),
+    Grading("line", "benchmarks.tasks:by_line"),
+    Grading("json", "benchmarks.tasks:by_json"),
     Grading("containment", "benchmarks.tasks:by_containment"),
     Grading("number", "benchmarks.tasks:by_number"),
     Grading("exact", "benchmarks.tasks:by_exact"),
@@ -112,7 +128,7 @@ for _grading in [
 ]: GRADINGS.add(_grading)
 
 # %% ../../nbs/benchmarks/index.ipynb #f2e203fb
-SUITES = Registry("benchmark")
+SUITES = Registry("benchmark", "benchmarks.in_domain:own_suite")
 
 
 def _in_domain(name, split, column="", groups=("in-domain",)):
@@ -229,7 +245,7 @@ def benchmark_names(
     groups, words = suite_groups(), [word.strip() for word in suite.split(",")]
     known = [*groups, *(name for name, s in SUITES.items() if s.items)]
     for word in words:
-        if word in known: continue
+        if word in known or word in SUITES: continue
         near = nearest(word, known)
         hint = f"; {near}" if near else ""
         raise ValueError(f"suite must be, with commas between them, among {', '.join(known)}, got {suite}{hint}")

@@ -21,7 +21,7 @@ from . import (GRADINGS, SUITES, Item, Sampling, Selection, Suite, benchmark_nam
                                  load_items)
 from .sandbox import check_sandbox
 from .tasks import benchmarks_folder, grade
-from ..corpora import CORPORA, check_corpus
+from ..corpora import CORPORA, CorpusName, CorpusOptions
 from ..corpora.prompts import encode_prompt
 from ..models import ENGINES, check_engine, check_engine_options, load_engine
 from ..models.presets import PresetSettings, preset_field
@@ -30,7 +30,10 @@ from ..runs import Journal, Seed, module_of, report_progress, runtime_field, wri
 # %% ../../nbs/benchmarks/evaluation.ipynb #f1b5e412
 class EvalSettings(PresetSettings):
     "Parameters of every stage that measures a model: the benchmarks, the sampling and the engine."
-    dataset: str = Field("kgfact-small", description="corpus that the in-domain questions come from")
+    dataset_options: CorpusOptions = runtime_field({}, (
+        'options of the corpus, as in {"extract": "line"}; of a file also columns, test, strict, augment and context'))
+    dataset: CorpusName = Field("kgfact-small", description=(
+        "corpus that the in-domain questions come from: its name, a file, a folder or a hub id"))
     suite: str = preset_field(
         "lab, paper, in-domain, or benchmarks separated by commas", lab="lab", paper="paper")
     n: int = preset_field(
@@ -49,7 +52,6 @@ class EvalSettings(PresetSettings):
     batch_size: int = runtime_field(100, "sequences decoded concurrently", ge=1)
     allow_unsandboxed: bool = runtime_field(False, "run HumanEval's programs even if this machine has no sandbox")
 
-    _dataset = field_validator("dataset")(check_corpus)
     _engine = field_validator("engine")(check_engine)
 
     @field_validator("suite")
@@ -72,7 +74,7 @@ class EvalSettings(PresetSettings):
     def declared_modules(self) -> list[str]:
         "Modules that the declarations of engine, corpus and benchmarks name: their code is part of a run's."
         corpus, suites = CORPORA[self.dataset], [SUITES[name] for name in benchmark_names(self.suite)]
-        rules = {GRADINGS[rule] for s in suites for rule in (s.grading, s.published_grading(self.dataset))}
+        rules = {GRADINGS[rule] for s in suites for rule in (s.strict_grading(self.dataset), s.published_grading(self.dataset))}
         named = [*(text for s in suites for text in (s.items, s.source)), *(rule.judge for rule in rules)]
         references = [ENGINES[self.engine].cls, corpus.build, corpus.validation, *named]
         return sorted({module_of(text) for text in references if re.fullmatch(r"[\w.]+:\S+", text)})
@@ -158,7 +160,7 @@ def generate_and_grade(
     records = generate_responses(engine, items, sampling_of(SUITES[suite], max_new_tokens), benchmark=suite,
                                  opening=SUITES[suite].opening, **options)
     problems, responses = [items[r["item"]] for r in records], [r["response"] for r in records]
-    rules = SUITES[suite].grading, SUITES[suite].published_grading(dataset)
+    rules = SUITES[suite].strict_grading(dataset), SUITES[suite].published_grading(dataset)
     found = {rule: grade(problems, responses, rule, allow_unsandboxed=allow_unsandboxed) for rule in dict.fromkeys(rules)}
     verdicts, published = (found[rule] for rule in rules)
     too_long = lambda r: r["finish_reason"] == "prompt_too_long"
@@ -218,7 +220,7 @@ def specify(
     for name, problems in items.items():
         suite, sampling = SUITES[name], sampling_of(SUITES[name], max_new_tokens)
         text = json.dumps([[i.prompt, i.answer, i.tests] for i in problems.values()])
-        found[name] = dict(version=suite.version, items=len(problems), **vars(sampling), grading=suite.grading,
+        found[name] = dict(version=suite.version, items=len(problems), **vars(sampling), grading=suite.strict_grading(dataset),
                            published=suite.published_grading(dataset), source=suite.source, opening=suite.opening,
                            digest=hashlib.blake2b(text.encode(), digest_size=8).hexdigest(),
                            first_prompt=next((i.prompt for i in problems.values()), ""))

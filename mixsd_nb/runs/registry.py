@@ -53,6 +53,11 @@ class Registry(Mapping):
         self._entries.pop(name, None)
         self._found.pop(name, None)
 
+    def declares(self, name: str) -> bool:
+        "Whether a declaration was added under this name."
+        load_plugins()
+        return name in self._entries
+
     def check(self, name: str) -> str:
         "The name itself; ValueError of one sentence for a name that is neither declared nor found."
         if name in self: return name
