@@ -9,6 +9,7 @@ __all__ = ['BOX_REQUEST', 'REMARKS', 'SPANS', 'naive_prompt', 'boxed', 'target',
 
 # %% ../../nbs/corpora/prompts.ipynb #65447e52
 import random
+from collections.abc import Sequence
 from os.path import commonprefix
 
 # %% ../../nbs/corpora/prompts.ipynb #2ae17803
@@ -95,13 +96,14 @@ def retrieval_prompt(
 # %% ../../nbs/corpora/prompts.ipynb #71aec944
 def encode_prompt(
     tokenizer,  # any Hugging Face tokenizer with a chat template
-    prompt: str,
+    prompt: str | Sequence[dict],  # one user turn, or several turns, each with `role` and `content`
     generation: bool = True,  # end with the header of the assistant's turn
     thinking: bool = False,  # what the template is told; False leads to an empty think block in hybrid models
 ) -> list[int]:
     "Token ids of one user turn followed by the generation prompt, with thinking switched off by default."
-    text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False,
-                                         add_generation_prompt=generation, enable_thinking=thinking)
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generation,
+                                         enable_thinking=thinking)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 # %% ../../nbs/corpora/prompts.ipynb #1b88993a
