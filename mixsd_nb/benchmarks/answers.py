@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['EXTRACT_MODES', 'find_boxes', 'last_boxed', 'remove_boxes', 'last_number', 'last_line', 'last_json', 'extract',
            'same_answer', 'same_math', 'extract_loose', 'is_number_match', 'is_loose_match', 'is_exact_match',
-           'extract_letter', 'extract_python']
+           'extract_letter', 'extract_choice', 'contains_answer', 'extract_python']
 
 # %% ../../nbs/benchmarks/answers.ipynb #47a740ea
 import json
@@ -338,16 +338,21 @@ def is_exact_match(
 # %% ../../nbs/benchmarks/answers.ipynb #d9dd7190
 _LETTER = re.compile(r"[a-dA-D]")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\{([^{}]*)\}")
-_OPTION = re.compile(  # a letter alone, or with brackets or a dot and then the text of this option, but of no other one
-    r"(?:(?:option|answer|choice) ?:? ?)?"
-    r"(?:\(?([a-d])[).:]*|\(?([a-d])[).:]+ (?!(?:and|or)\b)(?!.*\b[a-d][).]).*)")
+def _option_pattern(letters: str) -> re.Pattern:
+    "A letter alone, or with brackets or a dot and then the text of this option, but of no other one."
+    return re.compile(r"(?:(?:option|answer|choice) ?:? ?)?"
+                      rf"(?:\(?([{letters}])[).:]*|\(?([{letters}])[).:]+ (?!(?:and|or)\b)(?!.*\b[{letters}][).]).*)")
+
+
+_OPTION, _ANY_OPTION = _option_pattern("a-d"), _option_pattern("a-z")
 
 
 def _read_option(
     box: str,  # its content
+    options: re.Pattern = _OPTION,
 ) -> str:
     "The letter of the option that a box names, in lower case; an empty text if it names none or several."
-    named = _OPTION.fullmatch(_strip_markup(_TEXT.sub(r"\1", box)).strip("* "))
+    named = options.fullmatch(_strip_markup(_TEXT.sub(r"\1", box)).strip("* "))
     return (named[1] or named[2]) if named else ""
 
 
@@ -360,6 +365,33 @@ def extract_letter(
     option = _read_option(last_boxed(text) or "")
     if loose and not _LETTER.fullmatch(option): option = text.strip().partition("\n")[0].strip(" .,:;!?()[]*\"'")
     return option.upper() if _LETTER.fullmatch(option) else None
+
+# %% ../../nbs/benchmarks/answers.ipynb #ef7d164e
+_NAMED_OPTION = re.compile(r"\banswer\s*(?:is|:)[\s:*_]*\(?([a-z])\b(?!['’])", re.IGNORECASE)
+
+
+def extract_choice(
+    text: str,  # a response
+) -> str | None:
+    "The option, A to Z, that a response chooses with or without a box; None if it chooses none."
+    text = text.rpartition("</think>")[2].strip()
+    lines = [line.strip(" *_\"'") for line in text.split("\n")]
+    for place in (last_boxed(text) or "", lines[0], lines[-1]):
+        if option := _read_option(place, _ANY_OPTION): return option.upper()
+    named = _NAMED_OPTION.findall(text)
+    return named[-1].upper() if named else None
+
+# %% ../../nbs/benchmarks/answers.ipynb #15227bdb
+_NO_SPACES = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
+
+
+def contains_answer(
+    text: str,  # a response
+    gold: str,
+) -> bool:
+    "Whether a response has the answer in it after the thinking, as whole words without a negation before them."
+    found, gold = _strip_markup(text.rpartition("</think>")[2].replace("\\boxed", " ")), _strip_markup(gold)
+    return bool(gold) and (gold in found if _NO_SPACES.search(gold) else _contains(re.sub("[{}]", " ", found), gold))
 
 # %% ../../nbs/benchmarks/answers.ipynb #b57ff12e
 _PYTHON_TAGS = ("", "python", "python3", "py")

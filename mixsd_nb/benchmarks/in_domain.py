@@ -31,8 +31,8 @@ def own_suite(name: str) -> Suite | None:
     kind = name.removeprefix(TESTS)
     if kind == name or not kind: return None
     title = kind.replace("-", " ").capitalize()
-    return Suite(name, title, "in-domain", "benchmarks.in_domain:split_items", name, title,
-                 sampling=Sampling(max_new_tokens=0), published="corpus", version=1)
+    return Suite(name, title, "own", "benchmarks.in_domain:split_items", name, sampling=Sampling(max_new_tokens=0),
+                 published="corpus", version=1, word=name)
 
 
 def own_tests(dataset: str) -> list[str]:

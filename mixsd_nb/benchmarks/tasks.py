@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SOURCES', 'Source', 'assemble', 'benchmarks_folder', 'load_task', 'task_items', 'Verdict', 'by_box', 'by_line',
            'by_json', 'by_containment', 'by_number', 'by_exact', 'by_mathematics', 'by_letter', 'by_first_line',
-           'by_tests', 'by_harmless_tests', 'grade']
+           'by_content', 'by_choice', 'by_pattern', 'by_tests', 'by_harmless_tests', 'grade']
 
 # %% ../../nbs/benchmarks/tasks.ipynb #99b6cc09
 import os
@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import GRADINGS, Item, Selection, Suite
-from mixsd_nb.benchmarks.answers import (
-    extract_letter, extract_loose, extract_python, is_exact_match, is_loose_match, is_number_match, last_boxed,
-    last_json, last_line,
-    same_answer, same_math)
+from .answers import (
+    contains_answer, extract_choice, extract_letter, extract_loose, extract_python, is_exact_match, is_loose_match,
+    is_number_match, last_boxed, last_json, last_line, same_answer, same_math)
 from .sandbox import explain_refusal, run_tests
 from ..runs import explain_damage, load_object, read_lines
 
@@ -69,12 +68,13 @@ def _humaneval_prompt(
 # %% ../../nbs/benchmarks/tasks.ipynb #ada3b7f6
 def assemble(
     start: str,  # signature and docstring, perhaps after imports and helpers
-    entry: str,  # the function's name
+    entry: str,  # the function's name; empty for a program that is whole without a beginning
     response: str,
 ) -> str:
     "The program that a response completes."
     code = extract_python(response)
     if code is None: code = response.partition("```")[0]
+    if not entry: return start + code
     defines_entry = re.search(rf"^(?:async\s+)?def\s+{re.escape(entry)}\b", code, re.MULTILINE)
     first_line = next((line for line in code.splitlines() if line.strip()), "")
     if not defines_entry and first_line[:1] not in (" ", "\t"): code = textwrap.indent(code, "    ")
@@ -268,6 +268,29 @@ def by_first_line(items: list[Item], responses: list[str]) -> list[Verdict]:
     "The last box names the right option, or the first line is its letter."
     letters = [extract_letter(r, loose=True) for r in responses]
     return [Verdict(x, x == i.answer, "" if x else "no letter") for x, i in zip(letters, items)]
+
+# %% ../../nbs/benchmarks/tasks.ipynb #d6635840
+def by_content(items: list[Item], responses: list[str]) -> list[Verdict]:
+    "The response contains the answer."
+    found = [contains_answer(r, i.answer) for i, r in zip(items, responses)]
+    return [Verdict(i.answer if right else None, right) for i, right in zip(items, found)]
+
+
+def by_choice(items: list[Item], responses: list[str]) -> list[Verdict]:
+    "The option that the response chooses is the right one."
+    letters = [extract_choice(r) for r in responses]
+    return [Verdict(x, x == i.answer.upper(), "" if x else "no letter") for x, i in zip(letters, items)]
+
+
+def by_pattern(items: list[Item], responses: list[str]) -> list[Verdict]:
+    "The answer, a regular expression, matches a part of the response after the thinking."
+    import regex
+
+    def judge(item, text):
+        try: found = regex.search(item.answer, text.rpartition("</think>")[2], timeout=1)
+        except TimeoutError: return Verdict(None, False, "the pattern ran out of time")
+        return Verdict(found and found[0], bool(found))
+    return [judge(i, r) for i, r in zip(items, responses)]
 
 # %% ../../nbs/benchmarks/tasks.ipynb #357ed623
 def by_tests(

@@ -11,7 +11,7 @@ __all__ = ['BOX_REQUEST', 'CONCISE_REQUEST', 'ANSWER_FORMS', 'BOX', 'REMARKS', '
 # %% ../../nbs/corpora/prompts.ipynb #65447e52
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from os.path import commonprefix
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ def boxed(
     r"The answer in the form that the verifier reads: `\boxed{answer}`."
     return f"\\boxed{{{answer}}}"
 
-# %% ../../nbs/corpora/prompts.ipynb #d8d40162
+# %% ../../nbs/corpora/prompts.ipynb #d25d5ad5
 class AnswerForm(NamedTuple):
     "The form in which a response ends with its answer."
     request: str  # of the naive prompt
@@ -85,7 +85,7 @@ def expert_reference_prompt(
     return (f"{prompt}\nHere is a reference solution that ends in the correct answer.\n{target}\n"
             f"Study it, then solve the question anew in your own words.\n{form.request}").rstrip("\n")
 
-# %% ../../nbs/corpora/prompts.ipynb #ce7017ea
+# %% ../../nbs/corpora/prompts.ipynb #392a3db3
 def change_form(
     row: dict,  # of a corpus: prompt, target, answer
     request: str,  # with which its prompt ends
@@ -140,13 +140,14 @@ def retrieval_prompt(
 # %% ../../nbs/corpora/prompts.ipynb #71aec944
 def encode_prompt(
     tokenizer,  # any Hugging Face tokenizer with a chat template
-    prompt: str,
+    prompt: str | Sequence[dict],  # one user turn, or several turns, each with `role` and `content`
     generation: bool = True,  # end with the header of the assistant's turn
     thinking: bool = False,  # what the template is told; False leads to an empty think block in hybrid models
 ) -> list[int]:
     "Token ids of one user turn followed by the generation prompt, with thinking switched off by default."
-    text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False,
-                                         add_generation_prompt=generation, enable_thinking=thinking)
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generation,
+                                         enable_thinking=thinking)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 # %% ../../nbs/corpora/prompts.ipynb #1b88993a

@@ -31,6 +31,8 @@ from .storage import (COMPUTE_AGAIN, COMPUTE_BOTH, RESPONSE_COLUMNS, RESTORE, SC
                                    explain_storage_errors, is_finished, is_locked, open_result, project_root,
                                    read_json, read_lines, read_run_record, read_table, remove_run, report_progress, run_lock,
                                    runs_root, sync, try_lock, write_atomically, write_json, write_result)
+from .tables import (TABLE_SUFFIXES, Row, Table, TableError, check_columns, digest_rows, is_table_file,
+                                  read_list, read_rows, read_text)
 
 _all_ = ["MARK", "checkpoint_folder", "checkpoint_step", "checkpoint_steps", "last_checkpoint",
          "mark_complete", "resume_checkpoint", "Interruption", "Config",
