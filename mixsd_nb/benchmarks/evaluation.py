@@ -22,9 +22,10 @@ from . import (GRADINGS, SUITES, Item, Sampling, Selection, Suite, benchmark_nam
                                  load_items, resolve_suite)
 from .sandbox import check_sandbox
 from .tasks import benchmarks_folder, grade
-from ..corpora import CORPORA, CorpusName, CorpusOptions
+from ..corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions
 from ..corpora.prompts import encode_prompt
 from ..models import ENGINES, check_engine, check_engine_options, load_engine
+from ..models.identity import MODEL_OPTIONS, ModelOptions
 from ..models.presets import PresetSettings, preset_field
 from ..runs import (Journal, Seed, load_object, module_of, read_json, report_progress, runtime_field,
                            write_atomically, write_json)
@@ -32,8 +33,7 @@ from ..runs import (Journal, Seed, load_object, module_of, read_json, report_pro
 # %% ../../nbs/benchmarks/evaluation.ipynb #f1b5e412
 class EvalSettings(PresetSettings):
     "Parameters of every stage that measures a model: the benchmarks, the sampling and the engine."
-    dataset_options: CorpusOptions = runtime_field({}, (
-        'options of the corpus, as in {"extract": "line"}; of a file also columns, test, strict, augment and context'))
+    dataset_options: CorpusOptions = runtime_field({}, CORPUS_OPTIONS)
     dataset: CorpusName = Field("kgfact-small", description=(
         "corpus that the in-domain questions come from: its name, a file, a folder or a hub id"))
     suite: str = preset_field(
@@ -51,6 +51,7 @@ class EvalSettings(PresetSettings):
     seed: Seed = Field(0, description="seed of evaluation items, picks, sampling noise and training order")
     dtype: Literal["float32", "bfloat16"] = preset_field(
         "data type of the model that mixes or is measured: float32 or bfloat16", lab="float32", paper="bfloat16")
+    model_options: ModelOptions = runtime_field({}, MODEL_OPTIONS)
     engine: str = runtime_field("hf", "engine that runs the model: hf or vllm")
     engine_options: dict = runtime_field({}, 'options of vLLM, such as {"tensor_parallel_size": 2}')
     batch_size: int = runtime_field(100, "sequences decoded concurrently", ge=1)

@@ -20,11 +20,11 @@ import pyarrow.parquet as pq
 import xarray as xr
 from pydantic import Field, field_validator
 
-from ..corpora import CORPORA, CorpusName, CorpusOptions, load_corpus
+from ..corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions, load_corpus
 from ..corpora.prompts import encode_completion
 from ..corpora.simpleqa import keep_unanimous
 from ..models import check_engine, check_engine_options, check_mode
-from ..models.identity import ModelName
+from ..models.identity import MODEL_OPTIONS, ModelName, ModelOptions
 from ..models.presets import PresetSettings, preset_field
 from ..runs import (COMPUTE_BOTH, Journal, Seed, check_temperature, explain_damage, make_config,
                            report_progress, runtime_field)
@@ -32,9 +32,9 @@ from ..runs import (COMPUTE_BOTH, Journal, Seed, check_temperature, explain_dama
 # %% ../../nbs/methods/targets.ipynb #2d0498af
 class MixSettings(PresetSettings):
     "Parameters of mixing."
-    dataset_options: CorpusOptions = runtime_field({}, (
-        'options of the corpus, as in {"extract": "line"}; of a file also columns, test, strict, augment and context'))
+    dataset_options: CorpusOptions = runtime_field({}, CORPUS_OPTIONS)
     dataset: CorpusName = Field("kgfact-small", description="corpus: its name, a file, a folder or a hub id")
+    model_options: ModelOptions = runtime_field({}, MODEL_OPTIONS)
     model: ModelName = Field("lab-m", description="base model: a lab model, a folder or a hub id")
     lam: float = Field(0.5, ge=0, le=1, description="share of tokens from the naive conditional")
     seed: Seed = Field(0, description="seed of the picks and of the sampling noise")
