@@ -269,8 +269,8 @@ _own = {}  # name -> declaration of each benchmark that a word has named in this
 
 
 def find_own(name: str) -> Suite | None:
-    "The declaration of a benchmark from outside the package, once a parameter `suite` has named it."
-    return _own.get(name)
+    "The declaration of a benchmark from outside the package, once a parameter `suite` has named it, or of own tests."
+    return _own.get(name) or load_object("benchmarks.in_domain:own_suite")(name)
 
 
 def _declare_own(word: str) -> Suite | None:
