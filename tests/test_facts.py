@@ -75,7 +75,7 @@ BROKEN_TESTS = {
 }
 OPTIONS = {
     "more paraphrases than there are": (dict(augment=5), "augment must be between 0 and 1, the most paraphrases that a fact has, got 5"),
-    "unknown option": (dict(colums={}), "dataset_options must be among instruction, extract"),
+    "unknown option": (dict(colums={}), "dataset_options must be among columns, test, strict, augment, context, instruction, extract for "),
     "unknown form": (dict(extract="last"), "extract must be one of box, line, json, got last"),
     "other type": (dict(augment="all"), "dataset_options[augment] must be a whole number, got 'all'"),
     "unknown place of the passage": (dict(context="after"), "context must be one of beside, instead, got after"),
@@ -123,7 +123,7 @@ def test_mistakes_of_tests_are_listed_with_those_of_the_facts(case, data, own_ru
 def test_wrong_options_are_one_sentence(case, data, own_runs, tiny, capsys):
     options, expected = OPTIONS[case]
     said, = refuse(capsys, own_runs, tiny, dataset=data("facts.jsonl", lines(*GOOD)), dataset_options=options)
-    assert said.startswith(expected)
+    assert said.startswith(expected) and ("colums" not in options or said.endswith("did you mean columns?"))
 
 
 def test_a_corpus_that_is_not_there_is_one_sentence(own_runs, tiny, capsys, monkeypatch):

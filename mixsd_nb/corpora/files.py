@@ -73,7 +73,7 @@ def _check_fact(table: Table, row: Row, fact: dict) -> None:
 # %% ../../nbs/corpora/files.ipynb #0a857848
 def _check_repeats(table: Table, facts: list[tuple[Row, dict]]) -> None:
     "Note questions that are asked twice, by themselves or as paraphrases, and ids that occur twice."
-    asked, ids = {}, {}
+    asked, ids, again = {}, {}, []
     place = lambda row: f"in {table.unit} {row.line}"
     for row, fact in facts:
         if "id" in fact and ids.setdefault(fact["id"], row) is not row:
@@ -81,10 +81,11 @@ def _check_repeats(table: Table, facts: list[tuple[Row, dict]]) -> None:
         if not (question := fact.get("question")): continue
         first, answer = asked.setdefault(_key(question), (row, fact.get("answer", "")))
         if first is row: continue
+        again.append(id(row))
         if answer == fact.get("answer", ""): table.complain(f"question is asked {place(first)} too", row)
         else: table.complain(f"question has the answer {fact.get('answer')}, but {answer} {place(first)}", row)
     for row, fact in facts:
-        for text in fact.get("paraphrases", []):
+        for text in [] if id(row) in again else fact.get("paraphrases", []):
             first = asked.setdefault(_key(text), (row, text))
             if first[1] is text: continue
             same = "as written" if first[0] is row else place(first[0])

@@ -27,10 +27,11 @@ FORM_OPTIONS = ("instruction", "extract")
 READ_OPTIONS = dict(columns={}, test="", strict=True)  # of files, as in `read_facts`
 
 
-def _build_options(corpus: Corpus) -> dict[str, Any]:
-    "The options of the function that builds a corpus, with their defaults."
-    parameters = inspect.signature(load_object(corpus.build)).parameters.values()
-    return {p.name: corpus.options.get(p.name, p.default) for p in parameters if p.name != "content"}
+def _known_options(build: str, own: Mapping[str, Any]) -> dict[str, Any]:
+    "The options of the function that builds a corpus, with their defaults or own values, and those of the form."
+    parameters = inspect.signature(load_object(build)).parameters.values()
+    found = {p.name: own.get(p.name, p.default) for p in parameters if p.name != "content"}
+    return found | dict(instruction=None, extract="")
 
 
 def _check_options(name: str, options: Mapping, known: Mapping) -> dict[str, Any]:
@@ -167,13 +168,14 @@ def open_corpus(
     base, own, reading = name, dict(options), {}
     is_file = not CORPORA.declares(name) and is_data_name(name)
     if is_file or "facts" in (record := _origin(name)):
+        own = _check_options(name, own, READ_OPTIONS | _known_options("corpora.stored:build", {}))
         reading = {key: own.pop(key) for key in READ_OPTIONS if key in own}
-    if is_file: base = _record_facts(name, _check_options(name, reading, READ_OPTIONS))
+    if is_file: base = _record_facts(name, reading)
     elif reading.get("test") and not record["tests"]:
         raise ValueError(f"dataset_options must be without test for {name}, which was read without it; name the file again")
     elif "base" in (record := _read_record(name)): base, own = record["base"], record["options"] | own
     corpus = CORPORA[base]
-    known = _build_options(corpus) | dict(instruction=None, extract="")
+    known = _known_options(corpus.build, corpus.options)
     own = {key: value for key, value in _check_options(name, own, known).items() if value != known[key]}
     if own.get("extract") == "box": del own["extract"]
     if not own: return corpus
