@@ -23,7 +23,7 @@ from .models.identity import ModelName, model_label
 from .profiling import device_name
 from .profiling.fisher import LARGE_MODEL, fisher_memory, fisher_seconds
 from .profiling.training import measure_training, step_seconds, training_specs
-from .runs import Run, Seed, Stage, run_function
+from .runs import Run, Seed, Stage, run_function, runtime_field
 
 # %% ../nbs/speed.ipynb #684a1274
 def describe_table(
