@@ -1066,6 +1066,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                   'mixsd_nb/corpora/stored.py'),
                                          'mixsd_nb.corpora.stored.find_corpus': ( 'corpora/stored.html#find_corpus',
                                                                                   'mixsd_nb/corpora/stored.py'),
+                                         'mixsd_nb.corpora.stored.known_corpora': ( 'corpora/stored.html#known_corpora',
+                                                                                    'mixsd_nb/corpora/stored.py'),
                                          'mixsd_nb.corpora.stored.open_corpus': ( 'corpora/stored.html#open_corpus',
                                                                                   'mixsd_nb/corpora/stored.py'),
                                          'mixsd_nb.corpora.stored.store_corpus': ( 'corpora/stored.html#store_corpus',
