@@ -190,8 +190,8 @@ def _sound(table: Table, found: list[tuple[Row, dict]], required: Iterable[str])
     kept = [(row, value) for row, value in found if id(row) in rows and all(value.get(name) for name in required)]
     if not kept: table.check()
     if not table.problems: return kept, []
-    more = f" (and {len(table.problems) - 1} more problems)" if len(table.problems) > 1 else ""
-    return kept, [f"{table.path}: {len(kept)} of {len(found)} rows are used; {table.problems[0]}{more}"]
+    return kept, [f"{table.path}: {len(kept)} rows are used; {len(table.problems)} problems keep others out, the first is "
+                  f"{table.problems[0]}"]
 
 
 def read_facts(
