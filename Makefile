@@ -33,10 +33,12 @@ frontier: $(VENV)/.run ## as `make run`, with the four learning rates and three 
 model-card: $(VENV)/.run ## measure the abilities of the shipped lab models again
 	@$(BIN)/python -m mixsd_nb.pretrain
 
-# The three parts run at the same time, so that a core whose tests wait for something has other work. One thread per process: on
-# two cores, two workers with two threads each are several times slower. The longest test files run first.
+# The three parts run at the same time, and pytest has twice as many workers as there are cores (eight at most), because many
+# tests wait for other processes. One thread per process: on two cores, two workers with two threads each are several times
+# slower. The longest test files run first.
 test: export OMP_NUM_THREADS := 1
-LONGEST := tests/slurm $(patsubst %,tests/test_%.py,train trainer sweep runs results)
+WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, 2 * os.cpu_count()))')
+LONGEST := tests/slurm $(patsubst %,tests/test_%.py,sweep train trainer results views mixing runs)
 test: $(VENV)/.dev ## check that exports and README are up to date, test the notebooks, run pytest
 	@$(MAKE) --no-print-directory -j3 .test-exports .test-notebooks .test-python
 .test-exports:
@@ -44,7 +46,7 @@ test: $(VENV)/.dev ## check that exports and README are up to date, test the not
 .test-notebooks:
 	@$(BIN)/nbdev_test --n_workers 1
 .test-python:
-	@$(BIN)/python -m pytest -q -n auto --maxprocesses 4 -m 'not slow' --dist loadfile --no-loadscope-reorder $(LONGEST) $(filter-out $(LONGEST),$(wildcard tests/test_*.py))
+	@$(BIN)/python -m pytest -q -n $(WORKERS) -m 'not slow' --dist loadfile --no-loadscope-reorder $(LONGEST) $(filter-out $(LONGEST),$(wildcard tests/test_*.py))
 
 test-slow: export OMP_NUM_THREADS := 1
 test-slow: $(VENV)/.dev ## run the slowest tests, one after the other (about five minutes)
