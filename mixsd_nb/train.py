@@ -25,6 +25,7 @@ from .benchmarks.evaluation import EvalSettings, select_items, write_responses
 from .corpora import CORPORA, load_corpus
 from .corpora.prompts import SPANS
 from .methods import METHODS, check_method, fit_function, label_coordinates, method_label
+from .methods.lengths import check_facts
 from .models import ENGINES, check_process, run_with_engine
 from .models.identity import ModelName, model_label
 from .models.presets import idle_value, preset_field, warn_about_lab_values
@@ -141,6 +142,7 @@ class TrainConfig(Stage, EvalSettings):
         if not self.has_rate: return
         from mixsd_nb.methods.trainer import check_devices
         if last_checkpoint(self.folder) == checkpoint_folder(self.folder, self.steps()[0]): return
+        check_facts(self.dataset, self.model)
         check_devices(self.processes, self.batch, self.sharded, self.lora)
 
     @property
