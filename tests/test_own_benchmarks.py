@@ -269,3 +269,15 @@ def test_a_failing_harness_leaves_no_folder_and_one_sentence(harness, own_runs, 
     said = capsys.readouterr().err.strip()
     assert said.startswith("lm-evaluation-harness failed on ") and said.endswith("crash.yaml (RuntimeError: the data set is not here)")
     assert not [path for path in own_runs.glob("evaluate*") if path.is_dir()]
+
+
+def test_what_the_harness_measured_survives_a_failure_after_it(harness, own_runs, tiny, tmp_path, monkeypatch):
+    from mixsd_nb.benchmarks import evaluation
+    shared = dict(model=tiny, n=2, max_new_tokens=2, suite=f"recall,{harness('sums')}")
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory"):
+        def fail(*_, **__): raise RuntimeError("no memory")
+        patch.setattr(evaluation, "load_engine", fail)
+        evaluate.run(**shared)
+    (tmp_path / "site" / "lm_eval" / "__main__.py").write_text("raise RuntimeError('asked twice')")
+    run = evaluate.run(**shared)
+    assert run.root.harness_f1.values.tolist()[1:] == [0.5] and run.root.n.values.tolist() == [2, 4]
