@@ -49,6 +49,7 @@ def token_nll(
 class NllConfig(Stage):
     "The per-token NLL of training targets under the base model that will be trained on them."
     name = "nll"
+    run_class = "results.finished:FinishedRun"
     targets: str = runtime_field("", "Parquet file of mixed targets; empty for the canonical ones")
     dataset: str = Field("kgfact-small", description="corpus of the targets")
     model: ModelName = Field("lab-m", description="base model: a lab model, a folder or a hub id")

@@ -38,6 +38,7 @@ from .runs import (TARGET_COLUMNS, ParameterError, Run, Stage, Steps, check_step
 class TrainConfig(Stage, EvalSettings):
     "One model trained on one corpus with one method, and measured along training."
     name = "train"
+    run_class = "results.finished:ModelRun"
     method: str = Field("mixsd", description="base, sft, mixsd, opsd, opsd-nll or mixsd-kl")
     lam: float = Field(0.5, ge=0, le=1, description="share of naive tokens in the targets of mixsd")
     target_tokens: int = preset_field(
