@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['drop_cell', 'tabulate', 'draw_result', 'FinishedRun', 'ModelRun']
 
-# %% ../../nbs/results/finished.ipynb #56b35752
+# %% ../../nbs/results/finished.ipynb #13033871
 import functools
 import html
 import os
@@ -22,7 +22,7 @@ from .dialogue import reply
 from .schema import RUN_DIMS
 from ..runs import Run
 
-# %% ../../nbs/results/finished.ipynb #0e7afe7b
+# %% ../../nbs/results/finished.ipynb #5d33900d
 def drop_cell(root: xr.Dataset) -> xr.Dataset:
     "The root of a result without the dimensions of its cell, all of size 1, and without their labels."
     return root.squeeze([dim for dim in RUN_DIMS if root.sizes.get(dim) == 1], drop=True)
@@ -38,7 +38,7 @@ def tabulate(
     shares = (100 * cell.accuracy).T.to_pandas().round(1)
     return shares.rename(columns="step {}".format).rename_axis(columns=None).assign(N=cell.n.isel(step=-1).to_pandas())
 
-# %% ../../nbs/results/finished.ipynb #954eda11
+# %% ../../nbs/results/finished.ipynb #caced11b
 def _draw_steps(ax, cell: xr.Dataset) -> None:
     "Accuracies along training, with 95% intervals."
     for name in cell.benchmark.values:
@@ -58,7 +58,7 @@ def _draw_bars(ax, cell: xr.Dataset) -> None:
     ax.set_xticks(range(len(n)), [f"{name}\nN={k}" for name, k in zip(cell.benchmark.values, n)], rotation=30, ha="right")
     ax.set(ylabel="correct, %", ylim=(0, 108))
 
-# %% ../../nbs/results/finished.ipynb #7716afd2
+# %% ../../nbs/results/finished.ipynb #4aac036f
 def draw_result(
     result: xr.DataTree,
     title: str = "",
@@ -76,7 +76,7 @@ def draw_result(
     fig.suptitle(title)
     return fig
 
-# %% ../../nbs/results/finished.ipynb #42bf3a38
+# %% ../../nbs/results/finished.ipynb #00bb9337
 class FinishedRun(Run):
     "A run with a table and a picture, which Jupyter shows with links to its files."
 
@@ -108,7 +108,7 @@ class FinishedRun(Run):
         return (f"{head}{self.table().to_html(max_rows=40)}<p>{' · '.join(map(link, self.files()))}</p><details>"
                 f"<summary>parameters</summary>{html.escape(values)}</details>")
 
-# %% ../../nbs/results/finished.ipynb #7b05c8f1
+# %% ../../nbs/results/finished.ipynb #f12cca41
 class ModelRun(FinishedRun):
     "The run of a training or of an evaluation: it has a model that answers questions."
 
@@ -134,6 +134,17 @@ class ModelRun(FinishedRun):
         if {"recall", "validation"} <= {*self.root.benchmark.values}:
             return int(max(select_checkpoints(self.root).step, default=0))
         return int(self.root.step.max())
+
+    def scores(
+        self,
+        step: int | None = None,  # None for `best_step`
+    ) -> pd.DataFrame:
+        "By benchmark `n, before, after, low, high`: shares at step 0 and at a step, and the latter's 95% interval."
+        cell, step = drop_cell(self.root), self.best_step if step is None else step
+        before, after = (cell.sel(step=k) if "step" in cell.dims else cell for k in (0, step))
+        low, high = wilson(after.accuracy.values * after.n.values, after.n.values)
+        shares = dict(n=after.n.values, before=before.accuracy.values, after=after.accuracy.values, low=low, high=high)
+        return pd.DataFrame(shares, pd.Index(cell.benchmark.values, name="benchmark"))
 
     def checkpoint(
         self,
