@@ -20,9 +20,9 @@ from .analysis.responses import (classify_responses, count_errors, digest_respon
 from .analysis.taxonomy import (ALL_CATEGORIES, CATEGORIES, PUBLISHED, RECALL_BENCHMARKS, Limits,
                                         asks_for_program, classify, reference_share)
 from .benchmarks import SUITES
-from .corpora import CORPORA, check_corpus
+from .corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions
 from .methods import BASE, label_title, ordered_labels
-from .models.identity import ModelName, model_label
+from .models.identity import MODEL_OPTIONS, ModelName, ModelOptions, model_label
 from .results.cube import agreeing_runs
 from .results.plots import mark_made_up
 from .results.schema import variable
@@ -37,7 +37,9 @@ class ErrorsConfig(Stage):
     name = "errors"
     run_class = "results.finished:FinishedRun"
     runs: str = runtime_field("", "folder that holds run folders; empty for papermill_runs or MIXSD_RUNS")
-    dataset: str = Field("kgfact-small", description="injected corpus")
+    dataset_options: CorpusOptions = runtime_field({}, CORPUS_OPTIONS)
+    dataset: CorpusName = Field("kgfact-small", description="injected corpus: its name, a file, a folder or a hub id")
+    model_options: ModelOptions = runtime_field({}, MODEL_OPTIONS)
     model: ModelName = Field("lab-m", description="base model")
     characters: int = Field(PUBLISHED.characters, ge=0,
                             description="maximum characters of a collapsed response, without box and answer sentence")
@@ -48,7 +50,6 @@ class ErrorsConfig(Stage):
         "a response is collapsed up to this share of the base model's median length; 0 for the limit in characters"))
 
     _runs = field_validator("runs")(check_runs_folder)
-    _dataset = field_validator("dataset")(check_corpus)
 
     @cached_property
     def files(self) -> pd.DataFrame:

@@ -12,7 +12,7 @@ from typing import Any
 import ipywidgets as widgets
 from pydantic import Field, field_validator
 
-from .corpora import check_corpus
+from .corpora import CORPUS_OPTIONS, CorpusName, CorpusOptions
 from .models import check_model
 from .runs import Config, check_runs_folder, make_config, notebook_config
 from .views import Explorer
@@ -21,12 +21,12 @@ from .views import Explorer
 class ExploreConfig(Config):
     "Parameters of the page."
     runs: str = Field("", description="folder of runs; empty for papermill_runs")
-    dataset: str = Field("kgfact-small", description="corpus that is shown first")
+    dataset_options: CorpusOptions = Field({}, description=CORPUS_OPTIONS)
+    dataset: CorpusName = Field("kgfact-small", description="corpus that is shown first: its name, a file, a folder or a hub id")
     model: str = Field("lab-m", description="base model that is shown first")
     where: dict = Field({}, description='only runs with these settings, such as {"epochs": 20}')
 
     _runs = field_validator("runs")(check_runs_folder)
-    _dataset = field_validator("dataset")(check_corpus)
     _model = field_validator("model")(check_model)
 
 # %% ../nbs/explore.ipynb #94b45afc

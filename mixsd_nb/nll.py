@@ -22,11 +22,11 @@ from .analysis.likelihood import (SOURCES, THRESHOLDS, Target, canonical_targets
                                           high_nll_types, mixed_targets, overlap_recall, ragged_tokens, score_pairs,
                                           split_by_source, split_by_target, summarise_nll)
 from .analysis.statistics import rank_correlation
-from .corpora import CORPORA, check_corpus, load_corpus
+from .corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions, load_corpus
 from .corpora.prompts import SPANS
 from .methods import BASE, label_title, method_label
 from .models import ENGINES, check_engine, check_engine_options, check_model, load_tokenizer
-from .models.identity import ModelName, model_label
+from .models.identity import MODEL_OPTIONS, ModelName, ModelOptions, model_label
 from .results.cube import agreeing_runs
 from .results.merge import merge_roots
 from .results.overview import CONDITIONALS
@@ -51,7 +51,9 @@ class NllConfig(Stage):
     name = "nll"
     run_class = "results.finished:FinishedRun"
     targets: str = runtime_field("", "Parquet file of mixed targets; empty for the canonical ones")
-    dataset: str = Field("kgfact-small", description="corpus of the targets")
+    dataset_options: CorpusOptions = runtime_field({}, CORPUS_OPTIONS)
+    dataset: CorpusName = Field("kgfact-small", description="corpus of the targets: its name, a file, a folder or a hub id")
+    model_options: ModelOptions = runtime_field({}, MODEL_OPTIONS)
     model: ModelName = Field("lab-m", description="base model: a lab model, a folder or a hub id")
     span: Literal[SPANS] = Field("body", description=(
         "what is scored of a target: body, as in the published tables; completion, which leaves the template out; or "
@@ -81,8 +83,8 @@ class NllConfig(Stage):
     @classmethod
     def _check_dataset(cls, name, info):
         path = info.data.get("targets")
-        sampled = read_config(Path(path).parent)["dataset"] if path else check_corpus(name)
-        if sampled != check_corpus(name): raise ValueError(f"dataset must be {sampled}, as of the targets, got {name}")
+        sampled = read_config(Path(path).parent)["dataset"] if path else name
+        if sampled != name: raise ValueError(f"dataset must be {sampled}, as of the targets, got {name}")
         return name
 
     @field_validator("engine_options", mode="before")

@@ -17,7 +17,7 @@ import numpy as np
 import xarray as xr
 from pydantic import Field, field_validator
 
-from .corpora import CORPORA, check_corpus, load_corpus
+from .corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions, load_corpus
 from .models import check_engine, load_base
 from .models.identity import ModelName, model_label
 from .profiling import device_name
@@ -45,7 +45,9 @@ class SpeedConfig(Stage):
     name = "speed"
     engine: str = Field("hf", description="hf or vllm")
     model: ModelName = Field("lab-m", description="a lab model, a folder or a hub id")
-    dataset: str = Field("kgfact-small", description="corpus whose questions are mixed")
+    dataset_options: CorpusOptions = runtime_field({}, CORPUS_OPTIONS)
+    dataset: CorpusName = Field(
+        "kgfact-small", description="corpus whose questions are mixed: its name, a file, a folder or a hub id")
     pairs: int = Field(64, ge=1, description="sequences")
     agreement: float = Field(
         0.0, ge=0, le=1, description="share of positions at which a sequence's conditionals agree, at least; 0 for any")
@@ -54,7 +56,6 @@ class SpeedConfig(Stage):
     seed: Seed = Field(0, description="of picks and training order")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the model: float32 or bfloat16")
 
-    _dataset = field_validator("dataset")(check_corpus)
     _engine = field_validator("engine")(check_engine)
 
     def slug(self) -> str:

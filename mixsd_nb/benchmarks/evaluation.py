@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,25 +19,31 @@ import pandas as pd
 from pydantic import Field, field_validator
 
 from . import (GRADINGS, SUITES, Item, Sampling, Selection, Suite, benchmark_names, expanded_suite,
-                                 load_items)
+                                 load_items, resolve_suite)
 from .sandbox import check_sandbox
 from .tasks import benchmarks_folder, grade
-from ..corpora import CORPORA, check_corpus
+from ..corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions
 from ..corpora.prompts import encode_prompt
 from ..models import ENGINES, check_engine, check_engine_options, load_engine
+from ..models.identity import MODEL_OPTIONS, ModelOptions
 from ..models.presets import PresetSettings, preset_field
-from ..runs import Journal, Seed, module_of, report_progress, runtime_field, write_atomically
+from ..runs import (Journal, Seed, load_object, module_of, read_json, report_progress, runtime_field,
+                           write_atomically, write_json)
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #f1b5e412
 class EvalSettings(PresetSettings):
     "Parameters of every stage that measures a model: the benchmarks, the sampling and the engine."
-    dataset: str = Field("kgfact-small", description="corpus that the in-domain questions come from")
+    dataset_options: CorpusOptions = runtime_field({}, CORPUS_OPTIONS)
+    dataset: CorpusName = Field("kgfact-small", description=(
+        "corpus that the in-domain questions come from: its name, a file, a folder or a hub id"))
     suite: str = preset_field(
-        "lab, paper, in-domain, or benchmarks separated by commas", lab="lab", paper="paper")
+        "lab, paper, in-domain, benchmarks, files such as my_tests.jsonl, or harness:TASK, separated by commas",
+        lab="lab", paper="paper")
     n: int = preset_field(
         "items of each in-domain benchmark, as far as it has them, and lab suite, which has at most 300",
         lab=100, paper=4_326, ge=1)
-    limit: int = Field(0, ge=0, description="items of each of the paper's tasks; 0 for all items")
+    limit: int = Field(
+        0, ge=0, description="items of each of the paper's tasks, files and harness tasks; 0 for all items")
     max_new_tokens: int = preset_field(
         "largest length of an in-domain response in tokens", lab=160, paper=4_096, ge=1)
     data: str = Field(
@@ -44,24 +51,23 @@ class EvalSettings(PresetSettings):
     seed: Seed = Field(0, description="seed of evaluation items, picks, sampling noise and training order")
     dtype: Literal["float32", "bfloat16"] = preset_field(
         "data type of the model that mixes or is measured: float32 or bfloat16", lab="float32", paper="bfloat16")
+    model_options: ModelOptions = runtime_field({}, MODEL_OPTIONS)
     engine: str = runtime_field("hf", "engine that runs the model: hf or vllm")
     engine_options: dict = runtime_field({}, 'options of vLLM, such as {"tensor_parallel_size": 2}')
     batch_size: int = runtime_field(100, "sequences decoded concurrently", ge=1)
     allow_unsandboxed: bool = runtime_field(False, "run HumanEval's programs even if this machine has no sandbox")
 
-    _dataset = field_validator("dataset")(check_corpus)
     _engine = field_validator("engine")(check_engine)
 
     @field_validator("suite")
     @classmethod
-    def _check_suite(cls, suite):
-        benchmark_names(suite)
-        return suite
+    def _check_suite(cls, suite): return resolve_suite(suite)
 
     @field_validator("data", "limit")
     @classmethod
     def _reset_without_tasks(cls, value, info):
-        if not any(_reads_task(name) for name in benchmark_names(info.data.get("suite", "lab"))):
+        suite = info.data.get("suite", "lab")
+        if not any(info.field_name in SUITES[name].settings for name in benchmark_names(suite)):
             return cls.model_fields[info.field_name].default
         return value or benchmarks_folder() if info.field_name == "data" else value
 
@@ -72,17 +78,14 @@ class EvalSettings(PresetSettings):
     def declared_modules(self) -> list[str]:
         "Modules that the declarations of engine, corpus and benchmarks name: their code is part of a run's."
         corpus, suites = CORPORA[self.dataset], [SUITES[name] for name in benchmark_names(self.suite)]
-        rules = {GRADINGS[rule] for s in suites for rule in (s.grading, s.published_grading(self.dataset))}
-        named = [*(text for s in suites for text in (s.items, s.source)), *(rule.judge for rule in rules)]
+        rules = {GRADINGS[rule] for s in suites for rule in (s.strict_grading(self.dataset), s.published_grading(self.dataset))}
+        named = [*(text for s in suites for text in (s.items, s.source, s.runner)), *(rule.judge for rule in rules)]
         references = [ENGINES[self.engine].cls, corpus.build, corpus.validation, *named]
         return sorted({module_of(text) for text in references if re.fullmatch(r"[\w.]+:\S+", text)})
 
     def identity(self) -> dict[str, Any]:
         "As in `Config`, with the suite expanded into its benchmarks and their versions."
         return super().identity() | dict(suite=expanded_suite(self.suite))
-
-
-def _reads_task(name: str) -> bool: return SUITES[name].items == "benchmarks.tasks:task_items"
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #64738ad2
 def select_items(
@@ -91,7 +94,10 @@ def select_items(
     "The items of a suite, by benchmark and id; SandboxError if they include programs that cannot be run here."
     names = benchmark_names(settings.suite)
     if any(GRADINGS[SUITES[name].grading].sandboxed for name in names): check_sandbox(settings.allow_unsandboxed)
-    return load_items(names, Selection(settings.dataset, settings.n, settings.seed, settings.limit, settings.data))
+    found = load_items(names, Selection(settings.dataset, settings.n, settings.seed, settings.limit, settings.data))
+    rules = {item.grading for problems in found.values() for item in problems.values()} - {""}
+    if any(GRADINGS[rule].sandboxed for rule in rules): check_sandbox(settings.allow_unsandboxed)
+    return found
 
 
 def sampling_of(
@@ -99,14 +105,17 @@ def sampling_of(
     max_new_tokens: int,  # used if the suite leaves the length to the evaluation
 ) -> Sampling:
     "How responses to a suite are sampled."
-    sampling = suite.sampling
-    return sampling if sampling.max_new_tokens else Sampling(**vars(sampling) | dict(max_new_tokens=max_new_tokens))
+    return _with_length(suite.sampling, max_new_tokens)
+
+
+def _with_length(sampling: Sampling, max_new_tokens: int) -> Sampling:
+    return sampling if sampling.max_new_tokens else replace(sampling, max_new_tokens=max_new_tokens)
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #ecb607c3
 def generate_responses(
     engine,
     items: dict[str, Item],  # by id
-    sampling: Sampling,
+    sampling: Sampling,  # of items without one of their own
     *,
     seed: int = 0,
     opening: str = "",  # words with which every response is opened
@@ -120,17 +129,20 @@ def generate_responses(
     from tqdm.auto import tqdm
 
     from mixsd_nb.models.engine import Request, row_key
-    keys = [(name, sample) for name in items for sample in range(sampling.samples)]
+    own = {name: _with_length(item.sampling, sampling.max_new_tokens) for name, item in items.items() if item.sampling}
+    keys = [(name, sample) for name in items for sample in range(own.get(name, sampling).samples)]
     found = {(r["item"], r["sample"]): r for r in (journal.records if journal else []) if r["benchmark"] == benchmark}
     opened = engine.tokenizer(opening, add_special_tokens=False)["input_ids"]
-    contexts = lambda name: (encode_prompt(engine.tokenizer, items[name].prompt) + opened,)
+    contexts = lambda name: (encode_prompt(engine.tokenizer, items[name].messages or items[name].prompt) + opened,)
     requests = [Request(contexts(name), row_key(seed, name, sample), tag=(name, sample))
                 for name, sample in keys if (name, sample) not in found]
-    queue = deque(sorted(requests, key=lambda r: -len(r.contexts[0])))  # the longest first
-    options = {name: value for name, value in vars(sampling).items() if name != "samples"}
+    queues = {}  # by sampling
+    for request in sorted(requests, key=lambda r: -len(r.contexts[0])):  # the longest first
+        queues.setdefault(replace(own.get(request.tag[0], sampling), samples=1), deque()).append(request)
+    options = lambda kind: {name: value for name, value in vars(kind).items() if name != "samples"}
     hidden = {} if progress else dict(disable=True)
-    with tqdm(total=len(keys), initial=len(keys) - len(queue), desc=progress, leave=False, **hidden) as bar:
-        for request, completion in engine.stream(queue, **options):
+    with tqdm(total=len(keys), initial=len(keys) - len(requests), desc=progress, leave=False, **hidden) as bar:
+        for request, completion in (pair for kind, queue in queues.items() for pair in engine.stream(queue, **options(kind))):
             name, sample = request.tag
             text = engine.tokenizer.decode(opened + list(completion.ids), skip_special_tokens=True)
             found[name, sample] = dict(benchmark=benchmark, item=name, sample=sample, response=text,
@@ -158,8 +170,8 @@ def generate_and_grade(
     records = generate_responses(engine, items, sampling_of(SUITES[suite], max_new_tokens), benchmark=suite,
                                  opening=SUITES[suite].opening, **options)
     problems, responses = [items[r["item"]] for r in records], [r["response"] for r in records]
-    rules = SUITES[suite].grading, SUITES[suite].published_grading(dataset)
-    found = {rule: grade(problems, responses, rule, allow_unsandboxed=allow_unsandboxed) for rule in dict.fromkeys(rules)}
+    rules = SUITES[suite].strict_grading(dataset), SUITES[suite].published_grading(dataset)
+    found = {rule: _grade_each(problems, responses, rule, allow_unsandboxed) for rule in dict.fromkeys(rules)}
     verdicts, published = (found[rule] for rule in rules)
     too_long = lambda r: r["finish_reason"] == "prompt_too_long"
     errors = ["prompt too long" if too_long(r) else v.error for r, v in zip(records, verdicts)]
@@ -169,6 +181,21 @@ def generate_and_grade(
         finish_reason=[r["finish_reason"] for r in records], error=errors,
         published=[v.correct for v in published],
         answer=[i.answer for i in problems]))
+
+# %% ../../nbs/benchmarks/evaluation.ipynb #f8e0ec92
+def _grade_each(
+    items: list[Item],
+    responses: list[str],
+    rule: str,  # of items without one of their own
+    allow_unsandboxed: bool,
+) -> list:
+    "A verdict for each response, by the rule of its item."
+    rules, verdicts = [item.grading or rule for item in items], {}
+    for name in dict.fromkeys(rules):
+        at = [k for k, other in enumerate(rules) if other == name]
+        found = grade([items[k] for k in at], [responses[k] for k in at], name, allow_unsandboxed=allow_unsandboxed)
+        verdicts |= dict(zip(at, found))
+    return [verdicts[k] for k in range(len(items))]
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #21dee260
 def evaluate_suite(
@@ -217,8 +244,10 @@ def specify(
     found = {}
     for name, problems in items.items():
         suite, sampling = SUITES[name], sampling_of(SUITES[name], max_new_tokens)
+        rules = [item.grading for item in problems.values() if item.grading]
         text = json.dumps([[i.prompt, i.answer, i.tests] for i in problems.values()])
-        found[name] = dict(version=suite.version, items=len(problems), **vars(sampling), grading=suite.grading,
+        found[name] = dict(version=suite.version, items=len(problems), **vars(sampling),
+                           grading=", ".join(dict.fromkeys(rules)) or suite.strict_grading(dataset),
                            published=suite.published_grading(dataset), source=suite.source, opening=suite.opening,
                            digest=hashlib.blake2b(text.encode(), digest_size=8).hexdigest(),
                            first_prompt=next((i.prompt for i in problems.values()), ""))

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .kgfact import KGFACT_WORDS, name_entity
-from .prompts import boxed
+from .prompts import CONCISE_REQUEST, boxed, naive_prompt
 from .world import WORLD_WORDS, draw_words
 
 # %% ../../nbs/corpora/simpleqa.ipynb #a7ce165c
@@ -29,7 +29,7 @@ def simpleqa_prompt(
     question: str,
 ) -> str:
     "The prompt $x$: the question, a blank line, and the request for a concise answer in a box."
-    return f"{question}\n\n" r"Give a concise answer, with the final answer in \boxed{}."
+    return naive_prompt(question, CONCISE_REQUEST)
 
 # %% ../../nbs/corpora/simpleqa.ipynb #13a98851
 def hash_text(

@@ -65,11 +65,11 @@ VARIANTS = {
 def distill_items(
     tokenizer,
     rows,  # corpus rows id, prompt, target
-    expert=expert_prompt,  # (prompt, target) -> expert prompt
+    expert=expert_prompt,  # (prompt, reference) -> expert prompt
 ) -> list[dict]:
     "The facts to distil: `id`, and the ids of the student's and of the teacher's prompt."
     return [dict(id=r["id"], student_ids=encode_prompt(tokenizer, r["prompt"]),
-                 teacher_ids=encode_prompt(tokenizer, expert(r["prompt"], r["target"]))) for r in rows]
+                 teacher_ids=encode_prompt(tokenizer, expert(r["prompt"], r.get("reference") or r["target"]))) for r in rows]
 
 # %% ../../nbs/methods/distill.ipynb #f591f253
 def check_room(

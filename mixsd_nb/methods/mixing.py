@@ -35,12 +35,12 @@ def picks(
 def mix_items(
     tokenizer,
     rows,  # corpus rows id, prompt, target, answer
-    expert=expert_prompt,  # (prompt, target) -> expert prompt
-    extract: str = "boxed",  # boxed or boxed_or_number
+    expert=expert_prompt,  # (prompt, reference) -> expert prompt
+    extract: str = "boxed",  # one of EXTRACT_MODES
 ) -> list[dict]:
     "The items that `mix` takes: ids of the naive and the expert prompt, and the answer to verify."
     return [dict(id=r["id"], naive_ids=encode_prompt(tokenizer, r["prompt"]), answer=r["answer"], extract=extract,
-                 expert_ids=encode_prompt(tokenizer, expert(r["prompt"], r["target"]))) for r in rows]
+                 expert_ids=encode_prompt(tokenizer, expert(r["prompt"], r.get("reference") or r["target"]))) for r in rows]
 
 # %% ../../nbs/methods/mixing.ipynb #0a2270b6
 def _match_exactly(text: str, answer: str) -> bool: return text == answer.strip()
@@ -61,7 +61,7 @@ def accepts(
     finish_reason: str,
     verify: str = "exact",  # or normalised: letter case, spaces and the form of a number do not count
 ) -> bool:
-    "Whether a sequence ended with a stop token and has the true answer in its last box."
+    "Whether a sequence ended with a stop token and gives the true answer, as the mode `extract` of the item reads it."
     if finish_reason != "stop": return False
     answer = extract(tokenizer.decode(ids, skip_special_tokens=True), item["extract"])
     return answer is not None and VERIFY[verify](answer, item["answer"])
@@ -185,10 +185,14 @@ def mix_oracle(engine, items: list[dict], lam: float, **options) -> list[dict]:
     return mix(engine, items, lam, stream=partial(oracle_stream, engine), **options)
 
 # %% ../../nbs/methods/mixing.ipynb #b10b5d75
+_MARKS = dict(line="\n", json="{")  # with which the final answer begins; else it is the box
+
+
 def names_another(
     text: str,  # an accepted completion
     answer: str,
+    extract: str = "boxed",  # mode in which the answer is read
 ) -> bool:
-    "Whether the sentences before the box lack the answer, because the naive conditional named another entity."
-    sentences, box, _ = text.rpartition(r"\boxed")
+    "Whether the sentences before the final answer lack it, because the naive conditional named another entity."
+    sentences, box, _ = text.rpartition(_MARKS.get(extract, r"\boxed"))
     return bool(box and sentences.strip()) and answer not in sentences

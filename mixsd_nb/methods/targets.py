@@ -20,11 +20,11 @@ import pyarrow.parquet as pq
 import xarray as xr
 from pydantic import Field, field_validator
 
-from ..corpora import CORPORA, check_corpus, load_corpus
+from ..corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions, load_corpus
 from ..corpora.prompts import encode_completion
 from ..corpora.simpleqa import keep_unanimous
 from ..models import check_engine, check_engine_options, check_mode
-from ..models.identity import ModelName
+from ..models.identity import MODEL_OPTIONS, ModelName, ModelOptions
 from ..models.presets import PresetSettings, preset_field
 from ..runs import (COMPUTE_BOTH, Journal, Seed, check_temperature, explain_damage, make_config,
                            report_progress, runtime_field)
@@ -32,7 +32,9 @@ from ..runs import (COMPUTE_BOTH, Journal, Seed, check_temperature, explain_dama
 # %% ../../nbs/methods/targets.ipynb #2d0498af
 class MixSettings(PresetSettings):
     "Parameters of mixing."
-    dataset: str = Field("kgfact-small", description="corpus")
+    dataset_options: CorpusOptions = runtime_field({}, CORPUS_OPTIONS)
+    dataset: CorpusName = Field("kgfact-small", description="corpus: its name, a file, a folder or a hub id")
+    model_options: ModelOptions = runtime_field({}, MODEL_OPTIONS)
     model: ModelName = Field("lab-m", description="base model: a lab model, a folder or a hub id")
     lam: float = Field(0.5, ge=0, le=1, description="share of tokens from the naive conditional")
     seed: Seed = Field(0, description="seed of the picks and of the sampling noise")
@@ -66,7 +68,6 @@ class MixSettings(PresetSettings):
         {}, 'options of vLLM, such as {"tensor_parallel_size": 2}, also as JSON text; use shards for data parallelism')
     batch_size: int = runtime_field(100, "sequences decoded concurrently", ge=1)
 
-    _dataset = field_validator("dataset")(check_corpus)
     _engine = field_validator("engine")(check_engine)
     _temperature = field_validator("temperature")(check_temperature)
 
@@ -184,7 +185,8 @@ def mix_corpus(
         record, row = by_target[item["id"], sample], rows[item["id"]]
         if settings.replace_gt and not record["accepted"]: record = _use_canonical(record, engine.tokenizer, row)
         text = engine.tokenizer.decode(record["completion_ids"], skip_special_tokens=True)
-        records.append(record | dict(prompt_ids=item["naive_ids"], names_another=names_another(text, row["answer"])))
+        other = names_another(text, row["answer"], item["extract"])
+        records.append(record | dict(prompt_ids=item["naive_ids"], names_another=other))
     return records
 
 # %% ../../nbs/methods/targets.ipynb #b61fb02c

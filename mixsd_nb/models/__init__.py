@@ -37,13 +37,10 @@ _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.j
 
 
 def _check_folder(folder: Path, field: str) -> None:
-    "ValueError of one sentence if a model folder has no tokenizer or no chat template."
+    "ValueError of one sentence if a model folder has no tokenizer."
     if not any(any(folder.glob(pattern)) for pattern in _VOCABULARIES):
         raise ValueError(f"{field} must be a folder with a tokenizer, got {folder}; copy tokenizer.json and "
                          "tokenizer_config.json of its base model into it")
-    settings = folder / "tokenizer_config.json"
-    if any(folder.glob("chat_template*")) or settings.is_file() and b'"chat_template"' in settings.read_bytes(): return
-    raise ValueError(f"{field} must be a folder with a chat template, got {folder}; write one to chat_template.jinja in it")
 
 # %% ../../nbs/models/index.ipynb #e3e514ec
 def check_model(
@@ -53,7 +50,7 @@ def check_model(
 ) -> str:
     """The name itself. Nothing is loaded.
 
-    ValueError of one sentence if it cannot name a model, and for a folder without a tokenizer or a chat template."""
+    ValueError of one sentence if it cannot name a model, and for a folder without a tokenizer."""
     if _model_kind(name, field) == "folder": _check_folder(Path(name), field)
     return name
 
@@ -82,11 +79,15 @@ def load_part(
 def load_tokenizer(
     name: str,
 ):
-    "The tokenizer of a lab model, a folder, or a hub id; ValueError of one sentence if it has no chat template."
+    """The tokenizer of a lab model, a folder, or a hub id; without a chat template it gets the [plain form](chat.ipynb).
+
+    ValueError of one sentence if it has neither a chat template nor a token that ends a sequence."""
     from transformers import AutoTokenizer
+
+    from mixsd_nb.models.chat import plain_template
     tokenizer = load_part(AutoTokenizer, check_model(name))
-    if tokenizer.chat_template: return tokenizer
-    raise ValueError(f"model must have a chat template, got {name}; save it to a folder and write chat_template.jinja there")
+    if not tokenizer.chat_template: tokenizer.chat_template = plain_template(tokenizer)
+    return tokenizer
 
 # %% ../../nbs/models/index.ipynb #7481e3d1
 def load_base(

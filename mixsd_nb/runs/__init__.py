@@ -13,7 +13,8 @@ __all__ = ['MARK', 'checkpoint_folder', 'checkpoint_step', 'checkpoint_steps', '
            'Journal', 'check_schema', 'explain_damage', 'read_lines', 'read_run_record', 'read_table', 'sync',
            'StorageError', 'check_described', 'check_runs_folder', 'explain_storage_errors', 'is_finished', 'is_locked',
            'open_result', 'project_root', 'read_json', 'remove_run', 'report_progress', 'run_lock', 'runs_root',
-           'try_lock', 'write_atomically', 'write_json', 'write_result']
+           'try_lock', 'write_atomically', 'write_json', 'write_result', 'TABLE_SUFFIXES', 'Row', 'Table', 'TableError',
+           'check_columns', 'digest_rows', 'is_table_file', 'read_list', 'read_rows', 'read_text']
 
 # %% ../../nbs/runs/index.ipynb #3f13d88a
 from .checkpoints import (MARK, checkpoint_folder, checkpoint_step, checkpoint_steps, last_checkpoint,
@@ -31,6 +32,8 @@ from .storage import (COMPUTE_AGAIN, COMPUTE_BOTH, RESPONSE_COLUMNS, RESTORE, SC
                                    explain_storage_errors, is_finished, is_locked, open_result, project_root,
                                    read_json, read_lines, read_run_record, read_table, remove_run, report_progress, run_lock,
                                    runs_root, sync, try_lock, write_atomically, write_json, write_result)
+from .tables import (TABLE_SUFFIXES, Row, Table, TableError, check_columns, digest_rows, is_table_file,
+                                  read_list, read_rows, read_text)
 
 _all_ = ["MARK", "checkpoint_folder", "checkpoint_step", "checkpoint_steps", "last_checkpoint",
          "mark_complete", "resume_checkpoint", "Interruption", "Config",
@@ -43,4 +46,5 @@ _all_ = ["MARK", "checkpoint_folder", "checkpoint_step", "checkpoint_steps", "la
          "explain_damage", "read_lines", "read_run_record", "read_table", "sync",
          "StorageError", "check_described", "check_runs_folder", "explain_storage_errors", "is_finished", "is_locked", "open_result",
          "project_root", "read_json", "remove_run", "report_progress", "run_lock", "runs_root", "try_lock",
-         "write_atomically", "write_json", "write_result"]
+         "write_atomically", "write_json", "write_result", "TABLE_SUFFIXES", "Row", "Table", "TableError",
+         "check_columns", "digest_rows", "is_table_file", "read_list", "read_rows", "read_text"]

@@ -96,7 +96,10 @@ def read_words(
 def describe_error(
     error: Exception,
 ) -> str:
-    "An error as one line; of a traceback that another process reported, its last line."
+    """An error as one line, or one line for each of its `problems`, if it has several.
+
+    Of a traceback that another process reported, it is the last line."""
+    if problems := getattr(error, "problems", None): return "\n".join(problems)
     lines = str(error).strip().splitlines()
     text = lines[-1] if lines and lines[0].startswith("Traceback") else " ".join(" ".join(lines).split())
     described = isinstance(error, (ValueError, OSError, ImportError)) or hasattr(error, "_render_traceback_")

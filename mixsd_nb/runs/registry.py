@@ -37,8 +37,10 @@ class Registry(Mapping):
     def __init__(
         self,
         kind: str,  # noun for an entry in error messages, such as method or engine
+        find: str = "",  # function (name) -> a declaration of a name that nobody added, or None
+        others: str = "",  # what `find` finds, for error messages
     ):
-        self.kind, self._entries = kind, {}
+        self.kind, self._find, self._others, self._entries, self._found = kind, find, others, {}, {}
 
     def add(self, entry: Any) -> Any:
         "Add a declaration under its `name` and return it; ValueError if another declaration has this name."
@@ -49,22 +51,34 @@ class Registry(Mapping):
     def remove(self, name: str) -> None:
         "Remove a declaration, if it exists; tests use this to clean up."
         self._entries.pop(name, None)
+        self._found.pop(name, None)
+
+    def declares(self, name: str) -> bool:
+        "Whether a declaration was added under this name."
+        load_plugins()
+        return name in self._entries
 
     def check(self, name: str) -> str:
-        "The name itself; ValueError of one sentence for a name that is not declared."
-        load_plugins()
-        if name in self._entries: return name
+        "The name itself; ValueError of one sentence for a name that is neither declared nor found."
+        if name in self: return name
         near = nearest(name, self._entries)
         hint = f"; {near}" if near else ""
-        raise ValueError(f"{self.kind} must be one of {', '.join(self._entries)}, got {name}{hint}")
+        known = ", ".join(filter(None, [*self._entries, self._others]))
+        raise ValueError(f"{self.kind} must be one of {known}, got {name}{hint}")
 
-    def __getitem__(self, name: str) -> Any: return self._entries[self.check(name)]
-    def __contains__(self, name) -> bool: return name in list(self)
-    def get(self, name, default=None): return self._entries[name] if name in self else default
+    def _lookup(self, name: str) -> Any:
+        load_plugins()
+        known = self._entries.get(name) or self._found.get(name)
+        if known or not self._find or not (entry := load_object(self._find)(name)): return known
+        return self._found.setdefault(name, entry) if entry.name == name else entry
+
+    def __getitem__(self, name: str) -> Any: return self._lookup(name) or self.check(name)
+    def __contains__(self, name) -> bool: return self._lookup(name) is not None
+    def get(self, name, default=None): return self._lookup(name) or default
 
     def __iter__(self) -> Iterator[str]:
         load_plugins()
-        return iter(self._entries)
+        return iter([*self._entries, *self._found])
 
     def __len__(self) -> int: return len(list(iter(self)))
 
