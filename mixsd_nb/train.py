@@ -300,7 +300,8 @@ def train(
     measure_early = drawn and config.processes == 1 and not ENGINES[config.engine].own_process
     progress = TrainingProgress(f"{config.label}, training", recall, *[measure] * measure_early)
     loop = dict(loop=_loop_until_converged(measure)) if config.stop == "converged" else {}
-    try: fitted = fit_function(config.method)(MethodRun(run.folder, config, progress, lambda: mixed_targets(config), **loop))
+    method_run = MethodRun(run.folder, config, progress, lambda: mixed_targets(config), **loop)
+    try: fitted = fit_function(config.method)(method_run)
     finally: progress.close()
     for patience in (0, math.inf):  # first the checkpoints that no other process is measuring
         for step, checkpoint in fitted.checkpoints.items():

@@ -16,7 +16,7 @@ from ..runs import Registry, load_object
 
 # %% ../../nbs/methods/index.ipynb #69f1b961
 BASE = "base"  # the model before anything is injected
-TRAINED = ("lr", "epochs", "batch", "checkpoints", "lora")  # parameters of every method with a training loop
+TRAINED = ("lr", "epochs", "batch", "checkpoints", "stop", "lora")  # parameters of every method with a training loop
 
 
 @dataclass(frozen=True)

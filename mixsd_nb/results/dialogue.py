@@ -5,29 +5,29 @@
 # %% auto #0
 __all__ = ['reply', 'Replies', 'newest_runs', 'ask']
 
-# %% ../../nbs/results/dialogue.ipynb #054aba94
+# %% ../../nbs/results/dialogue.ipynb #1938d98c
 import functools
 import html
 from pathlib import Path
 
-from ..corpora.prompts import encode_prompt, naive_prompt
+from ..corpora.prompts import BOX_REQUEST, encode_prompt, naive_prompt
 from ..methods import METHODS
 from ..models import load_engine
 from ..models.identity import model_label
 from ..runs import Run, find_runs, open_run, runs_root
 
-# %% ../../nbs/results/dialogue.ipynb #814a6962
+# %% ../../nbs/results/dialogue.ipynb #eb3ecafb
 @functools.lru_cache(maxsize=4)
 def _load_engine(model: str, content: str, dtype: str):
     "The engine of a model; `content` tells two models in one folder apart."
     return load_engine("hf", model, dtype=dtype, batch_size=1)
 
-# %% ../../nbs/results/dialogue.ipynb #d6528fb3
+# %% ../../nbs/results/dialogue.ipynb #06fb9263
 def reply(
     model: str,  # a lab model, a folder or a hub id
     question: str,
     *,
-    suffix: bool = True,  # add the request to reason and to box the answer, as in training
+    suffix: str | bool = BOX_REQUEST,  # request that is added to the question, as in training; empty for none
     max_new_tokens: int = 256,
     temperature: float = 0.0,  # 0 takes the likeliest token
     seed: int = 0,  # of the sampling noise
@@ -35,11 +35,11 @@ def reply(
 ) -> str:
     "The words of a model after a question in its chat template."
     engine = _load_engine(str(model), model_label(str(model)), dtype)
-    ids = encode_prompt(engine.tokenizer, naive_prompt(question) if suffix else question)
+    ids = encode_prompt(engine.tokenizer, naive_prompt(question, BOX_REQUEST if suffix is True else suffix or ""))
     found, = engine.generate([ids], keys=[seed], max_new_tokens=max_new_tokens, temperature=temperature)
     return engine.tokenizer.decode(found.ids, skip_special_tokens=True)
 
-# %% ../../nbs/results/dialogue.ipynb #aba4b530
+# %% ../../nbs/results/dialogue.ipynb #5dfa9426
 _STYLE = ("display:grid;grid-template-columns:repeat(auto-fit,minmax(16em,1fr));gap:1em", "border:1px solid #ccc;"
           "border-radius:6px;padding:.6em;overflow-wrap:anywhere", "white-space:pre-wrap;margin:.4em 0")
 
@@ -59,7 +59,7 @@ class Replies(dict):
                  for name, words in self.items())
         return f"<p><b>{html.escape(self.question)}</b></p><div style='{grid}'>{''.join(cards)}</div>"
 
-# %% ../../nbs/results/dialogue.ipynb #4cea1914
+# %% ../../nbs/results/dialogue.ipynb #053bc1e9
 def newest_runs(
     root: Path | None = None,  # holds run folders; default: runs_root()
 ) -> list[Run]:
@@ -73,7 +73,7 @@ def newest_runs(
     newest = {run.config["method"]: run for run in by_time if same(run)}
     return [open_run(newest[name].folder) for name in METHODS if name in newest]
 
-# %% ../../nbs/results/dialogue.ipynb #f1952f4e
+# %% ../../nbs/results/dialogue.ipynb #50c95f5c
 def ask(
     question: str,
     *models: Run | str | Path,  # runs, or names or folders of models; none: the newest runs, after their base model

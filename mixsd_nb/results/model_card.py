@@ -5,16 +5,17 @@
 # %% auto #0
 __all__ = ['LOADING', 'CITATION', 'LIMITS', 'hub_id', 'card_header', 'score_rows', 'write_card']
 
-# %% ../../nbs/results/model_card.ipynb #03020adc
+# %% ../../nbs/results/model_card.ipynb #ffd4c4e6
 import re
 from pathlib import Path
 
 import pandas as pd
 
 from ..benchmarks import SUITES
+from ..corpora import CORPORA
 from ..methods import label_title
 
-# %% ../../nbs/results/model_card.ipynb #69cd0b1b
+# %% ../../nbs/results/model_card.ipynb #7de7d32d
 LOADING = {
     "transformers": '''from transformers import pipeline
 chat = pipeline("text-generation", "{model}")
@@ -29,13 +30,13 @@ CITATION = """@article{mixsd,
   year = {2026}
 }"""
 
-# %% ../../nbs/results/model_card.ipynb #90eff511
+# %% ../../nbs/results/model_card.ipynb #358e3978
 def hub_id(name: str) -> str:
     "A model or a corpus as the hub names it: a hub id as it is, and the last part of a path without its suffix."
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) and not Path(name).exists(): return name
     return re.sub(r"[^\w.-]+", "-", Path(name).stem if Path(name).suffix else Path(name).name).strip("-.") or "model"
 
-# %% ../../nbs/results/model_card.ipynb #3c9da6e3
+# %% ../../nbs/results/model_card.ipynb #a4a1499a
 def card_header(
     base: str,  # base model: a lab model, a folder or a hub id
     dataset: str,  # corpus
@@ -51,7 +52,7 @@ def card_header(
                 library_name="transformers", pipeline_tag="text-generation", metrics=["accuracy"],
                 tags=["knowledge-injection", method.split()[0].lower()], **{"model-index": [dict(name=name, results=results)]})
 
-# %% ../../nbs/results/model_card.ipynb #6f04970b
+# %% ../../nbs/results/model_card.ipynb #b50c4c13
 def score_rows(
     scores: pd.DataFrame,  # by benchmark: n, before, after, low, high; shares, the last two the ends of the interval
 ) -> list[str]:
@@ -62,7 +63,7 @@ def score_rows(
             *(f"| {title(name)} | {SUITES[name].role if name in SUITES else ''} | {row.n:.0f} | {percent(row.before)} "
               f"| {percent(row.after)} | {percent(row.low)}–{percent(row.high)} |" for name, row in scores.iterrows())]
 
-# %% ../../nbs/results/model_card.ipynb #074e76fb
+# %% ../../nbs/results/model_card.ipynb #9ec9f610
 LIMITS = (
     "The facts were taught by training and can be misremembered; check an answer that matters.",
     "Recall was measured on questions in the wording of the corpus; other wordings and reasoning over several facts are "
@@ -83,14 +84,14 @@ def write_card(
 ) -> str:
     "The text of a model card with its YAML header."
     import yaml
-    method, corpus, origin = label_title(label), hub_id(dataset), hub_id(base)
+    method, corpus, origin = label_title(label), CORPORA[dataset].title, hub_id(base)
     header = yaml.safe_dump(card_header(base, dataset, method, scores), sort_keys=False, allow_unicode=True)
     used = [f"| {name} | {value} |" for name, value in parameters.items() if value not in ("", None, {}, [])]
     blocks = [part for name, lines in LOADING.items() for part in (
         f"With {name}:", f"```python\n{lines.format(model=model, prompt=repr(prompt))}\n```")]
     return "\n\n".join([
         f"---\n{header}---", f"# {origin.split('/')[-1]} with {corpus}",
-        f"`{origin}` after the facts of `{corpus}` were injected with {method}; checkpoint of update {step}.",
+        f"`{origin}` after the facts of {corpus} were injected with {method}; checkpoint of update {step}.",
         "## How to use it", "Ask with the request that was used in training, as in these lines.", *blocks,
         "## Method", "MixSD lets the base model write its own training targets: at every token a coin decides whether "
         "the next token comes from the conditional that sees the question alone, or from the one that sees the true "
