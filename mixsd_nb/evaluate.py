@@ -30,6 +30,7 @@ _all_ = ["EvalSettings", "compare", "evaluate_suite", "scores"]
 class EvaluateConfig(Stage, EvalSettings):
     "Evaluate a model on a suite of benchmarks; the responses are stored beside the result as a Parquet file."
     name = "evaluate"
+    run_class = "results.finished:ModelRun"
     model: ModelName = Field("lab-m", description="a lab model, a folder or a hub id")
     baseline: Annotated[str, BY_CONTENT] = runtime_field("", "another model, with which this one is compared item by item")
 
