@@ -20,30 +20,22 @@ import pandas as pd
 import xarray as xr
 from pydantic import Field, field_validator
 
-from mixsd_nb import evaluate, generate
-from mixsd_nb.analysis.scores import count_correct, item_variances
-from mixsd_nb.benchmarks import SUITES, Selection, benchmark_names, load_items
-from mixsd_nb.benchmarks.evaluation import EvalSettings, select_items, write_responses
-from mixsd_nb.corpora import CORPORA, load_corpus
-from mixsd_nb.corpora.prompts import SPANS
-<<<<<<< /tmp/tmpsxjvizy5
-from mixsd_nb.methods import METHODS, check_method, fit_function, label_coordinates, method_label
-from mixsd_nb.methods.lengths import check_facts
-=======
-from mixsd_nb.methods import METHODS, check_method, fit_function, label_coordinates, method_label, update_count
-from mixsd_nb.methods.selection import converged
->>>>>>> /tmp/tmpnkbsvyxp
-from mixsd_nb.models import ENGINES, check_process, run_with_engine
-from mixsd_nb.models.identity import ModelName, model_label
-from mixsd_nb.models.presets import idle_value, preset_field, warn_about_lab_values
-from mixsd_nb.results.layout import result_tree
-from mixsd_nb.results.roots import read_root
-<<<<<<< /tmp/tmpsxjvizy5
-from mixsd_nb.results.schema import reported_versions
-=======
-from mixsd_nb.results.schema import RUN_DIMS
->>>>>>> /tmp/tmpnkbsvyxp
-from mixsd_nb.runs import (TARGET_COLUMNS, ParameterError, Run, Stage, Steps, check_steps, check_temperature,
+from . import evaluate, generate
+from .analysis.scores import count_correct, item_variances
+from .benchmarks import SUITES, Selection, benchmark_names, load_items
+from .benchmarks.evaluation import EvalSettings, select_items, write_responses
+from .corpora import CORPORA, load_corpus
+from .corpora.prompts import SPANS
+from .methods import METHODS, check_method, fit_function, label_coordinates, method_label, update_count
+from .methods.lengths import check_facts
+from .methods.selection import converged
+from .models import ENGINES, check_process, run_with_engine
+from .models.identity import ModelName, model_label
+from .models.presets import idle_value, preset_field, warn_about_lab_values
+from .results.layout import result_tree
+from .results.roots import read_root
+from .results.schema import RUN_DIMS, reported_versions
+from .runs import (TARGET_COLUMNS, ParameterError, Run, Stage, Steps, check_steps, check_temperature,
                            checkpoint_folder, is_locked, is_runtime, last_checkpoint, make_config, match_type,
                            module_of, nearest, read_table, run_function, runs_root, runtime_field, try_lock)
 
