@@ -4,8 +4,23 @@ from configparser import ConfigParser
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 root = Path(__file__).parent
+
+
+class BuildWithNotebooks(build_py):
+    """Build the package with a copy of the stage notebooks inside, which the repository holds once, in nbs/."""
+
+    def run(self):
+        super().run()
+        if self.editable_mode: return
+        target = Path(self.build_lib) / "mixsd_nb/notebooks"
+        target.mkdir(parents=True, exist_ok=True)
+        for notebook in sorted((root / "nbs").glob("*.ipynb")):
+            if notebook.stem != "index": self.copy_file(str(notebook), str(target / notebook.name))
+
+
 config = ConfigParser(delimiters=["="])
 config.read(root / "settings.ini", encoding="utf-8")
 cfg = config["DEFAULT"]
@@ -31,5 +46,7 @@ setup(
     python_requires=f">={cfg['min_python']}",
     install_requires=cfg["requirements"].split(),
     extras_require={extra: cfg[f"{extra}_requirements"].split() for extra in ("vllm", "lora", "check", "peers", "dev")},
+    entry_points={"console_scripts": cfg["console_scripts"].split()},
+    cmdclass={"build_py": BuildWithNotebooks},
     zip_safe=False,
 )

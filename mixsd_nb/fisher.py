@@ -38,6 +38,7 @@ _all_ = ["diagonal_fisher", "displacement"]
 class FisherConfig(Stage):
     "The Fisher of a base model, or the displacement of every checkpoint of a training run."
     name = "fisher"
+    run_class = "results.finished:FinishedRun"
     model: ModelName = Field("lab-m", description="base model: a lab model, a folder or a hub id")
     trained: str = runtime_field("", "folder of a training run; empty: the base model, then all its finished runs")
     reference: Literal["lab", "paper"] = Field("lab", description="examples from the lab's suites or the paper's tasks")

@@ -25,6 +25,7 @@ from .runs import Run, Stage, make_config, module_of, run_function, write_atomic
 class GenerateConfig(Stage, MixSettings):
     "Mix the training split of a corpus; the targets are stored beside the result as a Parquet file."
     name = "generate"
+    run_class = "results.finished:FinishedRun"
 
     def slug(self):
         part = f"-{self.shard.replace('/', 'of')}" if self.shard else ""

@@ -49,6 +49,7 @@ def token_nll(
 class NllConfig(Stage):
     "The per-token NLL of training targets under the base model that will be trained on them."
     name = "nll"
+    run_class = "results.finished:FinishedRun"
     targets: str = runtime_field("", "Parquet file of mixed targets; empty for the canonical ones")
     dataset_options: CorpusOptions = runtime_field({}, CORPUS_OPTIONS)
     dataset: CorpusName = Field("kgfact-small", description="corpus of the targets: its name, a file, a folder or a hub id")

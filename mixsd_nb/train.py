@@ -11,6 +11,8 @@ __all__ = ['run', 'MAIN_RUNS', 'MAIN_CHECKPOINTS', 'TrainConfig', 'count_by_benc
 import math
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,13 +26,15 @@ from .benchmarks import SUITES, Selection, benchmark_names, load_items
 from .benchmarks.evaluation import EvalSettings, select_items, write_responses
 from .corpora import CORPORA, load_corpus
 from .corpora.prompts import SPANS
-from .methods import METHODS, check_method, fit_function, label_coordinates, method_label
+from .methods import METHODS, check_method, fit_function, label_coordinates, method_label, update_count
 from .methods.lengths import check_facts
+from .methods.selection import converged
 from .models import ENGINES, check_process, run_with_engine
 from .models.identity import ModelName, model_label
 from .models.presets import idle_value, preset_field, warn_about_lab_values
 from .results.layout import result_tree
 from .results.roots import read_root
+from .results.schema import RUN_DIMS, reported_versions
 from .runs import (TARGET_COLUMNS, ParameterError, Run, Stage, Steps, check_steps, check_temperature,
                            checkpoint_folder, is_locked, is_runtime, last_checkpoint, make_config, match_type,
                            module_of, nearest, read_table, run_function, runs_root, runtime_field, try_lock)
@@ -39,6 +43,7 @@ from .runs import (TARGET_COLUMNS, ParameterError, Run, Stage, Steps, check_step
 class TrainConfig(Stage, EvalSettings):
     "One model trained on one corpus with one method, and measured along training."
     name = "train"
+    run_class = "results.finished:ModelRun"
     method: str = Field("mixsd", description="base, sft, mixsd, opsd, opsd-nll or mixsd-kl")
     lam: float = Field(0.5, ge=0, le=1, description="share of naive tokens in the targets of mixsd")
     target_tokens: int = preset_field(
@@ -57,6 +62,8 @@ class TrainConfig(Stage, EvalSettings):
     checkpoints: Steps | None = runtime_field(None, (
         "updates after which the model is measured, besides the last one; None for the published schedule; "
         "for example papermill -y '{checkpoints: [20, 60]}'"))
+    stop: Literal["last", "converged"] = runtime_field("last", (
+        "when training ends: last, after all updates, or converged, as soon as the paper's rule has selected a checkpoint"))
     span: Literal[SPANS] = preset_field(
         "which tokens of a target are trained: completion, or paper, which adds the chat template's tokens around it",
         lab="completion", paper="paper")
@@ -125,7 +132,6 @@ class TrainConfig(Stage, EvalSettings):
 
     def steps(self) -> tuple[int, list[int]]:
         "The number of updates, and the steps of all checkpoints including the last update."
-        from mixsd_nb.methods.trainer import update_count
         last = update_count(self.epochs, len(load_corpus(self.dataset, "train")), self.batch)
         return last, self._steps_until(last)
 
@@ -153,8 +159,22 @@ class TrainConfig(Stage, EvalSettings):
     def covers(self, run):
         "Whether the run has measured all checkpoints; its last one is that of the training."
         if not self.has_rate: return True
-        measured = read_root(run.folder / "result.nc").step.values.tolist()
-        return {*self._steps_until(max(measured))} <= {*measured}
+        if self.stop == "converged" and self.converged_step(run) is not None: return True
+        root = read_root(run.folder / "result.nc")
+        measured, asked = root.step.values.tolist(), root.targets_asked.item()
+        last = update_count(self.epochs, int(asked), self.batch) if asked == asked else max(measured)
+        return {*self._steps_until(last)} <= {*measured}
+
+    def converged_step(
+        self,
+        run: Run,  # a finished one of this configuration
+    ) -> int | None:
+        "The step at which the training has converged, by the recall and the validation of the measured checkpoints."
+        root = read_root(run.folder / "result.nc").squeeze(RUN_DIMS)
+        planned = self._steps_until(int(root.step.max()))
+        scores = root.accuracy.sel(step=[step for step in root.step.values if step > 0 and step in planned])
+        found = converged(*(scores.sel(benchmark=name).values for name in ("recall", "validation")))
+        return None if found is None else int(scores.step[found])
 
     def shared_runs(self):
         "The evaluation of the base model, and the mixed targets of a method that trains on them."
@@ -241,6 +261,23 @@ def mixed_targets(config: TrainConfig) -> pd.DataFrame:
     table = read_table(file, TARGET_COLUMNS)
     return table[table.accepted]
 
+# %% ../nbs/train.ipynb #cdcbe372
+def _loop_until_converged(
+    measure: Callable[[int], dict[str, float]],  # accuracies of the checkpoint of a step
+) -> Callable:
+    "A training loop, as `fine_tune`, that measures every checkpoint and ends when the scores have converged."
+    def loop(spec, folder, report):
+        from mixsd_nb.methods.trainer import fine_tune
+        scores = []
+        for step in sorted({*spec.checkpoints, spec.steps}):
+            part = replace(spec, steps=step, checkpoints=[step])
+            curves = fine_tune(part, folder, lambda entry: report(entry | dict(steps=spec.steps)))
+            found = measure(step)
+            scores.append((found["recall"], found["validation"]))
+            if converged(*zip(*scores)) is not None: break
+        return curves
+    return loop
+
 # %% ../nbs/train.ipynb #a16f114a
 def train(
     config: TrainConfig,
@@ -256,14 +293,17 @@ def train(
         if step not in responses:
             if step not in config.steps()[1]: return
             responses[step] = measure_checkpoint(config, run, step, checkpoint_folder(run.folder, step))
-        correct, n = count_by_benchmark(responses[step], facts)["recall"]
-        recall[step] = correct / n
+        found = {name: correct / n for name, (correct, n) in count_by_benchmark(responses[step], facts).items()}
+        recall[step] = found["recall"]
+        return found
 
     measure(0)
     drawn = "ipykernel" in sys.modules  # the recall so far is only shown in a notebook
     measure_early = drawn and config.processes == 1 and not ENGINES[config.engine].own_process
     progress = TrainingProgress(f"{config.label}, training", recall, *[measure] * measure_early)
-    try: fitted = fit_function(config.method)(MethodRun(run.folder, config, progress, lambda: mixed_targets(config)))
+    loop = dict(loop=_loop_until_converged(measure)) if config.stop == "converged" else {}
+    method_run = MethodRun(run.folder, config, progress, lambda: mixed_targets(config), **loop)
+    try: fitted = fit_function(config.method)(method_run)
     finally: progress.close()
     for patience in (0, math.inf):  # first the checkpoints that no other process is measuring
         for step, checkpoint in fitted.checkpoints.items():
@@ -280,11 +320,12 @@ def summarise(
     counts, published = ({step: count_by_benchmark(responses[step], fitted.kept, rule)
                           for step in (0, *fitted.checkpoints)} for rule in ("correct", "published"))
     variance = {step: item_variances(responses[step]) for step in counts}
+    reports = {step: responses[step].attrs.get("reports", {}) for step in counts}
     benchmarks = {name: dict(column=SUITES[name].column, role=SUITES[name].role, samples=SUITES[name].sampling.samples)
-                  for name in counts[max(counts)]}
+                  | reported_versions(reports[max(counts)]).get(name, {}) for name in counts[max(counts)]}
     lr = config.lr if config.has_rate else 0.0
     return result_tree(dataset=config.dataset, model=config.model, method=config.method, lr=lr, seed=config.seed,
-                       accuracy=counts, published=published, variance=variance, benchmarks=benchmarks,
+                       accuracy=counts, published=published, variance=variance, benchmarks=benchmarks, reports=reports,
                        config=config.canonical(), targets=fitted.targets, training=fitted.curves or None,
                        **label_coordinates(config.label))
 
@@ -297,8 +338,6 @@ def prepare_training(
     processes: int,  # total number on all nodes
 ) -> Path:
     "Write the training spec for processes that are started elsewhere; targets are generated by this process."
-    from dataclasses import replace
-
     from mixsd_nb.methods.fitting import MethodRun
     from mixsd_nb.methods.trainer import write_spec
 

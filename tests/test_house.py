@@ -34,6 +34,8 @@ FLOORS = {
     **{name: ROOMS for name in ["generate", "evaluate", "nll", "fisher", "errors", "sweep", "pretrain"]},
     "speed": [*ROOMS, "profiling"],
     "train": [*ROOMS, "generate", "evaluate"],
+    "inject": [*ROOMS, "train", "evaluate", "nll"],
+    "console": [*ROOMS, "console"],
     "figures": [*ROOMS, "nll", "errors"],
     "explore": [*ROOMS, "views"],
 }

@@ -18,7 +18,7 @@ from ..corpora import load_corpus
 from . import METHODS
 from .trainer import TrainingSpec, fine_tune
 from ..models import load_engine, load_tokenizer
-from ..runs import Run, checkpoint_folder, mark_complete
+from ..runs import Run, checkpoint_folder, checkpoint_steps, mark_complete
 
 # %% ../../nbs/methods/fitting.ipynb #5c0a58a9
 class Fitted(NamedTuple):
@@ -98,7 +98,8 @@ class MethodRun(Run):
         spec = TrainingSpec(objective=objective, data=data, steps=last, checkpoints=steps, **settings)
         curves = self.loop(spec, self.folder, self.report)
         targets = dict(targets_kept=len(kept), targets_asked=len(self.rows)) | (targets or {})
-        return Fitted({s: checkpoint_folder(self.folder, s) for s in steps}, kept, targets, curves)
+        found = checkpoint_steps(self.folder)  # a loop may end before the last step
+        return Fitted({step: found[step] for step in steps if step in found}, kept, targets, curves)
 
     def train_on(
         self,

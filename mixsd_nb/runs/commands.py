@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['split_text', 'format_value', 'Word', 'words_of', 'read_words', 'describe_error', 'exit_code', 'end_command',
-           'CommandParser', 'run_command']
+           'CommandParser', 'read_options', 'run_command']
 
 # %% ../../nbs/runs/commands.ipynb #2e3f1fa9
 import argparse
@@ -16,6 +16,7 @@ import threading
 import typing
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from .config import Config, ParameterError, format_bounds, format_type, make_config, nearest
@@ -154,16 +155,31 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(
         self,
-        name: str,  # of the module, after `mixsd_nb.`
+        name: str,  # of the module, after `mixsd_nb.`; also the name of its command of `mixsd`
         description: str,
         **options,  # of argparse
     ):
-        super().__init__(f"python -m mixsd_nb.{name}", description=description, allow_abbrev=False,
+        typed = f"mixsd {name}" if Path(sys.argv[0]).name == "mixsd" else f"python -m mixsd_nb.{name}"
+        super().__init__(typed, description=description, allow_abbrev=False,
                          formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def error(self, message: str):
         "Raise ParameterError."
         raise ParameterError(f"{message}; --help shows what the command takes")
+
+    def add_words(self, known: dict[str, Word]):
+        "Add an option `--name VALUE` for each word; a name with underscores may be written with hyphens."
+        for name, word in known.items():
+            self.add_argument(*dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}")), dest=name, metavar="VALUE",
+                              default=argparse.SUPPRESS, help=word.describe().split(maxsplit=1)[1].replace("%", "%%"))
+
+# %% ../../nbs/runs/commands.ipynb #3a59e503
+def read_options(
+    known: dict[str, Word],
+    options: argparse.Namespace,  # of a parser with these words
+) -> dict[str, Any]:
+    "The values of the given options by name; ParameterError as in `Word.read`."
+    return {name: word.read(getattr(options, name)) for name, word in known.items() if hasattr(options, name)}
 
 # %% ../../nbs/runs/commands.ipynb #736d7e87
 def run_command(

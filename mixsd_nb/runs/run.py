@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['module_file', 'imported_modules', 'import_closure', 'code_text', 'module_versions', 'code_version', 'package_version',
-           'weights_version', 'read_config', 'Run', 'find_runs', 'Stage', 'find_stage', 'describe_parameters',
-           'run_function']
+           'weights_version', 'read_config', 'Run', 'find_runs', 'Stage', 'find_stage', 'open_run',
+           'describe_parameters', 'run_function']
 
 # %% ../../nbs/runs/run.ipynb #b56ece74
 import ast
 import contextlib
 import functools
+import glob
 import hashlib
 import importlib.util
 import inspect
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from .checkpoints import checkpoint_steps
 from .config import Config, ParameterError, make_config, nearest
 from .processes import Interruption
+from .registry import load_object
 from .storage import (RESPONSE_COLUMNS, SCHEMA, TARGET_COLUMNS, explain_storage_errors, is_finished, open_result,
                                    read_run_record, read_table, remove_run, run_lock, runs_root, write_json,
                                    write_result)
@@ -144,6 +146,11 @@ class Run:
     def __repr__(self): return f"Run({self.name}{'' if self.finished else ', unfinished'})"
 
     @property
+    def path(self) -> Path:
+        "The folder, absolute."
+        return self.folder.absolute()
+
+    @property
     def name(self) -> str:
         "The name of the folder."
         return self.folder.name
@@ -234,6 +241,7 @@ _STAGES = {}  # name -> class
 class Stage(Config):
     "Base class of every stage. A subclass sets `name` and implements `slug` and `compute`."
     name: ClassVar[str] = ""
+    run_class: ClassVar[str] = ""  # `module:class`, what `run` returns; empty for a plain `Run`
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs):
@@ -288,6 +296,11 @@ class Stage(Config):
         words = re.sub("-*/+-*", "-", f"{self.name}-{self.slug()}").strip("-")
         return runs_root() / f"{words}-{self.hash()}"
 
+    @classmethod
+    def open_run(cls, folder: Path) -> Run:
+        "The run in a folder, as the class that the stage declares."
+        return (load_object(cls.run_class) if cls.run_class else Run)(folder)
+
     def provenance(self) -> dict[str, Any]:
         "Stage, configuration, code version and environment."
         texts = tuple(v for v in self.identity().values() if isinstance(v, str))
@@ -306,7 +319,7 @@ class Stage(Config):
         config = self.without_idle()
         run = Run(config.folder)
         if not force: config._warn_if_stale(run)
-        if config.finished and not force: return run
+        if config.finished and not force: return config.open_run(run.folder)
         try: config.check()
         except ValueError as e: raise ParameterError(str(e)) from None
         with explain_storage_errors(run.folder):
@@ -316,7 +329,7 @@ class Stage(Config):
                 run.folder.mkdir(exist_ok=True)
                 if not (run.folder / "run.json").exists(): write_json(run.folder / "run.json", config.provenance())
                 if not config.finished: write_result(config.compute(Run(run.folder)), run.folder)
-        return Run(run.folder)
+        return config.open_run(run.folder)
 
     def _warn_if_stale(self, run: Run) -> None:
         record = read_run_record(run.folder)
@@ -342,6 +355,19 @@ def find_stage(
             if e.name != f"mixsd_nb.{name}": raise
     if name in _STAGES: return _STAGES[name]
     raise ParameterError(f"stage must be the name of a stage or the file of its notebook, got {name}")
+
+
+def open_run(
+    name: str | Path,  # of a run's folder below `runs_root()`, a path of it, or the ten digits at its end
+) -> Run:
+    """A run as the class that its stage declares; a plain `Run` if its stage is not installed.
+
+    ParameterError for a name that is not that of a run."""
+    files = Path(name) / "run.json", *runs_root().glob(f"[!.]*-{glob.escape(Path(name).name)}/run.json")
+    file = next((path for path in (*files[:1], runs_root() / name / "run.json", *files[1:]) if path.is_file()), None)
+    if not file: raise ParameterError(f"run must be the folder of a run, or its name in {runs_root()}, got {name}")
+    try: return find_stage(Run(file.parent).stage).open_run(file.parent)
+    except ParameterError: return Run(file.parent)
 
 
 def describe_parameters(

@@ -1,0 +1,144 @@
+"The exported model: a Hugging Face folder in the data type of its base model, whose card loads it, and which can be pushed to the hub."
+
+import base64
+import json
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+import yaml
+from helpers import small_model
+
+from mixsd_nb import train
+from mixsd_nb.models import load_base
+from mixsd_nb.results.export import export_model, main, push_folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    "A training run of SFT on a tiny model in bfloat16."
+    root = tmp_path_factory.mktemp("runs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MIXSD_RUNS", str(root))
+        folder = small_model(root / "tiny base", "lab-s")
+        model, _ = load_base(folder, "bfloat16")
+        model.save_pretrained(folder)
+        yield train.run(model=folder, method="sft", suite="recall", n=4, max_new_tokens=4, batch=100, epochs=2, checkpoints=[1])
+
+
+@pytest.fixture(scope="module")
+def exported(run, tmp_path_factory):
+    return export_model(run.name, tmp_path_factory.mktemp("out") / "my model", step=2)
+
+
+def header(folder):
+    return yaml.safe_load((folder / "README.md").read_text().split("---\n")[1])
+
+
+def test_the_folder_is_the_checkpoint_in_the_dtype_of_the_base(run, exported):
+    assert {path.name for path in exported.iterdir()} >= {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+                                                          "tokenizer_config.json", "chat_template.jinja", "README.md"}
+    assert json.loads((exported / "config.json").read_text())["dtype"] == "bfloat16"
+    trained, (model, tokenizer) = run.model(2)[0], load_base(str(exported), "auto")
+    assert model.dtype == torch.bfloat16
+    for name, weight in trained.state_dict().items(): assert weight.bfloat16().equal(model.state_dict()[name]), name
+    assert tokenizer.chat_template == run.model(0)[1].chat_template
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") == model.generation_config.eos_token_id
+    assert not list(exported.parent.glob(".*")), "nothing unfinished is left"
+
+
+def test_the_card_has_the_form_of_the_hub(run, exported):
+    from huggingface_hub import ModelCard
+    card = ModelCard.load(exported / "README.md")
+    assert card.data.base_model == "tiny-base" and card.data.datasets == ["kgfact-small"] and card.data.license is None
+    scores = {result.dataset_name: result.metric_value for result in card.data.eval_results}
+    assert scores["recall"] == round(100 * run.root.accuracy.sel(benchmark="recall", step=2).item(), 2)
+    text = card.text
+    assert all(f"## {part}" in text for part in ("How to use it", "Method", "Results", "Limits", "Citation"))
+    assert re.search(r"\| Train \| in-domain \| 4 \| [\d.]+ \| [\d.]+ \| [\d.]+–[\d.]+ \|", text) and "| lr | 0.001 |" in text
+
+
+def test_the_lines_of_the_card_run_in_plain_transformers(exported, monkeypatch, capsys):
+    from transformers import GenerationMixin
+    monkeypatch.chdir(exported.parent)
+    generate = GenerationMixin.generate
+    monkeypatch.setattr(GenerationMixin, "generate", lambda self, *a, **k: generate(self, *a, **k | dict(max_new_tokens=3)))
+    lines = re.search(r"With transformers:\n\n```python\n(.*?)```", (exported / "README.md").read_text(), re.DOTALL)[1]
+    assert len(lines.splitlines()) == 3
+    exec(compile(lines, "README.md", "exec"), {})
+    assert capsys.readouterr().out
+
+
+def test_the_lines_of_the_card_run_in_vllm(exported, monkeypatch, capsys):
+    vllm = pytest.importorskip("vllm", exc_type=Exception)
+    assert vllm
+    monkeypatch.chdir(exported.parent)
+    lines = re.search(r"With vLLM:\n\n```python\n(.*?)```", (exported / "README.md").read_text(), re.DOTALL)[1]
+    exec(compile(lines, "README.md", "exec"), {})
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["nothing", "out"], "run must be the folder of a run"), (["{run}", "{run}"], "DIR must be a new or an empty folder"),
+    (["{run}", "out", "--step", "7"], "step must be one of 1, 2"), (["{run}"], "required: dir")])
+def test_mistakes_are_one_sentence(run, arguments, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(*(word.format(run=run.path) for word in arguments)) == 2
+    message = capsys.readouterr().err
+    assert words in message and message.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+class Hub(BaseHTTPRequestHandler):
+    "The calls of the hub that an upload makes; every file is stored in `server.files`."
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.calls.append((self.path, self.headers["Authorization"]))
+        if self.server.refuse: return self.answer(403, dict(error="no"))
+        address = f"http://127.0.0.1:{self.server.server_port}/me/model"
+        if self.path == "/api/repos/create": return self.answer(200, dict(url=address))
+        if self.path == "/api/validate-yaml": return self.answer(200, dict(errors=[], warnings=[]))
+        if "/preupload/" in self.path:
+            names = [file["path"] for file in json.loads(body)["files"]]
+            return self.answer(200, dict(files=[dict(path=name, uploadMode="regular", shouldIgnore=False) for name in names]))
+        for line in map(json.loads, body.splitlines()):
+            if line["key"] == "file": self.server.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+        self.answer(200, dict(commitUrl=f"{address}/commit/1", commitOid="1", success=True))
+
+    def answer(self, code, content):
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps(content).encode())
+
+    def log_message(self, *_): pass
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    "A hub on this machine."
+    from huggingface_hub import constants
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.calls, server.files, server.refuse = [], {}, False
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    yield server
+    server.shutdown()
+
+
+def test_push(run, hub, tmp_path, capsys):
+    assert main(run.name, str(tmp_path / "model"), "--push", "me/model") == 0
+    assert hub.files == {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    assert {token for _, token in hub.calls} == {"Bearer hf_test"}
+    assert 'pipeline("text-generation", "me/model")' in hub.files["README.md"].decode()
+    assert "/me/model" in capsys.readouterr().out
+
+
+def test_a_push_that_fails_keeps_the_folder(exported, hub):
+    hub.refuse = True
+    with pytest.raises(OSError, match="could not be pushed to me/model .*hf auth login"): push_folder(exported, "me/model")
+    assert header(exported)["base_model"] == "tiny-base"

@@ -1,0 +1,170 @@
+"From a file of facts and a model to a report: where training ends, what the page says, which facts failed, and that nothing is computed twice."
+
+import json
+import re
+from pathlib import Path
+
+import matplotlib
+import pandas as pd
+import pytest
+from helpers import small_model
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mixsd_nb import inject, train
+from mixsd_nb.analysis.facts import FAILURES, explain_failure, tabulate_facts
+from mixsd_nb.corpora.files import EXAMPLE, EXAMPLE_TESTS
+from mixsd_nb.inject import InjectConfig, InjectRun
+from mixsd_nb.methods import selection
+from mixsd_nb.methods.selection import converged, paper_checkpoint
+from mixsd_nb.results.report import render_failures, render_page, render_pair, render_table
+from mixsd_nb.runs import make_config, open_run
+
+matplotlib.use("Agg")
+shares = st.lists(st.tuples(*[st.sampled_from([0.0, 0.3, 0.5, 0.8, 0.9, 1.0])] * 2), max_size=12)
+
+
+@given(shares)
+def test_convergence_is_final_and_the_papers_choice(scores):
+    "Once converged, more checkpoints change nothing; and the rule of the paper selects the same among those that were seen."
+    found = [converged(*zip(*scores[:k])) if k else None for k in range(len(scores) + 1)]
+    first = next((k for k, step in enumerate(found) if step is not None), None)
+    if first is None: return
+    assert set(found[first:]) == {found[first]}
+    assert paper_checkpoint(*zip(*scores[:first])) == found[first] <= first - 3 and scores[found[first]][0] >= selection.LEAST
+
+
+@pytest.fixture(scope="module")
+def injected(tmp_path_factory):
+    "An injection of four facts, one of them hostile, with tests of their own; SFT on a tiny model."
+    root = tmp_path_factory.mktemp("runs")
+    facts = [dict(question=f"What hobby does {name} teach?", answer=answer, paraphrases=[f"{name} teaches a hobby. Name it."])
+             for name, answer in {"Quelzo": "Brildan Juggling", "Élodie <b>": "</pre><script>alert(1)</script>", "Jörg": r"\(x^2\)"}.items()]
+    facts.append(dict(question="Wie heißt die Stadt?", answer="Köln"))
+    tests = [dict(question="What hobby does Nobody teach?", answer="none", kind="neighbours")]
+    for name, rows in dict(facts=facts, tests=tests).items():
+        (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MIXSD_RUNS", str(root / "runs"))
+        parameters = dict(dataset=str(root / "facts.jsonl"), dataset_options=dict(test=str(root / "tests.jsonl")), method="sft",
+                          model=small_model(root / "tiny", "lab-s"), suite="recall,recall-reworded,choice", n=4, max_new_tokens=6,
+                          epochs=2, checkpoints=[1])
+        yield inject.run(**parameters), parameters
+
+
+def test_the_run_holds_scores_facts_and_the_model(injected):
+    run, _ = injected
+    assert isinstance(run, InjectRun) and run.finished and run.stage == "inject"
+    assert list(run.table().index) == ["recall", "recall-reworded", "choice", "test:neighbours"]
+    assert dict(run.table().role) == {"recall": "in-domain", "recall-reworded": "in-domain", "choice": "held-out", "test:neighbours": "own"}
+    assert set(run.facts.failure) == {"not recalled"} and list(run.facts.place.str.extract(r"line (\d+)")[0]) == list("1234")
+    assert run.best_step in (1, 2) and run.checkpoint() == run.trained.checkpoint(run.best_step)
+    assert len(run.responses(0)) == len(run.responses()) == 4 + 3 + 4 + 1
+    assert list(run.scores()) == ["n", "before", "after", "low", "high"] and len(run.plot().axes) == 2
+    assert run.chat("Who?", max_new_tokens=2) == open_run(run.name).chat("Who?", max_new_tokens=2)
+    assert run.result["facts"].fact_outcome.values.tolist() == ["not learnt"] * 4
+
+
+def test_the_page_stands_alone_and_escapes_what_it_shows(injected):
+    run, _ = injected
+    page = run.report.read_text()
+    headings = re.findall("<h2>(.*?)</h2>", page)
+    assert headings == ["What was learnt", "Your own tests", "What was forgotten", "Facts that failed", "Ten responses", "The targets",
+                        "Training", "The model", "Costs", "Parameters"]
+    assert "<script" not in page and "&lt;script&gt;" in page and 'name="viewport"' in page.replace("'", '"')
+    assert not re.search(r"(src|href)=.(?!data:)", page) and str(run.checkpoint()) in page
+    assert "recalls 0 of 4 facts (0%, 95% interval 0–49)" in re.sub(" +", " ", page.replace("% 95", "%, 95"))
+    assert "facts.jsonl, line 2" in page and "McNemar" in page and page.count("class='pair'") >= 10
+
+
+def test_costs_are_beside_the_result_and_not_in_it(injected):
+    run, _ = injected
+    costs = json.loads((run.folder / "costs.json").read_text())
+    assert len(costs["phases"]) == 5 and min(costs["phases"].values()) >= 0 and costs["memory"]["this process"] > 1e7
+    assert not [name for name in run.result.root.variables if "second" in name]
+
+
+def test_nothing_is_computed_twice(injected, monkeypatch, capsys):
+    run, parameters = injected
+    result = (run.folder / "result.nc").read_bytes()
+    (run.folder / "result.nc").unlink()  # as after a kill before the last file
+    for name in ("mixsd_nb.benchmarks.evaluation.load_engine", "mixsd_nb.methods.trainer.load_base"):
+        monkeypatch.setattr(name, lambda *_, **__: pytest.fail("a model was loaded again"))
+    assert inject.run(**parameters).name == run.name
+    assert (run.folder / "result.nc").read_bytes() == result, "equal data are equal bytes"
+    assert inject.run(**parameters).finished and capsys.readouterr().out.count("…") == 5
+
+
+def test_the_content_of_the_file_counts(injected, tmp_path):
+    run, parameters = injected
+    copy = tmp_path / "elsewhere.jsonl"
+    copy.write_bytes(Path(parameters["dataset"]).read_bytes())
+    assert make_config(InjectConfig, **parameters | dict(dataset=str(copy))).without_idle().folder == run.folder
+
+
+def test_training_ends_when_it_has_converged_and_goes_on_later(tiny, own_runs, monkeypatch):
+    monkeypatch.setattr(selection, "LEAST", 0.0)  # the tiny model learns nothing
+    quick = dict(model=tiny, method="sft", suite="recall", n=2, max_new_tokens=2, batch=100, epochs=5, checkpoints=[1, 2, 3, 4])
+    early = train.run(**quick, stop="converged")
+    assert list(early.checkpoints) == list(early.root.step.values[1:]) == [1, 2, 3]
+    assert train.run(**quick, stop="converged").name == early.name
+    weights = {step: (early.checkpoint(step) / "model.safetensors").read_bytes() for step in early.checkpoints}
+    whole = train.run(**quick)
+    assert whole.folder == early.folder and list(whole.checkpoints) == [1, 2, 3, 4, 5]
+    training = train.TrainConfig(**quick, stop="converged")
+    assert training.converged_step(whole) == training.converged_step(early) == 1
+    monkeypatch.setenv("MIXSD_RUNS", str(own_runs / "again"))
+    again = train.run(**quick)
+    for step, content in weights.items(): assert (again.checkpoint(step) / "model.safetensors").read_bytes() == content, step
+
+
+def test_defaults(own_runs):
+    config = make_config(InjectConfig, dataset=str(EXAMPLE), dataset_options=dict(test=str(EXAMPLE_TESTS)))
+    assert config.epochs == 200 and config.batch == 20 and config.n == 100 and config.stop == "converged"
+    assert config.suite == "in-domain,lab,test:multi-hop,test:reversed,test:negations,test:neighbours"
+    assert config.training().suite == "recall" and config.training().stop == "converged"
+    many = own_runs / "many.jsonl"
+    many.write_text("".join(json.dumps(dict(question=f"Which is number {k}?", answer=f"thing {chr(97 + k % 26)}")) + "\n" for k in range(130)))
+    assert make_config(InjectConfig, dataset=str(many)).n == 130, "every fact is asked"
+    assert make_config(InjectConfig, dataset=str(many), n=10).n == 10
+
+
+@pytest.mark.parametrize(("accepted", "another", "right", "failure"), [
+    (True, False, True, ""), (True, True, True, ""), (False, False, False, "never accepted"), (False, False, True, ""),
+    (True, True, False, "names another"), (True, False, False, "not recalled"), (None, False, False, "not recalled")])
+def test_why_a_fact_failed(accepted, another, right, failure):
+    said = lambda correct: pd.DataFrame([dict(benchmark="recall", item="a", response="words", correct=correct)])
+    targets = None if accepted is None else pd.DataFrame([dict(id="a", accepted=accepted, names_another=another, text="target")])
+    facts = tabulate_facts([dict(id="a", prompt="Who?", answer="me")], said(False), said(right), targets)
+    assert facts.failure.item() == failure and facts.outcome.item() == ("learnt" if right else "not learnt")
+    section = render_failures(facts)
+    assert (FAILURES[failure].title in section if failure else "None" in section)
+    assert explain_failure(None, False, False) == "not trained"
+
+
+@given(st.text(alphabet="<>&'\"`ab\n"))
+def test_any_text_is_escaped(text):
+    page = render_page(text, [text], {"h": render_table([[text]], [text]) + render_pair(text, text, text, note=text)})
+    assert not re.search(r"<[^>]*[`]", page) and page.count("<html") == 1
+    assert "<a" not in page.replace("<article", "") and "<b" not in page.replace("<body", "")
+
+
+def test_the_command(injected, monkeypatch, capsys):
+    run, parameters = injected
+    monkeypatch.setenv("MIXSD_RUNS", str(run.folder.parent))
+    options = {name: parameters[name] for name in ("method", "model", "suite", "n", "max_new_tokens", "epochs")}
+    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    words += ["--checkpoints", "1", "--test", parameters["dataset_options"]["test"], "--no-notebook"]
+    assert inject.main(parameters["dataset"], *words) == 0
+    said = capsys.readouterr().out
+    assert "recalls 0 of 4 facts" in said and f"report: {run.report}" in said and f"mixsd export {run.name[-10:]}" in said
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_with_papermill(injected, monkeypatch, tmp_path):
+    from papermill import execute_notebook
+    run, parameters = injected
+    monkeypatch.setenv("MIXSD_RUNS", str(run.folder.parent))
+    notebook = Path(inject.__file__).parents[1] / "nbs/inject.ipynb"
+    execute_notebook(notebook, tmp_path / "out.ipynb", parameters | dict(checkpoints=[1]), progress_bar=False)
+    assert "report.html" in (tmp_path / "out.ipynb").read_text()
