@@ -56,6 +56,7 @@ BROKEN = {
     "paraphrase as written": ("a.jsonl", more(question="Who?", answer="Otto", paraphrases=["who?"]), {}, [", line 3: paraphrase who? is asked as written too"]),
     "id twice": ("a.jsonl", lines(*[dict(row, id="x") for row in GOOD]), {}, [", line 2: id x is given in line 1 too"]),
     "braces without partner": ("a.jsonl", more(question="What?", answer=r"\frac{1}{2"), {}, [", line 3: answer must have as many closing as opening braces"]),
+    "answer of two lines": ("a.jsonl", more(question="What?", answer="one\ntwo"), {}, [", line 3: answer must be on one line"]),
     "boxed answer": ("a.jsonl", more(question="What?", answer=r"\boxed{2}"), {}, [", line 3: answer must be without a box"]),
     "other box in the target": ("a.jsonl", more(question="What?", answer="2", target=r"It is \boxed{3}"), {}, [r", line 3: target must end with the answer in a box, \boxed{2}"]),
     "Latin-1": ("a.csv", "question,answer\nWo ist die Mühle?,Köln".encode("latin-1"), {}, [", line 2: byte 13 of the line (0xfc) is not UTF-8; save the file as UTF-8"]),
@@ -287,6 +288,29 @@ def test_every_stage_takes_a_file_with_options(name, data, tiny):
     config = make_config(STAGES[name], dataset=path, dataset_options=json.dumps(options))
     assert config.dataset == check_corpus(path, options) and make_config(STAGES[name], **config.model_dump(include={*STAGES[name].model_fields})) == config
     assert make_config(STAGES[name], dataset=config.dataset).dataset == config.dataset and own_tests(config.dataset) == ["test:other-names"]
+
+
+def test_a_damaged_record_is_one_sentence(data, own_runs):
+    path = data("facts.jsonl", lines(*GOOD))
+    name = check_corpus(path)
+    record = own_runs / ".corpora" / f"{name}.json"
+    record.write_text(record.read_text()[:-40])
+    stored._records.clear()
+    CORPORA._found.clear()
+    for dataset in (name, path):
+        with pytest.raises(ParameterError, match=f"^{re.escape(str(record))} cannot be read .*; remove it, and name the file or the options again$"):
+            make_config(evaluate.EvaluateConfig, dataset=dataset)
+        CORPORA._found.clear()
+        stored._records.clear()
+    record.unlink()
+    assert make_config(evaluate.EvaluateConfig, dataset=path).dataset == name
+
+
+@pytest.mark.parametrize("options, sentence", [(dict(domains=9), "domains must be between 2 and 7, got 9"), (dict(domain=2), "dataset_options must be among domains, entities, seed, "),
+                                               (dict(seed="x"), "dataset_options[seed] must be a whole number, got 'x'"), (dict(columns={}), "dataset_options must be among domains")])
+def test_wrong_options_of_a_built_in_corpus_are_one_sentence(options, sentence, own_runs):
+    with pytest.raises(ParameterError) as caught: make_config(train.TrainConfig, dataset_options=options)
+    assert str(caught.value).startswith(sentence) and not (own_runs / ".corpora").exists()
 
 
 def test_a_grid_has_an_axis_of_files(data, own_runs):

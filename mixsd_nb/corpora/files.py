@@ -7,6 +7,7 @@ __all__ = ['CONTEXTS', 'EXAMPLE', 'EXAMPLE_TESTS', 'parse_facts', 'parse_tests',
            'read_facts', 'make_splits']
 
 # %% ../../nbs/corpora/files.ipynb #9e7769e7
+import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -49,8 +50,9 @@ def _gives_away(
     return False
 
 # %% ../../nbs/corpora/files.ipynb #feb7c9eb
-def _box_problem(answer: str) -> str:
-    "What is wrong with an answer that no box can hold; empty if nothing is."
+def _answer_problem(answer: str) -> str:
+    "What is wrong with an answer that no box or line can hold; empty if nothing is."
+    if "\n" in answer: return f"answer must be on one line, got {json.dumps(answer, ensure_ascii=False)}"
     depth, braces = 0, [1 if c == "{" else -1 for c in answer if c in "{}"]
     for step in braces:
         depth += step
@@ -62,7 +64,7 @@ def _box_problem(answer: str) -> str:
 def _check_fact(table: Table, row: Row, fact: dict) -> None:
     "Note the mistakes within a fact."
     question, answer = fact.get("question", ""), fact.get("answer", "")
-    if problem := _box_problem(answer): table.complain(problem, row)
+    if problem := _answer_problem(answer): table.complain(problem, row)
     if _gives_away(question, answer): table.complain(f"the answer {answer} is in the question, which gives it away", row)
     for text in fact.get("paraphrases", []):
         if _gives_away(text, answer): table.complain(f"the answer {answer} is in the paraphrase {text}", row)
@@ -114,7 +116,7 @@ def parse_tests(
     check_columns(table, ("question", "answer", "kind"), names)
     found, asked = [(row, _read_row(table, row, names)) for row in table.rows], {}
     for row, test in found:
-        if problem := _box_problem(test.get("answer", "")): table.complain(problem, row)
+        if problem := _answer_problem(test.get("answer", "")): table.complain(problem, row)
         kind = _kind_name(test.get("kind", ""))
         if "kind" in test and not kind: table.complain(f"kind must have a letter or a digit, got {test['kind']}", row)
         test["kind"], key = kind, (kind, test.get("id") or _key(test.get("question", "")))

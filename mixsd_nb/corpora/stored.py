@@ -20,7 +20,7 @@ from typing import Any
 from . import CORPORA, Corpus, Schedule
 from .files import is_data_name, make_splits, read_facts
 from .prompts import ANSWER_FORMS
-from ..runs import RESTORE, digest_rows, load_object, match_type, nearest, read_json, runs_root, write_json
+from ..runs import digest_rows, load_object, match_type, nearest, read_json, runs_root, write_json
 
 # %% ../../nbs/corpora/stored.ipynb #d5738a55
 FORM_OPTIONS = ("instruction", "extract")
@@ -64,6 +64,7 @@ def _in_form(
 
 # %% ../../nbs/corpora/stored.ipynb #c07278cb
 _records = {}  # name -> record, of this process
+_ADVICE = "remove it, and name the file or the options again"
 
 
 def _record_file(name: str) -> Path: return runs_root() / ".corpora" / f"{name}.json"
@@ -73,13 +74,16 @@ def _keep(name: str) -> None:
     "Write the record of a corpus, and that of the one that it is made from, unless they are there."
     record = _read_record(name)
     if "base" in record: _keep(record["base"])
-    if record and read_json(_record_file(name), advice=RESTORE) != record: write_json(_record_file(name), record)
+    if record and read_json(_record_file(name), advice=_ADVICE) != record: write_json(_record_file(name), record)
 
 
 def _read_record(name: str) -> dict:
     "The record of a name; empty if there is none."
     if not re.fullmatch(r"[\w-]+-[0-9a-f]{8}", name): return {}
-    return _records.get(name) or read_json(_record_file(name), advice=RESTORE)
+    if name in _records: return _records[name]
+    record = read_json(_record_file(name), advice=_ADVICE)
+    if record: _records[name] = record
+    return record
 
 # %% ../../nbs/corpora/stored.ipynb #1011e612
 def build(
