@@ -53,7 +53,8 @@ class NllConfig(Stage):
     run_class = "results.finished:FinishedRun"
     targets: str = runtime_field("", "Parquet file of mixed targets; empty for the canonical ones")
     dataset_options: CorpusOptions = runtime_field({}, CORPUS_OPTIONS)
-    dataset: CorpusName = Field("kgfact-small", description="corpus of the targets: its name, a file, a folder or a hub id")
+    dataset: CorpusName = Field(
+        "kgfact-small", description="corpus of the targets: its name, a file, a folder or a hub id")
     model_options: ModelOptions = runtime_field({}, MODEL_OPTIONS)
     model: ModelName = Field("lab-m", description="base model: a lab model, a folder or a hub id")
     span: Literal[SPANS] = Field("body", description=(

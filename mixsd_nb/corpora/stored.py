@@ -165,7 +165,7 @@ def open_corpus(
     name: str,  # of a corpus, a file, a folder, or a hub id
     options: Mapping,  # of the corpus, and for a file of its reading
 ) -> Corpus:
-    """The declaration of a corpus with options. For a name that was read before, the options of reading are passed over.
+    """The declaration of a corpus with options. For the name of a file that was read, READ_OPTIONS are passed over.
 
     ValueError of one sentence for an unknown name or option; for a file one for each mistake in it."""
     if not isinstance(options, Mapping): raise ValueError(f"dataset_options must be a mapping, got {options}")
@@ -176,7 +176,7 @@ def open_corpus(
         reading = {key: own.pop(key) for key in READ_OPTIONS if key in own}
     if is_file: base = _record_facts(name, reading)
     elif reading.get("test") and not record["tests"]:
-        raise ValueError(f"dataset_options must be without test for {name}, which was read without it; name the file again")
+        raise ValueError(f"dataset_options must be without test for {name}, which was read without it; name the file")
     elif "base" in (record := _read_record(name)): base, own = record["base"], record["options"] | own
     corpus = CORPORA[base]
     known = _known_options(corpus.build, corpus.options)
@@ -192,7 +192,7 @@ def store_corpus(
     name: str,  # as in `open_corpus`
     options: Mapping,
 ) -> str:
-    "The name under which a corpus with options is stored, so that other processes find it; ValueError as in `open_corpus`."
+    "The name of a corpus, which is stored, so that other processes find it; ValueError as in `open_corpus`."
     corpus = open_corpus(name, options)
     if "base" in _read_record(corpus.name) and not _record_file(corpus.name).exists():
         load_object(corpus.build)(**corpus.options)  # so that values which it does not allow are errors here
