@@ -22,7 +22,8 @@ class ExploreConfig(Config):
     "Parameters of the page."
     runs: str = Field("", description="folder of runs; empty for papermill_runs")
     dataset_options: CorpusOptions = Field({}, description=CORPUS_OPTIONS)
-    dataset: CorpusName = Field("kgfact-small", description="corpus that is shown first: its name, a file, a folder or a hub id")
+    dataset: CorpusName = Field(
+        "kgfact-small", description="corpus that is shown first: its name, a file, a folder or a hub id")
     model: str = Field("lab-m", description="base model that is shown first")
     where: dict = Field({}, description='only runs with these settings, such as {"epochs": 20}')
 

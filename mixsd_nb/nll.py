@@ -25,6 +25,7 @@ from .analysis.statistics import rank_correlation
 from .corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions, load_corpus
 from .corpora.prompts import SPANS
 from .methods import BASE, label_title, method_label
+from .methods.lengths import check_facts
 from .models import ENGINES, check_engine, check_engine_options, check_model, load_tokenizer
 from .models.identity import MODEL_OPTIONS, ModelName, ModelOptions, model_label
 from .results.cube import agreeing_runs
@@ -52,7 +53,8 @@ class NllConfig(Stage):
     run_class = "results.finished:FinishedRun"
     targets: str = runtime_field("", "Parquet file of mixed targets; empty for the canonical ones")
     dataset_options: CorpusOptions = runtime_field({}, CORPUS_OPTIONS)
-    dataset: CorpusName = Field("kgfact-small", description="corpus of the targets: its name, a file, a folder or a hub id")
+    dataset: CorpusName = Field(
+        "kgfact-small", description="corpus of the targets: its name, a file, a folder or a hub id")
     model_options: ModelOptions = runtime_field({}, MODEL_OPTIONS)
     model: ModelName = Field("lab-m", description="base model: a lab model, a folder or a hub id")
     span: Literal[SPANS] = Field("body", description=(
@@ -114,6 +116,10 @@ class NllConfig(Stage):
 
     def modules(self):
         return [*super().modules(), module_of(CORPORA[self.dataset].build), module_of(ENGINES[self.engine].cls)]
+
+    def check(self):
+        "TableError that lists the facts of a file that are longer than the model's context."
+        check_facts(self.dataset, self.model)
 
     def compute(self, run):
         "Score the targets. Before mixed targets, the canonical ones are scored, because the two are compared."

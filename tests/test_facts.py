@@ -3,23 +3,31 @@
 import json
 import math
 import re
+from pathlib import Path
 
 import datasets
 import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from papermill import inspect_notebook
 
 from mixsd_nb import evaluate, generate, nll, train
 from mixsd_nb.analysis.scores import scores
 from mixsd_nb.benchmarks import SUITES, Selection, load_items
 from mixsd_nb.benchmarks.in_domain import own_tests
 from mixsd_nb.benchmarks.tasks import grade
+from mixsd_nb.cluster.grid import expand_grid
 from mixsd_nb.corpora import CORPORA, check_corpus, load_corpus, stored, validation_rows
 from mixsd_nb.corpora.files import EXAMPLE, EXAMPLE_TESTS, read_facts
-from mixsd_nb.runs import ParameterError, find_runs, make_config
+from mixsd_nb.corpora.stored import known_corpora
+from mixsd_nb.explore import ExploreConfig
+from mixsd_nb.methods.mixing import mix_items
+from mixsd_nb.models import load_tokenizer
+from mixsd_nb.runs import ParameterError, find_runs, find_stage, make_config
 from mixsd_nb.runs.commands import end_command
 from mixsd_nb.runs.tables import TABLE_SUFFIXES
+from mixsd_nb.views import mixing
 
 GOOD = [dict(question="Who leads the Lantern Choir?", answer="Ana Brisk", paraphrases=["Whose choir is the Lantern Choir?"]),
         dict(question="Where is the Mill of Torvik?", answer="Lalzor Bay")]
@@ -48,6 +56,7 @@ BROKEN = {
     "paraphrase as written": ("a.jsonl", more(question="Who?", answer="Otto", paraphrases=["who?"]), {}, [", line 3: paraphrase who? is asked as written too"]),
     "id twice": ("a.jsonl", lines(*[dict(row, id="x") for row in GOOD]), {}, [", line 2: id x is given in line 1 too"]),
     "braces without partner": ("a.jsonl", more(question="What?", answer=r"\frac{1}{2"), {}, [", line 3: answer must have as many closing as opening braces"]),
+    "answer of two lines": ("a.jsonl", more(question="What?", answer="one\ntwo"), {}, [", line 3: answer must be on one line"]),
     "boxed answer": ("a.jsonl", more(question="What?", answer=r"\boxed{2}"), {}, [", line 3: answer must be without a box"]),
     "other box in the target": ("a.jsonl", more(question="What?", answer="2", target=r"It is \boxed{3}"), {}, [r", line 3: target must end with the answer in a box, \boxed{2}"]),
     "Latin-1": ("a.csv", "question,answer\nWo ist die Mühle?,Köln".encode("latin-1"), {}, [", line 2: byte 13 of the line (0xfc) is not UTF-8; save the file as UTF-8"]),
@@ -136,7 +145,7 @@ def test_a_corpus_that_is_not_there_is_one_sentence(own_runs, tiny, capsys, monk
 
 def test_sound_rows_are_used_if_that_is_asked_for(data):
     path = data("facts.jsonl", BROKEN["several at once"][1])
-    with pytest.warns(UserWarning, match=re.escape(f"{path}: 2 of 5 rows are used; {path}, line 3: this is no JSON")):
+    with pytest.warns(UserWarning, match=re.escape(f"{path}: 2 rows are used; 4 problems keep others out, the first is {path}, line 3: this is no JSON")):
         name = check_corpus(path, dict(strict=False))
     assert [row["answer"] for row in load_corpus(name, "train")] == ["Ana Brisk", "Lalzor Bay"]
     with pytest.raises(ParameterError, match="there is no column answer"): check_corpus(data("b.jsonl", lines(dict(question="Who?"))), dict(strict=False))
@@ -264,3 +273,56 @@ def test_runs_of_a_file_depend_on_its_content_alone(data, own_runs, tiny):
     scored = nll.run(dataset=again, model=tiny)
     assert math.isfinite(scored.root.nll.sel(part="all").item())
     assert len(find_runs(dataset=first.config["dataset"])) == 4 and set(scores(first.responses()).index) == {"recall", "recall-reworded"}
+
+
+STAGES = {name: find_stage(name) for name in ("train", "evaluate", "generate", "nll", "errors", "speed")} | dict(explore=ExploreConfig)
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_every_stage_takes_a_file_with_options(name, data, tiny):
+    "As parameters of papermill, with the options as JSON text; the resulting name stands for the same corpus everywhere."
+    path, tests = data("facts.tsv", "Frage\tanswer\nWho leads the choir?\tAna"), data("tests.jsonl", lines(dict(question="Is it Otto?", answer="no", kind="other names")))
+    options = dict(columns=dict(question="Frage"), test=tests, extract="line")
+    known = inspect_notebook(Path(__file__).parents[1] / "nbs" / f"{name}.ipynb")
+    assert {"dataset", "dataset_options"} <= set(known) and (("model_options" in known) == ("model_options" in STAGES[name].model_fields))
+    config = make_config(STAGES[name], dataset=path, dataset_options=json.dumps(options))
+    assert config.dataset == check_corpus(path, options) and make_config(STAGES[name], **config.model_dump(include={*STAGES[name].model_fields})) == config
+    assert make_config(STAGES[name], dataset=config.dataset).dataset == config.dataset and own_tests(config.dataset) == ["test:other-names"]
+
+
+def test_a_damaged_record_is_one_sentence(data, own_runs):
+    path = data("facts.jsonl", lines(*GOOD))
+    name = check_corpus(path)
+    record = own_runs / ".corpora" / f"{name}.json"
+    record.write_text(record.read_text()[:-40])
+    stored._records.clear()
+    CORPORA._found.clear()
+    for dataset in (name, path):
+        with pytest.raises(ParameterError, match=f"^{re.escape(str(record))} cannot be read .*; remove it, and name the file or the options again$"):
+            make_config(evaluate.EvaluateConfig, dataset=dataset)
+        CORPORA._found.clear()
+        stored._records.clear()
+    record.unlink()
+    assert make_config(evaluate.EvaluateConfig, dataset=path).dataset == name
+
+
+@pytest.mark.parametrize("options, sentence", [(dict(domains=9), "domains must be between 2 and 7, got 9"), (dict(domain=2), "dataset_options must be among domains, entities, seed, "),
+                                               (dict(seed="x"), "dataset_options[seed] must be a whole number, got 'x'"), (dict(columns={}), "dataset_options must be among domains")])
+def test_wrong_options_of_a_built_in_corpus_are_one_sentence(options, sentence, own_runs):
+    with pytest.raises(ParameterError) as caught: make_config(train.TrainConfig, dataset_options=options)
+    assert str(caught.value).startswith(sentence) and not (own_runs / ".corpora").exists()
+
+
+def test_a_grid_has_an_axis_of_files(data, own_runs):
+    files = [data(f"{name}.jsonl", lines(dict(question=f"Who is {name}?", answer="Otto"))) for name in "ab"]
+    cells = expand_grid(dict(notebook="evaluate", axes=dict(dataset=[*files, "kgfact-small"]), fixed=dict(model="lab-s", suite="recall", n=2))).cells
+    assert [cell.parameters["dataset"] for cell in cells] == [*map(check_corpus, files), "kgfact-small"] and len({cell.hash for cell in cells}) == 3
+
+
+def test_views_offer_the_corpora_of_files(data):
+    name = check_corpus(data("facts.jsonl", lines(GOOD[0] | dict(context="Ana Brisk leads it."))))
+    assert name in known_corpora() and known_corpora()[0] == "kgfact-small"
+    row = mixing.get_facts(name)[0]
+    assert mixing.get_question(row) == GOOD[0]["question"] and mixing.edit_fact(row, GOOD[0]["question"], "Ana Brisk") == row
+    item, = mix_items(load_tokenizer("lab-s"), [mixing.edit_fact(row, "Who leads the Mill?", "Otto Vale")], CORPORA[name].expert)
+    assert "Ana Brisk" not in load_tokenizer("lab-s").decode(item["expert_ids"])

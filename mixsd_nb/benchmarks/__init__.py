@@ -63,8 +63,7 @@ class Suite:
     column: str = ""  # column of the paper's tables; empty if it has none
     groups: tuple[str, ...] = ()  # names of the groups that include it
     sampling: Sampling = Sampling()
-    grading: str = "box"  # the strict rule, a key of GRADINGS; where `published` is that of the injected corpus, a corpus
-    # with another form of answers has its own
+    grading: str = "box"  # the strict rule, a key of GRADINGS; where `published` is `corpus`, a corpus can have its own
     published: str = ""  # the rule of the paper's scores, a key of GRADINGS; `corpus` for that of the injected corpus,
     # empty if it is the strict one
     version: int = 2  # increased when its questions or their grading change

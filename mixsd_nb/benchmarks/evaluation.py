@@ -85,7 +85,8 @@ class EvalSettings(PresetSettings):
     def declared_modules(self) -> list[str]:
         "Modules that the declarations of engine, corpus and benchmarks name: their code is part of a run's."
         corpus, suites = CORPORA[self.dataset], [SUITES[name] for name in benchmark_names(self.suite)]
-        rules = {GRADINGS[rule] for s in suites for rule in (s.strict_grading(self.dataset), s.published_grading(self.dataset))}
+        both = lambda suite: (suite.strict_grading(self.dataset), suite.published_grading(self.dataset))
+        rules = {GRADINGS[rule] for suite in suites for rule in both(suite)}
         named = [*(text for s in suites for text in (s.items, s.source, s.runner)), *(rule.judge for rule in rules)]
         references = [ENGINES[self.engine].cls, corpus.build, corpus.validation, *named]
         return sorted({module_of(text) for text in references if re.fullmatch(r"[\w.]+:\S+", text)})

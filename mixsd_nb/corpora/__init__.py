@@ -70,7 +70,7 @@ TESTS = "test:"  # before the kind, in the name of a split with tests that a fil
 
 
 def check_corpus(
-    name: str,  # a key of CORPORA, a file, a folder that `datasets` saved, or a hub id, `owner/name` or `owner/name:split`
+    name: str,  # a key of CORPORA, a file, a folder that `datasets` saved, or a hub id, owner/name or owner/name:split
     options: Mapping[str, Any] | None = None,  # of the corpus, such as its seed, or the columns of a file
 ) -> str:
     """The name under which CORPORA has the corpus: the name itself, unless it is a file or has options.
@@ -84,8 +84,8 @@ def _check_name(name: str, info) -> str: return check_corpus(name, info.data.get
 
 # The types of the parameters `dataset_options` and, after it, `dataset` of a configuration.
 CorpusOptions = Options
-CORPUS_OPTIONS = ('options of the corpus, as in {"extract": "line"}: instruction, extract, and those of its kind; for a file '
-                  "columns, test, strict, augment and context")
+CORPUS_OPTIONS = ('options of the corpus, as in {"extract": "line"}: instruction, extract, and those of its kind; for a '
+                  "file columns, test, strict, augment and context")
 CorpusName = Annotated[str, AfterValidator(_check_name)]
 
 # %% ../../nbs/corpora/index.ipynb #c0ffee01

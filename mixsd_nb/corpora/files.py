@@ -7,6 +7,7 @@ __all__ = ['CONTEXTS', 'EXAMPLE', 'EXAMPLE_TESTS', 'parse_facts', 'parse_tests',
            'read_facts', 'make_splits']
 
 # %% ../../nbs/corpora/files.ipynb #9e7769e7
+import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -49,8 +50,9 @@ def _gives_away(
     return False
 
 # %% ../../nbs/corpora/files.ipynb #feb7c9eb
-def _box_problem(answer: str) -> str:
-    "What is wrong with an answer that no box can hold; empty if nothing is."
+def _answer_problem(answer: str) -> str:
+    "What is wrong with an answer that no box or line can hold; empty if nothing is."
+    if "\n" in answer: return f"answer must be on one line, got {json.dumps(answer, ensure_ascii=False)}"
     depth, braces = 0, [1 if c == "{" else -1 for c in answer if c in "{}"]
     for step in braces:
         depth += step
@@ -62,8 +64,9 @@ def _box_problem(answer: str) -> str:
 def _check_fact(table: Table, row: Row, fact: dict) -> None:
     "Note the mistakes within a fact."
     question, answer = fact.get("question", ""), fact.get("answer", "")
-    if problem := _box_problem(answer): table.complain(problem, row)
-    if _gives_away(question, answer): table.complain(f"the answer {answer} is in the question, which gives it away", row)
+    if problem := _answer_problem(answer): table.complain(problem, row)
+    if _gives_away(question, answer):
+        table.complain(f"the answer {answer} is in the question, which gives it away", row)
     for text in fact.get("paraphrases", []):
         if _gives_away(text, answer): table.complain(f"the answer {answer} is in the paraphrase {text}", row)
     written = fact.get("target", "")
@@ -114,7 +117,7 @@ def parse_tests(
     check_columns(table, ("question", "answer", "kind"), names)
     found, asked = [(row, _read_row(table, row, names)) for row in table.rows], {}
     for row, test in found:
-        if problem := _box_problem(test.get("answer", "")): table.complain(problem, row)
+        if problem := _answer_problem(test.get("answer", "")): table.complain(problem, row)
         kind = _kind_name(test.get("kind", ""))
         if "kind" in test and not kind: table.complain(f"kind must have a letter or a digit, got {test['kind']}", row)
         test["kind"], key = kind, (kind, test.get("id") or _key(test.get("question", "")))
@@ -148,11 +151,11 @@ def _load_dataset(
         try:
             with hub_or_cache(): found = load_dataset(name)
         except Exception as e:  # the hub's libraries have no common class of error
-            raise ValueError(f"{name} could not be loaded from the Hugging Face hub ({type(e).__name__}); connect to the "
-                             "hub, or name a file or a folder that lies here") from None
+            raise ValueError(f"{name} could not be loaded from the Hugging Face hub ({type(e).__name__}); connect to "
+                             "the hub, or name a file or a folder that lies here") from None
     splits = found if isinstance(found, DatasetDict) else {"train": found}
     if split in splits: return splits[split]
-    raise ValueError(f"{name} must have the split {split}, but it has {', '.join(splits)}; {name}:split names another one")
+    raise ValueError(f"{name} must have the split {split}, but it has {', '.join(splits)}; {name}:split names another")
 
 # %% ../../nbs/corpora/files.ipynb #6557082f
 def open_table(
@@ -184,14 +187,18 @@ class Facts(NamedTuple):
     notices: list[str]  # one sentence for each file of which rows were left out
 
 
-def _sound(table: Table, found: list[tuple[Row, dict]], required: Iterable[str]) -> tuple[list[tuple[Row, dict]], list[str]]:
+def _sound(
+    table: Table,
+    found: list[tuple[Row, dict]],  # each row with its fact or test
+    required: Iterable[str],  # columns
+) -> tuple[list[tuple[Row, dict]], list[str]]:
     "The rows without problems, and what is to be said about the others."
     rows = {id(row) for row in table.sound_rows}
     kept = [(row, value) for row, value in found if id(row) in rows and all(value.get(name) for name in required)]
     if not kept: table.check()
     if not table.problems: return kept, []
-    more = f" (and {len(table.problems) - 1} more problems)" if len(table.problems) > 1 else ""
-    return kept, [f"{table.path}: {len(kept)} of {len(found)} rows are used; {table.problems[0]}{more}"]
+    return kept, [f"{table.path}: {len(kept)} rows are used; {len(table.problems)} problems keep others out, the first "
+                  f"is {table.problems[0]}"]
 
 
 def read_facts(
@@ -233,7 +240,7 @@ def _make_row(
     wording: int,  # number of the paraphrase; 0 for the question as written
     context: str,  # one of CONTEXTS
 ) -> dict:
-    "A row of the corpus, with `aliases`, the number of its wording, and what the expert sees if that is not the target."
+    "A row of the corpus, with `aliases`, the number of its wording, and what the expert sees in place of the target."
     answer, box = fact["answer"], boxed(fact["answer"])
     written = fact.get("target", "")
     full = written if written.endswith(box) else f"{written}\n\n{box}" if written else target(answer)
@@ -262,7 +269,8 @@ def make_splits(
     held_out = [row for k, row in worded if k > augment]
     plain = [row for fact, row in zip(facts, train) if _is_english(fact["question"])]
     splits = dict(train=train + [row for k, row in worded if k <= augment], reworded=held_out or reword_rows(plain))
-    for test in tests: splits.setdefault(f"test:{test['kind']}", []).append(_make_row(test, test["question"], 0, context))
+    for test in tests:
+        splits.setdefault(f"test:{test['kind']}", []).append(_make_row(test, test["question"], 0, context))
     return splits
 
 # %% ../../nbs/corpora/files.ipynb #27c6b524

@@ -91,7 +91,7 @@ def change_form(
     request: str,  # with which its prompt ends
     form: AnswerForm,
 ) -> dict:
-    "The row with another request at the end of its prompt, and with its answer in another form at the end of its target."
+    "The row with another request at the end of its prompt, and its answer in another form at the end of its target."
     prompt, box = row["prompt"], boxed(row["answer"])
     if request and prompt.endswith(request): prompt = f"{prompt.removesuffix(request)}{form.request}".rstrip("\n")
     target = row["target"]
@@ -125,7 +125,7 @@ def paraphrase_rows(
 def rows_as_written(
     rows,  # of a corpus
 ) -> list[dict]:
-    "The rows whose questions are as written; those of trained paraphrases have the number of the paraphrase as `wording`."
+    "The rows whose questions are as written; in a row of a paraphrase, `wording` is the number of the paraphrase."
     return [row for row in rows if not row.get("wording")]
 
 # %% ../../nbs/corpora/prompts.ipynb #17427ae9

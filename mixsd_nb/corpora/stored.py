@@ -20,7 +20,7 @@ from typing import Any
 from . import CORPORA, Corpus, Schedule
 from .files import is_data_name, make_splits, read_facts
 from .prompts import ANSWER_FORMS
-from ..runs import RESTORE, digest_rows, load_object, match_type, nearest, read_json, runs_root, write_json
+from ..runs import digest_rows, load_object, match_type, nearest, read_json, runs_root, write_json
 
 # %% ../../nbs/corpora/stored.ipynb #d5738a55
 FORM_OPTIONS = ("instruction", "extract")
@@ -64,6 +64,7 @@ def _in_form(
 
 # %% ../../nbs/corpora/stored.ipynb #c07278cb
 _records = {}  # name -> record, of this process
+_ADVICE = "remove it, and name the file or the options again"
 
 
 def _record_file(name: str) -> Path: return runs_root() / ".corpora" / f"{name}.json"
@@ -73,13 +74,16 @@ def _keep(name: str) -> None:
     "Write the record of a corpus, and that of the one that it is made from, unless they are there."
     record = _read_record(name)
     if "base" in record: _keep(record["base"])
-    if record and read_json(_record_file(name), advice=RESTORE) != record: write_json(_record_file(name), record)
+    if record and read_json(_record_file(name), advice=_ADVICE) != record: write_json(_record_file(name), record)
 
 
 def _read_record(name: str) -> dict:
     "The record of a name; empty if there is none."
     if not re.fullmatch(r"[\w-]+-[0-9a-f]{8}", name): return {}
-    return _records.get(name) or read_json(_record_file(name), advice=RESTORE)
+    if name in _records: return _records[name]
+    record = read_json(_record_file(name), advice=_ADVICE)
+    if record: _records[name] = record
+    return record
 
 # %% ../../nbs/corpora/stored.ipynb #1011e612
 def build(
@@ -161,7 +165,7 @@ def open_corpus(
     name: str,  # of a corpus, a file, a folder, or a hub id
     options: Mapping,  # of the corpus, and for a file of its reading
 ) -> Corpus:
-    """The declaration of a corpus with options. For a name that was read before, the options of reading are passed over.
+    """The declaration of a corpus with options. For the name of a file that was read, READ_OPTIONS are passed over.
 
     ValueError of one sentence for an unknown name or option; for a file one for each mistake in it."""
     if not isinstance(options, Mapping): raise ValueError(f"dataset_options must be a mapping, got {options}")
@@ -172,7 +176,7 @@ def open_corpus(
         reading = {key: own.pop(key) for key in READ_OPTIONS if key in own}
     if is_file: base = _record_facts(name, reading)
     elif reading.get("test") and not record["tests"]:
-        raise ValueError(f"dataset_options must be without test for {name}, which was read without it; name the file again")
+        raise ValueError(f"dataset_options must be without test for {name}, which was read without it; name the file")
     elif "base" in (record := _read_record(name)): base, own = record["base"], record["options"] | own
     corpus = CORPORA[base]
     known = _known_options(corpus.build, corpus.options)
@@ -188,7 +192,7 @@ def store_corpus(
     name: str,  # as in `open_corpus`
     options: Mapping,
 ) -> str:
-    "The name under which a corpus with options is stored, so that other processes find it; ValueError as in `open_corpus`."
+    "The name of a corpus, which is stored, so that other processes find it; ValueError as in `open_corpus`."
     corpus = open_corpus(name, options)
     if "base" in _read_record(corpus.name) and not _record_file(corpus.name).exists():
         load_object(corpus.build)(**corpus.options)  # so that values which it does not allow are errors here

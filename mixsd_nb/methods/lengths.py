@@ -38,5 +38,6 @@ def check_facts(
     lengths = fact_lengths(load_tokenizer(model), dataset) if context else {}
     long = {name: n for name, n in lengths.items() if n > context}
     place = lambda name: places.get(name) or places[name.rpartition("#")[0]]  # of a paraphrase
-    if long: raise TableError([f"{place(name)}: the fact has {n} tokens with its prompt, but the context of {model} has "
-                               f"{context}; shorten it, or train a model with a longer context" for name, n in long.items()])
+    problem = f"tokens with its prompt, but the context of {model} has {context}"
+    advice = "shorten it, or train a model with a longer context"
+    if long: raise TableError([f"{place(name)}: the fact has {n} {problem}; {advice}" for name, n in long.items()])

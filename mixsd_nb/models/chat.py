@@ -29,7 +29,8 @@ def plain_template(
 ) -> str:
     "The chat template of the plain form; it begins with the token with which the tokenizer begins every text, if any."
     if tokenizer.eos_token is None:
-        raise ValueError("model must have a token that ends a sequence, or a chat template; set eos_token in its tokenizer_config.json")
+        raise ValueError("model must have a token that ends a sequence, or a chat template; set eos_token in its "
+                         "tokenizer_config.json")
     begins = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
     return "{{ bos_token }}" * begins + _PLAIN
 
@@ -54,11 +55,12 @@ OPTIONS = dict(template="", system="", thinking=False)  # names and defaults of 
 def check_model_options(
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
-    "The options themselves; ValueError of one sentence for an unknown name, a value of another type, or a missing file."
+    "The options themselves; ValueError of one sentence for an unknown name, or a value of another type."
     for name, value in options.items():
         if name not in OPTIONS:
             near = nearest(name, OPTIONS)
-            raise ValueError(f"model_options must be among {', '.join(OPTIONS)}, got {name}" + (f"; {near}" if near else ""))
+            hint = f"; {near}" if near else ""
+            raise ValueError(f"model_options must be among {', '.join(OPTIONS)}, got {name}{hint}")
         if type(value) is not type(OPTIONS[name]):
             kind = "true or false" if name == "thinking" else "text"
             raise ValueError(f"model_options[{name}] must be {kind}, got {value!r}")
@@ -72,12 +74,13 @@ def _read_template(path: str) -> str:
 
 
 def _check_rendering(tokenizer, name: str, options: Mapping) -> None:
-    "ValueError of one sentence if the tokenizer's template cannot write a conversation, or leaves out words or thinking."
+    "ValueError of one sentence if the template cannot write a conversation, leaves out its words, or cannot think."
     given = ", ".join(f"{key}={value!r}" for key, value in options.items())
     turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
     try: text = tokenizer.apply_chat_template(turns, tokenize=False, enable_thinking=False)
     except Exception as e:  # of Jinja, or raised by the template itself
-        raise ValueError(f"model_options must fit the chat template of {name}, got {given} ({type(e).__name__}: {e})") from None
+        reason = f"{type(e).__name__}: {e}"
+        raise ValueError(f"model_options must fit the chat template of {name}, got {given} ({reason})") from None
     missing = [word for word in ("question", "answer", options.get("system", "").strip()) if word not in text]
     if missing: raise ValueError(f"model_options must fit the chat template of {name}, which leaves out {missing[0]!r}")
     if options.get("thinking") and "enable_thinking" not in tokenizer.chat_template.partition("%}")[2]:
@@ -95,7 +98,8 @@ def _source_folder(name: str) -> Path:
     from huggingface_hub import snapshot_download
     try: return Path(snapshot_download(source, allow_patterns=[*MODEL_FILES, "*.json"]))
     except Exception as e:  # the hub's library has no common class of error
-        raise ValueError(f"model must be on the Hugging Face hub or in its cache, got {name} ({type(e).__name__})") from None
+        reason = type(e).__name__
+        raise ValueError(f"model must be on the Hugging Face hub or in its cache, got {name} ({reason})") from None
 
 
 def _make_folder(folder: Path, source: Path, template: str, record: dict) -> None:
