@@ -96,8 +96,8 @@ def test_all_problems_are_listed_in_a_process_of_its_own(own_runs, tmp_path):
 
 
 @pytest.mark.parametrize("suite, sentence", [
-    ("recall,recall.jsonl", "called otherwise than the benchmarks"), ("recall,lab.jsonl", "called otherwise"), ("a/x.jsonl,b/x.jsonl", "different names"),
-    ("my_tests.txt", "suite must be"), ("recall-kept.jsonl", "called otherwise")])
+    ("recall,recall.jsonl", "other names than the benchmarks"), ("recall,lab.jsonl", "other names"), ("a/x.jsonl,b/x.JSON", "different names"),
+    ("my_tests.txt", "suite must be"), ("recall-kept.jsonl", "other names")])
 def test_a_name_means_one_benchmark(suite, sentence, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for word in suite.split(","): write(tmp_path / word, [ROW])

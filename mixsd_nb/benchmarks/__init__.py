@@ -256,7 +256,7 @@ class SuiteForm:
 
 
 FORMS = Registry("form of a suite")
-FORMS.add(SuiteForm("file", r".*\.(?:jsonl|json|csv|tsv|parquet)", "benchmarks.files:declare_file",
+FORMS.add(SuiteForm("file", r".*\.(?i:jsonl|json|csv|tsv|parquet)", "benchmarks.files:declare_file",
                     "a file such as my_tests.jsonl"))
 FORMS.add(SuiteForm("facts", TESTS + ".+", "benchmarks.in_domain:own_suite",
                     "tests that a file of facts brings such as test:neighbours"))
@@ -278,8 +278,8 @@ def _declare_own(word: str) -> Suite | None:
     if form is None: return None
     suite = load_object(form.declare)(word)
     if suite.name in [*suite_groups(), *(name for name, s in SUITES.items() if s.role != "own")]:
-        raise ValueError(f"suite must name files that are called otherwise than the benchmarks and groups of the "
-                         f"package, got {word}; rename the file")
+        raise ValueError("suite must name files with other names than the benchmarks and groups of the package, "
+                         f"got {word}; rename the file")
     if SUITES.get(suite.name) != suite:
         SUITES.remove(suite.name)
         _own[suite.name] = suite
