@@ -53,8 +53,8 @@ test-slow: export OMP_NUM_THREADS := 1
 test-slow: $(VENV)/.dev ## run the slowest tests, one after the other (about five minutes)
 	@$(BIN)/python -m pytest -q -m slow tests
 
-# A selection of tests that touches every requirement: models, training, tables, cubes, notebooks, configurations.
-OLD := $(patsubst %,tests/test_%.py,own_benchmarks prompts mixing trainer results commands)
+# A quick selection that touches the requirements: training, decoding, tables, cubes, configurations, command lines.
+OLD := $(patsubst %,tests/test_%.py,own_benchmarks prompts commands)
 test-lowest: export OMP_NUM_THREADS := 1
 test-lowest: $(LOWEST)/.lowest ## run a selection of tests with the lowest versions that settings.ini allows
 	@$(LOWEST)/bin/python -m pytest -q -m 'not slow' $(OLD)
@@ -118,11 +118,11 @@ $(VENV)/.dev: $(METADATA) | $(VENV)/.torch
 	@$(PIP) install -c constraints.txt -e '.[dev]'
 	@touch $(VENV)/.run $@
 
-# The lowest version of torch may exist only as a build with CUDA libraries (3 GB) where PyTorch's CPU index is not reached.
+# .ci/lowest.py turns the lower bounds in settings.ini into constraints; torch comes first, as in the other environments.
 $(LOWEST)/.lowest: settings.ini | $(LOWEST)/bin/pip
-	@echo "installing the lowest versions of settings.ini into $(LOWEST) (some minutes, up to 7 GB)"
+	@echo "installing the lowest versions of settings.ini into $(LOWEST) (some minutes, 2 GB)"
 	@$(@D)/bin/python .ci/lowest.py > $(@D)/constraints.txt
-	@$(PIP) install --no-deps -c $(@D)/constraints.txt torch $(addprefix --index-url ,$(TORCH_INDEX)) $(if $(TORCH_INDEX),|| true)
+	@$(PIP) install --no-deps -c $(@D)/constraints.txt torch $(addprefix --index-url ,$(TORCH_INDEX))
 	@$(PIP) install -c $(@D)/constraints.txt pytest hypothesis psutil -e .
 	@touch $@
 

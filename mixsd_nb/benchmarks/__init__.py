@@ -73,7 +73,7 @@ class Suite:
     twin_of: str = ""  # benchmark whose items it asks; empty for items of its own
     settings: tuple[str, ...] = ()  # parameters of an evaluation that only some benchmarks read: limit, data
     word: str = ""  # how the parameter `suite` names it, if not by its name
-    runner: str = ""  # function (names, model, settings) -> responses and report, of a benchmark with a harness of its own
+    runner: str = ""  # function (names, model, settings) -> responses and reports; empty for our engines
 
     @property
     def original(self) -> "Suite":
@@ -317,7 +317,7 @@ def _explain_suite(suite: str, word: str, known: list[str]) -> str:
 
 # %% ../../nbs/benchmarks/index.ipynb #d4e95a08
 def resolve_suite(suite: str) -> str:
-    "The suite with files named by their whole path, so that a process in another folder finds them; ValueError as above."
+    "The suite with whole paths of files, so that processes in other folders find them; ValueError as `benchmark_names`."
     benchmark_names(suite)
     words = {word: _declare_own(word).word for word in _split_suite(suite) if word not in _known_words()}
     return ",".join(words.get(word, word) for word in _split_suite(suite)) if words else suite

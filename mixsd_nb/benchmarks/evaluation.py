@@ -12,6 +12,7 @@ import json
 import re
 from collections import deque
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -153,7 +154,8 @@ def generate_responses(
     options = lambda kind: {name: value for name, value in vars(kind).items() if name != "samples"}
     hidden = {} if progress else dict(disable=True)
     with tqdm(total=len(keys), initial=len(keys) - len(requests), desc=progress, leave=False, **hidden) as bar:
-        for request, completion in (pair for kind, queue in queues.items() for pair in engine.stream(queue, **options(kind))):
+        streams = (engine.stream(queue, **options(kind)) for kind, queue in queues.items())
+        for request, completion in chain.from_iterable(streams):
             name, sample = request.tag
             text = engine.tokenizer.decode(opened + list(completion.ids), skip_special_tokens=True)
             found[name, sample] = dict(benchmark=benchmark, item=name, sample=sample, response=text,
@@ -237,7 +239,8 @@ def write_responses(
     benchmark_names(settings.suite)  # this process may not have read the configuration, which declares benchmarks
     theirs = _run_others(settings, model, [name for name in items if SUITES[name].runner], file)
     ours = {name: problems for name, problems in items.items() if not SUITES[name].runner}
-    table = pd.concat([*([_ask_engine(settings, model, ours, file, progress)] if ours else []), *theirs], ignore_index=True)
+    asked = [_ask_engine(settings, model, ours, file, progress)] if ours else []
+    table = pd.concat([*asked, *theirs], ignore_index=True)
     reports = {name: report for part in theirs for name, report in part.attrs["reports"].items()}
     table.attrs = dict(reports=reports) if reports else {}
     write_atomically(file, table.to_parquet)
@@ -270,7 +273,8 @@ def _run_others(
     for runner in dict.fromkeys(SUITES[name].runner for name in names):
         part = file.with_name(f"{file.stem}-part-{runner.partition(':')[0]}.parquet")
         if not part.exists():
-            table, reports = load_object(runner)([name for name in names if SUITES[name].runner == runner], model, settings)
+            its = [name for name in names if SUITES[name].runner == runner]
+            table, reports = load_object(runner)(its, model, settings)
             table.attrs = dict(reports=reports)
             write_atomically(part, table.to_parquet)
         tables.append(read_table(part))
