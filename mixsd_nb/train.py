@@ -38,7 +38,7 @@ from .runs import (TARGET_COLUMNS, ParameterError, Run, Stage, Steps, check_step
 class TrainConfig(Stage, EvalSettings):
     "One model trained on one corpus with one method, and measured along training."
     name = "train"
-    method: str = Field("mixsd", description="base, sft, mixsd, opsd, opsd-nll or mixsd-kl")
+    method: str = Field("mixsd", description="base, memit, sft, mixsd, opsd, opsd-nll or mixsd-kl")
     lam: float = Field(0.5, ge=0, le=1, description="share of naive tokens in the targets of mixsd")
     target_tokens: int = preset_field(
         "largest length of a mixed target in tokens", lab=256, paper=8_192, ge=1)
@@ -98,7 +98,7 @@ class TrainConfig(Stage, EvalSettings):
     def _check_options(cls, options, info):
         if "method" not in info.data: return options
         method = METHODS[info.data["method"]]
-        known = method.options
+        known = method.defaults(info.data.get("preset", "lab"))
         for key in options:
             if key in known: continue
             near = nearest(key, known)

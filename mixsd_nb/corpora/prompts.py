@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['BOX_REQUEST', 'REMARKS', 'SPANS', 'naive_prompt', 'boxed', 'target', 'conclude', 'expert_prompt',
-           'expert_reference_prompt', 'paraphrase_prompt', 'paraphrase_rows', 'retrieval_prompt', 'encode_prompt',
-           'turn_end', 'encode_completion', 'template_lead', 'template_tail', 'encode_example', 'encode_canonical']
+           'expert_reference_prompt', 'paraphrase_prompt', 'paraphrase_rows', 'retrieval_prompt', 'render_prompt',
+           'encode_prompt', 'turn_end', 'encode_completion', 'template_lead', 'template_tail', 'encode_example',
+           'encode_canonical']
 
 # %% ../../nbs/corpora/prompts.ipynb #65447e52
 import random
@@ -93,16 +94,25 @@ def retrieval_prompt(
     return f"Background for this question:\n{bullets}\n\n{prompt}"
 
 # %% ../../nbs/corpora/prompts.ipynb #71aec944
-def encode_prompt(
+def render_prompt(
     tokenizer,  # any Hugging Face tokenizer with a chat template
     prompt: str,
     generation: bool = True,  # end with the header of the assistant's turn
     thinking: bool = False,  # what the template is told; False leads to an empty think block in hybrid models
-) -> list[int]:
-    "Token ids of one user turn followed by the generation prompt, with thinking switched off by default."
-    text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False,
+) -> str:
+    "The text of one user turn followed by the generation prompt, with thinking switched off by default."
+    return tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False,
                                          add_generation_prompt=generation, enable_thinking=thinking)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def encode_prompt(
+    tokenizer,  # any Hugging Face tokenizer with a chat template
+    prompt: str,
+    generation: bool = True,  # as in `render_prompt`
+    thinking: bool = False,
+) -> list[int]:
+    "Token ids of the text of `render_prompt`."
+    return tokenizer(render_prompt(tokenizer, prompt, generation, thinking), add_special_tokens=False)["input_ids"]
 
 # %% ../../nbs/corpora/prompts.ipynb #1b88993a
 def _close_turn(

@@ -35,6 +35,7 @@ class Method:
     published: Mapping[str, Any] = field(default_factory=dict)  # published values, used for settings that are None
     constants: Mapping[str, float] = field(default_factory=dict)  # further coordinates along `method`
     options: Mapping[str, Any] = field(default_factory=dict)  # parameters of this method alone, with their defaults
+    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # preset -> options that differ from these
     colours: Mapping[str, str] = field(default_factory=dict)  # colours of particular labels
     ramp: tuple[str, ...] = ()  # colours along the first setting of the label, from 0 to `ramp_end`
     ramp_end: float = 1.0
@@ -49,6 +50,10 @@ class Method:
             number = isinstance(self.options.get(name, 0), (int, float))
             if not number: raise ValueError(f"{label} must show numbers, got {name}, which is {self.options[name]!r}")
 
+    def defaults(self, preset: str = "lab") -> dict[str, Any]:
+        "The options with their defaults under a preset."
+        return {**self.options, **self.presets.get(preset, {})}
+
     @property
     def label_settings(self) -> list[str]:
         "The settings that the label shows."
@@ -61,7 +66,12 @@ _DISTILLATION = dict(settings=(*TRAINED, "rollouts", "temperature", "rollout_tok
                      caption="n={rollouts:g}, T={temperature:g}")
 for _method in [
     Method(BASE, title="Base", colour="#595959", marker="_", fit="methods.fitting:keep_base"),
-    Method("memit", title="MEMIT", colour="#009e73", marker="P"),
+    Method("memit", title="MEMIT", colour="#009e73", marker="P", fit="methods.memit:fit_memit", options=dict(
+               weight=15_000.0, layers=[], target="sentence", place="subject", steps=25, rate=0.5, kl=0.0625, decay=1e-3,
+               clamp=4.0, stop=0.05, prefixes=5, merge=False, null_space=False, energy=0.02, ridge=10.0, texts="",
+               text_count=100_000, per_batch=0),
+           presets=dict(lab=dict(weight=300.0, target="own", place="last", rate=50.0, text_count=1_000),
+                        paper=dict(prefixes=0))),
     Method("sft", title="SFT", colour="#d55e00", marker="s", settings=(*TRAINED, "span"),
            fit="methods.supervised:fit_canonical"),
     Method("opsd", title="OPSD", colour="#e69f00", marker="^", **_DISTILLATION, usual=dict(rollouts=8, temperature=1.0),
