@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['LAYERS', 'FRACTIONS', 'PARTS', 'POSITIONS', 'edited_layers', 'TracedFact', 'change_outputs', 'answer_probability',
-           'trace_effects', 'summarise_positions']
+           'trace_effects', 'summarise_positions', 'trace_reply']
 
 # %% ../../nbs/methods/tracing.ipynb #c8b51be4
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -15,7 +16,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..corpora.prompts import render_prompt
 from .covariance import capture, decoder_blocks, first_state, output_layer
+from .edits import tokenise
 
 # %% ../../nbs/methods/tracing.ipynb #3a85a814
 LAYERS = {"Qwen3-1.7B": (3, 11), "Qwen3-4B-Instruct-2507": (4, 14), "Qwen3-4B": (4, 14), "Qwen3-8B": (5, 14),
@@ -38,8 +41,13 @@ def edited_layers(
 class TracedFact(NamedTuple):
     "A prompt with its answer, and where its subject stands."
     ids: list[int]  # of the prompt and the whole answer
-    subject: list[int]  # positions of the subject's tokens
+    mentions: list[range]  # positions of the subject's tokens, a range for each time that it is named
     answer: int  # number of tokens of the answer, at the end
+
+    @property
+    def subject(self) -> list[int]:
+        "All positions of the subject's tokens."
+        return [t for mention in self.mentions for t in mention]
 
 
 PARTS = {"block": lambda block: block, "mlp": output_layer}  # whose output is restored
@@ -113,9 +121,9 @@ def trace_effects(
         effects[layer] = found.cpu().numpy() - corrupted
     return effects, answer_probability(model, fact, {}, 1).item(), corrupted
 
-# %% ../../nbs/methods/tracing.ipynb #11d7774b
-POSITIONS = ("before the subject", "first of the subject", "middle of the subject", "last of the subject", "next token",
-             "later tokens", "last token")
+# %% ../../nbs/methods/tracing.ipynb #46c3a477
+POSITIONS = ("before", "earlier mentions", "first of the subject", "middle of the subject", "last of the subject",
+             "next token", "later tokens", "last token")
 
 
 def summarise_positions(
@@ -123,7 +131,28 @@ def summarise_positions(
     effects: np.ndarray,  # (layers, positions)
 ) -> np.ndarray:
     "The mean effect over the positions of each kind, (layers, kinds); NaN for a kind that does not occur."
-    first, last, end = fact.subject[0], fact.subject[-1], effects.shape[1]
-    bounds = [(0, first), (first, first + 1), (first + 1, last), (max(last, first + 1), last + 1), (last + 1, last + 2),
-              (last + 2, end - 1), (end - 1, end)]
-    return np.stack([effects[:, a:b].mean(1) if b > a else np.full(len(effects), np.nan) for a, b in bounds], 1)
+    (*earlier, mention), end = fact.mentions, effects.shape[1]
+    earlier = {t for other in earlier for t in other}
+    first, last = mention[0], mention[-1]
+    kinds = [{*range(first)} - earlier, earlier, {first} - {last}, {*range(first + 1, last)}, {last},
+             {last + 1} - {end - 1}, {*range(last + 2, end - 1)}, {end - 1} - {last}]
+    return np.stack([effects[:, sorted(k)].mean(1) if k else np.full(len(effects), np.nan) for k in kinds], 1)
+
+# %% ../../nbs/methods/tracing.ipynb #4281ede4
+def trace_reply(
+    tokenizer,
+    prompt: str,
+    subject: str,
+    lead: list[int],  # ids of the reply before the answer, as of `edits.split_reply`
+    answer: str,  # as the reply goes on
+) -> TracedFact:
+    "The fact of a prompt, a reply and an answer; ValueError if the prompt does not name the subject."
+    ids, offsets = tokenise(tokenizer, render_prompt(tokenizer, prompt))
+    ends = [len(tokenizer.decode(ids + lead[:k])) for k in range(len(lead) + 1)]
+    text, offsets = tokenizer.decode(ids + lead), offsets + list(zip(ends, ends[1:]))
+    starts = [m.start() for m in re.finditer(re.escape(subject), text)]
+    if not starts: raise ValueError(f"prompt must name the subject {subject}, got {prompt}")
+    overlap = lambda start: [k for k, (a, b) in enumerate(offsets) if a < start + len(subject) and b > start]
+    mentions = [range(found[0], found[-1] + 1) for found in map(overlap, starts)]
+    end = tokenise(tokenizer, answer)[0]
+    return TracedFact(ids + lead + end, mentions, len(end))
