@@ -174,6 +174,7 @@ class Shifts(NamedTuple):
     anchors: torch.Tensor  # unshifted states of every edit, (edits, width)
 
 
+@torch.enable_grad()
 def find_shifts(
     model,
     edits: list[Edit],
