@@ -153,7 +153,7 @@ def test_an_interrupted_search_leaves_the_model_whole(tokenizer, rows):
     model = random_model("llama", False, tokenizer)
     before, blocks = weights(model), list(decoder_blocks(model))
     with patch.object(memit, "solve_update", side_effect=RuntimeError), pytest.raises(RuntimeError): memit.edit(model, tokenizer, rows[:2], **QUICK)
-    with patch.object(memit, "_row_losses", side_effect=RuntimeError), pytest.raises(RuntimeError): memit.edit(model, tokenizer, rows[:2], **QUICK)
+    with patch.object(memit.Batch, "losses", side_effect=RuntimeError), pytest.raises(RuntimeError): memit.edit(model, tokenizer, rows[:2], **QUICK)
     assert same(weights(model), before) and list(decoder_blocks(model)) == blocks and all(p.requires_grad for p in model.parameters())
 
 
