@@ -148,6 +148,12 @@ class TrainConfig(Stage, EvalSettings):
         "Whether the method has a learning rate, and therefore checkpoints along training."
         return "lr" in METHODS[self.method].settings
 
+    @property
+    def rate(self) -> float:
+        "The rate of this run along `lr` in the cube: its learning rate, an option of its method, or 0."
+        name = METHODS[self.method].rate_setting
+        return float({**self.options, "lr": self.lr}[name]) if name else 0.0
+
     def covers(self, run):
         "Whether the run has measured all checkpoints; its last one is that of the training."
         if not self.has_rate: return True
@@ -280,8 +286,7 @@ def summarise(
     variance = {step: item_variances(responses[step]) for step in counts}
     benchmarks = {name: dict(column=SUITES[name].column, role=SUITES[name].role, samples=SUITES[name].sampling.samples)
                   for name in counts[max(counts)]}
-    lr = config.lr if config.has_rate else 0.0
-    return result_tree(dataset=config.dataset, model=config.model, method=config.method, lr=lr, seed=config.seed,
+    return result_tree(dataset=config.dataset, model=config.model, method=config.method, lr=config.rate, seed=config.seed,
                        accuracy=counts, published=published, variance=variance, benchmarks=benchmarks,
                        config=config.canonical(), targets=fitted.targets, training=fitted.curves or None,
                        **label_coordinates(config.label))

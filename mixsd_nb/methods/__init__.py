@@ -35,6 +35,7 @@ class Method:
     published: Mapping[str, Any] = field(default_factory=dict)  # published values, used for settings that are None
     constants: Mapping[str, float] = field(default_factory=dict)  # further coordinates along `method`
     options: Mapping[str, Any] = field(default_factory=dict)  # parameters of this method alone, with their defaults
+    rate: str = ""  # option along the cube's `lr`, for a method that is not trained at a learning rate
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # preset -> options that differ from these
     colours: Mapping[str, str] = field(default_factory=dict)  # colours of particular labels
     ramp: tuple[str, ...] = ()  # colours along the first setting of the label, from 0 to `ramp_end`
@@ -55,6 +56,11 @@ class Method:
         return {**self.options, **self.presets.get(preset, {})}
 
     @property
+    def rate_setting(self) -> str:
+        "The setting or option whose value is the cube's `lr`; empty if there is none, as for the base model."
+        return "lr" if "lr" in self.settings else self.rate
+
+    @property
     def label_settings(self) -> list[str]:
         "The settings that the label shows."
         return re.findall(r"{(\w+)", self.label)
@@ -66,11 +72,11 @@ _DISTILLATION = dict(settings=(*TRAINED, "rollouts", "temperature", "rollout_tok
                      caption="n={rollouts:g}, T={temperature:g}")
 for _method in [
     Method(BASE, title="Base", colour="#595959", marker="_", fit="methods.fitting:keep_base"),
-    Method("memit", title="MEMIT", colour="#009e73", marker="P", fit="methods.memit:fit_memit", options=dict(
+    Method("memit", title="MEMIT", colour="#009e73", marker="P", fit="methods.memit:fit_memit", rate="weight", options=dict(
                weight=15_000.0, layers=[], target="sentence", place="subject", steps=25, rate=0.5, kl=0.0625, decay=1e-3,
                clamp=4.0, stop=0.05, prefixes=5, merge=False, null_space=False, energy=0.02, ridge=10.0, texts="",
                text_count=100_000, per_batch=0),
-           presets=dict(lab=dict(weight=300.0, target="own", place="last", rate=50.0, text_count=1_000),
+           presets=dict(lab=dict(weight=1_000.0, target="own", place="last", rate=50.0, text_count=1_000),
                         paper=dict(prefixes=0))),
     Method("sft", title="SFT", colour="#d55e00", marker="s", settings=(*TRAINED, "span"),
            fit="methods.supervised:fit_canonical"),
