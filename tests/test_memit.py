@@ -280,3 +280,50 @@ def test_tracing_restores_a_state_exactly(tokenizer):
     still, whole, corrupted = trace_effects(model, fact, samples=1, noise=0.0)
     assert abs(still).max() < 1e-5 and corrupted == pytest.approx(whole, abs=1e-6)
     assert edited_layers(model) == [0, 1, 2]
+
+
+# --- as a method of the stages
+
+SMALL = dict(method="memit", dataset="mquake-lab", suite="recall", n=4, max_new_tokens=4, seed=0)
+
+
+@pytest.fixture(scope="module")
+def cube(tiny, tmp_path_factory):
+    "A cube with MEMIT at two weights, its edits in two batches, and the base model."
+    from mixsd_nb import train
+    from mixsd_nb.results import open_cube
+    folder = tmp_path_factory.mktemp("cube")
+    with patch.dict("os.environ", MIXSD_RUNS=str(folder)):
+        for weight in (10, 1000):
+            options = dict(weight=weight, steps=1, text_count=10, prefixes=0, target="canonical", place="subject", per_batch=25)
+            train.run(**SMALL, model=tiny, options=options)
+        return open_cube()
+
+
+def test_the_weight_is_the_rate_and_a_batch_of_edits_a_step(cube):
+    from mixsd_nb.results.cube import missing_runs
+    from mixsd_nb.results.layout import learning_rates
+    ran = cube.accuracy.sel({"method": "memit", "benchmark": "recall"}).squeeze(drop=True)
+    assert ran.dropna("lr", how="all").lr.values.tolist() == [10, 1000] and cube.step.values.tolist() == [0, 1, 2]
+    assert ran.sel(lr=1000).notnull().all() and cube.n.sel(benchmark="recall").max() == 4
+    assert missing_runs(cube).empty and learning_rates(cube) == [] and cube.targets_kept.max() == 50
+
+
+def test_figures_and_tables_show_it(cube):
+    import matplotlib
+    matplotlib.use("Agg")
+    from mixsd_nb.results.cells import select_cells
+    from mixsd_nb.results.tradeoff import frontier_figure, tradeoff_figure
+    chosen = select_cells(cube)
+    assert chosen["method"].tolist() == ["memit"] and chosen.lr.item() in (10, 1000) and chosen.step.item() in (1, 2)
+    for figure in (tradeoff_figure(cube, kept="recall"), frontier_figure(cube, ("recall",))):
+        assert any("MEMIT" in t.get_text() or "memit" in t.get_text() for t in figure.findobj(matplotlib.text.Text))
+
+
+def test_the_papers_preset_is_what_it_published():
+    from mixsd_nb.train import TrainConfig
+    options = TrainConfig(method="memit", preset="paper", model="lab-m").options
+    assert {k: options[k] for k in ("weight", "steps", "rate", "kl", "decay", "clamp", "prefixes", "target", "place", "text_count", "per_batch")} == dict(
+        weight=15_000, steps=25, rate=0.5, kl=0.0625, decay=1e-3, clamp=4, prefixes=0, target="sentence", place="subject", text_count=100_000, per_batch=0)
+    assert TrainConfig(method="memit", model="lab-m").options["place"] == "last"
+    with pytest.raises(ValueError, match="options must be among"): TrainConfig(method="memit", options=dict(wieght=1))

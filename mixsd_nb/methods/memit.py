@@ -88,7 +88,7 @@ def upper_blocks(
     finally:
         for k, block in enumerate(lower): blocks[k] = block
 
-# %% ../../nbs/methods/memit.ipynb #4863e738
+# %% ../../nbs/methods/memit.ipynb #60e0d594
 class Row(NamedTuple):
     "A row of the optimisation: what is read, and which part of its group's loss it gives."
     group: int
@@ -120,7 +120,7 @@ def list_rows(
         if kl: rows.append(Row(g, first.essence, first.essence_place, [], kl))
     return rows
 
-# %% ../../nbs/methods/memit.ipynb #6e03e9c7
+# %% ../../nbs/methods/memit.ipynb #d9d6ec6e
 class Batch:
     "Rows behind the last edited block: their states from the place on, and attention's cache of what precedes it."
 

@@ -94,6 +94,7 @@ def draw_method(
 ) -> None:
     "One line along training."
     seeds = seeds_run(points)
+    if not len(seeds): return
     mean = points.sel(seed=seeds).mean("seed", skipna=False)
     known = np.flatnonzero(mean.x.notnull() & mean.y.notnull())
     if not len(known): return
