@@ -119,7 +119,7 @@ def draw_documents(
     kinds = rng.choices(list(phase.weights), list(phase.weights.values()), k=n)
     return [WRITERS[kind](rng, rng.randint(*phase.facts)) for kind in kinds]
 
-# %% ../../nbs/pretraining/curriculum.ipynb #e59a76c0
+# %% ../../nbs/pretraining/curriculum.ipynb #948ee70d
 def sample_texts(
     n: int,
 ) -> list[str]:
