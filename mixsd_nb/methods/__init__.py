@@ -91,6 +91,11 @@ for _method in [
            mixed=True, fit="methods.supervised:fit_mixed", label="{lam:g}", caption="λ={lam:g}", constants=dict(rollouts=1),
            options=dict(replace_gt=False, unanimous={}),  # of the targets, as in `generate`
            ramp=("#a6dcfb", "#2f8fdc", "#0c2a70"), ramp_end=0.8),
+    Method("wise-sft", title="SFT, averaged", colour="#f2a07b", marker="s", settings=(*TRAINED, "span"),
+           fit="methods.wise:fit_averaged_sft", label="{alpha:g}", caption="α={alpha:g}", options=dict(alpha=0.5)),
+    Method("wise-mixsd", title="MixSD, averaged", colour="#7fb9ea", marker="o", mixed=True,
+           settings=(*TRAINED, "span", "lam", "target_tokens"), fit="methods.wise:fit_averaged_mixsd",
+           label="{lam:g}-a{alpha:g}", caption="λ={lam:g}, α={alpha:g}", options=dict(alpha=0.5)),
 ]: METHODS.add(_method)
 
 # %% ../../nbs/methods/index.ipynb #c97df635
