@@ -96,6 +96,10 @@ for _method in [
     Method("wise-mixsd", title="MixSD, averaged", colour="#7fb9ea", marker="o", mixed=True,
            settings=(*TRAINED, "span", "lam", "target_tokens"), fit="methods.wise:fit_averaged_mixsd",
            label="{lam:g}-a{alpha:g}", caption="λ={lam:g}, α={alpha:g}", options=dict(alpha=0.5)),
+    Method("stm", title="STM", colour="#8c6d31", marker="X", settings=(*TRAINED, "span"), fit="methods.gates:fit_masked",
+           label="{threshold:g}", caption="NLL ≤ {threshold:g}", options=dict(threshold=8.0)),
+    Method("talr", title="TALR", colour="#bd9e39", marker="X", settings=(*TRAINED, "span"),
+           fit="methods.gates:fit_reweighted", label="{tau:g}", caption="τ={tau:g}", options=dict(tau=5.0, floor=0.01)),
 ]: METHODS.add(_method)
 
 # %% ../../nbs/methods/index.ipynb #c97df635
