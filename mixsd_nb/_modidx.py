@@ -1097,6 +1097,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
             'mixsd_nb.methods.edits': { 'mixsd_nb.methods.edits.Edit': ('methods/edits.html#edit', 'mixsd_nb/methods/edits.py'),
                                         'mixsd_nb.methods.edits._has_subject': ( 'methods/edits.html#_has_subject',
                                                                                  'mixsd_nb/methods/edits.py'),
+                                        'mixsd_nb.methods.edits.answer_in_replies': ( 'methods/edits.html#answer_in_replies',
+                                                                                      'mixsd_nb/methods/edits.py'),
                                         'mixsd_nb.methods.edits.convert_rows': ( 'methods/edits.html#convert_rows',
                                                                                  'mixsd_nb/methods/edits.py'),
                                         'mixsd_nb.methods.edits.encode_edit': ( 'methods/edits.html#encode_edit',

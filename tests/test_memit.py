@@ -194,6 +194,19 @@ def test_a_prompt_without_the_subject_hardly_changes(lab):
     assert 0 < moved.mean() < 0.05
 
 
+def test_a_model_is_edited_by_prompt_subject_and_answer(lab):
+    "Two facts of the memorised world of lab-m get other answers, in free generation, with the defaults of its preset."
+    from mixsd_nb.benchmarks.answers import last_boxed
+    from mixsd_nb.models.engines import HFEngine
+    model, tokenizer = lab
+    facts = list(load_corpus("mquake-lab", "train"))[1:3]
+    with memit.kept_weights(model, [1, 2]):
+        edits = [dict(prompt=f["prompt"], subject=f["subject"], target=f["answer"]) for f in facts]
+        assert memit.edit(model, tokenizer, edits, text_count=100, prefixes=1, weight=300.0) is model
+        replies = HFEngine(model, tokenizer).generate([encode_prompt(tokenizer, f["prompt"]) for f in facts], max_new_tokens=96)
+    assert [last_boxed(tokenizer.decode(r.ids, skip_special_tokens=True)) for r in replies] == [f["answer"] for f in facts]
+
+
 # --- token ids
 
 SUBJECTS = ["Welnan Society", "Ünsal Œuvre", "a{b}c", "naïve 東京 x", "Zqxj-Vrrt", "O'Neil \\boxed{}", "É"]
@@ -254,7 +267,7 @@ def test_a_reply_is_split_where_it_first_names_its_answer(tokenizer):
 # --- settings and tracing
 
 @pytest.mark.parametrize("given_, sentence", [(dict(wieght=1), "must be among"), (dict(weight=0.0), "above 0"), (dict(energy=1.0), "energy must be"),
-                                              (dict(place="first"), "place must be one of"), (dict(layers=[4]), "layers must be from 0 to 3")])
+                                              (dict(place="first"), "place must be one of"), (dict(target="short"), "target must be one of"), (dict(layers=[4]), "layers must be from 0 to 3")])
 def test_settings_are_checked(given_, sentence, tokenizer, rows):
     with pytest.raises(ValueError, match=sentence): memit.edit(random_model("qwen3", True, tokenizer), tokenizer, rows[:1], **{**QUICK, **given_})
 

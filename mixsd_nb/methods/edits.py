@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PLACES', 'FORMS', 'find_subject', 'Edit', 'last_token', 'tokenise', 'encode_edit', 'sample_prefixes', 'split_reply',
-           'convert_rows']
+           'answer_in_replies', 'convert_rows']
 
 # %% ../../nbs/methods/edits.ipynb #a9e53ebe
 import re
@@ -116,6 +116,21 @@ def split_reply(
                 ends=False)
 
 
+def answer_in_replies(
+    model,
+    tokenizer,
+    edits: Iterable[Mapping[str, Any]],  # prompt, subject, and a target that is an answer or ends in a boxed one
+    max_new_tokens: int = 256,  # of a reply
+) -> list[dict[str, Any]]:
+    "The edits, each within the model's own reply where that names an answer; others, and those with a lead, stay."
+    edits = [dict(e) for e in edits]
+    rest = [e for e in edits if "lead" not in e]
+    prompts = [encode_prompt(tokenizer, e["prompt"]) for e in rest]
+    for e, reply in zip(rest, HFEngine(model, tokenizer).generate(prompts, max_new_tokens=max_new_tokens)):
+        e.update(split_reply(tokenizer, reply.ids, last_boxed(e["target"]) or e["target"]) or {})
+    return edits
+
+
 FORMS = ("canonical", "sentence", "own")
 
 
@@ -124,16 +139,12 @@ def convert_rows(
     tokenizer,
     rows: Iterable[Mapping[str, str]],  # of a corpus
     form: str = "canonical",  # one of FORMS
-    max_new_tokens: int = 256,  # of a reply
 ) -> list[dict[str, Any]]:
     "The edits of facts; those whose prompt lacks the subject are left out. ValueError for an unknown form."
     if form not in FORMS: raise ValueError(f"target must be one of {', '.join(FORMS)}, got {form}")
-    edits = [{k: row[k] for k in ("id", "prompt", "subject", "target", "answer")} for row in rows if _has_subject(row)]
+    edits = [{k: row[k] for k in ("id", "prompt", "subject", "target") if k in row} for row in rows if _has_subject(row)]
     if form == "sentence": return [e | dict(target=" " + e["target"].partition("\n\n")[0], ends=False) for e in edits]
-    if form == "canonical": return edits
-    replies = HFEngine(model, tokenizer).generate([encode_prompt(tokenizer, e["prompt"]) for e in edits],
-                                                  max_new_tokens=max_new_tokens)
-    return [e | (split_reply(tokenizer, reply.ids, e["answer"]) or {}) for e, reply in zip(edits, replies)]
+    return answer_in_replies(model, tokenizer, edits) if form == "own" else edits
 
 
 def _has_subject(row):

@@ -20,7 +20,8 @@ from transformers import DynamicCache
 from . import METHODS
 from .covariance import (capture, decoder_blocks, default_texts, encode_texts, output_layer, pad_right,
                                          read_texts, stored_moments)
-from .edits import PLACES, Edit, convert_rows, encode_edit, sample_prefixes
+from .edits import (FORMS, PLACES, Edit, answer_in_replies, convert_rows, encode_edit,
+                                    sample_prefixes)
 from .fitting import Fitted, MethodRun, check_lengths
 from .tracing import edited_layers
 from ..models import load_base
@@ -223,7 +224,7 @@ def find_shifts(
     decay: float = 1e-3,
     clamp: float = 4.0,  # largest norm of a shift, as a multiple of that of its state
     stop: float = 0.05,  # loss below which an edit is finished
-    tokens: int = 8_192,  # largest size of a batch, padding included
+    tokens: int = 4_096,  # largest size of a batch, padding included
     report: Callable[[int, int], Any] = lambda step, active: None,  # called with each step
 ) -> Shifts:
     "The shifts of all groups; each depends only on its own edits."
@@ -347,15 +348,16 @@ def memit_settings(
 ) -> dict[str, Any]:
     "All settings of MEMIT; ValueError of one sentence for an unknown one, or a value that is not allowed."
     known = METHODS["memit"].defaults(preset or ("lab" if is_lab_model(model.name_or_path) else "paper"))
-    for name in ("target", "per_batch"): del known[name]  # of the method, which turns facts into edits
+    del known["per_batch"]  # of the method, which edits a corpus
     for name in given:
         if name not in known: raise ValueError(f"a setting of memit must be among {', '.join(known)}, got {name}")
     settings = {**known, **given}
     for name in ("weight", "rate", "clamp", "ridge"):
         if settings[name] <= 0: raise ValueError(f"{name} must be above 0, got {settings[name]:g}")
     if not 0 < settings["energy"] < 1: raise ValueError(f"energy must be between 0 and 1, got {settings['energy']:g}")
-    if settings["place"] in PLACES: return settings
-    raise ValueError(f"place must be one of {', '.join(PLACES)}, got {settings['place']}")
+    for name, allowed in dict(place=PLACES, target=FORMS).items():
+        if settings[name] not in allowed: raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {settings[name]}")
+    return settings
 
 
 def _layer_solver(model, tokenizer, layers, s):
@@ -377,6 +379,7 @@ def find_updates(
 ) -> dict[int, torch.Tensor]:
     "For each edited layer the change of its weights, float64, (outputs, inputs). The model stays as it is."
     s = memit_settings(model, **settings)
+    if s["target"] == "own": edits = answer_in_replies(model, tokenizer, edits)
     layers = edited_layers(model, s["layers"])
     prefixes = sample_prefixes(model, tokenizer, s["prefixes"], seed)
     encoded = [encode_edit(tokenizer, e, prefixes, s["place"]) for e in edits]
@@ -411,7 +414,8 @@ def edit(
 def fit_memit(run: MethodRun) -> Fitted:
     "MEMIT: edit all facts at once, or batch by batch, each batch a checkpoint; ValueError if no fact has its subject."
     p, settings = run.parameters, dict(run.parameters.options)
-    form, size = settings.pop("target"), settings.pop("per_batch")
+    form, size = settings["target"], settings.pop("per_batch")
+    settings["target"] = "canonical"  # the conversion is made once, on the base model
     model, tokenizer = load_base(p.model)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     edits = convert_rows(model, tokenizer, run.rows, form)
