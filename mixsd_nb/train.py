@@ -44,7 +44,7 @@ class TrainConfig(Stage, EvalSettings):
     "One model trained on one corpus with one method, and measured along training."
     name = "train"
     run_class = "results.finished:ModelRun"
-    method: str = Field("mixsd", description="base, sft, mixsd, opsd, opsd-nll or mixsd-kl")
+    method: str = Field("mixsd", description="base, memit, sft, mixsd, opsd, opsd-nll or mixsd-kl")
     lam: float = Field(0.5, ge=0, le=1, description="share of naive tokens in the targets of mixsd")
     target_tokens: int = preset_field(
         "largest length of a mixed target in tokens", lab=256, paper=8_192, ge=1)
@@ -106,7 +106,7 @@ class TrainConfig(Stage, EvalSettings):
     def _check_options(cls, options, info):
         if "method" not in info.data: return options
         method = METHODS[info.data["method"]]
-        known = method.options
+        known = method.defaults(info.data.get("preset", "lab"))
         for key in options:
             if key in known: continue
             near = nearest(key, known)
@@ -155,6 +155,12 @@ class TrainConfig(Stage, EvalSettings):
     def has_rate(self) -> bool:
         "Whether the method has a learning rate, and therefore checkpoints along training."
         return "lr" in METHODS[self.method].settings
+
+    @property
+    def rate(self) -> float:
+        "The rate of this run along `lr` in the cube: its learning rate, an option of its method, or 0."
+        name = METHODS[self.method].rate_setting
+        return float({**self.options, "lr": self.lr}[name]) if name else 0.0
 
     def covers(self, run):
         "Whether the run has measured all checkpoints; its last one is that of the training."
@@ -323,8 +329,7 @@ def summarise(
     reports = {step: responses[step].attrs.get("reports", {}) for step in counts}
     benchmarks = {name: dict(column=SUITES[name].column, role=SUITES[name].role, samples=SUITES[name].sampling.samples)
                   | reported_versions(reports[max(counts)]).get(name, {}) for name in counts[max(counts)]}
-    lr = config.lr if config.has_rate else 0.0
-    return result_tree(dataset=config.dataset, model=config.model, method=config.method, lr=lr, seed=config.seed,
+    return result_tree(dataset=config.dataset, model=config.model, method=config.method, lr=config.rate, seed=config.seed,
                        accuracy=counts, published=published, variance=variance, benchmarks=benchmarks, reports=reports,
                        config=config.canonical(), targets=fitted.targets, training=fitted.curves or None,
                        **label_coordinates(config.label))

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['BOX_REQUEST', 'CONCISE_REQUEST', 'ANSWER_FORMS', 'BOX', 'REMARKS', 'SPANS', 'naive_prompt', 'boxed', 'AnswerForm',
            'target', 'conclude', 'expert_prompt', 'expert_reference_prompt', 'change_form', 'paraphrase_prompt',
-           'paraphrase_rows', 'rows_as_written', 'retrieval_prompt', 'encode_prompt', 'turn_end', 'encode_completion',
-           'template_lead', 'template_tail', 'encode_example', 'encode_canonical']
+           'paraphrase_rows', 'rows_as_written', 'retrieval_prompt', 'render_prompt', 'encode_prompt', 'turn_end',
+           'encode_completion', 'template_lead', 'template_tail', 'encode_example', 'encode_canonical']
 
 # %% ../../nbs/corpora/prompts.ipynb #65447e52
 import json
@@ -138,17 +138,25 @@ def retrieval_prompt(
     return f"Background for this question:\n{bullets}\n\n{prompt}"
 
 # %% ../../nbs/corpora/prompts.ipynb #71aec944
-def encode_prompt(
+def render_prompt(
     tokenizer,  # any Hugging Face tokenizer with a chat template
     prompt: str | Sequence[dict],  # one user turn, or several turns, each with `role` and `content`
     generation: bool = True,  # end with the header of the assistant's turn
     thinking: bool = False,  # what the template is told; False leads to an empty think block in hybrid models
-) -> list[int]:
-    "Token ids of one user turn followed by the generation prompt, with thinking switched off by default."
+) -> str:
+    "The text of the turns followed by the generation prompt, with thinking switched off by default."
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generation,
-                                         enable_thinking=thinking)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generation, enable_thinking=thinking)
+
+
+def encode_prompt(
+    tokenizer,  # any Hugging Face tokenizer with a chat template
+    prompt: str | Sequence[dict],
+    generation: bool = True,  # as in `render_prompt`
+    thinking: bool = False,
+) -> list[int]:
+    "Token ids of the text of `render_prompt`."
+    return tokenizer(render_prompt(tokenizer, prompt, generation, thinking), add_special_tokens=False)["input_ids"]
 
 # %% ../../nbs/corpora/prompts.ipynb #1b88993a
 def _close_turn(

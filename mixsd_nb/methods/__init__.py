@@ -35,6 +35,8 @@ class Method:
     published: Mapping[str, Any] = field(default_factory=dict)  # published values, used for settings that are None
     constants: Mapping[str, float] = field(default_factory=dict)  # further coordinates along `method`
     options: Mapping[str, Any] = field(default_factory=dict)  # parameters of this method alone, with their defaults
+    rate: str = ""  # option along the cube's `lr`, for a method that is not trained at a learning rate
+    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # preset -> options that differ from these
     colours: Mapping[str, str] = field(default_factory=dict)  # colours of particular labels
     ramp: tuple[str, ...] = ()  # colours along the first setting of the label, from 0 to `ramp_end`
     ramp_end: float = 1.0
@@ -49,6 +51,15 @@ class Method:
             number = isinstance(self.options.get(name, 0), (int, float))
             if not number: raise ValueError(f"{label} must show numbers, got {name}, which is {self.options[name]!r}")
 
+    def defaults(self, preset: str = "lab") -> dict[str, Any]:
+        "The options with their defaults under a preset."
+        return {**self.options, **self.presets.get(preset, {})}
+
+    @property
+    def rate_setting(self) -> str:
+        "The setting or option whose value is the cube's `lr`; empty if there is none, as for the base model."
+        return "lr" if "lr" in self.settings else self.rate
+
     @property
     def label_settings(self) -> list[str]:
         "The settings that the label shows."
@@ -61,7 +72,12 @@ _DISTILLATION = dict(settings=(*TRAINED, "rollouts", "temperature", "rollout_tok
                      caption="n={rollouts:g}, T={temperature:g}")
 for _method in [
     Method(BASE, title="Base", colour="#595959", marker="_", fit="methods.fitting:keep_base"),
-    Method("memit", title="MEMIT", colour="#009e73", marker="P"),
+    Method("memit", title="MEMIT", colour="#009e73", marker="P", fit="methods.memit:fit_memit", rate="weight", options=dict(
+               weight=15_000.0, layers=[], target="sentence", place="subject", steps=25, rate=0.5, kl=0.0625, decay=1e-3,
+               clamp=4.0, stop=0.05, prefixes=5, merge=False, null_space=False, energy=0.02, ridge=10.0, texts="",
+               text_count=100_000, per_batch=0),
+           presets=dict(lab=dict(weight=3_000.0, target="own", place="last", rate=50.0, text_count=1_000),
+                        paper=dict(prefixes=0))),
     Method("sft", title="SFT", colour="#d55e00", marker="s", settings=(*TRAINED, "span"),
            fit="methods.supervised:fit_canonical"),
     Method("opsd", title="OPSD", colour="#e69f00", marker="^", **_DISTILLATION, usual=dict(rollouts=8, temperature=1.0),
@@ -75,6 +91,15 @@ for _method in [
            mixed=True, fit="methods.supervised:fit_mixed", label="{lam:g}", caption="λ={lam:g}", constants=dict(rollouts=1),
            options=dict(replace_gt=False, unanimous={}),  # of the targets, as in `generate`
            ramp=("#a6dcfb", "#2f8fdc", "#0c2a70"), ramp_end=0.8),
+    Method("wise-sft", title="SFT, averaged", colour="#f2a07b", marker="s", settings=(*TRAINED, "span"),
+           fit="methods.wise:fit_averaged_sft", label="{alpha:g}", caption="α={alpha:g}", options=dict(alpha=0.5)),
+    Method("wise-mixsd", title="MixSD, averaged", colour="#7fb9ea", marker="o", mixed=True,
+           settings=(*TRAINED, "span", "lam", "target_tokens"), fit="methods.wise:fit_averaged_mixsd",
+           label="{lam:g}-a{alpha:g}", caption="λ={lam:g}, α={alpha:g}", options=dict(alpha=0.5)),
+    Method("stm", title="STM", colour="#8c6d31", marker="X", settings=(*TRAINED, "span"), fit="methods.gates:fit_masked",
+           label="{threshold:g}", caption="NLL ≤ {threshold:g}", options=dict(threshold=8.0)),
+    Method("talr", title="TALR", colour="#bd9e39", marker="X", settings=(*TRAINED, "span"),
+           fit="methods.gates:fit_reweighted", label="{tau:g}", caption="τ={tau:g}", options=dict(tau=5.0, floor=0.01)),
 ]: METHODS.add(_method)
 
 # %% ../../nbs/methods/index.ipynb #c97df635

@@ -104,6 +104,8 @@ class MethodRun(Run):
     def train_on(
         self,
         pairs: dict[str, tuple[list[int], list[int]]],  # fact id -> prompt ids and completion ids
+        objective: str = "methods.supervised:stored_pairs",  # as of `train`
+        data: Callable[[list[np.ndarray]], dict] = lambda nll: {},  # more data of the objective, from the base's NLL
     ) -> Fitted:
         "Train on the NLL of completions; ValueError if there are none, or one is longer than the model's context."
         if not pairs: raise ValueError("there are no targets to train on")
@@ -111,9 +113,10 @@ class MethodRun(Run):
         # transformers score the targets whatever the engine, so that the engine cannot change a result
         engine = load_engine("hf", self.parameters.model, dtype=self.parameters.dtype)
         check_lengths({id: sum(map(len, pair)) for id, pair in pairs.items()}, engine.context)
-        nll = np.concatenate(engine.score(values))
+        scores = engine.score(values)
+        nll = np.concatenate(scores)
         targets = dict(target_nll=float(nll.mean()), target_tokens=len(nll) / len(values))
-        return self.train("methods.supervised:stored_pairs", dict(pairs=values), set(pairs), targets)
+        return self.train(objective, dict(pairs=values) | data(scores), set(pairs), targets)
 
 # %% ../../nbs/methods/fitting.ipynb #4e062150
 def keep_base(run: MethodRun) -> Fitted:

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['WRITERS', 'LAB_SUITES', 'CALCULATION', 'MEMORISED', 'VOICES', 'OTHER_WORDS', 'TYPED', 'PHASES', 'INVENTED', 'OPEN',
-           'suite_writer', 'Phase', 'find_phase', 'draw_documents', 'collect_vocabulary', 'make_tokenizer']
+           'suite_writer', 'Phase', 'find_phase', 'draw_documents', 'sample_texts', 'collect_vocabulary',
+           'make_tokenizer']
 
 # %% ../../nbs/pretraining/curriculum.ipynb #58eccdc7
 import random
@@ -117,6 +118,14 @@ def draw_documents(
     phase = find_phase(progress)
     kinds = rng.choices(list(phase.weights), list(phase.weights.values()), k=n)
     return [WRITERS[kind](rng, rng.randint(*phase.facts)) for kind in kinds]
+
+# %% ../../nbs/pretraining/curriculum.ipynb #948ee70d
+def sample_texts(
+    n: int,
+) -> list[str]:
+    "n documents of the last phase as texts with the markers of the chat template; no training reads the same ones."
+    rng = random.Random("texts")
+    return ["".join(text for text, _ in document) for _ in range(n) for document in draw_documents(rng, 1.0, 1)]
 
 # %% ../../nbs/pretraining/curriculum.ipynb #6054d709
 INVENTED = f"(?:{'|'.join(STARTS)})(?:{'|'.join(ENDS)})"  # regular expression of the package's invented words

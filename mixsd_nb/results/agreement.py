@@ -54,7 +54,7 @@ def comparable_settings(
         suite = ",".join(suite)
     if suite is not None and (method is None or method.name != BASE): found["suite"] = suite
     options = settings.get("options") or {}
-    labels = method.label_settings if method else ()
+    labels = [*method.label_settings, method.rate] if method else ()
     return found | {f"options[{k}] of {settings['method']}": v for k, v in options.items() if k not in labels}
 
 # %% ../../nbs/results/agreement.ipynb #164b1d22

@@ -18,7 +18,6 @@ from ..benchmarks import expanded_suite
 from ..corpora import CORPORA
 from ..methods import BASE, METHODS, parse_label
 from .agreement import check_settings, group_runs, run_settings
-from .layout import has_rate
 from .merge import merge_roots, order_roots
 from .roots import read_root, read_roots, read_training_roots, rename_root
 from .schema import METHOD_COORDS, RUN_DIMS
@@ -130,9 +129,14 @@ def missing_runs(
     cube: xr.Dataset,
     name: str = "accuracy",  # variable that a run would fill
 ) -> pd.DataFrame:
-    "The cells of the cube that no run fills, one row each. Methods without a learning rate have only the rate 0."
+    """The cells of the cube that no run fills, one row each.
+
+    A method is only missing at rates of its kind: the base model at 0, MEMIT at values of its own option."""
     dims = [d for d in RUN_DIMS if d in cube[name].dims]
     empty = cube[name].isnull().all([d for d in cube[name].dims if d not in dims]).stack(run=dims)
     cells = empty.run[empty.values].to_index().to_frame(index=False)
     if "lr" not in dims: return cells
-    return cells[cells.method.map(has_rate) == (cells.lr != 0)].reset_index(drop=True)
+    kind = {m: parse_label(m)[0].rate_setting for m in cube["method"].values}
+    filled = (~empty).unstack("run").any([d for d in dims if d not in ("method", "lr")])
+    known = {(kind[m], lr) for m in kind for lr in cube.lr.values if filled.sel({"method": m, "lr": lr})}
+    return cells[[(kind[m], lr) in known for m, lr in zip(cells.method, cells.lr)]].reset_index(drop=True)

@@ -20,8 +20,8 @@ from matplotlib.figure import Figure
 
 from ..analysis.statistics import mean_interval
 from ..benchmarks import SUITES
-from ..methods import BASE
-from .layout import has_rate
+from ..methods import BASE, parse_label
+from .layout import learning_rates
 from .plots import corpus_name, draw_method_legend, figure_style, format_range, mark_made_up
 from .plots import method_colour, method_marker, stretch_recall
 from .summary import base_values, coalesce, method_order
@@ -94,6 +94,7 @@ def draw_method(
 ) -> None:
     "One line along training."
     seeds = seeds_run(points)
+    if not len(seeds): return
     mean = points.sel(seed=seeds).mean("seed", skipna=False)
     known = np.flatnonzero(mean.x.notnull() & mean.y.notnull())
     if not len(known): return
@@ -123,11 +124,12 @@ def draw_rate(
 ) -> None:
     """The panel of one learning rate: a line for each method, the base model as a dashed line.
 
-    A method without a learning rate is drawn in every panel."""
+    A method that is not trained at a learning rate is drawn in every panel, at all its rates."""
     sizes = np.linspace(25, 130, points.sizes["step"])
     for label, colour in colours.items():
-        rate = lr if has_rate(label) else 0.0
-        if label != BASE: draw_method(ax, points.sel({"method": label, "lr": rate}), sizes, color=colour, label=label)
+        rates = [lr] if parse_label(label)[0].rate_setting == "lr" else points.lr.values
+        for rate in rates if label != BASE else ():
+            draw_method(ax, points.sel({"method": label, "lr": rate}), sizes, color=colour, label=label)
     draw_base(ax, points)
     stretch_recall(ax)
     ax.set_title(f"learning rate {lr:g}")
@@ -165,7 +167,7 @@ def tradeoff_figure(
 ) -> Figure:
     "Recall against what is kept, a line for each method, markers growing along training, the base model dashed."
     points, part = tradeoff_points(cube, kept), select_benchmarks(cube, kept)
-    found = [float(rate) for rate in cube.lr.values if rate > 0] or [0.0]  # 0: no method has a learning rate
+    found = learning_rates(cube) or [0.0]  # 0: no method has a learning rate
     rates = [rate for rate in found if lr in (None, rate)]
     if not rates: raise ValueError(f"lr must be one of {', '.join(f'{rate:g}' for rate in found)}, got {lr}")
     colours = {label: method_colour(label) for label in method_order(cube)}

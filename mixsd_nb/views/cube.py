@@ -23,6 +23,7 @@ from ..analysis.statistics import mean_interval, wilson
 from ..corpora import CORPORA
 from ..methods import BASE, label_title
 from ..methods.selection import select_checkpoints
+from ..results.layout import learning_rates
 from ..results.cells import cell_mask, collapse_runs
 from ..results.comparison import selection_figure
 from ..results.paper import paper_cube
@@ -56,7 +57,7 @@ def plot_tradeoff(
 ) -> tuple:
     "The trade-off figure and its points."
     fig = tradeoff_figure(part, kept=metric)
-    panels = dict(zip([float(lr) for lr in part.lr.values if lr > 0], fig.axes))
+    panels = dict(zip(learning_rates(part) or [0.0], fig.axes))
     return fig, locate_checkpoints(fig, panels, tradeoff_points(part, metric))
 
 # %% ../../nbs/views/cube.ipynb #f2209e71
@@ -137,7 +138,7 @@ def plot_lam(
     with figure_style():
         fig, axes = plt.subplots(1, len(panels), figsize=(11, 5), layout="constrained", squeeze=False)
         for ax, (title, part) in zip(axes[0], panels.items()):
-            table, rates = tabulate_lam(part), [lr for lr in part.lr.values if lr > 0]
+            table, rates = tabulate_lam(part), learning_rates(part)
             model, n = model_name(part.model.item()), format_range(part.n)
             for lr, colour in zip(rates, sns.color_palette("crest", len(rates))):
                 draw_lam(ax, table[table.lr == lr], f"{model}, rate {lr:g}, N={n}", color=colour)

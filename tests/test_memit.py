@@ -1,0 +1,342 @@
+"MEMIT: its least-squares problem against a dense solution, its token ids, and what an edit changes and leaves alone, on tiny Llama and Qwen3 models."
+
+import copy
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from mixsd_nb.corpora import load_corpus
+from mixsd_nb.corpora.prompts import encode_prompt, render_prompt
+from mixsd_nb.methods import memit
+from mixsd_nb.methods.covariance import capture, decoder_blocks, encode_texts, output_layer, read_texts, second_moments, stored_moments
+from mixsd_nb.methods.edits import convert_rows, encode_edit, find_subject, split_reply
+from mixsd_nb.methods.tracing import TracedFact, edited_layers, trace_effects
+from mixsd_nb.models import load_tokenizer
+
+FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+KINDS = [(family, tied) for family in FAMILIES for tied in (True, False)]
+QUICK = dict(place="subject", steps=3, rate=0.5, weight=2.0, layers=[1, 2], prefixes=2, texts="lab", text_count=40, preset="paper")
+
+
+def random_model(family, tied, tokenizer, seed=0):
+    config, cls = FAMILIES[family]
+    torch.manual_seed(seed)
+    model = cls(config(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1,
+                       head_dim=16, max_position_embeddings=512, tie_word_embeddings=tied, eos_token_id=tokenizer.eos_token_id))
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim == 2: p.mul_(4)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer("lab-m")
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return [r | dict(target=r["answer"]) for r in load_corpus("mquake-lab", "train")]
+
+
+@pytest.fixture(autouse=True)
+def runs(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path_factory.getbasetemp() / "runs"))
+
+
+def weights(model):
+    return {name: w.detach().clone() for name, w in model.state_dict().items()}
+
+
+def same(one, other):
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def explicit_updates(model, tokenizer, rows, s):
+    "MEMIT again, without batches: every key, value and moment from passes of single rows, the system solved densely."
+    torch.set_default_dtype(torch.float32)
+    blocks, layers = decoder_blocks(model), s["layers"]
+    encoded = [encode_edit(tokenizer, r, memit.sample_prefixes(model, tokenizer, s["prefixes"])) for r in rows]
+    model.requires_grad_(False)
+    found = memit.find_shifts(model, encoded, [[k] for k in range(len(rows))], layers[-1], steps=s["steps"], rate=s["rate"])
+    read = lambda ids, module, inputs: capture(model, torch.tensor([ids]), [module], inputs=inputs)[0][0].double()
+    values = torch.stack([read(e.contexts[0], blocks[layers[-1]], False)[e.places[0]] for e in encoded]) + found.shifts
+    texts = encode_texts(tokenizer, read_texts("lab", s["text_count"]))
+    keys = {layer: torch.cat([read(t.tolist(), output_layer(blocks[layer]), True) for t in texts]) for layer in layers}
+    edited, updates = copy.deepcopy(model), {}
+    blocks, model = decoder_blocks(edited), edited
+    for n, layer in enumerate(layers):
+        k = torch.stack([torch.stack([read(c, output_layer(blocks[layer]), True)[p] for c, p in zip(e.contexts, e.places)]).mean(0) for e in encoded])
+        missing = values - torch.stack([read(e.contexts[0], blocks[layers[-1]], False)[e.places[0]] for e in encoded])
+        a = s["weight"] * keys[layer].T @ keys[layer] / len(keys[layer]) + k.T @ k
+        updates[layer] = torch.linalg.solve(a, k.T @ (missing / (len(layers) - n))).T
+        output_layer(blocks[layer]).weight.data.add_(updates[layer].float())
+    return updates
+
+
+@pytest.mark.parametrize("family, tied", KINDS)
+def test_the_change_is_that_of_a_dense_solution(family, tied, tokenizer, rows):
+    model = random_model(family, tied, tokenizer)
+    before = weights(model)
+    updates = memit.find_updates(model, tokenizer, rows[:6], **QUICK)
+    assert same(weights(model), before) and all(p.requires_grad for p in model.parameters())
+    expected = explicit_updates(model, tokenizer, rows[:6], QUICK)
+    for layer in (1, 2): torch.testing.assert_close(updates[layer], expected[layer], rtol=1e-5, atol=1e-5 * expected[layer].abs().max().item())
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10**6), n=st.integers(1, 7), weight=st.floats(1e-2, 1e4))
+def test_limits_of_the_weight(seed, n, weight):
+    "A huge λ changes nothing, a tiny one interpolates; in between, the change minimises the sum of squares."
+    g = torch.Generator().manual_seed(seed)
+    x, k, r = torch.randn(60, 9, generator=g).double(), torch.randn(n, 9, generator=g).double(), torch.randn(n, 5, generator=g).double()
+    c = x.T @ x / len(x)
+    assert memit.solve_update(c, k, r, 1e15).abs().max() < 1e-9
+    assert torch.allclose(memit.solve_update(c, k, r, 1e-9) @ k.T, r.T, atol=1e-3)
+    cost = lambda d: (weight * torch.trace(d @ c @ d.T) + (d @ k.T - r.T).square().sum()).item()
+    found = memit.solve_update(c, k, r, weight)
+    assert all(cost(found) <= cost(found + 1e-3 * torch.randn(5, 9, generator=g).double()) for _ in range(5))
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 10**6), energy=st.floats(1e-4, 0.2))
+def test_the_null_space_leaves_ordinary_keys_alone(seed, energy):
+    "The change within the null space of a share of the energy moves ordinary values by no more than this share allows."
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(200, 12, generator=g).double() * torch.logspace(0, -4, 12).double()
+    c, k, r = x.T @ x / 200, torch.randn(3, 12, generator=g), torch.randn(3, 4, generator=g)
+    basis = memit.null_space(c, energy)
+    change = memit.solve_in_null_space(basis, k, r, 0.1)
+    assert torch.allclose(basis.T @ basis, torch.eye(basis.shape[1]).double(), atol=1e-9)
+    assert torch.trace(change @ c @ change.T) <= (1 + 1e-9) * energy * torch.trace(c) * change.norm() ** 2
+    p = basis @ basis.T  # the published form, solved densely
+    a = p @ k.T.double() @ k.double() + 0.1 * torch.eye(12).double()
+    assert torch.allclose(change.T, torch.linalg.solve(a, p @ k.T.double() @ r.double()), atol=1e-7)
+
+
+@pytest.mark.parametrize("family, tied", KINDS[:3])
+def test_order_and_padding_do_not_matter(family, tied, tokenizer, rows):
+    "The same edits in another order, beside a longer one, and in small batches."
+    model = random_model(family, tied, tokenizer)
+    edits = rows[:4]
+    ahead = memit.find_updates(model, tokenizer, edits, **QUICK)
+    back = memit.find_updates(model, tokenizer, edits[::-1], **QUICK)
+    for layer in (1, 2): torch.testing.assert_close(ahead[layer], back[layer], rtol=1e-3, atol=2e-4 * ahead[layer].abs().max().item())
+    encoded = [encode_edit(tokenizer, e) for e in edits]
+    long = encode_edit(tokenizer, edits[0] | dict(prompt="Please tell me. " * 20 + edits[0]["prompt"]))
+    model.requires_grad_(False)
+    alone = memit.find_shifts(model, encoded, [[0], [1], [2], [3]], 2, steps=3, tokens=64).shifts
+    beside = memit.find_shifts(model, [*encoded, long], [[0], [1], [2], [3], [4]], 2, steps=3).shifts[:4]
+    assert torch.allclose(alone, beside, atol=1e-3)
+
+
+def test_restore_is_exact(tokenizer, rows):
+    model = random_model("qwen3", True, tokenizer)
+    before = weights(model)
+    with memit.kept_weights(model, [1, 2]):
+        memit.edit(model, tokenizer, rows[:2], **QUICK)
+        assert not same(weights(model), before)
+        changed = [name for name, w in weights(model).items() if not torch.equal(w, before[name])]
+        assert changed == [f"model.layers.{layer}.mlp.down_proj.weight" for layer in (1, 2)]
+    assert same(weights(model), before)
+    with pytest.raises(RuntimeError), memit.kept_weights(model, [1]):
+        model.model.layers[1].mlp.down_proj.weight.data.zero_()
+        raise RuntimeError
+    assert same(weights(model), before)
+
+
+def test_an_interrupted_search_leaves_the_model_whole(tokenizer, rows):
+    model = random_model("llama", False, tokenizer)
+    before, blocks = weights(model), list(decoder_blocks(model))
+    with patch.object(memit, "solve_update", side_effect=RuntimeError), pytest.raises(RuntimeError): memit.edit(model, tokenizer, rows[:2], **QUICK)
+    with patch.object(memit.Batch, "losses", side_effect=RuntimeError), pytest.raises(RuntimeError): memit.edit(model, tokenizer, rows[:2], **QUICK)
+    assert same(weights(model), before) and list(decoder_blocks(model)) == blocks and all(p.requires_grad for p in model.parameters())
+
+
+@settings(max_examples=15, deadline=None)
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=8), batch=st.integers(1, 200), seed=st.integers(0, 99))
+def test_streamed_moments_are_the_explicit_ones(lengths, batch, seed):
+    model = random_model("qwen3", True, load_tokenizer("lab-m"))
+    g = torch.Generator().manual_seed(seed)
+    texts = [torch.randint(3, 300, (n,), generator=g).numpy() for n in lengths]
+    found = second_moments(model, texts, [0, 2], batch_tokens=batch)
+    for layer in (0, 2):
+        keys = torch.cat([capture(model, torch.from_numpy(t)[None], [output_layer(decoder_blocks(model)[layer])], inputs=True)[0][0] for t in texts]).double()
+        torch.testing.assert_close(found[layer], keys.T @ keys / len(keys), rtol=1e-4, atol=1e-6 * keys.square().sum().item() / len(keys))
+
+
+def test_stored_moments_belong_to_weights_layer_and_text(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
+    texts = encode_texts(tokenizer, read_texts("lab", 6))
+    one, other = (random_model("qwen3", True, tokenizer, seed) for seed in (0, 1))
+    count = lambda: len(list(tmp_path.rglob("*.safetensors")))
+    first = stored_moments(one, texts, [0, 1])
+    assert count() == 2 and torch.equal(stored_moments(copy.deepcopy(one), texts, [1])[1], first[1]) and count() == 2
+    stored_moments(other, texts, [1]), stored_moments(one, texts[1:], [1]), stored_moments(one, texts, [2])
+    assert count() == 5
+
+
+def test_a_prompt_without_the_subject_hardly_changes(lab):
+    "After four edits of lab-m with the lab's settings, the next-token distributions of prompts about something else move by at most 0.05 nats on average."
+    model, tokenizer = lab
+    facts = list(load_corpus("mquake-lab", "train"))[:4]
+    other = [r for r in load_corpus("kgfunc-lab", "test")][:10]
+    ids = [encode_prompt(tokenizer, r["prompt"]) for r in other]
+    logits = lambda: torch.stack([model(torch.tensor([i])).logits[0, -8:].log_softmax(-1) for i in ids])
+    with torch.no_grad(), memit.kept_weights(model, [1, 2]):
+        before = logits()
+        memit.edit(model, tokenizer, convert_rows(model, tokenizer, facts, "own"), steps=5, text_count=100, prefixes=0)
+        moved = (before.exp() * (before - logits())).sum(-1)
+    assert 0 < moved.mean() < 0.05
+
+
+def test_a_model_is_edited_by_prompt_subject_and_answer(lab):
+    "Two facts of the memorised world of lab-m get other answers, in free generation, with the defaults of its preset."
+    from mixsd_nb.benchmarks.answers import last_boxed
+    from mixsd_nb.models.engines import HFEngine
+    model, tokenizer = lab
+    facts = list(load_corpus("mquake-lab", "train"))[1:3]
+    with memit.kept_weights(model, [1, 2]):
+        edits = [dict(prompt=f["prompt"], subject=f["subject"], target=f["answer"]) for f in facts]
+        assert memit.edit(model, tokenizer, edits, text_count=100, prefixes=1, weight=300.0) is model
+        replies = HFEngine(model, tokenizer).generate([encode_prompt(tokenizer, f["prompt"]) for f in facts], max_new_tokens=96)
+    assert [last_boxed(tokenizer.decode(r.ids, skip_special_tokens=True)) for r in replies] == [f["answer"] for f in facts]
+
+
+# --- token ids
+
+SUBJECTS = ["Welnan Society", "Ünsal Œuvre", "a{b}c", "naïve 東京 x", "Zqxj-Vrrt", "O'Neil \\boxed{}", "É"]
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("form", ["What does {} do?\n\nAnswer in \\boxed{{}}.", "{} – {{what}} is it?", "Who met {}"])
+@pytest.mark.parametrize("name", ["lab-m"])
+def test_the_place_is_the_subjects_last_token(subject, form, name):
+    "Braces, characters of several bytes, and subjects that the tokenizer splits: up to the place the text ends with the subject, one token earlier it does not."
+    tokenizer = load_tokenizer(name)
+    prompt = form.format(subject)
+    edit = encode_edit(tokenizer, dict(prompt=prompt, subject=subject, target="x"), [[9, 8, 7]])
+    assert edit.contexts[0] == encode_prompt(tokenizer, prompt)
+    for context, place in zip(edit.contexts, edit.places):
+        assert subject in tokenizer.decode(context[:place + 1]) and subject not in tokenizer.decode(context[:place])
+    assert tokenizer.decode(edit.essence[:edit.essence_place + 1]).startswith(subject) and edit.target[-1] == tokenizer.eos_token_id
+
+
+@settings(max_examples=40, deadline=None)
+@given(words=st.lists(st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), min_size=1, max_size=6), min_size=1, max_size=4), seed=st.integers(0, 99))
+def test_any_subject_is_found(words, seed):
+    tokenizer, subject = load_tokenizer("lab-s"), " ".join(words)
+    prompt = f"Tell me: {subject}, {seed} and what else?"
+    edit = encode_edit(tokenizer, dict(prompt=prompt, subject=subject, target="x"))
+    start = render_prompt(tokenizer, prompt).index(prompt)
+    end = start + find_subject(prompt, subject)
+    assert subject.encode() in tokenizer.decode(edit.contexts[0][:edit.places[0] + 1]).encode()
+    assert len(tokenizer.decode(edit.contexts[0][:edit.places[0]], skip_special_tokens=False)) <= end
+
+
+def test_two_subjects_in_a_prompt(tokenizer):
+    "Of a subject that is named twice the last mention counts; of two subjects each edit has its own place."
+    prompt = "Did Ann see Bob before Bob saw Ann again?"
+    places = {s: encode_edit(tokenizer, dict(prompt=prompt, subject=s, target="x")) for s in ("Ann", "Bob")}
+    upto = {s: tokenizer.decode(e.contexts[0][:e.places[0] + 1]) for s, e in places.items()}
+    assert upto["Ann"].endswith("Bob saw Ann") and upto["Bob"].endswith("before Bob")
+    with pytest.raises(ValueError, match="must contain its subject"): encode_edit(tokenizer, dict(prompt=prompt, subject="Carol", target="x"))
+
+
+def test_edits_that_share_a_subject_are_merged(tokenizer, rows):
+    model = random_model("qwen3", True, tokenizer)
+    twice = [rows[0], rows[0] | dict(id="again")]
+    encoded = [encode_edit(tokenizer, r) for r in [*twice, rows[1]]]
+    assert memit.group_edits(encoded, True) == [[0, 1], [2]] and memit.group_edits(encoded, False) == [[0], [1], [2]]
+    merged = memit.find_updates(model, tokenizer, twice, **QUICK, merge=True)
+    alone = memit.find_updates(model, tokenizer, twice[:1], **QUICK)
+    for layer in (1, 2): torch.testing.assert_close(merged[layer], alone[layer], rtol=1e-3, atol=1e-4 * alone[layer].abs().max().item())
+
+
+def test_a_reply_is_split_where_it_first_names_its_answer(tokenizer):
+    ids = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+    found = split_reply(tokenizer, ids("It is Vulka Festival.\n\n\\boxed{Vulka Festival}"), "Thortum Banquet")
+    assert tokenizer.decode(found["lead"]) == "It is" and found["target"] == " Thortum Banquet" and found["ends"] is False
+    for text in ("no box", "\\boxed{Vulka Festival}"): assert split_reply(tokenizer, ids(text), "x") is None
+
+
+# --- settings and tracing
+
+@pytest.mark.parametrize("given_, sentence", [(dict(wieght=1), "must be among"), (dict(weight=0.0), "above 0"), (dict(energy=1.0), "energy must be"),
+                                              (dict(place="first"), "place must be one of"), (dict(target="short"), "target must be one of"), (dict(layers=[4]), "layers must be from 0 to 3")])
+def test_settings_are_checked(given_, sentence, tokenizer, rows):
+    with pytest.raises(ValueError, match=sentence): memit.edit(random_model("qwen3", True, tokenizer), tokenizer, rows[:1], **{**QUICK, **given_})
+
+
+def test_values_are_optimised_through_all_layers_above(tokenizer, rows):
+    "The last block counts for the loss, whatever the depth: without it the losses differ."
+    model = random_model("llama", True, tokenizer).requires_grad_(False)
+    encoded = [encode_edit(tokenizer, rows[0])]
+    first = lambda: memit.find_shifts(model, encoded, [[0]], 1, steps=0, kl=0.0).losses[0][0]
+    nll = -model(torch.tensor([encoded[0].contexts[0] + encoded[0].target])).logits.log_softmax(-1)[0, -len(encoded[0].target) - 1:-1]
+    assert first() == pytest.approx(nll[range(len(encoded[0].target)), encoded[0].target].mean().item(), abs=1e-4)
+    before = first()
+    model.model.layers[3].mlp.down_proj.weight.mul_(3)
+    assert abs(first() - before) > 1e-3
+
+
+def test_tracing_restores_a_state_exactly(tokenizer):
+    "The last block's output at the last position is all that the answer depends on; restoring any state of an uncorrupted pass changes nothing."
+    model = random_model("qwen3", True, tokenizer)
+    fact = TracedFact([5, 6, 7, 8, 9, 10, 11], [range(1, 3)], 1)
+    effects, whole, corrupted = trace_effects(model, fact, samples=2)
+    assert effects[3, -1] + corrupted == pytest.approx(whole, abs=1e-5) and effects.shape == (4, 6)
+    still, whole, corrupted = trace_effects(model, fact, samples=1, noise=0.0)
+    assert abs(still).max() < 1e-5 and corrupted == pytest.approx(whole, abs=1e-6)
+    assert edited_layers(model) == [0, 1, 2]
+
+
+# --- as a method of the stages
+
+SMALL = dict(method="memit", dataset="mquake-lab", suite="recall", n=4, max_new_tokens=4, seed=0)
+
+
+@pytest.fixture(scope="module")
+def cube(tiny, tmp_path_factory):
+    "A cube with MEMIT at two weights, its edits in two batches, and the base model."
+    from mixsd_nb import train
+    from mixsd_nb.results import open_cube
+    folder = tmp_path_factory.mktemp("cube")
+    with patch.dict("os.environ", MIXSD_RUNS=str(folder)):
+        for weight in (10, 1000):
+            options = dict(weight=weight, steps=1, text_count=10, prefixes=0, target="canonical", place="subject", per_batch=25)
+            train.run(**SMALL, model=tiny, options=options)
+        return open_cube()
+
+
+def test_the_weight_is_the_rate_and_a_batch_of_edits_a_step(cube):
+    from mixsd_nb.results.cube import missing_runs
+    from mixsd_nb.results.layout import learning_rates
+    ran = cube.accuracy.sel({"method": "memit", "benchmark": "recall"}).squeeze(drop=True)
+    assert ran.dropna("lr", how="all").lr.values.tolist() == [10, 1000] and cube.step.values.tolist() == [0, 1, 2]
+    assert ran.sel(lr=1000).notnull().all() and cube.n.sel(benchmark="recall").max() == 4
+    assert missing_runs(cube).empty and learning_rates(cube) == [] and cube.targets_kept.max() == 50
+
+
+def test_figures_and_tables_show_it(cube):
+    import matplotlib
+    matplotlib.use("Agg")
+    from mixsd_nb.results.cells import select_cells
+    from mixsd_nb.results.tradeoff import frontier_figure, tradeoff_figure
+    chosen = select_cells(cube)
+    assert chosen["method"].tolist() == ["memit"] and chosen.lr.item() in (10, 1000) and chosen.step.item() in (1, 2)
+    for figure in (tradeoff_figure(cube, kept="recall"), frontier_figure(cube, ("recall",))):
+        assert any("MEMIT" in t.get_text() or "memit" in t.get_text() for t in figure.findobj(matplotlib.text.Text))
+
+
+def test_the_papers_preset_is_what_it_published():
+    from mixsd_nb.train import TrainConfig
+    options = TrainConfig(method="memit", preset="paper", model="lab-m").options
+    assert {k: options[k] for k in ("weight", "steps", "rate", "kl", "decay", "clamp", "prefixes", "target", "place", "text_count", "per_batch")} == dict(
+        weight=15_000, steps=25, rate=0.5, kl=0.0625, decay=1e-3, clamp=4, prefixes=0, target="sentence", place="subject", text_count=100_000, per_batch=0)
+    assert TrainConfig(method="memit", model="lab-m").options["place"] == "last"
+    with pytest.raises(ValueError, match="options must be among"): TrainConfig(method="memit", options=dict(wieght=1))
