@@ -6,7 +6,7 @@
 __all__ = ['run', 'InjectConfig', 'ask_suite', 'selected_step', 'mixed_targets', 'score_targets', 'compare_scores',
            'build_result', 'write_report', 'inject', 'InjectRun', 'write_notebook', 'main']
 
-# %% ../nbs/inject.ipynb #a04b4b68
+# %% ../nbs/inject.ipynb #4ac7e22f
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -34,7 +34,7 @@ from .runs import TARGET_COLUMNS, Run, Steps, make_config, read_json, read_table
 from .runs.commands import CommandParser, end_command, read_options, words_of
 from .runs.costs import CostLog
 
-# %% ../nbs/inject.ipynb #a6031d82
+# %% ../nbs/inject.ipynb #df4b3001
 def _facts(dataset: str) -> list[dict]: return rows_as_written(load_corpus(dataset, "train"))
 
 
@@ -87,7 +87,7 @@ class InjectConfig(train.TrainConfig):
         "Ask the base model, mix targets, train, ask the selected checkpoint, score the targets, and write the report."
         return inject(self, run)
 
-# %% ../nbs/inject.ipynb #064b6181
+# %% ../nbs/inject.ipynb #9b2a1b4a
 def ask_suite(
     config: InjectConfig,
     model: str,  # the base model, or the folder of a checkpoint
@@ -97,16 +97,16 @@ def ask_suite(
     run_with_engine(config.engine, evaluate.responses, **asked.model_dump(include=asked.model_fields_set))
     return asked.open_run(asked.folder)
 
-# %% ../nbs/inject.ipynb #10fa211e
+# %% ../nbs/inject.ipynb #9d60062f
 def selected_step(
     training: train.TrainConfig,
     run: ModelRun,  # its finished run
 ) -> int:
     "The step at which the training has converged; else the best one by the paper's rule."
-    found = training.converged_step(run) if training.has_rate else None
+    found = training.converged_step(run)
     return run.best_step if found is None else found
 
-# %% ../nbs/inject.ipynb #0c1788be
+# %% ../nbs/inject.ipynb #4170bceb
 def mixed_targets(
     config: InjectConfig,
 ) -> tuple[Path | None, pd.DataFrame | None]:
@@ -118,7 +118,7 @@ def mixed_targets(
     table = read_table(file, TARGET_COLUMNS)
     return file, table.assign(text=[tokenizer.decode(ids, skip_special_tokens=True) for ids in table.completion_ids])
 
-# %% ../nbs/inject.ipynb #6c4cd190
+# %% ../nbs/inject.ipynb #659dfca2
 def score_targets(
     config: InjectConfig,
     file: Path | None,  # of mixed targets
@@ -129,7 +129,7 @@ def score_targets(
     results = [nll.run(**shared, targets=targets).result for targets in ("", *([str(file)] if file else []))]
     return nll.nll_table(nll.merge_results(results)).droplevel("model")
 
-# %% ../nbs/inject.ipynb #bc982b3e
+# %% ../nbs/inject.ipynb #cdb662b3
 def compare_scores(
     before: pd.DataFrame,  # responses
     after: pd.DataFrame,
@@ -142,7 +142,7 @@ def compare_scores(
     return table.assign(n=two.n, before=one.accuracy, before_low=one.low, before_high=one.high, after=two.accuracy,
                         low=two.low, high=two.high, better=paired.better, worse=paired.worse, p=paired.p)
 
-# %% ../nbs/inject.ipynb #94541e99
+# %% ../nbs/inject.ipynb #23a876d8
 _TEXTS = dict(title="benchmark", role="role of the benchmark")
 _NUMBERS = dict(n="items", before="share of correct answers before", before_low="lower end of its 95% interval",
                 before_high="upper end of its 95% interval", after="share of correct answers after",
@@ -168,26 +168,26 @@ def build_result(
     attrs = dict(config=config.canonical(), label=config.label, **runs)
     return xr.DataTree.from_dict({"/": xr.Dataset(root, coords, attrs), "/facts": xr.Dataset(group)})
 
-# %% ../nbs/inject.ipynb #9ed6ced7
+# %% ../nbs/inject.ipynb #ff3e8f7e
 def _summarise(config: InjectConfig, table: pd.DataFrame, facts: pd.DataFrame) -> list[str]:
     "The sentences at the top of the page."
     model = Path(config.model).name
-    share = lambda row: format_interval(row.after, row.low, row.high).replace("(", "95% interval ").replace(")", "")
+    share = lambda row: format_interval(row.after, row.low, row.high).replace(" (", ", 95% interval ").rstrip(")")
     recall = table.loc["recall"]
     known = f"; it knew {recall.before * recall.n:.0f} of them before" if recall.before else ""
     lines = [f"{model} recalls {recall.after * recall.n:.0f} of {recall.n} facts ({share(recall)}){known}."]
     reworded = table[(table.role == "in-domain") & (table.index != "recall")]
-    lines += [f"{name}: {share(row)}, N={row.n}." for name, row in reworded.iterrows()]
+    lines += [f"{SUITES[name].title}: {share(row)}, N={row.n}." for name, row in reworded.iterrows()]
     held = table[~table.role.isin(("in-domain", "own"))]
     worse = held[(held.p < 0.05) & (held.after < held.before)]
     fell = ", ".join(f"{name} from {100 * row.before:.0f}% to {100 * row.after:.0f}%" for name, row in worse.iterrows())
-    if len(held): lines.append(f"Of {len(held)} held-out benchmarks {len(worse)} got significantly worse (p < 0.05)"
-                               + (f": {fell}." if fell else "."))
+    if len(held): lines.append(f"Benchmarks of other skills that got significantly worse (p < 0.05): {len(worse)} of "
+                               f"{len(held)}" + (f", {fell}." if fell else "."))
     failed = facts.failure[facts.failure != ""].value_counts()
     if len(failed): lines.append("Facts that failed: " + ", ".join(f"{n} {reason}" for reason, n in failed.items()) + ".")
     return lines
 
-# %% ../nbs/inject.ipynb #7bad794d
+# %% ../nbs/inject.ipynb #f38d2f33
 def _pick_items(responses: pd.DataFrame, n: int = 10) -> pd.DataFrame:
     "The first sample of n items, from all benchmarks in turn."
     first = responses[responses["sample"] == 0]
@@ -203,27 +203,30 @@ def _side_by_side(before: pd.DataFrame, after: pd.DataFrame) -> str:
     return "".join(f"<h3>{escape(one.benchmark)}</h3>" + render_pair(one.prompt, one.response, two.response,
                    (one.correct, two.correct)) for one, two in pairs)
 
-# %% ../nbs/inject.ipynb #3d0fd04a
+# %% ../nbs/inject.ipynb #1b852e7d
 def _render_likelihood(table: pd.DataFrame) -> str:
     "The NLL of the targets, and how to read it."
-    shown = table.round(2).reset_index()
+    above = [name for name in table if name.startswith("above") and name.endswith("(%)")]
+    shown = table[["targets", "tokens of a target", "N_ref (nats per token)", *above]].round(2).reset_index()
     return ("<p>How unlikely the base model finds the targets, in nats per token. Targets in the model's own words have a "
             "low NLL, and training on them changes the model less.</p>" + render_table(shown.values.tolist(), shown.columns))
 
 
 def _render_costs(costs: CostLog, trained: ModelRun, targets: pd.DataFrame | None) -> str:
     "Seconds, tokens and memory."
-    rows = [(name, f"{seconds:.0f} s") for name, seconds in costs.phases.items()]
-    rows.append(("all together", f"{sum(costs.phases.values()):.0f} s"))
+    rows = [(name, f"{took['seconds']:.0f} s", f"{took['cpu_seconds']:.0f} s") for name, took in costs.phases.items()]
+    total = {key: sum(took[key] for took in costs.phases.values()) for key in ("seconds", "cpu_seconds")}
+    rows.append(("all together", *(f"{seconds:.0f} s" for seconds in total.values())))
     config, updates = trained.config, int(trained.root.step.max()) if "step" in trained.root.dims else 0
     mean = trained.root.target_tokens.item() if "target_tokens" in trained.root else float("nan")
     if mean == mean: rows.append(("tokens trained on", f"{updates * config['batch'] * mean:,.0f}"))
     if targets is not None:
         rows.append(("tokens of the targets, all attempts", f"{sum(targets.completion_ids.map(len) * targets.attempts):,}"))
     rows += [(f"peak memory of {name}", f"{size / 1e9:.2f} GB") for name, size in read_json(costs.file)["memory"].items()]
-    return render_table(rows, ("what", "cost")) + "<p class='muted'>A step whose run existed before takes no time.</p>"
+    return (render_table(rows, ("what", "cost", "of the processor"))
+            + "<p class='muted'>A step whose run existed before takes no time.</p>")
 
-# %% ../nbs/inject.ipynb #5a00702c
+# %% ../nbs/inject.ipynb #e932b907
 def write_report(
     config: InjectConfig,
     file: Path,
@@ -244,8 +247,10 @@ def write_report(
     lost = lost[lost.benchmark.isin(held.index)]
     explain = ("<p class='muted'>Shares of correct answers with 95% intervals. p is that of McNemar's exact test on the same "
                "items before and after, not corrected for the number of benchmarks.</p>")
-    where = (f"<p>The model after update {step} of the training (of at most {config.steps()[0]}, "
-             f"{'which ended when it had converged' if config.stop == 'converged' else 'all of which were made'}):</p>"
+    end = (f"had converged at update {step}" if config.training().converged_step(trained) == step else
+           f"had not converged, and update {step} is the best by the paper's rule; more epochs may help")
+    where = (f"<p>The training made {max(trained.checkpoints, default=0)} of at most {config.steps()[0]} updates and {end}. "
+             "The model:</p>"
              f"<pre>{escape(trained.source(step))}</pre><p>In the shell:</p><pre>mixsd export "
              f"{file.parent.name.rpartition('-')[2]} my-model</pre><p>writes it as a Hugging Face folder with a model card. "
              f"In Python:</p><pre>from mixsd_nb import open_run\nrun = open_run(\"{file.parent.name.rpartition('-')[2]}\")\n"
@@ -263,7 +268,7 @@ def write_report(
     page = render_page(title, _summarise(config, table, facts), sections)
     write_atomically(file, lambda path: path.write_text(page, encoding="utf-8"))
 
-# %% ../nbs/inject.ipynb #47a5d7c1
+# %% ../nbs/inject.ipynb #0740eebe
 def inject(
     config: InjectConfig,
     run: Run,
@@ -284,7 +289,7 @@ def inject(
     write_atomically(run.folder / "facts.parquet", facts.to_parquet)
     return build_result(config, table, facts, step, trained=trained.name, before=before.name, after=after.name)
 
-# %% ../nbs/inject.ipynb #489f8139
+# %% ../nbs/inject.ipynb #c455f3d8
 class InjectRun(ModelRun):
     "A finished injection: its report, its facts, and the model of the selected step."
 
@@ -350,10 +355,10 @@ class InjectRun(ModelRun):
         "The loss and the recall during training."
         return self.trained.plot()
 
-# %% ../nbs/inject.ipynb #d0d14868
+# %% ../nbs/inject.ipynb #f9ba3c25
 run = run_function(InjectConfig)
 
-# %% ../nbs/inject.ipynb #908fcbf9
+# %% ../nbs/inject.ipynb #9e6d1b15
 _WORDS = words_of(InjectConfig, *(name for name in InjectConfig.model_fields if name != "dataset"))
 
 
@@ -367,7 +372,7 @@ def _parser() -> CommandParser:
     parser.add_words(_WORDS)
     return parser
 
-# %% ../nbs/inject.ipynb #828a13f9
+# %% ../nbs/inject.ipynb #17e89c83
 def write_notebook(
     parameters: dict[str, Any],  # of the stage, as JSON values
     folder: Path,  # of the finished run
@@ -378,7 +383,7 @@ def write_notebook(
     execute_notebook(find_notebook("inject"), unfinished, parameters, progress_bar=False, log_output=False)
     return unfinished.rename(folder / "inject.ipynb")
 
-# %% ../nbs/inject.ipynb #3a4ba7ca
+# %% ../nbs/inject.ipynb #429598f4
 def _run_command(*arguments: str) -> None:
     options = _parser().parse_args(arguments)
     given = read_options(_WORDS, options) | dict(dataset=options.facts)
@@ -398,6 +403,6 @@ def main(
     "The command line; returns the exit code."
     return end_command(_run_command, *arguments)
 
-# %% ../nbs/inject.ipynb #2be2463d
+# %% ../nbs/inject.ipynb #b94ce990
 # In a notebook `__name__` is `__main__` too, but `__file__` does not exist.
 if __name__ == "__main__" and "__file__" in globals(): sys.exit(main(*sys.argv[1:]))

@@ -156,8 +156,7 @@ class TrainConfig(Stage, EvalSettings):
 
     def covers(self, run):
         "Whether the run has measured all checkpoints; its last one is that of the training."
-        if not self.has_rate: return True
-        if self.stop == "converged" and self.converged_step(run) is not None: return True
+        if not self.has_rate or self.stop == "converged" and self.converged_step(run) is not None: return True
         root = read_root(run.folder / "result.nc")
         measured, asked = root.step.values.tolist(), root.targets_asked.item()
         last = update_count(self.epochs, int(asked), self.batch) if asked == asked else max(measured)
@@ -167,7 +166,8 @@ class TrainConfig(Stage, EvalSettings):
         self,
         run: Run,  # a finished one of this configuration
     ) -> int | None:
-        "The step at which the training has converged, by the recall and the validation of the measured checkpoints."
+        "The step at which the training has converged by its recall and validation; None if it has not, or has no steps."
+        if not self.has_rate: return None
         root = read_root(run.folder / "result.nc").squeeze(RUN_DIMS)
         planned = self._steps_until(int(root.step.max()))
         scores = root.accuracy.sel(step=[step for step in root.step.values if step > 0 and step in planned])

@@ -73,14 +73,14 @@ def test_the_page_stands_alone_and_escapes_what_it_shows(injected):
                         "Training", "The model", "Costs", "Parameters"]
     assert "<script" not in page and "&lt;script&gt;" in page and 'name="viewport"' in page.replace("'", '"')
     assert not re.search(r"(src|href)=.(?!data:)", page) and str(run.checkpoint()) in page
-    assert "recalls 0 of 4 facts (0%, 95% interval 0–49)" in re.sub(" +", " ", page.replace("% 95", "%, 95"))
+    assert "recalls 0 of 4 facts (0%, 95% interval 0–49)" in page and "had not converged" in page
     assert "facts.jsonl, line 2" in page and "McNemar" in page and page.count("class='pair'") >= 10
 
 
 def test_costs_are_beside_the_result_and_not_in_it(injected):
     run, _ = injected
     costs = json.loads((run.folder / "costs.json").read_text())
-    assert len(costs["phases"]) == 5 and min(costs["phases"].values()) >= 0 and costs["memory"]["this process"] > 1e7
+    assert len(costs["phases"]) == 5 and min(took["seconds"] for took in costs["phases"].values()) >= 0 and costs["memory"]["this process"] > 1e7
     assert not [name for name in run.result.root.variables if "second" in name]
 
 

@@ -6,7 +6,7 @@
 __all__ = ['escape', 'render_page', 'Markup', 'render_table', 'format_interval', 'format_p', 'render_scores', 'render_pair',
            'render_lost', 'render_failures', 'render_figure']
 
-# %% ../../nbs/results/report.ipynb #f3229558
+# %% ../../nbs/results/report.ipynb #78357caf
 import base64
 import html
 import io
@@ -16,7 +16,7 @@ import pandas as pd
 
 from ..analysis.facts import FAILURES
 
-# %% ../../nbs/results/report.ipynb #3520a5f8
+# %% ../../nbs/results/report.ipynb #60548da0
 _STYLE = """
 :root{color-scheme:light}
 body{font:16px/1.5 system-ui,sans-serif;color:#222;background:#fff;margin:0 auto;max-width:62rem;padding:1rem;overflow-wrap:anywhere}
@@ -26,7 +26,7 @@ table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums
 th,td{text-align:left;padding:.25rem .7rem .25rem 0;border-bottom:1px solid #eee;vertical-align:top;overflow-wrap:normal}
 td.number,th.number{text-align:right;white-space:nowrap}
 .pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(18rem,100%),1fr));gap:.6rem;margin:.3rem 0 1rem}
-pre{white-space:pre-wrap;background:#f6f6f4;border-radius:.3rem;padding:.5rem;margin:.2rem 0;font-size:.82rem}
+pre{white-space:pre-wrap;background:#f6f6f4;border-radius:.3rem;padding:.5rem;margin:.2rem 0;font-size:.82rem;max-height:18rem;overflow:auto}
 .right{border-left:.25rem solid #0072b2}.wrong{border-left:.25rem solid #d55e00}
 details{margin:.4rem 0}summary{cursor:pointer}img{max-width:100%;height:auto}code{background:#f6f6f4;overflow-wrap:anywhere}
 .worse{color:#a03c00;font-weight:600}.better{color:#00507d;font-weight:600}
@@ -50,7 +50,7 @@ def render_page(
             f"initial-scale=1'><title>{escape(title)}</title><style>{_STYLE}</style></head><body><main><h1>{escape(title)}"
             f"</h1>{top}{body}</main></body></html>\n")
 
-# %% ../../nbs/results/report.ipynb #232e5039
+# %% ../../nbs/results/report.ipynb #a23198ad
 class Markup(str):
     "Text that is HTML already, and is not escaped in a table."
 
@@ -67,7 +67,7 @@ def render_table(
     return (f"<div class='scroll'><table><thead>{row('th', heads)}</thead><tbody>"
             f"{''.join(row('td', cells) for cells in rows)}</tbody></table></div>")
 
-# %% ../../nbs/results/report.ipynb #e3acfe99
+# %% ../../nbs/results/report.ipynb #f8cca681
 def format_interval(share: float, low: float, high: float) -> str:
     "A share in percent with its interval: `93% (79–98)`."
     return f"{100 * share:.0f}% ({100 * low:.0f}–{100 * high:.0f})" if share == share else "–"
@@ -77,7 +77,7 @@ def format_p(p: float) -> str:
     "A p-value with two digits."
     return "–" if p != p else "< 0.001" if p < 0.001 else f"{p:.2g}"
 
-# %% ../../nbs/results/report.ipynb #69bdf5fd
+# %% ../../nbs/results/report.ipynb #13234d06
 def render_scores(
     scores: pd.DataFrame,  # title, n, before, before_low, before_high, after, low, high, better, worse, p; by benchmark
 ) -> str:
@@ -91,7 +91,7 @@ def render_scores(
     heads = "benchmark", "N", "before", "after", "points", "items better", "items worse", "p"
     return render_table(rows, heads) if rows else ""
 
-# %% ../../nbs/results/report.ipynb #45e50e15
+# %% ../../nbs/results/report.ipynb #809b8d9a
 def render_pair(
     prompt: str,
     before: str,  # response
@@ -106,7 +106,7 @@ def render_pair(
                       for word, kind, text in zip(words, kinds, (before, after)))
     return f"<pre>{escape(prompt)}</pre>{note and f'<p class=muted>{escape(note)}</p>'}<div class='pair'>{columns}</div>"
 
-# %% ../../nbs/results/report.ipynb #ad680863
+# %% ../../nbs/results/report.ipynb #53c53db9
 def render_lost(
     items: pd.DataFrame,  # as returned by `analysis.facts.changed_items`
     titles: Mapping[str, str],  # benchmark -> title
@@ -120,7 +120,7 @@ def render_lost(
         parts.append(f"<details><summary>{escape(titles[name])}: {len(group)} items got worse</summary>{shown}{more}</details>")
     return "".join(parts)
 
-# %% ../../nbs/results/report.ipynb #64427c11
+# %% ../../nbs/results/report.ipynb #03c7c05d
 def render_failures(
     facts: pd.DataFrame,  # as returned by `analysis.facts.tabulate_facts`
 ) -> str:
@@ -136,7 +136,7 @@ def render_failures(
                      f"<details{' open' * (len(group) <= 3)}><summary>these facts</summary>{''.join(shown)}</details>")
     return "".join(parts) or "<p>None: the model recalls every fact.</p>"
 
-# %% ../../nbs/results/report.ipynb #ecd0ba09
+# %% ../../nbs/results/report.ipynb #94457aa0
 def render_figure(fig) -> str:
     "A figure of matplotlib as an image inside the page; the figure is closed."
     import matplotlib.pyplot as plt
