@@ -95,6 +95,17 @@ def test_nothing_is_computed_twice(injected, monkeypatch, capsys):
     assert inject.run(**parameters).finished and capsys.readouterr().out.count("…") == 5
 
 
+def test_cleaning_keeps_the_model_of_an_injection(injected, monkeypatch):
+    from mixsd_nb.console.housekeeping import clean_runs
+    run, _ = injected
+    monkeypatch.setenv("MIXSD_RUNS", str(run.folder.parent))
+    planned = [removal.path for removal in clean_runs(dry_run=True)]
+    assert len(set(planned)) == len(planned) and not {path.parent for path in planned} & {run.folder}
+    clean_runs()
+    again = open_run(run.name)
+    assert again.model() and again.best_step in again.checkpoints
+
+
 def test_the_content_of_the_file_counts(injected, tmp_path):
     run, parameters = injected
     copy = tmp_path / "elsewhere.jsonl"
