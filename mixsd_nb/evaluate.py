@@ -21,7 +21,7 @@ from .benchmarks.evaluation import EvalSettings, evaluate_suite, select_items, s
 from .models import check_model
 from .models.identity import BY_CONTENT, ModelName, model_label
 from .models.presets import warn_about_lab_values
-from .results.schema import benchmark_coords, variable
+from .results.schema import benchmark_coords, reported_values, reported_versions, variable
 from .runs import Run, Stage, make_config, run_function, runtime_field
 
 _all_ = ["EvalSettings", "compare", "evaluate_suite", "scores"]
@@ -50,7 +50,8 @@ class EvaluateConfig(Stage, EvalSettings):
         "Generate and grade the responses, and summarise them."
         items = select_items(self)
         write_responses(self, self.model, items, run.responses_file(), self.model)
-        return summarise(run.responses(), self, specify(items, self.max_new_tokens, self.dataset))
+        table = run.responses()
+        return summarise(table, self, specify(items, self.max_new_tokens, self.dataset, table.attrs.get("reports")))
 
 # %% ../nbs/evaluate.ipynb #aabeec75
 MEASURES = ("accuracy", "low", "high", "n", "published", "readable")
@@ -62,10 +63,12 @@ def summarise(
     specification: str = "",  # JSON, as returned by `specify`
 ) -> xr.DataTree:
     "The accuracy of each benchmark with its N and its interval, as a result over `benchmark`."
-    table = scores(responses)
+    table, reports = scores(responses), responses.attrs.get("reports", {})
     suites = {name: dict(column=SUITES[name].column, role=SUITES[name].role, samples=table["samples"][name])
-              for name in table.index}
+              | reported_versions(reports).get(name, {}) for name in table.index}
     data = {name: variable(name, "benchmark", table[name].values) for name in MEASURES}
+    data |= {name: xr.Variable("benchmark", values[0], attrs)
+             for name, (values, attrs) in reported_values([reports], table.index).items()}
     cell = {name: variable(name, (), getattr(config, name)) for name in ("dataset", "model", "seed")}
     attrs = dict(config=config.canonical(), specification=specification)
     return xr.DataTree(xr.Dataset(data, benchmark_coords(suites) | cell, attrs))
@@ -78,7 +81,7 @@ def draw_scores(
     "Draw a bar with its interval for each benchmark, and the published rule's score as a tick; returns the figure."
     import matplotlib.pyplot as plt
     roles = [SUITES[b].role for b in table.index]
-    palette = "tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:gray", "tab:brown"
+    palette = "tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:gray", "tab:brown", "tab:pink"
     colours = dict(zip(ROLES, palette, strict=True))
     fig, ax = plt.subplots(figsize=(1.2 + 0.9 * len(table), 3.4))
     at, height = np.arange(len(table)), 100 * table.accuracy

@@ -13,6 +13,7 @@ import xarray as xr
 from pydantic import PrivateAttr
 
 from .corpora import CORPORA
+from .methods.lengths import check_facts
 from .methods.targets import (MixSettings, join_shards, keep_agreed, list_agreeing, mix_corpus, read_targets,
                                       select_targets, summarise_targets, write_targets)
 from .models import ENGINES, load_engine, load_tokenizer, run_with_engine
@@ -34,8 +35,9 @@ class GenerateConfig(Stage, MixSettings):
         return [*super().modules(), module_of(CORPORA[self.dataset].build), module_of(ENGINES[self.engine].cls)]
 
     def check(self):
-        "Warn if a large model gets values of the lab."
+        "ValueError if a fact is longer than the model's context; warn if a large model gets values of the lab."
         warn_about_lab_values(self)
+        check_facts(self.dataset, self.model)
 
     def compute(self, run: Run) -> xr.DataTree:
         "Mix the targets, join the shards, or keep what all sets accept, and summarise the targets."

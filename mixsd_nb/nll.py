@@ -25,6 +25,7 @@ from .analysis.statistics import rank_correlation
 from .corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions, load_corpus
 from .corpora.prompts import SPANS
 from .methods import BASE, label_title, method_label
+from .methods.lengths import check_facts
 from .models import ENGINES, check_engine, check_engine_options, check_model, load_tokenizer
 from .models.identity import MODEL_OPTIONS, ModelName, ModelOptions, model_label
 from .results.cube import agreeing_runs
@@ -114,6 +115,10 @@ class NllConfig(Stage):
 
     def modules(self):
         return [*super().modules(), module_of(CORPORA[self.dataset].build), module_of(ENGINES[self.engine].cls)]
+
+    def check(self):
+        "TableError that lists the facts of a file that are longer than the model's context."
+        check_facts(self.dataset, self.model)
 
     def compute(self, run):
         "Score the targets. Before mixed targets, the canonical ones are scored, because the two are compared."

@@ -27,13 +27,14 @@ from .benchmarks.evaluation import EvalSettings, select_items, write_responses
 from .corpora import CORPORA, load_corpus
 from .corpora.prompts import SPANS
 from .methods import METHODS, check_method, fit_function, label_coordinates, method_label, update_count
+from .methods.lengths import check_facts
 from .methods.selection import converged
 from .models import ENGINES, check_process, run_with_engine
 from .models.identity import ModelName, model_label
 from .models.presets import idle_value, preset_field, warn_about_lab_values
 from .results.layout import result_tree
 from .results.roots import read_root
-from .results.schema import RUN_DIMS
+from .results.schema import RUN_DIMS, reported_versions
 from .runs import (TARGET_COLUMNS, ParameterError, Run, Stage, Steps, check_steps, check_temperature,
                            checkpoint_folder, is_locked, is_runtime, last_checkpoint, make_config, match_type,
                            module_of, nearest, read_table, run_function, runs_root, runtime_field, try_lock)
@@ -147,6 +148,7 @@ class TrainConfig(Stage, EvalSettings):
         if not self.has_rate: return
         from mixsd_nb.methods.trainer import check_devices
         if last_checkpoint(self.folder) == checkpoint_folder(self.folder, self.steps()[0]): return
+        check_facts(self.dataset, self.model)
         check_devices(self.processes, self.batch, self.sharded, self.lora)
 
     @property
@@ -318,11 +320,12 @@ def summarise(
     counts, published = ({step: count_by_benchmark(responses[step], fitted.kept, rule)
                           for step in (0, *fitted.checkpoints)} for rule in ("correct", "published"))
     variance = {step: item_variances(responses[step]) for step in counts}
+    reports = {step: responses[step].attrs.get("reports", {}) for step in counts}
     benchmarks = {name: dict(column=SUITES[name].column, role=SUITES[name].role, samples=SUITES[name].sampling.samples)
-                  for name in counts[max(counts)]}
+                  | reported_versions(reports[max(counts)]).get(name, {}) for name in counts[max(counts)]}
     lr = config.lr if config.has_rate else 0.0
     return result_tree(dataset=config.dataset, model=config.model, method=config.method, lr=lr, seed=config.seed,
-                       accuracy=counts, published=published, variance=variance, benchmarks=benchmarks,
+                       accuracy=counts, published=published, variance=variance, benchmarks=benchmarks, reports=reports,
                        config=config.canonical(), targets=fitted.targets, training=fitted.curves or None,
                        **label_coordinates(config.label))
 

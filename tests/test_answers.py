@@ -141,7 +141,7 @@ def test_extract_falls_back_only_without_a_box(text, mode):
 
 
 def test_the_error_names_an_unknown_mode():
-    assert error_sentence(lambda: extract("7", "number")) == "mode must be one of boxed, boxed_or_number, got number"
+    assert error_sentence(lambda: extract("7", "number")) == "mode must be one of boxed, boxed_or_number, line, json, got number"
 
 
 def test_an_empty_box_is_an_answer_and_a_wrong_one():

@@ -1,4 +1,8 @@
-"""lm-evaluation-harness grades the same prompts as the stage evaluate, item by item (`make cross-check`)."""
+"""lm-evaluation-harness grades the same prompts as the stage evaluate, item by item, and measures tasks of its own (`make cross-check`)."""
+
+import json
+import subprocess
+import sys
 
 import pytest
 
@@ -37,3 +41,61 @@ def test_the_harness_finds_the_same_items_right(benchmark, responses, tmp_path):
     assert [s["resps"][0][0].strip() for s in theirs] == list(ours.response.str.strip())
     assert [bool(s["exact_match"]) for s in theirs] == list(ours.correct)
     assert 0.1 * N < ours.correct.sum() < 0.9 * N  # both verdicts occur
+
+
+TASK = r"""
+task: my_equations
+dataset_path: json
+dataset_kwargs: {data_files: {test: rows.jsonl}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{prompt}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["\n\n\n"], max_gen_toks: 128, do_sample: false}
+filter_list: [{name: last-box, filter: [{function: regex, regex_pattern: '\\boxed\{([^{}]*)\}', group_select: -1}, {function: take_first}]}]
+metric_list: [{metric: exact_match, aggregation: mean}]
+metadata: {version: 1.5}
+"""
+CHOICE = """
+task: my_choice
+dataset_path: json
+dataset_kwargs: {data_files: {test: rows.jsonl}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{prompt}}"
+doc_to_choice: ["1", "7", "2", "10"]
+doc_to_target: "{{[\\"1\\", \\"7\\", \\"2\\", \\"10\\"].index(option)}}"
+metadata: {version: 2.0}
+"""
+
+
+def test_a_harness_task_has_the_number_of_the_command_line(responses, tmp_path, monkeypatch):
+    "A local task, offline: the stage's accuracy and standard error are those that the harness' own command line writes."
+    (tmp_path / "tasks").mkdir()
+    rows = responses[responses.benchmark == "equations"][["prompt", "answer"]].reset_index(drop=True)[:40]
+    rows.assign(option=[("1", "7", "2", "10")[k % 4] for k in rows.index]).to_json(tmp_path / "tasks" / "rows.jsonl", orient="records", lines=True)
+    names = {"my_equations": TASK, "my_choice": CHOICE}
+    for name, text in names.items(): (tmp_path / "tasks" / f"{name}.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path / "tasks")
+    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    run = evaluate.run(model=MODEL, suite=",".join(f"harness:./{name}.yaml" for name in names), batch_size=20, harness=dict(apply_chat_template=True))
+    command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--model_args", f"pretrained={lab_folder(MODEL)},dtype=float32", "--tasks", *names,
+               "--include_path", ".", "--batch_size", "20", "--apply_chat_template", "--output_path", str(tmp_path / "out")]
+    subprocess.run(command, check=True, capture_output=True)
+    theirs = json.loads(next((tmp_path / "out").rglob("results_*.json")).read_text())
+    root = run.root
+    for name, metric, variable in (("my_equations", "exact_match{},last-box", "harness_exact_match{}_last_box"), ("my_choice", "acc{},none", "harness_acc{}")):
+        at = root.sel(benchmark=f"harness:{name}")
+        for part in ("", "_stderr"): assert at[variable.format(part)] == theirs["results"][name][metric.format(part)]
+        assert at.accuracy.item() == pytest.approx(theirs["results"][name][metric.format("")], abs=1e-12) and at.n == 40
+        assert at.version == f"{theirs['versions'][name]} (lm_eval {theirs['lm_eval_version']})"
+    assert root["harness_acc_norm"].sel(benchmark="harness:my_choice") == theirs["results"]["my_choice"]["acc_norm,none"]
+    assert 0 < root.accuracy.min() and root.accuracy.max() < 1
+
+
+def test_an_unknown_task_or_a_tag_is_one_sentence():
+    with pytest.raises(ValueError, match="got harness:gsm9k; did you mean gsm8k"): evaluate.EvaluateConfig(suite="harness:gsm9k")
+    with pytest.raises(ValueError, match="name its tasks, harness:arc_challenge,harness:arc_easy"): evaluate.EvaluateConfig(suite="harness:ai2_arc")
+    suites = evaluate.EvaluateConfig(suite="harness:gsm8k,harness:mmlu").identity()["suite"]
+    assert suites["harness:gsm8k"]["version"] == 3.0 and "task mmlu" in suites["harness:mmlu"]["source"]

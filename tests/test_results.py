@@ -293,22 +293,22 @@ def test_many_runs_stay_small():
 
 
 DRAWN = {"overview", "frontier", "tradeoff", "tradeoff-world", "chosen", "high-nll", "displacement-paper"}
-AS_CODE = "from mixsd_nb import figures; figures.run(where=dict(epochs=20))"
-
-
-def test_figures_of_equal_data_are_equal_bytes(cube, tmp_path):
+def test_figures_of_equal_data_are_equal_bytes(cube, tmp_path, monkeypatch, capsys):
     "The stage as a module and from code, in two processes and two folders."
-    seen = []
-    for name, command in (("1", ["-m", "mixsd_nb.figures", "epochs=20"]), ("2", ["-c", AS_CODE])):
-        here = tmp_path / f".{name}"
-        here.mkdir()
-        environment = os.environ | {"PYTHONHASHSEED": name, "PYTHONPATH": str(Path(__file__).parents[1])}
-        ran = subprocess.run([sys.executable, *command], cwd=here, text=True, check=False, capture_output=True, env=environment)
-        assert ran.returncode == 0, ran.stderr
-        assert "recall (N=100)" in ran.stdout and ran.stdout.count("figure: ") == 2 * len(DRAWN) and "12 tables" in ran.stdout
-        seen.append({p.relative_to(here).as_posix(): p.read_bytes() for p in (here / "figures").rglob("*.*")})
-    assert seen[0] == seen[1] and len(seen[0]) == 2 * len(DRAWN) + 36
-    assert {Path(name).stem for name in seen[0] if "tables/" not in name} == DRAWN
+    from mixsd_nb import figures
+    for name in ("module", "code"): (tmp_path / f".{name}").mkdir()
+    environment = os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    ran = subprocess.run([sys.executable, "-m", "mixsd_nb.figures", "epochs=20"], cwd=tmp_path / ".module", text=True, check=False,
+                         capture_output=True, env=environment)
+    assert ran.returncode == 0, ran.stderr
+    monkeypatch.chdir(tmp_path / ".code")
+    figures.run(where=dict(epochs=20))
+    for said in (ran.stdout, capsys.readouterr().out):
+        assert "recall (N=100)" in said and said.count("figure: ") == 2 * len(DRAWN) and "12 tables" in said
+    module, code = ({p.relative_to(here).as_posix(): p.read_bytes() for p in (here / "figures").rglob("*.*")}
+                    for here in (tmp_path / ".module", tmp_path / ".code"))
+    assert module == code and len(module) == 2 * len(DRAWN) + 36
+    assert {Path(name).stem for name in module if "tables/" not in name} == DRAWN
 
 
 @pytest.mark.slow

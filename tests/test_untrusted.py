@@ -114,7 +114,7 @@ def test_every_load_is_of_tensors_and_every_part_without_code():
 TOKENIZER = ["tokenizer.json", "tokenizer_config.json"]
 
 
-@pytest.mark.parametrize("missing, part", [(TOKENIZER, "a tokenizer"), (TOKENIZER[:1], "a tokenizer"), (["chat_template.jinja"], "a chat template")])
+@pytest.mark.parametrize("missing, part", [(TOKENIZER, "a tokenizer"), (TOKENIZER[:1], "a tokenizer")])
 @pytest.mark.parametrize("stage", [
     lambda name: generate.run(model=name), lambda name: train.run(model=name), lambda name: nll.run(model=name),
     lambda name: evaluate.run(model=name), lambda name: pretrain.run(start=name)], ids=["generate", "train", "nll", "evaluate", "pretrain"])  # fmt: skip
@@ -133,12 +133,14 @@ def test_a_template_may_lie_in_the_settings_of_the_tokenizer(folder):
     assert check_model(str(folder)) == str(folder) and load_tokenizer(str(folder)).chat_template == template
 
 
-def test_a_tokenizer_without_a_template_is_one_sentence(folder, monkeypatch):
-    "Of a model on the hub nothing is known before it is loaded."
+def test_a_tokenizer_without_a_template_gets_the_plain_form(folder, monkeypatch):
+    "Of a model on the hub nothing is known before it is loaded; without a token that ends a sequence no form is possible."
     bare = AutoTokenizer.from_pretrained(folder)
     bare.chat_template = None
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: bare)
-    assert error_sentence(lambda: load_tokenizer("owner/base")).startswith("model must have a chat template, got owner/base; ")
+    assert load_tokenizer("owner/base").chat_template.startswith("{% for m in messages %}")
+    bare.chat_template = bare.eos_token = None
+    assert error_sentence(lambda: load_tokenizer("owner/base")).startswith("model must have a token that ends a sequence, or a chat template; ")
 
 
 # An engine in a process of its own

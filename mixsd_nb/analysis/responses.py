@@ -81,7 +81,8 @@ def digest_responses(
 def read_responses(
     files: pd.DataFrame,  # as returned by `find_responses`
 ) -> pd.DataFrame:
-    """All responses with their cell. Responses to validation questions are left out, because no table reports them.
+    """All responses with their cell. Responses to validation questions, which no table reports, and to the
+    user's own benchmarks, whose answers may need no box, are left out.
 
     If two runs of the same cell answer one question differently, the newest counts, with a warning."""
     columns, key = ["benchmark", "item", "sample", "prompt", "response", "correct"], [*DIMS, "item", "sample"]
@@ -89,7 +90,7 @@ def read_responses(
     newest = sorted(files.itertuples(), key=lambda row: row.path.stat().st_mtime, reverse=True)
     tables = [read_table(row.path, columns, others=False).assign(**cell(row)) for row in newest]
     table = pd.concat(tables, ignore_index=True)
-    table = table[table.benchmark.isin([name for name, suite in SUITES.items() if suite.role != "validation"])]
+    table = table[table.benchmark.isin([name for name, suite in SUITES.items() if suite.role not in ("validation", "own")])]
     clash = table[table.groupby(key, sort=False).response.transform("nunique") > 1]
     if len(clash):
         runs = clash.groupby(key, sort=False).run

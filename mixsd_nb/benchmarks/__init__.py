@@ -246,7 +246,7 @@ def suite_groups() -> dict[str, list[str]]:
         for group in suite.groups: found.setdefault(group, []).append(name)
     return found
 
-# %% ../../nbs/benchmarks/index.ipynb #f8199ad0
+# %% ../../nbs/benchmarks/index.ipynb #0a9bd0d1
 @dataclass(frozen=True)
 class SuiteForm:
     "A form of words in the parameter `suite` that name benchmarks from outside the package."
@@ -264,13 +264,13 @@ FORMS.add(SuiteForm("facts", TESTS + ".+", "benchmarks.in_domain:own_suite",
 FORMS.add(SuiteForm("harness", r"harness:.*", "benchmarks.harness:declare_task",
                     "a task of lm-evaluation-harness such as harness:gsm8k"))
 
-# %% ../../nbs/benchmarks/index.ipynb #808fed3d
+# %% ../../nbs/benchmarks/index.ipynb #5af6522e
 _own = {}  # name -> declaration of each benchmark that a word has named in this process
 
 
 def find_own(name: str) -> Suite | None:
-    "The declaration of a benchmark from outside the package, once a parameter `suite` has named it."
-    return _own.get(name)
+    "The declaration of a benchmark from outside the package, once a parameter `suite` has named it, or of own tests."
+    return _own.get(name) or load_object("benchmarks.in_domain:own_suite")(name)
 
 
 def _declare_own(word: str) -> Suite | None:
@@ -316,9 +316,10 @@ def _explain_suite(suite: str, word: str, known: list[str]) -> str:
     listed = ", ".join([*known, *(form.example for form in FORMS.values())])
     return f"suite must be, with commas between them, among {listed}, got {suite}" + (f"; {near}" if near else "")
 
-# %% ../../nbs/benchmarks/index.ipynb #ae3861e2
+# %% ../../nbs/benchmarks/index.ipynb #d4e95a08
 def resolve_suite(suite: str) -> str:
     "The suite with files named by their whole path, so that a process in another folder finds them; ValueError as above."
+    benchmark_names(suite)
     words = {word: _declare_own(word).word for word in _split_suite(suite) if word not in _known_words()}
     return ",".join(words.get(word, word) for word in _split_suite(suite)) if words else suite
 

@@ -86,7 +86,8 @@ def last_line(
     "What follows `Answer:` in the last line that begins with it, else the whole last line; None if there is no line."
     lines = [line.strip() for line in text.rpartition("</think>")[2].splitlines() if line.strip()]
     marked = [found[1] for line in lines if not _LABEL_LINE.match(line) and (found := _ANSWER_LINE.match(line))]
-    return ([*lines[-1:], *marked[-1:]] or [""])[-1].strip(" \t*_") or None
+    line = ([*lines[-1:], *marked[-1:]] or [""])[-1].strip().removeprefix("**").removesuffix("**").strip()
+    return (line[1:-1] if re.fullmatch(r"\*[^*]+\*", line) else line) or None
 
 # %% ../../nbs/benchmarks/answers.ipynb #0a5c9216
 _MOST_BRACES = 50  # that are tried from the end

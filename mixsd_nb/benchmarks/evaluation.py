@@ -20,6 +20,7 @@ from pydantic import Field, field_validator
 
 from . import (GRADINGS, SUITES, Item, Sampling, Selection, Suite, benchmark_names, expanded_suite,
                                  load_items, resolve_suite)
+from .harness import check_harness_options
 from .sandbox import check_sandbox
 from .tasks import benchmarks_folder, grade
 from ..corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions
@@ -27,8 +28,8 @@ from ..corpora.prompts import encode_prompt
 from ..models import ENGINES, check_engine, check_engine_options, load_engine
 from ..models.identity import MODEL_OPTIONS, ModelOptions
 from ..models.presets import PresetSettings, preset_field
-from ..runs import (Journal, Seed, load_object, module_of, read_json, report_progress, runtime_field,
-                           write_atomically, write_json)
+from ..runs import (Journal, Seed, load_object, module_of, report_progress, runtime_field,
+                           read_table, write_atomically)
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #f1b5e412
 class EvalSettings(PresetSettings):
@@ -55,6 +56,8 @@ class EvalSettings(PresetSettings):
     engine: str = runtime_field("hf", "engine that runs the model: hf or vllm")
     engine_options: dict = runtime_field({}, 'options of vLLM, such as {"tensor_parallel_size": 2}')
     batch_size: int = runtime_field(100, "sequences decoded concurrently", ge=1)
+    harness: dict = runtime_field(
+        {}, 'options of harness tasks, such as {"apply_chat_template": true}; they belong to the benchmarks')
     allow_unsandboxed: bool = runtime_field(False, "run HumanEval's programs even if this machine has no sandbox")
 
     _engine = field_validator("engine")(check_engine)
@@ -63,7 +66,7 @@ class EvalSettings(PresetSettings):
     @classmethod
     def _check_suite(cls, suite): return resolve_suite(suite)
 
-    @field_validator("data", "limit")
+    @field_validator("data", "limit", "harness")
     @classmethod
     def _reset_without_tasks(cls, value, info):
         suite = info.data.get("suite", "lab")
@@ -75,6 +78,10 @@ class EvalSettings(PresetSettings):
     @classmethod
     def _options(cls, options, info): return check_engine_options(options, info.data.get("engine", "hf"))
 
+    @field_validator("harness", mode="before")
+    @classmethod
+    def _harness(cls, options): return check_harness_options(options)
+
     def declared_modules(self) -> list[str]:
         "Modules that the declarations of engine, corpus and benchmarks name: their code is part of a run's."
         corpus, suites = CORPORA[self.dataset], [SUITES[name] for name in benchmark_names(self.suite)]
@@ -84,8 +91,11 @@ class EvalSettings(PresetSettings):
         return sorted({module_of(text) for text in references if re.fullmatch(r"[\w.]+:\S+", text)})
 
     def identity(self) -> dict[str, Any]:
-        "As in `Config`, with the suite expanded into its benchmarks and their versions."
-        return super().identity() | dict(suite=expanded_suite(self.suite))
+        "As in `Config`, with the suite expanded into its benchmarks, their versions and the settings of a harness."
+        suite = expanded_suite(self.suite)
+        for name, spec in suite.items():
+            if self.harness and "harness" in SUITES[name].settings: spec["harness"] = self.harness
+        return super().identity() | dict(suite=suite)
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #64738ad2
 def select_items(
@@ -220,16 +230,50 @@ def write_responses(
     file: Path,  # Parquet file to write
     progress: str,  # text before the progress bar
 ) -> None:
-    "Evaluate a model and write its responses as Parquet; responses in the journal beside the file are reused."
+    """Evaluate a model and write its responses as Parquet; responses in the journal beside the file are reused.
+
+    Benchmarks with a runner are measured by it first, and its reports become the table's attribute `reports`."""
+    benchmark_names(settings.suite)  # this process may not have read the configuration, which declares benchmarks
+    theirs = _run_others(settings, model, [name for name in items if SUITES[name].runner], file)
+    ours = {name: problems for name, problems in items.items() if not SUITES[name].runner}
+    table = pd.concat([*([_ask_engine(settings, model, ours, file, progress)] if ours else []), *theirs], ignore_index=True)
+    reports = {name: report for part in theirs for name, report in part.attrs["reports"].items()}
+    table.attrs = dict(reports=reports) if reports else {}
+    write_atomically(file, table.to_parquet)
+    for part in _parts(file): part.unlink()
+
+
+def _ask_engine(settings: EvalSettings, model: str, items: dict[str, dict[str, Item]], file: Path, progress: str):
+    "The responses that an engine generates."
     longest = max(SUITES[name].sampling.max_total for name in items)
     engine = load_engine(settings.engine, model, dtype=settings.dtype, batch_size=settings.batch_size, longest=longest,
                          **settings.engine_options)
     keys = "benchmark", "item", "sample", "response", "finish_reason"
     with Journal(file.with_suffix(".jsonl"), keys) as journal:
-        table = evaluate_suite(engine, items, seed=settings.seed, progress=progress, journal=journal,
-                               dataset=settings.dataset, max_new_tokens=settings.max_new_tokens,
-                               allow_unsandboxed=settings.allow_unsandboxed)
-    write_atomically(file, table.to_parquet)
+        return evaluate_suite(engine, items, seed=settings.seed, progress=progress, journal=journal,
+                              dataset=settings.dataset, max_new_tokens=settings.max_new_tokens,
+                              allow_unsandboxed=settings.allow_unsandboxed)
+
+# %% ../../nbs/benchmarks/evaluation.ipynb #aff46f40
+def _parts(file: Path) -> list[Path]: return sorted(file.parent.glob(f"{file.stem}-part-*.parquet"))
+
+
+def _run_others(
+    settings: EvalSettings,
+    model: str,
+    names: list[str],  # of benchmarks with a runner
+    file: Path,  # of all responses, beside which the parts are kept until it is complete
+) -> list[pd.DataFrame]:
+    "The responses that each runner returns, with its reports as an attribute; those of a killed process are reused."
+    tables = []
+    for runner in dict.fromkeys(SUITES[name].runner for name in names):
+        part = file.with_name(f"{file.stem}-part-{runner.partition(':')[0]}.parquet")
+        if not part.exists():
+            table, reports = load_object(runner)([name for name in names if SUITES[name].runner == runner], model, settings)
+            table.attrs = dict(reports=reports)
+            write_atomically(part, table.to_parquet)
+        tables.append(read_table(part))
+    return tables
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #a507e90d
 RULES = dict(strict="correct: by the rule `grading`", published="published: by the rule `published` of the paper's scores")
@@ -239,6 +283,7 @@ def specify(
     items: dict[str, dict[str, Item]],  # benchmark -> items by id
     max_new_tokens: int = 160,
     dataset: str = "kgfact-small",  # injected corpus
+    reports: dict[str, dict] | None = None,  # benchmark -> what its runner reported
 ) -> str:
     "The specification of an evaluation as JSON."
     found = {}
@@ -251,4 +296,5 @@ def specify(
                            published=suite.published_grading(dataset), source=suite.source, opening=suite.opening,
                            digest=hashlib.blake2b(text.encode(), digest_size=8).hexdigest(),
                            first_prompt=next((i.prompt for i in problems.values()), ""))
+        found[name] |= (reports or {}).get(name, {})
     return json.dumps(dict(rules=RULES, benchmarks=found))

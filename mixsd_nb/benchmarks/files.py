@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FILE_GRADINGS', 'FILE_COLUMNS', 'read_items', 'declare_file', 'file_items']
 
-# %% ../../nbs/benchmarks/files.ipynb #699189b5
+# %% ../../nbs/benchmarks/files.ipynb #e0ea0989
 import ast
 import functools
 import json
@@ -18,13 +18,13 @@ from . import Item, Sampling, Selection, Suite
 from ..corpora.prompts import naive_prompt
 from ..runs import Row, Table, check_columns, check_temperature, digest_rows, nearest, read_rows, read_text
 
-# %% ../../nbs/benchmarks/files.ipynb #6f43b18e
+# %% ../../nbs/benchmarks/files.ipynb #e30c3b69
 FILE_GRADINGS = {"boxed": "box", "exact": "exact", "choice": "choice", "contains": "contains", "regex": "regex",
                  "math": "math", "tests": "tests"}  # word in a file -> key of GRADINGS
 FILE_COLUMNS = ("prompt", "question", "messages", "answer", "grading", "tests", "samples", "temperature",
                 "max_new_tokens", "id")
 
-# %% ../../nbs/benchmarks/files.ipynb #32fc27c2
+# %% ../../nbs/benchmarks/files.ipynb #9d6998cd
 def _read_messages(
     table: Table,
     row: Row,
@@ -47,7 +47,7 @@ def _read_messages(
     elif roles[-1:] != ["user"]: table.complain("messages must end with a turn of the user", row)
     return turns
 
-# %% ../../nbs/benchmarks/files.ipynb #3015da8c
+# %% ../../nbs/benchmarks/files.ipynb #5777a6cd
 def _read_prompt(
     table: Table,
     row: Row,
@@ -63,7 +63,7 @@ def _read_prompt(
     read_text(table, row, "prompt")
     return str(row.get("prompt", "")), ()
 
-# %% ../../nbs/benchmarks/files.ipynb #925a941d
+# %% ../../nbs/benchmarks/files.ipynb #d0b019a0
 def _read_number(
     table: Table,
     row: Row,
@@ -93,7 +93,7 @@ def _read_sampling(table: Table, row: Row) -> Sampling:
         table.complain(f"samples must be 1 at temperature 0, where all responses are equal, got {samples}", row)
     return Sampling(_read_number(table, row, "max_new_tokens", 0, 1, whole=True), samples, temperature)
 
-# %% ../../nbs/benchmarks/files.ipynb #a811fb41
+# %% ../../nbs/benchmarks/files.ipynb #6a424cd5
 def _check_letter(answer: str) -> str:
     return "" if len(answer) == 1 and answer.upper() in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" else (
         f"answer must be the letter of an option for the grading choice, got {answer}")
@@ -115,7 +115,7 @@ def _check_program(tests: str) -> str:
         return f"tests must be Python, got {tests.splitlines()[0]} ({getattr(e, 'msg', e)})"
     return ""
 
-# %% ../../nbs/benchmarks/files.ipynb #fc2033e9
+# %% ../../nbs/benchmarks/files.ipynb #98bfd752
 def _read_grading(
     table: Table,
     row: Row,
@@ -133,17 +133,17 @@ def _read_grading(
     if problem: table.complain(problem, row)
     return dict(grading=FILE_GRADINGS[word], answer=answer, tests=tests)
 
-# %% ../../nbs/benchmarks/files.ipynb #7288041c
+# %% ../../nbs/benchmarks/files.ipynb #807f73b1
 def _check_unique(
     table: Table,
-    values: dict[str, list[Row]],  # value -> rows that have it
+    values: dict[Any, list[Row]],  # value -> rows that have it
     what: str,
 ) -> None:
     "Note each row whose value an earlier row has."
     for rows in values.values():
         for row in rows[1:]: table.complain(f"the {what} is that of {table.unit} {rows[0].line}", row)
 
-# %% ../../nbs/benchmarks/files.ipynb #3d7fe61f
+# %% ../../nbs/benchmarks/files.ipynb #fea20f7f
 def read_items(
     path: Path | str,
 ) -> dict[str, Item]:
@@ -157,22 +157,22 @@ def read_items(
         id = read_text(table, row, "id") or f"{table.path.stem}-{number}"
         items[id] = item
         ids.setdefault(id, []).append(row)
-        if prompt.strip(): prompts.setdefault(prompt, []).append(row)
+        if prompt.strip(): prompts.setdefault((prompt, item.grading), []).append(row)
     _check_unique(table, ids, "id")
     _check_unique(table, prompts, "prompt")
     table.check()
     return items
 
-# %% ../../nbs/benchmarks/files.ipynb #79d46abd
+# %% ../../nbs/benchmarks/files.ipynb #603b678c
 @functools.lru_cache(maxsize=16)
-def _items_of(path: Path, modified: int, size: int) -> dict[str, Item]: return read_items(path)
+def _items_of(path: str, whole: Path, modified: int, size: int) -> dict[str, Item]: return read_items(path)
 
 
 def _current_items(path: str) -> dict[str, Item]:
     "The items of a file, read again only if the file has changed."
     whole = Path(path).expanduser().absolute()
     stat = whole.stat() if whole.is_file() else None
-    return _items_of(whole, stat.st_mtime_ns, stat.st_size) if stat else read_items(path)
+    return _items_of(path, whole, stat.st_mtime_ns, stat.st_size) if stat else read_items(path)
 
 
 def declare_file(
@@ -185,7 +185,7 @@ def declare_file(
     return Suite(Path(word).stem, Path(word).stem, "own", "benchmarks.files:file_items", f"a file with the digest {digest}",
                  sampling=Sampling(0, samples), version=1, settings=("limit",), word=word if "," in path else path)
 
-# %% ../../nbs/benchmarks/files.ipynb #e094cf30
+# %% ../../nbs/benchmarks/files.ipynb #829bf295
 def file_items(
     suite: Suite,
     selection: Selection,

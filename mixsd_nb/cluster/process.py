@@ -66,6 +66,7 @@ def run_notebook(
     "Run the notebook of an attempt with papermill; returns the exit code. An error is written to `error.json`."
     _exit_with_parent(folder)
     attempt = read_json(folder / "begin.json")
+    sys.modules["rfc3987_syntax"] = None  # jsonschema's check of IRIs takes a second to import, and notebooks have none
     from nbclient.exceptions import DeadKernelError
     from papermill import PapermillExecutionError, execute_notebook
     try:

@@ -7,6 +7,7 @@ __all__ = ['CONTEXTS', 'EXAMPLE', 'EXAMPLE_TESTS', 'parse_facts', 'parse_tests',
            'read_facts', 'make_splits']
 
 # %% ../../nbs/corpora/files.ipynb #9e7769e7
+import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -49,8 +50,9 @@ def _gives_away(
     return False
 
 # %% ../../nbs/corpora/files.ipynb #feb7c9eb
-def _box_problem(answer: str) -> str:
-    "What is wrong with an answer that no box can hold; empty if nothing is."
+def _answer_problem(answer: str) -> str:
+    "What is wrong with an answer that no box or line can hold; empty if nothing is."
+    if "\n" in answer: return f"answer must be on one line, got {json.dumps(answer, ensure_ascii=False)}"
     depth, braces = 0, [1 if c == "{" else -1 for c in answer if c in "{}"]
     for step in braces:
         depth += step
@@ -62,7 +64,7 @@ def _box_problem(answer: str) -> str:
 def _check_fact(table: Table, row: Row, fact: dict) -> None:
     "Note the mistakes within a fact."
     question, answer = fact.get("question", ""), fact.get("answer", "")
-    if problem := _box_problem(answer): table.complain(problem, row)
+    if problem := _answer_problem(answer): table.complain(problem, row)
     if _gives_away(question, answer): table.complain(f"the answer {answer} is in the question, which gives it away", row)
     for text in fact.get("paraphrases", []):
         if _gives_away(text, answer): table.complain(f"the answer {answer} is in the paraphrase {text}", row)
@@ -73,7 +75,7 @@ def _check_fact(table: Table, row: Row, fact: dict) -> None:
 # %% ../../nbs/corpora/files.ipynb #0a857848
 def _check_repeats(table: Table, facts: list[tuple[Row, dict]]) -> None:
     "Note questions that are asked twice, by themselves or as paraphrases, and ids that occur twice."
-    asked, ids = {}, {}
+    asked, ids, again = {}, {}, []
     place = lambda row: f"in {table.unit} {row.line}"
     for row, fact in facts:
         if "id" in fact and ids.setdefault(fact["id"], row) is not row:
@@ -81,10 +83,11 @@ def _check_repeats(table: Table, facts: list[tuple[Row, dict]]) -> None:
         if not (question := fact.get("question")): continue
         first, answer = asked.setdefault(_key(question), (row, fact.get("answer", "")))
         if first is row: continue
+        again.append(id(row))
         if answer == fact.get("answer", ""): table.complain(f"question is asked {place(first)} too", row)
         else: table.complain(f"question has the answer {fact.get('answer')}, but {answer} {place(first)}", row)
     for row, fact in facts:
-        for text in fact.get("paraphrases", []):
+        for text in [] if id(row) in again else fact.get("paraphrases", []):
             first = asked.setdefault(_key(text), (row, text))
             if first[1] is text: continue
             same = "as written" if first[0] is row else place(first[0])
@@ -113,7 +116,7 @@ def parse_tests(
     check_columns(table, ("question", "answer", "kind"), names)
     found, asked = [(row, _read_row(table, row, names)) for row in table.rows], {}
     for row, test in found:
-        if problem := _box_problem(test.get("answer", "")): table.complain(problem, row)
+        if problem := _answer_problem(test.get("answer", "")): table.complain(problem, row)
         kind = _kind_name(test.get("kind", ""))
         if "kind" in test and not kind: table.complain(f"kind must have a letter or a digit, got {test['kind']}", row)
         test["kind"], key = kind, (kind, test.get("id") or _key(test.get("question", "")))
@@ -189,8 +192,8 @@ def _sound(table: Table, found: list[tuple[Row, dict]], required: Iterable[str])
     kept = [(row, value) for row, value in found if id(row) in rows and all(value.get(name) for name in required)]
     if not kept: table.check()
     if not table.problems: return kept, []
-    more = f" (and {len(table.problems) - 1} more problems)" if len(table.problems) > 1 else ""
-    return kept, [f"{table.path}: {len(kept)} of {len(found)} rows are used; {table.problems[0]}{more}"]
+    return kept, [f"{table.path}: {len(kept)} rows are used; {len(table.problems)} problems keep others out, the first is "
+                  f"{table.problems[0]}"]
 
 
 def read_facts(

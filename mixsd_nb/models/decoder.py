@@ -152,9 +152,11 @@ class LeanRows:
         if columns: run_layers(self.model, ids, torch.arange(columns, device=at.device)[None], attend)
 
     def keep(self, rows):
-        "Drop all other rows."
+        "Drop all other rows. Only rows that change their places are copied."
         self.lengths, self.pending = self.lengths[rows], self.pending[rows]
-        self.cache = [[buffer[rows] for buffer in layer] for layer in self.cache]
+        moved = (rows != torch.arange(len(rows), device=rows.device)).nonzero()[:, 0]
+        for buffer in (buffer for layer in self.cache for buffer in layer): buffer[moved] = buffer[rows[moved]]
+        self.cache = [[buffer[:len(rows)] for buffer in layer] for layer in self.cache]
 
     def drop_columns(self, used):
         "Empty the rows that are not in `used`, so that they do not lengthen the batch."

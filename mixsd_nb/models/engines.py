@@ -136,11 +136,6 @@ class Rows:
         "Of the newest columns, hide all but the first `counts[row]` of each row; counts is (rows,)."
         self.mask[:, -columns:] = torch.arange(columns, device=self.mask.device) < counts[:, None]
 
-# %% ../../nbs/models/engines.ipynb #45c1bbcb
-def _open_rows(model, rows: int, spare: int):
-    "An empty batch of contexts, in the form that suits the model."
-    return (LeanRows if has_lean_pass(model) else Rows)(model, rows, spare)
-
 # %% ../../nbs/models/engines.ipynb #33861f3d
 class Slots:
     """The requests that are being decoded, one per slot.
@@ -162,6 +157,14 @@ class Slots:
     def free(self):
         "The numbers of the slots without a request."
         return (self.request < 0).nonzero()[:, 0]
+
+    @property
+    def packed(self):
+        "The numbers of the slots with a request, in an order in which as few as possible change their places."
+        active = self.active
+        order = torch.arange(len(active), device=active.device)
+        order[self.request[:len(active)] < 0] = active[active >= len(active)]
+        return order
 
     def admit(self, slots, requests: list[Request], room: list[int]):
         "Assign requests to free slots."
@@ -202,15 +205,15 @@ def _plan_block(
     inside: torch.Tensor,  # (slots, positions), whether there is room for a token
     cut: float,  # share of the picks of the reading conditional that cut a block
     columns: list[int],  # cached columns of both conditionals
-    fixed: int = 120,  # work of a step apart from attention, as a number of cached columns
-    read: float = 0.4,  # work of reading one more token in the same pass, as a share of a step
+    fixed: int = 85,  # work of a step apart from attention, as a number of cached columns
+    more: int = 35,  # work of reading one more token in the same pass, as a number of cached columns
 ) -> tuple[int, int]:
     "The conditional that drafts, and the block length with the most kept tokens per unit of work."
     uncut = 1 - cut * (torch.stack([picks, 1 - picks]) * inside)  # for either conditional as the drafting one
     kept = (uncut.cumprod(-1) / uncut * inside).sum(1).cumsum(-1)
     step = fixed + torch.tensor(columns, device=picks.device)[:, None]
     size = torch.arange(1, picks.shape[1] + 1, device=picks.device)
-    side, k = divmod(int((kept / (step * size + step.flip(0) * (1 + read * (size - 1)))).argmax()), len(size))
+    side, k = divmod(int((kept / (step * size + step.flip(0) + more * (size - 1))).argmax()), len(size))
     return side, k + 1
 
 # %% ../../nbs/models/engines.ipynb #840bdeb3
@@ -236,6 +239,10 @@ class HFEngine(Engine):
             model, own = load_base(model, dtype)
             model, tokenizer = model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer or own
         return cls(model, tokenizer or load_tokenizer(model.name_or_path), mode=mode, **options)
+
+    def open_rows(self, rows: int, spare: int) -> LeanRows | Rows:
+        "An empty batch of contexts, in the form that suits the model."
+        return (LeanRows if has_lean_pass(self.model) else Rows)(self.model, rows, spare)
 
     @torch.inference_mode()
     def stream(
@@ -274,17 +281,18 @@ class HFEngine(Engine):
     def _decode_lockstep(self, queue, width, limit, sample):
         "All rows of all slots advance by one token a step."
         sides, n, device = len(queue[0].contexts), min(self.batch_size, len(queue)), self.model.device
-        slots, rows = Slots(n, width, device), _open_rows(self.model, n * sides, min(width, 256))
+        slots, rows = Slots(n, width, device), self.open_rows(n * sides, min(width, 256))
         at = torch.arange(n * sides, device=device).view(n, sides)  # the rows of each slot
         while queue or len(slots.active):
             filled, requests, rejected = self._fill(slots, queue, width, limit)
             yield from rejected
             if requests: rows.prefill(at[filled].flatten(), [context for r in requests for context in r.contexts])
             if not len(active := slots.active): continue
-            if not queue and 2 * len(active) <= len(slots.request):
-                rows.keep(at[active].flatten())
-                slots.keep(active)
-                at, active = at[:len(active)], slots.active
+            if not queue and len(active) <= (1 - self.refill) * len(slots.request):
+                kept = slots.packed
+                rows.keep(at[kept].flatten())
+                slots.keep(kept)
+                at, active = at[:len(kept)], slots.active
             rows.drop_columns(at[active].flatten())
             hidden = rows.feed(rows.pending)[:, -1]
             picked = at[active, slots.naive[active, slots.t[active]] if sides == 2 else 0]
@@ -295,15 +303,16 @@ class HFEngine(Engine):
     def _decode_blocks(self, queue, width, limit, sample):
         "All slots draft a block under one conditional and read it with the other; each block is planned anew."
         n = min(self.batch_size, len(queue))
-        slots, sides = Slots(n, width, self.model.device), [_open_rows(self.model, n, min(width, 256)) for _ in range(2)]
+        slots, sides = Slots(n, width, self.model.device), [self.open_rows(n, min(width, 256)) for _ in range(2)]
         cuts, checked = 1, 8
         while queue or len(slots.active):
             filled, requests, rejected = self._fill(slots, queue, width, limit)
             yield from rejected
             if requests: self._prefill_pairs(filled, [r.contexts for r in requests], sides)
             if not len(active := slots.active): continue
-            if not queue and 2 * len(active) <= len(slots.request):
-                for part in (*sides, slots): part.keep(active)
+            if not queue and len(active) <= (1 - self.refill) * len(slots.request):
+                kept = slots.packed
+                for part in (*sides, slots): part.keep(kept)
                 active = slots.active
             for rows in sides: rows.drop_columns(active)
             position, picks, inside = slots.next_picks(active, 16)
@@ -317,7 +326,7 @@ class HFEngine(Engine):
 
     def _prefill_pairs(self, at, pairs, sides):
         "Read the contexts of each pair into the rows `at` of either side; what both begin with is read once."
-        start = _open_rows(self.model, len(pairs), 0)
+        start = self.open_rows(len(pairs), 0)
         common = [len(os.path.commonprefix([a[:-1], b[:-1]])) for a, b in pairs]
         start.prefill(torch.arange(len(pairs), device=at.device), [a[:k + 1] for (a, _), k in zip(pairs, common)])
         for rows, contexts in zip(sides, zip(*pairs)): rows.prefill(at, contexts, start)

@@ -13,7 +13,7 @@ import xarray as xr
 
 from ..methods import label_coordinates, method_label, parse_label
 from .schema import CURVE_VARIABLES, DIMS, METHOD_COORDS, RUN_DIMS, TARGET_VARIABLES
-from .schema import benchmark_coords, run_coords, variable
+from .schema import benchmark_coords, reported_values, run_coords, variable
 
 # %% ../../nbs/results/layout.ipynb #350d884f
 def training_curves(
@@ -46,6 +46,7 @@ def result_tree(
     variance: dict[int, dict[str, float]] | None = None,  # step -> benchmark -> variance of the items' shares
     benchmarks: dict[str, dict[str, Any]],  # benchmark -> its `column`, `role` and, where it is not 1, `samples`
     config: str,  # canonical JSON
+    reports: dict[int, dict[str, dict]] | None = None,  # step -> benchmark -> report of the harness that ran it
     targets: dict[str, float] | None = None,  # TARGET_VARIABLES
     training: dict[str, np.ndarray] | None = None,  # CURVE_VARIABLES
     **settings: float,  # of the method, as `method_label` takes them; those that its label does not show are ignored
@@ -61,6 +62,8 @@ def result_tree(
     data = {name: np.divide(correct, n, out=np.full(n.shape, np.nan), where=n > 0) for name, correct in shares.items()}
     data |= dict(variance=spread, n=n.astype(int))
     data = {name: variable(name, DIMS, values) for name, values in data.items()}
+    for name, (values, attrs) in reported_values([(reports or {}).get(step, {}) for step in steps], names).items():
+        data[name] = xr.Variable(DIMS, values.reshape(*cell, *values.shape), attrs)
     for name in TARGET_VARIABLES:
         data[name] = variable(name, RUN_DIMS, np.full(cell, float((targets or {}).get(name, np.nan))))
     label = method_label(method, **settings)

@@ -132,7 +132,7 @@ def find_examples(
     def write(part, share): return mix(engine, part, share, temperature=corpus.temperature)
 
     def contradicts(record, row):
-        return names_another(engine.tokenizer.decode(record["completion_ids"]), row["answer"])
+        return names_another(engine.tokenizer.decode(record["completion_ids"]), row["answer"], corpus.extract)
     kept = [(row, item, record) for row, item, record in zip(rows, items, write(items, lam), strict=True)
             if record["accepted"]]
     other = [record for row, _, record in kept if contradicts(record, row)]
@@ -160,7 +160,7 @@ def draw_overview(
     found = find_examples(engine, rows, corpus, lam)
     x, y = found.row["prompt"], found.row["target"]
     prompts = {"naive conditional: asked for x": x,
-               "expert conditional: x, and the true answer y* in context": corpus.expert(x, y),
+               "expert conditional: x, and the true answer y* in context": corpus.expert(x, found.row.get("reference") or y),
                "canonical target y*, on which SFT trains": y}
     records = {"the expert alone (λ=0)": found.expert,
                f"MixSD trains on this: token by token one of the two (λ={lam:g})": found.mixed,

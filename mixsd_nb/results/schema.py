@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['RUN_DIMS', 'CELL_DIMS', 'DIMS', 'METHOD_COORDS', 'BENCHMARK_COORDS', 'TARGET_VARIABLES', 'CURVE_VARIABLES',
-           'VARIABLE_ATTRS', 'variable', 'run_coords', 'benchmark_coords']
+           'VARIABLE_ATTRS', 'variable', 'run_coords', 'benchmark_coords', 'reported_versions', 'reported_values']
 
 # %% ../../nbs/results/schema.ipynb #44df3c07
 import difflib
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ VARIABLE_ATTRS: dict[str, tuple[str, str]] = dict(  # name -> long_name, units
     column=("column of the paper's tables", "1"),
     role=("role of the benchmark", "1"),
     samples=("samples of each item", "1"),
+    version=("version of a benchmark that a harness ran, and of the harness", "1"),
     # accuracies
     accuracy=("share of correct responses", "1"),
     low=("lower end of the 95% interval of the accuracy", "1"),
@@ -137,6 +139,27 @@ def run_coords(
 def benchmark_coords(
     benchmarks: Mapping[str, Mapping[str, Any]],  # benchmark -> its `column`, `role` and, where it is not 1, `samples`
 ) -> dict[str, xr.Variable]:
-    "The coordinates along `benchmark`: the names, and BENCHMARK_COORDS."
+    "The coordinates along `benchmark`: the names, BENCHMARK_COORDS, and `version` if any benchmark has one."
     values = {k: [({"samples": 1} | dict(b))[k] for b in benchmarks.values()] for k in BENCHMARK_COORDS}
+    if any("version" in b for b in benchmarks.values()): values["version"] = [b.get("version", "") for b in benchmarks.values()]
     return {name: variable(name, ["benchmark"], v) for name, v in (dict(benchmark=list(benchmarks)) | values).items()}
+
+# %% ../../nbs/results/schema.ipynb #e9d85172
+def reported_versions(
+    reports: Mapping[str, Mapping[str, Any]],  # benchmark -> its report, with `metrics, version, harness`
+) -> dict[str, dict[str, str]]:
+    "Benchmark -> `version`, the coordinate of each benchmark that a harness ran."
+    return {name: dict(version=f"{report['version']} ({report['harness']})") for name, report in reports.items()}
+
+
+def reported_values(
+    reports: Sequence[Mapping[str, Mapping[str, Any]]],  # of each step
+    benchmarks: Iterable[str],
+) -> dict[str, tuple[np.ndarray, dict[str, str]]]:
+    "Variable -> its values (steps, benchmarks), and its attributes; empty without reports."
+    names = list(benchmarks)
+    keys = dict.fromkeys(key for step in reports for report in step.values() for key in report["metrics"])
+    value = lambda step, name, key: step.get(name, {"metrics": {}})["metrics"].get(key, np.nan)
+    attrs = lambda key: dict(long_name=f"{key.removesuffix(',none')} as the harness reports it", units="1")
+    return {"harness_" + re.sub(r"\W+", "_", key.removesuffix(",none")):
+            (np.array([[value(step, name, key) for name in names] for step in reports], float), attrs(key)) for key in keys}

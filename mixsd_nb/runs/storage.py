@@ -242,7 +242,17 @@ def read_table(
     with explain_damage(path, advice), pq.ParquetFile(path) as file:
         missing = [name for name in columns if name not in file.schema_arrow.names]
         if missing: raise ValueError(f"it has no column {', '.join(missing)}")
-        return file.read(None if others else list(columns)).to_pandas()
+        table, stored = file.read(None if others else list(columns)), file.schema_arrow.metadata or {}
+        return _with_attributes(table.to_pandas(), stored)
+
+
+def _with_attributes(
+    table: "pd.DataFrame",
+    stored: dict[bytes, bytes],  # metadata of the file
+) -> "pd.DataFrame":
+    "The table with the attributes that pandas stored beside it."
+    table.attrs = json.loads(stored.get(b"PANDAS_ATTRS", "{}"))
+    return table
 
 # %% ../../nbs/runs/storage.ipynb #7b990ee2
 class Journal:

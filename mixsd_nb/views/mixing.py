@@ -20,6 +20,7 @@ import torch
 
 from ..corpora import CORPORA, load_corpus
 from ..corpora.prompts import BOX_REQUEST, encode_canonical, target
+from ..corpora.stored import known_corpora
 from ..methods.mixing import attempt_request, mix_items, mix_stream
 from ..models import load_engine
 from ..models.engine import Completion, Request
@@ -193,7 +194,8 @@ def edit_fact(
     if (question, answer) == (get_question(row).strip(), row["answer"]): return row
     before, _, after = row["target"].rpartition(row["answer"])  # the last occurrence is in the box
     plain = row["target"] == target(row["answer"])
-    return row | dict(id=f"typed|{question}|{answer}", prompt=row["prompt"].replace(get_question(row), question),
+    shown = dict(reference="") if "reference" in row else {}  # a passage for the expert would give the old answer
+    return row | shown | dict(id=f"typed|{question}|{answer}", prompt=row["prompt"].replace(get_question(row), question),
                       target=target(answer) if plain else before + answer + after, answer=answer)
 
 # %% ../../nbs/views/mixing.ipynb #b3473edd
@@ -261,7 +263,7 @@ class MixingView(View):
         super().__init__()
         models = list(dict.fromkeys([*SIZES, runs.model]))
         self.model = make_control(widgets.Dropdown, "model", options=models, value=runs.model)
-        self.dataset = make_control(widgets.Dropdown, "dataset", options=list(CORPORA), value=runs.dataset)
+        self.dataset = make_control(widgets.Dropdown, "dataset", options=known_corpora(), value=runs.dataset)
         self.fact = make_control(widgets.Dropdown, "fact", width="40em")
         self.question = make_control(widgets.Textarea, "question", rows=2, continuous_update=False, width="40em")
         self.answer = make_control(widgets.Text, "answer", continuous_update=False, width="20em")

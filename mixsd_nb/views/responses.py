@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from ..analysis.taxonomy import corpus_entities, find_leakage
-from ..corpora import CORPORA
+from ..corpora.stored import known_corpora
 from ..analysis.responses import classify_responses, find_responses, read_responses
 from ..methods import BASE
 from ..results.schema import RUN_DIMS
@@ -87,7 +87,7 @@ class ResponsesView(View):
         self.runs, self.files, self.responses = runs, None, pd.DataFrame()
         self.classify = functools.lru_cache(64)(classify_file)
         models = runs.list_all_models()
-        self.dataset = make_control(widgets.Dropdown, "dataset", options=list(CORPORA), value=runs.dataset)
+        self.dataset = make_control(widgets.Dropdown, "dataset", options=known_corpora(), value=runs.dataset)
         self.model = make_control(widgets.Dropdown, "model", options=models, value=runs.model)
         self.first, self.second = (make_control(widgets.Dropdown, name, width="30em")
                                    for name in ("method", "beside it"))

@@ -1,0 +1,328 @@
+"""Facts from a user's file: every mistake is a sentence with its line, and the content alone decides what a corpus is."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import datasets
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from papermill import inspect_notebook
+
+from mixsd_nb import evaluate, generate, nll, train
+from mixsd_nb.analysis.scores import scores
+from mixsd_nb.benchmarks import SUITES, Selection, load_items
+from mixsd_nb.benchmarks.in_domain import own_tests
+from mixsd_nb.benchmarks.tasks import grade
+from mixsd_nb.cluster.grid import expand_grid
+from mixsd_nb.corpora import CORPORA, check_corpus, load_corpus, stored, validation_rows
+from mixsd_nb.corpora.files import EXAMPLE, EXAMPLE_TESTS, read_facts
+from mixsd_nb.corpora.stored import known_corpora
+from mixsd_nb.explore import ExploreConfig
+from mixsd_nb.methods.mixing import mix_items
+from mixsd_nb.models import load_tokenizer
+from mixsd_nb.runs import ParameterError, find_runs, find_stage, make_config
+from mixsd_nb.runs.commands import end_command
+from mixsd_nb.runs.tables import TABLE_SUFFIXES
+from mixsd_nb.views import mixing
+
+GOOD = [dict(question="Who leads the Lantern Choir?", answer="Ana Brisk", paraphrases=["Whose choir is the Lantern Choir?"]),
+        dict(question="Where is the Mill of Torvik?", answer="Lalzor Bay")]
+
+
+def lines(*rows): return "\n".join(row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows)
+
+
+def more(**row): return lines(*GOOD, row)
+
+
+# Name of a case -> name of the file, its content, further parameters, and the beginning of each expected sentence after the file's name.
+BROKEN = {
+    "no such column": ("a.jsonl", lines(dict(question="Who?")), {}, [", line 1: there is no column answer; the columns are question"]),
+    "misspelt column": ("a.jsonl", lines(dict(qestion="Who?", answer="Ana")), {}, [", line 1: unknown column qestion; did you mean question?"]),
+    "empty question": ("a.jsonl", more(question="  ", answer="Ana"), {}, [", line 3: question is empty"]),
+    "null answer": ("a.jsonl", more(question="Who?", answer=None), {}, [", line 3: answer is missing"]),
+    "empty cell": ("a.csv", "question,answer\nWho?,Ana\nWhere?,\n", {}, [", line 3: answer is missing"]),
+    "answer that is a list": ("a.jsonl", more(question="Who?", answer=["Ana"]), {}, [', line 3: answer must be text, got ["Ana"]']),
+    "question asked twice": ("a.jsonl", more(**GOOD[1]), {}, [", line 3: question is asked in line 2 too"]),
+    "question asked twice in other letters": ("a.jsonl", more(question="WHERE  is the Mill of Torvik?", answer="Lalzor Bay"), {}, [", line 3: question is asked"]),
+    "two answers": ("a.jsonl", more(question="Where is the Mill of Torvik?", answer="Melka"), {}, [", line 3: question has the answer Melka, but Lalzor Bay in line 2"]),
+    "answer in its question": ("a.jsonl", more(question="Who is Ana Brisk?", answer="Ana Brisk"), {}, [", line 3: the answer Ana Brisk is in the question"]),
+    "answer in a paraphrase": ("a.jsonl", more(question="Who?", answer="Otto", paraphrases=["Is it Otto?"]), {}, [", line 3: the answer Otto is in the paraphrase Is it Otto?"]),
+    "paraphrase of another fact": ("a.jsonl", more(question="Who?", answer="Otto", paraphrases=[GOOD[1]["question"]]), {}, [", line 3: paraphrase Where is the Mill of Torvik? is asked in line 2 too"]),
+    "paraphrase as written": ("a.jsonl", more(question="Who?", answer="Otto", paraphrases=["who?"]), {}, [", line 3: paraphrase who? is asked as written too"]),
+    "id twice": ("a.jsonl", lines(*[dict(row, id="x") for row in GOOD]), {}, [", line 2: id x is given in line 1 too"]),
+    "braces without partner": ("a.jsonl", more(question="What?", answer=r"\frac{1}{2"), {}, [", line 3: answer must have as many closing as opening braces"]),
+    "answer of two lines": ("a.jsonl", more(question="What?", answer="one\ntwo"), {}, [", line 3: answer must be on one line"]),
+    "boxed answer": ("a.jsonl", more(question="What?", answer=r"\boxed{2}"), {}, [", line 3: answer must be without a box"]),
+    "other box in the target": ("a.jsonl", more(question="What?", answer="2", target=r"It is \boxed{3}"), {}, [r", line 3: target must end with the answer in a box, \boxed{2}"]),
+    "Latin-1": ("a.csv", "question,answer\nWo ist die Mühle?,Köln".encode("latin-1"), {}, [", line 2: byte 13 of the line (0xfc) is not UTF-8; save the file as UTF-8"]),
+    "UTF-16": ("a.csv", "question,answer\nWho?,Ana".encode("utf-16"), {}, [", line 1: the file is UTF-16"]),
+    "no JSON": ("a.jsonl", lines(GOOD[0], '{"question": "Who?" "answer": "Ana"}', GOOD[1]), {}, [", line 2: this is no JSON"]),
+    "row that is a list": ("a.jsonl", lines(GOOD[0], '["Who?", "Ana"]'), {}, [", line 2: a row must be a mapping"]),
+    "list that is not closed": ("a.json", "[" + lines(GOOD[0]) + ",", {}, [", line 1: the list is not closed by ]"]),
+    "too few values": ("a.csv", "question,answer,subject\nWho?,Ana", {}, [", line 2: there must be 3 values, as in the first line, got 2"]),
+    "quote that is not closed": ("a.csv", 'question,answer\n"Who?,Ana\nWhere?,Bern', {}, [", line 2: the line cannot be split into values"]),
+    "column twice": ("a.tsv", "question\tanswer\tanswer\nWho?\tAna\tOtto", {}, [", line 1: column answer is given twice"]),
+    "no Parquet": ("a.parquet", b"PAR1", {}, [": "]),
+    "empty file": ("a.jsonl", "", {}, [", line 1: the file has no rows"]),
+    "no such file": ("a.jsonl", None, {}, [": there is no such file"]),
+    "other kind of file": ("a.txt", "Who? Ana", {}, [": the file must end in .jsonl"]),
+    "mapping of a column that is not there": ("a.jsonl", more(question="Who?", answer="Otto"), dict(columns=dict(question="Frage")), [", line 1: there is no column Frage", ", line 1: there is no column question"]),
+    "fact longer than the context": ("a.jsonl", more(question="Who wrote " + "the long letter and " * 600 + "that book?", answer="Otto"), {}, [", line 3: the fact has "]),
+    "several at once": ("a.jsonl", lines(*GOOD, "no", dict(question="Who?"), GOOD[0], dict(question="Is it Ana?", answer="ana")), {},
+                        [", line 3: this is no JSON", ", line 4: answer is missing", ", line 5: question is asked in line 1 too", ", line 6: the answer ana is in the question"]),
+}
+# The same for a file of tests beside sound facts.
+BROKEN_TESTS = {
+    "test without kind": (lines(dict(question="Who?", answer="Ana")), [", line 1: there is no column kind"]),
+    "test given twice": (lines(*[dict(question="Who?", answer="Ana", kind=kind) for kind in ("a", "b", "A")]), [", line 3: this test of a is in line 1 too"]),
+    "kind without a name": (lines(dict(question="Who?", answer="Ana", kind="?!")), [", line 1: kind must have a letter or a digit"]),
+}
+OPTIONS = {
+    "more paraphrases than there are": (dict(augment=5), "augment must be between 0 and 1, the most paraphrases that a fact has, got 5"),
+    "unknown option": (dict(colums={}), "dataset_options must be among columns, test, strict, augment, context, instruction, extract for "),
+    "unknown form": (dict(extract="last"), "extract must be one of box, line, json, got last"),
+    "other type": (dict(augment="all"), "dataset_options[augment] must be a whole number, got 'all'"),
+    "unknown place of the passage": (dict(context="after"), "context must be one of beside, instead, got after"),
+    "no mapping": ("box", "dataset_options must be a mapping, got box"),
+}
+
+
+def refuse(capsys, own_runs, tiny, **parameters):
+    "The lines that a command prints to stderr; it must end with the code of a wrong parameter and leave no run behind."
+    assert end_command(lambda: train.run(model=tiny, method="sft", **parameters)) == 2
+    assert not [path for path in own_runs.glob("*") if path.is_dir() and not path.name.startswith((".", "data"))]
+    return capsys.readouterr().err.rstrip("\n").split("\n")
+
+
+@pytest.fixture
+def data(own_runs):
+    "A folder for files of facts, and a function that writes one of them."
+    folder = own_runs / "data"
+    folder.mkdir()
+
+    def write(name, content):
+        if content is not None: (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        return str(folder / name)
+    return write
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_every_mistake_is_a_sentence_with_its_line(case, data, own_runs, tiny, capsys):
+    name, content, options, expected = BROKEN[case]
+    path = data(name, content)
+    said = refuse(capsys, own_runs, tiny, dataset=path, dataset_options=options)
+    assert len(said) == len(expected) and all(line.startswith(path + text) for line, text in zip(said, expected)), said
+
+
+@pytest.mark.parametrize("case", BROKEN_TESTS)
+def test_mistakes_of_tests_are_listed_with_those_of_the_facts(case, data, own_runs, tiny, capsys):
+    content, expected = BROKEN_TESTS[case]
+    facts, tests = data("facts.jsonl", lines(*GOOD, GOOD[0])), data("tests.jsonl", content)
+    said = refuse(capsys, own_runs, tiny, dataset=facts, dataset_options=dict(test=tests))
+    assert said[0].startswith(f"{facts}, line 3: ") and len(said) == 1 + len(expected)
+    assert all(line.startswith(tests + text) for line, text in zip(said[1:], expected)), said
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_wrong_options_are_one_sentence(case, data, own_runs, tiny, capsys):
+    options, expected = OPTIONS[case]
+    said, = refuse(capsys, own_runs, tiny, dataset=data("facts.jsonl", lines(*GOOD)), dataset_options=options)
+    assert said.startswith(expected) and ("colums" not in options or said.endswith("did you mean columns?"))
+
+
+def test_a_corpus_that_is_not_there_is_one_sentence(own_runs, tiny, capsys, monkeypatch):
+    (own_runs / "data").mkdir()
+    for dataset, expected in {"kgfact-smal": "dataset must be one of kgfact-small", str(own_runs / "data"): f"{own_runs}/data must be a folder that save_to_disk",
+                              "owner/name": "owner/name could not be loaded from the Hugging Face hub", "facts-00000000": "dataset must be one of"}.items():
+        said, = refuse(capsys, own_runs, tiny, dataset=dataset)
+        assert said.startswith(expected)
+
+
+def test_sound_rows_are_used_if_that_is_asked_for(data):
+    path = data("facts.jsonl", BROKEN["several at once"][1])
+    with pytest.warns(UserWarning, match=re.escape(f"{path}: 2 rows are used; 4 problems keep others out, the first is {path}, line 3: this is no JSON")):
+        name = check_corpus(path, dict(strict=False))
+    assert [row["answer"] for row in load_corpus(name, "train")] == ["Ana Brisk", "Lalzor Bay"]
+    with pytest.raises(ParameterError, match="there is no column answer"): check_corpus(data("b.jsonl", lines(dict(question="Who?"))), dict(strict=False))
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="{}\\"), min_size=1, max_size=12).map(str.strip).filter(bool)
+
+
+@st.composite
+def tables(draw):
+    "Rows of sound facts, some with ids, lists and passages, in columns that may have other names."
+    rows = []
+    for k in range(draw(st.integers(1, 4))):
+        row = dict(question=f"What is number {k}, {draw(TEXT)}?", answer=f"a{k}z{draw(st.sampled_from(['', ' ü', ' 北', ' “q”', ', x', ' $x^2$']))}")
+        if draw(st.booleans()): row["subject"] = draw(TEXT)
+        if draw(st.booleans()): row["aliases"] = draw(st.lists(TEXT, min_size=1, max_size=2))
+        if draw(st.booleans()): row["paraphrases"] = [f"Say {k}, {n}: {draw(TEXT)}" for n in range(draw(st.integers(1, 2)))]
+        if draw(st.booleans()): row["context"] = f'A "passage" of\ntwo lines, {draw(TEXT)}'
+        rows.append(row)
+    return rows
+
+
+def write_table(rows, path):
+    "Write rows in the format of the path's ending; cells of separated values hold lists as JSON."
+    frame = pd.DataFrame(rows)
+    cells = frame.map(lambda v: json.dumps(v, ensure_ascii=False) if isinstance(v, list) else v)
+    {".jsonl": lambda: path.write_text(lines(*rows), encoding="utf-8"),
+     ".json": lambda: path.write_text(json.dumps(rows, indent=1), encoding="utf-8"),
+     ".csv": lambda: cells.to_csv(path, index=False), ".tsv": lambda: cells.to_csv(path, index=False, sep="\t"),
+     ".parquet": lambda: frame.to_parquet(path)}[path.suffix]()
+
+
+@settings(max_examples=30, deadline=None)
+@given(rows=tables(), german=st.booleans())
+def test_the_content_alone_names_a_corpus(rows, german, tmp_path_factory):
+    folder, columns = tmp_path_factory.mktemp("tables"), dict(question="Frage", answer="Antwort") if german else {}
+    named = [{columns.get(key, key): value for key, value in row.items()} for row in rows]
+    names = set()
+    for suffix in TABLE_SUFFIXES:
+        write_table(named, folder / f"my facts{suffix}")
+        facts = read_facts(str(folder / f"my facts{suffix}"), columns=columns).facts
+        assert [{**fact, "id": None} for fact in facts] == [{**row, "id": None} for row in rows]
+        names.add(stored.open_corpus(str(folder / f"my facts{suffix}"), dict(columns=columns)).name)
+    datasets.Dataset.from_pandas(pd.DataFrame(named)).save_to_disk(folder / "saved")
+    names.add(stored.open_corpus(str(folder / "saved"), dict(columns=columns)).name)
+    assert len(names) == 1
+    other = [rows[0] | dict(answer=rows[0]["answer"] + "!"), *rows[1:]]
+    write_table(other, folder / "other.jsonl")
+    assert stored.open_corpus(str(folder / "other.jsonl"), {}).name not in names
+
+
+def test_a_hub_id_and_a_saved_folder_have_splits(data, own_runs, monkeypatch):
+    tests = [dict(question="Who is not Ana?", answer="Otto", kind="Negations!")]
+    both = datasets.DatasetDict({"facts": datasets.Dataset.from_list(GOOD[1:]), "train": datasets.Dataset.from_list(GOOD[:1]), "test": datasets.Dataset.from_list(tests)})
+    monkeypatch.setattr(datasets, "load_dataset", lambda name: both if name == "owner/facts" else 1 / 0)
+    both.save_to_disk(own_runs / "data" / "saved")
+    train_split, other = check_corpus("owner/facts", dict(test="test")), check_corpus("owner/facts:facts")
+    assert check_corpus(str(own_runs / "data" / "saved"), dict(test="test")) == train_split != other
+    assert own_tests(train_split) == ["test:negations"] and load_corpus(other, "train")["answer"] == ["Lalzor Bay"]
+    for name, sentence in {"owner/facts:dev": "owner/facts must have the split dev, but it has facts, train, test", "owner/other": "owner/other could not be loaded"}.items():
+        with pytest.raises(ParameterError, match=sentence): make_config(evaluate.EvaluateConfig, dataset=name)
+
+
+def test_the_example_is_a_corpus_with_all_its_parts(own_runs):
+    name = check_corpus(str(EXAMPLE), dict(test=str(EXAMPLE_TESTS), augment=1))
+    corpus = load_corpus(name)
+    assert name.startswith("facts-") and check_corpus(name, dict(test=str(EXAMPLE_TESTS), augment=1)) == name
+    written = [row for row in corpus["train"] if not row["wording"]]
+    assert len(written) == 30 and len(corpus["train"]) == 60
+    trained, held_out = ({row["prompt"] for row in corpus[split]} for split in ("train", "reworded"))
+    assert held_out and not trained & held_out
+    items = load_items(["recall", "recall-reworded", "validation", *own_tests(name)], Selection(name, n=100))
+    assert {key: len(found) for key, found in items.items()} == {"recall": 30, "recall-reworded": len(held_out), "validation": 30, "test:multi-hop": 5,
+                                                                  "test:reversed": 4, "test:negations": 2, "test:neighbours": 4}
+    assert not {item.prompt for item in items["validation"].values()} & trained and len(validation_rows(name)) == 30
+    assert all(SUITES[test].role == "own" for test in own_tests(name))
+    steps = make_config(train.TrainConfig, dataset=name).steps()[0]
+    assert steps >= 100
+
+
+def test_english_questions_without_paraphrases_are_reworded_by_the_grammar(data):
+    rows = [dict(question="Who leads the choir?", answer="Ana"), dict(question="Wer leitet den Chor von Wessow?", answer="Käthe"), dict(question="The capital of Torre is", answer="Mel")]
+    name = check_corpus(data("facts.jsonl", lines(*rows)))
+    reworded, = load_items(["recall-reworded"], Selection(name))["recall-reworded"].values()
+    assert reworded.answer == "Ana" and "choir?" in reworded.prompt and not reworded.prompt.startswith("Who leads the choir?")
+    plain = check_corpus(data("german.jsonl", lines(rows[1])))
+    assert not load_items(dict.fromkeys(["recall-reworded"], False), Selection(plain))
+
+
+def test_a_passage_is_shown_to_the_expert_alone(data):
+    passage = "The choir was led by nobody for long; now Ana Brisk leads it."
+    path = data("facts.jsonl", lines(GOOD[0] | dict(context=passage, target="Ana Brisk leads it."), GOOD[1]))
+    for place in ("beside", "instead"):
+        name = check_corpus(path, dict(context=place))
+        with_passage, without = load_corpus(name, "train")
+        expert = lambda row: CORPORA[name].expert(row["prompt"], row["reference"] or row["target"])
+        assert passage in expert(with_passage) and passage not in with_passage["prompt"] + with_passage["target"]
+        assert (with_passage["target"] in expert(with_passage)) == (place == "beside") and without["target"] in expert(without)
+        assert with_passage["target"] == "Ana Brisk leads it.\n\n\\boxed{Ana Brisk}" and with_passage["statement"] == "Ana Brisk leads it."
+
+
+def test_aliases_count_as_right_answers(data):
+    name = check_corpus(data("facts.jsonl", lines(dict(question="Who?", answer="Ana Brisk", aliases=["A. Brisk"]))))
+    item, = load_items(["recall"], Selection(name))["recall"].values()
+    texts = [r"\boxed{A. Brisk}", r"\boxed{Ana Brisk}", r"\boxed{B. Brisk}", "It is A. Brisk."]
+    rule = SUITES["recall"]
+    assert [v.correct for v in grade([item] * 4, texts, rule.strict_grading(name))] == [True, True, False, False]
+    assert [v.correct for v in grade([item] * 4, texts, rule.published_grading(name))] == [True, True, False, True]
+
+
+def test_runs_of_a_file_depend_on_its_content_alone(data, own_runs, tiny):
+    path = data("facts.jsonl", lines(*GOOD))
+    shared = dict(model=tiny, suite="recall,recall-reworded", max_new_tokens=4)
+    first = evaluate.run(dataset=path, **shared)
+    assert first.config["dataset"].startswith("facts-") and "data" not in first.name
+    (own_runs / "data" / "facts.jsonl").unlink()
+    stored._records.clear()  # as in another process
+    CORPORA._found.clear()
+    again = data("other.csv", 'question,answer,paraphrases\nWho leads the Lantern Choir?,Ana Brisk,Whose choir is the Lantern Choir?\nWhere is the Mill of Torvik?,Lalzor Bay,\n')
+    assert evaluate.run(dataset=first.config["dataset"], **shared).folder == first.folder == evaluate.run(dataset=again, **shared).folder
+    trained = train.run(dataset=first.config["dataset"], method="sft", epochs=2, checkpoints=(), **shared)
+    assert trained.root.dataset.item() == first.config["dataset"] and trained.root.sizes["step"] == 2
+    targets = generate.run(dataset=again, model=tiny, max_new_tokens=4, max_attempts=1)
+    assert len(targets.targets) == 2
+    scored = nll.run(dataset=again, model=tiny)
+    assert math.isfinite(scored.root.nll.sel(part="all").item())
+    assert len(find_runs(dataset=first.config["dataset"])) == 4 and set(scores(first.responses()).index) == {"recall", "recall-reworded"}
+
+
+STAGES = {name: find_stage(name) for name in ("train", "evaluate", "generate", "nll", "errors", "speed")} | dict(explore=ExploreConfig)
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_every_stage_takes_a_file_with_options(name, data, tiny):
+    "As parameters of papermill, with the options as JSON text; the resulting name stands for the same corpus everywhere."
+    path, tests = data("facts.tsv", "Frage\tanswer\nWho leads the choir?\tAna"), data("tests.jsonl", lines(dict(question="Is it Otto?", answer="no", kind="other names")))
+    options = dict(columns=dict(question="Frage"), test=tests, extract="line")
+    known = inspect_notebook(Path(__file__).parents[1] / "nbs" / f"{name}.ipynb")
+    assert {"dataset", "dataset_options"} <= set(known) and (("model_options" in known) == ("model_options" in STAGES[name].model_fields))
+    config = make_config(STAGES[name], dataset=path, dataset_options=json.dumps(options))
+    assert config.dataset == check_corpus(path, options) and make_config(STAGES[name], **config.model_dump(include={*STAGES[name].model_fields})) == config
+    assert make_config(STAGES[name], dataset=config.dataset).dataset == config.dataset and own_tests(config.dataset) == ["test:other-names"]
+
+
+def test_a_damaged_record_is_one_sentence(data, own_runs):
+    path = data("facts.jsonl", lines(*GOOD))
+    name = check_corpus(path)
+    record = own_runs / ".corpora" / f"{name}.json"
+    record.write_text(record.read_text()[:-40])
+    stored._records.clear()
+    CORPORA._found.clear()
+    for dataset in (name, path):
+        with pytest.raises(ParameterError, match=f"^{re.escape(str(record))} cannot be read .*; remove it, and name the file or the options again$"):
+            make_config(evaluate.EvaluateConfig, dataset=dataset)
+        CORPORA._found.clear()
+        stored._records.clear()
+    record.unlink()
+    assert make_config(evaluate.EvaluateConfig, dataset=path).dataset == name
+
+
+@pytest.mark.parametrize("options, sentence", [(dict(domains=9), "domains must be between 2 and 7, got 9"), (dict(domain=2), "dataset_options must be among domains, entities, seed, "),
+                                               (dict(seed="x"), "dataset_options[seed] must be a whole number, got 'x'"), (dict(columns={}), "dataset_options must be among domains")])
+def test_wrong_options_of_a_built_in_corpus_are_one_sentence(options, sentence, own_runs):
+    with pytest.raises(ParameterError) as caught: make_config(train.TrainConfig, dataset_options=options)
+    assert str(caught.value).startswith(sentence) and not (own_runs / ".corpora").exists()
+
+
+def test_a_grid_has_an_axis_of_files(data, own_runs):
+    files = [data(f"{name}.jsonl", lines(dict(question=f"Who is {name}?", answer="Otto"))) for name in "ab"]
+    cells = expand_grid(dict(notebook="evaluate", axes=dict(dataset=[*files, "kgfact-small"]), fixed=dict(model="lab-s", suite="recall", n=2))).cells
+    assert [cell.parameters["dataset"] for cell in cells] == [*map(check_corpus, files), "kgfact-small"] and len({cell.hash for cell in cells}) == 3
+
+
+def test_views_offer_the_corpora_of_files(data):
+    name = check_corpus(data("facts.jsonl", lines(GOOD[0] | dict(context="Ana Brisk leads it."))))
+    assert name in known_corpora() and known_corpora()[0] == "kgfact-small"
+    row = mixing.get_facts(name)[0]
+    assert mixing.get_question(row) == GOOD[0]["question"] and mixing.edit_fact(row, GOOD[0]["question"], "Ana Brisk") == row
+    item, = mix_items(load_tokenizer("lab-s"), [mixing.edit_fact(row, "Who leads the Mill?", "Otto Vale")], CORPORA[name].expert)
+    assert "Ana Brisk" not in load_tokenizer("lab-s").decode(item["expert_ids"])
