@@ -1288,6 +1288,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                  'mixsd_nb.inject._pick_items': ('inject.html#_pick_items', 'mixsd_nb/inject.py'),
                                  'mixsd_nb.inject._render_costs': ('inject.html#_render_costs', 'mixsd_nb/inject.py'),
                                  'mixsd_nb.inject._render_likelihood': ('inject.html#_render_likelihood', 'mixsd_nb/inject.py'),
+                                 'mixsd_nb.inject._render_model': ('inject.html#_render_model', 'mixsd_nb/inject.py'),
                                  'mixsd_nb.inject._run_command': ('inject.html#_run_command', 'mixsd_nb/inject.py'),
                                  'mixsd_nb.inject._side_by_side': ('inject.html#_side_by_side', 'mixsd_nb/inject.py'),
                                  'mixsd_nb.inject._summarise': ('inject.html#_summarise', 'mixsd_nb/inject.py'),

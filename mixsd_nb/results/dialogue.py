@@ -67,7 +67,8 @@ def newest_runs(
 
     FileNotFoundError if nothing was trained."""
     trained = [run for run in find_runs(root, "train") if run.config["method"] != "base"]
-    if not trained: raise FileNotFoundError(f"there is no training run in {root or runs_root()}; `mixsd inject` makes one")
+    if not trained:
+        raise FileNotFoundError(f"there is no training run in {root or runs_root()}; `mixsd inject` makes one")
     by_time = sorted(trained, key=lambda run: (run.folder / "result.nc").stat().st_mtime)
     same = lambda run: all(run.config[name] == by_time[-1].config[name] for name in ("dataset", "model"))
     newest = {run.config["method"]: run for run in by_time if same(run)}
