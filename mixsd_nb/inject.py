@@ -26,7 +26,7 @@ from .corpora.prompts import rows_as_written
 from .corpora.stored import fact_places
 from .methods import METHODS, label_title
 from .models import load_tokenizer, run_with_engine
-from .models.presets import preset_field, preset_values
+from .models.presets import preset_field
 from .results.finished import ModelRun
 from .results.report import (escape, format_interval, format_p, render_failures, render_figure, render_lost,
                                      render_page, render_pair, render_scores, render_table)
@@ -46,7 +46,7 @@ class InjectConfig(train.TrainConfig):
         "what is asked before and after: groups and benchmarks, with commas; the facts' own tests are added",
         lab="in-domain,lab", paper="in-domain,paper")
     n: int = preset_field(
-        "items of each benchmark, as far as it has them; by default at least all facts", lab=50, paper=4_326, ge=1)
+        "items of each benchmark, as far as it has them; at least as many as there are facts", lab=50, paper=4_326, ge=1)
     epochs: int | None = Field(
         None, ge=1, description="most passes over the facts; None for twice the published number")
     checkpoints: Steps | None = Field(None, description=(
@@ -61,12 +61,6 @@ class InjectConfig(train.TrainConfig):
         schedule = CORPORA[info.data["dataset"]].schedule
         return 2 * schedule.epochs if info.field_name == "epochs" else schedule.batch
 
-    @field_validator("n", mode="before")
-    @classmethod
-    def _ask_all_facts(cls, n, info):
-        if n is not None or "dataset" not in info.data: return n
-        return max(preset_values(cls.model_fields["n"])[info.data["preset"]], len(_facts(info.data["dataset"])))
-
     @field_validator("suite")
     @classmethod
     def _add_own_tests(cls, suite, info):
@@ -77,9 +71,17 @@ class InjectConfig(train.TrainConfig):
     def training(self) -> train.TrainConfig:
         "The training. It measures recall and validation; all else is asked of the base and of the selected checkpoint."
         shared = {*train.TrainConfig.model_fields} - {"suite", "dataset_options", "model_options"}
-        return make_config(train.TrainConfig, **self.model_dump(include=shared), suite="recall")
+        return make_config(train.TrainConfig, **self.model_dump(include=shared) | dict(suite="recall", n=self.items()))
 
-    def shared_runs(self): return [train.base_evaluation(self), self.training()]
+    def items(self) -> int:
+        "Items of each benchmark: `n`, and at least as many as there are facts."
+        return max(self.n, len(_facts(self.dataset)))
+
+    def evaluation(self, model: str) -> evaluate.EvaluateConfig:
+        "The evaluation of the base model or of a checkpoint with all benchmarks."
+        return train.base_evaluation(self).model_copy(update=dict(model=model, n=self.items()))
+
+    def shared_runs(self): return [self.evaluation(self.model), self.training()]
 
     def covers(self, run): return True
 
@@ -97,7 +99,7 @@ def ask_suite(
     model: str,  # the base model, or the folder of a checkpoint
 ) -> ModelRun:
     "The evaluation of a model with all benchmarks, computed if it does not exist yet."
-    asked = train.base_evaluation(config).model_copy(update=dict(model=model))
+    asked = config.evaluation(model)
     run_with_engine(config.engine, evaluate.responses, **asked.model_dump(include=asked.model_fields_set))
     return asked.open_run(asked.folder)
 
@@ -234,8 +236,9 @@ def _render_costs(costs: CostLog, trained: ModelRun, targets: pd.DataFrame | Non
             + "<p class='muted'>A step whose run existed before takes no time.</p>")
 
 # %% ../nbs/inject.ipynb #e932b907
-_TEST = ("<p class='muted'>Shares of correct answers with 95% intervals. p is that of McNemar's exact test on the same "
-         "items before and after, not corrected for the number of benchmarks.</p>")
+_TEST = ("<p class='muted'>recall asks the facts as they are written, recall-reworded asks them in other words. Shares of "
+         "correct answers with 95% intervals. p is that of McNemar's exact test on the same items before and after, or of "
+         "random signs where items have several samples; it is not corrected for the number of benchmarks.</p>")
 
 
 def _render_model(config: InjectConfig, run: Run, trained: ModelRun, step: int) -> str:

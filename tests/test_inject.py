@@ -136,8 +136,9 @@ def test_defaults(own_runs):
     assert config.training().suite == "recall" and config.training().stop == "converged"
     many = own_runs / "many.jsonl"
     many.write_text("".join(json.dumps(dict(question=f"Which is number {k}?", answer=f"thing {chr(97 + k % 26)}")) + "\n" for k in range(130)))
-    assert make_config(InjectConfig, dataset=str(many)).n == 130, "every fact is asked"
-    assert make_config(InjectConfig, dataset=str(many), n=10).n == 10
+    asked = make_config(InjectConfig, dataset=str(many))
+    assert asked.items() == asked.training().n == asked.evaluation("lab-s").n == 130, "every fact is asked"
+    assert make_config(InjectConfig, dataset=str(many), n=200).items() == 200
 
 
 @pytest.mark.parametrize(("accepted", "another", "right", "failure"), [
