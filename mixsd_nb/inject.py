@@ -236,9 +236,9 @@ def _render_costs(costs: CostLog, trained: ModelRun, targets: pd.DataFrame | Non
             + "<p class='muted'>A step whose run existed before takes no time.</p>")
 
 # %% ../nbs/inject.ipynb #e932b907
-_TEST = ("<p class='muted'>recall asks the facts as they are written, recall-reworded asks them in other words. Shares of "
-         "correct answers with 95% intervals. p is that of McNemar's exact test on the same items before and after, or of "
-         "random signs where items have several samples; it is not corrected for the number of benchmarks.</p>")
+_TEST = ("<p class='muted'>recall asks the facts as they are written, recall-reworded asks them in other words. Shares "
+         "of correct answers with 95% intervals. p is that of McNemar's exact test on the same items before and after, "
+         "or of random signs where items have several samples; it is not corrected for the number of benchmarks.</p>")
 
 
 def _render_model(config: InjectConfig, run: Run, trained: ModelRun, step: int) -> str:
