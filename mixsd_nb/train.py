@@ -63,7 +63,7 @@ class TrainConfig(Stage, EvalSettings):
         "updates after which the model is measured, besides the last one; None for the published schedule; "
         "for example papermill -y '{checkpoints: [20, 60]}'"))
     stop: Literal["last", "converged"] = runtime_field("last", (
-        "when training ends: last, after all updates, or converged, as soon as the paper's rule has selected a checkpoint"))
+        "when training ends: last, after all updates; converged, when the paper's rule has selected a checkpoint"))
     span: Literal[SPANS] = preset_field(
         "which tokens of a target are trained: completion, or paper, which adds the chat template's tokens around it",
         lab="completion", paper="paper")
@@ -164,8 +164,7 @@ class TrainConfig(Stage, EvalSettings):
 
     def covers(self, run):
         "Whether the run has measured all checkpoints; its last one is that of the training."
-        if not self.has_rate: return True
-        if self.stop == "converged" and self.converged_step(run) is not None: return True
+        if not self.has_rate or self.stop == "converged" and self.converged_step(run) is not None: return True
         root = read_root(run.folder / "result.nc")
         measured, asked = root.step.values.tolist(), root.targets_asked.item()
         last = update_count(self.epochs, int(asked), self.batch) if asked == asked else max(measured)
@@ -175,11 +174,12 @@ class TrainConfig(Stage, EvalSettings):
         self,
         run: Run,  # a finished one of this configuration
     ) -> int | None:
-        "The step at which the training has converged, by the recall and the validation of the measured checkpoints."
+        "The step at which training has converged by its recall and validation; None if it has not, or has no steps."
+        if not self.has_rate: return None
         root = read_root(run.folder / "result.nc").squeeze(RUN_DIMS)
         planned = self._steps_until(int(root.step.max()))
         scores = root.accuracy.sel(step=[step for step in root.step.values if step > 0 and step in planned])
-        found = converged(*(scores.sel(benchmark=name).values for name in ("recall", "validation")))
+        found = converged(*(scores.sel(benchmark=name).fillna(0).values for name in ("recall-kept", "validation")))
         return None if found is None else int(scores.step[found])
 
     def shared_runs(self):
@@ -279,7 +279,7 @@ def _loop_until_converged(
             part = replace(spec, steps=step, checkpoints=[step])
             curves = fine_tune(part, folder, lambda entry: report(entry | dict(steps=spec.steps)))
             found = measure(step)
-            scores.append((found["recall"], found["validation"]))
+            scores.append((found.get("recall-kept", 0.0), found["validation"]))
             if converged(*zip(*scores)) is not None: break
         return curves
     return loop
@@ -295,11 +295,11 @@ def train(
     facts = {r["id"] for r in load_corpus(config.dataset, "train")}
     responses, recall = {0: base_responses(config)}, {0: 0.0}
 
-    def measure(step):
+    def measure(step, kept=facts):
         if step not in responses:
             if step not in config.steps()[1]: return
             responses[step] = measure_checkpoint(config, run, step, checkpoint_folder(run.folder, step))
-        found = {name: correct / n for name, (correct, n) in count_by_benchmark(responses[step], facts).items()}
+        found = {name: correct / n for name, (correct, n) in count_by_benchmark(responses[step], kept).items() if n}
         recall[step] = found["recall"]
         return found
 
@@ -307,8 +307,8 @@ def train(
     drawn = "ipykernel" in sys.modules  # the recall so far is only shown in a notebook
     measure_early = drawn and config.processes == 1 and not ENGINES[config.engine].own_process
     progress = TrainingProgress(f"{config.label}, training", recall, *[measure] * measure_early)
-    loop = dict(loop=_loop_until_converged(measure)) if config.stop == "converged" else {}
-    method_run = MethodRun(run.folder, config, progress, lambda: mixed_targets(config), **loop)
+    method_run = MethodRun(run.folder, config, progress, lambda: mixed_targets(config))
+    if config.stop == "converged": method_run.loop = _loop_until_converged(lambda step: measure(step, method_run.kept))
     try: fitted = fit_function(config.method)(method_run)
     finally: progress.close()
     for patience in (0, math.inf):  # first the checkpoints that no other process is measuring

@@ -5,6 +5,7 @@ import json
 import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from helpers import small_model
 from mixsd_nb import train
 from mixsd_nb.models import load_base
 from mixsd_nb.results.export import export_model, main, push_folder
+from mixsd_nb.results.model_card import LOADING
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +80,12 @@ def test_the_lines_of_the_card_run_in_vllm(exported, monkeypatch, capsys):
     lines = re.search(r"With vLLM:\n\n```python\n(.*?)```", (exported / "README.md").read_text(), re.DOTALL)[1]
     exec(compile(lines, "README.md", "exec"), {})
     assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", LOADING)
+def test_readme_shows_the_lines_of_the_card(name):
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    assert LOADING[name].format(model="my-model", prompt='"…"') in readme and len(LOADING[name].splitlines()) == 3
 
 
 @pytest.mark.parametrize(("arguments", "words"), [

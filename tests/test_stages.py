@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from papermill import inspect_notebook
@@ -50,10 +50,11 @@ SCALED = [config for path in STAGES if preset_names(config := configuration(path
 
 
 def test_some_stages_have_both_scales():
-    assert [config.name for config in SCALED] == ["evaluate", "generate", "train"]
+    assert [config.name for config in SCALED] == ["evaluate", "generate", "inject", "train"]
 
 
 @pytest.mark.parametrize("config", SCALED, ids=lambda c: c.name)
+@settings(deadline=None)  # a configuration may load its corpus
 @given(data=st.data())
 def test_a_preset_is_the_sum_of_its_values(config, data):
     "A run is the same whether its values come from the preset or are given, and given values have precedence."

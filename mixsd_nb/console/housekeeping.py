@@ -18,7 +18,7 @@ import pandas as pd
 
 from ..results.finished import ModelRun
 from ..runs import DamagedFile, Run, checkpoint_step, explain_storage_errors, is_locked, open_run, runs_root
-from ..runs.checkpoints import serves_training
+from ..runs.checkpoints import checkpoint_steps, serves_training
 from ..runs.commands import CommandParser, end_command
 
 # %% ../../nbs/console/housekeeping.ipynb #8c7efa57
@@ -98,8 +98,8 @@ class Removal(NamedTuple):
 
 def optimiser_states(run: Run) -> list[Removal]:
     "The files of a run's checkpoints that only a continued training reads."
-    files = [file for folder in run.checkpoints.values() for file in folder.iterdir() if serves_training(file.name)]
-    return [Removal(file, "optimiser state", disk_size(file)) for file in files]
+    files = (file for folder in checkpoint_steps(run.folder).values() for file in folder.iterdir())
+    return [Removal(file, "optimiser state", disk_size(file)) for file in files if serves_training(file.name)]
 
 # %% ../../nbs/console/housekeeping.ipynb #6170f90b
 def _texts(value) -> Iterable[str]:
@@ -128,7 +128,7 @@ def unreferenced_checkpoints(
     named: set[str],  # as returned by `references`
 ) -> list[Removal]:
     "The checkpoints of a run that are neither its best nor its last, and that no other run names."
-    steps = run.checkpoints
+    steps = checkpoint_steps(run.folder)  # of this folder: an injection has those of its training
     if run.name in named or not steps: return []
     kept = {run.best_step, max(steps)}
     doomed = [path for step, path in steps.items() if step not in kept and f"{run.name}/{path.name}" not in named]
@@ -174,7 +174,8 @@ def _clean_runs(*arguments: str) -> None:
     dry_run = parser.parse_args(arguments).dry_run
     print(f"runs: {runs_root()}")
     found = clean_runs(dry_run=dry_run)
-    for removal in found: print(f"{format_size(removal.size):>9}  {removal.path.relative_to(runs_root())}: {removal.reason}")
+    for removal in found:
+        print(f"{format_size(removal.size):>9}  {removal.path.relative_to(runs_root())}: {removal.reason}")
     total = format_size(sum(removal.size for removal in found))
     print(f"{total} {'would be' if dry_run else 'were'} removed" if found else "there is nothing to remove")
 

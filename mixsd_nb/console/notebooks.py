@@ -25,7 +25,7 @@ def stage_notebooks() -> list[Path]:
 def copy_notebooks(
     folder: str | Path,  # made if it does not exist
 ) -> list[Path]:
-    "Copy the notebooks of the stages; the copies. ParameterError if one of them exists already, and then none is copied."
+    "Copy the notebooks of the stages; returns the copies. ParameterError if one exists there; then none is copied."
     folder = Path(folder).expanduser()
     if folder.exists() and not folder.is_dir(): raise ParameterError(f"DIR must be a folder, got {folder}")
     copies = {path: folder / path.name for path in stage_notebooks()}

@@ -53,6 +53,7 @@ class MethodRun(Run):
     ):
         super().__init__(folder)
         self.parameters, self.report, self._mixed_targets, self.loop = parameters, report, mixed_targets, loop
+        self.kept: set[str] = set()  # ids of the facts that are trained on, once `train` was called
 
     @functools.cached_property
     def rows(self) -> list[dict]:
@@ -92,6 +93,7 @@ class MethodRun(Run):
         targets: dict[str, float] | None = None,  # further numbers for the cube
     ) -> Fitted:
         "Run the training loop with an objective."
+        self.kept = kept
         last, steps = self.parameters.steps()
         shared = {"model", "lr", "batch", "seed", "lora", "processes", "sharded", "packed", "recompute", "micro_tokens"}
         settings = self.parameters.model_dump(include=shared)

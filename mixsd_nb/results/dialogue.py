@@ -11,7 +11,7 @@ import html
 from pathlib import Path
 
 from ..corpora.prompts import BOX_REQUEST, encode_prompt, naive_prompt
-from ..methods import METHODS
+from ..methods import BASE, METHODS
 from ..models import load_engine
 from ..models.identity import model_label
 from ..runs import Run, find_runs, open_run, runs_root
@@ -66,8 +66,9 @@ def newest_runs(
     """The newest training run of each method, for the corpus and the model of the newest run, in the order of tables.
 
     FileNotFoundError if nothing was trained."""
-    trained = [run for run in find_runs(root, "train") if run.config["method"] != "base"]
-    if not trained: raise FileNotFoundError(f"there is no training run in {root or runs_root()}; `mixsd inject` makes one")
+    trained = [run for run in find_runs(root, "train") if run.config["method"] != BASE]
+    if not trained:
+        raise FileNotFoundError(f"there is no training run in {root or runs_root()}; `mixsd inject` makes one")
     by_time = sorted(trained, key=lambda run: (run.folder / "result.nc").stat().st_mtime)
     same = lambda run: all(run.config[name] == by_time[-1].config[name] for name in ("dataset", "model"))
     newest = {run.config["method"]: run for run in by_time if same(run)}

@@ -73,7 +73,7 @@ def push_folder(
     private: bool = False,
     **options,  # of huggingface_hub's HfApi: endpoint, token
 ) -> str:
-    "Upload a folder to the hub, whose repository is created if needed; the address. OSError of one sentence if it fails."
+    "Upload a folder to the hub, where its repository is created; the address. OSError of one sentence if it fails."
     from huggingface_hub import HfApi
     api = HfApi(**options)
     try:
