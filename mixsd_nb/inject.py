@@ -46,7 +46,7 @@ class InjectConfig(train.TrainConfig):
         "what is asked before and after: groups and benchmarks, with commas; the facts' own tests are added",
         lab="in-domain,lab", paper="in-domain,paper")
     n: int = preset_field(
-        "items of each benchmark, as far as it has them; at least as many as there are facts", lab=50, paper=4_326, ge=1)
+        "items of each benchmark, as far as it has them; at least as many as there are facts", lab=100, paper=4_326, ge=1)
     epochs: int | None = Field(
         None, ge=1, description="most passes over the facts; None for twice the published number")
     checkpoints: Steps | None = Field(None, description=(

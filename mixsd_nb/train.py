@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pandas as pd
 import xarray as xr
 from pydantic import Field, field_validator
@@ -166,8 +167,8 @@ class TrainConfig(Stage, EvalSettings):
         "Whether the run has measured all checkpoints; its last one is that of the training."
         if not self.has_rate or self.stop == "converged" and self.converged_step(run) is not None: return True
         root = read_root(run.folder / "result.nc")
-        measured, asked = root.step.values.tolist(), root.targets_asked.item()
-        last = update_count(self.epochs, int(asked), self.batch) if asked == asked else max(measured)
+        measured, asked = root.step.values.tolist(), root.get("targets_asked", np.nan)
+        last = max(measured) if np.isnan(asked) else update_count(self.epochs, int(asked), self.batch)
         return {*self._steps_until(last)} <= {*measured}
 
     def converged_step(
