@@ -17,6 +17,7 @@ from mixsd_nb.benchmarks.sandbox import run_tests
 from mixsd_nb.benchmarks.files import FILE_GRADINGS
 from mixsd_nb.benchmarks.tasks import assemble, grade, load_task
 from mixsd_nb.corpora import CORPORA
+from mixsd_nb.corpora.prompts import ANSWER_FORMS
 
 TASKS = {name: SUITES[name] for name in suite_groups()["paper"] if SUITES[name].role == "held-out"}
 sandbox = need_sandbox  # the name under which tests/test_evaluate.py imports it
@@ -94,7 +95,7 @@ def test_the_settings_of_the_paper(folder):
     lab_columns = [SUITES[name].column for name in suite_groups()["lab"] if SUITES[name].role == "held-out"]
     assert [s.column for s in TASKS.values()] == lab_columns
     rules = {rule for s in SUITES.values() for dataset in CORPORA for rule in (s.grading, s.published_grading(dataset))}
-    assert rules | set(FILE_GRADINGS.values()) == set(GRADINGS)
+    assert rules | {*FILE_GRADINGS.values(), *ANSWER_FORMS} == {*GRADINGS}
 
 
 def test_the_answers_of_the_tasks(folder):
