@@ -396,7 +396,8 @@ def write_notebook(
     "Execute the notebook of this stage, which finds the run finished, and store it in the run's folder."
     from papermill import execute_notebook
     unfinished = folder / ".inject.ipynb"
-    execute_notebook(find_notebook("inject"), unfinished, parameters, progress_bar=False, log_output=False)
+    execute_notebook(find_notebook("inject"), unfinished, parameters, progress_bar=False, log_output=False,
+                     extra_arguments=["--log-level=ERROR"])  # of the kernel, which warns of its local sockets
     return unfinished.rename(folder / "inject.ipynb")
 
 # %% ../nbs/inject.ipynb #429598f4
