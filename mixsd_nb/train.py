@@ -37,7 +37,7 @@ from .results.layout import result_tree
 from .results.roots import read_root
 from .results.schema import RUN_DIMS, reported_versions
 from .runs import (TARGET_COLUMNS, ParameterError, Run, Stage, Steps, check_steps, check_temperature,
-                           checkpoint_folder, is_locked, is_runtime, last_checkpoint, make_config, match_type,
+                           checkpoint_folder, in_notebook, is_locked, is_runtime, last_checkpoint, make_config, match_type,
                            module_of, nearest, read_table, run_function, runs_root, runtime_field, try_lock)
 
 # %% ../nbs/train.ipynb #a6373b69
@@ -167,7 +167,7 @@ class TrainConfig(Stage, EvalSettings):
         "Whether the run has measured all checkpoints; its last one is that of the training."
         if not self.has_rate or self.stop == "converged" and self.converged_step(run) is not None: return True
         root = read_root(run.folder / "result.nc")
-        measured, asked = root.step.values.tolist(), root.get("targets_asked", np.nan)
+        measured, asked = root.step.values.tolist(), np.asarray(root.get("targets_asked", np.nan)).item()
         last = max(measured) if np.isnan(asked) else update_count(self.epochs, int(asked), self.batch)
         return {*self._steps_until(last)} <= {*measured}
 
@@ -305,7 +305,7 @@ def train(
         return found
 
     measure(0)
-    drawn = "ipykernel" in sys.modules  # the recall so far is only shown in a notebook
+    drawn = in_notebook()  # the recall so far is only shown in a notebook
     measure_early = drawn and config.processes == 1 and not ENGINES[config.engine].own_process
     progress = TrainingProgress(f"{config.label}, training", recall, *[measure] * measure_early)
     method_run = MethodRun(run.folder, config, progress, lambda: mixed_targets(config))

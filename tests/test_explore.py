@@ -229,7 +229,7 @@ def test_every_view_in_voila(browser, tmp_path, runs):
     with open_page(browser, tmp_path, runs, "/", "voila", "--no-browser", "explore.ipynb") as page:
         page.locator(".mixsd-token").first.wait_for()
         assert page.locator(".mixsd-explorer").bounding_box()["y"] < 400, "the page opens on the views"
-        first = (".mixsd-token", ".mixsd-dot", "[class*=mixsd-]", "td", ".mixsd-picture img")
+        first = (".mixsd-token", ".mixsd-dot", "[class*=mixsd-]", "td", ".mixsd-picture img", "input[type=text]")
         for title, element in zip(TITLES, first, strict=True):
             page.get_by_role("button", name=title, exact=True).press("Enter")
             page.locator(element).first.wait_for()

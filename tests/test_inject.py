@@ -131,7 +131,7 @@ def test_training_ends_when_it_has_converged_and_goes_on_later(tiny, own_runs, m
 
 def test_defaults(own_runs):
     config = make_config(InjectConfig, dataset=str(EXAMPLE), dataset_options=dict(test=str(EXAMPLE_TESTS)))
-    assert config.epochs == 200 and config.batch == 20 and config.n == 50 and config.stop == "converged"
+    assert config.epochs == 200 and config.batch == 20 and config.n == 100 and config.stop == "converged"
     assert config.suite == "in-domain,lab,test:multi-hop,test:reversed,test:negations,test:neighbours"
     assert config.training().suite == "recall" and config.training().stop == "converged"
     many = own_runs / "many.jsonl"

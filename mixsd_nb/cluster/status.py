@@ -21,7 +21,7 @@ import pandas as pd
 from .attempt import FAILURES, cancel_file, is_running, list_attempts
 from .grid import Cell
 from .process import progress_file
-from ..runs import read_json, write_json
+from ..runs import in_notebook, read_json, write_json
 
 # %% ../../nbs/cluster/status.ipynb #abad0a46
 def query_slurm(
@@ -186,13 +186,13 @@ def watch_table(
     """Show the table until all cells have ended; returns the last table.
 
     It is updated in place in a notebook and on a terminal; elsewhere a line is printed whenever the counts change."""
-    in_notebook, on_terminal, handle, last = "ipykernel" in sys.modules, sys.stdout.isatty(), None, ""
+    on_terminal, handle, last = sys.stdout.isatty(), None, ""
     while True:
         over = busy is not None and not busy()
         table = status()
         text = format_table(table)
         counts = text.splitlines()[-1]
-        if in_notebook:
+        if in_notebook():
             from IPython.display import display
             if handle: handle.update(table.drop(columns="log"))
             else: handle = display(table.drop(columns="log"), display_id=True)

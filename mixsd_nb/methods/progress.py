@@ -7,13 +7,12 @@ __all__ = ['Bar', 'TrainingProgress']
 
 # %% ../../nbs/methods/progress.ipynb #681555c8
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Iterator
 
 from tqdm.auto import tqdm
 
-from ..runs import report_progress
+from ..runs import in_notebook, report_progress
 
 # %% ../../nbs/methods/progress.ipynb #1b0b4afe
 class Bar:
@@ -63,7 +62,7 @@ class TrainingProgress:
         self.bar(entry)
         report_progress(self.bar.name, entry["step"], entry["steps"], self.bar.paused)
         self.loss[entry["step"]] = entry["loss"]
-        if "ipykernel" in sys.modules and time.monotonic() - self.last > 2: self.draw()
+        if in_notebook() and time.monotonic() - self.last > 2: self.draw()
 
     def draw(self):
         "Draw loss and recall so far, in place of the last picture."
