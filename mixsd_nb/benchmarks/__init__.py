@@ -277,7 +277,7 @@ def _declare_own(word: str) -> Suite | None:
     form = next((form for form in FORMS.values() if re.fullmatch(form.pattern, word)), None)
     if form is None: return None
     suite = load_object(form.declare)(word)
-    if suite.name in [*suite_groups(), *(name for name, s in SUITES.items() if s.role != "own")]:
+    if suite.name in [*suite_groups(), *SUITES]:
         raise ValueError("suite must name files with other names than the benchmarks and groups of the package, "
                          f"got {word}; rename the file")
     if SUITES.get(suite.name) != suite:
@@ -287,7 +287,7 @@ def _declare_own(word: str) -> Suite | None:
 
 
 def _known_words() -> list[str]:
-    return [*suite_groups(), *(name for name, s in SUITES.items() if s.items and s.role != "own")]
+    return [*suite_groups(), *(name for name, s in SUITES.items() if s.items)]
 
 # %% ../../nbs/benchmarks/index.ipynb #3325426b
 def _split_suite(suite: str) -> list[str]: return list(dict.fromkeys(word.strip() for word in suite.split(",")))

@@ -32,7 +32,10 @@ def load_plugins() -> tuple[str, ...]:
 
 # %% ../../nbs/runs/registry.ipynb #874cbcd2
 class Registry(Mapping):
-    "A mapping from names to the declarations of one kind, in the order in which they were added."
+    """A mapping from names to the declarations of one kind, in the order in which they were added.
+
+    Names that nobody added can be looked up if there is a function `find`; iteration yields added names only, and so
+    does not depend on what was looked up before."""
 
     def __init__(
         self,
@@ -78,7 +81,7 @@ class Registry(Mapping):
 
     def __iter__(self) -> Iterator[str]:
         load_plugins()
-        return iter([*self._entries, *self._found])
+        return iter(list(self._entries))
 
     def __len__(self) -> int: return len(list(iter(self)))
 
