@@ -152,6 +152,24 @@ def _save_state(path, model, optimizers, rng, log):
     state = dict(model=model.state_dict(), optimizers=[o.state_dict() for o in optimizers], rng=rng.getstate(), log=log)
     write_atomically(path, lambda unfinished: torch.save(state, unfinished))
 
+# %% ../../nbs/pretraining/training.ipynb #3175618a
+def _train_on_pool(model, optimizers, batches, log, bar):
+    "Train on each batch of a pool once; adds the losses and the tokens to the log."
+    for ids, labels in batches:
+        factor = learning_rate_factor(len(log["losses"]), log["seen"] / log["total"])
+        log["losses"].append(update(model, optimizers, factor, ids, labels))
+        log["seen"] += ids.numel()
+        bar.update(ids.numel())
+
+
+def _measure_abilities(model, measure):
+    "The abilities of a model whose training then continues."
+    model.set_attn_implementation("sdpa")
+    abilities = measure()
+    model.set_attn_implementation("causal")
+    model.train()
+    return abilities
+
 # %% ../../nbs/pretraining/training.ipynb #cc2f33fc
 def train_on_documents(
     model,  # trained in place
@@ -180,17 +198,10 @@ def train_on_documents(
     with tqdm(total=int(log["total"]), initial=log["seen"], unit="tok", unit_scale=True, desc=title) as bar:
         while log["seen"] < log["total"]:
             documents = draw_documents(rng, start + (1 - start) * log["seen"] / log["total"], pool)
-            for ids, labels in make_batches(encode_documents(tokenizer, documents), batch_tokens, rng):
-                factor = learning_rate_factor(len(log["losses"]), log["seen"] / log["total"])
-                log["losses"].append(update(model, optimizers, factor, ids, labels))
-                log["seen"] += ids.numel()
-                bar.update(ids.numel())
+            _train_on_pool(model, optimizers, make_batches(encode_documents(tokenizer, documents), batch_tokens, rng), log, bar)
             log["pools"] += 1
             if len(log["curve"]) < int(log["seen"] / log["total"] * curve_points):
-                model.set_attn_implementation("sdpa")
-                log["curve"].append((log["seen"], measure()))
-                model.set_attn_implementation("causal")
-                model.train()
+                log["curve"].append((log["seen"], _measure_abilities(model, measure)))
             if log["pools"] % save_every == 0: _save_state(path, model, optimizers, rng, log)
     model.set_attn_implementation("sdpa")
     model.eval()
