@@ -94,12 +94,13 @@ def update(
     factor: float,  # of the learning rates
     ids,  # (B, T)
     labels,  # (B, T), -100 for untrained tokens
+    layers: Callable | None = None,  # the model's layers in a compiled form; None for the model's own
 ) -> float:
     "One step on one batch; returns the mean loss in nats per trained token."
     import torch
     from torch.nn.functional import cross_entropy
     with torch.autocast("cpu", torch.bfloat16):
-        hidden = model.model(ids).last_hidden_state[:, :-1]
+        hidden = (model.model if layers is None else layers)(ids, use_cache=False).last_hidden_state[:, :-1]
         targets = labels[:, 1:]
         logits = model.lm_head(hidden[targets != -100])
     loss = cross_entropy(logits.float(), targets[targets != -100])
@@ -153,11 +154,11 @@ def _save_state(path, model, optimizers, rng, log):
     write_atomically(path, lambda unfinished: torch.save(state, unfinished))
 
 # %% ../../nbs/pretraining/training.ipynb #3175618a
-def _train_on_pool(model, optimizers, batches, log, bar):
+def _train_on_pool(model, optimizers, batches, log, bar, layers):
     "Train on each batch of a pool once; adds the losses and the tokens to the log."
     for ids, labels in batches:
         factor = learning_rate_factor(len(log["losses"]), log["seen"] / log["total"])
-        log["losses"].append(update(model, optimizers, factor, ids, labels))
+        log["losses"].append(update(model, optimizers, factor, ids, labels, layers))
         log["seen"] += ids.numel()
         bar.update(ids.numel())
 
@@ -184,12 +185,15 @@ def train_on_documents(
     pool: int = 400,  # documents
     save_every: int = 10,  # pools between two states
     curve_points: int = 8,  # times that abilities are measured
+    compiled: bool = False,  # compile the layers, which needs a C++ compiler
     title: str = "pretraining",
 ) -> dict:
     "Train on documents; returns the log: `total` and `seen` tokens, `losses`, `curve` as (tokens, abilities), `pools`."
+    import torch
     from tqdm.auto import tqdm
     from transformers import AttentionInterface
-    AttentionInterface.register("causal", causal_attention)
+    AttentionInterface.register("causal", torch.compiler.disable(causal_attention))
+    layers = torch.compile(model.model, dynamic=True) if compiled else None
     model.set_attn_implementation("causal")
     optimizers, rng, path = make_optimizers(model), random.Random(seed), Path(folder) / STATE_FILE
     if path.exists(): log = _load_state(path, model, optimizers, rng)
@@ -198,7 +202,8 @@ def train_on_documents(
     with tqdm(total=int(log["total"]), initial=log["seen"], unit="tok", unit_scale=True, desc=title) as bar:
         while log["seen"] < log["total"]:
             documents = draw_documents(rng, start + (1 - start) * log["seen"] / log["total"], pool)
-            _train_on_pool(model, optimizers, make_batches(encode_documents(tokenizer, documents), batch_tokens, rng), log, bar)
+            batches = make_batches(encode_documents(tokenizer, documents), batch_tokens, rng)
+            _train_on_pool(model, optimizers, batches, log, bar, layers)
             log["pools"] += 1
             if len(log["curve"]) < int(log["seen"] / log["total"] * curve_points):
                 log["curve"].append((log["seen"], _measure_abilities(model, measure)))
