@@ -1920,7 +1920,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                      'mixsd_nb.models.lab._space_variants': ('models/lab.html#_space_variants', 'mixsd_nb/models/lab.py'),
                                      'mixsd_nb.models.lab._split_words': ('models/lab.html#_split_words', 'mixsd_nb/models/lab.py'),
                                      'mixsd_nb.models.lab.build_tokenizer': ('models/lab.html#build_tokenizer', 'mixsd_nb/models/lab.py'),
-                                     'mixsd_nb.models.lab.grow': ('models/lab.html#grow', 'mixsd_nb/models/lab.py'),
                                      'mixsd_nb.models.lab.lab_config': ('models/lab.html#lab_config', 'mixsd_nb/models/lab.py'),
                                      'mixsd_nb.models.lab.lab_folder': ('models/lab.html#lab_folder', 'mixsd_nb/models/lab.py'),
                                      'mixsd_nb.models.lab.set_lookback': ('models/lab.html#set_lookback', 'mixsd_nb/models/lab.py'),

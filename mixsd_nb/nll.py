@@ -62,7 +62,7 @@ class NllConfig(Stage):
         "paper, which adds the header of the role"))
     first: int = Field(100, ge=1, description="items of the corpus that the published tables count")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the model: float32 or bfloat16")
-    models: list[str] = runtime_field([], 'further base models whose targets are scored, as in ["lab-s", "lab-l"]')
+    models: list[str] = runtime_field([], 'further base models whose targets are scored, as in ["lab-s"]')
     prompts: int = runtime_field(16, "prompts of each held-out benchmark on which forgetting is measured", ge=1)
     engine: str = runtime_field("hf", "what runs the model: hf or vllm")
     engine_options: dict = runtime_field({}, 'for vLLM, as in {"tensor_parallel_size": 2}')

@@ -13,7 +13,7 @@ import xarray as xr
 from pydantic import Field, computed_field, field_validator
 
 from .models import check_model, load_base
-from .models.lab import SIZES, grow, lab_config, lab_folder, set_start_values
+from .models.lab import SIZES, lab_config, lab_folder, set_start_values
 from .pretraining.abilities import count_items, measure_abilities
 from .pretraining.curriculum import make_tokenizer
 from .pretraining.record import RECORD_FILE, ability_table, make_record, read_record, weights_digest
@@ -33,13 +33,14 @@ def load_start(
     source: str | None,  # a lab model, a folder or a hub id; None for start values
     seed: int = 0,  # of start values
 ):
-    "Tokenizer and model to train: those of the source, grown if it is shallower than the size, or start values."
+    "Tokenizer and model to train: those of the source, or new ones; ValueError if the source has another shape."
     import torch
     from transformers import Qwen3ForCausalLM
     if source:
         model, tokenizer = load_base(source)
-        same = model.config.num_hidden_layers == SIZES[size]["num_hidden_layers"]
-        return tokenizer, model if same else grow(model, tokenizer, size)
+        shape = {name: getattr(model.config, name) for name in SIZES[size]}
+        if shape == SIZES[size]: return tokenizer, model
+        raise ValueError(f"start must be a model of the shape of {size}, {SIZES[size]}, got {shape}")
     tokenizer = make_tokenizer()
     torch.manual_seed(seed)
     return tokenizer, set_start_values(Qwen3ForCausalLM(lab_config(size, tokenizer)), tokenizer, seed)
@@ -48,7 +49,7 @@ def load_start(
 class PretrainConfig(Stage):
     "Train a lab model on synthetic documents; its folder `model`, with a copy of the result, is beside the result."
     name = "pretrain"
-    size: Literal[tuple(SIZES)] = Field("lab-m", description="lab model: lab-s, lab-m or lab-l")
+    size: Literal[tuple(SIZES)] = Field("lab-m", description="lab model: lab-s or lab-m")
     tokens: float = Field(
         0.0, ge=0, description="millions of tokens to train on, padding included; 0 trains for minutes, or not at all")
     minutes: float = Field(0.0, ge=0, description="the budget in minutes instead")

@@ -30,7 +30,7 @@ MISTAKES = {
     ("figures", "epoch=20"): "unknown parameter epoch; did you mean epochs?",
     ("figures", "source=ours"): "source must be one of both, runs, paper, got ours",
     ("pretrain", "foo"): "words must have the form name=value, got foo; known are size, n",
-    ("pretrain", "size=lab-s,lab-x"): "size must be one of lab-s, lab-m, lab-l, got lab-x",
+    ("pretrain", "size=lab-s,lab-x"): "size must be one of lab-s, lab-m, got lab-x",
     ("sweep", "--workers", "-1"): "the following arguments are required: command, grid",
     ("sweep", "run", "quick-lab", "--workers", "-1"): "workers must be between 0 and 1000, got -1",
     ("sweep", "run", "quick-lab", "--workers", "two"): "workers must be a whole number between 0 and 1000, got two",

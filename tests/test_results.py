@@ -81,7 +81,7 @@ def twenty():
     yield from (Demo(method="base", dataset=d) for d in ("kgfact-small", "kgfact-large"))
     kinds = [dict(method="sft"), dict(method="mixsd", lam=0.3), dict(method="mixsd", lam=0.5)]
     for kind, lr, seed in itertools.product(kinds, (3e-4, 1e-3), (0, 1)): yield Demo(**kind, lr=lr, seed=seed)
-    yield Demo(method="sft", model="lab-l")
+    yield Demo(method="sft", model="lab-s")
     yield Demo(method="sft", lr=1e-2, steps=(0, 60))
     yield Demo(method="sft", lr=2e-2, steps=(0, 200))
     yield Demo(method="mixsd", lam=0.9, suites=tuple(SUITES)[:4])

@@ -238,9 +238,9 @@ NONSENSE = [
     ("generate", dict(temperature=5e-4), "temperature must be 0, or at least 0.001, got 0.0005"),
     ("generate", dict(shards=10**9), "shards must be between 0 and 1000, got 1000000000"),
     ("pretrain", dict(save_every=0), "save_every must be at least 1, got 0"),
-    ("pretrain", dict(start="no-such"), "start must be lab-s, lab-m, lab-l, a model folder or a hub id"),
-    ("evaluate", dict(baseline="a/.."), "baseline must be lab-s, lab-m, lab-l, a model folder or a hub id"),
-    *[("train", dict(model=name), "model must be lab-s, lab-m, lab-l, a model folder or a hub id owner/name, got")
+    ("pretrain", dict(start="no-such"), "start must be lab-s, lab-m, a model folder or a hub id"),
+    ("evaluate", dict(baseline="a/.."), "baseline must be lab-s, lab-m, a model folder or a hub id"),
+    *[("train", dict(model=name), "model must be lab-s, lab-m, a model folder or a hub id owner/name, got")
       for name in ("a/..", "../a", "a/.b", ".a/b", "-a/b", "a/b..c", "a//b", "a/")],
 ]
 

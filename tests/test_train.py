@@ -76,7 +76,7 @@ def test_a_mistake_is_the_last_line_of_papermill(tmp_path):
 
 @pytest.mark.parametrize(("parameters", "sentence"), [
     (dict(lamb=0.5), "unknown parameter lamb; did you mean lam?"),
-    (dict(model="no-such"), "model must be lab-s, lab-m, lab-l, a model folder or a hub id owner/name, got no-such"),
+    (dict(model="no-such"), "model must be lab-s, lab-m, a model folder or a hub id owner/name, got no-such"),
     (dict(dataset="no-such"), f"dataset must be one of {', '.join(CORPORA)}, a file (.jsonl, .json, .csv, .tsv, .parquet), a folder saved by "
                               "datasets, or a hub id owner/name, got no-such"),
 ])

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['DATA', 'SIZES', 'CONTEXT', 'SPLIT', 'PAD', 'START', 'END', 'CHAT_TEMPLATE', 'lab_config', 'build_tokenizer',
-           'set_lookback', 'set_match_and_copy', 'set_start_values', 'grow', 'lab_folder']
+           'set_lookback', 'set_match_and_copy', 'set_start_values', 'lab_folder']
 
 # %% ../../nbs/models/lab.ipynb #b04876de
 import re
@@ -17,7 +17,6 @@ DATA = Path(__file__).parents[1] / "data" if "__file__" in globals() else Path("
 SIZES = {
     "lab-s": dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=8, intermediate_size=320),
     "lab-m": dict(hidden_size=192, num_hidden_layers=5, num_attention_heads=8, intermediate_size=512),
-    "lab-l": dict(hidden_size=192, num_hidden_layers=16, num_attention_heads=8, intermediate_size=512),
 }
 CONTEXT = 2048  # tokens
 
@@ -176,30 +175,6 @@ def set_start_values(
         set_lookback(layers[0], config, identity[0], identity[1:], 0.7)
         for layer in layers[1:]: set_match_and_copy(layer, config, identity, 0.7 if layer is layers[-1] else 0.35, g)
     return model
-
-# %% ../../nbs/models/lab.ipynb #4ec8e180
-def grow(
-    model,
-    tokenizer,
-    size: str,  # a key of SIZES of the same width, and deeper
-):
-    "A deeper model with the same outputs; ValueError if the widths differ or the new model would not be deeper."
-    import torch
-    from transformers import Qwen3ForCausalLM
-    deeper = Qwen3ForCausalLM(lab_config(size, tokenizer))
-    old, new = model.config.num_hidden_layers, deeper.config.num_hidden_layers
-    if model.config.hidden_size != deeper.config.hidden_size or new <= old:
-        raise ValueError(f"size must have the width {model.config.hidden_size} and more than {old} layers, got {size}")
-    deeper.model.embed_tokens.load_state_dict(model.model.embed_tokens.state_dict())
-    deeper.model.norm.load_state_dict(model.model.norm.state_dict())
-    origin = [k * old // new for k in range(new)]
-    with torch.no_grad():
-        for k, layer in enumerate(deeper.model.layers):
-            layer.load_state_dict(model.model.layers[origin[k]].state_dict())
-            if k and origin[k] == origin[k - 1]:
-                layer.self_attn.o_proj.weight.zero_()
-                layer.mlp.down_proj.weight.zero_()
-    return deeper
 
 # %% ../../nbs/models/lab.ipynb #649bdb16
 def lab_folder(
