@@ -146,20 +146,21 @@ def _in_domain(name, split, column="", groups=("in-domain",)):
                  column or name.capitalize(), groups, Sampling(max_new_tokens=0), published="corpus")
 
 
+def _varied(name, column, items, source, groups):
+    return Suite(name, column, "in-domain", f"benchmarks.in_domain:{items}", source, column, groups,
+                 Sampling(max_new_tokens=0), published="corpus", version=1)
+
+
 _CORE = ("lab", "paper", "in-domain")
-for _suite in [_in_domain("recall", "train", "Train", _CORE), _in_domain("retrieval", "retrieval", groups=_CORE),
+for _suite in [_in_domain("recall", "train", "Train", _CORE),
+               _varied("recall-reworded", "In other words", "reworded_items", "train", _CORE),
+               _in_domain("retrieval", "retrieval", groups=_CORE),
                _in_domain("test", "test", groups=_CORE), _in_domain("unseen", "unseen", groups=_CORE),
                _in_domain("paraphrase", "paraphrase"), _in_domain("two-hop", "two_hop"),
                _in_domain("two-hop-context", "two_hop_context"), _in_domain("three-hop", "three_hop"),
                _in_domain("chains", "chains")]: SUITES.add(_suite)
 
 # %% ../../nbs/benchmarks/index.ipynb #9cedcee1
-def _varied(name, column, items, source, groups):
-    return Suite(name, column, "in-domain", f"benchmarks.in_domain:{items}", source, column, groups,
-                 Sampling(max_new_tokens=0), published="corpus", version=1)
-
-
-SUITES.add(_varied("recall-reworded", "In other words", "reworded_items", "train", ("in-domain",)))
 for _k in (1, 3, 10):
     SUITES.add(_varied(f"retrieval-same-{_k}", f"Retrieval, {_k} of the same relation", "same_relation_items",
                        f"retrieval+{_k}", ("retrieval-same-relation",)))
