@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['answer_tokens', 'answer_weights', 'fit_weighted_answers', 'arrange', 'shuffle_targets', 'fit_shuffled']
 
-# %% ../../nbs/methods/controls.ipynb #085fba29
+# %% ../../nbs/methods/controls.ipynb #34d79a4e
 import re
 
 import numpy as np
@@ -18,7 +18,7 @@ from .supervised import canonical_pairs, mixed_pairs, written_pairs
 from ..models import load_engine
 from ..models.engine import keyed_uniform, row_key
 
-# %% ../../nbs/methods/controls.ipynb #e9f76d67
+# %% ../../nbs/methods/controls.ipynb #e7485bf8
 def answer_tokens(
     tokenizer,
     ids: list[int],  # of a completion
@@ -39,7 +39,7 @@ def answer_weights(
     if not 0 < a < n or not 0 < share < 1: return [1.0] * n
     return np.where(answers, share * n / a, (1 - share) * n / (n - a)).tolist()
 
-# %% ../../nbs/methods/controls.ipynb #ee3dbb35
+# %% ../../nbs/methods/controls.ipynb #b1a68242
 def fit_weighted_answers(run: MethodRun) -> Fitted:
     "MixSD in whose targets the answer has the share of the weight that it has in SFT's; errors as for MixSD."
     answers, canonical, mixed = {r["id"]: r["answer"] for r in run.rows}, canonical_pairs(run), mixed_pairs(run)
@@ -47,7 +47,7 @@ def fit_weighted_answers(run: MethodRun) -> Fitted:
     weights = [answer_weights(marks(mixed, id), marks(canonical, id).mean()) for id in mixed]
     return run.train_on(mixed, "methods.gates:masked_pairs", lambda nll: dict(keep=weights))
 
-# %% ../../nbs/methods/controls.ipynb #20e74913
+# %% ../../nbs/methods/controls.ipynb #b42143ba
 def arrange(
     naive: np.ndarray,  # boolean (n,), the picks of an accepted target
     block: int,  # largest number of naive picks that stay together

@@ -6,7 +6,7 @@
 __all__ = ['NEUTRAL', 'OBJECTIVES', 'neutral_prompts', 'read_prompts', 'write_replays', 'replay_kl', 'Replay', 'replay_pairs',
            'fit_replay', 'own_words', 'fit_own_words']
 
-# %% ../../nbs/methods/replay.ipynb #48af43c9
+# %% ../../nbs/methods/replay.ipynb #f153cce0
 import functools
 import math
 import random
@@ -29,7 +29,7 @@ from ..models import load_base, load_engine
 from ..models.engine import Request, keyed_uniform, row_key
 from ..runs import Journal, check_columns, read_rows, read_text
 
-# %% ../../nbs/methods/replay.ipynb #61a8fb3a
+# %% ../../nbs/methods/replay.ipynb #4fa4d68f
 NEUTRAL = ("arithmetic", "equations", "word-problems", "functions")  # lab tasks whose benchmarks ask reserved prompts only
 
 
@@ -56,7 +56,7 @@ def read_prompts(
     table.check()
     return prompts
 
-# %% ../../nbs/methods/replay.ipynb #495036cc
+# %% ../../nbs/methods/replay.ipynb #35b30da3
 def write_replays(
     engine,  # of the base model
     prompts: list[str],
@@ -84,7 +84,7 @@ def write_replays(
         found = {record["number"]: record["ids"] for record in journal.records}
     return [(ids[k], found[k]) for k in range(count)]
 
-# %% ../../nbs/methods/replay.ipynb #11232afd
+# %% ../../nbs/methods/replay.ipynb #903415ed
 def replay_kl(
     logits: torch.Tensor,  # (n, vocabulary)
     ids: torch.Tensor,  # (n, k): the base model's likeliest tokens; for a fact the target, then zeros
@@ -128,7 +128,7 @@ class Replay(Supervised):
         return facts + [e._replace(targets=(*self.distributions[k], torch.ones(len(e.completion), dtype=torch.bool)))
                         for e, k in zip(samples, drawn)]
 
-# %% ../../nbs/methods/replay.ipynb #7138816d
+# %% ../../nbs/methods/replay.ipynb #4e67a371
 OBJECTIVES = dict(nll=0, kl=64)  # tokens of the base model's distribution that are compared
 
 
@@ -158,7 +158,7 @@ def fit_replay(run: MethodRun) -> Fitted:
     data = dict(replays=replays, share=share, support=OBJECTIVES[objective])
     return run.train_on(canonical_pairs(run), "methods.replay:replay_pairs", lambda nll: data)
 
-# %% ../../nbs/methods/replay.ipynb #c3e87b21
+# %% ../../nbs/methods/replay.ipynb #e0a5580e
 def own_words(
     engine,  # of the base model
     rows: list[dict],  # of a corpus
