@@ -54,7 +54,7 @@ def test_samples_depend_on_their_keys_alone(tiny, replays, tmp_path):
     assert write(1) == replays
     path.write_bytes(path.read_bytes()[:150])
     assert write(12) == replays and len({tuple(ids) for prompt, ids in replays[::3]}) == 4
-    with pytest.raises(ValueError, match="prompts must have fewer than 2048 tokens, the context of the model, got"):
+    with pytest.raises(ValueError, match="prompts must have fewer than 2048 tokens, the model's context, got"):
         write_replays(load_engine("hf", tiny), ["?" * 3000], 1, tmp_path / "long.jsonl")
 
 

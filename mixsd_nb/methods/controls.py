@@ -34,7 +34,7 @@ def answer_weights(
     answers: np.ndarray,  # boolean (n,), of a target
     share: float,  # of the answer in the total weight
 ) -> list[float]:
-    "The weights of the tokens, whose sum is n; 1 for every token if the target or the share has only one kind of token."
+    "The weights of the tokens, whose sum is n; all 1 if the target or the share has only one kind of token."
     n, a = len(answers), int(answers.sum())
     if not 0 < a < n or not 0 < share < 1: return [1.0] * n
     return np.where(answers, share * n / a, (1 - share) * n / (n - a)).tolist()
