@@ -70,6 +70,9 @@ METHODS = Registry("method")
 _DISTILLATION = dict(settings=(*TRAINED, "rollouts", "temperature", "rollout_tokens"), descending=("rollouts",),
                      fit="methods.distill:fit_distillation", label="n{rollouts:g}-t{temperature:g}",
                      caption="n={rollouts:g}, T={temperature:g}")
+_REPLAY = dict(settings=(*TRAINED, "span", "temperature", "rollout_tokens"), fit="methods.replay:fit_replay",
+               label="{share:g}", caption="share {share:g}", published=dict(temperature=1.0))
+_REPLAYED = dict(share=0.5, prompts="", count=200)
 for _method in [
     Method(BASE, title="Base", colour="#595959", marker="_", fit="methods.fitting:keep_base"),
     Method("memit", title="MEMIT", colour="#009e73", marker="P", fit="methods.memit:fit_memit", rate="weight", options=dict(
@@ -96,6 +99,17 @@ for _method in [
     Method("wise-mixsd", title="MixSD, averaged", colour="#7fb9ea", marker="o", mixed=True,
            settings=(*TRAINED, "span", "lam", "target_tokens"), fit="methods.wise:fit_averaged_mixsd",
            label="{lam:g}-a{alpha:g}", caption="λ={lam:g}, α={alpha:g}", options=dict(alpha=0.5)),
+    Method("replay", title="Replay", colour="#3a7d44", marker="s", **_REPLAY, options=_REPLAYED | dict(objective="nll")),
+    Method("replay-kl", title="Replay, KL", colour="#8fbf6a", marker="D", **_REPLAY,
+           options=_REPLAYED | dict(objective="kl")),
+    Method("sft-own-words", title="SFT, own words", colour="#a63d5f", marker="s",
+           settings=(*TRAINED, "span", "target_tokens"), fit="methods.replay:fit_own_words"),
+    Method("mixsd-answer", title="MixSD, answers weighted", colour="#4b53a3", marker="p", mixed=True,
+           settings=(*TRAINED, "span", "lam", "target_tokens"), fit="methods.controls:fit_weighted_answers",
+           label="{lam:g}", caption="λ={lam:g}"),
+    Method("mixsd-shuffled", title="MixSD, shuffled", colour="#8f8fd1", marker="h", mixed=True,
+           settings=(*TRAINED, "span", "lam", "target_tokens"), fit="methods.controls:fit_shuffled",
+           label="{lam:g}-b{block:g}", caption="λ={lam:g}, block {block:g}", options=dict(block=1_000)),
     Method("stm", title="STM", colour="#8c6d31", marker="X", settings=(*TRAINED, "span"), fit="methods.gates:fit_masked",
            label="{threshold:g}", caption="NLL ≤ {threshold:g}", options=dict(threshold=8.0)),
     Method("talr", title="TALR", colour="#bd9e39", marker="X", settings=(*TRAINED, "span"),

@@ -106,12 +106,13 @@ def attempt_request(
     lam: float,
     seed: int,
     max_new_tokens: int,
+    draw=picks,  # function with the parameters of `picks`
 ) -> Request:
     "The request for one attempt at an item, with its own picks and noise."
     key = (seed, item["id"], sample, attempt)
     if lam in (0, 1): contexts = (item["naive_ids" if lam else "expert_ids"],)
     else: contexts = (item["expert_ids"], item["naive_ids"])
-    return Request(contexts, row_key("noise", *key), picks(*key, max_new_tokens, lam), (item, sample, attempt))
+    return Request(contexts, row_key("noise", *key), draw(*key, max_new_tokens, lam), (item, sample, attempt))
 
 # %% ../../nbs/methods/mixing.ipynb #4e8a2120
 def mix_stream(
@@ -127,6 +128,7 @@ def mix_stream(
     max_total: int = 10_000,
     max_attempts: int = 11,
     verify: str = "exact",
+    draw=picks,
     tally: Counter | None = None,  # counts tokens, and sequences accepted, retried and discarded
 ) -> Iterator[dict]:
     "The records of `mix` in the order in which they end; parameters and errors as there."
@@ -139,7 +141,7 @@ def mix_stream(
     if verify not in VERIFY: raise ValueError(f"verify must be one of {', '.join(VERIFY)}, got {verify}")
     attempts = 1 if temperature == 0 and lam in (0, 1) else max_attempts
     longest_first = sorted(targets, key=lambda t: -max(len(t[0]["naive_ids"]), len(t[0]["expert_ids"])))
-    queue = deque(attempt_request(item, sample, 0, lam, seed, max_new_tokens) for item, sample in longest_first)
+    queue = deque(attempt_request(item, sample, 0, lam, seed, max_new_tokens, draw) for item, sample in longest_first)
     options = dict(temperature=temperature, top_k=top_k, max_new_tokens=max_new_tokens, max_total=max_total)
     for r, (ids, reason) in stream(queue, **options):
         item, sample, attempt = r.tag
@@ -149,7 +151,7 @@ def mix_stream(
         if accepted or last:
             yield dict(id=item["id"], sample=sample, completion_ids=ids, naive_mask=r.naive[:len(ids)],
                        attempts=attempt + 1, accepted=accepted, finish_reason=reason)
-        else: queue.appendleft(attempt_request(item, sample, attempt + 1, lam, seed, max_new_tokens))
+        else: queue.appendleft(attempt_request(item, sample, attempt + 1, lam, seed, max_new_tokens, draw))
 
 # %% ../../nbs/methods/mixing.ipynb #ada21211
 def mix(
@@ -165,6 +167,7 @@ def mix(
     max_total: int = 10_000,  # tokens of the longer prompt and the completion
     max_attempts: int = 11,  # attempts per sequence
     verify: str = "exact",  # or normalised
+    draw=picks,  # function with the parameters of `picks`, for another arrangement of naive tokens
     stream=None,  # None for the engine's own
 ) -> list[dict]:
     """Mixed completions in input order (eq. 4).
@@ -174,7 +177,7 @@ def mix(
     parameters outside their range."""
     targets = [(item, sample) for item in items for sample in range(samples)]
     options = dict(temperature=temperature, top_k=top_k, seed=seed, max_new_tokens=max_new_tokens, max_total=max_total,
-                   max_attempts=max_attempts, verify=verify)
+                   max_attempts=max_attempts, verify=verify, draw=draw)
     records = mix_stream(stream or engine.stream, engine.tokenizer, targets, lam, **options)
     by_target = {(r["id"], r["sample"]): r for r in records}
     return [by_target[item["id"], sample] for item, sample in targets]
