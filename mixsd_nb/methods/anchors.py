@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['add_pull', 'Anchored', 'anchored_pairs', 'relative_importance', 'text_fisher', 'fit_l2sp', 'fit_ewc']
 
-# %% ../../nbs/methods/anchors.ipynb #d9d12271
+# %% ../../nbs/methods/anchors.ipynb #988ea058
 from collections.abc import Mapping
 
 import torch
@@ -19,7 +19,7 @@ from .trainer import TrainingSpec, training_device
 from ..models import load_base
 from ..runs import load_object, write_atomically
 
-# %% ../../nbs/methods/anchors.ipynb #032410eb
+# %% ../../nbs/methods/anchors.ipynb #7666a375
 @torch.no_grad()
 def add_pull(
     parameters: Mapping[str, torch.nn.Parameter],  # whose gradients are changed
@@ -36,7 +36,7 @@ def add_pull(
         total = total.to(pull.device) + (pull * moved).sum() / 2
     return total
 
-# %% ../../nbs/methods/anchors.ipynb #60da78f5
+# %% ../../nbs/methods/anchors.ipynb #2021234a
 def _shard_like(tensor, p):
     "A tensor on the device of a parameter, and sharded as it is."
     if not hasattr(p, "placements") or hasattr(tensor, "placements"): return tensor.to(p.device)
@@ -64,7 +64,7 @@ class Anchored(Supervised):
         total = add_pull(parameters, self.anchor, self.strength, self.importance)
         return total.full_tensor() if hasattr(total, "full_tensor") else total
 
-# %% ../../nbs/methods/anchors.ipynb #78702c66
+# %% ../../nbs/methods/anchors.ipynb #a7218ee5
 def anchored_pairs(
     spec: TrainingSpec,  # its data: `pairs`, `strength`, and for EWC `fisher`, a safetensors file
     tokenizer,
@@ -74,7 +74,7 @@ def anchored_pairs(
     file = spec.data.get("fisher")
     return Anchored(spec.data["pairs"], anchor, spec.data["strength"], relative_importance(load_file(file)) if file else None)
 
-# %% ../../nbs/methods/anchors.ipynb #79c7ea62
+# %% ../../nbs/methods/anchors.ipynb #0fd69e35
 def relative_importance(
     fisher: dict[str, torch.Tensor],  # diagonal, by name of the parameter
 ) -> dict[str, torch.Tensor]:
@@ -83,7 +83,7 @@ def relative_importance(
     if not mean > 0: raise ValueError(f"the mean of the Fisher must be above 0, got {mean:g}")
     return {name: f / mean.float() for name, f in fisher.items()}
 
-# %% ../../nbs/methods/anchors.ipynb #ca6fb438
+# %% ../../nbs/methods/anchors.ipynb #000c3462
 def text_fisher(
     model: str,  # a lab model, a folder or a hub id
     texts: str = "",  # as of `read_texts`; empty: those of `default_texts`
@@ -97,7 +97,7 @@ def text_fisher(
     if not pairs: raise ValueError(f"texts must have at least two tokens, got {len(rows)} texts without")
     return load_object("analysis.curvature:diagonal_fisher")(base.to(training_device()), pairs)
 
-# %% ../../nbs/methods/anchors.ipynb #8e759ab4
+# %% ../../nbs/methods/anchors.ipynb #b42b53e5
 def _fit_anchored(run: MethodRun, **data) -> Fitted:
     strength = run.option("strength")
     if not strength >= 0: raise ValueError(f"strength must be at least 0, got {strength:g}")
