@@ -67,6 +67,7 @@ class Method:
 
 # %% ../../nbs/methods/index.ipynb #ad5e2feb
 METHODS = Registry("method")
+_WHOLE = tuple(name for name in TRAINED if name != "lora")  # of methods that need the weights themselves
 _DISTILLATION = dict(settings=(*TRAINED, "rollouts", "temperature", "rollout_tokens"), descending=("rollouts",),
                      fit="methods.distill:fit_distillation", label="n{rollouts:g}-t{temperature:g}",
                      caption="n={rollouts:g}, T={temperature:g}")
@@ -114,6 +115,19 @@ for _method in [
            label="{threshold:g}", caption="NLL ≤ {threshold:g}", options=dict(threshold=8.0)),
     Method("talr", title="TALR", colour="#bd9e39", marker="X", settings=(*TRAINED, "span"),
            fit="methods.gates:fit_reweighted", label="{tau:g}", caption="τ={tau:g}", options=dict(tau=5.0, floor=0.01)),
+    Method("sdft", title="SDFT", colour="#c9a227", marker="^", settings=(*_WHOLE, "rollouts", "temperature", "rollout_tokens"),
+           fit="methods.distill:fit_distillation", label="n{rollouts:g}-e{ema:g}", caption="n={rollouts:g}, EMA {ema:g}",
+           usual=dict(rollouts=1, ema=0.05), published=dict(rollouts=1, temperature=1.0), descending=("rollouts",),
+           options=dict(ema=0.05, top_k=100, direction="forward")),
+    Method("l2sp", title="L2-SP", colour="#4c956c", marker="d", settings=(*_WHOLE, "span"), fit="methods.anchors:fit_l2sp",
+           label="{strength:g}", caption="strength {strength:g}", options=dict(strength=0.03)),
+    Method("ewc", title="EWC", colour="#2c6e49", marker="d", settings=(*_WHOLE, "span"), fit="methods.anchors:fit_ewc",
+           label="{strength:g}", caption="strength {strength:g}", options=dict(strength=0.1, texts="", text_count=256)),
+    Method("lora-sft", title="SFT, LoRA", colour="#e07a5f", marker="h", settings=(*_WHOLE, "span"),
+           fit="methods.supervised:fit_canonical_adapters", label="{rank:g}", caption="rank {rank:g}", options=dict(rank=8)),
+    Method("lora-mixsd", title="MixSD, LoRA", colour="#3d5a80", marker="h", mixed=True,
+           settings=(*_WHOLE, "span", "lam", "target_tokens"), fit="methods.supervised:fit_mixed_adapters",
+           label="{lam:g}-r{rank:g}", caption="λ={lam:g}, rank {rank:g}", options=dict(rank=8)),
 ]: METHODS.add(_method)
 
 # %% ../../nbs/methods/index.ipynb #c97df635

@@ -27,7 +27,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from .loss import LossHead, check_finite, summed_loss
+from .loss import LossHead, Objective, check_finite, summed_loss
 from ..models import load_base
 from ..models.linear import speed_up_linear_layers
 from ..runs import (Interruption, StorageError, checkpoint_folder, checkpoint_step, checkpoint_steps,
@@ -157,6 +157,18 @@ def _check_shape(
             raise ValueError(f"{checkpoint} has another architecture: its {key} is {theirs.get(key)}, the model's is "
                              f"{ours.get(key)}; remove it, or name the model from which it was trained")
 
+# %% ../../nbs/methods/trainer.ipynb #6ebe4286
+_STATE = "objective.pt"  # in a checkpoint
+
+
+def _restore_objective(
+    objective: Objective,
+    checkpoint: Path,
+) -> None:
+    "Continue with the tensors of an objective that a checkpoint holds."
+    file = checkpoint / _STATE
+    if file.exists(): objective.load(torch.load(file, map_location=training_device(), weights_only=True))
+
 # %% ../../nbs/methods/trainer.ipynb #5b9ff6a8
 def _add_adapters(
     model,
@@ -217,7 +229,7 @@ class FineTuner(Trainer):
         self,
         spec: TrainingSpec,
         model,
-        objective,
+        objective: Objective,
         args: TrainingArguments,
         callbacks: list,
         report: Callable[[dict], None],  # called after every update
@@ -225,7 +237,7 @@ class FineTuner(Trainer):
     ):
         self.spec, self.objective, self.report, self.tokenizer = spec, objective, report, tokenizer
         self.trained, self.start = 0, time.perf_counter()  # number of trained tokens, and start time
-        self.copy = copy.deepcopy(model) if spec.sharded and getattr(objective, "uses_student", False) else None
+        self.copy = copy.deepcopy(model) if spec.sharded and objective.uses_student else None
         speed_up_linear_layers(model)  # adapters have linear layers of their own
         self.head = LossHead(model)
         order = training_order(len(objective), spec.steps * spec.batch, spec.seed)
@@ -260,17 +272,17 @@ class FineTuner(Trainer):
             tokens = sum(len(e.completion) for e in examples)
             size = max((len(e.prompt) + len(e.completion) for e in examples), default=1) * len(examples)
             parts = min(len(examples), math.ceil(size / self.spec.micro_tokens))
-            sizes = torch.tensor([[tokens, parts]], device=self.args.device)
+            sizes = torch.tensor([[tokens, parts, self.objective.size(examples)]], device=self.args.device)
             sizes = self.accelerator.gather(sizes)  # of all processes
-            total, loss = max(1, sizes[:, 0].sum().item()), torch.zeros((), device=self.args.device)
+            total, loss = max(1, sizes[:, 2].sum().item()), torch.zeros((), device=self.args.device)
             # every process makes the same number of backward passes, because each one waits for the others
             for part in microbatches(examples, max(1, sizes[:, 1].max().item())):
                 part_loss = summed_loss(model, self.head, part, self.objective.loss, self.spec.packed)
                 share = part_loss * self.accelerator.num_processes / total
                 self.accelerator.backward(share)
                 loss += share.detach()
-            self.trained += total
-            return loss
+            self.trained += sizes[:, 0].sum().item()
+            return loss + self.objective.penalise(dict(self.model.named_parameters()))
 
     def _save_checkpoint(self, model, trial=None):
         folder = checkpoint_folder(Path(self.args.output_dir), self.state.global_step)
@@ -280,6 +292,7 @@ class FineTuner(Trainer):
             super()._save_checkpoint(model, trial)
             self.accelerator.wait_for_everyone()
             if not self.is_world_process_zero(): return
+            if state := self.objective.state(): torch.save(state, folder / _STATE)
             self.tokenizer.save_pretrained(folder)
             mark_complete(folder)
 
@@ -362,6 +375,7 @@ def train_process(
         torch.manual_seed(spec.seed)
         _add_adapters(model, spec.lora)
     objective = load_object(spec.objective)(spec, tokenizer)
+    if checkpoint: _restore_objective(objective, checkpoint)
     args = _training_arguments(spec, folder, missing[-1])
     trainer = FineTuner(spec, model, objective, args, [_SaveAt(missing)], report, tokenizer)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)

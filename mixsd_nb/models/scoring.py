@@ -28,8 +28,9 @@ def _batch_rows(
 def map_states(
     model,
     pairs: list[tuple[list[int], list[int]]],  # prompt ids and completion ids
-    reduce_states,  # (last hidden states (n, width), ids (n,)) -> (n,)
+    reduce_states,  # (last hidden states (n, width), labels (n, …)) -> (n, …)
     *,
+    labels: list[torch.Tensor] | None = None,  # a row for each completion token; None for the completion ids
     batch_tokens: int = 16_384,  # largest size of a batch, padding included
 ) -> list:
     """A value for each completion position, computed from the hidden state before it: a numpy array for each pair.
@@ -40,14 +41,14 @@ def map_states(
         if not prompt: raise ValueError(f"pair {k} has an empty prompt; a prompt has at least one token")
         if (n := len(prompt) + len(completion)) > context:
             raise ValueError(f"pair {k} has {n} tokens; the context of the model is {context}")
-    out = [None] * len(pairs)
+    labels, out = labels or [torch.tensor(c) for _, c in pairs], [None] * len(pairs)
     for batch in _batch_rows([sum(map(len, p)) for p in pairs], batch_tokens):
         rows = [pairs[i][0] + pairs[i][1] for i in batch]
         width = max(map(len, rows))
         ids = torch.tensor([r + [0] * (width - len(r)) for r in rows], device=model.device)
         hidden = model.model(ids).last_hidden_state
         states = torch.cat([h[len(pairs[i][0]) - 1:len(r) - 1] for h, i, r in zip(hidden, batch, rows)])
-        targets = torch.tensor([t for i in batch for t in pairs[i][1]], device=model.device)
+        targets = torch.cat([labels[i] for i in batch]).to(model.device)
         values = reduce_states(states, targets).cpu()
         for i, part in zip(batch, values.split([len(pairs[i][1]) for i in batch])): out[i] = part.numpy()
     return out
@@ -68,10 +69,11 @@ def apply_head(
 def map_logits(
     model,
     pairs: list[tuple[list[int], list[int]]],  # prompt ids and completion ids
-    reduce,  # (logits (n, vocabulary), ids (n,)) -> (n,)
+    reduce,  # (logits (n, vocabulary), labels (n, …)) -> (n, …)
+    labels: list[torch.Tensor] | None = None,  # as of `map_states`
 ) -> list:
     "A value for each completion position, computed from its logits; arrays and ValueError as in `map_states`."
-    return map_states(model, pairs, apply_head(model.lm_head, reduce))
+    return map_states(model, pairs, apply_head(model.lm_head, reduce), labels=labels)
 
 # %% ../../nbs/models/scoring.ipynb #7a10c2b8
 def fused_nll(

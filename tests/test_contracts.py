@@ -1,0 +1,220 @@
+"""Ten complaints of the users of neighbouring projects, as contracts of every method that is trained at a learning rate, a plugin's included.
+
+A complaint that is not about methods is a test elsewhere; ELSEWHERE names it."""
+
+import ast
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mixsd_nb import train
+from mixsd_nb.analysis.scores import compare, item_shares
+from mixsd_nb.analysis.statistics import sign_test
+from mixsd_nb.corpora import load_corpus
+from mixsd_nb.corpora.prompts import encode_canonical
+from mixsd_nb.methods import METHODS, runnable_methods
+from mixsd_nb.methods.fitting import MethodRun
+from mixsd_nb.methods.trainer import FineTuner, fine_tune, read_curves
+from mixsd_nb.models import load_base, load_tokenizer
+from mixsd_nb.results.schema import DIMS, VARIABLE_ATTRS
+from mixsd_nb.runs import ParameterError, load_object
+
+METHODS_WITH_UPDATES = [name for name in runnable_methods() if METHODS[name].rate_setting == "lr"]
+CELL = dict(dataset="mquake-lab", suite="recall", n=4, max_new_tokens=4, epochs=3, batch=50, checkpoints=(2,), rollouts=1, rollout_tokens=4)
+QUICK = {"ewc": dict(texts="lab", text_count=4)}  # options without which a method takes long, or needs the hub
+ELSEWHERE = {
+    "an evaluation that was interrupted resumes": ["test_evaluate.py::test_kills_change_no_byte", "test_kills.py::test_a_stage_survives_kills_at_random_moments"],
+    "a task that fails or times out stops no other one": ["test_sweep.py::test_each_failure_has_its_name_and_its_rule",
+                                                          "test_sweep.py::test_a_cell_continues_after_its_time_limit_while_it_makes_progress"],
+    "a mistake on a command line ends with the code 2": ["test_commands.py::test_a_mistake_is_one_sentence"],
+    "models are compared item by item": ["test_evaluate.py::test_two_models_are_compared_item_by_item"],
+}
+every_method = pytest.mark.parametrize("method", METHODS_WITH_UPDATES)
+
+
+def parameters(method, tiny):
+    if "rank" in METHODS[method].options: pytest.importorskip("peft")
+    return CELL | dict(method=method, model=tiny, options=QUICK.get(method, {}))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def canonical_as_mixed():
+    "Mixed targets that are the canonical ones: a model with random weights writes none that is accepted."
+    def mixed(config):
+        rows, tokenizer = list(load_corpus(config.dataset, "train")), load_tokenizer(config.model)
+        return pd.DataFrame(dict(id=[r["id"] for r in rows], completion_ids=[encode_canonical(tokenizer, r, "completion")[1] for r in rows]))
+    with patch("mixsd_nb.train.mixed_targets", mixed): yield
+
+
+@pytest.fixture(scope="module")
+def new_folder(tiny, tmp_path_factory):
+    "A function that makes a folder of runs, which holds the evaluation of the base model."
+    with patch.dict("os.environ", MIXSD_RUNS=str(tmp_path_factory.mktemp("base"))):
+        base = train.base_evaluation(train.TrainConfig(**parameters("sft", tiny))).run().folder
+
+    def make():
+        folder = tmp_path_factory.mktemp("runs")
+        shutil.copytree(base, folder / base.name)
+        return folder
+    return make
+
+
+@pytest.fixture(scope="module")
+def trained(tiny, new_folder):
+    "A function that trains a method for three updates, once: its folder of runs, the run, and the specs that were trained."
+    done, original = {}, MethodRun.train
+
+    def run(method):
+        if method in done: return done[method]
+        folder, specs, folders = new_folder(), [], []
+
+        def record(self, *arguments, **keywords):
+            loop = self.loop
+            self.loop = lambda spec, *rest: (specs.append(spec), folders.append(self.folder), loop(spec, *rest))[-1]
+            return original(self, *arguments, **keywords)
+        with patch.object(MethodRun, "train", record), patch.dict("os.environ", MIXSD_RUNS=str(folder)):
+            done[method] = SimpleNamespace(root=folder, run=train.run(**parameters(method, tiny)), specs=specs, folders=folders)
+        return done[method]
+    return run
+
+
+@pytest.fixture(scope="module")
+def learned(trained):
+    "A function that gives, for each spec of a method, its objective and the examples of one step. Half of all tokens end a rollout."
+    done = {}
+
+    def examples(spec):
+        if (key := json.dumps([spec.objective, spec.data])) not in done:
+            longer = replace(spec, data=spec.data | (dict(max_new_tokens=32) if "max_new_tokens" in spec.data else {}))
+            objective = load_object(spec.objective)(longer, load_tokenizer(spec.model))
+            with patch("mixsd_nb.models.engines.stop_ids", lambda config, tokenizer: list(range(len(tokenizer) // 2))):
+                done[key] = objective, objective.examples([0, 1, 2], load_base(spec.model)[0], 0)
+        return done[key]
+    return lambda method: [(spec, *examples(spec)) for spec in trained(method).specs]
+
+
+@every_method
+def test_the_stop_token_is_in_the_loss(method, learned, tiny):
+    vocabulary, end = len(load_tokenizer(tiny)), load_tokenizer(tiny).eos_token_id
+    for spec, objective, examples in learned(method):
+        stops = range(vocabulary // 2) if "max_new_tokens" in spec.data else [end]
+        assert examples and all(e.completion[-1] in stops for e in examples)
+        for e in examples:
+            assert all(len(target) == len(e.completion) for target in e.targets)
+            logits = torch.zeros(len(e.completion), vocabulary, requires_grad=True)
+            objective.loss(logits, *e.targets).backward()
+            assert logits.grad[-1].abs().max() > 0, "the loss depends on the prediction of the last token"
+
+
+@every_method
+def test_how_a_batch_is_split_changes_nothing(method, trained, tmp_path):
+    "Many microbatches, packed, against the run, whose examples are in one padded microbatch where they fit."
+    for spec, whole in zip(trained(method).specs, trained(method).folders):
+        split = fine_tune(replace(spec, checkpoints=[], micro_tokens=300, packed=True), tmp_path)
+        for name, values in read_curves(whole).items(): np.testing.assert_allclose(split[name], values, rtol=1e-4, atol=1e-7)
+        one, two = (torch.cat([w.flatten() for w in load_file(folder / "checkpoint-3/model.safetensors").values()]) for folder in (whole, tmp_path))
+        assert (one - two).norm() < 1e-4 * one.norm()
+
+
+@every_method
+def test_a_truncated_divergence_is_renormalised_and_a_loss_never_negative(method, learned, tiny):
+    vocabulary = len(load_tokenizer(tiny))
+    for _, objective, examples in learned(method):
+        for k, e in enumerate(examples):
+            logits = 8 * torch.randn(len(e.completion), vocabulary, generator=torch.Generator().manual_seed(k))
+            assert objective.loss(logits, *e.targets) > 0, "neither negative nor clamped"
+            if e.targets[0].ndim == 1: continue
+            ids, log_q = e.targets[:2]
+            assert ids.shape[1] > 1 and log_q.logsumexp(-1).abs().max() < 1e-5
+            outside = torch.ones_like(logits).scatter(1, ids, 0)
+            torch.testing.assert_close(objective.loss(logits + 9 * outside, *e.targets), objective.loss(logits, *e.targets))
+
+
+@every_method
+def test_the_direction_is_that_of_hand_numbers(method, learned):
+    "Student (1/2, 1/2) and teacher (9/10, 1/10): KL(teacher‖student) = 0.3681, KL(student‖teacher) = 0.5108; an NLL is ln 2."
+    by_hand = {"forward": 0.9 * math.log(1.8) + 0.1 * math.log(0.2), "reverse": 0.5 * math.log(5 / 9) + 0.5 * math.log(5)}
+    for spec, objective, examples in learned(method):
+        if examples[0].targets[0].ndim == 1: targets, expected = (torch.tensor([0]), *examples[0].targets[1:]), None
+        else: targets, expected = (torch.tensor([[0, 1]]), torch.tensor([[0.9, 0.1]]).log()), by_hand[spec.data.get("direction", "forward")]
+        found = objective.loss(torch.zeros(1, 2), *(t[:1] for t in targets)).item()
+        if expected: assert math.isclose(found, expected, rel_tol=1e-5)
+        else: assert 0 < found <= math.log(2) + 1e-6, "the NLL, of which a gate takes a share"
+
+
+@every_method
+def test_no_prompt_is_truncated(method, tiny, new_folder, monkeypatch):
+    "A fact that is too long for the model is an error of one sentence that names it, before training."
+    rows = [dict(id=f"fact-{k}", prompt="Q?", target=f"The answer is {'7 ' * 2100 * (k == 2)}.", answer="7", subject="Q", statement="") for k in range(4)]
+    monkeypatch.setenv("MIXSD_RUNS", str(new_folder()))
+    monkeypatch.setattr(MethodRun, "rows", rows)
+    monkeypatch.setattr("mixsd_nb.methods.trainer.train_process", pytest.fail)
+    tokenizer = load_tokenizer(tiny)
+    table = pd.DataFrame(dict(id=[r["id"] for r in rows], completion_ids=[encode_canonical(tokenizer, r, "completion")[1] for r in rows]))
+    monkeypatch.setattr("mixsd_nb.train.mixed_targets", lambda config: table)
+    with pytest.raises(ValueError, match=r"^fact fact-2 must have at most 2048 tokens, the context of the model, got \d+; "):
+        train.run(**parameters(method, tiny))
+
+
+@every_method
+def test_models_are_compared_by_a_paired_test(method, trained):
+    "The test is the sign test of the differences item by item; other items are an error."
+    run = trained(method).run
+    first, second = run.responses(2), run.responses(3)
+    row = compare(first, second.sample(frac=1, random_state=0)).loc["recall"]
+    a, b = item_shares(first[first.benchmark == "recall"]).align(item_shares(second[second.benchmark == "recall"]))
+    assert row.p == pytest.approx(sign_test((b - a).values)) and row.n == len(a)
+    with pytest.raises(ValueError, match="must have the same items of recall"): compare(first, second[second.item != second.item.iloc[0]])
+
+
+@every_method
+def test_an_unknown_parameter_is_an_error(method, tiny, own_runs):
+    with pytest.raises(ParameterError, match="unknown parameter lrr; did you mean lr"): train.run(method=method, model=tiny, lrr=1e-3)
+    with pytest.raises(ParameterError, match=f"options must be among .* for the method {method}, got unheard-of"):
+        train.run(method=method, model=tiny, options={"unheard-of": 1})
+    assert not list(own_runs.iterdir())
+
+
+@every_method
+def test_a_metric_says_what_it_counts(method, trained):
+    "Every variable has its own long name and unit, every accuracy its N, its kind of benchmark and its samples."
+    root = trained(method).run.root
+    for name, v in root.variables.items(): assert (v.attrs["long_name"], v.attrs["units"]) == VARIABLE_ATTRS[name]
+    assert root.accuracy.dims == root.n.dims == DIMS and ((root.n > 0) == root.accuracy.notnull()).all() and "share of correct responses" in root.accuracy.long_name
+    assert {"role", "samples", "column"} <= set(root.benchmark.coords) and json.loads(root.attrs["config"])["method"] == method
+
+
+@every_method
+def test_a_resumed_run_ends_with_the_same_bytes(method, trained, tiny, tmp_path, monkeypatch):
+    "The folder is as a kill after the first checkpoint leaves it: the later one, its responses and the result do not exist."
+    done = trained(method)
+    shutil.copytree(done.root, tmp_path / "runs")
+    folders = [path.parent for path in (tmp_path / "runs").glob("train-*/checkpoint-2")]  # a method may read the run of another one
+    for folder in folders:
+        shutil.rmtree(folder / "checkpoint-3")
+        for name in ("responses-3.parquet", "result.nc"): (folder / name).unlink()
+    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "runs"))
+    steps, original = [], FineTuner.training_step
+    count = lambda trainer, *rest, **options: (steps.append(trainer.state.global_step), original(trainer, *rest, **options))[1]
+    with patch.object(FineTuner, "training_step", count): run = train.run(**parameters(method, tiny))
+    assert steps == [2] * len(done.specs), "no update is made twice"
+    for name in ("checkpoint-3/model.safetensors", "responses-3.parquet", "result.nc"):
+        assert (run.folder / name).read_bytes() == (done.run.folder / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("complaint", ELSEWHERE)
+def test_the_other_complaints_have_their_test(complaint):
+    for name in ELSEWHERE[complaint]:
+        file, _, function = name.partition("::")
+        tree = ast.parse((Path(__file__).parent / file).read_text())
+        assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, name
