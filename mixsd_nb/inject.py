@@ -90,7 +90,7 @@ class InjectConfig(train.TrainConfig):
     def prepare(self, processes): return self.training().prepare(processes)
 
     def compute(self, run: Run) -> xr.DataTree:
-        "Ask the base model, mix targets, train, ask the selected checkpoint, score the targets, and write the report."
+        "Mix targets, ask the base model, train, ask the selected checkpoint, score the targets, and write the report."
         return inject(self, run)
 
 # %% ../nbs/inject.ipynb #9b2a1b4a
@@ -288,10 +288,10 @@ def inject(
     config: InjectConfig,
     run: Run,
 ) -> xr.DataTree:
-    "Ask the base model, mix targets, train, ask the selected checkpoint, score the targets, and write the report."
+    "Mix targets, ask the base model, train, ask the selected checkpoint, score the targets, and write the report."
     costs, training = CostLog(run.folder), config.training()
+    with costs.phase("writing targets"): file, targets = mixed_targets(config)  # first: it fails early if none is accepted
     with costs.phase(f"asking {Path(config.model).name} before training"): before = ask_suite(config, config.model)
-    with costs.phase("writing targets"): file, targets = mixed_targets(config)
     with costs.phase("training and measuring recall"): trained = training.run()
     step = selected_step(training, trained)
     with costs.phase(f"asking the model of update {step}"): after = ask_suite(config, trained.source(step))
