@@ -187,11 +187,18 @@ class CommandParser(argparse.ArgumentParser):
 
 # %% ../../nbs/runs/commands.ipynb #3a59e503
 def read_options(
-    known: dict[str, Word],
+    known: dict[str, Word],  # of one configuration
     options: argparse.Namespace,  # of a parser with these words
+    **others,  # parameters that do not come from these options
 ) -> dict[str, Any]:
-    "The values of the given options by name; ParameterError as in `Word.read`."
-    return {name: word.read(getattr(options, name)) for name, word in known.items() if hasattr(options, name)}
+    """The values of the given options by name, as JSON; ParameterError as in `make_config`.
+
+    All are checked together, because some depend on others, as the options of a corpus on the corpus."""
+    given = {name: word for name, word in known.items() if hasattr(options, name)}
+    if not given: return {}
+    config = next(iter(given.values())).config
+    values = {name: split_text(getattr(options, name), config.model_fields[name].annotation) for name in given}
+    return make_config(config, **others, **values).model_dump(mode="json", include={*given})
 
 # %% ../../nbs/runs/commands.ipynb #736d7e87
 def run_command(
