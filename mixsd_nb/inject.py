@@ -294,7 +294,7 @@ def inject(
 ) -> xr.DataTree:
     "Mix targets, ask the base model, train, ask the selected checkpoint, score the targets, and write the report."
     costs, training = CostLog(run.folder), config.training()
-    with costs.phase("writing targets"): file, targets = mixed_targets(config)  # first: it fails early if none is accepted
+    with costs.phase("writing targets"): file, targets = mixed_targets(config)  # first, as it can fail
     with costs.phase(f"asking {Path(config.model).name} before training"): before = ask_suite(config, config.model)
     with costs.phase("training and measuring recall"): trained = training.run()
     step = selected_step(training, trained)
@@ -409,7 +409,7 @@ def _add_test(
     text: str,  # the options of the corpus
     test: str,  # a file
 ) -> str:
-    "The options with a file of tests; text that is no mapping stays as it is, and is refused with the other parameters."
+    "The options with a file of tests; text that is no mapping stays as it is, to be refused with the rest."
     options = split_text(text, dict)
     return json.dumps(options | dict(test=test)) if isinstance(options, dict) else text
 

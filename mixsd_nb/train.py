@@ -267,7 +267,8 @@ def mixed_targets(config: TrainConfig) -> pd.DataFrame:
     file = run_with_engine(config.engine, generate.targets_file, **_parameters(target_mixing(config)))
     table = read_table(file, TARGET_COLUMNS)
     if table.accepted.any(): return table[table.accepted]
-    raise ValueError(f"{Path(config.model).name} wrote no target that ends in a true answer of {config.dataset} at "
+    facts = CORPORA[config.dataset].title
+    raise ValueError(f"{Path(config.model).name} wrote no target that ends in a true answer of {facts} at "
                      f"lam={config.lam:g}; take method=sft, which trains on all facts, a smaller lam, or another model")
 
 # %% ../nbs/train.ipynb #cdcbe372
