@@ -7,6 +7,7 @@ __all__ = ['run', 'InjectConfig', 'ask_suite', 'selected_step', 'mixed_targets',
            'build_result', 'write_report', 'inject', 'InjectRun', 'write_notebook', 'main']
 
 # %% ../nbs/inject.ipynb #4ac7e22f
+import json
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -31,7 +32,7 @@ from .results.finished import ModelRun
 from .results.report import (escape, format_interval, format_p, render_failures, render_figure, render_lost,
                                      render_page, render_pair, render_scores, render_table)
 from .runs import TARGET_COLUMNS, Run, Steps, make_config, read_json, read_table, run_function, write_atomically
-from .runs.commands import CommandParser, end_command, read_options, words_of
+from .runs.commands import CommandParser, end_command, read_options, split_text, words_of
 from .runs.costs import CostLog
 
 # %% ../nbs/inject.ipynb #df4b3001
@@ -90,7 +91,7 @@ class InjectConfig(train.TrainConfig):
     def prepare(self, processes): return self.training().prepare(processes)
 
     def compute(self, run: Run) -> xr.DataTree:
-        "Ask the base model, mix targets, train, ask the selected checkpoint, score the targets, and write the report."
+        "Mix targets, ask the base model, train, ask the selected checkpoint, score the targets, and write the report."
         return inject(self, run)
 
 # %% ../nbs/inject.ipynb #9b2a1b4a
@@ -189,6 +190,9 @@ def _summarise(config: InjectConfig, table: pd.DataFrame, facts: pd.DataFrame) -
     fell = ", ".join(f"{name} from {100 * row.before:.0f}% to {100 * row.after:.0f}%" for name, row in worse.iterrows())
     if len(held): lines.append(f"Benchmarks of other skills that got significantly worse (p < 0.05): {len(worse)} of "
                                f"{len(held)}" + (f", {fell}." if fell else "."))
+    own = table[table.role == "own"]
+    asked = ", ".join(f"{name} {share(row)}, N={row.n}" for name, row in own.iterrows())
+    if asked: lines.append(f"Your own tests: {asked}.")
     failed = facts.failure[facts.failure != ""].value_counts()
     reasons = ", ".join(f"{n} {reason}" for reason, n in failed.items())
     return [*lines, *([f"Facts that failed: {reasons}."] if reasons else [])]
@@ -288,10 +292,10 @@ def inject(
     config: InjectConfig,
     run: Run,
 ) -> xr.DataTree:
-    "Ask the base model, mix targets, train, ask the selected checkpoint, score the targets, and write the report."
+    "Mix targets, ask the base model, train, ask the selected checkpoint, score the targets, and write the report."
     costs, training = CostLog(run.folder), config.training()
+    with costs.phase("writing targets"): file, targets = mixed_targets(config)  # first, as it can fail
     with costs.phase(f"asking {Path(config.model).name} before training"): before = ask_suite(config, config.model)
-    with costs.phase("writing targets"): file, targets = mixed_targets(config)
     with costs.phase("training and measuring recall"): trained = training.run()
     step = selected_step(training, trained)
     with costs.phase(f"asking the model of update {step}"): after = ask_suite(config, trained.source(step))
@@ -401,10 +405,19 @@ def write_notebook(
     return unfinished.rename(folder / "inject.ipynb")
 
 # %% ../nbs/inject.ipynb #429598f4
+def _add_test(
+    text: str,  # the options of the corpus
+    test: str,  # a file
+) -> str:
+    "The options with a file of tests; text that is no mapping stays as it is, to be refused with the rest."
+    options = split_text(text, dict)
+    return json.dumps(options | dict(test=test)) if isinstance(options, dict) else text
+
+
 def _run_command(*arguments: str) -> None:
     options = _parser().parse_args(arguments)
-    given = read_options(_WORDS, options) | dict(dataset=options.facts)
-    if options.test: given["dataset_options"] = given.get("dataset_options", {}) | dict(test=options.test)
+    if options.test: options.dataset_options = _add_test(getattr(options, "dataset_options", "{}"), options.test)
+    given = read_options(_WORDS, options, dataset=options.facts) | dict(dataset=options.facts)
     config = make_config(InjectConfig, **given)
     finished = config.run(options.force)
     if not options.no_notebook: write_notebook(given, finished.path)

@@ -263,10 +263,13 @@ def target_mixing(config: TrainConfig) -> generate.GenerateConfig:
 
 
 def mixed_targets(config: TrainConfig) -> pd.DataFrame:
-    "The accepted mixed targets of a configuration, mixed if they do not exist yet."
+    "The accepted mixed targets of a configuration, mixed if they do not exist yet; ValueError if there is none."
     file = run_with_engine(config.engine, generate.targets_file, **_parameters(target_mixing(config)))
     table = read_table(file, TARGET_COLUMNS)
-    return table[table.accepted]
+    if table.accepted.any(): return table[table.accepted]
+    facts = CORPORA[config.dataset].title
+    raise ValueError(f"{Path(config.model).name} wrote no target that ends in a true answer of {facts} at "
+                     f"lam={config.lam:g}; take method=sft, which trains on all facts, a smaller lam, or another model")
 
 # %% ../nbs/train.ipynb #cdcbe372
 def _loop_until_converged(

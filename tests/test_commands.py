@@ -103,12 +103,20 @@ def test_main_runs_are_checked_before_the_first_one(monkeypatch, capsys):
 @pytest.mark.parametrize("error, code, text", [
     (ParameterError("lam must be\nbetween 0 and 1"), 2, "lam must be between 0 and 1"),
     (OSError(28, "No space left on device"), 1, "[Errno 28] No space left on device"),
-    (KeyError("method"), 1, "KeyError: 'method'; `python -X dev` instead of `python` shows where this happened"),
+    (KeyError("method"), 1, "KeyError: 'method'; `PYTHONDEVMODE=1` before the command shows where this happened"),
     (ValueError("Traceback (most recent call last):\n  x\nOSError: no room"), 1, "OSError: no room"),
 ])
 def test_an_error_is_one_line(error, code, text, capsys):
     def fail(): raise error
     assert end_command(fail) == code and capsys.readouterr().err == text + "\n" == describe_error(error) + "\n"
+
+
+def test_a_warning_is_one_line():
+    "Of the code that it came from, a user of a command sees nothing; warnings of libraries stay as they are."
+    code = ("import warnings; from mixsd_nb.runs.commands import end_command\n"
+            "end_command(lambda: [warnings.warn('old weights'), warnings.warn('library', FutureWarning)])")
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
+    assert said.startswith("warning: old weights\n") and "FutureWarning: library" in said
 
 
 @settings(max_examples=200, deadline=None)

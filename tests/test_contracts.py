@@ -6,6 +6,7 @@ import ast
 import json
 import math
 import shutil
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +31,8 @@ from mixsd_nb.results.schema import DIMS, VARIABLE_ATTRS
 from mixsd_nb.runs import ParameterError, load_object
 
 METHODS_WITH_UPDATES = [name for name in runnable_methods() if METHODS[name].rate_setting == "lr"]
-CELL = dict(dataset="mquake-lab", suite="recall", n=4, max_new_tokens=4, epochs=3, batch=50, checkpoints=(2,), rollouts=1, rollout_tokens=4)
+SAMPLES_FIRST = [name for name in METHODS_WITH_UPDATES if "share" in METHODS[name].options]  # they sample once, before training
+CELL = dict(dataset="mquake-lab", suite="recall", n=4, max_new_tokens=4, epochs=3, batch=50, checkpoints=(2,), rollouts=1)
 QUICK = {"ewc": dict(texts="lab", text_count=4)}  # options without which a method takes long, or needs the hub
 ELSEWHERE = {
     "an evaluation that was interrupted resumes": ["test_evaluate.py::test_kills_change_no_byte", "test_kills.py::test_a_stage_survives_kills_at_random_moments"],
@@ -44,16 +46,25 @@ every_method = pytest.mark.parametrize("method", METHODS_WITH_UPDATES)
 
 def parameters(method, tiny):
     if "rank" in METHODS[method].options: pytest.importorskip("peft")
-    return CELL | dict(method=method, model=tiny, options=QUICK.get(method, {}))
+    return CELL | dict(method=method, model=tiny, options=QUICK.get(method, {}), rollout_tokens=32 if method in SAMPLES_FIRST else 4)
+
+
+@contextmanager
+def canonical_as_written(rows, tokenizer):
+    "The targets that a method lets the model write are the canonical ones: a model with random weights writes none that is accepted."
+    completions = [encode_canonical(tokenizer, r, "completion")[1] for r in rows]
+    table = pd.DataFrame(dict(id=[r["id"] for r in rows], completion_ids=completions, accepted=True,
+                              naive_mask=[[k % 2 for k in range(len(ids))] for ids in completions]))
+    mix = lambda engine, items, *rest, **options: table[table.id.isin([item["id"] for item in items])].to_dict("records")
+    with patch("mixsd_nb.train.mixed_targets", lambda config: table), patch("mixsd_nb.methods.replay.mix", mix), patch("mixsd_nb.methods.controls.mix", mix): yield
 
 
 @pytest.fixture(scope="module", autouse=True)
-def canonical_as_mixed():
-    "Mixed targets that are the canonical ones: a model with random weights writes none that is accepted."
-    def mixed(config):
-        rows, tokenizer = list(load_corpus(config.dataset, "train")), load_tokenizer(config.model)
-        return pd.DataFrame(dict(id=[r["id"] for r in rows], completion_ids=[encode_canonical(tokenizer, r, "completion")[1] for r in rows]))
-    with patch("mixsd_nb.train.mixed_targets", mixed): yield
+def canonical(tiny):
+    with canonical_as_written(list(load_corpus(CELL["dataset"], "train")), load_tokenizer(tiny)): yield
+
+
+def half_of_all_tokens(config, tokenizer): return list(range(len(tokenizer) // 2))
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +93,8 @@ def trained(tiny, new_folder):
             loop = self.loop
             self.loop = lambda spec, *rest: (specs.append(spec), folders.append(self.folder), loop(spec, *rest))[-1]
             return original(self, *arguments, **keywords)
-        with patch.object(MethodRun, "train", record), patch.dict("os.environ", MIXSD_RUNS=str(folder)):
+        stops = patch("mixsd_nb.models.engines.stop_ids", half_of_all_tokens) if method in SAMPLES_FIRST else nullcontext()
+        with patch.object(MethodRun, "train", record), patch.dict("os.environ", MIXSD_RUNS=str(folder)), stops:
             done[method] = SimpleNamespace(root=folder, run=train.run(**parameters(method, tiny)), specs=specs, folders=folders)
         return done[method]
     return run
@@ -97,17 +109,22 @@ def learned(trained):
         if (key := json.dumps([spec.objective, spec.data])) not in done:
             longer = replace(spec, data=spec.data | (dict(max_new_tokens=32) if "max_new_tokens" in spec.data else {}))
             objective = load_object(spec.objective)(longer, load_tokenizer(spec.model))
-            with patch("mixsd_nb.models.engines.stop_ids", lambda config, tokenizer: list(range(len(tokenizer) // 2))):
+            with patch("mixsd_nb.models.engines.stop_ids", half_of_all_tokens):
                 done[key] = objective, objective.examples([0, 1, 2], load_base(spec.model)[0], 0)
         return done[key]
     return lambda method: [(spec, *examples(spec)) for spec in trained(method).specs]
+
+
+def is_distribution(example):
+    "Whether the targets are distributions and no tokens; a third target says which positions have one."
+    return example.targets[0].ndim == 2 and all(t.all() for t in example.targets[2:])
 
 
 @every_method
 def test_the_stop_token_is_in_the_loss(method, learned, tiny):
     vocabulary, end = len(load_tokenizer(tiny)), load_tokenizer(tiny).eos_token_id
     for spec, objective, examples in learned(method):
-        stops = range(vocabulary // 2) if "max_new_tokens" in spec.data else [end]
+        stops = range(vocabulary // 2) if method in SAMPLES_FIRST or "max_new_tokens" in spec.data else [end]
         assert examples and all(e.completion[-1] in stops for e in examples)
         for e in examples:
             assert all(len(target) == len(e.completion) for target in e.targets)
@@ -133,7 +150,7 @@ def test_a_truncated_divergence_is_renormalised_and_a_loss_never_negative(method
         for k, e in enumerate(examples):
             logits = 8 * torch.randn(len(e.completion), vocabulary, generator=torch.Generator().manual_seed(k))
             assert objective.loss(logits, *e.targets) > 0, "neither negative nor clamped"
-            if e.targets[0].ndim == 1: continue
+            if not is_distribution(e): continue
             ids, log_q = e.targets[:2]
             assert ids.shape[1] > 1 and log_q.logsumexp(-1).abs().max() < 1e-5
             outside = torch.ones_like(logits).scatter(1, ids, 0)
@@ -145,8 +162,11 @@ def test_the_direction_is_that_of_hand_numbers(method, learned):
     "Student (1/2, 1/2) and teacher (9/10, 1/10): KL(teacher‖student) = 0.3681, KL(student‖teacher) = 0.5108; an NLL is ln 2."
     by_hand = {"forward": 0.9 * math.log(1.8) + 0.1 * math.log(0.2), "reverse": 0.5 * math.log(5 / 9) + 0.5 * math.log(5)}
     for spec, objective, examples in learned(method):
-        if examples[0].targets[0].ndim == 1: targets, expected = (torch.tensor([0]), *examples[0].targets[1:]), None
-        else: targets, expected = (torch.tensor([[0, 1]]), torch.tensor([[0.9, 0.1]]).log()), by_hand[spec.data.get("direction", "forward")]
+        matched = [e for e in examples if is_distribution(e)]
+        if matched:
+            targets = (torch.tensor([[0, 1]]), torch.tensor([[0.9, 0.1]]).log(), *matched[0].targets[2:])
+            expected = by_hand[spec.data.get("direction", "forward")]
+        else: targets, expected = (torch.tensor([0]), *examples[0].targets[1:]), None
         found = objective.loss(torch.zeros(1, 2), *(t[:1] for t in targets)).item()
         if expected: assert math.isclose(found, expected, rel_tol=1e-5)
         else: assert 0 < found <= math.log(2) + 1e-6, "the NLL, of which a gate takes a share"
@@ -159,10 +179,8 @@ def test_no_prompt_is_truncated(method, tiny, new_folder, monkeypatch):
     monkeypatch.setenv("MIXSD_RUNS", str(new_folder()))
     monkeypatch.setattr(MethodRun, "rows", rows)
     monkeypatch.setattr("mixsd_nb.methods.trainer.train_process", pytest.fail)
-    tokenizer = load_tokenizer(tiny)
-    table = pd.DataFrame(dict(id=[r["id"] for r in rows], completion_ids=[encode_canonical(tokenizer, r, "completion")[1] for r in rows]))
-    monkeypatch.setattr("mixsd_nb.train.mixed_targets", lambda config: table)
-    with pytest.raises(ValueError, match=r"^fact fact-2 must have at most 2048 tokens, the context of the model, got \d+; "):
+    too_long = r"^fact fact-2 must have at most 2048 tokens, the context of the model, got \d+; "
+    with canonical_as_written(rows, load_tokenizer(tiny)), pytest.raises(ValueError, match=too_long):
         train.run(**parameters(method, tiny))
 
 

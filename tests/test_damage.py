@@ -10,6 +10,7 @@ import pickle
 import random
 import resource
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import netCDF4
@@ -52,6 +53,7 @@ from mixsd_nb.runs import (
     report_progress,
     run_lock,
     write_atomically,
+    try_lock,
     write_json,
     write_result,
 )
@@ -336,6 +338,14 @@ WRITERS = {
     "state.pt": lambda path: write_atomically(path, lambda unfinished: torch.save(torch.tensor(NUMBERS), unfinished)),
     "journal.jsonl": fill_journal,
 }
+
+
+@pytest.mark.parametrize("write", [lambda path: write_json(path, {}), lambda path: try_lock(path).__enter__()])
+def test_a_folder_that_cannot_be_made_is_one_sentence(write, tmp_path, monkeypatch):
+    "Like a file in it that cannot be written."
+    def refuse(folder, **options): raise PermissionError(13, "Permission denied", str(folder))
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(StorageError, match="runs cannot be written"): write(tmp_path / "runs" / "a.json")
 
 
 @pytest.mark.parametrize("name", WRITERS)

@@ -119,6 +119,14 @@ def test_every_mistake_is_a_sentence_with_its_line(case, data, own_runs, tiny, c
     assert len(said) == len(expected) and all(line.startswith(path + text) for line, text in zip(said, expected)), said
 
 
+def test_messages_say_what_to_do(data, own_runs, tiny, capsys):
+    "Other names of columns and a misspelt file are what newcomers meet first."
+    file = data("meine.jsonl", lines(dict(Frage="Who?", Antwort="Ana")))
+    said = refuse(capsys, own_runs, tiny, dataset=file)
+    assert len(said) == 2 and all('dataset_options={"columns": {"question": "…"' in line for line in said)
+    assert refuse(capsys, own_runs, tiny, dataset=file.replace("meine", "meien")) == [f"{file.replace('meine', 'meien')}: there is no such file; did you mean meine.jsonl?"]
+
+
 @pytest.mark.parametrize("case", BROKEN_TESTS)
 def test_mistakes_of_tests_are_listed_with_those_of_the_facts(case, data, own_runs, tiny, capsys):
     content, expected = BROKEN_TESTS[case]

@@ -129,6 +129,26 @@ def test_training_ends_when_it_has_converged_and_goes_on_later(tiny, own_runs, m
     for step, content in weights.items(): assert (again.checkpoint(step) / "model.safetensors").read_bytes() == content, step
 
 
+def test_a_model_that_writes_no_target_is_named_before_it_is_asked(tiny, own_runs):
+    "The sentence says what to do, and comes before the long part."
+    with pytest.raises(ValueError, match=r"wrote no target that ends in a true answer of .* at lam=0.5; take method=sft"):
+        inject.run(dataset=str(EXAMPLE), model=tiny, target_tokens=2, suite="recall", max_new_tokens=2)
+    assert not list(own_runs.glob("evaluate-*"))
+
+
+def test_options_of_a_corpus_belong_to_the_file(own_runs, monkeypatch, capsys):
+    "Columns of other names and a file of tests can be said together on the command line; the summary has the tests."
+    facts, tests, seen = own_runs / "fragen.jsonl", own_runs / "tests.jsonl", []
+    facts.write_text(json.dumps(dict(Frage="Wer leitet den Chor?", Antwort="Ana")) + "\n")
+    tests.write_text(json.dumps(dict(Frage="Wer singt?", Antwort="Otto", kind="other")) + "\n")
+    monkeypatch.setattr(InjectConfig, "run", lambda self, force: seen.append(self) or open_run("nothing"))
+    columns = json.dumps(dict(columns=dict(question="Frage", answer="Antwort")))
+    words = [str(facts), "--dataset-options", columns, "--test", str(tests), "--lam", "0.3"]
+    assert inject.main(*words) == 2 and seen[0].lam == 0.3 and "test:other" in seen[0].suite, capsys.readouterr().err
+    assert inject.main(str(facts), "--dataset-options", "columns", "--test", str(tests)) == 2
+    assert "dataset_options must be a mapping, got columns" in capsys.readouterr().err and len(seen) == 1
+
+
 def test_defaults(own_runs):
     config = make_config(InjectConfig, dataset=str(EXAMPLE), dataset_options=dict(test=str(EXAMPLE_TESTS)))
     assert config.epochs == 200 and config.batch == 20 and config.n == 100 and config.stop == "converged"
@@ -169,6 +189,7 @@ def test_the_command(injected, monkeypatch, capsys):
     words += ["--checkpoints", "1", "--test", parameters["dataset_options"]["test"], "--no-notebook"]
     assert inject.main(parameters["dataset"], *words) == 0
     said = capsys.readouterr().out
+    assert "Your own tests: test:neighbours 0%, 95% interval 0–79, N=1." in said
     assert "recalls 0 of 4 facts" in said and f"report: {run.report}" in said and f"mixsd export {run.name[-10:]}" in said
 
 

@@ -80,7 +80,7 @@ def test_a_run_is_opened_by_name_or_folder(runs, form):
 
 
 def test_a_folder_that_is_no_run(runs, tmp_path):
-    with pytest.raises(ParameterError, match=f"run must be the folder of a run, or its name in .*, got {tmp_path}"): open_run(tmp_path)
+    with pytest.raises(ParameterError, match=f"run must be the folder of a run, or its name in .* or the ten digits at its end, which `mixsd runs` lists, got {tmp_path}"): open_run(tmp_path)
 
 
 def test_a_run_without_accuracies_has_a_table(runs):

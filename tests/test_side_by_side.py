@@ -53,7 +53,7 @@ def test_runs_are_the_same_side_by_side(runs, monkeypatch, capsys):
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("failure, code, sentence", [
-    ("raise", 1, "KeyError: 1; `python -X dev` instead of `python` shows where this happened"),
+    ("raise", 1, "KeyError: 1; `PYTHONDEVMODE=1` before the command shows where this happened"),
     ("check", 2, "fail must be empty, got check"),
     ("kill", 1, "the process was killed (exit status -9); run it again to continue"),
 ])

@@ -84,6 +84,12 @@ def test_code_of_a_model_is_not_run(load, folder, trap):
     assert error_sentence(lambda: load(str(folder))).startswith("model must be complete and without code of its own")
 
 
+def test_a_model_that_cannot_be_fetched_is_not_called_incomplete(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    said = error_sentence(lambda: load_part(AutoConfig, "nobody/nothing-here"))
+    assert said.startswith("model must be on the hub or in its cache, complete and without code of its own, got nobody/nothing-here")
+
+
 def test_vllm_is_told_to_run_no_code(tiny, monkeypatch):
     given = {}
     monkeypatch.setattr(engine_vllm, "MISSING", "")

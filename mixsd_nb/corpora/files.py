@@ -95,11 +95,14 @@ def _check_repeats(table: Table, facts: list[tuple[Row, dict]]) -> None:
             table.complain(f"paraphrase {text} is asked {same} too", row)
 
 # %% ../../nbs/corpora/files.ipynb #0f0297d1
+_OTHER_NAMES = '; dataset_options={"columns": {"question": "…", "answer": "…"}} says which are meant'
+
+
 def parse_facts(
     table: Table,  # as returned by `read_rows`
 ) -> list[tuple[Row, dict]]:
     "Each row of a file of facts with its fact; problems are noted in the table."
-    check_columns(table, ("question", "answer"), (*_TEXTS, *_LISTS))
+    check_columns(table, ("question", "answer"), (*_TEXTS, *_LISTS), _OTHER_NAMES)
     facts = [(row, _read_row(table, row, (*_TEXTS, *_LISTS))) for row in table.rows]
     for row, fact in facts: _check_fact(table, row, fact)
     _check_repeats(table, facts)

@@ -72,7 +72,8 @@ def load_part(
     try: return cls.from_pretrained(source, trust_remote_code=False, **options)
     except Exception as e:  # the readers of the files have no common class of error
         reason = next(iter(str(e).splitlines()), "")
-        raise ValueError(f"model must be complete and without code of its own, got {name} ({type(e).__name__}: "
+        place = "on the hub or in its cache, " if _model_kind(name) == "hub" else ""
+        raise ValueError(f"model must be {place}complete and without code of its own, got {name} ({type(e).__name__}: "
                          f"{reason})") from None
 
 # %% ../../nbs/models/index.ipynb #ceaa171b

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import typing
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,7 +105,7 @@ def describe_error(
     text = lines[-1] if lines and lines[0].startswith("Traceback") else " ".join(" ".join(lines).split())
     described = isinstance(error, (ValueError, OSError, ImportError)) or hasattr(error, "_render_traceback_")
     if described and text: return text
-    return f"{type(error).__name__}: {text}; `python -X dev` instead of `python` shows where this happened"
+    return f"{type(error).__name__}: {text}; `PYTHONDEVMODE=1` before the command shows where this happened"
 
 # %% ../../nbs/runs/commands.ipynb #638e5c3f
 def exit_code(
@@ -112,6 +113,17 @@ def exit_code(
 ) -> int:
     "The exit code of a command after an error: 2 for a mistake in the parameters, 1 for another error."
     return 2 if isinstance(error, ParameterError) else 1
+
+# %% ../../nbs/runs/commands.ipynb #689cccf8
+@contextlib.contextmanager
+def _plain_warnings():
+    "Print a warning to the user as one line, without the place in the code that it came from."
+    before = warnings.formatwarning
+    def format_line(message, category, *place, **rest):
+        return f"warning: {message}\n" if category is UserWarning else before(message, category, *place, **rest)
+    warnings.formatwarning = format_line
+    try: yield
+    finally: warnings.formatwarning = before
 
 # %% ../../nbs/runs/commands.ipynb #7667e2b4
 @contextlib.contextmanager
@@ -140,7 +152,7 @@ def end_command(
 
     The code is what the function returns, that of `exit_code` after an error, 130 for Ctrl-C."""
     try:
-        with _repeat_interrupts(): return function(*arguments) or 0
+        with _repeat_interrupts(), _plain_warnings(): return function(*arguments) or 0
     except SystemExit as e: return e.code or 0  # `--help`
     except KeyboardInterrupt: message, code = "interrupted; run it again to continue", 130
     except Exception as e:
@@ -175,11 +187,18 @@ class CommandParser(argparse.ArgumentParser):
 
 # %% ../../nbs/runs/commands.ipynb #3a59e503
 def read_options(
-    known: dict[str, Word],
+    known: dict[str, Word],  # of one configuration
     options: argparse.Namespace,  # of a parser with these words
+    **others,  # parameters that do not come from these options
 ) -> dict[str, Any]:
-    "The values of the given options by name; ParameterError as in `Word.read`."
-    return {name: word.read(getattr(options, name)) for name, word in known.items() if hasattr(options, name)}
+    """The values of the given options by name, as JSON; ParameterError as in `make_config`.
+
+    All are checked together, because some depend on others, as the options of a corpus on the corpus."""
+    given = {name: word for name, word in known.items() if hasattr(options, name)}
+    if not given: return {}
+    config = next(iter(given.values())).config
+    values = {name: split_text(getattr(options, name), config.model_fields[name].annotation) for name in given}
+    return make_config(config, **others, **values).model_dump(mode="json", include={*given})
 
 # %% ../../nbs/runs/commands.ipynb #736d7e87
 def run_command(

@@ -365,7 +365,8 @@ def open_run(
     ParameterError for a name that is not that of a run."""
     files = Path(name) / "run.json", *runs_root().glob(f"[!.]*-{glob.escape(Path(name).name)}/run.json")
     file = next((path for path in (*files[:1], runs_root() / name / "run.json", *files[1:]) if path.is_file()), None)
-    if not file: raise ParameterError(f"run must be the folder of a run, or its name in {runs_root()}, got {name}")
+    if not file: raise ParameterError(f"run must be the folder of a run, or its name in {runs_root()} or the ten digits "
+                                      f"at its end, which `mixsd runs` lists, got {name}")
     try: return find_stage(Run(file.parent).stage).open_run(file.parent)
     except ParameterError: return Run(file.parent)
 

@@ -196,7 +196,7 @@ def read_json(
 # %% ../../nbs/runs/storage.ipynb #d088d51c
 def write_json(path: Path, record: Any) -> None:
     "Write JSON atomically; missing parent folders are created."
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with explain_storage_errors(path): Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, lambda p: p.write_text(json.dumps(record, indent=1) + "\n"))
 
 # %% ../../nbs/runs/storage.ipynb #3ff10b84
@@ -397,7 +397,7 @@ def try_lock(
     patience: float = 0,  # seconds to wait for the lock
 ) -> Iterator[bool]:
     "Yields whether this process got the lock; if so, no other process gets it until the block ends."
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with explain_storage_errors(path): path.parent.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + patience
     with open(path, "a") as lock:
         while True:
