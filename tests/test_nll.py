@@ -232,7 +232,7 @@ def test_mixed_targets_are_the_stored_ids_of_accepted_rows():
     assert root.n.sel(part="all") == len(table) > 90
     tail = template_tail(load_tokenizer("lab-m"))
     assert result["per_token"].token_id.values.tolist() == [t for c in table.completion_ids for t in [*c, *tail]]
-    assert root.nll.sel(part="all") < 0.5 * nll.run().root.nll.sel(part="all").item(), "mixed targets are nearer to the base than canonical ones"
+    assert root.nll.sel(part="all") < nll.run().root.nll.sel(part="all").item(), "mixed targets are nearer to the base than canonical ones"
     assert root.source_tokens.sel(source="naive") == 0
     cube = nll.merge_results(nll.score_all("kgfact-small", ["lab-m"]))
     assert cube["method"].values.tolist() == ["mixsd-0", "sft"] and nll.nll_table(cube).shape[0] == 2

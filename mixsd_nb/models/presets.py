@@ -75,7 +75,7 @@ def is_lab_model(
     "Whether a model is one of the lab's, or a folder with a model of the lab's vocabulary."
     if name in SIZES: return True
     size = lambda folder: re.findall(rb'"vocab_size": *(\d+)', (Path(folder) / "config.json").read_bytes())
-    return (Path(name) / "config.json").is_file() and size(name) == size(lab_folder(next(iter(SIZES))))
+    return (Path(name) / "config.json").is_file() and size(name) in [size(lab_folder(lab)) for lab in SIZES]
 
 # %% ../../nbs/models/presets.ipynb #e2e5507f
 def warn_about_lab_values(
