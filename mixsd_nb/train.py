@@ -45,7 +45,7 @@ class TrainConfig(Stage, EvalSettings):
     "One model trained on one corpus with one method, and measured along training."
     name = "train"
     run_class = "results.finished:ModelRun"
-    method: str = Field("mixsd", description="base, sft, mixsd, opsd, opsd-nll, mixsd-kl, memit, wise-sft, wise-mixsd, replay, replay-kl, sft-own-words, mixsd-answer, mixsd-shuffled, stm, talr, or one of a plugin")
+    method: str = Field("mixsd", description="name of a method: base, sft, mixsd, opsd, memit, or another one of mixsd_nb.methods.METHODS")
     lam: float = Field(0.5, ge=0, le=1, description="share of naive tokens in the targets of mixsd")
     target_tokens: int = preset_field(
         "largest length of a mixed target in tokens", lab=256, paper=8_192, ge=1)
