@@ -80,7 +80,7 @@ for _method in [
                weight=15_000.0, layers=[], target="sentence", place="subject", steps=25, rate=0.5, kl=0.0625, decay=1e-3,
                clamp=4.0, stop=0.05, prefixes=5, merge=False, null_space=False, energy=0.02, ridge=10.0, texts="",
                text_count=100_000, per_batch=0),
-           presets=dict(lab=dict(weight=3_000.0, target="own", place="last", rate=50.0, text_count=1_000),
+           presets=dict(lab=dict(weight=300.0, target="own", place="last", rate=50.0, text_count=1_000),
                         paper=dict(prefixes=0))),
     Method("sft", title="SFT", colour="#d55e00", marker="s", settings=(*TRAINED, "span"),
            fit="methods.supervised:fit_canonical"),
