@@ -1466,8 +1466,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                     'mixsd_nb/methods/gates.py'),
                                         'mixsd_nb.methods.gates.Masked.examples': ( 'methods/gates.html#masked.examples',
                                                                                     'mixsd_nb/methods/gates.py'),
-                                        'mixsd_nb.methods.gates._canonical_pairs': ( 'methods/gates.html#_canonical_pairs',
-                                                                                     'mixsd_nb/methods/gates.py'),
                                         'mixsd_nb.methods.gates.fit_masked': ('methods/gates.html#fit_masked', 'mixsd_nb/methods/gates.py'),
                                         'mixsd_nb.methods.gates.fit_reweighted': ( 'methods/gates.html#fit_reweighted',
                                                                                    'mixsd_nb/methods/gates.py'),

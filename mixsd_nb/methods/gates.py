@@ -11,10 +11,9 @@ import functools
 import torch
 from torch.nn.functional import cross_entropy
 
-from ..corpora.prompts import encode_canonical
 from .fitting import Fitted, MethodRun
 from .loss import Example
-from .supervised import Supervised
+from .supervised import Supervised, canonical_pairs
 from .trainer import TrainingSpec
 
 # %% ../../nbs/methods/gates.ipynb #7954e80e
@@ -62,14 +61,10 @@ def reweighted_pairs(spec: TrainingSpec, tokenizer) -> Supervised:
     return objective
 
 # %% ../../nbs/methods/gates.ipynb #175f5c90
-def _canonical_pairs(run):
-    return {r["id"]: encode_canonical(run.tokenizer, r, run.parameters.span) for r in run.rows}
-
-
 def fit_masked(run: MethodRun) -> Fitted:
     "STM: SFT without the target tokens whose NLL under the base model is above a threshold."
     limit = run.option("threshold")
-    return run.train_on(_canonical_pairs(run), "methods.gates:masked_pairs",
+    return run.train_on(canonical_pairs(run), "methods.gates:masked_pairs",
                         lambda nll: dict(keep=[(x <= limit).astype(int).tolist() for x in nll]))
 
 
@@ -77,4 +72,4 @@ def fit_reweighted(run: MethodRun) -> Fitted:
     "TALR: SFT in which improbable target tokens weigh less."
     options = dict(tau=run.option("tau"), floor=run.option("floor"))
     if options["tau"] <= 0: raise ValueError(f"tau must be above 0, got {options['tau']:g}")
-    return run.train_on(_canonical_pairs(run), "methods.gates:reweighted_pairs", lambda nll: options)
+    return run.train_on(canonical_pairs(run), "methods.gates:reweighted_pairs", lambda nll: options)
