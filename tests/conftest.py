@@ -1,5 +1,7 @@
 "Fixtures that several test files use."
 
+import gc
+
 import pytest
 from helpers import small_model
 
@@ -16,6 +18,12 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes more than 20 seconds on a busy machine and runs only in `make test-slow`")
 
 
+def pytest_collection_finish():
+    "What the test files import stays, so the garbage collector, which every training starts, does not have to visit it."
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     "The folder of a small model with random weights, on which every stage takes only seconds."
@@ -28,3 +36,9 @@ def own_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
     monkeypatch.delenv("MIXSD_BENCHMARKS", raising=False)
     return tmp_path
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    "Figures are made but saved as empty files, where their pictures are not looked at."
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, path, **options: open(path, "wb").close())

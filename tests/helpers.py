@@ -41,6 +41,10 @@ def until(condition, seconds=180, what="it", pause=0.05):
     return found
 
 
+# For another process: as the fixture `undrawn`.
+UNDRAWN = "from matplotlib.figure import Figure; Figure.savefig = lambda self, path, **options: open(path, 'wb').close()"
+
+
 def command_output(*command):
     "The standard output of a command; empty if the command hangs."
     try: return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import xarray as xr
-from helpers import forked
+from helpers import UNDRAWN, forked
 
 from mixsd_nb.runs import load_plugins
 
@@ -133,7 +133,7 @@ print(json.dumps(dict(labels=ordered_labels(cube.method.values), title=label_tit
 
 
 def test_figures_stage_prints_it(cell, home):
-    done = subprocess.run([sys.executable, "-c", "from mixsd_nb import figures\nfigures.run(dataset='moons', model=__import__('sys').argv[1], source='runs')", json.loads(
+    done = subprocess.run([sys.executable, "-c", f"{UNDRAWN}\nfrom mixsd_nb import figures\nfigures.run(dataset='moons', model=__import__('sys').argv[1], source='runs')", json.loads(
         (Path(cell[1]) / "run.json").read_text())["config"]["model"]], env=environment(home), cwd=home, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "echo-2" in done.stdout and "frontier" in done.stdout

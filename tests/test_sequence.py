@@ -15,19 +15,20 @@ from mixsd_nb.cluster.grid import make_cell
 from mixsd_nb.results.cube import agreeing_runs, open_cube
 from mixsd_nb.runs import Run, find_runs
 
-SMALL = dict(model="lab-s", n=4, epochs=1, max_new_tokens=60, target_tokens=60, suite="recall,choice,world")
+pytestmark = pytest.mark.usefixtures("undrawn")
 STEPS = (2,)  # that `make run` measures besides the last one
+MIXED = dict(lam=1.0, options=dict(replace_gt=True))  # random weights write no target that is accepted
 
 
-def make_run():
+def make_run(small):
     "The runs and the figures of `make run`, smaller."
     for parameters in train.main_runs([1e-3], [0]):
         checkpoints = {"checkpoints": STEPS} if "checkpoints" in parameters else {}
-        train.run(**SMALL | parameters | checkpoints)
-    return draw()
+        train.run(**small | parameters | checkpoints)
+    return draw(small)
 
 
-def draw(**parameters): return figures.run(source="runs", model="lab-s", **parameters)["runs"].cube
+def draw(small, **parameters): return figures.run(source="runs", model=small["model"], **parameters)["runs"].cube
 
 
 def at(cube, first): return cube.accuracy.sel({dim: first[dim].values for dim in first.accuracy.dims})
@@ -52,59 +53,60 @@ def project(own_runs, monkeypatch):
     return own_runs
 
 
-def test_the_natural_order_of_work(project, capsys, monkeypatch):
-    monkeypatch.setattr(train, "MAIN_RUNS", [dict(method="sft"), dict(method="mixsd", lam=0.0)])  # the quickest to mix
-    first = make_run()
+def test_the_natural_order_of_work(project, tiny, capsys, monkeypatch):
+    monkeypatch.setattr(train, "MAIN_RUNS", [dict(method="sft"), dict(method="mixsd") | MIXED])
+    small = dict(model=tiny, n=4, epochs=1, max_new_tokens=8, target_tokens=8, suite="recall,choice,world")
+    first = make_run(small)
     ours = training_folders()
     weights = {p: p.stat().st_mtime_ns for run in ours.values() for p in run.folder.glob("checkpoint-*/model.safetensors")}
     assert len(ours) == 3 and first.step.values.tolist() == [0, 2, 5]
 
     # other checkpoints are measured: the run is extended, not made a second time
-    run = train.run(**SMALL, lam=0.0, checkpoints=(3,))
+    run = train.run(**small, **MIXED, checkpoints=(3,))
     assert run.root.step.values.tolist() == [0, 2, 3, 5] and run.name in ours
     assert {*training_folders()} == {*ours}
     assert all(p.stat().st_mtime_ns == stamp for p, stamp in weights.items()), "no checkpoint is written again"
 
-    cells = [make_cell(train.TrainConfig, Path("train.ipynb"), SMALL | dict(lam=0.0, checkpoints=steps)) for steps in ([2, 3], [1])]
+    cells = [make_cell(train.TrainConfig, Path("train.ipynb"), small | MIXED | dict(checkpoints=steps)) for steps in ([2, 3], [1])]
     assert cells[0].name == cells[1].name and [cell.is_done for cell in cells] == [True, False]
 
     # analyses see each run once
-    mixed = nll.score_all("kgfact-small", ["lab-s"])
-    table = nll.forgetting_table("kgfact-small", "lab-s", prompts=1)
-    results, skipped = fisher.measure_all_runs(fisher.FisherConfig(model="lab-s", limit=1))
+    mixed = nll.score_all("kgfact-small", [tiny])
+    table = nll.forgetting_table("kgfact-small", tiny, prompts=1)
+    results, skipped = fisher.measure_all_runs(fisher.FisherConfig(model=tiny, limit=1))
     assert len(mixed) == 2 and len(results) == 2 and not skipped
-    assert table.groupby("method").step.apply(list).to_dict() == {"sft": [2, 5], "mixsd-0": [2, 3, 5]}
-    analysed = errors.run(model="lab-s")
+    assert table.groupby("method").step.apply(list).to_dict() == {"sft": [2, 5], "mixsd-1": [2, 3, 5]}
+    analysed = errors.run(model=tiny)
     moved = {r.name: r for r in find_runs(stage="fisher")}
 
     # a trial with other settings
-    for method in ("base", "sft"): train.run(**SMALL | dict(n=2), method=method)
+    for method in ("base", "sft"): train.run(**small | dict(n=2), method=method)
     capsys.readouterr()
-    cube = draw()
+    cube = draw(small)
     notice = capsys.readouterr().out.splitlines()[0]
     assert re.match(r'shown: 3 training runs with n=4; left out, because settings differ: 2 runs.*; where=\{"n": 2\} shows them$', notice)
     known = first.accuracy.notnull().values
     np.testing.assert_array_equal(at(cube, first).values[known], first.accuracy.values[known])
     assert {"displacement_sq", "nll", "count"} <= {*cube} and cube.n.sel(benchmark="choice").max() == 4
-    assert draw(where=dict(n=2)).n.sel(benchmark="choice").max() == 2
-    assert errors.run(model="lab-s").folder == analysed.folder and len(find_runs(stage="errors")) == 1
+    assert draw(small, where=dict(n=2)).n.sel(benchmark="choice").max() == 2
+    assert errors.run(model=tiny).folder == analysed.folder and len(find_runs(stage="errors")) == 1
 
     # a further checkpoint extends the analyses
-    train.run(**SMALL, method="sft", checkpoints=(4,))
-    again, _ = fisher.measure_all_runs(fisher.FisherConfig(model="lab-s", limit=1))
+    train.run(**small, method="sft", checkpoints=(4,))
+    again, _ = fisher.measure_all_runs(fisher.FisherConfig(model=tiny, limit=1))
     assert {*moved} == {r.name for r in find_runs(stage="fisher")}
     sft = next(tree for name, tree in again.items() if "sft" in name)
     assert sft.step.values.tolist() == [2, 4, 5] and np.isfinite(sft.displacement_sq).all()
-    assert 4 in errors.run(model="lab-s").root.step
+    assert 4 in errors.run(model=tiny).root.step
 
-    page = explore.explore(model="lab-s")
+    page = explore.explore(model=tiny)
     offered = [title for w in parts_of(page) if isinstance(w, widgets.Dropdown) and w.description == "runs" for title, _ in w.options]
     assert offered == ["3 training runs with n=4", "2 training runs with n=2"]
 
     before = stamps(training_folders())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        last = make_run()
+        last = make_run(small)
     assert stamps(training_folders()) == before, "the second `make run` computes nothing"
     both = first.accuracy.notnull().values
     np.testing.assert_array_equal(at(last, first).values[both], first.accuracy.values[both])

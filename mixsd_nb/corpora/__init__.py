@@ -7,6 +7,7 @@ __all__ = ['CORPORA', 'TESTS', 'CorpusOptions', 'CORPUS_OPTIONS', 'CorpusName', 
            'load_corpus', 'validation_rows', 'stats']
 
 # %% ../../nbs/corpora/index.ipynb #ec848e63
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
@@ -111,6 +112,24 @@ def _in_own_form(corpus: Corpus, rows: list[dict]) -> list[dict]:
     return [change_form(row, corpus.request, corpus.form) for row in rows] if corpus.form else rows
 
 
+def _make_splits(corpus: Corpus) -> dict:
+    "The splits of a corpus as datasets."
+    from datasets import Dataset
+    splits = _check_splits(corpus.name, load_object(corpus.build)(**corpus.options))
+    return {split: Dataset.from_list(_in_own_form(corpus, rows)) for split, rows in splits.items()}
+
+
+_MADE = {}  # splits that were made in this process
+
+
+def _splits(corpus: Corpus) -> dict:
+    "The splits of a corpus, made once in a process, unless an option names a file, which may change."
+    if any(isinstance(value, str) and os.path.exists(value) for value in corpus.options.values()): return _make_splits(corpus)
+    key = load_object(corpus.build), corpus.name, corpus.request, repr(corpus.options), repr(corpus.form)
+    if key not in _MADE: _MADE[key] = _make_splits(corpus)
+    return _MADE[key]
+
+
 def load_corpus(
     name: str,  # as in `check_corpus`
     split: str | None = None,  # only this split
@@ -119,14 +138,12 @@ def load_corpus(
     """A `datasets.DatasetDict`, or one split of it, with rows `id, prompt, target, answer, subject, statement`.
 
     ValueError of one sentence for an unknown name or split, and for options that a corpus does not allow."""
-    from datasets import Dataset, DatasetDict
-    corpus = load_object("corpora.stored:open_corpus")(name, options)
-    splits = _check_splits(corpus.name, load_object(corpus.build)(**corpus.options))
-    splits = {name: _in_own_form(corpus, rows) for name, rows in splits.items()}
+    from datasets import DatasetDict
+    splits = _splits(load_object("corpora.stored:open_corpus")(name, options))
     if split not in (None, *splits):
         raise ValueError(f"split must be one of {', '.join(splits)} for {name}, got {split}")
-    if split: return Dataset.from_list(splits[split])
-    return DatasetDict({name: Dataset.from_list(rows) for name, rows in splits.items()})
+    copies = {name: rows.with_format(None) for name, rows in splits.items()}
+    return copies[split] if split else DatasetDict(copies)
 
 # %% ../../nbs/corpora/index.ipynb #4c7e562e
 def validation_rows(

@@ -7,6 +7,7 @@ __all__ = ['CONDITIONALS', 'place_tokens', 'draw_tokens', 'draw_sources', 'wrap_
            'find_examples', 'draw_overview']
 
 # %% ../../nbs/results/overview.ipynb #7775f66a
+import functools
 import textwrap
 from typing import NamedTuple
 
@@ -144,6 +145,16 @@ def find_examples(
     raise ValueError(f"none of {len(rows)} facts has, with lam={lam:g}, a mixed target that neither conditional writes")
 
 # %% ../../nbs/results/overview.ipynb #472807f8
+@functools.lru_cache(1)
+def _written_examples(model, dataset, lam, facts):
+    "The tokenizer, the corpus and the examples of a picture, which is drawn again with every table."
+    from mixsd_nb.corpora import CORPORA, load_corpus
+    from mixsd_nb.models import load_engine
+    engine, corpus = load_engine("hf", model), CORPORA[dataset]
+    rows = load_corpus(dataset, "train").select(range(facts)).to_list()
+    return engine.tokenizer, corpus, find_examples(engine, rows, corpus, lam)
+
+
 def draw_overview(
     model: str = "lab-m",
     dataset: str = "kgfact-small",
@@ -153,11 +164,7 @@ def draw_overview(
     """The prompts of the two conditionals, what each of them writes alone, and two accepted mixed targets.
 
     The second of these names another entity; the note says how many targets do."""
-    from mixsd_nb.corpora import CORPORA, load_corpus
-    from mixsd_nb.models import load_engine
-    engine, corpus = load_engine("hf", model), CORPORA[dataset]
-    rows = load_corpus(dataset, "train").select(range(facts)).to_list()
-    found = find_examples(engine, rows, corpus, lam)
+    tokenizer, corpus, found = _written_examples(model, dataset, lam, facts)
     x, y = found.row["prompt"], found.row["target"]
     prompts = {"naive conditional: asked for x": x,
                "expert conditional: x, and the true answer y* in context": corpus.expert(x, found.row.get("reference") or y),
@@ -167,10 +174,10 @@ def draw_overview(
                "the naive alone (λ=1), which does not know": found.naive}
     if found.contradictory:
         records["MixSD trains on this too (another fact): the naive named another entity"] = found.contradictory
-    note = (f"{found.accepted} of the {len(rows)} targets were accepted, because their boxes hold the true answer. "
+    note = (f"{found.accepted} of the {facts} targets were accepted, because their boxes hold the true answer. "
             f"{found.contradictions} of these ({found.contradictions / found.accepted:.0%}) name another entity in the "
             f"sentence before the box ({model}, {dataset}, λ={lam:g}).")
 
     def tokens(record):
-        return [engine.tokenizer.decode([t]) for t in record["completion_ids"]], list(record["naive_mask"])
+        return [tokenizer.decode([t]) for t in record["completion_ids"]], list(record["naive_mask"])
     return overview_figure(prompts, {heading: tokens(record) for heading, record in records.items()}, note=note)

@@ -101,12 +101,16 @@ def code_text(
 
 # %% ../../nbs/runs/run.ipynb #5232ca82
 @functools.cache
+def _code_digest(name: str) -> str:
+    return hashlib.blake2b(code_text(module_file(name).read_text()).encode(), digest_size=4).hexdigest()
+
+
+@functools.cache
 def module_versions(
     modules: tuple[str, ...],
 ) -> dict[str, str]:
     "A hash of the code of each module, and of each module of this package that they import."
-    digest = lambda name: hashlib.blake2b(code_text(module_file(name).read_text()).encode(), digest_size=4).hexdigest()
-    return {name: digest(name) for name in import_closure(modules)}
+    return {name: _code_digest(name) for name in import_closure(modules)}
 
 
 def code_version(
