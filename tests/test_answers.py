@@ -109,12 +109,12 @@ def test_a_megabyte_takes_well_under_a_second(text, found):
     "\\text{", "\\frac{1}{", "}", "$",
 ])
 def test_the_other_extractors_are_linear_too(piece):
-    text = piece * (MILLION // 5 // len(piece))
+    text = piece * (MILLION // 10 // len(piece))
     start = time.process_time()
     last_number(text), extract_python(text), same_answer(text, text + "1")
     is_loose_match(text, text[1:]), extract_letter(text, loose=True)
     is_loose_match(BOX + text + "}" * text.count("{") + "}", "7")
-    assert time.process_time() - start < 10
+    assert time.process_time() - start < 5
 
 
 @given(st.integers() | st.decimals(allow_nan=False, allow_infinity=False, places=3).filter(lambda d: abs(d) < 10**9),

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def items(lab):
-    return mix_items(lab[1], list(load_corpus("kgfact-small")["train"])[:6])
+    return mix_items(lab[1], list(load_corpus("kgfact-small")["train"])[:5])
 
 
 @pytest.mark.parametrize(("lam", "temperature"), [(0, 0), (0.1, 0), (0.3, 0), (0.5, 0), (0.7, 0), (1, 0), (0.5, 0.8)])
