@@ -31,7 +31,7 @@ from .methods import METHODS, check_method, fit_function, label_coordinates, met
 from .methods.lengths import check_facts
 from .methods.selection import converged
 from .models import ENGINES, check_process, run_with_engine
-from .models.identity import ModelName, model_label
+from .models.identity import FileOptions, ModelName, model_label
 from .models.presets import idle_value, preset_field, warn_about_lab_values
 from .results.layout import result_tree
 from .results.roots import read_root
@@ -69,7 +69,7 @@ class TrainConfig(Stage, EvalSettings):
         "which tokens of a target are trained: completion, or paper, which adds the chat template's tokens around it",
         lab="completion", paper="paper")
     lora: int = Field(0, ge=0, description="rank of the LoRA adapters; 0 trains the weights themselves")
-    options: dict = Field({}, description="parameters that only this method has, by name")
+    options: FileOptions = Field({}, description="parameters that only this method has, by name")
     processes: int = runtime_field(1, "number of training processes, one per GPU or core", ge=1)
     sharded: bool = runtime_field(False, "shard weights and optimiser state over the processes (FSDP2)")
     packed: bool = runtime_field(False, "pack examples into one row instead of padding them")
