@@ -32,6 +32,7 @@ def load_start(
     size: str,  # a key of SIZES
     source: str | None,  # a lab model, a folder or a hub id; None for start values
     seed: int = 0,  # of start values
+    structured: bool = True,  # start values of `set_start_values`, instead of those that transformers draws
 ):
     "Tokenizer and model to train: those of the source, or new ones; ValueError if the source has another shape."
     import torch
@@ -43,7 +44,8 @@ def load_start(
         raise ValueError(f"start must be a model of the shape of {size}, {SIZES[size]}, got {shape}")
     tokenizer = make_tokenizer()
     torch.manual_seed(seed)
-    return tokenizer, set_start_values(Qwen3ForCausalLM(lab_config(size, tokenizer)), tokenizer, seed)
+    model = Qwen3ForCausalLM(lab_config(size, tokenizer))
+    return tokenizer, set_start_values(model, tokenizer, seed) if structured else model
 
 # %% ../nbs/pretrain.ipynb #8ea6a0ae
 class PretrainConfig(Stage):
@@ -55,7 +57,8 @@ class PretrainConfig(Stage):
     minutes: float = Field(0.0, ge=0, description="the budget in minutes instead")
     start: str = Field(
         "",
-        description="where to start: empty for the shipped weights, fresh for start values, a lab model or a folder")
+        description="where to start: empty for the shipped weights, fresh for structured start values, ordinary for those "
+                    "of transformers, a lab model or a folder")
     seed: Seed = Field(0, description="of the documents and of the start values")
     batch_tokens: int = Field(5120, ge=256, description="tokens of a batch, padding included")
     pool: int = Field(400, ge=1, description="documents drawn, sorted into batches and shuffled at a time")
@@ -67,7 +70,7 @@ class PretrainConfig(Stage):
 
     @field_validator("start")
     @classmethod
-    def _check_start(cls, name): return name if name in ("", "fresh") else check_model(name, field="start")
+    def _check_start(cls, name): return name if name in ("", "fresh", "ordinary") else check_model(name, field="start")
 
     @computed_field
     @property
@@ -78,7 +81,7 @@ class PretrainConfig(Stage):
     @property
     def source(self) -> str | None:
         "The model that the training starts from; None for start values."
-        if self.start == "fresh": return None
+        if self.start in ("fresh", "ordinary"): return None
         return self.start or (self.size if is_shipped(self.size) else None)
 
     def slug(self) -> str:
@@ -89,7 +92,7 @@ class PretrainConfig(Stage):
         "Train; returns the record, and writes weights (bfloat16), tokenizer and record to the folder `model`."
         import torch
         earlier, start = read_record(self.source), 0.5 if self.source else 0.0
-        tokenizer, model = load_start(self.size, self.source, self.seed)
+        tokenizer, model = load_start(self.size, self.source, self.seed, self.start != "ordinary")
 
         def budget():
             if not self.minutes: return 1e6 * self.tokens
