@@ -47,7 +47,7 @@ def _split_words(
     names: str,  # regular expression
 ) -> str:
     "SPLIT, but a word that is neither in the vocabulary nor an invented name is separated from the space before it."
-    known = sorted({w[1:] for w in words if re.fullmatch(r" [A-Za-z']+", w)}, key=len, reverse=True)
+    known = sorted({w[1:] for w in words if re.fullmatch(r" [A-Za-z']+", w)}, key=lambda w: (-len(w), w))
     return f" ?(?:{names}|{'|'.join(known)})(?![A-Za-z])| (?=[A-Za-z])|[A-Za-z']+|{SPLIT.split('|', 1)[1]}"
 
 # %% ../../nbs/models/lab.ipynb #38bff61f
