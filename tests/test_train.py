@@ -148,7 +148,7 @@ def test_every_distillation_gives_its_row(tiny, tmp_path, monkeypatch):
         (dict(method="opsd-nll"), "opsd-nll-n1-t0", 1, 0),
         (dict(method="mixsd-kl", rollouts=1, temperature=0), "mixsd-kl-n1-t0", 1, 0),
     ]:
-        result = train.run(model=tiny, n=2, epochs=1, checkpoints=(), rollout_tokens=6, **parameters).result
+        result = train.run(model=tiny, n=2, epochs=1, checkpoints=(), rollout_tokens=6, suite="recall,choice", **parameters).result
         assert (result.method.item(), result.rollouts.item(), result.temperature.item()) == (label, rollouts, temperature)
         assert result.step.values.tolist() == [0, 5] and "validation" in result.benchmark and result.targets_kept.item() == 100
         assert np.isfinite(result.accuracy.sel(step=5)).all() and np.isnan(result.lam.item())
@@ -188,22 +188,22 @@ def finish(tiny, runs):
     return results(runs)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tiny, tmp_path_factory):
-    return finish(tiny, tmp_path_factory.mktemp("runs"))
+MOMENTS = ["train-*/run.json", "evaluate-*/run.json", "train-*/checkpoint-3/model.safetensors", "train-*/checkpoint-6/complete", "train-*/responses-3.parquet"]
 
 
-MOMENTS = ["evaluate-*/run.json", "train-*/run.json", "train-*/checkpoint-3/model.safetensors", "train-*/checkpoint-6/complete", "train-*/responses-3.parquet"]
-
-
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_killed_run_ends_with_the_same_bytes(moment, tiny, undisturbed, tmp_path):
-    process = start(tiny, tmp_path)
-    until(lambda: any(tmp_path.glob(moment)) or not process.is_alive(), 600, moment, pause=0.002)
-    process.kill()
-    process.join()
-    assert any(tmp_path.glob(moment)) and not results(tmp_path), "the run was to be killed half way"
-    assert finish(tiny, tmp_path) == undisturbed
+def test_a_run_that_is_killed_ends_with_the_same_bytes(tiny, tmp_path):
+    "One run is killed at every moment in turn, and each time goes on from what the kill before has left."
+    killed, last = tmp_path / "killed", 0.0
+    killed.mkdir()
+    for moment in MOMENTS:
+        process = start(tiny, killed)
+        until(lambda: any(killed.glob(moment)) or not process.is_alive(), 600, moment, pause=0.002)
+        process.kill()
+        process.join()
+        found = max(path.stat().st_mtime for path in killed.glob(moment))
+        assert found >= last and not results(killed), "the run was to be killed half way, later each time"
+        last = found
+    assert finish(tiny, killed) == finish(tiny, tmp_path / "undisturbed")
 
 
 def test_a_finished_run_is_not_computed_again(tiny, tmp_path, monkeypatch):
