@@ -1,5 +1,6 @@
 "Functions that several test files call."
 
+import json
 import multiprocessing
 import os
 import shutil
@@ -70,3 +71,47 @@ def forked(function, *arguments, **environment):
     process = server.Process(target=_call, args=({**os.environ, **environment}, function, arguments))
     process.start()
     return process
+
+
+# A quick notebook in place of the stage generate. The seed names a file that determines its behaviour.
+QUICK_CELLS = """
+import os, pathlib, signal, time
+import xarray as xr
+from mixsd_nb.generate import GenerateConfig
+from mixsd_nb.runs import Stage, notebook_config
+
+def note(run, x):
+    with open(run.folder / "made", "a") as file: file.write("once\\n")
+    return xr.DataTree(xr.Dataset(dict(x=((), x, dict(long_name="x", units="1")))))
+
+class Shared(Stage):
+    name = "shared"
+    def slug(self): return "work"
+    def compute(self, run):
+        time.sleep(0.5)
+        return note(run, 0)
+
+class Quick(GenerateConfig):
+    def compute(self, run):
+        behaviour = pathlib.Path(os.environ["BEHAVIOUR"]) / str(self.seed)
+        if behaviour.exists(): exec(behaviour.read_text(), globals() | dict(folder=run.folder))
+        return note(run, self.seed)
+
+before = set(globals())
+%%
+seed: int = 0  # names the behaviour
+dataset: str = "kgfact-small"
+%%
+config = notebook_config(Quick, before, globals())
+Shared().run()
+config.run()
+"""
+
+
+def quick_notebook(path):
+    "Write the notebook."
+    tags = lambda k: dict(tags=["parameters"]) if k == 1 else {}
+    cells = [dict(cell_type="code", id=f"c{k}", metadata=tags(k), execution_count=None, outputs=[], source=code.strip())
+             for k, code in enumerate(QUICK_CELLS.split("%%"))]
+    kernel = dict(display_name="python3", language="python", name="python3")
+    path.write_text(json.dumps(dict(cells=cells, metadata=dict(kernelspec=kernel), nbformat=4, nbformat_minor=5)))

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import xarray as xr
 import yaml
-from helpers import until
+from helpers import quick_notebook, until
 from hypothesis import given, settings, strategies as st
 from submitit.slurm.slurm import _make_sbatch_string
 
@@ -31,55 +31,12 @@ from mixsd_nb.sweep import Sweep
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 600  # seconds for any one thing to happen
 
-# A quick notebook in place of the stage generate. The seed names a file that determines its behaviour.
-CELLS = """
-import os, pathlib, signal, time
-import xarray as xr
-from mixsd_nb.generate import GenerateConfig
-from mixsd_nb.runs import Stage, notebook_config
-
-def note(run, x):
-    with open(run.folder / "made", "a") as file: file.write("once\\n")
-    return xr.DataTree(xr.Dataset(dict(x=((), x, dict(long_name="x", units="1")))))
-
-class Shared(Stage):
-    name = "shared"
-    def slug(self): return "work"
-    def compute(self, run):
-        time.sleep(0.5)
-        return note(run, 0)
-
-class Quick(GenerateConfig):
-    def compute(self, run):
-        behaviour = pathlib.Path(os.environ["BEHAVIOUR"]) / str(self.seed)
-        if behaviour.exists(): exec(behaviour.read_text(), globals() | dict(folder=run.folder))
-        return note(run, self.seed)
-
-before = set(globals())
-%%
-seed: int = 0  # names the behaviour
-dataset: str = "kgfact-small"
-%%
-config = notebook_config(Quick, before, globals())
-Shared().run()
-config.run()
-"""
-
-
-def notebook(path):
-    tags = lambda k: dict(tags=["parameters"]) if k == 1 else {}
-    cells = [dict(cell_type="code", id=f"c{k}", metadata=tags(k), execution_count=None, outputs=[], source=code.strip())
-             for k, code in enumerate(CELLS.split("%%"))]
-    kernel = dict(display_name="python3", language="python", name="python3")
-    path.write_text(json.dumps(dict(cells=cells, metadata=dict(kernelspec=kernel), nbformat=4, nbformat_minor=5)))
-
-
 @pytest.fixture
 def desk(tmp_path, monkeypatch):
     "A folder with runs, the notebook, and a behaviour for each seed; returns a function that makes grids."
     monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("BEHAVIOUR", str(tmp_path))
-    notebook(tmp_path / "generate.ipynb")
+    quick_notebook(tmp_path / "generate.ipynb")
 
     def make(*behaviours, **resources):
         for seed, text in enumerate(behaviours): (tmp_path / str(seed)).write_text(text)
@@ -483,7 +440,7 @@ def test_slurm_is_asked_with_and_without_accounting(tmp_path, monkeypatch):
 
 def test_a_grid_names_a_stage_or_a_file(tmp_path):
     "A notebook runs the stage that it is named after, in any folder."
-    notebook(tmp_path / "generate.ipynb")
+    quick_notebook(tmp_path / "generate.ipynb")
     assert find_notebook(str(tmp_path / "generate.ipynb")) == tmp_path / "generate.ipynb"
     assert find_notebook("generate") == ROOT / "nbs/generate.ipynb"
     assert find_stage(str(tmp_path / "generate.ipynb")) is find_stage("generate")

@@ -9,7 +9,7 @@ pytest.importorskip("vllm.v1.sample.logits_processor", exc_type=Exception, reaso
 
 from ties import compare
 
-from mixsd_nb import train
+from mixsd_nb import speed, train
 from mixsd_nb.corpora import CORPORA, load_corpus
 from mixsd_nb.methods.mixing import attempt_request, mix, mix_items
 from mixsd_nb.models import load_engine
@@ -89,3 +89,9 @@ def test_a_cell_of_the_table_is_the_same(own_runs, monkeypatch):
         monkeypatch.setenv("MIXSD_RUNS", str(own_runs / engine))
         results[engine] = train.run(model="lab-s", lam=0.3, epochs=1, checkpoints=(), n=5, suite="recall,equations,functions", engine=engine).root
     assert results["hf"].identical(results["vllm"].load())
+
+
+def test_every_way_of_mixing_is_measured(own_runs):
+    "The other implementations beside which speed is measured call parts of the engine."
+    measured = speed.run(engine="vllm", model="lab-s", pairs=2, max_new_tokens=8, rounds=1).root
+    assert {"segments", "paired", "one-token requests"} <= set(measured.way.values) and (measured.rate > 0).all() and (measured.equal == 1).all()

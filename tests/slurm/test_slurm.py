@@ -1,14 +1,13 @@
 """A sweep on a real Slurm: every kind of failure is recognised, and resumed cells end with the same data."""
 
 import os
-import shutil
 import signal
 from pathlib import Path
 
 import psutil
 import pytest
 import xarray as xr
-from helpers import command_output, until
+from helpers import command_output, quick_notebook, until
 
 from mixsd_nb import train
 from mixsd_nb.cluster.attempt import list_attempts
@@ -20,31 +19,18 @@ PLUGIN = """
 import os, pathlib
 if job := os.environ.get("SLURM_JOB_ID"): pathlib.Path(__file__).with_name(f"job-{job}").touch()
 """
-NAMES = ["raises", "kernel", "runner", "cancelled", "late", "calm"]
+WAIT = "time.sleep(600)"
+CELLS = dict(raises="1 / 0", kernel=WAIT, runner=WAIT, cancelled=WAIT, calm="")  # what each does at first
 
 
-def grid(models, names=NAMES):
-    "Six trainings that differ in learning rate, the first also in its model."
-    cell = lambda name: dict(lr=1e-3 * (1 + NAMES.index(name)), model=models["broken" if name == "raises" else "tiny"])
-    return dict(notebook="train", fixed=dict(method="sft", n=3, epochs=2, checkpoints=[3]),
-                axes=dict(cell=[cell(name) for name in names]), resources=dict(gpus=1, minutes=10))
+def quick(folder, seeds=range(len(CELLS))):
+    "Cells of a notebook that needs no model; each seed does what the file of its number says."
+    return Sweep(dict(notebook=str(folder / "generate.ipynb"), axes=dict(seed=[*seeds]), resources=dict(gpus=1, minutes=10)))
 
 
-@pytest.fixture(scope="module")
-def models(tiny, tmp_path_factory):
-    broken = tmp_path_factory.mktemp("models") / "broken"
-    shutil.copytree(tiny, broken)
-    return dict(tiny=tiny, broken=str(broken))
-
-
-@pytest.fixture(scope="module")
-def undisturbed(models, tmp_path_factory):
-    "The same cells without disturbances, in this process."
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MIXSD_RUNS", str(tmp_path_factory.mktemp("runs")))
-        calm = Sweep(grid(models))
-        for cell in calm.cells: train.run(**cell.parameters)
-        return calm.cube()
+def trained(model):
+    "One training."
+    return Sweep(dict(notebook="train", fixed=dict(method="sft", model=model, n=3, epochs=2, checkpoints=[3]), axes=dict(seed=[0]), resources=dict(gpus=1, minutes=10)))
 
 
 def kernel_of(cell):
@@ -74,37 +60,40 @@ def run_out_of_time(cell):
     limit(10)
 
 
-def test_every_failure_is_recognised_and_continues(slurm, models, undisturbed, tmp_path, monkeypatch, capsys):
+def test_every_failure_is_recognised_and_continues(slurm, tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("BEHAVIOUR", str(tmp_path))
     plugins = tmp_path / "plugins"
     plugins.mkdir()
     (plugins / "job_plugin.py").write_text(PLUGIN)
     monkeypatch.syspath_prepend(plugins)
     monkeypatch.setenv("PYTHONPATH", str(plugins), prepend=os.pathsep)
     monkeypatch.setenv("MIXSD_PLUGINS", "job_plugin")
-    weights = Path(models["broken"]) / "model.safetensors"
-    sweep = Sweep(grid(models))
-    weights.rename(weights.with_suffix(".away"))  # after the grid is read, because a model is known by its content
-    cells = dict(zip(NAMES, sweep.cells, strict=True))
+    quick_notebook(tmp_path / "generate.ipynb")
+    for seed, behaviour in enumerate(CELLS.values()): (tmp_path / str(seed)).write_text(behaviour)
+    late, sweep = trained(tiny), quick(tmp_path)
+    cells = dict(zip(CELLS, sweep.cells, strict=True))
+    late.run("slurm")
+    capsys.readouterr()
     assert set(sweep.run("slurm").state) <= {"queued", "running"}, "submitting does not wait"
-    assert "submitted 6 cells" in capsys.readouterr().out
+    assert "submitted 5 cells" in capsys.readouterr().out
     jobs = {read_json(cell.folder / "submitted.json")["job"].split("_")[0] for cell in sweep.cells}
-    assert len(jobs) == 2, "arrays of four and two: the cluster allows no longer ones"
+    assert len(jobs) == 2, "arrays of four and one: the cluster allows no longer ones"
     sweep.run("slurm")
     assert "submitted 0 cells" in capsys.readouterr().out, "what is queued is not queued again"
 
-    Sweep(grid(models, ["cancelled"])).cancel()
+    quick(tmp_path, [3]).cancel()
     kill_kernel(cells["kernel"])
     kill_runner(cells["runner"])
-    run_out_of_time(cells["late"])
+    run_out_of_time(late.cells[0])
     table = sweep.wait()
-    state = dict(zip(NAMES, table.state, strict=True))
-    assert state == dict(raises="raised", kernel="dead kernel", runner="killed", cancelled="cancelled", late="done",
-                         calm="done"), table.to_string()
-    late, checkpoints = list_attempts(cells["late"]), cells["late"].run_folder
-    until(lambda: read_json(late[-1] / "end.json"), PATIENCE, "the end of the attempt, which comes after the result")
-    assert [read_json(folder / "end.json")["kind"] for folder in late] == ["timeout", "done"]
-    start = read_json(late[1] / "begin.json")["start"]
+    assert dict(zip(CELLS, table.state, strict=True)) == dict(raises="raised", kernel="dead kernel", runner="killed", cancelled="cancelled",
+                                                              calm="done"), table.to_string()
+    assert late.wait().state.tolist() == ["done"]
+    attempts, checkpoints = list_attempts(late.cells[0]), late.cells[0].run_folder
+    until(lambda: read_json(attempts[-1] / "end.json"), PATIENCE, "the end of the attempt, which comes after the result")
+    assert [read_json(folder / "end.json")["kind"] for folder in attempts] == ["timeout", "done"]
+    start = read_json(attempts[1] / "begin.json")["start"]
     first, last = (checkpoints / f"checkpoint-{step}/complete" for step in (3, 10))
     assert first.stat().st_mtime < start < last.stat().st_mtime
     assert len(list_attempts(cells["calm"])) == 1
@@ -113,18 +102,24 @@ def test_every_failure_is_recognised_and_continues(slurm, models, undisturbed, t
     assert report(table) == 1
     output = capsys.readouterr().out
     for name in ("raises", "kernel", "runner"): assert str(list_attempts(cells[name])[-1] / "log.txt") in output
-    assert "model.safetensors" in (list_attempts(cells["raises"])[-1] / "log.txt").read_text()
-    assert (sweep.cube().lr > 0).sum() == 2
+    assert "ZeroDivisionError" in (list_attempts(cells["raises"])[-1] / "log.txt").read_text()
+    assert [float(tree.x) for tree in sweep.results().values()] == [4]
 
-    weights.with_suffix(".away").rename(weights)
+    for seed in range(len(CELLS)): (tmp_path / str(seed)).write_text("")
     before = {name: len(list_attempts(cell)) for name, cell in cells.items()}
     sweep.retry("slurm")
     table = sweep.wait()
-    done = dict.fromkeys(NAMES, "done")
-    assert dict(zip(NAMES, table.state, strict=True)) == done | dict(cancelled="cancelled"), table.to_string()
+    done = dict.fromkeys(CELLS, "done")
+    assert dict(zip(CELLS, table.state, strict=True)) == done | dict(cancelled="cancelled"), table.to_string()
     again = {name for name, cell in cells.items() if len(list_attempts(cell)) > before[name]}
     assert again == {"raises", "kernel", "runner"}
     sweep.retry("slurm", kinds=["cancelled"])
     assert report(sweep.wait()) == 0
-    xr.testing.assert_identical(sweep.cube(), undisturbed)
-    assert len(list(plugins.glob("job-*"))) >= len(NAMES), "the kernels of Slurm's jobs load plugins"
+    assert {float(tree.x) for tree in sweep.results().values()} == {0, 1, 2, 3, 4}
+    assert len(list(plugins.glob("job-*"))) > len(CELLS), "the kernels of Slurm's jobs load plugins"
+
+    resumed = late.cube()
+    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "undisturbed"))
+    calm = trained(tiny)
+    train.run(**calm.cells[0].parameters)
+    xr.testing.assert_identical(resumed, calm.cube())
