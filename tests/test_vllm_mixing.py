@@ -94,4 +94,4 @@ def test_a_cell_of_the_table_is_the_same(own_runs, monkeypatch):
 def test_every_way_of_mixing_is_measured(own_runs):
     "The other implementations beside which speed is measured call parts of the engine."
     measured = speed.run(engine="vllm", model="lab-s", pairs=2, max_new_tokens=8, rounds=1).root
-    assert {"segments", "paired", "one-token requests"} <= set(measured.way.values) and (measured.rate > 0).all() and (measured.equal == 1).all()
+    assert (measured.rate > 0).all() and (measured.equal.sel(way=["segments", "paired", "one-token requests"]) == 1).all()
