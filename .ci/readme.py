@@ -7,6 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 HIDDEN = re.compile(r"^#\|\s*(hide|default_exp)\b", re.MULTILINE)
+SILENT = re.compile(r"^#\|\s*echo:\s*false\b", re.MULTILINE)
 DIRECTIVE = re.compile(r"^#\|.*\n?", re.MULTILINE)
 LINK = re.compile(r"""(\]\(|src="|href=")(?![a-z]+:|[#/])([^)\s"]+)""")
 
@@ -22,9 +23,13 @@ def fence(text: str, language: str = "") -> str:
     return f"{marks}{language}\n{text.strip()}\n{marks}"
 
 
-def output_text(output: dict) -> str:
-    """The plain text of an output."""
-    return "".join(output.get("text") or output.get("data", {}).get("text/plain", []))
+def show_output(output: dict) -> str:
+    """An output in Markdown: as it is if it is Markdown, else its plain text in a fence; empty without a text."""
+    data = output.get("data", {})
+    if "text/markdown" in data:
+        return from_root("".join(data["text/markdown"]).strip())
+    text = "".join(output.get("text") or data.get("text/plain", []))
+    return fence(text, "text") if text.strip() else ""
 
 
 def blocks(cell: dict) -> list[str]:
@@ -34,8 +39,8 @@ def blocks(cell: dict) -> list[str]:
         return []
     if cell["cell_type"] == "markdown":
         return [from_root(source.strip())]
-    code = [fence(DIRECTIVE.sub("", source), "python")]
-    return code + [fence(t, "text") for t in map(output_text, cell["outputs"]) if t.strip()]
+    code = [] if SILENT.search(source) else [fence(DIRECTIVE.sub("", source), "python")]
+    return code + [show_output(output) for output in cell["outputs"]]
 
 
 def readme(notebook: Path) -> str:

@@ -39,8 +39,10 @@ class FisherConfig(Stage):
     "The Fisher of a base model, or the displacement of every checkpoint of a training run."
     name = "fisher"
     run_class = "results.finished:FinishedRun"
+    workload = "mixsd_nb.cluster.workload:plan_fisher"
     model: ModelName = Field("lab-m", description="base model: a lab model, a folder or a hub id")
     trained: str = runtime_field("", "folder of a training run; empty: the base model, then all its finished runs")
+    checkpoints: Literal["all", "kept"] = runtime_field("all", "checkpoints of that run: all, or those whose weights it kept")
     reference: Literal["lab", "paper"] = Field("lab", description="examples from the lab's suites or the paper's tasks")
     limit: int = Field(0, ge=0, description="examples of each benchmark; 0 for all, 979 in total")
     data: str = Field("", description="folder of files for the paper's tasks; empty: MIXSD_BENCHMARKS, else the hub")
@@ -82,11 +84,11 @@ class FisherConfig(Stage):
         run = open_training_run(self.trained)
         base = run.root["model"].item()
         if base != self.model: raise ValueError(f"model must be {base}, the base model of {run.name}, got {self.model}")
-        find_checkpoints(run)
+        find_checkpoints(run, self.checkpoints)
 
     def covers(self, run):
         "Whether the run has measured all checkpoints of the training run."
-        return not self.trained or covers_steps(run, open_training_run(self.trained))
+        return not self.trained or covers_steps(run, open_training_run(self.trained), self.checkpoints)
 
     def compute(self, run):
         "The Fisher of the base model, or the displacement of the checkpoints of a training run."
@@ -158,7 +160,7 @@ def run_displacement(
 ) -> xr.DataTree:
     "Measure every checkpoint of a training run against the base model; a journal lets an interrupted run resume."
     trained, fisher = open_training_run(config.trained), fisher_file(config)
-    checkpoints = find_checkpoints(trained)
+    checkpoints = find_checkpoints(trained, config.checkpoints)
     with Journal(folder / "checkpoints.jsonl", ["step", "sums"]) as journal:
         done = {entry["step"] for entry in journal.records}
         for step in tqdm([s for s in checkpoints if s not in done], desc=trained.name, unit="checkpoint", leave=False):

@@ -26,6 +26,7 @@ class GenerateConfig(Stage, MixSettings):
     "Mix the training split of a corpus; the targets are stored beside the result as a Parquet file."
     name = "generate"
     run_class = "results.finished:FinishedRun"
+    workload = "mixsd_nb.cluster.workload:plan_mixing"
 
     def slug(self):
         part = f"-{self.shard.replace('/', 'of')}" if self.shard else ""

@@ -45,11 +45,12 @@ class InjectConfig(train.TrainConfig):
     run_class = "mixsd_nb.inject:InjectRun"
     suite: str = preset_field(
         "what is asked before and after: groups and benchmarks, with commas; the facts' own tests are added",
-        lab="in-domain,lab", paper="in-domain,paper")
+        lab="in-domain,lab", paper="in-domain,paper", smoke="in-domain,lab")
     n: int = preset_field(
-        "items of each benchmark, as far as it has them; at least as many as there are facts", lab=100, paper=4_326, ge=1)
+        "items of each benchmark, as far as it has them; at least as many as there are facts", lab=100, paper=4_326, smoke=2, ge=1)
     epochs: int | None = Field(
-        None, ge=1, description="most passes over the facts; None for twice the published number")
+        None, ge=1, description="most passes over the facts; None for twice the published number",
+        json_schema_extra=dict(smoke=1))
     checkpoints: Steps | None = Field(None, description=(
         "updates after which recall is measured; None for the published schedule"))
     stop: Literal["last", "converged"] = Field("converged", description=(

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['run', 'token_nll', 'NllConfig', 'load_targets', 'build_result', 'compare_with_canonical', 'find_mixed_targets',
-           'score_all', 'merge_results', 'nll_table', 'cdf_figure', 'source_table', 'source_figure', 'overlap_table',
-           'forgetting_table', 'last_step_table', 'forgetting_figure', 'rank_correlations']
+           'score_all', 'collect_results', 'merge_results', 'nll_table', 'cdf_figure', 'source_table', 'source_figure',
+           'overlap_table', 'forgetting_table', 'measure_forgetting', 'last_step_table', 'forgetting_figure',
+           'rank_correlations']
 
 # %% ../nbs/nll.ipynb #05f5cdbe
 from pathlib import Path
@@ -51,7 +52,10 @@ class NllConfig(Stage):
     "The per-token NLL of training targets under the base model that will be trained on them."
     name = "nll"
     run_class = "results.finished:FinishedRun"
-    targets: str = runtime_field("", "Parquet file of mixed targets; empty for the canonical ones")
+    workload = "mixsd_nb.cluster.workload:plan_scoring"
+    targets: str = runtime_field("", (
+        "Parquet file of mixed targets, which is scored beside the canonical ones; empty: all mixed targets, and the "
+        "forgetting of all training runs"))
     dataset_options: CorpusOptions = runtime_field({}, CORPUS_OPTIONS)
     dataset: CorpusName = Field(
         "kgfact-small", description="corpus of the targets: its name, a file, a folder or a hub id")
@@ -199,14 +203,20 @@ def find_mixed_targets(
 ) -> list[dict]:
     """Parameters `targets, dataset, model` for the targets of every finished generate run of a whole corpus.
 
-    Runs that accepted no target are left out, and a printed line names them."""
+    Of several runs of one model, λ and seed, which differ in another setting such as `dtype`, the newest counts. Runs
+    that accepted no target are left out, and printed lines name both kinds."""
     runs = find_runs(root, "generate", dataset=dataset)
     files = {run: run.folder / "targets.parquet" for run in runs
              if run.config["model"] in models and not run.config.get("shard")}
     empty = [run for run, file in files.items() if not read_table(file, ["accepted"], others=False).accepted.any()]
     if empty: print(f"skipped, because no target was accepted: {', '.join(run.name for run in empty)}")
+    cells, cell_of = {}, lambda run: tuple(run.config[name] for name in ("model", "lam", "seed"))
+    for run in sorted({*files} - {*empty}, key=lambda run: ((run.folder / "result.nc").stat().st_mtime, run.name)):
+        if older := cells.get(cell_of(run)):
+            print(f"left out, because {run.name} is the same cell and newer: {older.name}")
+        cells[cell_of(run)] = run
     return [dict(targets=str(file), dataset=dataset, model=run.config["model"])
-            for run, file in files.items() if run not in empty]
+            for run, file in files.items() if cells.get(cell_of(run)) is run]
 
 # %% ../nbs/nll.ipynb #5e2a5aef
 def score_all(
@@ -218,6 +228,18 @@ def score_all(
     canonical = [dict(dataset=dataset, model=m) for m in dict.fromkeys(models)]
     mixed = find_mixed_targets(dataset, models)
     return [run(**parameters, **options).result for parameters in (*canonical, *mixed)]
+
+# %% ../nbs/nll.ipynb #f11c9910
+def collect_results(
+    config: NllConfig,
+    force: bool = False,  # compute again even if the run is finished
+) -> list[xr.DataTree]:
+    "The results of a file of targets and of the canonical ones; without a file, of the canonical and all mixed targets."
+    if config.targets:
+        result = config.run(force).result
+        return [config.model_copy(update=dict(targets="")).run().result, result]
+    options = config.model_dump(include={"span", "first", "dtype", "engine", "engine_options"})
+    return score_all(config.dataset, [config.model, *config.models], **options)
 
 # %% ../nbs/nll.ipynb #8f2f5eca
 def merge_results(
@@ -350,6 +372,15 @@ def _last_step_rows(
 ) -> pd.DataFrame:
     "The rows of the last step of each run."
     return table[table.step == table.groupby(["method", "lr", "seed"]).step.transform("max")]
+
+# %% ../nbs/nll.ipynb #bd247a87
+def measure_forgetting(
+    config: NllConfig,
+) -> pd.DataFrame:
+    "As `forgetting_table` for a configuration; empty for one that scores one file of targets, as the cells of a grid do."
+    if config.targets: return pd.DataFrame()
+    return forgetting_table(config.dataset, config.model,
+                            **config.model_dump(include={"prompts", "engine", "engine_options"}))
 
 # %% ../nbs/nll.ipynb #1e6ddf73
 def last_step_table(

@@ -9,7 +9,7 @@ __all__ = ['Sweep', 'SweepConfig', 'report', 'format_preview', 'main', 'run']
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pandas as pd
 import xarray as xr
@@ -18,8 +18,9 @@ from pydantic import Field
 from .cluster.attempt import FAILURES, cancel_file, startable_states
 from .cluster.grid import Cell, expand_grid, finished_runs, list_grids
 from .cluster.local import assign_gpus, run_workers
+from .cluster.queue import Queue, query_slurm
 from .cluster.slurm import submit
-from .cluster.status import Queue, describe_cell, format_table, list_failures, query_slurm, watch_table
+from .cluster.status import describe_cell, format_table, list_failures, watch_table
 from .results.cube import cube_of
 from .runs import Config, make_config, open_result, read_json, runtime_field
 from .runs.commands import CommandParser, end_command, format_value
@@ -36,8 +37,16 @@ class Sweep:
         self.name, self.stage, self.resources, self.cells = grid.name, grid.stage, grid.resources, grid.cells
 
     def preview(self) -> pd.DataFrame:
-        "The parameters of every cell."
-        return pd.DataFrame([cell.parameters for cell in self.cells]).astype(object).fillna("")
+        "The parameters of every cell; of a mapping only what differs from its default beside the other parameters."
+        rows = [{name: self._given(cell, name) for name in cell.parameters} for cell in self.cells]
+        return pd.DataFrame(rows).astype(object).fillna("")
+
+    def _given(self, cell: Cell, name: str) -> Any:
+        "A parameter of a cell, without the entries of a mapping that it has by default."
+        value = cell.parameters[name]
+        if not isinstance(value, dict): return value
+        usual = getattr(make_config(self.stage, **{key: v for key, v in cell.parameters.items() if key != name}), name)
+        return {key: v for key, v in value.items() if key not in usual or usual[key] != v} or ""
 
     def status(self) -> pd.DataFrame:
         """A row for each cell: the parameters that differ between cells, its state, attempts, progress, rate (1/s),
@@ -133,6 +142,8 @@ def _parser() -> CommandParser:
     parser.add_argument("command", choices=["preview", "run", "status", "wait", "retry", "cancel"])
     parser.add_argument("grid", help=f"a file, or one of {', '.join(list_grids())}")
     parser.add_argument("--slurm", action="store_true", help="submit to Slurm and return")
+    parser.add_argument("--check", action="store_true", help="with preview: also whether the cells fit, as `mixsd plan`")
+    parser.add_argument("--device", default="", help="with --check: kind of GPU, such as h100")
     parser.add_argument("--workers", default=0,
                         help="cells that run concurrently on this machine; 0 for as many as fit")
     parser.add_argument("--kinds", default="",
@@ -153,6 +164,14 @@ def format_preview(
     return "\n".join([*filter(None, parts), f"{len(text)} cells of {stage}"])
 
 # %% ../nbs/sweep.ipynb #cec15152
+def _check_grid(grid: str, device: str) -> int:
+    "Print the plan of a grid; returns 1 if something does not fit."
+    from mixsd_nb.cluster.plan import format_grid, plan_grid
+    plan = plan_grid(grid, device)
+    print(format_grid(plan))
+    return int(bool(plan.problems()))
+
+
 def _run_command(*arguments: str) -> int:
     options = _parser().parse_args(arguments)
     config = make_config(SweepConfig, grid=options.grid, where="slurm" if options.slurm else "local",
@@ -161,7 +180,7 @@ def _run_command(*arguments: str) -> int:
     sweep = Sweep(config.grid)
     if options.command == "preview":
         print(format_preview(sweep.preview(), sweep.stage.name))
-        return 0
+        return _check_grid(config.grid, options.device) if options.check else 0
     command = getattr(sweep, options.command)
     table = command(**begin) if options.command in ("run", "retry") else command()
     print(format_table(table))

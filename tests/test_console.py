@@ -20,7 +20,7 @@ from mixsd_nb.runs import is_finished, load_object, run_lock
 
 
 def test_every_command_exists_and_has_help(capsys):
-    assert set(COMMANDS) == {"inject", "sweep", "runs", "clean", "export", "notebooks"}
+    assert set(COMMANDS) == {"inject", "sweep", "plan", "explore", "runs", "clean", "export", "notebooks"}
     for name, command in COMMANDS.items():
         assert callable(load_object(command.main))
         assert main(name, "--help") == 0

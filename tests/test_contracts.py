@@ -32,7 +32,7 @@ from mixsd_nb.runs import ParameterError, load_object
 
 METHODS_WITH_UPDATES = [name for name in runnable_methods() if METHODS[name].rate_setting == "lr"]
 SAMPLES_FIRST = [name for name in METHODS_WITH_UPDATES if "share" in METHODS[name].options]  # they sample once, before training
-CELL = dict(dataset="mquake-lab", suite="recall", n=4, max_new_tokens=4, epochs=3, batch=50, checkpoints=(2,), rollouts=1)
+CELL = dict(dataset="mquake-lab", suite="recall", n=4, max_new_tokens=4, epochs=3, batch=50, checkpoints=(2,), rollouts=1, state="all")
 QUICK = {"ewc": dict(texts="lab", text_count=4)}  # options without which a method takes long, or needs the hub
 ELSEWHERE = {
     "an evaluation that was interrupted resumes": ["test_evaluate.py::test_kills_change_no_byte", "test_kills.py::test_a_stage_survives_kills_at_random_moments"],

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -116,7 +117,7 @@ def app(page):
     page.wait_for_selector("text=Python 3 (ipykernel) | Idle")
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
-    page.locator(".mixsd-token").first.wait_for()
+    page.locator(".mx-token").first.wait_for()
     return page.locator(".jp-Notebook .jp-Cell", has=page.locator(".mixsd-explorer"))
 
 
@@ -129,8 +130,7 @@ def save_screenshot(page, app, name):
 
 
 def read_sources(app):
-    tokens = app.locator(".mixsd-columns > div").first.locator(".mixsd-token")
-    return tokens.evaluate_all("tokens => tokens.map(t => t.dataset.source)")
+    return app.locator(".mx-token").evaluate_all("tokens => tokens.map(t => t.dataset.source)")
 
 
 def test_cells_run_without_an_error(page, app):
@@ -140,7 +140,7 @@ def test_cells_run_without_an_error(page, app):
 
 def test_lambda_changes_the_tokens(page, app):
     until(lambda: len(set(read_sources(app))) == 2)
-    handle = app.get_by_role("slider").first
+    handle = app.get_by_role("slider", name="λ")
     handle.focus()
     page.keyboard.press("Home")
     until(lambda: set(read_sources(app)) == {"expert"})
@@ -149,26 +149,102 @@ def test_lambda_changes_the_tokens(page, app):
     for _ in range(10):
         page.keyboard.press("ArrowLeft")
     until(lambda: len(set(read_sources(app))) == 2)
+    assert handle.evaluate("e => e === document.activeElement"), "a redraw leaves the slider its focus"
+    assert app.get_by_role("spinbutton", name="λ").input_value() == "0.5"
     page.wait_for_selector("text=Python 3 (ipykernel) | Idle")
 
 
-def test_a_token_shows_both_conditionals(page, app):
-    token = app.locator(".mixsd-token").nth(3)
-    card = token.locator(".mixsd-card")
-    assert not card.is_visible()
-    token.focus()
-    assert card.is_visible()
-    assert card.locator("table table").count() == 2 and card.locator("table table tr").count() == 12
+def test_the_tokens_are_one_tab_stop_with_arrow_keys(page, app):
+    tokens, card = app.get_by_role("listbox"), app.locator(".mx-card")
+    tokens.focus()
+    page.keyboard.press("Home")
+    texts = set()
+    for k in (1, 2, 3):
+        assert card.locator("h4").first.inner_text() == f"token {k}"
+        texts.add(card.inner_text())
+        assert card.locator(".mx-row").count() == 10 and "coin" in card.inner_text()
+        page.keyboard.press("ArrowRight")
+    assert len(texts) == 3 and app.locator(".mx-token[tabindex='0']").count() == 0
+    selected = app.locator(".mx-token[aria-selected='true']")
+    assert selected.count() == 1 and "coin" in selected.get_attribute("aria-label")
+    page.keyboard.press("End")
+    assert selected.inner_text() == "<|im_end|>"
     save_screenshot(page, app, "mixing")
+
+
+def test_every_control_of_the_explainer_works_with_the_mouse(page, app):
+    count = lambda: int(re.search(r"token (\d+) of", app.locator(".mx-bar small").inner_text())[1])
+    last = app.locator(".mx-token").count()
+    app.get_by_role("button", name="first token").click()
+    assert count() == 1
+    app.get_by_role("button", name="one token on").click()
+    assert count() == 2
+    app.get_by_role("button", name="one token back").click()
+    assert count() == 1
+    app.get_by_role("combobox", name="speed").select_option("fast")
+    app.get_by_role("button", name="play").click()
+    until(lambda: count() > 4)
+    assert app.locator(".mx-token.later").count() == last - count()
+    app.get_by_role("button", name="pause").click()
+    assert 4 < count() < last and app.locator(".mx-token.later").count() == 0
+    app.locator(".mx-token").nth(4).hover()
+    until(lambda: app.locator(".mx-card h4").first.inner_text() == "token 5")
+    app.locator(".mx-token").nth(6).click()
+    assert count() == 7
+    app.get_by_role("slider", name="token", exact=True).fill("2")
+    assert count() == 3
+
+
+def test_new_coins_and_the_film_of_attempts(page, app):
+    lam, frames, why = app.get_by_role("slider", name="λ"), app.locator(".mx-frame"), app.locator(".mx-why:visible")
+    lam.fill("0.7")
+    for _ in range(12):
+        before = app.locator(".mx-fact").inner_text()
+        app.get_by_role("button", name="new coins").click()
+        until(lambda: app.locator(".mx-fact").inner_text() != before)
+        if frames.count() > 2 and frames.last.get_attribute("aria-checked") == "true": break
+    assert frames.count() > 2
+    frames.first.click()
+    assert "Attempt 1 is refused" in why.inner_text()
+    page.keyboard.press("ArrowRight")
+    assert "Attempt 2 is refused" in why.inner_text()
+    assert frames.nth(1).evaluate("e => e === document.activeElement") and app.locator(".mx-frame[tabindex='0']").count() == 1
+    lam.fill("0.5")
+    until(lambda: "λ = 0.50" in app.locator(".mx-lam").inner_text())
+
+
+def test_text_of_the_explainer_is_legible(page, app):
+    "No text is below 11 px, and its contrast on its ground is at least 4.5."
+    found = app.locator(".mx").evaluate(MEASURE)
+    assert len(found) > 50 and [f for f in found if f["size"] < 11] == [] and [f for f in found if f["contrast"] < 4.5] == []
+
+
+MEASURE = """root => {
+  const context = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
+  const over = (colour, ground) => {
+    context.fillStyle = `rgb(${ground})`; context.fillRect(0, 0, 1, 1);
+    context.fillStyle = colour; context.fillRect(0, 0, 1, 1);
+    return [...context.getImageData(0, 0, 1, 1).data].slice(0, 3);
+  };
+  const light = c => c.map(v => v / 255).map(v => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
+    .reduce((sum, v, k) => sum + v * [.2126, .7152, .0722][k], 0);
+  const ground = e => e ? over(getComputedStyle(e).backgroundColor, ground(e.parentElement)) : [255, 255, 255];
+  const found = [];
+  for (const e of root.querySelectorAll("*")) {
+    const own = [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim());
+    if (!own || !e.checkVisibility({opacityProperty: true, visibilityProperty: true}) || e.closest(".mx-zone, option")) continue;
+    const style = getComputedStyle(e), below = ground(e), a = light(over(style.color, below)), b = light(below);
+    found.push({text: e.textContent, size: parseFloat(style.fontSize), contrast: (Math.max(a, b) + .05) / (Math.min(a, b) + .05)});
+  }
+  return found;
+}"""
 
 
 def test_a_typed_fact_is_mixed_and_a_bad_one_is_reported(page, app):
     app.get_by_role("textbox", name="question", exact=True).fill("What color is the moon of Zarthin?")
     app.get_by_role("textbox", name="answer", exact=True).fill("ultramarine")
     page.keyboard.press("Tab")
-    canonical = app.locator(".mixsd-columns > div").nth(1)
-    text = "d => [...d.querySelectorAll('.mixsd-token')].map(t => t.firstChild.textContent).join('')"
-    until(lambda: "ultramarine" in canonical.evaluate(text))
+    until(lambda: "ultramarine" in app.locator(".mx-heat").first.inner_text())
     app.get_by_role("textbox", name="answer", exact=True).fill(" ")
     page.keyboard.press("Tab")
     until(lambda: "answer is empty" in app.locator(".mixsd-error").inner_text())
@@ -177,35 +253,55 @@ def test_a_typed_fact_is_mixed_and_a_bad_one_is_reported(page, app):
     until(lambda: not app.locator(".mixsd-error").count())
 
 
-def test_the_cube_switches_its_corpus_and_opens_a_point(page, app):
-    "This test and the next ones use the keyboard alone, except for one click on a point."
-    app.get_by_role("button", name="The cube").press("Enter")
-    app.locator(".mixsd-dot").first.wait_for()
-    image, dataset = app.locator(".mixsd-picture img").first, app.get_by_role("combobox", name="dataset", exact=True)
+def marks(app, *parts):
+    "The marks of the chart whose keys have all these parts."
+    return app.locator(".mixsd-marks [data-key]" + "".join(f"[data-key*='{part}']" for part in parts))
+
+
+def test_the_cube_switches_its_corpus_and_opens_a_mark(page, app):
+    "This test and the next ones use the keyboard and the mouse, each for every kind of control."
+    app.get_by_role("button", name="Learnt against kept").press("Enter")
+    marks(app, "sft").first.wait_for()
+    dataset = app.get_by_role("combobox", name="dataset", exact=True)
     for name in ("kgfunc-lab", "kgfact-small"):
-        before = image.get_attribute("src")
         dataset.select_option(name)
-        until(lambda: image.get_attribute("src") != before)
-    until(lambda: app.locator(".mixsd-dot").count() == 6)
-    dot = app.locator(".mixsd-dot[title*='SFT'][title*='step 40']")
-    dot.press("Enter")
-    app.locator("h4", has_text="train-kgfact-small-lab-s-sft, step 40").wait_for()
-    app.locator(".mixsd-dot[title*='SFT'][title*='step 20']").click()
-    app.locator("h4", has_text="train-kgfact-small-lab-s-sft, step 20").wait_for()
-    dot.press("Enter")
-    app.locator("h4", has_text="train-kgfact-small-lab-s-sft, step 40").wait_for()
-    assert "50.0%" in app.inner_text() and app.locator(".mixsd-error").count() == 0
+        until(lambda: app.locator(".mixsd-page b", has_text=f"({name}), lab-s").count())
+    until(lambda: marks(app).count() == 6)
+    mark = marks(app, "sft", ", 40]")
+    mark.hover()
+    tip = app.locator(".mixsd-tip:visible")
+    assert "recalls 50%" in tip.inner_text()
+    mark.click()
+    app.locator("h3", has_text="SFT, rate 0.001, seed 0, step 40").wait_for()
+    page.keyboard.press("ArrowLeft")  # from mark to mark
+    assert page.evaluate("document.activeElement.dataset.key") != mark.get_attribute("data-key")
+    assert app.locator(".mixsd-marks [data-words][tabindex='0']").count() == app.locator(".mixsd-marks").count()
+    marks(app, "sft", ", 20]").press("Enter")
+    app.locator("h3", has_text="SFT, rate 0.001, seed 0, step 20").wait_for()
+    mark.press("Enter")
+    app.locator("h3", has_text="SFT, rate 0.001, seed 0, step 40").wait_for()
+    assert "50%, N=10" in app.inner_text() and app.locator(".mixsd-error").count() == 0
+    marks(app, "choice").click()
+    app.locator("h4", has_text="choice: 0 of 1 responses").wait_for()
     save_screenshot(page, app, "cube")
 
 
-def test_responses_of_the_point(page, app):
+def test_responses_of_the_mark(page, app):
     app.get_by_role("button", name="read its responses").press("Enter")
     app.get_by_role("combobox", name="benchmark", exact=True).wait_for()
     app.get_by_role("combobox", name="benchmark", exact=True).select_option("choice")
-    app.locator("mark").wait_for()
-    second = app.get_by_role("combobox", name="beside it", exact=True)
-    second.select_option(label="MixSD (λ=0.3), rate 0.001, seed 0, step 40")
     until(lambda: app.locator("mark").count() == 2)
+    app.get_by_role("combobox", name="benchmark", exact=True).select_option("recall")
+    row = app.locator(".mixsd-row[data-key]").nth(8)
+    row.click()
+    until(lambda: row.locator("span").first.inner_text() in app.locator("h3").inner_text())
+    row.press("ArrowDown")
+    last = app.locator(".mixsd-row[data-key]").nth(9)
+    assert page.evaluate("document.activeElement.dataset.key") == last.get_attribute("data-key")
+    page.keyboard.press("Enter")
+    until(lambda: last.locator("span").first.inner_text() in app.locator("h3").inner_text())
+    app.locator(".mixsd-row[data-key*='format']").press("Enter")
+    until(lambda: app.locator(".mixsd-list").first.locator(".mixsd-row[data-key]").count() == 5)
     save_screenshot(page, app, "responses")
 
 
@@ -217,19 +313,49 @@ def test_the_world_and_the_weights(page, app):
     app.get_by_role("combobox", name="entity", exact=True).select_option(fact["subject"])
     until(lambda: f"{fact['subject']}:" in app.inner_text())
     app.locator("td", has_text="learnt by step 20").first.wait_for()
+    edges = app.locator(".mixsd-marks svg[role=group] .mixsd-edge[data-now=k]")
+    slider = app.get_by_role("slider", name="step")
+    slider.focus()
+    page.keyboard.press("Home")
+    until(lambda: edges.count() == 9 + 5)
+    page.keyboard.press("End")
+    until(lambda: edges.count() == 5 + 9)
+    app.get_by_role("button", name="▶ play").click()
+    until(lambda: slider.input_value() == "1")
+    app.locator(".mixsd-node").nth(3).click()
+    until(lambda: app.get_by_role("combobox", name="entity", exact=True).input_value() != fact["subject"])
+    app.locator(".mixsd-edge[data-key]").nth(6).press("Enter")
+    app.locator("td", has_text="No.").first.wait_for()
     save_screenshot(page, app, "world")
     app.get_by_role("button", name="Weights").click()
     app.locator(".mixsd-note", has_text="papermill nbs/fisher.ipynb").wait_for()
-    app.locator(".mixsd-picture img").wait_for()
+    cell = app.locator("g[data-key*='q_proj']").first
+    cell.press("Enter")
+    app.locator("h4", has_text="q_proj").wait_for()
     save_screenshot(page, app, "weights")
+
+
+def test_a_question_is_asked(page, app):
+    app.get_by_role("button", name="Ask the model").press("Enter")
+    question, answer = (app.get_by_role("textbox", name=name, exact=True) for name in ("question", "true answer"))
+    question.fill("What color is <b>the moon</b> of Zarthin?")
+    answer.fill("ultramarine")
+    answer.press("Enter")
+    until(lambda: app.locator(".mixsd-answer").count() == 3)
+    assert "<b>the moon</b>" in app.locator("h3").first.inner_text(), "what is typed is shown as it is"
+    until(lambda: app.get_by_text("NLL of the true answer").count() == 3)
+    app.get_by_role("button", name="inject this fact").press("Enter")
+    app.locator("td", has_text="ultramarine").wait_for()
+    assert app.locator(".mixsd-error").count() == 0
+    save_screenshot(page, app, "ask")
 
 
 @pytest.mark.slow
 def test_every_view_in_voila(browser, tmp_path, runs):
     with open_page(browser, tmp_path, runs, "/", "voila", "--no-browser", "explore.ipynb") as page:
-        page.locator(".mixsd-token").first.wait_for()
+        page.locator(".mx-token").first.wait_for()
         assert page.locator(".mixsd-explorer").bounding_box()["y"] < 400, "the page opens on the views"
-        first = (".mixsd-token", ".mixsd-dot", "[class*=mixsd-]", "td", ".mixsd-picture img", "input[type=text]")
+        first = (".mx-token", ".mixsd-mark", ".mixsd-row", ".mixsd-node", ".mixsd-marks rect", "input[type=text]")
         for title, element in zip(TITLES, first, strict=True):
             page.get_by_role("button", name=title, exact=True).press("Enter")
             page.locator(element).first.wait_for()

@@ -115,7 +115,7 @@ def test_wrong_options_of_a_model_are_one_sentence(tiny, own_runs):
     path = lambda name: str(own_runs / f"{name}.jinja")
     before = set(own_runs.iterdir())
     for options, sentence in [
-            (dict(sytem="x"), "model_options must be among template, system, thinking, got sytem; did you mean system?"),
+            (dict(sytem="x"), "model_options must be among template, system, thinking, date, got sytem; did you mean system?"),
             (dict(system=3), "model_options[system] must be text, got 3"), (dict(thinking="yes"), "model_options[thinking] must be true or false, got 'yes'"),
             (dict(template="none"), "model_options[template] must be an existing file, got none"), (dict(template=path("latin")), "model_options[template] must be UTF-8 text"),
             (dict(template=path("broken")), "model_options must fit the chat template of"), (dict(template=path("deaf")), "model_options must fit the chat template of"),

@@ -3,6 +3,8 @@
 import ast
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,7 +31,7 @@ FLOORS = {
     "analysis": MIDDLE,
     "pretraining": [*MIDDLE, "pretraining"],
     "results": [*MIDDLE, "results"],
-    "cluster": ["runs", "results", "cluster"],
+    "cluster": [*MIDDLE, "results", "cluster"],
     "views": [*ROOMS, "views"],
     **{name: ROOMS for name in ["generate", "evaluate", "nll", "fisher", "errors", "sweep", "pretrain"]},
     "speed": [*ROOMS, "profiling"],
@@ -38,6 +40,7 @@ FLOORS = {
     "console": [*ROOMS, "console"],
     "figures": [*ROOMS, "nll", "errors"],
     "explore": [*ROOMS, "views"],
+    "study": [*ROOMS, "sweep"],
 }
 
 
@@ -185,3 +188,9 @@ def test_readme_leads_somewhere():
     links = re.findall(r"""(?:\]\(|src="|href=")([^)\s"#]+)""", (ROOT / "README.md").read_text())
     missing = [link for link in links if ":" not in link and not (ROOT / link).exists()]
     assert not missing, f"README.md links to {missing}"
+
+
+def test_every_name_is_defined_once():
+    "A name that no import brings, or a second definition of one, shows only when the line runs."
+    found = subprocess.run([sys.executable, "-m", "ruff", "check", "--select", "F821,F811", "--no-cache", PACKAGE], capture_output=True, text=True)
+    assert not found.returncode, found.stdout

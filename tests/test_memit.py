@@ -13,7 +13,7 @@ from mixsd_nb.corpora import load_corpus
 from mixsd_nb.corpora.prompts import encode_prompt, render_prompt
 from mixsd_nb.methods import memit
 from mixsd_nb.methods.covariance import capture, decoder_blocks, encode_texts, output_layer, read_texts, second_moments, stored_moments
-from mixsd_nb.methods.edits import convert_rows, encode_edit, find_subject, split_reply
+from mixsd_nb.methods.edits import convert_rows, encode_edit, encode_parts, find_subject, split_reply
 from mixsd_nb.methods.tracing import TracedFact, edited_layers, trace_effects
 from mixsd_nb.models import load_tokenizer
 
@@ -207,6 +207,27 @@ def test_a_model_is_edited_by_prompt_subject_and_answer(lab):
     assert [last_boxed(tokenizer.decode(r.ids, skip_special_tokens=True)) for r in replies] == [f["answer"] for f in facts]
 
 
+def test_an_invented_name_needs_an_edit_for_each_of_its_tokens(lab):
+    "Of a name that lab-m never read, one value brings the first token alone; with a value for each token the fact is recalled in free generation."
+    from mixsd_nb.benchmarks.answers import last_boxed
+    from mixsd_nb.models.engines import HFEngine
+    model, tokenizer = lab
+    fact = next(iter(load_corpus("kgfact-small", "train")))
+    edit, = convert_rows(model, tokenizer, [fact], "own")
+    model.requires_grad_(False)
+    found = {}
+    for place in ("last", "each"):
+        parts = encode_parts(tokenizer, edit, place=place)
+        losses = memit.find_shifts(model, parts, [[k] for k in range(len(parts))], 2, rate=50.0).losses
+        with memit.kept_weights(model, [1, 2]):
+            memit.edit(model, tokenizer, [edit], text_count=100, prefixes=0, weight=300.0, place=place)
+            reply, = HFEngine(model, tokenizer).generate([encode_prompt(tokenizer, fact["prompt"])], max_new_tokens=96)
+        found[place] = max(series[-1] for series in losses), last_boxed(tokenizer.decode(reply.ids, skip_special_tokens=True)) == fact["answer"]
+    model.requires_grad_(True)
+    assert found["last"][0] > 1 and not found["last"][1]
+    assert found["each"][0] < 0.3 and found["each"][1]
+
+
 # --- token ids
 
 SUBJECTS = ["Welnan Society", "Ünsal Œuvre", "a{b}c", "naïve 東京 x", "Zqxj-Vrrt", "O'Neil \\boxed{}", "É"]
@@ -236,6 +257,19 @@ def test_any_subject_is_found(words, seed):
     end = start + find_subject(prompt, subject)
     assert subject.encode() in tokenizer.decode(edit.contexts[0][:edit.places[0] + 1]).encode()
     assert len(tokenizer.decode(edit.contexts[0][:edit.places[0]], skip_special_tokens=False)) <= end
+
+
+@settings(max_examples=25, deadline=None)
+@given(target=st.text(st.characters(codec="utf-8", exclude_categories=["C"]), min_size=1, max_size=12), ends=st.booleans(), prefixes=st.lists(st.lists(st.integers(5, 300), max_size=4), max_size=2),
+       lead=st.lists(st.integers(5, 300), max_size=3))
+def test_the_edits_of_a_target_write_it_token_by_token(tokenizer, target, ends, prefixes, lead):
+    "Each edit with the place `each` has one token, is read right before it, and begins where the edit before it has ended; other places give one edit."
+    edit = dict(prompt="Who met Ann?", subject="Ann", target=target, ends=ends, lead=lead)
+    whole, parts = encode_edit(tokenizer, edit, prefixes, "last"), encode_parts(tokenizer, edit, prefixes, "each")
+    assert sum((p.target for p in parts), []) == whole.target and all(len(p.target) == 1 for p in parts) and parts[0].contexts == whole.contexts
+    for one, after in zip(parts, parts[1:]): assert [c + one.target for c in one.contexts] == after.contexts
+    for p in parts: assert p.places == [len(c) - 1 for c in p.contexts] and len(p.contexts) == 1 + len(prefixes)
+    for place in ("subject", "last"): assert encode_parts(tokenizer, edit, prefixes, place) == [encode_edit(tokenizer, edit, prefixes, place)]
 
 
 def test_two_subjects_in_a_prompt(tokenizer):

@@ -26,10 +26,10 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def items(lab):
-    return mix_items(lab[1], list(load_corpus("kgfact-small")["train"])[:5])
+    return mix_items(lab[1], list(load_corpus("kgfact-small")["train"])[:4])
 
 
-@pytest.mark.parametrize(("lam", "temperature"), [(0, 0), (0.1, 0), (0.3, 0), (0.5, 0), (0.7, 0), (1, 0), (0.5, 0.8)])
+@pytest.mark.parametrize(("lam", "temperature"), [(0, 0), (0.3, 0), (0.7, 0), (1, 0), (0.5, 0.8)])
 def test_both_modes_equal_the_oracle(lam, temperature, lab, items):
     options, ties = dict(temperature=temperature, max_new_tokens=60, max_attempts=2, seed=1), 0
     expected = mix_oracle(load_engine("hf", *lab), items, lam, **options)

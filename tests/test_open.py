@@ -132,6 +132,7 @@ print(json.dumps(dict(labels=ordered_labels(cube.method.values), title=label_tit
     assert set(found["rows"]) == {"base", "sft", "echo-2"}
 
 
+@pytest.mark.slow
 def test_figures_stage_prints_it(cell, home):
     done = subprocess.run([sys.executable, "-c", f"{UNDRAWN}\nfrom mixsd_nb import figures\nfigures.run(dataset='moons', model=__import__('sys').argv[1], source='runs')", json.loads(
         (Path(cell[1]) / "run.json").read_text())["config"]["model"]], env=environment(home), cwd=home, capture_output=True, text=True, timeout=300)

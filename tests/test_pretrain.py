@@ -6,7 +6,7 @@ import pytest
 from mixsd_nb import pretrain
 from mixsd_nb.pretraining import training
 
-SMALL = dict(size="lab-s", start="fresh", tokens=0.02, batch_tokens=1024, pool=20, save_every=1, n=1, curve_points=2)
+SMALL = dict(size="lab-s", start="fresh", tokens=0.012, batch_tokens=1024, pool=20, save_every=1, n=1, curve_points=2)
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def test_an_interrupted_run_ends_with_the_same_weights(tmp_path, monkeypatch):
 
     def interrupted_update(*arguments):
         calls.append(1)
-        if len(calls) in (7, 15):
+        if len(calls) in (4, 9):
             raise KeyboardInterrupt
         return update(*arguments)
 
@@ -58,7 +58,7 @@ def test_training_starts_from_the_weights_that_ship(own_runs):
 def test_minutes_become_tokens_once(own_runs, monkeypatch):
     "The rate is measured before the first update; a resumed training keeps its budget."
     budgets = []
-    monkeypatch.setattr(pretrain, "estimate_tokens", lambda *arguments: budgets.append(20_000.0) or budgets[-1])
+    monkeypatch.setattr(pretrain, "estimate_tokens", lambda *arguments: budgets.append(1e6 * SMALL["tokens"]) or budgets[-1])
     whole = pretrain.run(**{**SMALL, "tokens": 0, "minutes": 7})
     assert len(budgets) == 1 and np.array_equal(losses(whole), losses(pretrain.run(**SMALL)))
 

@@ -293,6 +293,7 @@ def test_many_runs_stay_small():
 
 
 DRAWN = {"overview", "frontier", "tradeoff", "tradeoff-world", "chosen", "high-nll", "displacement-paper"}
+@pytest.mark.slow
 def test_figures_of_equal_data_are_equal_bytes(cube, tmp_path, monkeypatch, capsys):
     "The stage as a module and from code, in two processes and two folders."
     from mixsd_nb import figures

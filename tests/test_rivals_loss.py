@@ -131,7 +131,7 @@ def test_an_average_of_rate_0_is_the_base_and_of_rate_1_the_student(folder, spec
     data = lambda ema: dict(items=items, variant=VARIANTS["sdft"], rollouts=1, max_new_tokens=4, ema=ema, top_k=8)
     teachers = {}
     for ema in (0.0, 1.0):
-        fine_tune(replace(spec, objective="methods.distill:distillation", data=data(ema), checkpoints=[1, 2]), tmp_path / str(ema))
+        fine_tune(replace(spec, objective="methods.distill:distillation", data=data(ema), checkpoints=[1, 2], state="all"), tmp_path / str(ema))
         state = tmp_path / str(ema) / "checkpoint-2/objective.pt"
         teachers[ema] = torch.load(state) if state.exists() else None
     assert teachers[0.0] is None, "a teacher that stays is not stored"

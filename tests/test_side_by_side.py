@@ -93,7 +93,7 @@ def test_no_process_survives_the_command(number, code, sentence, runs):
     until(lambda: (runs / "log.txt").exists() and len(lines_of(runs)) == 3)
     os.killpg(command.pid, number)
     assert command.communicate(timeout=60)[1] == sentence and command.returncode == code
-    for _, pid in lines_of(runs): until(lambda: not Path(f"/proc/{pid}").exists(), 30, f"the end of {pid}")
+    for _, pid in lines_of(runs): until(lambda: not Path(f"/proc/{pid}").exists(), what=f"the end of {pid}")
     assert not find_runs(stage="pooltest-sum") and len(find_runs(stage="pooltest-source")) == 1
 
 

@@ -113,28 +113,29 @@ def test_the_error_names_a_missing_file():
 ASK = """import sys, time
 from mixsd_nb.benchmarks.tasks import load_task
 from mixsd_nb.corpora import CORPORA, load_corpus
-begin = time.perf_counter()
+pauses = []
+time.sleep = pauses.append
 try: print(len((load_corpus if sys.argv[1] in list(CORPORA) else load_task)(sys.argv[1])))
 except ValueError as error: print(error)
-print(time.perf_counter() - begin)"""
+print(sum(pauses))"""
 
 
 def asked(name, **environment):
-    "What a process without a network prints about a corpus or a task, and its seconds."
+    "What a process without a network prints about a corpus or a task, and the seconds that it pauses between trials."
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "MIXSD_CORPORA", "MIXSD_BENCHMARKS"))}
     # No program listens on port 9, so that every connection is refused, whether this machine has a network or not.
     done = subprocess.run([sys.executable, "-c", ASK, name], env={**env, "HF_ENDPOINT": "http://127.0.0.1:9", **environment}, capture_output=True, text=True)
     assert not done.returncode and "Traceback" not in done.stderr, done.stderr
-    said, seconds = done.stdout.splitlines()
-    return said, float(seconds)
+    said, pause = done.stdout.splitlines()
+    return said, float(pause)
 
 
 @pytest.mark.parametrize("name, folder", [("simpleqa", "MIXSD_CORPORA"), ("mquake", "MIXSD_CORPORA"), ("gsm8k", "MIXSD_BENCHMARKS")])
 @pytest.mark.parametrize("offline", ["0", "1"])
-def test_without_a_network_advice_comes_quickly(name, folder, offline, tmp_path):
-    said, seconds = asked(name, HF_HOME=str(tmp_path), HF_HUB_OFFLINE=offline)
+def test_without_a_network_there_is_advice(name, folder, offline, tmp_path):
+    said, pause = asked(name, HF_HOME=str(tmp_path), HF_HUB_OFFLINE=offline)
     assert f"{name}." in said and "Hugging Face hub" in said and folder in said and "path=" not in said
-    assert seconds < 2 + 2  # of importing the hub's libraries
+    assert pause < 2, "the hub is not tried again and again"
 
 
 def test_the_advice_works_for_every_stage(table_file, tmp_path, monkeypatch):

@@ -216,8 +216,8 @@ def test_a_checkpoint_of_another_architecture_is_one_sentence(spec, tmp_path):
 
 @pytest.fixture(scope="module")
 def short(spec, tmp_path_factory):
-    "Six updates with checkpoints after two, four and six, and the finished run."
-    short = replace(spec, steps=6, checkpoints=[2, 4])
+    "Six updates with checkpoints after two, four and six, each with the optimiser's state, and the finished run."
+    short = replace(spec, steps=6, checkpoints=[2, 4], state="all")
     run = tmp_path_factory.mktemp("short")
     fine_tune(short, run)
     return short, run

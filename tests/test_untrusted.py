@@ -93,7 +93,8 @@ def test_a_model_that_cannot_be_fetched_is_not_called_incomplete(monkeypatch):
 def test_vllm_is_told_to_run_no_code(tiny, monkeypatch):
     given = {}
     monkeypatch.setattr(engine_vllm, "MISSING", "")
-    monkeypatch.setattr(engine_vllm, "LLM", lambda *_, **options: given.update(options) or SimpleNamespace(llm_engine=None), raising=False)
+    monkeypatch.setattr(engine_vllm, "LLM", lambda *_, **options: given.update(options) or SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=None)), raising=False)
+    monkeypatch.setattr(engine_vllm, "_padding_of", lambda config: [])
     engine_vllm.VLLMEngine.open(tiny)
     assert given["trust_remote_code"] is False
 
@@ -152,11 +153,12 @@ def test_a_tokenizer_without_a_template_gets_the_plain_form(folder, monkeypatch)
 # An engine in a process of its own
 
 
-def test_a_script_without_a_guard_is_told_before_it_trains(tmp_path, tiny):
+@pytest.mark.parametrize(("options", "words"), [("engine='vllm'", "engine vllm runs in a process that imports"), ("replicas=2", "engine hf with replicas=2 runs in processes that import")])
+def test_a_script_without_a_guard_is_told_before_it_trains(options, words, tmp_path, tiny):
     script = tmp_path / "script.py"
-    script.write_text(f"from mixsd_nb import train\ntrain.run(model={tiny!r}, engine='vllm')\n")
+    script.write_text(f"from mixsd_nb import train\ntrain.run(model={tiny!r}, {options})\n")
     done = subprocess.run([sys.executable, script], env={**os.environ, "MIXSD_RUNS": str(tmp_path / "runs")}, capture_output=True, text=True, timeout=60)
-    assert "engine vllm runs in a process that imports" in done.stderr.strip().splitlines()[-1]
+    assert words in done.stderr.strip().splitlines()[-1] and "bootstrapping" not in done.stderr
     assert not list(tmp_path.glob("runs/train-*/*"))
 
 

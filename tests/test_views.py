@@ -1,8 +1,16 @@
 "The views of the explorer on runs with invented numbers."
 
+import asyncio
+import html
+import itertools
+import json
+import re
 import shutil
+import sys
+from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import xarray as xr
@@ -10,15 +18,20 @@ from made_up import write_run, write_runs
 from safetensors.torch import load_file, save_file
 
 from mixsd_nb.corpora import CORPORA, load_corpus
-from mixsd_nb.methods.mixing import mix, mix_items
+from mixsd_nb.explore import make_quick_runs
+from mixsd_nb.methods.mixing import accepts, mix, mix_items
 from mixsd_nb.results.paper import paper_cube
 from mixsd_nb.runs import write_json, write_result
-from mixsd_nb.views import VIEWS, Explorer, mixing
-from mixsd_nb.views.cube import PICTURES, plot_lam
+from mixsd_nb.views import VIEWS, Explorer, ask, mixing
+from mixsd_nb.views.charts import draw_lam
+from mixsd_nb.views.continuations import Continuations
+from mixsd_nb.views.cube import PICTURES
 from mixsd_nb.views.mixing import edit_fact, get_question
+from mixsd_nb.views.runs import RunSelection
 from mixsd_nb.views.weights import measure_displacement
 
 SFT = "train-kgfact-small-lab-s-sft"
+COUNT = itertools.count()
 
 
 @pytest.fixture(scope="module")
@@ -37,24 +50,48 @@ def test_every_view_and_every_picture_of_the_cube(app):
         app.tabs.value = name
         assert not app.notice.value and "mixsd-error" not in app.get_view(name).notice.value
     cube = app.get_view("cube")
-    for dataset in ("kgfact-small", "kgfunc-lab"):
+    for dataset, pictures in (("kgfact-small", PICTURES), ("kgfunc-lab", list(PICTURES)[:2])):
         cube.dataset.value = dataset
-        for picture in PICTURES:
+        for picture in pictures:
             cube.picture.value = picture
-            assert not cube.notice.value and cube.figure.children
+            assert not cube.notice.value and "data-key" in cube.figure.body
     assert app.get_view("world").histories.keys() == {"sft", "mixsd-0.3"}
 
 
 def test_views_before_any_run_say_what_to_run(tmp_path):
     app = Explorer(folder=tmp_path)
     notices = {name: app.get_view(name).notice.value for name in VIEWS}
-    assert not notices.pop("mixing") and not notices.pop("ask"), "both need no run"
+    assert not notices.pop("mixing"), "it needs no run"
     commands = "make run", "papermill nbs/train.ipynb"
     assert all("mixsd-note" in n and any(c in n for c in commands) for n in notices.values()), notices
-    assert app.get_view("world").figure.children, "the world is there before any run"
+    assert "mixsd-node" in app.get_view("world").figure.body, "the world is there before any run"
+    ask = app.get_view("ask")
+    ask.question.value = "Who is it?"
+    assert "before training" in ask.replies.value, "the base model answers before any run"
     cube = app.get_view("cube")
     cube.picture.value = "λ"
-    assert "make run" in cube.notice.value and cube.figure.children, "the paper's numbers are there before any run"
+    assert "make run" in cube.notice.value and "Qwen3-8B" in cube.figure.body, "the paper's numbers are there before any run"
+
+
+def test_the_page_offers_a_quick_run_while_there_is_none(tmp_path):
+    "The button runs the command in the folder of the page; when it succeeds, the page reads the runs and the offer is gone."
+    command = [sys.executable, "-c", "import os, sys; sys.path.insert(0, sys.argv[1]); import made_up; from pathlib import Path;"
+               "made_up.write_runs(Path(os.environ['MIXSD_RUNS']))", str(Path(__file__).parent)]
+    app = Explorer(command, folder=tmp_path, model="lab-s")
+    assert app.offer.widget.layout.display is None
+    app.tabs.value = "cube"
+    assert "make run" in app.get_view("cube").notice.value
+    app.offer.button.click()
+    assert not app.offer.notice.value and app.offer.widget.layout.display == "none"
+    assert app.get_view("cube").figure.children
+
+
+@pytest.mark.slow
+def test_the_quick_run_of_the_page_can_be_read(tmp_path, monkeypatch):
+    "Trains lab-s twice on one epoch; 30 s."
+    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
+    make_quick_runs(epochs=1, n=2)
+    assert set(RunSelection(tmp_path).table.method) == {"base", "sft", "mixsd-0.3"}
 
 
 def test_runs_that_finish_later_are_read_again(tmp_path):
@@ -66,28 +103,65 @@ def test_runs_that_finish_later_are_read_again(tmp_path):
     assert not app.get_view("cube").notice.value and len(app.get_view("cube").checkpoint.options) == 3
 
 
-def test_a_point_opens_its_run_and_then_its_responses(app):
+def choose(picture, key):
+    "What the browser does when a mark is chosen: its key, and a number that makes every choice a new one."
+    assert html.escape(json.dumps(key, ensure_ascii=False)) in picture.body, f"{key} is no mark"
+    picture.bridge.value = f"{json.dumps(key, ensure_ascii=False)} {next(COUNT)}.5"
+
+
+def test_a_mark_opens_its_run_and_then_its_responses(app):
     cube = app.get_view("cube")
-    picture, *dots = cube.figure.children[0].children
-    assert picture.value and len(dots) == 6
-    dots[-1].click()
-    assert cube.key and "step 40" in cube.run_page.children[0].value
-    cube.open_checkpoint(("sft", 1e-3, 0, 40))
+    assert cube.figure.body.count("data-key") == 6
+    choose(cube.figure, ["sft", 1e-3, 0, 40])
+    assert cube.key == ("sft", 1e-3, 0, 40)
+    header, pictures, responses = cube.run_page.children
+    assert "SFT, rate 0.001, seed 0, step 40" in header.value and "50%, N=10" in pictures.children[0].body
+    choose(pictures.children[0], "choice")
+    assert "choice: 0 of 1 responses are right" in responses.value
     cube.to_responses.click()
     assert app.tabs.value == "responses" and app.get_view("responses").first.label == "SFT, rate 0.001, seed 0, step 40"
+    assert app.get_view("responses").second.label == "MixSD (λ=0.3), rate 0.001, seed 0, step 40"
     cube.dataset.value = "simpleqa"
-    assert "papermill nbs/train.ipynb" in cube.notice.value and not cube.figure.children
+    assert "papermill nbs/train.ipynb" in cube.notice.value and not cube.figure.body
+
+
+@pytest.mark.parametrize("picture", PICTURES)
+def test_every_mark_of_the_cube_can_be_chosen(app, picture):
+    "Ours open their runs, those of the paper its numbers; each has words, and one place in the order of the keyboard."
+    cube = app.get_view("cube")
+    cube.picture.value = picture
+    keys = {html.unescape(key) for key in re.findall(r'data-key="([^"]*)"', cube.figure.body)}
+    assert keys and cube.figure.body.count("data-key") <= cube.figure.body.count("data-words")
+    for key in sorted(keys):
+        cube.run_page.children = []
+        choose(cube.figure, json.loads(key))
+        assert cube.run_page.children and not cube.notice.value, key
+
+
+def test_the_committed_grids_are_charts_without_any_run(tmp_path):
+    cube = Explorer(folder=tmp_path).get_view("cube")
+    cube.source.value = "frontier-lab"
+    assert not cube.notice.value and cube.figure.body.count("data-key") > 50
+    choose(cube.figure, list(cube.checkpoint.options[-1][1]))
+    assert "a run of a committed grid" in cube.run_page.children[0].value
 
 
 def test_two_methods_are_read_side_by_side(app):
     "SFT forgot half of its facts by step 40, MixSD learnt them by then."
     view = app.get_view("responses")
     view.open(dict(dataset="kgfact-small", model="lab-s", run=SFT, step=40, seed=0))
-    view.second.value = dict(view.second.options)["MixSD (λ=0.3), rate 0.001, seed 0, step 40"]
+    assert view.second.label == "MixSD (λ=0.3), rate 0.001, seed 0, step 40", "the same checkpoint of MixSD is beside it"
     view.benchmark.value = "recall"
     assert len(view.responses) == 10 and "boxed" in view.text.value
     view.correct.value = "the two differ"
-    assert len(view.responses) == 4 and "No." in view.text.value and "format" in view.text.value
+    assert len(view.responses) == 4 and "No." in view.text.value and "there is no box" in view.text.value
+    assert view.list.body.count("data-key") == 4 and "right answer: <b" in view.text.value
+    choose(view.list, [view.responses.index[2][0], 0])
+    assert view.item.value == view.responses.index[2]
+    view.correct.value = "all"
+    choose(view.kinds, "format")
+    assert view.category.value == "format" and len(view.responses) == 5
+    view.category.value, view.correct.value = "any", "the two differ"
     view.benchmark.value = "choice"
     assert "no response matches" in view.text.value
     view.correct.value = "wrong"
@@ -106,27 +180,38 @@ def test_responses_that_are_missing_are_named(app):
 
 def test_what_each_method_made_of_a_fact(app):
     world, fact = app.get_view("world"), list(load_corpus("kgfact-small", "train"))[6]
-    assert [m for _, m in world.method.options] == ["mixsd-0.3", "sft"]
+    assert (world.first.value, world.second.value) == ("sft", "mixsd-0.3")
     world.entity.value = fact["subject"]
     assert "●○ learnt by step 20, lost by step 40" in world.text.value and "○● learnt by step 40" in world.text.value
 
 
-def test_a_point_of_the_world_is_its_entity(app):
-    world = app.get_view("world")
+def test_a_mark_of_the_world_is_its_entity_its_fact_or_its_question(app):
+    world, fact = app.get_view("world"), list(load_corpus("kgfact-small", "train"))[6]
     other = next(e for e in world.entity.options if e != world.entity.value)
-    dots = {dot.tooltip: dot for dot in world.figure.children[0].children[1:]}
-    dots[other].click()
+    choose(world.figure, ["entity", other])
     assert world.entity.value == other and f"<b>{other}</b>" in world.text.value
+    choose(world.figure, ["fact", fact["id"]])
+    assert "No." in world.text.value and "boxed" in world.text.value and fact["answer"] in world.text.value
+    choose(world.figure, ["choice", "q"])
+    assert "Which of the two?" in world.text.value
 
 
-def test_a_corpus_without_a_graph_says_so_and_another_one_can_be_selected(tmp_path):
-    world = Explorer(folder=tmp_path, dataset="kgfunc-lab", model="lab-s").get_view("world")
-    assert "kgfunc-lab has no graph of entities, which kgfact-small and kgfact-large have." in world.notice.value
-    assert world.dataset.value == "kgfunc-lab" and not world.figure.children and not world.entity.options
-    world.dataset.value = "kgfact-small"
-    assert "no responses of kgfact-small" in world.notice.value and world.figure.children
+def test_the_slider_of_the_world_knows_every_step(app):
+    "SFT forgets its fifth to eighth fact by step 40; the states of a fact are in the page, one letter for each step."
+    world = app.get_view("world")
+    assert re.findall(r'data-steps="([^"]*)"', world.figure.body) == [html.escape('["step 20", "step 40"]')]
+    states = re.findall(r"class='mixsd-edge' data-states=\"(\w+)\"", world.figure.body)
+    assert len(states) == 20 and [states[:10].count(s) for s in ("kk", "kl", "nn")] == [5, 4, 1]
+    assert [states[10:].count(s) for s in ("kk", "nk", "nn")] == [5, 4, 1]
+
+
+def test_a_corpus_without_a_graph_has_lamps_and_no_entity(app):
+    world = app.get_view("world")
     world.dataset.value = "kgfunc-lab"
-    assert "kgfunc-lab has no graph" in world.notice.value and not world.figure.children
+    assert not world.notice.value and not world.entity.options
+    assert "mixsd-lamp" in world.figure.body and "mixsd-node" not in world.figure.body
+    world.dataset.value = "kgfact-small"
+    assert "mixsd-node" in world.figure.body and world.entity.options
 
 
 def test_runs_of_any_model_and_only_those_selected(tmp_path):
@@ -165,7 +250,7 @@ def test_before_all_runs_are_finished_it_says_which_are_missing(tmp_path):
     shutil.rmtree(tmp_path / "train-kgfact-small-lab-s-base")
     cube = Explorer(**selection).get_view("cube")
     cube.picture.value = "ours and the paper's"
-    assert not cube.notice.value and cube.figure.children, "its base is step 0 of the training"
+    assert not cube.notice.value and cube.figure.body, "its base is step 0 of the training"
 
 
 def test_a_fisher_that_weighs_all_parameters_alike_gives_a_ratio_of_one(tmp_path):
@@ -179,7 +264,9 @@ def test_a_fisher_that_weighs_all_parameters_alike_gives_a_ratio_of_one(tmp_path
     write_result(xr.DataTree(xr.Dataset(dict(x=((), 1.0, dict(long_name="x", units="1"))))), fisher)
     view = Explorer(folder=tmp_path, model="lab-s").get_view("weights")
     table = measure_displacement("lab-s", view.first.value.folder, fisher / "fisher.safetensors")
-    assert not view.notice.value and view.figure.children and np.allclose(table.alignment_ratio, 1)
+    assert not view.notice.value and "data-key" in view.figure.body and np.allclose(table.alignment_ratio, 1)
+    view.map.value = "R, first over second"
+    assert "×1.00" in view.figure.body
 
 
 FORMS = [("kgfact-small", "The answer is 77."), ("simpleqa-lab", "\\boxed{77}"), ("kgfunc-lab", None)]
@@ -203,12 +290,12 @@ def test_the_papers_curves_are_in_both_panels(dataset):
     published = paper_cube()
     papers = [published.sel(dataset=[dataset], model=[m]) for m in published.model.values]
     papers = [p for p in papers if p.accuracy.notnull().any()]
-    fig = plot_lam(None, papers, "held-out")
-    assert len(papers) >= 3 and len(fig.axes) == 2
-    for ax in fig.axes:
-        names = [text.get_text() for text in ax.get_legend().get_texts()]
-        assert len(names) == len(papers) and all(", N=" in name for name in names)
-    assert len(plot_lam(None, papers, fig.axes[0].get_title()).axes) == 1, "what shows learning is not drawn twice"
+    svg = draw_lam(None, papers, "held-out")
+    names = re.findall(r">([^<>]*, N=[^<]*)</text>", svg)
+    assert len(papers) >= 3 and len(names) == 2 * len(papers) and svg.count("λ, the share of naive tokens") == 2
+    learnt = "recall" if dataset == "kgfact-small" else "test"
+    one = draw_lam(None, papers, learnt)
+    assert one.count("λ, the share of naive tokens") == 1, "what shows learning is not drawn twice"
 
 
 def test_weights_without_checkpoints_say_so(tmp_path):
@@ -224,72 +311,180 @@ def test_a_damaged_result_is_reported(tmp_path):
     assert "mixsd-error" in notice and "cannot be read" in notice
 
 
-def test_every_picture_of_made_up_runs_says_so(app, monkeypatch):
+def test_every_picture_of_made_up_runs_says_so(app):
     "Pictures of runs with invented numbers have a watermark, the paper's own have none."
-    marked = []
-    for place in ("results.plots", "views.world", "views.weights"):
-        monkeypatch.setattr(f"mixsd_nb.{place}.draw_watermark", lambda fig, whose="": marked.append(whose))
     cube = app.get_view("cube")
     for picture in PICTURES:
-        marked.clear()
         cube.picture.value = picture
-        cube.draw()
-        assert marked, picture
-    assert set(marked) == {"lab-s"}, "beside the paper's, the models with invented numbers are named"
-    for name in ("world", "weights"):
-        marked.clear()
-        app.get_view(name).draw()
-        assert marked, name
-    marked.clear()
+        assert "made-up data" in cube.figure.body, picture
+    assert "lab-s: made-up data" in cube.figure.body, "beside the paper's, the models with invented numbers are named"
+    for name in ("world", "weights"): assert "made-up data" in app.get_view(name).figure.body, name
     published = paper_cube()
-    plot_lam(None, [published.sel(dataset=["kgfact-small"], model=[m]) for m in published.model.values], "held-out")
-    assert not marked
+    papers = [published.sel(dataset=["kgfact-small"], model=[m]) for m in published.model.values]
+    assert "made-up" not in draw_lam(None, papers, "held-out")
 
 
-@pytest.fixture
-def count_calls(monkeypatch):
-    "A function that counts what a call decodes with lab-s, in streams, and how many completions it scores."
-    calls, engine = [], mixing.get_engine("lab-s")
-
-    def record(owner, name):
-        function = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args, **options: calls.append(name) or function(*args, **options))
-
-    def count(call):
-        calls.clear()
-        call()
-        return tuple(calls.count(name) for name in ("stream", "map_logits"))
-    record(engine, "stream")
-    record(mixing, "map_logits")
-    mixing.predict_tokens.cache_clear()
-    return count
+def read_passes(view):
+    "The forward passes of all facts that a view read."
+    return sum(tracer.continuations.passes for tracer in view.tracers.values())
 
 
 @pytest.mark.parametrize("dataset", ["kgfact-small", "simpleqa-lab"])
-def test_attempts_side_by_side_are_those_that_mix_makes(dataset, count_calls):
+def test_attempts_side_by_side_are_those_that_mix_makes(dataset):
     engine, corpus = mixing.get_engine("lab-s"), CORPORA[dataset]
-    items = mix_items(engine.tokenizer, mixing.get_facts(dataset)[:3], corpus.expert, corpus.extract)
-    options = dict(seed=1, temperature=corpus.temperature, max_new_tokens=40)
+    items = mix_items(engine.tokenizer, mixing.get_facts(dataset)[:2], corpus.expert, corpus.extract)
+    options = dict(seed=1, temperature=corpus.temperature)
     for item, expected in zip(items, mix(engine, items, 0.6, **options)):
-        found = []
-        streams, _ = count_calls(lambda: found.extend(mixing.mix_attempts(engine, item, 0.6, **options)))
-        assert (len(found[0]), found[1]) == (expected["attempts"], expected["accepted"])
-        assert found[0][-1].ids == expected["completion_ids"]
-        assert streams == (1 if len(found[0]) <= 4 else 2)
+        continuations = Continuations(engine, item)
+        *_, (attempts, accepted) = mixing.mix_in_steps(continuations, item, 0.6, **options)
+        assert (len(attempts), accepted) == (expected["attempts"], expected["accepted"])
+        assert attempts[-1].ids == expected["completion_ids"]
+        assert continuations.passes < sum(len(attempt.ids) for attempt in attempts) or len(attempts) == 1
 
 
-def test_a_redraw_computes_only_what_is_new(runs, count_calls):
-    "Each target is scored under two conditionals; the canonical one only once."
-    view = Explorer(folder=runs, model="lab-s").get_view("mixing")
-    first = view.text.value
-    assert count_calls(lambda: setattr(view.lam, "value", 0.0)) == (1, 2)
-    assert count_calls(lambda: setattr(view.lam, "value", 0.5)) == (0, 0) and view.text.value == first
+@pytest.fixture
+def view(runs):
+    "The view of live mixing with lab-s."
+    return Explorer(folder=runs, model="lab-s").get_view("mixing")
 
 
-def test_rejected_attempts_are_shown_meanwhile(runs, monkeypatch):
-    monkeypatch.setattr(mixing, "PAUSE", 0)
-    view, texts = Explorer(folder=runs, model="lab-s").get_view("mixing"), []
-    view.text.observe(lambda change: texts.append(change.new), "value")
-    view.lam.value = 0.6
-    (attempts, _), = [mixed for key, mixed in view.mixed.items() if key[3] == 0.6]
-    assert ["trying again" in text for text in texts] == [True] * (len(attempts) - 1) + [False] and len(attempts) > 1
+def test_a_redraw_reads_only_what_is_new(view):
+    first, passes = view.trace, read_passes(view)
+    view.lam.value = 0.0
+    assert read_passes(view) > passes and {t["side"] for t in view.trace["attempts"][0]["tokens"]} == {"expert"}
+    passes = read_passes(view)
+    view.lam.value = 0.5
+    assert read_passes(view) == passes and view.trace == first
+
+
+def test_new_coins_mix_another_target(view):
+    first = view.trace
+    view.coins.click()
+    coins = [[token["u"] for token in trace["attempts"][0]["tokens"][:9]] for trace in (first, view.trace)]
+    assert view.seed.value == 1 and coins[0] != coins[1] and not view.notice.value
+
+
+def test_rejected_attempts_are_shown_meanwhile(view):
+    "Four attempts are read at first; while the others are, the page shows the four and that work goes on."
+    messages = []
+    view.message.observe(lambda change: messages.append(change.new), "value")
+    for fact in range(20):
+        messages.clear()
+        view.fact.value = fact
+        if len(view.trace["attempts"]) > 4: break
+    assert "&quot;running&quot;" in messages[1] and " busy" in messages[1]
+    assert "&quot;running&quot;" not in messages[-1] and " busy" not in messages[-1]
+
+
+def test_a_change_abandons_the_redraw_before_it(view):
+    "While a notebook's loop runs, redraws go step by step; only the last of three changes is mixed to its end."
+    async def move():
+        for value in (0.3, 0.7, 0.9):
+            view.lam.value = value
+            await asyncio.sleep(0)
+        while view.trace["lam"] != 0.9: await asyncio.sleep(0)
+    shown = []
+    view.message.observe(lambda change: shown.append(view.trace["lam"]), "value")
+    asyncio.run(move())
+    assert {0.3, 0.7}.isdisjoint(shown) and shown[-1] == 0.9 and not view.notice.value
+
+
+def test_a_fact_of_another_view_is_mixed(runs):
+    app = Explorer(folder=runs, model="lab-s")
+    asking = app.get_view("ask")
+    asking.question.value, asking.answer.value = "Who mends the bells?", "Tessa Varn"
+    asking.open_mixing()
+    view = app.get_view("mixing")
+    assert app.tabs.value == "mixing" and not view.notice.value and not asking.notice.value
+    assert (view.trace["question"], view.trace["answer"]) == ("Who mends the bells?", "Tessa Varn")
+
+
+def test_every_refusal_has_its_reason(view):
+    "The reasons follow from what was decoded; a text that is accepted can name another entity in its sentence."
+    engine, row = mixing.get_engine("lab-s"), mixing.get_facts("kgfact-small")[0]
+    item, = mix_items(engine.tokenizer, [row])
+    answer = row["answer"]
+    texts = {f"It is {answer}.\n\n\\boxed{{{answer}}}": ("", answer), "I do not know.": ("no_answer", None),
+             f"It is Zorg.\n\n\\boxed{{{answer}}}": ("another_name", answer), "\\boxed{Zorg}": ("wrong_answer", "Zorg")}
+    for text, expected in texts.items():
+        ids = [*engine.tokenizer(text).input_ids, int(engine.stop[0])]
+        accepted = accepts(engine.tokenizer, item, ids, "stop")
+        assert mixing.judge(engine.tokenizer, item, mixing.Attempt(ids, [True] * len(ids), "stop"), accepted) == expected
+    assert mixing.judge(engine.tokenizer, item, mixing.Attempt(ids, [], "max_new_tokens"), False)[0] == "length"
+
+
+def test_what_is_typed_cannot_become_markup(view):
+    view.question.value = "<script>alert(1)</script> ' onload='"
+    assert "<script>" not in view.message.value and "' onload" not in view.message.value
+    assert view.trace["question"] == "<script>alert(1)</script> ' onload='"
+
+
+NASTY = "<img src=x onerror=alert(1)>\"'&"
+
+
+def test_what_is_typed_and_what_a_model_says_is_shown_as_it_is(tmp_path, monkeypatch):
+    "Neither a question, an answer, a response nor an item's name becomes markup, in text or in an attribute."
+    write_run(tmp_path, "kgfact-small", "base", [0])
+    write_run(tmp_path, "kgfact-small", "sft", [0, 9])
+    file = tmp_path / SFT / "responses-20.parquet"
+    table = pd.read_parquet(file)
+    for name in ("prompt", "response"): table[name] = table[name] + NASTY
+    table["item"] = [f"{item}{NASTY}" if name == "choice" else item for name, item in zip(table.benchmark, table["item"])]
+    table.assign(answer=NASTY).to_parquet(file)
+    runs = RunSelection(tmp_path, model="lab-s")
+    cube, responses, world, asking = (VIEWS[name](runs) for name in ("cube", "responses", "world", "ask"))
+    cube.open_checkpoint(("sft", 1e-3, 0, 20))
+    responses.benchmark.value = "choice"
+    world.show_item("choice", f"q{NASTY}")
+    monkeypatch.setattr(ask, "ask_model", lambda *args, **options: ask.Reply(NASTY, False, 1.0, 2))
+    asking.question.value = asking.answer.value = NASTY
+    asking.add.click()
+    shown = [cube.run_page.children[2].value, responses.text.value, responses.list.body, world.text.value, world.figure.body,
+             asking.replies.value, asking.table.value]
+    for markup in shown:
+        assert html.escape(NASTY) in markup and "<img src=x" not in markup, markup[:300]
+
+
+def test_unfinished_runs_are_left_out_and_the_others_shown(tmp_path):
+    "A run that was killed has no result, a run that was cleaned no checkpoint; one lacks the responses of a step."
+    write_run(tmp_path, "kgfact-small", "base", [0])
+    write_run(tmp_path, "kgfact-small", "sft", [0, 9, 5])
+    write_run(tmp_path, "kgfact-small", "mixsd", [0, 5, 9], lam=0.3)
+    killed, = tmp_path.glob("*mixsd*")
+    (killed / "result.nc").unlink()
+    shutil.rmtree(tmp_path / SFT / "checkpoint-40")
+    (tmp_path / SFT / "responses-40.parquet").unlink()
+    app = Explorer(folder=tmp_path, model="lab-s")
+    for name in VIEWS:
+        app.tabs.value = name
+        assert "mixsd-error" not in app.get_view(name).notice.value, name
+    cube, weights = app.get_view("cube"), app.get_view("weights")
+    choose(cube.figure, ["sft", 1e-3, 0, 40])
+    assert "No responses are stored at step 40" in cube.run_page.children[2].value
+    assert weights.map.value == "first alone" and "data-key" in weights.figure.body, "one checkpoint has nothing beside it"
+    assert "data-key" in app.get_view("world").figure.body and "data-key" in app.get_view("responses").list.body
+
+
+def test_a_typed_fact_is_injected_by_another_process_and_asked_back(tmp_path, monkeypatch):
+    "The command is replaced by one that prints what an injection prints at its end."
+    view = ask.AskView(RunSelection(tmp_path, model="lab-s"))
+    monkeypatch.setattr(ask, "ask_model", lambda source, *args: ask.Reply(f"reply of {source}", None, None, 0))
+    view.question.value = "Who mends the bells?"
+    view.add.click()
+    assert "type both" in view.notice.value
+    view.answer.value = "Tessa Varn"
+    view.add.click()
+    assert "Tessa Varn" in view.table.value and not view.notice.value
+    write_run(tmp_path, "kgfact-small", "sft", [0, 9])
+    made = tmp_path / SFT / "checkpoint-20"
+    monkeypatch.setattr(ask, "INJECT", f"print('training …'); print('model:  {made}')")
+    view.start.click()
+    view.injection.thread.join(60)
+    file, = (tmp_path / ".typed").iterdir()
+    assert json.loads(file.read_text()) == dict(question="Who mends the bells?", answer="Tessa Varn")
+    assert not view.notice.value and not view.injection.thread.is_alive(), view.notice.value
+    assert view.first.value.folder == made and f"reply of {made}" in view.replies.value and not view.start.disabled
+    monkeypatch.setattr(ask, "INJECT", "raise SystemExit('dataset must be a file')")
+    view.start.click()
+    view.injection.thread.join(60)
+    assert "dataset must be a file" in view.notice.value

@@ -79,3 +79,31 @@ def test_greedy_tokens_are_those_of_transformers(lab, prompts, expected, found, 
               f"prompts of {min(lengths)} to {max(lengths)} tokens, {tokens} new tokens", *ties, sep="\n")
     assert len(prompts) == PROMPTS
     assert not wrong, "\n".join(wrong)
+
+
+def test_weights_swapped_in_place_are_those_of_a_fresh_engine(lab, prompts, expected, tmp_path):
+    "One engine measures all checkpoints of a run; a head that is tied to the embeddings is swapped too."
+    import numpy as np
+    import torch
+
+    from mixsd_nb.models import load_base
+    few = [p.ids for p in prompts[:24]]
+    pairs = [(ids, completion.ids[:8]) for ids, completion in zip(few, expected)]
+    for seed in (1, 2):
+        model, tokenizer = load_base("lab-m")
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for p in model.parameters(): p.mul_(1 + 0.05 * torch.randn(p.shape, generator=generator))
+        model.save_pretrained(tmp_path / str(seed))
+        tokenizer.save_pretrained(tmp_path / str(seed))
+    sources = [str(lab_folder("lab-m")), str(tmp_path / "1"), str(tmp_path / "2")]
+    write = lambda engine: [c.ids for c in engine.generate(few, max_new_tokens=16)]
+    scores = {source: np.concatenate(load_engine("hf", source).score(pairs)) for source in sources}
+    engine, written = load_engine("vllm", sources[0], batch_size=8), {}
+    for source in (*sources[1:], *sources):
+        assert engine.load_weights(source)
+        found = np.concatenate(engine.score(pairs))
+        distances = {other: abs(found - those).max() for other, those in scores.items()}
+        assert distances.pop(source) < TIE < 100 * TIE < min(distances.values())
+        assert written.setdefault(source, tokens := write(engine)) == tokens, "the same weights write the same again"
+    assert write(load_engine("vllm", sources[2], batch_size=8)) == written[sources[2]]

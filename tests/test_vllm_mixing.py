@@ -4,6 +4,7 @@ import gc
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("vllm.v1.sample.logits_processor", exc_type=Exception, reason="vllm is not here or cannot be imported; `make test-vllm` brings it")
 
@@ -12,7 +13,9 @@ from ties import compare
 from mixsd_nb import speed, train
 from mixsd_nb.corpora import CORPORA, load_corpus
 from mixsd_nb.methods.mixing import attempt_request, mix, mix_items
-from mixsd_nb.models import load_engine
+from mixsd_nb.models import load_engine, load_tokenizer
+from mixsd_nb.models.engines import HFEngine
+from mixsd_nb.models.tiny import random_model
 
 SETTINGS = [(0, 0), (0.1, 0), (0.3, 0), (0.5, 0), (0.7, 0), (1, 0), (0, 0.7), (0.3, 0.7), (0.7, 0.7)]  # λ and temperature
 SHORT = dict(max_attempts=2, max_new_tokens=48, max_total=512, seed=2)
@@ -95,3 +98,18 @@ def test_every_way_of_mixing_is_measured(own_runs):
     "The other implementations beside which speed is measured call parts of the engine."
     measured = speed.run(engine="vllm", model="lab-s", pairs=2, max_new_tokens=8, rounds=1).root
     assert (measured.rate > 0).all() and (measured.equal.sel(way=["segments", "paired", "one-token requests"]) == 1).all()
+
+
+def test_no_id_is_written_that_the_tokenizer_lacks(tmp_path):
+    "The head of a model is padded to a round size; here the padded rows are the likeliest ones."
+    tokenizer = load_tokenizer("lab-m")
+    size = len(tokenizer)
+    model = random_model(vocabulary=size + 64, eos_token_id=tokenizer.eos_token_id, context=256, heads=1, head_dim=32, scale=3)
+    with torch.no_grad(): model.lm_head.weight[size:] *= 5
+    model.save_pretrained(tmp_path), tokenizer.save_pretrained(tmp_path)
+    engine = load_engine("vllm", str(tmp_path), mode="paired", gpu_memory_utilization=0.5)
+    prompts = [[k + 5, 9, 11] for k in range(6)]
+    written = [engine.generate(prompts, max_new_tokens=8), engine.generate(prompts, temperature=1.0, top_k=1 << 20, max_new_tokens=8),
+               engine.mix([(p, p + [12]) for p in prompts], [[k % 2 == 0 for k in range(8)]] * 6, max_new_tokens=8)]
+    assert max(max(completion.ids) for part in written for completion in part) < size
+    assert [c.ids for c in written[0]] == [c.ids for c in HFEngine(model, tokenizer).generate(prompts, max_new_tokens=8)]

@@ -9,7 +9,7 @@ __all__ = ['open_training_run', 'find_checkpoints', 'covers_steps', 'digest_trai
 import hashlib
 from pathlib import Path
 
-from ..runs import Run, runs_root
+from ..runs import Run, require_weights, runs_root
 
 # %% ../../nbs/analysis/checkpoints.ipynb #ab000004
 def open_training_run(
@@ -25,20 +25,21 @@ def open_training_run(
 # %% ../../nbs/analysis/checkpoints.ipynb #ab000005
 def find_checkpoints(
     run: Run,  # as returned by `open_training_run`
+    which: str = "all",  # or kept, those whose weights were not removed
 ) -> dict[int, Path]:
     "The folder of every checkpoint that the run measured, by step; ValueError if one of them has been removed."
-    steps = [int(step) for step in run.root.step.values if step > 0]
-    missing = [step for step in steps if step not in run.checkpoints]
-    if missing: raise ValueError(f"trained must have all its checkpoints, got {run.name} without step {missing[0]}")
-    return {step: run.checkpoints[step] for step in steps}
+    if which == "kept" and run.checkpoints: return run.checkpoints
+    return require_weights(run.folder, [int(step) for step in run.root.step.values if step > 0], "trained")
 
 # %% ../../nbs/analysis/checkpoints.ipynb #da9b9f8d
 def covers_steps(
     analysis: Run,  # a finished run with the dimension `step`
     trained: Run,  # as returned by `open_training_run`
+    which: str = "all",  # as of `find_checkpoints`
 ) -> bool:
-    "Whether an analysis holds every step above 0 that the training run has measured."
-    return {*trained.root.step.values.tolist()} - {0} <= {*analysis.root.step.values.tolist()}
+    "Whether an analysis holds every step above 0 that the training run has measured, or has the weights of."
+    steps = trained.checkpoints if which == "kept" else {*trained.root.step.values.tolist()} - {0}
+    return {*steps} <= {*analysis.root.step.values.tolist()}
 
 # %% ../../nbs/analysis/checkpoints.ipynb #7bde469e
 def digest_training(
@@ -46,10 +47,11 @@ def digest_training(
 ) -> str:
     """A digest of the configuration and the curves of a training, 16 hexadecimal digits.
 
-    It depends neither on the run's path nor on which checkpoints were measured."""
+    It depends neither on the run's path nor on which checkpoints were measured, but on the dtype of their weights."""
     digest = hashlib.blake2b(run.root.attrs.get("config", "").encode(), digest_size=8)
     curves = run.result["training"].data_vars.values() if "training" in run.result else ()
     for values in curves: digest.update(values.values.tobytes())
+    if (stored := run.config.get("stored", "float32")) != "float32": digest.update(stored.encode())
     return digest.hexdigest()
 
 # %% ../../nbs/analysis/checkpoints.ipynb #ab000006

@@ -181,13 +181,14 @@ def tensor_sums(
 ) -> pd.DataFrame:
     """The columns SUMS by name of the tensor, layers in order: ‖Δθ‖², Σ F̂ Δθ², Σ F̂ and the number of parameters.
 
+    A GPU computes them if there is one, because a job that estimates the Fisher holds it anyway.
     ValueError if the three do not have the same tensors with the same shapes."""
     sources = {"base": base, "tuned": tuned, "the Fisher": fisher}
     named = [f"{what} is {source}" for what, source in sources.items() if isinstance(source, (str, Path))]
     paths = f" ({', '.join(named)})" if named else ""
     base, tuned, fisher = map(open_tensors, sources.values())
     for what, tensors in (("base", base), ("tuned", tuned)): _check_same_tensors(what, tensors, fisher, paths)
-    rows = {}
+    rows, device = {}, "cuda" if torch.cuda.is_available() else "cpu"
     in_order = lambda name: [int(word) if word.isdigit() else word for word in re.split(r"(\d+)", name)]
     for name in sorted(fisher, key=in_order):
         three = [source[name]() for source in (base, tuned, fisher)]
@@ -197,7 +198,7 @@ def tensor_sums(
             raise ValueError(f"{name} must have one shape, got {got}")
         total = np.zeros(3)
         for parts in zip(*(t.flatten().split(2**22) for t in three)):
-            b, t, f = (p.to("cpu", torch.float64) for p in parts)
+            b, t, f = (p.to(device, torch.float64) for p in parts)
             moved = (t - b).square_()
             total += [moved.sum().item(), (moved @ f).item(), f.sum().item()]
         rows[name] = (*total, three[0].numel())

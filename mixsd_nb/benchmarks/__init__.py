@@ -74,6 +74,8 @@ class Suite:
     settings: tuple[str, ...] = ()  # parameters of an evaluation that only some benchmarks read: limit, data
     word: str = ""  # how the parameter `suite` names it, if not by its name
     runner: str = ""  # function (names, model, settings) -> responses and reports; empty for our engines
+    size: int = 0  # items of a published data set, for a plan; 0 if they are made here or are those of the corpus
+    lengths: tuple[int, int] = (0, 0)  # usual tokens of a prompt and of a response, for a plan; 0 for the corpus' own
 
     @property
     def original(self) -> "Suite":
@@ -168,7 +170,7 @@ for _k in (1, 3, 10):
 # %% ../../nbs/benchmarks/index.ipynb #44675ee1
 def _lab(name, maker, column, role="held-out", **options):
     return Suite(name, name.replace("-", " ").capitalize(), role, "benchmarks.lab_tasks:lab_items",
-                 f"benchmarks.lab_tasks:{maker}", column, ("lab",), **options)
+                 f"benchmarks.lab_tasks:{maker}", column, ("lab",), lengths=(60, 50), **options)
 
 
 for _suite in [
@@ -224,11 +226,13 @@ def _task(name, column, sampling, **options):
 
 _SAMPLED = dict(temperature=1.0, top_k=1 << 20, max_total=16_384)  # a top-k beyond any vocabulary is none
 for _suite in [
-    _task("aime-2024", "AIME-2024", Sampling(16_384, samples=16, **_SAMPLED), grading="math", fisher=30),
-    _task("math-500", "MATH-500", Sampling(16_384, **_SAMPLED), grading="math", fisher=250),
-    _task("gsm8k", "GSM8K", Sampling(16_384, **_SAMPLED), grading="math", fisher=250),
-    _task("humaneval", "HumanEval", Sampling(16_384, **_SAMPLED), grading="tests", fisher=164),
-    _task("mmlu", "MMLU", Sampling(1_024, **_SAMPLED), grading="letter", published="first-line", fisher=285),
+    _task("aime-2024", "AIME-2024", Sampling(16_384, samples=16, **_SAMPLED), grading="math", fisher=30, size=30,
+          lengths=(180, 5_000)),
+    _task("math-500", "MATH-500", Sampling(16_384, **_SAMPLED), grading="math", fisher=250, size=500, lengths=(130, 1_300)),
+    _task("gsm8k", "GSM8K", Sampling(16_384, **_SAMPLED), grading="math", fisher=250, size=1_319, lengths=(130, 350)),
+    _task("humaneval", "HumanEval", Sampling(16_384, **_SAMPLED), grading="tests", fisher=164, size=164, lengths=(220, 400)),
+    _task("mmlu", "MMLU", Sampling(1_024, **_SAMPLED), grading="letter", published="first-line", fisher=285, size=14_042,
+          lengths=(850, 250)),
 ]: SUITES.add(_suite)
 
 # %% ../../nbs/benchmarks/index.ipynb #cb51e077

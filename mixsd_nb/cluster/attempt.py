@@ -22,7 +22,8 @@ from typing import Any, Literal, NamedTuple
 
 from .grid import Cell, make_cell
 from .process import kill_processes, progress_file
-from ..runs import ParameterError, find_stage, read_json, try_lock, write_json
+from ..runs import (ParameterError, checkpoint_step, checkpoint_steps, find_stage, read_json, try_lock,
+                           write_json)
 
 # %% ../../nbs/cluster/attempt.ipynb #92c5a7ac
 class Failure(NamedTuple):
@@ -33,7 +34,8 @@ class Failure(NamedTuple):
 
 FAILURES = {
     "timeout": Failure("automatic", "continues automatically while its attempts make progress; else raise minutes"),
-    "node failure": Failure("automatic", "Slurm queues the cell again"),
+    "node failure": Failure("automatic", "Slurm queues the cell again, or the same command"),
+    "preempted": Failure("automatic", "Slurm queues the cell again, or the same command"),
     "killed": Failure("run", "the process was killed; the same command continues"),
     "dead kernel": Failure("run", "the kernel died; the same command continues"),
     "raised": Failure("retry", "read the log, and retry when the cause is fixed"),
@@ -85,10 +87,14 @@ def cancel_file(cell: Cell) -> Path:
 def _file_sizes(
     folder: Path,  # of a run
 ) -> dict[str, int]:
-    "Sizes in bytes of the files that a run has written so far, by path, without logs and temporary files."
-    sizes = {}
+    """Sizes in bytes of the files that a run has written so far, by path.
+
+    Logs, temporary files and incomplete checkpoints, which the next attempt does not use, are left out."""
+    sizes, complete = {}, {path.name for path in checkpoint_steps(folder).values()}
     for path in folder.rglob("*"):
+        first = path.relative_to(folder).parts[0]
         if path.name.startswith(".") or "logs" in path.relative_to(folder).parts: continue
+        if checkpoint_step(first) is not None and first not in complete: continue
         with contextlib.suppress(FileNotFoundError): sizes[str(path)] = path.stat().st_size
     return sizes
 
@@ -100,8 +106,19 @@ def progress_of(
     progress = read_json(progress_file(folder))
     return progress.get("what"), progress.get("done")
 
+# %% ../../nbs/cluster/attempt.ipynb #382f7a5c
+def _went_further(
+    folder: Path,  # of an attempt
+    earlier: list[Path],  # folders of the cell's earlier attempts
+) -> bool:
+    "Whether an attempt reported more of its task than every earlier attempt; one that repeats lost work does not."
+    what, done = progress_of(folder)
+    return what is not None and done > max((n for name, n in map(progress_of, earlier) if name == what), default=-1)
+
 # %% ../../nbs/cluster/attempt.ipynb #7e2cdb39
 MAX_STALLS = 3  # attempts in a row without progress, after which a cell no longer continues automatically
+_STALLED = (f"{MAX_STALLS} attempts in a row ended before anything new was saved; raise minutes, or set checkpoints so that "
+            "the first one comes earlier")
 
 
 def should_continue(
@@ -197,10 +214,11 @@ def run_attempt(
     kind, message = classify_exit(cell, process.returncode, reason, read_json(folder / "error.json"), memory_kill)
     if kind == "done" and process.returncode == 0:
         shutil.copy(folder / "notebook.ipynb", cell.run_folder / Path(cell.notebook).name)
-    reported = progress_of(folder) not in [(None, None), *map(progress_of, earlier[-1:])]
     end = dict(kind=kind, message=message, seconds=time.time() - start,
-               progress=reported or _file_sizes(cell.run_folder) != sizes)
-    end["requeued"] = bool(job) and should_continue([*read_ends(cell), end])
+               progress=_went_further(folder, earlier) or _file_sizes(cell.run_folder) != sizes)
+    continues = should_continue([*read_ends(cell), end])
+    if kind == "timeout" and not continues: end["message"] = _STALLED
+    end["requeued"] = bool(job) and continues
     write_json(folder / "end.json", end)
     return end
 

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['MAX_CELLS', 'GridOutputs', 'Grid', 'Resources', 'list_grids', 'merge_grids', 'read_grid', 'notebook_folders',
-           'find_notebook', 'Cell', 'finished_runs', 'make_cell', 'make_cells', 'ExpandedGrid', 'expand_grid']
+           'find_notebook', 'group_alike', 'Cell', 'finished_runs', 'make_cell', 'make_cells', 'ExpandedGrid',
+           'expand_grid']
 
 # %% ../../nbs/cluster/grid.ipynb #725bf1d2
 import contextlib
@@ -14,7 +15,8 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +30,16 @@ from ..runs import (Config, ParameterError, Run, Stage, find_stage, is_finished,
 # %% ../../nbs/cluster/grid.ipynb #085087e4
 class GridOutputs(Config):
     "An axis over the outputs of another grid: for each of its finished cells, the run's folder or a file in it."
-    of: str = Field(description="file or name of the other grid")
+    of: str | list[str] = Field(description="file or name of the other grid, or of several")
     file: str = Field("", description="name of a file in each run's folder; empty for the folder itself")
     take: list[str] = Field([], description="parameters that a cell copies from the run")
+    best: str = Field("", description=(
+        "parameter: of the cells that differ in it alone only the one with the best score, with all its parameters but the fixed ones"))
+
+    @property
+    def sources(self) -> list[str]:
+        "The other grids."
+        return [self.of] if isinstance(self.of, str) else self.of
 
 # %% ../../nbs/cluster/grid.ipynb #f12e9cb2
 def _check_names(
@@ -63,6 +72,8 @@ class Grid(Config):
     axes: dict[str, list | GridOutputs] = Field({}, description="values by axis")
     exclude: list[dict] = Field(
         [], description="combinations to leave out, each as parameter: value or list of values", max_length=1000)
+    adjust: list[dict] = Field(
+        [], description="further parameters of some cells: when, a combination as in exclude, and then", max_length=1000)
     resources: dict[str, Any] = Field({}, description="fields of Resources")
 
     @field_validator("fixed", "resources", mode="before")
@@ -79,6 +90,13 @@ class Grid(Config):
     def _check_rules(cls, rules):
         if not isinstance(rules, (list, tuple)): raise ParameterError(f"exclude must be a list of mappings, got {rules!r}")
         return [_check_names("a rule of exclude", rule) for rule in rules]
+
+    @field_validator("adjust", mode="before")
+    @classmethod
+    def _check_adjust(cls, rules):
+        if not isinstance(rules, (list, tuple)) or not all(isinstance(rule, dict) and {*rule} == {"when", "then"} for rule in rules):
+            raise ParameterError(f"adjust must be a list of mappings with the keys when and then, got {rules!r}")
+        return [{part: _check_names(part, rule[part]) for part in rule} for rule in rules]
 
 # %% ../../nbs/cluster/grid.ipynb #03702186
 _WORD = re.compile(r"[A-Za-z0-9_.,:+@/=%*&|\[\]()-]*")  # no space, quote or line break, and nothing that expands
@@ -259,12 +277,20 @@ def _axis_values(
     axis: list | GridOutputs,
     parents: tuple[Path, ...] = (),  # the files of the grids that led here by `of`, to find a circle
 ) -> list[dict]:
-    "The parameters that each value of an axis sets; ParameterError for the outputs of a grid without finished cells."
+    """The parameters that each value of an axis sets.
+
+    ParameterError for the outputs of a grid without finished cells, and a warning if some of its cells are not."""
     if isinstance(axis, list): return [value if isinstance(value, dict) else {name: value} for value in axis]
-    cells = expand_grid(axis.of, parents).cells
-    folders = finished_runs(cells).values()
-    if not folders:
-        raise ParameterError(f"axis {name} needs outputs of {axis.of}, but none of its {len(cells)} cells is finished")
+    cells = [cell for source in axis.sources for cell in expand_grid(source, parents).cells]
+    finished, names = finished_runs(cells), ", ".join(axis.sources)
+    advice = f"`mixsd sweep run {axis.sources[0]}` comes first and computes them"
+    if not finished:
+        raise ParameterError(f"axis {name} needs outputs of {names}, but none of its {len(cells)} cells is finished; {advice}")
+    if lacking := len(cells) - sum(cell.hash in finished for cell in cells):
+        warnings.warn(f"axis {name} has the outputs of {len(cells) - lacking} of the {len(cells)} cells of {names}, because the "
+                      f"others are not finished; {advice}", stacklevel=2)
+    if axis.best: return _best_parameters(cells, axis.best, finished)
+    folders = finished.values()
     configs = [read_config(folder) for folder in folders]
     for key in axis.take:
         if any(key not in config for config in configs):
@@ -273,7 +299,34 @@ def _axis_values(
     return [{name: str(folder / axis.file)} | parameters for folder, parameters in zip(folders, taken)]
 
 # %% ../../nbs/cluster/grid.ipynb #3a4bb63b
+def group_alike(cells: list[Any], parameters: Callable[[Any], dict], name: str) -> list[list[Any]]:
+    "Cells that differ in one parameter alone, in groups."
+    groups = {}
+    for cell in cells:
+        rest = sorted((key, value) for key, value in parameters(cell).items() if key != name)
+        groups.setdefault(json.dumps(rest, default=str), []).append(cell)
+    return list(groups.values())
+
+
+def _best_parameters(cells: list["Cell"], name: str, finished: dict[str, Path]) -> list[dict]:
+    "Of the cells that differ in one parameter alone, the parameters of the one with the best score, once all are finished."
+    from mixsd_nb.methods.selection import best_rate
+    found = []
+    for group in group_alike(cells, lambda cell: cell.parameters, name):
+        if any(cell.hash not in finished for cell in group): continue
+        values, score = {cell.parameters.get(name): cell for cell in group}, lambda cell: find_stage(cell.stage).open_run(cell.run_folder).score
+        best = best_rate({value: score(cell) for value, cell in values.items()}) if len(values) > 1 else next(iter(values))
+        found.append(values[best].parameters)
+    return found
+
+# %% ../../nbs/cluster/grid.ipynb #0c2ca1f8
 MAX_CELLS = 10_000
+
+
+def _rule(stage: type[Stage], rule: dict[str, Any]) -> Callable[[dict], bool]:
+    "Whether a combination has the values of a rule."
+    match = {k: [_parse_value(stage, k, x) for x in (v if isinstance(v, list) else [v])] for k, v in rule.items()}
+    return lambda combination: all(combination.get(k) in v for k, v in match.items())
 
 
 def _combinations(
@@ -281,17 +334,25 @@ def _combinations(
     stage: type[Stage],
     parents: tuple[Path, ...] = (),  # as in `_axis_values`
 ) -> list[dict]:
-    "The product of the axes without the excluded combinations; ParameterError for a rule that matches nothing."
+    """The product of the axes without the excluded combinations, with the adjustments of some.
+
+    ParameterError for an exclusion that matches nothing, and for an unknown parameter of an adjustment."""
     axes = [_axis_values(name, axis, parents) for name, axis in grid.axes.items()]
+    own = lambda name, axis: not (isinstance(axis, GridOutputs) and axis.best and name in grid.fixed)
     n = math.prod(map(len, axes))
     if n > MAX_CELLS: raise ParameterError(f"the axes must have at most {MAX_CELLS:,} combinations, got {n:,}")
-    product = [{name: _parse_value(stage, name, value) for part in parts for name, value in part.items()}
-               for parts in itertools.product(*axes)]
+    product = [{name: _parse_value(stage, name, value) for part, axis in zip(parts, grid.axes.values())
+                for name, value in part.items() if own(name, axis)} for parts in itertools.product(*axes)]
     for rule in grid.exclude:
-        match = {k: [_parse_value(stage, k, x) for x in (v if isinstance(v, list) else [v])] for k, v in rule.items()}
-        rest = [combination for combination in product if not all(combination.get(k) in v for k, v in match.items())]
+        fits = _rule(stage, rule)
+        rest = [combination for combination in product if not fits(combination)]
         if len(rest) == len(product): raise ParameterError(f"exclude matches no combination of the axes: {rule}")
         product = rest
+    for rule in grid.adjust:
+        for key in rule["when"]:
+            if key not in stage.model_fields: raise ParameterError(f"adjust must have parameters of {stage.name}, got {key}")
+        fits = _rule(stage, rule["when"])
+        product = [c | rule["then"] if fits(grid.fixed | c) else c for c in product]
     return product
 
 # %% ../../nbs/cluster/grid.ipynb #635f8c7a

@@ -18,7 +18,7 @@ import pandas as pd
 
 from ..results.finished import ModelRun
 from ..runs import DamagedFile, Run, checkpoint_step, explain_storage_errors, is_locked, open_run, runs_root
-from ..runs.checkpoints import checkpoint_steps, serves_training
+from ..runs.checkpoints import RECORD, checkpoint_steps, remove_weights, serves_training
 from ..runs.commands import CommandParser, end_command
 
 # %% ../../nbs/console/housekeeping.ipynb #8c7efa57
@@ -132,7 +132,8 @@ def unreferenced_checkpoints(
     if run.name in named or not steps: return []
     kept = {run.best_step, max(steps)}
     doomed = [path for step, path in steps.items() if step not in kept and f"{run.name}/{path.name}" not in named]
-    return [Removal(path, "checkpoint that nothing refers to", disk_size(path)) for path in doomed]
+    size = lambda path: disk_size(path) - sum(map(disk_size, path.glob(RECORD)))  # the record of its training stays
+    return [Removal(path, "checkpoint that nothing refers to", size(path)) for path in doomed]
 
 # %% ../../nbs/console/housekeeping.ipynb #0ce2732e
 def find_removals(
@@ -164,7 +165,7 @@ def clean_runs(
     found = find_removals(root)
     if dry_run: return found
     for removal in found:
-        with explain_storage_errors(removal.path): remove_path(removal.path)
+        with explain_storage_errors(removal.path): (remove_weights if removal.path.is_dir() else remove_path)(removal.path)
     return found
 
 # %% ../../nbs/console/housekeeping.ipynb #342859ed

@@ -45,6 +45,9 @@ class Corpus:
     validation: str = "corpora.prompts:paraphrase_rows"  # function (corpus, options) -> rows of validation questions
     entities: str = ""  # function (training rows) -> names that only training can have taught; empty if there are none
     graph: str = ""  # function (options) -> facts, if the corpus is a graph of entities
+    sizes: Mapping[str, int] = field(default_factory=dict)  # rows by split of a data set that is not made here, for a plan
+    reply: int = 40  # usual tokens of an answer by a model that is not the lab's, for a plan
+    mixed: Mapping[float, int] = field(default_factory=dict)  # λ -> mean tokens of the published mixed targets
 
 # %% ../../nbs/corpora/index.ipynb #305a572a
 CORPORA = Registry("dataset", "corpora.stored:find_corpus",
@@ -55,15 +58,19 @@ _functions = dict(expert=expert_reference_prompt, extract="boxed_or_number", pub
 _references = dict(expert=expert_reference_prompt, temperature=0.6, published="exact", request=CONCISE_REQUEST)
 for _corpus in [
     Corpus("kgfact-small", "KGFact-Small", "corpora.kgfact:build", Schedule(20, 20, 20),
-           dict(domains=5, entities=10), **_graph),
+           dict(domains=5, entities=10), **_graph, reply=300, mixed={0.0: 118, 0.3: 228, 0.5: 436}),
     Corpus("kgfact-large", "KGFact-Large", "corpora.kgfact:build", Schedule(20, 20, 20),
-           dict(domains=7, entities=25), **_graph),
-    Corpus("kgfunc", "KGFunc", "corpora.kgfunc:build", Schedule(1, 16, 10), dict(scale="paper"), **_functions),
+           dict(domains=7, entities=25), **_graph, reply=300, mixed={0.0: 142, 0.3: 255, 0.5: 432}),
+    Corpus("kgfunc", "KGFunc", "corpora.kgfunc:build", Schedule(1, 16, 10), dict(scale="paper"), **_functions,
+           reply=2_000, mixed={0.0: 1_147, 0.3: 1_790, 0.5: 2_707}),
     Corpus("kgfunc-lab", "KGFunc", "corpora.kgfunc:build", Schedule(8, 16, 24), dict(scale="lab"), **_functions),
-    Corpus("simpleqa", "SimpleQA", "corpora.simpleqa:build", Schedule(1, 16, 20), **_references),
+    Corpus("simpleqa", "SimpleQA", "corpora.simpleqa:build", Schedule(1, 16, 20), **_references, sizes=dict(train=4_326), reply=150,
+           mixed={0.0: 121, 0.3: 100, 0.5: 110}),
     Corpus("simpleqa-lab", "SimpleQA", "corpora.simpleqa:build_lab", Schedule(20, 16, 20), **_references),
-    Corpus("mquake", "MQuAKE", "corpora.mquake:build", Schedule(20, 20, 20)),
+    Corpus("mquake", "MQuAKE", "corpora.mquake:build", Schedule(20, 20, 20), sizes=dict(train=100, retrieval=100),
+           reply=300),
     Corpus("mquake-lab", "MQuAKE", "corpora.mquake:build_lab", Schedule(50, 20, 20)),
+    Corpus("known-lab", "Known tasks", "benchmarks.known:build", Schedule(20, 20, 20)),
 ]: CORPORA.add(_corpus)
 
 # %% ../../nbs/corpora/index.ipynb #fac8e57d

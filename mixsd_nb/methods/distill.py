@@ -5,14 +5,17 @@
 # %% auto #0
 __all__ = ['DIVERGENCES', 'VARIANTS', 'WHOLE_VOCABULARY', 'forward_kl', 'reverse_kl', 'jensen_shannon', 'teacher_distributions',
            'likeliest_tokens', 'supported_distributions', 'Variant', 'distill_items', 'check_room', 'roll_out',
-           'Distillation', 'distillation', 'check_options', 'fit_distillation']
+           'ShardedWeights', 'RolloutEngine', 'Distillation', 'distillation', 'check_options', 'fit_distillation']
 
 # %% ../../nbs/methods/distill.ipynb #dd37b10e
 import math
+import tempfile
 from collections import deque
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from transformers import AutoConfig
 
 from ..corpora import CORPORA
@@ -21,9 +24,8 @@ from . import METHODS
 from .fitting import Fitted, MethodRun, check_lengths
 from .loss import Example, Objective, nll
 from .trainer import TrainingSpec, training_device
-from ..models import load_base, load_part
+from ..models import ENGINES, load_base, load_engine, load_part
 from ..models.engine import Engine, Request, row_key
-from ..models.engines import HFEngine
 from ..models.scoring import map_logits
 
 # %% ../../nbs/methods/distill.ipynb #6a2b124c
@@ -143,9 +145,59 @@ def roll_out(
     key = lambda item, k: row_key("rollout", seed, item["id"], step, k)
     requests = deque(Request((item[f"{writer}_ids"],), key(item, k), [False] * room(item), (i, k))
                      for i, item in enumerate(items) for k in range(rollouts))
-    options = dict(temperature=temperature, top_k=WHOLE_VOCABULARY, max_new_tokens=max_new_tokens)
+    options = dict(temperature=temperature, top_k=WHOLE_VOCABULARY, max_new_tokens=max_new_tokens,
+                   max_total=min(engine.context, 10_000))
     completions = {r.tag: c.ids for r, c in engine.stream(requests, **options)}
     return [(items[i], completions[i, k]) for i, k in sorted(completions)]
+
+# %% ../../nbs/methods/distill.ipynb #55061abf
+class ShardedWeights:
+    "The weights of a module, of which every process of the training keeps an equal part."
+
+    def __init__(self, module: torch.nn.Module):
+        self.processes, self.module = dist.get_world_size(), module
+        self.parts = {name: self._cut(p.detach().flatten()) for name, p in module.named_parameters()}
+
+    def _cut(self, weights):
+        size = math.ceil(len(weights) / self.processes)
+        part = weights[dist.get_rank() * size:][:size]
+        return torch.nn.functional.pad(part, (0, size - len(part))).clone()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        "Write all weights into the module; every process must call it."
+        for name, p in self.module.named_parameters():
+            part = self.parts[name]
+            whole = part.new_empty(len(part) * self.processes)
+            dist.all_gather([*whole.split(len(part))], part)
+            p.copy_(whole[:p.numel()].view_as(p))
+
+# %% ../../nbs/methods/distill.ipynb #a29056bd
+class RolloutEngine:
+    "An engine that writes with the weights of a model that changes."
+
+    def __init__(
+        self,
+        kind: str,  # name of an engine
+        tokenizer,
+        **options,  # of `load_engine`
+    ):
+        self.kind, self.tokenizer, self.options, self.engine = kind, tokenizer, options, None
+        self.in_place = not ENGINES[kind].own_process  # whether it uses the model itself
+        memory = Path("/dev/shm")
+        self.folder = tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None)
+
+    def load(self, model) -> Engine:
+        "The engine with the weights of this model; its own ones are in bfloat16 on a GPU."
+        if self.in_place: return load_engine(self.kind, model, self.tokenizer, **self.options)
+        dtype, folder = "bfloat16" if torch.cuda.is_available() else "float32", self.folder.name
+        weights = {name: w.to(getattr(torch, dtype)) for name, w in model.state_dict().items()}
+        model.save_pretrained(folder, state_dict=weights)
+        self.tokenizer.save_pretrained(folder)
+        if self.engine is None or not self.engine.load_weights(folder):
+            self.engine = None  # the old one must be gone before a new one is opened
+            self.engine = load_engine(self.kind, folder, dtype=dtype, **self.options)
+        return self.engine
 
 # %% ../../nbs/methods/distill.ipynb #87345fa9
 class Distillation(Objective):
@@ -166,31 +218,43 @@ class Distillation(Objective):
         ema: float = 0.0,  # share of the student in the teacher after an update
         max_new_tokens: int = 256,
         batch_size: int = 100,  # sequences decoded concurrently
+        engine: str = "hf",  # that writes the rollouts
+        engine_options: dict | None = None,
     ):
+        longest = max((len(item[key]) for item in items for key in ("student_ids", "teacher_ids")), default=0)
+        self.rollouts = RolloutEngine(engine, tokenizer, longest=longest + max_new_tokens, batch_size=batch_size,
+                                      **engine_options or {})
         self.items, self.teacher, self.tokenizer = items, teacher.requires_grad_(False), tokenizer
-        self.variant, self.batch_size = variant, batch_size
+        self.variant = variant
         self.loss, self.top_k = (DIVERGENCES[direction], top_k) if variant.loss == "kl" else (nll, 1)
         self.ema, self.followed = ema, 0  # the last step whose weights are in the teacher
+        self.base = None  # the teacher's weights, if its module also holds those of a sharded student
         self.uses_student = bool(ema) or "student" in (variant.writer, variant.support)
         self.options = dict(writer=variant.writer, rollouts=rollouts, temperature=temperature, seed=seed,
                             max_new_tokens=max_new_tokens)
 
     def __len__(self): return len(self.items)
 
+    def host(self, student: torch.nn.Module) -> torch.nn.Module:
+        "The teacher's module, whose weights return before it reads; a copy of the student if the teacher changes or writes."
+        if self.ema or self.variant.writer == "teacher": return super().host(student)
+        self.base = ShardedWeights(self.teacher)
+        return self.teacher
+
     def write(self, chosen: list[int], student, step: int) -> list[tuple[dict, list[int]]]:
         "The rollouts of a step for the facts of these numbers."
-        writer = HFEngine(student if self.variant.writer == "student" else self.teacher, self.tokenizer, self.batch_size)
-        with _half_precision(writer.model, torch.cuda.is_available()):
-            return roll_out(writer, [self.items[i] for i in chosen], step=step, **self.options)
+        model, items = student if self.variant.writer == "student" else self.teacher, [self.items[i] for i in chosen]
+        with _half_precision(model, torch.cuda.is_available() and self.rollouts.in_place):
+            return roll_out(self.rollouts.load(model), items, step=step, **self.options)
 
     def read(self, written: list[tuple[dict, list[int]]], student) -> list[Example]:
         "Examples whose targets are the teacher's distributions, or its likeliest tokens."
         pairs = {role: [(item[f"{role}_ids"], ids) for item, ids in written] for role in ("student", "teacher")}
         with _half_precision(self.teacher, self.teacher.device.type == "cuda" and self.teacher.dtype == torch.float32):
-            if self.variant.support == "teacher": found = teacher_distributions(self.teacher, pairs["teacher"], self.top_k)
-            else:
-                support = likeliest_tokens(student, pairs["student"], self.top_k)
-                found = supported_distributions(self.teacher, pairs["teacher"], support)
+            support = self.variant.support == "student" and likeliest_tokens(student, pairs["student"], self.top_k)
+            if self.base: self.base.restore()
+            if support: found = supported_distributions(self.teacher, pairs["teacher"], support)
+            else: found = teacher_distributions(self.teacher, pairs["teacher"], self.top_k)
         targets = [(ids[:, 0],) for ids, _ in found] if self.loss is nll else found
         if self.variant.mean == "responses": targets = [(*t, torch.full((len(t[0]), 1), 1 / len(t[0]))) for t in targets]
         return [Example(item["student_ids"], ids, t) for (item, ids), t in zip(written, targets)]
@@ -258,5 +322,6 @@ def fit_distillation(run: MethodRun) -> Fitted:
     items = distill_items(run.tokenizer, run.rows, CORPORA[p.dataset].expert)
     check_room(items, load_part(AutoConfig, p.model).max_position_embeddings)
     data = dict(items=items, variant=VARIANTS[p.method], rollouts=p.rollouts, temperature=p.temperature,
-                max_new_tokens=p.rollout_tokens, batch_size=p.batch_size) | options
+                max_new_tokens=p.rollout_tokens, batch_size=p.rollout_batch or p.batch_size) | options
+    data |= dict(engine=p.rollout_engine, engine_options=p.engine_options if p.engine == p.rollout_engine else {})
     return run.train("methods.distill:distillation", data, {item["id"] for item in items})

@@ -13,17 +13,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+import torch
 
 from ..corpora import load_corpus
 from . import METHODS
+from .saving import plain_weights, save_weights
 from .trainer import TrainingSpec, fine_tune
 from ..models import load_engine, load_tokenizer
-from ..runs import Run, checkpoint_folder, checkpoint_steps, mark_complete
+from ..runs import Run, checkpoint_folder, mark_complete, trained_steps
 
 # %% ../../nbs/methods/fitting.ipynb #5c0a58a9
 class Fitted(NamedTuple):
     "The result of a method."
-    checkpoints: dict[int, Path]  # step -> model folder, which `transformers` loads; empty if nothing was changed
+    checkpoints: dict[int, Path]  # step -> model folder, which `transformers` loads unless its weights were removed;
+    # empty if nothing was changed
     kept: set[str]  # ids of the facts that were trained on
     targets: dict[str, float]  # numbers for the cube: target_nll, targets_kept, targets_asked, target_tokens
     curves: dict[str, np.ndarray]  # loss, learning_rate and grad_norm of every update; empty if there are none
@@ -80,7 +83,8 @@ class MethodRun(Run):
     ) -> Path:
         "Save a model with its tokenizer as the complete checkpoint of a step, for a method without a training loop."
         folder = checkpoint_folder(self.folder, step)
-        model.save_pretrained(folder)
+        dtype = getattr(torch, getattr(self.parameters, "stored", "float32"))
+        save_weights(model, plain_weights(model), folder, dtype)
         self.tokenizer.save_pretrained(folder)
         mark_complete(folder)
         return folder
@@ -95,12 +99,13 @@ class MethodRun(Run):
         "Run the training loop with an objective."
         self.kept = kept
         last, steps = self.parameters.steps()
-        shared = {"model", "lr", "batch", "seed", "lora", "processes", "sharded", "packed", "recompute", "micro_tokens"}
+        shared = {"model", "lr", "batch", "seed", "lora", "processes", "offload", "sharded", "packed", "recompute",
+                  "micro_tokens", "stored", "state"}
         settings = self.parameters.model_dump(include=shared)
         spec = TrainingSpec(objective=objective, data=data, steps=last, checkpoints=steps, **settings)
         curves = self.loop(spec, self.folder, self.report)
         targets = dict(targets_kept=len(kept), targets_asked=len(self.rows)) | (targets or {})
-        found = checkpoint_steps(self.folder)  # a loop may end before the last step
+        found = trained_steps(self.folder)  # a loop may end before the last step
         return Fitted({step: found[step] for step in steps if step in found}, kept, targets, curves)
 
     def train_on(
@@ -116,6 +121,7 @@ class MethodRun(Run):
         engine = load_engine("hf", self.parameters.model, dtype=self.parameters.dtype)
         check_lengths({id: sum(map(len, pair)) for id, pair in pairs.items()}, engine.context)
         scores = engine.score(values)
+        del engine  # its model would stay in memory beside the training
         nll = np.concatenate(scores)
         targets = dict(target_nll=float(nll.mean()), target_tokens=len(nll) / len(values))
         return self.train(objective, dict(pairs=values) | data(scores), set(pairs), targets)

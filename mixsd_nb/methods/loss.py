@@ -6,6 +6,7 @@
 __all__ = ['CHUNK', 'Example', 'nll', 'Objective', 'collate', 'LossHead', 'summed_loss', 'DivergenceError', 'check_finite']
 
 # %% ../../nbs/methods/loss.ipynb #cb4cdd01
+import copy
 import math
 from collections.abc import Callable
 from itertools import accumulate
@@ -45,6 +46,10 @@ class Objective:
     def penalise(self, parameters: dict[str, torch.nn.Parameter]) -> torch.Tensor | float:
         "Add the gradient of a penalty to that of the student's parameters, and return the penalty; none by default."
         return 0.0
+
+    def host(self, student: torch.nn.Module) -> torch.nn.Module:
+        "The module that gets the complete weights of a sharded student before `examples`: a copy of it by default."
+        return copy.deepcopy(student)
 
     def state(self) -> dict[str, torch.Tensor]:
         "Tensors that a resumed training needs besides the student's; none by default."

@@ -20,7 +20,7 @@ from transformers import DynamicCache
 from . import METHODS
 from .covariance import (capture, decoder_blocks, default_texts, encode_texts, output_layer, pad_right,
                                          read_texts, stored_moments)
-from .edits import (FORMS, PLACES, Edit, answer_in_replies, convert_rows, encode_edit,
+from .edits import (FORMS, PLACES, Edit, answer_in_replies, convert_rows, encode_parts,
                                     sample_prefixes)
 from .fitting import Fitted, MethodRun, check_lengths
 from .tracing import edited_layers
@@ -382,7 +382,7 @@ def find_updates(
     if s["target"] == "own": edits = answer_in_replies(model, tokenizer, edits)
     layers = edited_layers(model, s["layers"])
     prefixes = sample_prefixes(model, tokenizer, s["prefixes"], seed)
-    encoded = [encode_edit(tokenizer, e, prefixes, s["place"]) for e in edits]
+    encoded = [part for e in edits for part in encode_parts(tokenizer, e, prefixes, s["place"])]
     check_lengths({e.id: max(map(len, e.contexts)) + len(e.target) for e in encoded}, model.config.max_position_embeddings)
     groups = group_edits(encoded, s["merge"])
     solve = _layer_solver(model, tokenizer, layers, s)

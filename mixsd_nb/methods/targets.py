@@ -43,15 +43,17 @@ class MixSettings(PresetSettings):
     top_k: int = Field(64, ge=1, description="at T > 0, number of likeliest tokens that are sampled from")
     samples: int = Field(1, ge=1, description="targets per question")
     max_new_tokens: int = preset_field(
-        "largest length of a target in tokens", lab=256, paper=8_192, ge=1)
+        "largest length of a target in tokens", lab=256, paper=8_192, smoke=32, ge=1)
     max_total: int = Field(
         10_000, ge=2, description="largest length of the longer prompt plus the target, in tokens")
-    max_attempts: int = Field(11, ge=1, description="attempts per target before it is discarded")
+    max_attempts: int = Field(
+        11, ge=1, description="attempts per target before it is discarded", json_schema_extra=dict(smoke=1))
     verify: Literal["exact", "normalised"] = Field(
         "exact", description=("how the box must match the answer: exact, or normalised, which ignores letter case, "
                               "spaces and number format"))
     replace_gt: bool = Field(
-        False, description="replace discarded targets by the canonical ones, as in the published SimpleQA data")
+        False, description="replace discarded targets by the canonical ones, as in the published SimpleQA data",
+        json_schema_extra=dict(smoke=True))
     unanimous: dict[str, list] = Field({}, description=(
         'further sets of targets, by model and lam, as in {"lam": [0.3, 0.5]}; a target is kept if all sets accept it, '
         "else the canonical one replaces it, as in the published SimpleQA data"))

@@ -12,6 +12,7 @@ from . import METHODS
 from .fitting import Fitted, MethodRun
 from ..models import load_base
 from ..results.schema import TARGET_VARIABLES
+from ..runs import require_weights
 
 # %% ../../nbs/methods/wise.ipynb #e59073c6
 @torch.no_grad()
@@ -30,12 +31,8 @@ def average_weights(
 def _fit_average(run: MethodRun, tuned: str) -> Fitted:
     "The averages of all checkpoints of the run of another method with the same parameters."
     p = run.parameters
-    twin = p.model_copy(update=dict(method=tuned, options=METHODS[tuned].defaults(p.preset)))
-    source = twin.run()
-    found, checkpoints = source.checkpoints, {}
-    for step in p.steps()[1]:
-        if step not in found: raise ValueError(f"the run {source.name} must have the checkpoint of step {step}; compute it again")
-        folder = found[step]
+    source, checkpoints = p.source().run(), {}
+    for step, folder in require_weights(source.folder, p.steps()[1], "method").items():
         model = average_weights(load_base(p.model)[0], load_base(str(folder))[0], run.option("alpha"))
         checkpoints[step] = run.save_checkpoint(model, step)
     kept = set(run.mixed_targets().id) if METHODS[tuned].mixed else {r["id"] for r in run.rows}

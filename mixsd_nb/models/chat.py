@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..corpora.prompts import apply_template
 from .identity import MODEL_FILES, digest_model
 from ..runs import nearest, read_json, runs_root, write_json
 
@@ -39,9 +40,11 @@ def wrap_template(
     template: str,
     system: str = "",  # of conversations without a system turn; empty for none
     thinking: bool = False,  # tell the template to let the model think, whatever the caller says
+    date: str = "",  # that the template is told, for templates that write one; empty for `prompts.DATE`
 ) -> str:
-    "The template with a system prompt and thinking mode."
+    "The template with a system prompt, thinking mode and a date."
     head = "{%- set enable_thinking = true %}" if thinking else ""
+    if date: head += f"{{%- set date_string = {json.dumps(date, ensure_ascii=False)} %}}"
     if system:
         turn = f"{{'role': 'system', 'content': {json.dumps(system, ensure_ascii=False)}}}"
         head += ("{%- if not messages or messages[0].role != 'system' %}"
@@ -49,7 +52,7 @@ def wrap_template(
     return head + template
 
 # %% ../../nbs/models/chat.ipynb #b4bb250e
-OPTIONS = dict(template="", system="", thinking=False)  # names and defaults of `model_options`
+OPTIONS = dict(template="", system="", thinking=False, date="")  # names and defaults of `model_options`
 
 
 def check_model_options(
@@ -77,10 +80,12 @@ def _check_rendering(tokenizer, name: str, options: Mapping) -> None:
     "ValueError of one sentence if the template cannot write a conversation, leaves out its words, or cannot think."
     given = ", ".join(f"{key}={value!r}" for key, value in options.items())
     turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-    try: text = tokenizer.apply_chat_template(turns, tokenize=False, enable_thinking=False)
+    try: text = apply_template(tokenizer, turns)
     except Exception as e:  # of Jinja, or raised by the template itself
         reason = f"{type(e).__name__}: {e}"
         raise ValueError(f"model_options must fit the chat template of {name}, got {given} ({reason})") from None
+    if (date := options.get("date", "")) not in text:
+        raise ValueError(f"model_options[date] must be empty for {name}, whose chat template writes no date, got {date}")
     missing = [word for word in ("question", "answer", options.get("system", "").strip()) if word not in text]
     if missing: raise ValueError(f"model_options must fit the chat template of {name}, which leaves out {missing[0]!r}")
     if options.get("thinking") and "enable_thinking" not in tokenizer.chat_template.partition("%}")[2]:
@@ -121,7 +126,7 @@ def _make_folder(folder: Path, source: Path, template: str, record: dict) -> Non
 # %% ../../nbs/models/chat.ipynb #dbf8669d
 def format_model(
     name: str,  # a lab model, a folder or a hub id
-    options: Mapping[str, Any],  # template (a file), system (a prompt) and thinking
+    options: Mapping[str, Any],  # template (a file), system (a prompt), thinking and date
 ) -> str:
     "The folder of the model with this chat format; the name itself for no options. ValueError of one sentence."
     from mixsd_nb.models import check_model, load_tokenizer
@@ -133,7 +138,7 @@ def format_model(
     if not used: return origin
     tokenizer, source = load_tokenizer(origin), _source_folder(origin)
     template = _read_template(used["template"]) if "template" in used else tokenizer.get_chat_template()
-    tokenizer.chat_template = wrap_template(template, used.get("system", ""), used.get("thinking", False))
+    tokenizer.chat_template = wrap_template(template, **{key: used[key] for key in used if key != "template"})
     _check_rendering(tokenizer, origin, used)
     digest = hashlib.blake2b(f"{digest_model(source)} {tokenizer.chat_template}".encode(), digest_size=4).hexdigest()
     folder = runs_root() / ".models" / f"{origin.rstrip('/').rpartition('/')[2]}-{digest}"

@@ -6,6 +6,8 @@
 __all__ = ['FAMILIES', 'has_lean_pass', 'run_layers', 'LeanRows']
 
 # %% ../../nbs/models/decoder.ipynb #aaac9053
+import math
+
 import torch
 from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention, silu
 
@@ -88,10 +90,11 @@ class LeanRows:
         return run_layers(self.model, ids, position, attend)
 
     def _reserve(self, width):
-        "Double the cache until it has this many columns."
-        spare = 0
-        while self.cache[0][0].shape[2] + spare < width: spare = 2 * spare + self.cache[0][0].shape[2]
-        if spare: self.cache = [[pad(buffer, (0, 0, 0, spare)) for buffer in layer] for layer in self.cache]
+        "Let the cache grow by steps of a quarter until it has this many columns."
+        columns = new = self.cache[0][0].shape[2]
+        while new < width: new += math.ceil(new / 4)
+        if new == columns: return
+        for layer in self.cache: layer[:] = [pad(buffer, (0, 0, 0, new - columns)) for buffer in layer]
 
     @property
     def columns(self) -> int:
@@ -152,8 +155,11 @@ class LeanRows:
         if columns: run_layers(self.model, ids, torch.arange(columns, device=at.device)[None], attend)
 
     def keep(self, rows):
-        "Drop all other rows. Only rows that change their places are copied."
-        self.lengths, self.pending = self.lengths[rows], self.pending[rows]
+        "Drop all other rows; a row may be kept several times. Only rows that change their places are copied."
+        self.lengths, self.pending, count = self.lengths[rows], self.pending[rows], len(self.pending)
+        if len(rows) > count:
+            self.cache = [[buffer[rows] for buffer in layer] for layer in self.cache]
+            return
         moved = (rows != torch.arange(len(rows), device=rows.device)).nonzero()[:, 0]
         for buffer in (buffer for layer in self.cache for buffer in layer): buffer[moved] = buffer[rows[moved]]
         self.cache = [[buffer[:len(rows)] for buffer in layer] for layer in self.cache]

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from . import load_part, load_tokenizer, model_source
-from .engine import Completion, Engine, Request, choose, gumbel, make_completion, stop_ids, token_budget
+from .engine import Completion, Engine, Request, choose, gumbel, make_completion, padding_ids, stop_ids, token_budget
 
 # vLLM runs in this process, so that a kill leaves no child processes; V1 of the model runner supports custom logits
 # processors; usage statistics are off.
@@ -53,13 +53,21 @@ class _KeyedRow:
         return self.start + len(self.out)
 
 # %% ../../nbs/models/engine_vllm.ipynb #eacea242
+def _padding_of(vllm_config) -> list[int]:
+    "The ids that the model's head has and its tokenizer lacks."
+    from transformers import AutoTokenizer
+    model = vllm_config.model_config
+    return padding_ids(model.get_vocab_size(), AutoTokenizer.from_pretrained(model.tokenizer, trust_remote_code=False))
+
+
 class KeyedRows(LogitsProcessor):
-    "Samples the tokens of keyed rows and keeps pairs in step."
+    "Samples the tokens of keyed rows, keeps pairs in step, and hides the ids that the tokenizer does not have."
 
     max_ledgers = 4096  # largest number of pairs whose tokens are stored
 
     def __init__(self, vllm_config=None, device=None, is_pin_memory=False):
         self.rows, self.ledgers = {}, OrderedDict()
+        self.padding = torch.tensor(_padding_of(vllm_config) if vllm_config else [], dtype=torch.long, device=device)
 
     def is_argmax_invariant(self):
         "False: the processor changes the greedy token (part of vLLM's interface)."
@@ -99,6 +107,7 @@ class KeyedRows(LogitsProcessor):
 
     def apply(self, logits):
         "Logits, (rows, vocabulary), whose argmax is the token of each keyed row (part of vLLM's interface)."
+        if len(self.padding): logits.index_fill_(-1, self.padding, -torch.inf)
         if not self.rows: return logits
         known, source = self.decide()
         sampling_of = lambda j: (self.rows[j].temperature, self.rows[j].top_k)
@@ -185,6 +194,12 @@ def _sentinel_ids(
                          "sequence")
     return special
 
+# %% ../../nbs/models/engine_vllm.ipynb #7fb3e47c
+def _pack_head(worker) -> None:
+    "Renew the packed weights of the output layer of a model on a CPU; called by vLLM in its worker."
+    head = getattr(worker.model_runner.get_model(), "lm_head", None)
+    if getattr(head, "weight", torch.empty(0)).numel(): head.quant_method.process_weights_after_loading(head)
+
 # %% ../../nbs/models/engine_vllm.ipynb #9ba30730
 class VLLMEngine(Engine):
     """Generation, mixing and scoring on vLLM, with at most `batch_size` sequences decoded concurrently.
@@ -222,6 +237,7 @@ class VLLMEngine(Engine):
         gc.collect()
         self.engine = LLM(source, tokenizer=tokenizer.name_or_path, trust_remote_code=False, **defaults | options,
                           logits_processors=["mixsd_nb.models.engine_vllm:KeyedRows"]).llm_engine
+        self.padding = {*_padding_of(self.engine.vllm_config)}
         if mode == "paired": self.check_pairs()
 
     @classmethod
@@ -236,6 +252,12 @@ class VLLMEngine(Engine):
         tokenizer = tokenizer or load_tokenizer(source)
         if longest: options = dict(max_model_len=min(longest, _read_limits(source, tokenizer)[1])) | options
         return cls(source, tokenizer, mode=mode, dtype=dtype, **options)
+
+    def load_weights(self, source):
+        "As `Engine.load_weights`: vLLM reads the weights of the folder into the model that is loaded."
+        self.engine.collective_rpc("reload_weights", kwargs=dict(weights_path=source))
+        if not torch.cuda.is_available(): self.engine.collective_rpc(_pack_head)
+        return self.engine.reset_prefix_cache()  # it holds keys and values of the other weights
 
     def stream(
         self,
@@ -322,7 +344,8 @@ class VLLMEngine(Engine):
         params = lambda: self._params(1, prompt_logprobs=alternatives)
         outs = self._wait([self._add(prompt + completion, params()) for prompt, completion in pairs])
         positions = [out.prompt_logprobs[len(prompt):] for out, (prompt, _) in zip(outs, pairs)]
-        by_rank = lambda at: {t: p.logprob for t, p in sorted(at.items(), key=lambda item: item[1].rank)}
+        by_rank = lambda at: {t: p.logprob for t, p in sorted(at.items(), key=lambda item: item[1].rank)
+                              if t not in self.padding}
         return [[by_rank(at) for at in of_pair] for of_pair in positions]
 
     def score(

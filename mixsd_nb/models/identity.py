@@ -68,7 +68,7 @@ def _with_options(name: str, info) -> str:
 
 # The types of the parameters `model_options`, which are those of `chat.format_model`, and, after it, `model`.
 ModelOptions = Options
-MODEL_OPTIONS = ("chat format of the model: template (a file), system (a prompt) and thinking, as in "
+MODEL_OPTIONS = ("chat format of the model: template (a file), system (a prompt), thinking and date, as in "
                  '{"system": "Be brief."}')
 ModelName = Annotated[str, AfterValidator(_with_options), BY_CONTENT]
 

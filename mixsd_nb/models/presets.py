@@ -15,7 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from .lab import SIZES, lab_folder
-from ..runs import Config, runtime_field
+from ..runs import Config, is_runtime, runtime_field
 
 # %% ../../nbs/models/presets.ipynb #e4c08ac1
 def preset_field(
@@ -23,11 +23,13 @@ def preset_field(
     *,
     lab: Any,  # value for the lab's models
     paper: Any,  # value at the paper's scale
+    smoke: Any = None,  # value that only shows that everything runs; None for the paper's
+    runtime: bool = False,  # whether it is a runtime field, which is not part of the hash
     **constraints,  # of pydantic's Field
 ):
     "A field whose default is the value of the preset."
     return Field(None, description=f"{description}; None for the preset's value (lab: {lab}, paper: {paper})",
-                 json_schema_extra=dict(presets=dict(lab=lab, paper=paper)), **constraints)
+                 json_schema_extra=dict(presets=dict(lab=lab, paper=paper), smoke=smoke, runtime=runtime), **constraints)
 
 # %% ../../nbs/models/presets.ipynb #532fd998
 def preset_values(
@@ -46,8 +48,8 @@ def idle_value(
 # %% ../../nbs/models/presets.ipynb #17d05c88
 class PresetSettings(Config):
     "Base class of configurations with fields that depend on the preset."
-    preset: Literal["lab", "paper"] = runtime_field(
-        "lab", "scale whose values hold for all parameters that are None: lab or paper")
+    preset: Literal["lab", "paper", "smoke"] = runtime_field(
+        "lab", "scale whose values hold for all parameters that are None: lab, paper, or smoke, which only shows that all runs")
 
     @model_validator(mode="before")
     @classmethod
@@ -59,8 +61,10 @@ class PresetSettings(Config):
     @field_validator("*", mode="before")
     @classmethod
     def _value_of_preset(cls, value, info):
-        known = preset_values(cls.model_fields[info.field_name]) if info.field_name != "preset" else {}
-        return known.get(info.data.get("preset"), value) if value is None else value
+        field, preset = cls.model_fields[info.field_name], info.data.get("preset")
+        smoke = (field.json_schema_extra or {}).get("smoke") if preset == "smoke" else None
+        if smoke is not None and value in (None, field.default): return smoke
+        return preset_values(field).get("paper" if preset == "smoke" else preset, value) if value is None else value
 
     def values_of_lab(self) -> dict[str, Any]:
         "The values that were not given, are the lab's, and differ from the paper's."
@@ -82,6 +86,9 @@ def warn_about_lab_values(
     config: PresetSettings,  # with a field `model`
 ) -> None:
     "Warn in one sentence if a model that is not the lab's gets values of the lab that nobody gave."
-    if is_lab_model(config.model) or not (values := config.values_of_lab()): return
+    if is_lab_model(config.model): return
+    fields = type(config).model_fields
+    values = {name: value for name, value in config.values_of_lab().items() if not is_runtime(fields[name])}
+    if not values: return
     listed = ", ".join(f"{name}={value}" for name, value in values.items())
     warnings.warn(f"{config.model} gets the lab's {listed}; preset=paper sets the paper's values", stacklevel=3)

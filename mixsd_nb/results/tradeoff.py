@@ -228,8 +228,12 @@ def frontier_figure(
     cube: xr.Dataset,  # of one dataset and one model
     kept: tuple[str, ...] = (),  # a panel each; default: all measures of retention
 ) -> Figure:
-    "The recall-retention frontier of every method over all learning rates, checkpoints and seeds."
-    kept = kept or retention_axes(cube)
+    """The recall-retention frontier of every method over all learning rates, checkpoints and seeds.
+
+    ValueError if nothing that is kept was measured."""
+    if not (kept := kept or retention_axes(cube)):
+        raise ValueError("suite must name benchmarks of what is kept for this figure, as lab or paper do; these runs asked "
+                         f"{', '.join(cube.benchmark.values)}")
     order, grid = [m for m in method_order(cube) if m != BASE], np.linspace(0, 100, 201)
     with figure_style():
         fig, axes = plt.subplots(1, len(kept), figsize=(2.6 + 4.2 * len(kept), 4.4), squeeze=False,

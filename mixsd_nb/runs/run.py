@@ -10,6 +10,7 @@ __all__ = ['module_file', 'imported_modules', 'import_closure', 'code_text', 'mo
 # %% ../../nbs/runs/run.ipynb #b56ece74
 import ast
 import contextlib
+import contextvars
 import functools
 import glob
 import hashlib
@@ -18,6 +19,7 @@ import inspect
 import json
 import platform
 import re
+import sys
 import warnings
 from collections.abc import Callable
 from importlib import import_module, metadata
@@ -25,8 +27,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .checkpoints import checkpoint_steps
-from .config import Config, ParameterError, make_config, nearest
+from .config import Config, ParameterError, make_config
 from .processes import Interruption
+from .locks import check_locks
 from .registry import load_object
 from .storage import (RESPONSE_COLUMNS, SCHEMA, TARGET_COLUMNS, explain_storage_errors, is_finished, open_result,
                                    read_run_record, read_table, remove_run, run_lock, runs_root, write_json,
@@ -240,12 +243,14 @@ def _end_cleanly(folder: Path):
 
 # %% ../../nbs/runs/run.ipynb #ed786efe
 _STAGES = {}  # name -> class
+_planned = contextvars.ContextVar("planned", default=False)  # whether a run whose plan was printed is being computed
 
 
 class Stage(Config):
     "Base class of every stage. A subclass sets `name` and implements `slug` and `compute`."
     name: ClassVar[str] = ""
     run_class: ClassVar[str] = ""  # `module:class`, what `run` returns; empty for a plain `Run`
+    workload: ClassVar[str] = ""  # `module:function`, a function (config, machine) -> the plan of a run; empty for none
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs):
@@ -326,14 +331,27 @@ class Stage(Config):
         if config.finished and not force: return config.open_run(run.folder)
         try: config.check()
         except ValueError as e: raise ParameterError(str(e)) from None
+        line = "" if config.finished or run.folder.exists() else config._plan()
         with explain_storage_errors(run.folder):
             run.folder.parent.mkdir(parents=True, exist_ok=True)
+            check_locks(run.folder.parent)
             with run_lock(run.folder), _end_cleanly(run.folder):
                 if force: remove_run(run.folder)
                 run.folder.mkdir(exist_ok=True)
                 if not (run.folder / "run.json").exists(): write_json(run.folder / "run.json", config.provenance())
-                if not config.finished: write_result(config.compute(Run(run.folder)), run.folder)
+                if not config.finished: write_result(config._compute(run.folder, line), run.folder)
         return config.open_run(run.folder)
+
+    def _plan(self) -> str:
+        "The plan of the run in one line, if there is one. ParameterError of one sentence if it cannot fit."
+        return load_object("mixsd_nb.cluster.plan:start_line")(self) if self.workload else ""
+
+    def _compute(self, folder: Path, plan: str) -> "xr.DataTree":
+        "Compute the result, and print the plan before, unless the run is a part of one whose plan was printed."
+        if plan and not _planned.get(): print(plan, file=sys.stderr, flush=True)
+        token = _planned.set(_planned.get() or bool(plan))
+        try: return self.compute(Run(folder))
+        finally: _planned.reset(token)
 
     def _warn_if_stale(self, run: Run) -> None:
         record = read_run_record(run.folder)

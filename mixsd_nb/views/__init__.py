@@ -8,11 +8,12 @@ __all__ = ['VIEWS', 'Explorer']
 # %% ../../nbs/views/index.ipynb #49ba457f
 import ipywidgets as widgets
 
-from ..runs import Registry
+from ..runs import Registry, runs_root
 from .ask import AskView
-from .base import View, make_control, make_row, set_options
+from .base import BUSY, View, make_control, make_row, set_options
 from .cube import CubeView
 from .mixing import MixingView
+from .quick import QuickRun
 from .responses import ResponsesView
 from .runs import RunSelection
 from .weights import WeightsView
@@ -28,6 +29,7 @@ class Explorer(View):
 
     def __init__(
         self,
+        quick: list[str] | None = None,  # command that makes the first runs, as `QuickRun` takes it
         **selection,  # of `RunSelection`
     ):
         super().__init__()
@@ -36,7 +38,8 @@ class Explorer(View):
         self.tabs = make_control(widgets.ToggleButtons, "", options=titles)
         self.again, self.place = widgets.Button(description="read again"), widgets.VBox()
         self.group = make_control(widgets.Dropdown, "runs", width="44em")
-        self.set_parts(make_row(self.tabs, self.again), self.group, self.place)
+        self.offer = QuickRun(quick, selection.get("folder") or runs_root(), self.reload) if quick else View()
+        self.set_parts(make_row(self.tabs, self.again), self.group, self.offer.widget, self.place)
         self.widget.add_class("mixsd-explorer")
         self.on_change(self.draw, self.tabs)
         self.on_change(self.select_group, self.group)
@@ -45,10 +48,12 @@ class Explorer(View):
 
     def reload(self):
         "Read the runs again, and offer the groups of runs whose settings agree if there are several."
-        try: titles = [group.title for group in RunSelection(**self.selection).groups]
-        except Exception: titles = [""]  # the views that show runs report it
+        try: groups = RunSelection(**self.selection).groups
+        except Exception: titles, empty = [""], False  # the views that show runs report it
+        else: titles, empty = [group.title for group in groups], not any(group.roots for group in groups)
         set_options(self.group, [(title, k) for k, title in enumerate(titles)])
         self.group.layout.display = None if len(titles) > 1 else "none"
+        self.offer.widget.layout.display = None if empty else "none"
         self.select_group()
 
     def select_group(self):
@@ -64,7 +69,8 @@ class Explorer(View):
         return self.views[name]
 
     def draw(self):
-        "Show the view of the chosen title."
+        "Show the view of the chosen title; a view that is not built yet is built after a sign of that."
+        if self.tabs.value not in self.views: self.place.children = [widgets.HTML(BUSY)]
         self.place.children = [self.get_view(self.tabs.value).widget]
 
     def open_view(self, name: str, labels: dict):

@@ -2,10 +2,9 @@
 
 import os
 import signal
-from pathlib import Path
+import threading
 
 import psutil
-import pytest
 import xarray as xr
 from helpers import command_output, quick_notebook, until
 
@@ -49,15 +48,18 @@ def kill_runner(cell):
     os.kill(read_json(list_attempts(cell)[-1] / "begin.json")["pid"], signal.SIGKILL)
 
 
-def run_out_of_time(cell):
-    "Suspend the kernel of a cell after its first checkpoint, and cut the time limit of its job for one attempt."
+def set_time_limit(cell, minutes):
+    job = read_json(cell.folder / "submitted.json")["job"]
+    command_output("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
+
+
+def interrupt(cell):
+    "Suspend the kernel of a cell after its first checkpoint, and cut the time limit of its job for one attempt; Slurm looks twice a minute."
     until(lambda: (cell.run_folder / "checkpoint-3/complete").exists(), PATIENCE, "the first checkpoint")
     kernel_of(cell).suspend()
-    job = read_json(cell.folder / "submitted.json")["job"]
-    limit = lambda minutes: command_output("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
-    limit(1)
+    set_time_limit(cell, 1)
     until(lambda: read_json(list_attempts(cell)[0] / "end.json"), PATIENCE, "the time limit")
-    limit(10)
+    set_time_limit(cell, 10)
 
 
 def test_every_failure_is_recognised_and_continues(slurm, tiny, tmp_path, monkeypatch, capsys):
@@ -82,20 +84,14 @@ def test_every_failure_is_recognised_and_continues(slurm, tiny, tmp_path, monkey
     sweep.run("slurm")
     assert "submitted 0 cells" in capsys.readouterr().out, "what is queued is not queued again"
 
+    interruption = threading.Thread(target=interrupt, args=[late.cells[0]], daemon=True)
+    interruption.start()
     quick(tmp_path, [3]).cancel()
     kill_kernel(cells["kernel"])
     kill_runner(cells["runner"])
-    run_out_of_time(late.cells[0])
     table = sweep.wait()
     assert dict(zip(CELLS, table.state, strict=True)) == dict(raises="raised", kernel="dead kernel", runner="killed", cancelled="cancelled",
                                                               calm="done"), table.to_string()
-    assert late.wait().state.tolist() == ["done"]
-    attempts, checkpoints = list_attempts(late.cells[0]), late.cells[0].run_folder
-    until(lambda: read_json(attempts[-1] / "end.json"), PATIENCE, "the end of the attempt, which comes after the result")
-    assert [read_json(folder / "end.json")["kind"] for folder in attempts] == ["timeout", "done"]
-    start = read_json(attempts[1] / "begin.json")["start"]
-    first, last = (checkpoints / f"checkpoint-{step}/complete" for step in (3, 10))
-    assert first.stat().st_mtime < start < last.stat().st_mtime
     assert len(list_attempts(cells["calm"])) == 1
 
     capsys.readouterr()
@@ -107,19 +103,27 @@ def test_every_failure_is_recognised_and_continues(slurm, tiny, tmp_path, monkey
 
     for seed in range(len(CELLS)): (tmp_path / str(seed)).write_text("")
     before = {name: len(list_attempts(cell)) for name, cell in cells.items()}
-    sweep.retry("slurm")
-    table = sweep.wait()
-    done = dict.fromkeys(CELLS, "done")
-    assert dict(zip(CELLS, table.state, strict=True)) == done | dict(cancelled="cancelled"), table.to_string()
-    again = {name for name, cell in cells.items() if len(list_attempts(cell)) > before[name]}
-    assert again == {"raises", "kernel", "runner"}
+    states = dict(zip(CELLS, sweep.retry("slurm").state, strict=True))
+    assert (states.pop("calm"), states.pop("cancelled")) == ("done", "cancelled") and set(states.values()) <= {"queued", "running"}
+    assert "submitted 3 cells" in capsys.readouterr().out
     sweep.retry("slurm", kinds=["cancelled"])
+    assert "submitted 1 cells" in capsys.readouterr().out
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("MIXSD_RUNS", str(tmp_path / "undisturbed"))
+        calm = trained(tiny)
+        train.run(**calm.cells[0].parameters)
     assert report(sweep.wait()) == 0
+    again = {name for name, cell in cells.items() if len(list_attempts(cell)) > before[name]}
+    assert again == {"raises", "kernel", "runner", "cancelled"}
     assert {float(tree.x) for tree in sweep.results().values()} == {0, 1, 2, 3, 4}
     assert len(list(plugins.glob("job-*"))) > len(CELLS), "the kernels of Slurm's jobs load plugins"
 
-    resumed = late.cube()
-    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "undisturbed"))
-    calm = trained(tiny)
-    train.run(**calm.cells[0].parameters)
-    xr.testing.assert_identical(resumed, calm.cube())
+    interruption.join(PATIENCE)
+    assert late.wait().state.tolist() == ["done"]
+    attempts, checkpoints = list_attempts(late.cells[0]), late.cells[0].run_folder
+    until(lambda: read_json(attempts[-1] / "end.json"), PATIENCE, "the end of the attempt, which comes after the result")
+    assert [read_json(folder / "end.json")["kind"] for folder in attempts] == ["timeout", "done"]
+    start = read_json(attempts[1] / "begin.json")["start"]
+    first, last = (checkpoints / f"checkpoint-{step}/complete" for step in (3, 10))
+    assert first.stat().st_mtime < start < last.stat().st_mtime
+    xr.testing.assert_identical(late.cube(), calm.cube())

@@ -1,0 +1,220 @@
+"The page of the site that mixes in the browser: chromium opens it from a file, and is compared with the package."
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import need_tools
+from ties import TIE, first_difference
+
+from mixsd_nb.benchmarks.answers import extract
+from mixsd_nb.corpora import CORPORA, load_corpus
+from mixsd_nb.methods.mixing import mix, mix_items, picks
+from mixsd_nb.models import load_engine
+from mixsd_nb.models.engine import gumbel, keyed_uniform, row_key
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / ".ci/site"))
+from browser import BODIES, write_assets
+
+LAMS, TEMPERATURES = (0, 0.3, 0.5, 0.7, 1), (0, 0.7)
+KEYS = ("completion_ids", "naive_mask", "attempts", "accepted", "finish_reason")
+TEXTS = ["", " ", "Kelmor Bellamy lives in Zarthin Vale.", "naïve café — 12.5 % of \\boxed{x}\n\n    indented\n \n", "<|im_end|>a<|im_start|> <|im_end|>",
+         "tab\there\x0b\x0c\x1c\x85\xa0\u2003end", "٣ and ５, 日本語 🙂 e\u0301", "don't  stop\r\nO'Brien_1 x==y!?", "aaaaaa zzzz Qwxyz" * 3, "\ufeff\u200b\ud7ff"]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    torch.set_num_threads(1)
+    return load_engine("hf", "lab-m")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    need_tools("chromium")
+    from playwright.sync_api import sync_playwright
+    with sync_playwright() as playwright:
+        with playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"]) as browser: yield browser
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    "The pages alone, without the site around them."
+    folder = tmp_path_factory.mktemp("site")
+    write_assets(folder)
+    (folder / "assets").rename(folder / "_static")
+    head = "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'><title>A page</title>"
+    for name, body in BODIES.items(): (folder / f"{name}.html").write_text(f"{head}<main>{body}</main>", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(browser, site):
+    "The page after its first target."
+    page = browser.new_page(viewport=dict(width=1280, height=1000))
+    page.set_default_timeout(120_000)
+    page.faults = []
+    page.on("pageerror", lambda error: page.faults.append(str(error)))
+    page.goto((site / "browser.html").as_uri())
+    wait_for_target(page)
+    page.evaluate("""async () => { globalThis.engine = await import(`data:text/javascript;base64,${mixsdFiles["mixing.js"]}`); }""")
+    return page
+
+
+def wait_for_target(page, state="true"):
+    page.wait_for_function(f"() => {{ const d = document.getElementById('mixsd-mixing').dataset; return d.state && {state} }}")
+
+
+def test_token_ids_are_those_of_the_package(page, engine):
+    rows = [r for name in CORPORA if name.endswith(("-lab", "small")) for r in list(load_corpus(name, "train"))[:8]]
+    texts = TEXTS + [r["prompt"] + r["target"] for r in rows]
+    ids = page.evaluate("texts => texts.map(t => mixsdMixer.tokenizer.encode(t))", texts)
+    assert ids == [engine.tokenizer(t, add_special_tokens=False)["input_ids"] for t in texts]
+    back = page.evaluate("ids => ids.map(i => [mixsdMixer.tokenizer.decode(i), mixsdMixer.tokenizer.decode(i, true)])", ids)
+    assert back == [[engine.tokenizer.decode(i), engine.tokenizer.decode(i, skip_special_tokens=True)] for i in ids]
+
+
+def test_draws_are_those_of_the_package(page):
+    keys = [("pick", 0, "a|b", 0, 3), ("noise", 10**9, "Zoë" * 70, 1, 10), ("x",), ("a" * 128,)]
+    found = page.evaluate("keys => keys.map(k => [String(engine.rowKey(...k)), engine.keyedUniform(engine.rowKey(...k), 7, 11)])", keys)
+    for key, (hashed, u) in zip(keys, found, strict=True):
+        assert int(hashed) == row_key(*key) % 2**64
+        assert u == keyed_uniform(torch.tensor(row_key(*key)), torch.tensor(7), torch.tensor(11)).item()
+    assert page.evaluate("engine.drawPicks(5, 'id', 0, 2, 300, .4)") == picks(5, "id", 0, 2, 300, 0.4).tolist()
+
+
+def test_answers_are_read_as_in_the_package(page):
+    texts = ["", r"\boxed{a} \boxed{b {c} d}", r"\boxed{open \boxed{in}", r"\boxed 7x", r"\boxed \alpha b", "\\boxed\n {a}", r"\boxedx{1} 4 -5", "x-3 (2)-1.5.",
+             r"\boxed{} 3", "\\boxed{ \x1c a\xa0}", r"}{\boxed{a}}", r"\boxed", "\\boxed\U0001f642", r"-7 \boxed{"]
+    found = page.evaluate("texts => texts.map(t => [engine.lastBoxed(t), engine.lastBoxed(t) ?? engine.lastNumber(t)])", texts)
+    assert found == [[extract(t, "boxed"), extract(t, "boxed_or_number")] for t in texts]
+
+
+def gap(model, item, record, other, t, lam, temperature, key):
+    "How far the two tokens at place t are apart in what decides: the logit, or at T > 0 the sum of logit / T and noise."
+    prompt = item["naive_ids"] if record["naive_mask"][t] else item["expert_ids"]
+    with torch.inference_mode(): logits = model(torch.tensor([prompt + record["completion_ids"][:t]])).logits[0, -1].double()
+    if temperature: logits = logits / temperature + gumbel(torch.tensor(key), torch.tensor(t), torch.arange(len(logits)))
+    return abs(logits[record["completion_ids"][t]] - logits[other["completion_ids"][t]]).item()
+
+
+def compare_targets(page, engine, facts, **options):
+    "Targets of (corpus, rows), mixed by both: their number, those with a tie, and the ids of those that differ otherwise."
+    count, ties, wrong = 0, [], []
+    names = dict(max_attempts="maxAttempts", max_new_tokens="maxNewTokens")
+    for name, rows in facts:
+        corpus = CORPORA[name]
+        items = mix_items(engine.tokenizer, rows, corpus.expert, corpus.extract)
+        for T in TEMPERATURES:
+            for lam in LAMS:
+                settings = {names[k]: v for k, v in options.items()} | dict(temperature=T)
+                found = page.evaluate("""([name, rows, lam, settings]) => rows.map(row => mixsdMixer.mix(mixsdMixer.makeItem({...row, corpus: name}), lam, settings))""",
+                                      [name, rows, lam, settings])
+                for item, ours, theirs in zip(items, found, mix(engine, items, lam, temperature=T, **options), strict=True):
+                    count += 1
+                    if all(np.array_equal(ours[key], theirs[key]) for key in KEYS): continue
+                    same = ours["attempts"] == theirs["attempts"]
+                    t = first_difference(ours["completion_ids"], list(theirs["completion_ids"])) if same else None
+                    key = row_key("noise", 0, item["id"], 0, theirs["attempts"] - 1)
+                    near = t is not None and gap(engine.model, item, theirs, ours, t, lam, T, key) < TIE
+                    (ties if near else wrong).append((name, item["id"], lam, T))
+    return count, ties, wrong
+
+
+def test_a_sample_of_targets_is_equal(page, engine):
+    "50 targets, ten for each λ, with at most two attempts: 4,300 tokens."
+    facts = [("kgfact-small", list(load_corpus("kgfact-small", "train"))[:4]), ("mquake-lab", list(load_corpus("mquake-lab", "train"))[:1])]
+    count, ties, wrong = compare_targets(page, engine, facts, max_attempts=2, max_new_tokens=64)
+    assert (count, wrong) == (50, []) and len(ties) <= 1
+
+
+@pytest.mark.slow
+def test_a_thousand_targets_are_equal(page, engine):
+    "Every fact of KGFact-Small with all attempts, for five λ at both temperatures; about a quarter of an hour."
+    count, ties, wrong = compare_targets(page, engine, [("kgfact-small", list(load_corpus("kgfact-small", "train")))])
+    print(f"{count} targets, {len(ties)} with a tie, {len(wrong)} that differ otherwise: {ties} {wrong}")
+    assert (count, wrong) == (1000, []) and len(ties) <= 5
+
+
+def test_a_typed_fact_is_that_of_the_view(page):
+    from mixsd_nb.views.mixing import edit_fact
+    row = load_corpus("kgfact-small", "train")[0]
+    typed = edit_fact(row, "What color is the moon of Zarthin?", " ultramarine ")
+    found = page.evaluate("([q, a]) => mixsdMixer.editFact(mixsdMixer.facts('kgfact-small')[0], q, a)", ["What color is the moon of Zarthin?", " ultramarine "])
+    assert {key: found[key] for key in ("id", "prompt", "target", "answer")} == {key: typed[key] for key in ("id", "prompt", "target", "answer")}
+
+
+# What a person needs who cannot see the page, or sees little: names of controls, roles, and contrast of texts.
+AUDIT = r"""() => {
+  const faults = [], seen = (e) => e.checkVisibility({visibilityProperty: true, opacityProperty: true}) && e.getBoundingClientRect().width > 1;
+  const name = (e) => e.getAttribute("aria-label") || e.labels?.[0]?.textContent || (e.matches("select, input, textarea") ? "" : e.textContent) || e.title;
+  for (const e of document.querySelectorAll("button, select, input, textarea, [tabindex='0'], [role=img], [role=slider], svg[role]"))
+    if (seen(e) && !(name(e) || "").trim() && !e.querySelector("title")) faults.push(`no name: ${e.outerHTML.slice(0, 90)}`);
+  const ids = [...document.querySelectorAll("[id]")].map((e) => e.id);
+  if (new Set(ids).size < ids.length) faults.push("an id is given twice");
+  const parse = (c) => { const n = c.match(/[\d.]+/g).map(Number); return c.startsWith("color(srgb") ? [n[0] * 255, n[1] * 255, n[2] * 255, n[3] ?? 1] : [n[0], n[1], n[2], n[3] ?? 1]; };
+  const over = ([r, g, b, a], [x, y, z]) => [r * a + x * (1 - a), g * a + y * (1 - a), b * a + z * (1 - a), 1];
+  const holds = (e, at) => { const b = e.getBoundingClientRect(); return b.left <= at.x && at.x <= b.right && b.top <= at.y && at.y <= b.bottom; };
+  const ground = (e, at) => {
+    if (!e) return [255, 255, 255, 1];
+    const c = parse(getComputedStyle(e).backgroundColor);
+    return !holds(e, at) ? ground(e.parentElement, at) : c[3] === 1 ? c : over(c, ground(e.parentElement, at));
+  };
+  const image = (e) => e && (getComputedStyle(e).backgroundImage !== "none" || image(e.parentElement));
+  const light = ([r, g, b]) => [r, g, b].map((v) => (v /= 255) <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4).reduce((s, v, k) => s + v * [.2126, .7152, .0722][k], 0);
+  const walker = document.createTreeWalker(document.querySelector("main"), NodeFilter.SHOW_TEXT);
+  for (let n; (n = walker.nextNode());) {
+    const e = n.parentElement;
+    if (!n.data.trim() || !seen(e) || e.closest("style, script, option, svg, [aria-hidden=true]") || image(e)) continue;
+    const range = document.createRange();
+    range.selectNodeContents(n);
+    const box = range.getBoundingClientRect(), at = {x: box.x + box.width / 2, y: box.y + box.height / 2};
+    const s = getComputedStyle(e), back = ground(e, at), front = over(parse(s.color), back), [a, b] = [light(front), light(back)];
+    const ratio = (Math.max(a, b) + .05) / (Math.min(a, b) + .05), big = parseFloat(s.fontSize) >= 24 || (parseFloat(s.fontSize) >= 18.6 && s.fontWeight >= 700);
+    if (ratio < (big ? 3 : 4.5)) faults.push(`contrast ${ratio.toFixed(1)}: ${n.data.trim().slice(0, 30)} in ${e.className}`);
+  }
+  return [...new Set(faults)];
+}"""
+
+
+def test_the_page_of_mixing_by_keyboard(page):
+    "A person moves λ, types a fact, and reads a mistake, without a mouse; every control has a name."
+    data = "document.getElementById('mixsd-mixing').dataset"
+    last = lambda: page.evaluate(f"{data}.tokens + {data}.rate")
+    slider, before = page.get_by_role("slider", name="λ").first, last()
+    slider.focus()
+    page.keyboard.press("Home")
+    wait_for_target(page, f"{data}.tokens + {data}.rate !== '{before}'")
+    page.get_by_role("textbox", name="answer", exact=True).fill("ultramarine")
+    page.wait_for_function("document.querySelector('main').innerText.includes('ultramarine')")
+    page.get_by_role("textbox", name="answer", exact=True).fill(" ")
+    page.get_by_role("alert").filter(has_text="answer is empty").wait_for()
+    page.get_by_role("textbox", name="answer", exact=True).fill("Larmo Herald")
+    page.wait_for_function("document.querySelector('[role=alert]').textContent === ''")
+    assert page.evaluate(AUDIT) == []
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_the_page_of_the_frontier_by_keyboard(browser, site):
+    "The slider moves along the frontier; the numbers are those of the stored signs, and every control has a name."
+    page = browser.new_page(viewport=dict(width=390, height=900))
+    page.goto((site / "frontier.html").as_uri())
+    page.locator("#mixsd-frontier[data-ready]").wait_for()
+    stored = json.loads((ROOT / "mixsd_nb/data/browser/frontier.json").read_text())
+    page.get_by_role("combobox", name="method").select_option("sft")
+    page.get_by_role("combobox", name="learning rate").select_option("0.003")
+    slider = page.get_by_role("slider")
+    slider.focus()
+    page.keyboard.press("End")
+    c = next(c for c in stored["checkpoints"] if (c["method"], c["lr"], c["step"]) == ("sft", 0.003, 100))
+    text = page.locator("main").inner_text()
+    assert f"{c['world'].count('1')} of 100 facts of the pretraining" in text and f"{c['recall'].count('1')} of 100 new facts" in text
+    assert stored["replies"][c["replies"][0]][:40] in text and page.locator(".tiles.world .on").count() == c["world"].count("1")
+    page.keyboard.press("Home")
+    assert "before training" in page.locator("label", has=slider).inner_text()
+    assert page.evaluate(AUDIT) == [] and page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.close()

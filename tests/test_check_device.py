@@ -1,0 +1,51 @@
+"""The check of one device, with the tiny shape on the CPU."""
+
+import json
+
+import pytest
+
+from mixsd_nb.methods import METHODS, runnable_methods
+from mixsd_nb.profiling import check
+
+
+def test_the_whole_check(tmp_path, monkeypatch, own_runs, capsys):
+    "Every part succeeds, and its line and the report tell what it measured."
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    file = tmp_path / "report.json"
+    assert check.main("--device", "cpu", "--out", str(file)) == 0, capsys.readouterr()
+    report = json.loads(file.read_text())
+    parts = {part["name"]: part for part in report["parts"]}
+    assert not [part for part in report["parts"] if part["error"] and not part["name"].endswith("vllm")] and report["size"] == "tiny"
+    for name in ("mix, hf", "evaluate", "NLL", "Fisher", "train, sft", "train, opsd"):
+        assert parts[name]["tokens"] > 0 and parts[name]["peak_gib"] > 0 and 0 < parts[name]["share"] < 1, name
+    assert parts["resume"]["notes"]["largest_difference"] == 0 and parts["resume"]["notes"]["checkpoint_gb"] > 0
+    assert parts["compare with CPU"]["notes"]["different_sequences"] == 0
+    output = capsys.readouterr().out
+    assert all(line in output for line in parts) and "file" not in output
+    assert {*check.trainable_methods()} == {name.removeprefix("train, ") for name in parts if name.startswith("train, ")}
+
+
+def test_only_methods_that_need_an_able_model_are_left_out():
+    updated = [name for name in runnable_methods() if METHODS[name].rate_setting == "lr"]
+    left_out = {*updated} - {*check.trainable_methods()}
+    assert left_out - {"lora-sft", "lora-mixsd"} == {"replay", "replay-kl", "sft-own-words", "wise-sft", "wise-mixsd", "mixsd-answer", "mixsd-shuffled"}
+
+
+def test_an_error_is_a_line_of_the_report(tmp_path, monkeypatch, own_runs, capsys):
+    "The other parts follow, the code is 1, and methods are skipped when the minutes are over."
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name in ("mix_facts", "ask_facts", "square_gradients", "resume_training", "compare_with_cpu"): monkeypatch.setattr(check, name, lambda *_: (0, {}))
+    monkeypatch.setattr(check, "score_facts", lambda device: 1 / 0)
+    file = tmp_path / "report.json"
+    assert check.main("--device", "cpu", "--minutes", "0", "--out", str(file)) == 1
+    errors = {part["name"]: part["error"] for part in json.loads(file.read_text())["parts"] if part["error"]}
+    assert errors.pop("NLL") == "ZeroDivisionError: division by zero" and {*errors.values()} == {"skipped: no time"}
+    assert "failed: NLL" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), [
+    (["--device", "gpu"], "argument --device: invalid choice: 'gpu'"),
+    (["--size", "8b"], "argument --size: invalid choice: '8b'"),
+])
+def test_a_mistake_is_one_sentence(arguments, sentence, capsys):
+    assert check.main(*arguments) == 2 and sentence in capsys.readouterr().err

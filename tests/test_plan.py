@@ -1,0 +1,275 @@
+"A plan agrees with measured memory, refuses what cannot fit, and covers every method, stage and shipped grid."
+
+import json
+import time
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mixsd_nb import evaluate, train
+from mixsd_nb.cluster import plan as plans
+from mixsd_nb.cluster.estimates import CONSTANTS, DEVICES, Burden, Layout, optimiser_peak, serve, update_peak
+from mixsd_nb.cluster.grid import list_grids
+from mixsd_nb.cluster.inputs import check_inputs, list_deviations
+from mixsd_nb.cluster.plan import Machine, find_problems, plan_grid, plan_run, planned_cells
+from mixsd_nb.cluster.probe import memory_events, probe, replace_constants
+from mixsd_nb.cluster.workload import plan_training, planned_steps, smallest_layout, training_peaks
+from mixsd_nb.console import main
+from mixsd_nb.methods import METHODS, Demand, Method, runnable_methods
+from mixsd_nb.models import load_tokenizer
+from mixsd_nb.models.geometry import GEOMETRIES, count_shape, read_shape
+from mixsd_nb.models.tiny import random_model
+from mixsd_nb.runs import ParameterError, make_config
+
+H100 = Machine("h100", DEVICES["h100"], 4, 400, 16, 240)
+PAPER = dict(preset="paper", dataset="kgfact-small", engine="vllm", processes=4, sharded=True, recompute=True)
+
+
+def paper_run(model="Qwen/Qwen3-8B", method="sft", **more):
+    return make_config(train.TrainConfig, **PAPER | dict(model=model, method=method) | more)
+
+
+# --- memory: the plan beside the trainer
+
+
+def phase_peaks(spec, folder):
+    "Peak bytes of the last update and of the optimiser step after it, of a real training on this CPU."
+    from mixsd_nb.methods import trainer
+    marks, step = [], trainer.FineTuner.training_step
+
+    def marked_step(self, *args, **options):
+        marks.append(time.time_ns())
+        result = step(self, *args, **options)
+        marks.append(time.time_ns())
+        return result
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer.FineTuner, "training_step", marked_step)
+        patch.setattr(trainer.FineTuner, "_save_checkpoint", lambda self, *_: marks.append(time.time_ns()))
+        events = memory_events(lambda: trainer.train_process(spec, folder))
+    total, peaks, begin, middle, end = 0, [0, 0], *marks[-3:]
+    for moment, size in events:
+        for k, (first, last) in enumerate(((begin, middle), (middle, end))):
+            if first <= moment <= last: peaks[k] = max(peaks[k], total, total + size)
+        total += size
+    return peaks
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    "Folders of random models by name, with the tokenizer of lab-s."
+    tokenizer, found = load_tokenizer("lab-s"), {}
+    for name, numbers in {"wide": dict(width=192, layers=2, feed_forward=512), "deep": dict(width=96, layers=6, feed_forward=256)}.items():
+        found[name] = str(tmp_path_factory.mktemp("planned") / name)
+        random_model(tokenizer, heads=4, head_dim=48, context=1024, **numbers).save_pretrained(found[name])
+        tokenizer.save_pretrained(found[name])
+    return found
+
+
+@pytest.mark.parametrize(("name", "burden", "layout"), [
+    ("wide", Burden(8, 20, 40), Layout()), ("wide", Burden(8, 20, 40), Layout(recompute=True)),
+    ("wide", Burden(8, 20, 40), Layout(micro_tokens=200)), ("wide", Burden(2, 20, 120), Layout()),
+    ("deep", Burden(8, 20, 40), Layout()), ("deep", Burden(8, 20, 40), Layout(recompute=True)),
+    ("deep", Burden(8, 20, 40), Layout(micro_tokens=200)), ("deep", Burden(4, 20, 80), Layout(micro_tokens=200, recompute=True)),
+    ("deep", Burden(4, 60, 20), Layout())])
+def test_planned_peaks_are_those_of_the_trainer(name, burden, layout, folders, tmp_path):
+    from mixsd_nb.methods.trainer import TrainingSpec
+    pairs = [([5] * burden.prompt, [7] * burden.completion)] * burden.batch
+    spec = TrainingSpec(model=folders[name], lr=1e-4, steps=2, batch=burden.batch, objective="methods.supervised:stored_pairs",
+                        data=dict(pairs=pairs), recompute=layout.recompute, micro_tokens=layout.micro_tokens)
+    shape, measured = read_shape(folders[name]), phase_peaks(spec, tmp_path)
+    for planned, peak in zip((update_peak(shape, burden, layout), optimiser_peak(shape, burden, layout)), measured):
+        assert planned == pytest.approx(peak, rel=0.15)
+
+
+def test_shapes_are_those_of_loaded_models(lab):
+    shape = read_shape("lab-m")
+    assert shape.parameters == sum(p.numel() for p in lab[0].parameters())
+    assert count_shape(lab[0].config, "lab-m") == shape
+    assert [round(read_shape(name).parameters / 1e7) for name in GEOMETRIES] == [60, 172, 402, 819, 124]
+
+
+def test_a_model_of_unknown_shape_is_one_sentence(own_runs, capsys):
+    assert main("plan", "train", "-p", "model", "some/model") == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+# --- layouts
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from([*GEOMETRIES]), st.integers(1, 64), st.sampled_from(["", "student", "teacher"]), st.sampled_from(["a100-40", "h100"]))
+def test_the_smallest_layout_fits_and_no_smaller_one_does(model, batch, writer, device):
+    shape, room = read_shape(model), 1e9 * DEVICES[device].memory
+    burden = Burden(batch, 60, 400, 4 if writer else 1, writer, teacher=2 if writer else 0, copy=writer == "student")
+    found = smallest_layout(shape, burden, Layout(gpu=True), room)
+    fits = lambda n: any(max(training_peaks(shape, burden, Layout(True, n, s, recompute=r)).values()) <= room
+                         for s in (False, True)[:n] for r in (False, True))
+    legal = [n for n in range(1, batch + 1) if batch % n == 0]
+    assert (found is None) == (not any(map(fits, legal)))
+    if found: assert found.processes == next(n for n in legal if fits(n))
+
+
+def test_what_does_not_fit_says_what_would():
+    plan = plan_run(paper_run(method="opsd", dataset="kgfunc", processes=2), H100)
+    assert "80 GB; processes=" in plan.problems["rollout"]
+    words = dict(word.split("=") for word in plan.smallest.split())
+    fitting = plan_run(paper_run(method="opsd", dataset="kgfunc", **words), Machine("h100", DEVICES["h100"], int(words["processes"]), 4_000, 16, 240))
+    assert {*fitting.problems} <= {"disk"} and not plan_run(paper_run(), H100).problems
+    crowded = plan_run(paper_run(engine="hf"), H100)
+    rows = int(crowded.problems["hf"].rpartition("batch_size=")[2].removesuffix(" fits"))
+    assert "hf" not in plan_run(paper_run(engine="hf", batch_size=rows), H100).problems
+
+
+@pytest.mark.parametrize(("machine", "kind", "words"), [
+    (dict(memory=20), "host", "GB on each node, got 20"),
+    (dict(minutes=0.1), "minutes", "minutes must be at least 2"), (dict(gpus=2), "processes", "processes must be at most 2"),
+    (dict(disk=10), "disk", "of which 10 GB are free"), (dict(device=DEVICES["l40s"]._replace(memory=12)), "update", "needs")])
+def test_every_lack_has_its_sentence(machine, kind, words):
+    from dataclasses import replace
+    plan = plan_run(paper_run(), replace(H100, **machine))
+    assert words in plan.problems[kind]
+
+
+def test_a_hosted_student_and_offloaded_moments_need_less():
+    shape, layout = read_shape("Qwen/Qwen3-8B"), Layout(True, 4, True, recompute=True)
+    burden = Burden(20, 60, 400, 8, "student", teacher=2, copy=True)
+    from dataclasses import replace
+    own, hosted = (training_peaks(shape, replace(burden, hosted=value), layout) for value in (False, True))
+    assert own["optimiser"] - hosted["optimiser"] == pytest.approx(3.5 * shape.parameters)
+    four = read_shape("Qwen/Qwen3-4B-Instruct-2507")
+    found = smallest_layout(four, Burden(20, 60, 60), Layout(True), 75e9, offload=True)
+    assert found.offload and found.processes == 1
+
+
+def test_vllm_reserves_weights_cache_and_logits():
+    shape = read_shape("Qwen/Qwen3-8B")
+    one, four = serve(shape, 16_384, 80e9), serve(shape, 16_384, 80e9, gpus=4)
+    assert one.weights == 2 * shape.parameters == 4 * four.weights and four.room > one.room > 5
+    assert one.logprobs == 8_192 * 151_936 * 10
+
+
+# --- methods, stages, grids
+
+
+@pytest.mark.parametrize("method", runnable_methods())
+def test_every_method_has_a_plan(method):
+    lab = plan_run(make_config(train.TrainConfig, method=method))
+    paper = plan_run(paper_run("Qwen/Qwen3-1.7B", method), H100)
+    assert lab.peaks and paper.peaks and all(size > 0 for size in [*lab.peaks.values(), *paper.peaks.values()])
+    assert ("rollout" in paper.peaks) == bool(METHODS[method].demand.writer)
+
+
+def test_a_declared_demand_is_planned():
+    method = Method("heavy", "Heavy", settings=METHODS["sft"].settings, fit="methods.supervised:fit_canonical", demand=Demand(anchors=5))
+    METHODS.add(method)
+    try:
+        heavy, sft = (plan_run(make_config(train.TrainConfig, method=name)) for name in ("heavy", "sft"))
+        assert heavy.peaks["update"] - sft.peaks["update"] == 5 * 4 * read_shape("lab-m").parameters
+    finally: METHODS.remove("heavy")
+
+
+def test_shared_runs_count_once():
+    plan = plan_grid("quick-lab")
+    assert len(plan.cells) == 5 and len(plan.shared) == 2
+    assert plan.totals()["hours"] == pytest.approx(sum(p.hours for p in [*plan.cells, *plan.shared]))
+
+
+def test_axes_over_unfinished_grids_are_planned(own_runs):
+    assert len(planned_cells("high-nll")[2]) == len(planned_cells("high-nll-targets")[2]) == 48
+    assert plan_grid("high-nll", "h100").cells[0].peaks["NLL"] > 0
+
+
+def test_selection_asks_less():
+    config = paper_run()
+    fields = {name: getattr(config, name) for name in type(config).model_fields}
+    whole, chosen = (plan_training(SimpleNamespace(**fields | dict(label="sft", shared_runs=list) | more), H100)
+                     for more in (dict(measure="all", keep="all", stored="float32", state="all"), dict(measure="selection", suite_steps=(), keep="chosen", stored="bfloat16", state="none")))
+    asked = lambda plan: sum(part.hours for part in plan.parts if part.name.startswith("ask"))
+    assert asked(whole) > 4 * asked(chosen)
+    assert chosen.disk == 2 * read_shape("Qwen/Qwen3-8B").parameters < whole.disk / 20
+    assert chosen.disk_peak == 5 * chosen.disk
+
+
+def test_a_pause_bounds_the_weights_and_holds_the_state_in_memory():
+    "KGFact-Small has five checkpoints; a state of 12 bytes a parameter is written once a pause, and held beside its copy."
+    parameters = read_shape("Qwen/Qwen3-8B").parameters
+    plans = {(pause, state): plan_run(paper_run(pause=pause, state=state, keep="chosen", stored="bfloat16"), H100) for pause, state in ((0, "newest"), (1, "newest"), (1, "memory"), (5, "memory"))}
+    weights = {key: (plan.disk_peak - 24 * parameters * (key[1] == "newest")) / (2 * parameters) for key, plan in plans.items()}
+    assert weights == {(0, "newest"): 5, (1, "newest"): 4, (1, "memory"): 4, (5, "memory"): 5}
+    seconds = lambda key, name: sum(part.seconds for part in plans[key].parts if part.name == name)
+    assert seconds((1, "memory"), "start engines") == 5 * seconds((0, "newest"), "start engines") and seconds((1, "memory"), "pause") > 0 == seconds((5, "memory"), "pause")
+    assert plans[1, "memory"].host >= 24 * parameters > plans[5, "memory"].host
+    assert plans[0, "newest"].first < plans[5, "memory"].first, "the latter can only be resumed when its training has ended"
+
+
+def test_planned_steps_are_those_of_the_run():
+    for more in ({}, dict(checkpoints=(20, 60)), dict(epochs=3), dict(dataset="kgfunc-lab")):
+        config = make_config(train.TrainConfig, method="sft", **more)
+        assert planned_steps(config) == config.steps()
+
+
+@pytest.mark.slow  # 60 s
+def test_every_shipped_grid_has_a_plan():
+    table = plans.plan_all(list_grids())
+    assert len(table) == len(list_grids()) + 2 and (table.hours >= 0).all() and not table.do_not_fit.any()
+    whole = table.loc["all, once, on GPUs"]
+    assert whole.hours < 2_000 and whole.terabytes < 5 and table.hours["best-rates"] < 200
+    small = plan_grid("knowledge-eval-small", "h100").rows()
+    assert small[small.model == "Qwen3-8B"].disk.max() < 82
+
+
+# --- a run
+
+
+def test_a_run_begins_with_its_plan(own_runs, tiny, capsys):
+    evaluate.run(model=tiny, suite="recall", n=2, max_new_tokens=4)
+    assert capsys.readouterr().err.startswith("plan: ") and len(list(own_runs.glob("evaluate-*"))) == 1
+
+
+def test_a_run_that_cannot_fit_writes_nothing(own_runs, tiny, monkeypatch, capsys):
+    small = plans.this_machine()
+    monkeypatch.setattr(plans, "this_machine", lambda: Machine("cpu", small.device, 0, 0.1))
+    with pytest.raises(ParameterError, match="needs .* of this machine, which has 0.1 GB"): train.run(model=tiny, method="sft", suite="recall", n=2)
+    assert not list(own_runs.glob("*"))
+    monkeypatch.setenv("MIXSD_PLAN", "ignore")
+    evaluate.run(model=tiny, suite="recall", n=2, max_new_tokens=4)
+
+
+# --- inputs, commands, probe
+
+
+def test_inputs_are_checked_before_any_work(own_runs, tiny, tmp_path):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text(json.dumps(dict(model_type="qwen3")))
+    config = make_config(evaluate.EvaluateConfig, model="lab-s", suite="recall,gsm8k,humaneval", data=str(tmp_path))
+    found = {entry.name: entry for entry in check_inputs([config, SimpleNamespace(model=str(broken))])}
+    assert found["model lab-s"].fine and "padded rows" in found["model lab-s"].note
+    assert found["locks"].fine and found["corpus kgfact-small"].fine and "sandbox" in found
+    assert not found["benchmark gsm8k"].fine and not found[f"model {broken}"].fine
+
+
+def test_deviations_name_both_values():
+    assert list_deviations([paper_run("Qwen/Qwen3-1.7B")]) == []
+    told = list_deviations([paper_run("Qwen/Qwen3-1.7B", "opsd", epochs=3, dtype="float32", rollouts=2)])
+    assert told == ["dtype=float32, published bfloat16", "epochs=3, published 20", "rollouts=2, published 8"]
+
+
+def test_commands(own_runs, capsys):
+    assert main("plan", "quick-lab", "--probe") == 0 and "instead of" in capsys.readouterr().out
+    assert main("sweep", "preview", "quick-lab", "--check") == 0 and "5 cells and 2 shared runs" in capsys.readouterr().out
+    assert main("plan", "train", "-p", "model", "Qwen/Qwen3-8B", "-p", "method", "opsd", "-p", "preset", "paper", "--device", "h100") == 1
+    assert "does not fit" in capsys.readouterr().out
+    assert main("plan", "quick-lab", "--device", "h1000") == 2 and "did you mean h100?" in capsys.readouterr().err
+    assert main("plan", "quick-lap") == 2 and not list(own_runs.iterdir())
+
+
+def test_a_probe_replaces_constants(own_runs, tiny):
+    found, constants = probe(make_config(train.TrainConfig, model=tiny, method="sft"))
+    assert {m.phase for m in found} == {"update", "optimiser", "rollout", "50 decoding steps", "save"}
+    assert set(constants) <= set(CONSTANTS) and all(value > 0 for value in constants.values())
+    before = plan_run(make_config(train.TrainConfig, method="sft")).hours
+    with replace_constants(dict(cpu_flops=CONSTANTS["cpu_flops"].value * 1e-3)):
+        assert plan_run(make_config(train.TrainConfig, method="sft")).hours > before
+    assert not find_problems(plan_run(make_config(train.TrainConfig, method="sft")), H100)

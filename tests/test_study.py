@@ -1,0 +1,155 @@
+"""The study: its grids and committed cubes fit together, and what is committed is what the code computes."""
+
+import pytest
+
+from mixsd_nb.cluster.grid import expand_grid, list_grids
+from mixsd_nb.cluster.lab import available_cells, merge_grid, planned_grid, planned_runs, preview_grids, study_grids
+from mixsd_nb.results.claims import CLAIMS, VERDICTS, claims_table, planned_of
+from mixsd_nb.results.committed import committed_folder, is_filled, list_missing, read_cubes
+from mixsd_nb.results.demo import invent_cube, invent_result
+from mixsd_nb.results.schema import RUN_DIMS
+from mixsd_nb.results.versus import point_tables, settings_table, kept_values, learned_values
+from mixsd_nb.runs import load_object, project_root, write_result
+from mixsd_nb.study import planned_cells, recompute_cells, run, write_list
+
+CUBES = read_cubes(committed_folder())
+
+
+def test_committed_cubes_are_small_and_have_a_grid():
+    files = [*committed_folder().glob("*.nc")]
+    assert sum(file.stat().st_size for file in files) < 10e6
+    assert {*CUBES} <= {*list_grids()}
+
+
+@pytest.mark.parametrize("name", CUBES)
+def test_a_committed_cube_has_the_runs_of_its_grid_alone(name):
+    "The same settings of the grid name every run of the cube; the base model is also measured at step 0 of the others."
+    planned = planned_grid(name)
+    known = {tuple(row) for row in planned.itertuples(index=False)}
+    cube, trained = CUBES[name], CUBES[name].accuracy.notnull().any(["step", "benchmark"]).stack(run=RUN_DIMS)
+    runs = [run for run, filled in zip(trained.run.values, trained.values) if filled and run[2] != "base"]
+    assert runs and {*runs} <= known
+    assert len(list_missing([cube], planned[planned["method"] != "base"])) == len({k for k in known if k[2] != "base"}) - len(runs)
+
+
+def test_missing_cells_are_listed():
+    "Every planned training run is in its grid's cube or marked as missing, and a claim counts those that it compares."
+    planned, cell = planned_cells(CUBES), ("kgfact-small", "lab-m")
+    for name in study_grids():
+        rows = planned[planned.grid == name]
+        assert len(rows) == len(planned_grid(name)), name
+        filled = sum(is_filled(CUBES[name], dict(row)) for _, row in planned_grid(name).iterrows()) if name in CUBES else 0
+        assert filled + rows.missing.sum() == len(rows), name
+    table = claims_table([], cell, planned=planned.assign(missing=True))
+    for name, claim in CLAIMS.items():
+        rows = planned_of(claim, cell, planned)
+        assert {*rows["method"]} == claim.labels, f"{name} compares methods that no grid trains"
+        assert table.missing[name].startswith(f"{len(rows)} of {len(rows)} runs: " if claim.labels else "the grid" if claim.grid else "")
+
+
+def test_grids_of_the_study_do_not_plan_a_run_twice():
+    "Only the base model, which costs one evaluation, is in several grids."
+    cells = [(cell.hash, name) for name in study_grids() for cell in available_cells(name) or [] if cell.parameters.get("method") != "base"]
+    assert len({run for run, _ in cells}) == len(cells)
+
+
+def test_the_main_claims_come_first():
+    "After eight seeds of the first grid, about a hundred cells, all methods of the main claims can be compared."
+    first = planned_grid("study-1-frontier")
+    assert study_grids()[0] == "study-1-frontier" and (first.seed < 8).sum() <= 110
+    needed = {label for claim in CLAIMS.values() if claim.headline and not claim.dataset for label in claim.labels}
+    for seed, rows in first.groupby("seed"): assert needed <= {*rows["method"]}
+
+
+def test_the_seeds_of_a_grid_come_first():
+    "An interrupted grid has whole seeds."
+    for name in study_grids():
+        assert planned_grid(name).seed.is_monotonic_increasing, name
+
+
+def test_finished_cells_are_merged(own_runs, tmp_path):
+    "A run of the grid is in the cube, a run with another length and an unfinished one are not."
+    grid = tmp_path / "study-demo.yaml"
+    grid.write_text("notebook: train\nfixed: {dataset: kgfact-small, n: 20, checkpoints: [20, 60]}\n"
+                    "axes: {seed: [0, 1], method: [{method: sft}], lr: [3.0e-4, 1.0e-3]}\n")
+    first, *_, last = expand_grid(grid).cells
+    assert merge_grid(str(grid), tmp_path / "lab") is None
+    for cell in (first, last):
+        cell.run_folder.mkdir(parents=True)
+        lr, seed = cell.parameters["lr"], cell.parameters["seed"]
+        write_result(invent_result("sft", lr=lr, seed=seed, n=20), cell.run_folder)
+    other = first.run_folder.with_name(first.name[:-10] + "0" * 10)
+    other.mkdir()
+    write_result(invent_result("sft", seed=5, epochs=40), other)
+    merge_grid(str(grid), tmp_path / "lab")
+    cube, = read_cubes(tmp_path / "lab").values()
+    assert cube.seed.values.tolist() == [0, 1] and "base" in cube["method"].values
+    assert len(list_missing([cube], planned_runs(expand_grid(grid).cells))) == 2
+    table = preview_grids([str(grid)])
+    assert table.iloc[0].cells == 4 and table.iloc[0].done == 2
+
+
+@pytest.mark.parametrize("claim", CLAIMS.values(), ids=lambda c: c.name)
+def test_every_claim_has_a_test_that_can_be_called(claim):
+    test = getattr(__import__("mixsd_nb.results.claims", fromlist=["_"]), claim.test, None) or load_object(claim.test)
+    found = test([], ("kgfact-small", "lab-m"), **claim.options)
+    assert found.holds is None and found.text == ""  # without cubes nothing is known
+
+
+def test_a_verdict_follows_the_numbers():
+    "The same claims on cubes in which SFT and MixSD have exchanged their names get opposite verdicts."
+    cube = invent_cube(seeds=4)
+    names = {"sft": "mixsd-0.3", "mixsd-0.3": "sft"}
+    swapped = cube.assign_coords({"method": [names.get(m, m) for m in cube["method"].values]})
+    cell = ("kgfact-small", "lab-m")
+    one, other = (claims_table([c], cell).verdict["mixsd-keeps-more-0.3"] for c in (cube, swapped))
+    assert (one, other) == ("holds", "does not hold")
+
+
+@pytest.fixture(scope="module")
+def lines():
+    return run(cubes=str(committed_folder())).lines()
+
+
+def test_lines_of_the_front_page_hold_the_numbers_of_the_cubes(lines):
+    planned = planned_cells(CUBES)
+    claims = claims_table([*CUBES.values()], ("kgfact-small", "lab-m"), planned=planned)
+    assert len(lines) == 6 and "million parameters" in lines[0] and f"{planned.missing.sum()} are missing" in lines[0]
+    for verdict in VERDICTS: assert f"{verdict} ({(claims.verdict == verdict).sum()})" in lines[0]
+    shown = [name for name in claims.index if CLAIMS[name].headline]
+    assert all(claims.number[name] in line for name, line in zip(shown, lines[1:]))
+
+
+def test_the_readme_has_the_verdict_of_the_committed_cubes(lines):
+    "`make verdict` writes it again after the cubes have changed."
+    readme = (project_root() / "README.md").read_text()
+    assert f"\n{write_list(lines)}\n" in readme, "the cubes in papermill_runs/lab have changed: run `make verdict`"
+
+
+def test_a_length_of_training_is_a_setting():
+    "Cubes of two lengths are compared together, and a method that is in one of them has half of the settings."
+    short, long = invent_cube(seeds=2), invent_cube(seeds=2).sel({"method": ["base", "sft"]})
+    cell, label = ("kgfact-small", "lab-m"), "sft"
+    both, one = (settings_table([short, long], cell, m, lambda c: learned_values(c, "recall")) for m in (label, "mixsd-0.5"))
+    assert both.shape[1] == 2 * one.shape[1]
+    tables = point_tables([short, long], cell, [label])[label]
+    expected = settings_table([short, long], cell, label, lambda c: kept_values(c, "held-out"))
+    assert tables[0].equals(both) and tables[1].equals(expected)
+
+
+def test_a_changed_number_is_found(monkeypatch):
+    "The comparison with recomputed cells, which are read from the cube here, and one of which is changed."
+    import mixsd_nb.study as study
+    name = next(iter(CUBES))
+    read = lambda cell: CUBES[name].sel({dim: [at] for dim, at in zip(RUN_DIMS, planned_runs([cell]).iloc[0])})
+    monkeypatch.setattr(study, "_compute", lambda cell, folder: read(cell))
+    assert (recompute_cells(name, CUBES[name]).difference == 0).all()
+    monkeypatch.setattr(study, "_compute", lambda cell, folder: read(cell) + 0.01)
+    assert (recompute_cells(name, CUBES[name]).difference > 0.009).all()
+
+
+@pytest.mark.slow  # trains three models, about ten minutes
+def test_committed_cells_are_computed_again_with_equal_numbers():
+    name = next(iter(CUBES))
+    table = recompute_cells(name, CUBES[name])
+    assert len(table) == 3 and (table.difference == 0).all() and (table.absent == 0).all(), table
