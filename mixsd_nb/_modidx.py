@@ -975,6 +975,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                           'mixsd_nb/cluster/process.py'),
                                           'mixsd_nb.cluster.process._find_processes': ( 'cluster/process.html#_find_processes',
                                                                                         'mixsd_nb/cluster/process.py'),
+                                          'mixsd_nb.cluster.process.kernel_sockets': ( 'cluster/process.html#kernel_sockets',
+                                                                                       'mixsd_nb/cluster/process.py'),
                                           'mixsd_nb.cluster.process.kill_processes': ( 'cluster/process.html#kill_processes',
                                                                                        'mixsd_nb/cluster/process.py'),
                                           'mixsd_nb.cluster.process.progress_file': ( 'cluster/process.html#progress_file',

@@ -22,6 +22,7 @@ from .analysis.scores import compare, scores
 from .benchmarks import SUITES, benchmark_names
 from .benchmarks.in_domain import own_tests
 from .cluster.grid import find_notebook
+from .cluster.process import kernel_sockets
 from .corpora import CORPORA, load_corpus
 from .corpora.prompts import rows_as_written
 from .corpora.stored import fact_places
@@ -401,8 +402,8 @@ def write_notebook(
     "Execute the notebook of this stage, which finds the run finished, and store it in the run's folder."
     from papermill import execute_notebook
     unfinished = folder / ".inject.ipynb"
-    execute_notebook(find_notebook("inject"), unfinished, parameters, progress_bar=False, log_output=False,
-                     extra_arguments=["--log-level=ERROR"])  # of the kernel, which warns of its local sockets
+    with kernel_sockets() as sockets:
+        execute_notebook(find_notebook("inject"), unfinished, parameters, progress_bar=False, log_output=False, **sockets)
     return unfinished.rename(folder / "inject.ipynb")
 
 # %% ../nbs/inject.ipynb #429598f4

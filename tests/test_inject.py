@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from mixsd_nb import inject, train
 from mixsd_nb.analysis.facts import FAILURES, explain_failure, tabulate_facts
+from mixsd_nb.cluster.process import kernel_sockets
 from mixsd_nb.corpora.files import EXAMPLE, EXAMPLE_TESTS
 from mixsd_nb.inject import InjectConfig, InjectRun
 from mixsd_nb.methods import selection
@@ -199,5 +200,6 @@ def test_the_notebook_runs_with_papermill(injected, monkeypatch, tmp_path):
     run, parameters = injected
     monkeypatch.setenv("MIXSD_RUNS", str(run.folder.parent))
     notebook = Path(inject.__file__).parents[1] / "nbs/inject.ipynb"
-    execute_notebook(notebook, tmp_path / "out.ipynb", parameters | dict(checkpoints=[1]), progress_bar=False)
+    with kernel_sockets() as sockets:
+        execute_notebook(notebook, tmp_path / "out.ipynb", parameters | dict(checkpoints=[1]), progress_bar=False, **sockets)
     assert "report.html" in (tmp_path / "out.ipynb").read_text()
