@@ -5,7 +5,9 @@ import multiprocessing
 import os
 import shutil
 import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +33,22 @@ def need_tools(*names):
     "Skip a test if one of these programs is not installed."
     missing = [name for name in names if shutil.which(name) is None]
     if missing: need(f"{', '.join(missing)} not found; `make ci-tools` installs what the tests need")
+
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def papermill(*arguments, cwd=ROOT, runs=None, stdout=subprocess.PIPE):
+    """Run the command `papermill`, with another folder of runs if one is given.
+
+    It is started again if the kernel does not answer: Jupyter chooses free ports that another process may take before the kernel does."""
+    command = [sys.executable, "-m", "papermill", "--no-progress-bar", *map(str, arguments)]
+    environment = os.environ | (dict(MIXSD_RUNS=str(runs)) if runs else {})
+    for _ in range(4):
+        ran = subprocess.run(command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=600)
+        if "Kernel didn't respond" not in ran.stderr and "Kernel died before replying" not in ran.stderr: break
+        if stdout != subprocess.PIPE: stdout.seek(0), stdout.truncate()
+    return ran
 
 
 def until(condition, seconds=180, what="it", pause=0.05):

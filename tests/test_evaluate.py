@@ -6,15 +6,13 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
-from helpers import forked, small_model
+from helpers import forked, papermill, small_model
 from hypothesis import given
 from hypothesis import strategies as st
 from test_tasks import ROWS, sandbox
@@ -313,8 +311,7 @@ def test_intervals():
 def test_papermill_prints_table_picture_and_wrong_responses(models, tmp_path):
     parameters = dict(model=models[0], suite="recall,equations", n=2, max_new_tokens=8, baseline=models[1])
     flags = [x for name, value in parameters.items() for x in ("-p", name, str(value))]
-    done = subprocess.run([sys.executable, "-m", "papermill", "--no-progress-bar", "nbs/evaluate.ipynb", tmp_path / "out.ipynb", *flags], cwd=ROOT,
-                          env={**os.environ, "MIXSD_RUNS": str(tmp_path / "runs")}, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300)
+    done = papermill("nbs/evaluate.ipynb", tmp_path / "out.ipynb", *flags, runs=tmp_path / "runs")
     assert done.returncode == 0, done.stderr[-2000:]
     said = (tmp_path / "out.ipynb").read_text()
     assert '"image/png"' in said and "── recall: 2 of 2 wrong" in said and "better" in said and "equations" in said

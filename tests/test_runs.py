@@ -10,6 +10,7 @@ from importlib import import_module
 
 import nbformat
 import pytest
+from helpers import papermill
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -155,8 +156,7 @@ def notebook(path):
 ])
 def test_papermill_parameters(flags, sentence, tmp_path):
     notebook(tmp_path / "stage.ipynb")
-    command = [sys.executable, "-m", "papermill", "--no-progress-bar", "stage.ipynb", "out.ipynb", *flags]
-    ran = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    ran = papermill("stage.ipynb", "out.ipynb", *flags, cwd=tmp_path)
     if sentence:
         assert ran.returncode != 0 and [line for line in ran.stderr.splitlines() if line.strip()][-1] == sentence
     else:

@@ -6,14 +6,12 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import forked, until
+from helpers import forked, papermill, until
 from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
 from test_tasks import ROWS
@@ -23,15 +21,6 @@ from mixsd_nb.runs import ParameterError
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = dict(n=3, epochs=2, max_new_tokens=8)
-
-
-def environment(runs):
-    return {**os.environ, "MIXSD_RUNS": str(runs)}
-
-
-def papermill(*arguments, cwd=ROOT, runs, stdout=subprocess.PIPE):
-    command = [sys.executable, "-m", "papermill", "--no-progress-bar", *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=environment(runs), stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=300)
 
 
 def flags(**parameters):
