@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from pydantic import Field
 
 from .cluster.grid import Cell, expand_grid, list_grids
-from .cluster.lab import available_cells, merge_grid, planned_grid, planned_runs, preview_grids, study_grids
+from .cluster.lab import available_cells, cells_to_compute, merge_grid, planned_grid, planned_runs, preview_grids, study_grids
 from .models import load_part
 from .results.claims import claims_table, summary_lines
 from .results.committed import committed_folder, is_filled, read_cubes
@@ -33,7 +33,7 @@ from .sweep import Sweep
 # %% ../nbs/study.ipynb #f5e113fc
 class StudyConfig(Config):
     "Parameters of the stage."
-    cubes: str = Field("", description="folder of cubes; empty for lab in MIXSD_RUNS, or for the committed ones if it has none")
+    cubes: str = Field("", description="folder of cubes; empty for the committed ones, and those of lab in MIXSD_RUNS")
     dataset: str = Field("kgfact-small", description="corpus to compare methods on")
     model: str = Field("lab-m", description="base model")
     against: str = Field("sft", description="label of the method that all others are compared with")
@@ -42,13 +42,12 @@ class StudyConfig(Config):
 
 # %% ../nbs/study.ipynb #8dfdbed2
 def find_cubes(
-    folder: str = "",  # empty for `lab` in MIXSD_RUNS, or for the committed cubes if it has none
+    folder: str = "",  # empty for the committed cubes, and those of `lab` in MIXSD_RUNS, which continue them
 ) -> dict[str, xr.Dataset]:
     "The study's cubes by grid; ParameterError if there are none."
-    folders = [Path(folder)] if folder else [runs_root() / "lab", committed_folder()]
-    for path in folders:
-        if found := read_cubes(path): return found
-    raise ParameterError(f"cubes must be a folder with a cube, got {folders[-1]}; `make lab` computes them")
+    folders = [Path(folder)] if folder else [committed_folder(), runs_root() / "lab"]
+    if found := {name: cube for path in dict.fromkeys(folders) for name, cube in read_cubes(path).items()}: return found
+    raise ParameterError(f"cubes must be a folder with a cube, got {folders[0]}; `make lab` computes them")
 
 
 def planned_cells(
@@ -211,14 +210,16 @@ def merge_all(
     return files
 
 
-def _compute_grids(names: list[str], workers: int) -> None:
-    "Compute grids one after the other; the cubes of all are written anew after each."
+def _compute_grids(names: list[str], workers: int, again: bool) -> None:
+    "Compute the open cells of grids, one grid after the other; the cubes of all are written anew after each."
     for name in names:
         if not available_cells(name):
             print(f"{name} is left out, because it needs the outputs of another grid")
             continue
         print(name)
-        Sweep(name).run(workers=workers)
+        sweep = Sweep(name)
+        sweep.cells = cells_to_compute(name, again)
+        if sweep.cells: sweep.run(workers=workers)
         merge_all(names)
 
 
@@ -227,10 +228,11 @@ def _run_command(*arguments: str) -> int:
     parser.add_argument("command", choices=["preview", "run", "merge", "verdict"])
     parser.add_argument("grids", nargs="*", help=f"some of {', '.join(study_grids())}; all by default")
     parser.add_argument("--workers", type=int, default=0, help="cells that run concurrently; 0 for as many as fit")
+    parser.add_argument("--again", action="store_true", help="also compute cells that the committed cubes have")
     options = parser.parse_args(arguments)
     names = options.grids or study_grids()
-    if options.command in ("preview", "run"): print(preview_grids(names, options.workers).to_string(na_rep=""))
-    if options.command == "run": _compute_grids(names, options.workers)
+    if options.command in ("preview", "run"): print(preview_grids(names, options.workers, options.again).to_string(na_rep=""))
+    if options.command == "run": _compute_grids(names, options.workers, options.again)
     if options.command == "merge": merge_all(names)
     if options.command == "verdict": print(*run().lines(), sep="\n")
     return 0

@@ -1,16 +1,20 @@
 """The study: its grids and committed cubes fit together, and what is committed is what the code computes."""
 
+import shutil
+
+import numpy as np
 import pytest
 
 from mixsd_nb.cluster.grid import expand_grid, list_grids
 from mixsd_nb.cluster.lab import available_cells, merge_grid, planned_grid, planned_runs, preview_grids, study_grids
 from mixsd_nb.results.claims import CLAIMS, VERDICTS, claims_table, planned_of
-from mixsd_nb.results.committed import committed_folder, is_filled, list_missing, read_cubes
+from mixsd_nb.results.committed import committed_folder, is_filled, list_missing, read_cube, read_cubes, write_cube
+from mixsd_nb.results.cube import cube_of
 from mixsd_nb.results.demo import invent_cube, invent_result
-from mixsd_nb.results.schema import RUN_DIMS
+from mixsd_nb.results.schema import DIMS, RUN_DIMS, variable
 from mixsd_nb.results.versus import point_tables, settings_table, kept_values, learned_values
 from mixsd_nb.runs import load_object, project_root, write_result
-from mixsd_nb.study import planned_cells, recompute_cells, run, write_list
+from mixsd_nb.study import main, planned_cells, recompute_cells, run, write_list
 
 CUBES = read_cubes(committed_folder())
 
@@ -87,6 +91,64 @@ def test_finished_cells_are_merged(own_runs, tmp_path):
     assert len(list_missing([cube], planned_runs(expand_grid(grid).cells))) == 2
     table = preview_grids([str(grid)])
     assert table.iloc[0].cells == 4 and table.iloc[0].done == 2
+
+
+@pytest.fixture
+def clone(own_runs, monkeypatch):
+    "A grid of two cells, and a fresh clone whose committed cube has the run of seed 0, with an analysis. Runs are invented."
+    grid, lab, computed = own_runs / "study-demo.yaml", own_runs / "clone", []
+    grid.write_text("notebook: train\nfixed: {dataset: kgfact-small, n: 20, checkpoints: [20, 60], method: sft, lr: 1.0e-3}\naxes: {seed: [0, 1]}\n")
+    first = invent_result("sft", n=20).to_dataset().assign(fisher_trace=("model", [7.0]))
+    monkeypatch.setattr("mixsd_nb.cluster.lab.committed_folder", lambda: lab)
+    write_cube(cube_of({"a": first}).drop_attrs(deep=False), lab / "study-demo.nc")
+
+    def compute(sweep, workers=0):
+        for cell in sweep.cells:
+            computed.append(seed := cell.parameters["seed"])
+            cell.run_folder.mkdir(parents=True, exist_ok=True)
+            result = invent_result("sft", seed=seed, n=20)
+            result["version"] = variable("version", DIMS, np.full(result.accuracy.shape, f"1.{seed}"))
+            write_result(result, cell.run_folder)
+    monkeypatch.setattr("mixsd_nb.study.Sweep.run", compute)
+    return str(grid), lab / "study-demo.nc", computed
+
+
+def test_the_study_continues_from_the_committed_cube(clone, own_runs, capsys):
+    "Only what the cube lacks is computed, what is merged has both, and what only the committed cube has stays."
+    grid, file, computed = clone
+    before, table = read_cube(file), preview_grids([grid])
+    assert table[["cells", "done", "committed"]].iloc[0].tolist() == [2, 1, 1]
+    assert main("run", grid) == 0 and computed == [1]
+    both, new = read_cube(own_runs / "lab/study-demo.nc"), invent_result("sft", seed=1, n=20).to_dataset()
+    assert both.sel(seed=[0]).equals(before)
+    assert both.sel({"seed": [1], "method": ["sft"], "lr": [1e-3]})[list(new)].equals(new)
+    assert {"config", "version"}.isdisjoint({*both.attrs, *both.variables}) and both.grid == "study-demo"
+    assert main("run", grid) == 0 and computed == [1]
+    assert preview_grids([grid]).done.item() == 2
+
+
+def test_what_is_merged_is_the_start_of_the_next_session(clone, own_runs, monkeypatch):
+    "Two sessions without the folders of the runs of the other one leave the cube of one session with both runs."
+    grid, file, computed = clone
+    main("run", grid)
+    merged = read_cube(own_runs / "lab/study-demo.nc")
+    write_cube(merged, file)
+    for cell in expand_grid(grid).cells: shutil.rmtree(cell.run_folder, ignore_errors=True)
+    assert main("run", grid) == 0 and computed == [1], "both are committed"
+    main("run", grid, "--again")
+    assert computed == [1, 0, 1]
+    assert read_cube(own_runs / "lab/study-demo.nc").identical(merged)
+
+
+def test_a_run_that_is_computed_again_counts(clone, own_runs):
+    "Its numbers replace the committed ones, with a warning, and analyses that it lacks stay."
+    grid, file, computed = clone
+    committed = read_cube(file)
+    write_cube(committed.assign(accuracy=committed.accuracy / 2), file)
+    with pytest.warns(UserWarning, match="accuracy is .* in the new cube and .* in the committed cube"): main("run", grid, "--again")
+    again = read_cube(own_runs / "lab/study-demo.nc")
+    assert computed == [0, 1] and preview_grids([grid], again=True).done.item() == 2
+    assert again.accuracy.sel(seed=[0]).equals(committed.accuracy) and again.fisher_trace.item() == 7
 
 
 @pytest.mark.parametrize("claim", CLAIMS.values(), ids=lambda c: c.name)

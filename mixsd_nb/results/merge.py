@@ -89,12 +89,13 @@ def fill_variable(
 # %% ../../nbs/results/merge.ipynb #dd207b17
 def merge_roots(
     roots: dict[str, xr.Dataset],  # folder name -> root
+    ordered: bool = False,  # whether the roots are given in the order in which they count, instead of `order_roots`
 ) -> xr.Dataset:
     """Equal to `xr.merge(roots.values(), join='outer', compat='no_conflicts', combine_attrs='drop_conflicts')`.
 
-    Where roots contradict each other, the first of `order_roots` counts, with a warning. ValueError for a dimension
+    Where roots contradict each other, the first one counts, with a warning. ValueError for a dimension
     without labels, and for a variable whose dimensions differ."""
-    roots = order_roots(roots)
+    if not ordered: roots = order_roots(roots)
     for folder, root in roots.items():
         for dim in set(root.dims) - set(root.indexes): raise ValueError(f"{folder} has no labels along {dim}")
     indexes = {dim: join_labels(roots.values(), dim) for dim in list_dimensions(roots.values())}
