@@ -178,6 +178,8 @@ def test_shared_runs_count_once():
 def test_axes_over_unfinished_grids_are_planned(own_runs):
     assert len(planned_cells("high-nll")[2]) == len(planned_cells("high-nll-targets")[2]) == 48
     assert plan_grid("high-nll", "h100").cells[0].peaks["NLL"] > 0
+    plan = plan_grid("recovery-lab", "cpu")  # continues the checkpoints of another grid, which have the shapes of their models
+    assert {cell.model for cell in plan.cells} == {"lab-m"} and plan.cells[0].peaks["update"] > 0
 
 
 def test_cells_are_planned_with_their_own_resources(own_runs, tmp_path):

@@ -199,10 +199,12 @@ def _planned_outputs(grid: Grid, stage: type[Stage]) -> list[Any]:
     configs = [{}]
     for name, axis in grid.axes.items():
         if isinstance(axis, GridOutputs):
-            given = [{key: getattr(config, key) for key in axis.take} | {name: "planned"} for config in _sources(axis)]
+            planned = lambda config: config.model if name == "model" else "planned"  # a checkpoint has the shape of its model
+            given = [{key: getattr(config, key) for key in axis.take} | {name: planned(config)} for config in _sources(axis)]
         else: given = [value if isinstance(value, dict) else {name: value} for value in axis]
         configs = [earlier | values for earlier in configs for values in given]
-    return [stage.model_construct(**grid.fixed | values) for values in configs]
+    make = functools.partial(make_config, stage) if "model" in grid.axes else stage.model_construct
+    return [make(**grid.fixed | values) for values in configs]
 
 
 @functools.lru_cache(maxsize=64)
