@@ -16,7 +16,7 @@ import xarray as xr
 from pydantic import Field
 
 from .cluster.attempt import FAILURES, cancel_file, startable_states
-from .cluster.grid import Cell, expand_grid, finished_runs, list_grids
+from .cluster.grid import Cell, expand_grid, finished_runs, group_by_resources, list_grids
 from .cluster.local import assign_gpus, run_workers
 from .cluster.queue import Queue, query_slurm
 from .cluster.slurm import submit
@@ -34,12 +34,16 @@ class Sweep:
         source: str | Path | dict,  # a file, the name of a shipped grid, or the content of a grid file
     ):
         grid = expand_grid(source)
-        self.name, self.stage, self.resources, self.cells = grid.name, grid.stage, grid.resources, grid.cells
+        self.name, self.stage, self.cells, self.resources_of = grid.name, grid.stage, grid.cells, grid.resources_of
 
     def preview(self) -> pd.DataFrame:
-        "The parameters of every cell; of a mapping only what differs from its default beside the other parameters."
+        """The parameters of every cell, and the resources in which cells differ.
+
+        Of a mapping only what differs from its default beside the other parameters."""
         rows = [{name: self._given(cell, name) for name in cell.parameters} for cell in self.cells]
-        return pd.DataFrame(rows).astype(object).fillna("")
+        needs = pd.DataFrame([self.resources_of(cell).model_dump() for cell in self.cells]).astype(object)
+        different = [name for name in needs if needs[name].astype(str).nunique() > 1]
+        return pd.concat([pd.DataFrame(rows).astype(object).fillna(""), needs[different]], axis=1)
 
     def _given(self, cell: Cell, name: str) -> Any:
         "A parameter of a cell, without the entries of a mapping that it has by default."
@@ -106,12 +110,14 @@ class Sweep:
     def _begin(self, states: set[str], where: str, workers: int) -> pd.DataFrame:
         make_config(SweepConfig, where=where, workers=workers)
         if where == "slurm":
-            jobs = submit(self.name, Path(self.cells[0].runs), self.resources, lambda: self._reopen(states))
+            jobs = submit(self.name, Path(self.cells[0].runs), self.resources_of, lambda: self._reopen(states))
             print(f"submitted {len(jobs)} cells")
             return self.status()
-        gpus = assign_gpus(self.resources, workers)
-        with run_workers(self._reopen(states), gpus, self.resources.minutes) as busy:
-            return watch_table(self.status, busy)
+        every = group_by_resources([(cell, 0) for cell in self.cells], self.resources_of)
+        gpus = {repr(resources): assign_gpus(resources, workers) for resources, _ in every}
+        for resources, cells in group_by_resources(self._reopen(states), self.resources_of) or [(every[0][0], [])]:
+            with run_workers(cells, gpus[repr(resources)], resources.minutes) as busy: table = watch_table(self.status, busy)
+        return table
 
     def _reopen(self, states: set[str]) -> list[tuple[Cell, int]]:
         "As `select`, and lift the cancellation of these cells."

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from mixsd_nb import evaluate, train
 from mixsd_nb.cluster import plan as plans
 from mixsd_nb.cluster.estimates import CONSTANTS, DEVICES, Burden, Layout, optimiser_peak, serve, update_peak
-from mixsd_nb.cluster.grid import list_grids
+from mixsd_nb.cluster.grid import list_grids, make_resources, read_grid
 from mixsd_nb.cluster.inputs import check_inputs, list_deviations
 from mixsd_nb.cluster.plan import Machine, find_problems, plan_grid, plan_run, planned_cells
 from mixsd_nb.cluster.probe import memory_events, probe, replace_constants
-from mixsd_nb.cluster.workload import plan_training, planned_steps, smallest_layout, training_peaks
+from mixsd_nb.cluster.workload import burden_of, plan_training, planned_steps, smallest_layout, training_peaks
 from mixsd_nb.console import main
 from mixsd_nb.methods import METHODS, Demand, Method, runnable_methods
 from mixsd_nb.models import load_tokenizer
 from mixsd_nb.models.geometry import GEOMETRIES, count_shape, read_shape
 from mixsd_nb.models.tiny import random_model
-from mixsd_nb.runs import ParameterError, make_config
+from mixsd_nb.runs import ParameterError, find_stage, make_config
 
 H100 = Machine("h100", DEVICES["h100"], 4, 400, 16, 240)
 PAPER = dict(preset="paper", dataset="kgfact-small", engine="vllm", processes=4, sharded=True, recompute=True)
@@ -178,6 +178,28 @@ def test_shared_runs_count_once():
 def test_axes_over_unfinished_grids_are_planned(own_runs):
     assert len(planned_cells("high-nll")[2]) == len(planned_cells("high-nll-targets")[2]) == 48
     assert plan_grid("high-nll", "h100").cells[0].peaks["NLL"] > 0
+    plan = plan_grid("recovery-lab", "cpu")  # continues the checkpoints of another grid, which have the shapes of their models
+    assert {cell.model for cell in plan.cells} == {"lab-m"} and plan.cells[0].peaks["update"] > 0
+
+
+def test_cells_are_planned_with_their_own_resources(own_runs, tmp_path):
+    "A grid of a model that needs one GPU and of one that needs four, and a grid over the best of its cells."
+    grid, best = tmp_path / "unequal.yaml", tmp_path / "best.yaml"
+    grid.write_text("notebook: train\nfixed: {preset: paper, engine: vllm, method: sft, measure: scores, keep: chosen}\n"
+                    "axes:\n  model: [{model: Qwen/Qwen3-1.7B}, {model: Qwen/Qwen3-8B, processes: 4, sharded: true, recompute: true, replicas: 4}]\n"
+                    "  lr: [1.0e-5, 1.0e-4]\nresources: {gpus: 4, memory: 320}\nadjust: [{when: {model: Qwen/Qwen3-1.7B}, resources: {gpus: 1, memory: 80}}]\n")
+    best.write_text(f"notebook: train\nfixed: {{measure: selection}}\naxes: {{run: {{of: [{grid}], best: lr}}}}\nresources: {{gpus: 4}}\n"
+                    "exclude: [{model: Qwen/Qwen3-8B}]\nadjust: [{when: {model: Qwen/Qwen3-1.7B}, resources: {gpus: 1}}]\n")
+    plan = plan_grid(grid, "h100")
+    assert [cell.gpus for cell in plan.cells] == [1, 1, 4, 4] and plan.rows().gpus.tolist() == [1, 4]
+    assert "on 1 or 4 × h100 a cell" in plans.format_grid(plan)
+    assert not any({*cell.problems} & {"host", "processes"} for cell in plan.cells)
+    assert [(cell.model, cell.gpus) for cell in plan_grid(best, "h100").cells] == [("Qwen/Qwen3-1.7B", 1)]
+
+
+def test_an_optimiser_on_the_host_takes_time():
+    hours = [plan_run(paper_run("Qwen/Qwen3-4B-Instruct-2507", processes=1, sharded=False, offload=offload), H100).hours for offload in (False, True)]
+    assert hours[1] > hours[0]
 
 
 def test_selection_asks_less():
@@ -217,6 +239,27 @@ def test_every_shipped_grid_has_a_plan():
     assert whole.hours < 2_000 and whole.terabytes < 5 and table.hours["best-rates"] < 200
     small = plan_grid("knowledge-eval-small", "h100").rows()
     assert small[small.model == "Qwen3-8B"].disk.max() < 82
+
+
+PAPER_GRIDS = [name for name in list_grids() if make_resources(*(lambda grid: (grid, find_stage(grid.notebook)))(read_grid(name)[1])).gpus]
+
+
+@pytest.mark.slow  # 60 s; the same plans as above
+@pytest.mark.parametrize("name", PAPER_GRIDS)
+def test_a_cell_asks_for_as_many_gpus_as_it_needs(name):
+    """Every cell of the paper's grids has the GPUs of its smallest layout, no more and no fewer, and enough of all else.
+
+    The exception is an optimiser in the host's memory, with which 4B needs one GPU and not two, and seconds an update."""
+    plan, exceptions = plan_grid(name, "h100"), set()
+    for config, cell in zip(planned_cells(name)[2], plan.cells):
+        assert not {*cell.problems} - {"disk"}, cell.problems
+        if cell.smallest.endswith("offload=true"): exceptions.add(config.model)
+        if not cell.layout:  # an evaluation, a mixing, an edit, or an analysis
+            assert cell.gpus == 1
+            continue
+        found = smallest_layout(read_shape(config.model), burden_of(config), Layout(gpu=True), H100.room)
+        assert cell.gpus == found.processes == config.processes == config.replicas, (cell.model, cell.method, cell.layout)
+    assert exceptions <= {"Qwen/Qwen3-4B-Instruct-2507"}
 
 
 # --- a run

@@ -211,6 +211,10 @@ def test_shipped_grids_are_sound(name, monkeypatch, tmp_path):
     monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "runs"))
     axes = [axis for axis in read_grid(name)[1].axes.values() if isinstance(axis, GridOutputs)]
     for axis in axes:
+        further = [a for source in axis.sources for a in read_grid(source)[1].axes.values() if isinstance(a, GridOutputs)]
+        if further:  # the outputs of a grid that needs outputs itself
+            with pytest.raises(ParameterError, match=f"needs outputs of {further[0].sources[0]}, .* none of its .* cells is finished"): Sweep(name)
+            return
         sources = [Sweep(source) for source in axis.sources]
         count = sum(len(source.cells) for source in sources)
         with pytest.raises(ParameterError, match=f"none of its {count} cells is finished"): Sweep(name)
@@ -299,6 +303,10 @@ MISTAKES = {
     "notebook: train\naxes: {lam: [0.3, 0.5]}\nexclude: [{lam: 0.7}]":
         "exclude matches no combination of the axes: {'lam': 0.7}",
     "notebook: train\nfixed: {force: true}": "force is not a parameter of a cell",
+    "notebook: train\nadjust: [{when: {seed: 0}, resources: {gpu: 1}}]": "unknown parameter gpu; did you mean gpus?",
+    "notebook: train\nadjust: [{when: {seed: 0}, resources: {at_once: 1}}]": "at_once must be in the resources of the grid",
+    "notebook: train\nadjust: [{when: {seed: 0}, resources: 5}]": "resources must be a mapping, got 5",
+    "notebook: train\nadjust: [{when: {seed: 0}}]": "adjust must be a list of mappings with the keys when, and then or resources",
     "notebook: trian": "stage must be the name of a stage or the file of its notebook, got trian",
     "notebook: no-such/train.ipynb": "got no-such/train.ipynb; there is no no-such/train.ipynb",
     f"notebook: {'x' * 5000}": "stage must be the name of a stage or the file of its notebook, got xxx",
@@ -464,6 +472,44 @@ def test_slurm_is_asked_with_and_without_accounting(tmp_path, monkeypatch):
     assert queue.query_slurm("squeue", patience=0.2) is None
     tool(tmp_path, "squeue", "exit 1")
     assert queue.Queue().has("7_1") is None
+
+
+@pytest.fixture
+def unequal(tmp_path, monkeypatch):
+    "A grid of five cells, two of which have a GPU and more time."
+    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("BEHAVIOUR", str(tmp_path))
+    quick_notebook(tmp_path / "generate.ipynb")
+    for seed in range(5): (tmp_path / str(seed)).write_text("(folder / 'gpus').write_text(os.environ.get('CUDA_VISIBLE_DEVICES', ''))")
+    grid = dict(notebook=str(tmp_path / "generate.ipynb"), axes=dict(seed=[*range(5)]),
+                resources=dict(gpus=1, minutes=5, at_once=4), adjust=[dict(when=dict(seed=[1, 3]), resources=dict(gpus=2, minutes=9))])
+    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(grid))
+    return Sweep(tmp_path / "grid.yaml")
+
+
+def test_arrays_have_equal_resources(unequal, tmp_path, monkeypatch, capsys):
+    "One array for each distinct resources, with its own GPUs and time limit; the limit of concurrent cells is divided."
+    tool(tmp_path, "sbatch", f'cat "$1" >> {tmp_path}/scripts; echo x >> {tmp_path}/count; echo Submitted batch job $(wc -l < {tmp_path}/count)')
+    for name in ("squeue", "scontrol", "sacct"): tool(tmp_path, name, "exit 1")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    unequal.run("slurm")
+    assert "submitted 5 cells" in capsys.readouterr().out
+    scripts = (tmp_path / "scripts").read_text().split("#!/bin/bash")[1:]
+    found = [{line.split("=")[0][8:]: line.split("=")[1] for line in script.splitlines() if line.startswith("#SBATCH") and "=" in line} for script in scripts]
+    assert [(s["--array"], s["--gpus-per-node"], s["--time"]) for s in found] == [("0-2%2", "1", "5"), ("0-1%2", "2", "9")]
+    jobs = [read_json(cell.folder / "submitted.json")["job"] for cell in unequal.cells]
+    assert jobs == ["1_0", "2_0", "1_1", "2_1", "1_2"]
+
+
+def test_cells_of_different_size_run_here(unequal, monkeypatch):
+    "Each cell sees as many GPUs as it has, and what does not fit is said before a cell begins."
+    assert unequal.preview().gpus.tolist() == [1, 2, 1, 2, 1] and unequal.preview().minutes.tolist() == [5, 9, 5, 9, 5]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
+    with pytest.raises(ParameterError, match="gpus must be at most 1 on this machine, got 2"): unequal.run()
+    assert not any(list_attempts(cell) for cell in unequal.cells)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    assert unequal.run().state.tolist() == ["done"] * 5
+    assert [len((cell.run_folder / "gpus").read_text().split(",")) for cell in unequal.cells] == [1, 2, 1, 2, 1]
 
 
 def test_a_grid_names_a_stage_or_a_file(tmp_path):

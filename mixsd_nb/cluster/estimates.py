@@ -62,6 +62,7 @@ CONSTANTS = {
     "mfu": Constant(0.35, "share", "of a device's products that long batches of training reach", "assumed"),
     "launch": Constant(1.5e-4, "s", "of one pass of a layer on a GPU, however small the batch", "assumed"),
     "link": Constant(100, "GB/s", "between the GPUs of a node", "assumed"),
+    "host": Constant(10, "GB/s", "of an optimiser in the host's memory: to a GPU and back, and of its step", "assumed"),
     "read": Constant(0.5, "share", "of a device's bandwidth that decoding reaches with vLLM", "assumed"),
     "eager": Constant(0.15, "share", "of a device's bandwidth that decoding reaches with transformers", "assumed"),
     "step": Constant(8e-3, "s", "of a decoding step beside memory traffic", "assumed"),
@@ -300,6 +301,7 @@ def update_seconds(
     moved = (2 if layout.gpu else 4) * shape.parameters * (3 if layout.sharded else 2) * (layout.processes > 1)
     traffic = moved * (parts if layout.sharded else 1) / (constant("link") * 1e9)
     optimiser = 28 * shape.parameters / layout.shards / (device.bandwidth * 1e9)
+    if layout.offload and layout.gpu: optimiser = (12 + 28) * shape.parameters / (constant("host") * 1e9)
     return max(compute, overhead) + traffic + optimiser
 
 

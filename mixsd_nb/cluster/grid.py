@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['MAX_CELLS', 'GridOutputs', 'Grid', 'Resources', 'list_grids', 'merge_grids', 'read_grid', 'notebook_folders',
-           'find_notebook', 'group_alike', 'Cell', 'finished_runs', 'make_cell', 'make_cells', 'ExpandedGrid',
-           'expand_grid']
+           'find_notebook', 'group_alike', 'is_excluded', 'adjust_cell', 'Cell', 'finished_runs', 'make_cell',
+           'make_cells', 'ExpandedGrid', 'make_resources', 'group_by_resources', 'expand_grid']
 
 # %% ../../nbs/cluster/grid.ipynb #725bf1d2
 import contextlib
@@ -17,7 +17,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ class Grid(Config):
     exclude: list[dict] = Field(
         [], description="combinations to leave out, each as parameter: value or list of values", max_length=1000)
     adjust: list[dict] = Field(
-        [], description="further parameters of some cells: when, a combination as in exclude, and then", max_length=1000)
+        [], description="parameters (then) and resources of some cells: when, a combination as in exclude", max_length=1000)
     resources: dict[str, Any] = Field({}, description="fields of Resources")
 
     @field_validator("fixed", "resources", mode="before")
@@ -94,8 +94,9 @@ class Grid(Config):
     @field_validator("adjust", mode="before")
     @classmethod
     def _check_adjust(cls, rules):
-        if not isinstance(rules, (list, tuple)) or not all(isinstance(rule, dict) and {*rule} == {"when", "then"} for rule in rules):
-            raise ParameterError(f"adjust must be a list of mappings with the keys when and then, got {rules!r}")
+        def sound(rule): return isinstance(rule, dict) and {"when"} < {*rule} <= {"when", "then", "resources"}
+        if not isinstance(rules, (list, tuple)) or not all(map(sound, rules)):
+            raise ParameterError(f"adjust must be a list of mappings with the keys when, and then or resources, got {rules!r}")
         return [{part: _check_names(part, rule[part]) for part in rule} for rule in rules]
 
 # %% ../../nbs/cluster/grid.ipynb #03702186
@@ -329,6 +330,29 @@ def _rule(stage: type[Stage], rule: dict[str, Any]) -> Callable[[dict], bool]:
     return lambda combination: all(combination.get(k) in v for k, v in match.items())
 
 
+def is_excluded(
+    grid: Grid,
+    stage: type[Stage],
+    parameters: dict[str, Any],  # of a combination
+) -> bool:
+    "Whether a rule of `exclude` matches."
+    return any(_rule(stage, rule)(parameters) for rule in grid.exclude)
+
+
+def adjust_cell(
+    grid: Grid,
+    stage: type[Stage],
+    parameters: dict[str, Any],  # of a combination, with the fixed ones
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    "The further parameters and the further resources of a combination, by the rules of `adjust` in their order."
+    further, resources = {}, {}
+    for rule in grid.adjust:
+        if not _rule(stage, rule["when"])(parameters | further): continue
+        further |= rule.get("then", {})
+        resources |= rule.get("resources", {})
+    return further, resources
+
+
 def _combinations(
     grid: Grid,
     stage: type[Stage],
@@ -351,9 +375,7 @@ def _combinations(
     for rule in grid.adjust:
         for key in rule["when"]:
             if key not in stage.model_fields: raise ParameterError(f"adjust must have parameters of {stage.name}, got {key}")
-        fits = _rule(stage, rule["when"])
-        product = [c | rule["then"] if fits(grid.fixed | c) else c for c in product]
-    return product
+    return [c | adjust_cell(grid, stage, grid.fixed | c)[0] for c in product]
 
 # %% ../../nbs/cluster/grid.ipynb #635f8c7a
 @functools.lru_cache(maxsize=10_000)
@@ -431,10 +453,40 @@ class ExpandedGrid:
     "A grid after validation: its stage, its resources and its cells."
     name: str
     stage: type[Stage]
-    resources: Resources
+    resources: Resources  # of a cell that `adjust` leaves as it is
     cells: list[Cell]
+    adjusted: dict[str, Resources] = field(default_factory=dict)  # of the other cells, by hash
+
+    def resources_of(self, cell: Cell) -> Resources:
+        "The resources of a cell."
+        return self.adjusted.get(cell.hash, self.resources)
 
 # %% ../../nbs/cluster/grid.ipynb #47b9f910
+def make_resources(
+    grid: Grid,
+    stage: type[Stage],
+    further: dict[str, Any] = {},  # of a rule of `adjust`
+) -> Resources:
+    "The resources of a cell; ParameterError for a mistake, and for several nodes of a stage that runs on one."
+    if "at_once" in further: raise ParameterError("at_once must be in the resources of the grid, because it counts all its cells")
+    resources = make_config(Resources, **grid.resources | further)
+    if resources.nodes > 1 and stage.prepare is Stage.prepare:
+        raise ParameterError(f"nodes must be 1, got {resources.nodes}: {stage.name} runs on one node")
+    return resources
+
+
+def group_by_resources(
+    cells: list[tuple[Cell, int]],  # with the number of their attempts
+    resources_of: Callable[[Cell], Resources],
+) -> list[tuple[Resources, list[tuple[Cell, int]]]]:
+    "The cells of each distinct resources, in the order of the first of them."
+    groups = {}
+    for cell, attempts in cells:
+        resources = resources_of(cell)
+        groups.setdefault(repr(resources), (resources, []))[1].append((cell, attempts))
+    return list(groups.values())
+
+
 def expand_grid(
     source: str | Path | dict,  # a file, the name of a shipped grid, or the content of a grid file
     parents: tuple[Path, ...] = (),  # the files of the grids that led here by `of`, to find a circle
@@ -444,7 +496,10 @@ def expand_grid(
     if {*own} & {*parents}: raise ParameterError(f"grid {source} has an axis over its own outputs")
     name, grid = read_grid(source)
     with _name_file(source):
-        resources, stage = make_config(Resources, **grid.resources), find_stage(grid.notebook)
-        if resources.nodes > 1 and stage.prepare is Stage.prepare:
-            raise ParameterError(f"nodes must be 1, got {resources.nodes}: {stage.name} runs on one node")
-        return ExpandedGrid(name, stage, resources, make_cells(grid, stage, (*parents, *own)))
+        stage = find_stage(grid.notebook)
+        resources = make_resources(grid, stage)
+        for rule in grid.adjust: make_resources(grid, stage, rule.get("resources", {}))
+        cells = make_cells(grid, stage, (*parents, *own))
+        further = {cell.hash: adjust_cell(grid, stage, cell.parameters)[1] for cell in cells}
+        adjusted = {key: make_resources(grid, stage, given) for key, given in further.items() if given}
+        return ExpandedGrid(name, stage, resources, cells, adjusted)

@@ -22,7 +22,8 @@ from typing import Any
 import pandas as pd
 
 from .estimates import DEVICES, Device, constant
-from .grid import GridOutputs, Resources, expand_grid, group_alike, read_grid
+from .grid import (Grid, GridOutputs, Resources, adjust_cell, expand_grid, group_alike, is_excluded,
+                                   make_resources, read_grid)
 from .workload import Machine, RunPlan
 from ..runs import ParameterError, Stage, find_stage, load_object, make_config, nearest, runs_root
 from ..runs.pool import count_cores, visible_gpus
@@ -138,6 +139,7 @@ def plan_run(
     if not type(config).workload: return None
     machine = machine or this_machine()
     plan = load_object(type(config).workload)(config, machine)
+    plan.gpus = machine.gpus
     if not machine.gpus: plan.host = max(_host_needs(plan).values(), default=0.0)
     plan.problems = find_problems(plan, machine)
     return plan
@@ -182,28 +184,43 @@ def _sources(axis: GridOutputs) -> list[Any]:
     return [group[-1] for group in group_alike(configs, lambda config: config.identity(), axis.best)]
 
 
-def _planned_outputs(grid) -> list[Any]:
+def _given(config: Any) -> dict[str, Any]:
+    "The parameters of a configuration that were set."
+    return {name: getattr(config, name) for name in config.model_fields_set}
+
+
+def _best_sources(grid: Grid, stage: type[Stage], axis: GridOutputs) -> list[Any]:
+    "As `_sources`, without the excluded ones."
+    return [config for config in _sources(axis) if not is_excluded(grid, stage, _given(config))]
+
+
+def _planned_outputs(grid: Grid, stage: type[Stage]) -> list[Any]:
     "The cells of a grid over outputs that do not exist yet, without their files."
-    stage, configs = find_stage(grid.notebook), [{}]
+    configs = [{}]
     for name, axis in grid.axes.items():
         if isinstance(axis, GridOutputs):
-            given = [{key: getattr(config, key) for key in axis.take} | {name: "planned"} for config in _sources(axis)]
+            planned = lambda config: config.model if name == "model" else "planned"  # a checkpoint has the shape of its model
+            given = [{key: getattr(config, key) for key in axis.take} | {name: planned(config)} for config in _sources(axis)]
         else: given = [value if isinstance(value, dict) else {name: value} for value in axis]
         configs = [earlier | values for earlier in configs for values in given]
-    return [stage.model_construct(**grid.fixed | values) for values in configs]
+    make = functools.partial(make_config, stage) if "model" in grid.axes else stage.model_construct
+    return [make(**grid.fixed | values) for values in configs]
 
 
 @functools.lru_cache(maxsize=64)
-def _read_cells(source: str) -> tuple[str, Resources, list[Any], list[Any]]:
-    "The name of a grid, its resources, its cells, and for the best cells of other grids what those have computed of them."
+def _read_cells(source: str) -> tuple[str, Resources, list[Any], list[Any], list[Resources]]:
+    """The name of a grid, its resources, its cells, what other grids have computed of them, and the resources of each.
+
+    Other grids have computed a part of the cells of an axis over their best ones alone."""
     name, grid = read_grid(source)
-    outputs = [axis for axis in grid.axes.values() if isinstance(axis, GridOutputs)]
+    outputs, stage, earlier = [axis for axis in grid.axes.values() if isinstance(axis, GridOutputs)], find_stage(grid.notebook), []
     if outputs and outputs[0].best:
-        earlier = _sources(outputs[0])
-        return name, make_config(Resources, **grid.resources), [c.model_copy(update=grid.fixed) for c in earlier], earlier
-    if outputs: return name, make_config(Resources, **grid.resources), _planned_outputs(grid), []
-    expanded = expand_grid(source)
-    return name, expanded.resources, [make_config(expanded.stage, **cell.parameters) for cell in expanded.cells], []
+        earlier = _best_sources(grid, stage, outputs[0])
+        configs = [c.model_copy(update=grid.fixed | adjust_cell(grid, stage, _given(c) | grid.fixed)[0]) for c in earlier]
+    elif outputs: configs = _planned_outputs(grid, stage)
+    else: configs = [make_config(stage, **cell.parameters) for cell in expand_grid(source).cells]
+    needs = [make_resources(grid, stage, adjust_cell(grid, stage, _given(config))[1]) for config in configs]
+    return name, make_resources(grid, stage), configs, earlier, needs
 
 
 def planned_cells(
@@ -220,7 +237,7 @@ class GridPlan:
     machine: Machine
     at_once: int  # cells that run at the same time
     cells: list[RunPlan]
-    shared: list[RunPlan]
+    shared: list[RunPlan]  # each on the devices of the first cell that needs it
 
     def rows(self) -> pd.DataFrame:
         "A row for each model, dataset and method: cells, peaks in GB, layouts, disk in GB, hours, problems."
@@ -256,22 +273,22 @@ class GridPlan:
 def _row(key: tuple[str, str, str], plans: list[RunPlan]) -> dict[str, Any]:
     worst = max(plans, key=lambda plan: plan.peak)
     peaks = {phase: round(size / 1e9, 1) for phase, size in worst.peaks.items()}
-    return dict(model=Path(key[0]).name, dataset=key[1], method=key[2], cells=len(plans), **peaks,
+    return dict(model=Path(key[0]).name, dataset=key[1], method=key[2], cells=len(plans), gpus=worst.gpus or "", **peaks,
                 host=round(worst.host / 1e9, 1), layout=worst.layout, smallest=worst.smallest,
                 legal=",".join(map(str, worst.processes)), disk=round(worst.disk_peak / 1e9, 1),
                 first=format_duration(worst.first) if worst.first else "", hours=round(sum(p.hours for p in plans), 1),
                 lacks=", ".join(dict.fromkeys(kind for plan in plans for kind in plan.problems)))
 
 # %% ../../nbs/cluster/plan.ipynb #709bf124
-def _plan_shared(configs: Iterable[Stage], machine: Machine) -> list[RunPlan]:
+def _plan_shared(plans: Iterable[RunPlan], machines: Iterable[Machine]) -> list[RunPlan]:
     "The plans of the runs that cells share, and of those that these share, each once."
-    waiting, found = list(configs), {}
+    waiting, found = [(run, machine) for plan, machine in zip(plans, machines) for run in plan.shared][::-1], {}
     while waiting:
-        config = waiting.pop()
+        config, machine = waiting.pop()
         if config.folder in found: continue
         plan = found[config.folder] = plan_run(config, machine)
         plan.finished = _is_finished(config)
-        waiting += plan.shared
+        waiting += [(run, machine) for run in plan.shared]
     return list(found.values())
 
 
@@ -294,14 +311,15 @@ def plan_grid(
     device: str = "",  # as of `machine_for`
 ) -> GridPlan:
     "The plan of all cells of a grid; ParameterError as in `expand_grid` and for a model of unknown shape."
-    name, resources, configs, earlier = _read_cells(str(source))
-    machine = machine_for(resources, device)
+    name, resources, configs, earlier, needs = _read_cells(str(source))
+    known = {repr(need): machine_for(need, device) for need in needs}
+    machines = [known[repr(need)] for need in needs]
     try:
-        plans = [plan_run(config, machine) or RunPlan(config.model, config.name, config.dataset) for config in configs]
-        plans = [_remainder(plan, plan_run(config, machine)) for plan, config in zip(plans, earlier)] or plans
+        plans = [plan_run(config, machine) or RunPlan(config.model, config.name, config.dataset) for config, machine in zip(configs, machines)]
+        plans = [_remainder(plan, plan_run(*before)) for plan, *before in zip(plans, earlier, machines)] or plans
         for config, plan in zip(configs, plans): plan.finished = _is_finished(config)
-        shared = {run.folder: run for plan in plans for run in plan.shared}
-        return GridPlan(name, machine, resources.at_once or len(plans), plans, _plan_shared(shared.values(), machine))
+        machine = machine_for(resources, device)
+        return GridPlan(name, machine, resources.at_once or len(plans), plans, _plan_shared(plans, machines))
     except ValueError as e: raise ParameterError(f"{name}: {e}") from None
 
 # %% ../../nbs/cluster/plan.ipynb #8ca122c1
@@ -316,7 +334,8 @@ def _format_rows(rows: pd.DataFrame) -> str:
 def _format_totals(plan: GridPlan) -> str:
     total, machine = plan.totals(), plan.machine
     kind = "GPU-hours" if machine.gpus else "hours"
-    where = f"{machine.gpus} × {machine.name} a cell" if machine.gpus else f"{machine.cores} cores a cell"
+    gpus = " or ".join(str(n) for n in sorted({cell.gpus for cell in plan.cells}))
+    where = f"{gpus} × {machine.name} a cell" if machine.gpus else f"{machine.cores} cores a cell"
     return (f"{plan.name}: {total['cells']} cells and {total['shared']} shared runs, {total['finished']} of all finished, on "
             f"{where}: {total['hours']:,.1f} {kind}, "
             f"{_gigabytes(1e12 * total['terabytes'])} of disk at rest, {_gigabytes(1e12 * total['at_most'])} at most")

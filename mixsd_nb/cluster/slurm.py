@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from .attempt import cell_lock, is_running, list_attempts, run_cell
-from .grid import Cell, Resources
+from .grid import Cell, Resources, group_by_resources
 from .nodes import join_training, rendezvous_file
 from .queue import START_MARK, Queue, log_of, query_slurm, read_sign, record_end
 from ..runs import ParameterError, read_json, try_lock, write_json
@@ -137,7 +137,7 @@ def sbatch_options(
     further = {name: value for name, value in (dict(requeue=True) | resources.slurm).items() if value is not False}
     options = dict(
         time=math.ceil(resources.minutes), nodes=resources.nodes, ntasks_per_node=1, cpus_per_task=resources.cpus,
-        stderr_to_stdout=True, array_parallelism=max(1, (resources.at_once or cells) // arrays),
+        stderr_to_stdout=True, array_parallelism=max(1, resources.at_once // arrays) if resources.at_once else cells,
         additional_parameters=further)
     if resources.gpus: options["gpus_per_node"] = resources.gpus
     if resources.memory: options["mem"] = f"{math.ceil(1024 * resources.memory)}M"
@@ -178,23 +178,25 @@ def _submit_array(
 def submit(
     name: str,  # of the sweep
     runs: Path,  # the folder that holds all runs
-    resources: Resources,
+    resources_of: Callable[[Cell], Resources],
     select: Callable[[], list[tuple[Cell, int]]],  # selects the cells, with the number of their attempts
 ) -> list[str]:
-    """Submit cells as arrays of jobs; returns the ids of the jobs. ParameterError without Slurm or without a time
-    limit; Refusal if Slurm refuses cells."""
+    """Submit cells as arrays of jobs with equal resources; returns the ids of the jobs. ParameterError without Slurm or
+    without a time limit; Refusal if Slurm refuses cells."""
     import submitit
     if shutil.which("sbatch") is None: raise ParameterError("where must be local on this machine, which has no sbatch")
-    sbatch_options(resources, 1, 1)
     executor, lock, jobs = submitit.SlurmExecutor(logs_folder(runs, name)), runs / "sweeps/submit.lock", []
     with try_lock(lock, patience=600) as free:
         if not free: raise TimeoutError(f"another process has been submitting for ten minutes; its lock is {lock}")
-        cells, size = select(), _max_array_size()
-        while chunk := cells[len(jobs):len(jobs) + size]:
-            options = sbatch_options(resources, len(cells), math.ceil(len(cells) / size))
-            executor.update_parameters(job_name=job_name(name), **options)
-            answer = _submit_array(executor, chunk, resources.minutes)
-            if isinstance(answer, list): jobs += answer
-            elif len(chunk) > 1: size = len(chunk) // 2
-            else: raise Refusal(f"Slurm accepted {len(jobs)} of {len(cells)} cells; submit the others later: {answer}")
+        groups, size = group_by_resources(select(), resources_of), _max_array_size()
+        for resources, _ in groups: sbatch_options(resources, 1, 1)  # mistakes come before the first submission
+        total = sum(len(cells) for _, cells in groups)
+        for resources, cells in groups:
+            while chunk := cells[:size]:
+                arrays = sum(math.ceil(len(all_cells) / size) for _, all_cells in groups)
+                executor.update_parameters(job_name=job_name(name), **sbatch_options(resources, len(chunk), arrays))
+                answer = _submit_array(executor, chunk, resources.minutes)
+                if isinstance(answer, list): jobs, cells = jobs + answer, cells[size:]
+                elif len(chunk) > 1: size = len(chunk) // 2
+                else: raise Refusal(f"Slurm accepted {len(jobs)} of {total} cells; submit the others later: {answer}")
     return jobs

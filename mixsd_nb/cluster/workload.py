@@ -77,6 +77,7 @@ class RunPlan:
     copies: dict[str, int] = field(default_factory=dict)  # phase -> processes that are in it at the same time; 1 by default
     problems: dict[str, str] = field(default_factory=dict)  # what does not fit, with a sentence
     finished: bool = False  # whether the run exists
+    gpus: int = 0  # of its cell, on all nodes
     whole: "RunPlan | None" = None  # of a run that other grids begin: the plan of all its work
 
     @property

@@ -73,7 +73,8 @@ def draw_result(
     size = 1.5 + 4.5 * len(panels), 3.4
     fig, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, layout="constrained")
     if "training" in panels:
-        result["training"].loss.plot(ax=axes[0, 0])
+        loss = result["training"].loss
+        axes[0, 0].plot(loss["update"], loss, marker="o" if loss.size == 1 else "")
         axes[0, 0].set(title="training loss", xlabel="update", ylabel="nats per token")
     (_draw_steps if "step" in cell.dims else _draw_bars)(axes[0, -1], cell)
     fig.suptitle(title)

@@ -9,6 +9,7 @@ __all__ = ['method_colour', 'method_marker', 'model_name', 'corpus_name', 'forma
 # %% ../../nbs/results/plots.ipynb #b451a8d9
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -52,8 +53,11 @@ def model_name(
 def corpus_name(
     dataset: str,  # name of a corpus
 ) -> str:
-    "The title of a corpus with its name in brackets, as figures print it; ValueError for an undeclared corpus."
-    return f"{CORPORA[dataset].title} ({dataset})"
+    """The title of a corpus with its name in brackets, as figures print it; ValueError for an undeclared corpus.
+
+    The name of a corpus from a file is a digest, which is left out; its title has the name of the file."""
+    title = CORPORA[dataset].title
+    return title if re.fullmatch("facts-[0-9a-f]{8}", dataset) else f"{title} ({dataset})"
 
 # %% ../../nbs/results/plots.ipynb #f651e739
 def format_range(
