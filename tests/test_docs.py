@@ -227,6 +227,13 @@ def test_a_notebook_loses_directives_and_shows_code_on_demand():
     assert made[3]["source"] == "[x](#some-part), [y](a.ipynb#b) and [z](b.ipynb)" and label_of("import os") == "imports"
 
 
+def test_figures_say_to_which_section_they_belong():
+    cell = lambda kind, source: dict(cell_type=kind, id="c", metadata={}, source=source, outputs=[])
+    cells = [cell("code", "0"), cell("markdown", "# A\n\nwords\n## `B` of c"), cell("markdown", "words"), cell("code", "1"), cell("markdown", "# D"), cell("code", "2")]
+    made = [c["metadata"]["mystnb"]["image"]["alt"] for c in json.loads(prepare_notebook(json.dumps(dict(cells=cells))))["cells"] if c["cell_type"] == "code"]
+    assert made == ["a figure", "a figure of the section B of c", "a figure of the section D"]
+
+
 def test_every_page_of_the_site_has_a_source_and_a_way_to_it():
     "Each page is listed by another one; those of notebooks and guides lead to JupyterLab."
     pages = all_pages()

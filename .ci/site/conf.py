@@ -22,7 +22,6 @@ myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 4
 # Stored outputs have types that no page shows, and chapters begin below the title with the third level.
 suppress_warnings = ["mystnb.unknown_mime_type", "myst.header", "ref.python"]
-python_maximum_signature_line_length = 88
 add_module_names = False
 toc_object_entries_show_parents = "hide"
 

@@ -10,6 +10,7 @@ EXPORTED = re.compile(r"^#\|\s*exporti?\b", re.MULTILINE)
 NAME = re.compile(r"^(?:def|class) (\w+)|^(\w+)(?:: [^=]+)? = ", re.MULTILINE)
 HEADING_LINK = re.compile(r"(\]\([^)\s#:]*#)([^)\s]+)\)")  # JupyterLab keeps the letter case of a heading, a page does not
 RUN_LINK = re.compile(r"<a\b[^>]*href=[\"'](?:\.\./)*papermill_runs/[^>]*>(.*?)</a>", re.DOTALL)  # runs are no part of the site
+HEADING = re.compile(r"^#+ (.+)", re.MULTILINE)
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
@@ -34,19 +35,26 @@ def show_outputs(outputs: list[dict]) -> list[dict]:
     return shown
 
 
-def prepare_cell(cell: dict) -> list[dict]:
+def prepare_cell(cell: dict, section: str) -> list[dict]:
     "The cells that stand for one cell on the site; an exported one has an anchor before it, which the reference links to."
     source = source_of(cell)
     if cell["cell_type"] == "markdown": return [cell | dict(source=HEADING_LINK.sub(lambda m: f"{m[1]}{m[2].lower()})", source))]
     if cell["cell_type"] == "raw" or HIDDEN.search(source) or not DIRECTIVE.sub("", source).strip(): return []
-    metadata = dict(cell["metadata"])
+    metadata = cell["metadata"] | dict(mystnb=dict(image=dict(alt=f"a figure of the section {section}" if section else "a figure")))
     prepared = cell | dict(source=DIRECTIVE.sub("", source).strip(), outputs=show_outputs(cell["outputs"]), metadata=metadata)
     if not EXPORTED.search(source): return [prepared]
     label = label_of(DIRECTIVE.sub("", source))
     metadata["tags"] = [*metadata.get("tags", []), "hide-input"]
-    metadata["mystnb"] = dict(code_prompt_show=f"Code: {label}", code_prompt_hide=f"Hide the code: {label}")
+    metadata["mystnb"] |= dict(code_prompt_show=f"Code: {label}", code_prompt_hide=f"Hide the code: {label}")
     anchor = dict(cell_type="markdown", id=f"a-{cell['id']}", metadata={}, source=f'<span class="cell-anchor" id="cell-{cell["id"]}"></span>')
     return [anchor, prepared]
+
+
+def sections_of(cells: list[dict]) -> list[str]:
+    "For each cell the heading above it, which says what the cell's figures are about to those who cannot see them."
+    sections = [""]
+    for cell in cells: sections.append([sections[-1], *(HEADING.findall(source_of(cell).replace("`", "")) if cell["cell_type"] == "markdown" else [])][-1])
+    return sections[1:]
 
 
 def title_of(notebook: Path) -> tuple[str, str]:
@@ -60,7 +68,7 @@ def title_of(notebook: Path) -> tuple[str, str]:
 def prepare_notebook(text: str, pages: list[str] = ()) -> str:
     "The JSON of a notebook for the site, with a hidden list of pages that stand below it."
     notebook = json.loads(text)
-    notebook["cells"] = [prepared for cell in notebook["cells"] for prepared in prepare_cell(cell)]
+    notebook["cells"] = [prepared for cell, section in zip(notebook["cells"], sections_of(notebook["cells"])) for prepared in prepare_cell(cell, section)]
     if pages:
         tree = "\n".join(["```{toctree}", ":hidden:", *pages, "```"])
         notebook["cells"].append(dict(cell_type="markdown", id="pages", metadata={}, source=tree))

@@ -77,6 +77,7 @@ PICTURE_STYLE = """<style>
   border-bottom: 1px solid var(--jp-border-color2, #9994)}
 .mixsd-list .mixsd-head {position: sticky; top: 0; background: var(--jp-layout-color1, Canvas); font-weight: 600;
   cursor: default; z-index: 1}
+.mixsd-explorer .widget-dropdown {margin-right: 10px}
 .mixsd-row > span {overflow: hidden; text-overflow: ellipsis; white-space: nowrap}
 </style>"""
 

@@ -199,7 +199,7 @@ class ResponsesView(View):
         self.classify = functools.lru_cache(64)(classify_file)
         models = runs.list_all_models()
         self.dataset = make_control(widgets.Dropdown, "dataset", options=known_corpora(), value=runs.dataset)
-        self.model = make_control(widgets.Dropdown, "model", options=models, value=runs.model)
+        self.model = make_control(widgets.Dropdown, "model", options=models, value=runs.first_model())
         self.first, self.second = (make_control(widgets.Dropdown, name, width="34em")
                                    for name in ("method", "beside it"))
         self.benchmark, self.category = (make_control(widgets.Dropdown, name) for name in ("benchmark", "error"))

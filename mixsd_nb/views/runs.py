@@ -117,6 +117,12 @@ class RunSelection:
         except Exception: found = []  # the views that show runs report it
         return list(dict.fromkeys([*SIZES, self.model, *found]))
 
+    def first_model(self) -> str:
+        "The model that a view of runs shows first: that of the page, or another one if only that has runs on the corpus."
+        try: found = self.list_models(self.dataset)
+        except Exception: found = []  # the views that show runs report it
+        return self.model if self.model in found or not found else found[0]
+
     def select(self, dataset: str, model: str) -> xr.Dataset:
         """The cube of one corpus and one base model, without labels that no run of it has.
 

@@ -217,18 +217,19 @@ def spread(
     low: float = -np.inf,
     high: float = np.inf,
 ) -> list[float]:
-    "The places, moved as little as possible so that neighbours are a gap apart and all lie between low and high."
-    order = np.argsort(places, kind="stable")
-    found = np.array(places, float)[order]
-    for _ in range(200):
-        short = np.maximum(0, gap - np.diff(found))
-        if short.max(initial=0) < 0.01: break
-        found[:-1] -= short / 2
-        found[1:] += short / 2
-        found = np.clip(found, low, high)
-    back = np.empty_like(found)
-    back[order] = found
-    return back.tolist()
+    """The places, moved as little as possible (least squares) so that neighbours are a gap apart and all lie between low
+    and high. The gap is smaller where there is no room for it."""
+    if not len(places): return []
+    order, gap = np.argsort(places, kind="stable"), min(gap, (high - low) / max(1, len(places) - 1))
+    shifts, blocks = gap * np.arange(len(places)), []  # a block: neighbours that touch; the place of the first, and their number
+    for place in np.array(places, float)[order] - shifts:
+        blocks.append((place, 1))
+        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+            (a, m), (b, n) = blocks[-2:]
+            blocks[-2:] = [((m * a + n * b) / (m + n), m + n)]
+    found = np.empty(len(places))
+    found[order] = np.clip(np.repeat(*zip(*blocks)), low, high - shifts[-1]) + shifts
+    return found.tolist()
 
 
 def text_width(text: str, size: float = 14) -> float:

@@ -218,7 +218,7 @@ class WorldView(View):
         super().__init__()
         self.runs, self.histories, self.tables, self.files, self.problem = runs, {}, {}, None, ""
         self.dataset = make_control(widgets.Dropdown, "dataset", options=list(CORPORA), value=runs.dataset)
-        self.model = make_control(widgets.Dropdown, "model", options=runs.list_all_models(), value=runs.model)
+        self.model = make_control(widgets.Dropdown, "model", options=runs.list_all_models(), value=runs.first_model())
         self.lr, self.seed, self.first, self.second, self.memory, self.entity = (
             make_control(widgets.Dropdown, name) for name in ("rate", "seed", "left", "right", "memorised", "entity"))
         self.text = widgets.HTML(layout=widgets.Layout(width="100%", height="11em", overflow="auto"))

@@ -3,7 +3,7 @@
 //   mountFrontier(element, data);        // data: frontier.json, written by mixsd_nb.views.frontier
 
 const STYLE = `
-.mixsd-frontier { display: grid; gap: 1rem; min-width: 0; --known: #0072b2; --new: #c25700; --dark: #8883; }
+.mixsd-frontier { display: grid; gap: 1rem; min-width: 0; margin-bottom: 1.5rem; --known: #0072b2; --new: #c25700; --dark: #8883; }
 html[data-theme=dark] .mixsd-frontier { --known: #56b4e9; --new: #e69f00; --dark: #fff2; }
 .mixsd-frontier form { display: grid; gap: .75rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 16rem), 1fr)); }
 .mixsd-frontier label { display: grid; gap: .25rem; align-content: start; min-width: 0; font-weight: 600; }
@@ -21,10 +21,10 @@ html[data-theme=dark] .mixsd-frontier { --known: #56b4e9; --new: #e69f00; --dark
 .mixsd-frontier .tiles.world span.on { background: var(--known); }
 .mixsd-frontier .tiles.recall span.on { background: var(--new); }
 .mixsd-frontier .replies { display: grid; gap: .75rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); padding: 0; margin: 0; list-style: none; }
-.mixsd-frontier .replies li { border-left: .3rem solid; border-color: #8888; padding: 0 .75rem; white-space: pre-wrap; overflow-wrap: anywhere; }
+.mixsd-frontier .replies li { margin: 0; border-left: .3rem solid; border-color: #8888; padding: 0 .75rem; white-space: pre-wrap; overflow-wrap: anywhere; }
 .mixsd-frontier .replies li.right { border-color: var(--known); }
 .mixsd-frontier .replies .prompt { font-weight: 600; }
-.mixsd-frontier p { margin: 0; }
+.mixsd-frontier :is(p, li > p) { margin: 0; }
 .mixsd-frontier details ul { max-height: 20rem; overflow: auto; }
 `;
 const SVG = "http://www.w3.org/2000/svg";

@@ -7,9 +7,9 @@
 
 const STYLE = `
 .mixsd-page { display: grid; gap: 1rem; min-width: 0; }
-.mixsd-page form { display: grid; gap: .75rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 14rem), 1fr)); }
+.mixsd-page form { display: grid; gap: .75rem; }
+@media (min-width: 720px) { .mixsd-page form { grid-template-columns: repeat(3, 1fr); } .mixsd-page label.wide { grid-column: span 2; } }
 .mixsd-page label { display: grid; gap: .25rem; align-content: start; min-width: 0; font-weight: 600; }
-.mixsd-page label.wide { grid-column: 1 / -1; }
 .mixsd-page :is(select, input, textarea) { font: inherit; font-weight: normal; width: 100%; min-width: 0; box-sizing: border-box;
   padding: .35rem .5rem; color: inherit; background: transparent; border: 1px solid #767676; border-radius: .25rem; }
 .mixsd-page option { color: #000; background: #fff; }
