@@ -505,20 +505,20 @@ function render({model, el}) {
     texts = {question, answer};
     running.abort();
     if (question) draw();
-    else answer();
+    else receive();
   };
   const read = () => {
     const {question, answer} = state("question", "answer");
     if (texts && (question !== texts.question || answer !== texts.answer)) { texts = {question, answer}; draw(30); }
   };
-  const answer = () => {
+  const receive = () => {
     if (model.get("fact").id) return;
     clearTimeout(timer);
     view.update(model.get("trace"));
     view.busy(model.get("busy"));
   };
   const handlers = {"change:fact": pick, "change:files": pick, "change:question change:answer": read,
-    "change:lam change:temperature change:seed": () => draw(), "change:trace change:busy": answer};
+    "change:lam change:temperature change:seed": () => draw(), "change:trace change:busy": receive};
   for (const [names, handler] of Object.entries(handlers)) model.on(names, handler);
   pick();
   if (model.get("question")) read();
