@@ -56,9 +56,10 @@ def free_port():
         return s.getsockname()[1]
 
 
-def serve(folder, runs, *command):
-    "A server of a copy of the notebook: the process and its address."
-    shutil.copy(ROOT / "nbs/explore.ipynb", folder)
+def serve(folder, runs, *command, model="lab-m"):
+    "A server of a copy of the notebook, which shows the model first: the process and its address."
+    text = (ROOT / "nbs/explore.ipynb").read_text(encoding="utf-8")
+    (folder / "explore.ipynb").write_text(text.replace(r'model: str = \"lab-m\"', rf'model: str = \"{model}\"'), encoding="utf-8")
     for name, values in SETTINGS.items():
         file = folder / "settings/@jupyterlab" / f"{name}.jupyterlab-settings"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -105,9 +106,9 @@ def collect_faults(page):
 
 
 @contextlib.contextmanager
-def open_page(browser, folder, runs, path, *command):
+def open_page(browser, folder, runs, path, *command, **options):
     "A page that a server shows."
-    process, address = serve(folder, runs, *command)
+    process, address = serve(folder, runs, *command, **options)
     try:
         until(lambda: is_listening(process, address, folder), what="the server")
         page = browser.new_page(viewport=dict(width=1500, height=1250))
@@ -433,7 +434,7 @@ def test_the_console_has_no_errors(page, app):
 
 @pytest.mark.slow
 def test_every_view_in_voila(browser, tmp_path, runs):
-    with open_page(browser, tmp_path, runs, "/", "voila", "--no-browser", "explore.ipynb") as page:
+    with open_page(browser, tmp_path, runs, "/", "voila", "--no-browser", "explore.ipynb", model="lab-s") as page:
         page.locator(".mx-token").first.wait_for()
         assert page.locator(".mixsd-explorer").bounding_box()["y"] < 400, "the page opens on the views"
         first = (".mx-token", ".mixsd-mark", ".mixsd-row", ".mixsd-node", ".mixsd-marks rect", "input[type=text]")
