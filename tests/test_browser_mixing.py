@@ -1,6 +1,7 @@
 "The page of the site that mixes in the browser: chromium opens it from a file, and is compared with the package."
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -197,6 +198,50 @@ def test_the_page_of_mixing_by_keyboard(page):
     page.wait_for_function("document.querySelector('[role=alert]').textContent === ''")
     assert page.evaluate(AUDIT) == []
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_the_page_of_mixing_on_a_telephone(page):
+    "At 390 px the probabilities are bars of some length, and the names of λ's ends stand above the buttons."
+    page.set_viewport_size(dict(width=390, height=900))
+    widths = page.evaluate("[...document.querySelectorAll('.mx-row')].map((row) => [row.textContent, row.querySelector('div').getBoundingClientRect().width])")
+    share = [float(re.search(r"([0-9.]+)%$", text)[1]) / 100 for text, _ in widths]
+    full = max(width / p for p, (_, width) in zip(share, widths) if p > 0.2)
+    assert full > 45 and all(abs(width - max(1, p * full)) < 2 for p, (_, width) in zip(share, widths))
+    ends, bar = (page.locator(place).bounding_box() for place in (".mx-ends", ".mx-bar"))
+    assert ends["y"] + ends["height"] <= bar["y"] and page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.set_viewport_size(dict(width=1280, height=1000))
+
+
+# A model as anywidget gives it to `render`, without a kernel behind it.
+ALONE = """async (source) => {
+  const values = {fact: {}, files: {}, trace: null, busy: false, lam: 0.5, temperature: 0, seed: 0, question: "", answer: ""}, handlers = [];
+  globalThis.model = {get: (name) => values[name], off: () => {}, on: (names, handler) => handlers.push([names.split(" "), handler]),
+    set: (name, value) => { values[name] = value; for (const [names, handler] of handlers) if (names.includes(`change:${name}`)) handler(); }};
+  const {default: {render}} = await import(URL.createObjectURL(new Blob([source], {type: "text/javascript"})));
+  globalThis.end = render({model, el: document.body});
+}"""
+
+
+def test_a_kernel_that_does_not_answer_is_missed(browser):
+    "Where the kernel mixes and has ended, a change of λ leaves the last picture, and a message says so after ten seconds."
+    page, busy = browser.new_page(), "document.querySelector('.mx-busy').textContent"
+    page.clock.install()
+    page.evaluate(ALONE, (ROOT / "mixsd_nb/views/explainer.js").read_text(encoding="utf-8"))
+    assert "Nothing is mixed yet" in page.inner_text("body")
+    token = dict(text="Let", id=343, nll=0.7, u=0.4, side="naive", other="The", naive=[["Let", 0.5]], expert=[["The", 0.7]])
+    attempt = dict(tokens=[token], accepted=True, reason="", said="x", nll=0.7)
+    trace = dict(question="Q?", answer="x", lam=0.5, temperature=0, seed=0, state="accepted", attempts=[attempt], canonical=None)
+    page.evaluate("trace => model.set('trace', trace)", trace)
+    assert page.locator(".mx-token").count() == 1 and page.evaluate(busy) == ""
+    page.evaluate("model.set('lam', 0.7)")
+    assert page.evaluate(busy) == "mixing …"
+    page.clock.fast_forward(11_000)
+    assert "kernel does not answer" in page.evaluate(busy) and page.locator(".mx-token").count() == 1
+    page.evaluate("trace => model.set('trace', trace)", trace | dict(lam=0.7))
+    assert page.evaluate(busy) == "" and page.locator(".mx").get_attribute("data-lam") == "0.7"
+    page.evaluate("end()")
+    assert page.locator(".mx").count() == 0
+    page.close()
 
 
 def test_the_page_of_the_frontier_by_keyboard(browser, site):

@@ -10,14 +10,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import psutil
 import pytest
 from helpers import need_tools, until
 from made_up import write_runs
 
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.explore import read_parameters
+from mixsd_nb.methods.mixing import mix, mix_items
 from mixsd_nb.runs import ParameterError
 from mixsd_nb.views import VIEWS
+from mixsd_nb.views.mixing import edit_fact, get_engine, get_question
 
 ROOT = Path(__file__).resolve().parents[1]
 TITLES = [view.title for view in VIEWS.values()]
@@ -52,9 +56,10 @@ def free_port():
         return s.getsockname()[1]
 
 
-def serve(folder, runs, *command):
-    "A server of a copy of the notebook: the process and its address."
-    shutil.copy(ROOT / "nbs/explore.ipynb", folder)
+def serve(folder, runs, *command, model="lab-m"):
+    "A server of a copy of the notebook, which shows the model first: the process and its address."
+    text = (ROOT / "nbs/explore.ipynb").read_text(encoding="utf-8")
+    (folder / "explore.ipynb").write_text(text.replace(r'model: str = \"lab-m\"', rf'model: str = \"{model}\"'), encoding="utf-8")
     for name, values in SETTINGS.items():
         file = folder / "settings/@jupyterlab" / f"{name}.jupyterlab-settings"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -85,14 +90,31 @@ def browser():
         with playwright.chromium.launch(executable_path=path, args=["--no-sandbox"]) as browser: yield browser
 
 
+# What JupyterLab and Voilà write themselves where there is no internet: a request for a script or a font that is not needed.
+OFFLINE = ("net::ERR_NAME_NOT_RESOLVED", "net::ERR_INTERNET_DISCONNECTED")
+
+
+def collect_faults(page):
+    "Keep the errors of a page's console, and exceptions, in `page.faults`."
+    page.faults = []
+
+    def keep(message):
+        text = f"{message.text} {message.location.get('url', '')}"
+        if message.type == "error" and not any(known in text for known in OFFLINE): page.faults.append(text)
+    page.on("console", keep)
+    page.on("pageerror", lambda error: page.faults.append(str(error)))
+
+
 @contextlib.contextmanager
-def open_page(browser, folder, runs, path, *command):
+def open_page(browser, folder, runs, path, *command, **options):
     "A page that a server shows."
-    process, address = serve(folder, runs, *command)
+    process, address = serve(folder, runs, *command, **options)
     try:
         until(lambda: is_listening(process, address, folder), what="the server")
         page = browser.new_page(viewport=dict(width=1500, height=1250))
         page.set_default_timeout(180_000)
+        collect_faults(page)
+        page.server = psutil.Process(process.pid)
         page.goto(address + path)
         yield page
         page.close()
@@ -152,6 +174,61 @@ def test_lambda_changes_the_tokens(page, app):
     assert handle.evaluate("e => e === document.activeElement"), "a redraw leaves the slider its focus"
     assert app.get_by_role("spinbutton", name="λ").input_value() == "0.5"
     page.wait_for_selector("text=Python 3 (ipykernel) | Idle")
+
+
+def read_target(app):
+    "The ids of the tokens, once the target is complete."
+    until(lambda: app.locator(".mx").get_attribute("data-state") != "running" and not app.locator(".mx-working").count())
+    return [int(k) for k in app.locator(".mx-token").evaluate_all("tokens => tokens.map(t => t.dataset.id)")]
+
+
+STEPS = """async (steps) => {
+  const root = document.querySelector(".mx"), range = root.querySelector(".mx-ruler input"), times = [];
+  const isDrawn = () => Math.abs(root.dataset.lam - range.value) < 1e-6 && root.dataset.state !== "running" && !root.matches(".mx-working");
+  for (let k = 1; k <= steps; k++) {
+    const start = performance.now();
+    range.value = Math.abs((k + 10) % 40 - 20) / 20;  // from one end to the other and back
+    range.dispatchEvent(new Event("input"));
+    while (!isDrawn()) await new Promise((resolve) => setTimeout(resolve, 2));
+    times.push(performance.now() - start);
+  }
+  return times;
+}"""
+
+
+def test_the_page_mixes_while_the_kernel_stands_still(page, app):
+    "λ, coins and a typed fact are drawn although the kernel's process is stopped; the tokens are those of `mix`."
+    kernel, = (p for p in page.server.children(recursive=True) if any("ipykernel" in word for word in p.cmdline()))
+    box = lambda name: app.get_by_role("textbox", name=name, exact=True)
+    engine, row, root = get_engine("lab-m"), load_corpus("kgfact-small", "train")[0], app.locator(".mx")
+
+    def check(row, lam, seed):
+        until(lambda: (root.get_attribute("data-lam"), root.get_attribute("data-seed")) == (str(lam), str(seed)))
+        record, = mix(engine, mix_items(engine.tokenizer, [row]), lam, seed=seed)
+        until(lambda: read_target(app) == list(record["completion_ids"]))
+        assert app.locator(".mx-frame").count() == record["attempts"]
+
+    kernel.suspend()
+    try:
+        app.get_by_role("slider", name="λ").fill("0.35")
+        check(row, 0.35, 0)
+        app.get_by_role("button", name="new coins").click()
+        check(row, 0.35, 1)
+        times = page.evaluate(STEPS, 30)
+        app.get_by_role("slider", name="λ").fill("0")
+        box("answer").fill("<b>ultramarine</b>")
+        page.keyboard.press("Tab")
+        until(lambda: "<b>ultramarine</b>" in app.locator(".mx-fact").inner_text(), what="what is typed, shown as it is")
+        check(edit_fact(row, get_question(row), "<b>ultramarine</b>"), 0, 1)
+    finally: kernel.resume()
+    print("30 steps of λ: median {:.0f}, nine in ten below {:.0f}, longest {:.0f} ms".format(*np.quantile(times, [0.5, 0.9, 1])))
+    box("answer").fill(row["answer"])
+    app.get_by_role("slider", name="λ").fill("0.5")
+    app.get_by_role("spinbutton", name="seed").fill("0")
+    page.keyboard.press("Tab")
+    check(row, 0.5, 0)
+    page.wait_for_selector("text=Python 3 (ipykernel) | Idle")
+    assert app.get_by_role("spinbutton", name="λ").input_value() == "0.5" and app.locator(".mixsd-error").count() == 0
 
 
 def test_the_tokens_are_one_tab_stop_with_arrow_keys(page, app):
@@ -350,9 +427,14 @@ def test_a_question_is_asked(page, app):
     save_screenshot(page, app, "ask")
 
 
+def test_the_console_has_no_errors(page, app):
+    "After all that was done above."
+    assert page.faults == []
+
+
 @pytest.mark.slow
 def test_every_view_in_voila(browser, tmp_path, runs):
-    with open_page(browser, tmp_path, runs, "/", "voila", "--no-browser", "explore.ipynb") as page:
+    with open_page(browser, tmp_path, runs, "/", "voila", "--no-browser", "explore.ipynb", model="lab-s") as page:
         page.locator(".mx-token").first.wait_for()
         assert page.locator(".mixsd-explorer").bounding_box()["y"] < 400, "the page opens on the views"
         first = (".mx-token", ".mixsd-mark", ".mixsd-row", ".mixsd-node", ".mixsd-marks rect", "input[type=text]")
@@ -360,3 +442,4 @@ def test_every_view_in_voila(browser, tmp_path, runs):
             page.get_by_role("button", name=title, exact=True).press("Enter")
             page.locator(element).first.wait_for()
             assert page.locator(".mixsd-error").count() == 0
+        assert page.faults == []

@@ -1,5 +1,5 @@
-// Shows how one target is mixed, token by token. It draws a trace (JSON, made by views/mixing) and needs no kernel.
-// mount(element, trace, options) for any page; render({model, el}) for anywidget; <mixsd-explainer trace="…"> for HTML.
+// Shows how one target is mixed, token by token. It draws a trace (JSON, made by views/mixing or by mixing.js) and needs no kernel.
+// mount(element, trace, options) for any page; render({model, el}) for the anywidget of views/mixing.
 
 const STYLE = `
 .mx {--naive: #e69f00; --expert: #0072b2; --naive-ink: #7a4f00; --expert-ink: #00568a; --heat: 213,94,0;
@@ -22,7 +22,7 @@ const STYLE = `
 .mx .mx-naive {color: var(--naive-ink); font-weight: 600} .mx .mx-expert {color: var(--expert-ink); font-weight: 600}
 .mx :focus-visible {outline: 3px solid var(--focus); outline-offset: 1px}
 .mx-fact {font-size: 16px; margin: 0 0 6px} .mx-fact b {font-weight: 650; margin-right: 16px}
-.mx-ruler {position: relative; height: 106px; margin: 6px 0 2px; user-select: none}
+.mx-ruler {position: relative; min-height: 106px; padding-top: 88px; margin: 6px 0 2px; user-select: none}
 .mx-zone {position: absolute; top: 20px; height: 52px; font-size: 12px; padding: 1px 8px; overflow: hidden;
   white-space: nowrap}
 .mx-zone.n {left: 0; background: color-mix(in srgb, var(--naive) var(--tint), transparent);
@@ -36,17 +36,18 @@ const STYLE = `
 .mx-lam {position: absolute; top: 12px; height: 66px; margin-left: -1px; border-left: 2px solid var(--ink)}
 .mx-lam span {position: absolute; bottom: 100%; left: 50%; transform: translateX(-50%); white-space: nowrap;
   font-weight: 650; font-size: 13px; line-height: 15px}
-.mx-ruler input {position: absolute; top: 70px; left: -8px; width: calc(100% + 16px); margin: 0; height: 18px;
+.mx .mx-ruler input {position: absolute; top: 70px; left: -8px; width: calc(100% + 16px); margin: 0; height: 18px; min-height: 0;
   accent-color: var(--ink); cursor: ew-resize}
-.mx-ends {position: absolute; left: 0; right: 0; top: 88px; display: flex; justify-content: space-between;
-  font-size: 12px; color: var(--soft)}
+.mx-ends {display: flex; justify-content: space-between; gap: 16px; font-size: 12px; line-height: 1.3; color: var(--soft)}
+.mx-ends :last-child {text-align: right}
 .mx-bar {display: flex; flex-wrap: wrap; align-items: center; gap: 6px; margin: 8px 0}
 .mx button, .mx select {font: inherit; font-size: 13px; color: var(--ink); background: var(--page); cursor: pointer;
   border: 1px solid var(--soft); border-radius: 6px; padding: 3px 10px; height: 30px; min-width: 34px}
 .mx button:hover {background: var(--plate)} .mx button:disabled {opacity: .4; cursor: default}
 .mx button.mx-play {background: var(--ink); color: var(--page); border-color: var(--ink); min-width: 84px}
-.mx-bar input[type=range] {flex: 1 1 120px; max-width: 340px; accent-color: var(--ink)}
-.mx-bar label {font-size: 13px; color: var(--soft); display: inline-flex; align-items: center; gap: 6px}
+.mx .mx-bar input[type=range] {flex: 1 1 120px; max-width: 340px; min-height: 0; accent-color: var(--ink)}
+.mx .mx-bar label {font-size: 13px; font-weight: 400; color: var(--soft); display: inline-flex; align-items: center; gap: 6px}
+.mx .mx-bar select {width: auto; padding: 3px 10px}
 .mx-stage {position: relative; background: var(--plate); border-radius: 10px; padding: 12px 14px}
 .mx-tokens {display: flex; flex-wrap: wrap; row-gap: 5px; font: 15px/1.3 ui-monospace, "DejaVu Sans Mono", Menlo, monospace;
   outline-offset: 4px}
@@ -68,13 +69,13 @@ const STYLE = `
 .mx-card {position: relative; margin-top: 12px; background: var(--page); border: 1px solid var(--line);
   border-radius: 8px; padding: 10px 12px; width: min(100%, 860px); min-height: 172px;
   display: grid; grid-template-columns: minmax(170px, 210px) 1fr 1fr; gap: 4px 18px; transition: margin-left .12s}
-.mx-card h4 {margin: 0 0 3px; font-size: 13px; font-weight: 650}
+.mx-card h4 {margin: 0 0 3px; font-size: 13px; font-weight: 650} .mx-card h4 small {font-weight: 400}
 .mx-scale {position: relative; height: 12px; margin: 8px 0 20px; border-radius: 3px}
 .mx-scale b, .mx-scale u {position: absolute; text-decoration: none}
 .mx-scale b {width: 2px; margin-left: -1px; top: -3px; height: 18px; background: var(--ink)}
 .mx-scale u {width: 14px; height: 14px; margin: -1px -7px; border-radius: 50%; border: 3px solid var(--ink); background: var(--page)}
 .mx-scale span {position: absolute; top: 15px; font-size: 11px; color: var(--soft)}
-.mx-row {display: grid; grid-template-columns: minmax(60px, 96px) 1fr 44px; gap: 6px; align-items: center; font-size: 12px;
+.mx-row {display: grid; grid-template-columns: minmax(0, 96px) minmax(48px, 1fr) 44px; gap: 6px; align-items: center; font-size: 12px;
   height: 21px}
 .mx-row code {font: 12px ui-monospace, "DejaVu Sans Mono", Menlo, monospace; overflow: hidden; text-overflow: ellipsis; white-space: pre;
   background: none; color: inherit; padding: 0; text-align: right}
@@ -105,6 +106,7 @@ const STYLE = `
 @keyframes mx-turn {to {transform: rotate(360deg)}}
 @media (prefers-reduced-motion: reduce) {.mx * {transition: none !important} .mx-busy::before {animation: none}}
 @container (max-width: 640px) {.mx-card {grid-template-columns: 1fr 1fr} .mx-card > :first-child {grid-column: 1 / -1}}
+@container (max-width: 460px) {.mx-card {grid-template-columns: 1fr}}
 .mx-hidden {position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%)}
 `;
 const SPEEDS = [["slow", 1400], ["normal", 600], ["fast", 220]];
@@ -210,9 +212,15 @@ class Explainer {
     this.message.hidden = !!trace;
     if (!trace) { this.message.textContent = "Nothing is mixed yet."; return; }
     this.trace = structuredClone(trace);
+    for (const name of ["lam", "seed", "temperature", "state"]) this.root.dataset[name] = trace[name];
     if (!before || before.question !== trace.question || before.answer !== trace.answer) { this.position = null; this.pause(); }
     this.shown = null;
     this.draw();
+  }
+
+  fail(words) {
+    this.update(null);
+    this.message.textContent = words;
   }
 
   busy(on, words = "mixing …") {
@@ -277,7 +285,7 @@ class Explainer {
       const compare = t.u == null ? "" : `, coin ${t.u.toFixed(2)} ${t.side === "naive" ? "below" : "above"} lambda`;
       const says = t.other == null ? "" : differs ? `, ${other(t.side)} would write ${show(t.other)}` : ", both agree";
       children.push(make("span", {class: `mx-token ${letter(t.side)}${differs ? " differ" : ""}`, role: "option",
-        id: `mx-${this.id}-${k}`, style: `--u: ${t.u ?? 0}; --lam: ${lam}`, "data-source": t.side,
+        id: `mx-${this.id}-${k}`, "data-id": t.id, style: `--u: ${t.u ?? 0}; --lam: ${lam}`, "data-source": t.side,
         "aria-label": `${show(t.text)}, ${t.side}${compare}${says}`,
         onmouseenter: () => this.hover(k), onmouseleave: () => this.hover(null),
         onclick: () => { this.pause(); this.go(k); }}, show(t.text), t.u == null ? null : make("i")));
@@ -432,48 +440,93 @@ class Explainer {
 
 export function mount(element, trace, options = {}) { return new Explainer(element, trace, {...options}); }
 
-export function render({model, el}) {
-  const view = mount(el, model.get("trace"));
-  const update = () => view.update(model.get("trace"));
-  model.on("change:trace", update);
-  return () => { model.off("change:trace", update); view.destroy(); };
+
+// In a notebook the engine mixing.js makes the traces in this page if the kernel has sent the `files` of a model and a `fact`;
+// else the kernel sends each `trace`. The traits lam, temperature, seed, question and answer are linked to the controls.
+const PAUSE = 120;  // milliseconds between two drawings of a target that is being written
+const PATIENCE = 10000;  // milliseconds after which a kernel that has not answered is missed
+const mixers = new WeakMap();  // by files
+let engine;
+
+async function openMixer(files) {
+  engine ??= import(URL.createObjectURL(new Blob([files.engine], {type: "text/javascript"})));
+  const {Mixer, runInSlices} = await engine;
+  if (!mixers.has(files)) {
+    const {buffer, byteOffset, byteLength} = files.weights;
+    mixers.set(files, new Mixer({...files, weights: buffer.slice(byteOffset, byteOffset + byteLength)}));
+  }
+  return {mixer: mixers.get(files), runInSlices};
+}
+
+// Mix the fact for the other λ of the slider, the nearest first, while nobody waits.
+function* readAhead(mixer, fact, lam, settings) {
+  const others = Array.from({length: 21}, (_, k) => k / 20).sort((a, b) => Math.abs(a - lam) - Math.abs(b - lam));
+  for (const other of others) yield* mixer.trace(fact, other, settings);
+}
+
+function render({model, el}) {
+  const state = (...names) => Object.fromEntries(names.map(name => [name, model.get(name)]));
+  // the links save what is set here, with the controls
+  const options = {onLam: value => model.set("lam", value), onCoins: () => model.set("seed", model.get("seed") + 1)};
+  const view = mount(el, model.get("fact").id ? null : model.get("trace"), options);
+  let running = new AbortController(), texts = null, timer;
+
+  const mixHere = async () => {
+    running.abort();
+    const {signal} = running = new AbortController();
+    view.busy(true);
+    try {
+      const {mixer, runInSlices} = await openMixer(model.get("files")), {fact: {templates, ...picked}, lam, ...settings} = state("fact", "lam", "temperature", "seed");
+      mixer.prompts.corpora[picked.corpus] = templates;
+      const fact = mixer.editFact(picked, texts.question, texts.answer);
+      let shown = view.trace ? performance.now() : -Infinity;
+      const show = trace => {
+        if (performance.now() - shown < PAUSE) return;
+        view.update(trace);
+        view.busy(true);
+        shown = performance.now();
+      };
+      const trace = await runInSlices(mixer.trace(fact, lam, settings), show, {signal});
+      if (!trace || signal.aborted) return;
+      view.update(trace);
+      await runInSlices(readAhead(mixer, fact, lam, settings), () => {}, {signal, slice: 8});
+    } catch (error) {
+      if (!signal.aborted) view.fail(error.message);
+    }
+  };
+  const later = (act, delay) => { clearTimeout(timer); timer = setTimeout(act, delay); };
+  const draw = (delay = 0) => {
+    if (model.get("fact").id) return later(mixHere, delay);
+    view.busy(true);
+    later(() => view.busy(true, "The kernel does not answer. What is shown belongs to earlier settings."), PATIENCE);
+  };
+  const pick = () => {
+    const {question, answer} = model.get("fact");
+    texts = {question, answer};
+    running.abort();
+    if (question) draw();
+    else receive();
+  };
+  const read = () => {
+    const {question, answer} = state("question", "answer");
+    if (texts && (question !== texts.question || answer !== texts.answer)) { texts = {question, answer}; draw(30); }
+  };
+  const receive = () => {
+    if (model.get("fact").id) return;
+    clearTimeout(timer);
+    view.update(model.get("trace"));
+    view.busy(model.get("busy"));
+  };
+  const handlers = {"change:fact": pick, "change:files": pick, "change:question change:answer": read,
+    "change:lam change:temperature change:seed": () => draw(), "change:trace change:busy": receive};
+  for (const [names, handler] of Object.entries(handlers)) model.on(names, handler);
+  pick();
+  if (model.get("question")) read();
+  return () => {
+    for (const [names, handler] of Object.entries(handlers)) model.off(names, handler);
+    running.abort();
+    clearTimeout(timer);
+    view.destroy();
+  };
 }
 export default {render};
-
-// In HTML: <mixsd-explainer key="K"> is the place of an explainer, and each <mixsd-trace to="K" trace="JSON"> that is put into
-// the page, anywhere, shows a trace there; with the attribute `busy` it shows that work is under way. The explainer itself
-// stays, with the focus and a slider that is being dragged. `lam` selects a number field that follows the explainer's slider.
-const explainers = new Map(), waiting = new Map();
-
-class ExplainerElement extends HTMLElement {
-  connectedCallback() {
-    if (this.view) return;
-    const key = this.getAttribute("key"), selector = this.getAttribute("lam"), options = {};
-    if (selector) options.onLam = value => {
-      const field = document.querySelector(selector);
-      if (!field) return;
-      field.value = value;
-      for (const type of ["input", "change"]) field.dispatchEvent(new Event(type, {bubbles: true}));
-    };
-    this.view = mount(this, JSON.parse(this.getAttribute("trace") || "null"), options);
-    explainers.set(key, this.view);
-    waiting.get(key)?.();
-  }
-}
-
-class TraceElement extends HTMLElement {
-  connectedCallback() {
-    const key = this.getAttribute("to"), busy = this.hasAttribute("busy"), text = this.getAttribute("trace");
-    const tell = () => {
-      const view = explainers.get(key);
-      if (text) view.update(JSON.parse(text));
-      view.busy(busy);
-    };
-    if (explainers.has(key)) tell();
-    else waiting.set(key, tell);
-  }
-}
-if (!customElements.get("mixsd-explainer")) {
-  customElements.define("mixsd-explainer", ExplainerElement);
-  customElements.define("mixsd-trace", TraceElement);
-}

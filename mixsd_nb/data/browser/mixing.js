@@ -255,6 +255,18 @@ class Cache {
     return this.length++;
   }
 
+  /** The keys and values of the newest token, (layers, 2, width). */
+  newest() {
+    const at = (this.length - 1) * this.width;
+    return this.layers.map((pair) => pair.map((values) => values.slice(at, at + this.width)));
+  }
+
+  /** Append the keys and values of a token. */
+  append(column) {
+    const at = this.grow() * this.width;
+    this.layers.forEach((pair, layer) => pair.forEach((values, k) => values.set(column[layer][k], at)));
+  }
+
   copy() {
     return Object.assign(new Cache(0), { width: this.width, length: this.length, layers: this.layers.map((pair) => pair.map((old) => widen(old, old.length))) });
   }
@@ -372,6 +384,8 @@ function turn(x, start, heads, head, [cos, sin]) {
 
 // ---------------------------------------------------------------- choice of a token
 
+const TOP = 64; // tokens from which a draw is made
+
 const indexOfLargest = (values) => values.reduce((best, value, k) => value > values[best] ? k : best, 0);
 
 /** The ids of the k largest logits, in any order; of equal ones those that come first. */
@@ -385,19 +399,19 @@ function findLargest(logits, k) {
   return [...above, ...equal.slice(0, k - above.length)];
 }
 
-/** The next token (`choose`): the likeliest, or at T > 0 the largest sum of logit / T and keyed noise among the top k. */
-export function choose(logits, key, position, temperature = 0, topK = 64) {
-  if (temperature === 0) return indexOfLargest(logits);
-  const ids = findLargest(logits, topK), noise = drawNoise(key, position, ids);
-  return ids[indexOfLargest(ids.map((id, k) => logits[id] / temperature + noise[k]))];
-}
-
-/** Function of a token id: log p under logits. */
-function logSoftmax(logits) {
-  const best = logits[indexOfLargest(logits)];
+/** The TOP likeliest tokens, best first, of equal ones the first; with them the log of the sum of the exponentials of all logits. */
+function rank(logits) {
+  const ids = findLargest(logits, TOP).sort((a, b) => logits[b] - logits[a] || a - b), best = logits[ids[0]];
   let total = 0;
   for (const value of logits) total += Math.exp(value - best);
-  return (id) => logits[id] - best - Math.log(total);
+  return { ids, logits: ids.map((id) => logits[id]), norm: best + Math.log(total) };
+}
+
+/** The next token (`choose`): the likeliest, or at T > 0 the largest sum of logit / T and keyed noise among the ranked tokens. */
+export function choose({ ids, logits }, key, position, temperature = 0) {
+  if (temperature === 0) return ids[0];
+  const noise = drawNoise(key, position, ids);
+  return ids[indexOfLargest(ids.map((id, k) => logits[k] / temperature + noise[k]))];
 }
 
 // ---------------------------------------------------------------- verifier (mixsd_nb.benchmarks.answers, methods.mixing)
@@ -438,11 +452,12 @@ function namesAnother(text, answer) {
 
 // ---------------------------------------------------------------- mixing (mixsd_nb.methods.mixing)
 
-const DEFAULTS = { temperature: 0, topK: 64, sample: 0, seed: 0, maxNewTokens: 256, maxTotal: 10000, maxAttempts: 11, both: false };
+const DEFAULTS = { temperature: 0, sample: 0, seed: 0, maxNewTokens: 256, maxTotal: 10000, maxAttempts: 11 };
 const SIDES = ["expert", "naive"]; // index: whether the naive conditional writes
 const SHOWN = 5; // likeliest tokens of each conditional in a trace
 const CHUNK = 64; // tokens of a prompt that are read together
 const KEPT = 32; // facts whose prompts stay read, about a megabyte each
+const PLACES = 4000; // places of completions that stay read, about 20 kilobytes each
 
 /** A text from a template, whose parts are texts and, at odd places, names of fields. */
 const fillTemplate = (template, fields) => template.map((part, k) => k % 2 ? fields[part] : part).join("");
@@ -453,6 +468,20 @@ function countCommon(a, b) {
   return n;
 }
 
+/**
+ * A place in the tree of an item's completions: a token after all those before it. A place that was read knows the keys and
+ * values of its token, and what both conditionals rank next. So another λ, seed or temperature reads only what is new.
+ */
+class Place {
+  constructor(ids, before = []) { Object.assign(this, { ids, before, next: new Map(), columns: null, ranks: null }); }
+
+  /** The place of the next token. */
+  follow(id) {
+    if (!this.next.has(id)) this.next.set(id, new Place([id, id], [...this.before, this]));
+    return this.next.get(id);
+  }
+}
+
 /** Mixed targets of one model. `files`: config, tokenizer and prompts (parsed JSON), and weights (an ArrayBuffer). */
 export class Mixer {
   constructor({ config, tokenizer, weights, prompts }) {
@@ -461,7 +490,8 @@ export class Mixer {
     this.prompts = prompts;
     this.stop = new Set(prompts.stop);
     this.items = new Map(); // facts that were mixed lately
-    this.prefixes = new WeakMap(); // item -> caches of both prompts
+    this.states = new WeakMap(); // item -> what was read of it
+    this.words = new Map(); // texts of single tokens
   }
 
   /** The facts of a corpus: id, question, answer, prompt and canonical target. */
@@ -493,14 +523,17 @@ export class Mixer {
     const key = JSON.stringify([fact.corpus, fact.id, fact.prompt, fact.target]), item = this.items.get(key) ?? this.encodeFact(fact);
     this.items.delete(key);
     this.items.set(key, item);
-    if (this.items.size > KEPT) this.items.delete(this.items.keys().next().value);
+    while (this.items.size > KEPT || (this.items.size > 1 && this.countPlaces() > PLACES)) this.items.delete(this.items.keys().next().value);
+    if (this.countPlaces() > PLACES) this.states.delete(item);
     return item;
   }
+
+  countPlaces() { return [...this.items.values()].reduce((sum, item) => sum + (this.states.get(item)?.size ?? 0), 0); }
 
   encodeFact(fact) {
     const { expert, extract } = this.prompts.corpora[fact.corpus];
     return { id: fact.id, answer: fact.answer, extract, naiveIds: this.encodePrompt(fact.prompt),
-      expertIds: this.encodePrompt(fillTemplate(expert, fact)) };
+      expertIds: this.encodePrompt(fillTemplate(expert, { ...fact, target: fact.reference || fact.target })) };
   }
 
   /** What a completion says, and whether it is accepted (`accepts`). */
@@ -519,48 +552,68 @@ export class Mixer {
     return hidden;
   }
 
-  /** The caches of both prompts up to their last tokens, [expert, naive]. What both begin with is read once. */
-  readPrompts(item) {
-    if (!this.prefixes.has(item)) {
-      const prompts = [item.expertIds.slice(0, -1), item.naiveIds.slice(0, -1)], common = countCommon(...prompts);
+  /** What was read of an item: the caches of both prompts up to their last tokens, [expert, naive], and the tree of its
+   * completions. `held` are the places that the caches hold after the prompts. What both prompts begin with is read once. */
+  open(item) {
+    if (!this.states.has(item)) {
+      const prompts = [item.expertIds, item.naiveIds], short = prompts.map((ids) => ids.slice(0, -1)), common = countCommon(...short);
       const start = this.model.newCache();
-      this.readTokens(prompts[0].slice(0, common), start);
-      this.prefixes.set(item, prompts.map((ids) => {
+      this.readTokens(short[0].slice(0, common), start);
+      const caches = short.map((ids) => {
         const cache = start.copy();
         this.readTokens(ids.slice(common), cache);
         return cache;
-      }));
+      });
+      this.states.set(item, { caches, held: [], size: 0, root: new Place(prompts.map((ids) => ids.at(-1))), canonical: undefined });
     }
-    const caches = this.prefixes.get(item);
-    [item.expertIds, item.naiveIds].forEach((ids, side) => { caches[side].length = ids.length - 1; });
-    return caches;
+    return this.states.get(item);
+  }
+
+  /** Make the caches of an item hold these places after the prompts. */
+  hold(item, places) {
+    const state = this.open(item), known = countCommon(state.held, places);
+    [item.expertIds, item.naiveIds].forEach((ids, side) => {
+      state.caches[side].length = ids.length - 1 + known;
+      for (const place of places.slice(known)) state.caches[side].append(place.columns[side]);
+    });
+    state.held = places;
+    return state.caches;
+  }
+
+  /** What both conditionals rank after a place, [expert, naive]; `nll` is −log p of the ranked tokens under the naive one. */
+  readPlace(item, place) {
+    if (place.ranks) return place.ranks;
+    const caches = this.hold(item, place.before), state = this.open(item);
+    const all = this.model.logits(this.model.read(caches.map((cache, side) => [place.ids[side], cache])));
+    const [expert, naive] = [0, 1].map((side) => all.subarray(side * this.model.vocabulary).subarray(0, this.tokenizer.size));
+    const ranks = [rank(expert), rank(naive)];
+    for (const each of ranks) each.nll = new Map(each.ids.map((id) => [id, ranks[1].norm - naive[id]]));
+    Object.assign(place, { ranks, columns: caches.map((cache) => cache.newest()) });
+    state.held = [...place.before, place];
+    state.size++;
+    return ranks;
   }
 
   /** Logits without ids that the tokenizer does not have. */
   logits(hidden) { return this.model.logits(hidden).subarray(0, this.tokenizer.size); }
 
   /**
-   * Write one sequence (`oracle_sequence`). Yields { t, id, u, naive, read, pick } after every token; `read(side)` are
-   * the logits of a conditional (0: expert, 1: naive) at this token, and `pick(side)` is the token that it would write.
-   * Where λ is 0 or 1, one conditional reads nothing unless `both` is set. Returns the reason why the sequence ended.
+   * Write one sequence (`oracle_sequence`). Yields { t, id, u, naive, ranks, pick } after every token; `ranks` are what the
+   * conditionals (0: expert, 1: naive) rank there, and `pick(side)` is the token that one of them would write. Returns the
+   * reason why the sequence ended.
    */
   *write(item, lam, attempt, settings) {
-    const { seed, sample, temperature, topK, maxNewTokens, maxTotal, both } = { ...DEFAULTS, ...settings };
+    const { seed, sample, temperature, maxNewTokens, maxTotal } = { ...DEFAULTS, ...settings };
     const prompts = [item.expertIds, item.naiveIds], needed = [0, 1].filter((side) => lam !== 1 - side);
     const room = Math.min(maxNewTokens, Math.min(this.model.context, maxTotal) - Math.max(...needed.map((side) => prompts[side].length)));
     if (room <= 0) return "prompt_too_long";
-    const caches = this.readPrompts(item), { width } = this.model, draws = [seed, item.id, sample, attempt];
-    const coins = rowKey("pick", ...draws), noise = rowKey("noise", ...draws), sides = both ? [0, 1] : needed;
-    let pending = prompts.map((ids) => ids.at(-1)), id;
-    for (let t = 0; t < room; t++) {
-      const hidden = this.model.read(sides.map((side) => [pending[side], caches[side]])), known = [];
-      const read = (side) => known[side] ??= this.logits(hidden.subarray(sides.indexOf(side) * width, (sides.indexOf(side) + 1) * width));
-      const pick = (side) => choose(read(side), noise, t, temperature, topK);
-      const u = keyedUniform(coins, t), naive = u < lam;
-      id = pick(Number(naive));
-      yield { t, id, u, naive, read, pick };
+    const draws = [seed, item.id, sample, attempt], coins = rowKey("pick", ...draws), noise = rowKey("noise", ...draws);
+    for (let t = 0, { root: place } = this.open(item); t < room; t++) {
+      const ranks = this.readPlace(item, place), pick = (side) => choose(ranks[side], noise, t, temperature);
+      const u = keyedUniform(coins, t), naive = u < lam, id = pick(Number(naive));
+      yield { t, id, u, naive, ranks, pick };
       if (this.stop.has(id)) return "stop";
-      pending = [id, id];
+      place = place.follow(id);
     }
     return room === maxNewTokens ? "max_new_tokens" : "max_model_len";
   }
@@ -586,26 +639,30 @@ export class Mixer {
 
   // -------------------------------------------------------------- traces: what a page shows of a target
 
-  likeliest(logits, logp) {
-    const best = findLargest(logits, SHOWN).sort((a, b) => logits[b] - logits[a]);
-    return best.map((id) => [this.tokenizer.decode([id]), Math.exp(logp(id))]);
+  /** The text of a token. */
+  word(id) {
+    if (!this.words.has(id)) this.words.set(id, this.tokenizer.decode([id]));
+    return this.words.get(id);
   }
 
-  describeToken({ id, u, naive, read, pick }) {
-    const [expert, plain] = [read(0), read(1)], logp = logSoftmax(plain);
-    return { text: this.tokenizer.decode([id]), id, u, side: SIDES[Number(naive)], nll: -logp(id), naive: this.likeliest(plain, logp),
-      expert: this.likeliest(expert, logSoftmax(expert)), other: this.tokenizer.decode([pick(Number(!naive))]) };
+  /** The likeliest tokens with their probabilities. */
+  likeliest(rank) { return rank.shown ??= rank.ids.slice(0, SHOWN).map((id, k) => [this.word(id), Math.exp(rank.logits[k] - rank.norm)]); }
+
+  describeToken({ id, u, naive, ranks, pick }) {
+    const side = Number(naive);
+    return { text: this.word(id), id, u, side: SIDES[side], nll: ranks[side].nll.get(id), naive: this.likeliest(ranks[1]),
+      expert: this.likeliest(ranks[0]), other: this.word(pick(1 - side)) };
   }
 
   /** The tokens of the canonical target, each with its NLL and the likeliest tokens of both conditionals. */
   scoreCanonical(item, fact) {
-    const ids = [...this.tokenizer.encode(fact.target), ...this.prompts.close], { width } = this.model;
-    const room = this.model.context - Math.max(item.expertIds.length, item.naiveIds.length);
+    const ids = [...this.tokenizer.encode(fact.target), ...this.prompts.close], { width } = this.model, prompts = [item.expertIds, item.naiveIds];
+    const room = this.model.context - Math.max(...prompts.map((prompt) => prompt.length));
     if (ids.length > room) return null;
-    const hidden = this.readPrompts(item).map((cache, side) => this.readTokens([[item.expertIds, item.naiveIds][side].at(-1), ...ids.slice(0, -1)], cache));
+    const hidden = this.hold(item, []).map((cache, side) => this.readTokens([prompts[side].at(-1), ...ids.slice(0, -1)], cache));
     const tokens = ids.map((id, t) => {
-      const [expert, naive] = hidden.map((h) => this.logits(h.subarray(t * width, (t + 1) * width))), logp = logSoftmax(naive);
-      return { text: this.tokenizer.decode([id]), id, nll: -logp(id), naive: this.likeliest(naive, logp), expert: this.likeliest(expert, logSoftmax(expert)) };
+      const [expert, naive] = hidden.map((h) => this.logits(h.subarray(t * width, (t + 1) * width))), last = rank(naive);
+      return { text: this.word(id), id, nll: last.norm - naive[id], naive: this.likeliest(last), expert: this.likeliest(rank(expert)) };
     });
     return { tokens, nll: mean(tokens) };
   }
@@ -618,7 +675,7 @@ export class Mixer {
     const last = this.countAttempts(lam, settings);
     while (trace.state === "running") {
       const attempt = { tokens: [], accepted: null, reason: "", said: null, nll: null };
-      const steps = this.write(item, lam, trace.attempts.length, { ...settings, both: true });
+      const steps = this.write(item, lam, trace.attempts.length, settings);
       trace.attempts.push(attempt);
       let step = steps.next();
       for (; !step.done; step = steps.next()) {
@@ -629,7 +686,9 @@ export class Mixer {
       const ended = trace.attempts.length === last || step.value === "prompt_too_long";
       trace.state = attempt.accepted ? "accepted" : ended ? "discarded" : "running";
     }
-    trace.canonical = this.scoreCanonical(item, fact);
+    const state = this.open(item);
+    if (state.canonical === undefined) state.canonical = this.scoreCanonical(item, fact);
+    trace.canonical = state.canonical;
     yield trace;
   }
 
