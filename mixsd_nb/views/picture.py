@@ -26,6 +26,8 @@ PICTURE_STYLE = """<style>
 .mixsd-marks svg text.mixsd-name {fill: var(--c, currentColor);
   fill: color-mix(in oklab, var(--c, currentColor) 65%, currentColor); font-weight: 600; paint-order: stroke;
   stroke: var(--jp-layout-color1, Canvas); stroke-width: 3px; stroke-linejoin: round}
+:is([data-jp-theme-light=false], [data-theme=dark]) .mixsd-marks svg text.mixsd-name {
+  fill: color-mix(in oklab, var(--c, currentColor) 50%, currentColor)}
 .mixsd-marks svg text.mixsd-watermark {font-size: 90px; opacity: .09; font-weight: 700}
 .mixsd-grid {stroke: currentColor; opacity: .13}
 .mixsd-axis {stroke: currentColor; opacity: .45}
@@ -78,6 +80,9 @@ PICTURE_STYLE = """<style>
 .mixsd-list .mixsd-head {position: sticky; top: 0; background: var(--jp-layout-color1, Canvas); font-weight: 600;
   cursor: default; z-index: 1}
 .mixsd-explorer .widget-dropdown {margin-right: 10px}
+[data-jp-theme-light=false] .mixsd-explorer {--jp-widgets-dropdown-arrow: url("data:image/svg+xml,%3Csvg \
+xmlns='http://www.w3.org/2000/svg' viewBox='0 0 18 18'%3E%3Cpath d='m4 7 5 5 5-5' fill='none' stroke='%23fff' \
+stroke-width='2'/%3E%3C/svg%3E")}
 .mixsd-row > span {overflow: hidden; text-overflow: ellipsis; white-space: nowrap}
 </style>"""
 
@@ -95,7 +100,9 @@ function enter(m) {
   const left = Math.min(r.right - box.x + 10, box.width - tip.offsetWidth - 4);
   const over = left < r.right - box.x + 4;
   tip.style.left = Math.max(0, left) + 'px';
-  tip.style.top = (over ? r.bottom - box.y + 8 : r.y - box.y + r.height / 2 - Math.min(20, tip.offsetHeight / 2)) + 'px';
+  const below = r.bottom - box.y + 8, fits = below + tip.offsetHeight <= box.height;
+  const above = Math.max(0, r.y - box.y - tip.offsetHeight - 8);
+  tip.style.top = (over ? (fits ? below : above) : r.y - box.y + r.height / 2 - Math.min(20, tip.offsetHeight / 2)) + 'px';
   const mine = (m.dataset.group || '').split(' ');
   for (const other of root.querySelectorAll('[data-group]')) other.classList.toggle('mixsd-dim',
     !!m.dataset.group && !other.dataset.group.split(' ').some(g => mine.includes(g)));

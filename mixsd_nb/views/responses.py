@@ -209,7 +209,7 @@ class ResponsesView(View):
         for button, by in zip(buttons, (-1, 1)): button.on_click(self.guard(functools.partial(self.move, by)))
         self.list, self.kinds = Picture(self.pick_item), Picture(self.pick_kind)
         self.text = widgets.HTML(layout=widgets.Layout(width="100%"))
-        column = lambda *parts: widgets.VBox(parts, layout=widgets.Layout(flex="1 1 30em", min_width="20em", padding="0 4px 0 0"))
+        column = lambda *parts: widgets.VBox(parts, layout=widgets.Layout(flex="1 1 30em", min_width="20em", padding="0 10px 0 0"))
         self.columns = widgets.HBox([column(self.list, self.kinds), column(make_row(self.item, *buttons), self.text)],
                                     layout=widgets.Layout(flex_flow="row wrap", grid_gap="16px", overflow="hidden"))
         self.set_parts(widgets.HTML(PICTURE_STYLE), make_row(self.dataset, self.model),

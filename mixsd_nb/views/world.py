@@ -221,7 +221,7 @@ class WorldView(View):
         self.model = make_control(widgets.Dropdown, "model", options=runs.list_all_models(), value=runs.first_model())
         self.lr, self.seed, self.first, self.second, self.memory, self.entity = (
             make_control(widgets.Dropdown, name) for name in ("rate", "seed", "left", "right", "memorised", "entity"))
-        self.text = widgets.HTML(layout=widgets.Layout(width="100%", height="11em", overflow="auto"))
+        self.text = widgets.HTML(layout=widgets.Layout(width="100%", height="11em", overflow="auto"), tabbable=True)
         self.figure = Picture(self.pick)
         self.set_parts(widgets.HTML(PICTURE_STYLE + WORLD_STYLE), make_row(self.dataset, self.model, self.lr, self.seed),
                        make_row(self.first, self.second, self.memory, self.entity), self.text, self.figure)
