@@ -149,41 +149,8 @@ def test_a_typed_fact_is_that_of_the_view(page):
     assert {key: found[key] for key in ("id", "prompt", "target", "answer")} == {key: typed[key] for key in ("id", "prompt", "target", "answer")}
 
 
-# What a person needs who cannot see the page, or sees little: names of controls, roles, and contrast of texts.
-AUDIT = r"""() => {
-  const faults = [], seen = (e) => e.checkVisibility({visibilityProperty: true, opacityProperty: true}) && e.getBoundingClientRect().width > 1;
-  const name = (e) => e.getAttribute("aria-label") || e.labels?.[0]?.textContent || (e.matches("select, input, textarea") ? "" : e.textContent) || e.title;
-  for (const e of document.querySelectorAll("button, select, input, textarea, [tabindex='0'], [role=img], [role=slider], svg[role]"))
-    if (seen(e) && !(name(e) || "").trim() && !e.querySelector("title")) faults.push(`no name: ${e.outerHTML.slice(0, 90)}`);
-  const ids = [...document.querySelectorAll("[id]")].map((e) => e.id);
-  if (new Set(ids).size < ids.length) faults.push("an id is given twice");
-  const parse = (c) => { const n = c.match(/[\d.]+/g).map(Number); return c.startsWith("color(srgb") ? [n[0] * 255, n[1] * 255, n[2] * 255, n[3] ?? 1] : [n[0], n[1], n[2], n[3] ?? 1]; };
-  const over = ([r, g, b, a], [x, y, z]) => [r * a + x * (1 - a), g * a + y * (1 - a), b * a + z * (1 - a), 1];
-  const holds = (e, at) => { const b = e.getBoundingClientRect(); return b.left <= at.x && at.x <= b.right && b.top <= at.y && at.y <= b.bottom; };
-  const ground = (e, at) => {
-    if (!e) return [255, 255, 255, 1];
-    const c = parse(getComputedStyle(e).backgroundColor);
-    return !holds(e, at) ? ground(e.parentElement, at) : c[3] === 1 ? c : over(c, ground(e.parentElement, at));
-  };
-  const image = (e) => e && (getComputedStyle(e).backgroundImage !== "none" || image(e.parentElement));
-  const light = ([r, g, b]) => [r, g, b].map((v) => (v /= 255) <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4).reduce((s, v, k) => s + v * [.2126, .7152, .0722][k], 0);
-  const walker = document.createTreeWalker(document.querySelector("main"), NodeFilter.SHOW_TEXT);
-  for (let n; (n = walker.nextNode());) {
-    const e = n.parentElement;
-    if (!n.data.trim() || !seen(e) || e.closest("style, script, option, svg, [aria-hidden=true]") || image(e)) continue;
-    const range = document.createRange();
-    range.selectNodeContents(n);
-    const box = range.getBoundingClientRect(), at = {x: box.x + box.width / 2, y: box.y + box.height / 2};
-    const s = getComputedStyle(e), back = ground(e, at), front = over(parse(s.color), back), [a, b] = [light(front), light(back)];
-    const ratio = (Math.max(a, b) + .05) / (Math.min(a, b) + .05), big = parseFloat(s.fontSize) >= 24 || (parseFloat(s.fontSize) >= 18.6 && s.fontWeight >= 700);
-    if (ratio < (big ? 3 : 4.5)) faults.push(`contrast ${ratio.toFixed(1)}: ${n.data.trim().slice(0, 30)} in ${e.className}`);
-  }
-  return [...new Set(faults)];
-}"""
-
-
 def test_the_page_of_mixing_by_keyboard(page):
-    "A person moves λ, types a fact, and reads a mistake, without a mouse; every control has a name."
+    "A person moves λ, types a fact, and reads a mistake, without a mouse."
     data = "document.getElementById('mixsd-mixing').dataset"
     last = lambda: page.evaluate(f"{data}.tokens + {data}.rate")
     slider, before = page.get_by_role("slider", name="λ").first, last()
@@ -196,7 +163,6 @@ def test_the_page_of_mixing_by_keyboard(page):
     page.get_by_role("alert").filter(has_text="answer is empty").wait_for()
     page.get_by_role("textbox", name="answer", exact=True).fill("Larmo Herald")
     page.wait_for_function("document.querySelector('[role=alert]').textContent === ''")
-    assert page.evaluate(AUDIT) == []
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
@@ -261,5 +227,5 @@ def test_the_page_of_the_frontier_by_keyboard(browser, site):
     assert stored["replies"][c["replies"][0]][:40] in text and page.locator(".tiles.world .on").count() == c["world"].count("1")
     page.keyboard.press("Home")
     assert "before training" in page.locator("label", has=slider).inner_text()
-    assert page.evaluate(AUDIT) == [] and page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     page.close()

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from axe import serious_faults
 from helpers import need_tools, until
 from made_up import write_runs
 
@@ -143,8 +144,9 @@ def app(page):
     return page.locator(".jp-Notebook .jp-Cell", has=page.locator(".mixsd-explorer"))
 
 
-def save_screenshot(page, app, name):
-    "A picture of a view, where MIXSD_SCREENSHOTS names a folder for them."
+def look_at(page, app, name):
+    "axe-core finds no serious fault in a view; its picture is stored where MIXSD_SCREENSHOTS names a folder."
+    assert serious_faults(page, "'.mixsd-explorer'") == []
     folder = os.environ.get("MIXSD_SCREENSHOTS")
     if folder:
         page.wait_for_timeout(500)
@@ -246,7 +248,7 @@ def test_the_tokens_are_one_tab_stop_with_arrow_keys(page, app):
     assert selected.count() == 1 and "coin" in selected.get_attribute("aria-label")
     page.keyboard.press("End")
     assert selected.inner_text() == "<|im_end|>"
-    save_screenshot(page, app, "mixing")
+    look_at(page, app, "mixing")
 
 
 def test_every_control_of_the_explainer_works_with_the_mouse(page, app):
@@ -360,7 +362,7 @@ def test_the_cube_switches_its_corpus_and_opens_a_mark(page, app):
     assert "50%, N=10" in app.inner_text() and app.locator(".mixsd-error").count() == 0
     marks(app, "choice").click()
     app.locator("h4", has_text="choice: 0 of 1 responses").wait_for()
-    save_screenshot(page, app, "cube")
+    look_at(page, app, "cube")
 
 
 def test_responses_of_the_mark(page, app):
@@ -379,7 +381,7 @@ def test_responses_of_the_mark(page, app):
     until(lambda: last.locator("span").first.inner_text() in app.locator("h3").inner_text())
     app.locator(".mixsd-row[data-key*='format']").press("Enter")
     until(lambda: app.locator(".mixsd-list").first.locator(".mixsd-row[data-key]").count() == 5)
-    save_screenshot(page, app, "responses")
+    look_at(page, app, "responses")
 
 
 def test_the_world_and_the_weights(page, app):
@@ -403,13 +405,13 @@ def test_the_world_and_the_weights(page, app):
     until(lambda: app.get_by_role("combobox", name="entity", exact=True).input_value() != fact["subject"])
     app.locator(".mixsd-edge[data-key]").nth(6).press("Enter")
     app.locator("td", has_text="No.").first.wait_for()
-    save_screenshot(page, app, "world")
+    look_at(page, app, "world")
     app.get_by_role("button", name="Weights").click()
     app.locator(".mixsd-note", has_text="papermill nbs/fisher.ipynb").wait_for()
     cell = app.locator("g[data-key*='q_proj']").first
     cell.press("Enter")
     app.locator("h4", has_text="q_proj").wait_for()
-    save_screenshot(page, app, "weights")
+    look_at(page, app, "weights")
 
 
 def test_a_question_is_asked(page, app):
@@ -424,7 +426,7 @@ def test_a_question_is_asked(page, app):
     app.get_by_role("button", name="inject this fact").press("Enter")
     app.locator("td", has_text="ultramarine").wait_for()
     assert app.locator(".mixsd-error").count() == 0
-    save_screenshot(page, app, "ask")
+    look_at(page, app, "ask")
 
 
 def test_the_console_has_no_errors(page, app):
