@@ -21,7 +21,7 @@ from mixsd_nb.methods import METHODS, Demand, Method, runnable_methods
 from mixsd_nb.models import load_tokenizer
 from mixsd_nb.models.geometry import GEOMETRIES, count_shape, read_shape
 from mixsd_nb.models.tiny import random_model
-from mixsd_nb.runs import ParameterError, find_stage, make_config
+from mixsd_nb.runs import ParameterError, find_stage, make_config, project_root
 
 H100 = Machine("h100", DEVICES["h100"], 4, 400, 16, 240)
 PAPER = dict(preset="paper", dataset="kgfact-small", engine="vllm", processes=4, sharded=True, recompute=True)
@@ -237,6 +237,8 @@ def test_every_shipped_grid_has_a_plan():
     assert len(table) == len(list_grids()) + 2 and (table.hours >= 0).all() and not table.do_not_fit.any()
     whole = table.loc["all, once, on GPUs"]
     assert whole.hours < 2_000 and whole.terabytes < 5 and table.hours["best-rates"] < 200
+    said = f"{whole.hours:,.0f} GPU-hours of H100s and {whole.terabytes:.2f} TB"
+    for text in "guides/scale.md", "cluster/plan.ipynb": assert said in (project_root() / "nbs" / text).read_text()
     small = plan_grid("knowledge-eval-small", "h100").rows()
     assert small[small.model == "Qwen3-8B"].disk.max() < 82
 

@@ -31,6 +31,10 @@ STYLE = """<style>
 .mixsd-fallback {display: none}
 .mixsd-busy {visibility: hidden; animation: mixsd-busy 0s .3s forwards; padding: 12px}
 @keyframes mixsd-busy {to {visibility: visible}}
+.mixsd-explorer .widget-dropdown {margin-right: 10px}
+[data-jp-theme-light=false] .mixsd-explorer {--jp-widgets-dropdown-arrow: url("data:image/svg+xml,%3Csvg \
+xmlns='http://www.w3.org/2000/svg' viewBox='0 0 18 18'%3E%3Cpath d='m4 7 5 5 5-5' fill='none' stroke='%23fff' \
+stroke-width='2'/%3E%3C/svg%3E")}
 </style>"""
 
 BUSY = "<div class='mixsd-busy' role='status'>loading …</div>"  # is visible after .3 s

@@ -79,10 +79,6 @@ PICTURE_STYLE = """<style>
   border-bottom: 1px solid var(--jp-border-color2, #9994)}
 .mixsd-list .mixsd-head {position: sticky; top: 0; background: var(--jp-layout-color1, Canvas); font-weight: 600;
   cursor: default; z-index: 1}
-.mixsd-explorer .widget-dropdown {margin-right: 10px}
-[data-jp-theme-light=false] .mixsd-explorer {--jp-widgets-dropdown-arrow: url("data:image/svg+xml,%3Csvg \
-xmlns='http://www.w3.org/2000/svg' viewBox='0 0 18 18'%3E%3Cpath d='m4 7 5 5 5-5' fill='none' stroke='%23fff' \
-stroke-width='2'/%3E%3C/svg%3E")}
 .mixsd-row > span {overflow: hidden; text-overflow: ellipsis; white-space: nowrap}
 </style>"""
 
