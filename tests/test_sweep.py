@@ -26,7 +26,8 @@ from submitit.slurm.slurm import _make_sbatch_string
 from mixsd_nb import sweep
 from mixsd_nb.cluster import attempt, local, queue, slurm, status
 from mixsd_nb.cluster.attempt import list_attempts, run_attempt
-from mixsd_nb.cluster.grid import Grid, GridOutputs, Resources, find_notebook, list_grids, read_grid
+from mixsd_nb.cluster.grid import Grid, GridOutputs, find_notebook, list_grids, read_grid
+from mixsd_nb.cluster.resources import Resources
 from mixsd_nb.runs import (ParameterError, find_stage, make_config, open_result, read_json, remove_run, write_json,
                            write_result)
 from mixsd_nb.sweep import Sweep

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from .attempt import run_cell
-from .grid import Cell, Resources
+from .grid import Cell
+from .resources import Resources
 from ..runs import ParameterError
 from ..runs.pool import count_cores, visible_gpus, worker_environment
 

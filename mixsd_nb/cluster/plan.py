@@ -22,8 +22,9 @@ from typing import Any
 import pandas as pd
 
 from .estimates import DEVICES, Device, constant
-from .grid import (Grid, GridOutputs, Resources, adjust_cell, expand_grid, group_alike, is_excluded,
+from .grid import (Grid, GridOutputs, adjust_cell, expand_grid, group_alike, is_excluded,
                                    make_resources, read_grid)
+from .resources import Resources
 from .workload import Machine, RunPlan
 from ..runs import ParameterError, Stage, find_stage, load_object, make_config, nearest, runs_root
 from ..runs.pool import count_cores, visible_gpus

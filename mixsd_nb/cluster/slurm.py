@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from .attempt import cell_lock, is_running, list_attempts, run_cell
-from .grid import Cell, Resources, group_by_resources
+from .grid import Cell, group_by_resources
+from .resources import Resources
 from .nodes import join_training, rendezvous_file
 from .queue import START_MARK, Queue, log_of, query_slurm, read_sign, record_end
 from ..runs import ParameterError, read_json, try_lock, write_json

@@ -9,7 +9,8 @@ __all__ = ['read_parameters', 'main']
 import contextlib
 
 from ..cluster.estimates import CONSTANTS, DEVICES
-from ..cluster.grid import Resources, list_grids
+from ..cluster.grid import list_grids
+from ..cluster.resources import Resources
 from ..cluster.inputs import check_inputs, format_inputs, list_deviations
 from ..cluster.plan import (GridPlan, describe_plan, format_grid, machine_for, plan_all, plan_grid, plan_run,
                                    planned_cells, this_machine)
