@@ -4134,6 +4134,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                      'mixsd_nb/views/frontier.py'),
                                          'mixsd_nb.views.frontier.describe_frontier': ( 'views/frontier.html#describe_frontier',
                                                                                         'mixsd_nb/views/frontier.py'),
+                                         'mixsd_nb.views.frontier.join_frontiers': ( 'views/frontier.html#join_frontiers',
+                                                                                     'mixsd_nb/views/frontier.py'),
                                          'mixsd_nb.views.frontier.write_frontier': ( 'views/frontier.html#write_frontier',
                                                                                      'mixsd_nb/views/frontier.py'),
                                          'mixsd_nb.views.frontier.write_signs': ( 'views/frontier.html#write_signs',
