@@ -49,8 +49,10 @@ def kill_runner(cell):
 
 
 def set_time_limit(cell, minutes):
+    "Slurm refuses the change while it stops a job, so this asks until the job has the limit."
     job = read_json(cell.folder / "submitted.json")["job"]
-    command_output("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
+    until(lambda: command_output("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}") == ""
+          and f"TimeLimit=00:{minutes:02}:00" in command_output("scontrol", "show", "job", job), PATIENCE, f"a limit of {minutes} minutes")
 
 
 def interrupt(cell):
