@@ -180,7 +180,7 @@ def measure_all_runs(
     results, skipped = {}, []
     for trained in tqdm(agreeing_runs(model=config.model), desc="training runs", unit="run", leave=False):
         if not (trained.root.step > 0).any(): continue
-        try: results[trained.name] = config.model_copy(update=dict(trained=str(trained.folder))).run(force).result
+        try: results[trained.name] = config.model_copy(update=dict(trained=str(trained.folder), checkpoints="kept")).run(force).result
         except ParameterError: skipped.append(trained.name)
     return results, skipped
 

@@ -35,8 +35,8 @@ from .results.overview import CONDITIONALS
 from .results.plots import corpus_name, draw_method_legend, mark_made_up, method_colour, method_marker
 from .results.schema import RUN_DIMS, variable
 from .results.summary import held_out_average
-from .runs import (TARGET_COLUMNS, Stage, find_runs, module_of, read_config, read_table, run_function, runs_root,
-                           runtime_field)
+from .runs import (TARGET_COLUMNS, ParameterError, Stage, find_runs, module_of, read_config, read_table,
+                           run_function, runs_root, runtime_field)
 
 # %% ../nbs/nll.ipynb #95075832
 def token_nll(
@@ -352,12 +352,18 @@ def forgetting_table(
 ) -> pd.DataFrame:
     """A row for each checkpoint of all training runs of a corpus and a model.
 
-    Columns: `method, lam, lr, seed, step, n_ref, recall` (%), `drop` (points), `forgetting`, `forgetting_token`."""
+    Columns: `method, lam, lr, seed, step, n_ref, recall` (%), `drop` (points), `forgetting`, `forgetting_token`.
+    Checkpoints whose weights were removed are left out; a run that kept none is named."""
     rows = []
     for trained in agreeing_runs(root, dataset=dataset, model=model):
         result = trained.root
         if result["method"].item() == BASE: continue
-        increase = ForgettingConfig(trained=str(trained.folder), **options).run().root.mean("benchmark")
+        try: measured = ForgettingConfig(trained=str(trained.folder), checkpoints="kept", **options).run().root
+        except ParameterError as e:
+            print(f"left out: {e}")
+            continue
+        increase = measured.mean("benchmark")
+        result = result.sel(step=measured.step)
         kept = 100 * held_out_average(result)
         point = dict(recall=100 * result.accuracy.sel(benchmark="recall", drop=True), drop=kept.sel(step=0) - kept,
                      forgetting=increase.forgetting, forgetting_token=increase.forgetting_token)

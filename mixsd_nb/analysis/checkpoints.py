@@ -9,7 +9,7 @@ __all__ = ['open_training_run', 'find_checkpoints', 'covers_steps', 'digest_trai
 import hashlib
 from pathlib import Path
 
-from ..runs import Run, require_weights, runs_root
+from ..runs import Run, removed_steps, require_weights, runs_root
 
 # %% ../../nbs/analysis/checkpoints.ipynb #ab000004
 def open_training_run(
@@ -27,9 +27,10 @@ def find_checkpoints(
     run: Run,  # as returned by `open_training_run`
     which: str = "all",  # or kept, those whose weights were not removed
 ) -> dict[int, Path]:
-    "The folder of every checkpoint that the run measured, by step; ValueError if one of them has been removed."
-    if which == "kept" and run.checkpoints: return run.checkpoints
-    return require_weights(run.folder, [int(step) for step in run.root.step.values if step > 0], "trained")
+    "The folder of every checkpoint that the run measured, by step; ValueError if one of them is missing."
+    steps = [int(step) for step in run.root.step.values if step > 0]
+    kept = [step for step in steps if step not in removed_steps(run.folder)]
+    return require_weights(run.folder, kept if which == "kept" and kept else steps, "trained")
 
 # %% ../../nbs/analysis/checkpoints.ipynb #da9b9f8d
 def covers_steps(

@@ -153,6 +153,7 @@ class ForgettingConfig(Stage, TextSettings):
     "F(D) of every checkpoint of a training run (eq. 2), over the dimensions of its result."
     name = "forgetting"
     trained: str = runtime_field("", "folder of a finished training run")
+    checkpoints: Literal["all", "kept"] = runtime_field("all", "checkpoints of that run: all, or those whose weights it kept")
 
     @field_validator("trained")
     @classmethod
@@ -170,16 +171,17 @@ class ForgettingConfig(Stage, TextSettings):
 
     def covers(self, run):
         "Whether the run has measured all checkpoints of the training run."
-        return covers_steps(run, open_training_run(self.trained))
+        return covers_steps(run, open_training_run(self.trained), self.checkpoints)
 
     def check(self):
         "ValueError if a checkpoint is missing."
-        find_checkpoints(open_training_run(self.trained))
+        find_checkpoints(open_training_run(self.trained), self.checkpoints)
 
     def compute(self, run):
         "Measure every checkpoint on the text of its base model."
         trained = open_training_run(self.trained)
-        root, checkpoints = trained.root, find_checkpoints(trained)
+        checkpoints = find_checkpoints(trained, self.checkpoints)
+        root = trained.root.sel(step=[0, *checkpoints])
         shared = self.model_dump(include=set(TextSettings.model_fields))
         text = ReferenceConfig(model=root["model"].item(), **shared).text()
         measure = lambda step: response_nll(str(checkpoints[step]), text, engine=self.engine, **self.engine_options)

@@ -101,7 +101,8 @@ def test_preemption_failed_nodes_and_memory_are_named_and_survived(slurm, desk, 
     until(lambda: "ReqNodeNotAvail" in row(stranded).message, PATIENCE, "the reason")
     assert row(stranded).message.startswith("again after node failure")
     job = read_json(stranded.cells[0].folder / "submitted.json")["job"]
-    command_output("scontrol", "update", f"JobId={job}", "ReqNodeList=")  # any node will do
+    until(lambda: not command_output("scontrol", "update", f"JobId={job}", "ReqNodeList=")  # any node will do
+          and "ReqNodeList=(null)" in command_output("scontrol", "show", "job", job), PATIENCE, "a job without nodes of its own")
 
     for sweep in (preempted, stranded):
         table = sweep.wait()
