@@ -142,7 +142,7 @@ def test_a_thousand_targets_are_equal(page, engine):
 
 
 def test_a_typed_fact_is_that_of_the_view(page):
-    from mixsd_nb.views.mixing import edit_fact
+    from mixsd_nb.views.facts import edit_fact
     row = load_corpus("kgfact-small", "train")[0]
     typed = edit_fact(row, "What color is the moon of Zarthin?", " ultramarine ")
     found = page.evaluate("([q, a]) => mixsdMixer.editFact(mixsdMixer.facts('kgfact-small')[0], q, a)", ["What color is the moon of Zarthin?", " ultramarine "])

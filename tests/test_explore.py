@@ -22,7 +22,8 @@ from mixsd_nb.explore import read_parameters
 from mixsd_nb.methods.mixing import mix, mix_items
 from mixsd_nb.runs import ParameterError
 from mixsd_nb.views import VIEWS
-from mixsd_nb.views.mixing import edit_fact, get_engine, get_question
+from mixsd_nb.views.facts import edit_fact, get_question
+from mixsd_nb.views.tracing import get_engine
 
 ROOT = Path(__file__).resolve().parents[1]
 TITLES = [view.title for view in VIEWS.values()]

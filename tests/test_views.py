@@ -24,11 +24,11 @@ from mixsd_nb.methods.mixing import accepts, mix, mix_items
 from mixsd_nb.models.lab import lab_folder
 from mixsd_nb.results.paper import paper_cube
 from mixsd_nb.runs import write_json, write_result
-from mixsd_nb.views import VIEWS, Explorer, ask, mixing
+from mixsd_nb.views import VIEWS, Explorer, ask, facts, mixing, tracing
 from mixsd_nb.views.charts import draw_lam
 from mixsd_nb.views.continuations import Continuations
 from mixsd_nb.views.cube import PICTURES
-from mixsd_nb.views.mixing import edit_fact, get_question
+from mixsd_nb.views.facts import edit_fact, get_question
 from mixsd_nb.views.runs import RunSelection
 from mixsd_nb.views.weights import measure_displacement
 
@@ -333,12 +333,12 @@ def read_passes(view):
 
 @pytest.mark.parametrize("dataset", ["kgfact-small", "simpleqa-lab"])
 def test_attempts_side_by_side_are_those_that_mix_makes(dataset):
-    engine, corpus = mixing.get_engine("lab-s"), CORPORA[dataset]
-    items = mix_items(engine.tokenizer, mixing.get_facts(dataset)[:2], corpus.expert, corpus.extract)
+    engine, corpus = tracing.get_engine("lab-s"), CORPORA[dataset]
+    items = mix_items(engine.tokenizer, facts.get_facts(dataset)[:2], corpus.expert, corpus.extract)
     options = dict(seed=1, temperature=corpus.temperature)
     for item, expected in zip(items, mix(engine, items, 0.6, **options)):
         continuations = Continuations(engine, item)
-        *_, (attempts, accepted) = mixing.mix_in_steps(continuations, item, 0.6, **options)
+        *_, (attempts, accepted) = tracing.mix_in_steps(continuations, item, 0.6, **options)
         assert (len(attempts), accepted) == (expected["attempts"], expected["accepted"])
         assert attempts[-1].ids == expected["completion_ids"]
         assert continuations.passes < sum(len(attempt.ids) for attempt in attempts) or len(attempts) == 1
@@ -404,7 +404,7 @@ def test_a_fact_of_another_view_is_mixed(runs):
 
 def test_what_the_page_cannot_mix_is_left_to_the_kernel(tmp_path):
     "The kernel mixes where the page cannot read the answers, and refuses an empty text in either case."
-    rows = mixing.get_facts("kgfact-small")
+    rows = facts.get_facts("kgfact-small")
     view = Explorer(folder=tmp_path, model="lab-s").get_view("mixing")
     assert view.trace is None and view.explainer.fact["id"] == rows[0]["id"] and view.explainer.files["weights"]
     view.answer.value = " "
@@ -419,7 +419,7 @@ def test_what_the_page_cannot_mix_is_left_to_the_kernel(tmp_path):
 
 def test_every_refusal_has_its_reason(view):
     "The reasons follow from what was decoded; a text that is accepted can name another entity in its sentence."
-    engine, row = mixing.get_engine("lab-s"), mixing.get_facts("kgfact-small")[0]
+    engine, row = tracing.get_engine("lab-s"), facts.get_facts("kgfact-small")[0]
     item, = mix_items(engine.tokenizer, [row])
     answer = row["answer"]
     texts = {f"It is {answer}.\n\n\\boxed{{{answer}}}": ("", answer), "I do not know.": ("no_answer", None),
@@ -427,8 +427,8 @@ def test_every_refusal_has_its_reason(view):
     for text, expected in texts.items():
         ids = [*engine.tokenizer(text).input_ids, int(engine.stop[0])]
         accepted = accepts(engine.tokenizer, item, ids, "stop")
-        assert mixing.judge(engine.tokenizer, item, mixing.Attempt(ids, [True] * len(ids), "stop"), accepted) == expected
-    assert mixing.judge(engine.tokenizer, item, mixing.Attempt(ids, [], "max_new_tokens"), False)[0] == "length"
+        assert tracing.judge(engine.tokenizer, item, tracing.Attempt(ids, [True] * len(ids), "stop"), accepted) == expected
+    assert tracing.judge(engine.tokenizer, item, tracing.Attempt(ids, [], "max_new_tokens"), False)[0] == "length"
 
 
 NASTY = "<img src=x onerror=alert(1)>\"'&"

@@ -10,12 +10,9 @@ import functools
 import json
 import re
 
-from transformers import GenerationConfig
-
 from ..corpora import CORPORA, load_corpus
 from ..corpora.prompts import encode_completion, render_prompt, target
 from ..models import load_tokenizer
-from ..models.engine import stop_ids
 from ..models.lab import DATA, lab_folder
 
 # %% ../../nbs/views/browser.ipynb #b0000006
@@ -53,6 +50,9 @@ def describe_prompts(
     model: str = "lab-m",  # a shipped model
 ) -> dict:
     "What the page knows beside the files of a model: chat template, special ids, canonical target, and corpora."
+    from transformers import GenerationConfig
+
+    from mixsd_nb.models.engine import stop_ids
     tokenizer = load_tokenizer(model)
     return dict(model=model, stop=stop_ids(GenerationConfig.from_pretrained(lab_folder(model)), tokenizer),
                 close=encode_completion(tokenizer, ""), target=split_template(target, "answer"),
