@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -45,6 +46,12 @@ def runs(tmp_path_factory):
 
 @pytest.fixture
 def app(runs): return Explorer(folder=runs, model="lab-s")
+
+
+def test_the_page_opens_without_torch():
+    "The first view is that of a shipped model, which the page mixes itself."
+    code = "import sys; from mixsd_nb.views import Explorer; Explorer(); print(*{'torch', 'transformers', 'matplotlib'} & {*sys.modules})"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
 
 
 def test_every_view_and_every_picture_of_the_cube(app):
