@@ -155,7 +155,8 @@ def kept_label(
 ) -> str:
     "The label of the vertical axis, with the number of benchmarks and N."
     if kept != "held-out": return f"{kept} (%, N={format_range(part.n)})"
-    return f"held-out average (%, {part.sizes['benchmark']} suites, N={format_range(part.n)})"
+    suites = part.sizes["benchmark"]
+    return f"held-out average (%, {suites} suite{'s' * (suites != 1)}, N={format_range(part.n)})"
 
 # %% ../../nbs/results/tradeoff.ipynb #11aad886
 @mark_made_up

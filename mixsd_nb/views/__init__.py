@@ -46,7 +46,7 @@ class Explorer(View):
         self.selection = selection
         titles = [(view.title, name) for name, view in VIEWS.items()]
         self.tabs = make_control(widgets.ToggleButtons, "", options=titles)
-        self.again, self.place = widgets.Button(description="read again"), widgets.VBox()
+        self.again, self.place = widgets.Button(description="read again", layout=dict(margin="0 2px")), widgets.VBox()
         self.group = make_control(widgets.Dropdown, "runs", width="44em")
         self.offer = QuickRun(quick, selection.get("folder") or runs_root(), self.reload) if quick else View()
         self.set_parts(make_row(self.tabs, self.again), self.group, self.offer.widget, self.place)

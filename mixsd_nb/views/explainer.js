@@ -9,11 +9,11 @@ const STYLE = `
   container-type: inline-size; white-space: normal}
 [data-theme="dark"] .mx, [data-jp-theme-light="false"] .mx {
   --naive: #e8a91c; --expert: #3d9be0; --naive-ink: #ffc44d; --expert-ink: #8accf8; --ink: #ececec; --soft: #b4b4b4; --line: #4c4c4c; --plate: #1f1f1f;
-  --page: #121212; --good: #5fd6a8; --bad: #ff9a66; --focus: #7db7ff; --tint: 38%; --heat: 255,122,40}
+  --page: #121212; --good: #5fd6a8; --bad: #ff9a66; --focus: #7db7ff; --tint: 34%; --heat: 255,122,40}
 @media (prefers-color-scheme: dark) {
   :root:not([data-theme="light"]) body:not([data-jp-theme-light]) .mx {
   --naive: #e8a91c; --expert: #3d9be0; --naive-ink: #ffc44d; --expert-ink: #8accf8; --ink: #ececec; --soft: #b4b4b4; --line: #4c4c4c; --plate: #1f1f1f;
-  --page: #121212; --good: #5fd6a8; --bad: #ff9a66; --focus: #7db7ff; --tint: 38%; --heat: 255,122,40}}
+  --page: #121212; --good: #5fd6a8; --bad: #ff9a66; --focus: #7db7ff; --tint: 34%; --heat: 255,122,40}}
 .mx * {box-sizing: border-box}
 .mx p {margin: 4px 0}
 .mx small, .mx .mx-soft {font-size: 12px; color: var(--soft)}

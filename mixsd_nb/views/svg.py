@@ -205,7 +205,8 @@ def draw_picture(
     mark = ""
     if made_up is not None:
         words = f"{made_up}: made-up data" if made_up else "made-up data"
-        mark = draw_text(width / 2, height / 2 + 30, "made-up data", anchor="middle", kind="watermark")
+        place = f"translate({_number(width / 2)} {_number(height / 2 + 30)}) scale({min(1, width / 720):.2f})"
+        mark = f"<g transform='{place}'>{draw_text(0, 0, 'made-up data', anchor='middle', kind='watermark')}</g>"
         mark += draw_text(width - 4, height - 4, words, anchor="end", kind="soft")
     return (f"<svg{attributes(viewBox=f'0 0 {_number(width)} {_number(height)}', role='group', aria_label=label)}>"
             f"{mark}{''.join(parts)}</svg>")
