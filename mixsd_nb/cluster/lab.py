@@ -118,8 +118,8 @@ def preview_grids(
     """For each grid its cells, how many are done, how many of all are committed, the seconds of a cell, and the hours left.
 
     The seconds are the mean of finished cells, of all grids together where a grid has none; the hours are empty if no
-    cell is finished. A committed cell is done, unless it is computed
-    again. A grid over the outputs of another one has no cells before this one has."""
+    cell is finished. A committed cell is done, unless it is computed again. A grid over the outputs of another one has
+    no cells before this one has."""
     rows, times = {}, []
     for name in names:
         cells = available_cells(name) or []

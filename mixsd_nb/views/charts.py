@@ -60,14 +60,16 @@ def _key(row) -> tuple: return row.method, float(row.lr), int(row.seed), int(row
 def _owner(part: xr.Dataset) -> str | None: return "" if is_made_up(part) else None
 
 # %% ../../nbs/views/charts.ipynb #3522e6d8
-def _draw_base(part: xr.Dataset, metric: str, panel: Panel, name: bool = True) -> str:
-    "The base model as a dashed line with its name."
-    level = float(base_values(tradeoff_points(part, metric).y).mean())
+def _draw_level(panel: Panel, level: float, name: str = "", share: float = .3) -> str:
+    "The level of the base model (%) as a dashed line, named at a share of the width; nothing if it is unknown."
     if level != level: return ""
-    y, colour = panel.y(level), method_colour(BASE)
-    line = draw_path([(panel.x.start, y), (panel.x.end, y)], colour=colour, width=1.6, dash="7 5")
-    at = panel.x.start + .3 * (panel.x.end - panel.x.start)
-    return line + (draw_text(at, y - 8, f"base model {level:.0f}%", kind="name", colour=colour) if name else "")
+    y, colour, (left, right) = panel.y(level), method_colour(BASE), (panel.x.start, panel.x.end)
+    text = draw_text(left + share * (right - left), y - 8, f"{name} {level:.0f}%", kind="name", colour=colour) if name else ""
+    return draw_path([(left, y), (right, y)], colour=colour, width=1.6, dash="7 5") + text
+
+
+def _draw_base(part: xr.Dataset, metric: str, panel: Panel, name: str = "base model") -> str:
+    return _draw_level(panel, float(base_values(tradeoff_points(part, metric).y).mean()), name)
 
 
 def _share_scale(values: Iterable[float], start: float, end: float) -> Scale:
@@ -94,7 +96,7 @@ def draw_tradeoff(
     for k, (rate, (left, right)) in enumerate(zip(rates, split_width(len(rates), gap=44))):
         panel, ends = Panel(Scale(-4, 100.6, left, right, bend_recall), y), []
         parts += [panel.draw("facts recalled (%)", "" if k else kept_label(select_benchmarks(part, metric), metric),
-                             f"learning rate {rate:g}", RECALL_TICKS), _draw_base(part, metric, panel, not k)]
+                             f"learning rate {rate:g}", RECALL_TICKS), _draw_base(part, metric, panel, "" if k else "base model")]
         for m in methods:
             own = table[table["method"] == m]
             if parse_label(m)[0].rate_setting == "lr": own = own[own.lr == rate]
@@ -290,6 +292,21 @@ def explain_selection(
     return f"ours, {rule}: " + "; ".join(found)
 
 # %% ../../nbs/views/charts.ipynb #218d94ce
+def _draw_methods(
+    panel: Panel,
+    places: dict[str, tuple[float, float]],  # label of a method -> learnt and kept, %
+    where: str,  # the model, and whose numbers they are
+    keys: dict[str, tuple | None],  # label of a method -> key of its mark
+) -> list[str]:
+    "A mark for each method, and their names if there is room for them."
+    marks, labels = [], []
+    for m, (learnt, kept) in places.items():
+        at, words = panel.place(learnt, kept), f"{label_title(m)}, {where}\nlearnt {learnt:.1f}%\nkept {kept:.1f}%"
+        marks.append(draw_mark(*at, words, key=keys[m], colour=method_colour(m), marker=method_marker(m), size=13, group=m))
+        labels.append((*at, label_title(m), method_colour(m)))
+    return [*marks, label_marks(labels, (panel.x.start, panel.x.end + 16), 13) if len(labels) <= 9 else ""]
+
+
 def draw_beside_paper(
     ours: xr.Dataset | None,  # of one corpus and one model
     paper: list[xr.Dataset],  # the paper's results on the same corpus
@@ -319,21 +336,12 @@ def draw_beside_paper(
                                 "" if k % per_row else "held-out average (%)", xticks=RECALL_TICKS))
         parts += [draw_text(left, above - 28, model + ("" if is_ours else " · the paper's"), kind="title"),
                   draw_text(left, above - 10, n, kind="soft")]
-        if BASE in y.method.values and (level := 100 * float(y.sel({"method": BASE}))) == level:
-            at, colour = panel.y(level), method_colour(BASE)
-            parts += [draw_path([(left, at), (right, at)], colour=colour, dash="7 5", width=1.6),
-                      draw_text(left + .12 * (right - left), at - 7, f"base {level:.0f}%", kind="name", colour=colour)]
-        names = []
-        for m in ordered_labels(x.method.values.tolist()):
-            at = 100 * float(x.sel({"method": m})), 100 * float(y.sel({"method": m}))
-            if m == BASE or at != at or np.isnan(at).any(): continue
-            key = rows.get(m) if is_ours else ("paper", cube.model.item(), m)
-            words = f"{label_title(m)}, {model}{'' if is_ours else ', the paper'}\nlearnt {at[0]:.1f}%\nkept {at[1]:.1f}%"
-            parts.append(draw_mark(*panel.place(*at), words, key=key, colour=method_colour(m), marker=method_marker(m),
-                                   size=13, group=m))
-            names.append((*panel.place(*at), m))
-        labels = [(x0, y0, label_title(m), method_colour(m)) for x0, y0, m in names]
-        parts.append(label_marks(labels, (left, right + 16), 13) if len(labels) <= 9 else "")
+        if BASE in y.method.values: parts.append(_draw_level(panel, 100 * float(y.sel({"method": BASE})), "base", .12))
+        known = {m: (100 * float(x.sel({"method": m})), 100 * float(y.sel({"method": m})))
+                 for m in ordered_labels(x.method.values.tolist()) if m != BASE}
+        places = {m: at for m, at in known.items() if not np.isnan(at).any()}
+        keys = {m: rows.get(m) if is_ours else ("paper", cube.model.item(), m) for m in places}
+        parts += _draw_methods(panel, places, model + ("" if is_ours else ", the paper"), keys)
     made = [c for c in (ours, *paper) if c is not None and is_made_up(c)]
     owner = (", ".join(c.model.item() for c in made) if paper else "") if made else None
     height = top + (len(panels) - 1) // per_row * (tall + 100) + tall + 56
