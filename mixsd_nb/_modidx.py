@@ -112,6 +112,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                              'mixsd_nb/analysis/forgetting.py'),
                                               'mixsd_nb.analysis.forgetting._sum_nll': ( 'analysis/forgetting.html#_sum_nll',
                                                                                          'mixsd_nb/analysis/forgetting.py'),
+                                              'mixsd_nb.analysis.forgetting.new_prompts': ( 'analysis/forgetting.html#new_prompts',
+                                                                                            'mixsd_nb/analysis/forgetting.py'),
                                               'mixsd_nb.analysis.forgetting.nll_increase': ( 'analysis/forgetting.html#nll_increase',
                                                                                              'mixsd_nb/analysis/forgetting.py'),
                                               'mixsd_nb.analysis.forgetting.reference_prompts': ( 'analysis/forgetting.html#reference_prompts',

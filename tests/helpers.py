@@ -110,6 +110,8 @@ class Shared(Stage):
         return note(run, 0)
 
 class Quick(GenerateConfig):
+    workload = ""  # a plan would import torch
+
     def compute(self, run):
         behaviour = pathlib.Path(os.environ["BEHAVIOUR"]) / str(self.seed)
         if behaviour.exists(): exec(behaviour.read_text(), globals() | dict(folder=run.folder))

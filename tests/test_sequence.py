@@ -72,7 +72,7 @@ def test_the_natural_order_of_work(project, tiny, capsys, monkeypatch):
 
     # analyses see each run once
     mixed = nll.score_all("kgfact-small", [tiny])
-    table = nll.forgetting_table("kgfact-small", tiny, prompts=1)
+    table = nll.forgetting_table("kgfact-small", tiny, prompts=1, facts=1)
     results, skipped = fisher.measure_all_runs(fisher.FisherConfig(model=tiny, limit=1))
     assert len(mixed) == 2 and len(results) == 2 and not skipped
     assert table.groupby("method").step.apply(list).to_dict() == {"sft": [2, 5], "mixsd-1": [2, 3, 5]}

@@ -81,6 +81,7 @@ VARIABLE_ATTRS: dict[str, tuple[str, str]] = dict(  # name -> long_name, units
     forgetting=("increase of the NLL of the base model's own responses (eq. 2)", "nats per response"),
     forgetting_se=("standard error of the increase", "nats per response"),
     forgetting_token=("increase of the NLL of the base model's own responses", "nats per token"),
+    new_kl=("forward KL divergence from the base model to the checkpoint, on questions of the new facts", "nats per token"),
     # curvature
     displacement_sq=("squared L2 distance of the parameters from the base model's", "1"),
     fisher_weighted=("squared displacement of the parameters, weighted by the Fisher information", "1"),
