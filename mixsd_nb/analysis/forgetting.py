@@ -145,8 +145,8 @@ class ReferenceConfig(Stage, TextSettings):
 
     def compute(self, run):
         "Sample the text, write it as Parquet, and summarise it by benchmark."
-        held_out_prompts = lambda: reference_prompts(self.suites, self.prompts, self.seed)
-        prompts = new_prompts(self.dataset, self.facts) if self.dataset else held_out_prompts()
+        if self.dataset: prompts = new_prompts(self.dataset, self.facts)
+        else: prompts = reference_prompts(self.suites, self.prompts, self.seed)
         text = sample_text(self.model, prompts, self.seed, engine=self.engine, **self.engine_options)
         write_atomically(run.folder / "samples.parquet", text.to_parquet)
         by_benchmark = text.assign(tokens=text.completion_ids.map(len)).groupby("benchmark", sort=False)
