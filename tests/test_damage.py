@@ -29,7 +29,7 @@ from mixsd_nb import errors
 from mixsd_nb.analysis.checkpoints import find_checkpoints, open_training_run
 from mixsd_nb.analysis.curvature import tensor_sums
 from mixsd_nb.analysis.estimation import FISHER, estimate_fisher, load_sums, save_sums
-from mixsd_nb.analysis.forgetting import ReferenceConfig
+from mixsd_nb.analysis.divergence import ReferenceConfig
 from mixsd_nb.analysis.responses import find_responses, read_responses
 from mixsd_nb.benchmarks.tasks import load_task
 from mixsd_nb.cluster.attempt import list_attempts, read_ends

@@ -33,7 +33,7 @@ FLOORS = {
     "results": [*MIDDLE, "results"],
     "cluster": [*MIDDLE, "results", "cluster"],
     "views": [*ROOMS, "views"],
-    **{name: ROOMS for name in ["generate", "evaluate", "nll", "fisher", "errors", "sweep", "pretrain"]},
+    **{name: ROOMS for name in ["generate", "evaluate", "nll", "forgetting", "fisher", "errors", "sweep", "pretrain"]},
     "speed": [*ROOMS, "profiling"],
     "train": [*ROOMS, "generate", "evaluate"],
     "inject": [*ROOMS, "train", "evaluate", "nll"],

@@ -150,10 +150,10 @@ def test_a_pause_needs_a_state_and_a_held_state_a_pause(tiny):
 def test_what_needs_removed_weights_says_so_before_any_work(tiny, copied):
     run = train.run(model=tiny, **SMALL, measure="selection", keep="chosen")
     gone = min({*STEPS, 10} - {run.best_step})
-    from mixsd_nb.analysis.forgetting import ForgettingConfig
+    from mixsd_nb.forgetting import ForgettingConfig
     from mixsd_nb.fisher import FisherConfig
     before = {path.name for path in copied.iterdir()}
-    refused = [lambda: FisherConfig(model=tiny, trained=str(run.folder)).run(), lambda: ForgettingConfig(trained=str(run.folder)).run(),
+    refused = [lambda: FisherConfig(model=tiny, trained=str(run.folder)).run(), lambda: ForgettingConfig(model=tiny, trained=str(run.folder)).run(),
                lambda: train.run(model=tiny, **SMALL), lambda: train.run(model=tiny, **SMALL | dict(method="wise-sft")), lambda: run.model(gone)]
     for call in refused:
         with pytest.raises(ValueError, match=rf"must have the weights of step {gone}, which {run.folder.name} removed .*; keep=all with force=True trains it again and keeps them$"): call()

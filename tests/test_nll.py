@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mixsd_nb import generate, nll
-from mixsd_nb.analysis import forgetting, likelihood
+from mixsd_nb.analysis import likelihood
 from mixsd_nb.analysis.likelihood import NEITHER, split_by_target
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.corpora.prompts import SPANS, encode_canonical, template_lead, template_tail
@@ -258,72 +258,3 @@ def test_what_is_refused(tmp_path, lab):
     ]:
         with pytest.raises(ValueError) as refused: make_config(nll.NllConfig, **parameters)
         assert str(refused.value) == sentence
-    with pytest.raises(ValueError, match=r"^trained must be the folder of a finished training run, got .*none$"):
-        make_config(forgetting.ForgettingConfig, trained=str(tmp_path / "none"))
-
-
-# Forgetting
-
-
-def trained_by_hand(tmp_path, lab, scales):
-    "A finished training run: its first checkpoint is the base itself, the others are the base with noise of known size."
-    folder, (base, tokenizer) = tmp_path / "train-by-hand", lab
-    for step, scale in scales.items():
-        model = type(base)(base.config)
-        model.load_state_dict(base.state_dict())
-        torch.manual_seed(step)
-        with torch.no_grad():
-            for p in model.parameters(): p.add_(scale * torch.randn_like(p))
-        model.save_pretrained(checkpoint_folder(folder, step))
-        tokenizer.save_pretrained(checkpoint_folder(folder, step))
-        (checkpoint_folder(folder, step) / MARK).touch()
-    write_json(folder / "run.json", dict(stage="train", config=dict(dataset="kgfact-small", model="lab-m", method="sft")))
-    accuracy = {step: dict(recall=(step, 100), equations=(90 - step, 100)) for step in (0, *scales)}
-    benchmarks = dict(recall=dict(column="Train", role="in-domain"), equations=dict(column="MATH-500", role="held-out"))
-    write_result(result_tree(dataset="kgfact-small", model="lab-m", method="sft", lr=1e-3, seed=0, accuracy=accuracy, benchmarks=benchmarks, config="{}",
-                             targets=dict(target_nll=3.0)), folder)
-    return folder
-
-
-def test_forgetting_is_the_increase_of_the_reference_loss(tmp_path, lab):
-    "Forgetting is 0 for the base, equals plain forward passes for other models, and grows with the noise."
-    folder = trained_by_hand(tmp_path, lab, {10: 0.0, 20: 0.02, 30: 0.1})
-    text = forgetting.ReferenceConfig(prompts=3).text()
-    assert text.groupby("benchmark").size().to_dict() == dict.fromkeys(forgetting.reference_prompts("lab", 3), 3)
-    result = forgetting.ForgettingConfig(trained=str(folder), prompts=3, facts=4).run().root.squeeze()
-    assert (result.forgetting.sel(step=[0, 10]) == 0).all()
-    assert result.forgetting.mean("benchmark").sel(step=30) > result.forgetting.mean("benchmark").sel(step=20) > 0
-    tuned = load_base(str(folder / "checkpoint-20"))[0]
-
-    def increases(part):
-        pairs = [(p.tolist(), c.tolist()) for p, c in zip(part.prompt_ids, part.completion_ids)]
-        return pairs, [sum(plain(tuned, *pair)) - sum(plain(lab[0], *pair)) for pair in pairs]
-    pairs, more = increases(text[text.benchmark == "equations"])
-    at = result.sel(step=20, benchmark="equations")
-    assert at.forgetting == pytest.approx(np.mean(more), abs=1e-3) and at.forgetting_se == pytest.approx(np.std(more, ddof=1) / 3**0.5, abs=1e-3)
-    assert at.forgetting_token == pytest.approx(sum(more) / sum(len(c) for _, c in pairs), abs=1e-4)
-    new = forgetting.ReferenceConfig(prompts=3, facts=4, dataset="kgfact-small").text()
-    questions = [lab[1].decode(ids, skip_special_tokens=True) for ids in new.prompt_ids]
-    assert all(row["prompt"] in q for row, q in zip(list(load_corpus("kgfact-small", "train"))[:4], questions, strict=True))
-    pairs, more = increases(new)
-    assert result.new_kl.sel(step=20) == pytest.approx(sum(more) / sum(len(c) for _, c in pairs), abs=1e-4)
-    assert result.new_kl.sel(step=10) == pytest.approx(0, abs=1e-6) and "recall" not in result.benchmark
-    table = nll.forgetting_table("kgfact-small", "lab-m", prompts=3, facts=4)
-    assert table.step.tolist() == [10, 20, 30] and table["drop"].tolist() == pytest.approx([10, 20, 30]) and (table.n_ref == 3).all()
-    assert nll.rank_correlations(table)["F and Drop, all checkpoints (N=3)"] == 1
-    assert nll.last_step_table(table)["Drop (points)"].tolist() == pytest.approx([30]) and len(nll.forgetting_figure(table).axes) == 3
-
-
-def test_forgetting_joins_the_training_cube(tmp_path, lab):
-    from mixsd_nb.results.cube import open_cube
-    folder = trained_by_hand(tmp_path, lab, {10: 0.01})
-    found = forgetting.ForgettingConfig(trained=str(folder), prompts=2, facts=2).run().root
-    both = xr.merge([open_cube(), found], join="outer", compat="no_conflicts", combine_attrs="drop_conflicts")
-    trained = both.sel({"method": found["method"].values, "lr": found.lr.values, "step": 10, "benchmark": "equations"})
-    assert trained.forgetting.notnull().all() and (trained.accuracy == 0.8).all()
-
-
-def test_the_bases_own_text_is_sampled_once(monkeypatch):
-    first = forgetting.ReferenceConfig(prompts=2).text()
-    monkeypatch.setattr(forgetting, "load_engine", None)
-    pd.testing.assert_frame_equal(forgetting.ReferenceConfig(prompts=2).text(), first)

@@ -194,8 +194,8 @@ STAGES = ["train", "generate", "evaluate", "nll", "fisher", "errors", "pretrain"
 
 
 def stage_of(name):
-    "The class of a stage, also of those in a room."
-    import_module("mixsd_nb.analysis.forgetting")  # declares two of them
+    "The class of a stage, also of the one in a room."
+    import_module("mixsd_nb.analysis.divergence")  # declares one of them
     return find_stage(name)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from mixsd_nb import errors, explore, figures, fisher, nll, train
+from mixsd_nb import errors, explore, figures, fisher, forgetting, nll, train
 from mixsd_nb.cluster.grid import make_cell
 from mixsd_nb.results.cube import agreeing_runs, open_cube
 from mixsd_nb.runs import Run, find_runs
@@ -72,7 +72,7 @@ def test_the_natural_order_of_work(project, tiny, capsys, monkeypatch):
 
     # analyses see each run once
     mixed = nll.score_all("kgfact-small", [tiny])
-    table = nll.forgetting_table("kgfact-small", tiny, prompts=1, facts=1)
+    table = forgetting.forgetting_table(forgetting.measure_runs(forgetting.ForgettingConfig(model=tiny, prompts=1, facts=1)))
     results, skipped = fisher.measure_all_runs(fisher.FisherConfig(model=tiny, limit=1))
     assert len(mixed) == 2 and len(results) == 2 and not skipped
     assert table.groupby("method").step.apply(list).to_dict() == {"sft": [2, 5], "mixsd-1": [2, 3, 5]}

@@ -7,6 +7,7 @@ __all__ = ['answer_tokens', 'answer_weights', 'fit_weighted_answers', 'arrange',
 
 # %% ../../nbs/methods/controls.ipynb #34d79a4e
 import re
+from bisect import bisect_left, bisect_right
 
 import numpy as np
 import torch
@@ -25,9 +26,11 @@ def answer_tokens(
     answer: str,
 ) -> np.ndarray:
     "Boolean array (n,): True for a token that writes a part of the answer, wherever the completion mentions it."
-    ends = [len(tokenizer.decode(ids[:k])) for k in range(len(ids) + 1)]
-    mentions = [m.span() for m in re.finditer(re.escape(answer), tokenizer.decode(ids))]
-    return np.array([any(a < stop and b > start for start, stop in mentions) for a, b in zip(ends, ends[1:])], bool)
+    written, length, marks = range(len(ids) + 1), lambda k: len(tokenizer.decode(ids[:k])), np.zeros(len(ids), bool)
+    for mention in re.finditer(re.escape(answer), tokenizer.decode(ids)):
+        start, stop = mention.span()
+        marks[bisect_right(written, start, key=length) - 1:bisect_left(written, stop, key=length)] = True
+    return marks
 
 
 def answer_weights(
