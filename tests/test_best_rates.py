@@ -13,7 +13,7 @@ from mixsd_nb.results.cube import cube_of
 from mixsd_nb.runs import ParameterError, find_stage
 
 RATES = [1e-5, 1e-4, 3e-3]
-GRID = dict(notebook="train", fixed=dict(method="sft", epochs=1, checkpoints=[2], n=4, max_new_tokens=6, suite="recall,choice", measure="scores", keep="chosen"),
+GRID = dict(notebook="train", fixed=dict(method="sft", epochs=1, checkpoints=[2], n=4, max_new_tokens=6, task_tokens=6, suite="recall,choice", measure="scores", keep="chosen"),
             axes=dict(lr=RATES))
 
 

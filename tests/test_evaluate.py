@@ -27,7 +27,7 @@ from mixsd_nb.runs import ParameterError, make_config
 pytestmark = pytest.mark.usefixtures("own_runs")
 ROOT = Path(__file__).resolve().parents[1]
 CONTRACT = ["benchmark", "item", "sample", "prompt", "response", "extracted", "correct", "finish_reason", "error"]
-SMALL = dict(n=6, max_new_tokens=12, suite="recall,two-hop,arithmetic,functions,world,world-prefilled")
+SMALL = dict(n=6, max_new_tokens=12, task_tokens=24, suite="recall,two-hop,arithmetic,functions,world,world-prefilled")
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_one_specification_for_base_and_tuned(models):
 
 def test_the_papers_tasks_end_to_end(models, data):
     sandbox()
-    parameters = dict(model=models[0], suite="paper", n=2, max_new_tokens=8, limit=1, data=data)
+    parameters = dict(model=models[0], suite="paper", n=2, max_new_tokens=8, task_tokens=8, limit=1, data=data)
     root, table = evaluate.run(**parameters).root, evaluate.responses(**parameters)
     assert root.benchmark.values.tolist() == ["recall", "recall-reworded", "retrieval", *held_out("paper")] and root.n.values.tolist() == [2, 2, 2, 1, 1, 1, 1, 1]
     assert root.column.values.tolist()[3:] == [SUITES[name].column for name in held_out("lab")]

@@ -48,7 +48,7 @@ def injected(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MIXSD_RUNS", str(root / "runs"))
         parameters = dict(dataset=str(root / "facts.jsonl"), dataset_options=dict(test=str(root / "tests.jsonl")), method="sft",
-                          model=small_model(root / "tiny", "lab-s"), suite="recall,recall-reworded,choice", n=4, max_new_tokens=6,
+                          model=small_model(root / "tiny", "lab-s"), suite="recall,recall-reworded,choice", n=4, max_new_tokens=6, task_tokens=6,
                           epochs=2, checkpoints=[1])
         yield inject.run(**parameters), parameters
 
@@ -185,7 +185,7 @@ def test_any_text_is_escaped(text):
 def test_the_command(injected, monkeypatch, capsys):
     run, parameters = injected
     monkeypatch.setenv("MIXSD_RUNS", str(run.folder.parent))
-    options = {name: parameters[name] for name in ("method", "model", "suite", "n", "max_new_tokens", "epochs")}
+    options = {name: parameters[name] for name in ("method", "model", "suite", "n", "max_new_tokens", "task_tokens", "epochs")}
     words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     words += ["--checkpoints", "1", "--test", parameters["dataset_options"]["test"], "--no-notebook"]
     assert inject.main(parameters["dataset"], *words) == 0

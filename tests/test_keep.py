@@ -30,7 +30,7 @@ from mixsd_nb.results.tradeoff import frontier_figure, frontier_table, tradeoff_
 from mixsd_nb.runs import ParameterError, checkpoint_steps, removed_steps, trained_steps
 
 STEPS = (2, 4, 6, 8)
-SMALL = dict(method="sft", epochs=2, checkpoints=STEPS, n=3, max_new_tokens=6, suite="recall,choice,world")
+SMALL = dict(method="sft", epochs=2, checkpoints=STEPS, n=3, max_new_tokens=6, task_tokens=6, suite="recall,choice,world")
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_the_peak_on_disk_is_told_by_the_formula(keep, copied, monkeypatch, caps
 def test_a_training_that_pauses_holds_few_weights_and_gives_the_same_bytes(pause, state, whole, tiny, copied, monkeypatch):
     "Half-trained models recall nothing, so scores are invented that make the rule wait for later checkpoints."
     held, disk, remove = [], [], train.remove_early
-    score = lambda table: table.assign(correct=np.arange(len(table)) % 10 < int(table.response.str.len().sum()) % 10)
+    score = lambda table: table.assign(correct=np.arange(len(table)) % 10 < int(table.response[table.benchmark == "recall"].str.len().sum()) % 10)
     monkeypatch.setattr(measuring, "count_by_benchmark", lambda table, *a, **k: count_by_benchmark(score(table), *a, **k))
     monkeypatch.setattr(train, "remove_early", lambda config, run: (held.append(len(run.checkpoints)), disk.append(sum(path.lstat().st_size for path in run.folder.rglob("optimizer.pt"))), remove(config, run)))
     settings = SMALL | dict(measure="selection", keep="chosen")
@@ -246,7 +246,7 @@ def test_weights_are_never_stored_more_coarsely_than_they_are_measured(tiny):
 
 
 def test_questions_about_no_corpus_are_asked_the_base_model_once(tiny, tmp_path, monkeypatch):
-    asked, settings = [], dict(model=tiny, n=3, suite="recall,choice,world", max_new_tokens=6)
+    asked, settings = [], dict(model=tiny, n=3, suite="recall,choice,world", max_new_tokens=6, task_tokens=6)
     generate = evaluation.generate_responses
 
     def counted(engine, items, *args, journal, benchmark, **options):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SMALL = "n=2, epochs=2, checkpoints=(3,), max_new_tokens=8, suite='recall,choice'"
+SMALL = "n=2, epochs=2, checkpoints=(3,), max_new_tokens=8, task_tokens=8, suite='recall,choice'"
 STAGES = {
     "generate": "from mixsd_nb import generate; generate.run(model='lab-s', lam=0.0, max_new_tokens=48)",
     "train-sft": f"from mixsd_nb import train; train.run(model={{tiny!r}}, method='sft', {SMALL})",

@@ -236,7 +236,7 @@ def harness(tmp_path, monkeypatch):
 
 def test_files_and_harness_go_through_training_into_the_cube(harness, own_runs, tiny, tmp_path):
     file = write(tmp_path / "files" / "my_tests.jsonl", [ROW, dict(question="Who?", answer="Ivo", samples=2, temperature=1)])
-    shared = dict(model=tiny, n=4, epochs=1, batch=100, max_new_tokens=4, suite=f"recall,arithmetic,{file},{harness('sums')}")
+    shared = dict(model=tiny, n=4, epochs=1, batch=100, max_new_tokens=4, task_tokens=4, suite=f"recall,arithmetic,{file},{harness('sums')}")
     run = train.run(method="sft", **shared)
     cube = open_cube().squeeze()
     own = cube.sel(benchmark=["my_tests", "harness:sums"])
@@ -273,7 +273,7 @@ def test_a_failing_harness_leaves_no_folder_and_one_sentence(harness, own_runs, 
 
 def test_what_the_harness_measured_survives_a_failure_after_it(harness, own_runs, tiny, tmp_path, monkeypatch):
     from mixsd_nb.benchmarks import evaluation
-    shared = dict(model=tiny, n=2, max_new_tokens=2, suite=f"recall,{harness('sums')}")
+    shared = dict(model=tiny, n=2, max_new_tokens=2, task_tokens=2, suite=f"recall,{harness('sums')}")
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory"):
         def fail(*_, **__): raise RuntimeError("no memory")
         patch.setattr(evaluation, "load_engine", fail)

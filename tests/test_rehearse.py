@@ -153,7 +153,7 @@ def test_every_stage(name, hub, facts, own_runs, tasks, undrawn):
     "Mixing, training by three methods in bfloat16, evaluation, NLL, Fisher, errors and figures, as modules."
     model, tokenizer = hub[name], load_tokenizer(hub[name])
     cell = dict(model=model, dataset=facts)
-    suite = dict(suite="recall,gsm8k", data=tasks, limit=1)
+    suite = dict(suite="recall,gsm8k", data=tasks, limit=1, task_tokens=6)
     mixed = generate.run(**cell, preset="paper", max_new_tokens=8, max_attempts=2, replace_gt=True)
     table = read_table(mixed.folder / "targets.parquet")
     assert len(table) == 8 and all(tokenizer.decode(ids).endswith(PROMPT_ENDS[name]) for ids in table.prompt_ids)
@@ -209,7 +209,7 @@ def test_every_stage_with_papermill(hub, own_runs, tasks, tmp_path):
     "The paper's corpus and all five tasks on the hybrid model, by the notebooks of the stages."
     need_sandbox()
     cell = dict(model=hub["Qwen3-hybrid"], dataset="kgfact-small")
-    suite = dict(data=tasks, limit=1, n=2, max_new_tokens=6, preset="paper")
+    suite = dict(data=tasks, limit=1, n=2, max_new_tokens=6, task_tokens=6, preset="paper")
     run_notebooks(tmp_path,
                   ("generate", cell | dict(preset="paper", max_new_tokens=6, max_attempts=1, replace_gt=True)),
                   ("train", cell | suite | dict(method="sft", suite="recall,gsm8k", epochs=1, batch=50, checkpoints=[1])),

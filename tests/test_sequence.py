@@ -55,7 +55,7 @@ def project(own_runs, monkeypatch):
 
 def test_the_natural_order_of_work(project, tiny, capsys, monkeypatch):
     monkeypatch.setattr(train, "MAIN_RUNS", [dict(method="sft"), dict(method="mixsd") | MIXED])
-    small = dict(model=tiny, n=4, epochs=1, max_new_tokens=8, target_tokens=8, suite="recall,choice,world")
+    small = dict(model=tiny, n=4, epochs=1, max_new_tokens=8, task_tokens=8, target_tokens=8, suite="recall,choice,world")
     first = make_run(small)
     ours = training_folders()
     weights = {p: p.stat().st_mtime_ns for run in ours.values() for p in run.folder.glob("checkpoint-*/model.safetensors")}
@@ -114,7 +114,7 @@ def test_the_natural_order_of_work(project, tiny, capsys, monkeypatch):
 
 def test_without_a_run_of_the_base_model(project, tiny):
     "Step 0 of a training is its base: figures and tables work after a single training."
-    parameters = dict(model=tiny, n=2, epochs=1, checkpoints=(), max_new_tokens=8, suite="recall,choice,world")
+    parameters = dict(model=tiny, n=2, epochs=1, checkpoints=(), max_new_tokens=8, task_tokens=8, suite="recall,choice,world")
     trained = train.run(method="sft", **parameters)
     sources = figures.run(source="runs", model=Run(trained.folder).root.model.item())
     alone = sources["runs"].cube
