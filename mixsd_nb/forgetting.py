@@ -189,7 +189,7 @@ def rank_correlations(
     """Spearman's rank correlations: F and Drop, and the KL on new facts and Drop, over all checkpoints; N_ref with Drop and
     with F at the last step of each rate.
 
-    Checkpoints of one run are not independent, so no p-value is given."""
+    Checkpoints of one run are not independent, so no p-value is given. A correlation with a constant is left out."""
     names = {"F": "forgetting_token", "KL on new facts": "new_kl"}
     rows = {f"{title} and Drop, all checkpoints (N={len(table)})": rank_correlation(table[name], table["drop"])
             for title, name in names.items()}
@@ -197,4 +197,4 @@ def rank_correlations(
         for lr, part in _last_step_rows(table).groupby("lr"):
             row = f"N_ref and {title}, learning rate {lr:g} (N={len(part)} runs)"
             rows[row] = rank_correlation(part.n_ref, part[name])
-    return pd.Series(rows, name="rank correlation")
+    return pd.Series(rows, name="rank correlation").dropna()

@@ -14,7 +14,7 @@ import pandas as pd
 import xarray as xr
 
 from ..analysis.statistics import pearson, rank_correlation
-from ..methods import BASE
+from ..methods import BASE, label_family
 from .summary import average_drop
 
 # %% ../../nbs/results/predictors.ipynb #0d0b0db4
@@ -95,8 +95,8 @@ def transfer(
     table: pd.DataFrame,  # of `checkpoint_table`
     name: str,  # of a measure
 ) -> dict[str, float]:
-    "R² of the predictions for each method, from a line fitted to all other methods; and `all`, over all methods."
-    known = table[table[name].notna()]
+    "R² of the predictions for each method with all its settings, from a line fitted to the others; and `all`, over all methods."
+    known = table[table[name].notna()].assign(method=lambda t: t["method"].map(label_family))
     x = np.log(known[name]) if (known[name] > 0).all() else known[name]
     predicted, plain = pd.Series(np.nan, known.index), pd.Series(np.nan, known.index)
     for method in known["method"].unique():
