@@ -178,8 +178,7 @@ def forgetting_figure(
     axes[2].set(xlabel="F(D) (nats per token)", ylabel="Drop (points)", title=f"all checkpoints (N={len(table)})")
     axes[2].set_xscale("symlog", linthresh=0.01)
     draw_method_legend(fig, methods)
-    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside right lower", frameon=False, title="learning rate",
-               alignment="left")
+    axes[0].legend(frameon=False, fontsize=8, title="learning rate", title_fontsize=8)
     return fig
 
 # %% ../nbs/forgetting.ipynb #8d26ae8b
