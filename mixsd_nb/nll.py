@@ -31,7 +31,7 @@ from .results.overview import CONDITIONALS
 from .results.plots import corpus_name, mark_made_up, method_colour
 from .results.schema import variable
 from .runs import (TARGET_COLUMNS, Stage, find_runs, module_of, read_config, read_table, run_function,
-                           runtime_field)
+                           runs_root, runtime_field)
 
 # %% ../nbs/nll.ipynb #95075832
 def token_nll(
