@@ -89,7 +89,8 @@ def count_questions(
     "The questions of each benchmark that the corpus has."
     splits, found = corpus_lengths(config.dataset, config.model), {}
     for name in names or benchmark_names(config.suite):
-        suite, sampling = SUITES[name].original, sampling_of(SUITES[name], config.max_new_tokens)
+        suite = SUITES[name].original
+        sampling = sampling_of(SUITES[name], config.max_new_tokens, getattr(config, "task_tokens", 0))
         lengths = splits.get(suite.source.partition("+")[0])
         if suite.role in ("in-domain", "validation"):
             if not lengths: continue
