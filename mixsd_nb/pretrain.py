@@ -18,7 +18,7 @@ from .pretraining.abilities import count_items, measure_abilities
 from .pretraining.curriculum import make_tokenizer
 from .pretraining.record import RECORD_FILE, ability_table, make_record, read_record, weights_digest
 from .pretraining.training import estimate_tokens, train_on_documents
-from .runs import Run, Seed, Stage, run_function, runtime_field, write_atomically
+from .runs import Run, Seed, Stage, netcdf_lock, run_function, runtime_field, write_atomically
 
 # %% ../nbs/pretrain.ipynb #b3a38900
 def is_shipped(
@@ -110,7 +110,7 @@ class PretrainConfig(Stage):
         abilities = measure_abilities(model.float(), tokenizer, self.n)
         counts = dict.fromkeys(abilities, self.n) | count_items(self.n)
         record = make_record(log, abilities, counts, self.canonical(), earlier)
-        write_atomically(run.folder / "model" / RECORD_FILE, lambda path: record.to_netcdf(path, engine="netcdf4"))
+        with netcdf_lock: write_atomically(run.folder / "model" / RECORD_FILE, lambda path: record.to_netcdf(path, engine="netcdf4"))
         return record
 
 

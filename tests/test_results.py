@@ -455,3 +455,26 @@ def test_options_of_a_method_agree_within_it(plugin):
     cube_of(dict(a=root("sft", 1e-3), b=root("toy", 1e-3, rank=4, depth=1), c=root("toy", 1e-3, rank=8, depth=1)))
     with pytest.raises(ValueError, match=r"options\[depth\] of toy differs within the cube: 1 in b; 2 in c"):
         cube_of(dict(b=root("toy", 1e-3, rank=4, depth=1), c=root("toy", 1e-3, rank=8, depth=2)))
+
+
+THREADS = """import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from mixsd_nb.results.committed import read_cube, write_cube
+from mixsd_nb.results.roots import read_root
+from mixsd_nb.runs import open_result, write_result
+folder, tree = Path(sys.argv[1]), open_result(Path(sys.argv[1]))
+cube = write_cube(tree.to_dataset(), folder / "cube.nc")
+calls = [lambda: open_result(folder), lambda: read_root(folder / "result.nc"), lambda: read_cube(cube),
+         lambda: write_result(tree, folder), lambda: write_cube(tree.to_dataset(), cube)]
+with ThreadPoolExecutor(5) as pool:
+    for done in [pool.submit(call) for call in calls * 10]: done.result()
+print("all read and written")
+"""
+
+
+def test_threads_read_and_write_results_at_the_same_time(tmp_path):
+    "The netCDF library has no locks of its own; two threads in it end the process with a segmentation fault."
+    write_result(training(Demo(method="sft")), tmp_path)
+    done = subprocess.run([sys.executable, "-c", THREADS, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == "all read and written\n", done.stderr[-500:]

@@ -18,7 +18,7 @@ import xarray as xr
 from ..analysis.statistics import wilson
 from ..models import load_base
 from ..models.lab import SIZES, lab_folder
-from ..runs import RESTORE, explain_damage
+from ..runs import RESTORE, explain_damage, netcdf_lock
 
 # %% ../../nbs/pretraining/record.ipynb #60ed393f
 RECORD_FILE = "pretraining.nc"
@@ -46,7 +46,7 @@ def read_record(
     "The record of the weights that a training starts from; None if they have none."
     path = model_folder(source) / RECORD_FILE if source else None
     if not path or not path.exists(): return None
-    with explain_damage(path, RESTORE): return xr.load_datatree(path)
+    with netcdf_lock, explain_damage(path, RESTORE): return xr.load_datatree(path)
 
 # %% ../../nbs/pretraining/record.ipynb #797cd3d6
 def make_record(
@@ -113,7 +113,7 @@ def ship_model(
 ) -> None:
     "Copy a trained model with its record into the package and write its card."
     shutil.copytree(model, lab_folder(size), dirs_exist_ok=True)
-    tokens = xr.load_datatree(model / RECORD_FILE).attrs["tokens"]
+    tokens = read_record(str(model)).attrs["tokens"]
     parameters = sum(p.numel() for p in load_base(size)[0].parameters())
     card = MODEL_CARD.format(size=size, parameters=parameters, millions=tokens / 1e6, about=about)
     (lab_folder(size) / "README.md").write_text(card)

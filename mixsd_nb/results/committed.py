@@ -13,7 +13,7 @@ import pandas as pd
 import xarray as xr
 
 from .schema import RUN_DIMS
-from ..runs import project_root, write_atomically
+from ..runs import netcdf_lock, project_root, write_atomically
 
 # %% ../../nbs/results/committed.ipynb #942d865a
 def committed_folder() -> Path:
@@ -29,15 +29,14 @@ def write_cube(
     path.parent.mkdir(parents=True, exist_ok=True)
     packed = {name: dict(zlib=True, complevel=9) for name, v in cube.data_vars.items() if v.dtype.kind in "iuf" and v.ndim}
     plain = cube.drop_encoding().assign_attrs(grid=path.stem)
-    write_atomically(path, lambda file: plain.to_netcdf(file, engine="netcdf4", encoding=packed))
-    return path
+    with netcdf_lock: return write_atomically(path, lambda file: plain.to_netcdf(file, engine="netcdf4", encoding=packed))
 
 
 def read_cube(
     path: Path,
 ) -> xr.Dataset:
     "A cube that `write_cube` wrote."
-    with xr.open_dataset(path, engine="netcdf4") as cube: return cube.load()
+    with netcdf_lock, xr.open_dataset(path, engine="netcdf4") as cube: return cube.load()
 
 
 def read_cubes(

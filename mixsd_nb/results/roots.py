@@ -12,7 +12,7 @@ from pathlib import Path
 import netCDF4
 import xarray as xr
 
-from ..runs import DamagedFile, check_schema, explain_damage, runs_root
+from ..runs import DamagedFile, check_schema, explain_damage, netcdf_lock, runs_root
 from .schema import TARGET_VARIABLES
 
 # %% ../../nbs/results/roots.ipynb #3c5ca7ee
@@ -22,7 +22,7 @@ def read_root(
     """The root group as `open_result` reads it, with the time of its file; None without the dimensions of a run.
 
     The dimensions of a run are dataset, model and method. ValueError for a result of another schema."""
-    with netCDF4.Dataset(path) as file:
+    with netcdf_lock, netCDF4.Dataset(path) as file:
         attrs = check_schema(dict(file.__dict__))
         if not {"dataset", "model", "method"} <= set(file.dimensions): return None
         file.set_auto_maskandscale(False)

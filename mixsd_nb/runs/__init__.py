@@ -13,9 +13,9 @@ __all__ = ['MARK', 'checkpoint_folder', 'checkpoint_step', 'checkpoint_steps', '
            'COMPUTE_BOTH', 'RESTORE', 'RESPONSE_COLUMNS', 'TARGET_COLUMNS', 'SCHEMA', 'DamagedFile', 'Journal',
            'check_schema', 'explain_damage', 'read_lines', 'read_run_record', 'read_table', 'sync', 'StorageError',
            'check_described', 'check_locks', 'check_runs_folder', 'explain_storage_errors', 'is_finished', 'is_locked',
-           'open_result', 'project_root', 'read_json', 'remove_run', 'report_progress', 'run_lock', 'runs_root',
-           'try_lock', 'write_atomically', 'write_json', 'write_result', 'TABLE_SUFFIXES', 'Row', 'Table', 'TableError',
-           'check_columns', 'digest_rows', 'is_table_file', 'read_list', 'read_rows', 'read_text']
+           'netcdf_lock', 'open_result', 'project_root', 'read_json', 'remove_run', 'report_progress', 'run_lock',
+           'runs_root', 'try_lock', 'write_atomically', 'write_json', 'write_result', 'TABLE_SUFFIXES', 'Row', 'Table',
+           'TableError', 'check_columns', 'digest_rows', 'is_table_file', 'read_list', 'read_rows', 'read_text']
 
 # %% ../../nbs/runs/index.ipynb #3f13d88a
 from .checkpoints import (MARK, checkpoint_folder, checkpoint_step, checkpoint_steps, last_checkpoint,
@@ -32,7 +32,7 @@ from .run import (Run, Stage, describe_parameters, find_runs, find_stage, open_r
 from .storage import (COMPUTE_AGAIN, COMPUTE_BOTH, RESPONSE_COLUMNS, RESTORE, SCHEMA, TARGET_COLUMNS,
                                    DamagedFile, Journal, StorageError,
                                    check_described, check_runs_folder, check_schema, explain_damage,
-                                   explain_storage_errors, is_finished, is_locked, open_result, project_root,
+                                   explain_storage_errors, is_finished, is_locked, netcdf_lock, open_result, project_root,
                                    read_json, read_lines, read_run_record, read_table, remove_run, report_progress, run_lock,
                                    runs_root, sync, try_lock, write_atomically, write_json, write_result)
 from .tables import (TABLE_SUFFIXES, Row, Table, TableError, check_columns, digest_rows, is_table_file,
@@ -48,7 +48,7 @@ _all_ = ["MARK", "checkpoint_folder", "checkpoint_step", "checkpoint_steps", "la
          "load_plugins", "module_of", "Run", "Stage", "find_runs", "find_stage", "open_run", "read_config", "describe_parameters",
          "run_function", "COMPUTE_AGAIN", "COMPUTE_BOTH", "RESTORE", "RESPONSE_COLUMNS", "TARGET_COLUMNS", "SCHEMA", "DamagedFile", "Journal", "check_schema",
          "explain_damage", "read_lines", "read_run_record", "read_table", "sync",
-         "StorageError", "check_described", "check_locks", "check_runs_folder", "explain_storage_errors", "is_finished", "is_locked", "open_result",
+         "StorageError", "check_described", "check_locks", "check_runs_folder", "explain_storage_errors", "is_finished", "is_locked", "netcdf_lock", "open_result",
          "project_root", "read_json", "remove_run", "report_progress", "run_lock", "runs_root", "try_lock",
          "write_atomically", "write_json", "write_result", "TABLE_SUFFIXES", "Row", "Table", "TableError",
          "check_columns", "digest_rows", "is_table_file", "read_list", "read_rows", "read_text"]
