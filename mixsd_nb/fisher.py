@@ -39,7 +39,7 @@ class FisherConfig(Stage):
     "The Fisher of a base model, or the displacement of every checkpoint of a training run."
     name = "fisher"
     run_class = "results.finished:FinishedRun"
-    workload = "mixsd_nb.cluster.workload:plan_fisher"
+    workload = "mixsd_nb.cluster.analyses:plan_fisher"
     model: ModelName = Field("lab-m", description="base model: a lab model, a folder or a hub id")
     trained: str = runtime_field("", "folder of a training run; empty: the base model, then all its finished runs")
     checkpoints: Literal["all", "kept"] = runtime_field("all", "checkpoints of that run: all, or those whose weights it kept")

@@ -34,6 +34,7 @@ class ForgettingConfig(Stage, TextSettings):
     "F(D) of every checkpoint of a training run (eq. 2), over the dimensions of its result, and `new_kl`."
     name = "forgetting"
     run_class = "results.finished:FinishedRun"
+    workload = "mixsd_nb.cluster.analyses:plan_forgetting"
     trained: str = runtime_field("", "folder of a training run; empty: all finished runs of the corpus and the model")
     dataset_options: CorpusOptions = runtime_field({}, CORPUS_OPTIONS)
     dataset: CorpusName = runtime_field("kgfact-small", "corpus of the training runs: its name, a file, a folder or a hub id")

@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['LONGEST', 'Machine', 'Part', 'RunPlan', 'host_bytes', 'Decoder', 'answer_parts', 'plan_evaluation', 'plan_mixing',
            'burden_of', 'layout_of', 'training_peaks', 'legal_processes', 'describe_layout', 'smallest_layout',
-           'planned_steps', 'checkpoint_bytes', 'phase_size', 'training_disk', 'plan_training', 'plan_fisher',
-           'plan_scoring']
+           'planned_steps', 'checkpoint_bytes', 'phase_size', 'training_disk', 'plan_training']
 
 # %% ../../nbs/cluster/workload.ipynb #051412d5
 import itertools
@@ -14,10 +13,9 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from ..benchmarks import SUITES
 from .estimates import (Burden, Device, Layout, adapter_parameters, constant, decoding_peak,
-                                        decoding_seconds, fisher_peak, microbatch, optimiser_peak, rollout_peak,
-                                        rollout_width, scoring_peak, scoring_seconds, serve, update_peak, update_seconds)
+                                        decoding_seconds, microbatch, optimiser_peak, rollout_peak, rollout_width,
+                                        scoring_seconds, serve, update_peak, update_seconds)
 from .lengths import Questions, corpus_lengths, count_questions, mixed_length, usual_reply
 from ..corpora import CORPORA
 from ..methods import METHODS, update_count
@@ -399,38 +397,4 @@ def plan_training(config, machine: Machine) -> RunPlan:
     whole = len(steps) if config.measure == "all" else len(config.suite_steps or ()) + (config.measure == "selection")
     rest = {name: asked for name, asked in questions.items() if name not in selecting}
     plan.parts += answer_parts(decoder, selecting, devices, len(steps)) + answer_parts(decoder, rest, devices, whole)
-    return plan
-
-# %% ../../nbs/cluster/workload.ipynb #f497efb5
-def plan_fisher(config, machine: Machine) -> RunPlan:
-    "The plan of the Fisher of a base model, or of the displacement of a run's checkpoints."
-    shape, width = read_shape(config.model), 2 if config.dtype == "bfloat16" else 4
-    fisher = {name: suite for name, suite in SUITES.items() if suite.fisher and config.reference in suite.groups}
-    examples = sum(min(s.fisher, config.limit or s.fisher) for s in fisher.values())
-    lengths = [s.lengths for s in fisher.values()] or [(100, 100)]
-    prompt, completion = max(p for p, _ in lengths), max(min(r, 1_000) for _, r in lengths)
-    plan = RunPlan(config.model, "fisher", peaks=dict(load=width * shape.parameters))
-    plan.peaks["Fisher"] = fisher_peak(shape, prompt, completion, width, config.recompute)
-    tokens = examples * sum(p + min(r, 400) for p, r in lengths) / len(lengths)
-    plan.parts = [Part("Fisher", scoring_seconds(shape, tokens, machine.device, 1, machine.gpus > 0, 8), 1, tokens)]
-    if getattr(config, "trained", ""):  # the Fisher exists; the checkpoints are read from disk
-        plan.peaks = {"displacement": 3 * 4 * shape.largest}
-        plan.parts = [Part("displacement", 10 * 4 * shape.parameters / (1e9 * constant("disk")), 1)]
-    plan.disk = plan.disk_peak = 4 * shape.parameters * (not getattr(config, "trained", ""))
-    plan.host = host_bytes(width * shape.parameters)
-    return plan
-
-
-def plan_scoring(config, machine: Machine) -> RunPlan:
-    "The plan of the NLL of targets."
-    shape, width = read_shape(config.model), 2 if config.dtype == "bfloat16" else 4
-    lengths = corpus_lengths(config.dataset, config.model)["train"]
-    longest = int(LONGEST * mixed_length(config.dataset, config.model, 0.5)) if config.targets else lengths.longest_target
-    tokens = lengths.rows * (lengths.prompt + (longest / LONGEST if config.targets else lengths.target))
-    gpu, engine = machine.gpus > 0, ENGINES[config.engine]
-    plan = RunPlan(config.model, "nll", config.dataset, peaks=dict(load=width * shape.parameters))
-    if engine.share and gpu: plan.peaks[f"{engine.name} logprobs"] = serve(shape, 2_048, machine.room).logprobs
-    else: plan.peaks["NLL"] = scoring_peak(shape, lengths.rows, lengths.longest_prompt, longest, width)
-    plan.parts = [Part("score", constant("start") * gpu + scoring_seconds(shape, tokens, machine.device, 1, gpu), 1, tokens)]
-    plan.disk, plan.disk_peak, plan.host = 1e7, 1e7, host_bytes(width * shape.parameters)
     return plan
