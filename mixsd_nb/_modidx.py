@@ -9,6 +9,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                                   'mixsd_nb/analysis/checkpoints.py'),
                                                'mixsd_nb.analysis.checkpoints.find_checkpoints': ( 'analysis/checkpoints.html#find_checkpoints',
                                                                                                    'mixsd_nb/analysis/checkpoints.py'),
+                                               'mixsd_nb.analysis.checkpoints.keeps_weights': ( 'analysis/checkpoints.html#keeps_weights',
+                                                                                                'mixsd_nb/analysis/checkpoints.py'),
                                                'mixsd_nb.analysis.checkpoints.open_training_run': ( 'analysis/checkpoints.html#open_training_run',
                                                                                                     'mixsd_nb/analysis/checkpoints.py')},
             'mixsd_nb.analysis.curvature': { 'mixsd_nb.analysis.curvature.SquaredGradients': ( 'analysis/curvature.html#squaredgradients',

@@ -17,7 +17,7 @@ import xarray as xr
 from pydantic import Field, computed_field, field_validator
 from tqdm.auto import tqdm
 
-from .analysis.checkpoints import covers_steps, digest_training, find_checkpoints, open_training_run
+from .analysis.checkpoints import covers_steps, digest_training, find_checkpoints, keeps_weights, open_training_run
 from .analysis.curvature import (PARTS, SUMS, add_alignment_ratio, diagonal_fisher, displacement, open_tensors,
                                          tensor_sums, total_sums)
 from .analysis.estimation import FISHER, estimate_fisher, reference_pairs
@@ -30,7 +30,7 @@ from .results.cube import agreeing_runs
 from .results.plots import mark_made_up, method_colour
 from .results.schema import CELL_DIMS, RUN_DIMS, variable
 from .results.summary import held_out_average
-from .runs import Journal, ParameterError, Seed, Stage, module_of, run_function, runtime_field
+from .runs import Journal, Seed, Stage, module_of, run_function, runtime_field
 
 _all_ = ["diagonal_fisher", "displacement"]
 
@@ -177,12 +177,10 @@ def measure_all_runs(
     force: bool = False,  # compute finished runs again
 ) -> tuple[dict[str, xr.DataTree], list[str]]:
     "The results of all training runs of the model by folder name, and the names of the runs without checkpoints."
-    results, skipped = {}, []
-    for trained in tqdm(agreeing_runs(model=config.model), desc="training runs", unit="run", leave=False):
-        if not (trained.root.step > 0).any(): continue
-        try: results[trained.name] = config.model_copy(update=dict(trained=str(trained.folder), checkpoints="kept")).run(force).result
-        except ParameterError: skipped.append(trained.name)
-    return results, skipped
+    runs = [run for run in agreeing_runs(model=config.model) if (run.root.step > 0).any()]
+    kept, skipped = [run for run in runs if keeps_weights(run)], [run.name for run in runs if not keeps_weights(run)]
+    measure = lambda run: config.model_copy(update=dict(trained=str(run.folder), checkpoints="kept")).run(force).result
+    return {run.name: measure(run) for run in tqdm(kept, desc="training runs", unit="run", leave=False)}, skipped
 
 # %% ../nbs/fisher.ipynb #7c27b39e
 def layer_ratio(

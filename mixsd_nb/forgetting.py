@@ -16,7 +16,7 @@ import xarray as xr
 from pydantic import computed_field, field_validator
 from tqdm.auto import tqdm
 
-from .analysis.checkpoints import covers_steps, digest_training, find_checkpoints, open_training_run
+from .analysis.checkpoints import covers_steps, digest_training, find_checkpoints, keeps_weights, open_training_run
 from .analysis.divergence import ReferenceConfig, TextSettings, nll_increase, response_nll
 from .analysis.statistics import rank_correlation
 from .corpora import CORPUS_OPTIONS, CorpusName, CorpusOptions
@@ -111,9 +111,9 @@ def measure_runs(
     "The results by name of the training run: of the one in `trained`, or of all with weights. Others are named in a line."
     if config.trained: return {Path(config.trained).name: config.run(force).root}
     runs = [run for run in agreeing_runs(dataset=config.dataset, model=config.model) if run.root["method"].item() != BASE]
-    if gone := [run.name for run in runs if not run.checkpoints]: print(f"left out, because no weights are kept: {', '.join(gone)}")
+    kept, gone = [run for run in runs if keeps_weights(run)], [run.name for run in runs if not keeps_weights(run)]
+    if gone: print(f"left out, because their weights are not there: {', '.join(gone)}")
     measure = lambda run: config.model_copy(update=dict(trained=str(run.folder), checkpoints="kept")).run(force).root
-    kept = [run for run in runs if run.checkpoints]
     return {run.name: measure(run) for run in tqdm(kept, desc="training runs", unit="run", leave=False)}
 
 # %% ../nbs/forgetting.ipynb #efca35bf
