@@ -108,8 +108,8 @@ def measure_runs(
     config: ForgettingConfig,
     force: bool = False,  # compute finished runs again
 ) -> dict[str, xr.Dataset]:
-    "The results by name of the training run: of the one in `trained`, or of all with weights. Others are named in a line."
-    if config.trained: return {Path(config.trained).name: config.run(force).root}
+    "The results by name or folder of the training run: of the one in `trained`, or of all with weights. Others are named in a line."
+    if config.trained: return {config.trained: config.run(force).root}
     runs = [run for run in agreeing_runs(dataset=config.dataset, model=config.model) if run.root["method"].item() != BASE]
     kept, gone = [run for run in runs if keeps_weights(run)], [run.name for run in runs if not keeps_weights(run)]
     if gone: print(f"left out, because their weights are not there: {', '.join(gone)}")
