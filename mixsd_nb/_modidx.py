@@ -1646,6 +1646,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                  'mixsd_nb.inject.InjectConfig._published_schedule': ( 'inject.html#injectconfig._published_schedule',
                                                                                        'mixsd_nb/inject.py'),
                                  'mixsd_nb.inject.InjectConfig.assist': ('inject.html#injectconfig.assist', 'mixsd_nb/inject.py'),
+                                 'mixsd_nb.inject.InjectConfig.check': ('inject.html#injectconfig.check', 'mixsd_nb/inject.py'),
                                  'mixsd_nb.inject.InjectConfig.compute': ('inject.html#injectconfig.compute', 'mixsd_nb/inject.py'),
                                  'mixsd_nb.inject.InjectConfig.covers': ('inject.html#injectconfig.covers', 'mixsd_nb/inject.py'),
                                  'mixsd_nb.inject.InjectConfig.evaluation': ('inject.html#injectconfig.evaluation', 'mixsd_nb/inject.py'),

@@ -114,11 +114,11 @@ def breakdown(
 ) -> pd.DataFrame:
     """Errors of each category, `n` and `wrong` by benchmark and method, summed over seeds.
 
-    The methods are the base model, and all methods of the learning rate at their last step."""
+    The methods are the base model, and all methods of the learning rate at the last step that was asked a benchmark."""
     counts = result[["count", "n", "wrong"]].isel(dataset=0, model=0, drop=True)
     table = counts.to_dataframe().reset_index().dropna(subset=["n"])
     table = table[table.lr.isin([0, lr])]
-    table = table[table.step == table.groupby("method").step.transform("max")]
+    table = table[table.step == table.groupby(["method", "benchmark"]).step.transform("max")]
     errors = table.groupby(["benchmark", "method", "category"])["count"].sum(min_count=1)
     totals = table.drop_duplicates(["benchmark", "method", "seed"]).groupby(["benchmark", "method"])[["n", "wrong"]]
     errors = errors.unstack()[list(ALL_CATEGORIES)].join(totals.sum())
@@ -249,7 +249,9 @@ def pick_examples(
 ) -> pd.DataFrame:
     "Wrong responses of the base model and of all methods at a rate at the last step, each of another benchmark."
     wrong = table[(table.category != "correct") & table.lr.isin([0, lr])]
-    wrong = wrong[wrong.step == wrong.groupby("method").step.transform("max")].sort_values(["seed", "item", "sample"])
+    last = table[table.lr.isin([0, lr])].groupby(["method", "benchmark"]).step.max().rename("last")
+    wrong = wrong.join(last, on=last.index.names)
+    wrong = wrong[wrong.step == wrong["last"]].sort_values(["seed", "item", "sample"])
     wrong = wrong.drop_duplicates(["method", "category", "benchmark"]).groupby(["method", "category"]).head(per)
     short = lambda text: text if len(text) <= width else text[:width // 2] + " … " + text[-width // 2:]
     wrong = wrong.assign(prompt=wrong.prompt.map(short), response=wrong.response.map(short))

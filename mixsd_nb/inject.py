@@ -88,6 +88,12 @@ class InjectConfig(train.TrainConfig):
 
     def covers(self, run): return True
 
+    def check(self):
+        "ValueError if the weights of the selected checkpoint would be removed, and as for a training."
+        if self.keep not in ("all", "chosen"):
+            raise ValueError(f"keep must be all or chosen, because the selected checkpoint is asked all benchmarks, got {self.keep}")
+        super().check()
+
     def assist(self): self.training().assist()
 
     def prepare(self, processes): return self.training().prepare(processes)
@@ -111,9 +117,9 @@ def selected_step(
     training: train.TrainConfig,
     run: ModelRun,  # its finished run
 ) -> int:
-    "The step at which the training has converged; else the best one by the paper's rule."
+    "The step at which the training has converged, if its weights were kept; else the best one by the paper's rule."
     found = training.converged_step(run)
-    return run.best_step if found is None else found
+    return found if found in run.checkpoints else run.best_step
 
 # %% ../nbs/inject.ipynb #4170bceb
 def mixed_targets(

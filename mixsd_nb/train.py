@@ -219,7 +219,7 @@ class TrainConfig(Stage, EvalSettings):
         if self.steps()[0] in trained_steps(self.folder): return
         check_head(self.model)
         check_facts(self.dataset, self.model)
-        check_devices(self.processes, self.batch, self.sharded, self.lora)
+        check_devices(self.processes, self.batch, self.sharded, self.lora or self.options.get("rank", 0))
 
     def _asks_questions(self) -> bool:
         "Whether the base model or a checkpoint is still to be measured."
@@ -241,7 +241,7 @@ class TrainConfig(Stage, EvalSettings):
         "The run whose checkpoints the method starts from, with the weights of all of them in float32; None for most."
         if not (name := METHODS[self.method].source): return None
         options = METHODS[name].defaults(self.preset)
-        return self.model_copy(update=dict(method=name, options=options, keep="all", stored="float32"))
+        return self.model_copy(update=dict(method=name, options=options, keep="all", stored="float32", stop="last"))
 
     @property
     def has_rate(self) -> bool:

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib
 import pandas as pd
@@ -19,7 +20,7 @@ from mixsd_nb.inject import InjectConfig, InjectRun
 from mixsd_nb.methods import selection
 from mixsd_nb.methods.selection import converged, paper_checkpoint
 from mixsd_nb.results.report import render_failures, render_page, render_pair, render_table
-from mixsd_nb.runs import make_config, open_run
+from mixsd_nb.runs import ParameterError, make_config, open_run
 
 matplotlib.use("Agg")
 shares = st.lists(st.tuples(*[st.sampled_from([0.0, 0.3, 0.5, 0.8, 0.9, 1.0])] * 2), max_size=12)
@@ -203,3 +204,12 @@ def test_the_notebook_runs_with_papermill(injected, monkeypatch, tmp_path):
     with kernel_sockets() as sockets:
         execute_notebook(notebook, tmp_path / "out.ipynb", parameters | dict(checkpoints=[1]), progress_bar=False, **sockets)
     assert "report.html" in (tmp_path / "out.ipynb").read_text()
+
+
+def test_the_selected_step_has_weights():
+    "The converged step counts the facts that are trained, and what is kept is chosen by all; the weights decide."
+    training = SimpleNamespace(converged_step=lambda run: 20)
+    assert inject.selected_step(training, SimpleNamespace(best_step=40, checkpoints={20: "", 40: ""})) == 20
+    assert inject.selected_step(training, SimpleNamespace(best_step=40, checkpoints={40: ""})) == 40
+    with pytest.raises(ParameterError, match="^keep must be all or chosen, because .*, got last$"): inject.run(dataset=str(EXAMPLE), keep="last")
+    assert make_config(train.TrainConfig, method="wise-sft", stop="converged").source().stop == "last"

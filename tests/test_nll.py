@@ -258,3 +258,12 @@ def test_what_is_refused(tmp_path, lab):
     ]:
         with pytest.raises(ValueError) as refused: make_config(nll.NllConfig, **parameters)
         assert str(refused.value) == sentence
+
+
+def test_an_engine_is_opened_for_more_than_the_longest_pair(monkeypatch):
+    "vLLM scores a pair only if it is shorter than the context that was reserved."
+    opened = []
+    engine = SimpleNamespace(score=lambda pairs: [np.zeros(len(c), np.float32) for _, c in pairs])
+    monkeypatch.setattr(likelihood, "load_engine", lambda kind, model, longest, **options: (opened.append(longest), engine)[1])
+    likelihood.score_pairs("lab-s", [([1, 2], [3]), ([1], [2])])
+    assert opened == [4]

@@ -318,3 +318,10 @@ def test_a_probe_replaces_constants(own_runs, tiny):
     with replace_constants(dict(cpu_flops=CONSTANTS["cpu_flops"].value * 1e-3)):
         assert plan_run(make_config(train.TrainConfig, method="sft")).hours > before
     assert not find_problems(plan_run(make_config(train.TrainConfig, method="sft")), H100)
+
+
+def test_adapters_of_a_method_are_planned_as_adapters():
+    "`lora-sft` takes its rank from its options; a card that cannot hold all moments of the optimiser holds those of adapters."
+    whole, adapters, given = (plan_run(paper_run(**settings), H100).peaks["update"] for settings in
+                              (dict(method="sft"), dict(method="lora-sft"), dict(method="sft", lora=8)))
+    assert adapters == given < whole

@@ -68,11 +68,12 @@ def _sample_text(model, prompts, seed, kind, options):
     from mixsd_nb.models.engine import row_key
     tokenizer, room = load_tokenizer(model), {name: SUITES[name].sampling.max_new_tokens or NEW_TOKENS for name in prompts}
     encoded = {name: [encode_prompt(tokenizer, p) for p in group] for name, group in prompts.items()}
-    longest = max(len(ids) + room[name] for name, group in encoded.items() for ids in group)
+    longest = 1 + max(len(ids) + room[name] for name, group in encoded.items() for ids in group)  # vLLM scores less than its context
     engine, tables = load_engine(kind, model, longest=longest, **options), []
     for name, ids in encoded.items():
         keys = [row_key(seed, name, k) for k in range(len(ids))]
-        completions = engine.generate(ids, keys=keys, max_new_tokens=room[name], **FULL_SAMPLING)
+        limits = dict(max_new_tokens=room[name], max_total=min(10_000, engine.context))
+        completions = engine.generate(ids, keys=keys, **limits, **FULL_SAMPLING)
         tables.append(pd.DataFrame(dict(benchmark=name, prompt_ids=ids, completion_ids=[c.ids for c in completions])))
     table = pd.concat(tables, ignore_index=True)
     table = table[table.completion_ids.map(len) > 0]
@@ -91,7 +92,7 @@ def response_nll(
 
 
 def _response_nll(model, table, kind, options):
-    longest = int((table.prompt_ids.map(len) + table.completion_ids.map(len)).max())
+    longest = 1 + int((table.prompt_ids.map(len) + table.completion_ids.map(len)).max())
     return _sum_nll(load_engine(kind, model, longest=longest, **options), table)
 
 

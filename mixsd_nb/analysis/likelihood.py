@@ -81,7 +81,7 @@ def score_pairs(
 
 
 def _score_pairs(model, pairs, kind, options):
-    longest = max(len(context) + len(ids) for context, ids in pairs)
+    longest = 1 + max(len(context) + len(ids) for context, ids in pairs)  # vLLM scores less than its context
     return load_engine(kind, model, longest=longest, **options).score(pairs)
 
 # %% ../../nbs/analysis/likelihood.ipynb #a9000013

@@ -225,7 +225,7 @@ def burden_of(config) -> Burden:
 def layout_of(config, machine: Machine) -> Layout:
     "How a training is divided; on several nodes `processes` is the number on each of them."
     return Layout(machine.gpus > 0, config.processes * machine.nodes, config.sharded, config.packed, config.recompute, config.micro_tokens,
-                  config.lora, config.offload)
+                  config.lora or config.options.get("rank", 0), config.offload)  # a method may have a rank of its own
 
 
 def training_peaks(shape: Shape, burden: Burden, layout: Layout, sampled: bool = True) -> dict[str, float]:
