@@ -223,18 +223,19 @@ print(json.dumps(dict(outcomes=outcomes, results=results)))
 
 
 @pytest.fixture(scope="module")
-def as_plain_user(tmp_path_factory):
-    "A function that runs programs, and programs with tests, as the user nobody with an interpreter for everybody."
+def as_plain_user():
+    """A function that runs programs, and programs with tests, as the user nobody with an interpreter for everybody.
+
+    The modules are not in a folder of pytest, because another pytest that starts closes those to other users."""
     if os.geteuid() != 0: pytest.skip("only root can become another user")
     python = shutil.which("python3", path="/usr/bin:/usr/local/bin")
     if not python or subprocess.run([python, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"]).returncode:
         need("there is no interpreter of Python 3.11 outside the private folders of root")
-    folder = tmp_path_factory.mktemp("plain_user")
+    folder = Path(tempfile.mkdtemp())
     package = folder / "plain"
     package.mkdir()
     copies = [Path(shutil.copy(module.__file__, package)) for module in (child, sandbox)]
-    parents = itertools.takewhile(lambda parent: parent != Path(tempfile.gettempdir()), folder.parents)
-    for path in (*copies, package, folder, *parents): path.chmod(0o755)
+    for path in (*copies, package, folder): path.chmod(0o755)
 
     def run(programs=(), program_tests=()):
         request = json.dumps(dict(programs=programs, program_tests=program_tests))
@@ -243,7 +244,8 @@ def as_plain_user(tmp_path_factory):
                                  env={"PATH": os.environ["PATH"], "MIXSD_SECRET": "treasure"})
         assert process.returncode == 0, process.stderr[-2000:]
         return json.loads(process.stdout)
-    return run
+    yield run
+    shutil.rmtree(folder)
 
 
 def test_root_is_not_needed(host, as_plain_user):
