@@ -360,17 +360,3 @@ def test_tables_and_pictures(runs):
     assert len(fig.axes) == 2 and sum(bars) == pytest.approx(100 * (1 / 2 + 2 / 3)), "the heights of a benchmark's bars are its error rates"
     assert set(errors.pick_examples(table, 1e-3).category) == {"format", "cross-entity", "collapse", "genuine"}
     assert errors.false_alarms(table).loc["equations", "at most 80 characters"] == 0
-
-
-def test_a_benchmark_counts_at_the_last_step_that_was_asked_it():
-    "With measure=selection the held-out suites are asked at the selected step alone."
-    dims = ("dataset", "model", "method", "lr", "seed", "step", "benchmark")
-    axes = dict(dataset=["d"], model=["m"], method=["sft"], lr=[1e-3], seed=[0, 1], step=[20, 40, 60], benchmark=["recall", "choice"])
-    asked = np.full([len(values) for values in axes.values()], np.nan)
-    asked[..., 0] = 10
-    asked[..., 1, 1] = 8
-    categories = list(errors.ALL_CATEGORIES)
-    count = asked[..., None] * (np.arange(len(categories)) == 0)
-    result = xr.Dataset(dict(n=(dims, asked), wrong=(dims, asked), count=((*dims, "category"), count)), axes | dict(category=categories))
-    table = errors.breakdown(result, 1e-3)
-    assert table.n.to_dict() == {("choice", "sft"): 16, ("recall", "sft"): 20} and (table[categories[0]] == table.n).all()

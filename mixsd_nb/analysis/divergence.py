@@ -72,7 +72,7 @@ def _sample_text(model, prompts, seed, kind, options):
     engine, tables = load_engine(kind, model, longest=longest, **options), []
     for name, ids in encoded.items():
         keys = [row_key(seed, name, k) for k in range(len(ids))]
-        limits = dict(max_new_tokens=room[name], max_total=min(10_000, engine.context))
+        limits = dict(max_new_tokens=room[name], max_total=min(10_000, longest))
         completions = engine.generate(ids, keys=keys, **limits, **FULL_SAMPLING)
         tables.append(pd.DataFrame(dict(benchmark=name, prompt_ids=ids, completion_ids=[c.ids for c in completions])))
     table = pd.concat(tables, ignore_index=True)
