@@ -57,6 +57,8 @@ class ErrorsConfig(Stage):
         trained = agreeing_runs(self.root, dataset=self.dataset, model=self.model)
         return find_responses(self.dataset, self.model, trained, self.root)
 
+    def other_results(self): return list(self.root.glob("[!.]*/result.nc"))
+
     def covers(self, run):
         "Whether the run has classified the responses as they are now."
         return run.root.attrs.get("content") == digest_responses(self.files)

@@ -86,6 +86,8 @@ class FisherConfig(Stage):
         if base != self.model: raise ValueError(f"model must be {base}, the base model of {run.name}, got {self.model}")
         find_checkpoints(run, self.checkpoints)
 
+    def other_results(self): return [Path(self.trained) / "result.nc"] if self.trained else []
+
     def covers(self, run):
         "Whether the run has measured all checkpoints of the training run."
         return not self.trained or covers_steps(run, open_training_run(self.trained), self.checkpoints)

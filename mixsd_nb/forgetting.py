@@ -56,6 +56,8 @@ class ForgettingConfig(Stage, TextSettings):
 
     def modules(self): return [*super().modules(), module_of(ENGINES[self.engine].cls)]
 
+    def other_results(self): return [Path(self.trained) / "result.nc"] if self.trained else []
+
     def covers(self, run):
         "Whether the run has measured all checkpoints of the training run."
         return covers_steps(run, open_training_run(self.trained), self.checkpoints)

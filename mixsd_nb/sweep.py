@@ -178,6 +178,11 @@ def _check_grid(grid: str, device: str) -> int:
     return int(bool(plan.problems()))
 
 
+def _count_left(table: pd.DataFrame) -> int:
+    "The number of cells that are pending after all were to be run: their folders cannot be written, as `run_workers` has said."
+    return int((table.state == "pending").sum())
+
+
 def _run_command(*arguments: str) -> int:
     options = _parser().parse_args(arguments)
     config = make_config(SweepConfig, grid=options.grid, where="slurm" if options.slurm else "local",
@@ -190,7 +195,9 @@ def _run_command(*arguments: str) -> int:
     command = getattr(sweep, options.command)
     table = command(**begin) if options.command in ("run", "retry") else command()
     print(format_table(table))
-    return report(table)
+    if left := _count_left(table) if options.command == "run" and config.where == "local" else 0:
+        print(f"{left} of {len(table)} cells could not begin")
+    return max(report(table), int(left > 0))
 
 
 def main(

@@ -13,6 +13,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pandas as pd
 import psutil
@@ -26,10 +27,10 @@ from submitit.slurm.slurm import _make_sbatch_string
 from mixsd_nb import sweep
 from mixsd_nb.cluster import attempt, local, queue, slurm, status
 from mixsd_nb.cluster.attempt import list_attempts, run_attempt
-from mixsd_nb.cluster.grid import Grid, GridOutputs, find_notebook, list_grids, read_grid
+from mixsd_nb.cluster.grid import Grid, GridOutputs, find_notebook, list_grids, make_cell, read_grid
 from mixsd_nb.cluster.resources import Resources
-from mixsd_nb.runs import (ParameterError, find_stage, make_config, open_result, read_json, remove_run, write_json,
-                           write_result)
+from mixsd_nb.runs import (ParameterError, Stage, find_stage, make_config, open_result, read_json, remove_run, runs_root,
+                           write_json, write_result)
 from mixsd_nb.sweep import Sweep
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -519,3 +520,37 @@ def test_a_grid_names_a_stage_or_a_file(tmp_path):
     assert find_notebook(str(tmp_path / "generate.ipynb")) == tmp_path / "generate.ipynb"
     assert find_notebook("generate") == ROOT / "nbs/generate.ipynb"
     assert find_stage(str(tmp_path / "generate.ipynb")) is find_stage("generate")
+
+
+class Following(Stage):
+    "A stage whose runs depend on the result of another run."
+    name: ClassVar[str] = "following"
+    text: str = ""
+
+    def slug(self): return "one"
+
+    def other_results(self): return [runs_root() / "other-one/result.nc"]
+
+    def covers(self, run): return self.other_results()[0].stat().st_size == 1
+
+
+def test_a_cell_is_asked_again_when_the_result_of_another_run_changes(tmp_path, monkeypatch):
+    "An analysis of a training that was extended is not done, also in the process that has seen it done."
+    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
+    cell = make_cell(Following, tmp_path / "following.ipynb", {})
+    other, = Following().other_results()
+    for path in (other, cell.run_folder / "result.nc"):
+        path.parent.mkdir(parents=True)
+        path.write_text("1")
+    assert cell.is_done and cell.is_done
+    other.write_text("22")
+    os.utime(other, ns=(1, 1))  # another time, whatever the clock's resolution
+    assert not cell.is_done
+
+
+def test_a_cell_that_cannot_begin_fails_the_command(desk, tmp_path, monkeypatch, capsys):
+    desk("", "")
+    monkeypatch.setattr(local, "run_cell", lambda cell, *_, **__: (_ for _ in ()).throw(OSError("read-only file system")))
+    assert sweep.main("run", str(tmp_path / "grid.yaml"), "--workers", "1") == 1
+    told = capsys.readouterr()
+    assert "2 of 2 cells could not begin" in told.out and told.err.count("read-only file system") == 2

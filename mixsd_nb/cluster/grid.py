@@ -317,9 +317,15 @@ def _combinations(
 
 # %% ../../nbs/cluster/grid.ipynb #635f8c7a
 @functools.lru_cache(maxsize=10_000)
-def _covers(stage: str, parameters: str, folder: Path, written: int) -> bool:
-    "Whether a finished run covers the parameters (JSON); a result that is written again is read again."
+def _covers(stage: str, parameters: str, folder: Path, written: tuple[int, ...]) -> bool:
+    "Whether a finished run covers the parameters (JSON); remembered until a result is written on which this depends."
     return make_config(find_stage(stage), **json.loads(parameters)).covers(Run(folder))
+
+
+@functools.lru_cache(maxsize=10_000)
+def _other_results(stage: str, parameters: str) -> Callable[[], list[Path]]:
+    "The method of the configuration with these parameters (JSON)."
+    return make_config(find_stage(stage), **json.loads(parameters)).other_results
 
 
 @dataclass(frozen=True)
@@ -345,9 +351,10 @@ class Cell:
     @property
     def is_done(self) -> bool:
         "Whether the run has its result, which covers all that the parameters ask for."
-        result = self.run_folder / "result.nc"
-        return is_finished(self.run_folder) and _covers(self.stage, json.dumps(self.parameters), self.run_folder,
-                                                        result.stat().st_mtime_ns)
+        if not is_finished(self.run_folder): return False
+        parameters = json.dumps(self.parameters)
+        results = [self.run_folder / "result.nc", *_other_results(self.stage, parameters)()]
+        return _covers(self.stage, parameters, self.run_folder, tuple(r.stat().st_mtime_ns for r in results if r.is_file()))
 
 # %% ../../nbs/cluster/grid.ipynb #7e62689f
 def finished_runs(

@@ -69,6 +69,11 @@ def add_bases(
     return {**roots, **added}
 
 # %% ../../nbs/results/cube.ipynb #ee2cb04f
+def _drop_empty_counts(root: xr.Dataset) -> xr.Dataset:
+    "The root with n only where there is an accuracy, so that no run contradicts one that was asked more."
+    return root.assign(n=root.n.where(root.n > 0)) if "n" in root else root
+
+
 def cube_of(
     runs: Mapping[str, xr.Dataset] | Iterable,  # folder name -> root; or finished runs, each a Run or its folder
 ) -> xr.Dataset:
@@ -83,7 +88,7 @@ def cube_of(
     if not runs: raise FileNotFoundError("a cube needs at least one finished run, got none")
     for folder, root in runs.items(): check_names(root, folder)
     check_settings(runs)
-    return merge_roots(add_bases(runs))
+    return merge_roots({folder: _drop_empty_counts(root) for folder, root in add_bases(runs).items()})
 
 # %% ../../nbs/results/cube.ipynb #db8fa214
 def open_cube(

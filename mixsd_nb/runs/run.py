@@ -269,6 +269,10 @@ class Stage(Config):
         "Whether a finished run holds all that this configuration asks for; if not, `compute` extends it."
         return True
 
+    def other_results(self) -> list[Path]:
+        "The results of other runs on which `covers` depends."
+        return []
+
     @property
     def finished(self) -> bool:
         "Whether the run of this configuration exists and covers it."
