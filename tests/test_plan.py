@@ -13,7 +13,8 @@ from mixsd_nb.cluster import plan as plans
 from mixsd_nb.cluster.estimates import CONSTANTS, DEVICES, Burden, Layout, optimiser_peak, serve, update_peak
 from mixsd_nb.cluster.grid import list_grids, make_resources, read_grid
 from mixsd_nb.cluster.inputs import check_inputs, list_deviations
-from mixsd_nb.cluster.plan import Machine, find_problems, plan_grid, plan_run, planned_cells
+from mixsd_nb.cluster.lengths import count_questions
+from mixsd_nb.cluster.plan import Machine, cpu_device, find_problems, plan_grid, plan_run, planned_cells
 from mixsd_nb.cluster.probe import memory_events, probe, replace_constants
 from mixsd_nb.cluster.workload import burden_of, plan_training, planned_steps, smallest_layout, training_peaks
 from mixsd_nb.console import main
@@ -325,3 +326,31 @@ def test_adapters_of_a_method_are_planned_as_adapters():
     whole, adapters, given = (plan_run(paper_run(**settings), H100).peaks["update"] for settings in
                               (dict(method="sft"), dict(method="lora-sft"), dict(method="sft", lora=8)))
     assert adapters == given < whole
+
+
+@pytest.mark.parametrize("method", [name for name, declared in METHODS.items() if declared.source])
+def test_an_average_costs_no_training(method):
+    "Its source is planned once, as a shared run."
+    config = make_config(find_stage("train"), method=method, epochs=20)
+    plan = plan_run(config, Machine("laptop", cpu_device(2), memory=16))
+    parts = {part.name: part.seconds for part in plan.parts}
+    source = plan_run(config.source(), Machine("laptop", cpu_device(2), memory=16))
+    assert "update" not in parts and "update" in {part.name for part in source.parts}
+    assert 0 < parts["average"] < 5 and config.source() in plan.shared
+
+
+def test_a_grid_file_that_changes_is_read_again(own_runs, tmp_path):
+    file = tmp_path / "mine.yaml"
+    counts = []
+    for seeds in ([0], [0, 1]):
+        file.write_text(f"notebook: train\nfixed: {{model: lab-s}}\naxes: {{seed: {seeds}}}\n")
+        counts.append((len(plan_grid(file).cells), len(planned_cells(file)[2])))
+    assert counts == [(1, 1), (2, 2)]
+
+
+def test_own_questions_are_counted(tmp_path):
+    "The items of a file are known before anything runs."
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(f'{{"question": "What is {n} + {n}?", "answer": "{2 * n}"}}\n' for n in range(7)))
+    asked = count_questions(make_config(find_stage("evaluate"), suite=str(file)))
+    assert [questions.requests for questions in asked.values()] == [7]

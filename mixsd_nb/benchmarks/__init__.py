@@ -109,7 +109,7 @@ class Suite:
     def identity(self) -> dict:
         "Everything that can change a result: not titles, columns and groups."
         kept = ("source", "sampling", "grading", "published", "version", "share", "opening", "twin_of")
-        return {name: value for name, value in asdict(self).items() if name in kept}
+        return {name: getattr(self, name) for name in kept} | dict(sampling=asdict(self.sampling))
 
 # %% ../../nbs/benchmarks/index.ipynb #223439bb
 @dataclass(frozen=True)

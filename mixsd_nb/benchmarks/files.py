@@ -183,7 +183,8 @@ def declare_file(
     samples = max(item.sampling.samples for item in items.values())
     digest = digest_rows([{"id": id, **asdict(item)} for id, item in items.items()])
     return Suite(Path(word).stem, Path(word).stem, "own", "benchmarks.files:file_items", f"a file with the digest {digest}",
-                 sampling=Sampling(0, samples), version=1, settings=("limit",), word=word if "," in path else path)
+                 sampling=Sampling(0, samples), version=1, settings=("limit",), word=word if "," in path else path,
+                 size=len(items))
 
 # %% ../../nbs/benchmarks/files.ipynb #829bf295
 def file_items(

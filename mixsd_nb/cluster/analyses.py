@@ -25,7 +25,9 @@ def plan_fisher(config, machine: Machine) -> RunPlan:
     plan = RunPlan(config.model, "fisher", peaks=dict(load=width * shape.parameters))
     plan.peaks["Fisher"] = fisher_peak(shape, prompt, completion, width, config.recompute)
     tokens = examples * sum(p + min(r, 400) for p, r in lengths) / len(lengths)
-    plan.parts = [Part("Fisher", scoring_seconds(shape, tokens, machine.device, 1, machine.gpus > 0, 8), 1, tokens)]
+    n = config.processes
+    plan.parts = [Part("Fisher", scoring_seconds(shape, tokens, machine.device, 1, machine.gpus > 0, 8) / n, n, tokens)]
+    plan.copies = dict.fromkeys(plan.peaks, n)
     if getattr(config, "trained", ""):  # the Fisher exists; the checkpoints are read from disk
         plan.peaks = {"displacement": 3 * 4 * shape.largest}
         plan.parts = [Part("displacement", 10 * 4 * shape.parameters / (1e9 * constant("disk")), 1)]
@@ -49,12 +51,22 @@ def plan_scoring(config, machine: Machine) -> RunPlan:
     return plan
 
 # %% ../../nbs/cluster/analyses.ipynb #84c4ba92
+_USUAL_CHECKPOINTS = 4
+
+
+def _count_checkpoints(trained: str) -> int:
+    "The checkpoints of a training run whose weights exist; the usual number if it is not finished, 0 without a run."
+    if not trained: return 0
+    try: return len(open_training_run(trained).checkpoints)
+    except ValueError: return _USUAL_CHECKPOINTS
+
+
 def plan_forgetting(config, machine: Machine) -> RunPlan:
     "The plan of measuring the checkpoints of a run on texts of its base model."
     shape, lengths = read_shape(config.model), [SUITES[name].lengths for name in held_out(config.suites)]
     prompt, response = (sum(pair) / len(lengths) for pair in zip(*lengths))
     count = config.prompts * len(lengths) + config.facts
-    models = 1 + len(open_training_run(config.trained).checkpoints) if config.trained else 1
+    models = 1 + _count_checkpoints(config.trained)
     tokens, gpu, engine = models * count * (prompt + response), machine.gpus > 0, ENGINES[config.engine]
     plan = RunPlan(config.model, "forgetting", config.dataset, peaks=dict(load=4 * shape.parameters))
     if engine.share and gpu: plan.peaks[f"{engine.name} logprobs"] = serve(shape, 2_048, machine.room).logprobs

@@ -82,6 +82,9 @@ def usual_reply(dataset: str, model: str) -> int:
     return 40 if is_lab_model(model) else CORPORA[dataset].reply
 
 
+_USUAL_ITEMS = 300  # of a benchmark that does not say how many it has
+
+
 def count_questions(
     config,  # with the fields of EvalSettings, and `model`
     names: Iterable[str] | None = None,  # of benchmarks; None for those of its suite
@@ -97,8 +100,9 @@ def count_questions(
             rows, prompt, reply = min(lengths.rows, config.n), lengths.prompt, usual_reply(config.dataset, config.model)
         else:
             prompt, reply = (length or 200 for length in suite.lengths)
-            rows = min(suite.size or 300, getattr(config, "limit", 0) or 10**9)
-            rows = rows if suite.size else max(1, round(suite.share * min(config.n, 300)))
+            limited = "limit" in suite.settings  # it has its own number of items
+            rows = suite.size or (_USUAL_ITEMS if limited else max(1, round(suite.share * min(config.n, _USUAL_ITEMS))))
+            rows = min(rows, limited and getattr(config, "limit", 0) or rows)
         found[name] = Questions(rows * sampling.samples, prompt, min(reply, sampling.max_new_tokens),
                                 sampling.max_new_tokens, min(sampling.max_total, sampling.max_new_tokens + 2 * int(prompt)))
     return found

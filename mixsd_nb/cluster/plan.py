@@ -208,7 +208,6 @@ def _planned_outputs(grid: Grid, stage: type[Stage]) -> list[Any]:
     return [make(**grid.fixed | values) for values in configs]
 
 
-@functools.lru_cache(maxsize=64)
 def _read_cells(source: str) -> tuple[str, Resources, list[Any], list[Any], list[Resources]]:
     """The name of a grid, its resources, its cells, what other grids have computed of them, and the resources of each.
 
@@ -239,6 +238,7 @@ class GridPlan:
     at_once: int  # cells that run at the same time
     cells: list[RunPlan]
     shared: list[RunPlan]  # each on the devices of the first cell that needs it
+    configs: list[Any]  # of the cells
 
     def rows(self) -> pd.DataFrame:
         "A row for each model, dataset and method: cells, peaks in GB, layouts, disk in GB, hours, problems."
@@ -320,7 +320,7 @@ def plan_grid(
         plans = [_remainder(plan, plan_run(*before)) for plan, *before in zip(plans, earlier, machines)] or plans
         for config, plan in zip(configs, plans): plan.finished = _is_finished(config)
         machine = machine_for(resources, device)
-        return GridPlan(name, machine, resources.at_once or len(plans), plans, _plan_shared(plans, machines))
+        return GridPlan(name, machine, resources.at_once or len(plans), plans, _plan_shared(plans, machines), configs)
     except ValueError as e: raise ParameterError(f"{name}: {e}") from None
 
 # %% ../../nbs/cluster/plan.ipynb #8ca122c1
@@ -375,10 +375,10 @@ def plan_all(
     one of the grids asks of them."""
     rows, seen = {}, {True: {}, False: {}}
     for name in names:
-        plan, (_, _, configs) = plan_grid(name, device), planned_cells(name)
+        plan = plan_grid(name, device)
         rows[name] = _sum_plans([*plan.cells, *plan.shared]) | dict(cells=len(plan.cells))
         known = seen[plan.machine.gpus > 0]
-        for config, cell in zip(configs, plan.cells):
+        for config, cell in zip(plan.configs, plan.cells):
             key, cell = _identify(config), cell.whole or cell
             known[key] = max(known.get(key, cell), cell, key=lambda plan: plan.hours)
         known |= {repr(vars(run)): run for run in plan.shared}

@@ -351,6 +351,16 @@ def _plan_edit(plan: RunPlan, config, machine: Machine, shape) -> tuple[list[int
     return [1], 1
 
 
+def _plan_average(plan: RunPlan, config, machine: Machine, shape) -> tuple[list[int], int]:
+    "Fill in the plan of a method that averages the base model with the checkpoints of another run; as `_plan_edit`."
+    plan.peaks["average"] = 8 * shape.parameters
+    layout, (_, steps) = layout_of(config, machine), planned_steps(config)
+    read = 4 * shape.parameters + 2 * checkpoint_bytes(shape, layout, config.stored)[0]
+    plan.parts = [Part("average", len(steps) * read / (1e9 * constant("disk")), 1)]
+    plan.disk, plan.disk_peak = training_disk(config, shape, layout, len(steps), len(steps))
+    return steps, 1
+
+
 def _plan_updates(plan: RunPlan, config, machine: Machine, shape) -> tuple[list[int], int]:
     "Fill in the plan of a training loop; returns its checkpoints, and how often engines start."
     burden, layout = burden_of(config), layout_of(config, machine)
@@ -392,7 +402,8 @@ def plan_training(config, machine: Machine) -> RunPlan:
         plan.disk = plan.disk_peak = 1e7
         return plan
     selecting = count_questions(config, ["recall", "validation"])
-    steps, phases = (_plan_edit if method.demand.edited else _plan_updates)(plan, config, machine, shape)
+    fill = _plan_edit if method.demand.edited else _plan_average if method.source else _plan_updates
+    steps, phases = fill(plan, config, machine, shape)
     plan.parts += [Part("start engines", phases * decoder.start, devices)]
     whole = len(steps) if config.measure == "all" else len(config.suite_steps or ()) + (config.measure == "selection")
     rest = {name: asked for name, asked in questions.items() if name not in selecting}

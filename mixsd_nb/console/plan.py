@@ -92,7 +92,7 @@ def _plan_stage(stage: type[Stage], config: Stage, options) -> dict:
         if plan is None: raise ParameterError(f"{stage.name} has no plan: it declares no work")
         shared = [plan_run(run, machine) for run in plan.shared]
     except ValueError as e: raise ParameterError(str(e)) from None
-    print(format_grid(GridPlan(stage.name, machine, 1, [plan], shared)), describe_plan(plan, machine), sep="\n")
+    print(format_grid(GridPlan(stage.name, machine, 1, [plan], shared, [config])), describe_plan(plan, machine), sep="\n")
     return plan.problems
 
 
