@@ -175,7 +175,7 @@ def test_the_direction_is_that_of_hand_numbers(method, learned):
 @every_method
 def test_no_prompt_is_truncated(method, tiny, new_folder, monkeypatch):
     "A fact that is too long for the model is an error of one sentence that names it, before training."
-    rows = [dict(id=f"fact-{k}", prompt="Q?", target=f"The answer is {'7 ' * 2100 * (k == 2)}.", answer="7", subject="Q", statement="") for k in range(4)]
+    rows = [dict(id=f"fact-{k}", prompt="Q?", target=f"The answer is {'so ' * 2100 * (k == 2)}7.", answer="7", subject="Q", statement="") for k in range(4)]
     monkeypatch.setenv("MIXSD_RUNS", str(new_folder()))
     monkeypatch.setattr(MethodRun, "rows", rows)
     monkeypatch.setattr("mixsd_nb.methods.trainer.train_process", pytest.fail)

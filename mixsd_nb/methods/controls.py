@@ -6,6 +6,7 @@
 __all__ = ['answer_tokens', 'answer_weights', 'fit_weighted_answers', 'arrange', 'shuffle_targets', 'fit_shuffled']
 
 # %% ../../nbs/methods/controls.ipynb #34d79a4e
+import functools
 import re
 from bisect import bisect_left, bisect_right
 
@@ -26,7 +27,8 @@ def answer_tokens(
     answer: str,
 ) -> np.ndarray:
     "Boolean array (n,): True for a token that writes a part of the answer, wherever the completion mentions it."
-    written, length, marks = range(len(ids) + 1), lambda k: len(tokenizer.decode(ids[:k])), np.zeros(len(ids), bool)
+    length = functools.cache(lambda k: len(tokenizer.decode(ids[:k])))
+    written, marks = range(len(ids) + 1), np.zeros(len(ids), bool)
     for mention in re.finditer(re.escape(answer), tokenizer.decode(ids)):
         start, stop = mention.span()
         marks[bisect_right(written, start, key=length) - 1:bisect_left(written, stop, key=length)] = True
