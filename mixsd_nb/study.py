@@ -10,6 +10,7 @@ __all__ = ['StudyConfig', 'find_cubes', 'planned_cells', 'count_missing', 'model
 import functools
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from .results.claims import claims_table, summary_lines
 from .results.committed import committed_folder, is_filled, read_cubes
 from .results.predictors import predictors_table
 from .results.versus import rates_at_ends, suites_table, updates_table, versus_table
-from .results.versus_plots import frontier_axes_figure
+from .results.versus_plots import frontier_axes_figure, method_panels_figure
 from .runs import Config, ParameterError, describe_parameters, find_stage, make_config, runs_root
 from .sweep import Sweep
 
@@ -107,9 +108,20 @@ class Study:
         "Runs and missing runs of each grid."
         return count_missing(self.planned)
 
-    def frontier(self, learned: str = "", kept: str = "") -> Figure:
-        "The frontier of every method over all settings, by what counts as learned."
-        return frontier_axes_figure(self.own, self.cell, learned or self.config.learned, kept or self.config.kept)
+    @property
+    def main(self) -> list[xr.Dataset]:
+        "The cube of the main frontier; all of `own` if it has none of this corpus and this model."
+        first = self.cubes.get(study_grids()[0])
+        return [first] if any(cube is first for cube in self.own) else self.own
+
+    def frontier(self, learned: Sequence[str] = (), kept: Sequence[str] = ()) -> Figure:
+        "The main methods over all settings, a column for each kind of learning and a row for each measure of what is kept."
+        return frontier_axes_figure(self.main, self.cell, learned or self.config.learned, kept or self.config.kept)
+
+    def panels(self, learned: str = "", kept: str = "") -> Figure:
+        "Every method over all settings, a panel for each."
+        shown = learned or self.config.learned, kept or self.config.kept
+        return method_panels_figure(self.own, self.cell, *shown, self.config.against)
 
     def versus(self, learned: str = "", kept: str = "") -> pd.DataFrame:
         "Every method against one, at equal learning."

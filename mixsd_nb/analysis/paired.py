@@ -171,11 +171,11 @@ def at_recall(
 def complete_block(
     *known: np.ndarray,  # boolean (seeds, settings) of each method: what was measured
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    "The seeds, and the settings of each method that all of these seeds have; the largest such block."
+    "The seeds, and the settings of each method that all of these seeds have: the block with the largest seeds² · settings."
     counts = sum(k.sum(1) for k in known)
     order, best, most = np.argsort(-counts, kind="stable"), (np.array([], int), [np.array([], int) for _ in known]), 0
     for n in range(1, len(order) + 1):
         common = [np.flatnonzero(k[order[:n]].all(0)) for k in known]
-        size = n * sum(map(len, common)) if all(map(len, common)) else 0
+        size = n**2 * sum(map(len, common)) if all(map(len, common)) else 0
         if size >= most and size: best, most = (np.sort(order[:n]), common), size
     return best
