@@ -34,7 +34,7 @@ def _measure(cube: xr.Dataset, name: str) -> xr.DataArray:
     "A measure over the dimensions of a checkpoint, a mean over all others."
     values = cube[name]
     values = values.sel({d: at for d, at in _PLACES.items() if d in values.dims})
-    return values.mean([d for d in values.dims if d not in average_drop(cube).dims])
+    return values.mean([d for d in values.dims if d not in CELL_DIMS])
 
 
 def checkpoint_table(
@@ -83,12 +83,15 @@ def difference_of_correlations(
 ) -> tuple[float, float, float, int]:
     "Pearson's r of the first minus that of the second, its 95% interval by a bootstrap over runs, and the checkpoints."
     known = table[table[first].notna() & table[second].notna()]
-    r = lambda rows: np.subtract(*(rows[name].corr(rows["drop"]) for name in (first, second)))
-    by_run, rng = [rows for _, rows in known.groupby("run")], np.random.default_rng(0)
+    values = known[[first, second, "drop"]].to_numpy(float)
+    by_run, rng = [*known.groupby("run").indices.values()], np.random.default_rng(0)
     if len(by_run) < 2: return math.nan, math.nan, math.nan, len(known)
-    drawn = [r(pd.concat([by_run[k] for k in rng.integers(len(by_run), size=len(by_run))])) for _ in range(draws)]
+    def r(rows):
+        with np.errstate(invalid="ignore", divide="ignore"): found = np.corrcoef(values[rows].T)
+        return found[0, 2] - found[1, 2]
+    drawn = [r(np.concatenate([by_run[k] for k in rng.integers(len(by_run), size=len(by_run))])) for _ in range(draws)]
     low, high = np.nanquantile(drawn, (0.025, 0.975))
-    return float(r(known)), float(low), float(high), len(known)
+    return float(r(slice(None))), float(low), float(high), len(known)
 
 # %% ../../nbs/results/predictors.ipynb #a2a68c55
 def transfer(

@@ -8,7 +8,7 @@ __all__ = ['plugin_modules', 'load_plugins', 'Registry', 'module_of', 'load_obje
 # %% ../../nbs/runs/registry.ipynb #de1282ad
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from importlib import import_module, metadata
 from typing import Any
 
@@ -78,6 +78,13 @@ class Registry(Mapping):
     def __getitem__(self, name: str) -> Any: return self._lookup(name) or self.check(name)
     def __contains__(self, name) -> bool: return self._lookup(name) is not None
     def get(self, name, default=None): return self._lookup(name) or default
+
+    def items(self) -> ItemsView[str, Any]:
+        "The added names with their declarations, as they are now."
+        load_plugins()
+        return dict(self._entries).items()
+
+    def values(self) -> ValuesView[Any]: return dict(self.items()).values()
 
     def __iter__(self) -> Iterator[str]:
         load_plugins()
