@@ -15,6 +15,7 @@ import xarray as xr
 
 from ..analysis.statistics import pearson, rank_correlation
 from ..methods import BASE, label_family
+from .schema import CELL_DIMS
 from .summary import average_drop
 
 # %% ../../nbs/results/predictors.ipynb #0d0b0db4
