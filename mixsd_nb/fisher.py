@@ -225,6 +225,7 @@ def correlations(
         groups["between methods"] = table.assign(**{c: table[c] - peers[c].transform("mean") for c in columns})
     rows = {}
     for name, group in groups.items():
+        group = group.dropna(subset="drop")
         measure = lambda axis: _format_r(*pearson(group[axis], group["drop"], group.run))
         r = {f"r({text}, Drop)": measure(axis) for axis, text in AXES.items()}
         rows[name] = dict(checkpoints=len(group), runs=group.run.nunique()) | r
@@ -243,6 +244,7 @@ def forgetting_figure(
 ):
     "Drop against each of AXES, with a dot for each checkpoint; colours are methods, markers datasets, sizes steps."
     import matplotlib.pyplot as plt
+    table = table.dropna(subset="drop")
     fig, axes = plt.subplots(1, len(AXES), figsize=(12, 3.8), sharey=True, layout="constrained")
     markers = dict(zip(sorted(table.dataset.unique()), "osD^vP"))
     for ax, (name, label) in zip(axes, AXES.items()):

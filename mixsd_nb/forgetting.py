@@ -193,10 +193,11 @@ def rank_correlations(
 
     Checkpoints of one run are not independent, so no p-value is given. A correlation with a constant is left out."""
     names = {"F": "forgetting_token", "KL on new facts": "new_kl"}
-    rows = {f"{title} and Drop, all checkpoints (N={len(table)})": rank_correlation(table[name], table["drop"])
+    pairs = lambda part, *columns: len(part.dropna(subset=[*columns]))
+    rows = {f"{title} and Drop, all checkpoints (N={pairs(table, name, 'drop')})": rank_correlation(table[name], table["drop"])
             for title, name in names.items()}
     for name, title in dict(drop="Drop", forgetting_token="F").items():
         for lr, part in _last_step_rows(table).groupby("lr"):
-            row = f"N_ref and {title}, learning rate {lr:g} (N={len(part)} runs)"
+            row = f"N_ref and {title}, learning rate {lr:g} (N={pairs(part, 'n_ref', name)} runs)"
             rows[row] = rank_correlation(part.n_ref, part[name])
     return pd.Series(rows, name="rank correlation").dropna()

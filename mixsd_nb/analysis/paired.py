@@ -8,6 +8,7 @@ __all__ = ['MARGIN', 'VALIDATION', 'REACH', 't_cdf', 't_quantile', 'Estimate', '
 
 # %% ../../nbs/analysis/paired.ipynb #6811404b
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -171,11 +172,22 @@ def at_recall(
 def complete_block(
     *known: np.ndarray,  # boolean (seeds, settings) of each method: what was measured
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    "The seeds, and the settings of each method that all of these seeds have: the block with the largest seeds² · settings."
-    counts = sum(k.sum(1) for k in known)
-    order, best, most = np.argsort(-counts, kind="stable"), (np.array([], int), [np.array([], int) for _ in known]), 0
-    for n in range(1, len(order) + 1):
-        common = [np.flatnonzero(k[order[:n]].all(0)) for k in known]
-        size = n**2 * sum(map(len, common)) if all(map(len, common)) else 0
-        if size >= most and size: best, most = (np.sort(order[:n]), common), size
+    """The seeds, and the settings of each method that all of these seeds have.
+
+    Of all such blocks the one with the largest n · r² · settings, with n seeds of which r report."""
+    best, most = (np.array([], int), [np.array([], int) for _ in known]), 0
+    for seeds in _shared_seeds(known):
+        common = [np.flatnonzero(k[seeds].all(0)) for k in known]
+        reporting = int(split_seeds(len(seeds))[1].sum())
+        size = len(seeds) * reporting**2 * sum(map(len, common)) if all(map(len, common)) else 0
+        if size > most: best, most = (seeds, common), size
     return best
+
+
+def _shared_seeds(known: Sequence[np.ndarray]) -> list[np.ndarray]:
+    "Every set of seeds that is all that some settings have in common, the largest first."
+    found = set()
+    for having in {frozenset(np.flatnonzero(column).tolist()) for k in known for column in k.T}:
+        found |= {having} | {having & seeds for seeds in found}
+    order = sorted(found - {frozenset()}, key=lambda seeds: (-len(seeds), sorted(seeds)))
+    return [np.array(sorted(seeds)) for seeds in order]

@@ -36,13 +36,17 @@ def read_cell(
 def locate_evaluation(
     run: Run,  # an evaluation
     root: Path,  # holds the training runs
-) -> dict:
-    "The cell of an evaluation in the cube: a checkpoint of a training run, or step 0 of a base model."
+) -> dict | None:
+    """The cell of an evaluation in the cube: a checkpoint of a training run, or step 0 of a base model.
+
+    None for a checkpoint that was asked about another corpus or with the items of another seed than its training."""
     with explain_damage(run.folder / "run.json", COMPUTE_BOTH):
         own = {name: run.config[name] for name in ("dataset", "model", "seed")}
         checkpoint = Path(own["model"])
     step, trained = checkpoint_step(checkpoint), Run(root / checkpoint.parent.name)
-    if step is not None and trained.finished: return read_cell(trained) | dict(step=step)
+    if step is not None and trained.finished:
+        cell = read_cell(trained) | dict(step=step)
+        return cell if all(cell[name] == own[name] for name in ("dataset", "seed")) else None
     cell = own | dict(method=BASE, lr=0.0, step=0)
     return cell | dict.fromkeys(METHOD_COORDS, np.nan)
 
@@ -62,7 +66,7 @@ def find_responses(
         rows += [read_cell(run) | dict(step=step, path=run.responses_file(step)) for step in run.measured_steps]
     for run in find_runs(root, "evaluate"):
         if sizes and run.config.get("n") not in sizes: continue
-        rows.append(locate_evaluation(run, root) | dict(path=run.responses_file()))
+        if cell := locate_evaluation(run, root): rows.append(cell | dict(path=run.responses_file()))
     table = pd.DataFrame(rows, columns=[*CELL_DIMS, *METHOD_COORDS, "path"])
     return table[(table.dataset == dataset) & (table.model == model)].sort_values("path", ignore_index=True)
 

@@ -100,4 +100,5 @@ def rank_correlation(
     y: pd.Series,  # (points,), with the index of x
 ) -> float:
     "Spearman's rank correlation; points with a NaN are left out. NaN if x or y is constant."
-    return x.rank().corr(y.rank())
+    known = x.notna() & y.notna()
+    return x[known].rank().corr(y[known].rank())

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from ..analysis.statistics import pearson, rank_correlation
+from ..analysis.statistics import FEWEST_RUNS, pearson, rank_correlation
 from ..methods import BASE, label_family
 from .schema import CELL_DIMS
 from .summary import average_drop
@@ -60,8 +60,7 @@ def checkpoint_table(
     columns = ["run", "method", "lr", "seed", "step", "drop"]
     if not tables: return pd.DataFrame(columns=columns)
     table = pd.concat(tables, ignore_index=True)
-    most = table.notna().sum(axis=1).sort_values(ascending=False, kind="stable").index
-    table = table.loc[most].drop_duplicates(["run", "step", "drop"]).sort_index(ignore_index=True)
+    table = table.groupby(["run", "step", "drop"], sort=False).first().reset_index()  # the first value that is not NaN
     return table[[*columns, *(name for name in PREDICTORS if name in table and table[name].notna().any())]]
 
 # %% ../../nbs/results/predictors.ipynb #8270447f
@@ -86,7 +85,7 @@ def difference_of_correlations(
     known = table[table[first].notna() & table[second].notna()]
     values = known[[first, second, "drop"]].to_numpy(float)
     by_run, rng = [*known.groupby("run").indices.values()], np.random.default_rng(0)
-    if len(by_run) < 2: return math.nan, math.nan, math.nan, len(known)
+    if len(by_run) < FEWEST_RUNS: return math.nan, math.nan, math.nan, len(known)
     def r(rows):
         with np.errstate(invalid="ignore", divide="ignore"): found = np.corrcoef(values[rows].T)
         return found[0, 2] - found[1, 2]

@@ -4,18 +4,20 @@
 
 # %% auto #0
 __all__ = ['LEARNED', 'HELD_OUT', 'Cell', 'Measure', 'learned_values', 'kept_values', 'measured_axes', 'settings_table', 'align',
-           'point_tables', 'differ_points', 'differ_at_recall', 'best_values', 'differ_at_best', 'drop_at_best',
-           'trained_labels', 'versus_table', 'suites_table', 'updates_table', 'rates_at_ends']
+           'learned_before', 'point_tables', 'differ_points', 'differ_at_recall', 'choosing_score', 'best_values',
+           'differ_at_best', 'drop_at_best', 'trained_labels', 'versus_table', 'suites_table', 'updates_table',
+           'first_rows', 'rates_at_ends']
 
 # %% ../../nbs/results/versus.ipynb #a197c33b
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
 import xarray as xr
 
 from ..analysis.paired import Estimate, at_best, at_recall, complete_block, estimate_mean, judge_difference, mean_over
-from ..analysis.paired import mix_settings
+from ..analysis.paired import mix_settings, split_seeds
 from ..methods import BASE, label_title, ordered_labels
 from .summary import base_values, held_out_average
 
@@ -23,7 +25,7 @@ from .summary import base_values, held_out_average
 LEARNED = {  # axis -> the benchmarks whose mean it is
     "recall": ("recall",),
     "other-words": ("recall-reworded",),
-    "use": ("two-hop", "retrieval-same-3"),
+    "use": ("two-hop",),
 }
 HELD_OUT = "held-out"  # what is kept: the held-out average
 
@@ -77,17 +79,35 @@ def settings_table(
 def align(
     *methods: Sequence[pd.DataFrame],  # tables of one method each, of `settings_table`
 ) -> list[list[pd.DataFrame]]:
-    "The tables of every method with the seeds that all methods share, and with the settings that all seeds have."
+    """The tables of every method with the seeds that all methods share, and with the settings that these seeds have.
+
+    A setting that some seeds have with one method and not with another counts for neither. A setting that only the
+    seeds have that choose remains; if it is chosen, the others have NaN."""
     seeds = sorted(set.intersection(*({*table.index} for tables in methods for table in tables)))
     common = []
     for tables in methods:
         columns = sorted(set.intersection(*({*table.columns} for table in tables)))
         common.append([table.reindex(seeds)[columns] for table in tables])
-    known = [np.logical_and.reduce([table.notna().values for table in tables]) for tables in common]
-    rows, settings = complete_block(*known)
-    return [[table.iloc[rows, columns] for table in tables] for tables, columns in zip(common, settings)]
+    known = [functools.reduce(pd.DataFrame.__and__, (table.notna() for table in tables)) for tables in common]
+    shared = [{c: np.logical_and.reduce([k[c] for k in known if c in k]) for c in own} for own in known]
+    filled = [np.array([*columns.values()], bool).reshape(len(columns), len(seeds)).T for columns in shared]
+    rows, _ = complete_block(*filled)
+    choosing = rows[split_seeds(len(rows))[0]]
+    chosen = [np.flatnonzero(k[choosing].all(0)) if len(rows) else [] for k in filled]
+    return [[table.iloc[rows, columns] for table in tables] for tables, columns in zip(common, chosen)]
 
 # %% ../../nbs/results/versus.ipynb #f997a549
+def learned_before(
+    cubes: Sequence[xr.Dataset],
+    cell: Cell,
+    learned: str,  # key of LEARNED
+) -> float:
+    "What the base model has of a kind of learning, in %; -1 if it was not measured."
+    at = dict(zip(("dataset", "model"), cell))
+    found = [base_values(learned_values(cube, learned)).sel(at).mean() for cube in cubes if all(at[d] in cube.indexes[d] for d in at)]
+    return max((float(value) for value in found if value.notnull()), default=-1.0)
+
+
 def point_tables(
     cubes: Sequence[xr.Dataset],
     cell: Cell,
@@ -104,10 +124,11 @@ def differ_points(
     first: Sequence[pd.DataFrame],  # the tables of a method, of `point_tables`
     second: Sequence[pd.DataFrame],  # of another one
     recall: float,  # in %, of the kind of learning of the tables
+    floor: float = -1.0,  # what the base model has, in %: at this recall nothing need be learned
 ) -> Estimate:
-    "How many points the first method keeps more than the second at a recall; no seeds if a run is missing."
+    "How many points the first method keeps more than the second at a recall above `floor`; no seeds if a run is missing."
     aligned = align(first, second)
-    if not aligned[0][0].size: return estimate_mean(np.array([]))
+    if not aligned[0][0].size or recall <= floor: return estimate_mean(np.array([]))
     one, other = (at_recall(x.values, y.values, recall) for x, y in aligned)
     return estimate_mean(one - other)
 
@@ -123,7 +144,17 @@ def differ_at_recall(
 ) -> Estimate:
     "As `differ_points`, from cubes."
     tables = point_tables(cubes, cell, (first, second), learned, kept)
-    return differ_points(tables[first], tables[second], recall)
+    return differ_points(tables[first], tables[second], recall, learned_before(cubes, cell, learned))
+
+
+def choosing_score(
+    cubes: Sequence[xr.Dataset],
+    cell: Cell,
+) -> str:
+    "The benchmark that chooses a setting: the validation questions, or the recall in other words if the corpus has none."
+    at = dict(zip(("dataset", "model"), cell))
+    asked = lambda cube: all(at[d] in cube.indexes[d] for d in at) and kept_values(cube, "validation").sel(at).notnull().any()
+    return "validation" if any(map(asked, cubes)) else "recall-reworded"
 
 
 def best_values(
@@ -131,10 +162,11 @@ def best_values(
     cell: Cell,
     labels: Sequence[str],  # of methods
     measure: Measure,
-    score: str = "validation",  # benchmark that chooses the setting
+    score: str = "",  # benchmark that chooses the setting; default: `choosing_score`
     step: int | None = None,  # only this number of updates; None for the best
 ) -> list[pd.Series]:
     "The values of each method by seed, at the setting with the best score; NaN for validation seeds, empty if a run is missing."
+    score = score or choosing_score(cubes, cell)
     tables = [[settings_table(cubes, cell, label, m) for m in (lambda cube: kept_values(cube, score), measure)]
               for label in labels]
     if step is not None:
@@ -187,14 +219,17 @@ def versus_table(
     kept: str = HELD_OUT,  # or a benchmark
     recalls: Sequence[float] = (50, 80, 90, 95, 99),
 ) -> pd.DataFrame:
-    "What each method keeps more than one of them at each recall, in points with interval and verdict; empty where it is not reached."
+    """What each method keeps more than one of them at each recall, in points with interval and verdict; empty where it is not
+    reached, or the base model has it. `settings` are those of the method and of the other one."""
     rows, tables = {}, point_tables(cubes, cell, [against, *trained_labels(cubes)], learned, kept)
+    floor = learned_before(cubes, cell, learned)
     for label in trained_labels(cubes):
         if label == against: continue
-        found = {r: differ_points(tables[label], tables[against], r) for r in recalls}
-        if any(d.n for d in found.values()):
-            rows[label_title(label)] = {f"{r:g}": _cell_text(d) for r, d in found.items()}
-    table = pd.DataFrame(rows).T.reindex(columns=[f"{r:g}" for r in recalls])
+        found = {r: differ_points(tables[label], tables[against], r, floor) for r in recalls}
+        if not any(d.n for d in found.values()): continue
+        sizes = [len(x.columns) for x, _ in align(tables[label], tables[against])]
+        rows[label_title(label)] = {f"{r:g}": _cell_text(d) for r, d in found.items()} | dict(settings="{} and {}".format(*sizes))
+    table = pd.DataFrame(rows).T.reindex(columns=[*(f"{r:g}" for r in recalls), "settings"])
     return table.rename_axis(f"{kept} kept, against {label_title(against)}").rename_axis(f"{learned} (%)", axis=1)
 
 # %% ../../nbs/results/versus.ipynb #72a83a97
@@ -216,7 +251,8 @@ def suites_table(
     "What each method keeps more of every suite at a recall, in points with interval and verdict."
     names = list(dict.fromkeys(b for cube in cubes for b in cube.benchmark.values[cube.role.isin(roles).values].tolist()))
     tables = {b: point_tables(cubes, cell, [against, *trained_labels(cubes)], learned, b) for b in ("retrieval", *names)}
-    columns = {b: lambda m, of=of: differ_points(of[m], of[against], recall) for b, of in tables.items()}
+    floor = learned_before(cubes, cell, learned)
+    columns = {b: lambda m, of=of: differ_points(of[m], of[against], recall, floor) for b, of in tables.items()}
     return _rows(cubes, against, f"kept at a {learned} of {recall:g}%", columns)
 
 
@@ -230,6 +266,21 @@ def updates_table(
     "Differences after a number of updates, each method at the rate with the best validation score."
     columns = {b: lambda m, b=b: differ_at_best(cubes, cell, m, against, lambda cube: kept_values(cube, b), step) for b in measured}
     return _rows(cubes, against, f"after {step} updates", columns)
+
+
+def first_rows(
+    tables: Mapping[str, pd.DataFrame],  # the same table of several groups of cubes, by the name of the group
+) -> pd.DataFrame:
+    "Each row from the first group where it has an interval, else from the first group that has it; `cubes` names the group."
+    labels = dict.fromkeys(label for table in tables.values() for label in table.index)
+    has_interval = lambda row: any(text and not text.endswith("no interval") for text in row[row.index != "settings"])
+    found = {}
+    for label in labels:
+        rows = {name: table.loc[label].fillna("") for name, table in tables.items() if label in table.index}
+        name = next((name for name, row in rows.items() if has_interval(row)), next(iter(rows)))
+        found[label] = {**rows[name], "cubes": name}
+    first = next(iter(tables.values()))
+    return pd.DataFrame.from_dict(found, orient="index").rename_axis(first.index.name).rename_axis(first.columns.name, axis=1)
 
 # %% ../../nbs/results/versus.ipynb #b960eb80
 def _widest(
@@ -259,5 +310,5 @@ def rates_at_ends(
         recall, weights = next(((r, w) for r, w in mixtures if w is not None), (None, None))
         if recall is None: continue
         used, ends = {*rates[weights > 0]}, {rates.min(), rates.max()}
-        if used & ends: rows[label] = dict(recall=recall, rates=sorted(used), ends=sorted(ends))
+        if used & ends and len(ends) > 1: rows[label] = dict(recall=recall, rates=sorted(used), ends=sorted(ends))
     return pd.DataFrame(rows, index=["recall", "rates", "ends"]).T
