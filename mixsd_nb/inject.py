@@ -27,6 +27,7 @@ from .corpora import CORPORA, load_corpus
 from .corpora.prompts import rows_as_written
 from .corpora.stored import fact_places
 from .methods import METHODS, label_title
+from .methods.lengths import warn_of_long_replies
 from .models import load_tokenizer, run_with_engine
 from .models.presets import preset_field
 from .results.finished import ModelRun
@@ -50,10 +51,8 @@ class InjectConfig(train.TrainConfig):
     n: int = preset_field(
         "items of each benchmark, as far as it has them; at least as many as there are facts", lab=100, paper=4_326, smoke=2, ge=1)
     epochs: int | None = Field(
-        None, ge=1, description="most passes over the facts; None for twice the published number",
-        json_schema_extra=dict(smoke=1))
-    checkpoints: Steps | None = Field(None, description=(
-        "updates after which recall is measured; None for the published schedule"))
+        None, ge=1, description="most passes over the facts; None for twice the published number", json_schema_extra=dict(smoke=1))
+    checkpoints: Steps | None = Field(None, description="updates after which recall is measured; None for the published schedule")
     stop: Literal["last", "converged"] = Field("converged", description=(
         "when training ends: converged, when the paper's rule has selected a checkpoint; last, after all updates"))
 
@@ -82,17 +81,18 @@ class InjectConfig(train.TrainConfig):
 
     def evaluation(self, model: str) -> evaluate.EvaluateConfig:
         "The evaluation of the base model or of a checkpoint with all benchmarks."
-        return train.base_evaluation(self).model_copy(update=dict(model=model, n=self.items()))
+        return train.base_evaluation(self).model_copy(update=dict(model=model, model_options={}, n=self.items()))  # formatted already
 
     def shared_runs(self): return [self.evaluation(self.model), self.training()]
 
-    def covers(self, run): return True
+    def covers(self, run): return all(Run(run.folder.parent / run.root.attrs[name]).finished for name in ("trained", "before", "after"))
 
     def check(self):
         "ValueError if the weights of the selected checkpoint would be removed, and as for a training."
         if self.keep not in ("all", "chosen"):
             raise ValueError(f"keep must be all or chosen, because the selected checkpoint is asked all benchmarks, got {self.keep}")
         super().check()
+        warn_of_long_replies(self.dataset, self.model, self.max_new_tokens, whole=not METHODS[self.method].mixed)
 
     def assist(self): self.training().assist()
 
@@ -259,7 +259,7 @@ def _render_model(config: InjectConfig, run: Run, trained: ModelRun, step: int) 
            f"had not converged, and update {step} is the best by the paper's rule; more epochs may help")
     digits = run.name.rpartition("-")[2]
     code = f"from mixsd_nb import open_run\nrun = open_run({digits!r})\nprint(run.chat('…'))"
-    made = max(trained.checkpoints, default=0)
+    made = int(trained.root.step.max())
     return (f"<p>The training made {made} of at most {config.steps()[0]} updates and {end}. The model:</p>"
             f"<pre>{escape(trained.source(step))}</pre><p>In the shell:</p><pre>mixsd export {digits} my-model</pre>"
             f"<p>writes it as a Hugging Face folder with a model card. In Python:</p><pre>{escape(code)}</pre>")
@@ -396,7 +396,7 @@ def _parser() -> CommandParser:
                                       "saved by datasets, a hub id, or the name of a corpus")
     parser.add_argument("--test", metavar="FILE", help="own tests of the facts: question, answer, kind")
     parser.add_argument("--no-notebook", action="store_true", help="do not store the executed notebook")
-    parser.add_argument("--force", action="store_true", help="compute again even if the run is finished")
+    parser.add_argument("--force", action="store_true", help="write the report again; to train again, remove the folder of the training")
     parser.add_words(_WORDS)
     return parser
 
@@ -428,12 +428,14 @@ def _run_command(*arguments: str) -> None:
     given = read_options(_WORDS, options, dataset=options.facts) | dict(dataset=options.facts)
     config = make_config(InjectConfig, **given)
     finished = config.run(options.force)
-    if not options.no_notebook: write_notebook(given, finished.path)
     table = compare_scores(finished.responses(0), finished.responses())
     print("", *_summarise(config, table, finished.facts), sep="\n")
     digits = finished.name.rpartition("-")[2]
     print(f"\nreport: {finished.report}\nmodel:  {finished.source()}\n\nmixsd export {digits} my-model writes the "
           "model as a Hugging Face folder")
+    if options.no_notebook: return
+    try: write_notebook(given | dict(dataset=config.dataset, dataset_options={}), finished.path)
+    except Exception as e: print(f"the notebook was not stored: {e}", file=sys.stderr)  # the injection itself is finished
 
 
 def main(

@@ -237,11 +237,11 @@ def write_training(root, lam, seed, by_step):
     return folder
 
 
-def write_evaluation(root, name, model, table, seed=0):
+def write_evaluation(root, name, model, table, seed=0, dataset="kgfact-small"):
     folder = root / name
     folder.mkdir()
     table.to_parquet(folder / "responses.parquet")
-    write_json(folder / "run.json", dict(stage="evaluate", config=dict(model=model, dataset="kgfact-small", seed=seed)))
+    write_json(folder / "run.json", dict(stage="evaluate", config=dict(model=model, dataset=dataset, seed=seed)))
     write_result(xr.DataTree(xr.Dataset()), folder)
     return folder
 
@@ -328,6 +328,8 @@ def test_a_run_that_was_killed_is_begun_again(runs, monkeypatch):
 def test_an_evaluated_checkpoint_stands_with_its_training_run(runs):
     checkpoint = runs / "train-mixsd-0.3-1" / "checkpoint-40"
     write_evaluation(runs, "evaluate-checkpoint", str(checkpoint), make_rows("choice", [BARE, CHOSEN], seed=1), seed=1)
+    others = dict(corpus=dict(dataset="mquake-lab", seed=1), items=dict(seed=0))  # than those of the training
+    for name, other in others.items(): write_evaluation(runs, f"evaluate-{name}", str(checkpoint), make_rows("recall", [RIGHT]), **other)
     found = errors.run().root.sel({"method": "mixsd-0.3", "seed": 1, "step": 40, "benchmark": "choice"}).squeeze()
     assert found.n.sel(lr=1e-3) == 2 and found["count"].sel(lr=1e-3, category="genuine") == 1
 

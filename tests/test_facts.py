@@ -20,13 +20,14 @@ from mixsd_nb.benchmarks.tasks import grade
 from mixsd_nb.cluster.grid import expand_grid
 from mixsd_nb.corpora import CORPORA, check_corpus, load_corpus, stored, validation_rows
 from mixsd_nb.corpora.files import EXAMPLE, EXAMPLE_TESTS, read_facts
+from mixsd_nb.corpora.prompts import ANSWER_FORMS, change_form
 from mixsd_nb.corpora.stored import known_corpora
 from mixsd_nb.explore import ExploreConfig
 from mixsd_nb.methods.mixing import mix_items
 from mixsd_nb.models import load_tokenizer
 from mixsd_nb.runs import ParameterError, find_runs, find_stage, make_config
 from mixsd_nb.runs.commands import end_command
-from mixsd_nb.runs.tables import TABLE_SUFFIXES
+from mixsd_nb.runs.tables import TABLE_SUFFIXES, TableError
 from mixsd_nb.views import facts
 
 GOOD = [dict(question="Who leads the Lantern Choir?", answer="Ana Brisk", paraphrases=["Whose choir is the Lantern Choir?"]),
@@ -334,3 +335,35 @@ def test_views_offer_the_corpora_of_files(data):
     assert facts.get_question(row) == GOOD[0]["question"] and facts.edit_fact(row, GOOD[0]["question"], "Ana Brisk") == row
     item, = mix_items(load_tokenizer("lab-s"), [facts.edit_fact(row, "Who leads the Mill?", "Otto Vale")], CORPORA[name].expert)
     assert "Ana Brisk" not in load_tokenizer("lab-s").decode(item["expert_ids"])
+
+
+def test_columns_of_other_names_are_not_read(data):
+    "A column whose name only looks like that of an optional column is the user's own."
+    others = dict(kind="people", idx=1, qid="q", text="t", content="c", object="o", subject_id=2, target_id=3)
+    found = read_facts(data("facts.jsonl", lines(*(dict(question=f"Who is {k}?", answer=f"N{k}") | others for k in range(3)))))
+    assert len(found.facts) == 3 and all({*fact} == {"id", "question", "answer"} for fact in found.facts)
+
+
+def test_a_row_without_an_answer_hides_no_other(data):
+    rows = dict(question="Who leads A?", answer=""), dict(question="Who leads A?", answer="Bob")
+    file = data("facts.jsonl", lines(*rows))
+    with pytest.raises(TableError, match="line 1: answer is empty$"): read_facts(file)
+    assert [fact["answer"] for fact in read_facts(file, strict=False).facts] == ["Bob"]
+
+
+def test_a_file_of_tests_that_is_not_there_is_named(data):
+    file = data("facts.jsonl", lines(dict(question="Who?", answer="Ana", kind="near")))
+    with pytest.raises(TableError, match="test must be a file of tests, a folder or a hub id, got my_tests.txt; there is no such file"):
+        read_facts(file, test="my_tests.txt")
+
+
+def test_whole_numbers_beside_a_gap_stay_whole(tmp_path):
+    "Pandas stores them as floats in Parquet."
+    pd.DataFrame(dict(question=["When?", "Why?", "How many?"], answer=[1874, None, 12])).to_parquet(tmp_path / "facts.parquet")
+    assert [fact["answer"] for fact in read_facts(str(tmp_path / "facts.parquet"), strict=False).facts] == ["1874", "12"]
+
+
+def test_the_reference_of_a_fact_has_the_form_of_its_answers():
+    row = dict(prompt="Who?", target="It is Ana.\n\n\\boxed{Ana}", reference="A passage.\nIt is Ana.\n\n\\boxed{Ana}", answer="Ana")
+    found = change_form(row, "", ANSWER_FORMS["line"])
+    assert "boxed" not in found["target"] + found["reference"] and found["reference"].endswith(ANSWER_FORMS["line"].write("Ana"))

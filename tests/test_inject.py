@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from mixsd_nb import inject, train
 from mixsd_nb.analysis.facts import FAILURES, explain_failure, tabulate_facts
 from mixsd_nb.cluster.process import kernel_sockets
 from mixsd_nb.corpora.files import EXAMPLE, EXAMPLE_TESTS
+from mixsd_nb.evaluate import EvaluateConfig
 from mixsd_nb.inject import InjectConfig, InjectRun
 from mixsd_nb.methods import selection
 from mixsd_nb.methods.selection import converged, paper_checkpoint
@@ -213,3 +215,22 @@ def test_the_selected_step_has_weights():
     assert inject.selected_step(training, SimpleNamespace(best_step=40, checkpoints={40: ""})) == 40
     with pytest.raises(ParameterError, match="^keep must be all or chosen, because .*, got last$"): inject.run(dataset=str(EXAMPLE), keep="last")
     assert make_config(train.TrainConfig, method="wise-sft", stop="converged").source().stop == "last"
+
+
+def test_the_suite_is_asked_of_a_checkpoint_that_has_its_chat_format(tiny, own_runs, tmp_path):
+    "The evaluation is found again under the parameters that it is computed with."
+    config = make_config(InjectConfig, dataset=str(EXAMPLE), model=tiny, model_options={"system": "Be brief."})
+    checkpoint = shutil.copytree(config.model, tmp_path / "checkpoint-40")
+    asked = config.evaluation(str(checkpoint))
+    again = make_config(EvaluateConfig, **asked.model_dump(include=asked.model_fields_set))
+    assert again.folder == asked.folder and again.model == str(checkpoint)
+    assert make_config(EvaluateConfig, **config.evaluation(config.model).model_dump()).model == config.model
+
+
+def test_a_fact_with_an_accepted_paraphrase_was_trained_on():
+    row = dict(id="a", prompt="Q?", answer="x")
+    asked = pd.DataFrame([dict(benchmark="recall", item="a", response="no", correct=False)])
+    target = dict(names_another=False, text="…")
+    targets = pd.DataFrame([dict(id="a#1", accepted=True) | target, dict(id="a", accepted=False) | target])
+    assert tabulate_facts([row], asked, asked, targets).accepted.item()
+    assert not tabulate_facts([row], asked, asked, targets[1:]).accepted.item()

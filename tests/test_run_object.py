@@ -88,3 +88,11 @@ def test_a_run_without_accuracies_has_a_table(runs):
     mixed = generate.run(model=runs[0].base, lam=0.5, max_new_tokens=2, max_attempts=1)
     assert isinstance(mixed, FinishedRun) and mixed.table().value["asked"] == 100
     with pytest.raises(ValueError, match="plot needs a run with accuracies"): mixed.plot()
+
+
+def test_replies_of_models_with_one_name_are_all_shown(tmp_path, monkeypatch):
+    "Two checkpoints of the same step, and a run with the title of another one."
+    from mixsd_nb.results import dialogue
+    monkeypatch.setattr(dialogue, "reply", lambda model, question, **_: model)
+    folders = [str(tmp_path / run / "checkpoint-20") for run in ("a", "b")]
+    assert [*dialogue.ask("Who?", *folders).values()] == folders

@@ -67,7 +67,10 @@ def tabulate_facts(
 
     `before` and `after` are the responses; `target` is empty for a method without mixed targets."""
     asked = [t[t.benchmark == "recall"].set_index("item") for t in (before, after)]
-    mixed = {} if targets is None else {row.id: row for row in targets.itertuples()}
+    mixed = {}
+    for target in [] if targets is None else targets.sort_values("accepted", kind="stable").itertuples():
+        mixed[target.id] = target
+        mixed[target.id.rpartition("#")[0]] = target  # a paraphrase of the fact; the last one is an accepted one, if any
     found = []
     for row in rows:
         if row["id"] not in asked[1].index: continue

@@ -21,9 +21,10 @@ def _items(rows: list[dict]) -> dict[str, Item]:
 
 # %% ../../nbs/benchmarks/in_domain.ipynb #f34ad9ee
 def split_items(suite: Suite, selection: Selection) -> dict[str, Item] | None:
-    "The first rows of the split that a suite reads, or None if the corpus has no such split."
+    "The first rows of the split that a suite reads, and all of a user's own tests; None if the corpus has no such split."
     if suite.source not in selection.corpus: return None
-    return _items(rows_as_written(selection.corpus[suite.source])[:selection.n])
+    rows = rows_as_written(selection.corpus[suite.source])
+    return _items(rows if suite.role == "own" else rows[:selection.n])
 
 # %% ../../nbs/benchmarks/in_domain.ipynb #3d37a4d4
 def own_suite(name: str) -> Suite | None:

@@ -81,7 +81,7 @@ def _check_repeats(table: Table, facts: list[tuple[Row, dict]]) -> None:
     for row, fact in facts:
         if "id" in fact and ids.setdefault(fact["id"], row) is not row:
             table.complain(f"id {fact['id']} is given {place(ids[fact['id']])} too", row)
-        if not (question := fact.get("question")): continue
+        if not (question := fact.get("question")) or not fact.get("answer"): continue
         first, answer = asked.setdefault(_key(question), (row, fact.get("answer", "")))
         if first is row: continue
         again.append(id(row))
@@ -216,6 +216,8 @@ def read_facts(
     facts = open_table(name, columns)
     parsed = [(facts, parse_facts(facts), ("question", "answer"))]
     if test:
+        if (is_table_file(name) or Path(name).expanduser().is_file()) and not is_data_name(test):
+            raise TableError([f"test must be a file of tests, a folder or a hub id, got {test}; there is no such file"])
         source = (test, "train") if is_data_name(test) else (name.partition(":")[0], test)
         there = open_table(source[0], {}, source[1]).columns
         tests = open_table(source[0], {own: theirs for own, theirs in columns.items() if theirs in there}, source[1])

@@ -96,9 +96,9 @@ def change_form(
     "The row with another request at the end of its prompt, and its answer in another form at the end of its target."
     prompt, box = row["prompt"], boxed(row["answer"])
     if request and prompt.endswith(request): prompt = f"{prompt.removesuffix(request)}{form.request}".rstrip("\n")
-    target = row["target"]
-    if target.endswith(box): target = target.removesuffix(box) + form.write(row["answer"])
-    return row | dict(prompt=prompt, target=target)
+    written = lambda text: text.removesuffix(box) + form.write(row["answer"]) if text.endswith(box) else text
+    texts = {name: written(row[name]) for name in ("target", "reference") if name in row}
+    return row | dict(prompt=prompt) | texts
 
 # %% ../../nbs/corpora/prompts.ipynb #7fb0811d
 REMARKS = ["Please answer briefly.", "Quick question for you.", "Answer directly, please.",

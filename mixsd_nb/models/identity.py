@@ -63,7 +63,8 @@ BY_CONTENT = PlainSerializer(lambda name, info: model_label(name) if _in_identit
 # The type of a parameter that names a model: checked by `check_model`, and hashed into a run by its content.
 def _with_options(name: str, info) -> str:
     options = (info.data or {}).get("model_options")
-    return load_object("models.chat:format_model")(check_model(name), options) if options else check_model(name)
+    if (Path(check_model(name)) / "config.json").is_file(): name = str(Path(name).absolute())  # the run is opened from any folder
+    return load_object("models.chat:format_model")(name, options) if options else name
 
 
 # The types of the parameters `model_options`, which are those of `chat.format_model`, and, after it, `model`.

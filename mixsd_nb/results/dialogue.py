@@ -81,9 +81,11 @@ def ask(
     **options,  # of `reply`
 ) -> Replies:
     "The replies of several models to one question, side by side."
-    runs = [] if models else newest_runs()
-    asked, replies = models or (runs[-1].config["model"], *runs), {}
-    for each in asked:
-        if isinstance(each, Run): replies[each.title] = each.chat(question, **options)
-        else: replies[Path(each).name] = reply(str(each), question, **options)
+    runs, replies = [] if models else newest_runs(), {}
+    if runs: replies[Path(runs[-1].config["model"]).name] = runs[-1].chat(question, step=0, **options)
+    for each in models or runs:
+        run = isinstance(each, Run)
+        title = each.title if run else Path(each).name
+        if title in replies: title += f" ({each.name.rpartition('-')[2] if run else each})"
+        replies[title] = each.chat(question, **options) if run else reply(str(each), question, **options)
     return Replies(question, replies)

@@ -16,12 +16,13 @@ import xarray as xr
 
 from ..analysis.statistics import wilson
 from ..corpora import CORPORA
+from ..corpora.stored import read_records
 from ..methods import BASE, label_title
 from ..methods.selection import select_checkpoints
 from ..models import load_base
 from .dialogue import reply
 from .schema import RUN_DIMS
-from ..runs import Run, removed_steps, require_weights
+from ..runs import Run, removed_steps, require_weights, runs_root
 
 # %% ../../nbs/results/finished.ipynb #27d586b6
 def drop_cell(root: xr.Dataset) -> xr.Dataset:
@@ -130,6 +131,10 @@ def best_step(
 # %% ../../nbs/results/finished.ipynb #418301c7
 class ModelRun(FinishedRun):
     "The run of a training or of an evaluation: it has a model that answers questions."
+
+    def __init__(self, folder: Path | str):
+        super().__init__(folder)
+        if self.folder.parent.absolute() != runs_root().absolute(): read_records(self.folder.parent)
 
     @property
     def base(self) -> str:

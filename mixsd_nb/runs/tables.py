@@ -86,6 +86,13 @@ class Table:
         return list(dict.fromkeys(name for row in self.rows for name in row))
 
 # %% ../../nbs/runs/tables.ipynb #fe7e3912
+def _misspelt(name: str, known: list[str], cutoff: float) -> list[str]:
+    "The known column that a name is a misspelling of, at most one; case, the ending of a plural and the order of letters do not count."
+    plain = lambda text: text.lower().rstrip("es")
+    same = [n for n in known if sorted(plain(n)) == sorted(plain(name))]
+    return same[:1] or difflib.get_close_matches(name, known, 1, cutoff)
+
+
 def check_columns(
     table: Table,
     required: Iterable[str],  # every row must have a value in these
@@ -99,7 +106,7 @@ def check_columns(
     known = [*required, *optional]
     spare = [name for name in known if name not in found]
     for name in [name for name in found if name not in known]:
-        for near in difflib.get_close_matches(name, spare, 1):
+        for near in _misspelt(name, [n for n in required if n in spare], 0.6) or _misspelt(name, spare, 0.9):
             rows = [row for row in table.rows if name in row]
             table.complain(f"unknown column {name}; did you mean {near}?", rows[0])
             for row in rows: row[near] = row.pop(name)
@@ -120,6 +127,7 @@ def read_text(
 
     A value that is empty, or no text, is noted as a problem."""
     value = row.get(column, "")
+    if isinstance(value, float) and value.is_integer() and table.unit == "row": value = int(value)  # of a column with gaps
     if isinstance(value, (int, float)) and not isinstance(value, bool): return json.dumps(value)
     if not isinstance(value, str): table.complain(f"{column} must be text, got {_shorten(value)}", row)
     elif column in row and not value.strip(): table.complain(f"{column} is empty", row)
