@@ -58,5 +58,5 @@ def warn_of_long_replies(
     lengths = {row["id"]: count(row) for row in load_corpus(dataset, "train") if row["id"] in places}
     long = {name: n for name, n in lengths.items() if n > limit}
     if not long: return
-    warnings.warn(f"{len(long)} facts cannot be recalled, because a response ends after max_new_tokens={limit} and their answers "
+    warnings.warn(f"{len(long)} of {len(lengths)} facts cannot be recalled, because a response ends after max_new_tokens={limit} and their answers "
                   f"need up to {max(long.values())} tokens; the first is that of {places[next(iter(long))]}", stacklevel=2)
