@@ -261,7 +261,7 @@ def updates_table(
     cell: Cell,
     against: str = "sft",  # label of the method that the others are compared with
     step: int = 100,  # updates
-    measured: Sequence[str] = ("recall", "recall-reworded", HELD_OUT, "retrieval", "world"),  # benchmarks
+    measured: Sequence[str] = ("recall", "recall-reworded", "two-hop", HELD_OUT, "retrieval", "world"),  # benchmarks
 ) -> pd.DataFrame:
     "Differences after a number of updates, each method at the rate with the best validation score."
     columns = {b: lambda m, b=b: differ_at_best(cubes, cell, m, against, lambda cube: kept_values(cube, b), step) for b in measured}
