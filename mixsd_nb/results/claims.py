@@ -236,7 +236,7 @@ CLAIMS = {claim.name: claim for claim in [
                "keeps_more", dict(first=_M3, second=_SFT, recall=5, learned="use")),
     PaperClaim("memorised-world", "At the same recall, MixSD (λ=0.5) keeps more of what the base model knows by heart than SFT.", "§1",
                "keeps_more", dict(first=_M5, second=_SFT, recall=90, kept="world"), headline=True),
-    PaperClaim("memorised-world-opened", "The same with the reply opened in the base model's words: forgetting, not style.", "§1",
+    PaperClaim("memorised-world-opened", "The same with the reply opened in the base model's words, so that style does not count.", "§1",
                "keeps_more", dict(first=_M5, second=_SFT, recall=90, kept="world-prefilled"), headline=True),
     PaperClaim("retrieval", "MixSD keeps the ability to read facts in a context better than SFT.", "§5",
                "keeps_more", dict(first=_M3, second=_SFT, kept="retrieval")),
