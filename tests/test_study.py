@@ -14,7 +14,7 @@ from mixsd_nb.results.demo import invent_cube, invent_result
 from mixsd_nb.results.schema import DIMS, RUN_DIMS, variable
 from mixsd_nb.results.versus import point_tables, settings_table, kept_values, learned_values
 from mixsd_nb.runs import load_object, project_root, write_result
-from mixsd_nb.study import main, planned_cells, pool_cubes, recompute_cells, run, write_list
+from mixsd_nb.study import group_cubes, main, planned_cells, recompute_cells, run, write_list
 
 CUBES = read_cubes(committed_folder())
 
@@ -175,7 +175,7 @@ def lines():
 
 def test_lines_of_the_front_page_hold_the_numbers_of_the_cubes(lines):
     planned = planned_cells(CUBES)
-    claims = claims_table(pool_cubes(CUBES), ("kgfact-small", "lab-m"), planned=planned)
+    claims = claims_table(group_cubes(CUBES), ("kgfact-small", "lab-m"), planned=planned)
     assert len(lines) == 6 and "million parameters" in lines[0] and f"{planned.missing.sum()} are missing" in lines[0]
     for verdict in VERDICTS: assert f"{verdict} ({(claims.verdict == verdict).sum()})" in lines[0]
     shown = [name for name in claims.index if CLAIMS[name].headline]

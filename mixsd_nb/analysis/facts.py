@@ -67,10 +67,10 @@ def tabulate_facts(
 
     `before` and `after` are the responses; `target` is empty for a method without mixed targets."""
     asked = [t[t.benchmark == "recall"].set_index("item") for t in (before, after)]
-    mixed = {}
-    for target in [] if targets is None else targets.sort_values("accepted", kind="stable").itertuples():
-        mixed[target.id] = target
-        mixed[target.id.rpartition("#")[0]] = target  # a paraphrase of the fact; the last one is an accepted one, if any
+    mixed = {}  # the fact's own target, unless only a paraphrase of it (fact#1, …) has an accepted one
+    for target in [] if targets is None else sorted(targets.itertuples(), key=lambda row: "#" in row.id):
+        for id in {target.id, target.id.rpartition("#")[0] or target.id}:
+            if id not in mixed or target.accepted and not mixed[id].accepted: mixed[id] = target
     found = []
     for row in rows:
         if row["id"] not in asked[1].index: continue

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['LEARNED', 'HELD_OUT', 'Cell', 'Measure', 'learned_values', 'kept_values', 'measured_axes', 'settings_table', 'align',
-           'learned_before', 'point_tables', 'differ_points', 'differ_at_recall', 'choosing_score', 'best_values',
+           'learned_before', 'point_tables', 'differ_points', 'differ_at_recall', 'choose_score', 'best_values',
            'differ_at_best', 'drop_at_best', 'trained_labels', 'versus_table', 'suites_table', 'updates_table',
-           'first_rows', 'rates_at_ends']
+           'choose_rows', 'rates_at_ends']
 
 # %% ../../nbs/results/versus.ipynb #a197c33b
 import functools
@@ -97,14 +97,19 @@ def align(
     return [[table.iloc[rows, columns] for table in tables] for tables, columns in zip(common, chosen)]
 
 # %% ../../nbs/results/versus.ipynb #f997a549
+def _of_cell(cubes: Sequence[xr.Dataset], cell: Cell) -> list[xr.Dataset]:
+    "The parts of the cubes with a corpus and a model; cubes without them are left out."
+    at = dict(zip(("dataset", "model"), cell))
+    return [cube.sel(at) for cube in cubes if all(at[d] in cube.indexes[d] for d in at)]
+
+
 def learned_before(
     cubes: Sequence[xr.Dataset],
     cell: Cell,
     learned: str,  # key of LEARNED
 ) -> float:
     "What the base model has of a kind of learning, in %; -1 if it was not measured."
-    at = dict(zip(("dataset", "model"), cell))
-    found = [base_values(learned_values(cube, learned)).sel(at).mean() for cube in cubes if all(at[d] in cube.indexes[d] for d in at)]
+    found = [base_values(learned_values(cube, learned)).mean() for cube in _of_cell(cubes, cell)]
     return max((float(value) for value in found if value.notnull()), default=-1.0)
 
 
@@ -147,14 +152,13 @@ def differ_at_recall(
     return differ_points(tables[first], tables[second], recall, learned_before(cubes, cell, learned))
 
 
-def choosing_score(
+def choose_score(
     cubes: Sequence[xr.Dataset],
     cell: Cell,
 ) -> str:
     "The benchmark that chooses a setting: the validation questions, or the recall in other words if the corpus has none."
-    at = dict(zip(("dataset", "model"), cell))
-    asked = lambda cube: all(at[d] in cube.indexes[d] for d in at) and kept_values(cube, "validation").sel(at).notnull().any()
-    return "validation" if any(map(asked, cubes)) else "recall-reworded"
+    asked = any(kept_values(cube, "validation").notnull().any() for cube in _of_cell(cubes, cell))
+    return "validation" if asked else "recall-reworded"
 
 
 def best_values(
@@ -162,11 +166,11 @@ def best_values(
     cell: Cell,
     labels: Sequence[str],  # of methods
     measure: Measure,
-    score: str = "",  # benchmark that chooses the setting; default: `choosing_score`
+    score: str = "",  # benchmark that chooses the setting; default: `choose_score`
     step: int | None = None,  # only this number of updates; None for the best
 ) -> list[pd.Series]:
     "The values of each method by seed, at the setting with the best score; NaN for validation seeds, empty if a run is missing."
-    score = score or choosing_score(cubes, cell)
+    score = score or choose_score(cubes, cell)
     tables = [[settings_table(cubes, cell, label, m) for m in (lambda cube: kept_values(cube, score), measure)]
               for label in labels]
     if step is not None:
@@ -268,7 +272,7 @@ def updates_table(
     return _rows(cubes, against, f"after {step} updates", columns)
 
 
-def first_rows(
+def choose_rows(
     tables: Mapping[str, pd.DataFrame],  # the same table of several groups of cubes, by the name of the group
 ) -> pd.DataFrame:
     "Each row from the first group where it has an interval, else from the first group that has it; `cubes` names the group."
