@@ -25,6 +25,7 @@ from .analysis.statistics import pearson
 from .benchmarks import SUITES, suite_groups
 from .benchmarks.tasks import benchmarks_folder
 from .methods import label_title
+from .models import load_part
 from .models.identity import ModelName, model_label
 from .results.cube import agreeing_runs
 from .results.plots import mark_made_up, method_colour
@@ -178,9 +179,15 @@ def measure_all_runs(
     config: FisherConfig,
     force: bool = False,  # compute finished runs again
 ) -> tuple[dict[str, xr.DataTree], list[str]]:
-    "The results of all training runs of the model by folder name, and the names of the runs without checkpoints."
+    """The results of all training runs of the model by folder name, and the names of the runs that are left out.
+
+    A run is left out if it has no checkpoints, or if these have an output embedding that the base model lacks."""
     runs = [run for run in agreeing_runs(model=config.model) if (run.root.step > 0).any()]
-    kept, skipped = [run for run in runs if keeps_weights(run)], [run.name for run in runs if not keeps_weights(run)]
+    from transformers import AutoConfig
+    tied = lambda name: load_part(AutoConfig, name).get_text_config().tie_word_embeddings
+    alike = lambda run: tied(str(find_checkpoints(run, "kept").popitem()[1])) == tied(config.model)
+    kept = [run for run in runs if keeps_weights(run) and alike(run)]
+    skipped = [run.name for run in runs if run not in kept]
     measure = lambda run: config.model_copy(update=dict(trained=str(run.folder), checkpoints="kept")).run(force).result
     return {run.name: measure(run) for run in tqdm(kept, desc="training runs", unit="run", leave=False)}, skipped
 

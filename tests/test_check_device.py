@@ -28,7 +28,7 @@ def test_the_whole_check(tmp_path, monkeypatch, own_runs, capsys):
 def test_only_methods_that_need_an_able_model_are_left_out():
     updated = [name for name in runnable_methods() if METHODS[name].rate_setting == "lr"]
     left_out = {*updated} - {*check.trainable_methods()}
-    assert left_out - {"lora-sft", "lora-mixsd"} == {"replay", "replay-kl", "sft-own-words", "wise-sft", "wise-mixsd", "mixsd-answer", "mixsd-shuffled"}
+    assert left_out - {"lora-sft", "lora-mixsd"} == {"replay", "replay-kl", "sft-own-words", "wise-sft", "wise-mixsd", "mixsd-answer", "mixsd-shuffled", "sft-untied", "mixsd-untied"}
 
 
 def test_an_error_is_a_line_of_the_report(tmp_path, monkeypatch, own_runs, capsys):

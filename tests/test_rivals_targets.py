@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mixsd_nb import train
+from mixsd_nb import fisher, train
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.corpora.prompts import expert_reference_prompt
 from mixsd_nb.methods.controls import answer_tokens, answer_weights, arrange, fit_shuffled, fit_weighted_answers, shuffle_targets
@@ -191,3 +191,20 @@ def test_the_controls_train(own_runs):
     assert len(list(own_runs.glob("**/targets.parquet"))) == 1
     plain, weighted, shuffled = (weights(r) for r in runs.values())
     assert all(torch.equal(plain[name], shuffled[name]) for name in plain) and any(not torch.equal(plain[name], weighted[name]) for name in plain)
+
+
+def test_untied_training_moves_two_embeddings(tiny, own_runs):
+    "The base model, the targets and the loss of the first update are those of SFT; its two embeddings differ afterwards. Displacement leaves the run out."
+    run = lambda method: train.run(method=method, model=tiny, **CELL | dict(batch=25))
+    sft, untied = run("sft"), run("sft-untied")
+    moved = load_base(str(untied.checkpoints[2]))[0]
+    head, embedding = moved.lm_head.weight, moved.get_input_embeddings().weight
+    assert not moved.config.tie_word_embeddings and not torch.equal(head, embedding)
+    assert untied.root.target_nll.item() == sft.root.target_nll.item()
+    np.testing.assert_array_equal(untied.root.accuracy.sel(step=0), sft.root.accuracy.sel(step=0))
+    first = lambda run: run.result["training"].loss.values.flat[0]
+    assert first(untied) == pytest.approx(first(sft), rel=1e-6)
+    results, left_out = fisher.measure_all_runs(fisher.FisherConfig(model=tiny, limit=1))
+    assert left_out == [untied.name] and sft.name in results
+    with pytest.raises(ValueError, match="must have tied embeddings, but its output embedding is its own already"):
+        train.run(method="sft-untied", model=str(untied.checkpoints[2]), **CELL)

@@ -39,6 +39,9 @@ class Objective:
     "What a method minimises. A subclass has a length (its facts), `examples`, and `loss(logits, *targets)`, summed over positions."
     uses_student = False  # whether `examples` samples from the student
 
+    def adapt(self, model: torch.nn.Module) -> None:
+        "Change the structure of the student before training, in place; every process does so. Nothing by default."
+
     def size(self, examples: list[Example]) -> int:
         "What the summed loss of these examples is divided by: the number of their tokens."
         return sum(len(e.completion) for e in examples)

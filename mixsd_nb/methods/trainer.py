@@ -319,6 +319,7 @@ def train_process(
         torch.manual_seed(spec.seed)
         _add_adapters(model, spec.lora)
     objective = load_object(spec.objective)(spec, tokenizer)
+    objective.adapt(model)
     if checkpoint:
         restore_objective(objective, checkpoint, training_device())
         load_trained(model, checkpoint)

@@ -238,6 +238,8 @@ CLAIMS = {claim.name: claim for claim in [
                "keeps_more", dict(first=_M5, second=_SFT, recall=90, kept="world"), headline=True),
     PaperClaim("memorised-world-opened", "The same with the reply opened in the base model's words, so that style does not count.", "§1",
                "keeps_more", dict(first=_M5, second=_SFT, recall=90, kept="world-prefilled"), headline=True),
+    PaperClaim("untied", "At the same recall, MixSD (λ=0.5) keeps more than SFT where the output embedding is not tied to the input embedding.", "control",
+               "keeps_more", dict(first="mixsd-untied-0.5", second="sft-untied", recall=90)),
     PaperClaim("retrieval", "MixSD keeps the ability to read facts in a context better than SFT.", "§5",
                "keeps_more", dict(first=_M3, second=_SFT, kept="retrieval")),
     PaperClaim("opsd", "At the same recall, MixSD (λ=0.3) keeps more than on-policy self-distillation.", "§5",
