@@ -261,7 +261,7 @@ def forgetting_figure(
                        label=f"{label_title(method)}, {dataset}")
         ax.set(xlabel=label, title=f"r = {_format_r(*pearson(table[name], table['drop'], table.run))}")
     axes[0].set_ylabel("Drop (percentage points)")
-    title = f"{table.model.iloc[0]}\nN={len(table)} checkpoints\nof {table.run.nunique()} runs"
+    title = f"{table.model.iloc[0]}\nN={len(table)} checkpoints\nof {table.run.nunique()} runs,\nsizes: steps"
     handles = axes[0].get_legend_handles_labels()
     fig.legend(*handles, loc="outside right upper", frameon=False, title=title, alignment="left")
     return fig

@@ -20,7 +20,7 @@ from .analysis.checkpoints import covers_steps, digest_training, find_checkpoint
 from .analysis.divergence import ReferenceConfig, TextSettings, nll_increase, response_nll
 from .analysis.statistics import rank_correlation
 from .corpora import CORPUS_OPTIONS, CorpusName, CorpusOptions
-from .methods import BASE
+from .methods import BASE, parse_label
 from .models import ENGINES
 from .models.identity import MODEL_OPTIONS, ModelName, ModelOptions
 from .results.cube import agreeing_runs
@@ -142,6 +142,13 @@ def _last_step_rows(
     "The rows of the last step of each run."
     return table[table.step == table.groupby(["method", "lr", "seed"]).step.transform("max")]
 
+
+def _plain_rows(
+    table: pd.DataFrame,  # as returned by `forgetting_table`
+) -> pd.DataFrame:
+    "The rows of methods that minimise the NLL of their targets and nothing else, so that N_ref describes what they learn from."
+    return table[[parse_label(label)[0].plain for label in table["method"]]].dropna(subset="n_ref")
+
 # %% ../nbs/forgetting.ipynb #1e6ddf73
 def last_step_table(
     table: pd.DataFrame,  # as returned by `forgetting_table`
@@ -160,11 +167,12 @@ def forgetting_figure(
 ):
     """Drop and F against N_ref at the last step, and Drop against F at all checkpoints.
 
-    The first two panels have a line for each learning rate and a dot for each seed."""
+    The first two panels have a line for each learning rate and a dot for each seed; they show the methods that minimise the
+    NLL of their targets and nothing else."""
     import matplotlib.pyplot as plt
     fig, axes = plt.subplots(1, 3, figsize=(13.5, 3.8), layout="constrained")
     titles = dict(drop="Drop (points of the held-out average)", forgetting_token="F(D) (nats per token)")
-    last = _last_step_rows(table).dropna(subset="n_ref")
+    last = _plain_rows(_last_step_rows(table))
     methods, rates = list(table["method"].unique()), sorted(table.lr.unique())
     def draw_dots(ax, part, x, y):
         for m in methods:
@@ -197,7 +205,7 @@ def rank_correlations(
     rows = {f"{title} and Drop, all checkpoints (N={pairs(table, name, 'drop')})": rank_correlation(table[name], table["drop"])
             for title, name in names.items()}
     for name, title in dict(drop="Drop", forgetting_token="F").items():
-        for lr, part in _last_step_rows(table).groupby("lr"):
+        for lr, part in _plain_rows(_last_step_rows(table)).groupby("lr"):
             row = f"N_ref and {title}, learning rate {lr:g} (N={pairs(part, 'n_ref', name)} runs)"
             rows[row] = rank_correlation(part.n_ref, part[name])
     return pd.Series(rows, name="rank correlation").dropna()

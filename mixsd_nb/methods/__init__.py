@@ -39,6 +39,7 @@ class Method:
     marker: str = "o"
     settings: tuple[str, ...] = ()  # parameters of `train` that it uses, besides model, corpus, seed and evaluation
     mixed: bool = False  # whether the naive conditional wrote part of its targets
+    plain: bool = False  # whether its loss is the NLL of its targets and nothing else, as in eq. 1
     fit: str = ""  # `module:function`, a function (run) -> Fitted; empty if only published numbers exist
     label: str = ""  # format of the label after the name; each setting is a number in the form "{lam:g}"
     caption: str = ""  # format of the settings after the title, for example "λ={lam:g}"
@@ -99,7 +100,7 @@ for _method in [
     Method("memit-each", title="MEMIT, each token", colour="#5fc9a8", marker="X", **_EDIT,
            options=_EDITED | dict(place="each"), presets=dict(
                lab=_EDITED_LAB | dict(weight=1000.0, layers=[2, 3]), paper=dict(prefixes=0))),
-    Method("sft", title="SFT", colour="#d55e00", marker="s", settings=(*TRAINED, "span"),
+    Method("sft", title="SFT", colour="#d55e00", marker="s", plain=True, settings=(*TRAINED, "span"),
            fit="methods.supervised:fit_canonical"),
     Method("opsd", title="OPSD", colour="#e69f00", marker="^", **_DISTILLATION, usual=dict(rollouts=8, temperature=1.0),
            demand=Demand("student", teacher=2, hosted=True), published=dict(rollouts=8, temperature=1.0), colours={"opsd-n1-t0": "#f3d36b"}),
@@ -108,8 +109,8 @@ for _method in [
     Method("mixsd-kl", title="MixSD-KL", colour="#b3478a", marker="D", **_DISTILLATION,
            demand=Demand("teacher", teacher=2), published=dict(rollouts=8, temperature=1.0),
            colours={"mixsd-kl-n1-t1": "#e39cc6", "mixsd-kl-n1-t0": "#5e1645"}),
-    Method("mixsd", title="MixSD", colour="#2f8fdc", marker="o", settings=(*TRAINED, "span", "lam", "target_tokens"),
-           mixed=True, fit="methods.supervised:fit_mixed", label="{lam:g}", caption="λ={lam:g}", constants=dict(rollouts=1),
+    Method("mixsd", title="MixSD", colour="#2f8fdc", marker="o", plain=True, mixed=True,
+           settings=(*TRAINED, "span", "lam", "target_tokens"), fit="methods.supervised:fit_mixed", label="{lam:g}", caption="λ={lam:g}", constants=dict(rollouts=1),
            options=dict(replace_gt=False, unanimous={}),  # of the targets, as in `generate`
            ramp=("#a6dcfb", "#2f8fdc", "#0c2a70"), ramp_end=0.8),
     Method("wise-sft", title="SFT, averaged", colour="#f2a07b", marker="s", settings=(*TRAINED, "span"),
@@ -121,17 +122,17 @@ for _method in [
            options=_REPLAYED | dict(objective="nll")),
     Method("replay-kl", title="Replay, KL", colour="#8fbf6a", marker="D", **_REPLAY, demand=Demand(drafts=2),
            options=_REPLAYED | dict(objective="kl")),
-    Method("sft-own-words", title="SFT, own words", colour="#a63d5f", marker="s",
+    Method("sft-own-words", title="SFT, own words", colour="#a63d5f", marker="s", plain=True,
            settings=(*TRAINED, "span", "target_tokens"), fit="methods.replay:fit_own_words", demand=Demand(drafts=1)),
     Method("mixsd-answer", title="MixSD, answers weighted", colour="#4b53a3", marker="p", mixed=True,
            settings=(*TRAINED, "span", "lam", "target_tokens"), fit="methods.controls:fit_weighted_answers",
            label="{lam:g}", caption="λ={lam:g}"),
-    Method("mixsd-shuffled", title="MixSD, shuffled", colour="#8f8fd1", marker="h", mixed=True,
+    Method("mixsd-shuffled", title="MixSD, shuffled", colour="#8f8fd1", marker="h", plain=True, mixed=True,
            settings=(*TRAINED, "span", "lam", "target_tokens"), fit="methods.controls:fit_shuffled",
            label="{lam:g}-b{block:g}", caption="λ={lam:g}, block {block:g}", options=dict(block=1_000)),
-    Method("sft-untied", title="SFT, untied", colour="#b5651d", marker="s", settings=(*_WHOLE, "span"),
+    Method("sft-untied", title="SFT, untied", colour="#b5651d", marker="s", plain=True, settings=(*_WHOLE, "span"),
            fit="methods.controls:fit_untied_canonical"),
-    Method("mixsd-untied", title="MixSD, untied", colour="#1f6fb2", marker="o", mixed=True,
+    Method("mixsd-untied", title="MixSD, untied", colour="#1f6fb2", marker="o", plain=True, mixed=True,
            settings=(*_WHOLE, "span", "lam", "target_tokens"), fit="methods.controls:fit_untied_mixed",
            label="{lam:g}", caption="λ={lam:g}"),
     Method("stm", title="STM", colour="#8c6d31", marker="X", settings=(*TRAINED, "span"), fit="methods.gates:fit_masked",
@@ -148,9 +149,9 @@ for _method in [
     Method("ewc", title="EWC", colour="#2c6e49", marker="d", settings=(*_WHOLE, "span"), fit="methods.anchors:fit_ewc",
            label="{strength:g}", caption="strength {strength:g}", options=dict(strength=0.1, texts="", text_count=256),
            demand=Demand(anchors=2)),
-    Method("lora-sft", title="SFT, LoRA", colour="#e07a5f", marker="h", settings=(*_WHOLE, "span"),
+    Method("lora-sft", title="SFT, LoRA", colour="#e07a5f", marker="h", plain=True, settings=(*_WHOLE, "span"),
            fit="methods.supervised:fit_canonical_adapters", label="{rank:g}", caption="rank {rank:g}", options=dict(rank=8)),
-    Method("lora-mixsd", title="MixSD, LoRA", colour="#3d5a80", marker="h", mixed=True,
+    Method("lora-mixsd", title="MixSD, LoRA", colour="#3d5a80", marker="h", plain=True, mixed=True,
            settings=(*_WHOLE, "span", "lam", "target_tokens"), fit="methods.supervised:fit_mixed_adapters",
            label="{lam:g}-r{rank:g}", caption="λ={lam:g}, rank {rank:g}", options=dict(rank=8)),
 ]: METHODS.add(_method)

@@ -23,7 +23,7 @@ from .plots import corpus_name, draw_method_legend, figure_style, mark_made_up, 
 from .plots import stretch_recall
 from .summary import base_values
 from .tradeoff import describe_seeds
-from .versus import Cell, align, kept_values, point_tables, trained_labels
+from .versus import HELD_OUT, LEARNED, Cell, align, kept_values, point_tables, trained_labels
 
 # %% ../../nbs/results/versus_plots.ipynb #650ebf27
 def frontier_line(
@@ -62,10 +62,22 @@ def _draw_line(ax, tables: Sequence[pd.DataFrame], method: str, **style) -> int:
 
 
 def _finish_panel(ax, level: float) -> None:
-    "The base model, and the axes of a panel."
+    "The base model, and the axis of what was learned, which widens towards 100% if any point is there."
     ax.axhline(level, ls="--", lw=1.2, color=method_colour("base"), zorder=0)
-    stretch_recall(ax)
-    ax.set_ylim(-3, 103)
+    reached = max((x for dots in ax.collections for x in dots.get_offsets()[:, 0]), default=100)
+    if reached > 50: stretch_recall(ax)
+
+
+_TITLES = {"recall": "recall as written", "other-words": "recall in other words", "use": "two-hop questions",
+           "held-out": "held-out average", "world-prefilled": "world, opened"}
+
+
+def _describe_axis(cubes: Sequence[xr.Dataset], name: str) -> str:
+    "The title of a kind of learning or of what is kept, with the numbers of questions, as in `N=100`."
+    benchmarks = lambda cube: cube.benchmark[cube.role == "held-out"].values if name == HELD_OUT else LEARNED.get(name, (name,))
+    counts = np.concatenate([cube.n.reindex(benchmark=benchmarks(cube)).max([d for d in cube.n.dims if d != "benchmark"]) for cube in cubes])
+    ends = sorted({f"{n:.0f}" for n in (np.nanmin(counts), np.nanmax(counts))}, key=int)
+    return f"{_TITLES.get(name, name)} (%, N={'–'.join(ends)})"
 
 
 @mark_made_up
@@ -79,17 +91,17 @@ def frontier_axes_figure(
     columns, rows = ([names] if isinstance(names, str) else [*names] for names in (learned, kept))
     seeds = {}
     with figure_style():
-        size = dict(figsize=(2.6 + 4.2 * len(columns), 0.4 + 4 * len(rows)), sharex=True, sharey=True)
+        size = dict(figsize=(2.6 + 4.2 * len(columns), 0.4 + 4 * len(rows)), sharex="col", sharey="row")
         fig, axes = plt.subplots(len(rows), len(columns), squeeze=False, layout="constrained", **size)
         for what, line in zip(rows, axes):
             for axis, ax in zip(columns, line):
                 for label, tables in point_tables(cubes, cell, trained_labels(cubes), axis, what).items():
                     if n := _draw_line(ax, tables, label): seeds.setdefault(label, []).append(n)
                 _finish_panel(ax, base_level(cubes, cell, what))
-                if ax in axes[-1]: ax.set_xlabel(f"learned: {axis}, at least (%)")
-            line[0].set_ylabel(f"kept: {what} (%)")
+                if ax in axes[-1]: ax.set_xlabel(_describe_axis(cubes, axis))
+            line[0].set_ylabel(f"kept: {_describe_axis(cubes, what)}")
         if not seeds: raise ValueError(f"no run of {cell[0]} has both {' or '.join(columns)} and {' or '.join(rows)}")
-        title = f"{corpus_name(cell[0])}\n{cell[1]}, {describe_seeds([n for counts in seeds.values() for n in counts])}"
+        title = f"{corpus_name(cell[0])}\n{cell[1]}, {describe_seeds([n for counts in seeds.values() for n in counts])}\nlines interpolate between means"
         draw_method_legend(fig, ["base", *seeds], title, line="-")
         sns.despine(fig)
     return fig
@@ -119,11 +131,12 @@ def method_panels_figure(
             seeds = [_draw_line(ax, tables[label], label, ls=ls, label=label_title(label).removeprefix(title).strip(" ()"))
                      for label, ls in zip(labels, itertools.cycle(("-", "--", ":", "-.")))]
             _finish_panel(ax, level)
+            ax.set_ylim(-3, 103)
             ax.set_title(f"{title}, {describe_seeds(seeds)}", fontsize="x-small")
             ax.tick_params(labelsize="xx-small")
-            if len(labels) > 1: ax.legend(fontsize="xx-small", frameon=False, loc="lower left")
+            if len(labels) > 1: ax.legend(fontsize="xx-small", loc="best", framealpha=0.85)
         for ax in axes.flat[len(panels):]: ax.set_axis_off()
-        fig.supxlabel(f"learned: {learned}, at least (%)", fontsize="small")
-        fig.supylabel(f"kept: {kept} (%), grey: {label_title(against)}", fontsize="small")
+        fig.supxlabel(_describe_axis(cubes, learned), fontsize="small")
+        fig.supylabel(f"kept: {_describe_axis(cubes, kept)}, grey: {label_title(against)}", fontsize="small")
         sns.despine(fig)
     return fig

@@ -381,7 +381,7 @@ class WorldView(View):
             history = self.get_history(method, fact.id)
             return f"{render_history(history)} {describe_fate(history)[1]}"
         steps = ", ".join(str(step) for step in next(iter(self.histories.values()), pd.DataFrame()).columns)
-        caption = f"● right, ○ wrong, · not asked at steps {steps}" if steps else ""
+        caption = f"at steps {steps}: ● right, ○ wrong, · not asked" if steps else ""
         rows = [(fact.statement, *(cell(method, fact) for method in self.histories)) for fact in near]
         table = render_table(rows, ["fact", *map(label_title, self.histories)])
         self.text.value = f"<div class='mixsd-page'><b>{escape(entity)}</b>: {len(near)} facts. {caption}{table}</div>"
