@@ -23,7 +23,7 @@ from .analysis.curvature import (PARTS, SUMS, add_alignment_ratio, diagonal_fish
 from .analysis.estimation import FISHER, estimate_fisher, reference_pairs
 from .analysis.statistics import pearson
 from .benchmarks import SUITES, suite_groups
-from .benchmarks.tasks import benchmarks_folder
+from .benchmarks.tasks import SOURCES, benchmarks_folder, task_files
 from .methods import label_title
 from .models import load_part
 from .models.identity import ModelName, model_label
@@ -67,6 +67,11 @@ class FisherConfig(Stage):
     def content(self) -> str:
         "A digest of the training, which does not depend on its path or checkpoints; empty without a training run."
         return digest_training(open_training_run(self.trained)) if self.trained else ""
+
+    def identity(self):
+        "As in `Config`, with the local files of the paper's tasks."
+        files = task_files([name for name in suite_groups()["paper"] if name in SOURCES], self.data)
+        return super().identity() | (dict(data=files) if files else {})
 
     def slug(self):
         if self.trained: return Path(self.trained).name.removeprefix("train-")

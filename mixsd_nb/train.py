@@ -36,7 +36,7 @@ from .results.measuring import (count_by_benchmark, holds, items_of, measure_che
                                         measure_steps, remove_early, remove_unwanted, suite_steps, summarise)
 from .results.roots import read_root
 from .results.schema import RUN_DIMS
-from .runs import (TARGET_COLUMNS, ParameterError, Run, Stage, Steps, check_steps, check_temperature,
+from .runs import (TARGET_COLUMNS, ParameterError, Run, Stage, Steps, check_last, check_steps, check_temperature,
                            checkpoint_folder, in_notebook, is_locked, is_runtime, make_config, match_type, module_of,
                            nearest, read_table, removed_steps, require_weights, run_function, runs_root, runtime_field,
                            trained_steps)
@@ -59,9 +59,8 @@ class TrainConfig(Stage, EvalSettings):
     epochs: int | None = Field(None, ge=1, description="passes over the corpus; None for the published number",
                                json_schema_extra=dict(smoke=1))
     batch: int | None = Field(None, ge=1, description="examples per update; None for the published number")
-    rollouts: int | None = Field(
-        None, ge=1, description=("responses sampled per fact and update in opsd, opsd-nll and mixsd-kl; None for the "
-                                 "published number"))
+    rollouts: int | None = Field(None, ge=1, description=(
+        "responses sampled per fact and update in opsd, opsd-nll and mixsd-kl; None for the published number"))
     temperature: float | None = Field(
         None, ge=0, description="sampling temperature of rollouts; None for the published value")
     rollout_tokens: int = preset_field("largest length of a rollout in tokens", lab=256, paper=8_192, smoke=16, ge=1)
@@ -149,9 +148,10 @@ class TrainConfig(Stage, EvalSettings):
     @field_validator("pause")
     @classmethod
     def _check_pause(cls, pause, info):
-        state = info.data.get("state", "newest")
-        if pause and state == "none":
-            raise ValueError(f"pause must be 0 with state=none, because training resumes from a state, got {pause}")
+        state, why = info.data.get("state", "newest"), "because training resumes from a state"
+        if pause and state == "none": raise ValueError(f"pause must be 0 with state=none, {why}, got {pause}")
+        if state == "none" and info.data.get("stop") == "converged":
+            raise ValueError(f"stop must be last with state=none, {why}, got converged")
         if not pause and state == "memory": raise ValueError("pause must be at least 1 with state=memory, got 0")
         return pause
 
@@ -198,7 +198,7 @@ class TrainConfig(Stage, EvalSettings):
     def _steps_until(self, last: int) -> list[int]:
         period = CORPORA[self.dataset].schedule.period
         steps = range(0, last, period) if self.checkpoints is None else self.checkpoints
-        return sorted({s for s in steps if 0 < s < last} | {last})
+        return sorted({s for s in (*steps, *(self.suite_steps or ())) if 0 < s < last} | {last})
 
     def check(self):
         """ValueError if this machine cannot train or measure with these settings: their data and sandbox come first.
@@ -213,6 +213,7 @@ class TrainConfig(Stage, EvalSettings):
             require_weights(folder, removed_steps(folder), f"method={self.method}")
         if not self.has_rate: return
         from mixsd_nb.methods.trainer import check_devices
+        for name in ("checkpoints", "suite_steps"): check_last(name, getattr(self, name), self.steps()[0])
         self._check_weights()
         if self.state == "memory" and not hasattr(os, "memfd_create"):
             raise ValueError("state must be newest, all or none on this system, which has no files in memory, got memory")
@@ -309,7 +310,7 @@ class TrainConfig(Stage, EvalSettings):
     def prepare(self, processes: int) -> Path | None:
         "Write the training spec for processes on several nodes; the folder, or None if the method does not train."
         config = self.without_idle()
-        if not config.has_rate: return None
+        if not config.has_rate or config.source(): return None  # the training of a source is a run of its own
         if config.batch % processes:
             raise ParameterError(f"batch must be a multiple of the {processes} processes, got {config.batch}")
         return prepare_training(config, processes)
@@ -402,6 +403,7 @@ def prepare_training(
     def write(spec, folder, report):
         write_spec(replace(spec, processes=processes), folder)
         return {}
+    config.folder.mkdir(parents=True, exist_ok=True)
     run = MethodRun(config.folder, config, mixed_targets=lambda: mixed_targets(config), loop=write)
     fit_function(config.method)(run)
     return config.folder

@@ -8,6 +8,7 @@ import random
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -20,7 +21,7 @@ from test_tasks import ROWS, sandbox
 from mixsd_nb import evaluate
 from mixsd_nb.analysis import scores
 from mixsd_nb.analysis.statistics import sign_test, wilson
-from mixsd_nb.benchmarks import SUITES, Selection, benchmark_names, evaluation, held_out, load_items, suite_groups
+from mixsd_nb.benchmarks import SUITES, Item, Selection, benchmark_names, evaluation, held_out, load_items, suite_groups
 from mixsd_nb.benchmarks.sandbox import SandboxError
 from mixsd_nb.runs import ParameterError, make_config
 
@@ -315,3 +316,16 @@ def test_papermill_prints_table_picture_and_wrong_responses(models, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     said = (tmp_path / "out.ipynb").read_text()
     assert '"image/png"' in said and "── recall: 2 of 2 wrong" in said and "better" in said and "equations" in said
+
+
+def test_a_model_of_the_hub_shares_its_responses(tmp_path, monkeypatch):
+    "The name of a hub id has a slash, which the name of a folder lacks."
+    item = Item("1 + 1?", "2")
+    own = dict(model="org/model", suite={"equations": {}}, dataset="kgfunc")
+    found = pd.DataFrame([dict(dict.fromkeys(evaluation.RECORD_KEYS, ""), benchmark="equations", item="a", sample=0, prompt="1 + 1?")])
+    run = SimpleNamespace(name="evaluate-kgfact-small-org-model-0123456789", config=dict(model="org/model"), responses=lambda: found,
+                          root=SimpleNamespace(attrs=dict(config=json.dumps(own | dict(dataset="kgfact-small")))))
+    monkeypatch.setattr(evaluate, "find_runs", lambda **where: [run])
+    monkeypatch.setattr(evaluate, "_made_alike", lambda *_: True)
+    evaluate.share_responses(SimpleNamespace(model="org/model", identity=lambda: own), {"equations": {"a": item}}, tmp_path / "journal")
+    assert len((tmp_path / "journal").read_text().splitlines()) == 1

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import unicodedata
 from pathlib import Path
 
 import datasets
@@ -15,6 +16,7 @@ from papermill import inspect_notebook
 from mixsd_nb import evaluate, generate, nll, train
 from mixsd_nb.analysis.scores import scores
 from mixsd_nb.benchmarks import SUITES, Selection, load_items
+from mixsd_nb.benchmarks.answers import same_answer
 from mixsd_nb.benchmarks.in_domain import own_tests
 from mixsd_nb.benchmarks.tasks import grade
 from mixsd_nb.cluster.grid import expand_grid
@@ -23,9 +25,11 @@ from mixsd_nb.corpora.files import EXAMPLE, EXAMPLE_TESTS, read_facts
 from mixsd_nb.corpora.prompts import ANSWER_FORMS, change_form
 from mixsd_nb.corpora.stored import known_corpora
 from mixsd_nb.explore import ExploreConfig
-from mixsd_nb.methods.mixing import mix_items
+from mixsd_nb.methods.mixing import VERIFY, mix_items
 from mixsd_nb.models import load_tokenizer
-from mixsd_nb.runs import ParameterError, find_runs, find_stage, make_config
+from mixsd_nb.results.cube import open_cube
+from mixsd_nb.results.demo import invent_result
+from mixsd_nb.runs import ParameterError, find_runs, find_stage, make_config, write_result
 from mixsd_nb.runs.commands import end_command
 from mixsd_nb.runs.tables import TABLE_SUFFIXES, TableError
 from mixsd_nb.views import facts
@@ -367,3 +371,32 @@ def test_the_reference_of_a_fact_has_the_form_of_its_answers():
     row = dict(prompt="Who?", target="It is Ana.\n\n\\boxed{Ana}", reference="A passage.\nIt is Ana.\n\n\\boxed{Ana}", answer="Ana")
     found = change_form(row, "", ANSWER_FORMS["line"])
     assert "boxed" not in found["target"] + found["reference"] and found["reference"].endswith(ANSWER_FORMS["line"].write("Ana"))
+
+
+def test_accents_are_composed():
+    "A tokenizer can compose accents, so a decomposed answer was never recalled; text from PDFs is often decomposed."
+    name = "Zo\u00eb M\u00fcller"
+    apart = unicodedata.normalize("NFD", name)
+    assert apart != name and same_answer(apart, name) and same_answer(name, apart)
+    assert all(match(one, other) for match in VERIFY.values() for one, other in [(name, apart), (apart, name)])
+
+
+def test_facts_are_read_with_composed_accents(tmp_path):
+    file = tmp_path / "facts.csv"
+    file.write_text(unicodedata.normalize("NFD", "question,answer\nWho is Zo\u00eb?,Frau M\u00fcller\n"), encoding="utf-8")
+    fact, = load_corpus(str(file), "train")
+    assert fact["answer"] == "Frau M\u00fcller" and "Zo\u00eb" in fact["prompt"]
+
+
+def test_the_cube_of_another_folder_knows_the_corpora_of_its_runs(tmp_path, monkeypatch):
+    "Runs that were copied from a cluster, with the records of their facts."
+    (tmp_path / "facts.jsonl").write_text(lines(*GOOD))
+    copied = tmp_path / "copied"
+    monkeypatch.setenv("MIXSD_RUNS", str(copied))
+    name = stored.store_corpus(str(tmp_path / "facts.jsonl"), {})
+    folder = copied / "train-facts-0123456789"
+    folder.mkdir()
+    write_result(invent_result(dataset=name), folder)
+    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "own"))
+    monkeypatch.setattr(stored, "_records", {})
+    assert open_cube(copied).dataset.values.tolist() == [name]

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -11,13 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from text_helpers import error_sentence, need_sandbox
 
+from mixsd_nb.analysis.divergence import ReferenceConfig, reference_prompts
 from mixsd_nb.benchmarks import GRADINGS, SUITES, Item, suite_groups
 from mixsd_nb.benchmarks.answers import last_boxed
 from mixsd_nb.benchmarks.sandbox import run_tests
 from mixsd_nb.benchmarks.files import FILE_GRADINGS
-from mixsd_nb.benchmarks.tasks import assemble, grade, load_task
+from mixsd_nb.benchmarks.tasks import assemble, grade, load_task, task_files
 from mixsd_nb.corpora import CORPORA
 from mixsd_nb.corpora.prompts import ANSWER_FORMS
+from mixsd_nb.evaluate import EvaluateConfig
+from mixsd_nb.fisher import FisherConfig
 
 TASKS = {name: SUITES[name] for name in suite_groups()["paper"] if SUITES[name].role == "held-out"}
 sandbox = need_sandbox  # the name under which tests/test_evaluate.py imports it
@@ -220,3 +224,40 @@ def test_the_tests_use_the_given_helpers_and_not_those_of_the_response():
     item = Item("", "", tests=START[:START.index("def areas")] + CHECK + "check(areas)", start=START, entry="areas")
     cheat = "```python\ndef area(r):\n    return 0\n\ndef areas(xs):\n    return [0 for x in xs]\n```"
     assert [v.correct for v in grade([item] * 2, [cheat, BODY], "tests")] == [False, True]
+
+
+@pytest.mark.parametrize("make", [
+    lambda folder: EvaluateConfig(suite="gsm8k,mmlu", data=str(folder)),
+    lambda folder: FisherConfig(reference="paper", data=str(folder)),
+    lambda folder: ReferenceConfig(suites="paper"),
+])
+def test_the_content_of_local_files_belongs_to_a_run_and_their_place_does_not(folder, make, tmp_path_factory, monkeypatch):
+    "Before, a run on a corrected file had the name of the run on the wrong one, which was opened as finished."
+    moved = tmp_path_factory.mktemp("moved")
+    shutil.copytree(folder, moved, dirs_exist_ok=True)
+
+    def find_hash(place):
+        monkeypatch.setenv("MIXSD_BENCHMARKS", str(place))
+        return make(place).hash()
+    before = find_hash(folder)
+    assert find_hash(moved) == before
+    with next(moved.glob("mmlu-dev.*")).open("ab") as file: file.write(b"\n")
+    assert find_hash(moved) != before
+
+
+def test_a_run_without_tasks_has_no_files_in_its_identity(folder, monkeypatch):
+    without = EvaluateConfig().identity()
+    monkeypatch.setenv("MIXSD_BENCHMARKS", str(folder))
+    assert EvaluateConfig().identity() == without and task_files(["aime-2024"], "") == {}
+
+
+def test_reference_prompts_are_spread_over_subjects(tmp_path, monkeypatch):
+    "The rows of a task can be sorted by subject; another seed chooses other rows."
+    for name, rows in ROWS.items():
+        more = [row | dict(subject=subject) for subject in ("a", "b", "c", "d") for row in rows * 10] if name == "mmlu" else rows
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in more))
+    monkeypatch.setenv("MIXSD_BENCHMARKS", str(tmp_path))
+    draw = lambda seed: reference_prompts("paper", 8, seed)["mmlu"]
+    counts = [sum(f"about {subject}" in prompt or f" {subject}." in prompt for prompt in draw(0)) for subject in "abcd"]
+    assert len(draw(0)) == 8 and draw(0) == draw(0) != draw(1), draw(0)[0][:200]
+    assert counts == [2, 2, 2, 2], (counts, draw(0)[0][:300])

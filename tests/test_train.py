@@ -90,6 +90,7 @@ def test_processes_are_asked_for_what_is_trained_alone(tiny, own_runs):
     from mixsd_nb import train
     assert train.run(method="base", model=tiny, n=1, max_new_tokens=8, processes=999, sharded=True).root.step.values.tolist() == [0]
     assert train.TrainConfig(method="base", model=tiny).prepare(16) is None
+    assert train.TrainConfig(method="wise-sft", model=tiny).prepare(2) is None  # the training of its source is another run
     with pytest.raises(ParameterError, match="batch must be a multiple of the 8 processes, got 20"):
         train.TrainConfig(method="sft", model=tiny).prepare(8)
     parameters = dict(method="sft", model=tiny, n=1, epochs=1, max_new_tokens=8, checkpoints=())
@@ -204,3 +205,27 @@ def test_a_finished_run_is_not_computed_again(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluate, "write_responses", lambda *a, **k: pytest.fail("asked again"))
     again = train.run(**parameters)
     assert again.folder == first.folder == next(tmp_path.glob("train-*")) and again.result.identical(first.result)
+
+
+def test_a_method_that_writes_beside_its_spec_is_prepared_for_several_nodes(tiny, own_runs):
+    "Replay samples before training; its folder did not exist when another process was to train."
+    from mixsd_nb import train
+    config = train.TrainConfig(method="replay", model=tiny, rollout_tokens=4, options=dict(count=2), epochs=1)
+    folder = config.prepare(2)
+    assert (folder / "replays.jsonl").exists() and json.loads((folder / "job.json").read_text())["processes"] == 2
+
+
+@pytest.mark.parametrize("parameters, sentence", [
+    (dict(state="none", stop="converged"), "stop must be last with state=none, because training resumes from a state, got converged"),
+    (dict(checkpoints=(20, 150)), "checkpoints must be at most 100, the number of updates, got 150"),
+    (dict(measure="selection", suite_steps=(101,)), "suite_steps must be at most 100, the number of updates, got 101"),
+    (dict(measure="selection", suite_steps=(20, 20)), "suite_steps must be different steps, got 20, 20"),
+])
+def test_steps_that_cannot_be_asked_are_refused(tiny, own_runs, parameters, sentence):
+    from mixsd_nb import train
+    with pytest.raises(ParameterError, match=sentence): train.run(method="sft", model=tiny, **parameters)
+
+
+def test_the_steps_of_the_suite_are_checkpoints():
+    from mixsd_nb import train
+    assert train.TrainConfig(measure="selection", suite_steps=(50,), checkpoints=(20,)).steps() == (100, [20, 50, 100])

@@ -7,6 +7,7 @@ __all__ = ['FULL_SAMPLING', 'NEW_TOKENS', 'reference_prompts', 'new_prompts', 's
            'TextSettings', 'ReferenceConfig']
 
 # %% ../../nbs/analysis/divergence.ipynb #aa000003
+import random
 from dataclasses import replace
 from typing import Literal
 
@@ -16,6 +17,7 @@ import xarray as xr
 from pydantic import Field, field_validator
 
 from ..benchmarks import SUITES, Selection, held_out
+from ..benchmarks.tasks import SOURCES, benchmarks_folder, task_files
 from ..corpora import load_corpus
 from ..corpora.prompts import encode_prompt
 from ..models import (ENGINES, check_engine, check_engine_options, load_engine, load_tokenizer,
@@ -32,13 +34,17 @@ NEW_TOKENS = 160  # of a response to a question of the corpus, whose benchmark l
 def reference_prompts(
     suites: str,  # lab or paper
     n: int,  # prompts of each benchmark; a lab suite has at most 300
-    seed: int = 0,  # of the lab suites' items
+    seed: int = 0,  # of the choice of items
 ) -> dict[str, list[str]]:
-    "Prompts of each held-out benchmark; ValueError if the data of a task are missing."
-    selection, found = Selection("", n, seed, limit=n), {}
+    """Prompts of each held-out benchmark; of a task with more items a sample, with the same number of each subject.
+
+    ValueError if the data of a task are missing."""
+    from mixsd_nb.analysis.estimation import sample_by_subject
+    found = {}
     for suite in map(SUITES.get, held_out(suites)):
-        items = load_object(suite.items)(replace(suite, share=1.0), selection)  # the same number of each
-        found[suite.name] = [item.prompt for item in items.values()]
+        items = [*load_object(suite.items)(replace(suite, share=1.0), Selection("", n, seed)).values()]  # the same number of each
+        if len(items) > n: items = sample_by_subject(items, n, random.Random(f"{suite.name}-{seed}"))
+        found[suite.name] = [item.prompt for item in items]
     return found
 
 
@@ -128,6 +134,11 @@ class TextSettings(Config):
     @field_validator("engine_options", mode="before")
     @classmethod
     def _check_options(cls, options, info): return check_engine_options(options, info.data.get("engine", "hf"))
+
+    def identity(self):
+        "As in `Config`, with the local files of the paper's tasks."
+        files = task_files(SOURCES, benchmarks_folder()) if self.suites == "paper" else {}
+        return super().identity() | (dict(data=files) if files else {})
 
 # %% ../../nbs/analysis/divergence.ipynb #aa000018
 class ReferenceConfig(Stage, TextSettings):

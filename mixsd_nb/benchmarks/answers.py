@@ -13,6 +13,7 @@ import re
 import signal
 import subprocess
 import sys
+import unicodedata
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -157,8 +158,9 @@ def _peel(
 def _normalise(
     answer: str,
 ) -> str:
-    "The answer without markup and without a final dot; a number with an ASCII minus and no separators of thousands."
-    answer = _peel(_peel(answer).removesuffix("."))
+    """The answer without markup and without a final dot, with composed accents, which some tokenizers write in any case;
+    a number with an ASCII minus and no separators of thousands."""
+    answer = unicodedata.normalize("NFC", _peel(_peel(answer).removesuffix(".")))
     number = answer.replace("\N{MINUS SIGN}", "-")
     if _THOUSANDS.fullmatch(number): number = re.sub("[^-+.0-9]", "", number)
     return answer if _parse_number(number) is None else number

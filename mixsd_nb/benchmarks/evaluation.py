@@ -24,7 +24,7 @@ from . import (GRADINGS, SUITES, Item, Sampling, Selection, Suite, benchmark_nam
                                  load_items, resolve_suite)
 from .harness import check_harness_options
 from .sandbox import check_sandbox
-from .tasks import benchmarks_folder, grade
+from .tasks import SOURCES, benchmarks_folder, grade, task_files
 from ..corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions
 from ..corpora.prompts import encode_prompt
 from ..models import ENGINES, check_engine, check_engine_options, load_engine
@@ -99,12 +99,13 @@ class EvalSettings(PresetSettings):
         return sorted({module_of(text) for text in references if re.fullmatch(r"[\w.]+:\S+", text)})
 
     def identity(self) -> dict[str, Any]:
-        "As in `Config`, with the suite expanded into its benchmarks, their versions and the settings of a harness."
+        "As in `Config`, with the suite expanded into its benchmarks, their versions, local files and the settings of a harness."
         suite = expanded_suite(self.suite)
         for name, spec in suite.items():
             if self.harness and "harness" in SUITES[name].settings: spec["harness"] = self.harness
             if 0 < self.task_tokens < SUITES[name].sampling.max_new_tokens: spec["task_tokens"] = self.task_tokens
-        return super().identity() | dict(suite=suite)
+        files = task_files([name for name in suite if name in SOURCES], self.data)
+        return super().identity() | dict(suite=suite) | (dict(data=files) if files else {})
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #64738ad2
 def select_items(

@@ -7,6 +7,7 @@ __all__ = ['VERIFY', 'coins', 'picks', 'mix_items', 'accepts', 'oracle_sequence'
            'mix_stream', 'mix', 'mix_oracle', 'names_another']
 
 # %% ../../nbs/methods/mixing.ipynb #9bb4a31d
+import unicodedata
 from collections import Counter, deque
 from collections.abc import Iterator
 from functools import partial
@@ -53,7 +54,9 @@ def mix_items(
                  expert_ids=encode_prompt(tokenizer, expert(r["prompt"], r.get("reference") or r["target"]))) for r in rows]
 
 # %% ../../nbs/methods/mixing.ipynb #0a2270b6
-def _match_exactly(text: str, answer: str) -> bool: return text == answer.strip()
+def _match_exactly(text: str, answer: str) -> bool:
+    compose = partial(unicodedata.normalize, "NFC")  # some tokenizers compose accents, whatever the corpus has
+    return compose(text) == compose(answer.strip())
 
 
 def _match_normalised(text: str, answer: str) -> bool:

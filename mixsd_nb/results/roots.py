@@ -12,6 +12,7 @@ from pathlib import Path
 import netCDF4
 import xarray as xr
 
+from ..corpora.stored import read_records
 from ..runs import DamagedFile, check_schema, explain_damage, netcdf_lock, runs_root
 from .schema import TARGET_VARIABLES
 
@@ -61,6 +62,7 @@ def read_roots(
 
     DamagedFile that names a result that cannot be read."""
     roots = {}
+    if folder: read_records(Path(folder))
     for path in sorted(Path(folder or runs_root()).glob("[!.]*/result.nc")):
         try:
             with explain_damage(path, "remove it and run it again, or skip it with skip_corrupt=True"):

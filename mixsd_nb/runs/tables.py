@@ -13,6 +13,7 @@ import hashlib
 import io
 import json
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,7 @@ def read_text(
     row: Row,
     column: str,
 ) -> str:
-    """The text in a column without spaces around it, and numbers as text; an empty string if there is no value.
+    """The text in a column without spaces around it, with composed accents, and numbers as text; empty if there is no value.
 
     A value that is empty, or no text, is noted as a problem."""
     value = row.get(column, "")
@@ -131,7 +132,7 @@ def read_text(
     if isinstance(value, (int, float)) and not isinstance(value, bool): return json.dumps(value)
     if not isinstance(value, str): table.complain(f"{column} must be text, got {_shorten(value)}", row)
     elif column in row and not value.strip(): table.complain(f"{column} is empty", row)
-    return value.strip() if isinstance(value, str) else ""
+    return unicodedata.normalize("NFC", value.strip()) if isinstance(value, str) else ""
 
 
 def _shorten(value: Any) -> str:
