@@ -21,6 +21,7 @@ from mixsd_nb.corpora import load_corpus
 from mixsd_nb.corpora.kgfact import KGFACT_WORDS
 from mixsd_nb.corpora.simpleqa import SIMPLEQA_WORDS, build, build_lab, hub_answers, keep_unanimous
 from mixsd_nb.corpora.world import WORLD_WORDS
+from mixsd_nb.train import TrainConfig
 
 COLUMNS = ["metadata", "problem", "answer"]
 TABLE = [
@@ -185,3 +186,16 @@ def test_lab_words_occur_in_no_other_corpus():
     assert not set(SIMPLEQA_WORDS) & (KGFACT_WORDS | set(WORLD_WORDS))
     words = {w for r in build_lab()["train"] for w in re.findall(r"\w+", r["prompt"] + r["target"])}
     assert not words & (KGFACT_WORDS | set(WORLD_WORDS))
+
+
+def test_the_content_of_a_local_copy_belongs_to_a_run(tmp_path, monkeypatch):
+    "A trial with a few rows in MIXSD_CORPORA is not the run with all of them; no other corpus is concerned."
+    make = lambda name="simpleqa": TrainConfig(dataset=name, method="sft").hash()
+    monkeypatch.delenv("MIXSD_CORPORA", raising=False)
+    published, other = make(), make("simpleqa-lab")
+    hashes = []
+    monkeypatch.setenv("MIXSD_CORPORA", str(tmp_path))
+    for rows in (20, 40, 20):
+        (tmp_path / "simpleqa.jsonl").write_text("{}\n" * rows)
+        hashes.append(make())
+    assert hashes[0] == hashes[2] and len({published, *hashes}) == 3 and make("simpleqa-lab") == other

@@ -4,15 +4,18 @@
 
 # %% auto #0
 __all__ = ['CORPORA', 'TESTS', 'CorpusOptions', 'CORPUS_OPTIONS', 'CorpusName', 'Schedule', 'Corpus', 'check_corpus',
-           'load_corpus', 'validation_rows', 'stats']
+           'corpus_label', 'load_corpus', 'validation_rows', 'stats']
 
 # %% ../../nbs/corpora/index.ipynb #ec848e63
+import functools
+import hashlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, PlainSerializer
 
 from .prompts import (BOX_REQUEST, CONCISE_REQUEST, AnswerForm, change_form, expert_prompt,
                                       expert_reference_prompt)
@@ -45,6 +48,7 @@ class Corpus:
     validation: str = "corpora.prompts:paraphrase_rows"  # function (corpus, options) -> rows of validation questions
     entities: str = ""  # function (training rows) -> names that only training can have taught; empty if there are none
     graph: str = ""  # function (options) -> facts, if the corpus is a graph of entities
+    copy: str = ""  # name without ending of a file in MIXSD_CORPORA that replaces the published one
     sizes: Mapping[str, int] = field(default_factory=dict)  # rows by split of a data set that is not made here, for a plan
     reply: int = 40  # usual tokens of an answer by a model that is not the lab's, for a plan
     mixed: Mapping[float, int] = field(default_factory=dict)  # λ -> mean tokens of the published mixed targets
@@ -64,11 +68,11 @@ for _corpus in [
     Corpus("kgfunc", "KGFunc", "corpora.kgfunc:build", Schedule(1, 16, 10), dict(scale="paper"), **_functions,
            reply=2_000, mixed={0.0: 1_147, 0.3: 1_790, 0.5: 2_707}),
     Corpus("kgfunc-lab", "KGFunc", "corpora.kgfunc:build", Schedule(8, 16, 24), dict(scale="lab"), **_functions),
-    Corpus("simpleqa", "SimpleQA", "corpora.simpleqa:build", Schedule(1, 16, 20), **_references, sizes=dict(train=4_326), reply=150,
-           mixed={0.0: 121, 0.3: 100, 0.5: 110}),
+    Corpus("simpleqa", "SimpleQA", "corpora.simpleqa:build", Schedule(1, 16, 20), **_references, copy="simpleqa",
+           sizes=dict(train=4_326), reply=150, mixed={0.0: 121, 0.3: 100, 0.5: 110}),
     Corpus("simpleqa-lab", "SimpleQA", "corpora.simpleqa:build_lab", Schedule(20, 16, 20), **_references),
-    Corpus("mquake", "MQuAKE", "corpora.mquake:build", Schedule(20, 20, 20), sizes=dict(train=100, retrieval=100),
-           reply=300),
+    Corpus("mquake", "MQuAKE", "corpora.mquake:build", Schedule(20, 20, 20), copy="mquake",
+           sizes=dict(train=100, retrieval=100), reply=300),
     Corpus("mquake-lab", "MQuAKE", "corpora.mquake:build_lab", Schedule(50, 20, 20)),
     Corpus("known-lab", "Known tasks", "benchmarks.known:build", Schedule(20, 20, 20)),
 ]: CORPORA.add(_corpus)
@@ -94,7 +98,26 @@ def _check_name(name: str, info) -> str: return check_corpus(name, info.data.get
 CorpusOptions = Options
 CORPUS_OPTIONS = ('options of the corpus, as in {"extract": "line"}: instruction, extract, and those of its kind; for a '
                   "file columns, test, strict, augment and context")
-CorpusName = Annotated[str, AfterValidator(_check_name)]
+
+
+@functools.lru_cache
+def _digest(path: Path, modified: int) -> str: return hashlib.blake2b(path.read_bytes(), digest_size=4).hexdigest()
+
+
+def corpus_label(
+    name: str,  # of a corpus
+) -> str:
+    "The name; with a hash of the file in MIXSD_CORPORA that replaces the published one, if there is such a file."
+    corpus, folder = CORPORA[name], os.environ.get("MIXSD_CORPORA", "")
+    replaced = folder and corpus.copy and not corpus.options.get("path")
+    files = sorted(Path(folder).expanduser().glob(f"{corpus.copy}.*")) if replaced else []
+    return "-".join([name, *(_digest(path, path.stat().st_mtime_ns) for path in files)])
+
+
+def _label(name: str, info) -> str: return corpus_label(name) if (info.context or {}).get("identity") else name
+
+
+CorpusName = Annotated[str, AfterValidator(_check_name), PlainSerializer(_label)]
 
 # %% ../../nbs/corpora/index.ipynb #c0ffee01
 _COLUMNS = ("id", "prompt", "target", "answer", "subject", "statement")
