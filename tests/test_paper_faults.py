@@ -388,3 +388,14 @@ def test_a_plan_counts_the_processes_of_all_nodes(nodes, processes, problem):
     machine = Machine("h100", DEVICES["h100"], nodes * 8, 4_000, 16, 240, nodes=nodes)
     config = make_config(train.TrainConfig, preset="paper", method="sft", model="Qwen/Qwen3-1.7B", engine="vllm", processes=processes, sharded=True)
     assert plan_run(config, machine).problems.get("processes", "") == problem
+
+
+def test_settings_of_sampling_without_do_sample_do_not_stop_a_training(tiny, tmp_path):
+    "The folder of vicuna-7b-v1.5 has such settings; transformers reads them and refuses to save them."
+    folder, sampling = shutil.copytree(tiny, tmp_path / "tiny"), dict(temperature=0.9, top_p=0.6)
+    write_json(folder / "generation_config.json", sampling)
+    spec = TrainingSpec(str(folder), lr=1e-3, steps=1, batch=2, objective="methods.supervised:stored_pairs", data=dict(pairs=[([5, 6], [7, 2])] * 2))
+    fine_tune(spec, tmp_path / "run")
+    checkpoint, _ = load_base(str(tmp_path / "run/checkpoint-1"))
+    assert dict(checkpoint.generation_config.to_diff_dict()).items() >= dict(sampling, do_sample=True).items()
+    checkpoint.save_pretrained(tmp_path / "again")

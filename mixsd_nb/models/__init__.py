@@ -107,6 +107,14 @@ def check_head(
             raise ValueError(f"model must take its logits from its head as they are, got {name}, whose configuration "
                              f"changes them with {field}={value:g}")
 
+# %% ../../nbs/models/index.ipynb #43cc28c4
+def _complete_sampling(
+    settings,  # of generation, as transformers loads them
+) -> None:
+    "Add `do_sample` to settings that transformers would refuse to save without it, in place."
+    try: settings.validate(strict=True)
+    except ValueError: settings.do_sample = True
+
 # %% ../../nbs/models/index.ipynb #7481e3d1
 def load_base(
     name: str,
@@ -121,6 +129,7 @@ def load_base(
     tokenizer = load_tokenizer(name)
     check_head(name)
     model = load_part(AutoModelForCausalLM, name, dtype=dtype).eval()
+    _complete_sampling(model.generation_config)
     speed_up_linear_layers(model)
     return model, tokenizer
 
