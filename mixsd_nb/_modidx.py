@@ -2081,6 +2081,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                             'mixsd_nb/methods/saving.py'),
                                          'mixsd_nb.methods.saving._merge_adapters': ( 'methods/saving.html#_merge_adapters',
                                                                                       'mixsd_nb/methods/saving.py'),
+                                         'mixsd_nb.methods.saving._read_weights': ( 'methods/saving.html#_read_weights',
+                                                                                    'mixsd_nb/methods/saving.py'),
                                          'mixsd_nb.methods.saving.load_trained': ( 'methods/saving.html#load_trained',
                                                                                    'mixsd_nb/methods/saving.py'),
                                          'mixsd_nb.methods.saving.memory_files': ( 'methods/saving.html#memory_files',

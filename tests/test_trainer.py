@@ -22,6 +22,7 @@ from helpers import forked, small_model, until
 from safetensors.torch import load_file
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from tqdm import tqdm
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from mixsd_nb import train
 from mixsd_nb.methods import fit_function
@@ -140,6 +141,23 @@ def test_a_killed_distillation_ends_with_the_same_bytes(distillation, tmp_path):
     last = [(tmp_path / run / "checkpoint-6/model.safetensors").read_bytes() for run in ("killed", "whole")]
     assert last[0] == last[1]
     assert (read_curves(tmp_path / "killed")["loss"] == read_curves(tmp_path / "whole")["loss"]).all()
+
+
+def test_a_mixture_of_experts_resumes_from_float32_weights(spec, tmp_path):
+    "transformers stores the experts one by one and computes with them in one tensor, so their names in the files differ from those in memory."
+    folder = shutil.copytree(spec.model, tmp_path / "model")
+    vocabulary = load_base(spec.model)[0].config.vocab_size
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(Qwen3MoeConfig(
+        vocab_size=vocabulary, hidden_size=16, moe_intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+        num_experts=4, num_experts_per_tok=2, max_position_embeddings=512, eos_token_id=2)).save_pretrained(folder)
+    mixture = replace(spec, model=str(folder), steps=4, checkpoints=[2], lr=1e-2)
+    fine_tune(mixture, tmp_path / "whole")
+    fine_tune(replace(mixture, steps=2), tmp_path / "stopped")
+    fine_tune(mixture, tmp_path / "stopped")
+    whole, stopped = (weights(tmp_path / name) for name in ("whole", "stopped"))
+    assert any("experts.3.down_proj" in name for name in whole) and all(torch.equal(w, stopped[name]) for name, w in whole.items())
+    assert distance(whole, load_file(folder / "model.safetensors")) > 1e-3
 
 
 @several

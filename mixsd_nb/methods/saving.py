@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer
 
 from .loss import Objective
+from ..models import load_part
 from ..runs import StorageError, checkpoint_folder, mark_complete, remove_states
 
 # %% ../../nbs/methods/saving.ipynb #6c66b131
@@ -90,16 +91,26 @@ def restore_objective(
 _TRAINED = "trained_weights.pt"  # adapters, or the weights in float32 if they are stored in bfloat16
 
 
+def _read_weights(
+    checkpoint: Path,
+    names: set[str],  # of the model in memory
+) -> dict[str, torch.Tensor]:
+    "The weights of a model folder, under their names in memory if transformers stores them under others."
+    from safetensors.torch import load_file
+    weights = {}
+    for file in sorted(checkpoint.glob("*.safetensors")): weights |= load_file(file)
+    if names.issuperset(weights): return weights
+    model, found = load_part(AutoModelForCausalLM, str(checkpoint), output_loading_info=True)
+    return {name: w for name, w in model.state_dict().items() if name not in found["missing_keys"]}
+
+
 def load_trained(
     model,  # with adapters, if they are trained
     checkpoint: Path,
 ) -> None:
-    "Load the weights from which a training goes on into a model, in place."
-    from safetensors.torch import load_file
-    trained = checkpoint / _TRAINED
-    files = [] if trained.exists() else sorted(checkpoint.glob("*.safetensors"))
-    weights = torch.load(trained, weights_only=True) if trained.exists() else {}
-    for file in files: weights |= load_file(file)
+    "Load the weights from which a training goes on into a model, in place; ValueError if their names differ."
+    trained, names = checkpoint / _TRAINED, {*model.state_dict()}
+    weights = torch.load(trained, weights_only=True) if trained.exists() else _read_weights(checkpoint, names)
     missing, unknown = model.load_state_dict(weights, strict=False)
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     absent = {*missing} - {*model.all_tied_weights_keys} - frozen
