@@ -8,12 +8,14 @@ import subprocess
 import sys
 import traceback
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import xarray as xr
 from helpers import UNDRAWN, forked
 
-from mixsd_nb.runs import load_plugins
+from mixsd_nb.runs import ParameterError, load_plugins
+from mixsd_nb.runs.run import module_versions
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"my_methods": "methods", "my_edits": "methods", "my_engines": "models", "my_benchmarks": "benchmarks", "my_corpora": "corpora"}
@@ -208,3 +210,55 @@ def test_no_name_decides_outside_its_declaration():
     found = [f"{p.relative_to(ROOT)}:{k}: {line.strip()}" for p in sorted((ROOT / "mixsd_nb").rglob("*.py")) if p.relative_to(ROOT / "mixsd_nb").as_posix() not in declaring
              for k, line in enumerate(p.read_text().splitlines(), 1) if re.search(r"""\b(method|engine|module)\b["\]]* *(==|!=|in) *[("'\[]*["']""", line)]
     assert not found, "\n".join(found)
+
+
+CELLS = ['''
+from mixsd_nb import train
+from mixsd_nb.corpora import CORPORA, Corpus, Schedule
+from mixsd_nb.corpora.prompts import target
+from mixsd_nb.methods import METHODS, TRAINED, Method
+from mixsd_nb.methods.supervised import canonical_pairs
+METHODS.add(Method("mine", "Mine", settings=TRAINED, fit="__main__:fit"))
+CORPORA.add(Corpus("moons", "Moons", "__main__:build", Schedule(epochs=1, batch=2, period=1)))
+''', '''
+def build():
+    row = lambda k: dict(id=f"planet-{k}", prompt=f"How many moons has planet {k}?", target=target(str(k)), answer=str(k), subject=f"planet {k}", statement=f"{k}")
+    return dict(train=[row(k) for k in range(4)])
+''', '''
+def fit(run): return run.train_on(canonical_pairs(run))
+''', '''
+run = train.run(method="mine", dataset="moons", model=MODEL, suite="recall", n=1, max_new_tokens=2)
+''', '''
+unrelated = "1"
+''', '''
+def fit(run): return run.train_on(dict(list(canonical_pairs(run).items())[:3]))
+''']
+
+
+def test_a_method_and_a_corpus_of_a_notebook_work_and_a_change_of_their_code_is_noticed(home, tiny):
+    "The cells are run by IPython, as in a notebook."
+    first, unrelated, changed = [0, 1, 2, 3], [4, 3], [5, 3]
+    code = f"""
+import json, warnings
+get_ipython().user_ns["MODEL"] = {tiny!r}
+def told(*cells):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for k in cells: get_ipython().run_cell({CELLS!r}[k]).raise_error()
+    return [str(w.message) for w in found if "other code" in str(w.message)]
+found = [told(*{first}), told(*{unrelated}), told(*{changed})]
+print(json.dumps([found, run.root.targets_kept.item(), run.finished]))"""
+    done = subprocess.run([sys.executable, "-m", "IPython", "--colors=NoColor", "-c", code], env=environment(home, ""), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    (quiet, still, (warning,)), kept, finished = json.loads(done.stdout.splitlines()[-1])
+    assert not quiet and not still and kept == 4 and finished
+    assert "was made by other code than today's (__main__); force=True recomputes it" in warning
+
+
+def test_functions_without_a_source_are_refused(monkeypatch):
+    "As those of `python -c`: whether a finished run is outdated could not be told."
+    module = ModuleType("typed")
+    exec("def fit(run): pass", vars(module))
+    monkeypatch.setitem(sys.modules, "typed", module)
+    with pytest.raises(ParameterError, match="^functions of typed must be in a file or a notebook, because a run records their code; "
+                                             "put them into a module and name it in MIXSD_PLUGINS$"):
+        module_versions(("typed",))
