@@ -223,9 +223,9 @@ def test_a_grid_over_the_outputs_of_another_names_the_one_that_comes_first(own_r
         assert len(expand_grid("high-nll-lab").cells) == 1
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_no_other_model_is_in_memory_while_one_is_trained(processes, tiny, own_runs, monkeypatch):
-    "The parent of the training processes scores the targets on the GPU first, and must give its memory back."
+@pytest.mark.parametrize(("method", "processes"), [("sft", 1), ("sft", 2), ("replay", 1), ("sft-own-words", 1), ("mixsd-shuffled", 1)])
+def test_no_other_model_is_in_memory_while_one_is_trained(method, processes, tiny, own_runs, monkeypatch):
+    "The parent of the training processes scores the targets on the GPU first, after it has written some of them, and must give its memory back."
     from mixsd_nb.methods import trainer
     engines, freed, load = [], [], HFEngine.open
     monkeypatch.setattr(HFEngine, "open", classmethod(lambda cls, *args, **options: engines.append(weakref.ref(engine := load(*args, **options))) or engine))
@@ -234,8 +234,10 @@ def test_no_other_model_is_in_memory_while_one_is_trained(processes, tiny, own_r
 
     def start(*args): raise InterruptedError(str(freed[-1]))
     monkeypatch.setattr(trainer, "train_process", start), monkeypatch.setattr(trainer, "launch", start)
-    config = train.TrainConfig(method="sft", model=tiny, processes=processes, epochs=1)
-    with pytest.raises(InterruptedError, match=r"^\[None\]$"): fit_function("sft")(MethodRun(own_runs / "run", config))
+    monkeypatch.setattr("mixsd_nb.methods.mixing.accepts", lambda *args: True)
+    config = train.TrainConfig(method=method, model=tiny, processes=processes, epochs=1, target_tokens=2, rollout_tokens=2)
+    targets = pd.DataFrame([dict(id=row["id"], naive_mask=[True, False]) for row in load_corpus("kgfact-small", "train")][:2])
+    with pytest.raises(InterruptedError, match=r"^\[None(, None)?\]$"): fit_function(method)(MethodRun(own_runs, config, mixed_targets=lambda: targets))
 
 
 PAIRS = [(list(range(5, 9 + k)), list(range(20, 23 + 2 * k)) + [2]) for k in range(6)]

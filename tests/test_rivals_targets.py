@@ -20,6 +20,7 @@ from mixsd_nb.methods.replay import fit_own_words, read_prompts, replay_pairs, w
 from mixsd_nb.methods.supervised import canonical_pairs, fit_canonical
 from mixsd_nb.methods.trainer import TrainingSpec
 from mixsd_nb.models import load_base, load_engine
+from mixsd_nb.models.engines import HFEngine
 from mixsd_nb.runs import ParameterError
 
 CELL = dict(dataset="mquake-lab", suite="recall", n=4, max_new_tokens=4, epochs=1, batch=50)
@@ -133,6 +134,18 @@ def test_own_words_are_accepted_targets_of_the_base_model(mixed, tmp_path):
     for id, (prompt, ids) in list(pairs.items())[:1]: assert mix_oracle(engine, [items[id]], 0.0)[0]["completion_ids"] == ids
     for id, (prompt, ids) in pairs.items():
         assert prompt == canonical[id][0] and ids != canonical[id][1] and accepts(engine.tokenizer, items[id], ids, "stop")
+
+
+@pytest.mark.parametrize(("fit", "name"), [(fit_own_words, "own-words"), (fit_shuffled, "shuffled")])
+def test_a_killed_run_writes_only_the_targets_that_it_lacks(fit, name, mixed, tmp_path, monkeypatch):
+    "A journal that was cut in the middle leads to the same targets; a whole one, to the same without a single request."
+    first, asked = fit(run_on(tmp_path, mixed))[0], []
+    stream, journal = HFEngine.stream, tmp_path / f"{name}.jsonl"
+    monkeypatch.setattr(HFEngine, "stream", lambda self, queue, **options: asked.extend({r.tag[0]["id"] for r in queue}) or stream(self, queue, **options))
+    lines = journal.read_bytes().splitlines(keepends=True)
+    assert fit(run_on(tmp_path, mixed))[0] == first and not asked
+    journal.write_bytes(b"".join(lines[:2]) + lines[2][:20])
+    assert fit(run_on(tmp_path, mixed))[0] == first and len(asked) == len(lines) - 2
 
 
 def test_the_answer_weighs_as_much_as_in_sft(mixed, tmp_path):

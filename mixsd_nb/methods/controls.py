@@ -19,7 +19,6 @@ from .fitting import Fitted, MethodRun
 from .mixing import mix, mix_items
 from .supervised import Supervised, canonical_pairs, mixed_pairs, written_pairs
 from .trainer import TrainingSpec
-from ..models import load_engine
 from ..models.engine import keyed_uniform, row_key
 
 # %% ../../nbs/methods/controls.ipynb #e7485bf8
@@ -88,9 +87,8 @@ def fit_shuffled(run: MethodRun) -> Fitted:
     if block < 1: raise ValueError(f"block must be at least 1, got {block}")
     naive = {r.id: np.array(r.naive_mask, bool) for r in run.mixed_targets().itertuples()}
     items = mix_items(run.tokenizer, [r for r in run.rows if r["id"] in naive], corpus.expert, corpus.extract)
-    engine = load_engine("hf", p.model, dtype=p.dtype, batch_size=p.batch_size)
-    records = shuffle_targets(engine, items, p.lam, naive, block, temperature=corpus.temperature, seed=p.seed,
-                              max_new_tokens=p.target_tokens)
+    records = shuffle_targets(run.load_engine(), items, p.lam, naive, block, temperature=corpus.temperature, seed=p.seed,
+                              max_new_tokens=p.target_tokens, journal=run.folder / "shuffled.jsonl")
     return run.train_on(written_pairs(run, {r["id"]: r["completion_ids"] for r in records if r["accepted"]}))
 
 # %% ../../nbs/methods/controls.ipynb #cd5e90e9

@@ -72,6 +72,11 @@ class MethodRun(Run):
         "A parameter that only this method has: the given value, else its declared default."
         return {**METHODS[self.parameters.method].options, **self.parameters.options}[name]
 
+    def load_engine(self):
+        "An engine of the base model; its memory is free for the training once nothing refers to it."
+        p = self.parameters
+        return load_engine("hf", p.model, dtype=p.dtype, batch_size=p.batch_size)
+
     def mixed_targets(self) -> pd.DataFrame:
         "The accepted mixed targets: `id, prompt_ids, completion_ids, …` as stored by the generate stage."
         return self._mixed_targets()

@@ -24,7 +24,7 @@ from .loss import Example, nll
 from .mixing import mix, mix_items
 from .supervised import Supervised, canonical_pairs, written_pairs
 from .trainer import TrainingSpec, training_device
-from ..models import load_base, load_engine
+from ..models import load_base
 from ..models.engine import Request, keyed_uniform, row_key
 from ..runs import Journal, check_columns, load_object, read_rows, read_text
 
@@ -153,9 +153,8 @@ def fit_replay(run: MethodRun) -> Fitted:
     if count < 1: raise ValueError(f"count must be at least 1, got {count}")
     if not share: return run.train_on(canonical_pairs(run))
     prompts = read_prompts(run.option("prompts")) if run.option("prompts") else neutral_prompts(count, p.seed)
-    engine = load_engine("hf", p.model, dtype=p.dtype, batch_size=p.batch_size)
     options = dict(temperature=p.temperature, seed=p.seed, max_new_tokens=p.rollout_tokens)
-    replays = write_replays(engine, prompts, count, run.folder / "replays.jsonl", **options)
+    replays = write_replays(run.load_engine(), prompts, count, run.folder / "replays.jsonl", **options)
     data = dict(replays=replays, share=share, support=OBJECTIVES[objective])
     return run.train_on(canonical_pairs(run), "methods.replay:replay_pairs", lambda nll: data)
 
@@ -164,16 +163,16 @@ def own_words(
     engine,  # of the base model
     rows: list[dict],  # of a corpus
     corpus,  # its declaration
-    max_new_tokens: int = 256,
+    **options,  # of `mix`
 ) -> list[dict]:
     "The base model's rewritten targets, as records of `mix`, accepted or not."
     prompt = functools.partial(expert_reference_prompt, form=corpus.form or BOX)
-    return mix(engine, mix_items(engine.tokenizer, rows, prompt, corpus.extract), 0.0, max_new_tokens=max_new_tokens)
+    return mix(engine, mix_items(engine.tokenizer, rows, prompt, corpus.extract), 0.0, **options)
 
 
 def fit_own_words(run: MethodRun) -> Fitted:
     "SFT on the accepted targets in the base model's own words; ValueError if none was accepted."
     p = run.parameters
-    engine = load_engine("hf", p.model, dtype=p.dtype, batch_size=p.batch_size)
-    records = own_words(engine, run.rows, CORPORA[p.dataset], p.target_tokens)
+    records = own_words(run.load_engine(), run.rows, CORPORA[p.dataset], max_new_tokens=p.target_tokens,
+                        journal=run.folder / "own-words.jsonl")
     return run.train_on(written_pairs(run, {r["id"]: r["completion_ids"] for r in records if r["accepted"]}))

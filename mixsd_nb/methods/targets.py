@@ -177,9 +177,8 @@ def mix_corpus(
     targets: list[tuple[dict, int]],  # pairs (item, sample number)
 ) -> list[dict]:
     "Mix the targets of a corpus: records in the order of the corpus, with the columns of SCHEMA."
-    from mixsd_nb.methods.mixing import names_another
-    keys = "id", "sample", "completion_ids", "naive_mask", "accepted", "attempts", "finish_reason"
-    with Journal(folder / "finished.jsonl", keys) as journal:
+    from mixsd_nb.methods.mixing import RECORD, names_another
+    with Journal(folder / "finished.jsonl", RECORD) as journal:
         _mix_missing(settings, engine, targets, journal)
         by_target = {(r["id"], r["sample"]): r for r in journal.records}
     rows, records = {row["id"]: row for row in rows}, []
