@@ -374,6 +374,18 @@ def test_a_model_that_changes_logits_after_its_head_is_refused_by_its_configurat
     assert [path.name for path in own_runs.glob("[!.]*")] == ["tiny"]
 
 
+@pytest.mark.parametrize("family", ["gemma3", "gpt2", "gpt_neox", "t5"])
+def test_a_model_of_another_form_is_refused_by_its_configuration(family, tiny, tmp_path, own_runs):
+    "One that sees images, and families without `model` and `lm_head`. The folder has no weights; nothing is mixed or measured before."
+    folder = shutil.copytree(tiny, tmp_path / "tiny")
+    (folder / "model.safetensors").unlink()
+    AutoConfig.for_model(family).save_pretrained(folder)
+    words = rf"^model must be a language model of text alone that consists of `model` and `lm_head`, .*, got {re.escape(str(folder))} of the type {family}$"
+    for call in (lambda: load_base(str(folder)), lambda: train.run(model=str(folder), method="sft")):
+        with pytest.raises(ValueError, match=words): call()
+    assert [path.name for path in own_runs.glob("[!.]*")] == ["tiny"]
+
+
 def test_a_model_whose_configuration_leaves_its_logits_alone_is_taken(tmp_path):
     for family, options in (("gemma3_text", {}), ("granite", {}), ("cohere", dict(logit_scale=1.0)), ("qwen3", {})):
         AutoConfig.for_model(family, **options).save_pretrained(tmp_path / family)

@@ -91,6 +91,19 @@ def load_tokenizer(
     if not tokenizer.chat_template: tokenizer.chat_template = plain_template(tokenizer)
     return tokenizer
 
+# %% ../../nbs/models/index.ipynb #0a6f1487
+def _is_plain(
+    config,  # of transformers
+) -> bool:
+    "Whether this is the configuration of a language model of text alone that consists of `model` and `lm_head`."
+    import torch
+    from transformers import AutoModelForCausalLM
+    if config.get_text_config() is not config: return False
+    try:
+        with torch.device("meta"): model = AutoModelForCausalLM.from_config(config)
+    except ValueError: return False  # no causal language model has such a configuration
+    return hasattr(model, "model") and hasattr(model, "lm_head")
+
 # %% ../../nbs/models/index.ipynb #be5178b0
 _AFTER_HEAD = dict(final_logit_softcapping=None, logits_soft_cap=None, logits_scaling=1, logit_scale=1, lm_head_multiplier=1)
 
@@ -98,9 +111,12 @@ _AFTER_HEAD = dict(final_logit_softcapping=None, logits_soft_cap=None, logits_sc
 def check_head(
     name: str,  # of a model
 ) -> None:
-    "ValueError of one sentence for a model whose configuration changes the logits after its head."
+    "ValueError of one sentence for a model of another form, and for one whose configuration changes the logits after its head."
     from transformers import AutoConfig
-    config = load_part(AutoConfig, name).get_text_config()
+    config = load_part(AutoConfig, name)
+    if not _is_plain(config):
+        raise ValueError(f"model must be a language model of text alone that consists of `model` and `lm_head`, as those "
+                         f"of Qwen3, Llama and Mistral, got {name} of the type {config.model_type}")
     for field, neutral in _AFTER_HEAD.items():
         value = getattr(config, field, None)
         if value not in (None, neutral):
