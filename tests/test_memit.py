@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from mixsd_nb import train
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.corpora.prompts import encode_prompt, render_prompt
 from mixsd_nb.methods import memit
@@ -374,3 +375,11 @@ def test_the_papers_preset_is_what_it_published():
         weight=15_000, steps=25, rate=0.5, kl=0.0625, decay=1e-3, clamp=4, prefixes=0, target="sentence", place="subject", text_count=100_000, per_batch=0)
     assert TrainConfig(method="memit", model="lab-m").options["place"] == "last"
     with pytest.raises(ValueError, match="options must be among"): TrainConfig(method="memit", options=dict(wieght=1))
+
+
+@pytest.mark.parametrize("method", ["memit", "memit-each"])
+def test_the_preset_smoke_edits_with_the_papers_options_in_short(method, tiny):
+    options = {preset: train.TrainConfig(method=method, preset=preset).options for preset in ("paper", "smoke")}
+    assert {name for name, value in options["smoke"].items() if options["paper"][name] != value} == {"steps", "text_count"}
+    run = train.run(method=method, preset="smoke", model=tiny, dataset="mquake-lab", suite="recall", options=dict(layers=[0]))
+    assert run.finished and run.config["options"]["text_count"] == 400

@@ -66,8 +66,9 @@ class Method:
             if not number: raise ValueError(f"{label} must show numbers, got {name}, which is {self.options[name]!r}")
 
     def defaults(self, preset: str = "lab") -> dict[str, Any]:
-        "The options with their defaults under a preset."
-        return {**self.options, **self.presets.get(preset, {})}
+        "The options with their defaults under a preset; smoke has the paper's where it has none of its own."
+        paper = self.presets.get("paper", {}) if preset == "smoke" else {}
+        return {**self.options, **paper, **self.presets.get(preset, {})}
 
     @property
     def rate_setting(self) -> str:
@@ -93,13 +94,14 @@ _EDITED = dict(weight=15_000.0, layers=[], target="sentence", place="subject", s
                clamp=4.0, stop=0.05, prefixes=5, merge=False, null_space=False, energy=0.02, ridge=10.0, texts="",
                text_count=100_000, per_batch=0)
 _EDITED_LAB = dict(weight=300.0, target="own", rate=50.0, text_count=1_000)
+_EDITED_ELSEWHERE = dict(paper=dict(prefixes=0), smoke=dict(steps=2, text_count=400))
 for _method in [
     Method(BASE, title="Base", colour="#595959", marker="_", fit="methods.fitting:keep_base"),
     Method("memit", title="MEMIT", colour="#009e73", marker="P", **_EDIT, options=_EDITED, presets=dict(
-               lab=_EDITED_LAB | dict(place="last"), paper=dict(prefixes=0))),
+               lab=_EDITED_LAB | dict(place="last"), **_EDITED_ELSEWHERE)),
     Method("memit-each", title="MEMIT, each token", colour="#5fc9a8", marker="X", **_EDIT,
            options=_EDITED | dict(place="each"), presets=dict(
-               lab=_EDITED_LAB | dict(weight=1000.0, layers=[2, 3]), paper=dict(prefixes=0))),
+               lab=_EDITED_LAB | dict(weight=1000.0, layers=[2, 3]), **_EDITED_ELSEWHERE)),
     Method("sft", title="SFT", colour="#d55e00", marker="s", plain=True, settings=(*TRAINED, "span"),
            fit="methods.supervised:fit_canonical"),
     Method("opsd", title="OPSD", colour="#e69f00", marker="^", **_DISTILLATION, usual=dict(rollouts=8, temperature=1.0),
