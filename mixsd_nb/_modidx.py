@@ -2266,6 +2266,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                       'mixsd_nb.models.chat.check_model_options': ( 'models/chat.html#check_model_options',
                                                                                     'mixsd_nb/models/chat.py'),
                                       'mixsd_nb.models.chat.format_model': ('models/chat.html#format_model', 'mixsd_nb/models/chat.py'),
+                                      'mixsd_nb.models.chat.origin_model': ('models/chat.html#origin_model', 'mixsd_nb/models/chat.py'),
                                       'mixsd_nb.models.chat.plain_template': ('models/chat.html#plain_template', 'mixsd_nb/models/chat.py'),
                                       'mixsd_nb.models.chat.wrap_template': ('models/chat.html#wrap_template', 'mixsd_nb/models/chat.py')},
             'mixsd_nb.models.decoder': { 'mixsd_nb.models.decoder.LeanRows': ('models/decoder.html#leanrows', 'mixsd_nb/models/decoder.py'),

@@ -1,10 +1,12 @@
 "MEMIT: its least-squares problem against a dense solution, its token ids, and what an edit changes and leaves alone, on tiny Llama and Qwen3 models."
 
 import copy
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
+from helpers import small_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -16,7 +18,8 @@ from mixsd_nb.methods import memit
 from mixsd_nb.methods.covariance import capture, decoder_blocks, encode_texts, output_layer, read_texts, second_moments, stored_moments
 from mixsd_nb.methods.edits import convert_rows, encode_edit, encode_parts, find_subject, split_reply
 from mixsd_nb.methods.tracing import TracedFact, edited_layers, trace_effects
-from mixsd_nb.models import load_tokenizer
+from mixsd_nb.models import load_base, load_tokenizer
+from mixsd_nb.models.chat import format_model, origin_model
 
 FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 KINDS = [(family, tied) for family in FAMILIES for tied in (True, False)]
@@ -383,3 +386,12 @@ def test_the_preset_smoke_edits_with_the_papers_options_in_short(method, tiny):
     assert {name for name, value in options["smoke"].items() if options["paper"][name] != value} == {"steps", "text_count"}
     run = train.run(method=method, preset="smoke", model=tiny, dataset="mquake-lab", suite="recall", options=dict(layers=[0]))
     assert run.finished and run.config["options"]["text_count"] == 400
+
+
+def test_a_chat_format_leaves_the_edited_layers_as_they_are(tmp_path):
+    "A system prompt makes a folder of another name, which is not in the table of layers."
+    folder, layers = str(tmp_path / "Qwen3-1.7B"), list(range(3, 12))
+    small_model(folder, layers=12)
+    other = format_model(folder, dict(system="Be brief."))
+    assert Path(other).name.startswith("Qwen3-1.7B-") and edited_layers(load_base(folder)[0]) == edited_layers(load_base(other)[0]) == layers
+    assert origin_model(other) == folder and origin_model("Qwen/Qwen3-1.7B") == "Qwen/Qwen3-1.7B"

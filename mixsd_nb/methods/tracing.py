@@ -19,6 +19,7 @@ from torch import nn
 from ..corpora.prompts import render_prompt
 from .covariance import capture, decoder_blocks, first_state, output_layer
 from .edits import tokenise
+from ..models.chat import origin_model
 
 # %% ../../nbs/methods/tracing.ipynb #3a85a814
 LAYERS = {"Qwen3-1.7B": (3, 11), "Qwen3-4B-Instruct-2507": (4, 14), "Qwen3-4B": (4, 14), "Qwen3-8B": (5, 14),
@@ -31,8 +32,8 @@ def edited_layers(
     layers: list[int] = (),  # empty for those of the table, or at fractions of the depth
 ) -> list[int]:
     "The layers that MEMIT edits, ascending; ValueError of one sentence for one that the model does not have."
-    depth = len(decoder_blocks(model))
-    first, last = LAYERS.get(str(model.name_or_path).rstrip("/").rpartition("/")[2], [round(f * depth) for f in FRACTIONS])
+    depth, name = len(decoder_blocks(model)), origin_model(str(model.name_or_path)).rstrip("/").rpartition("/")[2]
+    first, last = LAYERS.get(name, [round(f * depth) for f in FRACTIONS])
     found = sorted({*layers}) or [*range(first, last + 1)]
     if found[0] >= 0 and found[-1] < depth: return found
     raise ValueError(f"layers must be from 0 to {depth - 1}, the last one of {model.name_or_path or 'the model'}, got {found}")

@@ -87,8 +87,8 @@ def warn_about_lab_values(
 ) -> None:
     "Warn in one sentence if a model that is not the lab's gets values of the lab that nobody gave."
     if is_lab_model(config.model): return
-    fields = type(config).model_fields
-    values = {name: value for name, value in config.values_of_lab().items() if not is_runtime(fields[name])}
+    runtime = {name for name, field in type(config).model_fields.items() if is_runtime(field)}
+    values = {name: value for name, value in config.values_of_lab().items() if name not in runtime}
     if not values: return
     listed = ", ".join(f"{name}={value}" for name, value in values.items())
     warnings.warn(f"{config.model} gets the lab's {listed}; preset=paper sets the paper's values", stacklevel=3)
