@@ -1,5 +1,6 @@
 """Distillation and training that fit: one module for the sharded student and its teacher, an optimiser in the host's memory, sentences for a lack of memory."""
 
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -10,7 +11,9 @@ import torch.distributed as dist
 from helpers import small_model
 from safetensors.torch import load_file
 
-from mixsd_nb.methods.distill import VARIANTS, Distillation, Variant, distill_items
+from mixsd_nb.methods import fit_function
+from mixsd_nb.methods.distill import VARIANTS, Distillation, RolloutEngine, Variant, distill_items
+from mixsd_nb.methods.fitting import MethodRun
 from mixsd_nb.methods.loss import Objective
 from mixsd_nb.methods.memory import OffloadedAdamW
 from mixsd_nb.methods.supervised import Supervised
@@ -113,17 +116,37 @@ class Copying(HFEngine):
         return len(self.loaded) < 3
 
 
-@pytest.mark.parametrize("writer", ["opsd", "mixsd-kl"])
-def test_another_engine_writes_with_the_weights_of_the_step(writer, distillation, request, monkeypatch, tmp_path):
-    "The weights are handed over before every step, in place or to a new engine, and the training is the same."
+@pytest.fixture
+def copying(request, monkeypatch):
+    "The engine is declared."
     monkeypatch.setattr(Copying, "loaded", [])
     monkeypatch.setattr("mixsd_nb.models.engines.Copying", Copying, raising=False)
     ENGINES.add(EngineSpec("copying", "Copying", "models.engines:Copying", own_process=True))
     request.addfinalizer(lambda: ENGINES.remove("copying"))
-    spec = replace(distillation, data=distillation.data | dict(variant=VARIANTS[writer]))
+
+
+@pytest.mark.parametrize(("writer", "lora"), [("opsd", 0), ("mixsd-kl", 0), ("opsd", 2)])
+def test_another_engine_writes_with_the_weights_of_the_step(writer, lora, distillation, copying, tmp_path):
+    "The weights are handed over before every step, in place or to a new engine, and the training is the same; adapters are a part of the weights."
+    spec = replace(distillation, lora=lora, lr=1e-3 if not lora else 3e-2, data=distillation.data | dict(variant=VARIANTS[writer]))
     fine_tune(spec, tmp_path / "one")
     fine_tune(replace(spec, data=spec.data | dict(engine="copying", engine_options={})), tmp_path / "two")
     assert same(weights(tmp_path / "one"), weights(tmp_path / "two")) and len(Copying.loaded) == 3
+
+
+def test_a_training_removes_the_weights_in_memory_that_it_left_when_it_was_killed(copying, spec, tmp_path, monkeypatch):
+    "Those of other trainings stay, and at its own end it leaves nothing."
+    monkeypatch.setattr(MethodRun, "rows", [dict(id="a", prompt="Who?", target="A.", answer="A")])
+    monkeypatch.setattr(MethodRun, "train", lambda self, objective, data, kept: data["name"])
+    config = TrainConfig(method="opsd", model=spec.model, dataset="kgfact-small")
+    first, again, other = (fit_function("opsd")(MethodRun(tmp_path / name, config)) for name in ("a", "a", "b"))
+    assert first == again != other
+    places = [Path(tempfile.mkdtemp(prefix=f"mixsd-{name}-", dir=Path(RolloutEngine("copying", None).folder.name).parent)) for name in (first, other)]
+    engine = RolloutEngine("copying", None, first)
+    assert [place.exists() for place in places] == [False, True]
+    folder = Path(engine.folder.name)
+    engine = RolloutEngine("hf", None, other)
+    assert not folder.exists() and not places[1].exists()
 
 
 def test_the_engine_of_rollouts_is_a_parameter_that_changes_no_run():

@@ -8,7 +8,9 @@ __all__ = ['DIVERGENCES', 'VARIANTS', 'WHOLE_VOCABULARY', 'forward_kl', 'reverse
            'ShardedWeights', 'RolloutEngine', 'Distillation', 'distillation', 'check_options', 'fit_distillation']
 
 # %% ../../nbs/methods/distill.ipynb #dd37b10e
+import hashlib
 import math
+import shutil
 import tempfile
 from collections import deque
 from pathlib import Path
@@ -23,6 +25,7 @@ from ..corpora.prompts import encode_prompt, expert_prompt
 from . import METHODS
 from .fitting import Fitted, MethodRun, check_lengths
 from .loss import Example, Objective, nll
+from .saving import plain_weights, save_weights
 from .trainer import TrainingSpec, training_device
 from ..models import ENGINES, load_base, load_engine, load_part
 from ..models.engine import Engine, Request, row_key
@@ -180,19 +183,20 @@ class RolloutEngine:
         self,
         kind: str,  # name of an engine
         tokenizer,
+        name: str = "",  # of the training; folders in memory that a killed process of it has left are removed
         **options,  # of `load_engine`
     ):
         self.kind, self.tokenizer, self.options, self.engine = kind, tokenizer, options, None
         self.in_place = not ENGINES[kind].own_process  # whether it uses the model itself
-        memory = Path("/dev/shm")
-        self.folder = tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None)
+        memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+        for left in memory.glob(f"mixsd-{name}-*") if name else (): shutil.rmtree(left, ignore_errors=True)
+        self.folder = tempfile.TemporaryDirectory(prefix=f"mixsd-{name}-", dir=memory, ignore_cleanup_errors=True)
 
     def load(self, model) -> Engine:
         "The engine with the weights of this model; its own ones are in bfloat16 on a GPU."
         if self.in_place: return load_engine(self.kind, model, self.tokenizer, **self.options)
         dtype, folder = "bfloat16" if torch.cuda.is_available() else "float32", self.folder.name
-        weights = {name: w.to(getattr(torch, dtype)) for name, w in model.state_dict().items()}
-        model.save_pretrained(folder, state_dict=weights)
+        save_weights(model, plain_weights(model), Path(folder), getattr(torch, dtype))
         self.tokenizer.save_pretrained(folder)
         if self.engine is None or not self.engine.load_weights(folder):
             self.engine = None  # the old one must be gone before a new one is opened
@@ -220,9 +224,10 @@ class Distillation(Objective):
         batch_size: int = 100,  # sequences decoded concurrently
         engine: str = "hf",  # that writes the rollouts
         engine_options: dict | None = None,
+        name: str = "",  # of the training, as of `RolloutEngine`
     ):
         longest = max((len(item[key]) for item in items for key in ("student_ids", "teacher_ids")), default=0)
-        self.rollouts = RolloutEngine(engine, tokenizer, longest=longest + max_new_tokens, batch_size=batch_size,
+        self.rollouts = RolloutEngine(engine, tokenizer, name, longest=longest + max_new_tokens, batch_size=batch_size,
                                       **engine_options or {})
         self.items, self.teacher, self.tokenizer = items, teacher.requires_grad_(False), tokenizer
         self.variant = variant
@@ -323,5 +328,6 @@ def fit_distillation(run: MethodRun) -> Fitted:
     check_room(items, load_part(AutoConfig, p.model).max_position_embeddings)
     data = dict(items=items, variant=VARIANTS[p.method], rollouts=p.rollouts, temperature=p.temperature,
                 max_new_tokens=p.rollout_tokens, batch_size=p.rollout_batch or p.batch_size) | options
-    data |= dict(engine=p.rollout_engine, engine_options=p.engine_options if p.engine == p.rollout_engine else {})
+    data |= dict(engine=p.rollout_engine, engine_options=p.engine_options if p.engine == p.rollout_engine else {},
+                 name=hashlib.blake2b(str(run.path).encode(), digest_size=8).hexdigest())
     return run.train("methods.distill:distillation", data, {item["id"] for item in items})
