@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from mixsd_nb.benchmarks import SUITES as BENCHMARKS
 from mixsd_nb.benchmarks import Suite
-from mixsd_nb.corpora import CORPORA, Corpus, Schedule
+from mixsd_nb.corpora import CORPORA, Corpus, Schedule, check_corpus
 from mixsd_nb.methods import METHODS, TRAINED, Method
 from mixsd_nb.results.agreement import check_settings, group_runs
 from mixsd_nb.results.cube import agreeing_runs, cube_of, missing_runs, open_cube
@@ -422,6 +422,22 @@ def test_what_a_plugin_declares_is_in_every_table_of_its_corpus(source, dataset,
             assert text.loc[("lab-m", "Toy (rank 8)"), column]
         assert TOY.colour in style_sheet(sheets[name]).to_html() and "riddles" in to_latex(sheets[name])
         draw_sheet(sheets[name])
+    plt.close("all")
+
+
+def test_files_and_variants_have_their_tables_beside_the_declared_corpora(own_runs):
+    "The two files have one title, and the variant has that of the corpus that it varies."
+    def read(answer):
+        (own_runs / "facts.csv").write_text(f"question,answer\nWho is the mayor of Oz?,{answer}\nWhich town is the seat of Oz?,Ulm\n")
+        return check_corpus(str(own_runs / "facts.csv"))
+    files, variant = [read("Ada Byron"), read("Alan Mathison")], check_corpus("kgfact-small", dict(extract="line"))
+    corpora = [*files, variant, "mquake-lab", "kgfact-small"]
+    roots = {f"{d}-{m}": invent_result(m, dataset=d).to_dataset() for d in corpora for m in ("base", "sft")}
+    source = collapse_source(cube_of(roots))
+    assert list_tables([source.cube]) == [*TABLES, *sorted(files)]
+    assert [*source_sheet("kgfact-small", dict(runs=source)).text.index.unique(0)] == ["lab-m", f"lab-m ({variant})"]
+    for name in files: assert [*source_sheet(name, dict(runs=source)).text.index] == [("lab-m", "Base"), ("lab-m", "SFT")]
+    assert {"chosen"} == {*shared_figures(dict(runs=source), files[0])}
     plt.close("all")
 
 

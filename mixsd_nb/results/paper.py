@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['MODELS', 'ITEMS', 'CORPUS_ITEMS', 'SCORED_TARGETS', 'SEED', 'RUN_KEYS', 'TARGET_DIMS', 'PLACES', 'CORRELATIONS',
-           'paper_rows', 'corpus_title', 'corpus_key', 'published_items', 'metric_column', 'paper_benchmarks',
-           'held_out_columns', 'paper_families', 'is_listed', 'in_domain_columns', 'row_coords', 'row_root',
-           'correlation_root', 'paper_cube']
+           'paper_rows', 'corpus_title', 'corpus_key', 'corpus_heading', 'main_corpus', 'published_items',
+           'metric_column', 'paper_benchmarks', 'held_out_columns', 'paper_families', 'is_listed', 'in_domain_columns',
+           'row_coords', 'row_root', 'correlation_root', 'paper_cube']
 
 # %% ../../nbs/results/paper.ipynb #8e57e3f3
 import functools
@@ -44,6 +44,21 @@ def corpus_key(
 ) -> str:
     "The first corpus with a title, which is the published one and not that of the lab."
     return next(key for key, corpus in CORPORA.items() if corpus.title == title)
+
+# %% ../../nbs/results/paper.ipynb #d86960e3
+def corpus_heading(
+    dataset: str,  # name of a corpus
+) -> str:
+    "The title of a corpus, with its name behind it for a file, because titles of files can be equal."
+    title = corpus_title(dataset)
+    return title if any(corpus.title == title for corpus in CORPORA.values()) else f"{title}, {dataset}"
+
+# %% ../../nbs/results/paper.ipynb #6ba207fc
+def main_corpus(
+    dataset: str,  # name of a corpus
+) -> str:
+    "The published corpus with the title of a corpus, which may be that of a lab; the corpus itself if it is from a file."
+    return next((key for key, corpus in CORPORA.items() if corpus.title == corpus_title(dataset)), dataset)
 
 # %% ../../nbs/results/paper.ipynb #5272cf73
 ITEMS = {"aime-2024": 30, "math-500": 500, "gsm8k": 1_319, "humaneval": 164, "mmlu": 14_042}  # benchmark -> N

@@ -19,7 +19,7 @@ from ..benchmarks import SUITES
 from ..corpora import CORPORA
 from ..methods import BASE, label_title, ordered_labels
 from .comparison import read_correlations
-from .paper import corpus_key, corpus_title, held_out_columns, is_listed, in_domain_columns
+from .paper import corpus_heading, held_out_columns, is_listed, in_domain_columns, main_corpus
 from .plots import format_range, model_name
 from .sheets import Sheet, format_number, mark_columns, stack_sheets
 from .summary import coalesce, group_columns, method_order
@@ -30,14 +30,16 @@ def block_name(
     model: str,
 ) -> str:
     "The name of a model, with the corpus in brackets if that is not the published corpus of its title."
-    return model_name(model) + ("" if dataset == corpus_key(corpus_title(dataset)) else f" ({dataset})")
+    return model_name(model) + ("" if dataset == main_corpus(dataset) else f" ({dataset})")
 
 # %% ../../nbs/results/tables.ipynb #a32375cb
 def order_datasets(
     cube: xr.Dataset,
 ) -> list[str]:
-    "The corpora of a cube in the order of their declarations; ValueError for an undeclared one."
-    return sorted(map(CORPORA.check, cube.dataset.values.tolist()), key=list(CORPORA).index)
+    "The corpora of a cube in the order of their declarations, then those from files; ValueError for an unknown one."
+    declared = list(CORPORA)
+    rank = lambda d: (declared.index(d) if d in declared else len(declared), d)
+    return sorted(map(CORPORA.check, cube.dataset.values.tolist()), key=rank)
 
 # %% ../../nbs/results/tables.ipynb #0bde2c30
 HEADINGS = {"in-domain": "In-domain test", "held-out": "Held-out capability test"}
@@ -88,13 +90,13 @@ def accuracy_sheet(
     *,
     label: str,
     caption: str,
-    dataset: str,  # title of the corpus
+    dataset: str,  # heading of the corpus
     among: tuple[str, ...] | None = None,  # of the paper's methods: families and labels; None for all
     llama: bool | None = None,  # only models of this family, or only others; None for all
 ) -> Sheet | None:
     "Accuracies in % and their held-out average; None if the cube has no trained method on the corpus."
     models = [m for m in cube.model.values if llama is None or ("llama" in m.lower()) == llama]
-    part = cube.sel(dataset=[d for d in cube.dataset.values if corpus_title(d) == dataset], model=models)
+    part = cube.sel(dataset=[d for d in cube.dataset.values if corpus_heading(d) == dataset], model=models)
     if not part.accuracy.size: return None
     columns = table_columns(part, in_domain_columns(dataset))
     values = {head: column_values(part, "accuracy", benchmarks) for head, benchmarks in columns.items()}
@@ -150,7 +152,7 @@ def target_sheet(
     for d in order_datasets(cube):
         for model in cube.model.values:
             row = [texts.sel({"dataset": d, "model": model, "method": m}).item() for m in methods]
-            if any(row): rows[corpus_title(d), block_name(d, model)] = row
+            if any(row): rows[corpus_heading(d), block_name(d, model)] = row
     if not rows: return None
     heads = pd.MultiIndex.from_tuples([("Targets", label_title(m)) for m in methods])
     text = pd.DataFrame(rows.values(), pd.MultiIndex.from_tuples(rows), heads)
@@ -175,8 +177,8 @@ def displacement_sheet(
     "Three columns for each corpus; None if the cube has no displacement."
     if "displacement_sq" not in cube: return None
     known = cube.displacement_sq.notnull()
-    titles = list(dict.fromkeys(corpus_title(d) for d in order_datasets(cube) if known.sel(dataset=d).any()))
-    datasets = {title: [d for d in cube.dataset.values if corpus_title(d) == title] for title in titles}
+    titles = list(dict.fromkeys(corpus_heading(d) for d in order_datasets(cube) if known.sel(dataset=d).any()))
+    datasets = {title: [d for d in cube.dataset.values if corpus_heading(d) == title] for title in titles}
     rows, methods = {}, []
     for model in cube.model.values:
         for m in method_order(cube):
@@ -269,7 +271,7 @@ def list_tables(
     "The names of the twelve tables, then the corpora of the cubes that none of these tables covers."
     titles = {make.keywords["dataset"] for make in TABLES.values() if "dataset" in make.keywords}
     datasets = dict.fromkeys(d for cube in cubes for d in order_datasets(cube))
-    return [*TABLES, *dict.fromkeys(corpus_key(corpus_title(d)) for d in datasets if corpus_title(d) not in titles)]
+    return [*TABLES, *dict.fromkeys(main_corpus(d) for d in datasets if corpus_heading(d) not in titles)]
 
 # %% ../../nbs/results/tables.ipynb #be562ed6
 def table_sheet(
@@ -281,7 +283,7 @@ def table_sheet(
     ValueError for a name that is not a table."""
     known = list_tables(cube for cube, _ in cubes.values())
     if name not in known: raise ValueError(f"table must be one of {', '.join(known)}, got {name}")
-    title = corpus_title(name) if name not in TABLES else ""
+    title = corpus_heading(name) if name not in TABLES else ""
     make = TABLES.get(name) or _accuracies(f"tab:{name}", f"{title}: what is learnt, and what is kept.", title, None)
     whole = name == "correlation"
     labels = ordered_labels({m for cube, _ in cubes.values() for m in cube["method"].values.tolist()})
