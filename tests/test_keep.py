@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from helpers import PRELOADED, forked, small_model
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 
 from mixsd_nb import evaluate, train
 from mixsd_nb.analysis.checkpoints import digest_training, find_checkpoints, open_training_run
-from mixsd_nb.benchmarks import evaluation
+from mixsd_nb.benchmarks import SUITES, Sampling, Suite, evaluation
 from mixsd_nb.methods import saving
 from mixsd_nb.methods.trainer import TrainingSpec, fine_tune, loop_in_phases
 from mixsd_nb.models import load_engine, replicas
@@ -96,6 +97,22 @@ def test_the_selected_checkpoint_is_asked_the_whole_suite_with_the_same_answers(
     assert not unasked_benchmarks(cube_of([whole])).size
     assert summary_table(cube).notna().drop(columns="target NLL").all(axis=None) and run.plot() and len(run.table())
     assert np.isfinite(run.scores().after[["recall", "choice", "world"]]).all()
+
+
+def answer_quiz(names, model, settings):
+    rows = [dict(benchmark=name, item="q", sample=0, prompt="?", response="", extracted=None, correct=False, finish_reason="stop", error="", published=False, answer="!") for name in names]
+    return pd.DataFrame(rows), {name: dict(items=1, metrics={}, version=1, harness="quiz") for name in names}
+
+
+def test_the_selected_checkpoint_is_asked_what_a_runner_measures(tiny, own_runs):
+    SUITES.add(Suite("quiz", "Quiz", "own", "benchmarks.harness:no_items", "quiz", sampling=Sampling(0), runner="test_keep:answer_quiz"))
+    settings = SMALL | dict(model=tiny, epochs=1, checkpoints=(2,), suite="recall,quiz", measure="selection")
+    try:
+        run = train.run(**settings)
+        asked = run.root.n.squeeze(drop=True).sel(benchmark="quiz")
+        assert {*asked.step[asked == 1].values} == {0, run.best_step} and {*asked.step[asked == 0].values} == {2, 5} - {run.best_step}
+        assert train.TrainConfig(**settings).covers(run)
+    finally: SUITES.remove("quiz")
 
 
 def test_the_suite_can_be_asked_later_and_gives_the_same_bytes(whole, tiny, copied):

@@ -78,9 +78,9 @@ def _first_items(config: Any, items: Questions) -> Questions:
 
 
 def holds(run: Run, step: int, items: Questions) -> bool:
-    "Whether a run has stored responses to these items."
+    "Whether a run has stored responses to these items, and those that a benchmark's own runner returns."
     if not run.responses_file(step).exists(): return False
-    return {name for name, problems in items.items() if problems} <= {*run.responses(step).benchmark}
+    return {name for name, problems in items.items() if problems or SUITES[name].runner} <= {*run.responses(step).benchmark}
 
 # %% ../../nbs/results/measuring.ipynb #0d3151e7
 def _ask(
