@@ -1555,6 +1555,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                  'mixsd_nb/errors.py'),
                                  'mixsd_nb.errors.ErrorsConfig.root': ('errors.html#errorsconfig.root', 'mixsd_nb/errors.py'),
                                  'mixsd_nb.errors.ErrorsConfig.slug': ('errors.html#errorsconfig.slug', 'mixsd_nb/errors.py'),
+                                 'mixsd_nb.errors._last_rows': ('errors.html#_last_rows', 'mixsd_nb/errors.py'),
                                  'mixsd_nb.errors.breakdown': ('errors.html#breakdown', 'mixsd_nb/errors.py'),
                                  'mixsd_nb.errors.breakdown_figure': ('errors.html#breakdown_figure', 'mixsd_nb/errors.py'),
                                  'mixsd_nb.errors.draw_breakdown': ('errors.html#draw_breakdown', 'mixsd_nb/errors.py'),

@@ -110,17 +110,24 @@ COLOURS = {"format": "#999999", "leakage": "#d55e00", "cross-entity": "#cc79a7",
            "genuine": "#56b4e9"}
 
 
+def _last_rows(
+    table: pd.DataFrame,  # with the columns `method`, `lr`, `seed`, `benchmark` and `step`
+) -> pd.DataFrame:
+    "The rows of the last step at which each run was asked a benchmark; runs of one method may end at different steps."
+    return table[table.step == table.groupby(["method", "lr", "seed", "benchmark"]).step.transform("max")]
+
+
 def breakdown(
     result: xr.Dataset,  # root of a result
     lr: float,
 ) -> pd.DataFrame:
     """Errors of each category, `n` and `wrong` by benchmark and method, summed over seeds.
 
-    The methods are the base model, and all methods of the learning rate at the last step that was asked a benchmark."""
+    The methods are the base model, and all methods of the learning rate, each seed at the last step that was asked a
+    benchmark."""
     counts = result[["count", "n", "wrong"]].isel(dataset=0, model=0, drop=True)
     table = counts.to_dataframe().reset_index().dropna(subset=["n"])
-    table = table[table.lr.isin([0, lr])]
-    table = table[table.step == table.groupby(["method", "benchmark"]).step.transform("max")]
+    table = _last_rows(table[table.lr.isin([0, lr])])
     errors = table.groupby(["benchmark", "method", "category"])["count"].sum(min_count=1)
     totals = table.drop_duplicates(["benchmark", "method", "seed"]).groupby(["benchmark", "method"])[["n", "wrong"]]
     errors = errors.unstack()[list(ALL_CATEGORIES)].join(totals.sum())
@@ -250,10 +257,8 @@ def pick_examples(
     width: int = 220,  # maximum characters of a prompt and of a response
 ) -> pd.DataFrame:
     "Wrong responses of the base model and of all methods at a rate at the last step, each of another benchmark."
-    wrong = table[(table.category != "correct") & table.lr.isin([0, lr])]
-    last = table[table.lr.isin([0, lr])].groupby(["method", "benchmark"]).step.max().rename("last")
-    wrong = wrong.join(last, on=last.index.names)
-    wrong = wrong[wrong.step == wrong["last"]].sort_values(["seed", "item", "sample"])
+    last = _last_rows(table[table.lr.isin([0, lr])])
+    wrong = last[last.category != "correct"].sort_values(["seed", "item", "sample"])
     wrong = wrong.drop_duplicates(["method", "category", "benchmark"]).groupby(["method", "category"]).head(per)
     short = lambda text: text if len(text) <= width else text[:width // 2] + " … " + text[-width // 2:]
     wrong = wrong.assign(prompt=wrong.prompt.map(short), response=wrong.response.map(short))
