@@ -787,6 +787,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                        'mixsd_nb.cluster.grid._axis_values': ('cluster/grid.html#_axis_values', 'mixsd_nb/cluster/grid.py'),
                                        'mixsd_nb.cluster.grid._best_parameters': ( 'cluster/grid.html#_best_parameters',
                                                                                    'mixsd_nb/cluster/grid.py'),
+                                       'mixsd_nb.cluster.grid._cells_with_resources': ( 'cluster/grid.html#_cells_with_resources',
+                                                                                        'mixsd_nb/cluster/grid.py'),
                                        'mixsd_nb.cluster.grid._check_axis': ('cluster/grid.html#_check_axis', 'mixsd_nb/cluster/grid.py'),
                                        'mixsd_nb.cluster.grid._combinations': ( 'cluster/grid.html#_combinations',
                                                                                 'mixsd_nb/cluster/grid.py'),

@@ -58,3 +58,16 @@ def test_adjustments_reach_the_cells_that_they_name():
     assert [cell.parameters.get("rollout_batch") for cell in cells] == [None, None, None, 7]
     for adjust, text in (([dict(when=dict(modle="lab-m"), then={})], "adjust must have parameters of train, got modle"), ([dict(when={})], "adjust must be a list of mappings with the keys when, and then or resources, got")):
         with pytest.raises(ParameterError, match=text): make_cells(read_grid(grid | dict(adjust=adjust))[1], find_stage("train"))
+
+
+def test_an_adjustment_sets_the_resources_of_the_cells_whose_parameters_it_sets(tiny, own_runs, tmp_path, monkeypatch):
+    "A rule names parameters as the grid does: here a model in a folder, a file of facts, and a value that another rule replaces."
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mymodel").symlink_to(tiny)
+    (tmp_path / "facts.csv").write_text("question,answer\nWho is the mayor of Oz?,Ada Byron\n")
+    rules = [dict(when={key: value}, then=dict(epochs=3), resources=dict(gpus=2)) for key, value in dict(model="mymodel", dataset="facts.csv", epochs=7).items()]
+    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(dict(
+        notebook="train", axes=dict(run=[dict(model="lab-s"), dict(model="mymodel"), dict(model="lab-s", dataset="facts.csv"), dict(model="lab-s", epochs=7)]), adjust=rules)))
+    grid = expand_grid("grid.yaml")
+    assert [cell.parameters.get("epochs") for cell in grid.cells] == [None, 3, 3, 3] and [grid.resources_of(cell).gpus for cell in grid.cells] == [0, 2, 2, 2]
+    assert [cell.gpus for cell in plan_grid("grid.yaml", "h100").cells] == [0, 2, 2, 2]

@@ -291,12 +291,8 @@ def adjust_cell(
     return further, resources
 
 
-def _combinations(
-    grid: Grid,
-    stage: type[Stage],
-    parents: tuple[Path, ...] = (),  # as in `_axis_values`
-) -> list[dict]:
-    """The product of the axes without the excluded combinations, with the adjustments of some.
+def _combinations(grid: Grid, stage: type[Stage], parents: tuple[Path, ...] = ()) -> list[tuple[dict, dict]]:
+    """The product of the axes without the excluded combinations, with the adjustments of some, and their resources.
 
     ParameterError for an exclusion that matches nothing, and for an unknown parameter of an adjustment."""
     axes = [_axis_values(name, axis, parents) for name, axis in grid.axes.items()]
@@ -313,7 +309,8 @@ def _combinations(
     for rule in grid.adjust:
         for key in rule["when"]:
             if key not in stage.model_fields: raise ParameterError(f"adjust must have parameters of {stage.name}, got {key}")
-    return [c | adjust_cell(grid, stage, grid.fixed | c)[0] for c in product]
+    adjusted = [adjust_cell(grid, stage, grid.fixed | c) for c in product]
+    return [(c | further, resources) for c, (further, resources) in zip(product, adjusted)]
 
 # %% ../../nbs/cluster/grid.ipynb #635f8c7a
 @functools.lru_cache(maxsize=10_000)
@@ -379,18 +376,22 @@ def make_cell(
     return Cell(stage.name, str(notebook), needed, run.hash(), run.folder.name, str(runs_root()))
 
 # %% ../../nbs/cluster/grid.ipynb #da355884
+def _cells_with_resources(grid: Grid, stage: type[Stage], parents: tuple[Path, ...] = ()) -> list[tuple[Cell, dict]]:
+    "The cells of `make_cells`, and the further resources of each by the rules of `adjust`."
+    notebook, cells = find_notebook(grid.notebook), {}
+    for combination, resources in _combinations(grid, stage, parents):
+        cell = make_cell(stage, notebook, grid.fixed | combination)
+        cells.setdefault(cell.hash, (cell, resources))
+    if not cells: raise ParameterError("the grid has no cells: an axis is empty, or every combination is excluded")
+    return list(cells.values())
+
+
 def make_cells(
     grid: Grid,
     stage: type[Stage],
-    parents: tuple[Path, ...] = (),  # as in `_axis_values`
 ) -> list[Cell]:
     "The distinct cells of a grid, in the grid's order; ParameterError if there are none."
-    notebook, cells = find_notebook(grid.notebook), {}
-    for combination in _combinations(grid, stage, parents):
-        cell = make_cell(stage, notebook, grid.fixed | combination)
-        cells.setdefault(cell.hash, cell)
-    if not cells: raise ParameterError("the grid has no cells: an axis is empty, or every combination is excluded")
-    return list(cells.values())
+    return [cell for cell, _ in _cells_with_resources(grid, stage)]
 
 # %% ../../nbs/cluster/grid.ipynb #12d5328e
 @dataclass(frozen=True)
@@ -444,7 +445,6 @@ def expand_grid(
         stage = find_stage(grid.notebook)
         resources = make_resources(grid, stage)
         for rule in grid.adjust: make_resources(grid, stage, rule.get("resources", {}))
-        cells = make_cells(grid, stage, (*parents, *own))
-        further = {cell.hash: adjust_cell(grid, stage, cell.parameters)[1] for cell in cells}
-        adjusted = {key: make_resources(grid, stage, given) for key, given in further.items() if given}
-        return ExpandedGrid(name, stage, resources, cells, adjusted)
+        cells = _cells_with_resources(grid, stage, (*parents, *own))
+        adjusted = {cell.hash: make_resources(grid, stage, further) for cell, further in cells if further}
+        return ExpandedGrid(name, stage, resources, [cell for cell, _ in cells], adjusted)

@@ -214,13 +214,19 @@ def _read_cells(source: str) -> tuple[str, Resources, list[Any], list[Any], list
     Other grids have computed a part of the cells of an axis over their best ones alone."""
     name, grid = read_grid(source)
     outputs, stage, earlier = [axis for axis in grid.axes.values() if isinstance(axis, GridOutputs)], find_stage(grid.notebook), []
-    if outputs and outputs[0].best:
+    resources = make_resources(grid, stage)
+    if not outputs:
+        expanded = expand_grid(source)
+        configs = [make_config(stage, **cell.parameters) for cell in expanded.cells]
+        return name, resources, configs, earlier, [expanded.resources_of(cell) for cell in expanded.cells]
+    if outputs[0].best:
         earlier = _best_sources(grid, stage, outputs[0])
-        configs = [c.model_copy(update=grid.fixed | adjust_cell(grid, stage, _given(c) | grid.fixed)[0]) for c in earlier]
-    elif outputs: configs = _planned_outputs(grid, stage)
-    else: configs = [make_config(stage, **cell.parameters) for cell in expand_grid(source).cells]
-    needs = [make_resources(grid, stage, adjust_cell(grid, stage, _given(config))[1]) for config in configs]
-    return name, make_resources(grid, stage), configs, earlier, needs
+        adjusted = [adjust_cell(grid, stage, _given(config) | grid.fixed) for config in earlier]
+        configs = [config.model_copy(update=grid.fixed | further) for config, (further, _) in zip(earlier, adjusted)]
+    else:
+        configs = _planned_outputs(grid, stage)
+        adjusted = [adjust_cell(grid, stage, _given(config)) for config in configs]
+    return name, resources, configs, earlier, [make_resources(grid, stage, further) for _, further in adjusted]
 
 
 def planned_cells(
