@@ -4,6 +4,7 @@ import shutil
 
 import numpy as np
 import pytest
+import xarray as xr
 
 from mixsd_nb.cluster.grid import expand_grid, list_grids
 from mixsd_nb.cluster.lab import available_cells, merge_grid, planned_grid, planned_runs, preview_grids, study_grids
@@ -91,6 +92,23 @@ def test_finished_cells_are_merged(own_runs, tmp_path):
     assert len(list_missing([cube], planned_runs(expand_grid(grid).cells))) == 2
     table = preview_grids([str(grid)])
     assert table.iloc[0].cells == 4 and table.iloc[0].done == 2
+
+
+def test_of_analyses_whose_settings_differ_those_that_agree_with_most_are_merged(own_runs, tmp_path):
+    "The spans of three analyses of the targets: two body, one all. The training runs are all in the cube."
+    (tmp_path / "study-demo.yaml").write_text("notebook: train\nfixed: {dataset: kgfact-small, n: 20, checkpoints: [20, 60], method: sft, lr: 1.0e-3}\naxes: {seed: [0, 1]}\n")
+    for cell in expand_grid(tmp_path / "study-demo.yaml").cells:
+        cell.run_folder.mkdir(parents=True)
+        write_result(invent_result("sft", seed=cell.parameters["seed"], n=20), cell.run_folder)
+    root = invent_result("sft").to_dataset()[["accuracy"]].isel(lr=0, step=0, benchmark=0, drop=True).drop_vars("accuracy")
+    for name, span, variables in (("a", "body", ["nll"]), ("b", "all", ["nll", "overlap"]), ("c", "body", ["overlap"])):
+        (own_runs / f"nll-{name}").mkdir()
+        values = {key: variable(key, ["dataset", "model", "method", "seed"], [[[[len(span)]]]]) for key in variables}
+        write_result(xr.DataTree(root.assign(values).assign_attrs(config=f'{{"span": "{span}"}}')), own_runs / f"nll-{name}")
+    with pytest.warns(UserWarning, match=r"left out, because settings differ: 1 run \(nll-b\); to have these in the cube, remove the folders of those"):
+        cube = read_cube(merge_grid(str(tmp_path / "study-demo.yaml"), tmp_path / "lab"))
+    assert cube.seed.values.tolist() == [0, 1]
+    assert {cube[name].sel({"method": "sft", "seed": 0}).item() for name in ("nll", "overlap")} == {4}
 
 
 @pytest.fixture

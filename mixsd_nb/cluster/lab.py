@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['study_grids', 'planned_runs', 'available_cells', 'planned_grid', 'committed_path', 'committed_cube',
-           'committed_cells', 'cells_to_compute', 'cell_seconds', 'preview_grids', 'analyses_of', 'join_cubes',
-           'merge_grid']
+           'committed_cells', 'cells_to_compute', 'cell_seconds', 'preview_grids', 'analyses_of', 'agreeing_roots',
+           'join_cubes', 'merge_grid']
 
 # %% ../../nbs/cluster/lab.ipynb #01d57aca
 import functools
 import math
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import xarray as xr
 
 from .attempt import list_attempts
 from .grid import Cell, GridOutputs, expand_grid, finished_runs, list_grids, read_grid
+from ..results.agreement import group_runs
 from ..results.committed import committed_folder, is_filled, read_cube, write_cube
 from ..results.cube import cube_of
 from ..results.merge import merge_roots
@@ -150,6 +152,17 @@ def analyses_of(
     return {name: root for name, root in others.items() if belongs(name, root)}
 
 
+def agreeing_roots(
+    trained: dict[str, xr.Dataset],  # run folder -> root
+    analyses: dict[str, xr.Dataset],  # run folder -> root
+) -> dict[str, xr.Dataset]:
+    "The training runs, and those of their analyses whose settings agree; a warning names the others."
+    group = group_runs(trained | analyses)[0]
+    advice = "to have these in the cube, remove the folders of those that contradict them"
+    if group.others: warnings.warn(group._replace(advice=advice).notice(), stacklevel=2)
+    return trained | group.roots
+
+
 def join_cubes(
     new: xr.Dataset,
     old: xr.Dataset,
@@ -167,7 +180,8 @@ def merge_grid(
     roots = {path.name: root for path in folders if (root := read_root(path / "result.nc")) is not None}
     trained = {path: root for path, root in roots.items() if "accuracy" in root}
     if not trained: return None
-    cube = cube_of(trained | analyses_of(trained, read_roots(skip_corrupt=True))).drop_vars("version", errors="ignore")
+    analyses = analyses_of(trained, read_roots(skip_corrupt=True))
+    cube = cube_of(agreeing_roots(trained, analyses)).drop_vars("version", errors="ignore")
     if (committed := committed_cube(name)) is not None: cube = join_cubes(cube, committed)
     cube.attrs.pop("config", None)  # of a single run
     return write_cube(cube, committed_path(name, folder or runs_root() / "lab"))
