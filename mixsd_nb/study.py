@@ -21,7 +21,8 @@ from matplotlib.figure import Figure
 from pydantic import Field
 
 from .cluster.grid import Cell, expand_grid, list_grids
-from .cluster.lab import available_cells, cells_to_compute, merge_grid, planned_grid, planned_runs, preview_grids, study_grids
+from .cluster.lab import (available_cells, cells_to_compute, join_cubes, merge_grid, planned_grid, planned_runs, preview_grids,
+                                  study_grids)
 from .models import load_part
 from .results.claims import claims_table, summary_lines
 from .results.committed import committed_folder, is_filled, read_cubes
@@ -45,9 +46,13 @@ class StudyConfig(Config):
 def find_cubes(
     folder: str = "",  # empty for the committed cubes, and those of `lab` in MIXSD_RUNS, which continue them
 ) -> dict[str, xr.Dataset]:
-    "The study's cubes by grid; ParameterError if there are none."
-    folders = [Path(folder)] if folder else [committed_folder(), runs_root() / "lab"]
-    if found := {name: cube for path in dict.fromkeys(folders) for name, cube in read_cubes(path).items()}: return found
+    """The study's cubes by grid; ParameterError if there are none.
+
+    A cube that both folders have is that of `join_cubes`, because either of them may be the older one."""
+    folders, found = [Path(folder)] if folder else [committed_folder(), runs_root() / "lab"], {}
+    for path in dict.fromkeys(folders):
+        for name, cube in read_cubes(path).items(): found[name] = join_cubes(cube, found[name]) if name in found else cube
+    if found: return found
     raise ParameterError(f"cubes must be a folder with a cube, got {folders[0]}; `make lab` computes them")
 
 

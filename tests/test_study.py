@@ -15,7 +15,7 @@ from mixsd_nb.results.demo import invent_cube, invent_result
 from mixsd_nb.results.schema import DIMS, RUN_DIMS, variable
 from mixsd_nb.results.versus import point_tables, settings_table, kept_values, learned_values
 from mixsd_nb.runs import load_object, project_root, write_result
-from mixsd_nb.study import group_cubes, main, planned_cells, recompute_cells, run, write_list
+from mixsd_nb.study import find_cubes, group_cubes, main, planned_cells, recompute_cells, run, write_list
 
 CUBES = read_cubes(committed_folder())
 
@@ -167,6 +167,18 @@ def test_a_run_that_is_computed_again_counts(clone, own_runs):
     again = read_cube(own_runs / "lab/study-demo.nc")
     assert computed == [0, 1] and preview_grids([grid], again=True).done.item() == 2
     assert again.accuracy.sel(seed=[0]).equals(committed.accuracy) and again.fisher_trace.item() == 7
+
+
+def test_a_cube_of_an_earlier_session_hides_no_committed_run(own_runs, monkeypatch):
+    "Each of the two cubes of a grid has a seed that the other one lacks."
+    monkeypatch.setattr("mixsd_nb.study.committed_folder", lambda: own_runs / "clone")
+    cube = invent_cube(seeds=3)
+    write_cube(cube.sel(seed=[0, 2]), own_runs / "clone/study-demo.nc")
+    write_cube(cube.sel(seed=[0, 1]), own_runs / "lab/study-demo.nc")
+    write_cube(cube.sel(seed=[0]), own_runs / "lab/other.nc")
+    found = find_cubes()
+    assert found["study-demo"][list(cube)].equals(cube) and found["other"].seed.values.tolist() == [0]
+    assert find_cubes(str(own_runs / "lab"))["study-demo"].seed.values.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("claim", CLAIMS.values(), ids=lambda c: c.name)
