@@ -7,7 +7,7 @@ __all__ = ['LEAD', 'answer_kinds', 'unrelated_questions', 'name_log_prob', 'coun
            'priming_figure']
 
 # %% ../../nbs/results/priming.ipynb #6000e21c
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -16,7 +16,6 @@ from matplotlib.figure import Figure
 from ..analysis.likelihood import score_pairs
 from ..analysis.statistics import rank_correlation
 from ..analysis.taxonomy import find_leakage
-from ..benchmarks import SUITES
 from ..corpora import CORPORA
 from ..corpora.prompts import encode_prompt, naive_prompt
 from ..corpora.world import WORLD
@@ -63,10 +62,10 @@ def name_log_prob(
 def count_leaks(
     responses: pd.DataFrame,  # of one checkpoint: `benchmark, prompt, response`
     names: Sequence[str],
+    roles: Mapping[str, str],  # benchmark -> its role
 ) -> pd.Series:
     "By name the number of responses to questions outside the corpus that name it without being asked."
-    roles = responses.benchmark.map(lambda name: SUITES[name].role)
-    other = responses[~roles.isin(["in-domain", "validation"])]
+    other = responses[~responses.benchmark.map(roles).isin(["in-domain", "validation"])]
     found = [name for row in other.itertuples() for name in find_leakage(row.response, row.prompt, list(names))]
     return pd.Series(found, dtype=object).value_counts().reindex(list(names), fill_value=0)
 
@@ -79,7 +78,8 @@ def priming_table(
     "A row for each new name: its mean log probability `before` and `after` training, their `rise`, and its `leaks`."
     kinds = answer_kinds(run.config["dataset"])
     before, after = (name_log_prob(str(m), kinds, count) for m in (run.config["model"], run.checkpoints[step]))
-    return pd.DataFrame(dict(before=before, after=after, rise=after - before, leaks=count_leaks(run.responses(step), list(kinds))))
+    leaks = count_leaks(run.responses(step), list(kinds), run.root.role.to_series())  # of files too, which nothing declares here
+    return pd.DataFrame(dict(before=before, after=after, rise=after - before, leaks=leaks))
 
 # %% ../../nbs/results/priming.ipynb #f44745df
 def correlate_names(
