@@ -3325,6 +3325,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                         'mixsd_nb.results.plots.method_marker': ( 'results/plots.html#method_marker',
                                                                                   'mixsd_nb/results/plots.py'),
                                         'mixsd_nb.results.plots.model_name': ('results/plots.html#model_name', 'mixsd_nb/results/plots.py'),
+                                        'mixsd_nb.results.plots.model_names': ( 'results/plots.html#model_names',
+                                                                                'mixsd_nb/results/plots.py'),
                                         'mixsd_nb.results.plots.ramp_labels': ( 'results/plots.html#ramp_labels',
                                                                                 'mixsd_nb/results/plots.py'),
                                         'mixsd_nb.results.plots.save_figure': ( 'results/plots.html#save_figure',

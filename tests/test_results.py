@@ -441,6 +441,21 @@ def test_files_and_variants_have_their_tables_beside_the_declared_corpora(own_ru
     plt.close("all")
 
 
+def test_two_models_whose_folders_have_one_name_have_their_own_rows():
+    models = ["/a/final", "/b/final", "org/other"]
+    roots = {f"{model}-{m}-{lr}": invent_result(m, lr=lr, model=model).to_dataset() for model in models for m in ("base", "sft") for lr in (3e-4, 1e-3)}
+    cube = cube_of(roots)
+    moved = cube.accuracy.mean("benchmark").where((cube.step > 0) & (cube["method"] != "base"))
+    nll, first, limits = cube.target_nll.max("lr"), dict(part=["first"]), dict(threshold=[5.0, 8.0])
+    targets = dict.fromkeys(["above", "share_above"], nll.expand_dims(first | limits)) | dict(nll_n=nll.expand_dims(first))
+    targets |= dict(overlap=nll.expand_dims(limits | dict(over=["mean"])), overlap_n=nll.expand_dims(limits))
+    source = collapse_source(cube.assign(displacement_sq=moved, alignment_ratio=moved * (1 + cube.lr), **targets))
+    level = {"kgfact-small": 0, "displacement": 0, "correlation": 1, "nll-5": 1, "overlap": 1}  # of the rows, on which the models are
+    sheets = {name: source_sheet(name, dict(runs=source)).text for name in level}
+    for name, text in sheets.items(): assert [*text.index.unique(level[name])] == ["/a/final", "/b/final", "other"], name
+    assert [len(text) for text in sheets.values()] == [6, 3, 6, 3, 3]
+
+
 def test_a_cube_without_a_run_of_the_base_model_is_drawn(plugin):
     "The base model is step 0 of every training run."
     source = collapse_source(plugin_cube("kgfact-small", base=False))

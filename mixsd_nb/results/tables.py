@@ -20,17 +20,17 @@ from ..corpora import CORPORA
 from ..methods import BASE, label_title, ordered_labels
 from .comparison import read_correlations
 from .paper import corpus_heading, held_out_columns, is_listed, in_domain_columns, main_corpus
-from .plots import format_range, model_name
+from .plots import format_range, model_names
 from .sheets import Sheet, format_number, mark_columns, stack_sheets
 from .summary import coalesce, group_columns, method_order
 
 # %% ../../nbs/results/tables.ipynb #94413010
 def block_name(
     dataset: str,
-    model: str,
+    name: str,  # of a model, as returned by `model_names`
 ) -> str:
     "The name of a model, with the corpus in brackets if that is not the published corpus of its title."
-    return model_name(model) + ("" if dataset == main_corpus(dataset) else f" ({dataset})")
+    return name + ("" if dataset == main_corpus(dataset) else f" ({dataset})")
 
 # %% ../../nbs/results/tables.ipynb #a32375cb
 def order_datasets(
@@ -102,12 +102,13 @@ def accuracy_sheet(
     values = {head: column_values(part, "accuracy", benchmarks) for head, benchmarks in columns.items()}
     values[HEADINGS["held-out"], "Avg"] = part.average
     methods, rows, order = [], {}, [m for m in method_order(part) if among is None or is_listed(m, among)]
+    names = model_names(cube.model.values.tolist())
     for d in part.dataset.values:
         for model in part.model.values:
             for m in order:
                 row = [100 * v.sel({"dataset": d, "model": model, "method": m}).item() for v in values.values()]
                 if np.isnan(row).all(): continue
-                rows[block_name(d, model), label_title(m)] = [format_number(x) for x in row]
+                rows[block_name(d, names[model]), label_title(m)] = [format_number(x) for x in row]
                 methods.append(m)
     if not any(m != BASE for m in methods): return None
     heads = pd.MultiIndex.from_tuples(values)
@@ -147,12 +148,12 @@ def target_sheet(
 ) -> Sheet | None:
     "One text about the targets of each method; None if the cube has none."
     if name not in cube or threshold not in cube.threshold: return None
-    texts, rows = format_cells(cube, threshold), {}
+    texts, rows, names = format_cells(cube, threshold), {}, model_names(cube.model.values.tolist())
     methods = [m for m in method_order(cube) if (texts.sel({"method": m}) != "").any()]
     for d in order_datasets(cube):
         for model in cube.model.values:
             row = [texts.sel({"dataset": d, "model": model, "method": m}).item() for m in methods]
-            if any(row): rows[corpus_heading(d), block_name(d, model)] = row
+            if any(row): rows[corpus_heading(d), block_name(d, names[model])] = row
     if not rows: return None
     heads = pd.MultiIndex.from_tuples([("Targets", label_title(m)) for m in methods])
     text = pd.DataFrame(rows.values(), pd.MultiIndex.from_tuples(rows), heads)
@@ -179,8 +180,8 @@ def displacement_sheet(
     known = cube.displacement_sq.notnull()
     titles = list(dict.fromkeys(corpus_heading(d) for d in order_datasets(cube) if known.sel(dataset=d).any()))
     datasets = {title: [d for d in cube.dataset.values if corpus_heading(d) == title] for title in titles}
-    rows, methods = {}, []
-    for model in cube.model.values:
+    rows, methods, names = {}, [], model_names(cube.model.values.tolist())
+    for model in names:
         for m in method_order(cube):
             at = {"model": model, "method": m}
             if m == BASE or not known.sel(at).any(): continue
@@ -189,7 +190,7 @@ def displacement_sheet(
                 for name, scale, form in MOVED.values():
                     found = cube[name].where(known).sel(at | {"dataset": datasets[title]})
                     row.append(format_number(scale * coalesce(found, "dataset").item(), form))
-            rows[model_name(model), label_title(m)], methods = row, [*methods, m]
+            rows[names[model], label_title(m)], methods = row, [*methods, m]
     if not rows: return None
     text = pd.DataFrame(rows.values(), pd.MultiIndex.from_tuples(rows), pd.MultiIndex.from_product([titles, MOVED]))
     marks = mark_columns(text, methods, {(title, "Drop"): True for title in titles})
@@ -206,12 +207,12 @@ def correlation_sheet(
 
     For a cube of runs there is a block for each reading of `read_correlations`."""
     if not {"r_displacement", "displacement_sq"} & set(cube.data_vars): return None
-    rows = {}
+    rows, names = {}, model_names(cube.model.values.tolist())
     for reading, found in read_correlations(cube).items():
-        for at in (found.sel(model=model) for model in cube.model.values):
+        for at in (found.sel(model=model) for model in names):
             if at.r_alignment.isnull(): continue
             numbers = [format_number(at[r].item(), "+.2f") for r in ("r_displacement", "r_alignment")]
-            rows[reading, model_name(at.model.item())] = [f"{at.checkpoints.item():.0f}", *numbers]
+            rows[reading, names[at.model.item()]] = [f"{at.checkpoints.item():.0f}", *numbers]
     if not rows: return None
     heads = [("Checkpoints", "N"), ("Pearson r", "‖Δθ‖², Drop"), ("Pearson r", "R, Drop")]
     heads = pd.MultiIndex.from_tuples(heads)
