@@ -3014,6 +3014,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                   'mixsd_nb/results/cells.py'),
                                         'mixsd_nb.results.cells.compare_ties': ( 'results/cells.html#compare_ties',
                                                                                  'mixsd_nb/results/cells.py'),
+                                        'mixsd_nb.results.cells.count_cell_seeds': ( 'results/cells.html#count_cell_seeds',
+                                                                                     'mixsd_nb/results/cells.py'),
                                         'mixsd_nb.results.cells.select_cells': ( 'results/cells.html#select_cells',
                                                                                  'mixsd_nb/results/cells.py')},
             'mixsd_nb.results.claims': { 'mixsd_nb.results.claims.Finding': ('results/claims.html#finding', 'mixsd_nb/results/claims.py'),

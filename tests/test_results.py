@@ -456,6 +456,16 @@ def test_two_models_whose_folders_have_one_name_have_their_own_rows():
     assert [len(text) for text in sheets.values()] == [6, 3, 6, 3, 3]
 
 
+def test_a_caption_says_how_many_seeds_the_rows_of_its_own_table_are_means_of():
+    "MixSD has one seed, another corpus has five, and only one seed of SFT has its displacement."
+    runs = [("kgfact-small", "sft", s) for s in range(3)] + [("kgfact-small", "mixsd", 0)] + [("mquake-lab", "sft", s) for s in range(5)]
+    cube = cube_of({f"{d}-{m}-{s}": invent_result(m, dataset=d, seed=s).to_dataset() for d, m, s in runs})
+    moved = cube.accuracy.mean("benchmark").where((cube.step > 0) & (cube["method"] == "sft") & (cube.seed == 0))
+    sources = dict(runs=collapse_source(cube.assign(displacement_sq=moved, alignment_ratio=moved)))
+    said = {name: source_sheet(name, sources).notes[-1].partition(";")[0] for name in ("kgfact-small", "mquake", "displacement")}
+    assert said == {"kgfact-small": "made-up runs: mean of 1–3 seeds", "mquake": "made-up runs: mean of 5 seeds", "displacement": "made-up runs: mean of 1 seed"}
+
+
 def test_a_cube_without_a_run_of_the_base_model_is_drawn(plugin):
     "The base model is step 0 of every training run."
     source = collapse_source(plugin_cube("kgfact-small", base=False))

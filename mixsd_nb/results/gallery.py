@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 import xarray as xr
 from matplotlib.figure import Figure
 
-from .cells import cell_mask, collapse_runs, select_cells
+from .cells import cell_mask, collapse_runs, count_cell_seeds, select_cells
 from .comparison import displacement_figure, high_nll_figure, selection_figure, selection_panels
 from .cube import open_cube
 from .demo import is_made_up
@@ -24,13 +24,13 @@ from .paper import corpus_title, in_domain_columns, paper_cube
 from .plots import save_figure
 from .sheets import Sheet, save_table
 from .tables import table_sheet
-from .tradeoff import frontier_figure, retention_axes, tradeoff_figure
+from .tradeoff import describe_seeds, frontier_figure, retention_axes, tradeoff_figure
 
 # %% ../../nbs/results/gallery.ipynb #14507619
 class Source(NamedTuple):
     "Numbers of our runs, or of the paper."
     cube: xr.Dataset  # everything that was measured
-    table: xr.Dataset  # as returned by `collapse_runs`
+    table: xr.Dataset  # as returned by `collapse_runs`; of runs with their `count_cell_seeds` too
 
 # %% ../../nbs/results/gallery.ipynb #f19bdbc4
 def describe_selection(
@@ -38,13 +38,11 @@ def describe_selection(
     rule: str = "best",  # as of `select_cells`
     ties: str = "smallest",  # as of `select_cells`
 ) -> str:
-    "How the cells of our runs were selected, for a caption; made-up runs are called so."
-    kind = "made-up runs" if is_made_up(cube) else "runs"
-    seeds, by = cube.sizes["seed"], "validation" if "validation" in cube.benchmark else "training"
+    "How the cells of our runs were selected, for a caption."
+    by = "validation" if "validation" in cube.benchmark else "training"
     step = dict(best="the first of the best training accuracy and stable validation",
                 first_peak="at the first peak of training accuracy")[rule]
-    return (f"{kind}: mean of {seeds} seed{'s' * (seeds > 1)}; checkpoint: {step}; learning rate: that of the best {by} "
-            f"accuracy, of equal ones the {ties}")
+    return f"checkpoint: {step}; learning rate: that of the best {by} accuracy, of equal ones the {ties}"
 
 # %% ../../nbs/results/gallery.ipynb #f5d2bddc
 def collapse_source(
@@ -53,7 +51,9 @@ def collapse_source(
     ties: str = "smallest",  # as of `select_cells`
 ) -> Source:
     "A cube of runs with the checkpoints that `select_cells` selects for tables; its attribute `selection` tells how."
-    table = collapse_runs(cube, cell_mask(cube, select_cells(cube, rule, ties)))
+    mask = cell_mask(cube, select_cells(cube, rule, ties))
+    counts = {f"{name}_seeds": count_cell_seeds(cube, mask, name) for name in ("accuracy", "displacement_sq") if name in cube}
+    table = collapse_runs(cube, mask).assign(counts)
     return Source(cube.assign_attrs(selection=describe_selection(cube, rule, ties)), table)
 
 # %% ../../nbs/results/gallery.ipynb #f00af589
@@ -132,11 +132,13 @@ def source_sheet(
     name: str,  # of a table
     sources: dict[str, Source],
 ) -> Sheet | None:
-    "A table of all sources, with how the cells of ours were selected; None if no source has it."
+    "A table of all sources, with the seeds of ours and how its cells were selected; None if no source has it."
     found = table_sheet(name, sources)
     ours = table_sheet(name, dict(runs=sources["runs"])) if "runs" in sources else None
     if not (ours and ours.methods[0]): return found
-    return replace(found, notes=[*found.notes, sources["runs"].cube.attrs["selection"]])
+    cube = sources["runs"].cube
+    kind, seeds = "made-up runs" if is_made_up(cube) else "runs", describe_seeds(ours.seeds)
+    return replace(found, notes=[*found.notes, f"{kind}: mean of {seeds}; {cube.attrs['selection']}"])
 
 # %% ../../nbs/results/gallery.ipynb #0eb75045
 def name_suffix(

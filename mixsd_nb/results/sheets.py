@@ -35,6 +35,7 @@ class Sheet:
     text: pd.DataFrame  # texts, over (block, row) and (group, column)
     marks: pd.DataFrame  # best, second or nothing, of the same shape
     methods: list[str]  # of each row, along `method`; empty if a row is not a method
+    seeds: Sequence[int] = ()  # numbers of seeds that the rows are means of; empty if unknown
 
 # %% ../../nbs/results/sheets.ipynb #1456045e
 def format_number(

@@ -102,19 +102,21 @@ def accuracy_sheet(
     values = {head: column_values(part, "accuracy", benchmarks) for head, benchmarks in columns.items()}
     values[HEADINGS["held-out"], "Avg"] = part.average
     methods, rows, order = [], {}, [m for m in method_order(part) if among is None or is_listed(m, among)]
-    names = model_names(cube.model.values.tolist())
+    names, seeds = model_names(cube.model.values.tolist()), []
     for d in part.dataset.values:
         for model in part.model.values:
             for m in order:
-                row = [100 * v.sel({"dataset": d, "model": model, "method": m}).item() for v in values.values()]
+                at = {"dataset": d, "model": model, "method": m}
+                row = [100 * v.sel(at).item() for v in values.values()]
                 if np.isnan(row).all(): continue
                 rows[block_name(d, names[model]), label_title(m)] = [format_number(x) for x in row]
                 methods.append(m)
+                if "accuracy_seeds" in cube: seeds.append(cube.accuracy_seeds.sel(at).item())
     if not any(m != BASE for m in methods): return None
     heads = pd.MultiIndex.from_tuples(values)
     text = pd.DataFrame(rows.values(), pd.MultiIndex.from_tuples(rows), heads)
     marks = mark_columns(text, methods, dict.fromkeys(heads, False))
-    return Sheet(label, caption, [describe_counts(part, columns)], text, marks, methods)
+    return Sheet(label, caption, [describe_counts(part, columns)], text, marks, methods, seeds)
 
 # %% ../../nbs/results/tables.ipynb #7927d4d6
 def format_counts(
@@ -194,7 +196,8 @@ def displacement_sheet(
     if not rows: return None
     text = pd.DataFrame(rows.values(), pd.MultiIndex.from_tuples(rows), pd.MultiIndex.from_product([titles, MOVED]))
     marks = mark_columns(text, methods, {(title, "Drop"): True for title in titles})
-    return Sheet(label, caption, [], text, marks, methods)
+    seeds = cube.get("displacement_sq_seeds", xr.zeros_like(known, int)).values
+    return Sheet(label, caption, [], text, marks, methods, seeds[seeds > 0].tolist())
 
 # %% ../../nbs/results/tables.ipynb #3ca1c698
 def correlation_sheet(
