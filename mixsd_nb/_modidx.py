@@ -4049,6 +4049,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                 'mixsd_nb.train.TrainConfig.slug': ('train.html#trainconfig.slug', 'mixsd_nb/train.py'),
                                 'mixsd_nb.train.TrainConfig.source': ('train.html#trainconfig.source', 'mixsd_nb/train.py'),
                                 'mixsd_nb.train.TrainConfig.steps': ('train.html#trainconfig.steps', 'mixsd_nb/train.py'),
+                                'mixsd_nb.train.TrainConfig.values_of_lab': ('train.html#trainconfig.values_of_lab', 'mixsd_nb/train.py'),
                                 'mixsd_nb.train.TrainConfig.without_idle': ('train.html#trainconfig.without_idle', 'mixsd_nb/train.py'),
                                 'mixsd_nb.train._compute_main_runs': ('train.html#_compute_main_runs', 'mixsd_nb/train.py'),
                                 'mixsd_nb.train._parameters': ('train.html#_parameters', 'mixsd_nb/train.py'),

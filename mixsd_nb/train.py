@@ -37,8 +37,8 @@ from .results.measuring import (count_by_benchmark, holds, items_of, measure_che
 from .results.roots import read_root
 from .results.schema import RUN_DIMS
 from .runs import (TARGET_COLUMNS, ParameterError, Run, Stage, Steps, check_last, check_steps, check_temperature,
-                           checkpoint_folder, in_notebook, is_locked, is_runtime, make_config, match_type, module_of,
-                           nearest, read_table, removed_steps, require_weights, run_function, runs_root, runtime_field,
+                           checkpoint_folder, in_notebook, is_locked, is_runtime, make_config, module_of,
+                           read_table, removed_steps, require_weights, run_function, runs_root, runtime_field,
                            trained_steps)
 
 _all_ = ["count_by_benchmark", "measure_checkpoint", "summarise"]
@@ -165,20 +165,16 @@ class TrainConfig(Stage, EvalSettings):
     @classmethod
     def _check_options(cls, options, info):
         if "method" not in info.data: return options
-        method = METHODS[info.data["method"]]
-        known = method.defaults(info.data.get("preset", "lab"))
-        for key in options:
-            if key in known: continue
-            near = nearest(key, known)
-            hint = f"; {near}" if near else ""
-            raise ValueError(f"options must be among {', '.join(known) or 'none'} for the method {method.name}, "
-                             f"got {key}{hint}")
-        return {**known, **{key: match_type(f"options[{key}]", value, known[key]) for key, value in options.items()}}
+        return METHODS[info.data["method"]].complete(options, info.data.get("preset", "lab"))
 
     @property
     def label(self) -> str:
         "The coordinate of this run along `method` in the cube."
         return method_label(self.method, **self.model_dump() | self.options)
+
+    def values_of_lab(self):
+        "As in `PresetSettings`, with the options of the method."
+        return super().values_of_lab() | (METHODS[self.method].lab_options(self.options) if self.preset == "lab" else {})
 
     def without_idle(self):
         used, fields = METHODS[self.method].settings, type(self).model_fields
@@ -308,9 +304,12 @@ class TrainConfig(Stage, EvalSettings):
         return train(self.model_copy(update=dict(checkpoints=steps, stored=stored)), run)
 
     def prepare(self, processes: int) -> Path | None:
-        "Write the training spec for processes on several nodes; the folder, or None if the method does not train."
+        """Write the training spec for processes on several nodes; the folder, or None if the method does not train.
+
+        For a method that starts from the checkpoints of another one, the other one is trained."""
         config = self.without_idle()
-        if not config.has_rate or config.source(): return None  # the training of a source is a run of its own
+        if not config.has_rate: return None
+        if source := config.source(): return source.prepare(processes)
         if config.batch % processes:
             raise ParameterError(f"batch must be a multiple of the {processes} processes, got {config.batch}")
         return prepare_training(config, processes)

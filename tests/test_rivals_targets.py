@@ -1,5 +1,6 @@
 "Methods that change what is trained on: replay, own words, and the two controls of MixSD, each against an independent computation."
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -221,3 +222,13 @@ def test_untied_training_moves_two_embeddings(tiny, own_runs):
     assert left_out == [untied.name] and sft.name in results
     with pytest.raises(ValueError, match="must have tied embeddings, but its output embedding is its own already"):
         train.run(method="sft-untied", model=str(untied.checkpoints[2]), **CELL)
+
+
+@pytest.mark.parametrize(("method", "options"), [("replay", dict(count=4)), ("sft-own-words", {}), ("ewc", dict(text_count=2)), ("wise-sft", {})])
+def test_a_training_on_several_nodes_is_prepared_before_its_run_begins(method, options, tiny, own_runs, monkeypatch):
+    "An average of weights starts from the run of another method, which the nodes train."
+    monkeypatch.setattr("mixsd_nb.methods.mixing.accepts", lambda *args: True)
+    config = train.TrainConfig(method=method, model=tiny, options=options, rollout_tokens=2, target_tokens=2, **CELL)
+    folder = config.prepare(2)
+    assert folder == (config.source() or config).without_idle().folder and json.loads((folder / "job.json").read_text())["processes"] == 2
+    assert [path.name for path in own_runs.glob("[!.]*")] == [folder.name]

@@ -90,7 +90,6 @@ def test_processes_are_asked_for_what_is_trained_alone(tiny, own_runs):
     from mixsd_nb import train
     assert train.run(method="base", model=tiny, n=1, max_new_tokens=8, processes=999, sharded=True).root.step.values.tolist() == [0]
     assert train.TrainConfig(method="base", model=tiny).prepare(16) is None
-    assert train.TrainConfig(method="wise-sft", model=tiny).prepare(2) is None  # the training of its source is another run
     with pytest.raises(ParameterError, match="batch must be a multiple of the 8 processes, got 20"):
         train.TrainConfig(method="sft", model=tiny).prepare(8)
     parameters = dict(method="sft", model=tiny, n=1, epochs=1, max_new_tokens=8, checkpoints=())
@@ -114,6 +113,16 @@ def foreign_folder(tiny, folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | dict(vocab_size=151_936)))
     return str(folder)
+
+
+def test_a_large_model_with_the_labs_options_is_warned_about(tiny, own_runs, monkeypatch):
+    "The options of MEMIT have other values for the lab's models; those that were given are not named."
+    monkeypatch.setattr("mixsd_nb.train.check_head", lambda name: None)
+    cell = dict(method="memit", model=foreign_folder(tiny, own_runs / "foreign"), suite="recall")
+    for options, named in ({}, {"place", "rate", "target", "text_count", "weight", "prefixes"}), (dict(rate=0.5, prefixes=0), {"place", "target", "text_count", "weight"}):
+        said, = warnings_of(**cell, options=options)
+        assert {*re.findall(r"options\[(\w+)\]=", said)} == named
+    assert not warnings_of(**cell, preset="paper")
 
 
 @pytest.mark.parametrize("method", ["base", "sft", "mixsd", "opsd"])
@@ -205,14 +214,6 @@ def test_a_finished_run_is_not_computed_again(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluate, "write_responses", lambda *a, **k: pytest.fail("asked again"))
     again = train.run(**parameters)
     assert again.folder == first.folder == next(tmp_path.glob("train-*")) and again.result.identical(first.result)
-
-
-def test_a_method_that_writes_beside_its_spec_is_prepared_for_several_nodes(tiny, own_runs):
-    "Replay samples before training; its folder did not exist when another process was to train."
-    from mixsd_nb import train
-    config = train.TrainConfig(method="replay", model=tiny, rollout_tokens=4, options=dict(count=2), epochs=1)
-    folder = config.prepare(2)
-    assert (folder / "replays.jsonl").exists() and json.loads((folder / "job.json").read_text())["processes"] == 2
 
 
 @pytest.mark.parametrize("parameters, sentence", [

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..runs import Registry, load_object
+from ..runs import Registry, load_object, match_type, nearest
 
 # %% ../../nbs/methods/index.ipynb #69f1b961
 BASE = "base"  # the model before anything is injected
@@ -69,6 +69,22 @@ class Method:
         "The options with their defaults under a preset; smoke has the paper's where it has none of its own."
         paper = self.presets.get("paper", {}) if preset == "smoke" else {}
         return {**self.options, **paper, **self.presets.get(preset, {})}
+
+    def complete(self, options: Mapping[str, Any], preset: str = "lab") -> dict[str, Any]:
+        "The options with the defaults of the others; ValueError of one sentence for an unknown name or another type."
+        known = self.defaults(preset)
+        for name in options:
+            if name in known: continue
+            near = nearest(name, known)
+            hint = f"; {near}" if near else ""
+            raise ValueError(f"options must be among {', '.join(known) or 'none'} for the method {self.name}, "
+                             f"got {name}{hint}")
+        return {**known, **{name: match_type(f"options[{name}]", value, known[name]) for name, value in options.items()}}
+
+    def lab_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        "Those of all options that have the lab's value where it is not the paper's, by their names in messages."
+        lab, paper = self.defaults("lab"), self.defaults("paper")
+        return {f"options[{name}]": value for name, value in options.items() if value == lab[name] != paper[name]}
 
     @property
     def rate_setting(self) -> str:
