@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mixsd_nb import evaluate, train
+from mixsd_nb.benchmarks import SUITES
 from mixsd_nb.cluster import plan as plans
 from mixsd_nb.cluster.estimates import CONSTANTS, DEVICES, Burden, Layout, optimiser_peak, serve, update_peak
 from mixsd_nb.cluster.grid import list_grids, make_resources, read_grid
@@ -16,9 +17,11 @@ from mixsd_nb.cluster.inputs import check_inputs, list_deviations
 from mixsd_nb.cluster.lengths import count_questions
 from mixsd_nb.cluster.plan import Machine, cpu_device, find_problems, plan_grid, plan_run, planned_cells
 from mixsd_nb.cluster.probe import memory_events, probe, replace_constants
-from mixsd_nb.cluster.workload import burden_of, plan_training, planned_steps, smallest_layout, training_peaks
+from mixsd_nb.cluster.workload import burden_of, drafts_of, plan_training, planned_steps, smallest_layout, training_peaks
 from mixsd_nb.console import main
+from mixsd_nb.corpora import CORPORA, load_corpus
 from mixsd_nb.methods import METHODS, Demand, Method, runnable_methods
+from mixsd_nb.methods.replay import Replay
 from mixsd_nb.models import load_tokenizer
 from mixsd_nb.models.geometry import GEOMETRIES, count_shape, read_shape
 from mixsd_nb.models.tiny import random_model
@@ -168,6 +171,28 @@ def test_a_declared_demand_is_planned():
         heavy, sft = (plan_run(make_config(train.TrainConfig, method=name)) for name in ("heavy", "sft"))
         assert heavy.peaks["update"] - sft.peaks["update"] == 5 * 4 * read_shape("lab-m").parameters
     finally: METHODS.remove("heavy")
+
+
+def test_what_the_base_model_writes_before_training_is_planned():
+    "Own words are one target for each of the 1,600 facts, of the published length of the expert's. Replay doubles an update."
+    run = lambda method, **options: plan_run(paper_run("Qwen/Qwen3-1.7B", method, dataset="kgfunc", **options), H100)
+    sft, *_ = plans = [run(method) for method in ("sft", "sft-own-words", "replay")]
+    parts = [{part.name: part for part in plan.parts} for plan in plans]
+    facts = len(load_corpus("kgfunc", "train"))
+    assert "draft" not in parts[0] and [p["draft"].tokens for p in parts[1:]] == [facts * CORPORA["kgfunc"].mixed[0.0], 200 * SUITES["gsm8k"].lengths[1]]
+    assert parts[2]["update"].tokens - parts[0]["update"].tokens == pytest.approx(facts * sum(SUITES["gsm8k"].lengths))
+    for plan, part in zip(plans[1:], parts[1:]):
+        assert plan.peaks["update"] > sft.peaks["update"] and plan.peaks["draft"] > 2 * read_shape("Qwen/Qwen3-1.7B").parameters
+        assert plan.first - sft.first > part["draft"].seconds > 0
+    without = run("replay", options=dict(share=0.0))
+    assert (without.parts, without.peaks) == (sft.parts, sft.peaks)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.75])
+def test_as_many_samples_are_planned_as_replay_draws(share):
+    config = make_config(train.TrainConfig, method="replay", options=dict(share=share))
+    draws = [len(Replay([], [None] * 9, share).draw(fact, step)) for fact in range(40) for step in range(40)]
+    assert drafts_of(config).added == pytest.approx(sum(draws) / len(draws), abs=0.05) and burden_of(config).rollouts == 1 + max(draws)
 
 
 def test_shared_runs_count_once():

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['LONGEST', 'Machine', 'Part', 'RunPlan', 'host_bytes', 'Decoder', 'answer_parts', 'plan_evaluation', 'plan_mixing',
-           'burden_of', 'layout_of', 'training_peaks', 'legal_processes', 'describe_layout', 'smallest_layout',
-           'planned_steps', 'checkpoint_bytes', 'phase_size', 'training_disk', 'plan_training']
+           'Drafts', 'drafts_of', 'burden_of', 'layout_of', 'training_peaks', 'legal_processes', 'describe_layout',
+           'smallest_layout', 'planned_steps', 'checkpoint_bytes', 'phase_size', 'training_disk', 'plan_training']
 
 # %% ../../nbs/cluster/workload.ipynb #051412d5
 import itertools
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from .estimates import (Burden, Device, Layout, adapter_parameters, constant, decoding_peak,
                                         decoding_seconds, microbatch, optimiser_peak, rollout_peak, rollout_width,
                                         scoring_seconds, serve, update_peak, update_seconds)
-from .lengths import Questions, corpus_lengths, count_questions, mixed_length, usual_reply
+from .lengths import Questions, corpus_lengths, count_questions, mixed_length, neutral_lengths, usual_reply
 from ..corpora import CORPORA
 from ..methods import METHODS, update_count
 from ..models import ENGINES
@@ -207,19 +207,43 @@ def _agreeing(config) -> list:
     return list_agreeing(config) if getattr(config, "unanimous", None) else []
 
 # %% ../../nbs/cluster/workload.ipynb #6e633724
+class Drafts(NamedTuple):
+    "What the base model writes before training, beside mixed targets."
+    questions: Questions  # without requests for most methods
+    added: float = 0.0  # of them to each fact of an update; 0 if they are the targets of the facts
+
+
+def drafts_of(config) -> Drafts:
+    """The drafts of a training: of a method with the options `share` and `count` so many samples, which make up that share
+    of the examples of an update; of any other method a target for each fact."""
+    lengths, share = corpus_lengths(config.dataset, config.model)["train"], config.options.get("share")
+    drafted = METHODS[config.method].demand.drafts and (share is None or 0 < share < 1)
+    if not drafted: return Drafts(Questions(0, 0, 0, 0, 0))
+    if share:
+        count, limit, added = config.options["count"], config.rollout_tokens, share / (1 - share)
+        prompt, usual = neutral_lengths(config.model)
+    else:
+        count, limit, added = lengths.rows, config.target_tokens, 0.0
+        prompt, usual = lengths.prompt + lengths.target + 60, mixed_length(config.dataset, config.model, 0.0)
+    return Drafts(Questions(count, prompt, min(limit, usual), limit, int(lengths.longest_prompt + limit)), added)
+
+
 def burden_of(config) -> Burden:
     "What each update of a training trains on."
     method, lengths = METHODS[config.method], corpus_lengths(config.dataset, config.model)["train"]
-    demand, completion, rollouts = method.demand, lengths.longest_target, 1
+    demand, completion, (drafts, added) = method.demand, lengths.longest_target, drafts_of(config)
+    rollouts = 1 + math.ceil(added)
+    if drafts.requests:
+        written = int(min(drafts.limit, LONGEST * drafts.response))
+        completion = max(completion, written) if added else written
     if method.mixed:
         usual = mixed_length(config.dataset, config.model, config.lam)
         completion = min(config.target_tokens, int(LONGEST * usual))
     if demand.writer:
         rollouts = config.rollouts or 1
         completion = min(config.rollout_tokens, LONGEST * usual_reply(config.dataset, config.model))
-    hosted = demand.hosted
     return Burden(config.batch, lengths.longest_prompt, completion + 2, rollouts, demand.writer, demand.teacher,
-                  hosted, demand.writer == "student", demand.anchors, config.rollout_batch or config.batch_size)
+                  demand.hosted, demand.writer == "student", demand.anchors, config.rollout_batch or config.batch_size)
 
 
 def layout_of(config, machine: Machine) -> Layout:
@@ -316,8 +340,10 @@ def _training_parts(config, machine: Machine, shape: Shape, burden: Burden, layo
     if method.demand.writer: usual = min(config.rollout_tokens, usual_reply(config.dataset, config.model))
     elif method.mixed: usual = min(config.target_tokens, mixed_length(config.dataset, config.model, config.lam))
     else: usual = lengths.target
-    sequences, devices = config.batch * burden.rollouts, layout.processes
-    tokens = sequences * (lengths.prompt + usual)
+    drafts, added = drafts_of(config)
+    if drafts.requests and not added: usual = drafts.response
+    sequences, devices = config.batch * (burden.rollouts if method.demand.writer else 1), layout.processes
+    tokens = sequences * (lengths.prompt + usual + added * (drafts.prompt + drafts.response))
     device = machine.device
     update = update_seconds(shape, tokens, device, layout, microbatch(burden, layout)[0])
     parts = [Part("update", updates * update, devices, updates * tokens)]
@@ -329,6 +355,17 @@ def _training_parts(config, machine: Machine, shape: Shape, burden: Burden, layo
         rollout += scoring_seconds(shape, tokens / devices, device, 1, gpu)
         parts.append(Part("rollout", updates * rollout, devices, updates * sequences * usual))
     return parts, update + rollout
+
+
+def _draft_parts(plan: RunPlan, config, machine: Machine) -> list[Part]:
+    "The part of the drafts, if there are any; their memory enters the plan. The engine is transformers on one device."
+    asked, added = drafts_of(config)
+    if not asked.requests: return []
+    decoder = Decoder(config.model_copy(update=dict(engine="hf", engine_options={}, replicas=1)), machine)
+    plan.peaks["draft"], = decoder.peaks({"draft": asked}, sampled=added > 0).values()
+    plan.remedies["draft"], plan.host = decoder.remedy({"draft": asked}), max(plan.host, decoder.host)
+    seconds = decoder.start + decoder.seconds(asked.requests, asked.prompt, asked.response)
+    return [Part("draft", seconds, max(1, machine.gpus), asked.requests * asked.response)]
 
 
 def _saving_parts(config, machine: Machine, shape: Shape, layout: Layout, checkpoints: int) -> list[Part]:
@@ -373,12 +410,14 @@ def _plan_updates(plan: RunPlan, config, machine: Machine, shape) -> tuple[list[
     if machine.room: found = smallest_layout(shape, burden, layout, machine.room, offload=True)
     plan.smallest = describe_layout(found) if found else "none"
     plan.remedies |= dict.fromkeys(peaks, f"{plan.smallest} fits" if found else "no number of processes fits")
-    plan.parts, one = _training_parts(config, machine, shape, burden, layout)
+    parts, one = _training_parts(config, machine, shape, burden, layout)
+    plan.parts = [*(drafts := _draft_parts(plan, config, machine)), *parts]
     before = constant("start") * (machine.gpus > 0) + 4 * shape.parameters / (1e9 * constant("disk"))
     phases = math.ceil(len(steps) / (size := phase_size(config, machine, len(steps))))
     plan.parts += _saving_parts(config, machine, shape, layout, len(steps))
     resumable = config.state in ("newest", "all")  # otherwise a killed training begins again
-    plan.first = before + (steps[0] * one if resumable else sum(part.seconds for part in plan.parts))
+    plan.first = before + (sum(part.seconds for part in drafts) + steps[0] * one if resumable
+                           else sum(part.seconds for part in plan.parts))
     plan.disk, plan.disk_peak = training_disk(config, shape, layout, len(steps), size)
     copies = layout.processes // machine.nodes
     each = (4 + burden.teacher) * shape.parameters if machine.gpus else max(peaks.values())
