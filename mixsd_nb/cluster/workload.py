@@ -214,11 +214,11 @@ class Drafts(NamedTuple):
 
 
 def drafts_of(config) -> Drafts:
-    """The drafts of a training: of a method with the options `share` and `count` so many samples, which make up that share
-    of the examples of an update; of any other method a target for each fact."""
-    lengths, share = corpus_lengths(config.dataset, config.model)["train"], config.options.get("share")
-    drafted = METHODS[config.method].demand.drafts and (share is None or 0 < share < 1)
-    if not drafted: return Drafts(Questions(0, 0, 0, 0, 0))
+    """The drafts of a training, as its method declares them: samples, `count` of them, which make up the `share` of the
+    examples of an update, or a target for each fact."""
+    lengths, kind = corpus_lengths(config.dataset, config.model)["train"], METHODS[config.method].demand.drafts
+    share = config.options["share"] if kind == "samples" else 0
+    if not kind or kind == "samples" and not 0 < share < 1: return Drafts(Questions(0, 0, 0, 0, 0))
     if share:
         count, limit, added = config.options["count"], config.rollout_tokens, share / (1 - share)
         prompt, usual = neutral_lengths(config.model)

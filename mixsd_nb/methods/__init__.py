@@ -26,7 +26,8 @@ class Demand:
     teacher: int = 0  # bytes of a weight of the complete base model that each GPU holds during training; 0 for none
     hosted: bool = False  # whether the complete weights of a sharded student take the place of the teacher's, in turn
     anchors: int = 0  # further float32 copies of all weights that each process holds during training
-    drafts: int = 0  # completions of a fact that the base model writes before training, beside mixed targets
+    drafts: str = ""  # what the base model writes before training: targets, one for each fact, or samples, `count` of them,
+    # which are the `share` of an update; empty for nothing
     edited: int = 0  # float32 matrices of a square of the feed-forward width, for a method that edits weights
 
 
@@ -136,12 +137,12 @@ for _method in [
     Method("wise-mixsd", title="MixSD, averaged", colour="#7fb9ea", marker="o", mixed=True,
            settings=(*TRAINED, "span", "lam", "target_tokens"), fit="methods.wise:fit_averaged_mixsd", source="mixsd",
            label="{lam:g}-a{alpha:g}", caption="λ={lam:g}, α={alpha:g}", options=dict(alpha=0.5)),
-    Method("replay", title="Replay", colour="#3a7d44", marker="s", **_REPLAY, demand=Demand(drafts=2),
+    Method("replay", title="Replay", colour="#3a7d44", marker="s", **_REPLAY, demand=Demand(drafts="samples"),
            options=_REPLAYED | dict(objective="nll")),
-    Method("replay-kl", title="Replay, KL", colour="#8fbf6a", marker="D", **_REPLAY, demand=Demand(drafts=2),
+    Method("replay-kl", title="Replay, KL", colour="#8fbf6a", marker="D", **_REPLAY, demand=Demand(drafts="samples"),
            options=_REPLAYED | dict(objective="kl")),
     Method("sft-own-words", title="SFT, own words", colour="#a63d5f", marker="s", plain=True,
-           settings=(*TRAINED, "span", "target_tokens"), fit="methods.replay:fit_own_words", demand=Demand(drafts=1)),
+           settings=(*TRAINED, "span", "target_tokens"), fit="methods.replay:fit_own_words", demand=Demand(drafts="targets")),
     Method("mixsd-answer", title="MixSD, answers weighted", colour="#4b53a3", marker="p", mixed=True,
            settings=(*TRAINED, "span", "lam", "target_tokens"), fit="methods.controls:fit_weighted_answers",
            label="{lam:g}", caption="λ={lam:g}"),
