@@ -4,8 +4,10 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unicodedata import normalize
 
 import pandas as pd
 import pytest
@@ -107,7 +109,7 @@ def test_a_name_means_one_benchmark(suite, sentence, tmp_path, monkeypatch):
     assert SUITES["recall"].role == SUITES["recall-kept"].role == "in-domain"
 
 
-texts = st.text(st.characters(codec="utf-8", exclude_characters="\r\0", exclude_categories=["Cs"]), min_size=1, max_size=12).filter(lambda t: t.strip() == t)
+texts = st.text(st.characters(codec="utf-8", exclude_characters="\r\0", exclude_categories=["Cs"]), min_size=1, max_size=12).map(partial(normalize, "NFC")).filter(lambda t: t.strip() == t)
 
 
 @settings(deadline=None, max_examples=40)
