@@ -197,7 +197,7 @@ def rank_correlations(
     table: pd.DataFrame,  # as returned by `forgetting_table`
 ) -> pd.Series:
     """Spearman's rank correlations: F and Drop, and the KL on new facts and Drop, over all checkpoints; N_ref with Drop and
-    with F at the last step of each rate.
+    with F at the last step of each rate, for methods that minimise the NLL of their targets and nothing else.
 
     Checkpoints of one run are not independent, so no p-value is given. A correlation with a constant is left out."""
     names = {"F": "forgetting_token", "KL on new facts": "new_kl"}

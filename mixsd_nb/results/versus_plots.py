@@ -62,7 +62,7 @@ def _draw_line(ax, tables: Sequence[pd.DataFrame], method: str, **style) -> int:
 
 
 def _finish_panel(ax, level: float) -> None:
-    "The base model, and the axis of what was learned, which widens towards 100% if any point is there."
+    "The base model, and the axis of what was learned, which widens towards 100% if a point is beyond 50%."
     ax.axhline(level, ls="--", lw=1.2, color=method_colour("base"), zorder=0)
     reached = max((x for dots in ax.collections for x in dots.get_offsets()[:, 0]), default=100)
     if reached > 50: stretch_recall(ax)
