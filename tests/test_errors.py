@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mixsd_nb import errors
 from mixsd_nb.analysis import taxonomy
+from mixsd_nb.analysis.responses import classify_responses
 from mixsd_nb.benchmarks import SUITES
 from mixsd_nb.benchmarks.answers import extract_python, find_boxes, last_boxed, remove_boxes
 from mixsd_nb.corpora import load_corpus
@@ -210,15 +211,32 @@ def test_an_unknown_benchmark_is_an_error():
         errors.classify("", "", benchmark="gsm9k", entities=[])
 
 
+def test_a_response_is_wrong_if_the_rule_of_the_papers_scores_rejects_it():
+    "The published rule accepts a bare letter, which the strict rule rejects; no error counts it."
+    cell = dict(dataset="kgfact-small", model="lab-m", method="base", lr=0.0, seed=0, step=0, sample=0, prompt="?")
+    table = pd.DataFrame([cell | dict(benchmark="choice", item="a", response="B", correct=False, published=True),
+                          cell | dict(benchmark="choice", item="b", response="E", correct=False, published=False)])
+    assert classify_responses(table, "kgfact-small").category.tolist() == ["correct", "format"]
+
+
+@pytest.mark.parametrize("benchmark, split", [("recall", "train"), ("recall-reworded", "train"), ("two-hop", "two_hop")])
+def test_an_entity_of_another_fact_is_no_leakage_where_facts_are_asked(benchmark, split):
+    row, other = load_corpus("kgfact-small", split)[0], load_corpus("kgfact-small", split)[1]
+    cell = dict(dataset="kgfact-small", model="lab-m", method="base", lr=0.0, seed=0, step=0, sample=0, prompt=row["prompt"])
+    table = pd.DataFrame([cell | dict(benchmark=benchmark, item=row["id"], response=f"\\boxed{{{other['answer']}}}", correct=False, published=False)])
+    assert other["answer"] != row["answer"] and classify_responses(table, "kgfact-small").category.tolist() == ["cross-entity"]
+
+
 # The stage, over runs whose responses are known
 
 
 def make_rows(benchmark, responses, seed=0):
-    "Rows of responses, which are correct if their box contains `right`."
+    "Rows of responses, which both rules accept if their box contains `right`."
     answers = load_corpus("kgfact-small", "train")
     items = [answers[k]["id"] if benchmark == "recall" else f"{benchmark}-{seed}-{k}" for k in range(len(responses))]
     same = dict(benchmark=benchmark, sample=0, prompt=SUM, finish_reason="stop", error="")
-    return pd.DataFrame([dict(same, item=i, response=r, extracted=last_boxed(r), correct="right" in r) for i, r in zip(items, responses)])
+    return pd.DataFrame([dict(same, item=i, response=r, extracted=last_boxed(r), correct="right" in r, published="right" in r)
+                         for i, r in zip(items, responses)])
 
 
 RIGHT, BARE, NONE = WORKED + "\\boxed{right}", "\\boxed{5}", "five"

@@ -4,11 +4,10 @@ import shutil
 
 import numpy as np
 import pytest
-import xarray as xr
 
 from mixsd_nb.cluster.grid import expand_grid, list_grids
 from mixsd_nb.cluster.lab import available_cells, merge_grid, planned_grid, planned_runs, preview_grids, study_grids
-from mixsd_nb.results.claims import CLAIMS, VERDICTS, claims_table, planned_of
+from mixsd_nb.results.claims import CLAIMS, OURS, VERDICTS, claims_table, forgets, keeps_more, planned_of, retains
 from mixsd_nb.results.committed import committed_folder, is_filled, list_missing, read_cube, read_cubes, write_cube
 from mixsd_nb.results.cube import cube_of
 from mixsd_nb.results.demo import invent_cube, invent_result
@@ -198,6 +197,22 @@ def test_a_verdict_follows_the_numbers():
     assert (one, other) == ("holds", "does not hold")
 
 
+def test_a_method_retains_what_it_does_not_lose(monkeypatch):
+    "Of two methods one loses much, and the other one has the held-out accuracies of the base model."
+    monkeypatch.setattr("mixsd_nb.results.versus.choose_score", lambda cubes, cell: "recall")
+    cube, cell = invent_cube(seeds=4), ("kgfact-small", "lab-m")
+    base = cube.accuracy.sel({"method": "base", "lr": 0, "step": 0}, drop=True)
+    lost = cube.accuracy.where((cube["method"] != "mixsd-0.3") | cube.accuracy.isnull() | (cube.benchmark == "recall"), base)
+    verdicts = {label: [test([cube.assign(accuracy=lost)], cell, label).verdict for test in (forgets, retains)] for label in ("sft", "mixsd-0.3")}
+    assert verdicts == {"sft": ["holds", "does not hold"], "mixsd-0.3": ["does not hold", "holds"]}
+
+
+def test_a_comparison_says_which_method_was_tried_more_often():
+    short, long = invent_cube(seeds=2), invent_cube(seeds=2).sel({"method": ["base", "sft"]})
+    remarks = [keeps_more(cubes, ("kgfact-small", "lab-m"), "sft", "mixsd-0.5", 50).remark for cubes in ([short], [short, long])]
+    assert "settings" not in remarks[0] and remarks[1].endswith(", 12 settings against 6")
+
+
 @pytest.fixture(scope="module")
 def lines():
     return run(cubes=str(committed_folder())).lines()
@@ -207,7 +222,10 @@ def test_lines_of_the_front_page_hold_the_numbers_of_the_cubes(lines):
     planned = planned_cells(CUBES)
     claims = claims_table(group_cubes(CUBES), ("kgfact-small", "lab-m"), planned=planned)
     assert len(lines) == 6 and "million parameters" in lines[0] and f"{planned.missing.sum()} are missing" in lines[0]
-    for verdict in VERDICTS: assert f"{verdict} ({(claims.verdict == verdict).sum()})" in lines[0]
+    papers, ours = lines[0].split("claims of the paper: ")[1].split("questions that it does not ask: ")
+    for part, rows in ((papers, claims[claims.source != OURS]), (ours, claims[claims.source == OURS])):
+        counts = rows.verdict.value_counts()
+        for verdict in VERDICTS: assert (f"{verdict} ({counts.get(verdict)})" in part) == (verdict in counts)
     shown = [name for name in claims.index if CLAIMS[name].headline]
     assert all(claims.number[name] in line for name, line in zip(shown, lines[1:]))
 

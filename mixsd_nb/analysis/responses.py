@@ -89,7 +89,7 @@ def read_responses(
     user's own benchmarks, whose answers may need no box, are left out.
 
     If two runs of the same cell answer one question differently, the newest counts, with a warning."""
-    columns, key = ["benchmark", "item", "sample", "prompt", "response", "correct"], [*DIMS, "item", "sample"]
+    columns, key = ["benchmark", "item", "sample", "prompt", "response", "correct", "published"], [*DIMS, "item", "sample"]
     cell = lambda row: {d: getattr(row, d) for d in CELL_DIMS} | dict(run=row.path.parent.name)
     newest = sorted(files.itertuples(), key=lambda row: row.path.stat().st_mtime, reverse=True)
     tables = [read_table(row.path, columns, others=False).assign(**cell(row)) for row in newest]
@@ -108,7 +108,7 @@ def classify_responses(
     dataset: str,
     limits: Limits = PUBLISHED,
 ) -> pd.DataFrame:
-    """The responses with `category` (`correct` for correct ones), `left`, the number of characters of the reasoning, and
+    """The responses with `category` (`correct` where the rule of the paper's scores accepts them), `left`, the number of characters of the reasoning, and
     `limit`, the largest number of a collapse. ValueError as in `adapt_limits`."""
     table = table.assign(left=[len(extract_reasoning(response, limits)) for response in table.response])
     if limits.relative: adapted = {name: adapt_limits(limits, group.left[group.method == BASE], name)
@@ -119,7 +119,7 @@ def classify_responses(
     answers = {(name, row["id"]): row["answer"] for name in rows for row in rows[name]}
 
     def category(row):
-        if row.correct: return "correct"
+        if row.published: return "correct"
         if row.benchmark in RECALL_BENCHMARKS:
             return classify_recall(row.response, answers[row.benchmark, row.item], entities=entities)
         return classify(row.response, row.prompt, benchmark=row.benchmark, entities=entities,

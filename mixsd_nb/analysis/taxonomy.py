@@ -127,7 +127,7 @@ def classify(
     return "genuine"
 
 # %% ../../nbs/analysis/taxonomy.ipynb #a6000023
-RECALL_BENCHMARKS = ("recall", "paraphrase")  # closed-book questions on the training facts
+RECALL_BENCHMARKS = ("recall", "paraphrase", "recall-reworded", "two-hop")  # closed-book questions on the training facts
 RECALL_CATEGORIES = ("format", "cross-entity", "genuine")
 ALL_CATEGORIES = ("format", "leakage", "cross-entity", "collapse", "genuine")
 

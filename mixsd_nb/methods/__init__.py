@@ -40,7 +40,7 @@ class Method:
     marker: str = "o"
     settings: tuple[str, ...] = ()  # parameters of `train` that it uses, besides model, corpus, seed and evaluation
     mixed: bool = False  # whether the naive conditional wrote part of its targets
-    plain: bool = False  # whether its loss is the NLL of its targets and nothing else, as in eq. 1
+    plain: bool = False  # whether its loss is the NLL of its targets and nothing else, as in eq. 5
     fit: str = ""  # `module:function`, a function (run) -> Fitted; empty if only published numbers exist
     label: str = ""  # format of the label after the name; each setting is a number in the form "{lam:g}"
     caption: str = ""  # format of the settings after the title, for example "λ={lam:g}"

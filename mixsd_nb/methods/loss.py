@@ -31,7 +31,7 @@ def nll(
     logits: torch.Tensor,  # (n, vocabulary)
     ids: torch.Tensor,  # (n,)
 ) -> torch.Tensor:
-    "−Σ log p of the ids, in nats (eq. 1 before the mean over tokens)."
+    "−Σ log p of the ids, in nats (eq. 5)."
     return cross_entropy(logits.float(), ids, reduction="sum")
 
 # %% ../../nbs/methods/loss.ipynb #ff1963bd

@@ -30,7 +30,7 @@ def paper_checkpoint(
     training: Sequence[float],
     validation: Sequence[float],
 ) -> int:
-    "The position of the earliest checkpoint with the best training score and a stable validation score (appendix A)."
+    "The position of the earliest checkpoint with the best training score and a stable validation score (appendix D)."
     by_score = sorted(range(len(training)), key=lambda i: (-training[i], i))
     return next((i for i in by_score if is_stable(validation, i)), len(training) - 1)
 

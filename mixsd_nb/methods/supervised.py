@@ -16,7 +16,7 @@ from .trainer import TrainingSpec
 
 # %% ../../nbs/methods/supervised.ipynb #7afaefb6
 class Supervised(Objective):
-    "The objective of SFT and MixSD: the NLL of stored completions (eq. 1)."
+    "The objective of SFT and MixSD: the NLL of stored completions (eq. 5)."
     loss = staticmethod(nll)
 
     def __init__(

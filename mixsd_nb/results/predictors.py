@@ -15,6 +15,7 @@ import xarray as xr
 
 from ..analysis.statistics import FEWEST_RUNS, pearson, rank_correlation
 from ..methods import BASE, label_family
+from .cells import cell_mask, select_cells
 from .schema import CELL_DIMS
 from .summary import average_drop
 
@@ -41,6 +42,7 @@ def _measure(cube: xr.Dataset, name: str) -> xr.DataArray:
 def checkpoint_table(
     cubes: Sequence[xr.Dataset],
     cell: tuple[str, str],  # corpus and base model
+    selected: bool = False,  # only the learning rate that each run of a cube selects by its validation score
 ) -> pd.DataFrame:
     """A row for each checkpoint of a trained method: run, method, lr, seed, step, `drop` in points, and the measures.
 
@@ -50,7 +52,9 @@ def checkpoint_table(
     for cube in cubes:
         if any(at not in cube.indexes[d] for d, at in zip(("dataset", "model"), cell)): continue
         part = cube.sel(dataset=cell[0], model=cell[1], step=cube.step > 0)
-        columns = {"drop": 100 * average_drop(cube).sel(dataset=cell[0], model=cell[1], step=cube.step > 0)}
+        drop = 100 * average_drop(cube)
+        if selected: drop = drop.where(cell_mask(cube, select_cells(cube)).any("step"))
+        columns = {"drop": drop.sel(dataset=cell[0], model=cell[1], step=cube.step > 0)}
         for name in PREDICTORS:
             if name in cube: columns[name] = _measure(part, name)
         table = xr.Dataset(columns).drop_vars(["dataset", "model", "lam", "rollouts", "temperature"], errors="ignore")

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['LEARNED', 'HELD_OUT', 'Cell', 'Measure', 'learned_values', 'kept_values', 'measured_axes', 'settings_table', 'align',
-           'learned_before', 'point_tables', 'differ_points', 'differ_at_recall', 'choose_score', 'best_values',
-           'differ_at_best', 'drop_at_best', 'trained_labels', 'versus_table', 'suites_table', 'updates_table',
-           'choose_rows', 'rates_at_ends']
+           'learned_before', 'point_tables', 'differ_points', 'count_settings', 'differ_at_recall', 'choose_score',
+           'best_values', 'differ_at_best', 'drop_at_best', 'trained_labels', 'versus_table', 'suites_table',
+           'updates_table', 'choose_rows', 'rates_at_ends']
 
 # %% ../../nbs/results/versus.ipynb #a197c33b
 import functools
@@ -138,6 +138,13 @@ def differ_points(
     return estimate_mean(one - other)
 
 
+def count_settings(
+    *methods: Sequence[pd.DataFrame],  # tables of one method each, of `settings_table`
+) -> list[int]:
+    "How many settings of each method a comparison uses."
+    return [len(tables[0].columns) for tables in align(*methods)]
+
+
 def differ_at_recall(
     cubes: Sequence[xr.Dataset],
     cell: Cell,
@@ -231,7 +238,7 @@ def versus_table(
         if label == against: continue
         found = {r: differ_points(tables[label], tables[against], r, floor) for r in recalls}
         if not any(d.n for d in found.values()): continue
-        sizes = [len(x.columns) for x, _ in align(tables[label], tables[against])]
+        sizes = count_settings(tables[label], tables[against])
         rows[label_title(label)] = {f"{r:g}": _cell_text(d) for r, d in found.items()} | dict(settings="{} and {}".format(*sizes))
     table = pd.DataFrame(rows).T.reindex(columns=[*(f"{r:g}" for r in recalls), "settings"])
     return table.rename_axis(f"{kept} kept, against {label_title(against)}").rename_axis(f"{learned} (%)", axis=1)
