@@ -227,7 +227,8 @@ def correlations(
 ) -> pd.DataFrame:
     """Pearson's r of Drop with each of AXES, with intervals by bootstrap over runs (appendix E.1).
 
-    The rows are all checkpoints of the model, as in the paper, then each dataset, method and learning rate.
+    The rows are all checkpoints of the model, then those of each dataset, method and learning rate. The paper pools the
+    corpora and four methods, each at its best learning rate.
     `between methods` uses deviations from the mean over all checkpoints of the same dataset, rate and step."""
     groups = {"all": table}
     for by in ("dataset", "method", "lr"):
@@ -275,7 +276,7 @@ def forgetting_figure(
 def last_step_table(
     table: pd.DataFrame,  # as returned by `checkpoint_points`
 ) -> pd.DataFrame:
-    "The paper's table (appendix E.1): ‖Δθ‖², R and Drop of each method at its last step, means over seeds."
+    "‖Δθ‖², R and Drop of each method at its last step, means over seeds; the paper's table (appendix E.1) has selected steps."
     last = table[table.step == table.groupby("run").step.transform("max")]
     keys = ["dataset", "method", "lr"]
     means = last.groupby(keys)[[*AXES, "drop"]].mean().join(last.groupby(keys).size().rename("seeds"))
