@@ -9,14 +9,11 @@ import time
 
 import pyarrow.parquet as pq
 import pytest
-import torch
-from helpers import forked
-from transformers import Qwen3ForCausalLM
+from helpers import forked, small_model
 
 from mixsd_nb import generate
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.models import load_base
-from mixsd_nb.models.lab import lab_config
 from mixsd_nb.runs import Journal, StorageError
 
 pytestmark = pytest.mark.usefixtures("own_runs")
@@ -26,15 +23,7 @@ SMALL = dict(max_new_tokens=8, max_attempts=2, samples=2)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     "The folder of a model whose response depends on the prompt."
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer = load_base("lab-m")[1]
-    torch.manual_seed(0)
-    small = Qwen3ForCausalLM(lab_config("lab-s", tokenizer))
-    with torch.no_grad():
-        [p.mul_(4) for p in small.parameters() if p.ndim == 2]
-    small.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return small_model(tmp_path_factory.mktemp("model"), scale=4)
 
 
 def written(**parameters):
@@ -54,7 +43,7 @@ def mix_here(parameters): generate.run(**parameters)
 
 
 def test_ten_kills_change_no_byte(model, whole, own_runs):
-    parameters, rng = dict(model=model, batch_size=8, **SMALL), random.Random(7)
+    parameters, rng = dict(model=model, batch_size=1, **SMALL), random.Random(7)  # the slowest way
     folder = generate.GenerateConfig(**parameters).folder
     size = lambda: journal.stat().st_size if (journal := folder / "finished.jsonl").exists() else 0
     for _ in range(10):
