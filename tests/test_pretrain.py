@@ -9,10 +9,20 @@ from mixsd_nb.pretraining import training
 SMALL = dict(size="lab-s", start="fresh", tokens=0.012, batch_tokens=1024, pool=20, save_every=1, n=1, curve_points=2)
 
 
-@pytest.fixture(autouse=True)
-def quick_abilities(monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def quick_abilities():
     "Replace the measurement of abilities, which these tests do not need."
-    monkeypatch.setattr(pretrain, "measure_abilities", lambda model, tokenizer, n, samples=0: {"none": 0.0})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pretrain, "measure_abilities", lambda model, tokenizer, n, samples=0: {"none": 0.0})
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    "A run that was not interrupted."
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MIXSD_RUNS", str(tmp_path_factory.mktemp("whole")))
+        return pretrain.run(**SMALL)
 
 
 def weights(run):
@@ -23,10 +33,7 @@ def losses(run):
     return run.result["training"].loss
 
 
-def test_an_interrupted_run_ends_with_the_same_weights(tmp_path, monkeypatch):
-    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "whole"))
-    whole = pretrain.run(**SMALL)
-    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "broken"))
+def test_an_interrupted_run_ends_with_the_same_weights(whole, own_runs, monkeypatch):
     update, calls = training.update, []
 
     def interrupted_update(*arguments):
@@ -48,19 +55,18 @@ def test_an_interrupted_run_ends_with_the_same_weights(tmp_path, monkeypatch):
     assert weights(again) == weights(whole)
 
 
-def test_training_starts_from_the_weights_that_ship(own_runs):
-    shipped = losses(pretrain.run(**{**SMALL, "start": ""}))
-    fresh = losses(pretrain.run(**SMALL))
+def test_training_starts_from_the_weights_that_ship(whole, own_runs):
+    shipped, fresh = losses(pretrain.run(**{**SMALL, "start": ""})), losses(whole)
     # The record continues that of the shipped weights; its last losses are those of this training.
     assert shipped[-fresh.size:].mean() < 0.5 * fresh.mean()
 
 
-def test_minutes_become_tokens_once(own_runs, monkeypatch):
+def test_minutes_become_tokens_once(whole, own_runs, monkeypatch):
     "The rate is measured before the first update; a resumed training keeps its budget."
     budgets = []
     monkeypatch.setattr(pretrain, "estimate_tokens", lambda *arguments: budgets.append(1e6 * SMALL["tokens"]) or budgets[-1])
-    whole = pretrain.run(**{**SMALL, "tokens": 0, "minutes": 7})
-    assert len(budgets) == 1 and np.array_equal(losses(whole), losses(pretrain.run(**SMALL)))
+    timed = pretrain.run(**{**SMALL, "tokens": 0, "minutes": 7})
+    assert len(budgets) == 1 and np.array_equal(losses(timed), losses(whole))
 
 
 def test_a_budget_in_minutes_grows_with_the_minutes():
