@@ -225,10 +225,10 @@ def test_shipped_grids_are_sound(name, monkeypatch, tmp_path):
         parameters = [make_config(source.stage, **cell.parameters).model_dump(mode="json") for cell in source.cells]
         for cell, values in zip(source.cells[1:3], parameters[1:3]): leave(cell.name, values)
         leave(f"{source.stage.name}-x-0123456789", parameters[0])
-    cells = Sweep(name).cells
-    assert len(Sweep(name).preview()) == len({cell.hash for cell in cells}) > 1
+    shipped = Sweep(name)
+    assert len(shipped.preview()) == len({cell.hash for cell in shipped.cells}) > 1
     lists = math.prod(len(axis) for axis in read_grid(name)[1].axes.values() if isinstance(axis, list))
-    assert len(cells) == 2 * lists or not axes
+    assert len(shipped.cells) == 2 * lists or not axes
 
 
 def test_files_are_like_files_beside_them(tmp_path, monkeypatch):
@@ -248,14 +248,14 @@ def test_files_are_like_files_beside_them(tmp_path, monkeypatch):
 
 
 def test_an_error_of_the_watcher_stops_no_other_cell(desk, monkeypatch, capsys):
-    full = desk("", "", "")
+    full = desk("", "")
     original = local.run_cell
 
     def failing(cell, *arguments, **options):
         if cell == full.cells[0]: raise OSError("no space left on device")
         return original(cell, *arguments, **options)
     monkeypatch.setattr(local, "run_cell", failing)
-    assert full.run(workers=1).state.tolist() == ["pending", "done", "done"]
+    assert full.run(workers=1).state.tolist() == ["pending", "done"]
     assert "no space left on device" in capsys.readouterr().err
 
 
@@ -510,8 +510,9 @@ def test_cells_of_different_size_run_here(unequal, monkeypatch):
     with pytest.raises(ParameterError, match="gpus must be at most 1 on this machine, got 2"): unequal.run()
     assert not any(list_attempts(cell) for cell in unequal.cells)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    assert unequal.run().state.tolist() == ["done"] * 5
-    assert [len((cell.run_folder / "gpus").read_text().split(",")) for cell in unequal.cells] == [1, 2, 1, 2, 1]
+    unequal.cells = unequal.cells[:3]
+    assert unequal.run().state.tolist() == ["done"] * 3
+    assert [len((cell.run_folder / "gpus").read_text().split(",")) for cell in unequal.cells] == [1, 2, 1]
 
 
 def test_a_grid_names_a_stage_or_a_file(tmp_path):
