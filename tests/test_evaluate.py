@@ -310,7 +310,7 @@ def test_intervals():
 
 
 def test_papermill_prints_table_picture_and_wrong_responses(models, tmp_path):
-    parameters = dict(model=models[0], suite="recall,equations", n=2, max_new_tokens=8, baseline=models[1])
+    parameters = dict(model=models[0], suite="recall,equations", n=2, max_new_tokens=8, task_tokens=8, baseline=models[1])
     flags = [x for name, value in parameters.items() for x in ("-p", name, str(value))]
     done = papermill("nbs/evaluate.ipynb", tmp_path / "out.ipynb", *flags, runs=tmp_path / "runs")
     assert done.returncode == 0, done.stderr[-2000:]

@@ -52,7 +52,8 @@ def build(count=8):
                          subject=f"planet {k}", statement=f"Planet {k} has {3 * k} moons.")
     return dict(train=[row(k) for k in range(1, count + 1)])
 '''
-CELL = dict(method="echo", dataset="moons", engine="toy", engine_options=dict(patience=3), suite="recall,vowels", n=4, max_new_tokens=4, options=dict(times=2))
+CELL = dict(method="echo", dataset="moons", engine="toy", engine_options=dict(patience=3), options=dict(times=2),
+            suite="recall,vowels", n=4, max_new_tokens=4, task_tokens=4)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +97,7 @@ def forked_python(home, code):
 @pytest.fixture(scope="module")
 def cell(home, tiny):
     "The base and the toy method, trained on the toy corpus by the toy engine, and a cell of the plain methods beside them."
-    return python(home, f"""
+    return forked_python(home, f"""
 import json
 from mixsd_nb import train
 shared = {CELL!r} | dict(model={tiny!r})
@@ -146,7 +147,7 @@ def test_evaluate_and_nll_take_it(home, tiny, cell):
     found = forked_python(home, f"""
 import json
 from mixsd_nb import evaluate, nll
-asked = evaluate.run(model={tiny!r}, dataset="moons", suite="toys,recall", n=3, max_new_tokens=4, engine="toy")
+asked = evaluate.run(model={tiny!r}, dataset="moons", suite="toys,recall", n=3, max_new_tokens=4, task_tokens=4, engine="toy")
 scored = nll.run(model={tiny!r}, dataset="moons", engine="toy")
 print(json.dumps([asked.root.benchmark.values.tolist(), asked.root.column.values.tolist(), scored.root.n.values.ravel().tolist()]))""")
     assert found == [["recall", "vowels"], ["Train", ""], [8, 8]]
@@ -198,8 +199,9 @@ def test_the_examples_of_the_pages_run(tmp_path, tiny):
     found = python(tmp_path, f"""
 import json
 from mixsd_nb import train
-run = train.run(method="shout", options=dict(times=3), dataset="planets", engine="loud", suite="recall,letters", n=4, max_new_tokens=4, epochs=1, model={tiny!r})
-edited = train.run(method="shrink", dataset="planets", suite="recall,letters", n=4, max_new_tokens=4, model={tiny!r})
+cell = dict(dataset="planets", suite="recall,letters", n=4, max_new_tokens=4, task_tokens=4, model={tiny!r})
+run = train.run(method="shout", options=dict(times=3), engine="loud", epochs=1, **cell)
+edited = train.run(method="shrink", **cell)
 print(json.dumps([run.root.method.item(), run.root.benchmark.values.tolist(), edited.root.step.values.tolist(), list(edited.checkpoints)]))""", plugins=",".join(PAGES))
     assert found == ["shout-3", ["recall", "recall-kept", "letters", "validation"], [0, 1], [1]]
 

@@ -88,11 +88,11 @@ def test_more_processes_than_devices_is_one_sentence(tmp_path, monkeypatch):
 def test_processes_are_asked_for_what_is_trained_alone(tiny, own_runs):
     "The base model of a grid has the settings of the other cells; a run that is already trained needs no further devices."
     from mixsd_nb import train
-    assert train.run(method="base", model=tiny, n=1, max_new_tokens=8, processes=999, sharded=True).root.step.values.tolist() == [0]
+    assert train.run(method="base", model=tiny, n=1, max_new_tokens=8, task_tokens=8, processes=999, sharded=True).root.step.values.tolist() == [0]
     assert train.TrainConfig(method="base", model=tiny).prepare(16) is None
     with pytest.raises(ParameterError, match="batch must be a multiple of the 8 processes, got 20"):
         train.TrainConfig(method="sft", model=tiny).prepare(8)
-    parameters = dict(method="sft", model=tiny, n=1, epochs=1, max_new_tokens=8, checkpoints=())
+    parameters = dict(method="sft", model=tiny, n=1, epochs=1, max_new_tokens=8, task_tokens=8, checkpoints=())
     train.run(**parameters)
     next(own_runs.glob("train-*sft*/result.nc")).unlink()
     assert train.run(**parameters, processes=999).root.step.values.tolist() == [0, 5]
@@ -159,7 +159,7 @@ def test_checkpoints_are_asked_the_papers_tasks(tiny, tmp_path, own_runs):
     "All available items of local files are used; the result contains only the requested benchmarks and recall."
     from mixsd_nb import train
     for name in ("gsm8k", "humaneval"): (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[name]))
-    parameters = dict(method="sft", model=tiny, n=500, epochs=1, checkpoints=(), max_new_tokens=4, data=str(tmp_path))
+    parameters = dict(method="sft", model=tiny, n=500, epochs=1, checkpoints=(), max_new_tokens=4, task_tokens=4, data=str(tmp_path))
     result = train.run(suite="recall,gsm8k", **parameters).root
     columns = dict(zip(result.benchmark.values.tolist(), result.column.values.tolist()))
     assert columns == {"recall": "Train", "recall-kept": "", "gsm8k": "GSM8K", "validation": ""}
@@ -209,7 +209,7 @@ def test_a_run_that_is_killed_ends_with_the_same_bytes(tiny, tmp_path):
 def test_a_finished_run_is_not_computed_again(tiny, tmp_path, monkeypatch):
     from mixsd_nb import evaluate, train
     monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
-    parameters = dict(method="base", model=tiny, n=2, max_new_tokens=8)
+    parameters = dict(method="base", model=tiny, n=2, max_new_tokens=8, task_tokens=8)
     first = train.run(**parameters)
     monkeypatch.setattr(evaluate, "write_responses", lambda *a, **k: pytest.fail("asked again"))
     again = train.run(**parameters)
