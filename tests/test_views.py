@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -82,10 +81,10 @@ def test_views_before_any_run_say_what_to_run(tmp_path):
     assert "make run" in cube.notice.value and "Qwen3-8B" in cube.figure.body, "the paper's numbers are there before any run"
 
 
-def test_the_page_offers_a_quick_run_while_there_is_none(tmp_path):
+def test_the_page_offers_a_quick_run_while_there_is_none(runs, tmp_path):
     "The button runs the command in the folder of the page; when it succeeds, the page reads the runs and the offer is gone."
-    command = [sys.executable, "-c", "import os, sys; sys.path.insert(0, sys.argv[1]); import made_up; from pathlib import Path;"
-               "made_up.write_runs(Path(os.environ['MIXSD_RUNS']))", str(Path(__file__).parent)]
+    copy = "import os, shutil, sys; shutil.copytree(sys.argv[1], os.environ['MIXSD_RUNS'], dirs_exist_ok=True)"
+    command = [sys.executable, "-c", copy, str(runs)]
     app = Explorer(command, folder=tmp_path, model="lab-s")
     assert app.offer.widget.layout.display is None
     app.tabs.value = "cube"
