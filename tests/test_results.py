@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -89,10 +90,21 @@ def twenty():
     yield Demo(method="mixsd", lam=0, seed=7)
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    "A folder with the twenty runs."
+    folder = tmp_path_factory.mktemp("twenty")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MIXSD_RUNS", str(folder))
+        for config in twenty(): config.run()
+    return folder
+
+
 @pytest.fixture
-def cube(tmp_path, monkeypatch):
+def cube(written, tmp_path, monkeypatch):
+    "The cube of the twenty runs, which are copied into a folder of the test."
+    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
     monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
-    for config in twenty(): config.run()
     return open_cube()
 
 
