@@ -114,7 +114,7 @@ def alone(spec, tmp_path_factory):
 @pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
 def test_two_processes_killed_half_way_end_where_one_does(sharded, spec, alone, tmp_path):
     two = replace(spec, processes=2, sharded=sharded)
-    kill_at((start_ranks if sharded else start)(two, tmp_path), tmp_path / "checkpoint-10/complete")
+    kill_at(start_ranks(two, tmp_path), tmp_path / "checkpoint-10/complete")
     assert not (tmp_path / "checkpoint-20/complete").exists()
     steps = []
     if sharded: steps = fine_tune_ranks(two, tmp_path)
