@@ -48,12 +48,16 @@ def whole(tiny, tmp_path_factory):
         return train.run(model=tiny, **SMALL)
 
 
+def copy_base(whole, runs):
+    for folder in whole.folder.parent.glob("evaluate-*"): shutil.copytree(folder, runs / folder.name)
+    return runs
+
+
 @pytest.fixture
 def copied(whole, tmp_path, monkeypatch):
     "A folder of runs that holds the base evaluation of `whole` alone."
     monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
-    for folder in whole.folder.parent.glob("evaluate-*"): shutil.copytree(folder, tmp_path / folder.name)
-    return tmp_path
+    return copy_base(whole, tmp_path)
 
 
 def size(folder): return sum(path.lstat().st_size for path in Path(folder).rglob("*") if path.is_file())
@@ -139,22 +143,34 @@ def test_the_peak_on_disk_is_told_by_the_formula(keep, copied, monkeypatch, caps
     assert (size(run.folder) > 5 * one) == (keep == "all")
 
 
-@pytest.mark.parametrize("pause, state", [(1, "memory"), (2, "newest"), (3, "memory")])
-def test_a_training_that_pauses_holds_few_weights_and_gives_the_same_bytes(pause, state, whole, tiny, copied, monkeypatch):
+SELECTED = SMALL | dict(measure="selection", keep="chosen")
+
+
+def count_invented(table, *rest, **options):
     "Half-trained models recall nothing, so scores are invented that make the rule wait for later checkpoints."
+    length = int(table.response[table.benchmark == "recall"].str.len().sum())
+    return count_by_benchmark(table.assign(correct=np.arange(len(table)) % 10 < length % 10), *rest, **options)
+
+
+@pytest.fixture(scope="module")
+def unpaused(whole, tiny, tmp_path_factory):
+    "The training with invented scores, without a pause."
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MIXSD_RUNS", str(copy_base(whole, tmp_path_factory.mktemp("unpaused"))))
+        patch.setattr(measuring, "count_by_benchmark", count_invented)
+        return train.run(model=tiny, **SELECTED)
+
+
+@pytest.mark.parametrize("pause, state", [(1, "memory"), (2, "newest"), (3, "memory")])
+def test_a_training_that_pauses_holds_few_weights_and_gives_the_same_bytes(pause, state, whole, unpaused, tiny, copied, monkeypatch):
     held, disk, remove = [], [], train.remove_early
-    score = lambda table: table.assign(correct=np.arange(len(table)) % 10 < int(table.response[table.benchmark == "recall"].str.len().sum()) % 10)
-    monkeypatch.setattr(measuring, "count_by_benchmark", lambda table, *a, **k: count_by_benchmark(score(table), *a, **k))
+    monkeypatch.setattr(measuring, "count_by_benchmark", count_invented)
     monkeypatch.setattr(train, "remove_early", lambda config, run: (held.append(len(run.checkpoints)), disk.append(sum(path.lstat().st_size for path in run.folder.rglob("optimizer.pt"))), remove(config, run)))
-    settings = SMALL | dict(measure="selection", keep="chosen")
-    found = train.run(model=tiny, **settings, pause=pause, state=state)
+    found = train.run(model=tiny, **SELECTED, pause=pause, state=state)
     assert [*found.checkpoints] == [found.best_step] and len(held) == -(-5 // pause) and max(held) <= min(5, 3 + pause)
     assert (max(disk) < 1e3) == (state == "memory"), "a state in memory is a link on the disk"
-    monkeypatch.setenv("MIXSD_RUNS", str(copied / "other"))
-    for folder in copied.glob("evaluate-*"): shutil.copytree(folder, copied / "other" / folder.name)
-    plain = train.run(model=tiny, **settings)
-    assert answers(found) == answers(plain) and weights(found.checkpoint()) == weights(plain.checkpoint()) == weights(whole.checkpoint(found.best_step))
-    assert (found.folder / "result.nc").read_bytes() == (plain.folder / "result.nc").read_bytes()
+    assert answers(found) == answers(unpaused) and weights(found.checkpoint()) == weights(unpaused.checkpoint()) == weights(whole.checkpoint(found.best_step))
+    assert (found.folder / "result.nc").read_bytes() == (unpaused.folder / "result.nc").read_bytes()
 
 
 def test_a_pause_needs_a_state_and_a_held_state_a_pause(tiny):
