@@ -1703,6 +1703,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                  'mixsd_nb.inject.InjectRun.table': ('inject.html#injectrun.table', 'mixsd_nb/inject.py'),
                                  'mixsd_nb.inject.InjectRun.trained': ('inject.html#injectrun.trained', 'mixsd_nb/inject.py'),
                                  'mixsd_nb.inject._add_test': ('inject.html#_add_test', 'mixsd_nb/inject.py'),
+                                 'mixsd_nb.inject._describe_end': ('inject.html#_describe_end', 'mixsd_nb/inject.py'),
                                  'mixsd_nb.inject._facts': ('inject.html#_facts', 'mixsd_nb/inject.py'),
                                  'mixsd_nb.inject._parser': ('inject.html#_parser', 'mixsd_nb/inject.py'),
                                  'mixsd_nb.inject._pick_items': ('inject.html#_pick_items', 'mixsd_nb/inject.py'),

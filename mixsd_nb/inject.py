@@ -253,14 +253,19 @@ _TEST = ("<p class='muted'>recall asks the facts as they are written, recall-rew
          "or of random signs where items have several samples; it is not corrected for the number of benchmarks.</p>")
 
 
-def _render_model(config: InjectConfig, run: Run, trained: ModelRun, step: int) -> str:
-    "Where the model is, and how to use it."
+def _describe_end(config: InjectConfig, trained: ModelRun, step: int) -> str:
+    "How many updates the training made, and whether it had converged."
+    if not config.has_rate: return f"The method {METHODS[config.method].title} makes no training updates."
     end = (f"had converged at update {step}" if config.training().converged_step(trained) == step else
            f"had not converged, and update {step} is the best by the paper's rule; more epochs may help")
+    return f"The training made {int(trained.root.step.max())} of at most {config.steps()[0]} updates and {end}."
+
+
+def _render_model(config: InjectConfig, run: Run, trained: ModelRun, step: int) -> str:
+    "Where the model is, and how to use it."
     digits = run.name.rpartition("-")[2]
     code = f"from mixsd_nb import open_run\nrun = open_run({digits!r})\nprint(run.chat('…'))"
-    made = int(trained.root.step.max())
-    return (f"<p>The training made {made} of at most {config.steps()[0]} updates and {end}. The model:</p>"
+    return (f"<p>{_describe_end(config, trained, step)} The model:</p>"
             f"<pre>{escape(trained.source(step))}</pre><p>In the shell:</p><pre>mixsd export {digits} my-model</pre>"
             f"<p>writes it as a Hugging Face folder with a model card. In Python:</p><pre>{escape(code)}</pre>")
 
