@@ -45,6 +45,7 @@ class InjectConfig(train.TrainConfig):
     "Teach a model the facts of a file or of a corpus, and report what it learnt and forgot."
     name = "inject"
     run_class = "mixsd_nb.inject:InjectRun"
+    forced = "write the report again; to train again, remove the folder of the training"
     suite: str = preset_field(
         "what is asked before and after: groups and benchmarks, with commas; the facts' own tests are added",
         lab="in-domain,lab", paper="in-domain,paper", smoke="in-domain,lab")
@@ -401,7 +402,7 @@ def _parser() -> CommandParser:
                                       "saved by datasets, a hub id, or the name of a corpus")
     parser.add_argument("--test", metavar="FILE", help="own tests of the facts: question, answer, kind")
     parser.add_argument("--no-notebook", action="store_true", help="do not store the executed notebook")
-    parser.add_argument("--force", action="store_true", help="write the report again; to train again, remove the folder of the training")
+    parser.add_argument("--force", action="store_true", help=InjectConfig.forced)
     parser.add_words(_WORDS)
     return parser
 
