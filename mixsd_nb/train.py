@@ -26,7 +26,7 @@ from .benchmarks.evaluation import EvalSettings, select_items
 from .corpora import CORPORA, load_corpus
 from .corpora.prompts import SPANS
 from .methods import METHODS, check_method, fit_function, method_label, update_count
-from .methods.lengths import check_facts
+from .methods.lengths import check_facts, check_subjects
 from .methods.selection import converged
 from .models import ENGINES, check_engine, check_head, check_process, run_with_engine
 from .models.identity import FileOptions, ModelName, model_label
@@ -203,6 +203,7 @@ class TrainConfig(Stage, EvalSettings):
         check_process(self.engine, self.replicas)
         warn_about_lab_values(self)
         fit_function(self.method)
+        if METHODS[self.method].demand.edited: check_subjects(self.dataset)
         if self._asks_questions(): select_items(self)
         if source := self.source():
             folder = source.without_idle().folder
