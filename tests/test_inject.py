@@ -81,6 +81,14 @@ def test_the_page_stands_alone_and_escapes_what_it_shows(injected):
     assert "facts.jsonl, line 2" in page and "McNemar" in page and page.count("class='pair'") >= 10
 
 
+def test_a_grid_of_injections_has_the_cube_of_their_trainings(injected):
+    from mixsd_nb.results.cube import cube_of
+    from mixsd_nb.sweep import Sweep
+    run, parameters = injected
+    cube = Sweep(dict(notebook="inject", fixed=parameters)).cube()
+    assert cube.equals(cube_of([run.trained])) and cube.accuracy.sel(benchmark="recall").notnull().any()
+
+
 def test_costs_are_beside_the_result_and_not_in_it(injected):
     run, _ = injected
     costs = json.loads((run.folder / "costs.json").read_text())

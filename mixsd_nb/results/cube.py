@@ -85,7 +85,7 @@ def cube_of(
         folders = [Path(getattr(run, "folder", run)) for run in runs]
         read = {folder.name: read_root(folder / "result.nc") for folder in folders}
         runs = {name: rename_root(root, name) for name, root in read.items() if root is not None}
-    if not runs: raise FileNotFoundError("a cube needs at least one finished run, got none")
+    if not runs: raise FileNotFoundError("a cube needs at least one finished run of a training or an analysis, got none")
     for folder, root in runs.items(): check_names(root, folder)
     check_settings(runs)
     return merge_roots({folder: _drop_empty_counts(root) for folder, root in add_bases(runs).items()})
