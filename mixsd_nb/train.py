@@ -56,9 +56,9 @@ class TrainConfig(Stage, EvalSettings):
     model: ModelName = Field("lab-m", description="base model: a lab model, a folder or a hub id")
     lr: float = preset_field(
         "learning rate after 20 warm-up steps; the paper selects one of six", lab=1e-3, paper=1e-5, gt=0, le=1)
-    epochs: int | None = Field(None, ge=1, description="passes over the corpus; None for the published number",
-                               json_schema_extra=dict(smoke=1))
-    batch: int | None = Field(None, ge=1, description="examples per update; None for the published number")
+    epochs: int | None = Field(None, ge=1, json_schema_extra=dict(smoke=1), description=(
+        "passes over the corpus; None for the published number, and for a file for twenty passes or a hundred updates, if these are more"))
+    batch: int | None = Field(None, ge=1, description="examples per update; None for the published number, and for a file for 20")
     rollouts: int | None = Field(None, ge=1, description=(
         "responses sampled per fact and update in opsd, opsd-nll and mixsd-kl; None for the published number"))
     temperature: float | None = Field(

@@ -321,6 +321,14 @@ def test_inputs_are_checked_before_any_work(own_runs, tiny, tmp_path):
     assert not found["benchmark gsm8k"].fine and not found[f"model {broken}"].fine
 
 
+def test_nothing_is_published_about_the_length_of_a_training_on_a_file_or_of_an_injection(own_runs):
+    from mixsd_nb.corpora.files import EXAMPLE
+    shared = dict(preset="paper", model="Qwen/Qwen3-1.7B")
+    for stage, dataset, values, told in [("inject", str(EXAMPLE), dict(), []), ("train", str(EXAMPLE), dict(epochs=3, batch=2), []),
+                                         ("inject", "kgfact-small", dict(), []), ("inject", "kgfact-small", dict(batch=10), ["batch=10, published 20"])]:
+        assert list_deviations([make_config(find_stage(stage), dataset=dataset, **shared, **values)]) == told
+
+
 def test_deviations_name_both_values():
     assert list_deviations([paper_run("Qwen/Qwen3-1.7B")]) == []
     told = list_deviations([paper_run("Qwen/Qwen3-1.7B", "opsd", epochs=3, dtype="float32", rollouts=2)])
