@@ -31,8 +31,8 @@ from .methods.lengths import warn_of_long_replies
 from .models import load_tokenizer, run_with_engine
 from .models.presets import preset_field
 from .results.finished import ModelRun
-from .results.report import (escape, format_interval, format_p, render_failures, render_figure, render_lost,
-                                     render_page, render_pair, render_scores, render_table)
+from .results.report import (describe_updates, escape, format_interval, format_p, render_failures, render_figure,
+                                     render_lost, render_page, render_pair, render_scores, render_table)
 from .runs import TARGET_COLUMNS, Run, Steps, make_config, read_json, read_table, run_function, write_atomically
 from .runs.commands import CommandParser, end_command, read_options, split_text, words_of
 from .runs.costs import CostLog
@@ -45,13 +45,14 @@ class InjectConfig(train.TrainConfig):
     "Teach a model the facts of a file or of a corpus, and report what it learnt and forgot."
     name = "inject"
     run_class = "mixsd_nb.inject:InjectRun"
+    forced = "write the report again; to train again, remove the folder of the training"
     suite: str = preset_field(
         "what is asked before and after: groups and benchmarks, with commas; the facts' own tests are added",
         lab="in-domain,lab", paper="in-domain,paper", smoke="in-domain,lab")
     n: int = preset_field(
         "items of each benchmark, as far as it has them; at least as many as there are facts", lab=100, paper=4_326, smoke=2, ge=1)
     epochs: int | None = Field(
-        None, ge=1, description="most passes over the facts; None for twice the published number", json_schema_extra=dict(smoke=1))
+        None, ge=1, description="most passes over the facts; None for twice the number that a training has by default", json_schema_extra=dict(smoke=1))
     checkpoints: Steps | None = Field(None, description="updates after which recall is measured; None for the published schedule")
     stop: Literal["last", "converged"] = Field("converged", description=(
         "when training ends: converged, when the paper's rule has selected a checkpoint; last, after all updates"))
@@ -255,12 +256,12 @@ _TEST = ("<p class='muted'>recall asks the facts as they are written, recall-rew
 
 def _render_model(config: InjectConfig, run: Run, trained: ModelRun, step: int) -> str:
     "Where the model is, and how to use it."
-    end = (f"had converged at update {step}" if config.training().converged_step(trained) == step else
-           f"had not converged, and update {step} is the best by the paper's rule; more epochs may help")
+    converged = config.training().converged_step(trained) == step
+    updates = (describe_updates(int(trained.root.step.max()), config.steps()[0], step, converged) if config.has_rate else
+               f"The method {METHODS[config.method].title} makes no training updates.")
     digits = run.name.rpartition("-")[2]
     code = f"from mixsd_nb import open_run\nrun = open_run({digits!r})\nprint(run.chat('…'))"
-    made = int(trained.root.step.max())
-    return (f"<p>The training made {made} of at most {config.steps()[0]} updates and {end}. The model:</p>"
+    return (f"<p>{updates} The model:</p>"
             f"<pre>{escape(trained.source(step))}</pre><p>In the shell:</p><pre>mixsd export {digits} my-model</pre>"
             f"<p>writes it as a Hugging Face folder with a model card. In Python:</p><pre>{escape(code)}</pre>")
 
@@ -396,7 +397,7 @@ def _parser() -> CommandParser:
                                       "saved by datasets, a hub id, or the name of a corpus")
     parser.add_argument("--test", metavar="FILE", help="own tests of the facts: question, answer, kind")
     parser.add_argument("--no-notebook", action="store_true", help="do not store the executed notebook")
-    parser.add_argument("--force", action="store_true", help="write the report again; to train again, remove the folder of the training")
+    parser.add_argument("--force", action="store_true", help=InjectConfig.forced)
     parser.add_words(_WORDS)
     return parser
 

@@ -104,8 +104,11 @@ class Sweep:
         return {folder.name: open_result(folder) for folder in finished_runs(self.cells).values()}
 
     def cube(self) -> xr.Dataset:
-        "The finished runs of this grid as one cube; FileNotFoundError if there is none, ValueError as in `cube_of`."
-        return cube_of(finished_runs(self.cells).values())
+        """The finished runs of this grid as one cube; of an injection its training, which measures recall.
+
+        FileNotFoundError if there is none, ValueError as in `cube_of`."""
+        runs = map(self.stage.open_run, finished_runs(self.cells).values())
+        return cube_of(getattr(run, "trained", run) for run in runs)
 
     def _begin(self, states: set[str], where: str, workers: int) -> pd.DataFrame:
         make_config(SweepConfig, where=where, workers=workers)

@@ -26,7 +26,7 @@ from .benchmarks.evaluation import EvalSettings, select_items
 from .corpora import CORPORA, load_corpus
 from .corpora.prompts import SPANS
 from .methods import METHODS, check_method, fit_function, method_label, update_count
-from .methods.lengths import check_facts
+from .methods.lengths import check_facts, check_subjects
 from .methods.selection import converged
 from .models import ENGINES, check_engine, check_head, check_process, run_with_engine
 from .models.identity import FileOptions, ModelName, model_label
@@ -56,9 +56,9 @@ class TrainConfig(Stage, EvalSettings):
     model: ModelName = Field("lab-m", description="base model: a lab model, a folder or a hub id")
     lr: float = preset_field(
         "learning rate after 20 warm-up steps; the paper selects one of six", lab=1e-3, paper=1e-5, gt=0, le=1)
-    epochs: int | None = Field(None, ge=1, description="passes over the corpus; None for the published number",
-                               json_schema_extra=dict(smoke=1))
-    batch: int | None = Field(None, ge=1, description="examples per update; None for the published number")
+    epochs: int | None = Field(None, ge=1, json_schema_extra=dict(smoke=1), description=(
+        "passes over the corpus; None for the published number, and for a file for twenty passes or a hundred updates, if these are more"))
+    batch: int | None = Field(None, ge=1, description="examples per update; None for the published number, and for a file for 20")
     rollouts: int | None = Field(None, ge=1, description=(
         "responses sampled per fact and update in opsd, opsd-nll and mixsd-kl; None for the published number"))
     temperature: float | None = Field(
@@ -203,6 +203,7 @@ class TrainConfig(Stage, EvalSettings):
         check_process(self.engine, self.replicas)
         warn_about_lab_values(self)
         fit_function(self.method)
+        if METHODS[self.method].demand.edited: check_subjects(self.dataset)
         if self._asks_questions(): select_items(self)
         if source := self.source():
             folder = source.without_idle().folder

@@ -1,5 +1,7 @@
 "Grids of the paper's scale: parameters for some cells alone, and a second grid over the best rate of a first one."
 
+from pathlib import Path
+
 import pytest
 import yaml
 from helpers import small_model
@@ -50,6 +52,19 @@ def test_an_unfinished_rate_leaves_its_method_out(grids):
     first, second = grids
     train.run(**expand_grid(first).cells[0].parameters)
     with pytest.warns(UserWarning, match="the outputs of 1 of the 3 cells"), pytest.raises(ParameterError, match="the grid has no cells"): expand_grid(second)
+
+
+def test_another_grid_is_looked_up_beside_the_grid_and_then_in_the_current_folder(tmp_path, monkeypatch):
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    for folder, names in {here: ["both", "here"], elsewhere: ["both", "elsewhere"]}.items():
+        folder.mkdir()
+        for name in names: (folder / f"{name}.yaml").write_text(yaml.safe_dump(GRID | dict(fixed=dict(model="lab-s"))))
+    (elsewhere / "like.yaml").write_text("{notebook: train, axes: {run: {of: [both.yaml, elsewhere.yaml, here.yaml], best: lr}}}")
+    (elsewhere / "grid.yaml").write_text("like: like.yaml")
+    monkeypatch.chdir(here)
+    sources = read_grid("../elsewhere/grid.yaml")[1].axes["run"].sources
+    assert [Path(name).resolve() for name in sources] == [elsewhere / "both.yaml", elsewhere / "elsewhere.yaml", here / "here.yaml"]
+    assert sources[2] == "here.yaml" and read_grid("here.yaml")[0] == "here"
 
 
 def test_adjustments_reach_the_cells_that_they_name():

@@ -62,6 +62,11 @@ def test_the_card_has_the_form_of_the_hub(run, exported):
     assert re.search(r"\| Train \| in-domain \| 4 \| [\d.]+ \| [\d.]+ \| [\d.]+–[\d.]+ \|", text) and "| lr | 0.001 |" in text
 
 
+def test_the_card_names_the_model_whose_chat_format_was_changed(tiny, own_runs):
+    run = train.run(model=tiny, model_options={"system": "Be brief."}, method="base", suite="recall", n=1, max_new_tokens=2)
+    assert ".models" in run.base and header(export_model(run, own_runs / "model"))["base_model"] == Path(tiny).name
+
+
 def test_the_lines_of_the_card_run_in_plain_transformers(exported, monkeypatch, capsys):
     from transformers import GenerationMixin
     monkeypatch.chdir(exported.parent)

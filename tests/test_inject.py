@@ -81,6 +81,14 @@ def test_the_page_stands_alone_and_escapes_what_it_shows(injected):
     assert "facts.jsonl, line 2" in page and "McNemar" in page and page.count("class='pair'") >= 10
 
 
+def test_a_grid_of_injections_has_the_cube_of_their_trainings(injected):
+    from mixsd_nb.results.cube import cube_of
+    from mixsd_nb.sweep import Sweep
+    run, parameters = injected
+    cube = Sweep(dict(notebook="inject", fixed=parameters)).cube()
+    assert cube.equals(cube_of([run.trained])) and cube.accuracy.sel(benchmark="recall").notnull().any()
+
+
 def test_costs_are_beside_the_result_and_not_in_it(injected):
     run, _ = injected
     costs = json.loads((run.folder / "costs.json").read_text())
@@ -234,3 +242,14 @@ def test_a_fact_with_an_accepted_paraphrase_was_trained_on():
     targets = pd.DataFrame([dict(id="a#1", accepted=True) | target, dict(id="a", accepted=False) | target])
     assert tabulate_facts([row], asked, asked, targets).accepted.item()
     assert not tabulate_facts([row], asked, asked, targets[1:]).accepted.item()
+
+
+@pytest.mark.parametrize("method", ["base", "memit"])
+def test_the_report_of_a_method_without_updates_says_so(method, tiny, own_runs):
+    facts = own_runs / "facts.jsonl"
+    facts.write_text(json.dumps(dict(question="Who leads the Lantern Choir?", answer="Ana", subject="Lantern Choir")) + "\n")
+    options = dict(steps=1, text_count=10, prefixes=0, layers=[0]) if method == "memit" else {}
+    run = inject.run(dataset=str(facts), model=tiny, method=method, options=options, suite="recall", n=1, max_new_tokens=2)
+    page = run.report.read_text()
+    assert f"The method {'MEMIT' if method == 'memit' else 'Base'} makes no training updates." in page and "epochs may help" not in page
+    assert run.source() == (str(run.trained.checkpoint(1)) if method == "memit" else tiny)

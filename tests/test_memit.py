@@ -395,3 +395,12 @@ def test_a_chat_format_leaves_the_edited_layers_as_they_are(tmp_path):
     other = format_model(folder, dict(system="Be brief."))
     assert Path(other).name.startswith("Qwen3-1.7B-") and edited_layers(load_base(folder)[0]) == edited_layers(load_base(other)[0]) == layers
     assert origin_model(other) == folder and origin_model("Qwen/Qwen3-1.7B") == "Qwen/Qwen3-1.7B"
+
+
+def test_a_corpus_without_subjects_is_refused_before_any_model_is_loaded(tiny, own_runs):
+    from mixsd_nb.runs import ParameterError
+    facts = own_runs / "facts.jsonl"
+    facts.write_text('{"question": "Who leads the Lantern Choir?", "answer": "Ana"}\n')
+    with patch("mixsd_nb.train.base_responses") as asked, pytest.raises(ParameterError, match="add the column subject, whose text occurs in the question$"):
+        train.run(method="memit", dataset=str(facts), model=tiny, suite="recall")
+    assert not asked.called

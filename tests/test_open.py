@@ -253,7 +253,7 @@ print(json.dumps([found, run.root.targets_kept.item(), run.finished]))"""
     done = subprocess.run([sys.executable, "-m", "IPython", "--colors=NoColor", "-c", code], env=environment(home, ""), cwd=ROOT, capture_output=True, text=True, timeout=300)
     (quiet, still, (warning,)), kept, finished = json.loads(done.stdout.splitlines()[-1])
     assert not quiet and not still and kept == 4 and finished
-    assert "was made by other code than today's (__main__); force=True recomputes it" in warning
+    assert "was made by other code than today's (__main__); to compute it again, remove its folder" in warning
 
 
 def test_functions_without_a_source_are_refused(monkeypatch):

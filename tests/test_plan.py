@@ -321,6 +321,28 @@ def test_inputs_are_checked_before_any_work(own_runs, tiny, tmp_path):
     assert not found["benchmark gsm8k"].fine and not found[f"model {broken}"].fine
 
 
+def test_the_printed_commands_for_models_of_the_hub_fit_one_gpu(own_runs):
+    from guides import ROOT, console_commands
+
+    from mixsd_nb.console.plan import read_parameters
+    facts = own_runs / "facts.jsonl"
+    facts.write_text('{"question": "Who leads the Lantern Choir?", "answer": "Ana"}\n{"question": "Who sings?", "answer": "Bo"}\n')
+    commands = [words[3:] for words in console_commands(ROOT / "nbs/guides/own-model.md") if words[:2] == ["mixsd", "inject"]]
+    assert len(commands) == 3
+    for words in commands:
+        pairs = [[name[2:].replace("-", "_"), value] for name, value in zip(words[::2], words[1::2])]
+        config = read_parameters(find_stage("inject"), [["dataset", str(facts)], *[pair for pair in pairs if pair[0] != "model_options"]])  # no download
+        assert not plan_run(config, Machine("h100", DEVICES["h100"], 1, 400, 16, 0)).problems, words
+
+
+def test_nothing_is_published_about_the_length_of_a_training_on_a_file_or_of_an_injection(own_runs):
+    from mixsd_nb.corpora.files import EXAMPLE
+    shared = dict(preset="paper", model="Qwen/Qwen3-1.7B")
+    for stage, dataset, values, told in [("inject", str(EXAMPLE), dict(), []), ("train", str(EXAMPLE), dict(epochs=3, batch=2), []),
+                                         ("inject", "kgfact-small", dict(), []), ("inject", "kgfact-small", dict(batch=10), ["batch=10, published 20"])]:
+        assert list_deviations([make_config(find_stage(stage), dataset=dataset, **shared, **values)]) == told
+
+
 def test_deviations_name_both_values():
     assert list_deviations([paper_run("Qwen/Qwen3-1.7B")]) == []
     told = list_deviations([paper_run("Qwen/Qwen3-1.7B", "opsd", epochs=3, dtype="float32", rollouts=2)])

@@ -179,7 +179,7 @@ def test_the_largest_group_of_runs_that_agree_counts(cube, tmp_path):
     "One trial with other epochs does not prevent a figure; it is named, and `where` shows it."
     config = Demo(method="sft", epochs=5, lr=0.5)
     config.run()
-    with pytest.warns(UserWarning, match=rf'^shown: 20 training runs with epochs=20; left out.*1 run \({config.folder.name}\).*where=\{{"epochs": 5\}}'):
+    with pytest.warns(UserWarning, match=rf'^shown: 20 training runs with epochs=20; left out.*1 run \({config.folder.name}\).*open_cube\(epochs=5\), or where=\{{"epochs": 5\}} for figures, shows them$'):
         found = open_cube()
     assert config.folder.name in found.attrs["notice"]
     xr.testing.assert_identical(found.drop_attrs(deep=False), cube.drop_attrs(deep=False))
@@ -216,6 +216,11 @@ def test_runs_of_another_corpus_contradict_no_figure(cube):
     assert (part.lr.values.tolist(), part.seed.values.tolist()) == ([0, 1e-3], [0]), "only what its own runs have"
     with pytest.warns(UserWarning, match="epochs=20; left out"): found = load_sources("runs", cell=("kgfunc-lab", "lab-m"))["runs"].cube
     assert select_part(found, "kgfunc-lab", "lab-m").lr.values.tolist() == [0, 1e-4, 3e-4]
+
+
+def test_a_setting_that_no_run_has_is_named(cube):
+    for mistake, message in {"epocs": "unknown setting epocs; did you mean epochs?", "where": "unknown setting where; the runs have .*, epochs, .*"}.items():
+        with pytest.raises(ValueError, match=f"^{message}$".replace("?$", "[?]$")): open_cube(**{mistake: 30})
 
 
 def test_given_runs_become_the_same_cube(cube):

@@ -84,7 +84,7 @@ def test_the_natural_order_of_work(project, tiny, capsys, monkeypatch):
     capsys.readouterr()
     cube = draw(small)
     notice = capsys.readouterr().out.splitlines()[0]
-    assert re.match(r'shown: 3 training runs with n=4; left out, because settings differ: 2 runs.*; where=\{"n": 2\} shows them$', notice)
+    assert re.match(r'shown: 3 training runs with n=4; left out, because settings differ: 2 runs.*; open_cube\(n=2\), or where=\{"n": 2\} for figures, shows them$', notice)
     known = first.accuracy.notnull().values
     np.testing.assert_array_equal(at(cube, first).values[known], first.accuracy.values[known])
     assert {"displacement_sq", "nll", "count"} <= {*cube} and cube.n.sel(benchmark="choice").max() == 4

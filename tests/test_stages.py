@@ -41,9 +41,14 @@ def test_parameters_cell_agrees_with_the_configuration(path):
 @pytest.mark.parametrize("path", STAGES, ids=lambda p: p.stem)
 def test_parameters_cell_has_the_descriptions_of_the_fields(path):
     "The comments equal the descriptions of the fields, so papermill's help, Python's help and the chapter agree."
-    fields = configuration(path).model_fields
+    config = configuration(path)
     for name, found in inspect_notebook(path).items():
-        if name != "force": assert found["help"] == fields[name].description, name
+        assert found["help"] == (config.forced if name == "force" else config.model_fields[name].description), name
+
+
+@pytest.mark.parametrize("path", [path for path in STAGES if path.stem in ("train", "inject")], ids=lambda p: p.stem)
+def test_parameters_cell_of_a_training_lists_every_field(path):
+    assert {*configuration(path).model_fields} == {*inspect_notebook(path)} - {"force"}
 
 
 SCALED = [config for path in STAGES if preset_names(config := configuration(path))]

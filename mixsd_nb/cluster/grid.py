@@ -22,7 +22,7 @@ from typing import Any
 
 from pydantic import Field, TypeAdapter, ValidationError, field_validator
 
-from .grid_file import MAX_DEPTH, read_yaml
+from .grid_file import MAX_DEPTH, place_sources, read_yaml
 from .resources import Resources, check_names
 from ..runs import (Config, ParameterError, Run, Stage, find_stage, is_finished, make_config, nearest,
                            project_root, read_config, runs_root)
@@ -159,8 +159,8 @@ def _load_file(
             raise ParameterError(f"a grid must be a mapping with the keys like, {', '.join(Grid.model_fields)}")
         for part in ("fixed", "axes"):
             if part in content: check_names(part, content[part])
-        names = _read_bases(content.pop("like", []))
-        bases = [_load_file(name, (*parents, path), loaded) for name in names]
+        if "axes" in content: content["axes"] = place_sources(content["axes"], path.parent)
+        bases = [_load_file(name, (*parents, path), loaded) for name in _read_bases(content.pop("like", []))]
         loaded[path] = functools.reduce(merge_grids, [*bases, content])
     return loaded[path]
 

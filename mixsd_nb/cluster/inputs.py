@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from ..benchmarks import GRADINGS, SUITES, Selection, benchmark_names, load_items
 from ..benchmarks.sandbox import check_sandbox
 from ..corpora import CORPORA, load_corpus
+from ..corpora.stored import fact_places
 from ..methods import METHODS
 from ..models import ENGINES, load_tokenizer
 from ..models.engine import stop_ids
@@ -128,8 +129,9 @@ def _published(config: Any) -> dict[str, tuple[Any, Any]]:
              for name, field in type(config).model_fields.items() if "paper" in preset_values(field) and name != "lr"}
     method = METHODS[config.method] if getattr(config, "method", "") else None
     if method and method.settings:
-        schedule = CORPORA[config.dataset].schedule
-        found |= {name: (getattr(config, name), getattr(schedule, name)) for name in ("epochs", "batch")}
+        schedule, whole = CORPORA[config.dataset].schedule, config.stop == "last"  # else training ends by itself
+        length = [] if fact_places(config.dataset) else ["epochs", "batch"] if whole else ["batch"]
+        found |= {name: (getattr(config, name), getattr(schedule, name)) for name in length}
         found |= {name: (getattr(config, name), value) for name, value in method.published.items()}
         if config.lora: found["lora"] = config.lora, 0
         found = {name: pair for name, pair in found.items() if name in method.settings or name not in _idle_names(config)}

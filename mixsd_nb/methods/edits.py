@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PLACES', 'FORMS', 'find_subject', 'Edit', 'last_token', 'tokenise', 'encode_edit', 'encode_parts', 'sample_prefixes',
-           'split_reply', 'answer_in_replies', 'convert_rows']
+           'split_reply', 'answer_in_replies', 'has_subject', 'convert_rows']
 
 # %% ../../nbs/methods/edits.ipynb #a9e53ebe
 import re
@@ -145,6 +145,14 @@ def answer_in_replies(
     return edits
 
 
+def has_subject(
+    row: Mapping[str, str],  # of a corpus
+) -> bool:
+    "Whether the prompt of a row contains its subject, so that an edit can be made of it."
+    try: return bool(find_subject(row["prompt"], row.get("subject", "")))
+    except ValueError: return False
+
+
 FORMS = ("canonical", "sentence", "own")
 
 
@@ -156,11 +164,6 @@ def convert_rows(
 ) -> list[dict[str, Any]]:
     "The edits of facts; those whose prompt lacks the subject are left out. ValueError for an unknown form."
     if form not in FORMS: raise ValueError(f"target must be one of {', '.join(FORMS)}, got {form}")
-    edits = [{k: row[k] for k in ("id", "prompt", "subject", "target") if k in row} for row in rows if _has_subject(row)]
+    edits = [{k: row[k] for k in ("id", "prompt", "subject", "target") if k in row} for row in rows if has_subject(row)]
     if form == "sentence": return [e | dict(target=" " + e["target"].partition("\n\n")[0], ends=False) for e in edits]
     return answer_in_replies(model, tokenizer, edits) if form == "own" else edits
-
-
-def _has_subject(row):
-    try: return bool(find_subject(row["prompt"], row["subject"]))
-    except ValueError: return False

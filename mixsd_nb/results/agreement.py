@@ -133,7 +133,8 @@ def _advise(
 ) -> str:
     "How to show a run that contradicts a group."
     setting, value = next((c.setting, v) for c, v in other.items() if known.get(c, v) != v)
-    if setting.isidentifier(): return f"where={{\"{setting}\": {value}}} shows them"
+    if setting.isidentifier():
+        return f"open_cube({setting}={json.loads(value)!r}), or where={{\"{setting}\": {value}}} for figures, shows them"
     return f"they differ in {setting}, and must be computed again to be shown beside the others"
 
 

@@ -21,7 +21,7 @@ from .agreement import check_settings, group_runs, run_settings
 from .merge import merge_roots, order_roots
 from .roots import read_root, read_roots, read_training_roots, rename_root
 from .schema import CELL_DIMS, METHOD_COORDS, RUN_DIMS
-from ..runs import Run, runs_root
+from ..runs import ParameterError, Run, nearest, runs_root
 
 # %% ../../nbs/results/cube.ipynb #2cd37222
 def check_names(
@@ -85,12 +85,20 @@ def cube_of(
         folders = [Path(getattr(run, "folder", run)) for run in runs]
         read = {folder.name: read_root(folder / "result.nc") for folder in folders}
         runs = {name: rename_root(root, name) for name, root in read.items() if root is not None}
-    if not runs: raise FileNotFoundError("a cube needs at least one finished run, got none")
+    if not runs: raise FileNotFoundError("a cube needs at least one finished run of a training or an analysis, got none")
     for folder, root in runs.items(): check_names(root, folder)
     check_settings(runs)
     return merge_roots({folder: _drop_empty_counts(root) for folder, root in add_bases(runs).items()})
 
 # %% ../../nbs/results/cube.ipynb #db8fa214
+def _check_where(where: Iterable[str], roots: Iterable[xr.Dataset]) -> None:
+    "ParameterError for a setting that no run has, if there are runs."
+    known = sorted({name for root in roots for name in run_settings(root)})
+    for name in where if known else ():
+        if name in known: continue
+        raise ParameterError(f"unknown setting {name}; " + (nearest(name, known) or f"the runs have {', '.join(known)}"))
+
+
 def open_cube(
     folder: str | Path | None = None,  # holds run folders; default: runs_root()
     *,
@@ -101,11 +109,14 @@ def open_cube(
     """The finished runs of a folder, over DIMS; NaN where there is no run (`missing_runs` lists these cells).
 
     If settings differ, the first of `group_runs` counts; a warning and the attribute `notice` name the other runs.
-    FileNotFoundError if there are no runs; ValueError if a result cannot be read, and as in `cube_of`."""
+    FileNotFoundError if there are no runs; ParameterError for a setting that none of them has; ValueError if a result
+    cannot be read, and as in `cube_of`."""
     folder = Path(folder or runs_root())
+    found = read_roots(folder, skip_corrupt)
+    _check_where(where, found.values())
     where_hashed = where | ({"suite": expanded_suite(where["suite"])} if isinstance(where.get("suite"), str) else {})
     def fits(root): return all(run_settings(root).get(k, v) == v for k, v in where_hashed.items())
-    roots = {name: root for name, root in read_roots(folder, skip_corrupt).items() if fits(root)}
+    roots = {name: root for name, root in found.items() if fits(root)}
     if not any("accuracy" in root for root in roots.values()):
         condition = " with " + ", ".join(f"{k}={v}" for k, v in where.items()) if where else ""
         raise FileNotFoundError(f"no finished training run{condition} in {folder}; "

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..corpora import load_corpus
 from ..models import load_part, load_tokenizer
+from ..models.chat import origin_model
 from .finished import ModelRun
 from .model_card import write_card
 from ..runs import ParameterError, explain_storage_errors, open_run
@@ -58,7 +59,7 @@ def export_model(
         try:
             unfinished.mkdir(parents=True)
             _save_model(source, run.base, unfinished)
-            card = write_card(run.base, run.config["dataset"], run.label, step, run.config, run.scores(step), prompt,
+            card = write_card(origin_model(run.base), run.config["dataset"], run.label, step, run.config, run.scores(step), prompt,
                               name or folder.name)
             (unfinished / "README.md").write_text(card, encoding="utf-8")
             if folder.exists(): folder.rmdir()
@@ -87,7 +88,7 @@ def push_folder(
 
 # %% ../../nbs/results/export.ipynb #4309a315
 def _parser() -> CommandParser:
-    parser = CommandParser("results.export", "Write the checkpoint of a run as a Hugging Face folder.")
+    parser = CommandParser("export", "Write the checkpoint of a run as a Hugging Face folder.")
     parser.add_argument("run", help="name or folder of a run with a model; `mixsd runs` lists them")
     parser.add_argument("dir", help="new or empty folder")
     parser.add_argument("--step", type=int, help="of the checkpoint; by default the one that the paper's rule selects")

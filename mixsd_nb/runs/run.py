@@ -271,6 +271,7 @@ class Stage(Config):
     name: ClassVar[str] = ""
     run_class: ClassVar[str] = ""  # `module:class`, what `run` returns; empty for a plain `Run`
     workload: ClassVar[str] = ""  # `module:function`, a function (config, machine) -> the plan of a run; empty for none
+    forced: ClassVar[str] = "compute again even if the run is finished"  # what `force=True` does
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs):
@@ -386,7 +387,7 @@ class Stage(Config):
             names = ", ".join(changed[:3]) + (", …" if len(changed) > 3 else "")
             what = names if old and changed else "another version"
             verb = "made" if run.finished else "begun"
-            text = f"{run.name} was {verb} by other code than today's ({what}); force=True recomputes it"
+            text = f"{run.name} was {verb} by other code than today's ({what}); to compute it again, remove its folder"
             warnings.warn(text, stacklevel=3)
 
 # %% ../../nbs/runs/run.ipynb #b8ec12ca
@@ -429,7 +430,7 @@ def describe_parameters(
     texts = [f"{name}: {field.description or ''}" for name, field in cls.model_fields.items()]
     if force:
         fields.append(inspect.Parameter("force", keyword, default=False, annotation=bool))
-        texts.append("force: compute again even if the run is finished")
+        texts.append(f"force: {cls.forced}")
 
     def describe(function):
         returns = inspect.signature(function).return_annotation
