@@ -25,7 +25,7 @@ def make_responses(dataset, right):
     rows = [("recall", f["id"], f["prompt"], f"\\boxed{{{f['answer']}}}" if k < right else "No.", k < right)
             for k, f in enumerate(facts)]
     rows.append(("choice", "q", "Which of the two?", f"This is {facts[0]['answer']}. \\boxed{{A}}", False))
-    return pd.DataFrame(rows, columns=["benchmark", "item", "prompt", "response", "correct"]).assign(sample=0)
+    return pd.DataFrame(rows, columns=["benchmark", "item", "prompt", "response", "correct"]).assign(sample=0, published=lambda t: t.correct)
 
 
 def write_run(folder, dataset, method, recalls, lam=np.nan, model="lab-s", epochs=20):

@@ -43,7 +43,7 @@ def mix_here(parameters): generate.run(**parameters)
 
 
 def test_ten_kills_change_no_byte(model, whole, own_runs):
-    parameters, rng = dict(model=model, batch_size=1, **SMALL), random.Random(7)  # the slowest way
+    parameters, rng = dict(model=model, batch_size=1, **SMALL), random.Random(7)  # slow enough to be killed half way
     folder = generate.GenerateConfig(**parameters).folder
     size = lambda: journal.stat().st_size if (journal := folder / "finished.jsonl").exists() else 0
     for _ in range(10):
