@@ -3045,6 +3045,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                          'mixsd_nb.results.claims._points': ('results/claims.html#_points', 'mixsd_nb/results/claims.py'),
                                          'mixsd_nb.results.claims._target_share': ( 'results/claims.html#_target_share',
                                                                                     'mixsd_nb/results/claims.py'),
+                                         'mixsd_nb.results.claims._tried': ('results/claims.html#_tried', 'mixsd_nb/results/claims.py'),
                                          'mixsd_nb.results.claims._win': ('results/claims.html#_win', 'mixsd_nb/results/claims.py'),
                                          'mixsd_nb.results.claims.claims_table': ( 'results/claims.html#claims_table',
                                                                                    'mixsd_nb/results/claims.py'),

@@ -21,8 +21,8 @@ from ..analysis.paired import MARGIN, Estimate, estimate_mean, judge_difference
 from ..analysis.statistics import wilson
 from .predictors import checkpoint_table, correlate, difference_of_correlations
 from .tradeoff import combine_intervals
-from .versus import HELD_OUT, Cell, best_values, count_settings, differ_at_best, differ_points, drop_at_best
-from .versus import kept_values, learned_before, learned_values, point_tables
+from .versus import HELD_OUT, Cell, best_values, count_settings, differ_at_best, differ_at_recall, drop_at_best
+from .versus import kept_values, learned_values, point_tables
 from ..runs import load_object
 
 # %% ../../nbs/results/claims.ipynb #23509034
@@ -74,6 +74,13 @@ def _win(difference: Estimate, remark: str = "{}") -> Finding:
     return _points(difference, _decide(judged == "ahead", difference.high < MARGIN), remark.format(judged) if judged else "")
 
 
+def _tried(cubes: Sequence[xr.Dataset], cell: Cell, first: str, second: str) -> str:
+    "For example `, 18 settings against 9`; empty if both methods have equally many."
+    tables = point_tables(cubes, cell, (first, second))
+    one, other = count_settings(tables[first], tables[second])
+    return f", {one} settings against {other}" if one != other else ""
+
+
 def keeps_more(
     cubes: Sequence[xr.Dataset],
     cell: Cell,
@@ -83,11 +90,8 @@ def keeps_more(
     learned: str = "recall",  # key of `LEARNED`
     kept: str = HELD_OUT,  # or a benchmark
 ) -> Finding:
-    "Whether the first method keeps more than the second at equal recall; the remark says if one of them has more settings."
-    tables = point_tables(cubes, cell, (first, second), learned, kept)
-    found = differ_points(tables[first], tables[second], recall, learned_before(cubes, cell, learned))
-    one, other = count_settings(tables[first], tables[second])
-    return _win(found, "{}" if one == other else f"{{}}, {one} settings against {other}")
+    "Whether the first method keeps more than the second at equal recall."
+    return _win(differ_at_recall(cubes, cell, first, second, recall, learned, kept), "{}" + _tried(cubes, cell, first, second))
 
 
 def learns(
@@ -132,7 +136,8 @@ def is_better(
     benchmark: str,  # or held-out
 ) -> Finding:
     "Whether the first method is better than the second, each at the setting with its best validation score."
-    return _win(differ_at_best(cubes, cell, first, second, lambda cube: kept_values(cube, benchmark)))
+    found = differ_at_best(cubes, cell, first, second, lambda cube: kept_values(cube, benchmark))
+    return _win(found, "{}" + _tried(cubes, cell, first, second))
 
 
 def trades(
@@ -146,7 +151,7 @@ def trades(
     kept = differ_at_best(cubes, cell, more, less, lambda cube: kept_values(cube, HELD_OUT))
     recall = differ_at_best(cubes, cell, more, less, lambda cube: learned_values(cube, "recall"))
     gain = judge_difference(kept) if kept.n else ""
-    remark = f"kept: {gain}; recall {recall.text()}" if kept.n else ""
+    remark = f"kept: {gain}; recall {recall.text()}{_tried(cubes, cell, more, less)}" if kept.n else ""
     verdict = _decide(gain == "ahead" and recall.low >= -price, kept.high < MARGIN or recall.high < -price)
     return _points(kept, verdict, remark)
 
