@@ -4,6 +4,7 @@ import shutil
 
 import numpy as np
 import pytest
+import xarray as xr
 
 from mixsd_nb.cluster.grid import expand_grid, list_grids
 from mixsd_nb.cluster.lab import available_cells, merge_grid, planned_grid, planned_runs, preview_grids, study_grids
