@@ -212,6 +212,7 @@ def predicts_better(
     table = table[table["method"].isin(methods)]
     if not {first, second} <= {*table.columns}: return Finding("", "")
     both = table.dropna(subset=[first, second])
+    if both.empty: return Finding("", "")
     r = {name: correlate(both, name)[0] for name in (first, second)}
     total, low, high, n = difference_of_correlations(both, first, second)
     text = f"r = {r[first]:+.2f} against {r[second]:+.2f}, difference {total:+.2f} ({low:+.2f} to {high:+.2f})"
