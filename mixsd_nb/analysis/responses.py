@@ -108,8 +108,8 @@ def classify_responses(
     dataset: str,
     limits: Limits = PUBLISHED,
 ) -> pd.DataFrame:
-    """The responses with `category` (`correct` where the rule of the paper's scores accepts them), `left`, the number of characters of the reasoning, and
-    `limit`, the largest number of a collapse. ValueError as in `adapt_limits`."""
+    """The responses with `category` (`correct` where the rule of the paper's scores accepts them), `left`, the number of
+    characters of the reasoning, and `limit`, the largest number of a collapse. ValueError as in `adapt_limits`."""
     table = table.assign(left=[len(extract_reasoning(response, limits)) for response in table.response])
     if limits.relative: adapted = {name: adapt_limits(limits, group.left[group.method == BASE], name)
                                    for name, group in table.groupby("benchmark")}

@@ -74,7 +74,7 @@ def _win(difference: Estimate, remark: str = "{}") -> Finding:
     return _points(difference, _decide(judged == "ahead", difference.high < MARGIN), remark.format(judged) if judged else "")
 
 
-def _tried(cubes: Sequence[xr.Dataset], cell: Cell, first: str, second: str) -> str:
+def _note_settings(cubes: Sequence[xr.Dataset], cell: Cell, first: str, second: str) -> str:
     "For example `, 18 settings against 9`; empty if both methods have equally many."
     tables = point_tables(cubes, cell, (first, second))
     one, other = count_settings(tables[first], tables[second])
@@ -91,7 +91,7 @@ def keeps_more(
     kept: str = HELD_OUT,  # or a benchmark
 ) -> Finding:
     "Whether the first method keeps more than the second at equal recall."
-    return _win(differ_at_recall(cubes, cell, first, second, recall, learned, kept), "{}" + _tried(cubes, cell, first, second))
+    return _win(differ_at_recall(cubes, cell, first, second, recall, learned, kept), "{}" + _note_settings(cubes, cell, first, second))
 
 
 def learns(
@@ -137,7 +137,7 @@ def is_better(
 ) -> Finding:
     "Whether the first method is better than the second, each at the setting with its best validation score."
     found = differ_at_best(cubes, cell, first, second, lambda cube: kept_values(cube, benchmark))
-    return _win(found, "{}" + _tried(cubes, cell, first, second))
+    return _win(found, "{}" + _note_settings(cubes, cell, first, second))
 
 
 def trades(
@@ -151,7 +151,7 @@ def trades(
     kept = differ_at_best(cubes, cell, more, less, lambda cube: kept_values(cube, HELD_OUT))
     recall = differ_at_best(cubes, cell, more, less, lambda cube: learned_values(cube, "recall"))
     gain = judge_difference(kept) if kept.n else ""
-    remark = f"kept: {gain}; recall {recall.text()}{_tried(cubes, cell, more, less)}" if kept.n else ""
+    remark = f"kept: {gain}; recall {recall.text()}{_note_settings(cubes, cell, more, less)}" if kept.n else ""
     verdict = _decide(gain == "ahead" and recall.low >= -price, kept.high < MARGIN or recall.high < -price)
     return _points(kept, verdict, remark)
 
@@ -261,7 +261,7 @@ CLAIMS = {claim.name: claim for claim in [
                "keeps_more", dict(first=_M3, second=_SFT, recall=80), dataset="simpleqa-lab"),
     StudyClaim("editing", "MixSD (λ=0.3) keeps more than SFT where known facts are revised.", "§7.5",
                "keeps_more", dict(first=_M3, second=_SFT, recall=80), dataset="mquake-lab"),
-    StudyClaim("functions", "MixSD (λ=0.3) keeps functions that it was not trained on better than SFT.", "table math-op-eval",
+    StudyClaim("functions", "On functions that were not trained, MixSD (λ=0.3) keeps more than SFT.", "table math-op-eval",
                "is_better", dict(first=_M3, second=_SFT, benchmark="unseen"), dataset="kgfunc-lab"),
     StudyClaim("retrieval", "MixSD keeps the ability to read facts in a context better than SFT.", "§6",
                "keeps_more", dict(first=_M3, second=_SFT, kept="retrieval")),
