@@ -75,17 +75,17 @@ class LeanRows:
         self.part = 2_048 if model.device.type == "cpu" else 32_768  # tokens of prompts in one forward pass
 
     def feed(self, ids):
-        "Read one or more columns, (rows, columns): their hidden states, (rows, columns, width)."
-        position = self.lengths[:, None] + torch.arange(ids.shape[1], device=ids.device)
-        self.lengths = self.lengths + ids.shape[1]
-        width, row = int(self.lengths.max()), torch.arange(len(ids), device=ids.device)[:, None]
+        "Read one or more columns, (rows, columns), with the first rows: their hidden states, (rows, columns, width)."
+        position = self.lengths[:len(ids), None] + torch.arange(ids.shape[1], device=ids.device)
+        self.lengths = torch.cat([position[:, -1] + 1, self.lengths[len(ids):]])
+        width, row = int(position.max()) + 1, torch.arange(len(ids), device=ids.device)[:, None]
         self._reserve(width)
         unseen = torch.arange(width, device=ids.device) > position[:, None, :, None]
         mask = torch.zeros(unseen.shape, dtype=self.model.dtype, device=ids.device).masked_fill_(unseen, float("-inf"))
 
         def attend(k, query, key, value):
             for buffer, new in zip(self.cache[k], (key, value)): buffer[row, :, position] = new.transpose(1, 2)
-            keys, values = (buffer[:, :, :width] for buffer in self.cache[k])
+            keys, values = (buffer[:len(ids), :, :width] for buffer in self.cache[k])
             return scaled_dot_product_attention(query, keys, values, mask, enable_gqa=query.shape[1] != key.shape[1])
         return run_layers(self.model, ids, position, attend)
 
@@ -134,11 +134,16 @@ class LeanRows:
         new.pending[:, 0] = new.pending.new_tensor([c[-1] for c in contexts])
         return new
 
-    def _copy(self, at, other):
-        "Replace the rows `at` by all rows of another batch."
+    def _copy(self, at, other, source=slice(None)):
+        "Replace the rows `at` by rows of another batch."
+        columns = int(other.lengths[source].max())
         for mine, theirs in zip(self.cache, other.cache):
-            for buffer, new in zip(mine, theirs): buffer[at, :, :other.columns] = new[:, :, :other.columns]
-        self.lengths[at], self.pending[at] = other.lengths, other.pending
+            for buffer, new in zip(mine, theirs): buffer[at, :, :columns] = new[source, :, :columns]
+        self.lengths[at], self.pending[at] = other.lengths[source], other.pending[source]
+
+    def copy(self, source, at):
+        "Replace the rows `at` by copies of the rows `source`."
+        if len(at): self._copy(at, self, source)
 
     def _read(self, contexts, copies):
         "Read contexts, sorted by length, into rows; copies: pairs of a context's number and a row."
