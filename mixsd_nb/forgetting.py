@@ -27,7 +27,7 @@ from .results.cube import agreeing_runs
 from .results.plots import draw_method_legend, mark_made_up, method_colour, method_marker
 from .results.schema import CELL_DIMS, DIMS, METHOD_COORDS, RUN_DIMS, variable
 from .results.summary import held_out_average
-from .runs import Stage, module_of, run_function, runs_root, runtime_field
+from .runs import Stage, module_of, run_function, runtime_field
 
 # %% ../nbs/forgetting.ipynb #180ae95f
 class ForgettingConfig(Stage, TextSettings):

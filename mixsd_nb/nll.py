@@ -17,9 +17,9 @@ import xarray as xr
 from pydantic import Field, computed_field, field_validator
 
 from .analysis.checkpoints import digest_files
-from .analysis.likelihood import (SOURCES, THRESHOLDS, Target, canonical_targets, count_missing_types,
-                                          high_nll_types, mixed_targets, overlap_recall, ragged_tokens, score_pairs,
-                                          split_by_source, split_by_target, summarise_nll)
+from .analysis.likelihood import (SOURCES, THRESHOLDS, Target, canonical_targets, high_nll_types, mixed_targets,
+                                          overlap_recall, ragged_tokens, score_pairs, split_by_source, split_by_target,
+                                          summarise_nll)
 from .corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions, load_corpus
 from .corpora.prompts import SPANS
 from .methods import label_title, method_label
@@ -31,7 +31,7 @@ from .results.overview import CONDITIONALS
 from .results.plots import corpus_name, mark_made_up, method_colour
 from .results.schema import variable
 from .runs import (TARGET_COLUMNS, Stage, find_runs, module_of, read_config, read_table, run_function,
-                           runs_root, runtime_field)
+                           runtime_field)
 
 # %% ../nbs/nll.ipynb #95075832
 def token_nll(

@@ -43,7 +43,7 @@ class Sweep:
         rows = [{name: self._given(cell, name) for name in cell.parameters} for cell in self.cells]
         needs = pd.DataFrame([self.resources_of(cell).model_dump() for cell in self.cells]).astype(object)
         different = [name for name in needs if needs[name].astype(str).nunique() > 1]
-        return pd.concat([pd.DataFrame(rows).astype(object).fillna(""), needs[different]], axis=1)
+        return pd.concat([pd.DataFrame(rows, dtype=object).fillna(""), needs[different]], axis=1)
 
     def _given(self, cell: Cell, name: str) -> Any:
         "A parameter of a cell, without the entries of a mapping that it has by default."

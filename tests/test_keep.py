@@ -28,7 +28,7 @@ from mixsd_nb.results.measuring import count_by_benchmark
 from mixsd_nb.results.summary import summary_table
 from mixsd_nb.results.tables import accuracy_sheet
 from mixsd_nb.results.tradeoff import frontier_figure, frontier_table, tradeoff_figure
-from mixsd_nb.runs import ParameterError, checkpoint_steps, removed_steps, trained_steps
+from mixsd_nb.runs import ParameterError, checkpoint_steps, trained_steps
 
 STEPS = (2, 4, 6, 8)
 SMALL = dict(method="sft", epochs=2, checkpoints=STEPS, n=3, max_new_tokens=6, task_tokens=6, suite="recall,choice,world")

@@ -19,14 +19,13 @@ from mixsd_nb.analysis import likelihood
 from mixsd_nb.analysis.likelihood import NEITHER, split_by_target
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.corpora.prompts import SPANS, encode_canonical, template_lead, template_tail
-from mixsd_nb.models import load_base, load_tokenizer
+from mixsd_nb.models import load_tokenizer
 from mixsd_nb.models.scoring import fused_nll, map_states
 from mixsd_nb.models.tiny import random_model
 from mixsd_nb.results.cells import collapse_runs
-from mixsd_nb.results.layout import result_tree
 from mixsd_nb.results.paper import paper_cube
 from mixsd_nb.results.tables import TABLES
-from mixsd_nb.runs import MARK, checkpoint_folder, make_config, write_json, write_result
+from mixsd_nb.runs import make_config, write_json, write_result
 
 
 pytestmark = pytest.mark.usefixtures("own_runs")

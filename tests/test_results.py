@@ -149,7 +149,7 @@ def test_missing_runs_and_the_table_cover_the_grid(cube):
 
 def test_of_two_runs_of_one_cell_the_more_complete_and_newer_counts(cube, tmp_path):
     config = Demo(method="sft", lr=1e-2, steps=(0, 60))
-    twin, steps = config.run().result, [0, 60]
+    twin = config.run().result
     twin["accuracy"] = twin.accuracy.where(twin.accuracy.step != 60, 0.123)
     write(twin, tmp_path / "copy-1")
     at = dict(method="sft", lr=1e-2, step=60, dataset="kgfact-small", model="lab-m", seed=0)

@@ -239,7 +239,6 @@ def read_table(
     advice: str = COMPUTE_BOTH,
 ) -> "pd.DataFrame":
     "The table in a Parquet file; DamagedFile if it cannot be read or lacks a column."
-    import pandas as pd
     import pyarrow.parquet as pq
     with explain_damage(path, advice), pq.ParquetFile(path) as file:
         missing = [name for name in columns if name not in file.schema_arrow.names]
