@@ -78,8 +78,8 @@ class TrainConfig(Stage, EvalSettings):
     lora: int = Field(0, ge=0, description="rank of the LoRA adapters; 0 trains the weights themselves")
     options: FileOptions = Field({}, description="parameters that only this method has, by name")
     measure: Literal["all", "selection", "scores"] = preset_field((
-        "which benchmarks the checkpoints are asked: all of the suite; selection, recall and validation, and the whole "
-        "suite at the step that they select; or scores, recall and validation alone"), lab="all", paper="selection", runtime=True)
+        "benchmarks of each checkpoint. all: the whole suite. selection: recall and validation, and the whole suite "
+        "at the step that they select. scores: recall and validation only"), lab="all", paper="selection", runtime=True)
     suite_steps: Steps | None = runtime_field(
         None, "further steps that are asked the whole suite if measure is selection, as along a trade-off figure")
     keep: Literal["all", "chosen", "last", "none"] = preset_field((

@@ -26,7 +26,9 @@ from .slots import Groups, Slots
 
 # %% ../../nbs/models/engines.ipynb #e55a0048
 class GrowingLayer(DynamicLayer):
-    "Keys and values, (rows, heads, length, head size), in buffers that double when they are full."
+    """Keys and values, (rows, heads, length, head size), in buffers that double when they are full.
+
+    Columns that a row has not written are zero: a mask hides them, but it cannot hide what is not a number."""
 
     def update(self, key_states, value_states, *args, **kwargs):
         "Append keys and values (rows, heads, columns, head size) to the first rows; returns all keys and values of these."
@@ -39,7 +41,7 @@ class GrowingLayer(DynamicLayer):
         return [view[:len(key_states)] for view in self._set_views()]
 
     def _double(self, buffer, length):
-        wider = buffer.new_empty(*buffer.shape[:2], max(2 * buffer.shape[-2], self.length), buffer.shape[-1])
+        wider = buffer.new_zeros(*buffer.shape[:2], max(2 * buffer.shape[-2], self.length), buffer.shape[-1])
         wider[:, :, :length] = buffer[:, :, :length]
         return wider
 
@@ -51,10 +53,10 @@ class GrowingLayer(DynamicLayer):
         "A layer of the same length with this many rows of zeros, and spare columns."
         layer = GrowingLayer()
         layer.lazy_initialization(self.keys, self.values)
-        layer.buffers = [x.new_empty(rows, x.shape[1], x.shape[2] + spare, x.shape[3])
+        layer.buffers = [x.new_zeros(rows, x.shape[1], x.shape[2] + spare, x.shape[3])
                          for x in (self.keys, self.values)]
         layer.length = self.length
-        for x in layer._set_views(): x.zero_()
+        layer._set_views()
         return layer
 
     def keep(self, rows, first: int = 0):
