@@ -32,7 +32,7 @@ from .models import load_tokenizer, run_with_engine
 from .models.presets import preset_field
 from .results.finished import ModelRun
 from .results.report import (describe_updates, escape, format_interval, format_p, render_failures, render_figure,
-                                     render_lost, render_page, render_pair, render_scores, render_table)
+                                     render_lost, render_page, render_pairs, render_scores, render_table)
 from .runs import TARGET_COLUMNS, Run, Steps, make_config, read_json, read_table, run_function, write_atomically
 from .runs.commands import CommandParser, end_command, read_options, split_text, words_of
 from .runs.costs import CostLog
@@ -45,6 +45,7 @@ class InjectConfig(train.TrainConfig):
     "Teach a model the facts of a file or of a corpus, and report what it learnt and forgot."
     name = "inject"
     run_class = "mixsd_nb.inject:InjectRun"
+    workload = "mixsd_nb.cluster.plan:plan_injection"
     forced = "write the report again; to train again, remove the folder of the training"
     suite: str = preset_field(
         "what is asked before and after: groups and benchmarks, with commas; the facts' own tests are added",
@@ -86,7 +87,11 @@ class InjectConfig(train.TrainConfig):
 
     def shared_runs(self): return [self.evaluation(self.model), self.training()]
 
-    def covers(self, run): return all(Run(run.folder.parent / run.root.attrs[name]).finished for name in ("trained", "before", "after"))
+    def _parts(self, run): return [Run(run.folder.parent / run.root.attrs[name]) for name in ("trained", "before", "after")]
+
+    def covers(self, run): return all(part.finished for part in self._parts(run))
+
+    def other_results(self): return [part.folder / "result.nc" for part in self._parts(Run(self.without_idle().folder))]
 
     def check(self):
         "ValueError if the weights of the selected checkpoint would be removed, and as for a training."
@@ -206,22 +211,6 @@ def _summarise(config: InjectConfig, table: pd.DataFrame, facts: pd.DataFrame) -
     reasons = ", ".join(f"{n} {reason}" for reason, n in failed.items())
     return [*lines, *([f"Facts that failed: {reasons}."] if reasons else [])]
 
-# %% ../nbs/inject.ipynb #f38d2f33
-def _pick_items(responses: pd.DataFrame, n: int = 10) -> pd.DataFrame:
-    "The first sample of n items, from all benchmarks in turn."
-    first = responses[responses["sample"] == 0]
-    turn = first.groupby("benchmark", sort=False).cumcount()
-    return first.assign(turn=turn).sort_values("turn", kind="stable").head(n)
-
-
-def _side_by_side(before: pd.DataFrame, after: pd.DataFrame) -> str:
-    "Ten responses before and after."
-    keys = ["benchmark", "item", "sample"]
-    other = after.set_index(keys)
-    pairs = ((row, other.loc[(row.benchmark, row.item, row.sample)]) for row in _pick_items(before).itertuples())
-    return "".join(f"<h3>{escape(one.benchmark)}</h3>" + render_pair(one.prompt, one.response, two.response,
-                   (one.correct, two.correct)) for one, two in pairs)
-
 # %% ../nbs/inject.ipynb #1b852e7d
 def _render_likelihood(table: pd.DataFrame) -> str:
     "The NLL of the targets, and how to read it."
@@ -242,7 +231,7 @@ def _render_costs(costs: CostLog, trained: ModelRun, targets: pd.DataFrame | Non
     if mean == mean: rows.append(("tokens trained on", f"{updates * config['batch'] * mean:,.0f}"))
     if targets is not None:
         tokens = sum(targets.completion_ids.map(len) * targets.attempts)
-        rows.append(("tokens of the targets, all attempts", f"{tokens:,}"))
+        rows.append(("tokens of the targets, all attempts", f"about {tokens:,}"))
     memory = read_json(costs.file)["memory"]
     rows += [(f"peak memory of {name}", f"{size / 1e9:.2f} GB") for name, size in memory.items()]
     return (render_table(rows, ("what", "cost", "of the processor"))
@@ -288,7 +277,7 @@ def write_report(
     sections = {
         "What was learnt": render_scores(learnt) + _TEST, "Your own tests": render_scores(own),
         "What was forgotten": render_scores(held) + lost,
-        "Facts that failed": render_failures(facts), "Ten responses": _side_by_side(*responses),
+        "Facts that failed": render_failures(facts), "Ten responses": render_pairs(*responses),
         "The targets": _render_likelihood(likelihood), "Training": render_figure(trained.plot()),
         "The model": _render_model(config, run, trained, step), "Costs": _render_costs(costs, trained, targets),
         "Parameters": f"<details><summary>all parameters</summary>{parameters}</details>"}
@@ -350,6 +339,11 @@ class InjectRun(ModelRun):
     def best_step(self):
         "The selected step."
         return int(self.root.step)
+
+    @property
+    def score(self):
+        "The validation of the training."
+        return self.trained.score
 
     @property
     def checkpoints(self):

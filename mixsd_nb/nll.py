@@ -215,12 +215,14 @@ def find_mixed_targets(
 def score_all(
     dataset: str,
     models: list[str],  # base models; the runs of others are left out
+    *,
+    force: bool = False,  # compute again even if a run is finished
     **options,  # of NllConfig: span, first, dtype, engine
 ) -> list[xr.DataTree]:
     "The results of the canonical targets and of all mixed targets, for each model."
     canonical = [dict(dataset=dataset, model=m) for m in dict.fromkeys(models)]
     mixed = find_mixed_targets(dataset, models)
-    return [run(**parameters, **options).result for parameters in (*canonical, *mixed)]
+    return [run(**parameters, **options, force=force).result for parameters in (*canonical, *mixed)]
 
 # %% ../nbs/nll.ipynb #f11c9910
 def collect_results(
@@ -232,13 +234,13 @@ def collect_results(
         result = config.run(force).result
         return [config.model_copy(update=dict(targets="")).run().result, result]
     options = config.model_dump(include={"span", "first", "dtype", "engine", "engine_options"})
-    return score_all(config.dataset, [config.model, *config.models], **options)
+    return score_all(config.dataset, [config.model, *config.models], force=force, **options)
 
 # %% ../nbs/nll.ipynb #8f2f5eca
 def merge_results(
     results: list[xr.DataTree],
 ) -> xr.Dataset:
-    "The roots of results as one cube; where two results stand for one cell, the most complete and newest counts."
+    "The roots of results as one cube; where two results stand for one cell, the most complete counts."
     return merge_roots({f"result {k}": result.to_dataset() for k, result in enumerate(results)})
 
 # %% ../nbs/nll.ipynb #a6bdfd37

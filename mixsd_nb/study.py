@@ -181,7 +181,7 @@ class Study:
 def run(
     **parameters,  # of StudyConfig
 ) -> Study:
-    "Open the study's cubes, and print which of its runs are missing."
+    "Open the study's cubes, and print their names."
     config = make_config(StudyConfig, **parameters)
     study = Study(config, find_cubes(config.cubes))
     print(f"cubes: {', '.join(study.cubes)}")

@@ -189,11 +189,11 @@ class TrainConfig(Stage, EvalSettings):
     def steps(self) -> tuple[int, list[int]]:
         "The number of updates, and the steps of all checkpoints including the last update."
         last = update_count(self.epochs, len(load_corpus(self.dataset, "train")), self.batch)
-        return last, self._steps_until(last)
+        return last, self.steps_until(last)
 
-    def _steps_until(self, last: int) -> list[int]:
-        period = CORPORA[self.dataset].schedule.period
-        steps = range(0, last, period) if self.checkpoints is None else self.checkpoints
+    def steps_until(self, last: int) -> list[int]:
+        "The steps of all checkpoints up to the last update."
+        steps = range(0, last, CORPORA[self.dataset].schedule.period) if self.checkpoints is None else self.checkpoints
         return sorted({s for s in (*steps, *(self.suite_steps or ())) if 0 < s < last} | {last})
 
     def check(self):
@@ -259,7 +259,7 @@ class TrainConfig(Stage, EvalSettings):
         root = read_root(run.folder / "result.nc")
         measured, asked = root.step.values.tolist(), np.asarray(root.get("targets_asked", np.nan)).item()
         last = max(measured) if np.isnan(asked) else update_count(self.epochs, int(asked), self.batch)
-        return {*self._steps_until(last)} <= {*measured}
+        return {*self.steps_until(last)} <= {*measured}
 
     def _covers_suite(self, run: Run) -> bool:
         "Whether the whole suite was asked of the checkpoints of which it is asked here."
@@ -269,7 +269,7 @@ class TrainConfig(Stage, EvalSettings):
         asked = root.n.squeeze(RUN_DIMS) > 0
         whole = {step for step in steps if asked.sel(step=step, benchmark=root.benchmark != "recall-kept").all()}
         if self.measure != "all": return suite_steps(self, root) & steps <= whole
-        return (steps & {*self._steps_until(max(steps))} if self.has_rate and steps else steps) <= whole
+        return (steps & {*self.steps_until(max(steps))} if self.has_rate and steps else steps) <= whole
 
     def converged_step(
         self,
@@ -278,7 +278,7 @@ class TrainConfig(Stage, EvalSettings):
         "The step at which training has converged by its recall and validation; None if it has not, or has no steps."
         if not self.has_rate: return None
         root = read_root(run.folder / "result.nc").squeeze(RUN_DIMS)
-        planned = self._steps_until(int(root.step.max()))
+        planned = self.steps_until(int(root.step.max()))
         scores = root.accuracy.sel(step=[step for step in root.step.values if step > 0 and step in planned])
         found = converged(*(scores.sel(benchmark=name).fillna(0).values for name in ("recall-kept", "validation")))
         return None if found is None else int(scores.step[found])

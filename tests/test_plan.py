@@ -230,8 +230,7 @@ def test_an_optimiser_on_the_host_takes_time():
 
 def test_selection_asks_less():
     config = paper_run()
-    fields = {name: getattr(config, name) for name in type(config).model_fields}
-    whole, chosen = (plan_training(SimpleNamespace(**fields | dict(label="sft", shared_runs=list) | more), H100)
+    whole, chosen = (plan_training(config.model_copy(update=more), H100)
                      for more in (dict(measure="all", keep="all", stored="float32", state="all"), dict(measure="selection", suite_steps=(), keep="chosen", stored="bfloat16", state="none")))
     asked = lambda plan: sum(part.hours for part in plan.parts if part.name.startswith("ask"))
     assert asked(whole) > 4 * asked(chosen)
@@ -401,3 +400,39 @@ def test_own_questions_are_counted(tmp_path):
     file.write_text("".join(f'{{"question": "What is {n} + {n}?", "answer": "{2 * n}"}}\n' for n in range(7)))
     asked = count_questions(make_config(find_stage("evaluate"), suite=str(file)))
     assert [questions.requests for questions in asked.values()] == [7]
+
+
+def test_an_injection_counts_its_training_once_and_everything_that_it_needs(own_runs):
+    config = make_config(find_stage("inject"), dataset="kgfact-small", model="lab-m")
+    plan = plans.plan_alone(config, H100)
+    alone = plans.plan_alone(config.training(), H100)
+    assert [run.method for run in plan.shared] == ["base", "base", "mixsd-0.5"]  # the base is asked all, and recall and validation
+    training = sum(part.hours for part in alone.cells[0].parts)
+    assert training < plan.cells[0].hours < 1.5 * training + plan.shared[0].hours
+    assert plan.cells[0].peaks.keys() >= alone.cells[0].peaks.keys() and not plan.cells[0].finished
+
+
+def test_a_training_until_convergence_pauses_at_every_checkpoint():
+    last, converged = (plan_run(paper_run(stop=stop, keep="chosen", stored="bfloat16", state="newest"), H100) for stop in ("last", "converged"))
+    paused = plan_run(paper_run(pause=1, keep="chosen", stored="bfloat16", state="newest"), H100)
+    assert converged.disk_peak == paused.disk_peak < last.disk_peak
+
+
+def test_a_checkpoint_that_is_asked_the_whole_suite_is_planned():
+    config = paper_run(measure="selection", suite_steps=(50,), checkpoints=(20,))
+    assert planned_steps(config) == config.steps() and 50 in planned_steps(config)[1]
+
+
+def test_a_grid_file_named_like_a_stage_is_a_grid(tmp_path, capsys):
+    from mixsd_nb.console.plan import main
+    (tmp_path / "train.yaml").write_text("notebook: train\nfixed: {model: lab-s}\naxes:\n  seed: [0, 1, 2]\n")
+    assert main(str(tmp_path / "train.yaml"), "--device", "cpu") in (0, 1)
+    assert "3 cells" in capsys.readouterr().out
+
+
+def test_runs_that_only_differ_in_their_seed_count_each(tmp_path):
+    "Three seeds have three base evaluations and three mixings; the last rows count each once, and cells without shared runs."
+    (tmp_path / "three.yaml").write_text("notebook: train\nfixed: {model: lab-s, method: mixsd}\naxes:\n  seed: [0, 1, 2]\n")
+    table = plans.plan_all([str(tmp_path / "three.yaml")] * 2, "cpu")
+    one, once = table.iloc[0], table.loc["all, once, on CPUs"]
+    assert once.cells == one.cells == 3 and once.hours == pytest.approx(one.hours)

@@ -3,18 +3,19 @@
 import shutil
 
 import numpy as np
+import pandas as pd
 import pytest
 import xarray as xr
 
-from mixsd_nb.cluster.grid import expand_grid, list_grids
+from mixsd_nb.cluster.grid import expand_grid, list_grids, read_grid
 from mixsd_nb.cluster.lab import available_cells, merge_grid, planned_grid, planned_runs, preview_grids, study_grids
-from mixsd_nb.results.claims import CLAIMS, OURS, VERDICTS, claims_table, forgets, keeps_more, planned_of, retains
+from mixsd_nb.results.claims import CLAIMS, OURS, VERDICTS, claims_table, forgets, judge_claim, keeps_more, planned_of, retains
 from mixsd_nb.results.committed import committed_folder, is_filled, list_missing, read_cube, read_cubes, write_cube
 from mixsd_nb.results.cube import cube_of
 from mixsd_nb.results.demo import invent_cube, invent_result
 from mixsd_nb.results.schema import DIMS, RUN_DIMS, variable
 from mixsd_nb.results.versus import point_tables, settings_table, kept_values, learned_values
-from mixsd_nb.runs import load_object, project_root, write_result
+from mixsd_nb.runs import ParameterError, load_object, project_root, write_result
 from mixsd_nb.study import find_cubes, group_cubes, main, planned_cells, recompute_cells, run, write_list
 
 CUBES = read_cubes(committed_folder())
@@ -264,3 +265,27 @@ def test_committed_cells_are_computed_again_with_equal_numbers():
     name = next(iter(CUBES))
     table = recompute_cells(name, CUBES[name])
     assert len(table) == 3 and (table.difference == 0).all() and (table.absent == 0).all(), table
+
+
+def test_a_claim_whose_runs_all_exist_lacks_no_cells():
+    "Where no run is missing and still none reaches the recall that is compared, the claim is undecided."
+    rows = pd.DataFrame([dict(dataset="kgfact-small", model="lab-m", method=m, grid="g", missing=lacks) for m, lacks in (("mixsd-0.3", False), ("opsd-n8-t1", False))])
+    judge = lambda rows: judge_claim(CLAIMS["opsd"], {}, ("kgfact-small", "lab-m"), rows)
+    assert judge(rows)["verdict"] == "undecided" and "not all of them reach" in judge(rows)["judged"]
+    assert judge(rows.assign(missing=[False, True]))["verdict"] == judge(rows[:0])["verdict"] == "cells missing"
+
+
+def test_only_a_grid_without_outputs_is_left_out(own_runs, tmp_path):
+    "A mistake in a grid over outputs is told, also before there are outputs."
+    of = tmp_path / "of.yaml"
+    of.write_text("notebook: train\nfixed: {model: lab-s, method: sft}\naxes:\n  seed: [0]\n")
+    over = tmp_path / "over.yaml"
+    over.write_text(f"notebook: fisher\naxes:\n  trained: {{of: {of}, take: [model]}}\n")
+    assert available_cells(str(over)) is None
+    over.write_text(f"notebook: fisher\naxes:\n  trained: {{of: {of}, takes: [model]}}\n")
+    with pytest.raises(ParameterError, match="takes"): available_cells(str(over))
+
+
+def test_the_grids_of_analyses_are_over_runs_with_checkpoints():
+    assert "base" not in {cell.parameters["method"] for cell in expand_grid("_study-trained").cells}
+    assert {source for name in ("study-9-displacement", "study-9-forgetting") for source in read_grid(name)[1].axes["trained"].sources} == {"_study-trained"}

@@ -24,8 +24,8 @@ from pydantic import Field, TypeAdapter, ValidationError, field_validator
 
 from .grid_file import MAX_DEPTH, place_sources, read_yaml
 from .resources import Resources, check_names
-from ..runs import (Config, ParameterError, Run, Stage, find_stage, is_finished, make_config, nearest,
-                           project_root, read_config, runs_root)
+from ..runs import (Config, MissingOutputs, ParameterError, Run, Stage, find_stage, is_finished, make_config,
+                           nearest, project_root, read_config, runs_root)
 
 # %% ../../nbs/cluster/grid.ipynb #085087e4
 class GridOutputs(Config):
@@ -127,7 +127,7 @@ def _name_file(
     except ParameterError as e:
         if isinstance(source, dict): raise
         text = " ".join(str(e).split())
-        raise ParameterError(f"{source}: {text if len(text) <= 500 else text[:500] + ' …'}") from None
+        raise type(e)(f"{source}: {text if len(text) <= 500 else text[:500] + ' …'}") from None
 
 # %% ../../nbs/cluster/grid.ipynb #00d4a14a
 def _read_bases(
@@ -224,7 +224,7 @@ def _axis_values(
     finished, names = finished_runs(cells), ", ".join(axis.sources)
     advice = f"`mixsd sweep run {axis.sources[0]}` comes first and computes them"
     if not finished:
-        raise ParameterError(f"axis {name} needs outputs of {names}, but none of its {len(cells)} cells is finished; {advice}")
+        raise MissingOutputs(f"axis {name} needs outputs of {names}, but none of its {len(cells)} cells is finished; {advice}")
     if lacking := len(cells) - sum(cell.hash in finished for cell in cells):
         warnings.warn(f"axis {name} has the outputs of {len(cells) - lacking} of the {len(cells)} cells of {names}, because the "
                       f"others are not finished; {advice}", stacklevel=2)

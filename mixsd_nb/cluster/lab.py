@@ -19,14 +19,14 @@ import pandas as pd
 import xarray as xr
 
 from .attempt import list_attempts
-from .grid import Cell, GridOutputs, expand_grid, finished_runs, list_grids, read_grid
+from .grid import Cell, expand_grid, finished_runs, list_grids
 from ..results.agreement import group_runs
 from ..results.committed import committed_folder, is_filled, read_cube, write_cube
 from ..results.cube import cube_of
 from ..results.merge import merge_roots
 from ..results.roots import read_root, read_roots
 from ..results.schema import RUN_DIMS
-from ..runs import ParameterError, find_stage, make_config, read_json, runs_root
+from ..runs import MissingOutputs, find_stage, make_config, read_json, runs_root
 from ..runs.pool import count_cores
 
 # %% ../../nbs/cluster/lab.ipynb #f29a41fa
@@ -52,11 +52,8 @@ def available_cells(
     name: str,  # of a grid
 ) -> list[Cell] | None:
     "The cells of a grid; None if it is over the outputs of another grid, which has none yet. ParameterError for a mistake."
-    needs = any(isinstance(axis, GridOutputs) for axis in read_grid(name)[1].axes.values())
     try: return expand_grid(name).cells
-    except ParameterError:
-        if needs: return None
-        raise
+    except MissingOutputs: return None
 
 
 @functools.cache

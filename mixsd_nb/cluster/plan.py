@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['host_memory', 'free_disk', 'cpu_device', 'this_machine', 'machine_for', 'find_problems', 'plan_run',
-           'format_duration', 'describe_plan', 'start_line', 'planned_cells', 'GridPlan', 'plan_grid', 'format_grid',
-           'plan_all']
+           'format_duration', 'describe_plan', 'start_line', 'planned_cells', 'GridPlan', 'plan_grid', 'plan_injection',
+           'plan_alone', 'format_grid', 'plan_all']
 
 # %% ../../nbs/cluster/plan.ipynb #bb556a66
 import functools
@@ -25,7 +25,7 @@ from .estimates import DEVICES, Device, constant
 from .grid import (Grid, GridOutputs, adjust_cell, expand_grid, group_alike, is_excluded,
                                    make_resources, read_grid)
 from .resources import Resources
-from .workload import Machine, RunPlan
+from .workload import Machine, RunPlan, plan_evaluation, plan_training
 from ..runs import ParameterError, Stage, find_stage, load_object, make_config, nearest, runs_root
 from ..runs.pool import count_cores, visible_gpus
 
@@ -287,6 +287,12 @@ def _row(key: tuple[str, str, str], plans: list[RunPlan]) -> dict[str, Any]:
                 lacks=", ".join(dict.fromkeys(kind for plan in plans for kind in plan.problems)))
 
 # %% ../../nbs/cluster/plan.ipynb #709bf124
+def _identify(config: Any) -> str:
+    "The name of a run, however much is asked of it; its parameters if it reads outputs that do not exist yet."
+    try: return config.without_idle().folder.name
+    except (ValueError, OSError, AttributeError, LookupError): return f"{config.name}-{sorted(vars(config).items(), key=str)}"
+
+
 def _plan_shared(plans: Iterable[RunPlan], machines: Iterable[Machine]) -> list[RunPlan]:
     "The plans of the runs that cells share, and of those that these share, each once."
     waiting, found = [(run, machine) for plan, machine in zip(plans, machines) for run in plan.shared][::-1], {}
@@ -294,7 +300,7 @@ def _plan_shared(plans: Iterable[RunPlan], machines: Iterable[Machine]) -> list[
         config, machine = waiting.pop()
         if config.folder in found: continue
         plan = found[config.folder] = plan_run(config, machine)
-        plan.finished = _is_finished(config)
+        plan.finished, plan.run = _is_finished(config), _identify(config)
         waiting += [(run, machine) for run in plan.shared]
     return list(found.values())
 
@@ -329,6 +335,25 @@ def plan_grid(
         return GridPlan(name, machine, resources.at_once or len(plans), plans, _plan_shared(plans, machines), configs)
     except ValueError as e: raise ParameterError(f"{name}: {e}") from None
 
+# %% ../../nbs/cluster/plan.ipynb #1ad5ca57
+def plan_injection(config: Stage, machine: Machine) -> RunPlan:
+    "The plan of an injection: that of its training, with all benchmarks asked of the selected checkpoint."
+    base = config.evaluation(config.model)
+    plan, asked = plan_training(config.training(), machine), plan_evaluation(base, machine)
+    plan.parts, plan.shared, plan.host = [*plan.parts, *asked.parts], [base, *plan.shared], max(plan.host, asked.host)
+    plan.peaks |= {phase: max(peak, plan.peaks.get(phase, 0.0)) for phase, peak in asked.peaks.items()}
+    return plan
+
+# %% ../../nbs/cluster/plan.ipynb #b604e30f
+def plan_alone(
+    config: Stage,
+    machine: Machine,
+) -> GridPlan | None:
+    "The plan of a run as a grid of one cell; None for a stage that declares no work."
+    if (plan := plan_run(config, machine)) is None: return None
+    plan.finished = _is_finished(config)
+    return GridPlan(config.name, machine, 1, [plan], _plan_shared([plan], [machine]), [config])
+
 # %% ../../nbs/cluster/plan.ipynb #8ca122c1
 def _format_rows(rows: pd.DataFrame) -> str:
     "The columns that are not empty, those of memory after the cells."
@@ -358,12 +383,6 @@ def format_grid(
     return "\n".join([*lines, *(f"does not fit ({n} cells): {text}" for text, n in plan.problems().items())])
 
 # %% ../../nbs/cluster/plan.ipynb #b83ad87d
-def _identify(config: Any) -> str:
-    "The name of a run, however much is asked of it; its parameters if it reads outputs that do not exist yet."
-    try: return config.without_idle().folder.name
-    except (ValueError, OSError, AttributeError, LookupError): return f"{config.name}-{sorted(vars(config).items(), key=str)}"
-
-
 def _sum_plans(plans: Iterable[RunPlan]) -> dict[str, float]:
     "A row of totals."
     plans = list(plans)
@@ -379,14 +398,15 @@ def plan_all(
 
     Runs that several grids share count in each of them, and once in the last two rows, for GPUs and for CPUs, with all that
     one of the grids asks of them."""
-    rows, seen = {}, {True: {}, False: {}}
+    rows, seen, cells = {}, {True: {}, False: {}}, {True: set(), False: set()}
     for name in names:
         plan = plan_grid(name, device)
         rows[name] = _sum_plans([*plan.cells, *plan.shared]) | dict(cells=len(plan.cells))
-        known = seen[plan.machine.gpus > 0]
-        for config, cell in zip(plan.configs, plan.cells):
-            key, cell = _identify(config), cell.whole or cell
-            known[key] = max(known.get(key, cell), cell, key=lambda plan: plan.hours)
-        known |= {repr(vars(run)): run for run in plan.shared}
+        known, gpu = seen[plan.machine.gpus > 0], plan.machine.gpus > 0
+        names = [_identify(config) for config in plan.configs]
+        cells[gpu] |= {*names}
+        for key, run in [*zip(names, (cell.whole or cell for cell in plan.cells)), *((run.run, run) for run in plan.shared)]:
+            known[key] = max(known.get(key, run), run, key=lambda plan: plan.hours)
     ends = {True: "all, once, on GPUs", False: "all, once, on CPUs"}
-    return pd.DataFrame(rows | {ends[gpu]: _sum_plans(known.values()) for gpu, known in seen.items()}).T
+    once = {ends[gpu]: _sum_plans(known.values()) | dict(cells=len(cells[gpu])) for gpu, known in seen.items()}
+    return pd.DataFrame(rows | once).T

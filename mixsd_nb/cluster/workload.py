@@ -17,7 +17,6 @@ from .estimates import (Burden, Device, Layout, adapter_parameters, constant, de
                                         decoding_seconds, microbatch, optimiser_peak, rollout_peak, rollout_width,
                                         scoring_seconds, serve, update_peak, update_seconds)
 from .lengths import Questions, corpus_lengths, count_questions, mixed_length, neutral_lengths, usual_reply
-from ..corpora import CORPORA
 from ..methods import METHODS, update_count
 from ..models import ENGINES
 from ..models.geometry import Shape, read_shape
@@ -76,6 +75,7 @@ class RunPlan:
     problems: dict[str, str] = field(default_factory=dict)  # what does not fit, with a sentence
     finished: bool = False  # whether the run exists
     gpus: int = 0  # of its cell, on all nodes
+    run: str = ""  # name of the folder, of a run that cells share
     whole: "RunPlan | None" = None  # of a run that other grids begin: the plan of all its work
 
     @property
@@ -294,9 +294,7 @@ def smallest_layout(
 def planned_steps(config) -> tuple[int, list[int]]:
     "The number of updates, and the steps of all checkpoints, without loading a corpus that has to be downloaded."
     last = update_count(config.epochs, corpus_lengths(config.dataset, config.model)["train"].rows, config.batch)
-    period = CORPORA[config.dataset].schedule.period
-    steps = range(0, last, period) if config.checkpoints is None else config.checkpoints
-    return last, sorted({s for s in steps if 0 < s < last} | {last})
+    return last, config.steps_until(last)
 
 
 def checkpoint_bytes(shape: Shape, layout: Layout, stored: str = "float32") -> tuple[float, float]:
@@ -311,7 +309,8 @@ _OPEN = 3  # checkpoints that can still be selected in a pause, at most
 
 def phase_size(config, machine: Machine, checkpoints: int) -> int:
     "Checkpoints between two pauses of a training; all of them without a pause, and on several nodes, where it has none."
-    return min(config.pause, checkpoints) if config.pause and machine.nodes == 1 else checkpoints
+    pause = config.pause or int(config.stop == "converged")  # which is decided after every checkpoint
+    return min(pause, checkpoints) if pause and machine.nodes == 1 else checkpoints
 
 
 def training_disk(

@@ -12,8 +12,8 @@ from ..cluster.estimates import CONSTANTS, DEVICES
 from ..cluster.grid import list_grids
 from ..cluster.resources import Resources
 from ..cluster.inputs import check_inputs, format_inputs, list_deviations
-from ..cluster.plan import (GridPlan, describe_plan, format_grid, machine_for, plan_all, plan_grid, plan_run,
-                                   planned_cells, this_machine)
+from ..cluster.plan import (describe_plan, format_grid, machine_for, plan_all, plan_alone, plan_grid, planned_cells,
+                                   this_machine)
 from ..runs import ParameterError, Stage, find_stage, make_config
 from ..runs.commands import CommandParser, end_command, split_text
 
@@ -88,12 +88,11 @@ def _plan_stage(stage: type[Stage], config: Stage, options) -> dict:
     resources = make_config(Resources, gpus=options.gpus or (1 if options.device not in ("", "cpu") else 0))
     machine = machine_for(resources, options.device) if options.device or options.gpus else this_machine()
     try:
-        plan = plan_run(config, machine)
+        plan = plan_alone(config, machine)
         if plan is None: raise ParameterError(f"{stage.name} has no plan: it declares no work")
-        shared = [plan_run(run, machine) for run in plan.shared]
     except ValueError as e: raise ParameterError(str(e)) from None
-    print(format_grid(GridPlan(stage.name, machine, 1, [plan], shared, [config])), describe_plan(plan, machine), sep="\n")
-    return plan.problems
+    print(format_grid(plan), describe_plan(plan.cells[0], machine), sep="\n")
+    return plan.cells[0].problems
 
 
 def main(*arguments: str) -> int:

@@ -155,7 +155,8 @@ _MADE = {}  # splits that were made in this process
 def _splits(corpus: Corpus) -> dict:
     "The splits of a corpus, made once in a process, unless an option names a file, which may change."
     if any(isinstance(value, str) and os.path.exists(value) for value in corpus.options.values()): return _make_splits(corpus)
-    key = load_object(corpus.build), corpus.name, corpus.request, repr(corpus.options), repr(corpus.form)
+    name = corpus_label(corpus.name) if corpus.name in CORPORA else corpus.name  # the file behind it may be replaced
+    key = load_object(corpus.build), name, corpus.request, repr(corpus.options), repr(corpus.form)
     if key not in _MADE: _MADE[key] = _make_splits(corpus)
     return _MADE[key]
 

@@ -74,9 +74,9 @@ def _win(difference: Estimate, remark: str = "{}") -> Finding:
     return _points(difference, _decide(judged == "ahead", difference.high < MARGIN), remark.format(judged) if judged else "")
 
 
-def _note_settings(cubes: Sequence[xr.Dataset], cell: Cell, first: str, second: str) -> str:
+def _note_settings(cubes: Sequence[xr.Dataset], cell: Cell, first: str, second: str, *measures: str) -> str:
     "For example `, 18 settings against 9`; empty if both methods have equally many."
-    tables = point_tables(cubes, cell, (first, second))
+    tables = point_tables(cubes, cell, (first, second), *measures)
     one, other = count_settings(tables[first], tables[second])
     return f", {one} settings against {other}" if one != other else ""
 
@@ -91,7 +91,7 @@ def keeps_more(
     kept: str = HELD_OUT,  # or a benchmark
 ) -> Finding:
     "Whether the first method keeps more than the second at equal recall."
-    return _win(differ_at_recall(cubes, cell, first, second, recall, learned, kept), "{}" + _note_settings(cubes, cell, first, second))
+    return _win(differ_at_recall(cubes, cell, first, second, recall, learned, kept), "{}" + _note_settings(cubes, cell, first, second, learned, kept))
 
 
 def learns(
@@ -137,7 +137,7 @@ def is_better(
 ) -> Finding:
     "Whether the first method is better than the second, each at the setting with its best validation score."
     found = differ_at_best(cubes, cell, first, second, lambda cube: kept_values(cube, benchmark))
-    return _win(found, "{}" + _note_settings(cubes, cell, first, second))
+    return _win(found, "{}" + _note_settings(cubes, cell, first, second, "recall", benchmark))
 
 
 def trades(
@@ -344,7 +344,10 @@ def judge_claim(
     findings: dict[str, Finding] = {name: test(cubes, at, **claim.options) for name, cubes in (groups or {"": []}).items()}
     rank = {name: (found.verdict == MISSING) + (found.verdict == MISSING and not found.text) for name, found in findings.items()}
     name = min(rank, key=rank.get)
-    found, missing = findings[name], count_missing(planned_of(claim, cell, planned))
+    found, runs = findings[name], planned_of(claim, cell, planned)
+    missing = count_missing(runs)
+    if found.verdict == MISSING and len(runs) and not missing:
+        found = found._replace(verdict=UNDECIDED, remark="no run is missing, but not all of them reach what is compared")
     if claim.grid and found.verdict == MISSING: missing = f"the grid {claim.grid}"
     return dict(claim=claim.sentence, number=found.text, N=found.n, verdict=found.verdict, judged=found.remark,
                 cubes=name if found.text else "", missing=missing, source=claim.source)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['escape', 'render_page', 'Markup', 'render_table', 'format_interval', 'format_p', 'render_scores', 'describe_updates',
-           'render_pair', 'render_lost', 'render_failures', 'render_figure']
+           'render_pair', 'render_lost', 'render_failures', 'render_pairs', 'render_figure']
 
 # %% ../../nbs/results/report.ipynb #78357caf
 import base64
@@ -154,6 +154,25 @@ def render_failures(
         parts.append(f"<h3>{head}</h3><p>{escape(failure.advice)}</p>"
                      f"<details{' open' * (len(group) <= 3)}><summary>these facts</summary>{''.join(shown)}</details>")
     return "".join(parts) or "<p>None: the model recalls every fact.</p>"
+
+# %% ../../nbs/results/report.ipynb #2dd2b944
+def _pick_items(responses: pd.DataFrame, n: int = 10) -> pd.DataFrame:
+    "The first sample of n items, from all benchmarks in turn."
+    first = responses[responses["sample"] == 0]
+    turn = first.groupby("benchmark", sort=False).cumcount()
+    return first.assign(turn=turn).sort_values("turn", kind="stable").head(n)
+
+
+def render_pairs(
+    before: pd.DataFrame,  # responses
+    after: pd.DataFrame,
+) -> str:
+    "Ten responses before and after, from all benchmarks in turn."
+    keys = ["benchmark", "item", "sample"]
+    other = after.set_index(keys)
+    pairs = ((row, other.loc[(row.benchmark, row.item, row.sample)]) for row in _pick_items(before).itertuples())
+    return "".join(f"<h3>{escape(one.benchmark)}</h3>" + render_pair(one.prompt, one.response, two.response,
+                   (one.correct, two.correct)) for one, two in pairs)
 
 # %% ../../nbs/results/report.ipynb #94457aa0
 def render_figure(fig) -> str:

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MARK', 'checkpoint_folder', 'checkpoint_step', 'checkpoint_steps', 'last_checkpoint', 'mark_complete',
            'remove_states', 'remove_weights', 'removed_steps', 'require_weights', 'resume_checkpoint', 'trained_steps',
-           'Interruption', 'Config', 'ParameterError', 'Seed', 'Steps', 'check_last', 'check_steps',
+           'Interruption', 'Config', 'MissingOutputs', 'ParameterError', 'Seed', 'Steps', 'check_last', 'check_steps',
            'check_temperature', 'match_type', 'format_bounds', 'format_error', 'format_type', 'is_runtime',
            'make_config', 'nearest', 'notebook_config', 'runtime_field', 'ProcessFailed', 'die_with_parent',
            'first_error', 'in_notebook', 'launch', 'leave_after', 'Registry', 'load_object', 'load_plugins',
@@ -22,8 +22,8 @@ __all__ = ['MARK', 'checkpoint_folder', 'checkpoint_step', 'checkpoint_steps', '
 from .checkpoints import (MARK, checkpoint_folder, checkpoint_step, checkpoint_steps, last_checkpoint,
                                        mark_complete, remove_states, remove_weights, removed_steps, require_weights,
                                        resume_checkpoint, trained_steps)
-from .config import (Config, ParameterError, Seed, Steps, check_last, check_steps, check_temperature, format_bounds,
-                                  format_error, format_type, is_runtime, make_config, match_type, nearest,
+from .config import (Config, MissingOutputs, ParameterError, Seed, Steps, check_last, check_steps,
+                                  check_temperature, format_bounds, format_error, format_type, is_runtime, make_config, match_type, nearest,
                                   notebook_config, runtime_field)
 from .locks import check_locks
 from .processes import Interruption, ProcessFailed, die_with_parent, first_error, in_notebook, launch, leave_after
@@ -42,7 +42,7 @@ from .tables import (TABLE_SUFFIXES, Row, Table, TableError, check_columns, dige
 _all_ = ["MARK", "checkpoint_folder", "checkpoint_step", "checkpoint_steps", "last_checkpoint",
          "mark_complete", "remove_states", "remove_weights", "removed_steps", "require_weights", "resume_checkpoint", "trained_steps",
          "Interruption", "Config",
-         "ParameterError", "Seed", "Steps", "check_last", "check_steps", "check_temperature", "match_type",
+         "MissingOutputs", "ParameterError", "Seed", "Steps", "check_last", "check_steps", "check_temperature", "match_type",
          "format_bounds", "format_error", "format_type", "is_runtime", "make_config", "nearest", "notebook_config",
          "runtime_field", "ProcessFailed", "die_with_parent", "first_error", "in_notebook", "launch", "leave_after", "Registry",
          "load_object",

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Seed', 'Steps', 'Options', 'runtime_field', 'is_runtime', 'check_steps', 'check_last', 'check_temperature', 'Config',
-           'ParameterError', 'nearest', 'format_bounds', 'format_type', 'format_error', 'match_type', 'make_config',
-           'notebook_config']
+           'ParameterError', 'MissingOutputs', 'nearest', 'format_bounds', 'format_type', 'format_error', 'match_type',
+           'make_config', 'notebook_config']
 
 # %% ../../nbs/runs/config.ipynb #d12c3544
 import contextlib
@@ -139,6 +139,10 @@ class Config(BaseModel):
 class ParameterError(ValueError):
     "An unknown parameter, or a value that a parameter does not allow."
     def _render_traceback_(self): return [str(self)]
+
+
+class MissingOutputs(ParameterError):
+    "A grid over the outputs of other grids, none of whose cells is finished."
 
 # %% ../../nbs/runs/config.ipynb #56e40939
 def nearest(

@@ -395,13 +395,13 @@ def find_stage(
     name: str,  # name of a stage, or path of its notebook
 ) -> type[Stage]:
     "The class of a stage, imported if this package has it; ParameterError for an unknown name."
-    name = Path(name).stem
-    if name not in _STAGES:
+    given, name = name, Path(name).stem if Path(name).suffix in ("", ".ipynb") else ""
+    if name and name not in _STAGES:
         try: import_module(f"mixsd_nb.{name}")
         except ModuleNotFoundError as e:
             if e.name != f"mixsd_nb.{name}": raise
     if name in _STAGES: return _STAGES[name]
-    raise ParameterError(f"stage must be the name of a stage or the file of its notebook, got {name}")
+    raise ParameterError(f"stage must be the name of a stage or the file of its notebook, got {given}")
 
 
 def open_run(
