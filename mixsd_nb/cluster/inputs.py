@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from ..models import ENGINES, load_tokenizer
 from ..models.engine import stop_ids
 from ..models.geometry import GEOMETRIES, read_shape
 from ..models.presets import preset_values
-from ..runs import runs_root, try_lock
+from ..runs import check_locks, runs_root
 
 # %% ../../nbs/cluster/inputs.ipynb #0d88be33
 class Input(NamedTuple):
@@ -58,15 +59,12 @@ def _describe_model(name: str) -> str:
 
 # %% ../../nbs/cluster/inputs.ipynb #61dc38d4
 def _check_locks() -> str:
-    "A note; OSError if a lock in the folder of runs does not exclude another process."
-    file = runs_root() / ".plan.lock"
-    code = f"from mixsd_nb.runs import try_lock\nwith try_lock({str(file)!r} and __import__('pathlib').Path({str(file)!r})) as free: print(free)"
-    with try_lock(file) as free:
-        if not free: raise OSError(f"another process holds {file}")
-        told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120).stdout.strip()
-    file.unlink(missing_ok=True)
-    if told == "False": return f"locks in {runs_root()} exclude other processes"
-    raise OSError(f"locks in {runs_root()} do not exclude other processes; put runs on another file system by MIXSD_RUNS")
+    "A note; StorageError as in `check_locks`, whose warning becomes the note."
+    runs_root().mkdir(parents=True, exist_ok=True)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        check_locks.__wrapped__(runs_root())  # which a process does once otherwise
+    return str(told[0].message) if told else f"locks in {runs_root()} exclude other processes"
 
 
 def _check_package(name: str) -> str:

@@ -328,7 +328,7 @@ class ResponsesView(View):
         found = np.flatnonzero(base if labels["step"] == 0 else trained)
         if not len(found): raise FileNotFoundError(f"the run {labels['run']} has no responses of step {labels['step']}")
         row = self.files.loc[found[0]]
-        rival = "sft" if parse_label(row.method)[0].name == "mixsd" else "mixsd"
+        rival = "sft" if parse_label(row.method)[0].mixed else "mixsd"
         same = (self.files.lr == row.lr) & (self.files.seed == row.seed) & (self.files.step == row.step)
         beside = np.flatnonzero(same & self.files.method.map(lambda m: parse_label(m)[0].name == rival))
         with silence(self.first, self.second):
