@@ -289,3 +289,11 @@ def test_only_a_grid_without_outputs_is_left_out(own_runs, tmp_path):
 def test_the_grids_of_analyses_are_over_runs_with_checkpoints():
     assert "base" not in {cell.parameters["method"] for cell in expand_grid("_study-trained").cells}
     assert {source for name in ("study-9-displacement", "study-9-forgetting") for source in read_grid(name)[1].axes["trained"].sources} == {"_study-trained"}
+
+
+def test_the_runs_that_a_claim_compares_are_planned():
+    "Every label of a claim is one of the study's planned runs, for which no run has to exist."
+    planned = planned_cells({}, study_grids())
+    for claim in CLAIMS.values():
+        asked = {(claim.dataset or "kgfact-small", label) for label in claim.labels}
+        assert asked <= {*zip(planned.dataset, planned.method)}, claim.name
