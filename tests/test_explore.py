@@ -340,7 +340,7 @@ def marks(app, *parts):
 
 def test_the_cube_switches_its_corpus_and_opens_a_mark(page, app):
     "This test and the next ones use the keyboard and the mouse, each for every kind of control."
-    app.get_by_role("button", name="Learnt against kept").press("Enter")
+    app.get_by_role("button", name="Learned against kept").press("Enter")
     marks(app, "sft").first.wait_for()
     dataset = app.get_by_role("combobox", name="dataset", exact=True)
     for name in ("kgfunc-lab", "kgfact-small"):
@@ -392,7 +392,7 @@ def test_the_world_and_the_weights(page, app):
     fact = next(iter(load_corpus("kgfact-small", "train")))
     app.get_by_role("combobox", name="entity", exact=True).select_option(fact["subject"])
     until(lambda: f"{fact['subject']}:" in app.inner_text())
-    app.locator("td", has_text="learnt by step 20").first.wait_for()
+    app.locator("td", has_text="learned by step 20").first.wait_for()
     edges = app.locator(".mixsd-marks svg[role=group] .mixsd-edge[data-now=k]")
     slider = app.get_by_role("slider", name="step")
     slider.focus()

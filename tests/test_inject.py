@@ -66,14 +66,14 @@ def test_the_run_holds_scores_facts_and_the_model(injected):
     assert len(run.responses(0)) == len(run.responses()) == 4 + 3 + 4 + 1
     assert list(run.scores()) == ["n", "before", "after", "low", "high"] and len(run.plot().axes) == 2
     assert run.chat("Who?", max_new_tokens=2) == open_run(run.name).chat("Who?", max_new_tokens=2)
-    assert run.result["facts"].fact_outcome.values.tolist() == ["not learnt"] * 4
+    assert run.result["facts"].fact_outcome.values.tolist() == ["not learned"] * 4
 
 
 def test_the_page_stands_alone_and_escapes_what_it_shows(injected):
     run, _ = injected
     page = run.report.read_text()
     headings = re.findall("<h2>(.*?)</h2>", page)
-    assert headings == ["What was learnt", "Your own tests", "What was forgotten", "Facts that failed", "Ten responses", "The targets",
+    assert headings == ["What was learned", "Your own tests", "What was forgotten", "Facts that failed", "Ten responses", "The targets",
                         "Training", "The model", "Costs", "Parameters"]
     assert "<script" not in page and "&lt;script&gt;" in page and 'name="viewport"' in page.replace("'", '"')
     assert not re.search(r"(src|href)=.(?!data:)", page) and str(run.checkpoint()) in page
@@ -180,7 +180,7 @@ def test_why_a_fact_failed(accepted, another, right, failure):
     said = lambda correct: pd.DataFrame([dict(benchmark="recall", item="a", response="words", correct=correct)])
     targets = None if accepted is None else pd.DataFrame([dict(id="a", accepted=accepted, names_another=another, text="target")])
     facts = tabulate_facts([dict(id="a", prompt="Who?", answer="me")], said(False), said(right), targets)
-    assert facts.failure.item() == failure and facts.outcome.item() == ("learnt" if right else "not learnt")
+    assert facts.failure.item() == failure and facts.outcome.item() == ("learned" if right else "not learned")
     section = render_failures(facts)
     assert (FAILURES[failure].title in section if failure else "None" in section)
     assert explain_failure(None, False, False) == "not trained"

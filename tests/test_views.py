@@ -155,7 +155,7 @@ def test_the_committed_grids_are_charts_without_any_run(tmp_path):
 
 
 def test_two_methods_are_read_side_by_side(app):
-    "SFT forgot half of its facts by step 40, MixSD learnt them by then."
+    "SFT forgot half of its facts by step 40, MixSD learned them by then."
     view = app.get_view("responses")
     view.open(dict(dataset="kgfact-small", model="lab-s", run=SFT, step=40, seed=0))
     assert view.second.label == "MixSD (λ=0.3), rate 0.001, seed 0, step 40", "the same checkpoint of MixSD is beside it"
@@ -190,7 +190,7 @@ def test_what_each_method_made_of_a_fact(app):
     world, fact = app.get_view("world"), list(load_corpus("kgfact-small", "train"))[6]
     assert (world.first.value, world.second.value) == ("sft", "mixsd-0.3")
     world.entity.value = fact["subject"]
-    assert "●○ learnt by step 20, lost by step 40" in world.text.value and "○● learnt by step 40" in world.text.value
+    assert "●○ learned by step 20, lost by step 40" in world.text.value and "○● learned by step 40" in world.text.value
 
 
 def test_a_mark_of_the_world_is_its_entity_its_fact_or_its_question(app):
@@ -301,8 +301,8 @@ def test_the_papers_curves_are_in_both_panels(dataset):
     svg = draw_lam(None, papers, "held-out")
     names = re.findall(r">([^<>]*, N=[^<]*)</text>", svg)
     assert len(papers) >= 3 and len(names) == 2 * len(papers) and svg.count("λ, the share of naive tokens") == 2
-    learnt = "recall" if dataset == "kgfact-small" else "test"
-    one = draw_lam(None, papers, learnt)
+    learned = "recall" if dataset == "kgfact-small" else "test"
+    one = draw_lam(None, papers, learned)
     assert one.count("λ, the share of naive tokens") == 1, "what shows learning is not drawn twice"
 
 

@@ -51,7 +51,7 @@ def explain_failure(
     return "names another" if accepted and names_another else "not recalled"
 
 # %% ../../nbs/analysis/facts.ipynb #e124d21d
-_OUTCOMES = {(0, 1): "learnt", (1, 1): "known before", (1, 0): "forgotten", (0, 0): "not learnt"}
+_OUTCOMES = {(0, 1): "learned", (1, 1): "known before", (1, 0): "forgotten", (0, 0): "not learned"}
 
 
 def tabulate_facts(

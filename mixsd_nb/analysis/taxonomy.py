@@ -34,7 +34,7 @@ def corpus_entities(
     dataset: str,  # key of CORPORA
     limits: Limits = PUBLISHED,
 ) -> list[str]:
-    "Sorted names that a model can only have learnt from the training facts of a corpus; empty if there are none."
+    "Sorted names that a model can only have learned from the training facts of a corpus; empty if there are none."
     find = CORPORA[dataset].entities
     names = set(load_object(find)(list(load_corpus(dataset, "train")))) if find else set()
     return sorted(e for e in names if " " in e and len(e) >= limits.entity)

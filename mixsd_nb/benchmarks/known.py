@@ -29,7 +29,7 @@ def _make_row(
 def build(
     skill: str = "world",  # one of SKILLS
     items: int = 100,  # from 1 to 200
-    style: str = "canonical",  # of the targets: canonical, or own for the words that the lab models learnt
+    style: str = "canonical",  # of the targets: canonical, or own for the words that the lab models learned
     seed: int = 42,
 ) -> dict[str, list[dict]]:
     """Rows of the splits `train`, with that many items of a skill, and `test:others`, with a hundred other ones.

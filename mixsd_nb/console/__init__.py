@@ -24,7 +24,7 @@ class Command:
 
 COMMANDS = Registry("command")
 for _command in [
-    Command("inject", "teach a model the facts of a file, and report what it learnt and forgot",
+    Command("inject", "teach a model the facts of a file, and report what it learned and forgot",
             "mixsd_nb.inject:main", True),
     Command("sweep", "run a grid of any stage, here or on Slurm", "mixsd_nb.sweep:main", True),
     Command("plan", "say whether a grid or a run fits, how long it takes, and what is missing", "mixsd_nb.console.plan:main"),

@@ -43,14 +43,14 @@ PUBLISHED_METHODS = ("base", "memit", "sft", "opsd-n8-t1", "mixsd")  # families 
 def selection_panels(
     *cubes: xr.Dataset,  # as returned by `collapse_runs`
     dataset: str,  # title of the corpus
-    learnt: str,  # column along the horizontal axis
+    learned: str,  # column along the horizontal axis
     among: tuple[str, ...] = PUBLISHED_METHODS,  # of the paper's methods; those that the paper lacks are always drawn
 ) -> list[tuple[str, xr.DataArray, xr.DataArray]]:
     "Title, x and y (shares over `method`) for each corpus of the title and model of every cube that has both."
     panels = []
     for cube in cubes:
         methods = [m for m in cube.method.values if is_listed(m, among)]
-        part = cube.sel({"method": methods, "benchmark": cube.benchmark[(cube.column == learnt).values]})
+        part = cube.sel({"method": methods, "benchmark": cube.benchmark[(cube.column == learned).values]})
         if not part.accuracy.size: continue
         for at, x in part.accuracy.stack(run=("dataset", "model")).groupby("run", squeeze=False):
             x, where = x.squeeze("run", drop=True).max("benchmark"), dict(zip(("dataset", "model"), at))
@@ -67,16 +67,16 @@ RULE = "accuracies by the rule of the paper's scores"
 def selection_figure(
     *cubes: xr.Dataset,  # as returned by `collapse_runs`
     dataset: str = "KGFact-Small",  # title of the corpus
-    learnt: str = "Train",  # column along the horizontal axis
+    learned: str = "Train",  # column along the horizontal axis
     among: tuple[str, ...] = PUBLISHED_METHODS,  # as of `selection_panels`
 ) -> Figure:
-    """What is learnt against the held-out average at the selected checkpoints, a panel for each model of every cube.
+    """What is learned against the held-out average at the selected checkpoints, a panel for each model of every cube.
 
     ValueError if no cube has the column for the corpus."""
-    options = dict(dataset=dataset, learnt=learnt, among=among)
+    options = dict(dataset=dataset, learned=learned, among=among)
     drawn = [cube for cube in cubes if selection_panels(cube, **options)]
     panels = selection_panels(*drawn, **options)
-    if not panels: raise ValueError(f"no run of {dataset} has a held-out average and the column {learnt}")
+    if not panels: raise ValueError(f"no run of {dataset} has a held-out average and the column {learned}")
     with figure_style():
         fig, axes = plt.subplots(1, len(panels), figsize=(2.4 + 2.9 * len(panels), 3.9), sharey=True, sharex=True,
                                  squeeze=False, layout="constrained")
@@ -84,7 +84,7 @@ def selection_figure(
             draw_points(ax, 100 * x, 100 * y)
             stretch_recall(ax)
             ax.set_title(title, fontsize="medium")
-            ax.set_xlabel("training accuracy (%)" if learnt == "Train" else f"{learnt} (%)")
+            ax.set_xlabel("training accuracy (%)" if learned == "Train" else f"{learned} (%)")
         n = np.concatenate([cube.n.sel(benchmark=cube.role == "held-out").values.ravel() for cube in drawn])
         axes[0, 0].set(ylabel=f"held-out average (%, N={format_range(n)})", ylim=(-4, 104))
         used = {m for _, x, y in panels for m in x.method.values[(x.notnull() & y.notnull()).values]}

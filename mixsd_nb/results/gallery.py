@@ -112,15 +112,15 @@ def shared_figures(
 ) -> dict[str, Figure]:
     "Figures in which every source has its panels, by name; figures without numbers are left out."
     tables, title = [source.table for source in sources.values()], corpus_title(dataset)
-    learnt = (*in_domain_columns(title), "Train")[0]
+    learned = (*in_domain_columns(title), "Train")[0]
 
     def has_nll(table):
         if "share_above" not in table: return False
         keys = [d for d in table.dataset.values if corpus_title(d) == title]
         return bool(table.share_above.sel(dataset=keys).notnull().any())
     figures = {}
-    if selection_panels(*tables, dataset=title, learnt=learnt):
-        figures["chosen"] = selection_figure(*tables, dataset=title, learnt=learnt)
+    if selection_panels(*tables, dataset=title, learned=learned):
+        figures["chosen"] = selection_figure(*tables, dataset=title, learned=learned)
     if any(map(has_nll, tables)): figures["high-nll"] = high_nll_figure(*tables, dataset=title)
     for name, source in sources.items():
         if "displacement_sq" not in source.cube: continue

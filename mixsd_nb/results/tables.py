@@ -47,13 +47,13 @@ HEADINGS = {"in-domain": "In-domain test", "held-out": "Held-out capability test
 
 def table_columns(
     cube: xr.Dataset,  # as returned by `collapse_runs`, of one corpus
-    learnt: Iterable[str],  # in-domain columns that the table has in any case
+    learned: Iterable[str],  # in-domain columns that the table has in any case
 ) -> dict[tuple[str, str], list[str]]:
     """(heading, column) -> benchmarks: the columns of the paper, then those that only the cube has.
 
     A benchmark that counts a part of the items of another one, such as recall-kept, has no column."""
     found = {}
-    for role, columns in (("in-domain", learnt), ("held-out", held_out_columns())):
+    for role, columns in (("in-domain", learned), ("held-out", held_out_columns())):
         groups = group_columns(cube, role)
         whole = {c: [b for b in names if b not in SUITES or SUITES[b].items] for c, names in groups.items()}
         measured = [c for c, names in whole.items() if cube.accuracy.sel(benchmark=names).notnull().any()]
@@ -288,7 +288,7 @@ def table_sheet(
     known = list_tables(cube for cube, _ in cubes.values())
     if name not in known: raise ValueError(f"table must be one of {', '.join(known)}, got {name}")
     title = corpus_heading(name) if name not in TABLES else ""
-    make = TABLES.get(name) or _accuracies(f"tab:{name}", f"{title}: what is learnt, and what is kept.", title, None)
+    make = TABLES.get(name) or _accuracies(f"tab:{name}", f"{title}: what is learned, and what is kept.", title, None)
     whole = name == "correlation"
     labels = ordered_labels({m for cube, _ in cubes.values() for m in cube["method"].values.tolist()})
     sheets = {source: make(cube if whole else table) for source, (cube, table) in cubes.items()}

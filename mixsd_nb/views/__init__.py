@@ -27,7 +27,7 @@ class ShippedView(NamedTuple):
 
 VIEWS = Registry("view")
 for _view in (ShippedView("mixing", "Live mixing", "mixsd_nb.views.mixing:MixingView"),
-              ShippedView("cube", "Learnt against kept", "mixsd_nb.views.cube:CubeView"),
+              ShippedView("cube", "Learned against kept", "mixsd_nb.views.cube:CubeView"),
               ShippedView("responses", "Responses", "mixsd_nb.views.responses:ResponsesView"),
               ShippedView("world", "The world", "mixsd_nb.views.world:WorldView"),
               ShippedView("weights", "Weights", "mixsd_nb.views.weights:WeightsView"),
