@@ -17,7 +17,7 @@ from mixsd_nb.results.demo import invent_cube, invent_result
 from mixsd_nb.results.schema import DIMS, RUN_DIMS, variable
 from mixsd_nb.results.versus import point_tables, settings_table, kept_values, learned_values
 from mixsd_nb.runs import ParameterError, load_object, project_root, write_result
-from mixsd_nb.study import find_cubes, group_cubes, main, planned_cells, recompute_cells, run, write_list
+from mixsd_nb.study import find_cubes, group_cubes, main, list_trainings, recompute_cells, run, write_list
 
 CUBES = read_cubes(committed_folder())
 
@@ -41,7 +41,7 @@ def test_a_committed_cube_has_the_runs_of_its_grid_alone(name):
 
 def test_missing_cells_are_listed():
     "Every planned training run is in its grid's cube or marked as missing, and a claim counts those that it compares."
-    planned, cell = planned_cells(CUBES), ("kgfact-small", "lab-m")
+    planned, cell = list_trainings(CUBES), ("kgfact-small", "lab-m")
     for name in study_grids():
         rows = planned[planned.grid == name]
         assert len(rows) == len(planned_grid(name)), name
@@ -222,7 +222,7 @@ def lines():
 
 
 def test_lines_of_the_front_page_hold_the_numbers_of_the_cubes(lines):
-    planned = planned_cells(CUBES)
+    planned = list_trainings(CUBES)
     claims = claims_table(group_cubes(CUBES), ("kgfact-small", "lab-m"), planned=planned)
     assert len(lines) == 6 and "million parameters" in lines[0] and f"{planned.missing.sum()} are missing" in lines[0]
     papers, ours = lines[0].split("claims of the paper: ")[1].split("questions that it does not ask: ")
@@ -295,7 +295,7 @@ def test_the_grids_of_analyses_are_over_runs_with_checkpoints():
 
 def test_the_runs_that_a_claim_compares_are_planned():
     "Every label of a claim is one of the study's planned runs, for which no run has to exist."
-    planned = planned_cells({}, study_grids())
+    planned = list_trainings({}, study_grids())
     for claim in CLAIMS.values():
         asked = {(claim.dataset or "kgfact-small", label) for label in claim.labels}
         assert asked <= {*zip(planned.dataset, planned.method)}, claim.name

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['VERDICTS', 'HOLDS', 'REFUTED', 'UNDECIDED', 'MISSING', 'UNTESTABLE', 'OURS', 'CLAIMS', 'CubeGroups', 'StudyClaim',
            'Finding', 'keeps_more', 'learns', 'forgets', 'retains', 'is_better', 'trades', 'lowers_nll', 'keeps_types',
-           'predicts_better', 'has_errors_of', 'untestable', 'planned_of', 'count_missing', 'judge_claim',
+           'predicts_better', 'has_errors_of', 'untestable', 'planned_of', 'describe_missing', 'judge_claim',
            'claims_table', 'summary_lines']
 
 # %% ../../nbs/results/claims.ipynb #30114322
@@ -21,7 +21,7 @@ from ..analysis.paired import MARGIN, Estimate, estimate_mean, judge_difference
 from ..analysis.statistics import wilson
 from .predictors import checkpoint_table, correlate, difference_of_correlations
 from .tradeoff import combine_intervals
-from .versus import HELD_OUT, Cell, best_values, count_settings, differ_at_best, differ_at_recall, drop_at_best
+from .versus import HELD_OUT, Case, best_values, count_settings, differ_at_best, differ_at_recall, drop_at_best
 from .versus import kept_values, learned_values, point_tables
 from ..runs import load_object
 
@@ -35,7 +35,7 @@ class StudyClaim:
     name: str
     sentence: str  # the claim, in our words
     source: str  # section or table of the paper; `OURS` if the paper does not ask it
-    test: str  # function of this module, or `module:name`; called with cubes and cell and `options`
+    test: str  # function of this module, or `module:name`; called with cubes and case and `options`
     options: Mapping[str, Any] = field(default_factory=dict)
     dataset: str = ""  # corpus; empty for the one that is studied
     grid: str = ""  # grid of analyses that the test reads; empty if it reads the trainings themselves
@@ -74,16 +74,16 @@ def _win(difference: Estimate, remark: str = "{}") -> Finding:
     return _points(difference, _decide(judged == "ahead", difference.high < MARGIN), remark.format(judged) if judged else "")
 
 
-def _note_settings(cubes: Sequence[xr.Dataset], cell: Cell, first: str, second: str, *measures: str) -> str:
+def _note_settings(cubes: Sequence[xr.Dataset], case: Case, first: str, second: str, *measures: str) -> str:
     "For example `, 18 settings against 9`; empty if both methods have equally many."
-    tables = point_tables(cubes, cell, (first, second), *measures)
+    tables = point_tables(cubes, case, (first, second), *measures)
     one, other = count_settings(tables[first], tables[second])
     return f", {one} settings against {other}" if one != other else ""
 
 
 def keeps_more(
     cubes: Sequence[xr.Dataset],
-    cell: Cell,
+    case: Case,
     first: str,  # label of a method
     second: str,
     recall: float = 95,
@@ -91,74 +91,74 @@ def keeps_more(
     kept: str = HELD_OUT,  # or a benchmark
 ) -> Finding:
     "Whether the first method keeps more than the second at equal recall."
-    return _win(differ_at_recall(cubes, cell, first, second, recall, learned, kept), "{}" + _note_settings(cubes, cell, first, second, learned, kept))
+    return _win(differ_at_recall(cubes, case, first, second, recall, learned, kept), "{}" + _note_settings(cubes, case, first, second, learned, kept))
 
 
 def learns(
     cubes: Sequence[xr.Dataset],
-    cell: Cell,
+    case: Case,
     method: str,  # label
     level: float = 95,  # in %
 ) -> Finding:
     "Whether a method reaches a recall at the setting with the best validation score."
-    values, = best_values(cubes, cell, [method], lambda cube: learned_values(cube, "recall"))
+    values, = best_values(cubes, case, [method], lambda cube: learned_values(cube, "recall"))
     found = estimate_mean(values.values)
     return _points(found, _decide(found.low >= level, found.high < level), f"test: a recall of at least {level:g}%")
 
 
 def forgets(
     cubes: Sequence[xr.Dataset],
-    cell: Cell,
+    case: Case,
     method: str,  # label
     kept: str = HELD_OUT,  # or a benchmark
 ) -> Finding:
     "Whether a method loses at least the margin at the setting with the best validation score."
-    found = _win(drop_at_best(cubes, cell, method, lambda cube: kept_values(cube, kept)))
+    found = _win(drop_at_best(cubes, case, method, lambda cube: kept_values(cube, kept)))
     return found._replace(remark={"ahead": "a loss"}.get(found.remark, found.remark))
 
 
 def retains(
     cubes: Sequence[xr.Dataset],
-    cell: Cell,
+    case: Case,
     method: str,  # label
     kept: str = HELD_OUT,  # or a benchmark
 ) -> Finding:
     "Whether a method loses less than the margin at the setting with the best validation score."
-    found = drop_at_best(cubes, cell, method, lambda cube: kept_values(cube, kept))
+    found = drop_at_best(cubes, case, method, lambda cube: kept_values(cube, kept))
     return _points(found, _decide(found.high < MARGIN, found.low >= MARGIN), f"test: a loss of less than {MARGIN:g} points")
 
 
 def is_better(
     cubes: Sequence[xr.Dataset],
-    cell: Cell,
+    case: Case,
     first: str,  # label of a method
     second: str,
     benchmark: str,  # or held-out
 ) -> Finding:
     "Whether the first method is better than the second, each at the setting with its best validation score."
-    found = differ_at_best(cubes, cell, first, second, lambda cube: kept_values(cube, benchmark))
-    return _win(found, "{}" + _note_settings(cubes, cell, first, second, "recall", benchmark))
+    found = differ_at_best(cubes, case, first, second, lambda cube: kept_values(cube, benchmark))
+    return _win(found, "{}" + _note_settings(cubes, case, first, second, "recall", benchmark))
 
 
 def trades(
     cubes: Sequence[xr.Dataset],
-    cell: Cell,
+    case: Case,
     more: str,  # label of the method that keeps more
     less: str,
     price: float = 10.0,  # points of recall that it may cost
 ) -> Finding:
     "Whether a method keeps more than another at the best validation scores, for at most a price of recall."
-    kept = differ_at_best(cubes, cell, more, less, lambda cube: kept_values(cube, HELD_OUT))
-    recall = differ_at_best(cubes, cell, more, less, lambda cube: learned_values(cube, "recall"))
+    kept = differ_at_best(cubes, case, more, less, lambda cube: kept_values(cube, HELD_OUT))
+    recall = differ_at_best(cubes, case, more, less, lambda cube: learned_values(cube, "recall"))
     gain = judge_difference(kept) if kept.n else ""
-    remark = f"kept: {gain}; recall {recall.text()}{_note_settings(cubes, cell, more, less)}" if kept.n else ""
+    remark = f"kept: {gain}; recall {recall.text()}{_note_settings(cubes, case, more, less)}" if kept.n else ""
     verdict = _decide(gain == "ahead" and recall.low >= -price, kept.high < MARGIN or recall.high < -price)
     return _points(kept, verdict, remark)
 
 # %% ../../nbs/results/claims.ipynb #3bcdf9a2
-def _target_share(cubes, cell, label, name, count, **at):
+def _target_share(cubes, case, label, name, count, **at):
     "Share, interval and number of tokens of a method's targets; None if the cubes lack them."
-    where = dict(zip(("dataset", "model", "method"), (*cell, label)))
+    where = dict(zip(("dataset", "model", "method"), (*case, label)))
     for cube in cubes:
         if name not in cube or any(where[d] not in cube.indexes[d] for d in where): continue
         part = xr.Dataset({"share": cube[name], "n": cube[count]}).sel({**where, **{k: v for k, v in at.items() if k in cube[name].dims}})
@@ -171,13 +171,13 @@ def _target_share(cubes, cell, label, name, count, **at):
 
 def lowers_nll(
     cubes: Sequence[xr.Dataset],
-    cell: Cell,
+    case: Case,
     first: str,  # label of a method
     second: str,
     threshold: float = 8.0,  # nats
 ) -> Finding:
     "Whether the targets of the first method have fewer tokens above a threshold than those of the second."
-    shares = [_target_share(cubes, cell, label, "share_above", "tokens", threshold=threshold, part="all") for label in (first, second)]
+    shares = [_target_share(cubes, case, label, "share_above", "tokens", threshold=threshold, part="all") for label in (first, second)]
     if None in shares: return Finding("", "")
     (one, other) = shares
     total, low, high = (100 * v for v in combine_intervals([(1, *other[:3]), (-1, *one[:3])]))
@@ -188,12 +188,12 @@ def lowers_nll(
 
 def keeps_types(
     cubes: Sequence[xr.Dataset],
-    cell: Cell,
+    case: Case,
     method: str,  # label
     level: float = 0.8,  # share
 ) -> Finding:
     "Whether the targets of a method contain most token types that are improbable in the canonical targets."
-    found = _target_share(cubes, cell, method, "overlap", "overlap_types", threshold=8.0, part="all", over="pooled")
+    found = _target_share(cubes, case, method, "overlap", "overlap_types", threshold=8.0, part="all", over="pooled")
     if found is None: return Finding("", "")
     share, low, high, n = found
     text = f"{100 * share:.1f}% ({100 * low:.1f} to {100 * high:.1f})"
@@ -202,13 +202,13 @@ def keeps_types(
 
 def predicts_better(
     cubes: Sequence[xr.Dataset],
-    cell: Cell,
+    case: Case,
     first: str,  # key of PREDICTORS
     second: str,
     methods: tuple[str, ...],  # labels
 ) -> Finding:
     "Whether the first measure correlates more with the drop of the held-out average than the second, at the selected rates."
-    table = checkpoint_table(cubes, cell, selected=True)
+    table = checkpoint_table(cubes, case, selected=True)
     table = table[table["method"].isin(methods)]
     if not {first, second} <= {*table.columns}: return Finding("", "")
     both = table.dropna(subset=[first, second])
@@ -221,7 +221,7 @@ def predicts_better(
 
 def has_errors_of(
     cubes: Sequence[xr.Dataset],
-    cell: Cell,
+    case: Case,
     first: str,  # label of a method
     second: str,
     categories: tuple[str, ...],
@@ -231,12 +231,12 @@ def has_errors_of(
         if "count" not in cube: return cube.accuracy.isel(benchmark=0, drop=True) * math.nan
         counts = cube["count"].sel(benchmark=(cube.role == "held-out").values).sum("benchmark", min_count=1)
         return 100 * counts.reindex(category=list(categories)).sum("category", min_count=1) / counts.sum("category")
-    return _win(differ_at_best(cubes, cell, first, second, share), f"{{}} in {' and '.join(categories)}")
+    return _win(differ_at_best(cubes, case, first, second, share), f"{{}} in {' and '.join(categories)}")
 
 
 def untestable(
     cubes: Sequence[xr.Dataset],
-    cell: Cell,
+    case: Case,
     reason: str,
 ) -> Finding:
     "A claim that the laboratory cannot decide."
@@ -306,15 +306,15 @@ CLAIMS = {claim.name: claim for claim in [
 # %% ../../nbs/results/claims.ipynb #9657e376
 def planned_of(
     claim: StudyClaim,
-    cell: Cell,
+    case: Case,
     planned: pd.DataFrame,  # a row for each planned run, with RUN_DIMS, `grid`, and whether it is `missing`
 ) -> pd.DataFrame:
     "The planned runs that a claim compares."
-    at = {"dataset": [claim.dataset or cell[0]], "model": [cell[1]], "method": [*claim.labels]}
+    at = {"dataset": [claim.dataset or case[0]], "model": [case[1]], "method": [*claim.labels]}
     return planned[planned[[*at]].isin(at).all(axis=1)]
 
 
-def count_missing(
+def describe_missing(
     rows: pd.DataFrame,  # of planned runs
 ) -> str:
     "For example `33 of 114 runs: 9 of study-1-frontier, 24 of study-5-rates`; empty if none is missing."
@@ -332,7 +332,7 @@ CubeGroups = Mapping[str, Sequence[xr.Dataset]]  # name -> cubes whose runs can 
 def judge_claim(
     claim: StudyClaim,
     groups: CubeGroups,
-    cell: Cell,
+    case: Case,
     planned: pd.DataFrame = _NOTHING,  # as in `planned_of`
 ) -> dict[str, str]:
     """A row of the claims page: claim, number, N, verdict, remark, the cubes, what is missing, and source.
@@ -340,12 +340,12 @@ def judge_claim(
     Of all groups the first one counts that decides the claim, else the first that has a number."""
     test: Callable = globals().get(claim.test) or load_object(claim.test)
     if claim.pooled: groups = {"all": [cube for cubes in groups.values() for cube in cubes]}
-    at = (claim.dataset or cell[0], cell[1])
+    at = (claim.dataset or case[0], case[1])
     findings: dict[str, Finding] = {name: test(cubes, at, **claim.options) for name, cubes in (groups or {"": []}).items()}
     rank = {name: (found.verdict == MISSING) + (found.verdict == MISSING and not found.text) for name, found in findings.items()}
     name = min(rank, key=rank.get)
-    found, runs = findings[name], planned_of(claim, cell, planned)
-    missing = count_missing(runs)
+    found, runs = findings[name], planned_of(claim, case, planned)
+    missing = describe_missing(runs)
     if found.verdict == MISSING and len(runs) and not missing:
         found = found._replace(verdict=UNDECIDED, remark="no run is missing, but not all of them reach what is compared")
     if claim.grid and found.verdict == MISSING: missing = f"the grid {claim.grid}"
@@ -355,12 +355,12 @@ def judge_claim(
 
 def claims_table(
     groups: CubeGroups,
-    cell: Cell,
+    case: Case,
     claims: Mapping[str, StudyClaim] = CLAIMS,
     planned: pd.DataFrame = _NOTHING,  # as in `planned_of`
 ) -> pd.DataFrame:
     "The claims page, a row for each claim."
-    rows = {name: judge_claim(claim, groups, cell, planned) for name, claim in claims.items()}
+    rows = {name: judge_claim(claim, groups, case, planned) for name, claim in claims.items()}
     return pd.DataFrame(rows).T.rename_axis("name")
 
 

@@ -41,7 +41,7 @@ def _measure(cube: xr.Dataset, name: str) -> xr.DataArray:
 
 def checkpoint_table(
     cubes: Sequence[xr.Dataset],
-    cell: tuple[str, str],  # corpus and base model
+    case: tuple[str, str],  # corpus and base model
     selected: bool = False,  # only the learning rate that each run of a cube selects by its validation score
 ) -> pd.DataFrame:
     """A row for each checkpoint of a trained method: run, method, lr, seed, step, `drop` in points, and the measures.
@@ -50,11 +50,11 @@ def checkpoint_table(
     different lengths with the same method, rate and seed share their first checkpoints, so they count as one run."""
     tables = []
     for cube in cubes:
-        if any(at not in cube.indexes[d] for d, at in zip(("dataset", "model"), cell)): continue
-        part = cube.sel(dataset=cell[0], model=cell[1], step=cube.step > 0)
+        if any(at not in cube.indexes[d] for d, at in zip(("dataset", "model"), case)): continue
+        part = cube.sel(dataset=case[0], model=case[1], step=cube.step > 0)
         drop = 100 * average_drop(cube)
         if selected: drop = drop.where(cell_mask(cube, select_cells(cube)).any("step"))
-        columns = {"drop": drop.sel(dataset=cell[0], model=cell[1], step=cube.step > 0)}
+        columns = {"drop": drop.sel(dataset=case[0], model=case[1], step=cube.step > 0)}
         for name in PREDICTORS:
             if name in cube: columns[name] = _measure(part, name)
         table = xr.Dataset(columns).drop_vars(["dataset", "model", "lam", "rollouts", "temperature"], errors="ignore")
@@ -122,10 +122,10 @@ def transfer(
 
 def predictors_table(
     cubes: Sequence[xr.Dataset],
-    cell: tuple[str, str],  # corpus and base model
+    case: tuple[str, str],  # corpus and base model
 ) -> pd.DataFrame:
     "A row for each measure: r with interval, rank correlation, R² on unseen methods, checkpoints and runs; empty where it is missing."
-    table, rows = checkpoint_table(cubes, cell), {}
+    table, rows = checkpoint_table(cubes, case), {}
     for name, title in PREDICTORS.items():
         if name not in table:
             rows[title] = {"r": "not measured"}

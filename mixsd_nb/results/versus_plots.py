@@ -23,7 +23,7 @@ from .plots import corpus_name, draw_method_legend, figure_style, mark_made_up, 
 from .plots import stretch_recall
 from .summary import base_values
 from .tradeoff import describe_seeds
-from .versus import HELD_OUT, LEARNED, Cell, align, kept_values, point_tables, trained_labels
+from .versus import HELD_OUT, LEARNED, Case, align, kept_values, point_tables, trained_labels
 
 # %% ../../nbs/results/versus_plots.ipynb #650ebf27
 def frontier_line(
@@ -40,11 +40,11 @@ def frontier_line(
 
 def base_level(
     cubes: Sequence[xr.Dataset],
-    cell: Cell,  # corpus and model
+    case: Case,  # corpus and model
     kept: str,  # held-out, or a benchmark
 ) -> float:
     "What the base model has, in %."
-    return np.nanmean([float(base_values(kept_values(c, kept)).sel(dataset=cell[0], model=cell[1]).mean()) for c in cubes])
+    return np.nanmean([float(base_values(kept_values(c, kept)).sel(dataset=case[0], model=case[1]).mean()) for c in cubes])
 
 # %% ../../nbs/results/versus_plots.ipynb #aa12e436
 _GRID = np.linspace(0, 100, 201)
@@ -83,7 +83,7 @@ def _describe_axis(cubes: Sequence[xr.Dataset], name: str) -> str:
 @mark_made_up
 def frontier_axes_figure(
     cubes: Sequence[xr.Dataset],
-    cell: Cell,  # corpus and model
+    case: Case,  # corpus and model
     learned: str | Sequence[str] = "recall",  # keys of `LEARNED`, a column each
     kept: str | Sequence[str] = "held-out",  # or benchmarks, a row each
 ) -> Figure:
@@ -95,13 +95,13 @@ def frontier_axes_figure(
         fig, axes = plt.subplots(len(rows), len(columns), squeeze=False, layout="constrained", **size)
         for what, line in zip(rows, axes):
             for axis, ax in zip(columns, line):
-                for label, tables in point_tables(cubes, cell, trained_labels(cubes), axis, what).items():
+                for label, tables in point_tables(cubes, case, trained_labels(cubes), axis, what).items():
                     if n := _draw_line(ax, tables, label): seeds.setdefault(label, []).append(n)
-                _finish_panel(ax, base_level(cubes, cell, what))
+                _finish_panel(ax, base_level(cubes, case, what))
                 if ax in axes[-1]: ax.set_xlabel(_describe_axis(cubes, axis))
             line[0].set_ylabel(f"kept: {_describe_axis(cubes, what)}")
-        if not seeds: raise ValueError(f"no run of {cell[0]} has both {' or '.join(columns)} and {' or '.join(rows)}")
-        title = f"{corpus_name(cell[0])}\n{cell[1]}, {describe_seeds([n for counts in seeds.values() for n in counts])}\nlines interpolate between means"
+        if not seeds: raise ValueError(f"no run of {case[0]} has both {' or '.join(columns)} and {' or '.join(rows)}")
+        title = f"{corpus_name(case[0])}\n{case[1]}, {describe_seeds([n for counts in seeds.values() for n in counts])}\nlines interpolate between means"
         draw_method_legend(fig, ["base", *seeds], title, line="-")
         sns.despine(fig)
     return fig
@@ -110,19 +110,19 @@ def frontier_axes_figure(
 @mark_made_up
 def method_panels_figure(
     cubes: Sequence[xr.Dataset],
-    cell: Cell,  # corpus and model
+    case: Case,  # corpus and model
     learned: str = "recall",  # key of `LEARNED`
     kept: str = "held-out",  # or a benchmark
     against: str = "sft",  # label of the method in every panel
     columns: int = 5,
 ) -> Figure:
     "The frontiers of every method, a panel for each. ValueError without points."
-    tables = point_tables(cubes, cell, trained_labels(cubes), learned, kept)
+    tables = point_tables(cubes, case, trained_labels(cubes), learned, kept)
     panels = {}
     for label, pair in tables.items():
         if label != against and all(table.size for table in pair): panels.setdefault(parse_label(label)[0].title, []).append(label)
-    if not panels: raise ValueError(f"no run of {cell[0]} has both {learned} and {kept}")
-    level, shape = base_level(cubes, cell, kept), (math.ceil(len(panels) / columns), min(columns, len(panels)))
+    if not panels: raise ValueError(f"no run of {case[0]} has both {learned} and {kept}")
+    level, shape = base_level(cubes, case, kept), (math.ceil(len(panels) / columns), min(columns, len(panels)))
     with figure_style():
         fig, axes = plt.subplots(*shape, figsize=(2.4 * shape[1], 2.4 * shape[0]), sharex=True, sharey=True, squeeze=False,
                                  layout="constrained")
