@@ -77,11 +77,14 @@ def judge_difference(
     difference: Estimate,  # in points
     margin: float = MARGIN,
 ) -> str:
-    "`ahead`, `behind`, or `no difference seen, at most 4.3`; `no interval` with fewer than two seeds."
+    """`ahead` or `behind`; `no interval` with fewer than two seeds; else `no difference seen, at most 4.3`.
+
+    If the interval excludes zero, but the mean is below the margin, it is `a small difference, at most 4.3`."""
     if math.isnan(difference.low): return "no interval"
     if difference.low > 0 and difference.mean >= margin: return "ahead"
     if difference.high < 0 and difference.mean <= -margin: return "behind"
-    return f"no difference seen, at most {max(abs(difference.low), abs(difference.high)):.1f}"
+    seen = "no difference seen" if difference.low <= 0 <= difference.high else "a small difference"
+    return f"{seen}, at most {min(100, max(abs(difference.low), abs(difference.high))):.1f}"
 
 # %% ../../nbs/analysis/paired.ipynb #d3ec68ae
 def mix_settings(
