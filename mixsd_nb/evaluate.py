@@ -97,7 +97,8 @@ def share_responses(
     own, found = config.identity(), {}
     if journal.exists(): return
     for run in find_runs(stage="evaluate"):
-        if model_label(run.config["model"]) != model_label(config.model) or not _made_alike(config, run): continue
+        if "model" not in run.config or model_label(run.config["model"]) != model_label(config.model): continue
+        if not _made_alike(config, run): continue
         try: other, responses = json.loads(run.root.attrs["config"]), run.responses()
         except (DamagedFile, FileNotFoundError): continue
         if _shared_identity(other) != _shared_identity(own): continue

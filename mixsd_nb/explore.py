@@ -84,15 +84,21 @@ def write_page(
     return page
 
 
+def _absolute(value):
+    "The absolute path of a folder, because the page runs in another one; other values are returned as they are."
+    return str(Path(value).absolute()) if isinstance(value, str) and value and Path(value).is_dir() else value
+
+
 def show_page(**parameters) -> int:
-    "Open the page of the views in a browser. It needs Voilà."
-    config = make_config(ExploreConfig, **parameters)
+    "Open the page of the views in a browser; sets MIXSD_RUNS for this process and the page's. It needs Voilà."
+    root = Path(parameters.get("runs") or runs_root()).absolute()
+    os.environ["MIXSD_RUNS"] = str(root)  # the records of files of facts are written there, and the page reads them
+    config = make_config(ExploreConfig, **{name: _absolute(value) for name, value in parameters.items()})
     if not importlib.util.find_spec("voila"):
         raise ImportError("mixsd explore shows the page with voila, which is missing; `pip install voila` installs it")
     with tempfile.TemporaryDirectory() as folder:
         page = write_page(Path(folder), config)
-        additions = dict(MIXSD_RUNS=str(Path(config.runs or runs_root()).absolute()))
-        return subprocess.call([sys.executable, "-m", "voila", str(page)], env=os.environ | additions)
+        return subprocess.call([sys.executable, "-m", "voila", str(page)])
 
 
 def main(

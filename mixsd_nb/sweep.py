@@ -26,6 +26,10 @@ from .runs import Config, make_config, open_result, read_json, runtime_field
 from .runs.commands import CommandParser, end_command, format_value
 
 # %% ../nbs/sweep.ipynb #6d517076
+def _lift_cancellations(cells: list[tuple[Cell, int]]) -> None:
+    for cell, _ in cells: cancel_file(cell).unlink(missing_ok=True)
+
+
 class Sweep:
     "The cells of a grid, on this machine or on Slurm. ParameterError of one sentence for a mistake in the grid."
 
@@ -58,7 +62,8 @@ class Sweep:
         queue, preview = Queue(), self.preview()
         rows = pd.DataFrame([describe_cell(cell, queue) for cell in self.cells])
         different = [name for name in preview if preview[name].astype(str).nunique() > 1]
-        return pd.concat([preview[different], rows], axis=1)
+        given = preview[different].rename(columns={name: f"{name} (parameter)" for name in rows})
+        return pd.concat([given, rows], axis=1)
 
     def select(self, states: set[str]) -> list[tuple[Cell, int]]:
         "The cells in these states, with the number of their attempts."
@@ -116,16 +121,19 @@ class Sweep:
             jobs = submit(self.name, Path(self.cells[0].runs), self.resources_of, lambda: self._reopen(states))
             print(f"submitted {len(jobs)} cells")
             return self.status()
-        every = group_by_resources([(cell, 0) for cell in self.cells], self.resources_of)
-        gpus = {repr(resources): assign_gpus(resources, workers) for resources, _ in every}
-        for resources, cells in group_by_resources(self._reopen(states), self.resources_of) or [(every[0][0], [])]:
-            with run_workers(cells, gpus[repr(resources)], resources.minutes) as busy: table = watch_table(self.status, busy)
+        selected = self.select(states)
+        groups = group_by_resources(selected, self.resources_of)
+        gpus = [assign_gpus(resources, workers) for resources, _ in groups]  # all of them before any cell begins
+        _lift_cancellations(selected)
+        if not groups: return watch_table(self.status, lambda: False)
+        for (resources, cells), each in zip(groups, gpus):
+            with run_workers(cells, each, resources.minutes) as busy: table = watch_table(self.status, busy)
         return table
 
     def _reopen(self, states: set[str]) -> list[tuple[Cell, int]]:
         "As `select`, and lift the cancellation of these cells."
         cells = self.select(states)
-        for cell, _ in cells: cancel_file(cell).unlink(missing_ok=True)
+        _lift_cancellations(cells)
         return cells
 
 # %% ../nbs/sweep.ipynb #8f7d5b71

@@ -88,6 +88,11 @@ def test_clean_removes_states_and_unreferenced_checkpoints(filled, monkeypatch, 
     assert "would be removed" in said and len(filled.checkpoints) == 4
     planned = {removal.path.relative_to(filled.folder).as_posix() for removal in find_removals()}
     assert {name for name in planned if "/" not in name} == {f"checkpoint-{step}" for step in {1, 2, 3, 4} - kept}
+    result = filled.folder / "result.nc"
+    whole = result.read_bytes()
+    result.write_bytes(whole[:100])
+    assert not [r for r in find_removals() if filled.folder in r.path.parents], "a damaged run is left alone"
+    result.write_bytes(whole)
     assert "checkpoint-4/optimizer.pt" in planned and all(name.partition("/")[0] + "\n" not in said for name in planned)
     before = list_runs()["size"].sum()
     removed = clean_runs()

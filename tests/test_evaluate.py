@@ -245,6 +245,7 @@ def test_a_mistake_is_one_sentence(parameters, sentence):
 @pytest.mark.parametrize("parameters, error, sentence", [
     (dict(suite="gsm8k", data="/nowhere"), ValueError, "gsm8k.parquet or gsm8k.jsonl is missing in the folder of benchmarks /nowhere"),
     (dict(suite="three-hop"), ValueError, "suite must name benchmarks of kgfact-small, got three-hop, which it does not have"),
+    (dict(suite="retrieval-same-relation", dataset="simpleqa-lab"), ParameterError, "suite must name a benchmark that simpleqa-lab has, got retrieval-same-relation"),
     (dict(suite="humaneval"), SandboxError, "bubblewrap is missing: install the package bubblewrap"),
 ])
 def test_what_is_missing_is_told_before_a_model_is_loaded(parameters, error, sentence, models, data, monkeypatch, tmp_path):
@@ -325,7 +326,8 @@ def test_a_model_of_the_hub_shares_its_responses(tmp_path, monkeypatch):
     found = pd.DataFrame([dict(dict.fromkeys(evaluation.RECORD_KEYS, ""), benchmark="equations", item="a", sample=0, prompt="1 + 1?")])
     run = SimpleNamespace(name="evaluate-kgfact-small-org-model-0123456789", config=dict(model="org/model"), responses=lambda: found,
                           root=SimpleNamespace(attrs=dict(config=json.dumps(own | dict(dataset="kgfact-small")))))
-    monkeypatch.setattr(evaluate, "find_runs", lambda **where: [run])
+    copied = SimpleNamespace(name="evaluate-copied-0123456789", config={})  # a result that was copied without its run.json
+    monkeypatch.setattr(evaluate, "find_runs", lambda **where: [copied, run])
     monkeypatch.setattr(evaluate, "_made_alike", lambda *_: True)
     evaluate.share_responses(SimpleNamespace(model="org/model", identity=lambda: own), {"equations": {"a": item}}, tmp_path / "journal")
     assert len((tmp_path / "journal").read_text().splitlines()) == 1

@@ -135,6 +135,17 @@ def test_every_lack_has_its_sentence(machine, kind, words):
     assert words in plan.problems[kind]
 
 
+def test_the_disk_of_finished_runs_is_there_already():
+    from dataclasses import replace
+
+    from mixsd_nb.cluster.plan import GridPlan
+    from mixsd_nb.cluster.workload import RunPlan
+    runs = lambda *finished: [RunPlan("lab-s", disk=6e9, disk_peak=8e9, finished=done) for done in finished]
+    problems = lambda *finished: GridPlan("g", replace(H100, disk=10), 1, runs(*finished), [], []).problems()
+    assert problems(False, False) == {"all cells need 14 GB of disk, of which 10 GB are free": 2}
+    assert problems(True, False) == problems(True, True) == {}
+
+
 def test_a_hosted_student_and_offloaded_moments_need_less():
     shape, layout = read_shape("Qwen/Qwen3-8B"), Layout(True, 4, True, recompute=True)
     burden = Burden(20, 60, 400, 8, "student", teacher=2, copy=True)

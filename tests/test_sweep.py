@@ -1,5 +1,6 @@
 """Sweeps on this machine: cells with every kind of failure, sweeps that share cells, and sweeps that are killed."""
 
+import contextlib
 import json
 import math
 import os
@@ -555,3 +556,25 @@ def test_a_cell_that_cannot_begin_fails_the_command(desk, tmp_path, monkeypatch,
     assert sweep.main("run", str(tmp_path / "grid.yaml"), "--workers", "1") == 1
     told = capsys.readouterr()
     assert "2 of 2 cells could not begin" in told.out and told.err.count("read-only file system") == 2
+
+
+def test_the_states_of_cells_are_apart_from_a_parameter_state(tmp_path, monkeypatch):
+    "`state` is a parameter of trainings too, in which the cells of some grids differ."
+    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
+    sweep = Sweep("math-op-eval-lab")
+    table = sweep.status()
+    assert set(table.state) == {"pending"} and table["state (parameter)"].nunique() == 2
+    assert len(sweep.select({"pending"})) == len(sweep.cells)
+
+
+def test_finished_cells_do_not_ask_for_their_gpus(tiny, tmp_path, monkeypatch):
+    "Cells that were computed elsewhere, on more GPUs than this machine has, do not stop the others."
+    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
+    grid = dict(notebook="train", fixed=dict(model=tiny, n=2, epochs=1), axes=dict(method=["sft", "base"]), resources=dict(gpus=0, cpus=1),
+                adjust=[dict(when=dict(method="sft"), resources=dict(gpus=4))])
+    sweep, asked = Sweep(grid), []
+    monkeypatch.setattr(Sweep, "select", lambda self, states: [(cell, 0) for cell in self.cells if cell.parameters["method"] == "base"])
+    monkeypatch.setattr("mixsd_nb.sweep.assign_gpus", lambda resources, workers: asked.append(resources.gpus) or [[]])
+    monkeypatch.setattr("mixsd_nb.sweep.run_workers", lambda *_: contextlib.nullcontext(lambda: False))
+    sweep.run()
+    assert asked == [0]

@@ -394,7 +394,9 @@ def contains_answer(
 ) -> bool:
     "Whether a response has the answer in it after the thinking, as whole words without a negation before them."
     found, gold = _strip_markup(text.rpartition("</think>")[2].replace("\\boxed", " ")), _strip_markup(gold)
-    return bool(gold) and (gold in found if _NO_SPACES.search(gold) else _contains(re.sub("[{}]", " ", found), gold))
+    if _NO_SPACES.search(gold): return gold in found
+    found, gold = (" ".join(re.sub("[{}]", " ", part).split()) for part in (found, gold))
+    return bool(gold) and _contains(found, gold)
 
 # %% ../../nbs/benchmarks/answers.ipynb #b57ff12e
 _PYTHON_TAGS = ("", "python", "python3", "py")

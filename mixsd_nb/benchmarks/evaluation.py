@@ -30,7 +30,7 @@ from ..corpora.prompts import encode_prompt
 from ..models import ENGINES, check_engine, check_engine_options, load_engine
 from ..models.identity import MODEL_OPTIONS, ModelOptions
 from ..models.presets import PresetSettings, preset_field
-from ..runs import (Journal, Seed, load_object, module_of, report_progress, runtime_field,
+from ..runs import (Journal, ParameterError, Seed, load_object, module_of, report_progress, runtime_field,
                            read_table, write_atomically)
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #f1b5e412
@@ -111,10 +111,13 @@ class EvalSettings(PresetSettings):
 def select_items(
     settings: EvalSettings,
 ) -> dict[str, dict[str, Item]]:
-    "The items of a suite, by benchmark and id; SandboxError if they include programs that cannot be run here."
+    """The items of a suite, by benchmark and id; ParameterError if the corpus has none of its benchmarks.
+
+    SandboxError if they include programs that cannot be run here."""
     names = benchmark_names(settings.suite)
     if any(GRADINGS[SUITES[name].grading].sandboxed for name in names): check_sandbox(settings.allow_unsandboxed)
     found = load_items(names, Selection(settings.dataset, settings.n, settings.seed, settings.limit, settings.data))
+    if not found: raise ParameterError(f"suite must name a benchmark that {settings.dataset} has, got {settings.suite}")
     rules = {item.grading for problems in found.values() for item in problems.values()} - {""}
     if any(GRADINGS[rule].sandboxed for rule in rules): check_sandbox(settings.allow_unsandboxed)
     return found

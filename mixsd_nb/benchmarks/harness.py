@@ -146,7 +146,8 @@ def check_harness_options(
         if name not in HARNESS_OPTIONS: raise ValueError(f"harness must be among {', '.join(HARNESS_OPTIONS)}, got {name}")
         if type(value) is not HARNESS_OPTIONS[name]:
             raise ValueError(f"harness[{name}] must be a value like {json.dumps(HARNESS_OPTIONS[name]())}, got {json.dumps(value)}")
-    return options
+    # The harness takes any text after --apply_chat_template, also `false`, as the name of a template.
+    return {name: value for name, value in options.items() if (name, value) != ("apply_chat_template", False)}
 
 # %% ../../nbs/benchmarks/harness.ipynb #2b1df778
 def harness_command(

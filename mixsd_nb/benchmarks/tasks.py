@@ -23,6 +23,7 @@ from .answers import (
 from .sandbox import explain_refusal, run_tests
 from ..models.identity import file_label
 from ..runs import explain_damage, load_object, read_lines
+from ..runs.pool import count_cores
 
 # %% ../../nbs/benchmarks/tasks.ipynb #e81cda34
 @dataclass(frozen=True)
@@ -315,7 +316,7 @@ def by_tests(
 ) -> list[Verdict]:
     "The assembled program passes the tests in the sandbox; SandboxError as in `run_python`."
     programs = [assemble(i.start, i.entry, r) for i, r in zip(items, responses)]
-    results = run_tests([(p, i.tests) for p, i in zip(programs, items)], workers=os.cpu_count() or 1,
+    results = run_tests([(p, i.tests) for p, i in zip(programs, items)], workers=count_cores(),
                         allow_unsandboxed=allow_unsandboxed)
     return [Verdict(p, passed, error) for p, (passed, error) in zip(programs, results)]
 

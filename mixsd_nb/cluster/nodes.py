@@ -6,7 +6,6 @@
 __all__ = ['rendezvous_file', 'join_training', 'train_on_nodes']
 
 # %% ../../nbs/cluster/nodes.ipynb #679b1db2
-import json
 import os
 import socket
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..runs import find_stage, make_config, report_progress, run_lock, write_json
+from ..runs.processes import read_entries
 
 # %% ../../nbs/cluster/nodes.ipynb #0ad7bc74
 def rendezvous_file(
@@ -41,9 +41,7 @@ def join_training(
     "Train as one of several nodes and report the progress; CalledProcessError if the training fails."
     command = _training_command(rendezvous)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        for line in process.stdout:
-            if line.startswith("{"): report_progress("training", (entry := json.loads(line))["step"], entry["steps"])
-            else: print(line, end="", flush=True)
+        for entry in read_entries(process.stdout): report_progress("training", entry["step"], entry["steps"])
     if process.returncode: raise subprocess.CalledProcessError(process.returncode, command)
 
 # %% ../../nbs/cluster/nodes.ipynb #e7f77750

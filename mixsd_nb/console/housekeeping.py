@@ -144,7 +144,8 @@ def find_removals(
     readable = [run for run in runs if run_state(run) != "damaged"]
     named, found = references(readable), []
     for run in (open_run(run.folder) for run in readable if run_state(run) == "finished"):
-        whole = unreferenced_checkpoints(run, named) if isinstance(run, ModelRun) else []
+        try: whole = unreferenced_checkpoints(run, named) if isinstance(run, ModelRun) else []
+        except DamagedFile: continue
         folders = {removal.path for removal in whole}
         found += [*whole, *(state for state in optimiser_states(run) if state.path.parent not in folders)]
     return found

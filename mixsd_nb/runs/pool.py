@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +32,11 @@ from .storage import read_json
 
 # %% ../../nbs/runs/pool.ipynb #57978014
 def visible_gpus() -> list[str]:
-    "The GPUs that may be used: those in `CUDA_VISIBLE_DEVICES` if it is set, otherwise all of this machine."
+    """The GPUs that may be used: those in `CUDA_VISIBLE_DEVICES` if it is set, otherwise all of this machine.
+
+    As in CUDA, a name that is neither a number nor an identifier, such as -1, ends the list."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if names is not None: return [name for name in names.split(",") if name.strip()]
+    if names is not None: return [*takewhile(re.compile(r"\d+|(GPU|MIG)-.+").fullmatch, (n.strip() for n in names.split(",")))]
     return [str(k) for k in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
 
 # %% ../../nbs/runs/pool.ipynb #32811633

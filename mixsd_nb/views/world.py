@@ -17,6 +17,7 @@ import seaborn as sns
 
 from ..benchmarks import SUITES
 from ..corpora import CORPORA
+from ..corpora.stored import known_corpora
 from ..corpora.kgfact import DOMAINS, Fact, find_facts_about, to_networkx
 from ..methods import BASE, label_title, ordered_labels, parse_label
 from ..runs import load_object, read_table
@@ -217,7 +218,7 @@ class WorldView(View):
     def __init__(self, runs: RunSelection):
         super().__init__()
         self.runs, self.histories, self.tables, self.files, self.problem = runs, {}, {}, None, ""
-        self.dataset = make_control(widgets.Dropdown, "dataset", options=list(CORPORA), value=runs.dataset)
+        self.dataset = make_control(widgets.Dropdown, "dataset", options=known_corpora(), value=runs.dataset)
         self.model = make_control(widgets.Dropdown, "model", options=runs.list_all_models(), value=runs.first_model())
         self.lr, self.seed, self.first, self.second, self.memory, self.entity = (
             make_control(widgets.Dropdown, name) for name in ("rate", "seed", "left", "right", "memorised", "entity"))
