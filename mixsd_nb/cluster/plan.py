@@ -81,8 +81,7 @@ def match_device(
     "The key of DEVICES with this name, of several the one with the nearest memory; a100 for another GPU."
     words = re.sub("[^a-z0-9]", "", name.lower())
     found = [key for key in DEVICES if key.partition("-")[0] in words]
-    near = [key for key in found if abs(memory / DEVICES[key].memory - 1) < 0.15]
-    return min(near, key=lambda key: abs(DEVICES[key].memory - memory), default="a100")
+    return min(found, key=lambda key: abs(DEVICES[key].memory - memory), default="a100")
 
 
 def this_machine() -> Machine:
