@@ -295,8 +295,9 @@ def update_seconds(
     parts: int = 1,  # microbatches of a process
 ) -> float:
     "Seconds of one update without rollouts."
-    products = (8 if layout.recompute else 6) * shape.parameters * tokens / layout.processes
-    compute = products / (device.flops * 1e12 * constant("mfu") if layout.gpu else device.flops * 1e12)
+    products = (8 if layout.recompute else 6) * shape.parameters * tokens
+    # Processes on a CPU share the cores, which are one device.
+    compute = products / (device.flops * 1e12 * (constant("mfu") * layout.processes if layout.gpu else 1))
     overhead = 4 * parts * shape.layers * constant("launch") * layout.gpu
     moved = (2 if layout.gpu else 4) * shape.parameters * (3 if layout.sharded else 2) * (layout.processes > 1)
     traffic = moved * (parts if layout.sharded else 1) / (constant("link") * 1e9)
