@@ -30,9 +30,11 @@ from mixsd_nb.methods.distill import VARIANTS, distill_items
 from mixsd_nb.methods.fitting import MethodRun
 from mixsd_nb.methods.loss import DivergenceError
 from mixsd_nb.methods.progress import TrainingProgress
+from mixsd_nb.methods.saving import load_trained
 from mixsd_nb.methods.supervised import Supervised
 from mixsd_nb.methods.trainer import TrainingSpec, explain_out_of_memory, fine_tune, main, read_curves, train_process, write_spec
 from mixsd_nb.models import load_base, load_tokenizer
+from mixsd_nb.models.tiny import random_model
 from mixsd_nb.runs import ParameterError, ProcessFailed, StorageError, checkpoint_steps, report_progress
 from mixsd_nb.train import TrainConfig
 
@@ -216,6 +218,15 @@ def test_adapters_are_merged_and_resumed(spec, tmp_path):
     log = read_curves(tmp_path / "whole")
     model, _ = load_base(str(tmp_path / "whole/checkpoint-20"))
     assert log["loss"][-1] < log["loss"][0] and model.config.architectures == ["Qwen3ForCausalLM"]
+
+
+def test_every_process_reads_trained_weights_into_the_hosts_memory(tmp_path, monkeypatch):
+    "Tensors of a file return to the device that wrote them otherwise, which for all processes is the first GPU."
+    places, read, model = [], torch.load, random_model(vocabulary=9)
+    torch.save(model.state_dict(), tmp_path / "trained_weights.pt")
+    monkeypatch.setattr("torch.load", lambda file, **options: places.append(options["map_location"]) or read(file, **options))
+    load_trained(model, tmp_path)
+    assert places == ["cpu"]
 
 
 def test_lack_of_memory_is_one_sentence(spec):
