@@ -1741,6 +1741,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                       'mixsd_nb/methods/anchors.py'),
                                           'mixsd_nb.methods.anchors._shard_like': ( 'methods/anchors.html#_shard_like',
                                                                                     'mixsd_nb/methods/anchors.py'),
+                                          'mixsd_nb.methods.anchors._store_fisher': ( 'methods/anchors.html#_store_fisher',
+                                                                                      'mixsd_nb/methods/anchors.py'),
                                           'mixsd_nb.methods.anchors.add_pull': ( 'methods/anchors.html#add_pull',
                                                                                  'mixsd_nb/methods/anchors.py'),
                                           'mixsd_nb.methods.anchors.anchored_pairs': ( 'methods/anchors.html#anchored_pairs',
