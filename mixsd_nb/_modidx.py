@@ -2185,6 +2185,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                      'mixsd_nb/methods/targets.py'),
                                           'mixsd_nb.methods.targets._use_canonical': ( 'methods/targets.html#_use_canonical',
                                                                                        'mixsd_nb/methods/targets.py'),
+                                          'mixsd_nb.methods.targets.count_unconfirmed': ( 'methods/targets.html#count_unconfirmed',
+                                                                                          'mixsd_nb/methods/targets.py'),
                                           'mixsd_nb.methods.targets.join_shards': ( 'methods/targets.html#join_shards',
                                                                                     'mixsd_nb/methods/targets.py'),
                                           'mixsd_nb.methods.targets.keep_agreed': ( 'methods/targets.html#keep_agreed',
