@@ -17,9 +17,12 @@ from mixsd_nb.corpora.prompts import encode_prompt, render_prompt
 from mixsd_nb.methods import memit
 from mixsd_nb.methods.covariance import capture, decoder_blocks, encode_texts, output_layer, read_texts, second_moments, stored_moments
 from mixsd_nb.methods.edits import convert_rows, encode_edit, encode_parts, find_subject, split_reply
+from mixsd_nb.methods.fitting import MethodRun
 from mixsd_nb.methods.tracing import TracedFact, edited_layers, trace_effects
 from mixsd_nb.models import load_base, load_tokenizer
 from mixsd_nb.models.chat import format_model, origin_model
+from mixsd_nb.runs import make_config
+from mixsd_nb.train import TrainConfig
 
 FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 KINDS = [(family, tied) for family in FAMILIES for tied in (True, False)]
@@ -349,6 +352,14 @@ def cube(tiny, tmp_path_factory):
             options = dict(weight=weight, steps=1, text_count=10, prefixes=0, target="canonical", place="subject", per_batch=25)
             train.run(**SMALL, model=tiny, options=options)
         return open_cube()
+
+
+def test_all_batches_of_edits_share_the_moments_of_the_base_model(tiny, own_runs, monkeypatch):
+    config = make_config(TrainConfig, **SMALL, model=tiny, options=dict(steps=1, text_count=10, prefixes=0, target="canonical", place="subject", per_batch=25))
+    read, seen = memit.stored_moments, []
+    monkeypatch.setattr(memit, "stored_moments", lambda model, *rest: seen.append(weights(model)) or read(model, *rest))
+    fitted = memit.fit_memit(MethodRun(own_runs, config))
+    assert [*fitted.checkpoints] == [1, 2] and len(seen) == 1 and same(seen[0], weights(load_base(tiny)[0]))
 
 
 def test_the_weight_is_the_rate_and_a_batch_of_edits_a_step(cube):
