@@ -214,6 +214,18 @@ def test_a_model_is_edited_by_prompt_subject_and_answer(lab):
     assert [last_boxed(tokenizer.decode(r.ids, skip_special_tokens=True)) for r in replies] == [f["answer"] for f in facts]
 
 
+@pytest.mark.parametrize("name", ["Llama-3.2", "Qwen3-2507"])
+def test_texts_and_essences_begin_as_the_tokenizer_begins_them(name):
+    "Llama's begins every text with a token of its own, Qwen's with none; a prompt gets that token from its template."
+    from hub_models import FAMILIES, make_tokenizer, train_vocabulary
+    tokenizer = make_tokenizer(FAMILIES[name], train_vocabulary())
+    first = [tokenizer.bos_token_id] * FAMILIES[name].begins
+    plain = tokenizer.encode("Zorbland is a", add_special_tokens=False)
+    edit = encode_edit(tokenizer, dict(prompt="Who rules Zorbland?", subject="Zorbland", target="Bo"))
+    assert edit.essence == first + plain == encode_texts(tokenizer, ["Zorbland is a"])[0].tolist()
+    assert tokenizer.decode(edit.essence[len(first):edit.essence_place + 1]) == "Zorbland" and edit.contexts[0].count(tokenizer.bos_token_id) == len(first)
+
+
 def test_an_invented_name_needs_an_edit_for_each_of_its_tokens(lab):
     "Of a name that lab-m never read, one value brings the first token alone; with a value for each token the fact is recalled in free generation."
     from mixsd_nb.benchmarks.answers import last_boxed
