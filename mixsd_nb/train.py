@@ -355,7 +355,7 @@ def train(
     "Fit the method, measure step 0 and every checkpoint, and summarise the results."
     from mixsd_nb.methods.fitting import MethodRun
     from mixsd_nb.methods.progress import TrainingProgress
-    from mixsd_nb.methods.trainer import loop_in_phases
+    from mixsd_nb.methods.trainer import loop_in_phases, training_device
     facts = {r["id"] for r in load_corpus(config.dataset, "train")}
     responses, recall = {0: base_responses(config)}, {0: 0.0}
 
@@ -368,8 +368,8 @@ def train(
         return found
 
     measure(0)
-    drawn = in_notebook()  # the recall so far is only shown in a notebook
-    measure_early = drawn and config.processes == 1 and not ENGINES[config.engine].own_process
+    shown = in_notebook() and training_device().type == "cpu"  # recall so far; a GPU is planned for training alone
+    measure_early = shown and config.processes == 1 and not ENGINES[config.engine].own_process
     progress = TrainingProgress(f"{config.label}, training", recall, *[measure] * measure_early)
     method_run = MethodRun(run.folder, config, progress, lambda: mixed_targets(config))
     scores = []

@@ -35,7 +35,7 @@ from mixsd_nb.methods.supervised import Supervised
 from mixsd_nb.methods.trainer import TrainingSpec, explain_out_of_memory, fine_tune, main, read_curves, train_process, write_spec
 from mixsd_nb.models import load_base, load_tokenizer
 from mixsd_nb.models.tiny import random_model
-from mixsd_nb.runs import ParameterError, ProcessFailed, StorageError, checkpoint_steps, report_progress
+from mixsd_nb.runs import ParameterError, ProcessFailed, Run, StorageError, checkpoint_steps, report_progress
 from mixsd_nb.train import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -433,6 +433,20 @@ def test_measuring_does_not_count_in_the_time_left(monkeypatch, tmp_path):
     time.sleep(0.3)
     report_progress("demo, end", 9, 9, pause=0.29)
     assert json.loads((tmp_path / "progress").read_text())["rate"] > 9 / 0.1
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_only_on_a_cpu_is_a_checkpoint_measured_beside_the_training(device, spec, tmp_path, monkeypatch):
+    "A plan gives each of the two the whole GPU."
+    measures, config = [], train.make_config(TrainConfig, model=spec.model, method="sft")
+    monkeypatch.setattr(train, "in_notebook", lambda: True)
+    monkeypatch.setattr(train, "base_responses", lambda config: None)
+    monkeypatch.setattr(train, "count_by_benchmark", lambda *_: dict(recall=(0, 1)))
+    monkeypatch.setattr(train, "fit_function", lambda method: lambda run: 1 / 0)
+    monkeypatch.setattr("mixsd_nb.methods.trainer.training_device", lambda: torch.device(device))
+    monkeypatch.setattr("mixsd_nb.methods.progress.TrainingProgress", lambda name, recall, *found: measures.extend(found) or SimpleNamespace(close=int))
+    with pytest.raises(ZeroDivisionError): train.train(config, Run(tmp_path))
+    assert len(measures) == (device == "cpu")
 
 
 def test_the_axis_of_recall_is_from_0_to_1(monkeypatch):
