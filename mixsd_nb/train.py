@@ -60,7 +60,7 @@ class TrainConfig(Stage, EvalSettings):
         "passes over the corpus; None for the published number, and for a file for twenty passes or a hundred updates, if these are more"))
     batch: int | None = Field(None, ge=1, description="examples per update; None for the published number, and for a file for 20")
     rollouts: int | None = Field(None, ge=1, description=(
-        "responses sampled per fact and update in opsd, opsd-nll and mixsd-kl; None for the published number"))
+        "responses sampled per fact and update in opsd, opsd-nll, mixsd-kl and sdft; None for the published number"))
     temperature: float | None = Field(
         None, ge=0, description="sampling temperature of rollouts; None for the published value")
     rollout_tokens: int = preset_field("largest length of a rollout in tokens", lab=256, paper=8_192, smoke=16, ge=1)
@@ -73,7 +73,7 @@ class TrainConfig(Stage, EvalSettings):
     stop: Literal["last", "converged"] = runtime_field("last", (
         "when training ends: last, after all updates; converged, when the paper's rule has selected a checkpoint"))
     span: Literal[SPANS] = preset_field(
-        "which tokens of a target are trained: completion, or paper, which adds the chat template's tokens around it",
+        "which tokens of a target are trained: completion; paper, with the chat template's tokens around it; or body, without the role",
         lab="completion", paper="paper")
     lora: int = Field(0, ge=0, description="rank of the LoRA adapters; 0 trains the weights themselves")
     options: FileOptions = Field({}, description="parameters that only this method has, by name")

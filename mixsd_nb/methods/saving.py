@@ -111,7 +111,8 @@ def load_trained(
 ) -> None:
     "Load the weights from which a training goes on into a model, in place; ValueError if their names differ."
     trained, names = checkpoint / _TRAINED, {*model.state_dict()}
-    weights = torch.load(trained, map_location="cpu", weights_only=True) if trained.exists() else _read_weights(checkpoint, names)
+    if trained.exists(): weights = torch.load(trained, map_location="cpu", weights_only=True)
+    else: weights = _read_weights(checkpoint, names)
     missing, unknown = model.load_state_dict(weights, strict=False)
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     absent = {*missing} - {*model.all_tied_weights_keys} - frozen
