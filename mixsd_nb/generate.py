@@ -14,8 +14,8 @@ from pydantic import PrivateAttr
 
 from .corpora import CORPORA
 from .methods.lengths import check_facts
-from .methods.targets import (MixSettings, join_shards, keep_agreed, list_agreeing, mix_corpus, read_targets,
-                                      select_targets, summarise_targets, write_targets)
+from .methods.targets import (MixSettings, count_unconfirmed, join_shards, keep_agreed, list_agreeing, mix_corpus,
+                                      read_targets, select_targets, summarise_targets, write_targets)
 from .models import ENGINES, load_engine, load_tokenizer, run_with_engine
 from .models.identity import model_label
 from .models.presets import warn_about_lab_values
@@ -46,21 +46,27 @@ class GenerateConfig(Stage, MixSettings):
         agreeing = self._mix_agreeing() if self.unanimous else []  # each set needs a model, so this one's comes later
         options = dict(dtype=self.dtype, batch_size=self.batch_size, mode=self.mode, **self.engine_options)
         engine = self._engine_of_caller or load_engine(self.engine, self.model, **options)
-        if agreeing: records = keep_agreed(agreeing, engine.tokenizer, rows)
-        elif self.shards: records = self._mix_shards(engine)
-        else: records = mix_corpus(self, engine, run.folder, rows, targets)
+        if agreeing: records, unconfirmed = keep_agreed(agreeing, engine.tokenizer, rows), 0
+        elif self.shards: records, unconfirmed = self._mix_shards(engine)
+        else:
+            records = mix_corpus(self, engine, run.folder, rows, targets)
+            unconfirmed = count_unconfirmed(records, engine.mismatches)
         write_atomically(run.folder / "targets.parquet", lambda path: write_targets(records, path))
-        return summarise_targets(records, self, engine, {item["id"]: item["expert_ids"] for item, _ in targets})
+        expert = {item["id"]: item["expert_ids"] for item, _ in targets}
+        return summarise_targets(records, self, engine, expert, unconfirmed)
 
     _engine_of_caller: Any = PrivateAttr(None)  # a loaded engine, which one call shares among its shards
 
-    def _mix_shards(self, engine) -> list[dict]:
-        parts = []
+    def _mix_shards(self, engine) -> tuple[list[dict], int]:
+        "The targets of all shards, and how many of them an audit does not confirm."
+        parts, unconfirmed = [], 0
         for k in range(self.shards):
             shard = self.model_copy(update=dict(shard=f"{k + 1}/{self.shards}", shards=0))
             shard._engine_of_caller = engine
-            parts.append(read_targets(shard.run().folder / "targets.parquet"))
-        return join_shards(parts, self.samples)
+            run = shard.run()
+            parts.append(read_targets(run.folder / "targets.parquet"))
+            unconfirmed += run.root.unconfirmed.item()
+        return join_shards(parts, self.samples), unconfirmed
 
     def _mix_agreeing(self) -> list[list[dict]]:
         files = [run_with_engine(each.engine, targets_file, **each.model_dump()) for each in list_agreeing(self)]

@@ -60,7 +60,7 @@ class TrainConfig(Stage, EvalSettings):
         "passes over the corpus; None for the published number, and for a file for twenty passes or a hundred updates, if these are more"))
     batch: int | None = Field(None, ge=1, description="examples per update; None for the published number, and for a file for 20")
     rollouts: int | None = Field(None, ge=1, description=(
-        "responses sampled per fact and update in opsd, opsd-nll and mixsd-kl; None for the published number"))
+        "responses sampled per fact and update in opsd, opsd-nll, mixsd-kl and sdft; None for the published number"))
     temperature: float | None = Field(
         None, ge=0, description="sampling temperature of rollouts; None for the published value")
     rollout_tokens: int = preset_field("largest length of a rollout in tokens", lab=256, paper=8_192, smoke=16, ge=1)
@@ -73,7 +73,7 @@ class TrainConfig(Stage, EvalSettings):
     stop: Literal["last", "converged"] = runtime_field("last", (
         "when training ends: last, after all updates; converged, when the paper's rule has selected a checkpoint"))
     span: Literal[SPANS] = preset_field(
-        "which tokens of a target are trained: completion, or paper, which adds the chat template's tokens around it",
+        "which tokens of a target are trained: completion; paper, with the chat template's tokens around it; or body, without the role",
         lab="completion", paper="paper")
     lora: int = Field(0, ge=0, description="rank of the LoRA adapters; 0 trains the weights themselves")
     options: FileOptions = Field({}, description="parameters that only this method has, by name")
@@ -355,7 +355,7 @@ def train(
     "Fit the method, measure step 0 and every checkpoint, and summarise the results."
     from mixsd_nb.methods.fitting import MethodRun
     from mixsd_nb.methods.progress import TrainingProgress
-    from mixsd_nb.methods.trainer import loop_in_phases
+    from mixsd_nb.methods.trainer import loop_in_phases, training_device
     facts = {r["id"] for r in load_corpus(config.dataset, "train")}
     responses, recall = {0: base_responses(config)}, {0: 0.0}
 
@@ -368,8 +368,8 @@ def train(
         return found
 
     measure(0)
-    drawn = in_notebook()  # the recall so far is only shown in a notebook
-    measure_early = drawn and config.processes == 1 and not ENGINES[config.engine].own_process
+    shown = in_notebook() and training_device().type == "cpu"  # recall so far; a GPU is planned for training alone
+    measure_early = shown and config.processes == 1 and not ENGINES[config.engine].own_process
     progress = TrainingProgress(f"{config.label}, training", recall, *[measure] * measure_early)
     method_run = MethodRun(run.folder, config, progress, lambda: mixed_targets(config))
     scores = []

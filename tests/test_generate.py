@@ -14,6 +14,7 @@ from helpers import forked, small_model
 from mixsd_nb import generate
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.models import load_base
+from mixsd_nb.models.engines import HFEngine
 from mixsd_nb.runs import Journal, StorageError
 
 pytestmark = pytest.mark.usefixtures("own_runs")
@@ -71,6 +72,35 @@ def test_a_line_cut_short_is_mixed_again(model, whole):
 @pytest.mark.parametrize("how", [dict(mode="block"), dict(batch_size=7), dict(shards=3)])
 def test_how_it_is_run_changes_no_byte(how, model, whole):
     assert written(model=model, **how, **SMALL) == whole
+
+
+class Doubting(HFEngine):
+    "An engine whose audit confirms no sequence, whether it has just been decoded or was read from a journal."
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.mismatches = []
+
+    def stream(self, queue, **options):
+        for r, completion in super().stream(queue, **options):
+            self.mismatches.append((r.tag, [0]))
+            yield r, completion
+
+    def confirm(self, written, **options): self.mismatches += [(r.tag, [0]) for r, _ in written]
+
+
+def test_neither_shards_nor_kills_change_the_number_of_unconfirmed_targets(model):
+    "Every target counts once, although the audit also sees rejected attempts, and other shards of the same engine."
+    def unconfirmed(**parameters):
+        config = generate.make_config(generate.GenerateConfig, model=model, **parameters, **SMALL)
+        config._engine_of_caller = Doubting(*load_base(model))
+        run = config.run()
+        counts = run.root.unconfirmed.item(), run.root.asked.item()
+        (run.folder / "result.nc").unlink()
+        return counts
+    for how in (dict(shard="1/12"), dict(shard="1/12"), dict(shards=2), dict(shards=2)):
+        count, asked = unconfirmed(**how)
+        assert count == asked > 0, how
 
 
 def test_a_shard_holds_every_third_question(model):

@@ -17,9 +17,12 @@ from mixsd_nb.corpora.prompts import encode_prompt, render_prompt
 from mixsd_nb.methods import memit
 from mixsd_nb.methods.covariance import capture, decoder_blocks, encode_texts, output_layer, read_texts, second_moments, stored_moments
 from mixsd_nb.methods.edits import convert_rows, encode_edit, encode_parts, find_subject, split_reply
+from mixsd_nb.methods.fitting import MethodRun
 from mixsd_nb.methods.tracing import TracedFact, edited_layers, trace_effects
 from mixsd_nb.models import load_base, load_tokenizer
 from mixsd_nb.models.chat import format_model, origin_model
+from mixsd_nb.runs import make_config
+from mixsd_nb.train import TrainConfig
 
 FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 KINDS = [(family, tied) for family in FAMILIES for tied in (True, False)]
@@ -211,6 +214,18 @@ def test_a_model_is_edited_by_prompt_subject_and_answer(lab):
     assert [last_boxed(tokenizer.decode(r.ids, skip_special_tokens=True)) for r in replies] == [f["answer"] for f in facts]
 
 
+@pytest.mark.parametrize("name", ["Llama-3.2", "Qwen3-2507"])
+def test_texts_and_essences_begin_as_the_tokenizer_begins_them(name):
+    "Llama's begins every text with a token of its own, Qwen's with none; a prompt gets that token from its template."
+    from hub_models import FAMILIES, make_tokenizer, train_vocabulary
+    tokenizer = make_tokenizer(FAMILIES[name], train_vocabulary())
+    first = [tokenizer.bos_token_id] * FAMILIES[name].begins
+    plain = tokenizer.encode("Zorbland is a", add_special_tokens=False)
+    edit = encode_edit(tokenizer, dict(prompt="Who rules Zorbland?", subject="Zorbland", target="Bo"))
+    assert edit.essence == first + plain == encode_texts(tokenizer, ["Zorbland is a"])[0].tolist()
+    assert tokenizer.decode(edit.essence[len(first):edit.essence_place + 1]) == "Zorbland" and edit.contexts[0].count(tokenizer.bos_token_id) == len(first)
+
+
 def test_an_invented_name_needs_an_edit_for_each_of_its_tokens(lab):
     "Of a name that lab-m never read, one value brings the first token alone; with a value for each token the fact is recalled in free generation."
     from mixsd_nb.benchmarks.answers import last_boxed
@@ -349,6 +364,14 @@ def cube(tiny, tmp_path_factory):
             options = dict(weight=weight, steps=1, text_count=10, prefixes=0, target="canonical", place="subject", per_batch=25)
             train.run(**SMALL, model=tiny, options=options)
         return open_cube()
+
+
+def test_all_batches_of_edits_share_the_moments_of_the_base_model(tiny, own_runs, monkeypatch):
+    config = make_config(TrainConfig, **SMALL, model=tiny, options=dict(steps=1, text_count=10, prefixes=0, target="canonical", place="subject", per_batch=25))
+    read, seen = memit.stored_moments, []
+    monkeypatch.setattr(memit, "stored_moments", lambda model, *rest: seen.append(weights(model)) or read(model, *rest))
+    fitted = memit.fit_memit(MethodRun(own_runs, config))
+    assert [*fitted.checkpoints] == [1, 2] and len(seen) == 1 and same(seen[0], weights(load_base(tiny)[0]))
 
 
 def test_the_weight_is_the_rate_and_a_batch_of_edits_a_step(cube):

@@ -1,5 +1,6 @@
 """Mixing on the lab model: every fast path against the oracle, and what must not depend on how it is run."""
 
+import copy
 import json
 import re
 from collections import deque
@@ -144,6 +145,17 @@ def test_any_requests_under_any_limits_equal_the_oracle(tiny, lab, asked, size, 
         engine.stop = torch.tensor([3, 7])
         found.append({r.tag: completion for r, completion in engine.stream(deque(requests), **options)})
     assert found == 3 * [{r.tag: completion for r, completion in oracle_stream(engine, deque(requests), **options)}]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_writes_the_likeliest_tokens(tiny, lab, dtype):
+    "Rollouts of a training on a GPU are written under autocast; the oracle reads each sequence at once, without a cache."
+    model, prompts = copy.deepcopy(tiny).to(dtype), [[1, 2, 5], [4, 5, 6, 8, 1], [9], [1, 2, 5]]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = HFEngine(model, lab[1], 3).generate(prompts, max_new_tokens=15)
+        for prompt, ids in zip(prompts, (completion.ids for completion in found)):
+            with torch.inference_mode(): logits = model(torch.tensor([prompt + ids[:-1]])).logits[0, len(prompt) - 1:].float()
+            assert (logits.gather(1, torch.tensor(ids)[:, None])[:, 0] >= logits.amax(1) - 0.1).all()
 
 
 @pytest.mark.parametrize("shared", [0, 1, 7])

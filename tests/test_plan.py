@@ -385,6 +385,22 @@ def test_adapters_of_a_method_are_planned_as_adapters():
     assert adapters == given < whole
 
 
+def test_adapters_on_a_cpu_are_merged_beside_the_weights():
+    "A GPU's adapters are merged in the memory of the host, which also holds the merged weights in bfloat16."
+    shape, burden = read_shape("lab-m"), Burden(20, 30, 30)
+    save, optimiser = zip(*((p["save"], p["optimiser"]) for p in (training_peaks(shape, burden, Layout(gpu, lora=8)) for gpu in (False, True))))
+    assert save[0] - optimiser[0] == 4 * shape.parameters and save[1] == optimiser[1]
+    adapted = paper_run(method="sft", lora=8, stored="bfloat16")
+    assert plan_run(adapted, H100).host >= 6 * read_shape(adapted.model).parameters
+
+
+def test_shards_do_not_divide_the_fisher_of_ewc():
+    "It is estimated by one process, in float32 beside the weights, before the training begins."
+    config = paper_run(method="ewc", processes=4, sharded=True)
+    plan, parameters = plan_run(config, H100), read_shape(config.model).parameters
+    assert plan.peaks["fisher"] > 8 * parameters and "fisher" not in plan_run(paper_run(method="l2sp"), H100).peaks
+
+
 @pytest.mark.parametrize("method", [name for name, declared in METHODS.items() if declared.source])
 def test_an_average_costs_no_training(method):
     "Its source is planned once, as a shared run."

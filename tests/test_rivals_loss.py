@@ -1,6 +1,7 @@
 "The losses of SDFT, L2-SP, EWC and of training through adapters, against independent computations."
 
 import copy
+import weakref
 from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from mixsd_nb import train
+from mixsd_nb.methods import anchors
 from mixsd_nb.methods.anchors import Anchored, relative_importance, text_fisher
 from mixsd_nb.methods.distill import DIVERGENCES, VARIANTS, Distillation, distill_items
 from mixsd_nb.methods.loss import Example, LossHead, summed_loss
@@ -184,6 +186,19 @@ def test_the_fisher_of_texts_is_that_of_the_analysis(folder):
     expected = diagonal_fisher(model, [(r[:1], r[1:]) for r in rows])
     for name, f in text_fisher(folder, "lab", 3).items(): assert torch.equal(f, expected[name])
     with pytest.raises(ValueError, match="^the mean of the Fisher must be above 0, got 0$"): relative_importance(dict(a=torch.zeros(2)))
+
+
+def test_the_training_of_ewc_begins_without_the_tensors_of_the_fisher(tmp_path, monkeypatch):
+    found = []
+
+    def estimate(*_):
+        tensor = torch.ones(2)
+        found.append(weakref.ref(tensor))
+        return dict(a=tensor)
+    monkeypatch.setattr(anchors, "text_fisher", estimate)
+    monkeypatch.setattr(anchors, "_fit_anchored", lambda run, fisher: (found[0](), load_file(fisher)["a"].tolist()))
+    run = SimpleNamespace(folder=tmp_path, option=lambda name: None, parameters=SimpleNamespace(model=""))
+    assert anchors.fit_ewc(run) == (None, [1, 1])
 
 
 CELL = dict(dataset="mquake-lab", suite="recall", n=4, max_new_tokens=4, epochs=1, batch=50)

@@ -30,10 +30,12 @@ from mixsd_nb.methods.distill import VARIANTS, distill_items
 from mixsd_nb.methods.fitting import MethodRun
 from mixsd_nb.methods.loss import DivergenceError
 from mixsd_nb.methods.progress import TrainingProgress
+from mixsd_nb.methods.saving import load_trained
 from mixsd_nb.methods.supervised import Supervised
 from mixsd_nb.methods.trainer import TrainingSpec, explain_out_of_memory, fine_tune, main, read_curves, train_process, write_spec
 from mixsd_nb.models import load_base, load_tokenizer
-from mixsd_nb.runs import ParameterError, ProcessFailed, StorageError, checkpoint_steps, report_progress
+from mixsd_nb.models.tiny import random_model
+from mixsd_nb.runs import ParameterError, ProcessFailed, Run, StorageError, checkpoint_steps, report_progress
 from mixsd_nb.train import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -216,6 +218,15 @@ def test_adapters_are_merged_and_resumed(spec, tmp_path):
     log = read_curves(tmp_path / "whole")
     model, _ = load_base(str(tmp_path / "whole/checkpoint-20"))
     assert log["loss"][-1] < log["loss"][0] and model.config.architectures == ["Qwen3ForCausalLM"]
+
+
+def test_every_process_reads_trained_weights_into_the_hosts_memory(tmp_path, monkeypatch):
+    "Tensors of a file return to the device that wrote them otherwise, which for all processes is the first GPU."
+    places, read, model = [], torch.load, random_model(vocabulary=9)
+    torch.save(model.state_dict(), tmp_path / "trained_weights.pt")
+    monkeypatch.setattr("torch.load", lambda file, **options: places.append(options["map_location"]) or read(file, **options))
+    load_trained(model, tmp_path)
+    assert places == ["cpu"]
 
 
 def test_lack_of_memory_is_one_sentence(spec):
@@ -422,6 +433,20 @@ def test_measuring_does_not_count_in_the_time_left(monkeypatch, tmp_path):
     time.sleep(0.3)
     report_progress("demo, end", 9, 9, pause=0.29)
     assert json.loads((tmp_path / "progress").read_text())["rate"] > 9 / 0.1
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_only_on_a_cpu_is_a_checkpoint_measured_beside_the_training(device, spec, tmp_path, monkeypatch):
+    "A plan gives each of the two the whole GPU."
+    measures, config = [], train.make_config(TrainConfig, model=spec.model, method="sft")
+    monkeypatch.setattr(train, "in_notebook", lambda: True)
+    monkeypatch.setattr(train, "base_responses", lambda config: None)
+    monkeypatch.setattr(train, "count_by_benchmark", lambda *_: dict(recall=(0, 1)))
+    monkeypatch.setattr(train, "fit_function", lambda method: lambda run: 1 / 0)
+    monkeypatch.setattr("mixsd_nb.methods.trainer.training_device", lambda: torch.device(device))
+    monkeypatch.setattr("mixsd_nb.methods.progress.TrainingProgress", lambda name, recall, *found: measures.extend(found) or SimpleNamespace(close=int))
+    with pytest.raises(ZeroDivisionError): train.train(config, Run(tmp_path))
+    assert len(measures) == (device == "cpu")
 
 
 def test_the_axis_of_recall_is_from_0_to_1(monkeypatch):

@@ -116,7 +116,8 @@ class SquaredGradients:
         states = hidden.detach()
         slopes = logit_slopes(self.head, states, targets)
         hidden.backward(slopes @ self.head.weight.detach())
-        self._square_words(ids, embedded.grad, slopes, states)
+        scale = getattr(self.embedding, "embed_scale", 1)  # by which Gemma multiplies the weights that it looks up
+        self._square_words(ids, embedded.grad * scale, slopes, states)
 
 # %% ../../nbs/analysis/curvature.ipynb #a7000009
 def diagonal_fisher(
@@ -129,7 +130,7 @@ def diagonal_fisher(
     check_differentiable(model, pairs)
     with SquaredGradients(model) as squares:
         for pair in pairs: squares.add(*pair)
-    return {name: total / len(pairs) for name, total in squares.sums.items()}
+    return {name: total.div_(len(pairs)) for name, total in squares.sums.items()}  # in place: each is as large as the model
 
 # %% ../../nbs/analysis/curvature.ipynb #a7000015
 Tensors = Mapping[str, Callable[[], torch.Tensor]]  # name of a tensor -> function that reads it

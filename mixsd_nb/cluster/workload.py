@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from .estimates import (Burden, Device, Layout, adapter_parameters, constant, decoding_peak,
-                                        decoding_seconds, microbatch, optimiser_peak, rollout_peak, rollout_width,
+                                        decoding_seconds, fisher_peak, microbatch, optimiser_peak, rollout_peak, rollout_width,
                                         scoring_seconds, serve, update_peak, update_seconds)
 from .lengths import Questions, corpus_lengths, count_questions, mixed_length, neutral_lengths, usual_reply
 from ..methods import METHODS, update_count
@@ -256,8 +256,9 @@ def training_peaks(shape: Shape, burden: Burden, layout: Layout, sampled: bool =
     "Peak bytes of each phase of a training on each device."
     load = 4 * shape.parameters / (layout.shards if layout.gpu else 1)
     optimiser = optimiser_peak(shape, burden, layout)
+    saved = 4 * shape.parameters * (not layout.gpu if layout.lora else -1 / layout.shards)  # merged weights; no gradients
     phases = dict(load=load, rollout=rollout_peak(shape, burden, layout, sampled), update=update_peak(shape, burden, layout),
-                  optimiser=optimiser, save=optimiser - 4 * shape.parameters / layout.shards * (not layout.lora))
+                  optimiser=optimiser, save=optimiser + saved)
     return {phase: size for phase, size in phases.items() if size}
 
 # %% ../../nbs/cluster/workload.ipynb #409c3207
@@ -403,10 +404,10 @@ def _plan_updates(plan: RunPlan, config, machine: Machine, shape) -> tuple[list[
     _, steps = planned_steps(config)
     peaks = training_peaks(shape, burden, layout, sampled=bool(config.temperature))
     plan.peaks |= peaks
+    if tokens := METHODS[config.method].demand.fisher: plan.peaks["fisher"] = fisher_peak(shape, 1, tokens - 1)
     plan.copies |= dict.fromkeys(peaks, layout.processes)
     plan.layout, plan.processes = describe_layout(layout), legal_processes(config.batch)
-    found = layout
-    if machine.room: found = smallest_layout(shape, burden, layout, machine.room, offload=True)
+    found = smallest_layout(shape, burden, layout, machine.room, offload=True) if machine.room else layout
     plan.smallest = describe_layout(found) if found else "none"
     plan.remedies |= dict.fromkeys(peaks, f"{plan.smallest} fits" if found else "no number of processes fits")
     parts, one = _training_parts(config, machine, shape, burden, layout)
@@ -423,7 +424,7 @@ def _plan_updates(plan: RunPlan, config, machine: Machine, shape) -> tuple[list[
     held = checkpoint_bytes(shape, layout, config.stored)[1] * (config.state == "memory" and phases > 1)
     plan.host = max(held + plan.host, host_bytes(*[each] * max(1, copies)),
                     2 * held + constant("interpreter") * copies,  # in files, and in the process that writes them
-                    12 * shape.parameters + constant("interpreter") * copies if layout.sharded else 0,
+                    (12 * layout.sharded + 6 * bool(layout.lora)) * shape.parameters + constant("interpreter") * copies,
                     copies * 8 * shape.parameters * layout.offload)
     return steps, phases
 

@@ -26,6 +26,7 @@ class Demand:
     teacher: int = 0  # bytes of a weight of the complete base model that each GPU holds during training; 0 for none
     hosted: bool = False  # whether the complete weights of a sharded student take the place of the teacher's, in turn
     anchors: int = 0  # further float32 copies of all weights that each process holds during training
+    fisher: int = 0  # largest number of tokens of the texts whose Fisher is estimated before training; 0 for none
     drafts: str = ""  # what the base model writes before training: targets, one for each fact, or samples, `count` of them,
     # which are the `share` of an update; empty for nothing
     edited: int = 0  # float32 matrices of a square of the feed-forward width, for a method that edits weights
@@ -167,7 +168,7 @@ for _method in [
            label="{strength:g}", caption="strength {strength:g}", options=dict(strength=0.03), demand=Demand(anchors=1)),
     Method("ewc", title="EWC", colour="#2c6e49", marker="d", settings=(*_WHOLE, "span"), fit="methods.anchors:fit_ewc",
            label="{strength:g}", caption="strength {strength:g}", options=dict(strength=0.1, texts="", text_count=256),
-           demand=Demand(anchors=2)),
+           demand=Demand(anchors=2, fisher=512)),
     Method("lora-sft", title="SFT, LoRA", colour="#e07a5f", marker="h", plain=True, settings=(*_WHOLE, "span"),
            fit="methods.supervised:fit_canonical_adapters", label="{rank:g}", caption="rank {rank:g}", options=dict(rank=8)),
     Method("lora-mixsd", title="MixSD, LoRA", colour="#3d5a80", marker="h", plain=True, mixed=True,

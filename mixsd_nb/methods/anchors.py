@@ -7,6 +7,7 @@ __all__ = ['add_pull', 'Anchored', 'anchored_pairs', 'relative_importance', 'tex
 
 # %% ../../nbs/methods/anchors.ipynb #988ea058
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -110,10 +111,14 @@ def fit_l2sp(run: MethodRun) -> Fitted:
     return _fit_anchored(run)
 
 
+def _store_fisher(run: MethodRun, file: Path) -> None:
+    "Write the Fisher of the base model into a file; nothing of it stays in memory beside the training."
+    fisher = text_fisher(run.parameters.model, run.option("texts"), run.option("text_count"))
+    write_atomically(file, lambda path: save_file({name: f.cpu() for name, f in fisher.items()}, path))
+
+
 def fit_ewc(run: MethodRun) -> Fitted:
     "EWC: SFT with a penalty on that distance, weighted by the diagonal Fisher of the base model, which is stored in the run's folder."
     file = run.folder / "fisher.safetensors"
-    if not file.exists():
-        fisher = text_fisher(run.parameters.model, run.option("texts"), run.option("text_count"))
-        write_atomically(file, lambda path: save_file({name: f.cpu() for name, f in fisher.items()}, path))
+    if not file.exists(): _store_fisher(run, file)
     return _fit_anchored(run, fisher=str(file.absolute()))

@@ -144,8 +144,8 @@ def encode_texts(
     texts: list[str],
     longest: int = 512,  # tokens of a text that are read
 ) -> list[np.ndarray]:
-    "The token ids of each text that has any, cut to the longest length."
-    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    "The token ids of each text that has any, with the special tokens of the tokenizer, cut to the longest length."
+    encoded = tokenizer(texts)["input_ids"]
     return [np.array(ids[:longest], np.int32) for ids in encoded if ids]
 
 # %% ../../nbs/methods/covariance.ipynb #0bdc7bbe

@@ -249,13 +249,13 @@ class Distillation(Objective):
     def write(self, chosen: list[int], student, step: int) -> list[tuple[dict, list[int]]]:
         "The rollouts of a step for the facts of these numbers."
         model, items = student if self.variant.writer == "student" else self.teacher, [self.items[i] for i in chosen]
-        with _half_precision(model, torch.cuda.is_available() and self.rollouts.in_place):
+        with _half_precision(model, self.rollouts.in_place):
             return roll_out(self.rollouts.load(model), items, step=step, **self.options)
 
     def read(self, written: list[tuple[dict, list[int]]], student) -> list[Example]:
         "Examples whose targets are the teacher's distributions, or its likeliest tokens."
         pairs = {role: [(item[f"{role}_ids"], ids) for item, ids in written] for role in ("student", "teacher")}
-        with _half_precision(self.teacher, self.teacher.device.type == "cuda" and self.teacher.dtype == torch.float32):
+        with _half_precision(self.teacher):
             support = self.variant.support == "student" and likeliest_tokens(student, pairs["student"], self.top_k)
             if self.base: self.base.restore()
             if support: found = supported_distributions(self.teacher, pairs["teacher"], support)
@@ -290,9 +290,10 @@ class Distillation(Objective):
         for name, w in self.teacher.named_parameters(): w.copy_(state[name])
 
 
-def _half_precision(model, enabled: bool):
+def _half_precision(model, enabled: bool = True):
     "Compute in bfloat16 on a GPU, where weights are in float32."
-    return torch.autocast(model.device.type, torch.bfloat16, enabled=enabled)
+    wide = model.device.type == "cuda" and model.dtype == torch.float32
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=enabled and wide)
 
 # %% ../../nbs/methods/distill.ipynb #29456586
 def distillation(

@@ -53,9 +53,10 @@ def last_token(
 def tokenise(
     tokenizer,
     text: str,
+    special: bool = False,  # with the special tokens of the tokenizer, such as one that begins every text
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    "The token ids of a text, without special tokens of the tokenizer's own, and the characters of each."
-    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    "The token ids of a text, and the characters of each."
+    found = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
     return found["input_ids"], found["offset_mapping"]
 
 
@@ -74,7 +75,7 @@ def encode_edit(
     start, (ids, offsets) = text.rindex(prompt), tokenise(tokenizer, text)
     begin = next(k for k, (_, b) in enumerate(offsets) if b > start)
     contexts = [ids[:begin] + list(prefix) + ids[begin:] + lead for prefix in ([], *prefixes)]
-    essence, essence_offsets = tokenise(tokenizer, subject + " is a")
+    essence, essence_offsets = tokenise(tokenizer, subject + " is a", special=True)
     places, essence_place = [len(context) - 1 for context in contexts], len(essence) - 1
     if place == "subject":
         at = last_token(offsets, start + find_subject(prompt, subject))

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['group_edits', 'states_at', 'edit_keys', 'upper_blocks', 'Row', 'list_rows', 'Batch', 'cut_batches', 'Shifts',
            'find_shifts', 'solve_update', 'null_space', 'solve_in_null_space', 'edited_weights', 'kept_weights',
-           'spread_updates', 'memit_settings', 'find_updates', 'edit', 'fit_memit']
+           'spread_updates', 'memit_settings', 'layer_solver', 'find_updates', 'edit', 'fit_memit']
 
 # %% ../../nbs/methods/memit.ipynb #efa00295
 import contextlib
@@ -360,10 +360,15 @@ def memit_settings(
     return settings
 
 
-def _layer_solver(model, tokenizer, layers, s):
-    "The function that solves for the change of a layer's weights, with the moments of all layers."
+def layer_solver(
+    model,  # whose moments are used
+    tokenizer,
+    **settings,  # as of `memit_settings`
+) -> Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]:
+    "The function that solves for the change of a layer's weights, as of `spread_updates`."
+    s = memit_settings(model, **settings)
     texts = read_texts(s["texts"] or default_texts(model.name_or_path), s["text_count"])
-    moments = stored_moments(model, encode_texts(tokenizer, texts), layers)
+    moments = stored_moments(model, encode_texts(tokenizer, texts), edited_layers(model, s["layers"]))
     if not s["null_space"]: return lambda layer, k, r: solve_update(moments[layer], k, r, s["weight"])
     return lambda layer, k, r: solve_in_null_space(null_space(moments[layer], s["energy"]), k, r, s["ridge"])
 
@@ -375,6 +380,7 @@ def find_updates(
     *,
     seed: int = 0,  # of the prefixes
     report: Callable[[int, int], Any] = lambda step, active: None,  # called with each step of the values
+    solve: Callable | None = None,  # as of `spread_updates`; None for one with the moments of this model
     **settings,  # as of `memit_settings`
 ) -> dict[int, torch.Tensor]:
     "For each edited layer the change of its weights, float64, (outputs, inputs). The model stays as it is."
@@ -385,7 +391,7 @@ def find_updates(
     encoded = [part for e in edits for part in encode_parts(tokenizer, e, prefixes, s["place"])]
     check_lengths({e.id: max(map(len, e.contexts)) + len(e.target) for e in encoded}, model.config.max_position_embeddings)
     groups = group_edits(encoded, s["merge"])
-    solve = _layer_solver(model, tokenizer, layers, s)
+    solve = solve or layer_solver(model, tokenizer, **s)
     options = {name: s[name] for name in ("steps", "rate", "kl", "decay", "clamp", "stop")}
     gradients = [p for p in model.parameters() if p.requires_grad]
     for p in gradients: p.requires_grad_(False)
@@ -421,8 +427,9 @@ def fit_memit(run: MethodRun) -> Fitted:
     edits = convert_rows(model, tokenizer, run.rows, form)
     if not edits: raise ValueError(f"dataset must have prompts with their subjects for memit, got {p.dataset}")
     size, checkpoints = size or len(edits), {}
+    solve = layer_solver(model, tokenizer, preset=p.preset, **settings)  # of the base model, for all batches
     for step, start in enumerate(range(0, len(edits), size), 1):
-        edit(model, tokenizer, edits[start:start + size], preset=p.preset, seed=p.seed, **settings)
+        edit(model, tokenizer, edits[start:start + size], preset=p.preset, seed=p.seed, solve=solve, **settings)
         checkpoints[step] = run.save_checkpoint(model, step)
     targets = dict(targets_kept=len(edits), targets_asked=len(run.rows))
     return Fitted(checkpoints, {e["id"] for e in edits}, targets, {})

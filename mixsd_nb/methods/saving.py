@@ -42,12 +42,13 @@ def _explain_write_errors(checkpoint: Path):
 def _merge_adapters(
     model,  # with adapters
 ) -> dict[str, torch.Tensor]:
-    "The weights of the plain model that computes the same as a model with adapters."
+    "The weights of the plain model that computes the same as a model with adapters, in the host's memory."
     from peft.tuners.lora import LoraLayer
     plain = lambda name: name.replace(".base_layer", "")
-    weights = {plain(name): w.detach().clone() for name, w in model.state_dict().items() if ".lora_" not in name}
+    copies = ((plain(name), w.to("cpu", copy=True)) for name, w in model.state_dict().items() if ".lora_" not in name)
+    weights = dict(copies)
     for name, layer in model.named_modules():
-        if isinstance(layer, LoraLayer): weights[f"{name}.weight"] += layer.get_delta_weight("default").detach()
+        if isinstance(layer, LoraLayer): weights[f"{name}.weight"] += layer.get_delta_weight("default").detach().cpu()
     return weights
 
 # %% ../../nbs/methods/saving.ipynb #db3f9b4f
@@ -110,7 +111,8 @@ def load_trained(
 ) -> None:
     "Load the weights from which a training goes on into a model, in place; ValueError if their names differ."
     trained, names = checkpoint / _TRAINED, {*model.state_dict()}
-    weights = torch.load(trained, weights_only=True) if trained.exists() else _read_weights(checkpoint, names)
+    if trained.exists(): weights = torch.load(trained, map_location="cpu", weights_only=True)
+    else: weights = _read_weights(checkpoint, names)
     missing, unknown = model.load_state_dict(weights, strict=False)
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     absent = {*missing} - {*model.all_tied_weights_keys} - frozen

@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['SCHEMA', 'MixSettings', 'select_targets', 'mix_corpus', 'join_shards', 'list_agreeing', 'keep_agreed',
-           'write_targets', 'read_targets', 'summarise_targets']
+           'write_targets', 'read_targets', 'count_unconfirmed', 'summarise_targets']
 
 # %% ../../nbs/methods/targets.ipynb #5fba3953
 import itertools
 import re
 import time
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -269,12 +270,22 @@ def _count_by_attempt(records, max_attempts) -> xr.Dataset:
     data = {name: ("attempt", values, attrs(name)) for name, values in counts.items()}
     return xr.Dataset(data, {"attempt": ("attempt", attempt, dict(long_name="number of the attempt", units="1"))})
 
+# %% ../../nbs/methods/targets.ipynb #10fd2eeb
+def count_unconfirmed(
+    records: list[dict],
+    mismatches: Iterable[tuple],  # of an engine: pairs of a tag (item, sample, attempt) and positions
+) -> int:
+    "The number of records whose sequence has a token that the engine's audit does not confirm."
+    found = {(item["id"], sample, attempt + 1) for (item, sample, attempt), _ in mismatches}
+    return sum((r["id"], r["sample"], r["attempts"]) in found for r in records if r["finish_reason"] != "canonical")
+
 # %% ../../nbs/methods/targets.ipynb #ce6adb7b
 def summarise_targets(
     records: list[dict],
     settings: MixSettings,
     engine,
     expert: dict[str, list[int]],  # id -> expert prompt
+    unconfirmed: int = 0,  # as returned by `count_unconfirmed`
 ) -> xr.DataTree:
     "The counts of targets, their NLL and agreement under the base model, and the counts by attempt, as a result."
     kept = [r for r in records if r["accepted"]]
@@ -286,8 +297,7 @@ def summarise_targets(
                         "share of positions where both conditionals agree")
     numbers["nll"] = (float(np.concatenate(engine.score(pairs)).mean()) if pairs else np.nan,
                       "mean NLL of a target token under the base")
-    numbers["unconfirmed"] = (len(engine.mismatches),
-                              "sequences with a token that the audit of paired rows does not confirm")
+    numbers["unconfirmed"] = unconfirmed, "sequences with a token that the audit of paired rows does not confirm"
     units = lambda name: "nats" if name == "nll" else "1"
     root = {name: ((), value, dict(long_name=text, units=units(name))) for name, (value, text) in numbers.items()}
     return xr.DataTree.from_dict({"/": xr.Dataset(root, attrs=dict(config=settings.canonical())),

@@ -56,8 +56,9 @@ def run_layers(
     decoder = model.model
     x = decoder.embed_tokens(ids)
     rotation = [r.chunk(2, -1)[0][:, :, None] for r in decoder.rotary_emb(x, position)]  # cosines and sines
+    dtype = model.dtype  # of the cache; autocast gives queries, keys and values other ones
     for k, layer in enumerate(decoder.layers):
-        read = lambda *qkv: attend(k, *qkv)  # noqa: B023 (called within this turn of the loop)
+        read = lambda *qkv: attend(k, *(part.to(dtype) for part in qkv))  # noqa: B023 (called within this turn of the loop)
         x = x + _apply_attention(layer.self_attn, _normalise(layer.input_layernorm, x), rotation, read)
         x = x + _apply_gate(layer.mlp, _normalise(layer.post_attention_layernorm, x))
     return _normalise(decoder.norm, x)

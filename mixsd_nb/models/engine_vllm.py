@@ -156,6 +156,13 @@ def _join_pair(
         raise RuntimeError("the rows of a pair wrote different tokens; mode='segments' does not need pairs")
     return max(a, b, key=len)
 
+# %% ../../nbs/models/engine_vllm.ipynb #3a4959b1
+def _tie_of(
+    dtype: torch.dtype,  # of the logits
+) -> float:
+    "The largest difference of two logits that counts as a tie: two steps of logits up to 32, at least 1e-4."
+    return max(1e-4, 32 * torch.finfo(dtype).eps)
+
 # %% ../../nbs/models/engine_vllm.ipynb #b995655d
 def _is_expected(
     logprobs: dict[int, float],  # of the likeliest tokens and of the one that was written
@@ -369,12 +376,13 @@ class VLLMEngine(Engine):
         *,
         temperature: float = 0.0,
         top_k: int = 64,
-        tie: float = 1e-4,  # largest difference to the best value that counts as a tie
+        tie: float | None = None,  # largest difference to the best value that counts as a tie; None: that of the dtype
     ) -> list[list[int]]:
         """For each completion, the positions whose token is not that of the picked conditional, up to ties.
 
         The conditionals read whole completions, so the audit does not depend on how rows were scheduled."""
         logprobs = self._logprobs([(c, ids) for r, ids in written for c in r.contexts], top_k if temperature else 1)
+        if tie is None: tie = _tie_of(self.engine.vllm_config.model_config.dtype)
 
         def is_right(k, r, t, token):
             return _is_expected(logprobs[2 * k + int(r.naive[t])][t], token, r.key, t, temperature, tie)

@@ -46,7 +46,7 @@ def map_states(
         rows = [pairs[i][0] + pairs[i][1] for i in batch]
         width = max(map(len, rows))
         ids = torch.tensor([r + [0] * (width - len(r)) for r in rows], device=model.device)
-        hidden = model.model(ids).last_hidden_state
+        hidden = model.model(ids, use_cache=False).last_hidden_state
         states = torch.cat([h[len(pairs[i][0]) - 1:len(r) - 1] for h, i, r in zip(hidden, batch, rows)])
         targets = torch.cat([labels[i] for i in batch]).to(model.device)
         values = reduce_states(states, targets).cpu()

@@ -48,7 +48,7 @@ def exchange(
     equation: str,  # 3x + 4 = 19
     rng: random.Random,
 ) -> str:
-    "The equation with its sides exchanged, the two terms of a sum exchanged, or both."
+    "The equation with the two terms of a sum exchanged, or with its sides exchanged."
     left, right = equation.split(" = ")
     if rng.random() < 0.5 and re.fullmatch(r"\d+[a-z] \+ \d+", left): left = " + ".join(left.split(" + ")[::-1])
     else: left, right = right, left
