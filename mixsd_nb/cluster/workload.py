@@ -147,7 +147,7 @@ class Decoder:
         if self.engine.share and self.machine.gpus:
             rows = max(1, min(rows, self.serve(int(prompt + response)).room))
         return decoding_seconds(
-            self.shape, contexts * sequences / self.replicas, prompt, response, self.machine.device, gpus=self.gpus, rows=contexts * rows,
+            self.shape, contexts * sequences / (self.replicas if self.machine.gpus else 1), prompt, response, self.machine.device, gpus=self.gpus, rows=contexts * rows,
             width=self.width, share="read" if self.engine.share else "eager", gpu=self.machine.gpus > 0)
 
     @property
