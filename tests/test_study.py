@@ -15,7 +15,7 @@ from mixsd_nb.results.committed import committed_folder, is_filled, list_missing
 from mixsd_nb.results.cube import cube_of
 from mixsd_nb.results.demo import invent_cube, invent_result
 from mixsd_nb.results.schema import DIMS, RUN_DIMS, variable
-from mixsd_nb.results.versus import point_tables, settings_table, kept_values, learned_values
+from mixsd_nb.results.versus import differ_at_recall, point_tables, settings_table, kept_values, learned_values
 from mixsd_nb.runs import ParameterError, load_object, project_root, write_result
 from mixsd_nb.study import find_cubes, group_cubes, main, list_trainings, recompute_cells, run, write_list
 
@@ -214,6 +214,14 @@ def test_a_comparison_says_which_method_was_tried_more_often():
     short, long = invent_cube(seeds=2), invent_cube(seeds=2).sel({"method": ["base", "sft"]})
     remarks = [keeps_more(cubes, ("kgfact-small", "lab-m"), "sft", "mixsd-0.5", 50).remark for cubes in ([short], [short, long])]
     assert "settings" not in remarks[0] and remarks[1].endswith(", 12 settings against 6")
+
+
+def test_seeds_that_tie_have_an_interval():
+    "Accuracies are multiples of a point, so two equal differences leave the t interval of rounding: 12.706 · 1/√12 / √2 points."
+    cube, cell = invent_cube(seeds=3), ("kgfact-small", "lab-m")
+    tie = cube.assign(accuracy=cube.accuracy.mean("seed").expand_dims(seed=cube.seed).transpose(*cube.accuracy.dims))
+    found = differ_at_recall([tie], cell, "mixsd-0.5", "sft", 90)
+    assert found.n == 2 and found.high - found.mean == pytest.approx(12.706 / 12**0.5 / 2**0.5, abs=1e-3)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from ..analysis.paired import MARGIN, Estimate, estimate_mean, judge_difference
 from ..analysis.statistics import wilson
 from .predictors import checkpoint_table, correlate, difference_of_correlations
 from .tradeoff import combine_intervals
-from .versus import HELD_OUT, Case, best_values, count_settings, differ_at_best, differ_at_recall, drop_at_best
+from .versus import HELD_OUT, RESOLUTION, Case, best_values, count_settings, differ_at_best, differ_at_recall, drop_at_best
 from .versus import kept_values, learned_values, point_tables
 from ..runs import load_object
 
@@ -102,7 +102,7 @@ def learns(
 ) -> Finding:
     "Whether a method reaches a recall at the setting with the best validation score."
     values, = best_values(cubes, case, [method], lambda cube: learned_values(cube, "recall"))
-    found = estimate_mean(values.values)
+    found = estimate_mean(values.values, resolution=RESOLUTION)
     return _points(found, _decide(found.low >= level, found.high < level), f"test: a recall of at least {level:g}%")
 
 
