@@ -301,6 +301,22 @@ def test_the_grids_of_analyses_are_over_runs_with_checkpoints():
     assert {source for name in ("study-9-displacement", "study-9-forgetting") for source in read_grid(name)[1].axes["trained"].sources} == {"_study-trained"}
 
 
+def test_the_trainings_of_the_grids_of_analyses_are_those_of_the_study():
+    "None is computed for the analyses alone, and the claim about the Fisher information has all of its methods."
+    trained = {cell.hash for cell in expand_grid("_study-trained").cells}
+    assert trained <= {cell.hash for name in ("study-1-frontier", "study-4-opsd") for cell in available_cells(name)}
+    assert {*CLAIMS["fisher"].options["methods"]} <= {*planned_runs(expand_grid("_study-trained").cells)["method"]}
+
+
+def test_a_claim_names_the_methods_without_checkpoints():
+    "Four methods, of which the invented cube has measured two."
+    cube = invent_cube(seeds=2)
+    drop = cube.accuracy.isel(benchmark=0, drop=True).where(cube["method"].isin(["sft", "mixsd-0.3"]))
+    measured = cube.assign(displacement_sq=drop, alignment_ratio=1 - drop)
+    remark = claims_table({"invented": [measured]}, ("kgfact-small", "lab-m"), {"fisher": CLAIMS["fisher"]}).judged["fisher"]
+    assert remark == "bootstrap by run, without opsd-n8-t1 and mixsd-0.5, which have no checkpoints with these measures"
+
+
 def test_the_runs_that_a_claim_compares_are_planned():
     "Every label of a claim is one of the study's planned runs, for which no run has to exist."
     planned = list_trainings({}, study_grids())

@@ -19,7 +19,7 @@ import xarray as xr
 
 from ..analysis.paired import MARGIN, Estimate, estimate_mean, judge_difference
 from ..analysis.statistics import wilson
-from .predictors import checkpoint_table, correlate, difference_of_correlations
+from .predictors import checkpoint_table, correlate, correlation_text, difference_of_correlations
 from .tradeoff import combine_intervals
 from .versus import HELD_OUT, RESOLUTION, Case, best_values, count_settings, differ_at_best, differ_at_recall, drop_at_best
 from .versus import kept_values, learned_values, point_tables
@@ -200,6 +200,12 @@ def keeps_types(
     return Finding(text, f"{n} token types", _decide(low >= level, high < level), f"test: at least {100 * level:g}%")
 
 
+def _without(labels: Sequence[str]) -> str:
+    "For example `, without opsd-n8-t1, which has no checkpoints with these measures`; empty without labels."
+    verb = "has" if len(labels) == 1 else "have"
+    return f", without {' and '.join(labels)}, which {verb} no checkpoints with these measures" if labels else ""
+
+
 def predicts_better(
     cubes: Sequence[xr.Dataset],
     case: Case,
@@ -207,7 +213,9 @@ def predicts_better(
     second: str,
     methods: tuple[str, ...],  # labels
 ) -> Finding:
-    "Whether the first measure correlates more with the drop of the held-out average than the second, at the selected rates."
+    """Whether the first measure correlates more with the drop of the held-out average than the second, at the selected rates.
+
+    The remark names the methods without a checkpoint that has both measures."""
     table = checkpoint_table(cubes, case, selected=True)
     table = table[table["method"].isin(methods)]
     if not {first, second} <= {*table.columns}: return Finding("", "")
@@ -215,8 +223,9 @@ def predicts_better(
     if both.empty: return Finding("", "")
     r = {name: correlate(both, name)[0] for name in (first, second)}
     total, low, high, n = difference_of_correlations(both, first, second)
-    text = f"r = {r[first]:+.2f} against {r[second]:+.2f}, difference {total:+.2f} ({low:+.2f} to {high:+.2f})"
-    return Finding(text, f"{n} checkpoints", MISSING if math.isnan(low) else _decide(low > 0, high < 0), "bootstrap by run")
+    text = f"r = {r[first]:+.2f} against {r[second]:+.2f}, difference {correlation_text(total, low, high)}"
+    remark = f"bootstrap by run{_without([m for m in methods if m not in both['method'].values])}"
+    return Finding(text, f"{n} checkpoints", MISSING if math.isnan(low) else _decide(low > 0, high < 0), remark)
 
 
 def has_errors_of(
