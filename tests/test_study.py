@@ -1,6 +1,7 @@
 """The study: its grids and committed cubes fit together, and what is committed is what the code computes."""
 
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -9,7 +10,7 @@ import xarray as xr
 
 from mixsd_nb.cluster import grid
 from mixsd_nb.cluster.grid import expand_grid, list_grids, read_grid
-from mixsd_nb.cluster.lab import available_cells, merge_grid, planned_grid, planned_runs, preview_grids, study_grids
+from mixsd_nb.cluster.lab import available_cells, join_cubes, merge_grid, planned_grid, planned_runs, preview_grids, study_grids
 from mixsd_nb.results.claims import CLAIMS, OURS, VERDICTS, claims_table, forgets, judge_claim, keeps_more, planned_of, retains
 from mixsd_nb.results.committed import committed_folder, is_filled, list_missing, read_cube, read_cubes, write_cube
 from mixsd_nb.results.cube import cube_of
@@ -158,6 +159,20 @@ def test_what_is_merged_is_the_start_of_the_next_session(clone, own_runs, monkey
     main("run", grid, "--again")
     assert computed == [1, 0, 1]
     assert read_cube(own_runs / "lab/study-demo.nc").identical(merged)
+
+
+def test_cells_of_a_changed_grid_are_computed_again(clone, own_runs):
+    "The committed cube, which names the settings of its grid, is left out of the new one, and the two cannot be joined."
+    grid, file, computed = clone
+    main("run", grid)
+    write_cube(committed := read_cube(own_runs / "lab/study-demo.nc"), file)
+    assert preview_grids([grid]).committed.item() == 2
+    Path(grid).write_text(Path(grid).read_text().replace("n: 20", "n: 10"))
+    assert preview_grids([grid]).committed.item() == 0
+    with pytest.warns(UserWarning, match="is left out, because n is 20 instead of 10 in it"): main("run", grid)
+    assert computed == [1, 0, 1]
+    with pytest.raises(ValueError, match="two cubes have different settings, n is 10 instead of 20"):
+        join_cubes(read_cube(own_runs / "lab/study-demo.nc"), committed)
 
 
 def test_a_run_that_is_computed_again_counts(clone, own_runs):
