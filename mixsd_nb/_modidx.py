@@ -3069,6 +3069,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                     'mixsd_nb/results/claims.py'),
                                          'mixsd_nb.results.claims._win': ('results/claims.html#_win', 'mixsd_nb/results/claims.py'),
                                          'mixsd_nb.results.claims._without': ('results/claims.html#_without', 'mixsd_nb/results/claims.py'),
+                                         'mixsd_nb.results.claims.belongs_to': ( 'results/claims.html#belongs_to',
+                                                                                 'mixsd_nb/results/claims.py'),
                                          'mixsd_nb.results.claims.claims_table': ( 'results/claims.html#claims_table',
                                                                                    'mixsd_nb/results/claims.py'),
                                          'mixsd_nb.results.claims.describe_missing': ( 'results/claims.html#describe_missing',
