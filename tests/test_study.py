@@ -16,7 +16,7 @@ from mixsd_nb.results.committed import committed_folder, list_missing, read_cube
 from mixsd_nb.results.cube import cube_of
 from mixsd_nb.results.demo import invent_cube, invent_result
 from mixsd_nb.results.schema import DIMS, RUN_DIMS, variable
-from mixsd_nb.results.versus import differ_at_recall, point_tables, settings_table, kept_values, learned_values
+from mixsd_nb.results.versus import differ_at_recall, point_tables, rates_at_ends, settings_table, kept_values, learned_values
 from mixsd_nb.runs import ParameterError, load_object, project_root, write_result
 from mixsd_nb.study import find_cubes, group_cubes, main, list_trainings, recompute_cells, run, write_list
 
@@ -261,6 +261,17 @@ def test_the_readme_has_the_verdict_of_the_committed_cubes(lines):
     "`make verdict` writes it again after the cubes have changed."
     readme = (project_root() / "README.md").read_text()
     assert f"\n{write_list(lines)}\n" in readme, "the cubes in papermill_runs/lab have changed: run `make verdict`"
+
+
+def test_an_outer_rate_that_one_of_the_recalls_uses_is_named():
+    "SFT reaches a recall of 100% at the middle of three rates alone, and keeps everything at a recall of 60% at the smallest."
+    cube = invent_cube(seeds=3)
+    middle = cube.sel({"lr": [1e-3], "method": ["sft"]})
+    learned, base = middle.benchmark == "recall", cube.accuracy.sel({"method": "base", "lr": 0, "step": 0}, drop=True)
+    gentle = middle.assign_coords(lr=[1e-4]).assign(accuracy=xr.where(learned, 0.6, base).broadcast_like(middle.accuracy.assign_coords(lr=[1e-4])))
+    useless = middle.assign_coords(lr=[1e-2]).assign(accuracy=middle.accuracy.assign_coords(lr=[1e-2]) * 0)
+    ends = rates_at_ends([gentle, middle, useless], ("kgfact-small", "lab-m"), recalls=(50, 100))
+    assert ends.loc["sft"].to_dict() == dict(recalls=[50], rates=[1e-4], ends=[1e-4, 1e-2])
 
 
 def test_a_length_of_training_is_a_setting():
