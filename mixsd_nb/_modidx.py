@@ -3570,6 +3570,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                           'mixsd_nb/results/tradeoff.py'),
                                            'mixsd_nb.results.tradeoff.frontier_table': ( 'results/tradeoff.html#frontier_table',
                                                                                          'mixsd_nb/results/tradeoff.py'),
+                                           'mixsd_nb.results.tradeoff.join_counts': ( 'results/tradeoff.html#join_counts',
+                                                                                      'mixsd_nb/results/tradeoff.py'),
                                            'mixsd_nb.results.tradeoff.kept_label': ( 'results/tradeoff.html#kept_label',
                                                                                      'mixsd_nb/results/tradeoff.py'),
                                            'mixsd_nb.results.tradeoff.retention_axes': ( 'results/tradeoff.html#retention_axes',
