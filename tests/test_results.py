@@ -23,9 +23,10 @@ from mixsd_nb.benchmarks import Suite
 from mixsd_nb.corpora import CORPORA, Corpus, Schedule, check_corpus
 from mixsd_nb.methods import METHODS, TRAINED, Method
 from mixsd_nb.results.agreement import check_settings, group_runs
+from mixsd_nb.results.comparison import selection_figure
 from mixsd_nb.results.cube import agreeing_runs, cube_of, missing_runs, open_cube
 from mixsd_nb.results.demo import BENCHMARKS as INVENTED
-from mixsd_nb.results.demo import invent_result
+from mixsd_nb.results.demo import invent_cube, invent_result
 from mixsd_nb.results.gallery import collapse_source, load_sources, run_figures, select_part, shared_figures, source_sheet
 from mixsd_nb.results.layout import result_tree
 from mixsd_nb.results.merge import merge_roots
@@ -33,6 +34,8 @@ from mixsd_nb.results.plots import method_colour
 from mixsd_nb.results.sheets import draw_sheet, style_sheet, to_latex
 from mixsd_nb.results.summary import held_out_average, summary_table
 from mixsd_nb.results.tables import TABLES, list_tables
+from mixsd_nb.results.tradeoff import frontier_figure
+from mixsd_nb.results.versus_plots import frontier_axes_figure
 from mixsd_nb.runs import Stage, open_result, write_result
 
 matplotlib.use("Agg")
@@ -490,6 +493,37 @@ def test_a_cube_without_a_run_of_the_base_model_is_drawn(plugin):
     figures = run_figures(source.cube) | shared_figures(dict(runs=source), "kgfact-small")
     assert labels_of(figures["frontier"]) == {"SFT", "Toy (rank 8)", "Edit", "Base"}
     assert source_sheet("kgfact-small", dict(runs=source)).methods == ["base", "sft", "toy-r8", "edit"]
+    plt.close("all")
+
+
+def test_the_legend_of_the_frontier_counts_the_seeds_of_every_panel():
+    "Of three seeds of SFT one has no world, which is the first of two panels."
+    cube = invent_cube(3)
+    whole = (cube["method"] != "sft") | (cube.seed < 2) | (cube.benchmark != "world")
+    fig = frontier_figure(cube.assign(accuracy=cube.accuracy.where(whole)), ("world", "held-out"))
+    assert "SFT (2–3 seeds)" in [text.get_text() for text in fig.legends[0].get_texts()]
+    assert "mean of 2–3 seeds" in fig.texts[0].get_text()
+    plt.close("all")
+
+
+def test_the_dots_of_a_frontier_are_the_means_of_its_line():
+    "Two of three seeds lack a setting that the seed that chooses has, so it is neither on the line nor a dot."
+    cube = invent_cube(3)
+    lacks = (cube["method"] == "sft") & (cube.seed > 0) & (cube.lr == 3e-4) & (cube.step == 100)
+    figure = frontier_axes_figure([cube.assign(accuracy=cube.accuracy.where(~lacks)).sel({"method": ["base", "sft"]})], ("kgfact-small", "lab-m"))
+    sft = 100 * xr.Dataset(dict(x=cube.accuracy.sel(benchmark="recall"), y=held_out_average(cube))).sel({"method": "sft"}).mean("seed").squeeze(drop=True)
+    points = sft.sel(step=[20, 60, 100], lr=[3e-4, 1e-3]).stack(at=("lr", "step")).drop_sel(at=(3e-4, 100))
+    expected = sorted(zip(points.x.values.tolist(), points.y.values.tolist()))
+    np.testing.assert_allclose(sorted(figure.axes[0].collections[0].get_offsets().tolist()), expected)
+    plt.close("all")
+
+
+def test_the_axis_of_a_figure_has_the_n_of_the_drawn_corpus():
+    "Another corpus of the same runs has more items."
+    one = collapse_source(cube_of({m: invent_result(m).to_dataset() for m in ("base", "sft")})).table
+    many = one.assign(n=one.n * 3).assign_coords(dataset=["kgfunc-lab"])
+    labels = [selection_figure(cube).axes[0].get_ylabel() for cube in (one, xr.concat([one, many], "dataset"))]
+    assert labels[0] == labels[1] and "N=" in labels[0]
     plt.close("all")
 
 

@@ -1,6 +1,7 @@
 """The study: its grids and committed cubes fit together, and what is committed is what the code computes."""
 
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -9,13 +10,13 @@ import xarray as xr
 
 from mixsd_nb.cluster import grid
 from mixsd_nb.cluster.grid import expand_grid, list_grids, read_grid
-from mixsd_nb.cluster.lab import available_cells, merge_grid, planned_grid, planned_runs, preview_grids, study_grids
+from mixsd_nb.cluster.lab import available_cells, join_cubes, merge_grid, planned_grid, planned_runs, preview_grids, study_grids
 from mixsd_nb.results.claims import CLAIMS, OURS, VERDICTS, claims_table, forgets, judge_claim, keeps_more, planned_of, retains
-from mixsd_nb.results.committed import committed_folder, is_filled, list_missing, read_cube, read_cubes, write_cube
+from mixsd_nb.results.committed import committed_folder, list_missing, read_cube, read_cubes, write_cube
 from mixsd_nb.results.cube import cube_of
 from mixsd_nb.results.demo import invent_cube, invent_result
 from mixsd_nb.results.schema import DIMS, RUN_DIMS, variable
-from mixsd_nb.results.versus import point_tables, settings_table, kept_values, learned_values
+from mixsd_nb.results.versus import differ_at_recall, point_tables, rates_at_ends, settings_table, kept_values, learned_values
 from mixsd_nb.runs import ParameterError, load_object, project_root, write_result
 from mixsd_nb.study import find_cubes, group_cubes, main, list_trainings, recompute_cells, run, write_list
 
@@ -45,7 +46,8 @@ def test_missing_cells_are_listed():
     for name in study_grids():
         rows = planned[planned.grid == name]
         assert len(rows) == len(planned_grid(name)), name
-        filled = sum(is_filled(CUBES[name], dict(row)) for _, row in planned_grid(name).iterrows()) if name in CUBES else 0
+        rows, known = rows[rows["method"] != "base"], CUBES[name].accuracy.notnull() if name in CUBES else None
+        filled = 0 if known is None else int(known.sel({"method": known["method"] != "base"}).any(["step", "benchmark"]).sum())
         assert filled + rows.missing.sum() == len(rows), name
     table = claims_table({}, cell, planned=planned.assign(missing=True))
     for name, claim in CLAIMS.items():
@@ -160,6 +162,20 @@ def test_what_is_merged_is_the_start_of_the_next_session(clone, own_runs, monkey
     assert read_cube(own_runs / "lab/study-demo.nc").identical(merged)
 
 
+def test_cells_of_a_changed_grid_are_computed_again(clone, own_runs):
+    "The committed cube, which names the settings of its grid, is left out of the new one, and the two cannot be joined."
+    grid, file, computed = clone
+    main("run", grid)
+    write_cube(committed := read_cube(own_runs / "lab/study-demo.nc"), file)
+    assert preview_grids([grid]).committed.item() == 2
+    Path(grid).write_text(Path(grid).read_text().replace("n: 20", "n: 10"))
+    assert preview_grids([grid]).committed.item() == 0
+    with pytest.warns(UserWarning, match="is left out, because n is 20 instead of 10 in it"): main("run", grid)
+    assert computed == [1, 0, 1]
+    with pytest.raises(ValueError, match="two cubes have different settings, n is 10 instead of 20"):
+        join_cubes(read_cube(own_runs / "lab/study-demo.nc"), committed)
+
+
 def test_a_run_that_is_computed_again_counts(clone, own_runs):
     "Its numbers replace the committed ones, with a warning, and analyses that it lacks stay."
     grid, file, computed = clone
@@ -216,6 +232,14 @@ def test_a_comparison_says_which_method_was_tried_more_often():
     assert "settings" not in remarks[0] and remarks[1].endswith(", 12 settings against 6")
 
 
+def test_seeds_that_tie_have_an_interval():
+    "Accuracies are multiples of a point, so two equal differences leave the t interval of rounding: 12.706 · 1/√12 / √2 points."
+    cube, cell = invent_cube(seeds=3), ("kgfact-small", "lab-m")
+    tie = cube.assign(accuracy=cube.accuracy.mean("seed").expand_dims(seed=cube.seed).transpose(*cube.accuracy.dims))
+    found = differ_at_recall([tie], cell, "mixsd-0.5", "sft", 90)
+    assert found.n == 2 and found.high - found.mean == pytest.approx(12.706 / 12**0.5 / 2**0.5, abs=1e-3)
+
+
 @pytest.fixture(scope="module")
 def lines():
     return run(cubes=str(committed_folder())).lines()
@@ -237,6 +261,17 @@ def test_the_readme_has_the_verdict_of_the_committed_cubes(lines):
     "`make verdict` writes it again after the cubes have changed."
     readme = (project_root() / "README.md").read_text()
     assert f"\n{write_list(lines)}\n" in readme, "the cubes in papermill_runs/lab have changed: run `make verdict`"
+
+
+def test_an_outer_rate_that_one_of_the_recalls_uses_is_named():
+    "SFT reaches a recall of 100% at the middle of three rates alone, and keeps everything at a recall of 60% at the smallest."
+    cube = invent_cube(seeds=3)
+    middle = cube.sel({"lr": [1e-3], "method": ["sft"]})
+    learned, base = middle.benchmark == "recall", cube.accuracy.sel({"method": "base", "lr": 0, "step": 0}, drop=True)
+    gentle = middle.assign_coords(lr=[1e-4]).assign(accuracy=xr.where(learned, 0.6, base).broadcast_like(middle.accuracy.assign_coords(lr=[1e-4])))
+    useless = middle.assign_coords(lr=[1e-2]).assign(accuracy=middle.accuracy.assign_coords(lr=[1e-2]) * 0)
+    ends = rates_at_ends([gentle, middle, useless], ("kgfact-small", "lab-m"), recalls=(50, 100))
+    assert ends.loc["sft"].to_dict() == dict(recalls=[50], rates=[1e-4], ends=[1e-4, 1e-2])
 
 
 def test_a_length_of_training_is_a_setting():
@@ -270,10 +305,19 @@ def test_committed_cells_are_computed_again_with_equal_numbers():
 
 def test_a_claim_whose_runs_all_exist_lacks_no_cells():
     "Where no run is missing and still none reaches the recall that is compared, the claim is undecided."
-    rows = pd.DataFrame([dict(dataset="kgfact-small", model="lab-m", method=m, grid="g", missing=lacks) for m, lacks in (("mixsd-0.3", False), ("opsd-n8-t1", False))])
+    rows = pd.DataFrame([dict(dataset="kgfact-small", model="lab-m", method=m, grid="study-g", missing=lacks) for m, lacks in (("mixsd-0.3", False), ("opsd-n8-t1", False))])
     judge = lambda rows: judge_claim(CLAIMS["opsd"], {}, ("kgfact-small", "lab-m"), rows)
     assert judge(rows)["verdict"] == "undecided" and "not all of them reach" in judge(rows)["judged"]
     assert judge(rows.assign(missing=[False, True]))["verdict"] == judge(rows[:0])["verdict"] == "cells missing"
+
+
+def test_missing_runs_are_those_of_the_group_that_gives_the_verdict():
+    "Of a study and another grid with the same methods, each lacks one run; the verdict of one of them does not name the other's."
+    at = dict(dataset="kgfact-small", model="lab-m", missing=True)
+    planned = pd.DataFrame([dict(at, method=m, grid=g) for g in ("study-1-frontier", "rivals-lab") for m in ("sft", "mixsd-0.3")])
+    page = lambda groups: claims_table(groups, ("kgfact-small", "lab-m"), planned=planned).missing["mixsd-keeps-more-0.3"]
+    assert page({"study": [invent_cube(seeds=3)]}) == page({}) == "2 of 2 runs: 2 of study-1-frontier"
+    assert page({"rivals-lab": [invent_cube(seeds=3)]}) == "2 of 2 runs: 2 of rivals-lab"
 
 
 def test_only_a_grid_without_outputs_is_left_out(own_runs, tmp_path, monkeypatch):
@@ -291,6 +335,22 @@ def test_only_a_grid_without_outputs_is_left_out(own_runs, tmp_path, monkeypatch
 def test_the_grids_of_analyses_are_over_runs_with_checkpoints():
     assert "base" not in {cell.parameters["method"] for cell in expand_grid("_study-trained").cells}
     assert {source for name in ("study-9-displacement", "study-9-forgetting") for source in read_grid(name)[1].axes["trained"].sources} == {"_study-trained"}
+
+
+def test_the_trainings_of_the_grids_of_analyses_are_those_of_the_study():
+    "None is computed for the analyses alone, and the claim about the Fisher information has all of its methods."
+    trained = {cell.hash for cell in expand_grid("_study-trained").cells}
+    assert trained <= {cell.hash for name in ("study-1-frontier", "study-4-opsd") for cell in available_cells(name)}
+    assert {*CLAIMS["fisher"].options["methods"]} <= {*planned_runs(expand_grid("_study-trained").cells)["method"]}
+
+
+def test_a_claim_names_the_methods_without_checkpoints():
+    "Four methods, of which the invented cube has measured two."
+    cube = invent_cube(seeds=2)
+    drop = cube.accuracy.isel(benchmark=0, drop=True).where(cube["method"].isin(["sft", "mixsd-0.3"]))
+    measured = cube.assign(displacement_sq=drop, alignment_ratio=1 - drop)
+    remark = claims_table({"invented": [measured]}, ("kgfact-small", "lab-m"), {"fisher": CLAIMS["fisher"]}).judged["fisher"]
+    assert remark == "bootstrap by run, without opsd-n8-t1 and mixsd-0.5, which have no checkpoints with these measures"
 
 
 def test_the_runs_that_a_claim_compares_are_planned():

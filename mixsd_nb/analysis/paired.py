@@ -58,15 +58,17 @@ class Estimate(NamedTuple):
 def estimate_mean(
     values: np.ndarray,  # one for each seed; NaN is left out
     level: float = 0.95,
+    resolution: float = 0.0,  # of the values: 1 point for a share of 100 items
 ) -> Estimate:
-    "The mean over seeds, with Student's interval."
+    "The mean over seeds, with Student's interval; the standard deviation is at least that of rounding to the resolution."
     values = np.asarray(values, float)
     values = values[~np.isnan(values)]
     n = len(values)
     if not n: return Estimate(math.nan, math.nan, math.nan, 0)
     mean = float(values.mean())
     if n == 1: return Estimate(mean, math.nan, math.nan, 1)
-    half = t_quantile((1 + level) / 2, n - 1) * float(values.std(ddof=1)) / math.sqrt(n)
+    deviation = max(float(values.std(ddof=1)), resolution / math.sqrt(12))
+    half = t_quantile((1 + level) / 2, n - 1) * deviation / math.sqrt(n)
     return Estimate(mean, mean - half, mean + half, n)
 
 # %% ../../nbs/analysis/paired.ipynb #981eb11b
@@ -161,7 +163,9 @@ def at_recall(
     recall: float,
     split: tuple[np.ndarray, np.ndarray] | None = None,  # who chooses and who reports; default: `split_seeds`
 ) -> np.ndarray:
-    "What each seed keeps at a recall (seeds,); NaN for validation seeds, and for all if these do not reach the recall."
+    """What each seed keeps at a recall (seeds,); NaN for all if the validation seeds do not reach it.
+
+    It is NaN for validation seeds, and for a seed whose recall differs from it by more than `REACH`."""
     chooses, reports = split or split_seeds(len(x))
     mean_x, mean_y = mean_over(x, chooses), mean_over(y, chooses)
     weights = mix_settings(mean_x, mean_y, recall)
@@ -169,7 +173,7 @@ def at_recall(
     used, missed = weights > 0, recall - x[:, weights > 0] @ weights[weights > 0]
     if mean_x[used].min() > recall: missed = np.zeros(len(x))  # the mixture has more than the recall
     kept = y[:, used] @ weights[used] + frontier_slope(mean_x, mean_y, recall) * missed
-    return np.where(reports, kept, np.nan)
+    return np.where(reports & (abs(missed) <= REACH), kept, np.nan)
 
 # %% ../../nbs/analysis/paired.ipynb #d16d62b0
 def complete_block(

@@ -85,7 +85,8 @@ def selection_figure(
             stretch_recall(ax)
             ax.set_title(title, fontsize="medium")
             ax.set_xlabel("training accuracy (%)" if learned == "Train" else f"{learned} (%)")
-        n = np.concatenate([cube.n.sel(benchmark=cube.role == "held-out").values.ravel() for cube in drawn])
+        corpora = [[at for at in cube.dataset.values if corpus_title(at) == dataset] for cube in drawn]
+        n = np.concatenate([cube.n.sel(benchmark=cube.role == "held-out", dataset=own).values.ravel() for cube, own in zip(drawn, corpora)])
         axes[0, 0].set(ylabel=f"held-out average (%, N={format_range(n)})", ylim=(-4, 104))
         used = {m for _, x, y in panels for m in x.method.values[(x.notnull() & y.notnull()).values]}
         fig.supxlabel(RULE, fontsize="small", color="0.4")

@@ -51,13 +51,14 @@ _GRID = np.linspace(0, 100, 201)
 
 
 def _draw_line(ax, tables: Sequence[pd.DataFrame], method: str, **style) -> int:
-    "Draw the frontier of a method and its settings, means over the seeds that have them all; returns the number of seeds."
+    "Draw the frontier of a method and the settings that all of its seeds have, as means; returns the number of seeds."
     if any(table.empty for table in tables): return 0
     (x, y), = align(tables)
     if not x.size: return 0
     style = dict(color=method_colour(method), lw=2) | style
     ax.plot(_GRID, frontier_line(x.values, y.values, _GRID), **style)
-    ax.scatter(x.mean(), y.mean(), s=16, color=style["color"], marker=method_marker(method), alpha=0.5, lw=0)
+    means = pd.DataFrame([table.mean(skipna=False) for table in (x, y)]).dropna(axis=1).values
+    ax.scatter(*means, s=16, color=style["color"], marker=method_marker(method), alpha=0.5, lw=0)
     return len(x)
 
 
