@@ -3076,6 +3076,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                          'mixsd_nb.results.claims._note_settings': ( 'results/claims.html#_note_settings',
                                                                                      'mixsd_nb/results/claims.py'),
                                          'mixsd_nb.results.claims._points': ('results/claims.html#_points', 'mixsd_nb/results/claims.py'),
+                                         'mixsd_nb.results.claims._short_of': ( 'results/claims.html#_short_of',
+                                                                                'mixsd_nb/results/claims.py'),
                                          'mixsd_nb.results.claims._target_share': ( 'results/claims.html#_target_share',
                                                                                     'mixsd_nb/results/claims.py'),
                                          'mixsd_nb.results.claims._win': ('results/claims.html#_win', 'mixsd_nb/results/claims.py'),
