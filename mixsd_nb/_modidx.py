@@ -3073,6 +3073,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                          'mixsd_nb.results.claims._decide': ('results/claims.html#_decide', 'mixsd_nb/results/claims.py'),
                                          'mixsd_nb.results.claims._headline': ( 'results/claims.html#_headline',
                                                                                 'mixsd_nb/results/claims.py'),
+                                         'mixsd_nb.results.claims._note_recall': ( 'results/claims.html#_note_recall',
+                                                                                   'mixsd_nb/results/claims.py'),
                                          'mixsd_nb.results.claims._note_settings': ( 'results/claims.html#_note_settings',
                                                                                      'mixsd_nb/results/claims.py'),
                                          'mixsd_nb.results.claims._points': ('results/claims.html#_points', 'mixsd_nb/results/claims.py'),

@@ -140,6 +140,12 @@ def retains(
     return _points(found, _decide(found.high < MARGIN, found.low >= MARGIN), f"test: a loss of less than {MARGIN:g} points")
 
 
+def _note_recall(cubes: Sequence[xr.Dataset], case: Case, labels: Sequence[str], benchmark: str) -> str:
+    "For example `, recall 8% against 34%`, because what was learned can differ; empty if recall itself is compared."
+    means = [v.mean() for v in best_values(cubes, case, labels, lambda cube: learned_values(cube, "recall"))]
+    return "" if benchmark == "recall" else f", recall {' against '.join(f'{mean:.0f}%' for mean in means)}"
+
+
 def is_better(
     cubes: Sequence[xr.Dataset],
     case: Case,
@@ -149,7 +155,8 @@ def is_better(
 ) -> Finding:
     "Whether the first method is better than the second, each at the setting with its best validation score."
     found = differ_at_best(cubes, case, first, second, lambda cube: kept_values(cube, benchmark))
-    return _win(found, "{}" + _note_settings(cubes, case, first, second, "recall", benchmark))
+    notes = _note_settings(cubes, case, first, second, "recall", benchmark) + _note_recall(cubes, case, (first, second), benchmark)
+    return _win(found, "{}" + notes)
 
 
 def trades(
