@@ -359,3 +359,13 @@ def test_the_runs_that_a_claim_compares_are_planned():
     for claim in CLAIMS.values():
         asked = {(claim.dataset or "kgfact-small", label) for label in claim.labels}
         assert asked <= {*zip(planned.dataset, planned.method)}, claim.name
+
+
+def test_what_is_kept_without_learning_decides_nothing(monkeypatch):
+    from mixsd_nb.results.claims import is_better
+    monkeypatch.setattr("mixsd_nb.results.versus.choose_score", lambda cubes, case: "recall")
+    cube, case = invent_cube(seeds=4), ("kgfact-small", "lab-m")
+    compare = lambda accuracy: is_better([cube.assign(accuracy=accuracy)], case, "mixsd-0.3", "sft", "world")
+    idle = cube.accuracy.where(~((cube["method"] == "mixsd-0.3") & (cube.benchmark == "recall")) | cube.accuracy.isnull(), 0.0)
+    assert compare(cube.accuracy).verdict == "holds" and "learned nothing" not in compare(cube.accuracy).remark
+    assert compare(idle).verdict == "undecided" and "mixsd-0.3 learned nothing, the base model has 0%" in compare(idle).remark

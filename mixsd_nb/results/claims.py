@@ -22,7 +22,7 @@ from ..analysis.statistics import wilson
 from .predictors import checkpoint_table, correlate, correlation_text, difference_of_correlations
 from .tradeoff import combine_intervals
 from .versus import HELD_OUT, RESOLUTION, Case, best_values, count_settings, differ_at_best, differ_at_recall, drop_at_best
-from .versus import kept_values, learned_values, point_tables, settings_table
+from .versus import kept_values, learned_before, learned_values, point_tables, settings_table
 from ..runs import load_object
 
 # %% ../../nbs/results/claims.ipynb #23509034
@@ -140,10 +140,13 @@ def retains(
     return _points(found, _decide(found.high < MARGIN, found.low >= MARGIN), f"test: a loss of less than {MARGIN:g} points")
 
 
-def _note_recall(cubes: Sequence[xr.Dataset], case: Case, labels: Sequence[str], benchmark: str) -> str:
-    "For example `, recall 8% against 34%`, because what was learned can differ; empty if recall itself is compared."
+def _compare_recall(cubes: Sequence[xr.Dataset], case: Case, labels: Sequence[str]) -> tuple[str, str]:
+    "Texts such as `recall 8% against 34%` and `mixsd-0.3 learned nothing, the base model has 12%`, which is empty if all learned."
     means = [v.mean() for v in best_values(cubes, case, labels, lambda cube: learned_values(cube, "recall"))]
-    return "" if benchmark == "recall" else f", recall {' against '.join(f'{mean:.0f}%' for mean in means)}"
+    base = learned_before(cubes, case, "recall")
+    idle = " and ".join(label for label, mean in zip(labels, means) if mean <= base)
+    recalls = " against ".join(f"{mean:.0f}%" for mean in means)
+    return f"recall {recalls}", f"{idle} learned nothing, the base model has {base:.0f}%" if idle else ""
 
 
 def is_better(
@@ -153,10 +156,15 @@ def is_better(
     second: str,
     benchmark: str,  # or held-out
 ) -> Finding:
-    "Whether the first method is better than the second, each at the setting with its best validation score."
+    """Whether the first method is better than the second, each at the setting with its best validation score.
+
+    What a method keeps that learned nothing decides nothing."""
     found = differ_at_best(cubes, case, first, second, lambda cube: kept_values(cube, benchmark))
-    notes = _note_settings(cubes, case, first, second, "recall", benchmark) + _note_recall(cubes, case, (first, second), benchmark)
-    return _win(found, "{}" + notes)
+    judged = _win(found, "{}" + _note_settings(cubes, case, first, second, "recall", benchmark))
+    if benchmark == "recall" or not found.n: return judged
+    recalls, idle = _compare_recall(cubes, case, (first, second))
+    judged = judged._replace(remark="; ".join(filter(None, [judged.remark, recalls, idle])))
+    return judged._replace(verdict=UNDECIDED) if idle and judged.verdict != MISSING else judged
 
 
 def trades(
