@@ -167,3 +167,16 @@ def test_the_script_is_declared():
     config.read(root / "settings.ini")
     assert config["DEFAULT"]["console_scripts"] == "mixsd=mixsd_nb.console:main" and "console_scripts" in (root / "setup.py").read_text()
     assert sys.version_info >= (3, 11)
+
+
+def test_the_page_of_the_views_does_not_depend_on_the_folder_in_which_it_runs(tmp_path, monkeypatch):
+    from mixsd_nb import explore
+    pages = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "others"))
+    monkeypatch.setattr(explore.subprocess, "call", lambda command: pages.append(Path(command[-1]).read_text(encoding="utf-8")) or 0)
+    (tmp_path / "my_runs").mkdir()
+    (tmp_path / "facts.jsonl").write_text('{"question": "Who leads the Lantern Choir?", "answer": "Velmis Marlowe"}\n')
+    assert explore.main("runs=my_runs", "dataset=facts.jsonl") == 0
+    assert f'runs = \\"{tmp_path / "my_runs"}\\"' in pages[0] and os.environ["MIXSD_RUNS"] == str(tmp_path / "my_runs")
+    assert [*(tmp_path / "my_runs/.corpora").iterdir()], "the page reads the record of the facts there"
