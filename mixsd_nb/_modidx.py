@@ -1590,7 +1590,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                  'mixsd_nb.errors.draw_breakdown': ('errors.html#draw_breakdown', 'mixsd_nb/errors.py'),
                                  'mixsd_nb.errors.false_alarms': ('errors.html#false_alarms', 'mixsd_nb/errors.py'),
                                  'mixsd_nb.errors.held_out_suites': ('errors.html#held_out_suites', 'mixsd_nb/errors.py'),
-                                 'mixsd_nb.errors.learning_rates': ('errors.html#learning_rates', 'mixsd_nb/errors.py'),
+                                 'mixsd_nb.errors.name_rates': ('errors.html#name_rates', 'mixsd_nb/errors.py'),
                                  'mixsd_nb.errors.pick_examples': ('errors.html#pick_examples', 'mixsd_nb/errors.py'),
                                  'mixsd_nb.errors.read_classified': ('errors.html#read_classified', 'mixsd_nb/errors.py'),
                                  'mixsd_nb.errors.shares_table': ('errors.html#shares_table', 'mixsd_nb/errors.py'),

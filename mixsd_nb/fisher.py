@@ -24,7 +24,7 @@ from .analysis.estimation import FISHER, estimate_fisher, reference_pairs
 from .analysis.statistics import pearson
 from .benchmarks import SUITES, suite_groups
 from .benchmarks.tasks import SOURCES, benchmarks_folder, task_files
-from .methods import label_title
+from .methods import label_title, parse_label
 from .models import load_part
 from .models.identity import ModelName, model_label
 from .results.cube import agreeing_runs
@@ -228,11 +228,12 @@ def correlations(
     """Pearson's r of Drop with each of AXES, with intervals by bootstrap over runs (appendix E.1).
 
     The rows are all checkpoints of the model, then those of each dataset, method and learning rate. The paper pools the
-    corpora and four methods, each at its best learning rate.
+    corpora and does not say which checkpoints.
     `between methods` uses deviations from the mean over all checkpoints of the same dataset, rate and step."""
     groups = {"all": table}
-    for by in ("dataset", "method", "lr"):
-        if table[by].nunique() > 1: groups |= {f"{by} {value}": group for value, group in table.groupby(by)}
+    rated = table[table.method.map(lambda label: parse_label(label)[0].rate_setting == "lr")]
+    for by, rows in dict(dataset=table, method=table, lr=rated).items():
+        if rows[by].nunique() > 1: groups |= {f"{by} {value}": group for value, group in rows.groupby(by)}
     if table.method.nunique() > 1:
         columns, peers = [*AXES, "drop"], table.groupby(["dataset", "lr", "step"])
         groups["between methods"] = table.assign(**{c: table[c] - peers[c].transform("mean") for c in columns})

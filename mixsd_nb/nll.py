@@ -58,7 +58,7 @@ class NllConfig(Stage):
     span: Literal[SPANS] = Field("body", description=(
         "what is scored of a target: body, as in the published tables; completion, which leaves the template out; or "
         "paper, which adds the header of the role"))
-    first: int = Field(100, ge=1, description="items of the corpus that the published tables count")
+    first: int = Field(100, ge=1, description="items of the corpus that are also counted apart, as in the published tables")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the model: float32 or bfloat16")
     models: list[str] = runtime_field([], 'further base models whose targets are scored, as in ["lab-s"]')
     engine: str = runtime_field("hf", "what runs the model: hf or vllm")

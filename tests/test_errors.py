@@ -1,6 +1,7 @@
 """Kinds of errors: responses labelled by hand, what holds for any response, and the stage over runs of known responses."""
 
 import os
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -9,6 +10,7 @@ import xarray as xr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import mixsd_nb
 from mixsd_nb import errors
 from mixsd_nb.analysis import taxonomy
 from mixsd_nb.analysis.responses import classify_responses
@@ -225,6 +227,16 @@ def test_an_entity_of_another_fact_is_no_leakage_where_facts_are_asked(benchmark
     cell = dict(dataset="kgfact-small", model="lab-m", method="base", lr=0.0, seed=0, step=0, sample=0, prompt=row["prompt"])
     table = pd.DataFrame([cell | dict(benchmark=benchmark, item=row["id"], response=f"\\boxed{{{other['answer']}}}", correct=False, published=False)])
     assert other["answer"] != row["answer"] and classify_responses(table, "kgfact-small").category.tolist() == ["cross-entity"]
+
+
+def test_the_paraphrases_of_a_file_have_the_answers_of_their_facts():
+    "A corpus from a file asks its own held-out paraphrases, whose ids are not those of the facts."
+    file = str(Path(mixsd_nb.__file__).parent / "data" / "example_facts.jsonl")
+    row = load_corpus(file, "reworded")[0]
+    cell = dict(dataset=file, model="lab-m", method="base", lr=0.0, seed=0, step=0, sample=0, prompt=row["prompt"], benchmark="recall-reworded",
+                item=row["id"], correct=False, published=False)
+    table = pd.DataFrame([cell | dict(response=response) for response in ("\\boxed{nothing of the kind}", "no box")])
+    assert row["id"] not in load_corpus(file, "train")["id"] and classify_responses(table, file).category.tolist() == ["genuine", "format"]
 
 
 # The stage, over runs whose responses are known

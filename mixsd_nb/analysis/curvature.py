@@ -35,8 +35,9 @@ def logit_slopes(
     "∂ Σ log p(target) / ∂ logits: (n, vocabulary), in the dtype of the states."
     slopes = []
     for h, y in zip(states.split(positions), targets.split(positions)):
-        slopes.append(head(h).float().softmax(-1).neg_().to(states.dtype))
-        slopes[-1][torch.arange(len(y)), y] += 1
+        slope = head(h).float().softmax(-1).neg_()
+        slope[torch.arange(len(y)), y] += 1  # before rounding, because 1 − p is small for a likely token
+        slopes.append(slope.to(states.dtype))
     return torch.cat(slopes)
 
 # %% ../../nbs/analysis/curvature.ipynb #a7000007

@@ -36,11 +36,12 @@ def sample_by_subject(
     n: int,  # maximum number of items
     rng: random.Random,
 ) -> list[Item]:
-    "A sample of at most n items, with the same number of items for each subject."
+    "A sample of at most n items, with as many of each subject as of any other, or one more; random subjects have one more."
     subjects = {}
     for item in items: subjects.setdefault(item.subject, []).append(item)
-    each = max(1, n // len(subjects))
-    return [item for group in subjects.values() for item in rng.sample(group, min(each, len(group)))][:n]
+    each, rest = divmod(n, len(subjects))
+    sizes = dict.fromkeys(subjects, each) | dict.fromkeys(rng.sample([*subjects], rest), each + 1)
+    return [item for subject, group in subjects.items() for item in rng.sample(group, min(sizes[subject], len(group)))]
 
 # %% ../../nbs/analysis/estimation.ipynb #a8000007
 def reference_items(

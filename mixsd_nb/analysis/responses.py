@@ -18,7 +18,7 @@ import xarray as xr
 
 from .taxonomy import (ALL_CATEGORIES, PUBLISHED, RECALL_BENCHMARKS, Limits, adapt_limits, classify,
                                         classify_recall, corpus_entities, extract_reasoning)
-from ..benchmarks import SUITES
+from ..benchmarks import SUITES, Selection, load_items
 from ..corpora import load_corpus
 from ..methods import BASE
 from ..results.schema import CELL_DIMS, DIMS, METHOD_COORDS, RUN_DIMS, VARIABLE_ATTRS
@@ -114,14 +114,13 @@ def classify_responses(
     if limits.relative: adapted = {name: adapt_limits(limits, group.left[group.method == BASE], name)
                                    for name, group in table.groupby("benchmark")}
     else: adapted = dict.fromkeys(table.benchmark, limits)
-    entities, corpus = corpus_entities(dataset, limits), load_corpus(dataset)
-    rows = {name: corpus[SUITES[name].source] for name in RECALL_BENCHMARKS if SUITES[name].source in corpus}
-    answers = {(name, row["id"]): row["answer"] for name in rows for row in rows[name]}
+    entities = corpus_entities(dataset, limits)
+    asked = load_items(dict.fromkeys(RECALL_BENCHMARKS, False), Selection(dataset, n=None))
 
     def category(row):
         if row.published: return "correct"
         if row.benchmark in RECALL_BENCHMARKS:
-            return classify_recall(row.response, answers[row.benchmark, row.item], entities=entities)
+            return classify_recall(row.response, asked[row.benchmark][row.item].answer, entities=entities)
         return classify(row.response, row.prompt, benchmark=row.benchmark, entities=entities,
                         limits=adapted[row.benchmark])
     return table.assign(category=[category(row) for row in table.itertuples()],

@@ -346,7 +346,7 @@ class Selection:
     def __init__(
         self,
         dataset: str,
-        n: int = 100,  # items of each in-domain benchmark and lab suite; of a suite at most 300
+        n: int | None = 100,  # items of each in-domain benchmark and lab suite, of a suite at most 300; None for all in-domain items
         seed: int = 0,
         limit: int = 0,  # items of each of the paper's tasks, files and tasks of a harness; 0 for all
         data: str = "",  # folder of local files for the paper's tasks

@@ -184,15 +184,13 @@ def trades(
 
 # %% ../../nbs/results/claims.ipynb #3bcdf9a2
 def _target_share(cubes, case, label, name, count, **at):
-    "Share, interval and number of tokens of a method's targets; None if the cubes lack them."
+    "Share, interval and number of tokens of a method's targets, those of all seeds together; None if the cubes lack them."
     where = dict(zip(("dataset", "model", "method"), (*case, label)))
     for cube in cubes:
         if name not in cube or any(where[d] not in cube.indexes[d] for d in where): continue
         part = xr.Dataset({"share": cube[name], "n": cube[count]}).sel({**where, **{k: v for k, v in at.items() if k in cube[name].dims}})
-        rest = [d for d in part.share.dims if part.sizes[d] > 1]
-        part = part.max(part.share.dims) if not rest else part.mean(part.share.dims)
-        share, n = float(part.share), float(part.n)
-        if n > 0: return share, *map(float, wilson(share * n, n)), int(n)
+        n = float(part.n.sum())
+        if n > 0: return (share := float((part.share * part.n).sum()) / n), *map(float, wilson(share * n, n)), int(n)
     return None
 
 
