@@ -3066,6 +3066,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
             'mixsd_nb.results.claims': { 'mixsd_nb.results.claims.Finding': ('results/claims.html#finding', 'mixsd_nb/results/claims.py'),
                                          'mixsd_nb.results.claims.StudyClaim': ( 'results/claims.html#studyclaim',
                                                                                  'mixsd_nb/results/claims.py'),
+                                         'mixsd_nb.results.claims.StudyClaim.case': ( 'results/claims.html#studyclaim.case',
+                                                                                      'mixsd_nb/results/claims.py'),
                                          'mixsd_nb.results.claims.StudyClaim.labels': ( 'results/claims.html#studyclaim.labels',
                                                                                         'mixsd_nb/results/claims.py'),
                                          'mixsd_nb.results.claims._compare_recall': ( 'results/claims.html#_compare_recall',

@@ -66,7 +66,7 @@ def test_the_main_claims_come_first():
     "After eight seeds of the first grid, about a hundred cells, all methods of the main claims can be compared."
     first = planned_grid("study-1-frontier")
     assert study_grids()[0] == "study-1-frontier" and (first.seed < 8).sum() <= 110
-    needed = {label for claim in CLAIMS.values() if claim.headline and not claim.dataset for label in claim.labels}
+    needed = {label for claim in CLAIMS.values() if claim.headline and not (claim.dataset or claim.model) for label in claim.labels}
     for seed, rows in first.groupby("seed"): assert needed <= {*rows["method"]}
 
 
@@ -357,8 +357,8 @@ def test_the_runs_that_a_claim_compares_are_planned():
     "Every label of a claim is one of the study's planned runs, for which no run has to exist."
     planned = list_trainings({}, study_grids())
     for claim in CLAIMS.values():
-        asked = {(claim.dataset or "kgfact-small", label) for label in claim.labels}
-        assert asked <= {*zip(planned.dataset, planned.method)}, claim.name
+        asked = {(*claim.case(("kgfact-small", "lab-m")), label) for label in claim.labels}
+        assert asked <= {*zip(planned.dataset, planned.model, planned.method)}, claim.name
 
 
 def test_what_is_kept_without_learning_decides_nothing(monkeypatch):

@@ -38,6 +38,7 @@ class StudyClaim:
     test: str  # function of this module, or `module:name`; called with cubes and case and `options`
     options: Mapping[str, Any] = field(default_factory=dict)
     dataset: str = ""  # corpus; empty for the one that is studied
+    model: str = ""  # base model; empty for the one that is studied
     grid: str = ""  # grid of analyses that the test reads; empty if it reads the trainings themselves
     pooled: bool = False  # the test reads all cubes at once; otherwise those whose runs can be compared with each other
     headline: bool = False  # the front page shows it
@@ -46,6 +47,10 @@ class StudyClaim:
     def labels(self) -> set[str]:
         "The labels of the methods whose trainings the test compares."
         return set() if self.grid else {v for k, v in self.options.items() if k in ("first", "second", "method", "more", "less")}
+
+    def case(self, studied: Case) -> Case:
+        "The corpus and the model that the claim is about."
+        return self.dataset or studied[0], self.model or studied[1]
 
 
 class Finding(NamedTuple):
@@ -337,6 +342,8 @@ CLAIMS = {claim.name: claim for claim in [
                "keeps_more", dict(first=_M3, second="ewc-0.1")),
     StudyClaim("untied", "At a recall of 90%, MixSD (λ=0.5) keeps more than SFT where the output embedding is not tied to the input embedding.", OURS,
                "keeps_more", dict(first="mixsd-untied-0.5", second="sft-untied", recall=90)),
+    StudyClaim("smaller", "At a recall of 80%, MixSD (λ=0.5) keeps more than SFT in a model of half the size, lab-s.", OURS,
+               "keeps_more", dict(first=_M5, second=_SFT, recall=80), model="lab-s"),
 ]}
 
 # %% ../../nbs/results/claims.ipynb #9657e376
@@ -358,7 +365,7 @@ def planned_of(
     group: str = STUDY,  # of cubes
 ) -> pd.DataFrame:
     "The planned runs that a claim compares within a group."
-    at = {"dataset": [claim.dataset or case[0]], "model": [case[1]], "method": [*claim.labels]}
+    at = dict(zip(("dataset", "model", "method"), [*([part] for part in claim.case(case)), [*claim.labels]]))
     rows = planned[planned[[*at]].isin(at).all(axis=1)]
     return rows[rows.grid.map(lambda grid: belongs_to(grid, group)).astype(bool)]
 
@@ -390,11 +397,9 @@ def judge_claim(
     that are missing are those of this group, or of the study where no group has a number."""
     test: Callable = globals().get(claim.test) or load_object(claim.test)
     if claim.pooled: groups = {"all": [cube for cubes in groups.values() for cube in cubes]}
-    at = (claim.dataset or case[0], case[1])
-    findings: dict[str, Finding] = {name: test(cubes, at, **claim.options) for name, cubes in (groups or {"": []}).items()}
+    findings: dict[str, Finding] = {name: test(cubes, claim.case(case), **claim.options) for name, cubes in (groups or {"": []}).items()}
     rank = {name: (found.verdict == MISSING) + (found.verdict == MISSING and not found.text) for name, found in findings.items()}
-    name = min(rank, key=rank.get)
-    found = findings[name]
+    found = findings[name := min(rank, key=rank.get)]
     runs = planned_of(claim, case, planned, name if found.text else STUDY)
     missing = describe_missing(runs)
     if found.verdict == MISSING and len(runs) and not missing:
