@@ -19,7 +19,6 @@ import xarray as xr
 from .taxonomy import (ALL_CATEGORIES, PUBLISHED, RECALL_BENCHMARKS, Limits, adapt_limits, classify,
                                         classify_recall, corpus_entities, extract_reasoning)
 from ..benchmarks import SUITES, Selection, load_items
-from ..corpora import load_corpus
 from ..methods import BASE
 from ..results.schema import CELL_DIMS, DIMS, METHOD_COORDS, RUN_DIMS, VARIABLE_ATTRS
 from ..runs import COMPUTE_BOTH, Run, checkpoint_step, explain_damage, find_runs, read_table, runs_root
