@@ -3609,6 +3609,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                  'mixsd_nb/results/versus.py'),
                                          'mixsd_nb.results.versus._chosen_mixture': ( 'results/versus.html#_chosen_mixture',
                                                                                       'mixsd_nb/results/versus.py'),
+                                         'mixsd_nb.results.versus._measure_once': ( 'results/versus.html#_measure_once',
+                                                                                    'mixsd_nb/results/versus.py'),
                                          'mixsd_nb.results.versus._of_case': ('results/versus.html#_of_case', 'mixsd_nb/results/versus.py'),
                                          'mixsd_nb.results.versus._rows': ('results/versus.html#_rows', 'mixsd_nb/results/versus.py'),
                                          'mixsd_nb.results.versus.align': ('results/versus.html#align', 'mixsd_nb/results/versus.py'),

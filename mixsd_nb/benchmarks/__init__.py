@@ -11,7 +11,7 @@ __all__ = ['ROLES', 'GRADINGS', 'SUITES', 'FORMS', 'Item', 'Sampling', 'Suite', 
 import functools
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from ..corpora import CORPORA, TESTS, load_corpus
 from ..runs import Registry, load_object, nearest
@@ -109,7 +109,7 @@ class Suite:
     def identity(self) -> dict:
         "Everything that can change a result: not titles, columns and groups."
         kept = ("source", "sampling", "grading", "published", "version", "share", "opening", "twin_of")
-        return {name: getattr(self, name) for name in kept} | dict(sampling=asdict(self.sampling))
+        return {name: getattr(self, name) for name in kept} | dict(sampling={**vars(self.sampling)})
 
 # %% ../../nbs/benchmarks/index.ipynb #223439bb
 @dataclass(frozen=True)
@@ -291,8 +291,8 @@ def _declare_own(word: str) -> Suite | None:
     return suite
 
 
-def _known_words() -> list[str]:
-    return [*suite_groups(), *(name for name, s in SUITES.items() if s.items)]
+def _known_words(groups: Iterable[str]) -> list[str]:
+    return [*groups, *(name for name, s in SUITES.items() if s.items)]
 
 # %% ../../nbs/benchmarks/index.ipynb #3325426b
 def _split_suite(suite: str) -> list[str]: return list(dict.fromkeys(word.strip() for word in suite.split(",")))
@@ -304,7 +304,8 @@ def benchmark_names(
     """The benchmarks of a suite parameter; True for a benchmark that it names directly, False for a member of a group.
 
     ValueError for a word that names nothing, and for a file with problems."""
-    groups, words, known = suite_groups(), _split_suite(suite), _known_words()
+    groups, words = suite_groups(), _split_suite(suite)
+    known = _known_words(groups)
     own = {}
     for word in words:
         if word in known: continue
@@ -324,7 +325,8 @@ def _explain_suite(suite: str, word: str, known: list[str]) -> str:
 def resolve_suite(suite: str) -> str:
     "The suite with whole paths of files, so that processes in other folders find them; ValueError as `benchmark_names`."
     benchmark_names(suite)
-    words = {word: _declare_own(word).word for word in _split_suite(suite) if word not in _known_words()}
+    known = _known_words(suite_groups())
+    words = {word: _declare_own(word).word for word in _split_suite(suite) if word not in known}
     return ",".join(words.get(word, word) for word in _split_suite(suite)) if words else suite
 
 # %% ../../nbs/benchmarks/index.ipynb #32faaf31

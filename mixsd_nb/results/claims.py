@@ -21,7 +21,7 @@ from ..analysis.paired import MARGIN, Estimate, estimate_mean, judge_difference
 from ..analysis.statistics import wilson
 from .predictors import checkpoint_table, correlate, correlation_text, difference_of_correlations
 from .tradeoff import combine_intervals
-from .versus import HELD_OUT, RESOLUTION, Case, best_values, count_settings, differ_at_best, differ_at_recall, drop_at_best
+from .versus import HELD_OUT, RESOLUTION, Case, best_values, count_settings, differ_at_best, differ_points, drop_at_best
 from .versus import kept_values, learned_before, learned_values, point_tables, settings_table
 from ..runs import load_object
 
@@ -82,10 +82,9 @@ def _win(difference: Estimate, remark: str = "{}") -> Finding:
     return _points(difference, _decide(judged == "ahead", difference.high < MARGIN), remark.format(judged) if judged else "")
 
 
-def _note_settings(cubes: Sequence[xr.Dataset], case: Case, first: str, second: str, *measures: str) -> str:
+def _note_settings(first: Sequence[pd.DataFrame], second: Sequence[pd.DataFrame]) -> str:
     "For example `, 18 settings against 9`; empty if both methods have equally many."
-    tables = point_tables(cubes, case, (first, second), *measures)
-    one, other = count_settings(tables[first], tables[second])
+    one, other = count_settings(first, second)
     return f", {one} settings against {other}" if one != other else ""
 
 
@@ -106,7 +105,9 @@ def keeps_more(
     kept: str = HELD_OUT,  # or a benchmark
 ) -> Finding:
     "Whether the first method keeps more than the second at equal recall; undecided if one of them does not reach it."
-    found = _win(differ_at_recall(cubes, case, first, second, recall, learned, kept), "{}" + _note_settings(cubes, case, first, second, learned, kept))
+    one, other = point_tables(cubes, case, (first, second), learned, kept).values()
+    difference = differ_points(one, other, recall, learned_before(cubes, case, learned))
+    found = _win(difference, "{}" + _note_settings(one, other))
     short = _short_of(cubes, case, (first, second), recall, learned)
     return found._replace(verdict=UNDECIDED, remark=short) if short and not found.text else found
 
@@ -165,7 +166,7 @@ def is_better(
 
     What a method keeps that learned nothing decides nothing."""
     found = differ_at_best(cubes, case, first, second, lambda cube: kept_values(cube, benchmark))
-    judged = _win(found, "{}" + _note_settings(cubes, case, first, second, "recall", benchmark))
+    judged = _win(found, "{}" + _note_settings(*point_tables(cubes, case, (first, second), kept=benchmark).values()))
     if benchmark == "recall" or not found.n: return judged
     recalls, idle = _compare_recall(cubes, case, (first, second))
     judged = judged._replace(remark="; ".join(filter(None, [judged.remark, recalls, idle])))
@@ -183,7 +184,8 @@ def trades(
     kept = differ_at_best(cubes, case, more, less, lambda cube: kept_values(cube, HELD_OUT))
     recall = differ_at_best(cubes, case, more, less, lambda cube: learned_values(cube, "recall"))
     gain = judge_difference(kept) if kept.n else ""
-    remark = f"kept: {gain}; recall {recall.text()}{_note_settings(cubes, case, more, less)}" if kept.n else ""
+    note = _note_settings(*point_tables(cubes, case, (more, less)).values())
+    remark = f"kept: {gain}; recall {recall.text()}{note}" if kept.n else ""
     verdict = _decide(gain == "ahead" and recall.low >= -price, kept.high < MARGIN or recall.high < -price)
     return _points(kept, verdict, remark)
 

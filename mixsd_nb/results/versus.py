@@ -115,6 +115,15 @@ def learned_before(
     return max((float(value) for value in found if value.notnull()), default=-1.0)
 
 
+def _measure_once(measure: Callable[[xr.Dataset, str], xr.DataArray], what: str) -> Measure:
+    "A measure that computes the values of each cube once, when they are first asked for."
+    found = {}
+    def values(cube: xr.Dataset) -> xr.DataArray:
+        if id(cube) not in found: found[id(cube)] = measure(cube, what)
+        return found[id(cube)]
+    return values
+
+
 def point_tables(
     cubes: Sequence[xr.Dataset],
     case: Case,
@@ -123,8 +132,8 @@ def point_tables(
     kept: str = HELD_OUT,  # or a benchmark
 ) -> dict[str, list[pd.DataFrame]]:
     "For each method the two tables of what was learned and of what was kept, as `settings_table` returns them."
-    values = [{id(cube): measure(cube, what) for cube in cubes} for measure, what in ((learned_values, learned), (kept_values, kept))]
-    return {label: [settings_table(cubes, case, label, lambda cube: of[id(cube)]) for of in values] for label in labels}
+    measures = _measure_once(learned_values, learned), _measure_once(kept_values, kept)
+    return {label: [settings_table(cubes, case, label, measure) for measure in measures] for label in labels}
 
 
 def differ_points(
