@@ -4042,6 +4042,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                 'mixsd_nb.speed.describe_table': ('speed.html#describe_table', 'mixsd_nb/speed.py')},
             'mixsd_nb.study': { 'mixsd_nb.study.Study': ('study.html#study', 'mixsd_nb/study.py'),
                                 'mixsd_nb.study.Study._by_group': ('study.html#study._by_group', 'mixsd_nb/study.py'),
+                                'mixsd_nb.study.Study._claims': ('study.html#study._claims', 'mixsd_nb/study.py'),
                                 'mixsd_nb.study.Study.case': ('study.html#study.case', 'mixsd_nb/study.py'),
                                 'mixsd_nb.study.Study.claims': ('study.html#study.claims', 'mixsd_nb/study.py'),
                                 'mixsd_nb.study.Study.ends': ('study.html#study.ends', 'mixsd_nb/study.py'),

@@ -168,9 +168,12 @@ class Study:
         "What predicts the drop of the held-out average."
         return predictors_table(self.own, self.case)
 
+    @functools.cached_property
+    def _claims(self) -> pd.DataFrame: return claims_table(self.groups, self.case, planned=self.planned)
+
     def claims(self) -> pd.DataFrame:
         "The claims page."
-        return claims_table(self.groups, self.case, planned=self.planned)
+        return self._claims.copy()
 
     def lines(self) -> list[str]:
         "The lines of the front page."

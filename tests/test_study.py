@@ -18,7 +18,7 @@ from mixsd_nb.results.demo import invent_cube, invent_result
 from mixsd_nb.results.schema import DIMS, RUN_DIMS, variable
 from mixsd_nb.results.versus import differ_at_recall, point_tables, rates_at_ends, settings_table, kept_values, learned_values
 from mixsd_nb.runs import ParameterError, load_object, project_root, write_result
-from mixsd_nb.study import find_cubes, group_cubes, main, list_trainings, recompute_cells, run, write_list
+from mixsd_nb.study import find_cubes, main, list_trainings, recompute_cells, run, write_list
 
 CUBES = read_cubes(committed_folder())
 
@@ -241,13 +241,17 @@ def test_seeds_that_tie_have_an_interval():
 
 
 @pytest.fixture(scope="module")
-def lines():
-    return run(cubes=str(committed_folder())).lines()
+def study():
+    return run(cubes=str(committed_folder()))
 
 
-def test_lines_of_the_front_page_hold_the_numbers_of_the_cubes(lines):
-    planned = list_trainings(CUBES)
-    claims = claims_table(group_cubes(CUBES), ("kgfact-small", "lab-m"), planned=planned)
+@pytest.fixture(scope="module")
+def lines(study):
+    return study.lines()
+
+
+def test_lines_of_the_front_page_hold_the_numbers_of_the_cubes(study, lines):
+    planned, claims = list_trainings(CUBES), study.claims()
     assert len(lines) == 6 and "million parameters" in lines[0] and f"{planned.missing.sum()} are missing" in lines[0]
     papers, ours = lines[0].split("claims of the paper: ")[1].split("questions that it does not ask: ")
     for part, rows in ((papers, claims[claims.source != OURS]), (ours, claims[claims.source == OURS])):
