@@ -22,7 +22,7 @@ from ..analysis.statistics import wilson
 from .predictors import checkpoint_table, correlate, correlation_text, difference_of_correlations
 from .tradeoff import combine_intervals
 from .versus import HELD_OUT, RESOLUTION, Case, best_values, count_settings, differ_at_best, differ_points, drop_at_best
-from .versus import kept_values, learned_before, learned_values, point_tables, settings_table
+from .versus import kept_values, learned_before, learned_values, point_tables
 from ..runs import load_object
 
 # %% ../../nbs/results/claims.ipynb #23509034
@@ -88,9 +88,8 @@ def _note_settings(first: Sequence[pd.DataFrame], second: Sequence[pd.DataFrame]
     return f", {one} settings against {other}" if one != other else ""
 
 
-def _short_of(cubes: Sequence[xr.Dataset], case: Case, labels: Sequence[str], recall: float, learned: str) -> str:
+def _short_of(tables: Mapping[str, pd.DataFrame], recall: float) -> str:
     "The methods of which no setting reaches a recall, as in `opsd-n8-t1 reaches at most 5% (3 seeds)`; empty if all may reach it."
-    tables = {label: settings_table(cubes, case, label, lambda cube: learned_values(cube, learned)) for label in labels}
     means = {label: table.mean().max() for label, table in tables.items() if len(table) > 1}
     return ", ".join(f"{label} reaches at most {top:.0f}% ({len(tables[label])} seeds)" for label, top in means.items() if top < recall)
 
@@ -106,9 +105,8 @@ def keeps_more(
 ) -> Finding:
     "Whether the first method keeps more than the second at equal recall; undecided if one of them does not reach it."
     one, other = point_tables(cubes, case, (first, second), learned, kept).values()
-    difference = differ_points(one, other, recall, learned_before(cubes, case, learned))
-    found = _win(difference, "{}" + _note_settings(one, other))
-    short = _short_of(cubes, case, (first, second), recall, learned)
+    found = _win(differ_points(one, other, recall, learned_before(cubes, case, learned)), "{}" + _note_settings(one, other))
+    short = _short_of({first: one[0], second: other[0]}, recall)
     return found._replace(verdict=UNDECIDED, remark=short) if short and not found.text else found
 
 
