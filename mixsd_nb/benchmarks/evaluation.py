@@ -158,15 +158,16 @@ def generate_responses(
     keys = [(name, sample) for name in items for sample in range(own.get(name, sampling).samples)]
     found = {(r["item"], r["sample"]): r for r in (journal.records if journal else []) if r["benchmark"] == benchmark}
     opened = engine.tokenizer(opening, add_special_tokens=False)["input_ids"]
-    contexts = lambda name: (encode_prompt(engine.tokenizer, items[name].messages or items[name].prompt) + opened,)
-    requests = [Request(contexts(name), row_key(seed, name, sample), tag=(name, sample))
-                for name, sample in keys if (name, sample) not in found]
+    missing = [key for key in keys if key not in found]
+    contexts = {name: (encode_prompt(engine.tokenizer, items[name].messages or items[name].prompt) + opened,)
+                for name in dict.fromkeys(name for name, _ in missing)}
+    requests = [Request(contexts[name], row_key(seed, name, sample), tag=(name, sample)) for name, sample in missing]
     queues = {}  # by sampling
     for request in sorted(requests, key=lambda r: -len(r.contexts[0])):  # the longest first
         queues.setdefault(replace(own.get(request.tag[0], sampling), samples=1), deque()).append(request)
     options = lambda kind: {name: value for name, value in vars(kind).items() if name != "samples"}
     hidden = {} if progress else dict(disable=True)
-    with tqdm(total=len(keys), initial=len(keys) - len(requests), desc=progress, leave=False, **hidden) as bar:
+    with tqdm(total=len(keys), initial=len(keys) - len(missing), desc=progress, leave=False, **hidden) as bar:
         streams = (engine.stream(queue, **options(kind)) for kind, queue in queues.items())
         for request, completion in chain.from_iterable(streams):
             name, sample = request.tag

@@ -63,6 +63,20 @@ def run_layers(
         x = x + _apply_gate(layer.mlp, _normalise(layer.post_attention_layernorm, x))
     return _normalise(decoder.norm, x)
 
+# %% ../../nbs/models/decoder.ipynb #5b0c6d1e
+def _round_up(n): return -(-n // 16) * 16
+
+
+def _attend_to_columns(query, keys, values, mask):
+    """The attention of queries (rows, heads, columns, head size), of the same shape.
+
+    keys and values: (rows, key heads, head size, width); mask: (rows, 1, columns, width), −∞ where nothing is seen."""
+    rows, heads, columns, size = query.shape
+    shared = (query * size**-0.5).reshape(rows, keys.shape[1], -1, size)  # the queries of each key head
+    scores = (shared @ keys).unflatten(2, (-1, columns)) + mask[:, :, None]
+    weights = scores.flatten(2, 3).softmax(-1, torch.float32).to(values.dtype)
+    return (values @ weights.transpose(2, 3)).transpose(2, 3).reshape(query.shape)
+
 # %% ../../nbs/models/decoder.ipynb #ef16d591
 class LeanRows:
     """A batch of contexts in a cache. The newest token of each row is pending: the next forward pass reads it.
@@ -79,23 +93,22 @@ class LeanRows:
         "Read one or more columns, (rows, columns), with the first rows: their hidden states, (rows, columns, width)."
         position = self.lengths[:len(ids), None] + torch.arange(ids.shape[1], device=ids.device)
         self.lengths = torch.cat([position[:, -1] + 1, self.lengths[len(ids):]])
-        width, row = int(position.max()) + 1, torch.arange(len(ids), device=ids.device)[:, None]
+        width, row = _round_up(int(position.max()) + 1), torch.arange(len(ids), device=ids.device)[:, None]
         self._reserve(width)
         unseen = torch.arange(width, device=ids.device) > position[:, None, :, None]
         mask = torch.zeros(unseen.shape, dtype=self.model.dtype, device=ids.device).masked_fill_(unseen, float("-inf"))
 
         def attend(k, query, key, value):
-            for buffer, new in zip(self.cache[k], (key, value)): buffer[row, :, position] = new.transpose(1, 2)
-            keys, values = (buffer[:len(ids), :, :width] for buffer in self.cache[k])
-            return scaled_dot_product_attention(query, keys, values, mask, enable_gqa=query.shape[1] != key.shape[1])
+            for buffer, new in zip(self.cache[k], (key, value)): buffer[row, :, :, position] = new.transpose(1, 2)
+            return _attend_to_columns(query, *(buffer[:len(ids), ..., :width] for buffer in self.cache[k]), mask)
         return run_layers(self.model, ids, position, attend)
 
     def _reserve(self, width):
         "Let the cache grow by steps of a quarter until it has this many columns."
-        columns = new = self.cache[0][0].shape[2]
-        while new < width: new += math.ceil(new / 4)
+        columns = new = self.cache[0][0].shape[-1]
+        while new < width: new += _round_up(math.ceil(new / 4))
         if new == columns: return
-        for layer in self.cache: layer[:] = [pad(buffer, (0, 0, 0, new - columns)) for buffer in layer]
+        for layer in self.cache: layer[:] = [pad(buffer, (0, new - columns)) for buffer in layer]
 
     @property
     def columns(self) -> int:
@@ -104,7 +117,8 @@ class LeanRows:
 
     def _allocate(self, width):
         "Make room for contexts of this many tokens and for what will be written after them."
-        shape = len(self.pending), self.model.config.num_key_value_heads, width, self.model.model.layers[0].self_attn.head_dim
+        size = self.model.model.layers[0].self_attn.head_dim
+        shape = len(self.pending), self.model.config.num_key_value_heads, size, _round_up(width)
         empty = lambda: torch.zeros(shape, dtype=self.model.dtype, device=self.pending.device)
         if not self.cache: self.cache = [[empty(), empty()] for _ in self.model.model.layers]
         self._reserve(width)
@@ -139,7 +153,7 @@ class LeanRows:
         "Replace the rows `at` by rows of another batch."
         columns = int(other.lengths[source].max())
         for mine, theirs in zip(self.cache, other.cache):
-            for buffer, new in zip(mine, theirs): buffer[at, :, :columns] = new[source, :, :columns]
+            for buffer, new in zip(mine, theirs): buffer[at, ..., :columns] = new[source, ..., :columns]
         self.lengths[at], self.pending[at] = other.lengths[source], other.pending[source]
 
     def copy(self, source, at):
@@ -155,7 +169,7 @@ class LeanRows:
         self.pending[at, 0] = self.pending.new_tensor([c[-1] for c in contexts])[source]
 
         def attend(k, query, key, value):
-            for buffer, new in zip(self.cache[k], (key, value)): buffer[at, :, :columns] = new[source]
+            for buffer, new in zip(self.cache[k], (key, value)): buffer[at, ..., :columns] = new.transpose(2, 3)[source]
             return scaled_dot_product_attention(query, key, value, is_causal=True,
                                                 enable_gqa=query.shape[1] != key.shape[1])
         if columns: run_layers(self.model, ids, torch.arange(columns, device=at.device)[None], attend)

@@ -266,7 +266,7 @@ class HFEngine(Engine):
     def _decode_lockstep(self, queue, width, limit, sample):
         "All groups advance by one token a step."
         sides, n, device = len(queue[0].contexts), min(self.batch_size, len(queue)), self.model.device
-        slots, groups, rows = Slots(n, width, device), Groups(n, device), self.open_rows(n * sides, min(width, 256))
+        slots, groups, rows = Slots(n, width, device), Groups(n, device), self.open_rows(n * sides, min(width, 32))
         at = torch.arange(n * sides, device=device).view(n, sides)  # the rows of each group
         while queue or len(slots.active):
             filled, requests, rejected = self._fill(slots, queue, width, limit)
@@ -291,7 +291,7 @@ class HFEngine(Engine):
     def _decode_blocks(self, queue, width, limit, sample):
         "All slots draft a block under one conditional and read it with the other; each block is planned anew."
         n = min(self.batch_size, len(queue))
-        slots, sides = Slots(n, width, self.model.device), [self.open_rows(n, min(width, 256)) for _ in range(2)]
+        slots, sides = Slots(n, width, self.model.device), [self.open_rows(n, min(width, 32)) for _ in range(2)]
         cuts, checked = 1, 8
         while queue or len(slots.active):
             filled, requests, rejected = self._fill(slots, queue, width, limit)
