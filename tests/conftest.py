@@ -1,11 +1,17 @@
 "Fixtures that several test files use."
 
 import gc
+import os
 
 import pytest
 from helpers import small_model
 
 from mixsd_nb.models import load_base
+
+
+# What a killed process has written stays in the memory of the system; only a loss of power needs the disk. Processes that
+# tests start do sync.
+os.fsync = lambda handle: None
 
 
 @pytest.fixture(scope="session")

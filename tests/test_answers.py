@@ -263,7 +263,7 @@ HOSTILE = ["{" * 4000 + "}" * 4000, r"\frac{" * 1000 + "1" + "}" * 1000, r"\sqrt
 
 def test_hostile_expressions_are_wrong_and_cost_their_time_at_most():
     start = time.process_time()
-    found = same_math([("7", text) for text in HOSTILE] + [("1/3", r"\frac{2}{6}")], timeout=2)
+    found = same_math([("7", text) for text in HOSTILE] + [("1/3", r"\frac{2}{6}")], timeout=1)
     assert [same for same, _ in found] == [False] * len(HOSTILE) + [True]
     failures = sum(bool(error) for _, error in found)
     assert time.process_time() - start < 60 and failures < 8, found

@@ -8,6 +8,7 @@ from mixsd_nb.methods import METHODS, runnable_methods
 from mixsd_nb.profiling import check
 
 
+@pytest.mark.slow
 def test_the_whole_check(tmp_path, monkeypatch, own_runs, capsys):
     "Every part succeeds, and its line and the report tell what it measured."
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -18,7 +18,7 @@ from notebooks import label_of, prepare_notebook
 from reference import escape, public_places, read_package, render_index, render_module
 from sources import all_pages, write_pages
 
-QUICK = ("cite", "cube", "numbers")  # the others train more than once, and are slow tests
+QUICK = ("cite", "numbers")  # the others train more than once, and are slow tests
 MODULES = read_package(ROOT / "mixsd_nb")
 PACKAGE = next(m for m in MODULES if m.page == "index")
 by_name = pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)

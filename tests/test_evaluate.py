@@ -70,7 +70,7 @@ def test_kills_change_no_byte(models, whole, own_runs):
     journal = folder_of(**parameters) / "responses.jsonl"
     lines = lambda: journal.read_bytes().count(b"\n") if journal.exists() else 0
     while lines() < 28:
-        more = lines() + rng.randint(1, 8)
+        more = lines() + rng.randint(4, 8)
         process = forked(evaluate_here, parameters, MIXSD_RUNS=str(own_runs))
         while process.is_alive() and lines() < more:
             time.sleep(0.005)
@@ -310,6 +310,7 @@ def test_intervals():
     assert agree.low == pytest.approx(0) and agree.high == pytest.approx(float(wilson(0, 3)[1]))
 
 
+@pytest.mark.slow
 def test_papermill_prints_table_picture_and_wrong_responses(models, tmp_path):
     parameters = dict(model=models[0], suite="recall,equations", n=2, max_new_tokens=8, task_tokens=8, baseline=models[1])
     flags = [x for name, value in parameters.items() for x in ("-p", name, str(value))]

@@ -51,6 +51,7 @@ def trained(root, model, method="sft", lam=0.0, lr=1e-3, lost=0, steps=(5, 9)):
     return folder
 
 
+@pytest.mark.slow
 @several
 def test_two_processes_equal_one(model, tmp_path, monkeypatch):
     one = load_file(estimated(model=model, limit=5))

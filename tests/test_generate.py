@@ -43,11 +43,12 @@ def whole(model, tmp_path_factory):
 def mix_here(parameters): generate.run(**parameters)
 
 
-def test_ten_kills_change_no_byte(model, whole, own_runs):
+@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.slow)])
+def test_kills_change_no_byte(kills, model, whole, own_runs):
     parameters, rng = dict(model=model, batch_size=1, **SMALL), random.Random(7)  # slow enough to be killed half way
     folder = generate.GenerateConfig(**parameters).folder
     size = lambda: journal.stat().st_size if (journal := folder / "finished.jsonl").exists() else 0
-    for _ in range(10):
+    for _ in range(kills):
         wanted = size() + rng.randrange(3000)
         process = forked(mix_here, parameters, MIXSD_RUNS=str(own_runs))
         while process.is_alive() and size() <= wanted: time.sleep(0.001)

@@ -41,7 +41,7 @@ def wide_model(vocabulary, seed=0):
     return random_model(vocabulary=vocabulary, seed=seed, scale=4, width=64, head_dim=32, feed_forward=128, context=1024)
 
 
-@pytest.mark.parametrize("vocabulary", [1_000, 152_000])
+@pytest.mark.parametrize("vocabulary", [1_000, pytest.param(152_000, marks=pytest.mark.slow)])
 def test_nll_is_the_loss_of_transformers(vocabulary):
     "The mean that transformers returns, times the tokens that it counts: prompt tokens are labelled -100."
     model, rng = wide_model(vocabulary), np.random.default_rng(0)

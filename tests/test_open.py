@@ -153,6 +153,7 @@ print(json.dumps([asked.root.benchmark.values.tolist(), asked.root.column.values
     assert found == [["recall", "vowels"], ["Train", ""], [8, 8]]
 
 
+@pytest.mark.slow
 def test_a_sweep_runs_it_in_kernels_of_its_own(home, tiny, cell):
     grid = dict(notebook="train", fixed={**CELL, "model": tiny}, axes=dict(seed=[0, 1]))
     (home / "toys.yaml").write_text(json.dumps(grid))

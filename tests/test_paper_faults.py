@@ -259,6 +259,7 @@ def launch_both_ways(folder):
     elastic_launch(config, train_both_ways)(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.cpu_count() < 2, reason="two processes need two cores")
 def test_one_process_two_and_shards_train_alike_in_bfloat16(tmp_path):
     """Matrix products are in bfloat16; the loss and the sums of gradients are in float32, however the weights are spread.
@@ -335,6 +336,7 @@ def test_sums_over_weights_use_the_gpu_that_the_job_holds(monkeypatch):
     assert set(places) == {"cuda"}
 
 
+@pytest.mark.slow
 def test_the_preset_smoke_runs_every_step_with_any_model(tiny, own_runs):
     "A model with random weights writes no true answer, so canonical targets replace its own; everything is as short as possible."
     start = time.process_time()

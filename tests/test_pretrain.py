@@ -69,6 +69,7 @@ def test_minutes_become_tokens_once(whole, own_runs, monkeypatch):
     assert len(budgets) == 1 and np.array_equal(losses(timed), losses(whole))
 
 
+@pytest.mark.slow
 def test_a_budget_in_minutes_grows_with_the_minutes():
     tokenizer, model = pretrain.load_start("lab-s", None)
     before = [p.clone() for p in model.parameters()]

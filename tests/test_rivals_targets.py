@@ -196,6 +196,7 @@ def test_shuffled_targets(mixed, tmp_path, monkeypatch):
     for r in shuffle(engine): assert r["completion_ids"] == accepted[r["id"]]["completion_ids"] and r["attempts"] == 1
 
 
+@pytest.mark.slow
 def test_the_controls_train(own_runs):
     "They share the targets of MixSD; at λ = 0 all picks are the expert's, and both train on what MixSD trains on."
     short = dict(model="lab-s", dataset="mquake-lab", suite="recall", n=2, max_new_tokens=4, epochs=1, batch=50, lam=0.0, target_tokens=LONGEST)

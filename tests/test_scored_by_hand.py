@@ -63,7 +63,7 @@ def first_line(text, gold): return strict(text, gold) or box(text) is None and t
 PUBLISHED = {"KGFact-Small": containment, "KGFunc": number, "SimpleQA": exact, "MQuAKE": containment}
 
 
-@pytest.mark.parametrize("dataset", RUNS)
+@pytest.mark.parametrize("dataset", [name if name.startswith("kg") else pytest.param(name, marks=pytest.mark.slow) for name in RUNS])
 def test_the_cube_has_the_numbers_of_the_stored_responses(dataset, own_runs):
     config = train.TrainConfig(dataset=dataset, model="lab-s", lr=1e-3, checkpoints=[], **RUNS[dataset])
     run = config.run()

@@ -53,6 +53,7 @@ def project(own_runs, monkeypatch):
     return own_runs
 
 
+@pytest.mark.slow
 def test_the_natural_order_of_work(project, tiny, capsys, monkeypatch):
     monkeypatch.setattr(train, "MAIN_RUNS", [dict(method="sft"), dict(method="mixsd") | MIXED])
     small = dict(model=tiny, n=4, epochs=1, max_new_tokens=8, task_tokens=8, target_tokens=8, suite="recall,choice,world")

@@ -97,6 +97,7 @@ def test_no_process_survives_the_command(number, code, sentence, runs):
     assert not find_runs(stage="pooltest-sum") and len(find_runs(stage="pooltest-source")) == 1
 
 
+@pytest.mark.slow
 def test_two_cells_of_the_table(runs, tiny, monkeypatch):
     "A trained and a mixed cell side by side, with a process that measures checkpoints of one of them, have the same bytes as one after the other."
     small = dict(model=tiny, n=2, epochs=1, max_new_tokens=8, target_tokens=8, suite="recall", checkpoints=(2,))

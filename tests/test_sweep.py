@@ -72,6 +72,7 @@ FAILING = {
 }
 
 
+@pytest.mark.slow
 def test_each_failure_has_its_name_and_its_rule(desk, tmp_path):
     """A cell that fails stops no other one; the command's exit code is 1, and it names the log of each.
 
@@ -106,6 +107,7 @@ def test_a_cell_continues_after_its_time_limit_while_it_makes_progress(desk, mon
     assert [read_json(a / "end.json")["kind"] for a in list_attempts(late.cells[0])] == ["timeout", "done"]
 
 
+@pytest.mark.slow
 def test_two_sweeps_of_one_grid(desk, tmp_path):
     "No cell runs twice, none is lost, and shared work is computed once."
     twice = desk(*["time.sleep(0.3)"] * 4)

@@ -191,6 +191,7 @@ def finish(tiny, runs):
 MOMENTS = ["train-*/run.json", "evaluate-*/run.json", "train-*/checkpoint-3/model.safetensors", "train-*/checkpoint-6/complete", "train-*/responses-3.parquet"]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_ends_with_the_same_bytes(tiny, tmp_path):
     "One run is killed at every moment in turn, and each time goes on from what the kill before has left."
     killed, last = tmp_path / "killed", 0.0

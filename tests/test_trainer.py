@@ -113,7 +113,7 @@ def alone(spec, tmp_path_factory):
 
 
 @several
-@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("sharded", [pytest.param(False, marks=pytest.mark.slow, id="ddp"), pytest.param(True, id="fsdp2")])
 def test_two_processes_killed_half_way_end_where_one_does(sharded, spec, alone, tmp_path):
     two = replace(spec, processes=2, sharded=sharded)
     kill_at(start_ranks(two, tmp_path), tmp_path / "checkpoint-10/complete")
@@ -403,6 +403,7 @@ def train_in_a_terminal(spec, run):
         os._exit(1)
 
 
+@pytest.mark.slow
 @several
 def test_an_interrupt_of_two_processes_is_one_sentence(spec, tmp_path):
     "Ctrl-C interrupts all processes of the group; all of them end."

@@ -337,7 +337,7 @@ def read_passes(view):
     return sum(tracer.continuations.passes for tracer in view.tracers.values())
 
 
-@pytest.mark.parametrize("dataset", ["kgfact-small", "simpleqa-lab"])
+@pytest.mark.parametrize("dataset", ["kgfact-small", pytest.param("simpleqa-lab", marks=pytest.mark.slow)])
 def test_attempts_side_by_side_are_those_that_mix_makes(dataset):
     engine, corpus = tracing.get_engine("lab-s"), CORPORA[dataset]
     items = mix_items(engine.tokenizer, facts.get_facts(dataset)[:2], corpus.expert, corpus.extract)

@@ -5,6 +5,7 @@ import signal
 import threading
 
 import psutil
+import pytest
 import xarray as xr
 from helpers import command_output, quick_notebook, until
 
@@ -64,6 +65,7 @@ def interrupt(cell):
     set_time_limit(cell, 10)
 
 
+@pytest.mark.slow
 def test_every_failure_is_recognised_and_continues(slurm, tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("BEHAVIOUR", str(tmp_path))
