@@ -65,7 +65,7 @@ test: $(VENV)/.dev ## check that exports and README are up to date, test the not
 	@$(BIN)/python -m pytest -q -n $(WORKERS) -m 'not slow' --dist loadfile --no-loadscope-reorder $(LONGEST) $(filter-out $(LONGEST) $(OF_SITE),$(wildcard tests/test_*.py))
 
 test-slow: export OMP_NUM_THREADS := 1
-test-slow: $(VENV)/.dev ## run the slowest tests, one after the other (about eight minutes)
+test-slow: $(VENV)/.dev ## run the slowest tests, one after the other
 	@$(BIN)/python -m pytest -q -m slow tests
 
 rehearse: export OMP_NUM_THREADS := 1

@@ -70,7 +70,7 @@ def test_kills_change_no_byte(models, whole, own_runs):
     journal = folder_of(**parameters) / "responses.jsonl"
     lines = lambda: journal.read_bytes().count(b"\n") if journal.exists() else 0
     while lines() < 28:
-        more = lines() + rng.randint(4, 8)
+        more = lines() + rng.randint(2, 6)
         process = forked(evaluate_here, parameters, MIXSD_RUNS=str(own_runs))
         while process.is_alive() and lines() < more:
             time.sleep(0.005)
