@@ -333,6 +333,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                                 'mixsd_nb/benchmarks/evaluation.py'),
                                                 'mixsd_nb.benchmarks.evaluation._parts': ( 'benchmarks/evaluation.html#_parts',
                                                                                            'mixsd_nb/benchmarks/evaluation.py'),
+                                                'mixsd_nb.benchmarks.evaluation._queue_requests': ( 'benchmarks/evaluation.html#_queue_requests',
+                                                                                                    'mixsd_nb/benchmarks/evaluation.py'),
                                                 'mixsd_nb.benchmarks.evaluation._run_others': ( 'benchmarks/evaluation.html#_run_others',
                                                                                                 'mixsd_nb/benchmarks/evaluation.py'),
                                                 'mixsd_nb.benchmarks.evaluation._with_length': ( 'benchmarks/evaluation.html#_with_length',

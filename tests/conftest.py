@@ -1,17 +1,38 @@
 "Fixtures that several test files use."
 
+import copy
 import gc
 import os
+from pathlib import Path
 
 import pytest
 from helpers import small_model
 
+from mixsd_nb import models
 from mixsd_nb.models import load_base
 
 
 # What a killed process has written stays in the memory of the system; only a loss of power needs the disk. Processes that
 # tests start do sync.
 os.fsync = lambda handle: None
+
+# Every training collects garbage several times. In the tests it visits young objects only, because the old ones are those
+# of other tests. Python still collects all of them now and then.
+collect_all = gc.collect
+gc.collect = lambda generation=1: collect_all(min(generation, 1))
+
+# A tokenizer is read once as long as its files stay the same; each caller gets a copy of its own.
+read_part, tokenizers = models.load_part, {}
+
+
+def load_part(cls, name, **options):
+    if cls.__name__ != "AutoTokenizer" or not (folder := Path(models.model_source(name))).is_dir(): return read_part(cls, name, **options)
+    states = tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(folder.iterdir()))
+    if (key := (folder, states)) not in tokenizers: tokenizers[key] = read_part(cls, name, **options)
+    return copy.copy(tokenizers[key])
+
+
+models.load_part = load_part
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +47,7 @@ def pytest_configure(config):
 
 def pytest_collection_finish():
     "What the test files import stays, so the garbage collector, which every training starts, does not have to visit it."
-    gc.collect()
+    collect_all()
     gc.freeze()
 
 

@@ -136,6 +136,25 @@ def sampling_of(
 def _with_length(sampling: Sampling, max_new_tokens: int) -> Sampling:
     return sampling if sampling.max_new_tokens else replace(sampling, max_new_tokens=max_new_tokens)
 
+# %% ../../nbs/benchmarks/evaluation.ipynb #b51c70ad
+def _queue_requests(
+    tokenizer,
+    items: dict[str, Item],  # by id
+    keys: list[tuple[str, int]],  # item and sample
+    samplings: dict[str, Sampling],  # by item
+    seed: int,
+    opened: list[int],  # ids of the opening
+) -> dict[Sampling, deque]:
+    "Requests by sampling, the longest context first; a prompt is encoded once for all its samples."
+    from mixsd_nb.models.engine import Request, row_key
+    contexts = {name: (encode_prompt(tokenizer, items[name].messages or items[name].prompt) + opened,)
+                for name in dict.fromkeys(name for name, _ in keys)}
+    requests = [Request(contexts[name], row_key(seed, name, sample), tag=(name, sample)) for name, sample in keys]
+    queues = {}
+    for request in sorted(requests, key=lambda r: -len(r.contexts[0])):
+        queues.setdefault(replace(samplings[request.tag[0]], samples=1), deque()).append(request)
+    return queues
+
 # %% ../../nbs/benchmarks/evaluation.ipynb #ecb607c3
 def generate_responses(
     engine,
@@ -152,19 +171,12 @@ def generate_responses(
 
     The model continues the opening, and a response is the opening with what the model wrote after it."""
     from tqdm.auto import tqdm
-
-    from mixsd_nb.models.engine import Request, row_key
-    own = {name: _with_length(item.sampling, sampling.max_new_tokens) for name, item in items.items() if item.sampling}
-    keys = [(name, sample) for name in items for sample in range(own.get(name, sampling).samples)]
+    samplings = {name: _with_length(item.sampling or sampling, sampling.max_new_tokens) for name, item in items.items()}
+    keys = [(name, sample) for name in items for sample in range(samplings[name].samples)]
     found = {(r["item"], r["sample"]): r for r in (journal.records if journal else []) if r["benchmark"] == benchmark}
-    opened = engine.tokenizer(opening, add_special_tokens=False)["input_ids"]
     missing = [key for key in keys if key not in found]
-    contexts = {name: (encode_prompt(engine.tokenizer, items[name].messages or items[name].prompt) + opened,)
-                for name in dict.fromkeys(name for name, _ in missing)}
-    requests = [Request(contexts[name], row_key(seed, name, sample), tag=(name, sample)) for name, sample in missing]
-    queues = {}  # by sampling
-    for request in sorted(requests, key=lambda r: -len(r.contexts[0])):  # the longest first
-        queues.setdefault(replace(own.get(request.tag[0], sampling), samples=1), deque()).append(request)
+    opened = engine.tokenizer(opening, add_special_tokens=False)["input_ids"]
+    queues = _queue_requests(engine.tokenizer, items, missing, samplings, seed, opened)
     options = lambda kind: {name: value for name, value in vars(kind).items() if name != "samples"}
     hidden = {} if progress else dict(disable=True)
     with tqdm(total=len(keys), initial=len(keys) - len(missing), desc=progress, leave=False, **hidden) as bar:
