@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from helpers import small_model
+from helpers import collect_all, small_model
 
 from mixsd_nb import models
 from mixsd_nb.models import load_base
@@ -15,11 +15,6 @@ from mixsd_nb.models import load_base
 # What a killed process has written stays in the memory of the system; only a loss of power needs the disk. Processes that
 # tests start do sync.
 os.fsync = lambda handle: None
-
-# Every training collects garbage several times. In the tests it visits young objects only, because the old ones are those
-# of other tests. Python still collects all of them now and then.
-collect_all = gc.collect
-gc.collect = lambda generation=1: collect_all(min(generation, 1))
 
 # A tokenizer is read once as long as its files stay the same; each caller gets a copy of its own.
 read_part, tokenizers = models.load_part, {}

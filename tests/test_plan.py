@@ -5,6 +5,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from helpers import collect_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,6 +37,10 @@ def paper_run(model="Qwen/Qwen3-8B", method="sft", **more):
 
 
 # --- memory: the plan beside the trainer
+
+
+@pytest.fixture(autouse=True)
+def old_garbage_is_collected(monkeypatch): monkeypatch.setattr("gc.collect", collect_all)
 
 
 def phase_peaks(spec, folder):
