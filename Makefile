@@ -43,12 +43,12 @@ verdict: $(VENV)/.run ## bring the verdict on the front page up to date with the
 model-card: $(VENV)/.run ## measure the abilities of the shipped lab models again
 	@$(BIN)/python -m mixsd_nb.pretrain
 
-# The four parts run at the same time, and pytest has twice as many workers as there are cores (eight at most), because many
-# tests wait for other processes. One thread per process: on two cores, two workers with two threads each are several times
-# slower. The longest test files run first. Nothing is asked of the hub, so that no test waits for a network.
+# The four parts run at the same time, and pytest has a worker for each core (eight at most): with four on two cores, the
+# same tests needed more processor time. One thread per process: two workers with two threads each are several times slower.
+# The longest test files run first. Nothing is asked of the hub, so that no test waits for a network.
 test: export OMP_NUM_THREADS := 1
 test: export HF_HUB_OFFLINE := 1
-WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, 2 * os.cpu_count()))')
+WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count()))')
 LONGEST := tests/slurm $(patsubst %,tests/test_%.py,sweep train trainer results views mixing runs)
 OF_SITE := tests/test_site.py
 test: $(VENV)/.dev ## check that exports and README are up to date, test the notebooks, build the site, run pytest
