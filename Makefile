@@ -1,6 +1,6 @@
 # The two main commands are `make run` and `make test`. Both create .venv first; later calls do not install again.
 .DEFAULT_GOAL := help
-.PHONY: help run frontier lab verdict model-card docs test .test-exports .test-notebooks .test-docs .test-python test-slow rehearse test-gpu test-lowest test-vllm exact cross-check ci-tools notebooks export clean
+.PHONY: help run frontier lab verdict model-card docs test .test-others .test-exports .test-notebooks .test-docs .test-python test-slow rehearse test-gpu test-lowest test-vllm exact cross-check ci-tools notebooks export clean
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 PYTHON ?= python3
@@ -43,24 +43,24 @@ verdict: $(VENV)/.run ## bring the verdict on the front page up to date with the
 model-card: $(VENV)/.run ## measure the abilities of the shipped lab models again
 	@$(BIN)/python -m mixsd_nb.pretrain
 
-# The four parts run at the same time, and pytest has a worker for each core (eight at most): with four on two cores, the
-# same tests needed more processor time. One thread per process: two workers with two threads each are several times slower.
-# The longest test files run first. Nothing is asked of the hub, so that no test waits for a network.
+# Beside pytest, which has a worker for each core (eight at most), the other parts run one after the other: more processes on
+# two cores need more processor time for the same tests. Each process has one thread: two workers with two threads each are
+# several times slower. The longest test files run first. Nothing is asked of the hub, so that no test waits for a network.
 test: export OMP_NUM_THREADS := 1
 test: export HF_HUB_OFFLINE := 1
 WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count()))')
 LONGEST := tests/slurm $(patsubst %,tests/test_%.py,sweep train trainer results views mixing runs)
 OF_SITE := tests/test_site.py
 test: $(VENV)/.dev ## check that exports and README are up to date, test the notebooks, build the site, run pytest
-	@$(MAKE) --no-print-directory -j4 .test-exports .test-notebooks .test-docs .test-python
+	@$(MAKE) --no-print-directory -j2 .test-python .test-others
+.test-others: .test-exports .test-notebooks .test-docs
 .test-exports:
 	@$(BIN)/python .ci/check.py
-.test-notebooks:
+.test-notebooks: .test-exports
 	@$(BIN)/nbdev_test --n_workers 1
-# The site has the lowest priority, because the tests take longer than its build.
-.test-docs:
-	@nice $(MAKE) --no-print-directory docs
-	@nice $(BIN)/python -m pytest -q $(OF_SITE)
+.test-docs: .test-notebooks
+	@$(MAKE) --no-print-directory docs
+	@$(BIN)/python -m pytest -q $(OF_SITE)
 .test-python:
 	@$(BIN)/python -m pytest -q -n $(WORKERS) -m 'not slow' --dist loadfile --no-loadscope-reorder $(LONGEST) $(filter-out $(LONGEST) $(OF_SITE),$(wildcard tests/test_*.py))
 
