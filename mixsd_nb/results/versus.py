@@ -83,8 +83,9 @@ def align(
 ) -> list[list[pd.DataFrame]]:
     """The tables of every method with the seeds that all methods share, and with the settings that these seeds have.
 
-    A setting that some seeds have with one method and not with another counts for neither. A setting that only the
-    seeds have that choose remains; if it is chosen, the others have NaN."""
+    A setting counts if all seeds that choose have it, and most of those that report: a setting whose runs have only
+    begun could be chosen, and hardly any seed would report it. What some seeds have with one method and not with
+    another counts for neither."""
     seeds = sorted(set.intersection(*({*table.index} for tables in methods for table in tables)))
     common = []
     for tables in methods:
@@ -94,8 +95,8 @@ def align(
     shared = [{c: np.logical_and.reduce([k[c] for k in known if c in k]) for c in own} for own in known]
     filled = [np.array([*columns.values()], bool).reshape(len(columns), len(seeds)).T for columns in shared]
     rows, _ = complete_block(*filled)
-    choosing = rows[split_seeds(len(rows))[0]]
-    chosen = [np.flatnonzero(k[choosing].all(0)) if len(rows) else [] for k in filled]
+    choosing, reporting = (rows[who] for who in split_seeds(len(rows)))
+    chosen = [np.flatnonzero(k[choosing].all(0) & (k[reporting].mean(0) > 0.5)) if len(rows) else [] for k in filled]
     return [[table.iloc[rows, columns] for table in tables] for tables, columns in zip(common, chosen)]
 
 # %% ../../nbs/results/versus.ipynb #f997a549
