@@ -49,7 +49,7 @@ model-card: $(VENV)/.run ## measure the abilities of the shipped lab models agai
 test: export OMP_NUM_THREADS := 1
 test: export HF_HUB_OFFLINE := 1
 WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count()))')
-LONGEST := tests/slurm $(patsubst %,tests/test_%.py,sweep train trainer results views mixing runs)
+LONGEST := tests/slurm $(patsubst %,tests/test_%.py,sandbox sweep train trainer explore contracts results views mixing runs)
 OF_SITE := tests/test_site.py
 test: $(VENV)/.dev ## check that exports and README are up to date, test the notebooks, build the site, run pytest
 	@$(MAKE) --no-print-directory -j2 .test-python .test-others
