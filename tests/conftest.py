@@ -16,7 +16,8 @@ from mixsd_nb.models import load_base
 # tests start do sync.
 os.fsync = lambda handle: None
 
-# A tokenizer is read once as long as its files stay the same; each caller gets a copy of its own.
+# A tokenizer is read once as long as its files stay the same. Each caller gets a shallow copy: it may set another template, but
+# must add no tokens.
 read_part, tokenizers = models.load_part, {}
 
 
