@@ -86,7 +86,7 @@ def test_an_interrupt_is_one_sentence(own_runs, monkeypatch):
         os.killpg(process.pid, signal.SIGINT)
     for process in processes:
         _, error = process.communicate(timeout=120)
-        assert process.returncode == 130 and error == "interrupted; run it again to continue\n"
+        assert (process.returncode, error) == (130, "interrupted; run it again to continue\n")
 
 
 def test_main_runs_are_checked_before_the_first_one(monkeypatch, capsys):

@@ -130,15 +130,19 @@ def _plain_warnings():
 def _repeat_interrupts(
     patience: float = 10,  # seconds
 ):
-    "Raise an interrupt again as long as the block goes on, because some libraries swallow one, as in their imports."
+    """Raise an interrupt again as long as the block goes on, because some libraries swallow one, as in their imports.
+
+    Yields a list of the signals that were received."""
+    received = []
     def interrupt(number, frame):
+        received.append(number)
         signal.setitimer(signal.ITIMER_REAL, patience)
         raise KeyboardInterrupt
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield received
         return
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGALRM)}
-    try: yield
+    try: yield received
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items(): signal.signal(number, handler)
@@ -151,14 +155,17 @@ def end_command(
     """Call a function and return the exit code of its command; an error is printed to stderr as one line.
 
     The code is what the function returns, that of `exit_code` after an error, 130 for Ctrl-C."""
+    message, received = "", []
     try:
-        with _repeat_interrupts(), _plain_warnings(): return function(*arguments) or 0
-    except SystemExit as e: return e.code or 0  # `--help`
-    except KeyboardInterrupt: message, code = "interrupted; run it again to continue", 130
+        with _repeat_interrupts() as received, _plain_warnings(): code = function(*arguments) or 0
+    except SystemExit as e: code = e.code or 0  # `--help`
+    except KeyboardInterrupt: code, received = 130, [signal.SIGINT]
     except Exception as e:
         if sys.flags.dev_mode: raise
         message, code = describe_error(e), exit_code(e)
-    print(message, file=sys.stderr, flush=True)
+    # Some libraries turn an interrupt into an error of their own.
+    if code and received: message, code = "interrupted; run it again to continue", 130
+    if message: print(message, file=sys.stderr, flush=True)
     return code
 
 # %% ../../nbs/runs/commands.ipynb #47f6aaf9
