@@ -21,7 +21,7 @@ from .corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions, load_co
 from .models import check_engine, load_base
 from .models.identity import ModelName, model_label
 from .profiling import device_name
-from .profiling.fisher import LARGE_MODEL, fisher_memory, fisher_seconds
+from .profiling.fisher import WIDTHS, fisher_memory, fisher_seconds
 from .profiling.training import measure_training, step_seconds, training_specs
 from .runs import Run, Seed, Stage, run_function, runtime_field
 
@@ -116,7 +116,7 @@ class TrainingSpeedConfig(SpeedConfig):
 
 # %% ../nbs/speed.ipynb #b22cf91b
 class FisherSpeedConfig(SpeedConfig):
-    "Measure the time of the Fisher on the model and its memory on a larger one; the result has the dimension `way`."
+    "Measure the time of the Fisher on the model and its memory on wider ones; the result has the dimensions `way` and `width`."
     name = "speed-fisher"
 
     def slug(self) -> str:
@@ -130,19 +130,19 @@ class FisherSpeedConfig(SpeedConfig):
         from mixsd_nb.analysis.estimation import reference_pairs
         device = "cuda" if torch.cuda.is_available() else "cpu"
         mix = [pair for group in reference_pairs(self.model, seed=self.seed).values() for pair in group]
-        pairs, memory = [mix[int(k)] for k in np.linspace(0, len(mix) - 1, self.pairs)], []
+        pairs = [mix[int(k)] for k in np.linspace(0, len(mix) - 1, self.pairs)]
         seconds = fisher_seconds(load_base(self.model, self.dtype)[0].to(device), pairs, self.rounds)
-        for way in seconds:
-            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-                some = pairs[:: max(1, len(pairs) // 4)]
-                memory.append(process.submit(fisher_memory, way, some, LARGE_MODEL).result())
+        some, spawn = pairs[:: max(1, len(pairs) // 4)], multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as process:
+            memory = [[process.submit(fisher_memory, way, some, width).result() for width in WIDTHS] for way in seconds]
         plain = seconds["forward and backward"]
         return describe_table(dict(
             seconds=("way", [np.median(s) for s in seconds.values()], "time of an example", "s"),
             ratio=("way", [np.median(s / plain) for s in seconds.values()],
                    "time relative to a forward and backward pass", "1"),
-            memory=("way", memory, "peak memory relative to the model and a float32 copy", "1"),
+            memory=(("way", "width"), memory, "peak memory relative to the model and a float32 copy", "1"),
             way=("way", list(seconds), "way of squaring gradients", "1"),
+            width=("width", list(WIDTHS), "hidden size of the model whose memory is measured", "1"),
         ), config=self.canonical(), examples=len(pairs), device=device_name())
 
 # %% ../nbs/speed.ipynb #db0290d3
