@@ -3,7 +3,10 @@
 import copy
 import gc
 import os
+import sys
 from pathlib import Path
+
+sys.modules["rfc3987_syntax"] = None  # jsonschema's check of IRIs takes a second to import, and notebooks have none
 
 import pytest
 from helpers import collect_all, small_model
