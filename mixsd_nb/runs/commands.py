@@ -154,7 +154,8 @@ def end_command(
 ) -> int:
     """Call a function and return the exit code of its command; an error is printed to stderr as one line.
 
-    The code is what the function returns, that of `exit_code` after an error, 130 for Ctrl-C."""
+    The code is what the function returns, that of `exit_code` after an error, 130 after Ctrl-C, also where a library
+    turned the interrupt into an error of its own."""
     message, received = "", []
     try:
         with _repeat_interrupts() as received, _plain_warnings(): code = function(*arguments) or 0
@@ -163,7 +164,6 @@ def end_command(
     except Exception as e:
         if sys.flags.dev_mode: raise
         message, code = describe_error(e), exit_code(e)
-    # Some libraries turn an interrupt into an error of their own.
     if code and received: message, code = "interrupted; run it again to continue", 130
     if message: print(message, file=sys.stderr, flush=True)
     return code
