@@ -2,6 +2,8 @@
 .DEFAULT_GOAL := help
 .PHONY: help run frontier lab verdict model-card docs test .test-others .test-exports .test-notebooks .test-docs .test-python test-slow rehearse test-gpu test-lowest test-vllm exact cross-check ci-tools notebooks export clean
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Compiled modules are kept even if the environment forbids it, because every command starts several processes.
+export PYTHONDONTWRITEBYTECODE :=
 
 PYTHON ?= python3
 VENV := .venv

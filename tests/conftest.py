@@ -6,10 +6,12 @@ import os
 import sys
 from pathlib import Path
 
+gc.disable()  # until all tests are collected: imports make no garbage, but many objects
+
 sys.modules["rfc3987_syntax"] = None  # jsonschema's check of IRIs takes a second to import, and notebooks have none
 
 import pytest
-from helpers import collect_all, small_model
+from helpers import small_model
 
 from mixsd_nb import models
 from mixsd_nb.models import load_base
@@ -46,8 +48,8 @@ def pytest_configure(config):
 
 def pytest_collection_finish():
     "What the test files import stays, so the garbage collector, which every training starts, does not have to visit it."
-    collect_all()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from mixsd_nb.corpora import CORPORA, load_corpus
 from mixsd_nb.methods.mixing import mix, mix_items, mix_stream, oracle_stream
 from mixsd_nb.models import load_base, load_engine
 from mixsd_nb.runs import Journal, runs_root
-from mixsd_nb.runs.run import code_version
+from mixsd_nb.runs.provenance import code_version
 
 TABLE = Path(__file__).with_name("exact.csv")
 SAMPLE = int(sys.argv[2]) if len(sys.argv) > 2 else 0  # facts of a quick check, which does not change the table

@@ -15,7 +15,7 @@ import xarray as xr
 from helpers import UNDRAWN, forked
 
 from mixsd_nb.runs import ParameterError, load_plugins
-from mixsd_nb.runs.run import module_versions
+from mixsd_nb.runs.provenance import module_versions
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"my_methods": "methods", "my_edits": "methods", "my_engines": "models", "my_benchmarks": "benchmarks", "my_corpora": "corpora"}

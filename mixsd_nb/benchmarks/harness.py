@@ -26,7 +26,7 @@ import yaml
 from . import SUITES, Item, Sampling, Selection, Suite
 from ..models import model_source
 from ..runs import ProcessFailed, die_with_parent, explain_damage, nearest
-from ..runs.run import package_version
+from ..runs.provenance import package_version
 
 # %% ../../nbs/benchmarks/harness.ipynb #316e6f7a
 class _TaskLoader(yaml.SafeLoader):
