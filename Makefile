@@ -1,6 +1,6 @@
 # The two main commands are `make run` and `make test`. Both create .venv first; later calls do not install again.
 .DEFAULT_GOAL := help
-.PHONY: help run frontier lab verdict model-card docs test .test-others .test-exports .test-notebooks .test-docs .test-python test-slow rehearse test-gpu test-lowest test-vllm exact cross-check ci-tools notebooks export clean
+.PHONY: help run frontier lab verdict model-card docs test .test-others .test-exports .test-notebooks .test-waiting .test-python test-slow rehearse test-gpu test-lowest test-vllm exact cross-check ci-tools notebooks export clean
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Compiled modules are kept even if the environment forbids it, because every command starts several processes.
 export PYTHONDONTWRITEBYTECODE :=
@@ -45,26 +45,27 @@ verdict: $(VENV)/.run ## bring the verdict on the front page up to date with the
 model-card: $(VENV)/.run ## measure the abilities of the shipped lab models again
 	@$(BIN)/python -m mixsd_nb.pretrain
 
-# Beside pytest, which has a worker for each core (eight at most), the other parts run one after the other: more processes on
-# two cores need more processor time for the same tests. Each process has one thread: two workers with two threads each are
-# several times slower. The longest test files run first. Nothing is asked of the hub, so that no test waits for a network.
+# Beside the workers of pytest, one for each core (eight at most), the other parts run one after the other, the last of them
+# the test files that mostly wait: more processes on two cores need more processor time for the same tests. Each process has
+# one thread: two workers with two threads each are several times slower. The longest test files run first. Nothing is asked
+# of the hub, so that no test waits for a network.
 test: export OMP_NUM_THREADS := 1
 test: export HF_HUB_OFFLINE := 1
 WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count()))')
-LONGEST := tests/slurm $(patsubst %,tests/test_%.py,sandbox sweep train trainer explore contracts results views mixing runs)
-OF_SITE := tests/test_site.py
+LONGEST := $(patsubst %,tests/test_%.py,sweep train trainer contracts mixing open answers results views runs)
+WAITING := tests/slurm $(patsubst %,tests/test_%.py,site explore browser_mixing sandbox)
 test: $(VENV)/.dev ## check that exports and README are up to date, test the notebooks, build the site, run pytest
 	@$(MAKE) --no-print-directory -j2 .test-python .test-others
-.test-others: .test-exports .test-notebooks .test-docs
+.test-others: .test-exports .test-notebooks .test-waiting
 .test-exports:
 	@$(BIN)/python .ci/check.py
 .test-notebooks: .test-exports
-	@$(BIN)/nbdev_test --n_workers 1
-.test-docs: .test-notebooks
+	@$(BIN)/python .ci/notebooks.py
+.test-waiting: .test-notebooks
 	@$(MAKE) --no-print-directory docs
-	@$(BIN)/python -m pytest -q $(OF_SITE)
+	@$(BIN)/python -m pytest -q -m 'not slow' $(WAITING)
 .test-python:
-	@$(BIN)/python -m pytest -q -n $(WORKERS) -m 'not slow' --dist loadfile --no-loadscope-reorder $(LONGEST) $(filter-out $(LONGEST) $(OF_SITE),$(wildcard tests/test_*.py))
+	@$(BIN)/python -m pytest -q -n $(WORKERS) -m 'not slow' --dist loadfile --no-loadscope-reorder $(LONGEST) $(filter-out $(LONGEST) $(WAITING),$(wildcard tests/test_*.py))
 
 test-slow: export OMP_NUM_THREADS := 1
 test-slow: $(VENV)/.dev ## run the slowest tests, one after the other

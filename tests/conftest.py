@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-gc.disable()  # until all tests are collected: imports make no garbage, but many objects
+import garbage  # noqa: F401 (it changes the garbage collector)
 
 sys.modules["rfc3987_syntax"] = None  # jsonschema's check of IRIs takes a second to import, and notebooks have none
 
@@ -49,7 +49,6 @@ def pytest_configure(config):
 def pytest_collection_finish():
     "What the test files import stays, so the garbage collector, which every training starts, does not have to visit it."
     gc.freeze()
-    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 "Functions that several test files call."
 
-import gc
 import json
 import multiprocessing
 import os
@@ -37,11 +36,6 @@ def need_tools(*names):
 
 
 ROOT = Path(__file__).resolve().parents[1]
-
-# Every training collects garbage several times. In the tests it visits young objects only, because the old ones are those
-# of other tests. Python still collects all of them now and then.
-collect_all = gc.collect
-gc.collect = lambda generation=1: collect_all(generation)
 
 
 def papermill(*arguments, cwd=ROOT, runs=None, stdout=subprocess.PIPE):

@@ -5,7 +5,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from helpers import collect_all
+from garbage import collect_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
