@@ -6,8 +6,6 @@ import os
 import sys
 from pathlib import Path
 
-import garbage  # noqa: F401 (it changes the garbage collector)
-
 sys.modules["rfc3987_syntax"] = None  # jsonschema's check of IRIs takes a second to import, and notebooks have none
 
 import pytest

@@ -5,9 +5,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / ".ci/site"), str(ROOT / "tests")]
-import garbage  # noqa: E402, F401 (it changes the garbage collector)
-
+sys.path.insert(0, str(ROOT / ".ci/site"))
 _settings = configparser.ConfigParser(delimiters=["="])
 _settings.read(ROOT / "settings.ini", encoding="utf-8")
 _package = _settings["DEFAULT"]

@@ -1,10 +1,10 @@
-"""Tests, notebooks and the site look for garbage more rarely, and among young objects only.
+"""`make test` starts every Python process with this module, so that it looks for garbage more rarely, and only among young objects.
 
 The old objects are those of libraries and of other tests, which are many, and every training visits them several times.
 Python still collects all of them now and then."""
 
 import gc
 
-collect_all = gc.collect
-gc.collect = lambda generation=1: collect_all(generation)
+_collect = gc.collect
+gc.collect = lambda generation=1: _collect(generation)
 gc.set_threshold(10_000, 10, 10)
