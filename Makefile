@@ -48,8 +48,8 @@ model-card: $(VENV)/.run ## measure the abilities of the shipped lab models agai
 # Beside the workers of pytest, one for each core (eight at most), the other parts run one after the other, the last of them
 # the test files that mostly wait: more processes on two cores need more processor time for the same tests. Each process has
 # one thread: two workers with two threads each are several times slower. The longest test files run first. Nothing is asked
-# of the hub, so that no test waits for a network. Garbage is looked for rarely, which spares a tenth of the processor time.
-test: export PYTHONPATH := $(CURDIR)/tests/startup
+# of the hub, so that no test waits for a network. tests/startup lets Python look for garbage rarely.
+test test-slow: export PYTHONPATH := $(CURDIR)/tests/startup
 test: export OMP_NUM_THREADS := 1
 test: export HF_HUB_OFFLINE := 1
 WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count()))')

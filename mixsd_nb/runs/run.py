@@ -142,11 +142,13 @@ def _end_cleanly(folder: Path):
 # %% ../../nbs/runs/run.ipynb #c011ec70
 @contextlib.contextmanager
 def _collect_rarely(
-    objects: int = 10_000,  # new objects after which Python looks for garbage among them
+    objects: int = 10_000,  # new objects after which Python looks for garbage among them; its own number is 700
 ):
-    "Let Python look for garbage more rarely. With its own 700 objects, the imports of a stage take a sixth longer."
+    """Let Python look for garbage more rarely, because libraries make many lasting objects while they are imported.
+
+    A larger number that the caller has set stays, and so does 0, which switches the search off."""
     before = gc.get_threshold()
-    gc.set_threshold(objects, *before[1:])
+    if 0 < before[0] < objects: gc.set_threshold(objects, *before[1:])
     try: yield
     finally: gc.set_threshold(*before)
 

@@ -1,4 +1,4 @@
-"""`make test` starts every Python process with this module, so that it looks for garbage more rarely, and only among young objects.
+"""`make test` and `make test-slow` start Python with this module: it looks for garbage more rarely, and only among young objects.
 
 The old objects are those of libraries and of other tests, which are many, and every training visits them several times.
 Python still collects all of them now and then."""
