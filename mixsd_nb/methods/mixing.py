@@ -8,7 +8,7 @@ __all__ = ['VERIFY', 'RECORD', 'coins', 'picks', 'mix_items', 'accepts', 'oracle
 
 # %% ../../nbs/methods/mixing.ipynb #9bb4a31d
 import unicodedata
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -129,6 +129,45 @@ def attempt_request(
     else: contexts = (item["expert_ids"], item["naive_ids"])
     return Request(contexts, row_key("noise", *key), draw(*key, max_new_tokens, lam), (item, sample, attempt))
 
+# %% ../../nbs/methods/mixing.ipynb #7be0f3a9
+def _target(r: Request) -> tuple[str, int]: return r.tag[0]["id"], r.tag[1]
+
+
+class _Attempts:
+    "The attempts at all targets. They are judged in order, but some are started ahead of their turn."
+
+    def __init__(self, queue: deque[Request], request: Callable[[dict, int, int], Request], limit: int):
+        self.queue, self.request, self.limit = queue, request, limit
+        self.started, self.due = {_target(r): 1 for r in queue}, {_target(r): 0 for r in queue}  # numbers of attempts
+        self.early, self.open, self.most = defaultdict(dict), len(queue), 0  # most: requests that were decoded at once
+
+    def in_order(self, ends: Iterator[tuple[Request, Completion]]) -> Iterator[tuple[Request, Completion]]:
+        "Requests that end, each after all earlier attempts at its target, up to the one that finishes the target."
+        for r, completion in ends:
+            self.open -= 1
+            early = self.early[_target(r)]
+            early[r.tag[2]] = r, completion
+            while found := early.pop(self.due.get(_target(r)), None): yield found
+
+    def repeat(self, r: Request):
+        "Start the next attempt at a target, and more of them if the engine is mostly idle."
+        (item, sample, attempt), running = r.tag, self.open - len(self.queue)
+        self.most, failed = max(self.most, running), attempt + 1
+        several = not self.queue and 4 * running <= self.most
+        first, end = self.started[_target(r)], min(self.limit, 2 * failed if several else failed + 1)
+        self.queue.extendleft(self.request(item, sample, k) for k in reversed(range(first, end)))
+        self.open += max(0, end - first)
+        self.due[_target(r)], self.started[_target(r)] = failed, max(first, end)
+
+    def finish(self, r: Request):
+        "Drop the attempts at a target that wait in the queue."
+        if self.started[_target(r)] > r.tag[2] + 1:
+            others = [other for other in self.queue if _target(other) != _target(r)]
+            self.open -= len(self.queue) - len(others)
+            self.queue.clear()
+            self.queue.extend(others)
+        del self.due[_target(r)]
+
 # %% ../../nbs/methods/mixing.ipynb #4e8a2120
 def mix_stream(
     stream,  # engine.stream, or the oracle's
@@ -154,19 +193,23 @@ def mix_stream(
     if len({(item["id"], sample) for item, sample in targets}) < len(targets):
         raise ValueError("ids of items must be different, because draws are keyed by them; two are the same")
     if verify not in VERIFY: raise ValueError(f"verify must be one of {', '.join(VERIFY)}, got {verify}")
-    attempts = 1 if temperature == 0 and lam in (0, 1) else max_attempts
+    limit = 1 if temperature == 0 and lam in (0, 1) else max_attempts
+    request = lambda item, sample, attempt: attempt_request(item, sample, attempt, lam, seed, max_new_tokens, draw)
     longest_first = sorted(targets, key=lambda t: -max(len(t[0]["naive_ids"]), len(t[0]["expert_ids"])))
-    queue = deque(attempt_request(item, sample, 0, lam, seed, max_new_tokens, draw) for item, sample in longest_first)
+    queue = deque(request(item, sample, 0) for item, sample in longest_first)
     options = dict(temperature=temperature, top_k=top_k, max_new_tokens=max_new_tokens, max_total=max_total)
-    for r, (ids, reason) in stream(queue, **options):
+    attempts = _Attempts(queue, request, limit)
+    for r, (ids, reason) in attempts.in_order(stream(queue, **options)):
         item, sample, attempt = r.tag
         accepted = accepts(tokenizer, item, ids, reason, verify)
-        last = attempt + 1 == attempts or reason == "prompt_too_long"
+        last = attempt + 1 == limit or reason == "prompt_too_long"
         tally.update({"tokens": len(ids), "accepted" if accepted else "discarded" if last else "retried": 1})
-        if accepted or last:
-            yield dict(id=item["id"], sample=sample, completion_ids=ids, naive_mask=r.naive[:len(ids)],
-                       attempts=attempt + 1, accepted=accepted, finish_reason=reason)
-        else: queue.appendleft(attempt_request(item, sample, attempt + 1, lam, seed, max_new_tokens, draw))
+        if not (accepted or last):
+            attempts.repeat(r)
+            continue
+        attempts.finish(r)
+        yield dict(id=item["id"], sample=sample, completion_ids=ids, naive_mask=r.naive[:len(ids)],
+                   attempts=attempt + 1, accepted=accepted, finish_reason=reason)
 
 # %% ../../nbs/methods/mixing.ipynb #769f9af9
 RECORD = "id", "sample", "completion_ids", "naive_mask", "accepted", "attempts", "finish_reason"  # keys of a record
