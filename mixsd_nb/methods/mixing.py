@@ -135,6 +135,7 @@ def _target(r: Request) -> tuple[str, int]: return r.tag[0]["id"], r.tag[1]
 
 class _Attempts:
     "The attempts at all targets. They are judged in order, but some are started ahead of their turn."
+    busy = 1 / 8  # share of the engine, at most, for several attempts at a target at once
 
     def __init__(self, queue: deque[Request], request: Callable[[dict, int, int], Request], limit: int):
         self.queue, self.request, self.limit = queue, request, limit
@@ -153,7 +154,7 @@ class _Attempts:
         "Start the next attempt at a target, and more of them if the engine is mostly idle."
         (item, sample, attempt), running = r.tag, self.open - len(self.queue)
         self.most, failed = max(self.most, running), attempt + 1
-        several = not self.queue and 4 * running <= self.most
+        several = not self.queue and running <= self.busy * self.most
         first, end = self.started[_target(r)], min(self.limit, 2 * failed if several else failed + 1)
         self.queue.extendleft(self.request(item, sample, k) for k in reversed(range(first, end)))
         self.open += max(0, end - first)
