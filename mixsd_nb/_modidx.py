@@ -3343,8 +3343,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                    'mixsd_nb/results/overview.py'),
                                            'mixsd_nb.results.overview._legend_patches': ( 'results/overview.html#_legend_patches',
                                                                                           'mixsd_nb/results/overview.py'),
-                                           'mixsd_nb.results.overview._written_examples': ( 'results/overview.html#_written_examples',
-                                                                                            'mixsd_nb/results/overview.py'),
                                            'mixsd_nb.results.overview.draw_overview': ( 'results/overview.html#draw_overview',
                                                                                         'mixsd_nb/results/overview.py'),
                                            'mixsd_nb.results.overview.draw_sources': ( 'results/overview.html#draw_sources',

@@ -18,7 +18,6 @@ from . import errors, nll
 from .models.identity import model_label
 from .results.gallery import Source, load_sources, name_suffix, run_figures, save_pictures, select_part
 from .results.gallery import shared_figures, source_sheet
-from .results.overview import draw_overview
 from .results.summary import summary_table
 from .results.tables import list_tables
 from .runs import (Config, ParameterError, Run, Stage, describe_parameters, make_config, project_root,
@@ -99,7 +98,7 @@ def run(
     sheets = {name: sheet for name in tables if (sheet := source_sheet(name, sources))}
     selection = {k: getattr(config, k) for k in ("source", "dataset", "model", "lr", "rule", "ties")}
     suffix = name_suffix(model_label(str(v)) for k, v in selection.items() if v != getattr(default, k))
-    figures = dict(overview=draw_overview()) | figures | shared_figures(sources, config.dataset)
+    figures |= shared_figures(sources, config.dataset)
     files = save_pictures(figures, sheets, suffix)
     for path in files[:len(files) - 3 * len(sheets)]: print(f"figure: {path.relative_to(project_root())}")
     if sheets: print(f"{len(sheets)} tables as png, pdf and tex: {files[-1].parent.relative_to(project_root())}/")

@@ -312,7 +312,7 @@ def test_many_runs_stay_small():
     assert peak < 20 * cube.nbytes + 10_000_000
 
 
-DRAWN = {"overview", "frontier", "tradeoff", "tradeoff-world", "chosen", "high-nll", "displacement-paper"}
+DRAWN = {"frontier", "tradeoff", "tradeoff-world", "chosen", "high-nll", "displacement-paper"}
 @pytest.mark.slow
 def test_figures_of_equal_data_are_equal_bytes(cube, tmp_path, monkeypatch, capsys):
     "The stage as a module and from code, in two processes and two folders."
@@ -339,7 +339,7 @@ def test_the_papers_numbers_alone_need_no_runs(tmp_path):
                          env=os.environ | {"MIXSD_RUNS": str(tmp_path)})
     assert ran.returncode == 0, ran.stderr
     assert len(list((tmp_path / "figures/tables").glob("*-paper.tex"))) == 12
-    assert {p.stem for p in (tmp_path / "figures").glob("*.png")} == {f"{name}-paper" for name in ("overview", "chosen", "high-nll", "displacement")}
+    assert {p.stem for p in (tmp_path / "figures").glob("*.png")} == {f"{name}-paper" for name in ("chosen", "high-nll", "displacement")}
 
 
 def test_analyses_that_were_made_are_drawn(tmp_path, monkeypatch):

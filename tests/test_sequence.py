@@ -9,7 +9,6 @@ import ipywidgets as widgets
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.figure import Figure
 
 from mixsd_nb import errors, explore, figures, fisher, forgetting, nll, train
 from mixsd_nb.cluster.grid import make_cell
@@ -114,9 +113,8 @@ def test_the_natural_order_of_work(project, tiny, capsys, monkeypatch):
     np.testing.assert_array_equal(at(last, first).values[both], first.accuracy.values[both])
 
 
-def test_without_a_run_of_the_base_model(project, tiny, monkeypatch):
+def test_without_a_run_of_the_base_model(project, tiny):
     "Step 0 of a training is its base: figures and tables work after a single training."
-    monkeypatch.setattr("mixsd_nb.figures.draw_overview", lambda *_, **options: Figure())  # mixes targets of 24 facts
     parameters = dict(model=tiny, n=2, epochs=1, checkpoints=(), max_new_tokens=8, task_tokens=8, suite="recall,choice,world")
     trained = train.run(method="sft", **parameters)
     sources = figures.run(source="runs", model=Run(trained.folder).root.model.item())

@@ -7,7 +7,6 @@ __all__ = ['CONDITIONALS', 'place_tokens', 'draw_tokens', 'draw_sources', 'wrap_
            'find_examples', 'draw_overview']
 
 # %% ../../nbs/results/overview.ipynb #7775f66a
-import functools
 import textwrap
 from typing import NamedTuple
 
@@ -145,16 +144,6 @@ def find_examples(
     raise ValueError(f"none of {len(rows)} facts has, with lam={lam:g}, a mixed target that neither conditional writes")
 
 # %% ../../nbs/results/overview.ipynb #472807f8
-@functools.lru_cache(1)
-def _written_examples(model, dataset, lam, facts):
-    "The tokenizer, the corpus and the examples of a picture, which is drawn again with every table."
-    from mixsd_nb.corpora import CORPORA, load_corpus
-    from mixsd_nb.models import load_engine
-    engine, corpus = load_engine("hf", model), CORPORA[dataset]
-    rows = load_corpus(dataset, "train").select(range(facts)).to_list()
-    return engine.tokenizer, corpus, find_examples(engine, rows, corpus, lam)
-
-
 def draw_overview(
     model: str = "lab-m",
     dataset: str = "kgfact-small",
@@ -164,7 +153,11 @@ def draw_overview(
     """The prompts of the two conditionals, what each of them writes alone, and two accepted mixed targets.
 
     The second of these names another entity; the note says how many targets do."""
-    tokenizer, corpus, found = _written_examples(model, dataset, lam, facts)
+    from mixsd_nb.corpora import CORPORA, load_corpus
+    from mixsd_nb.models import load_engine
+    engine, corpus = load_engine("hf", model), CORPORA[dataset]
+    rows = load_corpus(dataset, "train").select(range(facts)).to_list()
+    tokenizer, found = engine.tokenizer, find_examples(engine, rows, corpus, lam)
     x, y = found.row["prompt"], found.row["target"]
     prompts = {"naive conditional: asked for x": x,
                "expert conditional: x, and the true answer y* in context": corpus.expert(x, found.row.get("reference") or y),
