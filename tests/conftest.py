@@ -40,6 +40,12 @@ def lab():
     return load_base("lab-m")
 
 
+@pytest.fixture(scope="session")
+def lab_s():
+    "The model and the tokenizer of lab-s, for tests that write much text."
+    return load_base("lab-s")
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes more than 20 seconds on a busy machine and runs only in `make test-slow`")
 

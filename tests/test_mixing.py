@@ -26,16 +26,16 @@ from mixsd_nb.models.tiny import random_model
 ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
-def items(lab):
-    return mix_items(lab[1], list(load_corpus("kgfact-small")["train"])[:4])
+def items(lab_s):
+    return mix_items(lab_s[1], list(load_corpus("kgfact-small")["train"])[:4])
 
 
 @pytest.mark.parametrize(("lam", "temperature"), [(0, 0), (0.3, 0), (0.7, 0), (1, 0), (0.5, 0.8)])
-def test_both_modes_equal_the_oracle(lam, temperature, lab, items):
+def test_both_modes_equal_the_oracle(lam, temperature, lab_s, items):
     options, ties = dict(temperature=temperature, max_new_tokens=60, max_attempts=2, seed=1), 0
-    expected = mix_oracle(load_engine("hf", *lab), items, lam, **options)
+    expected = mix_oracle(load_engine("hf", *lab_s), items, lam, **options)
     for mode, size in (("lockstep", 4), ("block", 3)):
-        equal, parted, wrong = compare(lab[0], items, expected, mix(load_engine("hf", *lab, batch_size=size, mode=mode), items, lam, **options))
+        equal, parted, wrong = compare(lab_s[0], items, expected, mix(load_engine("hf", *lab_s, batch_size=size, mode=mode), items, lam, **options))
         assert not wrong, f"{mode}: {wrong}"
         ties += parted
     print(f"λ={lam}, T={temperature}: {ties} ties in {2 * len(items)} sequences")
@@ -61,27 +61,27 @@ def test_the_parameter_that_chooses_the_mode_names_the_ties():
     assert "same tokens, up to ties below 1e-4" in MixSettings.model_fields["mode"].description
 
 
-def test_the_lean_pass_writes_the_tokens_of_the_general_modules(lab, items, monkeypatch):
+def test_the_lean_pass_writes_the_tokens_of_the_general_modules(lab_s, items, monkeypatch):
     options = dict(max_new_tokens=60, max_attempts=2, temperature=0.8)
     for mode in ("lockstep", "block"):
-        lean = mix(load_engine("hf", *lab, mode=mode), items, 0.4, **options)
+        lean = mix(load_engine("hf", *lab_s, mode=mode), items, 0.4, **options)
         with monkeypatch.context() as patch:
             patch.setattr("mixsd_nb.models.engines.has_lean_pass", lambda model: False)
-            general = mix(load_engine("hf", *lab, mode=mode), items, 0.4, **options)
+            general = mix(load_engine("hf", *lab_s, mode=mode), items, 0.4, **options)
         assert all(np.array_equal(a[k], b[k]) for a, b in zip(lean, general) for k in a)
 
 
-def test_order_and_batch_size_change_nothing(lab, items):
+def test_order_and_batch_size_change_nothing(lab_s, items):
     options = dict(max_new_tokens=60, max_attempts=3, temperature=0.7)
-    one = mix(load_engine("hf", *lab, batch_size=1), items, 0.5, **options)
+    one = mix(load_engine("hf", *lab_s, batch_size=1), items, 0.5, **options)
     for mode, size in (("lockstep", 5), ("block", 2), ("block", 6)):
-        other = mix(load_engine("hf", *lab, batch_size=size, mode=mode), items[::-1], 0.5, **options)[::-1]
+        other = mix(load_engine("hf", *lab_s, batch_size=size, mode=mode), items[::-1], 0.5, **options)[::-1]
         assert all(np.array_equal(a[k], b[k]) for a, b in zip(one, other) for k in a)
 
 
-def test_a_completion_holds_its_stop_token_once_and_a_source_for_each_token(lab, items):
-    for record in mix(load_engine("hf", *lab), items, 0.5):
-        stops = [t == lab[1].eos_token_id for t in record["completion_ids"]]
+def test_a_completion_holds_its_stop_token_once_and_a_source_for_each_token(lab_s, items):
+    for record in mix(load_engine("hf", *lab_s), items, 0.5):
+        stops = [t == lab_s[1].eos_token_id for t in record["completion_ids"]]
         assert sum(stops) == stops[-1] == (record["finish_reason"] == "stop")
         assert len(record["naive_mask"]) == len(record["completion_ids"])
         assert not record["accepted"] or record["finish_reason"] == "stop"
@@ -136,44 +136,44 @@ ALONE = st.tuples(CONTEXT, st.lists(st.booleans(), max_size=12))
 @settings(max_examples=120, deadline=None)
 @given(asked=st.one_of(st.lists(PAIR, min_size=1, max_size=7), st.lists(ALONE, min_size=1, max_size=7)), size=st.integers(1, 4),
        temperature=st.sampled_from([0, 0.9]), new=st.integers(1, 12), total=st.integers(2, 30))
-def test_any_requests_under_any_limits_equal_the_oracle(tiny, lab, asked, size, temperature, new, total):
+def test_any_requests_under_any_limits_equal_the_oracle(tiny, lab_s, asked, size, temperature, new, total):
     requests = [Request(tuple(contexts), k, naive, k) for k, (*contexts, naive) in enumerate(asked)]
     options, found = dict(temperature=temperature, top_k=5, max_new_tokens=new, max_total=total), []
     assert has_lean_pass(tiny) == (tiny.config.model_type == "qwen3")
     for mode in ("lockstep", "block", "auto"):
-        engine = HFEngine(tiny, lab[1], size, mode)
+        engine = HFEngine(tiny, lab_s[1], size, mode)
         engine.stop = torch.tensor([3, 7])
         found.append({r.tag: completion for r, completion in engine.stream(deque(requests), **options)})
     assert found == 3 * [{r.tag: completion for r, completion in oracle_stream(engine, deque(requests), **options)}]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast_writes_the_likeliest_tokens(tiny, lab, dtype):
+def test_autocast_writes_the_likeliest_tokens(tiny, lab_s, dtype):
     "Rollouts of a training on a GPU are written under autocast; the oracle reads each sequence at once, without a cache."
     model, prompts = copy.deepcopy(tiny).to(dtype), [[1, 2, 5], [4, 5, 6, 8, 1], [9], [1, 2, 5]]
     with torch.autocast("cpu", torch.bfloat16):
-        found = HFEngine(model, lab[1], 3).generate(prompts, max_new_tokens=15)
+        found = HFEngine(model, lab_s[1], 3).generate(prompts, max_new_tokens=15)
         for prompt, ids in zip(prompts, (completion.ids for completion in found)):
             with torch.inference_mode(): logits = model(torch.tensor([prompt + ids[:-1]])).logits[0, len(prompt) - 1:].float()
             assert (logits.gather(1, torch.tensor(ids)[:, None])[:, 0] >= logits.amax(1) - 0.1).all()
 
 
 @pytest.mark.parametrize("shared", [0, 1, 7])
-def test_block_mode_reads_once_what_both_prompts_begin_with(tiny, lab, shared):
+def test_block_mode_reads_once_what_both_prompts_begin_with(tiny, lab_s, shared):
     read = []
     requests = [Request(([k] * shared + [6] * 9, [k] * shared + [8] * 3), k, [False]) for k in (0, 1, 2, 4)]
     hook = tiny.model.embed_tokens.register_forward_hook(lambda module, ids, out: read.append(ids[0].numel()))
-    try: list(HFEngine(tiny, lab[1], 4, "block").stream(deque(requests), max_new_tokens=1))
+    try: list(HFEngine(tiny, lab_s[1], 4, "block").stream(deque(requests), max_new_tokens=1))
     finally: hook.remove()
     padding = not has_lean_pass(tiny) and not shared  # the general modules read a padded column if nothing is shared
     assert sum(read) == 4 * (shared + padding + 8 + 2 + 2), "beginnings, both rests, and a column of each conditional"
 
 
-def test_two_items_of_one_id_are_refused(lab, items):
+def test_two_items_of_one_id_are_refused(lab_s, items):
     with pytest.raises(ValueError, match="ids of items must be different"):
-        mix(load_engine("hf", *lab), items[:1] * 2, 0.5)
+        mix(load_engine("hf", *lab_s), items[:1] * 2, 0.5)
 
 
-def test_a_rate_outside_its_range_is_refused(lab, items):
+def test_a_rate_outside_its_range_is_refused(lab_s, items):
     with pytest.raises(ValueError, match="lam must be between 0 and 1, got 1.5"):
-        mix(load_engine("hf", *lab), items, 1.5)
+        mix(load_engine("hf", *lab_s), items, 1.5)

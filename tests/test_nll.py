@@ -224,25 +224,25 @@ def test_targets_that_were_replaced_come_from_neither_conditional(tmp_path, lab)
 
 
 def test_mixed_targets_are_the_stored_ids_of_accepted_rows():
-    generated = generate.run(lam=0)
+    generated = generate.run(model="lab-s", lam=0)
     file, table = generated.folder / "targets.parquet", generated.targets.query("accepted")
-    result = nll.run(targets=str(file)).result
+    result = nll.run(model="lab-s", targets=str(file)).result
     root = result.to_dataset().squeeze()
     assert root.n.sel(part="all") == len(table) > 90
-    tail = template_tail(load_tokenizer("lab-m"))
+    tail = template_tail(load_tokenizer("lab-s"))
     assert result["per_token"].token_id.values.tolist() == [t for c in table.completion_ids for t in [*c, *tail]]
-    assert root.nll.sel(part="all") < nll.run().root.nll.sel(part="all").item(), "mixed targets are nearer to the base than canonical ones"
+    assert root.nll.sel(part="all") < nll.run(model="lab-s").root.nll.sel(part="all").item(), "mixed targets are nearer to the base than canonical ones"
     assert root.source_tokens.sel(source="naive") == 0
-    cube = nll.merge_results(nll.score_all("kgfact-small", ["lab-m"]))
+    cube = nll.merge_results(nll.score_all("kgfact-small", ["lab-s"]))
     assert cube["method"].values.tolist() == ["mixsd-0", "sft"] and nll.nll_table(cube).shape[0] == 2
-    assert len(nll.cdf_figure(nll.score_all("kgfact-small", ["lab-m"])).axes) == len(nll.source_figure(cube).axes) == 1
+    assert len(nll.cdf_figure(nll.score_all("kgfact-small", ["lab-s"])).axes) == len(nll.source_figure(cube).axes) == 1
     tokens = result["per_token"].to_dataset()
     words = tokens.nll.values[tokens.token_source.values != NEITHER]
-    shares, overlap = nll.source_table(cube).loc[("lab-m", "mixsd-0")], nll.overlap_table(cube)
+    shares, overlap = nll.source_table(cube).loc[("lab-s", "mixsd-0")], nll.overlap_table(cube)
     assert shares["share of tokens (%)"].tolist() == [100, 0] and shares[("mean NLL", "expert")] == pytest.approx(words.mean())
-    assert overlap.loc[("lab-m", "mixsd-0"), (8.0, "mean")] == pytest.approx(100 * root.overlap.sel(threshold=8, over="mean").item())
+    assert overlap.loc[("lab-s", "mixsd-0"), (8.0, "mean")] == pytest.approx(100 * root.overlap.sel(threshold=8, over="mean").item())
     file.rename(file.with_name("elsewhere.parquet"))
-    assert nll.run(targets=str(file.with_name("elsewhere.parquet"))).result.identical(result)
+    assert nll.run(model="lab-s", targets=str(file.with_name("elsewhere.parquet"))).result.identical(result)
 
 
 def test_what_is_refused(tmp_path, lab):

@@ -110,15 +110,15 @@ class Pairs(MethodRun):
 
 
 @pytest.fixture(scope="module")
-def mixed(lab):
-    "The first eight facts, and their mixed targets at λ = 0.5 by lab-m."
-    engine, rows = load_engine("hf", *lab, batch_size=8), list(load_corpus("kgfact-small", "train"))[:8]
+def mixed(lab_s):
+    "The first eight facts, and their mixed targets at λ = 0.5 by lab-s."
+    engine, rows = load_engine("hf", *lab_s, batch_size=8), list(load_corpus("kgfact-small", "train"))[:8]
     return engine, rows, mix(engine, mix_items(engine.tokenizer, rows), 0.5, max_new_tokens=LONGEST)
 
 
 def run_on(folder, mixed, **more):
     engine, rows, records = mixed
-    parameters = SimpleNamespace(dataset="kgfact-small", model="lab-m", span="completion", lam=0.5, seed=0, dtype="float32", batch_size=8,
+    parameters = SimpleNamespace(dataset="kgfact-small", model="lab-s", span="completion", lam=0.5, seed=0, dtype="float32", batch_size=8,
                                  target_tokens=LONGEST, method="mixsd-shuffled", options={}, **more)
     run = Pairs(folder, parameters, mixed_targets=lambda: pd.DataFrame([r for r in records if r["accepted"]]))
     run.rows = rows
