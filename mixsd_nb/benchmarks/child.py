@@ -6,7 +6,6 @@
 __all__ = ['MAX_WRITTEN', 'LIMITS', 'MAX_THREADS', 'PROGRAM_EXITED', 'build_child_code']
 
 # %% ../../nbs/benchmarks/child.ipynb #346d775d
-import ast
 import builtins
 import contextlib
 import functools
@@ -94,6 +93,7 @@ def _find_free_names(
     source: str,  # a module
 ) -> list[str]:
     "Names that a module reads and binds nowhere, without built-in and special ones; sorted."
+    import ast  # here, because only the tests' child needs it
     read, bound = set(), set(dir(builtins))
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Name): (read if isinstance(node.ctx, ast.Load) else bound).add(node.id)
@@ -166,5 +166,5 @@ def build_child_code() -> str:
     "The code of the child process."
     parts = (_limit_resources, _pack, _unpack, _serve, _find_free_names, _import_names, _offer_packages,
              _execute_task)
-    return "\n".join(["import ast, builtins, contextlib, json, os, sys", f"PROGRAM_EXITED = {PROGRAM_EXITED}",
+    return "\n".join(["import builtins, contextlib, json, os, sys", f"PROGRAM_EXITED = {PROGRAM_EXITED}",
                       *map(inspect.getsource, parts), "_execute_task()"])
