@@ -1,6 +1,6 @@
 # The two main commands are `make run` and `make test`. Both create .venv first; later calls do not install again.
 .DEFAULT_GOAL := help
-.PHONY: help run frontier lab verdict model-card docs test .test-others .test-exports .test-notebooks .test-waiting .test-python test-slow rehearse test-gpu test-lowest test-vllm exact cross-check ci-tools notebooks export clean
+.PHONY: help run frontier lab verdict model-card docs test .test-others .test-exports .test-notebooks .test-waiting .test-python test-slow rehearse test-gpu speed-gpu test-lowest test-vllm exact cross-check ci-tools notebooks export clean
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Compiled modules are kept even if the environment forbids it, because every command starts several processes.
 export PYTHONDONTWRITEBYTECODE :=
@@ -79,6 +79,10 @@ rehearse: $(VENV)/.dev ## take small models of the hub's families through every 
 DEVICE ?= cuda
 test-gpu: $(VENV)/.run ## check every part on one GPU with a random model of 1.7B, and write gpu-report.json (eight minutes)
 	@$(BIN)/python -m mixsd_nb.profiling.check --device $(DEVICE)
+
+speed-gpu: $(VENV)/.run ## measure mixing, training and the Fisher on one GPU, and write papermill_runs/gpu (eight minutes)
+	@$(BIN)/python -m pip -qq install -c constraints.txt -e '.[peers]'
+	@$(BIN)/python -c "from mixsd_nb.speed import measure_gpu; measure_gpu()"
 
 # A quick selection that touches the requirements: training, decoding, tables, cubes, configurations, command lines.
 OLD := $(patsubst %,tests/test_%.py,own_benchmarks prompts commands)

@@ -266,7 +266,7 @@ class FineTuner(SavingTrainer):
         if "grad_norm" in logs and self.is_world_process_zero():
             now = time.perf_counter()
             rate = self.trained / (now - self.start)
-            self.report(dict(step=step, steps=self.state.max_steps, tokens_per_second=rate, **logs))
+            self.report(dict(step=step, steps=self.state.max_steps, tokens=self.trained, tokens_per_second=rate, **logs))
             self.start += time.perf_counter() - now  # the report may measure a checkpoint
 
 # %% ../../nbs/methods/trainer.ipynb #94228b3a
@@ -304,8 +304,8 @@ def train_process(
 ) -> None:
     """Train in this process, alone or as one of several, until all checkpoints of the spec exist.
 
-    The report gets step, steps, loss, grad_norm, learning_rate and tokens_per_second of every update. ValueError if
-    the number of processes is not that of the spec, or a checkpoint has another architecture; StorageError if a
+    The report gets step, steps, loss, grad_norm, learning_rate, the tokens trained so far, and tokens_per_second, after
+    every update. ValueError if the number of processes is not that of the spec, or a checkpoint has another architecture; StorageError if a
     checkpoint cannot be written; DivergenceError if loss or gradient is not finite."""
     if (processes := int(os.environ.get("WORLD_SIZE", 1))) != spec.processes:
         raise ValueError(f"processes must be {spec.processes}, as the training spec says, got {processes}")

@@ -27,7 +27,9 @@ def has_lean_pass(
             and config.hidden_act == "silu" and len({p.device for p in model.parameters()}) == 1)
 
 # %% ../../nbs/models/decoder.ipynb #cb9dbfd4
-def _normalise(norm, x): return rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+def _normalise(norm, x):
+    x = x.to(norm.weight.dtype)  # autocast gives other ones, for which torch has no fused kernel
+    return rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
 def _rotate(x, cos, sin):

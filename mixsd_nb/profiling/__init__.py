@@ -38,10 +38,14 @@ def device_name() -> str:
 def profile_call(
     call: Callable[[], object],
 ) -> tuple[float, float]:
-    "Time in s and peak memory in MiB of a call."
+    "Time in s and peak memory in MiB of a call, work that it leaves on a GPU included."
+    import torch
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    wait()
     reset_peak()
     begin = time.perf_counter()
     call()
+    wait()
     return time.perf_counter() - begin, peak_mib()
 
 # %% ../../nbs/profiling/index.ipynb #2bd5d044

@@ -248,7 +248,8 @@ def train_method(check: Device, method: str) -> tuple[int, dict]:
     if len(entries) != check.updates: raise RuntimeError(f"{check.updates} updates were asked for, {len(entries)} came")
     if not np.isfinite([entry["loss"] for entry in entries]).all(): raise FloatingPointError("the loss is not finite")
     seconds = times[-1] - times[0]
-    return round(entries[-1]["tokens_per_second"] * seconds), dict(seconds=seconds, loss=entries[-1]["loss"])
+    notes = dict(seconds=seconds, seconds_of_update=seconds / (len(times) - 1), loss=entries[-1]["loss"])
+    return entries[-1]["tokens"] - entries[0]["tokens"], notes
 
 # %% ../../nbs/profiling/check.ipynb #47558b71
 def resume_training(check: Device) -> tuple[int, dict]:
@@ -362,9 +363,10 @@ def format_part(part: Part) -> str:
     if part.error: return f"{part.name:24}{part.error}"
     rate = f"{part.tokens_per_second:11,.0f} tokens/s" if part.tokens else ""
     share = f"{100 * part.share:7.1f} %" if part.share else ""
+    update = f"{part.notes['seconds_of_update']:7.2f} s an update" if "seconds_of_update" in part.notes else ""
     known = part.planned_gib is not None
     planned = f"  planned {part.planned_gib:.2f} GiB, {part.planned_seconds:.1f} s" if known else ""
-    return f"{part.name:24}{part.seconds:8.1f} s{part.peak_gib:9.2f} GiB{rate}{share}{planned}"
+    return f"{part.name:24}{part.seconds:8.1f} s{part.peak_gib:9.2f} GiB{rate}{share}{update}{planned}"
 
 
 def _check_command(*arguments: str) -> int:
