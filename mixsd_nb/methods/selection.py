@@ -92,9 +92,9 @@ def select_checkpoints(
     rule: str = "best",  # for checkpoints: best, the paper's, or first_peak, that of the published code
     ties: str = "smallest",  # as of `best_rate`
 ) -> pd.DataFrame:
-    "Rows `dataset, model, method, seed, lr, step`: the checkpoints that a table shows."
+    "Rows `dataset, model, recipe, seed, lr, step`: the checkpoints that a table shows."
     scores, rows = cube.accuracy.sel(benchmark=["recall", "validation"], step=cube.step > 0), []
-    for at, runs in scores.stack(run=("dataset", "model", "method", "seed")).groupby("run"):
+    for at, runs in scores.stack(run=("dataset", "model", "recipe", "seed")).groupby("run"):
         found, mixed = {}, parse_label(at[2])[0].mixed
         for lr in runs.lr.values:
             series = runs.squeeze("run").sel(lr=lr).transpose("benchmark", "step").dropna("step")
@@ -103,5 +103,5 @@ def select_checkpoints(
                 found[float(lr)] = (float(series.values[1, k]), int(series.step[k]))
         if found:
             lr = best_rate({rate: score for rate, (score, _) in found.items()}, ties)
-            rows.append(dict(zip(("dataset", "model", "method", "seed"), at), lr=lr, step=found[lr][1]))
-    return pd.DataFrame(rows, columns=["dataset", "model", "method", "seed", "lr", "step"])
+            rows.append(dict(zip(("dataset", "model", "recipe", "seed"), at), lr=lr, step=found[lr][1]))
+    return pd.DataFrame(rows, columns=["dataset", "model", "recipe", "seed", "lr", "step"])
