@@ -870,6 +870,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                          'mixsd_nb.cluster.inputs.list_deviations': ( 'cluster/inputs.html#list_deviations',
                                                                                       'mixsd_nb/cluster/inputs.py')},
             'mixsd_nb.cluster.lab': { 'mixsd_nb.cluster.lab._cell_settings': ('cluster/lab.html#_cell_settings', 'mixsd_nb/cluster/lab.py'),
+                                      'mixsd_nb.cluster.lab._current_setting': ( 'cluster/lab.html#_current_setting',
+                                                                                 'mixsd_nb/cluster/lab.py'),
                                       'mixsd_nb.cluster.lab._run_labels': ('cluster/lab.html#_run_labels', 'mixsd_nb/cluster/lab.py'),
                                       'mixsd_nb.cluster.lab.agreeing_roots': ('cluster/lab.html#agreeing_roots', 'mixsd_nb/cluster/lab.py'),
                                       'mixsd_nb.cluster.lab.analyses_of': ('cluster/lab.html#analyses_of', 'mixsd_nb/cluster/lab.py'),

@@ -339,9 +339,9 @@ CLAIMS = {claim.name: claim for claim in [
     StudyClaim("use", "At the same use of the facts (5%), MixSD (λ=0.3) keeps more of the held-out abilities than SFT.", OURS,
                "keeps_more", dict(first=_M3, second=_SFT, recall=5, learned="use")),
     StudyClaim("regularisation", "At a recall of 95%, MixSD (λ=0.3) keeps more than a constraint on the weights, EWC.", OURS,
-               "keeps_more", dict(first=_M3, second="ewc-0.1")),
+               "keeps_more", dict(first=_M3, second="sft+ewc-0.1")),
     StudyClaim("untied", "At a recall of 90%, MixSD (λ=0.5) keeps more than SFT where the output embedding is not tied to the input embedding.", OURS,
-               "keeps_more", dict(first="mixsd-untied-0.5", second="sft-untied", recall=90)),
+               "keeps_more", dict(first="mixsd-0.5+untied", second="sft+untied", recall=90)),
     StudyClaim("smaller", "At a recall of 80%, MixSD (λ=0.5) keeps more than SFT in a model of half the size, lab-s.", OURS,
                "keeps_more", dict(first=_M5, second=_SFT, recall=80), model="lab-s"),
 ]}
