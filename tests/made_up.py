@@ -4,13 +4,12 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import torch
 from safetensors.torch import load_file, save_file
 
 from mixsd_nb.corpora import load_corpus
-from mixsd_nb.methods import BASE
+from mixsd_nb.methods import BASE, parse_label
 from mixsd_nb.models import model_source
 from mixsd_nb.results.demo import declare_made_up
 from mixsd_nb.results.layout import result_tree
@@ -28,16 +27,16 @@ def make_responses(dataset, right):
     return pd.DataFrame(rows, columns=["benchmark", "item", "prompt", "response", "correct"]).assign(sample=0, published=lambda t: t.correct)
 
 
-def write_run(folder, dataset, method, recalls, lam=np.nan, model="lab-s", epochs=20):
+def write_run(folder, dataset, recipe, recalls, model="lab-s", epochs=20):
     "A run with these recalls of ten facts at steps 0, 20, …, its responses, and checkpoints that moved at random."
-    base, lr = method == BASE, 1e-3
-    settings = dict(method=method, dataset=dataset, model=model, lr=lr, seed=0, epochs=epochs)
+    base, lr = recipe == BASE, 1e-3
+    settings = dict(method=parse_label(recipe)[0].method.name, dataset=dataset, model=model, lr=lr, seed=0, epochs=epochs)
     accuracy = {20 * k: {"recall": (r, 10), "choice": (8 - k, 10)} for k, r in enumerate(recalls)}
     curves = None if base else dict(loss=[2.0, 1.0], learning_rate=[lr, lr], grad_norm=[1.0, 1.0])
-    cell = dict(dataset=dataset, model=model, method=method, lam=lam, lr=lr)
+    cell = dict(dataset=dataset, model=model, recipe=recipe, lr=lr)
     tree = result_tree(**cell, accuracy=accuracy, benchmarks=BENCHMARKS, config=json.dumps(settings), training=curves)
     suffix = f"-{epochs}" if epochs != 20 else ""
-    run = folder / f"train-{dataset}-{model.replace('/', '-')}-{method}{suffix}"
+    run = folder / f"train-{dataset}-{model.replace('/', '-')}-{recipe}{suffix}"
     run.mkdir(parents=True)
     write_json(run / "run.json", dict(stage="train", config=settings))
     for step in range(20, 20 * len(recalls), 20):
@@ -55,4 +54,4 @@ def write_runs(folder):
     for dataset in ("kgfact-small", "kgfunc-lab"):
         write_run(folder, dataset, BASE, [0])
         write_run(folder, dataset, "sft", [0, 9, 5])
-        write_run(folder, dataset, "mixsd", [0, 5, 9], lam=0.3)
+        write_run(folder, dataset, "mixsd-0.3", [0, 5, 9])

@@ -131,7 +131,7 @@ def samples(folder):
 
 
 def classified(folder):
-    path = made_table(folder, "errors.parquet", ["benchmark", "method", "category", "left"])
+    path = made_table(folder, "errors.parquet", ["benchmark", "recipe", "category", "left"])
     return path, lambda: errors.read_classified(Run(folder))
 
 
@@ -211,8 +211,8 @@ def of_another_program(path):
     if path.suffix == ".nc":
         path.unlink()
         with netCDF4.Dataset(path, "w") as file:
-            for dim in ("dataset", "model", "method"): file.createDimension(dim, 1)
-            file.createVariable("t2m", "f4", ("dataset", "model", "method"))[:] = 1
+            for dim in ("dataset", "model", "recipe"): file.createDimension(dim, 1)
+            file.createVariable("t2m", "f4", ("dataset", "model", "recipe"))[:] = 1
     elif path.suffix == ".parquet": pd.DataFrame(dict(city=["Ulm"])).to_parquet(path)
     elif path.suffix == ".safetensors": save_file({"other": torch.ones(2)}, path)
     else: path.write_text('{"city": "Ulm"}\n')

@@ -215,7 +215,7 @@ def test_an_unknown_benchmark_is_an_error():
 
 def test_a_response_is_wrong_if_the_rule_of_the_papers_scores_rejects_it():
     "The published rule accepts a bare letter, which the strict rule rejects; no error counts it."
-    cell = dict(dataset="kgfact-small", model="lab-m", method="base", lr=0.0, seed=0, step=0, sample=0, prompt="?")
+    cell = dict(dataset="kgfact-small", model="lab-m", recipe="base", lr=0.0, seed=0, step=0, sample=0, prompt="?")
     table = pd.DataFrame([cell | dict(benchmark="choice", item="a", response="B", correct=False, published=True),
                           cell | dict(benchmark="choice", item="b", response="E", correct=False, published=False)])
     assert classify_responses(table, "kgfact-small").category.tolist() == ["correct", "format"]
@@ -224,7 +224,7 @@ def test_a_response_is_wrong_if_the_rule_of_the_papers_scores_rejects_it():
 @pytest.mark.parametrize("benchmark, split", [("recall", "train"), ("recall-reworded", "train"), ("two-hop", "two_hop")])
 def test_an_entity_of_another_fact_is_no_leakage_where_facts_are_asked(benchmark, split):
     row, other = load_corpus("kgfact-small", split)[0], load_corpus("kgfact-small", split)[1]
-    cell = dict(dataset="kgfact-small", model="lab-m", method="base", lr=0.0, seed=0, step=0, sample=0, prompt=row["prompt"])
+    cell = dict(dataset="kgfact-small", model="lab-m", recipe="base", lr=0.0, seed=0, step=0, sample=0, prompt=row["prompt"])
     table = pd.DataFrame([cell | dict(benchmark=benchmark, item=row["id"], response=f"\\boxed{{{other['answer']}}}", correct=False, published=False)])
     assert other["answer"] != row["answer"] and classify_responses(table, "kgfact-small").category.tolist() == ["cross-entity"]
 
@@ -233,7 +233,7 @@ def test_the_paraphrases_of_a_file_have_the_answers_of_their_facts():
     "A corpus from a file asks its own held-out paraphrases, whose ids are not those of the facts."
     file = str(Path(mixsd_nb.__file__).parent / "data" / "example_facts.jsonl")
     row = load_corpus(file, "reworded")[0]
-    cell = dict(dataset=file, model="lab-m", method="base", lr=0.0, seed=0, step=0, sample=0, prompt=row["prompt"], benchmark="recall-reworded",
+    cell = dict(dataset=file, model="lab-m", recipe="base", lr=0.0, seed=0, step=0, sample=0, prompt=row["prompt"], benchmark="recall-reworded",
                 item=row["id"], correct=False, published=False)
     table = pd.DataFrame([cell | dict(response=response) for response in ("\\boxed{nothing of the kind}", "no box")])
     assert row["id"] not in load_corpus(file, "train")["id"] and classify_responses(table, file).category.tolist() == ["genuine", "format"]
@@ -259,7 +259,7 @@ def write_training(root, lam, seed, by_step):
     folder = root / f"train-mixsd-{lam}-{seed}"
     folder.mkdir()
     accuracy = {step: {"equations": (0, 3)} for step in by_step}
-    tree = result_tree(dataset="kgfact-small", model="lab-m", method="mixsd", lam=lam, lr=1e-3, seed=seed, accuracy=accuracy, temperature=0.0, rollouts=1,
+    tree = result_tree(dataset="kgfact-small", model="lab-m", recipe=f"mixsd-{lam:g}", lr=1e-3, seed=seed, accuracy=accuracy,
                        benchmarks={"equations": dict(column="MATH-500", role="held-out")}, config="{}")
     for step, table in by_step.items(): table.to_parquet(folder / f"responses-{step}.parquet")
     write_json(folder / "run.json", dict(stage="train", config=dict(dataset="kgfact-small", model="lab-m", method="mixsd")))
@@ -289,15 +289,15 @@ def runs(tmp_path, monkeypatch):
 
 def test_stage_counts_every_response_once(runs):
     found = errors.run().root.isel(dataset=0, model=0)
-    assert found["count"].dims == ("method", "lr", "seed", "step", "benchmark", "category")
-    assert found["method"].values.tolist() == ["base", "mixsd-0.3"] and found.lam.sel({"method": "mixsd-0.3"}) == 0.3
-    last = found.sel({"method": "mixsd-0.3", "lr": 1e-3, "seed": 0, "step": 60})
+    assert found["count"].dims == ("recipe", "lr", "seed", "step", "benchmark", "category")
+    assert found["recipe"].values.tolist() == ["base", "mixsd-0.3"] and found.lam.sel(recipe="mixsd-0.3") == 0.3
+    last = found.sel(recipe="mixsd-0.3", lr=1e-3, seed=0, step=60)
     assert last["count"].sel(benchmark="equations").to_series().dropna().to_dict() == {"format": 1, "leakage": 0, "collapse": 1, "genuine": 0}
     assert last["count"].sel(benchmark="recall").to_series().dropna().to_dict() == {"format": 1, "cross-entity": 1, "genuine": 1}
     assert (last.n.sel(benchmark="recall"), last.wrong.sel(benchmark="recall")) == (4, 3)
     assert last.share_of_responses.sel(benchmark="equations", category="collapse") == pytest.approx(1 / 3)
     assert last.share_of_errors.sel(benchmark="equations", category="collapse") == 1 / 2
-    assert found["count"].sel({"method": "base", "lr": 0, "seed": 0, "step": 0, "benchmark": "equations", "category": "genuine"}) == 1
+    assert found["count"].sel(recipe="base", lr=0, seed=0, step=0, benchmark="equations", category="genuine") == 1
     assert found.n.sum() == 3 + 7 + 3 + 2, "and the other model is left out"
     table = errors.read_classified(errors.run())
     assert len(table) == 15 and (table.category == "correct").equals(table.correct)
@@ -360,14 +360,14 @@ def test_an_evaluated_checkpoint_stands_with_its_training_run(runs):
     write_evaluation(runs, "evaluate-checkpoint", str(checkpoint), make_rows("choice", [BARE, CHOSEN], seed=1), seed=1)
     others = dict(corpus=dict(dataset="mquake-lab", seed=1), items=dict(seed=0))  # than those of the training
     for name, other in others.items(): write_evaluation(runs, f"evaluate-{name}", str(checkpoint), make_rows("recall", [RIGHT]), **other)
-    found = errors.run().root.sel({"method": "mixsd-0.3", "seed": 1, "step": 40, "benchmark": "choice"}).squeeze()
+    found = errors.run().root.sel(recipe="mixsd-0.3", seed=1, step=40, benchmark="choice").squeeze()
     assert found.n.sel(lr=1e-3) == 2 and found["count"].sel(lr=1e-3, category="genuine") == 1
 
 
 def test_of_two_answers_to_one_question_the_newest_counts(runs):
     write_evaluation(runs, "evaluate-twin", "lab-m", make_rows("equations", [RIGHT, WORKED, BARE]))
     assert errors.run().root.n.sum() == 16, "what agrees counts once"
-    base = dict(benchmark="equations", method="base", lr=0, seed=0, step=0)
+    base = dict(benchmark="equations", recipe="base", lr=0, seed=0, step=0)
     before = errors.run().root.wrong.sel(base).item()
     double = write_evaluation(runs, "evaluate-double", "lab-m", make_rows("equations", [NONE]))
     os.utime(double / "responses.parquet", (2e9, 2e9))

@@ -34,9 +34,9 @@ def estimated(**parameters):
     return fisher.fisher_file(fisher.FisherConfig(**parameters))
 
 
-def trained(root, model, method="sft", lam=0.0, lr=1e-3, lost=0, steps=(5, 9)):
+def trained(root, model, recipe="sft", lr=1e-3, lost=0, steps=(5, 9)):
     "A run as `train` writes it: weights that moved by lr at each step along their sign, and held-out accuracies that fell."
-    folder, (base, tokenizer) = root / f"train-{method}-{lam:g}-{lr:g}", load_base(model)
+    folder, (base, tokenizer) = root / f"train-{recipe}-{lr:g}", load_base(model)
     accuracy = {s: {"recall": (s, 10), **{b: (90 - lost * s - k, 100) for k, b in enumerate(HELD_OUT)}} for s in (0, *steps)}
     benchmarks = dict.fromkeys(["recall"], dict(column="Train", role="in-domain")) | dict.fromkeys(HELD_OUT, dict(column="", role="held-out"))
     for step in steps:
@@ -46,8 +46,8 @@ def trained(root, model, method="sft", lam=0.0, lr=1e-3, lost=0, steps=(5, 9)):
         base.save_pretrained(checkpoint)
         tokenizer.save_pretrained(checkpoint)
         (checkpoint / MARK).touch()
-    write_json(folder / "run.json", dict(stage="train", config=dict(dataset="kgfact-small", model=model, method=method)))
-    write_result(result_tree(dataset="kgfact-small", model=model, method=method, lam=lam, lr=lr, accuracy=accuracy, benchmarks=benchmarks, config="{}"), folder)
+    write_json(folder / "run.json", dict(stage="train", config=dict(dataset="kgfact-small", model=model, method=recipe.partition("-")[0])))
+    write_result(result_tree(dataset="kgfact-small", model=model, recipe=recipe, lr=lr, accuracy=accuracy, benchmarks=benchmarks, config="{}"), folder)
     return folder
 
 
@@ -98,7 +98,7 @@ def test_every_checkpoint_of_a_run(model, tmp_path):
         trace, d = sum(w.sum(dtype=torch.float64).item() for w in weights.values()), sum(w.numel() for w in weights.values())
         found = [cell.displacement_sq.item(), cell.fisher_weighted.item(), cell.alignment_ratio.item()]
         np.testing.assert_allclose(found, [length, weighted, weighted / length / (trace / d)], rtol=1e-9)
-    assert tree.displacement_sq.dims == (*RUN_DIMS, "step") and tree.step.values.tolist() == [5, 9] and tree["method"].item() == "sft"
+    assert tree.displacement_sq.dims == (*RUN_DIMS, "step") and tree.step.values.tolist() == [5, 9] and tree["recipe"].item() == "sft"
     for part, names in (("layer", {"embed_tokens", "0", "1", "norm"}), ("kind", {"embed_tokens", "q_proj", "k_norm"})):
         parts = tree[f"per_{part}"].to_dataset()
         assert names <= set(parts[part].values)
@@ -109,15 +109,15 @@ def test_every_checkpoint_of_a_run(model, tmp_path):
 
 
 def test_all_runs_stand_beside_each_other(model, tmp_path):
-    for method, lam, lr, lost in (("sft", 0, 1e-3, 1), ("sft", 0, 1e-2, 3), ("mixsd", 0.5, 1e-3, 0), ("mixsd", 0.5, 1e-2, 1)):
-        trained(tmp_path, model, method, lam, lr, lost)
+    for recipe, lr, lost in (("sft", 1e-3, 1), ("sft", 1e-2, 3), ("mixsd-0.5", 1e-3, 0), ("mixsd-0.5", 1e-2, 1)):
+        trained(tmp_path, model, recipe, lr, lost)
     gone = checkpoint_folder(trained(tmp_path, model, "mixsd", 0.3), 9) / MARK
     gone.unlink()
     config = fisher.FisherConfig(model=model, limit=2)
     results, passed_over = fisher.measure_all_runs(config)
     assert passed_over == ["train-mixsd-0.3-0.001"] and len(results) == 4
     merged = xr.merge([tree.to_dataset() for tree in results.values()], join="outer", compat="no_conflicts", combine_attrs="drop_conflicts")
-    assert merged.alignment_ratio.notnull().all() and dict(merged.alignment_ratio.sizes) == dict(dataset=1, model=1, method=2, lr=2, seed=1, step=2)
+    assert merged.alignment_ratio.notnull().all() and dict(merged.alignment_ratio.sizes) == dict(dataset=1, model=1, recipe=2, lr=2, seed=1, step=2)
     table = fisher.checkpoint_points(results)
     assert len(table) == 8 and fisher.correlations(table).loc["all", "runs"] == 4
     rows = fisher.last_step_table(table)
@@ -150,7 +150,7 @@ def test_bad_input_is_one_sentence_before_a_model_is_loaded(model, tmp_path, mon
     (checkpoint_folder(runs["broken"], 5) / MARK).unlink()
     recall = dict(accuracy={0: {"recall": (0, 10)}}, benchmarks={"recall": dict(column="", role="in-domain")})
     (tmp_path / "train-base").mkdir()
-    write_result(result_tree(dataset="kgfact-small", model=model, method="base", config="{}", **recall), tmp_path / "train-base")
+    write_result(result_tree(dataset="kgfact-small", model=model, recipe="base", config="{}", **recall), tmp_path / "train-base")
     monkeypatch.setattr(estimation, "load_base", never)
     for parameters, words in [
         (dict(trained="train-nowhere"), "trained must be the folder of a finished training run, got train-nowhere"),

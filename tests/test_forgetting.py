@@ -40,7 +40,7 @@ def trained_by_hand(tmp_path, lab_s, scales):
     write_json(folder / "run.json", dict(stage="train", config=dict(dataset="kgfact-small", model="lab-s", method="sft")))
     accuracy = {step: dict(recall=(step, 100), equations=(90 - step, 100)) for step in (0, *scales)}
     benchmarks = dict(recall=dict(column="Train", role="in-domain"), equations=dict(column="MATH-500", role="held-out"))
-    write_result(result_tree(dataset="kgfact-small", model="lab-s", method="sft", lr=1e-3, seed=0, accuracy=accuracy, benchmarks=benchmarks, config="{}",
+    write_result(result_tree(dataset="kgfact-small", model="lab-s", recipe="sft", lr=1e-3, seed=0, accuracy=accuracy, benchmarks=benchmarks, config="{}",
                              targets=dict(target_nll=3.0)), folder)
     return folder
 
@@ -81,7 +81,7 @@ def test_forgetting_joins_the_training_cube(tmp_path, lab_s):
     folder = trained_by_hand(tmp_path, lab_s, {10: 0.01})
     found = ForgettingConfig(model="lab-s", trained=str(folder), prompts=1, facts=1).run().root
     both = xr.merge([open_cube(), found], join="outer", compat="no_conflicts", combine_attrs="drop_conflicts")
-    trained = both.sel({"method": found["method"].values, "lr": found.lr.values, "step": 10, "benchmark": "equations"})
+    trained = both.sel(recipe=found["recipe"].values, lr=found.lr.values, step=10, benchmark="equations")
     assert trained.forgetting.notnull().all() and (trained.accuracy == 0.8).all()
 
 

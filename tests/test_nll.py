@@ -119,7 +119,7 @@ def test_canonical_targets(lab):
         np.testing.assert_allclose(scored[k], plain(model, *encode_canonical(tokenizer, rows[k], "body")), atol=1e-4)
     tokens = np.concatenate(scored)
     assert root.nll.sel(part="all") == pytest.approx(tokens.mean()) and root.above.sel(part="all", threshold=8) == (tokens > 8).sum()
-    assert (root["method"], root.seed, np.isnan(root.lam)) == ("sft", 0, True) and (result["per_token"].token_source == NEITHER).all()
+    assert (root["recipe"], root.seed, np.isnan(root.lam)) == ("sft", 0, True) and (result["per_token"].token_source == NEITHER).all()
 
 
 def test_the_first_items_are_counted_apart():
@@ -150,7 +150,7 @@ def test_source_and_overlap_of_known_targets(tmp_path, lab):
     model, tokenizer = lab
     result = nll.run(targets=half_canonical(tmp_path, tokenizer), span="completion").result
     canonical, root, tokens = nll.run(span="completion").result["per_token"], result.to_dataset().squeeze(), result["per_token"]
-    assert (root["method"], root.seed, root.lam, root.n.sel(part="all")) == ("mixsd-0.4", 3, 0.4, 3)
+    assert (root["recipe"], root.seed, root.lam, root.n.sel(part="all")) == ("mixsd-0.4", 3, 0.4, 3)
     values = np.concatenate(split_by_target(tokens))
     naive = np.concatenate([np.arange(len(v)) % 2 == 0 for v in split_by_target(tokens)])
     for name, mask in dict(naive=naive, expert=~naive).items():
@@ -234,7 +234,7 @@ def test_mixed_targets_are_the_stored_ids_of_accepted_rows():
     assert root.nll.sel(part="all") < nll.run(model="lab-s").root.nll.sel(part="all").item(), "mixed targets are nearer to the base than canonical ones"
     assert root.source_tokens.sel(source="naive") == 0
     cube = nll.merge_results(nll.score_all("kgfact-small", ["lab-s"]))
-    assert cube["method"].values.tolist() == ["mixsd-0", "sft"] and nll.nll_table(cube).shape[0] == 2
+    assert cube["recipe"].values.tolist() == ["mixsd-0", "sft"] and nll.nll_table(cube).shape[0] == 2
     assert len(nll.cdf_figure(nll.score_all("kgfact-small", ["lab-s"])).axes) == len(nll.source_figure(cube).axes) == 1
     tokens = result["per_token"].to_dataset()
     words = tokens.nll.values[tokens.token_source.values != NEITHER]

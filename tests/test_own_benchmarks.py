@@ -245,9 +245,9 @@ def test_files_and_harness_go_through_training_into_the_cube(harness, own_runs, 
     cube = open_cube().squeeze()
     own = cube.sel(benchmark=["my_tests", "harness:sums"])
     assert own.role.values.tolist() == ["own"] * 2 and own.samples.values.tolist() == [2, 1] and own.version.values.tolist() == ["", "1.5 (lm_eval 0.0)"]
-    last = own.sel({"step": own.step[-1], "method": "sft", "benchmark": "harness:sums"}).max("lr")
+    last = own.sel(step=own.step[-1], recipe="sft", benchmark="harness:sums").max("lr")
     assert (last.accuracy, last.n, last.harness_exact_match, last.harness_exact_match_stderr, last.harness_f1) == (0.75, 4, 0.75, 0.25, 0.5)
-    assert own.harness_exact_match.sel({"method": "base", "step": 0, "benchmark": "harness:sums"}).max() == 0.5
+    assert own.harness_exact_match.sel(recipe="base", step=0, benchmark="harness:sums").max() == 0.5
     assert open_cube().harness_exact_match.sel(benchmark="recall").isnull().all()
     averages = held_out_average(open_cube())
     assert averages.equals(held_out_average(open_cube().sel(benchmark=["recall", "arithmetic"])))

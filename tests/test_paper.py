@@ -59,14 +59,14 @@ def test_the_source_of_the_others_has_no_marks(sheets):
 
 def test_the_correlations_have_two_readings():
     "Over the checkpoints of all learning rates, and of the rate that is selected for each method and seed; both counted one by one."
-    cube, dims = invent_cube(2), ("dataset", "model", "method", "lr", "seed", "step")
+    cube, dims = invent_cube(2), ("dataset", "model", "recipe", "lr", "seed", "step")
     shape, rng = [cube.sizes[d] for d in dims], np.random.default_rng(0)
     cube = cube.assign({name: (dims, rng.random(shape)) for name in ("displacement_sq", "alignment_ratio")})
-    rates = {(row.method, row.seed): row.lr for row in select_cells(cube).itertuples()}
+    rates = {(row.recipe, row.seed): row.lr for row in select_cells(cube).itertuples()}
     drop = average_drop(score_by(cube, "published")).transpose(*dims)
     points = {"All learning rates": [], "Selected rates": []}
     for at in np.ndindex(*shape):
-        label, lr, seed = (cube[d].values[at[dims.index(d)]] for d in ("method", "lr", "seed"))
+        label, lr, seed = (cube[d].values[at[dims.index(d)]] for d in ("recipe", "lr", "seed"))
         if label == "base" or np.isnan(drop.values[at]): continue
         point = cube.displacement_sq.values[at], cube.alignment_ratio.values[at], drop.values[at]
         points["All learning rates"].append(point)

@@ -163,8 +163,8 @@ def test_no_prompt_contains_the_date_of_today(template, tiny, tmp_path, own_runs
 def test_a_suite_without_held_out_benchmarks_leaves_averages_empty(own_runs):
     "Selection needs recall and validation alone, so a cube of such runs has tables, and no average."
     cell = dict(dataset="kgfact-small", model="lab-s", lr=1e-3, seed=0, benchmarks={"recall": dict(column="Train", role="in-domain")})
-    trees = {method: result_tree(**cell, method=method, lam=lam, accuracy={0: {"recall": (0, 10)}, 20: {"recall": (5, 10)}}, config="{}")
-             for method, lam in (("sft", np.nan), ("mixsd", 0.3))}
+    trees = {recipe: result_tree(**cell, recipe=recipe, accuracy={0: {"recall": (0, 10)}, 20: {"recall": (5, 10)}}, config="{}")
+             for recipe in ("sft", "mixsd-0.3")}
     cube = cube_of({name: tree.to_dataset() for name, tree in trees.items()})
     assert held_out_average(cube).isnull().all() and average_drop(cube).isnull().all()
     assert summary_table(cube).filter(like="Avg").isin([np.nan, ""]).all(axis=None)

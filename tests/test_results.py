@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from mixsd_nb.benchmarks import SUITES as BENCHMARKS
 from mixsd_nb.benchmarks import Suite
 from mixsd_nb.corpora import CORPORA, Corpus, Schedule, check_corpus
-from mixsd_nb.methods import METHODS, TRAINED, Method
+from mixsd_nb.methods import METHODS, TRAINED, Method, compose, label_coordinates, recipe_label
 from mixsd_nb.results.agreement import check_settings, group_runs
 from mixsd_nb.results.comparison import selection_figure
 from mixsd_nb.results.cube import agreeing_runs, cube_of, missing_runs, open_cube
@@ -30,7 +30,7 @@ from mixsd_nb.results.demo import invent_cube, invent_result
 from mixsd_nb.results.gallery import collapse_source, load_sources, run_figures, select_part, shared_figures, source_sheet
 from mixsd_nb.results.layout import result_tree
 from mixsd_nb.results.merge import merge_roots
-from mixsd_nb.results.plots import method_colour
+from mixsd_nb.results.plots import recipe_colour
 from mixsd_nb.results.sheets import draw_sheet, style_sheet, to_latex
 from mixsd_nb.results.summary import held_out_average, summary_table
 from mixsd_nb.results.tables import TABLES, list_tables
@@ -57,6 +57,9 @@ class Demo(Stage):
     steps: tuple[int, ...] = (0, 20, 60, 100)
     suites: tuple[str, ...] = tuple(SUITES)
 
+    @property
+    def label(self): return recipe_label(compose(self.method), lam=self.lam)
+
     def slug(self): return self.method
     def compute(self, run): return training(self)
 
@@ -75,7 +78,7 @@ def training(config):
         targets=dict(target_nll=rng.random(), targets_kept=97, targets_asked=100, target_tokens=30.5),
         training={name: rng.random(100) for name in ("loss", "learning_rate", "grad_norm")})
     benchmarks = {b: dict(column="", role=SUITES[b]) for b in config.suites}
-    return result_tree(dataset=config.dataset, model=config.model, method=config.method, lam=config.lam, lr=config.lr,
+    return result_tree(dataset=config.dataset, model=config.model, recipe=config.label, lr=config.lr,
                        seed=config.seed, accuracy=accuracy, benchmarks=benchmarks,
                        config=json.dumps(json.loads(config.canonical()) | dict(steps=0, suites=0)), **trained)
 
@@ -113,7 +116,7 @@ def cube(written, tmp_path, monkeypatch):
 
 def bases_of(roots):
     "Step 0 of the most complete run of each corpus, model and seed without a run of the base model, written out by hand."
-    known = {(r.dataset.item(), r.model.item(), r.seed.item()) for r in roots if r["method"] == "base"}
+    known = {(r.dataset.item(), r.model.item(), r.seed.item()) for r in roots if r["recipe"] == "base"}
     for root in sorted(roots, key=lambda r: -int(r.accuracy.notnull().sum())):
         cell = (root.dataset.item(), root.model.item(), root.seed.item())
         if cell in known: continue
@@ -121,8 +124,9 @@ def bases_of(roots):
         at = root[["accuracy", "n", "published", "variance"]].sel(step=[0]).copy(deep=True)
         kept, recall = (list(SUITES).index(name) for name in ("recall-kept", "recall"))
         for values in (v.values for v in at.data_vars.values()): values[..., kept] = values[..., recall]
-        at["method"], at["lr"], at["lam"] = ["base"], [0.0], ("method", [np.nan])
-        yield at.assign_coords({name: ("method", [np.nan]) for name in ("rollouts", "temperature")})
+        at["recipe"], at["lr"], at["lam"] = ["base"], [0.0], ("recipe", [np.nan])
+        names = {name: ("recipe", [text]) for name, text in dict(method="base", anchor="", gate="").items()}
+        yield at.assign_coords(names | {name: ("recipe", [np.nan]) for name in ("rollouts", "temperature")})
 
 
 def test_the_cube_is_the_merge_of_twenty_runs(cube, tmp_path):
@@ -139,14 +143,14 @@ def test_the_cube_is_the_merge_of_twenty_runs(cube, tmp_path):
 
 
 def test_missing_runs_and_the_table_cover_the_grid(cube):
-    present = {(c.dataset, c.model, f"mixsd-{c.lam:g}" if c.method == "mixsd" else c.method,
+    present = {(c.dataset, c.model, c.label,
                 0.0 if c.method == "base" else c.lr, c.seed) for c in twenty()}
     present |= {(c.dataset, c.model, "base", 0.0, c.seed) for c in twenty()}  # step 0 of every run
-    grid = {cell for cell in itertools.product(*(cube[d].values.tolist() for d in ("dataset", "model", "method", "lr", "seed")))
+    grid = {cell for cell in itertools.product(*(cube[d].values.tolist() for d in ("dataset", "model", "recipe", "lr", "seed")))
             if (cell[2] == "base") == (cell[3] == 0)}
     assert set(missing_runs(cube).itertuples(index=False, name=None)) == grid - present
     table = summary_table(cube)
-    assert set(table[["dataset", "model", "method", "lr", "seed"]].itertuples(index=False, name=None)) == present
+    assert set(table[["dataset", "model", "recipe", "lr", "seed"]].itertuples(index=False, name=None)) == present
     assert len(table) == 23
 
 
@@ -171,7 +175,7 @@ def test_rounding_is_no_contradiction(cube, tmp_path):
     "Two measurements of one checkpoint differ in the last digits."
     for k, factor in enumerate((1, 1 + 1e-9)):
         root = Demo(method="sft", lr=1e-2, steps=(0, 60)).run().root.drop_dims("benchmark").drop_vars(["target_nll"], errors="ignore")
-        moved = root.assign(displacement_sq=xr.Variable(("dataset", "model", "method", "lr", "seed", "step"), np.full((1, 1, 1, 1, 1, 2), 64.69 * factor), dict(long_name="d", units="1")))
+        moved = root.assign(displacement_sq=xr.Variable(("dataset", "model", "recipe", "lr", "seed", "step"), np.full((1, 1, 1, 1, 1, 2), 64.69 * factor), dict(long_name="d", units="1")))
         write(xr.DataTree(moved), tmp_path / f"fisher-{k}")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -254,7 +258,7 @@ def test_analyses_join_the_cube(cube, tmp_path):
             roots.append(found.assign_attrs(config=root.attrs["config"]).rename({"n": "fisher_n"} if stage == "fisher" else {}))
     whole = open_cube()
     xr.testing.assert_equal(whole, xr.merge([*runs.values(), *bases_of(list(runs.values())), *roots], join="outer", compat="no_conflicts", combine_attrs="drop_conflicts"))
-    assert {*whole.errors.dims} == {"dataset", "model", "method", "lr", "seed", "step", "category"} and (whole.n == cube.n).sum() == cube.n.notnull().sum()
+    assert {*whole.errors.dims} == {"dataset", "model", "recipe", "lr", "seed", "step", "category"} and (whole.n == cube.n).sum() == cube.n.notnull().sum()
 
 
 @pytest.mark.parametrize("left", ["", "no netCDF", 0.3, 0.9])
@@ -365,7 +369,7 @@ def test_new_responses_since_errors_ran_are_reported(tmp_path, monkeypatch, caps
     errors.run(model="lab-s")
     capsys.readouterr()
     assert list(figures.analysis_figures(config)) == ["errors", "errors-alone"] and not capsys.readouterr().out
-    write_run(tmp_path, "kgfact-small", "mixsd", [0, 9], lam=0.3)
+    write_run(tmp_path, "kgfact-small", "mixsd-0.3", [0, 9])
     assert figures.analysis_figures(config) == {}
     assert capsys.readouterr().out == "errors.ipynb has not seen the latest runs; run it again to draw errors*\n"
     plt.close("all")
@@ -389,8 +393,8 @@ def plugin():
 
 def plugin_cube(dataset, base=True):
     suites = INVENTED | {s.name: dict(column=s.column, role=s.role) for s in (RIDDLES, REVERSED)}
-    kinds = [("base",)] * base + [("sft",), ("toy",), ("edit",)]
-    runs = [invent_result(kind, dataset=dataset, benchmarks=suites, rank=8) for kind, in kinds]
+    kinds = ["base"] * base + ["sft", "toy-r8", "edit"]
+    runs = [invent_result(kind, dataset=dataset, benchmarks=suites) for kind in kinds]
     return cube_of({f"run-{k}": run.to_dataset() for k, run in enumerate(runs)})
 
 
@@ -401,13 +405,13 @@ def labels_of(fig):
 @pytest.mark.parametrize("dataset", ["kgfact-small", "mine"])
 def test_what_a_plugin_declares_is_in_the_summary(dataset, plugin):
     cube = plugin_cube(dataset)
-    assert cube["method"].values.tolist() == ["base", "edit", "sft", "toy-r8"] and not len(missing_runs(cube))
-    assert cube["lr"].sel(lr=0).item() == 0 and cube.accuracy.sel({"method": "edit", "lr": 0}).notnull().any()
+    assert cube["recipe"].values.tolist() == ["base", "edit", "sft", "toy-r8"] and not len(missing_runs(cube))
+    assert cube["lr"].sel(lr=0).item() == 0 and cube.accuracy.sel(recipe="edit", lr=0).notnull().any()
     table = summary_table(cube)
-    assert table["method"].tolist() == ["base", "sft", "toy-r8", "edit"], "in the order of the declarations"
+    assert table["recipe"].tolist() == ["base", "sft", "toy-r8", "edit"], "in the order of the declarations"
     assert {"riddles (N=100)", "reversed (N=100)"} <= {*table} and "Avg (N=600)" in table
     held_out = [b for b in cube.benchmark.values if cube.role.sel(benchmark=b) == "held-out"]
-    cell = {"method": "toy-r8", "step": 100, "lr": 1e-3}
+    cell = {"recipe": "toy-r8", "step": 100, "lr": 1e-3}
     assert len(held_out) == 6 and np.isclose(held_out_average(cube).sel(cell).item(), cube.accuracy.sel(cell | dict(benchmark=held_out)).mean())
 
 
@@ -465,7 +469,7 @@ def test_two_models_whose_folders_have_one_name_have_their_own_rows():
     models = ["/a/final", "/b/final", "org/other"]
     roots = {f"{model}-{m}-{lr}": invent_result(m, lr=lr, model=model).to_dataset() for model in models for m in ("base", "sft") for lr in (3e-4, 1e-3)}
     cube = cube_of(roots)
-    moved = cube.accuracy.mean("benchmark").where((cube.step > 0) & (cube["method"] != "base"))
+    moved = cube.accuracy.mean("benchmark").where((cube.step > 0) & (cube["recipe"] != "base"))
     nll, first, limits = cube.target_nll.max("lr"), dict(part=["first"]), dict(threshold=[5.0, 8.0])
     targets = dict.fromkeys(["above", "share_above"], nll.expand_dims(first | limits)) | dict(nll_n=nll.expand_dims(first))
     targets |= dict(overlap=nll.expand_dims(limits | dict(over=["mean"])), overlap_n=nll.expand_dims(limits))
@@ -480,7 +484,7 @@ def test_a_caption_says_how_many_seeds_the_rows_of_its_own_table_are_means_of():
     "MixSD has one seed, another corpus has five, and only one seed of SFT has its displacement."
     runs = [("kgfact-small", "sft", s) for s in range(3)] + [("kgfact-small", "mixsd", 0)] + [("mquake-lab", "sft", s) for s in range(5)]
     cube = cube_of({f"{d}-{m}-{s}": invent_result(m, dataset=d, seed=s).to_dataset() for d, m, s in runs})
-    moved = cube.accuracy.mean("benchmark").where((cube.step > 0) & (cube["method"] == "sft") & (cube.seed == 0))
+    moved = cube.accuracy.mean("benchmark").where((cube.step > 0) & (cube["recipe"] == "sft") & (cube.seed == 0))
     sources = dict(runs=collapse_source(cube.assign(displacement_sq=moved, alignment_ratio=moved)))
     said = {name: source_sheet(name, sources).notes[-1].partition(";")[0] for name in ("kgfact-small", "mquake", "displacement")}
     assert said == {"kgfact-small": "made-up runs: mean of 1–3 seeds", "mquake": "made-up runs: mean of 5 seeds", "displacement": "made-up runs: mean of 1 seed"}
@@ -492,14 +496,14 @@ def test_a_cube_without_a_run_of_the_base_model_is_drawn(plugin):
     xr.testing.assert_equal(source.table, collapse_source(plugin_cube("kgfact-small")).table)
     figures = run_figures(source.cube) | shared_figures(dict(runs=source), "kgfact-small")
     assert labels_of(figures["frontier"]) == {"SFT", "Toy (rank 8)", "Edit", "Base"}
-    assert source_sheet("kgfact-small", dict(runs=source)).methods == ["base", "sft", "toy-r8", "edit"]
+    assert source_sheet("kgfact-small", dict(runs=source)).recipes == ["base", "sft", "toy-r8", "edit"]
     plt.close("all")
 
 
 def test_the_legend_of_the_frontier_counts_the_seeds_of_every_panel():
     "Of three seeds of SFT one has no world, which is the first of two panels."
     cube = invent_cube(3)
-    whole = (cube["method"] != "sft") | (cube.seed < 2) | (cube.benchmark != "world")
+    whole = (cube["recipe"] != "sft") | (cube.seed < 2) | (cube.benchmark != "world")
     fig = frontier_figure(cube.assign(accuracy=cube.accuracy.where(whole)), ("world", "held-out"))
     assert "SFT (2–3 seeds)" in [text.get_text() for text in fig.legends[0].get_texts()]
     assert "mean of 2–3 seeds" in fig.texts[0].get_text()
@@ -509,9 +513,9 @@ def test_the_legend_of_the_frontier_counts_the_seeds_of_every_panel():
 def test_the_dots_of_a_frontier_are_the_means_of_its_line():
     "Two of three seeds lack a setting that the seed that chooses has, so it is neither on the line nor a dot."
     cube = invent_cube(3)
-    lacks = (cube["method"] == "sft") & (cube.seed > 0) & (cube.lr == 3e-4) & (cube.step == 100)
-    figure = frontier_axes_figure([cube.assign(accuracy=cube.accuracy.where(~lacks)).sel({"method": ["base", "sft"]})], ("kgfact-small", "lab-m"))
-    sft = 100 * xr.Dataset(dict(x=cube.accuracy.sel(benchmark="recall"), y=held_out_average(cube))).sel({"method": "sft"}).mean("seed").squeeze(drop=True)
+    lacks = (cube["recipe"] == "sft") & (cube.seed > 0) & (cube.lr == 3e-4) & (cube.step == 100)
+    figure = frontier_axes_figure([cube.assign(accuracy=cube.accuracy.where(~lacks)).sel(recipe=["base", "sft"])], ("kgfact-small", "lab-m"))
+    sft = 100 * xr.Dataset(dict(x=cube.accuracy.sel(benchmark="recall"), y=held_out_average(cube))).sel(recipe="sft").mean("seed").squeeze(drop=True)
     points = sft.sel(step=[20, 60, 100], lr=[3e-4, 1e-3]).stack(at=("lr", "step")).drop_sel(at=(3e-4, 100))
     expected = sorted(zip(points.x.values.tolist(), points.y.values.tolist()))
     np.testing.assert_allclose(sorted(figure.axes[0].collections[0].get_offsets().tolist()), expected)
@@ -527,22 +531,22 @@ def test_the_axis_of_a_figure_has_the_n_of_the_drawn_corpus():
     plt.close("all")
 
 
-@pytest.mark.parametrize(("kind", "name", "registry", "entry"), [("method", "toy-r8", METHODS, TOY), ("dataset", "mine", CORPORA, MINE)])
+@pytest.mark.parametrize(("kind", "name", "registry", "entry"), [("recipe", "toy-r8", METHODS, TOY), ("dataset", "mine", CORPORA, MINE)])
 def test_a_missing_plugin_is_named_before_settings_are_compared(kind, name, registry, entry, plugin):
     suites = INVENTED | {"riddles": dict(column="riddles", role="held-out")}
-    runs = {f"run-{n}": invent_result("toy", dataset="mine", benchmarks=suites, rank=8, n=n).to_dataset() for n in (5, 100)}
+    runs = {f"run-{n}": invent_result("toy-r8", dataset="mine", benchmarks=suites, n=n).to_dataset() for n in (5, 100)}
     registry.remove(entry.name)
     with pytest.raises(ValueError, match=f"^{kind} {name}, of run run-5, is not declared; name its module in MIXSD_PLUGINS$"): cube_of(runs)
 
 
 def test_an_undeclared_label_is_one_sentence():
-    with pytest.raises(ValueError, match="method must be one of base, .*, got rome"): method_colour("rome")
+    with pytest.raises(ValueError, match="method must be one of base, .*, got rome"): recipe_colour("rome")
 
 
 def test_options_of_a_method_agree_within_it(plugin):
-    "Two methods have different options; two runs of one method must not, but for what its label says."
+    "Two recipes have different options; two runs of one recipe must not, but for what its label says."
     def root(method, lr, **options):
-        tree = invent_result(method, lr=lr, rank=options.get("rank", 1))
+        tree = invent_result(recipe_label(compose(method), rank=options.get("rank", 1)), lr=lr)
         return tree.to_dataset().assign_attrs(config=json.dumps(dict(method=method, options=options)))
     cube_of(dict(a=root("sft", 1e-3), b=root("toy", 1e-3, rank=4, depth=1), c=root("toy", 1e-3, rank=8, depth=1)))
     with pytest.raises(ValueError, match=r"options\[depth\] of toy differs within the cube: 1 in b; 2 in c"):

@@ -89,21 +89,21 @@ def test_both_scores_and_the_variance_are_counted(responses):
         if rule == "correct": assert item_variances(table)["b"] == pytest.approx(np.var(shares))
 
 
-def two_rules(strict, published, method="sft", **options):
+def two_rules(strict, published, recipe="sft", **options):
     "A run in which every benchmark has so many of 100 items right."
     def count(k): return {step: {b: (k, 100) for b in BENCHMARKS} for step in (0, 100)}
-    return invent_result(method, accuracy=count(strict), published=count(published), **options).to_dataset()
+    return invent_result(recipe, accuracy=count(strict), published=count(published), **options).to_dataset()
 
 
 def test_tables_show_the_papers_rule_and_say_so():
     cube = cube_of(dict(base=two_rules(30, 40, "base"), run=two_rules(10, 25)))
-    assert (cube.accuracy.sel({"method": "sft"}).max(), cube.published.sel({"method": "sft"}).max()) == (0.1, 0.25)
+    assert (cube.accuracy.sel(recipe="sft").max(), cube.published.sel(recipe="sft").max()) == (0.1, 0.25)
     source = cube, collapse_runs(cube)
     for found in (table_sheet("kgfact-small", dict(runs=source)), table_sheet("kgfact-small", dict(runs=source, paper=(paper_cube(), collapse_runs(paper_cube()))))):
         assert set(found.text.loc[("lab-m", "SFT")]) == {"25.0", ""} and "by the rule of the paper's scores" in found.caption
-    assert collapse_runs(cube, rule="accuracy").average.sel({"method": "sft"}).item() == pytest.approx(0.1)
-    assert collapse_runs(cube).average_drop.sel({"method": "sft"}).item() == pytest.approx(0.15)
-    assert average_drop(cube).sel({"method": "sft", "step": 100}).max() == pytest.approx(0.2), "everything else is strict"
+    assert collapse_runs(cube, rule="accuracy").average.sel(recipe="sft").item() == pytest.approx(0.1)
+    assert collapse_runs(cube).average_drop.sel(recipe="sft").item() == pytest.approx(0.15)
+    assert average_drop(cube).sel(recipe="sft", step=100).max() == pytest.approx(0.2), "everything else is strict"
 
 
 def test_the_papers_numbers_are_by_its_own_rule():
@@ -114,10 +114,10 @@ def test_the_papers_numbers_are_by_its_own_rule():
         assert ("rule of the paper's scores" in sheet.caption) == (not name.startswith(("nll", "overlap")))
 
 
-def uneven(seeds=3, method="sft", kept=1, **options):
+def uneven(seeds=3, recipe="sft", kept=1, **options):
     "An invented cube in which a method was trained with fewer seeds than the others."
     cube = invent_cube(seeds, **options)
-    return cube.where((cube["method"] != method) | (cube.seed < kept))
+    return cube.where((cube["recipe"] != recipe) | (cube.seed < kept))
 
 
 @pytest.mark.parametrize("kept", [1, 2])
@@ -140,7 +140,7 @@ def test_a_method_without_any_seed_is_left_out():
 
 def test_a_step_that_one_seed_lacks_has_no_mean():
     cube = invent_cube(2)
-    cube = cube.where((cube.seed == 0) | (cube.step != 60) | (cube["method"] != "sft"))
+    cube = cube.where((cube.seed == 0) | (cube.step != 60) | (cube["recipe"] != "sft"))
     lines = {line.get_label(): line for line in tradeoff_figure(cube, lr=1e-3).axes[0].lines}
     assert len(lines["sft"].get_xdata()) == 3 and len(lines["mixsd-0.3"].get_xdata()) == 4
     plt.close("all")
@@ -150,7 +150,7 @@ def test_a_step_that_one_seed_lacks_has_no_mean():
 def test_a_seed_without_a_base_run_has_its_base_from_step_0(kept):
     "Nothing is averaged over fewer seeds, because the base model is step 0 of every training."
     whole, lacking = invent_cube(3), uneven(3, "base", kept)
-    trained = dict(method=[m for m in whole["method"].values if m != "base"])
+    trained = dict(recipe=[m for m in whole["recipe"].values if m != "base"])
     assert average_drop(lacking).sel(trained).equals(average_drop(whole).sel(trained))
     levels = []
     for cube in (whole, lacking):

@@ -73,7 +73,7 @@ def test_the_cube_has_the_numbers_of_the_stored_responses(dataset, own_runs):
     differ = 0
     for step, table in steps.items():
         label = "base" if step == 0 else "sft"
-        found = cube.sel({"method": label, "lr": 0 if step == 0 else 1e-3, "step": step})
+        found = cube.sel(recipe=label, lr=0 if step == 0 else 1e-3, step=step)
         for name, rows in table.groupby("benchmark"):
             published = first_line if name == "choice" else PUBLISHED[CORPORA[dataset].title]
             for variable, rule in dict(accuracy=strict, published=published).items():

@@ -76,7 +76,7 @@ def test_the_natural_order_of_work(project, tiny, capsys, monkeypatch):
     table = forgetting.forgetting_table(forgetting.measure_runs(forgetting.ForgettingConfig(model=tiny, prompts=1, facts=1)))
     results, skipped = fisher.measure_all_runs(fisher.FisherConfig(model=tiny, limit=1))
     assert len(mixed) == 2 and len(results) == 2 and not skipped
-    assert table.groupby("method").step.apply(list).to_dict() == {"sft": [2, 5], "mixsd-1": [2, 3, 5]}
+    assert table.groupby("recipe").step.apply(list).to_dict() == {"sft": [2, 5], "mixsd-1": [2, 3, 5]}
     analysed = errors.run(model=tiny)
     moved = {r.name: r for r in find_runs(stage="fisher")}
 
@@ -121,8 +121,8 @@ def test_without_a_run_of_the_base_model(project, tiny):
     alone = sources["runs"].cube
     base = train.run(method="base", **parameters)
     with_base = open_cube()
-    pd.testing.assert_index_equal(alone.indexes["method"], with_base.indexes["method"])
-    cell = {"method": "base", "lr": 0, "step": 0, "benchmark": alone.benchmark.values}
+    pd.testing.assert_index_equal(alone.indexes["recipe"], with_base.indexes["recipe"])
+    cell = {"recipe": "base", "lr": 0, "step": 0, "benchmark": alone.benchmark.values}
     np.testing.assert_array_equal(alone.accuracy.sel(cell), with_base.accuracy.sel(cell))
     assert {r.name for r in agreeing_runs()} == {trained.name, base.name}
 

@@ -81,9 +81,9 @@ def test_the_frontier_by_keyboard_alone(browser):
     "Letters choose a method, arrows choose a rate and a checkpoint, and Enter opens the list of lost facts."
     with open_page(browser, "frontier") as page:
         state = lambda: page.locator("#mixsd-frontier").get_attribute("data-ready")
-        page.get_by_role("combobox", name="method").focus()
+        page.get_by_role("combobox", name="recipe").focus()
         page.keyboard.type("MEM")
-        assert page.get_by_role("combobox", name="method").evaluate("e => e.selectedOptions[0].text") == "MEMIT"
+        assert page.get_by_role("combobox", name="recipe").evaluate("e => e.selectedOptions[0].text") == "MEMIT"
         page.keyboard.press("Tab")
         page.keyboard.press("ArrowDown")
         page.keyboard.press("Tab")

@@ -37,7 +37,7 @@ def test_a_committed_cube_has_the_runs_of_its_grid_alone(name):
     cube, trained = CUBES[name], CUBES[name].accuracy.notnull().any(["step", "benchmark"]).stack(run=RUN_DIMS)
     runs = [run for run, filled in zip(trained.run.values, trained.values) if filled and run[2] != "base"]
     assert runs and {*runs} <= known
-    assert len(list_missing([cube], planned[planned["method"] != "base"])) == len({k for k in known if k[2] != "base"}) - len(runs)
+    assert len(list_missing([cube], planned[planned["recipe"] != "base"])) == len({k for k in known if k[2] != "base"}) - len(runs)
 
 
 def test_missing_cells_are_listed():
@@ -46,13 +46,13 @@ def test_missing_cells_are_listed():
     for name in study_grids():
         rows = planned[planned.grid == name]
         assert len(rows) == len(planned_grid(name)), name
-        rows, known = rows[rows["method"] != "base"], CUBES[name].accuracy.notnull() if name in CUBES else None
-        filled = 0 if known is None else int(known.sel({"method": known["method"] != "base"}).any(["step", "benchmark"]).sum())
+        rows, known = rows[rows["recipe"] != "base"], CUBES[name].accuracy.notnull() if name in CUBES else None
+        filled = 0 if known is None else int(known.sel(recipe=known["recipe"] != "base").any(["step", "benchmark"]).sum())
         assert filled + rows.missing.sum() == len(rows), name
     table = claims_table({}, cell, planned=planned.assign(missing=True))
     for name, claim in CLAIMS.items():
         rows = planned_of(claim, cell, planned)
-        assert {*rows["method"]} == claim.labels, f"{name} compares methods that no grid trains"
+        assert {*rows["recipe"]} == claim.labels, f"{name} compares recipes that no grid trains"
         assert table.missing[name].startswith(f"{len(rows)} of {len(rows)} runs: " if claim.labels else "the grid" if claim.grid else "")
 
 
@@ -67,7 +67,7 @@ def test_the_main_claims_come_first():
     first = planned_grid("study-1-frontier")
     assert study_grids()[0] == "study-1-frontier" and (first.seed < 8).sum() <= 110
     needed = {label for claim in CLAIMS.values() if claim.headline and not (claim.dataset or claim.model) for label in claim.labels}
-    for seed, rows in first.groupby("seed"): assert needed <= {*rows["method"]}
+    for seed, rows in first.groupby("seed"): assert needed <= {*rows["recipe"]}
 
 
 def test_the_seeds_of_a_grid_come_first():
@@ -92,7 +92,7 @@ def test_finished_cells_are_merged(own_runs, tmp_path):
     write_result(invent_result("sft", seed=5, epochs=40), other)
     merge_grid(str(grid), tmp_path / "lab")
     cube, = read_cubes(tmp_path / "lab").values()
-    assert cube.seed.values.tolist() == [0, 1] and "base" in cube["method"].values
+    assert cube.seed.values.tolist() == [0, 1] and "base" in cube["recipe"].values
     assert len(list_missing([cube], planned_runs(expand_grid(grid).cells))) == 2
     table = preview_grids([str(grid)])
     assert table.iloc[0].cells == 4 and table.iloc[0].done == 2
@@ -107,12 +107,12 @@ def test_of_analyses_whose_settings_differ_those_that_agree_with_most_are_merged
     root = invent_result("sft").to_dataset()[["accuracy"]].isel(lr=0, step=0, benchmark=0, drop=True).drop_vars("accuracy")
     for name, span, variables in (("a", "body", ["nll"]), ("b", "all", ["nll", "overlap"]), ("c", "body", ["overlap"])):
         (own_runs / f"nll-{name}").mkdir()
-        values = {key: variable(key, ["dataset", "model", "method", "seed"], [[[[len(span)]]]]) for key in variables}
+        values = {key: variable(key, ["dataset", "model", "recipe", "seed"], [[[[len(span)]]]]) for key in variables}
         write_result(xr.DataTree(root.assign(values).assign_attrs(config=f'{{"span": "{span}"}}')), own_runs / f"nll-{name}")
     with pytest.warns(UserWarning, match=r"left out, because settings differ: 1 run \(nll-b\); to have these in the cube, remove the folders of those"):
         cube = read_cube(merge_grid(str(tmp_path / "study-demo.yaml"), tmp_path / "lab"))
     assert cube.seed.values.tolist() == [0, 1]
-    assert {cube[name].sel({"method": "sft", "seed": 0}).item() for name in ("nll", "overlap")} == {4}
+    assert {cube[name].sel(recipe="sft", seed=0).item() for name in ("nll", "overlap")} == {4}
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_the_study_continues_from_the_committed_cube(clone, own_runs, capsys):
     assert main("run", grid) == 0 and computed == [1]
     both, new = read_cube(own_runs / "lab/study-demo.nc"), invent_result("sft", seed=1, n=20).to_dataset()
     assert both.sel(seed=[0]).equals(before)
-    assert both.sel({"seed": [1], "method": ["sft"], "lr": [1e-3]})[list(new)].equals(new)
+    assert both.sel(seed=[1], recipe=["sft"], lr=[1e-3])[list(new)].equals(new)
     assert {"config", "version"}.isdisjoint({*both.attrs, *both.variables}) and both.grid == "study-demo"
     assert main("run", grid) == 0 and computed == [1]
     assert preview_grids([grid]).done.item() == 2
@@ -210,7 +210,7 @@ def test_a_verdict_follows_the_numbers():
     "The same claims on cubes in which SFT and MixSD have exchanged their names get opposite verdicts."
     cube = invent_cube(seeds=4)
     names = {"sft": "mixsd-0.3", "mixsd-0.3": "sft"}
-    swapped = cube.assign_coords({"method": [names.get(m, m) for m in cube["method"].values]})
+    swapped = cube.assign_coords({"recipe": [names.get(m, m) for m in cube["recipe"].values]})
     cell = ("kgfact-small", "lab-m")
     one, other = (claims_table({"invented": [c]}, cell).verdict["mixsd-keeps-more-0.3"] for c in (cube, swapped))
     assert (one, other) == ("holds", "does not hold")
@@ -220,14 +220,14 @@ def test_a_method_retains_what_it_does_not_lose(monkeypatch):
     "Of two methods one loses much, and the other one has the held-out accuracies of the base model."
     monkeypatch.setattr("mixsd_nb.results.versus.choose_score", lambda cubes, cell: "recall")
     cube, cell = invent_cube(seeds=4), ("kgfact-small", "lab-m")
-    base = cube.accuracy.sel({"method": "base", "lr": 0, "step": 0}, drop=True)
-    lost = cube.accuracy.where((cube["method"] != "mixsd-0.3") | cube.accuracy.isnull() | (cube.benchmark == "recall"), base)
+    base = cube.accuracy.sel(recipe="base", lr=0, step=0, drop=True)
+    lost = cube.accuracy.where((cube["recipe"] != "mixsd-0.3") | cube.accuracy.isnull() | (cube.benchmark == "recall"), base)
     verdicts = {label: [test([cube.assign(accuracy=lost)], cell, label).verdict for test in (forgets, retains)] for label in ("sft", "mixsd-0.3")}
     assert verdicts == {"sft": ["holds", "does not hold"], "mixsd-0.3": ["does not hold", "holds"]}
 
 
 def test_a_comparison_says_which_method_was_tried_more_often():
-    short, long = invent_cube(seeds=2), invent_cube(seeds=2).sel({"method": ["base", "sft"]})
+    short, long = invent_cube(seeds=2), invent_cube(seeds=2).sel(recipe=["base", "sft"])
     remarks = [keeps_more(cubes, ("kgfact-small", "lab-m"), "sft", "mixsd-0.5", 50).remark for cubes in ([short], [short, long])]
     assert "settings" not in remarks[0] and remarks[1].endswith(", 12 settings against 6")
 
@@ -270,8 +270,8 @@ def test_the_readme_has_the_verdict_of_the_committed_cubes(lines):
 def test_an_outer_rate_that_one_of_the_recalls_uses_is_named():
     "SFT reaches a recall of 100% at the middle of three rates alone, and keeps everything at a recall of 60% at the smallest."
     cube = invent_cube(seeds=3)
-    middle = cube.sel({"lr": [1e-3], "method": ["sft"]})
-    learned, base = middle.benchmark == "recall", cube.accuracy.sel({"method": "base", "lr": 0, "step": 0}, drop=True)
+    middle = cube.sel(lr=[1e-3], recipe=["sft"])
+    learned, base = middle.benchmark == "recall", cube.accuracy.sel(recipe="base", lr=0, step=0, drop=True)
     gentle = middle.assign_coords(lr=[1e-4]).assign(accuracy=xr.where(learned, 0.6, base).broadcast_like(middle.accuracy.assign_coords(lr=[1e-4])))
     useless = middle.assign_coords(lr=[1e-2]).assign(accuracy=middle.accuracy.assign_coords(lr=[1e-2]) * 0)
     ends = rates_at_ends([gentle, middle, useless], ("kgfact-small", "lab-m"), recalls=(50, 100))
@@ -280,7 +280,7 @@ def test_an_outer_rate_that_one_of_the_recalls_uses_is_named():
 
 def test_a_length_of_training_is_a_setting():
     "Cubes of two lengths are compared together, and a method that is in one of them has half of the settings."
-    short, long = invent_cube(seeds=2), invent_cube(seeds=2).sel({"method": ["base", "sft"]})
+    short, long = invent_cube(seeds=2), invent_cube(seeds=2).sel(recipe=["base", "sft"])
     cell, label = ("kgfact-small", "lab-m"), "sft"
     both, one = (settings_table([short, long], cell, m, lambda c: learned_values(c, "recall")) for m in (label, "mixsd-0.5"))
     assert both.shape[1] == 2 * one.shape[1]
@@ -309,7 +309,7 @@ def test_committed_cells_are_computed_again_with_equal_numbers():
 
 def test_a_claim_whose_runs_all_exist_lacks_no_cells():
     "Where no run is missing and still none reaches the recall that is compared, the claim is undecided."
-    rows = pd.DataFrame([dict(dataset="kgfact-small", model="lab-m", method=m, grid="study-g", missing=lacks) for m, lacks in (("mixsd-0.3", False), ("opsd-n8-t1", False))])
+    rows = pd.DataFrame([dict(dataset="kgfact-small", model="lab-m", recipe=m, grid="study-g", missing=lacks) for m, lacks in (("mixsd-0.3", False), ("opsd-n8-t1", False))])
     judge = lambda rows: judge_claim(CLAIMS["opsd"], {}, ("kgfact-small", "lab-m"), rows)
     assert judge(rows)["verdict"] == "undecided" and "not all of them reach" in judge(rows)["judged"]
     assert judge(rows.assign(missing=[False, True]))["verdict"] == judge(rows[:0])["verdict"] == "cells missing"
@@ -318,7 +318,7 @@ def test_a_claim_whose_runs_all_exist_lacks_no_cells():
 def test_missing_runs_are_those_of_the_group_that_gives_the_verdict():
     "Of a study and another grid with the same methods, each lacks one run; the verdict of one of them does not name the other's."
     at = dict(dataset="kgfact-small", model="lab-m", missing=True)
-    planned = pd.DataFrame([dict(at, method=m, grid=g) for g in ("study-1-frontier", "rivals-lab") for m in ("sft", "mixsd-0.3")])
+    planned = pd.DataFrame([dict(at, recipe=m, grid=g) for g in ("study-1-frontier", "rivals-lab") for m in ("sft", "mixsd-0.3")])
     page = lambda groups: claims_table(groups, ("kgfact-small", "lab-m"), planned=planned).missing["mixsd-keeps-more-0.3"]
     assert page({"study": [invent_cube(seeds=3)]}) == page({}) == "2 of 2 runs: 2 of study-1-frontier"
     assert page({"rivals-lab": [invent_cube(seeds=3)]}) == "2 of 2 runs: 2 of rivals-lab"
@@ -345,13 +345,13 @@ def test_the_trainings_of_the_grids_of_analyses_are_those_of_the_study():
     "None is computed for the analyses alone, and the claim about the Fisher information has all of its methods."
     trained = {cell.hash for cell in expand_grid("_study-trained").cells}
     assert trained <= {cell.hash for name in ("study-1-frontier", "study-4-opsd") for cell in available_cells(name)}
-    assert {*CLAIMS["fisher"].options["methods"]} <= {*planned_runs(expand_grid("_study-trained").cells)["method"]}
+    assert {*CLAIMS["fisher"].options["recipes"]} <= {*planned_runs(expand_grid("_study-trained").cells)["recipe"]}
 
 
 def test_a_claim_names_the_methods_without_checkpoints():
     "Four methods, of which the invented cube has measured two."
     cube = invent_cube(seeds=2)
-    drop = cube.accuracy.isel(benchmark=0, drop=True).where(cube["method"].isin(["sft", "mixsd-0.3"]))
+    drop = cube.accuracy.isel(benchmark=0, drop=True).where(cube["recipe"].isin(["sft", "mixsd-0.3"]))
     measured = cube.assign(displacement_sq=drop, alignment_ratio=1 - drop)
     remark = claims_table({"invented": [measured]}, ("kgfact-small", "lab-m"), {"fisher": CLAIMS["fisher"]}).judged["fisher"]
     assert remark == "bootstrap by run, without opsd-n8-t1 and mixsd-0.5, which have no checkpoints with these measures"
@@ -362,7 +362,7 @@ def test_the_runs_that_a_claim_compares_are_planned():
     planned = list_trainings({}, study_grids())
     for claim in CLAIMS.values():
         asked = {(*claim.case(("kgfact-small", "lab-m")), label) for label in claim.labels}
-        assert asked <= {*zip(planned.dataset, planned.model, planned.method)}, claim.name
+        assert asked <= {*zip(planned.dataset, planned.model, planned.recipe)}, claim.name
 
 
 def test_what_is_kept_without_learning_decides_nothing(monkeypatch):
@@ -370,6 +370,6 @@ def test_what_is_kept_without_learning_decides_nothing(monkeypatch):
     monkeypatch.setattr("mixsd_nb.results.versus.choose_score", lambda cubes, case: "recall")
     cube, case = invent_cube(seeds=4), ("kgfact-small", "lab-m")
     compare = lambda accuracy: is_better([cube.assign(accuracy=accuracy)], case, "mixsd-0.3", "sft", "world")
-    idle = cube.accuracy.where(~((cube["method"] == "mixsd-0.3") & (cube.benchmark == "recall")) | cube.accuracy.isnull(), 0.0)
+    idle = cube.accuracy.where(~((cube["recipe"] == "mixsd-0.3") & (cube.benchmark == "recall")) | cube.accuracy.isnull(), 0.0)
     assert compare(cube.accuracy).verdict == "holds" and "learned nothing" not in compare(cube.accuracy).remark
     assert compare(idle).verdict == "undecided" and "mixsd-0.3 learned nothing, the base model has 0%" in compare(idle).remark

@@ -206,7 +206,7 @@ def leave(name, parameters):
     (folder / "checkpoint-100").symlink_to(weights)
     variable = lambda name, value: ("step", [value], dict(long_name=name, units="1"))
     data = dict(x=variable("x", len(os.listdir(folder.parent))))
-    coords = dict(step=variable("step", 20)) | {dim: (dim, [name], dict(long_name=dim, units="1")) for dim in ("dataset", "model", "method")}
+    coords = dict(step=variable("step", 20)) | {dim: (dim, [name], dict(long_name=dim, units="1")) for dim in ("dataset", "model", "recipe")}
     write_result(xr.DataTree(xr.Dataset(data, coords, dict(config=json.dumps(parameters)))), folder)
 
 

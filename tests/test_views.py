@@ -99,7 +99,7 @@ def test_the_quick_run_of_the_page_can_be_read(tmp_path, monkeypatch):
     "Trains lab-s twice on one epoch; 30 s."
     monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
     make_quick_runs(epochs=1, n=2)
-    assert set(RunSelection(tmp_path).table.method) == {"base", "sft", "mixsd-0.3"}
+    assert set(RunSelection(tmp_path).table.recipe) == {"base", "sft", "mixsd-0.3"}
 
 
 def test_runs_that_finish_later_are_read_again(tmp_path):
@@ -467,7 +467,7 @@ def test_unfinished_runs_are_left_out_and_the_others_shown(tmp_path):
     "A run that was killed has no result, a run that was cleaned no checkpoint; one lacks the responses of a step."
     write_run(tmp_path, "kgfact-small", "base", [0])
     write_run(tmp_path, "kgfact-small", "sft", [0, 9, 5])
-    write_run(tmp_path, "kgfact-small", "mixsd", [0, 5, 9], lam=0.3)
+    write_run(tmp_path, "kgfact-small", "mixsd-0.3", [0, 5, 9])
     killed, = tmp_path.glob("*mixsd*")
     (killed / "result.nc").unlink()
     shutil.rmtree(tmp_path / SFT / "checkpoint-40")
