@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['run', 'MAIN_RUNS', 'MAIN_CHECKPOINTS', 'TrainConfig', 'base_evaluation', 'base_responses', 'target_mixing',
-           'mixed_targets', 'train', 'prepare_training', 'main_runs', 'main', 'count_by_benchmark',
-           'measure_checkpoint', 'summarise']
+           'mixed_targets', 'pause_training', 'fit', 'train', 'prepare_training', 'main_runs', 'main']
 
 # %% ../nbs/train.ipynb #2b3e3929
 import os
@@ -13,7 +12,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -25,23 +24,18 @@ from .benchmarks import benchmark_names
 from .benchmarks.evaluation import EvalSettings, select_items
 from .corpora import CORPORA, load_corpus
 from .corpora.prompts import SPANS
+from .evaluation.checkpoints import Evaluation, remove_unwanted, suite_steps
 from .methods import METHODS, check_method, fit_function, method_label, update_count
 from .methods.lengths import check_facts, check_subjects
-from .methods.selection import converged
-from .models import ENGINES, check_engine, check_head, check_process, run_with_engine
+from .models import ENGINES, check_engine, check_head, check_process
 from .models.identity import FileOptions, ModelName, model_label
 from .models.presets import idle_value, preset_field, warn_about_lab_values
-from .results.finished import best_step
-from .results.measuring import (count_by_benchmark, holds, items_of, measure_checkpoint, measure_run,
-                                        measure_steps, remove_early, remove_unwanted, suite_steps, summarise)
+from .results.finished import drop_cell, find_selection
+from .results.layout import summarise_training
 from .results.roots import read_root
-from .results.schema import RUN_DIMS
-from .runs import (TARGET_COLUMNS, ParameterError, Run, Stage, Steps, check_last, check_steps, check_temperature,
-                           checkpoint_folder, in_notebook, is_locked, is_runtime, make_config, module_of,
-                           read_table, removed_steps, require_weights, run_function, runs_root, runtime_field,
-                           trained_steps)
-
-_all_ = ["count_by_benchmark", "measure_checkpoint", "summarise"]
+from .runs import (ParameterError, Run, Stage, Steps, check_last, check_steps, check_temperature, in_notebook,
+                           is_locked, is_runtime, make_config, module_of, removed_steps, require_weights, run_function,
+                           runs_root, runtime_field, trained_steps)
 
 # %% ../nbs/train.ipynb #a6373b69
 class TrainConfig(Stage, EvalSettings):
@@ -71,7 +65,8 @@ class TrainConfig(Stage, EvalSettings):
         "updates after which the model is measured, besides the last one; None for the published schedule; "
         "for example papermill -y '{checkpoints: [20, 60]}'"))
     stop: Literal["last", "converged"] = runtime_field("last", (
-        "when training ends: last, after all updates; converged, when the paper's rule has selected a checkpoint"))
+        "when training ends: last, after all updates; converged, when the paper's rule has selected a checkpoint "
+        "by recall over all facts and validation"))
     span: Literal[SPANS] = preset_field(
         "which tokens of a target are trained: completion; paper, with the chat template's tokens around it; or body, without the role",
         lab="completion", paper="paper")
@@ -229,11 +224,10 @@ class TrainConfig(Stage, EvalSettings):
     def _check_weights(self):
         "ValueError if questions are left for a checkpoint whose weights were removed."
         if not (removed := removed_steps(self.folder)): return
-        run = Run(self.folder)
-        asked = {*self.steps()[1], *run.measured_steps} if self.measure == "all" else {*(self.suite_steps or ())}
-        items = items_of(self)
-        lacking = [step for step in removed if step in asked and not holds(run, step, items)]
-        require_weights(run.folder, lacking, "measure" if self.measure == "all" else "suite_steps")
+        evaluation = Evaluation(self, Run(self.folder))
+        asked = {*self.steps()[1], *evaluation.run.measured_steps} if self.measure == "all" else {*(self.suite_steps or ())}
+        lacking = [step for step in removed if step in asked and not evaluation.holds(step, evaluation.items)]
+        require_weights(self.folder, lacking, "measure" if self.measure == "all" else "suite_steps")
 
     def source(self) -> "TrainConfig | None":
         "The run whose checkpoints the method starts from, with the weights of all of them in float32; None for most."
@@ -254,34 +248,21 @@ class TrainConfig(Stage, EvalSettings):
 
     def covers(self, run):
         "Whether the run has measured all checkpoints; its last one is that of the training."
-        if not self._covers_suite(run): return False
-        if not self.has_rate or self.stop == "converged" and self.converged_step(run) is not None: return True
         root = read_root(run.folder / "result.nc")
-        measured, asked = root.step.values.tolist(), np.asarray(root.get("targets_asked", np.nan)).item()
-        last = max(measured) if np.isnan(asked) else update_count(self.epochs, int(asked), self.batch)
-        return {*self.steps_until(last)} <= {*measured}
+        selection, steps = find_selection(root), {int(step) for step in root.step.values if step > 0}
+        if not self._covers_suite(root, steps, suite_steps(self, selection)): return False
+        if not self.has_rate or self.stop == "converged" and selection.converged is not None: return True
+        asked = np.asarray(root.get("targets_asked", np.nan)).item()
+        last = max(steps, default=0) if np.isnan(asked) else update_count(self.epochs, int(asked), self.batch)
+        return {*self.steps_until(last)} <= steps
 
-    def _covers_suite(self, run: Run) -> bool:
-        "Whether the whole suite was asked of the checkpoints of which it is asked here."
-        root = read_root(run.folder / "result.nc")
+    def _covers_suite(self, root: xr.Dataset, steps: set[int], whole: set[int]) -> bool:
+        "Whether the whole suite was asked of all those of these steps of which it is asked here."
         if "n" not in root: return True  # it counts no responses
-        steps = {int(step) for step in root.step.values if step > 0}
-        asked = root.n.squeeze(RUN_DIMS) > 0
-        whole = {step for step in steps if asked.sel(step=step, benchmark=root.benchmark != "recall-kept").all()}
-        if self.measure != "all": return suite_steps(self, root) & steps <= whole
-        return (steps & {*self.steps_until(max(steps))} if self.has_rate and steps else steps) <= whole
-
-    def converged_step(
-        self,
-        run: Run,  # a finished one of this configuration
-    ) -> int | None:
-        "The step at which training has converged by its recall and validation; None if it has not, or has no steps."
-        if not self.has_rate: return None
-        root = read_root(run.folder / "result.nc").squeeze(RUN_DIMS)
-        planned = self.steps_until(int(root.step.max()))
-        scores = root.accuracy.sel(step=[step for step in root.step.values if step > 0 and step in planned])
-        found = converged(*(scores.sel(benchmark=name).fillna(0).values for name in ("recall-kept", "validation")))
-        return None if found is None else int(scores.step[found])
+        asked = drop_cell(root).n > 0
+        answered = {step for step in steps if asked.sel(step=step, benchmark=root.benchmark != "recall-kept").all()}
+        if self.measure == "all": whole = {*self.steps_until(max(steps))} if self.has_rate and steps else steps
+        return whole & steps <= answered
 
     def shared_runs(self):
         "The evaluation of the base model, and the mixed targets of a method that trains on them."
@@ -289,20 +270,21 @@ class TrainConfig(Stage, EvalSettings):
         return [base_evaluation(self), *[target_mixing(self)] * METHODS[self.method].mixed, *[source] * bool(source)]
 
     def assist(self):
-        "Measure checkpoints of a run while another process computes it, each as soon as it is complete."
+        "Evaluate checkpoints of a run while another process computes it, each as soon as it is complete."
         config, run = self.without_idle(), Run(self.without_idle().folder)
-        steps = config.steps()[1] if config.has_rate else []
+        evaluation, steps = Evaluation(config, run), config.steps()[1] if config.has_rate else []
         while steps and is_locked(run.folder):
             found = run.checkpoints
             steps = [step for step in steps if not run.responses_file(step).exists()]
-            for step in [step for step in steps if step in found]: measure_checkpoint(config, run, step, found[step], 0)
+            evaluation.evaluate([step for step in steps if step in found], patience=0)
             time.sleep(0.2)
 
     def compute(self, run: Run) -> xr.DataTree:
-        "Fit the method, measure step 0 and every checkpoint, and summarise these and all that were measured before."
+        "Fit the method, evaluate step 0 and every checkpoint, and summarise these and all that were evaluated before."
         steps = (*self.steps()[1], *run.measured_steps) if self.has_rate else None
         stored = run.config.get("stored", "float32")  # all checkpoints of a run are stored alike
-        return train(self.model_copy(update=dict(checkpoints=steps, stored=stored)), run)
+        config = self.model_copy(update=dict(checkpoints=steps, stored=stored))
+        return train(Evaluation(config, run, base_responses(config)))
 
     def prepare(self, processes: int) -> Path | None:
         """Write the training spec for processes on several nodes; the folder, or None if the method does not train.
@@ -324,10 +306,7 @@ def base_evaluation(config: TrainConfig) -> evaluate.EvaluateConfig:
 
 def base_responses(config: TrainConfig) -> pd.DataFrame:
     "The responses of the base model, generated if they do not exist yet."
-    return run_with_engine(config.engine, evaluate.responses, **_parameters(base_evaluation(config)))
-
-
-def _parameters(config: Stage) -> dict[str, Any]: return config.model_dump(include=config.model_fields_set)
+    return base_evaluation(config).run().responses()
 
 # %% ../nbs/train.ipynb #933f3c0a
 def target_mixing(config: TrainConfig) -> generate.GenerateConfig:
@@ -340,52 +319,50 @@ def target_mixing(config: TrainConfig) -> generate.GenerateConfig:
 
 def mixed_targets(config: TrainConfig) -> pd.DataFrame:
     "The accepted mixed targets of a configuration, mixed if they do not exist yet; ValueError if there is none."
-    file = run_with_engine(config.engine, generate.targets_file, **_parameters(target_mixing(config)))
-    table = read_table(file, TARGET_COLUMNS)
+    table = target_mixing(config).run().targets
     if table.accepted.any(): return table[table.accepted]
     facts = CORPORA[config.dataset].title
     raise ValueError(f"{Path(config.model).name} wrote no target that ends in a true answer of {facts} at "
                      f"lam={config.lam:g}; take method=sft, which trains on all facts, a smaller lam, or another model")
 
-# %% ../nbs/train.ipynb #a16f114a
-def train(
-    config: TrainConfig,
-    run: Run,
-) -> xr.DataTree:
-    "Fit the method, measure step 0 and every checkpoint, and summarise the results."
+# %% ../nbs/train.ipynb #1f3b9416
+def pause_training(evaluation: Evaluation, steps: list[int]) -> bool:
+    "Evaluate the checkpoints of a phase, and remove the weights that are not needed any more; whether the training ends."
+    evaluation.evaluate(steps)
+    remove_unwanted(evaluation, ended=False)
+    return evaluation.config.stop == "converged" and evaluation.selection.converged is not None
+
+# %% ../nbs/train.ipynb #b42a7ff7
+def fit(evaluation: Evaluation):
+    "Run the method of a training, in phases if it pauses, and show its progress; returns its `Fitted`."
     from mixsd_nb.methods.fitting import MethodRun
     from mixsd_nb.methods.progress import TrainingProgress
     from mixsd_nb.methods.trainer import loop_in_phases, training_device
-    facts = {r["id"] for r in load_corpus(config.dataset, "train")}
-    responses, recall = {0: base_responses(config)}, {0: 0.0}
+    config, recall = evaluation.config, {}
 
-    def measure(step, kept=facts):
-        if step not in responses:
-            if step not in config.steps()[1]: return
-            responses[step] = measure_checkpoint(config, run, step, checkpoint_folder(run.folder, step))
-        found = {name: correct / n for name, (correct, n) in count_by_benchmark(responses[step], kept).items() if n}
-        recall[step] = found["recall"]
-        return found
-
-    measure(0)
+    def show(step):
+        if step in config.steps()[1]: evaluation.evaluate([step])
+        recall.update(evaluation.accuracy.sel(benchmark="recall").to_series())
+    show(0)
     shown = in_notebook() and training_device().type == "cpu"  # recall so far; a GPU is planned for training alone
-    measure_early = shown and config.processes == 1 and not ENGINES[config.engine].own_process
-    progress = TrainingProgress(f"{config.label}, training", recall, *[measure] * measure_early)
-    method_run = MethodRun(run.folder, config, progress, lambda: mixed_targets(config))
-    scores = []
-
-    def measure_phase(steps):
-        measure_steps(config, run, {step: checkpoint_folder(run.folder, step) for step in steps})
-        for found in (measure(step, method_run.kept) for step in steps):
-            scores.append((found.get("recall-kept", 0.0), found.get("validation", 0.0)))
-        remove_early(config, run)
-        return config.stop == "converged" and converged(*zip(*scores)) is not None
-    size = config.pause or config.stop == "converged"
-    if size: method_run.loop = loop_in_phases(measure_phase, int(size))
-    try: fitted = fit_function(config.method)(method_run)
+    early = shown and config.processes == 1 and not ENGINES[config.engine].own_process
+    progress = TrainingProgress(f"{config.label}, training", recall, *[show] * early)
+    run = MethodRun(evaluation.run.folder, config, progress, lambda: mixed_targets(config))
+    size = config.pause or int(config.stop == "converged")
+    if size: run.loop = loop_in_phases(lambda steps: pause_training(evaluation, steps), size)
+    try: return fit_function(config.method)(run)
     finally: progress.close()
-    result = summarise(config, measure_run(config, run, fitted, responses[0]), fitted)
-    remove_unwanted(config, run, best_step(result.to_dataset()))
+
+# %% ../nbs/train.ipynb #a16f114a
+def train(
+    evaluation: Evaluation,  # of a configuration and its run, with the responses of the base model
+) -> xr.DataTree:
+    "Fit the method, evaluate every checkpoint, summarise the responses, and remove the weights that are not kept."
+    fitted = fit(evaluation)
+    evaluation.finish(fitted.checkpoints)
+    responses = {step: evaluation.table(step) for step in (0, *fitted.checkpoints)}
+    result = summarise_training(evaluation.config, responses, fitted)
+    remove_unwanted(evaluation)
     return result
 
 # %% ../nbs/train.ipynb #6b23ee53

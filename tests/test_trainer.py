@@ -25,6 +25,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from mixsd_nb import train
+from mixsd_nb.evaluation import Evaluation
 from mixsd_nb.methods import fit_function
 from mixsd_nb.methods.distill import VARIANTS, distill_items
 from mixsd_nb.methods.fitting import MethodRun
@@ -441,12 +442,10 @@ def test_only_on_a_cpu_is_a_checkpoint_measured_beside_the_training(device, spec
     "A plan gives each of the two the whole GPU."
     measures, config = [], train.make_config(TrainConfig, model=spec.model, method="sft")
     monkeypatch.setattr(train, "in_notebook", lambda: True)
-    monkeypatch.setattr(train, "base_responses", lambda config: None)
-    monkeypatch.setattr(train, "count_by_benchmark", lambda *_: dict(recall=(0, 1)))
     monkeypatch.setattr(train, "fit_function", lambda method: lambda run: 1 / 0)
     monkeypatch.setattr("mixsd_nb.methods.trainer.training_device", lambda: torch.device(device))
     monkeypatch.setattr("mixsd_nb.methods.progress.TrainingProgress", lambda name, recall, *found: measures.extend(found) or SimpleNamespace(close=int))
-    with pytest.raises(ZeroDivisionError): train.train(config, Run(tmp_path))
+    with pytest.raises(ZeroDivisionError): train.train(Evaluation(config, Run(tmp_path)))
     assert len(measures) == (device == "cpu")
 
 
