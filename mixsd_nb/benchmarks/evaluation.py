@@ -30,13 +30,13 @@ from ..corpora.prompts import encode_prompt
 from ..models import ENGINES, check_engine, check_engine_options, load_engine
 from ..models.identity import MODEL_OPTIONS, ModelOptions
 from ..models.presets import PresetSettings, preset_field
-from ..runs import (Journal, ParameterError, Seed, load_object, module_of, report_progress, runtime_field,
+from ..runs import (Journal, ParameterError, Seed, load_object, module_of, report_progress, consumed_field, runtime_field,
                            read_table, write_atomically)
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #f1b5e412
 class EvalSettings(PresetSettings):
     "Parameters of every stage that measures a model: the benchmarks, the sampling and the engine."
-    dataset_options: CorpusOptions = runtime_field({}, CORPUS_OPTIONS)
+    dataset_options: CorpusOptions = consumed_field(CORPUS_OPTIONS)
     dataset: CorpusName = Field("kgfact-small", description=(
         "corpus that the in-domain questions come from: its name, a file, a folder or a hub id"))
     suite: str = preset_field(
@@ -57,7 +57,7 @@ class EvalSettings(PresetSettings):
     seed: Seed = Field(0, description="seed of evaluation items, picks, sampling noise and training order")
     dtype: Literal["float32", "bfloat16"] = preset_field(
         "data type of the model that mixes or is measured: float32 or bfloat16", lab="float32", paper="bfloat16")
-    model_options: ModelOptions = runtime_field({}, MODEL_OPTIONS)
+    model_options: ModelOptions = consumed_field(MODEL_OPTIONS)
     engine: str = runtime_field("hf", "engine that runs the model: hf or vllm")
     engine_options: dict = runtime_field({}, 'options of vLLM, such as {"tensor_parallel_size": 2}')
     replicas: int = runtime_field(

@@ -81,6 +81,12 @@ class Recipe:
         return next((anchor.fit for anchor in self.anchors if anchor.fit), self.method.fit)
 
     @property
+    def references(self) -> list[str]:
+        "The functions that the parts declare, as `module:function`: their code is part of a run's."
+        named = [self.fit, *(getattr(part, kind, "") for part in self.parts for kind in ("prepare", "modify"))]
+        return [reference for reference in named if reference]
+
+    @property
     def demand(self) -> Demand:
         "What all parts need together; what is pregenerated is listed by `pregenerated`."
         own, others = self.method.demand, [part.demand for part in self.parts]

@@ -28,7 +28,7 @@ from ..models import check_engine, check_engine_options, check_mode
 from ..models.identity import MODEL_OPTIONS, ModelName, ModelOptions
 from ..models.presets import PresetSettings, preset_field
 from ..runs import (COMPUTE_BOTH, Journal, Seed, check_temperature, explain_damage, make_config,
-                           report_progress, runtime_field)
+                           report_progress, consumed_field, runtime_field)
 
 # %% ../../nbs/methods/targets.ipynb #82c62e51
 def mixing_field(
@@ -43,9 +43,9 @@ def mixing_field(
 # %% ../../nbs/methods/targets.ipynb #2d0498af
 class MixSettings(PresetSettings):
     "Parameters of mixing."
-    dataset_options: CorpusOptions = runtime_field({}, CORPUS_OPTIONS)
+    dataset_options: CorpusOptions = consumed_field(CORPUS_OPTIONS)
     dataset: CorpusName = Field("kgfact-small", description="corpus: its name, a file, a folder or a hub id")
-    model_options: ModelOptions = runtime_field({}, MODEL_OPTIONS)
+    model_options: ModelOptions = consumed_field(MODEL_OPTIONS)
     model: ModelName = Field("lab-m", description="base model: a lab model, a folder or a hub id")
     lam: float = Field(0.5, ge=0, le=1, description="share of tokens from the naive conditional")
     seed: Seed = Field(0, description="seed of the picks and of the sampling noise")
