@@ -7,6 +7,7 @@ __all__ = ['run', 'InjectConfig', 'ask_suite', 'mixed_targets', 'score_targets',
            'inject', 'InjectRun', 'write_notebook', 'main']
 
 # %% ../nbs/inject.ipynb #4ac7e22f
+import functools
 import json
 import sys
 from pathlib import Path
@@ -26,22 +27,23 @@ from .cluster.process import kernel_sockets
 from .corpora import CORPORA, load_corpus
 from .corpora.prompts import rows_as_written
 from .corpora.stored import fact_places
-from .methods import METHODS, label_title
+from .methods import label_title
 from .methods.lengths import warn_of_long_replies
 from .models import load_tokenizer
-from .models.presets import preset_field
-from .results.finished import ModelRun
+from .models.presets import preset_field, warn_about_lab_values
+from .results.finished import FinishedRun, ModelRun
 from .results.report import (describe_updates, escape, format_interval, format_p, render_failures, render_figure,
                                      render_lost, render_page, render_pairs, render_scores, render_table)
-from .runs import TARGET_COLUMNS, Run, Steps, make_config, read_json, read_table, run_function, write_atomically
+from .runs import TARGET_COLUMNS, Run, Stage, Steps, make_config, read_json, read_table, run_function, write_atomically
 from .runs.commands import CommandParser, end_command, read_options, split_text, words_of
 from .runs.costs import CostLog
+from .training import TrainingSettings
 
 # %% ../nbs/inject.ipynb #df4b3001
 def _facts(dataset: str) -> list[dict]: return rows_as_written(load_corpus(dataset, "train"))
 
 
-class InjectConfig(train.TrainConfig):
+class InjectConfig(Stage, TrainingSettings):
     "Teach a model the facts of a file or of a corpus, and report what it learned and forgot."
     name = "inject"
     run_class = "mixsd_nb.inject:InjectRun"
@@ -73,18 +75,19 @@ class InjectConfig(train.TrainConfig):
         named = benchmark_names(suite)
         return ",".join([suite, *(name for name in own_tests(info.data["dataset"]) if name not in named)])
 
+    def modules(self): return [*super().modules(), *self.declared_modules()]
+
     def training(self) -> train.TrainConfig:
-        "The training. It measures recall and validation; all else is asked of the base and of the selected checkpoint."
-        shared = {*train.TrainConfig.model_fields} - {"suite", "dataset_options", "model_options"}
-        return make_config(train.TrainConfig, **self.model_dump(include=shared) | dict(suite="recall", n=self.items()))
+        "Return the training. It measures recall and validation; base and selected checkpoint are evaluated on all else."
+        return self.pass_to(train.TrainConfig, suite="recall", n=self.items())
 
     def items(self) -> int:
-        "Items of each benchmark: `n`, and at least as many as there are facts."
+        "Return the items of each benchmark: `n`, and at least as many as there are facts."
         return max(self.n, len(_facts(self.dataset)))
 
     def evaluation(self, model: str) -> evaluate.EvaluateConfig:
-        "The evaluation of the base model or of a checkpoint with all benchmarks."
-        return train.base_evaluation(self).model_copy(update=dict(model=model, model_options={}, n=self.items()))  # formatted already
+        "Return the evaluation of the base model or of a checkpoint with all benchmarks."
+        return self.pass_to(evaluate.EvaluateConfig, model=model, n=self.items())
 
     def shared_runs(self): return [self.evaluation(self.model), self.training()]
 
@@ -95,11 +98,13 @@ class InjectConfig(train.TrainConfig):
     def other_results(self): return [part.folder / "result.nc" for part in self._parts(Run(self.without_idle().folder))]
 
     def check(self):
-        "ValueError if the weights of the selected checkpoint would be removed, and as for a training."
+        "Raise ValueError if `keep` would delete the selected checkpoint, and as the evaluation and the training do."
         if self.keep not in ("all", "chosen"):
             raise ValueError(f"keep must be all or chosen, because the selected checkpoint is asked all benchmarks, got {self.keep}")
-        super().check()
-        warn_of_long_replies(self.dataset, self.model, self.max_new_tokens, whole=not METHODS[self.method].mixed)
+        warn_about_lab_values(self)
+        for part in (self.evaluation(self.model), self.training()):
+            if not part.finished: part.check()
+        warn_of_long_replies(self.dataset, self.model, self.max_new_tokens, whole=not self.recipe.mixed)
 
     def assist(self): self.training().assist()
 
@@ -122,7 +127,7 @@ def mixed_targets(
     config: InjectConfig,
 ) -> tuple[Path | None, pd.DataFrame | None]:
     "The file of all mixed targets and its rows with their `text`; None for a method that trains on others."
-    if not METHODS[config.method].mixed: return None, None
+    if not config.recipe.mixed: return None, None
     training, tokenizer = config.training(), load_tokenizer(config.model)
     train.mixed_targets(training)
     file = train.target_mixing(training).folder / "targets.parquet"
@@ -135,9 +140,8 @@ def score_targets(
     file: Path | None,  # of mixed targets
 ) -> pd.DataFrame:
     "The NLL of the canonical targets under the base model, and of the mixed ones, as `nll.nll_table` returns it."
-    shared = dict(dataset=config.dataset, model=config.model, dtype=config.dtype, engine=config.engine,
-                  engine_options=config.engine_options)
-    results = [nll.run(**shared, targets=targets).result for targets in ("", *([str(file)] if file else []))]
+    files = "", *([str(file)] if file else [])
+    results = [config.pass_to(nll.NllConfig, without=["span"], targets=targets).run().result for targets in files]
     return nll.nll_table(nll.merge_results(results)).droplevel("model")
 
 # %% ../nbs/inject.ipynb #cdb662b3
@@ -237,7 +241,7 @@ def _render_model(config: InjectConfig, run: Run, trained: ModelRun, step: int) 
     "Where the model is, and how to use it."
     made, converged = int(trained.root.step.max()), trained.selection.converged
     updates = (describe_updates(made, config.steps()[0], step, converged) if config.has_rate else
-               f"The method {METHODS[config.method].title} makes no training updates.")
+               f"The method {config.recipe.title} makes no training updates.")
     digits = run.name.rpartition("-")[2]
     code = f"from mixsd_nb import open_run\nrun = open_run({digits!r})\nprint(run.chat('…'))"
     return (f"<p>{updates} The model:</p>"
@@ -298,17 +302,36 @@ def inject(
     return build_result(config, table, facts, step, trained=trained.name, before=before.name, after=after.name)
 
 # %% ../nbs/inject.ipynb #c455f3d8
-class InjectRun(ModelRun):
-    "A finished injection: its report, its facts, and the model of the selected step."
+class InjectRun(FinishedRun):
+    """A finished injection: its report, its facts, and the runs that it consists of.
 
-    def _other(self, name: str) -> ModelRun:
-        "A run that this one consists of, which lies beside it."
-        return ModelRun(self.folder.parent / self.root.attrs[name])
+    What it lacks is looked up in its training, so `run.chat("…")` asks the selected checkpoint."""
 
-    @property
+    def _other(self, name: str) -> ModelRun: return ModelRun(self.folder.parent / self.root.attrs[name])
+
+    @functools.cached_property
     def trained(self) -> ModelRun:
         "The training."
         return self._other("trained")
+
+    @functools.cached_property
+    def before(self) -> ModelRun:
+        "The evaluation of the base model."
+        return self._other("before")
+
+    @functools.cached_property
+    def after(self) -> ModelRun:
+        "The evaluation of the selected checkpoint."
+        return self._other("after")
+
+    def __getattr__(self, name):
+        if name.startswith("_") or name in ("folder", "trained"): raise AttributeError(name)
+        return getattr(self.trained, name)
+
+    @property
+    def title(self) -> str:
+        "The recipe, the model and the corpus."
+        return self.trained.title
 
     @property
     def report(self) -> Path:
@@ -320,43 +343,6 @@ class InjectRun(ModelRun):
         "A row for each fact, as `analysis.facts.tabulate_facts` returns it."
         return read_table(self.folder / "facts.parquet")
 
-    @property
-    def label(self):
-        "The label along `method`."
-        return self.root.attrs["label"]
-
-    @property
-    def best_step(self):
-        "The selected step."
-        return int(self.root.step)
-
-    @property
-    def score(self):
-        "The validation of the training."
-        return self.trained.score
-
-    @property
-    def checkpoints(self):
-        "The folder of every checkpoint of the training by step."
-        return self.trained.checkpoints
-
-    def responses(
-        self,
-        step: int | None = None,  # 0 for the base model; None for the selected step
-    ) -> pd.DataFrame:
-        "The responses to all benchmarks before (step 0) and after; those to recall at another step."
-        if step in (None, self.best_step): return self._other("after").responses()
-        return self.trained.responses(step) if step else self._other("before").responses()
-
-    def scores(
-        self,
-        step: int | None = None,
-    ) -> pd.DataFrame:
-        "By benchmark `n, before, after, low, high`: shares, and the latter's 95% interval."
-        if step not in (None, self.best_step): return self.trained.scores(step)
-        names = ["n", "before", "after", "low", "high"]
-        return self.root[names].to_dataframe()[names].astype(dict(n=int))
-
     def table(self) -> pd.DataFrame:
         "By benchmark the scores before and after in percent with the interval of the latter, N, and McNemar's p."
         percent = [name for name in _NUMBERS if name not in ("n", "better", "worse", "p")]
@@ -365,7 +351,7 @@ class InjectRun(ModelRun):
                             p=[format_p(p) for p in frame.p]).astype(dict(n=int, better=int, worse=int))
 
     def plot(self):
-        "The loss and the recall during training."
+        "Draw the loss and the recall during training."
         return self.trained.plot()
 
 # %% ../nbs/inject.ipynb #f9ba3c25
@@ -413,7 +399,7 @@ def _run_command(*arguments: str) -> None:
     given = read_options(_WORDS, options, dataset=options.facts) | dict(dataset=options.facts)
     config = make_config(InjectConfig, **given)
     finished = config.run(options.force)
-    table = compare_scores(finished.responses(0), finished.responses())
+    table = compare_scores(finished.before.responses(), finished.after.responses())
     print("", *_summarise(config, table, finished.facts), sep="\n")
     digits = finished.name.rpartition("-")[2]
     print(f"\nreport: {finished.report}\nmodel:  {finished.source()}\n\nmixsd export {digits} my-model writes the "

@@ -24,12 +24,11 @@ from .evaluation.checkpoints import Evaluation, remove_unwanted, suite_steps
 from .methods import update_count
 from .methods.lengths import check_facts, check_subjects
 from .models import ENGINES, check_head, check_process
-from .models.identity import model_label
 from .models.presets import warn_about_lab_values
 from .results.finished import drop_cell, find_selection
 from .results.layout import summarise_training
 from .results.roots import read_root
-from .runs import (ParameterError, Run, Stage, in_notebook, is_locked, load_object, make_config, module_of, removed_steps,
+from .runs import (ParameterError, Run, Stage, in_notebook, is_locked, load_object, make_config, removed_steps,
                            require_weights, run_function, runs_root, trained_steps)
 from .training import TrainingSettings
 
@@ -40,9 +39,7 @@ class TrainConfig(Stage, TrainingSettings):
     run_class = "results.finished:ModelRun"
     workload = "mixsd_nb.cluster.workload:plan_training"
 
-    def slug(self): return f"{self.dataset}-{model_label(self.model)}-{self.label}"
-
-    def modules(self): return [*super().modules(), *map(module_of, self.recipe.references), *self.declared_modules()]
+    def modules(self): return [*super().modules(), *self.declared_modules()]
 
     def check(self):
         """ValueError if this machine cannot train or measure with these settings: their data and sandbox come first.

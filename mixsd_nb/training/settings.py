@@ -6,7 +6,7 @@
 __all__ = ['RecipeSettings', 'TrainingSettings']
 
 # %% ../../nbs/training/settings.ipynb #0d531363
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator
 
@@ -16,9 +16,9 @@ from ..corpora import CORPORA, load_corpus
 from ..corpora.prompts import SPANS
 from ..methods import ANCHORS, Recipe, check_method, compose, recipe_label, translate_parameters, update_count
 from ..models import ENGINES, check_engine
-from ..models.identity import FileOptions, ModelName
+from ..models.identity import FileOptions, ModelName, model_label
 from ..models.presets import idle_value, preset_field
-from ..runs import Steps, check_last, check_steps, check_temperature, is_runtime, runtime_field
+from ..runs import Steps, check_last, check_steps, check_temperature, is_runtime, module_of, runtime_field
 
 # %% ../../nbs/training/settings.ipynb #f1cd332c
 class RecipeSettings(EvalSettings):
@@ -206,6 +206,14 @@ class TrainingSettings(RecipeSettings):
         always |= {name for name, field in fields.items() if is_runtime(field)}
         return self.model_copy(update={name: idle_value(field) for name, field in fields.items()
                                        if name not in always and name not in used})
+
+    def slug(self):
+        "As in `Stage`: corpus, model and label."
+        return f"{self.dataset}-{model_label(self.model)}-{self.label}"
+
+    def declared_modules(self):
+        "As in `EvalSettings`, with the modules that the parts of the recipe name."
+        return [*map(module_of, self.recipe.references), *super().declared_modules()]
 
     def steps(self) -> tuple[int, list[int]]:
         "Return the number of updates, and the steps of all checkpoints including the last update."
