@@ -28,7 +28,7 @@ from .corpora.prompts import rows_as_written
 from .corpora.stored import fact_places
 from .methods import METHODS, label_title
 from .methods.lengths import warn_of_long_replies
-from .models import load_tokenizer, run_with_engine
+from .models import load_tokenizer
 from .models.presets import preset_field
 from .results.finished import ModelRun
 from .results.report import (describe_updates, escape, format_interval, format_p, render_failures, render_figure,
@@ -115,7 +115,7 @@ def ask_suite(
 ) -> ModelRun:
     "The evaluation of a model with all benchmarks, computed if it does not exist yet."
     asked = config.evaluation(model)
-    run_with_engine(config.engine, evaluate.responses, **asked.model_dump(include=asked.model_fields_set))
+    evaluate.responses(**asked.model_dump(include=asked.model_fields_set))
     return asked.open_run(asked.folder)
 
 # %% ../nbs/inject.ipynb #9d60062f

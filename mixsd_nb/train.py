@@ -28,7 +28,7 @@ from .corpora.prompts import SPANS
 from .methods import METHODS, check_method, fit_function, method_label, update_count
 from .methods.lengths import check_facts, check_subjects
 from .methods.selection import converged
-from .models import ENGINES, check_engine, check_head, check_process, run_with_engine
+from .models import ENGINES, check_engine, check_head, check_process
 from .models.identity import FileOptions, ModelName, model_label
 from .models.presets import idle_value, preset_field, warn_about_lab_values
 from .results.finished import best_step
@@ -201,6 +201,7 @@ class TrainConfig(Stage, EvalSettings):
 
         The training of a run with its last checkpoint is not checked."""
         check_process(self.engine, self.replicas)
+        check_process(self.rollout_engine)
         warn_about_lab_values(self)
         fit_function(self.method)
         if METHODS[self.method].demand.edited: check_subjects(self.dataset)
@@ -324,7 +325,7 @@ def base_evaluation(config: TrainConfig) -> evaluate.EvaluateConfig:
 
 def base_responses(config: TrainConfig) -> pd.DataFrame:
     "The responses of the base model, generated if they do not exist yet."
-    return run_with_engine(config.engine, evaluate.responses, **_parameters(base_evaluation(config)))
+    return evaluate.responses(**_parameters(base_evaluation(config)))
 
 
 def _parameters(config: Stage) -> dict[str, Any]: return config.model_dump(include=config.model_fields_set)
@@ -340,7 +341,7 @@ def target_mixing(config: TrainConfig) -> generate.GenerateConfig:
 
 def mixed_targets(config: TrainConfig) -> pd.DataFrame:
     "The accepted mixed targets of a configuration, mixed if they do not exist yet; ValueError if there is none."
-    file = run_with_engine(config.engine, generate.targets_file, **_parameters(target_mixing(config)))
+    file = generate.targets_file(**_parameters(target_mixing(config)))
     table = read_table(file, TARGET_COLUMNS)
     if table.accepted.any(): return table[table.accepted]
     facts = CORPORA[config.dataset].title

@@ -15,11 +15,10 @@ import pandas as pd
 import xarray as xr
 
 from ..analysis.scores import count_correct, item_variances
-from ..benchmarks import SUITES, Item, Selection, benchmark_names, load_items
+from ..benchmarks import SUITES, Item, Selection, load_items
 from ..benchmarks.evaluation import SharedEngine, select_items, write_responses
 from ..methods import label_coordinates
 from ..methods.selection import list_candidates
-from ..models import run_with_engine
 from .finished import best_step
 from .layout import result_tree
 from .schema import reported_versions
@@ -109,8 +108,7 @@ def measure_checkpoint(
     "The responses that every checkpoint has, generated if they do not exist; None if another process is doing so."
     items = _first_items(config, items_of(config))
     if not holds(run, step, items):
-        shared = SharedEngine(config, items)
-        run_with_engine(config.engine, _ask, config, run, step, checkpoint, items, patience, shared)
+        with SharedEngine(config, items) as shared: _ask(config, run, step, checkpoint, items, patience, shared)
     return run.responses(step) if holds(run, step, items) else None
 
 # %% ../../nbs/results/measuring.ipynb #c17f8cad
@@ -119,11 +117,9 @@ def _ask_steps(
     run: Run,
     checkpoints: dict[int, Path],
     questions: dict[int, Questions],  # by step
-    shared: SharedEngine | None = None,  # None for one of their own
+    shared: SharedEngine,
 ) -> None:
     "Ask each step its questions, first of all those that no other process is measuring."
-    benchmark_names(config.suite)  # this process may not have read the configuration, which declares benchmarks
-    shared = shared or SharedEngine(config, {name for items in questions.values() for name in items})
     for patience in (0, math.inf):
         for step, items in questions.items(): _ask(config, run, step, checkpoints[step], items, patience, shared)
 
@@ -136,7 +132,8 @@ def measure_steps(
     "Generate the responses that every checkpoint has, as far as they do not exist, with one engine."
     items = _first_items(config, items_of(config))
     lacking = {step: items for step in checkpoints if not holds(run, step, items)}
-    if lacking: run_with_engine(config.engine, _ask_steps, config, run, checkpoints, lacking)
+    if lacking:
+        with SharedEngine(config, items) as shared: _ask_steps(config, run, checkpoints, lacking, shared)
 
 # %% ../../nbs/results/measuring.ipynb #b00d162b
 def _unasked(
@@ -157,10 +154,10 @@ def _unasked(
 
 def _ask_all(config: Any, run: Run, fitted, base: pd.DataFrame, items: Questions) -> None:
     "Ask the checkpoints of a run, with one engine, until nothing is left to ask."
-    shared = SharedEngine(config, items)
-    while questions := _unasked(config, run, fitted, base, items):
-        require_weights(run.folder, questions, "measure")
-        _ask_steps(config, run, fitted.checkpoints, questions, shared)
+    with SharedEngine(config, items) as shared:
+        while questions := _unasked(config, run, fitted, base, items):
+            require_weights(run.folder, questions, "measure")
+            _ask_steps(config, run, fitted.checkpoints, questions, shared)
 
 
 def measure_run(
@@ -172,7 +169,7 @@ def measure_run(
     "The responses of the base model and of all checkpoints by step, generated as far as they do not exist."
     items = items_of(config) if fitted.checkpoints else {}
     if _unasked(config, run, fitted, base, items):
-        run_with_engine(config.engine, _ask_all, config, run, fitted, base, items)
+        _ask_all(config, run, fitted, base, items)
     return {0: base} | {step: run.responses(step) for step in fitted.checkpoints}
 
 # %% ../../nbs/results/measuring.ipynb #03dd2ebc
