@@ -46,6 +46,7 @@ class TrainConfig(Stage, TrainingSettings):
 
         The training of a run with its last checkpoint is not checked."""
         check_process(self.engine, self.replicas)
+        check_process(self.rollout_engine)
         warn_about_lab_values(self)
         load_object(self.recipe.fit)
         if self.recipe.demand.edited: check_subjects(self.dataset)

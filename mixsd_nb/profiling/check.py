@@ -197,10 +197,10 @@ class Device:
 def mix_facts(check: Device, kind: str = "hf") -> tuple[int, dict]:
     "Mix one attempt at every fact; returns the number of tokens."
     from mixsd_nb.methods.mixing import mix, mix_items
-    engine = check.engine(kind)
-    items, begin = mix_items(engine.tokenizer, check.rows()), time.perf_counter()
-    found = mix(engine, items, 0.5, max_new_tokens=check.shape.tokens, max_attempts=1)
-    return sum(len(r["completion_ids"]) for r in found), dict(seconds=time.perf_counter() - begin)
+    with check.engine(kind) as engine:
+        items, begin = mix_items(engine.tokenizer, check.rows()), time.perf_counter()
+        found = mix(engine, items, 0.5, max_new_tokens=check.shape.tokens, max_attempts=1)
+        return sum(len(r["completion_ids"]) for r in found), dict(seconds=time.perf_counter() - begin)
 
 
 def ask_facts(check: Device) -> tuple[int, dict]:
@@ -350,8 +350,7 @@ def check_device(
         add("compare with CPU", lambda: compare_with_cpu(check))
         add("mix, hf", lambda: mix_facts(check), 4 * size_of)
         if importlib.util.find_spec("vllm"):
-            from mixsd_nb.models import run_with_engine
-            add("mix, vllm", lambda: run_with_engine("vllm", mix_facts, check, "vllm"))
+            add("mix, vllm", lambda: mix_facts(check, "vllm"))
         add("evaluate", lambda: ask_facts(check), 2 * size_of)
         add("NLL", lambda: score_facts(check), 2 * size_of)
         add("Fisher", lambda: square_gradients(check), 6 * size_of)
