@@ -2169,6 +2169,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                            'mixsd_nb/methods/recipes.py'),
                                           'mixsd_nb.methods.recipes.Recipe.label_settings': ( 'methods/recipes.html#recipe.label_settings',
                                                                                               'mixsd_nb/methods/recipes.py'),
+                                          'mixsd_nb.methods.recipes.Recipe.load_fit': ( 'methods/recipes.html#recipe.load_fit',
+                                                                                        'mixsd_nb/methods/recipes.py'),
                                           'mixsd_nb.methods.recipes.Recipe.marker': ( 'methods/recipes.html#recipe.marker',
                                                                                       'mixsd_nb/methods/recipes.py'),
                                           'mixsd_nb.methods.recipes.Recipe.mixed': ( 'methods/recipes.html#recipe.mixed',

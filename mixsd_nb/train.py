@@ -28,7 +28,7 @@ from .models.presets import warn_about_lab_values
 from .results.finished import drop_cell, find_selection
 from .results.layout import summarise_training
 from .results.roots import read_root
-from .runs import (ParameterError, Run, Stage, in_notebook, is_locked, load_object, make_config, removed_steps,
+from .runs import (ParameterError, Run, Stage, in_notebook, is_locked, make_config, removed_steps,
                            require_weights, run_function, runs_root, trained_steps)
 from .training import TrainingSettings
 
@@ -48,7 +48,7 @@ class TrainConfig(Stage, TrainingSettings):
         check_process(self.engine, self.replicas)
         check_process(self.rollout_engine)
         warn_about_lab_values(self)
-        load_object(self.recipe.fit)
+        self.recipe.load_fit()
         if self.recipe.demand.edited: check_subjects(self.dataset)
         if self._asks_questions(): select_items(self)
         if source := self.source():
@@ -188,7 +188,7 @@ def fit(evaluation: Evaluation):
     run = MethodRun(evaluation.run.folder, config, progress, lambda: mixed_targets(config))
     size = config.pause or int(config.stop == "converged")
     if size: run.loop = loop_in_phases(lambda steps: pause_training(evaluation, steps), size)
-    try: return load_object(config.recipe.fit)(run)
+    try: return config.recipe.load_fit()(run)
     finally: progress.close()
 
 # %% ../nbs/train.ipynb #a16f114a
@@ -220,7 +220,7 @@ def prepare_training(
         return {}
     config.folder.mkdir(parents=True, exist_ok=True)
     run = MethodRun(config.folder, config, mixed_targets=lambda: mixed_targets(config), loop=write)
-    load_object(config.recipe.fit)(run)
+    config.recipe.load_fit()(run)
     return config.folder
 
 # %% ../nbs/train.ipynb #7b047a43

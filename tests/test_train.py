@@ -149,7 +149,7 @@ def test_every_distillation_gives_its_row(tiny, tmp_path, monkeypatch):
         (dict(method="mixsd-kl", rollouts=1, temperature=0), "mixsd-kl-n1-t0", 1, 0),
     ]:
         result = train.run(model=tiny, n=2, epochs=1, checkpoints=(), rollout_tokens=6, task_tokens=6, suite="recall,choice", **parameters).result
-        assert (result.method.item(), result.rollouts.item(), result.temperature.item()) == (label, rollouts, temperature)
+        assert (result.recipe.item(), result.rollouts.item(), result.temperature.item()) == (label, rollouts, temperature)
         assert result.step.values.tolist() == [0, 5] and "validation" in result.benchmark and result.targets_kept.item() == 100
         assert np.isfinite(result.accuracy.sel(step=5)).all() and np.isnan(result.lam.item())
         assert len(result["training"].loss) == 5 and (result["training"].loss > 0).all()

@@ -25,7 +25,7 @@ from unittest.mock import patch
 import numpy as np
 
 from . import device_name, peak_mib, reset_peak
-from ..runs import ParameterError, find_stage, load_object, write_json
+from ..runs import ParameterError, find_stage, write_json
 from ..runs.commands import CommandParser, end_command
 
 # %% ../../nbs/profiling/check.ipynb #dad03df8
@@ -249,7 +249,7 @@ def train_method(check: Device, recipe: dict[str, str]) -> tuple[int, dict]:
     with tempfile.TemporaryDirectory(dir=check.folder) as folder:
         targets = lambda: _canonical_targets(check.model, check.dataset)
         config = check.config(recipe)
-        load_object(config.recipe.fit)(MethodRun(Path(folder), config, mixed_targets=targets, loop=loop))
+        config.recipe.load_fit()(MethodRun(Path(folder), config, mixed_targets=targets, loop=loop))
     if len(entries) != check.updates: raise RuntimeError(f"{check.updates} updates were asked for, {len(entries)} came")
     if not np.isfinite([entry["loss"] for entry in entries]).all(): raise FloatingPointError("the loss is not finite")
     seconds = times[-1] - times[0]
