@@ -43,7 +43,7 @@ from .training import TrainingSettings
 def _facts(dataset: str) -> list[dict]: return rows_as_written(load_corpus(dataset, "train"))
 
 
-class InjectConfig(Stage, TrainingSettings):
+class InjectConfig(TrainingSettings, Stage):
     "Teach a model the facts of a file or of a corpus, and report what it learned and forgot."
     name = "inject"
     run_class = "mixsd_nb.inject:InjectRun"

@@ -33,7 +33,7 @@ from .runs import (ParameterError, Run, Stage, in_notebook, is_locked, make_conf
 from .training import TrainingSettings
 
 # %% ../nbs/train.ipynb #a6373b69
-class TrainConfig(Stage, TrainingSettings):
+class TrainConfig(TrainingSettings, Stage):
     "One model trained on one corpus with one recipe, and evaluated along training."
     name = "train"
     run_class = "results.finished:ModelRun"
