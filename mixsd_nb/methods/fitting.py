@@ -117,8 +117,9 @@ class MethodRun(Run):
         self.kept, p = kept, self.parameters
         last, steps = p.steps()
         settings = {f.name: getattr(p, f.name) for f in fields(TrainingSpec) if f.name in type(p).model_fields}
-        settings |= dict(steps=last, checkpoints=steps, lora=self.recipe.adapter_rank(p.options))
-        spec = TrainingSpec(objective=objective, data=data, modifiers=[*modifiers, *self._anchors()], **settings)
+        settings |= dict(steps=last, checkpoints=steps, lora=self.recipe.adapter_rank(p.options), objective=objective,
+                         data=data, modifiers=[*modifiers, *self._anchors()])
+        spec = TrainingSpec(**settings)
         curves = self.loop(spec, self.folder, self.report)
         if self.folder.exists(): write_json(self.folder / _KEPT, sorted(kept))
         targets = dict(targets_kept=len(kept), targets_asked=len(self.rows)) | (targets or {})

@@ -116,7 +116,7 @@ class RecipeSettings(EvalSettings):
     def changed_values(self):
         "As in `Config`; options at the defaults of the lab are left out too."
         changed, defaults = super().changed_values(), self.recipe.defaults()
-        options = {name: value for name, value in changed.pop("options").items() if value != defaults[name]}
+        options = {name: value for name, value in changed.pop("options", {}).items() if value != defaults[name]}
         return changed | (dict(options=options) if options else {})
 
 # %% ../../nbs/training/settings.ipynb #afd4845a
