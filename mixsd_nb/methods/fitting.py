@@ -121,7 +121,7 @@ class MethodRun(Run):
                          data=data, modifiers=[*modifiers, *self._anchors()])
         spec = TrainingSpec(**settings)
         curves = self.loop(spec, self.folder, self.report)
-        if self.folder.exists(): write_json(self.folder / _KEPT, sorted(kept))
+        if self.folder.exists(): write_json(self.folder / _KEPT, dict(ids=sorted(kept)))
         targets = dict(targets_kept=len(kept), targets_asked=len(self.rows)) | (targets or {})
         done = trained_steps(self.folder)  # a loop may end before the last step
         return Fitted({step: done[step] for step in steps if step in done}, kept, targets, curves)
@@ -160,7 +160,7 @@ class MethodRun(Run):
 # %% ../../nbs/methods/fitting.ipynb #d9616ec5
 def trained_facts(run: Run) -> set[str]:
     "Return the ids of the facts that a finished training trained on."
-    return set(read_json(run.folder / _KEPT))
+    return set(read_json(run.folder / _KEPT)["ids"])
 
 # %% ../../nbs/methods/fitting.ipynb #4e062150
 def keep_base(run: MethodRun) -> Fitted:
