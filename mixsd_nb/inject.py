@@ -326,6 +326,11 @@ class InjectRun(ModelRun):
         return self.root.attrs["label"]
 
     @property
+    def selection(self):
+        "The selection among the checkpoints of the training."
+        return self.trained.selection
+
+    @property
     def best_step(self):
         "The selected step."
         return int(self.root.step)
