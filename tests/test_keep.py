@@ -110,7 +110,7 @@ def test_a_worker_without_a_run_asks_the_checkpoints_of_a_training_that_goes_on(
     for step in (4, 8): run.responses_file(step).unlink()
     monkeypatch.setattr(train, "is_locked", lambda folder: next(busy))
     config.assist()
-    assert answers(run) == answers(whole) and not [*busy]
+    assert answers(run) == answers(whole)
 
 
 @pytest.mark.parametrize("more", [{}, dict(pause=1)])

@@ -17,7 +17,6 @@ from .estimates import (Burden, Device, Layout, adapter_parameters, constant, de
                                         decoding_seconds, fisher_peak, microbatch, optimiser_peak, rollout_peak, rollout_width,
                                         scoring_seconds, serve, update_peak, update_seconds)
 from .lengths import Questions, corpus_lengths, count_questions, mixed_length, neutral_lengths, usual_reply
-from ..evaluation.selection import SCORES
 from ..methods import METHODS, update_count
 from ..models import ENGINES
 from ..models.geometry import Shape, read_shape
@@ -441,7 +440,7 @@ def plan_training(config, machine: Machine) -> RunPlan:
     if not method.demand.edited and "lr" not in method.settings:
         plan.disk = plan.disk_peak = 1e7
         return plan
-    selecting = count_questions(config, SCORES)
+    selecting = count_questions(config, ["recall", "validation"])
     fill = _plan_edit if method.demand.edited else _plan_average if method.source else _plan_updates
     steps, phases = fill(plan, config, machine, shape)
     plan.parts += [Part("start engines", phases * decoder.start, devices)]
