@@ -179,7 +179,7 @@ def fit(evaluation: Evaluation):
     config, recall = evaluation.config, {}
 
     def show(step):
-        if step in config.steps()[1]: evaluation.evaluate([step])
+        if step and step in config.steps()[1]: evaluation.evaluate([step])
         recall.update(evaluation.accuracy.sel(benchmark="recall").to_series())
     show(0)
     shown = in_notebook() and training_device().type == "cpu"  # recall so far; a GPU is planned for training alone

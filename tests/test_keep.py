@@ -28,7 +28,7 @@ from mixsd_nb.results.demo import BENCHMARKS, invent_cube
 from mixsd_nb.results.summary import summary_table
 from mixsd_nb.results.tables import accuracy_sheet
 from mixsd_nb.results.tradeoff import frontier_figure, frontier_table, tradeoff_figure
-from mixsd_nb.runs import RESPONSE_COLUMNS, ParameterError, checkpoint_steps, trained_steps
+from mixsd_nb.runs import RESPONSE_COLUMNS, ParameterError, Run, checkpoint_steps, trained_steps
 
 STEPS = (2, 4, 6, 8)
 SMALL = dict(method="sft", epochs=2, checkpoints=STEPS, n=3, max_new_tokens=6, task_tokens=6, suite="recall,choice,world")
@@ -103,6 +103,25 @@ def test_the_selected_checkpoint_is_asked_the_whole_suite_with_the_same_answers(
     assert np.isfinite(run.scores().after[["recall", "choice", "world"]]).all()
 
 
+def test_a_worker_without_a_run_asks_the_checkpoints_of_a_training_that_goes_on(whole, tiny, copied, monkeypatch):
+    shutil.copytree(whole.folder, copied / whole.folder.name)
+    config, busy = train.make_config(train.TrainConfig, model=tiny, **SMALL), iter([True, True, False])
+    run = open_training_run(str(config.folder))
+    for step in (4, 8): run.responses_file(step).unlink()
+    monkeypatch.setattr(train, "is_locked", lambda folder: next(busy))
+    config.assist()
+    assert answers(run) == answers(whole)
+
+
+@pytest.mark.parametrize("more", [{}, dict(pause=1)])
+def test_each_file_of_responses_is_read_once(more, tiny, copied, monkeypatch):
+    "The file of the selected checkpoint is written twice, and read again."
+    read, responses = [], Run.responses
+    monkeypatch.setattr(Run, "responses", lambda run, step=None: (read.append(step), responses(run, step))[1])
+    run = train.run(model=tiny, **SMALL | dict(measure="selection", keep="chosen"), **more)
+    assert sorted(step for step in read if step) == sorted([*STEPS, 10, run.best_step])
+
+
 def answer_quiz(names, model, settings):
     rows = [dict(benchmark=name, item="q", sample=0, prompt="?", response="", extracted=None, correct=False, finish_reason="stop", error="", published=False, answer="!") for name in names]
     return pd.DataFrame(rows), {name: dict(items=1, metrics={}, version=1, harness="quiz") for name in names}
@@ -129,7 +148,7 @@ def test_the_suite_can_be_asked_later_and_gives_the_same_bytes(whole, tiny, copi
 def invent_best(step):
     "The writing of responses, of which only those of one step recall anything."
     def write(settings, model, items, file, *_):
-        rows = [dict.fromkeys(RESPONSE_COLUMNS, "") | dict(benchmark=name, item=item, sample=0, correct=model.endswith(f"-{step}"), published=False, extracted=None)
+        rows = [dict.fromkeys(RESPONSE_COLUMNS, "") | dict(benchmark=name, item=item, sample=0, correct=name == "recall" and model.endswith(f"-{step}"), published=False, extracted=None)
                 for name, problems in items.items() for item in problems]
         pd.DataFrame(rows).to_parquet(file)
     return write

@@ -11,6 +11,7 @@ import html
 import os
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import xarray as xr
 
@@ -123,8 +124,9 @@ def corpus_request(dataset: str) -> str:
 def find_selection(
     root: xr.Dataset,  # of the result of one run
 ) -> Selection:
-    "The selection among the checkpoints of a result; without any its best step is 0."
-    return Selection(tabulate_scores(drop_cell(root).accuracy))
+    "The selection among the checkpoints of a result; its best step is 0 if the result has no accuracies of any."
+    nothing = xr.DataArray(np.zeros(0), dict(benchmark=[]), ["benchmark"])
+    return Selection(tabulate_scores(drop_cell(root).get("accuracy", nothing)))
 
 # %% ../../nbs/results/finished.ipynb #418301c7
 class ModelRun(FinishedRun):
