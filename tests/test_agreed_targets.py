@@ -33,10 +33,10 @@ def test_a_target_is_kept_only_where_every_set_accepts_its_own():
 def test_training_passes_the_options_of_its_targets(monkeypatch):
     asked = []
 
-    def mix(kind, function, **parameters):
+    def mix(**parameters):
         asked.append(make_config(generate.GenerateConfig, **parameters))
         raise InterruptedError
-    monkeypatch.setattr(train, "run_with_engine", mix)
+    monkeypatch.setattr(generate, "targets_file", mix)
     agreeing = dict(model=["lab-s", "lab-m"], lam=[0.3, 0.5])
     for options in ({}, dict(replace_gt=True), dict(unanimous=agreeing)):
         config = make_config(train.TrainConfig, dataset="simpleqa-lab", lam=0.3, options=options)
