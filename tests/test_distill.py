@@ -18,7 +18,7 @@ from mixsd_nb.methods.loss import Objective
 from mixsd_nb.methods.memory import OffloadedAdamW
 from mixsd_nb.methods.supervised import Supervised
 from mixsd_nb.methods.trainer import FineTuner, TrainingSpec, fine_tune, read_curves, train_process
-from mixsd_nb.models import ENGINES, EngineSpec, load_base, load_tokenizer
+from mixsd_nb.models import ENGINES, EngineSpec, load_base, load_tokenizer, open_engine
 from mixsd_nb.models.engines import HFEngine
 from mixsd_nb.runs import make_config
 from mixsd_nb.train import TrainConfig
@@ -118,7 +118,8 @@ class Copying(HFEngine):
 
 @pytest.fixture
 def copying(request, monkeypatch):
-    "The engine is declared."
+    "The engine is declared, and runs in this process."
+    monkeypatch.setattr("mixsd_nb.methods.distill.load_engine", open_engine)
     monkeypatch.setattr(Copying, "loaded", [])
     monkeypatch.setattr("mixsd_nb.models.engines.Copying", Copying, raising=False)
     ENGINES.add(EngineSpec("copying", "Copying", "models.engines:Copying", own_process=True))

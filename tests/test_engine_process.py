@@ -1,14 +1,12 @@
 "An engine in a process of its own is an engine like any other: equal results, one sentence if it ends, and no process that is left."
 
-import os
-import subprocess
-import sys
+import threading
 from collections import deque
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import until
+from helpers import fork_workers, forked, until
 
 from mixsd_nb import generate
 from mixsd_nb.corpora import CORPORA, load_corpus
@@ -16,7 +14,7 @@ from mixsd_nb.methods.distill import RolloutEngine
 from mixsd_nb.methods.mixing import mix, mix_items
 from mixsd_nb.models import ENGINES, load_base, load_engine, load_tokenizer, open_engine
 from mixsd_nb.models.engine import Request
-from mixsd_nb.runs import ProcessFailed
+from mixsd_nb.runs import ProcessFailed, load_plugins, read_json, write_json
 
 PROMPTS = [[20 + k, 6, 7 + k] for k in range(9)]
 PAIRS = [(ids, [30, 4, 50]) for ids in PROMPTS]
@@ -24,9 +22,10 @@ PAIRS = [(ids, [30, 4, 50]) for ids in PROMPTS]
 
 @pytest.fixture(scope="module", autouse=True)
 def declared():
-    "The toy engine, which its process finds as a plugin."
+    "The toy engine, which its process finds as a plugin. Processes are forked from one that has imported torch."
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MIXSD_PLUGINS", "engine_toys")
+        fork_workers(patch)
         import engine_toys
         yield engine_toys
     ENGINES.remove("apart")
@@ -128,7 +127,7 @@ def test_what_cannot_be_opened_is_told(declared, tiny, monkeypatch):
 
 
 def test_a_stage_is_the_same_and_leaves_no_process(own_runs, tiny, monkeypatch):
-    "Also mixing of shards, which share an engine, and rollouts with the weights of a model that changes."
+    "Also rollouts with the weights of a model that changes."
     small, opened = dict(model=tiny, lam=0.5, shard="1/20", max_attempts=2, max_new_tokens=12), []
     monkeypatch.setattr(generate, "load_engine", lambda *a, **o: opened.append(load_engine(*a, **o)) or opened[-1])
     runs = [generate.run(engine=engine, force=True, **small) for engine in ("hf", "apart")]
@@ -144,30 +143,28 @@ def test_a_stage_is_the_same_and_leaves_no_process(own_runs, tiny, monkeypatch):
         opened.append(engine)
     assert opened[-1] is opened[-2], "other weights are read in place"
     process, = processes(engine)
-    del writer, engine, opened
+    opened.clear()
+    del writer, engine
     assert process.returncode == 0, "an engine that nobody refers to ends its process"
 
 
-OWNER = """import sys, threading
-from mixsd_nb.models import load_engine
-def work():
-    engine = load_engine("apart", sys.argv[1])
-    print(engine.workers[0].process.pid, flush=True)
-    if sys.argv[2] == "works": engine.score([([3, 1], [2])])
-    if sys.argv[2] == "waits": threading.Event().wait()
-if __name__ == "__main__": work()
-"""
+def own(tiny, state, file):
+    "Open the engine, and work, wait or end."
+    load_plugins.cache_clear()
+    engine = load_engine("apart", tiny)
+    write_json(file, dict(pid=engine.workers[0].process.pid))
+    if state == "works": engine.score([([3, 1], [2])])
+    if state == "waits": threading.Event().wait()
+    engine.close()
 
 
 @pytest.mark.parametrize("state", ["works", "waits", "ends"])
 def test_a_process_ends_with_its_owner(state, tiny, tmp_path):
     "The owner is killed while the process works or waits, or it ends itself."
-    (tmp_path / "owner.py").write_text(OWNER)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
-    owner = subprocess.Popen([sys.executable, tmp_path / "owner.py", tiny, state], env=environment, stdout=subprocess.PIPE, text=True)
-    pid = int(owner.stdout.readline())
-    assert Path(f"/proc/{pid}").exists()
-    if state == "ends": assert owner.wait(60) == 0
+    owner = forked(own, tiny, state, file := tmp_path / "pid")
+    pid = until(lambda: read_json(file).get("pid"))
+    if state == "ends": owner.join(60)
     else: owner.kill()
     until(lambda: not Path(f"/proc/{pid}").exists(), 20, "the end of the process")
-    owner.wait()
+    owner.join()
+    assert owner.exitcode == (0 if state == "ends" else -9)

@@ -1,6 +1,5 @@
 """What a training saves and what it measures: weights once, the optimiser's state once, the whole suite where it is needed; and kills lose nothing."""
 
-import multiprocessing
 import os
 import shutil
 import signal
@@ -11,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from helpers import PRELOADED, forked, small_model
+from helpers import forked, small_model
 from safetensors.torch import load_file
 
 from mixsd_nb import evaluate, train
@@ -244,21 +243,6 @@ def test_tables_and_figures_do_not_need_what_was_not_asked():
     assert repr(sheet(thin)) == repr(sheet(cube))
     for draw in (tradeoff_figure, frontier_figure): plt.close(draw(thin))
     assert frontier_table(thin).notna().any(axis=None) and len(summary_table(thin)) == len(summary_table(cube))
-
-
-def test_replicas_share_the_questions_and_change_no_answer(tiny, monkeypatch):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    monkeypatch.setattr(replicas, "get_context", lambda kind: context)
-    alone, several = load_engine("hf", tiny, batch_size=4), replicas.Replicas("hf", tiny, 2, batch_size=4)
-    prompts = [[5 + k, 6, 7 + k] for k in range(9)]
-    for options in (dict(max_new_tokens=6), dict(max_new_tokens=6, temperature=1.0, keys=list(range(9)))):
-        assert several.generate(prompts, **options) == alone.generate(prompts, **options)
-    pairs = [(ids, [3, 4]) for ids in prompts]
-    assert several.load_weights(tiny) and all(np.allclose(a, b) for a, b in zip(several.score(pairs), alone.score(pairs)))
-    several.processes[0].kill()
-    with pytest.raises(RuntimeError, match="^a replica of the engine was killed$"): several.generate(prompts, max_new_tokens=6)
-    several.close()
 
 
 PAIRS = [([3 + k, 5, 7], [9 + k, 11, 2]) for k in range(8)]

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import os
 import re
 import shutil
 import warnings
@@ -166,11 +165,6 @@ def test_checkpoints_are_asked_the_papers_tasks(tiny, tmp_path, own_runs):
     assert result.n.sel(step=5).squeeze().values.tolist() == [100, 100, len(ROWS["gsm8k"]), 100]
     for suite, said in [("gsm8k", "suite must include recall"), ("recall,gsm", "suite must be, with commas between them, among")]:
         with pytest.raises(ParameterError, match=said): train.run(suite=suite, **parameters)
-
-
-def test_vllm_has_a_process_of_its_own():
-    from mixsd_nb.models import run_with_engine
-    assert run_with_engine("hf", os.getpid) == os.getpid() != run_with_engine("vllm", os.getpid)
 
 
 def train_here(tiny):

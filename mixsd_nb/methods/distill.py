@@ -186,13 +186,14 @@ class RolloutEngine:
         **options,  # of `load_engine`
     ):
         self.kind, self.tokenizer, self.options, self.engine = kind, tokenizer, options, None
+        self.in_place = not ENGINES[kind].own_process  # whether it uses the model itself
         memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
         for left in memory.glob(f"mixsd-{name}-*") if name else (): shutil.rmtree(left, ignore_errors=True)
         self.folder = tempfile.TemporaryDirectory(prefix=f"mixsd-{name}-", dir=memory, ignore_cleanup_errors=True)
 
     def load(self, model) -> Engine:
         "The engine with the weights of this model; its own ones are in bfloat16 on a GPU."
-        if not ENGINES[self.kind].own_process: return load_engine(self.kind, model, self.tokenizer, **self.options)
+        if self.in_place: return load_engine(self.kind, model, self.tokenizer, **self.options)
         dtype, folder = "bfloat16" if torch.cuda.is_available() else "float32", self.folder.name
         save_weights(model, plain_weights(model), Path(folder), getattr(torch, dtype))
         self.tokenizer.save_pretrained(folder)

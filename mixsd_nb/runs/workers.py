@@ -7,12 +7,12 @@ __all__ = ['Calls', 'WorkerEnded', 'Worker', 'wait_for_any']
 
 # %% ../../nbs/runs/workers.ipynb #05e5013b
 import os
-import pickle
 import queue
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import Pipe, connection, spawn
@@ -20,20 +20,24 @@ from pathlib import Path
 from typing import Any
 
 # %% ../../nbs/runs/workers.ipynb #10270682
+_CLOSED = object()  # what comes after the last call
+
+
 class Calls:
     "The calls that a worker's process gets, and its answers."
 
     def __init__(self, pipe: connection.Connection):
-        self.pipe, self.arrived, self.waiting = pipe, queue.SimpleQueue(), False
+        self.pipe, self.arrived, self.open = pipe, queue.SimpleQueue(), True
         self.send = pipe.send
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self):
         try:
-            while True: self.arrived.put(self.pipe.recv_bytes())
+            while True: self.arrived.put(self.pipe.recv())
         except (EOFError, OSError):
-            if not self.waiting: os.killpg(0, signal.SIGKILL)
-            self.arrived.put(b"")
+            self.arrived.put(_CLOSED)
+            time.sleep(0.5)
+            if self.open: os.killpg(0, signal.SIGKILL)
 
     def empty(self) -> bool:
         "Whether no call waits to be taken."
@@ -41,18 +45,17 @@ class Calls:
 
     def get(self) -> Any:
         "The next call, as soon as there is one; ends the process if the owner has closed the pipe."
-        self.waiting = True
         call = self.arrived.get()
-        self.waiting = False
-        return pickle.loads(call) if call else sys.exit()
+        self.open = call is not _CLOSED
+        return call if self.open else sys.exit()
 
 
 def _begin(handle: int) -> None:
     "The life of a worker's process: it gets its owner's script and paths, if it needs them, and the function that serves calls."
-    calls = Calls(connection.Connection(handle))
-    spawn.prepare(calls.get())
-    function, arguments = calls.get()
-    function(calls, *arguments)
+    pipe = connection.Connection(handle)
+    spawn.prepare(pipe.recv())
+    function, arguments = pipe.recv()
+    function(Calls(pipe), *arguments)
 
 # %% ../../nbs/runs/workers.ipynb #78f47eea
 class WorkerEnded(RuntimeError):
