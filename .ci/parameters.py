@@ -40,7 +40,8 @@ def parameters_cell(config, shown: list[str]) -> str:
         field = config.model_fields[name]
         default = value_text(field.get_default(call_default_factory=True))
         lines.append(f"{name}: {type_name(field.annotation)} = {default}  # {field.description}")
-    return "\n".join([*lines, f"force: bool = False  # {config.forced}"])
+    if "force" in shown: lines.append(f"force: bool = False  # {config.forced}")
+    return "\n".join(lines)
 
 
 def update(notebook: Path) -> None:

@@ -111,48 +111,48 @@ COLOURS = {"format": "#999999", "leakage": "#d55e00", "cross-entity": "#cc79a7",
 
 
 def _last_rows(
-    table: pd.DataFrame,  # with the columns `method`, `lr`, `seed`, `benchmark` and `step`
+    table: pd.DataFrame,  # with the columns `recipe`, `lr`, `seed`, `benchmark` and `step`
 ) -> pd.DataFrame:
-    "The rows of the last step at which each run was asked a benchmark; runs of one method may end at different steps."
-    return table[table.step == table.groupby(["method", "lr", "seed", "benchmark"]).step.transform("max")]
+    "The rows of the last step at which each run was asked a benchmark; runs of one recipe may end at different steps."
+    return table[table.step == table.groupby(["recipe", "lr", "seed", "benchmark"]).step.transform("max")]
 
 
 def breakdown(
     result: xr.Dataset,  # root of a result
     lr: float,
 ) -> pd.DataFrame:
-    """Errors of each category, `n` and `wrong` by benchmark and method, summed over seeds.
+    """Errors of each category, `n` and `wrong` by benchmark and recipe, summed over seeds.
 
-    The methods are the base model, and all methods of the learning rate, each seed at the last step that was asked a
+    The recipes are the base model, and all recipes of the learning rate, each seed at the last step that was asked a
     benchmark."""
     counts = result[["count", "n", "wrong"]].isel(dataset=0, model=0, drop=True)
     table = counts.to_dataframe().reset_index().dropna(subset=["n"])
     table = _last_rows(table[table.lr.isin([0, lr])])
-    errors = table.groupby(["benchmark", "method", "category"])["count"].sum(min_count=1)
-    totals = table.drop_duplicates(["benchmark", "method", "seed"]).groupby(["benchmark", "method"])[["n", "wrong"]]
+    errors = table.groupby(["benchmark", "recipe", "category"])["count"].sum(min_count=1)
+    totals = table.drop_duplicates(["benchmark", "recipe", "seed"]).groupby(["benchmark", "recipe"])[["n", "wrong"]]
     errors = errors.unstack()[list(ALL_CATEGORIES)].join(totals.sum())
-    return errors.reindex(ordered_labels(table.method.unique()), level="method")
+    return errors.reindex(ordered_labels(table.recipe.unique()), level="recipe")
 
 # %% ../nbs/errors.ipynb #67a3d388
 def name_rates(
     result: xr.Dataset,  # root of a result
 ) -> dict[float, str]:
-    """The rates of the trained methods: `rate` for a learning rate, these first, else the name of a method's own option.
+    """The rates of the trained recipes: `rate` for a learning rate, these first, else the name of a recipe's own option.
 
     If nothing was trained, 0, the rate of the base model, without a name."""
-    ran = result.n.notnull().any([d for d in result.n.dims if d not in ("method", "lr")])
-    settings = {m: parse_label(m)[0].rate_setting for m in result["method"].values}
-    found = {float(lr): {settings[m] for m in settings if ran.sel({"method": m, "lr": lr})} for lr in result.lr.values if lr}
+    ran = result.n.notnull().any([d for d in result.n.dims if d not in ("recipe", "lr")])
+    settings = {m: parse_label(m)[0].rate_setting for m in result["recipe"].values}
+    found = {float(lr): {settings[m] for m in settings if ran.sel(recipe=m, lr=lr)} for lr in result.lr.values if lr}
     names = {lr: "rate" if "lr" in kinds else min(kinds, default="rate") for lr, kinds in found.items()}
     return dict(sorted(names.items(), key=lambda item: item[1] != "rate")) or {0.0: ""}
 
 # %% ../nbs/errors.ipynb #901952a1
 def draw_breakdown(
     ax,
-    errors: pd.DataFrame,  # of one benchmark: categories, `n` and `wrong` by method
+    errors: pd.DataFrame,  # of one benchmark: categories, `n` and `wrong` by recipe
     of: str = "n",  # denominator: n for all responses, wrong for errors alone
 ) -> None:
-    "Draw a stacked bar for each method."
+    "Draw a stacked bar for each recipe."
     shares, bottom = 100 * errors[list(ALL_CATEGORIES)].div(errors[of].where(errors[of] > 0), axis=0).fillna(0), 0
     for category, colour in COLOURS.items():
         titles = [*map(label_title, shares.index)]
@@ -170,14 +170,14 @@ def breakdown_figure(
     of: str = "n",  # denominator: n for all responses, wrong for errors alone
     benchmarks: tuple[str, ...] | None = None,  # None for all
 ):
-    """A row for each rate, a panel for each benchmark, a stacked bar for each method.
+    """A row for each rate, a panel for each benchmark, a stacked bar for each recipe.
 
     With `of="n"` the white part above a bar is the share of correct responses. A panel says how many reference
     solutions the rule calls collapsed, if it does so with any."""
     import matplotlib.pyplot as plt
     rates, names = name_rates(result), benchmarks or [b for b in SUITES if b in result.benchmark]
     errors = {lr: breakdown(result, lr) for lr in rates}
-    bars = max(len(table.index.unique("method")) for table in errors.values())
+    bars = max(len(table.index.unique("recipe")) for table in errors.values())
     size = 1.2 + (0.3 + 0.26 * max(bars, 4)) * len(names), 2.2 + 1.5 * len(rates)
     options = dict(figsize=size, sharex="col", sharey=True, squeeze=False, layout="constrained")
     fig, axes = plt.subplots(len(rates), len(names), **options)
@@ -206,7 +206,7 @@ def shares_table(
     result: xr.Dataset,  # root of a result
     benchmarks: tuple[str, ...] | None = None,  # None for all
 ) -> pd.DataFrame:
-    """Percentages of both denominators by learning rate, benchmark and method, with N.
+    """Percentages of both denominators by learning rate, benchmark and recipe, with N.
 
     Beside them stands the percentage of the benchmark's reference solutions that the rule calls collapsed."""
     parts, references = {}, 100 * result.reference_collapse.isel(dataset=0, model=0).to_series()
@@ -225,12 +225,12 @@ def shares_table(
 def summarise_held_out(
     result: xr.Dataset,  # root of a result
 ) -> pd.DataFrame:
-    """By learning rate and method, over all held-out suites together: the share of each category among errors (%).
+    """By learning rate and recipe, over all held-out suites together: the share of each category among errors (%).
 
     One further column has leakage and collapse as a share of all responses (%)."""
     table = shares_table(result, held_out_suites())
     counts = table["of all responses (%)"].mul(table["N", "responses"], axis=0).div(100).join(table["N"])
-    counts = counts.groupby(["lr", "method"], sort=False).sum()
+    counts = counts.groupby(["lr", "recipe"], sort=False).sum()
     shares = {f"{name} (% of errors)": 100 * counts[name] / counts.errors for name in CATEGORIES}
     shares["leakage or collapse (% of responses)"] = 100 * (counts.leakage + counts.collapse) / counts.responses
     return pd.DataFrame(shares).join(counts[["errors", "responses"]])
@@ -240,7 +240,7 @@ def read_classified(
     run: Run,  # of this stage
 ) -> pd.DataFrame:
     "The responses that a run classified, as `classify_responses` returns them."
-    return read_table(run.folder / "errors.parquet", ["benchmark", "method", "category", "left"])
+    return read_table(run.folder / "errors.parquet", ["benchmark", "recipe", "category", "left"])
 
 # %% ../nbs/errors.ipynb #f04045ce
 def false_alarms(
@@ -251,7 +251,7 @@ def false_alarms(
 
     Benchmarks that ask for a program are left out, because the limit does not apply to them."""
     names = [b for b in SUITES if SUITES[b].role in OPEN_ROLES and not asks_for_program(b)]
-    right = table[table.correct & (table.method == BASE) & table.benchmark.isin(names)]
+    right = table[table.correct & (table.recipe == BASE) & table.benchmark.isin(names)]
     shares = {f"at most {limit} characters": right.left.le(limit).groupby(right.benchmark).mean() for limit in limits}
     return (100 * pd.DataFrame(shares)).assign(N=right.groupby("benchmark").size())
 
@@ -259,14 +259,14 @@ def false_alarms(
 def pick_examples(
     table: pd.DataFrame,  # as returned by `read_classified`
     lr: float,
-    per: int = 1,  # examples of each method and category
+    per: int = 1,  # examples of each recipe and category
     width: int = 220,  # maximum characters of a prompt and of a response
 ) -> pd.DataFrame:
-    "Wrong responses of the base model and of all methods at a rate at the last step, each of another benchmark."
+    "Wrong responses of the base model and of all recipes at a rate at the last step, each of another benchmark."
     last = _last_rows(table[table.lr.isin([0, lr])])
     wrong = last[last.category != "correct"].sort_values(["seed", "item", "sample"])
-    wrong = wrong.drop_duplicates(["method", "category", "benchmark"]).groupby(["method", "category"]).head(per)
+    wrong = wrong.drop_duplicates(["recipe", "category", "benchmark"]).groupby(["recipe", "category"]).head(per)
     short = lambda text: text if len(text) <= width else text[:width // 2] + " … " + text[-width // 2:]
     wrong = wrong.assign(prompt=wrong.prompt.map(short), response=wrong.response.map(short))
-    wrong = wrong.sort_values(["method", "category"], ignore_index=True)
-    return wrong[["method", "category", "benchmark", "prompt", "response"]]
+    wrong = wrong.sort_values(["recipe", "category"], ignore_index=True)
+    return wrong[["recipe", "category", "benchmark", "prompt", "response"]]

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from pydantic import Field
 
 from . import errors, nll
+from .methods.translation import TranslatedRun
 from .models.identity import model_label
 from .results.gallery import Source, load_sources, name_suffix, run_figures, save_pictures, select_part
 from .results.gallery import shared_figures, source_sheet
@@ -46,7 +47,7 @@ def find_run(
     root: str = "",  # holds run folders; empty for papermill_runs or MIXSD_RUNS
 ) -> list[Run]:
     "A list with the finished run of a configuration; an empty list if it is not finished."
-    found = Run(Path(root or runs_root()) / config.folder.name)
+    found = TranslatedRun(Path(root or runs_root()) / config.folder.name)
     return [found] if found.finished else []
 
 # %% ../nbs/figures.ipynb #25589255

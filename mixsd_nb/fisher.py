@@ -28,7 +28,7 @@ from .methods import label_title, parse_label
 from .models import load_part
 from .models.identity import ModelName, model_label
 from .results.cube import agreeing_runs
-from .results.plots import mark_made_up, method_colour
+from .results.plots import mark_made_up, recipe_colour
 from .results.schema import CELL_DIMS, RUN_DIMS, variable
 from .results.summary import held_out_average
 from .runs import Journal, Seed, Stage, module_of, run_function, runtime_field
@@ -227,16 +227,16 @@ def correlations(
 ) -> pd.DataFrame:
     """Pearson's r of Drop with each of AXES, with intervals by bootstrap over runs (appendix E.1).
 
-    The rows are all checkpoints of the model, then those of each dataset, method and learning rate. The paper pools the
+    The rows are all checkpoints of the model, then those of each dataset, recipe and learning rate. The paper pools the
     corpora and does not say which checkpoints.
-    `between methods` uses deviations from the mean over all checkpoints of the same dataset, rate and step."""
+    `between recipes` uses deviations from the mean over all checkpoints of the same dataset, rate and step."""
     groups = {"all": table}
-    rated = table[table.method.map(lambda label: parse_label(label)[0].rate_setting == "lr")]
-    for by, rows in dict(dataset=table, method=table, lr=rated).items():
+    rated = table[table.recipe.map(lambda label: parse_label(label)[0].rate_setting == "lr")]
+    for by, rows in dict(dataset=table, recipe=table, lr=rated).items():
         if rows[by].nunique() > 1: groups |= {f"{by} {value}": group for value, group in rows.groupby(by)}
-    if table.method.nunique() > 1:
+    if table.recipe.nunique() > 1:
         columns, peers = [*AXES, "drop"], table.groupby(["dataset", "lr", "step"])
-        groups["between methods"] = table.assign(**{c: table[c] - peers[c].transform("mean") for c in columns})
+        groups["between recipes"] = table.assign(**{c: table[c] - peers[c].transform("mean") for c in columns})
     rows = {}
     for name, group in groups.items():
         group = group.dropna(subset="drop")
@@ -256,16 +256,16 @@ def _format_r(r: float, low: float, high: float) -> str:
 def forgetting_figure(
     table: pd.DataFrame,  # as returned by `checkpoint_points`
 ):
-    "Drop against each of AXES, with a dot for each checkpoint; colours are methods, markers datasets, sizes steps."
+    "Drop against each of AXES, with a dot for each checkpoint; colours are recipes, markers datasets, sizes steps."
     import matplotlib.pyplot as plt
     table = table.dropna(subset="drop")
     fig, axes = plt.subplots(1, len(AXES), figsize=(12, 3.8), sharey=True, layout="constrained")
     markers = dict(zip(sorted(table.dataset.unique()), "osD^vP"))
     for ax, (name, label) in zip(axes, AXES.items()):
-        for (method, dataset), group in table.groupby(["method", "dataset"]):
-            sizes, colour = 12 + 60 * group.step / table.step.max(), method_colour(method)
+        for (recipe, dataset), group in table.groupby(["recipe", "dataset"]):
+            sizes, colour = 12 + 60 * group.step / table.step.max(), recipe_colour(recipe)
             ax.scatter(group[name], group["drop"], s=sizes, color=colour, alpha=0.7, marker=markers[dataset], lw=0,
-                       label=f"{label_title(method)}, {dataset}")
+                       label=f"{label_title(recipe)}, {dataset}")
         ax.set(xlabel=label, title=f"r = {_format_r(*pearson(table[name], table['drop'], table.run))}")
     axes[0].set_ylabel("Drop (percentage points)")
     title = f"{table.model.iloc[0]}\nN={len(table)} checkpoints\nof {table.run.nunique()} runs,\nsizes: steps"
@@ -277,9 +277,9 @@ def forgetting_figure(
 def last_step_table(
     table: pd.DataFrame,  # as returned by `checkpoint_points`
 ) -> pd.DataFrame:
-    "‖Δθ‖², R and Drop of each method at its last step, means over seeds; the paper's table (appendix E.1) has selected steps."
+    "‖Δθ‖², R and Drop of each recipe at its last step, means over seeds; the paper's table (appendix E.1) has selected steps."
     last = table[table.step == table.groupby("run").step.transform("max")]
-    keys = ["dataset", "method", "lr"]
+    keys = ["dataset", "recipe", "lr"]
     means = last.groupby(keys)[[*AXES, "drop"]].mean().join(last.groupby(keys).size().rename("seeds"))
     return means.rename(columns=AXES | dict(drop="Drop (points)")).round(2)
 

@@ -24,8 +24,8 @@ from .methods import BASE, parse_label
 from .models import ENGINES
 from .models.identity import MODEL_OPTIONS, ModelName, ModelOptions
 from .results.cube import agreeing_runs
-from .results.plots import draw_method_legend, mark_made_up, method_colour, method_marker
-from .results.schema import CELL_DIMS, DIMS, METHOD_COORDS, RUN_DIMS, variable
+from .results.plots import draw_recipe_legend, mark_made_up, recipe_colour, recipe_marker
+from .results.schema import CELL_DIMS, DIMS, RECIPE_COORDS, RUN_DIMS, variable
 from .results.summary import held_out_average
 from .runs import Stage, module_of, run_function, runtime_field
 
@@ -88,7 +88,7 @@ class ForgettingConfig(Stage, TextSettings):
             found[step] = nll_increase(own, nll[:len(own)]), nll_increase(new, nll[len(own):])
         root = tabulate_increase(found)
         cell = trained.root.sel(step=list(found))
-        root = root.assign_coords({name: cell[name] for name in (*RUN_DIMS, "step", *METHOD_COORDS)})
+        root = root.assign_coords({name: cell[name] for name in (*RUN_DIMS, "step", *RECIPE_COORDS)})
         return xr.DataTree(root.assign_attrs(config=self.canonical()))
 
 
@@ -112,7 +112,7 @@ def measure_runs(
 ) -> dict[str, xr.Dataset]:
     "The results by name or folder of the training run: of the one in `trained`, or of all with weights. Others are named in a line."
     if config.trained: return {config.trained: config.run(force).root}
-    runs = [run for run in agreeing_runs(dataset=config.dataset, model=config.model) if run.root["method"].item() != BASE]
+    runs = [run for run in agreeing_runs(dataset=config.dataset, model=config.model) if run.root["recipe"].item() != BASE]
     kept, gone = [run for run in runs if keeps_weights(run)], [run.name for run in runs if not keeps_weights(run)]
     if gone: print(f"left out, because their weights are not there: {', '.join(gone)}")
     measure = lambda run: config.model_copy(update=dict(trained=str(run.folder), checkpoints="kept")).run(force).root
@@ -124,14 +124,14 @@ def forgetting_table(
 ) -> pd.DataFrame:
     """A row for each checkpoint of the training runs.
 
-    Columns: `method, lam, lr, seed, step, n_ref, recall` (%), `drop` (points), `forgetting`, `forgetting_token`, `new_kl`."""
+    Columns: `recipe, lam, lr, seed, step, n_ref, recall` (%), `drop` (points), `forgetting`, `forgetting_token`, `new_kl`."""
     rows = []
     for name, measured in results.items():
         result = open_training_run(name).root.sel(step=measured.step)
         kept, increase = 100 * held_out_average(result), measured.mean("benchmark")
         point = dict(recall=100 * result.accuracy.sel(benchmark="recall", drop=True), drop=kept.sel(step=0) - kept,
                      forgetting=increase.forgetting, forgetting_token=increase.forgetting_token, new_kl=measured.new_kl)
-        cell = {name: result[name].item() for name in ("method", "lam", "lr", "seed")} | dict(n_ref=result.target_nll.item())
+        cell = {name: result[name].item() for name in ("recipe", "lam", "lr", "seed")} | dict(n_ref=result.target_nll.item())
         rows.append(xr.Dataset(point).squeeze(RUN_DIMS).to_dataframe()[list(point)].reset_index().assign(**cell))
     return pd.concat(rows, ignore_index=True)[lambda t: t.step > 0] if rows else pd.DataFrame()
 
@@ -140,21 +140,21 @@ def _last_step_rows(
     table: pd.DataFrame,  # as returned by `forgetting_table`
 ) -> pd.DataFrame:
     "The rows of the last step of each run."
-    return table[table.step == table.groupby(["method", "lr", "seed"]).step.transform("max")]
+    return table[table.step == table.groupby(["recipe", "lr", "seed"]).step.transform("max")]
 
 
-def _plain_rows(
+def _nll_rows(
     table: pd.DataFrame,  # as returned by `forgetting_table`
 ) -> pd.DataFrame:
-    "The rows of methods that minimise the NLL of their targets and nothing else, so that N_ref describes what they learn from."
-    return table[[parse_label(label)[0].plain for label in table["method"]]].dropna(subset="n_ref")
+    "The rows of recipes that minimise the NLL of their targets and nothing else, so that N_ref describes what they learn from."
+    return table[[parse_label(label)[0].is_nll for label in table["recipe"]]].dropna(subset="n_ref")
 
 # %% ../nbs/forgetting.ipynb #1e6ddf73
 def last_step_table(
     table: pd.DataFrame,  # as returned by `forgetting_table`
 ) -> pd.DataFrame:
-    "Means over seeds at the last step, by learning rate and method, with the number of seeds."
-    by = _last_step_rows(table).assign(order=lambda t: t.lam.fillna(-1)).groupby(["lr", "order", "method"])
+    "Means over seeds at the last step, by learning rate and recipe, with the number of seeds."
+    by = _last_step_rows(table).assign(order=lambda t: t.lam.fillna(-1)).groupby(["lr", "order", "recipe"])
     units = "(nats per token)"
     names = dict(n_ref=f"N_ref {units}", recall="recall (%)", drop="Drop (points)", forgetting="F (nats per response)",
                  forgetting_token=f"F {units}", new_kl=f"KL on new facts {units}")
@@ -167,28 +167,28 @@ def forgetting_figure(
 ):
     """Drop and F against N_ref at the last step, and Drop against F at all checkpoints.
 
-    The first two panels have a line for each learning rate and a dot for each seed; they show the methods that minimise the
+    The first two panels have a line for each learning rate and a dot for each seed; they show the recipes that minimise the
     NLL of their targets and nothing else."""
     import matplotlib.pyplot as plt
     fig, axes = plt.subplots(1, 3, figsize=(13.5, 3.8), layout="constrained")
     titles = dict(drop="Drop (points of the held-out average)", forgetting_token="F(D) (nats per token)")
-    last = _plain_rows(_last_step_rows(table))
-    methods, rates = list(table["method"].unique()), sorted(table.lr.unique())
+    last = _nll_rows(_last_step_rows(table))
+    recipes, rates = list(table["recipe"].unique()), sorted(table.lr.unique())
     def draw_dots(ax, part, x, y):
-        for m in methods:
-            one = part[part["method"] == m]
-            ax.scatter(one[x], one[y], color=method_colour(m), marker=method_marker(m), s=22, alpha=0.8, zorder=2)
+        for m in recipes:
+            one = part[part["recipe"] == m]
+            ax.scatter(one[x], one[y], color=recipe_colour(m), marker=recipe_marker(m), s=22, alpha=0.8, zorder=2)
     for ax, (name, label) in zip(axes, titles.items()):
         for k, lr in enumerate(rates):
             part = last[last.lr == lr]
-            line = part.groupby("method")[["n_ref", name]].mean().sort_values("n_ref")
+            line = part.groupby("recipe")[["n_ref", name]].mean().sort_values("n_ref")
             ax.plot(line.n_ref, line[name], color="0.6", ls=["-", "--", "-.", ":"][k % 4], zorder=1, label=f"{lr:g}")
             draw_dots(ax, part, "n_ref", name)
         ax.set(xlabel="$N_{ref}$ of the targets (nats per token)", ylabel=label)
     draw_dots(axes[2], table, "forgetting_token", "drop")
     axes[2].set(xlabel="F(D) (nats per token)", ylabel="Drop (points)", title=f"all checkpoints (N={len(table)})")
     axes[2].set_xscale("symlog", linthresh=0.01)
-    draw_method_legend(fig, methods)
+    draw_recipe_legend(fig, recipes)
     axes[0].legend(frameon=False, fontsize=8, title="learning rate", title_fontsize=8)
     return fig
 
@@ -197,7 +197,7 @@ def rank_correlations(
     table: pd.DataFrame,  # as returned by `forgetting_table`
 ) -> pd.Series:
     """Spearman's rank correlations: F and Drop, and the KL on new facts and Drop, over all checkpoints; N_ref with Drop and
-    with F at the last step of each rate, for methods that minimise the NLL of their targets and nothing else.
+    with F at the last step of each rate, for recipes that minimise the NLL of their targets and nothing else.
 
     Checkpoints of one run are not independent, so no p-value is given. A correlation with a constant is left out."""
     names = {"F": "forgetting_token", "KL on new facts": "new_kl"}
@@ -205,7 +205,7 @@ def rank_correlations(
     rows = {f"{title} and Drop, all checkpoints (N={pairs(table, name, 'drop')})": rank_correlation(table[name], table["drop"])
             for title, name in names.items()}
     for name, title in dict(drop="Drop", forgetting_token="F").items():
-        for lr, part in _plain_rows(_last_step_rows(table)).groupby("lr"):
+        for lr, part in _nll_rows(_last_step_rows(table)).groupby("lr"):
             row = f"N_ref and {title}, learning rate {lr:g} (N={pairs(part, 'n_ref', name)} runs)"
             rows[row] = rank_correlation(part.n_ref, part[name])
     return pd.Series(rows, name="rank correlation").dropna()

@@ -20,7 +20,6 @@ from mixsd_nb.benchmarks import SUITES, Sampling, Suite, evaluation
 from mixsd_nb.evaluation import checkpoints
 from mixsd_nb.methods import saving
 from mixsd_nb.methods.trainer import TrainingSpec, fine_tune, loop_in_phases
-from mixsd_nb.models import load_engine, replicas
 from mixsd_nb.results.cells import cell_mask, collapse_runs, select_cells
 from mixsd_nb.results.cube import cube_of, unasked_benchmarks
 from mixsd_nb.results.demo import BENCHMARKS, invent_cube

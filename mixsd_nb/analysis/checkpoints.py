@@ -9,6 +9,7 @@ __all__ = ['open_training_run', 'find_checkpoints', 'keeps_weights', 'covers_ste
 import hashlib
 from pathlib import Path
 
+from ..methods.translation import TranslatedRun
 from ..runs import Run, removed_steps, require_weights, runs_root
 
 # %% ../../nbs/analysis/checkpoints.ipynb #ab000004
@@ -16,7 +17,7 @@ def open_training_run(
     name: str,  # of a folder below `runs_root()`, or a path
 ) -> Run:
     "A finished training run with checkpoints; ValueError for any other folder."
-    run = next((run for run in (Run(name), Run(runs_root() / name)) if run.finished), None)
+    run = next((run for run in (TranslatedRun(name), TranslatedRun(runs_root() / name)) if run.finished), None)
     if not run: raise ValueError(f"trained must be the folder of a finished training run, got {name}")
     if "step" not in run.root or not (run.root.step > 0).any():
         raise ValueError(f"trained must be a training run with checkpoints, got {name}, which has none")

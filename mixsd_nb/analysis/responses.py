@@ -19,17 +19,18 @@ import xarray as xr
 from .taxonomy import (ALL_CATEGORIES, PUBLISHED, RECALL_BENCHMARKS, Limits, adapt_limits, classify,
                                         classify_recall, corpus_entities, extract_reasoning)
 from ..benchmarks import SUITES, Selection, load_items
-from ..methods import BASE
-from ..results.schema import CELL_DIMS, DIMS, METHOD_COORDS, RUN_DIMS, VARIABLE_ATTRS
+from ..methods import BASE, label_coordinates
+from ..methods.translation import TranslatedRun
+from ..results.schema import CELL_DIMS, DIMS, RECIPE_COORDS, RUN_DIMS, VARIABLE_ATTRS, recipe_coords
 from ..runs import COMPUTE_BOTH, Run, checkpoint_step, explain_damage, find_runs, read_table, runs_root
 
 # %% ../../nbs/analysis/responses.ipynb #f6e9ce55
 def read_cell(
     run: Run,  # a training run
 ) -> dict:
-    "The cell of a training run in the cube: its labels along RUN_DIMS, and METHOD_COORDS."
+    "The cell of a training run in the cube: its labels along RUN_DIMS, and RECIPE_COORDS."
     with explain_damage(run.folder / "result.nc"):
-        return {name: run.root[name].item() for name in (*RUN_DIMS, *METHOD_COORDS)}
+        return {name: run.root[name].item() for name in (*RUN_DIMS, *RECIPE_COORDS)}
 
 # %% ../../nbs/analysis/responses.ipynb #c72f96d3
 def locate_evaluation(
@@ -42,12 +43,12 @@ def locate_evaluation(
     with explain_damage(run.folder / "run.json", COMPUTE_BOTH):
         own = {name: run.config[name] for name in ("dataset", "model", "seed")}
         checkpoint = Path(own["model"])
-    step, trained = checkpoint_step(checkpoint), Run(root / checkpoint.parent.name)
+    step, trained = checkpoint_step(checkpoint), TranslatedRun(root / checkpoint.parent.name)
     if step is not None and trained.finished:
         cell = read_cell(trained) | dict(step=step)
         return cell if all(cell[name] == own[name] for name in ("dataset", "seed")) else None
-    cell = own | dict(method=BASE, lr=0.0, step=0)
-    return cell | dict.fromkeys(METHOD_COORDS, np.nan)
+    cell = own | dict(recipe=BASE, lr=0.0, step=0)
+    return dict.fromkeys(RECIPE_COORDS, np.nan) | label_coordinates(BASE) | cell
 
 # %% ../../nbs/analysis/responses.ipynb #ad000005
 def find_responses(
@@ -66,7 +67,7 @@ def find_responses(
     for run in find_runs(root, "evaluate"):
         if sizes and run.config.get("n") not in sizes: continue
         if cell := locate_evaluation(run, root): rows.append(cell | dict(path=run.responses_file()))
-    table = pd.DataFrame(rows, columns=[*CELL_DIMS, *METHOD_COORDS, "path"])
+    table = pd.DataFrame(rows, columns=[*CELL_DIMS, *RECIPE_COORDS, "path"])
     return table[(table.dataset == dataset) & (table.model == model)].sort_values("path", ignore_index=True)
 
 # %% ../../nbs/analysis/responses.ipynb #38b185ac
@@ -76,7 +77,7 @@ def digest_responses(
     "A digest of the files and of the cells that they belong to."
     digest = hashlib.blake2b(digest_size=8)
     for row in files.itertuples():
-        digest.update(f"{row.method} {row.lr!r} {row.seed} {row.step} ".encode())
+        digest.update(f"{row.recipe} {row.lr!r} {row.seed} {row.step} ".encode())
         digest.update(hashlib.blake2b(row.path.read_bytes()).digest())
     return digest.hexdigest()
 
@@ -110,7 +111,7 @@ def classify_responses(
     """The responses with `category` (`correct` where the rule of the paper's scores accepts them), `left`, the number of
     characters of the reasoning, and `limit`, the largest number of a collapse. ValueError as in `adapt_limits`."""
     table = table.assign(left=[len(extract_reasoning(response, limits)) for response in table.response])
-    if limits.relative: adapted = {name: adapt_limits(limits, group.left[group.method == BASE], name)
+    if limits.relative: adapted = {name: adapt_limits(limits, group.left[group.recipe == BASE], name)
                                    for name, group in table.groupby("benchmark")}
     else: adapted = dict.fromkeys(table.benchmark, limits)
     entities = corpus_entities(dataset, limits)
@@ -128,7 +129,7 @@ def classify_responses(
 # %% ../../nbs/analysis/responses.ipynb #6b7278a8
 def count_errors(
     table: pd.DataFrame,  # as returned by `classify_responses`
-    methods: pd.DataFrame,  # as returned by `find_responses`: METHOD_COORDS of every method
+    recipes: pd.DataFrame,  # as returned by `find_responses`: RECIPE_COORDS of every recipe
 ) -> xr.Dataset:
     """Over DIMS `n` and `wrong`; over DIMS and `category` `count`, `share_of_responses` and `share_of_errors`.
 
@@ -142,7 +143,7 @@ def count_errors(
     counts = counts.reindex(category=list(ALL_CATEGORIES))
     counts["share_of_responses"] = counts["count"] / counts.n
     counts["share_of_errors"] = (counts["count"] / counts.wrong).where(counts.wrong > 0)
-    first = methods.drop_duplicates("method").set_index("method").reindex(counts["method"].values)
-    counts = counts.assign_coords({name: ("method", first[name].values.astype(float)) for name in METHOD_COORDS})
+    first = recipes.drop_duplicates("recipe").set_index("recipe").reindex(counts["recipe"].values)
+    counts = counts.assign_coords(recipe_coords(first.to_dict("records")))
     for name in counts.variables: counts[name].attrs = dict(zip(("long_name", "units"), VARIABLE_ATTRS[name]))
     return counts

@@ -22,6 +22,7 @@ import xarray as xr
 
 from .attempt import list_attempts
 from .grid import Cell, expand_grid, finished_runs, list_grids
+from ..methods import compose, find_alias
 from ..results.agreement import comparable_settings, group_runs
 from ..results.committed import committed_folder, is_filled, read_cube, write_cube
 from ..results.cube import cube_of
@@ -69,7 +70,7 @@ def planned_grid(
 def _cell_settings(cell: Cell) -> dict[str, str]:
     "The settings of a training run that are compared with those of other runs, as JSON texts."
     config = make_config(find_stage(cell.stage), **cell.parameters)
-    root = xr.Dataset(dict(accuracy=("method", [math.nan])), dict(method=[config.label]), dict(config=config.canonical()))
+    root = xr.Dataset(dict(accuracy=("recipe", [math.nan])), dict(recipe=[config.label]), dict(config=config.canonical()))
     return {key: json.dumps(value) for key, value in comparable_settings(root).items()}
 
 
@@ -80,11 +81,18 @@ def grid_settings(
     return common_attrs(_cell_settings(cell) for cell in available_cells(name) or [])
 
 
+def _current_setting(name: str) -> str:
+    "The name of a setting today: `options[count] of sft+replay-kl` for `options[count] of replay-kl`."
+    option, _, method = name.partition(" of ")
+    alias = find_alias(method)
+    return f"{option} of {compose(alias.method, alias.anchor, alias.gate, alias.options).name}" if alias else name
+
+
 def stored_settings(
     cube: xr.Dataset,
 ) -> dict[str, str]:
-    "What `grid_settings` returned when a cube was written; empty for cubes that do not say."
-    return json.loads(cube.attrs.get("settings", "{}"))
+    "Return what `grid_settings` returned when a cube was written, under the names of today; empty for cubes that do not say."
+    return {_current_setting(name): value for name, value in json.loads(cube.attrs.get("settings", "{}")).items()}
 
 
 def find_difference(

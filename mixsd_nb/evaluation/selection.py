@@ -122,8 +122,8 @@ def select_checkpoints(
     rule: str = "best",  # for checkpoints: best, the paper's, or first_peak, that of the published code
     ties: str = "smallest",  # as of `best_rate`
 ) -> pd.DataFrame:
-    "Rows `dataset, model, method, seed, lr, step`: the checkpoints that a table shows."
-    keys, rows = ["dataset", "model", "method", "seed"], []
+    "Return rows `dataset, model, recipe, seed, lr, step`: the checkpoints that a table shows."
+    keys, rows = ["dataset", "model", "recipe", "seed"], []
     for at, runs in tabulate_scores(cube.accuracy).groupby(level=keys):
         steps, mixed = {}, parse_label(at[2])[0].mixed
         for lr, run in runs.groupby(level="lr"):

@@ -13,28 +13,28 @@ from typing import Any, NamedTuple
 
 import xarray as xr
 
-from ..methods import BASE, METHODS, Method, parse_label
-from .schema import BENCHMARK_COORDS, DIMS, METHOD_COORDS
+from ..methods import BASE, Recipe, all_parts, parse_label, translate_parameters
+from .schema import BENCHMARK_COORDS, DIMS, RECIPE_COORDS
 
 # %% ../../nbs/results/agreement.ipynb #06b47130
 # Not compared: dimensions and their coordinates, and settings that only select steps or give the path of an input.
-NOT_SETTINGS = {*DIMS, *METHOD_COORDS, "checkpoints", "trained", "run", "targets", "content", "origin", "runs"}
+NOT_SETTINGS = {*DIMS, *RECIPE_COORDS, "checkpoints", "trained", "run", "targets", "content", "origin", "runs"}
 BASE_SETTINGS = {"dataset", "model", "method", "seed", "n", "suite"}
 
 
 def run_settings(
     root: xr.Dataset,
 ) -> dict[str, Any]:
-    "The configuration of a run; for the base model only the settings of its evaluation."
-    config = json.loads(root.attrs["config"])
-    if (root["method"].values == BASE).all(): return {k: v for k, v in config.items() if k in BASE_SETTINGS}
+    "Return the configuration of a run under the names of today; for the base model only the settings of its evaluation."
+    config = translate_parameters(json.loads(root.attrs["config"]))
+    if (root.recipe.values == BASE).all(): return {k: v for k, v in config.items() if k in BASE_SETTINGS}
     return config
 
 # %% ../../nbs/results/agreement.ipynb #1300f491
-def _method_of(root: xr.Dataset) -> Method | None:
-    "The method of a training run; None for an analysis, and for a method that is not declared here."
+def _recipe_of(root: xr.Dataset) -> Recipe | None:
+    "The recipe of a training run; None for an analysis, and for a recipe that is not declared here."
     if "accuracy" not in root: return None
-    try: return parse_label(root["method"].values[0])[0]
+    try: return parse_label(root.recipe.values[0])[0]
     except ValueError: return None
 
 
@@ -43,19 +43,19 @@ def comparable_settings(
 ) -> dict[str, Any]:
     """The settings of a run that must agree with those of other runs.
 
-    Settings that only other methods use are left out. The suite is split into its benchmarks, so that the benchmarks
-    that two runs share are compared; options are compared within a method."""
-    settings, method = run_settings(root), _method_of(root)
-    idle = {k for other in METHODS.values() for k in other.settings} - {*method.settings} if method else set()
+    Settings that only other recipes use are left out. The suite is split into its benchmarks, so that the benchmarks
+    that two runs share are compared; options are compared within a recipe."""
+    settings, recipe = run_settings(root), _recipe_of(root)
+    idle = {k for part in all_parts().values() for k in part.settings} - {*recipe.settings} if recipe else set()
     found = {k: v for k, v in settings.items() if k not in NOT_SETTINGS | idle | {"suite", "options"}}
     suite = settings.get("suite")
     if isinstance(suite, dict):
         found |= {f"suite[{name}]": spec for name, spec in suite.items()}
         suite = ",".join(suite)
-    if suite is not None and (method is None or method.name != BASE): found["suite"] = suite
+    if suite is not None and (recipe is None or recipe.name != BASE): found["suite"] = suite
     options = settings.get("options") or {}
-    labels = [*method.label_settings, method.rate] if method else ()
-    return found | {f"options[{k}] of {settings['method']}": v for k, v in options.items() if k not in labels}
+    name, shown = (recipe.name, [*recipe.label_settings, recipe.rate_setting]) if recipe else (settings.get("method"), ())
+    return found | {f"options[{k}] of {name}": v for k, v in options.items() if k not in shown}
 
 # %% ../../nbs/results/agreement.ipynb #164b1d22
 class Claim(NamedTuple):

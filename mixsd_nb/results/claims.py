@@ -45,8 +45,8 @@ class StudyClaim:
 
     @property
     def labels(self) -> set[str]:
-        "The labels of the methods whose trainings the test compares."
-        return set() if self.grid else {v for k, v in self.options.items() if k in ("first", "second", "method", "more", "less")}
+        "The labels of the recipes whose trainings the test compares."
+        return set() if self.grid else {v for k, v in self.options.items() if k in ("first", "second", "recipe", "more", "less")}
 
     def case(self, studied: Case) -> Case:
         "The corpus and the model that the claim is about."
@@ -83,13 +83,13 @@ def _win(difference: Estimate, remark: str = "{}") -> Finding:
 
 
 def _note_settings(first: Sequence[pd.DataFrame], second: Sequence[pd.DataFrame]) -> str:
-    "For example `, 18 settings against 9`; empty if both methods have equally many."
+    "For example `, 18 settings against 9`; empty if both recipes have equally many."
     one, other = count_settings(first, second)
     return f", {one} settings against {other}" if one != other else ""
 
 
 def _short_of(tables: Mapping[str, pd.DataFrame], recall: float) -> str:
-    "The methods of which no setting reaches a recall, as in `opsd-n8-t1 reaches at most 5% (3 seeds)`; empty if all may reach it."
+    "The recipes of which no setting reaches a recall, as in `opsd-n8-t1 reaches at most 5% (3 seeds)`; empty if all may reach it."
     means = {label: table.mean().max() for label, table in tables.items() if len(table) > 1}
     return ", ".join(f"{label} reaches at most {top:.0f}% ({len(tables[label])} seeds)" for label, top in means.items() if top < recall)
 
@@ -97,13 +97,13 @@ def _short_of(tables: Mapping[str, pd.DataFrame], recall: float) -> str:
 def keeps_more(
     cubes: Sequence[xr.Dataset],
     case: Case,
-    first: str,  # label of a method
+    first: str,  # label of a recipe
     second: str,
     recall: float = 95,
     learned: str = "recall",  # key of `LEARNED`
     kept: str = HELD_OUT,  # or a benchmark
 ) -> Finding:
-    "Whether the first method keeps more than the second at equal recall; undecided if one of them does not reach it."
+    "Whether the first recipe keeps more than the second at equal recall; undecided if one of them does not reach it."
     one, other = point_tables(cubes, case, (first, second), learned, kept).values()
     found = _win(differ_points(one, other, recall, learned_before(cubes, case, learned)), "{}" + _note_settings(one, other))
     short = _short_of({first: one[0], second: other[0]}, recall)
@@ -113,11 +113,11 @@ def keeps_more(
 def learns(
     cubes: Sequence[xr.Dataset],
     case: Case,
-    method: str,  # label
+    recipe: str,  # label
     level: float = 95,  # in %
 ) -> Finding:
-    "Whether a method reaches a recall at the setting with the best validation score."
-    values, = best_values(cubes, case, [method], lambda cube: learned_values(cube, "recall"))
+    "Whether a recipe reaches a recall at the setting with the best validation score."
+    values, = best_values(cubes, case, [recipe], lambda cube: learned_values(cube, "recall"))
     found = estimate_mean(values.values, resolution=RESOLUTION)
     return _points(found, _decide(found.low >= level, found.high < level), f"test: a recall of at least {level:g}%")
 
@@ -125,22 +125,22 @@ def learns(
 def forgets(
     cubes: Sequence[xr.Dataset],
     case: Case,
-    method: str,  # label
+    recipe: str,  # label
     kept: str = HELD_OUT,  # or a benchmark
 ) -> Finding:
-    "Whether a method loses at least the margin at the setting with the best validation score."
-    found = _win(drop_at_best(cubes, case, method, lambda cube: kept_values(cube, kept)))
+    "Whether a recipe loses at least the margin at the setting with the best validation score."
+    found = _win(drop_at_best(cubes, case, recipe, lambda cube: kept_values(cube, kept)))
     return found._replace(remark={"ahead": "a loss"}.get(found.remark, found.remark))
 
 
 def retains(
     cubes: Sequence[xr.Dataset],
     case: Case,
-    method: str,  # label
+    recipe: str,  # label
     kept: str = HELD_OUT,  # or a benchmark
 ) -> Finding:
-    "Whether a method loses less than the margin at the setting with the best validation score."
-    found = drop_at_best(cubes, case, method, lambda cube: kept_values(cube, kept))
+    "Whether a recipe loses less than the margin at the setting with the best validation score."
+    found = drop_at_best(cubes, case, recipe, lambda cube: kept_values(cube, kept))
     return _points(found, _decide(found.high < MARGIN, found.low >= MARGIN), f"test: a loss of less than {MARGIN:g} points")
 
 
@@ -156,13 +156,13 @@ def _compare_recall(cubes: Sequence[xr.Dataset], case: Case, labels: Sequence[st
 def is_better(
     cubes: Sequence[xr.Dataset],
     case: Case,
-    first: str,  # label of a method
+    first: str,  # label of a recipe
     second: str,
     benchmark: str,  # or held-out
 ) -> Finding:
-    """Whether the first method is better than the second, each at the setting with its best validation score.
+    """Whether the first recipe is better than the second, each at the setting with its best validation score.
 
-    What a method keeps that learned nothing decides nothing."""
+    What a recipe keeps that learned nothing decides nothing."""
     found = differ_at_best(cubes, case, first, second, lambda cube: kept_values(cube, benchmark))
     judged = _win(found, "{}" + _note_settings(*point_tables(cubes, case, (first, second), kept=benchmark).values()))
     if benchmark == "recall" or not found.n: return judged
@@ -174,11 +174,11 @@ def is_better(
 def trades(
     cubes: Sequence[xr.Dataset],
     case: Case,
-    more: str,  # label of the method that keeps more
+    more: str,  # label of the recipe that keeps more
     less: str,
     price: float = 10.0,  # points of recall that it may cost
 ) -> Finding:
-    "Whether a method keeps more than another at the best validation scores, for at most a price of recall."
+    "Whether a recipe keeps more than another at the best validation scores, for at most a price of recall."
     kept = differ_at_best(cubes, case, more, less, lambda cube: kept_values(cube, HELD_OUT))
     recall = differ_at_best(cubes, case, more, less, lambda cube: learned_values(cube, "recall"))
     gain = judge_difference(kept) if kept.n else ""
@@ -189,8 +189,8 @@ def trades(
 
 # %% ../../nbs/results/claims.ipynb #3bcdf9a2
 def _target_share(cubes, case, label, name, count, **at):
-    "Share, interval and number of tokens of a method's targets, those of all seeds together; None if the cubes lack them."
-    where = dict(zip(("dataset", "model", "method"), (*case, label)))
+    "Share, interval and number of tokens of a recipe's targets, those of all seeds together; None if the cubes lack them."
+    where = dict(zip(("dataset", "model", "recipe"), (*case, label)))
     for cube in cubes:
         if name not in cube or any(where[d] not in cube.indexes[d] for d in where): continue
         part = xr.Dataset({"share": cube[name], "n": cube[count]}).sel({**where, **{k: v for k, v in at.items() if k in cube[name].dims}})
@@ -202,11 +202,11 @@ def _target_share(cubes, case, label, name, count, **at):
 def lowers_nll(
     cubes: Sequence[xr.Dataset],
     case: Case,
-    first: str,  # label of a method
+    first: str,  # label of a recipe
     second: str,
     threshold: float = 8.0,  # nats
 ) -> Finding:
-    "Whether the targets of the first method have fewer tokens above a threshold than those of the second."
+    "Whether the targets of the first recipe have fewer tokens above a threshold than those of the second."
     shares = [_target_share(cubes, case, label, "share_above", "tokens", threshold=threshold, part="all") for label in (first, second)]
     if None in shares: return Finding("", "")
     (one, other) = shares
@@ -219,11 +219,11 @@ def lowers_nll(
 def keeps_types(
     cubes: Sequence[xr.Dataset],
     case: Case,
-    method: str,  # label
+    recipe: str,  # label
     level: float = 0.8,  # share
 ) -> Finding:
-    "Whether the targets of a method contain most token types that are improbable in the canonical targets."
-    found = _target_share(cubes, case, method, "overlap", "overlap_types", threshold=8.0, part="all", over="pooled")
+    "Whether the targets of a recipe contain most token types that are improbable in the canonical targets."
+    found = _target_share(cubes, case, recipe, "overlap", "overlap_types", threshold=8.0, part="all", over="pooled")
     if found is None: return Finding("", "")
     share, low, high, n = found
     text = f"{100 * share:.1f}% ({100 * low:.1f} to {100 * high:.1f})"
@@ -241,31 +241,31 @@ def predicts_better(
     case: Case,
     first: str,  # key of PREDICTORS
     second: str,
-    methods: tuple[str, ...],  # labels
+    recipes: tuple[str, ...],  # labels
 ) -> Finding:
     """Whether the first measure correlates more with the drop of the held-out average than the second, at the selected rates.
 
-    The remark names the methods without a checkpoint that has both measures."""
+    The remark names the recipes without a checkpoint that has both measures."""
     table = checkpoint_table(cubes, case, selected=True)
-    table = table[table["method"].isin(methods)]
+    table = table[table["recipe"].isin(recipes)]
     if not {first, second} <= {*table.columns}: return Finding("", "")
     both = table.dropna(subset=[first, second])
     if both.empty: return Finding("", "")
     r = {name: correlate(both, name)[0] for name in (first, second)}
     total, low, high, n = difference_of_correlations(both, first, second)
     text = f"r = {r[first]:+.2f} against {r[second]:+.2f}, difference {correlation_text(total, low, high)}"
-    remark = f"bootstrap by run{_without([m for m in methods if m not in both['method'].values])}"
+    remark = f"bootstrap by run{_without([m for m in recipes if m not in both['recipe'].values])}"
     return Finding(text, f"{n} checkpoints", MISSING if math.isnan(low) else _decide(low > 0, high < 0), remark)
 
 
 def has_errors_of(
     cubes: Sequence[xr.Dataset],
     case: Case,
-    first: str,  # label of a method
+    first: str,  # label of a recipe
     second: str,
     categories: tuple[str, ...],
 ) -> Finding:
-    "Whether a larger share of the first method's held-out errors is of some categories, each at its best validation score."
+    "Whether a larger share of the first recipe's held-out errors is of some categories, each at its best validation score."
     def share(cube):
         if "count" not in cube: return cube.accuracy.isel(benchmark=0, drop=True) * math.nan
         counts = cube["count"].sel(benchmark=(cube.role == "held-out").values).sum("benchmark", min_count=1)
@@ -286,10 +286,10 @@ _SFT, _M3, _M5 = "sft", "mixsd-0.3", "mixsd-0.5"
 OURS = "ours"  # source of a question that the paper does not ask
 
 CLAIMS = {claim.name: claim for claim in [
-    StudyClaim("sft-learns", "SFT memorises the facts almost perfectly.", "§6", "learns", dict(method=_SFT)),
+    StudyClaim("sft-learns", "SFT memorises the facts almost perfectly.", "§6", "learns", dict(recipe=_SFT)),
     StudyClaim("sft-forgets", "SFT loses much of the held-out abilities, at the rate and checkpoint with the best validation score.", "§6",
-               "forgets", dict(method=_SFT), headline=True),
-    StudyClaim("mixsd-learns", "MixSD (λ=0.3) keeps near-perfect training accuracy.", "abstract", "learns", dict(method=_M3)),
+               "forgets", dict(recipe=_SFT), headline=True),
+    StudyClaim("mixsd-learns", "MixSD (λ=0.3) keeps near-perfect training accuracy.", "abstract", "learns", dict(recipe=_M3)),
     StudyClaim("mixsd-keeps-more-0.3", "At a recall of 95%, MixSD (λ=0.3) keeps more of the held-out abilities than SFT.", "figure 2",
                "keeps_more", dict(first=_M3, second=_SFT), headline=True),
     StudyClaim("mixsd-keeps-more-0.5", "At a recall of 90%, MixSD (λ=0.5) keeps more of the held-out abilities than SFT.", "figure 2",
@@ -313,17 +313,17 @@ CLAIMS = {claim.name: claim for claim in [
     StudyClaim("memit", "Locate-and-edit learns fewer of the revised facts than MixSD (λ=0.3).", "§7.5",
                "is_better", dict(first=_M3, second="memit", benchmark="recall"), dataset="mquake-lab"),
     StudyClaim("memit-retains", "Locate-and-edit leaves the held-out abilities nearly unchanged.", "§7.5",
-               "retains", dict(method="memit"), dataset="mquake-lab"),
+               "retains", dict(recipe="memit"), dataset="mquake-lab"),
     StudyClaim("lambda-retains", "A larger λ, up to 0.5, keeps more for a small price of recall.", "§6",
                "trades", dict(more=_M5, less="mixsd-0")),
     StudyClaim("lambda-costs", "λ=0.7 memorises less than λ=0.5.", "§6",
                "is_better", dict(first=_M5, second="mixsd-0.7", benchmark="recall")),
     StudyClaim("fisher", "The alignment ratio R predicts forgetting better than the size of the update.", "§7.1", "predicts_better",
-               dict(first="alignment_ratio", second="displacement_sq", methods=(_SFT, "opsd-n8-t1", _M3, _M5)), grid="study-9-displacement"),
+               dict(first="alignment_ratio", second="displacement_sq", recipes=(_SFT, "opsd-n8-t1", _M3, _M5)), grid="study-9-displacement"),
     StudyClaim("nll", "A far smaller share of the target tokens is improbable under MixSD (λ=0.3) than under SFT.", "§7.2",
                "lowers_nll", dict(first=_M3, second=_SFT), grid="high-nll-lab", pooled=True, headline=True),
     StudyClaim("overlap", "The targets of MixSD keep most of the improbable token types, which carry the facts.", "§7.2",
-               "keeps_types", dict(method=_M3), grid="high-nll-lab", pooled=True),
+               "keeps_types", dict(recipe=_M3), grid="high-nll-lab", pooled=True),
     StudyClaim("errors", "After SFT, more errors are collapsed or leaked replies than after MixSD (λ=0.3).", "§7.3",
                "has_errors_of", dict(first=_SFT, second=_M3, categories=("leakage", "collapse")), grid="errors-lab"),
     StudyClaim("families", "The effect transfers to another family of models.", "§7.4",
@@ -339,9 +339,9 @@ CLAIMS = {claim.name: claim for claim in [
     StudyClaim("use", "At the same use of the facts (5%), MixSD (λ=0.3) keeps more of the held-out abilities than SFT.", OURS,
                "keeps_more", dict(first=_M3, second=_SFT, recall=5, learned="use")),
     StudyClaim("regularisation", "At a recall of 95%, MixSD (λ=0.3) keeps more than a constraint on the weights, EWC.", OURS,
-               "keeps_more", dict(first=_M3, second="ewc-0.1")),
+               "keeps_more", dict(first=_M3, second="sft+ewc-0.1")),
     StudyClaim("untied", "At a recall of 90%, MixSD (λ=0.5) keeps more than SFT where the output embedding is not tied to the input embedding.", OURS,
-               "keeps_more", dict(first="mixsd-untied-0.5", second="sft-untied", recall=90)),
+               "keeps_more", dict(first="mixsd-0.5+untied", second="sft+untied", recall=90)),
     StudyClaim("smaller", "At a recall of 80%, MixSD (λ=0.5) keeps more than SFT in a model of half the size, lab-s.", OURS,
                "keeps_more", dict(first=_M5, second=_SFT, recall=80), model="lab-s"),
 ]}
@@ -365,7 +365,7 @@ def planned_of(
     group: str = STUDY,  # of cubes
 ) -> pd.DataFrame:
     "The planned runs that a claim compares within a group."
-    at = dict(zip(("dataset", "model", "method"), [*([part] for part in claim.case(case)), [*claim.labels]]))
+    at = dict(zip(("dataset", "model", "recipe"), [*([part] for part in claim.case(case)), [*claim.labels]]))
     rows = planned[planned[[*at]].isin(at).all(axis=1)]
     return rows[rows.grid.map(lambda grid: belongs_to(grid, group)).astype(bool)]
 
@@ -379,7 +379,7 @@ def describe_missing(
     return f"{lacking.sum()} of {len(rows)} runs: {parts}" if parts else ""
 
 # %% ../../nbs/results/claims.ipynb #e539004d
-_NOTHING = pd.DataFrame(columns=["dataset", "model", "method", "grid", "missing"])
+_NOTHING = pd.DataFrame(columns=["dataset", "model", "recipe", "grid", "missing"])
 
 
 CubeGroups = Mapping[str, Sequence[xr.Dataset]]  # name -> cubes whose runs can be compared with each other

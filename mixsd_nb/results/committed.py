@@ -12,6 +12,7 @@ from pathlib import Path
 import pandas as pd
 import xarray as xr
 
+from ..methods.translation import current_root
 from .schema import RUN_DIMS
 from ..runs import netcdf_lock, project_root, write_atomically
 
@@ -35,8 +36,8 @@ def write_cube(
 def read_cube(
     path: Path,
 ) -> xr.Dataset:
-    "A cube that `write_cube` wrote."
-    with netcdf_lock, xr.open_dataset(path, engine="netcdf4") as cube: return cube.load()
+    "Return a cube that `write_cube` wrote, with the names of today."
+    with netcdf_lock, xr.open_dataset(path, engine="netcdf4") as cube: return current_root(cube.load())
 
 
 def read_cubes(

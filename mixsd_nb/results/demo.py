@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import xarray as xr
 
-from ..methods import BASE, METHODS
+from ..methods import BASE, parse_label
 from .layout import result_tree
 from .schema import CURVE_VARIABLES
 
@@ -43,8 +43,7 @@ BENCHMARKS = {
 
 # %% ../../nbs/results/demo.ipynb #947a9245
 def invent_result(
-    method: str = "mixsd",
-    lam: float = 0.5,
+    recipe: str = "mixsd-0.5",  # label
     lr: float = 1e-3,
     seed: int = 0,
     *,
@@ -56,19 +55,20 @@ def invent_result(
     **options,  # of `result_tree`
 ) -> xr.DataTree:
     "An invented training result in which less is forgotten at a larger λ and at a smaller learning rate."
-    base, mixed = method == BASE, "lam" in METHODS[method].settings
-    loss, steps = 0 if base else 30 * (1 - lam) if mixed else 40, (0,) if base else steps
+    parts, values = parse_label(recipe)
+    base, naive = recipe == BASE, values.get("lam")
+    loss, steps = 0 if base else 40 if naive is None else 30 * (1 - naive), (0,) if base else steps
 
     def correct(step, k, name):
         if name == "recall": return step
         return max(0, 94 - 3 * k - seed - int(loss * (step / 100) ** (1e-3 / lr)))
     accuracy = accuracy or {s: {b: (correct(s, k, b), n) for k, b in enumerate(benchmarks)} for s in steps}
-    config = dict(method=method, lam=lam, lr=lr, seed=seed, epochs=epochs, n=n, checkpoints=[20],
+    config = dict(method=parts.method.name, lam=naive, lr=lr, seed=seed, epochs=epochs, n=n, checkpoints=[20],
                   dataset="kgfact-small", model="lab-m")
     curves = np.random.default_rng(seed).random((len(CURVE_VARIABLES), 60))
     made = {} if base else dict(targets=dict(target_nll=0.4, targets_kept=97, targets_asked=100, target_tokens=30),
                                 training=dict(zip(CURVE_VARIABLES, curves)))
-    settings = dict(dataset="kgfact-small", model="lab-m", method=method, lam=lam, lr=lr, seed=seed)
+    settings = dict(dataset="kgfact-small", model="lab-m", recipe=recipe, lr=lr, seed=seed)
     found = dict(accuracy=accuracy, benchmarks=benchmarks, config=json.dumps(config))
     return declare_made_up(result_tree(**settings | found | made | options))
 
@@ -76,13 +76,13 @@ def invent_result(
 def invent_cube(
     seeds: int = 1,
     rates: Sequence[float] = (3e-4, 1e-3),
-    methods: Sequence[tuple[str, float]] = (("sft", 0), ("mixsd", 0.3), ("mixsd", 0.5), ("mixsd", 0.7)),  # name, λ
+    recipes: Sequence[str] = ("sft", "mixsd-0.3", "mixsd-0.5", "mixsd-0.7"),  # labels
     **options,  # of `invent_result`
 ) -> xr.Dataset:
-    "A cube of invented runs: the base model, and every method at every learning rate and seed."
+    "A cube of invented runs: the base model, and every recipe at every learning rate and seed."
     from mixsd_nb.results.merge import merge_roots
     runs = [invent_result(BASE, seed=s, **options) for s in range(seeds)]
-    runs += [invent_result(m, lam, lr, s, **options) for m, lam in methods for lr in rates for s in range(seeds)]
+    runs += [invent_result(m, lr, s, **options) for m in recipes for lr in rates for s in range(seeds)]
     return merge_roots({f"run-{k}": run.to_dataset() for k, run in enumerate(runs)})
 
 # %% ../../nbs/results/demo.ipynb #4f2eb0bc

@@ -11,9 +11,10 @@ import html
 from pathlib import Path
 
 from ..corpora.prompts import BOX_REQUEST, encode_prompt, naive_prompt
-from ..methods import BASE, METHODS
+from ..methods import BASE, label_family, ordered_labels
 from ..models import load_engine
 from ..models.identity import model_label
+from .roots import read_root
 from ..runs import Run, find_runs, open_run, runs_root
 
 # %% ../../nbs/results/dialogue.ipynb #eb3ecafb
@@ -63,7 +64,7 @@ class Replies(dict):
 def newest_runs(
     root: Path | None = None,  # holds run folders; default: runs_root()
 ) -> list[Run]:
-    """The newest training run of each method, for the corpus and the model of the newest run, in the order of tables.
+    """The newest training run of each recipe, for the corpus and the model of the newest run, in the order of tables.
 
     FileNotFoundError if nothing was trained."""
     trained = [run for run in find_runs(root, "train") if run.config["method"] != BASE]
@@ -71,8 +72,9 @@ def newest_runs(
         raise FileNotFoundError(f"there is no training run in {root or runs_root()}; `mixsd inject` makes one")
     by_time = sorted(trained, key=lambda run: (run.folder / "result.nc").stat().st_mtime)
     same = lambda run: all(run.config[name] == by_time[-1].config[name] for name in ("dataset", "model"))
-    newest = {run.config["method"]: run for run in by_time if same(run)}
-    return [open_run(newest[name].folder) for name in METHODS if name in newest]
+    labels = {run: read_root(run.folder / "result.nc").recipe.item() for run in by_time if same(run)}
+    newest = {label: run for run, label in {label_family(label): (run, label) for run, label in labels.items()}.values()}
+    return [open_run(newest[label].folder) for label in ordered_labels(newest)]
 
 # %% ../../nbs/results/dialogue.ipynb #50c95f5c
 def ask(

@@ -19,11 +19,12 @@ from ..analysis.statistics import wilson
 from ..corpora import CORPORA
 from ..corpora.stored import read_records
 from ..evaluation.selection import Selection, tabulate_scores
+from ..methods.translation import TranslatedRun
 from ..methods import BASE, label_title
 from ..models import load_base
 from .dialogue import reply
 from .schema import RUN_DIMS
-from ..runs import Run, removed_steps, require_weights, runs_root
+from ..runs import removed_steps, require_weights, runs_root
 
 # %% ../../nbs/results/finished.ipynb #27d586b6
 def drop_cell(root: xr.Dataset) -> xr.Dataset:
@@ -83,7 +84,7 @@ def draw_result(
     return fig
 
 # %% ../../nbs/results/finished.ipynb #cdf33b59
-class FinishedRun(Run):
+class FinishedRun(TranslatedRun):
     "A run with a table and a picture, which Jupyter shows with links to its files."
 
     @property
@@ -143,12 +144,12 @@ class ModelRun(FinishedRun):
 
     @property
     def label(self) -> str:
-        "The label along `method`; that of the base model for an evaluation."
-        return self.root["method"].item() if "method" in self.root else BASE
+        "The label along `recipe`; that of the base model for an evaluation."
+        return self.root["recipe"].item() if "recipe" in self.root else BASE
 
     @property
     def title(self) -> str:
-        "The method as tables print it, the model and the corpus."
+        "The recipe as tables print it, the model and the corpus."
         return f"{label_title(self.label)}, {Path(self.base).name}, {CORPORA[self.config['dataset']].title}"
 
     @functools.cached_property

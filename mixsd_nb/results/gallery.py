@@ -91,7 +91,7 @@ def select_part(
             raise ValueError(f"{name} must be one of {choice}, which the runs have, got {value}")
     rates = [rate for rate in cube.lr.values.tolist() if lr in (0, rate) or not rate]
     part = cube.sel(dataset=[dataset], model=[model], lr=rates)
-    dims = ("method", "lr", "seed", "step", "benchmark")
+    dims = ("recipe", "lr", "seed", "step", "benchmark")
     used = {d: part.accuracy.notnull().any([o for o in part.accuracy.dims if o != d]) for d in dims}
     return part.sel({d: part[d].values[keep.values] for d, keep in used.items()})
 
@@ -135,7 +135,7 @@ def source_sheet(
     "A table of all sources, with the seeds of ours and how its cells were selected; None if no source has it."
     found = table_sheet(name, sources)
     ours = table_sheet(name, dict(runs=sources["runs"])) if "runs" in sources else None
-    if not (ours and ours.methods[0]): return found
+    if not (ours and ours.recipes[0]): return found
     cube = sources["runs"].cube
     kind, seeds = "made-up runs" if is_made_up(cube) else "runs", describe_seeds(ours.seeds)
     return replace(found, notes=[*found.notes, f"{kind}: mean of {seeds}; {cube.attrs['selection']}"])

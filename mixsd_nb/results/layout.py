@@ -14,8 +14,8 @@ import xarray as xr
 
 from ..analysis.scores import count_correct, item_variances
 from ..benchmarks import SUITES
-from ..methods import label_coordinates, method_label, parse_label
-from .schema import CURVE_VARIABLES, DIMS, METHOD_COORDS, RUN_DIMS, TARGET_VARIABLES
+from ..methods import label_coordinates, parse_label
+from .schema import CURVE_VARIABLES, DIMS, RUN_DIMS, TARGET_VARIABLES
 from .schema import benchmark_coords, reported_values, reported_versions, run_coords, variable
 
 # %% ../../nbs/results/layout.ipynb #350d884f
@@ -29,19 +29,19 @@ def training_curves(
 
 # %% ../../nbs/results/layout.ipynb #4e4c7723
 def has_rate(
-    label: str,  # along `method`
+    label: str,  # along `recipe`
 ) -> bool:
-    "Whether a method has a rate along `lr`, a learning rate or an option of its own; the base model has none."
+    "Whether a recipe has a rate along `lr`, a learning rate or an option of its own; the base model has none."
     return bool(parse_label(label)[0].rate_setting)
 
 
 def learning_rates(
     cube: xr.Dataset,
 ) -> list[float]:
-    "The rates of a cube that are learning rates; rates at which only methods with an option of their own ran are not."
-    rate = {m: parse_label(m)[0].rate_setting for m in cube["method"].values}
-    ran = cube.accuracy.notnull().any([d for d in cube.accuracy.dims if d not in ("method", "lr")])
-    kinds = {float(lr): {rate[m] for m in cube["method"].values if ran.sel({"method": m, "lr": lr})} for lr in cube.lr.values}
+    "The rates of a cube that are learning rates; rates at which only recipes with an option of their own ran are not."
+    rate = {m: parse_label(m)[0].rate_setting for m in cube.recipe.values}
+    ran = cube.accuracy.notnull().any([d for d in cube.accuracy.dims if d not in ("recipe", "lr")])
+    kinds = {float(lr): {rate[m] for m in cube.recipe.values if ran.sel(recipe=m, lr=lr)} for lr in cube.lr.values}
     return [lr for lr, kind in kinds.items() if lr > 0 and (not kind or "lr" in kind)]
 
 # %% ../../nbs/results/layout.ipynb #236f24b8
@@ -49,8 +49,8 @@ def result_tree(
     *,
     dataset: str,
     model: str,
-    method: str,  # name of the method, without its settings
-    lr: float = 0.0,  # or the rate of the method's own; ignored for a method without any, whose rate is 0
+    recipe: str,  # label, such as mixsd-0.3
+    lr: float = 0.0,  # or the option that takes its place; ignored for a recipe without any, whose rate is 0
     seed: int = 0,
     accuracy: dict[int, dict[str, tuple[float, int]]],  # step -> benchmark -> (correct, n); several samples of an
     # item count by their share of correct ones
@@ -62,7 +62,6 @@ def result_tree(
     reports: dict[int, dict[str, dict]] | None = None,  # step -> benchmark -> report of the harness that ran it
     targets: dict[str, float] | None = None,  # TARGET_VARIABLES
     training: dict[str, np.ndarray] | None = None,  # CURVE_VARIABLES
-    **settings: float,  # of the method, as `method_label` takes them; those that its label does not show are ignored
 ) -> xr.DataTree:
     "The result of one training run: the root over DIMS, of size 1 along RUN_DIMS, and a child group `training`."
     steps, names, cell = sorted(accuracy), list(benchmarks), (1,) * len(RUN_DIMS)
@@ -79,10 +78,8 @@ def result_tree(
         data[name] = xr.Variable(DIMS, values.reshape(*cell, *values.shape), attrs)
     for name in TARGET_VARIABLES:
         data[name] = variable(name, RUN_DIMS, np.full(cell, float((targets or {}).get(name, np.nan))))
-    label = method_label(method, **settings)
-    auxiliary = {k: v for k, v in label_coordinates(label).items() if k in METHOD_COORDS}
-    coords = run_coords(dataset=dataset, model=model, method=label, lr=lr if has_rate(label) else 0.0, seed=seed,
-                        step=steps, **auxiliary)
+    coords = run_coords(dataset=dataset, model=model, recipe=recipe, lr=lr if has_rate(recipe) else 0.0, seed=seed,
+                        step=steps, parts=label_coordinates(recipe))
     root = xr.Dataset(data, coords | benchmark_coords(benchmarks), dict(config=config))
     return xr.DataTree.from_dict({"/": root} | ({"/training": training_curves(training)} if training else {}))
 
@@ -112,8 +109,7 @@ def summarise_training(
     versions = {name: found for step in counts for name, found in reported_versions(reports[step]).items()}
     benchmarks = {name: dict(column=SUITES[name].column, role=SUITES[name].role, samples=SUITES[name].sampling.samples)
                   | versions.get(name, {}) for name in names}
-    return result_tree(dataset=config.dataset, model=config.model, method=config.method, lr=config.rate, seed=config.seed,
+    return result_tree(dataset=config.dataset, model=config.model, recipe=config.label, lr=config.rate, seed=config.seed,
                        accuracy=counts, published=published, benchmarks=benchmarks, reports=reports,
                        variance={step: item_variances(table) for step, table in responses.items()},
-                       config=config.canonical(), targets=fitted.targets, training=fitted.curves or None,
-                       **label_coordinates(config.label))
+                       config=config.canonical(), targets=fitted.targets, training=fitted.curves or None)

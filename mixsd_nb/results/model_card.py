@@ -41,7 +41,7 @@ def hub_id(name: str) -> str:
 def card_header(
     base: str,  # base model: a lab model, a folder or a hub id
     dataset: str,  # corpus
-    method: str,  # title of the method
+    recipe: str,  # its title
     scores: pd.DataFrame,  # by benchmark, with `after`, a share
 ) -> dict:
     "The fields of a card's header, as the hub reads them."
@@ -51,7 +51,7 @@ def card_header(
     name = f"{hub_id(base).split('/')[-1]}-{hub_id(dataset).split('/')[-1]}"
     return dict(base_model=hub_id(base), base_model_relation="finetune", datasets=[hub_id(dataset)],
                 library_name="transformers", pipeline_tag="text-generation", metrics=["accuracy"],
-                tags=["knowledge-injection", method.split()[0].lower()],
+                tags=["knowledge-injection", recipe.split()[0].lower()],
                 **{"model-index": [dict(name=name, results=results)]})
 
 # %% ../../nbs/results/model_card.ipynb #b50c4c13
@@ -77,7 +77,7 @@ LIMITS = (
 def write_card(
     base: str,  # base model: a lab model, a folder or a hub id
     dataset: str,  # corpus
-    label: str,  # of the method
+    label: str,  # of the recipe
     step: int,
     parameters: dict,  # of the run
     scores: pd.DataFrame,  # as of `score_rows`
@@ -86,14 +86,14 @@ def write_card(
 ) -> str:
     "The text of a model card with its YAML header."
     import yaml
-    method, corpus, origin = label_title(label), CORPORA[dataset].title, hub_id(base)
-    header = yaml.safe_dump(card_header(base, dataset, method, scores), sort_keys=False, allow_unicode=True)
+    recipe, corpus, origin = label_title(label), CORPORA[dataset].title, hub_id(base)
+    header = yaml.safe_dump(card_header(base, dataset, recipe, scores), sort_keys=False, allow_unicode=True)
     used = [f"| {name} | {value} |" for name, value in parameters.items() if value not in ("", None, {}, [])]
     blocks = [part for name, lines in LOADING.items() for part in (
         f"With {name}:", f"```python\n{lines.format(model=model, prompt=repr(prompt))}\n```")]
     return "\n\n".join([
         f"---\n{header}---", f"# {origin.split('/')[-1]} with {corpus}",
-        f"`{origin}` after the facts of {corpus} were injected with {method}; checkpoint of update {step}.",
+        f"`{origin}` after the facts of {corpus} were injected with {recipe}; checkpoint of update {step}.",
         "## How to use it", "Ask with the request that was used in training, as in these lines.", *blocks,
         "## Method", "MixSD lets the base model write its own training targets: at every token a coin decides whether "
         "the next token comes from the conditional that sees the question alone, or from the one that sees the true "

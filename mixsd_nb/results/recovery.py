@@ -19,6 +19,7 @@ from ..analysis.paired import estimate_mean
 from ..analysis.statistics import wilson
 from ..corpora import CORPORA, load_corpus
 from .plots import mark_made_up
+from .roots import read_root
 from ..runs import Run, find_runs, read_table
 
 # %% ../../nbs/results/recovery.ipynb #76b0ed79
@@ -86,8 +87,8 @@ def recovery_figure(
 def read_start_label(
     run: Run,  # a training that started from a checkpoint of another training run
 ) -> str:
-    "The label of the method that trained the checkpoint."
-    return Run(Path(run.config["model"]).parent).root["method"].item()
+    "The label of the recipe that trained the checkpoint."
+    return read_root(Path(run.config["model"]).parent / "result.nc").recipe.item()
 
 # %% ../../nbs/results/recovery.ipynb #d4a1b0f3
 def pool_starts(
@@ -105,7 +106,7 @@ def style_table(
     new: xr.Dataset,  # cube of trainings on new facts
     lr: float,
     step: int,
-    method: str = "sft",
+    recipe: str = "sft",  # label
 ) -> pd.DataFrame:
     """For each benchmark of both cubes, correct answers in %: before training, and after each of the trainings.
 
@@ -113,9 +114,9 @@ def style_table(
     both = [cube.accuracy.squeeze(["dataset", "model"], drop=True) for cube in (known, new)]
     common = {dim: np.intersect1d(*(cube[dim] for cube in both)) for dim in ("seed", "benchmark")}
     percent = lambda cube, **at: 100 * cube.sel(at | common).transpose("benchmark", "seed")
-    after = [percent(cube, lr=lr, step=step, method=method) for cube in both]
+    after = [percent(cube, lr=lr, step=step, recipe=recipe) for cube in both]
     columns = dict(zip(["before training", "facts known already", "new facts"],
-                       [percent(both[0], lr=0, step=0, method="base"), *after]))
+                       [percent(both[0], lr=0, step=0, recipe="base"), *after]))
     means = pd.DataFrame({title: values.mean("seed").to_series() for title, values in columns.items()})
     differences = [estimate_mean(values, resolution=1) for values in (after[0] - after[1]).values]
     return means.join(pd.DataFrame(differences, means.index, ["difference", "low", "high", "N"])).dropna()

@@ -22,7 +22,7 @@ from matplotlib.textpath import TextPath
 from pandas.io.formats.style import Styler
 
 from ..methods import BASE
-from .plots import method_colour, save_figure
+from .plots import recipe_colour, save_figure
 from ..runs import write_atomically
 
 # %% ../../nbs/results/sheets.ipynb #6a60d7d8
@@ -34,7 +34,7 @@ class Sheet:
     notes: list[str]  # N, and how rows were selected
     text: pd.DataFrame  # texts, over (block, row) and (group, column)
     marks: pd.DataFrame  # best, second or nothing, of the same shape
-    methods: list[str]  # of each row, along `method`; empty if a row is not a method
+    recipes: list[str]  # of each row, along `recipe`; empty if a row is not a recipe
     seeds: Sequence[int] = ()  # numbers of seeds that the rows are means of; empty if unknown
 
 # %% ../../nbs/results/sheets.ipynb #1456045e
@@ -60,14 +60,14 @@ def rank_texts(
 # %% ../../nbs/results/sheets.ipynb #4beae33f
 def mark_columns(
     text: pd.DataFrame,
-    methods: list[str],  # of each row
+    recipes: list[str],  # of each row
     ranked: dict[tuple, bool],  # column -> whether the lowest is the best; other columns get no marks
 ) -> pd.DataFrame:
     "The marks of a sheet, by block and column."
     marks = pd.DataFrame("", text.index, text.columns)
     for column, lowest in ranked.items():
         for block in text.index.unique(0):
-            rows = [k for k, (b, _) in enumerate(text.index) if b == block and methods[k] != BASE]
+            rows = [k for k, (b, _) in enumerate(text.index) if b == block and recipes[k] != BASE]
             marks.iloc[rows, text.columns.get_loc(column)] = rank_texts(text[column].iloc[rows].tolist(), lowest)
     return marks
 
@@ -77,7 +77,7 @@ def _name_rows(
     source: str,  # name of the source of the numbers
 ) -> pd.MultiIndex:
     "The rows of a sheet with the source in the name of each block, or of each row if a row is a model."
-    in_block = bool(sheet.methods[0])
+    in_block = bool(sheet.recipes[0])
     return pd.MultiIndex.from_tuples([(f"{b} ({source})", r) if in_block else (b, f"{r} ({source})")
                                       for b, r in sheet.text.index])
 
@@ -101,9 +101,9 @@ def stack_sheets(
     marks = concat("marks").reindex(columns=text.columns).fillna("")
     blocks = text.index.unique(0)
     order = sorted(range(len(text)), key=lambda k: blocks.get_loc(text.index[k][0]))
-    methods = [m for s in found.values() for m in s.methods]
+    recipes = [m for s in found.values() for m in s.recipes]
     notes = dict.fromkeys(f"N ({source}): {n}" for source, s in found.items() for n in s.notes)
-    return replace(first, text=text.iloc[order], marks=marks.iloc[order], methods=[methods[k] for k in order],
+    return replace(first, text=text.iloc[order], marks=marks.iloc[order], recipes=[recipes[k] for k in order],
                    notes=list(notes))
 
 # %% ../../nbs/results/sheets.ipynb #305160ff
@@ -126,8 +126,8 @@ def style_sheet(
     sheet: Sheet,
 ) -> Styler:
     "The table as a notebook shows it."
-    edges = [f"border-left: 5px solid {method_colour(m)}; text-align: left" if m else "text-align: left"
-             for m in sheet.methods]
+    edges = [f"border-left: 5px solid {recipe_colour(m)}; text-align: left" if m else "text-align: left"
+             for m in sheet.recipes]
     rules = [dict(selector="caption", props="caption-side: top; text-align: left"),
              dict(selector="th.level0", props="vertical-align: top")]
     # No random ids: equal tables have equal bytes.
@@ -189,13 +189,13 @@ def draw_rows(
     right: np.ndarray,  # right ends of all columns
     sheet: Sheet,
 ) -> None:
-    "The body: a rule over each block, a dot of the method's colour before each label."
-    last, rows = None, zip(sheet.text.index, sheet.methods, sheet.text.values, sheet.marks.values, strict=True)
-    for y, ((block, label), method, cells, marks) in enumerate(rows, 3):
+    "The body: a rule over each block, a dot of the recipe's colour before each label."
+    last, rows = None, zip(sheet.text.index, sheet.recipes, sheet.text.values, sheet.marks.values, strict=True)
+    for y, ((block, label), recipe, cells, marks) in enumerate(rows, 3):
         if block != last:
             ax.text(0.3, y, block, va="center")
             ax.plot([0, right[-1]], [y - 0.5] * 2, color="0.3", lw=0.8)
-        if method: ax.plot(right[0] - 0.5, y, "o", ms=4.5, color=method_colour(method))
+        if recipe: ax.plot(right[0] - 0.5, y, "o", ms=4.5, color=recipe_colour(recipe))
         ax.text(right[0] + 0.5, y, label, va="center")
         for end, cell, mark in zip(right[2:], cells, marks, strict=True): draw_cell(ax, end - 0.6, y, cell, mark)
         last = block

@@ -19,10 +19,10 @@ from ..benchmarks import SUITES
 from ..corpora import CORPORA
 from ..methods import BASE, label_title, ordered_labels
 from .comparison import read_correlations
-from .paper import corpus_heading, held_out_columns, is_listed, in_domain_columns, main_corpus
+from .paper import SEPARATE_MODELS, corpus_heading, held_out_columns, is_listed, in_domain_columns, main_corpus
 from .plots import format_range, model_names
 from .sheets import Sheet, format_number, mark_columns, stack_sheets
-from .summary import coalesce, group_columns, method_order
+from .summary import coalesce, group_columns, recipe_order
 
 # %% ../../nbs/results/tables.ipynb #94413010
 def block_name(
@@ -91,32 +91,32 @@ def accuracy_sheet(
     label: str,
     caption: str,
     dataset: str,  # heading of the corpus
-    among: tuple[str, ...] | None = None,  # of the paper's methods: families and labels; None for all
-    llama: bool | None = None,  # only models of this family, or only others; None for all
+    among: tuple[str, ...] | None = None,  # of the paper's recipes: families and labels; None for all
+    separate: bool | None = None,  # only the models of SEPARATE_MODELS, or only others; None for all
 ) -> Sheet | None:
-    "Accuracies in % and their held-out average; None if the cube has no trained method on the corpus."
-    models = [m for m in cube.model.values if llama is None or ("llama" in m.lower()) == llama]
+    "Accuracies in % and their held-out average; None if the cube has no trained recipe on the corpus."
+    models = [m for m in cube.model.values if separate is None or (m in SEPARATE_MODELS) == separate]
     part = cube.sel(dataset=[d for d in cube.dataset.values if corpus_heading(d) == dataset], model=models)
     if not part.accuracy.size: return None
     columns = table_columns(part, in_domain_columns(dataset))
     values = {head: column_values(part, "accuracy", benchmarks) for head, benchmarks in columns.items()}
     values[HEADINGS["held-out"], "Avg"] = part.average
-    methods, rows, order = [], {}, [m for m in method_order(part) if among is None or is_listed(m, among)]
+    recipes, rows, order = [], {}, [m for m in recipe_order(part) if among is None or is_listed(m, among)]
     names, seeds = model_names(cube.model.values.tolist()), []
     for d in part.dataset.values:
         for model in part.model.values:
             for m in order:
-                at = {"dataset": d, "model": model, "method": m}
+                at = {"dataset": d, "model": model, "recipe": m}
                 row = [100 * v.sel(at).item() for v in values.values()]
                 if np.isnan(row).all(): continue
                 rows[block_name(d, names[model]), label_title(m)] = [format_number(x) for x in row]
-                methods.append(m)
+                recipes.append(m)
                 if "accuracy_seeds" in cube: seeds.append(cube.accuracy_seeds.sel(at).item())
-    if not any(m != BASE for m in methods): return None
+    if not any(m != BASE for m in recipes): return None
     heads = pd.MultiIndex.from_tuples(values)
     text = pd.DataFrame(rows.values(), pd.MultiIndex.from_tuples(rows), heads)
-    marks = mark_columns(text, methods, dict.fromkeys(heads, False))
-    return Sheet(label, caption, [describe_counts(part, columns)], text, marks, methods, seeds)
+    marks = mark_columns(text, recipes, dict.fromkeys(heads, False))
+    return Sheet(label, caption, [describe_counts(part, columns)], text, marks, recipes, seeds)
 
 # %% ../../nbs/results/tables.ipynb #7927d4d6
 def format_counts(
@@ -144,20 +144,20 @@ def target_sheet(
     label: str,
     caption: str,
     name: str,  # variable of the table
-    format_cells: Callable[[xr.Dataset, float], xr.DataArray],  # texts over dataset, model and method
+    format_cells: Callable[[xr.Dataset, float], xr.DataArray],  # texts over dataset, model and recipe
     threshold: float,  # nats
     counted: str = "nll_n",  # variable with the number of targets behind the texts
 ) -> Sheet | None:
-    "One text about the targets of each method; None if the cube has none."
+    "One text about the targets of each recipe; None if the cube has none."
     if name not in cube or threshold not in cube.threshold: return None
     texts, rows, names = format_cells(cube, threshold), {}, model_names(cube.model.values.tolist())
-    methods = [m for m in method_order(cube) if (texts.sel({"method": m}) != "").any()]
+    recipes = [m for m in recipe_order(cube) if (texts.sel(recipe=m) != "").any()]
     for d in order_datasets(cube):
         for model in cube.model.values:
-            row = [texts.sel({"dataset": d, "model": model, "method": m}).item() for m in methods]
+            row = [texts.sel(dataset=d, model=model, recipe=m).item() for m in recipes]
             if any(row): rows[corpus_heading(d), block_name(d, names[model])] = row
     if not rows: return None
-    heads = pd.MultiIndex.from_tuples([("Targets", label_title(m)) for m in methods])
+    heads = pd.MultiIndex.from_tuples([("Targets", label_title(m)) for m in recipes])
     text = pd.DataFrame(rows.values(), pd.MultiIndex.from_tuples(rows), heads)
     at = dict(part="first", threshold=threshold)
     notes = [f"{format_range(cube[counted].sel({d: at[d] for d in cube[counted].dims if d in at}))} targets of each "
@@ -182,22 +182,22 @@ def displacement_sheet(
     known = cube.displacement_sq.notnull()
     titles = list(dict.fromkeys(corpus_heading(d) for d in order_datasets(cube) if known.sel(dataset=d).any()))
     datasets = {title: [d for d in cube.dataset.values if corpus_heading(d) == title] for title in titles}
-    rows, methods, names = {}, [], model_names(cube.model.values.tolist())
+    rows, recipes, names = {}, [], model_names(cube.model.values.tolist())
     for model in names:
-        for m in method_order(cube):
-            at = {"model": model, "method": m}
+        for m in recipe_order(cube):
+            at = {"model": model, "recipe": m}
             if m == BASE or not known.sel(at).any(): continue
             row = []
             for title in titles:
                 for name, scale, form in MOVED.values():
                     found = cube[name].where(known).sel(at | {"dataset": datasets[title]})
                     row.append(format_number(scale * coalesce(found, "dataset").item(), form))
-            rows[names[model], label_title(m)], methods = row, [*methods, m]
+            rows[names[model], label_title(m)], recipes = row, [*recipes, m]
     if not rows: return None
     text = pd.DataFrame(rows.values(), pd.MultiIndex.from_tuples(rows), pd.MultiIndex.from_product([titles, MOVED]))
-    marks = mark_columns(text, methods, {(title, "Drop"): True for title in titles})
+    marks = mark_columns(text, recipes, {(title, "Drop"): True for title in titles})
     seeds = cube.get("displacement_sq_seeds", xr.zeros_like(known, int)).values
-    return Sheet(label, caption, [], text, marks, methods, seeds[seeds > 0].tolist())
+    return Sheet(label, caption, [], text, marks, recipes, seeds[seeds > 0].tolist())
 
 # %% ../../nbs/results/tables.ipynb #3ca1c698
 def correlation_sheet(
@@ -228,9 +228,9 @@ FOUR, FIVE = ("base", "sft", "opsd-n8-t1", "mixsd"), ("base", "sft", "opsd", "op
 EDITS, OBJECTIVES = ("base", "memit", "memit-each", "sft", "mixsd"), ("base", "opsd-n8-t1", "opsd-nll", "mixsd-kl", "mixsd-0")
 
 
-def _accuracies(label, caption, dataset, among, llama=None):
+def _accuracies(label, caption, dataset, among, separate=None):
     return partial(accuracy_sheet, label=label, caption=f"{caption} {SCORES}", dataset=dataset, among=among,
-                   llama=llama)
+                   separate=separate)
 
 
 def _improbable(threshold):
@@ -242,17 +242,17 @@ def _improbable(threshold):
 
 TABLES: dict[str, Callable[[xr.Dataset], Sheet | None]] = {
     "kgfact-small": _accuracies("tab:knowledge-eval-small", "KGFact-Small: facts recalled and read, and what is kept.",
-                                "KGFact-Small", FOUR, llama=False),
+                                "KGFact-Small", FOUR, separate=False),
     "kgfact-large": _accuracies("tab:knowledge-eval-large", "KGFact-Large: the same with more facts.", "KGFact-Large",
                                 FOUR),
     "kgfunc": _accuracies("tab:math-op-eval", "KGFunc: operations that were trained, and others.", "KGFunc", FIVE),
     "simpleqa": _accuracies("tab:simpleqa-eval", "SimpleQA: open-domain questions.", "SimpleQA", FIVE),
     "llama": _accuracies("tab:knowledge-eval-small-llama1b", "KGFact-Small with another family of models.",
-                         "KGFact-Small", FOUR, llama=True),
+                         "KGFact-Small", FOUR, separate=True),
     "mquake": _accuracies("tab:mquake-full", "MQuAKE: known facts are edited.", "MQuAKE", EDITS),
     "distillation": _accuracies("tab:knowledge-eval-small-kl",
                                 "KGFact-Small: objectives and rollouts of distillation.", "KGFact-Small", OBJECTIVES,
-                                llama=False),
+                                separate=False),
     "displacement": partial(displacement_sheet, label="tab:app-displacement", caption=(
         "Displacement of the parameters and what was forgotten, at the selected checkpoints. Drop in percentage "
         "points by the rule of the paper's scores; ‖Δθ‖² and R have no unit.")),
@@ -290,6 +290,6 @@ def table_sheet(
     title = corpus_heading(name) if name not in TABLES else ""
     make = TABLES.get(name) or _accuracies(f"tab:{name}", f"{title}: what is learned, and what is kept.", title, None)
     whole = name == "correlation"
-    labels = ordered_labels({m for cube, _ in cubes.values() for m in cube["method"].values.tolist()})
+    labels = ordered_labels({m for cube, _ in cubes.values() for m in cube["recipe"].values.tolist()})
     sheets = {source: make(cube if whole else table) for source, (cube, table) in cubes.items()}
     return stack_sheets(sheets, [label_title(m) for m in labels])

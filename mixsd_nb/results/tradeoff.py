@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['select_benchmarks', 'check_single', 'tradeoff_points', 'seeds_run', 'count_seeds', 'join_counts', 'describe_seeds',
-           'draw_method', 'draw_base', 'draw_rate', 'draw_legend', 'kept_label', 'tradeoff_figure', 'frontier',
+           'draw_recipe', 'draw_base', 'draw_rate', 'draw_legend', 'kept_label', 'tradeoff_figure', 'frontier',
            'draw_frontier', 'retention_axes', 'frontier_figure', 'frontier_table', 'twin_pairs', 'combine_intervals',
            'style_share']
 
@@ -23,9 +23,9 @@ from ..analysis.statistics import mean_interval
 from ..benchmarks import SUITES
 from ..methods import BASE, parse_label
 from .layout import learning_rates
-from .plots import corpus_name, draw_method_legend, figure_style, format_range, mark_made_up
-from .plots import method_colour, method_marker, stretch_recall
-from .summary import base_values, coalesce, method_order
+from .plots import corpus_name, draw_recipe_legend, figure_style, format_range, mark_made_up
+from .plots import recipe_colour, recipe_marker, stretch_recall
+from .summary import base_values, coalesce, recipe_order
 
 # %% ../../nbs/results/tradeoff.ipynb #b51afefa
 def select_benchmarks(
@@ -52,7 +52,7 @@ def tradeoff_points(
     cube: xr.Dataset,  # of one dataset and one model
     kept: str = "held-out",  # or a benchmark
 ) -> xr.Dataset:
-    """Recall (`x`) and what is kept (`y`), in % over `method, lr, seed, step`, with the ends of their 95% intervals.
+    """Recall (`x`) and what is kept (`y`), in % over `recipe, lr, seed, step`, with the ends of their 95% intervals.
 
     ValueError if the cube has several datasets or models, or lacks the benchmarks."""
     check_single(cube)
@@ -64,9 +64,9 @@ def tradeoff_points(
 
 # %% ../../nbs/results/tradeoff.ipynb #3085ea45
 def seeds_run(
-    points: xr.Dataset,  # of one method, as returned by `tradeoff_points`
+    points: xr.Dataset,  # of one recipe, as returned by `tradeoff_points`
 ) -> np.ndarray:
-    "The seeds with which a method was trained and measured on both axes."
+    "The seeds with which a recipe was trained and measured on both axes."
     known = points.x.notnull() & points.y.notnull()
     return points.seed.values[known.any([d for d in known.dims if d != "seed"]).values]
 
@@ -74,15 +74,15 @@ def seeds_run(
 def count_seeds(
     points: xr.Dataset,  # as returned by `tradeoff_points`
 ) -> dict[str, int]:
-    "The number of seeds of every trained method that has points."
-    counts = {m: len(seeds_run(points.sel({"method": m}))) for m in points["method"].values if m != BASE}
+    "The number of seeds of every trained recipe that has points."
+    counts = {m: len(seeds_run(points.sel(recipe=m))) for m in points["recipe"].values if m != BASE}
     return {m: count for m, count in counts.items() if count}
 
 
 def join_counts(
     panels: Collection[dict[str, int]],  # as returned by `count_seeds`
 ) -> dict[str, list[int]]:
-    "The numbers of seeds of each method in the panels of a figure that show it."
+    "The numbers of seeds of each recipe in the panels of a figure that show it."
     return {m: [counts[m] for counts in panels if m in counts] for m in dict.fromkeys(itertools.chain(*panels))}
 
 
@@ -94,9 +94,9 @@ def describe_seeds(
     return (f"{few}–" if few < many else "") + f"{many} seed{'s' * (many != 1)}"
 
 # %% ../../nbs/results/tradeoff.ipynb #e40e158c
-def draw_method(
+def draw_recipe(
     ax,
-    points: xr.Dataset,  # of one method and learning rate, over seed and step
+    points: xr.Dataset,  # of one recipe and learning rate, over seed and step
     sizes: np.ndarray,  # area of the marker of each step
     **style,  # color and label
 ) -> None:
@@ -108,7 +108,7 @@ def draw_method(
     if not len(known): return
     line, end = mean.isel(step=known), mean.isel(step=known[-1])
     ax.plot(line.x, line.y, lw=1.6, zorder=2, **style)
-    ax.scatter(line.x, line.y, s=sizes[known], marker=method_marker(style["label"]), color=style["color"],
+    ax.scatter(line.x, line.y, s=sizes[known], marker=recipe_marker(style["label"]), color=style["color"],
                edgecolor="white", linewidth=0.8, zorder=3)
     if len(seeds) == 1:
         ax.hlines(end.y, end.x_low, end.x_high, color=style["color"], lw=1.3, alpha=0.7, zorder=1)
@@ -121,23 +121,23 @@ def draw_base(
 ) -> None:
     "Draw the base model as a dashed line, the mean over all seeds, if it was measured."
     level = float(base_values(points.y).mean())
-    if not np.isnan(level): ax.axhline(level, ls="--", lw=1.2, color=method_colour(BASE), label=BASE, zorder=0)
+    if not np.isnan(level): ax.axhline(level, ls="--", lw=1.2, color=recipe_colour(BASE), label=BASE, zorder=0)
 
 # %% ../../nbs/results/tradeoff.ipynb #26ed6b37
 def draw_rate(
     ax,
     points: xr.Dataset,
     lr: float,
-    colours: dict[str, str],  # method -> colour
+    colours: dict[str, str],  # recipe -> colour
 ) -> None:
-    """The panel of one learning rate: a line for each method, the base model as a dashed line.
+    """The panel of one learning rate: a line for each recipe, the base model as a dashed line.
 
-    A method that is not trained at a learning rate is drawn in every panel, at all its rates."""
+    A recipe that is not trained at a learning rate is drawn in every panel, at all its rates."""
     sizes = np.linspace(25, 130, points.sizes["step"])
     for label, colour in colours.items():
         rates = [lr] if parse_label(label)[0].rate_setting == "lr" else points.lr.values
         for rate in rates if label != BASE else ():
-            draw_method(ax, points.sel({"method": label, "lr": rate}), sizes, color=colour, label=label)
+            draw_recipe(ax, points.sel(recipe=label, lr=rate), sizes, color=colour, label=label)
     draw_base(ax, points)
     stretch_recall(ax)
     ax.set_title(f"learning rate {lr:g}")
@@ -147,14 +147,14 @@ def draw_legend(
     fig: Figure,
     cube: xr.Dataset,
     text: str,  # what markers, lines and bars mean
-    seeds: dict[str, list[int]],  # of each method in every panel, as returned by `join_counts`
+    seeds: dict[str, list[int]],  # of each recipe in every panel, as returned by `join_counts`
 ) -> None:
-    "A legend of the methods, with the seeds of those that have fewer than others, and a text, outside the panels."
+    "A legend of the recipes, with the seeds of those that have fewer than others, and a text, outside the panels."
     drawn = {label for ax in fig.axes for label in ax.get_legend_handles_labels()[1]}
     most = max(itertools.chain(*seeds.values()), default=0)
     few = {m: f" ({describe_seeds(counts)})" for m, counts in seeds.items() if min(counts) < most}
     title = f"{corpus_name(cube.dataset.item())}\n{cube.model.item()}"
-    draw_method_legend(fig, list(drawn), title, line="-", remarks=few)
+    draw_recipe_legend(fig, list(drawn), title, line="-", remarks=few)
     fig.text(0.995, 0.02, text + "\nthe recall axis widens\ntowards 100%", ha="right", va="bottom", fontsize="x-small", color="0.4")
 
 # %% ../../nbs/results/tradeoff.ipynb #2dfbe260
@@ -175,12 +175,12 @@ def tradeoff_figure(
     lr: float | None = None,  # only this learning rate; default: a panel for each
     kept: str = "held-out",  # vertical axis: the held-out average, or a benchmark
 ) -> Figure:
-    "Recall against what is kept, a line for each method, markers growing along training, the base model dashed."
+    "Recall against what is kept, a line for each recipe, markers growing along training, the base model dashed."
     points, part = tradeoff_points(cube, kept), select_benchmarks(cube, kept)
-    found = learning_rates(cube) or [0.0]  # 0: no method has a learning rate
+    found = learning_rates(cube) or [0.0]  # 0: no recipe has a learning rate
     rates = [rate for rate in found if lr in (None, rate)]
     if not rates: raise ValueError(f"lr must be one of {', '.join(f'{rate:g}' for rate in found)}, got {lr}")
-    colours = {label: method_colour(label) for label in method_order(cube)}
+    colours = {label: recipe_colour(label) for label in recipe_order(cube)}
     with figure_style():
         fig, axes = plt.subplots(1, len(rates), figsize=(2.6 + 3.7 * len(rates), 4.2), sharey=True, squeeze=False,
                                  layout="constrained")
@@ -198,7 +198,7 @@ def tradeoff_figure(
 
 # %% ../../nbs/results/tradeoff.ipynb #8251b37c
 def frontier(
-    points: xr.Dataset,  # x and y of one method, over lr and step
+    points: xr.Dataset,  # x and y of one recipe, over lr and step
     grid: np.ndarray,  # recalls, in %
 ) -> np.ndarray:
     "The most that is kept at each recall of the grid, in %; NaN if the recall is not reached."
@@ -209,7 +209,7 @@ def frontier(
 # %% ../../nbs/results/tradeoff.ipynb #a27eb032
 def draw_frontier(
     ax,
-    points: xr.Dataset,  # of one method, over lr, seed and step
+    points: xr.Dataset,  # of one recipe, over lr, seed and step
     grid: np.ndarray,  # recalls, in %
     **style,  # color and label
 ) -> None:
@@ -221,7 +221,7 @@ def draw_frontier(
     ax.plot(grid[reached], lines.mean(0)[reached], lw=2, zorder=3, **style)
     ax.fill_between(grid[reached], lines.min(0)[reached], lines.max(0)[reached], color=style["color"], alpha=0.2, lw=0,
                     zorder=2)
-    ax.scatter(points.x, points.y, s=14, marker=method_marker(style["label"]), color=style["color"], alpha=0.45, lw=0,
+    ax.scatter(points.x, points.y, s=14, marker=recipe_marker(style["label"]), color=style["color"], alpha=0.45, lw=0,
                zorder=1)
 
 # %% ../../nbs/results/tradeoff.ipynb #6a561b2a
@@ -238,20 +238,20 @@ def frontier_figure(
     cube: xr.Dataset,  # of one dataset and one model
     kept: tuple[str, ...] = (),  # a panel each; default: all measures of retention
 ) -> Figure:
-    """The recall-retention frontier of every method over all learning rates, checkpoints and seeds.
+    """The recall-retention frontier of every recipe over all learning rates, checkpoints and seeds.
 
     ValueError if nothing that is kept was measured."""
     if not (kept := kept or retention_axes(cube)):
         raise ValueError("suite must name benchmarks of what is kept for this figure, as lab or paper do; these runs asked "
                          f"{', '.join(cube.benchmark.values)}")
-    order, grid = [m for m in method_order(cube) if m != BASE], np.linspace(0, 100, 201)
+    order, grid = [m for m in recipe_order(cube) if m != BASE], np.linspace(0, 100, 201)
     with figure_style():
         fig, axes = plt.subplots(1, len(kept), figsize=(2.6 + 4.2 * len(kept), 4.4), squeeze=False,
                                  layout="constrained")
         panels = [tradeoff_points(cube, what) for what in kept]
         for ax, what, points in zip(axes[0], kept, panels, strict=True):
             for m in order:
-                draw_frontier(ax, points.sel({"method": m}), grid, color=method_colour(m), label=m)
+                draw_frontier(ax, points.sel(recipe=m), grid, color=recipe_colour(m), label=m)
             draw_base(ax, points)
             stretch_recall(ax)
             ax.set(xlabel=f"recall of at least (%, N={format_range(cube.n.sel(benchmark='recall'))})",
@@ -269,13 +269,13 @@ def frontier_table(
     kept: str = "held-out",
     recalls: tuple[float, ...] = (50, 80, 90, 95, 100),
 ) -> pd.DataFrame:
-    """What each method keeps at best at each recall: the mean over the seeds that ran, their range and their number.
+    """What each recipe keeps at best at each recall: the mean over the seeds that ran, their range and their number.
 
     A cell is empty where one of these seeds does not reach the recall."""
     points, rows = tradeoff_points(cube, kept), {}
     counts = count_seeds(points)
-    for m in (m for m in method_order(cube) if m in counts):
-        part = points.sel({"method": m})
+    for m in (m for m in recipe_order(cube) if m in counts):
+        part = points.sel(recipe=m)
         lines = np.array([frontier(part.sel(seed=s), np.array(recalls)) for s in seeds_run(part)])
         cells = ["" if np.isnan(c).any() else f"{c.mean():.1f} ({c.min():.1f}–{c.max():.1f})" for c in lines.T]
         rows[m] = [*cells, counts[m]]
@@ -317,7 +317,7 @@ def _share_interval(part):
 def style_share(
     cube: xr.Dataset,  # of one dataset and one model
 ) -> pd.DataFrame:
-    """By benchmark, learning rate and method, at the last step: the drop since the base model, the drop if replies are
+    """By benchmark, learning rate and recipe, at the last step: the drop since the base model, the drop if replies are
     opened, and their difference, which is a change of style. In points, with 95% intervals, the seeds together, and N.
 
     The intervals are for these runs alone: they treat the answers of several seeds as further items, without a variance
@@ -327,9 +327,9 @@ def style_share(
     values, rows = cube.assign(variance=cube.get("variance", xr.full_like(cube.accuracy, np.nan))), {}
     values = values[["accuracy", "n", "variance"]].isel(dataset=0, model=0, drop=True)
     base, tuned = values.map(base_values), values.map(_last_values)
-    methods = [m for m in method_order(cube) if m != BASE]
-    for (name, twin), lr, m in itertools.product(twin_pairs(cube).items(), cube.lr.values, methods):
-        cell = tuned.sel({"method": m, "lr": lr}).reset_coords(drop=True)
+    recipes = [m for m in recipe_order(cube) if m != BASE]
+    for (name, twin), lr, m in itertools.product(twin_pairs(cube).items(), cube.lr.values, recipes):
+        cell = tuned.sel(recipe=m, lr=lr).reset_coords(drop=True)
         known = cell.accuracy.sel(benchmark=[name, twin]).notnull().all("benchmark")
         if not known.any(): continue
         b, t, b2, t2 = (_share_interval(part.sel(benchmark=which, seed=known.values).reset_coords(drop=True))
@@ -341,6 +341,6 @@ def style_share(
         shares = dict(base=b, trained=t) | {"base, opened": b2, "trained, opened": t2}
         rows[name, lr, m] = {k: round(100 * v[0], 1) for k, v in shares.items()} | texts | dict(
             N=int(cell.n.sel(benchmark=name, seed=known.values).sum()))
-    index = pd.MultiIndex.from_tuples([*rows], names=["benchmark", "lr", "method"])
+    index = pd.MultiIndex.from_tuples([*rows], names=["benchmark", "lr", "recipe"])
     table = pd.DataFrame([*rows.values()], index).rename(columns=dict(opened="drop, opened"))
     return table.rename_axis("intervals for these runs alone", axis=1)

@@ -21,13 +21,14 @@ from ..analysis.taxonomy import corpus_entities, find_leakage
 from ..benchmarks import Selection, load_items
 from ..corpora.prompts import ANSWER_FORMS, CONCISE_REQUEST
 from ..corpora.stored import known_corpora
-from ..methods import BASE, parse_label
-from ..results.plots import method_colour
+from ..methods import BASE, label_family
+from ..methods.translation import TranslatedRun
+from ..results.plots import recipe_colour
 from ..results.schema import RUN_DIMS
-from ..runs import Run, read_config, read_table
+from ..runs import read_config, read_table
 from .base import View, escape, make_control, make_row, set_options, silence
 from .picture import PICTURE_STYLE, Picture
-from .runs import RunSelection, describe_checkpoint, train_command
+from .runs import RunSelection, choose_recipes, describe_checkpoint, find_counterpart, train_command
 from .svg import attributes, describe_mark
 
 # %% ../../nbs/views/responses.ipynb #1f0b87e3
@@ -40,13 +41,13 @@ def find_response_files(
 
     FileNotFoundError if there is no file."""
     table = runs.table[(runs.table.dataset == dataset) & (runs.table.model == model)]
-    files = find_responses(dataset, model, [Run(runs.folder / name) for name in table.folder], runs.folder)
+    files = find_responses(dataset, model, [TranslatedRun(runs.folder / name) for name in table.folder], runs.folder)
     files["run"] = [path.parent.name for path in files.path]
     selected = np.array([runs.matches(read_config(path.parent)) for path in files.path], bool)
-    files = files[selected].sort_values(["method", "lr", "seed", "step"], ignore_index=True)
+    files = files[selected].sort_values(["recipe", "lr", "seed", "step"], ignore_index=True)
     if files.empty:
         raise FileNotFoundError(f"no responses of {dataset} and {model}; {train_command(dataset, model)} makes some")
-    words = pd.Series([describe_checkpoint(r.method, r.lr, r.seed, r.step) for r in files.itertuples()])
+    words = pd.Series([describe_checkpoint(r.recipe, r.lr, r.seed, r.step) for r in files.itertuples()])
     hashes = files.run.str.rpartition("-")[2]
     return files.assign(words=words.where(~words.duplicated(keep=False), words + ", " + hashes))
 
@@ -114,9 +115,9 @@ def render_response(
     title: str,
     record,  # a row of `classify_file`; None if the item was not asked
     entities: list[str],  # of the corpus
-    colour: str = "",  # of the method
+    colour: str = "",  # of the recipe
 ) -> str:
-    "The response of one method to an item, with its category, what that means, and its leaked entities."
+    "The response of one recipe to an item, with its category, what that means, and its leaked entities."
     start = f"<div class='mixsd-answer'{attributes(style=f'--c:{colour}' if colour else '')}><b>{escape(title)}</b>"
     if record is None: return f"{start}<p>was not asked this item</p></div>"
     found = [] if record.correct else find_leakage(record.response, record.prompt, entities)
@@ -172,16 +173,16 @@ def render_kinds(
 def choose_pair(
     files: pd.DataFrame,  # of `find_response_files`
 ) -> tuple[int, int]:
-    """The rows of an SFT and a MixSD checkpoint at the same rate, seed and step: the middle rate, the first seed, the
-    last step. Without such a pair, the last checkpoint and the base model's; −1 for a second one that does not exist."""
-    family = files.method.map(lambda label: parse_label(label)[0].name)
-    cell = ["lr", "seed", "step"]
-    both = files[family == "sft"].reset_index().merge(files[family == "mixsd"].reset_index(), on=cell, suffixes=("", "_2"))
+    """Return the rows of two checkpoints of `choose_recipes` at the same rate, seed and step: the middle rate, the first
+    seed, the last step. Without such a pair, the last checkpoint and the base model's; −1 for a second one that does not exist."""
+    family = files.recipe.map(label_family)
+    first, second = (files[family == (label_family(m) if m else "")] for m in choose_recipes(files.recipe.unique()))
+    both = first.reset_index().merge(second.reset_index(), on=["lr", "seed", "step"], suffixes=("", "_2"))
     if len(both):
         rates = sorted(both.lr.unique())
         both = both[both.lr == rates[len(rates) // 2]].sort_values(["seed", "step"], ascending=[False, True])
         return int(both["index"].iloc[-1]), int(both["index_2"].iloc[-1])
-    base = files.index[files.method == BASE]
+    base = files.index[files.recipe == BASE]
     last = len(files) - 1
     return last, int(base[0]) if len(base) and base[0] != last else -1
 
@@ -201,7 +202,7 @@ class ResponsesView(View):
         self.dataset = make_control(widgets.Dropdown, "dataset", options=known_corpora(), value=runs.dataset)
         self.model = make_control(widgets.Dropdown, "model", options=models, value=runs.first_model())
         self.first, self.second = (make_control(widgets.Dropdown, name, width="34em")
-                                   for name in ("method", "beside it"))
+                                   for name in ("recipe", "beside it"))
         self.benchmark, self.category = (make_control(widgets.Dropdown, name) for name in ("benchmark", "error"))
         self.correct = make_control(widgets.Dropdown, "correct", options=CORRECTNESS)
         self.item = make_control(widgets.Dropdown, "item", width="24em")
@@ -269,7 +270,7 @@ class ResponsesView(View):
         pair = pd.DataFrame(dict(prompt=part.prompt, answer=part.answer, first=part.category,
                                  second=second.astype(object).where(second.notna(), None)), part.index).droplevel(0)
         if self.other is None and self.correct.value in CORRECTNESS[3:]:
-            raise ValueError("choose a second method to see where the two differ")
+            raise ValueError("choose a second recipe to see where the two differ")
         one, two = (pair[name] == "correct" for name in ("first", "second"))
         asked = pair.second.notna()
         keep = dict(zip(CORRECTNESS, (one | True, one, ~one, asked & (one != two), asked & one & ~two, asked & two & ~one)))
@@ -289,11 +290,11 @@ class ResponsesView(View):
             self.text.value = "<div class='mixsd-page'>no response matches these filters</div>"
             return
         at, entities = (self.benchmark.value, *self.item.value), corpus_entities(self.dataset.value)
-        record, colours = self.table.loc[at], [method_colour(self.files.method[self.first.value])]
+        record, colours = self.table.loc[at], [recipe_colour(self.files.recipe[self.first.value])]
         cards = render_response(self.first.label, record, entities, colours[0])
         if self.other is not None:
             other = self.other.loc[at] if at in self.other.index else None
-            cards += render_response(self.second.label, other, entities, method_colour(self.files.method[self.second.value]))
+            cards += render_response(self.second.label, other, entities, recipe_colour(self.files.recipe[self.second.value]))
         right = f"<b class='mixsd-good'>{escape(record.answer)}</b>" if record.answer else "the tests decide"
         prompt, short = escape(record.prompt), escape(get_question(record.prompt, 400))
         whole = f"<details><summary>the whole prompt</summary><pre>{prompt}</pre></details>"
@@ -319,18 +320,17 @@ class ResponsesView(View):
 
     def open(self, labels: dict):
         """Show the checkpoint with these labels: `dataset, model, seed, run, step`, and possibly `benchmark`; at step 0
-        the base of that seed. Beside it stands the same checkpoint of MixSD, or of SFT if it is one of MixSD."""
+        the base of that seed. Next to it stands the same checkpoint of its counterpart."""
         with silence(self.dataset, self.model):
             self.dataset.value, self.model.value = labels["dataset"], labels["model"]
         self.show_files()
-        base = (self.files.method == BASE) & (self.files.seed == labels["seed"])
+        base = (self.files.recipe == BASE) & (self.files.seed == labels["seed"])
         trained = (self.files.run == labels["run"]) & (self.files.step == labels["step"])
         found = np.flatnonzero(base if labels["step"] == 0 else trained)
         if not len(found): raise FileNotFoundError(f"the run {labels['run']} has no responses of step {labels['step']}")
         row = self.files.loc[found[0]]
-        rival = "sft" if parse_label(row.method)[0].mixed else "mixsd"
         same = (self.files.lr == row.lr) & (self.files.seed == row.seed) & (self.files.step == row.step)
-        beside = np.flatnonzero(same & self.files.method.map(lambda m: parse_label(m)[0].name == rival))
+        beside = np.flatnonzero(same & (self.files.recipe == find_counterpart(row.recipe, self.files.recipe[same])))
         with silence(self.first, self.second):
             self.first.value, self.second.value = int(found[0]), int(beside[-1]) if len(beside) else -1
         self.show_benchmarks()

@@ -17,7 +17,7 @@ import pandas as pd
 
 from ..analysis.curvature import PARTS, add_alignment_ratio, tensor_sums
 from ..analysis.estimation import FISHER
-from ..results.plots import method_colour
+from ..results.plots import recipe_colour
 from ..results.schema import RUN_DIMS
 from ..runs import checkpoint_steps, find_runs
 from .base import View, escape, make_control, make_row, render_error, render_table, set_options, silence
@@ -31,7 +31,7 @@ class Checkpoint(NamedTuple):
     "A checkpoint of a training run."
     dataset: str
     model: str  # its base
-    method: str
+    recipe: str
     folder: Path
     words: str  # different for every checkpoint
     lr: float = 0.0
@@ -48,8 +48,8 @@ def list_checkpoints(
     for row, same in zip(table.itertuples(), ambiguous):
         suffix = f" ({row.folder.rpartition('-')[2]})" if same else ""
         for step, folder in checkpoint_steps(runs.folder / row.folder).items():
-            words = f"{row.dataset}, {row.model}: {describe_checkpoint(row.method, row.lr, row.seed, step)}{suffix}"
-            found.append(Checkpoint(row.dataset, row.model, row.method, folder, words, row.lr, row.seed, step))
+            words = f"{row.dataset}, {row.model}: {describe_checkpoint(row.recipe, row.lr, row.seed, step)}{suffix}"
+            found.append(Checkpoint(row.dataset, row.model, row.recipe, folder, words, row.lr, row.seed, step))
     if found: return found
     command = "`papermill nbs/train.ipynb out.ipynb -p lam 0.5`"
     raise FileNotFoundError(f"no checkpoint in {runs.folder}; {command} makes some")
@@ -58,7 +58,7 @@ def list_checkpoints(
 def choose_checkpoints(
     found: list[Checkpoint],
 ) -> list[Checkpoint]:
-    "The checkpoints of SFT and of MixSD that `choose_pair` chooses; else the last two, or the only one."
+    "Return the two checkpoints that `choose_pair` chooses; else the last two, or the only one."
     first, second = choose_pair(pd.DataFrame(found, columns=Checkpoint._fields))
     if second >= 0: return [found[first], found[second]]
     return found[-2:]
@@ -195,7 +195,7 @@ class WeightsView(View):
         self.guard(self.show_checkpoints)()
 
     def show_checkpoints(self):
-        "Offer all checkpoints, and choose those of two methods: the last of SFT and of MixSD if there are such."
+        "Offer all checkpoints, and choose two as `choose_checkpoints` does."
         found = list_checkpoints(self.runs)
         own = [c for c in found if (c.dataset, c.model) == (self.runs.dataset, self.runs.model)] or found
         pair = choose_checkpoints(own)
@@ -216,7 +216,7 @@ class WeightsView(View):
             except FileNotFoundError as error: weights, self.notice.value = None, render_error(error)
             tables = [self.measure(c.model, c.folder, weights) for c in (one, two)]
             self.compared = compare_displacements(*tables, self.measure(str(one.folder), two.folder))
-            colours = [method_colour(c.method) for c in (one, two)]
+            colours = [recipe_colour(c.recipe) for c in (one, two)]
             if colours[0] == colours[1]: colours = ["#e69f00", "#0072b2"]
             made_up = any(self.runs.has_made_up(c.dataset, c.model) for c in (one, two))
             self.figure.show(self.legend(colours) + draw_map(self.compared, self.map.value, self.names(), colours, made_up))

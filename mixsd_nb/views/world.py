@@ -19,27 +19,27 @@ from ..benchmarks import SUITES
 from ..corpora import CORPORA
 from ..corpora.stored import known_corpora
 from ..corpora.kgfact import DOMAINS, Fact, find_facts_about, to_networkx
-from ..methods import BASE, label_title, ordered_labels, parse_label
+from ..methods import BASE, label_title, ordered_labels
 from ..runs import load_object, read_table
 from .base import View, escape, make_control, make_row, render_error, render_table, set_options
 from .picture import PICTURE_STYLE, Picture, draw_slider
 from .responses import find_response_files, get_question, read_answers
-from .runs import RunSelection
+from .runs import RunSelection, choose_recipes
 from .svg import attributes, describe_mark, draw_picture, draw_text
 
 # %% ../../nbs/views/world.ipynb #5b5405bf
 def list_tables(
     files: pd.DataFrame,  # of `find_response_files`
-    method: str,
+    recipe: str,
     lr: float,
     seed: int,
 ) -> dict[int, pd.DataFrame]:
-    """By step the responses of a method `benchmark, item, prompt, response, correct`; the base model is step 0.
+    """By step the responses of a recipe `benchmark, item, prompt, response, correct`; the base model is step 0.
 
     If two runs measured the same checkpoint, the newest counts."""
     files = files.assign(modified=[path.stat().st_mtime for path in files.path]).sort_values("modified")
-    own = files[(files.method == method) & (files.lr == lr) & (files.seed == seed)]
-    base = files[(files.method == BASE) & (files.seed == seed)]
+    own = files[(files.recipe == recipe) & (files.lr == lr) & (files.seed == seed)]
+    base = files[(files.recipe == BASE) & (files.seed == seed)]
     return {int(r.step): _read_responses(r.path, r.modified) for r in pd.concat([base, own]).sort_values("step").itertuples()}
 
 
@@ -204,7 +204,7 @@ _LEGEND = "".join(f"<span class='mixsd-key'><svg viewBox='0 0 52 18' style='widt
 def list_memories(
     tables: dict[int, pd.DataFrame],  # of `list_tables`
 ) -> list[str]:
-    "The benchmarks of a method's responses other than those of the injected facts, those of the memorised world first."
+    "The benchmarks of a recipe's responses other than those of the injected facts, those of the memorised world first."
     names = {name for table in tables.values() for name in table.benchmark.unique()}
     rank = {"world": 0, "prefilled": 1, "held-out": 2}
     roles = {name: SUITES[name].role for name in names if name in SUITES}
@@ -212,7 +212,7 @@ def list_memories(
 
 # %% ../../nbs/views/world.ipynb #81cbb88f
 class WorldView(View):
-    "What two methods know of the injected facts and of the memorised ones, step by step."
+    "What two recipes know of the injected facts and of the memorised ones, step by step."
     name, title = "world", "The world"
 
     def __init__(self, runs: RunSelection):
@@ -227,7 +227,7 @@ class WorldView(View):
         self.set_parts(widgets.HTML(PICTURE_STYLE + WORLD_STYLE), make_row(self.dataset, self.model, self.lr, self.seed),
                        make_row(self.first, self.second, self.memory, self.entity), self.text, self.figure)
         self.on_change(self.show_dataset, self.dataset, self.model)
-        self.on_change(self.show_methods, self.lr, self.seed)
+        self.on_change(self.show_recipes, self.lr, self.seed)
         self.on_change(self.show_memories, self.first, self.second)
         self.on_change(self.draw, self.memory)
         self.on_change(lambda: self.show_entity(self.entity.value), self.entity)
@@ -245,21 +245,20 @@ class WorldView(View):
         set_options(self.seed, sorted(set(trained.seed)))
         set_options(self.entity, sorted(to_networkx(self.facts).nodes) if self.facts else [])
         self.entity.layout.display = None if self.facts else "none"
-        self.show_methods()
+        self.show_recipes()
 
-    def show_methods(self):
-        "Offer the methods that have runs at this rate and seed."
+    def show_recipes(self):
+        "Offer the recipes that have runs at this rate and seed."
         known = self.files is not None and self.lr.value is not None
         own = self.files[(self.files.lr == self.lr.value) & (self.files.seed == self.seed.value)] if known else None
-        methods = ordered_labels(own.method.unique().tolist()) if known else []
-        of = lambda family: next((m for m in reversed(methods) if parse_label(m)[0].name == family), None)
-        options = [(label_title(method), method) for method in methods]
-        set_options(self.first, options, of("sft"))
-        set_options(self.second, options, of("mixsd") or (methods[-1] if methods else None))
+        recipes = ordered_labels(own.recipe.unique().tolist()) if known else []
+        options, (first, second) = [(label_title(recipe), recipe) for recipe in recipes], choose_recipes(recipes)
+        set_options(self.first, options, first)
+        set_options(self.second, options, second or next(reversed(recipes), None))
         self.show_memories()
 
     def show_memories(self):
-        "Read the histories of both methods, and offer the benchmarks of what the model knew before."
+        "Read the histories of both recipes, and offer the benchmarks of what the model knew before."
         labels = dict.fromkeys(m for m in (self.first.value, self.second.value) if m)
         self.tables = {m: list_tables(self.files, m, self.lr.value, self.seed.value) for m in labels}
         self.steps = sorted({step for tables in self.tables.values() for step in tables})
@@ -269,7 +268,7 @@ class WorldView(View):
         self.draw()
 
     def read(self, benchmark: str) -> dict[str, pd.DataFrame]:
-        "The history of a benchmark by method; every history has the same steps, at which either method was measured."
+        "The history of a benchmark by recipe; every history has the same steps, at which either recipe was measured."
         found = {m: read_history(tables, benchmark) for m, tables in self.tables.items()}
         steps = sorted({step for history in found.values() for step in history})
         return {m: history.reindex(columns=steps) for m, history in found.items()}
@@ -277,12 +276,12 @@ class WorldView(View):
     def draw(self):
         "Draw the slider, the graphs or lamps of the injected facts, and the lamps of the memorised ones."
         if self.problem: self.notice.value = self.problem
-        parts, top, methods = [], 34, list(self.histories)
-        boxes = [(left, 560) for left in (20, 620)][:max(1, len(methods))]
-        for (left, _), m in zip(boxes, methods): parts.append(draw_text(left, 20, label_title(m), kind="title"))
+        parts, top, recipes = [], 34, list(self.histories)
+        boxes = [(left, 560) for left in (20, 620)][:max(1, len(recipes))]
+        for (left, _), m in zip(boxes, recipes): parts.append(draw_text(left, 20, label_title(m), kind="title"))
         rows = {"recall": f"injected facts ({CORPORA[self.dataset.value].title})"}
         if self.memory.value: rows = {self.memory.value: f"memorised before ({self.memory.value})"} | rows
-        for benchmark, name in rows.items() if methods else ():
+        for benchmark, name in rows.items() if recipes else ():
             top += 16
             for (left, _), history in zip(boxes, self.read(benchmark).values()):
                 parts.append(self.draw_count(history, name, left, top))
@@ -291,12 +290,12 @@ class WorldView(View):
                 parts.append(lamps)
             top += 12
         if self.facts:
-            graphs, top = self.draw_graphs(methods, top)
+            graphs, top = self.draw_graphs(recipes, top)
             parts.append(graphs)
         if not any(parts): return self.figure.show("")
         made_up = "" if self.runs.has_made_up(self.dataset.value, self.model.value) else None
         steps = ["before training" if step == 0 else f"step {step}" for step in self.steps]
-        head = draw_slider(steps, "step", 0) + (f"<div>{_LEGEND}</div>" if methods else "")
+        head = draw_slider(steps, "step", 0) + (f"<div>{_LEGEND}</div>" if recipes else "")
         self.figure.show(head + draw_picture(parts, top + 20, "facts by step", made_up=made_up))
         self.show_entity(self.entity.value)
 
@@ -313,22 +312,22 @@ class WorldView(View):
         wide = history.reindex(columns=self.steps)
         return {item: trace_states(row) for item, row in zip(wide.index, wide.itertuples(index=False))}
 
-    def draw_graphs(self, methods: list[str], top: float) -> tuple[str, float]:
-        "The graph of the injected facts for each method, or one large graph; the SVG and where it ends."
+    def draw_graphs(self, recipes: list[str], top: float) -> tuple[str, float]:
+        "The graph of the injected facts for each recipe, or one large graph; the SVG and where it ends."
         def tell(f, m):
             history = self.get_history(m, f.id)
             return f"{label_title(m)}: {render_history(history)} {describe_fate(history)[1]}"
-        words = {f.id: "\n".join([f.statement, *(tell(f, m) for m in methods)]) for f in self.facts}
-        if len(self.facts) > 200 or not methods:
+        words = {f.id: "\n".join([f.statement, *(tell(f, m) for m in recipes)]) for f in self.facts}
+        if len(self.facts) > 200 or not recipes:
             radius = 250 if len(self.facts) < 200 else 430
-            states = self.get_traces(self.histories[methods[0]]) if methods else {}
+            states = self.get_traces(self.histories[recipes[0]]) if recipes else {}
             return draw_graph(self.facts, states, words, (600, top + radius + 150), radius), top + 2 * radius + 300
         drawn = (draw_graph(self.facts, self.get_traces(self.histories[m]), words, (300 + 600 * k, top + 300), 152, k)
-                 for k, m in enumerate(methods))
+                 for k, m in enumerate(recipes))
         return "".join(drawn), top + 600
 
     def draw_rows(self, benchmark: str, boxes: list[tuple[float, float]], top: float) -> tuple[str, float]:
-        "The lamps of a benchmark for each method; the SVG and where they end."
+        "The lamps of a benchmark for each recipe; the SVG and where they end."
         parts, bottom = [], top
         for (left, width), (m, history) in zip(boxes, self.read(benchmark).items()):
             prompts = pd.concat([t[t.benchmark == benchmark] for t in self.tables[m].values()]).groupby(level=0).prompt.first()
@@ -351,7 +350,7 @@ class WorldView(View):
         self.guard(show)()
 
     def show_item(self, benchmark: str, item: str):
-        "List what each method answered at each step to one question."
+        "List what each recipe answered at each step to one question."
         rows, prompt, answer = [], "", ""
         for step in self.steps:
             cells = []
@@ -365,7 +364,7 @@ class WorldView(View):
             fact = next((f.statement for f in self.facts if f.id == item), item)
             self.text.value = f"<div class='mixsd-page'><h4>{escape(fact)}</h4></div>"
             return
-        for r in self.files[self.files.method.isin([*self.tables, BASE])].itertuples():
+        for r in self.files[self.files.recipe.isin([*self.tables, BASE])].itertuples():
             answer = answer or read_answers(r.path, self.dataset.value).get((benchmark, item), "")
             if answer: break
         right = f" Right answer: <b class='mixsd-good'>{escape(answer)}</b>" if answer else ""
@@ -373,21 +372,21 @@ class WorldView(View):
                            f"{render_table(rows, ('', *map(label_title, self.tables)))}</div>")
 
     def show_entity(self, entity: str | None):
-        "List the facts of an entity with a column for each method."
+        "List the facts of an entity with a column for each recipe."
         if entity is None:
             self.text.value = "<div class='mixsd-page'>Choose a lamp to read what was answered at each step.</div>" if self.histories else ""
             return
         near = find_facts_about(self.facts, {entity})
-        def cell(method, fact):
-            history = self.get_history(method, fact.id)
+        def cell(recipe, fact):
+            history = self.get_history(recipe, fact.id)
             return f"{render_history(history)} {describe_fate(history)[1]}"
         steps = ", ".join(str(step) for step in next(iter(self.histories.values()), pd.DataFrame()).columns)
         caption = f"at steps {steps}: ● right, ○ wrong, · not asked" if steps else ""
-        rows = [(fact.statement, *(cell(method, fact) for method in self.histories)) for fact in near]
+        rows = [(fact.statement, *(cell(recipe, fact) for recipe in self.histories)) for fact in near]
         table = render_table(rows, ["fact", *map(label_title, self.histories)])
         self.text.value = f"<div class='mixsd-page'><b>{escape(entity)}</b>: {len(near)} facts. {caption}{table}</div>"
 
-    def get_history(self, method: str, fact: str) -> pd.Series:
-        "The recall of a fact over the steps of a method; empty if it was never asked."
-        table = self.histories[method]
+    def get_history(self, recipe: str, fact: str) -> pd.Series:
+        "The recall of a fact over the steps of a recipe; empty if it was never asked."
+        table = self.histories[recipe]
         return table.loc[fact] if fact in table.index else pd.Series(dtype=float)

@@ -1,4 +1,4 @@
-// The page of a frontier: move along the checkpoints of a method, see which facts are answered, and read five replies.
+// The page of a frontier: move along the checkpoints of a recipe, see which facts are answered, and read five replies.
 //
 //   mountFrontier(element, data);        // data: frontier.json, written by mixsd_nb.views.frontier
 
@@ -94,22 +94,22 @@ export function mountFrontier(element, data) {
   element.classList.add("mixsd-frontier");
   const option = (value, textContent) => make("option", { value, textContent });
   const base = data.checkpoints.find((c) => c.step === 0), trained = data.checkpoints.filter((c) => c.step > 0);
-  const methods = Object.entries(data.titles).filter(([name]) => trained.some((c) => c.method === name));
-  const method = make("select", { name: "method" }, ...methods.map(([name, title]) => option(name, title)));
+  const recipes = Object.entries(data.titles).filter(([name]) => trained.some((c) => c.recipe === name));
+  const recipe = make("select", { name: "recipe" }, ...recipes.map(([name, title]) => option(name, title)));
   const rate = make("select", { name: "rate" }), slider = make("input", { type: "range", name: "checkpoint", min: 0, step: 1 });
   const words = make("span"), columns = make("div", { className: "columns" }), replies = make("ul", { className: "replies" });
-  const lost = make("ul"), summary = make("summary"), status = make("p"), form = make("form", {}, make("label", {}, "method", method), make("label", {}, "learning rate", rate),
+  const lost = make("ul"), summary = make("summary"), status = make("p"), form = make("form", {}, make("label", {}, "recipe", recipe), make("label", {}, "learning rate", rate),
     make("label", { className: "wide" }, words, slider));
   status.setAttribute("role", "status");
   form.addEventListener("submit", (event) => event.preventDefault());
   element.replaceChildren(make("style", { textContent: STYLE }), form, status, columns, make("details", {}, summary, lost),
     make("h3", { textContent: "Five prompts and the replies of this checkpoint" }), replies);
 
-  const ofMethod = () => trained.filter((c) => c.method === method.value);
-  const path = () => rate.value === ALL ? findFrontier([base, ...ofMethod()]) : [base, ...ofMethod().filter((c) => String(c.lr) === rate.value)];
+  const ofRecipe = () => trained.filter((c) => c.recipe === recipe.value);
+  const path = () => rate.value === ALL ? findFrontier([base, ...ofRecipe()]) : [base, ...ofRecipe().filter((c) => String(c.lr) === rate.value)];
 
-  function showMethod() {
-    const rates = [...new Set(ofMethod().map((c) => c.lr))];
+  function showRecipe() {
+    const rates = [...new Set(ofRecipe().map((c) => c.lr))];
     rate.replaceChildren(option(ALL, "the frontier over all rates"), ...rates.map((lr) => option(String(lr), `${lr}, step by step`)));
     showPath();
   }
@@ -125,10 +125,10 @@ export function mountFrontier(element, data) {
     words.textContent = `checkpoint ${Number(slider.value) + 1} of ${points.length}: ${describe(c)}`;
     slider.setAttribute("aria-valuetext", describe(c));
     const sentence = (n, of, what) => `${n} of ${of} ${what}`;
-    columns.replaceChildren(drawChart(ofMethod(), points, c), make("div", {},
+    columns.replaceChildren(drawChart(ofRecipe(), points, c), make("div", {},
       ...makeTiles("world", c.world, data.facts.world, sentence(countOnes(c.world), c.world.length, "facts of the pretraining are answered")),
       ...makeTiles("recall", c.recall, data.facts.recall, sentence(countOnes(c.recall), c.recall.length, "new facts are recalled"))));
-    status.textContent = `${data.titles[c.method]}: ${dark.length} of the ${countOnes(known)} facts that the base model answered have gone dark.`;
+    status.textContent = `${data.titles[c.recipe]}: ${dark.length} of the ${countOnes(known)} facts that the base model answered have gone dark.`;
     summary.textContent = `The ${dark.length} facts that went dark`;
     lost.replaceChildren(...dark.map((k) => make("li", { textContent: `${data.facts.world[k]} ${data.known[k]}` })));
     replies.replaceChildren(...data.prompts.map(({ kind, prompt }, k) => make("li", { className: c.right[k] === "1" ? "right" : "" },
@@ -137,9 +137,9 @@ export function mountFrontier(element, data) {
     element.dataset.ready = describe(c);
   }
 
-  method.addEventListener("change", showMethod);
+  recipe.addEventListener("change", showRecipe);
   rate.addEventListener("change", showPath);
   slider.addEventListener("input", show);
-  method.value = (methods.find(([name]) => name === "mixsd-0.5") ?? methods[0])[0];
-  showMethod();
+  recipe.value = (recipes.find(([name]) => name === "mixsd-0.5") ?? recipes[0])[0];
+  showRecipe();
 }
