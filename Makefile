@@ -109,10 +109,11 @@ docs: $(VENV)/.dev ## build the site in _docs/html from guides, notebooks and do
 	@$(BIN)/python -m sphinx -q -W --keep-going -j auto -b html -d _docs/cache -c .ci/site _docs/source _docs/html
 	@$(BIN)/python .ci/site/links.py _docs/html
 
-export: $(VENV)/.dev ## clean the notebooks, export them to mixsd_nb/, and write README.md
-	@$(BIN)/nbdev_clean
+export: $(VENV)/.dev ## export the notebooks to mixsd_nb/, write their parameters and README.md, and clean them
 	@find mixsd_nb -name '*.py' -delete
 	@$(BIN)/nbdev_export
+	@$(BIN)/python .ci/parameters.py
+	@$(BIN)/nbdev_clean
 	@$(BIN)/python .ci/readme.py
 
 # These notebooks come last: explore and figures read the results of the others.

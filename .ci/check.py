@@ -1,14 +1,12 @@
-"""Check that mixsd_nb/ and README.md are what nbs/ exports, that the notebooks are clean, and that the parameters of the stages have their defaults: `python .ci/check.py`."""
+"""Check that mixsd_nb/ and README.md are what nbs/ exports, that the notebooks are clean, and that the parameters of the stages are the fields of their configurations: `python .ci/check.py`."""
 
-import ast
-import importlib
-import json
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+import parameters
 from readme import ROOT, readme
 
 BIN = Path(sys.executable).parent
@@ -22,9 +20,10 @@ def tree(folder: Path, pattern: str) -> dict[str, bytes]:
 
 
 def export_and_clean(work: Path) -> None:
-    """Export the notebooks into the empty tree `work`, where no old file can remain, and clean them there."""
+    """Export the notebooks into the empty tree `work`, where no old file can remain, and write their parameters and clean them."""
     shutil.copy(ROOT / "settings.ini", work)
     shutil.copytree(ROOT / "nbs", work / "nbs")
+    parameters.main(work)
     for command in "nbdev_export", "nbdev_clean":
         subprocess.run([BIN / command], cwd=work, check=True)
 
@@ -40,39 +39,9 @@ def export_failures(fresh: dict[str, bytes], kept: dict[str, bytes]) -> list[str
 
 
 def clean_failures(cleaned: dict[str, bytes], kept: dict[str, bytes]) -> list[str]:
-    """A sentence for each notebook that nbdev_clean would change."""
-    return [f"nbs/{p} is not clean: run `make export`, or, {RESTORE.format(f'nbs/{p}')}."
+    """A sentence for each notebook that nbdev_clean would change, or whose parameters are not the fields of its configuration."""
+    return [f"nbs/{p} is not clean, or its parameters are not those of its configuration: run `make export`, or, {RESTORE.format(f'nbs/{p}')}."
             for p in sorted(kept) if cleaned[p] != kept[p]]
-
-
-def literal(node: ast.expr) -> object:
-    """The value of an expression; its text if it is no literal."""
-    try: return ast.literal_eval(node)
-    except ValueError: return ast.unparse(node)
-
-
-def cell_defaults(notebook: Path) -> dict[str, object]:
-    """The values in the cell with the tag `parameters`, by name; empty for a notebook without this cell."""
-    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
-    tagged = ["".join(c["source"]) for c in cells if "parameters" in c.get("metadata", {}).get("tags", [])]
-    lines = ast.parse("\n".join(tagged)).body
-    return {line.target.id: literal(line.value) for line in lines if isinstance(line, ast.AnnAssign)}
-
-
-def parameter_failures(nbs: Path) -> list[str]:
-    """A sentence for each parameter of a stage's notebook that is not the default of its field."""
-    failures = []
-    for notebook in sorted(nbs.glob("*.ipynb")):
-        if not (values := cell_defaults(notebook)): continue
-        module = importlib.import_module(f"mixsd_nb.{notebook.stem}")
-        fields = getattr(module, f"{notebook.stem.capitalize()}Config").model_fields
-        defaults = {name: field.get_default(call_default_factory=True) for name, field in fields.items()} | {"force": False}
-        for name, value in values.items():
-            if name not in defaults: failures.append(f"nbs/{notebook.name}: {name} is not a field of the configuration.")
-            elif value != defaults[name]:
-                failures.append(f"nbs/{notebook.name}: {name} is {value!r}, but the default of its field is "
-                                f"{defaults[name]!r}; {RESTORE.format(f'nbs/{notebook.name}')}.")
-    return failures
 
 
 def readme_failures() -> list[str]:
@@ -90,8 +59,6 @@ def main() -> int:
         failures = export_failures(tree(work / "mixsd_nb", "*.py"), tree(ROOT / "mixsd_nb", "*.py"))
         failures += clean_failures(tree(work / "nbs", "*.ipynb"), tree(ROOT / "nbs", "*.ipynb"))
     failures += readme_failures()
-    sys.path.insert(0, str(ROOT))
-    failures = parameter_failures(ROOT / "nbs") + failures
     print("\n".join(failures) or "export, clean state, README and default parameters are up to date")
     return bool(failures)
 

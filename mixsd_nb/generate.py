@@ -6,6 +6,7 @@
 __all__ = ['run', 'GenerateConfig', 'targets_file']
 
 # %% ../nbs/generate.ipynb #9bbde7d0
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from .corpora import CORPORA
 from .methods.lengths import check_facts
 from .methods.targets import (MixSettings, count_unconfirmed, join_shards, keep_agreed, list_agreeing, mix_corpus,
                                       read_targets, select_targets, summarise_targets, write_targets)
-from .models import ENGINES, load_engine, load_tokenizer, run_with_engine
+from .models import ENGINES, load_engine, load_tokenizer
 from .models.identity import model_label
 from .models.presets import warn_about_lab_values
 from .runs import Run, Stage, make_config, module_of, run_function, write_atomically
@@ -45,15 +46,16 @@ class GenerateConfig(Stage, MixSettings):
         rows, targets = select_targets(self, load_tokenizer(self.model))
         agreeing = self._mix_agreeing() if self.unanimous else []  # each set needs a model, so this one's comes later
         options = dict(dtype=self.dtype, batch_size=self.batch_size, mode=self.mode, **self.engine_options)
-        engine = self._engine_of_caller or load_engine(self.engine, self.model, **options)
-        if agreeing: records, unconfirmed = keep_agreed(agreeing, engine.tokenizer, rows), 0
-        elif self.shards: records, unconfirmed = self._mix_shards(engine)
-        else:
-            records = mix_corpus(self, engine, run.folder, rows, targets)
-            unconfirmed = count_unconfirmed(records, engine.mismatches)
-        write_atomically(run.folder / "targets.parquet", lambda path: write_targets(records, path))
-        expert = {item["id"]: item["expert_ids"] for item, _ in targets}
-        return summarise_targets(records, self, engine, expert, unconfirmed)
+        given = self._engine_of_caller
+        with nullcontext(given) if given else load_engine(self.engine, self.model, **options) as engine:
+            if agreeing: records, unconfirmed = keep_agreed(agreeing, engine.tokenizer, rows), 0
+            elif self.shards: records, unconfirmed = self._mix_shards(engine)
+            else:
+                records = mix_corpus(self, engine, run.folder, rows, targets)
+                unconfirmed = count_unconfirmed(records, engine.mismatches)
+            write_atomically(run.folder / "targets.parquet", lambda path: write_targets(records, path))
+            expert = {item["id"]: item["expert_ids"] for item, _ in targets}
+            return summarise_targets(records, self, engine, expert, unconfirmed)
 
     _engine_of_caller: Any = PrivateAttr(None)  # a loaded engine, which one call shares among its shards
 
@@ -69,7 +71,7 @@ class GenerateConfig(Stage, MixSettings):
         return join_shards(parts, self.samples), unconfirmed
 
     def _mix_agreeing(self) -> list[list[dict]]:
-        files = [run_with_engine(each.engine, targets_file, **each.model_dump()) for each in list_agreeing(self)]
+        files = [targets_file(**each.model_dump()) for each in list_agreeing(self)]
         return [read_targets(file) for file in files]
 
 # %% ../nbs/generate.ipynb #6bf4e924

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['run', 'MAIN_RUNS', 'MAIN_CHECKPOINTS', 'TrainConfig', 'base_evaluation', 'base_responses', 'target_mixing',
-           'mixed_targets', 'train', 'prepare_training', 'main_runs', 'main', 'count_by_benchmark',
-           'measure_checkpoint', 'summarise']
+           'mixed_targets', 'pause_training', 'fit', 'train', 'prepare_training', 'main_runs', 'main']
 
 # %% ../nbs/train.ipynb #2b3e3929
 import os
@@ -13,211 +12,58 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 import xarray as xr
-from pydantic import Field, field_validator
 
 from . import evaluate, generate
-from .benchmarks import benchmark_names
-from .benchmarks.evaluation import EvalSettings, select_items
-from .corpora import CORPORA, load_corpus
-from .corpora.prompts import SPANS
-from .methods import METHODS, check_method, fit_function, method_label, update_count
+from .benchmarks.evaluation import select_items
+from .corpora import CORPORA
+from .evaluation.checkpoints import Evaluation, remove_unwanted, suite_steps
+from .methods import update_count
 from .methods.lengths import check_facts, check_subjects
-from .methods.selection import converged
-from .models import ENGINES, check_engine, check_head, check_process, run_with_engine
-from .models.identity import FileOptions, ModelName, model_label
-from .models.presets import idle_value, preset_field, warn_about_lab_values
-from .results.finished import best_step
-from .results.measuring import (count_by_benchmark, holds, items_of, measure_checkpoint, measure_run,
-                                        measure_steps, remove_early, remove_unwanted, suite_steps, summarise)
+from .models import ENGINES, check_head, check_process
+from .models.presets import warn_about_lab_values
+from .results.finished import drop_cell, find_selection
+from .results.layout import summarise_training
 from .results.roots import read_root
-from .results.schema import RUN_DIMS
-from .runs import (TARGET_COLUMNS, ParameterError, Run, Stage, Steps, check_last, check_steps, check_temperature,
-                           checkpoint_folder, in_notebook, is_locked, is_runtime, make_config, module_of,
-                           read_table, removed_steps, require_weights, run_function, runs_root, runtime_field,
-                           trained_steps)
-
-_all_ = ["count_by_benchmark", "measure_checkpoint", "summarise"]
+from .runs import (ParameterError, Run, Stage, in_notebook, is_locked, make_config, removed_steps,
+                           require_weights, run_function, runs_root, trained_steps)
+from .training import TrainingSettings
 
 # %% ../nbs/train.ipynb #a6373b69
-class TrainConfig(Stage, EvalSettings):
-    "One model trained on one corpus with one method, and measured along training."
+class TrainConfig(TrainingSettings, Stage):
+    "One model trained on one corpus with one recipe, and evaluated along training."
     name = "train"
     run_class = "results.finished:ModelRun"
     workload = "mixsd_nb.cluster.workload:plan_training"
-    method: str = Field("mixsd", description="name of a method: base, sft, mixsd, opsd, memit, or another one of mixsd_nb.methods.METHODS")
-    lam: float = Field(0.5, ge=0, le=1, description="share of naive tokens in the targets of mixsd")
-    target_tokens: int = preset_field(
-        "largest length of a mixed target in tokens", lab=256, paper=8_192, smoke=32, ge=1)
-    model: ModelName = Field("lab-m", description="base model: a lab model, a folder or a hub id")
-    lr: float = preset_field(
-        "learning rate after 20 warm-up steps; the paper selects one of six", lab=1e-3, paper=1e-5, gt=0, le=1)
-    epochs: int | None = Field(None, ge=1, json_schema_extra=dict(smoke=1), description=(
-        "passes over the corpus; None for the published number, and for a file for twenty passes or a hundred updates, if these are more"))
-    batch: int | None = Field(None, ge=1, description="examples per update; None for the published number, and for a file for 20")
-    rollouts: int | None = Field(None, ge=1, description=(
-        "responses sampled per fact and update in opsd, opsd-nll, mixsd-kl and sdft; None for the published number"))
-    temperature: float | None = Field(
-        None, ge=0, description="sampling temperature of rollouts; None for the published value")
-    rollout_tokens: int = preset_field("largest length of a rollout in tokens", lab=256, paper=8_192, smoke=16, ge=1)
-    rollout_engine: str = runtime_field("hf", "engine that writes the rollouts of a training in one process: hf or vllm")
-    rollout_batch: int | None = runtime_field(
-        None, "responses of a rollout that a training process decodes concurrently; None for batch_size", ge=1)
-    checkpoints: Steps | None = runtime_field(None, (
-        "updates after which the model is measured, besides the last one; None for the published schedule; "
-        "for example papermill -y '{checkpoints: [20, 60]}'"))
-    stop: Literal["last", "converged"] = runtime_field("last", (
-        "when training ends: last, after all updates; converged, when the paper's rule has selected a checkpoint"))
-    span: Literal[SPANS] = preset_field(
-        "which tokens of a target are trained: completion; paper, with the chat template's tokens around it; or body, without the role",
-        lab="completion", paper="paper")
-    lora: int = Field(0, ge=0, description="rank of the LoRA adapters; 0 trains the weights themselves")
-    options: FileOptions = Field({}, description="parameters that only this method has, by name")
-    measure: Literal["all", "selection", "scores"] = preset_field((
-        "benchmarks of each checkpoint. all: the whole suite. selection: recall and validation, and the whole suite "
-        "at the step that they select. scores: recall and validation only"), lab="all", paper="selection", runtime=True)
-    suite_steps: Steps | None = runtime_field(
-        None, "further steps that are asked the whole suite if measure is selection, as along a trade-off figure")
-    keep: Literal["all", "chosen", "last", "none"] = preset_field((
-        "weights that stay when all checkpoints are measured: all, those of the step that recall and validation choose, "
-        "the last ones, or none; analyses of the weights need all"), lab="all", paper="chosen", runtime=True)
-    stored: Literal["float32", "bfloat16"] | None = runtime_field(None, (
-        "dtype of the weights in checkpoints: float32 or bfloat16; None for that in which they are measured"))
-    state: Literal["newest", "all", "memory", "none"] = runtime_field("newest", (
-        "checkpoints that also hold the optimiser's state, from which a killed training resumes: newest, all or none; "
-        "memory holds that of a pause in the host's memory"))
-    pause: int = runtime_field(0, (
-        "number of checkpoints after which training pauses until they are measured and all weights are removed that are "
-        "not needed any more; 0 measures them after the training"), ge=0)
-    processes: int = runtime_field(1, "number of training processes, one per GPU or core", ge=1)
-    offload: bool = runtime_field(False, "keep the optimiser's state in the host's memory and update the weights there")
-    sharded: bool = runtime_field(False, "shard weights and optimiser state over the processes (FSDP2)")
-    packed: bool = runtime_field(False, "pack examples into one row instead of padding them")
-    recompute: bool = runtime_field(False, "recompute activations in the backward pass instead of storing them")
-    micro_tokens: int = runtime_field(
-        4_096, "largest number of tokens in one forward and backward pass on a device", ge=1)
 
-    _steps = field_validator("checkpoints", "suite_steps")(check_steps)
-    _temperature = field_validator("temperature")(check_temperature)
-
-    @field_validator("method")
-    @classmethod
-    def _check_method(cls, name): return check_method(name)
-
-    @field_validator("rollout_engine")
-    @classmethod
-    def _check_rollout_engine(cls, name): return check_engine(name)
-
-    @field_validator("processes")
-    @classmethod
-    def _check_rollouts(cls, processes, info):
-        name = info.data.get("rollout_engine", "hf")
-        if processes == 1 or not ENGINES[name].own_process: return processes
-        raise ValueError(f"rollout_engine must be hf with processes={processes}, got {name}")
-
-    @field_validator("sharded")
-    @classmethod
-    def _check_offload(cls, sharded, info):
-        if not (sharded and info.data.get("offload")): return sharded
-        raise ValueError("offload must be False with sharded=True, which divides the optimiser's state")
-
-    @field_validator("suite")
-    @classmethod
-    def _check_recall(cls, suite):
-        if "recall" in benchmark_names(suite): return suite
-        raise ValueError(f"suite must include recall, as in recall,{suite}, got {suite}")
-
-    @field_validator("epochs", "batch")
-    @classmethod
-    def _published_schedule(cls, value, info):
-        if value is not None or "dataset" not in info.data: return value
-        return getattr(CORPORA[info.data["dataset"]].schedule, info.field_name)
-
-    @field_validator("stored")
-    @classmethod
-    def _check_stored(cls, stored, info):
-        measured = info.data.get("dtype", "float32")
-        if stored != "bfloat16" or measured == stored: return stored or measured
-        raise ValueError(f"stored must be float32 with dtype={measured}: the weights would be measured more precisely "
-                         f"than they are stored, got {stored}")
-
-    @field_validator("pause")
-    @classmethod
-    def _check_pause(cls, pause, info):
-        state, why = info.data.get("state", "newest"), "because training resumes from a state"
-        if pause and state == "none": raise ValueError(f"pause must be 0 with state=none, {why}, got {pause}")
-        if state == "none" and info.data.get("stop") == "converged":
-            raise ValueError(f"stop must be last with state=none, {why}, got converged")
-        if not pause and state == "memory": raise ValueError("pause must be at least 1 with state=memory, got 0")
-        return pause
-
-    @field_validator("rollouts", "temperature")
-    @classmethod
-    def _published_sampling(cls, value, info):
-        if value is not None or "method" not in info.data: return value
-        return METHODS[info.data["method"]].published.get(info.field_name)
-
-    @field_validator("options")
-    @classmethod
-    def _check_options(cls, options, info):
-        if "method" not in info.data: return options
-        return METHODS[info.data["method"]].complete(options, info.data.get("preset", "lab"))
-
-    @property
-    def label(self) -> str:
-        "The coordinate of this run along `method` in the cube."
-        return method_label(self.method, **self.model_dump() | self.options)
-
-    def values_of_lab(self):
-        "As in `PresetSettings`, with the options of the method."
-        return super().values_of_lab() | (METHODS[self.method].lab_options(self.options) if self.preset == "lab" else {})
-
-    def without_idle(self):
-        used, fields = METHODS[self.method].settings, type(self).model_fields
-        runtime = {k for k, f in fields.items() if is_runtime(f)}
-        shared = {*EvalSettings.model_fields, "method", "model", "options", *runtime}
-        return self.model_copy(update={k: idle_value(f) for k, f in fields.items() if k not in shared and k not in used})
-
-    def slug(self): return f"{self.dataset}-{model_label(self.model)}-{self.label}"
-
-    def modules(self): return [*super().modules(), module_of(METHODS[self.method].fit), *self.declared_modules()]
-
-    def steps(self) -> tuple[int, list[int]]:
-        "The number of updates, and the steps of all checkpoints including the last update."
-        last = update_count(self.epochs, len(load_corpus(self.dataset, "train")), self.batch)
-        return last, self.steps_until(last)
-
-    def steps_until(self, last: int) -> list[int]:
-        "The steps of all checkpoints up to the last update."
-        steps = range(0, last, CORPORA[self.dataset].schedule.period) if self.checkpoints is None else self.checkpoints
-        return sorted({s for s in (*steps, *(self.suite_steps or ())) if 0 < s < last} | {last})
+    def modules(self): return [*super().modules(), *self.declared_modules()]
 
     def check(self):
         """ValueError if this machine cannot train or measure with these settings: their data and sandbox come first.
 
         The training of a run with its last checkpoint is not checked."""
         check_process(self.engine, self.replicas)
+        check_process(self.rollout_engine)
         warn_about_lab_values(self)
-        fit_function(self.method)
-        if METHODS[self.method].demand.edited: check_subjects(self.dataset)
+        self.recipe.load_fit()
+        if self.recipe.demand.edited: check_subjects(self.dataset)
         if self._asks_questions(): select_items(self)
         if source := self.source():
             folder = source.without_idle().folder
             require_weights(folder, removed_steps(folder), f"method={self.method}")
         if not self.has_rate: return
         from mixsd_nb.methods.trainer import check_devices
-        for name in ("checkpoints", "suite_steps"): check_last(name, getattr(self, name), self.steps()[0])
+        self.check_steps()
         self._check_weights()
         if self.state == "memory" and not hasattr(os, "memfd_create"):
             raise ValueError("state must be newest, all or none on this system, which has no files in memory, got memory")
         if self.steps()[0] in trained_steps(self.folder): return
         check_head(self.model)
         check_facts(self.dataset, self.model)
-        check_devices(self.processes, self.batch, self.sharded, self.lora or self.options.get("rank", 0))
+        check_devices(self.processes, self.batch, self.sharded, self.recipe.adapter_rank(self.options))
 
     def _asks_questions(self) -> bool:
         "Whether the base model or a checkpoint is still to be measured."
@@ -229,80 +75,57 @@ class TrainConfig(Stage, EvalSettings):
     def _check_weights(self):
         "ValueError if questions are left for a checkpoint whose weights were removed."
         if not (removed := removed_steps(self.folder)): return
-        run = Run(self.folder)
-        asked = {*self.steps()[1], *run.measured_steps} if self.measure == "all" else {*(self.suite_steps or ())}
-        items = items_of(self)
-        lacking = [step for step in removed if step in asked and not holds(run, step, items)]
-        require_weights(run.folder, lacking, "measure" if self.measure == "all" else "suite_steps")
+        evaluation = Evaluation(self, Run(self.folder))
+        asked = {*self.steps()[1], *evaluation.run.measured_steps} if self.measure == "all" else {*(self.suite_steps or ())}
+        lacking = [step for step in removed if step in asked and not evaluation.holds(step, evaluation.items)]
+        require_weights(self.folder, lacking, "measure" if self.measure == "all" else "suite_steps")
 
     def source(self) -> "TrainConfig | None":
-        "The run whose checkpoints the method starts from, with the weights of all of them in float32; None for most."
-        if not (name := METHODS[self.method].source): return None
-        options = METHODS[name].defaults(self.preset)
-        return self.model_copy(update=dict(method=name, options=options, keep="all", stored="float32", stop="last"))
-
-    @property
-    def has_rate(self) -> bool:
-        "Whether the method has a learning rate, and therefore checkpoints along training."
-        return "lr" in METHODS[self.method].settings
-
-    @property
-    def rate(self) -> float:
-        "The rate of this run along `lr` in the cube: its learning rate, an option of its method, or 0."
-        name = METHODS[self.method].rate_setting
-        return float({**self.options, "lr": self.lr}[name]) if name else 0.0
+        "The run whose checkpoints an anchor starts from, with the weights of all of them in float32; None for most recipes."
+        if not (source := self.recipe.source()): return None
+        options = {name: self.options[name] for name in source.defaults() if name in self.options}
+        anchor = "+".join(part.name for part in source.anchors)
+        return self.model_copy(update=dict(anchor=anchor, options=options, keep="all", stored="float32", stop="last"))
 
     def covers(self, run):
         "Whether the run has measured all checkpoints; its last one is that of the training."
-        if not self._covers_suite(run): return False
-        if not self.has_rate or self.stop == "converged" and self.converged_step(run) is not None: return True
         root = read_root(run.folder / "result.nc")
-        measured, asked = root.step.values.tolist(), np.asarray(root.get("targets_asked", np.nan)).item()
-        last = max(measured) if np.isnan(asked) else update_count(self.epochs, int(asked), self.batch)
-        return {*self.steps_until(last)} <= {*measured}
+        selection, steps = find_selection(root), {int(step) for step in root.step.values if step > 0}
+        if not self._covers_suite(root, steps, suite_steps(self, selection)): return False
+        if not self.has_rate or self.stop == "converged" and selection.converged is not None: return True
+        asked = np.asarray(root.get("targets_asked", np.nan)).item()
+        last = max(steps, default=0) if np.isnan(asked) else update_count(self.epochs, int(asked), self.batch)
+        return {*self.steps_until(last)} <= steps
 
-    def _covers_suite(self, run: Run) -> bool:
-        "Whether the whole suite was asked of the checkpoints of which it is asked here."
-        root = read_root(run.folder / "result.nc")
+    def _covers_suite(self, root: xr.Dataset, steps: set[int], whole: set[int]) -> bool:
+        "Whether the whole suite was asked of all those of these steps of which it is asked here."
         if "n" not in root: return True  # it counts no responses
-        steps = {int(step) for step in root.step.values if step > 0}
-        asked = root.n.squeeze(RUN_DIMS) > 0
-        whole = {step for step in steps if asked.sel(step=step, benchmark=root.benchmark != "recall-kept").all()}
-        if self.measure != "all": return suite_steps(self, root) & steps <= whole
-        return (steps & {*self.steps_until(max(steps))} if self.has_rate and steps else steps) <= whole
-
-    def converged_step(
-        self,
-        run: Run,  # a finished one of this configuration
-    ) -> int | None:
-        "The step at which training has converged by its recall and validation; None if it has not, or has no steps."
-        if not self.has_rate: return None
-        root = read_root(run.folder / "result.nc").squeeze(RUN_DIMS)
-        planned = self.steps_until(int(root.step.max()))
-        scores = root.accuracy.sel(step=[step for step in root.step.values if step > 0 and step in planned])
-        found = converged(*(scores.sel(benchmark=name).fillna(0).values for name in ("recall-kept", "validation")))
-        return None if found is None else int(scores.step[found])
+        asked = drop_cell(root).n > 0
+        answered = {step for step in steps if asked.sel(step=step, benchmark=root.benchmark != "recall-kept").all()}
+        if self.measure == "all": whole = {*self.steps_until(max(steps))} if self.has_rate and steps else steps
+        return whole & steps <= answered
 
     def shared_runs(self):
         "The evaluation of the base model, and the mixed targets of a method that trains on them."
         source = self.source()
-        return [base_evaluation(self), *[target_mixing(self)] * METHODS[self.method].mixed, *[source] * bool(source)]
+        return [base_evaluation(self), *[target_mixing(self)] * self.recipe.mixed, *[source] * bool(source)]
 
     def assist(self):
-        "Measure checkpoints of a run while another process computes it, each as soon as it is complete."
+        "Evaluate checkpoints of a run while another process computes it, each as soon as it is complete."
         config, run = self.without_idle(), Run(self.without_idle().folder)
-        steps = config.steps()[1] if config.has_rate else []
+        evaluation, steps = Evaluation(config, run), config.steps()[1] if config.has_rate else []
         while steps and is_locked(run.folder):
             found = run.checkpoints
             steps = [step for step in steps if not run.responses_file(step).exists()]
-            for step in [step for step in steps if step in found]: measure_checkpoint(config, run, step, found[step], 0)
+            evaluation.evaluate([step for step in steps if step in found], patience=0)
             time.sleep(0.2)
 
     def compute(self, run: Run) -> xr.DataTree:
-        "Fit the method, measure step 0 and every checkpoint, and summarise these and all that were measured before."
+        "Fit the method, evaluate step 0 and every checkpoint, and summarise these and all that were evaluated before."
         steps = (*self.steps()[1], *run.measured_steps) if self.has_rate else None
         stored = run.config.get("stored", "float32")  # all checkpoints of a run are stored alike
-        return train(self.model_copy(update=dict(checkpoints=steps, stored=stored)), run)
+        config = self.model_copy(update=dict(checkpoints=steps, stored=stored))
+        return train(Evaluation(config, run, base_responses(config)))
 
     def prepare(self, processes: int) -> Path | None:
         """Write the training spec for processes on several nodes; the folder, or None if the method does not train.
@@ -318,74 +141,66 @@ class TrainConfig(Stage, EvalSettings):
 # %% ../nbs/train.ipynb #e99ea1b9
 def base_evaluation(config: TrainConfig) -> evaluate.EvaluateConfig:
     "The evaluation of the base model. All runs of this model share it."
-    parameters = config.model_dump(include=set(EvalSettings.model_fields))
-    return make_config(evaluate.EvaluateConfig, model=config.model, **parameters)
+    return config.pass_to(evaluate.EvaluateConfig)
 
 
 def base_responses(config: TrainConfig) -> pd.DataFrame:
     "The responses of the base model, generated if they do not exist yet."
-    return run_with_engine(config.engine, evaluate.responses, **_parameters(base_evaluation(config)))
-
-
-def _parameters(config: Stage) -> dict[str, Any]: return config.model_dump(include=config.model_fields_set)
+    return base_evaluation(config).run().responses()
 
 # %% ../nbs/train.ipynb #933f3c0a
 def target_mixing(config: TrainConfig) -> generate.GenerateConfig:
     "The mixing of a configuration's targets. All runs with the same λ share it."
-    shared = {"preset", "dataset", "model", "lam", "seed", "dtype", "engine", "engine_options", "batch_size"}
-    own = {name: value for name, value in config.options.items() if name in generate.GenerateConfig.model_fields}
-    parameters = config.model_dump(include=shared) | dict(max_new_tokens=config.target_tokens) | own
-    return make_config(generate.GenerateConfig, **parameters)
+    options = {name: value for name, value in config.options.items() if name in generate.GenerateConfig.model_fields}
+    return config.pass_to(generate.GenerateConfig, without=["temperature"], max_new_tokens=config.target_tokens, **options)
 
 
 def mixed_targets(config: TrainConfig) -> pd.DataFrame:
     "The accepted mixed targets of a configuration, mixed if they do not exist yet; ValueError if there is none."
-    file = run_with_engine(config.engine, generate.targets_file, **_parameters(target_mixing(config)))
-    table = read_table(file, TARGET_COLUMNS)
+    table = target_mixing(config).run().targets
     if table.accepted.any(): return table[table.accepted]
     facts = CORPORA[config.dataset].title
     raise ValueError(f"{Path(config.model).name} wrote no target that ends in a true answer of {facts} at "
                      f"lam={config.lam:g}; take method=sft, which trains on all facts, a smaller lam, or another model")
 
-# %% ../nbs/train.ipynb #a16f114a
-def train(
-    config: TrainConfig,
-    run: Run,
-) -> xr.DataTree:
-    "Fit the method, measure step 0 and every checkpoint, and summarise the results."
+# %% ../nbs/train.ipynb #1f3b9416
+def pause_training(evaluation: Evaluation, steps: list[int]) -> bool:
+    "Evaluate the checkpoints of a phase, and remove the weights that are not needed any more; whether the training ends."
+    evaluation.evaluate(steps)
+    remove_unwanted(evaluation, ended=False)
+    return evaluation.config.stop == "converged" and evaluation.selection.converged is not None
+
+# %% ../nbs/train.ipynb #b42a7ff7
+def fit(evaluation: Evaluation):
+    "Run the method of a training, in phases if it pauses, and show its progress; returns its `Fitted`."
     from mixsd_nb.methods.fitting import MethodRun
     from mixsd_nb.methods.progress import TrainingProgress
     from mixsd_nb.methods.trainer import loop_in_phases, training_device
-    facts = {r["id"] for r in load_corpus(config.dataset, "train")}
-    responses, recall = {0: base_responses(config)}, {0: 0.0}
+    config, recall = evaluation.config, {}
 
-    def measure(step, kept=facts):
-        if step not in responses:
-            if step not in config.steps()[1]: return
-            responses[step] = measure_checkpoint(config, run, step, checkpoint_folder(run.folder, step))
-        found = {name: correct / n for name, (correct, n) in count_by_benchmark(responses[step], kept).items() if n}
-        recall[step] = found["recall"]
-        return found
-
-    measure(0)
+    def show(step):
+        if step and step in config.steps()[1]: evaluation.evaluate([step])
+        recall.update(evaluation.accuracy.sel(benchmark="recall").to_series())
+    show(0)
     shown = in_notebook() and training_device().type == "cpu"  # recall so far; a GPU is planned for training alone
-    measure_early = shown and config.processes == 1 and not ENGINES[config.engine].own_process
-    progress = TrainingProgress(f"{config.label}, training", recall, *[measure] * measure_early)
-    method_run = MethodRun(run.folder, config, progress, lambda: mixed_targets(config))
-    scores = []
-
-    def measure_phase(steps):
-        measure_steps(config, run, {step: checkpoint_folder(run.folder, step) for step in steps})
-        for found in (measure(step, method_run.kept) for step in steps):
-            scores.append((found.get("recall-kept", 0.0), found.get("validation", 0.0)))
-        remove_early(config, run)
-        return config.stop == "converged" and converged(*zip(*scores)) is not None
-    size = config.pause or config.stop == "converged"
-    if size: method_run.loop = loop_in_phases(measure_phase, int(size))
-    try: fitted = fit_function(config.method)(method_run)
+    early = shown and config.processes == 1 and not ENGINES[config.engine].own_process
+    progress = TrainingProgress(f"{config.label}, training", recall, *[show] * early)
+    run = MethodRun(evaluation.run.folder, config, progress, lambda: mixed_targets(config))
+    size = config.pause or int(config.stop == "converged")
+    if size: run.loop = loop_in_phases(lambda steps: pause_training(evaluation, steps), size)
+    try: return config.recipe.load_fit()(run)
     finally: progress.close()
-    result = summarise(config, measure_run(config, run, fitted, responses[0]), fitted)
-    remove_unwanted(config, run, best_step(result.to_dataset()))
+
+# %% ../nbs/train.ipynb #a16f114a
+def train(
+    evaluation: Evaluation,  # of a configuration and its run, with the responses of the base model
+) -> xr.DataTree:
+    "Fit the method, evaluate every checkpoint, summarise the responses, and remove the weights that are not kept."
+    fitted = fit(evaluation)
+    evaluation.finish(fitted.checkpoints)
+    responses = {step: evaluation.table(step) for step in (0, *fitted.checkpoints)}
+    result = summarise_training(evaluation.config, responses, fitted)
+    remove_unwanted(evaluation)
     return result
 
 # %% ../nbs/train.ipynb #6b23ee53
@@ -405,7 +220,7 @@ def prepare_training(
         return {}
     config.folder.mkdir(parents=True, exist_ok=True)
     run = MethodRun(config.folder, config, mixed_targets=lambda: mixed_targets(config), loop=write)
-    fit_function(config.method)(run)
+    config.recipe.load_fit()(run)
     return config.folder
 
 # %% ../nbs/train.ipynb #7b047a43

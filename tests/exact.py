@@ -22,7 +22,7 @@ from mixsd_nb.runs.provenance import code_version
 TABLE = Path(__file__).with_name("exact.csv")
 SAMPLE = int(sys.argv[2]) if len(sys.argv) > 2 else 0  # facts of a quick check, which does not change the table
 CORPUS = {"kgfact-large": SAMPLE} if SAMPLE else {"kgfact-large": 200, "kgfunc-lab": 50}
-CODE = ("mixsd_nb.methods.mixing", "mixsd_nb.models.engines", "mixsd_nb.models.engine_vllm")
+CODE = ("mixsd_nb.methods.mixing", "mixsd_nb.models.engines", "mixsd_nb.models.engine_vllm", "mixsd_nb.models.engine_process")
 WAYS = [(lam, T) for T in (0, 0.7) for lam in (0, 0.1, 0.3, 0.5, 0.7, 1)]
 SHORT = dict(max_attempts=2, max_new_tokens=64)
 SHAPES = {
@@ -70,17 +70,16 @@ def measure(kind):
             there = {(r["mode"], r["slots"], r["lam"], r["T"], r["corpus"]) for r in done.records}
             todo = [way for way in WAYS if any((*shape.values(), *way, name) not in there for name in corpora)]
             if not todo: continue
-            engine = None  # end the last engine before the next starts: a vLLM engine destroys all process groups when it ends
-            engine = load_engine(kind, "lab-m", **shape)
-            for lam, T in todo:
-                found = {r["id"]: r | dict(naive_mask=np.asarray(r["naive_mask"])) for r in mix(engine, items, lam, temperature=T, **SHORT)}
-                slow = {r["id"]: r for r in expected[lam, T]}
-                for name, part in corpora.items():
-                    equal, ties, wrong = compare(model, part, [slow[i["id"]] for i in part], [found[i["id"]] for i in part])
-                    tokens = sum(len(found[i["id"]]["completion_ids"]) for i in part)
-                    done.add(dict(engine=kind, mode=shape["mode"], slots=shape["batch_size"], corpus=name, lam=lam, T=T, sequences=len(part), tokens=tokens,
-                                  equal=equal, ties=ties, wrong=len(wrong)))
-                    print(done.records[-1], *wrong, flush=True)
+            with load_engine(kind, "lab-m", **shape) as engine:
+                for lam, T in todo:
+                    found = {r["id"]: r | dict(naive_mask=np.asarray(r["naive_mask"])) for r in mix(engine, items, lam, temperature=T, **SHORT)}
+                    slow = {r["id"]: r for r in expected[lam, T]}
+                    for name, part in corpora.items():
+                        equal, ties, wrong = compare(model, part, [slow[i["id"]] for i in part], [found[i["id"]] for i in part])
+                        tokens = sum(len(found[i["id"]]["completion_ids"]) for i in part)
+                        done.add(dict(engine=kind, mode=shape["mode"], slots=shape["batch_size"], corpus=name, lam=lam, T=T, sequences=len(part), tokens=tokens,
+                                      equal=equal, ties=ties, wrong=len(wrong)))
+                        print(done.records[-1], *wrong, flush=True)
         return pd.DataFrame(done.records)
 
 

@@ -7,12 +7,16 @@ import shutil
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from mixsd_nb.models import load_tokenizer
 from mixsd_nb.models.tiny import random_model
+from mixsd_nb.runs import load_plugins
+from mixsd_nb.runs.workers import _begin
 
 
 def small_model(folder, tokenizer="lab-m", *, seed=0, scale=1, layers=1, heads=1, head_dim=32, feed_forward=32, context=2048):
@@ -89,6 +93,36 @@ def forked(function, *arguments, **environment):
     process = server.Process(target=_call, args=({**os.environ, **environment}, function, arguments))
     process.start()
     return process
+
+
+class ForkedWorker:
+    "In place of the `Popen` of a worker: a process whose libraries are imported already."
+
+    def __init__(self, command, *, env, pass_fds, **options):
+        pipe = Connection(os.dup(pass_fds[0]))
+        self.process = forked(_serve_worker, pipe, **env)
+        pipe.close()
+        self.pid = self.process.pid
+
+    returncode = property(lambda self: self.process.exitcode)
+
+    def wait(self, timeout=None):
+        self.process.join(timeout)
+        if self.returncode is None: raise subprocess.TimeoutExpired("worker", timeout)
+        return self.returncode
+
+
+def fork_workers(patch):
+    "Let workers start as `ForkedWorker`, within a context of pytest's MonkeyPatch."
+    patch.setattr("mixsd_nb.runs.workers.subprocess", SimpleNamespace(**vars(subprocess) | dict(Popen=ForkedWorker)))
+
+
+def _serve_worker(pipe):
+    os.setsid()
+    load_plugins.cache_clear()
+    handle = os.dup(pipe.fileno())
+    pipe.close()
+    _begin(handle)
 
 
 # A quick notebook in place of the stage generate. The seed names a file that determines its behaviour.

@@ -33,16 +33,16 @@ def test_a_target_is_kept_only_where_every_set_accepts_its_own():
 def test_training_passes_the_options_of_its_targets(monkeypatch):
     asked = []
 
-    def mix(kind, function, **parameters):
-        asked.append(make_config(generate.GenerateConfig, **parameters))
+    def mix(config):
+        asked.append(config)
         raise InterruptedError
-    monkeypatch.setattr(train, "run_with_engine", mix)
+    monkeypatch.setattr(generate.GenerateConfig, "run", mix)
     agreeing = dict(model=["lab-s", "lab-m"], lam=[0.3, 0.5])
     for options in ({}, dict(replace_gt=True), dict(unanimous=agreeing)):
         config = make_config(train.TrainConfig, dataset="simpleqa-lab", lam=0.3, options=options)
         with pytest.raises(InterruptedError): train.mixed_targets(config)
     assert [(c.replace_gt, c.unanimous) for c in asked] == [(False, {}), (True, {}), (False, agreeing)]
-    with pytest.raises(ValueError, match="^options must be among none for the method sft, got replace_gt$"):
+    with pytest.raises(ValueError, match="^options must be among none for sft, got replace_gt$"):
         make_config(train.TrainConfig, method="sft", options=dict(replace_gt=True))
 
 

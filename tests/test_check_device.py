@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from mixsd_nb.methods import METHODS, runnable_methods
 from mixsd_nb.profiling import check
 
 
@@ -23,13 +22,13 @@ def test_the_whole_check(tmp_path, monkeypatch, own_runs, capsys):
     assert parts["compare with CPU"]["notes"]["different_sequences"] == 0
     output = capsys.readouterr().out
     assert all(line in output for line in parts) and "file" not in output
-    assert {*check.trainable_methods()} == {name.removeprefix("train, ") for name in parts if name.startswith("train, ")}
+    assert {*check.trainable_recipes()} == {name.removeprefix("train, ") for name in parts if name.startswith("train, ")}
 
 
-def test_only_methods_that_need_an_able_model_are_left_out():
-    updated = [name for name in runnable_methods() if METHODS[name].rate_setting == "lr"]
-    left_out = {*updated} - {*check.trainable_methods()}
-    assert left_out - {"lora-sft", "lora-mixsd"} == {"replay", "replay-kl", "sft-own-words", "wise-sft", "wise-mixsd", "mixsd-answer", "mixsd-shuffled", "sft-untied", "mixsd-untied"}
+def test_only_recipes_that_need_an_able_model_are_left_out():
+    found = check.trainable_recipes()
+    assert {"sft", "mixsd", "opsd", "sdft", "sft+ewc", "sft+stm"} <= {*found}
+    assert not {"base", "memit", "own-words", "sft+replay", "sft+replay-kl", "sft+average"} & {*found}
 
 
 def test_an_error_is_a_line_of_the_report(tmp_path, monkeypatch, own_runs, capsys):

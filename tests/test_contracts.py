@@ -1,10 +1,12 @@
-"""Ten complaints of the users of neighbouring projects, as contracts of every method that is trained at a learning rate, a plugin's included.
+"""Ten complaints of the users of neighbouring projects, as contracts of every part of a recipe that is trained at a learning rate, a plugin's included.
 
 A complaint that is not about methods is a test elsewhere; ELSEWHERE names it."""
 
 import ast
+import itertools
 import json
 import math
+import re
 import shutil
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -23,17 +25,32 @@ from mixsd_nb.analysis.scores import compare, item_shares
 from mixsd_nb.analysis.statistics import sign_test
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.corpora.prompts import encode_canonical
-from mixsd_nb.methods import METHODS, runnable_methods
+from mixsd_nb.methods import ANCHORS, GATES, METHODS, compose, parse_label, runnable_methods
 from mixsd_nb.methods.fitting import MethodRun
-from mixsd_nb.methods.trainer import FineTuner, fine_tune, read_curves
+from mixsd_nb.methods.trainer import FineTuner, build_objective, fine_tune, read_curves
 from mixsd_nb.models import load_base, load_tokenizer
 from mixsd_nb.results.schema import DIMS, VARIABLE_ATTRS
-from mixsd_nb.runs import ParameterError, load_object
+from mixsd_nb.runs import ParameterError
 
-METHODS_WITH_UPDATES = [name for name in runnable_methods() if METHODS[name].rate_setting == "lr"]
-SAMPLES_FIRST = [name for name in METHODS_WITH_UPDATES if "share" in METHODS[name].options]  # they sample once, before training
+TRAINED = [name for name in runnable_methods() if METHODS[name].rate_setting == "lr"]
+RECIPES = {compose(**parts).name: parts for parts in [
+    *(dict(method=name) for name in TRAINED), *(dict(method="sft", anchor=name) for name in ANCHORS), *(dict(method="sft", gate=name) for name in GATES),
+    dict(method="mixsd", options=dict(draw="shuffled"))]}
+SAMPLES_FIRST = [name for name, parts in RECIPES.items() if any(a.demand.pregenerated for a in compose(**parts).anchors)]  # samples of the base model
+
+
+def fitting(*kinds):
+    "The compositions of parts of these kinds that fit together, as parameters of a training."
+    found = {}
+    for method, anchor, gate in itertools.product(TRAINED, *kinds):
+        try: found[compose(method, anchor, gate).name] = dict(method=method, anchor=anchor, gate=gate)
+        except ValueError: pass
+    return found
+
+
+PAIRS = {name: parts for name, parts in {**fitting(ANCHORS, [""]), **fitting([""], GATES)}.items() if name not in RECIPES}
 CELL = dict(dataset="mquake-lab", suite="recall", n=4, max_new_tokens=4, epochs=3, batch=50, checkpoints=(2,), rollouts=1, state="all")
-QUICK = {"ewc": dict(texts="lab", text_count=4)}  # options without which a method takes long, or needs the hub
+QUICK = dict(texts="lab", text_count=4, count=8)  # options without which a recipe takes long, or needs the hub
 ELSEWHERE = {
     "an evaluation that was interrupted resumes": ["test_evaluate.py::test_kills_change_no_byte", "test_kills.py::test_a_stage_survives_kills_at_random_moments"],
     "a task that fails or times out stops no other one": ["test_sweep.py::test_each_failure_has_its_name_and_its_rule",
@@ -41,12 +58,15 @@ ELSEWHERE = {
     "a mistake on a command line ends with the code 2": ["test_commands.py::test_a_mistake_is_one_sentence"],
     "models are compared item by item": ["test_evaluate.py::test_two_models_are_compared_item_by_item"],
 }
-every_method = pytest.mark.parametrize("method", METHODS_WITH_UPDATES)
+every_method = pytest.mark.parametrize("method", RECIPES)
 
 
-def parameters(method, tiny):
-    if "rank" in METHODS[method].options: pytest.importorskip("peft")
-    return CELL | dict(method=method, model=tiny, options=QUICK.get(method, {}), rollout_tokens=32 if method in SAMPLES_FIRST else 4)
+def parameters(name, tiny):
+    parts = (RECIPES | PAIRS)[name]
+    recipe, options = compose(**parts), parts.get("options", {})
+    if any(anchor.adapters for anchor in recipe.anchors): pytest.importorskip("peft")
+    few = {key: value for key, value in QUICK.items() if key in recipe.defaults()}
+    return CELL | parts | dict(model=tiny, options=few | options, rollout_tokens=32 if name in SAMPLES_FIRST else 4)
 
 
 @contextmanager
@@ -56,7 +76,7 @@ def canonical_as_written(rows, tokenizer):
     table = pd.DataFrame(dict(id=[r["id"] for r in rows], completion_ids=completions, accepted=True,
                               naive_mask=[[k % 2 for k in range(len(ids))] for ids in completions]))
     mix = lambda engine, items, *rest, **options: table[table.id.isin([item["id"] for item in items])].to_dict("records")
-    with patch("mixsd_nb.train.mixed_targets", lambda config: table), patch("mixsd_nb.methods.replay.mix", mix), patch("mixsd_nb.methods.controls.mix", mix): yield
+    with patch("mixsd_nb.train.mixed_targets", lambda config: table), patch("mixsd_nb.methods.supervised.mix", mix): yield
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -106,18 +126,26 @@ def learned(trained):
     done = {}
 
     def examples(spec):
-        if (key := json.dumps([spec.objective, spec.data])) not in done:
+        if (key := json.dumps([spec.objective, spec.data, spec.modifiers])) not in done:
             longer = replace(spec, data=spec.data | (dict(max_new_tokens=32) if "max_new_tokens" in spec.data else {}))
-            objective = load_object(spec.objective)(longer, load_tokenizer(spec.model))
+            objective = build_objective(longer, load_tokenizer(spec.model))
             with patch("mixsd_nb.models.engines.stop_ids", most_tokens):
                 done[key] = objective, objective.examples([0, 1, 2], load_base(spec.model)[0], 0)
         return done[key]
     return lambda method: [(spec, *examples(spec)) for spec in trained(method).specs]
 
 
-def is_distribution(example):
-    "Whether the targets are distributions and no tokens; a third target says which positions have one."
-    return example.targets[0].ndim == 2 and all(t.all() for t in example.targets[2:])
+def own_loss(objective, example):
+    "The loss of an example alone and its targets: in a batch of facts and replayed samples, those of its kind."
+    if not getattr(objective, "joins", False): return objective.loss, example.targets
+    *both, replayed = example.targets
+    width = 2 if objective.distributions else 1
+    return (objective.of_samples, both[-width:]) if replayed.all() else (objective.objective.loss, both[:-width])
+
+
+def is_distribution(targets):
+    "Whether the targets are distributions and no tokens."
+    return targets[0].ndim == 2
 
 
 @every_method
@@ -150,11 +178,13 @@ def test_a_truncated_divergence_is_renormalised_and_a_loss_never_negative(method
         for k, e in enumerate(examples):
             logits = 8 * torch.randn(len(e.completion), vocabulary, generator=torch.Generator().manual_seed(k))
             assert objective.loss(logits, *e.targets) > 0, "neither negative nor clamped"
-            if not is_distribution(e): continue
-            ids, log_q = e.targets[:2]
+            loss, targets = own_loss(objective, e)
+            torch.testing.assert_close(loss(logits, *targets), objective.loss(logits, *e.targets))
+            if not is_distribution(targets): continue
+            ids, log_q = targets[:2]
             assert ids.shape[1] > 1 and log_q.logsumexp(-1).abs().max() < 1e-5
             outside = torch.ones_like(logits).scatter(1, ids, 0)
-            torch.testing.assert_close(objective.loss(logits + 9 * outside, *e.targets), objective.loss(logits, *e.targets))
+            torch.testing.assert_close(loss(logits + 9 * outside, *targets), loss(logits, *targets))
 
 
 @every_method
@@ -162,12 +192,13 @@ def test_the_direction_is_that_of_hand_numbers(method, learned):
     "Student (1/2, 1/2) and teacher (9/10, 1/10): KL(teacher‖student) = 0.3681, KL(student‖teacher) = 0.5108; an NLL is ln 2."
     by_hand = {"forward": 0.9 * math.log(1.8) + 0.1 * math.log(0.2), "reverse": 0.5 * math.log(5 / 9) + 0.5 * math.log(5)}
     for spec, objective, examples in learned(method):
-        matched = [e for e in examples if is_distribution(e)]
-        if matched:
-            targets = (torch.tensor([[0, 1]]), torch.tensor([[0.9, 0.1]]).log(), *matched[0].targets[2:])
+        kinds = [own_loss(objective, e) for e in examples]
+        loss, first = next((kind for kind in kinds if is_distribution(kind[1])), kinds[0])
+        if is_distribution(first):
+            targets = (torch.tensor([[0, 1]]), torch.tensor([[0.9, 0.1]]).log(), *first[2:])
             expected = by_hand[spec.data.get("direction", "forward")]
-        else: targets, expected = (torch.tensor([0]), *examples[0].targets[1:]), None
-        found = objective.loss(torch.zeros(1, 2), *(t[:1] for t in targets)).item()
+        else: targets, expected = (torch.tensor([0]), *first[1:]), None
+        found = loss(torch.zeros(1, 2), *(t[:1] for t in targets)).item()
         if expected: assert math.isclose(found, expected, rel_tol=1e-5)
         else: assert 0 < found <= math.log(2) + 1e-6, "the NLL, of which a gate takes a share"
 
@@ -197,9 +228,10 @@ def test_models_are_compared_by_a_paired_test(method, trained):
 
 @every_method
 def test_an_unknown_parameter_is_an_error(method, tiny, own_runs):
-    with pytest.raises(ParameterError, match="unknown parameter lrr; did you mean lr"): train.run(method=method, model=tiny, lrr=1e-3)
-    with pytest.raises(ParameterError, match=f"options must be among .* for the method {method}, got unheard-of"):
-        train.run(method=method, model=tiny, options={"unheard-of": 1})
+    parts = RECIPES[method] | dict(model=tiny)
+    with pytest.raises(ParameterError, match="unknown parameter lrr; did you mean lr"): train.run(**parts, lrr=1e-3)
+    with pytest.raises(ParameterError, match=f"options must be among .* for {re.escape(method)}, got unheard-of"):
+        train.run(**parts | dict(options={"unheard-of": 1} | parts.get("options", {})))
     assert not list(own_runs.iterdir())
 
 
@@ -209,7 +241,7 @@ def test_a_metric_says_what_it_counts(method, trained):
     root = trained(method).run.root
     for name, v in root.variables.items(): assert (v.attrs["long_name"], v.attrs["units"]) == VARIABLE_ATTRS[name]
     assert root.accuracy.dims == root.n.dims == DIMS and ((root.n > 0) == root.accuracy.notnull()).all() and "share of correct responses" in root.accuracy.long_name
-    assert {"role", "samples", "column"} <= set(root.benchmark.coords) and json.loads(root.attrs["config"])["method"] == method
+    assert {"role", "samples", "column"} <= set(root.benchmark.coords) and parse_label(root.recipe.item())[0].name == method
 
 
 @every_method
@@ -228,6 +260,17 @@ def test_a_resumed_run_ends_with_the_same_bytes(method, trained, tiny, tmp_path,
     assert steps == [2] * len(done.specs), "no update is made twice"
     for name in ("checkpoint-3/model.safetensors", "responses-3.parquet", "result.nc"):
         assert (run.folder / name).read_bytes() == (done.run.folder / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_every_fitting_pair_trains(name, tiny, new_folder, monkeypatch):
+    "One update of each method with each anchor and each gate: the label names the parts, and the weights have moved."
+    monkeypatch.setenv("MIXSD_RUNS", str(new_folder()))
+    with patch("mixsd_nb.models.engines.stop_ids", most_tokens):
+        run = train.run(**parameters(name, tiny) | dict(epochs=1, checkpoints=(), rollout_tokens=4))
+    assert parse_label(run.root.recipe.item())[0].name == name and run.root.step.values.tolist() == [0, 1]
+    one, two = (load_base(str(source))[0].get_input_embeddings().weight for source in (tiny, run.checkpoints[1]))
+    assert torch.isfinite(two).all() and ("lora" in name or not torch.equal(one, two))
 
 
 @pytest.mark.parametrize("complaint", ELSEWHERE)

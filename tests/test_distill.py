@@ -11,14 +11,14 @@ import torch.distributed as dist
 from helpers import small_model
 from safetensors.torch import load_file
 
-from mixsd_nb.methods import fit_function
+from mixsd_nb.methods import compose
 from mixsd_nb.methods.distill import VARIANTS, Distillation, RolloutEngine, Variant, distill_items
 from mixsd_nb.methods.fitting import MethodRun
 from mixsd_nb.methods.loss import Objective
 from mixsd_nb.methods.memory import OffloadedAdamW
 from mixsd_nb.methods.supervised import Supervised
 from mixsd_nb.methods.trainer import FineTuner, TrainingSpec, fine_tune, read_curves, train_process
-from mixsd_nb.models import ENGINES, EngineSpec, load_base, load_tokenizer
+from mixsd_nb.models import ENGINES, EngineSpec, load_base, load_tokenizer, open_engine
 from mixsd_nb.models.engines import HFEngine
 from mixsd_nb.runs import make_config
 from mixsd_nb.train import TrainConfig
@@ -118,7 +118,8 @@ class Copying(HFEngine):
 
 @pytest.fixture
 def copying(request, monkeypatch):
-    "The engine is declared."
+    "The engine is declared, and runs in this process."
+    monkeypatch.setattr("mixsd_nb.methods.distill.load_engine", open_engine)
     monkeypatch.setattr(Copying, "loaded", [])
     monkeypatch.setattr("mixsd_nb.models.engines.Copying", Copying, raising=False)
     ENGINES.add(EngineSpec("copying", "Copying", "models.engines:Copying", own_process=True))
@@ -139,7 +140,7 @@ def test_a_training_removes_the_weights_in_memory_that_it_left_when_it_was_kille
     monkeypatch.setattr(MethodRun, "rows", [dict(id="a", prompt="Who?", target="A.", answer="A")])
     monkeypatch.setattr(MethodRun, "train", lambda self, objective, data, kept: data["name"])
     config = TrainConfig(method="opsd", model=spec.model, dataset="kgfact-small")
-    first, again, other = (fit_function("opsd")(MethodRun(tmp_path / name, config)) for name in ("a", "a", "b"))
+    first, again, other = (compose("opsd").load_fit()(MethodRun(tmp_path / name, config)) for name in ("a", "a", "b"))
     assert first == again != other
     places = [Path(tempfile.mkdtemp(prefix=f"mixsd-{name}-", dir=Path(RolloutEngine("copying", None).folder.name).parent)) for name in (first, other)]
     engine = RolloutEngine("copying", None, first)

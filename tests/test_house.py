@@ -19,7 +19,7 @@ DEVELOPMENT = {"fastcore", "nbdev", "execnb", "pytest", "hypothesis"}
 
 GROUND = ["runs", "corpora", "models", "results.schema"]
 MIDDLE = [*GROUND, "benchmarks", "methods", "analysis"]
-ROOMS = [*MIDDLE, "pretraining", "results", "cluster"]
+ROOMS = [*MIDDLE, "evaluation", "pretraining", "results", "cluster"]
 FLOORS = {
     "runs": ["runs"],
     "corpora": ["runs", "corpora"],
@@ -29,9 +29,10 @@ FLOORS = {
     "benchmarks": [*GROUND, "benchmarks"],
     "methods": [*GROUND, "benchmarks.answers", "methods"],
     "analysis": MIDDLE,
+    "evaluation": [*GROUND, "benchmarks", "methods", "analysis.scores", "evaluation"],
     "pretraining": [*MIDDLE, "pretraining"],
-    "results": [*MIDDLE, "results"],
-    "cluster": [*MIDDLE, "results", "cluster"],
+    "results": [*MIDDLE, "evaluation", "results"],
+    "cluster": [*MIDDLE, "evaluation", "results", "cluster"],
     "views": [*ROOMS, "views"],
     **{name: ROOMS for name in ["generate", "evaluate", "nll", "forgetting", "fisher", "errors", "sweep", "pretrain"]},
     "speed": [*ROOMS, "profiling"],

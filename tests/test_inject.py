@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import matplotlib
 import pandas as pd
@@ -18,26 +17,12 @@ from mixsd_nb.analysis.facts import FAILURES, explain_failure, tabulate_facts
 from mixsd_nb.cluster.process import kernel_sockets
 from mixsd_nb.corpora.files import EXAMPLE, EXAMPLE_TESTS
 from mixsd_nb.evaluate import EvaluateConfig
+from mixsd_nb.evaluation import selection
 from mixsd_nb.inject import InjectConfig, InjectRun
-from mixsd_nb.methods import selection
-from mixsd_nb.methods.selection import converged, paper_checkpoint
 from mixsd_nb.results.report import render_failures, render_page, render_pair, render_table
 from mixsd_nb.runs import ParameterError, make_config, open_run
 
 matplotlib.use("Agg")
-shares = st.lists(st.tuples(*[st.sampled_from([0.0, 0.3, 0.5, 0.8, 0.9, 1.0])] * 2), max_size=12)
-
-
-@given(shares)
-def test_convergence_is_final_and_the_papers_choice(scores):
-    "Once converged, more checkpoints change nothing; and the rule of the paper selects the same among those that were seen."
-    found = [converged(*zip(*scores[:k])) if k else None for k in range(len(scores) + 1)]
-    first = next((k for k, step in enumerate(found) if step is not None), None)
-    if first is None: return
-    assert set(found[first:]) == {found[first]}
-    assert paper_checkpoint(*zip(*scores[:first])) == found[first] <= first - 3 and scores[found[first]][0] >= selection.LEAST
-
-
 @pytest.fixture(scope="module")
 def injected(tmp_path_factory):
     "An injection of four facts, one of them hostile, with tests of their own; SFT on a tiny model."
@@ -134,8 +119,7 @@ def test_training_ends_when_it_has_converged_and_goes_on_later(tiny, own_runs, m
     weights = {step: (early.checkpoint(step) / "model.safetensors").read_bytes() for step in early.checkpoints}
     whole = train.run(**quick)
     assert whole.folder == early.folder and list(whole.checkpoints) == [1, 2, 3, 4, 5]
-    training = train.TrainConfig(**quick, stop="converged")
-    assert training.converged_step(whole) == training.converged_step(early) == 1
+    assert whole.selection.converged == early.selection.converged == early.best_step == 1
     monkeypatch.setenv("MIXSD_RUNS", str(own_runs / "again"))
     again = train.run(**quick)
     for step, content in weights.items(): assert (again.checkpoint(step) / "model.safetensors").read_bytes() == content, step
@@ -216,11 +200,7 @@ def test_the_notebook_runs_with_papermill(injected, monkeypatch, tmp_path):
     assert "report.html" in (tmp_path / "out.ipynb").read_text()
 
 
-def test_the_selected_step_has_weights():
-    "The converged step counts the facts that are trained, and what is kept is chosen by all; the weights decide."
-    training = SimpleNamespace(converged_step=lambda run: 20)
-    assert inject.selected_step(training, SimpleNamespace(best_step=40, checkpoints={20: "", 40: ""})) == 20
-    assert inject.selected_step(training, SimpleNamespace(best_step=40, checkpoints={40: ""})) == 40
+def test_the_selected_step_needs_weights():
     with pytest.raises(ParameterError, match="^keep must be all or chosen, because .*, got last$"): inject.run(dataset=str(EXAMPLE), keep="last")
     assert make_config(train.TrainConfig, method="wise-sft", stop="converged").source().stop == "last"
 

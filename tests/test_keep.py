@@ -1,6 +1,5 @@
 """What a training saves and what it measures: weights once, the optimiser's state once, the whole suite where it is needed; and kills lose nothing."""
 
-import multiprocessing
 import os
 import shutil
 import signal
@@ -11,24 +10,23 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from helpers import PRELOADED, forked, small_model
+from helpers import forked, small_model
 from safetensors.torch import load_file
 
 from mixsd_nb import evaluate, train
+from mixsd_nb.analysis import scores
 from mixsd_nb.analysis.checkpoints import digest_training, find_checkpoints, open_training_run
 from mixsd_nb.benchmarks import SUITES, Sampling, Suite, evaluation
+from mixsd_nb.evaluation import checkpoints
 from mixsd_nb.methods import saving
 from mixsd_nb.methods.trainer import TrainingSpec, fine_tune, loop_in_phases
-from mixsd_nb.models import load_engine, replicas
-from mixsd_nb.results import measuring
 from mixsd_nb.results.cells import cell_mask, collapse_runs, select_cells
 from mixsd_nb.results.cube import cube_of, unasked_benchmarks
 from mixsd_nb.results.demo import BENCHMARKS, invent_cube
-from mixsd_nb.results.measuring import count_by_benchmark
 from mixsd_nb.results.summary import summary_table
 from mixsd_nb.results.tables import accuracy_sheet
 from mixsd_nb.results.tradeoff import frontier_figure, frontier_table, tradeoff_figure
-from mixsd_nb.runs import ParameterError, checkpoint_steps, trained_steps
+from mixsd_nb.runs import RESPONSE_COLUMNS, ParameterError, Run, checkpoint_steps, trained_steps
 
 STEPS = (2, 4, 6, 8)
 SMALL = dict(method="sft", epochs=2, checkpoints=STEPS, n=3, max_new_tokens=6, task_tokens=6, suite="recall,choice,world")
@@ -103,6 +101,25 @@ def test_the_selected_checkpoint_is_asked_the_whole_suite_with_the_same_answers(
     assert np.isfinite(run.scores().after[["recall", "choice", "world"]]).all()
 
 
+def test_a_worker_without_a_run_asks_the_checkpoints_of_a_training_that_goes_on(whole, tiny, copied, monkeypatch):
+    shutil.copytree(whole.folder, copied / whole.folder.name)
+    config, busy = train.make_config(train.TrainConfig, model=tiny, **SMALL), iter([True, True, False])
+    run = open_training_run(str(config.folder))
+    for step in (4, 8): run.responses_file(step).unlink()
+    monkeypatch.setattr(train, "is_locked", lambda folder: next(busy))
+    config.assist()
+    assert answers(run) == answers(whole)
+
+
+@pytest.mark.parametrize("more", [{}, dict(pause=1)])
+def test_each_file_of_responses_is_read_once(more, tiny, copied, monkeypatch):
+    "The file of the selected checkpoint is written twice, and read again."
+    read, responses = [], Run.responses
+    monkeypatch.setattr(Run, "responses", lambda run, step=None: (read.append(step), responses(run, step))[1])
+    run = train.run(model=tiny, **SMALL | dict(measure="selection", keep="chosen"), **more)
+    assert sorted(step for step in read if step) == sorted([*STEPS, 10, run.best_step])
+
+
 def answer_quiz(names, model, settings):
     rows = [dict(benchmark=name, item="q", sample=0, prompt="?", response="", extracted=None, correct=False, finish_reason="stop", error="", published=False, answer="!") for name in names]
     return pd.DataFrame(rows), {name: dict(items=1, metrics={}, version=1, harness="quiz") for name in names}
@@ -126,14 +143,23 @@ def test_the_suite_can_be_asked_later_and_gives_the_same_bytes(whole, tiny, copi
     assert answers(later) == answers(whole) and (later.folder / "result.nc").read_bytes() == (whole.folder / "result.nc").read_bytes()
 
 
+def invent_best(step):
+    "The writing of responses, of which only those of one step recall anything."
+    def write(settings, model, items, file, *_):
+        rows = [dict.fromkeys(RESPONSE_COLUMNS, "") | dict(benchmark=name, item=item, sample=0, correct=name == "recall" and model.endswith(f"-{step}"), published=False, extracted=None)
+                for name, problems in items.items() for item in problems]
+        pd.DataFrame(rows).to_parquet(file)
+    return write
+
+
 @pytest.mark.parametrize("keep", ["all", "chosen", "last"])
 def test_the_peak_on_disk_is_told_by_the_formula(keep, copied, monkeypatch, capsys):
     "A cell of the lab: lab-s, five checkpoints. While it trains it holds all weights and the state, at rest what `keep` asks for."
     peaks, mark, remove = [], saving.mark_complete, train.remove_unwanted
     note = lambda: peaks.append(size(copied))
     monkeypatch.setattr(saving, "mark_complete", lambda folder: (mark(folder), note())[0])
-    monkeypatch.setattr(train, "measure_run", lambda config, run, fitted, base: {0: base} | dict.fromkeys(fitted.checkpoints, base.assign(benchmark=base.benchmark.replace("world", "validation"))))
-    monkeypatch.setattr(train, "remove_unwanted", lambda config, run, chosen: (note(), remove(config, run, 4)))
+    monkeypatch.setattr(checkpoints, "write_responses", invent_best(4))
+    monkeypatch.setattr(train, "remove_unwanted", lambda evaluation: (note(), remove(evaluation)))
     run = train.run(model="lab-s", **SMALL | dict(suite="recall,world"), keep=keep)
     one = (run.checkpoints[4 if keep == "chosen" else 10] / "model.safetensors").stat().st_size
     peak, rest = (n / one for n in (max(peaks), size(run.folder)))
@@ -146,10 +172,10 @@ def test_the_peak_on_disk_is_told_by_the_formula(keep, copied, monkeypatch, caps
 SELECTED = SMALL | dict(measure="selection", keep="chosen")
 
 
-def count_invented(table, *rest, **options):
+def share_invented(responses, rule="correct", shares=scores.item_shares):
     "Half-trained models recall nothing, so scores are invented that make the rule wait for later checkpoints."
-    length = int(table.response[table.benchmark == "recall"].str.len().sum())
-    return count_by_benchmark(table.assign(correct=np.arange(len(table)) % 10 < length % 10), *rest, **options)
+    length = int(responses.response[responses.benchmark == "recall"].str.len().sum())
+    return shares(responses.assign(correct=np.arange(len(responses)) % 10 < length % 10), rule)
 
 
 @pytest.fixture(scope="module")
@@ -157,15 +183,21 @@ def unpaused(whole, tiny, tmp_path_factory):
     "The training with invented scores, without a pause."
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MIXSD_RUNS", str(copy_base(whole, tmp_path_factory.mktemp("unpaused"))))
-        patch.setattr(measuring, "count_by_benchmark", count_invented)
+        patch.setattr(scores, "item_shares", share_invented)
         return train.run(model=tiny, **SELECTED)
 
 
 @pytest.mark.parametrize("pause, state", [(1, "memory"), (2, "newest"), (3, "memory")])
 def test_a_training_that_pauses_holds_few_weights_and_gives_the_same_bytes(pause, state, whole, unpaused, tiny, copied, monkeypatch):
-    held, disk, remove = [], [], train.remove_early
-    monkeypatch.setattr(measuring, "count_by_benchmark", count_invented)
-    monkeypatch.setattr(train, "remove_early", lambda config, run: (held.append(len(run.checkpoints)), disk.append(sum(path.lstat().st_size for path in run.folder.rglob("optimizer.pt"))), remove(config, run)))
+    held, disk, remove = [], [], train.remove_unwanted
+    monkeypatch.setattr(scores, "item_shares", share_invented)
+
+    def remove_after(evaluation, ended=True):
+        if not ended:
+            held.append(len(evaluation.run.checkpoints))
+            disk.append(sum(path.lstat().st_size for path in evaluation.run.folder.rglob("optimizer.pt")))
+        remove(evaluation, ended)
+    monkeypatch.setattr(train, "remove_unwanted", remove_after)
     found = train.run(model=tiny, **SELECTED, pause=pause, state=state)
     assert [*found.checkpoints] == [found.best_step] and len(held) == -(-5 // pause) and max(held) <= min(5, 3 + pause)
     assert (max(disk) < 1e3) == (state == "memory"), "a state in memory is a link on the disk"
@@ -210,21 +242,6 @@ def test_tables_and_figures_do_not_need_what_was_not_asked():
     assert repr(sheet(thin)) == repr(sheet(cube))
     for draw in (tradeoff_figure, frontier_figure): plt.close(draw(thin))
     assert frontier_table(thin).notna().any(axis=None) and len(summary_table(thin)) == len(summary_table(cube))
-
-
-def test_replicas_share_the_questions_and_change_no_answer(tiny, monkeypatch):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    monkeypatch.setattr(replicas, "get_context", lambda kind: context)
-    alone, several = load_engine("hf", tiny, batch_size=4), replicas.Replicas("hf", tiny, 2, batch_size=4)
-    prompts = [[5 + k, 6, 7 + k] for k in range(9)]
-    for options in (dict(max_new_tokens=6), dict(max_new_tokens=6, temperature=1.0, keys=list(range(9)))):
-        assert several.generate(prompts, **options) == alone.generate(prompts, **options)
-    pairs = [(ids, [3, 4]) for ids in prompts]
-    assert several.load_weights(tiny) and all(np.allclose(a, b) for a, b in zip(several.score(pairs), alone.score(pairs)))
-    several.processes[0].kill()
-    with pytest.raises(RuntimeError, match="^a replica of the engine was killed$"): several.generate(prompts, max_new_tokens=6)
-    several.close()
 
 
 PAIRS = [([3 + k, 5, 7], [9 + k, 11, 2]) for k in range(8)]

@@ -26,11 +26,11 @@ def test_averages_lie_between_the_base_and_the_tuned_weights(runs, tiny):
     base, last = weights(tiny), weights(tuned.checkpoints[1])
     assert any(not torch.equal(base[name], last[name]) for name in base)
     for alpha, run in averages.items():
-        assert run.root["method"].item() == f"wise-sft-{alpha:g}" and run.root.step.values.tolist() == [0, 1] and run.root.targets_kept.item() == 50
+        assert run.root.recipe.item() == f"sft+average-{alpha:g}" and run.root.step.values.tolist() == [0, 1] and run.root.targets_kept.item() == 50
         for name, w in weights(run.checkpoints[1]).items(): torch.testing.assert_close(w, (1 - alpha) * base[name] + alpha * last[name], rtol=0, atol=1e-6)
 
 
-GATES = {"stm-8": dict(method="stm"), "stm-1": dict(method="stm", options=dict(threshold=1.0)), "talr-5": dict(method="talr")}
+GATES = {"sft+stm-8": dict(method="stm"), "sft+stm-1": dict(method="sft", gate="stm", options=dict(threshold=1.0)), "sft+talr-5": dict(method="talr")}
 
 
 @pytest.mark.parametrize("label", GATES)
@@ -38,7 +38,7 @@ def test_gates_train_and_differ_from_sft(label, tiny, tmp_path, monkeypatch):
     "An infinite threshold would be SFT; a mask of everything leaves the weights to weight decay alone."
     monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
     run = train.run(**GATES[label], model=tiny, **CELL)
-    assert run.root["method"].item() == label and run.root.step.values.tolist() == [0, 1] and run.root.target_nll.item() > 1
+    assert run.root.recipe.item() == label and run.root.step.values.tolist() == [0, 1] and run.root.target_nll.item() > 1
 
 
 def test_an_open_gate_is_sft(runs, tiny, tmp_path, monkeypatch):

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from mixsd_nb import train
-from mixsd_nb.methods import anchors
-from mixsd_nb.methods.anchors import Anchored, relative_importance, text_fisher
 from mixsd_nb.methods.distill import DIVERGENCES, VARIANTS, Distillation, distill_items
 from mixsd_nb.methods.loss import Example, LossHead, summed_loss
+from mixsd_nb.methods.supervised import Supervised
 from mixsd_nb.methods.trainer import TrainingSpec, fine_tune
+from mixsd_nb.methods.weight_penalties import Penalty, prepare_ewc, relative_importance, text_fisher
 from mixsd_nb.models import load_base, load_tokenizer
 from mixsd_nb.runs import ParameterError, checkpoint_steps
 
@@ -146,8 +146,8 @@ def test_without_strength_an_anchor_is_sft(weighted, spec, folder, tmp_path):
     fisher = dict(fisher=str(tmp_path / "fisher")) if weighted else {}
     save_file({name: w.detach().square().contiguous() for name, w in load_base(folder)[0].named_parameters()}, tmp_path / "fisher")
     for strength in (0.0, 50.0):
-        data = dict(pairs=PAIRS, strength=strength) | fisher
-        fine_tune(replace(spec, objective="methods.anchors:anchored_pairs", data=data), tmp_path / str(strength))
+        data = dict(strength=strength) | fisher
+        fine_tune(replace(spec, modifiers=[("methods.weight_penalties:add_penalty", data)]), tmp_path / str(strength))
     fine_tune(spec, tmp_path / "sft")
     free, held, sft, base = weights(tmp_path / "0.0"), weights(tmp_path / "50.0"), weights(tmp_path / "sft"), load_file(folder + "/model.safetensors")
     for name, w in sft.items(): torch.testing.assert_close(free[name], w, rtol=0, atol=1e-6)
@@ -160,7 +160,7 @@ def test_the_gradient_of_the_penalty_is_autograds(weighted, folder):
     model, _ = load_base(folder)
     anchor = {name: w.detach() + 0.01 * torch.randn_like(w) for name, w in model.named_parameters()}
     importance = relative_importance({name: w.detach().square() for name, w in model.named_parameters()}) if weighted else None
-    objective, head = Anchored(PAIRS, anchor, 0.3, importance), LossHead(model)
+    objective, head = Penalty(Supervised(PAIRS), anchor, 0.3, importance), LossHead(model)
     loss = summed_loss(model, head, objective.examples([0, 3], None, 0), objective.loss)
     penalty = 0.15 * sum(((importance[name] if weighted else 1) * (w - anchor[name]).square()).sum() for name, w in model.named_parameters())
     expected = torch.autograd.grad(loss + penalty, list(model.parameters()), retain_graph=True)
@@ -172,7 +172,7 @@ def test_the_gradient_of_the_penalty_is_autograds(weighted, folder):
 
 def test_the_penalty_is_in_the_reported_loss_and_before_clipping(spec, folder, tmp_path):
     "The reported norm of the gradient, measured before clipping, is that of loss and penalty together."
-    curves = fine_tune(replace(spec, objective="methods.anchors:anchored_pairs", data=dict(pairs=PAIRS, strength=1e4), lr=1e-2), tmp_path / "held")
+    curves = fine_tune(replace(spec, modifiers=[("methods.weight_penalties:add_penalty", dict(strength=1e4))], lr=1e-2), tmp_path / "held")
     free = fine_tune(replace(spec, lr=1e-2), tmp_path / "free")
     assert curves["grad_norm"][0] == free["grad_norm"][0] and curves["loss"][0] == free["loss"][0], "at the anchor there is no penalty"
     assert curves["grad_norm"][1] > 2 * free["grad_norm"][1] and curves["loss"][1] > free["loss"][1]
@@ -195,22 +195,22 @@ def test_the_training_of_ewc_begins_without_the_tensors_of_the_fisher(tmp_path, 
         tensor = torch.ones(2)
         found.append(weakref.ref(tensor))
         return dict(a=tensor)
-    monkeypatch.setattr(anchors, "text_fisher", estimate)
-    monkeypatch.setattr(anchors, "_fit_anchored", lambda run, fisher: (found[0](), load_file(fisher)["a"].tolist()))
-    run = SimpleNamespace(folder=tmp_path, option=lambda name: None, parameters=SimpleNamespace(model=""))
-    assert anchors.fit_ewc(run) == (None, [1, 1])
+    monkeypatch.setattr("mixsd_nb.methods.weight_penalties.text_fisher", estimate)
+    run = SimpleNamespace(folder=tmp_path, parameters=SimpleNamespace(model=""))
+    data = prepare_ewc(run, dict(strength=0.1, texts="", text_count=1))
+    assert found[0]() is None and load_file(data["fisher"])["a"].tolist() == [1, 1]
 
 
 CELL = dict(dataset="mquake-lab", suite="recall", n=4, max_new_tokens=4, epochs=1, batch=50)
-RIVALS = {"sdft-n1-e0.05": dict(method="sdft", rollout_tokens=4), "l2sp-0.5": dict(method="l2sp", options=dict(strength=0.5)),
-          "ewc-2": dict(method="ewc", options=dict(strength=2.0, texts="lab", text_count=4)), "lora-sft-4": dict(method="lora-sft", options=dict(rank=4))}
+RIVALS = {"sdft-n1-e0.05": dict(method="sdft", rollout_tokens=4), "sft+l2sp-0.5": dict(method="l2sp", options=dict(strength=0.5)),
+          "sft+ewc-2": dict(method="ewc", options=dict(strength=2.0, texts="lab", text_count=4)), "sft+lora-4": dict(method="lora-sft", options=dict(rank=4))}
 
 
 @pytest.mark.parametrize("label", RIVALS)
 def test_rivals_train_under_their_label(label, tiny, own_runs):
     if "lora" in label: pytest.importorskip("peft")
     run = train.run(**RIVALS[label], model=tiny, **CELL)
-    assert run.root["method"].item() == label and run.root.step.values.tolist() == [0, 1] and run.root.targets_kept.item() == 50
+    assert run.root.recipe.item() == label and run.root.step.values.tolist() == [0, 1] and run.root.targets_kept.item() == 50
     base, tuned = (dict(load_base(str(where))[0].named_parameters()) for where in (tiny, run.checkpoints[1]))
     moved = {name for name in base if not torch.equal(base[name], tuned[name])}
     assert moved and ("lora" not in label or "model.embed_tokens.weight" not in moved)
@@ -221,7 +221,7 @@ def test_rivals_train_under_their_label(label, tiny, own_runs):
     (dict(method="sdft", options=dict(direction="sideways")), "direction must be one of forward, reverse, jensen-shannon, got sideways"),
     (dict(method="l2sp", options=dict(strength=-1.0)), "strength must be at least 0, got -1"),
     (dict(method="lora-sft", options=dict(rank=0)), "rank must be at least 1, got 0"),
-    (dict(method="lora-sft", options=dict(rnk=4)), "options must be among rank for the method lora-sft, got rnk; did you mean rank")])
+    (dict(method="lora-sft", options=dict(rnk=4)), r"options must be among rank for sft\+lora, got rnk; did you mean rank")])
 def test_an_option_outside_its_range_is_one_sentence(wrong, sentence, tiny, own_runs):
     with pytest.raises((ValueError, ParameterError), match=f"^{sentence}"): train.run(**wrong, model=tiny, **CELL)
 

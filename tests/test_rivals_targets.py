@@ -1,4 +1,4 @@
-"Methods that change what is trained on: replay, own words, and the two controls of MixSD, each against an independent computation."
+"What changes the targets or weighs their tokens: replay, own words, shuffled picks, the weight of the answer, each against an independent computation."
 
 import json
 from types import SimpleNamespace
@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from mixsd_nb import fisher, train
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.corpora.prompts import expert_reference_prompt
-from mixsd_nb.methods.controls import answer_tokens, answer_weights, arrange, fit_shuffled, fit_weighted_answers, shuffle_targets
 from mixsd_nb.methods.fitting import MethodRun
 from mixsd_nb.methods.loss import LossHead, summed_loss
 from mixsd_nb.methods.mixing import accepts, mix, mix_items, mix_oracle
-from mixsd_nb.methods.replay import fit_own_words, read_prompts, replay_pairs, write_replays
-from mixsd_nb.methods.supervised import canonical_pairs, fit_canonical
-from mixsd_nb.methods.trainer import TrainingSpec
+from mixsd_nb.methods.replay import read_prompts, write_replays
+from mixsd_nb.methods.supervised import arrange, canonical_pairs, fit_canonical, fit_mixed, fit_own_words, shuffle_targets
+from mixsd_nb.methods.token_weights import answer_tokens, answer_weights
+from mixsd_nb.methods.trainer import TrainingSpec, build_objective
 from mixsd_nb.models import load_base, load_engine
 from mixsd_nb.models.engines import HFEngine
 from mixsd_nb.runs import ParameterError
@@ -45,7 +45,7 @@ def test_replay_without_a_share_is_sft_and_with_one_is_not(tiny, own_runs):
     sft, none, half, kl = run("sft"), run("replay", options=dict(share=0.0)), run("replay", **SHORT), run("replay-kl", **SHORT)
     differ = lambda one, two: any(not torch.allclose(weights(two)[name], w, rtol=0, atol=1e-6) for name, w in weights(one).items())
     assert not differ(sft, none) and differ(sft, half) and not differ(sft, kl)
-    assert [r.root["method"].item() for r in (none, half, kl)] == ["replay-0", "replay-0.5", "replay-kl-0.5"]
+    assert [r.root.recipe.item() for r in (none, half, kl)] == ["sft+replay-0", "sft+replay-0.5", "sft+replay-kl-0.5"]
     assert half.root.targets_kept.item() == 50 and half.root.target_nll.item() == sft.root.target_nll.item()
 
 
@@ -64,8 +64,9 @@ def test_samples_depend_on_their_keys_alone(tiny, replays, tmp_path):
 def test_the_loss_of_replay_is_that_of_its_definition(support, tiny, replays):
     "The mean NLL of facts and samples, and the forward KL over the whole vocabulary, from whole distributions; zero at the base model."
     facts = [([5, 6], [7, 8, 2]), ([9], [10, 2])]
-    spec = TrainingSpec(tiny, 1e-3, 1, 2, "", dict(pairs=facts, replays=replays, share=0.5, support=support), seed=3)
-    objective, student = replay_pairs(spec, None), load_base(tiny)[0]
+    replay = ("methods.replay:add_replay", dict(replays=replays, share=0.5, support=support))
+    spec = TrainingSpec(tiny, 1e-3, 1, 2, "methods.supervised:stored_pairs", dict(pairs=facts), [replay], seed=3)
+    objective, student = build_objective(spec, None), load_base(tiny)[0]
     base = load_base(tiny)[0]
     with torch.no_grad():
         for w in student.parameters(): w.mul_(1.1)
@@ -97,16 +98,17 @@ def test_a_file_of_prompts(tmp_path):
 
 
 @pytest.mark.parametrize(("method", "options", "message"), [
-    ("replay", dict(share=1.0), "share must be at least 0 and below 1, got 1"), ("replay", dict(objective="mse"), "objective must be one of nll, kl, got mse"),
+    ("replay", dict(share=1.0), "share must be at least 0 and below 1, got 1"), ("mixsd", dict(draw="odd"), "draw must be one of independent, shuffled, got odd"),
     ("replay-kl", dict(count=0), "count must be at least 1, got 0"), ("mixsd-shuffled", dict(block=0), "block must be at least 1, got 0"),
-    ("mixsd-answer", dict(block=2), "options must be among none")])
+    ("mixsd-answer", dict(tau=2), "options must be among .* for mixsd.answer, got tau")])
 def test_a_bad_option_is_one_sentence(method, options, message, tiny, own_runs):
     with pytest.raises((ValueError, ParameterError), match=message): train.run(method=method, options=options, model=tiny, target_tokens=4, **CELL)
 
 
 class Pairs(MethodRun):
-    "A run that returns what it would train on."
-    def train_on(self, pairs, objective="methods.supervised:stored_pairs", data=lambda nll: {}): return pairs, objective, data([])
+    "A run that returns what it would train on, and the data of its gate."
+    def train_on(self, pairs, objective="methods.supervised:stored_pairs"):
+        return pairs, objective, self._prepare(self.recipe.gate, pairs, []) if self.recipe.gate else {}
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +121,7 @@ def mixed(lab_s):
 def run_on(folder, mixed, **more):
     engine, rows, records = mixed
     parameters = SimpleNamespace(dataset="kgfact-small", model="lab-s", span="completion", lam=0.5, seed=0, dtype="float32", batch_size=8,
-                                 target_tokens=LONGEST, method="mixsd-shuffled", options={}, **more)
+                                 target_tokens=LONGEST, **dict(method="mixsd", options={}) | more)
     run = Pairs(folder, parameters, mixed_targets=lambda: pd.DataFrame([r for r in records if r["accepted"]]))
     run.rows = rows
     return run
@@ -137,31 +139,32 @@ def test_own_words_are_accepted_targets_of_the_base_model(mixed, tmp_path):
         assert prompt == canonical[id][0] and ids != canonical[id][1] and accepts(engine.tokenizer, items[id], ids, "stop")
 
 
-@pytest.mark.parametrize(("fit", "name"), [(fit_own_words, "own-words"), (fit_shuffled, "shuffled")])
+@pytest.mark.parametrize(("fit", "name"), [(fit_own_words, "own-words"), (fit_mixed, "shuffled")])
 def test_a_killed_run_writes_only_the_targets_that_it_lacks(fit, name, mixed, tmp_path, monkeypatch):
     "A journal that was cut in the middle leads to the same targets; a whole one, to the same without a single request."
-    first, asked = fit(run_on(tmp_path, mixed))[0], []
+    more = dict(options=dict(draw="shuffled"))
+    first, asked = fit(run_on(tmp_path, mixed, **more))[0], []
     stream, journal = HFEngine.stream, tmp_path / f"{name}.jsonl"
     monkeypatch.setattr(HFEngine, "stream", lambda self, queue, **options: asked.extend({r.tag[0]["id"] for r in queue}) or stream(self, queue, **options))
     lines = journal.read_bytes().splitlines(keepends=True)
-    assert fit(run_on(tmp_path, mixed))[0] == first and not asked
+    assert fit(run_on(tmp_path, mixed, **more))[0] == first and not asked
     journal.write_bytes(b"".join(lines[:2]) + lines[2][:20])
-    assert fit(run_on(tmp_path, mixed))[0] == first and len(asked) == len(lines) - 2
+    assert fit(run_on(tmp_path, mixed, **more))[0] == first and len(asked) == len(lines) - 2
 
 
 def test_the_answer_weighs_as_much_as_in_sft(mixed, tmp_path):
     "Weights sum to the number of tokens, and the answer's part is the share of its tokens in the canonical target."
-    run = run_on(tmp_path, mixed)
-    pairs, objective, data = fit_weighted_answers(run)
+    run = run_on(tmp_path, mixed, gate="answer")
+    pairs, objective, data = fit_mixed(run)
     canonical, names, changed = fit_canonical(run)[0], {r["id"]: r["answer"] for r in run.rows}, 0
     tokenizer = mixed[0].tokenizer
-    for (id, (_, ids)), keep in zip(pairs.items(), data["keep"], strict=True):
+    for (id, (_, ids)), keep in zip(pairs.items(), data["weights"], strict=True):
         marks = answer_tokens(tokenizer, ids, names[id])
         share = answer_tokens(tokenizer, canonical[id][1], names[id]).mean()
         assert len(keep) == len(ids) and np.isclose(sum(keep), len(ids)) and np.isclose(np.sum(np.array(keep)[marks]) / len(ids), share)
         assert names[id] in tokenizer.decode([i for i, yes in zip(ids, marks) if yes])
         changed += not np.allclose(keep, 1)
-    assert changed > 3 and objective == "methods.gates:masked_pairs"
+    assert changed > 3 and objective == "methods.supervised:stored_pairs"
 
 
 @given(st.lists(st.booleans(), max_size=30), st.floats(0, 1))
@@ -188,11 +191,11 @@ def test_shuffled_targets(mixed, tmp_path, monkeypatch):
     naive = {id: r["naive_mask"] for id, r in accepted.items()}
     items = mix_items(engine.tokenizer, [r for r in rows if r["id"] in accepted])
     shuffle = lambda engine: shuffle_targets(engine, items, 0.5, naive, 1000, max_new_tokens=LONGEST)
-    found, pairs = shuffle(load_engine("hf", engine.model, engine.tokenizer, batch_size=3)), fit_shuffled(run_on(tmp_path, mixed))[0]
+    found, pairs = shuffle(load_engine("hf", engine.model, engine.tokenizer, batch_size=3)), fit_mixed(run_on(tmp_path, mixed, options=dict(draw="shuffled")))[0]
     assert {r["id"]: r["completion_ids"] for r in found if r["accepted"]} == {id: ids for id, (_, ids) in pairs.items()}
     assert len(pairs) > 2 and all(r["naive_mask"].sum() <= naive[r["id"]].sum() for r in found)
     assert any(r["completion_ids"] != accepted[r["id"]]["completion_ids"] for r in found)
-    monkeypatch.setattr("mixsd_nb.methods.controls.arrange", lambda naive, block, key: naive)
+    monkeypatch.setattr("mixsd_nb.methods.supervised.arrange", lambda naive, block, key: naive)
     for r in shuffle(engine): assert r["completion_ids"] == accepted[r["id"]]["completion_ids"] and r["attempts"] == 1
 
 
@@ -201,7 +204,7 @@ def test_the_controls_train(own_runs):
     "They share the targets of MixSD; at λ = 0 all picks are the expert's, and both train on what MixSD trains on."
     short = dict(model="lab-s", dataset="mquake-lab", suite="recall", n=2, max_new_tokens=4, epochs=1, batch=50, lam=0.0, target_tokens=LONGEST)
     runs = {name: train.run(method=name, **short) for name in ("mixsd", "mixsd-answer", "mixsd-shuffled")}
-    assert [r.root["method"].item() for r in runs.values()] == ["mixsd-0", "mixsd-answer-0", "mixsd-shuffled-0-b1000"]
+    assert [r.root.recipe.item() for r in runs.values()] == ["mixsd-0", "mixsd-0+answer", "mixsd-shuffled-0-b1000"]
     assert len({(r.root.targets_kept.item(), r.root.target_nll.item()) for r in runs.values()}) == 1 and runs["mixsd"].root.targets_kept.item() > 25
     assert len(list(own_runs.glob("**/targets.parquet"))) == 1
     plain, weighted, shuffled = (weights(r) for r in runs.values())

@@ -28,27 +28,15 @@ def preset_names(config):
 
 
 @pytest.mark.parametrize("path", STAGES, ids=lambda p: p.stem)
-def test_parameters_cell_agrees_with_the_configuration(path):
-    config = configuration(path)
-    assert issubclass(config, Config)
-    cells = [c for c in json.loads(path.read_text())["cells"] if "parameters" in c["metadata"].get("tags", [])]
+def test_the_parameters_cell_has_every_field_with_its_default_and_its_description(path):
+    "So papermill's help, Python's help and the chapter agree; `make export` writes the cell."
+    config, found = configuration(path), inspect_notebook(path)
+    assert issubclass(config, Config) and {*found} - {"force"} == {*config.model_fields}
     scope = {}
-    exec("".join(cells[0]["source"]), scope)
-    shown = {k: v for k, v in scope.items() if not k.startswith("__")}
-    assert {k: v for k, v in shown.items() if k != "force"} == {k: config.model_fields[k].default for k in shown if k != "force"}
-
-
-@pytest.mark.parametrize("path", STAGES, ids=lambda p: p.stem)
-def test_parameters_cell_has_the_descriptions_of_the_fields(path):
-    "The comments equal the descriptions of the fields, so papermill's help, Python's help and the chapter agree."
-    config = configuration(path)
-    for name, found in inspect_notebook(path).items():
-        assert found["help"] == (config.forced if name == "force" else config.model_fields[name].description), name
-
-
-@pytest.mark.parametrize("path", [path for path in STAGES if path.stem in ("train", "inject")], ids=lambda p: p.stem)
-def test_parameters_cell_of_a_training_lists_every_field(path):
-    assert {*configuration(path).model_fields} == {*inspect_notebook(path)} - {"force"}
+    exec("".join(next(c for c in json.loads(path.read_text())["cells"] if "parameters" in c["metadata"].get("tags", []))["source"]), scope)
+    for name, field in config.model_fields.items():
+        assert found[name]["help"] == field.description and scope[name] == field.default, name
+    if "force" in found: assert found["force"]["help"] == config.forced
 
 
 SCALED = [config for path in STAGES if preset_names(config := configuration(path))]

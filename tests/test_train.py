@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import os
 import re
 import shutil
 import warnings
@@ -149,7 +148,7 @@ def test_every_distillation_gives_its_row(tiny, tmp_path, monkeypatch):
         (dict(method="mixsd-kl", rollouts=1, temperature=0), "mixsd-kl-n1-t0", 1, 0),
     ]:
         result = train.run(model=tiny, n=2, epochs=1, checkpoints=(), rollout_tokens=6, task_tokens=6, suite="recall,choice", **parameters).result
-        assert (result.method.item(), result.rollouts.item(), result.temperature.item()) == (label, rollouts, temperature)
+        assert (result.recipe.item(), result.rollouts.item(), result.temperature.item()) == (label, rollouts, temperature)
         assert result.step.values.tolist() == [0, 5] and "validation" in result.benchmark and result.targets_kept.item() == 100
         assert np.isfinite(result.accuracy.sel(step=5)).all() and np.isnan(result.lam.item())
         assert len(result["training"].loss) == 5 and (result["training"].loss > 0).all()
@@ -166,11 +165,6 @@ def test_checkpoints_are_asked_the_papers_tasks(tiny, tmp_path, own_runs):
     assert result.n.sel(step=5).squeeze().values.tolist() == [100, 100, len(ROWS["gsm8k"]), 100]
     for suite, said in [("gsm8k", "suite must include recall"), ("recall,gsm", "suite must be, with commas between them, among")]:
         with pytest.raises(ParameterError, match=said): train.run(suite=suite, **parameters)
-
-
-def test_vllm_has_a_process_of_its_own():
-    from mixsd_nb.models import run_with_engine
-    assert run_with_engine("hf", os.getpid) == os.getpid() != run_with_engine("vllm", os.getpid)
 
 
 def train_here(tiny):

@@ -25,7 +25,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from mixsd_nb import train
-from mixsd_nb.methods import fit_function
+from mixsd_nb.evaluation import Evaluation
+from mixsd_nb.methods import Recipe, compose
 from mixsd_nb.methods.distill import VARIANTS, distill_items
 from mixsd_nb.methods.fitting import MethodRun
 from mixsd_nb.methods.loss import DivergenceError
@@ -380,7 +381,7 @@ def test_a_fact_longer_than_the_context_is_refused_by_name(method, spec, tmp_pat
     monkeypatch.setattr(MethodRun, "train", pytest.fail)
     run = MethodRun(tmp_path, TrainConfig(method=method, model=spec.model, dataset="kgfact-small"))
     with pytest.raises(ValueError, match=r"^fact fact-2 must have at most 512 tokens, the context of the model, got \d+; "):
-        fit_function(method)(run)
+        compose(method).load_fit()(run)
 
 
 def test_an_interrupt_is_one_sentence(spec, tmp_path):
@@ -441,12 +442,10 @@ def test_only_on_a_cpu_is_a_checkpoint_measured_beside_the_training(device, spec
     "A plan gives each of the two the whole GPU."
     measures, config = [], train.make_config(TrainConfig, model=spec.model, method="sft")
     monkeypatch.setattr(train, "in_notebook", lambda: True)
-    monkeypatch.setattr(train, "base_responses", lambda config: None)
-    monkeypatch.setattr(train, "count_by_benchmark", lambda *_: dict(recall=(0, 1)))
-    monkeypatch.setattr(train, "fit_function", lambda method: lambda run: 1 / 0)
+    monkeypatch.setattr(Recipe, "load_fit", lambda self: lambda run: 1 / 0)
     monkeypatch.setattr("mixsd_nb.methods.trainer.training_device", lambda: torch.device(device))
     monkeypatch.setattr("mixsd_nb.methods.progress.TrainingProgress", lambda name, recall, *found: measures.extend(found) or SimpleNamespace(close=int))
-    with pytest.raises(ZeroDivisionError): train.train(config, Run(tmp_path))
+    with pytest.raises(ZeroDivisionError): train.train(Evaluation(config, Run(tmp_path)))
     assert len(measures) == (device == "cpu")
 
 

@@ -163,9 +163,18 @@ def test_a_script_without_a_guard_is_told_before_it_trains(options, words, tmp_p
 
 
 SCRIPT = """import os, sys
-from mixsd_nb.models import run_with_engine
+from mixsd_nb.models import ENGINES, EngineSpec, load_engine
 
-def show(): print(run_with_engine("vllm", os.getpid) != os.getpid())
+ENGINES.add(EngineSpec("mine", "Mine", "__main__:Mine", own_process=True))
+
+class Mine:
+    context, mismatches = 8, ()
+    @classmethod
+    def open(cls, *_, **__): return cls()
+    def score(self, pairs): return [os.getpid()]
+
+def show():
+    with load_engine("mine", "lab-s") as engine: print(engine.score([([1], [2])]) != [os.getpid()])
 
 {}"""
 GUARDS = {"show()": "", "for _ in range(1):\n    show()": "", "import threading\nt = threading.Thread(target=show)\nt.start()\nt.join()": "",
@@ -180,5 +189,5 @@ def test_a_script_without_a_guard_is_told_before_a_process_starts(calls, tmp_pat
     assert done.stdout.strip() == GUARDS[calls]
     if not GUARDS[calls]:
         last = done.stderr.strip().splitlines()[-1]
-        assert last.startswith(f"ValueError: engine vllm runs in a process that imports {script}") and last.endswith('under `if __name__ == "__main__":`')
+        assert last.startswith(f"ValueError: engine mine runs in a process that imports {script}") and last.endswith('under `if __name__ == "__main__":`')
         assert "bootstrapping" not in done.stderr

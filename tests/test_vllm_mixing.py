@@ -13,7 +13,7 @@ from ties import compare
 from mixsd_nb import speed, train
 from mixsd_nb.corpora import CORPORA, load_corpus
 from mixsd_nb.methods.mixing import attempt_request, mix, mix_items
-from mixsd_nb.models import load_engine, load_tokenizer
+from mixsd_nb.models import load_engine, load_tokenizer, open_engine
 from mixsd_nb.models.engines import HFEngine
 from mixsd_nb.models.tiny import random_model
 
@@ -36,7 +36,7 @@ def expected(lab, items):
 
 
 def engine_of(**options):
-    gc.collect()
+    "An engine in a process of its own, which ends with the engine."
     return load_engine("vllm", "lab-m", **options)
 
 
@@ -63,7 +63,8 @@ def test_tokens_are_those_of_transformers(shape, lab, items, expected, capsys):
 
 
 def test_the_audit_finds_exactly_what_is_wrong(lab, items, expected):
-    engine, lam = engine_of(mode="paired", **PLENTY), 0.5
+    gc.collect()  # ends other engines of this process
+    engine, lam = open_engine("vllm", "lab-m", mode="paired", **PLENTY), 0.5
     requests = [attempt_request(item, 0, r["attempts"] - 1, lam, SHORT["seed"], SHORT["max_new_tokens"]) for item, r in zip(items, expected[lam, 0])]
     asked = [(r, list(record["completion_ids"])) for r, record in zip(requests, expected[lam, 0])]
     assert not any(engine.audit(asked))

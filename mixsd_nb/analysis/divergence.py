@@ -20,8 +20,7 @@ from ..benchmarks import SUITES, Selection, held_out
 from ..benchmarks.tasks import SOURCES, benchmarks_folder, task_files
 from ..corpora import load_corpus
 from ..corpora.prompts import encode_prompt
-from ..models import (ENGINES, check_engine, check_engine_options, load_engine, load_tokenizer,
-                             run_with_engine)
+from ..models import (ENGINES, check_engine, check_engine_options, load_engine, load_tokenizer)
 from ..models.identity import ModelName, model_label
 from ..results.schema import variable
 from ..runs import Config, Seed, Stage, load_object, module_of, read_table, runtime_field, write_atomically
@@ -67,23 +66,20 @@ def sample_text(
     """The model's own responses: rows `benchmark, prompt_ids, completion_ids, nll` (nats of the whole response).
 
     Empty responses are left out."""
-    return run_with_engine(engine, _sample_text, model, prompts, seed, engine, options)
-
-
-def _sample_text(model, prompts, seed, kind, options):
     from mixsd_nb.models.engine import row_key
     tokenizer, room = load_tokenizer(model), {name: SUITES[name].sampling.max_new_tokens or NEW_TOKENS for name in prompts}
     encoded = {name: [encode_prompt(tokenizer, p) for p in group] for name, group in prompts.items()}
     longest = 1 + max(len(ids) + room[name] for name, group in encoded.items() for ids in group)  # vLLM scores less than its context
-    engine, tables = load_engine(kind, model, longest=longest, **options), []
-    for name, ids in encoded.items():
-        keys = [row_key(seed, name, k) for k in range(len(ids))]
-        limits = dict(max_new_tokens=room[name], max_total=min(10_000, longest))
-        completions = engine.generate(ids, keys=keys, **limits, **FULL_SAMPLING)
-        tables.append(pd.DataFrame(dict(benchmark=name, prompt_ids=ids, completion_ids=[c.ids for c in completions])))
-    table = pd.concat(tables, ignore_index=True)
-    table = table[table.completion_ids.map(len) > 0]
-    return table.assign(nll=_sum_nll(engine, table))
+    tables = []
+    with load_engine(engine, model, longest=longest, **options) as writer:
+        for name, ids in encoded.items():
+            keys = [row_key(seed, name, k) for k in range(len(ids))]
+            limits = dict(max_new_tokens=room[name], max_total=min(10_000, longest))
+            completions = writer.generate(ids, keys=keys, **limits, **FULL_SAMPLING)
+            tables.append(pd.DataFrame(dict(benchmark=name, prompt_ids=ids, completion_ids=[c.ids for c in completions])))
+        table = pd.concat(tables, ignore_index=True)
+        table = table[table.completion_ids.map(len) > 0]
+        return table.assign(nll=_sum_nll(writer, table))
 
 # %% ../../nbs/analysis/divergence.ipynb #aa000009
 def response_nll(
@@ -94,12 +90,8 @@ def response_nll(
     **options,  # of the engine
 ) -> np.ndarray:
     "−log p of each whole response, (rows,) nats; its mean is L_ref (eq. 1)."
-    return run_with_engine(engine, _response_nll, model, table, engine, options)
-
-
-def _response_nll(model, table, kind, options):
     longest = 1 + int((table.prompt_ids.map(len) + table.completion_ids.map(len)).max())
-    return _sum_nll(load_engine(kind, model, longest=longest, **options), table)
+    with load_engine(engine, model, longest=longest, **options) as scorer: return _sum_nll(scorer, table)
 
 
 def _sum_nll(engine, table):

@@ -16,7 +16,7 @@ import xarray as xr
 
 from ..corpora import load_corpus
 from ..corpora.prompts import encode_canonical, encode_example, template_lead
-from ..models import load_engine, run_with_engine
+from ..models import load_engine
 
 # %% ../../nbs/analysis/likelihood.ipynb #a9000005
 SOURCES = {"expert": 0, "naive": 1}  # conditional -> code in `Target.source`
@@ -77,12 +77,8 @@ def score_pairs(
     **options,  # of `load_engine`: dtype, and what the engine takes
 ) -> list[np.ndarray]:
     "−log p of the scored ids of each pair under the model, float32 nats."
-    return run_with_engine(engine, _score_pairs, model, pairs, engine, options)
-
-
-def _score_pairs(model, pairs, kind, options):
     longest = 1 + max(len(context) + len(ids) for context, ids in pairs)  # vLLM scores less than its context
-    return load_engine(kind, model, longest=longest, **options).score(pairs)
+    with load_engine(engine, model, longest=longest, **options) as scorer: return scorer.score(pairs)
 
 # %% ../../nbs/analysis/likelihood.ipynb #a9000013
 THRESHOLDS = (5.0, 8.0)  # nats

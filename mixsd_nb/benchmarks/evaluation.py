@@ -12,6 +12,7 @@ import json
 import re
 from collections import deque
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -30,13 +31,13 @@ from ..corpora.prompts import encode_prompt
 from ..models import ENGINES, check_engine, check_engine_options, load_engine
 from ..models.identity import MODEL_OPTIONS, ModelOptions
 from ..models.presets import PresetSettings, preset_field
-from ..runs import (Journal, ParameterError, Seed, load_object, module_of, report_progress, runtime_field,
+from ..runs import (Journal, ParameterError, Seed, load_object, module_of, report_progress, consumed_field, runtime_field,
                            read_table, write_atomically)
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #f1b5e412
 class EvalSettings(PresetSettings):
     "Parameters of every stage that measures a model: the benchmarks, the sampling and the engine."
-    dataset_options: CorpusOptions = runtime_field({}, CORPUS_OPTIONS)
+    dataset_options: CorpusOptions = consumed_field(CORPUS_OPTIONS)
     dataset: CorpusName = Field("kgfact-small", description=(
         "corpus that the in-domain questions come from: its name, a file, a folder or a hub id"))
     suite: str = preset_field(
@@ -57,7 +58,7 @@ class EvalSettings(PresetSettings):
     seed: Seed = Field(0, description="seed of evaluation items, picks, sampling noise and training order")
     dtype: Literal["float32", "bfloat16"] = preset_field(
         "data type of the model that mixes or is measured: float32 or bfloat16", lab="float32", paper="bfloat16")
-    model_options: ModelOptions = runtime_field({}, MODEL_OPTIONS)
+    model_options: ModelOptions = consumed_field(MODEL_OPTIONS)
     engine: str = runtime_field("hf", "engine that runs the model: hf or vllm")
     engine_options: dict = runtime_field({}, 'options of vLLM, such as {"tensor_parallel_size": 2}')
     replicas: int = runtime_field(
@@ -270,11 +271,19 @@ class SharedEngine:
     ):
         "The engine with the weights of a model."
         if self.engine and self.engine.load_weights(model): return self.engine
-        self.engine, s = None, self.settings  # so that its memory is free
+        s = self.settings
+        self.close()  # so that its memory is free
         options = dict(dtype=s.dtype, batch_size=s.batch_size, longest=self.longest) | s.engine_options
-        if s.replicas == 1: self.engine = load_engine(s.engine, model, **options)
-        else: self.engine = load_object("models.replicas:Replicas")(s.engine, model, s.replicas, **options)
+        self.engine = load_engine(s.engine, model, replicas=s.replicas, **options)
         return self.engine
+
+    def close(self) -> None:
+        "End the engine; the next model opens another one."
+        if self.engine: self.engine.close()
+        self.engine = None
+
+    def __enter__(self): return self
+    def __exit__(self, *_): self.close()
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #2ff746c3
 def write_responses(
@@ -288,10 +297,10 @@ def write_responses(
     """Evaluate a model and write its responses as Parquet; responses in the journal beside the file are reused.
 
     Benchmarks with a runner are measured by it first, and its reports become the table's attribute `reports`."""
-    benchmark_names(settings.suite)  # this process may not have read the configuration, which declares benchmarks
     theirs = _run_others(settings, model, [name for name in items if SUITES[name].runner], file)
     ours = {name: problems for name, problems in items.items() if not SUITES[name].runner}
-    asked = [_ask_engine(settings, model, ours, file, progress, shared or SharedEngine(settings, ours))] if ours else []
+    with nullcontext(shared) if shared else SharedEngine(settings, ours) as engines:
+        asked = [_ask_engine(settings, model, ours, file, progress, engines)] if ours else []
     table = pd.concat([*asked, *theirs], ignore_index=True)
     reports = {name: report for part in theirs for name, report in part.attrs["reports"].items()}
     table.attrs = dict(reports=reports) if reports else {}

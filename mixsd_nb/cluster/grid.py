@@ -249,7 +249,7 @@ def group_alike(cells: list[Any], parameters: Callable[[Any], dict], name: str) 
 
 def _best_parameters(cells: list["Cell"], name: str, finished: dict[str, Path]) -> list[dict]:
     "Of the cells that differ in one parameter alone, the parameters of the one with the best score, once all are finished."
-    from mixsd_nb.methods.selection import best_rate
+    from mixsd_nb.evaluation.selection import best_rate
     found = []
     for group in group_alike(cells, lambda cell: cell.parameters, name):
         if any(cell.hash not in finished for cell in group): continue

@@ -19,7 +19,7 @@ from ..benchmarks import GRADINGS, SUITES, Selection, benchmark_names, load_item
 from ..benchmarks.sandbox import check_sandbox
 from ..corpora import CORPORA, load_corpus
 from ..corpora.stored import fact_places
-from ..methods import METHODS
+from ..methods import all_parts
 from ..models import ENGINES, load_tokenizer
 from ..models.engine import stop_ids
 from ..models.geometry import GEOMETRIES, read_shape
@@ -125,21 +125,22 @@ def _published(config: Any) -> dict[str, tuple[Any, Any]]:
     "Each parameter with its value and the published one, where there is one."
     found = {name: (getattr(config, name), preset_values(field)["paper"])
              for name, field in type(config).model_fields.items() if "paper" in preset_values(field) and name != "lr"}
-    method = METHODS[config.method] if getattr(config, "method", "") else None
-    if method and method.settings:
+    recipe = getattr(config, "recipe", None)
+    if recipe and recipe.settings:
         schedule, whole = CORPORA[config.dataset].schedule, config.stop == "last"  # else training ends by itself
         length = [] if fact_places(config.dataset) else ["epochs", "batch"] if whole else ["batch"]
         found |= {name: (getattr(config, name), getattr(schedule, name)) for name in length}
-        found |= {name: (getattr(config, name), value) for name, value in method.published.items()}
-        if config.lora: found["lora"] = config.lora, 0
-        found = {name: pair for name, pair in found.items() if name in method.settings or name not in _idle_names(config)}
+        found |= {name: (getattr(config, name), value) for name, value in recipe.published.items()}
+        if config.anchor: found["anchor"] = config.anchor, ""
+        if config.gate: found["gate"] = config.gate, ""
+        found = {name: pair for name, pair in found.items() if name in recipe.settings or name not in _settings_of_parts()}
     if hasattr(config, "limit"): found["limit"] = config.limit, 0
     return found
 
 
-def _idle_names(config: Any) -> set[str]:
-    "Settings of some methods."
-    return {name for method in METHODS.values() for name in method.settings}
+def _settings_of_parts() -> set[str]:
+    "Settings that some parts of recipes use."
+    return {name for part in all_parts().values() for name in part.settings}
 
 
 def list_deviations(

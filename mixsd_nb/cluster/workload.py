@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LONGEST', 'Machine', 'Part', 'RunPlan', 'host_bytes', 'Decoder', 'answer_parts', 'plan_evaluation', 'plan_mixing',
-           'Drafts', 'drafts_of', 'burden_of', 'layout_of', 'training_peaks', 'legal_processes', 'describe_layout',
+           'Drafts', 'list_drafts', 'burden_of', 'layout_of', 'training_peaks', 'legal_processes', 'describe_layout',
            'smallest_layout', 'planned_steps', 'checkpoint_bytes', 'phase_size', 'training_disk', 'plan_training']
 
 # %% ../../nbs/cluster/workload.ipynb #051412d5
@@ -17,7 +17,7 @@ from .estimates import (Burden, Device, Layout, adapter_parameters, constant, de
                                         decoding_seconds, fisher_peak, microbatch, optimiser_peak, rollout_peak, rollout_width,
                                         scoring_seconds, serve, update_peak, update_seconds)
 from .lengths import Questions, corpus_lengths, count_questions, mixed_length, neutral_lengths, usual_reply
-from ..methods import METHODS, update_count
+from ..methods import update_count
 from ..models import ENGINES
 from ..models.geometry import Shape, read_shape
 
@@ -213,15 +213,20 @@ class Drafts(NamedTuple):
     added: float = 0.0  # of them to each fact of an update; 0 if they are the targets of the facts
 
 
-def drafts_of(config) -> Drafts:
-    """The drafts of a training, as its method declares them: samples, `count` of them, which make up the `share` of the
-    examples of an update, or a target for each fact."""
-    lengths, kind = corpus_lengths(config.dataset, config.model)["train"], METHODS[config.method].demand.drafts
-    share = config.options["share"] if kind == "samples" else 0
-    if not kind or kind == "samples" and not 0 < share < 1: return Drafts(Questions(0, 0, 0, 0, 0))
-    if share:
-        count, limit, added = config.options["count"], config.rollout_tokens, share / (1 - share)
-        prompt, usual = neutral_lengths(config.model)
+def list_drafts(config) -> list[Drafts]:
+    """Return the drafts of a training, as its parts declare them: `count` samples, which make up the `share` of the examples
+    of an update, or a target for each fact."""
+    recipe = config.recipe
+    return [_draft(config, part.demand.pregenerated, recipe.options_of(part, config.options))
+            for part in recipe.parts if part.demand.pregenerated]
+
+
+def _draft(config, kind: str, options: dict) -> Drafts:
+    lengths = corpus_lengths(config.dataset, config.model)["train"]
+    if kind == "samples":
+        share, count, limit = options["share"], options["count"], config.rollout_tokens
+        if not 0 < share < 1: return Drafts(Questions(0, 0, 0, 0, 0))
+        added, (prompt, usual) = share / (1 - share), neutral_lengths(config.model)
     else:
         count, limit, added = lengths.rows, config.target_tokens, 0.0
         prompt, usual = lengths.prompt + lengths.target + 60, mixed_length(config.dataset, config.model, 0.0)
@@ -229,27 +234,25 @@ def drafts_of(config) -> Drafts:
 
 
 def burden_of(config) -> Burden:
-    "What each update of a training trains on."
-    method, lengths = METHODS[config.method], corpus_lengths(config.dataset, config.model)["train"]
-    demand, completion, (drafts, added) = method.demand, lengths.longest_target, drafts_of(config)
-    rollouts = 1 + math.ceil(added)
-    if drafts.requests:
-        written = int(min(drafts.limit, LONGEST * drafts.response))
-        completion = max(completion, written) if added else written
-    if method.mixed:
+    "Return what each update of a training trains on."
+    recipe, lengths = config.recipe, corpus_lengths(config.dataset, config.model)["train"]
+    demand, completion, drafts = recipe.demand, lengths.longest_target, list_drafts(config)
+    if recipe.mixed:
         usual = mixed_length(config.dataset, config.model, config.lam)
         completion = min(config.target_tokens, int(LONGEST * usual))
-    if demand.writer:
-        rollouts = config.rollouts or 1
-        completion = min(config.rollout_tokens, LONGEST * usual_reply(config.dataset, config.model))
-    return Burden(config.batch, lengths.longest_prompt, completion + 2, rollouts, demand.writer, demand.teacher,
-                  demand.hosted, demand.writer == "student", demand.anchors, config.rollout_batch or config.batch_size)
+    if demand.rollout_model: completion = min(config.rollout_tokens, LONGEST * usual_reply(config.dataset, config.model))
+    written = {draft.added > 0: int(min(draft.questions.limit, LONGEST * draft.questions.response))
+               for draft in drafts if draft.questions.requests}
+    completion = max(written.get(False, completion), written.get(True, 0))
+    examples = ((config.rollouts or 1) if demand.rollout_model else 1) + math.ceil(sum(draft.added for draft in drafts))
+    return Burden(config.batch, lengths.longest_prompt, completion + 2, examples, demand.rollout_model, demand.teacher,
+                  demand.offload_teacher, demand.rollout_model == "student", demand.copies, config.rollout_batch or config.batch_size)
 
 
 def layout_of(config, machine: Machine) -> Layout:
     "How a training is divided; on several nodes `processes` is the number on each of them."
     return Layout(machine.gpus > 0, config.processes * machine.nodes, config.sharded, config.packed, config.recompute, config.micro_tokens,
-                  config.lora or config.options.get("rank", 0), config.offload)  # a method may have a rank of its own
+                  config.recipe.adapter_rank(config.options), config.offload)
 
 
 def training_peaks(shape: Shape, burden: Burden, layout: Layout, sampled: bool = True) -> dict[str, float]:
@@ -335,20 +338,20 @@ def training_disk(
 # %% ../../nbs/cluster/workload.ipynb #0264952e
 def _training_parts(config, machine: Machine, shape: Shape, burden: Burden, layout: Layout) -> tuple[list[Part], float]:
     "The parts of the training itself, and the seconds of one update with its rollouts."
-    method, lengths = METHODS[config.method], corpus_lengths(config.dataset, config.model)["train"]
+    recipe, lengths = config.recipe, corpus_lengths(config.dataset, config.model)["train"]
     updates, steps = planned_steps(config)
-    if method.demand.writer: usual = min(config.rollout_tokens, usual_reply(config.dataset, config.model))
-    elif method.mixed: usual = min(config.target_tokens, mixed_length(config.dataset, config.model, config.lam))
-    else: usual = lengths.target
-    drafts, added = drafts_of(config)
-    if drafts.requests and not added: usual = drafts.response
-    sequences, devices = config.batch * (burden.rollouts if method.demand.writer else 1), layout.processes
-    tokens = sequences * (lengths.prompt + usual + added * (drafts.prompt + drafts.response))
+    writes, drafts = bool(recipe.demand.rollout_model), [d for d in list_drafts(config) if d.questions.requests]
+    if writes: usual = min(config.rollout_tokens, usual_reply(config.dataset, config.model))
+    elif recipe.mixed: usual = min(config.target_tokens, mixed_length(config.dataset, config.model, config.lam))
+    else: usual = next((d.questions.response for d in drafts if not d.added), lengths.target)
+    sequences, devices = config.batch * ((config.rollouts or 1) if writes else 1), layout.processes
+    replayed = sum(d.added * (d.questions.prompt + d.questions.response) for d in drafts)
+    tokens = sequences * (lengths.prompt + usual) + config.batch * replayed
     device = machine.device
     update = update_seconds(shape, tokens, device, layout, microbatch(burden, layout)[0])
     parts = [Part("update", updates * update, devices, updates * tokens)]
     rollout = 0.0
-    if method.demand.writer:
+    if writes:
         gpu = machine.gpus > 0
         rollout = decoding_seconds(shape, sequences / devices, lengths.prompt, usual, device, rows=burden.decoded, gpu=gpu,
                                    width=rollout_width(burden, layout), share="eager")
@@ -358,14 +361,14 @@ def _training_parts(config, machine: Machine, shape: Shape, burden: Burden, layo
 
 
 def _draft_parts(plan: RunPlan, config, machine: Machine) -> list[Part]:
-    "The part of the drafts, if there are any; their memory enters the plan. The engine is transformers on one device."
-    asked, added = drafts_of(config)
-    if not asked.requests: return []
+    "The parts of the drafts, if there are any; their memory enters the plan. The engine is transformers on one device."
+    drafts = {f"draft {k}" if k > 1 else "draft": d for k, d in enumerate(list_drafts(config), 1) if d.questions.requests}
     decoder = Decoder(config.model_copy(update=dict(engine="hf", engine_options={}, replicas=1)), machine)
-    plan.peaks["draft"], = decoder.peaks({"draft": asked}, sampled=added > 0).values()
-    plan.remedies["draft"], plan.host = decoder.remedy({"draft": asked}), max(plan.host, decoder.host)
-    seconds = decoder.start + decoder.seconds(asked.requests, asked.prompt, asked.response)
-    return [Part("draft", seconds, max(1, machine.gpus), asked.requests * asked.response)]
+    for name, (questions, added) in drafts.items():
+        plan.peaks[name], = decoder.peaks({name: questions}, sampled=added > 0).values()
+        plan.remedies[name], plan.host = decoder.remedy({name: questions}), max(plan.host, decoder.host)
+    seconds = lambda q: decoder.start + decoder.seconds(q.requests, q.prompt, q.response)
+    return [Part(name, seconds(q), max(1, machine.gpus), q.requests * q.response) for name, (q, _) in drafts.items()]
 
 
 def _saving_parts(config, machine: Machine, shape: Shape, layout: Layout, checkpoints: int) -> list[Part]:
@@ -381,7 +384,7 @@ def _saving_parts(config, machine: Machine, shape: Shape, layout: Layout, checkp
 # %% ../../nbs/cluster/workload.ipynb #d4592c7b
 def _plan_edit(plan: RunPlan, config, machine: Machine, shape) -> tuple[list[int], int]:
     "Fill in the plan of a method that edits weights; returns its checkpoints, and how often engines start."
-    plan.peaks["edit"] = 4 * shape.parameters + 4 * METHODS[config.method].demand.edited * shape.feed_forward**2
+    plan.peaks["edit"] = 4 * shape.parameters + 4 * config.recipe.demand.edited * shape.feed_forward**2
     plan.parts = [Part("edit", 25 * scoring_seconds(
         shape, 60 * corpus_lengths(config.dataset, config.model)["train"].rows, machine.device, 1, machine.gpus > 0, 6), 1)]
     plan.disk = plan.disk_peak = 4 * shape.parameters
@@ -404,7 +407,7 @@ def _plan_updates(plan: RunPlan, config, machine: Machine, shape) -> tuple[list[
     _, steps = planned_steps(config)
     peaks = training_peaks(shape, burden, layout, sampled=bool(config.temperature))
     plan.peaks |= peaks
-    if tokens := METHODS[config.method].demand.fisher: plan.peaks["fisher"] = fisher_peak(shape, 1, tokens - 1)
+    if tokens := config.recipe.demand.fisher: plan.peaks["fisher"] = fisher_peak(shape, 1, tokens - 1)
     plan.copies |= dict.fromkeys(peaks, layout.processes)
     plan.layout, plan.processes = describe_layout(layout), legal_processes(config.batch)
     found = smallest_layout(shape, burden, layout, machine.room, offload=True) if machine.room else layout
@@ -431,17 +434,17 @@ def _plan_updates(plan: RunPlan, config, machine: Machine, shape) -> tuple[list[
 
 def plan_training(config, machine: Machine) -> RunPlan:
     "The plan of a training run: its method, its checkpoints and their evaluation."
-    method, shape = METHODS[config.method], read_shape(config.model)
+    recipe, shape = config.recipe, read_shape(config.model)
     decoder, questions = Decoder(config, machine), count_questions(config)
     plan = RunPlan(config.model, config.label, config.dataset, shared=config.shared_runs())
     plan.host, devices = decoder.host, max(1, machine.gpus)
     plan.peaks = decoder.peaks(questions)
     plan.remedies = dict.fromkeys(plan.peaks, decoder.remedy(questions))
-    if not method.demand.edited and "lr" not in method.settings:
+    if not recipe.demand.edited and not config.has_rate:
         plan.disk = plan.disk_peak = 1e7
         return plan
     selecting = count_questions(config, ["recall", "validation"])
-    fill = _plan_edit if method.demand.edited else _plan_average if method.source else _plan_updates
+    fill = _plan_edit if recipe.demand.edited else _plan_average if recipe.source() else _plan_updates
     steps, phases = fill(plan, config, machine, shape)
     plan.parts += [Part("start engines", phases * decoder.start, devices)]
     whole = len(steps) if config.measure == "all" else len(config.suite_steps or ()) + (config.measure == "selection")

@@ -84,9 +84,8 @@ for _anchor in [
     Anchor("lora", title="LoRA", colour="#e07a5f", marker="h", is_nll=True, label="{rank:g}", caption="rank {rank:g}",
            options=dict(rank=8), adapters="rank", prepare="methods.weight_penalties:check_rank",
            excludes=_FIXED | dict(sdft="the teacher of sdft follows the weights themselves")),
-    Anchor("untied", title="untied", colour="#b5651d", marker="s", is_nll=True, prepare="methods.weight_penalties:prepare_untied",
-           modify="methods.weight_penalties:untie_embeddings",
-           excludes=_FIXED | dict(sdft="the teacher of sdft follows the weights, and it has no output embedding of its own")),
+    Anchor("untied", title="untied", colour="#b5651d", marker="s", is_nll=True,
+           modify="methods.weight_penalties:untie_embeddings", excludes=_FIXED | dict(sdft="the teacher of sdft follows the weights, and it has no output embedding of its own")),
 ]: ANCHORS.add(_anchor)
 
 # %% ../../nbs/methods/index.ipynb #94ef88e7

@@ -22,7 +22,6 @@ from transformers import AutoConfig
 
 from ..corpora import CORPORA
 from ..corpora.prompts import encode_prompt, expert_prompt
-from . import METHODS
 from .fitting import Fitted, MethodRun, check_lengths
 from .loss import Example, Objective, nll
 from .saving import plain_weights, save_weights
@@ -199,7 +198,7 @@ class RolloutEngine:
         save_weights(model, plain_weights(model), Path(folder), getattr(torch, dtype))
         self.tokenizer.save_pretrained(folder)
         if self.engine is None or not self.engine.load_weights(folder):
-            self.engine = None  # the old one must be gone before a new one is opened
+            if self.engine: self.engine.close()  # it must be gone before a new one is opened
             self.engine = load_engine(self.kind, folder, dtype=dtype, **self.options)
         return self.engine
 
@@ -323,7 +322,7 @@ def check_options(
 # %% ../../nbs/methods/distill.ipynb #a2af2b1d
 def fit_distillation(run: MethodRun) -> Fitted:
     "OPSD, OPSD-NLL, MixSD-KL or SDFT, by the method's variant, on all facts; ValueError as in `check_room`."
-    p, options = run.parameters, {name: run.option(name) for name in METHODS[run.parameters.method].options}
+    p, options = run.parameters, run.recipe.options_of(run.recipe.method, run.parameters.options)
     check_options(**options)
     items = distill_items(run.tokenizer, run.rows, CORPORA[p.dataset].expert)
     check_room(items, load_part(AutoConfig, p.model).max_position_embeddings)

@@ -419,7 +419,7 @@ def edit(
 # %% ../../nbs/methods/memit.ipynb #15a297f4
 def fit_memit(run: MethodRun) -> Fitted:
     "MEMIT: edit all facts at once, or batch by batch, each batch a checkpoint; ValueError if no fact has its subject."
-    p, settings = run.parameters, dict(run.parameters.options)
+    p, settings = run.parameters, run.recipe.options_of(run.recipe.method, run.parameters.options)
     form, size = settings["target"], settings.pop("per_batch")
     settings["target"] = "canonical"  # the conversion is made once, on the base model
     model, tokenizer = load_base(p.model)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .declarations import ANCHORS, GATES, METHODS, Anchor, Demand, Gate, Method, Part, all_parts
-from ..runs import match_type, nearest
+from ..runs import load_object, match_type, nearest
 from ..runs.config import read_mapping
 
 # %% ../../nbs/methods/recipes.ipynb #dc3b1d01
@@ -79,6 +79,16 @@ class Recipe:
     def fit(self) -> str:
         "The function that fits the method, or that of an anchor which takes its place."
         return next((anchor.fit for anchor in self.anchors if anchor.fit), self.method.fit)
+
+    def load_fit(self):
+        "Return the function that fits the recipe, imported."
+        return load_object(self.fit)
+
+    @property
+    def references(self) -> list[str]:
+        "The functions that the parts declare, as `module:function`: their code is part of a run's."
+        named = [self.fit, *(getattr(part, kind, "") for part in self.parts for kind in ("prepare", "modify"))]
+        return [reference for reference in named if reference]
 
     @property
     def demand(self) -> Demand:

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ENGINES', 'check_model', 'model_source', 'load_part', 'load_tokenizer', 'check_head', 'load_base', 'EngineSpec',
-           'check_engine', 'check_mode', 'check_engine_options', 'load_engine', 'check_process', 'free_memory',
-           'run_with_engine']
+           'check_engine', 'check_mode', 'check_engine_options', 'open_engine', 'check_process', 'free_memory',
+           'load_engine']
 
 # %% ../../nbs/models/index.ipynb #4d90fe64
 import ast
@@ -14,10 +14,7 @@ import json
 import re
 import sys
 import threading
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 
 from .lab import SIZES, lab_folder
@@ -207,7 +204,7 @@ def check_engine_options(
     raise ValueError(f"engine_options must be among {', '.join(known)} for the engine {kind}, got {other}")
 
 # %% ../../nbs/models/index.ipynb #9025d7e7
-def load_engine(
+def open_engine(
     kind: str,  # a key of ENGINES
     model,  # a loaded model, or the name of a model
     tokenizer=None,  # None: the model's own
@@ -217,7 +214,7 @@ def load_engine(
     longest: int = 0,  # largest length of prompt and response, for engines that reserve memory; 0 if unknown
     **options,  # batch_size, and options of the engine
 ):
-    "An engine for a model; a model given by name is put on the GPU if there is one. ValueError as in `check_mode`."
+    "An engine in this process; a model given by name is put on the GPU if there is one. ValueError as in `check_mode`."
     mode = check_mode(mode, kind)
     return load_object(ENGINES[kind].cls).open(model, tokenizer, dtype=dtype, mode=mode, longest=longest, **options)
 
@@ -253,17 +250,19 @@ def free_memory() -> None:
     torch.cuda.empty_cache()
 
 # %% ../../nbs/models/index.ipynb #36df4ec8
-def run_with_engine(
-    kind: str,  # name of an engine
-    function: Callable,  # function of a module that loads the engine; its arguments can be pickled
-    *args,
-    **kwargs,
+def load_engine(
+    kind: str,  # a key of ENGINES
+    model,  # a loaded model, or the name of a model
+    tokenizer=None,  # None: the model's own
+    *,
+    replicas: int = 1,  # processes, each with its share of the GPUs, that share the requests
+    **options,  # of `open_engine`: dtype, mode, longest, batch_size, and options of the engine
 ):
-    """The value of a function that loads an engine.
+    """An engine for a model. It is a context manager, which frees what the engine holds outside this process.
 
-    The function is called in this process, or in a separate one if the engine declares `own_process`; ValueError as in
-    `check_process`."""
-    if not ENGINES[check_process(kind)].own_process: return function(*args, **kwargs)
-    free_memory()
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        return process.submit(function, *args, **kwargs).result()
+    An engine that declares `own_process`, and replicas, run in other processes; errors as of `open_engine`, `check_process`
+    and `EngineProcess`."""
+    if replicas == 1 and not ENGINES[kind].own_process: return open_engine(kind, model, tokenizer, **options)
+    check_process(kind, replicas)
+    opener = load_object("models.engine_process:EngineProcess").open
+    return opener(model, tokenizer, kind=kind, replicas=replicas, **options)

@@ -223,6 +223,12 @@ class Engine(ABC):
 
         Positions that the audit does not confirm are added to `mismatches`."""
 
+    def close(self) -> None:  # noqa: B027 (most engines hold nothing else)
+        "Free what the engine holds outside this process."
+
+    def __enter__(self): return self
+    def __exit__(self, *_): self.close()
+
     def generate(
         self,
         prompts: list[list[int]],  # token ids

@@ -66,6 +66,12 @@ class PresetSettings(Config):
         if smoke is not None and value in (None, field.default): return smoke
         return preset_values(field).get("paper" if preset == "smoke" else preset, value) if value is None else value
 
+    @classmethod
+    def default_values(cls):
+        "As in `Config`; a field that depends on the preset has the lab's value, so that both name the same run."
+        return super().default_values() | {name: values["lab"] for name, field in cls.model_fields.items()
+                                           if (values := preset_values(field))}
+
     def values_of_lab(self) -> dict[str, Any]:
         "The values that were not given, are the lab's, and differ from the paper's."
         fields = {name: preset_values(f) for name, f in type(self).model_fields.items() if name not in self.model_fields_set}

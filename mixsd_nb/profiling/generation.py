@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..methods.mixing import attempt_request
-from ..models import ENGINES, load_engine
+from ..models import ENGINES, open_engine
 from ..models.engine import Engine, Request
 from ..models.engines import pad_left
 from . import profile_call
@@ -130,7 +130,7 @@ def open_engines(
     "One engine for each mode of mixing."
     options, engines = dict(dtype=dtype, batch_size=batch_size) | ENGINE_OPTIONS.get(kind, {}), {}
     for mode in (m for m in ENGINES[kind].modes if m != "auto"):
-        engines[mode] = load_engine(kind, model, mode=mode, **options)
+        engines[mode] = open_engine(kind, model, mode=mode, **options)
         model = getattr(engines[mode], "model", model)
     return engines
 

@@ -9,25 +9,13 @@ __all__ = ['select_cells', 'cell_mask', 'collapse_runs', 'count_cell_seeds', 'co
 import pandas as pd
 import xarray as xr
 
+from ..evaluation.selection import TIES, select_checkpoints
 from ..methods import BASE, ordered_labels
-from ..methods.selection import TIES, select_checkpoints
 from .schema import CELL_DIMS, RUN_DIMS
 from .summary import average_drop, held_out_average, score_by
 
 # %% ../../nbs/results/cells.ipynb #878604bb
-def select_cells(
-    cube: xr.Dataset,
-    rule: str = "best",  # for checkpoints, as of `select_checkpoints`
-    ties: str = "smallest",  # which of equally good learning rates: smallest or largest
-) -> pd.DataFrame:
-    "Rows `dataset, model, recipe, seed, lr, step`: the checkpoints that a table shows."
-    training = cube.accuracy.sel(benchmark="recall", drop=True)
-    validation = training
-    if "validation" in cube.benchmark:
-        validation = cube.accuracy.sel(benchmark="validation", drop=True).fillna(training)
-    scores = xr.concat([training, validation], pd.Index(["recall", "validation"], name="benchmark"), coords="minimal",
-                       compat="override")
-    return select_checkpoints(xr.Dataset(dict(accuracy=scores)), rule, ties)
+select_cells = select_checkpoints
 
 # %% ../../nbs/results/cells.ipynb #11369f88
 def cell_mask(

@@ -100,11 +100,12 @@ def describe_updates(
     made: int,
     most: int,  # updates that the training could have made
     step: int,  # of the selected checkpoint
-    converged: bool,  # whether the training had converged at that step
+    converged: int | None,  # step at which the training had converged
 ) -> str:
     "How many updates a training made, and whether it had converged."
-    end = (f"had converged at update {step}" if converged else
-           f"had not converged, and update {step} is the best by the paper's rule; more epochs may help")
+    best = f", and update {step} is the best by the paper's rule"
+    if converged is None: end = f"had not converged{best}; more epochs may help"
+    else: end = f"had converged at update {converged}{best if step != converged else ''}"
     return f"The training made {made} of at most {most} updates and {end}."
 
 # %% ../../nbs/results/report.ipynb #809b8d9a

@@ -6,24 +6,25 @@
 __all__ = ['MARK', 'checkpoint_folder', 'checkpoint_step', 'checkpoint_steps', 'last_checkpoint', 'mark_complete',
            'remove_states', 'remove_weights', 'removed_steps', 'require_weights', 'resume_checkpoint', 'trained_steps',
            'Interruption', 'Config', 'MissingOutputs', 'ParameterError', 'Seed', 'Steps', 'check_last', 'check_steps',
-           'check_temperature', 'match_type', 'format_bounds', 'format_error', 'format_type', 'is_runtime',
-           'make_config', 'nearest', 'notebook_config', 'runtime_field', 'ProcessFailed', 'die_with_parent',
-           'first_error', 'in_notebook', 'launch', 'leave_after', 'Registry', 'load_object', 'load_plugins',
-           'module_of', 'Run', 'Stage', 'find_runs', 'find_stage', 'open_run', 'read_config', 'describe_parameters',
-           'run_function', 'COMPUTE_AGAIN', 'COMPUTE_BOTH', 'RESTORE', 'RESPONSE_COLUMNS', 'TARGET_COLUMNS', 'SCHEMA',
-           'DamagedFile', 'Journal', 'check_schema', 'explain_damage', 'read_lines', 'read_run_record', 'read_table',
-           'sync', 'StorageError', 'check_described', 'check_locks', 'check_runs_folder', 'explain_storage_errors',
-           'is_finished', 'is_locked', 'netcdf_lock', 'open_result', 'project_root', 'read_json', 'remove_run',
-           'report_progress', 'run_lock', 'runs_root', 'try_lock', 'write_atomically', 'write_json', 'write_result',
-           'TABLE_SUFFIXES', 'Row', 'Table', 'TableError', 'check_columns', 'digest_rows', 'is_table_file', 'read_list',
-           'read_rows', 'read_text']
+           'check_temperature', 'consumed_field', 'match_type', 'format_bounds', 'format_error', 'format_type',
+           'is_runtime', 'make_config', 'nearest', 'notebook_config', 'runtime_field', 'ProcessFailed',
+           'die_with_parent', 'first_error', 'in_notebook', 'launch', 'leave_after', 'Registry', 'load_object',
+           'load_plugins', 'module_of', 'Run', 'Stage', 'find_runs', 'find_stage', 'open_run', 'read_config',
+           'describe_parameters', 'run_function', 'COMPUTE_AGAIN', 'COMPUTE_BOTH', 'RESTORE', 'RESPONSE_COLUMNS',
+           'TARGET_COLUMNS', 'SCHEMA', 'DamagedFile', 'Journal', 'check_schema', 'explain_damage', 'read_lines',
+           'read_run_record', 'read_table', 'sync', 'StorageError', 'check_described', 'check_locks',
+           'check_runs_folder', 'explain_storage_errors', 'is_finished', 'is_locked', 'netcdf_lock', 'open_result',
+           'project_root', 'read_json', 'remove_run', 'report_progress', 'run_lock', 'runs_root', 'try_lock',
+           'write_atomically', 'write_json', 'write_result', 'TABLE_SUFFIXES', 'Row', 'Table', 'TableError',
+           'check_columns', 'digest_rows', 'is_table_file', 'read_list', 'read_rows', 'read_text']
 
 # %% ../../nbs/runs/index.ipynb #3f13d88a
 from .checkpoints import (MARK, checkpoint_folder, checkpoint_step, checkpoint_steps, last_checkpoint,
                                        mark_complete, remove_states, remove_weights, removed_steps, require_weights,
                                        resume_checkpoint, trained_steps)
 from .config import (Config, MissingOutputs, ParameterError, Seed, Steps, check_last, check_steps,
-                                  check_temperature, format_bounds, format_error, format_type, is_runtime, make_config, match_type, nearest,
+                                  check_temperature, consumed_field, format_bounds, format_error, format_type, is_runtime,
+                                  make_config, match_type, nearest,
                                   notebook_config, runtime_field)
 from .locks import check_locks
 from .processes import Interruption, ProcessFailed, die_with_parent, first_error, in_notebook, launch, leave_after
@@ -42,7 +43,7 @@ from .tables import (TABLE_SUFFIXES, Row, Table, TableError, check_columns, dige
 _all_ = ["MARK", "checkpoint_folder", "checkpoint_step", "checkpoint_steps", "last_checkpoint",
          "mark_complete", "remove_states", "remove_weights", "removed_steps", "require_weights", "resume_checkpoint", "trained_steps",
          "Interruption", "Config",
-         "MissingOutputs", "ParameterError", "Seed", "Steps", "check_last", "check_steps", "check_temperature", "match_type",
+         "MissingOutputs", "ParameterError", "Seed", "Steps", "check_last", "check_steps", "check_temperature", "consumed_field", "match_type",
          "format_bounds", "format_error", "format_type", "is_runtime", "make_config", "nearest", "notebook_config",
          "runtime_field", "ProcessFailed", "die_with_parent", "first_error", "in_notebook", "launch", "leave_after", "Registry",
          "load_object",

@@ -7,11 +7,9 @@ __all__ = ['visible_gpus', 'count_cores', 'worker_environment', 'PoolConfig', 'a
 
 # %% ../../nbs/runs/pool.ipynb #64829290
 import contextlib
-import json
 import os
 import queue
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -29,6 +27,7 @@ from .config import Config, make_config, runtime_field
 from .registry import load_plugins
 from .run import Stage, find_stage
 from .storage import read_json
+from .workers import Calls, Worker, WorkerEnded
 
 # %% ../../nbs/runs/pool.ipynb #57978014
 def visible_gpus() -> list[str]:
@@ -77,17 +76,10 @@ def _compute(job: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _serve() -> None:
-    "Do the jobs that standard input names, one after the other, until standard input is closed."
-    answers, jobs = os.fdopen(os.dup(1), "w"), queue.SimpleQueue()
-    os.dup2(2, 1)
-
-    def listen():
-        for line in sys.stdin: jobs.put(json.loads(line))
-        os.killpg(0, signal.SIGKILL)
-    threading.Thread(target=listen, daemon=True).start()
+def _serve(calls: Calls) -> None:
+    "Do jobs, one after the other."
     load_plugins()
-    while True: print(json.dumps(_compute(jobs.get())), file=answers, flush=True)
+    while True: calls.send(_compute(calls.get()))
 
 # %% ../../nbs/runs/pool.ipynb #ecfc3dcf
 @dataclass(eq=False)
@@ -111,7 +103,7 @@ class _Worker:
         self,
         environment: dict[str, str],  # additions to the environment
         progress: Path,  # file to which it reports its progress
-        events: queue.SimpleQueue,  # gets pairs (worker, answer), (worker, exit status) and (None, line of output)
+        events: queue.SimpleQueue,  # gets pairs (worker, answer), (worker, its end) and (None, line of output)
     ):
         self.environment, self.progress, self.events = environment, progress, events
         self.process, self.task, self.begun = None, None, 0.0
@@ -121,32 +113,27 @@ class _Worker:
         if self.process is None: self._open()
         self.task, self.begun = task, time.monotonic()
         self.progress.unlink(missing_ok=True)
-        with contextlib.suppress(BrokenPipeError):  # the end of the process is an event
-            self.process.stdin.write(json.dumps(task.job()) + "\n")
-            self.process.stdin.flush()
+        self.process.send(task.job())
 
     def stop(self):
         "Kill the process and all processes that it has started; the next run gets another one."
-        if self.process is None: return
-        with contextlib.suppress(ProcessLookupError): os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        if self.process: self.process.stop()
         self.process = None
 
     def _open(self):
         additions = dict(MIXSD_PROGRESS=str(self.progress), TQDM_DISABLE="1", PYTHONUNBUFFERED="1")
-        mode = ["-X", "dev"] if sys.flags.dev_mode else []
-        self.process = subprocess.Popen(
-            [sys.executable, *mode, "-m", "mixsd_nb.runs.pool"], env=os.environ | additions | self.environment, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        self.process = Worker(_serve, environment=additions | self.environment, text=True, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT)
         for listen in (self._hear_answers, self._hear_output):
             threading.Thread(target=listen, args=[self.process], daemon=True).start()
 
-    def _hear_answers(self, process: subprocess.Popen):
-        for line in process.stdout: self.events.put((self, json.loads(line)))
-        self.events.put((self, process.wait()))
+    def _hear_answers(self, process: Worker):
+        try:
+            while True: self.events.put((self, process.receive()))
+        except WorkerEnded as e: self.events.put((self, e))
 
-    def _hear_output(self, process: subprocess.Popen):
-        for line in process.stderr: self.events.put((None, line.rstrip()))
+    def _hear_output(self, process: Worker):
+        for line in process.process.stdout: self.events.put((None, line.rstrip()))
 
 # %% ../../nbs/runs/pool.ipynb #8b01da38
 class _Display:
@@ -227,7 +214,7 @@ class _Pool:
         try: worker, answer = self.events.get(timeout=0.5)
         except queue.Empty: return self.display.show(self.workers)
         if worker is None: self.display.notice(answer)
-        elif isinstance(answer, int): self._end_worker(worker, answer)
+        elif isinstance(answer, WorkerEnded): self._end_worker(worker, answer)
         else: self._end_task(worker, answer)
 
     def _end_task(self, worker: _Worker, answer: dict[str, Any]):
@@ -245,10 +232,9 @@ class _Pool:
             self.waiting.remove(other)
             self._fail(other, answer)
 
-    def _end_worker(self, worker: _Worker, status: int):
+    def _end_worker(self, worker: _Worker, end: WorkerEnded):
         worker.stop()
-        message = f"the process was killed (exit status {status}); run it again to continue"
-        if worker.task: self._end_task(worker, dict(error=message, code=1))
+        if worker.task: self._end_task(worker, dict(error=f"the process {end}; run it again to continue", code=1))
 
 # %% ../../nbs/runs/pool.ipynb #46e65dad
 def _is_finished(config: Stage) -> bool:
@@ -298,7 +284,3 @@ def compute_runs(
         codes += pool.codes
     if codes: print("finished runs are kept; run it again to compute the others", file=sys.stderr, flush=True)
     return max(codes, default=0)
-
-# %% ../../nbs/runs/pool.ipynb #1906d9ca
-# In a notebook, `__name__` is also "__main__", but `__file__` is not defined.
-if __name__ == "__main__" and "__file__" in globals(): _serve()

@@ -18,8 +18,8 @@ import xarray as xr
 
 from ..analysis.statistics import mean_interval, wilson
 from ..corpora import CORPORA
+from ..evaluation.selection import select_checkpoints
 from ..methods import BASE, label_title, ordered_labels, parse_label
-from ..methods.selection import select_checkpoints
 from ..results.cells import cell_mask, collapse_runs
 from ..results.comparison import selection_panels
 from ..results.demo import is_made_up
