@@ -372,7 +372,7 @@ def make_cell(
     config = make_config(stage, **parameters)
     run = config.without_idle()
     values, used = config.model_dump(mode="json"), run.model_dump(mode="json")
-    needed = {name: values[name] for name in parameters if values[name] == used[name]}
+    needed = {name: values[name] for name in stage.translate(parameters) if values[name] == used[name]}
     return Cell(stage.name, str(notebook), needed, run.hash(), run.folder.name, str(runs_root()))
 
 # %% ../../nbs/cluster/grid.ipynb #da355884
