@@ -19,7 +19,7 @@ DEVELOPMENT = {"fastcore", "nbdev", "execnb", "pytest", "hypothesis"}
 
 GROUND = ["runs", "corpora", "models", "results.schema"]
 MIDDLE = [*GROUND, "benchmarks", "methods", "analysis"]
-ROOMS = [*MIDDLE, "evaluation", "pretraining", "results", "cluster"]
+ROOMS = [*MIDDLE, "evaluation", "training", "pretraining", "results", "cluster"]
 FLOORS = {
     "runs": ["runs"],
     "corpora": ["runs", "corpora"],
@@ -27,7 +27,8 @@ FLOORS = {
     "results.schema": ["runs"],
     "profiling": [*MIDDLE, "profiling"],
     "benchmarks": [*GROUND, "benchmarks"],
-    "methods": [*GROUND, "benchmarks.answers", "methods"],
+    "methods": [*GROUND, "benchmarks", "methods"],
+    "training": [*GROUND, "benchmarks", "methods", "training"],
     "analysis": MIDDLE,
     "evaluation": [*GROUND, "benchmarks", "methods", "analysis.scores", "evaluation"],
     "pretraining": [*MIDDLE, "pretraining"],
