@@ -122,9 +122,9 @@ def test_no_circle_among_rooms():
 
 @by_path(MODULES)
 def test_a_module_has_one_purpose(path):
-    "No exported module is longer than 450 lines."
+    "No exported module is longer than 600 lines."
     lines = len(path.read_text().splitlines())
-    assert lines <= 450, f"{path.relative_to(ROOT)} has {lines} lines: split it"
+    assert lines <= 600, f"{path.relative_to(ROOT)} has {lines} lines: split it"
 
 
 @by_path(MODULES)
