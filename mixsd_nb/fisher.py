@@ -18,14 +18,15 @@ from pydantic import Field, computed_field, field_validator
 from tqdm.auto import tqdm
 
 from .analysis.checkpoints import covers_steps, digest_training, find_checkpoints, keeps_weights, open_training_run
-from .analysis.curvature import (PARTS, SUMS, add_alignment_ratio, diagonal_fisher, displacement, open_tensors,
-                                         tensor_sums, total_sums)
+from .analysis.curvature import (PARTS, SUMS, add_alignment_ratio, displacement, open_tensors, tensor_sums,
+                                         total_sums)
 from .analysis.estimation import FISHER, estimate_fisher, reference_pairs
 from .analysis.statistics import pearson
 from .benchmarks import SUITES, suite_groups
 from .benchmarks.tasks import SOURCES, benchmarks_folder, task_files
 from .methods import label_title, parse_label
 from .models import load_part
+from .models.gradients import diagonal_fisher
 from .models.identity import ModelName, model_label
 from .results.cube import agreeing_runs
 from .results.plots import mark_made_up, recipe_colour

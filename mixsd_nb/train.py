@@ -45,8 +45,7 @@ class TrainConfig(TrainingSettings, Stage):
         """ValueError if this machine cannot train or measure with these settings: their data and sandbox come first.
 
         The training of a run with its last checkpoint is not checked."""
-        check_process(self.engine, self.replicas)
-        check_process(self.rollout_engine)
+        for engine, count in ((self.engine, self.replicas), (self.rollout_engine, 1)): check_process(engine, count)
         warn_about_lab_values(self)
         self.recipe.load_fit()
         if self.recipe.demand.edited: check_subjects(self.dataset)

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from helpers import fork_workers, forked, until
 
-from mixsd_nb import generate
+from mixsd_nb import generate, nll, train
+from mixsd_nb.analysis import likelihood
+from mixsd_nb.benchmarks import evaluation
 from mixsd_nb.corpora import CORPORA, load_corpus
 from mixsd_nb.methods.distill import RolloutEngine
 from mixsd_nb.methods.mixing import mix, mix_items
@@ -146,6 +148,27 @@ def test_a_stage_is_the_same_and_leaves_no_process(own_runs, tiny, monkeypatch):
     opened.clear()
     del writer, engine
     assert process.returncode == 0, "an engine that nobody refers to ends its process"
+
+
+@pytest.mark.parametrize("way", [dict(engine="apart"), dict(replicas=2), dict(engine="apart", replicas=2)], ids=str)
+def test_a_cell_of_the_table_is_the_same(way, own_runs, tiny, monkeypatch):
+    "Base, targets and checkpoints are asked by one engine after the other, and none is left when the next stage begins."
+    small = dict(model=tiny, method="mixsd", lam=0.5, epochs=1, checkpoints=(2,), n=4, suite="recall,arithmetic", max_new_tokens=6, task_tokens=6,
+                 target_tokens=12, options=dict(replace_gt=True))
+    opened, results = [], []
+
+    def load(*arguments, **options):
+        assert all(process.returncode is not None for engine in opened for process in processes(engine)), "two engines at a time"
+        engine = load_engine(*arguments, **options)
+        if hasattr(engine, "workers"): opened.append(engine)
+        return engine
+    for module in (evaluation, generate, likelihood): monkeypatch.setattr(module, "load_engine", load)
+    for options in ({}, way):
+        monkeypatch.setenv("MIXSD_RUNS", str(own_runs / f"runs-{len(results)}"))
+        results.append((train.run(**small, **options).root, nll.run(model=tiny, **{k: v for k, v in options.items() if k == "engine"}).root))
+    (a, b), (c, d) = results
+    assert a.drop_attrs().identical(c.drop_attrs()) and b.drop_attrs().identical(d.drop_attrs())
+    assert len(opened) == 2 + 2 * ("engine" in way) and all(process.returncode is not None for engine in opened for process in processes(engine))
 
 
 def own(tiny, state, file):

@@ -11,7 +11,8 @@ from helpers import forked, small_model, until
 from safetensors.torch import load_file, save_file
 
 from mixsd_nb import fisher
-from mixsd_nb.analysis import curvature, estimation
+from mixsd_nb.analysis import estimation
+from mixsd_nb.models import gradients
 from mixsd_nb.benchmarks.lab_tasks import SUITES
 from mixsd_nb.models import load_base
 from mixsd_nb.results.cube import RUN_DIMS
@@ -77,8 +78,8 @@ def test_a_killed_estimate_goes_on_and_ends_with_the_same_bytes(model, tmp_path,
     process.join()
     kept = list(tmp_path.glob("fisher-*/sums-0-of-1.safetensors"))
     assert kept and not list(tmp_path.glob("fisher-*/result.nc")), "it was to be killed half way"
-    seen, add = [], curvature.SquaredGradients.add
-    monkeypatch.setattr(curvature.SquaredGradients, "add", lambda self, *pair: (seen.append(1), add(self, *pair)))
+    seen, add = [], gradients.SquaredGradients.add
+    monkeypatch.setattr(gradients.SquaredGradients, "add", lambda self, *pair: (seen.append(1), add(self, *pair)))
     file = estimated(model=model, limit=40)
     assert 0 < len(seen) < 190, "190 examples: 30 of the first suite, 40 of the others"
     monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "whole"))
@@ -190,7 +191,7 @@ def test_the_head_with_the_largest_vocabulary_is_taken_in_slices(model, monkeypa
     base = load_base(model)[0]
     pairs = [(list(range(3, 20)), list(range(30, 430)))]
     whole = fisher.diagonal_fisher(base, pairs)
-    monkeypatch.setattr(curvature, "SLICE", 100)
+    monkeypatch.setattr(gradients, "SLICE", 100)
     for name, cut in fisher.diagonal_fisher(base, pairs).items():
         assert (cut - whole[name]).norm() <= 1e-6 * whole[name].norm()
 

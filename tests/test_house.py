@@ -19,7 +19,7 @@ DEVELOPMENT = {"fastcore", "nbdev", "execnb", "pytest", "hypothesis"}
 
 GROUND = ["runs", "corpora", "models", "results.schema"]
 MIDDLE = [*GROUND, "benchmarks", "methods", "analysis"]
-ROOMS = [*MIDDLE, "evaluation", "pretraining", "results", "cluster"]
+ROOMS = [*MIDDLE, "evaluation", "training", "pretraining", "results", "cluster"]
 FLOORS = {
     "runs": ["runs"],
     "corpora": ["runs", "corpora"],
@@ -27,7 +27,8 @@ FLOORS = {
     "results.schema": ["runs"],
     "profiling": [*MIDDLE, "profiling"],
     "benchmarks": [*GROUND, "benchmarks"],
-    "methods": [*GROUND, "benchmarks.answers", "methods"],
+    "methods": [*GROUND, "benchmarks", "methods"],
+    "training": [*GROUND, "benchmarks", "methods", "training"],
     "analysis": MIDDLE,
     "evaluation": [*GROUND, "benchmarks", "methods", "analysis.scores", "evaluation"],
     "pretraining": [*MIDDLE, "pretraining"],
@@ -121,9 +122,9 @@ def test_no_circle_among_rooms():
 
 @by_path(MODULES)
 def test_a_module_has_one_purpose(path):
-    "No exported module is longer than 450 lines."
+    "No exported module is longer than 600 lines."
     lines = len(path.read_text().splitlines())
-    assert lines <= 450, f"{path.relative_to(ROOT)} has {lines} lines: split it"
+    assert lines <= 600, f"{path.relative_to(ROOT)} has {lines} lines: split it"
 
 
 @by_path(MODULES)

@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -263,6 +264,6 @@ def test_an_engine_is_opened_for_more_than_the_longest_pair(monkeypatch):
     "vLLM scores a pair only if it is shorter than the context that was reserved."
     opened = []
     engine = SimpleNamespace(score=lambda pairs: [np.zeros(len(c), np.float32) for _, c in pairs])
-    monkeypatch.setattr(likelihood, "load_engine", lambda kind, model, longest, **options: (opened.append(longest), engine)[1])
+    monkeypatch.setattr(likelihood, "load_engine", lambda kind, model, longest, **options: (opened.append(longest), nullcontext(engine))[1])
     likelihood.score_pairs("lab-s", [([1, 2], [3]), ([1], [2])])
     assert opened == [4]

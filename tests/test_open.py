@@ -1,4 +1,4 @@
-"""A user's own method, engine, benchmark and corpus go through every stage, without a change to any file of the package."""
+"""A user's own method, anchor, gate, engine, benchmark and corpus go through every stage, without a change to any file of the package."""
 
 import contextlib
 import json
@@ -18,18 +18,21 @@ from mixsd_nb.runs import ParameterError, load_plugins
 from mixsd_nb.runs.provenance import module_versions
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {"my_methods": "methods", "my_edits": "methods", "my_engines": "models", "my_benchmarks": "benchmarks", "my_corpora": "corpora"}
+PAGES = {"my_methods": "methods", "my_edits": "methods", "my_anchors": "methods", "my_gates": "methods", "my_engines": "models", "my_benchmarks": "benchmarks", "my_corpora": "corpora"}
 
 TOYS = '''
 import numpy as np
 from mixsd_nb.benchmarks import SUITES, Item, Suite
 from mixsd_nb.corpora import CORPORA, Corpus, Schedule
 from mixsd_nb.corpora.prompts import boxed, encode_completion, encode_prompt, naive_prompt, target
-from mixsd_nb.methods import METHODS, TRAINED, Method
+from mixsd_nb.methods import ANCHORS, GATES, METHODS, TRAINED, Anchor, Gate, Method
+from mixsd_nb.methods.loss import Modifier
 from mixsd_nb.models import ENGINES, EngineSpec
 from mixsd_nb.models.engines import HFEngine
 
-METHODS.add(Method("echo", "Echo", "#123456", "*", settings=TRAINED, fit="toys:fit", label="{times:g}", caption="{times:g} times", options=dict(times=1)))
+METHODS.add(Method("echo", "Echo", "#123456", "*", settings=TRAINED, is_nll=True, fit="toys:fit", label="{times:g}", caption="{times:g} times", options=dict(times=1)))
+ANCHORS.add(Anchor("spring", "Spring", "#654321", "d", label="{pull:g}", caption="pull {pull:g}", options=dict(pull=0.5), prepare="toys:prepare", modify="toys:modify"))
+GATES.add(Gate("half", "Half", "#336699", "p", prepare="toys:halve", modify="methods.token_weights:weigh_tokens"))
 ENGINES.add(EngineSpec("toy", "A toy", "toys:ToyEngine", ("lockstep",), options=("patience",)))
 SUITES.add(Suite("vowels", "Vowels of a word", "held-out", "toys:vowels", "a list of words", groups=("toys",), fisher=4))
 CORPORA.add(Corpus("moons", "Moons", "toys:build", Schedule(epochs=2, batch=4, period=2)))
@@ -41,6 +44,20 @@ class ToyEngine(HFEngine):
 def fit(run):
     wrong = lambda row: " ".join([row["target"]] * int(run.option("times")))
     return run.train_on({r["id"]: (encode_prompt(run.tokenizer, r["prompt"]), encode_completion(run.tokenizer, wrong(r))) for r in run.rows})
+
+def prepare(run, options): return dict(pull=options["pull"])
+
+class Spring(Modifier):
+    def penalise(self, parameters):
+        for p in parameters.values(): p.grad.add_(self.pull * p.detach())
+        return self.objective.penalise(parameters)
+
+def modify(objective, data, spec):
+    spring = Spring(objective)
+    spring.pull = data["pull"]
+    return spring
+
+def halve(run, options, pairs, nll): return dict(weights=[[0.5] * len(ids) for _, ids in pairs.values()])
 
 def vowels(suite, selection):
     words = ["river", "stone", "cloud", "bridge"][:selection.n]
@@ -104,35 +121,42 @@ shared = {CELL!r} | dict(model={tiny!r})
 base = train.run(**shared | dict(method="base", options={{}}))
 run = train.run(**shared)
 train.run(**shared | dict(method="sft", options={{}}))
+train.run(**shared | dict(anchor="spring", gate="half"))
 print(json.dumps([str(base.folder), str(run.folder)]))""")
 
 
 def test_a_toy_cell_is_trained_and_measured(cell):
     root = xr.open_dataset(Path(cell[1]) / "result.nc", engine="netcdf4")
-    assert (root.method.item(), root.dataset.item(), root.step.values.tolist()) == ("echo-2", "moons", [0, 2, 4])
+    assert (root.recipe.item(), root.method.item(), root.dataset.item(), root.step.values.tolist()) == ("echo-2", "echo", "moons", [0, 2, 4])
     assert root.benchmark.values.tolist() == ["recall", "recall-kept", "vowels", "validation"]
     assert root.role.sel(benchmark="vowels") == "held-out" and root.n.sel(benchmark="vowels").values.ravel().tolist() == [4, 4, 4]
     assert root.targets_kept.item() == 8 and json.loads((Path(cell[1]) / "run.json").read_text())["config"]["options"] == dict(times=2)
 
 
+LABEL = "echo-2+spring-0.5+half"
+
+
 def test_cube_figures_and_tables_show_it(cell, home):
-    found = forked_python(home, """
+    found = forked_python(home, f"""
 import json
 import matplotlib; matplotlib.use("Agg")
 from mixsd_nb import open_cube
 from mixsd_nb.methods import label_title, ordered_labels
-from mixsd_nb.results.plots import method_colour, method_marker
+from mixsd_nb.results.plots import recipe_colour, recipe_marker
 from mixsd_nb.results.tradeoff import frontier_figure, tradeoff_figure
 from mixsd_nb.results.summary import summary_table
 cube = open_cube()
 figures = [tradeoff_figure(cube), frontier_figure(cube, ("held-out",))]
 texts = [t.get_text() for f in figures for t in [*f.findobj(matplotlib.text.Text)]]
-table = summary_table(cube)
-print(json.dumps(dict(labels=ordered_labels(cube.method.values), title=label_title("echo-2"), colour=method_colour("echo-2"), marker=method_marker("echo-2"),
-                      texts=texts, columns=list(table.columns), rows=table["method"].tolist())))""")
-    assert found["labels"] == ["base", "sft", "echo-2"] and found["title"] == "Echo (2 times)" and (found["colour"], found["marker"]) == ("#123456", "*")
-    assert any("echo-2" in t or "Echo" in t for t in found["texts"]) and "vowels (N=4)" in found["columns"] and "Avg (N=4)" in found["columns"]
-    assert set(found["rows"]) == {"base", "sft", "echo-2"}
+table, along = summary_table(cube), cube.sel(recipe={LABEL!r})
+print(json.dumps(dict(labels=ordered_labels(cube.recipe.values), titles=[label_title("echo-2"), label_title({LABEL!r})], colour=recipe_colour("echo-2"),
+                      marker=recipe_marker("echo-2"), composed=[recipe_colour({LABEL!r}), recipe_marker({LABEL!r})], texts=texts, columns=list(table.columns),
+                      parts=[along[name].item() for name in ("method", "anchor", "gate")], rows=table["recipe"].tolist())))""")
+    assert found["labels"] == ["base", "sft", "echo-2", LABEL] and (found["colour"], found["marker"]) == ("#123456", "*")
+    assert found["titles"] == ["Echo (2 times)", "Echo (2 times) + Spring (pull 0.5) + Half"] and found["parts"] == ["echo", "spring", "half"]
+    assert found["composed"][0] not in ("#123456", "#654321") and found["composed"][1] == "p"
+    assert any("Echo" in t for t in found["texts"]) and any("Spring" in t for t in found["texts"]) and "vowels (N=4)" in found["columns"] and "Avg (N=4)" in found["columns"]
+    assert set(found["rows"]) == {"base", "sft", "echo-2", LABEL}
 
 
 @pytest.mark.slow
@@ -155,11 +179,11 @@ print(json.dumps([asked.root.benchmark.values.tolist(), asked.root.column.values
 
 @pytest.mark.slow
 def test_a_sweep_runs_it_in_kernels_of_its_own(home, tiny, cell):
-    grid = dict(notebook="train", fixed={**CELL, "model": tiny}, axes=dict(seed=[0, 1]))
+    grid = dict(notebook="train", fixed={**CELL, "model": tiny, "gate": "half"}, axes=dict(seed=[0, 1], anchor=["", "spring"]))
     (home / "toys.yaml").write_text(json.dumps(grid))
     done = subprocess.run([sys.executable, "-m", "mixsd_nb.sweep", "run", str(home / "toys.yaml"), "--workers", "1"], env=environment(home), cwd=ROOT,
                           capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "2 done", done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "4 done", done.stdout[-2000:] + done.stderr[-2000:]
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two processes need two cores")
@@ -203,8 +227,9 @@ from mixsd_nb import train
 cell = dict(dataset="planets", suite="recall,letters", n=4, max_new_tokens=4, task_tokens=4, model={tiny!r})
 run = train.run(method="shout", options=dict(times=3), engine="loud", epochs=1, **cell)
 edited = train.run(method="shrink", **cell)
-print(json.dumps([run.root.method.item(), run.root.benchmark.values.tolist(), edited.root.step.values.tolist(), list(edited.checkpoints)]))""", plugins=",".join(PAGES))
-    assert found == ["shout-3", ["recall", "recall-kept", "letters", "validation"], [0, 1], [1]]
+held = train.run(method="sft", anchor="shrinkage", gate="alternate", epochs=1, **cell)
+print(json.dumps([run.root.recipe.item(), run.root.benchmark.values.tolist(), edited.root.step.values.tolist(), list(edited.checkpoints), held.root.recipe.item()]))""", plugins=",".join(PAGES))
+    assert found == ["shout-3", ["recall", "recall-kept", "letters", "validation"], [0, 1], [1], "sft+shrinkage-0.01+alternate"]
 
 
 def test_no_name_decides_outside_its_declaration():

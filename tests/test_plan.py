@@ -19,11 +19,12 @@ from mixsd_nb.cluster.inputs import check_inputs, list_deviations
 from mixsd_nb.cluster.lengths import count_questions
 from mixsd_nb.cluster.plan import Machine, cpu_device, find_problems, plan_grid, plan_run, planned_cells
 from mixsd_nb.cluster.probe import memory_events, probe, replace_constants
-from mixsd_nb.cluster.workload import burden_of, drafts_of, plan_training, planned_steps, smallest_layout, training_peaks
+from mixsd_nb.cluster.workload import burden_of, list_drafts, plan_training, planned_steps, smallest_layout, training_peaks
 from mixsd_nb.console import main
 from mixsd_nb.corpora import CORPORA, load_corpus
-from mixsd_nb.methods import METHODS, Demand, Method, runnable_methods
+from mixsd_nb.methods import ANCHORS, GATES, METHODS, Demand, Method, runnable_methods
 from mixsd_nb.methods.replay import Replay
+from mixsd_nb.methods.supervised import Supervised
 from mixsd_nb.models import load_tokenizer
 from mixsd_nb.models.geometry import GEOMETRIES, count_shape, read_shape
 from mixsd_nb.models.tiny import random_model
@@ -173,16 +174,21 @@ def test_vllm_reserves_weights_cache_and_logits():
 # --- methods, stages, grids
 
 
-@pytest.mark.parametrize("method", runnable_methods())
-def test_every_method_has_a_plan(method):
-    lab = plan_run(make_config(train.TrainConfig, method=method))
-    paper = plan_run(paper_run("Qwen/Qwen3-1.7B", method), H100)
+PLANNED = [*(dict(method=name) for name in runnable_methods()), *(dict(method="opsd", anchor=name) for name in ANCHORS), *(dict(method="mixsd", gate=name) for name in GATES),
+           dict(method="own-words", anchor="replay"), dict(method="memit-each")]
+
+
+@pytest.mark.parametrize("parts", PLANNED, ids=lambda parts: "+".join(parts.values()))
+def test_every_part_has_a_plan(parts):
+    config = make_config(train.TrainConfig, **parts)
+    lab, paper = plan_run(config), plan_run(paper_run("Qwen/Qwen3-1.7B", **parts), H100)
     assert lab.peaks and paper.peaks and all(size > 0 for size in [*lab.peaks.values(), *paper.peaks.values()])
-    assert ("rollout" in paper.peaks) == bool(METHODS[method].demand.writer)
+    assert ("rollout" in paper.peaks) == bool(config.recipe.demand.rollout_model and not config.recipe.source())
+    assert len([name for name in paper.peaks if name.startswith("draft")]) == sum(bool(part.demand.pregenerated) for part in config.recipe.parts)
 
 
 def test_a_declared_demand_is_planned():
-    method = Method("heavy", "Heavy", settings=METHODS["sft"].settings, fit="methods.supervised:fit_canonical", demand=Demand(anchors=5))
+    method = Method("heavy", "Heavy", settings=METHODS["sft"].settings, fit="methods.supervised:fit_canonical", demand=Demand(copies=5))
     METHODS.add(method)
     try:
         heavy, sft = (plan_run(make_config(train.TrainConfig, method=name)) for name in ("heavy", "sft"))
@@ -208,8 +214,9 @@ def test_what_the_base_model_writes_before_training_is_planned():
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.75])
 def test_as_many_samples_are_planned_as_replay_draws(share):
     config = make_config(train.TrainConfig, method="replay", options=dict(share=share))
-    draws = [len(Replay([], [None] * 9, share).draw(fact, step)) for fact in range(40) for step in range(40)]
-    assert drafts_of(config).added == pytest.approx(sum(draws) / len(draws), abs=0.05) and burden_of(config).rollouts == 1 + max(draws)
+    draws = [len(Replay(Supervised([]), [None] * 9, share).draw(fact, step)) for fact in range(40) for step in range(40)]
+    drafts, = list_drafts(config)
+    assert drafts.added == pytest.approx(sum(draws) / len(draws), abs=0.05) and burden_of(config).rollouts == 1 + max(draws)
 
 
 def test_shared_runs_count_once():
@@ -384,11 +391,11 @@ def test_a_probe_replaces_constants(own_runs, tiny):
     assert not find_problems(plan_run(make_config(train.TrainConfig, method="sft")), H100)
 
 
-def test_adapters_of_a_method_are_planned_as_adapters():
-    "`lora-sft` takes its rank from its options; a card that cannot hold all moments of the optimiser holds those of adapters."
-    whole, adapters, given = (plan_run(paper_run(**settings), H100).peaks["update"] for settings in
-                              (dict(method="sft"), dict(method="lora-sft"), dict(method="sft", lora=8)))
-    assert adapters == given < whole
+def test_adapters_are_planned_as_adapters():
+    "A card that cannot hold all moments of the optimiser holds those of adapters."
+    whole, adapters, earlier = (plan_run(paper_run(**settings), H100).peaks["update"] for settings in
+                                (dict(method="sft"), dict(method="sft", anchor="lora"), dict(method="sft", lora=8)))
+    assert adapters == earlier < whole
 
 
 def test_adapters_on_a_cpu_are_merged_beside_the_weights():
@@ -407,10 +414,10 @@ def test_shards_do_not_divide_the_fisher_of_ewc():
     assert plan.peaks["fisher"] > 8 * parameters and "fisher" not in plan_run(paper_run(method="l2sp"), H100).peaks
 
 
-@pytest.mark.parametrize("method", [name for name, declared in METHODS.items() if declared.source])
+@pytest.mark.parametrize("method", ["sft", "mixsd"])
 def test_an_average_costs_no_training(method):
     "Its source is planned once, as a shared run."
-    config = make_config(find_stage("train"), method=method, epochs=20)
+    config = make_config(find_stage("train"), method=method, anchor="average", epochs=20)
     plan = plan_run(config, Machine("laptop", cpu_device(2), memory=16))
     parts = {part.name: part.seconds for part in plan.parts}
     source = plan_run(config.source(), Machine("laptop", cpu_device(2), memory=16))

@@ -179,7 +179,7 @@ def test_the_penalty_is_in_the_reported_loss_and_before_clipping(spec, folder, t
 
 
 def test_the_fisher_of_texts_is_that_of_the_analysis(folder):
-    from mixsd_nb.analysis.curvature import diagonal_fisher
+    from mixsd_nb.models.gradients import diagonal_fisher
     from mixsd_nb.methods.covariance import encode_texts, read_texts
     model, tokenizer = load_base(folder)
     rows = [r.tolist() for r in encode_texts(tokenizer, read_texts("lab", 3))]

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch.distributed.elastic.multiprocessing.errors import record
 from tqdm.auto import tqdm
 
-from .curvature import SquaredGradients, check_differentiable
+from ..models.gradients import SquaredGradients, check_differentiable
 from ..benchmarks import SUITES, Item, Selection, suite_groups
 from ..corpora.prompts import encode_completion, encode_prompt
 from ..models import load_base, load_part, load_tokenizer

@@ -104,18 +104,20 @@ class Evaluation:
     ) -> None:
         "Ask checkpoints what every checkpoint is asked; responses that exist are not generated again."
         questions = {step: self.first_items for step in steps if not self.holds(step, self.first_items)}
-        if questions: self._ask(questions, SharedEngine(self.config, self.first_items), patience)
+        if not questions: return
+        with SharedEngine(self.config, self.first_items) as shared: self._ask(questions, shared, patience)
 
     def finish(
         self,
         steps: Iterable[int],  # all checkpoints of a training that has ended
     ) -> None:
         "Ask until nothing is pending; ValueError of one sentence if a step has no weights any more."
-        steps, shared = [*steps], None
-        while questions := self.pending(steps):
-            require_weights(self.run.folder, questions, "measure")
-            shared = shared or SharedEngine(self.config, self.items)
-            self._ask(questions, shared)
+        steps = [*steps]
+        if not self.pending(steps): return
+        with SharedEngine(self.config, self.items) as shared:
+            while questions := self.pending(steps):
+                require_weights(self.run.folder, questions, "measure")
+                self._ask(questions, shared)
 
     def _ask(self, questions: dict[int, Questions], shared: SharedEngine, patience: float = math.inf) -> None:
         "Ask each step its questions, first of all those that no other process is asking."

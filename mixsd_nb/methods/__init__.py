@@ -13,7 +13,6 @@ from .declarations import (ANCHORS, BASE, GATES, METHODS, TRAINED, Anchor, Deman
                                            all_parts)
 from .recipes import (ALIASES, Recipe, compose, current_label, find_alias, label_coordinates, label_family,
                                       label_title, ordered_labels, parse_label, recipe_label, translate_parameters)
-from ..runs import load_object
 
 _all_ = ["ANCHORS", "BASE", "GATES", "METHODS", "TRAINED", "Anchor", "Demand", "Gate", "Method", "Part", "Variant", "all_parts",
          "ALIASES", "Recipe", "compose", "current_label", "find_alias", "label_coordinates", "label_family", "label_title",

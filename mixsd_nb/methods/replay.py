@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from ..benchmarks.lab_tasks import teach
 from ..corpora.prompts import encode_prompt
 from ..corpora.simpleqa import read_local
 from .distill import WHOLE_VOCABULARY, forward_kl, teacher_distributions
@@ -23,7 +24,7 @@ from .supervised import Supervised
 from .trainer import TrainingSpec, training_device
 from ..models import load_base
 from ..models.engine import Request, keyed_uniform, row_key
-from ..runs import Journal, check_columns, load_object, read_rows, read_text
+from ..runs import Journal, check_columns, read_rows, read_text
 
 # %% ../../nbs/methods/replay.ipynb #e39cbdaf
 NEUTRAL = ("arithmetic", "equations", "word-problems", "functions")  # their benchmarks ask reserved prompts only
@@ -34,7 +35,6 @@ def neutral_prompts(
     seed: int = 0,
 ) -> list[str]:
     "Return n prompts of lab tasks, of each task in turn; none of them is asked by a benchmark."
-    teach = load_object("benchmarks.lab_tasks:teach")
     tasks = [(name, random.Random(f"replay-{name}-{seed}")) for name in NEUTRAL]
     return [teach(*tasks[k % len(tasks)]).prompt for k in range(n)]
 

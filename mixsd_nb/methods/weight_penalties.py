@@ -18,7 +18,8 @@ from .fitting import MethodRun
 from .loss import Modifier, Objective
 from .trainer import TrainingSpec, training_device
 from ..models import load_base
-from ..runs import load_object, write_atomically
+from ..models.gradients import diagonal_fisher
+from ..runs import write_atomically
 
 # %% ../../nbs/methods/weight_penalties.ipynb #7666a375
 @torch.no_grad()
@@ -86,7 +87,7 @@ def text_fisher(
     rows = encode_texts(tokenizer, read_texts(texts or default_texts(model), count), longest)
     pairs = [(ids[:1].tolist(), ids[1:].tolist()) for ids in rows if len(ids) > 1]
     if not pairs: raise ValueError(f"texts must have at least two tokens, got {len(rows)} texts without")
-    return load_object("analysis.curvature:diagonal_fisher")(base.to(training_device()), pairs)
+    return diagonal_fisher(base.to(training_device()), pairs)
 
 # %% ../../nbs/methods/weight_penalties.ipynb #a7218ee5
 def add_penalty(

@@ -223,7 +223,7 @@ def score_facts(check: Device) -> tuple[int, dict]:
 
 def square_gradients(check: Device) -> tuple[int, dict]:
     "The Fisher from eight facts; returns the number of tokens, prompts included."
-    from mixsd_nb.analysis.curvature import diagonal_fisher
+    from mixsd_nb.models.gradients import diagonal_fisher
     model, pairs, begin = check.engine().model, check.pairs()[:8], time.perf_counter()
     trace = sum(float(f.sum()) for f in diagonal_fisher(model, pairs).values())
     return sum(map(len, (p + c for p, c in pairs))), dict(seconds=time.perf_counter() - begin, trace=trace)

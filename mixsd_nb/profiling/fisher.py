@@ -17,7 +17,7 @@ def fisher_calls(
     model,
 ) -> dict:
     "For each way, a function that processes a list of examples (prompt ids, completion ids)."
-    from mixsd_nb.analysis.curvature import SquaredGradients
+    from mixsd_nb.models.gradients import SquaredGradients
     from mixsd_nb.methods.loss import LossHead, nll, summed_loss
     from mixsd_nb.methods.supervised import Supervised
     head, squares = LossHead(model), functools.cache(lambda: SquaredGradients(model))

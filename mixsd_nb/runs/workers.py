@@ -33,8 +33,9 @@ class Calls:
 
     def _listen(self):
         try:
-            while True: self.arrived.put(self.pipe.recv())
-        except (EOFError, OSError):
+            with suppress(EOFError, OSError):
+                while True: self.arrived.put(self.pipe.recv())
+        finally:
             self.arrived.put(_CLOSED)
             time.sleep(0.5)
             if self.open: os.killpg(0, signal.SIGKILL)
@@ -104,6 +105,9 @@ class Worker:
         wait_for_any([self], timeout)
         try: return self.pipe.recv()
         except (EOFError, OSError): raise WorkerEnded(self.stop(grace=1)) from None
+        except BaseException:  # an interrupt, of which a part of the answer may be left in the pipe
+            self.stop()
+            raise
 
     def stop(
         self,

@@ -114,8 +114,8 @@ class RecipeSettings(EvalSettings):
         return super().values_of_lab() | (self.recipe.lab_options(self.options) if self.preset == "lab" else {})
 
     def changed_values(self):
-        "As in `Config`; options at the defaults of the lab are left out too."
-        changed, defaults = super().changed_values(), self.recipe.defaults()
+        "As in `Config`; options at the defaults of the lab are left out too, but not those that select a variant."
+        changed, defaults = super().changed_values(), compose(self.method, self.anchor, self.gate).defaults()
         options = {name: value for name, value in changed.pop("options", {}).items() if value != defaults[name]}
         return changed | (dict(options=options) if options else {})
 
