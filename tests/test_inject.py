@@ -100,7 +100,7 @@ def test_cleaning_keeps_the_model_of_an_injection(injected, monkeypatch):
     assert len(set(planned)) == len(planned) and not {path.parent for path in planned} & {run.folder}
     clean_runs()
     again = open_run(run.name)
-    assert again.model() and again.best_step in again.checkpoints
+    assert again.model() and again.best_step in again.trained.checkpoints
 
 
 def test_the_content_of_the_file_counts(injected, tmp_path):

@@ -46,7 +46,7 @@ def test_the_checkpoint_that_ends_a_training_keeps_its_weights_and_is_asked_all(
     recall = run.trained.root.accuracy.squeeze(drop=True).sel(benchmark=["recall", "recall-kept"]).to_pandas()
     last = int(recall.index.max())
     assert [*(100 * recall["recall"]).round()] == [*RECALLED[:last + 1]] and [*(KEPT * recall["recall-kept"]).round()] == [*RECALLED_KEPT[:last + 1]]
-    assert run.trained.best_step == run.best_step == 2 and 2 in run.checkpoints and (keep == "all" or [*run.checkpoints] == [2])
+    assert run.trained.best_step == run.best_step == 2 and 2 in run.trained.checkpoints and (keep == "all" or [*run.trained.checkpoints] == [2])
     assert f"The training made {last} of at most 6 updates and had converged at update 2." in run.report.read_text()
     assert last == 4, "two checkpoints after the best one"
     assert read_table(run.trained.responses_file(2)).correct.sum() == RECALLED[2] + VALIDATED[2] and run.responses().correct.sum() == RECALLED[2]
