@@ -1763,6 +1763,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                  'mixsd_nb.inject.InjectRun.facts': ('inject.html#injectrun.facts', 'mixsd_nb/inject.py'),
                                  'mixsd_nb.inject.InjectRun.plot': ('inject.html#injectrun.plot', 'mixsd_nb/inject.py'),
                                  'mixsd_nb.inject.InjectRun.report': ('inject.html#injectrun.report', 'mixsd_nb/inject.py'),
+                                 'mixsd_nb.inject.InjectRun.responses': ('inject.html#injectrun.responses', 'mixsd_nb/inject.py'),
+                                 'mixsd_nb.inject.InjectRun.scores': ('inject.html#injectrun.scores', 'mixsd_nb/inject.py'),
                                  'mixsd_nb.inject.InjectRun.table': ('inject.html#injectrun.table', 'mixsd_nb/inject.py'),
                                  'mixsd_nb.inject.InjectRun.title': ('inject.html#injectrun.title', 'mixsd_nb/inject.py'),
                                  'mixsd_nb.inject.InjectRun.trained': ('inject.html#injectrun.trained', 'mixsd_nb/inject.py'),

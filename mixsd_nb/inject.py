@@ -343,6 +343,19 @@ class InjectRun(FinishedRun):
         "A row for each fact, as `analysis.facts.tabulate_facts` returns it."
         return read_table(self.folder / "facts.parquet")
 
+    def responses(
+        self,
+        step: int | None = None,  # 0 for the base model; None for the selected checkpoint
+    ) -> pd.DataFrame:
+        "Return the responses to all benchmarks before (step 0) and after; those to recall at another step."
+        if step in (None, self.best_step): return self.after.responses()
+        return self.trained.responses(step) if step else self.before.responses()
+
+    def scores(self) -> pd.DataFrame:
+        "Return by benchmark `n, before, after, low, high`: shares, and the latter's 95% interval."
+        names = ["n", "before", "after", "low", "high"]
+        return self.root[names].to_dataframe()[names].astype(dict(n=int))
+
     def table(self) -> pd.DataFrame:
         "By benchmark the scores before and after in percent with the interval of the latter, N, and McNemar's p."
         percent = [name for name in _NUMBERS if name not in ("n", "better", "worse", "p")]
