@@ -377,7 +377,7 @@ def test_all_batches_of_edits_share_the_moments_of_the_base_model(tiny, own_runs
 def test_the_weight_is_the_rate_and_a_batch_of_edits_a_step(cube):
     from mixsd_nb.results.cube import missing_runs
     from mixsd_nb.results.layout import learning_rates
-    ran = cube.accuracy.sel({"method": "memit", "benchmark": "recall"}).squeeze(drop=True)
+    ran = cube.accuracy.sel(recipe="memit", benchmark="recall").squeeze(drop=True)
     assert ran.dropna("lr", how="all").lr.values.tolist() == [10, 1000] and cube.step.values.tolist() == [0, 1, 2]
     assert ran.sel(lr=1000).notnull().all() and cube.n.sel(benchmark="recall").max() == 4
     assert missing_runs(cube).empty and learning_rates(cube) == [] and cube.targets_kept.max() == 50
@@ -389,7 +389,7 @@ def test_figures_and_tables_show_it(cube):
     from mixsd_nb.results.cells import select_cells
     from mixsd_nb.results.tradeoff import frontier_figure, tradeoff_figure
     chosen = select_cells(cube)
-    assert chosen["method"].tolist() == ["memit"] and chosen.lr.item() in (10, 1000) and chosen.step.item() in (1, 2)
+    assert chosen.recipe.tolist() == ["memit"] and chosen.lr.item() in (10, 1000) and chosen.step.item() in (1, 2)
     for figure in (tradeoff_figure(cube, kept="recall"), frontier_figure(cube, ("recall",))):
         assert any("MEMIT" in t.get_text() or "memit" in t.get_text() for t in figure.findobj(matplotlib.text.Text))
 
