@@ -13,6 +13,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 import netCDF4
 import numpy as np
+import pandas as pd
 import pytest
 import xarray as xr
 from hypothesis import given, settings
@@ -21,16 +22,20 @@ from hypothesis import strategies as st
 from mixsd_nb.benchmarks import SUITES as BENCHMARKS
 from mixsd_nb.benchmarks import Suite
 from mixsd_nb.corpora import CORPORA, Corpus, Schedule, check_corpus
-from mixsd_nb.methods import METHODS, TRAINED, Method, compose, label_coordinates, recipe_label
-from mixsd_nb.results.agreement import check_settings, group_runs
+from mixsd_nb.methods import METHODS, TRAINED, Method, compose, current_label, parse_label, recipe_label
+from mixsd_nb.results.agreement import check_settings, find_conflicts, group_runs, list_claims
+from mixsd_nb.results.committed import committed_folder, read_cube, write_cube
 from mixsd_nb.results.comparison import selection_figure
 from mixsd_nb.results.cube import agreeing_runs, cube_of, missing_runs, open_cube
 from mixsd_nb.results.demo import BENCHMARKS as INVENTED
 from mixsd_nb.results.demo import invent_cube, invent_result
+from mixsd_nb.results.finished import ModelRun, tabulate
 from mixsd_nb.results.gallery import collapse_source, load_sources, run_figures, select_part, shared_figures, source_sheet
 from mixsd_nb.results.layout import result_tree
 from mixsd_nb.results.merge import merge_roots
 from mixsd_nb.results.plots import recipe_colour
+from mixsd_nb.results.roots import read_root
+from mixsd_nb.results.schema import RECIPE_COORDS
 from mixsd_nb.results.sheets import draw_sheet, style_sheet, to_latex
 from mixsd_nb.results.summary import held_out_average, summary_table
 from mixsd_nb.results.tables import TABLES, list_tables
@@ -98,11 +103,12 @@ def twenty():
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    "A folder with the twenty runs."
+    "A folder with the twenty runs, of which the first by name are the newest."
     folder = tmp_path_factory.mktemp("twenty")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MIXSD_RUNS", str(folder))
         for config in twenty(): config.run()
+    for k, path in enumerate(sorted(folder.glob("[!.]*/result.nc"), reverse=True)): os.utime(path, (1.5e9 + k, 1.5e9 + k))
     return folder
 
 
@@ -159,7 +165,7 @@ def test_of_two_runs_of_one_cell_the_more_complete_and_newer_counts(cube, tmp_pa
     twin = config.run().result
     twin["accuracy"] = twin.accuracy.where(twin.accuracy.step != 60, 0.123)
     write(twin, tmp_path / "copy-1")
-    at = dict(method="sft", lr=1e-2, step=60, dataset="kgfact-small", model="lab-m", seed=0)
+    at = dict(recipe="sft", lr=1e-2, step=60, dataset="kgfact-small", model="lab-m", seed=0)
     for newer in (True, False):
         os.utime(tmp_path / "copy-1" / "result.nc", (2e9, 2e9) if newer else (1e9, 1e9))
         first, second = ("copy-1", config.folder.name)[::1 if newer else -1]
@@ -236,6 +242,52 @@ def test_given_runs_become_the_same_cube(cube):
     for given in (runs, [run.folder for run in runs], {run.name: run.root for run in runs}):
         xr.testing.assert_identical(cube_of(given), cube)
     with pytest.raises(FileNotFoundError, match="at least one finished run"): cube_of([])
+
+
+def test_every_number_of_the_committed_cubes_is_there_under_the_names_of_today():
+    "As `xr.open_dataset` reads it, but for the names; a label is one that its own parts give."
+    for path in committed_folder().glob("*.nc"):
+        with xr.open_dataset(path) as file: stored = file.load()
+        cube, dim = read_cube(path), "method" if "method" in stored.dims else "recipe"
+        assert cube.recipe.values.tolist() == [current_label(label) for label in stored[dim].values.tolist()] and cube.indexes["recipe"].is_unique
+        for name in set(stored.variables) - {"method", "recipe"}:
+            one, other = stored[name].variable, cube[name].variable
+            assert other.dims == tuple("recipe" if d == dim else d for d in one.dims) and one.attrs == other.attrs
+            np.testing.assert_array_equal(one.values, other.values)
+        assert {*cube.variables} == {*stored.variables, "recipe", *RECIPE_COORDS}
+        for label in cube.recipe.values.tolist():
+            recipe, values = parse_label(label)
+            assert label == recipe_label(recipe, **values) and cube["method"].sel(recipe=label) == recipe.method.name
+
+
+def make_earlier(tree, label, config):
+    "A result in the form of earlier versions: the dimension `method`, labels of their own, no anchor and no gate."
+    root = tree.to_dataset().drop_vars(["method", "anchor", "gate"]).rename(recipe="method").assign_coords(method=[label])
+    root.coords["method"].attrs.update(long_name="method", units="1")
+    return xr.DataTree.from_dict({"/": root.assign_attrs(config=json.dumps(config)), "/training": tree["training"].to_dataset()})
+
+
+def test_a_run_of_an_earlier_version_joins_those_of_today(tmp_path):
+    "Its label, title, table and settings are those of a run of today; another value of an option is noticed."
+    shared = dict(dataset="kgfact-small", model="lab-m", lr=1e-3, epochs=20, n=100)
+    options = dict(strength=0.1, text_count=32)
+    configs = [shared | dict(method="ewc", lora=0, seed=0, options=options),
+               shared | dict(method="sft", anchor="ewc", gate="", seed=1, options=options | dict(texts=""))]
+    one, two = (invent_result("sft+ewc-0.1", seed=seed) for seed in (0, 1))
+    for name, tree, config in (("train-old", make_earlier(one, "ewc-0.1", configs[0]), configs[0]), ("train-new", two, configs[1])):
+        tree.attrs["config"] = json.dumps(config)
+        write(tree, tmp_path / name)
+        (tmp_path / name / "run.json").write_text(json.dumps(dict(stage="train", config=config)))
+    old, new = ModelRun(tmp_path / "train-old"), ModelRun(tmp_path / "train-new")
+    assert old.label == new.label == "sft+ewc-0.1" and old.title == new.title and old.score != old.score
+    pd.testing.assert_frame_equal(old.table(), tabulate(one.to_dataset()))
+    cube = open_cube(tmp_path)
+    assert cube.recipe.values.tolist() == ["base", "sft+ewc-0.1"] and cube.accuracy.sel(recipe="sft+ewc-0.1", lr=1e-3).notnull().all()
+    assert cube.anchor.values.tolist() == ["", "ewc"] and not find_conflicts({
+        run.name: list_claims(read_root(run.folder / "result.nc")) for run in (old, new)})
+    two.attrs["config"] = json.dumps(configs[1] | dict(options=options | dict(text_count=64)))
+    write(two, tmp_path / "train-other")
+    with pytest.warns(UserWarning, match=r"options\[text_count\] of sft\+ewc"): open_cube(tmp_path)
 
 
 def test_an_empty_folder_says_what_to_run(tmp_path):
@@ -482,7 +534,7 @@ def test_two_models_whose_folders_have_one_name_have_their_own_rows():
 
 def test_a_caption_says_how_many_seeds_the_rows_of_its_own_table_are_means_of():
     "MixSD has one seed, another corpus has five, and only one seed of SFT has its displacement."
-    runs = [("kgfact-small", "sft", s) for s in range(3)] + [("kgfact-small", "mixsd", 0)] + [("mquake-lab", "sft", s) for s in range(5)]
+    runs = [("kgfact-small", "sft", s) for s in range(3)] + [("kgfact-small", "mixsd-0.5", 0)] + [("mquake-lab", "sft", s) for s in range(5)]
     cube = cube_of({f"{d}-{m}-{s}": invent_result(m, dataset=d, seed=s).to_dataset() for d, m, s in runs})
     moved = cube.accuracy.mean("benchmark").where((cube.step > 0) & (cube["recipe"] == "sft") & (cube.seed == 0))
     sources = dict(runs=collapse_source(cube.assign(displacement_sq=moved, alignment_ratio=moved)))
