@@ -3991,6 +3991,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                       'mixsd_nb.runs.config.Config.hash': ('runs/config.html#config.hash', 'mixsd_nb/runs/config.py'),
                                       'mixsd_nb.runs.config.Config.identity': ( 'runs/config.html#config.identity',
                                                                                 'mixsd_nb/runs/config.py'),
+                                      'mixsd_nb.runs.config.Config.keywords_of': ( 'runs/config.html#config.keywords_of',
+                                                                                   'mixsd_nb/runs/config.py'),
                                       'mixsd_nb.runs.config.Config.pass_to': ('runs/config.html#config.pass_to', 'mixsd_nb/runs/config.py'),
                                       'mixsd_nb.runs.config.Config.translate': ( 'runs/config.html#config.translate',
                                                                                  'mixsd_nb/runs/config.py'),

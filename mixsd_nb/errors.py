@@ -26,7 +26,7 @@ from .models.identity import MODEL_OPTIONS, ModelName, ModelOptions, model_label
 from .results.cube import agreeing_runs
 from .results.plots import mark_made_up
 from .results.schema import variable
-from .runs import (Run, Stage, check_runs_folder, module_of, run_function, runs_root, runtime_field,
+from .runs import (Run, Stage, check_runs_folder, module_of, run_function, runs_root, consumed_field, runtime_field,
                            read_table, write_atomically)
 
 _all_ = ["classify"]
@@ -37,9 +37,9 @@ class ErrorsConfig(Stage):
     name = "errors"
     run_class = "results.finished:FinishedRun"
     runs: str = runtime_field("", "folder that holds run folders; empty for papermill_runs or MIXSD_RUNS")
-    dataset_options: CorpusOptions = runtime_field({}, CORPUS_OPTIONS)
+    dataset_options: CorpusOptions = consumed_field(CORPUS_OPTIONS)
     dataset: CorpusName = Field("kgfact-small", description="injected corpus: its name, a file, a folder or a hub id")
-    model_options: ModelOptions = runtime_field({}, MODEL_OPTIONS)
+    model_options: ModelOptions = consumed_field(MODEL_OPTIONS)
     model: ModelName = Field("lab-m", description="base model")
     characters: int = Field(PUBLISHED.characters, ge=0,
                             description="maximum characters of a collapsed response, without box and answer sentence")

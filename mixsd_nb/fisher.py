@@ -142,8 +142,7 @@ def base_fisher(
 ) -> xr.DataTree:
     "Estimate the Fisher of the base model. Groups: the root, `reference` for the examples, `per_layer` and `per_kind`."
     pairs = reference_pairs(config.model, config.reference, config.seed, limit=config.limit, data=config.data)
-    settings = config.model_dump(include={"model", "dtype", "recompute", "processes"})
-    estimate_fisher([pair for group in pairs.values() for pair in group], folder, **settings)
+    estimate_fisher([pair for group in pairs.values() for pair in group], folder, **config.keywords_of(estimate_fisher))
     fisher = {name: read() for name, read in open_tensors(folder / FISHER).items()}
     sums = tensor_sums(fisher, fisher, fisher)
     examples = [len(group) for group in pairs.values()]

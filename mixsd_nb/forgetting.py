@@ -27,7 +27,7 @@ from .results.cube import agreeing_runs
 from .results.plots import draw_recipe_legend, mark_made_up, recipe_colour, recipe_marker
 from .results.schema import CELL_DIMS, DIMS, RECIPE_COORDS, RUN_DIMS, variable
 from .results.summary import held_out_average
-from .runs import Stage, module_of, run_function, runtime_field
+from .runs import Stage, module_of, run_function, consumed_field, runtime_field
 
 # %% ../nbs/forgetting.ipynb #180ae95f
 class ForgettingConfig(Stage, TextSettings):
@@ -36,9 +36,9 @@ class ForgettingConfig(Stage, TextSettings):
     run_class = "results.finished:FinishedRun"
     workload = "mixsd_nb.cluster.analyses:plan_forgetting"
     trained: str = runtime_field("", "folder of a training run; empty: all finished runs of the corpus and the model")
-    dataset_options: CorpusOptions = runtime_field({}, CORPUS_OPTIONS)
+    dataset_options: CorpusOptions = consumed_field(CORPUS_OPTIONS)
     dataset: CorpusName = runtime_field("kgfact-small", "corpus of the training runs: its name, a file, a folder or a hub id")
-    model_options: ModelOptions = runtime_field({}, MODEL_OPTIONS)
+    model_options: ModelOptions = consumed_field(MODEL_OPTIONS)
     model: ModelName = runtime_field("lab-m", "base model of the training runs: a lab model, a folder or a hub id")
     checkpoints: Literal["all", "kept"] = runtime_field("all", "checkpoints of that run: all, or those whose weights it kept")
 
@@ -73,9 +73,7 @@ class ForgettingConfig(Stage, TextSettings):
 
     def texts(self) -> tuple[pd.DataFrame, pd.DataFrame]:
         "The base model's own text on the benchmarks, and on the questions of the corpus; sampled if they do not exist."
-        shared = self.model_dump(include=set(TextSettings.model_fields))
-        base = ReferenceConfig(model=self.model, **shared)
-        return base.text(), base.model_copy(update=dict(dataset=self.dataset)).text()
+        return self.pass_to(ReferenceConfig, without=["dataset"]).text(), self.pass_to(ReferenceConfig).text()
 
     def compute(self, run):
         "Measure every checkpoint on the texts of its base model; the base model itself, step 0, has an increase of 0."

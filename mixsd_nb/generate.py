@@ -71,8 +71,7 @@ class GenerateConfig(Stage, MixSettings):
         return join_shards(parts, self.samples), unconfirmed
 
     def _mix_agreeing(self) -> list[list[dict]]:
-        files = [targets_file(**each.model_dump()) for each in list_agreeing(self)]
-        return [read_targets(file) for file in files]
+        return [read_targets(each.run().folder / "targets.parquet") for each in list_agreeing(self)]
 
 # %% ../nbs/generate.ipynb #6bf4e924
 run = run_function(GenerateConfig)

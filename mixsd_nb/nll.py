@@ -31,7 +31,7 @@ from .results.overview import CONDITIONALS
 from .results.plots import corpus_name, mark_made_up, recipe_colour
 from .results.schema import recipe_coords, variable
 from .runs import (TARGET_COLUMNS, Stage, find_runs, module_of, read_config, read_table, run_function,
-                           runtime_field)
+                           consumed_field, make_config, runtime_field)
 
 # %% ../nbs/nll.ipynb #95075832
 def token_nll(
@@ -58,10 +58,10 @@ class NllConfig(Stage):
     workload = "mixsd_nb.cluster.analyses:plan_scoring"
     targets: str = runtime_field("", (
         "Parquet file of mixed targets, which is scored beside the canonical ones; empty: all mixed targets"))
-    dataset_options: CorpusOptions = runtime_field({}, CORPUS_OPTIONS)
+    dataset_options: CorpusOptions = consumed_field(CORPUS_OPTIONS)
     dataset: CorpusName = Field(
         "kgfact-small", description="corpus of the targets: its name, a file, a folder or a hub id")
-    model_options: ModelOptions = runtime_field({}, MODEL_OPTIONS)
+    model_options: ModelOptions = consumed_field(MODEL_OPTIONS)
     model: ModelName = Field("lab-m", description="base model: a lab model, a folder or a hub id")
     span: Literal[SPANS] = Field("body", description=(
         "what is scored of a target: body, as in the published tables; completion, which leaves the template out; or "
@@ -228,9 +228,7 @@ def score_all(
     **options,  # of NllConfig: span, first, dtype, engine
 ) -> list[xr.DataTree]:
     "The results of the canonical targets and of all mixed targets, for each model."
-    canonical = [dict(dataset=dataset, model=m) for m in dict.fromkeys(models)]
-    mixed = find_mixed_targets(dataset, models)
-    return [run(**parameters, **options, force=force).result for parameters in (*canonical, *mixed)]
+    return collect_results(make_config(NllConfig, dataset=dataset, model=models[0], models=models[1:], **options), force)
 
 # %% ../nbs/nll.ipynb #f11c9910
 def collect_results(
@@ -241,8 +239,9 @@ def collect_results(
     if config.targets:
         result = config.run(force).result
         return [config.model_copy(update=dict(targets="")).run().result, result]
-    options = config.model_dump(include={"span", "first", "dtype", "engine", "engine_options"})
-    return score_all(config.dataset, [config.model, *config.models], force=force, **options)
+    models = [*dict.fromkeys([config.model, *config.models])]
+    parameters = [*(dict(model=name) for name in models), *find_mixed_targets(config.dataset, models)]
+    return [config.pass_to(NllConfig, **each).run(force).result for each in parameters]
 
 # %% ../nbs/nll.ipynb #8f2f5eca
 def merge_results(

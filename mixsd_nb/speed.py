@@ -24,7 +24,7 @@ from .models.identity import ModelName, model_label
 from .profiling import device_name
 from .profiling.fisher import WIDTHS, fisher_memory, fisher_seconds
 from .profiling.training import measure_training, step_seconds, training_specs
-from .runs import Run, Seed, Stage, run_function, runtime_field
+from .runs import Run, Seed, Stage, consumed_field, run_function
 
 # %% ../nbs/speed.ipynb #684a1274
 def describe_table(
@@ -46,7 +46,7 @@ class SpeedConfig(Stage):
     name = "speed"
     engine: str = Field("hf", description="hf or vllm")
     model: ModelName = Field("lab-m", description="a lab model, a folder or a hub id")
-    dataset_options: CorpusOptions = runtime_field({}, CORPUS_OPTIONS)
+    dataset_options: CorpusOptions = consumed_field(CORPUS_OPTIONS)
     dataset: CorpusName = Field(
         "kgfact-small", description="corpus whose questions are mixed: its name, a file, a folder or a hub id")
     pairs: int = Field(64, ge=1, description="sequences")

@@ -27,7 +27,7 @@ from ..corpora.simpleqa import keep_unanimous
 from ..models import check_engine, check_engine_options, check_mode
 from ..models.identity import MODEL_OPTIONS, ModelName, ModelOptions
 from ..models.presets import PresetSettings, preset_field
-from ..runs import (COMPUTE_BOTH, Journal, Seed, check_temperature, explain_damage, make_config,
+from ..runs import (COMPUTE_BOTH, Journal, Seed, check_temperature, explain_damage,
                            report_progress, consumed_field, runtime_field)
 
 # %% ../../nbs/methods/targets.ipynb #82c62e51
@@ -146,8 +146,7 @@ def _mix_missing(
 
     from mixsd_nb.methods.mixing import attempt_request, mix_stream
     known, tally, start = {(r["id"], r["sample"]) for r in journal.records}, Counter(), time.perf_counter()
-    sampling = {"temperature", "top_k", "seed", "max_new_tokens", "max_total", "max_attempts", "verify"}
-    options = settings.model_dump(include=sampling)
+    options = settings.keywords_of(mix_stream)
     missing = [(item, sample) for item, sample in targets if (item["id"], sample) not in known]
     items, text = {item["id"]: item for item, _ in targets}, f"mixing λ={settings.lam:g}"
 
@@ -218,10 +217,10 @@ def list_agreeing(
     settings: MixSettings,
 ) -> list[MixSettings]:
     "The settings of all sets of targets that must agree, those of the run itself first; none of them replaces a target."
-    axes, alone = settings.unanimous, settings.model_dump() | dict(unanimous={}, replace_gt=False)
+    axes, alone = settings.unanimous, dict(unanimous={}, replace_gt=False)
     changes = [dict(zip(axes, values)) for values in itertools.product(*axes.values())]
-    found = [make_config(type(settings), **alone | change) for change in ({}, *changes)]
-    return list({each.canonical(): each for each in found}.values())
+    agreeing = [settings.pass_to(type(settings), **alone | change) for change in ({}, *changes)]
+    return list({each.canonical(): each for each in agreeing}.values())
 
 # %% ../../nbs/methods/targets.ipynb #da514036
 def keep_agreed(

@@ -11,10 +11,11 @@ __all__ = ['Seed', 'Steps', 'Options', 'runtime_field', 'consumed_field', 'is_ru
 import contextlib
 import difflib
 import hashlib
+import inspect
 import json
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
@@ -172,6 +173,11 @@ class Config(BaseModel):
         shared = {name for name, field in cls.model_fields.items() if not (field.json_schema_extra or {}).get("consumed")}
         values = {name: getattr(self, name) for name in type(self).model_fields if name in shared and name not in {*without}}
         return make_config(cls, **values | changes)
+
+    def keywords_of(self, function: Callable) -> dict[str, Any]:
+        "Return the values of all fields that a function takes as keywords, by name."
+        return {name: getattr(self, name) for name, taken in inspect.signature(function).parameters.items()
+                if name in type(self).model_fields and taken.kind is taken.KEYWORD_ONLY}
 
 # %% ../../nbs/runs/config.ipynb #29452df4
 class ParameterError(ValueError):
