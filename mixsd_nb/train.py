@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['run', 'MAIN_RUNS', 'MAIN_CHECKPOINTS', 'TrainConfig', 'base_evaluation', 'base_responses', 'target_mixing',
-           'mixed_targets', 'pause_training', 'fit', 'train', 'prepare_training', 'main_runs', 'main']
+           'mix_targets', 'mixed_targets', 'pause_training', 'fit', 'train', 'prepare_training', 'main_runs', 'main']
 
 # %% ../nbs/train.ipynb #2b3e3929
 import os
@@ -154,13 +154,19 @@ def target_mixing(config: TrainConfig) -> generate.GenerateConfig:
     return config.pass_to(generate.GenerateConfig, without=["temperature"], max_new_tokens=config.target_tokens, **options)
 
 
-def mixed_targets(config: TrainConfig) -> pd.DataFrame:
-    "The accepted mixed targets of a configuration, mixed if they do not exist yet; ValueError if there is none."
-    table = target_mixing(config).run().targets
-    if table.accepted.any(): return table[table.accepted]
+def mix_targets(config: TrainConfig) -> Run:
+    "Return the run of a configuration's mixed targets, mixed if they do not exist yet; ValueError if none was accepted."
+    mixing = target_mixing(config).run()
+    if mixing.targets.accepted.any(): return mixing
     facts = CORPORA[config.dataset].title
     raise ValueError(f"{Path(config.model).name} wrote no target that ends in a true answer of {facts} at "
                      f"lam={config.lam:g}; take method=sft, which trains on all facts, a smaller lam, or another model")
+
+
+def mixed_targets(config: TrainConfig) -> pd.DataFrame:
+    "Return the accepted mixed targets of a configuration; errors as in `mix_targets`."
+    table = mix_targets(config).targets
+    return table[table.accepted]
 
 # %% ../nbs/train.ipynb #1f3b9416
 def pause_training(evaluation: Evaluation, steps: list[int]) -> bool:

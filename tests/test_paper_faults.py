@@ -41,7 +41,7 @@ from mixsd_nb.corpora.prompts import render_prompt, turn_end
 from mixsd_nb.evaluate import EvaluateConfig
 from mixsd_nb.fisher import FisherConfig
 from mixsd_nb.generate import GenerateConfig
-from mixsd_nb.methods import compose
+
 from mixsd_nb.methods.fitting import MethodRun
 from mixsd_nb.methods.mixing import mix, mix_items, mix_oracle
 from mixsd_nb.methods.trainer import TrainingSpec, fine_tune, read_curves, train_process
@@ -237,7 +237,7 @@ def test_no_other_model_is_in_memory_while_one_is_trained(method, processes, tin
     monkeypatch.setattr("mixsd_nb.methods.mixing.accepts", lambda *args: True)
     config = train.TrainConfig(method=method, model=tiny, processes=processes, epochs=1, target_tokens=2, rollout_tokens=2)
     targets = pd.DataFrame([dict(id=row["id"], naive_mask=[True, False]) for row in load_corpus("kgfact-small", "train")][:2])
-    with pytest.raises(InterruptedError, match=r"^\[None(, None)?\]$"): compose(method).load_fit()(MethodRun(own_runs, config, mixed_targets=lambda: targets))
+    with pytest.raises(InterruptedError, match=r"^\[None(, None)?\]$"): config.recipe.load_fit()(MethodRun(own_runs, config, mixed_targets=lambda: targets))
 
 
 PAIRS = [(list(range(5, 9 + k)), list(range(20, 23 + 2 * k)) + [2]) for k in range(6)]
