@@ -34,6 +34,7 @@ def current_root(
 ) -> xr.Dataset:
     "Return a root with the dimension `recipe`, its labels and RECIPE_COORDS; one without the dimensions of a run as it is."
     if "method" not in root.dims: return root
+    if "method" not in root.coords: return root.rename(method="recipe")  # a child group, whose labels are those of the root
     labels = _current_labels(root)
     new = root.rename(method="recipe").assign_coords(recipe=variable("recipe", ["recipe"], labels))
     added = recipe_coords(map(_parts, labels))
