@@ -24,7 +24,7 @@ from ..models import ENGINES, load_tokenizer
 from ..models.engine import stop_ids
 from ..models.geometry import GEOMETRIES, read_shape
 from ..models.presets import preset_values
-from ..runs import check_locks, runs_root
+from ..runs import Stage, check_locks, runs_root
 
 # %% ../../nbs/cluster/inputs.ipynb #0d88be33
 class Input(NamedTuple):
@@ -121,7 +121,7 @@ def format_inputs(inputs: list[Input]) -> str:
     return "\n".join(f"{'ok     ' if entry.fine else 'missing'}  {entry.name}: {entry.note}" for entry in inputs)
 
 # %% ../../nbs/cluster/inputs.ipynb #2198829e
-def _published(config: Any) -> dict[str, tuple[Any, Any]]:
+def _published(config: Stage) -> dict[str, tuple[Any, Any]]:
     "Each parameter with its value and the published one, where there is one."
     found = {name: (getattr(config, name), preset_values(field)["paper"])
              for name, field in type(config).model_fields.items() if "paper" in preset_values(field) and name != "lr"}

@@ -207,7 +207,7 @@ def _sources(axis: GridOutputs) -> list[Any]:
     return [group[-1] for group in group_alike(configs, lambda config: config.identity(), axis.best)]
 
 
-def _given(config: Any) -> dict[str, Any]:
+def _given(config: Stage) -> dict[str, Any]:
     "The parameters of a configuration that were set."
     return {name: getattr(config, name) for name in config.model_fields_set}
 
@@ -316,7 +316,7 @@ def _row(key: tuple[str, str, str], plans: list[RunPlan]) -> dict[str, Any]:
                 lacks=", ".join(dict.fromkeys(kind for plan in plans for kind in plan.problems)))
 
 # %% ../../nbs/cluster/plan.ipynb #709bf124
-def _identify(config: Any) -> str:
+def _identify(config: Stage) -> str:
     "The name of a run, however much is asked of it; its parameters if it reads outputs that do not exist yet."
     try: return config.without_idle().folder.name
     except (ValueError, OSError, AttributeError, LookupError): return f"{config.name}-{sorted(vars(config).items(), key=str)}"
@@ -334,7 +334,7 @@ def _plan_shared(plans: Iterable[RunPlan], machines: Iterable[Machine]) -> list[
     return list(found.values())
 
 
-def _is_finished(config: Any) -> bool:
+def _is_finished(config: Stage) -> bool:
     "Whether the run of a configuration exists; one over outputs that do not exist yet is not finished."
     try: return config.finished
     except (ValueError, OSError, AttributeError, LookupError): return False
