@@ -112,7 +112,7 @@ def test_every_checkpoint_of_a_run(model, tmp_path):
 def test_all_runs_stand_beside_each_other(model, tmp_path):
     for recipe, lr, lost in (("sft", 1e-3, 1), ("sft", 1e-2, 3), ("mixsd-0.5", 1e-3, 0), ("mixsd-0.5", 1e-2, 1)):
         trained(tmp_path, model, recipe, lr, lost)
-    gone = checkpoint_folder(trained(tmp_path, model, "mixsd", 0.3), 9) / MARK
+    gone = checkpoint_folder(trained(tmp_path, model, "mixsd-0.3"), 9) / MARK
     gone.unlink()
     config = fisher.FisherConfig(model=model, limit=2)
     results, passed_over = fisher.measure_all_runs(config)
