@@ -24,7 +24,7 @@ from mixsd_nb.benchmarks import Suite
 from mixsd_nb.corpora import CORPORA, Corpus, Schedule, check_corpus
 from mixsd_nb.methods import METHODS, TRAINED, Method, compose, current_label, parse_label, recipe_label
 from mixsd_nb.results.agreement import check_settings, find_conflicts, group_runs, list_claims
-from mixsd_nb.results.committed import committed_folder, read_cube, write_cube
+from mixsd_nb.results.committed import committed_folder, read_cube
 from mixsd_nb.results.comparison import selection_figure
 from mixsd_nb.results.cube import agreeing_runs, cube_of, missing_runs, open_cube
 from mixsd_nb.results.demo import BENCHMARKS as INVENTED

@@ -20,9 +20,11 @@ from safetensors.torch import load_file, save_file
 
 from mixsd_nb.corpora import CORPORA, load_corpus
 from mixsd_nb.explore import make_quick_runs
+from mixsd_nb.methods import ANCHORS, GATES, METHODS, Anchor, Gate, Method
 from mixsd_nb.methods.mixing import accepts, mix, mix_items
 from mixsd_nb.models.lab import lab_folder
 from mixsd_nb.results.paper import paper_cube
+from mixsd_nb.results.plots import recipe_colour
 from mixsd_nb.runs import write_json, write_result
 from mixsd_nb.views import VIEWS, Explorer, ask, facts, mixing, tracing
 from mixsd_nb.views.charts import draw_lam
@@ -461,6 +463,40 @@ def test_what_is_typed_and_what_a_model_says_is_shown_as_it_is(tmp_path, monkeyp
              asking.replies.value, asking.table.value]
     for markup in shown:
         assert html.escape(NASTY) in markup and "<img src=x" not in markup, markup[:300]
+
+
+@pytest.fixture
+def toys():
+    "A method that trains on mixed targets, an anchor and a gate, declared here alone."
+    toys = [(METHODS, Method("twice", "Twice", "#204080", "P", is_nll=True, mixed=True, settings=("lr", "lam"), label="{lam:g}", fit="toys:fit")),
+            (ANCHORS, Anchor("chain", "Chain", "#806020", "X", label="{length:g}", caption="length {length:g}", options=dict(length=3.0))),
+            (GATES, Gate("door", "Door", "#208040", "v"))]
+    for registry, entry in toys: registry.add(entry)
+    yield
+    for registry, entry in toys: registry.remove(entry.name)
+
+
+def test_a_declared_method_anchor_and_gate_are_in_every_view(toys, tmp_path):
+    "Nothing else is touched: charts, responses, facts and weights show their recipe, with its counterpart next to it."
+    plain, toy = "sft+chain-3+door", "twice-0.5+chain-3+door"
+    write_run(tmp_path, "kgfact-small", "base", [0])
+    for recipe, recalls in ((plain, [0, 9, 5]), (toy, [0, 5, 9])): write_run(tmp_path, "kgfact-small", recipe, recalls)
+    app = Explorer(folder=tmp_path, model="lab-s")
+    shown, title = {}, "Twice + Chain (length 3) + Door"
+    for name in VIEWS:
+        app.tabs.value = name
+        assert "mixsd-error" not in app.get_view(name).notice.value, name
+        shown[name] = app.get_view(name)
+    assert title in shown["cube"].figure.body and recipe_colour(toy) in shown["cube"].figure.body
+    assert (shown["world"].first.value, shown["world"].second.value) == (plain, toy) and title in shown["world"].figure.body
+    responses = shown["responses"]
+    assert [responses.files.recipe[side.value] for side in (responses.first, responses.second)] == [plain, toy]
+    assert [side.value.recipe for side in (shown["weights"].first, shown["weights"].second)] == [plain, toy]
+    for kind, name in dict(method="twice", anchor="chain", gate="door").items():
+        control = getattr(shown["ask"], kind)
+        assert name in [value for _, value in control.options]
+        control.value = name
+    assert " ".join(shown["ask"].get_command(tmp_path / "facts.jsonl")).count("--method twice --anchor chain --gate door") == 1
 
 
 def test_unfinished_runs_are_left_out_and_the_others_shown(tmp_path):
