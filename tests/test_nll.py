@@ -178,12 +178,12 @@ def test_targets_of_other_models_and_runs_without_accepted_targets_are_not_score
         write_json(tmp_path / name / "run.json", dict(stage="generate", config=config))
         pd.read_parquet(found / "targets.parquet").assign(accepted=accepted).to_parquet(tmp_path / name / "targets.parquet")
     scored = []
-    monkeypatch.setattr(nll, "run", lambda **parameters: scored.append((parameters["model"], parameters.get("targets"))) or SimpleNamespace(result=0))
+    monkeypatch.setattr(nll.NllConfig, "run", lambda config, force: scored.append((config.model, config.targets)) or SimpleNamespace(result=0))
     nll.score_all("kgfact-small", ["lab-m"])
-    assert scored == [("lab-m", None), ("lab-m", str(found / "targets.parquet"))]
+    assert scored == [("lab-m", ""), ("lab-m", str(found / "targets.parquet"))]
     assert capsys.readouterr().out == "skipped, because no target was accepted: generate-none\n"
     nll.score_all("kgfact-small", ["lab-m", "lab-s"])
-    assert ("lab-s", str(tmp_path / "generate-other/targets.parquet")) in scored and ("lab-s", None) in scored
+    assert ("lab-s", str(tmp_path / "generate-other/targets.parquet")) in scored and ("lab-s", "") in scored
 
 
 def test_a_path_is_as_good_as_its_text(tmp_path, lab, tiny):
