@@ -314,7 +314,7 @@ def translate_parameters(
     if not isinstance(given.get("method"), str) or not (alias := find_alias(given["method"])): return given
     given |= dict(method=alias.method, options={**alias.options, **read_mapping(given.get("options") or {})})
     if alias.anchor: given["anchor"] = _join(alias.anchor, given.get("anchor"))
-    if alias.gate: given["gate"] = given.get("gate") or alias.gate
+    if alias.gate: given["gate"] = _join(alias.gate, given.get("gate"))  # two gates are refused with their own sentence
     return given
 
 

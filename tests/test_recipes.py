@@ -1,0 +1,89 @@
+"Recipes: labels are parsed as they were written, whatever is composed; names of earlier versions mean what they meant."
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mixsd_nb.methods import ALIASES, ANCHORS, GATES, METHODS, compose, current_label, label_coordinates, label_title, ordered_labels, parse_label, recipe_label
+from mixsd_nb.methods.recipes import translate_parameters
+from mixsd_nb.runs import ParameterError, make_config
+from mixsd_nb.train import TrainConfig
+
+NUMBERS = st.one_of(st.floats(1e-6, 1e8), st.integers(0, 10**6)).map(lambda x: float(f"{x:g}"))  # as a label writes them
+
+
+def fitting():
+    "Every method with every set of up to two anchors and every gate that fits."
+    names = ["", *ANCHORS, *map("+".join, itertools.combinations(ANCHORS, 2))]
+    for method, anchor, gate in itertools.product(METHODS, names, ["", *GATES]):
+        try: yield compose(method, anchor, gate)
+        except ValueError: pass
+
+
+RECIPES = list(fitting())
+
+
+@given(st.sampled_from(RECIPES), st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_label_is_parsed_as_it_was_written(recipe, data):
+    values = {name: data.draw(NUMBERS) for name in recipe.label_settings}
+    label = recipe_label(recipe, **values)
+    assert parse_label(label) == (recipe, values) and current_label(label) == label
+    found = label_coordinates(label)
+    assert (found["method"], found["anchor"]) == (recipe.method.name, "+".join(anchor.name for anchor in recipe.anchors))
+    assert all(part.title in label_title(label) for part in recipe.parts)
+
+
+@given(st.lists(st.sampled_from(RECIPES), min_size=1, max_size=8, unique_by=lambda r: r.name), st.randoms())
+@settings(max_examples=100, deadline=None)
+def test_the_order_of_labels_does_not_depend_on_where_they_stood(recipes, random):
+    labels = [recipe_label(r, **dict.fromkeys(r.label_settings, 1.0)) for r in recipes]
+    assert ordered_labels(random.sample(labels, len(labels))) == ordered_labels(labels)
+
+
+@given(st.sampled_from(RECIPES), st.randoms())
+@settings(max_examples=100, deadline=None)
+def test_anchors_are_composed_in_the_order_of_declaration(recipe, random):
+    names = [anchor.name for anchor in recipe.anchors]
+    shuffled = "+".join(random.sample(names, len(names)))
+    assert compose(recipe.method.name, shuffled, recipe.gate.name if recipe.gate else "") == recipe
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_an_earlier_name_is_the_same_configuration(name):
+    "The same run, so the same numbers; its label of before becomes that of today."
+    alias = ALIASES[name]
+    old, new = make_config(TrainConfig, method=name), make_config(TrainConfig, method=alias.method, anchor=alias.anchor, gate=alias.gate)
+    assert old == new and old.hash() == new.hash()
+    before = f"{name}-{alias.label.format(**old.model_dump() | old.options)}" if alias.label else name
+    assert current_label(before) == old.label
+
+
+def test_variants_and_adapters_have_their_earlier_names():
+    named = make_config(TrainConfig, method="mixsd-shuffled", lam=0.3)
+    assert named == make_config(TrainConfig, method="mixsd", lam=0.3, options=dict(draw="shuffled")) and named.label == "mixsd-shuffled-0.3-b1000"
+    each, plain = make_config(TrainConfig, method="memit-each"), make_config(TrainConfig, method="memit")
+    assert (each.method, each.options["place"], each.options["weight"], plain.options["weight"]) == ("memit", "each", 1000, 300) and each.hash() != plain.hash()
+    assert make_config(TrainConfig, method="opsd", lora=4).label == "opsd-n8-t1+lora-4" and make_config(TrainConfig, method="sft", lora=0).label == "sft"
+    assert translate_parameters(dict(method="ewc", anchor="replay-kl", options='{"strength": 1}')) == dict(method="sft", anchor="ewc+replay-kl", options=dict(strength=1))
+
+
+@pytest.mark.parametrize(("parameters", "sentence"), [
+    (dict(method="opsd", gate="stm"), "gate stm needs a method that is trained on the NLL of fixed targets, such as sft or mixsd, got opsd"),
+    (dict(method="memit", anchor="ewc"), "anchor ewc needs a method that trains with updates, got memit"),
+    (dict(method="base", gate="talr"), "gate talr needs a method that trains with updates, got base"),
+    (dict(method="sft", anchor="lora+ewc"), "ewc and lora cannot be combined, because adapters leave the weights themselves as they are"),
+    (dict(method="sdft", anchor="replay"), "sdft and replay cannot be combined, because the loss of sdft is a mean over responses"),
+    (dict(method="sft", anchor="ewc+ewc"), "anchor must name each anchor once, got ewc twice"),
+    (dict(method="sft", anchor="ewk"), "anchor must be one of replay, replay-kl, l2sp, ewc, average, lora, untied, got ewk; did you mean ewc?"),
+    (dict(method="stm", gate="talr"), "gate must be one of stm, talr, answer, got stm.talr; did you mean talr?"),
+    (dict(method="sft", anchor="l2sp+ewc", options=dict(strength=1)), "options must be among .* for sft.l2sp.ewc, got strength")])
+def test_what_cannot_be_is_one_sentence(parameters, sentence):
+    with pytest.raises(ParameterError, match=f"^{sentence}"): make_config(TrainConfig, **parameters)
+
+
+def test_options_of_two_anchors_keep_apart():
+    config = make_config(TrainConfig, method="sft", anchor="ewc+l2sp", options={"ewc.strength": 2, "l2sp.strength": 3})
+    assert config.label == "sft+l2sp-3+ewc-2" and [config.recipe.options_of(a, config.options)["strength"] for a in config.recipe.anchors] == [3, 2]
