@@ -12,7 +12,7 @@ from importlib import import_module
 # public name -> its module; an empty one stands for a stage, which is itself a module with a function `run`
 _NAMES = {
     "load_corpus": "corpora", "load_base": "models", "load_engine": "models", "mix": "methods.mixing",
-    "mix_oracle": "methods.mixing", "token_nll": "models.scoring", "diagonal_fisher": "analysis.curvature",
+    "mix_oracle": "methods.mixing", "token_nll": "models.scoring", "diagonal_fisher": "models.gradients",
     "displacement": "analysis.curvature", "classify_error": "analysis.taxonomy:classify",
     "run_python": "benchmarks.sandbox", "open_cube": "results", "paper_cube": "results", "find_runs": "runs",
     "open_run": "runs", "ask": "results", "inject": "", "train": "", "evaluate": "", "generate": "", "sweep": ""}

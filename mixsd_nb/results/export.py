@@ -14,16 +14,17 @@ from ..corpora import load_corpus
 from ..models import load_part, load_tokenizer
 from ..models.chat import origin_model
 from .finished import ModelRun
+from .injection import InjectRun
 from .model_card import write_card
 from ..runs import ParameterError, explain_storage_errors, open_run
 from ..runs.commands import CommandParser, end_command
 
 # %% ../../nbs/results/export.ipynb #867fc47f
-def open_model_run(name: str | Path) -> ModelRun:
-    "The finished run of a name or a folder; ParameterError if it has no model."
+def open_model_run(name: str | Path) -> ModelRun | InjectRun:
+    "Return the finished run of a name or a folder; ParameterError if it has no model."
     run = open_run(name)
     if not run.finished: raise ParameterError(f"run must be finished, got {run.name}; the same command goes on with it")
-    if isinstance(run, ModelRun): return run
+    if isinstance(run, (ModelRun, InjectRun)): return run
     raise ParameterError(f"run must have a model, as runs of inject, train and evaluate, got {run.name}")
 
 # %% ../../nbs/results/export.ipynb #f2e73174
@@ -41,13 +42,13 @@ def _save_model(source: str, base: str, folder: Path) -> None:
 
 # %% ../../nbs/results/export.ipynb #9b702c40
 def export_model(
-    run: ModelRun | str | Path,  # or its name or its folder
+    run: ModelRun | InjectRun | str | Path,  # or its name or its folder
     folder: str | Path,  # new or empty
     step: int | None = None,  # of the checkpoint; None for the run's best step
     name: str = "",  # hub id under which the model will be loaded; empty for the folder
 ) -> Path:
     "Write a checkpoint as a Hugging Face folder with a model card; ParameterError for a folder that is in use."
-    run = run if isinstance(run, ModelRun) else open_model_run(run)
+    run = open_model_run(run) if isinstance(run, (str, Path)) else run
     folder, step = Path(folder).expanduser().absolute(), run.best_step if step is None else step
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ParameterError(f"DIR must be a new or an empty folder, got {folder}")

@@ -247,8 +247,12 @@ class InjectRun(FinishedRun):
         if step in (None, self.best_step): return self.after.responses()
         return self.trained.responses(step) if step else self.before.responses()
 
-    def scores(self) -> pd.DataFrame:
-        "Return by benchmark `n, before, after, low, high`: shares, and the latter's 95% interval."
+    def scores(
+        self,
+        step: int | None = None,  # None for the selected checkpoint
+    ) -> pd.DataFrame:
+        "Return by benchmark `n, before, after, low, high`: shares, and the latter's 95% interval; of recall at another step."
+        if step not in (None, self.best_step): return self.trained.scores(step)
         names = ["n", "before", "after", "low", "high"]
         return self.root[names].to_dataframe()[names].astype(dict(n=int))
 
