@@ -52,7 +52,7 @@ class TrainConfig(TrainingSettings, Stage):
         if self._asks_questions(): select_items(self)
         if source := self.source():
             folder = source.without_idle().folder
-            require_weights(folder, removed_steps(folder), f"method={self.method}")
+            require_weights(folder, removed_steps(folder), f"anchor={self.anchor}")
         if not self.has_rate: return
         from mixsd_nb.methods.trainer import check_devices
         self.check_steps()
@@ -81,8 +81,10 @@ class TrainConfig(TrainingSettings, Stage):
 
     def source(self) -> "TrainConfig | None":
         "The run whose checkpoints an anchor starts from, with the weights of all of them in float32; None for most recipes."
-        if not (source := self.recipe.source()): return None
-        options = {name: self.options[name] for name in source.defaults() if name in self.options}
+        recipe = self.recipe
+        if not (source := recipe.source()): return None
+        options = {source.key(part, name): value for part in source.parts
+                   for name, value in recipe.options_of(part, self.options).items()}
         anchor = "+".join(part.name for part in source.anchors)
         return self.model_copy(update=dict(anchor=anchor, options=options, keep="all", stored="float32", stop="last"))
 
