@@ -20,7 +20,7 @@ import xarray as xr
 from . import evaluate, generate
 from .benchmarks.evaluation import select_items
 from .corpora import CORPORA
-from .evaluation.checkpoints import Evaluation, remove_unwanted, suite_steps
+from .evaluation.checkpoints import Evaluation, list_suite_steps, remove_unwanted
 from .methods import update_count
 from .methods.lengths import check_facts, check_subjects
 from .models import ENGINES, check_head, check_process
@@ -92,7 +92,7 @@ class TrainConfig(TrainingSettings, Stage):
         "Whether the run has measured all checkpoints; its last one is that of the training."
         root = read_root(run.folder / "result.nc")
         selection, steps = find_selection(root), {int(step) for step in root.step.values if step > 0}
-        if not self._covers_suite(root, steps, suite_steps(self, selection)): return False
+        if not self._covers_suite(root, steps, list_suite_steps(self, selection)): return False
         if not self.has_rate or self.stop == "converged" and selection.converged is not None: return True
         asked = np.asarray(root.get("targets_asked", np.nan)).item()
         last = max(steps, default=0) if np.isnan(asked) else update_count(self.epochs, int(asked), self.batch)

@@ -1,5 +1,6 @@
 """The parameters cell of every stage notebook agrees with the stage's configuration."""
 
+import ast
 import importlib
 import json
 import re
@@ -37,6 +38,16 @@ def test_the_parameters_cell_has_every_field_with_its_default_and_its_descriptio
     for name, field in config.model_fields.items():
         assert found[name]["help"] == field.description and scope[name] == field.default, name
     if "force" in found: assert found["force"]["help"] == config.forced
+
+
+@pytest.mark.parametrize("path", STAGES, ids=lambda p: p.stem)
+def test_no_parameter_hides_a_name_that_the_notebook_uses(path):
+    "The parameters cell assigns in the namespace of the notebook, after the cells that import and define."
+    cells = [re.sub(r"^\s*[%!].*$", "", "".join(c["source"]), flags=re.M) for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
+    nodes = [node for source in cells for node in ast.parse(source).body]
+    names = {alias.asname or alias.name for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names}
+    names |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    assert not names & {*configuration(path).model_fields}
 
 
 SCALED = [config for path in STAGES if preset_names(config := configuration(path))]
