@@ -25,7 +25,7 @@ from .methods import BASE, label_title, ordered_labels, parse_label
 from .models.identity import MODEL_OPTIONS, ModelName, ModelOptions, model_label
 from .results.cube import agreeing_runs
 from .results.plots import mark_made_up
-from .results.schema import variable
+from .runs.schema import variable
 from .runs import (Run, Stage, check_runs_folder, module_of, run_function, runs_root, consumed_field, runtime_field,
                            read_table, write_atomically)
 

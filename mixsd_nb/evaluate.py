@@ -27,7 +27,7 @@ from .benchmarks.evaluation import (RECORD_KEYS, EvalSettings, evaluate_suite, s
 from .models import check_model, check_process
 from .models.identity import BY_CONTENT, ModelName, model_label
 from .models.presets import warn_about_lab_values
-from .results.schema import benchmark_coords, reported_values, reported_versions, variable
+from .runs.schema import benchmark_coords, reported_values, reported_versions, variable
 from .runs import (DamagedFile, Run, Stage, find_runs, make_config, read_run_record, run_function, runs_root,
                            runtime_field, try_lock, write_atomically)
 

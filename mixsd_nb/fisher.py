@@ -30,7 +30,7 @@ from .models.gradients import diagonal_fisher
 from .models.identity import ModelName, model_label
 from .results.cube import agreeing_runs
 from .results.plots import mark_made_up, recipe_colour
-from .results.schema import CELL_DIMS, RUN_DIMS, variable
+from .runs.schema import CELL_DIMS, RUN_DIMS, variable
 from .results.summary import held_out_average
 from .runs import Journal, Seed, Stage, module_of, run_function, runtime_field
 

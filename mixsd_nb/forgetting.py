@@ -25,7 +25,7 @@ from .models import ENGINES
 from .models.identity import MODEL_OPTIONS, ModelName, ModelOptions
 from .results.cube import agreeing_runs
 from .results.plots import draw_recipe_legend, mark_made_up, recipe_colour, recipe_marker
-from .results.schema import CELL_DIMS, DIMS, RECIPE_COORDS, RUN_DIMS, variable
+from .runs.schema import CELL_DIMS, DIMS, RECIPE_COORDS, RUN_DIMS, variable
 from .results.summary import held_out_average
 from .runs import Stage, module_of, run_function, consumed_field, runtime_field
 

@@ -29,7 +29,7 @@ from .models.identity import MODEL_OPTIONS, ModelName, ModelOptions, model_label
 from .results.merge import merge_roots
 from .results.overview import CONDITIONALS
 from .results.plots import corpus_name, mark_made_up, recipe_colour
-from .results.schema import recipe_coords, variable
+from .runs.schema import recipe_coords, variable
 from .runs import (TARGET_COLUMNS, Stage, find_runs, module_of, read_config, read_table, run_function,
                            consumed_field, make_config, runtime_field)
 

@@ -29,7 +29,7 @@ from mixsd_nb.methods import ANCHORS, GATES, METHODS, compose, parse_label, runn
 from mixsd_nb.methods.fitting import MethodRun
 from mixsd_nb.methods.trainer import FineTuner, build_objective, fine_tune, read_curves
 from mixsd_nb.models import load_base, load_tokenizer
-from mixsd_nb.results.schema import DIMS, VARIABLE_ATTRS
+from mixsd_nb.runs.schema import DIMS, VARIABLE_ATTRS
 from mixsd_nb.runs import ParameterError
 
 TRAINED = [name for name in runnable_methods() if METHODS[name].rate_setting == "lr"]

@@ -17,14 +17,13 @@ NOTEBOOKS = sorted(p for p in (ROOT / "nbs").rglob("*.ipynb") if ".ipynb_checkpo
 STAGES = [p for p in NOTEBOOKS if p.parent == ROOT / "nbs" and p.name != "index.ipynb"]
 DEVELOPMENT = {"fastcore", "nbdev", "execnb", "pytest", "hypothesis"}
 
-GROUND = ["runs", "corpora", "models", "results.schema"]
+GROUND = ["runs", "corpora", "models"]
 MIDDLE = [*GROUND, "benchmarks", "methods", "analysis"]
 ROOMS = [*MIDDLE, "evaluation", "training", "pretraining", "results", "cluster"]
 FLOORS = {
     "runs": ["runs"],
     "corpora": ["runs", "corpora"],
     "models": ["runs", "corpora.prompts", "models"],
-    "results.schema": ["runs"],
     "profiling": [*MIDDLE, "profiling"],
     "benchmarks": [*GROUND, "benchmarks"],
     "methods": [*GROUND, "benchmarks", "methods"],
@@ -113,8 +112,8 @@ def test_imports_run_downwards(path):
 
 
 def test_no_circle_among_rooms():
-    "No two rooms import each other; results.schema stands on the ground floor."
-    room = lambda name: name if name == "results.schema" else name.split(".")[0]
+    "No two rooms import each other."
+    room = lambda name: name.split(".")[0]
     arrows = {(room(dotted(p)), room(own_target(t))) for p in MODULES for t in module_imports(p) if within(t, "mixsd_nb") and own_target(t)}
     both = {tuple(sorted(pair)) for pair in arrows if pair[0] != pair[1] and pair[::-1] in arrows}
     assert not both, f"these rooms import each other: {both}"

@@ -35,7 +35,7 @@ from mixsd_nb.results.layout import result_tree
 from mixsd_nb.results.merge import merge_roots
 from mixsd_nb.results.plots import recipe_colour
 from mixsd_nb.results.roots import read_root
-from mixsd_nb.results.schema import RECIPE_COORDS
+from mixsd_nb.runs.schema import RECIPE_COORDS
 from mixsd_nb.results.sheets import draw_sheet, style_sheet, to_latex
 from mixsd_nb.results.summary import held_out_average, summary_table
 from mixsd_nb.results.tables import TABLES, list_tables

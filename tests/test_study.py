@@ -15,7 +15,7 @@ from mixsd_nb.results.claims import CLAIMS, OURS, VERDICTS, claims_table, forget
 from mixsd_nb.results.committed import committed_folder, list_missing, read_cube, read_cubes, write_cube
 from mixsd_nb.results.cube import cube_of
 from mixsd_nb.results.demo import invent_cube, invent_result
-from mixsd_nb.results.schema import DIMS, RUN_DIMS, variable
+from mixsd_nb.runs.schema import DIMS, RUN_DIMS, variable
 from mixsd_nb.results.versus import differ_at_recall, point_tables, rates_at_ends, settings_table, kept_values, learned_values
 from mixsd_nb.runs import ParameterError, load_object, project_root, write_result
 from mixsd_nb.study import find_cubes, main, list_trainings, recompute_cells, run, write_list

@@ -22,7 +22,7 @@ from ..corpora import load_corpus
 from ..corpora.prompts import encode_prompt
 from ..models import (ENGINES, check_engine, check_engine_options, load_engine, load_tokenizer)
 from ..models.identity import ModelName, model_label
-from ..results.schema import variable
+from ..runs.schema import variable
 from ..runs import Config, Seed, Stage, load_object, module_of, read_table, runtime_field, write_atomically
 
 # %% ../../nbs/analysis/divergence.ipynb #aa000005

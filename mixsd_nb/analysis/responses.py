@@ -21,7 +21,7 @@ from .taxonomy import (ALL_CATEGORIES, PUBLISHED, RECALL_BENCHMARKS, Limits, ada
 from ..benchmarks import SUITES, Selection, load_items
 from ..methods import BASE, label_coordinates
 from ..methods.translation import TranslatedRun
-from ..results.schema import CELL_DIMS, DIMS, RECIPE_COORDS, RUN_DIMS, VARIABLE_ATTRS, recipe_coords
+from ..runs.schema import CELL_DIMS, DIMS, RECIPE_COORDS, RUN_DIMS, VARIABLE_ATTRS, recipe_coords
 from ..runs import COMPUTE_BOTH, Run, checkpoint_step, explain_damage, find_runs, read_table, runs_root
 
 # %% ../../nbs/analysis/responses.ipynb #f6e9ce55

@@ -28,7 +28,7 @@ from ..results.committed import committed_folder, is_filled, read_cube, write_cu
 from ..results.cube import cube_of
 from ..results.merge import common_attrs, merge_roots
 from ..results.roots import read_root, read_roots
-from ..results.schema import RUN_DIMS
+from ..runs.schema import RUN_DIMS
 from ..runs import MissingOutputs, find_stage, make_config, read_json, runs_root
 from ..runs.pool import count_cores
 

@@ -12,7 +12,7 @@ import json
 import xarray as xr
 
 from . import current_label, label_coordinates
-from ..results.schema import recipe_coords, variable
+from ..runs.schema import recipe_coords, variable
 from ..runs import Run
 
 # %% ../../nbs/methods/translation.ipynb #0a726ed8

@@ -10,7 +10,7 @@ import torch
 
 from .fitting import Fitted, MethodRun, trained_facts
 from ..models import load_base
-from ..results.schema import TARGET_VARIABLES
+from ..runs.schema import TARGET_VARIABLES
 from ..runs import require_weights
 
 # %% ../../nbs/methods/weight_averaging.ipynb #e59073c6

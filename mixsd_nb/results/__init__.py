@@ -13,6 +13,6 @@ _MODULES = {"open_cube": "cube", "paper_cube": "paper", "ask": "dialogue"}
 
 
 def __getattr__(name):
-    "Import a public function when it is first used, so that rooms below this one can use `results.schema` alone."
+    "Import a public function when it is first used, so that importing the room is quick."
     if name in _MODULES: return getattr(import_module(f"mixsd_nb.results.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__} has no attribute {name}")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import xarray as xr
 
 from ..methods import BASE, Recipe, all_parts, parse_label, translate_parameters
-from .schema import BENCHMARK_COORDS, DIMS, RECIPE_COORDS
+from ..runs.schema import BENCHMARK_COORDS, DIMS, RECIPE_COORDS
 
 # %% ../../nbs/results/agreement.ipynb #06b47130
 # Not compared: dimensions and their coordinates, and settings that only select steps or give the path of an input.

@@ -11,7 +11,7 @@ import xarray as xr
 
 from ..evaluation.selection import TIES, select_checkpoints
 from ..methods import BASE, ordered_labels
-from .schema import CELL_DIMS, RUN_DIMS
+from ..runs.schema import CELL_DIMS, RUN_DIMS
 from .summary import average_drop, held_out_average, score_by
 
 # %% ../../nbs/results/cells.ipynb #878604bb

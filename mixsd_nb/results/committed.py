@@ -13,7 +13,7 @@ import pandas as pd
 import xarray as xr
 
 from ..methods.translation import current_root
-from .schema import RUN_DIMS
+from ..runs.schema import RUN_DIMS
 from ..runs import netcdf_lock, project_root, write_atomically
 
 # %% ../../nbs/results/committed.ipynb #942d865a

@@ -20,7 +20,7 @@ from ..methods.translation import TranslatedRun
 from .agreement import check_settings, group_runs, run_settings
 from .merge import merge_roots, order_roots
 from .roots import read_root, read_roots, read_training_roots, rename_root
-from .schema import CELL_DIMS, RUN_DIMS, recipe_coords
+from ..runs.schema import CELL_DIMS, RUN_DIMS, recipe_coords
 from ..runs import ParameterError, nearest, runs_root
 
 # %% ../../nbs/results/cube.ipynb #2cd37222

@@ -14,7 +14,7 @@ import xarray as xr
 
 from ..methods import BASE, parse_label
 from .layout import result_tree
-from .schema import CURVE_VARIABLES
+from ..runs.schema import CURVE_VARIABLES
 
 # %% ../../nbs/results/demo.ipynb #64e97c4c
 def declare_made_up(

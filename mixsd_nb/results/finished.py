@@ -23,7 +23,7 @@ from ..methods.translation import TranslatedRun
 from ..methods import BASE, label_title
 from ..models import load_base
 from .dialogue import reply
-from .schema import RUN_DIMS
+from ..runs.schema import RUN_DIMS
 from ..runs import removed_steps, require_weights, runs_root
 
 # %% ../../nbs/results/finished.ipynb #27d586b6

@@ -15,8 +15,8 @@ import xarray as xr
 from ..analysis.scores import count_correct, item_variances
 from ..benchmarks import SUITES
 from ..methods import label_coordinates, parse_label
-from .schema import CURVE_VARIABLES, DIMS, RUN_DIMS, TARGET_VARIABLES
-from .schema import benchmark_coords, reported_values, reported_versions, run_coords, variable
+from ..runs.schema import CURVE_VARIABLES, DIMS, RUN_DIMS, TARGET_VARIABLES
+from ..runs.schema import benchmark_coords, reported_values, reported_versions, run_coords, variable
 
 # %% ../../nbs/results/layout.ipynb #350d884f
 def training_curves(

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from .schema import DIMS
+from ..runs.schema import DIMS
 
 # %% ../../nbs/results/merge.ipynb #baae658a
 def list_dimensions(

@@ -20,7 +20,7 @@ from ..benchmarks import SUITES
 from ..corpora import CORPORA
 from ..methods import BASE, compose, label_coordinates, label_family, recipe_label
 from .merge import merge_roots
-from .schema import CELL_DIMS, DIMS, benchmark_coords, run_coords, variable
+from ..runs.schema import CELL_DIMS, DIMS, benchmark_coords, run_coords, variable
 
 # %% ../../nbs/results/paper.ipynb #c0802664
 def paper_rows() -> pd.DataFrame:

@@ -17,7 +17,7 @@ import xarray as xr
 from ..analysis.statistics import FEWEST_RUNS, pearson, rank_correlation
 from ..methods import BASE, label_family
 from .cells import cell_mask, select_cells
-from .schema import CELL_DIMS
+from ..runs.schema import CELL_DIMS
 from .summary import average_drop
 
 # %% ../../nbs/results/predictors.ipynb #0d0b0db4

@@ -10,7 +10,7 @@ import pandas as pd
 import xarray as xr
 
 from ..methods import BASE, label_title, parse_label
-from .schema import RUN_DIMS
+from ..runs.schema import RUN_DIMS
 from .summary import held_out_average, recipe_order
 
 # %% ../../nbs/results/rivals.ipynb #71fa100c

@@ -15,7 +15,7 @@ import xarray as xr
 from ..corpora.stored import read_records
 from ..methods.translation import current_root
 from ..runs import DamagedFile, check_schema, explain_damage, netcdf_lock, runs_root
-from .schema import TARGET_VARIABLES
+from ..runs.schema import TARGET_VARIABLES
 
 # %% ../../nbs/results/roots.ipynb #3c5ca7ee
 def read_root(

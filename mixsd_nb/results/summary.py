@@ -16,7 +16,7 @@ import pandas as pd
 import xarray as xr
 
 from ..methods import BASE, ordered_labels
-from .schema import CELL_DIMS, RUN_DIMS
+from ..runs.schema import CELL_DIMS, RUN_DIMS
 
 # %% ../../nbs/results/summary.ipynb #e01e7e92
 def coalesce(

@@ -25,7 +25,7 @@ from ..results.comparison import selection_panels
 from ..results.demo import is_made_up
 from ..results.layout import learning_rates
 from ..results.plots import format_range, recipe_colour, recipe_marker, model_name
-from ..results.schema import CELL_DIMS
+from ..runs.schema import CELL_DIMS
 from ..results.summary import base_values, last_steps
 from ..results.tradeoff import frontier, kept_label, select_benchmarks, tradeoff_points
 from .runs import describe_checkpoint

@@ -24,7 +24,7 @@ from ..corpora.stored import known_corpora
 from ..methods import BASE, label_family
 from ..methods.translation import TranslatedRun
 from ..results.plots import recipe_colour
-from ..results.schema import RUN_DIMS
+from ..runs.schema import RUN_DIMS
 from ..runs import read_config, read_table
 from .base import View, escape, make_control, make_row, set_options, silence
 from .picture import PICTURE_STYLE, Picture

@@ -24,7 +24,7 @@ from ..results.demo import declare_made_up, is_made_up
 from ..results.layout import result_tree
 from ..results.merge import order_roots
 from ..results.roots import read_training_roots
-from ..results.schema import RUN_DIMS
+from ..runs.schema import RUN_DIMS
 from ..runs import runs_root, write_json, write_result
 
 # %% ../../nbs/views/runs.ipynb #30441f50

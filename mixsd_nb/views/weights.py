@@ -18,7 +18,7 @@ import pandas as pd
 from ..analysis.curvature import PARTS, add_alignment_ratio, tensor_sums
 from ..analysis.estimation import FISHER
 from ..results.plots import recipe_colour
-from ..results.schema import RUN_DIMS
+from ..runs.schema import RUN_DIMS
 from ..runs import checkpoint_steps, find_runs
 from .base import View, escape, make_control, make_row, render_error, render_table, set_options, silence
 from .picture import PICTURE_STYLE, Picture
