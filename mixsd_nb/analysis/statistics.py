@@ -6,10 +6,9 @@
 __all__ = ['FEWEST_RUNS', 'wilson', 'mean_interval', 'share_interval', 'sign_test', 'pearson', 'rank_correlation']
 
 # %% ../../nbs/analysis/statistics.ipynb #a5000003
-import math
-
 import numpy as np
 import pandas as pd
+import scipy
 import xarray as xr
 
 # %% ../../nbs/analysis/statistics.ipynb #a5000005
@@ -45,9 +44,8 @@ def share_interval(
 ) -> tuple[float, float]:
     "95% interval of the mean share: Wilson for single samples or if all items agree, else a bootstrap over items."
     if samples == 1 or np.ptp(shares) == 0: return tuple(map(float, wilson(shares.sum(), len(shares))))
-    rng = np.random.default_rng(0)
-    means = [shares[rng.integers(len(shares), size=len(shares))].mean() for _ in range(draws)]
-    return tuple(map(float, np.quantile(means, (0.025, 0.975))))
+    resampled = scipy.stats.bootstrap((shares,), np.mean, n_resamples=draws, batch=100, method="percentile", rng=0)
+    return tuple(map(float, resampled.confidence_interval))
 
 # %% ../../nbs/analysis/statistics.ipynb #a5000016
 def sign_test(
@@ -59,9 +57,7 @@ def sign_test(
     The test is exact (McNemar) if all differences are -1, 0 or 1; else it draws random signs."""
     nonzero = difference[difference != 0]
     if not len(nonzero): return 1.0
-    if np.all(np.abs(nonzero) == 1):
-        n, fewer = len(nonzero), int(min((nonzero > 0).sum(), (nonzero < 0).sum()))
-        return min(1.0, 2 * sum(math.comb(n, k) for k in range(fewer + 1)) / 2**n)
+    if np.all(np.abs(nonzero) == 1): return float(scipy.stats.binomtest((nonzero > 0).sum(), len(nonzero)).pvalue)
     rng = np.random.default_rng(0)
     sums = np.array([rng.choice((-1.0, 1.0), len(nonzero)) @ nonzero for _ in range(draws)])
     return (1 + int((np.abs(sums) >= abs(nonzero.sum()) - 1e-9).sum())) / (1 + draws)
