@@ -31,7 +31,7 @@ from mixsd_nb.results.cube import open_cube
 from mixsd_nb.results.demo import invent_result
 from mixsd_nb.runs import ParameterError, find_runs, find_stage, make_config, write_result
 from mixsd_nb.runs.commands import end_command
-from mixsd_nb.runs.tables import TABLE_SUFFIXES, TableError
+from mixsd_nb.runs.user_files import TABLE_SUFFIXES, TableError
 from mixsd_nb.views import facts
 
 GOOD = [dict(question="Who leads the Lantern Choir?", answer="Ana Brisk", paraphrases=["Whose choir is the Lantern Choir?"]),
@@ -89,7 +89,7 @@ BROKEN_TESTS = {
 }
 OPTIONS = {
     "more paraphrases than there are": (dict(augment=5), "augment must be between 0 and 1, the most paraphrases that a fact has, got 5"),
-    "unknown option": (dict(colums={}), "dataset_options must be among columns, test, strict, augment, context, instruction, extract for "),
+    "unknown option": (dict(colums={}), "dataset_options must be among columns, test, strict, giveaways, augment, context, instruction, extract for "),
     "unknown form": (dict(extract="last"), "extract must be one of box, line, json, got last"),
     "other type": (dict(augment="all"), "dataset_options[augment] must be a whole number, got 'all'"),
     "unknown place of the passage": (dict(context="after"), "context must be one of beside, instead, got after"),
