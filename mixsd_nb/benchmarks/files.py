@@ -69,12 +69,12 @@ def _turn_problem(turns: list[dict]) -> str:
         return "every content in messages must be a text that is not empty"
     return "" if turns[-1]["role"] == "user" else "messages must end with a turn of the user"
 
-# %% ../../nbs/benchmarks/files.ipynb #bbc99c7e
+# %% ../../nbs/benchmarks/files.ipynb #f793f15a
 class ItemRow(FileRow):
     "A row of a file of questions."
     prompt: RawText = ""
     question: FilledText = ""
-    messages: Annotated[list, BeforeValidator(_read_messages)] = []
+    messages: Annotated[list[dict], BeforeValidator(_read_messages)] = []
     answer: FilledText = ""
     grading: Text = "boxed"
     tests: FilledText = ""

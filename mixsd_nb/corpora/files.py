@@ -203,11 +203,11 @@ class Facts(NamedTuple):
 def _sound(
     table: Table,
     parsed: list[tuple[Row, FileRow]],  # each row with its fact or test
-) -> tuple[dict[int, dict], list[str]]:
-    "Return the number of each row without problems with its values, and what is to be said about the others."
+) -> tuple[list[tuple[Row, dict]], list[str]]:
+    "Return each row without problems with its values, and what is to be said about the others."
     rows = {id(row) for row in table.sound_rows}
-    values = {row.line: dict(id=hash_text(found.question)) | found.model_dump(exclude_defaults=True)
-              for row, found in parsed if id(row) in rows}
+    values = [(row, dict(id=hash_text(found.question)) | found.model_dump(exclude_defaults=True))
+              for row, found in parsed if id(row) in rows]
     if not values: table.check()
     if not table.problems: return values, []
     return values, [f"{table.path}: {len(values)} rows are used; {len(table.problems)} problems keep others out, the first "
@@ -233,10 +233,9 @@ def read_facts(
         parsed.append((tests, parse_tests(tests, there)))
     problems = [problem for source, _ in parsed for problem in source.problems]
     if strict and problems: raise TableError(problems)
-    (facts, notices), *rest = [_sound(*part) for part in parsed]
-    places = {fact["id"]: f"{table.path}, {table.unit} {line}" for line, fact in facts.items()}
-    return Facts([*facts.values()], [row for rows, _ in rest for row in rows.values()], places,
-                 notices + [notice for _, more in rest for notice in more])
+    (facts, notices), (own_tests, more) = [_sound(*part) for part in parsed] + [([], [])] * (not test)
+    places = {fact["id"]: f"{table.path}, {table.unit} {row.line}" for row, fact in facts}
+    return Facts([fact for _, fact in facts], [values for _, values in own_tests], places, notices + more)
 
 # %% ../../nbs/corpora/files.ipynb #29ffa03d
 CONTEXTS = ("beside", "instead")

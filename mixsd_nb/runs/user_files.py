@@ -40,11 +40,14 @@ class Row(dict):
         super().__init__({name: value for name, value in values.items() if value is not None})
         self.line, self.last = line, last or line
 
-# %% ../../nbs/runs/user_files.ipynb #13fd93dd
+# %% ../../nbs/runs/user_files.ipynb #c0e557d8
 @dataclass(frozen=True)
 class Number:
     "Hold a number as it is written in a file."
     text: str
+
+
+def _escape(text: str) -> str: return text.encode(errors="backslashreplace").decode()  # half of a character cannot be printed
 
 
 def shorten(
@@ -53,7 +56,7 @@ def shorten(
     "Return a value as JSON for a message, with numbers as they are written, and at most sixty characters."
     text = json.dumps(value, ensure_ascii=False, default=lambda v: f"\0{v.text}\0" if isinstance(v, Number) else str(v))
     text = text.replace('"\\u0000', "").replace('\\u0000"', "")
-    return text if len(text) <= 60 else f"{text[:60]} …"
+    return _escape(text if len(text) <= 60 else f"{text[:60]} …")
 
 # %% ../../nbs/runs/user_files.ipynb #7535a779
 SHOWN = 20  # problems that a message lists
@@ -85,8 +88,7 @@ class Table:
     ) -> None:
         "Note a problem; `check` raises the error."
         line = row.line if isinstance(row, Row) else row
-        what = what.encode(errors="backslashreplace").decode()  # half of a character cannot be printed
-        self._problems.setdefault((line, what), kind)
+        self._problems.setdefault((line, _escape(what)), kind)
 
     @property
     def problems(self) -> list[str]:
@@ -123,7 +125,7 @@ def read_raw(
     if isinstance(value, Number): return value.text
     if not isinstance(value, str): raise ValueError(f"must be text, got {shorten(value)}")
     if half := re.search("[\ud800-\udfff]", value):
-        raise ValueError(f"has half of a character, {half[0]}; write the character itself")
+        raise ValueError(f"has half of a character, {_escape(half[0])}; write the character itself")
     return value
 
 
@@ -173,7 +175,7 @@ def _read_list(value: Any) -> list:
 
 Texts = Annotated[list[FilledText], BeforeValidator(_read_list)]
 
-# %% ../../nbs/runs/user_files.ipynb #7978410c
+# %% ../../nbs/runs/user_files.ipynb #db3aacab
 def read_number(
     value: Any,
 ) -> float | None:
@@ -218,7 +220,7 @@ def _find_columns(
     for name in required:
         if name not in found: table.report(f"there is no column {name}; the columns are {', '.join(found)}{advice}", first)
 
-# %% ../../nbs/runs/user_files.ipynb #41c0f782
+# %% ../../nbs/runs/user_files.ipynb #8d44c618
 def _is_wrapped(
     table: Table,
     model: type[BaseModel],  # of its rows
@@ -230,7 +232,7 @@ def _is_wrapped(
     needed = {name for name, field in model.model_fields.items() if field.is_required()} or {*model.model_fields}
     return bool(nested) and not needed & (table.rows[0].keys() - nested)
 
-# %% ../../nbs/runs/user_files.ipynb #ad940853
+# %% ../../nbs/runs/user_files.ipynb #4363657d
 class FileRow(BaseModel):
     "Base class of the kinds of rows."
     model_config = ConfigDict(allow_inf_nan=False)
@@ -329,6 +331,9 @@ def _read_json_values(table: Table, text: str) -> None:
     elif text[position + is_list:].strip(): table.report("there is text after the list", text.count("\n", 0, position) + 1)
 
 
+def _is_list(text: str) -> bool: return bool(re.match(r"\s*\[\s*[{\]]", text))  # of mappings
+
+
 def _spans_lines(text: str) -> bool:
     "Whether the first value of a JSON file goes on in the next line."
     start = len(text) - len(text.lstrip())
@@ -338,8 +343,8 @@ def _spans_lines(text: str) -> bool:
 
 
 def _read_json(table: Table, text: str) -> None:
-    is_list = table.path.suffix.lower() == ".json" and text.lstrip().startswith("[")
-    (_read_json_values if is_list or _spans_lines(text) else _read_json_lines)(table, text)
+    named = table.path.suffix.lower() == ".json" and text.lstrip().startswith("[")
+    (_read_json_values if named or _is_list(text) or _spans_lines(text) else _read_json_lines)(table, text)
 
 # %% ../../nbs/runs/user_files.ipynb #4c08bc78
 def _drop_nameless(
@@ -370,13 +375,22 @@ def _add_cells(
         if len(cells) == len(names): table.rows.append(Row({n: c for n, c in zip(names, cells) if c.strip()}, first, last))
         else: table.report(f"there must be {len(names)} values, as in the first line, got {len(cells)}", first)
 
-# %% ../../nbs/runs/user_files.ipynb #7f993327
+# %% ../../nbs/runs/user_files.ipynb #e72154c9
 _QUOTED = re.compile(r'(?<![^\t\r\n])"(?:((?:[^"]++|"")*+"(?![^\t\r\n]))|[^\t\r\n]*)')
 
 
 def _quote_cells(text: str) -> str:
     "Return a text with tabs in which each cell that begins with a quote is quoted as a whole."
     return _QUOTED.sub(lambda cell: cell[0] if cell[1] else '"' + cell[0].replace('"', '""') + '"', text)
+
+
+def _is_ambiguous(
+    lines: list[str],  # that a row takes
+    cells: list[str],  # of the row
+) -> bool:
+    "Whether a cell in quotes may as well be the end of a row, further rows, and the beginning of one."
+    in_one = any("\t" in cell and "\n" in cell for cell in cells)
+    return in_one and all(line.count("\t") == len(cells) - 1 for line in lines)
 
 # %% ../../nbs/runs/user_files.ipynb #22a6257a
 _SEPARATOR_LINE = re.compile(r'\s*"?sep=([^\w\s"]|\t)"?[ \t]*(?=[\r\n])', re.I)
@@ -403,15 +417,17 @@ def _read_separated(
     if separator == "\t": text = _quote_cells(text)
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # passages can be long
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
-    lines, line = [], 1
+    lines, line, written = [], 1, text.split("\n") if separator == "\t" else []
     try:
         for cells in reader:
             first, line = line, reader.line_num + 1
-            if any(cell.strip() for cell in cells): lines.append((first, reader.line_num, cells))
+            if written and _is_ambiguous(written[first - 1:line - 1], cells):
+                table.report("a quote opens a cell that may end in this line or in a later one; quote each cell", first)
+            elif any(cell.strip() for cell in cells): lines.append((first, reader.line_num, cells))
     except csv.Error as e: table.report(f"the line cannot be split into values ({e})", line)
     _add_cells(table, lines)
 
-# %% ../../nbs/runs/user_files.ipynb #8b8c43db
+# %% ../../nbs/runs/user_files.ipynb #4f32675f
 def _write_number(
     value: int | float | Decimal,
 ) -> str:
