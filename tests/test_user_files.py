@@ -164,7 +164,7 @@ def test_every_text_survives_in_every_format(form, rows, tmp_path_factory):
     path = save(frame, tmp_path_factory.mktemp("texts"), form)
     try: facts = read_facts(str(path), giveaways=True).facts
     except TableError as e:
-        assert ("\t" in form or form == ".tsv") and all(re.search(r", line \d+: a quote opens a cell ", problem) for problem in e.problems)
+        assert ("\t" in form or form == ".tsv") and all(re.search(r", line \d+: a quote begins a cell ", problem) for problem in e.problems)
     else: assert [(fact["question"], fact["context"], fact["id"]) for fact in facts] == [*zip(frame.question, frame.context, frame.id)]
 
 
@@ -249,7 +249,7 @@ def test_a_quoted_word_at_the_beginning_of_a_cell_with_tabs(tmp_path):
         ('"Velmis" was built in which town?', "Oru"), ('Who\nrules "Vel"?', "Mira"), ('How long is 5"?', '"5 inch')]
     assert read_prompts(write(tmp_path / "p.tsv", 'prompt\n"Velmis" was built in which town?\n')) == ['"Velmis" was built in which town?']
     write(tmp_path / "g.tsv", 'question\tanswer\n"Velmis\tOru\nWho" is it?\tIvo\n"Vel\tOru\nWho"\tIvo\n')
-    assert problems(read_facts, tmp_path / "g.tsv") == ["g.tsv, line 4: a quote opens a cell that may end in this line or in a later one; quote each cell"]
+    assert problems(read_facts, tmp_path / "g.tsv") == ["g.tsv, line 4: a quote begins a cell that may hold a tab or end before it; quote each cell"]
 
 
 @pytest.mark.parametrize("suffix, mark", [(".csv", ","), (".csv", ";"), (".tsv", "\t")])

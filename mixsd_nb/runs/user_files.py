@@ -40,7 +40,7 @@ class Row(dict):
         super().__init__({name: value for name, value in values.items() if value is not None})
         self.line, self.last = line, last or line
 
-# %% ../../nbs/runs/user_files.ipynb #c0e557d8
+# %% ../../nbs/runs/user_files.ipynb #be44782c
 @dataclass(frozen=True)
 class Number:
     "Hold a number as it is written in a file."
@@ -175,7 +175,7 @@ def _read_list(value: Any) -> list:
 
 Texts = Annotated[list[FilledText], BeforeValidator(_read_list)]
 
-# %% ../../nbs/runs/user_files.ipynb #db3aacab
+# %% ../../nbs/runs/user_files.ipynb #80de58e3
 def read_number(
     value: Any,
 ) -> float | None:
@@ -220,7 +220,7 @@ def _find_columns(
     for name in required:
         if name not in found: table.report(f"there is no column {name}; the columns are {', '.join(found)}{advice}", first)
 
-# %% ../../nbs/runs/user_files.ipynb #8d44c618
+# %% ../../nbs/runs/user_files.ipynb #e95c4530
 def _is_wrapped(
     table: Table,
     model: type[BaseModel],  # of its rows
@@ -232,7 +232,7 @@ def _is_wrapped(
     needed = {name for name, field in model.model_fields.items() if field.is_required()} or {*model.model_fields}
     return bool(nested) and not needed & (table.rows[0].keys() - nested)
 
-# %% ../../nbs/runs/user_files.ipynb #4363657d
+# %% ../../nbs/runs/user_files.ipynb #46a1eacb
 class FileRow(BaseModel):
     "Base class of the kinds of rows."
     model_config = ConfigDict(allow_inf_nan=False)
@@ -375,7 +375,7 @@ def _add_cells(
         if len(cells) == len(names): table.rows.append(Row({n: c for n, c in zip(names, cells) if c.strip()}, first, last))
         else: table.report(f"there must be {len(names)} values, as in the first line, got {len(cells)}", first)
 
-# %% ../../nbs/runs/user_files.ipynb #e72154c9
+# %% ../../nbs/runs/user_files.ipynb #1e7a4742
 _QUOTED = re.compile(r'(?<![^\t\r\n])"(?:((?:[^"]++|"")*+"(?![^\t\r\n]))|[^\t\r\n]*)')
 
 
@@ -387,10 +387,10 @@ def _quote_cells(text: str) -> str:
 def _is_ambiguous(
     lines: list[str],  # that a row takes
     cells: list[str],  # of the row
+    width: int,  # number of columns
 ) -> bool:
-    "Whether a cell in quotes may as well be the end of a row, further rows, and the beginning of one."
-    in_one = any("\t" in cell and "\n" in cell for cell in cells)
-    return in_one and all(line.count("\t") == len(cells) - 1 for line in lines)
+    "Whether the quotes around a cell may as well belong to several cells, because each line is a row of its own without them."
+    return any("\t" in cell for cell in cells) and all(line.count("\t") == width - 1 for line in lines)
 
 # %% ../../nbs/runs/user_files.ipynb #22a6257a
 _SEPARATOR_LINE = re.compile(r'\s*"?sep=([^\w\s"]|\t)"?[ \t]*(?=[\r\n])', re.I)
@@ -421,13 +421,13 @@ def _read_separated(
     try:
         for cells in reader:
             first, line = line, reader.line_num + 1
-            if written and _is_ambiguous(written[first - 1:line - 1], cells):
-                table.report("a quote opens a cell that may end in this line or in a later one; quote each cell", first)
+            if written and lines and _is_ambiguous(written[first - 1:line - 1], cells, len(lines[0][2])):
+                table.report("a quote begins a cell that may hold a tab or end before it; quote each cell", first)
             elif any(cell.strip() for cell in cells): lines.append((first, reader.line_num, cells))
     except csv.Error as e: table.report(f"the line cannot be split into values ({e})", line)
     _add_cells(table, lines)
 
-# %% ../../nbs/runs/user_files.ipynb #4f32675f
+# %% ../../nbs/runs/user_files.ipynb #80a56be2
 def _write_number(
     value: int | float | Decimal,
 ) -> str:
