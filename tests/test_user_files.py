@@ -267,6 +267,8 @@ MANY = [dict(question=f"Who rules place {k}?", answer=f"Mira {k}") for k in rang
 FORMS = {
     "an object around the list": ("f.json", json.dumps({"data": MANY}, indent=1), "line 1: the file is one mapping with data; it must be a list of mappings"),
     "an object around the list in one line": ("f.jsonl", json.dumps({"version": 1, "data": MANY}), "line 1: the file is one mapping with version, data; "),
+    "an object around lines": ("f.jsonl", '{"data": [\n' + ",\n".join(map(json.dumps, MANY)) + "\n]}", "line 1: the file is one mapping with data; "),
+    "an object that is not closed": ("f.json", '{"data": [\n' + ",\n".join(map(json.dumps, MANY)), "line 1501: this is no JSON"),
     "a list for each column": ("f.json", pd.DataFrame(MANY).to_json(), "line 1: the file is one mapping with question, answer; "),
     "lists in place of mappings": ("f.json", json.dumps([[*row.values()] for row in MANY], indent=1), "line 2: a row must be a mapping such as"),
     "no JSON": ("f.jsonl", "Who rules Vel? Mira\n" * 1500, "line 1: this is no JSON (Expecting value, column 1) (and 1499 more lines have such problems)"),
@@ -287,8 +289,8 @@ def test_one_mistake_in_the_form_of_a_file_is_one_sentence(case, tmp_path):
     assert said.startswith(f"{name}, {problem}")
 
 
-@pytest.mark.parametrize("text", [json.dumps(MANY, indent=1), json.dumps(MANY), "\n".join(json.dumps(row, indent=1) for row in MANY), lines(*MANY)],
-                         ids=["list", "list in one line", "mappings of several lines", "lines"])
+@pytest.mark.parametrize("text", [json.dumps(MANY, indent=1), json.dumps(MANY), "\n".join(json.dumps(row, indent=1) for row in MANY), lines(*MANY), ",\n".join(map(json.dumps, MANY))],
+                         ids=["list", "list in one line", "mappings of several lines", "lines", "lines with commas"])
 @pytest.mark.parametrize("name", ["f.json", "f.jsonl"])
 def test_mappings_are_read_however_they_are_arranged(name, text, tmp_path):
     file = write(tmp_path / name, text)

@@ -134,11 +134,6 @@ class Config(BaseModel):
     @classmethod
     def _write_paths_as_text(cls, value): return str(value) if isinstance(value, PurePath) else value
 
-    @field_validator("*", mode="before")
-    @classmethod
-    def _read_mappings(cls, value, info):
-        return read_mapping(value) if _takes_mapping(cls.model_fields[info.field_name].annotation) else value
-
     def identity(self) -> dict[str, Any]:
         """Everything that can change the result: all fields with their values, without runtime fields.
 
@@ -171,7 +166,9 @@ class Config(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _translate_names(cls, parameters): return cls.translate(parameters)
+    def _translate_and_read(cls, parameters):
+        mappings = {name for name, field in cls.model_fields.items() if _takes_mapping(field.annotation)}
+        return {name: read_mapping(value) if name in mappings else value for name, value in cls.translate(parameters).items()}
 
     def pass_to(
         self,

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SHOWN', 'Text', 'FilledText', 'RawText', 'JSON', 'Texts', 'TABLE_SUFFIXES', 'Row', 'Number', 'shorten', 'TableError',
-           'Table', 'read_raw', 'explain_json', 'read_number', 'FileRow', 'parse_rows', 'add_arrow', 'is_table_file',
-           'read_rows', 'digest_rows']
+           'Table', 'read_raw', 'read_number', 'FileRow', 'parse_rows', 'add_arrow', 'is_table_file', 'read_rows',
+           'digest_rows']
 
 # %% ../../nbs/runs/user_files.ipynb #fee539cb
 import contextlib
@@ -40,7 +40,7 @@ class Row(dict):
         super().__init__({name: value for name, value in values.items() if value is not None})
         self.line, self.last = line, last or line
 
-# %% ../../nbs/runs/user_files.ipynb #be44782c
+# %% ../../nbs/runs/user_files.ipynb #322412de
 @dataclass(frozen=True)
 class Number:
     "Hold a number as it is written in a file."
@@ -147,19 +147,18 @@ class _RepeatedKey(ValueError): pass
 
 def _mapping(pairs: list[tuple]) -> dict:
     "Return the mapping of the pairs of a JSON object; an error if a key occurs twice, which json would pass over."
-    names = [name for name, _ in pairs]
-    repeated = [name for name in dict.fromkeys(names) if names.count(name) > 1]
-    if repeated: raise _RepeatedKey(f"{repeated[0]} is given twice")
-    return dict(pairs)
+    values = {}
+    for name, value in pairs:
+        if name in values: raise _RepeatedKey(f"{name} is given twice")
+        values[name] = value
+    return values
 
 
 JSON = json.JSONDecoder(object_pairs_hook=_mapping, parse_float=Number, parse_int=Number,
                         parse_constant=lambda text: None if text == "NaN" else Number(text))
 
 
-def explain_json(
-    error: Exception,  # of the decoder
-) -> str:
+def _explain_json(error: Exception) -> str:
     "Return the rest of a sentence on text that is no JSON."
     if isinstance(error, json.JSONDecodeError): return f"this is no JSON ({error.msg}, column {error.colno})"
     return str(error) if isinstance(error, _RepeatedKey) else "this is no JSON (nested too deeply)"
@@ -175,7 +174,7 @@ def _read_list(value: Any) -> list:
 
 Texts = Annotated[list[FilledText], BeforeValidator(_read_list)]
 
-# %% ../../nbs/runs/user_files.ipynb #80de58e3
+# %% ../../nbs/runs/user_files.ipynb #2119fd55
 def read_number(
     value: Any,
 ) -> float | None:
@@ -191,13 +190,6 @@ def _misspelt(name: str, known: list[str], cutoff: float) -> list[str]:
     return same[:1] or difflib.get_close_matches(name, known, 1, cutoff)
 
 
-def _rename(table: Table, names: Mapping[str, str]) -> None:
-    "Give columns other names (old -> new); a column that has a new name before is replaced."
-    rename = lambda row: {names.get(name, name): value for name, value in row.items() if name in names or name not in taken}
-    taken = set(names.values())
-    table.rows = [Row(rename(row), row.line, row.last) for row in table.rows]
-
-
 def _find_columns(
     table: Table,
     columns: Mapping[str, str],  # own name -> name in the file
@@ -210,7 +202,9 @@ def _find_columns(
     for theirs in columns.values():
         hint = nearest(theirs, found) or f"the columns are {', '.join(found)}"
         if theirs not in found: table.report(f"there is no column {theirs}; {hint}", first)
-    _rename(table, {theirs: own for own, theirs in columns.items()})
+    own, taken = {theirs: name for name, theirs in columns.items()}, {*columns} - {*columns.values()}
+    rename = lambda row: {own.get(name, name): value for name, value in row.items() if name not in taken}
+    table.rows = [Row(rename(row), row.line, row.last) for row in table.rows]
     spare = [name for name in [*required, *optional] if name not in table.columns]
     for name in [name for name in table.columns if name not in (*required, *optional)]:
         for near in _misspelt(name, [n for n in required if n in spare], 0.6) or _misspelt(name, spare, 0.9):
@@ -220,7 +214,7 @@ def _find_columns(
     for name in required:
         if name not in found: table.report(f"there is no column {name}; the columns are {', '.join(found)}{advice}", first)
 
-# %% ../../nbs/runs/user_files.ipynb #e95c4530
+# %% ../../nbs/runs/user_files.ipynb #f1caefda
 def _is_wrapped(
     table: Table,
     model: type[BaseModel],  # of its rows
@@ -232,7 +226,7 @@ def _is_wrapped(
     needed = {name for name, field in model.model_fields.items() if field.is_required()} or {*model.model_fields}
     return bool(nested) and not needed & (table.rows[0].keys() - nested)
 
-# %% ../../nbs/runs/user_files.ipynb #46a1eacb
+# %% ../../nbs/runs/user_files.ipynb #d38401a3
 class FileRow(BaseModel):
     "Base class of the kinds of rows."
     model_config = ConfigDict(allow_inf_nan=False)
@@ -310,7 +304,7 @@ def _read_json_lines(table: Table, text: str) -> None:
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip(): continue
         try: _add_mapping(table, JSON.decode(line.strip()), number)
-        except (ValueError, RecursionError) as e: table.report(explain_json(e), number)
+        except (ValueError, RecursionError) as e: table.report(_explain_json(e), number)
 
 # %% ../../nbs/runs/user_files.ipynb #ace999ca
 _BETWEEN = re.compile(r"[\s,]*")
@@ -323,28 +317,21 @@ def _read_json_values(table: Table, text: str) -> None:
     while position < len(text) and text[position] != "]":
         line, counted = line + text.count("\n", counted, position), position
         try: value, end = JSON.raw_decode(text, position)
-        except json.JSONDecodeError as e: return table.report(explain_json(e), e.lineno)
-        except (ValueError, RecursionError) as e: return table.report(explain_json(e), line)
+        except json.JSONDecodeError as e: return table.report(_explain_json(e), e.lineno)
+        except (ValueError, RecursionError) as e: return table.report(_explain_json(e), line)
         _add_mapping(table, value, line, line + text.count("\n", position, end))
         position = _BETWEEN.match(text, end).end()
     if position == len(text) and is_list: table.report("the list is not closed by ]", text.rstrip().count("\n") + 1)
     elif text[position + is_list:].strip(): table.report("there is text after the list", text.count("\n", 0, position) + 1)
 
 
-def _is_list(text: str) -> bool: return bool(re.match(r"\s*\[\s*[{\]]", text))  # of mappings
-
-
-def _spans_lines(text: str) -> bool:
-    "Whether the first value of a JSON file goes on in the next line."
-    start = len(text) - len(text.lstrip())
-    with contextlib.suppress(ValueError, RecursionError):
-        return "\n" in text[start:JSON.raw_decode(text, start)[1]]
-    return bool(re.match(r"\s*[\[{]\s*\n", text))
+# A list of mappings, or a value that goes on in the next line.
+_NO_LINES = re.compile(r"\s*(\[\s*[{\]]|[\[{]([^\n]*[\[{,])?[ \t\r]*\n)")
 
 
 def _read_json(table: Table, text: str) -> None:
-    named = table.path.suffix.lower() == ".json" and text.lstrip().startswith("[")
-    (_read_json_values if named or _is_list(text) or _spans_lines(text) else _read_json_lines)(table, text)
+    is_list = table.path.suffix.lower() == ".json" and text.lstrip().startswith("[")
+    (_read_json_values if is_list or _NO_LINES.match(text) else _read_json_lines)(table, text)
 
 # %% ../../nbs/runs/user_files.ipynb #4c08bc78
 def _drop_nameless(
@@ -375,7 +362,7 @@ def _add_cells(
         if len(cells) == len(names): table.rows.append(Row({n: c for n, c in zip(names, cells) if c.strip()}, first, last))
         else: table.report(f"there must be {len(names)} values, as in the first line, got {len(cells)}", first)
 
-# %% ../../nbs/runs/user_files.ipynb #1e7a4742
+# %% ../../nbs/runs/user_files.ipynb #f82fbfe5
 _QUOTED = re.compile(r'(?<![^\t\r\n])"(?:((?:[^"]++|"")*+"(?![^\t\r\n]))|[^\t\r\n]*)')
 
 
@@ -396,24 +383,11 @@ def _is_ambiguous(
 _SEPARATOR_LINE = re.compile(r'\s*"?sep=([^\w\s"]|\t)"?[ \t]*(?=[\r\n])', re.I)
 
 
-def _find_separator(
-    text: str,
-    likely: str,  # the possible separators, the one that decides if the first line has several before the others
-) -> str:
-    "Return the separator of the line that names the columns."
-    head = re.search(r".*\w.*", text)
-    plain = re.sub(r'"[^"]*"', "", head[0]) if head else ""
-    return next((mark for mark in likely if mark in plain), likely[0])
-
-
-def _read_separated(
-    table: Table,
-    text: str,
-) -> None:
+def _read_separated(table: Table, text: str) -> None:
     "Add the rows of a text with separated values and a first line with the names of the columns."
-    named = _SEPARATOR_LINE.match(text)
-    if named: text = "\n" * text.count("\n", 0, named.end()) + text[named.end():]
-    separator = named[1] if named else _find_separator(text, "\t,;|" if table.path.suffix.lower() == ".tsv" else ",;\t|")
+    if named := _SEPARATOR_LINE.match(text): text = "\n" * text.count("\n", 0, named.end()) + text[named.end():]
+    head, likely = re.search(r".*\w.*|$", text)[0], "\t,;|" if table.path.suffix.lower() == ".tsv" else ",;\t|"
+    separator = named[1] if named else next((mark for mark in likely if mark in re.sub(r'"[^"]*"', "", head)), likely[0])
     if separator == "\t": text = _quote_cells(text)
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # passages can be long
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
@@ -427,10 +401,8 @@ def _read_separated(
     except csv.Error as e: table.report(f"the line cannot be split into values ({e})", line)
     _add_cells(table, lines)
 
-# %% ../../nbs/runs/user_files.ipynb #80a56be2
-def _write_number(
-    value: int | float | Decimal,
-) -> str:
+# %% ../../nbs/runs/user_files.ipynb #3c4a4c98
+def _write_number(value: int | float | Decimal) -> str:
     "Return a number of Arrow in its shortest form, without an exponent if it is whole."
     if isinstance(value, Decimal): return f"{value:f}"
     text = json.dumps(value)
@@ -454,9 +426,7 @@ def _read_value(
     return Number(_write_number(value)) if isinstance(value, (int, float, Decimal)) and not isinstance(value, bool) else value
 
 
-def _find_features(
-    schema,  # of Arrow
-) -> dict:
+def _find_features(schema) -> dict:
     "Return the types of the columns in the words of `datasets`; without a type that it lacks."
     import pyarrow as pa
     from datasets import Features
