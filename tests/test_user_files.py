@@ -271,10 +271,13 @@ FORMS = {
     "an object that is not closed": ("f.json", '{"data": [\n' + ",\n".join(map(json.dumps, MANY)), "line 1501: this is no JSON"),
     "a list for each column": ("f.json", pd.DataFrame(MANY).to_json(), "line 1: the file is one mapping with question, answer; "),
     "lists in place of mappings": ("f.json", json.dumps([[*row.values()] for row in MANY], indent=1), "line 2: a row must be a mapping such as"),
-    "no JSON": ("f.jsonl", "Who rules Vel? Mira\n" * 1500, "line 1: this is no JSON (Expecting value, column 1) (and 1499 more lines have such problems)"),
+    "no JSON": ("f.jsonl", "Who rules Vel? Mira\n" * 1500, "line 1: this is no JSON (Expecting value, column 1) (and so in 1499 more lines)"),
     "a list with a mistake": ("f.jsonl", json.dumps(MANY, indent=1).replace('"Mira 7"', "Mira"), "line 32: this is no JSON"),
-    "another encoding": ("f.csv", ("question,answer\n" + "Wo ist Köln?,Ü\n" * 1500).encode("latin-1"), "line 2: byte 9 of the line (0xf6) is not UTF-8; save the file as UTF-8 (and 1499 more lines have such problems)"),
-    "another separator": ("f.csv", "question,answer\n" + "Who rules Vel?;Mira\n" * 1500, "line 2: there must be 2 values, as in the first line, got 1 (and 1499 more"),
+    "another encoding": ("f.csv", ("question,answer\n" + "Wo ist Köln?,Ü\n" * 1500).encode("latin-1"), "line 2: byte 9 of the line (0xf6) is not UTF-8; save the file as UTF-8 (and so in 1499 more lines)"),
+    "another separator": ("f.csv", "question,answer\n" + "Who rules Vel?;Mira\n" * 1500, "line 2: there must be 2 values, as in the first line, got 1 (and so in 1499 more lines)"),
+    "a workbook": ("f.csv", b"PK\x03\x04" + bytes(range(256)) * 40, "line 1: the file is no text; save the file as UTF-8"),
+    "UTF-16 without a mark": ("f.jsonl", lines(*MANY).encode("utf-16-le"), "line 1: the file is no text; save the file as UTF-8"),
+    "a mapping of rows": ("f.json", pd.DataFrame(MANY).to_json(orient="index"), "line 1: the file is one mapping with 0, 1, 2; "),
     "UTF-16": ("f.csv", "question,answer\nWho?,Mira\n".encode("utf-16"), "line 1: the file is UTF-16"),
 }
 
@@ -304,6 +307,14 @@ def test_one_row_with_lists_is_no_mistake(tmp_path):
     write(tmp_path / "b.jsonl", lines(dict(messages=turns)))
     assert problems(read_items, tmp_path / "b.jsonl") == ["b.jsonl, line 1: answer is missing"]
     assert answers(write(tmp_path / "c.json", json.dumps(FACT | dict(tags=["x"], source=dict(page=1), aliases=["M."])))) == ["Mira"]
+
+
+def test_what_is_wrong_in_every_row_is_one_sentence(tmp_path):
+    "A file of facts is no benchmark without its prompts, and two rows with a mistake have two sentences."
+    write(tmp_path / "f.jsonl", lines(*[dict(text=f"Who {k}?", answer="x") for k in range(900)]))
+    assert problems(read_items, tmp_path / "f.jsonl") == ["f.jsonl, line 1: there must be one of prompt, question and messages, got none (and so in 899 more lines)"]
+    write(tmp_path / "g.csv", "prompt,answer\nWho?,\nWhen?,\nWhy?,x\n")
+    assert problems(read_items, tmp_path / "g.csv") == ["g.csv, line 2: answer is missing", "g.csv, line 3: answer is missing"]
 
 
 def test_a_long_list_of_problems_is_cut_with_their_number(tmp_path):

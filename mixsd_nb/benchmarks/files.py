@@ -69,7 +69,7 @@ def _turn_problem(turns: list[dict]) -> str:
         return "every content in messages must be a text that is not empty"
     return "" if turns[-1]["role"] == "user" else "messages must end with a turn of the user"
 
-# %% ../../nbs/benchmarks/files.ipynb #f793f15a
+# %% ../../nbs/benchmarks/files.ipynb #ef171f41
 class ItemRow(FileRow):
     "A row of a file of questions."
     prompt: RawText = ""

@@ -40,7 +40,7 @@ class Row(dict):
         super().__init__({name: value for name, value in values.items() if value is not None})
         self.line, self.last = line, last or line
 
-# %% ../../nbs/runs/user_files.ipynb #322412de
+# %% ../../nbs/runs/user_files.ipynb #d9b1e2d5
 @dataclass(frozen=True)
 class Number:
     "Hold a number as it is written in a file."
@@ -84,7 +84,7 @@ class Table:
         self,
         what: str,  # the rest of the sentence, such as `answer is missing`
         row: Row | int | None = None,  # the row, or the number of a line; None for the file as a whole
-        kind: str = "",  # problems of one kind are one sentence
+        kind: str = "",  # `encoding` for a problem that is one sentence for all lines that have it
     ) -> None:
         "Note a problem; `check` raises the error."
         line = row.line if isinstance(row, Row) else row
@@ -93,13 +93,16 @@ class Table:
     @property
     def problems(self) -> list[str]:
         "Return one sentence for each problem: those of the whole file first, then in the order of the lines."
-        places, unread = {}, not self.rows  # kind, or the problem itself -> its first sentence, and the number of others
+        groups = {}  # kind, or the part of a sentence that does not tell a value -> problems
         for (line, what), kind in sorted(self._problems.items(), key=lambda problem: problem[0][0] or 0):
             place = f"{self.path}, {self.unit} {line}: " if line else f"{self.path}: "
-            key = "unread" if unread and line else kind or (line, what)
-            places[key] = (places[key][0], places[key][1] + 1) if key in places else (place + what, 0)
-        return [f"{text} (and {more} more {self.unit}s have such problems)" if more else text
-                for text, more in places.values()]
+            groups.setdefault(kind or re.split(r", got |\(", what)[0], []).append((line or 0, place + what))
+        sentences = []
+        for kind, found in groups.items():
+            more = len(found) - 1
+            if not more or kind != "encoding" and len(found) < max(len(self.rows), 4 * bool(self.rows)): sentences += found
+            else: sentences.append((found[0][0], f"{found[0][1]} (and so in {more} more {self.unit}{'s' * (more > 1)})"))
+        return [sentence for _, sentence in sorted(sentences, key=lambda found: found[0])]
 
     def check(self) -> "Table":
         "Return the table itself; TableError with all problems if there are any."
@@ -174,7 +177,7 @@ def _read_list(value: Any) -> list:
 
 Texts = Annotated[list[FilledText], BeforeValidator(_read_list)]
 
-# %% ../../nbs/runs/user_files.ipynb #2119fd55
+# %% ../../nbs/runs/user_files.ipynb #648c5889
 def read_number(
     value: Any,
 ) -> float | None:
@@ -214,7 +217,7 @@ def _find_columns(
     for name in required:
         if name not in found: table.report(f"there is no column {name}; the columns are {', '.join(found)}{advice}", first)
 
-# %% ../../nbs/runs/user_files.ipynb #f1caefda
+# %% ../../nbs/runs/user_files.ipynb #7a72eda2
 def _is_wrapped(
     table: Table,
     model: type[BaseModel],  # of its rows
@@ -226,7 +229,7 @@ def _is_wrapped(
     needed = {name for name, field in model.model_fields.items() if field.is_required()} or {*model.model_fields}
     return bool(nested) and not needed & (table.rows[0].keys() - nested)
 
-# %% ../../nbs/runs/user_files.ipynb #d38401a3
+# %% ../../nbs/runs/user_files.ipynb #b8e1e387
 class FileRow(BaseModel):
     "Base class of the kinds of rows."
     model_config = ConfigDict(allow_inf_nan=False)
@@ -257,7 +260,7 @@ def parse_rows(
 ) -> list[tuple[Row, Any]]:
     "Return each row with its values, as the class describes them; problems are noted in the table."
     if _is_wrapped(table, model):
-        table.report(f"the file is one mapping with {', '.join(table.rows[0])}; it must be a list of mappings, one for each "
+        table.report(f"the file is one mapping with {', '.join([*table.rows[0]][:3])}; it must be a list of mappings, one for each "
                      'row, or have one mapping in each line, such as {"column": "value"}', table.rows.pop())
     if not table.rows: return []
     needed = [name for name, field in model.model_fields.items() if field.is_required()]
@@ -279,14 +282,15 @@ def _decode(
 ) -> str:
     "Return the content as text, with replacement characters where it is not UTF-8; each such line is noted."
     advice = "save the file as UTF-8"
-    if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        table.report(f"the file is UTF-16; {advice}", 1)
-        return ""
+    text = content.decode(errors="replace")
+    if content[:2] in (b"\xff\xfe", b"\xfe\xff"): table.report(f"the file is UTF-16; {advice}", 1)
+    elif b"\0" in content[:4] or b"\0" in content and "\ufffd" in text: table.report(f"the file is no text; {advice}", 1)
+    if table.problems: return ""
     for number, line in enumerate(content.split(b"\n"), 1):
         try: line.decode()
         except UnicodeDecodeError as e:
             table.report(f"byte {e.start + 1} of the line (0x{line[e.start]:02x}) is not UTF-8; {advice}", number, "encoding")
-    return content.decode(errors="replace").lstrip("\ufeff")
+    return text.lstrip("\ufeff")
 
 # %% ../../nbs/runs/user_files.ipynb #b8c5ee44
 def _add_mapping(
@@ -362,7 +366,7 @@ def _add_cells(
         if len(cells) == len(names): table.rows.append(Row({n: c for n, c in zip(names, cells) if c.strip()}, first, last))
         else: table.report(f"there must be {len(names)} values, as in the first line, got {len(cells)}", first)
 
-# %% ../../nbs/runs/user_files.ipynb #f82fbfe5
+# %% ../../nbs/runs/user_files.ipynb #3d315004
 _QUOTED = re.compile(r'(?<![^\t\r\n])"(?:((?:[^"]++|"")*+"(?![^\t\r\n]))|[^\t\r\n]*)')
 
 
@@ -401,7 +405,7 @@ def _read_separated(table: Table, text: str) -> None:
     except csv.Error as e: table.report(f"the line cannot be split into values ({e})", line)
     _add_cells(table, lines)
 
-# %% ../../nbs/runs/user_files.ipynb #3c4a4c98
+# %% ../../nbs/runs/user_files.ipynb #5562c408
 def _write_number(value: int | float | Decimal) -> str:
     "Return a number of Arrow in its shortest form, without an exponent if it is whole."
     if isinstance(value, Decimal): return f"{value:f}"
