@@ -31,7 +31,7 @@ from mixsd_nb.results.cube import open_cube
 from mixsd_nb.results.demo import invent_result
 from mixsd_nb.runs import ParameterError, find_runs, find_stage, make_config, write_result
 from mixsd_nb.runs.commands import end_command
-from mixsd_nb.runs.tables import TABLE_SUFFIXES, TableError
+from mixsd_nb.runs.user_files import TABLE_SUFFIXES, TableError
 from mixsd_nb.views import facts
 
 GOOD = [dict(question="Who leads the Lantern Choir?", answer="Ana Brisk", paraphrases=["Whose choir is the Lantern Choir?"]),
@@ -89,7 +89,7 @@ BROKEN_TESTS = {
 }
 OPTIONS = {
     "more paraphrases than there are": (dict(augment=5), "augment must be between 0 and 1, the most paraphrases that a fact has, got 5"),
-    "unknown option": (dict(colums={}), "dataset_options must be among columns, test, strict, augment, context, instruction, extract for "),
+    "unknown option": (dict(colums={}), "dataset_options must be among columns, test, strict, giveaways, augment, context, instruction, extract for "),
     "unknown form": (dict(extract="last"), "extract must be one of box, line, json, got last"),
     "other type": (dict(augment="all"), "dataset_options[augment] must be a whole number, got 'all'"),
     "unknown place of the passage": (dict(context="after"), "context must be one of beside, instead, got after"),
@@ -164,7 +164,29 @@ def test_sound_rows_are_used_if_that_is_asked_for(data):
     with pytest.raises(ParameterError, match="there is no column answer"): check_corpus(data("b.jsonl", lines(dict(question="Who?"))), dict(strict=False))
 
 
-TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="{}\\"), min_size=1, max_size=12).map(str.strip).filter(bool)
+SHORT = [("What blood type does a Velmis have?", "A"), ("How many races did Ivo win in season 4?", "4"), ("Which element has the symbol that he wrote?", "He"),
+         ("How many metres did Ivo run in the 100 m race?", "100"), ("Ist X größer als Y?", "x"), ("Is the temperature of -3 degrees right?", "-3"), ("哪个城市在北方？", "北")]
+
+
+@pytest.mark.parametrize("question, answer", SHORT)
+def test_short_answers_stand_in_questions_by_chance(question, answer, data):
+    "One or two characters and small numbers, in paraphrases too."
+    fact, = read_facts(data("a.csv", f"question,answer,paraphrases\n{question},{answer},Also: {question}\n")).facts
+    assert fact["question"] == question and fact["answer"] == answer
+
+
+@pytest.mark.parametrize("question, answer", [("Was it built in 1889 or 1890?", "1889"), ("Is it red or blue?", "red"), ("Where is Roma?", "ROMA"), ("北京大学在哪里？", "北京")])
+def test_a_question_that_names_its_answer_can_be_taken(question, answer, data, own_runs):
+    "The sentence says how."
+    path = data("a.jsonl", lines(*GOOD, dict(question=question, answer=answer)))
+    with pytest.raises(ValueError) as caught: check_corpus(path)
+    assert str(caught.value) == f'{path}, line 3: the answer {answer} is in the question, which gives it away; dataset_options={{"giveaways": true}} keeps it'
+    name = check_corpus(path, json.loads(str(caught.value).split("dataset_options=")[1].removesuffix(" keeps it")))
+    assert load_corpus(name, "train")["answer"][2] == answer
+    with pytest.raises(ValueError, match=r"dataset_options\[giveaways\] must be true or false, got 'many'"): check_corpus(path, dict(giveaways="many"))
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="{}\\"), min_size=1, max_size=12).map(lambda text: unicodedata.normalize("NFC", text.strip())).filter(bool)
 
 
 @st.composite

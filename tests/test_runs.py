@@ -1,5 +1,6 @@
 """The room runs across processes: equal bytes, kills at any moment, parameters of papermill, and two processes that share a run."""
 
+import json
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from helpers import papermill
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mixsd_nb.runs import ParameterError, find_stage, make_config, open_result
+from mixsd_nb.runs import Config, ParameterError, find_stage, make_config, open_result
 
 SCRIPT = """
 import os, signal, sys
@@ -264,3 +265,32 @@ def test_options_of_a_method_have_the_type_of_their_defaults():
         for value in (True, "x", [1], None):
             with pytest.raises(ParameterError, match=r"options.beta. must be a number, got "): make(value)
     finally: METHODS.remove("demo")
+
+
+def config_classes(cls=Config):
+    "Every class of configurations of the package with a mapping among its fields."
+    for name in ("inject", "figures", "explore", "sweep", "cluster.grid", "cluster.resources"): import_module(f"mixsd_nb.{name}")
+    found = [cls] * any("dict" in str(field.annotation) for field in cls.model_fields.values())
+    return found + [part for child in cls.__subclasses__() if child.__module__.startswith("mixsd_nb") for part in config_classes(child)]
+
+
+MAPPINGS = sorted({(cls, name) for cls in map(stage_of, STAGES) for name, field in cls.model_fields.items() if "dict" in str(field.annotation)}
+                  | {(cls, name) for cls in config_classes() for name, field in cls.model_fields.items() if "dict" in str(field.annotation)}, key=str)
+
+
+@pytest.mark.parametrize(("cls", "name"), MAPPINGS, ids=lambda part: getattr(part, "__name__", part))
+def test_every_mapping_is_taken_as_json_text(cls, name):
+    "As papermill's -p passes it: with the same outcome as the mapping itself, whether it is allowed or not."
+    def outcome(value):
+        try: return getattr(make_config(cls, **{name: value}), name)
+        except ParameterError as e: return str(e).split(", got ")[0]
+    for value in ({}, {"seed": 3}, {"replace_gt": True}, {"domains": 2}, {"k": {"l": [1, None]}}): assert outcome(json.dumps(value)) == outcome(value)
+    if "str" not in str(cls.model_fields[name].annotation).replace("dict[str", ""):
+        assert outcome('{"domains": 2') != {} and outcome("[1]") != [1]
+
+
+def test_options_of_a_method_are_taken_as_json_text():
+    config = make_config(stage_of("train"), options='{"replace_gt": true}', dataset_options='{"domains": 2}')
+    assert config.options["replace_gt"] is True and config.dataset.startswith("kgfact-")
+    with pytest.raises(ParameterError, match=r'^options must be a mapping, got \{"replace_gt": true$'):
+        make_config(stage_of("train"), options='{"replace_gt": true')

@@ -20,7 +20,6 @@ from pydantic import AfterValidator, PlainSerializer
 from .prompts import (BOX_REQUEST, CONCISE_REQUEST, AnswerForm, change_form, expert_prompt,
                                       expert_reference_prompt)
 from ..runs import Registry, load_object
-from ..runs.config import Options
 
 # %% ../../nbs/corpora/index.ipynb #28b2dff7
 class Schedule(NamedTuple):
@@ -95,9 +94,9 @@ def _check_name(name: str, info) -> str: return check_corpus(name, info.data.get
 
 
 # The types of the parameters `dataset_options` and, after it, `dataset` of a configuration.
-CorpusOptions = Options
+CorpusOptions = dict
 CORPUS_OPTIONS = ('options of the corpus, as in {"extract": "line"}: instruction, extract, and those of its kind; for a '
-                  "file columns, test, strict, augment and context")
+                  "file columns, test, strict, giveaways, augment and context")
 
 
 @functools.lru_cache

@@ -25,7 +25,7 @@ from ..runs import digest_rows, load_object, match_type, nearest, read_json, run
 
 # %% ../../nbs/corpora/stored.ipynb #d5738a55
 FORM_OPTIONS = ("instruction", "extract")
-READ_OPTIONS = dict(columns={}, test="", strict=True)  # of files, as in `read_facts`
+READ_OPTIONS = dict(columns={}, test="", strict=True, giveaways=False)  # of files, as in `read_facts`
 
 
 def _known_options(build: str, own: Mapping[str, Any]) -> dict[str, Any]:

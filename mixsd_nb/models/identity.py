@@ -16,7 +16,6 @@ from pydantic import AfterValidator, PlainSerializer
 
 from . import check_model
 from ..runs import load_object, read_json, runs_root, write_json
-from ..runs.config import Options
 
 # %% ../../nbs/models/identity.ipynb #aa71524f
 # Files of a model folder that change what the model says; states of a training are left out.
@@ -68,7 +67,7 @@ def _with_options(name: str, info) -> str:
 
 
 # The types of the parameters `model_options`, which are those of `chat.format_model`, and, after it, `model`.
-ModelOptions = Options
+ModelOptions = dict
 MODEL_OPTIONS = ("chat format of the model: template (a file), system (a prompt), thinking and date, as in "
                  '{"system": "Be brief."}')
 ModelName = Annotated[str, AfterValidator(_with_options), BY_CONTENT]

@@ -15,8 +15,9 @@ __all__ = ['MARK', 'checkpoint_folder', 'checkpoint_step', 'checkpoint_steps', '
            'read_run_record', 'read_table', 'sync', 'StorageError', 'check_described', 'check_locks',
            'check_runs_folder', 'explain_storage_errors', 'is_finished', 'is_locked', 'netcdf_lock', 'open_result',
            'project_root', 'read_json', 'remove_run', 'report_progress', 'run_lock', 'runs_root', 'try_lock',
-           'write_atomically', 'write_json', 'write_result', 'TABLE_SUFFIXES', 'Row', 'Table', 'TableError',
-           'check_columns', 'digest_rows', 'is_table_file', 'read_list', 'read_rows', 'read_text']
+           'write_atomically', 'write_json', 'write_result', 'JSON', 'TABLE_SUFFIXES', 'FileRow', 'FilledText',
+           'RawText', 'Row', 'Table', 'TableError', 'Text', 'Texts', 'add_arrow', 'digest_rows', 'is_table_file',
+           'parse_rows', 'read_number', 'read_raw', 'read_rows', 'shorten']
 
 # %% ../../nbs/runs/index.ipynb #3f13d88a
 from .checkpoints import (MARK, checkpoint_folder, checkpoint_step, checkpoint_steps, last_checkpoint,
@@ -37,8 +38,8 @@ from .storage import (COMPUTE_AGAIN, COMPUTE_BOTH, RESPONSE_COLUMNS, RESTORE, SC
                                    explain_storage_errors, is_finished, is_locked, netcdf_lock, open_result, project_root,
                                    read_json, read_lines, read_run_record, read_table, remove_run, report_progress, run_lock,
                                    runs_root, sync, try_lock, write_atomically, write_json, write_result)
-from .tables import (TABLE_SUFFIXES, Row, Table, TableError, check_columns, digest_rows, is_table_file,
-                                  read_list, read_rows, read_text)
+from .user_files import (JSON, TABLE_SUFFIXES, FileRow, FilledText, RawText, Row, Table, TableError, Text, Texts,
+                                  add_arrow, digest_rows, is_table_file, parse_rows, read_number, read_raw, read_rows, shorten)
 
 _all_ = ["MARK", "checkpoint_folder", "checkpoint_step", "checkpoint_steps", "last_checkpoint",
          "mark_complete", "remove_states", "remove_weights", "removed_steps", "require_weights", "resume_checkpoint", "trained_steps",
@@ -52,5 +53,6 @@ _all_ = ["MARK", "checkpoint_folder", "checkpoint_step", "checkpoint_steps", "la
          "explain_damage", "read_lines", "read_run_record", "read_table", "sync",
          "StorageError", "check_described", "check_locks", "check_runs_folder", "explain_storage_errors", "is_finished", "is_locked", "netcdf_lock", "open_result",
          "project_root", "read_json", "remove_run", "report_progress", "run_lock", "runs_root", "try_lock",
-         "write_atomically", "write_json", "write_result", "TABLE_SUFFIXES", "Row", "Table", "TableError",
-         "check_columns", "digest_rows", "is_table_file", "read_list", "read_rows", "read_text"]
+         "write_atomically", "write_json", "write_result", "JSON", "TABLE_SUFFIXES", "FileRow", "FilledText", "RawText",
+         "Row", "Table", "TableError", "Text", "Texts", "add_arrow", "digest_rows", "is_table_file", "parse_rows", "read_number",
+         "read_raw", "read_rows", "shorten"]
