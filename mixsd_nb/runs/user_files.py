@@ -284,7 +284,8 @@ def _decode(
     advice = "save the file as UTF-8"
     text = content.decode(errors="replace")
     if content[:2] in (b"\xff\xfe", b"\xfe\xff"): table.report(f"the file is UTF-16; {advice}", 1)
-    elif b"\0" in content[:4] or b"\0" in content and "\ufffd" in text: table.report(f"the file is no text; {advice}", 1)
+    elif b"\0" in content[:4] or b"\0" in content and text.encode() != content:
+        table.report(f"the file is no text; {advice}", 1)
     if table.problems: return ""
     for number, line in enumerate(content.split(b"\n"), 1):
         try: line.decode()
