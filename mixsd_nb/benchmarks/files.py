@@ -55,7 +55,8 @@ def _read_messages(
     if isinstance(turns, str):
         try: turns = JSON.decode(turns.strip())
         except (ValueError, RecursionError): turns = None
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) and {"role", "content"} <= {*turn} for turn in turns):
+    is_turn = lambda turn: isinstance(turn, dict) and {"role", "content"} <= {*turn}
+    if not isinstance(turns, list) or not turns or not all(map(is_turn, turns)):
         raise ValueError('must be a list such as [{"role": "user", "content": "Who?"}]')
     for turn in turns: read_raw("".join(part for part in turn.values() if isinstance(part, str)))
     return [{key: turn[key] for key in ("role", "content")} for turn in turns]

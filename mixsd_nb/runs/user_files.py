@@ -47,7 +47,8 @@ class Number:
     text: str
 
 
-def _escape(text: str) -> str: return text.encode(errors="backslashreplace").decode()  # half of a character cannot be printed
+def _escape(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()  # half of a character cannot be printed
 
 
 def shorten(
@@ -100,8 +101,9 @@ class Table:
         sentences = []
         for kind, found in groups.items():
             more = len(found) - 1
-            if not more or kind != "encoding" and len(found) < max(len(self.rows), 4 * bool(self.rows)): sentences += found
-            else: sentences.append((found[0][0], f"{found[0][1]} (and so in {more} more {self.unit}{'s' * (more > 1)})"))
+            everywhere = len(found) >= max(len(self.rows), 4 * bool(self.rows))
+            again = f" (and so in {more} more {self.unit}{'s' * (more > 1)})"
+            sentences += [(found[0][0], found[0][1] + again)] if more and (kind == "encoding" or everywhere) else found
         return [sentence for _, sentence in sorted(sentences, key=lambda found: found[0])]
 
     def check(self) -> "Table":
@@ -187,7 +189,9 @@ def read_number(
 
 # %% ../../nbs/runs/user_files.ipynb #fe7e3912
 def _misspelt(name: str, known: list[str], cutoff: float) -> list[str]:
-    "Return the known column that a name is a misspelling of, at most one; case, the ending of a plural and the order of letters do not count."
+    """Return the known column that a name is a misspelling of, at most one.
+
+    Case, the ending of a plural and the order of letters do not count."""
     plain = lambda text: text.lower().rstrip("es")
     same = [n for n in known if sorted(plain(n)) == sorted(plain(name))]
     return same[:1] or difflib.get_close_matches(name, known, 1, cutoff)
@@ -260,8 +264,8 @@ def parse_rows(
 ) -> list[tuple[Row, Any]]:
     "Return each row with its values, as the class describes them; problems are noted in the table."
     if _is_wrapped(table, model):
-        table.report(f"the file is one mapping with {', '.join([*table.rows[0]][:3])}; it must be a list of mappings, one for each "
-                     'row, or have one mapping in each line, such as {"column": "value"}', table.rows.pop())
+        table.report(f"the file is one mapping with {', '.join([*table.rows[0]][:3])}; it must be a list of mappings, one for "
+                     'each row, or have one mapping in each line, such as {"column": "value"}', table.rows.pop())
     if not table.rows: return []
     needed = [name for name, field in model.model_fields.items() if field.is_required()]
     _find_columns(table, columns or {}, needed, [name for name in model.model_fields if name not in needed], advice)
@@ -284,12 +288,14 @@ def _decode(
     advice = "save the file as UTF-8"
     text = content.decode(errors="replace")
     if content[:2] in (b"\xff\xfe", b"\xfe\xff"): table.report(f"the file is UTF-16; {advice}", 1)
-    elif b"\0" in content[:4] or b"\0" in content and "\ufffd" in text: table.report(f"the file is no text; {advice}", 1)
+    elif b"\0" in content[:4] or b"\0" in content and text.encode() != content:
+        table.report(f"the file is no text; {advice}", 1)
     if table.problems: return ""
     for number, line in enumerate(content.split(b"\n"), 1):
         try: line.decode()
         except UnicodeDecodeError as e:
-            table.report(f"byte {e.start + 1} of the line (0x{line[e.start]:02x}) is not UTF-8; {advice}", number, "encoding")
+            what = f"byte {e.start + 1} of the line (0x{line[e.start]:02x}) is not UTF-8; {advice}"
+            table.report(what, number, "encoding")
     return text.lstrip("\ufeff")
 
 # %% ../../nbs/runs/user_files.ipynb #b8c5ee44
@@ -380,7 +386,7 @@ def _is_ambiguous(
     cells: list[str],  # of the row
     width: int,  # number of columns
 ) -> bool:
-    "Whether the quotes around a cell may as well belong to several cells, because each line is a row of its own without them."
+    "Whether the quotes around a cell may belong to several cells: without them each line is a separate row."
     return any("\t" in cell for cell in cells) and all(line.count("\t") == width - 1 for line in lines)
 
 # %% ../../nbs/runs/user_files.ipynb #22a6257a
@@ -390,8 +396,9 @@ _SEPARATOR_LINE = re.compile(r'\s*"?sep=([^\w\s"]|\t)"?[ \t]*(?=[\r\n])', re.I)
 def _read_separated(table: Table, text: str) -> None:
     "Add the rows of a text with separated values and a first line with the names of the columns."
     if named := _SEPARATOR_LINE.match(text): text = "\n" * text.count("\n", 0, named.end()) + text[named.end():]
-    head, likely = re.search(r".*\w.*|$", text)[0], "\t,;|" if table.path.suffix.lower() == ".tsv" else ",;\t|"
-    separator = named[1] if named else next((mark for mark in likely if mark in re.sub(r'"[^"]*"', "", head)), likely[0])
+    head = re.sub(r'"[^"]*"', "", re.search(r".*\w.*|$", text)[0])
+    likely = "\t,;|" if table.path.suffix.lower() == ".tsv" else ",;\t|"
+    separator = named[1] if named else next((mark for mark in likely if mark in head), likely[0])
     if separator == "\t": text = _quote_cells(text)
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # passages can be long
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
@@ -421,13 +428,15 @@ def _read_value(
     kind = getattr(feature, "dtype", "")
     if value is None or value != value: return None  # only NaN differs from itself
     if isinstance(value, dict):
-        return {name: _read_value(part, feature[name] if isinstance(feature, dict) else None) for name, part in value.items()}
+        features = feature if isinstance(feature, dict) else {}
+        return {name: _read_value(part, features.get(name)) for name, part in value.items()}
     if isinstance(value, list): return [_read_value(part, getattr(feature, "feature", None)) for part in value]
     if hasattr(feature, "int2str"): return feature.int2str(value) if value >= 0 else None
     if kind in ("float16", "float32"):
         import numpy as np
         value = float(str(getattr(np, kind)(value)))
-    return Number(_write_number(value)) if isinstance(value, (int, float, Decimal)) and not isinstance(value, bool) else value
+    is_number = isinstance(value, (int, float, Decimal)) and not isinstance(value, bool)
+    return Number(_write_number(value)) if is_number else value
 
 
 def _find_features(schema) -> dict:
