@@ -36,14 +36,14 @@ frontier: $(VENV)/.run ## as `make run`, with the four learning rates and two se
 # Names of grids choose some of them, as in `make lab GRIDS=study-1-frontier`. Each grid uses all cores.
 lab: export OMP_NUM_THREADS := 1
 lab: $(VENV)/.run ## compute the laboratory's study: preview cells and hours, resume, merge the cubes in papermill_runs/lab
-	@$(BIN)/python -m mixsd_nb.study run $(GRIDS)
-	@$(BIN)/python -m mixsd_nb.study verdict
+	@$(BIN)/python -m mixsd_nb.lab.study run $(GRIDS)
+	@$(BIN)/python -m mixsd_nb.lab.study verdict
 
 verdict: $(VENV)/.run ## bring the verdict on the front page up to date with the cubes in papermill_runs/lab
 	@$(BIN)/python .ci/verdict.py
 
 model-card: $(VENV)/.run ## measure the abilities of the shipped lab models again
-	@$(BIN)/python -m mixsd_nb.pretrain
+	@$(BIN)/python -m mixsd_nb.lab.pretrain
 
 # Beside the workers of pytest, one for each core (eight at most), the other parts run one after the other, the last of them
 # the test files that mostly wait: more processes on two cores need more processor time for the same tests. Each process has
@@ -78,11 +78,11 @@ rehearse: $(VENV)/.dev ## take small models of the hub's families through every 
 
 DEVICE ?= cuda
 test-gpu: $(VENV)/.run ## check every part on one GPU with a random model of 1.7B, and write gpu-report.json (eight minutes)
-	@$(BIN)/python -m mixsd_nb.profiling.check --device $(DEVICE)
+	@$(BIN)/python -m mixsd_nb.lab.profiling.check --device $(DEVICE)
 
 speed-gpu: $(VENV)/.run ## measure mixing, training and the Fisher on one GPU, and write papermill_runs/gpu (eight minutes)
 	@$(BIN)/python -m pip -qq install -c constraints.txt -e '.[peers]'
-	@$(BIN)/python -c "from mixsd_nb.speed import measure_gpu; measure_gpu()"
+	@$(BIN)/python -c "from mixsd_nb.lab.speed import measure_gpu; measure_gpu()"
 
 # A quick selection that touches the requirements: training, decoding, tables, cubes, configurations, command lines.
 OLD := $(patsubst %,tests/test_%.py,own_benchmarks prompts commands)
@@ -118,7 +118,7 @@ export: $(VENV)/.dev ## export the notebooks to mixsd_nb/, write their parameter
 
 # These notebooks come last: explore and figures read the results of the others.
 LAST := nbs/explore.ipynb nbs/figures.ipynb nbs/index.ipynb
-NOTEBOOKS = $(sort $(wildcard nbs/*/*.ipynb)) $(filter-out $(LAST),$(sort $(wildcard nbs/*.ipynb))) $(wildcard $(LAST))
+NOTEBOOKS = $(sort $(wildcard nbs/*/*.ipynb nbs/*/*/*.ipynb)) $(filter-out $(LAST),$(sort $(wildcard nbs/*.ipynb))) $(wildcard $(LAST))
 notebooks: $(VENV)/.dev ## execute every notebook in place, including slow cells, then export
 	@for nb in $(NOTEBOOKS); do \
 	  echo $$nb; TQDM_DISABLE=1 HF_HUB_OFFLINE=1 $(BIN)/jupyter nbconvert --log-level ERROR --to notebook --execute --inplace $$nb || exit 1; \

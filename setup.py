@@ -17,8 +17,9 @@ class BuildWithNotebooks(build_py):
         if self.editable_mode: return
         target = Path(self.build_lib) / "mixsd_nb/notebooks"
         target.mkdir(parents=True, exist_ok=True)
-        for notebook in sorted((root / "nbs").glob("*.ipynb")):
-            if notebook.stem != "index": self.copy_file(str(notebook), str(target / notebook.name))
+        notebooks = [*(root / "nbs").glob("*.ipynb"), *(root / "nbs/lab").glob("*.ipynb")]
+        for notebook in notebooks:  # those with a cell that is tagged `parameters` are stages
+            if '"parameters"' in notebook.read_text(encoding="utf-8"): self.copy_file(str(notebook), str(target / notebook.name))
 
 
 config = ConfigParser(delimiters=["="])

@@ -44,13 +44,14 @@ def parameters_cell(config, shown: list[str]) -> str:
     return "\n".join(lines)
 
 
-def update(notebook: Path) -> None:
+def update(root: Path, notebook: Path) -> None:
     """Write the cell of one notebook, if it has one."""
     content = json.loads(notebook.read_text(encoding="utf-8"))
     cell = next((c for c in content["cells"] if "parameters" in c["metadata"].get("tags", [])), None)
     if not cell: return
     shown = [line.partition(":")[0] for line in cell["source"]]
-    config = getattr(importlib.import_module(f"mixsd_nb.{notebook.stem}"), f"{notebook.stem.capitalize()}Config")
+    module = ".".join(notebook.relative_to(root / "nbs").with_suffix("").parts)
+    config = getattr(importlib.import_module(f"mixsd_nb.{module}"), f"{notebook.stem.capitalize()}Config")
     cell["source"] = parameters_cell(config, shown).splitlines(keepends=True)
     notebook.write_text(json.dumps(content, indent=1, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
 
@@ -58,7 +59,8 @@ def update(notebook: Path) -> None:
 def main(root: Path = ROOT) -> None:
     """Write the cells of all stages; the package is imported from this checkout."""
     sys.path.insert(0, str(ROOT))
-    for notebook in sorted((root / "nbs").glob("*.ipynb")): update(notebook)
+    for notebook in sorted((root / "nbs").rglob("*.ipynb")):
+        if ".ipynb_checkpoints" not in notebook.parts: update(root, notebook)
 
 
 if __name__ == "__main__": main()

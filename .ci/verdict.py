@@ -17,7 +17,7 @@ def show(text: str) -> list[dict]:
 
 
 if __name__ == "__main__":
-    program = "from mixsd_nb.study import front_page; print(front_page())"
+    program = "from mixsd_nb.lab.study import front_page; print(front_page())"
     text = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
     notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
     for cell in notebook["cells"]:

@@ -35,7 +35,7 @@ _all_ = ["classify"]
 class ErrorsConfig(Stage):
     "The kinds of errors in the responses of all runs of a corpus and a model."
     name = "errors"
-    run_class = "results.finished:FinishedRun"
+    run_class = "reports.finished:FinishedRun"
     runs: str = runtime_field("", "folder that holds run folders; empty for papermill_runs or MIXSD_RUNS")
     dataset_options: CorpusOptions = consumed_field(CORPUS_OPTIONS)
     dataset: CorpusName = Field("kgfact-small", description="injected corpus: its name, a file, a folder or a hub id")

@@ -26,7 +26,7 @@ from .benchmarks.evaluation import (RECORD_KEYS, EvalSettings, evaluate_suite, s
                                             write_responses)
 from .models import check_model, check_process
 from .models.identity import BY_CONTENT, ModelName, model_label
-from .models.presets import warn_about_lab_values
+from .models.lab import warn_about_lab_values
 from .runs.schema import benchmark_coords, reported_values, reported_versions, variable
 from .runs import (DamagedFile, Run, Stage, find_runs, make_config, read_run_record, run_function, runs_root,
                            runtime_field, try_lock, write_atomically)
@@ -37,8 +37,8 @@ _all_ = ["EvalSettings", "compare", "evaluate_suite", "scores"]
 class EvaluateConfig(Stage, EvalSettings):
     "Evaluate a model on a suite of benchmarks; the responses are stored beside the result as a Parquet file."
     name = "evaluate"
-    run_class = "results.finished:ModelRun"
-    workload = "mixsd_nb.cluster.workload:plan_evaluation"
+    run_class = "reports.finished:ModelRun"
+    workload = "mixsd_nb.planning.workload:plan_evaluation"
     model: ModelName = Field("lab-m", description="a lab model, a folder or a hub id")
     baseline: Annotated[str, BY_CONTENT] = runtime_field("", "another model, with which this one is compared item by item")
 

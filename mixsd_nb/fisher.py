@@ -17,7 +17,7 @@ import xarray as xr
 from pydantic import Field, computed_field, field_validator
 from tqdm.auto import tqdm
 
-from .analysis.checkpoints import covers_steps, digest_training, find_checkpoints, keeps_weights, open_training_run
+from .analysis.training_run import covers_steps, digest_training, find_checkpoints, keeps_weights, open_training_run
 from .analysis.curvature import (PARTS, SUMS, add_alignment_ratio, displacement, open_tensors, tensor_sums,
                                          total_sums)
 from .analysis.estimation import FISHER, estimate_fisher, reference_pairs
@@ -40,8 +40,8 @@ _all_ = ["diagonal_fisher", "displacement"]
 class FisherConfig(Stage):
     "The Fisher of a base model, or the displacement of every checkpoint of a training run."
     name = "fisher"
-    run_class = "results.finished:FinishedRun"
-    workload = "mixsd_nb.cluster.analyses:plan_fisher"
+    run_class = "reports.finished:FinishedRun"
+    workload = "mixsd_nb.planning.analyses:plan_fisher"
     model: ModelName = Field("lab-m", description="base model: a lab model, a folder or a hub id")
     trained: str = runtime_field("", "folder of a training run; empty: the base model, then all its finished runs")
     checkpoints: Literal["all", "kept"] = runtime_field("all", "checkpoints of that run: all, or those whose weights it kept")
@@ -85,7 +85,7 @@ class FisherConfig(Stage):
     def check(self):
         "ValueError for too many processes, a base model other than that of the run, or a missing checkpoint."
         if self.processes > 1:
-            from mixsd_nb.methods.trainer import check_devices
+            from mixsd_nb.training.trainer import check_devices
             check_devices(self.processes, self.processes, sharded=False)
         if not self.trained: return
         run = open_training_run(self.trained)

@@ -16,7 +16,7 @@ import xarray as xr
 from pydantic import computed_field, field_validator
 from tqdm.auto import tqdm
 
-from .analysis.checkpoints import covers_steps, digest_training, find_checkpoints, keeps_weights, open_training_run
+from .analysis.training_run import covers_steps, digest_training, find_checkpoints, keeps_weights, open_training_run
 from .analysis.divergence import ReferenceConfig, TextSettings, nll_increase, response_nll
 from .analysis.statistics import rank_correlation
 from .corpora import CORPUS_OPTIONS, CorpusName, CorpusOptions
@@ -33,8 +33,8 @@ from .runs import Stage, module_of, run_function, consumed_field, runtime_field
 class ForgettingConfig(Stage, TextSettings):
     "F(D) of every checkpoint of a training run (eq. 2), over the dimensions of its result, and `new_kl`."
     name = "forgetting"
-    run_class = "results.finished:FinishedRun"
-    workload = "mixsd_nb.cluster.analyses:plan_forgetting"
+    run_class = "reports.finished:FinishedRun"
+    workload = "mixsd_nb.planning.analyses:plan_forgetting"
     trained: str = runtime_field("", "folder of a training run; empty: all finished runs of the corpus and the model")
     dataset_options: CorpusOptions = consumed_field(CORPUS_OPTIONS)
     dataset: CorpusName = runtime_field("kgfact-small", "corpus of the training runs: its name, a file, a folder or a hub id")

@@ -14,20 +14,20 @@ import xarray as xr
 from pydantic import PrivateAttr
 
 from .corpora import CORPORA
-from .methods.lengths import check_facts
+from .methods.fact_lengths import check_facts
 from .methods.targets import (MixSettings, count_unconfirmed, join_shards, keep_agreed, list_agreeing, mix_corpus,
                                       read_targets, select_targets, summarise_targets, write_targets)
 from .models import ENGINES, load_engine, load_tokenizer
 from .models.identity import model_label
-from .models.presets import warn_about_lab_values
+from .models.lab import warn_about_lab_values
 from .runs import Run, Stage, make_config, module_of, run_function, write_atomically
 
 # %% ../nbs/generate.ipynb #79836aed
 class GenerateConfig(Stage, MixSettings):
     "Mix the training split of a corpus; the targets are stored beside the result as a Parquet file."
     name = "generate"
-    run_class = "results.finished:FinishedRun"
-    workload = "mixsd_nb.cluster.workload:plan_mixing"
+    run_class = "reports.finished:FinishedRun"
+    workload = "mixsd_nb.planning.workload:plan_mixing"
 
     def slug(self):
         part = f"-{self.shard.replace('/', 'of')}" if self.shard else ""

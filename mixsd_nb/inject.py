@@ -21,13 +21,14 @@ from .benchmarks.in_domain import own_tests
 from .cluster.grid import find_notebook
 from .cluster.process import kernel_sockets
 from .corpora import CORPORA, load_corpus
-from .methods.lengths import warn_of_long_replies
-from .models.presets import preset_field, warn_about_lab_values
-from .results.injection import Injection, InjectRun, compare_scores, summarise_injection, write_page
+from .methods.fact_lengths import warn_of_long_replies
+from .models.lab import warn_about_lab_values
+from .runs.presets import preset_field
+from .reports.injection import Injection, InjectRun, compare_scores, summarise_injection, write_page
 from .runs import Run, Stage, Steps, make_config, run_function
 from .runs.commands import CommandParser, end_command, read_options, split_text, words_of
 from .runs.costs import CostLog
-from .training import TrainingSettings
+from .methods.settings import TrainingSettings
 
 _all_ = ["InjectRun"]
 
@@ -35,8 +36,8 @@ _all_ = ["InjectRun"]
 class InjectConfig(TrainingSettings, Stage):
     "Teach a model the facts of a file or of a corpus, and report what it learned and forgot."
     name = "inject"
-    run_class = "results.injection:InjectRun"
-    workload = "mixsd_nb.cluster.plan:plan_injection"
+    run_class = "reports.injection:InjectRun"
+    workload = "mixsd_nb.planning.plan:plan_injection"
     forced = "write the report again; to train again, remove the folder of the training"
     suite: str = preset_field(
         "what is asked before and after: groups and benchmarks, with commas; the facts' own tests are added",

@@ -16,14 +16,14 @@ import pandas as pd
 import xarray as xr
 from pydantic import Field, computed_field, field_validator
 
-from .analysis.checkpoints import digest_files
+from .analysis.training_run import digest_files
 from .analysis.likelihood import (SOURCES, THRESHOLDS, Target, canonical_targets, high_nll_types, mixed_targets,
                                           overlap_recall, ragged_tokens, score_pairs, split_by_source, split_by_target,
                                           summarise_nll)
 from .corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions, load_corpus
 from .corpora.prompts import SPANS
 from .methods import METHODS, compose, label_coordinates, label_title, recipe_label
-from .methods.lengths import check_facts
+from .methods.fact_lengths import check_facts
 from .models import ENGINES, check_engine, check_engine_options, check_model, load_tokenizer
 from .models.identity import MODEL_OPTIONS, ModelName, ModelOptions, model_label
 from .results.merge import merge_roots
@@ -54,8 +54,8 @@ def target_methods(
 class NllConfig(Stage):
     "The per-token NLL of training targets under the base model that will be trained on them."
     name = "nll"
-    run_class = "results.finished:FinishedRun"
-    workload = "mixsd_nb.cluster.analyses:plan_scoring"
+    run_class = "reports.finished:FinishedRun"
+    workload = "mixsd_nb.planning.analyses:plan_scoring"
     targets: str = runtime_field("", (
         "Parquet file of mixed targets, which is scored beside the canonical ones; empty: all mixed targets"))
     dataset_options: CorpusOptions = consumed_field(CORPUS_OPTIONS)

@@ -183,7 +183,7 @@ def format_preview(
 # %% ../nbs/sweep.ipynb #cec15152
 def _check_grid(grid: str, device: str) -> int:
     "Print the plan of a grid; returns 1 if something does not fit."
-    from mixsd_nb.cluster.plan import format_grid, plan_grid
+    from mixsd_nb.planning.plan import format_grid, plan_grid
     plan = plan_grid(grid, device)
     print(format_grid(plan))
     return int(bool(plan.problems()))

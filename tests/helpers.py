@@ -74,7 +74,7 @@ def command_output(*command):
     except subprocess.TimeoutExpired: return ""
 
 
-PRELOADED = ["mixsd_nb.train", "mixsd_nb.evaluate", "mixsd_nb.generate", "mixsd_nb.fisher", "mixsd_nb.methods.trainer", "mixsd_nb.models.engines",
+PRELOADED = ["mixsd_nb.train", "mixsd_nb.evaluate", "mixsd_nb.generate", "mixsd_nb.fisher", "mixsd_nb.training.trainer", "mixsd_nb.models.engines",
              "transformers.models.qwen3.modeling_qwen3", "xarray", "netCDF4", "psutil", "pytest"]
 
 

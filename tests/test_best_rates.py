@@ -8,9 +8,9 @@ from helpers import small_model
 
 from mixsd_nb import train
 from mixsd_nb.cluster.grid import expand_grid, make_cells, read_grid
-from mixsd_nb.cluster.plan import plan_grid
+from mixsd_nb.planning.plan import plan_grid
 from mixsd_nb.evaluation.selection import best_rate
-from mixsd_nb.results.cells import select_cells
+from mixsd_nb.results.selected_cells import select_cells
 from mixsd_nb.results.cube import cube_of
 from mixsd_nb.runs import ParameterError, find_stage
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mixsd_nb.profiling import check
+from mixsd_nb.lab.profiling import check
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from mixsd_nb.corpora import load_corpus
 from mixsd_nb.corpora.prompts import encode_canonical
 from mixsd_nb.methods import ANCHORS, GATES, METHODS, compose, parse_label, runnable_methods
 from mixsd_nb.methods.fitting import MethodRun
-from mixsd_nb.methods.trainer import FineTuner, build_objective, fine_tune, read_curves
+from mixsd_nb.training.trainer import FineTuner, build_objective, fine_tune, read_curves
 from mixsd_nb.models import load_base, load_tokenizer
 from mixsd_nb.runs.schema import DIMS, VARIABLE_ATTRS
 from mixsd_nb.runs import ParameterError
@@ -209,7 +209,7 @@ def test_no_prompt_is_truncated(method, tiny, new_folder, monkeypatch):
     rows = [dict(id=f"fact-{k}", prompt="Q?", target=f"The answer is {'so ' * 2100 * (k == 2)}7.", answer="7", subject="Q", statement="") for k in range(4)]
     monkeypatch.setenv("MIXSD_RUNS", str(new_folder()))
     monkeypatch.setattr(MethodRun, "rows", rows)
-    monkeypatch.setattr("mixsd_nb.methods.trainer.train_process", pytest.fail)
+    monkeypatch.setattr("mixsd_nb.training.trainer.train_process", pytest.fail)
     too_long = r"^fact fact-2 must have at most 2048 tokens, the context of the model, got \d+; "
     with canonical_as_written(rows, load_tokenizer(tiny)), pytest.raises(ValueError, match=too_long):
         train.run(**parameters(method, tiny))

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from text_helpers import error_sentence
 
 from mixsd_nb import errors
-from mixsd_nb.analysis.checkpoints import find_checkpoints, open_training_run
+from mixsd_nb.analysis.training_run import find_checkpoints, open_training_run
 from mixsd_nb.analysis.curvature import tensor_sums
 from mixsd_nb.analysis.estimation import FISHER, estimate_fisher, load_sums, save_sums
 from mixsd_nb.analysis.divergence import ReferenceConfig
@@ -35,8 +35,8 @@ from mixsd_nb.benchmarks.tasks import load_task
 from mixsd_nb.cluster.attempt import list_attempts, read_ends
 from mixsd_nb.corpora import mquake, simpleqa
 from mixsd_nb.methods.targets import read_targets, write_targets
-from mixsd_nb.pretraining.record import RECORD_FILE, read_record
-from mixsd_nb.results.roots import read_roots
+from mixsd_nb.lab.pretraining.record import RECORD_FILE, read_record
+from mixsd_nb.results.read_results import read_roots
 from mixsd_nb.runs import (
     RESPONSE_COLUMNS,
     DamagedFile,

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from mixsd_nb.methods import compose
 from mixsd_nb.methods.distill import VARIANTS, Distillation, RolloutEngine, Variant, distill_items
 from mixsd_nb.methods.fitting import MethodRun
-from mixsd_nb.methods.loss import Objective
-from mixsd_nb.methods.memory import OffloadedAdamW
+from mixsd_nb.training.loss import Objective
+from mixsd_nb.training.offload import OffloadedAdamW
 from mixsd_nb.methods.supervised import Supervised
-from mixsd_nb.methods.trainer import FineTuner, TrainingSpec, fine_tune, read_curves, train_process
+from mixsd_nb.training.trainer import FineTuner, TrainingSpec, fine_tune, read_curves, train_process
 from mixsd_nb.models import ENGINES, EngineSpec, load_base, load_tokenizer, open_engine
 from mixsd_nb.models.engines import HFEngine
 from mixsd_nb.runs import make_config
@@ -168,7 +168,7 @@ def raise_lack(*_, **__): raise torch.OutOfMemoryError("CUDA out of memory. Trie
 ])
 def test_a_lack_of_memory_names_its_phase(owner, method, sentence, distillation, tmp_path):
     spec = replace(distillation, data=distillation.data | dict(batch_size=7))
-    if method == "loss": target = patch("mixsd_nb.methods.trainer.summed_loss", raise_lack)
+    if method == "loss": target = patch("mixsd_nb.training.trainer.summed_loss", raise_lack)
     else: target = patch.object(owner, method, raise_lack)
     with target, pytest.raises(MemoryError) as caught: train_process(spec, tmp_path)
     assert str(caught.value) == f"{sentence} on more processes, needs less" and caught.value.__suppress_context__

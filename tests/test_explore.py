@@ -23,7 +23,7 @@ from mixsd_nb.methods.mixing import mix, mix_items
 from mixsd_nb.runs import ParameterError
 from mixsd_nb.views import VIEWS
 from mixsd_nb.views.facts import edit_fact, get_question
-from mixsd_nb.views.tracing import get_engine
+from mixsd_nb.views.attempt_trace import get_engine
 
 ROOT = Path(__file__).resolve().parents[1]
 TITLES = [view.title for view in VIEWS.values()]

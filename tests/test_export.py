@@ -14,8 +14,8 @@ from helpers import small_model
 
 from mixsd_nb import train
 from mixsd_nb.models import load_base
-from mixsd_nb.results.export import export_model, main, push_folder
-from mixsd_nb.results.model_card import LOADING
+from mixsd_nb.reports.export import export_model, main, push_folder
+from mixsd_nb.reports.model_card import LOADING
 
 
 @pytest.fixture(scope="module")

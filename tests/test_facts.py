@@ -4,7 +4,6 @@ import json
 import math
 import re
 import unicodedata
-from pathlib import Path
 
 import datasets
 import pandas as pd
@@ -19,7 +18,7 @@ from mixsd_nb.benchmarks import SUITES, Selection, load_items
 from mixsd_nb.benchmarks.answers import same_answer
 from mixsd_nb.benchmarks.in_domain import own_tests
 from mixsd_nb.benchmarks.tasks import grade
-from mixsd_nb.cluster.grid import expand_grid
+from mixsd_nb.cluster.grid import expand_grid, find_notebook
 from mixsd_nb.corpora import CORPORA, check_corpus, load_corpus, stored, validation_rows
 from mixsd_nb.corpora.files import EXAMPLE, EXAMPLE_TESTS, read_facts
 from mixsd_nb.corpora.prompts import ANSWER_FORMS, change_form
@@ -318,7 +317,7 @@ def test_every_stage_takes_a_file_with_options(name, data, tiny):
     "As parameters of papermill, with the options as JSON text; the resulting name stands for the same corpus everywhere."
     path, tests = data("facts.tsv", "Frage\tanswer\nWho leads the choir?\tAna"), data("tests.jsonl", lines(dict(question="Is it Otto?", answer="no", kind="other names")))
     options = dict(columns=dict(question="Frage"), test=tests, extract="line")
-    known = inspect_notebook(Path(__file__).parents[1] / "nbs" / f"{name}.ipynb")
+    known = inspect_notebook(find_notebook(name))
     assert {"dataset", "dataset_options"} <= set(known) and (("model_options" in known) == ("model_options" in STAGES[name].model_fields))
     config = make_config(STAGES[name], dataset=path, dataset_options=json.dumps(options))
     assert config.dataset == check_corpus(path, options) and make_config(STAGES[name], **config.model_dump(include={*STAGES[name].model_fields})) == config

@@ -19,7 +19,7 @@ from mixsd_nb.corpora.files import EXAMPLE, EXAMPLE_TESTS
 from mixsd_nb.evaluate import EvaluateConfig
 from mixsd_nb.evaluation import selection
 from mixsd_nb.inject import InjectConfig, InjectRun
-from mixsd_nb.results.report import render_failures, render_page, render_pair, render_table
+from mixsd_nb.reports.report import render_failures, render_page, render_pair, render_table
 from mixsd_nb.runs import ParameterError, make_config, open_run
 
 matplotlib.use("Agg")
@@ -85,7 +85,7 @@ def test_nothing_is_computed_twice(injected, monkeypatch, capsys):
     run, parameters = injected
     result = (run.folder / "result.nc").read_bytes()
     (run.folder / "result.nc").unlink()  # as after a kill before the last file
-    for name in ("mixsd_nb.benchmarks.evaluation.load_engine", "mixsd_nb.methods.trainer.load_base"):
+    for name in ("mixsd_nb.benchmarks.evaluation.load_engine", "mixsd_nb.training.trainer.load_base"):
         monkeypatch.setattr(name, lambda *_, **__: pytest.fail("a model was loaded again"))
     assert inject.run(**parameters).name == run.name
     assert (run.folder / "result.nc").read_bytes() == result, "equal data are equal bytes"

@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 
 from mixsd_nb import evaluate, train
 from mixsd_nb.analysis import scores
-from mixsd_nb.analysis.checkpoints import digest_training, find_checkpoints, open_training_run
+from mixsd_nb.analysis.training_run import digest_training, find_checkpoints, open_training_run
 from mixsd_nb.benchmarks import SUITES, Sampling, Suite, evaluation
 from mixsd_nb.evaluation import checkpoints
-from mixsd_nb.methods import saving
-from mixsd_nb.methods.trainer import TrainingSpec, fine_tune, loop_in_phases
-from mixsd_nb.results.cells import cell_mask, collapse_runs, select_cells
+from mixsd_nb.training import saving
+from mixsd_nb.training.trainer import TrainingSpec, fine_tune, loop_in_phases
+from mixsd_nb.results.selected_cells import cell_mask, collapse_runs, select_cells
 from mixsd_nb.results.cube import cube_of, unasked_benchmarks
 from mixsd_nb.results.demo import BENCHMARKS, invent_cube
 from mixsd_nb.results.summary import summary_table

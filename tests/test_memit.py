@@ -18,7 +18,7 @@ from mixsd_nb.methods import memit
 from mixsd_nb.methods.covariance import capture, decoder_blocks, encode_texts, output_layer, read_texts, second_moments, stored_moments
 from mixsd_nb.methods.edits import convert_rows, encode_edit, encode_parts, find_subject, split_reply
 from mixsd_nb.methods.fitting import MethodRun
-from mixsd_nb.methods.tracing import TracedFact, edited_layers, trace_effects
+from mixsd_nb.methods.causal_tracing import TracedFact, edited_layers, trace_effects
 from mixsd_nb.models import load_base, load_tokenizer
 from mixsd_nb.models.chat import format_model, origin_model
 from mixsd_nb.runs import make_config
@@ -386,7 +386,7 @@ def test_the_weight_is_the_rate_and_a_batch_of_edits_a_step(cube):
 def test_figures_and_tables_show_it(cube):
     import matplotlib
     matplotlib.use("Agg")
-    from mixsd_nb.results.cells import select_cells
+    from mixsd_nb.results.selected_cells import select_cells
     from mixsd_nb.results.tradeoff import frontier_figure, tradeoff_figure
     chosen = select_cells(cube)
     assert chosen.recipe.tolist() == ["memit"] and chosen.lr.item() in (10, 1000) and chosen.step.item() in (1, 2)

@@ -26,7 +26,7 @@ from mixsd_nb.benchmarks import SUITES, Item, Suite
 from mixsd_nb.corpora import CORPORA, Corpus, Schedule
 from mixsd_nb.corpora.prompts import boxed, encode_completion, encode_prompt, naive_prompt, target
 from mixsd_nb.methods import ANCHORS, GATES, METHODS, TRAINED, Anchor, Gate, Method
-from mixsd_nb.methods.loss import Modifier
+from mixsd_nb.training.loss import Modifier
 from mixsd_nb.models import ENGINES, EngineSpec
 from mixsd_nb.models.engines import HFEngine
 

@@ -19,10 +19,11 @@ from mixsd_nb.benchmarks import SUITES, benchmark_names
 from mixsd_nb.benchmarks.evaluation import EvalSettings, generate_and_grade, select_items
 from mixsd_nb.benchmarks.files import FILE_GRADINGS, read_items
 from mixsd_nb.benchmarks.sandbox import SandboxError, check_sandbox
-from mixsd_nb.results import open_cube, priming
-from mixsd_nb.results.agreement import group_runs
+from mixsd_nb.results import open_cube
+from mixsd_nb.lab import priming
+from mixsd_nb.results.compatible_settings import group_runs
 from mixsd_nb.results.demo import BENCHMARKS, invent_result
-from mixsd_nb.results.roots import read_roots
+from mixsd_nb.results.read_results import read_roots
 from mixsd_nb.results.summary import held_out_average, summary_table
 from mixsd_nb.runs import ParameterError, TableError, make_config, read_rows
 from mixsd_nb.runs.commands import end_command

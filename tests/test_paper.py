@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mixsd_nb.results.cells import collapse_runs, select_cells
+from mixsd_nb.results.selected_cells import collapse_runs, select_cells
 from mixsd_nb.results.demo import invent_cube
 from mixsd_nb.results.paper import paper_cube
 from mixsd_nb.results.summary import average_drop, score_by

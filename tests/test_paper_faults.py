@@ -31,11 +31,11 @@ from mixsd_nb.analysis.curvature import tensor_sums
 from mixsd_nb.benchmarks import SUITES
 from mixsd_nb.benchmarks.evaluation import sampling_of
 from mixsd_nb.benchmarks.sandbox import SandboxError
-from mixsd_nb.cluster.estimates import DEVICES
+from mixsd_nb.planning.estimates import DEVICES
 from mixsd_nb.cluster.grid import expand_grid, find_notebook, make_cell, read_grid
-from mixsd_nb.cluster.plan import plan_run
+from mixsd_nb.planning.plan import plan_run
 from mixsd_nb.cluster.process import progress_file
-from mixsd_nb.cluster.workload import Machine
+from mixsd_nb.planning.workload import Machine
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.corpora.prompts import render_prompt, turn_end
 from mixsd_nb.evaluate import EvaluateConfig
@@ -44,7 +44,7 @@ from mixsd_nb.generate import GenerateConfig
 
 from mixsd_nb.methods.fitting import MethodRun
 from mixsd_nb.methods.mixing import mix, mix_items, mix_oracle
-from mixsd_nb.methods.trainer import TrainingSpec, fine_tune, read_curves, train_process
+from mixsd_nb.training.trainer import TrainingSpec, fine_tune, read_curves, train_process
 from mixsd_nb.models import check_head, load_base, load_tokenizer
 from mixsd_nb.models.engine import choose, gumbel, row_key
 from mixsd_nb.models.engines import HFEngine
@@ -226,7 +226,7 @@ def test_a_grid_over_the_outputs_of_another_names_the_one_that_comes_first(own_r
 @pytest.mark.parametrize(("method", "processes"), [("sft", 1), ("sft", 2), ("replay", 1), ("sft-own-words", 1), ("mixsd-shuffled", 1)])
 def test_no_other_model_is_in_memory_while_one_is_trained(method, processes, tiny, own_runs, monkeypatch):
     "The parent of the training processes scores the targets on the GPU first, after it has written some of them, and must give its memory back."
-    from mixsd_nb.methods import trainer
+    from mixsd_nb.training import trainer
     engines, freed, load = [], [], HFEngine.open
     monkeypatch.setattr(HFEngine, "open", classmethod(lambda cls, *args, **options: engines.append(weakref.ref(engine := load(*args, **options))) or engine))
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: freed.append([engine() for engine in engines]))

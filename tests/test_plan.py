@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from mixsd_nb import evaluate, train
 from mixsd_nb.benchmarks import SUITES
-from mixsd_nb.cluster import plan as plans
-from mixsd_nb.cluster.estimates import CONSTANTS, DEVICES, Burden, Layout, optimiser_peak, serve, update_peak
+from mixsd_nb.planning import plan as plans
+from mixsd_nb.planning.estimates import CONSTANTS, DEVICES, Burden, Layout, optimiser_peak, serve, update_peak
 from mixsd_nb.cluster.grid import list_grids, make_resources, read_grid
-from mixsd_nb.cluster.inputs import check_inputs, list_deviations
-from mixsd_nb.cluster.lengths import count_questions
-from mixsd_nb.cluster.plan import Machine, cpu_device, find_problems, plan_grid, plan_run, planned_cells
-from mixsd_nb.cluster.probe import memory_events, probe, replace_constants
-from mixsd_nb.cluster.workload import burden_of, list_drafts, plan_training, planned_steps, smallest_layout, training_peaks
+from mixsd_nb.planning.preflight import check_inputs, list_deviations
+from mixsd_nb.planning.token_lengths import count_questions
+from mixsd_nb.planning.plan import Machine, cpu_device, find_problems, plan_grid, plan_run, planned_cells
+from mixsd_nb.planning.probe import memory_events, probe, replace_constants
+from mixsd_nb.planning.workload import burden_of, list_drafts, plan_training, planned_steps, smallest_layout, training_peaks
 from mixsd_nb.console import main
 from mixsd_nb.corpora import CORPORA, load_corpus
 from mixsd_nb.methods import ANCHORS, GATES, METHODS, Demand, Method, runnable_methods
@@ -47,7 +47,7 @@ def old_garbage_is_collected(monkeypatch): monkeypatch.setattr("gc.collect", fun
 
 def phase_peaks(spec, folder):
     "Peak bytes of the last update and of the optimiser step after it, of a real training on this CPU."
-    from mixsd_nb.methods import trainer
+    from mixsd_nb.training import trainer
     marks, step = [], trainer.FineTuner.training_step
 
     def marked_step(self, *args, **options):
@@ -85,7 +85,7 @@ def folders(tmp_path_factory):
     ("deep", Burden(8, 20, 40), Layout(micro_tokens=200)), ("deep", Burden(4, 20, 80), Layout(micro_tokens=200, recompute=True)),
     ("deep", Burden(4, 60, 20), Layout())])
 def test_planned_peaks_are_those_of_the_trainer(name, burden, layout, folders, tmp_path):
-    from mixsd_nb.methods.trainer import TrainingSpec
+    from mixsd_nb.training.trainer import TrainingSpec
     pairs = [([5] * burden.prompt, [7] * burden.completion)] * burden.batch
     spec = TrainingSpec(model=folders[name], lr=1e-4, steps=2, batch=burden.batch, objective="methods.supervised:stored_pairs",
                         data=dict(pairs=pairs), recompute=layout.recompute, micro_tokens=layout.micro_tokens)
@@ -145,8 +145,8 @@ def test_every_lack_has_its_sentence(machine, kind, words):
 def test_the_disk_of_finished_runs_is_there_already():
     from dataclasses import replace
 
-    from mixsd_nb.cluster.plan import GridPlan
-    from mixsd_nb.cluster.workload import RunPlan
+    from mixsd_nb.planning.plan import GridPlan
+    from mixsd_nb.planning.workload import RunPlan
     runs = lambda *finished: [RunPlan("lab-s", disk=6e9, disk_peak=8e9, finished=done) for done in finished]
     problems = lambda *finished: GridPlan("g", replace(H100, disk=10), 1, runs(*finished), [], []).problems()
     assert problems(False, False) == {"all cells need 14 GB of disk, of which 10 GB are free": 2}
@@ -287,7 +287,7 @@ def test_every_shipped_grid_has_a_plan():
     whole = table.loc["all, once, on GPUs"]
     assert whole.hours < 2_000 and whole.terabytes < 5 and table.hours["best-rates"] < 200
     said = f"{whole.hours:,.0f} GPU-hours of H100s and {whole.terabytes:.2f} TB"
-    for text in "guides/scale.md", "cluster/plan.ipynb": assert said in (project_root() / "nbs" / text).read_text()
+    for text in "guides/scale.md", "planning/plan.ipynb": assert said in (project_root() / "nbs" / text).read_text()
     small = plan_grid("knowledge-eval-small", "h100").rows()
     assert small[small.model == "Qwen3-8B"].disk.max() < 82
 

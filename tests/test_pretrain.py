@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from mixsd_nb import pretrain
-from mixsd_nb.pretraining import training
+from mixsd_nb.lab import pretrain
+from mixsd_nb.lab.pretraining import training_loop as training
 
 SMALL = dict(size="lab-s", start="fresh", tokens=0.012, batch_tokens=1024, pool=20, save_every=1, n=1, curve_points=2)
 

@@ -10,9 +10,9 @@ from mixsd_nb.benchmarks.lab_tasks import draw, is_reserved
 from mixsd_nb.corpora import CORPORA, load_corpus
 from mixsd_nb.corpora.kgfact import KGFACT_WORDS, UNSEEN_WORDING, WORDINGS
 from mixsd_nb.corpora.world import WORLD_WORDS
-from mixsd_nb.pretraining.abilities import ability_items
-from mixsd_nb.pretraining.curriculum import WRITERS
-from mixsd_nb.pretraining.documents import CORPUS_WORDS, USER_HEADER
+from mixsd_nb.lab.pretraining.abilities import ability_items
+from mixsd_nb.lab.pretraining.curriculum import WRITERS
+from mixsd_nb.lab.pretraining.documents import CORPUS_WORDS, USER_HEADER
 
 LAB_SUITES = [name for name, suite in SUITES.items() if suite.items == "benchmarks.lab_tasks:lab_items" and not suite.twin_of]
 

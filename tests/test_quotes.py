@@ -23,12 +23,12 @@ EXCEPTIONS = {  # notebook -> number -> why no output holds the number
     "index.ipynb": {value: "a value of the preset, as test_stages compares" for value in ("4096", "8192", "1e-05")},
     "methods/mixing.ipynb": {"1e-4": "the width of a tie", "30,000": SUM, "1.4": SUM},
     "models/lab.ipynb": {"1.3": "parameters of lab-s", "3.0": "parameters of lab-m"},
-    "pretraining/curriculum.ipynb": {"53": SUM},
-    "pretraining/documents.ipynb": {"88": PICTURE, "67": PICTURE},
-    "pretraining/drills.ipynb": {"40": "a bound on shares"},
-    "pretraining/record.ipynb": {"95": "the level of an interval"},
-    "pretraining/training.ipynb": {"1.25": "measured on another machine"},
-    "speed.ipynb": {"134": "the size of a model, in millions"},
+    "lab/pretraining/curriculum.ipynb": {"53": SUM},
+    "lab/pretraining/documents.ipynb": {"88": PICTURE, "67": PICTURE},
+    "lab/pretraining/drills.ipynb": {"40": "a bound on shares"},
+    "lab/pretraining/record.ipynb": {"95": "the level of an interval"},
+    "lab/pretraining/training_loop.ipynb": {"1.25": "measured on another machine"},
+    "lab/speed.ipynb": {"134": "the size of a model, in millions"},
     "sweep.ipynb": {"130": "an exit code"},
 }
 
@@ -68,16 +68,19 @@ def is_shown(value, decimals, shown):
 def read_cells(path): return json.loads(path.read_text(encoding="utf-8"))["cells"]
 
 
-def find_quotes(cells, is_stage):
+def is_stage(path): return path.parent == ROOT / "nbs" or '"parameters"' in path.read_text(encoding="utf-8")
+
+
+def find_quotes(cells, whole):
     "The texts of a notebook that are checked, as one."
     texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
-    if is_stage: return "\n".join(texts)
+    if whole: return "\n".join(texts)
     return "\n".join(text.split(HEADING, 1)[1] for text in texts if HEADING in text)
 
 
 def find_stale(path, exceptions=()):
     "The quoted numbers of a notebook that neither it nor a notebook that it links to shows."
-    prose = find_quotes(read_cells(path), is_stage=path.parent == ROOT / "nbs")
+    prose = find_quotes(read_cells(path), is_stage(path))
     sources = [path, *(path.parent / link for link in re.findall(r"\]\(([^)#]+\.ipynb)", prose))]
     cells = [cell for source in sources for cell in read_cells(source)]
     shown = {number for number, _ in parse(read_outputs(cells) + read_assertions(cells)).values()}
@@ -86,7 +89,7 @@ def find_stale(path, exceptions=()):
 
 
 NOTEBOOKS = [path for path in sorted((ROOT / "nbs").rglob("*.ipynb"))
-             if path.parent == ROOT / "nbs" or HEADING in path.read_text(encoding="utf-8")]
+             if is_stage(path) or HEADING in path.read_text(encoding="utf-8")]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.relative_to(ROOT / "nbs").as_posix())

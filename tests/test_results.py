@@ -23,24 +23,24 @@ from mixsd_nb.benchmarks import SUITES as BENCHMARKS
 from mixsd_nb.benchmarks import Suite
 from mixsd_nb.corpora import CORPORA, Corpus, Schedule, check_corpus
 from mixsd_nb.methods import METHODS, TRAINED, Method, compose, current_label, parse_label, recipe_label
-from mixsd_nb.results.agreement import check_settings, find_conflicts, group_runs, list_claims
+from mixsd_nb.results.compatible_settings import check_settings, find_conflicts, group_runs, list_claims
 from mixsd_nb.results.committed import committed_folder, read_cube
 from mixsd_nb.results.comparison import selection_figure
 from mixsd_nb.results.cube import agreeing_runs, cube_of, missing_runs, open_cube
 from mixsd_nb.results.demo import BENCHMARKS as INVENTED
 from mixsd_nb.results.demo import invent_cube, invent_result
-from mixsd_nb.results.finished import ModelRun, tabulate
+from mixsd_nb.reports.finished import ModelRun, tabulate
 from mixsd_nb.results.gallery import collapse_source, load_sources, run_figures, select_part, shared_figures, source_sheet
 from mixsd_nb.results.layout import result_tree
 from mixsd_nb.results.merge import merge_roots
 from mixsd_nb.results.plots import recipe_colour
-from mixsd_nb.results.roots import read_root
+from mixsd_nb.results.read_results import read_root
 from mixsd_nb.runs.schema import RECIPE_COORDS
 from mixsd_nb.results.sheets import draw_sheet, style_sheet, to_latex
 from mixsd_nb.results.summary import held_out_average, summary_table
 from mixsd_nb.results.tables import TABLES, list_tables
 from mixsd_nb.results.tradeoff import frontier_figure
-from mixsd_nb.results.versus_plots import frontier_axes_figure
+from mixsd_nb.lab.versus_plots import frontier_axes_figure
 from mixsd_nb.runs import Stage, open_result, write_result
 
 matplotlib.use("Agg")
@@ -609,7 +609,7 @@ THREADS = """import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from mixsd_nb.results.committed import read_cube, write_cube
-from mixsd_nb.results.roots import read_root
+from mixsd_nb.results.read_results import read_root
 from mixsd_nb.runs import open_result, write_result
 folder, tree = Path(sys.argv[1]), open_result(Path(sys.argv[1]))
 cube = write_cube(tree.to_dataset(), folder / "cube.nc")

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from mixsd_nb import train
 from mixsd_nb.methods.distill import DIVERGENCES, VARIANTS, Distillation, distill_items
-from mixsd_nb.methods.loss import Example, LossHead, summed_loss
+from mixsd_nb.training.loss import Example, LossHead, summed_loss
 from mixsd_nb.methods.supervised import Supervised
-from mixsd_nb.methods.trainer import TrainingSpec, fine_tune
+from mixsd_nb.training.trainer import TrainingSpec, fine_tune
 from mixsd_nb.methods.weight_penalties import Penalty, prepare_ewc, relative_importance, text_fisher
 from mixsd_nb.models import load_base, load_tokenizer
 from mixsd_nb.runs import ParameterError, checkpoint_steps

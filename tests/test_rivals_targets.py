@@ -14,12 +14,12 @@ from mixsd_nb import fisher, train
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.corpora.prompts import expert_reference_prompt
 from mixsd_nb.methods.fitting import MethodRun
-from mixsd_nb.methods.loss import LossHead, summed_loss
+from mixsd_nb.training.loss import LossHead, summed_loss
 from mixsd_nb.methods.mixing import accepts, mix, mix_items, mix_oracle
 from mixsd_nb.methods.replay import read_prompts, write_replays
 from mixsd_nb.methods.supervised import arrange, canonical_pairs, fit_canonical, fit_mixed, fit_own_words, shuffle_targets
 from mixsd_nb.methods.token_weights import answer_tokens, answer_weights
-from mixsd_nb.methods.trainer import TrainingSpec, build_objective
+from mixsd_nb.training.trainer import TrainingSpec, build_objective
 from mixsd_nb.models import load_base, load_engine
 from mixsd_nb.models.engines import HFEngine
 from mixsd_nb.runs import ParameterError

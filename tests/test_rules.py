@@ -15,7 +15,7 @@ from mixsd_nb.benchmarks.evaluation import generate_and_grade
 from mixsd_nb.benchmarks.lab_tasks import draw
 from mixsd_nb.benchmarks.tasks import grade
 from mixsd_nb.corpora import CORPORA
-from mixsd_nb.results.cells import collapse_runs
+from mixsd_nb.results.selected_cells import collapse_runs
 from mixsd_nb.results.cube import cube_of
 from mixsd_nb.results.demo import BENCHMARKS, invent_cube, invent_result
 from mixsd_nb.results.paper import paper_cube

@@ -5,8 +5,8 @@ import pytest
 from helpers import small_model
 
 from mixsd_nb import evaluate, train
-from mixsd_nb.results.dialogue import ask, newest_runs
-from mixsd_nb.results.finished import FinishedRun, ModelRun
+from mixsd_nb.reports.dialogue import ask, newest_runs
+from mixsd_nb.reports.finished import FinishedRun, ModelRun
 from mixsd_nb.runs import ParameterError, open_run
 
 matplotlib.use("Agg")
@@ -92,7 +92,7 @@ def test_a_run_without_accuracies_has_a_table(runs):
 
 def test_replies_of_models_with_one_name_are_all_shown(tmp_path, monkeypatch):
     "Two checkpoints of the same step, and a run with the title of another one."
-    from mixsd_nb.results import dialogue
+    from mixsd_nb.reports import dialogue
     monkeypatch.setattr(dialogue, "reply", lambda model, question, **_: model)
     folders = [str(tmp_path / run / "checkpoint-20") for run in ("a", "b")]
     assert [*dialogue.ask("Who?", *folders).values()] == folders

@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 from papermill import inspect_notebook
 
-from mixsd_nb.cluster.grid import list_grids, read_grid
-from mixsd_nb.models.presets import is_lab_model, preset_values
+from mixsd_nb.cluster.grid import find_notebook, list_grids, read_grid
+from mixsd_nb.console.notebooks import stage_notebooks
+from mixsd_nb.models.lab import is_lab_model
+from mixsd_nb.runs.presets import preset_values
 from mixsd_nb.runs import Config, find_stage
 
 ROOT = Path(__file__).resolve().parents[1]
-STAGES = sorted(p for p in (ROOT / "nbs").glob("*.ipynb") if p.stem != "index")
+STAGES = [find_notebook(path.stem) for path in stage_notebooks()]
 
 
 def configuration(path):

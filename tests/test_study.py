@@ -10,15 +10,15 @@ import xarray as xr
 
 from mixsd_nb.cluster import grid
 from mixsd_nb.cluster.grid import expand_grid, list_grids, read_grid
-from mixsd_nb.cluster.lab import available_cells, join_cubes, merge_grid, planned_grid, planned_runs, preview_grids, study_grids
-from mixsd_nb.results.claims import CLAIMS, OURS, VERDICTS, claims_table, forgets, judge_claim, keeps_more, planned_of, retains
+from mixsd_nb.lab.grids import available_cells, join_cubes, merge_grid, planned_grid, planned_runs, preview_grids, study_grids
+from mixsd_nb.lab.claims import CLAIMS, OURS, VERDICTS, claims_table, forgets, judge_claim, keeps_more, planned_of, retains
 from mixsd_nb.results.committed import committed_folder, list_missing, read_cube, read_cubes, write_cube
 from mixsd_nb.results.cube import cube_of
 from mixsd_nb.results.demo import invent_cube, invent_result
 from mixsd_nb.runs.schema import DIMS, RUN_DIMS, variable
-from mixsd_nb.results.versus import differ_at_recall, point_tables, rates_at_ends, settings_table, kept_values, learned_values
+from mixsd_nb.lab.versus import differ_at_recall, point_tables, rates_at_ends, settings_table, kept_values, learned_values
 from mixsd_nb.runs import ParameterError, load_object, project_root, write_result
-from mixsd_nb.study import find_cubes, main, list_trainings, recompute_cells, run, write_list
+from mixsd_nb.lab.study import find_cubes, main, list_trainings, recompute_cells, run, write_list
 
 CUBES = read_cubes(committed_folder())
 
@@ -121,7 +121,7 @@ def clone(own_runs, monkeypatch):
     grid, lab, computed = own_runs / "study-demo.yaml", own_runs / "clone", []
     grid.write_text("notebook: train\nfixed: {dataset: kgfact-small, n: 20, checkpoints: [20, 60], method: sft, lr: 1.0e-3}\naxes: {seed: [0, 1]}\n")
     first = invent_result("sft", n=20).to_dataset().assign(fisher_trace=("model", [7.0]))
-    monkeypatch.setattr("mixsd_nb.cluster.lab.committed_folder", lambda: lab)
+    monkeypatch.setattr("mixsd_nb.lab.grids.committed_folder", lambda: lab)
     write_cube(cube_of({"a": first}).drop_attrs(deep=False), lab / "study-demo.nc")
 
     def compute(sweep, workers=0):
@@ -131,7 +131,7 @@ def clone(own_runs, monkeypatch):
             result = invent_result("sft", seed=seed, n=20)
             result["version"] = variable("version", DIMS, np.full(result.accuracy.shape, f"1.{seed}"))
             write_result(result, cell.run_folder)
-    monkeypatch.setattr("mixsd_nb.study.Sweep.run", compute)
+    monkeypatch.setattr("mixsd_nb.lab.study.Sweep.run", compute)
     return str(grid), lab / "study-demo.nc", computed
 
 
@@ -189,7 +189,7 @@ def test_a_run_that_is_computed_again_counts(clone, own_runs):
 
 def test_a_cube_of_an_earlier_session_hides_no_committed_run(own_runs, monkeypatch):
     "Each of the two cubes of a grid has a seed that the other one lacks."
-    monkeypatch.setattr("mixsd_nb.study.committed_folder", lambda: own_runs / "clone")
+    monkeypatch.setattr("mixsd_nb.lab.study.committed_folder", lambda: own_runs / "clone")
     cube = invent_cube(seeds=3)
     write_cube(cube.sel(seed=[0, 2]), own_runs / "clone/study-demo.nc")
     write_cube(cube.sel(seed=[0, 1]), own_runs / "lab/study-demo.nc")
@@ -201,7 +201,7 @@ def test_a_cube_of_an_earlier_session_hides_no_committed_run(own_runs, monkeypat
 
 @pytest.mark.parametrize("claim", CLAIMS.values(), ids=lambda c: c.name)
 def test_every_claim_has_a_test_that_can_be_called(claim):
-    test = getattr(__import__("mixsd_nb.results.claims", fromlist=["_"]), claim.test, None) or load_object(claim.test)
+    test = getattr(__import__("mixsd_nb.lab.claims", fromlist=["_"]), claim.test, None) or load_object(claim.test)
     found = test([], ("kgfact-small", "lab-m"), **claim.options)
     assert found.verdict in ("cells missing", "not testable here") and found.text == ""  # without cubes nothing is known
 
@@ -218,7 +218,7 @@ def test_a_verdict_follows_the_numbers():
 
 def test_a_method_retains_what_it_does_not_lose(monkeypatch):
     "Of two methods one loses much, and the other one has the held-out accuracies of the base model."
-    monkeypatch.setattr("mixsd_nb.results.versus.choose_score", lambda cubes, cell: "recall")
+    monkeypatch.setattr("mixsd_nb.lab.versus.choose_score", lambda cubes, cell: "recall")
     cube, cell = invent_cube(seeds=4), ("kgfact-small", "lab-m")
     base = cube.accuracy.sel(recipe="base", lr=0, step=0, drop=True)
     lost = cube.accuracy.where((cube["recipe"] != "mixsd-0.3") | cube.accuracy.isnull() | (cube.benchmark == "recall"), base)
@@ -291,7 +291,7 @@ def test_a_length_of_training_is_a_setting():
 
 def test_a_changed_number_is_found(monkeypatch):
     "The comparison with recomputed cells, which are read from the cube here, and one of which is changed."
-    import mixsd_nb.study as study
+    import mixsd_nb.lab.study as study
     name = next(iter(CUBES))
     read = lambda cell: CUBES[name].sel({dim: [at] for dim, at in zip(RUN_DIMS, planned_runs([cell]).iloc[0])})
     monkeypatch.setattr(study, "_compute", lambda cell, folder: read(cell))
@@ -366,8 +366,8 @@ def test_the_runs_that_a_claim_compares_are_planned():
 
 
 def test_what_is_kept_without_learning_decides_nothing(monkeypatch):
-    from mixsd_nb.results.claims import is_better
-    monkeypatch.setattr("mixsd_nb.results.versus.choose_score", lambda cubes, case: "recall")
+    from mixsd_nb.lab.claims import is_better
+    monkeypatch.setattr("mixsd_nb.lab.versus.choose_score", lambda cubes, case: "recall")
     cube, case = invent_cube(seeds=4), ("kgfact-small", "lab-m")
     compare = lambda accuracy: is_better([cube.assign(accuracy=accuracy)], case, "mixsd-0.3", "sft", "world")
     idle = cube.accuracy.where(~((cube["recipe"] == "mixsd-0.3") & (cube.benchmark == "recall")) | cube.accuracy.isnull(), 0.0)

@@ -29,11 +29,11 @@ from mixsd_nb.evaluation import Evaluation
 from mixsd_nb.methods import Recipe, compose
 from mixsd_nb.methods.distill import VARIANTS, distill_items
 from mixsd_nb.methods.fitting import MethodRun
-from mixsd_nb.methods.loss import DivergenceError
-from mixsd_nb.methods.progress import TrainingProgress
-from mixsd_nb.methods.saving import load_trained
+from mixsd_nb.training.loss import DivergenceError
+from mixsd_nb.training.progress import TrainingProgress
+from mixsd_nb.training.saving import load_trained
 from mixsd_nb.methods.supervised import Supervised
-from mixsd_nb.methods.trainer import TrainingSpec, explain_out_of_memory, fine_tune, main, read_curves, train_process, write_spec
+from mixsd_nb.training.trainer import TrainingSpec, explain_out_of_memory, fine_tune, main, read_curves, train_process, write_spec
 from mixsd_nb.models import load_base, load_tokenizer
 from mixsd_nb.models.tiny import random_model
 from mixsd_nb.runs import ParameterError, ProcessFailed, Run, StorageError, checkpoint_steps, report_progress
@@ -190,7 +190,7 @@ def test_every_product_of_a_linear_layer_is_oneDNNs(lora, spec, tmp_path):
 
 def test_labels_of_prompt_tokens_do_not_exist(spec, tmp_path):
     "The gradient of one update is the same whatever the loss of prompt tokens would be."
-    from mixsd_nb.methods.loss import LossHead, nll, summed_loss
+    from mixsd_nb.training.loss import LossHead, nll, summed_loss
     from mixsd_nb.methods.supervised import Supervised
     model, _ = load_base(spec.model)
     head, examples = LossHead(model), Supervised(PAIRS).examples(range(6), None, 0)
@@ -420,7 +420,7 @@ def test_an_interrupt_of_two_processes_is_one_sentence(spec, tmp_path):
 
 
 def seconds_for_each_update(pause, monkeypatch):
-    monkeypatch.setattr("mixsd_nb.methods.progress.tqdm", partial(tqdm, file=io.StringIO(), mininterval=0, disable=False))
+    monkeypatch.setattr("mixsd_nb.training.progress.tqdm", partial(tqdm, file=io.StringIO(), mininterval=0, disable=False))
     progress = TrainingProgress("demo", {}, lambda step: time.sleep(pause))
     for step in (1, 2, 3, 4):
         time.sleep(0.01)
@@ -443,8 +443,8 @@ def test_only_on_a_cpu_is_a_checkpoint_measured_beside_the_training(device, spec
     measures, config = [], train.make_config(TrainConfig, model=spec.model, method="sft")
     monkeypatch.setattr(train, "in_notebook", lambda: True)
     monkeypatch.setattr(Recipe, "load_fit", lambda self: lambda run: 1 / 0)
-    monkeypatch.setattr("mixsd_nb.methods.trainer.training_device", lambda: torch.device(device))
-    monkeypatch.setattr("mixsd_nb.methods.progress.TrainingProgress", lambda name, recall, *found: measures.extend(found) or SimpleNamespace(close=int))
+    monkeypatch.setattr("mixsd_nb.training.trainer.training_device", lambda: torch.device(device))
+    monkeypatch.setattr("mixsd_nb.training.progress.TrainingProgress", lambda name, recall, *found: measures.extend(found) or SimpleNamespace(close=int))
     with pytest.raises(ZeroDivisionError): train.train(Evaluation(config, Run(tmp_path)))
     assert len(measures) == (device == "cpu")
 

@@ -18,11 +18,12 @@ from text_helpers import error_sentence
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import mixsd_nb
-from mixsd_nb import evaluate, generate, nll, pretrain, train
+from mixsd_nb import evaluate, generate, nll, train
+from mixsd_nb.lab import pretrain
 from mixsd_nb.analysis import estimation
 from mixsd_nb.models import check_model, engine_vllm, load_base, load_part, load_tokenizer
 from mixsd_nb.models.tiny import random_model
-from mixsd_nb.pretraining import training
+from mixsd_nb.lab.pretraining import training_loop as training
 
 SOURCES = sorted(Path(mixsd_nb.__file__).parent.rglob("*.py"))
 

@@ -26,7 +26,8 @@ from mixsd_nb.models.lab import lab_folder
 from mixsd_nb.results.paper import paper_cube
 from mixsd_nb.results.plots import recipe_colour
 from mixsd_nb.runs import write_json, write_result
-from mixsd_nb.views import VIEWS, Explorer, ask, facts, mixing, tracing
+from mixsd_nb.views import VIEWS, Explorer, ask, facts, mixing
+from mixsd_nb.views import attempt_trace as tracing
 from mixsd_nb.views.charts import draw_lam
 from mixsd_nb.views.continuations import Continuations
 from mixsd_nb.views.cube import PICTURES

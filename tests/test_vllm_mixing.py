@@ -10,7 +10,8 @@ pytest.importorskip("vllm.v1.sample.logits_processor", exc_type=Exception, reaso
 
 from ties import compare
 
-from mixsd_nb import speed, train
+from mixsd_nb import train
+from mixsd_nb.lab import speed
 from mixsd_nb.corpora import CORPORA, load_corpus
 from mixsd_nb.methods.mixing import attempt_request, mix, mix_items
 from mixsd_nb.models import load_engine, load_tokenizer, open_engine

@@ -9,7 +9,7 @@ pytest.importorskip("vllm.v1.sample.logits_processor", exc_type=Exception, reaso
 from safetensors.torch import load_file
 
 from mixsd_nb.methods.distill import VARIANTS, distill_items
-from mixsd_nb.methods.trainer import TrainingSpec, fine_tune
+from mixsd_nb.training.trainer import TrainingSpec, fine_tune
 from mixsd_nb.models import load_tokenizer
 
 

@@ -73,7 +73,7 @@ fact: it is lit while the checkpoint answers it. The checkpoints are those of th
 ```
 
 A frontier keeps the checkpoints that no other checkpoint of the method beats in both new and known facts.
-[](results/rivals.ipynb) compares the methods, with intervals.
+[](lab/rivals.ipynb) compares the methods, with intervals.
 """
 
 

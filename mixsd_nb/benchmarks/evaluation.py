@@ -30,7 +30,7 @@ from ..corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions
 from ..corpora.prompts import encode_prompt
 from ..models import ENGINES, check_engine, check_engine_options, load_engine
 from ..models.identity import MODEL_OPTIONS, ModelOptions
-from ..models.presets import PresetSettings, preset_field
+from ..runs.presets import PresetSettings, preset_field
 from ..runs import (Journal, ParameterError, Seed, load_object, module_of, report_progress, consumed_field, runtime_field,
                            read_table, write_atomically)
 

@@ -185,7 +185,8 @@ def find_notebook(
 ) -> Path:
     "The notebook of a stage in one of `notebook_folders`; ParameterError where there is none."
     given, name = Path(stage), f"{stage}.ipynb"
-    files = [given] if given.suffix == ".ipynb" else [folder / name for folder in notebook_folders()]
+    places = [folder / part / name for folder in notebook_folders() for part in ("", "lab")]
+    files = [given] if given.suffix == ".ipynb" else places
     with contextlib.suppress(OSError, ValueError):  # a name that no file can have
         for path in files:
             if path.is_file(): return path.absolute()

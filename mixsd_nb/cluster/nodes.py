@@ -32,7 +32,7 @@ def _training_command(
     endpoint = rendezvous["endpoint"]
     return [sys.executable, "-m", "torch.distributed.run", f"--nnodes={rendezvous['nodes']}",
             f"--nproc-per-node={rendezvous['processes']}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}",
-            f"--rdzv-id={endpoint}", "-m", "mixsd_nb.methods.trainer", rendezvous["folder"]]
+            f"--rdzv-id={endpoint}", "-m", "mixsd_nb.training.trainer", rendezvous["folder"]]
 
 # %% ../../nbs/cluster/nodes.ipynb #c04eb2bc
 def join_training(

@@ -32,7 +32,7 @@ for _command in [
     Command("runs", "list the runs with their state, size and age", "mixsd_nb.console.housekeeping:list_command"),
     Command("clean", "remove optimiser states, and checkpoints that nothing refers to",
             "mixsd_nb.console.housekeeping:clean_command"),
-    Command("export", "write a checkpoint as a Hugging Face folder, and push it", "results.export:main"),
+    Command("export", "write a checkpoint as a Hugging Face folder, and push it", "reports.export:main"),
     Command("notebooks", "copy the notebooks of the stages into a folder", "mixsd_nb.console.notebooks:main"),
 ]: COMMANDS.add(_command)
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from ..results.finished import ModelRun
+from ..reports.finished import ModelRun
 from ..runs import DamagedFile, Run, checkpoint_step, explain_storage_errors, is_locked, open_run, runs_root
 from ..runs.checkpoints import RECORD, checkpoint_steps, remove_weights, serves_training
 from ..runs.commands import CommandParser, end_command

@@ -17,8 +17,8 @@ from ..runs.commands import CommandParser, end_command
 def stage_notebooks() -> list[Path]:
     "The notebooks of the stages; FileNotFoundError if the package came without them."
     for folder in notebook_folders():
-        found = sorted(path for path in folder.glob("*.ipynb") if path.stem != "index")
-        if found: return found
+        notebooks = sorted([*folder.glob("*.ipynb"), *folder.glob("lab/*.ipynb")])
+        if notebooks: return [path for path in notebooks if '"parameters"' in path.read_text(encoding="utf-8")]
     raise FileNotFoundError("the notebooks are missing in this installation; a wheel of mixsd_nb has them")
 
 # %% ../../nbs/console/notebooks.ipynb #d418d4cb

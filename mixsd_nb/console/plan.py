@@ -8,11 +8,11 @@ __all__ = ['read_parameters', 'main']
 # %% ../../nbs/console/plan.ipynb #0b82ffc3
 import contextlib
 
-from ..cluster.estimates import CONSTANTS, DEVICES
+from ..planning.estimates import CONSTANTS, DEVICES
 from ..cluster.grid import list_grids
 from ..cluster.resources import Resources
-from ..cluster.inputs import check_inputs, format_inputs, list_deviations
-from ..cluster.plan import (describe_plan, format_grid, machine_for, plan_all, plan_alone, plan_grid, planned_cells,
+from ..planning.preflight import check_inputs, format_inputs, list_deviations
+from ..planning.plan import (describe_plan, format_grid, machine_for, plan_all, plan_alone, plan_grid, planned_cells,
                                    this_machine)
 from ..runs import ParameterError, Stage, find_stage, make_config
 from ..runs.commands import CommandParser, end_command, split_text
@@ -56,7 +56,7 @@ def _probe(configs: list[Stage], options):
     trained = next((config for config in configs if getattr(config, "has_rate", False)), None)
     if not options.probe: return contextlib.nullcontext()
     if trained is None: raise ParameterError("--probe needs a training, which none of the cells is")
-    from mixsd_nb.cluster.probe import format_probe, probe, replace_constants
+    from mixsd_nb.planning.probe import format_probe, probe, replace_constants
     found, constants = probe(trained)
     print(format_probe(found, constants))
     return replace_constants(constants)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ..corpora.simpleqa import find_copy, read_hub, read_local
-from ..models.presets import is_lab_model
+from ..models.lab import is_lab_model
 from ..runs import Registry, explain_damage, load_object, read_lines, runs_root, try_lock, write_atomically
 
 # %% ../../nbs/methods/covariance.ipynb #a22f7019
@@ -96,7 +96,7 @@ class TextSource:
 
 
 TEXTS = Registry("texts")
-TEXTS.add(TextSource("lab", "documents of the lab models' pretraining", "mixsd_nb.pretraining.curriculum:sample_texts"))
+TEXTS.add(TextSource("lab", "documents of the lab models' pretraining", "mixsd_nb.lab.pretraining.curriculum:sample_texts"))
 TEXTS.add(TextSource("wikitext", "WikiText-103", "methods.covariance:read_wikitext"))
 
 

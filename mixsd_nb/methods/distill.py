@@ -23,9 +23,9 @@ from transformers import AutoConfig
 from ..corpora import CORPORA
 from ..corpora.prompts import encode_prompt, expert_prompt
 from .fitting import Fitted, MethodRun, check_lengths
-from .loss import Example, Objective, nll
-from .saving import plain_weights, save_weights
-from .trainer import TrainingSpec, training_device
+from ..training.loss import Example, Objective, nll
+from ..training.saving import plain_weights, save_weights
+from ..training.trainer import TrainingSpec, training_device
 from ..models import ENGINES, load_base, load_engine, load_part
 from ..models.engine import Engine, Request, row_key
 from ..models.scoring import map_logits

@@ -18,8 +18,8 @@ import torch
 
 from ..corpora import load_corpus
 from . import Part, Recipe, compose
-from .saving import plain_weights, save_weights
-from .trainer import TrainingSpec, fine_tune
+from ..training.saving import plain_weights, save_weights
+from ..training.trainer import TrainingSpec, fine_tune
 from ..models import load_engine, load_tokenizer
 from ..runs import (Run, checkpoint_folder, load_object, mark_complete, read_json, trained_steps,
                            write_json)

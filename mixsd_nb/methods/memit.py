@@ -23,9 +23,9 @@ from .covariance import (capture, decoder_blocks, default_texts, encode_texts, o
 from .edits import (FORMS, PLACES, Edit, answer_in_replies, convert_rows, encode_parts,
                                     sample_prefixes)
 from .fitting import Fitted, MethodRun, check_lengths
-from .tracing import edited_layers
+from .causal_tracing import edited_layers
 from ..models import load_base
-from ..models.presets import is_lab_model
+from ..models.lab import is_lab_model
 
 # %% ../../nbs/methods/memit.ipynb #891a4283
 def group_edits(

@@ -19,9 +19,9 @@ from ..corpora.prompts import encode_prompt
 from ..corpora.simpleqa import read_local
 from .distill import WHOLE_VOCABULARY, forward_kl, teacher_distributions
 from .fitting import MethodRun
-from .loss import Example, Modifier, Objective, nll
+from ..training.loss import Example, Modifier, Objective, nll
 from .supervised import Supervised
-from .trainer import TrainingSpec, training_device
+from ..training.trainer import TrainingSpec, training_device
 from ..models import load_base
 from ..models.engine import Request, keyed_uniform, row_key
 from ..runs import FileRow, FilledText, Journal, parse_rows, read_rows

@@ -15,9 +15,9 @@ import torch
 from ..corpora import CORPORA
 from ..corpora.prompts import BOX, encode_canonical, encode_example, expert_reference_prompt
 from .fitting import Fitted, MethodRun
-from .loss import Example, Objective, nll
+from ..training.loss import Example, Objective, nll
 from .mixing import mix, mix_items
-from .trainer import TrainingSpec
+from ..training.trainer import TrainingSpec
 from ..models.engine import keyed_uniform, row_key
 
 # %% ../../nbs/methods/supervised.ipynb #7afaefb6

@@ -26,7 +26,7 @@ from ..corpora.prompts import encode_completion
 from ..corpora.simpleqa import keep_unanimous
 from ..models import check_engine, check_engine_options, check_mode
 from ..models.identity import MODEL_OPTIONS, ModelName, ModelOptions
-from ..models.presets import PresetSettings, preset_field
+from ..runs.presets import PresetSettings, preset_field
 from ..runs import (COMPUTE_BOTH, Journal, Seed, check_temperature, explain_damage,
                            report_progress, consumed_field, runtime_field)
 

@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from .fitting import MethodRun
-from .loss import Example, Modifier, Objective
+from ..training.loss import Example, Modifier, Objective
 from .supervised import canonical_pairs
 
 # %% ../../nbs/methods/token_weights.ipynb #7954e80e

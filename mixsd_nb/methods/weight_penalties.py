@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from .covariance import default_texts, encode_texts, read_texts
 from .fitting import MethodRun
-from .loss import Modifier, Objective
-from .trainer import TrainingSpec, training_device
+from ..training.loss import Modifier, Objective
+from ..training.trainer import TrainingSpec, training_device
 from ..models import load_base
 from ..models.gradients import diagonal_fisher
 from ..runs import write_atomically

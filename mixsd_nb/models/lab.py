@@ -4,11 +4,16 @@
 
 # %% auto #0
 __all__ = ['DATA', 'SIZES', 'CONTEXT', 'SPLIT', 'PAD', 'START', 'END', 'CHAT_TEMPLATE', 'lab_config', 'build_tokenizer',
-           'set_lookback', 'set_match_and_copy', 'set_start_values', 'lab_folder']
+           'set_lookback', 'set_match_and_copy', 'set_start_values', 'lab_folder', 'is_lab_model',
+           'warn_about_lab_values']
 
 # %% ../../nbs/models/lab.ipynb #b04876de
 import re
+import warnings
 from pathlib import Path
+
+from ..runs import is_runtime
+from ..runs.presets import PresetSettings
 
 # The data that are shipped with the package.
 DATA = Path(__file__).parents[1] / "data" if "__file__" in globals() else Path("../../mixsd_nb/data")
@@ -182,3 +187,24 @@ def lab_folder(
 ) -> Path:
     "The folder of a shipped model."
     return DATA / name
+
+# %% ../../nbs/models/lab.ipynb #81fa0942
+def is_lab_model(
+    name: str,  # a lab model, a folder or a hub id
+) -> bool:
+    "Whether a model is one of the lab's, or a folder with a model of the lab's vocabulary."
+    if name in SIZES: return True
+    size = lambda folder: re.findall(rb'"vocab_size": *(\d+)', (Path(folder) / "config.json").read_bytes())
+    return (Path(name) / "config.json").is_file() and size(name) in [size(lab_folder(lab)) for lab in SIZES]
+
+# %% ../../nbs/models/lab.ipynb #e2e5507f
+def warn_about_lab_values(
+    config: PresetSettings,  # with a field `model`
+) -> None:
+    "Warn in one sentence if a model that is not the lab's gets values of the lab that nobody gave."
+    if is_lab_model(config.model): return
+    runtime = {name for name, field in type(config).model_fields.items() if is_runtime(field)}
+    values = {name: value for name, value in config.values_of_lab().items() if name not in runtime}
+    if not values: return
+    listed = ", ".join(f"{name}={value}" for name, value in values.items())
+    warnings.warn(f"{config.model} gets the lab's {listed}; preset=paper sets the paper's values", stacklevel=3)

@@ -9,10 +9,10 @@ __all__ = ['open_cube', 'paper_cube', 'ask']
 from importlib import import_module
 
 _all_ = ["open_cube", "paper_cube", "ask"]
-_MODULES = {"open_cube": "cube", "paper_cube": "paper", "ask": "dialogue"}
+_MODULES = {"open_cube": "results.cube", "paper_cube": "results.paper", "ask": "reports.dialogue"}
 
 
 def __getattr__(name):
-    "Import a public function when it is first used, so that importing the room is quick."
-    if name in _MODULES: return getattr(import_module(f"mixsd_nb.results.{_MODULES[name]}"), name)
+    "Import a public function when it is first used; `ask` is still found under its former place."
+    if name in _MODULES: return getattr(import_module(f"mixsd_nb.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__} has no attribute {name}")

@@ -17,9 +17,9 @@ from ..benchmarks import expanded_suite
 from ..corpora import CORPORA
 from ..methods import BASE, METHODS, label_coordinates, parse_label
 from ..methods.translation import TranslatedRun
-from .agreement import check_settings, group_runs, run_settings
+from .compatible_settings import check_settings, group_runs, run_settings
 from .merge import merge_roots, order_roots
-from .roots import read_root, read_roots, read_training_roots, rename_root
+from .read_results import read_root, read_roots, read_training_roots, rename_root
 from ..runs.schema import CELL_DIMS, RUN_DIMS, recipe_coords
 from ..runs import ParameterError, nearest, runs_root
 

@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 import xarray as xr
 from matplotlib.figure import Figure
 
-from .cells import cell_mask, collapse_runs, count_cell_seeds, select_cells
+from .selected_cells import cell_mask, collapse_runs, count_cell_seeds, select_cells
 from .comparison import displacement_figure, high_nll_figure, selection_figure, selection_panels
 from .cube import open_cube
 from .demo import is_made_up

@@ -93,7 +93,7 @@ class Registry(Mapping):
     def __len__(self) -> int: return len(list(iter(self)))
 
 # %% ../../nbs/runs/registry.ipynb #0d2fb2e6
-_ROOMS = ("corpora", "models", "benchmarks", "methods", "analysis", "results")
+_ROOMS = ("corpora", "models", "benchmarks", "training", "methods", "analysis", "results", "reports")
 
 
 def module_of(reference: str) -> str:

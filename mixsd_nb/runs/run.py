@@ -264,7 +264,7 @@ class Stage(Config):
 
     def _plan(self) -> str:
         "The plan of the run in one line, if there is one. ParameterError of one sentence if it cannot fit."
-        return load_object("mixsd_nb.cluster.plan:start_line")(self) if self.workload else ""
+        return load_object("mixsd_nb.planning.plan:start_line")(self) if self.workload else ""
 
     def _compute(self, folder: Path, plan: str) -> "xr.DataTree":
         "Compute the result, and print the plan before, unless the run is a part of one whose plan was printed."

@@ -30,7 +30,7 @@ from ..models.identity import model_label
 from ..models.lab import SIZES
 from ..models.scoring import token_nll
 from ..results.plots import recipe_colour
-from ..results.roots import read_root
+from ..results.read_results import read_root
 from ..runs import write_atomically
 from .base import View, escape, make_control, make_row, render_error, render_table, set_options, silence
 from .picture import PICTURE_STYLE

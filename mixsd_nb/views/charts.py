@@ -20,7 +20,7 @@ from ..analysis.statistics import mean_interval, wilson
 from ..corpora import CORPORA
 from ..evaluation.selection import select_checkpoints
 from ..methods import BASE, label_title, ordered_labels, parse_label
-from ..results.cells import cell_mask, collapse_runs
+from ..results.selected_cells import cell_mask, collapse_runs
 from ..results.comparison import selection_panels
 from ..results.demo import is_made_up
 from ..results.layout import learning_rates

@@ -20,7 +20,7 @@ from ..corpora import CORPORA
 from ..methods import label_title
 from ..results.committed import read_cubes
 from ..results.demo import is_made_up
-from ..results.finished import drop_cell
+from ..reports.finished import drop_cell
 from ..results.paper import paper_cube
 from ..results.plots import corpus_name, recipe_colour, model_name
 from ..runs import Run, find_stage, make_config, read_table

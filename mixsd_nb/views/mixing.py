@@ -157,7 +157,7 @@ class MixingView(View):
         "The `Tracer` of the fact that is shown; ValueError if a part of the fact is empty."
         from mixsd_nb.methods.mixing import mix_items
         from mixsd_nb.views.continuations import Continuations
-        from mixsd_nb.views.tracing import Tracer, get_engine
+        from mixsd_nb.views.attempt_trace import Tracer, get_engine
         corpus, row = CORPORA[self.dataset.value], edit_fact(self.get_row(), self.question.value, self.answer.value)
         key = self.model.value, self.dataset.value, row["prompt"], row["answer"]
         if key not in self.tracers:
@@ -184,7 +184,7 @@ class MixingView(View):
             if self.offer(row):
                 self.explainer.busy = False
                 return
-            from mixsd_nb.views.tracing import mix_in_steps
+            from mixsd_nb.views.attempt_trace import mix_in_steps
             tracer, lam, options = self.get_tracer(), self.lam.value, dict(seed=self.seed.value, temperature=self.temperature.value)
             found = None
             for step in mix_in_steps(tracer.continuations, tracer.item, lam, **options):

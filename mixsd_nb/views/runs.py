@@ -18,12 +18,12 @@ import xarray as xr
 from ..methods import BASE, all_parts, label_title, ordered_labels, parse_label
 from ..methods.translation import TranslatedRun
 from ..models.lab import SIZES
-from ..results.agreement import RunGroup, group_runs, run_settings
+from ..results.compatible_settings import RunGroup, group_runs, run_settings
 from ..results.cube import cube_of
 from ..results.demo import declare_made_up, is_made_up
 from ..results.layout import result_tree
 from ..results.merge import order_roots
-from ..results.roots import read_training_roots
+from ..results.read_results import read_training_roots
 from ..runs.schema import RUN_DIMS
 from ..runs import runs_root, write_json, write_result
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from helpers import need, need_tools, command_output, until
 
-from mixsd_nb.methods.trainer import die_with_parent
+from mixsd_nb.training.trainer import die_with_parent
 
 PARTITION, URGENT = "tests", "urgent"  # a job of the second one preempts jobs of the first one
 NODES, GPUS = ("a", "b"), 3
