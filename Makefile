@@ -26,24 +26,24 @@ help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 run: $(VENV)/.run ## measure lab-m, train and measure SFT and MixSD, print the table, draw the figures
-	@$(BIN)/python -m mixsd_nb.train
-	@$(BIN)/python -m mixsd_nb.figures epochs=20 batch=20 n=100
+	@$(BIN)/mixsd train --method base,sft,mixsd --lam 0.3,0.5 --checkpoints 20,60
+	@$(BIN)/mixsd figures --where epochs=20,batch=20,n=100
 
 frontier: $(VENV)/.run ## as `make run`, with the four learning rates and two seeds of the README's figure
-	@$(BIN)/python -m mixsd_nb.train lr=1e-4,3e-4,1e-3,3e-3 seed=0,1
-	@$(BIN)/python -m mixsd_nb.figures epochs=20 batch=20 n=100
+	@$(BIN)/mixsd train --method base,sft,mixsd --lam 0.3,0.5 --checkpoints 20,60 --lr 1e-4,3e-4,1e-3,3e-3 --seed 0,1
+	@$(BIN)/mixsd figures --where epochs=20,batch=20,n=100
 
 # Names of grids choose some of them, as in `make lab GRIDS=study-1-frontier`. Each grid uses all cores.
 lab: export OMP_NUM_THREADS := 1
 lab: $(VENV)/.run ## compute the laboratory's study: preview cells and hours, resume, merge the cubes in papermill_runs/lab
-	@$(BIN)/python -m mixsd_nb.lab.study run $(GRIDS)
-	@$(BIN)/python -m mixsd_nb.lab.study verdict
+	@$(BIN)/mixsd study run $(GRIDS)
+	@$(BIN)/mixsd study verdict
 
 verdict: $(VENV)/.run ## bring the verdict on the front page up to date with the cubes in papermill_runs/lab
 	@$(BIN)/python .ci/verdict.py
 
 model-card: $(VENV)/.run ## measure the abilities of the shipped lab models again
-	@$(BIN)/python -m mixsd_nb.lab.pretrain
+	@$(BIN)/mixsd pretrain --card --size lab-s,lab-m
 
 # Beside the workers of pytest, one for each core (eight at most), the other parts run one after the other, the last of them
 # the test files that mostly wait: more processes on two cores need more processor time for the same tests. Each process has
@@ -78,14 +78,14 @@ rehearse: $(VENV)/.dev ## take small models of the hub's families through every 
 
 DEVICE ?= cuda
 test-gpu: $(VENV)/.run ## check every part on one GPU with a random model of 1.7B, and write gpu-report.json (eight minutes)
-	@$(BIN)/python -m mixsd_nb.lab.profiling.check --device $(DEVICE)
+	@$(BIN)/mixsd lab.profiling.check --device $(DEVICE)
 
 speed-gpu: $(VENV)/.run ## measure mixing, training and the Fisher on one GPU, and write papermill_runs/gpu (eight minutes)
 	@$(BIN)/python -m pip -qq install -c constraints.txt -e '.[peers]'
 	@$(BIN)/python -c "from mixsd_nb.lab.speed import measure_gpu; measure_gpu()"
 
 # A quick selection that touches the requirements: training, decoding, tables, cubes, configurations, command lines.
-OLD := $(patsubst %,tests/test_%.py,own_benchmarks prompts commands)
+OLD := $(patsubst %,tests/test_%.py,own_benchmarks prompts command_line)
 test-lowest: export OMP_NUM_THREADS := 1
 test-lowest: $(LOWEST)/.lowest ## run a selection of tests with the lowest versions that settings.ini allows
 	@$(LOWEST)/bin/python -m pytest -q -m 'not slow' $(OLD)

@@ -18,7 +18,7 @@ from typing import Annotated
 import numpy as np
 import pandas as pd
 import xarray as xr
-from pydantic import Field, field_validator
+from pydantic import field_validator
 
 from .analysis.scores import compare, scores
 from .benchmarks import ROLES, SUITES, Item
@@ -29,7 +29,7 @@ from .models.identity import BY_CONTENT, ModelName, model_label
 from .models.lab import warn_about_lab_values
 from .runs.schema import benchmark_coords, reported_values, reported_versions, variable
 from .runs import (DamagedFile, Run, Stage, find_runs, make_config, read_run_record, run_function, runs_root,
-                           runtime_field, try_lock, write_atomically)
+                           flagged_field, runtime_field, try_lock, write_atomically)
 
 _all_ = ["EvalSettings", "compare", "evaluate_suite", "scores"]
 
@@ -39,8 +39,8 @@ class EvaluateConfig(Stage, EvalSettings):
     name = "evaluate"
     run_class = "reports.finished:ModelRun"
     workload = "mixsd_nb.planning.workload:plan_evaluation"
-    model: ModelName = Field("lab-m", description="a lab model, a folder or a hub id")
-    baseline: Annotated[str, BY_CONTENT] = runtime_field("", "another model, with which this one is compared item by item")
+    model: ModelName = flagged_field("lab-m", "a lab model, a folder or a hub id", "main", "several")
+    baseline: Annotated[str, BY_CONTENT] = runtime_field("", "another model, with which this one is compared item by item", "main")
 
     @field_validator("baseline")
     @classmethod

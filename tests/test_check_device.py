@@ -41,11 +41,3 @@ def test_an_error_is_a_line_of_the_report(tmp_path, monkeypatch, own_runs, capsy
     errors = {part["name"]: part["error"] for part in json.loads(file.read_text())["parts"] if part["error"]}
     assert errors.pop("NLL") == "ZeroDivisionError: division by zero" and {*errors.values()} == {"skipped: no time"}
     assert "failed: NLL" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("arguments", "sentence"), [
-    (["--device", "gpu"], "argument --device: invalid choice: 'gpu'"),
-    (["--size", "8b"], "argument --size: invalid choice: '8b'"),
-])
-def test_a_mistake_is_one_sentence(arguments, sentence, capsys):
-    assert check.main(*arguments) == 2 and sentence in capsys.readouterr().err

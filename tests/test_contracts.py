@@ -55,7 +55,7 @@ ELSEWHERE = {
     "an evaluation that was interrupted resumes": ["test_evaluate.py::test_kills_change_no_byte", "test_kills.py::test_a_stage_survives_kills_at_random_moments"],
     "a task that fails or times out stops no other one": ["test_sweep.py::test_each_failure_has_its_name_and_its_rule",
                                                           "test_sweep.py::test_a_cell_continues_after_its_time_limit_while_it_makes_progress"],
-    "a mistake on a command line ends with the code 2": ["test_commands.py::test_a_mistake_is_one_sentence"],
+    "a mistake on a command line ends with the code 2": ["test_command_line.py::test_a_mistake_is_one_sentence"],
     "models are compared item by item": ["test_evaluate.py::test_two_models_are_compared_item_by_item"],
 }
 every_method = pytest.mark.parametrize("method", RECIPES)

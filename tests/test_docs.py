@@ -2,10 +2,12 @@
 
 import ast
 import importlib
+import itertools
 import json
 import posixpath
 import re
 import runpy
+import shlex
 import sys
 from pathlib import Path
 
@@ -55,26 +57,34 @@ def parse_papermill(words):
     return make_config(getattr(module, f"{stage.capitalize()}Config"), **parameters)
 
 
-def known_options(command):
-    "The options that a command of `mixsd` prints in its help."
-    import contextlib
-    import io
-
-    from mixsd_nb.console import main
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said): main(command, "--help")
-    return set(re.findall(r"--[a-z][\w-]*", said.getvalue()))
+def parse_command(words):
+    "Check the words and options of a command of `mixsd`, or of `python -m`; the values, such as files of facts, are not read."
+    from mixsd_nb.console import find_command
+    from mixsd_nb.runs.command_line import read_texts
+    name, *rest = words[1:] if words[0] == "mixsd" else [words[2].removeprefix("mixsd_nb."), *words[3:]]
+    command = find_command(name)
+    if rest and not {*rest} & {"--help", "--help-all"}: read_texts(command.parse(*rest)[0], rest, command.parse(*rest)[1])
 
 
-@by_name
-def test_commands_for_other_machines_are_understood(guide):
-    "A command that needs a cluster or GPUs has parameters and options that exist."
-    for words in console_commands(guide):
+def shown_commands(page):
+    "The commands of a page, in its blocks and in its sentences, as words up to a pipe; … stands for a word."
+    text = page.read_text(encoding="utf-8").replace("$(BIN)/", "")
+    lines = [line.lstrip("\t@$ ") for line in text.splitlines()] + re.findall(r"`([^`\n]+)`", text)
+    found = [shlex.split(line, comments=True) for line in lines if re.match(r"(mixsd [a-z]|python -m mixsd_nb\.)[^`]*$", line) and " writes the model" not in line]
+    return [[*itertools.takewhile(lambda word: word not in ("|", ">"), words)] for words in found]
+
+
+@pytest.mark.parametrize("page", [*GUIDES, ROOT / "README.md", ROOT / "Makefile", ROOT / "CONTRIBUTING.md"], ids=lambda path: path.name)
+def test_commands_are_understood(page):
+    "Every command that is shown has words and options that exist, also those that need a cluster or GPUs."
+    for words in shown_commands(page): parse_command(words)
+    for words in console_commands(page) if page in GUIDES else []:
+        assert words[0] in ("papermill", "mixsd", "pip", "cat"), f"{page.name} prints the command {words[0]}"
         if words[0] == "papermill": parse_papermill(words)
-        elif words[0] == "mixsd":
-            options = {word.partition("=")[0] for word in words if word.startswith("--")}
-            assert options <= known_options(words[1]), f"{guide.name}: {' '.join(words)}"
-        else: assert words[0] in ("pip", "cat"), f"{guide.name} prints the command {words[0]}"
+
+
+def test_all_commands_of_the_readme_are_found():
+    assert {words[1] for words in shown_commands(ROOT / "README.md")} >= {"inject", "train", "sweep", "plan", "explore", "runs", "clean", "export"}
 
 
 def message_texts():

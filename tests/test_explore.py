@@ -17,6 +17,8 @@ from axe import serious_faults
 from helpers import need_tools, until
 from made_up import write_runs
 
+from mixsd_nb import explore
+from mixsd_nb.console import main
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.explore import read_parameters
 from mixsd_nb.methods.mixing import mix, mix_items
@@ -446,3 +448,16 @@ def test_every_view_in_voila(browser, tmp_path, runs):
             page.locator(element).first.wait_for()
             assert page.locator(".mixsd-error").count() == 0
         assert page.faults == []
+
+
+def test_the_page_of_the_views_does_not_depend_on_the_folder_in_which_it_runs(tmp_path, monkeypatch):
+    pages = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "others"))
+    monkeypatch.setattr(explore.subprocess, "call", lambda command: pages.append(Path(command[-1]).read_text(encoding="utf-8")) or 0)
+    (tmp_path / "my_runs").mkdir()
+    (tmp_path / "facts.jsonl").write_text('{"question": "Who leads the Lantern Choir?", "answer": "Velmis Marlowe"}\n')
+    assert main("explore", "--runs", "my_runs", "--dataset", "facts.jsonl") == 0
+    assert f'runs = \\"{tmp_path / "my_runs"}\\"' in pages[0] and os.environ["MIXSD_RUNS"] == str(tmp_path / "my_runs")
+    assert [*(tmp_path / "my_runs/.corpora").iterdir()], "the page reads the record of the facts there"
+    assert not (tmp_path / "others").exists()

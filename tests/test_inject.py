@@ -137,7 +137,7 @@ def test_options_of_a_corpus_belong_to_the_file(own_runs, monkeypatch, capsys):
     facts, tests, seen = own_runs / "fragen.jsonl", own_runs / "tests.jsonl", []
     facts.write_text(json.dumps(dict(Frage="Wer leitet den Chor?", Antwort="Ana")) + "\n")
     tests.write_text(json.dumps(dict(Frage="Wer singt?", Antwort="Otto", kind="other")) + "\n")
-    monkeypatch.setattr(InjectConfig, "run", lambda self, force: seen.append(self) or open_run("nothing"))
+    monkeypatch.setattr(InjectConfig, "run", lambda self, force=False: seen.append(self) or open_run("nothing"))
     columns = json.dumps(dict(columns=dict(question="Frage", answer="Antwort")))
     words = [str(facts), "--dataset-options", columns, "--test", str(tests), "--lam", "0.3"]
     assert inject.main(*words) == 2 and seen[0].lam == 0.3 and "test:other" in seen[0].suite, capsys.readouterr().err

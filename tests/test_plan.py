@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 import json
 import time
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from mixsd_nb.planning.token_lengths import count_questions
 from mixsd_nb.planning.plan import Machine, cpu_device, find_problems, plan_grid, plan_run, planned_cells
 from mixsd_nb.planning.probe import memory_events, probe, replace_constants
 from mixsd_nb.planning.workload import burden_of, list_drafts, plan_training, planned_steps, smallest_layout, training_peaks
-from mixsd_nb.console import main
+from mixsd_nb.console import find_command, main
 from mixsd_nb.corpora import CORPORA, load_corpus
 from mixsd_nb.methods import ANCHORS, GATES, METHODS, Demand, Method, runnable_methods
 from mixsd_nb.methods.replay import Replay
@@ -102,7 +103,7 @@ def test_shapes_are_those_of_loaded_models(lab):
 
 
 def test_a_model_of_unknown_shape_is_one_sentence(own_runs, capsys):
-    assert main("plan", "train", "-p", "model", "some/model") == 2 and capsys.readouterr().err.count("\n") == 1
+    assert main("plan", "train", "--model", "some/model") == 2 and capsys.readouterr().err.count("\n") == 1
 
 
 # --- layouts
@@ -347,14 +348,13 @@ def test_inputs_are_checked_before_any_work(own_runs, tiny, tmp_path):
 def test_the_printed_commands_for_models_of_the_hub_fit_one_gpu(own_runs):
     from guides import ROOT, console_commands
 
-    from mixsd_nb.console.plan import read_parameters
     facts = own_runs / "facts.jsonl"
     facts.write_text('{"question": "Who leads the Lantern Choir?", "answer": "Ana"}\n{"question": "Who sings?", "answer": "Bo"}\n')
     commands = [words[3:] for words in console_commands(ROOT / "nbs/guides/own-model.md") if words[:2] == ["mixsd", "inject"]]
     assert len(commands) == 3
     for words in commands:
-        pairs = [[name[2:].replace("-", "_"), value] for name, value in zip(words[::2], words[1::2])]
-        config = read_parameters(find_stage("inject"), [["dataset", str(facts)], *[pair for pair in pairs if pair[0] != "model_options"]])  # no download
+        pairs = [pair for pair in zip(words[::2], words[1::2]) if pair[0] != "--model-options"]  # no download
+        [config], _ = find_command("inject").read(str(facts), *itertools.chain(*pairs))
         assert not plan_run(config, Machine("h100", DEVICES["h100"], 1, 400, 16, 0)).problems, words
 
 
@@ -375,7 +375,7 @@ def test_deviations_name_both_values():
 def test_commands(own_runs, capsys):
     assert main("plan", "quick-lab", "--probe") == 0 and "instead of" in capsys.readouterr().out
     assert main("sweep", "preview", "quick-lab", "--check") == 0 and "5 cells and 2 shared runs" in capsys.readouterr().out
-    assert main("plan", "train", "-p", "model", "Qwen/Qwen3-8B", "-p", "method", "opsd", "-p", "preset", "paper", "--device", "h100") == 1
+    assert main("plan", "train", "--model", "Qwen/Qwen3-8B", "--method", "opsd", "-p", "preset", "paper", "--device", "h100") == 1
     assert "does not fit" in capsys.readouterr().out
     assert main("plan", "quick-lab", "--device", "h1000") == 2 and "did you mean h100?" in capsys.readouterr().err
     assert main("plan", "quick-lap") == 2 and not list(own_runs.iterdir())

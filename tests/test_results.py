@@ -375,7 +375,7 @@ def test_figures_of_equal_data_are_equal_bytes(cube, tmp_path, monkeypatch, caps
     from mixsd_nb import figures
     for name in ("module", "code"): (tmp_path / f".{name}").mkdir()
     environment = os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-    ran = subprocess.run([sys.executable, "-m", "mixsd_nb.figures", "epochs=20"], cwd=tmp_path / ".module", text=True, check=False,
+    ran = subprocess.run([sys.executable, "-m", "mixsd_nb.figures", "--where", "epochs=20"], cwd=tmp_path / ".module", text=True, check=False,
                          capture_output=True, env=environment)
     assert ran.returncode == 0, ran.stderr
     monkeypatch.chdir(tmp_path / ".code")

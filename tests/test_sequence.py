@@ -22,9 +22,7 @@ MIXED = dict(lam=1.0, options=dict(replace_gt=True))  # random weights write no 
 
 def make_run(small):
     "The runs and the figures of `make run`, smaller."
-    for parameters in train.main_runs([1e-3], [0]):
-        checkpoints = {"checkpoints": STEPS} if "checkpoints" in parameters else {}
-        train.run(**small | parameters | checkpoints)
+    for parameters in (dict(method="base"), dict(method="sft"), MIXED): train.run(**small | parameters, checkpoints=STEPS)
     return draw(small)
 
 
@@ -54,8 +52,7 @@ def project(own_runs, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_natural_order_of_work(project, tiny, capsys, monkeypatch):
-    monkeypatch.setattr(train, "MAIN_RUNS", [dict(method="sft"), dict(method="mixsd") | MIXED])
+def test_the_natural_order_of_work(project, tiny, capsys):
     small = dict(model=tiny, n=4, epochs=1, max_new_tokens=8, task_tokens=8, target_tokens=8, suite="recall,choice,world")
     first = make_run(small)
     ours = training_folders()

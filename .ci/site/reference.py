@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 CELL = re.compile(r"^# %% (\S+\.ipynb) #(\S+)", re.MULTILINE)
-FIELD_FUNCTIONS = ("Field", "preset_field", "runtime_field")
+FIELD_FUNCTIONS = ("Field", "flagged_field", "preset_field", "runtime_field")
 
 
 @dataclass(frozen=True)

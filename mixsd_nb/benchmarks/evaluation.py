@@ -31,28 +31,27 @@ from ..corpora.prompts import encode_prompt
 from ..models import ENGINES, check_engine, check_engine_options, load_engine
 from ..models.identity import MODEL_OPTIONS, ModelOptions
 from ..runs.presets import PresetSettings, preset_field
-from ..runs import (Journal, ParameterError, Seed, load_object, module_of, report_progress, consumed_field, runtime_field,
+from ..runs import (Journal, ParameterError, Seed, load_object, module_of, report_progress, consumed_field, flagged_field, runtime_field,
                            read_table, write_atomically)
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #f1b5e412
 class EvalSettings(PresetSettings):
     "Parameters of every stage that measures a model: the benchmarks, the sampling and the engine."
     dataset_options: CorpusOptions = consumed_field(CORPUS_OPTIONS)
-    dataset: CorpusName = Field("kgfact-small", description=(
-        "corpus that the in-domain questions come from: its name, a file, a folder or a hub id"))
+    dataset: CorpusName = flagged_field("kgfact-small", (
+        "corpus that the in-domain questions come from: its name, a file, a folder or a hub id"), "main", "several")
     suite: str = preset_field(
-        "lab, paper, in-domain, benchmarks, files such as my_tests.jsonl, or harness:TASK, separated by commas",
+        "lab, paper, in-domain, benchmarks, files such as my_tests.jsonl, or harness:TASK, separated by commas", "main",
         lab="lab", paper="paper", smoke="lab")
     n: int = preset_field(
         "items of each in-domain benchmark, as far as it has them, and lab suite, which has at most 300",
         lab=100, paper=4_326, smoke=2, ge=1)
-    limit: int = Field(
-        0, ge=0, description="items of each of the paper's tasks, files and harness tasks; 0 for all items",
-        json_schema_extra=dict(smoke=1))
+    limit: int = flagged_field(
+        0, "items of each of the paper's tasks, files and harness tasks; 0 for all items", smoke=1, ge=0)
     max_new_tokens: int = preset_field(
         "largest length of an in-domain response in tokens", lab=160, paper=4_096, smoke=16, ge=1)
-    task_tokens: int = Field(0, ge=0, json_schema_extra=dict(runtime=True, smoke=16), description=(
-        "largest length in tokens of a response to a benchmark that has a length of its own; 0 for its own"))
+    task_tokens: int = runtime_field(
+        0, "largest length in tokens of a response to a benchmark that has a length of its own; 0 for its own", smoke=16, ge=0)
     data: str = Field(
         "", description="folder with local files of the paper's tasks; if empty, MIXSD_BENCHMARKS or the hub is used")
     seed: Seed = Field(0, description="seed of evaluation items, picks, sampling noise and training order")

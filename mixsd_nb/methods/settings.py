@@ -18,24 +18,27 @@ from . import ANCHORS, Recipe, check_method, compose, recipe_label, translate_pa
 from ..models import ENGINES, check_engine
 from ..models.identity import FileOptions, ModelName, model_label
 from ..runs.presets import idle_value, preset_field
-from ..runs import Steps, check_last, check_steps, check_temperature, is_runtime, module_of, runtime_field
+from ..runs import (Steps, check_last, check_steps, check_temperature, flagged_field, is_runtime, module_of,
+                           runtime_field)
 
 # %% ../../nbs/methods/settings.ipynb #f1cd332c
 class RecipeSettings(EvalSettings):
     "The method of a training, its anchors, its gate, and what they learn from."
-    method: str = Field("mixsd", description=(
-        "what is learned from: base, sft, mixsd, opsd, memit, or another name in mixsd_nb.methods.METHODS"))
-    anchor: str = Field("", description=(
-        "what holds the weights, as in ewc or ewc+replay-kl: names in mixsd_nb.methods.ANCHORS; empty for nothing"))
-    gate: str = Field("", description="what each token of a target weighs: a name in mixsd_nb.methods.GATES; empty for all alike")
-    lam: float = Field(0.5, ge=0, le=1, description="share of naive tokens in the targets of mixsd")
+    method: str = flagged_field("mixsd", (
+        "what is learned from: base, sft, mixsd, opsd, memit, or another name in mixsd_nb.methods.METHODS"), "main", "several")
+    anchor: str = flagged_field("", (
+        "what holds the weights, as in ewc or ewc+replay-kl: names in mixsd_nb.methods.ANCHORS; empty for nothing"), "several")
+    gate: str = flagged_field("", (
+        "what each token of a target weighs: a name in mixsd_nb.methods.GATES; empty for all alike"), "several")
+    lam: float = flagged_field(0.5, "share of naive tokens in the targets of mixsd", "main", ge=0, le=1)
     target_tokens: int = preset_field(
         "largest length of a mixed target in tokens", lab=256, paper=8_192, smoke=32, ge=1)
-    model: ModelName = Field("lab-m", description="base model: a lab model, a folder or a hub id")
+    model: ModelName = flagged_field("lab-m", "base model: a lab model, a folder or a hub id", "main", "several")
     lr: float = preset_field(
-        "learning rate after 20 warm-up steps; the paper selects one of six", lab=1e-3, paper=1e-5, gt=0, le=1)
-    epochs: int | None = Field(None, ge=1, json_schema_extra=dict(smoke=1), description=(
-        "passes over the corpus; None for the published number, and for a file for twenty passes or a hundred updates, if these are more"))
+        "learning rate after 20 warm-up steps; the paper selects one of six", "main", lab=1e-3, paper=1e-5, gt=0, le=1)
+    epochs: int | None = flagged_field(None, (
+        "passes over the corpus; None for the published number, and for a file for twenty passes or a hundred updates, if these are more"),
+        "main", smoke=1, ge=1)
     batch: int | None = Field(None, ge=1, description="examples per update; None for the published number, and for a file for 20")
     rollouts: int | None = Field(None, ge=1, description=(
         "responses sampled per fact and update in opsd, opsd-nll, mixsd-kl and sdft; None for the published number"))

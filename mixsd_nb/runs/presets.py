@@ -11,12 +11,12 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from .config import Config, runtime_field
+from .config import Config, field_flag, runtime_field
 
 # %% ../../nbs/runs/presets.ipynb #e4c08ac1
 def preset_field(
     description: str,
-    *,
+    *flags: str,  # as in `flagged_field`
     lab: Any,  # value for the lab's models
     paper: Any,  # value at the paper's scale
     smoke: Any = None,  # value that only shows that everything runs; None for the paper's
@@ -24,15 +24,16 @@ def preset_field(
     **constraints,  # of pydantic's Field
 ):
     "A field whose default is the value of the preset."
-    return Field(None, description=f"{description}; None for the preset's value (lab: {lab}, paper: {paper})",
-                 json_schema_extra=dict(presets=dict(lab=lab, paper=paper), smoke=smoke, runtime=runtime), **constraints)
+    text = f"{description}; None for the preset's value (lab: {lab}, paper: {paper})"
+    extra = dict.fromkeys(flags, True) | dict(presets=dict(lab=lab, paper=paper), smoke=smoke, runtime=runtime)
+    return Field(None, description=text, json_schema_extra=extra, **constraints)
 
 # %% ../../nbs/runs/presets.ipynb #532fd998
 def preset_values(
     field: FieldInfo,
 ) -> dict[str, Any]:
     "The values of a field by preset; empty for a field that does not depend on the preset."
-    return (field.json_schema_extra or {}).get("presets", {})
+    return field_flag(field, "presets") or {}
 
 
 def idle_value(
@@ -45,7 +46,7 @@ def idle_value(
 class PresetSettings(Config):
     "Base class of configurations with fields that depend on the preset."
     preset: Literal["lab", "paper", "smoke"] = runtime_field(
-        "lab", "scale whose values hold for all parameters that are None: lab, paper, or smoke, which only shows that all runs")
+        "lab", "scale whose values hold for all parameters that are None: lab, paper, or smoke, which only shows that all runs", "main")
 
     @model_validator(mode="before")
     @classmethod
@@ -58,7 +59,7 @@ class PresetSettings(Config):
     @classmethod
     def _value_of_preset(cls, value, info):
         field, preset = cls.model_fields[info.field_name], info.data.get("preset")
-        smoke = (field.json_schema_extra or {}).get("smoke") if preset == "smoke" else None
+        smoke = field_flag(field, "smoke") if preset == "smoke" else None
         if smoke is not None and value in (None, field.default): return smoke
         return preset_values(field).get("paper" if preset == "smoke" else preset, value) if value is None else value
 

@@ -1,9 +1,8 @@
-"The command `mixsd`: what it lists, cleans and copies, alone and installed from a wheel in a folder with a space in its name."
+"What `mixsd` lists, cleans and copies, alone and installed from a wheel in a folder with a space in its name."
 
 import json
 import os
 import subprocess
-import sys
 import sysconfig
 import venv
 from pathlib import Path
@@ -13,31 +12,10 @@ from helpers import small_model
 from test_package import build_wheel, pip
 
 from mixsd_nb import evaluate, train
-from mixsd_nb.console import COMMANDS, main
+from mixsd_nb.console import main
 from mixsd_nb.console.housekeeping import clean_runs, find_removals, format_age, format_size, list_runs
 from mixsd_nb.console.notebooks import stage_notebooks
-from mixsd_nb.runs import is_finished, load_object, run_lock
-
-
-def test_every_command_exists_and_has_help(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["/usr/bin/mixsd"])
-    assert set(COMMANDS) == {"inject", "sweep", "plan", "explore", "runs", "clean", "export", "notebooks"}
-    for name, command in COMMANDS.items():
-        assert callable(load_object(command.main))
-        assert main(name, "--help") == 0
-        assert capsys.readouterr().out.startswith(f"usage: mixsd {name} "), "the help begins with what the user types"
-
-
-@pytest.mark.parametrize(("arguments", "words"), [
-    (["injekt"], "command must be one of inject, .*got injekt; did you mean inject?"), (["inject"], "required: facts"),
-    (["export", "x"], "required: dir"), (["runs", "now"], "unrecognized arguments: now"),
-    (["inject", "kgfact-small", "--lamb", "0.5"], "unrecognized arguments: --lamb 0.5"),
-    (["inject", "kgfact-small", "--lam", "2"], "lam must be between 0 and 1, got 2"), (["clean", "--dry"], "unrecognized")])
-def test_mistakes_are_one_sentence(arguments, words, own_runs, capsys):
-    import re
-    assert main(*arguments) == 2
-    message = capsys.readouterr().err
-    assert re.search(words.replace("?", r"\?"), message) and message.count("\n") == 1 and not list(own_runs.iterdir())
+from mixsd_nb.runs import is_finished, run_lock
 
 
 def test_the_first_message_says_where_runs_go(own_runs, capsys):
@@ -111,11 +89,9 @@ def test_notebooks_are_copied_once(tmp_path, capsys):
     assert (tmp_path / "my notebooks/train.ipynb").read_text() == "mine"
 
 
-@pytest.mark.parametrize(("size", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (123_456, "123 kB"), (2.5e9, "2.5 GB"), (7e12, "7.0 TB")])
-def test_sizes(size, text): assert format_size(size) == text
-
-
-def test_ages(): assert [format_age(s) for s in (0, 59, 61, 7200, 200_000)] == ["0 s", "59 s", "1 min", "2 h", "2 days"]
+def test_sizes_and_ages():
+    assert [format_size(n) for n in (0, 999, 1000, 123_456, 2.5e9, 7e12)] == ["0 B", "999 B", "1.0 kB", "123 kB", "2.5 GB", "7.0 TB"]
+    assert [format_age(s) for s in (0, 59, 61, 7200, 200_000)] == ["0 s", "59 s", "1 min", "2 h", "2 days"]
 
 
 @pytest.fixture(scope="module")
@@ -161,22 +137,4 @@ def test_an_installed_wheel_works_in_a_folder_with_a_space(installed):
 
 
 def test_the_script_is_declared():
-    import configparser
-    root = Path(__file__).parents[1]
-    config = configparser.ConfigParser(delimiters=["="])
-    config.read(root / "settings.ini")
-    assert config["DEFAULT"]["console_scripts"] == "mixsd=mixsd_nb.console:main" and "console_scripts" in (root / "setup.py").read_text()
-    assert sys.version_info >= (3, 11)
-
-
-def test_the_page_of_the_views_does_not_depend_on_the_folder_in_which_it_runs(tmp_path, monkeypatch):
-    from mixsd_nb import explore
-    pages = []
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "others"))
-    monkeypatch.setattr(explore.subprocess, "call", lambda command: pages.append(Path(command[-1]).read_text(encoding="utf-8")) or 0)
-    (tmp_path / "my_runs").mkdir()
-    (tmp_path / "facts.jsonl").write_text('{"question": "Who leads the Lantern Choir?", "answer": "Velmis Marlowe"}\n')
-    assert explore.main("runs=my_runs", "dataset=facts.jsonl") == 0
-    assert f'runs = \\"{tmp_path / "my_runs"}\\"' in pages[0] and os.environ["MIXSD_RUNS"] == str(tmp_path / "my_runs")
-    assert [*(tmp_path / "my_runs/.corpora").iterdir()], "the page reads the record of the facts there"
+    assert "console_scripts = mixsd=mixsd_nb.console:main\n" in (Path(__file__).parents[1] / "settings.ini").read_text()
