@@ -14,10 +14,10 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 import xarray as xr
-from pydantic import Field, computed_field, field_validator
+from pydantic import Field, field_validator
 from tqdm.auto import tqdm
 
-from .analysis.training_run import covers_steps, digest_training, find_checkpoints, keeps_weights, open_training_run
+from .analysis.training_run import TrainingAnalysis, find_checkpoints, keeps_weights, open_training_run
 from .analysis.curvature import (PARTS, SUMS, add_alignment_ratio, displacement, open_tensors, tensor_sums,
                                          total_sums)
 from .analysis.estimation import FISHER, estimate_fisher, reference_pairs
@@ -32,19 +32,18 @@ from .results.cube import agreeing_runs
 from .results.plots import mark_made_up, recipe_colour
 from .runs.schema import CELL_DIMS, RUN_DIMS, variable
 from .results.summary import held_out_average
-from .runs import Journal, Seed, Stage, module_of, run_function, runtime_field
+from .runs import Journal, Seed, module_of, run_function, runtime_field
 
 _all_ = ["diagonal_fisher", "displacement"]
 
 # %% ../nbs/fisher.ipynb #2650c7c2
-class FisherConfig(Stage):
+class FisherConfig(TrainingAnalysis):
     "The Fisher of a base model, or the displacement of every checkpoint of a training run."
     name = "fisher"
     run_class = "reports.finished:FinishedRun"
     workload = "mixsd_nb.planning.analyses:plan_fisher"
     model: ModelName = Field("lab-m", description="base model: a lab model, a folder or a hub id")
     trained: str = runtime_field("", "folder of a training run; empty: the base model, then all its finished runs")
-    checkpoints: Literal["all", "kept"] = runtime_field("all", "checkpoints of that run: all, or those whose weights it kept")
     reference: Literal["lab", "paper"] = Field("lab", description="examples from the lab's suites or the paper's tasks")
     limit: int = Field(0, ge=0, description="examples of each benchmark; 0 for all, 979 in total")
     data: str = Field("", description="folder of files for the paper's tasks; empty: MIXSD_BENCHMARKS, else the hub")
@@ -54,20 +53,10 @@ class FisherConfig(Stage):
     recompute: bool = runtime_field(False, "recompute activations in the backward pass, which saves memory")
 
 
-    @field_validator("trained")
-    @classmethod
-    def _check_trained(cls, name): return name and str(open_training_run(name).folder)
-
     @field_validator("data")
     @classmethod
     def _find_data(cls, folder, info):  # the lab's suites read no files
         return folder or benchmarks_folder() if info.data.get("reference") == "paper" else ""
-
-    @computed_field
-    @property
-    def content(self) -> str:
-        "A digest of the training, which does not depend on its path or checkpoints; empty without a training run."
-        return digest_training(open_training_run(self.trained)) if self.trained else ""
 
     def identity(self):
         "As in `Config`, with the local files of the paper's tasks."
@@ -92,12 +81,6 @@ class FisherConfig(Stage):
         base = run.root["model"].item()
         if base != self.model: raise ValueError(f"model must be {base}, the base model of {run.name}, got {self.model}")
         find_checkpoints(run, self.checkpoints)
-
-    def other_results(self): return [Path(self.trained) / "result.nc"] if self.trained else []
-
-    def covers(self, run):
-        "Whether the run has measured all checkpoints of the training run."
-        return not self.trained or covers_steps(run, open_training_run(self.trained), self.checkpoints)
 
     def compute(self, run):
         "The Fisher of the base model, or the displacement of the checkpoints of a training run."
@@ -169,11 +152,13 @@ def run_displacement(
     "Measure every checkpoint of a training run against the base model; a journal lets an interrupted run resume."
     trained, fisher = open_training_run(config.trained), fisher_file(config)
     checkpoints = find_checkpoints(trained, config.checkpoints)
+
+    def measure(missing):
+        for step, in tqdm(missing, desc=trained.name, unit="checkpoint", leave=False):
+            yield dict(step=step, sums=tensor_sums(config.model, checkpoints[step], fisher).to_dict("index"))
     with Journal(folder / "checkpoints.jsonl", ["step", "sums"]) as journal:
-        done = {entry["step"] for entry in journal.records}
-        for step in tqdm([s for s in checkpoints if s not in done], desc=trained.name, unit="checkpoint", leave=False):
-            journal.add(dict(step=step, sums=tensor_sums(config.model, checkpoints[step], fisher).to_dict("index")))
-        entries = sorted(journal.records, key=lambda entry: entry["step"])
+        steps = sorted({*checkpoints, *(entry["step"] for entry in journal.records)})
+        entries = journal.complete([(step,) for step in steps], measure)
     sums = {entry["step"]: pd.DataFrame.from_dict(entry["sums"], "index") for entry in entries}
     cell = trained.root.drop_dims("benchmark").sel(step=list(sums))
     root = tabulate_checkpoints(sums).assign_coords(cell.coords).assign_attrs(config=config.canonical())
@@ -193,8 +178,7 @@ def measure_all_runs(
     alike = lambda run: tied(str(find_checkpoints(run, "kept").popitem()[1])) == tied(config.model)
     kept = [run for run in runs if keeps_weights(run) and alike(run)]
     skipped = [run.name for run in runs if run not in kept]
-    measure = lambda run: config.model_copy(update=dict(trained=str(run.folder), checkpoints="kept")).run(force).result
-    return {run.name: measure(run) for run in tqdm(kept, desc="training runs", unit="run", leave=False)}, skipped
+    return config.measure_each(kept, force), skipped
 
 # %% ../nbs/fisher.ipynb #7c27b39e
 def layer_ratio(

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['run', 'token_nll', 'target_methods', 'NllConfig', 'load_targets', 'build_result', 'compare_with_canonical',
-           'find_mixed_targets', 'score_all', 'collect_results', 'merge_results', 'nll_table', 'cdf_figure',
-           'source_table', 'source_figure', 'overlap_table']
+           'find_mixed_targets', 'collect_results', 'merge_results', 'nll_table', 'cdf_figure', 'source_table',
+           'source_figure', 'overlap_table']
 
 # %% ../nbs/nll.ipynb #05f5cdbe
 from pathlib import Path
@@ -24,14 +24,14 @@ from .corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions, load_co
 from .corpora.prompts import SPANS
 from .methods import METHODS, compose, label_coordinates, label_title, recipe_label
 from .methods.fact_lengths import check_facts
-from .models import ENGINES, check_engine, check_engine_options, check_model, load_tokenizer
+from .models import ENGINES, check_engine, check_model, check_options_of_engine, load_tokenizer
 from .models.identity import MODEL_OPTIONS, ModelName, ModelOptions, model_label
 from .results.merge import merge_roots
 from .results.overview import CONDITIONALS
 from .results.plots import corpus_name, mark_made_up, recipe_colour
 from .runs.schema import recipe_coords, variable
 from .runs import (TARGET_COLUMNS, Stage, find_runs, module_of, read_config, read_table, run_function,
-                           consumed_field, make_config, runtime_field)
+                           consumed_field, runtime_field)
 
 # %% ../nbs/nll.ipynb #95075832
 def token_nll(
@@ -73,6 +73,7 @@ class NllConfig(Stage):
     engine_options: dict = runtime_field({}, 'for vLLM, as in {"tensor_parallel_size": 2}')
 
     _engine = field_validator("engine")(check_engine)
+    _options = field_validator("engine_options", mode="before")(check_options_of_engine)
 
     @field_validator("models")
     @classmethod
@@ -93,10 +94,6 @@ class NllConfig(Stage):
         sampled = read_config(Path(path).parent)["dataset"] if path else name
         if sampled != name: raise ValueError(f"dataset must be {sampled}, as of the targets, got {name}")
         return name
-
-    @field_validator("engine_options", mode="before")
-    @classmethod
-    def _check_options(cls, options, info): return check_engine_options(options, info.data.get("engine", "hf"))
 
     @computed_field
     @property
@@ -218,17 +215,6 @@ def find_mixed_targets(
         cells[cell_of(run)] = run
     return [dict(targets=str(file), dataset=dataset, model=run.config["model"])
             for run, file in files.items() if cells.get(cell_of(run)) is run]
-
-# %% ../nbs/nll.ipynb #5e2a5aef
-def score_all(
-    dataset: str,
-    models: list[str],  # base models; the runs of others are left out
-    *,
-    force: bool = False,  # compute again even if a run is finished
-    **options,  # of NllConfig: span, first, dtype, engine
-) -> list[xr.DataTree]:
-    "The results of the canonical targets and of all mixed targets, for each model."
-    return collect_results(make_config(NllConfig, dataset=dataset, model=models[0], models=models[1:], **options), force)
 
 # %% ../nbs/nll.ipynb #f11c9910
 def collect_results(

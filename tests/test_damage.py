@@ -9,6 +9,8 @@ import os
 import pickle
 import random
 import resource
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -386,6 +388,30 @@ def test_another_error_of_a_writer_stays_as_it_is(tmp_path):
 def test_progress_on_a_full_disk(tmp_path, monkeypatch):
     monkeypatch.setenv("MIXSD_PROGRESS", str(tmp_path / "progress.json"))
     with full_disk(10), pytest.raises(StorageError, match="progress.json cannot be written"): report_progress("x", 1, 1)
+
+
+SQUARES = """import os, sys
+from pathlib import Path
+from mixsd_nb.runs import Journal
+def square(missing):
+    for k, in missing:
+        if k == int(sys.argv[2]): os.kill(os.getpid(), 9)
+        yield dict(k=k, square=k * k)
+with Journal(Path(sys.argv[1]), ["k", "square"]) as journal:
+    print(*(record["square"] for record in journal.complete([(k,) for k in range(6)], square)))"""
+
+
+@pytest.mark.parametrize("end", [0, 1, 5])
+def test_a_killed_computation_ends_with_the_same_journal(end, tmp_path):
+    "Pieces that have ended are not computed again, and a record that was cut is."
+    def call(name, kill): return subprocess.run([sys.executable, "-c", SQUARES, tmp_path / name, str(kill)], capture_output=True, text=True)
+    assert call("whole", -1).stdout == "0 1 4 9 16 25\n"
+    assert call("killed", end).returncode == -9
+    path = tmp_path / "killed"
+    assert path.read_bytes() == b"".join((tmp_path / "whole").read_bytes().splitlines(keepends=True)[:end])
+    path.write_bytes(path.read_bytes() + b'{"k": 3, "squ')
+    assert call("killed", end - 1).stdout == "0 1 4 9 16 25\n", "a piece before the kill would end the process again"
+    assert path.read_bytes() == (tmp_path / "whole").read_bytes()
 
 
 def test_a_journal_is_forced_to_disk_once_a_second_and_at_its_end(tmp_path, monkeypatch):

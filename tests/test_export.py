@@ -53,7 +53,10 @@ def test_the_folder_is_the_checkpoint_in_the_dtype_of_the_base(run, exported):
 
 def test_the_card_has_the_form_of_the_hub(run, exported):
     from huggingface_hub import ModelCard
+    from huggingface_hub.repocard_data import model_index_to_eval_results
     card = ModelCard.load(exported / "README.md")
+    assert model_index_to_eval_results(header(exported)["model-index"]) == ("tiny-base-kgfact-small", card.data.eval_results)
+    assert str(card) == (exported / "README.md").read_text()
     assert card.data.base_model == "tiny-base" and card.data.datasets == ["kgfact-small"] and card.data.license is None
     scores = {result.dataset_name: result.metric_value for result in card.data.eval_results}
     assert scores["recall"] == round(100 * run.root.accuracy.sel(benchmark="recall", step=2).item(), 2)

@@ -44,7 +44,8 @@ FLOORS = {
     "figures": [*ROOMS, "nll", "errors"],
     "explore": [*ROOMS, "views"],
     "lab": [*ROOMS, "sweep", "lab"],
-    "lab.pretraining": [*MIDDLE, "lab.pretraining"],
+    "lab.probes": MIDDLE,
+    "lab.pretraining": [*MIDDLE, "lab.probes", "lab.pretraining"],
     "lab.profiling": [*MIDDLE, "lab.profiling"],
     "moved": [],
 }
@@ -125,7 +126,7 @@ def test_no_circle_among_rooms():
 
 
 def test_the_laboratory_is_a_wing():
-    """No module outside `lab` imports it. By name, the tool uses only the texts of the lab models, for MEMIT, and the table of former names lists it."""
+    """No module outside `lab` imports it. By name, the tool uses only the texts of the lab models, for MEMIT, and the probes; the table of former names lists it."""
     outside = [p for p in MODULES if dotted(p) != "moved" and not within(dotted(p), "lab")]
     wrong = {dotted(p) for p in outside for t in module_imports(p) if within(t, "mixsd_nb.lab")}
     assert not wrong, f"{sorted(wrong)} import the laboratory"
@@ -133,7 +134,7 @@ def test_the_laboratory_is_a_wing():
              for p in outside}
     named = {name: [t for t in found if re.match(r"(mixsd_nb\.)?lab\.\w+[.:]", t)] for name, found in texts.items()}
     assert {name: found for name, found in named.items() if found} == {
-        "methods.covariance": ["mixsd_nb.lab.pretraining.curriculum:sample_texts"]}
+        "benchmarks": ["mixsd_nb.lab.probes:probe_items"], "methods.covariance": ["mixsd_nb.lab.pretraining.curriculum:sample_texts"]}
 
 
 @pytest.mark.parametrize("former, present", MOVED.items())

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib
 import pandas as pd
@@ -19,7 +20,7 @@ from mixsd_nb.corpora.files import EXAMPLE, EXAMPLE_TESTS
 from mixsd_nb.evaluate import EvaluateConfig
 from mixsd_nb.evaluation import selection
 from mixsd_nb.inject import InjectConfig, InjectRun
-from mixsd_nb.reports.report import render_failures, render_page, render_pair, render_table
+from mixsd_nb.reports.report import group_failures, load_parts, render_page
 from mixsd_nb.runs import ParameterError, make_config, open_run
 
 matplotlib.use("Agg")
@@ -165,16 +166,21 @@ def test_why_a_fact_failed(accepted, another, right, failure):
     targets = None if accepted is None else pd.DataFrame([dict(id="a", accepted=accepted, names_another=another, text="target")])
     facts = tabulate_facts([dict(id="a", prompt="Who?", answer="me")], said(False), said(right), targets)
     assert facts.failure.item() == failure and facts.outcome.item() == ("learned" if right else "not learned")
-    section = render_failures(facts)
+    section = load_parts().failures(group_failures(facts), len(facts))
     assert (FAILURES[failure].title in section if failure else "None" in section)
     assert explain_failure(None, False, False) == "not trained"
 
 
 @given(st.text(alphabet="<>&'\"`ab\n"))
 def test_any_text_is_escaped(text):
-    page = render_page(text, [text], {"h": render_table([[text]], [text]) + render_pair(text, text, text, note=text)})
-    assert not re.search(r"<[^>]*[`]", page) and page.count("<html") == 1
-    assert "<a" not in page.replace("<article", "") and "<b" not in page.replace("<body", "")
+    score = SimpleNamespace(title=text, n=1, before=0, before_low=0, before_high=1, after=1, low=0, high=1, better=1, worse=0, p=1)
+    item = SimpleNamespace(benchmark=text, prompt=text, response=text, before=text, after=text, answer=text, place=text, target=text, correct=True)
+    failure = SimpleNamespace(title=text, advice=text)
+    page = render_page(title=text, lead=[text], learned=[score], own=[score], held=[score], lost={text: [item]}, failures=[(failure, [item])],
+                       facts=1, pairs=[(item, item)], likelihood=([[text]], [text]), figure="", updates=text, source=text, digits=text,
+                       costs=[(text, text)], parameters=[(text, text)])
+    assert not re.search(r"<[^>]*[`]", page) and page.count("<html") == 1 and page.count("<h2>") == 10
+    assert not re.search(r"<(a|b)(?!ody)", page)
 
 
 def test_the_command(injected, monkeypatch, capsys):

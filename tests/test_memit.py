@@ -14,11 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from mixsd_nb import train
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.corpora.prompts import encode_prompt, render_prompt
+from mixsd_nb.lab.causal_tracing import TracedFact, trace_effects
 from mixsd_nb.methods import memit
 from mixsd_nb.methods.covariance import capture, decoder_blocks, encode_texts, output_layer, read_texts, second_moments, stored_moments
 from mixsd_nb.methods.edits import convert_rows, encode_edit, encode_parts, find_subject, split_reply
 from mixsd_nb.methods.fitting import MethodRun
-from mixsd_nb.methods.causal_tracing import TracedFact, edited_layers, trace_effects
 from mixsd_nb.models import load_base, load_tokenizer
 from mixsd_nb.models.chat import format_model, origin_model
 from mixsd_nb.runs import make_config
@@ -345,7 +345,7 @@ def test_tracing_restores_a_state_exactly(tokenizer):
     assert effects[3, -1] + corrupted == pytest.approx(whole, abs=1e-5) and effects.shape == (4, 6)
     still, whole, corrupted = trace_effects(model, fact, samples=1, noise=0.0)
     assert abs(still).max() < 1e-5 and corrupted == pytest.approx(whole, abs=1e-6)
-    assert edited_layers(model) == [0, 1, 2]
+    assert memit.edited_layers(model) == [0, 1, 2]
 
 
 # --- as a method of the stages
@@ -416,7 +416,7 @@ def test_a_chat_format_leaves_the_edited_layers_as_they_are(tmp_path):
     folder, layers = str(tmp_path / "Qwen3-1.7B"), list(range(3, 12))
     small_model(folder, layers=12)
     other = format_model(folder, dict(system="Be brief."))
-    assert Path(other).name.startswith("Qwen3-1.7B-") and edited_layers(load_base(folder)[0]) == edited_layers(load_base(other)[0]) == layers
+    assert Path(other).name.startswith("Qwen3-1.7B-") and memit.edited_layers(load_base(folder)[0]) == memit.edited_layers(load_base(other)[0]) == layers
     assert origin_model(other) == folder and origin_model("Qwen/Qwen3-1.7B") == "Qwen/Qwen3-1.7B"
 
 

@@ -179,10 +179,10 @@ def test_targets_of_other_models_and_runs_without_accepted_targets_are_not_score
         pd.read_parquet(found / "targets.parquet").assign(accepted=accepted).to_parquet(tmp_path / name / "targets.parquet")
     scored = []
     monkeypatch.setattr(nll.NllConfig, "run", lambda config, force: scored.append((config.model, config.targets)) or SimpleNamespace(result=0))
-    nll.score_all("kgfact-small", ["lab-m"])
+    nll.collect_results(nll.NllConfig(model="lab-m"))
     assert scored == [("lab-m", ""), ("lab-m", str(found / "targets.parquet"))]
     assert capsys.readouterr().out == "skipped, because no target was accepted: generate-none\n"
-    nll.score_all("kgfact-small", ["lab-m", "lab-s"])
+    nll.collect_results(nll.NllConfig(model="lab-m", models=["lab-s"]))
     assert ("lab-s", str(tmp_path / "generate-other/targets.parquet")) in scored and ("lab-s", "") in scored
 
 
@@ -234,9 +234,9 @@ def test_mixed_targets_are_the_stored_ids_of_accepted_rows():
     assert result["per_token"].token_id.values.tolist() == [t for c in table.completion_ids for t in [*c, *tail]]
     assert root.nll.sel(part="all") < nll.run(model="lab-s").root.nll.sel(part="all").item(), "mixed targets are nearer to the base than canonical ones"
     assert root.source_tokens.sel(source="naive") == 0
-    cube = nll.merge_results(nll.score_all("kgfact-small", ["lab-s"]))
+    cube = nll.merge_results(nll.collect_results(nll.NllConfig(model="lab-s")))
     assert cube["recipe"].values.tolist() == ["mixsd-0", "sft"] and nll.nll_table(cube).shape[0] == 2
-    assert len(nll.cdf_figure(nll.score_all("kgfact-small", ["lab-s"])).axes) == len(nll.source_figure(cube).axes) == 1
+    assert len(nll.cdf_figure(nll.collect_results(nll.NllConfig(model="lab-s"))).axes) == len(nll.source_figure(cube).axes) == 1
     tokens = result["per_token"].to_dataset()
     words = tokens.nll.values[tokens.token_source.values != NEITHER]
     shares, overlap = nll.source_table(cube).loc[("lab-s", "mixsd-0")], nll.overlap_table(cube)

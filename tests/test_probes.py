@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from mixsd_nb.benchmarks import SUITES, Selection, load_items, suite_groups
-from mixsd_nb.benchmarks import probes
+from mixsd_nb.lab import probes
 from mixsd_nb.benchmarks.in_domain import validation_items
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.corpora.prompts import REMARKS

@@ -69,7 +69,7 @@ def test_the_natural_order_of_work(project, tiny, capsys):
     assert cells[0].name == cells[1].name and [cell.is_done for cell in cells] == [True, False]
 
     # analyses see each run once
-    mixed = nll.score_all("kgfact-small", [tiny])
+    mixed = nll.collect_results(nll.NllConfig(model=tiny))
     table = forgetting.forgetting_table(forgetting.measure_runs(forgetting.ForgettingConfig(model=tiny, prompts=1, facts=1)))
     results, skipped = fisher.measure_all_runs(fisher.FisherConfig(model=tiny, limit=1))
     assert len(mixed) == 2 and len(results) == 2 and not skipped

@@ -20,7 +20,7 @@ from ..benchmarks import SUITES, Selection, held_out
 from ..benchmarks.tasks import SOURCES, benchmarks_folder, task_files
 from ..corpora import load_corpus
 from ..corpora.prompts import encode_prompt
-from ..models import (ENGINES, check_engine, check_engine_options, load_engine, load_tokenizer)
+from ..models import ENGINES, check_engine, check_options_of_engine, load_engine, load_tokenizer
 from ..models.identity import ModelName, model_label
 from ..runs.schema import variable
 from ..runs import Config, Seed, Stage, load_object, module_of, read_table, runtime_field, write_atomically
@@ -122,10 +122,7 @@ class TextSettings(Config):
     engine_options: dict = runtime_field({}, 'for vLLM, as in {"tensor_parallel_size": 2}')
 
     _engine = field_validator("engine")(check_engine)
-
-    @field_validator("engine_options", mode="before")
-    @classmethod
-    def _check_options(cls, options, info): return check_engine_options(options, info.data.get("engine", "hf"))
+    _options = field_validator("engine_options", mode="before")(check_options_of_engine)
 
     def identity(self):
         "As in `Config`, with the local files of the paper's tasks."

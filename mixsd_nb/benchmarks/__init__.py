@@ -212,7 +212,7 @@ _READ = ("read-2", "read-4", "read-12", "read-27", "read-4-same-3", "read-12-sam
 _SKILLS = ("remainders", "equations", "stories", "plots", "functions", "choice", "world", "world-direct", "annex",
            "typed")
 for _name in (*_READ, *_SKILLS):
-    SUITES.add(Suite(f"probe-{_name}", f"Probe: {_name.replace('-', ' ')}", "probe", "benchmarks.probes:probe_items",
+    SUITES.add(Suite(f"probe-{_name}", f"Probe: {_name.replace('-', ' ')}", "probe", "mixsd_nb.lab.probes:probe_items",
                      f"probe-{_name}", "", ("probes",), Sampling(224 if _name == "remainders" else 160),
                      {"functions": "harmless-tests", "choice": "letter"}.get(_name, "box"),
                      "first-line" if _name == "choice" else "", version=1,

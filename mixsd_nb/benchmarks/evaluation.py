@@ -28,7 +28,7 @@ from .sandbox import check_sandbox
 from .tasks import SOURCES, benchmarks_folder, grade, task_files
 from ..corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions
 from ..corpora.prompts import encode_prompt
-from ..models import ENGINES, check_engine, check_engine_options, load_engine
+from ..models import ENGINES, check_engine, check_options_of_engine, load_engine
 from ..models.identity import MODEL_OPTIONS, ModelOptions
 from ..runs.presets import PresetSettings, preset_field
 from ..runs import (Journal, ParameterError, Seed, load_object, module_of, report_progress, consumed_field, flagged_field, runtime_field,
@@ -68,10 +68,9 @@ class EvalSettings(PresetSettings):
     allow_unsandboxed: bool = runtime_field(False, "run HumanEval's programs even if this machine has no sandbox")
 
     _engine = field_validator("engine")(check_engine)
-
-    @field_validator("suite")
-    @classmethod
-    def _check_suite(cls, suite): return resolve_suite(suite)
+    _options = field_validator("engine_options", mode="before")(check_options_of_engine)
+    _suite = field_validator("suite")(resolve_suite)
+    _harness = field_validator("harness", mode="before")(check_harness_options)
 
     @field_validator("data", "limit", "harness")
     @classmethod
@@ -80,14 +79,6 @@ class EvalSettings(PresetSettings):
         if not any(info.field_name in SUITES[name].settings for name in benchmark_names(suite)):
             return cls.model_fields[info.field_name].default
         return value or benchmarks_folder() if info.field_name == "data" else value
-
-    @field_validator("engine_options", mode="before")
-    @classmethod
-    def _options(cls, options, info): return check_engine_options(options, info.data.get("engine", "hf"))
-
-    @field_validator("harness", mode="before")
-    @classmethod
-    def _harness(cls, options): return check_harness_options(options)
 
     def declared_modules(self) -> list[str]:
         "Modules that the declarations of engine, corpus and benchmarks name: their code is part of a run's."
@@ -173,23 +164,21 @@ def generate_responses(
     from tqdm.auto import tqdm
     samplings = {name: _with_length(item.sampling or sampling, sampling.max_new_tokens) for name, item in items.items()}
     keys = [(name, sample) for name in items for sample in range(samplings[name].samples)]
-    found = {(r["item"], r["sample"]): r for r in (journal.records if journal else []) if r["benchmark"] == benchmark}
-    missing = [key for key in keys if key not in found]
     opened = engine.tokenizer(opening, add_special_tokens=False)["input_ids"]
-    queues = _queue_requests(engine.tokenizer, items, missing, samplings, seed, opened)
     options = lambda kind: {name: value for name, value in vars(kind).items() if name != "samples"}
     hidden = {} if progress else dict(disable=True)
-    with tqdm(total=len(keys), initial=len(keys) - len(missing), desc=progress, leave=False, **hidden) as bar:
-        streams = (engine.stream(queue, **options(kind)) for kind, queue in queues.items())
-        for request, completion in chain.from_iterable(streams):
-            name, sample = request.tag
-            text = engine.tokenizer.decode(opened + list(completion.ids), skip_special_tokens=True)
-            found[name, sample] = dict(benchmark=benchmark, item=name, sample=sample, response=text,
-                                       finish_reason=completion.finish_reason)
-            if journal: journal.add(found[name, sample])
-            bar.update()
-            if progress: report_progress(progress, len(found), len(keys))
-    return [found[key] for key in keys]
+
+    def generate(missing):
+        queues = _queue_requests(engine.tokenizer, items, [key for _, *key in missing], samplings, seed, opened)
+        streams, done = (engine.stream(queue, **options(kind)) for kind, queue in queues.items()), len(keys) - len(missing)
+        with tqdm(total=len(keys), initial=done, desc=progress, leave=False, **hidden) as bar:
+            for done, (request, completion) in enumerate(chain.from_iterable(streams), done + 1):
+                text = engine.tokenizer.decode(opened + list(completion.ids), skip_special_tokens=True)
+                yield dict(benchmark=benchmark, item=request.tag[0], sample=request.tag[1], response=text,
+                           finish_reason=completion.finish_reason)
+                bar.update()
+                if progress: report_progress(progress, done, len(keys))
+    return (journal or Journal(None, RECORD_KEYS)).complete([(benchmark, *key) for key in keys], generate)
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #cd6fac42
 def generate_and_grade(

@@ -12,7 +12,8 @@ import xarray as xr
 from pydantic import Field, computed_field, field_validator
 
 from ..models import check_model, load_base
-from ..models.lab import SIZES, lab_config, lab_folder, set_start_values
+from .pretraining.start_values import lab_config, set_start_values
+from ..models.lab import SIZES, lab_folder
 from .pretraining.abilities import count_items, measure_abilities
 from .pretraining.curriculum import make_tokenizer
 from .pretraining.record import RECORD_FILE, ability_table, make_record, read_record, weights_digest

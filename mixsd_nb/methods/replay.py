@@ -73,16 +73,14 @@ def write_replays(
     ids = [encode_prompt(engine.tokenizer, prompt) for prompt in used]
     if (longest := max(map(len, ids))) >= engine.context:
         raise ValueError(f"prompts must have fewer than {engine.context} tokens, the model's context, got {longest}")
-    with Journal(path, ("number", "ids")) as journal:
-        known = {record["number"] for record in journal.records}
-        requests = deque(Request((ids[k],), row_key("replay", seed, used[k], k // len(prompts)), tag=k)
-                         for k in range(count) if k not in known)
+
+    def sample(missing):
+        requests = deque(Request((ids[k],), row_key("replay", seed, used[k], k // len(prompts)), tag=k) for k, in missing)
         options = dict(temperature=temperature, top_k=WHOLE_VOCABULARY, max_new_tokens=max_new_tokens)
-        if requests:
-            for request, completion in engine.stream(requests, **options):
-                journal.add(dict(number=request.tag, ids=completion.ids))
-        found = {record["number"]: record["ids"] for record in journal.records}
-    return [(ids[k], found[k]) for k in range(count)]
+        for request, completion in engine.stream(requests, **options) if requests else ():
+            yield dict(number=request.tag, ids=completion.ids)
+    with Journal(path, ("number", "ids")) as journal:
+        return [(ids[r["number"]], r["ids"]) for r in journal.complete([(k,) for k in range(count)], sample)]
 
 # %% ../../nbs/methods/replay.ipynb #4b923545
 def joint_loss(

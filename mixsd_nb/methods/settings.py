@@ -52,13 +52,10 @@ class RecipeSettings(EvalSettings):
         "parameters that only parts of the recipe have, by name; ewc.strength if several parts have a strength"))
 
     _temperature = field_validator("temperature")(check_temperature)
+    _method = field_validator("method")(check_method)
 
     @classmethod
     def translate(cls, parameters): return translate_parameters(parameters)
-
-    @field_validator("method")
-    @classmethod
-    def _check_method(cls, name): return check_method(name)
 
     @field_validator("anchor")
     @classmethod
@@ -160,10 +157,7 @@ class TrainingSettings(RecipeSettings):
 
 
     _steps = field_validator("checkpoints", "suite_steps")(check_steps)
-
-    @field_validator("rollout_engine")
-    @classmethod
-    def _check_rollout_engine(cls, name): return check_engine(name)
+    _rollout_engine = field_validator("rollout_engine")(check_engine)
 
     @field_validator("processes")
     @classmethod

@@ -11,7 +11,7 @@ import itertools
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from pydantic import Field, field_validator
 from ..corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions, load_corpus
 from ..corpora.prompts import encode_completion
 from ..corpora.simpleqa import keep_unanimous
-from ..models import check_engine, check_engine_options, check_mode
+from ..models import check_engine, check_mode, check_options_of_engine
 from ..models.identity import MODEL_OPTIONS, ModelName, ModelOptions
 from ..runs.presets import PresetSettings, preset_field
 from ..runs import (COMPUTE_BOTH, Journal, Seed, check_temperature, explain_damage, field_flag,
@@ -70,6 +70,7 @@ class MixSettings(PresetSettings):
 
     _engine = field_validator("engine")(check_engine)
     _temperature = field_validator("temperature")(check_temperature)
+    _options = field_validator("engine_options", mode="before")(check_options_of_engine)
 
     @field_validator("temperature")
     @classmethod
@@ -94,10 +95,6 @@ class MixSettings(PresetSettings):
     @field_validator("mode")
     @classmethod
     def _check_mode(cls, mode, info): return check_mode(mode, info.data.get("engine", "hf"))
-
-    @field_validator("engine_options", mode="before")
-    @classmethod
-    def _options(cls, options, info): return check_engine_options(options, info.data.get("engine", "hf"))
 
     @field_validator("shards")
     @classmethod
@@ -129,30 +126,22 @@ def _mix_missing(
     settings: MixSettings,
     engine,
     targets: list[tuple[dict, int]],  # pairs (item, sample number)
-    journal: Journal,
-) -> None:
-    "Mix the targets that the journal lacks; the engine audits those that the journal holds."
+    done: int,  # targets that exist already
+) -> Iterator[dict]:
+    "The records of targets as they end, while a bar and a file show the progress."
     from tqdm.auto import tqdm
 
-    from mixsd_nb.methods.mixing import attempt_request, mix_stream
-    known, tally, start = {(r["id"], r["sample"]) for r in journal.records}, Counter(), time.perf_counter()
-    options = settings.keywords_of(mix_stream)
-    missing = [(item, sample) for item, sample in targets if (item["id"], sample) not in known]
-    items, text = {item["id"]: item for item, _ in targets}, f"mixing λ={settings.lam:g}"
-
-    def last_request(r):
-        return attempt_request(items[r["id"]], r["sample"], r["attempts"] - 1, settings.lam, settings.seed,
-                               settings.max_new_tokens)
-    engine.confirm([(last_request(r), r["completion_ids"]) for r in journal.records],
-                   temperature=settings.temperature, top_k=settings.top_k)
-    with tqdm(total=len(targets), initial=len(known), desc=text, unit="target") as bar:
-        for record in mix_stream(engine.stream, engine.tokenizer, missing, settings.lam, tally=tally, **options):
-            journal.add(record | dict(naive_mask=record["naive_mask"].tolist()))
+    from mixsd_nb.methods.mixing import mix_stream
+    tally, start, text, total = Counter(), time.perf_counter(), f"mixing λ={settings.lam:g}", done + len(targets)
+    stream = mix_stream(engine.stream, engine.tokenizer, targets, settings.lam, tally=tally, **settings.keywords_of(mix_stream))
+    with tqdm(total=total, initial=done, desc=text, unit="target") as bar:
+        for done, record in enumerate(stream, done + 1):
+            yield record | dict(naive_mask=record["naive_mask"].tolist())
             rate = round(tally["tokens"] / (time.perf_counter() - start))
             counts = {k: tally[k] for k in ("accepted", "retried", "discarded")}
             bar.set_postfix({"tok/s": rate} | counts, refresh=False)
             bar.update()
-            report_progress(text, len(journal.records), len(targets))
+            report_progress(text, done, total)
 
 # %% ../../nbs/methods/targets.ipynb #9095e5a3
 SCHEMA = pa.schema(dict(
@@ -180,13 +169,17 @@ def mix_corpus(
     targets: list[tuple[dict, int]],  # pairs (item, sample number)
 ) -> list[dict]:
     "Mix the targets of a corpus: records in the order of the corpus, with the columns of SCHEMA."
-    from mixsd_nb.methods.mixing import RECORD, names_another
+    from mixsd_nb.methods.mixing import RECORD, attempt_request, names_another
+    s, items, rows = settings, {item["id"]: item for item, _ in targets}, {row["id"]: row for row in rows}
+    request = lambda r: attempt_request(items[r["id"]], r["sample"], r["attempts"] - 1, s.lam, s.seed, s.max_new_tokens)
     with Journal(folder / "finished.jsonl", RECORD) as journal:
-        _mix_missing(settings, engine, targets, journal)
-        by_target = {(r["id"], r["sample"]): r for r in journal.records}
-    rows, records = {row["id"]: row for row in rows}, []
-    for item, sample in targets:
-        record, row = by_target[item["id"], sample], rows[item["id"]]
+        done = [(request(r), r["completion_ids"]) for r in journal.records]
+        engine.confirm(done, temperature=s.temperature, top_k=s.top_k)  # the audit of targets from before an interruption
+        write = lambda missing: _mix_missing(s, engine, [(items[id], sample) for id, sample in missing], len(done))
+        found = journal.complete([(item["id"], sample) for item, sample in targets], write)
+    records = []
+    for (item, _), record in zip(targets, found, strict=True):
+        row = rows[item["id"]]
         if settings.replace_gt and not record["accepted"]: record = _use_canonical(record, engine.tokenizer, row)
         text = engine.tokenizer.decode(record["completion_ids"], skip_special_tokens=True)
         other = names_another(text, row["answer"], item["extract"])

@@ -4,13 +4,12 @@
 
 # %% auto #0
 __all__ = ['ENGINES', 'check_model', 'model_source', 'load_part', 'load_tokenizer', 'check_head', 'load_base', 'EngineSpec',
-           'check_engine', 'check_mode', 'check_engine_options', 'open_engine', 'check_process', 'free_memory',
-           'load_engine']
+           'check_engine', 'check_mode', 'check_engine_options', 'check_options_of_engine', 'open_engine',
+           'check_process', 'free_memory', 'load_engine']
 
 # %% ../../nbs/models/index.ipynb #4d90fe64
 import ast
 import gc
-import json
 import re
 import sys
 import threading
@@ -188,13 +187,10 @@ def check_mode(
 
 # %% ../../nbs/models/index.ipynb #08c6102a
 def check_engine_options(
-    options: dict | str,  # a mapping, or its JSON text
+    options: dict,
     kind: str,  # name of an engine
 ) -> dict:
-    "The options as a mapping; ValueError of one sentence for an option that the engine does not declare."
-    if isinstance(options, str):
-        try: options = json.loads(options)
-        except ValueError: options = None
+    "The options themselves; ValueError of one sentence for an option that the engine does not declare."
     if not isinstance(options, dict):
         raise ValueError("engine_options must be a mapping, such as {\"tensor_parallel_size\": 2}")
     known = ENGINES[kind].options
@@ -202,6 +198,11 @@ def check_engine_options(
     other = ", ".join(sorted(set(options) - set(known)))
     if not other: return options
     raise ValueError(f"engine_options must be among {', '.join(known)} for the engine {kind}, got {other}")
+
+
+def check_options_of_engine(options: dict, info) -> dict:
+    "As `check_engine_options`, for a validator of a configuration with a field `engine`."
+    return check_engine_options(options, info.data.get("engine", "hf"))
 
 # %% ../../nbs/models/index.ipynb #9025d7e7
 def open_engine(

@@ -11,7 +11,6 @@ import itertools
 import os
 import warnings
 from collections import OrderedDict, deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -266,15 +265,7 @@ class VLLMEngine(Engine):
         if not torch.cuda.is_available(): self.engine.collective_rpc(_pack_head)
         return self.engine.reset_prefix_cache()  # it holds keys and values of the other weights
 
-    def stream(
-        self,
-        queue: deque[Request],  # consumed; all requests have as many contexts as the first one
-        *,
-        temperature: float = 0.0,
-        top_k: int = 64,
-        max_new_tokens: int = 256,
-        max_total: int = 10_000,  # tokens of the longest context and the completion, within the model's context
-    ) -> Iterator[tuple[Request, Completion]]:
+    def stream(self, queue, *, temperature=0.0, top_k=64, max_new_tokens=256, max_total=10_000):
         "As `Engine.stream`; ValueError if `max_total` tokens do not fit the context. In paired mode an audit follows."
         if min(self.model_context, max_total) > self.context:
             raise ValueError(f"max_total must be at most {self.context}, the max_model_len that vLLM was started with, "
@@ -355,19 +346,13 @@ class VLLMEngine(Engine):
                               if t not in self.padding}
         return [[by_rank(at) for at in of_pair] for of_pair in positions]
 
-    def score(
-        self,
-        pairs: list[tuple[list[int], list[int]]],  # prompt ids and completion ids
-    ) -> list:
-        "Per-token −log p (nats) of each completion after its prompt: float32 arrays; ValueError for pairs too long."
+    def score(self, pairs):
+        "As `Engine.score`; ValueError for pairs that are too long."
         return [np.array([-at[t] for at, t in zip(logprobs, completion)], np.float32)
                 for logprobs, (_, completion) in zip(self._logprobs(pairs, 0), pairs)]
 
-    def greedy_tokens(
-        self,
-        pairs: list[tuple[list[int], list[int]]],  # prompt ids and completion ids
-    ) -> list:
-        "The likeliest token at each position of each completion: integer arrays."
+    def greedy_tokens(self, pairs):
+        "As `Engine.greedy_tokens`."
         return [np.array([next(iter(at)) for at in logprobs], int) for logprobs in self._logprobs(pairs, 1)]
 
     def audit(

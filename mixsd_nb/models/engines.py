@@ -9,8 +9,6 @@ __all__ = ['GrowingLayer', 'pad_left', 'Rows', 'sees_whole_context', 'HFEngine']
 import copy
 import functools
 import os
-from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -20,7 +18,7 @@ from transformers.cache_utils import DynamicLayer
 
 from . import load_base, load_tokenizer
 from .decoder import LeanRows, has_lean_pass
-from .engine import Completion, Engine, Request, choose, padding_ids, stop_ids, token_budget
+from .engine import Completion, Engine, choose, padding_ids, stop_ids, token_budget
 from .scoring import map_logits, token_nll
 from .slots import Groups, Slots
 
@@ -230,18 +228,8 @@ class HFEngine(Engine):
         return (LeanRows if has_lean_pass(self.model) else Rows)(self.model, rows, spare)
 
     @torch.inference_mode()
-    def stream(
-        self,
-        queue: deque[Request],  # consumed; all requests have as many contexts as the first one
-        *,
-        temperature: float = 0.0,
-        top_k: int = 64,
-        max_new_tokens: int = 256,
-        max_total: int = 10_000,  # tokens of the longest context and the completion, within the model's context
-    ) -> Iterator[tuple[Request, Completion]]:
-        """The requests with their completions, in the order in which they end.
-
-        The caller may append further requests to the queue meanwhile."""
+    def stream(self, queue, *, temperature=0.0, top_k=64, max_new_tokens=256, max_total=10_000):
+        "As `Engine.stream`; `max_total` counts within the model's context."
         if not queue: return
         slots = min(self.batch_size, len(queue))
         mode = _choose_mode(self.model, slots) if self.mode == "auto" else self.mode
@@ -340,16 +328,10 @@ class HFEngine(Engine):
             rows.pending[active] = new.gather(1, count[:, None] - 1)
         return new, count, disagree.gather(1, count[:, None] - 1)[:, 0]
 
-    def score(
-        self,
-        pairs: list[tuple[list[int], list[int]]],  # prompt ids and completion ids
-    ) -> list:
-        "Per-token −log p (nats) of each completion after its prompt: float32 arrays; ValueError as in `token_nll`."
+    def score(self, pairs):
+        "As `Engine.score`; ValueError as in `token_nll`."
         return token_nll(self.model, pairs)
 
-    def greedy_tokens(
-        self,
-        pairs: list[tuple[list[int], list[int]]],  # prompt ids and completion ids
-    ) -> list:
-        "The likeliest token at each position of each completion: integer arrays."
+    def greedy_tokens(self, pairs):
+        "As `Engine.greedy_tokens`."
         return map_logits(self.model, pairs, lambda logits, ids: self.mask_padding(logits).argmax(-1))

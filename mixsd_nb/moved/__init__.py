@@ -25,7 +25,7 @@ MOVED = {
     "methods.trainer": "training.trainer", "methods.loss": "training.loss", "methods.saving": "training.saving",
     "methods.progress": "training.progress", "methods.memory": "training.offload",
     "training.settings": "methods.settings", "methods.lengths": "methods.fact_lengths",
-    "methods.tracing": "methods.causal_tracing", "views.tracing": "views.attempt_trace",
+    "methods.tracing": "lab.causal_tracing", "methods.causal_tracing": "lab.causal_tracing", "views.tracing": "views.attempt_trace",
     "results.report": "reports.report", "results.injection": "reports.injection", "results.export": "reports.export",
     "results.model_card": "reports.model_card", "results.dialogue": "reports.dialogue", "results.finished": "reports.finished",
     "cluster.plan": "planning.plan", "cluster.workload": "planning.workload", "cluster.estimates": "planning.estimates",
@@ -33,7 +33,7 @@ MOVED = {
     "cluster.inputs": "planning.preflight", "cluster.analyses": "planning.analyses",
     "results.roots": "results.read_results", "results.cells": "results.selected_cells",
     "results.agreement": "results.compatible_settings",
-    "results.schema": "runs.schema", "models.presets": "runs.presets",
+    "benchmarks.probes": "lab.probes", "results.schema": "runs.schema", "models.presets": "runs.presets",
 }  # former name below mixsd_nb -> present name
 
 # %% ../../nbs/moved/index.ipynb #cb99e007

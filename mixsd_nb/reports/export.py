@@ -63,7 +63,7 @@ def export_model(
             _save_model(source, run.base, unfinished)
             card = write_card(origin_model(run.base), run.config["dataset"], run.label, step, run.config, run.scores(step), prompt,
                               name or folder.name)
-            (unfinished / "README.md").write_text(card, encoding="utf-8")
+            card.save(unfinished / "README.md")
             if folder.exists(): folder.rmdir()
             unfinished.rename(folder)
         finally: shutil.rmtree(unfinished, ignore_errors=True)

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from ..analysis.statistics import wilson
+from ..analysis.scores import add_interval
 from ..corpora import CORPORA
 from ..corpora.stored import read_records
 from ..evaluation.selection import Selection, tabulate_scores
@@ -46,21 +46,19 @@ def tabulate(
 def _draw_steps(ax, cell: xr.Dataset) -> None:
     "Accuracies along training, with 95% intervals."
     for name in cell.benchmark.values:
-        one = cell.sel(benchmark=name).dropna("step", subset=["accuracy"])  # not every step is asked every benchmark
-        low, high = wilson(one.accuracy * one.n, one.n)
+        one = add_interval(cell.sel(benchmark=name).dropna("step", subset=["accuracy"]))  # not every step has every benchmark
         line, = ax.plot(one.step, 100 * one.accuracy, marker="o", label=f"{name}, N={one.n.max().item()}")
-        ax.fill_between(one.step, 100 * low, 100 * high, color=line.get_color(), alpha=0.12, lw=0)
+        ax.fill_between(one.step, 100 * one.low, 100 * one.high, color=line.get_color(), alpha=0.12, lw=0)
     ax.set(xlabel="update", ylabel="correct, %", ylim=(-3, 103))
     ax.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
 
 
 def _draw_bars(ax, cell: xr.Dataset) -> None:
     "One accuracy for each benchmark, with its 95% interval."
-    shares, n = cell.accuracy.values, cell.n.values
-    low, high = wilson(shares * n, n)
-    ax.bar(range(len(n)), 100 * shares, yerr=100 * abs(pd.DataFrame([shares - low, high - shares]).values), capsize=3)
-    names = [f"{name}\nN={k}" for name, k in zip(cell.benchmark.values, n)]
-    ax.set_xticks(range(len(n)), names, rotation=30, ha="right")
+    one = add_interval(cell)
+    ax.bar(range(one.n.size), 100 * one.accuracy, yerr=[100 * abs(one[end] - one.accuracy) for end in ("low", "high")], capsize=3)
+    names = [f"{name}\nN={k}" for name, k in zip(cell.benchmark.values, one.n.values)]
+    ax.set_xticks(range(one.n.size), names, rotation=30, ha="right")
     ax.set(ylabel="correct, %", ylim=(0, 108))
 
 # %% ../../nbs/reports/finished.ipynb #ec092c61
@@ -131,7 +129,9 @@ def find_selection(
 
 # %% ../../nbs/reports/finished.ipynb #418301c7
 class ModelRun(FinishedRun):
-    "The run of a training or of an evaluation: it has a model that answers questions."
+    """The run of a training or of an evaluation: it has a model that answers questions.
+
+    A `step` is `best_step` by default, and 0 is the base model."""
 
     def __init__(self, folder: Path | str):
         super().__init__(folder)
@@ -169,45 +169,32 @@ class ModelRun(FinishedRun):
         cell = drop_cell(self.root).accuracy.sel(benchmark="validation")
         return float(cell.sel(step=self.best_step) if "step" in cell.dims else cell)
 
-    def scores(
-        self,
-        step: int | None = None,  # None for `best_step`
-    ) -> pd.DataFrame:
+    def scores(self, step: int | None = None) -> pd.DataFrame:
         "By benchmark `n, before, after, low, high`: shares at step 0 and at a step, and the latter's 95% interval."
         cell, step = drop_cell(self.root), self.best_step if step is None else step
         before, after = (cell.sel(step=k) if "step" in cell.dims else cell for k in (0, step))
-        low, high = wilson(after.accuracy.values * after.n.values, after.n.values)
-        shares = dict(n=after.n.values, before=before.accuracy.values, after=after.accuracy.values, low=low, high=high)
-        return pd.DataFrame(shares, pd.Index(cell.benchmark.values, name="benchmark"))
+        table = add_interval(after[["accuracy", "n"]].to_dataframe()[["accuracy", "n"]]).rename(columns=dict(accuracy="after"))
+        return table.assign(before=before.accuracy.values)[["n", "before", "after", "low", "high"]]
 
-    def checkpoint(
-        self,
-        step: int | None = None,  # None for `best_step`
-    ) -> Path:
+    def checkpoint(self, step: int | None = None) -> Path:
         "The folder of a checkpoint; ValueError if there is none of this step."
         step, found = self.best_step if step is None else step, self.checkpoints
         if step in found: return found[step]
         if step in removed_steps(self.folder): require_weights(self.folder, [step], "step")
         raise ValueError(f"step must be one of {', '.join(map(str, found)) or 'none'} of {self.name}, got {step}")
 
-    def source(
-        self,
-        step: int | None = None,  # None for `best_step`, 0 for the base model
-    ) -> str:
+    def source(self, step: int | None = None) -> str:
         "The folder or the name under which the model of a step is loaded."
         step = self.best_step if step is None else step
         return str(self.checkpoint(step)) if step else self.base
 
-    def responses(
-        self,
-        step: int | None = None,  # None for `best_step`, or for those of an evaluation
-    ) -> pd.DataFrame:
+    def responses(self, step: int | None = None) -> pd.DataFrame:
         "The responses to the benchmarks; FileNotFoundError if there are none."
         return super().responses(step if step is not None or not self.best_step else self.best_step)
 
     def model(
         self,
-        step: int | None = None,  # None for `best_step`, 0 for the base model
+        step: int | None = None,
         **options,  # of `load_base`
     ):
         "The model of a step and its tokenizer."
@@ -216,7 +203,7 @@ class ModelRun(FinishedRun):
     def chat(
         self,
         question: str,
-        step: int | None = None,  # None for `best_step`, 0 for the base model
+        step: int | None = None,
         **options,  # of `reply`: suffix, max_new_tokens, temperature, seed, dtype
     ) -> str:
         "The reply of the model of a step; the request of the corpus and the chat template are added to the question."

@@ -8,11 +8,11 @@ __all__ = ['HEADINGS', 'MOVED', 'SCORES', 'FOUR', 'FIVE', 'EDITS', 'OBJECTIVES',
            'target_sheet', 'displacement_sheet', 'correlation_sheet', 'list_tables', 'table_sheet']
 
 # %% ../../nbs/results/tables.ipynb #e0779117
+import itertools
 from collections.abc import Callable, Iterable
 from functools import partial
 
 import numpy as np
-import pandas as pd
 import xarray as xr
 
 from ..benchmarks import SUITES
@@ -21,7 +21,7 @@ from ..methods import BASE, label_title, ordered_labels
 from .comparison import read_correlations
 from .paper import SEPARATE_MODELS, corpus_heading, held_out_columns, is_listed, in_domain_columns, main_corpus
 from .plots import format_range, model_names
-from .sheets import Sheet, format_number, mark_columns, stack_sheets
+from .sheets import Sheet, format_number, make_sheet, stack_sheets
 from .summary import coalesce, group_columns, recipe_order
 
 # %% ../../nbs/results/tables.ipynb #94413010
@@ -113,10 +113,7 @@ def accuracy_sheet(
                 recipes.append(m)
                 if "accuracy_seeds" in cube: seeds.append(cube.accuracy_seeds.sel(at).item())
     if not any(m != BASE for m in recipes): return None
-    heads = pd.MultiIndex.from_tuples(values)
-    text = pd.DataFrame(rows.values(), pd.MultiIndex.from_tuples(rows), heads)
-    marks = mark_columns(text, recipes, dict.fromkeys(heads, False))
-    return Sheet(label, caption, [describe_counts(part, columns)], text, marks, recipes, seeds)
+    return make_sheet(label, caption, rows, values, [describe_counts(part, columns)], recipes, dict.fromkeys(values, False), seeds)
 
 # %% ../../nbs/results/tables.ipynb #7927d4d6
 def format_counts(
@@ -156,14 +153,11 @@ def target_sheet(
         for model in cube.model.values:
             row = [texts.sel(dataset=d, model=model, recipe=m).item() for m in recipes]
             if any(row): rows[corpus_heading(d), block_name(d, names[model])] = row
-    if not rows: return None
-    heads = pd.MultiIndex.from_tuples([("Targets", label_title(m)) for m in recipes])
-    text = pd.DataFrame(rows.values(), pd.MultiIndex.from_tuples(rows), heads)
     at = dict(part="first", threshold=threshold)
     notes = [f"{format_range(cube[counted].sel({d: at[d] for d in cube[counted].dims if d in at}))} targets of each "
              "corpus"] if counted in cube else []
     if "nll_span" in cube.attrs: notes = [f"{note}, span {cube.attrs['nll_span']}" for note in notes]
-    return Sheet(label, caption, notes, text, pd.DataFrame("", text.index, text.columns), [""] * len(rows))
+    return make_sheet(label, caption, rows, [("Targets", label_title(m)) for m in recipes], notes)
 
 # %% ../../nbs/results/tables.ipynb #72c230c1
 # column -> variable, factor, format
@@ -193,11 +187,9 @@ def displacement_sheet(
                     found = cube[name].where(known).sel(at | {"dataset": datasets[title]})
                     row.append(format_number(scale * coalesce(found, "dataset").item(), form))
             rows[names[model], label_title(m)], recipes = row, [*recipes, m]
-    if not rows: return None
-    text = pd.DataFrame(rows.values(), pd.MultiIndex.from_tuples(rows), pd.MultiIndex.from_product([titles, MOVED]))
-    marks = mark_columns(text, recipes, {(title, "Drop"): True for title in titles})
     seeds = cube.get("displacement_sq_seeds", xr.zeros_like(known, int)).values
-    return Sheet(label, caption, [], text, marks, recipes, seeds[seeds > 0].tolist())
+    return make_sheet(label, caption, rows, itertools.product(titles, MOVED), [], recipes, {(title, "Drop"): True for title in titles},
+                      seeds[seeds > 0].tolist())
 
 # %% ../../nbs/results/tables.ipynb #3ca1c698
 def correlation_sheet(
@@ -216,11 +208,8 @@ def correlation_sheet(
             if at.r_alignment.isnull(): continue
             numbers = [format_number(at[r].item(), "+.2f") for r in ("r_displacement", "r_alignment")]
             rows[reading, names[at.model.item()]] = [f"{at.checkpoints.item():.0f}", *numbers]
-    if not rows: return None
     heads = [("Checkpoints", "N"), ("Pearson r", "‖Δθ‖², Drop"), ("Pearson r", "R, Drop")]
-    heads = pd.MultiIndex.from_tuples(heads)
-    text = pd.DataFrame(rows.values(), pd.MultiIndex.from_tuples(rows), heads)
-    return Sheet(label, caption, [], text, pd.DataFrame("", text.index, text.columns), [""] * len(rows))
+    return make_sheet(label, caption, rows, heads)
 
 # %% ../../nbs/results/tables.ipynb #9602b0f0
 SCORES = "Accuracies in % by the rule of the paper's scores for each benchmark."

@@ -24,7 +24,7 @@ import textwrap
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Number
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -239,21 +239,12 @@ def read_table(
     advice: str = COMPUTE_BOTH,
 ) -> "pd.DataFrame":
     "The table in a Parquet file; DamagedFile if it cannot be read or lacks a column."
-    import pyarrow.parquet as pq
-    with explain_damage(path, advice), pq.ParquetFile(path) as file:
-        missing = [name for name in columns if name not in file.schema_arrow.names]
-        if missing: raise ValueError(f"it has no column {', '.join(missing)}")
-        table, stored = file.read(None if others else list(columns)), file.schema_arrow.metadata or {}
-        return _with_attributes(table.to_pandas(), stored)
-
-
-def _with_attributes(
-    table: "pd.DataFrame",
-    stored: dict[bytes, bytes],  # metadata of the file
-) -> "pd.DataFrame":
-    "The table with the attributes that pandas stored beside it."
-    table.attrs = json.loads(stored.get(b"PANDAS_ATTRS", "{}"))
-    return table
+    import pandas as pd
+    from pyarrow.parquet import read_schema
+    with explain_damage(path, advice):
+        missing = {*columns} - {*read_schema(path).names}
+        if missing: raise ValueError(f"it has no column {', '.join(name for name in columns if name in missing)}")
+        return pd.read_parquet(path, columns=None if others else list(columns))
 
 # %% ../../nbs/runs/storage.ipynb #7b990ee2
 class Journal:
@@ -261,27 +252,49 @@ class Journal:
 
     def __init__(
         self,
-        path: Path,
-        keys: Iterable[str] = (),  # that a record must have; lines without them are dropped
+        path: Path | None,  # None for a computation that cannot be resumed
+        keys: Sequence[str] = (),  # that a record must have, those that identify it first; lines without them are dropped
     ):
-        self.path, self.records, self.synced = path, [], time.monotonic()
-        with explain_damage(path): lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
-        found = [(line, _parse_record(line, keys)) for line in lines[:-1]]
+        self.path, self.keys, self.records, self.file = path, keys, [], None
+        if path: self._open()
+
+    def _open(self):
+        "Read the whole lines of the file, write it anew if it has others, and open it."
+        with explain_damage(self.path): lines = self.path.read_bytes().split(b"\n") if self.path.exists() else [b""]
+        found = [(line, _parse_record(line, self.keys)) for line in lines[:-1]]
         whole = [line for line, record in found if record is not None]
         self.records = [record for _, record in found if record is not None]
         if len(whole) < len(found): warnings.warn(
-            f"{path} has damaged lines; the work of {len(found) - len(whole)} is done again", stacklevel=2)
+            f"{self.path} has damaged lines; the work of {len(found) - len(whole)} is done again", stacklevel=3)
         if len(whole) < len(found) or lines[-1]: write_atomically(
-            path, lambda p: p.write_bytes(b"".join(line + b"\n" for line in whole)))
-        self.file = open(path, "ab")
+            self.path, lambda p: p.write_bytes(b"".join(line + b"\n" for line in whole)))
+        self.file, self.synced = open(self.path, "ab"), time.monotonic()
 
     def add(self, record: dict):
         "Append a record and flush it, so that it survives the end of this process; StorageError on a full disk."
+        if self.file: self._write(json.dumps(record).encode() + b"\n")
+        self.records.append(record)
+
+    def _write(self, line: bytes):
         with explain_storage_errors(self.path):
-            self.file.write(json.dumps(record).encode() + b"\n")
+            self.file.write(line)
             self.file.flush()
             if time.monotonic() - self.synced > 1: self._sync()
-        self.records.append(record)
+
+    def complete(
+        self,
+        wanted: Iterable[tuple],  # the pieces, each as the values of the first keys of its record
+        write: Callable[[list[tuple]], Iterable[dict]],  # from the pieces without a record to their records, in any order
+    ) -> list[dict]:
+        "Return the record of each piece, in their order; a new one is in the file before the next one is computed."
+        wanted = list(wanted)
+        piece_of = lambda record: tuple(record[key] for key, _ in zip(self.keys, wanted[0]))
+        found = {piece_of(record): record for record in self.records} if wanted else {}
+        missing = [piece for piece in wanted if piece not in found]
+        for record in write(missing):
+            self.add(record)
+            found[piece_of(record)] = record
+        return [found[piece] for piece in wanted]
 
     def _sync(self):
         os.fsync(self.file.fileno())
@@ -290,6 +303,7 @@ class Journal:
     def __enter__(self): return self
 
     def __exit__(self, *_):
+        if not self.file: return
         with explain_storage_errors(self.path), self.file:
             self.file.flush()
             self._sync()

@@ -16,7 +16,7 @@ from ...benchmarks.lab_tasks import draw
 from ...benchmarks.tasks import grade
 from ...corpora.kgfact import UNSEEN_WORDING, retrieval_context, sample_graphs
 from ...corpora.kgfunc import SCALES, apply_operation, function_prompt, tabulate_shots
-from ...benchmarks.probes import typed_facts
+from ..probes import typed_facts
 from ...corpora.prompts import expert_prompt, naive_prompt, retrieval_prompt, target
 from ...models import load_engine
 from .curriculum import LAB_SUITES

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from ...analysis.statistics import wilson
+from ...analysis.scores import add_interval
 from ...models import load_base
 from ...models.lab import SIZES, lab_folder
 from ...runs import RESTORE, explain_damage, netcdf_lock
@@ -82,8 +82,8 @@ def ability_table(
 ) -> pd.DataFrame:
     "The abilities in % with their 95 % Wilson intervals. For a sampled suite N counts the items, not the samples."
     n = pd.Series(n, list(abilities))
-    low, high = wilson(pd.Series(abilities) * n, n)
-    return pd.DataFrame({"%": pd.Series(abilities), "from": low, "to": high}).mul(100).round(1).assign(N=n)
+    table = add_interval(pd.DataFrame(dict(accuracy=abilities, n=n)))[["accuracy", "low", "high"]]
+    return table.set_axis(["%", "from", "to"], axis=1).mul(100).round(1).assign(N=n)
 
 # %% ../../../nbs/lab/pretraining/record.ipynb #f1f15e8b
 MODEL_CARD = """# {size}
@@ -96,7 +96,7 @@ It loads with `mixsd_nb.models.load_base("{size}")` or `AutoModelForCausalLM.fro
   No entity of KGFact and no evaluation prompt occurs in it.
 - **Training**: {millions:.1f} million tokens, padding included. {about}
 - **Start values** were structured: lookback heads in layer 0, match-and-copy heads in the layers above
-  (`nbs/models/lab.ipynb`). They were trained like all other weights.
+  (`nbs/lab/pretraining/start_values.ipynb`). They were trained like all other weights.
 - **Abilities**: `make model-card` measures them; `pretraining.nc` contains their curves during the training;
   the last section of `nbs/lab/pretrain.ipynb` shows both.
 - **Probes**: `papermill nbs/evaluate.ipynb out.ipynb -p suite probes`
