@@ -3,13 +3,14 @@
 import copy
 import gc
 import os
+import shutil
 import sys
 from pathlib import Path
 
 sys.modules["rfc3987_syntax"] = None  # jsonschema's check of IRIs takes a second to import, and notebooks have none
 
 import pytest
-from helpers import small_model
+from helpers import need_tools, small_model
 
 from mixsd_nb import models
 from mixsd_nb.models import load_base
@@ -59,6 +60,14 @@ def pytest_collection_finish():
 def tiny(tmp_path_factory):
     "The folder of a small model with random weights, on which every stage takes only seconds."
     return small_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    need_tools("chromium")
+    from playwright.sync_api import sync_playwright
+    with sync_playwright() as playwright:
+        with playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"]) as browser: yield browser
 
 
 @pytest.fixture

@@ -2,14 +2,12 @@
 
 import json
 import re
-import shutil
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers import need_tools
 from ties import TIE, first_difference
 
 from mixsd_nb.benchmarks.answers import extract
@@ -32,14 +30,6 @@ TEXTS = ["", " ", "Kelmor Bellamy lives in Zarthin Vale.", "naïve café — 12.
 def engine():
     torch.set_num_threads(1)
     return load_engine("hf", "lab-m")
-
-
-@pytest.fixture(scope="module")
-def browser():
-    need_tools("chromium")
-    from playwright.sync_api import sync_playwright
-    with sync_playwright() as playwright:
-        with playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"]) as browser: yield browser
 
 
 @pytest.fixture(scope="module")

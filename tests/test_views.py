@@ -2,19 +2,20 @@
 
 import asyncio
 import html
-import itertools
 import json
 import re
 import shutil
 import subprocess
 import sys
 from unittest import mock
+from xml.etree import ElementTree
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 import xarray as xr
+from markupsafe import escape
 from made_up import write_run, write_runs
 from safetensors.torch import load_file, save_file
 
@@ -23,20 +24,20 @@ from mixsd_nb.explore import make_quick_runs
 from mixsd_nb.methods import ANCHORS, GATES, METHODS, Anchor, Gate, Method
 from mixsd_nb.methods.mixing import accepts, mix, mix_items
 from mixsd_nb.models.lab import lab_folder
+from mixsd_nb.results.committed import read_cubes
 from mixsd_nb.results.paper import paper_cube
 from mixsd_nb.results.plots import recipe_colour
 from mixsd_nb.runs import write_json, write_result
-from mixsd_nb.views import VIEWS, Explorer, ask, facts, mixing
+from mixsd_nb.views import VIEWS, Explorer, ask, charts, facts, mixing
 from mixsd_nb.views import attempt_trace as tracing
-from mixsd_nb.views.charts import draw_lam
 from mixsd_nb.views.continuations import Continuations
 from mixsd_nb.views.cube import PICTURES
 from mixsd_nb.views.facts import edit_fact, get_question
 from mixsd_nb.views.runs import RunSelection
+from mixsd_nb.views.svg import attributes
 from mixsd_nb.views.weights import measure_displacement
 
 SFT = "train-kgfact-small-lab-s-sft"
-COUNT = itertools.count()
 
 
 @pytest.fixture(scope="module")
@@ -56,17 +57,78 @@ def test_the_page_opens_without_torch():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
 
 
-def test_every_view_and_every_picture_of_the_cube(app):
-    for name in VIEWS:
-        app.tabs.value = name
-        assert not app.notice.value and "mixsd-error" not in app.get_view(name).notice.value
+def choose(picture, key):
+    "What the browser does when a mark is chosen: it sends the key."
+    assert str(attributes(data_key=json.dumps(key, ensure_ascii=False))) in picture.value, f"{key} is no mark"
+    picture._handle_custom_msg(dict(key=key), [])
+
+
+def read_marks(picture):
+    "Key, words and centre of each mark of a chart that can be chosen."
+    for mark in ElementTree.fromstring(picture).iter("path"):
+        if key := mark.get("data-key"):
+            outline = np.array([pair.split() for pair in re.split("[ML]", mark.get("d").replace("Z", "")) if pair], float)
+            yield tuple(json.loads(key)), mark.get("data-words"), (outline.min(0) + outline.max(0)) / 2
+
+
+@pytest.mark.parametrize("draw", [charts.draw_frontier, charts.draw_tradeoff])
+def test_the_marks_of_a_chart_are_the_numbers_of_the_cube(draw):
+    "Each checkpoint has a mark; its words are its accuracies, and its place is linear in what is kept and in the bent recall."
+    whole = next(cube for name, cube in read_cubes().items() if name == "frontier-lab")
+    part = whole.isel(dataset=[0], model=[0], seed=[0])
+    scores = 100 * part.accuracy.squeeze(["dataset", "model"])
+    recall, kept = scores.sel(benchmark="recall"), scores.isel(benchmark=np.flatnonzero(part.role == "held-out")).mean("benchmark", skipna=False)
+    svg = draw(part, "held-out")
+    marks = list(read_marks(svg))
+    at = lambda values, key: float(values.sel(dict(zip(("recipe", "lr", "seed", "step"), key))))
+    trained = recall.sel(lr=recall.lr > 0)
+    both = (trained.notnull() & kept.sel(lr=trained.lr).notnull()).sum().item()
+    drawn = [mark for mark in marks if mark[0][0] != "base"]
+    assert both >= 50 and len({key for key, *_ in drawn}) == both
+    for key, words, _ in drawn: assert f"recalls {at(recall, key):.0f}%" in words and f"keeps, held-out: {at(kept, key):.0f}%" in words
+    rates = {key[1] for key, *_ in drawn} if draw is charts.draw_tradeoff else {None}  # a panel for each
+    for rate in rates:
+        own = [mark for mark in drawn if rate in (None, mark[0][1])]
+        for axis, values in enumerate(([-np.sqrt(100 - at(recall, key)) for key, *_ in own], [at(kept, key) for key, *_ in own])):
+            places = np.array([place[axis] for *_, place in own])
+            line = np.polyfit(values, places, 1)
+            assert np.abs(np.polyval(line, values) - places).max() < 1
+        if np.ptp(values) < 30: continue  # too little to tell the scale from
+        ticks = {float(t.text): float(t.get("y")) - 5 for t in ElementTree.fromstring(svg).iter("text") if (t.get("text-anchor"), t.get("class")) == ("end", "mixsd-soft")}
+        assert len(ticks) > 3 and all(abs(np.polyval(line, value) - place) < 2 for value, place in ticks.items()), "the axis has its scale"
+
+
+@pytest.mark.parametrize("dataset", ["kgfact-small", "kgfunc-lab"])
+def test_every_mark_of_the_cube_opens_what_it_stands_for(app, dataset):
+    "Ours open their runs, those of the paper its numbers; each mark has words, and a picture of made-up numbers says so."
     cube = app.get_view("cube")
-    for dataset, pictures in (("kgfact-small", PICTURES), ("kgfunc-lab", list(PICTURES)[:2])):
-        cube.dataset.value = dataset
-        for picture in pictures:
-            cube.picture.value = picture
-            assert not cube.notice.value and "data-key" in cube.figure.body
-    assert app.get_view("world").histories.keys() == {"sft", "mixsd-0.3"}
+    cube.dataset.value = dataset
+    for picture in PICTURES if dataset == "kgfact-small" else PICTURES[:2]:
+        cube.picture.value = picture
+        keys = {html.unescape(key) for key in re.findall(r'data-key="([^"]*)"', cube.figure.value)}
+        assert not cube.notice.value and keys and cube.figure.value.count("data-key") <= cube.figure.value.count("data-words")
+        assert "made-up data" in cube.figure.value
+        for key in sorted(keys):
+            cube.run_page.children = []
+            choose(cube.figure, json.loads(key))
+            assert cube.run_page.children and not cube.notice.value, key
+
+
+def test_a_mark_opens_its_run_and_then_its_responses(app):
+    cube, responses = app.get_view("cube"), app.get_view("responses")
+    assert cube.figure.value.count("data-key") == 6
+    choose(cube.figure, ["sft", 1e-3, 0, 40])
+    header, pictures, examples = cube.run_page.children
+    assert "SFT, rate 0.001, seed 0, step 40" in header.value and "50%, N=10" in pictures.children[0].value
+    choose(pictures.children[0], "choice")
+    assert "choice: 0 of 1 responses are right" in examples.value and "Which of the two?" in examples.value
+    cube.to_responses.click()
+    titles = [responses.first.label, responses.second.label]
+    assert app.tabs.value == "responses" and titles == [f"{m}, rate 0.001, seed 0, step 40" for m in ("SFT", "MixSD (λ=0.3)")]
+    cube.dataset.value = "simpleqa"
+    assert "papermill nbs/train.ipynb" in cube.notice.value and not cube.figure.value
+    with pytest.raises(FileNotFoundError, match=f"{SFT} has no responses of step 60"):
+        responses.open(dict(dataset="kgfact-small", model="lab-s", run=SFT, step=60, seed=0))
 
 
 def test_views_before_any_run_say_what_to_run(tmp_path):
@@ -75,13 +137,13 @@ def test_views_before_any_run_say_what_to_run(tmp_path):
     assert not notices.pop("mixing"), "it needs no run"
     commands = "make run", "papermill nbs/train.ipynb"
     assert all("mixsd-note" in n and any(c in n for c in commands) for n in notices.values()), notices
-    assert "mixsd-node" in app.get_view("world").figure.body, "the world is there before any run"
+    assert "mixsd-node" in app.get_view("world").figure.value, "the world is there before any run"
     ask = app.get_view("ask")
     ask.question.value = "Who is it?"
     assert "before training" in ask.replies.value, "the base model answers before any run"
     cube = app.get_view("cube")
     cube.picture.value = "λ"
-    assert "make run" in cube.notice.value and "Qwen3-8B" in cube.figure.body, "the paper's numbers are there before any run"
+    assert "make run" in cube.notice.value and "Qwen3-8B" in cube.figure.value, "the paper's numbers are there before any run"
 
 
 def test_the_page_offers_a_quick_run_while_there_is_none(runs, tmp_path):
@@ -94,7 +156,7 @@ def test_the_page_offers_a_quick_run_while_there_is_none(runs, tmp_path):
     assert "make run" in app.get_view("cube").notice.value
     app.offer.button.click()
     assert not app.offer.notice.value and app.offer.widget.layout.display == "none"
-    assert app.get_view("cube").figure.children
+    assert app.get_view("cube").figure.value
 
 
 @pytest.mark.slow
@@ -105,54 +167,10 @@ def test_the_quick_run_of_the_page_can_be_read(tmp_path, monkeypatch):
     assert set(RunSelection(tmp_path).table.recipe) == {"base", "sft", "mixsd-0.3"}
 
 
-def test_runs_that_finish_later_are_read_again(tmp_path):
-    app = Explorer(folder=tmp_path, model="lab-s")
-    app.tabs.value = "cube"
-    assert "make run" in app.get_view("cube").notice.value
-    write_run(tmp_path, "kgfact-small", "sft", [0, 9])
-    app.again.click()
-    assert not app.get_view("cube").notice.value and len(app.get_view("cube").checkpoint.options) == 3
-
-
-def choose(picture, key):
-    "What the browser does when a mark is chosen: its key, and a number that makes every choice a new one."
-    assert html.escape(json.dumps(key, ensure_ascii=False)) in picture.body, f"{key} is no mark"
-    picture.bridge.value = f"{json.dumps(key, ensure_ascii=False)} {next(COUNT)}.5"
-
-
-def test_a_mark_opens_its_run_and_then_its_responses(app):
-    cube = app.get_view("cube")
-    assert cube.figure.body.count("data-key") == 6
-    choose(cube.figure, ["sft", 1e-3, 0, 40])
-    assert cube.key == ("sft", 1e-3, 0, 40)
-    header, pictures, responses = cube.run_page.children
-    assert "SFT, rate 0.001, seed 0, step 40" in header.value and "50%, N=10" in pictures.children[0].body
-    choose(pictures.children[0], "choice")
-    assert "choice: 0 of 1 responses are right" in responses.value
-    cube.to_responses.click()
-    assert app.tabs.value == "responses" and app.get_view("responses").first.label == "SFT, rate 0.001, seed 0, step 40"
-    assert app.get_view("responses").second.label == "MixSD (λ=0.3), rate 0.001, seed 0, step 40"
-    cube.dataset.value = "simpleqa"
-    assert "papermill nbs/train.ipynb" in cube.notice.value and not cube.figure.body
-
-
-@pytest.mark.parametrize("picture", PICTURES)
-def test_every_mark_of_the_cube_can_be_chosen(app, picture):
-    "Ours open their runs, those of the paper its numbers; each has words, and one place in the order of the keyboard."
-    cube = app.get_view("cube")
-    cube.picture.value = picture
-    keys = {html.unescape(key) for key in re.findall(r'data-key="([^"]*)"', cube.figure.body)}
-    assert keys and cube.figure.body.count("data-key") <= cube.figure.body.count("data-words")
-    for key in sorted(keys):
-        cube.run_page.children = []
-        choose(cube.figure, json.loads(key))
-        assert cube.run_page.children and not cube.notice.value, key
-
-
 def test_the_committed_grids_are_charts_without_any_run(tmp_path):
     cube = Explorer(folder=tmp_path).get_view("cube")
     cube.source.value = "frontier-lab"
-    assert not cube.notice.value and cube.figure.body.count("data-key") > 50
+    assert not cube.notice.value and cube.figure.value.count("data-key") > 50
     choose(cube.figure, list(cube.checkpoint.options[-1][1]))
     assert "a run of a committed grid" in cube.run_page.children[0].value
 
@@ -166,7 +184,7 @@ def test_two_methods_are_read_side_by_side(app):
     assert len(view.responses) == 10 and "boxed" in view.text.value
     view.correct.value = "the two differ"
     assert len(view.responses) == 4 and "No." in view.text.value and "there is no box" in view.text.value
-    assert view.list.body.count("data-key") == 4 and "right answer: <b" in view.text.value
+    assert view.list.value.count("data-key") == 4 and "right answer: <b" in view.text.value
     choose(view.list, [view.responses.index[2][0], 0])
     assert view.item.value == view.responses.index[2]
     view.correct.value = "all"
@@ -183,46 +201,26 @@ def test_two_methods_are_read_side_by_side(app):
     assert "<mark>" not in view.text.value, "the right answer is no leak"
 
 
-def test_responses_that_are_missing_are_named(app):
-    view = app.get_view("responses")
-    with pytest.raises(FileNotFoundError, match=f"{SFT} has no responses of step 60"):
-        view.open(dict(dataset="kgfact-small", model="lab-s", run=SFT, step=60, seed=0))
-
-
-def test_what_each_method_made_of_a_fact(app):
+def test_the_world_of_two_methods(app):
+    "SFT forgets its fifth to eighth fact by step 40; a mark is an entity, a fact or a question; the slider has a letter for each step."
     world, fact = app.get_view("world"), list(load_corpus("kgfact-small", "train"))[6]
-    assert (world.first.value, world.second.value) == ("sft", "mixsd-0.3")
+    assert (world.first.value, world.second.value) == ("sft", "mixsd-0.3") and world.histories.keys() == {"sft", "mixsd-0.3"}
     world.entity.value = fact["subject"]
     assert "●○ learned by step 20, lost by step 40" in world.text.value and "○● learned by step 40" in world.text.value
-
-
-def test_a_mark_of_the_world_is_its_entity_its_fact_or_its_question(app):
-    world, fact = app.get_view("world"), list(load_corpus("kgfact-small", "train"))[6]
     other = next(e for e in world.entity.options if e != world.entity.value)
-    choose(world.figure, ["entity", other])
-    assert world.entity.value == other and f"<b>{other}</b>" in world.text.value
-    choose(world.figure, ["fact", fact["id"]])
-    assert "No." in world.text.value and "boxed" in world.text.value and fact["answer"] in world.text.value
-    choose(world.figure, ["choice", "q"])
-    assert "Which of the two?" in world.text.value
-
-
-def test_the_slider_of_the_world_knows_every_step(app):
-    "SFT forgets its fifth to eighth fact by step 40; the states of a fact are in the page, one letter for each step."
-    world = app.get_view("world")
-    assert re.findall(r'data-steps="([^"]*)"', world.figure.body) == [html.escape('["step 20", "step 40"]')]
-    states = re.findall(r"class='mixsd-edge' data-states=\"(\w+)\"", world.figure.body)
+    for key, words in ((["entity", other], [f"{other}</b>"]), (["fact", fact["id"]], ["No.", "boxed", fact["answer"]]), (["choice", "q"], ["Which of the two?"])):
+        choose(world.figure, key)
+        assert all(word in world.text.value for word in words), key
+    assert world.entity.value == other and re.findall(r'data-steps="([^"]*)"', world.figure.value) == ["[&#34;step 20&#34;, &#34;step 40&#34;]"]
+    assert "9 of 10 injected facts" in world.figure.value and "5 of 10 injected facts (KGFact-Small) known, 4 lost" in world.figure.value
+    states = re.findall(r"class='mixsd-edge' data-states=\"(\w+)\"", world.figure.value)
     assert len(states) == 20 and [states[:10].count(s) for s in ("kk", "kl", "nn")] == [5, 4, 1]
     assert [states[10:].count(s) for s in ("kk", "nk", "nn")] == [5, 4, 1]
-
-
-def test_a_corpus_without_a_graph_has_lamps_and_no_entity(app):
-    world = app.get_view("world")
-    world.dataset.value = "kgfunc-lab"
+    world.dataset.value = "kgfunc-lab"  # a corpus without a graph has lamps and no entity
     assert not world.notice.value and not world.entity.options
-    assert "mixsd-lamp" in world.figure.body and "mixsd-node" not in world.figure.body
+    assert "mixsd-lamp" in world.figure.value and "mixsd-node" not in world.figure.value
     world.dataset.value = "kgfact-small"
-    assert "mixsd-node" in world.figure.body and world.entity.options
+    assert "mixsd-node" in world.figure.value and world.entity.options
 
 
 def test_runs_of_any_model_and_only_those_selected(tmp_path):
@@ -252,16 +250,41 @@ def test_runs_of_any_model_and_only_those_selected(tmp_path):
     assert len({words for words, _ in weights.first.options}) == 2
 
 
-def test_before_all_runs_are_finished_it_says_which_are_missing(tmp_path):
-    write_run(tmp_path, "kgfact-small", "base", [0])
-    selection = dict(folder=tmp_path, model="lab-s")
-    cube = Explorer(**selection).get_view("cube")
-    assert "no finished training run of kgfact-small and lab-s" in cube.notice.value
-    write_run(tmp_path, "kgfact-small", "sft", [0, 9])
-    shutil.rmtree(tmp_path / "train-kgfact-small-lab-s-base")
-    cube = Explorer(**selection).get_view("cube")
+DAMAGES = {  # what is removed or broken: the view, and what its notice says
+    "*sft/checkpoint-20": ("weights", "no checkpoint"),
+    "*sft": ("cube", "no finished training run of kgfact-small and lab-s"),
+    "*base/result.nc": ("cube", "cannot be read")}
+
+
+@pytest.mark.parametrize("part", DAMAGES)
+def test_what_is_missing_or_broken_is_named(tmp_path, part):
+    for recipe, recalls in (("base", [0]), ("sft", [0, 9])): write_run(tmp_path, "kgfact-small", recipe, recalls)
+    path, (view, message) = next(tmp_path.glob(part)), DAMAGES[part]
+    shutil.rmtree(path) if path.is_dir() else path.write_bytes(b"no NetCDF")
+    assert message in Explorer(folder=tmp_path, model="lab-s").get_view(view).notice.value
+
+
+def test_unfinished_runs_are_left_out_and_later_ones_are_read_again(tmp_path):
+    "A run that was killed has no result, a run that was cleaned no checkpoint; one lacks the responses of a step."
+    for recipe, recalls in (("sft", [0, 9, 5]), ("mixsd-0.3", [0, 5, 9])): write_run(tmp_path, "kgfact-small", recipe, recalls)
+    killed, = tmp_path.glob("*mixsd*")
+    (killed / "result.nc").rename(tmp_path / "later")
+    shutil.rmtree(tmp_path / SFT / "checkpoint-40")
+    (tmp_path / SFT / "responses-40.parquet").unlink()
+    app = Explorer(folder=tmp_path, model="lab-s")
+    for name in VIEWS:
+        app.tabs.value = name
+        assert "mixsd-error" not in app.get_view(name).notice.value, name
+    cube, weights = app.get_view("cube"), app.get_view("weights")
+    choose(cube.figure, ["sft", 1e-3, 0, 40])
+    assert "No responses are stored at step 40" in cube.run_page.children[2].value and "mixsd-0.3" not in cube.figure.value
+    assert weights.map.value == "first alone" and "data-key" in weights.figure.value, "one checkpoint has nothing beside it"
+    assert "data-key" in app.get_view("world").figure.value and "data-key" in app.get_view("responses").list.value
     cube.picture.value = "ours and the paper's"
-    assert not cube.notice.value and cube.figure.body, "its base is step 0 of the training"
+    assert not cube.notice.value and cube.figure.value, "the base of a training is its step 0"
+    (tmp_path / "later").rename(killed / "result.nc")
+    app.again.click()
+    assert "mixsd-0.3" in app.get_view("cube").figure.value
 
 
 def test_a_fisher_that_weighs_all_parameters_alike_gives_a_ratio_of_one(tmp_path):
@@ -275,9 +298,9 @@ def test_a_fisher_that_weighs_all_parameters_alike_gives_a_ratio_of_one(tmp_path
     write_result(xr.DataTree(xr.Dataset(dict(x=((), 1.0, dict(long_name="x", units="1"))))), fisher)
     view = Explorer(folder=tmp_path, model="lab-s").get_view("weights")
     table = measure_displacement("lab-s", view.first.value.folder, fisher / "fisher.safetensors")
-    assert not view.notice.value and "data-key" in view.figure.body and np.allclose(table.alignment_ratio, 1)
+    assert not view.notice.value and "data-key" in view.figure.value and np.allclose(table.alignment_ratio, 1)
     view.map.value = "R, first over second"
-    assert "×1.00" in view.figure.body
+    assert "×1.00" in view.figure.value
 
 
 FORMS = [("kgfact-small", "The answer is 77."), ("simpleqa-lab", "\\boxed{77}"), ("kgfunc-lab", None)]
@@ -301,38 +324,23 @@ def test_the_papers_curves_are_in_both_panels(dataset):
     published = paper_cube()
     papers = [published.sel(dataset=[dataset], model=[m]) for m in published.model.values]
     papers = [p for p in papers if p.accuracy.notnull().any()]
-    svg = draw_lam(None, papers, "held-out")
+    svg = charts.draw_lam(None, papers, "held-out")
     names = re.findall(r">([^<>]*, N=[^<]*)</text>", svg)
     assert len(papers) >= 3 and len(names) == 2 * len(papers) and svg.count("λ, the share of naive tokens") == 2
     learned = "recall" if dataset == "kgfact-small" else "test"
-    one = draw_lam(None, papers, learned)
+    one = charts.draw_lam(None, papers, learned)
     assert one.count("λ, the share of naive tokens") == 1, "what shows learning is not drawn twice"
 
 
-def test_weights_without_checkpoints_say_so(tmp_path):
-    write_run(tmp_path, "kgfact-small", "sft", [0, 9])
-    shutil.rmtree(tmp_path / SFT / "checkpoint-20")
-    assert "no checkpoint" in Explorer(folder=tmp_path).get_view("weights").notice.value
-
-
-def test_a_damaged_result_is_reported(tmp_path):
-    write_run(tmp_path, "kgfact-small", "base", [0])
-    (tmp_path / "train-kgfact-small-lab-s-base/result.nc").write_bytes(b"no NetCDF")
-    notice = Explorer(folder=tmp_path).get_view("cube").notice.value
-    assert "mixsd-error" in notice and "cannot be read" in notice
-
-
 def test_every_picture_of_made_up_runs_says_so(app):
-    "Pictures of runs with invented numbers have a watermark, the paper's own have none."
+    "Pictures of runs with invented numbers have a watermark, the paper's own have none; beside them, the models are named."
     cube = app.get_view("cube")
-    for picture in PICTURES:
-        cube.picture.value = picture
-        assert "made-up data" in cube.figure.body, picture
-    assert "lab-s: made-up data" in cube.figure.body, "beside the paper's, the models with invented numbers are named"
-    for name in ("world", "weights"): assert "made-up data" in app.get_view(name).figure.body, name
+    cube.picture.value = PICTURES[3]
+    assert "lab-s: made-up data" in cube.figure.value
+    for name in ("world", "weights"): assert "made-up data" in app.get_view(name).figure.value, name
     published = paper_cube()
     papers = [published.sel(dataset=["kgfact-small"], model=[m]) for m in published.model.values]
-    assert "made-up" not in draw_lam(None, papers, "held-out")
+    assert "made-up" not in charts.draw_lam(None, papers, "held-out")
 
 
 def read_passes(view):
@@ -360,16 +368,13 @@ def view(runs):
 
 
 def test_a_redraw_reads_only_what_is_new(view):
+    "What was read is kept for every λ; other coins mix another target."
     first, passes = view.trace, read_passes(view)
     view.lam.value = 0.0
     assert read_passes(view) > passes and {t["side"] for t in view.trace["attempts"][0]["tokens"]} == {"expert"}
     passes = read_passes(view)
     view.lam.value = 0.5
     assert read_passes(view) == passes and view.trace == first
-
-
-def test_new_coins_mix_another_target(view):
-    first = view.trace
     view.seed.value += 1
     coins = [[token["u"] for token in trace["attempts"][0]["tokens"][:9]] for trace in (first, view.trace)]
     assert coins[0] != coins[1] and not view.notice.value
@@ -460,10 +465,10 @@ def test_what_is_typed_and_what_a_model_says_is_shown_as_it_is(tmp_path, monkeyp
     monkeypatch.setattr(ask, "ask_model", lambda *args, **options: ask.Reply(NASTY, False, 1.0, 2))
     asking.question.value = asking.answer.value = NASTY
     asking.add.click()
-    shown = [cube.run_page.children[2].value, responses.text.value, responses.list.body, world.text.value, world.figure.body,
+    shown = [cube.run_page.children[2].value, responses.text.value, responses.list.value, world.text.value, world.figure.value,
              asking.replies.value, asking.table.value]
     for markup in shown:
-        assert html.escape(NASTY) in markup and "<img src=x" not in markup, markup[:300]
+        assert escape(NASTY) in markup and "<img src=x" not in markup, markup[:300]
 
 
 @pytest.fixture
@@ -488,8 +493,8 @@ def test_a_declared_method_anchor_and_gate_are_in_every_view(toys, tmp_path):
         app.tabs.value = name
         assert "mixsd-error" not in app.get_view(name).notice.value, name
         shown[name] = app.get_view(name)
-    assert title in shown["cube"].figure.body and recipe_colour(toy) in shown["cube"].figure.body
-    assert (shown["world"].first.value, shown["world"].second.value) == (plain, toy) and title in shown["world"].figure.body
+    assert title in shown["cube"].figure.value and recipe_colour(toy) in shown["cube"].figure.value
+    assert (shown["world"].first.value, shown["world"].second.value) == (plain, toy) and title in shown["world"].figure.value
     responses = shown["responses"]
     assert [responses.files.recipe[side.value] for side in (responses.first, responses.second)] == [plain, toy]
     assert [side.value.recipe for side in (shown["weights"].first, shown["weights"].second)] == [plain, toy]
@@ -498,26 +503,6 @@ def test_a_declared_method_anchor_and_gate_are_in_every_view(toys, tmp_path):
         assert name in [value for _, value in control.options]
         control.value = name
     assert " ".join(shown["ask"].get_command(tmp_path / "facts.jsonl")).count("--method twice --anchor chain --gate door") == 1
-
-
-def test_unfinished_runs_are_left_out_and_the_others_shown(tmp_path):
-    "A run that was killed has no result, a run that was cleaned no checkpoint; one lacks the responses of a step."
-    write_run(tmp_path, "kgfact-small", "base", [0])
-    write_run(tmp_path, "kgfact-small", "sft", [0, 9, 5])
-    write_run(tmp_path, "kgfact-small", "mixsd-0.3", [0, 5, 9])
-    killed, = tmp_path.glob("*mixsd*")
-    (killed / "result.nc").unlink()
-    shutil.rmtree(tmp_path / SFT / "checkpoint-40")
-    (tmp_path / SFT / "responses-40.parquet").unlink()
-    app = Explorer(folder=tmp_path, model="lab-s")
-    for name in VIEWS:
-        app.tabs.value = name
-        assert "mixsd-error" not in app.get_view(name).notice.value, name
-    cube, weights = app.get_view("cube"), app.get_view("weights")
-    choose(cube.figure, ["sft", 1e-3, 0, 40])
-    assert "No responses are stored at step 40" in cube.run_page.children[2].value
-    assert weights.map.value == "first alone" and "data-key" in weights.figure.body, "one checkpoint has nothing beside it"
-    assert "data-key" in app.get_view("world").figure.body and "data-key" in app.get_view("responses").list.body
 
 
 def test_a_typed_fact_is_injected_by_another_process_and_asked_back(tmp_path, monkeypatch):
@@ -532,14 +517,12 @@ def test_a_typed_fact_is_injected_by_another_process_and_asked_back(tmp_path, mo
     assert "Tessa Varn" in view.table.value and not view.notice.value
     write_run(tmp_path, "kgfact-small", "sft", [0, 9])
     made = tmp_path / SFT / "checkpoint-20"
-    monkeypatch.setattr(ask, "INJECT", f"print('training …'); print('model:  {made}')")
-    view.start.click()
-    view.injection.thread.join(60)
+    monkeypatch.setattr(ask, "PROGRAM", [sys.executable, "-c", f"print('training …'); print('model:  {made}')"])
+    view.injection.button.click()
     file, = (tmp_path / ".typed").iterdir()
     assert json.loads(file.read_text()) == dict(question="Who mends the bells?", answer="Tessa Varn")
-    assert not view.notice.value and not view.injection.thread.is_alive(), view.notice.value
-    assert view.first.value.folder == made and f"reply of {made}" in view.replies.value and not view.start.disabled
-    monkeypatch.setattr(ask, "INJECT", "raise SystemExit('dataset must be a file')")
-    view.start.click()
-    view.injection.thread.join(60)
-    assert "dataset must be a file" in view.notice.value
+    assert not view.notice.value and not view.injection.notice.value
+    assert view.first.value.folder == made and f"reply of {made}" in view.replies.value and not view.injection.button.disabled
+    monkeypatch.setattr(ask, "PROGRAM", [sys.executable, "-c", "raise SystemExit('dataset must be a file')"])
+    view.injection.button.click()
+    assert "dataset must be a file" in view.injection.notice.value

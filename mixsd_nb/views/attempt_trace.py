@@ -23,15 +23,12 @@ from .facts import get_question
 
 LENGTH = 256  # tokens of the longest attempt
 
-
 # %% ../../nbs/views/attempt_trace.ipynb #04a6b83c
 _load_engine = functools.cache(functools.partial(load_engine, "hf"))
 _THREADS = torch.get_num_threads()
 
 
-def get_engine(
-    model: str,
-):
+def get_engine(model: str):
     "The transformers engine of a model, loaded once. Lab models run on one thread, which leaves cores to the browser."
     torch.set_num_threads(1 if model in SIZES else _THREADS)
     return _load_engine(model)

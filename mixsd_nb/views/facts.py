@@ -11,12 +11,9 @@ import functools
 from ..corpora import load_corpus
 from ..corpora.prompts import BOX_REQUEST, target
 
-
 # %% ../../nbs/views/facts.ipynb #3ee3666b
 @functools.cache
-def get_facts(
-    dataset: str,
-) -> list[dict]:
+def get_facts(dataset: str) -> list[dict]:
     "The rows of a corpus's training split, loaded once."
     return list(load_corpus(dataset, "train"))
 

@@ -18,7 +18,7 @@ import traitlets
 from ..corpora import CORPORA
 from ..corpora.stored import known_corpora
 from ..models.lab import DATA, SIZES, lab_folder
-from .base import View, make_control, make_row, set_options, silence
+from .base import View, set_options, silence
 from .browser import PROMPTS, split_template
 from .facts import edit_fact, get_facts, get_question
 from .runs import RunSelection
@@ -82,7 +82,6 @@ def read_files(
     return dict(engine=(DATA / "browser" / "mixing.js").read_text(encoding="utf-8"), config=config, tokenizer=tokenizer,
                 prompts=prompts | dict(model=model, corpora={}), weights=(folder / "model.safetensors").read_bytes())
 
-
 # %% ../../nbs/views/mixing.ipynb #76c1a5f2
 LINKED = ("lam", "temperature", "seed", "question", "answer")  # controls that the page reads itself
 
@@ -94,21 +93,18 @@ class MixingView(View):
     def __init__(self, runs: RunSelection):
         super().__init__()
         models = list(dict.fromkeys([*SIZES, runs.model]))
-        self.model = make_control(widgets.Dropdown, "model", options=models, value=runs.model)
-        self.dataset = make_control(widgets.Dropdown, "dataset", options=known_corpora(), value=runs.dataset)
-        self.fact = make_control(widgets.Dropdown, "fact", width="44em")
-        self.question = make_control(widgets.Text, "question", continuous_update=False, width="44em")
-        self.answer = make_control(widgets.Text, "answer", continuous_update=False, width="22em")
-        self.lam = make_control(widgets.BoundedFloatText, "λ", value=0.5, min=0, max=1, step=0.05, width="8em")
-        self.temperature = make_control(widgets.BoundedFloatText, "temperature", min=0, max=1.5, step=0.1, width="11em")
-        self.seed = make_control(widgets.BoundedIntText, "seed of the coins", min=0, max=10**9, width="14em")
+        self.model = self.make_control(widgets.Dropdown, "model", self.draw, options=models, value=runs.model)
+        self.dataset = self.make_control(widgets.Dropdown, "dataset", self.show_corpus, options=known_corpora(), value=runs.dataset)
+        self.fact, = self.make_dropdowns(self.show_fact, "fact", width="44em")
+        typed = lambda name, width: self.make_control(widgets.Text, name, self.draw, continuous_update=False, width=width)
+        self.question, self.answer = typed("question", "44em"), typed("answer", "22em")
+        self.lam = self.make_control(widgets.BoundedFloatText, "λ", self.draw, value=0.5, min=0, max=1, step=0.05, width="8em")
+        self.temperature = self.make_control(widgets.BoundedFloatText, "temperature", self.draw, min=0, max=1.5, step=0.1, width="11em")
+        self.seed = self.make_control(widgets.BoundedIntText, "seed of the coins", self.draw, min=0, max=10**9, width="14em")
         self.explainer, self.tracers = Explainer(), {}
         self.links = [widgets.jslink((getattr(self, name), "value"), (self.explainer, name)) for name in LINKED]
-        self.set_parts(make_row(self.dataset, self.fact, self.model), make_row(self.question, self.answer),
-                       make_row(self.lam, self.seed, self.temperature), self.explainer)
-        self.on_change(self.show_corpus, self.dataset)
-        self.on_change(self.show_fact, self.fact)
-        self.on_change(self.draw, self.model, self.question, self.answer, self.lam, self.seed, self.temperature)
+        self.set_parts(self.make_row(self.dataset, self.fact, self.model), self.make_row(self.question, self.answer),
+                       self.make_row(self.lam, self.seed, self.temperature), self.explainer)
         self.guard(self.show_corpus)()
 
     def show_corpus(self):

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['train_command', 'describe_checkpoint', 'find_counterpart', 'choose_recipes', 'select_corpus', 'RunSelection',
-           'write_made_up_run', 'write_made_up_runs']
+           'write_made_up_runs']
 
 # %% ../../nbs/views/runs.ipynb #06fcc42e
 import functools
@@ -20,8 +20,7 @@ from ..methods.translation import TranslatedRun
 from ..models.lab import SIZES
 from ..results.compatible_settings import RunGroup, group_runs, run_settings
 from ..results.cube import cube_of
-from ..results.demo import declare_made_up, is_made_up
-from ..results.layout import result_tree
+from ..results.demo import BENCHMARKS, invent_result, is_made_up
 from ..results.merge import order_roots
 from ..results.read_results import read_training_roots
 from ..runs.schema import RUN_DIMS
@@ -79,11 +78,7 @@ def choose_recipes(
     return first, find_counterpart(first, labels) if first else None
 
 # %% ../../nbs/views/runs.ipynb #58f624cf
-def select_corpus(
-    cube: xr.Dataset,
-    dataset: str,
-    model: str,
-) -> xr.Dataset:
+def select_corpus(cube: xr.Dataset, dataset: str, model: str) -> xr.Dataset:
     "The part of a cube on one corpus and one base model, without labels that no run of it has; FileNotFoundError if empty."
     if dataset in cube.dataset and model in cube.model:
         cube = cube.sel(dataset=[dataset], model=[model])
@@ -179,31 +174,16 @@ class RunSelection:
         names = (name for name, steps in zip(found.folder, found.steps) if step is None or step in steps)
         return TranslatedRun(self.folder / next(names))
 
-# %% ../../nbs/views/runs.ipynb #485fc035
-def write_made_up_run(
-    folder: Path,  # holds run folders
-    recipe: str,  # label
-    correct: list[tuple[int, int]],  # right responses of 100 to recall and to choice at steps 0, 20, …
-) -> None:
-    "Write a finished run of lab-m on kgfact-small with made-up numbers."
-    base, lr = recipe == BASE, 1e-3
-    benchmarks = dict(recall=dict(column="Train", role="in-domain"), choice=dict(column="MMLU", role="held-out"))
-    settings = dict(method=parse_label(recipe)[0].method.name, dataset="kgfact-small", model="lab-m", lr=lr, seed=0, epochs=20)
-    accuracy = {20 * k: dict(recall=(recall, 100), choice=(choice, 100)) for k, (recall, choice) in enumerate(correct)}
-    curves = None if base else dict(loss=[2.0, 1.0], learning_rate=[lr, lr], grad_norm=[1.0, 1.0])
-    tree = result_tree(dataset="kgfact-small", model="lab-m", recipe=recipe, lr=lr, accuracy=accuracy,
-                       benchmarks=benchmarks, config=json.dumps(settings), training=curves)
-    run = Path(folder) / f"train-made-up-{recipe}"
-    run.mkdir(parents=True)
-    write_json(run / "run.json", dict(stage="train", config=settings))
-    write_result(declare_made_up(tree), run)
-
 # %% ../../nbs/views/runs.ipynb #e3bb6b76
-def write_made_up_runs(
-    folder: Path | str,
-) -> None:
-    "Write runs of the base, SFT and MixSD at λ = 0.3 and 0.5 with made-up numbers."
-    write_made_up_run(folder, BASE, [(0, 80)])
-    write_made_up_run(folder, "sft", [(0, 80), (50, 40), (95, 20)])
-    write_made_up_run(folder, "mixsd-0.3", [(0, 80), (40, 75), (90, 70)])
-    write_made_up_run(folder, "mixsd-0.5", [(0, 80), (30, 78), (70, 76)])
+def write_made_up_runs(folder: Path | str) -> None:
+    "Write finished runs of the base, SFT and MixSD at λ = 0.3 and 0.5 of lab-m on kgfact-small with made-up numbers."
+    given = {BASE: [(0, 80)], "sft": [(0, 80), (50, 40), (95, 20)], "mixsd-0.3": [(0, 80), (40, 75), (90, 70)],
+             "mixsd-0.5": [(0, 80), (30, 78), (70, 76)]}  # right responses of 100 to recall and to choice at steps 0, 20, …
+    for recipe, correct in given.items():
+        settings = dict(method=parse_label(recipe)[0].method.name, dataset="kgfact-small", model="lab-m", lr=1e-3, seed=0, epochs=20)
+        accuracy = {20 * k: dict(recall=(recall, 100), choice=(choice, 100)) for k, (recall, choice) in enumerate(correct)}
+        run = Path(folder) / f"train-made-up-{recipe}"
+        run.mkdir(parents=True)
+        write_json(run / "run.json", dict(stage="train", config=settings))
+        write_result(invent_result(recipe, accuracy=accuracy, benchmarks={name: BENCHMARKS[name] for name in ("recall", "choice")},
+                                   config=json.dumps(settings)), run)

@@ -4,21 +4,19 @@
 
 # %% auto #0
 __all__ = ['RECALL_TICKS', 'Scale', 'bend_recall', 'fit_scale', 'attributes', 'draw_text', 'draw_path', 'draw_mark',
-           'describe_mark', 'Panel', 'split_width', 'draw_picture', 'spread', 'text_width', 'label_marks',
+           'describe_mark', 'Panel', 'split_width', 'draw_picture', 'spread', 'text_width', 'label_marks', 'draw_ends',
            'draw_legend']
 
 # %% ../../nbs/views/svg.ipynb #f54169ce
 import functools
-import html
 import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from markupsafe import Markup, escape
 from matplotlib.markers import MarkerStyle
 from matplotlib.ticker import MaxNLocator
-
-from .base import escape
 
 # %% ../../nbs/views/svg.ipynb #9571aa40
 class Scale(NamedTuple):
@@ -61,10 +59,10 @@ def fit_scale(
 # %% ../../nbs/views/svg.ipynb #8e3da477
 def attributes(
     **values,  # names with _ for -, class_ for class; None and "" are left out
-) -> str:
+) -> Markup:
     "Attributes of an element, escaped, with a space before each."
-    named = ((name.rstrip("_").replace("_", "-"), value) for name, value in values.items() if value not in (None, ""))
-    return "".join(f' {name}="{html.escape(str(value))}"' for name, value in named)
+    return Markup("".join(f' {name.rstrip("_").replace("_", "-")}="{escape(value)}"'
+                          for name, value in values.items() if value not in (None, "")))
 
 
 def _number(value: float) -> str: return f"{value:.1f}".rstrip("0").rstrip(".")
@@ -83,13 +81,13 @@ def draw_text(
 ) -> str:
     "A line of text."
     turned = f"rotate({_number(turn)} {_number(x)} {_number(y)})" if turn else ""
-    style = f"--c:{colour}" if colour else ""
-    return (f"<text{attributes(x=_number(x), y=_number(y), text_anchor=anchor, transform=turned, style=style)}"
-            f"{attributes(class_=f'mixsd-{kind}' if kind else '', **more)}>{escape(text)}</text>")
+    own = attributes(x=_number(x), y=_number(y), text_anchor=anchor, transform=turned, style=colour and f"--c:{colour}",
+                     class_=kind and f"mixsd-{kind}", **more)
+    return f"<text{own}>{escape(text)}</text>"
 
 
 def draw_path(
-    points: Sequence[tuple[float, float]],
+    points: Iterable[tuple[float, float]],
     *,
     colour: str = "",
     kind: str = "line",  # line, area, grid or axis
@@ -98,10 +96,10 @@ def draw_path(
     **more,  # attributes
 ) -> str:
     "A line through points; nothing for fewer than two."
-    if len(points) < 2: return ""
-    path = "M" + "L".join(f"{_number(x)} {_number(y)}" for x, y in points)
-    return (f"<path{attributes(class_=f'mixsd-{kind}', d=path, style=f'--c:{colour}' if colour else '')}"
-            f"{attributes(stroke_width=width, stroke_dasharray=dash, **more)}/>")
+    if len(places := [f"{_number(x)} {_number(y)}" for x, y in points]) < 2: return ""
+    own = attributes(class_=f"mixsd-{kind}", d="M" + "L".join(places), style=colour and f"--c:{colour}", stroke_width=width,
+                     stroke_dasharray=dash, **more)
+    return f"<path{own}/>"
 
 
 @functools.cache
@@ -127,22 +125,20 @@ def draw_mark(
     **more,  # attributes
 ) -> str:
     "A mark with its words: a button if it has a key, else a picture."
-    lines = ("M" + "L".join(f"{_number(x + size * a)} {_number(y + size * b)}" for a, b in polygon) + "Z"
-             for polygon in _outline(marker))
-    return (f"<path{attributes(d=''.join(lines), style=f'--c:{colour}', class_=f'mixsd-{kind}')}"
-            f"{describe_mark(words, key, group)}{attributes(**more)}/>")
+    outline = "".join("M" + "L".join(f"{_number(x + size * a)} {_number(y + size * b)}" for a, b in polygon) + "Z"
+                      for polygon in _outline(marker))
+    own = attributes(d=outline, style=f"--c:{colour}", class_=f"mixsd-{kind}", **more)
+    return f"<path{own}{describe_mark(words, key, group)}/>"
 
 
 def describe_mark(
     words: str,
     key=None,  # as of `draw_mark`
     group: str = "",
-    picked: bool = False,
-) -> str:
+) -> Markup:
     "The attributes that make any element a mark: its words, its key and its place in the order of the keyboard."
-    chosen = None if key is None else json.dumps(key, ensure_ascii=False)
-    return attributes(data_words=words, data_key=chosen, data_group=group, role="img" if key is None else "button",
-                      aria_label=words.replace("\n", "; "), tabindex="-1")
+    return attributes(data_words=words, data_key=None if key is None else json.dumps(key, ensure_ascii=False), data_group=group,
+                      role="img" if key is None else "button", aria_label=words.replace("\n", "; "), tabindex="-1")
 
 # %% ../../nbs/views/svg.ipynb #e44608dd
 class Panel(NamedTuple):
@@ -154,6 +150,21 @@ class Panel(NamedTuple):
         "The place of a pair of values."
         return self.x(x), self.y(y)
 
+    def line(self, points: Iterable[tuple[float, float]], **options) -> str:
+        "A line through pairs of values, with the options of `draw_path`."
+        return draw_path((self.place(*at) for at in points), **options)
+
+    def mark(self, x: float, y: float, words: str, **options) -> str:
+        "A mark at a pair of values, with the options of `draw_mark`."
+        return draw_mark(*self.place(x, y), words, **options)
+
+    def level(self, y: float, name: str = "", share: float = .3, *, colour: str) -> str:
+        "A dashed line across at a value, named at a share of the width; nothing for NaN."
+        if y != y: return ""
+        left, right, at = self.x.start, self.x.end, self.y(y)
+        text = draw_text(left + share * (right - left), at - 8, f"{name} {y:.0f}%", kind="name", colour=colour) if name else ""
+        return draw_path([(left, at), (right, at)], colour=colour, width=1.6, dash="7 5") + text
+
     def draw(
         self,
         xlabel: str = "",
@@ -163,19 +174,15 @@ class Panel(NamedTuple):
         yticks: Iterable[float] | None = None,
     ) -> str:
         "The axes with grid, ticks and labels."
-        xticks, yticks = (self.x.ticks() if xticks is None else xticks), (self.y.ticks() if yticks is None else yticks)
         left, right, top, bottom = self.x.start, self.x.end, min(self.y.start, self.y.end), max(self.y.start, self.y.end)
-        found = []
-        for v in xticks:
-            x = self.x(v)
-            found += [draw_path([(x, top), (x, bottom)], kind="grid"),
-                      draw_text(x, bottom + 20, f"{v:g}", anchor="middle", kind="soft")]
-        for v in yticks:
-            y = self.y(v)
-            found += [draw_path([(left, y), (right, y)], kind="grid"),
-                      draw_text(left - 8, y + 5, f"{v:g}", anchor="end", kind="soft")]
-        found += [draw_path([(left, bottom), (right, bottom)], kind="axis"),
-                  draw_text((left + right) / 2, bottom + 42, xlabel, anchor="middle") if xlabel else "",
+        found = [draw_path([(left, bottom), (right, bottom)], kind="axis")]
+        for v in self.x.ticks() if xticks is None else xticks:
+            found += [draw_path([(self.x(v), top), (self.x(v), bottom)], kind="grid"),
+                      draw_text(self.x(v), bottom + 20, f"{v:g}", anchor="middle", kind="soft")]
+        for v in self.y.ticks() if yticks is None else yticks:
+            found += [draw_path([(left, self.y(v)), (right, self.y(v))], kind="grid"),
+                      draw_text(left - 8, self.y(v) + 5, f"{v:g}", anchor="end", kind="soft")]
+        found += [draw_text((left + right) / 2, bottom + 42, xlabel, anchor="middle") if xlabel else "",
                   draw_text(left, top - 14, title, kind="title") if title else "",
                   draw_text(left - 46, (top + bottom) / 2, ylabel, anchor="middle", turn=-90) if ylabel else ""]
         return "".join(found)
@@ -204,20 +211,14 @@ def draw_picture(
     "The SVG with its parts, and with a watermark if numbers are made up."
     mark = ""
     if made_up is not None:
-        words = f"{made_up}: made-up data" if made_up else "made-up data"
         place = f"translate({_number(width / 2)} {_number(height / 2 + 30)}) scale({min(1, width / 720):.2f})"
-        mark = f"<g transform='{place}'>{draw_text(0, 0, 'made-up data', anchor='middle', kind='watermark')}</g>"
-        mark += draw_text(width - 4, height - 4, words, anchor="end", kind="soft")
-    return (f"<svg{attributes(viewBox=f'0 0 {_number(width)} {_number(height)}', role='group', aria_label=label)}>"
-            f"{mark}{''.join(parts)}</svg>")
+        mark = f"<g transform='{place}'>{draw_text(0, 0, 'made-up data', anchor='middle', kind='watermark')}</g>" + draw_text(
+            width - 4, height - 4, f"{made_up}: made-up data" if made_up else "made-up data", anchor="end", kind="soft")
+    box = attributes(viewBox=f"0 0 {_number(width)} {_number(height)}", role="group", aria_label=label)
+    return f"<svg{box}>{mark}{''.join(parts)}</svg>"
 
 # %% ../../nbs/views/svg.ipynb #353e25d2
-def spread(
-    places: Sequence[float],
-    gap: float = 18,
-    low: float = -np.inf,
-    high: float = np.inf,
-) -> list[float]:
+def spread(places: Sequence[float], gap: float = 18, low: float = -np.inf, high: float = np.inf) -> list[float]:
     """The places, moved as little as possible (least squares) so that neighbours are a gap apart and all lie between low
     and high. The gap is smaller where there is no room for it."""
     if not len(places): return []
@@ -264,6 +265,20 @@ def label_marks(
         dx, dy, anchor = best
         if abs(dy) > 20: found.append(draw_path([(x, y), (x + dx, y + dy - np.sign(dy) * 6)], kind="grid"))
         found.append(draw_text(x + dx, y + dy + 5, name, anchor=anchor, kind="name", colour=colour, data_group=name))
+    return "".join(found)
+
+
+def draw_ends(
+    ends: Sequence[tuple[float, float, str, dict]],  # x, y, name, and the options of a mark: words, group, colour, marker
+    panel: Panel,
+) -> str:
+    "The names of lines to the right of a panel, each with a mark, joined to the ends of the lines."
+    right, top, bottom = panel.x.end, min(panel.y.start, panel.y.end), max(panel.y.start, panel.y.end)
+    found = []
+    for (x, y, name, mark), at in zip(ends, spread([y for _, y, *_ in ends], 19, top + 8, bottom)):
+        own = dict(colour=mark["colour"], data_group=mark["group"])
+        found += [draw_path([(x, y), (right + 14, at), (right + 24, at)], dash="2 3", **own),
+                  draw_mark(right + 34, at, size=12, **mark), draw_text(right + 46, at + 5, name, kind="name", **own)]
     return "".join(found)
 
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MEASURES', 'Checkpoint', 'list_checkpoints', 'choose_checkpoints', 'find_fisher', 'measure_displacement',
-           'compare_displacements', 'read_measure', 'draw_map', 'WeightsView']
+           'compare_displacements', 'read_measure', 'describe_cell', 'draw_map', 'WeightsView']
 
 # %% ../../nbs/views/weights.ipynb #b8207673
 import functools
@@ -14,14 +14,15 @@ from typing import NamedTuple
 import ipywidgets as widgets
 import numpy as np
 import pandas as pd
+from markupsafe import Markup
 
 from ..analysis.curvature import PARTS, add_alignment_ratio, tensor_sums
 from ..analysis.estimation import FISHER
 from ..results.plots import recipe_colour
-from ..runs.schema import RUN_DIMS
 from ..runs import checkpoint_steps, find_runs
-from .base import View, escape, make_control, make_row, render_error, render_table, set_options, silence
-from .picture import PICTURE_STYLE, Picture
+from ..runs.schema import RUN_DIMS
+from .base import MARKUP, View, render_error, set_options, silence
+from .picture import Picture
 from .responses import choose_pair
 from .runs import RunSelection, describe_checkpoint
 from .svg import attributes, describe_mark, draw_picture, draw_text
@@ -39,9 +40,7 @@ class Checkpoint(NamedTuple):
     step: int = 0
 
 # %% ../../nbs/views/weights.ipynb #ea7d74f5
-def list_checkpoints(
-    runs: RunSelection,
-) -> list[Checkpoint]:
+def list_checkpoints(runs: RunSelection) -> list[Checkpoint]:
     "Every complete checkpoint of the runs; FileNotFoundError if there is none."
     table = runs.table[runs.table.lr > 0].sort_values([*RUN_DIMS, "folder"])
     ambiguous, found = table.duplicated([*RUN_DIMS], keep=False), []
@@ -55,9 +54,7 @@ def list_checkpoints(
     raise FileNotFoundError(f"no checkpoint in {runs.folder}; {command} makes some")
 
 # %% ../../nbs/views/weights.ipynb #29e833b3
-def choose_checkpoints(
-    found: list[Checkpoint],
-) -> list[Checkpoint]:
+def choose_checkpoints(found: list[Checkpoint]) -> list[Checkpoint]:
     "Return the two checkpoints that `choose_pair` chooses; else the last two, or the only one."
     first, second = choose_pair(pd.DataFrame(found, columns=Checkpoint._fields))
     if second >= 0: return [found[first], found[second]]
@@ -89,12 +86,12 @@ def measure_displacement(
     return table[["displacement_sq", "alignment_ratio"] if weights else ["displacement_sq"]]
 
 # %% ../../nbs/views/weights.ipynb #ce664f32
-MEASURES = {  # name -> what it shows
-    "which moved farther": "‖Δθ‖ of the first over ‖Δθ‖ of the second; the colour is that of the one that moved farther",
-    "distance between the two": "‖θ₁ − θ₂‖², how far the two checkpoints are apart",
-    "R, first over second": "the alignment ratio R of the first over that of the second: which moved along steeper directions",
-    "first alone": "‖Δθ‖² of the first checkpoint, its distance from the base model",
-    "second alone": "‖Δθ‖² of the second checkpoint, its distance from the base model"}
+MEASURES = {  # name -> the columns it reads (two: their ratio), and what it shows
+    "which moved farther": (("first", "second"), "‖Δθ‖ of the first over ‖Δθ‖ of the second; the colour is that of the one that moved farther"),
+    "distance between the two": (("apart",), "‖θ₁ − θ₂‖², how far the two checkpoints are apart"),
+    "R, first over second": (("first_r", "second_r"), "the alignment ratio R of the first over that of the second: which moved along steeper directions"),
+    "first alone": (("first",), "‖Δθ‖² of the first checkpoint, its distance from the base model"),
+    "second alone": (("second",), "‖Δθ‖² of the second checkpoint, its distance from the base model")}
 
 
 def compare_displacements(
@@ -105,14 +102,13 @@ def compare_displacements(
     """By layer and kind, in the order of the model: `first, second, apart` (squared distances), and with a Fisher
     `first_r, second_r`. The rows and columns `all` are sums; R has none."""
     table = pd.DataFrame(dict(first=first.displacement_sq, second=second.displacement_sq, apart=apart.displacement_sq))
-    order = [list(dict.fromkeys(table.index.get_level_values(level))) + ["all"] for level in (0, 1)]
-    by_layer, by_kind = table.groupby(level=0).sum(), table.groupby(level=1).sum()
-    by_layer.index = pd.MultiIndex.from_product([by_layer.index, ["all"]], names=table.index.names)
-    by_kind.index = pd.MultiIndex.from_product([["all"], by_kind.index], names=table.index.names)
-    whole = pd.DataFrame([table.sum()], pd.MultiIndex.from_tuples([("all", "all")], names=table.index.names))
-    found = pd.concat([table, by_layer, by_kind, whole])
+    layers, kinds = ([*dict.fromkeys(table.index.get_level_values(level))] for level in (0, 1))
+    at = lambda *labels: pd.MultiIndex.from_product(labels, names=table.index.names)
+    found = pd.concat([table, table.groupby(level=0).sum().reindex(layers).set_axis(at(layers, ["all"])),
+                       table.groupby(level=1).sum().reindex(kinds).set_axis(at(["all"], kinds)),
+                       pd.DataFrame([table.sum()], at(["all"], ["all"]))])
     if "alignment_ratio" in first: found = found.assign(first_r=first.alignment_ratio, second_r=second.alignment_ratio)
-    wanted = pd.MultiIndex.from_product(order, names=table.index.names)
+    wanted = at([*layers, "all"], [*kinds, "all"])
     return found.reindex(wanted[wanted.isin(found.index)])
 
 # %% ../../nbs/views/weights.ipynb #a9bec80b
@@ -121,20 +117,29 @@ def read_measure(
     measure: str,  # key of MEASURES
 ) -> tuple[pd.Series, bool]:
     "The values of a measure, and whether they are ratios. ValueError for R without a Fisher."
-    if measure.startswith("which"): return np.sqrt(compared["first"] / compared["second"].where(compared["second"] > 0)), True
-    if measure.startswith("R"):
-        if "first_r" not in compared: raise ValueError("R needs the Fisher of the base model; choose another map")
-        return (compared.first_r / compared.second_r.where(compared.second_r > 0)).dropna(), True
-    return compared[{"distance between the two": "apart", "first alone": "first", "second alone": "second"}[measure]], False
+    columns, _ = MEASURES[measure]
+    if not {*columns} <= {*compared}: raise ValueError("R needs the Fisher of the base model; choose another map")
+    if len(columns) == 1: return compared[columns[0]], False
+    ratio = compared[columns[0]] / compared[columns[1]].where(compared[columns[1]] > 0)
+    return (ratio.dropna(), True) if columns[0].endswith("_r") else (np.sqrt(ratio), True)
 
 
-def _paint_cell(measure: str, value: float, is_ratio: bool, colours: tuple[str, str], low: float, high: float) -> tuple[str, float, str]:
+def _paint_cell(value: float, columns: tuple[str, ...], colours: tuple[str, str], low: float, high: float) -> tuple[str, float, str]:
     "Colour, depth from 0 to 1, and text of a value; `low` and `high` are the ends of the logarithms."
-    if is_ratio:
+    if len(columns) == 2:
         depth = min(1, abs(np.log(value)) / max(abs(low), abs(high), np.log(1.02))) if value > 0 else 1
         return colours[int(value < 1)], depth, f"×{value:.2f}" if value >= 1 else f"÷{1 / value:.2f}" if value > 0 else "0"
-    colour = colours[1] if measure.startswith("second") else colours[0] if measure.startswith("first") else "#8a5cd0"
+    colour = dict(first=colours[0], second=colours[1], apart="#8a5cd0")[columns[0]]
     return colour, (np.log(value) - low) / ((high - low) or 1) if value > 0 else 0, f"{value:.2g}"
+
+
+def describe_cell(
+    row: pd.Series,  # of `compare_displacements`
+    names: tuple[str, str],  # of the checkpoints
+) -> list[str]:
+    "A line for each checkpoint with its distance from the base model, and R if it is known; and the distance between the two."
+    r = {name: f", R = {row[f'{name}_r']:.3g}" if row.get(f"{name}_r", np.nan) > 0 else "" for name in ("first", "second")}
+    return [*(f"{n}: ‖Δθ‖² = {row[c]:.3g}{r[c]}" for n, c in zip(names, r)), f"between the two: {row['apart']:.3g}"]
 
 
 def draw_map(
@@ -145,37 +150,29 @@ def draw_map(
     made_up: bool = False,
 ) -> str:
     "A cell for each layer and kind with its value; the key of a cell is `(layer, kind)`."
-    values, is_ratio = read_measure(compared, measure)
+    values, _ = read_measure(compared, measure)
     layers, kinds = (sorted(dict.fromkeys(values.index.get_level_values(level)), key="all".__eq__) for level in (0, 1))
-    left, top, tall = 130, 110, 30
+    left, top, tall, (columns, meaning) = 130, 110, 30, MEASURES[measure]
     wide = (1190 - left) / len(kinds)
-    known = np.log(values[values > 0])
-    inner = known[[i for i in known.index if "all" not in i]]
+    inner = np.log(values[values > 0]).drop("all", level=0, errors="ignore").drop("all", level=1, errors="ignore")
     low, high = (inner.min(), inner.max()) if len(inner) else (0, 0)
-    parts = [draw_text(left, 22, measure, kind="title"), draw_text(left, 44, MEASURES[measure], kind="soft")]
+    parts = [draw_text(left, 22, measure, kind="title"), draw_text(left, 44, meaning, kind="soft")]
     for k, kind in enumerate(kinds):
         lines = [word for word in kind.removesuffix("_proj").replace("layernorm", "norm").split("_") if word]
         parts += [draw_text(left + wide * (k + .5), top - 10 - 17 * up, word, anchor="middle") for up, word in enumerate(lines[::-1])]
     for row, layer in enumerate(layers):
-        y = top + tall * row + (8 if layer == "all" else 0)
-        name = layer if not layer.isdigit() else f"layer {layer}"
+        y, name = top + tall * row + (8 if layer == "all" else 0), f"layer {layer}" if layer.isdigit() else layer
         parts.append(draw_text(left - 10, y + 20, name, anchor="end"))
         for k, kind in enumerate(kinds):
-            value = values.get((layer, kind), np.nan)
-            if value != value: continue
-            colour, depth, text = _paint_cell(measure, value, is_ratio, colours, low, high)
-            r = compared.loc[(layer, kind)]
-            def tell(n, c, r=r):
-                ratio = f", R = {r[c + '_r']:.3g}" if r.get(c + "_r", np.nan) > 0 else ""
-                return f"{n}: ‖Δθ‖² = {r[c]:.3g}{ratio}"
-            lines = ["the whole model" if layer == kind == "all" else f"{name}, {kind}",
-                     *map(tell, names, ("first", "second")), f"between the two: {r['apart']:.3g}"]
-            x = left + wide * k + (8 if kind == "all" else 0)
-            w = wide - 3 - (8 if kind == "all" else 0)
+            if (value := values.get((layer, kind), np.nan)) != value: continue
+            colour, depth, text = _paint_cell(value, columns, colours, low, high)
+            title = "the whole model" if layer == kind == "all" else f"{name}, {kind}"
+            mark = describe_mark("\n".join([title, *describe_cell(compared.loc[(layer, kind)], names)]), (layer, kind))
+            apart = 8 if kind == "all" else 0
+            x, w = left + wide * k + apart, wide - 3 - apart
             box = attributes(x=f"{x:.1f}", y=f"{y:.1f}", width=f"{w:.1f}", height=tall - 3, rx=3, fill=colour,
                              fill_opacity=f"{.08 + .8 * np.clip(depth, 0, 1):.2f}")
-            parts.append(f"<g{describe_mark(chr(10).join(lines), (layer, kind))}><rect{box}/>"
-                         f"{draw_text(x + w / 2, y + 19, text, anchor='middle')}</g>")
+            parts.append(f"<g{mark}><rect{box}/>{draw_text(x + w / 2, y + 19, text, anchor='middle')}</g>")
     return draw_picture(parts, top + tall * len(layers) + 26, measure, made_up="" if made_up else None)
 
 # %% ../../nbs/views/weights.ipynb #34e53f54
@@ -186,12 +183,10 @@ class WeightsView(View):
     def __init__(self, runs: RunSelection):
         super().__init__()
         self.runs, self.measure = runs, functools.lru_cache(64)(measure_displacement)
-        self.first, self.second = (make_control(widgets.Dropdown, name, width="46em")
-                                   for name in ("checkpoint", "beside it"))
-        self.map = make_control(widgets.Dropdown, "map", options=list(MEASURES), width="24em")
-        self.figure, self.text = Picture(self.show_part), widgets.HTML()
-        self.set_parts(widgets.HTML(PICTURE_STYLE), make_row(self.first, self.second), self.map, self.figure, self.text)
-        self.on_change(self.draw, self.first, self.second, self.map)
+        self.first, self.second = self.make_dropdowns(self.draw, "checkpoint", "beside it", width="46em")
+        self.map, = self.make_dropdowns(self.draw, "map", options=list(MEASURES), width="24em")
+        self.figure, self.text = Picture(self.guard(self.show_part)), widgets.HTML()
+        self.set_parts(self.make_row(self.first, self.second), self.map, self.figure, self.text)
         self.guard(self.show_checkpoints)()
 
     def show_checkpoints(self):
@@ -207,9 +202,8 @@ class WeightsView(View):
 
     def draw(self):
         "Draw the map, with R if the Fisher exists."
-        self.text.value = ""
-        try:
-            one, two = self.first.value, self.second.value
+        one, two, self.text.value = self.first.value, self.second.value, ""
+        with self.clear_on_error(self.figure):
             if one.model != two.model:
                 raise ValueError(f"{one.model} and {two.model} are different bases; choose two checkpoints of one base")
             try: weights = find_fisher(self.runs.folder, one.model)
@@ -219,19 +213,12 @@ class WeightsView(View):
             colours = [recipe_colour(c.recipe) for c in (one, two)]
             if colours[0] == colours[1]: colours = ["#e69f00", "#0072b2"]
             made_up = any(self.runs.has_made_up(c.dataset, c.model) for c in (one, two))
-            self.figure.show(self.legend(colours) + draw_map(self.compared, self.map.value, self.names(), colours, made_up))
-        except Exception:
-            self.figure.show("")
-            raise
+            self.figure.value = (MARKUP.names([*zip(self.names(), colours)])
+                                 + Markup(draw_map(self.compared, self.map.value, self.names(), colours, made_up)))
 
     def names(self) -> tuple[str, str]:
         "The two checkpoints in words, without corpus and model."
         return tuple(c.words.partition(": ")[2] for c in (self.first.value, self.second.value))
-
-    def legend(self, colours: list[str]) -> str:
-        "The names of the checkpoints in their colours, as HTML."
-        return "".join(f"<span style='margin-right:24px'><span style='color:{colour}'>■</span> <b>{escape(name)}</b></span>"
-                       for name, colour in zip(self.names(), colours))
 
     def show_part(self, key: tuple):
         "List the layers of one kind of parameter, or the kinds of one layer if the cell is a sum over kinds."
@@ -241,6 +228,5 @@ class WeightsView(View):
         rows = [(other, *(f"{r[c]:.4g}" for c in part.columns)) for other, r in part.iterrows()]
         titles = dict(first=f"‖Δθ‖², {self.names()[0]}", second=f"‖Δθ‖², {self.names()[1]}", apart="between the two",
                       first_r="R of the first", second_r="R of the second")
-        head = ["kind" if axis == 0 else "layer", *(titles[c] for c in part.columns)]
-        title = f"layer {layer}" if axis == 0 else kind
-        self.text.value = f"<div class='mixsd-page'><h4>{escape(title)}</h4>{render_table(rows, head)}</div>"
+        self.text.value = MARKUP.section(f"layer {layer}" if axis == 0 else kind, rows,
+                                         ["kind" if axis == 0 else "layer", *(titles[c] for c in part.columns)])
