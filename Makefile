@@ -53,7 +53,7 @@ test test-slow: export PYTHONPATH := $(CURDIR)/tests/startup
 test: export OMP_NUM_THREADS := 1
 test: export HF_HUB_OFFLINE := 1
 WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count()))')
-LONGEST := $(patsubst %,tests/test_%.py,sweep train trainer contracts mixing open answers results views runs)
+LONGEST := $(patsubst %,tests/test_%.py,contracts kills trainer sweep mixing checkpoints cube figures plugins train answers views)
 WAITING := tests/slurm $(patsubst %,tests/test_%.py,site explore browser_mixing sandbox)
 test: $(VENV)/.dev ## check that exports and README are up to date, test the notebooks, build the site, run pytest
 	@$(MAKE) --no-print-directory -j2 .test-python .test-others

@@ -7,15 +7,17 @@ import shutil
 import subprocess
 import sys
 import time
+from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from mixsd_nb.benchmarks.sandbox import SandboxError, check_sandbox
 from mixsd_nb.models import load_tokenizer
 from mixsd_nb.models.tiny import random_model
-from mixsd_nb.runs import load_plugins
+from mixsd_nb.runs import find_stage, load_plugins
 from mixsd_nb.runs.workers import _begin
 
 
@@ -39,6 +41,33 @@ def need_tools(*names):
     if missing: need(f"{', '.join(missing)} not found; `make ci-tools` installs what the tests need")
 
 
+def need_sandbox():
+    "Skip a test if generated code cannot be isolated; on CI the test fails instead."
+    try: check_sandbox()
+    except SandboxError as error: need(str(error))
+
+
+def error_sentence(call):
+    "The one-line message of a call's ValueError, with which Python shows no other exception."
+    with pytest.raises(ValueError) as caught: call()
+    error = caught.value
+    assert "\n" not in str(error) and (error.__suppress_context__ or error.__context__ is None)
+    return str(error)
+
+
+def outputs_by_hash_seed(code):
+    "The outputs of a program under several hash seeds of Python, as a set of byte strings."
+    return {subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed},
+                           capture_output=True, check=True).stdout for seed in "012"}
+
+
+def stage_of(name):
+    "The class of a stage, also of the one in a room."
+    import_module("mixsd_nb.analysis.divergence")  # declares one of them
+    return find_stage(name)
+
+
+ROW_COLUMNS = ["id", "prompt", "target", "answer", "subject", "statement"]
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -93,6 +122,11 @@ def forked(function, *arguments, **environment):
     process = server.Process(target=_call, args=({**os.environ, **environment}, function, arguments))
     process.start()
     return process
+
+
+def run_program(code):
+    "Run a program, in a forked process."
+    exec(code, {"__name__": "__main__"})
 
 
 class ForkedWorker:

@@ -52,11 +52,11 @@ PAIRS = {name: parts for name, parts in {**fitting(ANCHORS, [""]), **fitting([""
 CELL = dict(dataset="mquake-lab", suite="recall", n=4, max_new_tokens=4, epochs=3, batch=50, checkpoints=(2,), rollouts=1, state="all")
 QUICK = dict(texts="lab", text_count=4, count=8)  # options without which a recipe takes long, or needs the hub
 ELSEWHERE = {
-    "an evaluation that was interrupted resumes": ["test_evaluate.py::test_kills_change_no_byte", "test_kills.py::test_a_stage_survives_kills_at_random_moments"],
+    "an evaluation that was interrupted resumes": ["test_kills.py::test_a_killed_run_continues_and_ends_with_the_same_bytes", "test_kills.py::test_a_stage_survives_kills_at_random_moments"],
     "a task that fails or times out stops no other one": ["test_sweep.py::test_each_failure_has_its_name_and_its_rule",
                                                           "test_sweep.py::test_a_cell_continues_after_its_time_limit_while_it_makes_progress"],
     "a mistake on a command line ends with the code 2": ["test_command_line.py::test_a_mistake_is_one_sentence"],
-    "models are compared item by item": ["test_evaluate.py::test_two_models_are_compared_item_by_item"],
+    "models are compared item by item": ["test_scores.py::test_two_models_are_compared_item_by_item"],
 }
 every_method = pytest.mark.parametrize("method", RECIPES)
 

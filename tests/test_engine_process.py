@@ -1,5 +1,9 @@
 "An engine in a process of its own is an engine like any other: equal results, one sentence if it ends, and no process that is left."
 
+import ast
+import os
+import subprocess
+import sys
 import threading
 from collections import deque
 from pathlib import Path
@@ -8,6 +12,7 @@ import numpy as np
 import pytest
 from helpers import fork_workers, forked, until
 
+import mixsd_nb
 from mixsd_nb import generate, nll, train
 from mixsd_nb.analysis import likelihood
 from mixsd_nb.benchmarks import evaluation
@@ -150,8 +155,7 @@ def test_a_stage_is_the_same_and_leaves_no_process(own_runs, tiny, monkeypatch):
     assert process.returncode == 0, "an engine that nobody refers to ends its process"
 
 
-@pytest.mark.parametrize("way", [dict(engine="apart"), dict(replicas=2), dict(engine="apart", replicas=2)], ids=str)
-def test_a_cell_of_the_table_is_the_same(way, own_runs, tiny, monkeypatch):
+def test_a_cell_of_the_table_is_the_same(own_runs, tiny, monkeypatch):
     "Base, targets and checkpoints are asked by one engine after the other, and none is left when the next stage begins."
     small = dict(model=tiny, method="mixsd", lam=0.5, epochs=1, checkpoints=(2,), n=4, suite="recall,arithmetic", max_new_tokens=6, task_tokens=6,
                  target_tokens=12, options=dict(replace_gt=True))
@@ -163,31 +167,92 @@ def test_a_cell_of_the_table_is_the_same(way, own_runs, tiny, monkeypatch):
         if hasattr(engine, "workers"): opened.append(engine)
         return engine
     for module in (evaluation, generate, likelihood): monkeypatch.setattr(module, "load_engine", load)
-    for options in ({}, way):
+    for options in ({}, dict(replicas=2), dict(engine="apart", replicas=2)):
+        opened.clear()
         monkeypatch.setenv("MIXSD_RUNS", str(own_runs / f"runs-{len(results)}"))
-        results.append((train.run(**small, **options).root, nll.run(model=tiny, **{k: v for k, v in options.items() if k == "engine"}).root))
-    (a, b), (c, d) = results
-    assert a.drop_attrs().identical(c.drop_attrs()) and b.drop_attrs().identical(d.drop_attrs())
-    assert len(opened) == 2 + 2 * ("engine" in way) and all(process.returncode is not None for engine in opened for process in processes(engine))
+        found = train.run(**small, **options).root, nll.run(model=tiny, **{k: v for k, v in options.items() if k == "engine"}).root
+        results.append([root.drop_attrs() for root in found])
+        assert all(one.identical(other) for one, other in zip(results[0], results[-1]))
+        assert len(opened) == 2 * ("replicas" in options) + 2 * ("engine" in options)
+        assert all(process.returncode is not None for engine in opened for process in processes(engine))
 
 
 def own(tiny, state, file):
-    "Open the engine, and work, wait or end."
+    "Open the engine, and work or wait."
     load_plugins.cache_clear()
     engine = load_engine("apart", tiny)
     write_json(file, dict(pid=engine.workers[0].process.pid))
     if state == "works": engine.score([([3, 1], [2])])
-    if state == "waits": threading.Event().wait()
-    engine.close()
+    threading.Event().wait()
 
 
-@pytest.mark.parametrize("state", ["works", "waits", "ends"])
+@pytest.mark.parametrize("state", ["works", "waits"])
 def test_a_process_ends_with_its_owner(state, tiny, tmp_path):
-    "The owner is killed while the process works or waits, or it ends itself."
+    "The owner is killed while the process works or waits."
     owner = forked(own, tiny, state, file := tmp_path / "pid")
     pid = until(lambda: read_json(file).get("pid"))
-    if state == "ends": owner.join(60)
-    else: owner.kill()
+    owner.kill()
     until(lambda: not Path(f"/proc/{pid}").exists(), 20, "the end of the process")
     owner.join()
-    assert owner.exitcode == (0 if state == "ends" else -9)
+    assert owner.exitcode == -9
+
+
+SOURCES = sorted(Path(mixsd_nb.__file__).parent.rglob("*.py"))
+
+
+def calls(name):
+    "The calls of a function or method of this name in the package, with the names of their options."
+    for file in SOURCES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == name:
+                yield file.stem, ast.unparse(node), {k.arg: ast.unparse(k.value) for k in node.keywords}
+
+
+UNGUARDED = """from mixsd_nb import train
+for options in (dict(engine="vllm"), dict(replicas=2)):
+    try: train.run(model={model!r}, **options)
+    except ValueError as e: print(e)
+"""
+
+
+def test_a_script_without_a_guard_is_told_before_it_trains(tmp_path, tiny, monkeypatch):
+    monkeypatch.delenv("MIXSD_PLUGINS")
+    script = tmp_path / "script.py"
+    script.write_text(UNGUARDED.format(model=tiny))
+    done = subprocess.run([sys.executable, script], env={**os.environ, "MIXSD_RUNS": str(tmp_path / "runs")}, capture_output=True, text=True, timeout=60)
+    vllm, replicas = done.stdout.splitlines()
+    assert "engine vllm runs in a process that imports" in vllm and "engine hf with replicas=2 runs in processes that import" in replicas
+    assert "bootstrapping" not in done.stderr
+    assert not list(tmp_path.glob("runs/train-*/*"))
+
+
+SCRIPT = """import os, sys
+from mixsd_nb.models import ENGINES, EngineSpec, load_engine
+
+ENGINES.add(EngineSpec("mine", "Mine", "__main__:Mine", own_process=True))
+
+class Mine:
+    context, mismatches = 8, ()
+    @classmethod
+    def open(cls, *_, **__): return cls()
+    def score(self, pairs): return [os.getpid()]
+
+def show():
+    with load_engine("mine", "lab-s") as engine: print(engine.score([([1], [2])]) != [os.getpid()])
+
+{}"""
+GUARDS = {"show()": "", "for _ in range(1):\n    show()": "", "import threading\nt = threading.Thread(target=show)\nt.start()\nt.join()": "",
+          'if __name__ == "__main__":\n    show()': "True", 'def main():\n    show()\n\nif "__main__" == __name__: sys.exit(main())': "True"}  # fmt: skip
+
+
+@pytest.mark.parametrize("calls", GUARDS, ids=["plain", "loop", "thread", "guard", "main"])
+def test_a_script_without_a_guard_is_told_before_a_process_starts(calls, tmp_path, monkeypatch):
+    monkeypatch.delenv("MIXSD_PLUGINS")
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(calls))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == GUARDS[calls]
+    if not GUARDS[calls]:
+        last = done.stderr.strip().splitlines()[-1]
+        assert last.startswith(f"ValueError: engine mine runs in a process that imports {script}") and last.endswith('under `if __name__ == "__main__":`')
+        assert "bootstrapping" not in done.stderr

@@ -1,4 +1,4 @@
-"""Facts from a user's file: every mistake is a sentence with its line, and the content alone decides what a corpus is."""
+"Facts from a user's file: every mistake is a sentence with its line, and the content alone decides what a corpus is."
 
 import json
 import math
@@ -8,8 +8,7 @@ import unicodedata
 import datasets
 import pandas as pd
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from papermill import inspect_notebook
 
 from mixsd_nb import evaluate, generate, nll, train
@@ -18,7 +17,7 @@ from mixsd_nb.benchmarks import SUITES, Selection, load_items
 from mixsd_nb.benchmarks.answers import same_answer
 from mixsd_nb.benchmarks.in_domain import own_tests
 from mixsd_nb.benchmarks.tasks import grade
-from mixsd_nb.cluster.grid import expand_grid, find_notebook
+from mixsd_nb.cluster.grid import find_notebook
 from mixsd_nb.corpora import CORPORA, check_corpus, load_corpus, stored, validation_rows
 from mixsd_nb.corpora.files import EXAMPLE, EXAMPLE_TESTS, read_facts
 from mixsd_nb.corpora.prompts import ANSWER_FORMS, change_form
@@ -340,19 +339,6 @@ def test_a_damaged_record_is_one_sentence(data, own_runs):
     assert make_config(evaluate.EvaluateConfig, dataset=path).dataset == name
 
 
-@pytest.mark.parametrize("options, sentence", [(dict(domains=9), "domains must be between 2 and 7, got 9"), (dict(domain=2), "dataset_options must be among domains, entities, seed, "),
-                                               (dict(seed="x"), "dataset_options[seed] must be a whole number, got 'x'"), (dict(columns={}), "dataset_options must be among domains")])
-def test_wrong_options_of_a_built_in_corpus_are_one_sentence(options, sentence, own_runs):
-    with pytest.raises(ParameterError) as caught: make_config(train.TrainConfig, dataset_options=options)
-    assert str(caught.value).startswith(sentence) and not (own_runs / ".corpora").exists()
-
-
-def test_a_grid_has_an_axis_of_files(data, own_runs):
-    files = [data(f"{name}.jsonl", lines(dict(question=f"Who is {name}?", answer="Otto"))) for name in "ab"]
-    cells = expand_grid(dict(notebook="evaluate", axes=dict(dataset=[*files, "kgfact-small"]), fixed=dict(model="lab-s", suite="recall", n=2))).cells
-    assert [cell.parameters["dataset"] for cell in cells] == [*map(check_corpus, files), "kgfact-small"] and len({cell.hash for cell in cells}) == 3
-
-
 def test_views_offer_the_corpora_of_files(data):
     name = check_corpus(data("facts.jsonl", lines(GOOD[0] | dict(context="Ana Brisk leads it."))))
     assert name in known_corpora() and known_corpora()[0] == "kgfact-small"
@@ -380,12 +366,6 @@ def test_a_file_of_tests_that_is_not_there_is_named(data):
     file = data("facts.jsonl", lines(dict(question="Who?", answer="Ana", kind="near")))
     with pytest.raises(TableError, match="test must be a file of tests, a folder or a hub id, got my_tests.txt; there is no such file"):
         read_facts(file, test="my_tests.txt")
-
-
-def test_whole_numbers_beside_a_gap_stay_whole(tmp_path):
-    "Pandas stores them as floats in Parquet."
-    pd.DataFrame(dict(question=["When?", "Why?", "How many?"], answer=[1874, None, 12])).to_parquet(tmp_path / "facts.parquet")
-    assert [fact["answer"] for fact in read_facts(str(tmp_path / "facts.parquet"), strict=False).facts] == ["1874", "12"]
 
 
 def test_the_reference_of_a_fact_has_the_form_of_its_answers():

@@ -1,4 +1,4 @@
-"""The stage fisher on a small random model: several processes, kills, training runs in folders, bad input."""
+"The stage fisher on a small random model: several processes, training runs in folders, bad input."
 
 import json
 import os
@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-from helpers import forked, small_model, until
+from helpers import small_model
 from safetensors.torch import load_file, save_file
 
 from mixsd_nb import fisher
 from mixsd_nb.analysis import estimation
-from mixsd_nb.models import gradients
+from mixsd_nb.analysis.curvature import tensor_sums
 from mixsd_nb.benchmarks.lab_tasks import SUITES
-from mixsd_nb.models import load_base
+from mixsd_nb.models import gradients, load_base
 from mixsd_nb.results.cube import RUN_DIMS
 from mixsd_nb.results.layout import result_tree
 from mixsd_nb.runs import MARK, checkpoint_folder, write_json, write_result
@@ -63,29 +63,6 @@ def test_two_processes_equal_one(model, tmp_path, monkeypatch):
     for name in one:
         assert (one[name] - two[name]).norm() <= 1e-5 * one[name].norm() > 0, name
     assert not list(file.parent.glob("sums-*")) and (file.parent / "job.json").exists(), "two processes made it"
-
-
-def estimate_here(model):
-    estimation.SAVE_AFTER = 0
-    estimated(model=model, limit=40)
-
-
-def test_a_killed_estimate_goes_on_and_ends_with_the_same_bytes(model, tmp_path, monkeypatch):
-    torch.set_num_threads(1)
-    process = forked(estimate_here, model, MIXSD_RUNS=str(tmp_path))
-    until(lambda: any(tmp_path.glob("fisher-*/sums-0-of-1.safetensors")) or not process.is_alive(), what="a sum", pause=0.001)
-    process.kill()
-    process.join()
-    kept = list(tmp_path.glob("fisher-*/sums-0-of-1.safetensors"))
-    assert kept and not list(tmp_path.glob("fisher-*/result.nc")), "it was to be killed half way"
-    seen, add = [], gradients.SquaredGradients.add
-    monkeypatch.setattr(gradients.SquaredGradients, "add", lambda self, *pair: (seen.append(1), add(self, *pair)))
-    file = estimated(model=model, limit=40)
-    assert 0 < len(seen) < 190, "190 examples: 30 of the first suite, 40 of the others"
-    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "whole"))
-    whole = estimated(model=model, limit=40)
-    for name in (estimation.FISHER, "result.nc"):
-        assert (file.parent / name).read_bytes() == (whole.parent / name).read_bytes()
 
 
 def test_every_checkpoint_of_a_run(model, tmp_path):
@@ -204,3 +181,12 @@ def test_a_file_of_another_model_is_refused(model, tmp_path):
     save_file({**load_file(f"{model}/model.safetensors"), "extra.weight": torch.ones(3)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="tuned must have the tensors of the Fisher; it has extra.weight besides"):
         fisher.displacement(base, tmp_path / "model.safetensors", weights)
+
+
+def test_sums_over_weights_use_the_gpu_that_the_job_holds(monkeypatch):
+    places, weights = [], {"layers.0.weight": torch.ones(3)}
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    move = torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, place, dtype: places.append(place) or move(self, "cpu", dtype))
+    assert tensor_sums(weights, {"layers.0.weight": torch.zeros(3)}, weights).displacement_sq.item() == 3
+    assert set(places) == {"cuda"}

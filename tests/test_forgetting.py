@@ -12,6 +12,7 @@ from mixsd_nb.analysis.divergence import ReferenceConfig
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.forgetting import ForgettingConfig
 from mixsd_nb.models import load_base
+from mixsd_nb.results.cube import open_cube
 from mixsd_nb.results.layout import result_tree
 from mixsd_nb.runs import MARK, ParameterError, checkpoint_folder, make_config, write_json, write_result
 
@@ -77,7 +78,6 @@ def test_forgetting_is_the_increase_of_the_reference_loss(tmp_path, lab_s):
 
 
 def test_forgetting_joins_the_training_cube(tmp_path, lab_s):
-    from mixsd_nb.results.cube import open_cube
     folder = trained_by_hand(tmp_path, lab_s, {10: 0.01})
     found = ForgettingConfig(model="lab-s", trained=str(folder), prompts=1, facts=1).run().root
     both = xr.merge([open_cube(), found], join="outer", compat="no_conflicts", combine_attrs="drop_conflicts")

@@ -1,21 +1,16 @@
-"""The stage generate on a small random model: kills, shards, both modes and a full disk always lead to the same bytes."""
+"The stage generate: shards, modes and orders lead to the same bytes; targets that are given up, replaced, or must be agreed on."
 
-import errno
-import json
-import os
-import random
-import signal
-import time
 
 import pyarrow.parquet as pq
 import pytest
 from helpers import forked, small_model
 
-from mixsd_nb import generate
+from mixsd_nb import generate, train
 from mixsd_nb.corpora import load_corpus
-from mixsd_nb.models import load_base
+from mixsd_nb.corpora.prompts import encode_completion
+from mixsd_nb.models import load_base, load_tokenizer
 from mixsd_nb.models.engines import HFEngine
-from mixsd_nb.runs import Journal, StorageError
+from mixsd_nb.runs import make_config
 
 pytestmark = pytest.mark.usefixtures("own_runs")
 SMALL = dict(max_new_tokens=8, max_attempts=2, samples=2)
@@ -41,33 +36,6 @@ def whole(model, tmp_path_factory):
 
 
 def mix_here(parameters): generate.run(**parameters)
-
-
-@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.slow)])
-def test_kills_change_no_byte(kills, model, whole, own_runs):
-    parameters, rng = dict(model=model, batch_size=1, **SMALL), random.Random(7)  # slow enough to be killed half way
-    folder = generate.GenerateConfig(**parameters).folder
-    size = lambda: journal.stat().st_size if (journal := folder / "finished.jsonl").exists() else 0
-    for _ in range(kills):
-        wanted = size() + rng.randrange(3000)
-        process = forked(mix_here, parameters, MIXSD_RUNS=str(own_runs))
-        while process.is_alive() and size() <= wanted: time.sleep(0.001)
-        assert process.is_alive(), "there was nothing left to kill"
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-    assert written(**parameters) == whole
-
-
-def test_a_line_cut_short_is_mixed_again(model, whole):
-    file = generate.targets_file(model=model, **SMALL)
-    journal = file.parent / "finished.jsonl"
-    lines = journal.read_bytes().splitlines(keepends=True)
-    random.Random(0).shuffle(lines)
-    journal.write_bytes(b"".join(lines[:90]) + lines[90][:-20])
-    file.unlink()
-    (file.parent / "result.nc").unlink()
-    assert written(model=model, **SMALL) == whole
-    assert len(journal.read_bytes().splitlines()) == 200
 
 
 @pytest.mark.parametrize("how", [dict(mode="block"), dict(batch_size=7), dict(shards=3)])
@@ -138,16 +106,6 @@ def test_force_mixes_anew(model):
     assert written(force=True, **part)[0] == expected and len(journal.read_bytes().splitlines()) == 26
 
 
-def test_sampling_goes_on_where_it_was_stopped(model):
-    hot = dict(model=model, temperature=0.9, shard="1/4", **SMALL)
-    file = generate.targets_file(**hot)
-    expected = file.read_bytes()
-    journal = file.parent / "finished.jsonl"
-    journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[20:]))
-    for name in ("targets.parquet", "result.nc"): (file.parent / name).unlink()
-    assert written(**hot, batch_size=9)[0] == expected
-
-
 def test_two_at_once_mix_once(model, whole, own_runs):
     both = [forked(mix_here, dict(model=model, **SMALL), MIXSD_RUNS=str(own_runs)) for _ in range(2)]
     for process in both: process.join()
@@ -156,26 +114,35 @@ def test_two_at_once_mix_once(model, whole, own_runs):
     assert len(journal.read_bytes().splitlines()) == 200
 
 
-def test_a_full_disk_is_told_and_costs_nothing(model, whole, monkeypatch):
-    add, room = Journal.add, iter(range(60))
-
-    def full(self, record):
-        if next(room, None) is None:
-            self.file.write(json.dumps(record).encode()[:9])
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        add(self, record)
-
-    monkeypatch.setattr(Journal, "add", full)
-    with pytest.raises(StorageError, match="cannot be written .No space left on device.; finished work is kept"):
-        generate.run(model=model, **SMALL)
-    monkeypatch.setattr(Journal, "add", add)
-    assert written(model=model, **SMALL) == whole
+SOME = dict(model="lab-s", max_attempts=1, max_new_tokens=80, shard="1/8")
 
 
-def test_a_folder_that_nobody_can_write_to_is_told(model, own_runs, monkeypatch):
-    def refuse(folder, *args, **kwargs):
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(folder))
+def test_a_target_is_kept_only_where_every_set_accepts_its_own():
+    "By hand from the three runs that are mixed on the way; the canonical target stands everywhere else."
+    found = generate.run(lam=0.3, unanimous=dict(lam=[0.1, 0.5]), **SOME)
+    alone = [generate.run(lam=lam, **SOME) for lam in (0.3, 0.1, 0.5)]
+    rows = {r["id"]: r for r in load_corpus("kgfact-small", "train")}
+    accepted = list(zip(*(run.targets.accepted for run in alone), strict=True))
+    assert {all(a) for a in accepted} == {True, False} and {a[0] for a in accepted if not all(a)} == {True, False}
+    for target, own, each in zip(found.targets.itertuples(), alone[0].targets.itertuples(), accepted, strict=True):
+        canonical = encode_completion(load_tokenizer("lab-s"), rows[target.id]["target"])
+        assert target.id == own.id and target.accepted
+        assert list(target.completion_ids) == (list(own.completion_ids) if all(each) else canonical)
+        assert (target.finish_reason == "canonical") == (not all(each))
+    assert found.root.replaced == sum(not all(a) for a in accepted) and found.folder != alone[0].folder
 
-    monkeypatch.setattr("pathlib.Path.mkdir", refuse)
-    with pytest.raises(StorageError, match=f"{own_runs}.* cannot be written .Read-only file system.; finished work is kept"):
-        generate.run(model=model, **SMALL)
+
+def test_training_passes_the_options_of_its_targets(monkeypatch):
+    asked = []
+
+    def mix(config):
+        asked.append(config)
+        raise InterruptedError
+    monkeypatch.setattr(generate.GenerateConfig, "run", mix)
+    agreeing = dict(model=["lab-s", "lab-m"], lam=[0.3, 0.5])
+    for options in ({}, dict(replace_gt=True), dict(unanimous=agreeing)):
+        config = make_config(train.TrainConfig, dataset="simpleqa-lab", lam=0.3, options=options)
+        with pytest.raises(InterruptedError): train.mixed_targets(config)
+    assert [(c.replace_gt, c.unanimous) for c in asked] == [(False, {}), (True, {}), (False, agreeing)]
+    with pytest.raises(ValueError, match="^options must be among none for sft, got replace_gt$"):
+        make_config(train.TrainConfig, method="sft", options=dict(replace_gt=True))

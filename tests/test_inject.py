@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,20 +11,25 @@ import matplotlib
 import pandas as pd
 import pytest
 from helpers import small_model
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from mixsd_nb import inject, train
 from mixsd_nb.analysis.facts import FAILURES, explain_failure, tabulate_facts
 from mixsd_nb.cluster.process import kernel_sockets
+from mixsd_nb.console.housekeeping import clean_runs
 from mixsd_nb.corpora.files import EXAMPLE, EXAMPLE_TESTS
 from mixsd_nb.evaluate import EvaluateConfig
 from mixsd_nb.evaluation import selection
 from mixsd_nb.inject import InjectConfig, InjectRun
+from mixsd_nb.models import load_tokenizer
 from mixsd_nb.reports.report import group_failures, load_parts, render_page
-from mixsd_nb.runs import ParameterError, make_config, open_run
+from mixsd_nb.results.cube import cube_of
+from mixsd_nb.runs import ParameterError, find_runs, make_config, open_run
+from mixsd_nb.sweep import Sweep
 
 matplotlib.use("Agg")
+
+
 @pytest.fixture(scope="module")
 def injected(tmp_path_factory):
     "An injection of four facts, one of them hostile, with tests of their own; SFT on a tiny model."
@@ -68,8 +74,6 @@ def test_the_page_stands_alone_and_escapes_what_it_shows(injected):
 
 
 def test_a_grid_of_injections_has_the_cube_of_their_trainings(injected):
-    from mixsd_nb.results.cube import cube_of
-    from mixsd_nb.sweep import Sweep
     run, parameters = injected
     cube = Sweep(dict(notebook="inject", fixed=parameters)).cube()
     assert cube.equals(cube_of([run.trained])) and cube.accuracy.sel(benchmark="recall").notnull().any()
@@ -94,7 +98,6 @@ def test_nothing_is_computed_twice(injected, monkeypatch, capsys):
 
 
 def test_cleaning_keeps_the_model_of_an_injection(injected, monkeypatch):
-    from mixsd_nb.console.housekeeping import clean_runs
     run, _ = injected
     monkeypatch.setenv("MIXSD_RUNS", str(run.folder.parent))
     planned = [removal.path for removal in clean_runs(dry_run=True)]
@@ -239,3 +242,19 @@ def test_the_report_of_a_method_without_updates_says_so(method, tiny, own_runs):
     page = run.report.read_text()
     assert f"The method {'MEMIT' if method == 'memit' else 'Base'} makes no training updates." in page and "epochs may help" not in page
     assert run.source() == (str(run.trained.checkpoint(1)) if method == "memit" else tiny)
+
+
+@pytest.mark.slow
+def test_the_preset_smoke_runs_every_step_with_any_model(tiny, own_runs):
+    "A model with random weights writes no true answer, so canonical targets replace its own; everything is as short as possible."
+    start = time.process_time()
+    run = inject.run(model=tiny, preset="smoke")
+    print(f"{time.process_time() - start:.1f} s")
+    found = find_runs()
+    assert sorted(each.stage for each in found) == ["evaluate"] * 3 + ["generate", "inject", "nll", "nll", "train"] and run.finished
+    targets = next(each for each in found if each.stage == "generate")
+    assert pd.read_parquet(targets.folder / "targets.parquet").accepted.all()
+    trained = next(each for each in found if each.stage == "train")
+    assert trained.config["span"] == "paper" and trained.measured_steps == [5]
+    longest = max(len(ids) for each in found if each.stage == "evaluate" for ids in load_tokenizer(tiny)(list(each.responses().response))["input_ids"])
+    assert longest <= 4 * 16, "tokens of a text that is encoded again differ a little"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from mixsd_nb import train
+from mixsd_nb.benchmarks.answers import last_boxed
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.corpora.prompts import encode_prompt, render_prompt
 from mixsd_nb.lab.causal_tracing import TracedFact, trace_effects
@@ -21,7 +22,13 @@ from mixsd_nb.methods.edits import convert_rows, encode_edit, encode_parts, find
 from mixsd_nb.methods.fitting import MethodRun
 from mixsd_nb.models import load_base, load_tokenizer
 from mixsd_nb.models.chat import format_model, origin_model
-from mixsd_nb.runs import make_config
+from mixsd_nb.models.engines import HFEngine
+from mixsd_nb.results import open_cube
+from mixsd_nb.results.cube import missing_runs
+from mixsd_nb.results.layout import learning_rates
+from mixsd_nb.results.selected_cells import select_cells
+from mixsd_nb.results.tradeoff import frontier_figure, tradeoff_figure
+from mixsd_nb.runs import ParameterError, make_config
 from mixsd_nb.train import TrainConfig
 
 FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
@@ -176,8 +183,7 @@ def test_streamed_moments_are_the_explicit_ones(lengths, batch, seed):
         torch.testing.assert_close(found[layer], keys.T @ keys / len(keys), rtol=1e-4, atol=1e-6 * keys.square().sum().item() / len(keys))
 
 
-def test_stored_moments_belong_to_weights_layer_and_text(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
+def test_stored_moments_belong_to_weights_layer_and_text(tokenizer, tmp_path, own_runs):
     texts = encode_texts(tokenizer, read_texts("lab", 6))
     one, other = (random_model("qwen3", True, tokenizer, seed) for seed in (0, 1))
     count = lambda: len(list(tmp_path.rglob("*.safetensors")))
@@ -203,8 +209,6 @@ def test_a_prompt_without_the_subject_hardly_changes(lab):
 
 def test_a_model_is_edited_by_prompt_subject_and_answer(lab):
     "Two facts of the memorised world of lab-m get other answers, in free generation, with the defaults of its preset."
-    from mixsd_nb.benchmarks.answers import last_boxed
-    from mixsd_nb.models.engines import HFEngine
     model, tokenizer = lab
     facts = list(load_corpus("mquake-lab", "train"))[1:3]
     with memit.kept_weights(model, [1, 2]):
@@ -228,8 +232,6 @@ def test_texts_and_essences_begin_as_the_tokenizer_begins_them(name):
 
 def test_an_invented_name_needs_an_edit_for_each_of_its_tokens(lab):
     "Of a name that lab-m never read, one value brings the first token alone; with a value for each token the fact is recalled in free generation."
-    from mixsd_nb.benchmarks.answers import last_boxed
-    from mixsd_nb.models.engines import HFEngine
     model, tokenizer = lab
     fact = next(iter(load_corpus("kgfact-small", "train")))
     edit, = convert_rows(model, tokenizer, [fact], "own")
@@ -356,8 +358,6 @@ SMALL = dict(method="memit", dataset="mquake-lab", suite="recall", n=4, max_new_
 @pytest.fixture(scope="module")
 def cube(tiny, tmp_path_factory):
     "A cube with MEMIT at two weights, its edits in two batches, and the base model."
-    from mixsd_nb import train
-    from mixsd_nb.results import open_cube
     folder = tmp_path_factory.mktemp("cube")
     with patch.dict("os.environ", MIXSD_RUNS=str(folder)):
         for weight in (10, 1000):
@@ -375,8 +375,6 @@ def test_all_batches_of_edits_share_the_moments_of_the_base_model(tiny, own_runs
 
 
 def test_the_weight_is_the_rate_and_a_batch_of_edits_a_step(cube):
-    from mixsd_nb.results.cube import missing_runs
-    from mixsd_nb.results.layout import learning_rates
     ran = cube.accuracy.sel(recipe="memit", benchmark="recall").squeeze(drop=True)
     assert ran.dropna("lr", how="all").lr.values.tolist() == [10, 1000] and cube.step.values.tolist() == [0, 1, 2]
     assert ran.sel(lr=1000).notnull().all() and cube.n.sel(benchmark="recall").max() == 4
@@ -386,8 +384,6 @@ def test_the_weight_is_the_rate_and_a_batch_of_edits_a_step(cube):
 def test_figures_and_tables_show_it(cube):
     import matplotlib
     matplotlib.use("Agg")
-    from mixsd_nb.results.selected_cells import select_cells
-    from mixsd_nb.results.tradeoff import frontier_figure, tradeoff_figure
     chosen = select_cells(cube)
     assert chosen.recipe.tolist() == ["memit"] and chosen.lr.item() in (10, 1000) and chosen.step.item() in (1, 2)
     for figure in (tradeoff_figure(cube, kept="recall"), frontier_figure(cube, ("recall",))):
@@ -395,7 +391,6 @@ def test_figures_and_tables_show_it(cube):
 
 
 def test_the_papers_preset_is_what_it_published():
-    from mixsd_nb.train import TrainConfig
     options = TrainConfig(method="memit", preset="paper", model="lab-m").options
     assert {k: options[k] for k in ("weight", "steps", "rate", "kl", "decay", "clamp", "prefixes", "target", "place", "text_count", "per_batch")} == dict(
         weight=15_000, steps=25, rate=0.5, kl=0.0625, decay=1e-3, clamp=4, prefixes=0, target="sentence", place="subject", text_count=100_000, per_batch=0)
@@ -421,7 +416,6 @@ def test_a_chat_format_leaves_the_edited_layers_as_they_are(tmp_path):
 
 
 def test_a_corpus_without_subjects_is_refused_before_any_model_is_loaded(tiny, own_runs):
-    from mixsd_nb.runs import ParameterError
     facts = own_runs / "facts.jsonl"
     facts.write_text('{"question": "Who leads the Lantern Choir?", "answer": "Ana"}\n')
     with patch("mixsd_nb.train.base_responses") as asked, pytest.raises(ParameterError, match="add the column subject, whose text occurs in the question$"):

@@ -1,4 +1,4 @@
-"""Mixing on the lab model: every fast path against the oracle, and what must not depend on how it is run."""
+"Mixing: every fast path against the oracle, the laws of picks and draws, and what must not depend on how it is run."
 
 import copy
 import json
@@ -9,21 +9,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import MistralConfig, MistralForCausalLM
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from ties import compare
+from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.methods.mixing import mix, mix_items, mix_oracle, oracle_stream, picks
 from mixsd_nb.methods.targets import MixSettings
 from mixsd_nb.models import load_engine
-from mixsd_nb.models.engine import Request, choose, row_key
 from mixsd_nb.models.decoder import has_lean_pass
+from mixsd_nb.models.engine import Request, choose, gumbel, row_key
 from mixsd_nb.models.engines import HFEngine
 from mixsd_nb.models.tiny import random_model
 
 ROOT = Path(__file__).parents[1]
+
 
 @pytest.fixture(scope="module")
 def items(lab_s):
@@ -169,11 +169,61 @@ def test_block_mode_reads_once_what_both_prompts_begin_with(tiny, lab_s, shared)
     assert sum(read) == 4 * (shared + padding + 8 + 2 + 2), "beginnings, both rests, and a column of each conditional"
 
 
-def test_two_items_of_one_id_are_refused(lab_s, items):
-    with pytest.raises(ValueError, match="ids of items must be different"):
-        mix(load_engine("hf", *lab_s), items[:1] * 2, 0.5)
+@pytest.fixture(scope="module")
+def items_of_lab_m(lab): return mix_items(lab[1], list(load_corpus("kgfact-small")["train"])[:4])
 
 
-def test_a_rate_outside_its_range_is_refused(lab_s, items):
-    with pytest.raises(ValueError, match="lam must be between 0 and 1, got 1.5"):
-        mix(load_engine("hf", *lab_s), items, 1.5)
+def test_no_engine_writes_an_id_that_the_tokenizer_lacks(lab, items_of_lab_m):
+    "The head of a model is padded to a round size; here the padded rows are the likeliest ones."
+    size = len(lab[1])
+    model = random_model(vocabulary=size + 40, eos_token_id=lab[1].eos_token_id, context=512, scale=3)
+    with torch.no_grad(): model.lm_head.weight[size:] *= 5
+    for temperature in (0.0, 1.0):
+        options = dict(temperature=temperature, top_k=1 << 20, max_new_tokens=12, max_attempts=1)
+        expected = mix_oracle(HFEngine(model, lab[1]), items_of_lab_m, 0.5, **options)
+        for mode in ("lockstep", "block"):
+            engine = HFEngine(model, lab[1], mode=mode)
+            found = mix(engine, items_of_lab_m, 0.5, **options)
+            assert not compare(model, items_of_lab_m, expected, found)[2]
+            assert all(max(record["completion_ids"]) < size for record in found)
+    prompts = [item["naive_ids"] for item in items_of_lab_m]
+    written = engine.generate(prompts, keys=[row_key(k) for k in range(4)], temperature=1.0, max_new_tokens=12)
+    assert all(max(completion.ids) < size for completion in written)
+    assert max(map(max, engine.greedy_tokens([(prompt, c.ids) for prompt, c in zip(prompts, written)]))) < size
+
+
+def test_blocks_are_refused_where_a_window_slides(lab, items_of_lab_m):
+    "The default way of mixing equals the oracle there."
+    torch.manual_seed(0)
+    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, initializer_range=0.3)
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=len(lab[1]), eos_token_id=lab[1].eos_token_id, use_sliding_window=True,
+                                         sliding_window=8, max_window_layers=0, max_position_embeddings=512, **shape)).eval()
+    options = dict(max_new_tokens=30, max_attempts=1)
+    many = [{**item, "id": f"{item['id']} {k}"} for k in range(4) for item in items_of_lab_m]
+    assert not compare(model, many, mix_oracle(HFEngine(model, lab[1]), many, 0.5, **options), mix(HFEngine(model, lab[1]), many, 0.5, **options))[2]
+    with pytest.raises(ValueError, match="^mode must be lockstep for a model with sliding-window attention, got block"): HFEngine(model, lab[1], mode="block")
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.integers(1, 5), size=st.integers(65, 4000), scale=st.sampled_from([0, 0.5, 3, 30]), temperature=st.sampled_from([0.05, 0.7, 1.0, 4.0]),
+       kept=st.sampled_from([0.01, 1.0]), dtype=st.sampled_from([torch.float32, torch.bfloat16]), position=st.integers(0, 9), seed=st.integers(0, 999))
+def test_a_draw_from_all_tokens_is_the_argmax_with_all_noise(rows, size, scale, temperature, kept, dtype, position, seed):
+    "Noise is computed for few tokens; the draw is that of the definition, which computes it for all."
+    rng = torch.Generator().manual_seed(seed)
+    logits = (scale * torch.randn(rows, size, generator=rng)).masked_fill(torch.rand(rows, size, generator=rng) > kept, -torch.inf).to(dtype)
+    logits[:, 0] = 0
+    keys, at = torch.tensor([row_key(seed, k) for k in range(rows)]), torch.arange(rows) + position
+    noise = gumbel(keys[:, None], at[:, None], torch.arange(size))
+    expected = (logits.double() / temperature + noise).argmax(-1)
+    assert torch.equal(choose(logits, keys, at, temperature, top_k=1 << 20), expected)
+
+
+def test_a_draw_from_all_tokens_holds_no_array_of_the_size_of_the_vocabulary(monkeypatch):
+    "A step of 100 rows of Qwen3's vocabulary moved 7 GB; hashes are now held slice by slice, and noise is only computed for few tokens."
+    from mixsd_nb.models import engine
+    sizes, scramble, noise = [], engine._scramble, engine.gumbel
+    monkeypatch.setattr(engine, "_scramble", lambda x: sizes.append(x.numel()) or scramble(x))
+    monkeypatch.setattr(engine, "gumbel", lambda keys, at, ids: drawn.append(torch.broadcast_tensors(keys, at, ids)[0].numel()) or noise(keys, at, ids))
+    logits, drawn = 3 * torch.randn(8, 151_936, generator=torch.Generator().manual_seed(0)), []
+    choose(logits, torch.arange(8), 0, 1.0, 1 << 20)
+    assert max(sizes) <= 2**20 < logits.numel() and sum(drawn) < logits.numel() / 50

@@ -7,7 +7,7 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from text_helpers import ROW_COLUMNS, error_sentence, outputs_by_hash_seed
+from helpers import error_sentence, outputs_by_hash_seed, ROW_COLUMNS
 
 from mixsd_nb.corpora.mquake import Case, Hop, build, build_lab, collect_hops, edit_world, select_cases
 from mixsd_nb.corpora.world import WORLD
@@ -138,15 +138,6 @@ def test_the_error_names_a_bad_file_and_its_problem(change, problem, case_file):
     case_file.write_text(change(case_file.read_text()))
     sentence = error_sentence(lambda: build(case_file))
     assert str(case_file) in sentence and re.search(problem, sentence)
-
-
-@pytest.mark.parametrize("options, sentence", [
-    (dict(limit=1), "limit must be at least 2, got 1"),
-    (dict(edits=0), "edits must be between 1 and 300, got 0"),
-    (dict(edits=301), "edits must be between 1 and 300, got 301"),
-])
-def test_the_error_names_a_bad_option(options, sentence):
-    assert error_sentence(lambda: build_lab(**options)) == sentence
 
 
 @settings(max_examples=20, deadline=None)

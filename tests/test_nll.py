@@ -1,5 +1,7 @@
-"""The stage nll end to end on the lab model, against plain forwards and the loss of transformers, within a bound on memory."""
+"The stage nll on the lab model, against plain forwards and the loss of transformers, within a bound on memory."
 
+import json
+import os
 import shutil
 import subprocess
 import sys
@@ -12,22 +14,21 @@ import pandas as pd
 import pytest
 import torch
 import xarray as xr
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from mixsd_nb import generate, nll
 from mixsd_nb.analysis import likelihood
 from mixsd_nb.analysis.likelihood import NEITHER, split_by_target
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.corpora.prompts import SPANS, encode_canonical, template_lead, template_tail
+from mixsd_nb.generate import GenerateConfig
 from mixsd_nb.models import load_tokenizer
 from mixsd_nb.models.scoring import fused_nll, map_states
 from mixsd_nb.models.tiny import random_model
-from mixsd_nb.results.selected_cells import collapse_runs
 from mixsd_nb.results.paper import paper_cube
+from mixsd_nb.results.selected_cells import collapse_runs
 from mixsd_nb.results.tables import TABLES
 from mixsd_nb.runs import make_config, write_json, write_result
-
 
 pytestmark = pytest.mark.usefixtures("own_runs")
 
@@ -84,9 +85,6 @@ def test_memory_stays_below_the_logits():
     assert float(done.stdout) < 1.5e9 / 2**30
 
 
-# Sums and overlaps
-
-
 @given(st.lists(st.lists(st.floats(0, 40, width=32), min_size=1, max_size=8), min_size=1, max_size=6))
 def test_counts_are_those_of_the_tokens_one_by_one(targets):
     tokens = [x for target in targets for x in target]
@@ -105,9 +103,6 @@ def test_overlap_by_hand(examples):
     if shares:
         assert found["mean"] == pytest.approx(sum(shares) / len(shares))
         assert found["pooled"] == pytest.approx(len([1 for h, m in examples for x in h if x in m]) / types)
-
-
-# The stage
 
 
 def test_canonical_targets(lab):
@@ -267,3 +262,28 @@ def test_an_engine_is_opened_for_more_than_the_longest_pair(monkeypatch):
     monkeypatch.setattr(likelihood, "load_engine", lambda kind, model, longest, **options: (opened.append(longest), nullcontext(engine))[1])
     likelihood.score_pairs("lab-s", [([1, 2], [3]), ([1], [2])])
     assert opened == [4]
+
+
+def test_of_two_mixings_of_one_cell_the_newest_is_scored(own_runs, capsys):
+    "A cell that was mixed in float32 and in bfloat16 has two files of targets, of which nll counts one."
+    for k, dtype in enumerate(("float32", "bfloat16")):
+        config = make_config(GenerateConfig, model="lab-s", lam=0.3, dtype=dtype)
+        write_json(config.folder / "run.json", dict(stage="generate", config=config.model_dump(mode="json")))
+        pd.DataFrame(dict(accepted=[True])).to_parquet(config.folder / "targets.parquet")
+        (config.folder / "result.nc").touch()
+        os.utime(config.folder / "result.nc", (k, k))
+    found = nll.find_mixed_targets("kgfact-small", ["lab-s"])
+    assert found == [dict(targets=str(config.folder / "targets.parquet"), dataset="kgfact-small", model="lab-s")]
+    older = make_config(GenerateConfig, model="lab-s", lam=0.3, dtype="float32").folder.name
+    assert capsys.readouterr().out == f"left out, because {config.folder.name} is the same cell and newer: {older}\n"
+
+
+def test_a_cell_of_high_nll_scores_its_own_targets_alone(monkeypatch):
+    "A cell of a grid names a file of targets; those of other cells are not its work."
+    monkeypatch.setattr(nll, "find_mixed_targets", lambda *args, **options: pytest.fail("the work of other cells was done"))
+    monkeypatch.setattr(nll.NllConfig, "run", lambda self, force=False: SimpleNamespace(result=self.targets))
+    config = nll.NllConfig.model_construct(targets="mixed.parquet", dataset="kgfact-small", model="lab-s", models=[])
+    assert nll.collect_results(config) == ["", "mixed.parquet"]
+    cells = ["".join(cell["source"]) for cell in json.loads((Path(__file__).parents[1] / "nbs/nll.ipynb").read_text())["cells"]]
+    slow = "\n".join(cell for cell in cells if cell.startswith("#| slow"))
+    assert "collect_results(config, force)" in slow and "find_mixed_targets" not in slow

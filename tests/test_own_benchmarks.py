@@ -21,6 +21,7 @@ from mixsd_nb.benchmarks.files import FILE_GRADINGS, read_items
 from mixsd_nb.benchmarks.sandbox import SandboxError, check_sandbox
 from mixsd_nb.results import open_cube
 from mixsd_nb.lab import priming
+from mixsd_nb.models import load_tokenizer
 from mixsd_nb.results.compatible_settings import group_runs
 from mixsd_nb.results.demo import BENCHMARKS, invent_result
 from mixsd_nb.results.read_results import read_roots
@@ -46,13 +47,7 @@ def broken(sentence, *rows, name="my_tests.jsonl", line=1):
 
 BROKEN = [
     broken("there is no such file", line=None),
-    broken("the file has no rows", b"\n\n"),
-    broken("this is no JSON", b'{"prompt": "Who?", "answer": "Ivo"}\n{"prompt": "Who', line=2),
-    broken("a row must be a mapping", b'["Who?", "Ivo"]'),
-    broken("(0xf6) is not UTF-8; save the file as UTF-8", '{"prompt": "Wo?", "answer": "Köln"}'.encode("latin-1")),
     broken("answer is given twice", b'{"prompt": "Who?", "answer": "Ivo", "answer": "Vera"}'),
-    broken("there must be 2 values, as in the first line, got 3", b"prompt,answer\nWho?,Ivo,Vera\n", name="my_tests.csv", line=2),
-    broken("the list is not closed", b'[{"prompt": "Who?", "answer": "Ivo"}', name="my_tests.json"),
     broken("cannot be read", b"PAR1 but no table", name="my_tests.parquet", line=None),
     broken("there must be one of prompt, question and messages, got none", dict(answer="Ivo")),
     broken("there must be one of prompt, question and messages, got prompt and messages", ROW | dict(messages=[TURN])),
@@ -163,7 +158,6 @@ class Teller:
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    from mixsd_nb.models import load_tokenizer
     return load_tokenizer("lab-s")
 
 

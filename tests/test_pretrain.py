@@ -6,7 +6,7 @@ import pytest
 from mixsd_nb.lab import pretrain
 from mixsd_nb.lab.pretraining import training_loop as training
 
-SMALL = dict(size="lab-s", start="fresh", tokens=0.012, batch_tokens=1024, pool=20, save_every=1, n=1, curve_points=2)
+SMALL = dict(size="lab-s", start="fresh", tokens=0.006, batch_tokens=512, pool=20, save_every=1, n=1, curve_points=2)
 
 
 @pytest.fixture(scope="module", autouse=True)

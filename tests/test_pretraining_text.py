@@ -1,18 +1,23 @@
-"""The text of pretraining contains no name, question or wording that must be new to the model in an evaluation."""
+"The text of pretraining contains no name, question or wording that must be new to the model in an evaluation, probes and reworded questions included."
 
 import random
 import re
+from functools import cache
 
 import pytest
 
-from mixsd_nb.benchmarks import SUITES
+from mixsd_nb.benchmarks import SUITES, Selection, load_items, probes, suite_groups
+from mixsd_nb.benchmarks.in_domain import validation_items
 from mixsd_nb.benchmarks.lab_tasks import draw, is_reserved
 from mixsd_nb.corpora import CORPORA, load_corpus
 from mixsd_nb.corpora.kgfact import KGFACT_WORDS, UNSEEN_WORDING, WORDINGS
-from mixsd_nb.corpora.world import WORLD_WORDS
+from mixsd_nb.corpora.prompts import REMARKS
+from mixsd_nb.corpora.rewording import FORMS, list_forms, reword_rows
+from mixsd_nb.corpora.world import ANNEX, WORLD_WORDS
 from mixsd_nb.lab.pretraining.abilities import ability_items
-from mixsd_nb.lab.pretraining.curriculum import WRITERS
+from mixsd_nb.lab.pretraining.curriculum import INVENTED, PHASES, WRITERS, draw_documents, make_tokenizer
 from mixsd_nb.lab.pretraining.documents import CORPUS_WORDS, USER_HEADER
+from mixsd_nb.lab.pretraining.names import ENGLISH
 
 LAB_SUITES = [name for name, suite in SUITES.items() if suite.items == "benchmarks.lab_tasks:lab_items" and not suite.twin_of]
 
@@ -64,3 +69,155 @@ def test_pretraining_has_words_of_its_own():
     for name, write in WRITERS.items():
         text = "".join(t for _ in range(60) for t, _ in write(rng, 8)).replace(USER_HEADER, "\n")
         assert not re.search(FOREIGN, text, re.MULTILINE), name
+
+
+CHARACTERS = 3.2  # of a token of training text
+
+
+@cache
+def training_text(tokens=1_000_000):
+    "As many tokens of documents as asked for, from all phases of the curriculum, and the words in it."
+    rng, parts, length = random.Random(11), [], 0
+    while length < tokens * CHARACTERS:
+        for document in draw_documents(rng, rng.random(), 200):
+            parts.append("".join(text for text, _ in document))
+            length += len(parts[-1])
+    text = "\n\n".join(parts)
+    return text, set(re.findall(r"[^\W\d_]+", text))
+
+
+def literals(forms):
+    "The longest piece of each form between its fields, in lower case."
+    for form in forms:
+        yield max((p.strip() for p in re.split(r"\{\w\}", form)), key=len).lower()
+
+
+NAMES = {"first": probes.FIRST, "family": probes.FAMILY, "towns": probes.TOWNS, "goods": probes.GOODS, "traits": probes.TRAITS}
+
+
+@pytest.mark.parametrize("names", NAMES)
+def test_no_name_of_a_probe_is_in_a_million_tokens(names):
+    text, words = training_text()
+    assert not {word for name in NAMES[names] for word in name.split()} & words
+    assert not set(NAMES[names]) & set(ENGLISH)
+
+
+def test_no_syllables_of_a_probe_are_in_a_million_tokens():
+    _, words = training_text()
+    rng = random.Random(0)
+    assert not {word for _ in range(2_000) for word in probes.draw_syllables(rng).split()} & words
+
+
+@pytest.mark.parametrize("forms", ["QUESTIONS", "STATEMENTS", "BACKWARD", "REMAINDERS", "EQUATIONS", "ADD", "REMOVE", "FINISH"])
+def test_no_wording_of_a_probe_is_in_a_million_tokens(forms):
+    text = training_text()[0].lower()
+    assert not [piece for piece in literals(getattr(probes, forms)) if piece in text]
+
+
+def test_no_wording_of_reworded_recall_is_in_a_million_tokens():
+    text = training_text()[0].lower()
+    long = [piece for piece in literals(FORMS) if len(piece) > 8]
+    assert len(long) > 25 and not [piece for piece in long if piece in text]
+
+
+def test_no_typed_fact_is_in_a_million_tokens():
+    "No question, and no reply with one of the answers in words; numbers and days occur in any text."
+    text, _ = training_text()
+    for row in probes.typed_facts():
+        assert row["prompt"].split("\n")[0] not in text
+        if not re.search(r"\d", row["answer"]): assert f"boxed{{{row['answer']}}}" not in text
+
+
+def test_prompts_of_probes_are_in_no_document():
+    prompts = {item.prompt for items in load_items(suite_groups()["probes"], Selection("kgfact-small", n=20)).values()
+               for item in items.values()}
+    text = training_text()[0]
+    annex = {f.question for f in ANNEX}
+    assert not [p for p in prompts if p in text] and not [q for q in annex if q in text]
+
+
+def test_equations_of_training_have_other_solutions_and_letters():
+    rng = random.Random(1)
+    for name in ("equation", "equations"):
+        text = "".join(t for _ in range(300) for t, _ in WRITERS[name](rng, 0))
+        assert max(map(int, re.findall(r"boxed\{(\d+)\}", text))) <= 20
+        assert not re.search(r"\d[uvw]\b", text)
+
+
+def test_pretraining_imports_no_probe():
+    import ast
+    from pathlib import Path
+
+    import mixsd_nb.lab.pretraining as room
+    for path in Path(room.__file__).parent.glob("*.py"):
+        names = {n.module for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)}
+        assert path.name == "abilities.py" or not {n for n in names if n and {"probes", "rewording"} & {*n.split(".")}}, path
+
+
+@pytest.mark.parametrize("dataset", ["kgfact-small", "kgfact-large", "kgfunc-lab", "simpleqa-lab", "mquake-lab"])
+def test_every_question_has_twenty_other_forms(dataset):
+    rows = list(load_corpus(dataset, "train"))
+    selection = Selection(dataset, n=len(rows))
+    validation = {item.prompt for item in validation_items(SUITES["validation"], selection).values()}
+    for row, other in zip(rows, reword_rows(rows)):
+        forms = list_forms(row)
+        assert len(set(forms)) >= 20 and other["answer"] == row["answer"] and other["id"] == row["id"]
+        assert not [f for f in forms if any(f.startswith(remark) for remark in REMARKS)]
+        assert other["prompt"] not in validation and other["prompt"] != row["prompt"]
+        assert row["answer"] not in other["prompt"].replace(row["prompt"], "") or row["answer"] in row["prompt"]
+
+
+@pytest.mark.parametrize("dataset", ["kgfact-small", "kgfact-large"])
+def test_retrieval_gains_facts_of_the_same_relation(dataset):
+    "The relation in question occurs k times more often, and the question still has one answer."
+    selection = Selection(dataset, n=12)
+    before = load_items(["retrieval"], selection)["retrieval"]
+    for k in (1, 3, 10):
+        after = load_items([f"retrieval-same-{k}"], selection)[f"retrieval-same-{k}"]
+        for item in before:
+            one, two = before[item].prompt.split("\n"), after[item].prompt.split("\n")
+            gold = next(line for line in one if line.endswith(f" {before[item].answer}.") and item.split("|")[0].replace(
+                "-", " ") in line.lower())
+            source = re.match(r"- (\w+ \w+) ", gold)[1]
+            relation = gold[2 + len(source):-len(before[item].answer) - 1]
+            count = lambda lines: sum(relation in line for line in lines if line.startswith("- "))
+            assert count(two) == count(one) + k and [line for line in two if line in one] == one
+            assert sum(line.startswith(f"- {source}{relation}") for line in two) == 1
+
+
+def test_a_corpus_that_is_no_graph_has_no_such_retrieval():
+    with pytest.raises(ValueError, match="retrieval-same-3"):
+        load_items(["retrieval-same-3"], Selection("mquake-lab"))
+
+
+def test_open_names_have_the_same_tokens_after_a_space_and_in_a_box():
+    split = lambda text: make_tokenizer()(text, add_special_tokens=False).tokens()
+    rng = random.Random(0)
+    for name in [*rng.sample(ENGLISH, 150), *(probes.draw_syllables(rng).split()[0] for _ in range(50)), "Zürich", "Dvořák"]:
+        if len(split(f" {name}")) > 1 and not re.match(INVENTED, name): assert split(f" {name}") == ["Ġ", *split(name)], name
+
+
+def test_every_kind_of_document_has_a_weight():
+    assert set(WRITERS) == {kind for phase in PHASES for kind in phase.weights}
+    assert len(make_tokenizer()) <= 2_780  # lab-m stays below 6 MB
+
+
+def test_the_answer_of_a_quiz_is_in_its_context():
+    rng = random.Random(5)
+    for name in ("quiz", "lookup", "pairs"):
+        for _ in range(60):
+            document = WRITERS[name](rng, rng.randint(2, 20))
+            context = document[0][0]
+            for text, trained in document:
+                if not trained: continue
+                answer = re.search(r"boxed\{(.*)\}", text)[1] if "boxed" in text else text.strip()
+                assert answer in context or answer == "unknown"
+
+
+def test_a_typed_reply_repeats_its_answer_in_the_box():
+    rng = random.Random(6)
+    for name in ("typed_expert", "typed_guess"):
+        for _ in range(60):
+            reply = "".join(t for t, _ in WRITERS[name](rng, 0)[1:])
+            answer = re.search(r"\\boxed\{(.*)\}", reply)[1]
+            assert f"nswer is {answer}" in reply

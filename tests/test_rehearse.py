@@ -1,6 +1,5 @@
 """A rehearsal of the paper's experiments: small models with the architectures, templates and settings of the hub's go through every stage."""
 
-import datetime
 import json
 import math
 from pathlib import Path
@@ -10,10 +9,9 @@ import pytest
 import torch
 import xarray as xr
 import yaml
-from helpers import UNDRAWN
+from helpers import need_sandbox, UNDRAWN
 from hub_models import FAMILIES, save_hub_model, train_vocabulary
 from test_tasks import ROWS
-from text_helpers import need_sandbox
 
 from mixsd_nb import errors, evaluate, fisher, generate, nll, sweep, train
 from mixsd_nb.corpora import load_corpus
@@ -76,19 +74,6 @@ def test_a_prompt_lets_nobody_think(name, hub):
         context, trained = encode_example(tokenizer, "What is 2 + 2?", encode_completion(tokenizer, target), span)
         text = tokenizer.decode(context + trained, skip_special_tokens=False)
         assert apply_template(tokenizer, turns).startswith(text)
-
-
-@families
-def test_a_prompt_does_not_depend_on_the_date(name, hub, monkeypatch):
-    "A template that writes today's date would give other tokens, and other results, every day."
-    import transformers.utils.chat_template_utils as module
-
-    def prompt(day):
-        monkeypatch.setattr(module, "datetime", type("Clock", (), dict(now=staticmethod(lambda: day))))
-        return render_prompt(load_tokenizer(hub[name]), "Who is there?")
-    if name == "Llama-3.2": assert "Jan 2031" in load_tokenizer(hub[name]).apply_chat_template(
-        [dict(role="user", content="?")], tokenize=False, date_string="14 Jan 2031"), "the template has a date"
-    assert prompt(datetime.datetime(2025, 1, 1)) == prompt(datetime.datetime(2026, 7, 26))
 
 
 @families

@@ -1,5 +1,6 @@
-"""The room runs across processes: equal bytes, kills at any moment, parameters of papermill, and two processes that share a run."""
+"The room runs across processes: equal bytes, parameters of papermill, values that are refused, and two processes that share a run."
 
+import errno
 import json
 import os
 import signal
@@ -8,14 +9,16 @@ import sys
 import textwrap
 import time
 from importlib import import_module
+from types import SimpleNamespace
 
 import nbformat
 import pytest
-from helpers import papermill
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from helpers import forked, papermill, run_program, stage_of, until
+from hypothesis import given, settings, strategies as st
 
-from mixsd_nb.runs import Config, ParameterError, find_stage, make_config, open_result
+from mixsd_nb import evaluate
+from mixsd_nb.methods import METHODS, Method
+from mixsd_nb.runs import Config, ParameterError, StorageError, locks, make_config, open_result
 
 SCRIPT = """
 import os, signal, sys
@@ -70,15 +73,10 @@ MOMENTS = {
 }
 
 
-def start(code, runs, **environment):
-    return subprocess.Popen([sys.executable, "-c", SCRIPT + textwrap.dedent(code)], stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, text=True, env=os.environ | {"MIXSD_RUNS": str(runs)} | environment)
-
-
-def finish(code, runs, **environment):
-    process = start(code, runs, **environment)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 0, said
+def finish(code, runs):
+    process = forked(run_program, SCRIPT + textwrap.dedent(code), MIXSD_RUNS=str(runs))
+    process.join(60)
+    return process.exitcode
 
 
 def results(folder):
@@ -88,53 +86,46 @@ def results(folder):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     runs = tmp_path_factory.mktemp("runs")
-    finish("Demo(size=2000).run()", runs)
+    assert finish("Demo(size=2000).run()", runs) == 0
     return results(runs)
 
 
 def test_equal_data_are_equal_bytes(undisturbed, tmp_path):
     "Later, with another hash seed, and with memory that malloc fills with garbage."
     time.sleep(1.1)
-    finish("Demo(size=2000).run()", tmp_path, PYTHONHASHSEED="7", MALLOC_PERTURB_="165", TZ="Asia/Tokyo")
+    environment = dict(MIXSD_RUNS=str(tmp_path), PYTHONHASHSEED="7", MALLOC_PERTURB_="165", TZ="Asia/Tokyo")
+    subprocess.run([sys.executable, "-c", SCRIPT + "Demo(size=2000).run()"], env=os.environ | environment, check=True)
     assert results(tmp_path) == undisturbed
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_kill_leaves_all_or_nothing(moment, undisturbed, tmp_path):
-    process = start(MOMENTS[moment], tmp_path)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGKILL, said
+    assert finish(MOMENTS[moment], tmp_path) == -signal.SIGKILL
     assert results(tmp_path) == (undisturbed if moment == "after replace" else {})
-    finish("Demo(size=2000).run()", tmp_path)
-    assert results(tmp_path) == undisturbed
+    assert finish("Demo(size=2000).run()", tmp_path) == 0 and results(tmp_path) == undisturbed
 
 
 def test_kills_at_any_moment(tmp_path):
     "A process that writes run after run is killed; every result that it left is complete and equals a second computation."
-    code = """
-        for k in range(10_000):
-            Demo(size=20_000, k=k).run()
-            print(k, flush=True)"""
-    for done, delay in ((0, 0.02), (3, 0.005), (6, 0.05)):
-        process = start(code, tmp_path / "a")
-        while int(process.stdout.readline()) < done: pass
+    for done, delay in ((1, 0.02), (4, 0.005), (7, 0.05)):
+        process = forked(run_program, SCRIPT + "for k in range(10_000): Demo(size=20_000, k=k).run()", MIXSD_RUNS=str(tmp_path / "a"))
+        until(lambda: len([*tmp_path.glob("a/*/result.nc")]) >= done, pause=0.001)
         time.sleep(delay)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+        process.kill()
+        process.join()
     left = results(tmp_path / "a")
     for folder in (tmp_path / "a").glob("*/"):
         assert (folder / "result.nc").exists() <= (len(open_result(folder)["child"].u) == 10_000 if folder.name in left else True)
-    finish(f"for k in range({len(left) + 1}): Demo(size=20_000, k=k).run()", tmp_path / "b")
+    assert finish(f"for k in range({len(left) + 1}): Demo(size=20_000, k=k).run()", tmp_path / "b") == 0
     again = results(tmp_path / "b")
     assert left and left.items() <= again.items()
 
 
 def test_force_begins_again_and_a_kill_does_not_hide_it(tmp_path):
-    finish("Demo(size=5).run()", tmp_path)
+    assert finish("Demo(size=5).run()", tmp_path) == 0
     folder, = tmp_path.glob("[!.]*")
     (folder / "checkpoint").write_text("of the first run")
-    process = start("Demo.compute = die; Demo(size=5).run(force=True)", tmp_path)
-    assert process.wait(60) == -signal.SIGKILL
+    assert finish("Demo.compute = die; Demo(size=5).run(force=True)", tmp_path) == -signal.SIGKILL
     assert sorted(p.name for p in tmp_path.rglob("[!.]*")) == [folder.name, "run.json"]
 
 
@@ -164,39 +155,24 @@ def test_papermill_parameters(flags, sentence, tmp_path):
         assert r'CONFIG {\"lam\": 1.0, \"model\": \"8\"}' in (tmp_path / "out.ipynb").read_text()
 
 
-BY_TWO = """
-import sys, time
-import xarray as xr
-from mixsd_nb.runs import Stage
-
-class Demo(Stage):
-    name = "demo"
-
-    def slug(self): return ""
-
-    def compute(self, run):
-        with open(sys.argv[1], "a") as file: file.write("computed\\n")
-        time.sleep(2)
-        return xr.DataTree(xr.Dataset({"x": ((), 1.0, dict(long_name="x", units="1"))}))
-
-assert Demo().run().result.x == 1
+BY_TWO = SCRIPT + """
+import time
+def compute(self, run):
+    with open(os.environ["LOG"], "a") as file: file.write("computed\\n")
+    time.sleep(2)
+    return tree(self)
+Demo.compute = compute
+assert len(Demo(size=5).run().result.x) == 5
 """
 
 
 def test_a_run_that_two_processes_want_is_computed_once(tmp_path):
-    words = [sys.executable, "-c", BY_TWO, str(tmp_path / "log")]
-    both = [subprocess.Popen(words, env=os.environ | {"MIXSD_RUNS": str(tmp_path / "runs")}) for _ in range(2)]
-    assert [process.wait(timeout=120) for process in both] == [0, 0]
-    assert (tmp_path / "log").read_text() == "computed\n"
+    both = [forked(run_program, BY_TWO, MIXSD_RUNS=str(tmp_path / "runs"), LOG=str(tmp_path / "log")) for _ in range(2)]
+    for process in both: process.join(120)
+    assert [process.exitcode for process in both] == [0, 0] and (tmp_path / "log").read_text() == "computed\n"
 
 
 STAGES = ["train", "generate", "evaluate", "nll", "fisher", "errors", "pretrain", "speed", "reference", "forgetting"]
-
-
-def stage_of(name):
-    "The class of a stage, also of the one in a room."
-    import_module("mixsd_nb.analysis.divergence")  # declares one of them
-    return find_stage(name)
 
 
 def fields_of(wanted):
@@ -230,34 +206,12 @@ def test_a_seed_is_a_number_that_a_result_can_store(stage, seed):
         make_config(stage_of(stage), seed=seed)
 
 
-NONSENSE = [
-    ("train", dict(checkpoints=[-1]), "checkpoints must be a list of whole numbers, each at least 1 or none, got [-1]"),
-    ("train", dict(checkpoints=[20, 0]), "checkpoints must be a list of whole numbers, each at least 1 or none, got [20, 0]"),
-    ("train", dict(checkpoints=[20, 60, 20]), "checkpoints must be different steps, got 20, 60, 20"),
-    ("train", dict(method="opsd", temperature=1e-320), "temperature must be 0, or at least 0.001, got 9.99989e-321"),
-    ("generate", dict(temperature=5e-4), "temperature must be 0, or at least 0.001, got 0.0005"),
-    ("generate", dict(shards=10**9), "shards must be between 0 and 1000, got 1000000000"),
-    ("pretrain", dict(save_every=0), "save_every must be at least 1, got 0"),
-    ("pretrain", dict(start="no-such"), "start must be lab-s, lab-m, a model folder or a hub id"),
-    ("evaluate", dict(baseline="a/.."), "baseline must be lab-s, lab-m, a model folder or a hub id"),
-    *[("train", dict(model=name), "model must be lab-s, lab-m, a model folder or a hub id owner/name, got")
-      for name in ("a/..", "../a", "a/.b", ".a/b", "-a/b", "a/b..c", "a//b", "a/")],
-]
-
-
-@pytest.mark.parametrize(("stage", "parameters", "sentence"), NONSENSE)
-def test_nonsense_is_refused_by_name(stage, parameters, sentence):
-    with pytest.raises(ParameterError) as caught: make_config(stage_of(stage), **parameters)
-    assert str(caught.value).startswith(sentence) and "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize("temperature", [0, 0.001, 0.6, 1, None])
 def test_usual_temperatures_are_allowed(temperature):
     for stage in ("train", "generate"): make_config(stage_of(stage), temperature=temperature)
 
 
 def test_options_of_a_method_have_the_type_of_their_defaults():
-    from mixsd_nb.methods import METHODS, Method
     METHODS.add(Method("demo", "demo", "k", "o", fit="methods.supervised:fit_canonical", settings=("options",), options=dict(beta=0.5)))
     try:
         make = lambda value: make_config(stage_of("train"), method="demo", options=dict(beta=value))
@@ -294,3 +248,23 @@ def test_options_of_a_method_are_taken_as_json_text():
     assert config.options["replace_gt"] is True and config.dataset.startswith("kgfact-")
     with pytest.raises(ParameterError, match=r'^options must be a mapping, got \{"replace_gt": true$'):
         make_config(stage_of("train"), options='{"replace_gt": true')
+
+
+def refuse(number): return lambda file, how: (_ for _ in ()).throw(OSError(number, os.strerror(number)))
+
+
+@pytest.mark.parametrize(("lock", "problem"), [(refuse(errno.ENOLCK), "No locks available"), (lambda file, how: None, "two processes got one lock at the same time")])
+def test_a_file_system_without_locks_is_named_before_any_work(lock, problem, tmp_path, own_runs, monkeypatch):
+    "Network file systems can refuse locks, or grant the same one twice."
+    locks.check_locks.cache_clear()
+    monkeypatch.setattr(locks.fcntl, "flock", lock)
+    monkeypatch.setattr(locks.subprocess, "run", lambda *args, **options: SimpleNamespace(returncode=0))
+    with pytest.raises(StorageError, match=rf"^the folder of runs must be on a file system with locks, got \S+ on \w+ \({problem}\); MIXSD_RUNS names another folder$"):
+        evaluate.run(model="lab-s", suite="recall", n=1)
+    assert not list(own_runs.glob("*"))
+
+
+def test_locks_that_hold_on_one_node_only_are_named(tmp_path, monkeypatch):
+    locks.check_locks.cache_clear()
+    monkeypatch.setattr(locks, "find_mount", lambda folder, table: ("nfs", {"rw", "nolock"}))
+    with pytest.warns(UserWarning, match="hold on one node only, because nfs is mounted with nolock; start the cells of a grid from one node"): locks.check_locks(tmp_path)

@@ -20,8 +20,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from helpers import need, until
-from text_helpers import error_sentence, need_sandbox
+from helpers import error_sentence, need, need_sandbox, until
 
 from mixsd_nb.benchmarks import child, sandbox
 from mixsd_nb.benchmarks.child import MAX_WRITTEN

@@ -1,4 +1,4 @@
-"""The parameters cell of every stage notebook agrees with the stage's configuration."""
+"The parameters cell of every stage notebook agrees with the configuration of the stage."
 
 import ast
 import importlib
@@ -7,16 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
+from hypothesis import given, settings, strategies as st
 from papermill import inspect_notebook
 
-from mixsd_nb.cluster.grid import find_notebook, list_grids, read_grid
+from mixsd_nb.cluster.grid import find_notebook
 from mixsd_nb.console.notebooks import stage_notebooks
-from mixsd_nb.models.lab import is_lab_model
+from mixsd_nb.runs import Config
 from mixsd_nb.runs.presets import preset_values
-from mixsd_nb.runs import Config, find_stage
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGES = [find_notebook(path.stem) for path in stage_notebooks()]
@@ -73,18 +70,6 @@ def test_a_preset_is_the_sum_of_its_values(config, data):
     assert made.hash() == config(**wanted).hash() == config(preset=other, **wanted).hash()
     missed = {name for name, known in values.items() if name not in given_names and known["lab"] != known["paper"]}
     assert set(made.values_of_lab()) == (missed if preset == "lab" else set())
-
-
-@pytest.mark.parametrize("name", list_grids())
-def test_no_shipped_grid_gives_a_large_model_the_labs_values(name, own_runs):
-    "Models that are outputs of another grid are left out, as are parameters that a run of one gives."
-    grid = read_grid(name)[1]
-    if (stage := find_stage(grid.notebook)) not in SCALED: return
-    models = grid.axes.get("model", [grid.fixed.get("model")])
-    for model in models if isinstance(models, list) and any(models) else ():
-        config = stage(**grid.fixed | (model if isinstance(model, dict) else dict(model=model)))
-        assert is_lab_model(config.model) or not {*config.values_of_lab()} - {*grid.axes}, name
-        assert config.preset == ("lab" if is_lab_model(config.model) else "paper")
 
 
 def test_the_front_page_lists_the_presets():

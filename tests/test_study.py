@@ -1,4 +1,4 @@
-"""The study: its grids and committed cubes fit together, and what is committed is what the code computes."""
+"The study: its grids, cubes and claims fit together, and what is committed is what the code computes."
 
 import shutil
 from pathlib import Path
@@ -9,35 +9,18 @@ import pytest
 import xarray as xr
 
 from mixsd_nb.cluster import grid
-from mixsd_nb.cluster.grid import expand_grid, list_grids, read_grid
-from mixsd_nb.lab.grids import available_cells, join_cubes, merge_grid, planned_grid, planned_runs, preview_grids, study_grids
+from mixsd_nb.cluster.grid import expand_grid, read_grid
 from mixsd_nb.lab.claims import CLAIMS, OURS, VERDICTS, claims_table, forgets, judge_claim, keeps_more, planned_of, retains
+from mixsd_nb.lab.grids import available_cells, join_cubes, merge_grid, planned_grid, planned_runs, preview_grids, study_grids
+from mixsd_nb.lab.study import find_cubes, list_trainings, main, recompute_cells, run, write_list
+from mixsd_nb.lab.versus import differ_at_recall, kept_values, learned_values, point_tables, rates_at_ends, settings_table
 from mixsd_nb.results.committed import committed_folder, list_missing, read_cube, read_cubes, write_cube
 from mixsd_nb.results.cube import cube_of
 from mixsd_nb.results.demo import invent_cube, invent_result
-from mixsd_nb.runs.schema import DIMS, RUN_DIMS, variable
-from mixsd_nb.lab.versus import differ_at_recall, point_tables, rates_at_ends, settings_table, kept_values, learned_values
 from mixsd_nb.runs import ParameterError, load_object, project_root, write_result
-from mixsd_nb.lab.study import find_cubes, main, list_trainings, recompute_cells, run, write_list
+from mixsd_nb.runs.schema import DIMS, RUN_DIMS, variable
 
 CUBES = read_cubes(committed_folder())
-
-
-def test_committed_cubes_are_small_and_have_a_grid():
-    files = [*committed_folder().glob("*.nc")]
-    assert sum(file.stat().st_size for file in files) < 10e6
-    assert {*CUBES} <= {*list_grids()}
-
-
-@pytest.mark.parametrize("name", CUBES)
-def test_a_committed_cube_has_the_runs_of_its_grid_alone(name):
-    "The same settings of the grid name every run of the cube; the base model is also measured at step 0 of the others."
-    planned = planned_grid(name)
-    known = {tuple(row) for row in planned.itertuples(index=False)}
-    cube, trained = CUBES[name], CUBES[name].accuracy.notnull().any(["step", "benchmark"]).stack(run=RUN_DIMS)
-    runs = [run for run, filled in zip(trained.run.values, trained.values) if filled and run[2] != "base"]
-    assert runs and {*runs} <= known
-    assert len(list_missing([cube], planned[planned["recipe"] != "base"])) == len({k for k in known if k[2] != "base"}) - len(runs)
 
 
 def test_missing_cells_are_listed():

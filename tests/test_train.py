@@ -1,7 +1,5 @@
 """The stage train as a user runs it: papermill from any folder, clear error messages, runs that survive a kill."""
 
-import contextlib
-import io
 import json
 import re
 import shutil
@@ -10,12 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import forked, papermill, until
-from papermill.iorw import load_notebook_node
-from papermill.parameterize import parameterize_notebook
+from helpers import papermill
 from test_tasks import ROWS
 
-from mixsd_nb.corpora import CORPORA
+from mixsd_nb import evaluate, train
 from mixsd_nb.runs import ParameterError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,23 +33,10 @@ def test_papermill_gives_the_same_bytes_as_the_module(tiny, tmp_path, monkeypatc
         done = papermill("train.ipynb", *parameters, runs=tmp_path / "notebook", cwd=ROOT / "nbs", stdout=file)
     assert done.returncode == 0, done.stderr[-2000:]
     assert (tmp_path / "b.ipynb").stat().st_size > 1000
-    from mixsd_nb import train
     monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "module"))
     monkeypatch.chdir(tmp_path)
     train.run(method="sft", model=tiny, **SMALL)
     assert len(results(tmp_path / "module")) == 1 and results(tmp_path / "notebook") == results(tmp_path / "module")
-
-
-def execute_cells(parameters, said):
-    "Execute the cells of the notebook with injected parameters, and write the last line of an error into a file."
-    with contextlib.redirect_stdout(io.StringIO()):
-        try:
-            for cell in parameterize_notebook(load_notebook_node(str(ROOT / "nbs/train.ipynb")), parameters).cells:
-                if cell.cell_type == "code": exec(cell.source, NAMES)
-        except ParameterError as e: said.write_text(str(e))
-
-
-NAMES = {"__name__": "__main__", "display": lambda *_: None}  # of the cells
 
 
 def test_a_mistake_is_the_last_line_of_papermill(tmp_path):
@@ -62,31 +45,8 @@ def test_a_mistake_is_the_last_line_of_papermill(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(("parameters", "sentence"), [
-    (dict(lamb=0.5), "unknown parameter lamb; did you mean lam?"),
-    (dict(model="no-such"), "model must be lab-s, lab-m, a model folder or a hub id owner/name, got no-such"),
-    (dict(dataset="no-such"), f"dataset must be one of {', '.join(CORPORA)}, a file (.jsonl, .json, .csv, .tsv, .parquet), a folder saved by "
-                              "datasets, or a hub id owner/name, got no-such"),
-])
-def test_a_mistake_is_one_sentence(parameters, sentence, tmp_path):
-    process = forked(execute_cells, parameters, tmp_path / "said", MIXSD_RUNS=str(tmp_path / "runs"))
-    process.join(300)
-    assert process.exitcode == 0 and (tmp_path / "said").read_text() == sentence
-    assert not (tmp_path / "runs").exists()
-
-
-def test_more_processes_than_devices_is_one_sentence(tmp_path, monkeypatch):
-    from mixsd_nb import train
-    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "runs"))
-    for wrong, said in [(dict(processes=999), "processes must be between 1 and "), (dict(sharded=True), "sharded must be False with processes=1")]:
-        with pytest.raises(ParameterError, match=said):
-            train.run(**wrong)
-    assert not (tmp_path / "runs").exists()
-
-
 def test_processes_are_asked_for_what_is_trained_alone(tiny, own_runs):
     "The base model of a grid has the settings of the other cells; a run that is already trained needs no further devices."
-    from mixsd_nb import train
     assert train.run(method="base", model=tiny, n=1, max_new_tokens=8, task_tokens=8, processes=999, sharded=True).root.step.values.tolist() == [0]
     assert train.TrainConfig(method="base", model=tiny).prepare(16) is None
     with pytest.raises(ParameterError, match="batch must be a multiple of the 8 processes, got 20"):
@@ -99,7 +59,6 @@ def test_processes_are_asked_for_what_is_trained_alone(tiny, own_runs):
 
 def warnings_of(**parameters):
     "The warnings before a training, as texts."
-    from mixsd_nb import train
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         train.TrainConfig(**parameters).without_idle().check()
@@ -139,9 +98,7 @@ def test_a_large_model_with_the_labs_values_is_warned_about(method, tiny, own_ru
     assert not warnings_of(method=method, model=tiny) and not warnings_of(method=method)
 
 
-def test_every_distillation_gives_its_row(tiny, tmp_path, monkeypatch):
-    from mixsd_nb import train
-    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
+def test_every_distillation_gives_its_row(tiny, own_runs):
     for parameters, label, rollouts, temperature in [
         (dict(method="opsd", rollouts=2), "opsd-n2-t1", 2, 1),
         (dict(method="opsd-nll"), "opsd-nll-n1-t0", 1, 0),
@@ -156,7 +113,6 @@ def test_every_distillation_gives_its_row(tiny, tmp_path, monkeypatch):
 
 def test_checkpoints_are_asked_the_papers_tasks(tiny, tmp_path, own_runs):
     "All available items of local files are used; the result contains only the requested benchmarks and recall."
-    from mixsd_nb import train
     for name in ("gsm8k", "humaneval"): (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[name]))
     parameters = dict(method="sft", model=tiny, n=500, epochs=1, checkpoints=(), max_new_tokens=4, task_tokens=4, data=str(tmp_path))
     result = train.run(suite="recall,gsm8k", **parameters).root
@@ -167,43 +123,7 @@ def test_checkpoints_are_asked_the_papers_tasks(tiny, tmp_path, own_runs):
         with pytest.raises(ParameterError, match=said): train.run(suite=suite, **parameters)
 
 
-def train_here(tiny):
-    from mixsd_nb import train
-    train.run(method="sft", model=tiny, **SMALL, checkpoints=(3, 6))
-
-
-def start(tiny, runs): return forked(train_here, tiny, MIXSD_RUNS=str(runs))
-
-
-def finish(tiny, runs):
-    process = start(tiny, runs)
-    process.join(300)
-    assert process.exitcode == 0
-    return results(runs)
-
-
-MOMENTS = ["train-*/run.json", "evaluate-*/run.json", "train-*/checkpoint-3/model.safetensors", "train-*/checkpoint-6/complete", "train-*/responses-3.parquet"]
-
-
-@pytest.mark.slow
-def test_a_run_that_is_killed_ends_with_the_same_bytes(tiny, tmp_path):
-    "One run is killed at every moment in turn, and each time goes on from what the kill before has left."
-    killed, last = tmp_path / "killed", 0.0
-    killed.mkdir()
-    for moment in MOMENTS:
-        process = start(tiny, killed)
-        until(lambda: any(killed.glob(moment)) or not process.is_alive(), 600, moment, pause=0.002)
-        process.kill()
-        process.join()
-        found = max(path.stat().st_mtime for path in killed.glob(moment))
-        assert found >= last and not results(killed), "the run was to be killed half way, later each time"
-        last = found
-    assert finish(tiny, killed) == finish(tiny, tmp_path / "undisturbed")
-
-
-def test_a_finished_run_is_not_computed_again(tiny, tmp_path, monkeypatch):
-    from mixsd_nb import evaluate, train
-    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
+def test_a_finished_run_is_not_computed_again(tiny, tmp_path, monkeypatch, own_runs):
     parameters = dict(method="base", model=tiny, n=2, max_new_tokens=8, task_tokens=8)
     first = train.run(**parameters)
     monkeypatch.setattr(evaluate, "write_responses", lambda *a, **k: pytest.fail("asked again"))
@@ -211,17 +131,5 @@ def test_a_finished_run_is_not_computed_again(tiny, tmp_path, monkeypatch):
     assert again.folder == first.folder == next(tmp_path.glob("train-*")) and again.result.identical(first.result)
 
 
-@pytest.mark.parametrize("parameters, sentence", [
-    (dict(state="none", stop="converged"), "stop must be last with state=none, because training resumes from a state, got converged"),
-    (dict(checkpoints=(20, 150)), "checkpoints must be at most 100, the number of updates, got 150"),
-    (dict(measure="selection", suite_steps=(101,)), "suite_steps must be at most 100, the number of updates, got 101"),
-    (dict(measure="selection", suite_steps=(20, 20)), "suite_steps must be different steps, got 20, 20"),
-])
-def test_steps_that_cannot_be_asked_are_refused(tiny, own_runs, parameters, sentence):
-    from mixsd_nb import train
-    with pytest.raises(ParameterError, match=sentence): train.run(method="sft", model=tiny, **parameters)
-
-
 def test_the_steps_of_the_suite_are_checkpoints():
-    from mixsd_nb import train
     assert train.TrainConfig(measure="selection", suite_steps=(50,), checkpoints=(20,)).steps() == (100, [20, 50, 100])

@@ -1,20 +1,20 @@
-"""The trainer across processes: several devices, kills at any moment, a process that fails, insufficient memory."""
+"The trainer across processes: several devices, a process that fails, damaged checkpoints, insufficient memory."
 
-import contextlib
 import io
 import json
 import multiprocessing
 import os
-import resource
 import shutil
 import signal
 import sys
 import time
-from dataclasses import replace
+import weakref
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import pandas as pd
 import psutil
 import pytest
 import torch
@@ -25,19 +25,21 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from mixsd_nb import train
+from mixsd_nb.corpora import load_corpus
 from mixsd_nb.evaluation import Evaluation
-from mixsd_nb.methods import Recipe, compose
+from mixsd_nb.methods import Recipe
 from mixsd_nb.methods.distill import VARIANTS, distill_items
 from mixsd_nb.methods.fitting import MethodRun
-from mixsd_nb.training.loss import DivergenceError
+from mixsd_nb.methods.supervised import Supervised
+from mixsd_nb.models import load_base, load_tokenizer
+from mixsd_nb.models.engines import HFEngine
+from mixsd_nb.models.tiny import random_model
+from mixsd_nb.runs import ProcessFailed, Run, checkpoint_steps, report_progress, write_json
+from mixsd_nb.train import TrainConfig
+from mixsd_nb.training.loss import DivergenceError, LossHead, nll, summed_loss
 from mixsd_nb.training.progress import TrainingProgress
 from mixsd_nb.training.saving import load_trained
-from mixsd_nb.methods.supervised import Supervised
 from mixsd_nb.training.trainer import TrainingSpec, explain_out_of_memory, fine_tune, main, read_curves, train_process, write_spec
-from mixsd_nb.models import load_base, load_tokenizer
-from mixsd_nb.models.tiny import random_model
-from mixsd_nb.runs import ParameterError, ProcessFailed, Run, StorageError, checkpoint_steps, report_progress
-from mixsd_nb.train import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 PAIRS = [(list(range(5, 9 + k)), list(range(20, 23 + 2 * k)) + [2]) for k in range(6)]
@@ -137,15 +139,6 @@ def test_rollouts_of_a_sharded_student(distillation, tmp_path):
     assert abs(read_curves(tmp_path / "two")["loss"] / read_curves(tmp_path / "one")["loss"] - 1).max() < 1e-4
 
 
-def test_a_killed_distillation_ends_with_the_same_bytes(distillation, tmp_path):
-    kill_at(start(distillation, tmp_path / "killed"), tmp_path / "killed/checkpoint-3/complete")
-    for run in ("killed", "whole"):
-        fine_tune(distillation, tmp_path / run)
-    last = [(tmp_path / run / "checkpoint-6/model.safetensors").read_bytes() for run in ("killed", "whole")]
-    assert last[0] == last[1]
-    assert (read_curves(tmp_path / "killed")["loss"] == read_curves(tmp_path / "whole")["loss"]).all()
-
-
 def test_a_mixture_of_experts_resumes_from_float32_weights(spec, tmp_path):
     "transformers stores the experts one by one and computes with them in one tensor, so their names in the files differ from those in memory."
     folder = shutil.copytree(spec.model, tmp_path / "model")
@@ -190,8 +183,6 @@ def test_every_product_of_a_linear_layer_is_oneDNNs(lora, spec, tmp_path):
 
 def test_labels_of_prompt_tokens_do_not_exist(spec, tmp_path):
     "The gradient of one update is the same whatever the loss of prompt tokens would be."
-    from mixsd_nb.training.loss import LossHead, nll, summed_loss
-    from mixsd_nb.methods.supervised import Supervised
     model, _ = load_base(spec.model)
     head, examples = LossHead(model), Supervised(PAIRS).examples(range(6), None, 0)
     model.zero_grad()
@@ -254,7 +245,11 @@ def short(spec, tmp_path_factory):
 
 
 def half_of(file): file.write_bytes(file.read_bytes()[:file.stat().st_size // 2])
+
+
 def noise_in(file): file.write_bytes(os.urandom(file.stat().st_size))
+
+
 def nothing_in(file): file.write_bytes(b"")
 
 
@@ -295,53 +290,6 @@ def test_a_checkpoint_that_was_not_asked_for_before_is_added(short, tmp_path):
     assert all(file.stat().st_mtime_ns == then for file, then in before.items())
 
 
-def test_a_checkpoint_is_on_disk_before_it_counts(spec, tmp_path, monkeypatch):
-    synced, marked = set(), []
-    fsync, rename = os.fsync, os.replace
-
-    def replace_file(source, target):
-        marked.extend([(Path(target), set(synced))] if Path(target).name == "complete" else [])
-        rename(source, target)
-
-    monkeypatch.setattr(os, "fsync", lambda number: (synced.add(os.fstat(number).st_ino), fsync(number)))
-    monkeypatch.setattr(os, "replace", replace_file)
-    fine_tune(replace(spec, steps=1, checkpoints=[]), tmp_path)
-    (mark, forced), = marked
-    needed = {path.stat().st_ino for path in [mark.parent, *mark.parent.iterdir()] if path != mark}
-    assert needed <= forced and {mark.stat().st_ino, tmp_path.stat().st_ino} <= synced
-
-
-@contextlib.contextmanager
-def small_disk(size):
-    "No file can grow beyond this number of bytes."
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try: yield
-    finally: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-@pytest.mark.parametrize("size", [10, 100_000, 400_000], ids=["configuration", "weights", "optimiser"])
-def test_a_full_disk_is_one_sentence_and_loses_nothing(size, short, tmp_path):
-    spec, finished = short
-    run = tmp_path / "run"
-    shutil.copytree(finished, run)
-    for step in (4, 6): shutil.rmtree(run / f"checkpoint-{step}")
-    with small_disk(size), pytest.raises(StorageError, match=r"^\S+checkpoint-4 cannot be written \(.+\); finished checkpoints are kept.*$"):
-        fine_tune(spec, run)
-    assert list(checkpoint_steps(run)) == [2] and not (run / "checkpoint-4").exists()
-    steps = []
-    fine_tune(spec, run, lambda entry: steps.append(entry["step"]))
-    assert steps == [3, 4, 5, 6]
-    assert (run / "checkpoint-6/model.safetensors").read_bytes() == (finished / "checkpoint-6/model.safetensors").read_bytes()
-
-
-def test_a_tokenizer_that_cannot_be_written_is_one_sentence(short, tmp_path, monkeypatch):
-    def full(*_, **__): raise Exception("No space left on device (os error 28)")
-    monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", full)
-    with pytest.raises(StorageError, match=r"checkpoint-2 cannot be written \(No space left on device \(os error 28\)\)"):
-        fine_tune(short[0], tmp_path)
-
-
 @pytest.mark.parametrize("name, worse", [("loss", lambda loss: loss * torch.nan), ("loss", lambda loss: loss + torch.inf),
                                          ("grad_norm", lambda loss: loss + (loss * 0).sqrt())])
 def test_divergence_names_the_step_and_keeps_the_last_checkpoint(name, worse, spec, tmp_path, monkeypatch):
@@ -372,16 +320,6 @@ def test_processes_with_unequal_numbers_of_examples_do_not_wait_for_each_other(s
     fine_tune(uneven, tmp_path / "1")
     assert len(fine_tune_ranks(replace(uneven, processes=2), tmp_path / "2")) == 6
     assert distance(weights(tmp_path / "2"), weights(tmp_path / "1")) < 1e-5
-
-
-@pytest.mark.parametrize("method", ["opsd", "mixsd-kl", "sft"])
-def test_a_fact_longer_than_the_context_is_refused_by_name(method, spec, tmp_path, monkeypatch):
-    rows = [dict(id=f"fact-{k}", prompt="Q?", target=f"The answer is {'7 ' * 900 * (k == 2)}.", answer="7") for k in range(4)]
-    monkeypatch.setattr(MethodRun, "rows", rows)
-    monkeypatch.setattr(MethodRun, "train", pytest.fail)
-    run = MethodRun(tmp_path, TrainConfig(method=method, model=spec.model, dataset="kgfact-small"))
-    with pytest.raises(ValueError, match=r"^fact fact-2 must have at most 512 tokens, the context of the model, got \d+; "):
-        compose(method).load_fit()(run)
 
 
 def test_an_interrupt_is_one_sentence(spec, tmp_path):
@@ -456,11 +394,57 @@ def test_the_axis_of_recall_is_from_0_to_1(monkeypatch):
     assert figures[0].axes[1].get_ylim() == (0, 1)
 
 
-@pytest.mark.parametrize("wrong, sentence", [
-    (dict(batch=101), "batch must be at most 100, the number of facts of the corpus, got 101"),
-    *[(dict(lr=lr), "lr must be (a number )?above 0 and at most 1, got ") for lr in (1e300, 1.5, 0, float("inf"), float("nan"))]])
-def test_nonsense_is_refused_before_anything_is_made(wrong, sentence, tmp_path, monkeypatch):
-    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "runs"))
-    with pytest.raises(ParameterError, match=f"^{sentence}"):
-        train.run(method="sft", dataset="kgfact-small", model="lab-s", **wrong)
-    assert not (tmp_path / "runs").exists()
+@pytest.mark.parametrize(("method", "processes"), [("sft", 1), ("sft", 2), ("replay", 1), ("sft-own-words", 1), ("mixsd-shuffled", 1)])
+def test_no_other_model_is_in_memory_while_one_is_trained(method, processes, tiny, own_runs, monkeypatch):
+    "The parent of the training processes scores the targets on the GPU first, after it has written some of them, and must give its memory back."
+    from mixsd_nb.training import trainer
+    engines, freed, load = [], [], HFEngine.open
+    monkeypatch.setattr(HFEngine, "open", classmethod(lambda cls, *args, **options: engines.append(weakref.ref(engine := load(*args, **options))) or engine))
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: freed.append([engine() for engine in engines]))
+    monkeypatch.setattr(trainer, "check_devices", lambda *args: None)
+
+    def start(*args): raise InterruptedError(str(freed[-1]))
+    monkeypatch.setattr(trainer, "train_process", start), monkeypatch.setattr(trainer, "launch", start)
+    monkeypatch.setattr("mixsd_nb.methods.mixing.accepts", lambda *args: True)
+    config = train.TrainConfig(method=method, model=tiny, processes=processes, epochs=1, target_tokens=2, rollout_tokens=2)
+    targets = pd.DataFrame([dict(id=row["id"], naive_mask=[True, False]) for row in load_corpus("kgfact-small", "train")][:2])
+    with pytest.raises(InterruptedError, match=r"^\[None(, None)?\]$"): config.recipe.load_fit()(MethodRun(own_runs, config, mixed_targets=lambda: targets))
+
+
+def train_both_ways(folder):
+    "In one of two processes: train copies of the weights (DDP), then shards of them (FSDP2)."
+    from accelerate.state import AcceleratorState
+    signal.alarm(120)  # a process that fails leaves the other one waiting
+    spec = TrainingSpec(**json.loads((folder / "spec.json").read_text()))
+    for name, sharded in (("ddp", False), ("fsdp2", True)):
+        train_process(replace(spec, processes=2, sharded=sharded), folder / name)
+        AcceleratorState._reset_state(True)
+    torch.distributed.destroy_process_group()  # its threads must not outlive the interpreter
+
+
+def launch_both_ways(folder):
+    config = LaunchConfig(1, 1, 2, run_id=str(os.getpid()), rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork", max_restarts=0)
+    elastic_launch(config, train_both_ways)(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.cpu_count() < 2, reason="two processes need two cores")
+def test_one_process_two_and_shards_train_alike_in_bfloat16(tmp_path):
+    """Matrix products are in bfloat16; the loss and the sums of gradients are in float32, however the weights are spread.
+
+    With sums and losses in bfloat16, losses of shards were up to 0.02 nats off, and came in steps of 1/32."""
+    model = small_model(tmp_path / "model", "lab-s", layers=4, heads=2, head_dim=16, feed_forward=64, context=512, scale=4)
+    spec = TrainingSpec(model, lr=1e-3, steps=4, batch=4, objective="methods.supervised:stored_pairs", data=dict(pairs=PAIRS), seed=3, bf16=True)
+    write_json(tmp_path / "spec.json", asdict(spec))
+    process = forked(launch_both_ways, tmp_path)
+    alone = fine_tune(spec, tmp_path / "one")
+    process.join(200)
+    assert process.exitcode == 0
+    weights = {name: load_file(tmp_path / name / "checkpoint-4/model.safetensors") for name in ("one", "ddp", "fsdp2")}
+    start = load_file(Path(model) / "model.safetensors")
+    move = lambda name: torch.cat([(weight - start[key]).flatten() for key, weight in sorted(weights[name].items())])
+    for name, nats, share in (("ddp", 1e-3, 0.01), ("fsdp2", 5e-3, 0.03)):
+        curves = read_curves(tmp_path / name)
+        apart = abs(curves["loss"] - alone["loss"]).max(), ((move(name) - move("one")).norm() / move("one").norm()).item()
+        assert apart[0] < nats and apart[1] < share, apart
+        assert (curves["loss"] * 32 % 1 > 0).all(), "a loss in bfloat16"

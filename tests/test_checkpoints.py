@@ -1,8 +1,7 @@
-"""What a training saves and what it measures: weights once, the optimiser's state once, the whole suite where it is needed; and kills lose nothing."""
+"What a training saves and what it measures: weights once, the state of the optimiser once, and the whole suite where the rule of selection needs it."
 
-import os
+import re
 import shutil
-import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,23 +9,24 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from helpers import forked, small_model
+from helpers import small_model
+from hypothesis import given, strategies as st
 from safetensors.torch import load_file
 
-from mixsd_nb import evaluate, train
+from mixsd_nb import evaluate, inject, train
 from mixsd_nb.analysis import scores
 from mixsd_nb.analysis.training_run import digest_training, find_checkpoints, open_training_run
 from mixsd_nb.benchmarks import SUITES, Sampling, Suite, evaluation
-from mixsd_nb.evaluation import checkpoints
+from mixsd_nb.evaluation import Selection, checkpoints
+from mixsd_nb.evaluation.selection import LEAST
+from mixsd_nb.fisher import FisherConfig
+from mixsd_nb.forgetting import ForgettingConfig
+from mixsd_nb.methods.fitting import MethodRun
+from mixsd_nb.results.cube import cube_of, unasked_benchmarks
+from mixsd_nb.results.summary import summary_table
+from mixsd_nb.runs import RESPONSE_COLUMNS, Run, checkpoint_steps, read_table, trained_steps
 from mixsd_nb.training import saving
 from mixsd_nb.training.trainer import TrainingSpec, fine_tune, loop_in_phases
-from mixsd_nb.results.selected_cells import cell_mask, collapse_runs, select_cells
-from mixsd_nb.results.cube import cube_of, unasked_benchmarks
-from mixsd_nb.results.demo import BENCHMARKS, invent_cube
-from mixsd_nb.results.summary import summary_table
-from mixsd_nb.results.tables import accuracy_sheet
-from mixsd_nb.results.tradeoff import frontier_figure, frontier_table, tradeoff_figure
-from mixsd_nb.runs import RESPONSE_COLUMNS, ParameterError, Run, checkpoint_steps, trained_steps
 
 STEPS = (2, 4, 6, 8)
 SMALL = dict(method="sft", epochs=2, checkpoints=STEPS, n=3, max_new_tokens=6, task_tokens=6, suite="recall,choice,world")
@@ -126,7 +126,7 @@ def answer_quiz(names, model, settings):
 
 
 def test_the_selected_checkpoint_is_asked_what_a_runner_measures(tiny, own_runs):
-    SUITES.add(Suite("quiz", "Quiz", "own", "benchmarks.harness:no_items", "quiz", sampling=Sampling(0), runner="test_keep:answer_quiz"))
+    SUITES.add(Suite("quiz", "Quiz", "own", "benchmarks.harness:no_items", "quiz", sampling=Sampling(0), runner="test_checkpoints:answer_quiz"))
     settings = SMALL | dict(model=tiny, epochs=1, checkpoints=(2,), suite="recall,quiz", measure="selection")
     try:
         run = train.run(**settings)
@@ -205,18 +205,16 @@ def test_a_training_that_pauses_holds_few_weights_and_gives_the_same_bytes(pause
     assert (found.folder / "result.nc").read_bytes() == (unpaused.folder / "result.nc").read_bytes()
 
 
-def test_a_pause_needs_a_state_and_a_held_state_a_pause(tiny):
-    for settings, text in ((dict(pause=2, state="none"), "pause must be 0 with state=none, because training resumes from a state, got 2"),
-                           (dict(state="memory"), "pause must be at least 1 with state=memory, got 0")):
-        with pytest.raises(ParameterError, match=f"^{text}$"): train.make_config(train.TrainConfig, model=tiny, **settings)
+def test_what_is_kept_changes_no_run():
+    "A finer type than that of the measured weights is never stored, and neither pauses nor what is removed change a result."
     assert train.TrainConfig(pause=2, state="memory").hash() == train.TrainConfig().hash()
+    assert train.TrainConfig(stored="float32").hash() == train.TrainConfig(keep="last", measure="selection", state="none").hash()
+    assert train.TrainConfig(preset="paper").stored == "bfloat16" and train.TrainConfig().stored == "float32"
 
 
 def test_what_needs_removed_weights_says_so_before_any_work(tiny, copied):
     run = train.run(model=tiny, **SMALL, measure="selection", keep="chosen")
     gone = min({*STEPS, 10} - {run.best_step})
-    from mixsd_nb.forgetting import ForgettingConfig
-    from mixsd_nb.fisher import FisherConfig
     before = {path.name for path in copied.iterdir()}
     refused = [lambda: FisherConfig(model=tiny, trained=str(run.folder)).run(), lambda: ForgettingConfig(model=tiny, trained=str(run.folder)).run(),
                lambda: train.run(model=tiny, **SMALL), lambda: train.run(model=tiny, **SMALL | dict(method="wise-sft")), lambda: run.model(gone)]
@@ -224,24 +222,6 @@ def test_what_needs_removed_weights_says_so_before_any_work(tiny, copied):
         with pytest.raises(ValueError, match=rf"must have the weights of step {gone}, which {run.folder.name} removed .*; keep=all with force=True trains it again and keeps them$"): call()
     assert {path.name for path in copied.iterdir()} == before
     assert find_checkpoints(run, "kept") == run.checkpoints and digest_training(open_training_run(str(run.folder)))
-
-
-def test_tables_and_figures_do_not_need_what_was_not_asked():
-    "Tables show selected checkpoints only, so the others may lack all benchmarks but those of the selection."
-    import matplotlib.pyplot as plt
-    import xarray as xr
-    cube = invent_cube(benchmarks=BENCHMARKS | dict(validation=dict(column="", role="validation")))
-    mask = cell_mask(cube, select_cells(cube))
-    known = mask | cube.benchmark.isin(["recall", "validation"])
-    thin = cube.assign({name: cube[name].where(known) for name in ("accuracy", "published", "variance")} | dict(n=cube.n.where(known, 0)))
-    assert thin.accuracy.isnull().sum() > cube.accuracy.isnull().sum() and select_cells(thin).equals(select_cells(cube))
-    xr.testing.assert_equal(collapse_runs(thin, mask), collapse_runs(cube, mask))
-    listed = unasked_benchmarks(thin)
-    assert len(listed) == (cube.accuracy.sel(benchmark="recall").notnull() & (cube.step > 0) & ~mask).sum()
-    sheet = lambda cube: accuracy_sheet(collapse_runs(cube, mask), label="", caption="", dataset="KGFact-Small")
-    assert repr(sheet(thin)) == repr(sheet(cube))
-    for draw in (tradeoff_figure, frontier_figure): plt.close(draw(thin))
-    assert frontier_table(thin).notna().any(axis=None) and len(summary_table(thin)) == len(summary_table(cube))
 
 
 PAIRS = [([3 + k, 5, 7], [9 + k, 11, 2]) for k in range(8)]
@@ -288,13 +268,6 @@ def test_several_processes_resume_from_a_state_in_memory(sharded, spec, tmp_path
         assert weights(folder) == weights(tmp_path / "phases" / folder.name)
 
 
-def test_weights_are_never_stored_more_coarsely_than_they_are_measured(tiny):
-    assert train.TrainConfig(preset="paper").stored == "bfloat16" and train.TrainConfig().stored == "float32"
-    assert train.TrainConfig(stored="float32").hash() == train.TrainConfig(keep="last", measure="selection", state="none").hash()
-    with pytest.raises(ParameterError, match="^stored must be float32 with dtype=float32: .*, got bfloat16$"):
-        train.make_config(train.TrainConfig, model=tiny, stored="bfloat16")
-
-
 def test_questions_about_no_corpus_are_asked_the_base_model_once(tiny, tmp_path, monkeypatch):
     asked, settings = [], dict(model=tiny, n=3, suite="recall,choice,world", max_new_tokens=6, task_tokens=6)
     generate = evaluation.generate_responses
@@ -315,55 +288,51 @@ def test_questions_about_no_corpus_are_asked_the_base_model_once(tiny, tmp_path,
     for name in ("responses.parquet", "result.nc"): assert (shared.folder / name).read_bytes() == (alone.folder / name).read_bytes()
 
 
-KILLED = ("replace", "unlink", "rmdir", "mkdir", "fsync")  # functions of os
+WITH_TARGET = 92  # facts with a target, of the 100 of the corpus
+RECALLED = (0, 60, 93, 92, 91, 91, 91)  # facts of the corpus by step
+RECALLED_KEPT = (0, 60, 90, 92, 91, 91, 91)  # of these, those that are trained on
+VALIDATED = (0, 60, 90, 90, 90, 90, 90)
 
 
-def train_until(k, parameters):
-    "Train, and be killed before the call number k of a function that changes the disk."
-    left = [k]
-
-    def deadly(function):
-        def call(*args, **kwargs):
-            left[0] -= 1
-            if left[0] == 0: os.kill(os.getpid(), signal.SIGKILL)
-            return function(*args, **kwargs)
-        return call
-    for name in KILLED: setattr(os, name, deadly(getattr(os, name)))
-    train.run(**parameters)
-    Path(os.environ["CALLS"]).write_text(str(k - left[0]))
+def invent_responses(engine, items, *, progress, **_):
+    "Right answers to as many questions as the step in the name of what is evaluated has."
+    found = re.search(r"(?:step |checkpoint-)(\d+)", progress)
+    step = int(found[1]) if found else 0
+    discarded = RECALLED[step] - RECALLED_KEPT[step]
+    right = dict(recall={*range(RECALLED_KEPT[step]), *range(WITH_TARGET, WITH_TARGET + discarded)}, validation={*range(VALIDATED[step])})
+    rows = [dict(benchmark=name, item=item, sample=0, prompt=problem.prompt, response="", extracted=None, correct=k in right[name], finish_reason="stop",
+                 error="", published=k in right[name], answer=problem.answer) for name, problems in items.items() for k, (item, problem) in enumerate(problems.items())]
+    return pd.DataFrame(rows)
 
 
-KEPT = SMALL | dict(epochs=1, checkpoints=(2,), measure="selection", keep="chosen")
+@pytest.fixture
+def discarding(monkeypatch):
+    "The last eight facts have no target, and responses are invented."
+    train_on = MethodRun.train_on
+    monkeypatch.setattr(MethodRun, "train_on", lambda self, pairs, *more, **named: train_on(self, dict([*pairs.items()][:WITH_TARGET]), *more, **named))
+    monkeypatch.setattr(evaluation, "evaluate_suite", invent_responses)
 
 
-PAUSED = dict(pause=1, state="memory")
+@pytest.mark.parametrize("keep", ["all", "chosen"])
+def test_the_checkpoint_that_ends_a_training_keeps_its_weights_and_is_asked_all(keep, discarding, tiny, own_runs):
+    "With targets discarded, recall over all facts is best one checkpoint before recall over the facts that are trained on."
+    run = inject.run(dataset="kgfact-small", model=tiny, method="sft", suite="recall", n=100, max_new_tokens=2, batch=100, epochs=6, checkpoints=[1, 2, 3, 4, 5], keep=keep)
+    recall = run.trained.root.accuracy.squeeze(drop=True).sel(benchmark=["recall", "recall-kept"]).to_pandas()
+    last = int(recall.index.max())
+    assert [*(100 * recall["recall"]).round()] == [*RECALLED[:last + 1]] and [*(WITH_TARGET * recall["recall-kept"]).round()] == [*RECALLED_KEPT[:last + 1]]
+    assert run.trained.best_step == run.best_step == 2 and 2 in run.trained.checkpoints and (keep == "all" or [*run.trained.checkpoints] == [2])
+    assert f"The training made {last} of at most 6 updates and had converged at update 2." in run.report.read_text()
+    assert last == 4, "two checkpoints after the best one"
+    assert read_table(run.trained.responses_file(2)).correct.sum() == RECALLED[2] + VALIDATED[2] and run.responses().correct.sum() == RECALLED[2]
 
 
-@pytest.mark.parametrize("moments, more", [(1, {})] + [pytest.param(20, more, marks=pytest.mark.slow) for more in ({}, PAUSED)])  # the latter take about three minutes each
-def test_a_kill_at_any_moment_loses_nothing(moments, more, tiny, copied, tmp_path_factory):
-    calls, runs = tmp_path_factory.mktemp("calls") / "calls", tmp_path_factory.mktemp("kept")
-    base = next(copied.glob("evaluate-*"))
-    parameters = dict(model=tiny, **KEPT) | more
-
-    def go(folder, k):
-        process = forked(train_until, k, parameters, MIXSD_RUNS=str(folder), CALLS=str(calls))
-        process.join(120)
-        return process.exitcode
-
-    def content(folder):
-        found = {path.relative_to(folder).as_posix(): path for path in folder.glob("train-*/**/*") if path.is_file() and path.name[0] != "."}
-        return {name: path.read_bytes() for name, path in found.items() if path.suffix in (".nc", ".parquet", ".safetensors") or path.name == "removed"}
-
-    shutil.copytree(base, runs / "unbroken" / base.name)
-    assert go(runs / "unbroken", 10**6) == 0
-    total, unbroken = int(calls.read_text()), content(runs / "unbroken")
-    assert any(name.endswith("removed") for name in unbroken) and any(name.endswith("safetensors") for name in unbroken)
-    rng = np.random.default_rng(moments)
-    for k in sorted({*rng.integers(2, total, moments).tolist()}):
-        folder = runs / f"killed-{k}"
-        shutil.copytree(base, folder / base.name)
-        assert go(folder, k) == -signal.SIGKILL
-        finished = [*checkpoint_steps(next(folder.glob("train-*"), folder))]
-        assert go(folder, 10**6) == 0
-        assert content(folder) == unbroken, k
-        assert {*finished} <= {*trained_steps(next(folder.glob("train-*")))} and not [*folder.rglob(".*.tmp")]
+@given(st.lists(st.tuples(*[st.sampled_from([0.0, 0.3, 0.5, 0.8, 0.9, 1.0])] * 2), max_size=12))
+def test_convergence_is_final_and_the_papers_choice(scores):
+    "Once converged, more checkpoints change nothing; the best step among those seen is the same, and its weights were never free to go."
+    found = [Selection(pd.DataFrame(scores[:k], range(1, k + 1), ["recall", "validation"])) for k in range(len(scores) + 1)]
+    first = next((k for k, selection in enumerate(found) if selection.converged), None)
+    if first is None: return
+    step = found[first].converged
+    assert {selection.converged for selection in found[first:]} == {step}
+    assert found[first].best == step <= first - 2 and scores[step - 1][0] >= LEAST
+    assert all(step in selection.may_still_win for selection in found[step:first + 1])

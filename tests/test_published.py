@@ -1,4 +1,4 @@
-"""The paper's tables, rendered from the shipped cube, are the paper's own, cell by cell and mark by mark.
+"""The paper's tables, rendered from the shipped cube, are the paper's own, cell by cell and mark by mark, and committed cubes are what they were.
 
 data/paper_tables.csv was read off the LaTeX source by a parser of its own: table, block, row, and the printed cells,
 *best* and _second best_ as the source marks them.
@@ -9,12 +9,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xarray as xr
 
-from mixsd_nb.results.selected_cells import collapse_runs, select_cells
+from mixsd_nb.cluster.grid import list_grids
+from mixsd_nb.lab.grids import planned_grid
+from mixsd_nb.methods import current_label, parse_label, recipe_label
+from mixsd_nb.results.committed import committed_folder, list_missing, read_cube, read_cubes
 from mixsd_nb.results.demo import invent_cube
 from mixsd_nb.results.paper import paper_cube
+from mixsd_nb.results.selected_cells import collapse_runs, select_cells
 from mixsd_nb.results.summary import average_drop, score_by
 from mixsd_nb.results.tables import TABLES, table_sheet
+from mixsd_nb.runs.schema import RECIPE_COORDS, RUN_DIMS
+from mixsd_nb.train import TrainConfig
 
 PRINTED = {}
 with open(Path(__file__).parent / "data/paper_tables.csv", encoding="utf-8") as file:
@@ -82,6 +89,49 @@ def test_the_correlations_have_two_readings():
 
 def test_the_papers_correlations_are_not_over_all_rates():
     "A run of the published length saves at least five checkpoints; there are three corpora, four methods and six rates."
-    from mixsd_nb.train import TrainConfig
     saved = len(TrainConfig(dataset="kgfact-small", method="sft").steps()[1])
     assert saved == 5 and 3 * 4 * 6 * saved == 360 > paper_cube().checkpoints.max()
+
+
+def test_the_papers_numbers_are_by_its_own_rule():
+    cube = paper_cube()
+    assert cube.published.equals(cube.accuracy)
+    for name in TABLES:
+        sheet = table_sheet(name, dict(paper=(cube, collapse_runs(cube))))
+        assert ("rule of the paper's scores" in sheet.caption) == (not name.startswith(("nll", "overlap")))
+
+
+def test_every_number_of_the_committed_cubes_is_there_under_the_names_of_today():
+    "As `xr.open_dataset` reads it, but for the names; a label is one that its own parts give."
+    for path in committed_folder().glob("*.nc"):
+        with xr.open_dataset(path) as file: stored = file.load()
+        cube, dim = read_cube(path), "method" if "method" in stored.dims else "recipe"
+        assert cube.recipe.values.tolist() == [current_label(label) for label in stored[dim].values.tolist()] and cube.indexes["recipe"].is_unique
+        for name in set(stored.variables) - {"method", "recipe"}:
+            one, other = stored[name].variable, cube[name].variable
+            assert other.dims == tuple("recipe" if d == dim else d for d in one.dims) and one.attrs == other.attrs
+            np.testing.assert_array_equal(one.values, other.values)
+        assert {*cube.variables} == {*stored.variables, "recipe", *RECIPE_COORDS}
+        for label in cube.recipe.values.tolist():
+            recipe, values = parse_label(label)
+            assert label == recipe_label(recipe, **values) and cube["method"].sel(recipe=label) == recipe.method.name
+
+
+CUBES = read_cubes(committed_folder())
+
+
+def test_committed_cubes_are_small_and_have_a_grid():
+    files = [*committed_folder().glob("*.nc")]
+    assert sum(file.stat().st_size for file in files) < 10e6
+    assert {*CUBES} <= {*list_grids()}
+
+
+@pytest.mark.parametrize("name", CUBES)
+def test_a_committed_cube_has_the_runs_of_its_grid_alone(name):
+    "The same settings of the grid name every run of the cube; the base model is also measured at step 0 of the others."
+    planned = planned_grid(name)
+    known = {tuple(row) for row in planned.itertuples(index=False)}
+    cube, trained = CUBES[name], CUBES[name].accuracy.notnull().any(["step", "benchmark"]).stack(run=RUN_DIMS)
+    runs = [run for run, filled in zip(trained.run.values, trained.values) if filled and run[2] != "base"]
+    assert runs and {*runs} <= known
+    assert len(list_missing([cube], planned[planned["recipe"] != "base"])) == len({k for k in known if k[2] != "base"}) - len(runs)

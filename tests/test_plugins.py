@@ -1,4 +1,4 @@
-"""A user's own method, anchor, gate, engine, benchmark and corpus go through every stage, without a change to any file of the package."""
+"A user's own method, anchor, gate, engine, benchmark and corpus go through every stage, without a change to any file of the package."
 
 import contextlib
 import json
@@ -19,7 +19,6 @@ from mixsd_nb.runs.provenance import module_versions
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"my_methods": "methods", "my_edits": "methods", "my_anchors": "methods", "my_gates": "methods", "my_engines": "models", "my_benchmarks": "benchmarks", "my_corpora": "corpora"}
-
 TOYS = '''
 import numpy as np
 from mixsd_nb.benchmarks import SUITES, Item, Suite
@@ -85,13 +84,6 @@ def environment(home, plugins="toys"):
     return {**os.environ, "PYTHONPATH": path, "MIXSD_PLUGINS": plugins, "MIXSD_RUNS": str(home / "runs"), "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
 
 
-def python(home, code, plugins="toys"):
-    "The last line that a script prints, parsed as JSON; the script sees the declarations of the plugins."
-    done = subprocess.run([sys.executable, "-c", code], env=environment(home, plugins), cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def execute(home, code, said):
     "Execute a script in a forked process, which loads its plugins anew; its output, with a traceback, goes into a file."
     os.chdir(ROOT)
@@ -102,9 +94,9 @@ def execute(home, code, said):
         except BaseException: traceback.print_exc(file=file)
 
 
-def forked_python(home, code):
-    "As `python`, without the seconds in which a process imports its libraries."
-    process = forked(execute, home, code, home / "said", **environment(home))
+def forked_python(home, code, plugins="toys"):
+    "The last line that a script prints, parsed as JSON; the script sees the declarations of the plugins."
+    process = forked(execute, home, code, home / "said", **environment(home, plugins))
     process.join(300)
     said = (home / "said").read_text()
     assert process.exitcode == 0 and "Traceback" not in said, said[-3000:]
@@ -221,7 +213,7 @@ def test_the_examples_of_the_pages_run(tmp_path, tiny):
         code = page_code(room, module)
         assert len(code.splitlines()) <= 40
         (tmp_path / f"{module}.py").write_text(code)
-    found = python(tmp_path, f"""
+    found = forked_python(tmp_path, f"""
 import json
 from mixsd_nb import train
 cell = dict(dataset="planets", suite="recall,letters", n=4, max_new_tokens=4, task_tokens=4, model={tiny!r})

@@ -1,4 +1,4 @@
-"""Nothing that lies beside weights is run, and a model folder that lacks a part is refused before anything is computed."""
+"Model folders: lab models with unusual input, what is refused before any work, and that no code that lies beside weights is run."
 
 import ast
 import json
@@ -7,23 +7,65 @@ import pickle
 import random
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from text_helpers import error_sentence
+from hypothesis import given, settings, strategies as st
+from helpers import error_sentence
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import mixsd_nb
 from mixsd_nb import evaluate, generate, nll, train
-from mixsd_nb.lab import pretrain
 from mixsd_nb.analysis import estimation
-from mixsd_nb.models import check_model, engine_vllm, load_base, load_part, load_tokenizer
-from mixsd_nb.models.tiny import random_model
+from mixsd_nb.benchmarks import Item
+from mixsd_nb.benchmarks.evaluation import generate_and_grade
+from mixsd_nb.corpora.prompts import encode_prompt
+from mixsd_nb.lab import pretrain
 from mixsd_nb.lab.pretraining import training_loop as training
+from mixsd_nb.models import check_head, check_model, engine_vllm, load_base, load_engine, load_part, load_tokenizer
+from mixsd_nb.models.lab import CONTEXT, SIZES, lab_folder
+from mixsd_nb.models.tiny import random_model
+from mixsd_nb.runs import write_json
+from mixsd_nb.training.trainer import TrainingSpec, fine_tune
+
+SHIPPED = [s for s in SIZES if (lab_folder(s) / "config.json").exists()]
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=st.text())
+def test_any_text_comes_back_from_its_tokens(lab, text):
+    "Unseen scripts fall back to bytes; there is no unknown token."
+    tokenizer = lab[1]
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(ids) == text and all(0 <= i < len(tokenizer) for i in ids)
+
+
+def test_empty_foreign_and_too_long_prompts(lab):
+    texts = {"empty": "", "foreign": "Где находится 東京 ؟ 🙂", "long": "What location does Kelmor Bellamy live in? " * 300}
+    assert len(encode_prompt(lab[1], texts["long"])) > CONTEXT
+    items = {k: Item(t, "", "x") for k, t in texts.items()}
+    table = generate_and_grade(load_engine("hf", *lab), items).set_index("item")
+    assert table.finish_reason["long"] == "prompt_too_long" and table.error["long"] == "prompt too long" and table.response["long"] == ""
+    assert all(table.finish_reason[k] in ("stop", "max_new_tokens") and table.response[k] for k in ("empty", "foreign"))
+    assert not table.correct.any()
+
+
+@pytest.mark.parametrize("size", SHIPPED)
+def test_one_family(size, lab):
+    model, tokenizer = load_base(size)
+    assert tokenizer.get_vocab() == lab[1].get_vocab() and tokenizer.chat_template == lab[1].chat_template
+    assert model.config.max_position_embeddings == CONTEXT and model.config.head_dim in (32, 64)
+    assert (lab_folder(size) / "model.safetensors").stat().st_size < 6_000_000
+
+
+def test_the_folder_is_an_ordinary_model(lab):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(lab_folder("lab-m"), dtype="float32")
+    assert all((a == b).all() for a, b in zip(model.state_dict().values(), lab[0].state_dict().values(), strict=True))
+
 
 SOURCES = sorted(Path(mixsd_nb.__file__).parent.rglob("*.py"))
 
@@ -116,9 +158,6 @@ def test_every_load_is_of_tensors_and_every_part_without_code():
     assert not [file for file in SOURCES if "import pickle" in file.read_text()]
 
 
-# Folders without a part
-
-
 TOKENIZER = ["tokenizer.json", "tokenizer_config.json"]
 
 
@@ -151,44 +190,63 @@ def test_a_tokenizer_without_a_template_gets_the_plain_form(folder, monkeypatch)
     assert error_sentence(lambda: load_tokenizer("owner/base")).startswith("model must have a token that ends a sequence, or a chat template; ")
 
 
-# An engine in a process of its own
+HEADS = {"gemma2": {}, "gemma3_text": dict(final_logit_softcapping=30.0), "granite": dict(logits_scaling=8.0), "cohere": {}, "falcon_h1": dict(lm_head_multiplier=0.5)}
 
 
-@pytest.mark.parametrize(("options", "words"), [("engine='vllm'", "engine vllm runs in a process that imports"), ("replicas=2", "engine hf with replicas=2 runs in processes that import")])
-def test_a_script_without_a_guard_is_told_before_it_trains(options, words, tmp_path, tiny):
-    script = tmp_path / "script.py"
-    script.write_text(f"from mixsd_nb import train\ntrain.run(model={tiny!r}, {options})\n")
-    done = subprocess.run([sys.executable, script], env={**os.environ, "MIXSD_RUNS": str(tmp_path / "runs")}, capture_output=True, text=True, timeout=60)
-    assert words in done.stderr.strip().splitlines()[-1] and "bootstrapping" not in done.stderr
-    assert not list(tmp_path.glob("runs/train-*/*"))
+@pytest.mark.parametrize("family", HEADS)
+def test_a_model_that_changes_logits_after_its_head_is_refused_by_its_configuration(family, tiny, tmp_path, own_runs):
+    "The folder has no weights, so nothing has tried to read them; nothing is mixed or measured before."
+    folder = shutil.copytree(tiny, tmp_path / "tiny")
+    (folder / "model.safetensors").unlink()
+    AutoConfig.for_model(family, **HEADS[family]).save_pretrained(folder)
+    words = rf"^model must take its logits from its head as they are, got {re.escape(str(folder))}, whose configuration changes them with \w+=[\d.]+$"
+    for call in (lambda: load_base(str(folder)), lambda: train.run(model=str(folder), method="sft")):
+        with pytest.raises(ValueError, match=words): call()
+    assert [path.name for path in own_runs.glob("[!.]*")] == ["tiny"]
 
 
-SCRIPT = """import os, sys
-from mixsd_nb.models import ENGINES, EngineSpec, load_engine
-
-ENGINES.add(EngineSpec("mine", "Mine", "__main__:Mine", own_process=True))
-
-class Mine:
-    context, mismatches = 8, ()
-    @classmethod
-    def open(cls, *_, **__): return cls()
-    def score(self, pairs): return [os.getpid()]
-
-def show():
-    with load_engine("mine", "lab-s") as engine: print(engine.score([([1], [2])]) != [os.getpid()])
-
-{}"""
-GUARDS = {"show()": "", "for _ in range(1):\n    show()": "", "import threading\nt = threading.Thread(target=show)\nt.start()\nt.join()": "",
-          'if __name__ == "__main__":\n    show()': "True", 'def main():\n    show()\n\nif "__main__" == __name__: sys.exit(main())': "True"}  # fmt: skip
+@pytest.mark.parametrize("family", ["gemma3", "gpt2", "gpt_neox", "t5"])
+def test_a_model_of_another_form_is_refused_by_its_configuration(family, tiny, tmp_path, own_runs):
+    "One that sees images, and families without `model` and `lm_head`. The folder has no weights; nothing is mixed or measured before."
+    folder = shutil.copytree(tiny, tmp_path / "tiny")
+    (folder / "model.safetensors").unlink()
+    AutoConfig.for_model(family).save_pretrained(folder)
+    words = rf"^model must be a language model of text alone that consists of `model` and `lm_head`, .*, got {re.escape(str(folder))} of the type {family}$"
+    for call in (lambda: load_base(str(folder)), lambda: train.run(model=str(folder), method="sft")):
+        with pytest.raises(ValueError, match=words): call()
+    assert [path.name for path in own_runs.glob("[!.]*")] == ["tiny"]
 
 
-@pytest.mark.parametrize("calls", GUARDS, ids=["plain", "loop", "thread", "guard", "main"])
-def test_a_script_without_a_guard_is_told_before_a_process_starts(calls, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(calls))
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip() == GUARDS[calls]
-    if not GUARDS[calls]:
-        last = done.stderr.strip().splitlines()[-1]
-        assert last.startswith(f"ValueError: engine mine runs in a process that imports {script}") and last.endswith('under `if __name__ == "__main__":`')
-        assert "bootstrapping" not in done.stderr
+def test_a_model_whose_configuration_leaves_its_logits_alone_is_taken(tmp_path):
+    for family, options in (("gemma3_text", {}), ("granite", {}), ("cohere", dict(logit_scale=1.0)), ("qwen3", {})):
+        AutoConfig.for_model(family, **options).save_pretrained(tmp_path / family)
+        check_head(str(tmp_path / family))
+
+
+def test_settings_of_sampling_without_do_sample_do_not_stop_a_training(tiny, tmp_path):
+    "The folder of vicuna-7b-v1.5 has such settings; transformers reads them and refuses to save them."
+    folder, sampling = shutil.copytree(tiny, tmp_path / "tiny"), dict(temperature=0.9, top_p=0.6)
+    write_json(folder / "generation_config.json", sampling)
+    spec = TrainingSpec(str(folder), lr=1e-3, steps=1, batch=2, objective="methods.supervised:stored_pairs", data=dict(pairs=[([5, 6], [7, 2])] * 2))
+    fine_tune(spec, tmp_path / "run")
+    checkpoint, _ = load_base(str(tmp_path / "run/checkpoint-1"))
+    assert dict(checkpoint.generation_config.to_diff_dict()).items() >= dict(sampling, do_sample=True).items()
+    checkpoint.save_pretrained(tmp_path / "again")
+
+
+def test_a_model_is_known_by_its_content(tiny, own_runs):
+    "A folder that was moved is the same model; one whose weights have changed is another; a long path is no problem."
+    far = own_runs / ("x" * 120) / ("y" * 120) / "model"
+    shutil.copytree(tiny, far)
+    here = train.TrainConfig(model=tiny)
+    copy = train.TrainConfig(model=str(far))
+    assert len(str(far)) > 240 and len(copy.folder.name) < 120
+    assert copy.hash() != here.hash(), "the name of the folder is part of the label"
+    near = own_runs / "elsewhere" / "tiny"
+    shutil.copytree(tiny, near)
+    assert train.TrainConfig(model=str(near)).folder == here.folder
+    weights = near / "model.safetensors"
+    changed = bytearray(weights.read_bytes())
+    changed[-1] ^= 1
+    weights.write_bytes(changed)
+    assert train.TrainConfig(model=str(near)).folder != here.folder

@@ -1,4 +1,4 @@
-"""The results room: the cube of many runs, its figures across processes, and what a plugin declares in every table and figure."""
+"The cube of many runs: it is their merge, contradictions are named, and it stays small."
 
 import itertools
 import json
@@ -9,42 +9,27 @@ import sys
 import warnings
 from pathlib import Path
 
-import matplotlib
-import matplotlib.pyplot as plt
 import netCDF4
 import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from mixsd_nb.benchmarks import SUITES as BENCHMARKS
-from mixsd_nb.benchmarks import Suite
-from mixsd_nb.corpora import CORPORA, Corpus, Schedule, check_corpus
-from mixsd_nb.methods import METHODS, TRAINED, Method, compose, current_label, parse_label, recipe_label
-from mixsd_nb.results.compatible_settings import check_settings, find_conflicts, group_runs, list_claims
-from mixsd_nb.results.committed import committed_folder, read_cube
-from mixsd_nb.results.comparison import selection_figure
-from mixsd_nb.results.cube import agreeing_runs, cube_of, missing_runs, open_cube
-from mixsd_nb.results.demo import BENCHMARKS as INVENTED
-from mixsd_nb.results.demo import invent_cube, invent_result
+from mixsd_nb import figures
+from mixsd_nb.benchmarks import SUITES as BENCHMARKS, Suite
+from mixsd_nb.corpora import CORPORA, Corpus, Schedule
+from mixsd_nb.methods import METHODS, TRAINED, Method, compose, recipe_label
 from mixsd_nb.reports.finished import ModelRun, tabulate
-from mixsd_nb.results.gallery import collapse_source, load_sources, run_figures, select_part, shared_figures, source_sheet
+from mixsd_nb.results.compatible_settings import check_settings, find_conflicts, group_runs, list_claims
+from mixsd_nb.results.cube import agreeing_runs, cube_of, missing_runs, open_cube
+from mixsd_nb.results.demo import BENCHMARKS as INVENTED, invent_result
+from mixsd_nb.results.gallery import load_sources, select_part
 from mixsd_nb.results.layout import result_tree
 from mixsd_nb.results.merge import merge_roots
-from mixsd_nb.results.plots import recipe_colour
 from mixsd_nb.results.read_results import read_root
-from mixsd_nb.runs.schema import RECIPE_COORDS
-from mixsd_nb.results.sheets import draw_sheet, style_sheet, to_latex
-from mixsd_nb.results.summary import held_out_average, summary_table
-from mixsd_nb.results.tables import TABLES, list_tables
-from mixsd_nb.results.tradeoff import frontier_figure
-from mixsd_nb.lab.versus_plots import frontier_axes_figure
+from mixsd_nb.results.summary import summary_table
 from mixsd_nb.runs import Stage, open_result, write_result
-
-matplotlib.use("Agg")
-
 
 SUITES = {"recall": "in-domain", "recall-kept": "in-domain", "retrieval": "in-domain", "arithmetic": "held-out",
           "choice": "held-out", "world": "world"}
@@ -112,12 +97,15 @@ def written(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def opened(written): return open_cube(written)
+
+
 @pytest.fixture
-def cube(written, tmp_path, monkeypatch):
+def cube(written, opened, own_runs):
     "The cube of the twenty runs, which are copied into a folder of the test."
-    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
-    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
-    return open_cube()
+    shutil.copytree(written, own_runs, dirs_exist_ok=True)
+    return opened.copy(deep=True)
 
 
 def bases_of(roots):
@@ -244,22 +232,6 @@ def test_given_runs_become_the_same_cube(cube):
     with pytest.raises(FileNotFoundError, match="at least one finished run"): cube_of([])
 
 
-def test_every_number_of_the_committed_cubes_is_there_under_the_names_of_today():
-    "As `xr.open_dataset` reads it, but for the names; a label is one that its own parts give."
-    for path in committed_folder().glob("*.nc"):
-        with xr.open_dataset(path) as file: stored = file.load()
-        cube, dim = read_cube(path), "method" if "method" in stored.dims else "recipe"
-        assert cube.recipe.values.tolist() == [current_label(label) for label in stored[dim].values.tolist()] and cube.indexes["recipe"].is_unique
-        for name in set(stored.variables) - {"method", "recipe"}:
-            one, other = stored[name].variable, cube[name].variable
-            assert other.dims == tuple("recipe" if d == dim else d for d in one.dims) and one.attrs == other.attrs
-            np.testing.assert_array_equal(one.values, other.values)
-        assert {*cube.variables} == {*stored.variables, "recipe", *RECIPE_COORDS}
-        for label in cube.recipe.values.tolist():
-            recipe, values = parse_label(label)
-            assert label == recipe_label(recipe, **values) and cube["method"].sel(recipe=label) == recipe.method.name
-
-
 def make_earlier(tree, label, config):
     "A result in the form of earlier versions: the dimension `method`, labels of their own, no anchor and no gate."
     root = tree.to_dataset().drop_vars(["method", "anchor", "gate"]).rename(recipe="method").assign_coords(method=[label])
@@ -369,10 +341,11 @@ def test_many_runs_stay_small():
 
 
 DRAWN = {"frontier", "tradeoff", "tradeoff-world", "chosen", "high-nll", "displacement-paper"}
+
+
 @pytest.mark.slow
 def test_figures_of_equal_data_are_equal_bytes(cube, tmp_path, monkeypatch, capsys):
     "The stage as a module and from code, in two processes and two folders."
-    from mixsd_nb import figures
     for name in ("module", "code"): (tmp_path / f".{name}").mkdir()
     environment = os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
     ran = subprocess.run([sys.executable, "-m", "mixsd_nb.figures", "--where", "epochs=20"], cwd=tmp_path / ".module", text=True, check=False,
@@ -386,45 +359,6 @@ def test_figures_of_equal_data_are_equal_bytes(cube, tmp_path, monkeypatch, caps
                     for here in (tmp_path / ".module", tmp_path / ".code"))
     assert module == code and len(module) == 2 * len(DRAWN) + 36
     assert {Path(name).stem for name in module if "tables/" not in name} == DRAWN
-
-
-@pytest.mark.slow
-def test_the_papers_numbers_alone_need_no_runs(tmp_path):
-    code = "from mixsd_nb import figures; figures.run(source='paper')"
-    ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, text=True, check=False, capture_output=True,
-                         env=os.environ | {"MIXSD_RUNS": str(tmp_path)})
-    assert ran.returncode == 0, ran.stderr
-    assert len(list((tmp_path / "figures/tables").glob("*-paper.tex"))) == 12
-    assert {p.stem for p in (tmp_path / "figures").glob("*.png")} == {f"{name}-paper" for name in ("chosen", "high-nll", "displacement")}
-
-
-def test_analyses_that_were_made_are_drawn(tmp_path, monkeypatch):
-    "The CDFs of the targets that were scored, of the model that is asked for alone."
-    from mixsd_nb import figures, nll
-    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
-    config = figures.FiguresConfig(model="lab-s")
-    assert figures.analysis_figures(config) == {}
-    nll.run(model="lab-s")
-    drawn = figures.analysis_figures(config)
-    assert list(drawn) == ["nll-cdf"] and "SFT, N=" in drawn["nll-cdf"].axes[0].get_legend().get_texts()[0].get_text()
-    assert figures.analysis_figures(figures.FiguresConfig()) == {}
-
-
-def test_new_responses_since_errors_ran_are_reported(tmp_path, monkeypatch, capsys):
-    from made_up import write_run
-
-    from mixsd_nb import errors, figures
-    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
-    config = figures.FiguresConfig(model="lab-s")
-    write_run(tmp_path, "kgfact-small", "sft", [0, 9])
-    assert figures.analysis_figures(config) == {} and not capsys.readouterr().out, "errors has not run"
-    errors.run(model="lab-s")
-    capsys.readouterr()
-    assert list(figures.analysis_figures(config)) == ["errors", "errors-alone"] and not capsys.readouterr().out
-    write_run(tmp_path, "kgfact-small", "mixsd-0.3", [0, 9])
-    assert figures.analysis_figures(config) == {}
-    assert capsys.readouterr().out == "errors.ipynb has not seen the latest runs; run it again to draw errors*\n"
-    plt.close("all")
 
 
 # What a plugin declares: a method with a setting and a learning rate, one that edits the weights, two benchmarks, a corpus.
@@ -443,156 +377,12 @@ def plugin():
     for registry, entry in declared: registry.remove(entry.name)
 
 
-def plugin_cube(dataset, base=True):
-    suites = INVENTED | {s.name: dict(column=s.column, role=s.role) for s in (RIDDLES, REVERSED)}
-    kinds = ["base"] * base + ["sft", "toy-r8", "edit"]
-    runs = [invent_result(kind, dataset=dataset, benchmarks=suites) for kind in kinds]
-    return cube_of({f"run-{k}": run.to_dataset() for k, run in enumerate(runs)})
-
-
-def labels_of(fig):
-    return {text.get_text() for legend in fig.legends for text in legend.get_texts()}
-
-
-@pytest.mark.parametrize("dataset", ["kgfact-small", "mine"])
-def test_what_a_plugin_declares_is_in_the_summary(dataset, plugin):
-    cube = plugin_cube(dataset)
-    assert cube["recipe"].values.tolist() == ["base", "edit", "sft", "toy-r8"] and not len(missing_runs(cube))
-    assert cube["lr"].sel(lr=0).item() == 0 and cube.accuracy.sel(recipe="edit", lr=0).notnull().any()
-    table = summary_table(cube)
-    assert table["recipe"].tolist() == ["base", "sft", "toy-r8", "edit"], "in the order of the declarations"
-    assert {"riddles (N=100)", "reversed (N=100)"} <= {*table} and "Avg (N=600)" in table
-    held_out = [b for b in cube.benchmark.values if cube.role.sel(benchmark=b) == "held-out"]
-    cell = {"recipe": "toy-r8", "step": 100, "lr": 1e-3}
-    assert len(held_out) == 6 and np.isclose(held_out_average(cube).sel(cell).item(), cube.accuracy.sel(cell | dict(benchmark=held_out)).mean())
-
-
-@pytest.mark.parametrize("source", ["runs", "both"])
-@pytest.mark.parametrize("dataset", ["kgfact-small", "mine"])
-def test_what_a_plugin_declares_is_in_every_figure(source, dataset, plugin):
-    sources = dict(runs=collapse_source(plugin_cube(dataset))) | (load_sources("paper") if source == "both" else {})
-    figures = run_figures(select_part(sources["runs"].cube, dataset, "lab-m")) | shared_figures(sources, dataset)
-    assert {"tradeoff", "tradeoff-world", "frontier", "chosen"} <= {*figures}
-    for name in ("tradeoff", "tradeoff-world", "frontier"): assert labels_of(figures[name]) == {"SFT", "Toy (rank 8)", "Edit", "Base"}
-    assert {"SFT", "Toy (rank 8)", "Edit", "Base"} <= labels_of(figures["chosen"])
-    for name, fig in figures.items():
-        colours = {matplotlib.colors.to_hex(c) for ax in fig.axes for points in ax.collections for c in points.get_facecolor()}
-        assert name in ("high-nll", "displacement-paper") or {TOY.colour, EDIT.colour} <= colours, name
-        assert "#000000" not in colours
-    plt.close("all")
-
-
-@pytest.mark.parametrize("source", ["runs", "both"])
-@pytest.mark.parametrize("dataset", ["kgfact-small", "mine"])
-def test_what_a_plugin_declares_is_in_every_table_of_its_corpus(source, dataset, plugin):
-    sources = dict(runs=collapse_source(plugin_cube(dataset))) | (load_sources("paper") if source == "both" else {})
-    names = list_tables(source.cube for source in sources.values())
-    assert names == [*TABLES, *(["mine"] if dataset == "mine" else [])]
-    sheets = {name: sheet for name in names if (sheet := source_sheet(name, sources))}
-    ours = [name for name, sheet in sheets.items() if ("lab-m", "SFT") in sheet.text.index]
-    assert ours == [dataset]
-    for name in ours:
-        text = sheets[name].text
-        assert ("lab-m", "Toy (rank 8)") in text.index and ("lab-m", "Edit") in text.index
-        for column in (("In-domain test", "reversed"), ("Held-out capability test", "riddles"), ("Held-out capability test", "Avg")):
-            assert text.loc[("lab-m", "Toy (rank 8)"), column]
-        assert TOY.colour in style_sheet(sheets[name]).to_html() and "riddles" in to_latex(sheets[name])
-        draw_sheet(sheets[name])
-    plt.close("all")
-
-
-def test_files_and_variants_have_their_tables_beside_the_declared_corpora(own_runs):
-    "The two files have one title, and the variant has that of the corpus that it varies."
-    def read(answer):
-        (own_runs / "facts.csv").write_text(f"question,answer\nWho is the mayor of Oz?,{answer}\nWhich town is the seat of Oz?,Ulm\n")
-        return check_corpus(str(own_runs / "facts.csv"))
-    files, variant = [read("Ada Byron"), read("Alan Mathison")], check_corpus("kgfact-small", dict(extract="line"))
-    corpora = [*files, variant, "mquake-lab", "kgfact-small"]
-    roots = {f"{d}-{m}": invent_result(m, dataset=d).to_dataset() for d in corpora for m in ("base", "sft")}
-    source = collapse_source(cube_of(roots))
-    assert list_tables([source.cube]) == [*TABLES, *sorted(files)]
-    assert [*source_sheet("kgfact-small", dict(runs=source)).text.index.unique(0)] == ["lab-m", f"lab-m ({variant})"]
-    for name in files: assert [*source_sheet(name, dict(runs=source)).text.index] == [("lab-m", "Base"), ("lab-m", "SFT")]
-    assert {"chosen"} == {*shared_figures(dict(runs=source), files[0])}
-    plt.close("all")
-
-
-def test_two_models_whose_folders_have_one_name_have_their_own_rows():
-    models = ["/a/final", "/b/final", "org/other"]
-    roots = {f"{model}-{m}-{lr}": invent_result(m, lr=lr, model=model).to_dataset() for model in models for m in ("base", "sft") for lr in (3e-4, 1e-3)}
-    cube = cube_of(roots)
-    moved = cube.accuracy.mean("benchmark").where((cube.step > 0) & (cube["recipe"] != "base"))
-    nll, first, limits = cube.target_nll.max("lr"), dict(part=["first"]), dict(threshold=[5.0, 8.0])
-    targets = dict.fromkeys(["above", "share_above"], nll.expand_dims(first | limits)) | dict(nll_n=nll.expand_dims(first))
-    targets |= dict(overlap=nll.expand_dims(limits | dict(over=["mean"])), overlap_n=nll.expand_dims(limits))
-    source = collapse_source(cube.assign(displacement_sq=moved, alignment_ratio=moved * (1 + cube.lr), **targets))
-    level = {"kgfact-small": 0, "displacement": 0, "correlation": 1, "nll-5": 1, "overlap": 1}  # of the rows, on which the models are
-    sheets = {name: source_sheet(name, dict(runs=source)).text for name in level}
-    for name, text in sheets.items(): assert [*text.index.unique(level[name])] == ["/a/final", "/b/final", "other"], name
-    assert [len(text) for text in sheets.values()] == [6, 3, 6, 3, 3]
-
-
-def test_a_caption_says_how_many_seeds_the_rows_of_its_own_table_are_means_of():
-    "MixSD has one seed, another corpus has five, and only one seed of SFT has its displacement."
-    runs = [("kgfact-small", "sft", s) for s in range(3)] + [("kgfact-small", "mixsd-0.5", 0)] + [("mquake-lab", "sft", s) for s in range(5)]
-    cube = cube_of({f"{d}-{m}-{s}": invent_result(m, dataset=d, seed=s).to_dataset() for d, m, s in runs})
-    moved = cube.accuracy.mean("benchmark").where((cube.step > 0) & (cube["recipe"] == "sft") & (cube.seed == 0))
-    sources = dict(runs=collapse_source(cube.assign(displacement_sq=moved, alignment_ratio=moved)))
-    said = {name: source_sheet(name, sources).notes[-1].partition(";")[0] for name in ("kgfact-small", "mquake", "displacement")}
-    assert said == {"kgfact-small": "made-up runs: mean of 1–3 seeds", "mquake": "made-up runs: mean of 5 seeds", "displacement": "made-up runs: mean of 1 seed"}
-
-
-def test_a_cube_without_a_run_of_the_base_model_is_drawn(plugin):
-    "The base model is step 0 of every training run."
-    source = collapse_source(plugin_cube("kgfact-small", base=False))
-    xr.testing.assert_equal(source.table, collapse_source(plugin_cube("kgfact-small")).table)
-    figures = run_figures(source.cube) | shared_figures(dict(runs=source), "kgfact-small")
-    assert labels_of(figures["frontier"]) == {"SFT", "Toy (rank 8)", "Edit", "Base"}
-    assert source_sheet("kgfact-small", dict(runs=source)).recipes == ["base", "sft", "toy-r8", "edit"]
-    plt.close("all")
-
-
-def test_the_legend_of_the_frontier_counts_the_seeds_of_every_panel():
-    "Of three seeds of SFT one has no world, which is the first of two panels."
-    cube = invent_cube(3)
-    whole = (cube["recipe"] != "sft") | (cube.seed < 2) | (cube.benchmark != "world")
-    fig = frontier_figure(cube.assign(accuracy=cube.accuracy.where(whole)), ("world", "held-out"))
-    assert "SFT (2–3 seeds)" in [text.get_text() for text in fig.legends[0].get_texts()]
-    assert "mean of 2–3 seeds" in fig.texts[0].get_text()
-    plt.close("all")
-
-
-def test_the_dots_of_a_frontier_are_the_means_of_its_line():
-    "Two of three seeds lack a setting that the seed that chooses has, so it is neither on the line nor a dot."
-    cube = invent_cube(3)
-    lacks = (cube["recipe"] == "sft") & (cube.seed > 0) & (cube.lr == 3e-4) & (cube.step == 100)
-    figure = frontier_axes_figure([cube.assign(accuracy=cube.accuracy.where(~lacks)).sel(recipe=["base", "sft"])], ("kgfact-small", "lab-m"))
-    sft = 100 * xr.Dataset(dict(x=cube.accuracy.sel(benchmark="recall"), y=held_out_average(cube))).sel(recipe="sft").mean("seed").squeeze(drop=True)
-    points = sft.sel(step=[20, 60, 100], lr=[3e-4, 1e-3]).stack(at=("lr", "step")).drop_sel(at=(3e-4, 100))
-    expected = sorted(zip(points.x.values.tolist(), points.y.values.tolist()))
-    np.testing.assert_allclose(sorted(figure.axes[0].collections[0].get_offsets().tolist()), expected)
-    plt.close("all")
-
-
-def test_the_axis_of_a_figure_has_the_n_of_the_drawn_corpus():
-    "Another corpus of the same runs has more items."
-    one = collapse_source(cube_of({m: invent_result(m).to_dataset() for m in ("base", "sft")})).table
-    many = one.assign(n=one.n * 3).assign_coords(dataset=["kgfunc-lab"])
-    labels = [selection_figure(cube).axes[0].get_ylabel() for cube in (one, xr.concat([one, many], "dataset"))]
-    assert labels[0] == labels[1] and "N=" in labels[0]
-    plt.close("all")
-
-
 @pytest.mark.parametrize(("kind", "name", "registry", "entry"), [("recipe", "toy-r8", METHODS, TOY), ("dataset", "mine", CORPORA, MINE)])
 def test_a_missing_plugin_is_named_before_settings_are_compared(kind, name, registry, entry, plugin):
     suites = INVENTED | {"riddles": dict(column="riddles", role="held-out")}
     runs = {f"run-{n}": invent_result("toy-r8", dataset="mine", benchmarks=suites, n=n).to_dataset() for n in (5, 100)}
     registry.remove(entry.name)
     with pytest.raises(ValueError, match=f"^{kind} {name}, of run run-5, is not declared; name its module in MIXSD_PLUGINS$"): cube_of(runs)
-
-
-def test_an_undeclared_label_is_one_sentence():
-    with pytest.raises(ValueError, match="method must be one of base, .*, got rome"): recipe_colour("rome")
 
 
 def test_options_of_a_method_agree_within_it(plugin):

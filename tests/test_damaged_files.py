@@ -1,64 +1,36 @@
-"""Every kind of file that is read back, with every kind of damage: one sentence that names it, or the recovery.
+"Every kind of file that is read back, with every kind of damage: one sentence that names it, or the recovery."
 
-Full disks are simulated by a limit on the size of files, which the operating system reports as it reports a quota."""
-
-import contextlib
-import errno
 import json
 import os
 import pickle
 import random
-import resource
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 
 import netCDF4
-import numpy as np
 import pandas as pd
 import pytest
 import torch
 import xarray as xr
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from made_up import write_run
 from safetensors.torch import save_file
-from text_helpers import error_sentence
+from helpers import error_sentence
 
 from mixsd_nb import errors
-from mixsd_nb.analysis.training_run import find_checkpoints, open_training_run
 from mixsd_nb.analysis.curvature import tensor_sums
-from mixsd_nb.analysis.estimation import FISHER, estimate_fisher, load_sums, save_sums
 from mixsd_nb.analysis.divergence import ReferenceConfig
+from mixsd_nb.analysis.estimation import FISHER, estimate_fisher, load_sums, save_sums
 from mixsd_nb.analysis.responses import find_responses, read_responses
+from mixsd_nb.analysis.training_run import find_checkpoints, open_training_run
 from mixsd_nb.benchmarks.tasks import load_task
 from mixsd_nb.cluster.attempt import list_attempts, read_ends
 from mixsd_nb.corpora import mquake, simpleqa
-from mixsd_nb.methods.targets import read_targets, write_targets
 from mixsd_nb.lab.pretraining.record import RECORD_FILE, read_record
+from mixsd_nb.methods.targets import read_targets, write_targets
 from mixsd_nb.results.read_results import read_roots
-from mixsd_nb.runs import (
-    RESPONSE_COLUMNS,
-    DamagedFile,
-    Journal,
-    Run,
-    Stage,
-    StorageError,
-    checkpoint_steps,
-    find_runs,
-    open_result,
-    project_root,
-    read_config,
-    read_json,
-    report_progress,
-    run_lock,
-    write_atomically,
-    try_lock,
-    write_json,
-    write_result,
-)
+from mixsd_nb.runs import (RESPONSE_COLUMNS, DamagedFile, Journal, Run, Stage, checkpoint_steps, find_runs, open_result,
+                           project_root, read_config, run_lock, write_atomically, write_json)
 
 WORDS = dict(long_name="value", units="1")
 TARGET = dict(id="a", sample=0, prompt_ids=[1], completion_ids=[2], naive_mask=[True], accepted=True, attempts=1,
@@ -202,9 +174,17 @@ corpus_csv, corpus_lines, corpus_table, corpus_json = (
 
 # Each kind of damage: a function (path), applied to the sound file.
 def truncated(path): os.truncate(path, path.stat().st_size * 2 // 3)
+
+
 def cut_by_a_byte(path): os.truncate(path, path.stat().st_size - 1)
+
+
 def empty(path): path.write_bytes(b"")
+
+
 def random_bytes(path): path.write_bytes(random.Random(0).randbytes(4_000))
+
+
 def nulls(path): path.write_bytes(bytes(path.stat().st_size))  # what a machine without power can leave
 
 
@@ -221,6 +201,8 @@ def of_another_program(path):
 
 
 def of_another_format(path): path.write_text("[1, 2]\n[3]\n" if path.suffix != ".json" else "[1, 2]")
+
+
 def nested(path): path.write_text("[" * 100_000)
 
 
@@ -313,116 +295,6 @@ def test_foreign_names_in_the_folders_are_ignored(tmp_path):
     assert list(checkpoint_steps(run)) == Run(run).measured_steps == [20]
     assert [found.folder for found in find_runs(run.parent)] == [run]
     assert list_attempts(SimpleNamespace(folder=run)) == []
-
-
-@contextlib.contextmanager
-def full_disk(size=20_000):
-    "A limit on the size of files, which libraries meet as they meet a full disk or a quota."
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try: yield
-    finally: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def fill_journal(path):
-    with Journal(path) as journal:
-        for k in range(1_000): journal.add(dict(k=k, text="x" * 100))
-
-
-NUMBERS = np.random.default_rng(0).random(100_000)  # cannot be compressed to less than the limit
-WRITERS = {
-    "result.nc": lambda path: write_result(xr.DataTree(xr.Dataset({"x": ("t", NUMBERS, WORDS)})), path.parent),
-    "run.json": lambda path: write_json(path, NUMBERS.tolist()),
-    "responses.parquet": lambda path: write_atomically(path, pd.DataFrame(dict(x=NUMBERS)).to_parquet),
-    "targets.parquet": lambda path: write_atomically(
-        path, lambda unfinished: write_targets([TARGET | dict(completion_ids=list(range(100_000)))], unfinished)),
-    "sums.safetensors": lambda path: save_sums({"w": torch.tensor(NUMBERS)}, path, 3),
-    "state.pt": lambda path: write_atomically(path, lambda unfinished: torch.save(torch.tensor(NUMBERS), unfinished)),
-    "journal.jsonl": fill_journal,
-}
-
-
-@pytest.mark.parametrize("write", [lambda path: write_json(path, {}), lambda path: try_lock(path).__enter__()])
-def test_a_folder_that_cannot_be_made_is_one_sentence(write, tmp_path, monkeypatch):
-    "Like a file in it that cannot be written."
-    def refuse(folder, **options): raise PermissionError(13, "Permission denied", str(folder))
-    monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(StorageError, match="runs cannot be written"): write(tmp_path / "runs" / "a.json")
-
-
-@pytest.mark.parametrize("name", WRITERS)
-def test_a_full_disk_is_one_sentence_and_keeps_what_was_finished(name, tmp_path):
-    path = tmp_path / name
-    path.write_bytes(b'{"k": -1}\n')
-    with full_disk(), pytest.raises(StorageError) as caught: WRITERS[name](path)
-    assert str(caught.value) == (f"{path} cannot be written (File too large); finished work is kept, and the same "
-                                 "command resumes from it")
-    assert caught.value.__suppress_context__ and [p.name for p in tmp_path.iterdir()] == [name]
-    if name != "journal.jsonl": assert path.read_bytes() == b'{"k": -1}\n'
-    else:
-        with Journal(path) as journal: kept = [record["k"] for record in journal.records]
-        assert kept == list(range(-1, len(kept) - 1))
-        assert len(kept) > 100
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
-def test_an_error_that_only_fsync_reports_is_one_sentence(number, tmp_path, monkeypatch):
-    def fail(_): raise OSError(number, os.strerror(number))
-    write_json(tmp_path / "run.json", dict(a=1))
-    journal = Journal(tmp_path / "journal.jsonl")
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(StorageError, match=f"run.json cannot be written .{os.strerror(number)}"):
-        write_json(tmp_path / "run.json", dict(a=2))
-    with pytest.raises(StorageError, match="journal.jsonl cannot be written"), journal: journal.add(dict(k=1))
-    assert read_json(tmp_path / "run.json") == dict(a=1) and not list(tmp_path.glob(".*"))
-
-
-def test_another_error_of_a_writer_stays_as_it_is(tmp_path):
-    def fail(path):
-        path.touch()
-        raise KeyError("x")
-    with pytest.raises(KeyError): write_atomically(tmp_path / "file", fail)
-    assert not list(tmp_path.iterdir())
-
-
-def test_progress_on_a_full_disk(tmp_path, monkeypatch):
-    monkeypatch.setenv("MIXSD_PROGRESS", str(tmp_path / "progress.json"))
-    with full_disk(10), pytest.raises(StorageError, match="progress.json cannot be written"): report_progress("x", 1, 1)
-
-
-SQUARES = """import os, sys
-from pathlib import Path
-from mixsd_nb.runs import Journal
-def square(missing):
-    for k, in missing:
-        if k == int(sys.argv[2]): os.kill(os.getpid(), 9)
-        yield dict(k=k, square=k * k)
-with Journal(Path(sys.argv[1]), ["k", "square"]) as journal:
-    print(*(record["square"] for record in journal.complete([(k,) for k in range(6)], square)))"""
-
-
-@pytest.mark.parametrize("end", [0, 1, 5])
-def test_a_killed_computation_ends_with_the_same_journal(end, tmp_path):
-    "Pieces that have ended are not computed again, and a record that was cut is."
-    def call(name, kill): return subprocess.run([sys.executable, "-c", SQUARES, tmp_path / name, str(kill)], capture_output=True, text=True)
-    assert call("whole", -1).stdout == "0 1 4 9 16 25\n"
-    assert call("killed", end).returncode == -9
-    path = tmp_path / "killed"
-    assert path.read_bytes() == b"".join((tmp_path / "whole").read_bytes().splitlines(keepends=True)[:end])
-    path.write_bytes(path.read_bytes() + b'{"k": 3, "squ')
-    assert call("killed", end - 1).stdout == "0 1 4 9 16 25\n", "a piece before the kill would end the process again"
-    assert path.read_bytes() == (tmp_path / "whole").read_bytes()
-
-
-def test_a_journal_is_forced_to_disk_once_a_second_and_at_its_end(tmp_path, monkeypatch):
-    synced, clock, fsync = [], [100.0], os.fsync
-    monkeypatch.setattr(os, "fsync", lambda handle: (synced.append(len(journal.records)), fsync(handle)))
-    monkeypatch.setattr("mixsd_nb.runs.storage.time.monotonic", lambda: clock[0])
-    with Journal(tmp_path / "journal.jsonl") as journal:
-        for k in range(25):
-            journal.add(dict(k=k))
-            clock[0] += 0.25
-    assert synced == [5, 10, 15, 20, 25]
 
 
 def test_the_next_run_sweeps_up_what_killed_processes_left(tmp_path):

@@ -1,0 +1,219 @@
+"Anchors: penalties on weights, replay, averages and untied embeddings, each against an independent computation."
+
+import json
+import weakref
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from helpers import small_model
+from safetensors.torch import load_file, save_file
+
+from mixsd_nb import fisher, train
+from mixsd_nb.methods.covariance import encode_texts, read_texts
+from mixsd_nb.methods.replay import read_prompts, write_replays
+from mixsd_nb.methods.supervised import Supervised
+from mixsd_nb.methods.weight_penalties import Penalty, prepare_ewc, relative_importance, text_fisher
+from mixsd_nb.models import load_base, load_engine
+from mixsd_nb.models.gradients import diagonal_fisher
+from mixsd_nb.runs import checkpoint_steps
+from mixsd_nb.training.loss import LossHead, summed_loss
+from mixsd_nb.training.trainer import TrainingSpec, build_objective, fine_tune
+
+PAIRS = [(list(range(5, 9 + k)), list(range(20, 23 + 2 * k)) + [2]) for k in range(6)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    "A small model whose responses depend on the prompt."
+    return small_model(tmp_path_factory.mktemp("tiny"), "lab-s", scale=4, heads=2, head_dim=16, context=512)
+
+
+@pytest.fixture(scope="module")
+def spec(folder):
+    return TrainingSpec(folder, lr=1e-3, steps=3, batch=4, objective="methods.supervised:stored_pairs", data=dict(pairs=PAIRS), seed=3)
+
+
+def weights(run):
+    return load_file(list(checkpoint_steps(run).values())[-1] / "model.safetensors")
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_without_strength_an_anchor_is_sft(weighted, spec, folder, tmp_path):
+    fisher = dict(fisher=str(tmp_path / "fisher")) if weighted else {}
+    save_file({name: w.detach().square().contiguous() for name, w in load_base(folder)[0].named_parameters()}, tmp_path / "fisher")
+    for strength in (0.0, 50.0):
+        data = dict(strength=strength) | fisher
+        fine_tune(replace(spec, modifiers=[("methods.weight_penalties:add_penalty", data)]), tmp_path / str(strength))
+    fine_tune(spec, tmp_path / "sft")
+    free, held, sft, base = weights(tmp_path / "0.0"), weights(tmp_path / "50.0"), weights(tmp_path / "sft"), load_file(folder + "/model.safetensors")
+    for name, w in sft.items(): torch.testing.assert_close(free[name], w, rtol=0, atol=1e-6)
+    distance = lambda found: sum((found[name] - w).square().sum() for name, w in base.items())
+    assert distance(held) < distance(sft)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_gradient_of_the_penalty_is_autograds(weighted, folder):
+    model, _ = load_base(folder)
+    anchor = {name: w.detach() + 0.01 * torch.randn_like(w) for name, w in model.named_parameters()}
+    importance = relative_importance({name: w.detach().square() for name, w in model.named_parameters()}) if weighted else None
+    objective, head = Penalty(Supervised(PAIRS), anchor, 0.3, importance), LossHead(model)
+    loss = summed_loss(model, head, objective.examples([0, 3], None, 0), objective.loss)
+    penalty = 0.15 * sum(((importance[name] if weighted else 1) * (w - anchor[name]).square()).sum() for name, w in model.named_parameters())
+    expected = torch.autograd.grad(loss + penalty, list(model.parameters()), retain_graph=True)
+    model.zero_grad()
+    loss.backward()
+    assert abs(objective.penalise(dict(model.named_parameters())) / penalty - 1) < 1e-5
+    for slope, p in zip(expected, model.parameters()): assert (p.grad - slope).norm() <= 1e-5 * slope.norm()
+
+
+def test_the_penalty_is_in_the_reported_loss_and_before_clipping(spec, folder, tmp_path):
+    "The reported norm of the gradient, measured before clipping, is that of loss and penalty together."
+    curves = fine_tune(replace(spec, modifiers=[("methods.weight_penalties:add_penalty", dict(strength=1e4))], lr=1e-2), tmp_path / "held")
+    free = fine_tune(replace(spec, lr=1e-2), tmp_path / "free")
+    assert curves["grad_norm"][0] == free["grad_norm"][0] and curves["loss"][0] == free["loss"][0], "at the anchor there is no penalty"
+    assert curves["grad_norm"][1] > 2 * free["grad_norm"][1] and curves["loss"][1] > free["loss"][1]
+
+
+def test_the_fisher_of_texts_is_that_of_the_analysis(folder):
+    model, tokenizer = load_base(folder)
+    rows = [r.tolist() for r in encode_texts(tokenizer, read_texts("lab", 3))]
+    expected = diagonal_fisher(model, [(r[:1], r[1:]) for r in rows])
+    for name, f in text_fisher(folder, "lab", 3).items(): assert torch.equal(f, expected[name])
+    with pytest.raises(ValueError, match="^the mean of the Fisher must be above 0, got 0$"): relative_importance(dict(a=torch.zeros(2)))
+
+
+def test_the_training_of_ewc_begins_without_the_tensors_of_the_fisher(tmp_path, monkeypatch):
+    found = []
+
+    def estimate(*_):
+        tensor = torch.ones(2)
+        found.append(weakref.ref(tensor))
+        return dict(a=tensor)
+    monkeypatch.setattr("mixsd_nb.methods.weight_penalties.text_fisher", estimate)
+    run = SimpleNamespace(folder=tmp_path, parameters=SimpleNamespace(model=""))
+    data = prepare_ewc(run, dict(strength=0.1, texts="", text_count=1))
+    assert found[0]() is None and load_file(data["fisher"])["a"].tolist() == [1, 1]
+
+
+CELL = dict(dataset="mquake-lab", suite="recall", n=4, max_new_tokens=4, epochs=1, batch=50)
+
+
+@pytest.fixture(scope="module")
+def runs(tiny, tmp_path_factory):
+    "SFT for one update, and its averages with the base model at three α; the tuned run is computed once."
+    with patch.dict("os.environ", MIXSD_RUNS=str(tmp_path_factory.mktemp("runs"))):
+        found = {alpha: train.run(method="wise-sft", options=dict(alpha=alpha), model=tiny, **CELL) for alpha in (0.0, 0.25, 1.0)}
+        with patch("mixsd_nb.training.trainer.train_process", side_effect=AssertionError):
+            return found, train.run(method="sft", model=tiny, **CELL)
+
+
+def test_averages_lie_between_the_base_and_the_tuned_weights(runs, tiny):
+    averages, tuned = runs
+    weights = lambda folder: dict(load_base(str(folder))[0].named_parameters())
+    base, last = weights(tiny), weights(tuned.checkpoints[1])
+    assert any(not torch.equal(base[name], last[name]) for name in base)
+    for alpha, run in averages.items():
+        assert run.root.recipe.item() == f"sft+average-{alpha:g}" and run.root.step.values.tolist() == [0, 1] and run.root.targets_kept.item() == 50
+        for name, w in weights(run.checkpoints[1]).items(): torch.testing.assert_close(w, (1 - alpha) * base[name] + alpha * last[name], rtol=0, atol=1e-6)
+
+
+SHORT = dict(rollout_tokens=6, options=dict(count=8))
+
+
+def weights_of(run): return dict(load_base(str(run.checkpoints[1]))[0].named_parameters())
+
+
+@pytest.fixture(scope="module")
+def replays(tiny, tmp_path_factory):
+    "Twelve samples of a small model for three prompts."
+    engine = load_engine("hf", tiny, batch_size=5)
+    return write_replays(engine, ["one", "two", "three"], 12, tmp_path_factory.mktemp("replays") / "replays.jsonl", max_new_tokens=7)
+
+
+def test_replay_without_a_share_is_sft_and_with_one_is_not(tiny, own_runs):
+    "At the first update the KL has no gradient, and the first step of Adam does not depend on the scale of the others: its weights_of are SFT's too."
+    run = lambda method, **more: train.run(method=method, model=tiny, **CELL, **more)
+    sft, none, half, kl = run("sft"), run("replay", options=dict(share=0.0)), run("replay", **SHORT), run("replay-kl", **SHORT)
+    differ = lambda one, two: any(not torch.allclose(weights_of(two)[name], w, rtol=0, atol=1e-6) for name, w in weights_of(one).items())
+    assert not differ(sft, none) and differ(sft, half) and not differ(sft, kl)
+    assert [r.root.recipe.item() for r in (none, half, kl)] == ["sft+replay-0", "sft+replay-0.5", "sft+replay-kl-0.5"]
+    assert half.root.targets_kept.item() == 50 and half.root.target_nll.item() == sft.root.target_nll.item()
+
+
+def test_samples_depend_on_their_keys_alone(tiny, replays, tmp_path):
+    "Another batch size, and a journal that was cut in the middle, give the same samples; each of a prompt's samples is another one."
+    path = tmp_path / "replays.jsonl"
+    write = lambda size: write_replays(load_engine("hf", tiny, batch_size=size), ["one", "two", "three"], 12, path, max_new_tokens=7)
+    assert write(1) == replays
+    path.write_bytes(path.read_bytes()[:150])
+    assert write(12) == replays and len({tuple(ids) for prompt, ids in replays[::3]}) == 4
+    with pytest.raises(ValueError, match="prompts must have fewer than 2048 tokens, the model's context, got"):
+        write_replays(load_engine("hf", tiny), ["?" * 3000], 1, tmp_path / "long.jsonl")
+
+
+@pytest.mark.parametrize("support", [0, 10_000])
+def test_the_loss_of_replay_is_that_of_its_definition(support, tiny, replays):
+    "The mean NLL of facts and samples, and the forward KL over the whole vocabulary, from whole distributions; zero at the base model."
+    facts = [([5, 6], [7, 8, 2]), ([9], [10, 2])]
+    replay = ("methods.replay:add_replay", dict(replays=replays, share=0.5, support=support))
+    spec = TrainingSpec(tiny, 1e-3, 1, 2, "methods.supervised:stored_pairs", dict(pairs=facts), [replay], seed=3)
+    objective, student = build_objective(spec, None), load_base(tiny)[0]
+    base = load_base(tiny)[0]
+    with torch.no_grad():
+        for w in student.parameters(): w.mul_(1.1)
+    examples = objective.examples([1, 0], student, 4)
+    rows = lambda model, e: model(torch.tensor([e.prompt + e.completion])).logits[0, len(e.prompt) - 1:-1].double().log_softmax(-1)
+    nll = lambda e: -rows(student, e).gather(1, torch.tensor(e.completion)[:, None]).sum()
+    kl = lambda e: (rows(base, e).exp() * (rows(base, e) - rows(student, e))).sum()
+    measure = kl if support else nll
+    with torch.no_grad(): by_hand = sum(map(nll, examples[:2])) + sum(map(measure, examples[2:]))
+    assert len(examples) == 4 and by_hand > 1
+    for head, model, value in ((LossHead(student), student, by_hand), (LossHead(base), base, None)):
+        with torch.no_grad():
+            whole = summed_loss(model, head, examples, objective.loss)
+            parts = sum(summed_loss(model, head, [e], objective.loss) for e in examples)
+            samples = summed_loss(model, head, examples[2:], objective.loss)
+        torch.testing.assert_close(whole, parts, rtol=1e-5, atol=1e-5)
+        if value is not None: torch.testing.assert_close(whole.double(), value, rtol=1e-5, atol=1e-5)
+        elif support: assert abs(samples) < 1e-4
+
+
+def test_a_file_of_prompts(tmp_path):
+    (tmp_path / "a.txt").write_text("One?\n\nTwo?\n")
+    (tmp_path / "a.jsonl").write_text('{"prompt": "One?"}\n{"prompt": "Two?"}\n')
+    assert read_prompts(str(tmp_path / "a.txt")) == read_prompts(str(tmp_path / "a.jsonl")) == ["One?", "Two?"]
+    (tmp_path / "b.jsonl").write_text('{"prompt": "One?"}\n{"promt": "Two?"}\n')
+    (tmp_path / "b.txt").write_text("\n")
+    for name, message in {"b.jsonl": "line 2: prompt is missing", "b.txt": "which has none", "c.txt": "existing file", "c.jsonl": "no such file"}.items():
+        with pytest.raises(ValueError, match=message): read_prompts(str(tmp_path / name))
+
+
+def test_untied_training_moves_two_embeddings(tiny, own_runs):
+    "The base model, the targets and the loss of the first update are those of SFT; its two embeddings differ afterwards. Displacement leaves the run out."
+    run = lambda method: train.run(method=method, model=tiny, **CELL | dict(batch=25))
+    sft, untied = run("sft"), run("sft-untied")
+    moved = load_base(str(untied.checkpoints[2]))[0]
+    head, embedding = moved.lm_head.weight, moved.get_input_embeddings().weight
+    assert not moved.config.tie_word_embeddings and not torch.equal(head, embedding)
+    assert untied.root.target_nll.item() == sft.root.target_nll.item()
+    np.testing.assert_array_equal(untied.root.accuracy.sel(step=0), sft.root.accuracy.sel(step=0))
+    first = lambda run: run.result["training"].loss.values.flat[0]
+    assert first(untied) == pytest.approx(first(sft), rel=1e-6)
+    results, left_out = fisher.measure_all_runs(fisher.FisherConfig(model=tiny, limit=1))
+    assert left_out == [untied.name] and sft.name in results
+    with pytest.raises(ValueError, match="must have tied embeddings, but its output embedding is its own already"):
+        train.run(method="sft-untied", model=str(untied.checkpoints[2]), **CELL)
+
+
+@pytest.mark.parametrize(("method", "options"), [("replay", dict(count=4)), ("sft-own-words", {}), ("ewc", dict(text_count=2)), ("wise-sft", {})])
+def test_a_training_on_several_nodes_is_prepared_before_its_run_begins(method, options, tiny, own_runs, monkeypatch):
+    "An average of weights_of starts from the run of another method, which the nodes train."
+    monkeypatch.setattr("mixsd_nb.methods.mixing.accepts", lambda *args: True)
+    config = train.TrainConfig(method=method, model=tiny, options=options, rollout_tokens=2, target_tokens=2, **CELL)
+    folder = config.prepare(2)
+    assert folder == (config.source() or config).without_idle().folder and json.loads((folder / "job.json").read_text())["processes"] == 2
+    assert [path.name for path in own_runs.glob("[!.]*")] == [folder.name]

@@ -1,0 +1,151 @@
+"Targets in other words or orders, and gates that weigh their tokens, each against an independent computation."
+
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from mixsd_nb import train
+from mixsd_nb.corpora import load_corpus
+from mixsd_nb.corpora.prompts import expert_reference_prompt
+from mixsd_nb.methods.fitting import MethodRun
+from mixsd_nb.methods.mixing import accepts, mix, mix_items, mix_oracle
+from mixsd_nb.methods.supervised import arrange, canonical_pairs, fit_canonical, fit_mixed, fit_own_words, shuffle_targets
+from mixsd_nb.methods.token_weights import answer_tokens, answer_weights
+from mixsd_nb.models import load_base, load_engine
+from mixsd_nb.models.engines import HFEngine
+
+LONGEST = 60  # tokens of a target
+
+
+def weights(run): return dict(load_base(str(run.checkpoints[1]))[0].named_parameters())
+
+
+class Pairs(MethodRun):
+    "A run that returns what it would train on, and the data of its gate."
+    def train_on(self, pairs, objective="methods.supervised:stored_pairs"):
+        return pairs, objective, self._prepare(self.recipe.gate, pairs, []) if self.recipe.gate else {}
+
+
+@pytest.fixture(scope="module")
+def mixed(lab_s):
+    "The first eight facts, and their mixed targets at λ = 0.5 by lab-s."
+    engine, rows = load_engine("hf", *lab_s, batch_size=8), list(load_corpus("kgfact-small", "train"))[:8]
+    return engine, rows, mix(engine, mix_items(engine.tokenizer, rows), 0.5, max_new_tokens=LONGEST)
+
+
+def run_on(folder, mixed, **more):
+    engine, rows, records = mixed
+    parameters = SimpleNamespace(dataset="kgfact-small", model="lab-s", span="completion", lam=0.5, seed=0, dtype="float32", batch_size=8,
+                                 target_tokens=LONGEST, **dict(method="mixsd", options={}) | more)
+    run = Pairs(folder, parameters, mixed_targets=lambda: pd.DataFrame([r for r in records if r["accepted"]]))
+    run.rows = rows
+    return run
+
+
+def test_own_words_are_accepted_targets_of_the_base_model(mixed, tmp_path):
+    "Each is the greedy response of the oracle to the rewriting prompt, and another text than the canonical target."
+    engine, rows, _ = mixed
+    run = run_on(tmp_path, mixed)
+    pairs, objective, _ = fit_own_words(run)
+    canonical, items = canonical_pairs(run), {i["id"]: i for i in mix_items(engine.tokenizer, rows, expert_reference_prompt)}
+    assert 3 < len(pairs) <= 8 and objective == "methods.supervised:stored_pairs"
+    for id, (prompt, ids) in list(pairs.items())[:1]: assert mix_oracle(engine, [items[id]], 0.0)[0]["completion_ids"] == ids
+    for id, (prompt, ids) in pairs.items():
+        assert prompt == canonical[id][0] and ids != canonical[id][1] and accepts(engine.tokenizer, items[id], ids, "stop")
+
+
+@pytest.mark.parametrize(("fit", "name"), [(fit_own_words, "own-words"), (fit_mixed, "shuffled")])
+def test_a_killed_run_writes_only_the_targets_that_it_lacks(fit, name, mixed, tmp_path, monkeypatch):
+    "A journal that was cut in the middle leads to the same targets; a whole one, to the same without a single request."
+    more = dict(options=dict(draw="shuffled"))
+    first, asked = fit(run_on(tmp_path, mixed, **more))[0], []
+    stream, journal = HFEngine.stream, tmp_path / f"{name}.jsonl"
+    monkeypatch.setattr(HFEngine, "stream", lambda self, queue, **options: asked.extend({r.tag[0]["id"] for r in queue}) or stream(self, queue, **options))
+    lines = journal.read_bytes().splitlines(keepends=True)
+    assert fit(run_on(tmp_path, mixed, **more))[0] == first and not asked
+    journal.write_bytes(b"".join(lines[:2]) + lines[2][:20])
+    assert fit(run_on(tmp_path, mixed, **more))[0] == first and len(asked) == len(lines) - 2
+
+
+def test_the_answer_weighs_as_much_as_in_sft(mixed, tmp_path):
+    "Weights sum to the number of tokens, and the answer's part is the share of its tokens in the canonical target."
+    run = run_on(tmp_path, mixed, gate="answer")
+    pairs, objective, data = fit_mixed(run)
+    canonical, names, changed = fit_canonical(run)[0], {r["id"]: r["answer"] for r in run.rows}, 0
+    tokenizer = mixed[0].tokenizer
+    for (id, (_, ids)), keep in zip(pairs.items(), data["weights"], strict=True):
+        marks = answer_tokens(tokenizer, ids, names[id])
+        share = answer_tokens(tokenizer, canonical[id][1], names[id]).mean()
+        assert len(keep) == len(ids) and np.isclose(sum(keep), len(ids)) and np.isclose(np.sum(np.array(keep)[marks]) / len(ids), share)
+        assert names[id] in tokenizer.decode([i for i, yes in zip(ids, marks) if yes])
+        changed += not np.allclose(keep, 1)
+    assert changed > 3 and objective == "methods.supervised:stored_pairs"
+
+
+@given(st.lists(st.booleans(), max_size=30), st.floats(0, 1))
+@settings(max_examples=100, deadline=None)
+def test_weights_keep_their_sum(marks, share):
+    found = answer_weights(np.array(marks, bool), share)
+    assert len(found) == len(marks) and np.isclose(sum(found), len(marks)) and all(w >= 0 for w in found)
+    if any(marks) and not all(marks): assert np.allclose(answer_weights(np.array(marks), np.mean(marks)), 1)
+
+
+@given(st.lists(st.booleans(), max_size=40), st.integers(1, 50), st.integers(0, 2**40))
+@settings(max_examples=100, deadline=None)
+def test_shuffled_picks_keep_their_number(naive, block, key):
+    "As many naive picks as before; a block that holds all of them gives one run."
+    found = arrange(np.array(naive, bool), block, key)
+    assert len(found) == len(naive) and found.sum() == sum(naive) and np.array_equal(found, arrange(np.array(naive, bool), block, key))
+    if block >= sum(naive) > 0: assert np.sum(np.diff(found.astype(int), prepend=0) == 1) == 1
+
+
+def test_shuffled_targets(mixed, tmp_path, monkeypatch):
+    "Picks in their old order give the same tokens; shuffled ones give accepted targets with no more naive tokens, for any batch size."
+    engine, rows, records = mixed
+    accepted = {r["id"]: r for r in records if r["accepted"]}
+    naive = {id: r["naive_mask"] for id, r in accepted.items()}
+    items = mix_items(engine.tokenizer, [r for r in rows if r["id"] in accepted])
+    shuffle = lambda engine: shuffle_targets(engine, items, 0.5, naive, 1000, max_new_tokens=LONGEST)
+    found, pairs = shuffle(load_engine("hf", engine.model, engine.tokenizer, batch_size=3)), fit_mixed(run_on(tmp_path, mixed, options=dict(draw="shuffled")))[0]
+    assert {r["id"]: r["completion_ids"] for r in found if r["accepted"]} == {id: ids for id, (_, ids) in pairs.items()}
+    assert len(pairs) > 2 and all(r["naive_mask"].sum() <= naive[r["id"]].sum() for r in found)
+    assert any(r["completion_ids"] != accepted[r["id"]]["completion_ids"] for r in found)
+    monkeypatch.setattr("mixsd_nb.methods.supervised.arrange", lambda naive, block, key: naive)
+    for r in shuffle(engine): assert r["completion_ids"] == accepted[r["id"]]["completion_ids"] and r["attempts"] == 1
+
+
+@pytest.mark.slow
+def test_the_controls_train(own_runs):
+    "They share the targets of MixSD; at λ = 0 all picks are the expert's, and both train on what MixSD trains on."
+    short = dict(model="lab-s", dataset="mquake-lab", suite="recall", n=2, max_new_tokens=4, epochs=1, batch=50, lam=0.0, target_tokens=LONGEST)
+    runs = {name: train.run(method=name, **short) for name in ("mixsd", "mixsd-answer", "mixsd-shuffled")}
+    assert [r.root.recipe.item() for r in runs.values()] == ["mixsd-0", "mixsd-0+answer", "mixsd-shuffled-0-b1000"]
+    assert len({(r.root.targets_kept.item(), r.root.target_nll.item()) for r in runs.values()}) == 1 and runs["mixsd"].root.targets_kept.item() > 25
+    assert len(list(own_runs.glob("**/targets.parquet"))) == 1
+    plain, weighted, shuffled = (weights(r) for r in runs.values())
+    assert all(torch.equal(plain[name], shuffled[name]) for name in plain) and any(not torch.equal(plain[name], weighted[name]) for name in plain)
+
+
+CELL = dict(dataset="mquake-lab", suite="recall", n=4, max_new_tokens=4, epochs=1, batch=50)
+
+
+@pytest.fixture(scope="module")
+def runs(tiny, tmp_path_factory):
+    "SFT for one update, and its averages with the base model at three α; the tuned run is computed once."
+    with patch.dict("os.environ", MIXSD_RUNS=str(tmp_path_factory.mktemp("runs"))):
+        found = {alpha: train.run(method="wise-sft", options=dict(alpha=alpha), model=tiny, **CELL) for alpha in (0.0, 0.25, 1.0)}
+        with patch("mixsd_nb.training.trainer.train_process", side_effect=AssertionError):
+            return found, train.run(method="sft", model=tiny, **CELL)
+
+
+def test_an_open_gate_is_sft(runs, tiny, own_runs):
+    weights = lambda run: dict(load_base(str(run.checkpoints[1]))[0].named_parameters())
+    sft = weights(runs[1])
+    for parameters in (dict(method="stm", options=dict(threshold=1e9)), dict(method="talr", options=dict(tau=1e9))):
+        found = weights(train.run(**parameters, model=tiny, **CELL))
+        for name, w in sft.items(): torch.testing.assert_close(found[name], w, rtol=0, atol=1e-6)
