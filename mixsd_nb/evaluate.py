@@ -22,7 +22,7 @@ from pydantic import field_validator
 
 from .analysis.scores import compare, scores
 from .benchmarks import ROLES, SUITES, Item
-from .benchmarks.evaluation import (RECORD_KEYS, EvalSettings, evaluate_suite, select_items, specify,
+from .benchmarks.evaluation import (RECORD_KEYS, EvalSettings, check_prompts, evaluate_suite, select_items, specify,
                                             write_responses)
 from .models import check_model, check_process
 from .models.identity import BY_CONTENT, ModelName, model_label
@@ -51,10 +51,12 @@ class EvaluateConfig(Stage, EvalSettings):
     def modules(self): return [*super().modules(), *self.declared_modules()]
 
     def check(self):
-        "ValueError if the data of a benchmark or a sandbox are missing; warn if a large model gets values of the lab."
+        """ValueError if the data of a benchmark or a sandbox are missing, or the model cannot be asked an item.
+
+        Warn if a large model gets values of the lab."""
         check_process(self.engine, self.replicas)
         warn_about_lab_values(self)
-        select_items(self)
+        check_prompts(self.model, select_items(self))
 
     def compute(self, run: Run) -> xr.DataTree:
         "Generate and grade the responses, and summarise them."

@@ -17,7 +17,7 @@ import pandas as pd
 import xarray as xr
 
 from . import evaluate, generate
-from .benchmarks.evaluation import select_items
+from .benchmarks.evaluation import check_prompts, select_items
 from .corpora import CORPORA
 from .evaluation.checkpoints import Evaluation, list_suite_steps, remove_unwanted
 from .methods import update_count
@@ -47,8 +47,10 @@ class TrainConfig(TrainingSettings, Stage):
         for engine, count in ((self.engine, self.replicas), (self.rollout_engine, 1)): check_process(engine, count)
         warn_about_lab_values(self)
         self.recipe.load_fit()
-        if self.recipe.demand.edited: check_subjects(self.dataset)
-        if self._asks_questions(): select_items(self)
+        if self.recipe.demand.edited:
+            check_subjects(self.dataset)
+            check_facts(self.dataset, self.model)
+        if self._asks_questions(): check_prompts(self.model, select_items(self))
         if source := self.source():
             folder = source.without_idle().folder
             require_weights(folder, removed_steps(folder), f"anchor={self.anchor}")

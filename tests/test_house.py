@@ -26,7 +26,7 @@ ROOMS = [*MIDDLE, "evaluation", "results", "reports", "cluster", "planning"]
 FLOORS = {
     "runs": ["runs"],
     "corpora": ["runs", "corpora"],
-    "models": ["runs", "corpora.prompts", "models"],
+    "models": ["runs", "corpora.prompts", "corpora.templates", "corpora.control_tokens", "models"],
     "benchmarks": [*GROUND, "benchmarks"],
     "training": [*GROUND, "training"],
     "methods": [*GROUND, "benchmarks", "training", "methods"],

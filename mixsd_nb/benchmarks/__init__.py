@@ -11,7 +11,7 @@ __all__ = ['ROLES', 'GRADINGS', 'SUITES', 'FORMS', 'Item', 'Sampling', 'Suite', 
 import functools
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ..corpora import CORPORA, TESTS, load_corpus
 from ..runs import Registry, load_object, nearest
@@ -36,6 +36,7 @@ class Item:
     messages: tuple[dict, ...] = ()  # the turns of the conversation; empty for one turn of the user with the prompt
     grading: str = ""  # rule of this item, a key of GRADINGS; empty for that of the suite
     sampling: "Sampling | None" = None  # of this item; None for that of the suite
+    place: str = field(default="", compare=False)  # file and line that it was read from, for messages
 
 # %% ../../nbs/benchmarks/index.ipynb #b7d0c56d
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ __all__ = ['FILE_GRADINGS', 'ItemRow', 'read_items', 'declare_file', 'file_items
 import ast
 import functools
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -129,7 +129,8 @@ def read_items(
     "Return the items of a file by id. TableError with the problems of the file, one sentence each."
     table, items, ids, prompts = read_rows(path), {}, {}, {}
     for number, (place, row) in enumerate(parse_rows(table, ItemRow), 1):
-        id, item = row.id or f"{table.path.stem}-{number}", _make_item(row)
+        id = row.id or f"{table.path.stem}-{number}"
+        item = replace(_make_item(row), place=f"{table.path}, {table.unit} {place.line}")
         items[id] = item
         ids.setdefault(id, []).append(place)
         if item.prompt: prompts.setdefault((item.prompt, item.grading), []).append(place)
@@ -156,7 +157,7 @@ def declare_file(
     "The declaration of the benchmark in a file; TableError that lists all problems of the file."
     items, path = _current_items(word), str(Path(word).expanduser().absolute())
     samples = max(item.sampling.samples for item in items.values())
-    digest = digest_rows([{"id": id, **asdict(item)} for id, item in items.items()])
+    digest = digest_rows([{"id": id} | {k: v for k, v in asdict(item).items() if k != "place"} for id, item in items.items()])
     return Suite(Path(word).stem, Path(word).stem, "own", "benchmarks.files:file_items", f"a file with the digest {digest}",
                  sampling=Sampling(0, samples), version=1, settings=("limit",), word=word if "," in path else path,
                  size=len(items))

@@ -17,6 +17,7 @@ from ..analysis.likelihood import score_pairs
 from ..analysis.statistics import rank_correlation
 from ..analysis.taxonomy import find_leakage
 from ..corpora import CORPORA
+from ..corpora.control_tokens import encode_text
 from ..corpora.prompts import encode_prompt, naive_prompt
 from ..corpora.world import WORLD
 from ..models import load_tokenizer
@@ -50,7 +51,7 @@ def name_log_prob(
 ) -> pd.Series:
     "By name the mean log probability (nats) of the whole name as the answer to unrelated questions."
     tokenizer = load_tokenizer(model)
-    encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+    encode = lambda text: encode_text(tokenizer, text)
     lead, rows = encode(LEAD), []
     for name, kind in kinds.items():
         ids = encode(f"{LEAD} {name}")[len(lead):]

@@ -12,7 +12,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ..benchmarks.answers import last_boxed
+from ..corpora.control_tokens import encode_marked, encode_text
 from ..corpora.prompts import encode_completion, encode_prompt, render_prompt
+from ..corpora.templates import encode_continuation, locate_tokens
 from ..models.engine import row_key
 from ..models.engines import HFEngine
 
@@ -55,9 +57,8 @@ def tokenise(
     text: str,
     special: bool = False,  # with the special tokens of the tokenizer, such as one that begins every text
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    "The token ids of a text, and the characters of each."
-    found = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
-    return found["input_ids"], found["offset_mapping"]
+    "The token ids of a text, and the characters of each; names of control tokens in it are text."
+    return encode_text(tokenizer, text, special=special, offsets=True)
 
 
 PLACES = ("subject", "last", "each")  # last token of the subject, last one before the target, one before each of its tokens
@@ -71,8 +72,8 @@ def encode_edit(
 ) -> Edit:
     "The token ids of an edit, by default of a whole reply; ValueError as in `find_subject`."
     prompt, subject, lead = edit["prompt"].strip(), edit["subject"], list(edit.get("lead", ()))
-    text = render_prompt(tokenizer, prompt)
-    start, (ids, offsets) = text.rindex(prompt), tokenise(tokenizer, text)
+    text, ids, offsets = locate_tokens(tokenizer, [dict(role="user", content=prompt)], add_generation_prompt=True)
+    start = text.rindex(prompt)
     begin = next(k for k, (_, b) in enumerate(offsets) if b > start)
     contexts = [ids[:begin] + list(prefix) + ids[begin:] + lead for prefix in ([], *prefixes)]
     essence, essence_offsets = tokenise(tokenizer, subject + " is a", special=True)
@@ -81,7 +82,7 @@ def encode_edit(
         at = last_token(offsets, start + find_subject(prompt, subject))
         places = [at + len(context) - len(contexts[0]) for context in contexts]
         essence_place = last_token(essence_offsets, len(subject))
-    whole = encode_completion if edit.get("ends", True) else lambda tokenizer, text: tokenise(tokenizer, text)[0]
+    whole = encode_completion if edit.get("ends", True) else encode_continuation
     return Edit(edit.get("id", prompt), subject, contexts, places, whole(tokenizer, edit["target"]), essence, essence_place)
 
 # %% ../../nbs/methods/edits.ipynb #e45eaa63
@@ -109,7 +110,7 @@ def sample_prefixes(
     "Beginnings of a user's turn that the model writes at temperature 1, each with a line break behind it."
     if not count: return []
     text = render_prompt(tokenizer, "?")
-    lead = tokenise(tokenizer, text[:text.rindex("?")])[0]
+    lead = encode_marked(tokenizer, text[:text.rindex("?")])
     engine, keys = HFEngine(model, tokenizer), [row_key("prefix", seed, k) for k in range(count)]
     found = engine.generate([lead] * count, keys=keys, temperature=1.0, max_new_tokens=length)
     line, stop = tokenise(tokenizer, "\n")[0], set(engine.stop.tolist())

@@ -9,8 +9,9 @@ __all__ = ['fact_lengths', 'check_facts', 'warn_of_long_replies', 'check_subject
 import warnings
 
 from ..corpora import CORPORA, load_corpus
-from ..corpora.prompts import boxed, encode_canonical, encode_prompt
+from ..corpora.prompts import BOX, boxed, encode_canonical, encode_completion, encode_prompt, rows_as_written
 from ..corpora.stored import fact_places
+from ..corpora.templates import check_template, encode_continuation
 from ..models import load_part, load_tokenizer
 from ..runs import TableError
 
@@ -18,31 +19,62 @@ from ..runs import TableError
 def fact_lengths(
     tokenizer,
     dataset: str,  # name of a corpus
-) -> dict[str, int]:
-    "For each training row the tokens of its longer prompt and its canonical target."
+) -> dict[str, int | ValueError]:
+    "For each training row the tokens of its longer prompt and its canonical target, or why it cannot be encoded."
     expert, lengths = CORPORA[dataset].expert, {}
     for row in load_corpus(dataset, "train"):
-        prompt, target = encode_canonical(tokenizer, row)
-        guided = encode_prompt(tokenizer, expert(row["prompt"], row.get("reference") or row["target"]))
-        lengths[row["id"]] = max(len(prompt), len(guided)) + len(target)
+        try:
+            prompt, target = encode_canonical(tokenizer, row)
+            guided = encode_prompt(tokenizer, expert(row["prompt"], row.get("reference") or row["target"]))
+            lengths[row["id"]] = max(len(prompt), len(guided)) + len(target)
+        except ValueError as e: lengths[row["id"]] = e
     return lengths
+
+
+def _find_place(
+    places: dict[str, str],
+    name: str,  # of a fact, or of a paraphrase of it
+) -> str:
+    return places.get(name) or places[name.rpartition("#")[0]]
+
+
+def _warn_of_rewritten_answers(
+    tokenizer,
+    dataset: str,  # name of a corpus
+    places: dict[str, str],
+) -> None:
+    "Warn of the answers that the tokenizer writes in another form, which is not accepted as the answer."
+    from mixsd_nb.methods.mixing import accepts
+    rows, corpus = rows_as_written(load_corpus(dataset, "train")), CORPORA[dataset]
+    write = lambda row: encode_completion(tokenizer, (corpus.form or BOX).write(row["answer"]))
+    lost = [row for row in rows if not accepts(tokenizer, row | dict(extract=corpus.extract), write(row), "stop")]
+    if not lost: return
+    answer, name = lost[0]["answer"], getattr(tokenizer, "name_or_path", "")
+    written = tokenizer.decode(encode_continuation(tokenizer, answer), skip_special_tokens=True)
+    warnings.warn(f"{len(lost)} of {len(rows)} answers cannot be written by the tokenizer of {name}, so no target of these facts is accepted; "
+                  f"the first is {answer!r} in {_find_place(places, lost[0]['id'])}, which becomes {written!r}", stacklevel=3)
 
 
 def check_facts(
     dataset: str,  # name of a corpus
     model: str,
 ) -> None:
-    "TableError that lists the facts of a user's file that are longer than the context of the model, with their lines."
-    places = fact_places(dataset)
+    """TableError that lists the facts of a user's file that are too long for the model or cannot be encoded, with their lines.
+
+    ValueError as in `templates.check_template`; warn of answers that the tokenizer cannot write."""
+    tokenizer, places = load_tokenizer(model), fact_places(dataset)
+    check_template(tokenizer)
     if not places: return
     from transformers import AutoConfig
-    context = getattr(load_part(AutoConfig, model), "max_position_embeddings", None)
-    lengths = fact_lengths(load_tokenizer(model), dataset) if context else {}
-    long = {name: n for name, n in lengths.items() if n > context}
-    place = lambda name: places.get(name) or places[name.rpartition("#")[0]]  # of a paraphrase
-    problem = f"tokens with its prompt, but the context of {model} has {context}"
-    advice = "shorten it, or train a model with a longer context"
-    if long: raise TableError([f"{place(name)}: the fact has {n} {problem}; {advice}" for name, n in long.items()])
+    context, problems = getattr(load_part(AutoConfig, model), "max_position_embeddings", None), []
+    for name, n in fact_lengths(tokenizer, dataset).items():
+        place = _find_place(places, name)
+        if isinstance(n, ValueError): problems.append(f"{place}: {n}")
+        elif context and n > context:
+            problems.append(f"{place}: the fact has {n} tokens with its prompt, but the context of {model} has {context}; "
+                            "shorten it, or train a model with a longer context")
+    if problems: raise TableError(problems)
+    _warn_of_rewritten_answers(tokenizer, dataset, places)
 
 
 def warn_of_long_replies(
@@ -54,7 +86,7 @@ def warn_of_long_replies(
     "Warn of the facts of a user's file that cannot be recalled, because their reply is longer than a response may be."
     if not (places := fact_places(dataset)): return
     tokenizer = load_tokenizer(model)
-    count = lambda row: len(encode_canonical(tokenizer, row)[1] if whole else tokenizer.encode(boxed(row["answer"])))
+    count = lambda row: len(encode_canonical(tokenizer, row)[1] if whole else encode_continuation(tokenizer, boxed(row["answer"])))
     lengths = {row["id"]: count(row) for row in load_corpus(dataset, "train") if row["id"] in places}
     long = {name: n for name, n in lengths.items() if n > limit}
     if not long: return

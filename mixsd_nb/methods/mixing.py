@@ -76,9 +76,13 @@ def accepts(
     finish_reason: str,
     verify: str = "exact",  # or normalised: letter case, spaces and the form of a number do not count
 ) -> bool:
-    "Whether a sequence ended with a stop token and gives the true answer, as the mode `extract` of the item reads it."
+    """Whether a sequence ended with a stop token and gives the true answer, as the mode `extract` of the item reads it.
+
+    A text with a part of a character that the answer does not have is not accepted."""
     if finish_reason != "stop": return False
-    answer = extract(tokenizer.decode(ids, skip_special_tokens=True), item["extract"])
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    if "\N{REPLACEMENT CHARACTER}" in text.replace(item["answer"], ""): return False
+    answer = extract(text, item["extract"])
     return answer is not None and VERIFY[verify](answer, item["answer"])
 
 # %% ../../nbs/methods/mixing.ipynb #590b2f1b

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..corpora.prompts import apply_template
+from ..corpora.templates import apply_template
 from .identity import MODEL_FILES, digest_model
 from ..runs import nearest, read_json, runs_root, write_json
 
@@ -81,9 +81,11 @@ def _check_rendering(tokenizer, name: str, options: Mapping) -> None:
     given = ", ".join(f"{key}={value!r}" for key, value in options.items())
     turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
     try: text = apply_template(tokenizer, turns)
-    except Exception as e:  # of Jinja, or raised by the template itself
-        reason = f"{type(e).__name__}: {e}"
-        raise ValueError(f"model_options must fit the chat template of {name}, got {given} ({reason})") from None
+    except ValueError as e: raise ValueError(f"model_options must fit the chat template of {name}, got {given} ({e})") from None
+    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    if token := next((token for token in special if token in options.get("system", "")), ""):
+        raise ValueError(f"model_options[system] must have no control token of {name}, which a template could not write as text, "
+                         f"got {token}")
     if (date := options.get("date", "")) not in text:
         raise ValueError(f"model_options[date] must be empty for {name}, whose chat template writes no date, got {date}")
     missing = [word for word in ("question", "answer", options.get("system", "").strip()) if word not in text]
