@@ -9,12 +9,12 @@ __all__ = ['recall', 'control_tokens', 'edge_characters', 'count_names', 'Disgui
 # %% ../../nbs/corpora/control_tokens.ipynb #07644302
 import json
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 # %% ../../nbs/corpora/control_tokens.ipynb #ea9ef711
-_memory = WeakKeyDictionary()  # tokenizer -> (what the values depend on, values by name)
+_memory = weakref.WeakKeyDictionary()  # tokenizer -> (what the values depend on, values by name)
 
 
 def recall(
@@ -22,7 +22,9 @@ def recall(
     name: Any,
     compute: Callable[[], Any],
 ) -> Any:
-    "Return the value of a name for a tokenizer with its present template; it is computed once."
+    "Return the value of a name for a tokenizer with its present template; it is computed once, unless a stand-in cannot be a key."
+    try: weakref.ref(tokenizer), hash(tokenizer)
+    except TypeError: return compute()
     size = len(tokenizer) if hasattr(tokenizer, "__len__") else 0
     state = str(tokenizer.chat_template), getattr(tokenizer, "eos_token_id", None), size
     if _memory.get(tokenizer, ((), {}))[0] != state: _memory[tokenizer] = state, {}

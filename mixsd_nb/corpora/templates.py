@@ -147,7 +147,8 @@ def _write_around(tokenizer) -> tuple[str, str]:
 
 
 def _find_end(tokenizer) -> TurnEnd:
-    after, unknown = _write_around(tokenizer)[1] if tokenizer.chat_template else "", getattr(tokenizer, "unk_token_id", None)
+    if not tokenizer.chat_template: return TurnEnd("", [tokenizer.eos_token_id], [], "", False)
+    after, unknown = _write_around(tokenizer)[1], getattr(tokenizer, "unk_token_id", None)
     ends = [(found, i) for name, i in control_tokens(tokenizer).items() if i != unknown and (found := after.find(name)) >= 0]
     if not ends:
         if tokenizer.eos_token_id is None: raise _template_error(tokenizer, "must end an assistant's turn with a token")
