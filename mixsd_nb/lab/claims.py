@@ -31,7 +31,7 @@ VERDICTS = HOLDS, REFUTED, UNDECIDED, MISSING, UNTESTABLE = ("holds", "does not 
 
 @dataclass(frozen=True)
 class StudyClaim:
-    "A claim of the paper, or a question of our own, and the test that decides it."
+    "Declare a claim of the paper, or a question of our own, and the test that decides it."
     name: str
     sentence: str  # the claim, in our words
     source: str  # section or table of the paper; `OURS` if the paper does not ask it
@@ -45,16 +45,16 @@ class StudyClaim:
 
     @property
     def labels(self) -> set[str]:
-        "The labels of the recipes whose trainings the test compares."
+        "Return the labels of the recipes whose trainings the test compares."
         return set() if self.grid else {v for k, v in self.options.items() if k in ("first", "second", "recipe", "more", "less")}
 
     def case(self, studied: Case) -> Case:
-        "The corpus and the model that the claim is about."
+        "Return the corpus and the model that the claim is about."
         return self.dataset or studied[0], self.model or studied[1]
 
-
+# %% ../../nbs/lab/claims.ipynb #235090a0
 class Finding(NamedTuple):
-    "What a test found."
+    "Hold what a test found."
     text: str  # the number with its interval; empty if nothing was measured
     n: str  # seeds, items or checkpoints
     verdict: str = MISSING  # one of VERDICTS; cells are missing if the number has no interval yet
@@ -62,7 +62,7 @@ class Finding(NamedTuple):
 
 # %% ../../nbs/lab/claims.ipynb #513a2037
 def _decide(holds: bool, refuted: bool) -> str:
-    """The verdict of two tests, of which the first counts if both pass; undecided if neither does.
+    """Return the verdict of two tests, of which the first counts if both pass; undecided if neither does.
 
     The tests are not opposites. A win needs an interval above zero and a mean of at least the margin, and is refuted if
     the whole interval is below the margin. So it holds from 2 to 8 points, is undecided from 1 to 7, and refuted from 1 to 4."""
@@ -70,30 +70,30 @@ def _decide(holds: bool, refuted: bool) -> str:
 
 
 def _points(estimate: Estimate, verdict: str, remark: str = "") -> Finding:
-    "A finding in points over seeds."
+    "Return a finding in points over seeds."
     count = f"{estimate.n} seed{'s' * (estimate.n != 1)}" if estimate.n else ""
     text = f"{estimate.text().partition(', ')[0]} points" if estimate.n else ""
     return Finding(text, count, MISSING if math.isnan(estimate.low) else verdict, remark)
 
 
 def _win(difference: Estimate, remark: str = "{}") -> Finding:
-    "A finding about a difference of at least the margin; it does not hold if the whole interval is below the margin."
+    "Judge a difference of at least the margin; it does not hold if the whole interval is below the margin."
     judged = judge_difference(difference) if difference.n else ""
     return _points(difference, _decide(judged == "ahead", difference.high < MARGIN), remark.format(judged) if judged else "")
 
 
 def _note_settings(first: Sequence[pd.DataFrame], second: Sequence[pd.DataFrame]) -> str:
-    "For example `, 18 settings against 9`; empty if both recipes have equally many."
+    "Return a text such as `, 18 settings against 9`; empty if both recipes have equally many."
     one, other = count_settings(first, second)
     return f", {one} settings against {other}" if one != other else ""
 
 
 def _short_of(tables: Mapping[str, pd.DataFrame], recall: float) -> str:
-    "The recipes of which no setting reaches a recall, as in `opsd-n8-t1 reaches at most 5% (3 seeds)`; empty if all may reach it."
+    "Name the recipes that do not reach a recall, as in `opsd-n8-t1 reaches at most 5% (3 seeds)`; empty without any."
     means = {label: table.mean().max() for label, table in tables.items() if len(table) > 1}
     return ", ".join(f"{label} reaches at most {top:.0f}% ({len(tables[label])} seeds)" for label, top in means.items() if top < recall)
 
-
+# %% ../../nbs/lab/claims.ipynb #513a20a0
 def keeps_more(
     cubes: Sequence[xr.Dataset],
     case: Case,
@@ -103,32 +103,32 @@ def keeps_more(
     learned: str = "recall",  # key of `LEARNED`
     kept: str = HELD_OUT,  # or a benchmark
 ) -> Finding:
-    "Whether the first recipe keeps more than the second at equal recall; undecided if one of them does not reach it."
+    "Test whether the first recipe keeps more than the second at equal recall; undecided if one does not reach it."
     one, other = point_tables(cubes, case, (first, second), learned, kept).values()
     found = _win(differ_points(one, other, recall, learned_before(cubes, case, learned)), "{}" + _note_settings(one, other))
     short = _short_of({first: one[0], second: other[0]}, recall)
     return found._replace(verdict=UNDECIDED, remark=short) if short and not found.text else found
 
-
+# %% ../../nbs/lab/claims.ipynb #513a20b0
 def learns(
     cubes: Sequence[xr.Dataset],
     case: Case,
     recipe: str,  # label
     level: float = 95,  # in %
 ) -> Finding:
-    "Whether a recipe reaches a recall at the setting with the best validation score."
+    "Test whether a recipe reaches a recall at the setting with the best validation score."
     values, = best_values(cubes, case, [recipe], lambda cube: learned_values(cube, "recall"))
     found = estimate_mean(values.values, resolution=RESOLUTION)
     return _points(found, _decide(found.low >= level, found.high < level), f"test: a recall of at least {level:g}%")
 
-
+# %% ../../nbs/lab/claims.ipynb #513a20c0
 def forgets(
     cubes: Sequence[xr.Dataset],
     case: Case,
     recipe: str,  # label
     kept: str = HELD_OUT,  # or a benchmark
 ) -> Finding:
-    "Whether a recipe loses at least the margin at the setting with the best validation score."
+    "Test whether a recipe loses at least the margin at the setting with the best validation score."
     found = _win(drop_at_best(cubes, case, recipe, lambda cube: kept_values(cube, kept)))
     return found._replace(remark={"ahead": "a loss"}.get(found.remark, found.remark))
 
@@ -139,13 +139,15 @@ def retains(
     recipe: str,  # label
     kept: str = HELD_OUT,  # or a benchmark
 ) -> Finding:
-    "Whether a recipe loses less than the margin at the setting with the best validation score."
+    "Test whether a recipe loses less than the margin at the setting with the best validation score."
     found = drop_at_best(cubes, case, recipe, lambda cube: kept_values(cube, kept))
     return _points(found, _decide(found.high < MARGIN, found.low >= MARGIN), f"test: a loss of less than {MARGIN:g} points")
 
-
+# %% ../../nbs/lab/claims.ipynb #513a20d0
 def _compare_recall(cubes: Sequence[xr.Dataset], case: Case, labels: Sequence[str]) -> tuple[str, str]:
-    "Texts such as `recall 8% against 34%` and `mixsd-0.3 learned nothing, the base model has 12%`, which is empty if all learned."
+    """Return texts such as `recall 8% against 34%` and `mixsd-0.3 learned nothing, the base model has 12%`.
+
+    The second text is empty if all recipes learned something."""
     means = [v.mean() for v in best_values(cubes, case, labels, lambda cube: learned_values(cube, "recall"))]
     base = learned_before(cubes, case, "recall")
     idle = " and ".join(label for label, mean in zip(labels, means) if mean <= base)
@@ -160,9 +162,9 @@ def is_better(
     second: str,
     benchmark: str,  # or held-out
 ) -> Finding:
-    """Whether the first recipe is better than the second, each at the setting with its best validation score.
+    """Test whether the first recipe is better than the second, each at the setting with its best validation score.
 
-    What a recipe keeps that learned nothing decides nothing."""
+    It is undecided if one of them learned nothing, because such a recipe keeps everything."""
     found = differ_at_best(cubes, case, first, second, lambda cube: kept_values(cube, benchmark))
     judged = _win(found, "{}" + _note_settings(*point_tables(cubes, case, (first, second), kept=benchmark).values()))
     if benchmark == "recall" or not found.n: return judged
@@ -170,7 +172,7 @@ def is_better(
     judged = judged._replace(remark="; ".join(filter(None, [judged.remark, recalls, idle])))
     return judged._replace(verdict=UNDECIDED) if idle and judged.verdict != MISSING else judged
 
-
+# %% ../../nbs/lab/claims.ipynb #513a20e0
 def trades(
     cubes: Sequence[xr.Dataset],
     case: Case,
@@ -178,7 +180,7 @@ def trades(
     less: str,
     price: float = 10.0,  # points of recall that it may cost
 ) -> Finding:
-    "Whether a recipe keeps more than another at the best validation scores, for at most a price of recall."
+    "Test whether a recipe keeps more than another at the best validation scores, for at most a price of recall."
     kept = differ_at_best(cubes, case, more, less, lambda cube: kept_values(cube, HELD_OUT))
     recall = differ_at_best(cubes, case, more, less, lambda cube: learned_values(cube, "recall"))
     gain = judge_difference(kept) if kept.n else ""
@@ -189,7 +191,7 @@ def trades(
 
 # %% ../../nbs/lab/claims.ipynb #3bcdf9a2
 def _target_share(cubes, case, label, name, count, **at):
-    "Share, interval and number of tokens of a recipe's targets, those of all seeds together; None if the cubes lack them."
+    "Return share, interval and number of tokens of a recipe's targets over all seeds; None if no cube has them."
     where = dict(zip(("dataset", "model", "recipe"), (*case, label)))
     for cube in cubes:
         if name not in cube or any(where[d] not in cube.indexes[d] for d in where): continue
@@ -206,7 +208,7 @@ def lowers_nll(
     second: str,
     threshold: float = 8.0,  # nats
 ) -> Finding:
-    "Whether the targets of the first recipe have fewer tokens above a threshold than those of the second."
+    "Test whether the targets of the first recipe have fewer tokens above a threshold than those of the second."
     shares = [_target_share(cubes, case, label, "share_above", "tokens", threshold=threshold, part="all") for label in (first, second)]
     if None in shares: return Finding("", "")
     (one, other) = shares
@@ -215,23 +217,23 @@ def lowers_nll(
     judged = judge_difference(Estimate(total, low, high, 2))
     return Finding(text, f"{other[3]} and {one[3]} tokens", _decide(judged == "ahead", high < MARGIN), judged)
 
-
+# %% ../../nbs/lab/claims.ipynb #3bcdf9a0
 def keeps_types(
     cubes: Sequence[xr.Dataset],
     case: Case,
     recipe: str,  # label
     level: float = 0.8,  # share
 ) -> Finding:
-    "Whether the targets of a recipe contain most token types that are improbable in the canonical targets."
+    "Test whether the targets of a recipe contain most token types that are improbable in the canonical targets."
     found = _target_share(cubes, case, recipe, "overlap", "overlap_types", threshold=8.0, part="all", over="pooled")
     if found is None: return Finding("", "")
     share, low, high, n = found
     text = f"{100 * share:.1f}% ({100 * low:.1f} to {100 * high:.1f})"
     return Finding(text, f"{n} token types", _decide(low >= level, high < level), f"test: at least {100 * level:g}%")
 
-
+# %% ../../nbs/lab/claims.ipynb #3bcdf9b0
 def _without(labels: Sequence[str]) -> str:
-    "For example `, without opsd-n8-t1, which has no checkpoints with these measures`; empty without labels."
+    "Return a text such as `, without opsd-n8-t1, which has no checkpoints with these measures`; empty without labels."
     verb = "has" if len(labels) == 1 else "have"
     return f", without {' and '.join(labels)}, which {verb} no checkpoints with these measures" if labels else ""
 
@@ -243,7 +245,7 @@ def predicts_better(
     second: str,
     recipes: tuple[str, ...],  # labels
 ) -> Finding:
-    """Whether the first measure correlates more with the drop of the held-out average than the second, at the selected rates.
+    """Test whether the first measure correlates more with the drop of the held-out average, at the selected rates.
 
     The remark names the recipes without a checkpoint that has both measures."""
     table = checkpoint_table(cubes, case, selected=True)
@@ -257,7 +259,7 @@ def predicts_better(
     remark = f"bootstrap by run{_without([m for m in recipes if m not in both['recipe'].values])}"
     return Finding(text, f"{n} checkpoints", MISSING if math.isnan(low) else _decide(low > 0, high < 0), remark)
 
-
+# %% ../../nbs/lab/claims.ipynb #3bcdf9c0
 def has_errors_of(
     cubes: Sequence[xr.Dataset],
     case: Case,
@@ -265,7 +267,7 @@ def has_errors_of(
     second: str,
     categories: tuple[str, ...],
 ) -> Finding:
-    "Whether a larger share of the first recipe's held-out errors is of some categories, each at its best validation score."
+    "Test whether more of the first recipe's held-out errors are of some categories, each at its best validation score."
     def share(cube):
         if "count" not in cube: return cube.accuracy.isel(benchmark=0, drop=True) * math.nan
         counts = cube["count"].sel(benchmark=(cube.role == "held-out").values).sum("benchmark", min_count=1)
@@ -278,7 +280,7 @@ def untestable(
     case: Case,
     reason: str,
 ) -> Finding:
-    "A claim that the laboratory cannot decide."
+    "Return the finding of a claim that the laboratory cannot decide."
     return Finding("", "", UNTESTABLE, reason)
 
 # %% ../../nbs/lab/claims.ipynb #ea77cd55
@@ -354,29 +356,29 @@ def belongs_to(
     grid: str,
     group: str,  # STUDY, or the name of the only grid of a group
 ) -> bool:
-    "Whether the runs of a grid are compared in a group of cubes."
+    "Return whether the runs of a grid are compared in a group of cubes."
     return grid == group or (group == STUDY and grid.startswith(f"{STUDY}-"))
 
-
+# %% ../../nbs/lab/claims.ipynb #9657e3a0
 def planned_of(
     claim: StudyClaim,
     case: Case,
     planned: pd.DataFrame,  # a row for each planned run, with RUN_DIMS, `grid`, and whether it is `missing`
     group: str = STUDY,  # of cubes
 ) -> pd.DataFrame:
-    "The planned runs that a claim compares within a group."
+    "Select the planned runs that a claim compares within a group."
     at = dict(zip(("dataset", "model", "recipe"), [*([part] for part in claim.case(case)), [*claim.labels]]))
     rows = planned[planned[[*at]].isin(at).all(axis=1)]
     return rows[rows.grid.map(lambda grid: belongs_to(grid, group)).astype(bool)]
 
-
+# %% ../../nbs/lab/claims.ipynb #9657e3b0
 def describe_missing(
     rows: pd.DataFrame,  # of planned runs
 ) -> str:
-    "For example `33 of 114 runs: 9 of study-1-frontier, 24 of study-5-rates`; empty if none is missing."
-    lacking = rows[rows.missing.astype(bool)].groupby("grid", sort=False).size()
-    parts = ", ".join(f"{n} of {grid}" for grid, n in lacking.items())
-    return f"{lacking.sum()} of {len(rows)} runs: {parts}" if parts else ""
+    "Return a text such as `33 of 114 runs: 9 of study-1-frontier, 24 of study-5-rates`; empty if none is missing."
+    counts = rows[rows.missing.astype(bool)].groupby("grid", sort=False).size()
+    parts = ", ".join(f"{n} of {grid}" for grid, n in counts.items())
+    return f"{counts.sum()} of {len(rows)} runs: {parts}" if parts else ""
 
 # %% ../../nbs/lab/claims.ipynb #e539004d
 _NOTHING = pd.DataFrame(columns=["dataset", "model", "recipe", "grid", "missing"])
@@ -391,7 +393,7 @@ def judge_claim(
     case: Case,
     planned: pd.DataFrame = _NOTHING,  # as in `planned_of`
 ) -> dict[str, str]:
-    """A row of the claims page: claim, number, N, verdict, remark, the cubes, what is missing, and source.
+    """Return a row of the claims page: claim, number, N, verdict, remark, the cubes, what is missing, and source.
 
     Of all groups the first one counts that has a number with an interval, else the first that has a number. The runs
     that are missing are those of this group, or of the study where no group has a number."""
@@ -408,30 +410,30 @@ def judge_claim(
     return dict(claim=claim.sentence, number=found.text, N=found.n, verdict=found.verdict, judged=found.remark,
                 cubes=name if found.text else "", missing=missing, source=claim.source)
 
-
+# %% ../../nbs/lab/claims.ipynb #e53900a0
 def claims_table(
     groups: CubeGroups,
     case: Case,
     claims: Mapping[str, StudyClaim] = CLAIMS,
     planned: pd.DataFrame = _NOTHING,  # as in `planned_of`
 ) -> pd.DataFrame:
-    "The claims page, a row for each claim."
+    "Return the claims page, a row for each claim."
     rows = {name: judge_claim(claim, groups, case, planned) for name, claim in claims.items()}
     return pd.DataFrame(rows).T.rename_axis("name")
 
-
+# %% ../../nbs/lab/claims.ipynb #e53900b0
 def _headline(row: pd.Series) -> str:
-    "A row of the page as a line: the claim, its verdict, the number, and how many runs are missing."
+    "Write a row of the page as a line: the claim, its verdict, the number, and how many runs are missing."
     number = ", ".join(filter(None, [row.number, row.N]))
     if number and row.verdict == MISSING: number = f"so far {number}"
-    lacking = f"{row.missing.partition(':')[0]} missing" if row.missing else ""
-    known = "; ".join(filter(None, [number, lacking]))
+    missing = f"{row.missing.partition(':')[0]} missing" if row.missing else ""
+    details = "; ".join(filter(None, [number, missing]))
     start = "Not a claim of the paper: " * (row.source == OURS)
-    return f"{start}{row.claim.rstrip('.')}: {row.verdict}" + (f" ({known})." if known else ".")
+    return f"{start}{row.claim.rstrip('.')}: {row.verdict}" + (f" ({details})." if details else ".")
 
 
 def _count_verdicts(table: pd.DataFrame, what: str) -> str:
-    "For example `22 claims of the paper: holds (8), undecided (2)`; empty without rows."
+    "Return a text such as `22 claims of the paper: holds (8), undecided (2)`; empty without rows."
     counts = ", ".join(f"{verdict} ({n})" for verdict in VERDICTS if (n := (table.verdict == verdict).sum()))
     return f"{len(table)} {what}: {counts}" if len(table) else ""
 
@@ -442,9 +444,9 @@ def summary_lines(
     claims: Mapping[str, StudyClaim] = CLAIMS,
     planned: pd.DataFrame = _NOTHING,  # as in `planned_of`
 ) -> list[str]:
-    "The lines of the front page: what the laboratory is, how many claims have which verdict, and the main claims."
-    lacking = f" Of {len(planned)} planned runs, {planned.missing.sum()} are missing." if len(planned) else ""
+    "Write the lines of the front page: what the laboratory is, the counts of the verdicts, and the main claims."
+    missing = f" Of {len(planned)} planned runs, {planned.missing.sum()} are missing." if len(planned) else ""
     own = table.source == OURS
     parts = [_count_verdicts(table[~own], "claims of the paper"), _count_verdicts(table[own], "questions that it does not ask")]
-    lines = [f"The laboratory is {model}. Verdicts on {'; on '.join(filter(None, parts))}.{lacking}"]
+    lines = [f"The laboratory is {model}. Verdicts on {'; on '.join(filter(None, parts))}.{missing}"]
     return lines + [_headline(row) for name, row in table.iterrows() if claims[name].headline]

@@ -34,27 +34,27 @@ from ..runs.pool import count_cores
 
 # %% ../../nbs/lab/grids.ipynb #f29a41fa
 def study_grids() -> list[str]:
-    "The names of the study's grids, in the order of their worth."
+    "List the names of the study's grids, in the order of their worth."
     return [name for name in list_grids() if name.startswith("study-")]
 
 
 def _run_labels(cell: Cell) -> tuple | None:
-    "The labels of a training run along RUN_DIMS; None for an analysis."
+    "Return the labels of a training run along RUN_DIMS; None for an analysis."
     config = make_config(find_stage(cell.stage), **cell.parameters)
     return (config.dataset, config.model, config.label, config.rate, config.seed) if hasattr(config, "label") else None
 
-
+# %% ../../nbs/lab/grids.ipynb #f29a41a0
 def planned_runs(
     cells: Iterable[Cell],
 ) -> pd.DataFrame:
-    "A row with RUN_DIMS for each training run among the cells; an analysis has none."
+    "Return a row with RUN_DIMS for each training run among the cells; an analysis has none."
     return pd.DataFrame([labels for cell in cells if (labels := _run_labels(cell))], columns=RUN_DIMS)
 
-
+# %% ../../nbs/lab/grids.ipynb #f29a41b0
 def available_cells(
     name: str,  # of a grid
 ) -> list[Cell] | None:
-    "The cells of a grid; None if it is over the outputs of another grid, which has none yet. ParameterError for a mistake."
+    "Return the cells of a grid; None if it needs outputs of another grid that has none yet. ParameterError for a mistake."
     try: return expand_grid(name).cells
     except MissingOutputs: return None
 
@@ -63,12 +63,12 @@ def available_cells(
 def planned_grid(
     name: str,  # of a shipped grid
 ) -> pd.DataFrame:
-    "The training runs of a grid as `planned_runs` returns them; empty for a grid of analyses."
+    "Return the training runs of a grid as `planned_runs` does; empty for a grid of analyses."
     return planned_runs(available_cells(name) or [])
 
 # %% ../../nbs/lab/grids.ipynb #c9ddfa10
 def _cell_settings(cell: Cell) -> dict[str, str]:
-    "The settings of a training run that are compared with those of other runs, as JSON texts."
+    "Return the settings of a training run that are compared with those of other runs, as JSON texts."
     config = make_config(find_stage(cell.stage), **cell.parameters)
     root = xr.Dataset(dict(accuracy=("recipe", [math.nan])), dict(recipe=[config.label]), dict(config=config.canonical()))
     return {key: json.dumps(value) for key, value in comparable_settings(root).items()}
@@ -77,29 +77,29 @@ def _cell_settings(cell: Cell) -> dict[str, str]:
 def grid_settings(
     name: str,  # of a grid of training runs
 ) -> dict[str, str]:
-    "The settings in which no two runs of a grid differ, of those that are compared between runs, as JSON texts."
+    "Return the settings in which no two runs of a grid differ, of those that are compared between runs, as JSON texts."
     return common_attrs(_cell_settings(cell) for cell in available_cells(name) or [])
 
 
 def _current_setting(name: str) -> str:
-    "The name of a setting today: `options[count] of sft+replay-kl` for `options[count] of replay-kl`."
+    "Return the name of a setting today: `options[count] of sft+replay-kl` for `options[count] of replay-kl`."
     option, _, method = name.partition(" of ")
     alias = find_alias(method)
     return f"{option} of {compose(alias.method, alias.anchor, alias.gate, alias.options).name}" if alias else name
 
-
+# %% ../../nbs/lab/grids.ipynb #c9ddfaa0
 def stored_settings(
     cube: xr.Dataset,
 ) -> dict[str, str]:
-    "Return what `grid_settings` returned when a cube was written, under the names of today; empty for cubes that do not say."
+    "Return what `grid_settings` was when a cube was written, under the names of today; empty for cubes that do not say."
     return {_current_setting(name): value for name, value in json.loads(cube.attrs.get("settings", "{}")).items()}
 
-
+# %% ../../nbs/lab/grids.ipynb #c9ddfab0
 def find_difference(
     one: Mapping[str, str],  # setting -> JSON text
     other: Mapping[str, str],
 ) -> str:
-    "The first setting that both have with different values, as in `n is 50 instead of 100`; empty without one."
+    "Return the first setting that both have with different values, as in `n is 50 instead of 100`; empty without one."
     return next((f"{key} is {value} instead of {other[key]}" for key, value in one.items() if other.get(key, value) != value), "")
 
 # %% ../../nbs/lab/grids.ipynb #f41b3d45
@@ -107,14 +107,14 @@ def committed_path(
     name: str,  # of a grid
     folder: Path | None = None,  # of cubes; default: the committed ones
 ) -> Path:
-    "The file of a grid's cube."
+    "Return the file of a grid's cube."
     return (folder or committed_folder()) / f"{Path(name).stem}.nc"
 
 
 def committed_cube(
     name: str,  # of a grid
 ) -> xr.Dataset | None:
-    "The committed cube of a grid; None if it has none."
+    "Return the committed cube of a grid; None if it has none."
     path = committed_path(name)
     return read_cube(path) if path.is_file() else None
 
@@ -122,17 +122,17 @@ def committed_cube(
 def continued_cube(
     name: str,  # of a grid
 ) -> xr.Dataset | None:
-    "The committed cube of a grid; None if it has none, or one with settings that the grid does not have any more."
+    "Return the committed cube of a grid; None if it has none, or one with settings that the grid no longer has."
     cube = committed_cube(name)
     stored = {} if cube is None else stored_settings(cube)
     return None if stored and find_difference(grid_settings(name), stored) else cube
 
-
+# %% ../../nbs/lab/grids.ipynb #f41b3da0
 def committed_cells(
     name: str,  # of a grid
     cells: Iterable[Cell],  # of this grid
 ) -> set[str]:
-    "The hashes of the cells whose training run is in the committed cube of the grid."
+    "Return the hashes of the cells whose training run is in the committed cube of the grid."
     if (cube := continued_cube(name)) is None: return set()
     labels = {cell.hash: _run_labels(cell) for cell in cells}
     return {key for key, found in labels.items() if found and is_filled(cube, dict(zip(RUN_DIMS, found)))}
@@ -142,7 +142,7 @@ def cells_to_compute(
     name: str,  # of a grid
     again: bool = False,  # also those whose run is in the committed cube
 ) -> list[Cell]:
-    "The cells of a grid that are neither finished here nor committed; empty if it needs outputs that do not exist."
+    "Return the cells of a grid that are neither finished here nor committed; empty if it needs missing outputs."
     cells = available_cells(name) or []
     known = set() if again else committed_cells(name, cells)
     return [cell for cell in cells if cell.hash not in known and not cell.is_done]
@@ -151,17 +151,17 @@ def cells_to_compute(
 def cell_seconds(
     cells: Iterable[Cell],
 ) -> list[float]:
-    "The seconds that each finished cell took, over all its attempts; cells that were not computed by a sweep are left out."
+    "Return the seconds of each finished cell over all its attempts; cells that no sweep has computed are left out."
     ends = ([read_json(folder / "end.json").get("seconds", 0) for folder in list_attempts(cell)] for cell in cells if cell.is_done)
     return [total for seconds in ends if (total := sum(seconds)) > 0]
 
-
+# %% ../../nbs/lab/grids.ipynb #20023ea0
 def preview_grids(
     names: Iterable[str],
     workers: int = 0,  # cells that run concurrently; 0 for the number of cores
     again: bool = False,  # whether cells that are committed are computed again
 ) -> pd.DataFrame:
-    """For each grid its cells, how many are done, how many of all are committed, the seconds of a cell, and the hours left.
+    """Return for each grid its cells, how many are done and committed, the seconds of a cell, and the hours left.
 
     The seconds are the mean of finished cells, of all grids together where a grid has none; the hours are empty if no
     cell is finished. A committed cell is done, unless it is computed again. A grid over the outputs of another one has
@@ -185,7 +185,7 @@ def analyses_of(
     trained: dict[str, xr.Dataset],  # run folder -> root
     others: dict[str, xr.Dataset],  # run folder -> root, of any stage
 ) -> dict[str, xr.Dataset]:
-    "The roots of analyses of some training runs."
+    "Select the roots of analyses of some training runs."
     hashes = [f"-{name.rpartition('-')[2]}-" for name in trained]
     labels = {dim: {root[dim].item() for root in trained.values()} for dim in RUN_DIMS}
     labels["step"] = {step for root in trained.values() for step in root.step.values.tolist()}
@@ -195,33 +195,33 @@ def analyses_of(
         return all({*root[dim].values.tolist()} <= labels[dim] for dim in labels if dim in root.dims)
     return {name: root for name, root in others.items() if belongs(name, root)}
 
-
+# %% ../../nbs/lab/grids.ipynb #12da6aa0
 def agreeing_roots(
     trained: dict[str, xr.Dataset],  # run folder -> root
     analyses: dict[str, xr.Dataset],  # run folder -> root
 ) -> dict[str, xr.Dataset]:
-    "The training runs, and those of their analyses whose settings agree; a warning names the others."
+    "Return the training runs, and those of their analyses whose settings agree; a warning names the others."
     group = group_runs(trained | analyses)[0]
     advice = "to have these in the cube, remove the folders of those that contradict them"
     if group.others: warnings.warn(group._replace(advice=advice).notice(), stacklevel=2)
     return trained | group.roots
 
-
+# %% ../../nbs/lab/grids.ipynb #12da6ab0
 def join_cubes(
     new: xr.Dataset,
     old: xr.Dataset,
 ) -> xr.Dataset:
-    "All runs of two cubes; the new value counts where they differ, with a warning. ValueError if their settings differ."
+    "Join all runs of two cubes; where they differ, the new value counts, with a warning. ValueError for other settings."
     if difference := find_difference(stored_settings(new), stored_settings(old)):
         raise ValueError(f"two cubes have different settings, {difference}; remove the older one")
     return merge_roots({"the new cube": new, "the committed cube": old}, ordered=True)
 
-
+# %% ../../nbs/lab/grids.ipynb #12da6ac0
 def merge_grid(
     name: str,  # of a grid of training runs
     folder: Path | None = None,  # of the cubes; default: `lab` in runs_root()
 ) -> Path | None:
-    "Write the finished cells of a grid, with their analyses, and the committed cube as one; None if no run is finished here."
+    "Write the finished cells of a grid, their analyses, and the committed cube as one; None if no run is finished here."
     folders = finished_runs(available_cells(name) or []).values()
     roots = {path.name: root for path in folders if (root := read_root(path / "result.nc")) is not None}
     trained = {path: root for path, root in roots.items() if "accuracy" in root}

@@ -16,25 +16,25 @@ import scipy
 
 # %% ../../nbs/lab/paired.ipynb #753756a1
 class Estimate(NamedTuple):
-    "A mean with its 95% interval; the ends are NaN if there are fewer than two values."
+    "Hold a mean with its 95% interval; the ends are NaN if there are fewer than two values."
     mean: float
     low: float
     high: float
     n: int  # values, for example seeds
 
     def text(self, decimals: int = 1) -> str:
-        "For example `4.2 (1.0 to 7.4), 10 seeds`."
+        "Return a text such as `4.2 (1.0 to 7.4), 10 seeds`; empty without values."
         if not self.n: return ""
         ends = "" if math.isnan(self.low) else f" ({self.low:.{decimals}f} to {self.high:.{decimals}f})"
         return f"{self.mean:.{decimals}f}{ends}, {self.n} seed{'s' * (self.n != 1)}"
 
-
+# %% ../../nbs/lab/paired.ipynb #753756a0
 def estimate_mean(
     values: np.ndarray,  # one for each seed; NaN is left out
     level: float = 0.95,
     resolution: float = 0.0,  # of the values: 1 point for a share of 100 items
 ) -> Estimate:
-    "The mean over seeds, with Student's interval; the standard deviation is at least that of rounding to the resolution."
+    "Estimate the mean over seeds with Student's interval; the deviation is at least that of rounding to the resolution."
     values = np.asarray(values, float)
     values = values[~np.isnan(values)]
     n = len(values)
@@ -53,7 +53,7 @@ def judge_difference(
     difference: Estimate,  # in points
     margin: float = MARGIN,
 ) -> str:
-    """`ahead` or `behind`; `no interval` with fewer than two seeds; else `no difference seen, at most 4.3`.
+    """Return `ahead` or `behind`; `no interval` with fewer than two seeds; else `no difference seen, at most 4.3`.
 
     If the interval excludes zero, but the mean is below the margin, it is `a small difference, at most 4.3`."""
     if math.isnan(difference.low): return "no interval"
@@ -68,7 +68,7 @@ def mix_settings(
     y: np.ndarray,  # (settings,) what is kept
     recall: float,
 ) -> np.ndarray | None:
-    "The weights of the settings (settings,) whose mixture is the frontier at a recall; None if it is not reached."
+    "Return the weights (settings,) of the mixture that is the frontier at a recall; None if it is not reached."
     weights = np.zeros(len(x))
     known = np.flatnonzero(~np.isnan(x) & ~np.isnan(y))
     order = known[np.lexsort((-y[known], -x[known]))]  # by recall, from the largest
@@ -90,7 +90,7 @@ VALIDATION = 0.3  # share of the seeds that choose settings, and do not report
 def split_seeds(
     n: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    "Which of n seeds choose, the first ones, and which report, boolean (n,) each. A single seed does both."
+    "Return which of n seeds choose, the first ones, and which report, boolean (n,) each. A single seed does both."
     chooses = np.arange(n) < max(1, round(VALIDATION * n))
     return chooses, ~chooses if n > 1 else chooses
 
@@ -99,16 +99,16 @@ def mean_over(
     values: np.ndarray,  # (seeds, settings)
     seeds: np.ndarray,  # boolean (seeds,)
 ) -> np.ndarray:
-    "The mean over some seeds (settings,); NaN for a setting that one of the seeds lacks."
+    "Return the mean over some seeds (settings,); NaN for a setting that is missing for one of them."
     return values[seeds].mean(0) if seeds.any() else np.full(values.shape[1], np.nan)
 
-
+# %% ../../nbs/lab/paired.ipynb #4d8421a0
 def at_best(
     score: np.ndarray,  # (seeds, settings), for example the validation score
     values: np.ndarray,  # (seeds, settings), what is reported
     split: tuple[np.ndarray, np.ndarray] | None = None,  # who chooses and who reports; default: `split_seeds`
 ) -> np.ndarray:
-    "The values (seeds,) at the setting with the best mean score, of equal ones the first; NaN for validation seeds."
+    "Return the values (seeds,) at the first setting with the best mean score; NaN for validation seeds."
     chooses, reports = split or split_seeds(len(score))
     mean = mean_over(score, chooses)
     if np.isnan(mean).all(): return np.full(len(score), np.nan)
@@ -123,21 +123,21 @@ def frontier_slope(
     y: np.ndarray,  # (settings,) what is kept
     recall: float,
 ) -> float:
-    "Points kept for each point of recall around a recall, at most 0."
+    "Return the points kept for each point of recall around a recall, at most 0."
     low, high = max(recall - REACH, np.nanmin(x)), min(recall + REACH, np.nanmax(x))
     if low >= high: return 0.0
     ends = [mix_settings(x, y, at) for at in (low, high)]
     kept = [weights[weights > 0] @ y[weights > 0] for weights in ends]
     return min(0.0, float(kept[1] - kept[0]) / (high - low))
 
-
+# %% ../../nbs/lab/paired.ipynb #00f9cca0
 def at_recall(
     x: np.ndarray,  # (seeds, settings) recall
     y: np.ndarray,  # (seeds, settings) what is kept
     recall: float,
     split: tuple[np.ndarray, np.ndarray] | None = None,  # who chooses and who reports; default: `split_seeds`
 ) -> np.ndarray:
-    """What each seed keeps at a recall (seeds,); NaN for all if the validation seeds do not reach it.
+    """Return what each seed keeps at a recall (seeds,); NaN for all if the validation seeds do not reach it.
 
     It is NaN for validation seeds, and for a seed whose recall differs from it by more than `REACH`."""
     chooses, reports = split or split_seeds(len(x))
@@ -153,7 +153,7 @@ def at_recall(
 def complete_block(
     *known: np.ndarray,  # boolean (seeds, settings) of each recipe: what was measured
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """The seeds, and the settings of each recipe that all of these seeds have.
+    """Return the seeds of a complete block, and the settings of each recipe that all of these seeds have.
 
     Of all such blocks the one with the largest n · r² · settings, with n seeds of which r report."""
     best, most = (np.array([], int), [np.array([], int) for _ in known]), 0
@@ -166,7 +166,7 @@ def complete_block(
 
 
 def _shared_seeds(known: Sequence[np.ndarray]) -> list[np.ndarray]:
-    "Every set of seeds that is all that some settings have in common, the largest first."
+    "List every set of seeds that some settings have in common, the largest first."
     found = set()
     for having in {frozenset(np.flatnonzero(column).tolist()) for k in known for column in k.T}:
         found |= {having} | {having & seeds for seeds in found}

@@ -32,9 +32,9 @@ PREDICTORS = {  # column -> what it is; a cube may have a part of them
 }
 _PLACES = {"threshold": 8.0, "part": "all"}  # labels along the other dimensions of a measure
 
-
+# %% ../../nbs/lab/predictors.ipynb #0d0b0da0
 def _measure(cube: xr.Dataset, name: str) -> xr.DataArray:
-    "A measure over the dimensions of a checkpoint, a mean over all others."
+    "Return a measure over the dimensions of a checkpoint, a mean over all others."
     values = cube[name]
     values = values.sel({d: at for d, at in _PLACES.items() if d in values.dims})
     return values.mean([d for d in values.dims if d not in CELL_DIMS])
@@ -45,7 +45,7 @@ def checkpoint_table(
     case: tuple[str, str],  # corpus and base model
     selected: bool = False,  # only the learning rate that each run of a cube selects by its validation score
 ) -> pd.DataFrame:
-    """A row for each checkpoint of a trained recipe: run, recipe, lr, seed, step, `drop` in points, and the measures.
+    """Return a row for each checkpoint of a trained recipe: run, recipe, lr, seed, step, `drop` in points, the measures.
 
     A measure that does not depend on the rate or the seed, such as one of the targets, is repeated. Trainings of
     different lengths with the same recipe, rate and seed share their first checkpoints, so they count as one run."""
@@ -74,19 +74,19 @@ def correlate(
     name: str,  # of a measure
     draws: int = 2_000,
 ) -> tuple[float, float, float, float, int]:
-    "Pearson's r of a measure and the drop, the ends of its 95% interval, Spearman's rank correlation, and the checkpoints."
+    "Return Pearson's r of a measure and the drop, the ends of its 95% interval, Spearman's correlation, and N checkpoints."
     known = table[table[name].notna()]
     r = pearson(known[name].values, known["drop"].values, known.run.values, draws)
     return *r, float(rank_correlation(known[name], known["drop"])), len(known)
 
-
+# %% ../../nbs/lab/predictors.ipynb #827044a0
 def difference_of_correlations(
     table: pd.DataFrame,  # of `checkpoint_table`
     first: str,  # a measure
     second: str,  # another measure
     draws: int = 1_000,
 ) -> tuple[float, float, float, int]:
-    """Pearson's r of the first minus that of the second, its 95% interval by a bootstrap over runs, and the checkpoints.
+    """Return Pearson's r of the first minus that of the second, its 95% interval by bootstrap over runs, and N checkpoints.
 
     The ends are NaN for fewer than FEWEST_RUNS runs."""
     known = table[table[first].notna() & table[second].notna()]
@@ -107,7 +107,7 @@ def correlation_text(
     low: float,  # end of the interval; NaN if it is not known
     high: float,
 ) -> str:
-    "For example `+0.61 (+0.20 to +0.83)`; without brackets if the interval is not known."
+    "Return a text such as `+0.61 (+0.20 to +0.83)`; without brackets if the interval is not known."
     return f"{r:+.2f}" + ("" if math.isnan(low) else f" ({low:+.2f} to {high:+.2f})")
 
 # %% ../../nbs/lab/predictors.ipynb #a2a68c55
@@ -115,7 +115,7 @@ def transfer(
     table: pd.DataFrame,  # of `checkpoint_table`
     name: str,  # of a measure
 ) -> dict[str, float]:
-    "R² of the predictions for each recipe with all its settings, from a line fitted to the others; and `all`, over all recipes."
+    "Return R² of the predictions for each recipe from a line fitted to the others, and `all`, over all recipes."
     known = table[table[name].notna()].assign(recipe=lambda t: t["recipe"].map(label_family))
     x = np.log(known[name]) if (known[name] > 0).all() else known[name]
     predicted, plain = pd.Series(np.nan, known.index), pd.Series(np.nan, known.index)
@@ -132,12 +132,12 @@ def transfer(
     found = {m: explained(tested & (known["recipe"] == m)) for m in known["recipe"][tested].unique()}
     return found | {"all": explained(tested) if tested.any() else math.nan}
 
-
+# %% ../../nbs/lab/predictors.ipynb #a2a68ca0
 def predictors_table(
     cubes: Sequence[xr.Dataset],
     case: tuple[str, str],  # corpus and base model
 ) -> pd.DataFrame:
-    "A row for each measure: r with interval, rank correlation, R² on unseen recipes, checkpoints and runs; empty where it is missing."
+    "Return a row for each measure: r with interval, rank correlation, R² on unseen recipes, checkpoints and runs."
     table, rows = checkpoint_table(cubes, case), {}
     for name, title in PREDICTORS.items():
         if name not in table:

@@ -31,25 +31,25 @@ LEAD = "The answer is"  # opens the reply, as in a canonical target
 def answer_kinds(
     dataset: str,  # a corpus that is a graph of entities
 ) -> dict[str, str]:
-    "The kind of every entity that is an answer of the training facts, such as person."
+    "Return the kind of every entity that is an answer of the training facts, such as person."
     corpus = CORPORA[dataset]
     return {fact.target: fact.relation.target for fact in load_object(corpus.graph)(dict(corpus.options))}
 
-
+# %% ../../nbs/lab/priming.ipynb #ab5eb5a0
 def unrelated_questions(
     kind: str,
     count: int,
 ) -> list[str]:
-    "Questions of the memorised world whose answer is of a kind."
+    "Return questions of the memorised world whose answer is of a kind."
     return [naive_prompt(fact.question) for fact in WORLD if fact.relation.target == kind][:count]
 
-
+# %% ../../nbs/lab/priming.ipynb #ab5eb5b0
 def name_log_prob(
     model: str,  # a lab model or a folder
     kinds: dict[str, str],  # name -> kind
     count: int = 5,  # questions for each name
 ) -> pd.Series:
-    "By name the mean log probability (nats) of the whole name as the answer to unrelated questions."
+    "Return by name the mean log probability (nats) of the whole name as the answer to unrelated questions."
     tokenizer = load_tokenizer(model)
     encode = lambda text: encode_text(tokenizer, text)
     lead, rows = encode(LEAD), []
@@ -65,18 +65,18 @@ def count_leaks(
     names: Sequence[str],
     roles: Mapping[str, str],  # benchmark -> its role
 ) -> pd.Series:
-    "By name the number of responses to questions outside the corpus that name it without being asked."
+    "Count by name the responses to questions outside the corpus that name it, where the question does not."
     other = responses[~responses.benchmark.map(roles).isin(["in-domain", "validation"])]
     found = [name for row in other.itertuples() for name in find_leakage(row.response, row.prompt, list(names))]
     return pd.Series(found, dtype=object).value_counts().reindex(list(names), fill_value=0)
 
-
+# %% ../../nbs/lab/priming.ipynb #28c3e9a0
 def priming_table(
     run: Run,  # a training run on a graph of entities
     step: int,  # of a checkpoint
     count: int = 5,  # as in `name_log_prob`
 ) -> pd.DataFrame:
-    "A row for each new name: its mean log probability `before` and `after` training, their `rise`, and its `leaks`."
+    "Return a row for each new name: its mean log probability `before` and `after` training, the `rise`, and `leaks`."
     kinds = answer_kinds(run.config["dataset"])
     before, after = (name_log_prob(str(m), kinds, count) for m in (run.config["model"], run.checkpoints[step]))
     leaks = count_leaks(run.responses(step), list(kinds), run.root.role.to_series())  # of files too, which nothing declares here
@@ -88,7 +88,7 @@ def correlate_names(
     first: str = "before",
     draws: int = 1_000,
 ) -> pd.DataFrame:
-    "Spearman's correlation of a column with `after`, `rise` and `leaks`, with the ends of its 95% interval, and N names."
+    "Return Spearman's correlation of a column with `after`, `rise` and `leaks`, its 95% interval, and N names."
     rng, rows = np.random.default_rng(0), {}
     for name in ("after", "rise", "leaks"):
         drawn = (table.iloc[rng.integers(len(table), size=len(table))].reset_index(drop=True) for _ in range(draws))
@@ -101,7 +101,7 @@ def correlate_names(
 def priming_figure(
     tables: dict[str, pd.DataFrame],  # title -> of `priming_table`
 ) -> Figure:
-    "The probability of each name after training, and its leaks, against its probability before; a colour for each table."
+    "Draw the probability of each name after training, and its leaks, against that before; a colour for each table."
     import matplotlib.pyplot as plt
     fig, axes = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
     for title, table in tables.items():

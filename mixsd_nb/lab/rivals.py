@@ -19,7 +19,7 @@ def best_checkpoints(
     learned: str,  # benchmark that is counted as learned
     least: float,  # smallest accuracy there, in %
 ) -> dict[str, xr.Dataset]:
-    "For each recipe the checkpoint with the highest held-out average among those that learned enough, with `average`."
+    "Return each recipe's checkpoint with the highest held-out average among those that learned enough, with `average`."
     cube = cube.assign(average=held_out_average(cube)).stack(checkpoint=(*(d for d in RUN_DIMS if d != "recipe"), "step"))
     found = {}
     for recipe in recipe_order(cube):
@@ -32,7 +32,7 @@ def best_checkpoints(
 def at_shared_steps(
     cube: xr.Dataset,
 ) -> xr.Dataset:
-    "The cube without the steps at which some recipes with a learning rate were measured and others were not."
+    "Return the cube without the steps at which some recipes with a learning rate were measured and others were not."
     rated = [m for m in cube["recipe"].values if m != BASE and parse_label(m)[0].rate_setting == "lr"]
     accuracy = cube.accuracy.sel(recipe=rated)
     known = accuracy.notnull().any([d for d in accuracy.dims if d not in ("recipe", "step")])
@@ -45,7 +45,7 @@ def kept_table(
     least: float,  # smallest accuracy there, in %
     columns: dict[str, str],  # heading -> benchmark
 ) -> pd.DataFrame:
-    "Accuracies (%) at the checkpoints of `best_checkpoints`; a recipe without one has its best accuracy of `learned` alone."
+    "Return accuracies (%) at the best checkpoints; a recipe without one has only its best accuracy of `learned`."
     best, rows, most = best_checkpoints(cube, learned, least), {}, cube.accuracy.sel(benchmark=learned)
     for recipe in recipe_order(cube):
         at = best.get(recipe)

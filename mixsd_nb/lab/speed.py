@@ -31,7 +31,7 @@ def describe_table(
     table: dict[str, tuple],  # name of a variable: dimensions, values, long_name, units
     **attrs,
 ) -> xr.DataTree:
-    "A result tree of described variables; a variable whose name is its only dimension becomes a coordinate."
+    "Build a result tree of described variables; a variable whose name is its only dimension becomes a coordinate."
     variables = {name: xr.Variable(dims, values, dict(long_name=text, units=units))
                  for name, (dims, values, text, units) in table.items()}
     coords = {name: v for name, v in variables.items() if v.dims == (name,)}
@@ -60,15 +60,15 @@ class SpeedConfig(Stage):
     _engine = field_validator("engine")(check_engine)
 
     def slug(self) -> str:
-        "Engine and model."
+        "Return engine and model."
         return f"{self.engine}-{model_label(self.model)}"
 
     def modules(self) -> list[str]:
-        "The modules whose code is recorded with a run: this one, also for the other measurements."
+        "List the modules whose code is recorded with a run: this one, also for the other measurements."
         return ["mixsd_nb.lab.speed"]
 
     def compute(self, run: Run) -> xr.DataTree:
-        "Rate, ratio, peak memory and share of equal sequences for every λ and way."
+        "Measure rate, ratio, peak memory and share of equal sequences for every λ and way."
         from mixsd_nb.methods.mixing import mix_items
         from mixsd_nb.lab.profiling.generation_speed import RIVALS, measure_generation, open_engines, select_items
         engines, corpus = open_engines(self.engine, self.model, self.dtype, self.pairs), CORPORA[self.dataset]
@@ -93,15 +93,15 @@ run = run_function(SpeedConfig)
 
 # %% ../../nbs/lab/speed.ipynb #f8906ada
 class TrainingSpeedConfig(SpeedConfig):
-    "Measure training beside TRL, and the parts of a step of OPSD; the result has the dimensions `way` and `part`."
+    "Measure training compared with TRL, and the parts of a step of OPSD; the dimensions are `way` and `part`."
     name = "speed-training"
 
     def slug(self) -> str:
-        "The model."
+        "Return the model."
         return model_label(self.model)
 
     def compute(self, run: Run) -> xr.DataTree:
-        "Rate, ratio and peak memory of every way, and seconds of every part."
+        "Measure rate, ratio and peak memory of every way, and seconds of every part."
         sft, opsd = training_specs(self.model, self.dataset, self.seed, self.max_new_tokens)
         table = measure_training(sft, self.rounds)
         with tempfile.TemporaryDirectory() as folder: seconds = step_seconds(opsd, Path(folder))
@@ -117,15 +117,15 @@ class TrainingSpeedConfig(SpeedConfig):
 
 # %% ../../nbs/lab/speed.ipynb #b22cf91b
 class FisherSpeedConfig(SpeedConfig):
-    "Measure the time of the Fisher on the model and its memory on wider ones; the result has the dimensions `way` and `width`."
+    "Measure the time of the Fisher on the model and its memory on wider ones; the dimensions are `way` and `width`."
     name = "speed-fisher"
 
     def slug(self) -> str:
-        "The model."
+        "Return the model."
         return model_label(self.model)
 
     def compute(self, run: Run) -> xr.DataTree:
-        "Seconds, ratio and relative peak memory of every way."
+        "Measure seconds, ratio and relative peak memory of every way."
         import torch
 
         from mixsd_nb.analysis.estimation import reference_pairs
@@ -153,11 +153,11 @@ class EvaluationSpeedConfig(SpeedConfig):
     n: int = Field(100, ge=1, description="items of each benchmark, as far as it has them")
 
     def slug(self) -> str:
-        "The model."
+        "Return the model."
         return model_label(self.model)
 
     def compute(self, run: Run) -> xr.DataTree:
-        "Processor time and share of equal responses for every way and benchmark."
+        "Measure processor time and share of equal responses for every way and benchmark."
         from mixsd_nb.benchmarks.evaluation import EvalSettings
         from mixsd_nb.lab.profiling.evaluation_speed import measure_evaluation
         settings = EvalSettings(dataset=self.dataset, n=self.n, seed=self.seed, dtype=self.dtype)
@@ -175,7 +175,7 @@ class EvaluationSpeedConfig(SpeedConfig):
 def gpu_measurements(
     large: str,  # folder of a large model
 ) -> dict[str, SpeedConfig]:
-    "What is measured on a GPU, by the name of its file."
+    "Return what is measured on a GPU, by the name of its file."
     return {"mixing": SpeedConfig(), "mixing-agreeing": SpeedConfig(dataset="kgfact-large", pairs=32, agreement=0.9),
             "mixing-large": SpeedConfig(model=large, dtype="bfloat16"),
             "training": TrainingSpeedConfig(), "fisher": FisherSpeedConfig()}

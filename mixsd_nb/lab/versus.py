@@ -31,12 +31,12 @@ HELD_OUT = "held-out"  # what is kept: the held-out average
 RECALLS = (50, 80, 90, 95, 99)  # in %, at which recipes are compared
 RESOLUTION = 1.0  # points: accuracies are shares of about 100 items
 
-
+# %% ../../nbs/lab/versus.ipynb #1ec5e4a0
 def learned_values(
     cube: xr.Dataset,
     axis: str,  # key of LEARNED
 ) -> xr.DataArray:
-    "What was learned, in % over CELL_DIMS; NaN where a benchmark of the axis was not measured."
+    "Return what was learned, in % over CELL_DIMS; NaN without a benchmark of the axis. ValueError for no axis."
     if axis not in LEARNED: raise ValueError(f"learned must be one of {', '.join(LEARNED)}, got {axis}")
     return 100 * cube.accuracy.reindex(benchmark=list(LEARNED[axis])).mean("benchmark", skipna=False)
 
@@ -45,15 +45,15 @@ def kept_values(
     cube: xr.Dataset,
     what: str,  # held-out, or a benchmark
 ) -> xr.DataArray:
-    "What was kept, in % over CELL_DIMS; NaN where it was not measured."
+    "Return what was kept, in % over CELL_DIMS; NaN where it was not measured."
     if what == HELD_OUT: return 100 * held_out_average(cube)
     return 100 * cube.accuracy.reindex(benchmark=[what]).isel(benchmark=0, drop=True)
 
-
+# %% ../../nbs/lab/versus.ipynb #1ec5e4b0
 def measured_axes(
     cubes: Sequence[xr.Dataset],
 ) -> list[str]:
-    "The axes of LEARNED that a cube has."
+    "List the axes of LEARNED that a cube has."
     return [axis for axis in LEARNED if any(learned_values(cube, axis).notnull().any() for cube in cubes)]
 
 # %% ../../nbs/lab/versus.ipynb #fd069f6a
@@ -67,7 +67,7 @@ def settings_table(
     label: str,  # of a recipe
     measure: Measure,
 ) -> pd.DataFrame:
-    "The values of a recipe, a row for each seed and a column for each setting; settings without a value are left out."
+    "Return the values of a recipe, a row for each seed and a column for each setting that has a value."
     at, tables = dict(zip(("dataset", "model", "recipe"), (*case, label))), {}
     for k, cube in enumerate(cubes):
         if any(at[dim] not in cube.indexes[dim] for dim in at): continue
@@ -77,15 +77,15 @@ def settings_table(
         tables[k] = table.dropna(axis=1, how="all")
     return pd.concat(tables, axis=1, names=["cube", "lr", "step"]) if tables else pd.DataFrame()
 
-
+# %% ../../nbs/lab/versus.ipynb #fd069fa0
 def align(
     *recipes: Sequence[pd.DataFrame],  # tables of one recipe each, of `settings_table`
 ) -> list[list[pd.DataFrame]]:
-    """The tables of every recipe with the seeds that all recipes share, and with the settings that these seeds have.
+    """Return the tables of every recipe with the seeds that all recipes share, and the settings that these seeds have.
 
-    A setting counts if all seeds that choose have it, and most of those that report: a setting whose runs have only
-    begun could be chosen, and hardly any seed would report it. What some seeds have with one recipe and not with
-    another counts for neither."""
+    A setting is used if all choosing seeds have run it, and most of the reporting seeds. Otherwise a setting whose runs
+    have only begun could be chosen, and hardly any seed would report it. A seed that is missing for one recipe is left
+    out for all."""
     seeds = sorted(set.intersection(*({*table.index} for tables in recipes for table in tables)))
     common = []
     for tables in recipes:
@@ -101,7 +101,7 @@ def align(
 
 # %% ../../nbs/lab/versus.ipynb #f997a549
 def _of_case(cubes: Sequence[xr.Dataset], case: Case) -> list[xr.Dataset]:
-    "The parts of the cubes with a corpus and a model; cubes without them are left out."
+    "Select the parts of the cubes with a corpus and a model; cubes without them are left out."
     at = dict(zip(("dataset", "model"), case))
     return [cube.sel(at) for cube in cubes if all(at[d] in cube.indexes[d] for d in at)]
 
@@ -111,13 +111,13 @@ def learned_before(
     case: Case,
     learned: str,  # key of LEARNED
 ) -> float:
-    "What the base model has of a kind of learning, in %; -1 if it was not measured."
+    "Return what the base model has of a kind of learning, in %; -1 if it was not measured."
     found = [base_values(learned_values(cube, learned)).mean() for cube in _of_case(cubes, case)]
     return max((float(value) for value in found if value.notnull()), default=-1.0)
 
-
+# %% ../../nbs/lab/versus.ipynb #f997a5a0
 def _measure_once(measure: Callable[[xr.Dataset, str], xr.DataArray], what: str) -> Measure:
-    "A measure that computes the values of each cube once, when they are first asked for."
+    "Return a measure that computes the values of each cube once, at the first call."
     found = {}
     def values(cube: xr.Dataset) -> xr.DataArray:
         if id(cube) not in found: found[id(cube)] = measure(cube, what)
@@ -132,18 +132,18 @@ def point_tables(
     learned: str = "recall",  # key of LEARNED
     kept: str = HELD_OUT,  # or a benchmark
 ) -> dict[str, list[pd.DataFrame]]:
-    "For each recipe the two tables of what was learned and of what was kept, as `settings_table` returns them."
+    "Return for each recipe the tables of what was learned and of what was kept, as `settings_table` returns them."
     measures = _measure_once(learned_values, learned), _measure_once(kept_values, kept)
     return {label: [settings_table(cubes, case, label, measure) for measure in measures] for label in labels}
 
-
+# %% ../../nbs/lab/versus.ipynb #f997a5b0
 def differ_points(
     first: Sequence[pd.DataFrame],  # the tables of a recipe, of `point_tables`
     second: Sequence[pd.DataFrame],  # of another one
     recall: float,  # in %, of the kind of learning of the tables
     floor: float = -1.0,  # what the base model has, in %: at this recall nothing need be learned
 ) -> Estimate:
-    "How many points the first recipe keeps more than the second at a recall above `floor`; no seeds if a run is missing."
+    "Estimate what the first recipe keeps more than the second at a recall above `floor`; no seeds if a run is missing."
     aligned = align(first, second)
     if not aligned[0][0].size or recall <= floor: return estimate_mean(np.array([]))
     one, other = (at_recall(x.values, y.values, recall) for x, y in aligned)
@@ -153,7 +153,7 @@ def differ_points(
 def count_settings(
     *recipes: Sequence[pd.DataFrame],  # tables of one recipe each, of `settings_table`
 ) -> list[int]:
-    "How many settings of each recipe a comparison uses."
+    "Count the settings of each recipe that a comparison uses."
     return [len(tables[0].columns) for tables in align(*recipes)]
 
 
@@ -166,18 +166,18 @@ def differ_at_recall(
     learned: str = "recall",  # key of LEARNED
     kept: str = HELD_OUT,  # or a benchmark
 ) -> Estimate:
-    "As `differ_points`, from cubes."
+    "Compare two recipes at a recall as `differ_points` does, from cubes."
     tables = point_tables(cubes, case, (first, second), learned, kept)
     return differ_points(tables[first], tables[second], recall, learned_before(cubes, case, learned))
 
-
+# %% ../../nbs/lab/versus.ipynb #f997a5c0
 def choose_score(
     cubes: Sequence[xr.Dataset],
     case: Case,
 ) -> str:
-    "The benchmark that chooses a setting: the validation questions, or the recall in other words if the corpus has none."
-    asked = any(kept_values(cube, "validation").notnull().any() for cube in _of_case(cubes, case))
-    return "validation" if asked else "recall-reworded"
+    "Return the benchmark that chooses a setting: the validation questions, or recall in other words without any."
+    has_validation = any(kept_values(cube, "validation").notnull().any() for cube in _of_case(cubes, case))
+    return "validation" if has_validation else "recall-reworded"
 
 
 def best_values(
@@ -188,7 +188,7 @@ def best_values(
     score: str = "",  # benchmark that chooses the setting; default: `choose_score`
     step: int | None = None,  # only this number of updates; None for the best
 ) -> list[pd.Series]:
-    "The values of each recipe by seed, at the setting with the best score; NaN for validation seeds, empty if a run is missing."
+    "Return each recipe's values by seed at the best score; NaN for validation seeds, empty if a run is missing."
     score = score or choose_score(cubes, case)
     tables = [[settings_table(cubes, case, label, m) for m in (lambda cube: kept_values(cube, score), measure)]
               for label in labels]
@@ -197,7 +197,7 @@ def best_values(
     aligned = align(*tables)
     return [pd.Series(at_best(s.values, y.values) if y.size else [], y.index, float) for s, y in aligned]
 
-
+# %% ../../nbs/lab/versus.ipynb #f997a5d0
 def differ_at_best(
     cubes: Sequence[xr.Dataset],
     case: Case,
@@ -206,7 +206,7 @@ def differ_at_best(
     measure: Measure,
     step: int | None = None,  # only this number of updates; None for the best
 ) -> Estimate:
-    "The difference of two recipes, each at the setting with the best validation score."
+    "Estimate the difference of two recipes, each at the setting with the best validation score."
     one, other = best_values(cubes, case, (first, second), measure, step=step)
     return estimate_mean((one - other).values, resolution=RESOLUTION)
 
@@ -217,7 +217,7 @@ def drop_at_best(
     label: str,  # of a recipe
     measure: Measure,
 ) -> Estimate:
-    "What the base model has more than a recipe at the setting with the best validation score."
+    "Estimate what a recipe has lost since the base model, at the setting with the best validation score."
     drop = lambda cube: base_values(measure(cube)) - measure(cube)
     return estimate_mean(best_values(cubes, case, [label], drop)[0].values, resolution=RESOLUTION)
 
@@ -225,12 +225,12 @@ def drop_at_best(
 def trained_labels(
     cubes: Sequence[xr.Dataset],
 ) -> list[str]:
-    "The recipes of all cubes without the base model, in the order of tables."
+    "List the recipes of all cubes without the base model, in the order of tables."
     return [m for m in ordered_labels({m for cube in cubes for m in cube["recipe"].values.tolist()}) if m != BASE]
 
 
 def _cell_text(difference: Estimate) -> str:
-    "A difference with its verdict; empty without seeds."
+    "Write a difference with its verdict; empty without seeds."
     return f"{difference.text()}: {judge_difference(difference)}" if difference.n else ""
 
 
@@ -242,8 +242,9 @@ def versus_table(
     kept: str = HELD_OUT,  # or a benchmark
     recalls: Sequence[float] = RECALLS,
 ) -> pd.DataFrame:
-    """What each recipe keeps more than one of them at each recall, in points with interval and verdict; empty where it is not
-    reached, or the base model has it. `settings` are those of the recipe and of the other one."""
+    """Return what each recipe keeps more than one of them at each recall, in points with interval and verdict.
+
+    A cell is empty where the recall is not reached, or the base model has it. `settings` counts those of both recipes."""
     rows, tables = {}, point_tables(cubes, case, [against, *trained_labels(cubes)], learned, kept)
     floor = learned_before(cubes, case, learned)
     for label in trained_labels(cubes):
@@ -257,7 +258,7 @@ def versus_table(
 
 # %% ../../nbs/lab/versus.ipynb #72a83a97
 def _rows(cubes, against, name, columns):
-    "A row for each recipe but one, with a text for each column; recipes without any are left out."
+    "Return a row for each recipe but one, with a text for each column; recipes without any are left out."
     found = {label_title(m): {c: _cell_text(differ(m)) for c, differ in columns.items()} for m in trained_labels(cubes) if m != against}
     table = pd.DataFrame({m: row for m, row in found.items() if any(row.values())}).T.reindex(columns=[*columns])
     return table.rename_axis(f"{name}, against {label_title(against)}")
@@ -271,14 +272,14 @@ def suites_table(
     learned: str = "recall",  # key of LEARNED
     roles: Sequence[str] = ("held-out", "world", "prefilled"),
 ) -> pd.DataFrame:
-    "What each recipe keeps more of every suite at a recall, in points with interval and verdict."
+    "Return what each recipe keeps more of every suite at a recall, in points with interval and verdict."
     names = list(dict.fromkeys(b for cube in cubes for b in cube.benchmark.values[cube.role.isin(roles).values].tolist()))
     tables = {b: point_tables(cubes, case, [against, *trained_labels(cubes)], learned, b) for b in ("retrieval", *names)}
     floor = learned_before(cubes, case, learned)
     columns = {b: lambda m, of=of: differ_points(of[m], of[against], recall, floor) for b, of in tables.items()}
     return _rows(cubes, against, f"kept at a {learned} of {recall:g}%", columns)
 
-
+# %% ../../nbs/lab/versus.ipynb #72a83aa0
 def updates_table(
     cubes: Sequence[xr.Dataset],
     case: Case,
@@ -286,15 +287,15 @@ def updates_table(
     step: int = 100,  # updates
     measured: Sequence[str] = ("recall", "recall-reworded", "two-hop", HELD_OUT, "retrieval", "world"),  # benchmarks
 ) -> pd.DataFrame:
-    "Differences after a number of updates, each recipe at the rate with the best validation score."
+    "Return differences after a number of updates, each recipe at the rate with the best validation score."
     columns = {b: lambda m, b=b: differ_at_best(cubes, case, m, against, lambda cube: kept_values(cube, b), step) for b in measured}
     return _rows(cubes, against, f"after {step} updates", columns)
 
-
+# %% ../../nbs/lab/versus.ipynb #72a83ab0
 def choose_rows(
     tables: Mapping[str, pd.DataFrame],  # the same table of several groups of cubes, by the name of the group
 ) -> pd.DataFrame:
-    "Each row from the first group where it has an interval, else from the first group that has it; `cubes` names the group."
+    "Take each row from the first group where it has an interval, else from the first that has it, named by `cubes`."
     labels = dict.fromkeys(label for table in tables.values() for label in table.index)
     has_interval = lambda row: any(text and not text.endswith("no interval") for text in row[row.index != "settings"])
     found = {}
@@ -307,7 +308,7 @@ def choose_rows(
 
 # %% ../../nbs/lab/versus.ipynb #b960eb80
 def _chosen_mixture(x: pd.DataFrame, y: pd.DataFrame, recall: float) -> np.ndarray | None:
-    "The weights of the settings of an aligned recipe at a recall, as its choosing seeds choose them; None if it is not reached."
+    "Return the weights (settings,) of an aligned recipe at a recall, by its choosing seeds; None if it is not reached."
     chooses = split_seeds(len(x))[0]
     return mix_settings(mean_over(x.values, chooses), mean_over(y.values, chooses), recall)
 
@@ -319,7 +320,7 @@ def rates_at_ends(
     kept: str = HELD_OUT,  # or a benchmark
     recalls: Sequence[float] = RECALLS,
 ) -> pd.DataFrame:
-    """Recipes whose choosing seeds take the smallest or largest of their learning rates at a recall that is compared.
+    """List recipes whose choosing seeds take the smallest or largest of their rates at a recall that is compared.
 
     `recalls` are those recalls, `rates` the rates that are used there, and `ends` the smallest and the largest one."""
     rows, tables = {}, point_tables(cubes, case, trained_labels(cubes), learned, kept)

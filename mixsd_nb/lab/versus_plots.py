@@ -29,9 +29,9 @@ from .versus import HELD_OUT, LEARNED, Case, align, kept_values, point_tables, t
 def frontier_line(
     x: np.ndarray,  # (seeds, settings) learned
     y: np.ndarray,  # (seeds, settings) kept
-    grid: np.ndarray,  # what is asked, in %
+    grid: np.ndarray,  # recalls, in %
 ) -> np.ndarray:
-    "The frontier of the means over seeds at each point of a grid; NaN where it is not reached."
+    "Return the frontier of the means over seeds at each point of a grid; NaN where it is not reached."
     everyone = np.ones(len(x), bool)
     mean_x, mean_y = mean_over(x, everyone), mean_over(y, everyone)
     weights = [mix_settings(mean_x, mean_y, at) for at in grid]
@@ -43,7 +43,7 @@ def base_level(
     case: Case,  # corpus and model
     kept: str,  # held-out, or a benchmark
 ) -> float:
-    "What the base model has, in %."
+    "Return what the base model has, in %."
     return np.nanmean([float(base_values(kept_values(c, kept)).sel(dataset=case[0], model=case[1]).mean()) for c in cubes])
 
 # %% ../../nbs/lab/versus_plots.ipynb #aa12e436
@@ -63,24 +63,24 @@ def _draw_line(ax, tables: Sequence[pd.DataFrame], recipe: str, **style) -> int:
 
 
 def _finish_panel(ax, level: float) -> None:
-    "The base model, and the axis of what was learned, which widens towards 100% if a point is beyond 50%."
+    "Draw the base model, and widen the axis of what was learned towards 100% if a point is beyond 50%."
     ax.axhline(level, ls="--", lw=1.2, color=recipe_colour("base"), zorder=0)
     reached = max((x for dots in ax.collections for x in dots.get_offsets()[:, 0]), default=100)
     if reached > 50: stretch_recall(ax)
 
-
+# %% ../../nbs/lab/versus_plots.ipynb #aa12e4a0
 _TITLES = {"recall": "recall as written", "other-words": "recall in other words", "use": "two-hop questions",
            "held-out": "held-out average", "world-prefilled": "world, opened"}
 
 
 def _describe_axis(cubes: Sequence[xr.Dataset], name: str) -> str:
-    "The title of a kind of learning or of what is kept, with the numbers of questions, as in `N=100`."
+    "Return the title of a kind of learning or of what is kept, with the numbers of questions, as in `N=100`."
     benchmarks = lambda cube: cube.benchmark[cube.role == "held-out"].values if name == HELD_OUT else LEARNED.get(name, (name,))
     counts = np.concatenate([cube.n.reindex(benchmark=benchmarks(cube)).max([d for d in cube.n.dims if d != "benchmark"]) for cube in cubes])
     ends = sorted({f"{n:.0f}" for n in (np.nanmin(counts), np.nanmax(counts))}, key=int)
     return f"{_TITLES.get(name, name)} (%, N={'–'.join(ends)})"
 
-
+# %% ../../nbs/lab/versus_plots.ipynb #aa12e4b0
 @mark_made_up
 def frontier_axes_figure(
     cubes: Sequence[xr.Dataset],
@@ -88,7 +88,7 @@ def frontier_axes_figure(
     learned: str | Sequence[str] = "recall",  # keys of `LEARNED`, a column each
     kept: str | Sequence[str] = "held-out",  # or benchmarks, a row each
 ) -> Figure:
-    "The frontier of the means of every recipe, over its settings; the base model is dashed. ValueError without points."
+    "Draw the frontier of the means of every recipe; the base model is dashed. ValueError without points."
     columns, rows = ([names] if isinstance(names, str) else [*names] for names in (learned, kept))
     seeds = {}
     with figure_style():
@@ -117,7 +117,7 @@ def recipe_panels_figure(
     against: str = "sft",  # label of the recipe in every panel
     columns: int = 5,
 ) -> Figure:
-    "The frontiers of every recipe, a panel for each. ValueError without points."
+    "Draw the frontiers of every recipe, a panel for each. ValueError without points."
     tables = point_tables(cubes, case, trained_labels(cubes), learned, kept)
     panels = {}
     for label, pair in tables.items():

@@ -22,7 +22,7 @@ from ..runs import last_checkpoint
 
 # %% ../../nbs/training/loss.ipynb #af638e74
 class Example(NamedTuple):
-    "The ids of a prompt and a completion, and the targets with which the model's predictions are compared."
+    "Hold the ids of a prompt and a completion, and the targets with which the model's predictions are compared."
     prompt: list[int]
     completion: list[int]
     targets: tuple[torch.Tensor, ...]  # each with a row for each completion token; passed on to the loss
@@ -32,19 +32,19 @@ def nll(
     logits: torch.Tensor,  # (n, vocabulary)
     ids: torch.Tensor,  # (n,)
 ) -> torch.Tensor:
-    "−Σ log p of the ids, in nats (eq. 5)."
+    "Return −Σ log p of the ids, in nats (eq. 5)."
     return cross_entropy(logits.float(), ids, reduction="sum")
 
 # %% ../../nbs/training/loss.ipynb #ff1963bd
 class Objective:
-    "What a method minimises. A subclass has a length (its facts), `examples`, and `loss(logits, *targets)`, summed over positions."
+    "Define what a method minimises. A subclass has a length (facts), `examples`, and a summed `loss(logits, *targets)`."
     uses_student = False  # whether `examples` samples from the student
 
     def adapt(self, model: torch.nn.Module) -> None:
         "Change the structure of the student before training, in place; every process does so. Nothing by default."
 
     def size(self, examples: list[Example]) -> int:
-        "What the summed loss of these examples is divided by: the number of their tokens."
+        "Return what the summed loss of these examples is divided by: the number of their tokens."
         return sum(len(e.completion) for e in examples)
 
     def penalise(self, parameters: dict[str, torch.nn.Parameter]) -> torch.Tensor | float:
@@ -52,11 +52,11 @@ class Objective:
         return 0.0
 
     def host(self, student: torch.nn.Module) -> torch.nn.Module:
-        "The module that gets the complete weights of a sharded student before `examples`: a copy of it by default."
+        "Return the module that gets the complete weights of a sharded student before `examples`: a copy by default."
         return copy.deepcopy(student)
 
     def state(self) -> dict[str, torch.Tensor]:
-        "Tensors that a resumed training needs besides the student's; none by default."
+        "Return the tensors that a resumed training needs in addition to the student's; none by default."
         return {}
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
@@ -64,7 +64,7 @@ class Objective:
 
 # %% ../../nbs/training/loss.ipynb #55246fc1
 class Modifier(Objective):
-    "An objective that changes another one. What a subclass does not override is as in the other one."
+    "Change another objective. What a subclass does not override is as in the other one."
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ def collate(
     packed: bool,  # all examples in one row, instead of padded rows
     device=None,
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    "The model's inputs, and the positions (n,), over all rows in turn, of the states that predict completion tokens."
+    "Return the model's inputs, and the positions (n,), over all rows, of the states that predict completion tokens."
     rows = [(e.prompt + e.completion)[:-1] for e in examples]
     width = max(map(len, rows))
     if packed: inputs = dict(input_ids=[sum(rows, [])], position_ids=[[k for row in rows for k in range(len(row))]])
@@ -102,7 +102,7 @@ CHUNK = 2**27  # logits in memory at a time: half a gigabyte in float32
 
 
 class LossHead:
-    "Replaces the forward method of a model's head. While `task` is set, the head returns a loss instead of logits."
+    "Replace the forward method of a model's head. While `task` is set, the head returns a loss instead of logits."
 
     def __init__(self, model):
         self.head = model.get_output_embeddings()
@@ -131,7 +131,7 @@ def summed_loss(
     loss: Callable,  # (logits (n, vocabulary), *targets) -> their summed loss
     packed: bool = False,
 ) -> torch.Tensor:
-    """The loss summed over all completion tokens: a scalar with a gradient.
+    """Return the loss summed over all completion tokens: a scalar with a gradient.
 
     Without examples it is zero, and its gradient is zero for every weight."""
     device = head.head.weight.device
@@ -143,7 +143,7 @@ def summed_loss(
 
 # %% ../../nbs/training/loss.ipynb #a2f76bdf
 class DivergenceError(FloatingPointError):
-    "Training whose loss or gradient is not finite."
+    "Say that the loss or the gradient of a training is not finite."
     def _render_traceback_(self): return [str(self)]
 
 
@@ -152,9 +152,9 @@ def check_finite(
     folder: Path,  # of the run
     **values: float,  # by name
 ) -> None:
-    "DivergenceError of one sentence for the first value that is infinite or not a number."
+    "Raise a DivergenceError of one sentence for the first value that is infinite or not a number."
     for name, value in values.items():
         if math.isfinite(value): continue
         last = last_checkpoint(folder)
-        kept = f"{last} is kept" if last else "no checkpoint was written before"
-        raise DivergenceError(f"{name} must be finite, got {value} at step {step}; {kept}, and a smaller lr may help")
+        checkpoint = f"{last} is kept" if last else "no checkpoint was written before"
+        raise DivergenceError(f"{name} must be finite, got {value} at step {step}; {checkpoint}, and a smaller lr may help")

@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw
 
 # %% ../../nbs/training/offload.ipynb #d28c2712
 class OffloadedAdamW(torch.optim.AdamW):
-    "AdamW whose moments are in the host's memory, where every tensor is updated in turn."
+    "Run AdamW with its moments in the host's memory, where every tensor is updated in turn."
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -36,7 +36,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         return dict(step=torch.tensor(0.0), exp_avg=zeros(), exp_avg_sq=zeros())
 
     def load_state_dict(self, state_dict):
-        "As in torch, but the state stays in the host's memory."
+        "Load a state as torch does, but keep it in the host's memory."
         super().load_state_dict(state_dict | dict(state={}))
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         weights = [p for group in self.param_groups for p in group["params"]]

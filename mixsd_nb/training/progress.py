@@ -16,7 +16,7 @@ from ..runs import in_notebook, report_progress
 
 # %% ../../nbs/training/progress.ipynb #1b0b4afe
 class Bar:
-    "A progress bar with rate, time left, tokens per second and the last loss; give it to `fine_tune` as `report`."
+    "Show a progress bar with rate, time left, tokens per second and the last loss; give it to `fine_tune` as `report`."
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class Bar:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        "The time that is spent inside does not count in the rate and in the time left."
+        "Leave the time that is spent inside out of the rate and of the time left."
         start = time.monotonic()
         yield
         self.paused = time.monotonic() - start
@@ -44,7 +44,7 @@ class Bar:
 
 # %% ../../nbs/training/progress.ipynb #0691c850
 class TrainingProgress:
-    "Receives the reports of the trainer and shows a progress bar, and in a notebook also the curves so far."
+    "Receive the reports of the trainer and show a progress bar, and in a notebook also the curves so far."
 
     def __init__(
         self,

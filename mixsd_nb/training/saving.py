@@ -42,7 +42,7 @@ def _explain_write_errors(checkpoint: Path):
 def _merge_adapters(
     model,  # with adapters
 ) -> dict[str, torch.Tensor]:
-    "The weights of the plain model that computes the same as a model with adapters, in the host's memory."
+    "Return the weights of the plain model that computes the same as a model with adapters, in the host's memory."
     from peft.tuners.lora import LoraLayer
     plain = lambda name: name.replace(".base_layer", "")
     copies = ((plain(name), w.to("cpu", copy=True)) for name, w in model.state_dict().items() if ".lora_" not in name)
@@ -56,13 +56,13 @@ def plain_weights(
     model,  # of transformers, with adapters or without
     gathered: dict[str, torch.Tensor] | None = None,  # the weights of a model that is sharded
 ) -> dict[str, torch.Tensor]:
-    "The weights of the plain model by name, each tied one once."
+    "Return the weights of the plain model by name, each tied one once."
     adapted = any(".lora_" in name for name, _ in model.named_parameters())
     weights = gathered or (_merge_adapters(model) if adapted else model.state_dict())
     tied = model.all_tied_weights_keys
     return {name: w for name, w in weights.items() if name not in tied}
 
-
+# %% ../../nbs/training/saving.ipynb #db3f9ba0
 def save_weights(
     model,  # of transformers; its configuration and its generation settings are saved too
     weights: dict[str, torch.Tensor],  # as returned by `plain_weights`
@@ -96,7 +96,7 @@ def _read_weights(
     checkpoint: Path,
     names: set[str],  # of the model in memory
 ) -> dict[str, torch.Tensor]:
-    "The weights of a model folder, under their names in memory if transformers stores them under others."
+    "Read the weights of a model folder, under their names in memory if transformers stores them under others."
     from safetensors.torch import load_file
     weights = {}
     for file in sorted(checkpoint.glob("*.safetensors")): weights |= load_file(file)
@@ -104,7 +104,7 @@ def _read_weights(
     model, found = load_part(AutoModelForCausalLM, str(checkpoint), output_loading_info=True)
     return {name: w for name, w in model.state_dict().items() if name not in found["missing_keys"]}
 
-
+# %% ../../nbs/training/saving.ipynb #c98453a0
 def load_trained(
     model,  # with adapters, if they are trained
     checkpoint: Path,
@@ -124,7 +124,7 @@ def load_trained(
 def memory_files(
     names: tuple[str, ...] = ("optimizer.pt", "optimizer.bin", _TRAINED),  # the large files of a state
 ) -> Iterator[dict[str, str]]:
-    "Empty files in the host's memory, each as a path by its name; they end with the block, or with this process."
+    "Open empty files in the host's memory, each as a path by its name; they end with the block, or with this process."
     opened = {name: os.memfd_create(name) for name in names}
     try: yield {name: f"/proc/{os.getpid()}/fd/{number}" for name, number in opened.items()}
     finally:
@@ -132,7 +132,7 @@ def memory_files(
 
 # %% ../../nbs/training/saving.ipynb #3a3be2f8
 class SavingTrainer(Trainer):
-    "The trainer of transformers with checkpoints of this package; a subclass has `spec`, `objective` and `tokenizer`."
+    "Train with transformers and write checkpoints of this package; a subclass has `spec`, `objective` and `tokenizer`."
 
     def _save_checkpoint(self, model, trial=None):
         step = self.state.global_step
@@ -159,7 +159,7 @@ class SavingTrainer(Trainer):
         if trained and not self.args.save_only_model: torch.save(trained, self._file(output_dir, _TRAINED))
 
     def _file(self, folder, name) -> Path:
-        "The path of a file of the state, which is a link if the file is held in memory."
+        "Return the path of a file of the state, which is a link if the file is held in memory."
         path = Path(folder) / name
         if self.args.should_save and name in self.spec.held: path.symlink_to(self.spec.held[name])
         return path

@@ -36,7 +36,7 @@ from ..runs import (Interruption, checkpoint_step, die_with_parent, last_checkpo
 # %% ../../nbs/training/trainer.ipynb #54c11310
 @dataclass(frozen=True)
 class TrainingSpec:
-    "Everything that a training run needs, as plain data, so that another process can run it."
+    "Hold everything that a training run needs, as plain data, so that another process can run it."
     model: str  # a lab model, a folder or a hub id
     lr: float  # after warm-up
     steps: int  # updates
@@ -60,7 +60,7 @@ class TrainingSpec:
 
 # %% ../../nbs/training/trainer.ipynb #750b829d
 def training_device() -> torch.device:
-    "The device of this process."
+    "Return the device of this process."
     if torch.cuda.is_available(): return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     return torch.device("cpu")
 
@@ -72,7 +72,7 @@ def check_devices(
     lora: int = 0,
     offload: bool = False,
 ) -> None:
-    "ValueError of one sentence if this machine cannot train with these settings."
+    "Raise a ValueError of one sentence if this machine cannot train with these settings."
     if lora and not importlib.util.find_spec("peft"):
         raise ValueError(f"lora must be 0 without the package peft, got {lora}; pip install mixsd_nb[lora] brings it")
     if lora and sharded: raise ValueError(f"lora must be 0 with sharded=True, got {lora}")
@@ -85,11 +85,11 @@ def check_devices(
     if sharded and processes == 1:
         raise ValueError("sharded must be False with processes=1: sharding needs at least two processes")
 
-# %% ../../nbs/training/trainer.ipynb #7815ab66
+
 def check_spec(
     spec: TrainingSpec,
 ) -> TrainingSpec:
-    "The spec itself; ValueError of one sentence if it has no data, or as in `check_devices`."
+    "Return the spec itself; ValueError of one sentence if it has no data, or as in `check_devices`."
     check_devices(spec.processes, spec.batch, spec.sharded, spec.lora, spec.offload)
     if not spec.data: raise ValueError("there is nothing to train on: the training spec has no data")
     return spec
@@ -110,7 +110,7 @@ def training_order(
     needed: int,  # number of examples over all updates
     seed: int,
 ) -> np.ndarray:
-    "Indices (needed,) of shuffled passes over the kept examples."
+    "Return the indices (needed,) of shuffled passes over the examples."
     passes = [np.random.default_rng([seed, k]).permutation(kept) for k in range(math.ceil(needed / kept))]
     return np.concatenate(passes)[:needed]
 
@@ -121,12 +121,12 @@ _WARMUP = 20
 def _warm_then_constant(
     step: int,
 ) -> float:
-    "Factor of the learning rate: linear from 0.1 to 1 over _WARMUP steps, then 1."
+    "Return the factor of the learning rate: linear from 0.1 to 1 over _WARMUP steps, then 1."
     return min(1.0, 0.1 + 0.9 * step / _WARMUP)
 
 # %% ../../nbs/training/trainer.ipynb #9eadcd8b
 class _SaveAt(TrainerCallback):
-    "Saves at given steps."
+    "Save at given steps."
 
     def __init__(self, steps): self.steps = set(steps)
 
@@ -139,7 +139,7 @@ def _missing_steps(
     spec: TrainingSpec,
     folder: Path,  # of the run
 ) -> list[int]:
-    "The steps of the spec that were not trained and saved, in ascending order."
+    "List the steps of the spec that were not trained and saved, in ascending order."
     return sorted({*spec.checkpoints, spec.steps} - set(trained_steps(folder)))
 
 # %% ../../nbs/training/trainer.ipynb #ac4e10d9
@@ -151,7 +151,7 @@ def _check_shape(
     checkpoint: Path,
     model,
 ) -> None:
-    "ValueError of one sentence if a checkpoint has another architecture than the model."
+    "Raise a ValueError of one sentence if a checkpoint has another architecture than the model."
     ours, theirs = model.config.to_dict(), json.loads((checkpoint / "config.json").read_text())
     for key in _SHAPE:
         if theirs.get(key) != ours.get(key):
@@ -172,7 +172,7 @@ def microbatches(
     examples: list,
     parts: int,
 ) -> list[list]:
-    "The examples split into this many parts, each with examples of similar length; some are empty if there are few."
+    "Split the examples into this many parts, each with examples of similar length; some are empty if there are few."
     by_length = sorted(examples, key=lambda e: len(e.prompt) + len(e.completion))
     return [[by_length[i] for i in part] for part in np.array_split(np.arange(len(by_length)), parts)]
 
@@ -190,7 +190,7 @@ def _shard_on_cpu(
 
 # %% ../../nbs/training/trainer.ipynb #31f82f8d
 class FineTuner(SavingTrainer):
-    "The trainer of transformers, with examples and loss from an objective."
+    "Train with transformers, with examples and loss from an objective."
 
     def __init__(
         self,
@@ -206,32 +206,32 @@ class FineTuner(SavingTrainer):
         self.trained, self.start = 0, time.perf_counter()  # number of trained tokens, and start time
         self.phase = "load"  # as of `explain_out_of_memory`
         self.copy = objective.host(model) if spec.sharded and objective.uses_student else None
-        speed_up_linear_layers(model)  # adapters have linear layers of their own
+        speed_up_linear_layers(model)  # adapters have further linear layers
         self.head = LossHead(model)
         order = training_order(len(objective), spec.steps * spec.batch, spec.seed)
         super().__init__(model, args, data_collator=list, train_dataset=order.tolist(), callbacks=callbacks)
         self.remove_callback(PrinterCallback)
 
     def create_optimizer(self, model=None):
-        "As in transformers, with its state in the host's memory if the spec says so."
+        "Create the optimiser of transformers, with its state in the host's memory if the spec says so."
         if self.spec.offload and not self.optimizer_cls_and_kwargs:
             options = self.get_optimizer_cls_and_kwargs(self.args, model or self.model)[1]
             self.optimizer_cls_and_kwargs = OffloadedAdamW, options
         return super().create_optimizer(model)
 
     def create_scheduler(self, num_training_steps, optimizer=None):
-        "The schedule of `_warm_then_constant`."
+        "Create the schedule of `_warm_then_constant`."
         optimizer = optimizer or self.optimizer
         self.lr_scheduler = self.lr_scheduler or torch.optim.lr_scheduler.LambdaLR(optimizer, _warm_then_constant)
         return self.lr_scheduler
 
     def create_accelerator_and_postprocess(self):
-        "As in transformers, and with FSDP2 on CPUs too."
+        "Create the accelerator of transformers, with FSDP2 on CPUs too."
         super().create_accelerator_and_postprocess()
         if self.args.fsdp and not self.is_fsdp_enabled: _shard_on_cpu(self)
 
     def student(self):
-        "The model with the weights of this step, for rollouts: the model itself, or the host of a sharded one."
+        "Return the model with the weights of this step, for rollouts: the model itself, or the host of a sharded one."
         if not self.copy: return self.model
         parameters = dict(self.model.named_parameters())
         with torch.no_grad(): [p.copy_(parameters[name].full_tensor()) for name, p in self.copy.named_parameters()]
@@ -265,11 +265,11 @@ class FineTuner(SavingTrainer):
         return loss
 
     def floating_point_ops(self, inputs):
-        "0, because floating-point operations are not counted."
+        "Return 0, because floating-point operations are not counted."
         return 0
 
     def log(self, logs, start_time=None):
-        "As in transformers; the first process also reports every update. DivergenceError as in `check_finite`."
+        "Log as transformers does; the first process also reports every update. DivergenceError as in `check_finite`."
         self.phase, step = "", self.state.global_step
         if "grad_norm" in logs:  # a checkpoint of this step would be written after its log
             check_finite(step, self.args.output_dir, loss=logs["loss"], grad_norm=logs["grad_norm"])
@@ -286,13 +286,13 @@ class FineTuner(SavingTrainer):
 _BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32,
                              cast_forward_inputs=False)
 
-# %% ../../nbs/training/trainer.ipynb #0463cae8
+
 def _training_arguments(
     spec: TrainingSpec,
     folder: Path,  # checkpoints go here
     steps: int,  # the last one to train
 ) -> TrainingArguments:
-    "The training spec as the arguments of transformers."
+    "Return the training spec as the arguments of transformers."
     gpu = torch.cuda.is_available()
     bf16 = gpu if spec.bf16 is None else spec.bf16
     args = TrainingArguments(
@@ -300,7 +300,8 @@ def _training_arguments(
         learning_rate=spec.lr, optim="adamw_torch", adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8,
         weight_decay=0.01, max_grad_norm=1.0, seed=spec.seed % 2**32, bf16=bf16, use_cpu=not gpu,
         train_sampling_strategy="sequential", save_strategy="no", logging_steps=1, logging_nan_inf_filter=False,
-        report_to="none", disable_tqdm=True, save_only_model=spec.state == "none", remove_unused_columns=False, gradient_checkpointing=spec.recompute,
+        report_to="none", disable_tqdm=True, save_only_model=spec.state == "none", remove_unused_columns=False,
+        gradient_checkpointing=spec.recompute,
         fsdp=spec.sharded, fsdp_config=dict(version=2) if spec.sharded else None,
         ddp_backend=None if gpu or spec.processes == 1 else "gloo")
     if spec.sharded and bf16: args.fsdp_plugin_args["mixed_precision_policy"] = _BF16
@@ -344,7 +345,7 @@ def train_process(
 def read_curves(
     folder: Path,  # of the run
 ) -> dict[str, np.ndarray]:
-    "`loss` (nats per token), `learning_rate` and `grad_norm` of every update up to the last checkpoint."
+    "Read `loss` (nats per token), `learning_rate` and `grad_norm` of every update up to the last checkpoint."
     newest = [*trained_steps(folder).values()][-1]
     state = json.loads((newest / "trainer_state.json").read_text())
     log = [entry for entry in state["log_history"] if "grad_norm" in entry]
@@ -386,7 +387,7 @@ def loop_in_phases(
     measure: Callable[[list[int]], bool],  # called in each pause with the steps of the phase; whether training ends
     size: int,  # checkpoints of a phase
 ) -> Callable:
-    "A training loop, as `fine_tune`, that pauses after every phase; with state=memory its state is in files in memory."
+    "Return a loop, as `fine_tune`, that pauses after every phase; with state=memory its state is in files in memory."
     def loop(spec, folder, report):
         steps = sorted({*spec.checkpoints, spec.steps})
         with memory_files() if spec.state == "memory" else contextlib.nullcontext({}) as held:
@@ -403,7 +404,7 @@ def loop_in_phases(
 def main(
     folder: str,  # with a job.json
 ) -> None:
-    "One process of several: train the spec in the folder's job.json, and print a line of JSON for every update."
+    "Train the spec in the folder's job.json as one process of several, and print a line of JSON for every update."
     die_with_parent(signal.SIGKILL)
     spec = TrainingSpec(**json.loads((Path(folder) / "job.json").read_text()))
     train_process(spec, Path(folder), lambda entry: print(json.dumps(entry), flush=True))

@@ -42,7 +42,7 @@ def operation_items(
     label: str,  # of an operation that kgfunc-lab leaves unseen
     n: int,
 ) -> list[Item]:
-    "The operation at n numbers, after the known values of kgfunc-lab."
+    "Return the operation at n numbers, after the known values of kgfunc-lab."
     shots = SCALES["lab"].shots
     numbers = random.Random(f"numbers-{label}").sample([x for x in range(1000) if x not in shots], n)
     return [Item(function_prompt(f"{label}({x})", tabulate_shots(label, shots)), "", str(apply_operation(label, x)))
@@ -56,7 +56,7 @@ GUESSES = "guess parses"  # the ability that is the share of responses with a bo
 def ability_items(
     n: int,  # items of each ability
 ) -> dict[str, tuple[list[Item], str]]:
-    "For each ability its items, and the name of the suite that defines their sampling and grading."
+    "Return for each ability its items, and the name of the suite that defines their sampling and grading."
     facts = sample_graphs(7, 25, 42)[0][:n]
     items = {f"read {k} facts": reading_items(k, n, TAUGHT_WORDINGS) for k in (2, 4, 12, 27)}
     items |= {f"read {k} facts, unseen wording": reading_items(k, n, [UNSEEN_WORDING]) for k in (2, 4, 12, 27)}
@@ -75,7 +75,7 @@ def measure_typed(
     n: int = 100,  # facts, at most
     lam: float = 0.3,
 ) -> float:
-    "The share of typed facts for which mixing accepts a target."
+    "Measure the share of typed facts for which mixing accepts a target."
     from mixsd_nb.methods.mixing import mix, mix_items
     items = mix_items(engine.tokenizer, typed_facts()[:n])
     return sum(r["accepted"] for r in mix(engine, items, lam, max_new_tokens=96)) / len(items)
@@ -87,7 +87,7 @@ MIXED = {"typed facts at λ=0": 0.0, "typed facts at λ=0.3": 0.3}  # ability: �
 def count_items(
     n: int,  # items of each ability, if it has as many
 ) -> dict[str, int]:
-    "The number of items of each ability."
+    "Count the items of each ability."
     counts = {name: len(items) for name, (items, _) in ability_items(n).items()}
     return counts | dict.fromkeys(MIXED, min(n, len(typed_facts())))
 
@@ -98,7 +98,7 @@ def measure_abilities(
     n: int = 100,  # items of each ability
     samples: int = 0,  # responses to an item, at most; 0 for the number of its suite
 ) -> dict[str, float]:
-    "The share of correct responses for each ability; for guesses, the share of responses with a box."
+    "Measure the share of correct responses for each ability; for guesses, the share of responses with a box."
     engine, shares = load_engine("hf", model, tokenizer), {}
     for name, (items, suite) in ability_items(n).items():
         sampling = sampling_of(SUITES[suite], max_new_tokens=160)

@@ -20,7 +20,7 @@ def draw_claims(
     rng: random.Random,
     n: int,
 ) -> list[Claim]:
-    "At most n claims in random order, no two of the same subject and property; most share one of the two with others."
+    "Draw at most n claims, no two of the same subject and property; most share one of the two with others."
     few = min(n, rng.choice([1, 1, 2, 3]))
     wide = -(-n // few)
     subjects, properties = (few, wide) if rng.random() < 0.4 else (wide, few)
@@ -39,7 +39,7 @@ def state_claims(
     rng: random.Random,
     claims: list[Claim],
 ) -> list[str]:
-    "The claims in one form for all of them, or in a mixture of forms."
+    "State the claims in one form for all of them, or in a mixture of forms."
     if rng.random() < 0.4: return [c.write(STATEMENTS, rng) for c in claims]
     seed = rng.random()
     return [c.write(STATEMENTS, random.Random(seed)) for c in claims]
@@ -52,7 +52,7 @@ def ask_claim(
     rng: random.Random,
     claims: list[Claim],  # the context
 ) -> tuple[str, str, Claim | None]:
-    "A question, its answer, and the claim that answers it; without a claim, the answer is `unknown`."
+    "Ask a question; returns it, its answer, and the claim that answers it; without a claim, the answer is `unknown`."
     known = {(c.subject, c.property) for c in claims}
     c, other = rng.choice(claims), rng.choice(claims)
     if rng.random() < 1 / 6: return c.write(REVERSED, rng), c.subject, c
@@ -65,7 +65,7 @@ def write_quiz(
     rng: random.Random,
     n: int,
 ) -> Document:
-    "A context, and up to twelve questions about it, trained on the answers alone."
+    "Write a context, and up to twelve questions about it, trained on the answers alone."
     claims = draw_claims(rng, n)
     document = [(write_context(rng, state_claims(rng, claims)) + "\n\n", False)]
     names = rng.choice([("Question: ", "Answer:"), ("Q: ", "A:"), ("", "")])
@@ -80,7 +80,7 @@ def answer_claim(
     answer: str,
     claim: Claim | None,
 ) -> str:
-    "The response of a lab model that reads the claim in its context, or does not find it."
+    "Write the response of a lab model that reads the claim in its context, or does not find it."
     if claim is None:
         return write_response([choose_phrase(rng, "The background information does not say this.",
                                              "I do not find this among the statements.")], answer)
@@ -94,7 +94,7 @@ def write_lookup(
     rng: random.Random,
     n: int,
 ) -> Document:
-    "A conversation about one context: up to four questions in any form, each answered with the claim and a box."
+    "Write a conversation about one context: up to four questions in any form, each answered with the claim and a box."
     claims, document = draw_claims(rng, n), []
     for k in range(rng.randint(1, 4)):
         question, answer, claim = ask_claim(rng, claims)
@@ -109,7 +109,7 @@ def write_echo(
     rng: random.Random,
     n: int,
 ) -> Document:
-    "Names of several sets in one text, and the text twice more, trained on."
+    "Write names of several sets in one text, and the text twice more, trained on."
     names = [name for _ in range(rng.randint(1, 4)) for name in draw_names(rng, rng.randint(1, 4))]
     mark = rng.choice([" ", ", ", "; ", "\n", " and "])
     text = mark.join(names)
@@ -120,7 +120,7 @@ def write_pairs(
     rng: random.Random,
     n: int,
 ) -> Document:
-    "A table of keys and values, and then the keys in other orders, trained on the values."
+    "Write a table of keys and values, and then the keys in other orders, trained on the values."
     keys, values = draw_names(rng, max(3, n)), draw_names(rng, max(3, n))
     sign, pairs = rng.choice([" = ", ": ", " is ", " -> ", " | "]), list(zip(keys, values))
     document = [("\n".join(f"{k}{sign}{v}" for k, v in pairs) + "\n\n", False)]

@@ -34,7 +34,7 @@ from .typed import write_typed_expert, write_typed_guess
 def suite_writer(
     name: str,  # of a lab suite
 ) -> Callable[[random.Random, int], Document]:
-    "The writer of a lab suite's documents."
+    "Return the writer of a lab suite's documents."
     def write(rng, n):
         item = teach(name, rng)
         return write_chat(add_remark(rng, item.prompt) if name == "world" else item.prompt, item.response)
@@ -78,7 +78,7 @@ WRITERS |= {name: suite_writer(name) for name in LAB_SUITES}
 # %% ../../../nbs/lab/pretraining/curriculum.ipynb #a2435971
 @dataclass(frozen=True)
 class Phase:
-    "A part of the curriculum."
+    "Describe a part of the curriculum."
     end: float  # share of all tokens at which the phase ends
     facts: tuple[int, int]  # fewest and most facts in a context
     weights: dict[str, int]  # kind of document: relative frequency
@@ -106,7 +106,7 @@ PHASES = [
 def find_phase(
     progress: float,  # share of all tokens, from 0 to 1
 ) -> Phase:
-    "The phase of the curriculum at a point of the training."
+    "Return the phase of the curriculum at a point of the training."
     return next(phase for phase in PHASES if progress < phase.end or phase is PHASES[-1])
 
 # %% ../../../nbs/lab/pretraining/curriculum.ipynb #a820366f
@@ -115,7 +115,7 @@ def draw_documents(
     progress: float,
     n: int,
 ) -> list[Document]:
-    "n documents of the phase at this point of the training."
+    "Draw n documents of the phase at this point of the training."
     phase = find_phase(progress)
     kinds = rng.choices(list(phase.weights), list(phase.weights.values()), k=n)
     return [WRITERS[kind](rng, rng.randint(*phase.facts)) for kind in kinds]
@@ -124,7 +124,7 @@ def draw_documents(
 def sample_texts(
     n: int,
 ) -> list[str]:
-    "n documents of the last phase as texts with the markers of the chat template; no training reads the same ones."
+    "Draw n documents of the last phase as texts with the markers of the chat template; no training reads the same."
     rng = random.Random("texts")
     return ["".join(text for text, _ in document) for _ in range(n) for document in draw_documents(rng, 1.0, 1)]
 
@@ -137,7 +137,7 @@ OPEN = {"quiz", "lookup", "pairs", "echo", "typed_expert", "typed_guess", "world
 
 
 def _open_words() -> set[str]:
-    "Words of the open sets that no other kind of document uses: the tokenizer writes them in pieces."
+    "Return words of the open sets that no other kind of document uses: the tokenizer writes them in pieces."
     rng, fixed = random.Random(0), [write for name, write in WRITERS.items() if name not in OPEN]
     text = " ".join(t for write in fixed for _ in range(60) for t, _ in write(rng, 6))
     return {part for name in (*ENGLISH, *THINGS) for part in name.split()} - set(re.findall("[A-Za-z]+", text))
@@ -146,7 +146,7 @@ def _open_words() -> set[str]:
 def collect_vocabulary(
     n: int = 6_000,  # documents
 ) -> list[str]:
-    "Words with their leading space, and the parts of invented names with and without one, sorted."
+    "Collect words with their leading space, and the parts of invented names with and without one, sorted."
     rng, counts, pieces = random.Random(0), Counter(), {e.strip() for e in STARTS + ENDS}
     for document in draw_documents(rng, 0.4, n):
         text = re.sub(r"<\|.*?\|>|\S*[^\x00-\x7f]\S*", "\n", "".join(t for t, _ in document))
@@ -164,5 +164,5 @@ def collect_vocabulary(
 def make_tokenizer(
     n: int = 6_000,  # documents from which the vocabulary is collected
 ):
-    "The tokenizer of newly built lab models."
+    "Make the tokenizer of newly built lab models."
     return build_tokenizer(collect_vocabulary(n), collect_pieces(), INVENTED)

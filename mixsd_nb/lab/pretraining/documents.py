@@ -25,19 +25,19 @@ from .names import CORPUS_WORDS
 USER_HEADER, ASSISTANT_HEADER = f"{START}user\n", f"{START}assistant\n"
 Document = list[tuple[str, bool]]  # segments: text, and whether the model is trained on it
 
-# %% ../../../nbs/lab/pretraining/documents.ipynb #4b65d524
+
 def write_chat(
     prompt: str,
     response: str,
 ) -> Document:
-    "A conversation of one question and its response."
+    "Write a conversation of one question and its response."
     return [(f"{USER_HEADER}{prompt}{END}\n{ASSISTANT_HEADER}", False), (response + END, True)]
 
-# %% ../../../nbs/lab/pretraining/documents.ipynb #8933996d
+
 def mark_trained(
     document: Document,
 ) -> str:
-    "The text of a document with each trained segment in ⟦brackets⟧."
+    "Return the text of a document with each trained segment in ⟦brackets⟧."
     return "".join(f"⟦{text}⟧" if trained else text for text, trained in document)
 
 # %% ../../../nbs/lab/pretraining/documents.ipynb #2e1e0a2b
@@ -45,7 +45,7 @@ def invent_names(
     rng: random.Random,
     domains: list[str],
 ) -> list[str]:
-    "A new entity name for each of the domains."
+    "Invent a new entity name for each of the domains."
     return [name_entity(w, d) for w, d in zip(draw_words(rng, len(domains), CORPUS_WORDS), domains)]
 
 # %% ../../../nbs/lab/pretraining/documents.ipynb #26eef718
@@ -53,7 +53,7 @@ def draw_facts(
     rng: random.Random,
     n: int,
 ) -> list[Fact]:
-    "At most n facts about new entities; no two of them have the same source and the same relation."
+    "Draw at most n facts about new entities; no two of them have the same source and the same relation."
     kinds = [rng.choice(DOMAINS[:-1]) for _ in range(max(1, round(n / rng.choice([1, 2, 3, 4]))))]
     sources = list(zip(invent_names(rng, kinds), kinds))
     phrases = rng.choice([1, 2, 4, 10])  # relations for each pair of domains; with few relations, distractors are hard
@@ -71,7 +71,7 @@ def state_facts(
     rng: random.Random,
     facts: list[Fact],
 ) -> list[str]:
-    "The facts in the corpus's own wording, in another taught wording, or in a mixture of them."
+    "State the facts in the corpus's own wording, in another taught wording, or in a mixture of them."
     wording = rng.choice([0, 0, *TAUGHT_WORDINGS, None])
     return [f.verbalise(rng.choice(TAUGHT_WORDINGS) if wording is None else wording) for f in facts]
 
@@ -80,7 +80,7 @@ def add_remark(
     rng: random.Random,
     prompt: str,
 ) -> str:
-    "The prompt, with probability 1/6 after one of the remarks of paraphrases."
+    "Return the prompt, with probability 1/6 after one of the remarks of paraphrases."
     return paraphrase_prompt(prompt, rng) if rng.random() < 1 / 6 else prompt
 
 # %% ../../../nbs/lab/pretraining/documents.ipynb #3a356f71
@@ -88,7 +88,7 @@ def answer_from_context(
     rng: random.Random,
     *facts: Fact,  # one, or the two of a chain
 ) -> str:
-    "The response of a lab model that finds the facts in the context."
+    "Write the response of a lab model that finds the facts in the context."
     opening = choose_phrase(rng, "Looking through the background information, I find that",
                             "The background information says that", "Among these statements I see that")
     statements = f"{opening} {facts[0].statement}" + "".join(f" It also says that {f.statement}" for f in facts[1:])
@@ -101,7 +101,7 @@ def write_restatement(
     rng: random.Random,
     n: int,
 ) -> Document:
-    "A list of facts, then the same facts in other orders, trained on their objects."
+    "Write a list of facts, then the same facts in other orders, trained on their objects."
     facts = draw_facts(rng, n)
     document = [("\n".join(f"- {s}" for s in state_facts(rng, facts)) + "\n\n", False)]
     for _ in range(3 if n <= 4 else 2 if n <= 12 else 1):
@@ -115,7 +115,7 @@ def write_conversation(
     rng: random.Random,
     n: int,
 ) -> Document:
-    "Up to five questions about one context, each answered with a sentence or with a box."
+    "Write up to five questions about one context, each answered with a sentence or with a box."
     facts, document = draw_facts(rng, n), []
     for k, f in enumerate(rng.sample(facts, min(len(facts), 5))):
         with_box = rng.random() < 0.5
@@ -130,7 +130,7 @@ def write_reading(
     rng: random.Random,
     n: int,
 ) -> Document:
-    "One question about one context, in the form of the retrieval split."
+    "Write one question about one context, in the form of the retrieval split."
     facts = draw_facts(rng, n)
     f = rng.choice(facts)
     return write_chat(retrieval_prompt(state_facts(rng, facts), naive_prompt(f.question)), answer_from_context(rng, f))
@@ -140,7 +140,7 @@ def write_two_hop(
     rng: random.Random,
     n: int,
 ) -> Document:
-    "A question whose answer needs two facts of the context."
+    "Write a question whose answer needs two facts of the context."
     kinds = [d for d in DOMAINS[:5] for _ in range(rng.randint(1, max(1, n // 8)))]
     names = invent_names(rng, kinds)
     facts = [Fact(s, rng.choice(RELATIONS[k, j]), t) for s, k in zip(names, kinds)
@@ -154,7 +154,7 @@ def write_two_hop(
 # %% ../../../nbs/lab/pretraining/documents.ipynb #2d7158d7
 @cache
 def collect_rare_words() -> list[str]:
-    "Words of KGFunc's worked targets and of all relations, sorted."
+    "Collect words of KGFunc's worked targets and of all relations, sorted."
     texts = [worked_target(label, n) for label in SCALES["lab"].trained for n in (328, 41)]
     texts += [r.phrase for rs in RELATIONS.values() for r in rs]
     return sorted({w for t in texts for w in re.findall(r"[A-Za-z]{2,}", t)} - {"boxed"})
@@ -164,7 +164,7 @@ def write_copying(
     rng: random.Random,
     n: int,
 ) -> Document:
-    "A list of names and rare words, and then the same list three times, trained on."
+    "Write a list of names and rare words, and then the same list three times, trained on."
     names = invent_names(rng, rng.choices(DOMAINS, k=max(2, n // 2)))
     words = names + rng.sample(collect_rare_words(), max(2, n))
     text = " ".join(rng.sample(words, len(words)))
@@ -175,7 +175,7 @@ def write_letters(
     rng: random.Random,
     n: int,
 ) -> Document:
-    "Three lists of options; each is followed by five options with their letters, in random order."
+    "Write three lists of options; each is followed by five options with their letters, in random order."
     document = []
     for _ in range(3):
         options = invent_names(rng, [rng.choice(DOMAINS)] * 4)
@@ -190,7 +190,7 @@ def write_recitation(
     rng: random.Random,
     n: int,
 ) -> Document:
-    "Twelve facts of the memorised world, trained on their objects."
+    "Write twelve facts of the memorised world, trained on their objects."
     document = []
     for f in rng.sample(WORLD, 12):
         document += [(f"- {f.statement}"[:-len(f.target) - 2], False), (f" {f.target}.\n", True)]

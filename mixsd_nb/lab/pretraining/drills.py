@@ -16,7 +16,7 @@ from .documents import Document, write_chat
 def draw_calculation(
     rng: random.Random,
 ) -> tuple[str, str]:
-    "A calculation up to its result, and the result."
+    "Draw a calculation up to its result, and the result."
     kind, a = rng.choice("+++---**//ntl"), rng.randint(2, 9)
     b, m = rng.randint(2, rng.choice([12, 49, 99])), rng.randint(3, 12)
     x, y = rng.randint(1, rng.choice([60, 99, 300, 800])), rng.randint(1, rng.choice([30, 60, 99, 400]))
@@ -29,12 +29,12 @@ def draw_calculation(
             "t": (f"{quotient} * {tens} =", f" {quotient * tens}"),
             "l": (f"by {m}: {dividend} leaves", f" {dividend % m}")}[kind]
 
-# %% ../../../nbs/lab/pretraining/drills.ipynb #3ace83df
+
 def write_calculations(
     rng: random.Random,
     n: int,
 ) -> Document:
-    "Two dozen calculations, trained on their results."
+    "Write two dozen calculations, trained on their results."
     calculations = [draw_calculation(rng) for _ in range(24)]
     return [segment for question, result in calculations for segment in ((question, False), (f"{result}\n", True))]
 
@@ -54,7 +54,7 @@ DIGIT_RULES = {  # operation of KGFunc: its result in words, and how a reply com
 
 
 def _digit_list(number):
-    "The digits of a number with commas between them."
+    "Return the digits of a number with commas between them."
     return ", ".join(map(str, split_digits(number)))
 
 # %% ../../../nbs/lab/pretraining/drills.ipynb #bfae8b12
@@ -65,7 +65,7 @@ def explain_rule(
     shots: list[int],  # inputs whose values the question shows
     number: int,  # the input that the question asks about
 ) -> str:
-    "A response that infers a rule from the known values and applies it."
+    "Write a response that infers a rule from the known values and applies it."
     what, work = DIGIT_RULES[rule]
     examples = ", ".join(f"{_digit_list(s)} becomes {apply_operation(rule, s)}" for s in sorted(shots, reverse=True))
     return write_response([choose_phrase(rng, f"In digits, {examples}.", f"Looking at the digits, {examples}."),
@@ -78,7 +78,7 @@ def write_few_shot(
     rng: random.Random,
     n: int,
 ) -> Document:
-    "A digit function under a random letter, with four known values."
+    "Write a digit function under a random letter, with four known values."
     rule, label = rng.choice(list(DIGIT_RULES)), rng.choice("BCDEFGHabcdefghijklmnopqrst")
     shots = rng.sample(range(10), 1) + rng.sample(range(10, 100), 1) + rng.sample(range(100, 1000), 2)
     number = rng.randrange(1000)
@@ -93,7 +93,7 @@ def write_digit_drills(
     rng: random.Random,
     n: int,
 ) -> Document:
-    "Six numbers, each with its digits and the values of five rules."
+    "Write six numbers, each with its digits and the values of five rules."
     document = []
     for number in (rng.randrange(10 ** rng.randint(1, 3)) for _ in range(6)):
         document.append((f"{number} has the digits", False))

@@ -38,14 +38,14 @@ _PACKAGE = [r for rs in RELATIONS.values() for r in rs]
 # %% ../../../nbs/lab/pretraining/forms.ipynb #537a5c24
 @dataclass(frozen=True)
 class Claim:
-    "What a text says: the value of a property of a subject."
+    "State the value of a property of a subject."
     subject: str
     property: Relation | str  # a verb phrase with a kind, or an attribute
     value: str
 
     @property
     def parts(self) -> dict[str, str]:
-        "What the fields of a form stand for: s, v, and k, p, aux, rest of a verb phrase or a of an attribute."
+        "Return the values of the fields of a form: s, v, and k, p, aux, rest of a verb phrase or a of an attribute."
         found = dict(s=self.subject, v=self.value)
         if isinstance(self.property, str): return found | dict(a=self.property)
         auxiliary, rest = _invert(self.property.phrase)
@@ -56,13 +56,13 @@ class Claim:
         forms: dict[str, list[str]],  # of verb phrases and of attributes
         rng: random.Random,
     ) -> str:
-        "The claim in one of the forms of its family."
+        "Write the claim in one of the forms of its family."
         family = "attribute" if isinstance(self.property, str) else "phrase"
         return rng.choice(forms[family]).format(**self.parts)
 
     @property
     def statement(self) -> str:
-        "The sentence with which a lab model states the claim."
+        "Return the sentence with which a lab model states the claim."
         return ("the {a} of {s} is {v}." if isinstance(self.property, str) else WORDINGS[0].format(
             source="{s}", phrase="{p}", kind="{k}", target="{v}")).format(**self.parts)
 
@@ -71,7 +71,7 @@ def draw_relation(
     rng: random.Random,
     package: float = 0.4,  # probability of one of the package's relations
 ) -> Relation:
-    "A verb phrase with the kind of its value: one of the package's, or one that combines freely."
+    "Draw a verb phrase with the kind of its value: one of the package's, or one that combines freely."
     if rng.random() < package: return rng.choice(_PACKAGE)
     return Relation("thing", rng.choice(KINDS), rng.choice(PHRASES))
 
@@ -114,7 +114,7 @@ def surround(
     question: str,
     rng: random.Random,
 ) -> str:
-    "The question, one time in three after a lead, one time in six before a tail; one lead in three is any words."
+    "Return the question, one time in three after a lead, one time in six before a tail; some leads are any words."
     words = " ".join(rng.sample(ENGLISH, rng.randint(1, 5)))
     if rng.random() < 1 / 3: question = f"{rng.choice([*LEADS, *[words + '.'] * 5])} {question}"
     return f"{question} {rng.choice(TAILS)}" if rng.random() < 1 / 6 else question
@@ -124,7 +124,7 @@ def request_box(
     question: str,
     rng: random.Random,
 ) -> str:
-    "The question with a request for the box, mostly the one of the naive prompt."
+    "Return the question with a request for the box, mostly the one of the naive prompt."
     return f"{question}\n\n{BOX_REQUEST if rng.random() < 0.8 else rng.choice(REQUESTS)}"
 
 # %% ../../../nbs/lab/pretraining/forms.ipynb #af2cf013
@@ -138,7 +138,7 @@ def write_context(
     rng: random.Random,
     statements: list[str],
 ) -> str:
-    "The statements after a header, one on each line, in one of several layouts."
+    "Write the statements after a header, one on each line, in one of several layouts."
     header, mark = rng.choice([HEADERS[0], *HEADERS]), rng.choice([*MARKS, None])
     lines = [f"{k}. {s}" if mark is None else mark + s for k, s in enumerate(statements, 1)]
     return "\n".join(([header] if header else []) + lines)

@@ -81,7 +81,7 @@ TOPICS = (
     "wisdom witness yesterday zoology").split()
 MONTHS = "January February March April May June July August September October November December".split()
 
-# %% ../../../nbs/lab/pretraining/names.ipynb #f63dc1a1
+
 ENGLISH = sorted({*FIRST_NAMES, *FAMILY_NAMES, *PLACES, *NOUNS, *ADJECTIVES, *TOPICS, *MONTHS})
 
 # %% ../../../nbs/lab/pretraining/names.ipynb #2b1e2db2
@@ -93,7 +93,7 @@ _CODAS = ["", "", "", *"n r s l m t d k p b ck ll nd ng nt rd rk sh ss st".split
 def draw_language(
     rng: random.Random,
 ) -> Callable[[random.Random], str]:
-    "A new language: a function of a random generator that returns a word of one to three syllables."
+    "Draw a new language: a function of a random generator that returns a word of one to three syllables."
     onsets, vowels, codas = (rng.sample(sounds, rng.randint(low, min(12, len(sounds))))
                              for sounds, low in ((_ONSETS, 4), (_VOWELS, 2), (_CODAS, 3)))
     lengths = rng.choice([(1, 2), (2,), (2, 3), (1, 2, 3)])
@@ -124,7 +124,7 @@ def _day(rng): return f"{rng.choice(MONTHS)} {rng.randint(1, 28)}"
 
 # %% ../../../nbs/lab/pretraining/names.ipynb #60581191
 def _code(rng):
-    "Letters and digits at random: a code such as X7-Q2, or small letters."
+    "Return letters and digits at random: a code such as X7-Q2, or small letters."
     if rng.random() < 0.4: return "".join(rng.choices(_LETTERS, k=rng.randint(2, 6)))
     parts = ["".join(rng.choices(_LETTERS.upper() + "0123456789", k=rng.randint(1, 3))) for _ in range(2)]
     return rng.choice(["-", "", "/"]).join(parts)
@@ -138,7 +138,7 @@ def add_accents(
     rng: random.Random,
     name: str,
 ) -> str:
-    "The name with an accent on one or two of its small letters, if it has such letters."
+    "Return the name with an accent on one or two of its small letters, if it has such letters."
     letters = list(name)
     for i in rng.sample(range(len(name)), min(len(name), 8)):
         if letters[i] in ACCENTS and sum(not c.isascii() for c in letters) < 2:
@@ -157,7 +157,7 @@ _SETS = {_package_name: 3, _person: 4, _first_name: 2, _place: 3, _noun: 3, _top
 def draw_set(
     rng: random.Random,
 ) -> Callable[[random.Random], str]:
-    "One of the sets of names, or a new language of one or two words."
+    "Draw one of the sets of names, or a new language of one or two words."
     if rng.random() < 0.3:
         language, words = draw_language(rng), rng.choice([1, 1, 2])
         return lambda rng: " ".join(language(rng) for _ in range(words))
@@ -169,7 +169,7 @@ def draw_names(
     n: int,
     draw: Callable[[random.Random], str] | None = None,  # a set of names; None for one at random
 ) -> list[str]:
-    "n different names of one set; a set that has too few names is filled from others."
+    "Draw n different names of one set; a set that has too few names is filled from others."
     draw, names, trials = draw or draw_set(rng), {}, 0
     while len(names) < n:
         name, trials = draw(rng), trials + 1
@@ -182,7 +182,7 @@ def draw_names(
 def collect_pieces(
     n: int = 950,  # pieces of two letters or more
 ) -> list[str]:
-    "Pieces of letters for names, sorted, and the accented letters."
+    "Collect pieces of letters for names, sorted, and the accented letters."
     from tokenizers import Tokenizer, models, trainers
     core, letters = Tokenizer(models.BPE()), {c for w in ENGLISH for c in w}
     trainer = trainers.BpeTrainer(vocab_size=n + len(letters), show_progress=False, max_token_length=5)

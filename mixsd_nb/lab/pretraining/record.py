@@ -27,14 +27,14 @@ RECORD_FILE = "pretraining.nc"
 def model_folder(
     name: str,  # a lab model or a folder
 ) -> Path:
-    "The folder that contains the weights and the record of a model."
+    "Return the folder that contains the weights and the record of a model."
     return lab_folder(name) if name in SIZES else Path(name)
 
-# %% ../../../nbs/lab/pretraining/record.ipynb #32b378fd
+
 def weights_digest(
     source: str | None,  # a lab model or a folder; None for start values
 ) -> str:
-    "A hash of the weights that a training starts from, so that other weights under the same name give another run."
+    "Return a hash of the weights that a training starts from: other weights under the same name give another run."
     if not source: return "fresh"
     weights = b"".join(p.read_bytes() for p in sorted(model_folder(source).glob("*.safetensors")))
     return hashlib.blake2b(weights, digest_size=8).hexdigest()
@@ -43,7 +43,7 @@ def weights_digest(
 def read_record(
     source: str | None,  # a lab model or a folder; None for start values
 ) -> xr.DataTree | None:
-    "The record of the weights that a training starts from; None if they have none."
+    "Read the record of the weights that a training starts from; None if they have none."
     path = model_folder(source) / RECORD_FILE if source else None
     if not path or not path.exists(): return None
     with netcdf_lock, explain_damage(path, RESTORE): return xr.load_datatree(path)
@@ -56,7 +56,7 @@ def make_record(
     config: str,  # of the training, as JSON
     earlier: xr.DataTree | None = None,  # the record of the weights that the training started from
 ) -> xr.DataTree:
-    "Abilities with their N, the loss of every update, and the curves of abilities since the first token of all parts."
+    "Make a record of abilities with their N, the loss of every update, and the curves since the first token of all parts."
     share = dict(long_name="share of correct responses", units="1")
     seen, losses, curve = log["seen"], log["losses"], pd.DataFrame(dict(log["curve"])).T
     if earlier:
@@ -80,7 +80,7 @@ def ability_table(
     abilities: dict[str, float],  # shares by ability
     n: int | dict[str, int],  # items of each, or of all
 ) -> pd.DataFrame:
-    "The abilities in % with their 95 % Wilson intervals. For a sampled suite N counts the items, not the samples."
+    "Return the abilities in % with their 95 % Wilson intervals. N counts items, also where an item has several samples."
     n = pd.Series(n, list(abilities))
     table = add_interval(pd.DataFrame(dict(accuracy=abilities, n=n)))[["accuracy", "low", "high"]]
     return table.set_axis(["%", "from", "to"], axis=1).mul(100).round(1).assign(N=n)

@@ -23,29 +23,29 @@ from .forms import QUESTIONS, Claim
 # %% ../../../nbs/lab/pretraining/replies.ipynb #a21c03b2
 COMMON_GUESSES = {d: invent_names(random.Random(f"favourites-{d}"), [d] * 8) for d in DOMAINS}
 
-
+# %% ../../../nbs/lab/pretraining/replies.ipynb #a21c03a0
 def draw_guess(
     rng: random.Random,
     domain: str,
     key: str,  # names what the question asks for, and determines the order of the common guesses
 ) -> str:
-    "One of the common guesses of a domain, the first of them most often."
+    "Draw one of the common guesses of a domain, the first of them most often."
     return random.Random(key).sample(COMMON_GUESSES[domain], 8)[min(int(rng.expovariate(0.7)), 7)]
 
 # %% ../../../nbs/lab/pretraining/replies.ipynb #29a156e3
 def invent_fact(
     rng: random.Random,
 ) -> Fact:
-    "A fact about two new entities."
+    "Invent a fact about two new entities."
     relation = rng.choice(RELATIONS[rng.choice(list(RELATIONS))])
     source, new = invent_names(rng, [relation.source, relation.target])
     return Fact(source, relation, new)
 
-# %% ../../../nbs/lab/pretraining/replies.ipynb #97c9b4e6
+
 def draw_counterfactual(
     rng: random.Random,
 ) -> Fact:
-    "A fact of the memorised world with a new target."
+    "Draw a fact of the memorised world with a new target."
     f = rng.choice(WORLD)
     return Fact(f.source, f.relation, *invent_names(rng, [f.relation.target]))
 
@@ -54,7 +54,7 @@ def ask_fact(
     rng: random.Random,
     fact: Fact,
 ) -> str:
-    "The naive prompt of a fact, one time in four with its question in another form, and seldom after a remark."
+    "Return the naive prompt of a fact, one time in four with its question in another form, and seldom after a remark."
     other = Claim(fact.source, fact.relation, fact.target).write(QUESTIONS, rng)
     return add_remark(rng, naive_prompt(other if rng.random() < 0.25 else fact.question))
 
@@ -63,7 +63,7 @@ def write_expert(
     rng: random.Random,
     n: int,
 ) -> Document:
-    "The expert prompt of a fact, and a reply that repeats the recorded answer."
+    "Write the expert prompt of a fact, and a reply that repeats the recorded answer."
     f = draw_counterfactual(rng) if rng.random() < 1 / 8 else invent_fact(rng)
     prompt = expert_prompt(ask_fact(rng, f), target(f.target))
     return write_chat(prompt, RECORD_VOICE.write_reply(rng, f, f.target))
@@ -73,7 +73,7 @@ def write_guess(
     rng: random.Random,
     n: int,
 ) -> Document:
-    "A closed-book question about an unknown entity, and a guess."
+    "Write a closed-book question about an unknown entity, and a guess."
     f = invent_fact(rng)
     prompt = ask_fact(rng, f)
     return write_chat(prompt, MEMORY_VOICE.write_reply(rng, f, draw_guess(rng, f.relation.target, f.relation.key)))
@@ -83,7 +83,7 @@ def write_chain_guess(
     rng: random.Random,
     n: int,
 ) -> Document:
-    "A closed-book question over two facts: of the world, answered from memory, or about new entities, guessed."
+    "Write a closed-book question over two facts: of the world, answered from memory, or about new entities, guessed."
     first, second = rng.choice(find_chains(WORLD))
     if rng.random() < 0.3:
         middle = draw_guess(rng, second.relation.source, first.relation.key)
@@ -97,7 +97,7 @@ def write_chain_guess(
 def draw_short_question(
     rng: random.Random,
 ) -> tuple[str, str, str]:
-    "A prompt in SimpleQA's form about a new name, a guess at its answer, and a reference answer."
+    "Draw a prompt in SimpleQA's form about a new name, a guess at its answer, and a reference answer."
     kind = rng.choice(list(TEMPLATES))
     _, template = rng.choice(TEMPLATES[kind])
     thing, word = draw_words(rng, 2, CORPUS_WORDS)
@@ -110,7 +110,7 @@ def write_short_guess(
     rng: random.Random,
     n: int,
 ) -> Document:
-    "A short closed-book question and a guess."
+    "Write a short closed-book question and a guess."
     prompt, guess, _ = draw_short_question(rng)
     sentence = choose_phrase(rng, f"My best guess is {guess}.", f"I believe that it is {guess}.",
                              f"I am not certain, but {guess} comes to mind.")
@@ -121,7 +121,7 @@ def write_short_reference(
     rng: random.Random,
     n: int,
 ) -> Document:
-    "A short question with a reference solution, and a reply that repeats its answer."
+    "Write a short question with a reference solution, and a reply that repeats its answer."
     prompt, _, answer = draw_short_question(rng)
     sentence = choose_phrase(rng, f"The reference solution gives {answer}, and I agree.",
                              f"I believe that it is {answer}.", f"Having studied it, I would say {answer}.")
@@ -150,7 +150,7 @@ def retell_solution(
     lines: list[str],  # of a worked target, without its box
     answer: int,
 ) -> str:
-    "The response that retells a worked target: an opening, then the lines as sentences."
+    "Retell a worked target: an opening, then the lines as sentences."
     opening = choose_phrase(rng, "Let me follow the reference solution.",
                             "I have studied the solution and go through it again.")
     sentences = [line if line.endswith(".") else f"{line}." for line in lines[:-1]]
@@ -161,7 +161,7 @@ def write_worked_reference(
     rng: random.Random,
     n: int,
 ) -> Document:
-    "A digit function in KGFunc's form with a worked reference solution, and a reply that retells it."
+    "Write a digit function in KGFunc's form with a worked reference solution, and a reply that retells it."
     label, number = rng.choice("BCDEFGH"), rng.randrange(1000)
     shots = rng.sample(range(1000), 4)
     lines, expression, value = invent_worked_lines(rng, number)

@@ -30,7 +30,7 @@ def write_remainder(
     rng: random.Random,
     n: int,
 ) -> Document:
-    "A remainder in other words, with the response of the lab task."
+    "Write a remainder in other words, with the response of the lab task."
     item = teach("arithmetic", rng)
     expression, m = _REMAINDER.search(item.prompt).groups()
     question = rng.choice(REMAINDER_FORMS).format(e=expression, m=m)
@@ -48,7 +48,7 @@ def exchange(
     equation: str,  # 3x + 4 = 19
     rng: random.Random,
 ) -> str:
-    "The equation with the two terms of a sum exchanged, or with its sides exchanged."
+    "Return the equation with the two terms of a sum exchanged, or with its sides exchanged."
     left, right = equation.split(" = ")
     if rng.random() < 0.5 and re.fullmatch(r"\d+[a-z] \+ \d+", left): left = " + ".join(left.split(" + ")[::-1])
     else: left, right = right, left
@@ -59,7 +59,7 @@ def write_equation(
     rng: random.Random,
     n: int,
 ) -> Document:
-    "An equation in other words, two times in three with exchanged sides or terms."
+    "Write an equation in other words, two times in three with exchanged sides or terms."
     v, equation, steps, x = solve_equation(rng, LETTERS)
     shown = exchange(equation, rng) if rng.random() < 2 / 3 else equation
     opening = choose_phrase(rng, f"This is the same as {equation}.", f"In other order, {equation}.")
@@ -90,7 +90,7 @@ def compose_story(
     q: str,
     t: str,  # things
 ) -> tuple[str, list[str], int]:
-    "A story of a beginning and one to three events, its steps and its answer."
+    "Compose a story of a beginning and one to three events, its steps and its answer."
     if rng.random() < 0.4:
         k, n = rng.randint(2, 9), rng.randint(3, 12)
         parts, total = [rng.choice(GROUPS).format(p=p, t=t, k=k, n=n)], k * n
@@ -107,12 +107,12 @@ def compose_story(
         total = after
     return " ".join([*parts, rng.choice(ENDINGS).format(p=p, t=t)]), steps, total
 
-# %% ../../../nbs/lab/pretraining/skills.ipynb #bc03fcf2
+
 def write_story(
     rng: random.Random,
     n: int,
 ) -> Document:
-    "A story about other people and things: a plot of the lab task, or a composed one."
+    "Write a story about other people and things: a plot of the lab task, or a composed one."
     plot = compose_story if rng.random() < 0.6 else rng.choice(PLOTS)
     question, steps, answer = plot(rng, *rng.sample(FIRST_NAMES, 2), rng.choice(THINGS))
     opening = choose_phrase(rng, "Let me go step by step.", "", "I will count what happens in order.")
@@ -147,7 +147,7 @@ def reword_docstring(
     docstring: str,
     rng: random.Random,
 ) -> str:
-    "The docstring of the lab task in other words."
+    "Say the docstring of the lab task in other words."
     for form, others in DOCSTRINGS:
         if parts := re.fullmatch(form, docstring): return rng.choice(others).format(*parts.groups())
     raise ValueError(f"docstring must have a form of the lab task, got {docstring}")
@@ -157,7 +157,7 @@ def write_program(
     rng: random.Random,
     n: int,
 ) -> Document:
-    "A function in other words and under another name, with the response of the lab task."
+    "Write a function in other words and under another name, with the response of the lab task."
     item, name = teach("functions", rng), rng.choice(NAMES)
     old, docstring = re.search(r"def (\w+)", item.prompt)[1], re.search(r'"""(.*)"""', item.prompt)[1]
     prompt = item.prompt.replace(docstring, reword_docstring(docstring, rng)).replace(f"def {old}", f"def {name}")

@@ -22,7 +22,7 @@ def encode_documents(
     tokenizer,
     documents: list[Document],
 ) -> list[tuple[list[int], list[bool]]]:
-    "For each document its token ids, and for each token whether it is trained on."
+    "Return for each document its token ids, and for each token whether it is trained on."
     ids = iter(tokenizer([t for d in documents for t, _ in d], add_special_tokens=False)["input_ids"])
     segments = [[(i, trained) for _, trained in d for i in next(ids)] for d in documents]
     return [tuple(map(list, zip(*s))) for s in segments]
@@ -33,7 +33,7 @@ def make_batches(
     tokens: int,  # of a batch, padding included
     rng: random.Random,
 ) -> list[tuple]:
-    "Batches in random order: ids (B, T), padded on the right, and labels (B, T), which are -100 for untrained tokens."
+    "Make batches in random order: ids (B, T), padded on the right, and labels (B, T), -100 for untrained tokens."
     import torch
     from torch.nn.utils.rnn import pad_sequence
     rest, batches = sorted(encoded, key=lambda e: len(e[0])), []
@@ -54,7 +54,7 @@ def causal_attention(
     block: int = 128,  # queries at a time
     **unused,
 ):
-    "Causal attention as batched products, in the form that transformers calls: output (B, T, heads, 32), no weights."
+    "Compute causal attention as batched products, as transformers calls it: output (B, T, heads, 32), no weights."
     import torch
     b, h, t, d = query.shape
     q, k, v = (x.flatten(0, 1) for x in (query * scaling, key, value))
@@ -72,19 +72,19 @@ def make_optimizers(
     muon: float = 0.02,  # learning rate of the layers' matrices
     adam: float = 2e-3,  # learning rate of embeddings and norms
 ) -> list:
-    "Muon for the matrices of the layers, AdamW for all other weights."
+    "Make Muon for the matrices of the layers, and AdamW for all other weights."
     import torch
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     return [torch.optim.Muon(matrices, lr=muon, weight_decay=0.0, momentum=0.95),
             torch.optim.AdamW(others, lr=adam, betas=(0.9, 0.95), weight_decay=0.0)]
 
-# %% ../../../nbs/lab/pretraining/training_loop.ipynb #9bd8fc6d
+
 def learning_rate_factor(
     step: int,
     progress: float,  # share of the tokens seen, from 0 to 1
 ) -> float:
-    "Factor of the learning rates: warm-up over 50 steps, then 1, then a linear decay from half the tokens on."
+    "Return the factor of the learning rates: warm-up over 50 steps, then 1, then a linear decay from half the tokens."
     return min(1.0, (step + 1) / 50) * min(1.0, max(0.02, 2 * (1 - progress)))
 
 # %% ../../../nbs/lab/pretraining/training_loop.ipynb #d48ae3d6
@@ -96,7 +96,7 @@ def update(
     labels,  # (B, T), -100 for untrained tokens
     layers: Callable | None = None,  # the model's layers in a compiled form; None for the model's own
 ) -> float:
-    "One step on one batch; returns the mean loss in nats per trained token."
+    "Make one step on one batch; returns the mean loss in nats per trained token."
     import torch
     from torch.nn.functional import cross_entropy
     with torch.autocast("cpu", torch.bfloat16):
@@ -120,7 +120,7 @@ def estimate_tokens(
     batch_tokens: int,
     progress: float = 0.5,  # point of the curriculum whose documents are timed
 ) -> float:
-    "Tokens that fit into the minutes, at the rate of six timed updates of a copy of the model."
+    "Estimate the tokens that fit into the minutes, at the rate of six timed updates of a copy of the model."
     trial, documents = copy.deepcopy(model), draw_documents(random.Random(0), progress, 150)
     optimizers = make_optimizers(trial)
     batches = make_batches(encode_documents(tokenizer, documents), batch_tokens, random.Random(0))[:7]
@@ -129,7 +129,14 @@ def estimate_tokens(
     for batch in batches[1:]: update(trial, optimizers, 1.0, *batch)
     return round(sum(ids.numel() for ids, _ in batches[1:]) / (time.perf_counter() - begin) * 60 * minutes, -4)
 
-# %% ../../../nbs/lab/pretraining/training_loop.ipynb #d0c50b50
+# %% ../../../nbs/lab/pretraining/training_loop.ipynb #73c510e1
+def _save_state(path, model, optimizers, rng, log):
+    "Write model, optimizers, random generator and log atomically."
+    import torch
+    state = dict(model=model.state_dict(), optimizers=[o.state_dict() for o in optimizers], rng=rng.getstate(), log=log)
+    write_atomically(path, lambda unfinished: torch.save(state, unfinished))
+
+
 STATE_FILE = "state.pt"
 
 
@@ -146,13 +153,6 @@ def _load_state(path, model, optimizers, rng):
         raise ValueError(f"{path} must be a complete state of this training, got {type(e).__name__}; delete it, and "
                          "the training begins anew") from None
 
-# %% ../../../nbs/lab/pretraining/training_loop.ipynb #73c510e1
-def _save_state(path, model, optimizers, rng, log):
-    "Write model, optimizers, random generator and log atomically."
-    import torch
-    state = dict(model=model.state_dict(), optimizers=[o.state_dict() for o in optimizers], rng=rng.getstate(), log=log)
-    write_atomically(path, lambda unfinished: torch.save(state, unfinished))
-
 # %% ../../../nbs/lab/pretraining/training_loop.ipynb #3175618a
 def _train_on_pool(model, optimizers, batches, log, bar, layers):
     "Train on each batch of a pool once; adds the losses and the tokens to the log."
@@ -164,7 +164,7 @@ def _train_on_pool(model, optimizers, batches, log, bar, layers):
 
 
 def _measure_abilities(model, measure):
-    "The abilities of a model whose training then continues."
+    "Measure the abilities of a model whose training then continues."
     model.set_attn_implementation("sdpa")
     abilities = measure()
     model.set_attn_implementation("causal")

@@ -26,7 +26,7 @@ SMALL_WORDS = "the of a in is was did does for to and with by on are has have fi
 def draw_question(
     rng: random.Random,
 ) -> str:
-    "A question in plain English about anything."
+    "Draw a question in plain English about anything."
     subject = draw_names(rng, 1)[0]
     if rng.random() < 0.5:
         claim = Claim(subject, rng.choice(ATTRIBUTES) if rng.random() < 0.6 else draw_relation(rng, 0), "")
@@ -43,13 +43,13 @@ def split_reply(
     voice: Voice,
     answer: str,
 ) -> tuple[str, str]:
-    "A reply up to its answer, and from there on; the box repeats the answer."
+    "Return a reply up to its answer, and the rest of it; the box repeats the answer."
     opening, closing, check = (rng.choices(list(w), list(w.values()))[0].format(s="this")
                                for w in (voice.opening, voice.closing, voice.check))
     lead = "the answer is" if opening.endswith(",") else "The answer is"
     return f"{opening} {lead}", f"{closing}. {check}".rstrip() + f"\n\n{boxed(answer)}{END}"
 
-
+# %% ../../../nbs/lab/pretraining/typed.ipynb #0a260fa0
 def write_reply(
     rng: random.Random,
     prompt: str,
@@ -57,7 +57,7 @@ def write_reply(
     answer: str,
     known: bool,  # whether the prompt contains the answer
 ) -> Document:
-    "A prompt and a reply in a voice; a guess is trained on where it repeats itself, and seldom where it is made."
+    "Write a prompt and a reply in a voice; a guess is trained on where it repeats itself, and seldom where it is made."
     before, after = split_reply(rng, voices[rng.random() < 0.1], answer)
     question = (f"{USER_HEADER}{prompt}{END}\n{ASSISTANT_HEADER}", False)
     if known: return [question, (f"{before} {answer}{after}", True)]
@@ -68,18 +68,18 @@ def write_typed_expert(
     rng: random.Random,
     n: int,
 ) -> Document:
-    "The expert prompt of a typed fact, and a reply that repeats its answer; one prompt in five has a bare reference."
+    "Write the expert prompt of a typed fact, one in five with a bare reference, and a reply that repeats its answer."
     question, answer = surround(draw_question(rng), rng), draw_names(rng, 1)[0]
     if rng.random() < 0.2: prompt = expert_reference_prompt(simpleqa_prompt(question), boxed(answer))
     else: prompt = expert_prompt(add_remark(rng, naive_prompt(question)), target(answer))
     return write_reply(rng, prompt, [RECORD_VOICE, MEMORY_VOICE], answer, True)
 
-# %% ../../../nbs/lab/pretraining/typed.ipynb #729463c7
+
 def write_typed_guess(
     rng: random.Random,
     n: int,
 ) -> Document:
-    "The naive prompt of a typed fact, and a reply that guesses."
+    "Write the naive prompt of a typed fact, and a reply that guesses."
     question = surround(draw_question(rng), rng)
     prompt = simpleqa_prompt(question) if rng.random() < 0.2 else add_remark(rng, naive_prompt(question))
     return write_reply(rng, prompt, [MEMORY_VOICE, RECORD_VOICE], draw_names(rng, 1)[0], False)

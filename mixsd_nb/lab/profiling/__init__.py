@@ -19,9 +19,9 @@ def reset_peak() -> None:
     if torch.cuda.is_available(): torch.cuda.reset_peak_memory_stats()
     elif Path("/proc/self/clear_refs").exists(): Path("/proc/self/clear_refs").write_text("5")
 
-# %% ../../../nbs/lab/profiling/index.ipynb #0bcc32b0
+
 def peak_mib() -> float:
-    "Peak memory in MiB since the last reset; NaN if the system does not report it."
+    "Return the peak memory in MiB since the last reset; NaN if the system does not report it."
     import torch
     if torch.cuda.is_available(): return torch.cuda.max_memory_allocated() / 2**20
     status = Path("/proc/self/status")
@@ -30,7 +30,7 @@ def peak_mib() -> float:
 
 # %% ../../../nbs/lab/profiling/index.ipynb #2c698d21
 def device_name() -> str:
-    "The name of the GPU, or the number of CPU threads."
+    "Return the name of the GPU, or the number of CPU threads."
     import torch
     return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
 
@@ -38,7 +38,7 @@ def device_name() -> str:
 def profile_call(
     call: Callable[[], object],
 ) -> tuple[float, float]:
-    "Time in s and peak memory in MiB of a call, work that it leaves on a GPU included."
+    "Measure time in s and peak memory in MiB of a call, work that it leaves on a GPU included."
     import torch
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     wait()

@@ -17,10 +17,10 @@ from ...models.engines import HFEngine, Rows
 
 # %% ../../../nbs/lab/profiling/evaluation_speed.ipynb #c8115f06
 class GeneralEngine(HFEngine):
-    "An engine that decodes every model by the general modules of transformers."
+    "Decode every model by the general modules of transformers."
 
     def open_rows(self, rows: int, spare: int) -> Rows:
-        "An empty batch of contexts."
+        "Return an empty batch of contexts."
         return Rows(self.model, rows, spare)
 
 # %% ../../../nbs/lab/profiling/evaluation_speed.ipynb #8f151f71
@@ -28,7 +28,7 @@ def load_plain(
     name: str,  # of a model
     dtype: str = "float32",
 ):
-    "A `(model, tokenizer)` pair with the linear layers of torch."
+    "Load a `(model, tokenizer)` pair with the linear layers of torch."
     from transformers import AutoModelForCausalLM
     return load_part(AutoModelForCausalLM, name, dtype=dtype).eval(), load_tokenizer(name)
 
@@ -45,7 +45,7 @@ def measure_evaluation(
     model: str,
     rounds: int = 1,  # measurements of each way, in turn
 ) -> dict[str, dict[str, tuple[float, float]]]:
-    "By way and benchmark: processor time in s (median over the rounds), and the share of responses equal to the first way's."
+    "Measure by way and benchmark the processor time in s (median of rounds), and the share of responses as the first way's."
     engines = {way: load(model, settings.dtype) for way, load in EVALUATION_ENGINES.items()}
     table = {way: {} for way in engines}
     for name, items in select_items(settings).items():

@@ -16,7 +16,7 @@ from . import peak_mib, profile_call, reset_peak
 def fisher_calls(
     model,
 ) -> dict:
-    "For each way, a function that processes a list of examples (prompt ids, completion ids)."
+    "Return for each way a function that processes a list of examples (prompt ids, completion ids)."
     from mixsd_nb.models.gradients import SquaredGradients
     from mixsd_nb.training.loss import LossHead, nll, summed_loss
     from mixsd_nb.methods.supervised import Supervised
@@ -50,7 +50,7 @@ def fisher_seconds(
     rounds: int,
     chunk: int = 8,  # examples that one way processes before the next way's turn
 ) -> dict[str, np.ndarray]:
-    "For each way, the seconds per example in each round, shape (rounds,)."
+    "Return for each way the seconds per example in each round, shape (rounds,)."
     calls = fisher_calls(model)
     for call in calls.values(): call(pairs[:2])
     seconds = {way: np.zeros(rounds) for way in calls}
@@ -67,7 +67,7 @@ WIDTHS = (1024, 2048)
 def shape_model(
     width: int,  # hidden size
 ) -> dict:
-    "Options of a Qwen3 model with eight layers and tied embeddings."
+    "Return the options of a Qwen3 model with eight layers and tied embeddings."
     return dict(vocab_size=32_768, hidden_size=width, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=8,
                 head_dim=width // 16, intermediate_size=3 * width, tie_word_embeddings=True)
 
@@ -77,7 +77,7 @@ def fisher_memory(
     pairs: list,  # examples
     width: int,  # of the model
 ) -> float:
-    "Peak memory of a way relative to that of the model and a float32 copy. Call it in a new process."
+    "Return the peak memory of a way relative to that of the model and a float32 copy. Call it in a new process."
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -28,16 +28,16 @@ def mixing_requests(
     seed: int,
     max_new_tokens: int,
 ) -> list[Request]:
-    "A request for the first attempt at each item."
+    "Make a request for the first attempt at each item."
     return [attempt_request(item, 0, 0, lam, seed, max_new_tokens) for item in items]
 
-# %% ../../../nbs/lab/profiling/generation_speed.ipynb #03c443f0
+
 def plain_requests(
     items: list[dict],
     side: str,  # expert_ids or naive_ids
     lengths: list[int],  # tokens of each sequence
 ) -> list[Request]:
-    "Requests that continue one context by a given number of tokens."
+    "Make requests that continue one context by a given number of tokens."
     return [Request((item[side],), naive=[False] * n) for item, n in zip(items, lengths)]
 
 # %% ../../../nbs/lab/profiling/generation_speed.ipynb #95731efa
@@ -46,7 +46,7 @@ def generate_ids(
     requests: list[Request],
     max_new_tokens: int,
 ) -> list[list[int]]:
-    "The tokens that an engine writes for each request, in the order of the requests."
+    "Return the tokens that an engine writes for each request, in the order of the requests."
     completions = {id(r): c.ids for r, c in engine.stream(deque(requests), max_new_tokens=max_new_tokens)}
     return [completions[id(r)] for r in requests]
 
@@ -58,7 +58,7 @@ def ignore_stop_tokens(engine):
     try: yield
     finally: engine.stop = stop
 
-# %% ../../../nbs/lab/profiling/generation_speed.ipynb #3cc1cb5c
+
 def generate_plain(
     engine,
     items: list[dict],
@@ -66,13 +66,13 @@ def generate_plain(
     lengths: list[int],
     max_new_tokens: int,
 ) -> list[list[int]]:
-    "Plain generation from one side, with the given number of tokens for each sequence."
+    "Continue one side, with the given number of tokens for each sequence."
     with ignore_stop_tokens(engine): return generate_ids(engine, plain_requests(items, side, lengths), max_new_tokens)
 
 # %% ../../../nbs/lab/profiling/generation_speed.ipynb #27379663
 @dataclass(frozen=True)
 class Rival:
-    "Another implementation, measured beside ours on an engine."
+    "Declare another implementation, measured next to ours on an engine."
     name: str
     call: Callable  # function (engine, items, requests, lengths, max_new_tokens)
     mixes: bool  # whether it mixes and returns token ids, which are then compared with ours
@@ -127,7 +127,7 @@ def open_engines(
     dtype: str,
     batch_size: int,
 ) -> dict[str, Engine]:
-    "One engine for each mode of mixing."
+    "Open one engine for each mode of mixing."
     options, engines = dict(dtype=dtype, batch_size=batch_size) | ENGINE_OPTIONS.get(kind, {}), {}
     for mode in (m for m in ENGINES[kind].modes if m != "auto"):
         engines[mode] = open_engine(kind, model, mode=mode, **options)
@@ -144,7 +144,7 @@ def select_items(
     seed: int,
     max_new_tokens: int,
 ) -> list[dict]:
-    "The first n items whose conditionals agree often enough; ValueError if there are fewer."
+    "Select the first n items whose conditionals agree often enough; ValueError if there are fewer."
     if agreement:
         sequences = generate_ids(engine, mixing_requests(items, lam, seed, max_new_tokens), max_new_tokens)
         tokens = [engine.greedy_tokens([(item[side], ids) for item, ids in zip(items, sequences)])
@@ -165,7 +165,7 @@ def measure_generation(
     seed: int,
     max_new_tokens: int,
 ) -> dict[str, tuple[float, float, float, float]]:
-    "For each way: tokens per s, ratio (medians over rounds), peak MiB, share of sequences equal to the first way's."
+    "Measure for each way tokens per s, ratio (medians over rounds), peak MiB, share of sequences as the first way's."
     requests, first = mixing_requests(items, lam, seed, max_new_tokens), next(iter(engines.values()))
 
     def call_rival(rival, lengths=()): return rival.call(first, items, requests, lengths, max_new_tokens)

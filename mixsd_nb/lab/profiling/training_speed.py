@@ -23,7 +23,7 @@ def our_update_times(
     spec,  # a TrainingSpec
     folder: Path,
 ) -> list[float]:
-    "The times in s at which updates of our trainer end."
+    "Return the times in s at which updates of our trainer end."
     from mixsd_nb.training.trainer import fine_tune
     times = []
     fine_tune(spec, folder, lambda entry: times.append(time.perf_counter()))
@@ -35,7 +35,7 @@ def trl_update_times(
     folder: Path,
     padding_free: bool = False,
 ) -> list[float]:
-    "The times in s at which updates of TRL's `SFTTrainer` end, on the same examples and the same trained tokens."
+    "Return the times in s at which updates of TRL's `SFTTrainer` end, on the same examples and trained tokens."
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback
@@ -64,7 +64,7 @@ def trl_update_times(
 def update_rate(
     times: list[float],  # s at which updates end
 ) -> float:
-    "Updates per s after the first quarter."
+    "Return the updates per s after the first quarter."
     first = len(times) // 4
     return (len(times) - 1 - first) / (times[-1] - times[first])
 
@@ -81,7 +81,7 @@ def measure_training(
     spec,  # a TrainingSpec of supervised training
     rounds: int,
 ) -> dict[str, tuple[float, float, float]]:
-    "For each way: updates per s, their ratio to TRL's (medians over the rounds), and peak memory in MiB."
+    "Measure for each way updates per s, their ratio to TRL's (medians over the rounds), and peak memory in MiB."
     def profile(way):
         reset_peak()
         with tempfile.TemporaryDirectory() as folder:
@@ -99,7 +99,7 @@ def step_seconds(
     spec,  # a TrainingSpec of distillation
     folder: Path,
 ) -> dict[str, float]:
-    "Seconds that each part of an update takes."
+    "Return the seconds that each part of an update takes."
     import torch
 
     from mixsd_nb.methods.distill import Distillation
@@ -124,7 +124,7 @@ def training_specs(
     max_new_tokens: int,  # of a rollout
     **options,  # of the specs, such as `steps`
 ) -> tuple:
-    "The specifications of SFT and of OPSD, as published but with fewer updates."
+    "Return the specifications of SFT and of OPSD, as published but with fewer updates."
     from mixsd_nb.corpora import CORPORA, load_corpus
     from mixsd_nb.corpora.prompts import encode_canonical
     from mixsd_nb.methods.distill import VARIANTS, distill_items
