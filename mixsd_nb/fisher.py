@@ -41,7 +41,7 @@ class FisherConfig(TrainingAnalysis):
     "The Fisher of a base model, or the displacement of every checkpoint of a training run."
     name = "fisher"
     run_class = "reports.finished:FinishedRun"
-    workload = "mixsd_nb.planning.analyses:plan_fisher"
+    workload = "mixsd_nb.planning.workload:plan_fisher"
     model: ModelName = Field("lab-m", description="base model: a lab model, a folder or a hub id")
     trained: str = runtime_field("", "folder of a training run; empty: the base model, then all its finished runs")
     reference: Literal["lab", "paper"] = Field("lab", description="examples from the lab's suites or the paper's tasks")

@@ -38,7 +38,7 @@ class InjectConfig(TrainingSettings, Stage):
     "Teach a model the facts of a file or of a corpus, and report what it learned and forgot."
     name = "inject"
     run_class = "reports.injection:InjectRun"
-    workload = "mixsd_nb.planning.plan:plan_injection"
+    workload = "mixsd_nb.planning.workload:plan_injection"
     forced = "write the report again; to train again, remove the folder of the training"
     test: str = runtime_field("", "a file of tests of the facts: question, answer, kind; as test in dataset_options", "main")
     dataset: CorpusName = flagged_field("kgfact-small", (

@@ -55,7 +55,7 @@ class NllConfig(Stage):
     "The per-token NLL of training targets under the base model that will be trained on them."
     name = "nll"
     run_class = "reports.finished:FinishedRun"
-    workload = "mixsd_nb.planning.analyses:plan_scoring"
+    workload = "mixsd_nb.planning.workload:plan_scoring"
     targets: str = runtime_field("", (
         "Parquet file of mixed targets, which is scored beside the canonical ones; empty: all mixed targets"))
     dataset_options: CorpusOptions = consumed_field(CORPUS_OPTIONS)

@@ -23,9 +23,8 @@ from mixsd_nb.evaluation.selection import best_rate
 from mixsd_nb.fisher import FisherConfig
 from mixsd_nb.generate import GenerateConfig
 from mixsd_nb.models.lab import is_lab_model
-from mixsd_nb.planning.estimates import DEVICES
+from mixsd_nb.planning.rates import DEVICES, Machine
 from mixsd_nb.planning.plan import plan_grid, plan_run
-from mixsd_nb.planning.workload import Machine
 from mixsd_nb.results.cube import cube_of
 from mixsd_nb.results.selected_cells import select_cells
 from mixsd_nb.runs import ParameterError, Stage, find_stage, is_runtime, make_config, runs_root, write_json, write_result
@@ -265,7 +264,7 @@ def test_the_suite_is_asked_at_the_best_rate_alone_and_gives_the_same_bytes(two_
     first, second = two_grids
     with pytest.raises(ParameterError, match="axis run needs outputs of .*first.yaml, but none of its 3 cells is finished"): expand_grid(second)
     plan = plan_grid(second, "cpu")
-    assert {part.name for part in plan.cells[0].parts} == {"start engines", "ask choice"} and plan.cells[0].disk == 0
+    assert {part.name for part in plan.cells[0].parts} == {"ask choice"} and plan.cells[0].disk == 0
     runs = [train.run(**cell.parameters) for cell in expand_grid(first).cells]
     assert all(not run.root.n.sel(benchmark="choice", step=run.best_step).any() and [*run.checkpoints] == [run.best_step] for run in runs)
     assert all(cell.is_done for cell in expand_grid(first).cells)

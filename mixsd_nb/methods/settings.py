@@ -212,9 +212,12 @@ class TrainingSettings(RecipeSettings):
         "As in `EvalSettings`, with the modules that the parts of the recipe name."
         return [*map(module_of, self.recipe.references), *super().declared_modules()]
 
-    def steps(self) -> tuple[int, list[int]]:
+    def steps(
+        self,
+        facts: int | None = None,  # of the corpus, for a plan without it; None reads the corpus
+    ) -> tuple[int, list[int]]:
         "Return the number of updates, and the steps of all checkpoints including the last update."
-        last = update_count(self.epochs, len(load_corpus(self.dataset, "train")), self.batch)
+        last = update_count(self.epochs, len(load_corpus(self.dataset, "train")) if facts is None else facts, self.batch)
         return last, self.steps_until(last)
 
     def steps_until(self, last: int) -> list[int]:

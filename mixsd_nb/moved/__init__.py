@@ -30,7 +30,7 @@ MOVED = {
     "results.model_card": "reports.model_card", "results.dialogue": "reports.dialogue", "results.finished": "reports.finished",
     "cluster.plan": "planning.plan", "cluster.workload": "planning.workload", "cluster.estimates": "planning.estimates",
     "cluster.lengths": "planning.token_lengths", "cluster.probe": "planning.probe",
-    "cluster.inputs": "planning.preflight", "cluster.analyses": "planning.analyses",
+    "cluster.inputs": "planning.preflight", "cluster.analyses": "planning.workload",
     "results.roots": "results.read_results", "results.cells": "results.selected_cells",
     "results.agreement": "results.compatible_settings",
     "benchmarks.probes": "lab.probes", "results.schema": "runs.schema", "models.presets": "runs.presets",

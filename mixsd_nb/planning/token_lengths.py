@@ -24,9 +24,9 @@ from ..models.lab import is_lab_model
 class Lengths(NamedTuple):
     "The rows of a split, and tokens of its prompts and targets."
     rows: int
-    prompt: float  # mean
+    prompt: float  # tokens of the mean one
     longest_prompt: int
-    target: float  # mean
+    target: float  # tokens of the mean one
     longest_target: int
 
 
@@ -54,11 +54,8 @@ def _measure(rows: list[dict], count) -> Lengths:
 
 
 @functools.lru_cache(maxsize=64)
-def corpus_lengths(
-    dataset: str,  # a key of CORPORA
-    model: str,
-) -> dict[str, Lengths]:
-    "The lengths of each split of a corpus, and of `validation`."
+def corpus_lengths(dataset: str, model: str) -> dict[str, Lengths]:
+    "Return the lengths of each split of a corpus, and of `validation`."
     if sizes := CORPORA[dataset].sizes:
         usual = {split: Lengths(n, 900, 1_200, 30, 60) if split == "retrieval" else Lengths(n, 60, 150, 20, 60)
                  for split, n in sizes.items()}
@@ -78,12 +75,12 @@ class Questions(NamedTuple):
 
 
 def usual_reply(dataset: str, model: str) -> int:
-    "Usual tokens of an answer to a fact or to a function of a corpus."
+    "Return the usual tokens of an answer to a fact or to a function of a corpus."
     return 40 if is_lab_model(model) else CORPORA[dataset].reply
 
 
 def neutral_lengths(model: str) -> tuple[int, int]:
-    "Usual tokens of a prompt that is not about a corpus, and of a reply to it: those of sums in words."
+    "Return the usual tokens of a prompt that is not about a corpus, and of a reply to it: those of sums in words."
     return SUITES["word-problems" if is_lab_model(model) else "gsm8k"].lengths
 
 
@@ -94,7 +91,7 @@ def count_questions(
     config,  # with the fields of EvalSettings, and `model`
     names: Iterable[str] | None = None,  # of benchmarks; None for those of its suite
 ) -> dict[str, Questions]:
-    "The questions of each benchmark that the corpus has."
+    "Return the questions of each benchmark that the corpus has."
     splits, found = corpus_lengths(config.dataset, config.model), {}
     for name in names or benchmark_names(config.suite):
         suite = SUITES[name].original
@@ -114,7 +111,7 @@ def count_questions(
 
 # %% ../../nbs/planning/token_lengths.ipynb #2060859b
 def mixed_length(dataset: str, model: str, lam: float) -> float:
-    "Usual tokens of a mixed target: published means where there are any, by straight lines between them."
+    "Return the usual tokens of a mixed target: published means where there are any, by straight lines between them."
     known = CORPORA[dataset].mixed
     if is_lab_model(model) or not known: return usual_reply(dataset, model)
     return float(np.interp(lam, list(known), list(known.values())))

@@ -82,7 +82,7 @@ class Part:
     tokens_per_second: float = 0.0
     share: float = 0.0  # of the device's rate of matrix products
     planned_gib: float | None = None
-    planned_seconds: float | None = None
+    planned_seconds: float | None = None  # of all updates, in reports of earlier versions, by speeds that were assumed
     notes: dict = field(default_factory=dict)
     error: str = ""
 
@@ -314,13 +314,12 @@ def compare_with_cpu(check: Device) -> tuple[int, dict]:
 
 # %% ../../../nbs/lab/profiling/check.ipynb #056a4cfa
 def add_plan(part: Part, config) -> Part:
-    "Add the planned memory and time of a configuration to a part, if the plan is known."
+    "Add the planned memory of a configuration to a part, if the plan is known."
     try:
         plan = importlib.import_module("mixsd_nb.planning.plan")
         found = plan.plan_run(config, plan.this_machine())
         phases = "load", "rollout", "update", "optimiser"  # those of a training without checkpoints
         part.planned_gib = max(found.peaks[phase] for phase in phases if phase in found.peaks) / 2**30
-        part.planned_seconds = sum(each.seconds for each in found.parts if each.name in phases)
     except Exception as e:  # there is no plan, or it does not know this configuration
         part.notes["plan"] = f"{type(e).__name__}: {next(iter(str(e).splitlines()), '')}"
     return part
@@ -368,8 +367,7 @@ def format_part(part: Part) -> str:
     rate = f"{part.tokens_per_second:11,.0f} tokens/s" if part.tokens else ""
     share = f"{100 * part.share:7.1f} %" if part.share else ""
     update = f"{part.notes['seconds_of_update']:7.2f} s an update" if "seconds_of_update" in part.notes else ""
-    known = part.planned_gib is not None
-    planned = f"  planned {part.planned_gib:.2f} GiB, {part.planned_seconds:.1f} s" if known else ""
+    planned = "" if part.planned_gib is None else f"  planned {part.planned_gib:.2f} GiB"
     return f"{part.name:24}{part.seconds:8.1f} s{part.peak_gib:9.2f} GiB{rate}{share}{update}{planned}"
 
 # %% ../../../nbs/lab/profiling/check.ipynb #94e61ba0
