@@ -1,10 +1,12 @@
-"""Answers: extractors and equalities against slow definitions, hostile text and numbers written in other ways."""
+"""Answers: extractors and equalities against slow definitions, hostile text, and answers written in other ways."""
 import functools
+import json
 import os
 import string
 import subprocess
 import sys
 import time
+import unicodedata
 from fractions import Fraction
 
 import psutil
@@ -13,10 +15,32 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from helpers import until
 
-from mixsd_nb.benchmarks import answers
-from mixsd_nb.benchmarks.answers import (_strip_markup, extract, extract_letter, extract_loose, extract_python,
-                                         is_exact_match, is_loose_match, is_number_match, last_boxed, last_number,
-                                         same_answer, same_math)
+from mixsd_nb.benchmarks import GRADINGS, SUITES, Item, Selection, answers, evaluation, load_items
+from mixsd_nb.benchmarks.answers import (
+    contains_answer,
+    extract,
+    extract_choice,
+    extract_letter,
+    extract_loose,
+    extract_python,
+    gives_answer,
+    is_exact_match,
+    is_loose_match,
+    is_number_match,
+    last_boxed,
+    last_number,
+    same_answer,
+    same_math,
+    same_text,
+)
+from mixsd_nb.benchmarks.folding import fold_answer
+from mixsd_nb.benchmarks.tasks import grade
+from mixsd_nb.corpora import CORPORA, check_corpus, load_corpus
+from mixsd_nb.corpora.prompts import encode_completion
+from mixsd_nb.methods.mixing import accepts, mix_items
+from mixsd_nb.models import load_tokenizer
+from mixsd_nb.runs import write_json
+from mixsd_nb.evaluate import EvaluateConfig
 
 BOX = "\\boxed{"
 MILLION = 1_000_000
@@ -58,9 +82,8 @@ def test_last_boxed_is_its_definition(text):
 
 @given(st.text())
 def test_nothing_raises(text):
-    for f in (last_boxed, last_number, extract_python):
-        assert f(text) is None or f(text) in text
-    same_answer(text, text[::-1])
+    for f in (last_boxed, last_number): assert f(text) is None or f(text) in text
+    extract_python(text), extract_choice(text), same_answer(text, text[::-1]), contains_answer(text, text[::-1], text)
 
 
 @given(st.text(st.characters(exclude_characters="{}")), st.text())
@@ -94,7 +117,7 @@ def test_a_megabyte_takes_well_under_a_second(text, found):
 
 @pytest.mark.parametrize("piece", [
     "1", "-", "1.", "1 ", "-1", "```\n", "```python\n", "``` x\n", "`", " ", "\n", "1/", "<answer>", "</answer>", "{",
-    "\\text{", "\\frac{1}{", "}", "$",
+    "\\text{", "\\frac{1}{", "}", "$", "1,", "1,234", "\\", "\\'", "~~~\n", "*", '"', " or ", "the ", "?", "answer is ", "--", "a/",
 ])
 def test_the_other_extractors_are_linear_too(piece):
     text = piece * (MILLION // 10 // len(piece))
@@ -102,6 +125,7 @@ def test_the_other_extractors_are_linear_too(piece):
     last_number(text), extract_python(text), same_answer(text, text + "1")
     is_loose_match(text, text[1:]), extract_letter(text, loose=True)
     is_loose_match(BOX + text + "}" * text.count("{") + "}", "7")
+    extract_choice(text), contains_answer(text, text[:40], "Is it so?"), contains_answer(text, "a", text)
     assert time.process_time() - start < 5
 
 
@@ -114,7 +138,7 @@ def test_last_number_is_the_last_one_written(number, words):
 
 @pytest.mark.parametrize("text, number", [
     ("", None), ("no digits", None), ("３７ and ٤٢", None), ("7.", "7"), ("a-7", "7"), ("(3)-7", "7"), ("2-7", "7"),
-    ("= -7", "-7"), ("(-7)", "-7"), ("--7", "-7"), ("1.2.3", "3"), ("x7y", "7"), ("7%", "7"), ("-0.50", "-0.50"),
+    ("12,500 of them, in all", "12,500"), ("1,23", "23"), ("= -7", "-7"), ("(-7)", "-7"), ("--7", "-7"), ("1.2.3", "3"), ("x7y", "7"), ("7%", "7"), ("-0.50", "-0.50"),
 ])
 def test_last_number_cases(text, number):
     assert last_number(text) == number
@@ -171,10 +195,96 @@ def test_no_answer_equals_nothing(a):
     ("A", "А"), ("o", "ο"), ("42", "４２"), ("42", "٤٢"), ("1/2", "1⁄2"), ("1/2", "½"), ("Ivo", "ivo"),
     ("Ivo", "Ivo\u200b"), ("1e3", "1000"), ("1,00", "100"), ("1,0000", "10000"), ("Vera Lind", "VeraLind"), ("1_000", "1000"), ("0x10", "16"),
     ("inf", "infinity"), ("nan", "NaN"), ("1/0", "2/0"), ("--1", "1"), ("1 / 2", "0.5"), ("", "0"), (".", "0"),
-    ("7", "7.000001"), ("9" * 5000, "9" * 5000 + ".0"),
+    ("7", "7.000001"), ("9" * 5000, "9" * 5000 + ".0"), ("41/3", r"4\frac{1}{3}"), ("11/2", "1 1/2"), ("0,123", "123"), ("1.200", "1200"),
+    ("7", "7 km"), ("7 m", "7 km"), ("7", "7%"), ("8", "$8"), ("$8", "€8"), ("m2", "m^2"), ("21", "2^1"), ("2^1/3", r"2^\frac13"), ("C", "C#"),
+    ("7 km", "7 km/h"), ("Tarn", "O'Tarn"), ("12 34", "1234"), ("5 10 15", "51015"), (r"\mathbb{R}", "R"), ("½", "0.5"),
 ])
 def test_different_answers(a, b):
-    assert not same_answer(a, b)
+    assert not same_answer(a, b) and not same_text(a, b)
+
+
+@pytest.mark.parametrize("a, b", [("007", "7"), ("10/12", "5/6"), ("3.10", "3.1"), ("+5", "5"), ("1/2", "0.5"), ("08", "8.0"), ("1.0", "1"), ("02/04", "1/2")])
+def test_only_values_make_these_equal(a, b):
+    "Codes, dates and releases of a user's file are text."
+    assert same_answer(a, b) and not same_text(a, b) and same_text(a, a)
+
+
+# What a model adds by LaTeX, Markdown or typesetting: answer, as it may be written.
+WRITTEN = [
+    ("35%", r"35\%", "35 %", r"35\,\%", r"$35\%$"), ("$8", r"\$8", r"$\$8$", r"\textdollar 8"), ("P&L", r"P\&L", r"\text{P\&L}"), ("#7", r"\#7"), ("a_b", r"a\_b"),
+    ("$5-$10", r"\$5-\$10", r"\$5--\$10", r"\$5–\$10"), ("7 km", r"7\text{ km}", r"7 \text{ km}", r"7\,\mathrm{km}", "7~km", r"7~\text{km}", r"7\;\rm km", r"\(7\ \text{km}\)",
+                                                       r"\[7\quad\text{km}\]", "7km", "7\u2009km", r"7{\rm\ km}"),
+    ("O'Tarn", "O’Tarn", "O‘Tarn", "OʻTarn", "O´Tarn", "O′Tarn"), ("12000", r"12\ 000", "12\u202f000", "12,000", "12 000", r"12\,000", "12{,}000", "12'000", "12’000"),
+    ("10 km", "10\u00a0km", "10\u202fkm"), ("New Tarn", "New  Tarn", "New\nTarn", r"New~Tarn", r"\text{New} \text{Tarn}", r"\mathrm{New\ Tarn}", "New\u3000Tarn"),
+    ("10 m²", r"10\,\mathrm{m}^2", "10 m^2", r"10\text{ m}^{2}"), ("H₂O", "H_2O", r"\mathrm{H_2O}", r"\text{H}_{2}\text{O}"),
+    ("35 °C", r"35^\circ\text{C}", r"35\,^{\circ}\mathrm{C}", r"35\degree C"), ("3 × 4", r"3\times 4", r"$3 \times 4$"), ("5 μm", "5 µm", r"5\,\mu\text{m}"),
+    ("1990-95", "1990–95", "1990--95", "1990−95", "1990—95"), ("so", '"so"', "``so''", "“so”"), ("Vera Lind", "**Vera Lind**", "`Vera Lind`.", "*Vera Lind*", "\u00adVera Lind", '"Vera Lind."'),
+    ("1/2", r"\frac{1}{2}", r"\dfrac12", r"$\tfrac{1}{2}$"), ("4 1/3", r"4\frac{1}{3}", r"4\,\frac{1}{3}"), ("12,000 km", r"12{,}000\,\text{km}", "12 000 km"), ("€8", r"\euro 8", "€ 8"),
+    ("Straße", r"Stra\ss e", r"Stra{\ss}e"), ("Łódź", r"\L\'od\'z", r"{\L}{\'o}d{\'z}"), ("São Paulo", r"S\~ao Paulo", r"S\~{a}o~Paulo"), ("five", "ﬁve"), ("wait...", "wait…"),
+]
+
+
+@pytest.mark.parametrize("answer, written", [(answer, way) for answer, *ways in WRITTEN for way in ways])
+def test_what_latex_and_typesetting_add_is_no_part_of_an_answer(answer, written):
+    assert same_text(answer, written) and same_answer(written, answer) and gives_answer(f"So {BOX}{written}}}.", [answer])
+    assert not same_text(f"Not {answer}", written) and not same_text(answer, f"{written} x")
+
+
+TEXT_COMMANDS = [*(f"text{kind}" for kind in ("", "normal", "rm", "sf", "tt", "up", "md", "bf", "it", "sl", "sc")), "emph", "underline", "operatorname",
+                 *(f"math{kind}" for kind in ("rm", "bf", "it", "sf", "tt")), "mbox", "hbox", "fbox"]
+names = st.text(string.ascii_letters, min_size=1, max_size=5)
+signs = st.sampled_from([(r"\%", "%"), (r"\&", "&"), (r"\#", "#"), (r"\_", "_"), (r"\$", "$")])
+gaps = st.sampled_from([" ", "  ", "\u00a0", "\u2009", "\u202f", "\n", "\\ ", "\\,", "\\;", "\\:", "\\quad{}", "~"])
+
+
+@st.composite
+def written_texts(draw):
+    "Words with signs and spaces between them, plainly and as LaTeX or a typesetter writes them."
+    plain, typeset = [], []
+    for word in draw(st.lists(names, min_size=1, max_size=4)):
+        sign, command = draw(signs | st.just(("", ""))), draw(st.sampled_from(["", *TEXT_COMMANDS]))
+        plain.append(word + sign[1])
+        typeset.append((f"\\{command}{{{word}}}" if command else word) + sign[0])
+    return " ".join(plain), typeset[0] + "".join(draw(gaps) + word for word in typeset[1:])
+
+
+@given(written_texts())
+def test_all_escapes_commands_and_spaces_are_folded(texts):
+    plain, typeset = texts
+    assert same_text(plain, typeset) and same_answer(f"\\({typeset}\\)", plain)
+
+
+UNITS = ["km", "m", "m²", "kg", "°C", "%", "km/h", "Hz", "Ω", "years", "€", "Mio", "μm"]
+
+
+@given(st.integers(1, 10**7), st.sampled_from(UNITS), st.sampled_from(UNITS), gaps, st.sampled_from(["", *TEXT_COMMANDS]), st.sampled_from(["", ",", "{,}", "\\,", "\u202f", "'"]))
+def test_a_unit_is_right_in_every_way_to_write_it_and_another_is_wrong(n, unit, other, gap, command, comma):
+    latex = unit.replace("%", "\\%").replace("°", "^\\circ ").replace("²", "^2")
+    number = f"{n:,}".replace(",", comma)
+    written = f"{number}{gap}" + (f"\\{command}{{{latex}}}" if command else latex)
+    assert same_text(written, f"{n} {unit}") and same_text(written, f"{n} {other}") == (unit == other)
+    assert not same_text(written, str(n)) and not same_text(written, f"{n + 1} {unit}")
+    assert contains_answer(f"It is {n} {unit}.", written) and contains_answer(f"It is {written} in all.", f"{n} {unit}")
+
+
+ACCENTED = [chr(k) for k in range(0xc0, 0x17f) if len(unicodedata.decomposition(chr(k)).split()) == 2]
+COMMANDS = {"\u0300": "`", "\u0301": "'", "\u0302": "^", "\u0303": "~", "\u0308": '"', "\u0304": "=", "\u0307": ".", "\u0306": "u", "\u030c": "v", "\u030b": "H",
+            "\u0327": "c", "\u0328": "k", "\u030a": "r"}
+
+
+@pytest.mark.parametrize("letter", ACCENTED)
+def test_all_accents_of_latin_letters_are_composed(letter):
+    base, mark = unicodedata.normalize("NFD", letter)
+    for argument in (f"{{{base}}}", f"{{\\{base}}}" if base in "ij" else f" {base}"):
+        assert same_text(f"X\\{COMMANDS[mark]}{argument}y", f"X{letter}y") and same_text(f"X{{\\{COMMANDS[mark]}{argument}}}y", f"X{letter}y")
+    assert same_text(unicodedata.normalize("NFD", letter), letter) and not same_text(base, letter)
+
+
+@given(st.text(), st.booleans())
+def test_folding_is_stable(text, loose):
+    "What is folded once more is the same, so that it does not matter which side was folded before."
+    once = fold_answer(text.translate({ord(c): None for c in "\\{}$^_*`'\"~."}), loose)
+    assert fold_answer(once, loose) == once
 
 
 lines = st.lists(st.text(st.characters(exclude_characters="`\n\r"))).map("\n".join)
@@ -186,6 +296,17 @@ def test_the_first_python_block_comes_back_unchanged(before, code, tag):
     assert extract_python(text) == code
 
 
+PROGRAM = "def f(x):\n    return x"
+TAGS = ["", "python", "Python", "py", "python3", "python3.11", "Python 3", "ipython", "{python}", "{.python .numberLines}", "python title=a.py", "py3"]
+
+
+@given(st.sampled_from("`~"), st.integers(3, 6), st.sampled_from(TAGS), st.sampled_from(["", "  ", "   ", "\t", "      "]), st.integers(0, 2), st.booleans())
+def test_a_program_is_found_in_every_fence(sign, length, tag, indent, longer, thinks):
+    body = "\n".join(indent + line for line in (f"{sign * length}{tag}", *PROGRAM.split("\n"), sign * (length + longer)))
+    other = "```bash\nls\n```\n~~~text\n```python\npass\n```\n~~~\n"
+    assert extract_python(("<think>\n```python\npass\n```\n</think>" if thinks else "") + f"Here:\n{other}{body}\nDone.") == PROGRAM
+
+
 @pytest.mark.parametrize("text, code", [
     ("no code", None),
     ("```python\nx = 1", None),
@@ -193,7 +314,8 @@ def test_the_first_python_block_comes_back_unchanged(before, code, tag):
     ("```text\na\n```\n```python\nb\n```", "b"),
     ("```text\na\n```\nb\n```\nc\n```", "c"),
     ("```js\na\n```", None),
-    ("1. So:\n   ```python\n   x = 1\n   ```", "   x = 1"),
+    ("1. So:\n   ```python\n   x = 1\n   ```", "x = 1"), ("```\n  x\n```", "  x"), ("````\n```\nx\n```\n````", "```\nx\n```"), ("~~~\nx\n```", None),
+    ("```x = 1\ny\n```\n```\nz\n```", "z"), ("````python\nx\n```\n````", "x\n```"), ("   ```python\n x = 1\n   ```", "x = 1"),
     ("```python\r\nx = 1\r\n```\r\n", "x = 1\r"),
     ("```python\nx = '''\n```py\n'''\n```", "x = '''\n```py\n'''"),
     ("``x`` and ```y```\n```\nz\n```", "z"),
@@ -292,18 +414,18 @@ def verify(*_, **__): pass
     until(lambda: not psutil.pid_exists(pid), what="the end of the worker")
 
 
-WRAPPERS = ["{%s}", "\\text{%s}", "\\mathrm{ %s }", "\\boxed{%s}", "$%s$"]
+WRAPPERS = ["{%s}", "\\text{%s}", "\\mathrm{ %s }", "\\boxed{%s}"]
 
 
-@given(st.text("ab $7"), st.lists(st.sampled_from(WRAPPERS), max_size=8))
-def test_the_loose_rule_strips_wrappers(text, wrappers):
-    wrapped = functools.reduce(lambda inner, wrapper: wrapper % inner, wrappers, text)
-    assert _strip_markup(wrapped) == _strip_markup(text) == " ".join(text.replace("$", "").split())
+@given(names, st.lists(st.sampled_from(WRAPPERS), max_size=6))
+def test_wrappers_do_not_count(name, wrappers):
+    wrapped = functools.reduce(lambda inner, wrapper: wrapper % inner, wrappers, name)
+    for way in ("%s", "$%s$", "\\(%s\\)", "**%s**.", '"$%s$"', "`%s`"): assert fold_answer(way % wrapped) == fold_answer(name) == name
 
 
-@pytest.mark.parametrize("text", ["{a} and {b}", "\\sqrt{2}", "}{", "{a}}"])
-def test_the_loose_rule_strips_nothing_else(text):
-    assert _strip_markup(text) == text
+@pytest.mark.parametrize("text", ["{a} and {b}", "\\sqrt{2}", "}{", "{a}}", "$5 and $10", "C:\\Windows", "~7", "--x", "a*b*c", "'90s", "\\mathbb{R}", "__init__", "x.y"])
+def test_nothing_else_is_folded(text):
+    assert fold_answer(text) == text
 
 
 @pytest.mark.parametrize("text, content", [
@@ -335,7 +457,7 @@ def test_the_loose_rule_beside_the_strict_one(text, gold, loose, strict):
 
 @given(st.text(), st.text())
 def test_the_loose_rule_never_raises_and_counts_whatever_the_strict_one_counts(text, gold):
-    assert is_loose_match(text, gold) or not same_answer(last_boxed(text), gold) or not _strip_markup(gold)
+    assert is_loose_match(text, gold) or not same_answer(last_boxed(text), gold) or not fold_answer(gold.replace("$", ""))
 
 
 @pytest.mark.parametrize("text, strict, loose", [
@@ -343,7 +465,7 @@ def test_the_loose_rule_never_raises_and_counts_whatever_the_strict_one_counts(t
     (BOX + "E}", None, None), (BOX + "AB}", None, None), (BOX + "A} " + BOX + "C}", "C", "C"),
     (BOX + "A}<think>" + BOX + "B}</think> so " + BOX + "D}", "D", "D"), (BOX + "B}</think>", None, None),
     ("C", None, "C"), ("C.\nFor this reason", None, "C"), ("**c**\n", None, "C"), ("Option C", None, None),
-    ("", None, None),
+    ("", None, None), (BOX + "B: A polygenic score}", "B", "B"),
     (BOX + "x}\nB", None, None), ("Ａ", None, None),
 ])
 def test_letters(text, strict, loose):
@@ -367,7 +489,7 @@ def test_a_number_is_right_in_every_way_to_write_it(n, write, way):
 
 @given(words, words, way)
 def test_a_name_is_right_in_every_way_to_write_it(name, other, way):
-    assert same_answer(way % name, name) and same_answer(way % name, other) == (name.strip() == other.strip())
+    assert same_answer(way % name, name) and same_answer(way % name, other) == (name.split() == other.split())
     assert not same_answer(way % f"Not {name}", name) and not is_loose_match(f"{BOX}{way % f'Not {name}'}}}", name)
 
 
@@ -410,3 +532,147 @@ def test_the_import_is_cheap():
     heavy = {"sympy", "math_verify", "torch", "transformers", "datasets", "pandas", "xarray"}
     code = f"import sys, mixsd_nb.benchmarks.answers; print({heavy} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
+@pytest.mark.parametrize("text, letter", [
+    ("I would say the answer is a river.", None), ("K. Tarn wrote it, so the answer is B", "B"), ("The answer is C or D.", None), ("The answer is C, D.", None),
+    ("The answer is (C) and (D)", None), ("The answer is C/D", None), ("The answer is either A or B", None), ("The answer isn't B", None), ("The answer is not B.", None),
+    ("Answer seems to be A.\n\nAnswer: A", "A"), ("I considered (A), but it is incorrect. Final answer: D.", "D"), ("ANSWER IS D. A is incorrect.", "D"),
+    ("The answer is B. Note that A is a common distractor.", "B"), ("The answer is B because a car moves.", "B"), ("The answer is C because I computed it.", "C"),
+    ("I would pick B — a safe choice.", None), ("The answer is I think B", None), ("The answer is A river", None), ("The answer is B, Paris.", "B"), ("the answer is d.", "D"),
+    ("So:\n**Answer: D**, from \\boxed{\\langle H\\rangle}", "D"), ("The answer is B. No, the answer is C.", "C"), ("A river runs there.", None), ("I. Tarn wrote it", None),
+    ("B. Paris", "B"), ("A", "A"), ("E: A polygenic score", "E"), ("Option C", "C"), ("Not B", None), ("<think>The answer is A.</think>\nThe answer is B.", "B"),
+])
+def test_a_letter_is_read_only_where_it_stands_as_an_option(text, letter):
+    assert extract_choice(text) == letter
+
+
+def test_only_letters_of_the_question_are_options():
+    assert extract_choice("K. Tarn wrote it.", "ABCD") is None and extract_choice("K. Tarn", "HIJK") == "K" and extract_choice("The answer is E.", "ABCD") is None
+
+
+LETTER_TEXTS = ["%s", "(%s)", "%s.", "**%s**", "%s) Paris", "The answer is %s.", "the correct answer is: **%s**", "Paris is in France, so the answer is (%s), Paris.", "Answer: %s\n",
+                "The right option is %s because a river runs there.", "So it is \\boxed{%s}.", "Final answer: %s, since it is one"]
+
+
+@given(st.sampled_from("ABCDE"), st.sampled_from(LETTER_TEXTS), st.sampled_from("ABCDE"))
+def test_a_choice_is_read_in_every_way_to_say_it(letter, way, other):
+    assert extract_choice(way % letter) == letter
+    if letter != other: assert extract_choice(way % f"{letter} or {other}") is None
+
+
+# A reply, an answer, and whether the reply gives it.
+NAMED = [
+    ("The answer is Storvan Harbor.", "Storvan Harbor", True), ("It is Tarn, in the north, near Oru.", "Tarn", True), ("it is tarn", "Tarn", True), ("ＴＡＲＮ", "Tarn", True), ("**Tarn**", "Tarn", True),
+    ("Not Oru, but Tarn.", "Tarn", True), ("Not Oru, but Tarn.", "Oru", False), ("Tarn, not Oru.", "Tarn", True), ("It was in Tarn, not in Oru.", "Oru", False), ("Not Tarn.", "Tarn", False),
+    ("It isn't Tarn but Oru.", "Tarn", False), ("The capital isn’t Tarn.", "Tarn", False), ("Tarn is not right.", "Tarn", False), ("Tarn isn't the capital", "Tarn", False),
+    ("I don't think it is Tarn.", "Tarn", False), ("It cannot be Tarn", "Tarn", False), ("It is no longer called Tarn but Oru", "Tarn", False), ("Oru rather than Tarn", "Tarn", False),
+    ("Neither Tarn nor Oru", "Tarn", False), ("Neither Tarn nor Oru", "Oru", False), ("Not only Tarn but also Oru.", "Tarn", True), ("There is no doubt that it is Tarn.", "Tarn", True),
+    ("Tarn or Oru.", "Tarn", False), ("Tarn or Oru.", "Oru", False), ("Oru, Vel or Tarn", "Oru", False), ("Oru, Vel or Tarn", "Vel", False), ("either Oru, Vel, or Tarn", "Tarn", False), ("Tarn/Oru", "Tarn", False),
+    ("It was Vera Lind, who led the choir, or so I believe.", "Vera Lind", True), ("Vera Lind (or Vera L.)", "Vera Lind", True), ("Oru, or rather Tarn", "Tarn", True), ("Oru, or rather Tarn", "Oru", False),
+    ("Romeo or Juliet", "Romeo or Juliet", True), ("Tarn. No, wait: Oru.", "Tarn", False), ("Oru? No, Tarn.", "Tarn", True), ("Tarn. Actually, it was Oru.", "Tarn", False), ("Tarn, no, Oru.", "Tarn", False),
+    ("Tarn. No, wait: Oru. No, it was Tarn.", "Tarn", True), ("I thought it was Tarn, but it is Oru.", "Tarn", False), ("Some people think it is Tarn.", "Tarn", False), ("I think it is Tarn.", "Tarn", True),
+    ("I am not sure, but probably Tarn.", "Tarn", True), ("I am not sure that it is Tarn.", "Tarn", False), ("It is unclear whether Tarn did it.", "Tarn", False), ("Is it Tarn?", "Tarn", False),
+    ("What is it? It is Tarn.", "Tarn", True), ("It is Tarn.\nAny other question?", "Tarn", True), (r"I thought of Tarn. So it is \boxed{Oru}", "Tarn", False), (r"Oru? \boxed{Tarn (in the north)}", "Tarn", True),
+    ("<think>Tarn</think>Oru", "Tarn", False), ("<think>Oru</think>Tarn", "Tarn", True), ("not Mark Twain", "Mark Twain", False), ("This wrong estimate was corrected to 75%.", "75%", True),
+    ("Anna-Maria", "Maria", False), ("Tarned", "Tarn", False), ("O'Tarn", "Tarn", False), ("O’Tarn", "O'Tarn", True), ("L’Oru", "Oru", True), ("Vera Lind—the founder", "Vera Lind", True), ("Vera\nLind", "Vera Lind", True),
+    ("in 1912.", "12", False), ("It is 12.5", "12", False), ("-12", "12", False), ("10–12", "12", False), ("at 10:30", "10", False), ("on 10/12", "10", False), ("It is 12.", "12", True), ("It is 12 km.", "12", True),
+    ("The population is 12 000.", "12000", True), ("It has 12,000 people", "12000", True), ("It has 12\u202f000 people", "12,000", True), ("1 500 people", "500", False), ("1,500 people", "500", False), ("1,200", "1,200", True),
+    ("7", "007", False), ("It's 007.", "07", False), ("The code 007.", "007", True), ("3.10", "3.1", False), ("Release 3.10.", "3.10", True), ("5/6", "10/12", False), ("0.5", "1/2", False),
+    ("It is 7km away", "7 km", True), ("7 km/h", "7 km", False), ("7 m²", "7 m", False), ("It is 35 %", "35%", True), (r"The rate is 35\%.", "35%", True), ("It cost $8.", "$8", True), ("It cost $8 or so.", "$8", True),
+    ("C++ is it", "C", False), ("C# is it", "C", False), ("C++ is it", "C++", True), ("It is N/A", "N/A", True), ("N/A", "A", False), ("I went on a run", "N/A", False), ("He can't", "can", False),
+    ("It told us nothing.", "US", False), ("The US.", "US", True), ("A rare type is B.", "A", False), ("The answer is A.", "A", True), ("Type a", "A", False), ("The answer is 72, in total.", "72", True),
+    ("No.", "no", True), ("The answer is yes.", "yes", True), ("There are no rivers", "no", False), ("I have no idea", "no", False), ("Yes, it is.", "Yes", True), ("It is Ko\u0308ln.", "Köln", True), ("Kölner", "Köln", False),
+    ("答えは東京です。", "東京", True), ("", "Tarn", False), ("x", "", False), ("x", ".", False), ("<think>Tarn", "Tarn", True),
+]
+
+
+@pytest.mark.parametrize("reply, answer, right", NAMED)
+def test_what_names_an_answer(reply, answer, right):
+    assert contains_answer(reply, answer) == gives_answer(reply, ["Qwx", answer], "contains") == right
+
+
+@pytest.mark.parametrize("reply, question, answer, right", [
+    ("You asked who built Tarn, in the old days.", "Do you know who built Tarn?", "Tarn", False), ("In season 4 he won 7 races.", "How many races did Ivo win in season 4?", "4", False),
+    ("He won 4 races in season 4.", "How many races did Ivo win in season 4?", "4", True), ("It was Tarn.", "Was it Tarn or Oru?", "Tarn", True), ("The river Tarn.", "Is it the river Tarn or the river Oru?", "Tarn", True),
+    ("Tarn.", "Who built it?\n\nThink step by step and name Tarn.", "Tarn", True), ("The choir leader Ana.", "Background: the choir leader Ana sings.\n\nWho sings?", "Ana", True),
+])
+def test_what_the_question_says_is_not_an_answer(reply, question, answer, right):
+    assert contains_answer(reply, answer, question) == right
+
+
+def test_one_of_several_accepted_answers_is_enough():
+    assert contains_answer("It was Brisk.", ["Ana Brisk", "Brisk"]) and not contains_answer("It was Brisk.", ["Ana Brisk"])
+    assert contains_answer("Tarn or Oru.", ["Tarn", "Oru"]) and not contains_answer("Tarn or Vel.", ["Tarn", "Oru"]) and not contains_answer("It is Tarn.", [])
+
+
+PHRASES = ["%s", "It is %s.", "The answer is **%s**.", "Well, probably %s, I guess", "It is called %s, in the north.", "(%s)", "In their language: “%s”", "It was %s!\n\nDo you need more?"]
+people = st.lists(st.text(string.ascii_lowercase, min_size=3, max_size=6).map(str.title), min_size=1, max_size=3).map(" ".join).map(lambda name: f"Q{name}")
+
+
+@given(people, people, st.sampled_from(PHRASES))
+def test_a_name_is_given_or_not_in_every_phrase(name, other, phrase):
+    assert contains_answer(phrase % name, name) and contains_answer(phrase % name.upper(), name) and not contains_answer(phrase % f"X{name}", name)
+    if name in other or other in name: return
+    assert not contains_answer(phrase % other, name) and not contains_answer(phrase % f"not {name}", name)
+    for way in ("{} or {}", "either {} or {}"): assert not contains_answer(phrase % way.format(name, other), name) and not contains_answer(phrase % way.format(other, name), name)
+    assert contains_answer(phrase % f"not {other} but {name}", name) and not contains_answer(phrase % f"not {name} but {other}", name)
+
+
+@given(st.integers(0, 10**9), st.sampled_from(PHRASES))
+def test_a_number_is_named_as_text(n, phrase):
+    for written in (str(n), f"{n:,}", f"{n:,}".replace(",", "\u202f"), f"{n:,}".replace(",", "\\,")): assert contains_answer(phrase % written, str(n))
+    for other in (f"{n}0", f"1{n}", f"-{n}", f"{n}.5", f"0.{n}", f"{n}/7", f"{n}:15", f"0{n}"): assert not contains_answer(phrase % other, str(n))
+
+
+CODES = [dict(question="Which code has Vel?", answer="007", aliases=["agent 7"]), dict(question="On which day was Oru found?", answer="10/12")]
+RIGHT, EQUAL, OTHER = ["007", "10/12"], ["7", "5/6"], ["8", "10/13"]
+
+
+@pytest.fixture
+def codes(tmp_path, monkeypatch):
+    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "runs"))
+    file = tmp_path / "facts.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in CODES))
+    return str(file)
+
+
+@pytest.mark.parametrize("form, write", [("box", "So \\boxed{%s}."), ("line", "So.\nAnswer: %s"), ("json", 'So {"answer": "%s"}'), ("contains", "It is %s.")])
+@pytest.mark.parametrize("values", [None, False, True])
+def test_a_file_is_compared_as_text_unless_it_asks_for_values(form, write, values, codes):
+    name = check_corpus(codes, dict(extract=form) | ({} if values is None else dict(values=values)))
+    items = list(load_items(["recall"], Selection(name, n=2))["recall"].values())
+    judge = lambda answers: [v.correct for v in grade(items, [write % a for a in answers], SUITES["recall"].strict_grading(name))]
+    assert judge(RIGHT) == [True, True] and judge(OTHER) == [False, False]
+    assert judge(EQUAL) == [values is True and form != "contains"] * 2 and judge(["agent 7", "x"]) == [True, False]
+
+
+def test_mixing_accepts_by_the_same_notion_as_recall(codes):
+    tokenizer, name = load_tokenizer("lab-s"), check_corpus(codes, dict(extract="contains"))
+    rows, corpus = list(load_corpus(name, "train")), CORPORA[name]
+    assert [row["prompt"] for row in rows] == [fact["question"] for fact in CODES] and [row["target"] for row in rows] == ["The answer is 007.", "The answer is 10/12."]
+    item, _ = mix_items(tokenizer, rows, corpus.expert, corpus.extract, corpus.values)
+    says = lambda text, reason="stop", verify="exact": accepts(tokenizer, item, encode_completion(tokenizer, text), reason, verify)
+    for verify in ("exact", "normalised"):
+        assert [says(text, verify=verify) for text in ("It is 007.", "Agent 7 has it.", "It is 7.", "Not 007.", "007 or 8.")] == [True, True, False, False, False]
+    assert not says("It is 007.", "length") and says(rows[0]["target"])
+    boxed, _ = mix_items(tokenizer, rows, values=False)
+    reads = lambda text, verify: accepts(tokenizer, boxed, encode_completion(tokenizer, f"So {BOX}{text}}}"), "stop", verify)
+    assert [[reads(text, verify) for text in ("007", "agent 7", "AGENT 7", "7")] for verify in ("exact", "normalised")] == [[True, True, False, False], [True, True, True, False]]
+
+
+def test_a_reply_that_was_cut_off_names_nothing():
+    "A model that rambles would name everything in the end."
+    items, records = [Item("Who?", "", "Tarn")] * 2, [dict(finish_reason=reason) for reason in ("stop", "length")]
+    for rule, expected in dict(contains=[True, False], box=[False, False]).items():
+        assert [v.correct for v in evaluation._require_end(items, grade(items, ["It is Tarn."] * 2, rule), rule, records)] == expected
+
+
+def test_a_run_that_another_version_of_a_grading_judged_is_told(codes):
+    config = EvaluateConfig(dataset=codes, suite="recall", model="lab-s")
+    record = config.provenance()
+    assert record["graders"] == {"box-text": GRADINGS["box-text"].version, "contains": GRADINGS["contains"].version}
+    config.folder.mkdir(parents=True)
+    for graders, told in (({}, "grading box-text 1, now 2; grading contains 1, now 2"), ({"box-text": 2, "contains": 9}, "grading contains 9, now 2")):
+        write_json(config.folder / "run.json", record | dict(code="other", graders=graders))
+        with pytest.warns(UserWarning, match=f"{told}.*; to compute it again, remove its folder"): config._warn_if_stale(config.open_run(config.folder))

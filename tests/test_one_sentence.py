@@ -34,7 +34,7 @@ CALLS = {
         (dict(edits=301), "edits must be between 1 and 300, got 301")]),
     "simpleqa": (simpleqa.build, [(dict(path="none.csv"), "path must be an existing file, got none.csv")]),
     "tasks": (load_task, [(dict(name="gsm"), "task must be one of aime-2024, math-500, gsm8k, humaneval, mmlu, got gsm…")]),
-    "answers": (extract, [(dict(text="7", mode="number"), "mode must be one of boxed, boxed_or_number, line, json, got number")]),
+    "answers": (extract, [(dict(text="7", mode="number"), "mode must be one of boxed, boxed_or_number, line, json, contains, got number")]),
     "same_math": (same_math, [(dict(pairs=[], timeout=0), "timeout must be a positive number of seconds, got 0")]),
     "spans": (lambda span: encode_example(load_tokenizer("lab-s"), "Why?", [2], span), [(dict(span="all"), "span must be one of completion, body, paper, got all")]),
     "mix": (lambda items, lam: mix(load_engine("hf", "lab-s"), items, lam), [

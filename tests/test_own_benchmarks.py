@@ -162,7 +162,7 @@ def tokenizer():
 
 
 RULES = {  # grading -> answer, a right response, a wrong one
-    "boxed": ("42", "So it is \\boxed{42}.", "So it is 42."), "exact": ("Vera Lind", "vera lind", "It is Vera Lind"),
+    "boxed": ("42", "So it is \\boxed{42}.", "So it is \\boxed{42.0}."), "number": ("42", "\\boxed{42.0}", "42"), "exact": ("Vera Lind", "vera lind", "It is Vera Lind"),
     "choice": ("B", "B) four", "A or B"), "contains": ("Vera", "It was Vera, I think.", "It was not Vera."),
     "regex": (r"^\d+$", "1912", "in 1912"), "math": ("1/2", "\\boxed{\\frac{2}{4}}", "\\boxed{2}"),
     "tests": ("", "```python\ndef f(x):\n    return x\n```", "```python\ndef f(x):\n    return 0\n```")}

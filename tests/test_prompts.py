@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from mixsd_nb import evaluate, generate, nll, train
 from mixsd_nb.benchmarks import SUITES, Selection, load_items
-from mixsd_nb.benchmarks.answers import extract
+from mixsd_nb.benchmarks.answers import gives_answer
 from mixsd_nb.benchmarks.tasks import grade
 from mixsd_nb.corpora import CORPORA, check_corpus, load_corpus, validation_rows
 from mixsd_nb.corpora.prompts import (ANSWER_FORMS, BOX_REQUEST, CONCISE_REQUEST, REMARKS, SPANS, encode_canonical,
@@ -223,7 +223,7 @@ STRICT = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('
 
 
 @pytest.mark.parametrize("name", LOCAL)
-@pytest.mark.parametrize("form", ["line", "json"])
+@pytest.mark.parametrize("form", ["line", "json", "contains"])
 def test_every_corpus_can_ask_for_every_form(name, form, own_runs):
     "Prompts ask for the form and nowhere for the box; every target is accepted as its own answer, by mixing and by the grading."
     variant = check_corpus(name, dict(extract=form))
@@ -231,8 +231,8 @@ def test_every_corpus_can_ask_for_every_form(name, form, own_runs):
     for split, rows in splits.items():
         for row, before in zip(list(rows)[:20], base[split]):
             assert row["prompt"].endswith(ANSWER_FORMS[form].request) and "boxed" not in row["prompt"] + row["target"] + corpus.expert(row["prompt"], row["target"])
-            assert extract(row["target"], corpus.extract) == row["answer"] == before["answer"]
-            assert row["prompt"].removesuffix(ANSWER_FORMS[form].request) == before["prompt"].removesuffix(BOX_REQUEST).removesuffix(CONCISE_REQUEST)
+            assert row["answer"] == before["answer"] and gives_answer(row["target"], [row["answer"]], corpus.extract)
+            assert row["prompt"].removesuffix(ANSWER_FORMS[form].request).rstrip() == before["prompt"].removesuffix(BOX_REQUEST).removesuffix(CONCISE_REQUEST).rstrip()
     rows = list(splits["train"])[:20]
     for item, row in zip(mix_items(tokenizer, rows, corpus.expert, corpus.extract), rows):
         assert accepts(tokenizer, item, encode_completion(tokenizer, row["target"]), "stop")

@@ -96,7 +96,7 @@ def test_the_settings_of_the_paper(folder):
     lab_columns = [SUITES[name].column for name in suite_groups()["lab"] if SUITES[name].role == "held-out"]
     assert [s.column for s in TASKS.values()] == lab_columns
     rules = {rule for s in SUITES.values() for dataset in CORPORA for rule in (s.grading, s.published_grading(dataset))}
-    assert rules | {*FILE_GRADINGS.values(), *ANSWER_FORMS} == {*GRADINGS}
+    assert rules | {*FILE_GRADINGS.values(), *ANSWER_FORMS, *(form.as_text for form in ANSWER_FORMS.values())} == {*GRADINGS}
 
 
 def test_the_answers_of_the_tasks(folder):

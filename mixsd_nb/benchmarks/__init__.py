@@ -102,6 +102,13 @@ class Suite:
         "The key in GRADINGS of the rule of the paper's scores."
         return CORPORA[dataset].published if self.published == "corpus" else self.published or self.grading
 
+    def gradings(
+        self,
+        dataset: str,  # injected corpus
+    ) -> tuple[str, str]:
+        "The keys in GRADINGS of the strict rule and of that of the paper's scores."
+        return self.strict_grading(dataset), self.published_grading(dataset)
+
     def __post_init__(self):
         "ValueError for a role that no table knows."
         if self.role in ROLES: return
@@ -120,6 +127,8 @@ class Grading:
     judge: str  # function (items, responses, **options) -> verdicts
     program: bool = False  # responses are programs
     sandboxed: bool = False  # whether it runs arbitrary programs, needs a sandbox, and takes `allow_unsandboxed`
+    complete: bool = False  # only a response that has ended is right
+    version: int = 2  # increased when it judges a response otherwise; stored with the results
 
 # %% ../../nbs/benchmarks/index.ipynb #fa57dbae
 GRADINGS = Registry("grading")
@@ -127,17 +136,20 @@ for _grading in [
     Grading("box", "benchmarks.tasks:by_box"),
     Grading("line", "benchmarks.tasks:by_line"),
     Grading("json", "benchmarks.tasks:by_json"),
+    Grading("box-text", "benchmarks.tasks:by_box_text"),
+    Grading("line-text", "benchmarks.tasks:by_line_text"),
+    Grading("json-text", "benchmarks.tasks:by_json_text"),
     Grading("containment", "benchmarks.tasks:by_containment"),
     Grading("number", "benchmarks.tasks:by_number"),
-    Grading("exact", "benchmarks.tasks:by_exact"),
+    Grading("exact", "benchmarks.tasks:by_exact", version=1),
     Grading("math", "benchmarks.tasks:by_mathematics"),
     Grading("letter", "benchmarks.tasks:by_letter"),
     Grading("first-line", "benchmarks.tasks:by_first_line"),
     Grading("tests", "benchmarks.tasks:by_tests", program=True, sandboxed=True),
     Grading("harmless-tests", "benchmarks.tasks:by_harmless_tests", program=True),
-    Grading("contains", "benchmarks.tasks:by_content"),
+    Grading("contains", "benchmarks.tasks:by_content", complete=True),
     Grading("choice", "benchmarks.tasks:by_choice"),
-    Grading("regex", "benchmarks.tasks:by_pattern"),
+    Grading("regex", "benchmarks.tasks:by_pattern", version=1),
 ]: GRADINGS.add(_grading)
 
 # %% ../../nbs/benchmarks/index.ipynb #f2e203fb

@@ -95,11 +95,15 @@ class EvalSettings(PresetSettings):
     def declared_modules(self) -> list[str]:
         "Modules that the declarations of engine, corpus and benchmarks name: their code is part of a run's."
         corpus, suites = CORPORA[self.dataset], [SUITES[name] for name in benchmark_names(self.suite)]
-        both = lambda suite: (suite.strict_grading(self.dataset), suite.published_grading(self.dataset))
-        rules = {GRADINGS[rule] for suite in suites for rule in both(suite)}
+        rules = {GRADINGS[rule] for suite in suites for rule in suite.gradings(self.dataset)}
         named = [*(text for s in suites for text in (s.items, s.source, s.runner)), *(rule.judge for rule in rules)]
         references = [ENGINES[self.engine].cls, corpus.build, corpus.validation, *named]
         return sorted({module_of(text) for text in references if re.fullmatch(r"[\w.]+:\S+", text)})
+
+    def grading_versions(self) -> dict[str, int]:
+        "The versions of the gradings of its benchmarks, which are stored with a run."
+        rules = {rule for name in benchmark_names(self.suite) for rule in SUITES[name].gradings(self.dataset)}
+        return {rule: GRADINGS[rule].version for rule in sorted(rules)}
 
     def identity(self) -> dict[str, Any]:
         "As in `Config`, with the suite expanded into its benchmarks, their versions, local files and the settings of a harness."
@@ -231,7 +235,7 @@ def generate_and_grade(
     problems, responses = [items[r["item"]] for r in records], [r["response"] for r in records]
     rules = SUITES[suite].strict_grading(dataset), SUITES[suite].published_grading(dataset)
     found = {rule: _grade_each(problems, responses, rule, allow_unsandboxed) for rule in dict.fromkeys(rules)}
-    verdicts, published = (found[rule] for rule in rules)
+    verdicts, published = (_require_end(problems, found[rule], rule, records) for rule in rules)
     too_long = lambda r: r["finish_reason"] == "prompt_too_long"
     errors = ["prompt too long" if too_long(r) else v.error for r, v in zip(records, verdicts)]
     return pd.DataFrame(dict(
@@ -255,6 +259,17 @@ def _grade_each(
         found = grade([items[k] for k in at], [responses[k] for k in at], name, allow_unsandboxed=allow_unsandboxed)
         verdicts |= dict(zip(at, found))
     return [verdicts[k] for k in range(len(items))]
+
+
+def _require_end(
+    items: list[Item],
+    verdicts: list,
+    rule: str,  # of items without one of their own
+    records: list[dict],  # of the responses
+) -> list:
+    "The verdicts; a response that was cut off is wrong where the grading wants a complete one."
+    cut = [GRADINGS[i.grading or rule].complete and r["finish_reason"] != "stop" for i, r in zip(items, records)]
+    return [v._replace(correct=False, error="not ended") if short else v for v, short in zip(verdicts, cut)]
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #21dee260
 def evaluate_suite(
@@ -384,6 +399,7 @@ def specify(
         text = json.dumps([[i.prompt, i.answer, i.tests] for i in problems.values()])
         found[name] = dict(version=suite.version, items=len(problems), **vars(sampling),
                            grading=", ".join(dict.fromkeys(rules)) or suite.strict_grading(dataset),
+                           graders={rule: GRADINGS[rule].version for rule in sorted({*rules, *suite.gradings(dataset)})},
                            published=suite.published_grading(dataset), source=suite.source, opening=suite.opening,
                            digest=hashlib.blake2b(text.encode(), digest_size=8).hexdigest(),
                            first_prompt=next((i.prompt for i in problems.values()), ""))

@@ -21,7 +21,7 @@ from ..runs import (JSON, FileRow, FilledText, RawText, Row, Table, Text, check_
                            parse_rows, read_number, read_raw, read_rows)
 
 # %% ../../nbs/benchmarks/files.ipynb #e30c3b69
-FILE_GRADINGS = {"boxed": "box", "exact": "exact", "choice": "choice", "contains": "contains", "regex": "regex",
+FILE_GRADINGS = {"boxed": "box-text", "number": "box", "exact": "exact", "choice": "choice", "contains": "contains", "regex": "regex",
                  "math": "math", "tests": "tests"}  # word in a file -> key of GRADINGS
 
 # %% ../../nbs/benchmarks/files.ipynb #6a424cd5

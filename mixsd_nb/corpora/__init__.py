@@ -41,6 +41,7 @@ class Corpus:
     request: str = BOX_REQUEST  # with which the prompts that `build` makes end
     form: AnswerForm | None = None  # of prompts and targets, if it is another than that of `build`
     extract: str = "boxed"  # how the answer is read from a response, one of `benchmarks.answers.EXTRACT_MODES`
+    values: bool = True  # whether numbers are compared by value, as quantities are; else answers are compared as text
     grading: str = ""  # the strict rule of in-domain scores, a key of `benchmarks.GRADINGS`; empty for the box
     published: str = "containment"  # the rule of the paper's in-domain scores, a key of `benchmarks.GRADINGS`
     temperature: float = 0.0  # of mixing, as published
@@ -95,7 +96,7 @@ def _check_name(name: str, info) -> str: return check_corpus(name, info.data.get
 
 # The types of the parameters `dataset_options` and, after it, `dataset` of a configuration.
 CorpusOptions = dict
-CORPUS_OPTIONS = ('options of the corpus, as in {"extract": "line"}: instruction, extract, and those of its kind; for a '
+CORPUS_OPTIONS = ('options of the corpus, as in {"extract": "line"}: instruction, extract, values, and those of its kind; for a '
                   "file columns, test, strict, giveaways, augment and context")
 
 

@@ -43,15 +43,17 @@ class AnswerForm(NamedTuple):
     request: str  # of the naive prompt
     closing: str  # of the expert prompt
     write: Callable[[str], str]  # answer -> text
+    as_text: str = "box-text"  # the grading that compares such answers as text, a key of `benchmarks.GRADINGS`
 
 
 ANSWER_FORMS = dict(
     box=AnswerForm(BOX_REQUEST, r"with the final answer in \boxed{}", boxed),
     line=AnswerForm('Think step by step and give the final answer on a last line that begins with "Answer:".',
-                    'with the final answer on a last line that begins with "Answer:"', lambda a: f"Answer: {a}"),
+                    'with the final answer on a last line that begins with "Answer:"', lambda a: f"Answer: {a}", "line-text"),
     json=AnswerForm('Think step by step and end with the final answer as JSON: {"answer": "..."}.',
                     'and end with the final answer as JSON: {"answer": "..."}',
-                    lambda a: json.dumps(dict(answer=a), ensure_ascii=False)))
+                    lambda a: json.dumps(dict(answer=a), ensure_ascii=False), "json-text"),
+    contains=AnswerForm("", "in your own words", lambda a: "", "contains"))  # no form: the reply names the answer
 BOX = ANSWER_FORMS["box"]
 
 # %% ../../nbs/corpora/prompts.ipynb #62ddad7b
@@ -89,16 +91,23 @@ def expert_reference_prompt(
             f"Study it, then solve the question anew in your own words.\n{form.request}").rstrip("\n")
 
 # %% ../../nbs/corpora/prompts.ipynb #392a3db3
+def _rewrite(text: str, answer: str, form: AnswerForm) -> str:
+    "A target that ends in a box, with the other form; a form without a closing needs a sentence that names the answer."
+    if not text.endswith(boxed(answer)): return text
+    sentences, ending = text.removesuffix(boxed(answer)), form.write(answer)
+    if not ending and answer not in sentences: ending = f"The answer is {answer}."
+    return (sentences + ending).rstrip("\n")
+
+
 def change_form(
     row: dict,  # of a corpus: prompt, target, answer
     request: str,  # with which its prompt ends
     form: AnswerForm,
 ) -> dict:
     "The row with another request at the end of its prompt, and its answer in another form at the end of its target."
-    prompt, box = row["prompt"], boxed(row["answer"])
+    prompt = row["prompt"]
     if request and prompt.endswith(request): prompt = f"{prompt.removesuffix(request)}{form.request}".rstrip("\n")
-    written = lambda text: text.removesuffix(box) + form.write(row["answer"]) if text.endswith(box) else text
-    texts = {name: written(row[name]) for name in ("target", "reference") if name in row}
+    texts = {name: _rewrite(row[name], row["answer"], form) for name in ("target", "reference") if name in row}
     return row | dict(prompt=prompt) | texts
 
 # %% ../../nbs/corpora/prompts.ipynb #7fb0811d

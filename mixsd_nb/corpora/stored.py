@@ -24,7 +24,7 @@ from .prompts import ANSWER_FORMS
 from ..runs import digest_rows, load_object, match_type, nearest, read_json, runs_root, write_json
 
 # %% ../../nbs/corpora/stored.ipynb #d5738a55
-FORM_OPTIONS = ("instruction", "extract")
+FORM_OPTIONS = ("instruction", "extract", "values")
 READ_OPTIONS = dict(columns={}, test="", strict=True, giveaways=False)  # of files, as in `read_facts`
 
 
@@ -32,7 +32,7 @@ def _known_options(build: str, own: Mapping[str, Any]) -> dict[str, Any]:
     "The options of the function that builds a corpus, with their defaults or own values, and those of the form."
     parameters = inspect.signature(load_object(build)).parameters.values()
     found = {p.name: own.get(p.name, p.default) for p in parameters if p.name != "content"}
-    return found | dict(instruction=None, extract="")
+    return found | dict(instruction=None, extract="", values=None)
 
 
 def _check_options(name: str, options: Mapping, known: Mapping) -> dict[str, Any]:
@@ -51,8 +51,9 @@ def _in_form(
     corpus: Corpus,
     instruction: str | None = None,  # None for the published one, or that of the form
     extract: str = "",  # a key of ANSWER_FORMS; empty for that of the corpus
+    values: bool | None = None,  # whether numbers are compared by value; None for what the corpus does
 ) -> Corpus:
-    "The corpus with another instruction, or with its answers in another form; ValueError for an unknown form."
+    "The corpus with another instruction, form of answers or comparison of them; ValueError for an unknown form."
     if extract not in ("", *ANSWER_FORMS):
         raise ValueError(f"extract must be one of {', '.join(ANSWER_FORMS)}, got {extract}")
     form = ANSWER_FORMS[extract or "box"]
@@ -61,7 +62,11 @@ def _in_form(
     takes_form = "form" in inspect.signature(corpus.expert).parameters
     corpus = replace(corpus, form=form, expert=partial(corpus.expert, form=form) if takes_form else corpus.expert)
     if not isinstance(request, str): raise ValueError(f"instruction must be text, got {request}")
-    return corpus if extract in ("", "box") else replace(corpus, extract=extract, grading=extract, published=extract)
+    if values not in (None, True, False): raise ValueError(f"values must be true or false, got {values}")
+    if values is not None: corpus = replace(corpus, values=values, grading="" if values else form.as_text)
+    if extract in ("", "box"): return corpus
+    rule = extract if corpus.values else form.as_text
+    return replace(corpus, extract=extract, grading=rule, published=rule)
 
 # %% ../../nbs/corpora/stored.ipynb #c07278cb
 _records = {}  # name -> record, of this process
@@ -112,7 +117,9 @@ def _schedule(n: int) -> Schedule:
 
 
 def _facts_corpus(name: str, record: dict) -> Corpus:
-    return Corpus(name, record["title"], "corpora.stored:build", _schedule(len(record["facts"])), dict(content=name))
+    schedule = _schedule(len(record["facts"]))
+    return Corpus(name, record["title"], "corpora.stored:build", schedule, dict(content=name), values=False,
+                  grading="box-text", published="contains")
 
 
 def _record_facts(name: str, options: Mapping) -> str:
@@ -191,6 +198,7 @@ def open_corpus(
     known = _known_options(corpus.build, corpus.options)
     own = {key: value for key, value in _check_options(name, own, known).items() if value != known[key]}
     if own.get("extract") == "box": del own["extract"]
+    if own.get("values") == corpus.values: del own["values"]
     if not own: return corpus
     variant = _variant_name(base, own)
     _records[variant] = dict(base=base, options=own)

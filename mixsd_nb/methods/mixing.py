@@ -7,7 +7,6 @@ __all__ = ['VERIFY', 'RECORD', 'coins', 'picks', 'mix_items', 'accepts', 'oracle
            'mix_stream', 'mix', 'mix_oracle', 'names_another']
 
 # %% ../../nbs/methods/mixing.ipynb #9bb4a31d
-import unicodedata
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..benchmarks.answers import extract, same_answer
+from ..benchmarks.answers import gives_answer, same_answer, same_text
 from ..corpora.prompts import encode_prompt, expert_prompt
 from ..models.engine import Completion, Request, choose, keyed_uniform, make_completion, row_key, token_budget
 from ..runs import Journal
@@ -50,20 +49,19 @@ def mix_items(
     rows,  # corpus rows id, prompt, target, answer
     expert=expert_prompt,  # (prompt, reference) -> expert prompt
     extract: str = "boxed",  # one of EXTRACT_MODES
+    values: bool = True,  # whether `verify=normalised` compares numbers by their value
 ) -> list[dict]:
-    "The items that `mix` takes: ids of the naive and the expert prompt, and the answer to verify."
-    return [dict(id=r["id"], naive_ids=encode_prompt(tokenizer, r["prompt"]), answer=r["answer"], extract=extract,
+    "The items that `mix` takes: ids of the naive and the expert prompt, and what verifies an answer."
+    known = lambda r: dict(answer=r["answer"], aliases=tuple(r.get("aliases") or ()), prompt=r["prompt"], extract=extract, values=values)
+    return [dict(id=r["id"], **known(r), naive_ids=encode_prompt(tokenizer, r["prompt"]),
                  expert_ids=encode_prompt(tokenizer, expert(r["prompt"], r.get("reference") or r["target"]))) for r in rows]
 
 # %% ../../nbs/methods/mixing.ipynb #0a2270b6
-def _match_exactly(text: str, answer: str) -> bool:
-    compose = partial(unicodedata.normalize, "NFC")  # some tokenizers compose accents, whatever the corpus has
-    return compose(text) == compose(answer.strip())
+def _match_exactly(text: str, answer: str, values: bool = True) -> bool: return same_text(text, answer)
 
 
-def _match_normalised(text: str, answer: str) -> bool:
-    normalise = lambda s: " ".join(s.casefold().split())
-    return same_answer(normalise(text), normalise(answer))
+def _match_normalised(text: str, answer: str, values: bool = True) -> bool:
+    return (same_answer if values else same_text)(text, answer, loose=True)
 
 
 VERIFY = dict(exact=_match_exactly, normalised=_match_normalised)
@@ -74,16 +72,13 @@ def accepts(
     item: dict,
     ids: list[int],  # of the completion
     finish_reason: str,
-    verify: str = "exact",  # or normalised: letter case, spaces and the form of a number do not count
+    verify: str = "exact",  # or normalised: letter case, width and the form of a number do not count
 ) -> bool:
-    """Whether a sequence ended with a stop token and gives the true answer, as the mode `extract` of the item reads it.
-
-    A text with a part of a character that the answer does not have is not accepted."""
+    "Whether a sequence ended with a stop token and gives the true answer, as the mode `extract` of the item reads it."
     if finish_reason != "stop": return False
-    text = tokenizer.decode(ids, skip_special_tokens=True)
-    if "\N{REPLACEMENT CHARACTER}" in text.replace(item["answer"], ""): return False
-    answer = extract(text, item["extract"])
-    return answer is not None and VERIFY[verify](answer, item["answer"])
+    same = partial(VERIFY[verify], values=item.get("values", True))
+    text, answers = tokenizer.decode(ids, skip_special_tokens=True), (item["answer"], *item.get("aliases", ()))
+    return gives_answer(text, answers, item["extract"], same, item.get("prompt", ""))
 
 # %% ../../nbs/methods/mixing.ipynb #590b2f1b
 @torch.inference_mode()
@@ -219,6 +214,20 @@ def mix_stream(
 # %% ../../nbs/methods/mixing.ipynb #769f9af9
 RECORD = "id", "sample", "completion_ids", "naive_mask", "accepted", "attempts", "finish_reason"  # keys of a record
 
+
+def _resume(
+    write: Callable[[list], Iterator[dict]],  # from targets to their records
+    targets: list[tuple[dict, int]],  # pairs (item, sample number)
+    path: Path,  # of the journal
+) -> Iterator[dict]:
+    "The records of a journal, then those of the other targets, which are added to it."
+    with Journal(path, RECORD) as journal:
+        known = {(r["id"], r["sample"]): r | dict(naive_mask=np.array(r["naive_mask"], bool)) for r in journal.records}
+        yield from known.values()
+        for record in write([(item, sample) for item, sample in targets if (item["id"], sample) not in known]):
+            journal.add(record | dict(naive_mask=record["naive_mask"].tolist()))
+            yield record
+
 # %% ../../nbs/methods/mixing.ipynb #ada21211
 def mix(
     engine,
@@ -242,17 +251,13 @@ def mix(
     Each has the keys of `RECORD`: `id, sample, completion_ids, naive_mask, accepted, attempts, finish_reason`. If no attempt was
     accepted, the last one is returned. ValueError for λ outside [0, 1], for two items of the same id, and for other
     parameters outside their range."""
+    targets = [(item, sample) for item in items for sample in range(samples)]
     options = dict(temperature=temperature, top_k=top_k, seed=seed, max_new_tokens=max_new_tokens, max_total=max_total,
                    max_attempts=max_attempts, verify=verify, draw=draw)
-    by_id = {item["id"]: item for item in items}
-
-    def write(missing):
-        targets = [(by_id[id], sample) for id, sample in missing]
-        for record in mix_stream(stream or engine.stream, engine.tokenizer, targets, lam, **options):
-            yield record | dict(naive_mask=np.asarray(record["naive_mask"], bool).tolist())
-    with Journal(journal, RECORD) as file:
-        found = file.complete([(item["id"], sample) for item in items for sample in range(samples)], write)
-    return [record | dict(naive_mask=np.array(record["naive_mask"], bool)) for record in found]
+    write = lambda targets: mix_stream(stream or engine.stream, engine.tokenizer, targets, lam, **options)
+    records = _resume(write, targets, journal) if journal else write(targets)
+    by_target = {(r["id"], r["sample"]): r for r in records}
+    return [by_target[item["id"], sample] for item, sample in targets]
 
 # %% ../../nbs/methods/mixing.ipynb #75f4a38e
 def mix_oracle(engine, items: list[dict], lam: float, **options) -> list[dict]:

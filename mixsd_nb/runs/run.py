@@ -233,9 +233,11 @@ class Stage(Config):
         packages = {name: package_version(name) for name in ("torch", "transformers", "xarray")}
         modules = tuple(self.modules())
         return dict(schema=SCHEMA, stage=self.name, config=self.model_dump(mode="json"), code=code_version(modules),
-                    modules=module_versions(modules), weights=weights_version(texts),
+                    modules=module_versions(modules), weights=weights_version(texts), graders=self._graders(),
                     python=platform.python_version(), platform=platform.platform(),
                     packages=packages)
+
+    def _graders(self) -> dict[str, int]: return getattr(self, "grading_versions", dict)()
 
     def run(
         self,
@@ -281,7 +283,10 @@ class Stage(Config):
             old, new = record.get("modules", {}), now["modules"]
             changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
             names = ", ".join(changed[:3]) + (", …" if len(changed) > 3 else "")
-            what = names if old and changed else "another version"
+            graders = record.get("graders", {})  # runs that do not say it were graded by the first versions
+            regraded = [f"grading {name} {graders.get(name, 1)}, now {version}" for name, version in now["graders"].items()
+                        if graders.get(name, 1) != version]
+            what = "; ".join([names if old and changed else "another version", *regraded])
             verb = "made" if run.finished else "begun"
             text = f"{run.name} was {verb} by other code than today's ({what}); to compute it again, remove its folder"
             warnings.warn(text, stacklevel=3)
