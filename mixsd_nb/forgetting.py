@@ -8,15 +8,13 @@ __all__ = ['run', 'ForgettingConfig', 'tabulate_increase', 'measure_runs', 'forg
 
 # %% ../nbs/forgetting.ipynb #a98c92ab
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pandas as pd
 import xarray as xr
-from pydantic import computed_field, field_validator
 from tqdm.auto import tqdm
 
-from .analysis.training_run import covers_steps, digest_training, find_checkpoints, keeps_weights, open_training_run
+from .analysis.training_run import TrainingAnalysis, find_checkpoints, keeps_weights, open_training_run
 from .analysis.divergence import ReferenceConfig, TextSettings, nll_increase, response_nll
 from .analysis.statistics import rank_correlation
 from .corpora import CORPUS_OPTIONS, CorpusName, CorpusOptions
@@ -27,40 +25,22 @@ from .results.cube import agreeing_runs
 from .results.plots import draw_recipe_legend, mark_made_up, recipe_colour, recipe_marker
 from .runs.schema import CELL_DIMS, DIMS, RECIPE_COORDS, RUN_DIMS, variable
 from .results.summary import held_out_average
-from .runs import Stage, module_of, run_function, consumed_field, runtime_field
+from .runs import module_of, run_function, consumed_field, runtime_field
 
 # %% ../nbs/forgetting.ipynb #180ae95f
-class ForgettingConfig(Stage, TextSettings):
+class ForgettingConfig(TrainingAnalysis, TextSettings):
     "F(D) of every checkpoint of a training run (eq. 2), over the dimensions of its result, and `new_kl`."
     name = "forgetting"
     run_class = "reports.finished:FinishedRun"
     workload = "mixsd_nb.planning.workload:plan_forgetting"
-    trained: str = runtime_field("", "folder of a training run; empty: all finished runs of the corpus and the model")
     dataset_options: CorpusOptions = consumed_field(CORPUS_OPTIONS)
     dataset: CorpusName = runtime_field("kgfact-small", "corpus of the training runs: its name, a file, a folder or a hub id")
     model_options: ModelOptions = consumed_field(MODEL_OPTIONS)
     model: ModelName = runtime_field("lab-m", "base model of the training runs: a lab model, a folder or a hub id")
-    checkpoints: Literal["all", "kept"] = runtime_field("all", "checkpoints of that run: all, or those whose weights it kept")
-
-    @field_validator("trained")
-    @classmethod
-    def _check_trained(cls, name): return name and str(open_training_run(name).folder)
-
-    @computed_field
-    @property
-    def content(self) -> str:
-        "A digest of the training, which does not depend on its path or checkpoints; empty without a training run."
-        return digest_training(open_training_run(self.trained)) if self.trained else ""
 
     def slug(self): return Path(self.trained).name
 
     def modules(self): return [*super().modules(), module_of(ENGINES[self.engine].cls)]
-
-    def other_results(self): return [Path(self.trained) / "result.nc"] if self.trained else []
-
-    def covers(self, run):
-        "Whether the run has measured all checkpoints of the training run."
-        return covers_steps(run, open_training_run(self.trained), self.checkpoints)
 
     def check(self):
         "ValueError without a training run, for a corpus or a base model other than its own, or for a missing checkpoint."
@@ -113,8 +93,7 @@ def measure_runs(
     runs = [run for run in agreeing_runs(dataset=config.dataset, model=config.model) if run.root["recipe"].item() != BASE]
     kept, gone = [run for run in runs if keeps_weights(run)], [run.name for run in runs if not keeps_weights(run)]
     if gone: print(f"left out, because their weights are not there: {', '.join(gone)}")
-    measure = lambda run: config.model_copy(update=dict(trained=str(run.folder), checkpoints="kept")).run(force).root
-    return {run.name: measure(run) for run in tqdm(kept, desc="training runs", unit="run", leave=False)}
+    return {name: result.to_dataset() for name, result in config.measure_each(kept, force).items()}
 
 # %% ../nbs/forgetting.ipynb #efca35bf
 def forgetting_table(

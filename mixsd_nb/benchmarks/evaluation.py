@@ -30,31 +30,30 @@ from ..corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions
 from ..corpora.control_tokens import find_disguise
 from ..corpora.prompts import encode_prompt
 from ..corpora.templates import encode_continuation
-from ..models import ENGINES, check_engine, check_engine_options, load_engine, load_tokenizer
+from ..models import ENGINES, check_engine, check_options_of_engine, load_engine, load_tokenizer
 from ..models.identity import MODEL_OPTIONS, ModelOptions
 from ..runs.presets import PresetSettings, preset_field
-from ..runs import (Journal, ParameterError, Seed, TableError, load_object, module_of, report_progress, consumed_field, runtime_field,
+from ..runs import (Journal, ParameterError, Seed, TableError, load_object, module_of, report_progress, consumed_field, flagged_field, runtime_field,
                            read_table, write_atomically)
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #f1b5e412
 class EvalSettings(PresetSettings):
     "Parameters of every stage that measures a model: the benchmarks, the sampling and the engine."
     dataset_options: CorpusOptions = consumed_field(CORPUS_OPTIONS)
-    dataset: CorpusName = Field("kgfact-small", description=(
-        "corpus that the in-domain questions come from: its name, a file, a folder or a hub id"))
+    dataset: CorpusName = flagged_field("kgfact-small", (
+        "corpus that the in-domain questions come from: its name, a file, a folder or a hub id"), "main", "several")
     suite: str = preset_field(
-        "lab, paper, in-domain, benchmarks, files such as my_tests.jsonl, or harness:TASK, separated by commas",
+        "lab, paper, in-domain, benchmarks, files such as my_tests.jsonl, or harness:TASK, separated by commas", "main",
         lab="lab", paper="paper", smoke="lab")
     n: int = preset_field(
         "items of each in-domain benchmark, as far as it has them, and lab suite, which has at most 300",
         lab=100, paper=4_326, smoke=2, ge=1)
-    limit: int = Field(
-        0, ge=0, description="items of each of the paper's tasks, files and harness tasks; 0 for all items",
-        json_schema_extra=dict(smoke=1))
+    limit: int = flagged_field(
+        0, "items of each of the paper's tasks, files and harness tasks; 0 for all items", smoke=1, ge=0)
     max_new_tokens: int = preset_field(
         "largest length of an in-domain response in tokens", lab=160, paper=4_096, smoke=16, ge=1)
-    task_tokens: int = Field(0, ge=0, json_schema_extra=dict(runtime=True, smoke=16), description=(
-        "largest length in tokens of a response to a benchmark that has a length of its own; 0 for its own"))
+    task_tokens: int = runtime_field(
+        0, "largest length in tokens of a response to a benchmark that has a length of its own; 0 for its own", smoke=16, ge=0)
     data: str = Field(
         "", description="folder with local files of the paper's tasks; if empty, MIXSD_BENCHMARKS or the hub is used")
     seed: Seed = Field(0, description="seed of evaluation items, picks, sampling noise and training order")
@@ -71,10 +70,9 @@ class EvalSettings(PresetSettings):
     allow_unsandboxed: bool = runtime_field(False, "run HumanEval's programs even if this machine has no sandbox")
 
     _engine = field_validator("engine")(check_engine)
-
-    @field_validator("suite")
-    @classmethod
-    def _check_suite(cls, suite): return resolve_suite(suite)
+    _options = field_validator("engine_options", mode="before")(check_options_of_engine)
+    _suite = field_validator("suite")(resolve_suite)
+    _harness = field_validator("harness", mode="before")(check_harness_options)
 
     @field_validator("data", "limit", "harness")
     @classmethod
@@ -83,14 +81,6 @@ class EvalSettings(PresetSettings):
         if not any(info.field_name in SUITES[name].settings for name in benchmark_names(suite)):
             return cls.model_fields[info.field_name].default
         return value or benchmarks_folder() if info.field_name == "data" else value
-
-    @field_validator("engine_options", mode="before")
-    @classmethod
-    def _options(cls, options, info): return check_engine_options(options, info.data.get("engine", "hf"))
-
-    @field_validator("harness", mode="before")
-    @classmethod
-    def _harness(cls, options): return check_harness_options(options)
 
     def declared_modules(self) -> list[str]:
         "Modules that the declarations of engine, corpus and benchmarks name: their code is part of a run's."
@@ -196,23 +186,21 @@ def generate_responses(
     from tqdm.auto import tqdm
     samplings = {name: _with_length(item.sampling or sampling, sampling.max_new_tokens) for name, item in items.items()}
     keys = [(name, sample) for name in items for sample in range(samplings[name].samples)]
-    found = {(r["item"], r["sample"]): r for r in (journal.records if journal else []) if r["benchmark"] == benchmark}
-    missing = [key for key in keys if key not in found]
     opened = encode_continuation(engine.tokenizer, opening)
-    queues = _queue_requests(engine.tokenizer, items, missing, samplings, seed, opened)
     options = lambda kind: {name: value for name, value in vars(kind).items() if name != "samples"}
     hidden = {} if progress else dict(disable=True)
-    with tqdm(total=len(keys), initial=len(keys) - len(missing), desc=progress, leave=False, **hidden) as bar:
-        streams = (engine.stream(queue, **options(kind)) for kind, queue in queues.items())
-        for request, completion in chain.from_iterable(streams):
-            name, sample = request.tag
-            text = engine.tokenizer.decode(opened + list(completion.ids), skip_special_tokens=True)
-            found[name, sample] = dict(benchmark=benchmark, item=name, sample=sample, response=text,
-                                       finish_reason=completion.finish_reason)
-            if journal: journal.add(found[name, sample])
-            bar.update()
-            if progress: report_progress(progress, len(found), len(keys))
-    return [found[key] for key in keys]
+
+    def generate(missing):
+        queues = _queue_requests(engine.tokenizer, items, [key for _, *key in missing], samplings, seed, opened)
+        streams, done = (engine.stream(queue, **options(kind)) for kind, queue in queues.items()), len(keys) - len(missing)
+        with tqdm(total=len(keys), initial=done, desc=progress, leave=False, **hidden) as bar:
+            for done, (request, completion) in enumerate(chain.from_iterable(streams), done + 1):
+                text = engine.tokenizer.decode(opened + list(completion.ids), skip_special_tokens=True)
+                yield dict(benchmark=benchmark, item=request.tag[0], sample=request.tag[1], response=text,
+                           finish_reason=completion.finish_reason)
+                bar.update()
+                if progress: report_progress(progress, done, len(keys))
+    return (journal or Journal(None, RECORD_KEYS)).complete([(benchmark, *key) for key in keys], generate)
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #cd6fac42
 def generate_and_grade(

@@ -9,7 +9,7 @@ __all__ = ['VERIFY', 'RECORD', 'coins', 'picks', 'mix_items', 'accepts', 'oracle
 # %% ../../nbs/methods/mixing.ipynb #9bb4a31d
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 
 import numpy as np
@@ -74,10 +74,13 @@ def accepts(
     finish_reason: str,
     verify: str = "exact",  # or normalised: letter case, width and the form of a number do not count
 ) -> bool:
-    "Whether a sequence ended with a stop token and gives the true answer, as the mode `extract` of the item reads it."
+    """Whether a sequence ended with a stop token and gives the true answer, as the mode `extract` of the item reads it.
+
+    A text with a part of a character that the answer does not have is not accepted."""
     if finish_reason != "stop": return False
-    same = partial(VERIFY[verify], values=item.get("values", True))
     text, answers = tokenizer.decode(ids, skip_special_tokens=True), (item["answer"], *item.get("aliases", ()))
+    if "\N{REPLACEMENT CHARACTER}" in reduce(lambda rest, answer: rest.replace(answer, ""), answers, text): return False
+    same = partial(VERIFY[verify], values=item.get("values", True))
     return gives_answer(text, answers, item["extract"], same, item.get("prompt", ""))
 
 # %% ../../nbs/methods/mixing.ipynb #590b2f1b
@@ -214,20 +217,6 @@ def mix_stream(
 # %% ../../nbs/methods/mixing.ipynb #769f9af9
 RECORD = "id", "sample", "completion_ids", "naive_mask", "accepted", "attempts", "finish_reason"  # keys of a record
 
-
-def _resume(
-    write: Callable[[list], Iterator[dict]],  # from targets to their records
-    targets: list[tuple[dict, int]],  # pairs (item, sample number)
-    path: Path,  # of the journal
-) -> Iterator[dict]:
-    "The records of a journal, then those of the other targets, which are added to it."
-    with Journal(path, RECORD) as journal:
-        known = {(r["id"], r["sample"]): r | dict(naive_mask=np.array(r["naive_mask"], bool)) for r in journal.records}
-        yield from known.values()
-        for record in write([(item, sample) for item, sample in targets if (item["id"], sample) not in known]):
-            journal.add(record | dict(naive_mask=record["naive_mask"].tolist()))
-            yield record
-
 # %% ../../nbs/methods/mixing.ipynb #ada21211
 def mix(
     engine,
@@ -251,13 +240,17 @@ def mix(
     Each has the keys of `RECORD`: `id, sample, completion_ids, naive_mask, accepted, attempts, finish_reason`. If no attempt was
     accepted, the last one is returned. ValueError for λ outside [0, 1], for two items of the same id, and for other
     parameters outside their range."""
-    targets = [(item, sample) for item in items for sample in range(samples)]
     options = dict(temperature=temperature, top_k=top_k, seed=seed, max_new_tokens=max_new_tokens, max_total=max_total,
                    max_attempts=max_attempts, verify=verify, draw=draw)
-    write = lambda targets: mix_stream(stream or engine.stream, engine.tokenizer, targets, lam, **options)
-    records = _resume(write, targets, journal) if journal else write(targets)
-    by_target = {(r["id"], r["sample"]): r for r in records}
-    return [by_target[item["id"], sample] for item, sample in targets]
+    by_id = {item["id"]: item for item in items}
+
+    def write(missing):
+        targets = [(by_id[id], sample) for id, sample in missing]
+        for record in mix_stream(stream or engine.stream, engine.tokenizer, targets, lam, **options):
+            yield record | dict(naive_mask=np.asarray(record["naive_mask"], bool).tolist())
+    with Journal(journal, RECORD) as file:
+        found = file.complete([(item["id"], sample) for item in items for sample in range(samples)], write)
+    return [record | dict(naive_mask=np.array(record["naive_mask"], bool)) for record in found]
 
 # %% ../../nbs/methods/mixing.ipynb #75f4a38e
 def mix_oracle(engine, items: list[dict], lam: float, **options) -> list[dict]:
