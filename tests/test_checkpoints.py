@@ -24,7 +24,7 @@ from mixsd_nb.forgetting import ForgettingConfig
 from mixsd_nb.methods.fitting import MethodRun
 from mixsd_nb.results.cube import cube_of, unasked_benchmarks
 from mixsd_nb.results.summary import summary_table
-from mixsd_nb.runs import RESPONSE_COLUMNS, Run, checkpoint_steps, read_table, trained_steps
+from mixsd_nb.runs import RESPONSE_COLUMNS, Run, checkpoint_steps, make_config, read_table, trained_steps
 from mixsd_nb.training import saving
 from mixsd_nb.training.trainer import TrainingSpec, fine_tune, loop_in_phases
 
@@ -103,7 +103,7 @@ def test_the_selected_checkpoint_is_asked_the_whole_suite_with_the_same_answers(
 
 def test_a_worker_without_a_run_asks_the_checkpoints_of_a_training_that_goes_on(whole, tiny, copied, monkeypatch):
     shutil.copytree(whole.folder, copied / whole.folder.name)
-    config, busy = train.make_config(train.TrainConfig, model=tiny, **SMALL), iter([True, True, False])
+    config, busy = make_config(train.TrainConfig, model=tiny, **SMALL), iter([True, True, False])
     run = open_training_run(str(config.folder))
     for step in (4, 8): run.responses_file(step).unlink()
     monkeypatch.setattr(train, "is_locked", lambda folder: next(busy))

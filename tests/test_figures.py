@@ -214,6 +214,13 @@ def test_the_dots_of_a_frontier_are_the_means_of_its_line():
     np.testing.assert_allclose(sorted(figure.axes[0].collections[0].get_offsets().tolist()), expected)
 
 
+def test_an_axis_that_no_run_has_is_one_sentence():
+    cube = invent_cube(2)
+    without = cube.assign(accuracy=cube.accuracy.where(cube.benchmark != "world"), n=cube.n.where(cube.benchmark != "world"))
+    with pytest.raises(ValueError, match="no run of kgfact-small has both recall and world"):
+        frontier_axes_figure([without], ("kgfact-small", "lab-m"), kept="world")
+
+
 def test_the_axis_of_a_figure_has_the_n_of_the_drawn_corpus():
     "Another corpus of the same runs has more items."
     one = collapse_source(cube_of({m: invent_result(m).to_dataset() for m in ("base", "sft")})).table

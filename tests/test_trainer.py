@@ -34,7 +34,7 @@ from mixsd_nb.methods.supervised import Supervised
 from mixsd_nb.models import load_base, load_tokenizer
 from mixsd_nb.models.engines import HFEngine
 from mixsd_nb.models.tiny import random_model
-from mixsd_nb.runs import ProcessFailed, Run, checkpoint_steps, report_progress, write_json
+from mixsd_nb.runs import ProcessFailed, Run, checkpoint_steps, make_config, report_progress, write_json
 from mixsd_nb.train import TrainConfig
 from mixsd_nb.training.loss import DivergenceError, LossHead, nll, summed_loss
 from mixsd_nb.training.progress import TrainingProgress
@@ -378,7 +378,7 @@ def test_measuring_does_not_count_in_the_time_left(monkeypatch, tmp_path):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_only_on_a_cpu_is_a_checkpoint_measured_beside_the_training(device, spec, tmp_path, monkeypatch):
     "A plan gives each of the two the whole GPU."
-    measures, config = [], train.make_config(TrainConfig, model=spec.model, method="sft")
+    measures, config = [], make_config(TrainConfig, model=spec.model, method="sft")
     monkeypatch.setattr(train, "in_notebook", lambda: True)
     monkeypatch.setattr(Recipe, "load_fit", lambda self: lambda run: 1 / 0)
     monkeypatch.setattr("mixsd_nb.training.trainer.training_device", lambda: torch.device(device))

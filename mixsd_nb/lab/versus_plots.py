@@ -77,6 +77,7 @@ def _describe_axis(cubes: Sequence[xr.Dataset], name: str) -> str:
     "Return the title of a kind of learning or of what is kept, with the numbers of questions, as in `N=100`."
     benchmarks = lambda cube: cube.benchmark[cube.role == "held-out"].values if name == HELD_OUT else LEARNED.get(name, (name,))
     counts = np.concatenate([cube.n.reindex(benchmark=benchmarks(cube)).max([d for d in cube.n.dims if d != "benchmark"]) for cube in cubes])
+    if np.isnan(counts).all(): return f"{_TITLES.get(name, name)} (%)"  # no run has it
     ends = sorted({f"{n:.0f}" for n in (np.nanmin(counts), np.nanmax(counts))}, key=int)
     return f"{_TITLES.get(name, name)} (%, N={'–'.join(ends)})"
 
