@@ -109,6 +109,7 @@ class Module:
     def _define_function(self, node: ast.FunctionDef, kind: str, cell: str) -> Definition:
         if any(ast.unparse(d).endswith("property") for d in node.decorator_list): kind = "property"
         parameters = self._parameters(node.args)
+        for a in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]: a.annotation = split_annotation(a.annotation)[0]
         arguments = ast.unparse(node.args)
         if kind != "function" and node.args.args: arguments = re.sub(r"^\w+(, |$)", "", arguments)
         result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
@@ -128,7 +129,9 @@ class Module:
         if args.kwarg: pairs.append(("**", args.kwarg, None))
         last = {(d or a).end_lineno: a.arg for _, a, d in pairs}  # a comment belongs to the last parameter of its line
         comment = lambda a, line: self.comments.get(line, "") if last[line] == a.arg else ""
-        return [Parameter(star + a.arg, unparse(a.annotation), unparse(d), comment(a, (d or a).end_lineno)) for star, a, d in pairs]
+        parts = {a.arg: split_annotation(a.annotation) for _, a, _ in pairs}
+        return [Parameter(star + a.arg, unparse(parts[a.arg][0]), unparse(d), comment(a, (d or a).end_lineno) or parts[a.arg][1])
+                for star, a, d in pairs]
 
     def _define_class(self, node: ast.ClassDef, cell: str) -> Definition:
         functions = [n for n in node.body if isinstance(n, ast.FunctionDef)]
@@ -160,6 +163,13 @@ def target_name(node: ast.AST) -> str:
     "The name that a statement assigns; empty for other statements."
     target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
     return target.id if isinstance(target, ast.Name) else ""
+
+
+def split_annotation(node: ast.AST | None) -> tuple[ast.AST | None, str]:
+    "The type and the description of `Annotated[type, description]`; of any other annotation itself and an empty text."
+    if not isinstance(node, ast.Subscript) or unparse(node.value) != "Annotated": return node, ""
+    kind, text = node.slice.elts[:2]
+    return kind, text.value if isinstance(text, ast.Constant) and isinstance(text.value, str) else ""
 
 
 def unparse(node: ast.AST | None) -> str: return ast.unparse(node) if node else ""
