@@ -421,3 +421,11 @@ def test_a_corpus_without_subjects_is_refused_before_any_model_is_loaded(tiny, o
     with patch("mixsd_nb.train.base_responses") as asked, pytest.raises(ParameterError, match="add the column subject, whose text occurs in the question$"):
         train.run(method="memit", dataset=str(facts), model=tiny, suite="recall")
     assert not asked.called
+
+
+def test_texts_of_the_pretraining_keep_their_control_tokens():
+    "They are what a model read, and not words of a user, which are encoded as text."
+    tokenizer = load_tokenizer("lab-s")
+    texts = read_texts("lab", 60)
+    assert [ids.tolist() for ids in encode_texts(tokenizer, texts)] == [ids[:512] for ids in tokenizer(texts)["input_ids"]]
+    assert any(tokenizer.eos_token_id in ids for ids in encode_texts(tokenizer, texts))

@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from ..corpora.control_tokens import encode_text
 from ..corpora.simpleqa import find_copy, read_hub, read_local
 from ..models.lab import is_lab_model
 from ..runs import Registry, explain_damage, load_object, read_lines, runs_root, try_lock, write_atomically
@@ -145,8 +144,8 @@ def encode_texts(
     texts: list[str],
     longest: int = 512,  # tokens of a text that are read
 ) -> list[np.ndarray]:
-    "The token ids of each text that has any, with the special tokens of the tokenizer, cut to the longest length."
-    encoded = [encode_text(tokenizer, text, special=True) for text in texts]
+    "Return the token ids of each text that has any, with the special tokens of the tokenizer, cut to the longest length."
+    encoded = tokenizer(texts)["input_ids"]
     return [np.array(ids[:longest], np.int32) for ids in encoded if ids]
 
 # %% ../../nbs/methods/covariance.ipynb #0bdc7bbe
