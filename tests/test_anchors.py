@@ -13,7 +13,8 @@ from helpers import small_model
 from safetensors.torch import load_file, save_file
 
 from mixsd_nb import fisher, train
-from mixsd_nb.methods.covariance import encode_texts, read_texts
+from mixsd_nb.corpora.texts import read_texts
+from mixsd_nb.methods.covariance import encode_texts
 from mixsd_nb.methods.replay import read_prompts, write_replays
 from mixsd_nb.methods.supervised import Supervised
 from mixsd_nb.methods.weight_penalties import Penalty, prepare_ewc, relative_importance, text_fisher

@@ -218,19 +218,6 @@ for _name, _opening in {
     "choice": "From what I know,",
 }.items(): SUITES.add(open_twin(_name, _opening))
 
-# %% ../../nbs/benchmarks/index.ipynb #1c2f632a
-_READ = ("read-2", "read-4", "read-12", "read-27", "read-4-same-3", "read-12-same-3", "read-12-same-10",
-         "read-27-same-10", "english-4", "english-12-same-3", "traits-12", "questions-4", "questions-12-same-3",
-         "statements-12-same-3", "backward-12", "unknown-12")
-_SKILLS = ("remainders", "equations", "stories", "plots", "functions", "choice", "world", "world-direct", "annex",
-           "typed")
-for _name in (*_READ, *_SKILLS):
-    SUITES.add(Suite(f"probe-{_name}", f"Probe: {_name.replace('-', ' ')}", "probe", "mixsd_nb.lab.probes:probe_items",
-                     f"probe-{_name}", "", ("probes",), Sampling(224 if _name == "remainders" else 160),
-                     {"functions": "harmless-tests", "choice": "letter"}.get(_name, "box"),
-                     "first-line" if _name == "choice" else "", version=1,
-                     opening="The answer is" if _name == "world-direct" else ""))
-
 # %% ../../nbs/benchmarks/index.ipynb #9b764be3
 def _task(name, column, sampling, **options):
     return Suite(name, column, "held-out", "benchmarks.tasks:task_items", f"benchmarks.tasks:{name}", column,

@@ -19,8 +19,8 @@ from torch.nn.functional import cross_entropy
 from transformers import DynamicCache
 
 from . import METHODS
-from .covariance import (capture, decoder_blocks, default_texts, encode_texts, output_layer, pad_right,
-                                         read_texts, stored_moments)
+from ..corpora.texts import default_texts, read_texts
+from .covariance import capture, decoder_blocks, encode_texts, output_layer, pad_right, stored_moments
 from .edits import (FORMS, PLACES, Edit, answer_in_replies, convert_rows, encode_parts,
                                     sample_prefixes)
 from .fitting import Fitted, MethodRun, check_lengths

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from .covariance import default_texts, encode_texts, read_texts
+from ..corpora.texts import default_texts, read_texts
+from .covariance import encode_texts
 from .fitting import MethodRun
 from ..training.loss import Modifier, Objective
 from ..training.trainer import TrainingSpec, training_device
