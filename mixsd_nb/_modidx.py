@@ -2358,6 +2358,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                          'mixsd_nb.methods.mixing.accepts': ('methods/mixing.html#accepts', 'mixsd_nb/methods/mixing.py'),
                                          'mixsd_nb.methods.mixing.attempt_request': ( 'methods/mixing.html#attempt_request',
                                                                                       'mixsd_nb/methods/mixing.py'),
+                                         'mixsd_nb.methods.mixing.check_mixing': ( 'methods/mixing.html#check_mixing',
+                                                                                   'mixsd_nb/methods/mixing.py'),
                                          'mixsd_nb.methods.mixing.coins': ('methods/mixing.html#coins', 'mixsd_nb/methods/mixing.py'),
                                          'mixsd_nb.methods.mixing.mix': ('methods/mixing.html#mix', 'mixsd_nb/methods/mixing.py'),
                                          'mixsd_nb.methods.mixing.mix_items': ( 'methods/mixing.html#mix_items',

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['VERIFY', 'RECORD', 'coins', 'picks', 'mix_items', 'accepts', 'oracle_sequence', 'oracle_stream', 'attempt_request',
-           'mix_stream', 'mix', 'mix_oracle', 'names_another']
+           'check_mixing', 'mix_stream', 'mix', 'mix_oracle', 'names_another']
 
 # %% ../../nbs/methods/mixing.ipynb #9bb4a31d
 from collections import Counter, defaultdict, deque
@@ -171,6 +171,22 @@ class _Attempts:
             self.queue.extend(others)
         del self.due[_target(r)]
 
+# %% ../../nbs/methods/mixing.ipynb #643dc113
+def check_mixing(
+    targets: list[tuple[dict, int]],  # pairs (item, sample number)
+    lam: float,
+    temperature: float,
+    max_attempts: int,
+    verify: str,
+) -> None:
+    "Raise ValueError of one sentence for a parameter out of its range, and for two items with the same id."
+    if not 0 <= lam <= 1: raise ValueError(f"lam must be between 0 and 1, got {lam}")
+    if max_attempts < 1: raise ValueError(f"max_attempts must be at least 1, got {max_attempts}")
+    if temperature < 0: raise ValueError(f"temperature must be at least 0, got {temperature}")
+    if len({(item["id"], sample) for item, sample in targets}) < len(targets):
+        raise ValueError("ids of items must be different, because draws are keyed by them; two are the same")
+    if verify not in VERIFY: raise ValueError(f"verify must be one of {', '.join(VERIFY)}, got {verify}")
+
 # %% ../../nbs/methods/mixing.ipynb #4e8a2120
 def mix_stream(
     stream,  # engine.stream, or the oracle's
@@ -189,13 +205,8 @@ def mix_stream(
     tally: Counter | None = None,  # counts tokens, and sequences accepted, retried and discarded
 ) -> Iterator[dict]:
     "The records of `mix` in the order in which they end; parameters and errors as there."
+    check_mixing(targets, lam, temperature, max_attempts, verify)
     tally = Counter() if tally is None else tally
-    if not 0 <= lam <= 1: raise ValueError(f"lam must be between 0 and 1, got {lam}")
-    if max_attempts < 1: raise ValueError(f"max_attempts must be at least 1, got {max_attempts}")
-    if temperature < 0: raise ValueError(f"temperature must be at least 0, got {temperature}")
-    if len({(item["id"], sample) for item, sample in targets}) < len(targets):
-        raise ValueError("ids of items must be different, because draws are keyed by them; two are the same")
-    if verify not in VERIFY: raise ValueError(f"verify must be one of {', '.join(VERIFY)}, got {verify}")
     limit = 1 if temperature == 0 and lam in (0, 1) else max_attempts
     request = lambda item, sample, attempt: attempt_request(item, sample, attempt, lam, seed, max_new_tokens, draw)
     longest_first = sorted(targets, key=lambda t: -max(len(t[0]["naive_ids"]), len(t[0]["expert_ids"])))
