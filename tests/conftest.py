@@ -6,13 +6,14 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 sys.modules["rfc3987_syntax"] = None  # jsonschema's check of IRIs takes a second to import, and notebooks have none
 
 import pytest
-from helpers import need_tools, small_model
+from helpers import CELL, PLUGIN, need_tools, small_model
 
-from mixsd_nb import models
+from mixsd_nb import models, train
 from mixsd_nb.models import load_base
 
 
@@ -82,3 +83,38 @@ def own_runs(tmp_path, monkeypatch):
 def undrawn(monkeypatch):
     "Figures are made but saved as empty files, where their pictures are not looked at."
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, path, **options: open(path, "wb").close())
+
+
+@pytest.fixture
+def plugin():
+    "The declarations of a plugin, which no module reads."
+    for registry, entry in PLUGIN: registry.add(entry)
+    yield
+    for registry, entry in PLUGIN: registry.remove(entry.name)
+
+
+@pytest.fixture
+def data(own_runs):
+    "A folder for files of facts, and a function that writes one of them."
+    folder = own_runs / "data"
+    folder.mkdir()
+
+    def write(name, content):
+        if content is not None: (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        return str(folder / name)
+    return write
+
+
+@pytest.fixture(scope="module")
+def prompted(tmp_path_factory):
+    "A small model whose responses depend on the prompt."
+    return small_model(tmp_path_factory.mktemp("tiny"), "lab-s", scale=4, heads=2, head_dim=16, context=512)
+
+
+@pytest.fixture(scope="session")
+def averages(tiny, tmp_path_factory):
+    "SFT for one update, and its averages with the base model at three α; the tuned run is computed once."
+    with patch.dict("os.environ", MIXSD_RUNS=str(tmp_path_factory.mktemp("runs"))):
+        found = {alpha: train.run(method="wise-sft", options=dict(alpha=alpha), model=tiny, **CELL) for alpha in (0.0, 0.25, 1.0)}
+        with patch("mixsd_nb.training.trainer.train_process", side_effect=AssertionError):
+            return found, train.run(method="sft", model=tiny, **CELL)

@@ -1,5 +1,6 @@
 "Functions that several test files call."
 
+import ast
 import json
 import multiprocessing
 import os
@@ -14,7 +15,11 @@ from types import SimpleNamespace
 
 import pytest
 
+import mixsd_nb
+from mixsd_nb.benchmarks import SUITES, Suite
 from mixsd_nb.benchmarks.sandbox import SandboxError, check_sandbox
+from mixsd_nb.corpora import CORPORA, Corpus, Schedule
+from mixsd_nb.methods import METHODS, TRAINED, Method
 from mixsd_nb.models import load_tokenizer
 from mixsd_nb.models.tiny import random_model
 from mixsd_nb.runs import find_stage, load_plugins
@@ -203,3 +208,29 @@ def quick_notebook(path):
              for k, code in enumerate(QUICK_CELLS.split("%%"))]
     kernel = dict(display_name="python3", language="python", name="python3")
     path.write_text(json.dumps(dict(cells=cells, metadata=dict(kernelspec=kernel), nbformat=4, nbformat_minor=5)))
+
+
+# What a plugin declares: a method with a setting and a learning rate, one that edits the weights, two benchmarks, a corpus.
+TOY = Method("toy", "Toy", "#123456", "*", (*TRAINED, "rank"), label="r{rank:g}", caption="rank {rank:g}")
+EDIT = Method("edit", "Edit", "#654321", "X")
+RIDDLES = Suite("riddles", "Riddles", "held-out", "plugin:items", "riddles")
+REVERSED = Suite("reversed", "Reversed", "in-domain", "plugin:items", "reversed")
+MINE = Corpus("mine", "Mine", "plugin:build", Schedule(20, 20, 20))
+PLUGIN = [(METHODS, TOY), (METHODS, EDIT), (SUITES, RIDDLES), (SUITES, REVERSED), (CORPORA, MINE)]
+
+
+SOURCES = sorted(Path(mixsd_nb.__file__).parent.rglob("*.py"))
+
+
+def calls(name):
+    "The calls of a function or method of this name in the package, with the names of their options."
+    for file in SOURCES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == name:
+                yield file.stem, ast.unparse(node), {k.arg: ast.unparse(k.value) for k in node.keywords}
+
+
+CELL = dict(dataset="mquake-lab", suite="recall", n=4, max_new_tokens=4, epochs=1, batch=50)
+
+
+def lines(*rows): return "\n".join(row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows)

@@ -4,12 +4,11 @@ import json
 import weakref
 from dataclasses import replace
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from helpers import small_model
+from helpers import CELL
 from safetensors.torch import load_file, save_file
 
 from mixsd_nb import fisher, train
@@ -28,14 +27,8 @@ PAIRS = [(list(range(5, 9 + k)), list(range(20, 23 + 2 * k)) + [2]) for k in ran
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    "A small model whose responses depend on the prompt."
-    return small_model(tmp_path_factory.mktemp("tiny"), "lab-s", scale=4, heads=2, head_dim=16, context=512)
-
-
-@pytest.fixture(scope="module")
-def spec(folder):
-    return TrainingSpec(folder, lr=1e-3, steps=3, batch=4, objective="methods.supervised:stored_pairs", data=dict(pairs=PAIRS), seed=3)
+def spec(prompted):
+    return TrainingSpec(prompted, lr=1e-3, steps=3, batch=4, objective="methods.supervised:stored_pairs", data=dict(pairs=PAIRS), seed=3)
 
 
 def weights(run):
@@ -43,22 +36,22 @@ def weights(run):
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_without_strength_an_anchor_is_sft(weighted, spec, folder, tmp_path):
+def test_without_strength_an_anchor_is_sft(weighted, spec, prompted, tmp_path):
     fisher = dict(fisher=str(tmp_path / "fisher")) if weighted else {}
-    save_file({name: w.detach().square().contiguous() for name, w in load_base(folder)[0].named_parameters()}, tmp_path / "fisher")
+    save_file({name: w.detach().square().contiguous() for name, w in load_base(prompted)[0].named_parameters()}, tmp_path / "fisher")
     for strength in (0.0, 50.0):
         data = dict(strength=strength) | fisher
         fine_tune(replace(spec, modifiers=[("methods.weight_penalties:add_penalty", data)]), tmp_path / str(strength))
     fine_tune(spec, tmp_path / "sft")
-    free, held, sft, base = weights(tmp_path / "0.0"), weights(tmp_path / "50.0"), weights(tmp_path / "sft"), load_file(folder + "/model.safetensors")
+    free, held, sft, base = weights(tmp_path / "0.0"), weights(tmp_path / "50.0"), weights(tmp_path / "sft"), load_file(prompted + "/model.safetensors")
     for name, w in sft.items(): torch.testing.assert_close(free[name], w, rtol=0, atol=1e-6)
     distance = lambda found: sum((found[name] - w).square().sum() for name, w in base.items())
     assert distance(held) < distance(sft)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_the_gradient_of_the_penalty_is_autograds(weighted, folder):
-    model, _ = load_base(folder)
+def test_the_gradient_of_the_penalty_is_autograds(weighted, prompted):
+    model, _ = load_base(prompted)
     anchor = {name: w.detach() + 0.01 * torch.randn_like(w) for name, w in model.named_parameters()}
     importance = relative_importance({name: w.detach().square() for name, w in model.named_parameters()}) if weighted else None
     objective, head = Penalty(Supervised(PAIRS), anchor, 0.3, importance), LossHead(model)
@@ -71,7 +64,7 @@ def test_the_gradient_of_the_penalty_is_autograds(weighted, folder):
     for slope, p in zip(expected, model.parameters()): assert (p.grad - slope).norm() <= 1e-5 * slope.norm()
 
 
-def test_the_penalty_is_in_the_reported_loss_and_before_clipping(spec, folder, tmp_path):
+def test_the_penalty_is_in_the_reported_loss_and_before_clipping(spec, prompted, tmp_path):
     "The reported norm of the gradient, measured before clipping, is that of loss and penalty together."
     curves = fine_tune(replace(spec, modifiers=[("methods.weight_penalties:add_penalty", dict(strength=1e4))], lr=1e-2), tmp_path / "held")
     free = fine_tune(replace(spec, lr=1e-2), tmp_path / "free")
@@ -79,11 +72,11 @@ def test_the_penalty_is_in_the_reported_loss_and_before_clipping(spec, folder, t
     assert curves["grad_norm"][1] > 2 * free["grad_norm"][1] and curves["loss"][1] > free["loss"][1]
 
 
-def test_the_fisher_of_texts_is_that_of_the_analysis(folder):
-    model, tokenizer = load_base(folder)
+def test_the_fisher_of_texts_is_that_of_the_analysis(prompted):
+    model, tokenizer = load_base(prompted)
     rows = [r.tolist() for r in encode_texts(tokenizer, read_texts("lab", 3))]
     expected = diagonal_fisher(model, [(r[:1], r[1:]) for r in rows])
-    for name, f in text_fisher(folder, "lab", 3).items(): assert torch.equal(f, expected[name])
+    for name, f in text_fisher(prompted, "lab", 3).items(): assert torch.equal(f, expected[name])
     with pytest.raises(ValueError, match="^the mean of the Fisher must be above 0, got 0$"): relative_importance(dict(a=torch.zeros(2)))
 
 
@@ -100,24 +93,12 @@ def test_the_training_of_ewc_begins_without_the_tensors_of_the_fisher(tmp_path, 
     assert found[0]() is None and load_file(data["fisher"])["a"].tolist() == [1, 1]
 
 
-CELL = dict(dataset="mquake-lab", suite="recall", n=4, max_new_tokens=4, epochs=1, batch=50)
-
-
-@pytest.fixture(scope="module")
-def runs(tiny, tmp_path_factory):
-    "SFT for one update, and its averages with the base model at three α; the tuned run is computed once."
-    with patch.dict("os.environ", MIXSD_RUNS=str(tmp_path_factory.mktemp("runs"))):
-        found = {alpha: train.run(method="wise-sft", options=dict(alpha=alpha), model=tiny, **CELL) for alpha in (0.0, 0.25, 1.0)}
-        with patch("mixsd_nb.training.trainer.train_process", side_effect=AssertionError):
-            return found, train.run(method="sft", model=tiny, **CELL)
-
-
-def test_averages_lie_between_the_base_and_the_tuned_weights(runs, tiny):
-    averages, tuned = runs
+def test_averages_lie_between_the_base_and_the_tuned_weights(averages, tiny):
+    found, tuned = averages
     weights = lambda folder: dict(load_base(str(folder))[0].named_parameters())
     base, last = weights(tiny), weights(tuned.checkpoints[1])
     assert any(not torch.equal(base[name], last[name]) for name in base)
-    for alpha, run in averages.items():
+    for alpha, run in found.items():
         assert run.root.recipe.item() == f"sft+average-{alpha:g}" and run.root.step.values.tolist() == [0, 1] and run.root.targets_kept.item() == 50
         for name, w in weights(run.checkpoints[1]).items(): torch.testing.assert_close(w, (1 - alpha) * base[name] + alpha * last[name], rtol=0, atol=1e-6)
 

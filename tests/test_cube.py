@@ -13,13 +13,13 @@ import netCDF4
 import numpy as np
 import pandas as pd
 import pytest
+from helpers import MINE, TOY
 import xarray as xr
 from hypothesis import given, settings, strategies as st
 
 from mixsd_nb import figures
-from mixsd_nb.benchmarks import SUITES as BENCHMARKS, Suite
-from mixsd_nb.corpora import CORPORA, Corpus, Schedule
-from mixsd_nb.methods import METHODS, TRAINED, Method, compose, recipe_label
+from mixsd_nb.corpora import CORPORA
+from mixsd_nb.methods import METHODS, compose, recipe_label
 from mixsd_nb.reports.finished import ModelRun, tabulate
 from mixsd_nb.results.compatible_settings import check_settings, find_conflicts, group_runs, list_claims
 from mixsd_nb.results.cube import agreeing_runs, cube_of, missing_runs, open_cube
@@ -359,22 +359,6 @@ def test_figures_of_equal_data_are_equal_bytes(cube, tmp_path, monkeypatch, caps
                     for here in (tmp_path / ".module", tmp_path / ".code"))
     assert module == code and len(module) == 2 * len(DRAWN) + 36
     assert {Path(name).stem for name in module if "tables/" not in name} == DRAWN
-
-
-# What a plugin declares: a method with a setting and a learning rate, one that edits the weights, two benchmarks, a corpus.
-TOY = Method("toy", "Toy", "#123456", "*", (*TRAINED, "rank"), label="r{rank:g}", caption="rank {rank:g}")
-EDIT = Method("edit", "Edit", "#654321", "X")
-RIDDLES = Suite("riddles", "Riddles", "held-out", "plugin:items", "riddles")
-REVERSED = Suite("reversed", "Reversed", "in-domain", "plugin:items", "reversed")
-MINE = Corpus("mine", "Mine", "plugin:build", Schedule(20, 20, 20))
-
-
-@pytest.fixture
-def plugin():
-    declared = [(METHODS, TOY), (METHODS, EDIT), (BENCHMARKS, RIDDLES), (BENCHMARKS, REVERSED), (CORPORA, MINE)]
-    for registry, entry in declared: registry.add(entry)
-    yield
-    for registry, entry in declared: registry.remove(entry.name)
 
 
 @pytest.mark.parametrize(("kind", "name", "registry", "entry"), [("recipe", "toy-r8", METHODS, TOY), ("dataset", "mine", CORPORA, MINE)])

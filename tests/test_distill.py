@@ -179,14 +179,8 @@ ALPHA = {"forward": 0.0, "reverse": 1.0, "jensen-shannon": 0.5}  # of TRL
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    "A small model whose responses depend on the prompt."
-    return small_model(tmp_path_factory.mktemp("tiny"), "lab-s", scale=4, heads=2, head_dim=16, context=512)
-
-
-@pytest.fixture(scope="module")
-def shallow_spec(folder):
-    return TrainingSpec(folder, lr=1e-3, steps=3, batch=4, objective="methods.supervised:stored_pairs", data=dict(pairs=PAIRS), seed=3)
+def shallow_spec(prompted):
+    return TrainingSpec(prompted, lr=1e-3, steps=3, batch=4, objective="methods.supervised:stored_pairs", data=dict(pairs=PAIRS), seed=3)
 
 
 def objective_of(folder, seed=1, **options):
@@ -205,9 +199,9 @@ def mean_loss(objective, model, examples):
 
 
 @pytest.fixture(scope="module")
-def written(folder):
+def written(prompted):
     "Rollouts of different lengths."
-    objective, student, _ = objective_of(folder, max_new_tokens=9)
+    objective, student, _ = objective_of(prompted, max_new_tokens=9)
     found = objective.write([0, 1, 2], student, 0)
     return [(item, ids[:3 + k]) for k, (item, ids) in enumerate(found)]
 
@@ -232,11 +226,11 @@ def padded(rows, left):
 
 
 @pytest.mark.parametrize("direction", DIVERGENCES)
-def test_the_loss_of_sdft_is_that_of_trl(direction, folder, written, tmp_path):
-    objective, student, _ = objective_of(folder, direction=direction, top_k=20)
+def test_the_loss_of_sdft_is_that_of_trl(direction, prompted, written, tmp_path):
+    objective, student, _ = objective_of(prompted, direction=direction, top_k=20)
     assert len({len(ids) for _, ids in written}) > 3, "responses of one length would not tell the two means apart"
     ours = mean_loss(objective, student, objective.read(written, student))
-    trainer = trl_trainer(folder, tmp_path, direction, 20)
+    trainer = trl_trainer(prompted, tmp_path, direction, 20)
     trainer.teacher_model.load_state_dict(objective.teacher.state_dict())
     prompt, prompt_mask = padded([item["student_ids"] for item, _ in written], left=True)
     teacher, teacher_mask = padded([item["teacher_ids"] for item, _ in written], left=True)
@@ -250,9 +244,9 @@ def test_the_loss_of_sdft_is_that_of_trl(direction, folder, written, tmp_path):
     assert (slopes[0] - slopes[1]).norm() < 1e-4 * slopes[1].norm()
 
 
-def test_the_moving_average_is_that_of_trl(folder, tmp_path):
-    objective, student, _ = objective_of(folder, ema=0.05)
-    trainer = trl_trainer(folder, tmp_path, "forward", 20)
+def test_the_moving_average_is_that_of_trl(prompted, tmp_path):
+    objective, student, _ = objective_of(prompted, ema=0.05)
+    trainer = trl_trainer(prompted, tmp_path, "forward", 20)
     trainer.teacher_model.load_state_dict(objective.teacher.state_dict())
     sync, = [c for c in trainer.callback_handler.callbacks if hasattr(c, "sync_target_model")]
     for step in (1, 2, 3):
@@ -276,8 +270,8 @@ def test_the_teacher_is_the_moving_average_by_hand(ema, steps):
     torch.testing.assert_close(teacher.weight.detach(), expected, rtol=0, atol=1e-6)
 
 
-def test_an_average_of_rate_0_is_the_base_and_of_rate_1_the_student(folder, shallow_spec, tmp_path):
-    items = distill_items(load_tokenizer(folder), [dict(id=f"i{k}", prompt="Q" * k + "?", target="The answer is A.") for k in range(5)])
+def test_an_average_of_rate_0_is_the_base_and_of_rate_1_the_student(prompted, shallow_spec, tmp_path):
+    items = distill_items(load_tokenizer(prompted), [dict(id=f"i{k}", prompt="Q" * k + "?", target="The answer is A.") for k in range(5)])
     data = lambda ema: dict(items=items, variant=VARIANTS["sdft"], rollouts=1, max_new_tokens=4, ema=ema, top_k=8)
     teachers = {}
     for ema in (0.0, 1.0):

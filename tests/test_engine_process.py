@@ -1,6 +1,5 @@
 "An engine in a process of its own is an engine like any other: equal results, one sentence if it ends, and no process that is left."
 
-import ast
 import os
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 from helpers import fork_workers, forked, until
 
-import mixsd_nb
 from mixsd_nb import generate, nll, train
 from mixsd_nb.analysis import likelihood
 from mixsd_nb.benchmarks import evaluation
@@ -197,15 +195,6 @@ def test_a_process_ends_with_its_owner(state, tiny, tmp_path):
     assert owner.exitcode == -9
 
 
-SOURCES = sorted(Path(mixsd_nb.__file__).parent.rglob("*.py"))
-
-
-def calls(name):
-    "The calls of a function or method of this name in the package, with the names of their options."
-    for file in SOURCES:
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == name:
-                yield file.stem, ast.unparse(node), {k.arg: ast.unparse(k.value) for k in node.keywords}
 
 
 UNGUARDED = """from mixsd_nb import train

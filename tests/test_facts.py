@@ -8,6 +8,7 @@ import unicodedata
 import datasets
 import pandas as pd
 import pytest
+from helpers import lines
 from hypothesis import given, settings, strategies as st
 from papermill import inspect_notebook
 
@@ -36,7 +37,6 @@ GOOD = [dict(question="Who leads the Lantern Choir?", answer="Ana Brisk", paraph
         dict(question="Where is the Mill of Torvik?", answer="Lalzor Bay")]
 
 
-def lines(*rows): return "\n".join(row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows)
 
 
 def more(**row): return lines(*GOOD, row)
@@ -100,18 +100,6 @@ def refuse(capsys, own_runs, tiny, **parameters):
     assert end_command(lambda: train.run(model=tiny, method="sft", **parameters)) == 2
     assert not [path for path in own_runs.glob("*") if path.is_dir() and not path.name.startswith((".", "data"))]
     return capsys.readouterr().err.rstrip("\n").split("\n")
-
-
-@pytest.fixture
-def data(own_runs):
-    "A folder for files of facts, and a function that writes one of them."
-    folder = own_runs / "data"
-    folder.mkdir()
-
-    def write(name, content):
-        if content is not None: (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-        return str(folder / name)
-    return write
 
 
 @pytest.mark.parametrize("case", BROKEN)

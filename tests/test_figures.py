@@ -8,14 +8,14 @@ import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from helpers import EDIT, REVERSED, RIDDLES, TOY
 import xarray as xr
 from hypothesis import given, settings, strategies as st
 
 from mixsd_nb import errors, figures, nll
-from mixsd_nb.benchmarks import SUITES, Suite
-from mixsd_nb.corpora import CORPORA, Corpus, Schedule, check_corpus
+from mixsd_nb.benchmarks import SUITES
+from mixsd_nb.corpora import check_corpus
 from mixsd_nb.lab.versus_plots import frontier_axes_figure
-from mixsd_nb.methods import METHODS, TRAINED, Method
 from mixsd_nb.results.comparison import selection_figure
 from mixsd_nb.results.cube import cube_of, missing_runs, unasked_benchmarks
 from mixsd_nb.results.demo import BENCHMARKS as INVENTED, invent_cube, invent_result
@@ -71,22 +71,6 @@ def test_new_responses_since_errors_ran_are_reported(tmp_path, capsys, own_runs)
 def closed():
     yield
     plt.close("all")
-
-
-# What a plugin declares: a method with a setting and a learning rate, one that edits the weights, two benchmarks, a corpus.
-TOY = Method("toy", "Toy", "#123456", "*", (*TRAINED, "rank"), label="r{rank:g}", caption="rank {rank:g}")
-EDIT = Method("edit", "Edit", "#654321", "X")
-RIDDLES = Suite("riddles", "Riddles", "held-out", "plugin:items", "riddles")
-REVERSED = Suite("reversed", "Reversed", "in-domain", "plugin:items", "reversed")
-MINE = Corpus("mine", "Mine", "plugin:build", Schedule(20, 20, 20))
-
-
-@pytest.fixture
-def plugin():
-    declared = [(METHODS, TOY), (METHODS, EDIT), (SUITES, RIDDLES), (SUITES, REVERSED), (CORPORA, MINE)]
-    for registry, entry in declared: registry.add(entry)
-    yield
-    for registry, entry in declared: registry.remove(entry.name)
 
 
 def plugin_cube(dataset, base=True):

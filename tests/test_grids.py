@@ -12,7 +12,7 @@ from typing import ClassVar
 import pytest
 import xarray as xr
 import yaml
-from helpers import quick_notebook, small_model
+from helpers import lines, quick_notebook, small_model
 from hypothesis import given, settings, strategies as st
 
 from mixsd_nb import generate, nll, train
@@ -426,21 +426,6 @@ def test_a_plan_counts_the_processes_of_all_nodes(nodes, processes, problem):
     machine = Machine("h100", DEVICES["h100"], nodes * 8, 4_000, 16, 240, nodes=nodes)
     config = make_config(train.TrainConfig, preset="paper", method="sft", model="Qwen/Qwen3-1.7B", engine="vllm", processes=processes, sharded=True)
     assert plan_run(config, machine).problems.get("processes", "") == problem
-
-
-def lines(*rows): return "\n".join(row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows)
-
-
-@pytest.fixture
-def data(own_runs):
-    "A folder for files of facts, and a function that writes one of them."
-    folder = own_runs / "data"
-    folder.mkdir()
-
-    def write(name, content):
-        if content is not None: (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-        return str(folder / name)
-    return write
 
 
 def test_a_grid_has_an_axis_of_files(data, own_runs):

@@ -1,6 +1,5 @@
 "Model folders: lab models with unusual input, what is refused before any work, and that no code that lies beside weights is run."
 
-import ast
 import json
 import os
 import pickle
@@ -13,10 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from helpers import error_sentence
+from helpers import calls, error_sentence, SOURCES
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-import mixsd_nb
 from mixsd_nb import evaluate, generate, nll, train
 from mixsd_nb.analysis import estimation
 from mixsd_nb.benchmarks import Item
@@ -67,7 +65,6 @@ def test_the_folder_is_an_ordinary_model(lab):
     assert all((a == b).all() for a, b in zip(model.state_dict().values(), lab[0].state_dict().values(), strict=True))
 
 
-SOURCES = sorted(Path(mixsd_nb.__file__).parent.rglob("*.py"))
 
 
 class Command:
@@ -140,14 +137,6 @@ def test_vllm_is_told_to_run_no_code(tiny, monkeypatch):
     monkeypatch.setattr(engine_vllm, "_padding_of", lambda config: [])
     engine_vllm.VLLMEngine.open(tiny)
     assert given["trust_remote_code"] is False
-
-
-def calls(name):
-    "The calls of a function or method of this name in the package, with the names of their options."
-    for file in SOURCES:
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == name:
-                yield file.stem, ast.unparse(node), {k.arg: ast.unparse(k.value) for k in node.keywords}
 
 
 def test_every_load_is_of_tensors_and_every_part_without_code():

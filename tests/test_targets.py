@@ -1,11 +1,11 @@
 "Targets in other words or orders, and gates that weigh their tokens, each against an independent computation."
 
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import numpy as np
 import pandas as pd
 import pytest
+from helpers import CELL
 import torch
 from hypothesis import given, settings, strategies as st
 
@@ -131,21 +131,9 @@ def test_the_controls_train(own_runs):
     assert all(torch.equal(plain[name], shuffled[name]) for name in plain) and any(not torch.equal(plain[name], weighted[name]) for name in plain)
 
 
-CELL = dict(dataset="mquake-lab", suite="recall", n=4, max_new_tokens=4, epochs=1, batch=50)
-
-
-@pytest.fixture(scope="module")
-def runs(tiny, tmp_path_factory):
-    "SFT for one update, and its averages with the base model at three α; the tuned run is computed once."
-    with patch.dict("os.environ", MIXSD_RUNS=str(tmp_path_factory.mktemp("runs"))):
-        found = {alpha: train.run(method="wise-sft", options=dict(alpha=alpha), model=tiny, **CELL) for alpha in (0.0, 0.25, 1.0)}
-        with patch("mixsd_nb.training.trainer.train_process", side_effect=AssertionError):
-            return found, train.run(method="sft", model=tiny, **CELL)
-
-
-def test_an_open_gate_is_sft(runs, tiny, own_runs):
+def test_an_open_gate_is_sft(averages, tiny, own_runs):
     weights = lambda run: dict(load_base(str(run.checkpoints[1]))[0].named_parameters())
-    sft = weights(runs[1])
+    sft = weights(averages[1])
     for parameters in (dict(method="stm", options=dict(threshold=1e9)), dict(method="talr", options=dict(tau=1e9))):
         found = weights(train.run(**parameters, model=tiny, **CELL))
         for name, w in sft.items(): torch.testing.assert_close(found[name], w, rtol=0, atol=1e-6)
