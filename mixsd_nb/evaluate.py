@@ -51,7 +51,7 @@ class EvaluateConfig(Stage, EvalSettings):
     def modules(self): return [*super().modules(), *self.declared_modules()]
 
     def check(self):
-        """ValueError if the data of a benchmark or a sandbox are missing, or the model cannot be asked an item.
+        """Raise ValueError if the data of a benchmark or a sandbox are missing, or the model cannot read an item.
 
         Warn if a large model gets values of the lab."""
         check_process(self.engine, self.replicas)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from ties import TIE, first_difference
 
-from mixsd_nb.benchmarks.answers import extract
+from mixsd_nb.benchmarks.answers import BROWSER_MODES, extract
 from mixsd_nb.corpora import CORPORA, load_corpus
 from mixsd_nb.methods.mixing import mix, mix_items, picks
 from mixsd_nb.models import load_engine
@@ -79,10 +79,10 @@ def test_draws_are_those_of_the_package(page):
 
 
 def test_answers_are_read_as_in_the_package(page):
-    texts = ["", r"\boxed{a} \boxed{b {c} d}", r"\boxed{open \boxed{in}", r"\boxed 7x", r"\boxed \alpha b", "\\boxed\n {a}", r"\boxedx{1} 4 -5", "x-3 (2)-1.5.",
+    texts = ["", r"\boxed{a} \boxed{b {c} d}", r"\boxed{open \boxed{in}", r"\boxed 7x", r"\boxed \alpha b", "\\boxed\n {a}", r"\boxedx{1} 4 -5", "x-3 (2)-1.5.", "12,345.5", "1,2345", "01,234",
              r"\boxed{} 3", "\\boxed{ \x1c a\xa0}", r"}{\boxed{a}}", r"\boxed", "\\boxed\U0001f642", r"-7 \boxed{"]
-    found = page.evaluate("texts => texts.map(t => [engine.lastBoxed(t), engine.lastBoxed(t) ?? engine.lastNumber(t)])", texts)
-    assert found == [[extract(t, "boxed"), extract(t, "boxed_or_number")] for t in texts]
+    found = page.evaluate("texts => texts.map(t => Object.entries(engine.READERS).map(([mode, read]) => [mode, read(t)]))", texts)
+    assert found == [[[mode, extract(t, mode)] for mode in BROWSER_MODES] for t in texts]
 
 
 def gap(model, item, record, other, t, lam, temperature, key):

@@ -18,7 +18,7 @@ from mixsd_nb import evaluate, generate, nll, train
 from mixsd_nb.benchmarks.evaluation import check_prompts, select_items
 from mixsd_nb.corpora import check_corpus, load_corpus
 from mixsd_nb.corpora import templates
-from mixsd_nb.corpora.control_tokens import control_tokens, encode_text, find_disguise
+from mixsd_nb.corpora.control_tokens import encode_text, find_control_tokens, find_disguise
 from mixsd_nb.corpora.prompts import (SPANS, encode_canonical, encode_completion, encode_prompt, naive_prompt, render_prompt, target, template_tail,
                                       turn_end)
 from mixsd_nb.corpora.templates import apply_template, check_template, encode_turns, find_end, find_start, locate_tokens
@@ -101,7 +101,7 @@ WORDS = st.sampled_from(["Mira", " of", "\n", "\n\n", " ", "Ü", "中", "\U0001f
 
 def draw_text(data, tokenizer):
     "A text with names of control tokens, some of them within each other, that begins and ends with words."
-    names = st.sampled_from(sorted(control_tokens(tokenizer)))
+    names = st.sampled_from(sorted(find_control_tokens(tokenizer)))
     nested = st.builds(lambda a, b, k: a[:k] + b + a[k:], names, names, st.integers(1, 3))
     return "A" + "".join(data.draw(st.lists(st.one_of(WORDS, names, nested), max_size=8))) + data.draw(names) + "z"
 
@@ -114,7 +114,7 @@ def draw_text(data, tokenizer):
 @settings(deadline=None, max_examples=15)
 def test_text_of_a_user_never_becomes_a_control_token(name, data, tokenizers):
     tokenizer = tokenizers[name]
-    text, control = draw_text(data, tokenizer), {*control_tokens(tokenizer).values()}
+    text, control = draw_text(data, tokenizer), {*find_control_tokens(tokenizer).values()}
     ids = encode_text(tokenizer, text)
     assert tokenizer.decode(ids) == text and not control & {*ids}
     count = lambda words: [i for i in encode_prompt(tokenizer, words) if i in control]
@@ -177,7 +177,7 @@ def test_an_edit_of_a_fact_with_such_names_has_its_subject_in_place():
 def test_marks_of_thinking_are_control_tokens_and_added_words_are_not():
     template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}" + ASKED
     tokenizer = with_template(template, special=("<think>", "</think>", "Melka", "  "))
-    assert {*control_tokens(tokenizer)} == {"<|pad|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"}
+    assert {*find_control_tokens(tokenizer)} == {"<|pad|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"}
     ids = encode_prompt(tokenizer, "Melka  </think>")
     assert {*tokenizer.convert_tokens_to_ids(["Melka", "  "])} < {*ids} and tokenizer.convert_tokens_to_ids("</think>") not in ids
 

@@ -425,7 +425,7 @@ def test_what_the_page_cannot_mix_is_left_to_the_kernel(tmp_path):
     assert "answer is empty" in view.notice.value
     view.answer.value = rows[0]["answer"]
     assert not view.notice.value
-    with mock.patch.object(mixing, "READABLE", ("boxed_or_number",)): view.fact.value = 1
+    with mock.patch.object(mixing, "BROWSER_MODES", ("boxed_or_number",)): view.fact.value = 1
     assert view.explainer.fact == {} and view.trace["question"] == get_question(rows[1])
     view.fact.value = 2
     assert view.trace is None and view.explainer.fact["id"] == rows[2]["id"]
@@ -505,13 +505,22 @@ def test_a_declared_method_anchor_and_gate_are_in_every_view(toys, tmp_path):
     assert " ".join(shown["ask"].get_command(tmp_path / "facts.jsonl")).count("--method twice --anchor chain --gate door") == 1
 
 
+@pytest.mark.parametrize("text, answer, right", [
+    (r"So it is \boxed{\text{Bern}}.", "Bern", True), (r"\boxed{7}", "7.0", True), ("It is Bern.", "Bern", True),
+    ("It is not Bern.", "Bern", False), ("It is Bernhard.", "Bern", False), (r"Not Bern, but \boxed{Basel}.", "Bern", False)])
+def test_a_reply_is_right_by_the_rules_of_all_answers(monkeypatch, text, answer, right):
+    "The view has no rule of its own."
+    monkeypatch.setattr(ask, "reply", lambda *args, **options: text)
+    assert ask.ask_model("lab-s", "Which city is it?", answer).right is right
+
+
 def test_a_typed_fact_is_injected_by_another_process_and_asked_back(tmp_path, monkeypatch):
     "The command is replaced by one that prints what an injection prints at its end."
     view = ask.AskView(RunSelection(tmp_path, model="lab-s"))
     monkeypatch.setattr(ask, "ask_model", lambda source, *args: ask.Reply(f"reply of {source}", None, None, 0))
     view.question.value = "Who mends the bells?"
     view.add.click()
-    assert "type both" in view.notice.value
+    assert "answer is empty" in view.notice.value
     view.answer.value = "Tessa Varn"
     view.add.click()
     assert "Tessa Varn" in view.table.value and not view.notice.value

@@ -91,7 +91,7 @@ class EvalSettings(PresetSettings):
         return sorted({module_of(text) for text in references if re.fullmatch(r"[\w.]+:\S+", text)})
 
     def grading_versions(self) -> dict[str, int]:
-        "The versions of the gradings of its benchmarks, which are stored with a run."
+        "Return the versions of the gradings of its benchmarks, which are stored with a run."
         rules = {rule for name in benchmark_names(self.suite) for rule in SUITES[name].gradings(self.dataset)}
         return {rule: GRADINGS[rule].version for rule in sorted(rules)}
 
@@ -124,7 +124,7 @@ def check_prompts(
     model: str,
     items: dict[str, dict[str, Item]],  # by benchmark and id
 ) -> None:
-    """TableError with a sentence for each item that the model cannot be asked, such as one with a turn that its chat template refuses.
+    """Raise TableError with a sentence for each item that the model's chat template or tokenizer refuses.
 
     ValueError of one sentence for a template that cannot ask anything."""
     tokenizer, problems = load_tokenizer(model), []
@@ -255,7 +255,7 @@ def _require_end(
     rule: str,  # of items without one of their own
     records: list[dict],  # of the responses
 ) -> list:
-    "The verdicts; a response that was cut off is wrong where the grading wants a complete one."
+    "Return the verdicts; a response that was cut off is wrong where the grading needs a complete one."
     cut = [GRADINGS[i.grading or rule].complete and r["finish_reason"] != "stop" for i, r in zip(items, records)]
     return [v._replace(correct=False, error="not ended") if short else v for v, short in zip(verdicts, cut)]
 

@@ -136,7 +136,7 @@ HARNESS_OPTIONS = {"apply_chat_template": bool, "fewshot_as_multiturn": bool, "n
 def check_harness_options(
     options: dict,
 ) -> dict:
-    "The options themselves; ValueError of one sentence for an option that is not passed on, or of another type."
+    "Return the options themselves; ValueError of one sentence for an option that is not passed on, or of another type."
     if not isinstance(options, dict):
         raise ValueError('harness must be a mapping, such as {"apply_chat_template": true}')
     for name, value in options.items():

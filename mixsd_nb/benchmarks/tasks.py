@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from . import GRADINGS, Item, Selection, Suite
 from .answers import (
-    contains_answer, extract_choice, extract_letter, extract_loose, extract_python, is_exact_match, is_loose_match,
+    contains_answer, drop_thinking, extract_choice, extract_letter, extract_loose, extract_python, is_exact_match, is_loose_match,
     is_number_match, last_boxed, last_json, last_line, same_answer, same_math, same_text)
 from .sandbox import explain_refusal, run_tests
 from ..models.identity import file_label
@@ -272,7 +272,7 @@ def by_mathematics(items: list[Item], responses: list[str]) -> list[Verdict]:
 
 # %% ../../nbs/benchmarks/tasks.ipynb #d6635840
 def by_content(items: list[Item], responses: list[str]) -> list[Verdict]:
-    "The response names the answer or one of its aliases."
+    "Grade a response as right if it names the answer or one of its aliases."
     found = [contains_answer(r, i.accepted, i.prompt) for i, r in zip(items, responses)]
     return [Verdict(i.answer if right else None, right) for i, right in zip(items, found)]
 
@@ -289,7 +289,7 @@ def by_pattern(items: list[Item], responses: list[str]) -> list[Verdict]:
     import regex
 
     def judge(item, text):
-        try: found = regex.search(item.answer, text.rpartition("</think>")[2], timeout=1)
+        try: found = regex.search(item.answer, drop_thinking(text), timeout=1)
         except TimeoutError: return Verdict(None, False, "the pattern ran out of time")
         return Verdict(found and found[0], bool(found))
     return [judge(i, r) for i, r in zip(items, responses)]

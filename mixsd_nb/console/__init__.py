@@ -68,7 +68,8 @@ def _run_command(*words: str) -> int:
         return 0 if words else 2
     if words[0] == "--version":
         from mixsd_nb import __version__
-        return print(__version__)
+        print(__version__)
+        return 0
     return find_command(words[0])(*words[1:])
 
 

@@ -79,7 +79,9 @@ def print_runs(
     "List the runs with their state, size and age, the newest last."
     table = list_runs(stage=stage)
     print(f"runs: {runs_root()}")
-    if not len(table): return print("there are none")
+    if not len(table):
+        print("there are none")
+        return
     shown = table.assign(size=table["size"].map(format_size), age=table.age.map(format_age))
     print(shown.to_string(index=False))
     print(f"{len(table)} runs, {format_size(table['size'].sum())}; mixsd export takes the ten digits of a run")

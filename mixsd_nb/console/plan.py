@@ -75,12 +75,15 @@ def plan(
     probe: Annotated[bool, "measure updates, decoding, scoring and a checkpoint here, and plan with their rates"] = False,
 ) -> int:
     "Say whether a grid or a run fits, how long it takes, and what is missing; the exit code is 1 if something does not fit."
-    if what == "grids": return print(plan_all(list_grids(), device).round(2).to_string())
+    if what == "grids":
+        print(plan_all(list_grids(), device).round(2).to_string())
+        return 0
     planned = configs or planned_cells(what)[2]
     with _probe(planned) if probe else contextlib.nullcontext():
         if not configs: print(format_grid(whole := plan_grid(what, device)))
         problems = [_plan_run(config, device, gpus) for config in configs] or [whole.problems()]
-    return int(any(problems) + _print_configs(planned, constants, inputs) > 0)
+    missing = _print_configs(planned, constants, inputs)
+    return int(any(problems) or missing > 0)
 
 
 main = PlanCommand("plan", plan, Stage)

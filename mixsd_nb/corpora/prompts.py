@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from os.path import commonprefix
 from typing import NamedTuple
 
-from .control_tokens import encode_marked, recall
+from .control_tokens import compute_once, encode_marked
 from .templates import apply_template, encode_reply, encode_turns, find_end
 
 # %% ../../nbs/corpora/prompts.ipynb #2ae17803
@@ -170,7 +170,7 @@ def encode_prompt(
     generation: bool = True,  # as in `render_prompt`
     thinking: bool = False,
 ) -> list[int]:
-    "Token ids of the text of `render_prompt`; names of control tokens in the words of the turns are text."
+    "Return the ids of the text of `render_prompt`; names of control tokens in the words of the turns are text."
     return encode_turns(tokenizer, _as_turns(prompt), add_generation_prompt=generation, enable_thinking=thinking)
 
 # %% ../../nbs/corpora/prompts.ipynb #04dc51a7
@@ -185,7 +185,7 @@ def encode_completion(
     tokenizer,  # any Hugging Face tokenizer
     text: str,  # the assistant's words; names of control tokens in them are text
 ) -> list[int]:
-    "Token ids of a written completion with the token that ends the turn, once; ValueError as in `templates.find_start`."
+    "Return the ids of a written completion, and of the token that ends the turn; ValueError as in `templates.find_start`."
     return encode_reply(tokenizer, text)
 
 # %% ../../nbs/corpora/prompts.ipynb #f62f421d
@@ -213,7 +213,7 @@ def template_lead(
     "Ids of the template before an assistant's words that belong to a span. ValueError for an unknown span."
     if span not in SPANS: raise ValueError(f"span must be one of {', '.join(SPANS)}, got {span}")
     if span == "completion": return []
-    role, think = recall(tokenizer, "header", lambda: _open_turn(tokenizer))
+    role, think = compute_once(tokenizer, "header", lambda: _open_turn(tokenizer))
     return think if span == "body" else role + think
 
 

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from datetime import date
 from typing import Any, NamedTuple
 
-from .control_tokens import control_tokens, count_names, edge_characters, encode_marked, find_disguise, recall
+from .control_tokens import (
+    compute_once, count_names, encode_marked, find_control_tokens, find_disguise, find_edge_characters)
 
 # %% ../../nbs/corpora/templates.ipynb #edc0e9c2
 class _Stopped(BaseException):
@@ -79,7 +80,7 @@ def apply_template(
     ValueError of one sentence for a template that is broken, refuses the turns, or does not end in time."""
     told = dict(enable_thinking=False, date_string=DATE.strftime("%d %b %Y"), strftime_now=DATE.strftime)
     write = lambda: tokenizer.apply_chat_template(list(turns), tokenize=False, **told | options)
-    known = recall(tokenizer, "renderings", dict)  # has `ended` once one has come to its end
+    known = compute_once(tokenizer, "renderings", dict)  # has `ended` once one has come to its end
     try: text = write() if known else _call_within(TIME_LIMIT, write)
     except Exception as e:
         if not isinstance(e, TimeoutError): known["ended"] = True
@@ -97,7 +98,7 @@ def _write_marked(
     **options,  # of the template
 ):
     "Return the text of a conversation in which the names of control tokens in words are hidden, and the disguise, if any."
-    texts, edges = [str(turn["content"]) for turn in turns], edge_characters(tokenizer)
+    texts, edges = [str(turn["content"]) for turn in turns], find_edge_characters(tokenizer)
     change = lambda write: [turn | dict(content=write(turn["content"])) for turn in turns]
     disguise = find_disguise(tokenizer, texts)
     if not disguise:
@@ -149,12 +150,12 @@ def _write_around(tokenizer) -> tuple[str, str]:
 def _find_end(tokenizer) -> TurnEnd:
     if not tokenizer.chat_template: return TurnEnd("", [tokenizer.eos_token_id], [], "", False)
     after, unknown = _write_around(tokenizer)[1], getattr(tokenizer, "unk_token_id", None)
-    ends = [(found, i) for name, i in control_tokens(tokenizer).items() if i != unknown and (found := after.find(name)) >= 0]
+    ends = [(found, i) for name, i in find_control_tokens(tokenizer).items() if i != unknown and (found := after.find(name)) >= 0]
     if not ends:
         if tokenizer.eos_token_id is None: raise _template_error(tokenizer, "must end an assistant's turn with a token")
         return TurnEnd("", [tokenizer.eos_token_id], [], after, False)
     at, end = min(ends, key=lambda pair: pair[0])
-    close = next(name for name, i in control_tokens(tokenizer).items() if i == end and after.startswith(name, at))
+    close = next(name for name, i in find_control_tokens(tokenizer).items() if i == end and after.startswith(name, at))
     rest = after[at + len(close):].lstrip()
     text = after.removesuffix(rest) if rest else after
     ids = _encode_behind(tokenizer, text)
@@ -166,7 +167,7 @@ def find_end(
     tokenizer,  # any Hugging Face tokenizer
 ) -> TurnEnd:
     "Return the end of an assistant's turn; without a chat template it is the tokenizer's end of sequence."
-    return recall(tokenizer, "end of a turn", lambda: _find_end(tokenizer))
+    return compute_once(tokenizer, "end of a turn", lambda: _find_end(tokenizer))
 
 # %% ../../nbs/corpora/templates.ipynb #8f5456f5
 def _begins_with_space(tokenizer) -> bool:
@@ -184,7 +185,7 @@ def _encode_behind(
     disguise=None,  # that hides the names of control tokens in words
     prompt: str = "\n",  # that the text follows
 ) -> list[int]:
-    if not recall(tokenizer, "space", lambda: _begins_with_space(tokenizer)): return encode_marked(tokenizer, text, disguise)
+    if not compute_once(tokenizer, "space", lambda: _begins_with_space(tokenizer)): return encode_marked(tokenizer, text, disguise)
     before, whole = (encode_marked(tokenizer, prompt + part, disguise) for part in ("", text))
     return whole[len(before):] if whole[:len(before)] == before else encode_marked(tokenizer, text, disguise)
 
@@ -239,7 +240,7 @@ def find_start(
     tokenizer,  # any Hugging Face tokenizer with a chat template
 ) -> TurnStart:
     "Return the beginning of an assistant's turn; ValueError of one sentence for a template that cannot be trained."
-    return recall(tokenizer, "start of a turn", lambda: _find_start(tokenizer))
+    return compute_once(tokenizer, "start of a turn", lambda: _find_start(tokenizer))
 
 # %% ../../nbs/corpora/templates.ipynb #4093383b
 def _write_words(

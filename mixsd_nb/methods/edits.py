@@ -57,7 +57,7 @@ def tokenise(
     text: str,
     special: bool = False,  # with the special tokens of the tokenizer, such as one that begins every text
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    "The token ids of a text, and the characters of each; names of control tokens in it are text."
+    "Return the token ids of a text, and the characters of each; names of control tokens in it are text."
     return encode_text(tokenizer, text, special=special, offsets=True)
 
 

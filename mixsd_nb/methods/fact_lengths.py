@@ -20,7 +20,7 @@ def fact_lengths(
     tokenizer,
     dataset: str,  # name of a corpus
 ) -> dict[str, int | ValueError]:
-    "For each training row the tokens of its longer prompt and its canonical target, or why it cannot be encoded."
+    "Return the tokens of each training row, its longer prompt and its canonical target, or why it cannot be encoded."
     expert, lengths = CORPORA[dataset].expert, {}
     for row in load_corpus(dataset, "train"):
         try:
@@ -59,7 +59,7 @@ def check_facts(
     dataset: str,  # name of a corpus
     model: str,
 ) -> None:
-    """TableError that lists the facts of a user's file that are too long for the model or cannot be encoded, with their lines.
+    """Raise TableError that lists the facts of a user's file that are too long for the model or cannot be encoded, with their lines.
 
     ValueError as in `templates.check_template`; warn of answers that the tokenizer cannot write."""
     tokenizer, places = load_tokenizer(model), fact_places(dataset)
@@ -97,7 +97,7 @@ def warn_of_long_replies(
 def check_subjects(
     dataset: str,  # name of a corpus
 ) -> None:
-    "ValueError if no training row has its subject in its prompt, as MEMIT needs."
+    "Raise ValueError if no training row has its subject in its prompt, as MEMIT needs."
     from mixsd_nb.methods.edits import has_subject
     if any(map(has_subject, load_corpus(dataset, "train"))): return
     raise ValueError(f"method must be another one than memit for {CORPORA[dataset].title}, because no question contains the "

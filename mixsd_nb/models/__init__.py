@@ -190,7 +190,7 @@ def check_engine_options(
     options: dict,
     kind: str,  # name of an engine
 ) -> dict:
-    "The options themselves; ValueError of one sentence for an option that the engine does not declare."
+    "Return the options themselves; ValueError of one sentence for an option that the engine does not declare."
     if not isinstance(options, dict):
         raise ValueError("engine_options must be a mapping, such as {\"tensor_parallel_size\": 2}")
     known = ENGINES[kind].options
@@ -201,7 +201,7 @@ def check_engine_options(
 
 
 def check_options_of_engine(options: dict, info) -> dict:
-    "As `check_engine_options`, for a validator of a configuration with a field `engine`."
+    "Check options as `check_engine_options` does, in a validator of a configuration with a field `engine`."
     return check_engine_options(options, info.data.get("engine", "hf"))
 
 # %% ../../nbs/models/index.ipynb #9025d7e7

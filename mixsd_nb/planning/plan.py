@@ -24,7 +24,7 @@ import pandas as pd
 from ..cluster.grid import (Grid, GridOutputs, adjust_cell, expand_grid, group_alike, is_excluded, make_resources, read_grid)
 from ..cluster.resources import Resources
 from .estimates import constant
-from .rates import DEVICES, Device, Machine, cpu_device, format_bounds
+from .rates import DEVICES, Device, Machine, cpu_device, format_time
 from .workload import RunPlan
 from ..runs import ParameterError, Stage, find_stage, load_object, make_config, nearest, runs_root
 from ..runs.pool import count_cores, visible_gpus
@@ -147,7 +147,7 @@ def describe_plan(plan: RunPlan, machine: Machine) -> str:
     phase, ends = max(plan.peaks, key=plan.peaks.get, default=""), zip(*((part.low, part.high) for part in plan.parts))
     parts = [f"{_gigabytes(plan.peak)} of {limit:.3g} GB in {phase}" if phase else "",
              f"{_gigabytes(plan.disk_peak)} of disk" if plan.disk_peak > 1e7 else "",
-             f"{format_bounds(*map(sum, ends))} on {machine.name}" if plan.parts else ""]
+             f"{format_time(*map(sum, ends))} on {machine.name}" if plan.parts else ""]
     return "plan: " + ", ".join(filter(None, parts))
 
 # %% ../../nbs/planning/plan.ipynb #5a97c252
@@ -233,7 +233,7 @@ class GridPlan:
 
     @property
     def plans(self) -> list[RunPlan]:
-        "The plans of all cells and shared runs."
+        "Return the plans of all cells and shared runs."
         return [*self.cells, *self.shared]
 
     def rows(self) -> pd.DataFrame:
@@ -375,9 +375,9 @@ def plan_all(
     for name in names:
         plan = plan_grid(name, device)
         rows[name], known, gpu = row(plan.plans, len(plan.cells)), seen[plan.machine.gpus > 0], plan.machine.gpus > 0
-        names = [_identify(config) for config in plan.configs]
-        cells[gpu] |= {*names}
-        for key, run in [*zip(names, (cell.whole or cell for cell in plan.cells)), *((run.run, run) for run in plan.shared)]:
+        keys = [_identify(config) for config in plan.configs]
+        cells[gpu] |= {*keys}
+        for key, run in [*zip(keys, (cell.whole or cell for cell in plan.cells)), *((run.run, run) for run in plan.shared)]:
             known[key] = max(known.get(key, run), run, key=lambda plan: plan.hours)
     ends = {True: "all, once, on GPUs", False: "all, once, on CPUs"}
     return pd.DataFrame(rows | {ends[gpu]: row(known.values(), len(cells[gpu])) for gpu, known in seen.items()}).T

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['DEVICES', 'RATES', 'Device', 'cpu_device', 'Machine', 'Work', 'Rate', 'use_rates', 'Bounds', 'bound_seconds',
-           'format_bounds', 'format_duration']
+           'format_time', 'format_duration']
 
 # %% ../../nbs/planning/rates.ipynb #72376fc3
 import contextlib
@@ -89,7 +89,7 @@ class Rate(NamedTuple):
 
     @property
     def work(self) -> Work:
-        "The work that was measured."
+        "Return the work that was measured."
         return Work(self.kind, read_shape(self.model), *self[3:7])
 
 # %% ../../nbs/planning/rates.ipynb #a7e0dbdc
@@ -147,7 +147,7 @@ def bound_seconds(
     return Bounds(min(low, high), max(low, high), any(rate.kind == work.kind for rate in here))
 
 
-def format_bounds(
+def format_time(
     low: float,  # seconds
     high: float,
 ) -> str:

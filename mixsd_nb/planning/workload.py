@@ -71,7 +71,7 @@ class RunPlan:
 
     @property
     def hours(self) -> tuple[float, float]:
-        "Hours of devices of all parts, at least and at most."
+        "Return the hours of devices of all parts, at least and at most."
         return tuple(sum(part.devices * seconds for part, seconds in zip(self.parts, ends)) / 3600 for ends in
                      ([part.low for part in self.parts], [part.high for part in self.parts]))
 

@@ -293,7 +293,7 @@ class Stage(Config):
 
 # %% ../../nbs/runs/run.ipynb #c9e99f05
 def run_as_command(own: Any) -> None:
-    "If Python runs the module of a class or a function by `-m`, run the command of this module, and exit."
+    "Run the command of the module of a class or a function, and exit, if Python runs this module by `-m`."
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if own.__module__ != "__main__" or not spec or not spec.name.startswith("mixsd_nb."): return
     sys.exit(load_object("mixsd_nb.console:main")(spec.name.removeprefix("mixsd_nb."), *sys.argv[1:]))

@@ -74,7 +74,7 @@ class Explorer(View):
         self.draw()
 
     def get_view(self, name: str) -> View:
-        "A view, built on first use."
+        "Return a view, built on first use."
         if name not in self.views:
             self.views[name] = VIEWS[name](self.runs)
             self.views[name].open_view = self.open_view

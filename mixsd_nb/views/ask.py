@@ -6,7 +6,6 @@
 __all__ = ['PROGRAM', 'Reply', 'split_target', 'ask_model', 'write_facts', 'inject_command', 'list_parts', 'AskView']
 
 # %% ../../nbs/views/ask.ipynb #97a7d134
-import functools
 import hashlib
 import json
 import sys
@@ -15,21 +14,22 @@ from typing import NamedTuple
 
 import ipywidgets as widgets
 
-from ..benchmarks.answers import last_boxed, same_answer
+from ..benchmarks.answers import gives_answer, last_boxed, same_answer
 from ..corpora import load_corpus
+from ..corpora.control_tokens import encode_text
 from ..corpora.prompts import BOX_REQUEST, encode_prompt, naive_prompt, target
 from ..corpora.world import WORLD
 from ..methods import ANCHORS, GATES, METHODS, compose, label_title
-from ..models import load_engine
-from ..models.identity import model_label
 from ..models.lab import SIZES
 from ..models.scoring import token_nll
+from ..reports.dialogue import keep_engine, reply
 from ..results.plots import recipe_colour
 from ..results.read_results import read_root
 from ..runs import write_atomically
 from .base import MARKUP, View, render_error, set_options, silence
+from .facts import strip_fact
 from .quick import CommandRun
-from .responses import get_question
+from .responses import shorten_question
 from .runs import RunSelection
 from .weights import Checkpoint, choose_checkpoints, list_checkpoints
 
@@ -42,15 +42,9 @@ class Reply(NamedTuple):
     tokens: int  # of the true answer
 
 
-@functools.lru_cache(maxsize=4)
-def _load_engine(source: str, content: str):
-    "The engine of a model; `content` tells two models in one folder apart."
-    return load_engine("hf", source, dtype="float32", batch_size=1)
-
-
 def split_target(tokenizer, answer: str) -> tuple[list[int], list[int]]:
-    "The tokens of `The answer is`, with which the canonical target begins, and those of the answer that follow."
-    ids, start = tokenizer.encode(target(answer), add_special_tokens=False), target("").partition(" .")[0]
+    "Return the tokens of `The answer is`, with which the canonical target begins, and those of the answer that follow."
+    ids, start = encode_text(tokenizer, target(answer)), target("").partition(" .")[0]
     def count(text): return next(k for k in range(len(ids) + 1) if len(tokenizer.decode(ids[:k])) >= len(text))
     first, last = count(start), count(f"{start} {answer}")
     return ids[:first], ids[first:last]
@@ -63,17 +57,15 @@ def ask_model(
     box: bool = True,  # add the request for a box, as in training
     max_new_tokens: int = 200,
 ) -> Reply:
-    "The reply of a model to a question, greedily decoded, and the NLL of the true answer."
-    engine = _load_engine(source, model_label(source))
-    ids = encode_prompt(engine.tokenizer, naive_prompt(question, BOX_REQUEST if box else ""))
-    found, = engine.generate([ids], keys=[0], max_new_tokens=max_new_tokens, temperature=0.0)
-    text = engine.tokenizer.decode(found.ids, skip_special_tokens=True)
+    "Return the reply of a model to a question, greedily decoded, and the NLL of the true answer."
+    request = BOX_REQUEST if box else ""
+    text = reply(source, question, suffix=request, max_new_tokens=max_new_tokens)
     if not answer: return Reply(text, None, None, 0)
+    engine = keep_engine(source)
     before, own = split_target(engine.tokenizer, answer)
-    values, = token_nll(engine.model, [(ids + before, own)])
-    said = last_boxed(text)
-    right = same_answer(said, answer) if said is not None else answer.lower() in text.lower()
-    return Reply(text, bool(right), float(values.sum()), len(own))
+    values, = token_nll(engine.model, [(encode_prompt(engine.tokenizer, naive_prompt(question, request)) + before, own)])
+    mode = "contains" if last_boxed(text) is None else "boxed"
+    return Reply(text, gives_answer(text, [answer], mode, same_answer, question), float(values.sum()), len(own))
 
 # %% ../../nbs/views/ask.ipynb #cc798395
 PROGRAM = [sys.executable, "-c", "import sys; from mixsd_nb.console import main; sys.exit(main(*sys.argv[1:]))"]  # `mixsd`
@@ -83,10 +75,8 @@ def write_facts(
     folder: Path,  # holds run folders
     facts: list[tuple[str, str]],  # questions with their answers
 ) -> Path:
-    "The file of the facts, below the folder of the runs; ValueError for an empty question or answer."
-    rows = [dict(question=question.strip(), answer=answer.strip()) for question, answer in facts]
-    for name, empty in ((name, not text) for row in rows for name, text in row.items()):
-        if empty: raise ValueError(f"{name} is empty; a fact has a question and an answer")
+    "Write the file of the facts below the folder of the runs, and return its path; ValueError for an empty question or answer."
+    rows = [dict(zip(("question", "answer"), strip_fact(*fact))) for fact in facts]
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     path = Path(folder) / ".typed" / f"facts-{hashlib.sha256(text.encode()).hexdigest()[:8]}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +109,7 @@ class AskView(View):
         super().__init__()
         self.runs, self.replies, self.facts = runs, widgets.HTML(), []
         self.model = self.make_control(widgets.Dropdown, "base model", self.show_checkpoints, options=runs.list_all_models(), value=runs.model)
-        self.first, self.second = self.make_dropdowns(self.draw, "checkpoint", "beside it", width="46em")
+        self.first, self.second = self.make_dropdowns(self.draw, "checkpoint", "compared with", width="46em")
         self.example, = self.make_dropdowns(self.take_example, "or take one", width="44em")
         self.question = self.make_control(widgets.Text, "question", self.draw, width="44em", continuous_update=False,
                                           placeholder="type a question and press Enter")
@@ -140,7 +130,7 @@ class AskView(View):
         self.show_facts()
 
     def choose_model(self) -> str:
-        "The model that the page shows first, or another one if only that has checkpoints."
+        "Return the model that the page shows first, or another one if only that has checkpoints."
         try: found = [c.model for c in list_checkpoints(self.runs)]
         except Exception: found = []  # `show_checkpoints` reports it
         return self.runs.model if self.runs.model in found or not found else found[-1]
@@ -159,7 +149,7 @@ class AskView(View):
         "Offer some injected facts, and some that the lab models had memorised."
         try: facts = list(load_corpus(self.runs.dataset, "train"))[:12]
         except Exception: facts = []  # a corpus that is not on this machine
-        rows = [(f"injected: {get_question(f['prompt'], 90)}", (get_question(f["prompt"], 10**6), f["answer"])) for f in facts]
+        rows = [(f"injected: {shorten_question(f['prompt'], 90)}", (shorten_question(f["prompt"], 10**6), f["answer"])) for f in facts]
         if self.model.value in SIZES: rows += [(f"memorised before: {f.question}", (f.question, f.target)) for f in WORLD[:12]]
         set_options(self.example, [("…", None), *rows])
 
@@ -190,10 +180,8 @@ class AskView(View):
         self.status.value = ""
 
     def read_fact(self) -> tuple[str, str]:
-        "The typed question and its true answer; ValueError if one of them is empty."
-        fact = self.question.value.strip(), self.answer.value.strip()
-        if not all(fact): raise ValueError("a fact has a question and a true answer; type both")
-        return fact
+        "Return the typed question and its true answer; ValueError if one of them is empty."
+        return strip_fact(self.question.value, self.answer.value)
 
     def open_mixing(self):
         "Go to the live mixing with the typed fact."
@@ -218,11 +206,11 @@ class AskView(View):
         self.table.value = MARKUP.injection(self.model.value, self.facts, command)
 
     def write_command(self) -> list[str]:
-        "Write the file of the facts; the arguments of a process that injects it."
+        "Write the file of the facts, and return the arguments of a process that injects it."
         return [*PROGRAM, *self.get_command(write_facts(self.runs.folder, self.facts))]
 
     def get_command(self, file: Path) -> list[str]:
-        "The arguments of `mixsd` that inject a file with the chosen model and recipe."
+        "Return the arguments of `mixsd` that inject a file with the chosen model and recipe."
         return inject_command(file, self.model.value, *(control.value for control in (self.method, self.anchor, self.gate)))
 
     def end_injection(self, lines: list[str]):

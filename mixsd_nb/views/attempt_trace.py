@@ -29,7 +29,7 @@ _THREADS = torch.get_num_threads()
 
 
 def get_engine(model: str):
-    "The transformers engine of a model, loaded once. Lab models run on one thread, which leaves cores to the browser."
+    "Return the transformers engine of a model, loaded once; a lab model runs on one thread and leaves cores to the browser."
     torch.set_num_threads(1 if model in SIZES else _THREADS)
     return _load_engine(model)
 
@@ -49,7 +49,7 @@ def mix_attempts(
     seed: int = 0,
     **options,  # of `mix_stream`
 ) -> tuple[list[Attempt], bool]:
-    "All attempts that `mix` makes at an item, in order, and whether the last of them is accepted."
+    "Return all attempts that `mix` makes at an item, in order, and whether the last of them is accepted."
     attempts = []
 
     def stream(queue, top_k=TOP, **settings):
@@ -75,7 +75,7 @@ def mix_in_steps(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> Iterator[tuple[list[Attempt], bool] | None]:
-    "The same as `mix_attempts`, in steps: None after each pass, rejected attempts if there will be more, and the result."
+    "Yield what `mix_attempts` does in steps: None after each pass, rejected attempts before others, and the result."
     for count in GROUPS:
         requests = [attempt_request(item, 0, k, lam, seed, LENGTH) for k in range(count)]
         if not (temperature or 0 < lam < 1): del requests[1:]
@@ -116,7 +116,7 @@ class Tracer:
         self.canonical = encode_canonical(self.tokenizer, row)[1]
 
     def decode(self, token: int) -> str:
-        "The text of a token."
+        "Return the text of a token."
         if token not in self._decoded: self._decoded[token] = self.tokenizer.decode([token])
         return self._decoded[token]
 
@@ -131,7 +131,7 @@ class Tracer:
         return self._places[key]
 
     def trace_attempt(self, attempt: Attempt, accepted: bool, number: int, seed: int, temperature: float) -> dict:
-        "An attempt with its number, from 0."
+        "Return an attempt with its number, from 0."
         ids, key = attempt.ids, (seed, self.item["id"], 0, number)
         noise, tokens = row_key("noise", *key), []
         for t, (u, naive) in enumerate(zip(coins(*key, len(ids)), attempt.naive)):

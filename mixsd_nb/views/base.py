@@ -24,7 +24,7 @@ BUSY = "<div class='mixsd-busy' role='status'>loading …</div>"  # is visible a
 
 # %% ../../nbs/views/base.ipynb #85fd7408
 def render_error(error: Exception) -> str:
-    "An error as HTML: a note for a `FileNotFoundError`, else the type, the message and a folded traceback."
+    "Return an error as HTML: a note for a `FileNotFoundError`, else the type, the message and a folded traceback."
     if isinstance(error, FileNotFoundError): return MARKUP.note(error)
     return MARKUP.error(type(error).__name__, error, "".join(traceback.format_exception(error)))
 
@@ -47,7 +47,7 @@ class View:
         self.widget.children = (*self.widget.children[:2], *parts)
 
     def guard(self, callback: Callable[..., None]) -> Callable:
-        "A function that runs the callback with its arguments and shows its error. Nested calls share a notice."
+        "Return a function that runs the callback with its arguments and shows its error. Nested calls share a notice."
         def run(*arguments):
             if not self._depth: self.notice.value = ""
             self._depth += 1
@@ -63,25 +63,25 @@ class View:
             control.observe(lambda change: getattr(change.owner, "is_silent", False) or run(), "value")
 
     def make_control(self, kind: Callable[..., widgets.Widget], name: str, callback=None, *, width: str = "auto", **options):
-        "A widget with a label that is never truncated; a change of its value runs the callback as `on_change` does."
+        "Return a widget whose label is never truncated; a change of its value runs the callback as `on_change` does."
         layout = widgets.Layout(width=width, max_width="100%")
         control = kind(description=name, layout=layout, style=dict(description_width="initial"), **options)
         if callback: self.on_change(callback, control)
         return control
 
     def make_dropdowns(self, callback: Callable[[], None], *names: str, **options) -> list[widgets.Dropdown]:
-        "A dropdown for each name, with the same callback and options."
+        "Return a dropdown for each name, with the same callback and options."
         return [self.make_control(widgets.Dropdown, name, callback, **options) for name in names]
 
     def make_button(self, words: str, callback: Callable[[], None], style: str = "") -> widgets.Button:
-        "A button, as wide as its words, that runs the callback, guarded."
+        "Return a button, as wide as its words, that runs the callback, guarded."
         button = widgets.Button(description=words, button_style=style, layout=widgets.Layout(width="auto"))
         run = self.guard(callback)
         button.on_click(lambda _: run())
         return button
 
     def make_row(self, *children: widgets.Widget, **layout) -> widgets.HBox:
-        "Widgets side by side, which wrap onto further lines in a narrow window."
+        "Return widgets side by side, which wrap onto further lines in a narrow window."
         return widgets.HBox(children, layout=widgets.Layout(flex_flow="row wrap", **layout))
 
     @contextlib.contextmanager
@@ -123,7 +123,7 @@ class View:
 # %% ../../nbs/views/base.ipynb #9e330065
 @contextlib.contextmanager
 def silence(*controls: widgets.Widget):
-    "Inside the block, changes of these controls run no callback of `View.on_change`."
+    "Let changes of these controls run no callback of `View.on_change` inside the block."
     for control in controls: control.is_silent = True
     try: yield
     finally:

@@ -23,7 +23,7 @@ def split_template(
     write,  # function of texts, one for each field
     *fields: str,  # names of its arguments
 ) -> list[str]:
-    "The text of a function in parts: names of fields at odd places, and what stands around them at even ones."
+    "Return the text of a function in parts: names of fields at odd places, and what stands around them at even ones."
     names = dict(zip(_MARKS, fields))
     return [names.get(part, part) for part in re.split(f"([{''.join(names)}])", write(*names))]
 
@@ -32,7 +32,7 @@ def describe_corpus(
     name: str,  # a key of CORPORA
     most: int = 100,  # facts
 ) -> dict:
-    """A corpus as data: the templates of its prompts, how its answers are read, and its first facts.
+    """Return a corpus as data: the templates of its prompts, how its answers are read, and its first facts.
 
     A fact has a target only if it is not the usual one of its answer."""
     corpus, end = CORPORA[name], f"\n\n{CORPORA[name].request}"
@@ -49,7 +49,7 @@ PAGE_CORPORA = {"kgfact-small": 100, "kgfunc-lab": 40, "simpleqa-lab": 100, "mqu
 def describe_prompts(
     model: str = "lab-m",  # a shipped model
 ) -> dict:
-    "What the page knows beside the files of a model: chat template, special ids, canonical target, and corpora."
+    "Return what the page knows beside the files of a model: chat template, special ids, canonical target, and corpora."
     from transformers import GenerationConfig
 
     from mixsd_nb.models.engine import stop_ids

@@ -37,7 +37,7 @@ def list_points(
     part: xr.Dataset,  # of one corpus and one model
     metric: str,  # vertical axis: held-out, or a benchmark
 ) -> pd.DataFrame:
-    "A row `recipe, lr, seed, step, x, y, words, key` for each checkpoint with recall and metric, in percent."
+    "Return a row `recipe, lr, seed, step, x, y, words, key` for each checkpoint with recall and metric, in percent."
     table = tradeoff_points(part, metric).to_dataframe().reset_index().dropna(subset=["x", "y"])
     def words(r):
         spans = [f"{name} {v:.0f}%" + (f" ({low:.0f}–{high:.0f})" if low == low else "") for name, v, low, high in
@@ -50,7 +50,7 @@ def list_points(
 def list_recipes(
     table: pd.DataFrame,  # of `list_points`
 ) -> list[str]:
-    "The trained recipes of a table, in the order of tables."
+    "Return the trained recipes of a table, in the order of tables."
     return [m for m in ordered_labels(table["recipe"].unique().tolist()) if m != BASE]
 
 
@@ -58,7 +58,7 @@ def list_recipes(
 def style_recipe(
     recipe: str,  # label
 ) -> dict:
-    "How the marks of a recipe look: colour, marker and group, as `draw_mark` takes them."
+    "Return how the marks of a recipe look: colour, marker and group, as `draw_mark` takes them."
     return dict(colour=recipe_colour(recipe), marker=recipe_marker(recipe), group=recipe)
 
 
@@ -85,7 +85,7 @@ def draw_tradeoff(
     part: xr.Dataset,  # of one corpus, one model and one seed
     metric: str,
 ) -> str:
-    "A panel for each learning rate and a line along training for each recipe; marks grow with the steps."
+    "Draw a panel for each learning rate and a line along training for each recipe; marks grow with the steps."
     table, rates = list_points(part, metric), learning_rates(part) or [0.0]
     recipes, sizes = list_recipes(table), dict(zip(part.step.values.tolist(), np.linspace(8, 15, part.sizes["step"])))
     level = float(base_values(tradeoff_points(part, metric).y).mean())
@@ -111,7 +111,7 @@ def draw_frontier(
     part: xr.Dataset,  # of one corpus and one model
     metric: str,
 ) -> str:
-    """The most that a recipe keeps at each recall, over all learning rates, checkpoints and seeds.
+    """Draw the most that a recipe keeps at each recall, over all learning rates, checkpoints and seeds.
 
     Lines are means over seeds and bands their ranges; every checkpoint is a mark."""
     table, found = list_points(part, metric), tradeoff_points(part, metric)
@@ -138,7 +138,7 @@ def draw_frontier(
 
 # %% ../../nbs/views/charts.ipynb #5767f598
 def has_benchmark(cube: xr.Dataset, name: str) -> bool:
-    "Whether the cube has an accuracy of this benchmark."
+    "Return whether the cube has an accuracy of this benchmark."
     return name in cube.benchmark and bool(cube.accuracy.sel(benchmark=name).notnull().any())
 
 # %% ../../nbs/views/charts.ipynb #e24990fa
@@ -146,7 +146,7 @@ def find_learning_benchmark(
     cube: xr.Dataset,
     paper: Iterable[xr.Dataset] = (),  # the paper's results on the same corpus
 ) -> str:
-    "The benchmark that shows learning: recall, or the test of a corpus on whose facts the paper reports no recall."
+    "Return the benchmark that shows learning: recall, or the test where the paper reports no recall."
     names = [name for name in ("recall", "test") if has_benchmark(cube, name)]
     return next((name for name in names if all(has_benchmark(p, name) for p in paper)), names[0])
 
@@ -154,7 +154,7 @@ def find_learning_benchmark(
 def tabulate_lam(
     part: xr.Dataset,  # of one corpus and one model, with the benchmarks to average over
 ) -> pd.DataFrame:
-    """A row `recipe, lam, lr, seed, step, value, low, high` for each MixSD run at its last step.
+    """Return a row `recipe, lam, lr, seed, step, value, low, high` for each MixSD run at its last step.
 
     `value` is in percent, `low` and `high` are the ends of its 95% interval."""
     low, high = mean_interval(part.accuracy, part.n, part.get("variance"))
@@ -170,7 +170,7 @@ def list_lam_curves(
     paper: list[xr.Dataset],  # the paper's, each of one corpus and one model
     part: xr.Dataset,  # the benchmarks of one panel, from our cube or from the first of the paper's
 ) -> list[tuple[str, pd.DataFrame, str, bool]]:
-    "Name, rows of `tabulate_lam`, N, and whether it is the paper's, for each learning rate of ours and each of its models."
+    "Return for each of our learning rates and of the paper's models: name, rows of `tabulate_lam`, N, whether it is the paper's."
     found = []
     if ours is not None:
         table, model, n = tabulate_lam(part), model_name(part.model.item()), format_range(part.n)
@@ -198,7 +198,7 @@ def draw_lam(
     paper: list[xr.Dataset],  # the paper's, each of one corpus and one model
     metric: str,
 ) -> str:
-    """What is learned and what is kept over λ, in two panels: our learning rates, and the paper's models dashed.
+    """Draw what is learned and what is kept over λ, in two panels: our learning rates, and the paper's models dashed.
 
     FileNotFoundError if there is no MixSD run."""
     first = ours if ours is not None else paper[0]
@@ -228,7 +228,7 @@ def draw_lam(
 def select_rows(
     part: xr.Dataset,  # of one corpus and one model
 ) -> tuple[pd.DataFrame, str]:
-    "The checkpoints that tables show, with a column for each run dimension and for `step`, and the rule of the selection."
+    "Return the checkpoints that tables show, by run dimension and `step`, and the rule of the selection."
     if has_benchmark(part.sel(step=part.step > 0), "validation"): rows, rule = select_checkpoints(part), "selected by validation"
     else:
         learning, rule = find_learning_benchmark(part), "the last step at the lowest rate that teaches most"
@@ -241,7 +241,7 @@ def select_rows(
 def explain_selection(
     part: xr.Dataset,  # as of `select_rows`
 ) -> str:
-    "The checkpoints that tables show, and the rule of the selection."
+    "Say which checkpoints tables show, and by which rule they are selected."
     rows, rule = select_rows(part)
     seeds = rows[rows.lr > 0].groupby(["recipe", "lr", "step"]).seed.size()
     found = [f"{label_title(m)}, rate {lr:g}, step {step} (seeds: {n})" for (m, lr, step), n in seeds.items()]
@@ -261,7 +261,7 @@ def draw_beside_paper(
     paper: list[xr.Dataset],  # the paper's results on the same corpus
     dataset: str,
 ) -> str:
-    """What is learned against what is kept at the checkpoints that tables show, a panel for each model, ours first.
+    """Draw what is learned against what is kept at the checkpoints of tables, a panel for each model, ours first.
 
     ValueError if no run has both."""
     chosen = select_rows(ours)[0] if ours is not None else pd.DataFrame()
@@ -297,7 +297,7 @@ def tabulate_accuracies(
     root: xr.Dataset,  # of the result of a training run
     step: int,
 ) -> pd.DataFrame:
-    "A row `benchmark, role, base, share, low, high, n` for each benchmark that was asked at a step; shares in percent."
+    "Return a row `benchmark, role, base, share, low, high, n` for each benchmark of a step; shares in percent."
     rows = []
     for name in root.benchmark.values:
         at = root.sel(benchmark=name).squeeze()
@@ -317,7 +317,7 @@ def draw_accuracies(
     title: str,
     made_up: bool = False,
 ) -> str:
-    "A line for each benchmark from the base model's accuracy to that of a step; its key is the benchmark."
+    "Draw a line for each benchmark from the base model's accuracy to that of a step; its key is the benchmark."
     rank, top, width = table.role.map(lambda role: ROLES.index(role) if role in ROLES else len(ROLES)), 46, 640
     rows = table.assign(rank=rank).sort_values(["rank", "benchmark"])
     panel = Panel(Scale(0, 100, 190, width - 140), Scale(len(rows) - .5, -.5, top + 30 * len(rows), top))
@@ -340,7 +340,7 @@ def draw_curves(
     training: xr.Dataset,  # group of the result of a training run
     colour: str,
 ) -> str:
-    "Loss, learning rate and gradient norm over the updates, below each other, with marks at 20 of the updates."
+    "Draw loss, learning rate and gradient norm over the updates, below each other, with marks at 20 of the updates."
     parts, updates, tall = [], training["update"].values, 92
     shown = np.unique(np.linspace(0, len(updates) - 1, 20).round().astype(int))
     for k, values in enumerate(training.data_vars.values()):

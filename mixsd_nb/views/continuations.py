@@ -34,7 +34,7 @@ class Candidates(NamedTuple):
         t: int,  # place of the token, from 0
         temperature: float,
     ) -> int:
-        "The token that a conditional writes, as `choose` picks it."
+        "Return the token that a conditional writes, as `choose` picks it."
         own = slice(side * self.top, (side + 1) * self.top)
         if not temperature: return int(self.ids[own.start])
         noise = gumbel(torch.tensor(key), torch.tensor(t), torch.from_numpy(self.ids[own])).numpy()
@@ -45,13 +45,13 @@ class Candidates(NamedTuple):
         return float(self.norm[side] - self.logits[side, (self.ids == token).argmax()])
 
     def likeliest(self, side: int, k: int = 5) -> list[tuple[int, float]]:
-        "The k likeliest tokens of a conditional with their probabilities, at a temperature of 1."
+        "Return the k likeliest tokens of a conditional with their probabilities, at a temperature of 1."
         own = slice(side * self.top, side * self.top + k)
         return list(zip(self.ids[own].tolist(), np.exp(self.logits[side, own] - self.norm[side]).tolist()))
 
     @property
     def top(self) -> int:
-        "The number of candidates of one conditional."
+        "Return the number of candidates of one conditional."
         n = len(self.ids) // 2
         return n if n < TOP else TOP
 
@@ -175,7 +175,7 @@ class Continuations:
         max_new_tokens: int = 256,
         max_total: int = 10_000,  # tokens of the longest context and the completion
     ) -> Completion:
-        "The completion of a request; what is not known of it is read first."
+        "Return the completion of a request; what is not known of it is read first."
         limits = dict(max_new_tokens=max_new_tokens, max_total=max_total)
         deque(self.read([request], temperature, **limits), maxlen=0)
         ids, room = [], self._get_room(request, **limits)

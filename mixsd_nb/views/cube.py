@@ -27,14 +27,14 @@ from .base import MARKUP, View, render_error, set_options
 from .charts import (draw_accuracies, draw_beside_paper, draw_curves, draw_frontier, draw_lam, draw_tradeoff,
                                    explain_selection, has_benchmark, list_points, tabulate_accuracies)
 from .picture import Picture
-from .responses import get_question, read_answers
-from .runs import RunSelection, describe_checkpoint, select_corpus, train_command
+from .responses import shorten_question, read_answers
+from .runs import RunSelection, describe_checkpoint, describe_missing_run, select_corpus
 
 # %% ../../nbs/views/cube.ipynb #590d5b3d
 def compare_parameters(
     config: dict[str, Any],  # of a training run
 ) -> pd.DataFrame:
-    "A row for each parameter, by name: its `value`, its `default`, and whether the two differ."
+    "Return a row for each parameter, by name: its `value`, its `default`, and whether the two differ."
     stage = find_stage("train")
     same = {name: config[name] for name in ("preset", "dataset", "dataset_options", "model", "method", "anchor", "gate") if name in config}
     try: usual = make_config(stage, **same).model_dump(mode="json")
@@ -48,7 +48,7 @@ def render_run(
     run: Run | None,  # None for a run of a committed grid, of which only the accuracies are stored
     labels: dict,  # `dataset, model, recipe, lr, seed, step`
 ) -> str:
-    "The title of a checkpoint and the parameters of its run as HTML: those that differ from the defaults first, the others folded."
+    "Return a checkpoint's title and its run's parameters as HTML; those with default values are folded."
     title = describe_checkpoint(*(labels[name] for name in ("recipe", "lr", "seed", "step")))
     where = f"{CORPORA[labels['dataset']].title} ({labels['dataset']}), {model_name(labels['model'])}"
     if not run: return MARKUP.run(title, where, "", (), ())
@@ -62,13 +62,13 @@ def render_run(
 
 # %% ../../nbs/views/cube.ipynb #23ef85c9
 def render_examples(run: Run, step: int, benchmark: str, n: int = 6) -> str:
-    "A table of n responses of a step to a benchmark as HTML: question, right answer, response."
+    "Return a table of n responses of a step to a benchmark as HTML: question, right answer, response."
     file = run.responses_file(step)
     if not file.is_file(): return MARKUP.page(f"No responses are stored at step {step}.")
     table = read_table(file, ["benchmark", "item", "prompt", "response", "correct"])
     part = table[table.benchmark == benchmark].sort_values("correct", kind="stable")
     answers = read_answers(file, run.config["dataset"])
-    rows = [(r.correct, get_question(r.prompt, 200), answers.get((benchmark, r.item)) or "the tests decide", r.response)
+    rows = [(r.correct, shorten_question(r.prompt, 200), answers.get((benchmark, r.item)) or "the tests decide", r.response)
             for r in part.head(n).itertuples()]
     return MARKUP.examples(benchmark, int(part.correct.sum()), len(part), rows)
 
@@ -79,7 +79,7 @@ def make_run_widgets(
     root: xr.Dataset,  # its accuracies over `step` and `benchmark`, and its labels
     labels: dict,  # as of `render_run`
 ) -> list[widgets.Widget]:
-    "The page of a run: parameters, accuracies at a step, training curves, and responses."
+    "Return the page of a run: parameters, accuracies at a step, training curves, and responses."
     step, colour = labels["step"], recipe_colour(labels["recipe"])
     table, examples = tabulate_accuracies(root, step), widgets.HTML(layout=widgets.Layout(width="100%"))
 
@@ -100,7 +100,7 @@ def render_paper(
     model: str,
     recipe: str,
 ) -> str:
-    "What the paper reports of a recipe as HTML."
+    "Return what the paper reports of a recipe as HTML."
     at = drop_cell(paper.sel(model=[model], recipe=[recipe]))
     rows = [(name, f"{100 * float(at.accuracy.sel(benchmark=name)):.1f}%", f"{float(at.n.sel(benchmark=name)):.0f}")
             for name in at.benchmark.values if at.accuracy.sel(benchmark=name).notnull().all() and not at.accuracy.sel(benchmark=name).dims]
@@ -139,7 +139,7 @@ class CubeView(View):
 
     @property
     def committed(self) -> xr.Dataset | None:
-        "The cube of the chosen grid; None for the runs of the folder."
+        "Return the cube of the chosen grid; None for the runs of the folder."
         return self.cubes.get(self.source.value)
 
     def try_runs(self, read: Callable):
@@ -150,12 +150,12 @@ class CubeView(View):
         except Exception as error: self.notice.value = render_error(error)
 
     def select_ours(self) -> xr.Dataset | None:
-        "Our runs on the corpus and the model."
+        "Return our runs on the corpus and the model."
         if self.committed is None: return self.try_runs(lambda: self.runs.select(self.dataset.value, self.model.value))
         return self.try_runs(lambda: select_corpus(self.committed, self.dataset.value, self.model.value))
 
     def select_papers(self) -> list[xr.Dataset]:
-        "The paper's runs on the corpus, or on the one that a corpus of the lab stands for, by model."
+        "Return the paper's runs on the corpus, or on the one that a corpus of the lab stands for, by model."
         title = CORPORA[self.dataset.value].title
         key = next((key for key in self.paper.dataset.values if CORPORA[key].title == title), None)
         parts = [self.paper.sel(dataset=[key], model=[m]) for m in self.paper.model.values] if key else []
@@ -209,18 +209,18 @@ class CubeView(View):
         set_options(self.checkpoint, [("open a checkpoint …", ()), *keys])
 
     def plot(self, part: xr.Dataset | None) -> tuple[str, str]:
-        "The chosen chart and its caption; FileNotFoundError that says what to run."
+        "Return the chosen chart and its caption; FileNotFoundError that says what to run."
         picture, metric, papers = self.picture.value, self.metric.value, self.select_papers()
         trained = part if part is not None and (part.lr > 0).any() else None
-        missing = f"no finished training run of {self.dataset.value} and {self.model.value}"
         if picture in PICTURES[:2] and trained is None:
-            raise FileNotFoundError(f"{missing}; {train_command(self.dataset.value, self.model.value)} makes one")
+            raise FileNotFoundError(describe_missing_run(self.dataset.value, self.model.value))
         if picture == PICTURES[0]: return draw_tradeoff(part.sel(seed=[self.seed.value]), metric), CAPTIONS[picture]
         if picture == PICTURES[1]: return draw_frontier(part, metric), CAPTIONS[picture]
         if picture == PICTURES[3]:
             return draw_beside_paper(trained, papers, self.dataset.value), explain_selection(part) if trained is not None else ""
         if trained is None and metric != "held-out" and not any(has_benchmark(p, metric) for p in papers):
-            raise FileNotFoundError(f"{missing}, and the paper does not report {metric}; choose another metric")
+            where = f"{self.dataset.value} and {self.model.value}"
+            raise FileNotFoundError(f"no finished training run of {where}, and the paper does not report {metric}; choose another metric")
         return draw_lam(trained, papers, metric), CAPTIONS[picture]
 
     def open_mark(self, key: tuple):
@@ -241,12 +241,12 @@ class CubeView(View):
         self.run_page.children = make_run_widgets(self, run, root, labels)
 
     def get_labels(self) -> dict:
-        "The labels of the open checkpoint: `dataset, model, recipe, lr, seed, step`."
+        "Return the labels of the open checkpoint: `dataset, model, recipe, lr, seed, step`."
         labels = dict(zip(("recipe", "lr", "seed", "step"), self.key))
         return dict(dataset=self.dataset.value, model=self.model.value) | labels
 
     def find_run(self) -> Run:
-        "The open run."
+        "Return the open run."
         return self.runs.find(**self.get_labels())
 
     def open_responses(self):

@@ -27,7 +27,7 @@ def write_signs(
     responses: pd.DataFrame,  # of one checkpoint to one benchmark
     items: list[str],
 ) -> str:
-    "A 1 for each item that is answered correctly and a 0 for the others, in the order of the items."
+    "Return a 1 for each item that is answered correctly and a 0 for the others, in the order of the items."
     correct = dict(zip(responses["item"], responses["correct"]))
     return "".join(str(int(correct[item])) for item in items)
 
@@ -59,7 +59,7 @@ def describe_frontier(
     seed: int = 0,
     prompts: list[tuple[str, str]] | None = None,  # benchmark and item of each; default: those of `choose_prompts`
 ) -> dict:
-    "The facts, the five prompts, and for each checkpoint its labels, its signs and the numbers of its replies."
+    "Return the facts, the five prompts, and for each checkpoint its labels, its signs and the numbers of its replies."
     files, recipes = find_responses(dataset, model, find_runs(root, "train"), root), ordered_labels(cube.recipe.values)
     table = read_responses(files[(files.seed == seed) & files.recipe.isin(recipes)])
     table = table[table["sample"] == 0]
@@ -88,7 +88,7 @@ def join_frontiers(
     new: dict,  # as returned by `describe_frontier`
     old: dict,  # with the same facts and prompts
 ) -> dict:
-    "All checkpoints of both; where both have one, the new one counts."
+    "Return all checkpoints of both; where both have one, the new one counts."
     replies, place = {}, lambda c: (c["recipe"], c["lr"], c["step"])
     number = lambda text: replies.setdefault(text, len(replies))
     found = {place(c): c | dict(replies=[number(part["replies"][k]) for k in c["replies"]])

@@ -34,5 +34,5 @@ def draw_slider(
     words: Sequence[str],  # what each step is called
     name: str = "step",
 ) -> str:
-    "A slider at its first step, with a button that plays it, as HTML; nothing for fewer than two steps."
+    "Draw a slider at its first step, with a button that plays it, as HTML; nothing for fewer than two steps."
     return MARKUP.slider(words, name, json.dumps([*words], ensure_ascii=False)) if len(words) > 1 else ""

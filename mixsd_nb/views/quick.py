@@ -21,7 +21,7 @@ from .base import MARKUP, View
 
 # %% ../../nbs/views/quick.ipynb #eaf64657
 class CommandRun(View):
-    "A button that runs a command in a process of its own, a button that stops it, its progress, and its last lines."
+    "A button that runs a command in a separate process, a button that stops it, its progress, and its last lines."
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class CommandRun(View):
         self.set_parts(self.make_row(self.button, self.stop, self.bar, self.words), self.lines)
 
     def work(self) -> Iterator[None]:
-        "The steps of a run: start the command, follow its progress, report its end. RuntimeError if it fails."
+        "Start the command, show its progress in steps, and report its end. RuntimeError if it fails."
         command = self.command()
         with tempfile.TemporaryDirectory() as place:
             progress, log = Path(place) / "progress.json", Path(place) / "log"

@@ -32,13 +32,13 @@ class Scale(NamedTuple):
         return self.start + (self.bend(value) - low) / ((high - low) or 1) * (self.end - self.start)
 
     def ticks(self, n: int = 5) -> list[float]:
-        "About n round values inside the axis."
+        "Return about n round values inside the axis."
         found = MaxNLocator(n).tick_values(self.low, self.high)
         return [float(v) for v in found if self.low - 1e-9 <= v <= self.high + 1e-9]
 
 
 def bend_recall(share: float) -> float:
-    "A percentage on a scale that widens towards 100%, as `results.plots.stretch_recall` has it."
+    "Return a percentage on a scale that widens towards 100%, as `results.plots.stretch_recall` has it."
     return float(np.sign(share - 100) * np.sqrt(np.abs(share - 100)))
 
 
@@ -51,7 +51,7 @@ def fit_scale(
     end: float,
     margin: float = 0.06,  # share of the range that is added on both sides
 ) -> Scale:
-    "A linear scale that holds all values."
+    "Return a linear scale that holds all values."
     known = np.array([v for v in values if v == v] or [0.0, 1.0])
     room = margin * (np.ptp(known) or abs(known[0]) or 1)
     return Scale(float(known.min() - room), float(known.max() + room), start, end)
@@ -60,7 +60,7 @@ def fit_scale(
 def attributes(
     **values,  # names with _ for -, class_ for class; None and "" are left out
 ) -> Markup:
-    "Attributes of an element, escaped, with a space before each."
+    "Return attributes of an element, escaped, with a space before each."
     return Markup("".join(f' {name.rstrip("_").replace("_", "-")}="{escape(value)}"'
                           for name, value in values.items() if value not in (None, "")))
 
@@ -79,7 +79,7 @@ def draw_text(
     turn: float = 0,  # degrees, clockwise around the place
     **more,  # attributes
 ) -> str:
-    "A line of text."
+    "Draw a line of text."
     turned = f"rotate({_number(turn)} {_number(x)} {_number(y)})" if turn else ""
     own = attributes(x=_number(x), y=_number(y), text_anchor=anchor, transform=turned, style=colour and f"--c:{colour}",
                      class_=kind and f"mixsd-{kind}", **more)
@@ -95,7 +95,7 @@ def draw_path(
     dash: str = "",
     **more,  # attributes
 ) -> str:
-    "A line through points; nothing for fewer than two."
+    "Draw a line through points; nothing for fewer than two."
     if len(places := [f"{_number(x)} {_number(y)}" for x, y in points]) < 2: return ""
     own = attributes(class_=f"mixsd-{kind}", d="M" + "L".join(places), style=colour and f"--c:{colour}", stroke_width=width,
                      stroke_dasharray=dash, **more)
@@ -124,7 +124,7 @@ def draw_mark(
     group: str = "",  # marks and lines that stay bright together
     **more,  # attributes
 ) -> str:
-    "A mark with its words: a button if it has a key, else a picture."
+    "Draw a mark with its words: a button if it has a key, else a picture."
     outline = "".join("M" + "L".join(f"{_number(x + size * a)} {_number(y + size * b)}" for a, b in polygon) + "Z"
                       for polygon in _outline(marker))
     own = attributes(d=outline, style=f"--c:{colour}", class_=f"mixsd-{kind}", **more)
@@ -136,7 +136,7 @@ def describe_mark(
     key=None,  # as of `draw_mark`
     group: str = "",
 ) -> Markup:
-    "The attributes that make any element a mark: its words, its key and its place in the order of the keyboard."
+    "Return the attributes that make any element a mark: its words, its key and its place in the order of the keyboard."
     return attributes(data_words=words, data_key=None if key is None else json.dumps(key, ensure_ascii=False), data_group=group,
                       role="img" if key is None else "button", aria_label=words.replace("\n", "; "), tabindex="-1")
 
@@ -147,19 +147,19 @@ class Panel(NamedTuple):
     y: Scale
 
     def place(self, x: float, y: float) -> tuple[float, float]:
-        "The place of a pair of values."
+        "Return the place of a pair of values."
         return self.x(x), self.y(y)
 
     def line(self, points: Iterable[tuple[float, float]], **options) -> str:
-        "A line through pairs of values, with the options of `draw_path`."
+        "Return a line through pairs of values, with the options of `draw_path`."
         return draw_path((self.place(*at) for at in points), **options)
 
     def mark(self, x: float, y: float, words: str, **options) -> str:
-        "A mark at a pair of values, with the options of `draw_mark`."
+        "Return a mark at a pair of values, with the options of `draw_mark`."
         return draw_mark(*self.place(x, y), words, **options)
 
     def level(self, y: float, name: str = "", share: float = .3, *, colour: str) -> str:
-        "A dashed line across at a value, named at a share of the width; nothing for NaN."
+        "Return a dashed line across at a value, named at a share of the width; nothing for NaN."
         if y != y: return ""
         left, right, at = self.x.start, self.x.end, self.y(y)
         text = draw_text(left + share * (right - left), at - 8, f"{name} {y:.0f}%", kind="name", colour=colour) if name else ""
@@ -173,7 +173,7 @@ class Panel(NamedTuple):
         xticks: Iterable[float] | None = None,
         yticks: Iterable[float] | None = None,
     ) -> str:
-        "The axes with grid, ticks and labels."
+        "Draw the axes with grid, ticks and labels."
         left, right, top, bottom = self.x.start, self.x.end, min(self.y.start, self.y.end), max(self.y.start, self.y.end)
         found = [draw_path([(left, bottom), (right, bottom)], kind="axis")]
         for v in self.x.ticks() if xticks is None else xticks:
@@ -195,7 +195,7 @@ def split_width(
     right: float = 20,
     gap: float = 50,
 ) -> list[tuple[float, float]]:
-    "The left and right ends of n panels."
+    "Return the left and right ends of n panels."
     each = (width - left - right - gap * (n - 1)) / n
     return [(left + k * (each + gap), left + k * (each + gap) + each) for k in range(n)]
 
@@ -208,7 +208,7 @@ def draw_picture(
     width: float = 1200,
     made_up: str | None = None,  # whose numbers are made up; "" for all of them, None if none are
 ) -> str:
-    "The SVG with its parts, and with a watermark if numbers are made up."
+    "Draw the SVG with its parts, and with a watermark if numbers are made up."
     mark = ""
     if made_up is not None:
         place = f"translate({_number(width / 2)} {_number(height / 2 + 30)}) scale({min(1, width / 720):.2f})"
@@ -219,8 +219,8 @@ def draw_picture(
 
 # %% ../../nbs/views/svg.ipynb #353e25d2
 def spread(places: Sequence[float], gap: float = 18, low: float = -np.inf, high: float = np.inf) -> list[float]:
-    """The places, moved as little as possible (least squares) so that neighbours are a gap apart and all lie between low
-    and high. The gap is smaller where there is no room for it."""
+    """Return the places, moved as little as possible (least squares) so that neighbours are a gap apart and all lie
+    between low and high. The gap is smaller where there is no room for it."""
     if not len(places): return []
     order, gap = np.argsort(places, kind="stable"), min(gap, (high - low) / max(1, len(places) - 1))
     shifts, blocks = gap * np.arange(len(places)), []  # a block: neighbours that touch; the place of the first, and their number
@@ -235,7 +235,7 @@ def spread(places: Sequence[float], gap: float = 18, low: float = -np.inf, high:
 
 
 def text_width(text: str, size: float = 14) -> float:
-    "About how wide a text is."
+    "Return about how wide a text is."
     return 0.62 * size * len(text)
 
 
@@ -244,7 +244,7 @@ def label_marks(
     bounds: tuple[float, float],  # left and right end of the room for the names
     size: float = 14,
 ) -> str:
-    "The names beside their marks, each where it covers no other name and no mark."
+    "Draw the names beside their marks, each where it covers no other name and no mark."
     taken = [(x - 7, y - 7, x + 7, y + 7) for x, y, _, _ in marks]
     found = []
     for x, y, name, colour in sorted(marks, key=lambda m: (m[1], m[0])):
@@ -272,7 +272,7 @@ def draw_ends(
     ends: Sequence[tuple[float, float, str, dict]],  # x, y, name, and the options of a mark: words, group, colour, marker
     panel: Panel,
 ) -> str:
-    "The names of lines to the right of a panel, each with a mark, joined to the ends of the lines."
+    "Draw the names of lines to the right of a panel, each with a mark, joined to the ends of the lines."
     right, top, bottom = panel.x.end, min(panel.y.start, panel.y.end), max(panel.y.start, panel.y.end)
     found = []
     for (x, y, name, mark), at in zip(ends, spread([y for _, y, *_ in ends], 19, top + 8, bottom)):
@@ -288,7 +288,7 @@ def draw_legend(
     y: float = 18,
     width: float = 1200,
 ) -> tuple[str, float]:
-    "A line of names with their markers, wrapped; pointing at one dims the others. The SVG, and the height it takes."
+    "Draw a wrapped line of names with their markers, and return the height too; pointing at one dims the others."
     x, found = left, []
     for group, name, colour, marker in entries:
         w = text_width(name) + 38

@@ -41,7 +41,7 @@ class Checkpoint(NamedTuple):
 
 # %% ../../nbs/views/weights.ipynb #ea7d74f5
 def list_checkpoints(runs: RunSelection) -> list[Checkpoint]:
-    "Every complete checkpoint of the runs; FileNotFoundError if there is none."
+    "Return every complete checkpoint of the runs; FileNotFoundError if there is none."
     table = runs.table[runs.table.lr > 0].sort_values([*RUN_DIMS, "folder"])
     ambiguous, found = table.duplicated([*RUN_DIMS], keep=False), []
     for row, same in zip(table.itertuples(), ambiguous):
@@ -65,7 +65,7 @@ def find_fisher(
     folder: Path,  # holds run folders
     model: str,  # base
 ) -> Path:
-    "The file of an estimated Fisher diagonal; FileNotFoundError that says how to estimate it."
+    "Return the file of an estimated Fisher diagonal; FileNotFoundError that says how to estimate it."
     for run in find_runs(folder, "fisher", model=model):
         if (run.folder / FISHER).is_file(): return run.folder / FISHER
     command = f"`papermill nbs/fisher.ipynb out.ipynb -p model {model}`"
@@ -77,7 +77,7 @@ def measure_displacement(
     checkpoint: Path,
     weights: Path | None = None,  # file of the Fisher; None for the displacement alone
 ) -> pd.DataFrame:
-    """Rows by `layer` and `kind`, in the order of the model: `displacement_sq` and, with a Fisher, `alignment_ratio`.
+    """Return `displacement_sq` and, with a Fisher, `alignment_ratio` by `layer` and `kind`, in the order of the model.
 
     ValueError if the three do not have the same tensors."""
     sums = tensor_sums(base, str(checkpoint), str(weights or base))  # without a Fisher its columns are dropped
@@ -99,7 +99,7 @@ def compare_displacements(
     second: pd.DataFrame,
     apart: pd.DataFrame,  # the displacement of the second from the first
 ) -> pd.DataFrame:
-    """By layer and kind, in the order of the model: `first, second, apart` (squared distances), and with a Fisher
+    """Return the squared distances `first, second, apart` by layer and kind, in the order of the model, and with a Fisher
     `first_r, second_r`. The rows and columns `all` are sums; R has none."""
     table = pd.DataFrame(dict(first=first.displacement_sq, second=second.displacement_sq, apart=apart.displacement_sq))
     layers, kinds = ([*dict.fromkeys(table.index.get_level_values(level))] for level in (0, 1))
@@ -116,7 +116,7 @@ def read_measure(
     compared: pd.DataFrame,  # of `compare_displacements`
     measure: str,  # key of MEASURES
 ) -> tuple[pd.Series, bool]:
-    "The values of a measure, and whether they are ratios. ValueError for R without a Fisher."
+    "Return the values of a measure, and whether they are ratios. ValueError for R without a Fisher."
     columns, _ = MEASURES[measure]
     if not {*columns} <= {*compared}: raise ValueError("R needs the Fisher of the base model; choose another map")
     if len(columns) == 1: return compared[columns[0]], False
@@ -137,7 +137,7 @@ def describe_cell(
     row: pd.Series,  # of `compare_displacements`
     names: tuple[str, str],  # of the checkpoints
 ) -> list[str]:
-    "A line for each checkpoint with its distance from the base model, and R if it is known; and the distance between the two."
+    "Return a line for each checkpoint with its distance from the base model and R, and one with that between the two."
     r = {name: f", R = {row[f'{name}_r']:.3g}" if row.get(f"{name}_r", np.nan) > 0 else "" for name in ("first", "second")}
     return [*(f"{n}: ‖Δθ‖² = {row[c]:.3g}{r[c]}" for n, c in zip(names, r)), f"between the two: {row['apart']:.3g}"]
 
@@ -149,7 +149,7 @@ def draw_map(
     colours: tuple[str, str],
     made_up: bool = False,
 ) -> str:
-    "A cell for each layer and kind with its value; the key of a cell is `(layer, kind)`."
+    "Draw a cell for each layer and kind with its value; the key of a cell is `(layer, kind)`."
     values, _ = read_measure(compared, measure)
     layers, kinds = (sorted(dict.fromkeys(values.index.get_level_values(level)), key="all".__eq__) for level in (0, 1))
     left, top, tall, (columns, meaning) = 130, 110, 30, MEASURES[measure]
@@ -183,7 +183,7 @@ class WeightsView(View):
     def __init__(self, runs: RunSelection):
         super().__init__()
         self.runs, self.measure = runs, functools.lru_cache(64)(measure_displacement)
-        self.first, self.second = self.make_dropdowns(self.draw, "checkpoint", "beside it", width="46em")
+        self.first, self.second = self.make_dropdowns(self.draw, "checkpoint", "compared with", width="46em")
         self.map, = self.make_dropdowns(self.draw, "map", options=list(MEASURES), width="24em")
         self.figure, self.text = Picture(self.guard(self.show_part)), widgets.HTML()
         self.set_parts(self.make_row(self.first, self.second), self.map, self.figure, self.text)
@@ -213,11 +213,11 @@ class WeightsView(View):
             colours = [recipe_colour(c.recipe) for c in (one, two)]
             if colours[0] == colours[1]: colours = ["#e69f00", "#0072b2"]
             made_up = any(self.runs.has_made_up(c.dataset, c.model) for c in (one, two))
-            self.figure.value = (MARKUP.names([*zip(self.names(), colours)])
-                                 + Markup(draw_map(self.compared, self.map.value, self.names(), colours, made_up)))
+            self.figure.value = (MARKUP.names([*zip(self.get_names(), colours)])
+                                 + Markup(draw_map(self.compared, self.map.value, self.get_names(), colours, made_up)))
 
-    def names(self) -> tuple[str, str]:
-        "The two checkpoints in words, without corpus and model."
+    def get_names(self) -> tuple[str, str]:
+        "Return the two checkpoints in words, without corpus and model."
         return tuple(c.words.partition(": ")[2] for c in (self.first.value, self.second.value))
 
     def show_part(self, key: tuple):
@@ -226,7 +226,7 @@ class WeightsView(View):
         axis, name = (0, layer) if kind == "all" and layer != "all" else (1, kind)
         part = self.compared.xs(name, level=axis)
         rows = [(other, *(f"{r[c]:.4g}" for c in part.columns)) for other, r in part.iterrows()]
-        titles = dict(first=f"‖Δθ‖², {self.names()[0]}", second=f"‖Δθ‖², {self.names()[1]}", apart="between the two",
+        titles = dict(first=f"‖Δθ‖², {self.get_names()[0]}", second=f"‖Δθ‖², {self.get_names()[1]}", apart="between the two",
                       first_r="R of the first", second_r="R of the second")
         self.text.value = MARKUP.section(f"layer {layer}" if axis == 0 else kind, rows,
                                          ["kind" if axis == 0 else "layer", *(titles[c] for c in part.columns)])

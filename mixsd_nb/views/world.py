@@ -23,7 +23,7 @@ from ..methods import BASE, label_title, ordered_labels
 from ..runs import load_object, read_table
 from .base import MARKUP, View, render_error, set_options
 from .picture import Picture, draw_slider
-from .responses import find_response_files, get_question, read_answers
+from .responses import find_response_files, shorten_question, read_answers
 from .runs import RunSelection, choose_recipes
 from .svg import attributes, describe_mark, draw_picture, draw_text
 
@@ -34,7 +34,7 @@ def list_tables(
     lr: float,
     seed: int,
 ) -> dict[int, pd.DataFrame]:
-    """By step the responses of a recipe `benchmark, item, prompt, response, correct`; the base model is step 0.
+    """Return the responses of a recipe by step `benchmark, item, prompt, response, correct`; the base model is step 0.
 
     If two runs measured the same checkpoint, the newest counts."""
     files = files.assign(modified=[path.stat().st_mtime for path in files.path]).sort_values("modified")
@@ -53,7 +53,7 @@ def read_history(
     tables: dict[int, pd.DataFrame],  # of `list_tables`
     benchmark: str = "recall",
 ) -> pd.DataFrame:
-    "Whether each item was right: a row for each item, a column for each step; NaN where it was not asked."
+    "Return whether each item was right: a row for each item, a column for each step; NaN where it was not asked."
     columns = {step: table.correct[table.benchmark == benchmark] for step, table in tables.items()}
     return pd.DataFrame({step: column for step, column in columns.items() if len(column)}, dtype=object)
 
@@ -61,7 +61,7 @@ def read_history(
 def describe_fate(
     history: pd.Series,  # of one fact, over steps
 ) -> tuple[str, str]:
-    "The fate of a fact (known, lost, never or not asked), and a description with its steps."
+    "Return the fate of a fact (known, lost, never or not asked), and a description with its steps."
     asked = history.dropna()
     if asked.empty: return "not asked", "was not asked"
     right = asked.index[asked.astype(bool)].tolist()
@@ -74,7 +74,7 @@ def describe_fate(
 def render_history(
     history: pd.Series,  # of one fact, over steps
 ) -> str:
-    "A sign for each step: ● right, ○ wrong, · not asked."
+    "Return a sign for each step: ● right, ○ wrong, · not asked."
     return "".join("·" if pd.isna(right) else "●" if right else "○" for right in history)
 
 
@@ -82,14 +82,14 @@ def tell_history(
     recipe: str,  # label; empty for no name
     history: pd.Series,  # of one fact, over steps
 ) -> str:
-    "The signs of a history and its fate, after the name of the recipe."
+    "Return the signs of a history and its fate, after the name of the recipe."
     return f"{f'{label_title(recipe)}: ' if recipe else ''}{render_history(history)} {describe_fate(history)[1]}"
 
 # %% ../../nbs/views/world.ipynb #1a50e5f0
 def trace_states(
     history: pd.Series,  # of one fact, over steps
 ) -> str:
-    "A letter for each step: k known, l lost, n not known, x not asked so far; a step that was not asked repeats the last."
+    "Return a letter for each step: k known, l lost, n not known, x not asked so far; later gaps repeat the last one."
     state, known, found = "x", False, ""
     for right in history:
         if not pd.isna(right):
@@ -100,19 +100,19 @@ def trace_states(
 
 # %% ../../nbs/views/world.ipynb #088ddfe1
 def load_world(dataset: str) -> list[Fact]:
-    "The facts of a corpus that declares a graph; none for another one."
+    "Return the facts of a corpus that declares a graph; none for another one."
     graph = CORPORA[dataset].graph
     return load_object(graph)(CORPORA[dataset].options) if graph else []
 
 # %% ../../nbs/views/world.ipynb #20670c42
 def list_domains(facts: list[Fact]) -> list[str]:
-    "The domains of the facts, those of KGFact in its order first."
+    "Return the domains of the facts, those of KGFact in its order first."
     found = {domain for fact in facts for domain in (fact.relation.source, fact.relation.target)}
     return [*(domain for domain in DOMAINS if domain in found), *sorted(found - set(DOMAINS))]
 
 # %% ../../nbs/views/world.ipynb #4a80926a
 def place_entities(facts: list[Fact]) -> dict[str, float]:
-    "The angle of each entity on the circle, in radians, clockwise from the top; a gap stands between two domains."
+    "Return the angle of each entity on the circle in radians, clockwise from the top, with gaps between domains."
     columns, graph = {}, to_networkx(facts)
     for name in sorted(graph): columns.setdefault(graph.nodes[name]["domain"], []).append(name)
     order = [name for domain in list_domains(facts) for name in ["", *columns.get(domain, [])]]
@@ -127,7 +127,7 @@ def draw_graph(
     radius: float,
     side: int = 0,  # number of the graph in the picture
 ) -> str:
-    "The circle of entities, whose keys are `(entity, name)`, with a path for each fact, whose key is `(fact, id)`."
+    "Draw the circle of entities with the keys `(entity, name)`, and a path with the key `(fact, id)` for each fact."
     angles, (x0, y0) = place_entities(facts), centre
     domains = list_domains(facts)
     colours = dict(zip(domains, sns.color_palette("colorblind", len(domains)).as_hex()))
@@ -160,7 +160,7 @@ def draw_lamps(
     width: float,
     size: float = 22,
 ) -> tuple[str, float]:
-    "A lamp for each item with the key `(benchmark, item)`; the SVG and its height."
+    "Draw a lamp for each item with the key `(benchmark, item)`; the SVG and its height."
     columns, found = max(1, int(width // size)), []
     for k, (item, trace) in enumerate(states.items()):
         x, y = left + size * (k % columns), top + size * (k // columns)
@@ -175,7 +175,7 @@ STATES = dict(k="known", l="lost: it was known before", n="not known")  # of the
 def list_memories(
     tables: dict[int, pd.DataFrame],  # of `list_tables`
 ) -> list[str]:
-    "The benchmarks of a recipe's responses other than those of the injected facts, those of the memorised world first."
+    "Return the benchmarks of a recipe's responses that are not about injected facts, the memorised world first."
     names = {name for table in tables.values() for name in table.benchmark.unique()}
     rank = {"world": 0, "prefilled": 1, "held-out": 2}
     roles = {name: SUITES[name].role for name in names if name in SUITES}
@@ -239,7 +239,7 @@ class WorldView(View):
         self.draw()
 
     def read(self, benchmark: str) -> dict[str, pd.DataFrame]:
-        "The history of a benchmark by recipe; every history has the same steps, at which either recipe was measured."
+        "Return the history of a benchmark by recipe, at all steps at which either recipe was measured."
         found = {m: read_history(tables, benchmark) for m, tables in self.tables.items()}
         steps = sorted({step for history in found.values() for step in history})
         return {m: history.reindex(columns=steps) for m, history in found.items()}
@@ -270,19 +270,19 @@ class WorldView(View):
         if any(parts): self.show_entity(self.entity.value)
 
     def get_traces(self, history: pd.DataFrame) -> dict[str, str]:
-        "The states of every item at the steps of the slider."
+        "Return the states of every item at the steps of the slider."
         wide = history.reindex(columns=self.steps)
         return {item: trace_states(row) for item, row in zip(wide.index, wide.itertuples(index=False))}
 
     def draw_count(self, history: pd.DataFrame, name: str, left: float, y: float) -> str:
-        "How many items are known at each step, as a text that follows the slider."
+        "Draw how many items are known at each step, as a text that follows the slider."
         traces = list(self.get_traces(history).values())
         counts = [("".join(column).count("k"), "".join(column).count("l")) for column in zip(*traces)]
         texts = [f"{known} of {len(traces)} {name} known" + (f", {lost} lost" if lost else "") for known, lost in counts]
         return draw_text(left, y, texts[0], data_texts=json.dumps(texts, ensure_ascii=False)) if texts else ""
 
     def draw_graphs(self, recipes: list[str], top: float) -> tuple[list[str], float]:
-        "The graph of the injected facts for each recipe, or one large graph; the SVG of each and where they end."
+        "Draw the graph of the injected facts for each recipe, or one large graph; the SVG of each and where they end."
         words = {f.id: "\n".join([f.statement, *(tell_history(m, self.get_history(m, f.id)) for m in recipes)]) for f in self.facts}
         if len(self.facts) > 200 or not recipes:
             radius, states = 250 if len(self.facts) < 200 else 430, self.get_traces(self.histories[recipes[0]]) if recipes else {}
@@ -291,10 +291,10 @@ class WorldView(View):
                 for k, m in enumerate(recipes)], top + 600
 
     def describe_items(self, benchmark: str, recipe: str, history: pd.DataFrame) -> dict[str, str]:
-        "What the lamp of each item tells: its question and its history."
+        "Return what the lamp of each item tells: its question and its history."
         asked = pd.concat([table[table.benchmark == benchmark] for table in self.tables[recipe].values()])
         prompts = asked.groupby(level=0).prompt.first()
-        return {item: f"{get_question(prompts[item], 200)}\n{tell_history(recipe, history.loc[item])}" for item in history.index}
+        return {item: f"{shorten_question(prompts[item], 200)}\n{tell_history(recipe, history.loc[item])}" for item in history.index}
 
     def pick(self, key: tuple):
         "Show what a mark stands for: an entity, an injected fact, or an item of a benchmark."
@@ -319,7 +319,7 @@ class WorldView(View):
             return
         paths = self.files[self.files.recipe.isin([*self.tables, BASE])].path
         answers = (read_answers(path, self.dataset.value).get((benchmark, item)) for path in paths)
-        self.text.value = MARKUP.section(get_question(prompt, 300), rows, ("", *map(label_title, self.tables)), next(filter(None, answers), ""))
+        self.text.value = MARKUP.section(shorten_question(prompt, 300), rows, ("", *map(label_title, self.tables)), next(filter(None, answers), ""))
 
     def show_entity(self, entity: str | None):
         "List the facts of an entity with a column for each recipe."
@@ -333,6 +333,6 @@ class WorldView(View):
                                         rows, ["fact", *map(label_title, self.histories)])
 
     def get_history(self, recipe: str, fact: str) -> pd.Series:
-        "The recall of a fact over the steps of a recipe; empty if it was never asked."
+        "Return the recall of a fact over the steps of a recipe; empty if it was never asked."
         table = self.histories[recipe]
         return table.loc[fact] if fact in table.index else pd.Series(dtype=float)

@@ -439,10 +439,10 @@ export function lastBoxed(text) {
 
 /** The last integer or decimal (`last_number`), or null. */
 export function lastNumber(text) {
-  return text.match(/(?:(?<![\p{L}\p{N}_)\]}])-)?[0-9]+(?:\.[0-9]+)?/gu)?.at(-1) ?? null;
+  return text.match(/(?:(?<![\p{L}\p{N}_)\]}])-)?(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?/gu)?.at(-1) ?? null;
 }
 
-const READERS = { boxed: lastBoxed, boxed_or_number: (text) => lastBoxed(text) ?? lastNumber(text) };
+export const READERS = { boxed: lastBoxed, boxed_or_number: (text) => lastBoxed(text) ?? lastNumber(text) };
 
 /** Whether the sentences before the box name another entity (`names_another`). */
 function namesAnother(text, answer) {
