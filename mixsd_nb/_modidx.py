@@ -3685,6 +3685,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                  'mixsd_nb/results/plots.py'),
                                         'mixsd_nb.results.plots.format_range': ( 'results/plots.html#format_range',
                                                                                  'mixsd_nb/results/plots.py'),
+                                        'mixsd_nb.results.plots.list_parts': ('results/plots.html#list_parts', 'mixsd_nb/results/plots.py'),
                                         'mixsd_nb.results.plots.list_recipes': ( 'results/plots.html#list_recipes',
                                                                                  'mixsd_nb/results/plots.py'),
                                         'mixsd_nb.results.plots.mark_made_up': ( 'results/plots.html#mark_made_up',

@@ -440,7 +440,7 @@ def _count_verdicts(table: pd.DataFrame, what: str) -> str:
 
 def summary_lines(
     table: pd.DataFrame,  # as returned by `claims_table`
-    model: str,  # what the laboratory is, as in `lab-s, a model of 0.9 million parameters`
+    model: str,  # what the laboratory is, as in `lab-s, a model of 1.4 million parameters`
     claims: Mapping[str, StudyClaim] = CLAIMS,
     planned: pd.DataFrame = _NOTHING,  # as in `planned_of`
 ) -> list[str]:

@@ -351,7 +351,7 @@ def format_grid(plan: GridPlan) -> str:
     shown = [name for name in rows if not (rows[name].isna() | (rows[name] == "")).all()]
     parts = plan.parts().round(2).rename(columns=dict(tokens="tokens (1e6)", hours="hours of devices", hours_at_most="at most"))
     gpus = " or ".join(str(n) for n in sorted({cell.gpus for cell in plan.cells}))
-    where = f"{gpus} × {machine.name} a cell" if machine.gpus else f"{machine.cores} cores a cell"
+    where = f"{gpus} × {machine.name} a cell" if machine.gpus else f"{machine.cores} core{'s' * (machine.cores != 1)} a cell"
     lacks = sorted({part.lacks for each in plan.plans for part in each.parts} - {""})
     return "\n".join([
         rows[shown].to_string(index=False, na_rep=""), "GB: memory of each device by phase, host memory of a node, disk of a cell at its peak",

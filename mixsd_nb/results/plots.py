@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['METHOD_SHARE', 'contrast', 'recipe_colour', 'recipe_marker', 'model_name', 'model_names', 'corpus_name',
            'format_range', 'list_recipes', 'ramp_labels', 'figure_style', 'draw_recipe_legend', 'stretch_recall',
-           'draw_watermark', 'mark_made_up', 'save_figure']
+           'draw_watermark', 'list_parts', 'mark_made_up', 'save_figure']
 
 # %% ../../nbs/results/plots.ipynb #b451a8d9
 import contextlib
@@ -165,6 +165,12 @@ def draw_watermark(
     size = 5.5 * fig.get_size_inches()[0]
     fig.text(0.45, 0.5, "made-up data", fontsize=size, color="0.5", alpha=0.22, ha="center", va="center", rotation=12)
 
+# %% ../../nbs/results/plots.ipynb #8d0a8d66
+def list_parts(source) -> list:
+    "Return the parts of a list, a tuple or a mapping, those within them too; a list of anything else alone."
+    if isinstance(source, dict): source = [*source.values()]
+    return [part for s in source for part in list_parts(s)] if isinstance(source, (list, tuple)) else [source]
+
 # %% ../../nbs/results/plots.ipynb #8a69aa61
 def mark_made_up(
     draw: Callable[..., Figure],
@@ -175,8 +181,7 @@ def mark_made_up(
     @functools.wraps(draw)
     def draw_marked(*args, **kwargs):
         fig = draw(*args, **kwargs)
-        given = [part for source in (*args, *kwargs.values())
-                 for part in (source if isinstance(source, (list, tuple)) else [source])]
+        given = [part for source in (*args, *kwargs.values()) for part in list_parts(source)]
         cubes = [part for part in given if isinstance(part, (xr.Dataset, xr.DataTree)) and "model" in part.coords]
         made = [model for cube in cubes if is_made_up(cube) for model in np.atleast_1d(cube["model"].values)]
         mixed = any(is_made_up(cube) != is_made_up(cubes[0]) for cube in cubes)
