@@ -138,6 +138,13 @@ def test_the_laboratory_is_a_wing():
     assert "mixsd_nb.lab" in plugin_modules()
 
 
+def test_importing_the_tool_looks_nothing_up():
+    "A registry imports plugins, the laboratory among them, when something is looked up, which a module that is being imported must not do."
+    names = [f"mixsd_nb.{name}" for name in ("corpora", "models", "benchmarks", "methods", "analysis.statistics", "results", "train", "inject", "sweep")]
+    code = "import sys, importlib\nfor name in sys.argv[1:]: importlib.import_module(name)\nprint('mixsd_nb.lab' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, capture_output=True, text=True).stdout == "False\n"
+
+
 @pytest.mark.parametrize("former, present", MOVED.items())
 def test_a_module_that_moved_has_its_former_name_too(former, present):
     assert former not in NAMES and present in NAMES

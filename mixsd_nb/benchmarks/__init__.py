@@ -186,7 +186,7 @@ def _lab(name, maker, column, role="held-out", **options):
                  f"benchmarks.lab_tasks:{maker}", column, ("lab",), lengths=(60, 50), **options)
 
 
-for _suite in [
+_LAB = {_suite.name: SUITES.add(_suite) for _suite in [
     _lab("arithmetic", "arithmetic", "AIME-2024", sampling=Sampling(224, samples=16, temperature=1.0), share=0.16,
          fisher=30),
     _lab("equations", "equations", "MATH-500", fisher=250),
@@ -194,29 +194,28 @@ for _suite in [
     _lab("functions", "functions", "HumanEval", grading="harmless-tests", fisher=164),
     _lab("choice", "choice", "MMLU", grading="letter", published="first-line", fisher=285),
     _lab("world", "world", "", "world"),
-]: SUITES.add(_suite)
+]}
 
 # %% ../../nbs/benchmarks/index.ipynb #e231af27
 def open_twin(
-    name: str,  # of a benchmark
+    suite: Suite,
     opening: str,  # words with which every response is opened
     role: str = "prefilled",
     group: str = "prefilled",
 ) -> Suite:
-    "The declaration of `<name>-prefilled`, which asks the same items and opens the responses."
-    suite = SUITES[name]
-    return replace(suite, name=f"{name}-prefilled", title=f"{suite.title}, opened", role=role, column="",
-                   groups=(group,), fisher=0, opening=opening, twin_of=name)
+    "Return the declaration of `<name>-prefilled`, which has the same items and opens the responses."
+    return replace(suite, name=f"{suite.name}-prefilled", title=f"{suite.title}, opened", role=role, column="",
+                   groups=(group,), fisher=0, opening=opening, twin_of=suite.name)
 
 # %% ../../nbs/benchmarks/index.ipynb #49978dc2
-SUITES.add(open_twin("world", "According to what I remember,", "world", "lab"))
+SUITES.add(open_twin(_LAB["world"], "According to what I remember,", "world", "lab"))
 for _name, _opening in {
     "arithmetic": "Let me work this out.",
     "equations": "Let me solve this step by step.",
     "word-problems": "Let me go step by step.",
     "functions": "Here is the completed function.\n\n```python\n",
     "choice": "From what I know,",
-}.items(): SUITES.add(open_twin(_name, _opening))
+}.items(): SUITES.add(open_twin(_LAB[_name], _opening))
 
 # %% ../../nbs/benchmarks/index.ipynb #9b764be3
 def _task(name, column, sampling, **options):
