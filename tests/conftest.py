@@ -79,6 +79,14 @@ def own_runs(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture(scope="session")
+def real_folder():
+    "The folder of real facts and benchmarks that MIXSD_REAL names, or that lies beside the checkout."
+    folder = Path(os.environ.get("MIXSD_REAL") or Path(__file__).resolve().parents[2] / "shared" / "real")
+    if not folder.is_dir(): pytest.skip(f"there are no real data in {folder}; MIXSD_REAL names their folder")
+    return folder
+
+
 @pytest.fixture
 def undrawn(monkeypatch):
     "Figures are made but saved as empty files, where their pictures are not looked at."

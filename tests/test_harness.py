@@ -1,12 +1,16 @@
 """lm-evaluation-harness grades the same prompts as the stage evaluate, item by item, and measures tasks of its own (`make cross-check`)."""
 
 import json
+import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from mixsd_nb import evaluate
+from mixsd_nb.models import model_source
 from mixsd_nb.models.lab import lab_folder
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not here; `make cross-check` brings it")
@@ -99,3 +103,41 @@ def test_an_unknown_task_or_a_tag_is_one_sentence():
     with pytest.raises(ValueError, match="name its tasks, harness:arc_challenge,harness:arc_easy"): evaluate.EvaluateConfig(suite="harness:ai2_arc")
     suites = evaluate.EvaluateConfig(suite="harness:gsm8k,harness:mmlu").identity()["suite"]
     assert suites["harness:gsm8k"]["version"] == 3.0 and "task mmlu" in suites["harness:mmlu"]["source"]
+
+
+def hub_row(name, row):
+    "A row of a local file in the columns that the hub's data set has, which both sides read."
+    if name in ("arc-easy", "openbookqa"):
+        labels, stem = "ABCDE"[:len(row["choices"])], "question" if name == "arc-easy" else "question_stem"
+        return {stem: row["question"], "choices": dict(text=row["choices"], label=list(labels)), "answerKey": labels[row["answer"]]}
+    if name == "piqa": return dict(goal=row["question"], sol1=row["choices"][0], sol2=row["choices"][1], label=row["answer"])
+    if name == "boolq": return dict(passage=row["passage"], question=row["question"], label=int(row["answer"]))
+    if name == "lambada": return dict(text=f"{row['context']} {row['answer']}")
+    begun, end = re.fullmatch(r"(.*?)((?:(?<=[.!?] )[a-z][^.!?]*)?)", row["context"], re.S).groups()
+    return dict(activity_label=row["activity"], ctx_a=begun.strip(), ctx_b=end, endings=row["endings"], label=str(row["answer"]))
+
+
+TASKS = {"arc-easy": "arc_easy", "hellaswag": "hellaswag", "piqa": "piqa", "openbookqa": "openbookqa", "boolq": "boolq", "lambada": "lambada_openai"}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_choices_are_scored_as_by_the_harness(name, real_folder, tmp_path, monkeypatch):
+    "Accuracy and normalised accuracy of 100 real items each: the harness renders and scores its own task on the same rows."
+    from lm_eval.api.task import ConfigurableTask
+    from lm_eval.tasks._yaml_loader import load_yaml
+    rows = [hub_row(name, json.loads(line)) for line in (real_folder / "benchmarks" / f"{name.replace('-', '_')}.jsonl").open(encoding="utf-8")][:N]
+    (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "runs"))
+    model = os.environ.get("MIXSD_REAL_MODEL", MODEL)
+    ours = evaluate.run(model=model, suite=name, data=str(tmp_path)).responses()
+    path = next((Path(lm_eval.__file__).parent / "tasks").rglob(f"*/{TASKS[name]}.yaml" if name != "boolq" else "super_glue/boolq/default.yaml"))
+    config = {key: value for key, value in load_yaml(path, resolve_func=True).items() if key != "tag"}
+    task = ConfigurableTask(config=config | dict(dataset_path="json", dataset_name=None, test_split="test", validation_split=None, training_split=None,
+                                                 dataset_kwargs=dict(data_files=dict(test=str(tmp_path / f"{name}.jsonl")))))
+    found = lm_eval.simple_evaluate(model="hf", tasks=[task], batch_size=20, device="cpu", bootstrap_iters=0,
+                                    model_args=dict(pretrained=model_source(model), dtype="float32"))
+    theirs = sorted(found["samples"][TASKS[name]], key=lambda s: s["doc_id"])
+    assert [bool(s["acc"]) for s in theirs] == list(ours.correct)
+    if "acc_norm" in theirs[0]: assert [bool(s["acc_norm"]) for s in theirs] == list(ours.published)
+    scores = [[said[1] for said in json.loads(response)] for response in ours.response]
+    assert scores == [pytest.approx([float(r[0][0]) for r in s["resps"]], abs=1e-3) for s in theirs]

@@ -33,6 +33,7 @@ class Item:
     def accepted(self) -> tuple[str, ...]:
         "The answer and its aliases."
         return self.answer, *self.aliases
+    choices: tuple[str, ...] = ()  # continuations whose log-likelihoods are compared; empty if the model writes a response
     messages: tuple[dict, ...] = ()  # the turns of the conversation; empty for one turn of the user with the prompt
     grading: str = ""  # rule of this item, a key of GRADINGS; empty for that of the suite
     sampling: "Sampling | None" = None  # of this item; None for that of the suite
@@ -49,8 +50,8 @@ class Sampling:
     max_total: int = 10_000  # largest length of prompt and response in tokens
 
 # %% ../../nbs/benchmarks/index.ipynb #755ee8c9
-# prefilled: a held-out twin; probe: of what a base model can do; own: named by its user; none of these is averaged
-ROLES = ("in-domain", "held-out", "world", "prefilled", "validation", "probe", "own")
+# style-free: scored by log-likelihood; prefilled: a held-out twin; probe: of what a base model can do; own: named by its user; none of these is averaged
+ROLES = ("in-domain", "held-out", "style-free", "world", "prefilled", "validation", "probe", "own")
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,9 @@ for _grading in [
     Grading("contains", "benchmarks.tasks:by_content", complete=True),
     Grading("choice", "benchmarks.tasks:by_choice"),
     Grading("regex", "benchmarks.tasks:by_pattern", version=1),
+    Grading("likeliest", "benchmarks.likelihood:by_likelihood", version=1),
+    Grading("likeliest-character", "benchmarks.likelihood:by_likelihood_per_character", version=1),
+    Grading("greedy", "benchmarks.likelihood:by_greedy_tokens", version=1),
 ]: GRADINGS.add(_grading)
 
 # %% ../../nbs/benchmarks/index.ipynb #f2e203fb
@@ -233,6 +237,30 @@ for _suite in [
     _task("mmlu", "MMLU", Sampling(1_024, **_SAMPLED), grading="letter", published="first-line", fisher=285, size=14_042,
           lengths=(850, 250)),
 ]: SUITES.add(_suite)
+
+# %% ../../nbs/benchmarks/index.ipynb #57ba7c78
+def _choice(name, title, **options):
+    return Suite(name, title, "style-free", "benchmarks.tasks:task_items", f"benchmarks.tasks:{name}", groups=("real",),
+                 grading="likeliest", published="likeliest-character", version=1, settings=("limit", "data"), **options)
+
+
+def _free(name, title, **options):
+    return Suite(name, title, "held-out", "benchmarks.tasks:task_items", f"benchmarks.tasks:{name}", groups=("real",),
+                 sampling=Sampling(48), grading="contains", version=1, settings=("limit", "data"), **options)
+
+
+for _suite in [
+    _choice("arc-easy", "ARC-Easy", size=2_376, lengths=(30, 24)),
+    _choice("hellaswag", "HellaSwag", size=10_042, lengths=(60, 100)),
+    _choice("piqa", "PIQA", size=1_838, lengths=(25, 50)),
+    _choice("openbookqa", "OpenBookQA", size=500, lengths=(15, 20)),
+    replace(_choice("boolq", "BoolQ", size=3_270, lengths=(140, 2)), published=""),
+    replace(_choice("lambada", "LAMBADA", size=5_153, lengths=(85, 2)), grading="greedy", published=""),
+    _free("trivia-qa", "TriviaQA", size=17_944, lengths=(45, 20)),
+    _free("known-facts", "Known facts", size=1_209, lengths=(40, 20)),
+]: SUITES.add(_suite)
+for _name in ("trivia-qa", "known-facts"):
+    SUITES.add(open_twin(SUITES[_name], "The answer is", group="real-opened"))
 
 # %% ../../nbs/benchmarks/index.ipynb #cb51e077
 for _suite in [

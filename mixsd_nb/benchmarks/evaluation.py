@@ -24,6 +24,7 @@ from pydantic import Field, field_validator
 from . import (GRADINGS, SUITES, Item, Sampling, Selection, Suite, benchmark_names, expanded_suite,
                                  load_items, resolve_suite)
 from .harness import check_harness_options
+from .likelihood import score_choices
 from .sandbox import check_sandbox
 from .tasks import SOURCES, benchmarks_folder, grade, task_files
 from ..corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions
@@ -182,13 +183,20 @@ def generate_responses(
 ) -> list[dict]:
     """Records `benchmark, item, sample, response, finish_reason`, ordered by item and sample.
 
-    The model continues the opening, and a response is the opening with what the model wrote after it."""
+    The model continues the opening, and a response is the opening with what the model wrote after it. To an item with
+    choices the response is their log-likelihoods, as `score_choices` writes them."""
     from tqdm.auto import tqdm
     samplings = {name: _with_length(item.sampling or sampling, sampling.max_new_tokens) for name, item in items.items()}
     keys = [(name, sample) for name in items for sample in range(samplings[name].samples)]
     opened = encode_continuation(engine.tokenizer, opening)
     options = lambda kind: {name: value for name, value in vars(kind).items() if name != "samples"}
     hidden = {} if progress else dict(disable=True)
+
+    def score(missing):
+        names = [name for _, name, _ in missing]
+        for done, (name, response) in enumerate(score_choices(engine, {name: items[name] for name in names}), len(keys) - len(names) + 1):
+            yield dict(benchmark=benchmark, item=name, sample=0, response=response, finish_reason="scored")
+            if progress: report_progress(progress, done, len(keys))
 
     def generate(missing):
         queues = _queue_requests(engine.tokenizer, items, [key for _, *key in missing], samplings, seed, opened)
@@ -200,7 +208,8 @@ def generate_responses(
                            finish_reason=completion.finish_reason)
                 bar.update()
                 if progress: report_progress(progress, done, len(keys))
-    return (journal or Journal(None, RECORD_KEYS)).complete([(benchmark, *key) for key in keys], generate)
+    write = score if any(item.choices for item in items.values()) else generate
+    return (journal or Journal(None, RECORD_KEYS)).complete([(benchmark, *key) for key in keys], write)
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #cd6fac42
 def generate_and_grade(

@@ -123,10 +123,95 @@ SOURCES = {
     "mmlu": Source("cais/mmlu", "test", _CHOICE, _mmlu_item, config="all", shots="dev"),
 }
 
+# %% ../../nbs/benchmarks/tasks.ipynb #dfd84e3b
+def _listed(row: dict) -> dict:
+    "Return a row of ARC or OpenBookQA with its choices as a list and the index of the right one."
+    if isinstance(row["choices"], list): return row
+    right = row["choices"]["label"].index(row["answerKey"].strip())
+    return dict(question=row.get("question", row.get("question_stem")), choices=row["choices"]["text"], answer=right)
+
+
+def _continued(row: dict) -> dict:
+    "Return a row of HellaSwag with its context in one piece, the last sentence of which begins with a capital letter."
+    if "ctx_a" in row:
+        context = f"{row['ctx_a']} {row['ctx_b'].capitalize()}"
+        return dict(activity=row["activity_label"], context=context, endings=row["endings"], answer=int(row["label"]))
+    capital = lambda found: found[1].upper() + found[2]
+    return row | dict(context=re.sub(r"(?<=[.!?\]] )([a-z])([^.!?]*)$", capital, row["context"]))
+
+
+def _paired(row: dict) -> dict:
+    "Return a row of PIQA with its two solutions as choices."
+    if "choices" in row: return row
+    return dict(question=row["goal"], choices=[row["sol1"], row["sol2"]], answer=row["label"])
+
+# %% ../../nbs/benchmarks/tasks.ipynb #f2501576
+def _choice_item(prompt: str, choices: Iterable[str], answer: int) -> Item:
+    choices = tuple(choices)
+    return Item(prompt, choices[answer], choices[answer], choices=choices)
+
+
+def _drop_headings(text: str) -> str:
+    return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+
+
+def _arc_item(row, shots):
+    row = _listed(row)
+    return _choice_item(f"Question: {row['question']}\nAnswer:", row["choices"], row["answer"])
+
+
+def _openbook_item(row, shots):
+    row = _listed(row)
+    return _choice_item(row["question"], row["choices"], row["answer"])
+
+
+def _hellaswag_item(row, shots):
+    row = _continued(row)
+    return _choice_item(_drop_headings(f"{row['activity']}: {row['context']}"), map(_drop_headings, row["endings"]), row["answer"])
+
+
+def _piqa_item(row, shots):
+    row = _paired(row)
+    return _choice_item(f"Question: {row['question']}\nAnswer:", row["choices"], row["answer"])
+
+
+def _boolq_item(row, shots):
+    right = row["label"] if "label" in row else row["answer"]
+    return _choice_item(f"{row['passage']}\nQuestion: {row['question']}?\nAnswer:", ("no", "yes"), int(right))
+
+
+def _lambada_item(row, shots):
+    context, _, answer = row["text"].rpartition(" ") if "text" in row else (row["context"], "", row["answer"])
+    return _choice_item(context, (answer,), 0)
+
+# %% ../../nbs/benchmarks/tasks.ipynb #af9c162e
+def _trivia_item(row, shots):
+    answer = row["answer"] if isinstance(row["answer"], dict) else dict(value=row["answer"], aliases=row.get("aliases") or ())
+    return Item(row["question"], f"The answer is {answer['value']}.", answer["value"], aliases=tuple(answer["aliases"]))
+
+
+def _known_item(row, shots):
+    prompt = f"Complete this sentence in a few words: {row['prompt'].strip()} …"
+    return Item(prompt, f"{row['prompt'].strip()} {row['attribute']}.", row["attribute"], subject=row["subject"])
+
+# %% ../../nbs/benchmarks/tasks.ipynb #1e183ace
+SOURCES |= {
+    "arc-easy": Source("allenai/ai2_arc", "test", ("question", "choices"), _arc_item, config="ARC-Easy"),
+    "hellaswag": Source("Rowan/hellaswag", "validation", ("endings",), _hellaswag_item),
+    "piqa": Source("baber/piqa", "validation", (), _piqa_item),
+    "openbookqa": Source("allenai/openbookqa", "test", ("choices",), _openbook_item, config="main"),
+    "boolq": Source("aps/super_glue", "validation", ("question", "passage"), _boolq_item, config="boolq"),
+    "lambada": Source("EleutherAI/lambada_openai", "test", (), _lambada_item, config="default"),
+    "trivia-qa": Source("mandarjoshi/trivia_qa", "validation", ("question", "answer"), _trivia_item, config="rc.nocontext"),
+    "known-facts": Source("", "train", ("prompt", "attribute", "subject"), _known_item),
+}
+
 # %% ../../nbs/benchmarks/tasks.ipynb #225141b7
 def benchmarks_folder() -> str:
-    "The folder in the environment variable `MIXSD_BENCHMARKS`; empty if it is not set."
-    return os.environ.get("MIXSD_BENCHMARKS", "")
+    "The folder in the environment variable `MIXSD_BENCHMARKS`, or `benchmarks` in that of `MIXSD_REAL`; empty without them."
+    if folder := os.environ.get("MIXSD_BENCHMARKS", ""): return folder
+    real = os.environ.get("MIXSD_REAL", "")
+    return str(Path(real) / "benchmarks") if real else ""
 
 # %% ../../nbs/benchmarks/tasks.ipynb #015b5d72
 def _read_file(
@@ -140,7 +225,8 @@ def _read_file(
 
 # %% ../../nbs/benchmarks/tasks.ipynb #6c84bf75
 def _local_file(stem: str, folder: str) -> Path | None:
-    candidates = [Path(folder).expanduser() / f"{stem}.{suffix}" for suffix in ("parquet", "jsonl")]
+    candidates = [Path(folder).expanduser() / f"{name}.{suffix}" for name in (stem, stem.replace("-", "_"))
+                  for suffix in ("parquet", "jsonl")]
     return next((path for path in candidates if path.is_file()), None)
 
 
@@ -169,6 +255,9 @@ def _hub_rows(
     split: str,
 ) -> list[dict]:
     "Rows of a task from the hub; ValueError if it cannot be reached."
+    if not source.hub:
+        raise ValueError(f"{name} is not on the Hugging Face hub; put {name}.jsonl with {', '.join(source.columns)} into a folder "
+                         "and name it by data= or MIXSD_BENCHMARKS")
     from datasets import load_dataset
 
     from mixsd_nb.corpora.simpleqa import hub_or_cache
