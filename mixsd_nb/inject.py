@@ -46,9 +46,9 @@ class InjectConfig(TrainingSettings, Stage):
         "the name of a corpus"), "positional")
     suite: str = preset_field(
         "what is asked before and after: groups and benchmarks, with commas; the facts' own tests are added", "main",
-        lab="in-domain,lab", paper="in-domain,paper", smoke="in-domain,lab")
+        lab="in-domain,lab", real="in-domain,real", paper="in-domain,paper", smoke="in-domain,lab")
     n: int = preset_field(
-        "items of each benchmark, as far as it has them; at least as many as there are facts", lab=100, paper=4_326, smoke=2, ge=1)
+        "items of each benchmark, as far as it has them; at least as many as there are facts", lab=100, real=100, paper=4_326, smoke=2, ge=1)
     epochs: int | None = flagged_field(
         None, "most passes over the facts; None for twice the number that a training has by default", "main", smoke=1, ge=1)
     checkpoints: Steps | None = Field(None, description="updates after which recall is measured; None for the published schedule")

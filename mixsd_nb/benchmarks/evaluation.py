@@ -33,7 +33,7 @@ from ..corpora.prompts import encode_prompt
 from ..corpora.templates import encode_continuation
 from ..models import ENGINES, check_engine, check_options_of_engine, load_engine, load_tokenizer
 from ..models.identity import MODEL_OPTIONS, ModelOptions
-from ..runs.presets import PresetSettings, preset_field
+from ..runs.presets import PresetSettings, idle_value, preset_field
 from ..runs import (Journal, ParameterError, Seed, TableError, load_object, module_of, report_progress, consumed_field, flagged_field, runtime_field,
                            read_table, write_atomically)
 
@@ -45,21 +45,21 @@ class EvalSettings(PresetSettings):
         "corpus that the in-domain questions come from: its name, a file, a folder or a hub id"), "main", "several")
     suite: str = preset_field(
         "lab, paper, in-domain, benchmarks, files such as my_tests.jsonl, or harness:TASK, separated by commas", "main",
-        lab="lab", paper="paper", smoke="lab")
+        lab="lab", real="in-domain,real", paper="paper", smoke="lab")
     n: int = preset_field(
         "items of each in-domain benchmark, as far as it has them, and lab suite, which has at most 300",
-        lab=100, paper=4_326, smoke=2, ge=1)
-    limit: int = flagged_field(
-        0, "items of each of the paper's tasks, files and harness tasks; 0 for all items", smoke=1, ge=0)
+        lab=100, real=100, paper=4_326, smoke=2, ge=1)
+    limit: int = preset_field(
+        "items of each task of a data set, file and harness task; 0 for all items", lab=0, real=100, paper=0, smoke=1, ge=0)
     max_new_tokens: int = preset_field(
-        "largest length of an in-domain response in tokens", lab=160, paper=4_096, smoke=16, ge=1)
+        "largest length of an in-domain response in tokens", lab=160, real=64, paper=4_096, smoke=16, ge=1)
     task_tokens: int = runtime_field(
         0, "largest length in tokens of a response to a benchmark that has a length of its own; 0 for its own", smoke=16, ge=0)
     data: str = Field(
         "", description="folder with local files of the paper's tasks; if empty, MIXSD_BENCHMARKS or the hub is used")
     seed: Seed = Field(0, description="seed of evaluation items, picks, sampling noise and training order")
     dtype: Literal["float32", "bfloat16"] = preset_field(
-        "data type of the model that mixes or is measured: float32 or bfloat16", lab="float32", paper="bfloat16")
+        "data type of the model that mixes or is measured: float32 or bfloat16", lab="float32", real="bfloat16", paper="bfloat16")
     model_options: ModelOptions = consumed_field(MODEL_OPTIONS)
     engine: str = runtime_field("hf", "engine that runs the model: hf or vllm")
     engine_options: dict = runtime_field({}, 'options of vLLM, such as {"tensor_parallel_size": 2}')
@@ -80,7 +80,7 @@ class EvalSettings(PresetSettings):
     def _reset_without_tasks(cls, value, info):
         suite = info.data.get("suite", "lab")
         if not any(info.field_name in SUITES[name].settings for name in benchmark_names(suite)):
-            return cls.model_fields[info.field_name].default
+            return idle_value(cls.model_fields[info.field_name])
         return value or benchmarks_folder() if info.field_name == "data" else value
 
     def declared_modules(self) -> list[str]:

@@ -119,6 +119,7 @@ class MethodRun(Run):
         settings = {f.name: getattr(p, f.name) for f in fields(TrainingSpec) if f.name in type(p).model_fields}
         settings |= dict(steps=last, checkpoints=steps, lora=self.recipe.adapter_rank(p.options), objective=objective,
                          data=data, modifiers=[*modifiers, *self._anchors()])
+        if p.dtype == "bfloat16": settings["bf16"] = True  # on cores with such units training is then twice as fast
         spec = TrainingSpec(**settings)
         curves = self.loop(spec, self.folder, self.report)
         if self.folder.exists(): write_json(self.folder / _KEPT, dict(ids=sorted(kept)))

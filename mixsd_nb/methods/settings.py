@@ -32,10 +32,10 @@ class RecipeSettings(EvalSettings):
         "what each token of a target weighs: a name in mixsd_nb.methods.GATES; empty for all alike"), "several")
     lam: float = flagged_field(0.5, "share of naive tokens in the targets of mixsd", "main", ge=0, le=1)
     target_tokens: int = preset_field(
-        "largest length of a mixed target in tokens", lab=256, paper=8_192, smoke=32, ge=1)
+        "largest length of a mixed target in tokens", lab=256, real=96, paper=8_192, smoke=32, ge=1)
     model: ModelName = flagged_field("lab-m", "base model: a lab model, a folder or a hub id", "main", "several")
     lr: float = preset_field(
-        "learning rate after 20 warm-up steps; the paper selects one of six", "main", lab=1e-3, paper=1e-5, gt=0, le=1)
+        "learning rate after 20 warm-up steps; the paper selects one of six", "main", lab=1e-3, real=1e-4, paper=1e-5, gt=0, le=1)
     epochs: int | None = flagged_field(None, (
         "passes over the corpus; None for the published number, and for a file for twenty passes or a hundred updates, if these are more"),
         "main", smoke=1, ge=1)
@@ -44,7 +44,7 @@ class RecipeSettings(EvalSettings):
         "responses sampled per fact and update in opsd, opsd-nll, mixsd-kl and sdft; None for the published number"))
     temperature: float | None = Field(
         None, ge=0, description="sampling temperature of rollouts and of replayed samples; None for the published value")
-    rollout_tokens: int = preset_field("largest length of a rollout in tokens", lab=256, paper=8_192, smoke=16, ge=1)
+    rollout_tokens: int = preset_field("largest length of a rollout in tokens", lab=256, real=96, paper=8_192, smoke=16, ge=1)
     span: Literal[SPANS] = preset_field(
         "which tokens of a target are trained: completion; paper, with the chat template's tokens around it; or body, without the role",
         lab="completion", paper="paper")
@@ -133,12 +133,12 @@ class TrainingSettings(RecipeSettings):
         "by recall over all facts and validation"))
     measure: Literal["all", "selection", "scores"] = preset_field((
         "benchmarks of each checkpoint. all: the whole suite. selection: recall and validation, and the whole suite "
-        "at the step that they select. scores: recall and validation only"), lab="all", paper="selection", runtime=True)
+        "at the step that they select. scores: recall and validation only"), lab="all", real="selection", paper="selection", runtime=True)
     suite_steps: Steps | None = runtime_field(
         None, "further steps that are asked the whole suite if measure is selection, as along a trade-off figure")
     keep: Literal["all", "chosen", "last", "none"] = preset_field((
         "weights that stay when all checkpoints are measured: all, those of the step that recall and validation choose, "
-        "the last ones, or none; analyses of the weights need all"), lab="all", paper="chosen", runtime=True)
+        "the last ones, or none; analyses of the weights need all"), lab="all", real="chosen", paper="chosen", runtime=True)
     stored: Literal["float32", "bfloat16"] | None = runtime_field(None, (
         "dtype of the weights in checkpoints: float32 or bfloat16; None for that in which they are measured"))
     state: Literal["newest", "all", "memory", "none"] = runtime_field("newest", (

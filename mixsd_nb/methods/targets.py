@@ -44,7 +44,7 @@ class MixSettings(PresetSettings):
     top_k: int = flagged_field(64, "at T > 0, number of likeliest tokens that are sampled from", "mixing", ge=1)
     samples: int = flagged_field(1, "targets per question", "main", ge=1)
     max_new_tokens: int = preset_field(
-        "largest length of a target in tokens", lab=256, paper=8_192, smoke=32, ge=1)
+        "largest length of a target in tokens", lab=256, real=96, paper=8_192, smoke=32, ge=1)
     max_total: int = Field(
         10_000, ge=2, description="largest length of the longer prompt plus the target, in tokens")
     max_attempts: int = flagged_field(11, "attempts per target before it is discarded", "mixing", smoke=1, ge=1)
@@ -59,7 +59,7 @@ class MixSettings(PresetSettings):
         "", description="part of the corpus to mix, for example 3/8 for the third of eight parts; empty for all of it")
     shards: int = runtime_field(0, "number of shards to join; shards that do not exist yet are mixed", ge=0, le=1_000)
     dtype: Literal["float32", "bfloat16"] = preset_field(
-        "data type of the model: float32 or bfloat16", lab="float32", paper="bfloat16")
+        "data type of the model: float32 or bfloat16", lab="float32", real="bfloat16", paper="bfloat16")
     engine: str = runtime_field("hf", "engine that runs the model: hf or vllm")
     mode: str = runtime_field(
         "", ("way of mixing; hf: auto, lockstep or block; vllm: segments or paired; in float32 all give the same tokens, "
