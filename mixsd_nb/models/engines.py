@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicLayer
 
 from . import load_base, load_tokenizer
 from .decoder import LeanRows, has_lean_pass
-from .engine import Completion, Engine, choose, padding_ids, stop_ids, token_budget
+from .engine import Completion, Engine, apply_guard, choose, padding_ids, stop_ids, token_budget
 from .scoring import map_logits, token_nll
 from .slots import Groups, Slots
 
@@ -158,6 +158,7 @@ def _plan_block(
     cut: float,  # share of the picks of the reading conditional that cut a block
     columns: list[int],  # cached columns of both conditionals
     fixed: int = 85,  # work of a step apart from attention, as a number of cached columns
+    drafting: int = 2,  # how many of the conditionals may draft, the expert first
     more: int = 35,  # work of reading one more token in the same pass, as a number of cached columns
 ) -> tuple[int, int]:
     "The conditional that drafts, and the block length with the most kept tokens per unit of work."
@@ -165,7 +166,7 @@ def _plan_block(
     kept = (uncut.cumprod(-1) / uncut * inside).sum(1).cumsum(-1)
     step = fixed + torch.tensor(columns, device=picks.device)[:, None]
     size = torch.arange(1, picks.shape[1] + 1, device=picks.device)
-    side, k = divmod(int((kept / (step * size + step.flip(0) + more * (size - 1))).argmax()), len(size))
+    side, k = divmod(int((kept / (step * size + step.flip(0) + more * (size - 1)))[:drafting].argmax()), len(size))
     return side, k + 1
 
 # %% ../../nbs/models/engines.ipynb #840bdeb3
@@ -228,7 +229,7 @@ class HFEngine(Engine):
         return (LeanRows if has_lean_pass(self.model) else Rows)(self.model, rows, spare)
 
     @torch.inference_mode()
-    def stream(self, queue, *, temperature=0.0, top_k=64, max_new_tokens=256, max_total=10_000):
+    def stream(self, queue, *, temperature=0.0, top_k=64, max_new_tokens=256, max_total=10_000, guard=0.0):
         "As `Engine.stream`; `max_total` counts within the model's context."
         if not queue: return
         slots = min(self.batch_size, len(queue))
@@ -236,7 +237,7 @@ class HFEngine(Engine):
         decode = self._decode_blocks if mode == "block" and len(queue[0].contexts) == 2 else self._decode_lockstep
         limit = min(self.context, max_total)
         sample = functools.partial(choose, temperature=temperature, top_k=top_k)
-        yield from decode(queue, min(max_new_tokens, limit), limit, sample)
+        yield from decode(queue, min(max_new_tokens, limit), limit, sample, guard if len(queue[0].contexts) == 2 else 0.0)
 
     def _fill(self, slots, queue, width, limit):
         "If enough slots are free, fill them: the slots, their requests, and completions of requests without room."
@@ -251,10 +252,10 @@ class HFEngine(Engine):
         slots.admit(free[:len(requests)], requests, room)
         return free[:len(requests)], requests, rejected
 
-    def _decode_lockstep(self, queue, width, limit, sample):
+    def _decode_lockstep(self, queue, width, limit, sample, guard):
         "All groups advance by one token a step."
         sides, n, device = len(queue[0].contexts), min(self.batch_size, len(queue)), self.model.device
-        slots, groups, rows = Slots(n, width, device), Groups(n, device), self.open_rows(n * sides, min(width, 32))
+        slots, groups, rows = Slots(n, width, device, bool(guard)), Groups(n, device), self.open_rows(n * sides, min(width, 32))
         at = torch.arange(n * sides, device=device).view(n, sides)  # the rows of each group
         while queue or len(slots.active):
             filled, requests, rejected = self._fill(slots, queue, width, limit)
@@ -267,8 +268,15 @@ class HFEngine(Engine):
             of = groups.of[active]
             rows.drop_columns(at[of].flatten())
             hidden = rows.feed(rows.pending[:sides * (int(of.max()) + 1)])[:, -1]
-            picked, slot = at[of, slots.naive[active, slots.t[active]] if sides == 2 else 0].unique(return_inverse=True)
-            new = sample(self.logits(hidden[picked])[slot], slots.keys[active], slots.t[active])[:, None]
+            picks, at_t = slots.naive[active, slots.t[active]] if sides == 2 else 0, (slots.keys[active], slots.t[active])
+            picked, slot = at[of, 0 if guard else picks].unique(return_inverse=True)
+            new = sample(self.logits(hidden[picked])[slot], *at_t)
+            if guard and len(coin := picks.nonzero()[:, 0]):
+                picked, slot = at[of[coin], 1].unique(return_inverse=True)
+                logits = self.logits(hidden[picked])[slot]
+                new[coin], writes = apply_guard(logits, new[coin], sample(logits, *(x[coin] for x in at_t)), guard)
+                slots.naive[active[coin], slots.t[active[coin]]] = writes.long()
+            new = new[:, None]
             completions = slots.write(active, new, torch.ones_like(active), self.stop)
             groups.of[slots.free] = -1
             rest = slots.request[active] >= 0
@@ -276,10 +284,12 @@ class HFEngine(Engine):
             rows.pending[at[groups.of[active[rest]]].flatten()] = new[rest].repeat_interleave(sides, 0)
             yield from completions
 
-    def _decode_blocks(self, queue, width, limit, sample):
-        "All slots draft a block under one conditional and read it with the other; each block is planned anew."
+    def _decode_blocks(self, queue, width, limit, sample, guard):
+        """All slots draft a block under one conditional and read it with the other; each block is planned anew.
+
+        With a guard the expert drafts, because its token is needed at every position."""
         n = min(self.batch_size, len(queue))
-        slots, sides = Slots(n, width, self.model.device), [self.open_rows(n, min(width, 32)) for _ in range(2)]
+        slots, sides = Slots(n, width, self.model.device, bool(guard)), [self.open_rows(n, min(width, 32)) for _ in range(2)]
         cuts, checked = 1, 8
         while queue or len(slots.active):
             filled, requests, rejected = self._fill(slots, queue, width, limit)
@@ -292,10 +302,11 @@ class HFEngine(Engine):
                 active = slots.active
             for rows in sides: rows.drop_columns(active)
             position, picks, inside = slots.next_picks(active, 16)
-            side, size = _plan_block(picks, inside, cuts / checked, [rows.columns for rows in sides])
+            side, size = _plan_block(picks, inside, cuts / checked, [rows.columns for rows in sides],
+                                     drafting=1 if guard else 2)
             reads = (inside & (picks != side))[:, :size]  # where the other conditional writes
             new, count, cut = self._decode_block(slots, active, (sides[side], sides[1 - side]), reads, position,
-                                                  sample)
+                                                  sample, guard)
             cuts += int(cut.sum())
             checked += int(reads.cumsum(1).gather(1, count[:, None] - 1).sum())
             yield from slots.write(active, new, count, self.stop)
@@ -307,7 +318,7 @@ class HFEngine(Engine):
         start.prefill(torch.arange(len(pairs), device=at.device), [a[:k + 1] for (a, _), k in zip(pairs, common)])
         for rows, contexts in zip(sides, zip(*pairs)): rows.prefill(at, contexts, start)
 
-    def _decode_block(self, slots, active, sides, reads, position, sample):
+    def _decode_block(self, slots, active, sides, reads, position, sample, guard):
         """Tokens of a block (slots, size), how many of them are kept, and whether the reading conditional cut it.
 
         The first of the sides drafts, and the second one writes where `reads`, (slots, size), is true."""
@@ -318,10 +329,16 @@ class HFEngine(Engine):
             drafts[active, k] = sample(self.logits(hidden), keys, position[:, k])
             ids = drafts[:, k:k + 1]
         hidden, new = other.feed(torch.cat([other.pending, drafts[:, :-1]], 1))[active], drafts[active]
-        new[reads] = sample(self.logits(hidden[reads]), keys[reads.nonzero()[:, 0]], position[reads])
+        logits, writes = self.logits(hidden[reads]), reads.clone()
+        tokens = sample(logits, keys[reads.nonzero()[:, 0]], position[reads])
+        if guard: tokens, writes[reads] = apply_guard(logits, new[reads], tokens, guard)
+        new[reads] = tokens
         disagree = new != drafts[active]
         ends = disagree | torch.isin(new, self.stop) | (position + 1 >= slots.room[active][:, None])
         count = torch.where(ends.any(1), ends.int().argmax(1) + 1, size)
+        if guard:
+            decided = reads & (torch.arange(size, device=reads.device) < count[:, None])
+            slots.naive[active[decided.nonzero()[:, 0]], position[decided]] = writes[decided].long()
         counts = drafts.new_full((len(drafts),), size).index_copy(0, active, count)
         for rows in sides:
             rows.forget(counts, size)

@@ -17,8 +17,8 @@ class Slots:
     For each slot, tensors hold its request (an index into `requests`, −1 if the slot is free), its noise key, the
     number `t` of its tokens so far, the `room` for tokens, the tokens and the picks."""
 
-    def __init__(self, slots: int, width: int, device):
-        self.requests = []
+    def __init__(self, slots: int, width: int, device, guarded: bool = False):
+        self.requests, self.guarded = [], guarded  # guarded: completions tell where the naive conditional wrote
         self.request, self.keys, self.t, self.room = (torch.full((slots,), -1, device=device) for _ in range(4))
         self.tokens, self.naive = (torch.zeros(slots, width, dtype=torch.long, device=device) for _ in range(2))
 
@@ -64,7 +64,8 @@ class Slots:
         self.t[slots] += count
         stopped = torch.isin(new.gather(1, count[:, None] - 1)[:, 0], stop)
         ended = stopped | (self.t[slots] >= self.room[slots])
-        finish = lambda k, s: make_completion(self.tokens[k, :self.t[k]].tolist(), bool(s), self.tokens.shape[1])
+        finish = lambda k, s: make_completion(self.tokens[k, :self.t[k]].tolist(), bool(s), self.tokens.shape[1])._replace(
+            naive=self.naive[k, :self.t[k]].bool().tolist() if self.guarded else None)
         completions = [(self.requests[self.request[k]], finish(k, s)) for k, s in zip(slots[ended], stopped[ended])]
         self.request[slots[ended]] = -1
         return completions
@@ -117,4 +118,3 @@ class Groups:
         group[later] = new
         self.of[slots] = group[member]
         return source, new
-
