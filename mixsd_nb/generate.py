@@ -16,7 +16,7 @@ from pydantic import PrivateAttr
 from .corpora import CORPORA
 from .methods.fact_lengths import check_facts
 from .methods.targets import (MixSettings, count_unconfirmed, join_shards, keep_agreed, list_agreeing, mix_corpus,
-                                      read_targets, select_targets, summarise_targets, write_targets)
+                                      read_targets, select_targets, summarise_targets, target_schema, write_targets)
 from .models import ENGINES, load_engine, load_tokenizer
 from .models.identity import model_label
 from .models.lab import warn_about_lab_values
@@ -53,7 +53,7 @@ class GenerateConfig(Stage, MixSettings):
             else:
                 records = mix_corpus(self, engine, run.folder, rows, targets)
                 unconfirmed = count_unconfirmed(records, engine.mismatches)
-            write_atomically(run.folder / "targets.parquet", lambda path: write_targets(records, path))
+            write_atomically(run.folder / "targets.parquet", lambda path: write_targets(records, path, target_schema(self)))
             expert = {item["id"]: item["expert_ids"] for item, _ in targets}
             return summarise_targets(records, self, engine, expert, unconfirmed)
 

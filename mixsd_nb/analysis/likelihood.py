@@ -16,6 +16,7 @@ import xarray as xr
 
 from ..corpora import load_corpus
 from ..corpora.prompts import encode_canonical, encode_example, template_lead
+from ..methods.targets import REPLACED
 from ..models import load_engine
 
 # %% ../../nbs/analysis/likelihood.ipynb #a9000005
@@ -64,7 +65,7 @@ def mixed_targets(
     lead = len(template_lead(tokenizer, span))
     trained = lambda row: encode_example(tokenizer, prompts[row.id], list(map(int, row.completion_ids)), span)
     pairs = [(row, *trained(row)) for row in table.itertuples()]
-    sampled = lambda row: row.naive_mask if row.finish_reason != "canonical" else []
+    sampled = lambda row: row.naive_mask if row.finish_reason not in REPLACED else []
     sources = lambda row, ids: token_sources(sampled(row), lead, len(ids))
     return [Target(row.id, context, ids, sources(row, ids)) for row, context, ids in pairs]
 
