@@ -1,5 +1,6 @@
 "Targets in other words or orders, and gates that weigh their tokens, each against an independent computation."
 
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,11 +10,11 @@ from helpers import CELL
 import torch
 from hypothesis import given, settings, strategies as st
 
-from mixsd_nb import train
+from mixsd_nb import generate, train
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.corpora.prompts import expert_reference_prompt
 from mixsd_nb.methods.fitting import MethodRun
-from mixsd_nb.methods.mixing import accepts, mix, mix_items, mix_oracle
+from mixsd_nb.methods.mixing import accepts, mix, mix_items, mix_oracle, picks
 from mixsd_nb.methods.supervised import arrange, canonical_pairs, fit_canonical, fit_mixed, fit_own_words, shuffle_targets
 from mixsd_nb.methods.token_weights import answer_tokens, answer_weights
 from mixsd_nb.models import load_base, load_engine
@@ -137,3 +138,64 @@ def test_an_open_gate_is_sft(averages, tiny, own_runs):
     for parameters in (dict(method="stm", options=dict(threshold=1e9)), dict(method="talr", options=dict(tau=1e9))):
         found = weights(train.run(**parameters, model=tiny, **CELL))
         for name, w in sft.items(): torch.testing.assert_close(found[name], w, rtol=0, atol=1e-6)
+
+
+BEYOND = dict(lam=0.5, schedule="falling", guard=0.01, consistent=True, fallback="own-words", max_attempts=4, max_new_tokens=LONGEST, shard="1/6")
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory):
+    "Targets of lab-s for a sixth of the corpus, with everything that gives each fact one; and the rows of the whole corpus by id."
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MIXSD_RUNS", str(tmp_path_factory.mktemp("runs")))
+        run = generate.run(model="lab-s", **BEYOND)
+    return run, {row["id"]: row for row in load_corpus("kgfact-small", "train")}
+
+
+def test_every_fact_has_a_target_and_the_table_says_from_what(complete):
+    run, rows = complete
+    table = run.targets
+    assert len(table) == 17 and table.accepted.all() and {*table.source} <= {"mixed", "own-words", "canonical"}
+    assert np.allclose(table.lam, 0.5 * (1 - (table.attempts - 1) / 3)) and table.attempts.max() > 1
+    written = table[table.source == "mixed"]
+    assert not written.names_another.any() and 0 < np.concatenate(list(written.naive_mask)).mean() < 0.5
+
+
+def test_a_consistent_target_names_no_other_entity(complete, lab_s):
+    "Independent of the index: each name of the corpus is searched in the text as it is written."
+    run, rows = complete
+    names = {name for row in rows.values() for name in (row["answer"], row["subject"])}
+    for target in run.targets[run.targets.source == "mixed"].itertuples():
+        row, text = rows[target.id], lab_s[1].decode(target.completion_ids, skip_special_tokens=True)
+        own = " ".join((row["prompt"], row["target"], row["subject"]))
+        assert not [name for name in names if re.search(rf"\b{re.escape(name)}\b", text) and name not in own], text
+        assert row["answer"] in text.rpartition("\\boxed")[0]
+
+
+def test_a_guard_gives_the_naive_conditional_only_what_it_finds_possible(complete, lab_s):
+    "Where it writes, the expert's greedy token has at least the probability of the guard; where a pick is overruled, less."
+    run, rows = complete
+    engine, tables = load_engine("hf", *lab_s), run.targets[run.targets.source == "mixed"]
+    items = {item["id"]: item for item in mix_items(lab_s[1], [rows[id] for id in tables.id])}
+    for target in tables.itertuples():
+        item, ids = items[target.id], list(map(int, target.completion_ids))
+        expert, = engine.greedy_tokens([(item["expert_ids"], ids)])
+        drawn = picks(0, target.id, 0, target.attempts - 1, len(ids), target.lam)
+        assert not (target.naive_mask & ~drawn).any()
+        for t in np.flatnonzero(drawn):
+            nll, = engine.score([(item["naive_ids"] + ids[:t], [int(expert[t])])])
+            assert (np.exp(-nll[0]) >= 0.01) == target.naive_mask[t]
+
+
+def test_a_refused_target_becomes_the_own_words_and_then_the_canonical_target(tiny, own_runs, lab_s, monkeypatch):
+    "A model with random weights gives no answer; where its rewriting is said to be accepted, that one is taken."
+    options = dict(model=tiny, lam=0.5, shard="1/30", max_new_tokens=8, max_attempts=1)
+    assert not generate.run(**options).targets.accepted.any()
+    canonical = generate.run(**options, fallback="canonical").targets
+    assert canonical.accepted.all() and {*canonical.source} == {"canonical"}
+    for row in canonical.itertuples(): assert "\\boxed" in lab_s[1].decode(row.completion_ids)
+    assert [*map(list, generate.run(**options, fallback="own-words").targets.completion_ids)] == [*map(list, canonical.completion_ids)]
+    words = lambda engine, rows, corpus, **options: [dict(id=r["id"], completion_ids=[5, 6], accepted=k > 0) for k, r in enumerate(rows)]
+    monkeypatch.setattr("mixsd_nb.methods.supervised.own_words", words)
+    sources = generate.run(**options, fallback="own-words", force=True).targets.source
+    assert list(sources) == ["canonical", *["own-words"] * (len(sources) - 1)]
