@@ -10,14 +10,15 @@ import gc
 import itertools
 import os
 import warnings
-from collections import OrderedDict, deque
-from dataclasses import dataclass, field
+from collections import OrderedDict, defaultdict, deque
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from . import load_part, load_tokenizer, model_source
-from .engine import Completion, Engine, Request, choose, gumbel, make_completion, padding_ids, stop_ids, token_budget
+from .engine import (
+    Completion, Engine, Request, apply_guard, choose, gumbel, make_completion, padding_ids, stop_ids, token_budget)
 
 # vLLM runs in this process, so that a kill leaves no child processes; V1 of the model runner supports custom logits
 # processors; usage statistics are off.
@@ -44,6 +45,7 @@ class _KeyedRow:
     pair: str = ""  # the same for both rows of a pair
     side: int = 0  # 0 expert, 1 naive
     picks: list[int] = field(default_factory=list)  # from `start` on
+    guard: float = 0.0  # as of `apply_guard`; the expert's token is then needed where the pick is naive too
     sentinel: int = 0  # ends a row that is out of step
 
     @property
@@ -63,6 +65,7 @@ class KeyedRows(LogitsProcessor):
     "Samples the tokens of keyed rows, keeps pairs in step, and hides the ids that the tokenizer does not have."
 
     max_ledgers = 4096  # largest number of pairs whose tokens are stored
+    overruled = defaultdict(set)  # pair -> positions whose pick was naive and whose token is the expert's, for the engine
 
     def __init__(self, vllm_config=None, device=None, is_pin_memory=False):
         self.rows, self.ledgers = {}, OrderedDict()
@@ -99,10 +102,28 @@ class KeyedRows(LogitsProcessor):
         for i, r in self.rows.items():
             if not r.pair: source[i] = i
             elif r.t in (ledger := self.ledger(r.pair)): known[i] = ledger[r.t]
-            elif len(r.out) < len(r.picks) and (picked := (r.pair, r.picks[len(r.out)], r.t)) in at:
-                source[i] = at[picked]
+            elif len(r.out) < len(r.picks) and all((r.pair, side, r.t) in at for side in self._sides(r)):
+                source[i] = at[r.pair, r.picks[len(r.out)], r.t]
             else: known[i] = r.sentinel
         return known, source
+
+    @staticmethod
+    def _sides(r: _KeyedRow) -> tuple[int, ...]:
+        "The rows of a pair that its next token needs: that of the pick, and with a guard both where it is the naive one."
+        pick = r.picks[len(r.out)]
+        return (0, 1) if pick and r.guard else (pick,)
+
+    def _overrule(self, logits, tokens: dict[int, int]) -> None:
+        "Replace tokens of naive rows by the expert's where the guard demands it; row -> token."
+        at = {(r.pair, r.side, r.t): i for i, r in self.rows.items() if r.pair}
+        for i in [i for i in tokens if self.rows[i].pair and self.rows[i].side and self.rows[i].guard]:
+            r = self.rows[i]
+            j = torch.tensor([at[r.pair, 0, r.t]], device=logits.device)
+            key, t = torch.tensor([r.key], device=logits.device), torch.tensor([r.t], device=logits.device)
+            expert = choose(logits[j], key, t, r.temperature, r.top_k)
+            token, writes = apply_guard(logits[i:i + 1], expert, expert.new_tensor([tokens[i]]), r.guard)
+            tokens[i] = token.item()
+            if not writes: self.overruled[r.pair].add(r.t)
 
     def apply(self, logits):
         "Logits, (rows, vocabulary), whose argmax is the token of each keyed row (part of vLLM's interface)."
@@ -115,6 +136,7 @@ class KeyedRows(LogitsProcessor):
             keys = torch.tensor([self.rows[j].key for j in rows], device=logits.device)
             positions = torch.tensor([self.rows[j].t for j in rows], device=logits.device)
             tokens = dict(zip(rows, choose(logits[rows], keys, positions, *sampling).tolist()))
+            self._overrule(logits, tokens)
             for j in rows:
                 if self.rows[j].pair: self.ledgers[self.rows[j].pair][self.rows[j].t] = tokens[j]
             known |= {i: tokens[j] for i, j in source.items() if j in tokens}
@@ -131,6 +153,8 @@ class _Sequence:
     room: int  # largest number of tokens
     ids: list[int] = field(default_factory=list)
     rows: list = field(default_factory=list)  # of a pair: the tokens of each row, None while it runs
+    pair: str = ""  # as in the rows
+    overruled: set = field(default_factory=set)  # positions whose pick was naive and whose token is the expert's
 
 # %% ../../nbs/models/engine_vllm.ipynb #ad4ac069
 def _segment_length(
@@ -265,25 +289,34 @@ class VLLMEngine(Engine):
         if not torch.cuda.is_available(): self.engine.collective_rpc(_pack_head)
         return self.engine.reset_prefix_cache()  # it holds keys and values of the other weights
 
-    def stream(self, queue, *, temperature=0.0, top_k=64, max_new_tokens=256, max_total=10_000):
-        "As `Engine.stream`; ValueError if `max_total` tokens do not fit the context. In paired mode an audit follows."
+    def stream(self, queue, *, temperature=0.0, top_k=64, max_new_tokens=256, max_total=10_000, guard=0.0):
+        """As `Engine.stream`; ValueError if `max_total` tokens do not fit the context, and for a guard without paired rows.
+
+        In paired mode an audit follows."""
+        if guard and self.mode != "paired":
+            raise ValueError("mode must be paired for guarded picks, which need both conditionals at every position, got segments")
         if min(self.model_context, max_total) > self.context:
             raise ValueError(f"max_total must be at most {self.context}, the max_model_len that vLLM was started with, "
                              f"got {max_total}")
+        if guard and (workers := self.engine.vllm_config.parallel_config.world_size) > 1:
+            raise ValueError(f"guarded picks need vLLM on one GPU, got {workers}; divide the targets by shards instead")
         sampling, running, pairs = dict(temperature=temperature, top_k=top_k), {}, []
+        options = sampling | (dict(guard=guard) if guard else {})
         try:  # running: vLLM's request -> sequence and row
             while queue or running:
                 while queue and len({id(s) for s, _ in running.values()}) < self.batch_size:
                     r = queue.popleft()
                     room = token_budget(r, max_new_tokens, min(self.context, max_total))
-                    if room: self._submit_next(_Sequence(r, room), running, sampling)
+                    if room: self._submit_next(_Sequence(r, room), running, options)
                     else: yield r, Completion([], "prompt_too_long")
                 self._step()
-                ended = [self._take_output(*running.pop(name), self.outputs.pop(name), running, sampling)
+                ended = [self._take_output(*running.pop(name), self.outputs.pop(name), running, options)
                          for name in self.outputs.keys() & running.keys()]
                 finished = [s for s in ended if s]
-                pairs += [(s.request, s.ids) for s in finished if s.rows]
-                for s in finished: yield s.request, make_completion(s.ids, s.ids[-1] in self.stop, max_new_tokens)
+                for s in finished:
+                    naive = [bool(pick) and t not in s.overruled for t, pick in enumerate(s.request.naive[:len(s.ids)])] if guard else None
+                    if s.rows: pairs.append((replace(s.request, naive=naive) if guard else s.request, s.ids))
+                    yield s.request, make_completion(s.ids, s.ids[-1] in self.stop, max_new_tokens)._replace(naive=naive)
         finally: self.engine.abort_request(list(running))
         self.confirm(pairs, **sampling)
 
@@ -301,6 +334,7 @@ class VLLMEngine(Engine):
             sequence.rows[row] = ids
             if None in sequence.rows: return None
             ids = _join_pair(sequence.rows, self.sentinels)
+            sequence.overruled |= KeyedRows.overruled.pop(sequence.pair, set())
         sequence.ids += ids
         if sequence.ids and sequence.ids[-1] in self.stop or len(sequence.ids) == sequence.room: return sequence
         self._submit_next(sequence, running, sampling)
@@ -313,13 +347,14 @@ class VLLMEngine(Engine):
             self._submit(sequence, running, sampling, int(r.naive[start]), _segment_length(r.naive, start, end))
         else:
             pair, picks = f"pair {next(self.numbers)}", [int(p) for p in r.naive[start:end]]
-            sequence.rows = [None, None]
+            sequence.rows, sequence.pair = [None, None], pair
             for side in (0, 1):
                 self._submit(sequence, running, sampling, side, end - start, pair=pair, picks=picks,
                              sentinel=self.sentinels[side])
 
     def _submit(self, sequence, running, sampling, side, tokens, **paired):
         row = dict(key=sequence.request.key, start=len(sequence.ids), side=side, **sampling, **paired)
+        if not paired: row.pop("guard", None)
         extra_args = dict(mixsd=row) if paired or sampling["temperature"] else None
         params = self._params(tokens, self.sentinels if paired else [], extra_args=extra_args)
         running[self._add(sequence.request.contexts[side] + sequence.ids, params)] = sequence, side
