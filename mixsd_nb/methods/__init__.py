@@ -55,6 +55,7 @@ for _method in [
 # %% ../../nbs/methods/index.ipynb #f28b1359
 _SAMPLED = dict(settings=("temperature", "rollout_tokens"), label="{share:g}", caption="share {share:g}",
                 published=dict(temperature=1.0), options=dict(share=0.5, prompts="", count=200),
+                presets=dict(real=dict(share=0.25, prompts="own")),
                 demand=Demand(pregenerated="samples"), excludes=dict(sdft="the loss of sdft is a mean over responses"))
 _FIXED = dict(lora="adapters leave the weights themselves as they are")
 _SHAPE = dict(untied="it compares weights with those of the base model, which has no output embedding of its own")
