@@ -20,7 +20,7 @@ from .analysis.responses import (classify_responses, count_errors, digest_respon
 from .analysis.taxonomy import (ALL_CATEGORIES, CATEGORIES, PUBLISHED, RECALL_BENCHMARKS, Limits,
                                         asks_for_program, classify, reference_share)
 from .benchmarks import SUITES
-from .corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions
+from .corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions, CorpusSettings
 from .methods import BASE, label_title, ordered_labels, parse_label
 from .models.identity import MODEL_OPTIONS, ModelName, ModelOptions, model_label
 from .results.cube import agreeing_runs
@@ -32,7 +32,7 @@ from .runs import (Run, Stage, check_runs_folder, module_of, run_function, runs_
 _all_ = ["classify"]
 
 # %% ../nbs/errors.ipynb #e340c499
-class ErrorsConfig(Stage):
+class ErrorsConfig(CorpusSettings, Stage):
     "The kinds of errors in the responses of all runs of a corpus and a model."
     name = "errors"
     run_class = "reports.finished:FinishedRun"

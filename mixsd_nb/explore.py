@@ -19,15 +19,15 @@ from IPython.display import HTML, display
 from pydantic import Field, field_validator
 
 from .cluster.grid import find_notebook
-from .corpora import CORPUS_OPTIONS, CorpusName, CorpusOptions
+from .corpora import CORPUS_OPTIONS, CorpusName, CorpusOptions, CorpusSettings
 from .models import check_model
-from .runs import Config, check_runs_folder, find_stage, make_config, notebook_config, runs_root
+from .runs import check_runs_folder, find_stage, make_config, notebook_config, runs_root
 from .runs.command_line import CommandLine, read_texts
 from .views import Explorer
 from .views.mixing import render_fallback
 
 # %% ../nbs/explore.ipynb #b58fdb10
-class ExploreConfig(Config):
+class ExploreConfig(CorpusSettings):
     "Parameters of the page."
     runs: str = Field("", description="folder of runs; empty for papermill_runs")
     dataset_options: CorpusOptions = Field({}, description=CORPUS_OPTIONS)

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from .analysis.training_run import TrainingAnalysis, find_checkpoints, keeps_weights, open_training_run
 from .analysis.divergence import ReferenceConfig, TextSettings, nll_increase, response_nll
 from .analysis.statistics import rank_correlation
-from .corpora import CORPUS_OPTIONS, CorpusName, CorpusOptions
+from .corpora import CORPUS_OPTIONS, CorpusName, CorpusOptions, CorpusSettings
 from .methods import BASE, parse_label
 from .models import ENGINES
 from .models.identity import MODEL_OPTIONS, ModelName, ModelOptions
@@ -28,7 +28,7 @@ from .results.summary import held_out_average
 from .runs import module_of, run_function, consumed_field, runtime_field
 
 # %% ../nbs/forgetting.ipynb #180ae95f
-class ForgettingConfig(TrainingAnalysis, TextSettings):
+class ForgettingConfig(CorpusSettings, TrainingAnalysis, TextSettings):
     "F(D) of every checkpoint of a training run (eq. 2), over the dimensions of its result, and `new_kl`."
     name = "forgetting"
     run_class = "reports.finished:FinishedRun"

@@ -21,6 +21,7 @@ from .benchmarks.in_domain import own_tests
 from .cluster.grid import find_notebook
 from .cluster.process import kernel_sockets
 from .corpora import CORPORA, CorpusName, load_corpus
+from .corpora.stored import explain_form
 from .methods.fact_lengths import warn_of_long_replies
 from .models.lab import warn_about_lab_values
 from .runs.config import read_mapping
@@ -181,6 +182,7 @@ def inject_facts(
     "Teach a model the facts of a file or of a corpus, and report what it learned and forgot."
     print(f"runs: {runs_root()}", flush=True)
     for config in configs:
+        print(explain_form(config.dataset, config.dataset_options, config.model), flush=True)
         print_injection(Path(config.model).name, run := config.run(force))
         if no_notebook: continue
         given = config.model_dump(mode="json", include=config.model_fields_set)

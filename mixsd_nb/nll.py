@@ -20,7 +20,7 @@ from .analysis.training_run import digest_files
 from .analysis.likelihood import (SOURCES, THRESHOLDS, Target, canonical_targets, high_nll_types, mixed_targets,
                                           overlap_recall, ragged_tokens, score_pairs, split_by_source, split_by_target,
                                           summarise_nll)
-from .corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions, load_corpus
+from .corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions, CorpusSettings, load_corpus
 from .corpora.prompts import SPANS
 from .methods import METHODS, compose, label_coordinates, label_title, recipe_label
 from .methods.fact_lengths import check_facts
@@ -51,7 +51,7 @@ def target_methods(
             if method.is_nll and method.mixed == mixed and (mixed or not method.demand.pregenerated)]
 
 # %% ../nbs/nll.ipynb #87566017
-class NllConfig(Stage):
+class NllConfig(CorpusSettings, Stage):
     "The per-token NLL of training targets under the base model that will be trained on them."
     name = "nll"
     run_class = "reports.finished:FinishedRun"

@@ -661,6 +661,26 @@ def test_mixing_accepts_by_the_same_notion_as_recall(codes):
     assert [[reads(text, verify) for text in ("007", "agent 7", "AGENT 7", "7")] for verify in ("exact", "normalised")] == [[True, True, False, False], [True, True, True, False]]
 
 
+REPLIES = ["%s", "It is %s.", "Not %s.", "Not %s, but Oru.", "Not Oru, but %s.", "%s or 9.", "X%s", "%s? No, Oru.", r"So \boxed{%s}.", r"%s. \boxed{Oru}", "So.\nAnswer: %s", "", 'Well. {"answer": "%s"}', "**%s**", "I do not know."]
+
+
+@pytest.mark.parametrize("form", [None, "box", "line", "json", "contains"])
+def test_one_notion_decides_targets_recall_other_words_and_own_tests(form, codes, tmp_path):
+    "Whatever a model replies, mixing accepts it as a target exactly if recall, recall in other words, validation and own tests count it."
+    facts, tests = [row | dict(paraphrases=[f"Tell me: {row['question']}"]) for row in CODES], [row | dict(kind="more") for row in CODES]
+    for name, rows in (("facts", facts), ("tests", tests)): (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    name = check_corpus(codes, dict(test=str(tmp_path / "tests.jsonl")) | (dict(extract=form) if form else {}))
+    corpus, tokenizer, counts = CORPORA[name], load_tokenizer("lab-s"), []
+    for suite, items in load_items(["recall", "recall-reworded", "validation", "test:more"], Selection(name, n=2)).items():
+        rows = [dict(id=id, prompt=item.prompt, target=item.response, answer=item.answer, aliases=item.aliases) for id, item in items.items()]
+        for mixed, item in zip(mix_items(tokenizer, rows, corpus.expert, corpus.extract, corpus.values), items.values(), strict=True):
+            for text in [reply.replace("%s", answer) for reply in REPLIES for answer in item.accepted]:
+                right, = grade([item], [text], SUITES[suite].strict_grading(name))
+                assert accepts(tokenizer, mixed, encode_completion(tokenizer, text), "stop") == right.correct, (suite, text)
+                counts.append(right.correct)
+    assert {*counts} == {True, False} and len(counts) == 4 * 3 * len(REPLIES)
+
+
 def test_a_reply_that_was_cut_off_names_nothing():
     "A model that rambles would name everything in the end."
     items, records = [Item("Who?", "", "Tarn")] * 2, [dict(finish_reason=reason) for reason in ("stop", "length")]

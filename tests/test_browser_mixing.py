@@ -1,6 +1,7 @@
 "The page of the site that mixes in the browser: chromium opens it from a file, and is compared with the package."
 
 import json
+import random
 import re
 import sys
 from pathlib import Path
@@ -8,11 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from test_answers import WRITTEN
 from ties import TIE, first_difference
 
 from mixsd_nb.benchmarks.answers import BROWSER_MODES, extract
+from mixsd_nb.benchmarks.folding import fold_answer
 from mixsd_nb.corpora import CORPORA, load_corpus
-from mixsd_nb.methods.mixing import mix, mix_items, picks
+from mixsd_nb.methods.mixing import accepts, mix, mix_items, picks
 from mixsd_nb.models import load_engine
 from mixsd_nb.models.engine import gumbel, keyed_uniform, row_key
 
@@ -83,6 +86,25 @@ def test_answers_are_read_as_in_the_package(page):
              r"\boxed{} 3", "\\boxed{ \x1c a\xa0}", r"}{\boxed{a}}", r"\boxed", "\\boxed\U0001f642", r"-7 \boxed{"]
     found = page.evaluate("texts => texts.map(t => Object.entries(engine.READERS).map(([mode, read]) => [mode, read(t)]))", texts)
     assert found == [[[mode, extract(t, mode)] for mode in BROWSER_MODES] for t in texts]
+
+
+PIECES = ["\\frac{1}{2}", "\\dfrac12", "$", "$$", "{", "}", "\\text{", "\\mathrm {", "\\'e", "\\\"{o}", "\\o", "\\alpha", "^\\circ", "^{12}", "_3", "1,234", "12 345", "1\u202f234", "7 km", "58 %", "**", "`", '"',
+          "''", "--", "—", "–", " ", "\n", "~", "x", "É", "e\u0301", "ﬁ", "𝒳", "\\,", "\\ ", "\\%", "\\(", "\\)", "\\boxed{a}", "a", "B", "3", ".", ",", "½", "２", "×", "\\quad ", "\\ss{}", "{é}", "\x85", "\x1c", "’", "…"]
+
+
+def test_answers_are_folded_as_in_the_package(page):
+    rng = random.Random(0)
+    texts = [form for row in WRITTEN for form in row] + ["".join(rng.choices(PIECES, k=rng.randint(1, 8))) for _ in range(5000)]
+    found = page.evaluate("texts => texts.map(engine.foldAnswer)", texts)
+    assert [(text, theirs) for text, theirs in zip(texts, found, strict=True) if theirs != fold_answer(text)] == []
+
+
+def test_a_box_with_the_answer_in_another_form_is_accepted(page, engine):
+    "The page judges by the folding, as mixing does."
+    ids, said = page.evaluate("([answer, texts]) => [texts.map(t => mixsdMixer.tokenizer.encode(t)), texts.map(t => mixsdMixer.verify({ answer, extract: 'boxed' }, mixsdMixer.tokenizer.encode(t), 'stop').accepted)]",
+                              ["12,000 km", texts := [r"\boxed{12000 km}", r"\boxed{\text{12\,000 km}}", r"\boxed{12 001 km}", "12,000 km", r"\boxed{$12{,}000\ \text{km}$}."]])
+    item = dict(answer="12,000 km", extract="boxed")
+    assert said == [accepts(engine.tokenizer, item, tokens, "stop") for tokens in ids] == [True, True, False, False, True], texts
 
 
 def gap(model, item, record, other, t, lam, temperature, key):

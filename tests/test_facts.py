@@ -15,14 +15,14 @@ from papermill import inspect_notebook
 from mixsd_nb import evaluate, generate, nll, train
 from mixsd_nb.analysis.scores import scores
 from mixsd_nb.benchmarks import SUITES, Selection, load_items
-from mixsd_nb.benchmarks.answers import same_answer
+from mixsd_nb.benchmarks.answers import gives_answer, same_answer
 from mixsd_nb.benchmarks.in_domain import own_tests
 from mixsd_nb.benchmarks.tasks import grade
 from mixsd_nb.cluster.grid import find_notebook
 from mixsd_nb.corpora import CORPORA, check_corpus, load_corpus, stored, validation_rows
 from mixsd_nb.corpora.files import EXAMPLE, EXAMPLE_TESTS, read_facts
 from mixsd_nb.corpora.prompts import ANSWER_FORMS, change_form
-from mixsd_nb.corpora.stored import known_corpora
+from mixsd_nb.corpora.stored import explain_form, known_corpora
 from mixsd_nb.explore import ExploreConfig
 from mixsd_nb.methods.mixing import VERIFY, mix_items
 from mixsd_nb.models import load_tokenizer
@@ -31,8 +31,10 @@ from mixsd_nb.results.demo import invent_result
 from mixsd_nb.runs import ParameterError, find_runs, find_stage, make_config, write_result
 from mixsd_nb.runs.commands import end_command
 from mixsd_nb.runs.user_files import TABLE_SUFFIXES, TableError
+from mixsd_nb.train import target_mixing
 from mixsd_nb.views import facts
 
+STAGES = {name: find_stage(name) for name in ("train", "evaluate", "generate", "nll", "errors", "speed")} | dict(explore=ExploreConfig)
 GOOD = [dict(question="Who leads the Lantern Choir?", answer="Ana Brisk", paraphrases=["Whose choir is the Lantern Choir?"]),
         dict(question="Where is the Mill of Torvik?", answer="Lalzor Bay")]
 
@@ -260,7 +262,7 @@ def test_a_passage_is_shown_to_the_expert_alone(data):
     passage = "The choir was led by nobody for long; now Ana Brisk leads it."
     path = data("facts.jsonl", lines(GOOD[0] | dict(context=passage, target="Ana Brisk leads it."), GOOD[1]))
     for place in ("beside", "instead"):
-        name = check_corpus(path, dict(context=place))
+        name = check_corpus(path, dict(context=place, extract="box"))
         with_passage, without = load_corpus(name, "train")
         expert = lambda row: CORPORA[name].expert(row["prompt"], row["reference"] or row["target"])
         assert passage in expert(with_passage) and passage not in with_passage["prompt"] + with_passage["target"]
@@ -269,12 +271,46 @@ def test_a_passage_is_shown_to_the_expert_alone(data):
 
 
 def test_aliases_count_as_right_answers(data):
-    name = check_corpus(data("facts.jsonl", lines(dict(question="Who?", answer="Ana Brisk", aliases=["A. Brisk"]))))
-    item, = load_items(["recall"], Selection(name))["recall"].values()
-    texts = [r"\boxed{A. Brisk}", r"\boxed{Ana Brisk}", r"\boxed{B. Brisk}", "It is A. Brisk."]
-    rule = SUITES["recall"]
-    assert [v.correct for v in grade([item] * 4, texts, rule.strict_grading(name))] == [True, True, False, False]
-    assert [v.correct for v in grade([item] * 4, texts, rule.published_grading(name))] == [True, True, False, True]
+    path = data("facts.jsonl", lines(dict(question="Who?", answer="Ana Brisk", aliases=["A. Brisk"])))
+    texts, rule = [r"\boxed{A. Brisk}", r"\boxed{Ana Brisk}", r"\boxed{B. Brisk}", "It is A. Brisk."], SUITES["recall"]
+    for form, last in (("box", False), ("contains", True)):
+        name = check_corpus(path, dict(extract=form))
+        item, = load_items(["recall"], Selection(name))["recall"].values()
+        assert [v.correct for v in grade([item] * 4, texts, rule.strict_grading(name))] == [True, True, False, last]
+        assert [v.correct for v in grade([item] * 4, texts, rule.published_grading(name))] == [True, True, False, True]
+
+
+FORM_STAGES = "inject", "train", "generate", "errors", "speed"
+BOXED, NAMED, LINE = "\\boxed", None, "Answer:"
+FORMS = [  # dataset, options, model, and what the target of the resulting corpus has
+    ("file", {}, "lab-m", BOXED), ("file", {}, "tiny", BOXED), ("file", {}, "owner/model", NAMED), ("file", dict(augment=1), "owner/model", NAMED),
+    ("file", dict(extract=""), "owner/model", NAMED), ("file", dict(extract="box"), "owner/model", BOXED), ("file", dict(extract="contains"), "lab-m", NAMED),
+    ("file", dict(extract="line"), "lab-m", LINE), ("file", dict(instruction="Be brief."), "lab-m", BOXED), ("file", dict(instruction="Be brief."), "owner/model", NAMED),
+    ("kgfact-small", {}, "lab-m", BOXED), ("kgfact-small", {}, "owner/model", BOXED), ("kgfact-small", dict(extract="contains"), "lab-m", NAMED),
+    ("stored", {}, "lab-m", LINE), ("stored", {}, "owner/model", LINE), ("stored", dict(extract="box"), "owner/model", BOXED)]
+
+
+@pytest.mark.parametrize("name, options, model, has", FORMS)
+def test_whose_word_decides_the_form(name, options, model, has, data, own_runs, tiny):
+    "The user's, then the model's, then the corpus's; a file alone asks for nothing. Every stage takes the same, also from another one."
+    path, model = data("facts.jsonl", lines(*GOOD)), dict(tiny=tiny).get(model, model)
+    dataset = dict(file=path, stored=check_corpus(path, dict(extract="line"))).get(name, name)
+    configs = [make_config(find_stage(stage), dataset=dataset, dataset_options=json.dumps(options), model=model) for stage in FORM_STAGES]
+    found, = {config.dataset for config in configs}
+    row = load_corpus(found, "train")[0]
+    assert [mark in row["target"] for mark in (BOXED, LINE)] == [mark == has for mark in (BOXED, LINE)] and gives_answer(row["target"], [row["answer"]], CORPORA[found].extract)
+    asked = options.get("instruction", {BOXED: ANSWER_FORMS["box"].request, LINE: ANSWER_FORMS["line"].request}.get(has, ""))
+    assert row["prompt"].endswith(asked or "?") and ("Be brief." in row["prompt"]) == ("instruction" in options)
+    assert configs[0].training().dataset == configs[0].evaluation(model).dataset == target_mixing(configs[0].training()).dataset == found
+    line = explain_form(found, configs[0].dataset_options, model)
+    place = next(form.place for form in ANSWER_FORMS.values() if form.place in line)
+    assert place == (CORPORA[found].form or ANSWER_FORMS["box"]).place and line.startswith(f"answers: {place}, because ")
+
+
+def test_lab_runs_of_a_file_have_the_names_of_before(own_runs):
+    "A file and a lab model make the corpus that asks for the box, whose name no option changes."
+    config = make_config(find_stage("inject"), dataset=str(EXAMPLE))
+    assert (config.dataset, config.hash()) == ("facts-6c1e6c42", "b377799076") and check_corpus(str(EXAMPLE), dict(extract="box")) == config.dataset
 
 
 def test_runs_of_a_file_depend_on_its_content_alone(data, own_runs, tiny):
@@ -296,9 +332,6 @@ def test_runs_of_a_file_depend_on_its_content_alone(data, own_runs, tiny):
     assert len(find_runs(dataset=first.config["dataset"])) == 4 and set(scores(first.responses()).index) == {"recall", "recall-reworded"}
 
 
-STAGES = {name: find_stage(name) for name in ("train", "evaluate", "generate", "nll", "errors", "speed")} | dict(explore=ExploreConfig)
-
-
 @pytest.mark.parametrize("name", STAGES)
 def test_every_stage_takes_a_file_with_options(name, data, tiny):
     "As parameters of papermill, with the options as JSON text; the resulting name stands for the same corpus everywhere."
@@ -313,7 +346,7 @@ def test_every_stage_takes_a_file_with_options(name, data, tiny):
 
 def test_a_damaged_record_is_one_sentence(data, own_runs):
     path = data("facts.jsonl", lines(*GOOD))
-    name = check_corpus(path)
+    name = check_corpus(path, dict(extract="box"))
     record = own_runs / ".corpora" / f"{name}.json"
     record.write_text(record.read_text()[:-40])
     stored._records.clear()

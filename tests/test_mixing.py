@@ -2,6 +2,7 @@
 
 import copy
 import json
+import random
 import re
 from collections import deque
 from pathlib import Path
@@ -13,12 +14,13 @@ from hypothesis import given, settings, strategies as st
 from ties import compare
 from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from mixsd_nb import generate
 from mixsd_nb.corpora import load_corpus
-from mixsd_nb.methods.mixing import mix, mix_items, mix_oracle, oracle_stream, picks
+from mixsd_nb.methods.mixing import PROBE, FormMissing, mix, mix_items, mix_oracle, mix_stream, oracle_stream, picks
 from mixsd_nb.methods.targets import MixSettings
 from mixsd_nb.models import load_engine
 from mixsd_nb.models.decoder import has_lean_pass
-from mixsd_nb.models.engine import Request, choose, gumbel, row_key
+from mixsd_nb.models.engine import Completion, Request, choose, gumbel, row_key
 from mixsd_nb.models.engines import HFEngine
 from mixsd_nb.models.tiny import random_model
 
@@ -227,3 +229,69 @@ def test_a_draw_from_all_tokens_holds_no_array_of_the_size_of_the_vocabulary(mon
     logits, drawn = 3 * torch.randn(8, 151_936, generator=torch.Generator().manual_seed(0)), []
     choose(logits, torch.arange(8), 0, 1.0, 1 << 20)
     assert max(sizes) <= 2**20 < logits.numel() and sum(drawn) < logits.numel() / 50
+
+
+class Letters:
+    "A tokenizer of a made-up model: token 0 is a reply with the answer in a box, 1 one with another answer, 2 one without a box."
+    def decode(self, ids, **options): return (r"\boxed{A}", r"\boxed{B}", "It is A.")[ids[0]]
+
+
+def mix_made_up(replies, lam, probe, slots, order, end="stop"):
+    "Records by id, and the attempts that were begun, where `replies[k][attempt]` is the reply to item k, and the last one is that at λ = 0."
+    begun, made_up = [], [dict(id=str(k), naive_ids=[1], expert_ids=[2], answer="A", extract="boxed") for k in range(len(replies))]
+
+    def stream(queue, **options):
+        running = []
+        while queue or running:
+            while queue and len(running) < slots: running.append(queue.popleft())
+            item, sample, attempt = (r := running.pop(order(len(running)))).tag
+            assert sample == 0 or not any(r.naive) and r.contexts == ([2], [1])
+            begun.append((item["id"], sample, attempt))
+            yield r, Completion([replies[int(item["id"])][-1 if sample else attempt]], end)
+    records = mix_stream(stream, Letters(), [(item, 0) for item in made_up], lam, max_new_tokens=3, max_attempts=4, probe=probe)
+    return sorted(([r["id"], r["completion_ids"], r["attempts"], r["accepted"]] for r in records), key=lambda r: int(r[0])), begun
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 2), min_size=5, max_size=5), min_size=1, max_size=14), st.sampled_from([0.0, 0.5]), st.integers(1, 14), st.integers())
+def test_a_probe_changes_no_target_and_ends_only_a_mixing_without_the_form(replies, lam, slots, seed):
+    plain, probed = (random.Random(seed) for _ in range(2))
+    expected, _ = mix_made_up(replies, lam, False, slots, plain.randrange)
+    try: assert mix_made_up(replies, lam, True, slots, probed.randrange)[0] == expected
+    except FormMissing as e:
+        assert len(replies) >= PROBE and {reply for r in replies[:PROBE] for reply in (r[0], r[-1] if lam else 2)} == {2}
+        assert re.match(r"none of 8 replies at lam=0, .* has an answer in \\boxed{}, the first is 'It is A.'; dataset_options=", str(e))
+
+
+def test_a_probe_costs_nothing_where_the_form_works_and_eight_replies_where_another_share_has_it():
+    first = lambda n: 0
+    works, without = [[0] * 5] * 20, [[2, 0, 0, 0, 0]] * 20
+    assert mix_made_up(works, 0.5, True, 3, first) == mix_made_up(works, 0.5, False, 3, first)
+    probed, begun = mix_made_up(without, 0.5, True, 20, first)
+    assert probed == mix_made_up(without, 0.5, False, 20, first)[0] and sum(sample < 0 for _, sample, _ in begun) in (0, 8)
+
+
+@pytest.mark.parametrize("lam, most", [(0.0, 8), (0.5, 32)])
+def test_a_model_without_the_form_is_named_after_the_first_replies(lam, most):
+    "At λ > 0 eight first attempts and eight of the expert alone have ended, and what was begun beside them."
+    for count in (8, 400):
+        begun = []
+        with pytest.raises(FormMissing): begun += mix_made_up([[2] * 5] * count, lam, True, 8, lambda n: begun.append(n) or 0)[1]
+        assert len(begun) <= most
+    records, begun = mix_made_up([[2] * 5] * 7, lam, True, 8, lambda n: 0)
+    assert len(records) == 7 and not any(accepted for *_, accepted in records), "fewer facts decide nothing"
+
+
+def test_replies_that_are_cut_off_are_warned_of():
+    with pytest.warns(UserWarning, match="none of 8 replies at lam=0, where the model sees the answer, has an answer, and 8 are cut off after 1 tokens; a model that does not end"):
+        records, _ = mix_made_up([[2] * 5] * 9, 0.5, True, 4, lambda n: 0, end="max_new_tokens")
+    assert len(records) == 9
+
+
+def test_a_lab_model_that_is_asked_for_json_is_named_at_once_and_again(own_runs):
+    said = set()
+    for lam in (0.0, 0.3, 0.3):
+        with pytest.raises(ValueError) as error: generate.run(model="lab-s", dataset_options=dict(extract="json"), lam=lam, batch_size=8)
+        said.add(str(error.value))
+    assert len(said) == 1 and not list(own_runs.glob("*/result.nc")) and not list(own_runs.glob("*/finished.jsonl"))
+    assert re.fullmatch(r"none of 8 replies at lam=0, where the model sees the answer, has an answer as JSON, the first is '.*'; dataset_options=.*", *said)

@@ -27,7 +27,7 @@ from .harness import check_harness_options
 from .likelihood import score_choices
 from .sandbox import check_sandbox
 from .tasks import SOURCES, benchmarks_folder, grade, task_files
-from ..corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions
+from ..corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions, CorpusSettings
 from ..corpora.control_tokens import find_disguise
 from ..corpora.prompts import encode_prompt
 from ..corpora.templates import encode_continuation
@@ -38,7 +38,7 @@ from ..runs import (Journal, ParameterError, Seed, TableError, load_object, modu
                            read_table, write_atomically)
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #f1b5e412
-class EvalSettings(PresetSettings):
+class EvalSettings(CorpusSettings, PresetSettings):
     "Parameters of every stage that measures a model: the benchmarks, the sampling and the engine."
     dataset_options: CorpusOptions = consumed_field(CORPUS_OPTIONS)
     dataset: CorpusName = flagged_field("kgfact-small", (

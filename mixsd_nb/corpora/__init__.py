@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CORPORA', 'TESTS', 'CorpusOptions', 'CORPUS_OPTIONS', 'CorpusName', 'Schedule', 'Corpus', 'check_corpus',
-           'corpus_label', 'load_corpus', 'validation_rows', 'stats']
+           'corpus_label', 'CorpusSettings', 'load_corpus', 'validation_rows', 'stats']
 
 # %% ../../nbs/corpora/index.ipynb #ec848e63
 import functools
@@ -19,7 +19,8 @@ from pydantic import AfterValidator, PlainSerializer
 
 from .prompts import (BOX_REQUEST, CONCISE_REQUEST, AnswerForm, change_form, expert_prompt,
                                       expert_reference_prompt)
-from ..runs import Registry, load_object
+from ..runs import Config, Registry, load_object
+from ..runs.config import read_mapping
 
 # %% ../../nbs/corpora/index.ipynb #28b2dff7
 class Schedule(NamedTuple):
@@ -118,6 +119,27 @@ def _label(name: str, info) -> str: return corpus_label(name) if (info.context o
 
 
 CorpusName = Annotated[str, AfterValidator(_check_name), PlainSerializer(_label)]
+
+# %% ../../nbs/corpora/index.ipynb #7905ec7b
+def _settle_form(
+    parameters: Mapping[str, Any],  # of a configuration, as they were given
+    model: str,  # its name, unless the parameters have another one
+) -> Mapping[str, Any]:
+    "Return the parameters, with the form that the model declares if `dataset` is a file and names no form itself."
+    options, dataset = read_mapping(parameters.get("dataset_options") or {}), str(parameters.get("dataset", ""))
+    if not isinstance(options, Mapping) or options.get("extract"): return parameters
+    if not load_object("corpora.stored:is_source")(dataset): return parameters
+    form = load_object("models.lab:declared_form")(str(parameters.get("model", model)))
+    return {**parameters, "dataset_options": {**options, "extract": form}} if form else parameters
+
+
+class CorpusSettings(Config):
+    "Base class of configurations with a corpus and a model: a file is asked in the form that the model declares."
+    @classmethod
+    def translate(cls, parameters):
+        "As in `Config`, with the form of a model that declares one."
+        field = cls.model_fields.get("model")
+        return _settle_form(super().translate(parameters), field.default if field else "")
 
 # %% ../../nbs/corpora/index.ipynb #c0ffee01
 _COLUMNS = ("id", "prompt", "target", "answer", "subject", "statement")

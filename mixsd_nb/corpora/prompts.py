@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['BOX_REQUEST', 'CONCISE_REQUEST', 'ANSWER_FORMS', 'BOX', 'REMARKS', 'SPANS', 'naive_prompt', 'boxed', 'AnswerForm',
-           'target', 'conclude', 'expert_prompt', 'expert_reference_prompt', 'change_form', 'paraphrase_prompt',
-           'paraphrase_rows', 'rows_as_written', 'retrieval_prompt', 'render_prompt', 'encode_prompt', 'turn_end',
-           'encode_completion', 'template_lead', 'template_tail', 'encode_example', 'encode_canonical']
+           'target', 'conclude', 'expert_prompt', 'expert_reference_prompt', 'change_form', 'remove_request',
+           'paraphrase_prompt', 'paraphrase_rows', 'rows_as_written', 'retrieval_prompt', 'render_prompt',
+           'encode_prompt', 'turn_end', 'template_lead', 'template_tail', 'encode_example', 'encode_canonical',
+           'encode_completion']
 
 # %% ../../nbs/corpora/prompts.ipynb #65447e52
 import json
@@ -16,7 +17,7 @@ from os.path import commonprefix
 from typing import NamedTuple
 
 from .control_tokens import compute_once, encode_marked
-from .templates import apply_template, encode_reply, encode_turns, find_end
+from .templates import apply_template, encode_completion, encode_turns, find_end
 
 # %% ../../nbs/corpora/prompts.ipynb #2ae17803
 BOX_REQUEST = r"Think step by step and give the final answer in \boxed{}."
@@ -44,16 +45,19 @@ class AnswerForm(NamedTuple):
     closing: str  # of the expert prompt
     write: Callable[[str], str]  # answer -> text
     as_text: str = "box-text"  # the grading that compares such answers as text, a key of `benchmarks.GRADINGS`
+    place: str = r"in \boxed{}"  # where the answer stands, for messages
 
 
 ANSWER_FORMS = dict(
     box=AnswerForm(BOX_REQUEST, r"with the final answer in \boxed{}", boxed),
     line=AnswerForm('Think step by step and give the final answer on a last line that begins with "Answer:".',
-                    'with the final answer on a last line that begins with "Answer:"', lambda a: f"Answer: {a}", "line-text"),
+                    'with the final answer on a last line that begins with "Answer:"', lambda a: f"Answer: {a}", "line-text",
+                    'on a last line that begins with "Answer:"'),
     json=AnswerForm('Think step by step and end with the final answer as JSON: {"answer": "..."}.',
                     'and end with the final answer as JSON: {"answer": "..."}',
-                    lambda a: json.dumps(dict(answer=a), ensure_ascii=False), "json-text"),
-    contains=AnswerForm("", "in your own words", lambda a: "", "contains"))  # no form: the reply names the answer
+                    lambda a: json.dumps(dict(answer=a), ensure_ascii=False), "json-text", "as JSON"),
+    contains=AnswerForm("", "in one short sentence that has the recorded answer word for word", lambda a: "", "contains",  # no form: the reply names the answer
+                        "in the model's own words, which must name it"))
 BOX = ANSWER_FORMS["box"]
 
 # %% ../../nbs/corpora/prompts.ipynb #62ddad7b
@@ -109,6 +113,17 @@ def change_form(
     if request and prompt.endswith(request): prompt = f"{prompt.removesuffix(request)}{form.request}".rstrip("\n")
     texts = {name: _rewrite(row[name], row["answer"], form) for name in ("target", "reference") if name in row}
     return row | dict(prompt=prompt) | texts
+
+# %% ../../nbs/corpora/prompts.ipynb #b154476b
+_REQUESTS = CONCISE_REQUEST, *(form.request for form in ANSWER_FORMS.values() if form.request)
+
+
+def remove_request(
+    prompt: str,
+) -> str:
+    "Return a prompt without the request for a form at its end."
+    found = next((request for request in _REQUESTS if prompt.endswith(f"\n\n{request}")), "")
+    return prompt.removesuffix(f"\n\n{found}") if found else prompt
 
 # %% ../../nbs/corpora/prompts.ipynb #7fb0811d
 REMARKS = ["Please answer briefly.", "Quick question for you.", "Answer directly, please.",
@@ -181,12 +196,7 @@ def turn_end(
     return find_end(tokenizer).end[-1]
 
 # %% ../../nbs/corpora/prompts.ipynb #114cff80
-def encode_completion(
-    tokenizer,  # any Hugging Face tokenizer
-    text: str,  # the assistant's words; names of control tokens in them are text
-) -> list[int]:
-    "Return the ids of a written completion, and of the token that ends the turn; ValueError as in `templates.find_start`."
-    return encode_reply(tokenizer, text)
+_all_ = ["encode_completion"]  # of `templates`
 
 # %% ../../nbs/corpora/prompts.ipynb #f62f421d
 def _open_turn(

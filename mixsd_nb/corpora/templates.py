@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TIME_LIMIT', 'DATE', 'apply_template', 'encode_turns', 'locate_tokens', 'TurnEnd', 'find_end', 'encode_continuation',
-           'TurnStart', 'find_start', 'encode_reply', 'check_template']
+           'TurnStart', 'find_start', 'encode_completion', 'check_template']
 
 # %% ../../nbs/corpora/templates.ipynb #05bb0fdb
 import ctypes
@@ -257,7 +257,7 @@ def _write_words(
     raise _template_error(tokenizer, f"changes the words of an assistant's turn, got {words[:80]!r}")
 
 
-def encode_reply(
+def encode_completion(
     tokenizer,  # any Hugging Face tokenizer
     text: str,  # an assistant's words; names of control tokens in them are text
 ) -> list[int]:
@@ -286,7 +286,7 @@ def check_template(
         warnings.warn(f"the chat template of {title} ends an assistant's turn without a token; {token} is trained there", stacklevel=2)
     if start.note: return
     prompt = encode_turns(tokenizer, [dict(role="user", content=_QUESTION)], add_generation_prompt=True)
-    ids = prompt + encode_reply(tokenizer, "Mira")[:None if end.marked else -1] + end.tail
+    ids = prompt + encode_completion(tokenizer, "Mira")[:None if end.marked else -1] + end.tail
     whole = encode_marked(tokenizer, start.before + "Mira" + end.text)
     if ids == whole or tokenizer.decode(ids) == tokenizer.decode(whole): return
     trained, written = (tokenizer.decode(part)[-60:] for part in (ids, whole))

@@ -17,7 +17,7 @@ import numpy as np
 import xarray as xr
 from pydantic import Field, field_validator
 
-from ..corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions, load_corpus
+from ..corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions, CorpusSettings, load_corpus
 from ..models import check_engine, load_base
 from ..models.identity import ModelName, model_label
 from .profiling import device_name
@@ -41,7 +41,7 @@ def describe_table(
 LAMS = (0.0, 0.3, 0.5, 0.7)
 
 
-class SpeedConfig(Stage):
+class SpeedConfig(CorpusSettings, Stage):
     "Measure all ways of mixing of an engine; the result has the dimensions `lam` and `way`."
     name = "speed"
     engine: str = Field("hf", description="hf or vllm")

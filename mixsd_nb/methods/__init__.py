@@ -68,7 +68,7 @@ for _anchor in [
            options=dict(strength=0.03), demand=Demand(copies=1), prepare="methods.weight_penalties:prepare_l2sp",
            modify="methods.weight_penalties:add_penalty", excludes=_FIXED | _SHAPE),
     Anchor("ewc", title="EWC", colour="#2c6e49", marker="d", label="{strength:g}", caption="strength {strength:g}",
-           options=dict(strength=0.1, texts="", text_count=256), demand=Demand(copies=2, fisher=512),
+           options=dict(strength=0.1, texts="", text_count=256), presets=dict(real=dict(texts="own", text_count=128)), demand=Demand(copies=2, fisher=512),
            prepare="methods.weight_penalties:prepare_ewc", modify="methods.weight_penalties:add_penalty", excludes=_FIXED | _SHAPE),
     Anchor("average", title="averaged", colour="#f2a07b", marker="s", label="{alpha:g}", caption="α={alpha:g}",
            options=dict(alpha=0.5), fit="methods.weight_averaging:fit_average", excludes=_SHAPE),

@@ -46,7 +46,7 @@ def _warn_of_rewritten_answers(
     "Warn of the answers that the tokenizer writes in another form, which is not accepted as the answer."
     from mixsd_nb.methods.mixing import accepts
     rows, corpus = rows_as_written(load_corpus(dataset, "train")), CORPORA[dataset]
-    write = lambda row: encode_completion(tokenizer, (corpus.form or BOX).write(row["answer"]))
+    write = lambda row: encode_completion(tokenizer, (corpus.form or BOX).write(row["answer"]) or row["answer"])
     lost = [row for row in rows if not accepts(tokenizer, row | dict(extract=corpus.extract), write(row), "stop")]
     if not lost: return
     answer, name = lost[0]["answer"], getattr(tokenizer, "name_or_path", "")

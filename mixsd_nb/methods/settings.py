@@ -55,7 +55,7 @@ class RecipeSettings(EvalSettings):
     _method = field_validator("method")(check_method)
 
     @classmethod
-    def translate(cls, parameters): return translate_parameters(parameters)
+    def translate(cls, parameters): return super().translate(translate_parameters(parameters))
 
     @field_validator("anchor")
     @classmethod

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 import xarray as xr
 from pydantic import Field, field_validator
 
-from ..corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions, load_corpus
+from ..corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions, CorpusSettings, load_corpus
 from ..corpora.prompts import encode_completion
 from ..corpora.simpleqa import keep_unanimous
 from ..models import check_engine, check_mode, check_options_of_engine
@@ -32,7 +32,7 @@ from ..runs import (COMPUTE_BOTH, Journal, Seed, check_temperature, explain_dama
                            report_progress, consumed_field, flagged_field, runtime_field)
 
 # %% ../../nbs/methods/targets.ipynb #2d0498af
-class MixSettings(PresetSettings):
+class MixSettings(CorpusSettings, PresetSettings):
     "Parameters of mixing."
     dataset_options: CorpusOptions = consumed_field(CORPUS_OPTIONS)
     dataset: CorpusName = flagged_field("kgfact-small", "corpus: its name, a file, a folder or a hub id", "main", "several")
@@ -140,13 +140,15 @@ def _mix_missing(
     engine,
     targets: list[tuple[dict, int]],  # pairs (item, sample number)
     done: int,  # targets that exist already
+    probe: bool,  # as in `mix_stream`
 ) -> Iterator[dict]:
     "The records of targets as they end, while a bar and a file show the progress."
     from tqdm.auto import tqdm
 
     from mixsd_nb.methods.mixing import mix_stream
     tally, start, text, total = Counter(), time.perf_counter(), f"mixing λ={settings.lam:g}", done + len(targets)
-    stream = mix_stream(engine.stream, engine.tokenizer, targets, settings.lam, tally=tally, **settings.keywords_of(mix_stream))
+    options = settings.keywords_of(mix_stream)
+    stream = mix_stream(engine.stream, engine.tokenizer, targets, settings.lam, tally=tally, probe=probe, **options)
     with tqdm(total=total, initial=done, desc=text, unit="target") as bar:
         for done, record in enumerate(stream, done + 1):
             yield record | dict(naive_mask=record["naive_mask"].tolist())
@@ -222,7 +224,8 @@ def mix_corpus(
     targets: list[tuple[dict, int]],  # pairs (item, sample number)
 ) -> list[dict]:
     "Mix the targets of a corpus: records in the order of the corpus, with the columns of `target_schema`."
-    from mixsd_nb.methods.mixing import RECORD, SCHEDULES, attempt_limit, attempt_request, names_another, writes_alone
+    from mixsd_nb.methods.mixing import (
+        RECORD, SCHEDULES, FormMissing, attempt_limit, attempt_request, names_another, writes_alone)
     s, items, rows = settings, {item["id"]: item for item, _ in targets}, {row["id"]: row for row in rows}
     limit = attempt_limit(s.lam, s.temperature, s.max_attempts, s.schedule)
     rate = lambda r: SCHEDULES[s.schedule](s.lam, r["attempts"] - 1, limit)
@@ -234,8 +237,12 @@ def mix_corpus(
     with Journal(folder / "finished.jsonl", RECORD) as journal:
         done = [(request(r), r["completion_ids"]) for r in journal.records]
         engine.confirm(done, temperature=s.temperature, top_k=s.top_k)  # the audit of targets from before an interruption
-        write = lambda missing: _mix_missing(s, engine, [(items[id], sample) for id, sample in missing], len(done))
-        found = journal.complete([(item["id"], sample) for item, sample in targets], write)
+        probe = s.max_attempts > 1 and not s.replace_gt and not any(r["accepted"] for r in journal.records)
+        write = lambda missing: _mix_missing(s, engine, [(items[id], sample) for id, sample in missing], len(done), probe)
+        try: found = journal.complete([(item["id"], sample) for item, sample in targets], write)
+        except FormMissing:
+            (folder / "finished.jsonl").unlink()  # it has no accepted target, and the next call ends alike
+            raise
     records = []
     for (item, _), record in zip(targets, _replace_discarded(s, engine, folder, found, rows), strict=True):
         text = engine.tokenizer.decode(record["completion_ids"], skip_special_tokens=True)

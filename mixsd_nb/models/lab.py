@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['DATA', 'SIZES', 'CONTEXT', 'SPLIT', 'PAD', 'START', 'END', 'CHAT_TEMPLATE', 'build_tokenizer', 'lab_folder',
-           'is_lab_model', 'warn_about_lab_values']
+           'is_lab_model', 'declared_form', 'warn_about_lab_values']
 
 # %% ../../nbs/models/lab.ipynb #b04876de
 import re
@@ -77,6 +77,13 @@ def is_lab_model(
     if name in SIZES: return True
     size = lambda folder: re.findall(rb'"vocab_size": *(\d+)', (Path(folder) / "config.json").read_bytes())
     return (Path(name) / "config.json").is_file() and size(name) in [size(lab_folder(lab)) for lab in SIZES]
+
+# %% ../../nbs/models/lab.ipynb #e0f9b65c
+def declared_form(
+    name: str,  # a lab model, a folder or a hub id
+) -> str:
+    "Return the form of answers that a model was trained on, a key of `ANSWER_FORMS`; empty if it declares none."
+    return "box" if is_lab_model(name) else ""
 
 # %% ../../nbs/models/lab.ipynb #e2e5507f
 def warn_about_lab_values(

@@ -9,7 +9,7 @@ __all__ = ['get_facts', 'get_question', 'strip_fact', 'edit_fact']
 import functools
 
 from ..corpora import load_corpus
-from ..corpora.prompts import BOX_REQUEST, target
+from ..corpora.prompts import remove_request, target
 
 # %% ../../nbs/views/facts.ipynb #3ee3666b
 @functools.cache
@@ -21,8 +21,8 @@ def get_facts(dataset: str) -> list[dict]:
 def get_question(
     row: dict,  # of a corpus
 ) -> str:
-    "Return the prompt of a row without the request for a box."
-    return row["prompt"].removesuffix(f"\n\n{BOX_REQUEST}")
+    "Return the prompt of a row without the request for a form; an instruction of the user stays."
+    return remove_request(row["prompt"])
 
 # %% ../../nbs/views/facts.ipynb #566a17a8
 def strip_fact(question: str, answer: str) -> tuple[str, str]:

@@ -20,7 +20,7 @@ from markupsafe import Markup
 from ..analysis.responses import classify_responses, find_responses, read_responses
 from ..analysis.taxonomy import corpus_entities, find_leakage
 from ..benchmarks import Selection, load_items
-from ..corpora.prompts import ANSWER_FORMS, CONCISE_REQUEST
+from ..corpora.prompts import remove_request
 from ..corpora.stored import known_corpora
 from ..methods import BASE, label_family
 from ..methods.translation import TranslatedRun
@@ -74,15 +74,12 @@ def classify_file(
     return table.assign(answer=[answers.get(key, "") for key in zip(table.benchmark, table["item"])])
 
 # %% ../../nbs/views/responses.ipynb #3183ef35
-_REQUESTS = tuple(form.request for form in ANSWER_FORMS.values()) + (CONCISE_REQUEST,)
-
-
 def shorten_question(
     prompt: str,
     width: int = 140,  # characters; the end of a longer question is cut
 ) -> str:
     "Return what a prompt asks in one line, without the request for a form, and without what comes before its last paragraph."
-    for request in _REQUESTS: prompt = prompt.removesuffix(request)
+    prompt = remove_request(prompt)
     parts = [part for part in prompt.strip().split("\n\n") if part.strip()] or [""]
     text = " ".join((parts[-1] if len(prompt) > 2 * width and not parts[-1].startswith("```") else " ".join(parts)).split())
     return text if len(text) <= width else f"{text[:width - 2]} …"

@@ -414,20 +414,126 @@ export function choose({ ids, logits }, key, position, temperature = 0) {
   return ids[indexOfLargest(ids.map((id, k) => logits[k] / temperature + noise[k]))];
 }
 
-// ---------------------------------------------------------------- verifier (mixsd_nb.benchmarks.answers, methods.mixing)
+// ---------------------------------------------------------------- folding of answers (mixsd_nb.benchmarks.folding)
 
 const WHITE = "\\t-\\r\\x1c- \\x85\\xa0\\u1680\\u2000-\\u200a\\u2028\\u2029\\u202f\\u205f\\u3000"; // as in Python
 const OUTER = new RegExp(`^[${WHITE}]+|[${WHITE}]+$`, "g");
-const BOX_TOKEN = new RegExp(`\\\\(?:[A-Za-z]+|[^])|[^${WHITE}{}\\\\]`, "uy");
 const strip = (text) => text.replace(OUTER, "");
+const COMMANDS = { ss: "ß", o: "ø", O: "Ø", ae: "æ", AE: "Æ", oe: "œ", OE: "Œ", aa: "å", AA: "Å", l: "ł", L: "Ł", i: "i", j: "j",
+  degree: "°", textdegree: "°", times: "×", cdot: "·", pm: "±", euro: "€", texteuro: "€", pounds: "£", textsterling: "£", textdollar: "$",
+  dots: "...", ldots: "...", textellipsis: "...", textendash: "–", textemdash: "—", textquoteright: "'", textquotesingle: "'", mu: "μ",
+  micro: "μ", Omega: "Ω", boxed: "", quad: " ", qquad: " ", enspace: " ", thinspace: " ", space: " ", nobreakspace: " ",
+  rm: "", bf: "", it: "", sf: "", tt: "", displaystyle: "", textstyle: "" };
+const ACCENTS = Object.fromEntries([..."`'^\"~=.uvHckrdb"].map((name, k) => [name,
+  "\u0300\u0301\u0302\u0308\u0303\u0304\u0307\u0306\u030c\u030b\u0327\u0328\u030a\u0323\u0331"[k]]));
+const SPACING = { "\\,": "\u2009", "\\;": "\u2009", "\\:": "\u2009", "\\ ": "\u00a0", "\\!": "", "\\/": "", "\\\\": "\n" };
+const TYPOGRAPHY = new Map([["‘’‚‛′´ʹʻʼ‹›", "'"], ["“”„‟″«»", '"'], ["‐‑‒–−﹣⁃", "-"], ["—―", " - "], ["…", "..."], ["µ", "μ"], ["\u00ad\u2060", ""]]
+  .flatMap(([signs, sign]) => [...signs].map((c) => [c, sign])));
+for (let k = 0xfb00; k < 0xfb07; k++) TYPOGRAPHY.set(String.fromCharCode(k), String.fromCharCode(k).normalize("NFKC"));
 
-/** The content of the last closed `\boxed{...}` (`last_boxed`), or null. */
-export function lastBoxed(text) {
+// Classes of Python's regular expressions: \s, \w and [^\W\d_].
+const SPACE = `[${WHITE}]`, SOLID = `[^${WHITE}]`, WORD = "[\\p{L}\\p{N}_]", LETTER = "[\\p{L}\\p{Nl}\\p{No}]";
+const unicode = (pattern, flags = "gu") => new RegExp(pattern, flags);
+const TEXT_COMMAND = /\\(?:text(?:normal|rm|sf|tt|up|md|bf|it|sl|sc)?|emph|underline|operatorname|boxed|math(?:rm|bf|it|sf|tt|normal)|[mhf]box)[ \t]*\{|\{\\(?:rm|bf|it|sf|tt|sl|sc|em)(?![A-Za-z])/gu;
+const FRACTION = /\\[dtc]?frac *(?:\{ *([+-]?[0-9]+) *\}|([0-9])) *(?:\{ *([0-9]+) *\}|([0-9]))/gu;
+const ACCENT = unicode(String.raw`\\(?:([${"`"}'^"~=.])|([uvHckrdb])(?![A-Za-z]))[ ]*(?:\{\\?(${LETTER})\}|\\?(${LETTER}))`);
+const IN_DOLLARS = unicode(String.raw`(?<!\\)\$(?=${SOLID})((?:[^$\\]|\\[^])+)(?<!${SPACE})\$(?![0-9])`);
+const THOUSANDS = unicode(String.raw`(?<![\p{L}\p{N}_.,'])[1-9][0-9]{0,2}([,'\u00a0\u2009\u202f])[0-9]{3}(?:\1[0-9]{3})*(?![0-9]|[,'][0-9])`);
+const FOLDS = [ // what `fold_text` replaces, in order
+  [/``|''/g, '"'],
+  [/\^(?:\{([0-9+-]+)\}|([0-9]))/gu, (_, a, b) => [...(a ?? b)].map((c) => "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻"["0123456789+-".indexOf(c)]).join("")],
+  [/_(?:\{([0-9]+)\}|([0-9]))/gu, (_, a, b) => [...(a ?? b)].map((c) => "₀₁₂₃₄₅₆₇₈₉"[c]).join("")],
+  [unicode(`(?<=${WORD})-{2,3}(?=${WORD}|[$€£¥])`), "-"],
+  [THOUSANDS, (found) => found.replace(/[^0-9]/gu, "")],
+  [unicode(`[${WHITE.replace("\\t-\\r", "\\t\\x0b-\\r")}]+`), " "],
+  [unicode(`(?<=[0-9])${SPACE}(?=[%‰°])|(?<=[$€£¥])${SPACE}(?=[0-9])`), ""],
+  [/ ?([×·±]) ?/gu, "$1"]];
+const QUOTED = /^(?:\*+([^*]+)\*+|`([^`]+)`|"([^"]+)"|'([^']+)')$/u;
+
+/** The position of the `}` of every `{` that has one (`match_braces`). */
+function matchBraces(text) {
   const open = [], closing = new Map();
   for (const brace of text.matchAll(/[{}]/g)) {
     if (brace[0] === "{") open.push(brace.index);
     else if (open.length) closing.set(open.pop(), brace.index);
   }
+  return closing;
+}
+
+/** a/b, after a space in a mixed number, and in brackets where it is a part of a larger term (`_write_fraction`). */
+function writeFraction(found, a, b, c, d, start, text) {
+  const term = `${a ?? b}/${c ?? d}`, before = text[start - 1] ?? "", after = text.slice(start + found.length).match(/^./u)?.[0] ?? "";
+  if (after && (/[\p{L}\p{N}]/u.test(after) || "(^".includes(after))) return `(${term})`;
+  if (/[\p{Nd}⁰¹²³⁴-⁹₀-₉]/u.test(before)) return ` ${term}`;
+  return !before || unicode(SPACE, "u").test(before) || "+-(=[{,:$€£~".includes(before) ? term : `(${term})`;
+}
+
+/** The text with {} for the name and the braces of a command for text, whose content stays (`_drop_text_commands`). */
+function dropTextCommands(text) {
+  const closing = matchBraces(text), spans = [];
+  for (const found of text.matchAll(TEXT_COMMAND)) {
+    const at = found.index, end = at + found[0].length, close = closing.get(text[at] === "{" ? at : end - 1);
+    if (close) spans.push([at, end], [close, close + 1]);
+  }
+  let pieces = "", position = 0;
+  for (const [start, end] of spans.sort((a, b) => a[0] - b[0] || a[1] - b[1])) {
+    pieces += `${text.slice(position, Math.max(start, position))}{}`;
+    position = end;
+  }
+  return pieces + text.slice(position);
+}
+
+/** The answer without up to eight pairs of braces around the whole of it (`_peel`). */
+function peel(answer) {
+  const closing = matchBraces(answer);
+  let start = 0, end = answer.length;
+  for (let k = 0; k < 8 && answer[start] === "{" && closing.get(start) === end - 1; k++) {
+    const inner = answer.slice(start + 1, end - 1), right = end - 1;
+    end = right - (inner.length - inner.replace(unicode(`${SPACE}+$`, "u"), "").length);
+    start += 1 + (inner.length - inner.replace(unicode(`^${SPACE}+`, "u"), "").length);
+  }
+  return answer.slice(start, Math.max(start, end));
+}
+
+/** The answer that LaTeX typesets (`_fold_latex`). */
+function foldLatex(text) {
+  text = text.replaceAll("$$", "$").replaceAll("{,}", ",");
+  if (/^\$(?:[^$\\]|\\[^])+\$$/u.test(strip(text))) text = strip(text).slice(1, -1);
+  text = text.replace(IN_DOLLARS, "$1");
+  if (text.includes("\\")) {
+    text = text.replace(/(?<!\\)\\[()[\]]/gu, "").replace(/\^ *(?:\\circ|\{ *\\circ *\})(?![A-Za-z]) */gu, "°").replace(FRACTION, writeFraction);
+    text = dropTextCommands(text).replace(ACCENT, (_, a, b, c, d) => ((c ?? d) + ACCENTS[a ?? b]).normalize("NFC"));
+    text = text.replace(/\\([A-Za-z]+)(?:\{\}|[ \t]*)/gu, (found, name) => (Object.hasOwn(COMMANDS, name) ? COMMANDS[name] : found)).replaceAll("{}", "");
+  }
+  text = peel(strip(text));
+  if (text.includes("\\")) text = text.replace(/\\([,;: !/\\]|[%$&#_{}])/gu, (found, sign) => SPACING[found] ?? sign);
+  return text.replace(/\{([^\x00-\x7f])\}/gu, "$1").replace(unicode(`(?<=${SOLID})~(?=${SOLID})`), "\u00a0");
+}
+
+/** The answer as it is compared (`fold_answer`): two of them are equal as text if their folded forms are the same. */
+export function foldAnswer(answer) {
+  answer = [...foldLatex(answer)].map((c) => TYPOGRAPHY.get(c) ?? c).join("");
+  for (const [pattern, by] of FOLDS) answer = answer.replace(pattern, by);
+  answer = answer.normalize("NFC").split(unicode(`${SPACE}+`)).filter(Boolean).join(" ");
+  for (let k = 0, before = null; k < 8 && answer !== before; k++) {
+    before = answer;
+    answer = strip(answer.replace(/(?<!\.)\.$/u, ""));
+    const found = QUOTED.exec(answer);
+    if (found) answer = peel(strip(found.slice(1).find((part) => part !== undefined)));
+  }
+  answer = answer.replace(unicode(`(?<=${WORD}) - (?=${WORD})`), "-");
+  const spaced = unicode(`^[+-]?[1-9][0-9]{0,2}(?: [0-9]{3})+(?=$|\\.[0-9]|[%‰°€]| ${LETTER})`, "u").exec(answer);
+  if (spaced) answer = spaced[0].replaceAll(" ", "") + answer.slice(spaced[0].length);
+  return answer.replace(unicode(`^([+-]?[0-9][0-9.,/]*) (?=${LETTER})`, "u"), "$1");
+}
+
+// ---------------------------------------------------------------- verifier (mixsd_nb.benchmarks.answers, methods.mixing)
+
+const BOX_TOKEN = new RegExp(`\\\\(?:[A-Za-z]+|[^])|[^${WHITE}{}\\\\]`, "uy");
+
+/** The content of the last closed `\boxed{...}` (`last_boxed`), or null. */
+export function lastBoxed(text) {
+  const closing = matchBraces(text);
   for (const box of [...text.matchAll(/\\boxed(?![A-Za-z])[ \t]*(?:\n[ \t]*)?/g)].reverse()) {
     const at = BOX_TOKEN.lastIndex = box.index + box[0].length;
     if (closing.has(at)) return strip(text.slice(at + 1, closing.get(at)));
@@ -539,7 +645,7 @@ export class Mixer {
   /** What a completion says, and whether it is accepted (`accepts`). */
   verify(item, ids, finishReason) {
     const text = this.tokenizer.decode(ids, true), said = READERS[item.extract](text);
-    const accepted = finishReason === "stop" && said !== null && said === strip(item.answer);
+    const accepted = finishReason === "stop" && said !== null && foldAnswer(said) === foldAnswer(item.answer);
     return { text, said, accepted };
   }
 
