@@ -249,7 +249,7 @@ def _free(name, title, **options):
                  sampling=Sampling(48), grading="contains", version=1, settings=("limit", "data"), **options)
 
 
-for _suite in [
+_REAL = {_suite.name: SUITES.add(_suite) for _suite in [
     _choice("arc-easy", "ARC-Easy", size=2_376, lengths=(30, 24)),
     _choice("hellaswag", "HellaSwag", size=10_042, lengths=(60, 100)),
     _choice("piqa", "PIQA", size=1_838, lengths=(25, 50)),
@@ -258,9 +258,8 @@ for _suite in [
     replace(_choice("lambada", "LAMBADA", size=5_153, lengths=(85, 2)), grading="greedy", published=""),
     _free("trivia-qa", "TriviaQA", size=17_944, lengths=(45, 20)),
     _free("known-facts", "Known facts", size=1_209, lengths=(40, 20)),
-]: SUITES.add(_suite)
-for _name in ("trivia-qa", "known-facts"):
-    SUITES.add(open_twin(SUITES[_name], "The answer is", group="real-opened"))
+]}
+for _name in ("trivia-qa", "known-facts"): SUITES.add(open_twin(_REAL[_name], "The answer is", group="real-opened"))
 
 # %% ../../nbs/benchmarks/index.ipynb #cb51e077
 for _suite in [
