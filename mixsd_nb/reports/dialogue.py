@@ -43,8 +43,8 @@ def reply(
     "Return the words of a model after a question in its chat template."
     engine = keep_engine(model, dtype)
     ids = encode_prompt(engine.tokenizer, naive_prompt(question, BOX_REQUEST if suffix is True else suffix or ""))
-    found, = engine.generate([ids], keys=[seed], max_new_tokens=max_new_tokens, temperature=temperature)
-    return engine.tokenizer.decode(found.ids, skip_special_tokens=True)
+    completion, = engine.generate([ids], keys=[seed], max_new_tokens=max_new_tokens, temperature=temperature)
+    return engine.tokenizer.decode(completion.ids, skip_special_tokens=True)
 
 # %% ../../nbs/reports/dialogue.ipynb #5dfa9426
 _STYLE = ("display:grid;grid-template-columns:repeat(auto-fit,minmax(16em,1fr));gap:1em", "border:1px solid #ccc;"
@@ -52,7 +52,7 @@ _STYLE = ("display:grid;grid-template-columns:repeat(auto-fit,minmax(16em,1fr));
 
 
 class Replies(dict):
-    "The replies of several models to one question, by title; Jupyter shows them side by side."
+    "Hold the replies of several models to one question, by title; Jupyter shows them side by side."
 
     def __init__(self, question: str, replies: dict[str, str]):
         super().__init__(replies)
@@ -70,9 +70,9 @@ class Replies(dict):
 def newest_runs(
     root: Path | None = None,  # holds run folders; default: runs_root()
 ) -> list[Run]:
-    """The newest training run of each recipe, for the corpus and the model of the newest run, in the order of tables.
+    """Return the newest training run of each recipe, for the corpus and the model of the newest run, in the order of tables.
 
-    FileNotFoundError if nothing was trained."""
+    Raise FileNotFoundError if nothing was trained."""
     trained = [run for run in find_runs(root, "train") if run.config["method"] != BASE]
     if not trained:
         raise FileNotFoundError(f"there is no training run in {root or runs_root()}; `mixsd inject` makes one")
@@ -88,7 +88,7 @@ def ask(
     *models: Run | str | Path,  # runs, or names or folders of models; none: the newest runs, after their base model
     **options,  # of `reply`
 ) -> Replies:
-    "The replies of several models to one question, side by side."
+    "Return the replies of several models to one question, which are shown side by side."
     runs, replies = [] if models else newest_runs(), {}
     if runs: replies[Path(runs[-1].config["model"]).name] = runs[-1].chat(question, step=0, **options)
     for each in models or runs:

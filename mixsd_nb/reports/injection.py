@@ -52,7 +52,7 @@ _NUMBERS = dict(n="items", before="share of correct answers before", before_low=
 # %% ../../nbs/reports/injection.ipynb #0ce69d1c
 @dataclass
 class Injection:
-    "The runs that an injection consists of, and what follows from them."
+    "Hold the runs that an injection consists of, and compute what follows from them."
     config: TrainingSettings  # of the injection: corpus, model, recipe
     before: ModelRun  # the evaluation of the base model
     trained: ModelRun  # the training
@@ -63,29 +63,29 @@ class Injection:
 
     @property
     def step(self) -> int:
-        "The selected update."
+        "Return the selected update."
         return self.trained.best_step
 
     @functools.cached_property
     def responses(self) -> tuple[pd.DataFrame, pd.DataFrame]:
-        "The responses before and after."
+        "Return the responses before and after."
         return self.before.responses(), self.after.responses()
 
     @functools.cached_property
     def table(self) -> pd.DataFrame:
-        "The scores by benchmark, as `compare_scores` returns them."
+        "Return the scores by benchmark, as `compare_scores` returns them."
         return compare_scores(*self.responses)
 
     @functools.cached_property
     def targets(self) -> pd.DataFrame | None:
-        "The mixed targets with their `text`."
+        "Return the mixed targets with their `text`."
         if self.mixed is None: return None
         tokenizer = load_tokenizer(self.config.model)
         return self.mixed.assign(text=[tokenizer.decode(ids, skip_special_tokens=True) for ids in self.mixed.completion_ids])
 
     @functools.cached_property
     def facts(self) -> pd.DataFrame:
-        "The outcome of every fact, as `tabulate_facts` returns it."
+        "Return the outcome of every fact, as `tabulate_facts` returns it."
         rows, places = rows_as_written(load_corpus(self.config.dataset, "train")), fact_places(self.config.dataset)
         return tabulate_facts(rows, *self.responses, self.targets, bool(self.trained.checkpoints), places)
 
@@ -121,22 +121,22 @@ def summarise_injection(
     if len(held): lines.append(f"Benchmarks of other skills that got significantly worse (p < 0.05): {len(worse)} of "
                                f"{len(held)}" + (f", {fell}." if fell else "."))
     own = table[table.role == "own"]
-    asked = ", ".join(f"{name} {share(row)}, N={row.n}" for name, row in own.iterrows())
-    if asked: lines.append(f"Your own tests: {asked}.")
+    tests = ", ".join(f"{name} {share(row)}, N={row.n}" for name, row in own.iterrows())
+    if tests: lines.append(f"Your own tests: {tests}.")
     failed = facts.failure[facts.failure != ""].value_counts()
     reasons = ", ".join(f"{n} {reason}" for reason, n in failed.items())
     return [*lines, *([f"Facts that failed: {reasons}."] if reasons else [])]
 
 # %% ../../nbs/reports/injection.ipynb #1b852e7d
 def _tabulate_likelihood(table: pd.DataFrame) -> tuple[list[list], list[str]]:
-    "The cells and the heads of the NLL of the targets."
+    "Return the cells and the heads of the NLL of the targets."
     above = [name for name in table if name.startswith("above") and name.endswith("(%)")]
     shown = table[["targets", "tokens of a target", "N_ref (nats per token)", *above]].round(2).reset_index()
     return shown.values.tolist(), [*shown.columns]
 
 
 def _list_costs(costs: CostLog, trained: ModelRun, targets: pd.DataFrame | None) -> list[tuple[str, ...]]:
-    "Seconds, tokens and memory."
+    "Return rows of seconds, tokens and memory."
     rows = [(name, f"{took['seconds']:.0f} s", f"{took['cpu_seconds']:.0f} s") for name, took in costs.phases.items()]
     total = {key: sum(took[key] for took in costs.phases.values()) for key in ("seconds", "cpu_seconds")}
     rows.append(("all together", *(f"{seconds:.0f} s" for seconds in total.values())))
@@ -151,7 +151,7 @@ def _list_costs(costs: CostLog, trained: ModelRun, targets: pd.DataFrame | None)
 
 
 def _describe_training(it: Injection) -> str:
-    "One sentence about the updates."
+    "Return one sentence about the updates."
     made, converged = int(it.trained.root.step.max()), it.trained.selection.converged
     if it.config.has_rate: return describe_updates(made, it.config.steps()[0], it.step, converged)
     return f"The method {it.config.recipe.title} makes no training updates."
@@ -187,25 +187,25 @@ def write_page(
 
 # %% ../../nbs/reports/injection.ipynb #c455f3d8
 class InjectRun(FinishedRun):
-    """A finished injection: its report, its facts, and the runs that it consists of.
+    """Open a finished injection: its report, its facts, and the runs that it consists of.
 
-    What it lacks is looked up in its training, so `run.chat("…")` asks the selected checkpoint."""
+    What this class does not define is looked up in its training, so `run.chat("…")` asks the selected checkpoint."""
 
     def _other(self, name: str) -> ModelRun: return ModelRun(self.folder.parent / self.root.attrs[name])
 
     @functools.cached_property
     def trained(self) -> ModelRun:
-        "The training."
+        "Return the training."
         return self._other("trained")
 
     @functools.cached_property
     def before(self) -> ModelRun:
-        "The evaluation of the base model."
+        "Return the evaluation of the base model."
         return self._other("before")
 
     @functools.cached_property
     def after(self) -> ModelRun:
-        "The evaluation of the selected checkpoint."
+        "Return the evaluation of the selected checkpoint."
         return self._other("after")
 
     def __getattr__(self, name):
@@ -214,17 +214,17 @@ class InjectRun(FinishedRun):
 
     @property
     def title(self) -> str:
-        "The recipe, the model and the corpus."
+        "Return the recipe, the model and the corpus."
         return self.trained.title
 
     @property
     def report(self) -> Path:
-        "The page."
+        "Return the page."
         return self.path / "report.html"
 
     @property
     def facts(self) -> pd.DataFrame:
-        "A row for each fact, as `analysis.facts.tabulate_facts` returns it."
+        "Return a row for each fact, as `analysis.facts.tabulate_facts` returns it."
         return read_table(self.folder / "facts.parquet")
 
     def responses(self, step: int | None = None) -> pd.DataFrame:
@@ -239,7 +239,7 @@ class InjectRun(FinishedRun):
         return self.root[names].to_dataframe()[names].astype(dict(n=int))
 
     def table(self) -> pd.DataFrame:
-        "By benchmark the scores before and after in percent with the interval of the latter, N, and McNemar's p."
+        "Return by benchmark the scores before and after in percent with the interval of the latter, N, and McNemar's p."
         percent = [name for name in _NUMBERS if name not in ("n", "better", "worse", "p")]
         frame = self.root.to_dataframe()[["role", *_NUMBERS]]
         return frame.assign(**{name: (100 * frame[name]).round(1) for name in percent},

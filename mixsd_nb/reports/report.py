@@ -33,12 +33,12 @@ def render_page(
 
 # %% ../../nbs/reports/report.ipynb #f8cca681
 def format_interval(share: float, low: float, high: float) -> str:
-    "A share in percent with its interval: `93% (79–98)`."
+    "Return a share in percent with its interval: `93% (79–98)`."
     return f"{100 * share:.0f}% ({100 * low:.0f}–{100 * high:.0f})" if share == share else "–"
 
 
 def format_p(p: float) -> str:
-    "A p-value with two digits."
+    "Return a p-value with two digits."
     return "–" if p != p else "< 0.001" if p < 0.001 else f"{p:.2g}"
 
 
@@ -51,7 +51,7 @@ def describe_updates(
     step: int,  # of the selected checkpoint
     converged: int | None,  # step at which the training had converged
 ) -> str:
-    "How many updates a training made, and whether it had converged."
+    "Return a sentence on how many updates a training made, and whether it had converged."
     best = f", and update {step} is the best by the paper's rule"
     if converged is None: end = f"had not converged{best}; more epochs may help"
     else: end = f"had converged at update {converged}{best if step != converged else ''}"

@@ -18,7 +18,7 @@ from ..runs import netcdf_lock, project_root, write_atomically
 
 # %% ../../nbs/results/committed.ipynb #942d865a
 def committed_folder() -> Path:
-    "The folder of the committed cubes."
+    "Return the folder of the committed cubes."
     return project_root() / "papermill_runs/lab"
 
 
@@ -43,7 +43,7 @@ def read_cube(
 def read_cubes(
     folder: Path | None = None,  # default: `committed_folder`
 ) -> dict[str, xr.Dataset]:
-    "The cubes of a folder, by grid, in the order of their names; empty without the folder."
+    "Return the cubes of a folder, by grid, in the order of their names; empty without the folder."
     return {path.stem: read_cube(path) for path in sorted((folder or committed_folder()).glob("[!.]*.nc"))}
 
 # %% ../../nbs/results/committed.ipynb #ec331e0e
@@ -51,7 +51,7 @@ def is_filled(
     cube: xr.Dataset,
     at: dict,  # labels along RUN_DIMS
 ) -> bool:
-    "Whether a cube has an accuracy of a run."
+    "Return whether a cube has an accuracy of a run."
     if any(at[dim] not in cube.indexes[dim] for dim in RUN_DIMS): return False
     return bool(cube.accuracy.sel(at).notnull().any())
 
@@ -60,7 +60,7 @@ def list_missing(
     cubes: Iterable[xr.Dataset],
     planned: pd.DataFrame,  # a row for each cell, with columns RUN_DIMS
 ) -> pd.DataFrame:
-    "The planned cells that no cube has."
+    "Return the planned cells that no cube has."
     cubes = list(cubes)
-    found = [any(is_filled(cube, {dim: row[dim] for dim in RUN_DIMS}) for cube in cubes) for _, row in planned.iterrows()]
-    return planned[[not known for known in found]].reset_index(drop=True)
+    filled = [any(is_filled(cube, {dim: row[dim] for dim in RUN_DIMS}) for cube in cubes) for _, row in planned.iterrows()]
+    return planned[[not known for known in filled]].reset_index(drop=True)

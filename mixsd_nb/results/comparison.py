@@ -44,9 +44,9 @@ def selection_panels(
     *cubes: xr.Dataset,  # as returned by `collapse_runs`
     dataset: str,  # title of the corpus
     learned: str,  # column along the horizontal axis
-    among: tuple[str, ...] = PUBLISHED_RECIPES,  # of the paper's recipes; those that the paper lacks are always drawn
+    among: tuple[str, ...] = PUBLISHED_RECIPES,  # of the paper's recipes; those that are not in the paper are always drawn
 ) -> list[tuple[str, xr.DataArray, xr.DataArray]]:
-    "Title, x and y (shares over `recipe`) for each corpus of the title and model of every cube that has both."
+    "Return title, x and y (shares over `recipe`) for each corpus of the title and model of every cube that has both."
     panels = []
     for cube in cubes:
         recipes = [m for m in cube.recipe.values if is_listed(m, among)]
@@ -70,7 +70,7 @@ def selection_figure(
     learned: str = "Train",  # column along the horizontal axis
     among: tuple[str, ...] = PUBLISHED_RECIPES,  # as of `selection_panels`
 ) -> Figure:
-    """What is learned against the held-out average at the selected checkpoints, a panel for each model of every cube.
+    """Draw what is learned against the held-out average at the selected checkpoints, a panel for each model of every cube.
 
     ValueError if no cube has the column for the corpus."""
     options = dict(dataset=dataset, learned=learned, among=among)
@@ -98,7 +98,7 @@ def selection_figure(
 def displacement_correlations(
     cube: xr.Dataset,  # with displacement_sq, alignment_ratio
 ) -> xr.Dataset:
-    """`r_displacement`, `r_alignment` and `checkpoints` by model, over all its checkpoints with a displacement.
+    """Return `r_displacement`, `r_alignment` and `checkpoints` by model, over all its checkpoints with a displacement.
 
     Both correlations are NaN if a model has fewer than three checkpoints. For a cube of published numbers, the printed
     correlations are returned."""
@@ -117,10 +117,10 @@ def displacement_correlations(
 def displacement_figure(
     cube: xr.Dataset,  # with displacement_sq, alignment_ratio
 ) -> Figure:
-    """Drop (points) against squared displacement (above) and alignment ratio (below), a column for each model.
+    """Draw the drop (points) against squared displacement (above) and alignment ratio (below), a column for each model.
 
     A correlation, of the values as the axes show them, is printed for at least three checkpoints."""
-    drop, found = 100 * average_drop(score_by(cube, "published")), displacement_correlations(cube)
+    drop, correlations = 100 * average_drop(score_by(cube, "published")), displacement_correlations(cube)
     models = [m for m in cube.model.values if cube.displacement_sq.sel(model=m).notnull().any()]
     axis = dict(displacement_sq=("r_displacement", "‖Δθ‖²"), alignment_ratio=("r_alignment", "R"))
     recipes = [m for m in list_recipes(cube.displacement_sq) if m != BASE]
@@ -135,7 +135,7 @@ def displacement_figure(
                     one, other = xr.broadcast(x.sel(recipe=m), y.sel(recipe=m))
                     style = dict(marker=recipe_marker(m), color=recipe_colour(m), edgecolor="white", lw=0.6)
                     ax.scatter(one, other, s=45, **style)
-                at = found.sel(model=model)
+                at = correlations.sel(model=model)
                 n = f"N={at.checkpoints.item():.0f}, {drawn} drawn"
                 under = n if at[r].isnull() else f"r = {at[r].item():+.2f} ({n})"
                 ax.set_title(f"{model_name(model)}\n{under}", fontsize="medium")
@@ -150,7 +150,7 @@ def displacement_figure(
 def read_correlations(
     cube: xr.Dataset,  # with displacement_sq, alignment_ratio
 ) -> dict[str, xr.Dataset]:
-    """The correlations over all learning rates, and over the selected rate of each recipe, by name of the reading.
+    """Return the correlations over all learning rates, and over the selected rate of each recipe, by name of the reading.
 
     Published numbers have one reading, without a name."""
     if "r_displacement" in cube: return {"": displacement_correlations(cube)}
@@ -164,7 +164,7 @@ def high_nll_figure(
     *cubes: xr.Dataset,  # as returned by `collapse_runs`, with share_above
     dataset: str = "KGFact-Small",  # title of the corpus
 ) -> Figure:
-    """Share of target tokens with an NLL above each threshold, among the first targets of the corpus.
+    """Draw the share of target tokens with an NLL above each threshold, among the first targets of the corpus.
 
     There is a panel for each model of every cube. ValueError if no cube has the NLL of the corpus' targets."""
     panels = []

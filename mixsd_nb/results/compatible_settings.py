@@ -32,7 +32,7 @@ def run_settings(
 
 # %% ../../nbs/results/compatible_settings.ipynb #1300f491
 def _recipe_of(root: xr.Dataset) -> Recipe | None:
-    "The recipe of a training run; None for an analysis, and for a recipe that is not declared here."
+    "Return the recipe of a training run; None for an analysis, and for a recipe that is not declared here."
     if "accuracy" not in root: return None
     try: return parse_label(root.recipe.values[0])[0]
     except ValueError: return None
@@ -41,25 +41,25 @@ def _recipe_of(root: xr.Dataset) -> Recipe | None:
 def comparable_settings(
     root: xr.Dataset,
 ) -> dict[str, Any]:
-    """The settings of a run that must agree with those of other runs.
+    """Return the settings of a run that must agree with those of other runs.
 
     Settings that only other recipes use are left out. The suite is split into its benchmarks, so that the benchmarks
     that two runs share are compared; options are compared within a recipe."""
     settings, recipe = run_settings(root), _recipe_of(root)
     idle = {k for part in all_parts().values() for k in part.settings} - {*recipe.settings} if recipe else set()
-    found = {k: v for k, v in settings.items() if k not in NOT_SETTINGS | idle | {"suite", "options"}}
+    comparable = {k: v for k, v in settings.items() if k not in NOT_SETTINGS | idle | {"suite", "options"}}
     suite = settings.get("suite")
     if isinstance(suite, dict):
-        found |= {f"suite[{name}]": spec for name, spec in suite.items()}
+        comparable |= {f"suite[{name}]": spec for name, spec in suite.items()}
         suite = ",".join(suite)
-    if suite is not None and (recipe is None or recipe.name != BASE): found["suite"] = suite
+    if suite is not None and (recipe is None or recipe.name != BASE): comparable["suite"] = suite
     options = settings.get("options") or {}
     name, shown = (recipe.name, [*recipe.label_settings, recipe.rate_setting]) if recipe else (settings.get("method"), ())
-    return found | {f"options[{k}] of {name}": v for k, v in options.items() if k not in shown}
+    return comparable | {f"options[{k}] of {name}": v for k, v in options.items() if k not in shown}
 
 # %% ../../nbs/results/compatible_settings.ipynb #164b1d22
 class Claim(NamedTuple):
-    "Something that a run states, and that no run in the same cube may contradict."
+    "Name something that a run states, and that no run in the same cube may contradict."
     setting: str  # for example `n`, or `samples of choice`
     about: tuple[str, ...]  # the variable and the corpora; empty for what holds in the whole cube
 
@@ -67,19 +67,19 @@ class Claim(NamedTuple):
 def list_claims(
     root: xr.Dataset,
 ) -> dict[Claim, str]:
-    "The settings of a run for each of its variables, and the coordinates of its benchmarks, as JSON texts."
+    "Return the settings of a run for each of its variables, and the coordinates of its benchmarks, as JSON texts."
     corpora, settings = tuple(root["dataset"].values), comparable_settings(root)
-    found = {Claim(key, (name, *corpora)): value for name in root.data_vars for key, value in settings.items()}
+    claims = {Claim(key, (name, *corpora)): value for name in root.data_vars for key, value in settings.items()}
     known = [name for name in BENCHMARK_COORDS if name in root.coords]
-    found |= {Claim(f"{name} of {benchmark}", ()): value for name in known
+    claims |= {Claim(f"{name} of {benchmark}", ()): value for name in known
               for benchmark, value in zip(root.benchmark.values.tolist(), root[name].values.tolist())}
-    return {claim: json.dumps(value) for claim, value in found.items()}
+    return {claim: json.dumps(value) for claim, value in claims.items()}
 
 # %% ../../nbs/results/compatible_settings.ipynb #c3a2e91d
 def _list_values(
     folders: dict[str, list[str]],  # value -> folders
 ) -> str:
-    "Up to three values with up to three folders each."
+    "Return up to three values with up to three folders each."
     def shorten(texts, mark): return mark.join(texts[:3]) + (f"{mark}…" if len(texts) > 3 else "")
     return shorten([f"{value} in {shorten(names, ', ')}" for value, names in folders.items()], "; ")
 
@@ -87,17 +87,17 @@ def _list_values(
 def find_conflicts(
     claims: Mapping[str, Mapping[Claim, str]],  # folder name -> as returned by `list_claims`
 ) -> dict[Claim, dict[str, list[str]]]:
-    "The claims about which runs differ, with the folders of each value."
-    found = {}
+    "Return the claims about which runs differ, with the folders of each value."
+    values = {}
     for folder, own in claims.items():
-        for claim, value in own.items(): found.setdefault(claim, {}).setdefault(value, []).append(folder)
-    return {claim: found[claim] for claim in sorted(found) if len(found[claim]) > 1}
+        for claim, value in own.items(): values.setdefault(claim, {}).setdefault(value, []).append(folder)
+    return {claim: values[claim] for claim in sorted(values) if len(values[claim]) > 1}
 
 
 def check_settings(
     roots: Mapping[str, xr.Dataset],  # folder name -> root
 ) -> None:
-    "ValueError that names a setting in which comparable runs differ, its values and their folders."
+    "Raise ValueError that names a setting in which comparable runs differ, its values and their folders."
     conflicts = find_conflicts({folder: list_claims(root) for folder, root in roots.items()})
     for claim, folders in conflicts.items():
         first, key = next(iter(folders)), claim.setting
@@ -107,7 +107,7 @@ def check_settings(
 
 # %% ../../nbs/results/compatible_settings.ipynb #2c562768
 class RunGroup(NamedTuple):
-    "Runs that agree in all settings, and how they differ from the other runs of the folder."
+    "Hold runs that agree in all settings, and say how they differ from the other runs of the folder."
     roots: dict[str, xr.Dataset]  # folder name -> root
     settings: str  # the settings in which runs of the folder differ, with the values of this group; empty if none do
     others: tuple[str, ...]  # folder names of the runs that contradict this group
@@ -115,12 +115,12 @@ class RunGroup(NamedTuple):
 
     @property
     def title(self) -> str:
-        "The settings and the number of training runs, as in `7 training runs with n=100`."
+        "Return the settings and the number of training runs, as in `7 training runs with n=100`."
         count = sum("accuracy" in root for root in self.roots.values())
         return f"{count} training run{'s' * (count != 1)}" + (f" with {self.settings}" if self.settings else "")
 
     def notice(self) -> str:
-        "Which runs are shown and which are left out, and how to show these; empty if all runs are shown."
+        "Return which runs are shown and which are left out, and how to show these; empty if all runs are shown."
         if not self.others: return ""
         count, names = len(self.others), ", ".join(self.others[:3]) + (", …" if len(self.others) > 3 else "")
         return (f"shown: {self.title}; left out, because settings differ: {count} run{'s' * (count != 1)} ({names}); "
@@ -131,29 +131,29 @@ def _advise(
     known: Mapping[Claim, str],  # of the group
     other: Mapping[Claim, str],  # of a run that contradicts it
 ) -> str:
-    "How to show a run that contradicts a group."
+    "Return how to show a run that contradicts a group."
     setting, value = next((c.setting, v) for c, v in other.items() if known.get(c, v) != v)
     if setting.isidentifier():
         return f"open_cube({setting}={json.loads(value)!r}), or where={{\"{setting}\": {value}}} for figures, shows them"
-    return f"they differ in {setting}, and must be computed again to be shown beside the others"
+    return f"they differ in {setting}, and must be computed again to be shown next to the others"
 
 
 def _describe_claims(
     claims: Mapping[Claim, str],
     width: int = 60,  # maximum characters of a value
 ) -> str:
-    "Each setting with its values, as in `n=100, epochs=20`."
+    "Return each setting with its values, as in `n=100, epochs=20`."
     values = {}
     for claim, value in claims.items(): values.setdefault(claim.setting, {})[value.strip('"')] = None
     shorten = lambda text: text if len(text) <= width else text[:width - 2] + " …"
-    return ", ".join(f"{setting}={shorten(' or '.join(found))}" for setting, found in sorted(values.items()))
+    return ", ".join(f"{setting}={shorten(' or '.join(texts))}" for setting, texts in sorted(values.items()))
 
 # %% ../../nbs/results/compatible_settings.ipynb #e810b313
 def group_runs(
     roots: Mapping[str, xr.Dataset],  # folder name -> root
     cell: tuple[str, str] | None = None,  # corpus and model whose runs decide which group is the first
 ) -> list[RunGroup]:
-    "The groups of runs that agree, those of most runs first; every run is in at least one group."
+    "Return the groups of runs that agree, those of most runs first; every run is in at least one group."
     claims = {folder: list_claims(root) for folder, root in roots.items()}
     conflicts = find_conflicts(claims)
     disputed = {f: {c: v for c, v in own.items() if c in conflicts} for f, own in claims.items()}
@@ -167,13 +167,13 @@ def group_runs(
     ordered = sorted(roots, key=rank)
     rest, groups = ordered, []
     while rest:
-        known, kept = {}, set()
+        known, members = {}, set()
         for folder in dict.fromkeys([*rest, *ordered]):
             if any(known.get(claim, value) != value for claim, value in disputed[folder].items()): continue
             known |= disputed[folder]
-            kept.add(folder)
-        others = tuple(folder for folder in ordered if folder not in kept)
+            members.add(folder)
+        others = tuple(folder for folder in ordered if folder not in members)
         advice = _advise(known, disputed[others[0]]) if others else ""
-        groups.append(RunGroup({f: roots[f] for f in roots if f in kept}, _describe_claims(known), others, advice))
-        rest = [folder for folder in rest if folder not in kept]
+        groups.append(RunGroup({f: roots[f] for f in roots if f in members}, _describe_claims(known), others, advice))
+        rest = [folder for folder in rest if folder not in members]
     return groups

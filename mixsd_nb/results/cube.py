@@ -28,7 +28,7 @@ def check_names(
     root: xr.Dataset,
     folder: str,  # name of the run folder
 ) -> None:
-    """ValueError that names a recipe or a corpus of a run that is not declared, and the run.
+    """Raise ValueError that names a recipe or a corpus of a run that is not declared, and the run.
 
     A benchmark needs no declaration here: the result says its column and its role."""
     def undeclared(label):
@@ -42,44 +42,44 @@ def check_names(
 
 # %% ../../nbs/results/cube.ipynb #4387c34b
 def _first_step(root: xr.Dataset) -> xr.Dataset:
-    "Step 0 of a training run as the root of a run of its base model; every fact counts as kept."
+    "Return step 0 of a training run as the root of a run of its base model; every fact counts as accepted."
     names = [name for name in root.benchmark.values if name != "recall-kept" or "recall" in root.benchmark]
     source = ["recall" if name == "recall-kept" else name for name in names]
     part = root[[name for name in root.data_vars if "benchmark" in root[name].dims]].sel(step=[0], benchmark=source).assign_coords(benchmark=names)
     coords = {name: root[name].copy(data=data) for name, data in dict(recipe=[BASE], lr=[0.0]).items()}
     coords |= recipe_coords([label_coordinates(BASE)])
-    kept = {name: root[name].sel(benchmark=names).variable for name in root.coords if root[name].dims == ("benchmark",)}
-    return part.assign_coords(coords | kept)
+    coordinates = {name: root[name].sel(benchmark=names).variable for name in root.coords if root[name].dims == ("benchmark",)}
+    return part.assign_coords(coords | coordinates)
 
 
 def add_bases(
     roots: Mapping[str, xr.Dataset],  # folder name -> root
 ) -> dict[str, xr.Dataset]:
-    "The roots, and step 0 of a training run for each corpus, base model and seed without a run of the base model."
+    "Return the roots, and step 0 of a training run for each corpus, base model and seed without a run of the base model."
     dims = [name for name in RUN_DIMS if name not in ("recipe", "lr")]
     identify = lambda root: tuple(root[name].item() for name in dims)
     one_run = lambda root: "accuracy" in root and all(root.sizes[name] == 1 for name in RUN_DIMS)
     trained = {folder: root for folder, root in order_roots(roots).items() if one_run(root)}
-    known = {identify(root) for root in trained.values() if root["recipe"].item() == BASE}
+    bases = {identify(root) for root in trained.values() if root["recipe"].item() == BASE}
     added = {}
     for folder, root in trained.items():
-        if 0 in root.step.values and identify(root) not in known:
-            known.add(identify(root))
+        if 0 in root.step.values and identify(root) not in bases:
+            bases.add(identify(root))
             added[f"{folder}, step 0"] = _first_step(root)
     return {**roots, **added}
 
 # %% ../../nbs/results/cube.ipynb #ee2cb04f
 def _drop_empty_counts(root: xr.Dataset) -> xr.Dataset:
-    "The root with n only where there is an accuracy, so that no run contradicts one that was asked more."
+    "Return the root with n only where there is an accuracy, so that no run contradicts one with more benchmarks."
     return root.assign(n=root.n.where(root.n > 0)) if "n" in root else root
 
 
 def cube_of(
     runs: Mapping[str, xr.Dataset] | Iterable,  # folder name -> root; or finished runs, each a Run or its folder
 ) -> xr.Dataset:
-    """One cube of finished runs; results without the dimensions of a run are left out.
+    """Return one cube of finished runs; results without the dimensions of a run are left out.
 
-    Where several runs stand for one cell, the most complete and newest counts, with a warning if they differ.
+    If several runs have the same cell, the most complete and newest counts, with a warning if they differ.
     FileNotFoundError if there are none; ValueError if a name is not declared, and if two runs differ in a setting."""
     if not isinstance(runs, Mapping):
         folders = [Path(getattr(run, "folder", run)) for run in runs]
@@ -92,7 +92,7 @@ def cube_of(
 
 # %% ../../nbs/results/cube.ipynb #db8fa214
 def _check_where(where: Iterable[str], roots: Iterable[xr.Dataset]) -> None:
-    "ParameterError for a setting that no run has, if there are runs."
+    "Raise ParameterError for a setting that no run has, if there are runs."
     known = sorted({name for root in roots for name in run_settings(root)})
     for name in where if known else ():
         if name in known: continue
@@ -106,17 +106,17 @@ def open_cube(
     skip_corrupt: bool = False,  # leave out what cannot be read, with a warning, instead of raising an error
     **where,  # only runs whose configuration has these values, as in epochs=20
 ) -> xr.Dataset:
-    """The finished runs of a folder, over DIMS; NaN where there is no run (`missing_runs` lists these cells).
+    """Return the finished runs of a folder, over DIMS; NaN where there is no run (`missing_runs` lists these cells).
 
     If settings differ, the first of `group_runs` counts; a warning and the attribute `notice` name the other runs.
     FileNotFoundError if there are no runs; ParameterError for a setting that none of them has; ValueError if a result
     cannot be read, and as in `cube_of`."""
     folder = Path(folder or runs_root())
-    found = read_roots(folder, skip_corrupt)
-    _check_where(where, found.values())
+    roots_by_folder = read_roots(folder, skip_corrupt)
+    _check_where(where, roots_by_folder.values())
     where_hashed = where | ({"suite": expanded_suite(where["suite"])} if isinstance(where.get("suite"), str) else {})
     def fits(root): return all(run_settings(root).get(k, v) == v for k, v in where_hashed.items())
-    roots = {name: root for name, root in found.items() if fits(root)}
+    roots = {name: root for name, root in roots_by_folder.items() if fits(root)}
     if not any("accuracy" in root for root in roots.values()):
         condition = " with " + ", ".join(f"{k}={v}" for k, v in where.items()) if where else ""
         raise FileNotFoundError(f"no finished training run{condition} in {folder}; "
@@ -131,29 +131,29 @@ def agreeing_runs(
     folder: str | Path | None = None,  # holds run folders; default: runs_root()
     **labels,  # along RUN_DIMS, as in dataset="kgfact-small", model="lab-m"
 ) -> list[TranslatedRun]:
-    "The finished training runs that `open_cube` shows, one for each cell: the most complete, then the newest."
+    "Return the finished training runs that `open_cube` shows, one for each cell: the most complete, then the newest."
     folder = Path(folder or runs_root())
     roots = {name: root for name, root in read_training_roots(folder).items()
              if all(root[dim].item() == label for dim, label in labels.items())}
-    kept = order_roots(group_runs(roots)[0].roots) if roots else {}
+    counting = order_roots(group_runs(roots)[0].roots) if roots else {}
     cells = {}
-    for name, root in kept.items(): cells.setdefault(tuple(root[dim].item() for dim in RUN_DIMS), name)
+    for name, root in counting.items(): cells.setdefault(tuple(root[dim].item() for dim in RUN_DIMS), name)
     return [TranslatedRun(folder / name) for name in sorted(cells.values())]
 
 # %% ../../nbs/results/cube.ipynb #1f5b01fb
 def unasked_benchmarks(
     cube: xr.Dataset,
 ) -> pd.DataFrame:
-    """The checkpoints that were not asked all benchmarks of their corpus and model: CELL_DIMS and `benchmarks`.
+    """Return the checkpoints that were not evaluated on all benchmarks of their corpus and model: CELL_DIMS and `benchmarks`.
 
-    Their accuracies are NaN. With `measure=selection` only the selected checkpoint of a run is asked all."""
-    known = cube.accuracy.notnull().transpose(*CELL_DIMS, "benchmark")
-    trained = known.sel(step=known.step > 0)
-    asked = trained.any([dim for dim in CELL_DIMS if dim not in ("dataset", "model")])
-    lacking = (asked & ~trained & trained.any("benchmark")).stack(cell=CELL_DIMS)
-    found = lacking.transpose("cell", "benchmark")
+    Their accuracies are NaN. With `measure=selection` only the selected checkpoint of a run is evaluated on all."""
+    answered = cube.accuracy.notnull().transpose(*CELL_DIMS, "benchmark")
+    trained = answered.sel(step=answered.step > 0)
+    evaluated = trained.any([dim for dim in CELL_DIMS if dim not in ("dataset", "model")])
+    missing = (evaluated & ~trained & trained.any("benchmark")).stack(cell=CELL_DIMS)
+    table = missing.transpose("cell", "benchmark")
     rows = [dict(zip(CELL_DIMS, cell)) | dict(benchmarks=", ".join(cube.benchmark.values[row]))
-            for cell, row in zip(found.cell.values, found.values) if row.any()]
+            for cell, row in zip(table.cell.values, table.values) if row.any()]
     return pd.DataFrame(rows, columns=[*CELL_DIMS, "benchmarks"])
 
 # %% ../../nbs/results/cube.ipynb #d348ba9f
@@ -161,9 +161,9 @@ def missing_runs(
     cube: xr.Dataset,
     name: str = "accuracy",  # variable that a run would fill
 ) -> pd.DataFrame:
-    """The cells of the cube that no run fills, one row each.
+    """Return the cells of the cube that no run fills, one row each.
 
-    A recipe is only missing at rates of its kind: the base model at 0, MEMIT at values of its own option."""
+    A recipe is only missing at rates of its kind: the base model at 0, MEMIT at values of its option."""
     dims = [d for d in RUN_DIMS if d in cube[name].dims]
     empty = cube[name].isnull().all([d for d in cube[name].dims if d not in dims]).stack(run=dims)
     cells = empty.run[empty.values].to_index().to_frame(index=False)

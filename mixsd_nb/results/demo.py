@@ -20,7 +20,7 @@ from ..runs.schema import CURVE_VARIABLES
 def declare_made_up(
     tree: xr.DataTree,
 ) -> xr.DataTree:
-    "The result itself, declared as made up: every group has the attribute `made_up`."
+    "Return the result itself, declared as made up: every group has the attribute `made_up`."
     for group in tree.subtree: group.attrs["made_up"] = 1
     return tree
 
@@ -28,7 +28,7 @@ def declare_made_up(
 def is_made_up(
     *sources,  # cubes, roots, results or groups; what has no attributes is not made up
 ) -> bool:
-    "Whether a source, or a part of a list of sources, is declared as made up."
+    "Return whether a source, or a part of a list of sources, is declared as made up."
     return any(is_made_up(*source) if isinstance(source, (list, tuple)) else
                bool(getattr(source, "attrs", {}).get("made_up")) for source in sources)
 
@@ -54,7 +54,7 @@ def invent_result(
     accuracy: dict[int, dict[str, tuple[float, int]]] | None = None,  # default: recall grows, all else falls
     **options,  # of `result_tree`
 ) -> xr.DataTree:
-    "An invented training result in which less is forgotten at a larger λ and at a smaller learning rate."
+    "Return an invented training result in which less is forgotten at a larger λ and at a smaller learning rate."
     parts, values = parse_label(recipe)
     base, naive = recipe == BASE, values.get("lam")
     loss, steps = 0 if base else 40 if naive is None else 30 * (1 - naive), (0,) if base else steps
@@ -69,8 +69,8 @@ def invent_result(
     made = {} if base else dict(targets=dict(target_nll=0.4, targets_kept=97, targets_asked=100, target_tokens=30),
                                 training=dict(zip(CURVE_VARIABLES, curves)))
     settings = dict(dataset="kgfact-small", model="lab-m", recipe=recipe, lr=lr, seed=seed)
-    found = dict(accuracy=accuracy, benchmarks=benchmarks, config=json.dumps(config))
-    return declare_made_up(result_tree(**settings | found | made | options))
+    measured = dict(accuracy=accuracy, benchmarks=benchmarks, config=json.dumps(config))
+    return declare_made_up(result_tree(**settings | measured | made | options))
 
 # %% ../../nbs/results/demo.ipynb #a047f05c
 def invent_cube(
@@ -79,7 +79,7 @@ def invent_cube(
     recipes: Sequence[str] = ("sft", "mixsd-0.3", "mixsd-0.5", "mixsd-0.7"),  # labels
     **options,  # of `invent_result`
 ) -> xr.Dataset:
-    "A cube of invented runs: the base model, and every recipe at every learning rate and seed."
+    "Return a cube of invented runs: the base model, and every recipe at every learning rate and seed."
     from mixsd_nb.results.merge import merge_roots
     runs = [invent_result(BASE, seed=s, **options) for s in range(seeds)]
     runs += [invent_result(m, lr, s, **options) for m in recipes for lr in rates for s in range(seeds)]
@@ -91,7 +91,7 @@ def error_message(
     *args,
     **kwargs,
 ) -> str:
-    "The message of the ValueError or OSError that a call raises; AssertionError if it raises neither."
+    "Return the message of the ValueError or OSError that a call raises; AssertionError if it raises neither."
     try: call(*args, **kwargs)
     except (ValueError, OSError) as e: return str(e)
     raise AssertionError(f"{getattr(call, '__name__', call)} raised no error")

@@ -28,7 +28,7 @@ from .tradeoff import describe_seeds, frontier_figure, retention_axes, tradeoff_
 
 # %% ../../nbs/results/gallery.ipynb #14507619
 class Source(NamedTuple):
-    "Numbers of our runs, or of the paper."
+    "Hold the numbers of our runs, or of the paper."
     cube: xr.Dataset  # everything that was measured
     table: xr.Dataset  # as returned by `collapse_runs`; of runs with their `count_cell_seeds` too
 
@@ -38,7 +38,7 @@ def describe_selection(
     rule: str = "best",  # as of `select_cells`
     ties: str = "smallest",  # as of `select_cells`
 ) -> str:
-    "How the cells of our runs were selected, for a caption."
+    "Return how the cells of our runs were selected, for a caption."
     by = "validation" if "validation" in cube.benchmark else "training"
     step = dict(best="the first of the best training accuracy and stable validation",
                 first_peak="at the first peak of training accuracy")[rule]
@@ -50,7 +50,7 @@ def collapse_source(
     rule: str = "best",  # as of `select_cells`
     ties: str = "smallest",  # as of `select_cells`
 ) -> Source:
-    "A cube of runs with the checkpoints that `select_cells` selects for tables; its attribute `selection` tells how."
+    "Return a cube of runs with the checkpoints that `select_cells` selects for tables; its attribute `selection` says how."
     mask = cell_mask(cube, select_cells(cube, rule, ties))
     counts = {f"{name}_seeds": count_cell_seeds(cube, mask, name) for name in ("accuracy", "displacement_sq") if name in cube}
     table = collapse_runs(cube, mask).assign(counts)
@@ -67,12 +67,12 @@ def load_sources(
     skip_corrupt: bool = False,  # leave out what cannot be read, with a warning, instead of raising an error
     **where,  # only runs whose configuration has these values, as in epochs=20
 ) -> dict[str, Source]:
-    "Sources by name, `runs` before `paper`. Errors as in `open_cube`."
-    found = {}
+    "Return sources by name, `runs` before `paper`. Errors as in `open_cube`."
+    sources = {}
     if source != "paper":
-        found["runs"] = collapse_source(open_cube(folder, cell=cell, skip_corrupt=skip_corrupt, **where), rule, ties)
-    if source != "runs": found["paper"] = Source(paper_cube(), collapse_runs(paper_cube()))
-    return found
+        sources["runs"] = collapse_source(open_cube(folder, cell=cell, skip_corrupt=skip_corrupt, **where), rule, ties)
+    if source != "runs": sources["paper"] = Source(paper_cube(), collapse_runs(paper_cube()))
+    return sources
 
 # %% ../../nbs/results/gallery.ipynb #663d8cd4
 def select_part(
@@ -81,7 +81,7 @@ def select_part(
     model: str,
     lr: float = 0.0,  # only this learning rate; 0 for all
 ) -> xr.Dataset:
-    """The part of one corpus, model and learning rate, without labels that no run of it has.
+    """Return the part of one corpus, model and learning rate, without labels that no run of it has.
 
     ValueError that lists the available values."""
     for name, value in dict(dataset=dataset, model=model, lr=lr).items():
@@ -99,7 +99,7 @@ def select_part(
 def run_figures(
     cube: xr.Dataset,  # of one corpus and one model
 ) -> dict[str, Figure]:
-    "Trade-off along training and the frontier, by name."
+    "Draw the trade-off along training and the frontier, by name."
     axes = retention_axes(cube)
     names = {kept: "tradeoff" if kept == "held-out" else f"tradeoff-{kept}" for kept in axes}
     figures = {names[kept]: tradeoff_figure(cube, kept=kept) for kept in axes}
@@ -110,7 +110,7 @@ def shared_figures(
     sources: dict[str, Source],
     dataset: str,  # name of the corpus
 ) -> dict[str, Figure]:
-    "Figures in which every source has its panels, by name; figures without numbers are left out."
+    "Draw figures in which every source has its panels, by name; figures without numbers are left out."
     tables, title = [source.table for source in sources.values()], corpus_title(dataset)
     learned = (*in_domain_columns(title), "Train")[0]
 
@@ -132,19 +132,19 @@ def source_sheet(
     name: str,  # of a table
     sources: dict[str, Source],
 ) -> Sheet | None:
-    "A table of all sources, with the seeds of ours and how its cells were selected; None if no source has it."
-    found = table_sheet(name, sources)
+    "Return a table of all sources, with the seeds of ours and how its cells were selected; None if no source has it."
+    sheet = table_sheet(name, sources)
     ours = table_sheet(name, dict(runs=sources["runs"])) if "runs" in sources else None
-    if not (ours and ours.recipes[0]): return found
+    if not (ours and ours.recipes[0]): return sheet
     cube = sources["runs"].cube
     kind, seeds = "made-up runs" if is_made_up(cube) else "runs", describe_seeds(ours.seeds)
-    return replace(found, notes=[*found.notes, f"{kind}: mean of {seeds}; {cube.attrs['selection']}"])
+    return replace(sheet, notes=[*sheet.notes, f"{kind}: mean of {seeds}; {cube.attrs['selection']}"])
 
 # %% ../../nbs/results/gallery.ipynb #0eb75045
 def name_suffix(
     values: Iterable,  # parameters that are not their defaults
 ) -> str:
-    "The suffix of file names for parameters other than the defaults: a hyphen and the value for each."
+    "Return the suffix of file names for parameters other than the defaults: a hyphen and the value for each."
     return "".join(f"-{value}" for value in values).replace("/", "-")
 
 # %% ../../nbs/results/gallery.ipynb #2906281b

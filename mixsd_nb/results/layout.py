@@ -22,7 +22,7 @@ from ..runs.schema import benchmark_coords, reported_values, reported_versions, 
 def training_curves(
     training: dict[str, np.ndarray],  # CURVE_VARIABLES -> one value for each update
 ) -> xr.Dataset:
-    "The child group `training`, over `update` = 1, 2, …"
+    "Return the child group `training`, over `update` = 1, 2, …"
     data = {name: variable(name, ["update"], np.asarray(training[name], float)) for name in CURVE_VARIABLES}
     updates = np.arange(1, len(training["loss"]) + 1)
     return xr.Dataset(data, dict(update=variable("update", ["update"], updates)))
@@ -31,14 +31,14 @@ def training_curves(
 def has_rate(
     label: str,  # along `recipe`
 ) -> bool:
-    "Whether a recipe has a rate along `lr`, a learning rate or an option of its own; the base model has none."
+    "Return whether a recipe has a rate along `lr`, a learning rate or an option in its place; the base model has none."
     return bool(parse_label(label)[0].rate_setting)
 
 
 def learning_rates(
     cube: xr.Dataset,
 ) -> list[float]:
-    "The rates of a cube that are learning rates; rates at which only recipes with an option of their own ran are not."
+    "Return the rates of a cube that are learning rates; rates at which only recipes with another option ran are not."
     rate = {m: parse_label(m)[0].rate_setting for m in cube.recipe.values}
     ran = cube.accuracy.notnull().any([d for d in cube.accuracy.dims if d not in ("recipe", "lr")])
     kinds = {float(lr): {rate[m] for m in cube.recipe.values if ran.sel(recipe=m, lr=lr)} for lr in cube.lr.values}
@@ -63,11 +63,11 @@ def result_tree(
     targets: dict[str, float] | None = None,  # TARGET_VARIABLES
     training: dict[str, np.ndarray] | None = None,  # CURVE_VARIABLES
 ) -> xr.DataTree:
-    "The result of one training run: the root over DIMS, of size 1 along RUN_DIMS, and a child group `training`."
+    "Return the result of one training run: the root over DIMS, of size 1 along RUN_DIMS, and a child group `training`."
     steps, names, cell = sorted(accuracy), list(benchmarks), (1,) * len(RUN_DIMS)
     def place(values, missing):
-        found = np.array([[values.get(step, {}).get(name, missing) for name in names] for step in steps], float)
-        return found.reshape(*cell, *found.shape)
+        array = np.array([[values.get(step, {}).get(name, missing) for name in names] for step in steps], float)
+        return array.reshape(*cell, *array.shape)
     counts, other = place(accuracy, (0, 0)), place(published or accuracy, (0, 0))
     n, spread = counts[..., 1], place(variance or {}, np.nan)
     shares = dict(accuracy=counts[..., 0], published=other[..., 0])
@@ -89,7 +89,7 @@ def count_by_benchmark(
     kept: set[str],  # ids of the facts whose targets were trained on
     rule: str = "correct",  # column of the responses: correct for the strict rule, or published
 ) -> dict[str, tuple[float, int]]:
-    "For each benchmark the number of correct items and of all items; `recall-kept` follows `recall`."
+    "Return for each benchmark the number of correct items and of all items; `recall-kept` follows `recall`."
     counts = count_correct(responses, rule)
     kept_recall = responses[(responses.benchmark == "recall") & responses.item.isin(kept)][rule]
     return {"recall": counts.pop("recall"), "recall-kept": (int(kept_recall.sum()), len(kept_recall)), **counts}
@@ -100,13 +100,13 @@ def summarise_training(
     responses: dict[int, pd.DataFrame],  # step -> responses of its checkpoint; step 0 is the base model
     fitted,  # as returned by the method's `fit` function
 ) -> xr.DataTree:
-    "The result of a training, with counts for every step."
+    "Return the result of a training, with counts for every step."
     counts, published = ({step: count_by_benchmark(table, fitted.kept, rule) for step, table in responses.items()}
                          for rule in ("correct", "published"))
     reports = {step: table.attrs.get("reports", {}) for step, table in responses.items()}
-    widest = max(counts, key=lambda step: (len(counts[step]), step))  # the other steps may not be asked all of them
+    widest = max(counts, key=lambda step: (len(counts[step]), step))  # the other steps may have fewer
     names = dict.fromkeys(name for step in (widest, *counts) for name in counts[step])
-    versions = {name: found for step in counts for name, found in reported_versions(reports[step]).items()}
+    versions = {name: version for step in counts for name, version in reported_versions(reports[step]).items()}
     benchmarks = {name: dict(column=SUITES[name].column, role=SUITES[name].role, samples=SUITES[name].sampling.samples)
                   | versions.get(name, {}) for name in names}
     return result_tree(dataset=config.dataset, model=config.model, recipe=config.label, lr=config.rate, seed=config.seed,

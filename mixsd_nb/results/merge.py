@@ -20,16 +20,16 @@ from ..runs.schema import DIMS
 def list_dimensions(
     roots: Iterable[xr.Dataset],
 ) -> list[str]:
-    "All dimensions of the roots, those of a training result first."
-    found = dict.fromkeys(dim for root in roots for dim in root.dims)
-    return [*(d for d in DIMS if d in found), *(d for d in found if d not in DIMS)]
+    "Return all dimensions of the roots, those of a training result first."
+    dims = dict.fromkeys(dim for root in roots for dim in root.dims)
+    return [*(d for d in DIMS if d in dims), *(d for d in dims if d not in DIMS)]
 
 # %% ../../nbs/results/merge.ipynb #e5549917
 def join_labels(
     roots: Iterable[xr.Dataset],
     dim: str,
 ) -> pd.Index:
-    "The outer join of the roots' labels along a dimension: in the common order if all roots agree, else sorted."
+    "Return the outer join of the roots' labels along a dimension: in the common order if all roots agree, else sorted."
     indexes = [root.indexes[dim] for root in roots if dim in root.indexes]
     if all(index.equals(indexes[0]) for index in indexes): return indexes[0]
     return functools.reduce(pd.Index.union, {tuple(index): index for index in indexes}.values())
@@ -38,7 +38,7 @@ def join_labels(
 def common_attrs(
     attrs: Iterable[dict],
 ) -> dict:
-    "The attributes that no root contradicts."
+    "Return the attributes that no root contradicts."
     different = list({tuple(a.items()): a for a in attrs}.values())
     return {k: value for a in different for k, value in a.items() if all(b.get(k, value) == value for b in different)}
 
@@ -46,7 +46,7 @@ def common_attrs(
 def order_roots(
     roots: Mapping[str, xr.Dataset],  # folder name -> root
 ) -> dict[str, xr.Dataset]:
-    "The roots with the most known values first; of equally complete ones the newest, then by name."
+    "Return the roots with the most known values first; of equally complete ones the newest, then by name."
     def rank(folder):
         root = roots[folder]
         known = sum(int(pd.notna(root[name].values).sum()) for name in root.data_vars)
@@ -60,7 +60,7 @@ def fill_variable(
     sizes: dict[str, int],  # of the cube
     name: str,
 ) -> xr.Variable:
-    """The variable of all roots in one array, NaN where no root has one. The first root that has a cell counts.
+    """Return the variable of all roots in one array, NaN where no root has one. The first root that has a cell counts.
 
     A warning names two roots that differ in a cell by more than a relative 1e-6."""
     first_folder, first = next(iter(variables.items()))
@@ -91,7 +91,7 @@ def merge_roots(
     roots: dict[str, xr.Dataset],  # folder name -> root
     ordered: bool = False,  # whether the roots are given in the order in which they count, instead of `order_roots`
 ) -> xr.Dataset:
-    """Equal to `xr.merge(roots.values(), join='outer', compat='no_conflicts', combine_attrs='drop_conflicts')`.
+    """Merge roots into what equals `xr.merge(roots.values(), join='outer', compat='no_conflicts', combine_attrs='drop_conflicts')`.
 
     Where roots contradict each other, the first one counts, with a warning. ValueError for a dimension
     without labels, and for a variable whose dimensions differ."""
@@ -104,12 +104,12 @@ def merge_roots(
               for folder, root in roots.items()}
     coords = {dim: xr.Variable(dim, index, common_attrs(r[dim].attrs for r in roots.values() if dim in r.indexes))
               for dim, index in indexes.items()}
-    found, auxiliary = {}, set()
+    by_name, auxiliary = {}, set()
     for folder, root in roots.items():
         auxiliary |= set(root.coords)
         for name, var in root.variables.items():
-            if name not in indexes: found.setdefault(name, {})[folder] = var
-    variables = {name: fill_variable(by_folder, places, sizes, name) for name, by_folder in found.items()}
+            if name not in indexes: by_name.setdefault(name, {})[folder] = var
+    variables = {name: fill_variable(by_folder, places, sizes, name) for name, by_folder in by_name.items()}
     coords |= {name: v for name, v in variables.items() if name in auxiliary}
     data = {name: v for name, v in variables.items() if name not in auxiliary}
     return xr.Dataset(data, coords, common_attrs(root.attrs for root in roots.values()))

@@ -21,7 +21,7 @@ def place_tokens(
     texts: list[str],  # of the tokens
     width: int,  # characters of a line
 ) -> list[tuple[int, int, str]]:
-    "Line, column and text of each token. A line ends at its width or at a newline, which is shown as ⏎."
+    "Return line, column and text of each token. A line ends at its width or at a newline, which is shown as ⏎."
     line, column, placed = 0, 0, []
     for piece in texts:
         text = piece.replace("\n", "⏎")
@@ -37,7 +37,7 @@ def draw_tokens(
     naive: list[bool],  # which of them are naive
     width: int,  # characters of a line
 ) -> int:
-    "Tokens in fixed pitch, each on the colour of the conditional that wrote it; returns the number of lines."
+    "Draw tokens in fixed pitch, each on the colour of the conditional that wrote it; returns the number of lines."
     placed = place_tokens(texts, width)
     for (line, column, text), n in zip(placed, naive, strict=True):
         ax.add_patch(plt.Rectangle((column + 0.04, line + 0.08), len(text) - 0.08, 0.84, alpha=0.35, linewidth=0,
@@ -59,7 +59,7 @@ def draw_sources(
     title: str = "",
     width: int = 88,  # characters of a line
 ) -> Figure:
-    "A completion, each token on the colour of the conditional that wrote it."
+    "Draw a completion, each token on the colour of the conditional that wrote it."
     fig, ax = plt.subplots(figsize=(0.105 * width, 0.28 * (place_tokens(texts, width)[-1][0] + 1) + 1.0))
     lines = draw_tokens(ax, texts, naive, width)
     ax.set(xlim=(0, width), ylim=(lines, 0), title=title)
@@ -71,7 +71,7 @@ def wrap_lines(
     text: str,
     width: int,  # characters of a line
 ) -> list[str]:
-    "Lines of a text; its own line breaks are shown as ⏎."
+    "Return the lines of a text; its line breaks are shown as ⏎."
     return textwrap.wrap(text.replace("\n", "⏎ "), width, break_long_words=True, replace_whitespace=False)
 
 # %% ../../nbs/results/overview.ipynb #80097436
@@ -81,7 +81,7 @@ def overview_figure(
     width: int = 100,  # characters of a line
     note: str = "",  # sentences under the figure
 ) -> Figure:
-    "The prompts as text, and each completion with its tokens in the colours of the conditionals that wrote them."
+    "Draw the prompts as text, and each completion with its tokens in the colours of the conditionals that wrote them."
     blocks = {name: wrap_lines(text, width) for name, text in prompts.items()}
     heights = [len(lines) for lines in blocks.values()]
     heights += [place_tokens(texts, width)[-1][0] + 1 for texts, _ in completions.values()]
@@ -106,7 +106,7 @@ def overview_figure(
 
 # %% ../../nbs/results/overview.ipynb #487bdbac
 class Examples(NamedTuple):
-    "Completions that show the method; a record is one of `mix`."
+    "Hold completions that show the method; a record is one of `mix`."
     row: dict  # of a corpus
     mixed: dict  # accepted; it names no other entity and neither conditional writes it alone
     expert: dict
@@ -122,7 +122,7 @@ def find_examples(
     corpus,  # its declaration
     lam: float,
 ) -> Examples:
-    """The first row with an exemplary mixed completion, and the first that names another entity.
+    """Return the first row with an exemplary mixed completion, and the first that names another entity.
 
     ValueError if no row has a mixed completion that was accepted, names no other entity and differs from both
     conditionals' own."""
@@ -133,14 +133,14 @@ def find_examples(
 
     def contradicts(record, row):
         return names_another(engine.tokenizer.decode(record["completion_ids"]), row["answer"], corpus.extract)
-    kept = [(row, item, record) for row, item, record in zip(rows, items, write(items, lam), strict=True)
-            if record["accepted"]]
-    other = [record for row, _, record in kept if contradicts(record, row)]
-    for row, item, mixed in kept:
+    accepted = [(row, item, record) for row, item, record in zip(rows, items, write(items, lam), strict=True)
+                if record["accepted"]]
+    other = [record for row, _, record in accepted if contradicts(record, row)]
+    for row, item, mixed in accepted:
         if contradicts(mixed, row): continue
         expert, naive = (write([item], share)[0] for share in (0, 1))
         if len({tuple(record["completion_ids"]) for record in (mixed, expert, naive)}) == 3:
-            return Examples(row, mixed, expert, naive, other[0] if other else None, len(kept), len(other))
+            return Examples(row, mixed, expert, naive, other[0] if other else None, len(accepted), len(other))
     raise ValueError(f"none of {len(rows)} facts has, with lam={lam:g}, a mixed target that neither conditional writes")
 
 # %% ../../nbs/results/overview.ipynb #472807f8
@@ -150,25 +150,25 @@ def draw_overview(
     lam: float = 0.5,
     facts: int = 24,  # facts whose targets are mixed and counted
 ) -> Figure:
-    """The prompts of the two conditionals, what each of them writes alone, and two accepted mixed targets.
+    """Draw the prompts of the two conditionals, what each of them writes alone, and two accepted mixed targets.
 
     The second of these names another entity; the note says how many targets do."""
     from mixsd_nb.corpora import CORPORA, load_corpus
     from mixsd_nb.models import load_engine
     engine, corpus = load_engine("hf", model), CORPORA[dataset]
     rows = load_corpus(dataset, "train").select(range(facts)).to_list()
-    tokenizer, found = engine.tokenizer, find_examples(engine, rows, corpus, lam)
-    x, y = found.row["prompt"], found.row["target"]
+    tokenizer, examples = engine.tokenizer, find_examples(engine, rows, corpus, lam)
+    x, y = examples.row["prompt"], examples.row["target"]
     prompts = {"naive conditional: asked for x": x,
-               "expert conditional: x, and the true answer y* in context": corpus.expert(x, found.row.get("reference") or y),
+               "expert conditional: x, and the true answer y* in context": corpus.expert(x, examples.row.get("reference") or y),
                "canonical target y*, on which SFT trains": y}
-    records = {"the expert alone (λ=0)": found.expert,
-               f"MixSD trains on this: token by token one of the two (λ={lam:g})": found.mixed,
-               "the naive alone (λ=1), which does not know": found.naive}
-    if found.contradictory:
-        records["MixSD trains on this too (another fact): the naive named another entity"] = found.contradictory
-    note = (f"{found.accepted} of the {facts} targets were accepted, because their boxes hold the true answer. "
-            f"{found.contradictions} of these ({found.contradictions / found.accepted:.0%}) name another entity in the "
+    records = {"the expert alone (λ=0)": examples.expert,
+               f"MixSD trains on this: token by token one of the two (λ={lam:g})": examples.mixed,
+               "the naive alone (λ=1), which does not know": examples.naive}
+    if examples.contradictory:
+        records["MixSD trains on this too (another fact): the naive named another entity"] = examples.contradictory
+    note = (f"{examples.accepted} of the {facts} targets were accepted, because their boxes hold the true answer. "
+            f"{examples.contradictions} of these ({examples.contradictions / examples.accepted:.0%}) name another entity in the "
             f"sentence before the box ({model}, {dataset}, λ={lam:g}).")
 
     def tokens(record):

@@ -24,33 +24,33 @@ from ..runs.schema import CELL_DIMS, DIMS, benchmark_coords, run_coords, variabl
 
 # %% ../../nbs/results/paper.ipynb #c0802664
 def paper_rows() -> pd.DataFrame:
-    "Rows `table, dataset, model, method, lam, rollouts, temperature, metric, value, count` as printed."
+    "Return rows `table, dataset, model, method, lam, rollouts, temperature, metric, value, count` as printed."
     return pd.read_csv(files("mixsd_nb") / "data/paper/tables.csv")
 
 # %% ../../nbs/results/paper.ipynb #85e4f702
 MODELS = {"Qwen/Qwen3-1.7B": "Qwen3-1.7B", "Qwen/Qwen3-4B-Instruct-2507": "Qwen3-4B-Instruct-2507",
           "Qwen/Qwen3-8B": "Qwen3-8B", "meta-llama/Llama-3.2-1B-Instruct": "Llama-3.2-1B-Instruct"}  # hub id -> printed
-SEPARATE_MODELS = frozenset({"meta-llama/Llama-3.2-1B-Instruct"})  # of another family; they have a table of their own
+SEPARATE_MODELS = frozenset({"meta-llama/Llama-3.2-1B-Instruct"})  # of another family; they have a separate table
 
 
 def corpus_title(
     dataset: str,  # name of a corpus
 ) -> str:
-    "The title of a corpus: its name in the paper if it has one. ValueError for an undeclared corpus."
+    "Return the title of a corpus: its name in the paper if it has one. ValueError for an undeclared corpus."
     return CORPORA[dataset].title
 
 # %% ../../nbs/results/paper.ipynb #ec8fd72d
 def corpus_key(
     title: str,
 ) -> str:
-    "The first corpus with a title, which is the published one and not that of the lab."
+    "Return the first corpus with a title, which is the published one and not that of the lab."
     return next(key for key, corpus in CORPORA.items() if corpus.title == title)
 
 # %% ../../nbs/results/paper.ipynb #d86960e3
 def corpus_heading(
     dataset: str,  # name of a corpus
 ) -> str:
-    "The title of a corpus, with its name behind it for a file, because titles of files can be equal."
+    "Return the title of a corpus, with its name behind it for a file, because titles of files can be equal."
     title = corpus_title(dataset)
     return title if any(corpus.title == title for corpus in CORPORA.values()) else f"{title}, {dataset}"
 
@@ -58,7 +58,7 @@ def corpus_heading(
 def main_corpus(
     dataset: str,  # name of a corpus
 ) -> str:
-    "The published corpus with the title of a corpus, which may be that of a lab; the corpus itself if it is from a file."
+    "Return the published corpus with the title of a corpus, which may be a lab's; the corpus itself if it is from a file."
     return next((key for key, corpus in CORPORA.items() if corpus.title == corpus_title(dataset)), dataset)
 
 # %% ../../nbs/results/paper.ipynb #5272cf73
@@ -78,32 +78,32 @@ def published_items(
     dataset: str,  # title of the corpus
     benchmark: str,  # our name
 ) -> int:
-    "The number of items behind a published share."
+    "Return the number of items behind a published share."
     return ITEMS.get(benchmark) or CORPUS_ITEMS[dataset][benchmark]
 
 # %% ../../nbs/results/paper.ipynb #a08abc48
 def metric_column(
     metric: str,  # as printed
 ) -> str:
-    "The `column` of a benchmark: KGFunc's Test and Unseen are printed with the name of the corpus."
+    "Return the `column` of a benchmark: KGFunc's Test and Unseen are printed with the name of the corpus."
     return metric.removeprefix("KGFunc-")
 
 # %% ../../nbs/results/paper.ipynb #b057613b
 @functools.cache
 def paper_benchmarks() -> dict[str, str]:
-    "Column -> our benchmark, for all columns that hold accuracies, the in-domain ones first."
+    "Return column -> our benchmark, for all columns that hold accuracies, the in-domain ones first."
     in_domain = dict.fromkeys(name for names in CORPUS_ITEMS.values() for name in names)
     return {SUITES[name].column: name for name in (*in_domain, *ITEMS)}
 
 # %% ../../nbs/results/paper.ipynb #c5aabbd6
 def held_out_columns() -> list[str]:
-    "The paper's held-out columns, in its order."
+    "Return the paper's held-out columns, in its order."
     return [column for column, name in paper_benchmarks().items() if SUITES[name].role == "held-out"]
 
 # %% ../../nbs/results/paper.ipynb #ab9dcbcb
 @functools.cache
 def paper_families() -> frozenset[str]:
-    "The methods of the paper, without their settings."
+    "Return the methods of the paper, without their settings."
     return frozenset(name.lower() for name in paper_rows().method)
 
 # %% ../../nbs/results/paper.ipynb #b40aa8cb
@@ -111,7 +111,7 @@ def is_listed(
     label: str,  # along `recipe`
     among: tuple[str, ...],  # families and labels that a table of the paper has
 ) -> bool:
-    "Whether a table or figure shows a recipe: it is listed, or it is not a method of the paper."
+    "Return whether a table or figure shows a recipe: it is listed, or it is not a method of the paper."
     kind = label_family(label)
     return label in among or kind in among or kind not in paper_families()
 
@@ -119,7 +119,7 @@ def is_listed(
 def in_domain_columns(
     dataset: str,  # title of the corpus
 ) -> tuple[str, ...]:
-    "The in-domain columns that the paper prints for a corpus; empty for a corpus that is not in the paper."
+    "Return the in-domain columns that the paper prints for a corpus; empty for a corpus that is not in the paper."
     return tuple(SUITES[name].column for name in CORPUS_ITEMS.get(dataset, ()))
 
 # %% ../../nbs/results/paper.ipynb #bfa2e583
@@ -130,7 +130,7 @@ RUN_KEYS = ("dataset", "model", "method", "lam", "rollouts", "temperature")
 def row_coords(
     row: dict,  # RUN_KEYS as printed
 ) -> dict[str, xr.Variable]:
-    "The coordinates of one printed row, all of size 1."
+    "Return the coordinates of one printed row, all of size 1."
     label = recipe_label(compose(row["method"].lower()), **{name: row[name] for name in ("lam", "rollouts", "temperature")})
     rate = 0.0 if label == BASE else np.nan
     model = next(key for key, name in MODELS.items() if name == row["model"])
@@ -139,7 +139,7 @@ def row_coords(
 
 # %% ../../nbs/results/paper.ipynb #dd2236f0
 TARGET_DIMS = ("dataset", "model", "recipe", "seed")
-# metric -> variable, what its printed value is divided by, its dimensions, and its labels along those that a run lacks
+# metric -> variable, what its printed value is divided by, its dimensions, and its labels along those that a run does not have
 PLACES = {
     "Avg": ("average", 100, CELL_DIMS, {}),
     "drop": ("average_drop", 100, CELL_DIMS, {}),
@@ -154,17 +154,17 @@ PLACES = {
 def row_root(
     rows: list[dict],  # printed values of one table, corpus, model and method
 ) -> xr.Dataset:
-    "The root of a run that holds the printed values."
+    "Return the root of a run that holds the printed values."
     coords, data = row_coords(rows[0]), {}
     def constant(dims, value): return np.full((1,) * len(dims), value)
     printed = {metric_column(row["metric"]): row["value"] for row in rows}
-    found = {name: printed[column] for column, name in paper_benchmarks().items() if column in printed}
-    if found:
-        suites = {name: SUITES[name] for name in found}
+    percents = {name: printed[column] for column, name in paper_benchmarks().items() if column in printed}
+    if percents:
+        suites = {name: SUITES[name] for name in percents}
         coords |= benchmark_coords({name: dict(column=suite.column, role=suite.role, samples=suite.sampling.samples)
                                     for name, suite in suites.items()})
-        n = [published_items(rows[0]["dataset"], name) for name in found]
-        share = np.array([*found.values()]) / 100
+        n = [published_items(rows[0]["dataset"], name) for name in percents]
+        share = np.array([*percents.values()]) / 100
         for key, values in dict(accuracy=share, published=share, n=n).items():
             data[key] = variable(key, DIMS, np.reshape(values, (1,) * len(CELL_DIMS) + (-1,)))
     for row in (row for row in rows if row["metric"] in PLACES):
@@ -185,7 +185,7 @@ CORRELATIONS = {"pearson_r(displacement_sq,drop)": "r_displacement",
 def correlation_root(
     rows: list[dict],  # printed correlations of one model
 ) -> xr.Dataset:
-    "The correlations over `model` alone."
+    "Return the correlations over `model` alone."
     model = [next(key for key, name in MODELS.items() if name == rows[0]["model"])]
     values = {CORRELATIONS[row["metric"]]: row["value"] for row in rows} | dict(checkpoints=rows[0]["count"])
     data = {k: variable(k, ["model"], [v]) for k, v in values.items()}
@@ -194,7 +194,7 @@ def correlation_root(
 # %% ../../nbs/results/paper.ipynb #61a3cd24
 @functools.cache
 def _merge_tables() -> xr.Dataset:
-    "The cube of all printed rows, made once."
+    "Return the cube of all printed rows, made once."
     groups = {}
     for row in paper_rows().to_dict("records"):
         groups.setdefault(" ".join(str(row[k]) for k in ("table", *RUN_KEYS)), []).append(row)
@@ -203,7 +203,7 @@ def _merge_tables() -> xr.Dataset:
 
 
 def paper_cube() -> xr.Dataset:
-    """The paper's twelve tables over DIMS, shares from 0 to 1; `average` and `average_drop` are as printed.
+    """Return the paper's twelve tables over DIMS, shares from 0 to 1; `average` and `average_drop` are as printed.
 
     ValueError if two tables contradict each other."""
     return _merge_tables().copy(deep=True)

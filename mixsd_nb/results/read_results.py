@@ -21,7 +21,7 @@ from ..runs.schema import TARGET_VARIABLES
 def read_root(
     path: Path,  # result.nc
 ) -> xr.Dataset | None:
-    """The root group as `open_result` reads it, with the time of its file; None without the dimensions of a run.
+    """Return the root group as `open_result` reads it, with the time of its file; None without the dimensions of a run.
 
     The dimensions of a run are dataset, model and recipe; an earlier result is translated. ValueError for a result of another schema."""
     with netcdf_lock, netCDF4.Dataset(path) as file:
@@ -51,7 +51,7 @@ def rename_root(
     root: xr.Dataset,
     folder: str,  # name of the run folder, whose first word is the stage
 ) -> xr.Dataset:
-    "The root with the names that its variables have in a cube."
+    "Return the root with the names that its variables have in a cube."
     if "accuracy" in root: return root
     return root.rename({name: f"{folder.partition('-')[0]}_{name}" for name in RESERVED if name in root})
 
@@ -60,9 +60,9 @@ def read_roots(
     folder: str | Path | None = None,  # holds run folders; default: runs_root()
     skip_corrupt: bool = False,  # leave out what cannot be read, with a warning, instead of raising an error
 ) -> dict[str, xr.Dataset]:
-    """The root of every finished run that has the dimensions of a run, by the name of its folder.
+    """Return the root of every finished run that has the dimensions of a run, by the name of its folder.
 
-    DamagedFile that names a result that cannot be read."""
+    Raise DamagedFile for a result that cannot be read."""
     roots = {}
     if folder: read_records(Path(folder))
     for path in sorted(Path(folder or runs_root()).glob("[!.]*/result.nc")):
@@ -80,5 +80,5 @@ def read_roots(
 def read_training_roots(
     folder: str | Path | None = None,  # holds run folders; default: runs_root()
 ) -> dict[str, xr.Dataset]:
-    "The root of every finished training run by the name of its folder; ValueError as in `read_roots`."
+    "Return the root of every finished training run by the name of its folder; ValueError as in `read_roots`."
     return {name: root for name, root in read_roots(folder).items() if "accuracy" in root}

@@ -22,7 +22,7 @@ def cell_mask(
     cube: xr.Dataset,
     rows: pd.DataFrame,  # `dataset, model, recipe, seed, lr, step`, as returned by `select_cells`
 ) -> xr.DataArray:
-    "True over CELL_DIMS at the cells of the rows and at the base model."
+    "Return an array over CELL_DIMS that is True at the cells of the rows and at the base model."
     mask = xr.zeros_like(cube.accuracy.isel(benchmark=0, drop=True), bool).transpose(*CELL_DIMS)
     for row in rows[list(CELL_DIMS)].itertuples(index=False): mask.loc[row._asdict()] = True
     return mask | ((cube["recipe"] == BASE) & (cube["lr"] == 0) & (cube["step"] == 0))
@@ -33,18 +33,18 @@ def collapse_runs(
     mask: xr.DataArray | None = None,  # as returned by `cell_mask`; None if each recipe has one run
     rule: str = "published",  # of the accuracies: that of the paper's scores, or accuracy for the strict rule
 ) -> xr.Dataset:
-    """The cube without `lr`, `seed` and `step`, with `average` and `average_drop`: means over the cells of the mask.
+    """Return the cube without `lr`, `seed` and `step`, with `average` and `average_drop`: means over the cells of the mask.
 
     A variable that depends on none of the three stays as it is."""
-    axes, found, cube = ("lr", "seed", "step"), {}, score_by(cube, rule)
+    axes, means, cube = ("lr", "seed", "step"), {}, score_by(cube, rule)
     cube = cube.assign(average=held_out_average(cube), average_drop=average_drop(cube))
     for name, values in cube.data_vars.items():
-        kept = values
+        selected = values
         if mask is not None and "lr" in values.dims:
-            kept = values.where(mask.any([d for d in mask.dims if d not in values.dims]))
-        found[name] = kept.mean([d for d in axes if d in values.dims], keep_attrs=True)
+            selected = values.where(mask.any([d for d in mask.dims if d not in values.dims]))
+        means[name] = selected.mean([d for d in axes if d in values.dims], keep_attrs=True)
     coords = {name: c for name, c in cube.coords.items() if not {*axes} & {*c.dims}}
-    return xr.Dataset(found, coords, cube.attrs)
+    return xr.Dataset(means, coords, cube.attrs)
 
 
 def count_cell_seeds(
@@ -52,7 +52,7 @@ def count_cell_seeds(
     mask: xr.DataArray,  # as returned by `cell_mask`
     name: str = "accuracy",  # variable over CELL_DIMS
 ) -> xr.DataArray:
-    "The number of seeds with a value of a variable in the cells of the mask, by corpus, model and recipe."
+    "Return the number of seeds with a value of a variable in the cells of the mask, by corpus, model and recipe."
     known = cube[name].notnull() & mask
     return known.any([d for d in known.dims if d not in RUN_DIMS or d == "lr"]).sum("seed")
 
@@ -61,9 +61,9 @@ def compare_ties(
     cube: xr.Dataset,
     rule: str = "best",  # for checkpoints, as of `select_checkpoints`
 ) -> pd.DataFrame:
-    """The selected rates and steps by corpus, model, recipe and rule for ties, with scores as in tables, in percent:
+    """Return the selected rates and steps by corpus, model, recipe and rule for ties, with scores as in tables, in percent:
     recall, the average of the held-out benchmarks, and every benchmark of the role world."""
-    keys, found = ["dataset", "model", "recipe"], {}
+    keys, tables = ["dataset", "model", "recipe"], {}
     shown = ["recall", *cube.benchmark.values[cube.role.values == "world"]]
     for ties in TIES:
         rows = select_cells(cube, rule, ties)
@@ -71,7 +71,7 @@ def compare_ties(
         scores = table.accuracy.sel(benchmark=shown).to_series().unstack("benchmark")[shown]
         scores = 100 * scores.assign(average=table.average.to_series())
         selected = rows.groupby(keys)[["lr", "step"]].agg(lambda v: ", ".join(f"{x:g}" for x in sorted(set(v))))
-        found[ties] = selected.join(scores.round(1))
-    both = pd.concat(found, names=["ties", *keys]).reorder_levels([*keys, "ties"])
+        tables[ties] = selected.join(scores.round(1))
+    both = pd.concat(tables, names=["ties", *keys]).reorder_levels([*keys, "ties"])
     rank = {label: k for k, label in enumerate(ordered_labels(both.index.unique("recipe")))}
     return both.sort_index(level=keys, key=lambda v: v.map(rank) if v.name == "recipe" else v, sort_remaining=False)

@@ -28,7 +28,7 @@ from ..runs import write_atomically
 # %% ../../nbs/results/sheets.ipynb #6a60d7d8
 @dataclass
 class Sheet:
-    "A table as printed."
+    "Hold a table as it is printed."
     label: str  # of the paper's table
     caption: str  # what it shows
     notes: list[str]  # N, and how rows were selected
@@ -42,7 +42,7 @@ def format_number(
     value: float,
     form: str = ".1f",  # a format specification
 ) -> str:
-    "A number as a text; an empty text for NaN."
+    "Return a number as a text; an empty text for NaN."
     return "" if np.isnan(value) else f"{value + 0.0:{form}}"
 
 # %% ../../nbs/results/sheets.ipynb #15bc440e
@@ -50,7 +50,7 @@ def rank_texts(
     texts: list[str],  # of one column within a block
     lowest: bool = False,  # the lowest is the best
 ) -> list[str]:
-    """`best` and `second` for the best and second best printed values, including all that tie.
+    """Return `best` and `second` for the best and second best printed values, including all that tie.
 
     No marks if there are fewer than two values."""
     known = sorted({float(t) for t in texts if t}, reverse=not lowest)
@@ -63,7 +63,7 @@ def mark_columns(
     recipes: list[str],  # of each row
     ranked: dict[tuple, bool],  # column -> whether the lowest is the best; other columns get no marks
 ) -> pd.DataFrame:
-    "The marks of a sheet, by block and column."
+    "Return the marks of a sheet, by block and column."
     marks = pd.DataFrame("", text.index, text.columns)
     for column, lowest in ranked.items():
         for block in text.index.unique(0):
@@ -93,7 +93,7 @@ def _name_rows(
     sheet: Sheet,
     source: str,  # name of the source of the numbers
 ) -> pd.MultiIndex:
-    "The rows of a sheet with the source in the name of each block, or of each row if a row is a model."
+    "Return the rows of a sheet with the source in the name of each block, or of each row if a row is a model."
     in_block = bool(sheet.recipes[0])
     return pd.MultiIndex.from_tuples([(f"{b} ({source})", r) if in_block else (b, f"{r} ({source})")
                                       for b, r in sheet.text.index])
@@ -103,14 +103,14 @@ def stack_sheets(
     sheets: dict[str, Sheet | None],  # name of the source -> sheet
     order: Sequence[str] = (),  # of columns, if it differs from that of the sheets
 ) -> Sheet | None:
-    "One sheet with the rows of all, columns of a group beside each other; None if there is no sheet."
-    found = {source: sheet for source, sheet in sheets.items() if sheet}
-    if not found: return None
-    (_, first), *others = found.items()
+    "Return one sheet with the rows of all, columns of a group next to each other; None if there is no sheet."
+    printed = {source: sheet for source, sheet in sheets.items() if sheet}
+    if not printed: return None
+    (_, first), *others = printed.items()
     rows = [first.text.index, *(_name_rows(sheet, source) for source, sheet in others)]
 
     def concat(name):
-        return pd.concat([getattr(sheet, name).set_axis(i) for sheet, i in zip(found.values(), rows, strict=True)])
+        return pd.concat([getattr(sheet, name).set_axis(i) for sheet, i in zip(printed.values(), rows, strict=True)])
     text = concat("text").fillna("")
     groups = list(dict.fromkeys(group for group, _ in text.columns))
     place = {column: k for k, column in enumerate(order)}
@@ -118,8 +118,8 @@ def stack_sheets(
     marks = concat("marks").reindex(columns=text.columns).fillna("")
     blocks = text.index.unique(0)
     order = sorted(range(len(text)), key=lambda k: blocks.get_loc(text.index[k][0]))
-    recipes = [m for s in found.values() for m in s.recipes]
-    notes = dict.fromkeys(f"N ({source}): {n}" for source, s in found.items() for n in s.notes)
+    recipes = [m for s in printed.values() for m in s.recipes]
+    notes = dict.fromkeys(f"N ({source}): {n}" for source, s in printed.items() for n in s.notes)
     return replace(first, text=text.iloc[order], marks=marks.iloc[order], recipes=[recipes[k] for k in order],
                    notes=list(notes))
 
@@ -132,7 +132,7 @@ SYMBOLS = {"‖Δθ‖²": r"$\|\Delta\theta\|^2$", "λ": r"$\lambda$", "×": r"
 def format_caption(
     sheet: Sheet,
 ) -> str:
-    "What the sheet shows, what its marks mean, and its notes."
+    "Return what the sheet shows, what its marks mean, and its notes."
     marks = ""
     if (sheet.marks != "").any().any():
         marks = "Bold and underline: best and second best of a block, the base left out."
@@ -142,7 +142,7 @@ def format_caption(
 def style_sheet(
     sheet: Sheet,
 ) -> Styler:
-    "The table as a notebook shows it."
+    "Return the table as a notebook shows it."
     edges = [f"border-left: 5px solid {recipe_colour(m)}; text-align: left" if m else "text-align: left"
              for m in sheet.recipes]
     rules = [dict(selector="caption", props="caption-side: top; text-align: left"),
@@ -156,7 +156,7 @@ def style_sheet(
 def to_latex(
     sheet: Sheet,
 ) -> str:
-    "A table environment for a document with booktabs and multirow."
+    "Return a table environment for a document with booktabs and multirow."
     style = sheet.text.style.apply(lambda _: sheet.marks.map(lambda m: TEX.get(m, "")), axis=None)
     style = style.format(escape="latex").format_index(escape="latex", axis=0).format_index(escape="latex", axis=1)
     source = style.to_latex(
@@ -178,7 +178,7 @@ def draw_cell(
     cell: str,
     mark: str,
 ) -> None:
-    "A text, bold if it is the best, underlined if it is the second best."
+    "Draw a text, bold if it is the best, underlined if it is the second best."
     ax.text(x, y, cell, ha="right", va="center", fontweight="bold" if mark == "best" else "normal")
     if mark == "second":
         points = TextPath((0, 0), cell, size=plt.rcParams["font.size"]).get_extents().width
@@ -190,7 +190,7 @@ def draw_headings(
     right: np.ndarray,  # right ends of all columns, those of block and row label first
     columns: pd.MultiIndex,
 ) -> None:
-    "Two lines of headings, the upper ones over a rule as wide as their columns."
+    "Draw two lines of headings, the upper ones over a rule as wide as their columns."
     groups = columns.get_level_values(0)
     for group in groups.unique():
         at = np.flatnonzero(groups == group) + 2
@@ -206,7 +206,7 @@ def draw_rows(
     right: np.ndarray,  # right ends of all columns
     sheet: Sheet,
 ) -> None:
-    "The body: a rule over each block, a dot of the recipe's colour before each label."
+    "Draw the body: a rule over each block, a dot of the recipe's colour before each label."
     last, rows = None, zip(sheet.text.index, sheet.recipes, sheet.text.values, sheet.marks.values, strict=True)
     for y, ((block, label), recipe, cells, marks) in enumerate(rows, 3):
         if block != last:
@@ -221,7 +221,7 @@ def draw_rows(
 def draw_sheet(
     sheet: Sheet,
 ) -> Figure:
-    "The table as a figure, its caption below."
+    "Draw the table as a figure, its caption below."
     groups = sheet.text.columns.get_level_values(0)
     single = {group: group for group in groups if (groups == group).sum() == 1}
     texts = [*map(list, zip(*sheet.text.index, strict=True)),

@@ -23,7 +23,7 @@ def coalesce(
     values: xr.DataArray,
     dim: str,  # along which the values are alternatives
 ) -> xr.DataArray:
-    "The first value along a dimension that is not NaN; the dimension is gone."
+    "Return the first value along a dimension that is not NaN, without that dimension."
     return functools.reduce(xr.DataArray.fillna, (values.isel({dim: k}, drop=True) for k in range(values.sizes[dim])))
 
 # %% ../../nbs/results/summary.ipynb #4c9f4353
@@ -31,32 +31,32 @@ def group_columns(
     cube: xr.Dataset,
     role: str,  # of the benchmarks, one of `benchmarks.ROLES`
 ) -> dict[str, list[str]]:
-    """Column -> benchmarks of a role that stand for it, in the order of the cube.
+    """Return column -> benchmarks of a role that belong to it, in the order of the cube.
 
     Benchmarks without a column, and benchmarks of one column that were measured in the same run, are listed under
     their own names."""
     groups = {}
-    for name, column, found in zip(*(cube[k].values.tolist() for k in ("benchmark", "column", "role")), strict=True):
-        if found == role: groups.setdefault(column or name, []).append(name)
-    found = {}
+    for name, column, kind in zip(*(cube[k].values.tolist() for k in ("benchmark", "column", "role")), strict=True):
+        if kind == role: groups.setdefault(column or name, []).append(name)
+    columns = {}
     for column, names in groups.items():
         measured = cube.accuracy.sel(benchmark=names).notnull().sum("benchmark")
-        found |= {name: [name] for name in names} if (measured > 1).any() else {column: names}
-    return found
+        columns |= {name: [name] for name in names} if (measured > 1).any() else {column: names}
+    return columns
 
 # %% ../../nbs/results/summary.ipynb #c59a60c0
 def score_by(
     cube: xr.Dataset,
     rule: str,  # variable that holds the scores: published, or accuracy for the strict rule
 ) -> xr.Dataset:
-    "The cube with its accuracies by another rule. The tables beside the paper's numbers use its rule, published."
+    "Return the cube with its accuracies by another rule. Tables with the paper's numbers use its rule, published."
     return cube.assign(accuracy=cube[rule]) if rule in cube else cube
 
 # %% ../../nbs/results/summary.ipynb #e94524e1
 def held_out_average(
     cube: xr.Dataset,
 ) -> xr.DataArray:
-    """Mean accuracy over the held-out columns that were measured on a corpus and a model; NaN if one is missing.
+    """Return the mean accuracy over the held-out columns that were measured on a corpus and a model; NaN if one is missing.
 
     For a cube of published numbers, the printed average is returned."""
     if "average" in cube: return cube.average
@@ -72,7 +72,7 @@ def held_out_average(
 def base_values(
     values: xr.DataArray,  # over CELL_DIMS or a part of them with `recipe` and `step`
 ) -> xr.DataArray:
-    "The values of the base model: of its own run, else of step 0 of any training. NaN if it was not measured."
+    "Return the values of the base model: of its run, else of step 0 of any training. NaN if it was not measured."
     axes = [d for d in ("recipe", "lr", "step") if d in values.dims]
     start = values.sel(step=values.step == 0)
     if not start.sizes["step"]: return xr.full_like(values, np.nan).max(axes)
@@ -84,7 +84,7 @@ def base_values(
 def average_drop(
     cube: xr.Dataset,
 ) -> xr.DataArray:
-    """Held-out average of the base model minus that of each checkpoint (Drop of the paper's displacement table).
+    """Return the held-out average of the base model minus that of each checkpoint (Drop of the paper's displacement table).
 
     For a cube of published numbers, the printed drop is returned. NaN if the base model was not measured."""
     if "average_drop" in cube: return cube.average_drop
@@ -95,16 +95,16 @@ def average_drop(
 def recipe_order(
     cube: xr.Dataset | xr.DataArray,
 ) -> list[str]:
-    "The labels along `recipe` in the order of tables and legends."
+    "Return the labels along `recipe` in the order of tables and legends."
     return ordered_labels(cube["recipe"].values.tolist())
 
 # %% ../../nbs/results/summary.ipynb #8fb81450
 def last_steps(
     cube: xr.Dataset,
 ) -> Iterator[xr.Dataset]:
-    "Every run of the cube at the last step that was asked most benchmarks, in the order of the table."
-    asked = cube.accuracy.notnull().sum("benchmark")
-    measured = (asked > 0) & (asked == asked.where(cube.step > 0, 0).max("step").where(lambda most: most > 0, asked))
+    "Yield every run of the cube at the last step with most benchmarks, in the order of the table."
+    counted = cube.accuracy.notnull().sum("benchmark")
+    measured = (counted > 0) & (counted == counted.where(cube.step > 0, 0).max("step").where(lambda most: most > 0, counted))
     labels = [recipe_order(cube) if dim == "recipe" else cube[dim].values for dim in RUN_DIMS]
     for cell in itertools.product(*labels):
         at = dict(zip(RUN_DIMS, cell, strict=True))
@@ -117,7 +117,7 @@ def percent_column(
     shares: np.ndarray,
     n: np.ndarray,  # items of each share; 0 or NaN if nothing was measured
 ) -> pd.Series:
-    "Percentages with one decimal. N is in the heading, or in each cell if it differs."
+    "Return percentages with one decimal. N is in the heading, or in each cell if it differs."
     known = n[n > 0]
     if len(set(known)) == 1: return pd.Series(np.round(100 * shares, 1), name=f"{name} (N={known[0]:.0f})")
     cells = zip(100 * shares, n, strict=True)
@@ -127,7 +127,7 @@ def percent_column(
 def summary_table(
     cube: xr.Dataset,
 ) -> pd.DataFrame:
-    """One row for each run at its last step: accuracies in %, their held-out average (Avg), and the mean NLL of the
+    """Return one row for each run at its last step: accuracies in %, their held-out average (Avg), and the mean NLL of the
     targets (nats per token)."""
     runs = list(last_steps(cube))
     role = cube.role.to_series()

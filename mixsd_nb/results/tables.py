@@ -29,14 +29,14 @@ def block_name(
     dataset: str,
     name: str,  # of a model, as returned by `model_names`
 ) -> str:
-    "The name of a model, with the corpus in brackets if that is not the published corpus of its title."
+    "Return the name of a model, with the corpus in brackets if that is not the published corpus of its title."
     return name + ("" if dataset == main_corpus(dataset) else f" ({dataset})")
 
 # %% ../../nbs/results/tables.ipynb #a32375cb
 def order_datasets(
     cube: xr.Dataset,
 ) -> list[str]:
-    "The corpora of a cube in the order of their declarations, then those from files; ValueError for an unknown one."
+    "Return the corpora of a cube in the order of their declarations, then those from files; ValueError for an unknown one."
     declared = list(CORPORA)
     rank = lambda d: (declared.index(d) if d in declared else len(declared), d)
     return sorted(map(CORPORA.check, cube.dataset.values.tolist()), key=rank)
@@ -49,16 +49,16 @@ def table_columns(
     cube: xr.Dataset,  # as returned by `collapse_runs`, of one corpus
     learned: Iterable[str],  # in-domain columns that the table has in any case
 ) -> dict[tuple[str, str], list[str]]:
-    """(heading, column) -> benchmarks: the columns of the paper, then those that only the cube has.
+    """Return (heading, column) -> benchmarks: the columns of the paper, then those that only the cube has.
 
     A benchmark that counts a part of the items of another one, such as recall-kept, has no column."""
-    found = {}
+    heads = {}
     for role, columns in (("in-domain", learned), ("held-out", held_out_columns())):
         groups = group_columns(cube, role)
         whole = {c: [b for b in names if b not in SUITES or SUITES[b].items] for c, names in groups.items()}
         measured = [c for c, names in whole.items() if cube.accuracy.sel(benchmark=names).notnull().any()]
-        for column in dict.fromkeys([*columns, *measured]): found[HEADINGS[role], column] = groups.get(column, [])
-    return found
+        for column in dict.fromkeys([*columns, *measured]): heads[HEADINGS[role], column] = groups.get(column, [])
+    return heads
 
 # %% ../../nbs/results/tables.ipynb #ed3bfc1a
 def column_values(
@@ -66,7 +66,7 @@ def column_values(
     name: str,  # variable over `benchmark`
     benchmarks: list[str],  # of one column
 ) -> xr.DataArray:
-    "The values of a column: for each row those of its first measured benchmark; NaN if it has none."
+    "Return the values of a column: for each row those of its first measured benchmark; NaN if it has none."
     if not benchmarks: return xr.full_like(cube.average, np.nan)
     return coalesce(cube[name].sel(benchmark=benchmarks), "benchmark")
 
@@ -75,7 +75,7 @@ def describe_counts(
     cube: xr.Dataset,  # as returned by `collapse_runs`
     columns: dict[tuple[str, str], list[str]],  # as returned by `table_columns`
 ) -> str:
-    "N of every column that has one, such as `Train 100, AIME-2024 30 × 16`."
+    "Return N of every column that has one, such as `Train 100, AIME-2024 30 × 16`."
     parts = []
     for (_, column), benchmarks in columns.items():
         n = column_values(cube, "n", benchmarks)
@@ -94,7 +94,7 @@ def accuracy_sheet(
     among: tuple[str, ...] | None = None,  # of the paper's recipes: families and labels; None for all
     separate: bool | None = None,  # only the models of SEPARATE_MODELS, or only others; None for all
 ) -> Sheet | None:
-    "Accuracies in % and their held-out average; None if the cube has no trained recipe on the corpus."
+    "Return accuracies in % and their held-out average; None if the cube has no trained recipe on the corpus."
     models = [m for m in cube.model.values if separate is None or (m in SEPARATE_MODELS) == separate]
     part = cube.sel(dataset=[d for d in cube.dataset.values if corpus_heading(d) == dataset], model=models)
     if not part.accuracy.size: return None
@@ -120,7 +120,7 @@ def format_counts(
     cube: xr.Dataset,  # as returned by `collapse_runs`
     threshold: float,  # nats
 ) -> xr.DataArray:
-    "Texts: count and share of the tokens above a threshold among the first targets."
+    "Return texts: count and share of the tokens above a threshold among the first targets."
     first = cube[["above", "share_above"]].sel(part="first", threshold=threshold)
     def write(count, share): return "" if np.isnan(share) else f"{count:.0f} ({100 * share:.1f}%)"
     return xr.apply_ufunc(write, first.above, first.share_above, vectorize=True)
@@ -130,7 +130,7 @@ def format_overlap(
     cube: xr.Dataset,  # as returned by `collapse_runs`
     threshold: float,  # nats
 ) -> xr.DataArray:
-    "Texts: overlap of token types above a threshold, as the mean over examples if the kind of mean is known."
+    "Return texts: overlap of token types above a threshold, as the mean over examples if the kind of mean is known."
     def write(share): return "" if np.isnan(share) else f"{100 * share:.0f}%"
     return xr.apply_ufunc(write, coalesce(cube.overlap.sel(threshold=threshold), "over"), vectorize=True)
 
@@ -145,7 +145,7 @@ def target_sheet(
     threshold: float,  # nats
     counted: str = "nll_n",  # variable with the number of targets behind the texts
 ) -> Sheet | None:
-    "One text about the targets of each recipe; None if the cube has none."
+    "Return one text about the targets of each recipe; None if the cube has none."
     if name not in cube or threshold not in cube.threshold: return None
     texts, rows, names = format_cells(cube, threshold), {}, model_names(cube.model.values.tolist())
     recipes = [m for m in recipe_order(cube) if (texts.sel(recipe=m) != "").any()]
@@ -171,7 +171,7 @@ def displacement_sheet(
     label: str,
     caption: str,
 ) -> Sheet | None:
-    "Three columns for each corpus; None if the cube has no displacement."
+    "Return three columns for each corpus; None if the cube has no displacement."
     if "displacement_sq" not in cube: return None
     known = cube.displacement_sq.notnull()
     titles = list(dict.fromkeys(corpus_heading(d) for d in order_datasets(cube) if known.sel(dataset=d).any()))
@@ -184,8 +184,8 @@ def displacement_sheet(
             row = []
             for title in titles:
                 for name, scale, form in MOVED.values():
-                    found = cube[name].where(known).sel(at | {"dataset": datasets[title]})
-                    row.append(format_number(scale * coalesce(found, "dataset").item(), form))
+                    values = cube[name].where(known).sel(at | {"dataset": datasets[title]})
+                    row.append(format_number(scale * coalesce(values, "dataset").item(), form))
             rows[names[model], label_title(m)], recipes = row, [*recipes, m]
     seeds = cube.get("displacement_sq_seeds", xr.zeros_like(known, int)).values
     return make_sheet(label, caption, rows, itertools.product(titles, MOVED), [], recipes, {(title, "Drop"): True for title in titles},
@@ -198,13 +198,13 @@ def correlation_sheet(
     label: str,
     caption: str,
 ) -> Sheet | None:
-    """Correlations with the drop, and the number of checkpoints, by model; None if the cube has none.
+    """Return correlations with the drop, and the number of checkpoints, by model; None if the cube has none.
 
     For a cube of runs there is a block for each reading of `read_correlations`."""
     if not {"r_displacement", "displacement_sq"} & set(cube.data_vars): return None
     rows, names = {}, model_names(cube.model.values.tolist())
-    for reading, found in read_correlations(cube).items():
-        for at in (found.sel(model=model) for model in names):
+    for reading, correlations in read_correlations(cube).items():
+        for at in (correlations.sel(model=model) for model in names):
             if at.r_alignment.isnull(): continue
             numbers = [format_number(at[r].item(), "+.2f") for r in ("r_displacement", "r_alignment")]
             rows[reading, names[at.model.item()]] = [f"{at.checkpoints.item():.0f}", *numbers]
@@ -261,7 +261,7 @@ TABLES: dict[str, Callable[[xr.Dataset], Sheet | None]] = {
 def list_tables(
     cubes: Iterable[xr.Dataset],
 ) -> list[str]:
-    "The names of the twelve tables, then the corpora of the cubes that none of these tables covers."
+    "Return the names of the twelve tables, then the corpora of the cubes that none of these tables covers."
     titles = {make.keywords["dataset"] for make in TABLES.values() if "dataset" in make.keywords}
     datasets = dict.fromkeys(d for cube in cubes for d in order_datasets(cube))
     return [*TABLES, *dict.fromkeys(main_corpus(d) for d in datasets if corpus_heading(d) not in titles)]
@@ -271,7 +271,7 @@ def table_sheet(
     name: str,  # key of TABLES, or a corpus that is not in the paper
     cubes: dict[str, tuple[xr.Dataset, xr.Dataset]],  # source -> its whole cube, and the result of `collapse_runs`
 ) -> Sheet | None:
-    """A table from one cube, or from several beside each other; None if no source has it.
+    """Return a table from one cube, or from several next to each other; None if no source has it.
 
     ValueError for a name that is not a table."""
     known = list_tables(cube for cube, _ in cubes.values())

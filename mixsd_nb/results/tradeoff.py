@@ -32,7 +32,7 @@ def select_benchmarks(
     cube: xr.Dataset,
     kept: str,  # held-out, or a benchmark
 ) -> xr.Dataset:
-    "The benchmarks that the vertical axis averages over; ValueError if there are none."
+    "Return the benchmarks that the vertical axis averages over; ValueError if there are none."
     names = cube.benchmark.values[(cube.role if kept == "held-out" else cube.benchmark).values == kept]
     if not len(names):
         raise ValueError(f"kept must be one of held-out, {', '.join(cube.benchmark.values)}, got {kept}")
@@ -42,7 +42,7 @@ def select_benchmarks(
 def check_single(
     cube: xr.Dataset,
 ) -> None:
-    "ValueError if a cube has several datasets or models."
+    "Raise ValueError if a cube has several datasets or models."
     for dim in ("dataset", "model"):
         if cube.sizes[dim] != 1:
             raise ValueError(f"a figure shows one {dim}, got {', '.join(cube[dim].values)}")
@@ -52,21 +52,21 @@ def tradeoff_points(
     cube: xr.Dataset,  # of one dataset and one model
     kept: str = "held-out",  # or a benchmark
 ) -> xr.Dataset:
-    """Recall (`x`) and what is kept (`y`), in % over `recipe, lr, seed, step`, with the ends of their 95% intervals.
+    """Return recall (`x`) and what is kept (`y`), in % over `recipe, lr, seed, step`, with the ends of their 95% intervals.
 
-    ValueError if the cube has several datasets or models, or lacks the benchmarks."""
+    Raise ValueError if the cube has several datasets or models, or does not have the benchmarks."""
     check_single(cube)
-    found = {}
+    axes = {}
     for axis, part in (("x", select_benchmarks(cube, "recall")), ("y", select_benchmarks(cube, kept))):
         low, high = mean_interval(part.accuracy, part.n, part.get("variance"))
-        found |= {axis: part.accuracy.mean("benchmark", skipna=False), f"{axis}_low": low, f"{axis}_high": high}
-    return (100 * xr.Dataset(found)).isel(dataset=0, model=0, drop=True)
+        axes |= {axis: part.accuracy.mean("benchmark", skipna=False), f"{axis}_low": low, f"{axis}_high": high}
+    return (100 * xr.Dataset(axes)).isel(dataset=0, model=0, drop=True)
 
 # %% ../../nbs/results/tradeoff.ipynb #3085ea45
 def seeds_run(
     points: xr.Dataset,  # of one recipe, as returned by `tradeoff_points`
 ) -> np.ndarray:
-    "The seeds with which a recipe was trained and measured on both axes."
+    "Return the seeds with which a recipe was trained and measured on both axes."
     known = points.x.notnull() & points.y.notnull()
     return points.seed.values[known.any([d for d in known.dims if d != "seed"]).values]
 
@@ -74,7 +74,7 @@ def seeds_run(
 def count_seeds(
     points: xr.Dataset,  # as returned by `tradeoff_points`
 ) -> dict[str, int]:
-    "The number of seeds of every trained recipe that has points."
+    "Return the number of seeds of every trained recipe that has points."
     counts = {m: len(seeds_run(points.sel(recipe=m))) for m in points["recipe"].values if m != BASE}
     return {m: count for m, count in counts.items() if count}
 
@@ -82,14 +82,14 @@ def count_seeds(
 def join_counts(
     panels: Collection[dict[str, int]],  # as returned by `count_seeds`
 ) -> dict[str, list[int]]:
-    "The numbers of seeds of each recipe in the panels of a figure that show it."
+    "Return the numbers of seeds of each recipe in the panels of a figure that show it."
     return {m: [counts[m] for counts in panels if m in counts] for m in dict.fromkeys(itertools.chain(*panels))}
 
 
 def describe_seeds(
     counts: Collection[int],
 ) -> str:
-    "A number of seeds, or the range of several, as in `2–3 seeds`."
+    "Return a number of seeds, or the range of several, as in `2–3 seeds`."
     few, many = min(counts, default=0), max(counts, default=0)
     return (f"{few}–" if few < many else "") + f"{many} seed{'s' * (many != 1)}"
 
@@ -100,7 +100,7 @@ def draw_recipe(
     sizes: np.ndarray,  # area of the marker of each step
     **style,  # color and label
 ) -> None:
-    "One line along training."
+    "Draw one line along training."
     seeds = seeds_run(points)
     if not len(seeds): return
     mean = points.sel(seed=seeds).mean("seed", skipna=False)
@@ -130,7 +130,7 @@ def draw_rate(
     lr: float,
     colours: dict[str, str],  # recipe -> colour
 ) -> None:
-    """The panel of one learning rate: a line for each recipe, the base model as a dashed line.
+    """Draw the panel of one learning rate: a line for each recipe, the base model as a dashed line.
 
     A recipe that is not trained at a learning rate is drawn in every panel, at all its rates."""
     sizes = np.linspace(25, 130, points.sizes["step"])
@@ -149,7 +149,7 @@ def draw_legend(
     text: str,  # what markers, lines and bars mean
     seeds: dict[str, list[int]],  # of each recipe in every panel, as returned by `join_counts`
 ) -> None:
-    "A legend of the recipes, with the seeds of those that have fewer than others, and a text, outside the panels."
+    "Draw a legend of the recipes, with the seeds of those that have fewer than others, and a text, outside the panels."
     drawn = {label for ax in fig.axes for label in ax.get_legend_handles_labels()[1]}
     most = max(itertools.chain(*seeds.values()), default=0)
     few = {m: f" ({describe_seeds(counts)})" for m, counts in seeds.items() if min(counts) < most}
@@ -162,7 +162,7 @@ def kept_label(
     part: xr.Dataset,  # of `select_benchmarks`
     kept: str,
 ) -> str:
-    "The label of the vertical axis, with the number of benchmarks and N."
+    "Return the label of the vertical axis, with the number of benchmarks and N."
     if kept != "held-out": return f"{kept} (%, N={format_range(part.n)})"
     suites = part.sizes["benchmark"]
     return f"held-out average (%, {suites} suite{'s' * (suites != 1)}, N={format_range(part.n)})"
@@ -175,11 +175,11 @@ def tradeoff_figure(
     lr: float | None = None,  # only this learning rate; default: a panel for each
     kept: str = "held-out",  # vertical axis: the held-out average, or a benchmark
 ) -> Figure:
-    "Recall against what is kept, a line for each recipe, markers growing along training, the base model dashed."
+    "Draw recall against what is kept, a line for each recipe, markers growing along training, the base model dashed."
     points, part = tradeoff_points(cube, kept), select_benchmarks(cube, kept)
-    found = learning_rates(cube) or [0.0]  # 0: no recipe has a learning rate
-    rates = [rate for rate in found if lr in (None, rate)]
-    if not rates: raise ValueError(f"lr must be one of {', '.join(f'{rate:g}' for rate in found)}, got {lr}")
+    known = learning_rates(cube) or [0.0]  # 0: no recipe has a learning rate
+    rates = [rate for rate in known if lr in (None, rate)]
+    if not rates: raise ValueError(f"lr must be one of {', '.join(f'{rate:g}' for rate in known)}, got {lr}")
     colours = {label: recipe_colour(label) for label in recipe_order(cube)}
     with figure_style():
         fig, axes = plt.subplots(1, len(rates), figsize=(2.6 + 3.7 * len(rates), 4.2), sharey=True, squeeze=False,
@@ -201,7 +201,7 @@ def frontier(
     points: xr.Dataset,  # x and y of one recipe, over lr and step
     grid: np.ndarray,  # recalls, in %
 ) -> np.ndarray:
-    "The most that is kept at each recall of the grid, in %; NaN if the recall is not reached."
+    "Return the most that is kept at each recall of the grid, in %; NaN if the recall is not reached."
     x, y = points.x.values.ravel(), points.y.values.ravel()
     best = np.where((x >= grid[:, None]) & ~np.isnan(y), y, -np.inf).max(1)
     return np.where(np.isfinite(best), best, np.nan)
@@ -213,7 +213,7 @@ def draw_frontier(
     grid: np.ndarray,  # recalls, in %
     **style,  # color and label
 ) -> None:
-    "The mean frontier over the seeds that ran, with their range, drawn over the points that it comes from."
+    "Draw the mean frontier over the seeds that ran, with their range, drawn over the points that it comes from."
     seeds = seeds_run(points)
     if not len(seeds): return
     lines = np.array([frontier(points.sel(seed=s), grid) for s in seeds])
@@ -228,7 +228,7 @@ def draw_frontier(
 def retention_axes(
     cube: xr.Dataset,
 ) -> tuple[str, ...]:
-    "The measures of retention in a cube: the held-out average, and every benchmark of the role world."
+    "Return the measures of retention in a cube: the held-out average, and every benchmark of the role world."
     held_out = ["held-out"] if "held-out" in cube.role.values else []
     return (*held_out, *cube.benchmark.values[cube.role.values == "world"].tolist())
 
@@ -238,7 +238,7 @@ def frontier_figure(
     cube: xr.Dataset,  # of one dataset and one model
     kept: tuple[str, ...] = (),  # a panel each; default: all measures of retention
 ) -> Figure:
-    """The recall-retention frontier of every recipe over all learning rates, checkpoints and seeds.
+    """Draw the recall-retention frontier of every recipe over all learning rates, checkpoints and seeds.
 
     ValueError if nothing that is kept was measured."""
     if not (kept := kept or retention_axes(cube)):
@@ -269,7 +269,7 @@ def frontier_table(
     kept: str = "held-out",
     recalls: tuple[float, ...] = (50, 80, 90, 95, 100),
 ) -> pd.DataFrame:
-    """What each recipe keeps at best at each recall: the mean over the seeds that ran, their range and their number.
+    """Return what each recipe keeps at best at each recall: the mean over the seeds that ran, their range and their number.
 
     A cell is empty where one of these seeds does not reach the recall."""
     points, rows = tradeoff_points(cube, kept), {}
@@ -287,15 +287,15 @@ def frontier_table(
 def twin_pairs(
     cube: xr.Dataset,
 ) -> dict[str, str]:
-    "The benchmarks of a cube whose twin is in it too, with the twin."
-    found = set(cube.benchmark.values)
-    return {s.twin_of: name for name, s in SUITES.items() if {name, s.twin_of} <= found}
+    "Return the benchmarks of a cube whose twin is in it too, with the twin."
+    measured = set(cube.benchmark.values)
+    return {s.twin_of: name for name, s in SUITES.items() if {name, s.twin_of} <= measured}
 
 # %% ../../nbs/results/tradeoff.ipynb #d221656c
 def combine_intervals(
     terms: list[tuple[int, float, float, float]],  # sign, and a share with the ends of its interval
 ) -> tuple[float, float, float]:
-    """The signed sum of independent shares with its interval, whose ends are as far from it as the root of the sum of
+    """Return the signed sum of independent shares with its interval, whose ends are as far from it as the root of the sum of
     the squared distances of theirs (the square-and-add method for differences of shares)."""
     total = sum(sign * share for sign, share, _, _ in terms)
     below = sum((share - low if sign > 0 else high - share) ** 2 for sign, share, low, high in terms)
@@ -304,12 +304,12 @@ def combine_intervals(
 
 # %% ../../nbs/results/tradeoff.ipynb #fdf7bbce
 def _last_values(values):
-    "The values at the last step at which they were measured."
+    "Return the values at the last step at which they were measured."
     return coalesce(values.isel(step=slice(None, None, -1)), "step")
 
 
 def _share_interval(part):
-    "Mean over seeds of a benchmark's accuracy, with its interval over items."
+    "Return the mean over seeds of a benchmark's accuracy, with its interval over items."
     share, n, spread = (part[name].rename(seed="benchmark") for name in ("accuracy", "n", "variance"))
     return float(share.mean()), *map(float, mean_interval(share, n, spread))
 
@@ -317,7 +317,7 @@ def _share_interval(part):
 def style_share(
     cube: xr.Dataset,  # of one dataset and one model
 ) -> pd.DataFrame:
-    """By benchmark, learning rate and recipe, at the last step: the drop since the base model, the drop if replies are
+    """Return by benchmark, learning rate and recipe, at the last step: the drop since the base model, the drop if replies are
     opened, and their difference, which is a change of style. In points, with 95% intervals, the seeds together, and N.
 
     The intervals are for these runs alone: they treat the answers of several seeds as further items, without a variance

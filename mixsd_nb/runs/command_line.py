@@ -81,7 +81,7 @@ def describe_field(field: FieldInfo) -> str:
 
 # %% ../../nbs/runs/command_line.ipynb #15601316
 class OptionParser(argparse.ArgumentParser):
-    "A parser whose errors are a ParameterError of one sentence."
+    "Parse words, and raise a ParameterError of one sentence for what is wrong with them."
 
     def error(self, message):
         "Raise ParameterError."
@@ -180,7 +180,7 @@ def run_stage(
 # %% ../../nbs/runs/command_line.ipynb #d3573b2c
 @dataclass(frozen=True)
 class CommandLine:
-    "A command, which is called with words and returns the exit code. If Python runs its function's module, it is run at once."
+    "Define a command, which is called with words and returns the exit code. If Python runs its function's module, it is run at once."
     name: str  # as in `mixsd name`
     function: Callable[..., int | None]
     config: type[Config] | None = None  # class of its first argument

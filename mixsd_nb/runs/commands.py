@@ -19,9 +19,9 @@ from .config import ParameterError
 def describe_error(
     error: Exception,
 ) -> str:
-    """An error as one line, or one line for each of its `problems`, if it has several.
+    """Return an error as one line, or one line for each of its `problems`, if it has several.
 
-    Of a traceback that another process reported, it is the last line."""
+    Of a traceback that another process reported, this is the last line."""
     if problems := getattr(error, "problems", None): return "\n".join(problems)
     lines = str(error).strip().splitlines()
     text = lines[-1] if lines and lines[0].startswith("Traceback") else " ".join(" ".join(lines).split())
@@ -33,7 +33,7 @@ def describe_error(
 def exit_code(
     error: Exception,
 ) -> int:
-    "The exit code of a command after an error: 2 for a mistake in the parameters, 1 for another error."
+    "Return the exit code of a command after an error: 2 for a mistake in the parameters, 1 for another error."
     return 2 if isinstance(error, ParameterError) else 1
 
 # %% ../../nbs/runs/commands.ipynb #689cccf8
@@ -76,8 +76,8 @@ def end_command(
 ) -> int:
     """Call a function and return the exit code of its command; an error is printed to stderr as one line.
 
-    The code is what the function returns, that of `exit_code` after an error, 130 after Ctrl-C, also where a library
-    turned the interrupt into an error of its own."""
+    The code is what the function returns, that of `exit_code` after an error, and 130 after Ctrl-C, also if a library
+    turned the interrupt into another error."""
     message, received = "", []
     try:
         with _repeat_interrupts() as received, _plain_warnings(): code = function(*arguments) or 0
