@@ -37,6 +37,7 @@ class Source:
     item: Callable[[dict, list[dict]], Item]  # from a row and all rows of the shots
     config: str | None = None  # of the data set
     shots: str | None = None  # split of the solved examples
+    file: str = ""  # name of a local file without its ending, if it is not that of the task
 
 # %% ../../nbs/benchmarks/tasks.ipynb #3a684668
 def _math_prompt(
@@ -203,7 +204,7 @@ SOURCES |= {
     "boolq": Source("aps/super_glue", "validation", ("question", "passage"), _boolq_item, config="boolq"),
     "lambada": Source("EleutherAI/lambada_openai", "test", (), _lambada_item, config="default"),
     "trivia-qa": Source("mandarjoshi/trivia_qa", "validation", ("question", "answer"), _trivia_item, config="rc.nocontext"),
-    "known-facts": Source("", "train", ("prompt", "attribute", "subject"), _known_item),
+    "known-facts": Source("", "train", ("prompt", "attribute", "subject"), _known_item, file="known-1000"),
 }
 
 # %% ../../nbs/benchmarks/tasks.ipynb #225141b7
@@ -235,7 +236,7 @@ def task_files(
     folder: str,  # of local files; empty for none
 ) -> dict[str, str]:
     "For each task, and its examples if it has some, the name of its local file with a hash of its content."
-    stems = [stem for name in names for stem in (name, *([f"{name}-{SOURCES[name].shots}"] if SOURCES[name].shots else []))]
+    stems = [stem for name in names for stem in (SOURCES[name].file or name, *([f"{name}-{SOURCES[name].shots}"] if SOURCES[name].shots else []))]
     found = {stem: _local_file(stem, folder) for stem in stems} if folder else {}
     return {stem: file_label(str(path)) for stem, path in found.items() if path}
 
@@ -256,7 +257,7 @@ def _hub_rows(
 ) -> list[dict]:
     "Rows of a task from the hub; ValueError if it cannot be reached."
     if not source.hub:
-        raise ValueError(f"{name} is not on the Hugging Face hub; put {name}.jsonl with {', '.join(source.columns)} into a folder "
+        raise ValueError(f"{name} is not on the Hugging Face hub; put {source.file or name}.jsonl with {', '.join(source.columns)} into a folder "
                          "and name it by data= or MIXSD_BENCHMARKS")
     from datasets import load_dataset
 
@@ -296,7 +297,7 @@ def load_task(
         rows = _local_rows(stem, folder) if folder else _hub_rows(name, source, split)
         return _check_rows(rows, source.columns, f"{name} ({split})")
     shots = load_rows(source.shots, f"{name}-{source.shots}") if source.shots else []
-    rows = load_rows(source.split, name)
+    rows = load_rows(source.split, source.file or name)
     try: return {f"{name}-{k}": source.item(row, shots) for k, row in enumerate(rows[:limit or None])}
     except (TypeError, ValueError, AttributeError, LookupError, re.error) as e:
         raise ValueError(f"{name} has a row that cannot become an item ({type(e).__name__}: {e})") from None
