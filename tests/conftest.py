@@ -11,10 +11,11 @@ from unittest.mock import patch
 sys.modules["rfc3987_syntax"] = None  # jsonschema's check of IRIs takes a second to import, and notebooks have none
 
 import pytest
-from helpers import CELL, PLUGIN, need_tools, small_model
+from helpers import CELL, PLUGIN, need_tools, small_model, stored_training
 
 from mixsd_nb import models, train
 from mixsd_nb.models import load_base
+from mixsd_nb.training.trainer import fine_tune
 
 
 # What a killed process has written stays in the memory of the system; only a loss of power needs the disk. Processes that
@@ -61,6 +62,26 @@ def pytest_collection_finish():
 def tiny(tmp_path_factory):
     "The folder of a small model with random weights, on which every stage takes only seconds."
     return small_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def strong(tmp_path_factory):
+    "The folder of a small model whose response depends on the prompt."
+    return small_model(tmp_path_factory.mktemp("models") / "strong", scale=4)
+
+
+@pytest.fixture(scope="session")
+def shallow(tmp_path_factory):
+    "The folder of a random model of two layers with tied embeddings."
+    return small_model(tmp_path_factory.mktemp("models") / "shallow", "lab-s", layers=2, heads=2, head_dim=16, feed_forward=64, context=512)
+
+
+@pytest.fixture(scope="session")
+def short(shallow, tmp_path_factory):
+    "Six updates with checkpoints after two, four and six, each with the optimiser's state, and the finished run."
+    spec, run = stored_training(shallow, lr=1e-4, steps=6, checkpoints=[2, 4], state="all"), tmp_path_factory.mktemp("short")
+    fine_tune(spec, run)
+    return spec, run
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +134,7 @@ def data(own_runs):
     return write
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def prompted(tmp_path_factory):
     "A small model whose responses depend on the prompt."
     return small_model(tmp_path_factory.mktemp("tiny"), "lab-s", scale=4, heads=2, head_dim=16, context=512)

@@ -51,7 +51,7 @@ class Sum(Stage):
         begun = time.monotonic()
         log(f"sum {self.number}")
         if self.fail == "kill": os.kill(os.getpid(), 9)
-        if self.fail == "raise": raise KeyError(self.number)
+        if self.fail == "raises": raise KeyError(self.number)
         enough = {"meet": ("sum", 2), "assist": ("assist", 1)}
         while self.fail == "wait" or self.fail in enough and not has_lines(*enough[self.fail]):
             time.sleep(0.01)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import CELL
+from helpers import CELL, PAIRS, last_weights, parameters_of, stored_training
 from safetensors.torch import load_file, save_file
 
 from mixsd_nb import fisher, train
@@ -19,20 +19,12 @@ from mixsd_nb.methods.supervised import Supervised
 from mixsd_nb.methods.weight_penalties import Penalty, prepare_ewc, relative_importance, text_fisher
 from mixsd_nb.models import load_base, load_engine
 from mixsd_nb.models.gradients import diagonal_fisher
-from mixsd_nb.runs import checkpoint_steps
 from mixsd_nb.training.loss import LossHead, summed_loss
 from mixsd_nb.training.trainer import TrainingSpec, build_objective, fine_tune
 
-PAIRS = [(list(range(5, 9 + k)), list(range(20, 23 + 2 * k)) + [2]) for k in range(6)]
-
 
 @pytest.fixture(scope="module")
-def spec(prompted):
-    return TrainingSpec(prompted, lr=1e-3, steps=3, batch=4, objective="methods.supervised:stored_pairs", data=dict(pairs=PAIRS), seed=3)
-
-
-def weights(run):
-    return load_file(list(checkpoint_steps(run).values())[-1] / "model.safetensors")
+def spec(prompted): return stored_training(prompted, steps=3)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -43,7 +35,7 @@ def test_without_strength_an_anchor_is_sft(weighted, spec, prompted, tmp_path):
         data = dict(strength=strength) | fisher
         fine_tune(replace(spec, modifiers=[("methods.weight_penalties:add_penalty", data)]), tmp_path / str(strength))
     fine_tune(spec, tmp_path / "sft")
-    free, held, sft, base = weights(tmp_path / "0.0"), weights(tmp_path / "50.0"), weights(tmp_path / "sft"), load_file(prompted + "/model.safetensors")
+    (free, held, sft), base = (last_weights(tmp_path / name) for name in ("0.0", "50.0", "sft")), load_file(prompted + "/model.safetensors")
     for name, w in sft.items(): torch.testing.assert_close(free[name], w, rtol=0, atol=1e-6)
     distance = lambda found: sum((found[name] - w).square().sum() for name, w in base.items())
     assert distance(held) < distance(sft)
@@ -95,18 +87,14 @@ def test_the_training_of_ewc_begins_without_the_tensors_of_the_fisher(tmp_path, 
 
 def test_averages_lie_between_the_base_and_the_tuned_weights(averages, tiny):
     found, tuned = averages
-    weights = lambda folder: dict(load_base(str(folder))[0].named_parameters())
-    base, last = weights(tiny), weights(tuned.checkpoints[1])
+    base, last = parameters_of(tiny), parameters_of(tuned)
     assert any(not torch.equal(base[name], last[name]) for name in base)
     for alpha, run in found.items():
         assert run.root.recipe.item() == f"sft+average-{alpha:g}" and run.root.step.values.tolist() == [0, 1] and run.root.targets_kept.item() == 50
-        for name, w in weights(run.checkpoints[1]).items(): torch.testing.assert_close(w, (1 - alpha) * base[name] + alpha * last[name], rtol=0, atol=1e-6)
+        for name, w in parameters_of(run).items(): torch.testing.assert_close(w, (1 - alpha) * base[name] + alpha * last[name], rtol=0, atol=1e-6)
 
 
 SHORT = dict(rollout_tokens=6, options=dict(count=8))
-
-
-def weights_of(run): return dict(load_base(str(run.checkpoints[1]))[0].named_parameters())
 
 
 @pytest.fixture(scope="module")
@@ -117,10 +105,10 @@ def replays(tiny, tmp_path_factory):
 
 
 def test_replay_without_a_share_is_sft_and_with_one_is_not(tiny, own_runs):
-    "At the first update the KL has no gradient, and the first step of Adam does not depend on the scale of the others: its weights_of are SFT's too."
+    "At the first update the KL has no gradient, and the first step of Adam does not depend on the scale of the others: its weights are SFT's too."
     run = lambda method, **more: train.run(method=method, model=tiny, **CELL, **more)
     sft, none, half, kl = run("sft"), run("replay", options=dict(share=0.0)), run("replay", **SHORT), run("replay-kl", **SHORT)
-    differ = lambda one, two: any(not torch.allclose(weights_of(two)[name], w, rtol=0, atol=1e-6) for name, w in weights_of(one).items())
+    differ = lambda one, two: any(not torch.allclose(parameters_of(two)[name], w, rtol=0, atol=1e-6) for name, w in parameters_of(one).items())
     assert not differ(sft, none) and differ(sft, half) and not differ(sft, kl)
     assert [r.root.recipe.item() for r in (none, half, kl)] == ["sft+replay-0", "sft+replay-0.5", "sft+replay-kl-0.5"]
     assert half.root.targets_kept.item() == 50 and half.root.target_nll.item() == sft.root.target_nll.item()
@@ -193,7 +181,7 @@ def test_untied_training_moves_two_embeddings(tiny, own_runs):
 
 @pytest.mark.parametrize(("method", "options"), [("replay", dict(count=4)), ("sft-own-words", {}), ("ewc", dict(text_count=2)), ("wise-sft", {})])
 def test_a_training_on_several_nodes_is_prepared_before_its_run_begins(method, options, tiny, own_runs, monkeypatch):
-    "An average of weights_of starts from the run of another method, which the nodes train."
+    "An average of weights starts from the run of another method, which the nodes train."
     monkeypatch.setattr("mixsd_nb.methods.mixing.accepts", lambda *args: True)
     config = train.TrainConfig(method=method, model=tiny, options=options, rollout_tokens=2, target_tokens=2, **CELL)
     folder = config.prepare(2)

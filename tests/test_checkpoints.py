@@ -235,7 +235,6 @@ def spec(tiny):
 @pytest.fixture(scope="module")
 def plain(spec, tmp_path_factory):
     "Weights in float32, by step."
-    fine_tune(spec, tmp_path_factory.mktemp("plain"))
     run = tmp_path_factory.mktemp("plain")
     fine_tune(spec, run)
     return {step: load_file(folder / "model.safetensors") for step, folder in checkpoint_steps(run).items()}

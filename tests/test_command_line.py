@@ -2,11 +2,14 @@
 
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
+import warnings
 
 import pytest
+from helpers import forked
 from hypothesis import given, settings, strategies as st
 
 from mixsd_nb.console import COMMANDS, find_command, main
@@ -109,12 +112,24 @@ def test_help_is_short_and_complete(capsys, monkeypatch):
         assert all("".join(field.description.split()) in words for field in fields.values())
 
 
+def run_module(name, words, said):
+    "What `python -m` does, in a process that has imported the module already, of which runpy warns; its output goes into a file."
+    sys.argv[1:] = words
+    warnings.filterwarnings("ignore", ".*found in sys.modules")
+    with said.open("w") as sys.stdout:
+        sys.stderr = sys.stdout
+        runpy.run_module(f"mixsd_nb.{name}", run_name="__main__", alter_sys=True)
+
+
 def test_module_and_command_are_the_same(own_runs):
     "Each stage is a command under the name of its module, which former names lead to as well."
     names = {"train": "train", "nll": "nll", "sweep": "sweep", "lab.study": "lab.study", "study": "lab.study", "lab.pretrain": "lab.pretrain"}
-    for name, process in [(name, start(name, "--help")) for name in names]:
-        output, error = process.communicate(timeout=120)
-        assert process.returncode == 0 and output.startswith(f"usage: mixsd {names[name].removeprefix('lab.')}") and not error, error
+    for name in names:
+        process = forked(run_module, name, ["--help"], own_runs / "said")
+        process.join(120)
+        said = (own_runs / "said").read_text()
+        assert process.exitcode == 0 and said.startswith(f"usage: mixsd {names[name].removeprefix('lab.')}"), said
+    (own_runs / "said").unlink()
     process = start("train", "foo")
     output, error = process.communicate(timeout=120)
     assert process.returncode == 2 and error.count("\n") == 1 and not output and not list(own_runs.iterdir())

@@ -262,7 +262,10 @@ def test_a_resumed_run_ends_with_the_same_bytes(method, trained, tiny, tmp_path,
         assert (run.folder / name).read_bytes() == (done.run.folder / name).read_bytes(), name
 
 
-@pytest.mark.parametrize("name", PAIRS)
+OF_THE_SAME_OBJECTIVE = ("opsd-nll", "mixsd-kl")  # as opsd, whose pairs are quick tests
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if parts["method"] in OF_THE_SAME_OBJECTIVE else name for name, parts in PAIRS.items()])
 def test_every_fitting_pair_trains(name, tiny, new_folder, monkeypatch):
     "One update of each method with each anchor and each gate: the label names the parts, and the weights have moved."
     monkeypatch.setenv("MIXSD_RUNS", str(new_folder()))

@@ -5,7 +5,9 @@ import os
 import pickle
 import random
 import warnings
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import netCDF4
 import pandas as pd
@@ -45,131 +47,73 @@ def run_folder(folder):
     return next(runs.iterdir())
 
 
-def made_table(folder, name, columns):
-    path = folder / name
-    pd.DataFrame({column: ["x"] for column in columns}).to_parquet(path)
-    return path
+class Kind(NamedTuple):
+    "A kind of file: a function (folder) -> path of a sound file, and one that reads it."
+    name: str
+    make: Callable
+    read: Callable
+
+    def __str__(self): return self.name
 
 
-# Each kind of file: a function (folder) -> (path of a sound file, function that reads it).
-def result(folder):
-    run = run_folder(folder)
-    return run / "result.nc", lambda: open_result(run)
+def of_run(name, file, read): return Kind(name, lambda folder: run_folder(folder) / file, lambda path: read(path.parent))
 
 
-def result_of_an_analysis(folder):
-    run = run_folder(folder)
-    return run / "result.nc", lambda: find_checkpoints(open_training_run(str(run)))
+def of_file(name, file, save, read):
+    def make(folder):
+        (folder / file).parent.mkdir(exist_ok=True)
+        save(folder / file)
+        return folder / file
+    return Kind(name, make, read)
 
 
-def result_in_a_cube(folder):
-    run = run_folder(folder)
-    return run / "result.nc", lambda: read_roots(run.parent)
+def table_of(*columns): return pd.DataFrame({column: ["x"] for column in columns}).to_parquet
 
 
-def record(folder):
-    run = run_folder(folder)
-    return run / "run.json", lambda: read_config(run)
-
-
-def record_in_a_search(folder):
-    run = run_folder(folder)
-    return run / "run.json", lambda: find_runs(run.parent, "train", dataset="kgfact-small")
-
-
-def responses(folder):
-    run = run_folder(folder)
-    return run / "responses-20.parquet", lambda: Run(run).responses(20)
-
-
-def responses_of_a_corpus(folder):
-    run = run_folder(folder)
-    return run / "responses-20.parquet", lambda: read_responses(find_responses("kgfact-small", "lab-s", [Run(run)], run.parent))
-
-
-def targets(folder):
-    write_targets([TARGET], folder / "targets.parquet")
-    return folder / "targets.parquet", lambda: Run(folder).targets
-
-
-def targets_of_a_shard(folder):
-    write_targets([TARGET], folder / "targets.parquet")
-    return folder / "targets.parquet", lambda: read_targets(folder / "targets.parquet")
-
-
-def samples(folder):
-    path = made_table(folder, "samples.parquet", ["benchmark", "prompt_ids", "completion_ids", "nll"])
+def read_samples(path):
     config = ReferenceConfig(model="lab-s")
-    object.__setattr__(config, "run", lambda: Run(folder))
-    return path, config.text
+    object.__setattr__(config, "run", lambda: Run(path.parent))
+    return config.text()
 
 
-def classified(folder):
-    path = made_table(folder, "errors.parquet", ["benchmark", "recipe", "category", "left"])
-    return path, lambda: errors.read_classified(Run(folder))
+def save_weights(path):
+    path.with_name("config.json").write_text("{}")
+    save_file(SUMS, path)
 
 
-def fisher(folder):
-    save_sums(SUMS, folder / FISHER, 3)
-    return folder / FISHER, lambda: tensor_sums(SUMS, SUMS, folder / FISHER)
+def save_targets(path): write_targets([TARGET], path)
 
 
-def sums(folder):
-    save_sums(SUMS, folder / "sums-0-of-1.safetensors", 3)
-    into = {name: torch.zeros_like(total) for name, total in SUMS.items()}
-    return folder / "sums-0-of-1.safetensors", lambda: load_sums(into, folder / "sums-0-of-1.safetensors")
+def save_fisher(path): save_sums(SUMS, path, 3)
 
 
-def weights(folder):
-    (folder / "checkpoint-20").mkdir()
-    (folder / "checkpoint-20/config.json").write_text("{}")
-    save_file(SUMS, folder / "checkpoint-20/model.safetensors")
-    return folder / "checkpoint-20/model.safetensors", lambda: tensor_sums(SUMS, folder / "checkpoint-20", SUMS)
-
-
-def end(folder):
-    write_json(folder / "attempt-1/end.json", dict(kind="raised", message=""))
-    return folder / "attempt-1/end.json", lambda: read_ends(SimpleNamespace(folder=folder))
-
-
-def pretraining(folder):
-    xr.Dataset({"x": ("t", [1.0], WORDS)}, attrs=dict(config="{}")).to_netcdf(folder / RECORD_FILE)
-    return folder / RECORD_FILE, lambda: read_record(str(folder))
-
-
-def task_lines(folder):
-    (folder / "gsm8k.jsonl").write_text(json.dumps(dict(question="1 + 1?", answer="#### 2")) + "\n")
-    return folder / "gsm8k.jsonl", lambda: load_task("gsm8k", str(folder))
-
-
-def task_table(folder):
-    pd.DataFrame(dict(question=["1 + 1?"], answer=["#### 2"])).to_parquet(folder / "gsm8k.parquet")
-    return folder / "gsm8k.parquet", lambda: load_task("gsm8k", str(folder))
-
-
-def corpus_kind(name, load):
-    "A local copy of a corpus, which a user keeps."
-    def kind(folder):
-        path = folder / name
-        row = dict(metadata="{'topic': 'Art'}", problem="Who?", answer="Vera")
-        case = dict(case_id=1, requested_rewrite=[dict(relation_id="P1")],
-                    orig=dict(new_triples_labeled=[["a", "b", "c"]]),
-                    new_single_hops=[dict(question="?", cloze="a is", answer="c")], questions=["?"], new_answer="c")
-        if path.suffix == ".json": path.write_text(json.dumps([case]))
-        elif path.suffix == ".jsonl": path.write_text(json.dumps(row) + "\n")
-        elif path.suffix == ".csv": pd.DataFrame([row]).to_csv(path, index=False)
-        else: pd.DataFrame([row]).to_parquet(path)
-        return path, lambda: load(path)
-    kind.__name__ = f"corpus_{path_name(name)}"
-    return kind
-
-
-def path_name(name): return name.replace(".", "_")
-
-
-corpus_csv, corpus_lines, corpus_table, corpus_json = (
-    corpus_kind("questions.csv", simpleqa.build), corpus_kind("questions.jsonl", simpleqa.build),
-    corpus_kind("questions.parquet", simpleqa.build), corpus_kind("cases.json", mquake.read_cases))
+QUESTION = dict(question="1 + 1?", answer="#### 2")
+ROW = dict(metadata="{'topic': 'Art'}", problem="Who?", answer="Vera")
+CASE = dict(case_id=1, requested_rewrite=[dict(relation_id="P1")], orig=dict(new_triples_labeled=[["a", "b", "c"]]),
+            new_single_hops=[dict(question="?", cloze="a is", answer="c")], questions=["?"], new_answer="c")
+OF_A_USER = [  # copies of corpora and tasks, which a user keeps
+    of_file("task_lines", "gsm8k.jsonl", lambda path: path.write_text(json.dumps(QUESTION) + "\n"), lambda path: load_task("gsm8k", str(path.parent))),
+    of_file("task_table", "gsm8k.parquet", pd.DataFrame([QUESTION]).to_parquet, lambda path: load_task("gsm8k", str(path.parent))),
+    of_file("corpus_csv", "questions.csv", lambda path: pd.DataFrame([ROW]).to_csv(path, index=False), simpleqa.build),
+    of_file("corpus_lines", "questions.jsonl", lambda path: path.write_text(json.dumps(ROW) + "\n"), simpleqa.build),
+    of_file("corpus_table", "questions.parquet", pd.DataFrame([ROW]).to_parquet, simpleqa.build),
+    of_file("corpus_json", "cases.json", lambda path: path.write_text(json.dumps([CASE])), mquake.read_cases)]
+OWN = [  # what runs write
+    of_run("result", "result.nc", open_result), of_run("result_of_an_analysis", "result.nc", lambda run: find_checkpoints(open_training_run(str(run)))),
+    of_run("result_in_a_cube", "result.nc", lambda run: read_roots(run.parent)), of_run("record", "run.json", read_config),
+    of_run("record_in_a_search", "run.json", lambda run: find_runs(run.parent, "train", dataset="kgfact-small")),
+    of_run("responses", "responses-20.parquet", lambda run: Run(run).responses(20)),
+    of_run("responses_of_a_corpus", "responses-20.parquet", lambda run: read_responses(find_responses("kgfact-small", "lab-s", [Run(run)], run.parent))),
+    of_file("targets", "targets.parquet", save_targets, lambda path: Run(path.parent).targets),
+    of_file("targets_of_a_shard", "targets.parquet", save_targets, read_targets),
+    of_file("samples", "samples.parquet", table_of("benchmark", "prompt_ids", "completion_ids", "nll"), read_samples),
+    of_file("classified", "errors.parquet", table_of("benchmark", "recipe", "category", "left"), lambda path: errors.read_classified(Run(path.parent))),
+    of_file("fisher", FISHER, save_fisher, lambda path: tensor_sums(SUMS, SUMS, path)),
+    of_file("sums", "sums-0-of-1.safetensors", save_fisher, lambda path: load_sums({name: torch.zeros_like(total) for name, total in SUMS.items()}, path)),
+    of_file("weights", "checkpoint-20/model.safetensors", save_weights, lambda path: tensor_sums(SUMS, path.parent, SUMS)),
+    of_file("end", "attempt-1/end.json", lambda path: write_json(path, dict(kind="raised", message="")),
+            lambda path: read_ends(SimpleNamespace(folder=path.parents[1]))),
+    of_file("pretraining", RECORD_FILE, xr.Dataset({"x": ("t", [1.0], WORDS)}, attrs=dict(config="{}")).to_netcdf, lambda path: read_record(str(path.parent)))]
 
 
 # Each kind of damage: a function (path), applied to the sound file.
@@ -206,36 +150,33 @@ def of_another_format(path): path.write_text("[1, 2]\n[3]\n" if path.suffix != "
 def nested(path): path.write_text("[" * 100_000)
 
 
-FILES = [result, result_of_an_analysis, result_in_a_cube, record, record_in_a_search, responses, responses_of_a_corpus,
-         targets, targets_of_a_shard, samples, classified, fisher, sums, weights, end, pretraining,
-         task_lines, task_table, corpus_csv, corpus_lines, corpus_table, corpus_json]
 DAMAGES = [truncated, cut_by_a_byte, empty, random_bytes, nulls, of_another_program, of_another_format, nested]
 # Damage that is none: the last byte of a text is its line break, and the record of a pretraining has no fixed form.
-SOUND = {(kind, cut_by_a_byte) for kind in (record, record_in_a_search, end, task_lines, corpus_csv, corpus_lines)}
-SOUND |= {(pretraining, of_another_program)}
-BY_TASK = {(task, damage) for task in (task_lines, task_table) for damage in (empty, of_another_program)}
+SOUND = {(name, cut_by_a_byte) for name in ("record", "record_in_a_search", "end", "task_lines", "corpus_csv", "corpus_lines")}
+SOUND |= {("pretraining", of_another_program)}
+BY_TASK = {(task, damage) for task in ("task_lines", "task_table") for damage in (empty, of_another_program)}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize("kind", [*OWN, *OF_A_USER], ids=str)
 def test_a_damaged_file_is_one_sentence_that_names_it(kind, damage, tmp_path):
-    path, read = kind(tmp_path)
-    read()
+    path = kind.make(tmp_path)
+    kind.read(path)
     damage(path)
-    if (kind, damage) in SOUND:
-        read()
+    if (kind.name, damage) in SOUND:
+        kind.read(path)
         return
-    sentence = error_sentence(read)
-    place = path.parent if damage is of_another_program and kind is weights else path
-    place = path.stem if (kind, damage) in BY_TASK else place  # it can be read, but its rows are of another form
+    sentence = error_sentence(lambda: kind.read(path))
+    place = path.parent if damage is of_another_program and kind.name == "weights" else path
+    place = path.stem if (kind.name, damage) in BY_TASK else place  # it can be read, but its rows are of another form
     assert str(place) in sentence and len(sentence) < 500
 
 
-@pytest.mark.parametrize("kind", FILES[:FILES.index(task_lines)])
+@pytest.mark.parametrize("kind", OWN, ids=str)
 def test_the_sentence_says_what_to_do(kind, tmp_path):
-    path, read = kind(tmp_path)
+    path = kind.make(tmp_path)
     random_bytes(path)
-    with pytest.raises(DamagedFile, match="remove it|restore it") as caught: read()
+    with pytest.raises(DamagedFile, match="remove it|restore it") as caught: kind.read(path)
     assert caught.value._render_traceback_() == [str(caught.value)]
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)  # it may come from another process
 

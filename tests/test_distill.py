@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import need, small_model
+from helpers import PAIRS, distillation_training, need, stored_training
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file
 
@@ -24,21 +24,15 @@ from mixsd_nb.models.engines import HFEngine
 from mixsd_nb.train import TrainConfig
 from mixsd_nb.training.loss import Example, LossHead, Objective, summed_loss
 from mixsd_nb.training.offload import OffloadedAdamW
-from mixsd_nb.training.trainer import FineTuner, TrainingSpec, fine_tune, read_curves, train_process
-
-PAIRS = [(list(range(5, 9 + k)), list(range(20, 23 + 2 * k)) + [2]) for k in range(6)]
+from mixsd_nb.training.trainer import FineTuner, fine_tune, read_curves, train_process
 
 
 @pytest.fixture(scope="module")
-def spec(tmp_path_factory):
-    folder = small_model(tmp_path_factory.mktemp("tiny"), "lab-s", layers=2, heads=2, head_dim=16, feed_forward=64, context=512)
-    return TrainingSpec(folder, lr=1e-3, steps=4, batch=4, objective="methods.supervised:stored_pairs", data=dict(pairs=PAIRS), seed=3)
+def spec(shallow): return stored_training(shallow, steps=4)
 
 
 @pytest.fixture(scope="module")
-def distillation(spec):
-    items = distill_items(load_tokenizer(spec.model), [dict(id=f"i{k}", prompt="Q" * k + "?", target="The answer is A.") for k in range(5)])
-    return replace(spec, objective="methods.distill:distillation", data=dict(items=items, variant=VARIANTS["opsd"], rollouts=2, max_new_tokens=5))
+def distillation(shallow): return distillation_training(shallow, steps=4)
 
 
 def weights(folder, step=4): return load_file(folder / f"checkpoint-{step}/model.safetensors")
@@ -179,8 +173,7 @@ ALPHA = {"forward": 0.0, "reverse": 1.0, "jensen-shannon": 0.5}  # of TRL
 
 
 @pytest.fixture(scope="module")
-def shallow_spec(prompted):
-    return TrainingSpec(prompted, lr=1e-3, steps=3, batch=4, objective="methods.supervised:stored_pairs", data=dict(pairs=PAIRS), seed=3)
+def shallow_spec(prompted): return stored_training(prompted, steps=3)
 
 
 def objective_of(folder, seed=1, **options):

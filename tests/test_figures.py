@@ -1,5 +1,6 @@
 "Tables and figures from a cube: seeds that are missing, both rules, what a plugin declares, and the rows of each corpus."
 
+import functools
 import os
 import subprocess
 import sys
@@ -97,10 +98,14 @@ def test_what_a_plugin_declares_is_in_the_summary(dataset, plugin):
     assert len(held_out) == 6 and np.isclose(held_out_average(cube).sel(cell).item(), cube.accuracy.sel(cell | dict(benchmark=held_out)).mean())
 
 
+@functools.cache
+def plugin_sources(dataset, source): return dict(runs=collapse_source(plugin_cube(dataset))) | (load_sources("paper") if source == "both" else {})
+
+
 @pytest.mark.parametrize("source", ["runs", "both"])
 @pytest.mark.parametrize("dataset", ["kgfact-small", "mine"])
 def test_what_a_plugin_declares_is_in_every_figure(source, dataset, plugin):
-    sources = dict(runs=collapse_source(plugin_cube(dataset))) | (load_sources("paper") if source == "both" else {})
+    sources = plugin_sources(dataset, source)
     figures = run_figures(select_part(sources["runs"].cube, dataset, "lab-m")) | shared_figures(sources, dataset)
     assert {"tradeoff", "tradeoff-world", "frontier", "chosen"} <= {*figures}
     for name in ("tradeoff", "tradeoff-world", "frontier"): assert labels_of(figures[name]) == {"SFT", "Toy (rank 8)", "Edit", "Base"}
@@ -114,7 +119,7 @@ def test_what_a_plugin_declares_is_in_every_figure(source, dataset, plugin):
 @pytest.mark.parametrize("source", ["runs", "both"])
 @pytest.mark.parametrize("dataset", ["kgfact-small", "mine"])
 def test_what_a_plugin_declares_is_in_every_table_of_its_corpus(source, dataset, plugin):
-    sources = dict(runs=collapse_source(plugin_cube(dataset))) | (load_sources("paper") if source == "both" else {})
+    sources = plugin_sources(dataset, source)
     names = list_tables(source.cube for source in sources.values())
     assert names == [*TABLES, *(["mine"] if dataset == "mine" else [])]
     sheets = {name: sheet for name in names if (sheet := source_sheet(name, sources))}

@@ -17,13 +17,12 @@ import pandas as pd
 import pytest
 import torch
 import xarray as xr
-from helpers import small_model
 
 from mixsd_nb import generate
 from mixsd_nb.analysis.estimation import save_sums
 from mixsd_nb.methods.targets import write_targets
 from mixsd_nb.runs import Journal, StorageError, checkpoint_steps, read_json, report_progress, try_lock, write_atomically, write_json, write_result
-from mixsd_nb.training.trainer import TrainingSpec, fine_tune
+from mixsd_nb.training.trainer import fine_tune
 
 WORDS = dict(long_name="value", units="1")
 TARGET = dict(id="a", sample=0, prompt_ids=[1], completion_ids=[2], naive_mask=[True], accepted=True, attempts=1,
@@ -145,23 +144,7 @@ def test_a_folder_that_nobody_can_write_to_is_told(tiny, own_runs, monkeypatch):
         generate.run(model=tiny, **SMALL)
 
 
-@pytest.fixture(scope="module")
-def spec(tmp_path_factory):
-    "Six updates of a small random model with tied embeddings, and checkpoints after two, four and six, each with the optimiser's state."
-    folder = small_model(tmp_path_factory.mktemp("tiny"), "lab-s", layers=2, heads=2, head_dim=16, feed_forward=64, context=512)
-    pairs = [(list(range(5, 9 + k)), list(range(20, 23 + 2 * k)) + [2]) for k in range(6)]
-    return TrainingSpec(folder, lr=1e-4, steps=6, batch=4, objective="methods.supervised:stored_pairs", data=dict(pairs=pairs), checkpoints=[2, 4], seed=3, state="all")
-
-
-@pytest.fixture(scope="module")
-def short(spec, tmp_path_factory):
-    "The finished run."
-    run = tmp_path_factory.mktemp("short")
-    fine_tune(spec, run)
-    return spec, run
-
-
-def test_a_checkpoint_is_on_disk_before_it_counts(spec, tmp_path, monkeypatch):
+def test_a_checkpoint_is_on_disk_before_it_counts(short, tmp_path, monkeypatch):
     synced, marked = set(), []
     fsync, rename = os.fsync, os.replace
 
@@ -171,7 +154,7 @@ def test_a_checkpoint_is_on_disk_before_it_counts(spec, tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", lambda number: (synced.add(os.fstat(number).st_ino), fsync(number)))
     monkeypatch.setattr(os, "replace", replace_file)
-    fine_tune(replace(spec, steps=1, checkpoints=[]), tmp_path)
+    fine_tune(replace(short[0], steps=1, checkpoints=[]), tmp_path)
     (mark, forced), = marked
     needed = {path.stat().st_ino for path in [mark.parent, *mark.parent.iterdir()] if path != mark}
     assert needed <= forced and {mark.stat().st_ino, tmp_path.stat().st_ino} <= synced

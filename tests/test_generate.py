@@ -3,7 +3,7 @@
 
 import pyarrow.parquet as pq
 import pytest
-from helpers import forked, small_model
+from helpers import forked
 
 from mixsd_nb import generate, train
 from mixsd_nb.corpora import load_corpus
@@ -17,9 +17,7 @@ SMALL = dict(max_new_tokens=8, max_attempts=2, samples=2)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    "The folder of a model whose response depends on the prompt."
-    return small_model(tmp_path_factory.mktemp("model"), scale=4)
+def model(strong): return strong
 
 
 def written(**parameters):

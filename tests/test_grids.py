@@ -1,6 +1,5 @@
 "Grids: their files, axes over the outputs of other grids, adjustments, and the grids that the package ships."
 
-import importlib
 import json
 import math
 import os
@@ -14,10 +13,10 @@ import xarray as xr
 import yaml
 from helpers import lines, quick_notebook, small_model
 from hypothesis import given, settings, strategies as st
+from test_stages import SCALED
 
 from mixsd_nb import generate, nll, train
 from mixsd_nb.cluster.grid import Grid, GridOutputs, expand_grid, find_notebook, list_grids, make_cell, make_cells, read_grid
-from mixsd_nb.console.notebooks import stage_notebooks
 from mixsd_nb.corpora import check_corpus
 from mixsd_nb.evaluation.selection import best_rate
 from mixsd_nb.fisher import FisherConfig
@@ -28,7 +27,6 @@ from mixsd_nb.planning.plan import plan_grid, plan_run
 from mixsd_nb.results.cube import cube_of
 from mixsd_nb.results.selected_cells import select_cells
 from mixsd_nb.runs import ParameterError, Stage, find_stage, is_runtime, make_config, runs_root, write_json, write_result
-from mixsd_nb.runs.presets import preset_values
 from mixsd_nb.sweep import Sweep
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -352,20 +350,6 @@ def test_the_largest_rate_is_in_the_grids_of_kgfunc_and_of_the_targets():
 
 def test_the_grids_of_the_nll_count_the_published_span():
     for name in ("high-nll", "high-nll-lab"): assert read_grid(name)[1].fixed["span"] == "body" == nll.NllConfig().span
-
-
-NOTEBOOKS = [find_notebook(path.stem) for path in stage_notebooks()]
-
-
-def configuration(path):
-    return getattr(importlib.import_module(f"mixsd_nb.{path.stem}"), f"{path.stem.capitalize()}Config")
-
-
-def preset_names(config):
-    return [name for name, field in config.model_fields.items() if preset_values(field)]
-
-
-SCALED = [config for path in NOTEBOOKS if preset_names(config := configuration(path))]
 
 
 @pytest.mark.parametrize("name", list_grids())

@@ -3,13 +3,11 @@
 import json
 import os
 import subprocess
-import sysconfig
-import venv
 from pathlib import Path
 
 import pytest
 from helpers import small_model
-from test_package import build_wheel, pip
+from test_package import install_wheel
 
 from mixsd_nb import evaluate, train
 from mixsd_nb.console import main
@@ -98,14 +96,10 @@ def test_sizes_and_ages():
 def installed(tmp_path_factory):
     "The command `mixsd` of a wheel, and an empty folder with a space in its name outside the project."
     work = tmp_path_factory.mktemp("installed")
-    wheel = build_wheel(work)
-    venv.create(work / "env", symlinks=True)
-    site = Path(sysconfig.get_path("purelib", "venv", {"base": work / "env"}))
-    pip("install", wheel, "--no-deps", "--target", site)
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    python = install_wheel(work)
     (work / "my facts").mkdir()
     script = work / "env/bin/mixsd"
-    script.write_text(f"#!{work}/env/bin/python\nimport sys\nfrom mixsd_nb.console import main\nsys.exit(main())\n")
+    script.write_text(f"#!{python}\nimport sys\nfrom mixsd_nb.console import main\nsys.exit(main())\n")
     script.chmod(0o755)
     return script, work / "my facts"
 

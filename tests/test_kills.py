@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from helpers import forked, small_model, until
+from helpers import forked, until
 
 from mixsd_nb import train
 from mixsd_nb.analysis import estimation
@@ -57,12 +57,6 @@ RANDOM = QUICK | {
     "displacement": Case("fisher", dict(model="tiny", limit=4, trained=dict(method="sft", model="tiny", **SHORT))),
     "errors": Case("errors", dict(model="tiny", trained=dict(method="sft", model="tiny", **SHORT))),
 }
-
-
-@pytest.fixture(scope="module")
-def strong(tmp_path_factory):
-    "The folder of a model whose response depends on the prompt."
-    return small_model(tmp_path_factory.mktemp("model") / "strong", scale=4)
 
 
 @pytest.fixture

@@ -32,9 +32,9 @@ def items(lab_s):
     return mix_items(lab_s[1], list(load_corpus("kgfact-small")["train"])[:4])
 
 
-@pytest.mark.parametrize(("lam", "temperature"), [(0, 0), (0.3, 0), (0.7, 0), (1, 0), (0.5, 0.8)])
+@pytest.mark.parametrize(("lam", "temperature"), [(0, 0), (0.3, 0), (1, 0), (0.7, 0.8)])
 def test_both_modes_equal_the_oracle(lam, temperature, lab_s, items):
-    options, ties = dict(temperature=temperature, max_new_tokens=60, max_attempts=2, seed=1), 0
+    options, ties = dict(temperature=temperature, max_new_tokens=40, max_attempts=2, seed=1), 0
     expected = mix_oracle(load_engine("hf", *lab_s), items, lam, **options)
     for mode, size in (("lockstep", 4), ("block", 3)):
         equal, parted, wrong = compare(lab_s[0], items, expected, mix(load_engine("hf", *lab_s, batch_size=size, mode=mode), items, lam, **options))
@@ -64,7 +64,7 @@ def test_the_parameter_that_chooses_the_mode_names_the_ties():
 
 
 def test_the_lean_pass_writes_the_tokens_of_the_general_modules(lab_s, items, monkeypatch):
-    options = dict(max_new_tokens=60, max_attempts=2, temperature=0.8)
+    options = dict(max_new_tokens=40, max_attempts=2, temperature=0.8)
     for mode in ("lockstep", "block"):
         lean = mix(load_engine("hf", *lab_s, mode=mode), items, 0.4, **options)
         with monkeypatch.context() as patch:
@@ -74,9 +74,9 @@ def test_the_lean_pass_writes_the_tokens_of_the_general_modules(lab_s, items, mo
 
 
 def test_order_and_batch_size_change_nothing(lab_s, items):
-    options = dict(max_new_tokens=60, max_attempts=3, temperature=0.7)
+    options = dict(max_new_tokens=32, max_attempts=3, temperature=0.7)
     one = mix(load_engine("hf", *lab_s, batch_size=1), items, 0.5, **options)
-    for mode, size in (("lockstep", 5), ("block", 2), ("block", 6)):
+    for mode, size in (("lockstep", 5), ("block", 2)):
         other = mix(load_engine("hf", *lab_s, batch_size=size, mode=mode), items[::-1], 0.5, **options)[::-1]
         assert all(np.array_equal(a[k], b[k]) for a, b in zip(one, other) for k in a)
 
@@ -135,7 +135,7 @@ PAIR = st.builds(lambda start, one, other, picks: (start + one, start + other, p
 ALONE = st.tuples(CONTEXT, st.lists(st.booleans(), max_size=12))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(asked=st.one_of(st.lists(PAIR, min_size=1, max_size=7), st.lists(ALONE, min_size=1, max_size=7)), size=st.integers(1, 4),
        temperature=st.sampled_from([0, 0.9]), new=st.integers(1, 12), total=st.integers(2, 30))
 def test_any_requests_under_any_limits_equal_the_oracle(tiny, lab_s, asked, size, temperature, new, total):

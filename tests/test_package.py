@@ -1,5 +1,6 @@
 """The wheel of `pip install mixsd_nb` in a fresh environment: it imports quickly and contains the lab model."""
 
+import hashlib
 import importlib.util
 import json
 import shutil
@@ -30,10 +31,8 @@ def build_wheel(work):
     return next(work.glob("*.whl"))
 
 
-@pytest.fixture(scope="module")
-def python(tmp_path_factory):
-    "The Python of a new environment that has the wheel, and the dependencies of this environment."
-    work = tmp_path_factory.mktemp("package")
+def install_wheel(work):
+    "Make a new environment in a folder that has the wheel, and the dependencies of this environment; returns its Python."
     wheel = build_wheel(work)
     venv.create(work / "env", symlinks=True)
     site = Path(sysconfig.get_path("purelib", "venv", {"base": work / "env"}))
@@ -41,6 +40,10 @@ def python(tmp_path_factory):
     # Only the folder itself is added. Its .pth files, which contain the editable install, are not followed.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     return work / "env/bin/python"
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory): return install_wheel(tmp_path_factory.mktemp("package"))
 
 
 def ask(python, code):
@@ -64,14 +67,12 @@ answer = [seconds, mixsd_nb.__file__, 'torch' in sys.modules]"""
     assert not torch_loaded
 
 
-@pytest.mark.skipif(not (ROOT / "mixsd_nb/data/lab-m").exists(), reason="the lab model's weights are not made yet")
-def test_lab_model_loads(python):
-    code = """from mixsd_nb.models import load_base
-model, tokenizer = load_base('lab-m')
-answer = [model.config.vocab_size, len(tokenizer)]"""
-    vocabulary, tokens = ask(python, code)
-    assert 0 < tokens <= vocabulary
-
-
-def test_grids_ship(python):
-    assert "knowledge-eval-small-lab" in ask(python, "from mixsd_nb.cluster import list_grids\nanswer = list(list_grids())")
+def test_the_lab_models_and_the_grids_ship(python):
+    "Byte by byte; test_models.py loads the models."
+    code = """import hashlib
+from mixsd_nb.cluster import list_grids
+from mixsd_nb.models.lab import lab_folder
+answer = list(list_grids()), {f"{s}/{p.name}": hashlib.sha256(p.read_bytes()).hexdigest() for s in ("lab-s", "lab-m") for p in lab_folder(s).iterdir()}"""
+    grids, files = ask(python, code)
+    shipped = {f"{path.parent.name}/{path.name}": hashlib.sha256(path.read_bytes()).hexdigest() for path in ROOT.glob("mixsd_nb/data/lab-[sm]/*")}
+    assert "knowledge-eval-small-lab" in grids and files == shipped and "lab-m/model.safetensors" in files

@@ -110,7 +110,7 @@ def test_planned_peaks_are_those_of_the_trainer(name, burden, layout, folders, t
 
 
 @pytest.mark.parametrize("numbers", [dict(hidden_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64, intermediate_size=768, vocab_size=4_000),
-                                     dict(hidden_size=2_048, num_hidden_layers=1, num_attention_heads=16, num_key_value_heads=8, head_dim=128, intermediate_size=6_144, vocab_size=8_000)])
+                                     dict(hidden_size=1_024, num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=4, head_dim=128, intermediate_size=3_072, vocab_size=8_000)])
 def test_planned_peaks_are_those_of_scoring_and_of_the_fisher(numbers):
     from transformers import AutoModelForCausalLM, Qwen3Config
 

@@ -258,18 +258,18 @@ def fit(run): return run.train_on(dict(list(canonical_pairs(run).items())[:3]))
 def test_a_method_and_a_corpus_of_a_notebook_work_and_a_change_of_their_code_is_noticed(home, tiny):
     "The cells are run by IPython, as in a notebook."
     first, unrelated, changed = [0, 1, 2, 3], [4, 3], [5, 3]
-    code = f"""
+    (quiet, still, (warning,)), kept, finished = forked_python(home, f"""
 import json, warnings
-get_ipython().user_ns["MODEL"] = {tiny!r}
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance(colors="NoColor")
+shell.user_ns["MODEL"] = {tiny!r}
 def told(*cells):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        for k in cells: get_ipython().run_cell({CELLS!r}[k]).raise_error()
+        for k in cells: shell.run_cell({CELLS!r}[k]).raise_error()
     return [str(w.message) for w in found if "other code" in str(w.message)]
-found = [told(*{first}), told(*{unrelated}), told(*{changed})]
-print(json.dumps([found, run.root.targets_kept.item(), run.finished]))"""
-    done = subprocess.run([sys.executable, "-m", "IPython", "--colors=NoColor", "-c", code], env=environment(home, ""), cwd=ROOT, capture_output=True, text=True, timeout=300)
-    (quiet, still, (warning,)), kept, finished = json.loads(done.stdout.splitlines()[-1])
+found, run = [told(*{first}), told(*{unrelated}), told(*{changed})], shell.user_ns["run"]
+print(json.dumps([found, run.root.targets_kept.item(), run.finished]))""", plugins="")
     assert not quiet and not still and kept == 4 and finished
     assert "was made by other code than today's (__main__); to compute it again, remove its folder" in warning
 

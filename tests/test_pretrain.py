@@ -38,14 +38,12 @@ def test_an_interrupted_run_ends_with_the_same_weights(whole, own_runs, monkeypa
 
     def interrupted_update(*arguments):
         calls.append(1)
-        if len(calls) in (4, 9):
-            raise KeyboardInterrupt
+        if len(calls) in (4, 9): raise KeyboardInterrupt
         return update(*arguments)
 
     monkeypatch.setattr(training, "update", interrupted_update)
     for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            pretrain.run(**SMALL)
+        with pytest.raises(KeyboardInterrupt): pretrain.run(**SMALL)
     again = pretrain.run(**SMALL)
     assert again.folder.name == whole.folder.name and again.folder != whole.folder
     assert len(calls) > losses(whole).size, "no update was repeated, so the interruptions came too late"

@@ -51,18 +51,17 @@ def test_runs_are_the_same_side_by_side(runs, monkeypatch, capsys):
     assert compute_runs(sums(f0="meet", f1="meet"), workers=2) == 0 and len(lines_of(here)) == 8, "finished runs are found"
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("failure, code, sentence", [
-    ("raise", 1, "KeyError: 1; `PYTHONDEVMODE=1` before the command shows where this happened"),
-    ("check", 2, "fail must be empty, got check"),
-    ("kill", 1, "the process was killed (exit status -9); run it again to continue"),
-])
-def test_an_error_ends_one_run(failure, code, sentence, workers, runs, capsys):
-    if failure == "kill" and workers == 1: return
-    assert compute_runs(sums(f1=failure), workers=workers) == code
-    error = capsys.readouterr().err.splitlines()
-    assert [line.removeprefix("sum 1: ") for line in error] == [sentence, "finished runs are kept; run it again to compute the others"]
-    assert len(find_runs(stage="pooltest-sum")) == 3
+FAILURES = dict(raises="KeyError: 1; `PYTHONDEVMODE=1` before the command shows where this happened", check="fail must be empty, got check",
+                kill="the process was killed (exit status -9); run it again to continue")
+
+
+@pytest.mark.parametrize("failures, workers, code", [(["raises"], 1, 1), (["check"], 1, 2), (["raises", "kill"], 2, 1), (["check"], 2, 2)])
+def test_an_error_ends_one_run(failures, workers, code, runs, capsys):
+    assert compute_runs(sums(**{f"f{k}": failure for k, failure in enumerate(failures, 1)}), workers=workers) == code
+    *errors, last = capsys.readouterr().err.splitlines()
+    assert sorted(line.removeprefix("sum 1: ").removeprefix("sum 2: ") for line in errors) == sorted(FAILURES[failure] for failure in failures)
+    assert last == "finished runs are kept; run it again to compute the others"
+    assert len(find_runs(stage="pooltest-sum")) == 4 - len(failures)
 
 
 def test_what_needs_a_failed_run_fails_with_its_sentence(runs, capsys):

@@ -23,9 +23,13 @@ from mixsd_nb.runs.schema import DIMS, RUN_DIMS, variable
 CUBES = read_cubes(committed_folder())
 
 
-def test_missing_cells_are_listed():
+@pytest.fixture(scope="module")
+def study(): return run(cubes=str(committed_folder()))
+
+
+def test_missing_cells_are_listed(study):
     "Every planned training run is in its grid's cube or marked as missing, and a claim counts those that it compares."
-    planned, cell = list_trainings(CUBES), ("kgfact-small", "lab-m")
+    planned, cell = study.planned, ("kgfact-small", "lab-m")
     for name in study_grids():
         rows = planned[planned.grid == name]
         assert len(rows) == len(planned_grid(name)), name
@@ -224,17 +228,11 @@ def test_seeds_that_tie_have_an_interval():
 
 
 @pytest.fixture(scope="module")
-def study():
-    return run(cubes=str(committed_folder()))
-
-
-@pytest.fixture(scope="module")
-def lines(study):
-    return study.lines()
+def lines(study): return study.lines()
 
 
 def test_lines_of_the_front_page_hold_the_numbers_of_the_cubes(study, lines):
-    planned, claims = list_trainings(CUBES), study.claims()
+    planned, claims = study.planned, study.claims()
     assert len(lines) == 6 and "million parameters" in lines[0] and f"{planned.missing.sum()} are missing" in lines[0]
     papers, ours = lines[0].split("claims of the paper: ")[1].split("questions that it does not ask: ")
     for part, rows in ((papers, claims[claims.source != OURS]), (ours, claims[claims.source == OURS])):

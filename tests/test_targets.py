@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
-from helpers import CELL
+from helpers import CELL, parameters_of
 import torch
 from hypothesis import given, settings, strategies as st
 
@@ -17,13 +17,10 @@ from mixsd_nb.methods.fitting import MethodRun
 from mixsd_nb.methods.mixing import accepts, mix, mix_items, mix_oracle, picks
 from mixsd_nb.methods.supervised import arrange, canonical_pairs, fit_canonical, fit_mixed, fit_own_words, shuffle_targets
 from mixsd_nb.methods.token_weights import answer_tokens, answer_weights
-from mixsd_nb.models import load_base, load_engine
+from mixsd_nb.models import load_engine
 from mixsd_nb.models.engines import HFEngine
 
 LONGEST = 60  # tokens of a target
-
-
-def weights(run): return dict(load_base(str(run.checkpoints[1]))[0].named_parameters())
 
 
 class Pairs(MethodRun):
@@ -128,15 +125,14 @@ def test_the_controls_train(own_runs):
     assert [r.root.recipe.item() for r in runs.values()] == ["mixsd-0", "mixsd-0+answer", "mixsd-shuffled-0-b1000"]
     assert len({(r.root.targets_kept.item(), r.root.target_nll.item()) for r in runs.values()}) == 1 and runs["mixsd"].root.targets_kept.item() > 25
     assert len(list(own_runs.glob("**/targets.parquet"))) == 1
-    plain, weighted, shuffled = (weights(r) for r in runs.values())
+    plain, weighted, shuffled = map(parameters_of, runs.values())
     assert all(torch.equal(plain[name], shuffled[name]) for name in plain) and any(not torch.equal(plain[name], weighted[name]) for name in plain)
 
 
 def test_an_open_gate_is_sft(averages, tiny, own_runs):
-    weights = lambda run: dict(load_base(str(run.checkpoints[1]))[0].named_parameters())
-    sft = weights(averages[1])
+    sft = parameters_of(averages[1])
     for parameters in (dict(method="stm", options=dict(threshold=1e9)), dict(method="talr", options=dict(tau=1e9))):
-        found = weights(train.run(**parameters, model=tiny, **CELL))
+        found = parameters_of(train.run(**parameters, model=tiny, **CELL))
         for name, w in sft.items(): torch.testing.assert_close(found[name], w, rtol=0, atol=1e-6)
 
 

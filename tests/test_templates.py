@@ -279,13 +279,6 @@ def test_what_is_trained_is_the_rendered_conversation_or_the_template_is_refused
     assert plain.decode(trained).startswith("<|im_start|>assistant" if header not in ("none", "half") else "")
 
 
-def test_a_header_that_is_always_written_is_not_trained_after_the_turn():
-    tokenizer = with_template(TURNS + "{{ '<|im_start|>assistant\n' }}")
-    context, ids = encode_canonical(tokenizer, dict(prompt=naive_prompt("Who?"), target=target("Mira")), "paper")
-    assert tokenizer.decode(ids) == "<|im_start|>assistant\nThe answer is Mira.\n\n\\boxed{Mira}<|im_end|>\n"
-    check_template(tokenizer)
-
-
 @pytest.mark.parametrize("prompt, words", [
     ("", "but not where the model is asked to write"), ("{% if add_generation_prompt == 'yes' %}<|im_start|>assistant\n{% endif %}", ""),
     ("{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}", "'<|im_end|>\\n<|im_start|>assistant\\n<think>\\n'"),

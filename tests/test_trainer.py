@@ -18,7 +18,7 @@ import pandas as pd
 import psutil
 import pytest
 import torch
-from helpers import forked, small_model, until
+from helpers import PAIRS, distillation_training, forked, last_weights, small_model, stored_training, until
 from safetensors.torch import load_file
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from tqdm import tqdm
@@ -28,10 +28,9 @@ from mixsd_nb import train
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.evaluation import Evaluation
 from mixsd_nb.methods import Recipe
-from mixsd_nb.methods.distill import VARIANTS, distill_items
 from mixsd_nb.methods.fitting import MethodRun
 from mixsd_nb.methods.supervised import Supervised
-from mixsd_nb.models import load_base, load_tokenizer
+from mixsd_nb.models import load_base
 from mixsd_nb.models.engines import HFEngine
 from mixsd_nb.models.tiny import random_model
 from mixsd_nb.runs import ProcessFailed, Run, checkpoint_steps, make_config, report_progress, write_json
@@ -42,27 +41,15 @@ from mixsd_nb.training.saving import load_trained
 from mixsd_nb.training.trainer import TrainingSpec, explain_out_of_memory, fine_tune, main, read_curves, train_process, write_spec
 
 ROOT = Path(__file__).resolve().parents[1]
-PAIRS = [(list(range(5, 9 + k)), list(range(20, 23 + 2 * k)) + [2]) for k in range(6)]
 several = pytest.mark.skipif(os.cpu_count() < 2, reason="two processes need two cores")
 
 
 @pytest.fixture(scope="module")
-def spec(tmp_path_factory):
-    "Twenty updates of a small random model with tied embeddings."
-    folder = small_model(tmp_path_factory.mktemp("tiny"), "lab-s", layers=2, heads=2, head_dim=16, feed_forward=64, context=512)
-    return TrainingSpec(folder, lr=1e-4, steps=20, batch=4, objective="methods.supervised:stored_pairs", data=dict(pairs=PAIRS), checkpoints=[10], seed=3)
+def spec(shallow): return stored_training(shallow, lr=1e-4, steps=20, checkpoints=[10])
 
 
 @pytest.fixture(scope="module")
-def distillation(spec):
-    "The same, on-policy: rollouts at T=1, scored by a teacher that sees the answer."
-    items = distill_items(load_tokenizer(spec.model), [dict(id=f"i{k}", prompt="Q" * k + "?", target="The answer is A.") for k in range(5)])
-    data = dict(items=items, variant=VARIANTS["opsd"], rollouts=2, max_new_tokens=5)
-    return replace(spec, objective="methods.distill:distillation", data=data, steps=6, checkpoints=[3], lr=1e-3)
-
-
-def weights(run):
-    return load_file(list(checkpoint_steps(run).values())[-1] / "model.safetensors")
+def distillation(shallow): return distillation_training(shallow, steps=6, checkpoints=[3])
 
 
 def distance(a, b):
@@ -112,7 +99,7 @@ def kill_at(process, moment, whole_tree=True):
 def alone(spec, tmp_path_factory):
     run = tmp_path_factory.mktemp("alone")
     fine_tune(spec, run)
-    return weights(run)
+    return last_weights(run)
 
 
 @several
@@ -125,7 +112,7 @@ def test_two_processes_killed_half_way_end_where_one_does(sharded, spec, alone, 
     if sharded: steps = fine_tune_ranks(two, tmp_path)
     else: fine_tune(two, tmp_path, lambda entry: steps.append(entry["step"]))
     assert steps == list(range(11, 21)) and len(read_curves(tmp_path)["loss"]) == 20
-    found, begun = weights(tmp_path), load_file(Path(spec.model) / "model.safetensors")
+    found, begun = last_weights(tmp_path), load_file(Path(spec.model) / "model.safetensors")
     assert distance(found, alone) <= 1e-6 < 1e-2 < distance(found, begun)
     model, _ = load_base(str(tmp_path / "checkpoint-20"))
     assert model.lm_head.weight is model.model.embed_tokens.weight and torch.equal(model.lm_head.weight, found["model.embed_tokens.weight"])
@@ -135,7 +122,7 @@ def test_two_processes_killed_half_way_end_where_one_does(sharded, spec, alone, 
 def test_rollouts_of_a_sharded_student(distillation, tmp_path):
     fine_tune(distillation, tmp_path / "one")
     assert fine_tune_ranks(replace(distillation, batch=4, processes=2, sharded=True), tmp_path / "two") == [1, 2, 3, 4, 5, 6]
-    assert distance(weights(tmp_path / "two"), weights(tmp_path / "one")) < 1e-5
+    assert distance(last_weights(tmp_path / "two"), last_weights(tmp_path / "one")) < 1e-5
     assert abs(read_curves(tmp_path / "two")["loss"] / read_curves(tmp_path / "one")["loss"] - 1).max() < 1e-4
 
 
@@ -151,7 +138,7 @@ def test_a_mixture_of_experts_resumes_from_float32_weights(spec, tmp_path):
     fine_tune(mixture, tmp_path / "whole")
     fine_tune(replace(mixture, steps=2), tmp_path / "stopped")
     fine_tune(mixture, tmp_path / "stopped")
-    whole, stopped = (weights(tmp_path / name) for name in ("whole", "stopped"))
+    whole, stopped = (last_weights(tmp_path / name) for name in ("whole", "stopped"))
     assert any("experts.3.down_proj" in name for name in whole) and all(torch.equal(w, stopped[name]) for name, w in whole.items())
     assert distance(whole, load_file(folder / "model.safetensors")) > 1e-3
 
@@ -203,7 +190,7 @@ def test_adapters_are_merged_and_resumed(spec, tmp_path):
     fine_tune(replace(thin, steps=10), tmp_path / "run")
     fine_tune(thin, tmp_path / "run")
     fine_tune(thin, tmp_path / "whole")
-    begun, found, whole = load_file(Path(spec.model) / "model.safetensors"), weights(tmp_path / "run"), weights(tmp_path / "whole")
+    begun, found, whole = load_file(Path(spec.model) / "model.safetensors"), last_weights(tmp_path / "run"), last_weights(tmp_path / "whole")
     assert found.keys() == begun.keys() and all(torch.equal(found[k], whole[k]) for k in found)
     change = found["model.layers.0.mlp.up_proj.weight"] - begun["model.layers.0.mlp.up_proj.weight"]
     assert torch.linalg.matrix_rank(change, rtol=1e-3) == 2 and torch.equal(found["model.embed_tokens.weight"], begun["model.embed_tokens.weight"])
@@ -233,15 +220,6 @@ def test_a_checkpoint_of_another_architecture_is_one_sentence(spec, tmp_path):
     train_process(replace(spec, steps=1, checkpoints=[]), tmp_path)
     with pytest.raises(ValueError, match="another architecture: its hidden_size is 32, the model's is 128"):
         train_process(replace(spec, model="lab-s"), tmp_path)
-
-
-@pytest.fixture(scope="module")
-def short(spec, tmp_path_factory):
-    "Six updates with checkpoints after two, four and six, each with the optimiser's state, and the finished run."
-    short = replace(spec, steps=6, checkpoints=[2, 4], state="all")
-    run = tmp_path_factory.mktemp("short")
-    fine_tune(short, run)
-    return short, run
 
 
 def half_of(file): file.write_bytes(file.read_bytes()[:file.stat().st_size // 2])
@@ -298,7 +276,7 @@ def test_divergence_names_the_step_and_keeps_the_last_checkpoint(name, worse, sp
     with pytest.raises(DivergenceError, match=rf"^{name} must be finite, got (nan|inf) at step 5; \S+checkpoint-3 is kept, and a smaller lr may help$"):
         fine_tune(replace(spec, steps=6, checkpoints=[3, 5]), tmp_path, lambda entry: steps.append(entry["step"]))
     assert steps == [1, 2, 3, 4] and list(checkpoint_steps(tmp_path)) == [3]
-    assert all(tensor.isfinite().all() for tensor in weights(tmp_path).values())
+    assert all(tensor.isfinite().all() for tensor in last_weights(tmp_path).values())
 
 
 UNEVEN = """
@@ -319,7 +297,7 @@ def test_processes_with_unequal_numbers_of_examples_do_not_wait_for_each_other(s
     uneven = replace(spec, objective="uneven:objective", steps=6, checkpoints=[], micro_tokens=12, lr=1e-3)
     fine_tune(uneven, tmp_path / "1")
     assert len(fine_tune_ranks(replace(uneven, processes=2), tmp_path / "2")) == 6
-    assert distance(weights(tmp_path / "2"), weights(tmp_path / "1")) < 1e-5
+    assert distance(last_weights(tmp_path / "2"), last_weights(tmp_path / "1")) < 1e-5
 
 
 def test_an_interrupt_is_one_sentence(spec, tmp_path):
@@ -434,7 +412,7 @@ def test_one_process_two_and_shards_train_alike_in_bfloat16(tmp_path):
 
     With sums and losses in bfloat16, losses of shards were up to 0.02 nats off, and came in steps of 1/32."""
     model = small_model(tmp_path / "model", "lab-s", layers=4, heads=2, head_dim=16, feed_forward=64, context=512, scale=4)
-    spec = TrainingSpec(model, lr=1e-3, steps=4, batch=4, objective="methods.supervised:stored_pairs", data=dict(pairs=PAIRS), seed=3, bf16=True)
+    spec = stored_training(model, steps=4, bf16=True)
     write_json(tmp_path / "spec.json", asdict(spec))
     process = forked(launch_both_ways, tmp_path)
     alone = fine_tune(spec, tmp_path / "one")
