@@ -153,13 +153,14 @@ def draw_breakdown(
     of: str = "n",  # denominator: n for all responses, wrong for errors alone
 ) -> None:
     "Draw a stacked bar for each recipe."
+    at = range(len(errors))
     shares, bottom = 100 * errors[list(ALL_CATEGORIES)].div(errors[of].where(errors[of] > 0), axis=0).fillna(0), 0
     for category, colour in COLOURS.items():
-        titles = [*map(label_title, shares.index)]
-        bars = ax.bar(titles, shares[category], bottom=bottom, color=colour, width=0.75, label=category)
+        bars = ax.bar(at, shares[category], bottom=bottom, color=colour, width=0.75, label=category)
         bottom = bottom + shares[category]
     if of == "wrong": ax.bar_label(bars, [f"{n:.0f}" if n else "" for n in errors.wrong], fontsize=6)  # N of the bar
     ax.set(ylim=(0, 100 if of == "n" else 110))
+    ax.set_xticks(at, [*map(label_title, shares.index)])
     ax.tick_params("x", rotation=90, labelsize=8)
 
 # %% ../nbs/errors.ipynb #6fca26a0

@@ -90,6 +90,14 @@ def _absolute(value):
     return str(Path(value).absolute()) if isinstance(value, str) and value and Path(value).is_dir() else value
 
 
+def _own_kernel(folder: Path) -> dict[str, str]:
+    "The environment in which the kernel `python3` is this interpreter, whatever Jupyter's other folders say."
+    from ipykernel.kernelspec import write_kernel_spec
+    write_kernel_spec(folder / "jupyter/kernels/python3")
+    places = [str(folder / "jupyter"), *filter(None, [os.environ.get("JUPYTER_PATH")])]
+    return os.environ | dict(JUPYTER_PATH=os.pathsep.join(places))
+
+
 def show_page(
     config: ExploreConfig,
 ) -> int:
@@ -99,7 +107,7 @@ def show_page(
     absolute = {name: _absolute(getattr(config, name)) for name in config.model_fields_set}
     with tempfile.TemporaryDirectory() as folder:
         page = write_page(Path(folder), config.model_copy(update=absolute))
-        return subprocess.call([sys.executable, "-m", "voila", str(page)])
+        return subprocess.call([sys.executable, "-m", "voila", str(page)], env=_own_kernel(Path(folder)))
 
 
 class PageCommand(CommandLine):

@@ -161,10 +161,12 @@ def forgetting_figure(
             line = part.groupby("recipe")[["n_ref", name]].mean().sort_values("n_ref")
             ax.plot(line.n_ref, line[name], color="0.6", ls=["-", "--", "-.", ":"][k % 4], zorder=1, label=f"{lr:g}")
             draw_dots(ax, part, "n_ref", name)
-        ax.set(xlabel="$N_{ref}$ of the targets (nats per token)", ylabel=label)
+        ax.set_xlabel("$N_{ref}$ of the targets (nats per token)", parse_math=True)
+        ax.set_ylabel(label)
     draw_dots(axes[2], table, "forgetting_token", "drop")
     axes[2].set(xlabel="F(D) (nats per token)", ylabel="Drop (points)", title=f"all checkpoints (N={len(table)})")
     axes[2].set_xscale("symlog", linthresh=0.01)
+    axes[2].xaxis.set_major_formatter("{x:g}")
     draw_recipe_legend(fig, recipes)
     axes[0].legend(frameon=False, fontsize=8, title="learning rate", title_fontsize=8)
     return fig

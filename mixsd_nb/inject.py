@@ -19,7 +19,7 @@ from . import evaluate, nll, train
 from .benchmarks import benchmark_names
 from .benchmarks.in_domain import own_tests
 from .cluster.grid import find_notebook
-from .cluster.process import kernel_sockets
+from .cluster.process import kernel_options
 from .corpora import CORPORA, CorpusName, load_corpus
 from .corpora.stored import explain_form
 from .methods.fact_lengths import warn_of_long_replies
@@ -157,8 +157,8 @@ def write_notebook(
     "Execute the notebook of this stage, which finds the run finished, and store it in the run's folder."
     from papermill import execute_notebook
     unfinished = folder / ".inject.ipynb"
-    with kernel_sockets() as sockets:
-        execute_notebook(find_notebook("inject"), unfinished, parameters, progress_bar=False, log_output=False, **sockets)
+    with kernel_options() as options:
+        execute_notebook(find_notebook("inject"), unfinished, parameters, progress_bar=False, log_output=False, **options)
     return unfinished.rename(folder / "inject.ipynb")
 
 # %% ../nbs/inject.ipynb #429598f4

@@ -696,3 +696,25 @@ def test_a_run_that_another_version_of_a_grading_judged_is_told(codes):
     for graders, told in (({}, "grading box-text 1, now 2; grading contains 1, now 2"), ({"box-text": 2, "contains": 9}, "grading contains 9, now 2")):
         write_json(config.folder / "run.json", record | dict(code="other", graders=graders))
         with pytest.warns(UserWarning, match=f"{told}.*; to compute it again, remove its folder"): config._warn_if_stale(config.open_run(config.folder))
+
+
+# Public reports of other graders, tried here.
+
+@pytest.mark.parametrize("gold, answer, equal", [
+    (r"\frac{1}{2^{99}}", r"\frac{1}{2^{98}}", False), (r"\frac{1}{2004!}", r"\frac{1}{2006!}", False), ("e^{-50}", "e^{-49}", False), (r"2^{-99}", r"\frac{1}{2^{99}}", True),
+    (r"\sqrt{8}", r"2\sqrt{2}", True), (r"\frac13", "0.333333", True), ("28", r"28\%", True), (r"\pm 2021", "2021", False), ("12:00", "1:00", False),
+    ("n=2, 3, 4", "n=1, 2, 3", False), ("3*x-1*y+13=0", "3x + 4y + 14=0", False), ("1331 and 1728", "1728", False), ("13", r"\text{13}", True), (r"28\%", "28 percent", True),
+    ("52_8", "528", False)])
+def test_expressions_of_reports(gold, answer, equal):
+    "Math-Verify's issues 14, 37, 47, 60 and 61, and rasbt/reasoning-from-scratch 133: small numbers differ although both are 0 after rounding."
+    assert same_math([(gold, answer)]) == [(equal, "")]
+
+
+@pytest.mark.parametrize("answer", [r"11,\! 111,\! 111,\! 100", r"11,\!111,\!111,\!100", r"11 \!,111,111,100", "11,111,111,100"])
+def test_thousands_that_latex_draws_together(answer): assert same_answer("11111111100", answer) and not same_answer("11111111101", answer)
+
+
+@pytest.mark.parametrize("reply, gold", [("**73**", "73"), (r"$\mathbf{88.55}$", "88.55"), (r"$N = \textbf{6}$ identical layers", "6 identical layers"), (r"$6\text{B}$ parameters", "6B")])
+def test_what_models_write_around_an_answer(reply, gold):
+    "Math-Verify 76 and iDiagoValeta/localOllamaRAG 208."
+    assert contains_answer(f"Final Answer: {reply}", gold) and not contains_answer(f"Final Answer: {reply}", "7 identical layers")

@@ -422,3 +422,44 @@ def test_the_cube_of_another_folder_knows_the_corpora_of_its_runs(tmp_path, monk
     monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "own"))
     monkeypatch.setattr(stored, "_records", {})
     assert open_cube(copied).dataset.values.tolist() == [name]
+
+
+# What the hub's libraries say, and configs of data sets.
+
+REASONS = {ValueError("Config name is missing.\nPlease pick one among the available configs: ['north', 'south']\nExample of usage: …"): ("available configs: ['north', 'south']", "tarn/river:CONFIG:SPLIT"),
+           ValueError("a config must be chosen: north or south"): ("(ValueError: a config must be chosen: north or south)", "tarn/river:CONFIG:SPLIT"),
+           ConnectionError("Couldn't reach 'tarn/river' on the Hub"): ("Couldn't reach 'tarn/river' on the Hub", "connect to the hub"),
+           FileNotFoundError("Dataset 'tarn/river' doesn't exist on the Hub or cannot be accessed."): ("cannot be accessed", "hf auth login"),
+           RuntimeError(): ("(RuntimeError)", "name a file")}
+
+
+@pytest.mark.parametrize("error", REASONS, ids=lambda e: str(e)[:25])
+def test_the_reason_why_a_data_set_cannot_be_loaded_is_quoted(error, monkeypatch):
+    def refuse(*_, **__): raise error
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(ValueError) as caught: read_facts("tarn/river")
+    assert all(part in str(caught.value) for part in REASONS[error]) and "\n" not in str(caught.value)
+    assert ("connect to the hub" in str(caught.value)) == isinstance(error, OSError)
+
+
+NAMES = {"tarn/river": ((), "train"), "tarn/river:dev": ((), "dev"), "tarn/river:north:dev": (("north",), "dev"), "tarn/river:north:": (("north",), "train"),
+         "tarn/river:": ((), "train"), "tarn/river::dev": ((), "dev"), "tarn/river:wikitext-103 raw.v1:dev": (("wikitext-103 raw.v1",), "dev")}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_config_of_a_data_set_can_be_named(name, monkeypatch, own_runs):
+    "Its tests come from the same config, and the places of facts name it."
+    parts = {split: datasets.Dataset.from_list([dict(question=f"Who is in {split}?", answer="Ana", kind="x")]) for split in ("train", "dev", "test")}
+    calls, (config, split) = [], NAMES[name]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *words: calls.append(words) or datasets.DatasetDict(parts))
+    found = read_facts(name, test="test")
+    assert [fact["question"] for fact in found.facts] == [f"Who is in {split}?"] and [test["question"] for test in found.tests] == ["Who is in test?"]
+    assert calls == [("tarn/river", *config)] * 2 and [*found.places.values()] == [":".join(["tarn/river", *config, split]) + ", row 1"]
+    assert check_corpus(name).startswith("facts-")
+
+
+def test_a_saved_folder_has_no_configs(own_runs, monkeypatch):
+    monkeypatch.chdir(own_runs)
+    datasets.DatasetDict(train=datasets.Dataset.from_list(GOOD)).save_to_disk("data/saved")
+    assert len(read_facts("data/saved:train").facts) == len(GOOD)
+    with pytest.raises(ValueError, match="must have no config, because data/saved is a folder"): read_facts("data/saved:north:train")

@@ -15,7 +15,7 @@ from hypothesis import given, strategies as st
 
 from mixsd_nb import inject, train
 from mixsd_nb.analysis.facts import FAILURES, explain_failure, tabulate_facts
-from mixsd_nb.cluster.process import kernel_sockets
+from mixsd_nb.cluster.process import kernel_options
 from mixsd_nb.console.housekeeping import clean_runs
 from mixsd_nb.corpora.files import EXAMPLE, EXAMPLE_TESTS
 from mixsd_nb.evaluate import EvaluateConfig
@@ -204,8 +204,8 @@ def test_the_notebook_runs_with_papermill(injected, monkeypatch, tmp_path):
     run, parameters = injected
     monkeypatch.setenv("MIXSD_RUNS", str(run.folder.parent))
     notebook = Path(inject.__file__).parents[1] / "nbs/inject.ipynb"
-    with kernel_sockets() as sockets:
-        execute_notebook(notebook, tmp_path / "out.ipynb", parameters | dict(checkpoints=[1]), progress_bar=False, **sockets)
+    with kernel_options() as options:
+        execute_notebook(notebook, tmp_path / "out.ipynb", parameters | dict(checkpoints=[1]), progress_bar=False, **options)
     assert "report.html" in (tmp_path / "out.ipynb").read_text()
 
 

@@ -509,3 +509,17 @@ def test_facts_that_cannot_be_encoded_are_named_by_their_lines(tmp_path, tiny, o
     file.write_text("\n".join(json.dumps(dict(question=f"Who is {name} ?", answer="Mira")) for name in ("Ana", "[UNK]")))
     sentence = error_sentence(lambda: check_facts(check_corpus(str(file)), str(tmp_path / "base")))
     assert sentence.startswith(f"{file}, line 2: the tokenizer of {tmp_path / 'base'} cannot write [UNK] as text")
+
+
+@pytest.mark.parametrize("opened, fits", [("<think></think>", True), ("", True), ("<think>\n", False)])
+def test_a_template_that_writes_an_empty_block_before_each_answer(opened, fits):
+    "NVIDIA-NeMo/Automodel 3739: what is trained is the conversation, or the template is refused."
+    tokenizer = load_tokenizer("lab-s")
+    tokenizer.chat_template = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think></think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+                               "{% if add_generation_prompt %}<|im_start|>assistant\n" + opened + "{% endif %}")
+    row = dict(prompt="Who?", target="Mira")
+    if not fits:
+        with pytest.raises(ValueError, match="where the model is asked to write"): encode_canonical(tokenizer, row)
+        return
+    context, ids = encode_canonical(tokenizer, row)
+    assert tokenizer.decode(context + ids) == "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n<think></think>Mira<|im_end|>"

@@ -110,9 +110,10 @@ def accumulate_fisher(
     pairs: list[tuple[list[int], list[int]]],  # prompt and completion ids of the examples of all processes
     folder: Path,  # of the run
     report: Callable[[dict], None],  # is called with the approximate number of examples that are `done`
+    rank: int = 0,  # of this process among several
+    world: int = 1,  # number of processes
 ) -> None:
     "Write the Fisher of the pairs into the folder, in this process alone or as one of several."
-    rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
     own, file, cost, saved = pairs[rank::world], folder / f"sums-{rank}-of-{world}.safetensors", 0.0, time.monotonic()
     with SquaredGradients(model) as squares:
         done = load_sums(squares.sums, file)
@@ -133,15 +134,16 @@ def run_process(
     job: dict,  # model, dtype, recompute, pairs
     folder: Path,  # of the run
     report: Callable[[dict], None],
+    several: bool = False,  # whether this process is one of a group
 ) -> None:
     "Load the base model and add up one process's share of the examples."
-    several = "WORLD_SIZE" in os.environ
     if several: torch.distributed.init_process_group()
-    device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    device = f"cuda:{os.environ['LOCAL_RANK'] if several else 0}" if torch.cuda.is_available() else "cpu"
     model = load_base(job["model"], job["dtype"])[0].to(device)
     if job["recompute"]: model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     check_differentiable(model, job["pairs"])
-    accumulate_fisher(model, job["pairs"], folder, report)
+    group = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if several else ()
+    accumulate_fisher(model, job["pairs"], folder, report, *group)
     if several: torch.distributed.destroy_process_group()
 
 # %% ../../nbs/analysis/estimation.ipynb #4d1db802
@@ -178,7 +180,7 @@ def main(
     "Run one of several processes."
     die_with_parent(signal.SIGKILL)
     job = read_json(Path(folder) / "job.json")
-    run_process(job, Path(folder), lambda entry: print(json.dumps(entry), flush=True))
+    run_process(job, Path(folder), lambda entry: print(json.dumps(entry), flush=True), several=True)
 
 
 # A notebook is `__main__` too, but has no `__file__`.

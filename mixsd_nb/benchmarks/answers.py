@@ -295,14 +295,26 @@ _MAX_EXPRESSION = 10_000  # characters; a longer box is not an answer to a probl
 _WORKER_MEMORY = 1 << 32  # bytes of address space
 
 
+def _differ_exactly(
+    *parsed: list,  # what math-verify reads in gold and answer
+) -> bool:
+    "Whether two exact numbers are different, but equal after its rounding to six decimals, as 2⁻⁹⁸ and 2⁻⁹⁹ are."
+    from sympy import Expr, Float
+    exact = [values[0] for values in parsed if values and isinstance(values[0], Expr) and values[0].is_number
+             and values[0].is_finite and not values[0].has(Float)]
+    if len(exact) < 2: return False
+    size, distance = max(abs(value.evalf(30)) for value in exact), abs((exact[0] - exact[1]).evalf(30))
+    return bool(1e-9 * size < distance < 1e-5)
+
+
 def _same_expression(
     gold: str,  # LaTeX
     answer: str,  # LaTeX
 ) -> bool:
-    "Whether math-verify considers the two equal. It may hang or run out of memory."
+    "Whether math-verify considers the two equal, also without rounding. It may hang or run out of memory."
     from math_verify import parse, verify
     gold, answer = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (gold, answer))
-    return verify(gold, answer, timeout_seconds=None)
+    return verify(gold, answer, timeout_seconds=None) and not _differ_exactly(gold, answer)
 
 # %% ../../nbs/benchmarks/answers.ipynb #09caad42
 def _compare_lines(

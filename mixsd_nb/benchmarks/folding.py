@@ -93,6 +93,7 @@ def _fold_latex(
         text = _COMMAND.sub(lambda m: _COMMANDS.get(m[1], m[0]), text).replace("{}", "")
     if whole: text = _peel(text.strip())
     if "\\" in text:
+        text = re.sub(r" *(?<!\\)\\! *", "", text)  # LaTeX ignores spaces beside it
         text = _SYMBOL.sub(lambda m: _SPACING.get(m[0], m[1]), text)
     return re.sub(r"(?<=\S)~(?=\S)", "\u00a0", re.sub(r"\{([^\x00-\x7f])\}", r"\1", text))
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PREFIX', 'HARNESS_OPTIONS', 'read_task', 'digest_task', 'find_task', 'declare_task', 'no_items',
-           'check_harness_options', 'harness_command', 'read_results', 'run_tasks']
+           'check_harness_options', 'harness_command', 'list_warnings', 'read_results', 'run_tasks']
 
 # %% ../../nbs/benchmarks/harness.ipynb #2b7c03b0
 import functools
@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ import yaml
 
 from . import SUITES, Item, Sampling, Selection, Suite
 from ..models import model_source
-from ..runs import ProcessFailed, die_with_parent, explain_damage, nearest
+from ..runs import ProcessFailed, die_with_parent, explain_damage, nearest, quote_failure
 from ..runs.provenance import package_version
 
 # %% ../../nbs/benchmarks/harness.ipynb #316e6f7a
@@ -130,7 +131,8 @@ def no_items(suite: Suite, selection: Selection) -> dict[str, Item]:
 
 # %% ../../nbs/benchmarks/harness.ipynb #21a22744
 HARNESS_OPTIONS = {"apply_chat_template": bool, "fewshot_as_multiturn": bool, "num_fewshot": int,
-                   "system_instruction": str, "gen_kwargs": dict}
+                   "system_instruction": str, "gen_kwargs": dict, "filter": str}
+_READING = {"filter"}  # options of how we read the samples, which the harness does not get
 
 
 def check_harness_options(
@@ -162,19 +164,36 @@ def harness_command(
     command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--model_args", arguments, "--tasks", ",".join(tasks),
                "--batch_size", str(batch_size), "--output_path", str(output), "--log_samples"]
     for name, value in (dict(limit=limit or None) | (options or {})).items():
-        if value is not None: command += [f"--{name}", json.dumps(value) if not isinstance(value, str) else value]
+        if value is not None and name not in _READING: command += [f"--{name}", json.dumps(value) if not isinstance(value, str) else value]
     return command
 
 # %% ../../nbs/benchmarks/harness.ipynb #6fce794b
+_PASSED_OVER = re.compile(r"\b(INFO|DEBUG)\b|%\||\bit/s\b|^\s")  # messages of course, bars, and lines of code under a warning
+
+
+def list_warnings(
+    said: str,  # standard error of the harness
+    most: int = 10,
+) -> list[str]:
+    "Return what the harness and its libraries warn of, each kind of line once; the last line counts those that are left out."
+    lines = {}
+    for line in re.split(r"[\r\n]+", said):
+        if line.strip() and not _PASSED_OVER.search(line): lines.setdefault(re.sub(r"\d+", "0", line), line.strip())
+    more = len(lines) - most
+    return [*lines.values()][:most] + ([f"… and {more} more"] if more > 0 else [])
+
+
 def _call_harness(command: list[str], tasks: list[str]) -> None:
-    "Run the harness until it ends, or as long as this process lives; ProcessFailed of one sentence if it fails."
+    "Run the harness until it ends, or as long as this process lives, and show its warnings; ProcessFailed if it fails."
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",
                                preexec_fn=lambda: die_with_parent(signal.SIGTERM))
     try: _, said = process.communicate()
     finally: process.kill()
-    if not process.returncode: return
-    lines = [line.strip() for line in said.splitlines() if line.strip()] or [f"exit status {process.returncode}"]
-    raise ProcessFailed(f"lm-evaluation-harness failed on {', '.join(tasks)} ({lines[-1]})")
+    if process.returncode:
+        reason = quote_failure(said, process.returncode)
+        raise ProcessFailed(f"lm-evaluation-harness failed on {', '.join(tasks)} ({reason})")
+    if lines := list_warnings(said):
+        warnings.warn("\n  ".join([f"lm-evaluation-harness said about {', '.join(tasks)}:", *lines]), stacklevel=2)
 
 # %% ../../nbs/benchmarks/harness.ipynb #372cf472
 def _leaf_tasks(name: str, groups: dict[str, list[str]]) -> list[str]:
@@ -193,14 +212,30 @@ def _metrics_of(numbers: dict) -> dict[str, float]:
     return {key: value for key, value in numbers.items() if "," in key and isinstance(value, (int, float))}
 
 # %% ../../nbs/benchmarks/harness.ipynb #7d134f6f
-def _judged_samples(name: str, samples: list[dict], metrics: list[str]) -> tuple[str, list[dict]]:
-    "The first metric that is 0 or 1 for every item, and its samples; ValueError if there is none."
+def _judged_samples(name: str, samples: list[dict], metrics: list[str], choice: str = "") -> tuple[str, str, list[dict]]:
+    """The first metric that is 0 or 1 for every item, its filter, and its samples.
+
+    ValueError if there is none, or if the task has several filters and not the one that is chosen."""
+    judged = {}
     for key in metrics:
         metric, _, kind = key.partition(",")
         found = [sample for sample in samples if sample["filter"] == kind]
-        if found and all(sample.get(metric) in (0, 1) for sample in found): return metric, found
-    raise ValueError(f"suite must name tasks with a metric that is right or wrong for every item, got {name}, which has "
-                     f"{', '.join(metrics) or 'none'}")
+        if found and all(sample.get(metric) in (0, 1) for sample in found): judged.setdefault(kind, (metric, kind, found))
+    if not judged:
+        raise ValueError(f"suite must name tasks with a metric that is right or wrong for every item, got {name}, which has "
+                         f"{', '.join(metrics) or 'none'}")
+    if choice in judged: return judged[choice]
+    if choice and len(judged) > 1: raise ValueError(f"harness[filter] must be one of {', '.join(judged)} for {name}, got {choice}")
+    if len(judged) > 1: warnings.warn(_describe_filters(name, judged), stacklevel=3)
+    return next(iter(judged.values()))
+
+
+def _describe_filters(name: str, judged: dict[str, tuple]) -> str:
+    "The sentence about a task with several filters: which one counts, and what the others give."
+    shares = [f"{kind} ({sum(sample[metric] for sample in found) / len(found):.1%} right)" for metric, kind, found in judged.values()]
+    first, *others = shares
+    return (f"{name} has several filters, and {first} counts; {', '.join(others)} can be chosen, as in "
+            f'harness={{"filter": "{[*judged][1]}"}}')
 
 # %% ../../nbs/benchmarks/harness.ipynb #4cd03c81
 def _response_of(sample: dict) -> tuple[str, str, str]:
@@ -229,8 +264,11 @@ def _rows(name: str, metric: str, samples: list[dict]) -> pd.DataFrame:
 def read_results(
     folder: Path,  # into which the harness wrote
     names: list[str],  # of benchmarks, such as harness:gsm8k
+    choice: str = "",  # the filter that counts for tasks with several; empty for the first one
 ) -> tuple[pd.DataFrame, dict[str, dict]]:
-    "The rows of responses, and for each benchmark its report: `items, metrics, metric, version, harness, shots`."
+    """The rows of responses, and for each benchmark its report: `items, metrics, metric, filter, version, harness, shots`.
+
+    ValueError as in `_judged_samples`, and if no task has the filter that is chosen."""
     folder = next(folder.rglob("results_*.json")).parent
     found = json.loads(next(folder.glob("results_*.json")).read_text(encoding="utf-8"))
     tables, reports = [], {}
@@ -238,22 +276,34 @@ def read_results(
         task = name.removeprefix(PREFIX)
         metrics = _metrics_of(found["results"][task])
         samples = [s for leaf in _leaf_tasks(task, found["group_subtasks"]) for s in _read_samples(folder, leaf)]
-        metric, judged = _judged_samples(name, samples, [key for key in metrics if "_stderr," not in key])
+        metric, kind, judged = _judged_samples(name, samples, [key for key in metrics if "_stderr," not in key], choice)
         tables.append(_rows(name, metric, judged))
-        reports[name] = dict(items=len(judged), metrics=metrics, metric=metric, version=found["versions"].get(task), shots=found["n-shot"].get(task),
+        reports[name] = dict(items=len(judged), metrics=metrics, metric=metric, filter=kind, version=found["versions"].get(task), shots=found["n-shot"].get(task),
                              harness=f"lm_eval {found['lm_eval_version']}")
+    kinds = dict.fromkeys(report["filter"] for report in reports.values())
+    if choice and choice not in kinds: raise ValueError(f"harness[filter] must be one of {', '.join(kinds)}, got {choice}")
     return pd.concat(tables, ignore_index=True), reports
 
 # %% ../../nbs/benchmarks/harness.ipynb #f645e6d4
+def _check_filter(tasks: list[str], choice: str) -> None:
+    "ValueError if a task declares several filters and not the one that is chosen; nothing is run before."
+    for task in tasks:
+        config = read_task(Path(task)) if Path(task).is_file() else find_task(task)
+        kinds = [part["name"] for part in config.get("filter_list") or []]
+        if len(kinds) > 1 and choice not in kinds:
+            raise ValueError(f"harness[filter] must be one of {', '.join(kinds)} for {PREFIX}{task}, got {choice}")
+
+
 def run_tasks(
     names: list[str],  # of benchmarks, such as harness:gsm8k
     model: str,  # a lab model, a folder or a hub id
     settings,  # EvalSettings: dtype, batch_size, limit, harness
 ) -> tuple[pd.DataFrame, dict[str, dict]]:
     "Let the harness measure a model; returns what `read_results` returns. ProcessFailed if the harness fails."
-    tasks = [SUITES[name].word.removeprefix(PREFIX) for name in names]
+    tasks, choice = [SUITES[name].word.removeprefix(PREFIX) for name in names], settings.harness.get("filter", "")
+    if choice: _check_filter(tasks, choice)
     with tempfile.TemporaryDirectory() as folder:
         command = harness_command(tasks, model, folder, dtype=settings.dtype, batch_size=settings.batch_size,
                                   limit=settings.limit, options=settings.harness)
         _call_harness(command, tasks)
-        return read_results(Path(folder), names)
+        return read_results(Path(folder), names, choice)

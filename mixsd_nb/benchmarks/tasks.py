@@ -24,7 +24,7 @@ from .answers import (
     is_number_match, last_boxed, last_json, last_line, same_answer, same_math, same_text)
 from .sandbox import explain_refusal, run_tests
 from ..models.identity import file_label
-from ..runs import explain_damage, load_object, read_lines
+from ..runs import explain_damage, load_object, quote_error, read_lines
 from ..runs.pool import count_cores
 
 # %% ../../nbs/benchmarks/tasks.ipynb #e81cda34
@@ -265,7 +265,7 @@ def _hub_rows(
     try:
         with hub_or_cache(): return list(load_dataset(source.hub, source.config, split=split))
     except Exception as e:  # the hub's libraries have no common class of error
-        raise ValueError(f"{name} could not be loaded from the Hugging Face hub ({source.hub}: {type(e).__name__}); "
+        raise ValueError(f"{name} could not be loaded from the Hugging Face hub ({source.hub}: {quote_error(e)}); "
                          f"connect to the hub, or put {name}.jsonl or {name}.parquet into a folder and name it by data= or "
                          "MIXSD_BENCHMARKS") from None
 

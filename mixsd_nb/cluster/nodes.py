@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..runs import find_stage, make_config, report_progress, run_lock, write_json
+from ..runs import clean_environment, find_stage, make_config, report_progress, run_lock, write_json
 from ..runs.processes import read_entries
 
 # %% ../../nbs/cluster/nodes.ipynb #0ad7bc74
@@ -40,7 +40,7 @@ def join_training(
 ) -> None:
     "Train as one of several nodes and report the progress; CalledProcessError if the training fails."
     command = _training_command(rendezvous)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=clean_environment()) as process:
         for entry in read_entries(process.stdout): report_progress("training", entry["step"], entry["steps"])
     if process.returncode: raise subprocess.CalledProcessError(process.returncode, command)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .grid import Cell
-from ..runs import read_json, write_json
+from ..runs import read_json, slurm_environment, write_json
 
 # %% ../../nbs/cluster/queue.ipynb #9b253137
 def query_slurm(
@@ -21,7 +21,8 @@ def query_slurm(
     patience: float = 30,  # seconds
 ) -> str | None:
     "The output of a command of Slurm; None if it is not installed, fails, or does not answer in time."
-    try: answer = subprocess.run(command, capture_output=True, text=True, timeout=patience, stdin=subprocess.DEVNULL)
+    try: answer = subprocess.run(command, capture_output=True, text=True, timeout=patience, stdin=subprocess.DEVNULL,
+                                 env=slurm_environment())
     except (FileNotFoundError, subprocess.TimeoutExpired): return None
     return answer.stdout if answer.returncode == 0 else None
 

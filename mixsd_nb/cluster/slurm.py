@@ -24,7 +24,7 @@ from .grid import Cell, group_by_resources
 from .resources import Resources
 from .nodes import join_training, rendezvous_file
 from .queue import START_MARK, Queue, log_of, query_slurm, read_sign, record_end
-from ..runs import ParameterError, read_json, try_lock, write_json
+from ..runs import ParameterError, hide_slurm_job, read_json, try_lock, write_json
 
 # %% ../../nbs/cluster/slurm.ipynb #8cc39692
 def _task_id() -> str:
@@ -187,7 +187,7 @@ def submit(
     import submitit
     if shutil.which("sbatch") is None: raise ParameterError("where must be local on this machine, which has no sbatch")
     executor, lock, jobs = submitit.SlurmExecutor(logs_folder(runs, name)), runs / "sweeps/submit.lock", []
-    with try_lock(lock, patience=600) as free:
+    with try_lock(lock, patience=600) as free, hide_slurm_job():
         if not free: raise TimeoutError(f"another process has been submitting for ten minutes; its lock is {lock}")
         groups, size = group_by_resources(select(), resources_of), _max_array_size()
         for resources, _ in groups: sbatch_options(resources, 1, 1)  # mistakes come before the first submission

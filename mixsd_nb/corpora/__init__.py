@@ -83,7 +83,7 @@ TESTS = "test:"  # before the kind, in the name of a split with tests that a fil
 
 
 def check_corpus(
-    name: str,  # a key of CORPORA, a file, a folder that `datasets` saved, or a hub id, owner/name or owner/name:split
+    name: str,  # a key of CORPORA, a file, a folder that `datasets` saved, or a hub id, owner/name, with :split or :config:split
     options: Mapping[str, Any] | None = None,  # of the corpus, such as its seed, or the columns of a file
 ) -> str:
     """The name under which CORPORA has the corpus: the name itself, unless it is a file or has options.

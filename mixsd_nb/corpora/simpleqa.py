@@ -23,6 +23,7 @@ from pathlib import Path
 from .kgfact import KGFACT_WORDS, name_entity
 from .prompts import CONCISE_REQUEST, boxed, naive_prompt
 from .world import WORLD_WORDS, draw_words
+from ..runs import quote_error
 
 # %% ../../nbs/corpora/simpleqa.ipynb #a7ce165c
 def simpleqa_prompt(
@@ -139,7 +140,7 @@ def read_hub(
     try:
         with hub_or_cache(): return load()
     except Exception as e:  # the hub's libraries have no common class of error
-        raise ValueError(f"{source} could not be loaded from the Hugging Face hub ({type(e).__name__}); connect to the "
+        raise ValueError(f"{source} could not be loaded from the Hugging Face hub ({quote_error(e)}); connect to the "
                          f"hub, or put {local} into a folder and name it by MIXSD_CORPORA") from None
 
 # %% ../../nbs/corpora/simpleqa.ipynb #b544d354

@@ -24,7 +24,7 @@ from ..models import ENGINES, load_tokenizer
 from ..models.engine import stop_ids
 from ..models.geometry import GEOMETRIES, read_shape
 from ..runs.presets import preset_values
-from ..runs import Stage, check_locks, runs_root
+from ..runs import Stage, check_locks, quote_failure, runs_root
 
 # %% ../../nbs/planning/preflight.ipynb #0d88be33
 class Input(NamedTuple):
@@ -72,7 +72,7 @@ def _check_package(name: str) -> str:
     if not importlib.util.find_spec(name): raise ImportError(f"{name} is not installed")
     code = f"import {name}; print({name}.__version__)"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    if told.returncode: raise ImportError((told.stderr.strip().splitlines() or ["it ends without a message"])[-1])
+    if told.returncode: raise ImportError(quote_failure(told.stderr, told.returncode))
     return told.stdout.strip().splitlines()[-1]
 
 
@@ -112,7 +112,7 @@ def check_inputs(
     told = subprocess.run(
         [sys.executable, "-m", "mixsd_nb.planning.preflight"], input=json.dumps(_collect(configs)), capture_output=True, text=True,
         env=os.environ | dict(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", MIXSD_RUNS=str(runs_root())))
-    if told.returncode: raise RuntimeError((told.stderr.strip().splitlines() or ["the check ended without a message"])[-1])
+    if told.returncode: raise RuntimeError(quote_failure(told.stderr, told.returncode))
     return [Input(*entry) for entry in json.loads(told.stdout.splitlines()[-1])] + [_try("locks", _check_locks)]
 
 

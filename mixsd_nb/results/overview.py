@@ -13,6 +13,8 @@ from typing import NamedTuple
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
+from .plain_text import plain_text
+
 # %% ../../nbs/results/overview.ipynb #4ef8fc89
 CONDITIONALS = {False: ("expert", "#0072b2"), True: ("naive", "#e69f00")}  # value of the naive mask -> name, colour
 
@@ -43,8 +45,7 @@ def draw_tokens(
         ax.add_patch(plt.Rectangle((column + 0.04, line + 0.08), len(text) - 0.08, 0.84, alpha=0.35, linewidth=0,
                                    color=CONDITIONALS[bool(n)][1]))
         for k, letter in enumerate(text):
-            ax.text(column + k + 0.5, line + 0.5, letter, family="monospace", ha="center", va="center", fontsize=9,
-                    parse_math=False)
+            ax.text(column + k + 0.5, line + 0.5, letter, family="monospace", ha="center", va="center", fontsize=9)
     ax.axis("off")
     return placed[-1][0] + 1
 
@@ -53,6 +54,7 @@ def _legend_patches():
     return [plt.Rectangle((0, 0), 1, 1, color=colour, alpha=0.35, label=name) for name, colour in CONDITIONALS.values()]
 
 
+@plain_text()
 def draw_sources(
     texts: list[str],  # of the tokens of a completion
     naive: list[bool],  # which of them are naive
@@ -75,6 +77,7 @@ def wrap_lines(
     return textwrap.wrap(text.replace("\n", "⏎ "), width, break_long_words=True, replace_whitespace=False)
 
 # %% ../../nbs/results/overview.ipynb #80097436
+@plain_text()
 def overview_figure(
     prompts: dict[str, str],  # heading -> what is asked
     completions: dict[str, tuple[list[str], list[bool]]],  # heading -> texts of the tokens, which of them are naive
@@ -91,7 +94,7 @@ def overview_figure(
     fig, axes = plt.subplots(len(heights), 1, figsize=size, height_ratios=heights, layout="constrained")
     for ax, lines in zip(axes, blocks.values()):
         for k, line in enumerate(lines):
-            ax.text(0, k + 0.5, line, family="monospace", fontsize=8.5, va="center", color="0.25", parse_math=False)
+            ax.text(0, k + 0.5, line, family="monospace", fontsize=8.5, va="center", color="0.25")
         ax.axis("off")
     for ax, (texts, naive) in zip(axes[len(blocks):], completions.values()): draw_tokens(ax, texts, naive, width)
     for ax, name, lines in zip(axes, [*prompts, *completions, ""], heights):

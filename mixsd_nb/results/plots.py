@@ -26,11 +26,12 @@ from matplotlib.figure import Figure
 from ..corpora import CORPORA
 from ..methods import BASE, Recipe, label_title, ordered_labels, parse_label, recipe_label
 from .demo import is_made_up
+from .plain_text import plain_text
 from ..runs import project_root, write_atomically
 
 # %% ../../nbs/results/plots.ipynb #2d3ff473
 def _method_colour(recipe: Recipe, settings: Mapping[str, float]) -> str:
-    "Return the colour of the method of a recipe: that of its label, or along its ramp."
+    "The colour of the method of a recipe: that of its label, or along its ramp."
     method, label = recipe.method, recipe_label(Recipe(recipe.method), **settings)
     if label in method.colours or not method.ramp: return method.colours.get(label, method.colour)
     ramp = sns.color_palette(f"blend:{','.join(method.ramp)}", as_cmap=True)
@@ -64,21 +65,21 @@ def recipe_colour(
 def recipe_marker(
     label: str,  # along `recipe`
 ) -> str:
-    "Return the marker of a recipe, the same in every figure, as matplotlib names it; ValueError for an undeclared label."
+    "The marker of a recipe, the same in every figure, as matplotlib names it; ValueError for an undeclared label."
     return parse_label(label)[0].marker
 
 # %% ../../nbs/results/plots.ipynb #4cf7b25a
 def model_name(
     key: str,  # of the base model: a name, a folder or a hub id
 ) -> str:
-    "Return the last part of a model's name, as figures and tables print it."
+    "The last part of a model's name, as figures and tables print it."
     return key.split("/")[-1]
 
 # %% ../../nbs/results/plots.ipynb #7d8526ee
 def model_names(
     keys: Iterable[str],  # of different base models
 ) -> dict[str, str]:
-    "Return the name of each model by its key: the last part, or the whole key if another model has the same last part."
+    "The name of each model by its key: the last part, or the whole key if another model has the same last part."
     keys = list(keys)
     counts = Counter(map(model_name, keys))
     return {key: model_name(key) if counts[model_name(key)] == 1 else key for key in keys}
@@ -87,7 +88,7 @@ def model_names(
 def corpus_name(
     dataset: str,  # name of a corpus
 ) -> str:
-    """Return the title of a corpus with its name in brackets, as figures print it; ValueError for an undeclared corpus.
+    """The title of a corpus with its name in brackets, as figures print it; ValueError for an undeclared corpus.
 
     The name of a corpus from a file is a digest, which is left out; its title has the name of the file."""
     title = CORPORA[dataset].title
@@ -97,7 +98,7 @@ def corpus_name(
 def format_range(
     values: xr.DataArray | np.ndarray,  # numbers of items; 0 or NaN if nothing was measured
 ) -> str:
-    "Return N as text: `100`, a range such as `88–100` if it differs, or `0` if nothing was measured."
+    "N as text: `100`, a range such as `88–100` if it differs, or `0` if nothing was measured."
     values = np.asarray(values)
     known = values[values > 0]
     if not known.size: return "0"
@@ -107,7 +108,7 @@ def format_range(
 def list_recipes(
     values: xr.DataArray,  # with a dimension `recipe`
 ) -> list[str]:
-    "Return the recipes that have a value, in the order of tables."
+    "The recipes that have a value, in the order of tables."
     measured = values.notnull().any([d for d in values.dims if d != "recipe"])
     return [m for m in ordered_labels(values["recipe"].values.tolist()) if measured.sel(recipe=m)]
 
@@ -115,7 +116,7 @@ def list_recipes(
 def ramp_labels(
     labels: Iterable[str],  # along `recipe`
 ) -> list[list[str]]:
-    "Return groups of labels whose colours follow one setting, each in the order of the setting."
+    "Groups of labels whose colours follow one setting, each in the order of the setting."
     groups = {}
     for m in ordered_labels(labels):
         recipe, _ = parse_label(m)
@@ -125,8 +126,9 @@ def ramp_labels(
 # %% ../../nbs/results/plots.ipynb #be405cb7
 @contextlib.contextmanager
 def figure_style() -> Iterator[None]:
-    "Set the style of all figures: ticks, a light grid, and the text sizes of a notebook."
-    with sns.plotting_context("notebook"), sns.axes_style("ticks", {"axes.grid": True, "grid.color": "0.9"}): yield
+    "The style of all figures: ticks, a light grid, and the text sizes of a notebook."
+    grid = {"axes.grid": True, "grid.color": "0.9"}
+    with sns.plotting_context("notebook"), sns.axes_style("ticks", grid), plain_text(): yield
 
 # %% ../../nbs/results/plots.ipynb #8cee744b
 def draw_recipe_legend(
@@ -137,7 +139,7 @@ def draw_recipe_legend(
     line: str = "",  # style of the lines that join the markers, as matplotlib names it
     remarks: dict[str, str] | None = None,  # label -> what follows its title
 ) -> None:
-    "Draw a legend outside the panels, in the order of tables: marker and colour of a recipe, and the base model as a dash."
+    "A legend outside the panels, in the order of tables: marker and colour of a recipe, and the base model as a dash."
     trained = [m for m in ordered_labels(labels) if m != BASE]
     dots = {m: plt.Line2D([], [], ls=line, lw=1.6, marker=recipe_marker(m), color=recipe_colour(m)) for m in trained}
     if BASE in labels: dots[BASE] = plt.Line2D([], [], ls="--", lw=1.2, color=recipe_colour(BASE))
@@ -175,17 +177,18 @@ def list_parts(source) -> list:
 def mark_made_up(
     draw: Callable[..., Figure],
 ) -> Callable[..., Figure]:
-    """Decorate a function that draws a figure: the figure has a watermark if an argument is made up.
+    """A decorator for a function that draws a figure: the figure has a watermark if an argument is made up.
 
     If it gets other cubes too, its title names the models whose numbers are made up."""
     @functools.wraps(draw)
+    @plain_text()
     def draw_marked(*args, **kwargs):
         fig = draw(*args, **kwargs)
-        sources = [part for source in (*args, *kwargs.values()) for part in list_parts(source)]
-        cubes = [part for part in sources if isinstance(part, (xr.Dataset, xr.DataTree)) and "model" in part.coords]
+        given = [part for source in (*args, *kwargs.values()) for part in list_parts(source)]
+        cubes = [part for part in given if isinstance(part, (xr.Dataset, xr.DataTree)) and "model" in part.coords]
         made = [model for cube in cubes if is_made_up(cube) for model in np.atleast_1d(cube["model"].values)]
         mixed = any(is_made_up(cube) != is_made_up(cubes[0]) for cube in cubes)
-        if is_made_up(sources): draw_watermark(fig, ", ".join(dict.fromkeys(made)) if mixed else "")
+        if is_made_up(given): draw_watermark(fig, ", ".join(dict.fromkeys(made)) if mixed else "")
         return fig
     return draw_marked
 

@@ -8,6 +8,7 @@ __all__ = ['CSS', 'TEX', 'SYMBOLS', 'CHARACTER', 'Sheet', 'format_number', 'rank
            'draw_sheet', 'save_table']
 
 # %% ../../nbs/results/sheets.ipynb #f7982df4
+import html
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -22,6 +23,7 @@ from matplotlib.textpath import TextPath
 from pandas.io.formats.style import Styler
 
 from ..methods import BASE
+from .plain_text import plain_text
 from .plots import recipe_colour, save_figure
 from ..runs import write_atomically
 
@@ -148,11 +150,20 @@ def style_sheet(
     rules = [dict(selector="caption", props="caption-side: top; text-align: left"),
              dict(selector="th.level0", props="vertical-align: top")]
     # No random ids: equal tables have equal bytes.
-    style = Styler(sheet.text, cell_ids=False, uuid=re.sub(r"\W", "", sheet.label))
+    style = Styler(sheet.text, cell_ids=False, uuid=re.sub(r"\W", "", sheet.label)).format(escape="html")
+    for axis in (0, 1): style = style.format_index(escape="html", axis=axis)
     style = style.apply(lambda _: sheet.marks.map(lambda m: CSS.get(m, "")), axis=None)
-    return style.apply_index(lambda _: edges, level=1).set_caption(format_caption(sheet)).set_table_styles(rules)
+    return style.apply_index(lambda _: edges, level=1).set_caption(html.escape(format_caption(sheet), quote=False)).set_table_styles(rules)
 
 # %% ../../nbs/results/sheets.ipynb #ed57dea9
+_LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+
+
+def _escape_latex(text: str) -> str:
+    "The text with a command in place of each sign that LaTeX reserves."
+    return re.sub(r"[\\{}$&%#_~^]", lambda sign: _LATEX.get(sign[0], f"\\{sign[0]}"), text)
+
+
 def to_latex(
     sheet: Sheet,
 ) -> str:
@@ -161,7 +172,7 @@ def to_latex(
     style = style.format(escape="latex").format_index(escape="latex", axis=0).format_index(escape="latex", axis=1)
     source = style.to_latex(
         hrules=True, clines="skip-last;data", multicol_align="c", multirow_align="t", label=sheet.label,
-        caption=format_caption(sheet).replace("%", r"\%"), column_format="ll" + "r" * sheet.text.shape[1],
+        caption=_escape_latex(format_caption(sheet)), column_format="ll" + "r" * sheet.text.shape[1],
         position_float="centering", position="t")
     source = re.sub(r"\\cline\{[^}]*\}", r"\\midrule", source).replace("\\midrule\n\\bottomrule", "\\bottomrule")
     for symbol, macro in SYMBOLS.items(): source = source.replace(symbol, macro)
@@ -229,7 +240,7 @@ def draw_sheet(
     right = np.cumsum([max(map(len, column)) + 2.0 for column in texts])
     caption = textwrap.wrap(format_caption(sheet), int(1.2 * right[-1]))
     rows = len(sheet.text) + 3.2 + 0.9 * len(caption)
-    with plt.rc_context({"font.size": 9}):
+    with plt.rc_context({"font.size": 9}), plain_text():
         fig, ax = plt.subplots(figsize=(CHARACTER * right[-1], 0.215 * rows))
         ax.set(xlim=(0, right[-1]), ylim=(rows, 0), position=(0, 0, 1, 1))
         ax.axis("off")

@@ -13,4 +13,5 @@ from .processes import *
 from .registry import *
 from .run import *
 from .storage import *
+from .surroundings import *
 from .user_files import *

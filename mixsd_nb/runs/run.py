@@ -28,6 +28,7 @@ from .processes import Interruption
 from .locks import check_locks
 from .provenance import code_version, module_file, module_versions, package_version, weights_version
 from .registry import load_object
+from .surroundings import hide_foreign_variables
 from .storage import (RESPONSE_COLUMNS, SCHEMA, TARGET_COLUMNS, explain_storage_errors, is_finished, open_result,
                                    read_run_record, read_table, remove_run, run_lock, runs_root, write_json,
                                    write_result)
@@ -251,6 +252,7 @@ class Stage(Config):
         return config.open_run(run.folder)
 
     @_collect_rarely()
+    @hide_foreign_variables()
     def _fill(self, run: Run, force: bool):
         "Check the configuration, and write what the run lacks."
         try: self.check()

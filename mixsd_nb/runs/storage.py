@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['COMPUTE_AGAIN', 'COMPUTE_BOTH', 'RESTORE', 'SCHEMA', 'RESPONSE_COLUMNS', 'TARGET_COLUMNS', 'netcdf_lock',
            'is_project', 'project_root', 'runs_root', 'check_runs_folder', 'StorageError', 'explain_storage_errors',
-           'DamagedFile', 'explain_damage', 'check_schema', 'sync', 'write_atomically', 'read_json', 'write_json',
-           'read_run_record', 'read_lines', 'read_table', 'Journal', 'report_progress', 'check_described',
+           'DamagedFile', 'quote_error', 'explain_damage', 'check_schema', 'sync', 'write_atomically', 'read_json',
+           'write_json', 'read_run_record', 'read_lines', 'read_table', 'Journal', 'report_progress', 'check_described',
            'is_finished', 'write_result', 'open_result', 'remove_run', 'remove_leftovers', 'try_lock', 'is_locked',
            'run_lock']
 
@@ -123,6 +123,15 @@ def _reason(
     plain = isinstance(error, (ValueError, OSError)) and text
     line = "".join(text.splitlines()[:1])
     return textwrap.shorten(line if plain else f"{type(error).__name__} {line}".strip(), 200, placeholder=" …")
+
+
+def quote_error(
+    error: Exception,  # of another program or library
+    lines: int = 4,
+) -> str:
+    "Return the class of an error and the first lines of its message, in one line, because they often say what helps."
+    said = " ".join(line.strip() for line in str(error).strip().splitlines()[:lines])
+    return textwrap.shorten(f"{type(error).__name__}: {said}" if said else type(error).__name__, 400, placeholder=" …")
 
 
 @contextlib.contextmanager

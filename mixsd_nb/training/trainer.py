@@ -30,7 +30,7 @@ from .offload import OffloadedAdamW, explain_out_of_memory
 from .saving import SavingTrainer, load_trained, memory_files, restore_objective
 from ..models import free_memory, load_base
 from ..models.linear import speed_up_linear_layers
-from ..runs import (Interruption, checkpoint_step, die_with_parent, last_checkpoint, launch, leave_after,
+from ..runs import (Interruption, checkpoint_step, die_with_parent, hide_foreign_variables, last_checkpoint, launch, leave_after,
                            load_object, resume_checkpoint, trained_steps, write_json)
 
 # %% ../../nbs/training/trainer.ipynb #54c11310
@@ -319,8 +319,13 @@ def train_process(
     The report gets step, steps, loss, grad_norm, learning_rate, the tokens trained so far, and tokens_per_second, after
     every update. ValueError if the number of processes is not that of the spec, or a checkpoint has another architecture; StorageError if a
     checkpoint cannot be written; DivergenceError if loss or gradient is not finite."""
-    if (processes := int(os.environ.get("WORLD_SIZE", 1))) != spec.processes:
-        raise ValueError(f"processes must be {spec.processes}, as the training spec says, got {processes}")
+    with hide_foreign_variables(grouped=spec.processes > 1):
+        if (processes := int(os.environ.get("WORLD_SIZE", 1))) != spec.processes:
+            raise ValueError(f"processes must be {spec.processes}, as the training spec says, got {processes}")
+        _train_missing(spec, folder, report)
+
+
+def _train_missing(spec, folder, report):
     missing, first = _missing_steps(spec, folder), int(os.environ.get("RANK", 0)) == 0
     if not missing: return
     model, tokenizer = load_base(spec.model)

@@ -1,0 +1,113 @@
+"What comes back from lm-evaluation-harness, without it: filters, warnings and reasons. `test_harness.py` compares it with the harness itself."
+
+import json
+import sys
+import warnings
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mixsd_nb.benchmarks import harness
+from mixsd_nb.benchmarks.evaluation import EvalSettings
+from mixsd_nb.benchmarks.harness import check_harness_options, harness_command, list_warnings, read_results
+from mixsd_nb.runs import ProcessFailed, quote_failure
+
+
+def store(folder, tasks):
+    "What the harness writes: for each task its filters, and for each filter which items are right."
+    share = lambda right: sum(right) / len(right)
+    found = {task: {f"exact_match,{kind}": share(right) for kind, right in kinds.items()} for task, kinds in tasks.items()}
+    (folder / "results_1.json").write_text(json.dumps({"results": found, "group_subtasks": {task: [] for task in tasks}, "versions": {}, "n-shot": {}, "lm_eval_version": "0.4.13"}))
+    def sample(kind, k, right): return dict(doc_id=k, filter=kind, exact_match=right, target="18", resps=[["It is 18."]], filtered_resps=["18"], arguments=dict(a=dict(arg_0="9 + 9?")))
+    for task, kinds in tasks.items():
+        rows = [sample(kind, k, one) for kind, right in kinds.items() for k, one in enumerate(right)]
+        (folder / f"samples_{task}_2026-1.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+def test_the_report_says_by_which_filter_responses_were_judged(tmp_path):
+    store(tmp_path, dict(sums=dict(strict=[0], flexible=[1])))
+    with pytest.warns(UserWarning, match=r'harness:sums has several filters, and strict \(0.0% right\) counts; flexible \(100.0% right\) can be chosen, as in harness=\{"filter": "flexible"\}'):
+        table, reports = read_results(tmp_path, ["harness:sums"])
+    assert table.correct.tolist() == [False] and (reports["harness:sums"]["metric"], reports["harness:sums"]["filter"]) == ("exact_match", "strict")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        table, reports = read_results(tmp_path, ["harness:sums"], "flexible")
+    assert table.correct.tolist() == [True] and reports["harness:sums"]["filter"] == "flexible"
+    with pytest.raises(ValueError, match=r"harness\[filter\] must be one of strict, flexible for harness:sums, got loose"): read_results(tmp_path, ["harness:sums"], "loose")
+
+
+KINDS = st.lists(st.sampled_from(["none", "strict", "flexible", "last-box"]), min_size=1, max_size=3, unique=True)
+
+
+@settings(max_examples=40, deadline=None)
+@given(tasks=st.dictionaries(st.sampled_from(["sums", "words", "choice"]), KINDS, min_size=1), choice=st.sampled_from(["", "none", "strict", "flexible", "loose"]), data=st.data())
+def test_the_filter_that_is_chosen_judges_every_task_that_has_it(tasks, choice, data, tmp_path_factory):
+    "A task with one filter takes it; a choice that a task with several lacks, or that no task has, is one sentence."
+    folder = tmp_path_factory.mktemp("results")
+    right = {task: {kind: data.draw(st.lists(st.integers(0, 1), min_size=2, max_size=2)) for kind in kinds} for task, kinds in tasks.items()}
+    store(folder, right)
+    expected = {task: choice if choice in kinds else kinds[0] if len(kinds) == 1 or not choice else None for task, kinds in tasks.items()}
+    names = [f"harness:{task}" for task in tasks]
+    fails = None in expected.values() or (choice and choice not in expected.values())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if fails:
+            with pytest.raises(ValueError, match=r"harness\[filter\] must be one of"): read_results(folder, names, choice)
+            return
+        table, reports = read_results(folder, names, choice)
+    for task, kind in expected.items():
+        assert reports[f"harness:{task}"]["filter"] == kind
+        assert table[table.benchmark == f"harness:{task}"].correct.tolist() == [bool(one) for one in right[task][kind]]
+
+
+def test_the_filter_is_not_an_option_of_the_command():
+    options = check_harness_options({"filter": "flexible-extract", "num_fewshot": 5})
+    assert options == {"filter": "flexible-extract", "num_fewshot": 5} and not {"--filter", "flexible-extract"} & set(harness_command(["gsm8k"], "lab-s", "out", options=options))
+    with pytest.raises(ValueError, match=r"harness\[filter\] must be a value like \"\""): check_harness_options({"filter": 1})
+    assert EvalSettings.model_fields["harness"].default == {}
+
+
+def test_a_filter_that_a_task_does_not_declare_is_refused_before_the_harness_runs(monkeypatch, tmp_path):
+    (tmp_path / "sums.yaml").write_text("task: sums\nfilter_list: [{name: strict}, {name: flexible}]\n")
+    harness._check_filter([str(tmp_path / "sums.yaml")], "flexible")
+    with pytest.raises(ValueError, match=r"must be one of strict, flexible for harness:.*sums.yaml, got flexibel"): harness._check_filter([str(tmp_path / "sums.yaml")], "flexibel")
+
+
+CUT = "2026-09-01 12:00:00 WARNING  [huggingface.py:1] Left truncation applied. Original sequence length was {}, truncating to last 4000 tokens."
+
+
+def call(code): return harness._call_harness([sys.executable, "-c", code], ["sums"])
+
+
+def test_warnings_of_the_harness_are_shown():
+    "Of the same kind of line the first one, without bars and messages of course."
+    lines = ["2026 INFO [a:1] Running loglikelihood requests", *map(CUT.format, (5000, 6000)), "Token indices sequence length is longer than 2048",
+             "a.py:3: UserWarning: slow", "  warnings.warn('slow')", "Running:  50%|#####     | 1/2 [00:01<00:01, 1.00it/s]"]
+    code = f"import sys; sys.stderr.write({chr(10).join(lines)!r})"
+    with pytest.warns(UserWarning) as said: call(code)
+    text, = [str(warning.message) for warning in said]
+    assert text.splitlines() == ["lm-evaluation-harness said about sums:", f"  {CUT.format(5000)}", "  Token indices sequence length is longer than 2048", "  a.py:3: UserWarning: slow"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call("import sys; sys.stderr.write('2026 INFO [a:1] done\\n')")
+
+
+def test_many_warnings_are_counted():
+    found = list_warnings("\n".join(f"WARNING {'x' * k}" for k in range(1, 31)))
+    assert len(found) == 11 and found[-1] == "… and 20 more"
+
+
+@pytest.mark.parametrize("code, reason", [("raise ValueError('no config:\\nnorth or south')", "ValueError: no config: north or south"), ("import sys; sys.exit('no such task')", "no such task"),
+                                          ("import os; os._exit(3)", "exit status 3")])
+def test_the_reason_of_a_failure_is_quoted(code, reason):
+    with pytest.raises(ProcessFailed) as failure: call(code)
+    assert str(failure.value) == f"lm-evaluation-harness failed on sums ({reason})"
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cc", "Cs", "Zl", "Zp"], exclude_characters="\x85"), min_size=1, max_size=30).map(str.strip).filter(bool), min_size=1, max_size=4))
+def test_the_first_lines_of_an_error_are_quoted(lines):
+    "Whatever its message is, and whatever was printed before."
+    said = 'INFO begin\nTraceback (most recent call last):\n  File "a.py", line 1, in f\n    f()\nValueError: ' + "\n".join(lines) + "\n"
+    words = " ".join(["ValueError:", *" ".join(lines).split()])
+    assert quote_failure(said) == words or quote_failure(said).endswith(" …") and words.startswith(quote_failure(said)[:-2])
