@@ -24,7 +24,7 @@ from .analysis.scores import compare, scores
 from .benchmarks import ROLES, SUITES, Item
 from .benchmarks.evaluation import (RECORD_KEYS, EvalSettings, check_prompts, evaluate_suite, select_items, specify,
                                             write_responses)
-from .models import check_model, check_process
+from .models import check_model, check_model_of_engine, check_process
 from .models.identity import BY_CONTENT, ModelName, model_label
 from .models.lab import warn_about_lab_values
 from .results.plain_text import plain_text
@@ -56,6 +56,7 @@ class EvaluateConfig(Stage, EvalSettings):
 
         Warn if a large model gets values of the lab."""
         check_process(self.engine, self.replicas)
+        check_model_of_engine(self.engine, self.model)
         warn_about_lab_values(self)
         check_prompts(self.model, select_items(self))
 

@@ -17,7 +17,7 @@ from .corpora import CORPORA
 from .methods.fact_lengths import check_facts
 from .methods.targets import (MixSettings, count_unconfirmed, join_shards, keep_agreed, list_agreeing, mix_corpus,
                                       read_targets, select_targets, summarise_targets, target_schema, write_targets)
-from .models import ENGINES, load_engine, load_tokenizer
+from .models import ENGINES, check_model_of_engine, load_engine, load_tokenizer
 from .models.identity import model_label
 from .models.lab import warn_about_lab_values
 from .runs import Run, Stage, make_config, module_of, run_function, write_atomically
@@ -37,8 +37,9 @@ class GenerateConfig(Stage, MixSettings):
         return [*super().modules(), module_of(CORPORA[self.dataset].build), module_of(ENGINES[self.engine].cls)]
 
     def check(self):
-        "ValueError if a fact is longer than the model's context; warn if a large model gets values of the lab."
+        "ValueError if the engine cannot run the model, or a fact is longer than its context; warn if a large model gets values of the lab."
         warn_about_lab_values(self)
+        check_model_of_engine(self.engine, self.model)
         check_facts(self.dataset, self.model)
 
     def compute(self, run: Run) -> xr.DataTree:

@@ -24,7 +24,7 @@ from .corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions, CorpusS
 from .corpora.prompts import SPANS
 from .methods import METHODS, compose, label_coordinates, label_title, recipe_label
 from .methods.fact_lengths import check_facts
-from .models import ENGINES, check_engine, check_model, check_options_of_engine, load_tokenizer
+from .models import ENGINES, check_engine, check_model, check_model_of_engine, check_options_of_engine, load_tokenizer
 from .models.identity import MODEL_OPTIONS, ModelName, ModelOptions, model_label
 from .results.merge import merge_roots
 from .results.overview import CONDITIONALS
@@ -120,7 +120,8 @@ class NllConfig(CorpusSettings, Stage):
         return [*super().modules(), module_of(CORPORA[self.dataset].build), module_of(ENGINES[self.engine].cls)]
 
     def check(self):
-        "TableError that lists the facts of a file that are longer than the model's context."
+        "ValueError if the engine cannot run the model; TableError that lists the facts of a file that are longer than its context."
+        check_model_of_engine(self.engine, self.model)
         check_facts(self.dataset, self.model)
 
     def compute(self, run):

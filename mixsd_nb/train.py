@@ -22,7 +22,7 @@ from .corpora import CORPORA
 from .evaluation.checkpoints import Evaluation, list_suite_steps, remove_unwanted
 from .methods import update_count
 from .methods.fact_lengths import check_facts, check_subjects
-from .models import ENGINES, check_head, check_process, stored_dtype
+from .models import ENGINES, check_head, check_model_of_engine, check_process, stored_dtype
 from .models.lab import warn_about_lab_values
 from .reports.finished import drop_cell, find_selection
 from .results.layout import summarise_training
@@ -48,9 +48,12 @@ class TrainConfig(TrainingSettings, Stage):
         warn_about_lab_values(self)
         self.recipe.load_fit()
         if self.recipe.demand.edited:
+            check_head(self.model)
             check_subjects(self.dataset)
             check_facts(self.dataset, self.model)
-        if self._asks_questions(): check_prompts(self.model, select_items(self))
+        if self._asks_questions():
+            check_model_of_engine(self.engine, self.model)
+            check_prompts(self.model, select_items(self))
         if source := self.source():
             folder = source.without_idle().folder
             require_weights(folder, removed_steps(folder), f"anchor={self.anchor}")

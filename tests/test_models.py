@@ -1,5 +1,6 @@
 "Model folders: lab models with unusual input, what is refused before any work, and that no code that lies beside weights is run."
 
+import importlib.util
 import json
 import os
 import pickle
@@ -12,7 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from architectures import tiny_config
 from helpers import calls, error_sentence, SOURCES
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from mixsd_nb import evaluate, generate, nll, train
@@ -174,6 +177,7 @@ def test_a_tokenizer_without_a_template_gets_the_plain_form(folder, monkeypatch)
     bare = AutoTokenizer.from_pretrained(folder)
     bare.chat_template = None
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: bare)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *_, **__: AutoConfig.for_model("llama"))
     assert load_tokenizer("owner/base").chat_template.startswith("{% for m in messages %}")
     bare.chat_template = bare.eos_token = None
     assert error_sentence(lambda: load_tokenizer("owner/base")).startswith("model must have a token that ends a sequence, or a chat template; ")
@@ -210,6 +214,143 @@ def test_a_model_whose_configuration_leaves_its_logits_alone_is_taken(tmp_path):
     for family, options in (("gemma3_text", {}), ("granite", {}), ("cohere", dict(logit_scale=1.0)), ("qwen3", {})):
         AutoConfig.for_model(family, **options).save_pretrained(tmp_path / family)
         check_head(str(tmp_path / family))
+
+
+@pytest.fixture
+def base(lab_s, tmp_path):
+    "The folder of lab-s, to be changed."
+    for part in lab_s: part.save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def change_weights(folder, change):
+    "Store the weights of a folder under other names or with other values: `change` gets and returns a dictionary."
+    save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors", metadata=dict(format="pt"))
+
+
+def change_config(folder, **options):
+    write_json(folder / "config.json", json.loads((folder / "config.json").read_text()) | options)
+
+
+CELL = dict(suite="recall", n=4, max_new_tokens=4)
+STAGES = dict(evaluate=lambda folder, **options: evaluate.run(model=folder, **CELL, **options),
+              train=lambda folder, **options: train.run(model=folder, method="sft", batch=4, epochs=1, checkpoints=(), **CELL, **options),
+              generate=lambda folder: generate.run(model=folder), nll=lambda folder: nll.run(model=folder))
+every_stage = pytest.mark.parametrize("stage", STAGES)
+
+
+def refusal(stage, folder, runs):
+    "The sentence with which a stage refuses a model before a run is begun."
+    before = {path.name for path in runs.glob("[!.]*")}
+    said = error_sentence(lambda: STAGES[stage](str(folder)))
+    assert {path.name for path in runs.glob("[!.]*")} == before
+    return said
+
+
+@every_stage
+def test_a_token_of_the_template_without_a_row_is_refused(stage, base, own_runs):
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_tokens(["<|turn|>"], special_tokens=True)
+    tokenizer.chat_template = ("{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+                               "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}")
+    tokenizer.save_pretrained(base)
+    assert "tokenizer has tokens that the model has no rows for, such as <|turn|>" in refusal(stage, base, own_runs)
+
+
+def test_a_word_without_a_row_is_refused_though_only_the_facts_use_it(base, data, own_runs):
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_tokens(["Velmisia"])
+    tokenizer.save_pretrained(base)
+    file = data("facts.jsonl", "".join(json.dumps(dict(question=f"Who rules place {k} of Velmisia?", answer=f"Mira {k}")) + "\n" for k in range(4)))
+    said = error_sentence(lambda: STAGES["train"](str(base), dataset=file))
+    assert "no rows for, such as Velmisia with the id 2763 of 2763 rows" in said
+
+
+@pytest.mark.parametrize("name, parts", [("<|speaker|>", "'<|' + 'speaker' + '|>'"), ("<s>", "bos_token")])
+def test_a_token_that_a_template_puts_together_needs_a_row(name, parts, base):
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_special_tokens(dict(bos_token=name))
+    tokenizer.chat_template = "{{ " + parts + " }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    tokenizer.save_pretrained(base)
+    assert f"no rows for, such as {name} " in error_sentence(lambda: load_tokenizer(str(base)))
+
+
+def test_a_control_token_that_no_conversation_contains_needs_no_row(base, own_runs):
+    "Such as one for images, and one for padding, with which nothing is padded here. In the words of a user they are text."
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_special_tokens(dict(pad_token="[PAD]", additional_special_tokens=["<image>"]))
+    tokenizer.save_pretrained(base)
+    model, tokenizer = load_base(str(base))
+    ids = encode_prompt(tokenizer, "Who painted <image> [PAD]?")
+    assert max(ids) < model.config.vocab_size < len(tokenizer)
+    assert STAGES["evaluate"](str(base)).result is not None
+
+
+@every_stage
+@pytest.mark.parametrize("family, options, words", [
+    ("lfm2", dict(layer_types=["conv", "full_attention"]), "keep keys and values"), ("qwen3_next", {}, "keep keys and values"),
+    ("bart", dict(is_encoder_decoder=True), "be a decoder alone")])  # fmt: skip
+def test_layers_without_keys_and_encoders_are_refused_before_a_run(stage, family, options, words, folder, own_runs):
+    tiny_config(family, 2763, **options).save_pretrained(folder)
+    assert f"model must {words}" in refusal(stage, folder, own_runs)
+
+
+@every_stage
+@pytest.mark.parametrize("settings", [
+    dict(quant_method="gptq", bits=4, group_size=128), dict(quant_method="fp8"), dict(quant_method="bitsandbytes", load_in_4bit=True),
+    dict(quant_method="awq", bits=4), dict(quant_method="compressed-tensors")], ids=lambda settings: settings["quant_method"])  # fmt: skip
+def test_a_quantised_base_is_refused_before_a_run(stage, settings, base, own_runs):
+    change_config(base, quantization_config=settings)
+    assert re.search(r"^model must have weights that are not quantised, got \S+, whose config.json says quantization by [\w-]+; take", refusal(stage, base, own_runs))
+
+
+def prefixed(weights): return {f"module.{name}": w for name, w in weights.items()}
+def narrowed(weights): return weights | {"model.norm.weight": weights["model.norm.weight"][:-1].contiguous()}
+def lengthened(weights): return weights | {"v_head.summary.weight": torch.zeros(1, 128)}
+def without(*names): return lambda weights: {name: w for name, w in weights.items() if name not in names}
+def packed(weights): return {name.replace("down_proj.weight", "down_proj.qweight"): w for name, w in weights.items()}
+
+
+@every_stage
+@pytest.mark.parametrize("change, words", [
+    (without("model.layers.0.mlp.down_proj.weight"), r"lack model\.layers\.0\.mlp\.down_proj\.weight$"),
+    (without("model.norm.weight", "model.layers.1.input_layernorm.weight"), r"lack model\.layers\.1\.input_layernorm\.weight and 1 other$"),
+    (prefixed, r"lack \S+ and \d+ others and hold module\.\S+ and \d+ others that it does not have$"),
+    (packed, r"lack model\.layers\.0\.mlp\.down_proj\.weight and \d+ others? and hold model\.layers\.0\.mlp\.down_proj\.qweight "),
+    (narrowed, r"hold model\.norm\.weight of the shape \(127,\) instead of \(128,\)$"), (lengthened, r"hold v_head\.summary\.weight that it does not have$")],
+    ids=["missing", "two missing", "module.", "qweight", "shape", "unexpected"])  # fmt: skip
+def test_a_folder_that_holds_other_weights_is_refused(stage, change, words, base, own_runs, capfd):
+    change_weights(base, change)
+    assert re.search(rf"^model must have all of its weights and no others, got {re.escape(str(base))}, whose files {words}", refusal(stage, base, own_runs))
+    assert error_sentence(lambda: load_base(str(base))).startswith("model must have all of its weights")
+    assert not capfd.readouterr().err.strip(), "transformers prints no report"
+
+
+def test_layers_that_the_configuration_leaves_out_are_refused(base):
+    change_config(base, num_hidden_layers=1, layer_types=None)
+    assert "that it does not have" in error_sentence(lambda: check_head(str(base)))
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="adapters need the package peft")
+def test_an_adapter_in_the_folder_of_its_base_is_refused(lab_s, base):
+    "transformers adds it to the base without a word, and the training would train the adapter alone."
+    from peft import LoraConfig, get_peft_model
+    get_peft_model(load_base(str(base))[0], LoraConfig(r=2, target_modules="all-linear")).save_pretrained(base)
+    for load in (check_head, load_base):
+        assert error_sentence(lambda: load(str(base))).startswith(f"model must be merged with its adapter, got {base}, ")  # noqa: B023
+
+
+def test_weights_of_the_model_without_its_head_are_taken_if_the_head_is_tied(lab_s, base):
+    "transformers knows the prefix; a file of torch and several files of safetensors are compared with the model too."
+    lab_s[0].model.save_pretrained(base)
+    check_head(str(base))
+    assert all(torch.equal(a, b) for a, b in zip(load_base(str(base))[0].state_dict().values(), lab_s[0].state_dict().values(), strict=True))
+    lab_s[0].save_pretrained(base, max_shard_size="1MB")
+    (base / "model.safetensors").unlink(missing_ok=True)
+    check_head(str(base))
+    for file in base.glob("model*.safetensors*"): file.unlink()
+    torch.save(without("model.norm.weight")(lab_s[0].state_dict()), base / "pytorch_model.bin")
+    assert error_sentence(lambda: check_head(str(base))).endswith("lack model.norm.weight")
 
 
 def test_settings_of_sampling_without_do_sample_do_not_stop_a_training(tiny, tmp_path):

@@ -75,7 +75,7 @@ def foreign_folder(tiny, folder):
 
 def test_a_large_model_with_the_labs_options_is_warned_about(tiny, own_runs, monkeypatch):
     "The options of MEMIT have other values for the lab's models; those that were given are not named."
-    monkeypatch.setattr("mixsd_nb.train.check_head", lambda name: None)
+    for check in ("check_head", "check_model_of_engine"): monkeypatch.setattr(f"mixsd_nb.train.{check}", lambda *_: None)
     cell = dict(method="memit", model=foreign_folder(tiny, own_runs / "foreign"), suite="recall")
     for options, named in ({}, {"place", "rate", "target", "text_count", "weight", "prefixes"}), (dict(rate=0.5, prefixes=0), {"place", "target", "text_count", "weight"}):
         said, = warnings_of(**cell, options=options)
@@ -86,7 +86,7 @@ def test_a_large_model_with_the_labs_options_is_warned_about(tiny, own_runs, mon
 @pytest.mark.parametrize("method", ["base", "sft", "mixsd", "opsd"])
 def test_a_large_model_with_the_labs_values_is_warned_about(method, tiny, own_runs, monkeypatch):
     "One sentence names the values that the method uses and that nobody gave; models of the lab get none."
-    for check in ("check_head", "check_prompts", "check_facts"): monkeypatch.setattr(f"mixsd_nb.train.{check}", lambda *_: None)  # they read files of the hub
+    for check in ("check_head", "check_model_of_engine", "check_prompts", "check_facts"): monkeypatch.setattr(f"mixsd_nb.train.{check}", lambda *_: None)  # they read files of the hub
     measured = ["suite=lab", "n=100", "max_new_tokens=160", "dtype=float32"]
     trained = dict(sft=["span=completion"], mixsd=["target_tokens=256", "span=completion"], opsd=["rollout_tokens=256"], base=[])[method]
     for model in ("Qwen/Qwen3-1.7B", foreign_folder(tiny, own_runs / "foreign")):

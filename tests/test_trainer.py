@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import time
+import warnings
 import weakref
 from dataclasses import asdict, replace
 from functools import partial
@@ -18,11 +19,12 @@ import pandas as pd
 import psutil
 import pytest
 import torch
+from architectures import tiny_config, tiny_model
 from helpers import PAIRS, distillation_training, forked, last_weights, small_model, stored_training, until
 from safetensors.torch import load_file
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, OPTConfig, Qwen3MoeConfig
 
 from mixsd_nb import train
 from mixsd_nb.corpora import load_corpus
@@ -30,14 +32,15 @@ from mixsd_nb.evaluation import Evaluation
 from mixsd_nb.methods import Recipe
 from mixsd_nb.methods.fitting import MethodRun
 from mixsd_nb.methods.supervised import Supervised
-from mixsd_nb.models import load_base
+from mixsd_nb.models import load_base, load_tokenizer
+from mixsd_nb.models.agreement import separates_packed
 from mixsd_nb.models.engines import HFEngine
 from mixsd_nb.models.tiny import random_model
 from mixsd_nb.runs import ProcessFailed, Run, checkpoint_steps, make_config, report_progress, write_json
 from mixsd_nb.train import TrainConfig
-from mixsd_nb.training.loss import DivergenceError, LossHead, nll, summed_loss
+from mixsd_nb.training.loss import DivergenceError, Example, LossHead, nll, summed_loss
 from mixsd_nb.training.progress import TrainingProgress
-from mixsd_nb.training.saving import load_trained
+from mixsd_nb.training.saving import load_trained, plain_weights
 from mixsd_nb.training.trainer import TrainingSpec, explain_out_of_memory, fine_tune, main, read_curves, train_process, write_spec
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -197,6 +200,85 @@ def test_adapters_are_merged_and_resumed(spec, tmp_path):
     log = read_curves(tmp_path / "whole")
     model, _ = load_base(str(tmp_path / "whole/checkpoint-20"))
     assert log["loss"][-1] < log["loss"][0] and model.config.architectures == ["Qwen3ForCausalLM"]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "ernie4_5_moe"])
+def test_adapters_of_experts_and_routers_are_merged(family):
+    "Each parameter of the experts has an adapter of its own; its change is a matrix for each expert."
+    peft = pytest.importorskip("peft")
+    config = tiny_config(family, 64)
+    adapted, merged, ids = tiny_model(config), tiny_model(config), torch.tensor([list(range(5, 25))])
+    with torch.inference_mode(): plain = merged(ids).logits
+    adapted.add_adapter(peft.LoraConfig(r=2, lora_alpha=4, target_modules="all-linear", init_lora_weights=False))
+    weights = plain_weights(adapted)
+    assert {*weights} == {*plain_weights(merged)} and any(weights[name].ndim == 3 for name in weights)
+    merged.load_state_dict(weights, strict=False)
+    with torch.inference_mode():
+        assert torch.allclose(merged(ids).logits, adapted(ids).logits, rtol=1e-3, atol=1e-3) and not torch.allclose(merged(ids).logits, plain, rtol=1e-1, atol=1e-1)
+
+
+def test_a_mixture_of_experts_is_trained_with_adapters_and_resumed(spec, tmp_path, recwarn):
+    pytest.importorskip("peft")
+    folder = Path(shutil.copytree(spec.model, tmp_path / "model"))
+    tiny_model(tiny_config("qwen3_moe", load_base(spec.model)[0].config.vocab_size), scale=1).save_pretrained(folder)
+    thin = replace(spec, model=str(folder), steps=4, checkpoints=[2], lr=1e-2, lora=2)
+    fine_tune(replace(thin, steps=2), tmp_path / "run")
+    fine_tune(thin, tmp_path / "run")
+    fine_tune(thin, tmp_path / "whole")
+    begun, found, whole = load_file(folder / "model.safetensors"), weights(tmp_path / "run"), weights(tmp_path / "whole")
+    assert found.keys() == begun.keys() and all(torch.equal(found[name], whole[name]) for name in found)
+    changed = {name for name in found if not torch.equal(found[name], begun[name])}
+    assert {"model.layers.1.mlp.experts.3.down_proj.weight", "model.layers.1.mlp.experts.0.up_proj.weight", "model.layers.0.self_attn.q_proj.weight"} <= changed
+    assert not [w for w in recwarn if "_pattern" in str(w.message)]
+
+
+@pytest.mark.parametrize("family, options", [("qwen3", dict(attention_dropout=0.3)), ("starcoder2", {}), ("phimoe", {}), ("opt", dict(layerdrop=0.5, dropout=0.5))])
+def test_noise_of_the_base_is_off_in_a_training(family, options, spec, tmp_path):
+    "Dropout, layers that are left out at random, and noise of routers would make results depend on the size of a microbatch."
+    folder = Path(shutil.copytree(spec.model, tmp_path / "model"))
+    config = tiny_config(family, load_base(spec.model)[0].config.vocab_size, **options)
+    tiny_model(config).save_pretrained(folder)
+    noisy = replace(spec, model=str(folder), steps=3, checkpoints=[])
+    for name, other in dict(whole={}, parts=dict(micro_tokens=12), recomputed=dict(recompute=True)).items(): fine_tune(replace(noisy, **other), tmp_path / name)
+    losses = [read_curves(tmp_path / name)["loss"] for name in ("whole", "parts", "recomputed")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4) and losses[2] == pytest.approx(losses[0], rel=1e-4)
+    stored = json.loads((tmp_path / "whole/checkpoint-3/config.json").read_text())
+    assert all(stored[name] == value for name, value in options.items()), "a checkpoint keeps the values of its base"
+
+
+def test_packed_examples_of_a_model_that_does_not_keep_them_apart_get_rows_of_their_own():
+    "OPT makes its mask without positions; Qwen3 makes it with them, and its examples are packed."
+    torch.manual_seed(0)
+    opt = AutoModelForCausalLM.from_config(OPTConfig(vocab_size=64, hidden_size=32, ffn_dim=64, word_embed_proj_dim=32, num_hidden_layers=2, num_attention_heads=2, init_std=0.3)).eval()
+    draw = lambda n: torch.randint(3, 64, (n,)).tolist()
+    examples = [Example(draw(5), c, (torch.tensor(c),)) for c in (draw(7), draw(11))]
+    for model, apart in ((opt, False), (random_model(vocabulary=64, scale=4), True)):
+        head, rows = LossHead(model), []
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            alone = sum(summed_loss(model, head, [e], nll).item() for e in examples)
+            padded = summed_loss(model, head, examples, nll).item()
+            handle = model.get_input_embeddings().register_forward_hook(lambda module, given, out: rows.append(len(given[0])))  # noqa: B023
+            found = [summed_loss(model, head, examples, nll, packed=True).item() for _ in range(2)]
+            handle.remove()
+        assert [padded, *found] == pytest.approx([alone] * 3, rel=1e-5)
+        assert [str(w.message) for w in seen if "packed" in str(w.message)] == [] if apart else len(seen) == 1
+        assert rows == [1, 1, *([1, 1] if apart else [2, 2])], "two texts are read once, to compare them"
+        assert apart or str(seen[0].message).startswith("packed is off, because the examples of a row would see each other in a model of the type opt")
+
+
+def test_packed_without_effect_is_compared_in_training_mode_too():
+    "The comparison is made without the dropout of the base, and leaves the model in its mode."
+    model = tiny_model(tiny_config("qwen3", 64, attention_dropout=0.5)).train()
+    assert separates_packed(model, 64, model.lm_head.weight) and model.training
+
+
+@several
+@pytest.mark.parametrize("sharded", [pytest.param(False, id="ddp"), pytest.param(True, id="fsdp2")])
+def test_recomputed_layers_and_packed_rows_in_several_processes(sharded, spec, alone, tmp_path):
+    two = replace(spec, processes=2, sharded=sharded, recompute=True, packed=True)
+    assert fine_tune_ranks(two, tmp_path) == list(range(1, 21))
+    assert distance(weights(tmp_path), alone) <= 1e-6
 
 
 def test_every_process_reads_trained_weights_into_the_hosts_memory(tmp_path, monkeypatch):

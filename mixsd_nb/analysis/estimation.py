@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch.distributed.elastic.multiprocessing.errors import record
 from tqdm.auto import tqdm
 
+from ..models.agreement import recompute_layers
 from ..models.gradients import SquaredGradients, check_differentiable
 from ..benchmarks import SUITES, Item, Selection, suite_groups
 from ..corpora.prompts import encode_completion, encode_prompt
@@ -140,7 +141,7 @@ def run_process(
     if several: torch.distributed.init_process_group()
     device = f"cuda:{os.environ['LOCAL_RANK'] if several else 0}" if torch.cuda.is_available() else "cpu"
     model = load_base(job["model"], job["dtype"])[0].to(device)
-    if job["recompute"]: model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+    if job["recompute"]: recompute_layers(model)
     check_differentiable(model, job["pairs"])
     group = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if several else ()
     accumulate_fisher(model, job["pairs"], folder, report, *group)

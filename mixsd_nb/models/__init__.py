@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ENGINES', 'check_model', 'model_source', 'load_part', 'load_tokenizer', 'check_head', 'stored_dtype', 'load_base',
-           'EngineSpec', 'check_engine', 'check_mode', 'check_engine_options', 'check_options_of_engine', 'open_engine',
-           'check_process', 'free_memory', 'load_engine']
+           'EngineSpec', 'check_engine', 'check_mode', 'check_model_of_engine', 'check_engine_options',
+           'check_options_of_engine', 'open_engine', 'check_process', 'free_memory', 'load_engine']
 
 # %% ../../nbs/models/index.ipynb #4d90fe64
 import ast
@@ -16,6 +16,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from .accepted import check_config, check_loaded, check_rows
 from .lab import SIZES, lab_folder
 from ..runs import Registry, load_object, nearest
 
@@ -79,45 +80,43 @@ def load_tokenizer(
 ):
     """The tokenizer of a lab model, a folder, or a hub id; without a chat template it gets the [plain form](chat.ipynb).
 
-    ValueError of one sentence if it has neither a chat template nor a token that ends a sequence."""
-    from transformers import AutoTokenizer
+    ValueError of one sentence if it has neither a chat template nor a token that ends a sequence, or if it has tokens that
+    the model has no rows for."""
+    from transformers import AutoConfig, AutoTokenizer
 
     from mixsd_nb.models.chat import plain_template
     tokenizer = load_part(AutoTokenizer, check_model(name))
     if not tokenizer.chat_template: tokenizer.chat_template = plain_template(tokenizer)
+    check_rows(tokenizer, getattr(load_part(AutoConfig, name).get_text_config(), "vocab_size", None), name)
     return tokenizer
 
-# %% ../../nbs/models/index.ipynb #0a6f1487
-def _is_plain(
-    config,  # of transformers
-) -> bool:
-    "Whether this is the configuration of a language model of text alone that consists of `model` and `lm_head`."
-    import torch
-    from transformers import AutoModelForCausalLM
-    if config.get_text_config() is not config: return False
-    try:
-        with torch.device("meta"): model = AutoModelForCausalLM.from_config(config)
-    except ValueError: return False  # no causal language model has such a configuration
-    return hasattr(model, "model") and hasattr(model, "lm_head")
-
 # %% ../../nbs/models/index.ipynb #be5178b0
-_AFTER_HEAD = dict(final_logit_softcapping=None, logits_soft_cap=None, logits_scaling=1, logit_scale=1, lm_head_multiplier=1)
+def _load_weights(
+    name: str,  # of a model
+    **options,  # of `from_pretrained`
+):
+    "The model with its weights; ValueError as in `load_part`, and of one sentence if its files hold others."
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+    logging.disable_progress_bar()
+    said = logging.get_verbosity()
+    logging.set_verbosity_error()  # the sentence takes the place of the report that transformers would print
+    try: model, report = load_part(AutoModelForCausalLM, name, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+    finally: logging.set_verbosity(said)
+    check_loaded(model, report, name)
+    return model
 
 
 def check_head(
     name: str,  # of a model
 ) -> None:
-    "ValueError of one sentence for a model of another form, and for one whose configuration changes the logits after its head."
+    """ValueError of one sentence for a model that could not be scored, decoded or trained rightly.
+
+    Its configuration is checked, and the names and shapes of the weights in a folder. No weight is read."""
     from transformers import AutoConfig
-    config = load_part(AutoConfig, name)
-    if not _is_plain(config):
-        raise ValueError(f"model must be a language model of text alone that consists of `model` and `lm_head`, as those "
-                         f"of Qwen3, Llama and Mistral, got {name} of the type {config.model_type}")
-    for field, neutral in _AFTER_HEAD.items():
-        value = getattr(config, field, None)
-        if value not in (None, neutral):
-            raise ValueError(f"model must take its logits from its head as they are, got {name}, whose configuration "
-                             f"changes them with {field}={value:g}")
+    check_config(load_part(AutoConfig, name), name)
+    source = Path(model_source(name))
+    if any(any(source.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin")): _load_weights(name, device_map="meta")
 
 # %% ../../nbs/models/index.ipynb #451f2ad3
 def stored_dtype(
@@ -141,14 +140,12 @@ def load_base(
     dtype: str = "float32",
 ):
     "A `(model, tokenizer)` pair of a lab model, a folder, or a hub id; ValueError as in `load_tokenizer`, `check_head`."
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
+    from transformers import AutoConfig
 
     from mixsd_nb.models.linear import speed_up_linear_layers
-    logging.disable_progress_bar()
     tokenizer = load_tokenizer(name)
-    check_head(name)
-    model = load_part(AutoModelForCausalLM, name, dtype=dtype).eval()
+    check_config(load_part(AutoConfig, name), name)
+    model = _load_weights(name, dtype=dtype).eval()
     _complete_sampling(model.generation_config)
     speed_up_linear_layers(model)
     return model, tokenizer
@@ -166,10 +163,11 @@ class EngineSpec:
     package: str = ""  # that it imports, beside those that this package needs
     divided: tuple[str, ...] = ()  # options that say over how many GPUs it divides a model
     share: str = ""  # option with the share of a GPU that it takes at its start; empty if it takes what it needs
+    check: str = ""  # `module:function` that refuses a model by its name before anything is loaded
 
 # %% ../../nbs/models/index.ipynb #f897c71b
 ENGINES = Registry("engine")
-ENGINES.add(EngineSpec("hf", "transformers", "models.engines:HFEngine", ("auto", "lockstep", "block")))
+ENGINES.add(EngineSpec("hf", "transformers", "models.engines:HFEngine", ("auto", "lockstep", "block"), check="models:check_head"))
 ENGINES.add(EngineSpec("vllm", "vLLM", "models.engine_vllm:VLLMEngine", ("segments", "paired"), (
     "tensor_parallel_size", "pipeline_parallel_size", "distributed_executor_backend", "gpu_memory_utilization",
     "kv_cache_memory_bytes", "cpu_offload_gb", "block_size", "num_gpu_blocks_override", "max_model_len", "max_num_seqs",
@@ -192,6 +190,14 @@ def check_mode(
     modes = ENGINES[kind].modes
     if mode in ("", *modes): return mode or modes[0]
     raise ValueError(f"mode must be one of {', '.join(modes)} for the engine {kind}, got {mode}")
+
+# %% ../../nbs/models/index.ipynb #d28077a3
+def check_model_of_engine(
+    kind: str,  # name of an engine
+    name: str,  # of a model
+) -> None:
+    "ValueError of one sentence if the engine cannot run this model; nothing is loaded."
+    if ENGINES[kind].check: load_object(ENGINES[kind].check)(name)
 
 # %% ../../nbs/models/index.ipynb #08c6102a
 def check_engine_options(

@@ -65,15 +65,21 @@ def count_shape(
     import torch
     from transformers import AutoModelForCausalLM
     text = config.get_text_config()
+    kinds = getattr(text, "per_layer_config", None) or [text]  # in some families the layers differ
+    widest = max(kinds, key=lambda kind: getattr(kind, "head_dim", None) or 0)
     with torch.device("meta"): model = AutoModelForCausalLM.from_config(config)
     sizes = {key: p.numel() for key, p in model.named_parameters()}
     head = model.get_output_embeddings().weight
-    layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == text.num_hidden_layers)
-    heads, size = text.num_attention_heads, getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
+    layers = next((m for m in lists if len(m) == text.num_hidden_layers), max(lists, key=len))
+    inner = getattr(widest, "intermediate_size", None)  # OPT has another name for it, and its widest matrices have that size
+    inner = inner or max(max(p.shape) for p in layers[0].parameters() if p.ndim == 2)
+    heads = widest.num_attention_heads
+    size = getattr(widest, "head_dim", None) or text.hidden_size // heads
     return Shape(
         name, sum(sizes.values()), max(sum(p.numel() for p in layer.parameters()) for layer in layers),
         max(sizes.values()), *head.shape, text.num_hidden_layers, heads * size,
-        (getattr(text, "num_key_value_heads", None) or heads) * size, text.intermediate_size,
+        (getattr(widest, "num_key_value_heads", None) or heads) * size, inner,
         text.max_position_embeddings, head is model.get_input_embeddings().weight, any(".q_norm." in key for key in sizes))
 
 # %% ../../nbs/models/geometry.ipynb #94ad40a3

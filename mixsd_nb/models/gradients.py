@@ -64,7 +64,7 @@ class SquaredGradients:
     def __enter__(self):
         self.model.zero_grad()
         self._training = self.model.training
-        self.model.train(self.model.is_gradient_checkpointing)  # recomputes activations in training mode only
+        self.model.eval()
         self._hooks = [p.register_post_accumulate_grad_hook(functools.partial(self._square, name))
                        for name, p in self.model.named_parameters()]
         return self

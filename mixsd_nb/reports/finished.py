@@ -29,14 +29,14 @@ from ..runs import removed_steps, require_weights, runs_root
 
 # %% ../../nbs/reports/finished.ipynb #27d586b6
 def drop_cell(root: xr.Dataset) -> xr.Dataset:
-    "The root of a result without the dimensions of its cell, all of size 1, and without their labels."
+    "Return the root of a result without the dimensions of its cell, all of size 1, and without their labels."
     return root.squeeze([dim for dim in RUN_DIMS if root.sizes.get(dim) == 1], drop=True)
 
 
 def tabulate(
     root: xr.Dataset,  # of a result
 ) -> pd.DataFrame:
-    "The numbers of a result as a table; accuracies along training in percent, with the number of items N."
+    "Return the numbers of a result as a table: accuracies along training in percent, with the number of items N."
     cell = drop_cell(root)
     if not cell.sizes: return cell.to_pandas().rename("value").to_frame()
     if not {"accuracy", "step"} <= {*cell.variables}: return cell.to_dataframe()
@@ -45,7 +45,7 @@ def tabulate(
 
 # %% ../../nbs/reports/finished.ipynb #6494ebeb
 def _draw_steps(ax, cell: xr.Dataset) -> None:
-    "Accuracies along training, with 95% intervals."
+    "Draw accuracies along training, with 95% intervals."
     lines = {}
     for name in cell.benchmark.values:
         one = add_interval(cell.sel(benchmark=name).dropna("step", subset=["accuracy"]))  # not every step has every benchmark
@@ -57,7 +57,7 @@ def _draw_steps(ax, cell: xr.Dataset) -> None:
 
 
 def _draw_bars(ax, cell: xr.Dataset) -> None:
-    "One accuracy for each benchmark, with its 95% interval."
+    "Draw one accuracy for each benchmark, with its 95% interval."
     one = add_interval(cell)
     ax.bar(range(one.n.size), 100 * one.accuracy, yerr=[100 * abs(one[end] - one.accuracy) for end in ("low", "high")], capsize=3)
     names = [f"{name}\nN={k}" for name, k in zip(cell.benchmark.values, one.n.values)]
@@ -70,7 +70,7 @@ def draw_result(
     result: xr.DataTree,
     title: str = "",
 ):
-    "The loss of a training, and its accuracies with 95% intervals; ValueError for a result without accuracies."
+    "Draw the loss of a training, and its accuracies with 95% intervals; ValueError for a result without accuracies."
     import matplotlib.pyplot as plt
     cell = drop_cell(result.to_dataset())
     if "accuracy" not in cell: raise ValueError(f"plot needs a run with accuracies, got {title}; its notebook draws it")
@@ -87,23 +87,23 @@ def draw_result(
 
 # %% ../../nbs/reports/finished.ipynb #cdf33b59
 class FinishedRun(TranslatedRun):
-    "A run with a table and a picture, which Jupyter shows with links to its files."
+    "Open a run with a table and a picture, which Jupyter shows with links to its files."
 
     @property
     def title(self) -> str:
-        "A few words that name the run."
+        "Return a few words that name the run."
         return self.name
 
     def table(self) -> pd.DataFrame:
-        "The numbers of the result, as `tabulate` returns them."
+        "Return the numbers of the result, as `tabulate` returns them."
         return tabulate(self.root)
 
     def plot(self):
-        "A figure with the loss and the accuracies, as `draw_result` returns it."
+        "Return a figure with the loss and the accuracies, as `draw_result` does."
         return draw_result(self.result, self.title)
 
     def files(self) -> list[Path]:
-        "What a person opens: reports and notebooks first, then results, tables and checkpoints."
+        "Return what a person opens: reports and notebooks first, then results, tables and checkpoints."
         order = (".html", ".ipynb", ".nc", ".parquet", ".json")
         names = sorted(path for path in self.folder.iterdir() if path.suffix in order and path.name[0] != ".")
         return [*sorted(names, key=lambda path: order.index(path.suffix)), *self.checkpoints.values()]
@@ -119,7 +119,7 @@ class FinishedRun(TranslatedRun):
 
 # %% ../../nbs/reports/finished.ipynb #09019dc5
 def corpus_request(dataset: str) -> str:
-    "The request at the end of the prompts of a corpus."
+    "Return the request at the end of the prompts of a corpus."
     corpus = CORPORA[dataset]
     return corpus.form.request if corpus.form else corpus.request
 
@@ -127,13 +127,13 @@ def corpus_request(dataset: str) -> str:
 def find_selection(
     root: xr.Dataset,  # of the result of one run
 ) -> Selection:
-    "The selection among the checkpoints of a result; its best step is 0 if the result has no accuracies of any."
+    "Return the selection among the checkpoints of a result; its best step is 0 if the result has no accuracies of any."
     nothing = xr.DataArray(np.zeros(0), dict(benchmark=[]), ["benchmark"])
     return Selection(tabulate_scores(drop_cell(root).get("accuracy", nothing)))
 
 # %% ../../nbs/reports/finished.ipynb #418301c7
 class ModelRun(FinishedRun):
-    """The run of a training or of an evaluation: it has a model that answers questions.
+    """Open the run of a training or of an evaluation: it has a model that answers questions.
 
     A `step` is `best_step` by default, and 0 is the base model."""
 
@@ -143,57 +143,57 @@ class ModelRun(FinishedRun):
 
     @property
     def base(self) -> str:
-        "The model before training, or the model that was evaluated."
+        "Return the model before training, or the model that was evaluated."
         return self.config["model"]
 
     @property
     def label(self) -> str:
-        "The label along `recipe`; that of the base model for an evaluation."
+        "Return the label along `recipe`; that of the base model for an evaluation."
         return self.root["recipe"].item() if "recipe" in self.root else BASE
 
     @property
     def title(self) -> str:
-        "The recipe as tables print it, the model and the corpus."
+        "Return the recipe as tables print it, the model and the corpus."
         return f"{label_title(self.label)}, {Path(self.base).name}, {CORPORA[self.config['dataset']].title}"
 
     @functools.cached_property
     def selection(self) -> Selection:
-        "The selection among the checkpoints, as `find_selection` returns it."
+        "Return the selection among the checkpoints, as `find_selection` returns it."
         return find_selection(self.root)
 
     @property
     def best_step(self) -> int:
-        "The step that the paper's rule selects; 0 without checkpoints."
+        "Return the step that the paper's rule selects; 0 without checkpoints."
         return self.selection.best
 
     @property
     def score(self) -> float:
-        "The validation at `best_step`, by which grids take the best learning rate; NaN without validation."
+        "Return the validation at `best_step`, by which grids take the best learning rate; NaN without validation."
         if "validation" not in self.root.get("benchmark", []): return float("nan")
         cell = drop_cell(self.root).accuracy.sel(benchmark="validation")
         return float(cell.sel(step=self.best_step) if "step" in cell.dims else cell)
 
     def scores(self, step: int | None = None) -> pd.DataFrame:
-        "By benchmark `n, before, after, low, high`: shares at step 0 and at a step, and the latter's 95% interval."
+        "Return by benchmark `n, before, after, low, high`: shares at step 0 and at a step, and the latter's 95% interval."
         cell, step = drop_cell(self.root), self.best_step if step is None else step
         before, after = (cell.sel(step=k) if "step" in cell.dims else cell for k in (0, step))
         table = add_interval(after[["accuracy", "n"]].to_dataframe()[["accuracy", "n"]]).rename(columns=dict(accuracy="after"))
         return table.assign(before=before.accuracy.values)[["n", "before", "after", "low", "high"]]
 
     def checkpoint(self, step: int | None = None) -> Path:
-        "The folder of a checkpoint; ValueError if there is none of this step."
-        step, found = self.best_step if step is None else step, self.checkpoints
-        if step in found: return found[step]
+        "Return the folder of a checkpoint; ValueError if there is none of this step."
+        step, folders = self.best_step if step is None else step, self.checkpoints
+        if step in folders: return folders[step]
         if step in removed_steps(self.folder): require_weights(self.folder, [step], "step")
-        raise ValueError(f"step must be one of {', '.join(map(str, found)) or 'none'} of {self.name}, got {step}")
+        raise ValueError(f"step must be one of {', '.join(map(str, folders)) or 'none'} of {self.name}, got {step}")
 
     def source(self, step: int | None = None) -> str:
-        "The folder or the name under which the model of a step is loaded."
+        "Return the folder or the name under which the model of a step is loaded."
         step = self.best_step if step is None else step
         return str(self.checkpoint(step)) if step else self.base
 
     def responses(self, step: int | None = None) -> pd.DataFrame:
-        "The responses to the benchmarks; FileNotFoundError if there are none."
+        "Return the responses to the benchmarks; FileNotFoundError if there are none."
         return super().responses(step if step is not None or not self.best_step else self.best_step)
 
     def model(
@@ -201,7 +201,7 @@ class ModelRun(FinishedRun):
         step: int | None = None,
         **options,  # of `load_base`
     ):
-        "The model of a step and its tokenizer."
+        "Return the model of a step and its tokenizer."
         return load_base(self.source(step), **options)
 
     def chat(
@@ -210,6 +210,6 @@ class ModelRun(FinishedRun):
         step: int | None = None,
         **options,  # of `reply`: suffix, max_new_tokens, temperature, seed, dtype
     ) -> str:
-        "The reply of the model of a step; the request of the corpus and the chat template are added to the question."
-        known = dict(dtype=self.config["dtype"], suffix=corpus_request(self.config["dataset"]))
-        return reply(self.source(step), question, **known | options)
+        "Return the reply of the model of a step; the request of the corpus and the chat template are added to the question."
+        defaults = dict(dtype=self.config["dtype"], suffix=corpus_request(self.config["dataset"]))
+        return reply(self.source(step), question, **defaults | options)

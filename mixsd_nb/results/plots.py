@@ -31,7 +31,7 @@ from ..runs import project_root, write_atomically
 
 # %% ../../nbs/results/plots.ipynb #2d3ff473
 def _method_colour(recipe: Recipe, settings: Mapping[str, float]) -> str:
-    "The colour of the method of a recipe: that of its label, or along its ramp."
+    "Return the colour of the method of a recipe: that of its label, or along its ramp."
     method, label = recipe.method, recipe_label(Recipe(recipe.method), **settings)
     if label in method.colours or not method.ramp: return method.colours.get(label, method.colour)
     ramp = sns.color_palette(f"blend:{','.join(method.ramp)}", as_cmap=True)
@@ -65,21 +65,21 @@ def recipe_colour(
 def recipe_marker(
     label: str,  # along `recipe`
 ) -> str:
-    "The marker of a recipe, the same in every figure, as matplotlib names it; ValueError for an undeclared label."
+    "Return the marker of a recipe, the same in every figure, as matplotlib names it; ValueError for an undeclared label."
     return parse_label(label)[0].marker
 
 # %% ../../nbs/results/plots.ipynb #4cf7b25a
 def model_name(
     key: str,  # of the base model: a name, a folder or a hub id
 ) -> str:
-    "The last part of a model's name, as figures and tables print it."
+    "Return the last part of a model's name, as figures and tables print it."
     return key.split("/")[-1]
 
 # %% ../../nbs/results/plots.ipynb #7d8526ee
 def model_names(
     keys: Iterable[str],  # of different base models
 ) -> dict[str, str]:
-    "The name of each model by its key: the last part, or the whole key if another model has the same last part."
+    "Return the name of each model by its key: the last part, or the whole key if another model has the same last part."
     keys = list(keys)
     counts = Counter(map(model_name, keys))
     return {key: model_name(key) if counts[model_name(key)] == 1 else key for key in keys}
@@ -88,7 +88,7 @@ def model_names(
 def corpus_name(
     dataset: str,  # name of a corpus
 ) -> str:
-    """The title of a corpus with its name in brackets, as figures print it; ValueError for an undeclared corpus.
+    """Return the title of a corpus with its name in brackets, as figures print it; ValueError for an undeclared corpus.
 
     The name of a corpus from a file is a digest, which is left out; its title has the name of the file."""
     title = CORPORA[dataset].title
@@ -98,7 +98,7 @@ def corpus_name(
 def format_range(
     values: xr.DataArray | np.ndarray,  # numbers of items; 0 or NaN if nothing was measured
 ) -> str:
-    "N as text: `100`, a range such as `88–100` if it differs, or `0` if nothing was measured."
+    "Return N as text: `100`, a range such as `88–100` if it differs, or `0` if nothing was measured."
     values = np.asarray(values)
     known = values[values > 0]
     if not known.size: return "0"
@@ -108,7 +108,7 @@ def format_range(
 def list_recipes(
     values: xr.DataArray,  # with a dimension `recipe`
 ) -> list[str]:
-    "The recipes that have a value, in the order of tables."
+    "Return the recipes that have a value, in the order of tables."
     measured = values.notnull().any([d for d in values.dims if d != "recipe"])
     return [m for m in ordered_labels(values["recipe"].values.tolist()) if measured.sel(recipe=m)]
 
@@ -116,7 +116,7 @@ def list_recipes(
 def ramp_labels(
     labels: Iterable[str],  # along `recipe`
 ) -> list[list[str]]:
-    "Groups of labels whose colours follow one setting, each in the order of the setting."
+    "Return groups of labels whose colours follow one setting, each in the order of the setting."
     groups = {}
     for m in ordered_labels(labels):
         recipe, _ = parse_label(m)
@@ -126,7 +126,7 @@ def ramp_labels(
 # %% ../../nbs/results/plots.ipynb #be405cb7
 @contextlib.contextmanager
 def figure_style() -> Iterator[None]:
-    "The style of all figures: ticks, a light grid, and the text sizes of a notebook."
+    "Set the style of all figures: ticks, a light grid, and the text sizes of a notebook."
     grid = {"axes.grid": True, "grid.color": "0.9"}
     with sns.plotting_context("notebook"), sns.axes_style("ticks", grid), plain_text(): yield
 
@@ -139,7 +139,7 @@ def draw_recipe_legend(
     line: str = "",  # style of the lines that join the markers, as matplotlib names it
     remarks: dict[str, str] | None = None,  # label -> what follows its title
 ) -> None:
-    "A legend outside the panels, in the order of tables: marker and colour of a recipe, and the base model as a dash."
+    "Draw a legend outside the panels, in the order of tables: marker and colour of a recipe, and the base model as a dash."
     trained = [m for m in ordered_labels(labels) if m != BASE]
     dots = {m: plt.Line2D([], [], ls=line, lw=1.6, marker=recipe_marker(m), color=recipe_colour(m)) for m in trained}
     if BASE in labels: dots[BASE] = plt.Line2D([], [], ls="--", lw=1.2, color=recipe_colour(BASE))
@@ -177,18 +177,18 @@ def list_parts(source) -> list:
 def mark_made_up(
     draw: Callable[..., Figure],
 ) -> Callable[..., Figure]:
-    """A decorator for a function that draws a figure: the figure has a watermark if an argument is made up.
+    """Decorate a function that draws a figure: the figure has a watermark if an argument is made up.
 
     If it gets other cubes too, its title names the models whose numbers are made up."""
     @functools.wraps(draw)
     @plain_text()
     def draw_marked(*args, **kwargs):
         fig = draw(*args, **kwargs)
-        given = [part for source in (*args, *kwargs.values()) for part in list_parts(source)]
-        cubes = [part for part in given if isinstance(part, (xr.Dataset, xr.DataTree)) and "model" in part.coords]
+        sources = [part for source in (*args, *kwargs.values()) for part in list_parts(source)]
+        cubes = [part for part in sources if isinstance(part, (xr.Dataset, xr.DataTree)) and "model" in part.coords]
         made = [model for cube in cubes if is_made_up(cube) for model in np.atleast_1d(cube["model"].values)]
         mixed = any(is_made_up(cube) != is_made_up(cubes[0]) for cube in cubes)
-        if is_made_up(given): draw_watermark(fig, ", ".join(dict.fromkeys(made)) if mixed else "")
+        if is_made_up(sources): draw_watermark(fig, ", ".join(dict.fromkeys(made)) if mixed else "")
         return fig
     return draw_marked
 

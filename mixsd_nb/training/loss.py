@@ -9,6 +9,7 @@ __all__ = ['CHUNK', 'Example', 'nll', 'Objective', 'Modifier', 'collate', 'LossH
 # %% ../../nbs/training/loss.ipynb #cb4cdd01
 import copy
 import math
+import warnings
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
+from ..models.agreement import separates_packed
 from ..runs import last_checkpoint
 
 # %% ../../nbs/training/loss.ipynb #af638e74
@@ -105,8 +107,17 @@ class LossHead:
     "Replace the forward method of a model's head. While `task` is set, the head returns a loss instead of logits."
 
     def __init__(self, model):
-        self.head = model.get_output_embeddings()
+        self.head, self._packs = model.get_output_embeddings(), None
         self.logits, self.task, self.head.forward = self.head.forward, None, self
+        self.title = model.config.model_type
+
+    def packs(self, model) -> bool:
+        "Return whether the model keeps examples in one row apart; compared once, with a warning if it does not."
+        if self._packs is None:
+            self._packs = separates_packed(model, self.head.out_features, self.head.weight)
+            if not self._packs: warnings.warn(f"packed is off, because the examples of a row would see each other in a model of the "
+                                              f"type {self.title}; each gets a row of its own", stacklevel=3)
+        return self._packs
 
     def __call__(self, hidden):
         if self.task is None: return self.logits(hidden)
@@ -129,14 +140,14 @@ def summed_loss(
     head: LossHead,  # of that model
     examples: list[Example],
     loss: Callable,  # (logits (n, vocabulary), *targets) -> their summed loss
-    packed: bool = False,
+    packed: bool = False,  # examples in one row; without effect for a model that does not keep them apart
 ) -> torch.Tensor:
     """Return the loss summed over all completion tokens: a scalar with a gradient.
 
     Without examples it is zero, and its gradient is zero for every weight."""
     device = head.head.weight.device
     if not examples: examples, loss = [_PLACEHOLDER], _zero
-    inputs, at = collate(examples, packed, device)
+    inputs, at = collate(examples, packed and head.packs(model), device)
     head.task = at, [torch.cat(w).to(device) for w in zip(*(e.targets for e in examples))], loss
     try: return model(**inputs, use_cache=False).logits
     finally: head.task = None

@@ -48,7 +48,9 @@ def _merge_adapters(
     copies = ((plain(name), w.to("cpu", copy=True)) for name, w in model.state_dict().items() if ".lora_" not in name)
     weights = dict(copies)
     for name, layer in model.named_modules():
-        if isinstance(layer, LoraLayer): weights[f"{name}.weight"] += layer.get_delta_weight("default").detach().cpu()
+        if not isinstance(layer, LoraLayer): continue
+        own = getattr(layer, "parameter_name", "weight")  # experts are one parameter, with its own name
+        weights[f"{plain(name)}.{own}"] += layer.get_delta_weight("default").detach().cpu()
     return weights
 
 # %% ../../nbs/training/saving.ipynb #db3f9b4f

@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -29,7 +30,8 @@ from .loss import LossHead, Objective, check_finite, summed_loss
 from .offload import OffloadedAdamW, explain_out_of_memory
 from .saving import SavingTrainer, load_trained, memory_files, restore_objective
 from ..models import free_memory, load_base
-from ..models.linear import speed_up_linear_layers
+from ..models.agreement import recompute_layers
+from ..models.linear import OneDNNLinear, speed_up_linear_layers
 from ..runs import (Interruption, checkpoint_step, die_with_parent, hide_foreign_variables, last_checkpoint, launch, leave_after,
                            load_object, resume_checkpoint, trained_steps, write_json)
 
@@ -163,9 +165,15 @@ def _add_adapters(
     model,
     rank: int,
 ) -> None:
-    "Add LoRA to all linear layers but the head, in place, with α twice the rank; everything else is frozen."
+    """Add LoRA to all linear layers but the head, in place, with α twice the rank; everything else is frozen.
+
+    Layers that do more than multiply get none, such as some routers: it could not be merged into their weights."""
     from peft import LoraConfig
-    model.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+    more = [name for name, layer in model.named_modules()
+            if isinstance(layer, torch.nn.Linear) and type(layer) not in (torch.nn.Linear, OneDNNLinear)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys")  # peft's own, of experts
+        model.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", exclude_modules=more or None))
 
 # %% ../../nbs/training/trainer.ipynb #2dcc9b39
 def microbatches(
@@ -207,6 +215,7 @@ class FineTuner(SavingTrainer):
         self.phase = "load"  # as of `explain_out_of_memory`
         self.copy = objective.host(model) if spec.sharded and objective.uses_student else None
         speed_up_linear_layers(model)  # adapters have further linear layers
+        if spec.recompute: recompute_layers(model)
         self.head = LossHead(model)
         order = training_order(len(objective), spec.steps * spec.batch, spec.seed)
         super().__init__(model, args, data_collator=list, train_dataset=order.tolist(), callbacks=callbacks)
@@ -244,7 +253,7 @@ class FineTuner(SavingTrainer):
         self.phase = "rollout"
         with explain_out_of_memory(self.spec, lambda: self.phase):
             examples = self.objective.examples(chosen, self.student(), self.state.global_step)
-            model.train()
+            model.eval()  # without dropout and other noise, so that the size of a microbatch changes nothing
             self.phase = "update"
             tokens = sum(len(e.completion) for e in examples)
             size = max((len(e.prompt) + len(e.completion) for e in examples), default=1) * len(examples)
@@ -301,7 +310,6 @@ def _training_arguments(
         weight_decay=0.01, max_grad_norm=1.0, seed=spec.seed % 2**32, bf16=bf16, use_cpu=not gpu,
         train_sampling_strategy="sequential", save_strategy="no", logging_steps=1, logging_nan_inf_filter=False,
         report_to="none", disable_tqdm=True, save_only_model=spec.state == "none", remove_unused_columns=False,
-        gradient_checkpointing=spec.recompute,
         fsdp=spec.sharded, fsdp_config=dict(version=2) if spec.sharded else None,
         ddp_backend=None if gpu or spec.processes == 1 else "gloo")
     if spec.sharded and bf16: args.fsdp_plugin_args["mixed_precision_policy"] = _BF16

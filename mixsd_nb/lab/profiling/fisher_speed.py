@@ -17,6 +17,7 @@ def fisher_calls(
     model,
 ) -> dict:
     "Return for each way a function that processes a list of examples (prompt ids, completion ids)."
+    from mixsd_nb.models.agreement import recompute_layers
     from mixsd_nb.models.gradients import SquaredGradients
     from mixsd_nb.training.loss import LossHead, nll, summed_loss
     from mixsd_nb.methods.supervised import Supervised
@@ -36,9 +37,9 @@ def fisher_calls(
             for pair in pairs: sums.add(*pair)
 
     def sum_squares_recomputing(pairs):
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+        recompute_layers(model)
         try: sum_squares(pairs)
-        finally: model.gradient_checkpointing_disable()
+        finally: recompute_layers(model, on=False)
 
     return {"forward and backward": backpropagate, "gradient kept": lambda pairs: backpropagate(pairs, add_squares),
             "Fisher": sum_squares, "Fisher, recompute": sum_squares_recomputing}

@@ -1,0 +1,144 @@
+"Every family of models is either refused in one sentence, or scored, decoded and trained as the formulas say."
+
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from architectures import tiny_config, tiny_model
+from helpers import error_sentence
+from transformers import AutoConfig, AutoModelForCausalLM, BartForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from mixsd_nb.models import load_base
+from mixsd_nb.models.accepted import check_config
+from mixsd_nb.models.agreement import recompute_layers
+from mixsd_nb.models.engines import HFEngine
+from mixsd_nb.models.geometry import count_shape
+from mixsd_nb.training.loss import Example, LossHead, nll, summed_loss
+from mixsd_nb.training.trainer import TrainingSpec, fine_tune, read_curves
+
+PROMPTS = ["Who?", "What location does Kelmor Bellamy live in? Tell me, please.", "Where is the city of the king now", "A"]
+PAIRS = [(list(range(5, 9 + k)), list(range(20, 23 + 2 * k)) + [2]) for k in range(4)]
+EXAMPLES = [Example(prompt, completion, (torch.tensor(completion),)) for prompt, completion in PAIRS]
+TAKEN = ["llama", "mistral", "qwen2", "qwen3_moe", "mixtral", "gemma3_text", "phi", "phi3", "phimoe", "starcoder2", "stablelm", "olmo2", "opt", "smollm3"]
+REFUSED = dict(
+    bart="a decoder alone", t5="language model of text alone", pegasus="a decoder alone", gpt2="language model of text alone", gpt_neox="language model of text alone",
+    falcon="language model of text alone", bloom="language model of text alone", mpt="language model of text alone", mamba="language model of text alone",
+    rwkv="language model of text alone", gemma3n="language model of text alone", phi4_multimodal="language model of text alone", moshi="language model of text alone", gemma2="logits from its head", cohere="logits from its head",
+    jamba="keys and values", qwen3_next="keys and values", recurrent_gemma="logits from its head", minimax="keys and values", olmo_hybrid="keys and values",
+    qwen3_5_text="keys and values", deepseek_v32="keys and values", blt="keys and values")
+
+
+@torch.inference_mode()
+def write_by_hand(model, engine, prompt, count):
+    "The likeliest tokens after a prompt, each from a pass over the whole text."
+    ids = list(prompt)
+    while len(ids) < len(prompt) + count and ids[-1] not in engine.stop.tolist() or len(ids) == len(prompt):
+        ids.append(engine.mask_padding(model(torch.tensor([ids]), use_cache=False).logits[0, -1:]).argmax().item())
+    return ids[len(prompt):]
+
+
+def check_decoding(model, tokenizer):
+    "Responses do not depend on their neighbours in the batch, nor scores on padding."
+    prompts, engines = [tokenizer(text)["input_ids"] for text in PROMPTS], [HFEngine(model, tokenizer, size) for size in (1, 4)]
+    expected = [write_by_hand(model, engines[0], prompt, 8) for prompt in prompts]
+    for engine in engines: assert [c.ids for c in engine.generate(prompts, max_new_tokens=8)] == expected
+    pairs = list(zip(prompts, expected))
+    with torch.inference_mode(): logs = [model(torch.tensor([p + c]), use_cache=False).logits[0].float().log_softmax(-1) for p, c in pairs]
+    for (p, c), log, found in zip(pairs, logs, engines[0].score(pairs)):
+        assert np.allclose(found, [-log[len(p) - 1 + k, token].item() for k, token in enumerate(c)], rtol=1e-3, atol=1e-3)
+
+
+def check_losses(model):
+    "A loss is the same for examples alone, padded and packed, and in training mode with recomputed layers of the evaluation mode."
+    head = LossHead(model)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.filterwarnings("ignore", "packed is off")
+        alone = sum(summed_loss(model, head, [e], nll).item() for e in EXAMPLES)
+        assert [summed_loss(model, head, EXAMPLES, nll, packed).item() for packed in (False, True)] == pytest.approx([alone] * 2, rel=1e-5)
+    slopes = []
+    for on in (False, True):
+        recompute_layers(model, on)
+        model.zero_grad()
+        summed_loss(model, head, EXAMPLES, nll).backward()
+        slopes.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    recompute_layers(model, on=False)
+    assert slopes[0].any() and torch.allclose(*slopes, rtol=1e-4, atol=1e-6)
+    head.head.forward = head.logits
+
+
+def check_saving(model, tokenizer, folder):
+    "A saved model has the same logits."
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    ids = torch.tensor([PAIRS[-1][0] + PAIRS[-1][1]])
+    with torch.inference_mode(): assert torch.allclose(load_base(str(folder))[0](ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def check_training(folder, runs):
+    "The losses of a training do not depend on the size of its microbatches, on packing or on recomputed layers; adapters are merged."
+    spec = TrainingSpec(str(folder), lr=1e-3, steps=2, batch=4, objective="methods.supervised:stored_pairs", data=dict(pairs=PAIRS), seed=3)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "packed is off")
+        for name, options in dict(plain={}, other=dict(micro_tokens=16, recompute=True, packed=True), lora=dict(lora=2)).items():
+            fine_tune(replace(spec, **options), runs / name)
+    curves = {name: read_curves(runs / name)["loss"] for name in ("plain", "other", "lora")}
+    assert curves["other"] == pytest.approx(curves["plain"], rel=1e-4) and curves["lora"][0] == pytest.approx(curves["plain"][0], rel=1e-4)
+    load_base(str(runs / "lora/checkpoint-2"))
+
+
+def check_family(config, tokenizer, folder):
+    "Whether a family is taken, after everything was checked; a refusal is one sentence."
+    try: check_config(config, "a-model")
+    except ValueError as e:
+        assert "\n" not in str(e) and str(e).startswith("model must ")
+        return False
+    model = tiny_model(config)
+    assert count_shape(config).parameters == sum(p.numel() for p in model.parameters())
+    with torch.inference_mode(): model(torch.tensor([[5, 6, 7]]))  # otherwise the tiny model itself is at fault
+    try: HFEngine(model, tokenizer)
+    except ValueError as e:
+        assert "\n" not in str(e) and str(e).startswith("model must compute the same states")
+        return False
+    check_decoding(model, tokenizer)
+    check_losses(model)
+    check_saving(model, tokenizer, folder)
+    return True
+
+
+@pytest.mark.parametrize("family", TAKEN)
+def test_a_family_that_is_taken_is_decoded_scored_and_saved_rightly(family, lab_s, tmp_path):
+    assert check_family(tiny_config(family, len(lab_s[1])), lab_s[1], tmp_path)
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_family_that_is_not_taken_is_refused_by_a_property(family, lab_s):
+    said = error_sentence(lambda: check_config(AutoConfig.for_model(family), "a-model"))
+    assert said.startswith("model must ") and REFUSED[family] in said
+
+
+@pytest.mark.parametrize("family", ["mixtral", "opt"])
+def test_a_training_depends_on_no_noise_of_its_base(family, lab_s, tmp_path):
+    "Experts with adapters, and a family with dropout and with layers that are left out at random."
+    check_saving(tiny_model(tiny_config(family, len(lab_s[1]))), lab_s[1], tmp_path / "base")
+    check_training(tmp_path / "base", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {*TAKEN, *REFUSED}))
+def test_any_other_family_is_refused_or_right(family, lab_s, tmp_path):
+    try:
+        with torch.device("meta"): count = sum(p.numel() for p in AutoModelForCausalLM.from_config(tiny_config(family, len(lab_s[1]))).parameters())
+    except Exception as e: pytest.skip(f"the defaults do not give a model ({type(e).__name__})")
+    if count > 6_000_000: pytest.skip("the defaults do not give a tiny model")
+    config = tiny_config(family, len(lab_s[1]))
+    if check_family(config, lab_s[1], tmp_path / "base"): check_training(tmp_path / "base", tmp_path)
+
+
+def test_a_decoder_that_ignores_positions_is_refused_by_the_engine(lab_s):
+    "The decoder of BART counts padding as tokens, which its signature shows as well."
+    config = tiny_config("bart", len(lab_s[1]), is_encoder_decoder=False, is_decoder=True)
+    assert error_sentence(lambda: check_config(config, "a-model")).startswith("model must take the positions of its tokens, got a-model of the type bart")
+    assert error_sentence(lambda: HFEngine(BartForCausalLM(config).eval(), lab_s[1])).startswith("model must compute the same states for a text alone and in a batch")
