@@ -32,7 +32,7 @@ from mixsd_nb.evaluation import Evaluation
 from mixsd_nb.methods import Recipe
 from mixsd_nb.methods.fitting import MethodRun
 from mixsd_nb.methods.supervised import Supervised
-from mixsd_nb.models import load_base, load_tokenizer
+from mixsd_nb.models import load_base
 from mixsd_nb.models.agreement import separates_packed
 from mixsd_nb.models.engines import HFEngine
 from mixsd_nb.models.tiny import random_model
@@ -225,7 +225,7 @@ def test_a_mixture_of_experts_is_trained_with_adapters_and_resumed(spec, tmp_pat
     fine_tune(replace(thin, steps=2), tmp_path / "run")
     fine_tune(thin, tmp_path / "run")
     fine_tune(thin, tmp_path / "whole")
-    begun, found, whole = load_file(folder / "model.safetensors"), weights(tmp_path / "run"), weights(tmp_path / "whole")
+    begun, found, whole = load_file(folder / "model.safetensors"), last_weights(tmp_path / "run"), last_weights(tmp_path / "whole")
     assert found.keys() == begun.keys() and all(torch.equal(found[name], whole[name]) for name in found)
     changed = {name for name in found if not torch.equal(found[name], begun[name])}
     assert {"model.layers.1.mlp.experts.3.down_proj.weight", "model.layers.1.mlp.experts.0.up_proj.weight", "model.layers.0.self_attn.q_proj.weight"} <= changed
