@@ -28,7 +28,7 @@ REFUSED = dict(
     falcon="language model of text alone", bloom="language model of text alone", mpt="language model of text alone", mamba="language model of text alone",
     rwkv="language model of text alone", gemma3n="language model of text alone", phi4_multimodal="language model of text alone", moshi="language model of text alone", gemma2="logits from its head", cohere="logits from its head",
     jamba="keys and values", qwen3_next="keys and values", recurrent_gemma="logits from its head", minimax="keys and values", olmo_hybrid="keys and values",
-    qwen3_5_text="keys and values", deepseek_v32="keys and values", blt="keys and values")
+    qwen3_5_text="keys and values", deepseek_v32="keys and values", blt="language model of text alone")
 
 
 @torch.inference_mode()
