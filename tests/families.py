@@ -7,7 +7,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, logging
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from mixsd_nb.models import _AFTER_HEAD
+from mixsd_nb.models.accepted import _AFTER_HEAD
 
 SMALL = dict(
     hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=96,
