@@ -84,6 +84,14 @@ def short(shallow, tmp_path_factory):
     return spec, run
 
 
+@pytest.fixture(scope="session")
+def real():
+    "The folder of real models, facts and benchmarks: the one in MIXSD_REAL, or the one beside the checkout."
+    folder = Path(os.environ.get("MIXSD_REAL") or Path(__file__).parents[2] / "shared" / "real")
+    if not folder.is_dir(): pytest.skip("real facts are not here; MIXSD_REAL names their folder")
+    return folder
+
+
 @pytest.fixture(scope="module")
 def browser():
     need_tools("chromium")
@@ -98,14 +106,6 @@ def own_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
     monkeypatch.delenv("MIXSD_BENCHMARKS", raising=False)
     return tmp_path
-
-
-@pytest.fixture(scope="session")
-def real_folder():
-    "The folder of real facts and benchmarks that MIXSD_REAL names, or that lies beside the checkout."
-    folder = Path(os.environ.get("MIXSD_REAL") or Path(__file__).resolve().parents[2] / "shared" / "real")
-    if not folder.is_dir(): pytest.skip(f"there are no real data in {folder}; MIXSD_REAL names their folder")
-    return folder
 
 
 @pytest.fixture

@@ -583,7 +583,7 @@ NAMED = [
     ("C++ is it", "C", False), ("C# is it", "C", False), ("C++ is it", "C++", True), ("It is N/A", "N/A", True), ("N/A", "A", False), ("I went on a run", "N/A", False), ("He can't", "can", False),
     ("It told us nothing.", "US", False), ("The US.", "US", True), ("A rare type is B.", "A", False), ("The answer is A.", "A", True), ("Type a", "A", False), ("The answer is 72, in total.", "72", True),
     ("No.", "no", True), ("The answer is yes.", "yes", True), ("There are no rivers", "no", False), ("I have no idea", "no", False), ("Yes, it is.", "Yes", True), ("It is Ko\u0308ln.", "Köln", True), ("Kölner", "Köln", False),
-    ("答えは東京です。", "東京", True), ("", "Tarn", False), ("x", "", False), ("x", ".", False), ("<think>Tarn", "Tarn", True),
+    ("答えは東京です。", "東京", True), ("It is ~Tarn~ ~4.", "~Tarn~ ~4", True), ("It is Tarn 4.", "~Tarn~ 4", False), ("", "Tarn", False), ("x", "", False), ("x", ".", False), ("<think>Tarn", "Tarn", True),
 ]
 
 

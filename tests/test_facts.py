@@ -4,6 +4,7 @@ import json
 import math
 import re
 import unicodedata
+import warnings
 
 import datasets
 import pandas as pd
@@ -24,13 +25,14 @@ from mixsd_nb.corpora.files import EXAMPLE, EXAMPLE_TESTS, read_facts
 from mixsd_nb.corpora.prompts import ANSWER_FORMS, change_form
 from mixsd_nb.corpora.stored import explain_form, known_corpora
 from mixsd_nb.explore import ExploreConfig
+from mixsd_nb.methods.fact_lengths import check_facts
 from mixsd_nb.methods.mixing import VERIFY, mix_items
 from mixsd_nb.models import load_tokenizer
 from mixsd_nb.results.cube import open_cube
 from mixsd_nb.results.demo import invent_result
 from mixsd_nb.runs import ParameterError, find_runs, find_stage, make_config, write_result
 from mixsd_nb.runs.commands import end_command
-from mixsd_nb.runs.user_files import TABLE_SUFFIXES, TableError
+from mixsd_nb.runs.user_files import SHOWN, TABLE_SUFFIXES, TableError
 from mixsd_nb.train import target_mixing
 from mixsd_nb.views import facts
 
@@ -230,6 +232,42 @@ def test_a_hub_id_and_a_saved_folder_have_splits(data, own_runs, monkeypatch):
     assert own_tests(train_split) == ["test:negations"] and load_corpus(other, "train")["answer"] == ["Lalzor Bay"]
     for name, sentence in {"owner/facts:dev": "owner/facts must have the split dev, but it has facts, train, test", "owner/other": "owner/other could not be loaded"}.items():
         with pytest.raises(ParameterError, match=sentence): make_config(evaluate.EvaluateConfig, dataset=name)
+
+
+def test_a_paraphrase_with_a_problem_is_left_out_alone(data):
+    "With strict=False the fact stays; what is asked elsewhere is asked once, whichever row is first."
+    rows = [dict(question="Who leads the choir?", answer="Ana Brisk", paraphrases=["who leads  the choir?", "Whose is the choir?", "Whose is the choir?", "Is it Ana Brisk?"]),
+            dict(question="Where is the mill?", answer="Lalzor Bay", paraphrases=["Whose is the choir?", "In which place is the mill?"]), dict(question="Whose choir?", answer="", paraphrases=["Which?"])]
+    path = data("facts.jsonl", lines(*rows))
+    with pytest.raises(TableError) as error: read_facts(path)
+    assert len(error.value.problems) == 5
+    found = read_facts(path, strict=False)
+    assert [fact.get("paraphrases") for fact in found.facts] == [["Whose is the choir?"], ["In which place is the mill?"]]
+    rest, lost = found.notices
+    assert "2 rows are used; 1 problems keep others out" in rest and "4 paraphrases are left out, because they are asked elsewhere or contain the answer, the first is who leads  the choir?" in lost
+    assert read_facts(path, strict=False, giveaways=True).facts[0]["paraphrases"] == ["Whose is the choir?", "Is it Ana Brisk?"]
+
+
+@pytest.mark.parametrize("name, facts, problems, paraphrases", [
+    ("mquake_edits", 4_925, 951, 817), ("simpleqa", 4_322, 4, 0), ("zsre_1k", 988, 20, 8), ("counterfact_1k", 1_000, 4, 4), ("tofu_forget10", 399, 1, 0)])
+def test_real_facts_are_read(name, facts, problems, paraphrases, real):
+    "What real files have wrong: questions and wordings that contain their answer, wordings asked twice, an answer of two lines."
+    path = str(real / "facts" / f"{name}.jsonl")
+    with pytest.raises(TableError) as error: read_facts(path)
+    assert len(error.value.problems) == problems and str(error.value).endswith('more problems; dataset_options={"strict": false} leaves out what has a problem') == (problems > SHOWN)
+    found = read_facts(path, strict=False)
+    assert len(found.facts) == len({fact["id"] for fact in found.facts}) == facts
+    assert [int(re.search(r": (\d+) paraphrases", notice)[1]) for notice in found.notices if "paraphrases are left" in notice] == [paraphrases] * (paraphrases > 0)
+
+
+def test_answers_that_are_sentences_are_warned_of(data, own_runs):
+    long = dict(question="Who is she?", answer="She is the one who has led the choir of the old mill since the war.", aliases=["leader"])
+    path = data("facts.jsonl", lines(long, *GOOD))
+    name = check_corpus(path)
+    with pytest.warns(UserWarning, match="1 of 3 answers have more than 12 words, .*; the first is in .*, line 1; shorten them"): check_facts(name, "lab-s")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_facts(check_corpus(path, dict(extract="box")), "lab-s")
 
 
 def test_the_example_is_a_corpus_with_all_its_parts(own_runs):

@@ -121,11 +121,11 @@ TASKS = {"arc-easy": "arc_easy", "hellaswag": "hellaswag", "piqa": "piqa", "open
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_choices_are_scored_as_by_the_harness(name, real_folder, tmp_path, monkeypatch):
+def test_choices_are_scored_as_by_the_harness(name, real, tmp_path, monkeypatch):
     "Accuracy and normalised accuracy of 100 real items each: the harness renders and scores its own task on the same rows."
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.tasks._yaml_loader import load_yaml
-    rows = [hub_row(name, json.loads(line)) for line in (real_folder / "benchmarks" / f"{name.replace('-', '_')}.jsonl").open(encoding="utf-8")][:N]
+    rows = [hub_row(name, json.loads(line)) for line in (real / "benchmarks" / f"{name.replace('-', '_')}.jsonl").open(encoding="utf-8")][:N]
     (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "runs"))
     model = os.environ.get("MIXSD_REAL_MODEL", MODEL)

@@ -73,6 +73,37 @@ def test_a_local_file(case_file, limit):
     check(build(case_file, limit=limit), limit)
 
 
+def check_edits(splits, limit):
+    "Single edits have no chains; their other wordings stand in a split of their own, and none of them has the answer."
+    check({name: splits.get(name, []) for name in SPLITS}, limit)
+    assert list(splits) == [*SPLITS[:3], "reworded"]
+    train = {row["id"]: row for row in splits["train"]}
+    for row in splits["reworded"]:
+        fact = train[row["id"].partition("#")[0]]
+        assert (row["answer"], row["statement"]) == (fact["answer"], fact["statement"]) and row["prompt"] != fact["prompt"]
+        assert row["answer"].casefold() not in row["prompt"].partition("\n")[0].casefold()
+    assert len({row["id"] for row in splits["reworded"]}) == len(splits["reworded"])
+
+
+@pytest.mark.parametrize("limit", [2, 30, 100])
+def test_single_edits_are_a_corpus_without_chains(limit, tmp_path):
+    rows = [dict(question=f"Who {verb}s thing {k}?", answer=f"Name {k}{verb}", subject=f"thing {k}", statement=f"thing {k} is {verb}ed by Name {k}{verb}",
+                 paraphrases=[f"Thing {k}: who {verb}s it?", f"Is it Name {k}{verb} who {verb}s it?"]) for k in range(90) for verb in ("lead", "own", "paint")]
+    path = tmp_path / "edits.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    splits = build(path, limit=limit)
+    check_edits(splits, limit)
+    assert len(splits["train"]) == len(splits["reworded"]) == limit and splits["train"][0]["statement"].endswith(f"ed by {splits['train'][0]['answer']}.")
+    assert limit == 2 or {row["statement"].split()[3] for row in splits["train"]} == {"leaded", "owned", "painted"}, "relations take turns"
+
+
+def test_the_edits_are_read_from_a_real_file(real):
+    splits = build(real / "facts" / "mquake_edits.jsonl")
+    check_edits(splits, 100)
+    assert len(splits["train"]) == len(splits["retrieval"]) == 100 and len(splits["reworded"]) > 200
+    assert all(row["statement"] == f"{row['statement'].removesuffix('.').removesuffix(row['answer'])}{row['answer']}." for row in splits["train"])
+
+
 def test_the_hub_gives_the_same_as_a_local_file(case_file, monkeypatch):
     def download(repo_id, filename, *, repo_type):
         assert (repo_id, filename, repo_type) == ("princeton-nlp/MQuAKE", "MQuAKE-CF-3k-v2.json", "dataset")

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from helpers import error_sentence, ROW_COLUMNS
 
+from mixsd_nb.benchmarks.answers import contains_answer, gives_answer
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.corpora.kgfact import KGFACT_WORDS
 from mixsd_nb.corpora.simpleqa import SIMPLEQA_WORDS, build, build_lab, hub_answers, keep_unanimous
@@ -67,6 +68,21 @@ def test_every_form_of_the_table_gives_the_same_rows(table_file, tmp_path):
     assert rows == build(tmp_path / "other.jsonl")["train"]
 
 
+def test_a_file_of_facts_gives_the_rows_of_the_published_table(table_file, tmp_path):
+    topics = ["Art", "Sports", "Music", ""]
+    rows = [dict(question=row["problem"], answer=row["answer"], subject=topic) for row, topic in zip(TABLE, topics)]
+    (tmp_path / "facts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert build(tmp_path / "facts.jsonl") == build(table_file)
+
+
+def test_the_whole_corpus_is_read_from_a_real_file(real):
+    "Every target of the 4,326 is accepted as its own answer, in the box and in a sentence without one."
+    rows = build(real / "facts" / "simpleqa.jsonl")["train"]
+    assert len(rows) == len({row["id"] for row in rows}) == 4_326 and all(list(row) == ROW_COLUMNS and all(row.values()) for row in rows)
+    assert all(gives_answer(row["target"], [row["answer"]]) for row in rows)
+    assert [row["answer"] for row in rows if not contains_answer(f"The answer is {row['answer']}.", row["answer"], row["prompt"])] == []
+
+
 def test_the_hub_gives_the_same_as_a_local_file(table_file, monkeypatch):
     def load(name, *, split):
         assert (name, split) == ("basicv8vc/SimpleQA", "test")
@@ -92,7 +108,8 @@ def test_the_error_names_a_truncated_file(table_file):
 
 @pytest.mark.parametrize("name, text, problem", [
     ("a.csv", "metadata,problem,answer\n\"{'topic': 'Art'}\",Who?\n", "row 1 of .* lacks answer$"),
-    ("a.csv", "question,answer\nWho?,I\n", "lacks metadata, problem$"),
+    ("a.csv", "question,answer\nWho?,I\n", "row 1 of .* must have subject, question, answer, but lacks subject$"),
+    ("a.jsonl", '{"question": "Who?", "answer": "I", "subject": ""}\n', "must name a topic in its subject$"),
     ("a.csv", "metadata,problem,answer\n", "at least one row with a problem and an answer"),
     ("a.csv", "metadata,problem,answer\n{},Who?,I\n", "row 1 of .* must name a topic in its metadata"),
     ("a.jsonl", '{"problem": "Who?", "answer": "I"}\n', "lacks metadata$"),

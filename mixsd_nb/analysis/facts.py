@@ -23,7 +23,7 @@ class Failure(NamedTuple):
 FAILURES = {
     "never accepted": Failure(
         "no target was accepted, so the fact was not trained on",
-        "Lower lam, so that the expert, which sees the answer, writes more tokens, or set options to "
+        "Lower lam if it is above 0, so that the expert, which sees the answer, writes more tokens, or set options to "
         "{\"replace_gt\": true}, which trains on the canonical target instead. If the answer is long or has unusual "
         "characters, give a shorter answer and the long one as an alias."),
     "names another": Failure(

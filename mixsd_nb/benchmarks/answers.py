@@ -196,9 +196,9 @@ def _as_words(
     answer: str,  # folded
 ) -> re.Pattern:
     "A pattern of the answer as whole words; a number may have spaces between its thousands and before its unit."
-    spaced = re.sub(r"([0-9])(?=(?:[0-9]{3})+(?![0-9]))", r"\1~", answer) if re.match(r"[+-]?[1-9][0-9]{3,}", answer) else answer
-    spaced = re.sub(r"^([+-]?[0-9~.,/]+) ?(?=[^\W\d_])", r"\1~", spaced)
-    words = re.escape(spaced).replace(r"\~", r"\s?").replace("\\ ", r"\s+")
+    spaced = re.sub(r"([0-9])(?=(?:[0-9]{3})+(?![0-9]))", r"\1\0", answer) if re.match(r"[+-]?[1-9][0-9]{3,}", answer) else answer
+    spaced = re.sub(r"^([+-]?[0-9\0.,/]+) ?(?=[^\W\d_])", r"\1\0", spaced)
+    words = re.escape(spaced).replace("\0", r"\s?").replace("\\ ", r"\s+")
     return re.compile(rf"(?<![\w-])(?<!\w/)(?<!\d[.,:])(?<!\bo')(?:{words})(?![\w/]\w|\w|-\w|[.,:]\d|/\w|\+\+|#|'t\b)")
 
 # %% ../../nbs/benchmarks/answers.ipynb #1bc5a404

@@ -95,6 +95,18 @@ def _check_repeats(table: Table, facts: list[tuple[Row, Fact]]) -> None:
             table.report(f"paraphrase {text} is asked {same} too", row)
 
 # %% ../../nbs/corpora/files.ipynb #0f0297d1
+def _drop_paraphrases(facts: list[Fact], giveaways: bool) -> list[str]:
+    "Remove the paraphrases that are asked elsewhere or contain the answer, and return them; the facts stay."
+    asked, lost = {_key(fact.question) for fact in facts}, []
+    for fact in facts:
+        for text in [*fact.paraphrases]:
+            if _key(text) in asked or not giveaways and _gives_away(text, fact.answer):
+                fact.paraphrases.remove(text)
+                lost.append(text)
+            asked.add(_key(text))
+    return lost
+
+
 _OTHER_NAMES = '; dataset_options={"columns": {"question": "…", "answer": "…"}} says which are meant'
 _GIVEAWAY = ', which gives it away; dataset_options={"giveaways": true} keeps it'
 
@@ -103,9 +115,11 @@ def parse_facts(
     table: Table,  # as returned by `read_rows`
     columns: dict[str, str] | None = None,  # own name -> name in the file
     giveaways: bool = False,  # whether a question may contain its answer
+    lost: list[str] | None = None,  # gets paraphrases that are left out; None if they are problems
 ) -> list[tuple[Row, Fact]]:
     "Return each row of a file of facts with its fact; problems are noted in the table."
     facts = parse_rows(table, Fact, columns, _OTHER_NAMES)
+    if lost is not None: lost += _drop_paraphrases([fact for _, fact in facts], giveaways)
     for row, fact in [] if giveaways else facts:
         places = {"the question": fact.question} | {f"the paraphrase {text}": text for text in fact.paraphrases}
         for place, text in places.items():
@@ -236,6 +250,9 @@ def _sound(
                     f"is {table.problems[0]}"]
 
 
+_ADVICE = '; dataset_options={"strict": false} leaves out what has a problem'
+
+
 def read_facts(
     name: str,  # a file, a folder that `datasets` saved, or a hub id
     *,
@@ -245,8 +262,8 @@ def read_facts(
     giveaways: bool = False,  # whether a question may contain its answer
 ) -> Facts:
     "Return the facts and tests of a file. TableError with the problems, one sentence with file and line for each."
-    table, columns = open_table(name), columns or {}
-    parsed = [(table, parse_facts(table, columns, giveaways))]
+    table, columns, lost = open_table(name), columns or {}, None if strict else []
+    parsed = [(table, parse_facts(table, columns, giveaways, lost))]
     if test:
         if (is_table_file(name) or Path(name).expanduser().is_file()) and not is_data_name(test):
             raise TableError([f"test must be a file of tests, a folder or a hub id, got {test}; there is no such file"])
@@ -255,9 +272,11 @@ def read_facts(
         there = {own: theirs for own, theirs in columns.items() if theirs in tests.columns}
         parsed.append((tests, parse_tests(tests, there)))
     problems = [problem for source, _ in parsed for problem in source.problems]
-    if strict and problems: raise TableError(problems)
+    if strict and problems: raise TableError(problems, _ADVICE)
     (facts, notices), (own_tests, more) = [_sound(*part) for part in parsed] + [([], [])] * (not test)
     places = {fact["id"]: f"{table.path}, {table.unit} {row.line}" for row, fact in facts}
+    if lost: more = [*more, f"{table.path}: {len(lost)} paraphrases are left out, because they are asked elsewhere or contain the "
+                            f"answer, the first is {lost[0]}"]
     return Facts([fact for _, fact in facts], [values for _, values in own_tests], places, notices + more)
 
 # %% ../../nbs/corpora/files.ipynb #29ffa03d

@@ -16,6 +16,7 @@ from .kgfact import Fact, chain_question
 from .prompts import boxed, conclude, naive_prompt, paraphrase_prompt, retrieval_prompt, target
 from .simpleqa import find_copy, hash_text, read_hub, read_local
 from .world import WORLD, WORLD_ENTITIES
+from ..runs import read_lines
 
 # %% ../../nbs/corpora/mquake.ipynb #19dfe85b
 @dataclass(frozen=True)
@@ -67,6 +68,17 @@ def _parse_case(
     relation = entry["requested_rewrite"][0]["relation_id"]
     return Case(str(entry["case_id"]), relation, hops, tuple(entry["questions"]), entry["new_answer"])
 
+# %% ../../nbs/corpora/mquake.ipynb #0f6e54c0
+def _parse_edit(
+    row: dict,  # of a file of facts: question, answer, subject, statement, and perhaps paraphrases
+    number: int,
+) -> Case:
+    "The case of a single edit. Wordings that contain the answer are left out. KeyError if the row has another schema."
+    question, answer, subject = row["question"], row["answer"], row["subject"]
+    cloze = row["statement"].rstrip(". ").removesuffix(answer.rstrip(".")).rstrip()
+    other = [text for text in row.get("paraphrases", []) if answer.casefold() not in text.casefold() and text != question]
+    return Case(str(number), cloze.replace(subject, ""), (Hop(question, cloze, answer, subject),), (question, *other), answer)
+
 # %% ../../nbs/corpora/mquake.ipynb #22bfc1ed
 def parse_cases(
     entries: list[dict],
@@ -76,7 +88,7 @@ def parse_cases(
     if not isinstance(entries, list) or not entries: raise ValueError(f"{source} must be a list of cases")
     cases = []
     for n, entry in enumerate(entries, 1):
-        try: cases.append(_parse_case(entry))
+        try: cases.append(_parse_edit(entry, n) if "statement" in entry else _parse_case(entry))
         except KeyError as e: raise ValueError(f"case {n} of {source} lacks {e.args[0]}") from None
         except (IndexError, TypeError, ValueError):
             raise ValueError(f"case {n} of {source} must have a requested_rewrite, and a triple in "
@@ -86,7 +98,7 @@ def parse_cases(
 # %% ../../nbs/corpora/mquake.ipynb #efab280b
 _HUB, _FILE = "princeton-nlp/MQuAKE", "MQuAKE-CF-3k-v2.json"
 _LOCAL = f"a copy of it, which is also in datasets/ of the GitHub repository {_HUB}, as mquake.json"
-_READERS = {".json": lambda path: json.loads(Path(path).read_text(encoding="utf-8-sig"))}
+_READERS = {".json": lambda path: json.loads(Path(path).read_text(encoding="utf-8-sig")), ".jsonl": read_lines}  # cases, or edits
 
 
 def read_cases(
@@ -167,12 +179,21 @@ def _context_prompt(
     return retrieval_prompt([h.statement for h in rng.sample(context, len(context))], naive_prompt(gold.question))
 
 # %% ../../nbs/corpora/mquake.ipynb #16ba6a90
+def _reword_edits(cases: list[Case]) -> list[dict]:
+    "Rows of the other wordings of single edits."
+    found = [(case.hops[0], k, text) for case in cases for k, text in enumerate(case.questions) if k]
+    rows = _make_hop_rows([hop for hop, *_ in found], [naive_prompt(text) for *_, text in found])
+    return [row | dict(id=f"{row['id']}#{k}") for row, (_, k, _) in zip(rows, found)]
+
+
 def make_splits(
     cases: list[Case],
     limit: int,  # facts in train, and in retrieval
     seed: int,
 ) -> dict[str, list[dict]]:
     """Rows of all splits. ValueError for a limit below 2. Cases of four facts train their facts, but have no split.
+
+    Single edits have no chains, and the split `reworded` has their other wordings.
 
     Selection, remarks, contexts and second selection take the seeds seed, +1, +2 and +10 (42, 43, 44, 52)."""
     if limit < 2: raise ValueError(f"limit must be at least 2, got {limit}")
@@ -181,14 +202,15 @@ def make_splits(
     keys = {h.key for h in train}
     other = collect_hops(select_cases([c for c in cases if not c.keys & keys], limit, seed + 10))
     naive, remark, context = [naive_prompt(h.question) for h in train], random.Random(seed + 1), random.Random(seed + 2)
-    return {"train": _make_hop_rows(train, naive),
-            "paraphrase": _make_hop_rows(train, [paraphrase_prompt(p, remark) for p in naive]),
-            "retrieval": _make_hop_rows(other, [_context_prompt(h, other, context) for h in other]),
-            "two_hop": _make_case_rows(selection, 2), "three_hop": _make_case_rows(selection, 3)}
+    splits = {"train": _make_hop_rows(train, naive),
+              "paraphrase": _make_hop_rows(train, [paraphrase_prompt(p, remark) for p in naive]),
+              "retrieval": _make_hop_rows(other, [_context_prompt(h, other, context) for h in other])}
+    if all(len(case.hops) == 1 for case in cases): return splits | {"reworded": _reword_edits(selection)}
+    return splits | {"two_hop": _make_case_rows(selection, 2), "three_hop": _make_case_rows(selection, 3)}
 
 # %% ../../nbs/corpora/mquake.ipynb #dc0769bb
 def build(
-    path: str | Path | None = None,  # a copy of MQuAKE-CF-3k-v2.json; None: the one in MIXSD_CORPORA, else the hub
+    path: str | Path | None = None,  # a copy of MQuAKE-CF-3k-v2.json, or edits as .jsonl; None: the one in MIXSD_CORPORA, else the hub
     limit: int = 100,  # facts in train, and in retrieval
     seed: int = 42,
 ) -> dict[str, list[dict]]:

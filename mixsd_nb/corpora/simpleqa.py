@@ -144,7 +144,7 @@ def read_hub(
                          f"hub, or put {local} into a folder and name it by MIXSD_CORPORA") from None
 
 # %% ../../nbs/corpora/simpleqa.ipynb #b544d354
-_COLUMNS = ("metadata", "problem", "answer")
+_COLUMNS, _OWN_COLUMNS = ("metadata", "problem", "answer"), ("subject", "question", "answer")  # published, and of a file of facts
 _HUB = "basicv8vc/SimpleQA"
 
 
@@ -171,12 +171,15 @@ def _parse_row(
     place: str,  # number and file, for the message
 ) -> tuple[str, str, str] | None:
     "Topic, question and answer; None if one of the last two is empty. ValueError without a column or a topic."
-    missing = [c for c in _COLUMNS if not isinstance(row, dict) or c not in row]
-    if missing: raise ValueError(f"{place} must have {', '.join(_COLUMNS)}, but lacks {', '.join(missing)}")
-    question, answer = ("" if row[c] is None else str(row[c]).strip() for c in ("problem", "answer"))
+    own = isinstance(row, dict) and "question" in row and "problem" not in row
+    columns = _OWN_COLUMNS if own else _COLUMNS
+    missing = [c for c in columns if not isinstance(row, dict) or c not in row]
+    if missing: raise ValueError(f"{place} must have {', '.join(columns)}, but lacks {', '.join(missing)}")
+    source, question, answer = ("" if row[c] is None else str(row[c]).strip() for c in columns)
     if not question or not answer: return None
-    if not _parse_topic(row["metadata"]): raise ValueError(f"{place} must name a topic in its metadata")
-    return _parse_topic(row["metadata"]), question, answer
+    topic = source if own else _parse_topic(source)
+    if not topic: raise ValueError(f"{place} must name a topic in its {columns[0]}")
+    return topic, question, answer
 
 # %% ../../nbs/corpora/simpleqa.ipynb #539c8bcd
 def build(

@@ -55,13 +55,28 @@ def _warn_of_rewritten_answers(
                   f"the first is {answer!r} in {_find_place(places, lost[0]['id'])}, which becomes {written!r}", stacklevel=3)
 
 
+_WORDS = 12  # of an answer that a reply can be expected to repeat
+
+
+def _warn_of_sentences(
+    dataset: str,  # name of a corpus
+    places: dict[str, str],
+) -> None:
+    "Warn of answers that are whole sentences, if a reply counts only by naming the answer."
+    if CORPORA[dataset].extract != "contains": return
+    rows = rows_as_written(load_corpus(dataset, "train"))
+    if not (long := [row for row in rows if len(row["answer"].split()) > _WORDS]): return
+    warnings.warn(f"{len(long)} of {len(rows)} answers have more than {_WORDS} words, and a reply counts only if it has the answer word for word; the "
+                  f"first is in {_find_place(places, long[0]['id'])}; shorten them, or give a short one in aliases", stacklevel=3)
+
+
 def check_facts(
     dataset: str,  # name of a corpus
     model: str,
 ) -> None:
     """Raise TableError that lists the facts of a user's file that are too long for the model or cannot be encoded, with their lines.
 
-    ValueError as in `templates.check_template`; warn of answers that the tokenizer cannot write."""
+    ValueError as in `templates.check_template`; warn of answers that the tokenizer cannot write, and of whole sentences."""
     tokenizer, places = load_tokenizer(model), fact_places(dataset)
     check_template(tokenizer)
     if not places: return
@@ -75,6 +90,7 @@ def check_facts(
                             "shorten it, or train a model with a longer context")
     if problems: raise TableError(problems)
     _warn_of_rewritten_answers(tokenizer, dataset, places)
+    _warn_of_sentences(dataset, places)
 
 
 def warn_of_long_replies(
