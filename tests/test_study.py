@@ -10,10 +10,10 @@ import xarray as xr
 
 from mixsd_nb.cluster import grid
 from mixsd_nb.cluster.grid import expand_grid, read_grid
-from mixsd_nb.lab.claims import CLAIMS, OURS, VERDICTS, claims_table, forgets, judge_claim, keeps_more, planned_of, retains
+from mixsd_nb.lab.claims import CLAIMS, OURS, STUDY, VERDICTS, claims_table, compare_recipes, judge_claim, planned_of
 from mixsd_nb.lab.grids import available_cells, join_cubes, merge_grid, planned_grid, planned_runs, preview_grids, study_grids
 from mixsd_nb.lab.study import find_cubes, list_trainings, main, recompute_cells, run, write_list
-from mixsd_nb.lab.versus import differ_at_recall, kept_values, learned_values, point_tables, rates_at_ends, settings_table
+from mixsd_nb.lab.versus import At, CubeGroup, Side, measure_values, rates_at_ends, settings_table
 from mixsd_nb.results.committed import committed_folder, list_missing, read_cube, read_cubes, write_cube
 from mixsd_nb.results.cube import cube_of
 from mixsd_nb.results.demo import invent_cube, invent_result
@@ -21,6 +21,12 @@ from mixsd_nb.runs import ParameterError, load_object, project_root, write_resul
 from mixsd_nb.runs.schema import DIMS, RUN_DIMS, variable
 
 CUBES = read_cubes(committed_folder())
+CASE = "kgfact-small", "lab-m"
+
+
+def group(*cubes):
+    "Invented cubes as one group."
+    return CubeGroup(cubes, CASE)
 
 
 @pytest.fixture(scope="module")
@@ -29,16 +35,16 @@ def study(): return run(cubes=str(committed_folder()))
 
 def test_missing_cells_are_listed(study):
     "Every planned training run is in its grid's cube or marked as missing, and a claim counts those that it compares."
-    planned, cell = study.planned, ("kgfact-small", "lab-m")
+    planned = study.planned
     for name in study_grids():
         rows = planned[planned.grid == name]
         assert len(rows) == len(planned_grid(name)), name
         rows, known = rows[rows["recipe"] != "base"], CUBES[name].accuracy.notnull() if name in CUBES else None
         filled = 0 if known is None else int(known.sel(recipe=known["recipe"] != "base").any(["step", "benchmark"]).sum())
         assert filled + rows.missing.sum() == len(rows), name
-    table = claims_table({}, cell, planned=planned.assign(missing=True))
+    table = claims_table({}, CASE, planned=planned.assign(missing=True))
     for name, claim in CLAIMS.items():
-        rows = planned_of(claim, cell, planned)
+        rows = planned_of(claim, CASE, planned)
         assert {*rows["recipe"]} == claim.labels, f"{name} compares recipes that no grid trains"
         assert table.missing[name].startswith(f"{len(rows)} of {len(rows)} runs: " if claim.labels else "the grid" if claim.grid else "")
 
@@ -189,8 +195,8 @@ def test_a_cube_of_an_earlier_session_hides_no_committed_run(own_runs, monkeypat
 @pytest.mark.parametrize("claim", CLAIMS.values(), ids=lambda c: c.name)
 def test_every_claim_has_a_test_that_can_be_called(claim):
     test = getattr(__import__("mixsd_nb.lab.claims", fromlist=["_"]), claim.test, None) or load_object(claim.test)
-    found = test([], ("kgfact-small", "lab-m"), **claim.options)
-    assert found.verdict in ("cells missing", "not testable here") and found.text == ""  # without cubes nothing is known
+    found = test(group(), CASE, **claim.options)
+    assert found.verdict in ("cells missing", "not testable here") and found.number == ""  # without cubes nothing is known
 
 
 def test_a_verdict_follows_the_numbers():
@@ -198,33 +204,73 @@ def test_a_verdict_follows_the_numbers():
     cube = invent_cube(seeds=4)
     names = {"sft": "mixsd-0.3", "mixsd-0.3": "sft"}
     swapped = cube.assign_coords({"recipe": [names.get(m, m) for m in cube["recipe"].values]})
-    cell = ("kgfact-small", "lab-m")
-    one, other = (claims_table({"invented": [c]}, cell).verdict["mixsd-keeps-more-0.3"] for c in (cube, swapped))
-    assert (one, other) == ("holds", "does not hold")
+    one, other = (claims_table({"invented": group(c)}, CASE).verdict["mixsd-keeps-more-0.3"] for c in (cube, swapped))
+    assert (one, other) == ("holds", "opposite")
 
 
-def test_a_method_retains_what_it_does_not_lose(monkeypatch):
-    "Of two methods one loses much, and the other one has the held-out accuracies of the base model."
-    monkeypatch.setattr("mixsd_nb.lab.versus.choose_score", lambda cubes, cell: "recall")
-    cube, cell = invent_cube(seeds=4), ("kgfact-small", "lab-m")
+def test_a_verdict_needs_room():
+    "SFT loses a tenth of what it loses in the invented cube, so nothing can win 5 points; its opposite could still be seen."
+    cube = invent_cube(seeds=4)
     base = cube.accuracy.sel(recipe="base", lr=0, step=0, drop=True)
-    lost = cube.accuracy.where((cube["recipe"] != "mixsd-0.3") | cube.accuracy.isnull() | (cube.benchmark == "recall"), base)
-    verdicts = {label: [test([cube.assign(accuracy=lost)], cell, label).verdict for test in (forgets, retains)] for label in ("sft", "mixsd-0.3")}
-    assert verdicts == {"sft": ["holds", "does not hold"], "mixsd-0.3": ["does not hold", "holds"]}
+    gentle = cube.accuracy.where((cube["recipe"] != "sft") | (cube.role != "held-out") | cube.accuracy.isnull(), 0.9 * base + 0.1 * cube.accuracy)
+    found = compare_recipes(group(cube.assign(accuracy=gentle)), CASE, "mixsd-0.5", "sft", at=At(50))
+    assert found.verdict == "no room here" and float(found.room) < 5 and found.decided.startswith("SFT has lost only")
+    found = compare_recipes(group(cube.assign(accuracy=gentle)), CASE, "mixsd-0.3", "sft", at=At(90))
+    assert found.verdict == "opposite" and float(found.room) < 5
 
 
-def test_a_comparison_says_which_method_was_tried_more_often():
+def test_a_verdict_is_undecided_after_the_correction_for_many_claims():
+    "A noisy difference over three seeds holds alone, and no longer among the others."
+    cube = invent_cube(seeds=3)
+    noise = xr.DataArray([0.0, 0.06, -0.06], dims="seed", coords=dict(seed=cube.seed))
+    noisy = cube.accuracy + noise.where(cube["recipe"] == "mixsd-0.3", 0) * (cube.role == "held-out")
+    claim, many = CLAIMS["mixsd-keeps-more-0.3"], {f"copy-{k}": CLAIMS["mixsd-keeps-more-0.3"] for k in range(40)}
+    table = lambda claims: claims_table({"invented": group(cube.assign(accuracy=noisy))}, CASE, claims)
+    alone, among = table({"one": claim}).iloc[0], table(many).iloc[0]
+    assert alone.estimate == among.estimate and among.p > alone.p
+    assert (alone.verdict, among.verdict) == ("holds", "undecided") and among["decided by"].endswith("Holm's correction")
+
+
+def test_style_and_discarded_targets_are_named():
+    "In the opened replies and on accepted facts both recipes are equal."
+    cube = invent_cube(seeds=3)
+    base = cube.accuracy.sel(recipe="base", lr=0, step=0, drop=True)
+    twin = lambda name, role, values: values.assign_coords(benchmark=[name], role=("benchmark", [role]))
+    opened = twin("world-prefilled", "world", cube.sel(benchmark=["world"]).assign(accuracy=cube.accuracy.sel(benchmark=["world"]) * 0 + base.sel(benchmark="world")))
+    found = compare_recipes(group(xr.concat([cube, opened], "benchmark", data_vars="minimal")), CASE, "mixsd-0.5", "sft", "world", At(90))
+    assert found.verdict == "holds" and found.decided.startswith("style") and found.opened.startswith("0.0")
+    score = twin("validation", "validation", cube.sel(benchmark=["recall"]))
+    lost = cube.accuracy.where((cube["recipe"] != "sft") | (cube.benchmark != "recall"), 0.5 * cube.accuracy)
+    accepted = twin("recall-kept", "in-domain", cube.sel(benchmark=["recall"]))
+    both = xr.concat([cube.assign(accuracy=lost), score, accepted], "benchmark", data_vars="minimal")
+    found = compare_recipes(group(both), CASE, "mixsd-0.5", "sft", "recall")
+    assert found.verdict == "holds" and found.decided.startswith("discarded targets") and found.accepted.startswith("0.0")
+
+
+def test_a_recipe_retains_what_it_does_not_lose(monkeypatch):
+    "Of two recipes one loses much, and the other one has the held-out accuracies of the base model."
+    monkeypatch.setattr(CubeGroup, "score", lambda group, case: "recall")
+    cube = invent_cube(seeds=4)
+    base = cube.accuracy.sel(recipe="base", lr=0, step=0, drop=True)
+    lost = group(cube.assign(accuracy=cube.accuracy.where((cube["recipe"] != "mixsd-0.3") | cube.accuracy.isnull() | (cube.benchmark == "recall"), base)))
+    verdicts = {label: [compare_recipes(lost, CASE, "base", label).verdict, compare_recipes(lost, CASE, label, "base", equal=True).verdict]
+                for label in ("sft", "mixsd-0.3")}
+    assert verdicts == {"sft": ["holds", "opposite"], "mixsd-0.3": ["equivalent", "holds"]}
+
+
+def test_a_comparison_says_which_recipe_was_tried_more_often():
     short, long = invent_cube(seeds=2), invent_cube(seeds=2).sel(recipe=["base", "sft"])
-    remarks = [keeps_more(cubes, ("kgfact-small", "lab-m"), "sft", "mixsd-0.5", 50).remark for cubes in ([short], [short, long])]
-    assert "settings" not in remarks[0] and remarks[1].endswith(", 12 settings against 6")
+    decided = [compare_recipes(group(*cubes), CASE, "sft", "mixsd-0.5", at=At(50)).decided for cubes in ([short], [short, long])]
+    assert "settings" not in decided[0] and "12 against 6 settings" in decided[1]
 
 
-def test_seeds_that_tie_have_an_interval():
-    "Accuracies are multiples of a point, so two equal differences leave the t interval of rounding: 12.706 · 1/√12 / √2 points."
-    cube, cell = invent_cube(seeds=3), ("kgfact-small", "lab-m")
-    tie = cube.assign(accuracy=cube.accuracy.mean("seed").expand_dims(seed=cube.seed).transpose(*cube.accuracy.dims))
-    found = differ_at_recall([tie], cell, "mixsd-0.5", "sft", 90)
-    assert found.n == 2 and found.high - found.mean == pytest.approx(12.706 / 12**0.5 / 2**0.5, abs=1e-3)
+def test_a_recall_beyond_the_end_of_a_frontier_has_no_value():
+    "One of three seeds reaches 60% more than the others; without it the others do not reach what they reach with it."
+    cube = invent_cube(seeds=3)
+    learned = cube.accuracy.where((cube["recipe"] != "mixsd-0.3") | (cube.benchmark != "recall"), 0.4 * cube.accuracy + 0.3 * (cube.seed == 0))
+    compare = lambda recall: group(cube.assign(accuracy=learned)).compare(Side(*CASE, "mixsd-0.3"), Side(*CASE, "sft"), at=At(recall))
+    assert compare(40).difference.n == 3 and not len(compare(45).first)
+    assert compare(45).short == "MixSD (λ=0.3) reaches at most 50% (3 seeds)"  # the mean over seeds, which the two others do not reach
 
 
 @pytest.fixture(scope="module")
@@ -233,13 +279,27 @@ def lines(study): return study.lines()
 
 def test_lines_of_the_front_page_hold_the_numbers_of_the_cubes(study, lines):
     planned, claims = study.planned, study.claims()
-    assert len(lines) == 6 and "million parameters" in lines[0] and f"{planned.missing.sum()} are missing" in lines[0]
+    assert len(lines) == 7 and "million parameters" in lines[0] and f"{planned.missing.sum()} are missing" in lines[0]
     papers, ours = lines[0].split("claims of the paper: ")[1].split("questions that it does not ask: ")
     for part, rows in ((papers, claims[claims.source != OURS]), (ours, claims[claims.source == OURS])):
         counts = rows.verdict.value_counts()
         for verdict in VERDICTS: assert (f"{verdict} ({counts.get(verdict)})" in part) == (verdict in counts)
     shown = [name for name in claims.index if CLAIMS[name].headline]
-    assert all(claims.number[name] in line for name, line in zip(shown, lines[1:]))
+    assert all(claims.estimate[name] in line and claims.verdict[name] in line for name, line in zip(shown, lines[1:]))
+    assert not any("runs missing" in line for line in lines[1:]), "runs of a main claim are missing"
+
+
+def test_numbers_of_the_page_follow_from_the_cubes(study):
+    "Three numbers, computed from the accuracies with other code: a loss at fixed settings, a mean of opened suites, and a ratio."
+    known, new = CUBES["study-9-known"], CUBES["study-1-frontier"]
+    at = dict(model="lab-m", recipe="sft", lr=1.4e-3, step=100, seed=range(5))
+    mean = lambda cube, role, **at: 100 * cube.accuracy.sel(at | dict(benchmark=cube.benchmark[cube.role == role].values)).mean(["benchmark", "dataset"]).values
+    held, opened = ([mean(cube, role, **at) for cube in (known, new)] for role in ("held-out", "prefilled"))
+    row = study.claims().loc["nref-known"]
+    assert row.estimate.startswith(f"{(held[0] - held[1]).mean():.1f} ") and row.opened.startswith(f"{(opened[0] - opened[1]).mean():.1f} ")
+    base = mean(new, "held-out", **at | dict(recipe="base", lr=0, step=0))
+    assert float(row.room) == round(float((base - held[1]).mean()), 1)
+    assert row["times as much lost"].startswith(f"{(base - held[0]).mean() / (base - held[1]).mean():.1f} ")
 
 
 def test_the_readme_has_the_verdict_of_the_committed_cubes(lines):
@@ -253,21 +313,18 @@ def test_an_outer_rate_that_one_of_the_recalls_uses_is_named():
     cube = invent_cube(seeds=3)
     middle = cube.sel(lr=[1e-3], recipe=["sft"])
     learned, base = middle.benchmark == "recall", cube.accuracy.sel(recipe="base", lr=0, step=0, drop=True)
-    gentle = middle.assign_coords(lr=[1e-4]).assign(accuracy=xr.where(learned, 0.6, base).broadcast_like(middle.accuracy.assign_coords(lr=[1e-4])))
+    gentle = middle.assign_coords(lr=[1e-4]).assign(accuracy=xr.where(learned, 0.6 * (middle.step > 0), base).broadcast_like(middle.accuracy.assign_coords(lr=[1e-4])))
     useless = middle.assign_coords(lr=[1e-2]).assign(accuracy=middle.accuracy.assign_coords(lr=[1e-2]) * 0)
-    ends = rates_at_ends([gentle, middle, useless], ("kgfact-small", "lab-m"), recalls=(50, 100))
+    ends = rates_at_ends(group(gentle, middle, useless), recalls=(50, 100))
     assert ends.loc["sft"].to_dict() == dict(recalls=[50], rates=[1e-4], ends=[1e-4, 1e-2])
 
 
 def test_a_length_of_training_is_a_setting():
     "Cubes of two lengths are compared together, and a method that is in one of them has half of the settings."
     short, long = invent_cube(seeds=2), invent_cube(seeds=2).sel(recipe=["base", "sft"])
-    cell, label = ("kgfact-small", "lab-m"), "sft"
-    both, one = (settings_table([short, long], cell, m, lambda c: learned_values(c, "recall")) for m in (label, "mixsd-0.5"))
+    both, one = (settings_table([short, long], CASE, m, lambda c: measure_values(c, "recall")) for m in ("sft", "mixsd-0.5"))
     assert both.shape[1] == 2 * one.shape[1]
-    tables = point_tables([short, long], cell, [label])[label]
-    expected = settings_table([short, long], cell, label, lambda c: kept_values(c, "held-out"))
-    assert tables[0].equals(both) and tables[1].equals(expected)
+    assert group(short, long).table(Side(*CASE, "sft"), "recall").equals(both)
 
 
 def test_a_changed_number_is_found(monkeypatch):
@@ -290,19 +347,19 @@ def test_committed_cells_are_computed_again_with_equal_numbers():
 
 def test_a_claim_whose_runs_all_exist_lacks_no_cells():
     "Where no run is missing and still none reaches the recall that is compared, the claim is undecided."
-    rows = pd.DataFrame([dict(dataset="kgfact-small", model="lab-m", recipe=m, grid="study-g", missing=lacks) for m, lacks in (("mixsd-0.3", False), ("opsd-n8-t1", False))])
-    judge = lambda rows: judge_claim(CLAIMS["opsd"], {}, ("kgfact-small", "lab-m"), rows)
-    assert judge(rows)["verdict"] == "undecided" and "not all of them reach" in judge(rows)["judged"]
+    rows = pd.DataFrame([dict(dataset="kgfact-small", model="lab-m", recipe=m, lr=3e-4, grid="study-1-g", missing=lacks) for m, lacks in (("mixsd-0.3", False), ("opsd-n8-t1", False))])
+    judge = lambda rows: judge_claim(CLAIMS["opsd"], {}, CASE, rows)
+    assert judge(rows)["verdict"] == "undecided" and "not all of them reach" in judge(rows)["decided by"]
     assert judge(rows.assign(missing=[False, True]))["verdict"] == judge(rows[:0])["verdict"] == "cells missing"
 
 
 def test_missing_runs_are_those_of_the_group_that_gives_the_verdict():
     "Of a study and another grid with the same methods, each lacks one run; the verdict of one of them does not name the other's."
-    at = dict(dataset="kgfact-small", model="lab-m", missing=True)
+    at = dict(dataset="kgfact-small", model="lab-m", lr=3e-4, missing=True)
     planned = pd.DataFrame([dict(at, recipe=m, grid=g) for g in ("study-1-frontier", "rivals-lab") for m in ("sft", "mixsd-0.3")])
-    page = lambda groups: claims_table(groups, ("kgfact-small", "lab-m"), planned=planned).missing["mixsd-keeps-more-0.3"]
-    assert page({"study": [invent_cube(seeds=3)]}) == page({}) == "2 of 2 runs: 2 of study-1-frontier"
-    assert page({"rivals-lab": [invent_cube(seeds=3)]}) == "2 of 2 runs: 2 of rivals-lab"
+    page = lambda groups: claims_table(groups, CASE, planned=planned).missing["mixsd-keeps-more-0.3"]
+    assert page({STUDY: group(invent_cube(seeds=3))}) == page({}) == "2 of 2 runs: 2 of study-1-frontier"
+    assert page({"rivals-lab": group(invent_cube(seeds=3))}) == "2 of 2 runs: 2 of rivals-lab"
 
 
 def test_only_a_grid_without_outputs_is_left_out(own_runs, tmp_path, monkeypatch):
@@ -334,8 +391,8 @@ def test_a_claim_names_the_methods_without_checkpoints():
     cube = invent_cube(seeds=2)
     drop = cube.accuracy.isel(benchmark=0, drop=True).where(cube["recipe"].isin(["sft", "mixsd-0.3"]))
     measured = cube.assign(displacement_sq=drop, alignment_ratio=1 - drop)
-    remark = claims_table({"invented": [measured]}, ("kgfact-small", "lab-m"), {"fisher": CLAIMS["fisher"]}).judged["fisher"]
-    assert remark == "bootstrap by run, without opsd-n8-t1 and mixsd-0.5, which have no checkpoints with these measures"
+    decided = claims_table({"invented": group(measured)}, CASE, {"fisher": CLAIMS["fisher"]})["decided by"]["fisher"]
+    assert decided.endswith(", without opsd-n8-t1 and mixsd-0.5, which have no checkpoints with these measures")
 
 
 def test_the_runs_that_a_claim_compares_are_planned():
@@ -347,10 +404,9 @@ def test_the_runs_that_a_claim_compares_are_planned():
 
 
 def test_what_is_kept_without_learning_decides_nothing(monkeypatch):
-    from mixsd_nb.lab.claims import is_better
-    monkeypatch.setattr("mixsd_nb.lab.versus.choose_score", lambda cubes, case: "recall")
-    cube, case = invent_cube(seeds=4), ("kgfact-small", "lab-m")
-    compare = lambda accuracy: is_better([cube.assign(accuracy=accuracy)], case, "mixsd-0.3", "sft", "world")
+    monkeypatch.setattr(CubeGroup, "score", lambda group, case: "recall")
+    cube = invent_cube(seeds=4)
+    compare = lambda accuracy: compare_recipes(group(cube.assign(accuracy=accuracy)), CASE, "mixsd-0.3", "sft", "world")
     idle = cube.accuracy.where(~((cube["recipe"] == "mixsd-0.3") & (cube.benchmark == "recall")) | cube.accuracy.isnull(), 0.0)
-    assert compare(cube.accuracy).verdict == "holds" and "learned nothing" not in compare(cube.accuracy).remark
-    assert compare(idle).verdict == "undecided" and "mixsd-0.3 learned nothing, the base model has 0%" in compare(idle).remark
+    assert compare(cube.accuracy).verdict == "holds" and "learned nothing" not in compare(cube.accuracy).decided
+    assert compare(idle).verdict == "not testable here" and "MixSD (λ=0.3) learned nothing, the base model has 0%" in compare(idle).decided

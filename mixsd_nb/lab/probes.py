@@ -6,7 +6,7 @@
 __all__ = ['FIRST', 'FAMILY', 'TOWNS', 'GOODS', 'TRAITS', 'QUESTIONS', 'STATEMENTS', 'BACKWARD', 'REMAINDERS', 'EQUATIONS', 'ADD',
            'REMOVE', 'FINISH', 'PROBES', 'draw_syllables', 'draw_english', 'fill', 'draw_context', 'read',
            'read_unknown', 'read_traits', 'remainders', 'equations', 'stories', 'plots', 'programs', 'world', 'annex',
-           'choice', 'typed_facts', 'typed', 'probe_items']
+           'choice', 'typed_facts', 'typed', 'probe_items', 'even_chains', 'shortcut_floor', 'even_items']
 
 # %% ../../nbs/lab/probes.ipynb #6824d439
 import csv
@@ -16,7 +16,8 @@ from functools import cache, partial
 
 from ..benchmarks import Item, Selection, Suite
 from ..benchmarks.lab_tasks import PLOTS, draw_items, functions, arithmetic, solve_equation
-from ..corpora.kgfact import RELATIONS, Relation, _invert
+from ..corpora import CORPORA
+from ..corpora.kgfact import RELATIONS, Fact, Relation, _invert, chain_question, chain_target, training_graph
 from ..corpora.prompts import expert_prompt, naive_prompt, retrieval_prompt, target
 from ..corpora.world import ANNEX, WORLD, WORLD_ENTITIES
 from ..models.lab import DATA
@@ -273,3 +274,32 @@ def probe_items(suite: Suite, selection: Selection) -> dict[str, Item]:
     "The items of a probe by id: as many as requested, up to 300, or all that there are."
     items = draw_items(PROBES[suite.name], min(selection.n, 300), f"{suite.name}-{selection.seed}")
     return {f"{suite.name}-{selection.seed}-{k}": item for k, item in enumerate(items)}
+
+# %% ../../nbs/lab/probes.ipynb #6f1f0c02
+def even_chains(
+    facts: list[Fact],  # that are trained
+) -> list[tuple[Fact, Fact]]:
+    "Return pairs of facts of which the second starts where the first ends, equally many for each answer of the last relation."
+    ends: dict[Relation, dict[str, list]] = {}
+    for first in facts:
+        for second in facts:
+            if second.source == first.target: ends.setdefault(second.relation, {}).setdefault(second.target, []).append((first, second))
+    chosen = [chains[:min(map(len, answers.values()))] for answers in ends.values() if len(answers) > 1 for chains in answers.values()]
+    return [chain for chains in chosen for chain in chains]
+
+
+def shortcut_floor(
+    chains: list[tuple[Fact, Fact]],
+) -> float:
+    "Return the largest share of questions that one answer for each last relation gets right."
+    answers = [(second.relation, second.target) for _, second in chains]
+    best = {relation: max(map(answers.count, {(r, a) for r, a in answers if r == relation})) for relation, _ in answers}
+    return sum(best.values()) / len(answers)
+
+
+def even_items(suite: Suite, selection: Selection) -> dict[str, Item] | None:
+    "Return the questions of a corpus about two facts without a shortcut; None for a corpus that is no graph."
+    corpus = CORPORA[selection.dataset]
+    if not corpus.graph: return None
+    chains = even_chains(training_graph(corpus.options))[:selection.n]
+    return {f"{a.id}>{b.id}": Item(naive_prompt(chain_question(a, b)), chain_target(a, b), b.target) for a, b in chains}

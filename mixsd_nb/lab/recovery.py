@@ -15,7 +15,7 @@ import pandas as pd
 import xarray as xr
 from matplotlib.figure import Figure
 
-from .paired import estimate_mean
+from .paired import estimate_mean, pool_deviations
 from ..analysis.statistics import wilson
 from ..corpora import CORPORA, load_corpus
 from ..results.plots import mark_made_up
@@ -96,9 +96,9 @@ def pool_starts(
 ) -> pd.DataFrame:
     "Return the mean over the starts in each row, with its 95% interval; N counts starts."
     groups = pd.concat(tables).groupby(["task", "step", "benchmark"], sort=False).correct
-    rows = {key: estimate_mean(values.to_numpy(), resolution=1)._asdict() for key, values in groups}
-    table = pd.DataFrame(rows).T.rename_axis(["task", "step", "benchmark"]).reset_index()
-    return table.rename(columns=dict(mean="correct", n="N")).astype(dict(N=int))
+    rows = {key: estimate_mean(values.to_numpy())[:4] for key, values in groups}
+    table = pd.DataFrame(rows, ["correct", "low", "high", "N"]).T.rename_axis(["task", "step", "benchmark"])
+    return table.reset_index().astype(dict(N=int))
 
 # %% ../../nbs/lab/recovery.ipynb #4359b6f8
 def style_table(
@@ -118,8 +118,9 @@ def style_table(
     columns = dict(zip(["before training", "facts known already", "new facts"],
                        [percent(both[0], lr=0, step=0, recipe="base"), *after]))
     means = pd.DataFrame({title: values.mean("seed").to_series() for title, values in columns.items()})
-    differences = [estimate_mean(values, resolution=1) for values in (after[0] - after[1]).values]
-    return means.join(pd.DataFrame(differences, means.index, ["difference", "low", "high", "N"])).dropna()
+    differences = (after[0] - after[1]).values
+    found = [estimate_mean(values, pool_deviations(differences))[:4] for values in differences]
+    return means.join(pd.DataFrame(found, means.index, ["difference", "low", "high", "N"])).dropna()
 
 # %% ../../nbs/lab/recovery.ipynb #c51ab0e3
 @mark_made_up

@@ -24,10 +24,10 @@ from ..cluster.grid import Cell, expand_grid, list_grids
 from .grids import (available_cells, cells_to_compute, join_cubes, merge_grid, planned_grid, planned_runs, preview_grids,
                                   study_grids)
 from ..models import load_part
-from .claims import claims_table, summary_lines
+from .claims import STUDY, belongs_to, claims_table, summary_lines
 from ..results.committed import committed_folder, is_filled, read_cubes
 from .predictors import predictors_table
-from .versus import choose_rows, rates_at_ends, suites_table, updates_table, versus_table
+from .versus import CubeGroup, choose_rows, rates_at_ends, selection_table, suites_table, updates_table, versus_table
 from .versus_plots import frontier_axes_figure, recipe_panels_figure
 from ..runs import Config, ParameterError, describe_parameters, find_stage, make_config, runs_root
 from ..sweep import Sweep, SweepConfig
@@ -39,7 +39,7 @@ class StudyConfig(Config):
     dataset: str = Field("kgfact-small", description="corpus to compare recipes on")
     model: str = Field("lab-m", description="base model")
     against: str = Field("sft", description="label of the recipe that all others are compared with")
-    learned: str = Field("recall", description="what counts as learned: recall, other-words, or use")
+    learned: str = Field("recall", description="what counts as learned: recall, accepted, other-words, or use")
     kept: str = Field("held-out", description="what is kept: held-out for the average, or a benchmark")
 
 # %% ../../nbs/lab/study.ipynb #8dfdbed2
@@ -73,11 +73,13 @@ def list_trainings(
 # %% ../../nbs/lab/study.ipynb #8dfdbeb0
 def group_cubes(
     cubes: dict[str, xr.Dataset],  # by grid
-) -> dict[str, list[xr.Dataset]]:
+    case: tuple[str, str],  # corpus and model that are studied
+    against: str = "sft",  # label of the recipe that others are compared with
+) -> dict[str, CubeGroup]:
     "Group the cubes whose runs can be compared: those of the study, and each other cube by itself."
-    groups = {"study": [cube for name, cube in cubes.items() if name in study_grids()]}
-    groups |= {name: [cube] for name, cube in cubes.items() if name not in study_grids()}
-    return {name: group for name, group in groups.items() if group}
+    groups = {STUDY: [cube for name, cube in cubes.items() if belongs_to(name, STUDY)]}
+    groups |= {name: [cube] for name, cube in cubes.items() if not belongs_to(name, STUDY)}
+    return {name: CubeGroup(group, case, against) for name, group in groups.items() if group}
 
 # %% ../../nbs/lab/study.ipynb #8dfdbec0
 def count_missing(
@@ -138,27 +140,30 @@ class Study:
         return recipe_panels_figure(self.own, self.case, *shown, self.config.against)
 
     @functools.cached_property
-    def groups(self) -> dict[str, list[xr.Dataset]]:
+    def groups(self) -> dict[str, CubeGroup]:
         "Return the cubes by group, as `group_cubes` does."
-        return group_cubes(self.cubes)
+        return group_cubes(self.cubes, self.case, self.config.against)
 
     def _by_group(self, table: Callable[..., pd.DataFrame], *arguments) -> dict[str, pd.DataFrame]:
         "Return a table of every group of cubes that is not empty."
-        found = {name: table(cubes, self.case, *arguments) for name, cubes in self.groups.items()}
+        found = {name: table(group, *arguments) for name, group in self.groups.items()}
         return {name: part for name, part in found.items() if len(part)} or dict([*found.items()][:1])
 
     def versus(self, learned: str = "", kept: str = "") -> pd.DataFrame:
         "Compare every recipe with one, at equal learning."
-        options = self.config.against, learned or self.config.learned, kept or self.config.kept
-        return choose_rows(self._by_group(versus_table, *options))
+        return choose_rows(self._by_group(versus_table, learned or self.config.learned, kept or self.config.kept))
 
     def suites(self, recall: float = 90) -> pd.DataFrame:
         "Compare every recipe with one at one recall, each suite in its own column."
-        return choose_rows(self._by_group(suites_table, self.config.against, recall, self.config.learned))
+        return choose_rows(self._by_group(suites_table, recall, self.config.learned))
 
     def updates(self, step: int = 100) -> pd.DataFrame:
         "Compare every recipe with one after a number of updates."
-        return choose_rows(self._by_group(updates_table, self.config.against, step))
+        return choose_rows(self._by_group(updates_table, step))
+
+    def selections(self, label: str = "mixsd-0.3") -> pd.DataFrame:
+        "Compare a recipe with one at the checkpoints of the paper's rule, with each rule for ties and in each group of cubes."
+        return selection_table(self.groups, label, self.config.against)
 
     def ends(self) -> pd.DataFrame:
         "List recipes whose best rate lies at an end of their grid, where a comparison with them is not fair."

@@ -17,13 +17,13 @@ import seaborn as sns
 import xarray as xr
 from matplotlib.figure import Figure
 
-from .paired import mean_over, mix_settings
+from .paired import mix_settings
 from ..methods import label_title, parse_label
 from ..results.plots import corpus_name, draw_recipe_legend, figure_style, mark_made_up, recipe_colour, recipe_marker
 from ..results.plots import stretch_recall
 from ..results.summary import base_values
 from ..results.tradeoff import describe_seeds
-from .versus import HELD_OUT, LEARNED, Case, align, kept_values, point_tables, trained_labels
+from .versus import HELD_OUT, LEARNED, OPENED, Case, CubeGroup, Side, align, measure_values
 
 # %% ../../nbs/lab/versus_plots.ipynb #650ebf27
 def frontier_line(
@@ -32,8 +32,7 @@ def frontier_line(
     grid: np.ndarray,  # recalls, in %
 ) -> np.ndarray:
     "Return the frontier of the means over seeds at each point of a grid; NaN where it is not reached."
-    everyone = np.ones(len(x), bool)
-    mean_x, mean_y = mean_over(x, everyone), mean_over(y, everyone)
+    mean_x, mean_y = x.mean(0), y.mean(0)
     weights = [mix_settings(mean_x, mean_y, at) for at in grid]
     return np.array([np.nan if w is None else w[w > 0] @ mean_y[w > 0] for w in weights])
 
@@ -44,10 +43,15 @@ def base_level(
     kept: str,  # held-out, or a benchmark
 ) -> float:
     "Return what the base model has, in %."
-    return np.nanmean([float(base_values(kept_values(c, kept)).sel(dataset=case[0], model=case[1]).mean()) for c in cubes])
+    return np.nanmean([float(base_values(measure_values(c, kept)).sel(dataset=case[0], model=case[1]).mean()) for c in cubes])
 
 # %% ../../nbs/lab/versus_plots.ipynb #aa12e436
 _GRID = np.linspace(0, 100, 201)
+
+
+def _points(group: CubeGroup, label: str, learned: str, kept: str) -> list[pd.DataFrame]:
+    "Return the tables of what a recipe has learned and kept."
+    return [group.table(Side(*group.case, label), what) for what in (LEARNED[learned], kept)]
 
 
 def _draw_line(ax, tables: Sequence[pd.DataFrame], recipe: str, **style) -> int:
@@ -70,12 +74,13 @@ def _finish_panel(ax, level: float) -> None:
 
 # %% ../../nbs/lab/versus_plots.ipynb #aa12e4a0
 _TITLES = {"recall": "recall as written", "other-words": "recall in other words", "use": "two-hop questions",
-           "held-out": "held-out average", "world-prefilled": "world, opened"}
+           "accepted": "recall of accepted facts", HELD_OUT: "held-out average", OPENED: "held-out, opened", "world-prefilled": "world, opened"}
 
 
 def _describe_axis(cubes: Sequence[xr.Dataset], name: str) -> str:
     "Return the title of a kind of learning or of what is kept, with the numbers of questions, as in `N=100`."
-    benchmarks = lambda cube: cube.benchmark[cube.role == "held-out"].values if name == HELD_OUT else LEARNED.get(name, (name,))
+    roles = {HELD_OUT: "held-out", OPENED: "prefilled"}
+    benchmarks = lambda cube: cube.benchmark[cube.role == roles[name]].values if name in roles else [LEARNED.get(name, name)]
     counts = np.concatenate([cube.n.reindex(benchmark=benchmarks(cube)).max([d for d in cube.n.dims if d != "benchmark"]) for cube in cubes])
     if np.isnan(counts).all(): return f"{_TITLES.get(name, name)} (%)"  # no run has it
     ends = sorted({f"{n:.0f}" for n in (np.nanmin(counts), np.nanmax(counts))}, key=int)
@@ -91,14 +96,14 @@ def frontier_axes_figure(
 ) -> Figure:
     "Draw the frontier of the means of every recipe; the base model is dashed. ValueError without points."
     columns, rows = ([names] if isinstance(names, str) else [*names] for names in (learned, kept))
-    seeds = {}
+    seeds, group = {}, CubeGroup(cubes, case)
     with figure_style():
         size = dict(figsize=(2.6 + 4.2 * len(columns), 0.4 + 4 * len(rows)), sharex="col", sharey="row")
         fig, axes = plt.subplots(len(rows), len(columns), squeeze=False, layout="constrained", **size)
         for what, line in zip(rows, axes):
             for axis, ax in zip(columns, line):
-                for label, tables in point_tables(cubes, case, trained_labels(cubes), axis, what).items():
-                    if n := _draw_line(ax, tables, label): seeds.setdefault(label, []).append(n)
+                for label in group.labels():
+                    if n := _draw_line(ax, _points(group, label, axis, what), label): seeds.setdefault(label, []).append(n)
                 _finish_panel(ax, base_level(cubes, case, what))
                 if ax in axes[-1]: ax.set_xlabel(_describe_axis(cubes, axis))
             line[0].set_ylabel(f"kept: {_describe_axis(cubes, what)}")
@@ -119,7 +124,8 @@ def recipe_panels_figure(
     columns: int = 5,
 ) -> Figure:
     "Draw the frontiers of every recipe, a panel for each. ValueError without points."
-    tables = point_tables(cubes, case, trained_labels(cubes), learned, kept)
+    group = CubeGroup(cubes, case)
+    tables = {label: _points(group, label, learned, kept) for label in group.labels()}
     panels = {}
     for label, pair in tables.items():
         if label != against and all(table.size for table in pair): panels.setdefault(parse_label(label)[0].title, []).append(label)

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['WRITERS', 'LAB_SUITES', 'CALCULATION', 'MEMORISED', 'VOICES', 'OTHER_WORDS', 'MORE_WORLD', 'TYPED', 'PHASES',
-           'INVENTED', 'OPEN', 'suite_writer', 'Phase', 'find_phase', 'draw_documents', 'sample_texts',
-           'collect_vocabulary', 'make_tokenizer']
+           'MEASURED', 'INVENTED', 'OPEN', 'suite_writer', 'Phase', 'find_phase', 'draw_documents', 'sample_texts',
+           'sample_other_texts', 'collect_vocabulary', 'make_tokenizer']
 
 # %% ../../../nbs/lab/pretraining/curriculum.ipynb #58eccdc7
 import random
@@ -127,6 +127,19 @@ def sample_texts(
     "Draw n documents of the last phase as texts with the markers of the chat template; no training reads the same."
     rng = random.Random("texts")
     return ["".join(text for text, _ in document) for _ in range(n) for document in draw_documents(rng, 1.0, 1)]
+
+# %% ../../../nbs/lab/pretraining/curriculum.ipynb #6f1f0e02
+MEASURED = {*LAB_SUITES, *OTHER_WORDS, "calculations", "few_shot", "recitation"}  # kinds of documents like the benchmarks
+
+
+def sample_other_texts(
+    n: int,
+) -> list[str]:
+    "Draw n documents as `sample_texts` does, of kinds that no held-out suite and no question about the world is like."
+    rng, phase = random.Random("other texts"), PHASES[-1]
+    weights = {kind: weight for kind, weight in phase.weights.items() if kind not in MEASURED}
+    kinds = rng.choices([*weights], [*weights.values()], k=n)
+    return ["".join(text for text, _ in WRITERS[kind](rng, rng.randint(*phase.facts))) for kind in kinds]
 
 # %% ../../../nbs/lab/pretraining/curriculum.ipynb #6054d709
 INVENTED = f"(?:{'|'.join(STARTS)})(?:{'|'.join(ENDS)})"  # regular expression of the package's invented words
