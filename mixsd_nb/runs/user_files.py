@@ -64,7 +64,7 @@ SHOWN = 20  # problems that a message lists
 
 
 class TableError(ParameterError):
-    "A file with problems; `problems` holds one sentence for each, and the message lists the first ones."
+    "Say that a file has problems; `problems` holds one sentence for each, and the message lists the first ones."
     def __init__(
         self,
         problems: list[str],
@@ -103,12 +103,12 @@ class Table:
             place = f"{self.path}, {self.unit} {line}: " if line else f"{self.path}: "
             groups.setdefault(kind or re.split(r", got |\(", what)[0], []).append((line or 0, place + what))
         sentences = []
-        for kind, found in groups.items():
-            more = len(found) - 1
-            everywhere = len(found) >= max(len(self.rows), 4 * bool(self.rows))
+        for kind, similar in groups.items():
+            more = len(similar) - 1
+            everywhere = len(similar) >= max(len(self.rows), 4 * bool(self.rows))
             again = f" (and so in {more} more {self.unit}{'s' * (more > 1)})"
-            sentences += [(found[0][0], found[0][1] + again)] if more and (kind == "encoding" or everywhere) else found
-        return [sentence for _, sentence in sorted(sentences, key=lambda found: found[0])]
+            sentences += [(similar[0][0], similar[0][1] + again)] if more and (kind == "encoding" or everywhere) else similar
+        return [sentence for _, sentence in sorted(sentences, key=lambda pair: pair[0])]
 
     def check(self) -> "Table":
         "Return the table itself; TableError with all problems if there are any."
@@ -117,7 +117,7 @@ class Table:
 
     @property
     def sound_rows(self) -> list[Row]:
-        "Return the rows without a problem of their own."
+        "Return the rows in whose lines there is no problem."
         lines = {line for line, _ in self._problems}
         return [row for row in self.rows if lines.isdisjoint(range(row.line, row.last + 1))]
 
@@ -209,10 +209,10 @@ def _find_columns(
     advice: str,  # for a column that no row has
 ) -> None:
     "Give the columns of a table their own names; note those that are misspelt, or that no row has."
-    found, first = table.columns, table.rows[0]
+    present, first = table.columns, table.rows[0]
     for theirs in columns.values():
-        hint = nearest(theirs, found) or f"the columns are {', '.join(found)}"
-        if theirs not in found: table.report(f"there is no column {theirs}; {hint}", first)
+        hint = nearest(theirs, present) or f"the columns are {', '.join(present)}"
+        if theirs not in present: table.report(f"there is no column {theirs}; {hint}", first)
     own, taken = {theirs: name for name, theirs in columns.items()}, {*columns} - {*columns.values()}
     rename = lambda row: {own.get(name, name): value for name, value in row.items() if name not in taken}
     table.rows = [Row(rename(row), row.line, row.last) for row in table.rows]
@@ -221,16 +221,16 @@ def _find_columns(
         for near in _misspelt(name, [n for n in required if n in spare], 0.6) or _misspelt(name, spare, 0.9):
             table.report(f"unknown column {name}; did you mean {near}?", next(row for row in table.rows if name in row))
             for row in table.rows: row |= {near: row.pop(name)} if name in row else {}
-    found = table.columns
+    present = table.columns
     for name in required:
-        if name not in found: table.report(f"there is no column {name}; the columns are {', '.join(found)}{advice}", first)
+        if name not in present: table.report(f"there is no column {name}; the columns are {', '.join(present)}{advice}", first)
 
 # %% ../../nbs/runs/user_files.ipynb #7a72eda2
 def _is_wrapped(
     table: Table,
     model: type[BaseModel],  # of its rows
 ) -> bool:
-    "Whether the only row of a JSON file has lists or mappings where a row has texts."
+    "Return whether the only row of a JSON file has lists or mappings where a row has texts."
     if table.unit != "line" or len(table.rows) != 1: return False
     lists = {name for name, field in model.model_fields.items() if get_origin(field.annotation) in (list, tuple)}
     nested = {name for name, value in table.rows[0].items() if isinstance(value, (list, dict))} - lists
@@ -239,7 +239,7 @@ def _is_wrapped(
 
 # %% ../../nbs/runs/user_files.ipynb #b8e1e387
 class FileRow(BaseModel):
-    "Base class of the kinds of rows."
+    "Describe a kind of row; subclasses have its columns as fields."
     model_config = ConfigDict(allow_inf_nan=False)
 
     def problems(self) -> Iterable[str]:
@@ -390,8 +390,8 @@ def _is_ambiguous(
     cells: list[str],  # of the row
     width: int,  # number of columns
 ) -> bool:
-    "Whether the quotes around a cell may belong to several cells: without them each line is a separate row."
-    return any("\t" in cell for cell in cells) and all(line.count("\t") == width - 1 for line in lines)
+    "Return whether the quotes around a cell may belong to several cells: without them each line is a separate row."
+    return any(re.search(r"[\t\n]", cell) for cell in cells) and all(line.count("\t") == width - 1 for line in lines)
 
 # %% ../../nbs/runs/user_files.ipynb #22a6257a
 _SEPARATOR_LINE = re.compile(r'\s*"?sep=([^\w\s"]|\t)"?[ \t]*(?=[\r\n])', re.I)
@@ -444,7 +444,7 @@ def _read_value(
 
 
 def _find_features(schema) -> dict:
-    "Return the types of the columns in the words of `datasets`; without a type that it lacks."
+    "Return the types of the columns in the words of `datasets`, without the types that it does not know."
     import pyarrow as pa
     from datasets import Features
     features, is_typed = {}, b"huggingface" in (schema.metadata or {})
@@ -478,14 +478,14 @@ TABLE_SUFFIXES = (*_TEXT_READERS, ".parquet")
 def is_table_file(
     name: str,
 ) -> bool:
-    "Whether a name has the ending of a file that `read_rows` reads; the file need not exist."
+    "Return whether a name has the ending of a file that `read_rows` reads; the file need not exist."
     return Path(name).suffix.lower() in TABLE_SUFFIXES
 
 # %% ../../nbs/runs/user_files.ipynb #0cc61180
 def _similar_file(path: Path) -> str:
     "Return the rest of a sentence that names the most similar table in the same folder."
-    beside = (file.name for file in path.parent.glob("*") if is_table_file(file.name))
-    hint = nearest(path.name, beside)
+    others = (file.name for file in path.parent.glob("*") if is_table_file(file.name))
+    hint = nearest(path.name, others)
     return hint and f"; {hint}"
 
 
