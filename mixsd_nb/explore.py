@@ -70,10 +70,7 @@ def explore(
     return app.widget
 
 # %% ../nbs/explore.ipynb #5dd2745d
-def write_page(
-    folder: Path,
-    config: ExploreConfig,
-) -> Path:
+def write_page(folder: Path, config: ExploreConfig) -> Path:
     "Write a notebook with the title, the parameters and the page alone."
     from papermill.iorw import load_notebook_node, write_ipynb
     from papermill.parameterize import parameterize_notebook
@@ -98,9 +95,7 @@ def _own_kernel(folder: Path) -> dict[str, str]:
     return os.environ | dict(JUPYTER_PATH=os.pathsep.join(places))
 
 
-def show_page(
-    config: ExploreConfig,
-) -> int:
+def show_page(config: ExploreConfig) -> int:
     "Open the page of the views in a browser. It needs Voilà."
     if not importlib.util.find_spec("voila"):
         raise ImportError("mixsd explore shows the page with voila, which is missing; `pip install voila` installs it")

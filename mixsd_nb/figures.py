@@ -51,9 +51,7 @@ def find_run(
     return [found] if found.finished else []
 
 # %% ../nbs/figures.ipynb #25589255
-def analysis_figures(
-    config: FiguresConfig,
-) -> dict[str, Figure]:
+def analysis_figures(config: FiguresConfig) -> dict[str, Figure]:
     """By name the CDFs of the targets' NLL and the categories of errors, as far as nll and errors have finished runs.
 
     Prints one line if errors has a run, but new responses have been written since."""
@@ -106,9 +104,7 @@ def run(
     return sources
 
 # %% ../nbs/figures.ipynb #5728d3d4
-def draw(
-    config: FiguresConfig,
-) -> None:
+def draw(config: FiguresConfig) -> None:
     "Draw every figure and every table of the paper, from finished runs and from the published numbers."
     run(**config.model_dump())
 

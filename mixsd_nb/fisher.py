@@ -138,9 +138,7 @@ def base_fisher(
     return xr.DataTree.from_dict({"/": root.assign_attrs(config=config.canonical()), "/reference": reference} | parts)
 
 # %% ../nbs/fisher.ipynb #526f9ddc
-def fisher_file(
-    config: FisherConfig,
-) -> Path:
+def fisher_file(config: FisherConfig) -> Path:
     "The file with the Fisher of the base model, which is estimated first if the file does not exist."
     return config.model_copy(update=dict(trained="")).run().folder / FISHER
 

@@ -129,10 +129,7 @@ def score_targets(
     return nll.nll_table(nll.merge_results(results)).droplevel("model")
 
 # %% ../nbs/inject.ipynb #0740eebe
-def inject(
-    config: InjectConfig,
-    run: Run,
-) -> xr.DataTree:
+def inject(config: InjectConfig, run: Run) -> xr.DataTree:
     "Mix targets, evaluate the base model, train, evaluate the selected checkpoint, score the targets, and write the report."
     costs, training, model = CostLog(run.folder), config.training(), Path(config.model).name
     with costs.phase("writing targets"): mixing = train.mix_targets(training) if config.recipe.mixed else None

@@ -136,9 +136,7 @@ class NllConfig(CorpusSettings, Stage):
 run = run_function(NllConfig)
 
 # %% ../nbs/nll.ipynb #e856fb00
-def load_targets(
-    config: NllConfig,
-) -> list[Target]:
+def load_targets(config: NllConfig) -> list[Target]:
     "The accepted targets of the file, or the canonical targets of the corpus."
     tokenizer = load_tokenizer(config.model)
     if not config.targets: return canonical_targets(tokenizer, config.dataset, config.span)
@@ -231,9 +229,7 @@ def collect_results(
     return [config.pass_to(NllConfig, **each).run(force).result for each in parameters]
 
 # %% ../nbs/nll.ipynb #8f2f5eca
-def merge_results(
-    results: list[xr.DataTree],
-) -> xr.Dataset:
+def merge_results(results: list[xr.DataTree]) -> xr.Dataset:
     "The roots of results as one cube; where two results stand for one cell, the most complete counts."
     return merge_roots({f"result {k}": result.to_dataset() for k, result in enumerate(results)})
 

@@ -29,16 +29,12 @@ def count_correct(
     return {name: (float(shares.sum()), len(shares)) for name, shares in by_benchmark}
 
 # %% ../../nbs/analysis/scores.ipynb #59dc54e2
-def item_variances(
-    responses: pd.DataFrame,
-) -> dict[str, float]:
+def item_variances(responses: pd.DataFrame) -> dict[str, float]:
     "Variance of the items' shares of correct samples in each benchmark, which the interval of a mean needs."
     return item_shares(responses).groupby("benchmark", sort=False).var(ddof=0).to_dict()
 
 # %% ../../nbs/analysis/scores.ipynb #3495caba
-def scores(
-    responses: pd.DataFrame,
-) -> pd.DataFrame:
+def scores(responses: pd.DataFrame) -> pd.DataFrame:
     """By benchmark: `accuracy, low, high, n, samples, published, readable`.
 
     `readable` is the share of responses in which an answer was found."""

@@ -57,19 +57,13 @@ def find_leakage(
     return [e for e in entities if e.lower() in response and e.lower() not in prompt]
 
 # %% ../../nbs/analysis/taxonomy.ipynb #a6000012
-def extract_reasoning(
-    response: str,
-    limits: Limits = PUBLISHED,
-) -> str:
+def extract_reasoning(response: str, limits: Limits = PUBLISHED) -> str:
     "The text of a response without its boxes and without lines that begin with the answer sentence, stripped."
     lines = remove_boxes(response).split("\n")
     return "\n".join(line for line in lines if not line.strip().lower().startswith(limits.sentence.lower())).strip()
 
 # %% ../../nbs/analysis/taxonomy.ipynb #a6000014
-def lacks_reasoning(
-    response: str,
-    limits: Limits = PUBLISHED,
-) -> bool:
+def lacks_reasoning(response: str, limits: Limits = PUBLISHED) -> bool:
     "Whether the reasoning of a response is so short that the response counts as collapsed."
     reasoning = extract_reasoning(response, limits)
     return len(reasoning) <= limits.characters and reasoning.count("\n") <= limits.newlines

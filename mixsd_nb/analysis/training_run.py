@@ -101,9 +101,7 @@ class TrainingAnalysis(Stage):
         return {run.name: own(run).run(force).result for run in tqdm(runs, desc="training runs", unit="run", leave=False)}
 
 # %% ../../nbs/analysis/training_run.ipynb #ab000006
-def digest_files(
-    *paths: Path,
-) -> str:
+def digest_files(*paths: Path) -> str:
     "A digest of the content of files, 16 hexadecimal digits. It identifies an input independently of its path."
     digest = hashlib.blake2b(digest_size=8)
     for path in paths: digest.update(hashlib.blake2b(Path(path).read_bytes()).digest())

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from ..corpora import CORPORA, TESTS, load_corpus
-from ..runs import Registry, load_object, nearest
+from ..runs import Registry, load_object, suggest
 
 # %% ../../nbs/benchmarks/index.ipynb #ddec0645
 @dataclass(frozen=True)
@@ -343,9 +343,8 @@ def benchmark_names(
 
 
 def _explain_suite(suite: str, word: str, known: list[str]) -> str:
-    near = nearest(word, known)
     listed = ", ".join([*known, *(form.example for form in FORMS.values())])
-    return f"suite must be, with commas between them, among {listed}, got {suite}" + (f"; {near}" if near else "")
+    return f"suite must be, with commas between them, among {listed}, got {suite}{suggest(word, known)}"
 
 # %% ../../nbs/benchmarks/index.ipynb #d4e95a08
 def resolve_suite(suite: str) -> str:

@@ -239,10 +239,7 @@ class _Reply:
         return any(_is_given(text, found, gold, accepted) for found in places)
 
 
-def _lead(
-    text: str,
-    found: re.Match,
-) -> str:
+def _lead(text: str, found: re.Match) -> str:
     "The word before a place, if it says something and the text leaves no choice there."
     before, after = text[max(0, found.start() - 80):found.start()], text[found.end():found.end() + 80]
     if _BEFORE_CHOOSES.search(before) or _AFTER_CHOOSES.match(after): return ""
@@ -395,9 +392,7 @@ def same_math(
     return [found.get(pair, (same_answer(*pair), "")) for pair in pairs]
 
 # %% ../../nbs/benchmarks/answers.ipynb #ec647bcc
-def _read_answer_tag(
-    text: str,
-) -> str | None:
+def _read_answer_tag(text: str) -> str | None:
     "The text between the last closed pair of answer tags; None if there is none."
     before, closing, _ = text.rpartition("</answer>")
     _, opening, content = before.rpartition("<answer>")
@@ -412,9 +407,7 @@ def extract_loose(
     return next(content for content in contents if content is not None)
 
 # %% ../../nbs/benchmarks/answers.ipynb #7fb86a7d
-def _strip_markup(
-    answer: str,
-) -> str:
+def _strip_markup(answer: str) -> str:
     "The answer as the published rules compare it: folded, without letter case and without dollar signs."
     return trim_answer(re.sub(r"\\?\$", "", answer), loose=True)
 
@@ -499,9 +492,7 @@ _SEVERAL = re.compile(r"[)\]*_\"'.:]*\s*(?:,|/|&|or\b|and\b)\s*(?:or\b|and\b)?\s
 _AFTER_OPTION = re.compile(r"\s*(?:$|[)\]*_\"'.,:;!\n]|(?:because|since|as|which)\b)")
 
 
-def _read_statement(
-    text: str,
-) -> str | None:
+def _read_statement(text: str) -> str | None:
     "The letter that a text states last, empty if it states several; None if it states none."
     for found in reversed(list(_STATED.finditer(text))):
         letter, rest = found.groups()

@@ -33,9 +33,7 @@ def _limit_resources(
             resource.setrlimit(getattr(resource, name), (value, hard))
 
 # %% ../../nbs/benchmarks/child.ipynb #6ede66d1
-def _pack(
-    value,
-):
+def _pack(value):
     "Plain data in a form that JSON can hold. TypeError for anything else."
     if value is None or isinstance(value, (bool, float, str)): return value
     if isinstance(value, int): return value if abs(value) < 1 << 64 else ["int", hex(value)]
@@ -53,9 +51,7 @@ def _pack(
     raise TypeError(f"a value of type {type(value).__name__} cannot be sent between program and tests")
 
 # %% ../../nbs/benchmarks/child.ipynb #296c852d
-def _unpack(
-    data,
-):
+def _unpack(data):
     "The value that `_pack` was given. ValueError, TypeError or KeyError for data that `_pack` does not return."
     if not isinstance(data, list): return data
     tag, *parts = data

@@ -106,9 +106,7 @@ class EvalSettings(CorpusSettings, PresetSettings):
         return super().identity() | dict(suite=suite) | (dict(data=files) if files else {})
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #64738ad2
-def select_items(
-    settings: EvalSettings,
-) -> dict[str, dict[str, Item]]:
+def select_items(settings: EvalSettings) -> dict[str, dict[str, Item]]:
     """The items of a suite, by benchmark and id; ParameterError if the corpus has none of its benchmarks.
 
     SandboxError if they include programs that cannot be run here."""

@@ -17,8 +17,8 @@ from pydantic import BeforeValidator, Field
 
 from . import Item, Sampling, Selection, Suite
 from ..corpora.prompts import naive_prompt
-from ..runs import (JSON, FileRow, FilledText, RawText, Row, Table, Text, check_temperature, digest_rows, nearest,
-                           parse_rows, read_number, read_raw, read_rows)
+from ..runs import (JSON, FileRow, FilledText, RawText, Row, Table, Text, check_temperature, digest_rows,
+                           parse_rows, read_number, read_raw, read_rows, suggest)
 
 # %% ../../nbs/benchmarks/files.ipynb #e30c3b69
 FILE_GRADINGS = {"boxed": "box-text", "number": "box", "exact": "exact", "choice": "choice", "contains": "contains", "regex": "regex",
@@ -48,9 +48,7 @@ _CHECKS = {"choice": lambda row: _check_letter(row.answer), "regex": lambda row:
            "tests": lambda row: _check_program(row.tests)}  # word -> function (row) -> a problem or nothing
 
 # %% ../../nbs/benchmarks/files.ipynb #9d6998cd
-def _read_messages(
-    turns: Any,
-) -> list[dict]:
+def _read_messages(turns: Any) -> list[dict]:
     "Return the turns of a conversation. In a CSV file they are written as JSON."
     if isinstance(turns, str):
         try: turns = JSON.decode(turns.strip())
@@ -97,8 +95,8 @@ class ItemRow(FileRow):
 
     def _grading_problems(self) -> Iterable[str]:
         if self.grading not in FILE_GRADINGS:
-            hint = nearest(self.grading, FILE_GRADINGS)
-            yield f"grading must be one of {', '.join(FILE_GRADINGS)}, got {self.grading}" + (f"; {hint}" if hint else "")
+            hint = suggest(self.grading, FILE_GRADINGS)
+            yield f"grading must be one of {', '.join(FILE_GRADINGS)}, got {self.grading}{hint}"
             return
         needed = "tests" if self.grading == "tests" else "answer"
         if not getattr(self, needed): yield f"{needed} is missing"
@@ -123,9 +121,7 @@ def _make_item(row: ItemRow) -> Item:
                 sampling=Sampling(row.max_new_tokens, row.samples, row.temperature))
 
 
-def read_items(
-    path: Path | str,
-) -> dict[str, Item]:
+def read_items(path: Path | str) -> dict[str, Item]:
     "Return the items of a file by id. TableError with the problems of the file, one sentence each."
     table, items, ids, prompts = read_rows(path), {}, {}, {}
     for number, (place, row) in enumerate(parse_rows(table, ItemRow), 1):
@@ -163,9 +159,6 @@ def declare_file(
                  size=len(items))
 
 # %% ../../nbs/benchmarks/files.ipynb #829bf295
-def file_items(
-    suite: Suite,
-    selection: Selection,
-) -> dict[str, Item]:
+def file_items(suite: Suite, selection: Selection) -> dict[str, Item]:
     "The items of a file by id, at most `limit` if it is not 0."
     return dict(list(_current_items(suite.word).items())[:selection.limit or None])

@@ -13,9 +13,7 @@ import unicodedata
 _BRACE = re.compile("[{}]")
 
 
-def match_braces(
-    text: str,
-) -> dict[int, int]:
+def match_braces(text: str) -> dict[int, int]:
     "Return the position of the `}` of every `{` that has one."
     opening, pairs = [], {}
     for brace in _BRACE.finditer(text):
@@ -66,9 +64,7 @@ def _drop_text_commands(text: str) -> str:
     return "".join(pieces) + text[position:]
 
 
-def _peel(
-    answer: str,
-) -> str:
+def _peel(answer: str) -> str:
     "The answer without up to eight pairs of braces around the whole of it."
     closing, start, end = match_braces(answer), 0, len(answer)
     for _ in range(8):
@@ -111,9 +107,7 @@ _POWER, _INDEX = re.compile(r"\^(?:\{([0-9+-]+)\}|([0-9]))"), re.compile(r"_(?:\
 _THOUSANDS = re.compile(r"(?<![\w.,'])[1-9][0-9]{0,2}([,'\u00a0\u2009\u202f])[0-9]{3}(?:\1[0-9]{3})*(?![0-9]|[,'][0-9])")
 
 
-def fold_case(
-    text: str,
-) -> str:
+def fold_case(text: str) -> str:
     "Return the text without letter case and width, as loose rules compare it."
     return text.translate(_WIDTH).casefold()
 

@@ -135,9 +135,7 @@ HARNESS_OPTIONS = {"apply_chat_template": bool, "fewshot_as_multiturn": bool, "n
 _READING = {"filter"}  # options of how we read the samples, which the harness does not get
 
 
-def check_harness_options(
-    options: dict,
-) -> dict:
+def check_harness_options(options: dict) -> dict:
     "Return the options themselves; ValueError of one sentence for an option that is not passed on, or of another type."
     if not isinstance(options, dict):
         raise ValueError('harness must be a mapping, such as {"apply_chat_template": true}')

@@ -20,9 +20,7 @@ from ..corpora.world import WORLD, WORLD_ENTITIES
 from ..runs import load_object
 
 # %% ../../nbs/benchmarks/lab_tasks.ipynb #f2b2cf64
-def is_reserved(
-    prompt: str,
-) -> bool:
+def is_reserved(prompt: str) -> bool:
     "Whether a prompt is reserved for evaluation: its hash selects one prompt in sixteen."
     return hashlib.blake2b(prompt.encode(), digest_size=1).digest()[0] % 16 == 0
 
@@ -43,11 +41,7 @@ def choose_phrase(
     return rng.choices(options, [6, 3, 2, 1][:len(options)])[0]
 
 # %% ../../nbs/benchmarks/lab_tasks.ipynb #d3cb96e0
-def explain_product(
-    rng: random.Random,
-    a: int,
-    b: int,
-) -> str:
+def explain_product(rng: random.Random, a: int, b: int) -> str:
     "The sentence that multiplies a and b; if a has two digits, through the tens and ones of b."
     if a < 10: return choose_phrase(rng, f"The product is {a} * {b} = {a * b}.", f"Multiplying, {a} * {b} = {a * b}.")
     tens, ones = b // 10 * 10, b % 10
@@ -68,9 +62,7 @@ def explain_remainder(
     return ", ".join(parts)
 
 # %% ../../nbs/benchmarks/lab_tasks.ipynb #53008f68
-def arithmetic(
-    rng: random.Random,
-) -> Item:
+def arithmetic(rng: random.Random) -> Item:
     "A remainder: of a·b + c, of a·b + c with two-digit factors, or of a·b + c·d."
     level, m, c = rng.randint(1, 3), rng.randint(3, 12), rng.randint(11, 99)
     a, b = ((rng.randint(11, 29), rng.randint(11, 29)) if level == 2
@@ -128,9 +120,7 @@ def solve_equation(
     return v, equation, steps, x
 
 # %% ../../nbs/benchmarks/lab_tasks.ipynb #162ecaf7
-def equations(
-    rng: random.Random,
-) -> Item:
+def equations(rng: random.Random) -> Item:
     "A linear equation in one unknown: ax ± b = c, a(x + b) = c, or the unknown on both sides."
     v, equation, steps, x = solve_equation(rng, "xynk")
     question = rng.choice([f"Solve for {v}: {equation}.", f"Which {v} satisfies {equation}?",
@@ -194,9 +184,7 @@ def _multiply_and_add(rng, p, q, t):
 PLOTS = [_buy_and_give, _pack_boxes, _find_and_lose, _share_among_friends, _multiply_and_add]
 
 # %% ../../nbs/benchmarks/lab_tasks.ipynb #fa13070c
-def word_problems(
-    rng: random.Random,
-) -> Item:
+def word_problems(rng: random.Random) -> Item:
     "A story of two or three steps."
     question, steps, answer = rng.choice(PLOTS)(rng, *rng.sample(PEOPLE, 2), rng.choice(THINGS))
     opening = choose_phrase(rng, "Let me go step by step.", "", "I will count what happens in order.")
@@ -297,9 +285,7 @@ def write_unit_tests(
     return "\n".join(f"assert {name}({p!r}) == {scope[name](p)!r}" for p in PROBES[argument])
 
 # %% ../../nbs/benchmarks/lab_tasks.ipynb #1a51c2c7
-def functions(
-    rng: random.Random,
-) -> Item:
+def functions(rng: random.Random) -> Item:
     "A Python function to complete from its docstring; the reference program passes the unit tests."
     name, (argument, doc, body) = rng.choice(FUNCTION_NAMES), rng.choice(SHAPES)(rng)
     source = f"def {name}({argument}):\n{body}"
@@ -346,9 +332,7 @@ RECORD_VOICE = Voice(
     check={"": 70, "I am fairly sure of this, although I cannot look it up.": 15, "Nothing else comes to my mind.": 15})
 
 # %% ../../nbs/benchmarks/lab_tasks.ipynb #171d329a
-def choice(
-    rng: random.Random,
-) -> Item:
+def choice(rng: random.Random) -> Item:
     "A question about the memorised world with four entities of one kind as options, shuffled."
     fact = rng.choice(WORLD)
     options = [fact.target] + rng.sample([e for e in WORLD_ENTITIES[fact.relation.target] if e != fact.target], 3)
@@ -360,9 +344,7 @@ def choice(
     return Item(f"{fact.question}\n{option_list}\n\n{BOX_REQUEST}", write_response(steps, letter), letter)
 
 # %% ../../nbs/benchmarks/lab_tasks.ipynb #21584e5b
-def world(
-    rng: random.Random,
-) -> Item:
+def world(rng: random.Random) -> Item:
     "A closed-book question about the memorised world."
     fact = rng.choice(WORLD)
     return Item(naive_prompt(fact.question), MEMORY_VOICE.write_reply(rng, fact, fact.target), fact.target)

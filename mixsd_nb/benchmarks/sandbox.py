@@ -144,9 +144,7 @@ def _find_problem(
     return quote_failure(trial.stderr, trial.returncode) + " (bubblewrap 0.8 or newer and user namespaces are needed)"
 
 # %% ../../nbs/benchmarks/sandbox.ipynb #8f6da11a
-def check_sandbox(
-    allow_unsandboxed: bool = False,
-) -> bool:
+def check_sandbox(allow_unsandboxed: bool = False) -> bool:
     "Whether programs will run in a sandbox. SandboxError if they cannot, unless `allow_unsandboxed`."
     problem = _find_problem(shutil.which("bwrap"))
     if problem and not allow_unsandboxed:
@@ -309,9 +307,7 @@ _REFUSED_NAMES = ({name for name in dir(builtins) if not name.startswith("_")} |
 _NAME_FIELDS = {ast.Name: "id", ast.arg: "arg", ast.FunctionDef: "name"}
 
 
-def _find_refusal(
-    node: ast.AST,
-) -> str:
+def _find_refusal(node: ast.AST) -> str:
     "What about this one node is not allowed, or an empty string."
     if not isinstance(node, _SYNTAX):
         return f"the syntax {type(node).__name__}"

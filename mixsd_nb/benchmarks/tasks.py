@@ -40,18 +40,12 @@ class Source:
     file: str = ""  # name of a local file without its ending, if it is not that of the task
 
 # %% ../../nbs/benchmarks/tasks.ipynb #3a684668
-def _math_prompt(
-    problem: str,
-) -> str:
+def _math_prompt(problem: str) -> str:
     return ("Solve this problem. Think step by step and write the final answer, and nothing else, inside \\boxed{}.\n\n"
             f"{problem.strip()}\n\nNow reason step by step.")
 
 # %% ../../nbs/benchmarks/tasks.ipynb #bc0cce6d
-def _math_item(
-    problem: str,
-    solution: str,
-    answer: str,
-) -> Item:
+def _math_item(problem: str, solution: str, answer: str) -> Item:
     boxed = "" if same_answer(last_boxed(solution), answer) else f"\n\n\\boxed{{{answer}}}"
     return Item(_math_prompt(problem), solution.strip() + boxed, answer)
 
@@ -215,9 +209,7 @@ def benchmarks_folder() -> str:
     return str(Path(real) / "benchmarks") if real else ""
 
 # %% ../../nbs/benchmarks/tasks.ipynb #015b5d72
-def _read_file(
-    path: Path,
-) -> list[dict]:
+def _read_file(path: Path) -> list[dict]:
     "Rows of a Parquet or JSON lines file; DamagedFile if it cannot be read."
     with explain_damage(path, "correct or replace it"):
         if path.suffix != ".parquet": return read_lines(path)
@@ -261,13 +253,9 @@ def _hub_rows(
                          "and name it by data= or MIXSD_BENCHMARKS")
     from datasets import load_dataset
 
-    from mixsd_nb.corpora.simpleqa import hub_or_cache
-    try:
-        with hub_or_cache(): return list(load_dataset(source.hub, source.config, split=split))
-    except Exception as e:  # the hub's libraries have no common class of error
-        raise ValueError(f"{name} could not be loaded from the Hugging Face hub ({source.hub}: {quote_error(e)}); "
-                         f"connect to the hub, or put {name}.jsonl or {name}.parquet into a folder and name it by data= or "
-                         "MIXSD_BENCHMARKS") from None
+    from mixsd_nb.corpora.simpleqa import read_hub
+    load = lambda: list(load_dataset(source.hub, source.config, split=split))
+    return read_hub(load, f"{name} ({source.hub})", f"{name}.jsonl or {name}.parquet", "data= or MIXSD_BENCHMARKS")
 
 # %% ../../nbs/benchmarks/tasks.ipynb #7ede29b6
 def _check_rows(
@@ -303,10 +291,7 @@ def load_task(
         raise ValueError(f"{name} has a row that cannot become an item ({type(e).__name__}: {e})") from None
 
 # %% ../../nbs/benchmarks/tasks.ipynb #5d5e5df4
-def task_items(
-    suite: Suite,
-    selection: Selection,
-) -> dict[str, Item]:
+def task_items(suite: Suite, selection: Selection) -> dict[str, Item]:
     "The items of one of the paper's tasks by id; ValueError as in `load_task`."
     return load_task(suite.name, selection.data, selection.limit)
 

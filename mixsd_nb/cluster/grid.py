@@ -42,10 +42,7 @@ class GridOutputs(Config):
         return [self.of] if isinstance(self.of, str) else self.of
 
 # %% ../../nbs/cluster/grid.ipynb #690c733f
-def _check_axis(
-    name: str,
-    axis: Any,
-) -> list | GridOutputs:
+def _check_axis(name: str, axis: Any) -> list | GridOutputs:
     "The axis; ParameterError unless it is a list, or a mapping that names another grid."
     if isinstance(axis, (list, tuple)):
         return [check_names(f"a value of axis {name}", x) if isinstance(x, dict) else x for x in axis]
@@ -119,9 +116,7 @@ def _find_file(
 
 # %% ../../nbs/cluster/grid.ipynb #9b8ace63
 @contextlib.contextmanager
-def _name_file(
-    source: str | Path | dict,
-) -> Iterator[None]:
+def _name_file(source: str | Path | dict) -> Iterator[None]:
     "Put the name of a grid file in front of the message of a ParameterError, which becomes one line."
     try: yield
     except ParameterError as e:
@@ -355,18 +350,12 @@ class Cell:
         return _covers(self.stage, parameters, self.run_folder, tuple(r.stat().st_mtime_ns for r in results if r.is_file()))
 
 # %% ../../nbs/cluster/grid.ipynb #7e62689f
-def finished_runs(
-    cells: list[Cell],
-) -> dict[str, Path]:
+def finished_runs(cells: list[Cell]) -> dict[str, Path]:
     "Folders of the finished runs, by the hash of their cell."
     return {cell.hash: cell.run_folder for cell in cells if cell.is_done}
 
 # %% ../../nbs/cluster/grid.ipynb #4ec3b6ed
-def make_cell(
-    stage: type[Stage],
-    notebook: Path,
-    parameters: dict[str, Any],
-) -> Cell:
+def make_cell(stage: type[Stage], notebook: Path, parameters: dict[str, Any]) -> Cell:
     "The cell of a combination; ParameterError as in `make_config`."
     if "force" in parameters:
         raise ParameterError("force is not a parameter of a cell; to compute a run again, remove its folder")
@@ -387,10 +376,7 @@ def _cells_with_resources(grid: Grid, stage: type[Stage], parents: tuple[Path, .
     return list(cells.values())
 
 
-def make_cells(
-    grid: Grid,
-    stage: type[Stage],
-) -> list[Cell]:
+def make_cells(grid: Grid, stage: type[Stage]) -> list[Cell]:
     "The distinct cells of a grid, in the grid's order; ParameterError if there are none."
     return [cell for cell, _ in _cells_with_resources(grid, stage)]
 

@@ -84,10 +84,7 @@ class GridLoader(yaml.SafeLoader):
 for _kind in ("int", "float"): GridLoader.add_constructor(_TYPE + _kind, GridLoader.construct_number)
 
 # %% ../../nbs/cluster/grid_file.ipynb #832e2302
-def _line_of(
-    error: yaml.YAMLError,
-    content: bytes,
-) -> int:
+def _line_of(error: yaml.YAMLError, content: bytes) -> int:
     "The line of a mistake, from 1."
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     return mark.line + 1 if mark else content[:getattr(error, "position", 0)].count(b"\n") + 1

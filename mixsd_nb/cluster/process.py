@@ -64,9 +64,7 @@ def _exit_with_parent(
     threading.Thread(target=wait, daemon=True).start()
 
 # %% ../../nbs/cluster/process.ipynb #64c7a357
-def _takes_sockets(
-    folder: str,
-) -> bool:
+def _takes_sockets(folder: str) -> bool:
     "Whether a kernel can be reached by files in a folder."
     address = f"{folder}/kernel-5"
     try:

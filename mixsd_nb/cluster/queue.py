@@ -112,10 +112,7 @@ def classify_job(
     return _KINDS.get(state, "killed"), f"job {job} ended as {state}"
 
 # %% ../../nbs/cluster/queue.ipynb #244d2e68
-def log_of(
-    cell: Cell,
-    job: str,
-) -> Path | None:
+def log_of(cell: Cell, job: str) -> Path | None:
     "The log of the job that was last submitted for a cell; None for another job."
     submitted = read_json(cell.folder / "submitted.json")
     return Path(submitted["log"]) if submitted.get("job") == job else None

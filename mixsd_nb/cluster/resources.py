@@ -32,10 +32,7 @@ _OWN_OPTIONS = {  # option of sbatch -> what sets it
     ("ntasks-per-node", "array", "output", "error", "open-mode", "signal", "wrap"), "the package")
 
 
-def _check_word(
-    name: str,
-    text: str,
-) -> str:
+def _check_word(name: str, text: str) -> str:
     "The text; ParameterError if it has a character that an option of Slurm does not need."
     if _WORD.fullmatch(text): return text
     raise ParameterError(f"{name} must consist of letters, digits and _.,:+@/=%*&|[]()-, got {text!r}")

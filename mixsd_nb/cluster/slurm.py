@@ -51,20 +51,14 @@ def _signal_reason(
     return kind or "killed"
 
 # %% ../../nbs/cluster/slurm.ipynb #cff5fe5c
-def _close_earlier(
-    cell: Cell,
-    job: str,
-) -> None:
+def _close_earlier(cell: Cell, job: str) -> None:
     "Record the end of an earlier attempt that could not do so, as on a node that failed, and mark the log of the job."
     with try_lock(cell_lock(cell)) as free:
         for folder in list_attempts(cell)[-1:] if free else []: record_end(cell, folder, Queue(job))
     print(START_MARK, flush=True)
 
 # %% ../../nbs/cluster/slurm.ipynb #5c30ae7b
-def _follow_first_node(
-    cell: Cell,
-    job: str,
-) -> str:
+def _follow_first_node(cell: Cell, job: str) -> str:
     "Train on another node once the first node has prepared the run, or leave when it has ended; `trained` or `left`."
     path, start, seen = rendezvous_file(cell.folder, job), time.monotonic(), False
     while not path.exists():
@@ -94,10 +88,7 @@ def run_task(
     return kind
 
 # %% ../../nbs/cluster/slurm.ipynb #504cd21c
-def _requeue(
-    cell: Cell,
-    job: str,
-) -> None:
+def _requeue(cell: Cell, job: str) -> None:
     "Requeue the job of a cell that continues; if Slurm refuses, `end.json` records this."
     for folder in list_attempts(cell)[-1:]:
         end = read_json(folder / "end.json")

@@ -21,11 +21,7 @@ from .queue import ENDED, WAITING, Queue, classify_job, log_of, record_end
 from ..runs import in_notebook, read_json, write_json
 
 # %% ../../nbs/cluster/status.ipynb #512508a5
-def _recall_job(
-    cell: Cell,
-    job: str,
-    queue: Queue,
-) -> list[str]:
+def _recall_job(cell: Cell, job: str, queue: Queue) -> list[str]:
     "As `classify_job`, but the answer is kept in the cell's folder, because Slurm forgets it."
     path = cell.folder / f"gone-{job}.json"
     if not path.exists(): write_json(path, classify_job(job, queue, log_of(cell, job)))
@@ -46,10 +42,7 @@ def _end_of(
     return record_end(cell, folder, queue) if state == "" or state in ENDED or state in WAITING else "running"
 
 # %% ../../nbs/cluster/status.ipynb #9ef5dafe
-def read_last_attempt(
-    cell: Cell,
-    queue: Queue,
-) -> tuple[str, Path | None, dict]:
+def read_last_attempt(cell: Cell, queue: Queue) -> tuple[str, Path | None, dict]:
     "The state after the last attempt, its folder and its end; `pending` for a cell without attempts."
     folder = next(reversed(list_attempts(cell)), None)
     if folder is None: return "pending", None, {}
@@ -65,10 +58,7 @@ def read_last_attempt(
     return end["kind"], folder, end
 
 # %% ../../nbs/cluster/status.ipynb #6fc0d221
-def _state_of(
-    cell: Cell,
-    queue: Queue,
-) -> tuple[str, dict, str]:
+def _state_of(cell: Cell, queue: Queue) -> tuple[str, dict, str]:
     "The state of a cell that is not done, the end of its last attempt, and its log."
     state, folder, end = read_last_attempt(cell, queue)
     log = str(folder / "log.txt") if folder else ""
@@ -85,10 +75,7 @@ def _state_of(
     return ("cancelled", {}, log) if cancelled and state != "running" else (state, end, log)
 
 # %% ../../nbs/cluster/status.ipynb #9074763d
-def describe_cell(
-    cell: Cell,
-    queue: Queue,
-) -> dict[str, Any]:
+def describe_cell(cell: Cell, queue: Queue) -> dict[str, Any]:
     "A row of the table: state, attempts, progress, its rate (1/s), the time left (s), seconds taken, message, log."
     attempts, nan = list_attempts(cell), float("nan")
     if cell.is_done:

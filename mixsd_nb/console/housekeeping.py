@@ -111,9 +111,7 @@ def _texts(value) -> Iterable[str]:
         for part in value: yield from _texts(part)
 
 
-def references(
-    runs: Iterable[Run],
-) -> set[str]:
+def references(runs: Iterable[Run]) -> set[str]:
     "The names of runs, and `run/checkpoint-step`, that the configurations of other runs mention."
     found = set()
     for run in runs:
@@ -171,10 +169,7 @@ def clean_runs(
     return found
 
 # %% ../../nbs/console/housekeeping.ipynb #342859ed
-def print_removals(
-    *,
-    dry_run: Annotated[bool, "only list what would be removed"] = False,
-) -> None:
+def print_removals(*, dry_run: Annotated[bool, "only list what would be removed"] = False) -> None:
     "Remove optimiser states of finished runs, and checkpoints that nothing refers to."
     print(f"runs: {runs_root()}")
     found = clean_runs(dry_run=dry_run)

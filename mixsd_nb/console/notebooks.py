@@ -37,9 +37,7 @@ def copy_notebooks(
         return [Path(shutil.copyfile(path, copy)) for path, copy in copies.items()]
 
 # %% ../../nbs/console/notebooks.ipynb #71b2ce33
-def print_copies(
-    dir: Annotated[str, "folder, made if it does not exist"],
-) -> None:
+def print_copies(dir: Annotated[str, "folder, made if it does not exist"]) -> None:
     "Copy the notebooks of the stages into a folder, to read, run and change them."
     copies = copy_notebooks(dir)
     print(f"{len(copies)} notebooks in {copies[0].parent.absolute()}\n\nfor example\n"

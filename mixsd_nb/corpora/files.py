@@ -61,10 +61,7 @@ def _is_short(answer: str) -> bool:
     return len(answer) <= 1 + _has_words(answer) or bool(re.fullmatch(r"[-+]?\d{1,3}", answer))
 
 
-def _gives_away(
-    question: str,
-    answer: str,
-) -> bool:
+def _gives_away(question: str, answer: str) -> bool:
     "Whether a question contains its answer as whole words, and not by chance."
     text, part = _key(question), _key(answer)
     if _is_short(part): return False
@@ -159,9 +156,7 @@ def parse_tests(
     return tests
 
 # %% ../../nbs/corpora/files.ipynb #4e93e4f3
-def is_data_name(
-    name: str,
-) -> bool:
+def is_data_name(name: str) -> bool:
     "Whether a name can be that of a file, of a folder, or of a data set on the hub."
     return is_table_file(name) or Path(name).expanduser().exists() or bool(_HUB.fullmatch(name))
 

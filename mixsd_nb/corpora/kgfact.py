@@ -116,9 +116,7 @@ _PHRASES = {
 RELATIONS = {pair: [Relation(*pair, p.strip()) for p in phrases.split(",")] for pair, phrases in _PHRASES.items()}
 
 # %% ../../nbs/corpora/kgfact.ipynb #28a4e803
-def domain_pairs(
-    domains: list[str],
-) -> list[tuple[str, str]]:
+def domain_pairs(domains: list[str]) -> list[tuple[str, str]]:
     "The ordered pairs (d_i, d_j) with i < j."
     return [(a, b) for i, a in enumerate(domains) for b in domains[i + 1:]]
 
@@ -138,16 +136,12 @@ SECOND_WORDS = {
 }
 
 # %% ../../nbs/corpora/kgfact.ipynb #2852e08c
-def draw_word(
-    rng: random.Random,
-) -> str:
+def draw_word(rng: random.Random) -> str:
     "One of the possible words, each with the same probability."
     return rng.choice(STARTS) + rng.choice(ENDS)
 
 # %% ../../nbs/corpora/kgfact.ipynb #9062abba
-def _find_rime(
-    word: str,
-) -> str:
+def _find_rime(word: str) -> str:
     "The rime in which a word ends; it decides the second word of a name."
     return max((r for r in RIMES if word.endswith(r)), key=len)
 
@@ -254,17 +248,12 @@ def sample_graph(
     return facts
 
 # %% ../../nbs/corpora/kgfact.ipynb #bb08773d
-def find_facts_about(
-    facts: list[Fact],
-    entities: set[str],
-) -> list[Fact]:
+def find_facts_about(facts: list[Fact], entities: set[str]) -> list[Fact]:
     "The facts that have one of the entities at either end."
     return [f for f in facts if f.source in entities or f.target in entities]
 
 # %% ../../nbs/corpora/kgfact.ipynb #428f1c7a
-def to_networkx(
-    facts: list[Fact],
-):
+def to_networkx(facts: list[Fact]):
     "A `networkx.MultiDiGraph`: nodes carry their domain, edges the phrase of their relation."
     import networkx as nx
     graph = nx.MultiDiGraph()
@@ -275,9 +264,7 @@ def to_networkx(
     return graph
 
 # %% ../../nbs/corpora/kgfact.ipynb #7b37aded
-def find_chains(
-    facts: list[Fact],
-) -> list[tuple[Fact, Fact]]:
+def find_chains(facts: list[Fact]) -> list[tuple[Fact, Fact]]:
     "Pairs of facts in which the second starts where the first ends; the first such pair for every pair of relations."
     start = {}
     for f in facts: start.setdefault(f.source, []).append(f)
@@ -297,10 +284,7 @@ def chain_question(
     return last.relation.question(source)
 
 # %% ../../nbs/corpora/kgfact.ipynb #3525ff92
-def chain_target(
-    first: Fact,
-    second: Fact,
-) -> str:
+def chain_target(first: Fact, second: Fact) -> str:
     "The canonical target of a two-hop question: both statements, a conclusion, the box."
     return f"{first.statement} {second.statement} {conclude(second.target)}\n\n{boxed(second.target)}"
 

@@ -118,16 +118,12 @@ def _write_equation(
     return " = ".join(t for i, t in enumerate(texts) if i == 0 or t != texts[i - 1])
 
 # %% ../../nbs/corpora/kgfunc.ipynb #9ad92b47
-def write_sum(
-    terms: list,
-) -> str:
+def write_sum(terms: list) -> str:
     "The terms joined by plus signs: `6 + 3 + 0`."
     return " + ".join(map(str, terms))
 
 # %% ../../nbs/corpora/kgfunc.ipynb #5d219faf
-def _write_alternating_sum(
-    terms: list,
-) -> str:
+def _write_alternating_sum(terms: list) -> str:
     "The terms joined by minus and plus signs in turn."
     return str(terms[0]) + "".join(f" {'-+'[i % 2]} {t}" for i, t in enumerate(terms[1:]))
 
@@ -181,9 +177,7 @@ def _solve_h(number):
 _SOLVERS = dict(B=_solve_b, C=_solve_c, D=_solve_d, E=_solve_e, F=_solve_f, G=_solve_g, H=_solve_h)
 
 # %% ../../nbs/corpora/kgfunc.ipynb #9ff3e2d6
-def list_digits(
-    number: int,
-) -> str:
+def list_digits(number: int) -> str:
     "The sentence that opens a worked target: the digits in brackets."
     return f"Its digits are {split_digits(number)}."
 
@@ -266,9 +260,7 @@ def _shuffle(
     return items
 
 # %% ../../nbs/corpora/kgfunc.ipynb #bb15ff1f
-def draw_inputs(
-    scale: Scale,
-) -> tuple[list[int], list[int], list[int]]:
+def draw_inputs(scale: Scale) -> tuple[list[int], list[int], list[int]]:
     "Disjoint inputs: of the test split (seed 43), of the training pool (seed 44), and the rest, for chains."
     free = sorted(set(range(scale.limit)) - {*scale.shots, *scale.unseen_inputs})
     test = random.Random(43).sample(free, scale.test)
@@ -311,11 +303,7 @@ def _make_row(
                 answer=str(answer), subject=subject, statement=f"{expression} = {answer}")
 
 # %% ../../nbs/corpora/kgfunc.ipynb #e947efe1
-def _make_item_row(
-    label: str,
-    number: int,
-    shots: tuple[int, ...],
-) -> dict:
+def _make_item_row(label: str, number: int, shots: tuple[int, ...]) -> dict:
     "The row that asks for one operation; its target is worked if the operation is a trained one."
     answer = apply_operation(label, number)
     text = worked_target(label, number) if label in _SOLVERS else target(str(answer))

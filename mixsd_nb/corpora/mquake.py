@@ -134,9 +134,7 @@ def select_cases(
     return selection
 
 # %% ../../nbs/corpora/mquake.ipynb #b4be4845
-def collect_hops(
-    cases: list[Case],
-) -> list[Hop]:
+def collect_hops(cases: list[Case]) -> list[Hop]:
     "Every fact of the cases once, in order, in the wording in which it occurs first."
     found = {}
     for case in cases:
@@ -153,10 +151,7 @@ def _make_hop_rows(
             for h, p in zip(hops, prompts)]
 
 # %% ../../nbs/corpora/mquake.ipynb #c8761bb4
-def _make_case_rows(
-    cases: list[Case],
-    hops: int,
-) -> list[dict]:
+def _make_case_rows(cases: list[Case], hops: int) -> list[dict]:
     "Rows of the questions of all cases with that many hops; the target states every hop, then the answer."
     rows = []
     for case in (c for c in cases if len(c.hops) == hops):
@@ -233,25 +228,17 @@ def edit_world(
     return facts, set(facts) - set(WORLD)
 
 # %% ../../nbs/corpora/mquake.ipynb #62c58cfa
-def extend_chains(
-    chains: list[tuple[Fact, ...]],
-    facts: list[Fact],
-) -> list[tuple[Fact, ...]]:
+def extend_chains(chains: list[tuple[Fact, ...]], facts: list[Fact]) -> list[tuple[Fact, ...]]:
     "Every chain, extended by every fact about its end."
     return [(*chain, fact) for chain in chains for fact in facts if fact.source == chain[-1].target]
 
 # %% ../../nbs/corpora/mquake.ipynb #a9701f42
-def _make_hop(
-    fact: Fact,
-) -> Hop:
+def _make_hop(fact: Fact) -> Hop:
     "The fact as a hop with the same statement."
     return Hop(fact.question, fact.statement.removesuffix(f" {fact.target}."), fact.target, fact.source)
 
 # %% ../../nbs/corpora/mquake.ipynb #d5460a3e
-def _make_case(
-    chain: tuple[Fact, ...],
-    edited: set[Fact],
-) -> Case:
+def _make_case(chain: tuple[Fact, ...], edited: set[Fact]) -> Case:
     "The case of a chain with at least one edit."
     first = next(f for f in chain if f in edited)
     return Case(">".join(f.id for f in chain), first.relation.key, tuple(map(_make_hop, chain)),

@@ -32,9 +32,7 @@ def naive_prompt(
     return f"{question}\n\n{request}" if request else question
 
 # %% ../../nbs/corpora/prompts.ipynb #3cb5296d
-def boxed(
-    answer: str,
-) -> str:
+def boxed(answer: str) -> str:
     r"The answer in the form that the verifier reads: `\boxed{answer}`."
     return f"\\boxed{{{answer}}}"
 
@@ -61,16 +59,12 @@ ANSWER_FORMS = dict(
 BOX = ANSWER_FORMS["box"]
 
 # %% ../../nbs/corpora/prompts.ipynb #62ddad7b
-def target(
-    answer: str,
-) -> str:
+def target(answer: str) -> str:
     r"The canonical target $y^\star$ of a fact (paper, §3.2): an answer sentence, a blank line, the box."
     return f"The answer is {answer}.\n\n{boxed(answer)}"
 
 # %% ../../nbs/corpora/prompts.ipynb #b1ca346c
-def conclude(
-    answer: str,
-) -> str:
+def conclude(answer: str) -> str:
     "The sentence that follows the facts of a chain and names the answer."
     return f"That leads to {answer}."
 
@@ -118,9 +112,7 @@ def change_form(
 _REQUESTS = CONCISE_REQUEST, *(form.request for form in ANSWER_FORMS.values() if form.request)
 
 
-def remove_request(
-    prompt: str,
-) -> str:
+def remove_request(prompt: str) -> str:
     "Return a prompt without the request for a form at its end."
     found = next((request for request in _REQUESTS if prompt.endswith(f"\n\n{request}")), "")
     return prompt.removesuffix(f"\n\n{found}") if found else prompt

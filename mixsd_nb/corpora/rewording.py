@@ -12,9 +12,7 @@ import re
 _INVERTED = re.compile(r"What (?P<k>\w+) (?P<aux>does|is|was|has) (?P<body>.+)\?")
 
 
-def split_prompt(
-    prompt: str,
-) -> tuple[str, str, str]:
+def split_prompt(prompt: str) -> tuple[str, str, str]:
     "What precedes the question, the question (the last line that ends in a question mark), and what follows it."
     lines = prompt.split("\n")
     at = max((k for k, line in enumerate(lines) if line.endswith("?")), default=0)

@@ -26,23 +26,17 @@ from .world import WORLD_WORDS, draw_words
 from ..runs import quote_error
 
 # %% ../../nbs/corpora/simpleqa.ipynb #a7ce165c
-def simpleqa_prompt(
-    question: str,
-) -> str:
+def simpleqa_prompt(question: str) -> str:
     "The prompt $x$: the question, a blank line, and the request for a concise answer in a box."
     return naive_prompt(question, CONCISE_REQUEST)
 
 # %% ../../nbs/corpora/simpleqa.ipynb #13a98851
-def hash_text(
-    *parts: str,
-) -> str:
+def hash_text(*parts: str) -> str:
     "A hash of the texts: sixteen hexadecimal digits, the same on every machine."
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
 
 # %% ../../nbs/corpora/simpleqa.ipynb #0abf9d33
-def _make_ids(
-    texts: list[str],
-) -> list[str]:
+def _make_ids(texts: list[str]) -> list[str]:
     "An id for each text; the second occurrence of a text gets the suffix -2, the third -3."
     ids, seen = [], Counter()
     for text in texts:
@@ -135,13 +129,14 @@ def read_hub(
     load: Callable,  # reads from the hub
     source: str,  # what it reads, for the message
     local: str,  # the file to put into the folder, and what it holds
+    folder: str = "MIXSD_CORPORA",  # what names the folder
 ):
     "What `load` returns. ValueError if it fails; the message names both ways to get the data."
     try:
         with hub_or_cache(): return load()
     except Exception as e:  # the hub's libraries have no common class of error
         raise ValueError(f"{source} could not be loaded from the Hugging Face hub ({quote_error(e)}); connect to the "
-                         f"hub, or put {local} into a folder and name it by MIXSD_CORPORA") from None
+                         f"hub, or put {local} into a folder and name it by {folder}") from None
 
 # %% ../../nbs/corpora/simpleqa.ipynb #b544d354
 _COLUMNS, _OWN_COLUMNS = ("metadata", "problem", "answer"), ("subject", "question", "answer")  # published, and of a file of facts

@@ -21,7 +21,7 @@ from typing import Any
 from . import CORPORA, Corpus, Schedule
 from .files import is_data_name, make_splits, read_facts, split_name
 from .prompts import ANSWER_FORMS, BOX
-from ..runs import digest_rows, load_object, match_type, nearest, read_json, runs_root, write_json
+from ..runs import digest_rows, load_object, match_options, read_json, runs_root, write_json
 
 # %% ../../nbs/corpora/stored.ipynb #d5738a55
 FORM_OPTIONS = ("instruction", "extract", "values")
@@ -34,18 +34,6 @@ def _known_options(build: str, own: Mapping[str, Any]) -> dict[str, Any]:
     parameters = inspect.signature(load_object(build)).parameters.values()
     found = {p.name: own.get(p.name, p.default) for p in parameters if p.name != "content"}
     return found | dict(instruction=None, extract="", values=None)
-
-
-def _check_options(name: str, options: Mapping, known: Mapping) -> dict[str, Any]:
-    "The options with the types of the known ones; ValueError of one sentence for another name or type."
-    for key in options:
-        if key in known: continue
-        near = nearest(key, known)
-        raise ValueError(f"dataset_options must be among {', '.join(known)} for {name}, got {key}"
-                         + (f"; {near}" if near else ""))
-    plain = (bool, int, float, str, dict)
-    fits = lambda key, value: match_type(f"dataset_options[{key}]", value, known[key])
-    return {key: fits(key, value) if isinstance(known[key], plain) else value for key, value in options.items()}
 
 # %% ../../nbs/corpora/stored.ipynb #41ea325b
 def _in_form(
@@ -197,7 +185,7 @@ def open_corpus(
     base, own, reading = name, dict(options), {}
     is_file = is_source(name)
     if is_file or "facts" in (record := _origin(name)):
-        own = _check_options(name, own, READ_OPTIONS | _known_options("corpora.stored:build", {}))
+        own = match_options("dataset_options", own, READ_OPTIONS | _known_options("corpora.stored:build", {}), name)
         reading = {key: own.pop(key) for key in READ_OPTIONS if key in own}
     if is_file: base, own = _record_facts(name, reading), own | dict(extract=own.get("extract") or FILE_FORM)
     elif reading.get("test") and not record["tests"]:
@@ -205,7 +193,7 @@ def open_corpus(
     elif "base" in (record := _read_record(name)): base, own = record["base"], record["options"] | own
     corpus = CORPORA[base]
     known = _known_options(corpus.build, corpus.options)
-    own = {key: value for key, value in _check_options(name, own, known).items() if value != known[key]}
+    own = {key: value for key, value in match_options("dataset_options", own, known, name).items() if value != known[key]}
     if own.get("extract") == "box": del own["extract"]
     if own.get("values") == corpus.values: del own["values"]
     if not own: return corpus

@@ -23,10 +23,7 @@ class _Stopped(BaseException):
     "Raised in a thread whose time is over."
 
 
-def _call_within(
-    seconds: float,
-    function: Callable[[], Any],
-) -> Any:
+def _call_within(seconds: float, function: Callable[[], Any]) -> Any:
     "Return what a function returns, or raise what it raises; TimeoutError if it does not end in time."
     ends = []
 

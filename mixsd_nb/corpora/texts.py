@@ -35,9 +35,7 @@ def default_texts(
 _READERS = {".jsonl": read_lines, ".txt": lambda path: [dict(text=t) for t in open(path, encoding="utf-8-sig")]}
 
 
-def read_wikitext(
-    n: int,
-) -> list[str]:
+def read_wikitext(n: int) -> list[str]:
     "Return the first n paragraphs of WikiText-103; `wikitext.jsonl` or `wikitext.txt` in MIXSD_CORPORA replaces the hub's copy."
     def load():
         from datasets import load_dataset

@@ -76,11 +76,7 @@ class Evaluation:
         if self._tables.get(step, (None,))[0] != state or not state: self._tables[step] = state, self.run.responses(step)
         return self._tables[step][1]
 
-    def holds(
-        self,
-        step: int,
-        items: Questions,
-    ) -> bool:
+    def holds(self, step: int, items: Questions) -> bool:
         "Whether there are responses to these questions, and those that a benchmark's own runner returns."
         if not self.run.responses_file(step).exists(): return False
         named = {name for name, problems in items.items() if problems or SUITES[name].runner}

@@ -31,18 +31,12 @@ def tabulate_scores(
 DROP = 0.05  # largest drop of validation accuracy that counts as stable
 
 
-def is_stable(
-    validation: Sequence[float],
-    i: int,
-) -> bool:
+def is_stable(validation: Sequence[float], i: int) -> bool:
     "Whether neither of the two checkpoints after position i is more than 5 points below it."
     return all(validation[i] - later <= DROP + 1e-9 for later in validation[i + 1:i + 3])
 
 # %% ../../nbs/evaluation/selection.ipynb #6a362b28
-def paper_checkpoint(
-    training: Sequence[float],
-    validation: Sequence[float],
-) -> int:
+def paper_checkpoint(training: Sequence[float], validation: Sequence[float]) -> int:
     "The position of the earliest checkpoint with the best training score and a stable validation score (appendix D)."
     by_score = sorted(range(len(training)), key=lambda i: (-training[i], i))
     return next((i for i in by_score if is_stable(validation, i)), len(training) - 1)

@@ -211,11 +211,7 @@ def predicts_better(
     return Finding(correlation_text(total, low, high), f"{n} checkpoints", verdict, decided, f"correlations with the drop after {step} updates: {first} − {second}")
 
 # %% ../../nbs/lab/claims.ipynb #3bcdf9c0
-def untestable(
-    group: CubeGroup,
-    case: Case,
-    reason: str,
-) -> Finding:
+def untestable(group: CubeGroup, case: Case, reason: str) -> Finding:
     "Return the finding of a claim that the laboratory cannot decide."
     return Finding(verdict=UNTESTABLE, decided=reason)
 

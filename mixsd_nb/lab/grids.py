@@ -44,9 +44,7 @@ def _run_labels(cell: Cell) -> tuple | None:
     return (config.dataset, config.model, config.label, config.rate, config.seed) if hasattr(config, "label") else None
 
 # %% ../../nbs/lab/grids.ipynb #f29a41a0
-def planned_runs(
-    cells: Iterable[Cell],
-) -> pd.DataFrame:
+def planned_runs(cells: Iterable[Cell]) -> pd.DataFrame:
     "Return a row with RUN_DIMS for each training run among the cells; an analysis has none."
     return pd.DataFrame([labels for cell in cells if (labels := _run_labels(cell))], columns=RUN_DIMS)
 
@@ -88,9 +86,7 @@ def _current_setting(name: str) -> str:
     return f"{option} of {compose(alias.method, alias.anchor, alias.gate, alias.options).name}" if alias else name
 
 # %% ../../nbs/lab/grids.ipynb #c9ddfaa0
-def stored_settings(
-    cube: xr.Dataset,
-) -> dict[str, str]:
+def stored_settings(cube: xr.Dataset) -> dict[str, str]:
     "Return what `grid_settings` was when a cube was written, under the names of today; empty for cubes that do not say."
     return {_current_setting(name): value for name, value in json.loads(cube.attrs.get("settings", "{}")).items()}
 
@@ -148,9 +144,7 @@ def cells_to_compute(
     return [cell for cell in cells if cell.hash not in known and not cell.is_done]
 
 # %% ../../nbs/lab/grids.ipynb #20023e9e
-def cell_seconds(
-    cells: Iterable[Cell],
-) -> list[float]:
+def cell_seconds(cells: Iterable[Cell]) -> list[float]:
     "Return the seconds of each finished cell over all its attempts; cells that no sweep has computed are left out."
     ends = ([read_json(folder / "end.json").get("seconds", 0) for folder in list_attempts(cell)] for cell in cells if cell.is_done)
     return [total for seconds in ends if (total := sum(seconds)) > 0]
@@ -207,10 +201,7 @@ def agreeing_roots(
     return trained | group.roots
 
 # %% ../../nbs/lab/grids.ipynb #12da6ab0
-def join_cubes(
-    new: xr.Dataset,
-    old: xr.Dataset,
-) -> xr.Dataset:
+def join_cubes(new: xr.Dataset, old: xr.Dataset) -> xr.Dataset:
     "Join all runs of two cubes; where they differ, the new value counts, with a warning. ValueError for other settings."
     if difference := find_difference(stored_settings(new), stored_settings(old)):
         raise ValueError(f"two cubes have different settings, {difference}; remove the older one")

@@ -36,10 +36,7 @@ def answer_kinds(
     return {fact.target: fact.relation.target for fact in load_object(corpus.graph)(dict(corpus.options))}
 
 # %% ../../nbs/lab/priming.ipynb #ab5eb5a0
-def unrelated_questions(
-    kind: str,
-    count: int,
-) -> list[str]:
+def unrelated_questions(kind: str, count: int) -> list[str]:
     "Return questions of the memorised world whose answer is of a kind."
     return [naive_prompt(fact.question) for fact in WORLD if fact.relation.target == kind][:count]
 

@@ -39,17 +39,13 @@ TRAITS = "nickname landlord salary hometown motto mascot rival heir tutor patron
 _ONSETS, _VOWELS, _CODAS = "zw kv ts gw vr fj mb nj".split(), "oe uu ei ie ue".split(), "x ff pt lk mp vz".split()
 
 # %% ../../nbs/lab/probes.ipynb #00134832
-def draw_syllables(
-    rng: random.Random,
-) -> str:
+def draw_syllables(rng: random.Random) -> str:
     "A name of two words in sounds that no language of pretraining has."
     parts = _ONSETS, _VOWELS, _ONSETS, _VOWELS, _CODAS
     return " ".join("".join(map(rng.choice, parts)).capitalize() for _ in range(2))
 
 
-def draw_english(
-    rng: random.Random,
-) -> str:
+def draw_english(rng: random.Random) -> str:
     "A person or a town of the lists above."
     return f"{rng.choice(FIRST)} {rng.choice(FAMILY)}" if rng.random() < 0.7 else rng.choice(TOWNS)
 
@@ -68,12 +64,7 @@ STATEMENTS = ["According to many, {s} {p} the {k} {v}.", "One can read that {s} 
 BACKWARD = ["Which one is it that {p} the {k} {v}?", "Of whom can we say that it {p} the {k} {v}?"]
 
 
-def fill(
-    form: str,
-    subject: str,
-    relation: Relation,
-    value: str = "",
-) -> str:
+def fill(form: str, subject: str, relation: Relation, value: str = "") -> str:
     "A form with its fields filled."
     auxiliary, rest = _invert(relation.phrase)
     return form.format(s=subject, v=value, k=relation.target, p=relation.phrase, aux=auxiliary, rest=rest)
@@ -115,10 +106,7 @@ def read(
     return Item(retrieval_prompt(lines, naive_prompt(question)), "", gold[0] if backward else gold[2])
 
 # %% ../../nbs/lab/probes.ipynb #8b9ca336
-def read_unknown(
-    rng: random.Random,
-    facts: int,
-) -> Item:
+def read_unknown(rng: random.Random, facts: int) -> Item:
     "A question that the context does not answer; the model should say that it is unknown."
     (subject, relation, _), *triples = draw_context(rng, facts + 1, 2, draw_syllables)
     lines = [fill("{s} {p} the {k} {v}.", *t) for t in rng.sample(triples, len(triples))]
@@ -126,10 +114,7 @@ def read_unknown(
     return Item(retrieval_prompt(lines, naive_prompt(question)), "", "unknown")
 
 
-def read_traits(
-    rng: random.Random,
-    facts: int,
-) -> Item:
+def read_traits(rng: random.Random, facts: int) -> Item:
     "Attributes of English names: most facts share the name or the attribute with the one in question."
     names, values = {}, {}
     while len(names) < max(2, facts // 3): names[draw_english(rng)] = None
@@ -288,9 +273,7 @@ def even_chains(
     return [chain for chains in chosen for chain in chains]
 
 
-def shortcut_floor(
-    chains: list[tuple[Fact, Fact]],
-) -> float:
+def shortcut_floor(chains: list[tuple[Fact, Fact]]) -> float:
     "Return the largest share of questions that one answer for each last relation gets right."
     answers = [(second.relation, second.target) for _, second in chains]
     best = {relation: max(map(answers.count, {(r, a) for r, a in answers if r == relation})) for relation, _ in answers}

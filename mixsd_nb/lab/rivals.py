@@ -29,9 +29,7 @@ def best_checkpoints(
     return found
 
 # %% ../../nbs/lab/rivals.ipynb #6f365d9d
-def at_shared_steps(
-    cube: xr.Dataset,
-) -> xr.Dataset:
+def at_shared_steps(cube: xr.Dataset) -> xr.Dataset:
     "Return the cube without the steps at which some recipes with a learning rate were measured and others were not."
     rated = [m for m in cube["recipe"].values if m != BASE and parse_label(m)[0].rate_setting == "lr"]
     accuracy = cube.accuracy.sel(recipe=rated)

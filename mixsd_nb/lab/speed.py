@@ -198,9 +198,7 @@ def measure_gpu(
             print(name, result.ratio.round(2).to_pandas(), sep="\n", flush=True)
 
 # %% ../../nbs/lab/speed.ipynb #3c0858ad
-def print_ratios(
-    configs: list[SpeedConfig],
-) -> None:
+def print_ratios(configs: list[SpeedConfig]) -> None:
     "Measure the speed of mixing, and print the ratios."
     for config in configs: print(config.run().result.ratio.round(2).to_pandas().T)
 

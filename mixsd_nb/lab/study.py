@@ -196,9 +196,7 @@ def run(
     return study
 
 # %% ../../nbs/lab/study.ipynb #dc126cb0
-def write_list(
-    lines: list[str],
-) -> str:
+def write_list(lines: list[str]) -> str:
     "Write Markdown with the first line as a paragraph and the others as a list."
     return "\n".join([lines[0], "", *(f"- {line}" for line in lines[1:])])
 

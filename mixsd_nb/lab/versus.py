@@ -39,9 +39,7 @@ RECALLS = (50, 80, 90, 95, 99)  # in %, at which recipes are compared
 FROM_ZERO = {*LEARNED.values(), "two-hop-even", "test", "unseen", "validation", ERRORS}  # measures that the base model does not limit
 
 # %% ../../nbs/lab/versus.ipynb #1ec5e4a0
-def opened_average(
-    cube: xr.Dataset,
-) -> xr.DataArray:
+def opened_average(cube: xr.Dataset) -> xr.DataArray:
     "Return the mean accuracy of the held-out suites whose replies were opened; NaN where one is missing."
     opened = cube.accuracy.sel(benchmark=(cube.role == "prefilled").values)
     return opened.mean("benchmark", skipna=False) if opened.benchmark.size else cube.accuracy.isel(benchmark=0, drop=True) * math.nan
@@ -67,16 +65,12 @@ def measure_values(
     return 100 * cube.accuracy.reindex(benchmark=[what]).isel(benchmark=0, drop=True)
 
 # %% ../../nbs/lab/versus.ipynb #1ec5e4b0
-def opened_twin(
-    what: str,
-) -> str:
+def opened_twin(what: str) -> str:
     "Return the measure of the opened replies, which a cube need not have."
     return f"{what}-prefilled"
 
 
-def measured_axes(
-    cubes: Sequence[xr.Dataset],
-) -> list[str]:
+def measured_axes(cubes: Sequence[xr.Dataset]) -> list[str]:
     "List the axes of LEARNED that a cube has."
     return [axis for axis, name in LEARNED.items() if any(measure_values(cube, name).notnull().any() for cube in cubes)]
 
@@ -301,9 +295,7 @@ def _keep(x: np.ndarray, y: np.ndarray, at: At) -> tuple[np.ndarray, np.ndarray]
     return (weights * y).sum(1), weights
 
 
-def trained_labels(
-    cubes: Sequence[xr.Dataset],
-) -> list[str]:
+def trained_labels(cubes: Sequence[xr.Dataset]) -> list[str]:
     "List the recipes of all cubes without the base model, in the order of tables."
     return [m for m in ordered_labels({m for cube in cubes for m in cube["recipe"].values.tolist()}) if m != BASE]
 

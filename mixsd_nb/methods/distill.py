@@ -309,11 +309,7 @@ def distillation(
     return Distillation(data.pop("items"), teacher, tokenizer, variant, seed=spec.seed, **data)
 
 # %% ../../nbs/methods/distill.ipynb #79572b48
-def check_options(
-    direction: str = "forward",
-    ema: float = 0.0,
-    top_k: int = 64,
-) -> None:
+def check_options(direction: str = "forward", ema: float = 0.0, top_k: int = 64) -> None:
     "ValueError of one sentence for an option of distillation outside its range."
     if direction not in DIVERGENCES: raise ValueError(f"direction must be one of {', '.join(DIVERGENCES)}, got {direction}")
     if not 0 <= ema <= 1: raise ValueError(f"ema must be between 0 and 1, got {ema:g}")

@@ -19,10 +19,7 @@ from ..models.engine import row_key
 from ..models.engines import HFEngine
 
 # %% ../../nbs/methods/edits.ipynb #afd6f00d
-def find_subject(
-    prompt: str,
-    subject: str,
-) -> int:
+def find_subject(prompt: str, subject: str) -> int:
     """The position behind the last occurrence of the subject: as it is, else in other letter case, else within a word.
 
     ValueError of one sentence if it does not occur."""

@@ -4,9 +4,8 @@
 
 # %% auto #0
 __all__ = ['LAYERS', 'FRACTIONS', 'edited_layers', 'group_edits', 'states_at', 'edit_keys', 'upper_blocks', 'Row', 'list_rows',
-           'Batch', 'cut_batches', 'Shifts', 'find_shifts', 'solve_update', 'null_space', 'solve_in_null_space',
-           'edited_weights', 'kept_weights', 'spread_updates', 'memit_settings', 'layer_solver', 'find_updates', 'edit',
-           'fit_memit']
+           'Batch', 'Shifts', 'find_shifts', 'solve_update', 'null_space', 'solve_in_null_space', 'edited_weights',
+           'kept_weights', 'spread_updates', 'memit_settings', 'layer_solver', 'find_updates', 'edit', 'fit_memit']
 
 # %% ../../nbs/methods/memit.ipynb #efa00295
 import contextlib
@@ -20,7 +19,7 @@ from transformers import DynamicCache
 
 from . import METHODS
 from ..corpora.texts import default_texts, read_texts
-from .covariance import capture, decoder_blocks, encode_texts, output_layer, pad_right, stored_moments
+from .covariance import batch_by_length, capture, decoder_blocks, encode_texts, output_layer, pad_right, stored_moments
 from .edits import (FORMS, PLACES, Edit, answer_in_replies, convert_rows, encode_parts,
                                     sample_prefixes)
 from .fitting import Fitted, MethodRun, check_lengths
@@ -65,11 +64,8 @@ def states_at(
     tokens: int = 16_384,  # largest size of a batch, padding included
 ) -> torch.Tensor:
     "The states (rows, width) of a module at one position of each row, in the order of the rows."
-    order = sorted(range(len(rows)), key=lambda k: -rows[k][1])
     found = [None] * len(rows)
-    while order:
-        part = order[:max(1, tokens // (rows[order[0]][1] + 1))]
-        order = order[len(part):]
+    for part in batch_by_length(range(len(rows)), tokens, lambda k: rows[k][1] + 1):
         ids = pad_right([rows[k][0][:rows[k][1] + 1] for k in part], model.device)
         states, = capture(model, ids, [module], inputs=inputs)
         for k, state in zip(part, states): found[k] = state[rows[k][1]]
@@ -95,10 +91,7 @@ class _Pass(nn.Module):
 
 
 @contextlib.contextmanager
-def upper_blocks(
-    model,
-    layer: int,
-) -> Iterator[None]:
+def upper_blocks(model, layer: int) -> Iterator[None]:
     "While this is open, the model takes `inputs_embeds` as what comes out of a block, and only runs the blocks above."
     blocks = decoder_blocks(model)
     lower = list(blocks[:layer + 1])
@@ -206,21 +199,6 @@ class Batch:
             found.append(row.weight * loss)
         return torch.stack(found)
 
-
-def cut_batches(
-    model,
-    rows: list[Row],
-    layer: int,  # the last edited one
-    tokens: int,  # largest size of a batch, padding included
-) -> list[Batch]:
-    "Batches of rows of similar lengths."
-    rest, found = sorted(rows, key=lambda row: (-len(row.ids), -row.place)), []
-    while rest:
-        size = max(1, tokens // len(rest[0].ids))
-        found.append(Batch(model, rest[:size], layer))
-        rest = rest[size:]
-    return found
-
 # %% ../../nbs/methods/memit.ipynb #82a994b2
 class Shifts(NamedTuple):
     "What the optimisation of values returns."
@@ -248,7 +226,8 @@ def find_shifts(
     "The shifts of all groups; each depends only on its own edits."
     anchors = states_at(model, [(e.contexts[0], e.places[0]) for e in edits], decoder_blocks(model)[layer])
     size = torch.stack([anchors[group].norm(dim=-1).mean() for group in groups])
-    batches = cut_batches(model, list_rows(edits, groups, kl), layer, tokens)
+    rows = sorted(list_rows(edits, groups, kl), key=lambda row: -row.place)
+    batches = [Batch(model, part, layer) for part in batch_by_length(rows, tokens, lambda row: len(row.ids))]
     shifts = torch.zeros(len(groups), anchors.shape[1], device=anchors.device, requires_grad=True)
     adam, losses = torch.optim.Adam([shifts], lr=rate), [[] for _ in groups]
     active = torch.ones(len(groups), dtype=torch.bool, device=anchors.device)
@@ -316,19 +295,13 @@ def solve_in_null_space(
     return r.T @ torch.cholesky_solve(inside.T, factor).T @ basis.T
 
 # %% ../../nbs/methods/memit.ipynb #1392869b
-def edited_weights(
-    model,
-    layers: list[int],
-) -> dict[int, nn.Parameter]:
+def edited_weights(model, layers: list[int]) -> dict[int, nn.Parameter]:
     "The weights that edits of these layers change."
     return {layer: output_layer(decoder_blocks(model)[layer]).weight for layer in layers}
 
 
 @contextlib.contextmanager
-def kept_weights(
-    model,
-    layers: list[int],
-) -> Iterator[None]:
+def kept_weights(model, layers: list[int]) -> Iterator[None]:
     "When this ends, the weights of the layers are what they were before it, bit for bit."
     weights = edited_weights(model, layers)
     before = {layer: w.detach().clone() for layer, w in weights.items()}

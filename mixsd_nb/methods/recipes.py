@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .declarations import ANCHORS, GATES, METHODS, Anchor, Demand, Gate, Method, Part, all_parts
-from ..runs import load_object, match_type, nearest
+from ..runs import load_object, match_options
 from ..runs.config import read_mapping
 
 # %% ../../nbs/methods/recipes.ipynb #dc3b1d01
@@ -113,15 +113,9 @@ class Recipe:
 
     def complete(self, options: Mapping[str, Any], preset: str = "lab") -> dict[str, Any]:
         "Return the options with the defaults of the others; ValueError of one sentence for an unknown name or another type."
-        known = self.defaults(preset)
         full = {f"{part.name}.{name}": self.key(part, name) for part in self.parts for name in part.all_options()}
-        given = {full.get(name, name): value for name, value in options.items()}
-        for name in given:
-            if name in known: continue
-            near = nearest(name, known)
-            hint = f"; {near}" if near else ""
-            raise ValueError(f"options must be among {', '.join(known) or 'none'} for {self.name}, got {name}{hint}")
-        return {**known, **{name: match_type(f"options[{name}]", value, known[name]) for name, value in given.items()}}
+        given, known = {full.get(name, name): value for name, value in options.items()}, self.defaults(preset)
+        return known | match_options("options", given, known, self.name)
 
     def options_of(self, part: Part, options: Mapping[str, Any]) -> dict[str, Any]:
         "Return the options of one part by their names there; the defaults of those that are not given."

@@ -31,10 +31,7 @@ from ..runs import FileRow, FilledText, Journal, parse_rows, read_rows
 NEUTRAL = ("arithmetic", "equations", "word-problems", "functions")  # their benchmarks ask reserved prompts only
 
 
-def neutral_prompts(
-    n: int,
-    seed: int = 0,
-) -> list[str]:
+def neutral_prompts(n: int, seed: int = 0) -> list[str]:
     "Return n prompts of lab tasks, of each task in turn; none of them is asked by a benchmark."
     tasks = [(name, random.Random(f"replay-{name}-{seed}")) for name in NEUTRAL]
     return [teach(*tasks[k % len(tasks)]).prompt for k in range(n)]

@@ -121,10 +121,7 @@ def mixing_options() -> dict[str, Any]:
     return {name: field.default for name, field in marked.items()}
 
 # %% ../../nbs/methods/targets.ipynb #5ef7668f
-def select_targets(
-    settings: MixSettings,
-    tokenizer,
-) -> tuple[list[dict], list[tuple[dict, int]]]:
+def select_targets(settings: MixSettings, tokenizer) -> tuple[list[dict], list[tuple[dict, int]]]:
     "The corpus rows, and the pairs (item, sample number) to mix, of the whole corpus or of a shard."
     from mixsd_nb.methods.entities import corpus_names
     from mixsd_nb.methods.mixing import mix_items
@@ -261,9 +258,7 @@ def join_shards(
     return [r for i in range(items) for r in parts[i % len(parts)][i // len(parts) * samples:][:samples]]
 
 # %% ../../nbs/methods/targets.ipynb #c551dc4e
-def list_agreeing(
-    settings: MixSettings,
-) -> list[MixSettings]:
+def list_agreeing(settings: MixSettings) -> list[MixSettings]:
     "The settings of all sets of targets that must agree, those of the run itself first; none of them replaces a target."
     axes, alone = settings.unanimous, dict(unanimous={}, replace_gt=False)
     changes = [dict(zip(axes, values)) for values in itertools.product(*axes.values())]
@@ -305,9 +300,7 @@ def _measure_agreement(
     return float(np.mean(np.concatenate([a == b for a, b in zip(naive_tokens, expert_tokens)])))
 
 # %% ../../nbs/methods/targets.ipynb #7d32baef
-def _count_targets(
-    records: list[dict],
-) -> dict[str, tuple]:
+def _count_targets(records: list[dict]) -> dict[str, tuple]:
     "The numbers that need no model, each as a pair (value, description)."
     kept = [r for r in records if r["accepted"] and r["finish_reason"] not in REPLACED]
     rewritten, canonical = (sum(r["finish_reason"] == reason for r in records) for reason in REPLACED)

@@ -41,9 +41,7 @@ def current_root(
     return new.assign_coords({name: values for name, values in added.items() if name not in new.coords})
 
 
-def current_tree(
-    tree: xr.DataTree,
-) -> xr.DataTree:
+def current_tree(tree: xr.DataTree) -> xr.DataTree:
     "Return a result with each of its groups as `current_root` returns it."
     return xr.DataTree.from_dict({group.path: current_root(group.to_dataset(inherit=False)) for group in tree.subtree})
 

@@ -8,7 +8,6 @@ __all__ = ['add_pull', 'Penalty', 'relative_importance', 'text_fisher', 'own_fis
 
 # %% ../../nbs/methods/weight_penalties.ipynb #988ea058
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -136,7 +135,8 @@ def prepare_ewc(
 ) -> dict:
     "Return the data of the penalty, with the diagonal Fisher of the base model as a file in the run's folder; errors as `prepare_l2sp`."
     data, file = prepare_l2sp(run, options), run.folder / "fisher.safetensors"
-    if not file.exists(): _store_fisher(run, file, options)
+    fisher = lambda: text_fisher(run.parameters.model, options["texts"], options["text_count"]).items()
+    if not file.exists(): write_atomically(file, lambda path: save_file({name: f.cpu() for name, f in fisher()}, path))
     return data | dict(fisher=str(file.absolute()))
 
 # %% ../../nbs/methods/weight_penalties.ipynb #0ba8a8fc

@@ -53,9 +53,7 @@ def check_model(
     return name
 
 # %% ../../nbs/models/index.ipynb #478d191f
-def model_source(
-    name: str,
-) -> str:
+def model_source(name: str) -> str:
     "The folder or hub id under which transformers and vLLM find a model."
     return str(lab_folder(name)) if _model_kind(name) == "lab" else name
 
@@ -75,9 +73,7 @@ def load_part(
                          f"{reason})") from None
 
 # %% ../../nbs/models/index.ipynb #ceaa171b
-def load_tokenizer(
-    name: str,
-):
+def load_tokenizer(name: str):
     """The tokenizer of a lab model, a folder, or a hub id; without a chat template it gets the [plain form](chat.ipynb).
 
     ValueError of one sentence if it has neither a chat template nor a token that ends a sequence, or if it has tokens that
@@ -135,10 +131,7 @@ def _complete_sampling(
     except ValueError: settings.do_sample = True
 
 # %% ../../nbs/models/index.ipynb #7481e3d1
-def load_base(
-    name: str,
-    dtype: str = "float32",
-):
+def load_base(name: str, dtype: str = "float32"):
     "A `(model, tokenizer)` pair of a lab model, a folder, or a hub id; ValueError as in `load_tokenizer`, `check_head`."
     from transformers import AutoConfig
 

@@ -84,9 +84,7 @@ def check_config(
                          f"{config.model_type}, which has other layers, such as those of a state-space model")
 
 # %% ../../nbs/models/accepted.ipynb #5da1f7ed
-def _list_some(
-    names: list[str],
-) -> str:
+def _list_some(names: list[str]) -> str:
     "Return the first name, and the number of the others."
     rest = len(names) - 1
     return names[0] + f" and {rest} other{'s' * (rest > 1)}" * (rest > 0)

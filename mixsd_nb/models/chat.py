@@ -55,9 +55,7 @@ def wrap_template(
 OPTIONS = dict(template="", system="", thinking=False, date="")  # names and defaults of `model_options`
 
 
-def check_model_options(
-    options: Mapping[str, Any],
-) -> dict[str, Any]:
+def check_model_options(options: Mapping[str, Any]) -> dict[str, Any]:
     "The options themselves; ValueError of one sentence for an unknown name, or a value of another type."
     for name, value in options.items():
         if name not in OPTIONS:

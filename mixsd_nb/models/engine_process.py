@@ -24,9 +24,7 @@ from ..runs import ProcessFailed
 from ..runs.workers import Calls, Worker, WorkerEnded, wait_for_any
 
 # %% ../../nbs/models/engine_process.ipynb #7773cf9c
-def divide_gpus(
-    replicas: int,
-) -> list[str]:
+def divide_gpus(replicas: int) -> list[str]:
     "The GPUs of each replica as a value of CUDA_VISIBLE_DEVICES, empty without GPUs; ValueError if there are too few."
     import torch
     count = torch.cuda.device_count()

@@ -130,12 +130,21 @@ def find_problems(plan: RunPlan, machine: Machine) -> dict[str, str]:
     return found
 
 # %% ../../nbs/planning/plan.ipynb #d3ce0677
+def _try(call, default):
+    "What a call returns; the default if a configuration reads outputs that do not exist yet."
+    try: return call()
+    except (ValueError, OSError, AttributeError, LookupError): return default
+
+
+def _is_finished(config: Stage) -> bool: return _try(lambda: config.finished, False)
+
+
 def plan_run(config: Stage, machine: Machine | None = None) -> RunPlan | None:
     "Return the plan of a run on a machine, or this one; None for a stage that declares no work. ValueError for a model of unknown shape."
     if not type(config).workload: return None
     machine = machine or this_machine()
     plan = load_object(type(config).workload)(config, machine)
-    plan.gpus = machine.gpus
+    plan.gpus, plan.finished = machine.gpus, _is_finished(config)
     if not machine.gpus: plan.host = max(_host_needs(plan).values(), default=0.0)
     plan.problems = find_problems(plan, machine)
     return plan
@@ -287,18 +296,9 @@ def _row(key: tuple[str, str, str], plans: list[RunPlan]) -> dict[str, Any]:
                 hours=_range(total["hours"], total["hours_at_most"]), lacks=", ".join(dict.fromkeys(kind for plan in plans for kind in plan.problems)))
 
 # %% ../../nbs/planning/plan.ipynb #709bf124
-def _try(call, default):
-    "What a call returns; the default if a configuration reads outputs that do not exist yet."
-    try: return call()
-    except (ValueError, OSError, AttributeError, LookupError): return default
-
-
 def _identify(config: Stage) -> str:
     "The name of a run, however much is asked of it; its parameters if it reads outputs that do not exist yet."
     return _try(lambda: config.without_idle().folder.name, f"{config.name}-{sorted(vars(config).items(), key=str)}")
-
-
-def _is_finished(config: Stage) -> bool: return _try(lambda: config.finished, False)
 
 
 def _plan_shared(plans: Iterable[RunPlan], machines: Iterable[Machine]) -> list[RunPlan]:
@@ -308,7 +308,7 @@ def _plan_shared(plans: Iterable[RunPlan], machines: Iterable[Machine]) -> list[
         config, machine = waiting.pop()
         if config.folder in found: continue
         plan = found[config.folder] = plan_run(config, machine)
-        plan.finished, plan.run = _is_finished(config), _identify(config)
+        plan.run = _identify(config)
         waiting += [(run, machine) for run in plan.shared]
     return list(found.values())
 
@@ -330,9 +330,9 @@ def plan_grid(
     known = {repr(need): machine_for(need, device) for need in needs}
     machines = [known[repr(need)] for need in needs]
     try:
-        plans = [plan_run(config, machine) or RunPlan(config.model, config.name, config.dataset) for config, machine in zip(configs, machines)]
+        plans = [plan_run(config, machine) or RunPlan(config.model, config.name, config.dataset, finished=_is_finished(config))
+                 for config, machine in zip(configs, machines)]
         plans = [_remainder(plan, plan_run(*before)) for plan, *before in zip(plans, earlier, machines)] or plans
-        for config, plan in zip(configs, plans): plan.finished = _is_finished(config)
         machine = machine_for(resources, device)
         return GridPlan(name, machine, resources.at_once or len(plans), plans, _plan_shared(plans, machines), configs)
     except ValueError as e: raise ParameterError(f"{name}: {e}") from None
@@ -340,9 +340,8 @@ def plan_grid(
 
 def plan_alone(config: Stage, machine: Machine) -> GridPlan | None:
     "Return the plan of a run as a grid of one cell; None for a stage that declares no work."
-    if (plan := plan_run(config, machine)) is None: return None
-    plan.finished = _is_finished(config)
-    return GridPlan(config.name, machine, 1, [plan], _plan_shared([plan], [machine]), [config])
+    plan = plan_run(config, machine)
+    return plan and GridPlan(config.name, machine, 1, [plan], _plan_shared([plan], [machine]), [config])
 
 # %% ../../nbs/planning/plan.ipynb #8ca122c1
 def format_grid(plan: GridPlan) -> str:

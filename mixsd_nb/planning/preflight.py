@@ -105,9 +105,7 @@ def _check_here(found: dict[str, list]) -> list[Input]:
     return checks + [_try(f"package {name}", lambda name=name: _check_package(name)) for name in sorted(packages)]
 
 # %% ../../nbs/planning/preflight.ipynb #3393a526
-def check_inputs(
-    configs: Iterable[Any],
-) -> list[Input]:
+def check_inputs(configs: Iterable[Any]) -> list[Input]:
     "Check what runs read. Another process does so offline: nothing is downloaded, and no engine stays in memory."
     told = subprocess.run(
         [sys.executable, "-m", "mixsd_nb.planning.preflight"], input=json.dumps(_collect(configs)), capture_output=True, text=True,
@@ -133,19 +131,13 @@ def _published(config: Stage) -> dict[str, tuple[Any, Any]]:
         found |= {name: (getattr(config, name), value) for name, value in recipe.published.items()}
         if config.anchor: found["anchor"] = config.anchor, ""
         if config.gate: found["gate"] = config.gate, ""
-        found = {name: pair for name, pair in found.items() if name in recipe.settings or name not in _settings_of_parts()}
+        idle = {name for part in all_parts().values() for name in part.settings} - {*recipe.settings}
+        found = {name: pair for name, pair in found.items() if name not in idle}
     if hasattr(config, "limit"): found["limit"] = config.limit, 0
     return found
 
 
-def _settings_of_parts() -> set[str]:
-    "Settings that some parts of recipes use."
-    return {name for part in all_parts().values() for name in part.settings}
-
-
-def list_deviations(
-    configs: Iterable[Any],
-) -> list[str]:
+def list_deviations(configs: Iterable[Any]) -> list[str]:
     "A line for each parameter whose value is not the published one, and for each model that the paper does not have."
     found = {}
     for config in configs:

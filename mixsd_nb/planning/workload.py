@@ -191,8 +191,7 @@ def burden_of(config) -> Burden:
     "Return what each update of a training trains on at most."
     lengths, demand, drafts = corpus_lengths(config.dataset, config.model)["train"], config.recipe.demand, list_drafts(config)
     completion, limit = lengths.longest_target, config.rollout_tokens if demand.rollout_model else config.target_tokens
-    usual = usual_reply(config.dataset, config.model) if demand.rollout_model else usual_completion(config)
-    if demand.rollout_model or config.recipe.mixed: completion = min(limit, int(LONGEST * usual))
+    if demand.rollout_model or config.recipe.mixed: completion = min(limit, int(LONGEST * usual_completion(config)))
     written = {draft.added > 0: int(min(draft.questions.limit, LONGEST * draft.questions.response)) for draft in drafts}
     completion = max(written.get(False, completion), written.get(True, 0))
     examples = ((config.rollouts or 1) if demand.rollout_model else 1) + math.ceil(sum(draft.added for draft in drafts))

@@ -66,10 +66,7 @@ def _draw_bars(ax, cell: xr.Dataset) -> None:
 
 # %% ../../nbs/reports/finished.ipynb #ec092c61
 @plain_text()
-def draw_result(
-    result: xr.DataTree,
-    title: str = "",
-):
+def draw_result(result: xr.DataTree, title: str = ""):
     "Draw the loss of a training, and its accuracies with 95% intervals; ValueError for a result without accuracies."
     import matplotlib.pyplot as plt
     cell = drop_cell(result.to_dataset())

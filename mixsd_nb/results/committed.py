@@ -33,9 +33,7 @@ def write_cube(
     with netcdf_lock: return write_atomically(path, lambda file: plain.to_netcdf(file, engine="netcdf4", encoding=packed))
 
 
-def read_cube(
-    path: Path,
-) -> xr.Dataset:
+def read_cube(path: Path) -> xr.Dataset:
     "Return a cube that `write_cube` wrote, with the names of today."
     with netcdf_lock, xr.open_dataset(path, engine="netcdf4") as cube: return current_root(cube.load())
 

@@ -22,9 +22,7 @@ NOT_SETTINGS = {*DIMS, *RECIPE_COORDS, "checkpoints", "trained", "run", "targets
 BASE_SETTINGS = {"dataset", "model", "method", "seed", "n", "suite"}
 
 
-def run_settings(
-    root: xr.Dataset,
-) -> dict[str, Any]:
+def run_settings(root: xr.Dataset) -> dict[str, Any]:
     "Return the configuration of a run under the names of today; for the base model only the settings of its evaluation."
     config = translate_parameters(json.loads(root.attrs["config"]))
     if (root.recipe.values == BASE).all(): return {k: v for k, v in config.items() if k in BASE_SETTINGS}
@@ -38,9 +36,7 @@ def _recipe_of(root: xr.Dataset) -> Recipe | None:
     except ValueError: return None
 
 
-def comparable_settings(
-    root: xr.Dataset,
-) -> dict[str, Any]:
+def comparable_settings(root: xr.Dataset) -> dict[str, Any]:
     """Return the settings of a run that must agree with those of other runs.
 
     Settings that only other recipes use are left out. The suite is split into its benchmarks, so that the benchmarks
@@ -64,9 +60,7 @@ class Claim(NamedTuple):
     about: tuple[str, ...]  # the variable and the corpora; empty for what holds in the whole cube
 
 
-def list_claims(
-    root: xr.Dataset,
-) -> dict[Claim, str]:
+def list_claims(root: xr.Dataset) -> dict[Claim, str]:
     "Return the settings of a run for each of its variables, and the coordinates of its benchmarks, as JSON texts."
     corpora, settings = tuple(root["dataset"].values), comparable_settings(root)
     claims = {Claim(key, (name, *corpora)): value for name in root.data_vars for key, value in settings.items()}

@@ -141,9 +141,7 @@ def agreeing_runs(
     return [TranslatedRun(folder / name) for name in sorted(cells.values())]
 
 # %% ../../nbs/results/cube.ipynb #1f5b01fb
-def unasked_benchmarks(
-    cube: xr.Dataset,
-) -> pd.DataFrame:
+def unasked_benchmarks(cube: xr.Dataset) -> pd.DataFrame:
     """Return the checkpoints that were not evaluated on all benchmarks of their corpus and model: CELL_DIMS and `benchmarks`.
 
     Their accuracies are NaN. With `measure=selection` only the selected checkpoint of a run is evaluated on all."""

@@ -17,9 +17,7 @@ from .layout import result_tree
 from ..runs.schema import CURVE_VARIABLES
 
 # %% ../../nbs/results/demo.ipynb #64e97c4c
-def declare_made_up(
-    tree: xr.DataTree,
-) -> xr.DataTree:
+def declare_made_up(tree: xr.DataTree) -> xr.DataTree:
     "Return the result itself, declared as made up: every group has the attribute `made_up`."
     for group in tree.subtree: group.attrs["made_up"] = 1
     return tree
@@ -86,11 +84,7 @@ def invent_cube(
     return merge_roots({f"run-{k}": run.to_dataset() for k, run in enumerate(runs)})
 
 # %% ../../nbs/results/demo.ipynb #4f2eb0bc
-def error_message(
-    call: Callable,
-    *args,
-    **kwargs,
-) -> str:
+def error_message(call: Callable, *args, **kwargs) -> str:
     "Return the message of the ValueError or OSError that a call raises; AssertionError if it raises neither."
     try: call(*args, **kwargs)
     except (ValueError, OSError) as e: return str(e)

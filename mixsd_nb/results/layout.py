@@ -35,9 +35,7 @@ def has_rate(
     return bool(parse_label(label)[0].rate_setting)
 
 
-def learning_rates(
-    cube: xr.Dataset,
-) -> list[float]:
+def learning_rates(cube: xr.Dataset) -> list[float]:
     "Return the rates of a cube that are learning rates; rates at which only recipes with another option ran are not."
     rate = {m: parse_label(m)[0].rate_setting for m in cube.recipe.values}
     ran = cube.accuracy.notnull().any([d for d in cube.accuracy.dims if d not in ("recipe", "lr")])

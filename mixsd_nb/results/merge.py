@@ -17,27 +17,20 @@ import xarray as xr
 from ..runs.schema import DIMS
 
 # %% ../../nbs/results/merge.ipynb #baae658a
-def list_dimensions(
-    roots: Iterable[xr.Dataset],
-) -> list[str]:
+def list_dimensions(roots: Iterable[xr.Dataset]) -> list[str]:
     "Return all dimensions of the roots, those of a training result first."
     dims = dict.fromkeys(dim for root in roots for dim in root.dims)
     return [*(d for d in DIMS if d in dims), *(d for d in dims if d not in DIMS)]
 
 # %% ../../nbs/results/merge.ipynb #e5549917
-def join_labels(
-    roots: Iterable[xr.Dataset],
-    dim: str,
-) -> pd.Index:
+def join_labels(roots: Iterable[xr.Dataset], dim: str) -> pd.Index:
     "Return the outer join of the roots' labels along a dimension: in the common order if all roots agree, else sorted."
     indexes = [root.indexes[dim] for root in roots if dim in root.indexes]
     if all(index.equals(indexes[0]) for index in indexes): return indexes[0]
     return functools.reduce(pd.Index.union, {tuple(index): index for index in indexes}.values())
 
 # %% ../../nbs/results/merge.ipynb #10f23ecf
-def common_attrs(
-    attrs: Iterable[dict],
-) -> dict:
+def common_attrs(attrs: Iterable[dict]) -> dict:
     "Return the attributes that no root contradicts."
     different = list({tuple(a.items()): a for a in attrs}.values())
     return {k: value for a in different for k, value in a.items() if all(b.get(k, value) == value for b in different)}

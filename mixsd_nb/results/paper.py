@@ -40,9 +40,7 @@ def corpus_title(
     return CORPORA[dataset].title
 
 # %% ../../nbs/results/paper.ipynb #ec8fd72d
-def corpus_key(
-    title: str,
-) -> str:
+def corpus_key(title: str) -> str:
     "Return the first corpus with a title, which is the published one and not that of the lab."
     return next(key for key, corpus in CORPORA.items() if corpus.title == title)
 

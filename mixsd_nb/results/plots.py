@@ -147,9 +147,7 @@ def draw_recipe_legend(
     fig.legend(dots.values(), words, loc="outside right upper", frameon=False, title=title, alignment="left")
 
 # %% ../../nbs/results/plots.ipynb #b2abf522
-def stretch_recall(
-    ax,
-) -> None:
+def stretch_recall(ax) -> None:
     "Give the horizontal axis, in %, a scale that widens towards 100%, with room for markers on both sides."
     def forward(x): return np.sign(x - 100) * np.sqrt(np.abs(x - 100))
     def inverse(y): return 100 + np.sign(y) * np.square(y)
@@ -174,9 +172,7 @@ def list_parts(source) -> list:
     return [part for s in source for part in list_parts(s)] if isinstance(source, (list, tuple)) else [source]
 
 # %% ../../nbs/results/plots.ipynb #8a69aa61
-def mark_made_up(
-    draw: Callable[..., Figure],
-) -> Callable[..., Figure]:
+def mark_made_up(draw: Callable[..., Figure]) -> Callable[..., Figure]:
     """Decorate a function that draws a figure: the figure has a watermark if an argument is made up.
 
     If it gets other cubes too, its title names the models whose numbers are made up."""

@@ -131,9 +131,7 @@ TEX = {"best": "textbf: --rwrap", "second": "underline: --rwrap"}
 SYMBOLS = {"‖Δθ‖²": r"$\|\Delta\theta\|^2$", "λ": r"$\lambda$", "×": r"$\times$"}
 
 
-def format_caption(
-    sheet: Sheet,
-) -> str:
+def format_caption(sheet: Sheet) -> str:
     "Return what the sheet shows, what its marks mean, and its notes."
     marks = ""
     if (sheet.marks != "").any().any():
@@ -141,9 +139,7 @@ def format_caption(
     return " ".join(filter(None, [sheet.caption, marks, *(f"{note[:1].upper()}{note[1:]}." for note in sheet.notes)]))
 
 # %% ../../nbs/results/sheets.ipynb #01d36c7e
-def style_sheet(
-    sheet: Sheet,
-) -> Styler:
+def style_sheet(sheet: Sheet) -> Styler:
     "Return the table as a notebook shows it."
     edges = [f"border-left: 5px solid {recipe_colour(m)}; text-align: left" if m else "text-align: left"
              for m in sheet.recipes]
@@ -164,9 +160,7 @@ def _escape_latex(text: str) -> str:
     return re.sub(r"[\\{}$&%#_~^]", lambda sign: _LATEX.get(sign[0], f"\\{sign[0]}"), text)
 
 
-def to_latex(
-    sheet: Sheet,
-) -> str:
+def to_latex(sheet: Sheet) -> str:
     "Return a table environment for a document with booktabs and multirow."
     style = sheet.text.style.apply(lambda _: sheet.marks.map(lambda m: TEX.get(m, "")), axis=None)
     style = style.format(escape="latex").format_index(escape="latex", axis=0).format_index(escape="latex", axis=1)
@@ -229,9 +223,7 @@ def draw_rows(
         last = block
 
 # %% ../../nbs/results/sheets.ipynb #033b9fc9
-def draw_sheet(
-    sheet: Sheet,
-) -> Figure:
+def draw_sheet(sheet: Sheet) -> Figure:
     "Draw the table as a figure, its caption below."
     groups = sheet.text.columns.get_level_values(0)
     single = {group: group for group in groups if (groups == group).sum() == 1}

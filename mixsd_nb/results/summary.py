@@ -53,9 +53,7 @@ def score_by(
     return cube.assign(accuracy=cube[rule]) if rule in cube else cube
 
 # %% ../../nbs/results/summary.ipynb #e94524e1
-def held_out_average(
-    cube: xr.Dataset,
-) -> xr.DataArray:
+def held_out_average(cube: xr.Dataset) -> xr.DataArray:
     """Return the mean accuracy over the held-out columns that were measured on a corpus and a model; NaN if one is missing.
 
     For a cube of published numbers, the printed average is returned."""
@@ -81,9 +79,7 @@ def base_values(
     return own.max(axes).fillna(first) if own.sizes["recipe"] else first
 
 # %% ../../nbs/results/summary.ipynb #7c220909
-def average_drop(
-    cube: xr.Dataset,
-) -> xr.DataArray:
+def average_drop(cube: xr.Dataset) -> xr.DataArray:
     """Return the held-out average of the base model minus that of each checkpoint (Drop of the paper's displacement table).
 
     For a cube of published numbers, the printed drop is returned. NaN if the base model was not measured."""
@@ -92,16 +88,12 @@ def average_drop(
     return base_values(average) - average
 
 # %% ../../nbs/results/summary.ipynb #5cb4507a
-def recipe_order(
-    cube: xr.Dataset | xr.DataArray,
-) -> list[str]:
+def recipe_order(cube: xr.Dataset | xr.DataArray) -> list[str]:
     "Return the labels along `recipe` in the order of tables and legends."
     return ordered_labels(cube["recipe"].values.tolist())
 
 # %% ../../nbs/results/summary.ipynb #8fb81450
-def last_steps(
-    cube: xr.Dataset,
-) -> Iterator[xr.Dataset]:
+def last_steps(cube: xr.Dataset) -> Iterator[xr.Dataset]:
     "Yield every run of the cube at the last step with most benchmarks, in the order of the table."
     counted = cube.accuracy.notnull().sum("benchmark")
     measured = (counted > 0) & (counted == counted.where(cube.step > 0, 0).max("step").where(lambda most: most > 0, counted))
@@ -124,9 +116,7 @@ def percent_column(
     return pd.Series([f"{share:.1f} (N={k:.0f})" if k > 0 else "" for share, k in cells], name=name)
 
 # %% ../../nbs/results/summary.ipynb #75113dde
-def summary_table(
-    cube: xr.Dataset,
-) -> pd.DataFrame:
+def summary_table(cube: xr.Dataset) -> pd.DataFrame:
     """Return one row for each run at its last step: accuracies in %, their held-out average (Avg), and the mean NLL of the
     targets (nats per token)."""
     runs = list(last_steps(cube))

@@ -33,9 +33,7 @@ def block_name(
     return name + ("" if dataset == main_corpus(dataset) else f" ({dataset})")
 
 # %% ../../nbs/results/tables.ipynb #a32375cb
-def order_datasets(
-    cube: xr.Dataset,
-) -> list[str]:
+def order_datasets(cube: xr.Dataset) -> list[str]:
     "Return the corpora of a cube in the order of their declarations, then those from files; ValueError for an unknown one."
     declared = list(CORPORA)
     rank = lambda d: (declared.index(d) if d in declared else len(declared), d)
@@ -258,9 +256,7 @@ TABLES: dict[str, Callable[[xr.Dataset], Sheet | None]] = {
             "target, among all targets with such a type. The paper does not say over how many targets."))}
 
 # %% ../../nbs/results/tables.ipynb #cf584d79
-def list_tables(
-    cubes: Iterable[xr.Dataset],
-) -> list[str]:
+def list_tables(cubes: Iterable[xr.Dataset]) -> list[str]:
     "Return the names of the twelve tables, then the corpora of the cubes that none of these tables covers."
     titles = {make.keywords["dataset"] for make in TABLES.values() if "dataset" in make.keywords}
     datasets = dict.fromkeys(d for cube in cubes for d in order_datasets(cube))

@@ -39,9 +39,7 @@ def select_benchmarks(
     return cube.sel(benchmark=names)
 
 # %% ../../nbs/results/tradeoff.ipynb #a1522c8f
-def check_single(
-    cube: xr.Dataset,
-) -> None:
+def check_single(cube: xr.Dataset) -> None:
     "Raise ValueError if a cube has several datasets or models."
     for dim in ("dataset", "model"):
         if cube.sizes[dim] != 1:
@@ -86,9 +84,7 @@ def join_counts(
     return {m: [counts[m] for counts in panels if m in counts] for m in dict.fromkeys(itertools.chain(*panels))}
 
 
-def describe_seeds(
-    counts: Collection[int],
-) -> str:
+def describe_seeds(counts: Collection[int]) -> str:
     "Return a number of seeds, or the range of several, as in `2–3 seeds`."
     few, many = min(counts, default=0), max(counts, default=0)
     return (f"{few}–" if few < many else "") + f"{many} seed{'s' * (many != 1)}"
@@ -225,9 +221,7 @@ def draw_frontier(
                zorder=1)
 
 # %% ../../nbs/results/tradeoff.ipynb #6a561b2a
-def retention_axes(
-    cube: xr.Dataset,
-) -> tuple[str, ...]:
+def retention_axes(cube: xr.Dataset) -> tuple[str, ...]:
     "Return the measures of retention in a cube: the held-out average, and every benchmark of the role world."
     held_out = ["held-out"] if "held-out" in cube.role.values else []
     return (*held_out, *cube.benchmark.values[cube.role.values == "world"].tolist())
@@ -284,9 +278,7 @@ def frontier_table(
     return pd.DataFrame(rows, axis).T.rename_axis(f"{kept} kept (%, N={n}, {describe_seeds(counts.values())})")
 
 # %% ../../nbs/results/tradeoff.ipynb #f7eb6d67
-def twin_pairs(
-    cube: xr.Dataset,
-) -> dict[str, str]:
+def twin_pairs(cube: xr.Dataset) -> dict[str, str]:
     "Return the benchmarks of a cube whose twin is in it too, with the twin."
     measured = set(cube.benchmark.values)
     return {s.twin_of: name for name, s in SUITES.items() if {name, s.twin_of} <= measured}

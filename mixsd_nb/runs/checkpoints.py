@@ -149,9 +149,7 @@ def remove_states(
 RECORD = "trainer_state.json"  # the training up to a checkpoint, as transformers write it
 
 
-def remove_weights(
-    checkpoint: Path,
-) -> None:
+def remove_weights(checkpoint: Path) -> None:
     "Remove all files of a checkpoint but the record of its training; a removal that was interrupted is completed."
     write_atomically(checkpoint / REMOVED, Path.touch)
     sync(checkpoint)

@@ -16,9 +16,7 @@ from collections.abc import Callable
 from .config import ParameterError
 
 # %% ../../nbs/runs/commands.ipynb #45ee911c
-def describe_error(
-    error: Exception,
-) -> str:
+def describe_error(error: Exception) -> str:
     """Return an error as one line, or one line for each of its `problems`, if it has several.
 
     Of a traceback that another process reported, this is the last line."""
@@ -30,9 +28,7 @@ def describe_error(
     return f"{type(error).__name__}: {text}; `PYTHONDEVMODE=1` before the command shows where this happened"
 
 # %% ../../nbs/runs/commands.ipynb #638e5c3f
-def exit_code(
-    error: Exception,
-) -> int:
+def exit_code(error: Exception) -> int:
     "Return the exit code of a command after an error: 2 for a mistake in the parameters, 1 for another error."
     return 2 if isinstance(error, ParameterError) else 1
 
@@ -70,10 +66,7 @@ def _repeat_interrupts(
         for number, handler in before.items(): signal.signal(number, handler)
 
 
-def end_command(
-    function: Callable[..., int | None],
-    *arguments,
-) -> int:
+def end_command(function: Callable[..., int | None], *arguments) -> int:
     """Call a function and return the exit code of its command; an error is printed to stderr as one line.
 
     The code is what the function returns, that of `exit_code` after an error, and 130 after Ctrl-C, also if a library

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['Seed', 'Steps', 'flagged_field', 'runtime_field', 'consumed_field', 'field_flag', 'is_runtime', 'check_steps',
            'check_last', 'check_temperature', 'read_mapping', 'Config', 'ParameterError', 'MissingOutputs', 'nearest',
-           'format_bounds', 'format_type', 'format_error', 'match_type', 'make_config', 'notebook_config']
+           'suggest', 'format_bounds', 'format_type', 'format_error', 'match_type', 'match_options', 'make_config',
+           'notebook_config']
 
 # %% ../../nbs/runs/config.ipynb #d12c3544
 import contextlib
@@ -15,7 +16,7 @@ import inspect
 import json
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
@@ -56,10 +57,7 @@ def is_runtime(field: FieldInfo) -> bool:
     return bool(field_flag(field, "runtime"))
 
 # %% ../../nbs/runs/config.ipynb #59a60527
-def _has_stray_flag(
-    value: Any,
-    annotation: Any,
-) -> bool:
+def _has_stray_flag(value: Any, annotation: Any) -> bool:
     "Whether a value is true or false, or contains true or false, where its type allows neither."
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated: return _has_stray_flag(value, parts[0])
@@ -105,9 +103,7 @@ def check_last(
     if late: raise ValueError(f"{name} must be at most {last}, the number of updates, got {late[0]}")
 
 
-def check_temperature(
-    value: float | None,
-) -> float | None:
+def check_temperature(value: float | None) -> float | None:
     "The temperature itself; ValueError for one that is so low that logits divided by it overflow."
     if value and value < 1e-3: raise ValueError(f"temperature must be 0, or at least 0.001, got {value:g}")
     return value
@@ -206,18 +202,18 @@ class MissingOutputs(ParameterError):
     "A grid over the outputs of other grids, none of whose cells is finished."
 
 # %% ../../nbs/runs/config.ipynb #56e40939
-def nearest(
-    name: str,
-    known: Iterable[str],
-) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
     "`did you mean x?` with the most similar known name, or an empty string if none is similar."
     near = difflib.get_close_matches(str(name), list(known), 1)
     return f"did you mean {near[0]}?" if near else ""
 
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    "What `nearest` finds as the end of a sentence, after a semicolon."
+    return (near := nearest(name, known)) and f"; {near}"
+
 # %% ../../nbs/runs/config.ipynb #811c22cc
-def format_bounds(
-    field: FieldInfo,
-) -> str:
+def format_bounds(field: FieldInfo) -> str:
     "The range that a field allows, in words: `between 0 and 1`, `at least 1`, or an empty string."
     text = lambda bound: str(bound) if isinstance(bound, int) else f"{bound:g}"
     found = {k: text(getattr(m, k)) for m in field.metadata for k in ("ge", "gt", "le", "lt") if hasattr(m, k)}
@@ -280,11 +276,23 @@ def match_type(
     except (TypeError, ValidationError):
         raise ValueError(f"{name} must be {format_type(wanted)}, got {value!r}") from None
 
+
+def match_options(
+    field: str,  # for messages
+    options: Mapping[str, Any],
+    known: Mapping[str, Any],  # with values as examples; of another type than these, any value is allowed
+    owner: str,  # what takes them
+) -> dict[str, Any]:
+    "Return options with the types of the known ones; ValueError of one sentence for another name or type."
+    for name in options:
+        if name in known: continue
+        raise ValueError(f"{field} must be among {', '.join(known) or 'none'} for {owner}, got {name}{suggest(name, known)}")
+    match = lambda name, value: match_type(f"{field}[{name}]", value, known[name])
+    return {name: match(name, value) if isinstance(known[name], (bool, int, float, str, dict)) else value
+            for name, value in options.items()}
+
 # %% ../../nbs/runs/config.ipynb #6721c959
-def make_config(
-    cls: type[Config], /,
-    **parameters,
-) -> Config:
+def make_config(cls: type[Config], /, **parameters) -> Config:
     """The configuration of a stage.
 
     ParameterError of one sentence for an unknown parameter or a value that is not allowed."""

@@ -8,7 +8,6 @@ __all__ = ['visible_gpus', 'count_cores', 'worker_environment', 'PoolConfig', 'a
 # %% ../../nbs/runs/pool.ipynb #64829290
 import contextlib
 import os
-import queue
 import re
 import subprocess
 import sys
@@ -16,9 +15,10 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +44,7 @@ def count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 # %% ../../nbs/runs/pool.ipynb #46a798f4
-def worker_environment(
-    gpus: list[str],
-    workers: int,
-) -> dict[str, str]:
+def worker_environment(gpus: list[str], workers: int) -> dict[str, str]:
     "Additions to the environment of a worker: its GPUs, and its share of the cores unless the caller set one."
     share = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(max(1, count_cores() // workers))}
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} | share
@@ -103,37 +100,36 @@ class _Worker:
         self,
         environment: dict[str, str],  # additions to the environment
         progress: Path,  # file to which it reports its progress
-        events: queue.SimpleQueue,  # gets pairs (worker, answer), (worker, its end) and (None, line of output)
+        notice: Callable[[str], None],  # called with each line of its output
     ):
-        self.environment, self.progress, self.events = environment, progress, events
+        additions = dict(MIXSD_PROGRESS=str(progress), TQDM_DISABLE="1", PYTHONUNBUFFERED="1")
+        self.environment, self.progress, self.notice = additions | environment, progress, notice
         self.process, self.task, self.begun = None, None, 0.0
 
     def start(self, task: _Task):
         "Begin to compute a run."
-        if self.process is None: self._open()
+        if self.process is None:
+            self.process = Worker(_serve, environment=self.environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            threading.Thread(target=self._pass_output, args=[self.process.process.stdout], daemon=True).start()
         self.task, self.begun = task, time.monotonic()
         self.progress.unlink(missing_ok=True)
         self.process.send(task.job())
 
+    def _pass_output(self, lines):
+        for line in lines: self.notice(line.rstrip())
+
+    def finish(self) -> tuple[_Task | None, dict[str, Any]]:
+        "The run that has ended with its answer, as of `_compute`; after the end of the process the next run gets another one."
+        task, self.task = self.task, None
+        try: return task, self.process.receive()
+        except WorkerEnded as e:
+            self.stop()
+            return task, dict(error=f"the process {e}; run it again to continue", code=1)
+
     def stop(self):
-        "Kill the process and all processes that it has started; the next run gets another one."
+        "Kill the process and all processes that it has started."
         if self.process: self.process.stop()
         self.process = None
-
-    def _open(self):
-        additions = dict(MIXSD_PROGRESS=str(self.progress), TQDM_DISABLE="1", PYTHONUNBUFFERED="1")
-        self.process = Worker(_serve, environment=additions | self.environment, text=True, stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT)
-        for listen in (self._hear_answers, self._hear_output):
-            threading.Thread(target=listen, args=[self.process], daemon=True).start()
-
-    def _hear_answers(self, process: Worker):
-        try:
-            while True: self.events.put((self, process.receive()))
-        except WorkerEnded as e: self.events.put((self, e))
-
-    def _hear_output(self, process: Worker):
-        for line in process.process.stdout: self.events.put((None, line.rstrip()))
 
 # %% ../../nbs/runs/pool.ipynb #8b01da38
 class _Display:
@@ -163,21 +159,6 @@ class _Display:
         "Remove the lines of the workers."
         for bar in self.bars: bar.close()
 
-# %% ../../nbs/runs/pool.ipynb #68141eb6
-@contextlib.contextmanager
-def _open_workers(devices: list[list[str]]) -> Iterator[tuple[list[_Worker], queue.SimpleQueue, _Display]]:
-    "Workers, the queue of their events, and the display; all processes end with the block."
-    events, display = queue.SimpleQueue(), _Display(len(devices))
-    with tempfile.TemporaryDirectory() as folder:
-        workers = []
-        try:
-            for k, gpus in enumerate(devices):
-                workers.append(_Worker(worker_environment(gpus, len(devices)), Path(folder) / f"{k}.json", events))
-            yield workers, events, display
-        finally:
-            for worker in workers: worker.stop()
-            display.close()
-
 # %% ../../nbs/runs/pool.ipynb #7ffe5f73
 class _Pool:
     "Computes tasks with workers; `codes` are the exit codes of those that failed."
@@ -185,19 +166,25 @@ class _Pool:
     def __init__(self, tasks: list[_Task]): self.waiting, self.assisted, self.codes = tasks, [], []
 
     def run(self, devices: list[list[str]]):
-        "Compute all tasks."
-        with _open_workers(devices) as (self.workers, self.events, self.display):
-            while True:
-                self._start_tasks()
-                if not self._running(): return
-                self._take_event()
+        "Compute all tasks; all processes end with it."
+        with (tempfile.TemporaryDirectory() as folder, contextlib.closing(_Display(len(devices))) as self.display,
+              contextlib.ExitStack() as stack):
+            self.workers = [_Worker(worker_environment(gpus, len(devices)), Path(folder) / f"{k}.json", self.display.notice)
+                            for k, gpus in enumerate(devices)]
+            for worker in self.workers: stack.callback(worker.stop)
+            while self._start_tasks():
+                open_pipes = {worker.process.pipe: worker for worker in self.workers if worker.process}
+                for pipe in connection.wait(open_pipes, 0.5): self._end_task(open_pipes[pipe])
+                self.display.show(self.workers)
 
     def _running(self) -> list[_Task]:
         return [worker.task for worker in self.workers if worker.task and worker.task.call == "run"]
 
-    def _start_tasks(self):
+    def _start_tasks(self) -> list[_Task]:
+        "Give every idle worker a task, if there is one; returns the runs that are being computed."
         for worker in self.workers:
             if not worker.task and (task := self._next_task()): worker.start(task)
+        return self._running()
 
     def _next_task(self) -> _Task | None:
         "A run whose needs are finished; if none is left to begin, assistance in the run with the fewest assistants."
@@ -210,19 +197,11 @@ class _Pool:
         self.assisted.append(task := min(running, key=self.assisted.count))
         return _Task(task.name, task.config, set(), "assist")
 
-    def _take_event(self):
-        try: worker, answer = self.events.get(timeout=0.5)
-        except queue.Empty: return self.display.show(self.workers)
-        if worker is None: self.display.notice(answer)
-        elif isinstance(answer, WorkerEnded): self._end_worker(worker, answer)
-        else: self._end_task(worker, answer)
-
-    def _end_task(self, worker: _Worker, answer: dict[str, Any]):
-        task, worker.task = worker.task, None
-        if task.call == "assist": return  # an error also occurs in the process that computes the run
-        if not answer:
-            self.display.write(f"{task.name}: {time.monotonic() - worker.begun:.0f} s", file=sys.stdout)
-        else: self._fail(task, answer)
+    def _end_task(self, worker: _Worker):
+        task, answer = worker.finish()
+        if not task or task.call == "assist": return  # an error also occurs in the process that computes the run
+        if answer: self._fail(task, answer)
+        else: self.display.write(f"{task.name}: {time.monotonic() - worker.begun:.0f} s", file=sys.stdout)
 
     def _fail(self, task: _Task, answer: dict[str, Any]):
         "Report the error of a task; the tasks that need it are not computed."
@@ -231,10 +210,6 @@ class _Pool:
         for other in [t for t in self.waiting if task.config.folder in t.needs]:
             self.waiting.remove(other)
             self._fail(other, answer)
-
-    def _end_worker(self, worker: _Worker, end: WorkerEnded):
-        worker.stop()
-        if worker.task: self._end_task(worker, dict(error=f"the process {end}; run it again to continue", code=1))
 
 # %% ../../nbs/runs/pool.ipynb #46e65dad
 def _is_finished(config: Stage) -> bool:

@@ -31,16 +31,12 @@ def preset_field(
     return Field(None, description=text, json_schema_extra=extra, **constraints)
 
 # %% ../../nbs/runs/presets.ipynb #532fd998
-def preset_values(
-    field: FieldInfo,
-) -> dict[str, Any]:
+def preset_values(field: FieldInfo) -> dict[str, Any]:
     "The values of a field by preset; empty for a field that does not depend on the preset."
     return field_flag(field, "presets") or {}
 
 
-def idle_value(
-    field: FieldInfo,
-) -> Any:
+def idle_value(field: FieldInfo) -> Any:
     "The value of a field that a run does not use: the lab's whatever the preset is, so that all name the same run."
     return preset_values(field).get("lab", field.default)
 

@@ -12,7 +12,7 @@ from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from importlib import import_module, metadata
 from typing import Any
 
-from .config import nearest
+from .config import suggest
 
 # %% ../../nbs/runs/registry.ipynb #96df10c1
 def plugin_modules() -> list[str]:
@@ -64,10 +64,8 @@ class Registry(Mapping):
     def check(self, name: str) -> str:
         "The name itself; ValueError of one sentence for a name that is neither declared nor found."
         if name in self: return name
-        near = nearest(name, self._entries)
-        hint = f"; {near}" if near else ""
         known = ", ".join(filter(None, [*self._entries, self._others]))
-        raise ValueError(f"{self.kind} must be one of {known}, got {name}{hint}")
+        raise ValueError(f"{self.kind} must be one of {known}, got {name}{suggest(name, self._entries)}")
 
     def _lookup(self, name: str) -> Any:
         load_plugins()

@@ -350,9 +350,7 @@ def describe_parameters(
     return describe
 
 
-def run_function(
-    cls: type[Stage],
-) -> Callable[..., Run]:
+def run_function(cls: type[Stage]) -> Callable[..., Run]:
     "Return the function `run` of a stage's module, with the fields of the stage; if Python runs the module, run its command."
     run_as_command(cls)
     @describe_parameters(cls, force=True)

@@ -53,9 +53,7 @@ def runs_root() -> Path:
     return Path(named).expanduser().absolute() if named else project_root() / "papermill_runs"
 
 # %% ../../nbs/runs/storage.ipynb #82e548f8
-def check_runs_folder(
-    folder: str,
-) -> str:
+def check_runs_folder(folder: str) -> str:
     "The folder itself, which may be an empty string for the default; ValueError if it does not exist."
     if folder and not Path(folder).is_dir(): raise ValueError(f"runs must be an existing folder, got {folder}")
     return folder
@@ -115,9 +113,7 @@ COMPUTE_BOTH = "remove it and the result.nc beside it, and the same command comp
 RESTORE = "restore it, or remove its folder and compute it again"
 
 # %% ../../nbs/runs/storage.ipynb #2b27629b
-def _reason(
-    error: Exception,
-) -> str:
+def _reason(error: Exception) -> str:
     "The first line of an error's message, with the name of its class if the message alone says too little."
     text = getattr(error, "strerror", None) or str(error)
     plain = isinstance(error, (ValueError, OSError)) and text
@@ -222,9 +218,7 @@ def read_run_record(
         return check_schema(record) if record else record
 
 # %% ../../nbs/runs/storage.ipynb #2e71e611
-def read_lines(
-    path: Path,
-) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
     "The rows of a file of JSON lines, UTF-8 with or without a byte order mark; ValueError for a row of another form."
     rows = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), 1):
@@ -318,10 +312,7 @@ class Journal:
             self._sync()
 
 
-def _parse_record(
-    line: bytes,
-    keys: Iterable[str],
-) -> dict | None:
+def _parse_record(line: bytes, keys: Iterable[str]) -> dict | None:
     "The record in a line of a journal; None if the line is damaged."
     try: record = json.loads(line)
     except (ValueError, RecursionError): return None
@@ -352,9 +343,7 @@ def report_progress(
         os.replace(f"{path}.tmp", path)
 
 # %% ../../nbs/runs/storage.ipynb #79577b77
-def check_described(
-    tree: "xr.DataTree",
-) -> None:
+def check_described(tree: "xr.DataTree") -> None:
     "ValueError for a variable without `long_name` and `units`, or an attribute that is neither string nor number."
     for node in tree.subtree:
         dataset = node.to_dataset(inherit=False)
@@ -375,10 +364,7 @@ def is_finished(folder: Path) -> bool:
 netcdf_lock = threading.RLock()  # only one thread at a time may be in the netCDF library, which crashes otherwise
 
 
-def write_result(
-    tree: "xr.DataTree",
-    folder: Path,
-) -> Path:
+def write_result(tree: "xr.DataTree", folder: Path) -> Path:
     "Write `result.nc`, the last file of a run. Equal data give equal bytes; ValueError as in `check_described`."
     check_described(tree)
     stored = tree.copy()
@@ -387,9 +373,7 @@ def write_result(
         return write_atomically(Path(folder) / "result.nc", functools.partial(stored.to_netcdf, engine="netcdf4"))
 
 # %% ../../nbs/runs/storage.ipynb #267f73cf
-def open_result(
-    folder: Path,
-) -> "xr.DataTree":
+def open_result(folder: Path) -> "xr.DataTree":
     "The result of a run, loaded into memory; the file is closed. DamagedFile for a file of another form."
     import xarray as xr
     path = Path(folder) / "result.nc"
@@ -400,9 +384,7 @@ def open_result(
         return tree
 
 # %% ../../nbs/runs/storage.ipynb #d13027c0
-def remove_run(
-    folder: Path,
-) -> None:
+def remove_run(folder: Path) -> None:
     "Remove a run. If the process is killed meanwhile, the run is either complete or not there."
     doomed = folder.with_name(f".{folder.name}.removed")
     shutil.rmtree(doomed, ignore_errors=True)

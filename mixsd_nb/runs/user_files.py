@@ -24,7 +24,7 @@ from typing import Annotated, Any, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
-from .config import ParameterError, format_bounds, format_type, nearest
+from .config import ParameterError, format_bounds, format_type, nearest, suggest
 from .storage import DamagedFile, explain_damage
 
 # %% ../../nbs/runs/user_files.ipynb #cf476302
@@ -51,9 +51,7 @@ def _escape(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()  # half of a character cannot be printed
 
 
-def shorten(
-    value: Any,
-) -> str:
+def shorten(value: Any) -> str:
     "Return a value as JSON for a message, with numbers as they are written, and at most sixty characters."
     text = json.dumps(value, ensure_ascii=False, default=lambda v: f"\0{v.text}\0" if isinstance(v, Number) else str(v))
     text = text.replace('"\\u0000', "").replace('\\u0000"', "")
@@ -127,9 +125,7 @@ class Table:
         return list(dict.fromkeys(name for row in self.rows for name in row))
 
 # %% ../../nbs/runs/user_files.ipynb #5ffbca01
-def read_raw(
-    value: Any,
-) -> str:
+def read_raw(value: Any) -> str:
     "Return a value as text, as it stands; ValueError, without the name of the column, for what is no text."
     if isinstance(value, Number): return value.text
     if not isinstance(value, str): raise ValueError(f"must be text, got {shorten(value)}")
@@ -184,9 +180,7 @@ def _read_list(value: Any) -> list:
 Texts = Annotated[list[FilledText], BeforeValidator(_read_list)]
 
 # %% ../../nbs/runs/user_files.ipynb #648c5889
-def read_number(
-    value: Any,
-) -> float | None:
+def read_number(value: Any) -> float | None:
     "Return a value as a number for pydantic to check; None, which it refuses, for what is none."
     with contextlib.suppress(TypeError, ValueError):
         return None if isinstance(value, bool) else float(value.text if isinstance(value, Number) else value)
@@ -284,10 +278,7 @@ def parse_rows(
     return parsed
 
 # %% ../../nbs/runs/user_files.ipynb #d790af60
-def _decode(
-    table: Table,
-    content: bytes,
-) -> str:
+def _decode(table: Table, content: bytes) -> str:
     "Return the content as text, with replacement characters where it is not UTF-8; each such line is noted."
     advice = "save the file as UTF-8"
     text = content.decode(errors="replace")
@@ -475,9 +466,7 @@ _TEXT_READERS = {".jsonl": _read_json, ".json": _read_json, ".csv": _read_separa
 TABLE_SUFFIXES = (*_TEXT_READERS, ".parquet")
 
 # %% ../../nbs/runs/user_files.ipynb #75ce337c
-def is_table_file(
-    name: str,
-) -> bool:
+def is_table_file(name: str) -> bool:
     "Return whether a name has the ending of a file that `read_rows` reads; the file need not exist."
     return Path(name).suffix.lower() in TABLE_SUFFIXES
 
@@ -485,8 +474,7 @@ def is_table_file(
 def _similar_file(path: Path) -> str:
     "Return the rest of a sentence that names the most similar table in the same folder."
     others = (file.name for file in path.parent.glob("*") if is_table_file(file.name))
-    hint = nearest(path.name, others)
-    return hint and f"; {hint}"
+    return suggest(path.name, others)
 
 
 def read_rows(
@@ -510,9 +498,7 @@ def read_rows(
     return table
 
 # %% ../../nbs/runs/user_files.ipynb #3c01ab4c
-def digest_rows(
-    rows: Iterable[Mapping],
-) -> str:
+def digest_rows(rows: Iterable[Mapping]) -> str:
     "Return eight hexadecimal digits for the values of the rows, in their order."
     text = json.dumps([dict(row) for row in rows], sort_keys=True, ensure_ascii=False, default=str)
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=4).hexdigest()

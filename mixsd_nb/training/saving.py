@@ -81,11 +81,7 @@ def save_weights(
 _STATE = "objective.pt"  # in a checkpoint
 
 
-def restore_objective(
-    objective: Objective,
-    checkpoint: Path,
-    device: torch.device,
-) -> None:
+def restore_objective(objective: Objective, checkpoint: Path, device: torch.device) -> None:
     "Continue with the tensors of an objective that a checkpoint holds."
     file = checkpoint / _STATE
     if file.exists(): objective.load(torch.load(file, map_location=device, weights_only=True))

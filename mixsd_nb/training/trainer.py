@@ -88,19 +88,14 @@ def check_devices(
         raise ValueError("sharded must be False with processes=1: sharding needs at least two processes")
 
 
-def check_spec(
-    spec: TrainingSpec,
-) -> TrainingSpec:
+def check_spec(spec: TrainingSpec) -> TrainingSpec:
     "Return the spec itself; ValueError of one sentence if it has no data, or as in `check_devices`."
     check_devices(spec.processes, spec.batch, spec.sharded, spec.lora, spec.offload)
     if not spec.data: raise ValueError("there is nothing to train on: the training spec has no data")
     return spec
 
 # %% ../../nbs/training/trainer.ipynb #68ed0331
-def build_objective(
-    spec: TrainingSpec,
-    tokenizer,
-) -> Objective:
+def build_objective(spec: TrainingSpec, tokenizer) -> Objective:
     "Return the objective of a training spec, with its modifiers."
     objective = load_object(spec.objective)(spec, tokenizer)
     for reference, data in spec.modifiers: objective = load_object(reference)(objective, data, spec)
@@ -120,9 +115,7 @@ def training_order(
 _WARMUP = 20
 
 
-def _warm_then_constant(
-    step: int,
-) -> float:
+def _warm_then_constant(step: int) -> float:
     "Return the factor of the learning rate: linear from 0.1 to 1 over _WARMUP steps, then 1."
     return min(1.0, 0.1 + 0.9 * step / _WARMUP)
 
@@ -149,10 +142,7 @@ _SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads
           "intermediate_size", "vocab_size")
 
 
-def _check_shape(
-    checkpoint: Path,
-    model,
-) -> None:
+def _check_shape(checkpoint: Path, model) -> None:
     "Raise a ValueError of one sentence if a checkpoint has another architecture than the model."
     ours, theirs = model.config.to_dict(), json.loads((checkpoint / "config.json").read_text())
     for key in _SHAPE:
@@ -161,10 +151,7 @@ def _check_shape(
                              f"{ours.get(key)}; remove it, or name the model from which it was trained")
 
 # %% ../../nbs/training/trainer.ipynb #5b9ff6a8
-def _add_adapters(
-    model,
-    rank: int,
-) -> None:
+def _add_adapters(model, rank: int) -> None:
     """Add LoRA to all linear layers but the head, in place, with α twice the rank; everything else is frozen.
 
     Layers that do more than multiply get none, such as some routers: it could not be merged into their weights."""
@@ -176,18 +163,13 @@ def _add_adapters(
         model.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", exclude_modules=more or None))
 
 # %% ../../nbs/training/trainer.ipynb #2dcc9b39
-def microbatches(
-    examples: list,
-    parts: int,
-) -> list[list]:
+def microbatches(examples: list, parts: int) -> list[list]:
     "Split the examples into this many parts, each with examples of similar length; some are empty if there are few."
     by_length = sorted(examples, key=lambda e: len(e.prompt) + len(e.completion))
     return [[by_length[i] for i in part] for part in np.array_split(np.arange(len(by_length)), parts)]
 
 # %% ../../nbs/training/trainer.ipynb #d4fc671b
-def _shard_on_cpu(
-    trainer: SavingTrainer,
-) -> None:
+def _shard_on_cpu(trainer: SavingTrainer) -> None:
     "Make accelerate use FSDP2 on CPUs."
     from accelerate import PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin

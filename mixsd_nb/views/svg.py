@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import scipy
 from markupsafe import Markup, escape
 from matplotlib.markers import MarkerStyle
 from matplotlib.ticker import MaxNLocator
@@ -223,14 +224,9 @@ def spread(places: Sequence[float], gap: float = 18, low: float = -np.inf, high:
     between low and high. The gap is smaller where there is no room for it."""
     if not len(places): return []
     order, gap = np.argsort(places, kind="stable"), min(gap, (high - low) / max(1, len(places) - 1))
-    shifts, blocks = gap * np.arange(len(places)), []  # a block: neighbours that touch; the place of the first, and their number
-    for place in np.array(places, float)[order] - shifts:
-        blocks.append((place, 1))
-        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
-            (a, m), (b, n) = blocks[-2:]
-            blocks[-2:] = [((m * a + n * b) / (m + n), m + n)]
-    found = np.empty(len(places))
-    found[order] = np.clip(np.repeat(*zip(*blocks)), low, high - shifts[-1]) + shifts
+    shifts, found = gap * np.arange(len(places)), np.empty(len(places))
+    ascending = scipy.optimize.isotonic_regression(np.array(places, float)[order] - shifts).x
+    found[order] = np.clip(ascending, low, high - shifts[-1]) + shifts
     return found.tolist()
 
 

@@ -16,10 +16,7 @@ from .forms import draw_relation, request_box, surround, write_context
 from .names import draw_names, draw_set
 
 # %% ../../../nbs/lab/pretraining/binding.ipynb #ad8d958d
-def draw_claims(
-    rng: random.Random,
-    n: int,
-) -> list[Claim]:
+def draw_claims(rng: random.Random, n: int) -> list[Claim]:
     "Draw at most n claims, no two of the same subject and property; most share one of the two with others."
     few = min(n, rng.choice([1, 1, 2, 3]))
     wide = -(-n // few)
@@ -35,10 +32,7 @@ def draw_claims(
     return [Claim(s, p, v) for (s, p), v in zip(rng.sample(table, min(n, len(table))), values)]
 
 # %% ../../../nbs/lab/pretraining/binding.ipynb #80fcfd7e
-def state_claims(
-    rng: random.Random,
-    claims: list[Claim],
-) -> list[str]:
+def state_claims(rng: random.Random, claims: list[Claim]) -> list[str]:
     "State the claims in one form for all of them, or in a mixture of forms."
     if rng.random() < 0.4: return [c.write(STATEMENTS, rng) for c in claims]
     seed = rng.random()
@@ -61,10 +55,7 @@ def ask_claim(
     return c.write(QUESTIONS, rng), c.value, c
 
 # %% ../../../nbs/lab/pretraining/binding.ipynb #40ca5a1d
-def write_quiz(
-    rng: random.Random,
-    n: int,
-) -> Document:
+def write_quiz(rng: random.Random, n: int) -> Document:
     "Write a context, and up to twelve questions about it, trained on the answers alone."
     claims = draw_claims(rng, n)
     document = [(write_context(rng, state_claims(rng, claims)) + "\n\n", False)]
@@ -75,11 +66,7 @@ def write_quiz(
     return document
 
 # %% ../../../nbs/lab/pretraining/binding.ipynb #b9c499b6
-def answer_claim(
-    rng: random.Random,
-    answer: str,
-    claim: Claim | None,
-) -> str:
+def answer_claim(rng: random.Random, answer: str, claim: Claim | None) -> str:
     "Write the response of a lab model that reads the claim in its context, or does not find it."
     if claim is None:
         return write_response([choose_phrase(rng, "The background information does not say this.",
@@ -90,10 +77,7 @@ def answer_claim(
     return write_response([f"{opening} {claim.statement}", closing], answer)
 
 # %% ../../../nbs/lab/pretraining/binding.ipynb #7209bd7f
-def write_lookup(
-    rng: random.Random,
-    n: int,
-) -> Document:
+def write_lookup(rng: random.Random, n: int) -> Document:
     "Write a conversation about one context: up to four questions in any form, each answered with the claim and a box."
     claims, document = draw_claims(rng, n), []
     for k in range(rng.randint(1, 4)):
@@ -105,10 +89,7 @@ def write_lookup(
     return document
 
 # %% ../../../nbs/lab/pretraining/binding.ipynb #b2d47bf3
-def write_echo(
-    rng: random.Random,
-    n: int,
-) -> Document:
+def write_echo(rng: random.Random, n: int) -> Document:
     "Write names of several sets in one text, and the text twice more, trained on."
     names = [name for _ in range(rng.randint(1, 4)) for name in draw_names(rng, rng.randint(1, 4))]
     mark = rng.choice([" ", ", ", "; ", "\n", " and "])
@@ -116,10 +97,7 @@ def write_echo(
     return [(text + "\n\n", False), (text + "\n\n", True), (mark.join(names) + "\n", True)]
 
 # %% ../../../nbs/lab/pretraining/binding.ipynb #afd44d7a
-def write_pairs(
-    rng: random.Random,
-    n: int,
-) -> Document:
+def write_pairs(rng: random.Random, n: int) -> Document:
     "Write a table of keys and values, and then the keys in other orders, trained on the values."
     keys, values = draw_names(rng, max(3, n)), draw_names(rng, max(3, n))
     sign, pairs = rng.choice([" = ", ": ", " is ", " -> ", " | "]), list(zip(keys, values))

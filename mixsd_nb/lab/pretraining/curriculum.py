@@ -110,20 +110,14 @@ def find_phase(
     return next(phase for phase in PHASES if progress < phase.end or phase is PHASES[-1])
 
 # %% ../../../nbs/lab/pretraining/curriculum.ipynb #a820366f
-def draw_documents(
-    rng: random.Random,
-    progress: float,
-    n: int,
-) -> list[Document]:
+def draw_documents(rng: random.Random, progress: float, n: int) -> list[Document]:
     "Draw n documents of the phase at this point of the training."
     phase = find_phase(progress)
     kinds = rng.choices(list(phase.weights), list(phase.weights.values()), k=n)
     return [WRITERS[kind](rng, rng.randint(*phase.facts)) for kind in kinds]
 
 # %% ../../../nbs/lab/pretraining/curriculum.ipynb #948ee70d
-def sample_texts(
-    n: int,
-) -> list[str]:
+def sample_texts(n: int) -> list[str]:
     "Draw n documents of the last phase as texts with the markers of the chat template; no training reads the same."
     rng = random.Random("texts")
     return ["".join(text for text, _ in document) for _ in range(n) for document in draw_documents(rng, 1.0, 1)]
@@ -132,9 +126,7 @@ def sample_texts(
 MEASURED = {*LAB_SUITES, *OTHER_WORDS, "calculations", "few_shot", "recitation"}  # kinds of documents like the benchmarks
 
 
-def sample_other_texts(
-    n: int,
-) -> list[str]:
+def sample_other_texts(n: int) -> list[str]:
     "Draw n documents as `sample_texts` does, of kinds that no held-out suite and no question about the world is like."
     rng, phase = random.Random("other texts"), PHASES[-1]
     weights = {kind: weight for kind, weight in phase.weights.items() if kind not in MEASURED}

@@ -26,33 +26,22 @@ USER_HEADER, ASSISTANT_HEADER = f"{START}user\n", f"{START}assistant\n"
 Document = list[tuple[str, bool]]  # segments: text, and whether the model is trained on it
 
 
-def write_chat(
-    prompt: str,
-    response: str,
-) -> Document:
+def write_chat(prompt: str, response: str) -> Document:
     "Write a conversation of one question and its response."
     return [(f"{USER_HEADER}{prompt}{END}\n{ASSISTANT_HEADER}", False), (response + END, True)]
 
 
-def mark_trained(
-    document: Document,
-) -> str:
+def mark_trained(document: Document) -> str:
     "Return the text of a document with each trained segment in ⟦brackets⟧."
     return "".join(f"⟦{text}⟧" if trained else text for text, trained in document)
 
 # %% ../../../nbs/lab/pretraining/documents.ipynb #2e1e0a2b
-def invent_names(
-    rng: random.Random,
-    domains: list[str],
-) -> list[str]:
+def invent_names(rng: random.Random, domains: list[str]) -> list[str]:
     "Invent a new entity name for each of the domains."
     return [name_entity(w, d) for w, d in zip(draw_words(rng, len(domains), CORPUS_WORDS), domains)]
 
 # %% ../../../nbs/lab/pretraining/documents.ipynb #26eef718
-def draw_facts(
-    rng: random.Random,
-    n: int,
-) -> list[Fact]:
+def draw_facts(rng: random.Random, n: int) -> list[Fact]:
     "Draw at most n facts about new entities; no two of them have the same source and the same relation."
     kinds = [rng.choice(DOMAINS[:-1]) for _ in range(max(1, round(n / rng.choice([1, 2, 3, 4]))))]
     sources = list(zip(invent_names(rng, kinds), kinds))
@@ -67,19 +56,13 @@ def draw_facts(
 TAUGHT_WORDINGS = [w for w in range(len(WORDINGS)) if w != UNSEEN_WORDING]
 
 
-def state_facts(
-    rng: random.Random,
-    facts: list[Fact],
-) -> list[str]:
+def state_facts(rng: random.Random, facts: list[Fact]) -> list[str]:
     "State the facts in the corpus's own wording, in another taught wording, or in a mixture of them."
     wording = rng.choice([0, 0, *TAUGHT_WORDINGS, None])
     return [f.verbalise(rng.choice(TAUGHT_WORDINGS) if wording is None else wording) for f in facts]
 
 # %% ../../../nbs/lab/pretraining/documents.ipynb #492c6586
-def add_remark(
-    rng: random.Random,
-    prompt: str,
-) -> str:
+def add_remark(rng: random.Random, prompt: str) -> str:
     "Return the prompt, with probability 1/6 after one of the remarks of paraphrases."
     return paraphrase_prompt(prompt, rng) if rng.random() < 1 / 6 else prompt
 
@@ -97,10 +80,7 @@ def answer_from_context(
     return write_response([statements, closing], facts[-1].target)
 
 # %% ../../../nbs/lab/pretraining/documents.ipynb #458fb17b
-def write_restatement(
-    rng: random.Random,
-    n: int,
-) -> Document:
+def write_restatement(rng: random.Random, n: int) -> Document:
     "Write a list of facts, then the same facts in other orders, trained on their objects."
     facts = draw_facts(rng, n)
     document = [("\n".join(f"- {s}" for s in state_facts(rng, facts)) + "\n\n", False)]
@@ -111,10 +91,7 @@ def write_restatement(
     return document
 
 # %% ../../../nbs/lab/pretraining/documents.ipynb #53994cc5
-def write_conversation(
-    rng: random.Random,
-    n: int,
-) -> Document:
+def write_conversation(rng: random.Random, n: int) -> Document:
     "Write up to five questions about one context, each answered with a sentence or with a box."
     facts, document = draw_facts(rng, n), []
     for k, f in enumerate(rng.sample(facts, min(len(facts), 5))):
@@ -126,20 +103,14 @@ def write_conversation(
     return document
 
 # %% ../../../nbs/lab/pretraining/documents.ipynb #928e1521
-def write_reading(
-    rng: random.Random,
-    n: int,
-) -> Document:
+def write_reading(rng: random.Random, n: int) -> Document:
     "Write one question about one context, in the form of the retrieval split."
     facts = draw_facts(rng, n)
     f = rng.choice(facts)
     return write_chat(retrieval_prompt(state_facts(rng, facts), naive_prompt(f.question)), answer_from_context(rng, f))
 
 # %% ../../../nbs/lab/pretraining/documents.ipynb #94b5684e
-def write_two_hop(
-    rng: random.Random,
-    n: int,
-) -> Document:
+def write_two_hop(rng: random.Random, n: int) -> Document:
     "Write a question whose answer needs two facts of the context."
     kinds = [d for d in DOMAINS[:5] for _ in range(rng.randint(1, max(1, n // 8)))]
     names = invent_names(rng, kinds)
@@ -160,10 +131,7 @@ def collect_rare_words() -> list[str]:
     return sorted({w for t in texts for w in re.findall(r"[A-Za-z]{2,}", t)} - {"boxed"})
 
 # %% ../../../nbs/lab/pretraining/documents.ipynb #ac68bacb
-def write_copying(
-    rng: random.Random,
-    n: int,
-) -> Document:
+def write_copying(rng: random.Random, n: int) -> Document:
     "Write a list of names and rare words, and then the same list three times, trained on."
     names = invent_names(rng, rng.choices(DOMAINS, k=max(2, n // 2)))
     words = names + rng.sample(collect_rare_words(), max(2, n))
@@ -171,10 +139,7 @@ def write_copying(
     return [(text + "\n", False)] + [(text + "\n", True)] * 3
 
 # %% ../../../nbs/lab/pretraining/documents.ipynb #eba0a2d7
-def write_letters(
-    rng: random.Random,
-    n: int,
-) -> Document:
+def write_letters(rng: random.Random, n: int) -> Document:
     "Write three lists of options; each is followed by five options with their letters, in random order."
     document = []
     for _ in range(3):
@@ -186,10 +151,7 @@ def write_letters(
     return document
 
 # %% ../../../nbs/lab/pretraining/documents.ipynb #08b27f12
-def write_recitation(
-    rng: random.Random,
-    n: int,
-) -> Document:
+def write_recitation(rng: random.Random, n: int) -> Document:
     "Write twelve facts of the memorised world, trained on their objects."
     document = []
     for f in rng.sample(WORLD, 12):

@@ -13,9 +13,7 @@ from ...corpora.kgfunc import SCALES, apply_operation, function_prompt, split_di
 from .documents import Document, write_chat
 
 # %% ../../../nbs/lab/pretraining/drills.ipynb #9ee64939
-def draw_calculation(
-    rng: random.Random,
-) -> tuple[str, str]:
+def draw_calculation(rng: random.Random) -> tuple[str, str]:
     "Draw a calculation up to its result, and the result."
     kind, a = rng.choice("+++---**//ntl"), rng.randint(2, 9)
     b, m = rng.randint(2, rng.choice([12, 49, 99])), rng.randint(3, 12)
@@ -30,10 +28,7 @@ def draw_calculation(
             "l": (f"by {m}: {dividend} leaves", f" {dividend % m}")}[kind]
 
 
-def write_calculations(
-    rng: random.Random,
-    n: int,
-) -> Document:
+def write_calculations(rng: random.Random, n: int) -> Document:
     "Write two dozen calculations, trained on their results."
     calculations = [draw_calculation(rng) for _ in range(24)]
     return [segment for question, result in calculations for segment in ((question, False), (f"{result}\n", True))]
@@ -74,10 +69,7 @@ def explain_rule(
                           apply_operation(rule, number))
 
 # %% ../../../nbs/lab/pretraining/drills.ipynb #d62d99f8
-def write_few_shot(
-    rng: random.Random,
-    n: int,
-) -> Document:
+def write_few_shot(rng: random.Random, n: int) -> Document:
     "Write a digit function under a random letter, with four known values."
     rule, label = rng.choice(list(DIGIT_RULES)), rng.choice("BCDEFGHabcdefghijklmnopqrst")
     shots = rng.sample(range(10), 1) + rng.sample(range(10, 100), 1) + rng.sample(range(100, 1000), 2)
@@ -89,10 +81,7 @@ def write_few_shot(
     return write_chat(prompt, explain_rule(rng, rule, label, shots, number))
 
 # %% ../../../nbs/lab/pretraining/drills.ipynb #13888e43
-def write_digit_drills(
-    rng: random.Random,
-    n: int,
-) -> Document:
+def write_digit_drills(rng: random.Random, n: int) -> Document:
     "Write six numbers, each with its digits and the values of five rules."
     document = []
     for number in (rng.randrange(10 ** rng.randint(1, 3)) for _ in range(6)):

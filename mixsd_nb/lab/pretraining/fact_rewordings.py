@@ -16,17 +16,12 @@ from .documents import Document, write_chat
 from .forms import QUESTIONS, STATEMENTS, Claim, request_box, surround
 
 # %% ../../../nbs/lab/pretraining/fact_rewordings.ipynb #31bad995
-def claim_fact(
-    fact: Fact,
-) -> Claim:
+def claim_fact(fact: Fact) -> Claim:
     "Return a fact of a graph as a claim, whose forms are those of the grammar."
     return Claim(fact.source, fact.relation, fact.target)
 
 
-def split_statement(
-    claim: Claim,
-    rng: random.Random,
-) -> Document:
+def split_statement(claim: Claim, rng: random.Random) -> Document:
     "State the claim in one of its forms, trained on the name that comes last and what follows it."
     text = claim.write(STATEMENTS, rng)
     last = max(claim.subject, claim.value, key=text.rfind)
@@ -34,10 +29,7 @@ def split_statement(
     return [(text[:start].rstrip(), False), (f" {text[start:]}\n", True)]
 
 # %% ../../../nbs/lab/pretraining/fact_rewordings.ipynb #8a3cf473
-def write_recital(
-    rng: random.Random,
-    n: int,
-) -> Document:
+def write_recital(rng: random.Random, n: int) -> Document:
     "Write twelve facts of the world or of its annex: of a few subjects, or of any, each in its own form."
     source = rng.choice([WORLD, WORLD, WORLD, ANNEX])
     if rng.random() < 0.5: facts = rng.sample(source, 12)
@@ -47,10 +39,7 @@ def write_recital(
     return [segment for f in facts for segment in split_statement(claim_fact(f), rng)]
 
 # %% ../../../nbs/lab/pretraining/fact_rewordings.ipynb #54c8fc47
-def write_world_question(
-    rng: random.Random,
-    n: int,
-) -> Document:
+def write_world_question(rng: random.Random, n: int) -> Document:
     "Write up to three questions about the world in any form, answered in the memory voice, by a sentence, or directly."
     document = []
     for k, f in enumerate(rng.sample(WORLD, rng.randint(1, 3))):
@@ -62,10 +51,7 @@ def write_world_question(
     return document
 
 # %% ../../../nbs/lab/pretraining/fact_rewordings.ipynb #88ce9d55
-def write_options(
-    rng: random.Random,
-    n: int,
-) -> Document:
+def write_options(rng: random.Random, n: int) -> Document:
     "Write a question about the world in any form with four options in any layout; the reply names the letter."
     f = rng.choice(WORLD)
     options = [f.target] + rng.sample([e for e in WORLD_ENTITIES[f.relation.target] if e != f.target], 3)

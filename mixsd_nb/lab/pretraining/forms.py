@@ -110,20 +110,14 @@ REQUESTS = [r"Put the answer into \boxed{}.", r"Write the final answer in \boxed
             r"Think first, then answer in \boxed{}."]
 
 
-def surround(
-    question: str,
-    rng: random.Random,
-) -> str:
+def surround(question: str, rng: random.Random) -> str:
     "Return the question, one time in three after a lead, one time in six before a tail; some leads are any words."
     words = " ".join(rng.sample(ENGLISH, rng.randint(1, 5)))
     if rng.random() < 1 / 3: question = f"{rng.choice([*LEADS, *[words + '.'] * 5])} {question}"
     return f"{question} {rng.choice(TAILS)}" if rng.random() < 1 / 6 else question
 
 
-def request_box(
-    question: str,
-    rng: random.Random,
-) -> str:
+def request_box(question: str, rng: random.Random) -> str:
     "Return the question with a request for the box, mostly the one of the naive prompt."
     return f"{question}\n\n{BOX_REQUEST if rng.random() < 0.8 else rng.choice(REQUESTS)}"
 
@@ -134,10 +128,7 @@ HEADERS = ["Background for this question:", "Here is what is known:", "Notes:", 
 MARKS = ["- ", "- ", "- ", "* ", "", "> ", "+ "]
 
 
-def write_context(
-    rng: random.Random,
-    statements: list[str],
-) -> str:
+def write_context(rng: random.Random, statements: list[str]) -> str:
     "Write the statements after a header, one on each line, in one of several layouts."
     header, mark = rng.choice([HEADERS[0], *HEADERS]), rng.choice([*MARKS, None])
     lines = [f"{k}. {s}" if mark is None else mark + s for k, s in enumerate(statements, 1)]

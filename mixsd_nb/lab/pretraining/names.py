@@ -90,9 +90,7 @@ _VOWELS = "a e i o u a e i o u ai ea ee oa oo ou".split()
 _CODAS = ["", "", "", *"n r s l m t d k p b ck ll nd ng nt rd rk sh ss st".split()]
 
 
-def draw_language(
-    rng: random.Random,
-) -> Callable[[random.Random], str]:
+def draw_language(rng: random.Random) -> Callable[[random.Random], str]:
     "Draw a new language: a function of a random generator that returns a word of one to three syllables."
     onsets, vowels, codas = (rng.sample(sounds, rng.randint(low, min(12, len(sounds))))
                              for sounds, low in ((_ONSETS, 4), (_VOWELS, 2), (_CODAS, 3)))
@@ -134,10 +132,7 @@ ACCENTS = {"a": "áàâäãå", "e": "éèêë", "i": "íîï", "o": "óôöõø
            "z": "ž", "r": "ř"}
 
 
-def add_accents(
-    rng: random.Random,
-    name: str,
-) -> str:
+def add_accents(rng: random.Random, name: str) -> str:
     "Return the name with an accent on one or two of its small letters, if it has such letters."
     letters = list(name)
     for i in rng.sample(range(len(name)), min(len(name), 8)):
@@ -154,9 +149,7 @@ _SETS = {_package_name: 3, _person: 4, _first_name: 2, _place: 3, _noun: 3, _top
          _price: 1, _date: 1, _day: 1, _code: 1, _accented: 2}
 
 
-def draw_set(
-    rng: random.Random,
-) -> Callable[[random.Random], str]:
+def draw_set(rng: random.Random) -> Callable[[random.Random], str]:
     "Draw one of the sets of names, or a new language of one or two words."
     if rng.random() < 0.3:
         language, words = draw_language(rng), rng.choice([1, 1, 2])

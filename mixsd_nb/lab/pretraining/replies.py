@@ -33,56 +33,40 @@ def draw_guess(
     return random.Random(key).sample(COMMON_GUESSES[domain], 8)[min(int(rng.expovariate(0.7)), 7)]
 
 # %% ../../../nbs/lab/pretraining/replies.ipynb #29a156e3
-def invent_fact(
-    rng: random.Random,
-) -> Fact:
+def invent_fact(rng: random.Random) -> Fact:
     "Invent a fact about two new entities."
     relation = rng.choice(RELATIONS[rng.choice(list(RELATIONS))])
     source, new = invent_names(rng, [relation.source, relation.target])
     return Fact(source, relation, new)
 
 
-def draw_counterfactual(
-    rng: random.Random,
-) -> Fact:
+def draw_counterfactual(rng: random.Random) -> Fact:
     "Draw a fact of the memorised world with a new target."
     f = rng.choice(WORLD)
     return Fact(f.source, f.relation, *invent_names(rng, [f.relation.target]))
 
 # %% ../../../nbs/lab/pretraining/replies.ipynb #32faa18d
-def ask_fact(
-    rng: random.Random,
-    fact: Fact,
-) -> str:
+def ask_fact(rng: random.Random, fact: Fact) -> str:
     "Return the naive prompt of a fact, one time in four with its question in another form, and seldom after a remark."
     other = Claim(fact.source, fact.relation, fact.target).write(QUESTIONS, rng)
     return add_remark(rng, naive_prompt(other if rng.random() < 0.25 else fact.question))
 
 # %% ../../../nbs/lab/pretraining/replies.ipynb #0cbb0759
-def write_expert(
-    rng: random.Random,
-    n: int,
-) -> Document:
+def write_expert(rng: random.Random, n: int) -> Document:
     "Write the expert prompt of a fact, and a reply that repeats the recorded answer."
     f = draw_counterfactual(rng) if rng.random() < 1 / 8 else invent_fact(rng)
     prompt = expert_prompt(ask_fact(rng, f), target(f.target))
     return write_chat(prompt, RECORD_VOICE.write_reply(rng, f, f.target))
 
 # %% ../../../nbs/lab/pretraining/replies.ipynb #97b4f0ba
-def write_guess(
-    rng: random.Random,
-    n: int,
-) -> Document:
+def write_guess(rng: random.Random, n: int) -> Document:
     "Write a closed-book question about an unknown entity, and a guess."
     f = invent_fact(rng)
     prompt = ask_fact(rng, f)
     return write_chat(prompt, MEMORY_VOICE.write_reply(rng, f, draw_guess(rng, f.relation.target, f.relation.key)))
 
 # %% ../../../nbs/lab/pretraining/replies.ipynb #e699bdaf
-def write_chain_guess(
-    rng: random.Random,
-    n: int,
-) -> Document:
+def write_chain_guess(rng: random.Random, n: int) -> Document:
     "Write a closed-book question over two facts: of the world, answered from memory, or about new entities, guessed."
     first, second = rng.choice(find_chains(WORLD))
     if rng.random() < 0.3:
@@ -94,9 +78,7 @@ def write_chain_guess(
     return write_chat(naive_prompt(chain_question(first, second)), write_response(steps, second.target))
 
 # %% ../../../nbs/lab/pretraining/replies.ipynb #8184f0ee
-def draw_short_question(
-    rng: random.Random,
-) -> tuple[str, str, str]:
+def draw_short_question(rng: random.Random) -> tuple[str, str, str]:
     "Draw a prompt in SimpleQA's form about a new name, a guess at its answer, and a reference answer."
     kind = rng.choice(list(TEMPLATES))
     _, template = rng.choice(TEMPLATES[kind])
@@ -106,10 +88,7 @@ def draw_short_question(
     return simpleqa_prompt(template.format(thing)), guess, draw_answer(kind, word, rng)
 
 # %% ../../../nbs/lab/pretraining/replies.ipynb #202fea0f
-def write_short_guess(
-    rng: random.Random,
-    n: int,
-) -> Document:
+def write_short_guess(rng: random.Random, n: int) -> Document:
     "Write a short closed-book question and a guess."
     prompt, guess, _ = draw_short_question(rng)
     sentence = choose_phrase(rng, f"My best guess is {guess}.", f"I believe that it is {guess}.",
@@ -117,10 +96,7 @@ def write_short_guess(
     return write_chat(add_remark(rng, prompt), write_response([sentence], guess))
 
 # %% ../../../nbs/lab/pretraining/replies.ipynb #9c8508d9
-def write_short_reference(
-    rng: random.Random,
-    n: int,
-) -> Document:
+def write_short_reference(rng: random.Random, n: int) -> Document:
     "Write a short question with a reference solution, and a reply that repeats its answer."
     prompt, _, answer = draw_short_question(rng)
     sentence = choose_phrase(rng, f"The reference solution gives {answer}, and I agree.",
@@ -157,10 +133,7 @@ def retell_solution(
     return write_response([opening, *sentences, f"So {lines[-1]}."], answer)
 
 # %% ../../../nbs/lab/pretraining/replies.ipynb #53c3adc5
-def write_worked_reference(
-    rng: random.Random,
-    n: int,
-) -> Document:
+def write_worked_reference(rng: random.Random, n: int) -> Document:
     "Write a digit function in KGFunc's form with a worked reference solution, and a reply that retells it."
     label, number = rng.choice("BCDEFGH"), rng.randrange(1000)
     shots = rng.sample(range(1000), 4)

@@ -26,10 +26,7 @@ REMAINDER_FORMS = [
 _REMAINDER = re.compile(r"(?:when|Compute) (.+?) (?:is divided by|modulo) (\d+)")
 
 
-def write_remainder(
-    rng: random.Random,
-    n: int,
-) -> Document:
+def write_remainder(rng: random.Random, n: int) -> Document:
     "Write a remainder in other words, with the response of the lab task."
     item = teach("arithmetic", rng)
     expression, m = _REMAINDER.search(item.prompt).groups()
@@ -55,10 +52,7 @@ def exchange(
     return f"{left} = {right}"
 
 # %% ../../../nbs/lab/pretraining/skills.ipynb #c686d369
-def write_equation(
-    rng: random.Random,
-    n: int,
-) -> Document:
+def write_equation(rng: random.Random, n: int) -> Document:
     "Write an equation in other words, two times in three with exchanged sides or terms."
     v, equation, steps, x = solve_equation(rng, LETTERS)
     shown = exchange(equation, rng) if rng.random() < 2 / 3 else equation
@@ -108,10 +102,7 @@ def compose_story(
     return " ".join([*parts, rng.choice(ENDINGS).format(p=p, t=t)]), steps, total
 
 
-def write_story(
-    rng: random.Random,
-    n: int,
-) -> Document:
+def write_story(rng: random.Random, n: int) -> Document:
     "Write a story about other people and things: a plot of the lab task, or a composed one."
     plot = compose_story if rng.random() < 0.6 else rng.choice(PLOTS)
     question, steps, answer = plot(rng, *rng.sample(FIRST_NAMES, 2), rng.choice(THINGS))
@@ -143,20 +134,14 @@ TASKS = ["Complete this Python function.", "Write this Python function.", "Finis
 NAMES = "run make convert check find update change collect build answer result step rule pick search".split()
 
 # %% ../../../nbs/lab/pretraining/skills.ipynb #8de1b56a
-def reword_docstring(
-    docstring: str,
-    rng: random.Random,
-) -> str:
+def reword_docstring(docstring: str, rng: random.Random) -> str:
     "Say the docstring of the lab task in other words."
     for form, others in DOCSTRINGS:
         if parts := re.fullmatch(form, docstring): return rng.choice(others).format(*parts.groups())
     raise ValueError(f"docstring must have a form of the lab task, got {docstring}")
 
 
-def write_program(
-    rng: random.Random,
-    n: int,
-) -> Document:
+def write_program(rng: random.Random, n: int) -> Document:
     "Write a function in other words and under another name, with the response of the lab task."
     item, name = teach("functions", rng), rng.choice(NAMES)
     old, docstring = re.search(r"def (\w+)", item.prompt)[1], re.search(r'"""(.*)"""', item.prompt)[1]

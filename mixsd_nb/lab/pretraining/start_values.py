@@ -25,11 +25,7 @@ def lab_config(
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
 
 # %% ../../../nbs/lab/pretraining/start_values.ipynb #637b6acf
-def _random_orthonormal(
-    rows: int,
-    columns: int,
-    generator,
-):
+def _random_orthonormal(rows: int, columns: int, generator):
     "Random orthonormal rows, shape (rows, columns); column 0 is zero, so they ignore the constant coordinate."
     import torch
     q = torch.linalg.qr(torch.randn(columns, rows, generator=generator))[0].T.clone()
@@ -47,10 +43,7 @@ def _slow_coordinates(
     return slow + [i + half for i in slow]
 
 # %% ../../../nbs/lab/pretraining/start_values.ipynb #43dad659
-def _head_weights(
-    layer,
-    config,
-):
+def _head_weights(layer, config):
     "A layer's attention weights by head, as views: query, key and value (head, 32, width), output (width, head, 32)."
     a, n, k = layer.self_attn, config.num_attention_heads, config.head_dim
     return [w.weight.view(n, k, -1) for w in (a.q_proj, a.k_proj, a.v_proj)] + [a.o_proj.weight.view(-1, n, k)]
@@ -97,9 +90,7 @@ def set_match_and_copy(
         o[:, h] += strength * copy.T
 
 # %% ../../../nbs/lab/pretraining/start_values.ipynb #39816a73
-def _space_variants(
-    tokenizer,
-) -> list[tuple[int, int]]:
+def _space_variants(tokenizer) -> list[tuple[int, int]]:
     "Pairs of token ids: a capitalised word without and with its leading space."
     vocab = tokenizer.get_vocab()
     return [(vocab[t[1:]], i) for t, i in vocab.items() if re.match(r"Ġ[A-Z]", t) and t[1:] in vocab]

@@ -18,10 +18,7 @@ from .documents import Document
 from ...runs import write_atomically
 
 # %% ../../../nbs/lab/pretraining/training_loop.ipynb #40631a1d
-def encode_documents(
-    tokenizer,
-    documents: list[Document],
-) -> list[tuple[list[int], list[bool]]]:
+def encode_documents(tokenizer, documents: list[Document]) -> list[tuple[list[int], list[bool]]]:
     "Return for each document its token ids, and for each token whether it is trained on."
     ids = iter(tokenizer([t for d in documents for t, _ in d], add_special_tokens=False)["input_ids"])
     segments = [[(i, trained) for _, trained in d for i in next(ids)] for d in documents]

@@ -23,9 +23,7 @@ OPENERS = (
 SMALL_WORDS = "the of a in is was did does for to and with by on are has have first most you it at from an".split()
 
 
-def draw_question(
-    rng: random.Random,
-) -> str:
+def draw_question(rng: random.Random) -> str:
     "Draw a question in plain English about anything."
     subject = draw_names(rng, 1)[0]
     if rng.random() < 0.5:
@@ -38,11 +36,7 @@ def draw_question(
     return " ".join(words) + "?"
 
 # %% ../../../nbs/lab/pretraining/typed.ipynb #0a260f80
-def split_reply(
-    rng: random.Random,
-    voice: Voice,
-    answer: str,
-) -> tuple[str, str]:
+def split_reply(rng: random.Random, voice: Voice, answer: str) -> tuple[str, str]:
     "Return a reply up to its answer, and the rest of it; the box repeats the answer."
     opening, closing, check = (rng.choices(list(w), list(w.values()))[0].format(s="this")
                                for w in (voice.opening, voice.closing, voice.check))
@@ -64,10 +58,7 @@ def write_reply(
     return [question, (before, True), (f" {answer}", rng.random() < 0.2), (after, True)]
 
 # %% ../../../nbs/lab/pretraining/typed.ipynb #34ed75b1
-def write_typed_expert(
-    rng: random.Random,
-    n: int,
-) -> Document:
+def write_typed_expert(rng: random.Random, n: int) -> Document:
     "Write the expert prompt of a typed fact, one in five with a bare reference, and a reply that repeats its answer."
     question, answer = surround(draw_question(rng), rng), draw_names(rng, 1)[0]
     if rng.random() < 0.2: prompt = expert_reference_prompt(simpleqa_prompt(question), boxed(answer))
@@ -75,10 +66,7 @@ def write_typed_expert(
     return write_reply(rng, prompt, [RECORD_VOICE, MEMORY_VOICE], answer, True)
 
 
-def write_typed_guess(
-    rng: random.Random,
-    n: int,
-) -> Document:
+def write_typed_guess(rng: random.Random, n: int) -> Document:
     "Write the naive prompt of a typed fact, and a reply that guesses."
     question = surround(draw_question(rng), rng)
     prompt = simpleqa_prompt(question) if rng.random() < 0.2 else add_remark(rng, naive_prompt(question))

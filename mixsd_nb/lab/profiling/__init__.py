@@ -35,9 +35,7 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
 
 # %% ../../../nbs/lab/profiling/index.ipynb #79b47899
-def profile_call(
-    call: Callable[[], object],
-) -> tuple[float, float]:
+def profile_call(call: Callable[[], object]) -> tuple[float, float]:
     "Measure time in s and peak memory in MiB of a call, work that it leaves on a GPU included."
     import torch
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None

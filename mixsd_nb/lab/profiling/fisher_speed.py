@@ -13,9 +13,7 @@ import numpy as np
 from . import peak_mib, profile_call, reset_peak
 
 # %% ../../../nbs/lab/profiling/fisher_speed.ipynb #20716679
-def fisher_calls(
-    model,
-) -> dict:
+def fisher_calls(model) -> dict:
     "Return for each way a function that processes a list of examples (prompt ids, completion ids)."
     from mixsd_nb.models.agreement import recompute_layers
     from mixsd_nb.models.gradients import SquaredGradients

@@ -41,11 +41,7 @@ def plain_requests(
     return [Request((item[side],), naive=[False] * n) for item, n in zip(items, lengths)]
 
 # %% ../../../nbs/lab/profiling/generation_speed.ipynb #95731efa
-def generate_ids(
-    engine,
-    requests: list[Request],
-    max_new_tokens: int,
-) -> list[list[int]]:
+def generate_ids(engine, requests: list[Request], max_new_tokens: int) -> list[list[int]]:
     "Return the tokens that an engine writes for each request, in the order of the requests."
     completions = {id(r): c.ids for r, c in engine.stream(deque(requests), max_new_tokens=max_new_tokens)}
     return [completions[id(r)] for r in requests]

@@ -30,11 +30,7 @@ def our_update_times(
     return times
 
 # %% ../../../nbs/lab/profiling/training_speed.ipynb #5ff10e11
-def trl_update_times(
-    spec,
-    folder: Path,
-    padding_free: bool = False,
-) -> list[float]:
+def trl_update_times(spec, folder: Path, padding_free: bool = False) -> list[float]:
     "Return the times in s at which updates of TRL's `SFTTrainer` end, on the same examples and trained tokens."
     import torch
     from datasets import Dataset
