@@ -2781,8 +2781,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                                        'mixsd_nb/methods/weight_penalties.py'),
                                                    'mixsd_nb.methods.weight_penalties._shard_like': ( 'methods/weight_penalties.html#_shard_like',
                                                                                                       'mixsd_nb/methods/weight_penalties.py'),
-                                                   'mixsd_nb.methods.weight_penalties._store_fisher': ( 'methods/weight_penalties.html#_store_fisher',
-                                                                                                        'mixsd_nb/methods/weight_penalties.py'),
                                                    'mixsd_nb.methods.weight_penalties.add_penalty': ( 'methods/weight_penalties.html#add_penalty',
                                                                                                       'mixsd_nb/methods/weight_penalties.py'),
                                                    'mixsd_nb.methods.weight_penalties.add_pull': ( 'methods/weight_penalties.html#add_pull',

@@ -24,7 +24,7 @@ from .answers import (
     is_number_match, last_boxed, last_json, last_line, same_answer, same_math, same_text)
 from .sandbox import explain_refusal, run_tests
 from ..models.identity import file_label
-from ..runs import explain_damage, load_object, quote_error, read_lines
+from ..runs import explain_damage, load_object, read_lines
 from ..runs.pool import count_cores
 
 # %% ../../nbs/benchmarks/tasks.ipynb #e81cda34

@@ -122,21 +122,18 @@ def prepare_l2sp(
     return dict(strength=options["strength"])
 
 
-def _store_fisher(run: MethodRun, file: Path, options: dict) -> None:
-    "Write the Fisher of the base model into a file; nothing of it stays in memory during the training."
-    own, model = options["texts"] == "own", run.parameters.model
-    fisher = own_fisher(run, options["text_count"]) if own else text_fisher(model, options["texts"], options["text_count"])
-    write_atomically(file, lambda path: save_file({name: f.cpu() for name, f in fisher.items()}, path))
-
-
 def prepare_ewc(
     run: MethodRun,
     options: dict,  # `strength, texts, text_count`
 ) -> dict:
     "Return the data of the penalty, with the diagonal Fisher of the base model as a file in the run's folder; errors as `prepare_l2sp`."
     data, file = prepare_l2sp(run, options), run.folder / "fisher.safetensors"
-    fisher = lambda: text_fisher(run.parameters.model, options["texts"], options["text_count"]).items()
-    if not file.exists(): write_atomically(file, lambda path: save_file({name: f.cpu() for name, f in fisher()}, path))
+    texts, count = options["texts"], options["text_count"]
+
+    def write(path):  # nothing of the Fisher stays in memory during the training
+        fisher = own_fisher(run, count) if texts == "own" else text_fisher(run.parameters.model, texts, count)
+        save_file({name: f.cpu() for name, f in fisher.items()}, path)
+    if not file.exists(): write_atomically(file, write)
     return data | dict(fisher=str(file.absolute()))
 
 # %% ../../nbs/methods/weight_penalties.ipynb #0ba8a8fc
