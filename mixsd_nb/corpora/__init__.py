@@ -128,7 +128,7 @@ def _settle_form(
     "Return the parameters, with the form that the model declares if `dataset` is a file and names no form itself."
     options, dataset = read_mapping(parameters.get("dataset_options") or {}), str(parameters.get("dataset", ""))
     if not isinstance(options, Mapping) or options.get("extract"): return parameters
-    if not load_object("corpora.stored:is_source")(dataset): return parameters
+    if not dataset or not load_object("corpora.stored:is_source")(dataset): return parameters
     form = load_object("models.lab:declared_form")(str(parameters.get("model", model)))
     return {**parameters, "dataset_options": {**options, "extract": form}} if form else parameters
 
