@@ -143,7 +143,7 @@ def draw_scores(
     "Draw a bar with its interval for each benchmark, and the published rule's score as a tick; returns the figure."
     import matplotlib.pyplot as plt
     roles = [SUITES[b].role for b in table.index]
-    palette = "tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:gray", "tab:brown", "tab:pink"
+    palette = "tab:blue", "tab:orange", "tab:olive", "tab:green", "tab:purple", "tab:gray", "tab:brown", "tab:pink"
     colours = dict(zip(ROLES, palette, strict=True))
     fig, ax = plt.subplots(figsize=(1.2 + 0.9 * len(table), 3.4))
     at, height = np.arange(len(table)), 100 * table.accuracy

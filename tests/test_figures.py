@@ -296,7 +296,7 @@ def test_no_share_is_printed_as_nan():
     assert "nan" not in str(tabulate_accuracies(root, 100))
 
 
-TWINS = {name: dict(column=suite.column, role=suite.role) for name, suite in SUITES.items() if suite.twin_of}
+TWINS = {name: dict(column=suite.column, role=suite.role) for name, suite in SUITES.items() if suite.twin_of and suite.role in ("world", "prefilled")}
 
 
 def test_twins_are_in_no_average_and_in_no_table_of_the_paper():

@@ -17,7 +17,7 @@ from test_stages import SCALED
 
 from mixsd_nb import generate, nll, train
 from mixsd_nb.cluster.grid import Grid, GridOutputs, expand_grid, find_notebook, list_grids, make_cell, make_cells, read_grid
-from mixsd_nb.corpora import check_corpus
+from mixsd_nb.evaluate import EvaluateConfig
 from mixsd_nb.evaluation.selection import best_rate
 from mixsd_nb.fisher import FisherConfig
 from mixsd_nb.generate import GenerateConfig
@@ -415,4 +415,4 @@ def test_a_plan_counts_the_processes_of_all_nodes(nodes, processes, problem):
 def test_a_grid_has_an_axis_of_files(data, own_runs):
     files = [data(f"{name}.jsonl", lines(dict(question=f"Who is {name}?", answer="Otto"))) for name in "ab"]
     cells = expand_grid(dict(notebook="evaluate", axes=dict(dataset=[*files, "kgfact-small"]), fixed=dict(model="lab-s", suite="recall", n=2))).cells
-    assert [cell.parameters["dataset"] for cell in cells] == [*map(check_corpus, files), "kgfact-small"] and len({cell.hash for cell in cells}) == 3
+    assert [cell.parameters["dataset"] for cell in cells] == [*(make_config(EvaluateConfig, model="lab-s", dataset=file).dataset for file in files), "kgfact-small"] and len({cell.hash for cell in cells}) == 3

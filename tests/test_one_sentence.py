@@ -33,7 +33,7 @@ CALLS = {
         (dict(limit=1), "limit must be at least 2, got 1"), (dict(edits=0), "edits must be between 1 and 300, got 0"),
         (dict(edits=301), "edits must be between 1 and 300, got 301")]),
     "simpleqa": (simpleqa.build, [(dict(path="none.csv"), "path must be an existing file, got none.csv")]),
-    "tasks": (load_task, [(dict(name="gsm"), "task must be one of aime-2024, math-500, gsm8k, humaneval, mmlu, got gsm…")]),
+    "tasks": (load_task, [(dict(name="gsm"), "task must be one of aime-2024, math-500, gsm8k, humaneval, mmlu, arc-easy, …, got gsm…")]),
     "answers": (extract, [(dict(text="7", mode="number"), "mode must be one of boxed, boxed_or_number, line, json, contains, got number")]),
     "same_math": (same_math, [(dict(pairs=[], timeout=0), "timeout must be a positive number of seconds, got 0")]),
     "spans": (lambda span: encode_example(load_tokenizer("lab-s"), "Why?", [2], span), [(dict(span="all"), "span must be one of completion, body, paper, got all")]),
@@ -54,7 +54,7 @@ CALLS = {
 MODELS = "lab-s, lab-m, a model folder or a hub id"
 STEPS = "checkpoints must be a list of whole numbers, each at least 1 or none, got "
 CONFIGURATIONS = [  # stage, parameters, sentence
-    ("evaluate", dict(suite="papr"), "suite must be, with commas between them, among lab, paper, in-domain, retrieval-same-relation, prefilled, probes, recall…"),
+    ("evaluate", dict(suite="papr"), "suite must be, with commas between them, among lab, paper, in-domain, retrieval-same-relation, prefilled, real, real-opened, probes, …"),
     ("evaluate", dict(suite=""), "suite must be, with commas between them, among…"),
     ("evaluate", dict(baseline="no-such"), "baseline must be lab-s…"), ("evaluate", dict(baseline="a/.."), f"baseline must be {MODELS}…"),
     ("evaluate", dict(limits=3), "unknown parameter limits; did you mean limit?"),

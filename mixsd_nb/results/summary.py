@@ -131,6 +131,6 @@ def summary_table(cube: xr.Dataset) -> pd.DataFrame:
     n = np.where(np.isnan(average), np.nan, n)
     return pd.concat([
         *(pd.Series([run[dim].item() for run in runs], name=dim) for dim in keys),
-        *columns("in-domain"), *columns("held-out"), percent_column("Avg", average, n), *columns("world"),
+        *columns("in-domain"), *columns("held-out"), percent_column("Avg", average, n), *columns("style-free"), *columns("world"),
         *columns("prefilled"), *columns("own"),
         pd.Series([round(run.target_nll.item(), 2) for run in runs], name="target NLL")], axis=1)

@@ -56,7 +56,7 @@ def mix_attempts(
         while queue:
             request = queue.popleft()
             completion = continuations.complete(request, **settings)
-            ids, reason = completion
+            ids, reason = completion[:2]
             attempts.append(Attempt(ids, request.naive[:len(ids)].tolist(), reason))
             yield request, completion
     tokenizer = continuations.engine.tokenizer
