@@ -1,6 +1,6 @@
 # The two main commands are `make run` and `make test`. Both create .venv first; later calls do not install again.
 .DEFAULT_GOAL := help
-.PHONY: help run frontier lab verdict model-card docs test .test-others .test-exports .test-notebooks .test-waiting .test-python test-slow rehearse test-gpu speed-gpu test-lowest test-vllm test-exports exact cross-check ci-tools notebooks export clean
+.PHONY: help run frontier lab real verdict model-card docs test .test-others .test-exports .test-notebooks .test-waiting .test-python test-slow rehearse test-gpu speed-gpu test-lowest test-vllm test-exports exact cross-check ci-tools notebooks export clean
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Compiled modules are kept even if the environment forbids it, because every command starts several processes.
 export PYTHONDONTWRITEBYTECODE :=
@@ -39,6 +39,12 @@ lab: export OMP_NUM_THREADS := 1
 lab: $(VENV)/.run ## compute the laboratory's study: preview cells and hours, resume, merge the cubes in papermill_runs/lab
 	@$(BIN)/mixsd study run $(GRIDS)
 	@$(BIN)/mixsd study verdict
+
+# Each cell uses one core. `mixsd lab.real --workers 1` computes one cell at a time.
+real: export OMP_NUM_THREADS := 1
+real: $(VENV)/.run ## train SmolLM2-135M with several recipes, and see what it loses; resumes (40 minutes; with QUICK=1 eight)
+	@$(BIN)/python -m pip -qq install -c constraints.txt -e '.[real]'
+	@$(BIN)/mixsd lab.real $(if $(QUICK),--quick)
 
 verdict: $(VENV)/.run ## bring the verdict on the front page up to date with the cubes in papermill_runs/lab
 	@$(BIN)/python .ci/verdict.py

@@ -46,7 +46,7 @@ setup(
     include_package_data=True,
     python_requires=f">={cfg['min_python']}",
     install_requires=cfg["requirements"].split(),
-    extras_require={extra: cfg[f"{extra}_requirements"].split() for extra in ("vllm", "lora", "check", "peers", "docs", "dev")},
+    extras_require={extra: cfg[f"{extra}_requirements"].split() for extra in ("vllm", "lora", "check", "real", "peers", "docs", "dev")},
     entry_points={"console_scripts": cfg["console_scripts"].split(), "mixsd_nb": cfg["plugins"].split()},
     cmdclass={"build_py": BuildWithNotebooks},
     zip_safe=False,

