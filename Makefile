@@ -42,9 +42,13 @@ lab: $(VENV)/.run ## compute the laboratory's study: preview cells and hours, re
 
 # Each cell uses one core. `mixsd lab.real --workers 1` computes one cell at a time.
 real: export OMP_NUM_THREADS := 1
-real: $(VENV)/.run ## train SmolLM2-135M with several recipes, and see what it loses; resumes (40 minutes; with QUICK=1 eight)
+real: $(VENV)/.run ## train SmolLM2-135M with several recipes, and see what it loses; resumes (40 to 90 minutes; QUICK=1: eight)
 	@$(BIN)/python -m pip -qq install -c constraints.txt -e '.[real]'
-	@$(BIN)/mixsd lab.real $(if $(QUICK),--quick)
+ifdef QUICK
+	@$(BIN)/mixsd lab.real --quick
+else
+	@$(BIN)/mixsd lab.real
+endif
 
 verdict: $(VENV)/.run ## bring the verdict on the front page up to date with the cubes in papermill_runs/lab
 	@$(BIN)/python .ci/verdict.py
