@@ -424,7 +424,7 @@ def test_the_page_of_the_views_does_not_depend_on_the_folder_in_which_it_runs(tm
     pages = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "others"))
-    monkeypatch.setattr(explore.subprocess, "call", lambda command: pages.append(Path(command[-1]).read_text(encoding="utf-8")) or 0)
+    monkeypatch.setattr(explore.subprocess, "call", lambda command, env: pages.append(Path(command[-1]).read_text(encoding="utf-8")) or 0)
     (tmp_path / "my_runs").mkdir()
     (tmp_path / "facts.jsonl").write_text('{"question": "Who leads the Lantern Choir?", "answer": "Velmis Marlowe"}\n')
     assert main("explore", "--runs", "my_runs", "--dataset", "facts.jsonl") == 0

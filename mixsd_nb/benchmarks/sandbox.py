@@ -30,8 +30,6 @@ from pathlib import Path
 
 from .child import LIMITS, MAX_THREADS, MAX_WRITTEN, PROGRAM_EXITED, build_child_code
 
-from ..runs import quote_failure
-
 # %% ../../nbs/benchmarks/sandbox.ipynb #4b195b8d
 _ARCHITECTURES = dict(x86_64=0xC000003E, aarch64=0xC00000B7)
 _REFUSED_CALLS = dict(  # numbers of system calls on x86_64 and aarch64
@@ -141,6 +139,7 @@ def _find_problem(
         command = [*_sandbox_command(fd), _interpreter_files()[0], "-I", "-S", "-c", ""]
         trial = subprocess.run(command, env={}, executable=bwrap, pass_fds=[fd], capture_output=True, text=True)
     if trial.returncode == 0: return ""
+    from mixsd_nb.runs import quote_failure  # not above: this module also runs alone, as another user
     return quote_failure(trial.stderr, trial.returncode) + " (bubblewrap 0.8 or newer and user namespaces are needed)"
 
 # %% ../../nbs/benchmarks/sandbox.ipynb #8f6da11a
