@@ -199,7 +199,7 @@ def breakdown_figure(
 
 # %% ../nbs/errors.ipynb #bd07c454
 def held_out_suites() -> tuple[str, ...]:
-    "The held-out benchmarks of both scales."
+    "Return the held-out benchmarks of all scales."
     return tuple(name for name, suite in SUITES.items() if suite.role == "held-out")
 
 # %% ../nbs/errors.ipynb #c1062777

@@ -17,7 +17,7 @@ import xarray as xr
 from pydantic import Field, field_validator
 
 from ..benchmarks import SUITES, Selection, held_out
-from ..benchmarks.tasks import SOURCES, benchmarks_folder, task_files
+from ..benchmarks.tasks import benchmarks_folder, task_files
 from ..corpora import load_corpus
 from ..corpora.prompts import encode_prompt
 from ..models import ENGINES, check_engine, check_options_of_engine, load_engine, load_tokenizer
@@ -126,7 +126,7 @@ class TextSettings(Config):
 
     def identity(self):
         "As in `Config`, with the local files of the paper's tasks."
-        files = task_files(SOURCES, benchmarks_folder()) if self.suites == "paper" else {}
+        files = task_files(held_out("paper"), benchmarks_folder()) if self.suites == "paper" else {}
         return super().identity() | (dict(data=files) if files else {})
 
 # %% ../../nbs/analysis/divergence.ipynb #aa000018

@@ -46,21 +46,21 @@ def score_choices(
         yield from ((name, json.dumps([scores[name, choice] for choice in items[name].choices], ensure_ascii=False)) for name in part)
 
 # %% ../../nbs/benchmarks/likelihood.ipynb #a4e4b22f
-def _judge_lists(responses: list[str], items: list[Item], pick) -> list[Verdict]:
+def _judge_lists(items: list[Item], responses: list[str], pick) -> list[Verdict]:
     chosen = [pick(json.loads(response)) for response in responses]
     return [Verdict(choice, choice == item.answer) for choice, item in zip(chosen, items)]
 
 
 def by_likelihood(items: list[Item], responses: list[str]) -> list[Verdict]:
     "Grade the choice with the largest log-likelihood; of equal ones the first counts."
-    return _judge_lists(responses, items, lambda scores: max(scores, key=lambda s: s[1])[0])
+    return _judge_lists(items, responses, lambda scores: max(scores, key=lambda s: s[1])[0])
 
 
 def by_likelihood_per_character(items: list[Item], responses: list[str]) -> list[Verdict]:
     "Grade the choice with the largest log-likelihood per character; of equal ones the first counts."
-    return _judge_lists(responses, items, lambda scores: max(scores, key=lambda s: s[1] / max(1, len(s[0])))[0])
+    return _judge_lists(items, responses, lambda scores: max(scores, key=lambda s: s[1] / max(1, len(s[0])))[0])
 
 
 def by_greedy_tokens(items: list[Item], responses: list[str]) -> list[Verdict]:
     "Grade a single choice as right if each of its tokens is the likeliest one."
-    return _judge_lists(responses, items, lambda scores: scores[0][0] if scores[0][2] else None)
+    return _judge_lists(items, responses, lambda scores: scores[0][0] if scores[0][2] else None)

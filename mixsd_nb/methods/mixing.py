@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['SCHEDULES', 'VERIFY', 'PROBE', 'RECORD', 'coins', 'picks', 'mix_items', 'accepts', 'oracle_sequence', 'oracle_stream',
-           'attempt_request', 'writes_alone', 'attempt_limit', 'check_mixing', 'FormMissing', 'probe_form',
-           'mix_stream', 'mix', 'mix_oracle', 'names_another']
+           'attempt_request', 'AttemptPlan', 'check_mixing', 'FormMissing', 'probe_request', 'probe_form', 'mix_stream',
+           'mix', 'mix_oracle', 'names_another']
 
 # %% ../../nbs/methods/mixing.ipynb #9bb4a31d
 import warnings
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
 
@@ -152,24 +153,36 @@ def attempt_request(
     return Request(contexts, row_key("noise", *key), draw(*key, max_new_tokens, lam), (item, sample, attempt))
 
 # %% ../../nbs/methods/mixing.ipynb #510a0376
-def writes_alone(
-    lam: float,
-    schedule: str = "constant",  # a key of SCHEDULES
-    guard: float = 0.0,
-) -> bool:
-    "Whether one conditional writes all attempts without looking at the other one."
-    return lam == 0 or lam == 1 and schedule == "constant" and not guard
+@dataclass(frozen=True, kw_only=True)
+class AttemptPlan:
+    "The attempts that may be made at a target: how many, at which λ, and with which picks."
+    lam: float
+    temperature: float = 0.0
+    max_attempts: int = 11
+    schedule: str = "constant"  # a key of SCHEDULES
+    guard: float = 0.0
+    seed: int = 0
+    max_new_tokens: int = 256
+    draw: Callable = picks  # function with the parameters of `picks`
 
+    @property
+    def alone(self) -> bool:
+        "Whether one conditional writes all attempts without looking at the other one."
+        return self.lam == 0 or self.lam == 1 and self.schedule == "constant" and not self.guard
 
-def attempt_limit(
-    lam: float,
-    temperature: float,
-    max_attempts: int,
-    schedule: str = "constant",  # a key of SCHEDULES
-) -> int:
-    "The largest number of attempts: one where a second one would repeat the first."
-    repeats = temperature == 0 and (lam == 0 or lam == 1 and schedule == "constant")
-    return 1 if repeats else max_attempts
+    @property
+    def limit(self) -> int:
+        "The largest number of attempts: one where a second one would repeat the first."
+        repeats = self.temperature == 0 and (self.lam == 0 or self.lam == 1 and self.schedule == "constant")
+        return 1 if repeats else self.max_attempts
+
+    def rate(self, attempt: int) -> float:
+        "Return λ of an attempt."
+        return SCHEDULES[self.schedule](self.lam, attempt, self.limit)
+
+    def request(self, item: dict, sample: int, attempt: int) -> Request:
+        "Return the request for an attempt at an item."
+        return attempt_request(item, sample, attempt, self.rate(attempt), self.seed, self.max_new_tokens, self.draw, self.alone)
 
 # %% ../../nbs/methods/mixing.ipynb #7be0f3a9
 def _target(r: Request) -> tuple[str, int]: return r.tag[0]["id"], r.tag[1]
@@ -258,6 +271,12 @@ def _report_missing(tokenizer, item: dict, completions: list[Completion]) -> Non
                       'dataset_options={"extract": "contains"} requests no form, and method=sft trains on written targets')
 
 
+def probe_request(plan: AttemptPlan, item: dict) -> Request:
+    "Return the request for an item at λ = 0, whose sample number is −1."
+    contexts, key = (item["expert_ids"], item["naive_ids"]), row_key("noise", plan.seed, item["id"], -1, 0)
+    return Request(contexts, key, np.zeros(plan.max_new_tokens, bool), (item, -1, 0))
+
+
 def probe_form(
     ends: Iterator[tuple[Request, Completion]],  # of a stream
     queue: deque[Request],  # of the stream, with the first attempts
@@ -308,30 +327,24 @@ def mix_stream(
     "The records of `mix` in the order in which they end; parameters and errors as there."
     check_mixing(targets, lam, temperature, max_attempts, verify, schedule, guard)
     tally = Counter() if tally is None else tally
-    limit, alone = attempt_limit(lam, temperature, max_attempts, schedule), writes_alone(lam, schedule, guard)
-
-    def request(item, sample, attempt):
-        return attempt_request(item, sample, attempt, SCHEDULES[schedule](lam, attempt, limit), seed, max_new_tokens, draw, alone)
+    plan = AttemptPlan(lam=lam, temperature=temperature, max_attempts=max_attempts, schedule=schedule, guard=guard, seed=seed,
+                       max_new_tokens=max_new_tokens, draw=draw)
     longest_first = sorted(targets, key=lambda t: -max(len(t[0]["naive_ids"]), len(t[0]["expert_ids"])))
-    queue = deque(request(item, sample, 0) for item, sample in longest_first)
-    options = dict(temperature=temperature, top_k=top_k, max_new_tokens=max_new_tokens, max_total=max_total)
-    if guard: options["guard"] = guard
-    ends, attempts = stream(queue, **options), _Attempts(queue, request, limit)
-    if probe and lam < 1:
-        at_zero = lambda item: Request((item["expert_ids"], item["naive_ids"]), row_key("noise", seed, item["id"], -1, 0),
-                                       np.zeros(max_new_tokens, bool), (item, -1, 0))
-        ends = probe_form(ends, queue, at_zero, tokenizer, lam)
+    queue = deque(plan.request(item, sample, 0) for item, sample in longest_first)
+    guarded = dict(guard=guard) if guard and not plan.alone else {}  # an engine of a plugin may have no guard
+    options = dict(temperature=temperature, top_k=top_k, max_new_tokens=max_new_tokens, max_total=max_total, **guarded)
+    ends, attempts = stream(queue, **options), _Attempts(queue, plan.request, plan.limit)
+    if probe and lam < 1: ends = probe_form(ends, queue, partial(probe_request, plan), tokenizer, lam)
     for r, (ids, reason, *written) in attempts.in_order(ends):
         (item, sample, attempt), naive = r.tag, next((mask for mask in written if mask is not None), r.naive[:len(ids)])
         accepted = accepts(tokenizer, item, ids, reason, verify)
-        last = attempt + 1 == limit or reason == "prompt_too_long"
+        last = attempt + 1 == plan.limit or reason == "prompt_too_long"
         tally.update({"tokens": len(ids), "accepted" if accepted else "discarded" if last else "retried": 1})
-        if not (accepted or last):
-            attempts.repeat(r)
-            continue
-        attempts.finish(r)
-        yield dict(id=item["id"], sample=sample, completion_ids=ids, naive_mask=np.asarray(naive, bool),
-                   attempts=attempt + 1, accepted=accepted, finish_reason=reason)
+        if not (accepted or last): attempts.repeat(r)
+        else:
+            attempts.finish(r)
+            yield dict(id=item["id"], sample=sample, completion_ids=ids, naive_mask=np.asarray(naive, bool),
+                       attempts=attempt + 1, accepted=accepted, finish_reason=reason)
 
 # %% ../../nbs/methods/mixing.ipynb #769f9af9
 RECORD = "id", "sample", "completion_ids", "naive_mask", "accepted", "attempts", "finish_reason"  # keys of a record

@@ -221,15 +221,12 @@ def mix_corpus(
     targets: list[tuple[dict, int]],  # pairs (item, sample number)
 ) -> list[dict]:
     "Mix the targets of a corpus: records in the order of the corpus, with the columns of `target_schema`."
-    from mixsd_nb.methods.mixing import (
-        RECORD, SCHEDULES, FormMissing, attempt_limit, attempt_request, names_another, writes_alone)
+    from mixsd_nb.methods.mixing import RECORD, AttemptPlan, FormMissing, names_another
     s, items, rows = settings, {item["id"]: item for item, _ in targets}, {row["id"]: row for row in rows}
-    limit = attempt_limit(s.lam, s.temperature, s.max_attempts, s.schedule)
-    rate = lambda r: SCHEDULES[s.schedule](s.lam, r["attempts"] - 1, limit)
+    plan = AttemptPlan(**s.keywords_of(AttemptPlan))
 
     def request(r):  # with the picks as the guard left them
-        alone = writes_alone(s.lam, s.schedule, s.guard)
-        made = attempt_request(items[r["id"]], r["sample"], r["attempts"] - 1, rate(r), s.seed, s.max_new_tokens, alone=alone)
+        made = plan.request(items[r["id"]], r["sample"], r["attempts"] - 1)
         return replace(made, naive=r["naive_mask"]) if s.guard else made
     with Journal(folder / "finished.jsonl", RECORD) as journal:
         done = [(request(r), r["completion_ids"]) for r in journal.records]
@@ -245,7 +242,7 @@ def mix_corpus(
         text = engine.tokenizer.decode(record["completion_ids"], skip_special_tokens=True)
         other = names_another(text, item["answer"], item["extract"])
         source = record["finish_reason"] if record["finish_reason"] in REPLACED else "mixed"
-        records.append(record | dict(prompt_ids=item["naive_ids"], names_another=other, source=source, lam=rate(record)))
+        records.append(record | dict(prompt_ids=item["naive_ids"], names_another=other, source=source, lam=plan.rate(record["attempts"] - 1)))
     return records
 
 # %% ../../nbs/methods/targets.ipynb #b61fb02c
