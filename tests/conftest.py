@@ -22,17 +22,15 @@ from mixsd_nb.training.trainer import fine_tune
 # tests start do sync.
 os.fsync = lambda handle: None
 
-# A tokenizer is read once as long as its files stay the same. Each caller gets a shallow copy and may set another template; after
-# a caller that adds tokens, it is read again.
+# A tokenizer is read once as long as its files stay the same. Each caller gets its own copy, to which it may add tokens.
 read_part, tokenizers = models.load_part, {}
 
 
 def load_part(cls, name, **options):
     if cls.__name__ != "AutoTokenizer" or not (folder := Path(models.model_source(name))).is_dir(): return read_part(cls, name, **options)
     states = tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(folder.iterdir()))
-    if (key := (folder, states)) not in tokenizers or len(tokenizers[key][0]) != tokenizers[key][1]:
-        tokenizers[key] = (found := read_part(cls, name, **options)), len(found)
-    return copy.copy(tokenizers[key][0])
+    if (key := (folder, states)) not in tokenizers: tokenizers[key] = read_part(cls, name, **options)
+    return copy.deepcopy(tokenizers[key])
 
 
 models.load_part = load_part
