@@ -26,7 +26,7 @@ from .runs import Run, Stage, make_config, module_of, run_function, write_atomic
 class GenerateConfig(Stage, MixSettings):
     "Mix the training split of a corpus; the targets are stored beside the result as a Parquet file."
     name = "generate"
-    run_class = "reports.finished:FinishedRun"
+    run_class = "reports.finished:TargetsRun"
     workload = "mixsd_nb.planning.workload:plan_mixing"
 
     def slug(self):

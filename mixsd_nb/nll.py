@@ -104,10 +104,12 @@ class NllConfig(CorpusSettings, Stage):
     @computed_field
     @property
     def origin(self) -> dict:
-        "Method, λ and seed of the targets, and the temperature at which they were sampled."
+        "Method, λ and seed of the targets, the temperature at which they were sampled, and the options that their label shows."
         if not self.targets: return dict(method=target_methods(mixed=False)[0], seed=0)
         sampled = read_config(Path(self.targets).parent)
-        return dict(method=target_methods(mixed=True)[0], **{name: sampled[name] for name in ("lam", "seed", "temperature")})
+        method = target_methods(mixed=True)[0]
+        marked = [mark.option for mark in METHODS[method].marks if mark.applies(sampled.get(mark.option))]
+        return dict(method=method, **{name: sampled[name] for name in ("lam", "seed", "temperature", *marked)})
 
     @property
     def label(self) -> str:

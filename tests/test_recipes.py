@@ -55,10 +55,35 @@ def test_anchors_are_composed_in_the_order_of_declaration(recipe, random):
 def test_an_earlier_name_is_the_same_configuration(name):
     "The same run, so the same numbers; its label of before becomes that of today."
     alias = ALIASES[name]
-    old, new = make_config(TrainConfig, method=name), make_config(TrainConfig, method=alias.method, anchor=alias.anchor, gate=alias.gate)
+    old, new = make_config(TrainConfig, method=name), make_config(TrainConfig, method=alias.method, anchor=alias.anchor, gate=alias.gate, options=dict(alias.options))
     assert old == new and old.hash() == new.hash()
     before = f"{name}-{alias.label.format(**old.model_dump() | old.options)}" if alias.label else name
     assert current_label(before) == old.label
+
+
+def test_mixing_options_are_in_the_label():
+    "Two runs with targets that are made by other rules have other labels, and each label is parsed again."
+    changes = dict(schedule=["falling"], guard=[0.01, 1e-5], consistent=[True], fallback=["own-words", "canonical"])
+    singles = [{name: value} for name, values in changes.items() for value in values]
+    configs = [make_config(TrainConfig, method="mixsd", options=options) for options in ({}, *singles, {k: v[0] for k, v in changes.items()})]
+    labels = [config.label for config in configs]
+    assert len({*labels}) == len(labels) == 8 and labels[0] == "mixsd-0.5"
+    assert labels[-1] == "mixsd-0.5-falling-guard0.01-consistent-own-words"
+    for config, label in zip(configs, labels):
+        recipe, values = parse_label(label)
+        assert recipe == config.recipe and recipe_label(recipe, **values) == label == current_label(label)
+        assert values.items() <= {**config.options, "lam": 0.5}.items() and len(values) == len(label_coordinates(label)) - 4
+    assert label_title(labels[-1]) == "MixSD (λ=0.5, falling λ, guard 0.01, consistent, else own words)"
+
+
+def test_the_complete_recipe_is_a_composition_that_takes_other_values():
+    "λ is the default unless given, a single option can be changed, and each preset has its share of replay."
+    plain, other = (make_config(TrainConfig, method="mixsd-complete", **more) for more in ({}, dict(lam=0.3, anchor="ewc", options=dict(guard=0))))
+    assert (plain.method, plain.anchor, plain.lam, plain.options["max_attempts"]) == ("mixsd", "replay", 0.5, 6)
+    assert plain.label == "mixsd-0.5-falling-guard0.01-consistent-own-words+replay-0.5"
+    assert other.label == "mixsd-0.3-falling-consistent-own-words+replay-0.5+ewc-0.1"
+    scales = {preset: make_config(TrainConfig, method="mixsd-complete", preset=preset, model="lab-s").options for preset in ("lab", "real", "paper")}
+    assert [(o["share"], o["prompts"], o["guard"]) for o in scales.values()] == [(0.5, "", 0.01), (0.25, "own", 0.01), (0.25, "own", 0.01)]
 
 
 def test_variants_and_adapters_have_their_earlier_names():

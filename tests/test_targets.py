@@ -153,6 +153,10 @@ def test_every_fact_has_a_target_and_the_table_says_from_what(complete):
     table = run.targets
     assert len(table) == 17 and table.accepted.all() and {*table.source} <= {"mixed", "own-words", "canonical"}
     assert np.allclose(table.lam, 0.5 * (1 - (table.attempts - 1) / 3)) and table.attempts.max() > 1
+    counts = run.sources()
+    assert counts.n.sum() == 17 and counts[counts.source == "mixed"].n.sum() == (table.source == "mixed").sum()
+    for row in counts[counts.source == "mixed"].itertuples(): assert row.n == np.isclose(table.lam[table.source == "mixed"], row.lam, atol=1e-4).sum()
+    assert f"{(table.source == 'mixed').sum()} mixed (" in run.summary()[0] and "without a target" not in run.summary()[0]
     written = table[table.source == "mixed"]
     assert not written.names_another.any() and 0 < np.concatenate(list(written.naive_mask)).mean() < 0.5
 

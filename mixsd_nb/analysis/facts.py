@@ -24,7 +24,7 @@ FAILURES = {
     "never accepted": Failure(
         "no target was accepted, so the fact was not trained on",
         "Lower lam if it is above 0, so that the expert, which sees the answer, writes more tokens, or set options to "
-        "{\"replace_gt\": true}, which trains on the canonical target instead. If the answer is long or has unusual "
+        "{\"fallback\": \"own-words\"}, which trains on the model's rewriting of the canonical target, or on that one itself. If the answer is long or has unusual "
         "characters, give a shorter answer and the long one as an alias."),
     "names another": Failure(
         "a target was accepted that names another entity before the right box",
@@ -58,14 +58,14 @@ def tabulate_facts(
     rows: Iterable[Mapping],  # of the corpus: id, prompt, answer
     before: pd.DataFrame,  # responses to recall of the base model
     after: pd.DataFrame,  # the same of the trained model
-    targets: pd.DataFrame | None = None,  # mixed targets, accepted or not; None for a method that trains on others
+    targets: pd.DataFrame | None = None,  # mixed targets, accepted or not, with their `source` and `lam`; None for a method that trains on others
     trained: bool = True,  # whether the method trains
     places: Mapping[str, str] | None = None,  # id -> file and line
 ) -> pd.DataFrame:
     """A row for each fact that was asked: `id, place, prompt, answer, before, after, accepted, names_another, target,
-    outcome, failure`.
+    source, lam, outcome, failure`.
 
-    `before` and `after` are the responses; `target` is empty for a method without mixed targets."""
+    `before` and `after` are the responses; `target` and `source` are empty for a method without mixed targets."""
     asked = [t[t.benchmark == "recall"].set_index("item") for t in (before, after)]
     mixed = {}  # the fact's own target, unless only a paraphrase of it (fact#1, …) has an accepted one
     for target in [] if targets is None else sorted(targets.itertuples(), key=lambda row: "#" in row.id):
@@ -82,7 +82,8 @@ def tabulate_facts(
         texts = dict(before=answers[0].response, after=answers[1].response)
         found.append(dict(id=row["id"], place=(places or {}).get(row["id"], ""), prompt=row["prompt"],
                           answer=row["answer"], **texts, accepted=accepted, names_another=another,
-                          target=getattr(target, "text", ""), outcome=outcome, failure=failure))
+                          target=getattr(target, "text", ""), source=getattr(target, "source", ""),
+                          lam=getattr(target, "lam", float("nan")), outcome=outcome, failure=failure))
     return pd.DataFrame(found)
 
 # %% ../../nbs/analysis/facts.ipynb #825734a1

@@ -20,6 +20,9 @@ _EDITED_LAB = dict(weight=300.0, target="own", rate=50.0, text_count=1_000)
 _EDITED_ELSEWHERE = dict(paper=dict(prefixes=0), smoke=dict(steps=2, text_count=400))
 _EACH = dict(name="memit-each", title="MEMIT, each token", colour="#5fc9a8", marker="X", presets=dict(
     lab=_EDITED_LAB | dict(weight=1000.0, layers=[2, 3]), **_EDITED_ELSEWHERE))
+_MARKS = (Mark("schedule", "falling", "falling λ", "falling"), Mark("guard", "guard{guard:g}", "guard {guard:g}"),
+          Mark("consistent", "consistent", "consistent", True), Mark("fallback", "own-words", "else own words", "own-words"),
+          Mark("fallback", "canonical", "else canonical", "canonical"))
 _SHUFFLED = dict(name="mixsd-shuffled", title="MixSD, shuffled", colour="#8f8fd1", marker="h", ramp=(),
                  label="{lam:g}-b{block:g}", caption="λ={lam:g}, block {block:g}")
 for _method in [
@@ -39,7 +42,7 @@ for _method in [
            colours={"mixsd-kl-n1-t1": "#e39cc6", "mixsd-kl-n1-t0": "#5e1645"}),
     Method("mixsd", title="MixSD", colour="#2f8fdc", marker="o", is_nll=True, mixed=True,
            settings=(*TRAINED, "span", "lam", "target_tokens"), fit="methods.supervised:fit_mixed", label="{lam:g}",
-           caption="λ={lam:g}", constants=dict(rollouts=1), options=dict(draw="independent", block=1_000),
+           caption="λ={lam:g}", marks=_MARKS, constants=dict(rollouts=1), options=dict(draw="independent", block=1_000),
            shared_options="methods.targets:mixing_options", variants=(Variant("draw", "shuffled", _SHUFFLED),),
            ramp=("#a6dcfb", "#2f8fdc", "#0c2a70"), ramp_end=0.8),
     Method("own-words", title="SFT, own words", colour="#a63d5f", marker="s", is_nll=True,

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .declarations import ANCHORS, GATES, METHODS, Anchor, Demand, Gate, Method, Part, all_parts
+from .declarations import ANCHORS, GATES, METHODS, Anchor, Demand, Gate, Mark, Method, Part, all_parts
 from ..runs import load_object, match_options
 from ..runs.config import read_mapping
 
@@ -183,8 +183,14 @@ def recipe_label(
     if missing: raise ValueError(f"the label of {recipe.name} needs {', '.join(missing)}")
     def piece(part):
         numbers = {name: values[recipe.key(part, name)] for name in part.label_settings}
-        return f"{part.name}-{part.label.format(**numbers)}" if part.label else part.name
+        marks = [mark.text.format(**values) for mark in _used_marks(part, values)]
+        return "-".join([part.name, *([part.label.format(**numbers)] if part.label else []), *marks])
     return "+".join(map(piece, recipe.parts))
+
+
+def _used_marks(part: Part, values: Mapping[str, Any]) -> list[Mark]:
+    "The marks of options that are used."
+    return [mark for mark in part.marks if mark.applies(values.get(mark.option))]
 
 # %% ../../nbs/methods/recipes.ipynb #b22c18b3
 def _read_numbers(form: str, text: str) -> dict[str, float] | None:
@@ -195,17 +201,20 @@ def _read_numbers(form: str, text: str) -> dict[str, float] | None:
     except ValueError: return None
 
 
-def _parse_piece(text: str, parts: Iterable[Part]) -> tuple[Part, dict[str, float]] | None:
-    "The part that has such a piece of a label, with its numbers; None if there is none."
+def _parse_piece(text: str, parts: Iterable[Part]) -> tuple[Part, dict[str, Any]] | None:
+    "The part that has such a piece of a label, with its numbers and marked options; None if there is none."
     for part in parts:
-        numbers = _read_numbers(f"{part.name}-{part.label}" if part.label else part.name, text)
-        if numbers is not None: return part, numbers
+        rest, marked = text, {}
+        for mark in reversed(part.marks):
+            if found := mark.split(rest): rest, marked[mark.option] = found
+        numbers = _read_numbers(f"{part.name}-{part.label}" if part.label else part.name, rest)
+        if numbers is not None: return part, numbers | marked
 
 
 def parse_label(
     label: str,  # along `recipe`
-) -> tuple[Recipe, dict[str, float]]:
-    "Return the recipe and the numbers of a label; ValueError if no declared parts have such a label."
+) -> tuple[Recipe, dict[str, Any]]:
+    "Return the recipe, the numbers and the marked options of a label; ValueError if no declared parts have such a label."
     first, *rest = re.split(r"\+(?=[^\d+])", label)
     methods = [form for method in METHODS.values() for form in method.forms()]
     head = _parse_piece(first, methods)
@@ -233,8 +242,9 @@ def label_title(label: str) -> str:
     recipe, values = parse_label(label)
     def title(part):
         numbers = {name: values[recipe.key(part, name)] for name in part.label_settings}
-        shown = part.caption and numbers != dict(part.default_settings)
-        return f"{part.title} ({part.caption.format(**numbers)})" if shown else part.title
+        shown = [part.caption.format(**numbers)] if part.caption and numbers != dict(part.default_settings) else []
+        shown += [mark.caption.format(**values) for mark in _used_marks(part, values)]
+        return f"{part.title} ({', '.join(shown)})" if shown else part.title
     return " + ".join(map(title, recipe.parts))
 
 
@@ -244,7 +254,7 @@ def ordered_labels(labels: Iterable[str]) -> list[str]:
 
     def place(label):
         recipe, values = parse_label(label)
-        signed = [-v if name in recipe.method.descending else v for name, v in values.items()]
+        signed = [-values[name] if name in recipe.method.descending else values[name] for name in recipe.label_settings]
         return [rank[part.name] for part in recipe.parts[1:]], rank[recipe.method.name], *signed, label
     return sorted(map(str, labels), key=place)
 
@@ -258,15 +268,21 @@ def label_coordinates(label: str) -> dict[str, Any]:
 # %% ../../nbs/methods/recipes.ipynb #743ba1dd
 @dataclass(frozen=True)
 class Alias:
-    "An earlier name of a composition."
+    "A short name of a composition: one of earlier versions, or one that stands for several parts and options."
     name: str
     method: str
     anchor: str = ""
     gate: str = ""
     label: str = ""  # format of the label after the name, with the names of settings and options
     options: Mapping[str, Any] = field(default_factory=dict)
+    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # preset -> further options
+
+    def options_under(self, preset: str | None) -> dict[str, Any]:
+        "Return the options under a preset; None for that of the lab."
+        return {**self.options, **self.presets.get(preset or "lab", {})}
 
 
+_COMPLETE = dict(guard=0.01, schedule="falling", max_attempts=6, consistent=True, fallback="own-words")
 ALIASES: dict[str, Alias] = {alias.name: alias for alias in [
     Alias("wise-sft", "sft", "average", label="{alpha:g}"), Alias("wise-mixsd", "mixsd", "average", label="{lam:g}-a{alpha:g}"),
     Alias("replay", "sft", "replay", label="{share:g}"), Alias("replay-kl", "sft", "replay-kl", label="{share:g}"),
@@ -274,7 +290,9 @@ ALIASES: dict[str, Alias] = {alias.name: alias for alias in [
     Alias("sft-untied", "sft", "untied"), Alias("mixsd-untied", "mixsd", "untied", label="{lam:g}"),
     Alias("stm", "sft", gate="stm", label="{threshold:g}"), Alias("talr", "sft", gate="talr", label="{tau:g}"),
     Alias("l2sp", "sft", "l2sp", label="{strength:g}"), Alias("ewc", "sft", "ewc", label="{strength:g}"),
-    Alias("lora-sft", "sft", "lora", label="{rank:g}"), Alias("lora-mixsd", "mixsd", "lora", label="{lam:g}-r{rank:g}")]}
+    Alias("lora-sft", "sft", "lora", label="{rank:g}"), Alias("lora-mixsd", "mixsd", "lora", label="{lam:g}-r{rank:g}"),
+    Alias("mixsd-complete", "mixsd", "replay", label="{lam:g}-s{share:g}", options=_COMPLETE,
+          presets={preset: dict(share=0.25, prompts="own") for preset in ("real", "paper")})]}
 
 
 def find_alias(name: str) -> Alias | None:
@@ -294,7 +312,7 @@ def current_label(
     except ValueError: pass
     for alias in ALIASES.values():
         numbers = _read_numbers(f"{alias.name}-{alias.label}" if alias.label else alias.name, label)
-        if numbers is not None: return recipe_label(compose(alias.method, alias.anchor, alias.gate, alias.options), **numbers)
+        if numbers is not None: return recipe_label(compose(alias.method, alias.anchor, alias.gate, alias.options), **alias.options, **numbers)
     return label
 
 # %% ../../nbs/methods/recipes.ipynb #67b632a3
@@ -306,7 +324,7 @@ def translate_parameters(
     if not isinstance(options, dict): return given  # which is refused with its own sentence
     if rank := given.pop("lora", 0): given |= dict(anchor=_join(given.get("anchor"), "lora"), options={"rank": rank, **options})
     if not isinstance(given.get("method"), str) or not (alias := find_alias(given["method"])): return given
-    given |= dict(method=alias.method, options={**alias.options, **read_mapping(given.get("options") or {})})
+    given |= dict(method=alias.method, options={**alias.options_under(given.get("preset")), **read_mapping(given.get("options") or {})})
     if alias.anchor: given["anchor"] = _join(alias.anchor, given.get("anchor"))
     if alias.gate: given["gate"] = _join(alias.gate, given.get("gate"))  # two gates are refused with their own sentence
     return given

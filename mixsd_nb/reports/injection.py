@@ -21,6 +21,7 @@ from ..corpora import CORPORA, load_corpus
 from ..corpora.prompts import rows_as_written
 from ..corpora.stored import fact_places
 from ..methods import label_title
+from ..methods.targets import add_sources, count_sources, describe_source, describe_sources
 from ..models import load_tokenizer
 from .finished import FinishedRun, ModelRun
 from .report import (describe_updates, encode_figure, format_interval, format_p, group_failures, pair_responses,
@@ -78,10 +79,11 @@ class Injection:
 
     @functools.cached_property
     def targets(self) -> pd.DataFrame | None:
-        "Return the mixed targets with their `text`."
+        "Return the mixed targets with their `text`, and with what they were made from, as `add_sources` returns it."
         if self.mixed is None: return None
         tokenizer = load_tokenizer(self.config.model)
-        return self.mixed.assign(text=[tokenizer.decode(ids, skip_special_tokens=True) for ids in self.mixed.completion_ids])
+        texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in self.mixed.completion_ids]
+        return add_sources(self.mixed, self.config.lam).assign(text=texts)
 
     @functools.cached_property
     def facts(self) -> pd.DataFrame:
@@ -96,7 +98,7 @@ class Injection:
         root["step"] = ((), self.step, words("selected update"))
         role = ("benchmark", list(self.table.role), words(_TEXTS["role"]))
         coords = dict(benchmark=("benchmark", list(self.table.index), words(_TEXTS["title"])), role=role)
-        columns = dict(id="fact", outcome="outcome", failure="reason if it is not recalled")
+        columns = dict(id="fact", outcome="outcome", failure="reason if it is not recalled", source="what its target was made from")
         group = {f"fact_{name}": ("fact", list(self.facts[name]), words(text)) for name, text in columns.items()}
         attrs = dict(config=self.config.canonical(), label=self.config.label, trained=self.trained.name, before=self.before.name,
                      after=self.after.name)
@@ -123,6 +125,7 @@ def summarise_injection(
     own = table[table.role == "own"]
     tests = ", ".join(f"{name} {share(row)}, N={row.n}" for name, row in own.iterrows())
     if tests: lines.append(f"Your own tests: {tests}.")
+    if (facts.get("source", "") != "").any(): lines.append(describe_sources(facts))
     failed = facts.failure[facts.failure != ""].value_counts()
     reasons = ", ".join(f"{n} {reason}" for reason, n in failed.items())
     return [*lines, *([f"Facts that failed: {reasons}."] if reasons else [])]
@@ -133,6 +136,14 @@ def _tabulate_likelihood(table: pd.DataFrame) -> tuple[list[list], list[str]]:
     above = [name for name in table if name.startswith("above") and name.endswith("(%)")]
     shown = table[["targets", "tokens of a target", "N_ref (nats per token)", *above]].round(2).reset_index()
     return shown.values.tolist(), [*shown.columns]
+
+
+def _list_sources(facts: pd.DataFrame) -> list[tuple[str, int, list]]:
+    "Return what targets were made from, each with the number of facts and their rows; empty for a method without mixed targets."
+    if not (facts.source != "").any(): return []
+    made = pd.Series([describe_source(*pair) for pair in zip(facts.source, facts.lam)], facts.index)
+    order = dict.fromkeys(describe_source(r.source, r.lam) for r in count_sources(facts).itertuples())
+    return [(name, (made == name).sum(), [*facts[made == name].itertuples()]) for name in order]
 
 
 def _list_costs(costs: CostLog, trained: ModelRun, targets: pd.DataFrame | None) -> list[tuple[str, ...]]:
@@ -170,7 +181,7 @@ def describe_page(
         title=f"{model} and {CORPORA[config.dataset].title}, {label_title(config.label)}",
         lead=summarise_injection(model, table, it.facts), learned=part(["in-domain"]), own=part(["own"]), held=held,
         lost={title: items for title, items in lost.items() if items}, failures=group_failures(it.facts), facts=len(it.facts),
-        pairs=pair_responses(*it.responses), likelihood=_tabulate_likelihood(it.likelihood),
+        pairs=pair_responses(*it.responses), likelihood=_tabulate_likelihood(it.likelihood), sources=_list_sources(it.facts),
         figure=encode_figure(it.trained.plot()), updates=_describe_training(it), source=it.trained.source(it.step),
         digits=name.rpartition("-")[2], costs=_list_costs(it.costs, it.trained, it.targets),
         parameters=[(key, str(value)) for key, value in config.model_dump().items() if value not in ("", None, {}, [])])

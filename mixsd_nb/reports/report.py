@@ -21,7 +21,7 @@ _templates = Environment(loader=PackageLoader("mixsd_nb", "data"), autoescape=Tr
 
 
 def load_parts() -> Any:
-    "Return the parts of the page as functions that give HTML: `table, scores, pair, lost, failures`."
+    "Return the parts of the page as functions that give HTML: `table, scores, pair, lost, failures, source_table`."
     return _templates.get_template("report_parts.jinja").module
 
 

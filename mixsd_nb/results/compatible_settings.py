@@ -40,7 +40,7 @@ def comparable_settings(root: xr.Dataset) -> dict[str, Any]:
     """Return the settings of a run that must agree with those of other runs.
 
     Settings that only other recipes use are left out. The suite is split into its benchmarks, so that the benchmarks
-    that two runs share are compared; options are compared within a recipe."""
+    that two runs share are compared; options are compared within a recipe, and within the marks of its label."""
     settings, recipe = run_settings(root), _recipe_of(root)
     idle = {k for part in all_parts().values() for k in part.settings} - {*recipe.settings} if recipe else set()
     comparable = {k: v for k, v in settings.items() if k not in NOT_SETTINGS | idle | {"suite", "options"}}
@@ -50,7 +50,9 @@ def comparable_settings(root: xr.Dataset) -> dict[str, Any]:
         suite = ",".join(suite)
     if suite is not None and (recipe is None or recipe.name != BASE): comparable["suite"] = suite
     options = settings.get("options") or {}
+    marks = [mark for part in recipe.parts for mark in part.marks] if recipe else []
     name, shown = (recipe.name, [*recipe.label_settings, recipe.rate_setting]) if recipe else (settings.get("method"), ())
+    name = ", ".join([str(name), *(mark.caption.format(**options) for mark in marks if mark.applies(options.get(mark.option)))])
     return comparable | {f"options[{k}] of {name}": v for k, v in options.items() if k not in shown}
 
 # %% ../../nbs/results/compatible_settings.ipynb #164b1d22

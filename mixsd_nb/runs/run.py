@@ -77,6 +77,10 @@ class Run:
         "Whether the result exists."
         return is_finished(self.folder)
 
+    def summary(self) -> list[str]:
+        "Return sentences that the command line prints after the run; none unless a stage has some."
+        return []
+
     @functools.cached_property
     def result(self) -> "xr.DataTree":
         "The result, loaded into memory."
