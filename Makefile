@@ -50,7 +50,7 @@ else
 	@$(BIN)/mixsd lab.real
 endif
 
-verdict: $(VENV)/.run ## bring the verdict on the front page up to date with the cubes in papermill_runs/lab
+verdict: $(VENV)/.run ## bring the front page's table and the verdict in its guide up to date with the cubes in papermill_runs
 	@$(BIN)/python .ci/verdict.py
 
 model-card: $(VENV)/.run ## measure the abilities of the shipped lab models again

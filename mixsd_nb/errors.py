@@ -60,7 +60,7 @@ class ErrorsConfig(CorpusSettings, Stage):
     def other_results(self): return list(self.root.glob("[!.]*/result.nc"))
 
     def covers(self, run):
-        "Whether the run has classified the responses as they are now."
+        "Return whether the run has classified the responses as they are now."
         return run.root.attrs.get("content") == digest_responses(self.files)
 
     @property
@@ -113,7 +113,7 @@ COLOURS = {"format": "#999999", "leakage": "#d55e00", "cross-entity": "#cc79a7",
 def _last_rows(
     table: pd.DataFrame,  # with the columns `recipe`, `lr`, `seed`, `benchmark` and `step`
 ) -> pd.DataFrame:
-    "The rows of the last step at which each run was asked a benchmark; runs of one recipe may end at different steps."
+    "The rows of the last step at which each run was evaluated on a benchmark; runs of one recipe may end at different steps."
     return table[table.step == table.groupby(["recipe", "lr", "seed", "benchmark"]).step.transform("max")]
 
 
@@ -121,7 +121,7 @@ def breakdown(
     result: xr.Dataset,  # root of a result
     lr: float,
 ) -> pd.DataFrame:
-    """Errors of each category, `n` and `wrong` by benchmark and recipe, summed over seeds.
+    """Return errors of each category, `n` and `wrong` by benchmark and recipe, summed over seeds.
 
     The recipes are the base model, and all recipes of the learning rate, each seed at the last step that was asked a
     benchmark."""
@@ -171,7 +171,7 @@ def breakdown_figure(
     of: str = "n",  # denominator: n for all responses, wrong for errors alone
     benchmarks: tuple[str, ...] | None = None,  # None for all
 ):
-    """A row for each rate, a panel for each benchmark, a stacked bar for each recipe.
+    """Return a row for each rate, a panel for each benchmark, a stacked bar for each recipe.
 
     With `of="n"` the white part above a bar is the share of correct responses. A panel says how many reference
     solutions the rule calls collapsed, if it does so with any."""
@@ -207,7 +207,7 @@ def shares_table(
     result: xr.Dataset,  # root of a result
     benchmarks: tuple[str, ...] | None = None,  # None for all
 ) -> pd.DataFrame:
-    """Percentages of both denominators by learning rate, benchmark and recipe, with N.
+    """Return percentages of both denominators by learning rate, benchmark and recipe, with N.
 
     Beside them stands the percentage of the benchmark's reference solutions that the rule calls collapsed."""
     parts, references = {}, 100 * result.reference_collapse.isel(dataset=0, model=0).to_series()
@@ -240,7 +240,7 @@ def summarise_held_out(
 def read_classified(
     run: Run,  # of this stage
 ) -> pd.DataFrame:
-    "The responses that a run classified, as `classify_responses` returns them."
+    "Return the responses that a run classified, as `classify_responses` returns them."
     return read_table(run.folder / "errors.parquet", ["benchmark", "recipe", "category", "left"])
 
 # %% ../nbs/errors.ipynb #f04045ce
@@ -248,7 +248,7 @@ def false_alarms(
     table: pd.DataFrame,  # as returned by `read_classified`
     limits: tuple[int, ...] = (120, 100, 80, 60, 40),  # characters
 ) -> pd.DataFrame:
-    """Share (%) of correct responses of the base model with no more reasoning than a limit, by benchmark.
+    """Return the share (%) of correct responses of the base model with no more reasoning than a limit, by benchmark.
 
     Benchmarks that ask for a program are left out, because the limit does not apply to them."""
     names = [b for b in SUITES if SUITES[b].role in OPEN_ROLES and not asks_for_program(b)]

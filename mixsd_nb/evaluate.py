@@ -85,7 +85,7 @@ def _sharing_lock(config: EvaluateConfig, items: dict[str, dict[str, Item]]):
 
 # %% ../nbs/evaluate.ipynb #d80b8478
 def _made_alike(config: EvaluateConfig, run: Run) -> bool:
-    "Whether a run was made by the same code and the same weights as this configuration would be now."
+    "Return whether a run was made by the same code and the same weights as this configuration would be now."
     own, other = config.provenance(), read_run_record(run.folder)
     modules = other.get("modules", {})
     same = all(modules.get(name, digest) == digest for name, digest in own["modules"].items())
@@ -162,7 +162,7 @@ def draw_scores(
 def response_html(
     row,  # of a table of responses
 ) -> str:
-    "One response as HTML: the verdict, the prompt, the response, the extracted answer and the correct answer."
+    "Return one response as HTML: the verdict, the prompt, the response, the extracted answer and the correct answer."
     def block(label, text):
         return f"<p><b>{label}</b></p><pre style='white-space: pre-wrap'>{html.escape(str(text))}</pre>"
     verdict = f"{row.benchmark} {row['item']}, sample {row['sample']}: {'correct' if row.correct else 'wrong'}"
@@ -179,7 +179,7 @@ def browse(
     responses: pd.DataFrame,
     correct: bool = False,  # True shows the correct responses instead of the wrong ones
 ):
-    "A widget for JupyterLab that shows the wrong responses of a benchmark one by one."
+    "Return a widget for JupyterLab that shows the wrong responses of a benchmark one by one."
     import ipywidgets as widgets
     selected = responses[responses.correct == correct]
     counts = selected.benchmark.value_counts(sort=False)
@@ -201,5 +201,5 @@ run = run_function(EvaluateConfig)
 def responses(
     **parameters,  # of EvaluateConfig
 ) -> pd.DataFrame:
-    "The responses of an evaluation, generated if they do not exist yet."
+    "Return the responses of an evaluation, generated if they do not exist yet."
     return make_config(EvaluateConfig, **parameters).run().responses()

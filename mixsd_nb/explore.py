@@ -43,7 +43,7 @@ class ExploreConfig(CorpusSettings):
 def read_parameters(
     notebook: dict[str, Any],  # its globals()
 ) -> ExploreConfig:
-    "The parameters of this page. ParameterError for an unknown name or an invalid value."
+    "Return the parameters of this page. ParameterError for an unknown name or an invalid value."
     values = {k: v for k, v in notebook.items() if not (callable(v) or isinstance(v, types.ModuleType))}
     return notebook_config(ExploreConfig, set(), values)
 
@@ -62,7 +62,7 @@ def make_quick_runs(
 def explore(
     **parameters,  # of ExploreConfig
 ) -> widgets.VBox:
-    "The widget with all views. ParameterError as in `make_config`."
+    "Return the widget with all views. ParameterError as in `make_config`."
     config = make_config(ExploreConfig, **parameters)
     quick = [sys.executable, "-c", "from mixsd_nb.explore import make_quick_runs; make_quick_runs()"]
     app = Explorer(quick, folder=config.runs, dataset=config.dataset, model=config.model, where=config.where)
@@ -83,12 +83,12 @@ def write_page(folder: Path, config: ExploreConfig) -> Path:
 
 
 def _absolute(value):
-    "The absolute path of a folder, because the page runs in another one; other values are returned as they are."
+    "Return the absolute path of a folder, because the page runs in another one; other values are returned as they are."
     return str(Path(value).absolute()) if isinstance(value, str) and value and Path(value).is_dir() else value
 
 
 def _own_kernel(folder: Path) -> dict[str, str]:
-    "The environment in which the kernel `python3` is this interpreter, whatever Jupyter's other folders say."
+    "Return the environment in which the kernel `python3` is this interpreter, whatever Jupyter's other folders say."
     from ipykernel.kernelspec import write_kernel_spec
     write_kernel_spec(folder / "jupyter/kernels/python3")
     places = [str(folder / "jupyter"), *filter(None, [os.environ.get("JUPYTER_PATH")])]

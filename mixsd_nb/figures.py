@@ -46,7 +46,7 @@ def find_run(
     config: Stage,
     root: str = "",  # holds run folders; empty for papermill_runs or MIXSD_RUNS
 ) -> list[Run]:
-    "A list with the finished run of a configuration; an empty list if it is not finished."
+    "Return a list with the finished run of a configuration; an empty list if it is not finished."
     found = TranslatedRun(Path(root or runs_root()) / config.folder.name)
     return [found] if found.finished else []
 
@@ -70,7 +70,7 @@ def analysis_figures(config: FiguresConfig) -> dict[str, Figure]:
 
 # %% ../nbs/figures.ipynb #00cba87e
 def _select_runs(config, cube):
-    "The part of our runs to draw; ParameterError that lists the available values if no run matches."
+    "Return the part of our runs to draw; ParameterError that lists the available values if no run matches."
     try: return select_part(cube, config.dataset, config.model, config.lr)
     except ValueError as e: raise ParameterError(str(e)) from None
 

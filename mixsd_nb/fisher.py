@@ -139,7 +139,7 @@ def base_fisher(
 
 # %% ../nbs/fisher.ipynb #526f9ddc
 def fisher_file(config: FisherConfig) -> Path:
-    "The file with the Fisher of the base model, which is estimated first if the file does not exist."
+    "Return the file with the Fisher of the base model, which is estimated first if the file does not exist."
     return config.model_copy(update=dict(trained="")).run().folder / FISHER
 
 # %% ../nbs/fisher.ipynb #f1535a63
@@ -167,7 +167,7 @@ def measure_all_runs(
     config: FisherConfig,
     force: bool = False,  # compute finished runs again
 ) -> tuple[dict[str, xr.DataTree], list[str]]:
-    """The results of all training runs of the model by folder name, and the names of the runs that are left out.
+    """Return the results of all training runs of the model by folder name, and the names of the runs that are left out.
 
     A run is left out if it has no checkpoints, or if these have an output embedding that the base model lacks."""
     runs = [run for run in agreeing_runs(model=config.model) if (run.root.step > 0).any()]
@@ -191,7 +191,7 @@ def layer_ratio(
 def checkpoint_points(
     results: dict[str, xr.DataTree],  # by name of the training run
 ) -> pd.DataFrame:
-    "A row for each checkpoint: CELL_DIMS, `lam`, MEASURES, `layer_ratio`, `drop` (percentage points), `run`."
+    "Return a row for each checkpoint: CELL_DIMS, `lam`, MEASURES, `layer_ratio`, `drop` (percentage points), `run`."
     rows = []
     for name, tree in results.items():
         kept = held_out_average(open_training_run(name).root)
@@ -229,7 +229,7 @@ def correlations(
 
 
 def _format_r(r: float, low: float, high: float) -> str:
-    "A correlation with its interval if it has one, as in `+0.17 (+0.02 to +0.34)`."
+    "Return a correlation with its interval if it has one, as in `+0.17 (+0.02 to +0.34)`."
     if np.isnan(r): return "undefined"
     return f"{r:+.2f}" + ("" if np.isnan(low) else f" ({low:+.2f} to {high:+.2f})")
 

@@ -76,7 +76,7 @@ run = run_function(ForgettingConfig)
 def tabulate_increase(
     found: dict[int, tuple[pd.DataFrame, pd.DataFrame]],  # step -> of `nll_increase`, on the benchmarks and on the new facts
 ) -> xr.Dataset:
-    "The increase over DIMS, and `new_kl` over CELL_DIMS, of one run without its labels."
+    "Return the increase over DIMS, and `new_kl` over CELL_DIMS, of one run without its labels."
     own, new = zip(*found.values())
     place = lambda values: np.asarray(values, float)[(np.newaxis,) * len(RUN_DIMS)]
     data = {name: variable(name, DIMS, place([table[name] for table in own])) for name in own[0]}
@@ -99,7 +99,7 @@ def measure_runs(
 def forgetting_table(
     results: dict[str, xr.Dataset],  # as returned by `measure_runs`
 ) -> pd.DataFrame:
-    """A row for each checkpoint of the training runs.
+    """Return a row for each checkpoint of the training runs.
 
     Columns: `recipe, lam, lr, seed, step, n_ref, recall` (%), `drop` (points), `forgetting`, `forgetting_token`, `new_kl`."""
     rows = []
@@ -116,7 +116,7 @@ def forgetting_table(
 def _last_step_rows(
     table: pd.DataFrame,  # as returned by `forgetting_table`
 ) -> pd.DataFrame:
-    "The rows of the last step of each run."
+    "Return the rows of the last step of each run."
     return table[table.step == table.groupby(["recipe", "lr", "seed"]).step.transform("max")]
 
 

@@ -61,7 +61,7 @@ class GenerateConfig(Stage, MixSettings):
     _engine_of_caller: Any = PrivateAttr(None)  # a loaded engine, which one call shares among its shards
 
     def _mix_shards(self, engine) -> tuple[list[dict], int]:
-        "The targets of all shards, and how many of them an audit does not confirm."
+        "Return the targets of all shards, and how many of them an audit does not confirm."
         parts, unconfirmed = [], 0
         for k in range(self.shards):
             shard = self.model_copy(update=dict(shard=f"{k + 1}/{self.shards}", shards=0))
@@ -83,5 +83,5 @@ def targets_file(
     force: bool = False,
     **parameters,  # of GenerateConfig
 ) -> Path:
-    "The Parquet file with the targets of a configuration, mixed if it does not exist yet."
+    "Return the Parquet file with the targets of a configuration, mixed if it does not exist yet."
     return make_config(GenerateConfig, **parameters).run(force).folder / "targets.parquet"

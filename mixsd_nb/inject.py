@@ -187,4 +187,5 @@ def inject_facts(
         except Exception as e: print(f"the notebook was not stored: {e}", file=sys.stderr)  # the injection itself is finished
 
 
-main = CommandLine("inject", inject_facts, InjectConfig)
+main = CommandLine("inject", inject_facts, InjectConfig, "mixsd inject facts.jsonl --model lab-m",
+                   ("dataset", "model", "preset", "method", "lam", "lr", "epochs", "test", "suite"))

@@ -139,7 +139,7 @@ run = run_function(NllConfig)
 
 # %% ../nbs/nll.ipynb #e856fb00
 def load_targets(config: NllConfig) -> list[Target]:
-    "The accepted targets of the file, or the canonical targets of the corpus."
+    "Return the accepted targets of the file, or the canonical targets of the corpus."
     tokenizer = load_tokenizer(config.model)
     if not config.targets: return canonical_targets(tokenizer, config.dataset, config.span)
     table = read_table(config.targets, (*TARGET_COLUMNS, "finish_reason"))
@@ -151,7 +151,7 @@ def build_result(
     targets: list[Target],
     values: list[np.ndarray],  # per-token NLL of each, nats
 ) -> xr.DataTree:
-    "The root in the layout of the cube, and `per_token` with the NLL, the id and the source of every token."
+    "Return the root in the layout of the cube, and `per_token` with the NLL, the id and the source of every token."
     cell = dict(dataset=config.dataset, model=config.model, recipe=config.label, seed=config.origin["seed"])
     first = set(load_corpus(config.dataset, "train")["id"][:config.first])
     parts = [[v for t, v in zip(targets, values) if t.item in first], values]
@@ -173,7 +173,7 @@ def _stack(
     dim: str,
     summaries: list[dict],  # as returned by `summarise_nll`, one for each label of the dimension
 ) -> dict[str, tuple]:
-    "The dimensions and values of each number in the summaries, stacked along the dimension."
+    "Return the dimensions and values of each number in the summaries, stacked along the dimension."
     dims = lambda name: (dim, "threshold") if name.endswith("above") else (dim,)
     return {name: (dims(name), [s[name] for s in summaries]) for name in summaries[0]}
 
@@ -200,7 +200,7 @@ def find_mixed_targets(
     models: list[str],  # base models that sampled the targets
     root: Path | None = None,  # holds run folders; default: runs_root()
 ) -> list[dict]:
-    """Parameters `targets, dataset, model` for the targets of every finished generate run of a whole corpus.
+    """Return parameters `targets, dataset, model` for the targets of every finished generate run of a whole corpus.
 
     Of several runs of one model, λ and seed, which differ in another setting such as `dtype`, the newest counts. Runs
     that accepted no target are left out, and printed lines name both kinds."""
@@ -232,14 +232,14 @@ def collect_results(
 
 # %% ../nbs/nll.ipynb #8f2f5eca
 def merge_results(results: list[xr.DataTree]) -> xr.Dataset:
-    "The roots of results as one cube; where two results stand for one cell, the most complete counts."
+    "Return the roots of results as one cube; where two results stand for one cell, the most complete counts."
     return merge_roots({f"result {k}": result.to_dataset() for k, result in enumerate(results)})
 
 # %% ../nbs/nll.ipynb #a6bdfd37
 def nll_table(
     cube: xr.Dataset,  # as returned by `merge_results`, of one dataset
 ) -> pd.DataFrame:
-    "Means over seeds by model and recipe: targets, tokens, N_ref, and the tokens above each threshold."
+    "Return means over seeds by model and recipe: targets, tokens, N_ref, and the tokens above each threshold."
     cube = cube.isel(dataset=0, drop=True)
     mean, first = cube.mean("seed"), cube.sel(part="first").mean("seed")
     whole = mean.sel(part="all")
@@ -253,7 +253,7 @@ def nll_table(
 
 
 def _recipes_by_lam(cube: xr.Dataset) -> list[str]:
-    "Labels along `recipe` by λ; those without λ first."
+    "Return the labels along `recipe` by λ; those without λ first."
     return list(cube.lam.to_series().fillna(-1).sort_values().index)
 
 # %% ../nbs/nll.ipynb #239688ce
@@ -286,7 +286,7 @@ def cdf_figure(
 def source_table(
     cube: xr.Dataset,  # as returned by `merge_results`, of one dataset
 ) -> pd.DataFrame:
-    "Means over seeds by model and recipe: tokens, mean NLL and shares above each threshold, by conditional."
+    "Return means over seeds by model and recipe: tokens, mean NLL and shares above each threshold, by conditional."
     mean = cube.isel(dataset=0, drop=True).mean("seed")
     shares = 100 * mean.source_tokens / mean.source_tokens.sum("source")
     parts = {"share of tokens (%)": shares, "mean NLL": mean.source_nll}
@@ -300,7 +300,7 @@ def source_figure(
     cube: xr.Dataset,  # as returned by `merge_results`, of one dataset
     threshold: float = 8.0,
 ):
-    """Share of tokens above a threshold against λ, among all tokens and among those from each conditional.
+    """Return the share of tokens above a threshold against λ, among all tokens and among those from each conditional.
 
     The figure has a panel for each model; dots are seeds, and lines are the means over seeds."""
     import matplotlib.pyplot as plt
@@ -325,7 +325,7 @@ def source_figure(
 def overlap_table(
     cube: xr.Dataset,  # as returned by `merge_results`, of one dataset
 ) -> pd.DataFrame:
-    "Overlap recall (%) by model and recipe for each threshold, over examples and pooled; means over seeds."
+    "Return the overlap recall (%) by model and recipe for each threshold, over examples and pooled; means over seeds."
     recall = 100 * cube.overlap.isel(dataset=0, drop=True).mean("seed")
     table = recall.to_series().unstack(["threshold", "over"]).dropna()
     return table.reindex(_recipes_by_lam(cube), level="recipe")

@@ -40,7 +40,7 @@ class Sweep:
         self.name, self.stage, self.cells, self.resources_of = grid.name, grid.stage, grid.cells, grid.resources_of
 
     def preview(self) -> pd.DataFrame:
-        """The parameters of every cell, and the resources in which cells differ.
+        """Return the parameters of every cell, and the resources in which cells differ.
 
         Of a mapping only what differs from its default beside the other parameters."""
         rows = [{name: self._given(cell, name) for name in cell.parameters} for cell in self.cells]
@@ -49,7 +49,7 @@ class Sweep:
         return pd.concat([pd.DataFrame(rows, dtype=object).fillna(""), needs[different]], axis=1)
 
     def _given(self, cell: Cell, name: str) -> Any:
-        "A parameter of a cell, without the entries of a mapping that it has by default."
+        "Return a parameter of a cell, without the entries of a mapping that it has by default."
         value = cell.parameters[name]
         if not isinstance(value, dict): return value
         usual = getattr(make_config(self.stage, **{key: v for key, v in cell.parameters.items() if key != name}), name)
@@ -65,7 +65,7 @@ class Sweep:
         return pd.concat([given, rows], axis=1)
 
     def select(self, states: set[str]) -> list[tuple[Cell, int]]:
-        "The cells in these states, with the number of their attempts."
+        "Return the cells in these states, with the number of their attempts."
         table = self.status()
         return [(cell, n) for cell, state, n in zip(self.cells, table.state, table.attempts) if state in states]
 
@@ -104,11 +104,11 @@ class Sweep:
         return self.status()
 
     def results(self) -> dict[str, xr.DataTree]:
-        "The result of every finished cell, by the name of its run's folder."
+        "Return the result of every finished cell, by the name of its run's folder."
         return {folder.name: open_result(folder) for folder in finished_runs(self.cells).values()}
 
     def cube(self) -> xr.Dataset:
-        """The finished runs of this grid as one cube; of an injection its training, which measures recall.
+        """Return the finished runs of this grid as one cube; of an injection its training, which measures recall.
 
         FileNotFoundError if there is none, ValueError as in `cube_of`."""
         runs = map(self.stage.open_run, finished_runs(self.cells).values())
@@ -157,7 +157,7 @@ def format_preview(
     preview: pd.DataFrame,  # as returned by `Sweep.preview`
     stage: str,  # its name
 ) -> str:
-    "The parameters that differ as a table, those that all cells share in one line, and the number of cells."
+    "Return the parameters that differ as a table, those that all cells share in one line, and the number of cells."
     text = preview.map(lambda value: "" if value == "" else format_value(value))
     same = [name for name in text if len(text) > 1 and text[name].nunique() == 1]
     shared = ", ".join(f"{name}={text[name].iloc[0]}" for name in same)

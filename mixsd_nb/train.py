@@ -69,7 +69,7 @@ class TrainConfig(TrainingSettings, Stage):
         check_devices(self.processes, self.batch, self.sharded, self.recipe.adapter_rank(self.options))
 
     def _asks_questions(self) -> bool:
-        "Whether the base model or a checkpoint is still to be measured."
+        "Return whether the base model or a checkpoint is still to be measured."
         if not base_evaluation(self).finished: return True
         if not self.has_rate: return False
         files = [Run(self.folder).responses_file(step) for step in self.steps()[1]]
@@ -93,7 +93,7 @@ class TrainConfig(TrainingSettings, Stage):
         return self.model_copy(update=dict(anchor=anchor, options=options, keep="all", stored="float32", stop="last"))
 
     def covers(self, run):
-        "Whether the run has measured all checkpoints; its last one is that of the training."
+        "Return whether the run has measured all checkpoints; its last one is that of the training."
         root = read_root(run.folder / "result.nc")
         selection, steps = find_selection(root), {int(step) for step in root.step.values if step > 0}
         if not self._covers_suite(root, steps, list_suite_steps(self, selection)): return False
@@ -146,12 +146,12 @@ class TrainConfig(TrainingSettings, Stage):
 
 # %% ../nbs/train.ipynb #e99ea1b9
 def base_evaluation(config: TrainConfig) -> evaluate.EvaluateConfig:
-    "The evaluation of the base model. All runs of this model share it."
+    "Return the evaluation of the base model. All runs of this model share it."
     return config.pass_to(evaluate.EvaluateConfig)
 
 
 def base_responses(config: TrainConfig) -> pd.DataFrame:
-    "The responses of the base model, generated if they do not exist yet."
+    "Return the responses of the base model, generated if they do not exist yet."
     return base_evaluation(config).run().responses()
 
 # %% ../nbs/train.ipynb #311442de
@@ -162,7 +162,7 @@ def keep_dtype(run: Run, model: str) -> None:
 
 # %% ../nbs/train.ipynb #933f3c0a
 def target_mixing(config: TrainConfig) -> generate.GenerateConfig:
-    "The mixing of a configuration's targets. All runs with the same λ share it."
+    "Return the mixing of a configuration's targets. All runs with the same λ share it."
     options = {name: value for name, value in config.options.items() if name in generate.GenerateConfig.model_fields}
     return config.pass_to(generate.GenerateConfig, without=["temperature"], max_new_tokens=config.target_tokens, **options)
 

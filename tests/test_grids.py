@@ -392,11 +392,11 @@ def test_the_commands_of_the_readme_at_the_papers_scale_are_cells_of_its_grids()
 
 
 @pytest.mark.parametrize(("grid", "stage", "settings"), [("high-nll", nll.NllConfig, {}), ("app-displacement", FisherConfig, dict(reference="paper"))])
-def test_the_readme_says_which_parameters_stages_without_a_preset_need(grid, stage, settings):
+def test_a_guide_says_which_parameters_stages_without_a_preset_need(grid, stage, settings):
     "All values of the grid that are not the defaults are named, besides those that only save memory."
     fixed = {name: value for name, value in read_grid(grid)[1].fixed.items() if value != stage.model_fields[name].default and not is_runtime(stage.model_fields[name])}
     assert fixed == dict(dtype="bfloat16") | settings
-    text = (Path(__file__).parents[1] / "README.md").read_text()
+    text = (Path(__file__).parents[1] / "nbs/guides/table.md").read_text()
     assert all(f"`-p {name} {value}`" in text for name, value in fixed.items())
 
 

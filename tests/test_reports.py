@@ -183,9 +183,9 @@ def test_the_lines_of_the_card_run_in_vllm(exported, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("name", LOADING)
-def test_readme_shows_the_lines_of_the_card(name):
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    assert LOADING[name].format(model="my-model", prompt='"…"') in readme and len(LOADING[name].splitlines()) == 3
+def test_a_guide_shows_the_lines_of_the_card(name):
+    guide = (Path(__file__).parents[1] / "nbs/guides/inject.md").read_text()
+    assert LOADING[name].format(model="my-model", prompt='"…"') in guide and len(LOADING[name].splitlines()) == 3
 
 
 @pytest.mark.parametrize(("arguments", "words"), [

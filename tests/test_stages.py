@@ -72,8 +72,8 @@ def test_a_preset_is_the_sum_of_its_values(config, data):
     assert set(made.values_of_lab()) == (missed if preset == "lab" else set())
 
 
-def test_the_front_page_lists_the_presets():
-    rows = re.findall(r"^\| `(\w+)` \| (\S+) \| (\S+) \| (\S+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+def test_the_guide_of_the_tables_lists_the_presets():
+    rows = re.findall(r"^\| `(\w+)` \| (\S+) \| (\S+) \| (\S+) \|$", (ROOT / "nbs/guides/table.md").read_text(), re.MULTILINE)
     fields = importlib.import_module("mixsd_nb.train").TrainConfig.model_fields
     expected = {name: tuple(map(str, preset_values(field).values())) for name, field in fields.items() if preset_values(field)}
     assert {name: tuple(values) for name, *values in rows} == expected

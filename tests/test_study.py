@@ -6,17 +6,21 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import scipy
 import xarray as xr
 
+from mixsd_nb.analysis.statistics import wilson
 from mixsd_nb.cluster import grid
 from mixsd_nb.cluster.grid import expand_grid, read_grid
 from mixsd_nb.lab.claims import CLAIMS, OURS, STUDY, VERDICTS, claims_table, compare_recipes, judge_claim, planned_of
+from mixsd_nb.lab.findings import Block, block_rows, findings_table
 from mixsd_nb.lab.grids import available_cells, join_cubes, merge_grid, planned_grid, planned_runs, preview_grids, study_grids
 from mixsd_nb.lab.study import find_cubes, list_trainings, main, recompute_cells, run, write_list
 from mixsd_nb.lab.versus import At, CubeGroup, Side, measure_values, rates_at_ends, settings_table
 from mixsd_nb.results.committed import committed_folder, list_missing, read_cube, read_cubes, write_cube
 from mixsd_nb.results.cube import cube_of
 from mixsd_nb.results.demo import invent_cube, invent_result
+from mixsd_nb.results.selected_cells import select_cells
 from mixsd_nb.runs import ParameterError, load_object, project_root, write_result
 from mixsd_nb.runs.schema import DIMS, RUN_DIMS, variable
 
@@ -302,10 +306,41 @@ def test_numbers_of_the_page_follow_from_the_cubes(study):
     assert row["times as much lost"].startswith(f"{(base - held[0]).mean() / (base - held[1]).mean():.1f} ")
 
 
-def test_the_readme_has_the_verdict_of_the_committed_cubes(lines):
+def test_the_guide_has_the_verdict_of_the_committed_cubes(lines):
     "`make verdict` writes it again after the cubes have changed."
+    guide = (project_root() / "nbs/guides/findings.md").read_text()
+    assert f"\n{write_list(lines)}\n" in guide, "the cubes in papermill_runs/lab have changed: run `make verdict`"
+
+
+def test_the_front_page_has_the_table_of_the_committed_cubes():
+    "`make verdict` writes it again, also when papermill_runs/real gets a cube."
     readme = (project_root() / "README.md").read_text()
-    assert f"\n{write_list(lines)}\n" in readme, "the cubes in papermill_runs/lab have changed: run `make verdict`"
+    assert f"\n{findings_table()}\n" in readme, "the cubes in papermill_runs have changed: run `make verdict`"
+
+
+def test_numbers_of_the_front_page_are_those_of_the_cube():
+    "The row of SFT, computed here by hand: a mean over seeds of the runs at their selected checkpoints, with Student's interval."
+    cube = read_cubes()["study-1-frontier"].sel(recipe="sft", dataset="kgfact-small", model="lab-m")
+    rows = select_cells(read_cubes()["study-1-frontier"]).query("recipe == 'sft'")
+    values = {word: [100 * cube.accuracy.sel(seed=r.seed, lr=r.lr, step=r.step, benchmark=names).mean().item() for r in rows.itertuples()]
+              for word, names in dict(recall="recall", other="recall-reworded", skills=["arithmetic", "equations", "word-problems", "functions", "choice"],
+                                      world="world", opened="world-prefilled").items()}
+    half = {word: scipy.stats.t.ppf(0.975, len(v) - 1) * np.std(v, ddof=1) / np.sqrt(len(v)) for word, v in values.items()}
+    cells = [f"{np.mean(v):.0f} ({max(0, np.mean(v) - half[w]):.0f}–{min(100, np.mean(v) + half[w]):.0f})" for w, v in values.items()]
+    assert len(rows) == 10 and f"| SFT, 10 seeds | {' | '.join(cells)} |" in findings_table()
+
+
+def test_a_recipe_without_a_cube_is_left_out(tmp_path):
+    "A block of the table appears with its first cube, a recipe with its first run; one seed has an interval over items."
+    cube = invent_cube(seeds=1)
+    block = Block("invented", "", ("one", "two"), {"recall": "recall", "skills": "held-out", "absent": "style-free"})
+    assert not [*block_rows(block, {"other": cube})]
+    rows = [*block_rows(block, {"one": cube.sel(recipe=["base", "sft"]), "two": cube})]
+    assert [row[""] for row in rows[1:]] == ["base model, 1 seed", "SFT, 1 seed", "MixSD (λ=0.3), 1 seed"] and not any(row["absent"] for row in rows[1:])
+    [row] = select_cells(cube).query("recipe == 'sft'").to_dict("records")
+    cell = cube.sel(row | dict(benchmark="recall"))
+    low, high = wilson(cell.accuracy.item() * cell.n.item(), cell.n.item())
+    assert rows[2]["recall"] == f"{100 * cell.accuracy.item():.0f} ({100 * low:.0f}–{100 * high:.0f})"
 
 
 def test_an_outer_rate_that_one_of_the_recalls_uses_is_named():

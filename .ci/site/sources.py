@@ -43,7 +43,7 @@ def list_page(title: str, text: str, notebooks: list[Path]) -> str:
 
 def list_pages() -> dict[str, str]:
     "The pages that list stages and rooms."
-    front = (NBS / "index.ipynb").read_text(encoding="utf-8")  # which has the stages in the order of their use
+    front = (NBS / "guides/map.md").read_text(encoding="utf-8")  # which has the stages in the order of their use
     stages = sorted((p for p in notebook_paths() if p.parent == NBS and p.stem != "index"), key=lambda p: front.find(f"  {p.name} "))
     rooms = [p for p in notebook_paths() if p.parent != NBS and p.stem == "index"]
     about = "A stage is a chapter, and an entry point that papermill runs: its parameters, the run, and what was found."
@@ -60,7 +60,7 @@ def reference_pages() -> dict[str, str]:
 
 def project_pages() -> dict[str, str]:
     "The guides, and the files about the project, whose links lead from the root of the repository."
-    pages = {p.relative_to(NBS).as_posix(): p.read_text(encoding="utf-8") for p in sorted((NBS / "guides").glob("*.md"))}
+    pages = {p.relative_to(NBS).as_posix(): p.read_text(encoding="utf-8").replace("../../figures/", "../figures/") for p in sorted((NBS / "guides").glob("*.md"))}
     names = {name: f"{page}.md" for page, name in PROJECT.items()}
     for page, name in PROJECT.items():
         text = (ROOT / name).read_text(encoding="utf-8")

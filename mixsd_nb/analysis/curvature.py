@@ -105,7 +105,7 @@ def add_alignment_ratio(
 def total_sums(
     sums: pd.DataFrame,  # as returned by `tensor_sums`
 ) -> pd.DataFrame:
-    "One row: SUMS over all tensors, with their alignment ratio."
+    "Return one row: SUMS over all tensors, with their alignment ratio."
     return add_alignment_ratio(sums.sum().to_frame().T)
 
 # %% ../../nbs/analysis/curvature.ipynb #a7000018
@@ -124,7 +124,7 @@ def displacement(
 def kind_name(
     tensor: str,  # name of a tensor
 ) -> str:
-    "The kind of parameter of a tensor: `q_proj`, `norm`, `embed_tokens`."
+    "Return the kind of parameter of a tensor: `q_proj`, `norm`, `embed_tokens`."
     return re.sub(r"\.(weight|bias)$", "", tensor).rpartition(".")[2]
 
 # %% ../../nbs/analysis/curvature.ipynb #b5f7b041

@@ -51,7 +51,7 @@ def new_prompts(
     dataset: str,  # a corpus
     n: int,  # prompts, from the beginning of its training split
 ) -> dict[str, list[str]]:
-    "Questions of new facts, as prompts of the benchmark `recall`."
+    "Return questions of new facts, as prompts of the benchmark `recall`."
     return {"recall": load_corpus(dataset, "train")["prompt"][:n]}
 
 # %% ../../nbs/analysis/divergence.ipynb #aa000007
@@ -63,7 +63,7 @@ def sample_text(
     engine: str = "hf",  # key of ENGINES
     **options,  # of the engine
 ) -> pd.DataFrame:
-    """The model's own responses: rows `benchmark, prompt_ids, completion_ids, nll` (nats of the whole response).
+    """Return the model's own responses: rows `benchmark, prompt_ids, completion_ids, nll` (nats of the whole response).
 
     Empty responses are left out."""
     from mixsd_nb.models.engine import row_key
@@ -155,6 +155,6 @@ class ReferenceConfig(Stage, TextSettings):
         return xr.DataTree(xr.Dataset(data, coords, dict(config=self.canonical())))
 
     def text(self) -> pd.DataFrame:
-        "The text as `sample_text` returns it; it is sampled first if it does not exist."
+        "Return the text as `sample_text` returns it; it is sampled first if it does not exist."
         columns = ["benchmark", "prompt_ids", "completion_ids", "nll"]
         return read_table(self.run().folder / "samples.parquet", columns)

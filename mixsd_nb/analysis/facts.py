@@ -45,7 +45,7 @@ def explain_failure(
     names_another: bool,  # whether the accepted target names another entity
     trained: bool,
 ) -> str:
-    "The reason why a fact is not recalled, a key of FAILURES."
+    "Return the reason why a fact is not recalled, a key of FAILURES."
     if accepted is False: return "never accepted"
     if not trained: return "not trained"
     return "names another" if accepted and names_another else "not recalled"

@@ -37,7 +37,7 @@ def token_sources(
     offset: int,  # template tokens before the completion
     length: int,  # all trained tokens
 ) -> np.ndarray:
-    "The source of each trained token, (length,); NEITHER for template tokens around the completion."
+    "Return the source of each trained token, (length,); NEITHER for template tokens around the completion."
     source = np.full(length, NEITHER)
     source[offset:offset + len(naive)] = naive
     return source
@@ -60,7 +60,7 @@ def mixed_targets(
     table: pd.DataFrame,  # of a generate run: `id, completion_ids, naive_mask, accepted, finish_reason`
     span: str = "completion",  # what is scored of a target: completion, body or paper
 ) -> list[Target]:
-    "The accepted targets of a table, in its order, with the ids that were sampled or that replaced them."
+    "Return the accepted targets of a table, in its order, with the ids that were sampled or that replaced them."
     prompts, table = {row["id"]: row["prompt"] for row in load_corpus(dataset, "train")}, table.query("accepted")
     lead = len(template_lead(tokenizer, span))
     trained = lambda row: encode_example(tokenizer, prompts[row.id], list(map(int, row.completion_ids)), span)
@@ -111,7 +111,7 @@ def high_nll_types(
     values: list[np.ndarray],  # per-token NLL of each
     threshold: float,  # nats
 ) -> dict[str, set[int]]:
-    "The token types above the threshold in each target, by item."
+    "Return the token types above the threshold in each target, by item."
     pairs = zip(targets, values, strict=True)
     return {target.item: set(np.array(target.ids)[nll > threshold].tolist()) for target, nll in pairs}
 
@@ -120,7 +120,7 @@ def overlap_recall(
     high: list[set[int]],  # high-NLL token types of each canonical target
     mixed: list[list[int]],  # ids of the mixed target of each
 ) -> dict[str, float]:
-    """Share of high-NLL types that occur in the mixed target (appendix E.2).
+    """Return the share of high-NLL types that occur in the mixed target (appendix E.2).
 
     `mean` is over the `examples` that have such types, `pooled` over all `types`; both are NaN if there are none."""
     pairs = [(len(types & set(ids)), len(types)) for types, ids in zip(high, mixed, strict=True) if types]
@@ -149,7 +149,7 @@ def split_by_target(
     tokens: xr.Dataset | xr.DataTree,  # as returned by `ragged_tokens`
     name: str = "nll",  # or token_id, token_source
 ) -> list[np.ndarray]:
-    "The values of a variable over `token`, with one array for each target."
+    "Return the values of a variable over `token`, with one array for each target."
     return np.split(tokens[name].values, np.cumsum(tokens["row_size"].values)[:-1])
 
 # %% ../../nbs/analysis/likelihood.ipynb #a9000025

@@ -28,7 +28,7 @@ from ..runs import COMPUTE_BOTH, Run, checkpoint_step, explain_damage, find_runs
 def read_cell(
     run: Run,  # a training run
 ) -> dict:
-    "The cell of a training run in the cube: its labels along RUN_DIMS, and RECIPE_COORDS."
+    "Return the cell of a training run in the cube: its labels along RUN_DIMS, and RECIPE_COORDS."
     with explain_damage(run.folder / "result.nc"):
         return {name: run.root[name].item() for name in (*RUN_DIMS, *RECIPE_COORDS)}
 
@@ -37,7 +37,7 @@ def locate_evaluation(
     run: Run,  # an evaluation
     root: Path,  # holds the training runs
 ) -> dict | None:
-    """The cell of an evaluation in the cube: a checkpoint of a training run, or step 0 of a base model.
+    """Return the cell of an evaluation in the cube: a checkpoint of a training run, or step 0 of a base model.
 
     None for a checkpoint that was asked about another corpus or with the items of another seed than its training."""
     with explain_damage(run.folder / "run.json", COMPUTE_BOTH):
@@ -57,7 +57,7 @@ def find_responses(
     trained: Iterable[Run],  # training runs whose responses count
     root: Path | None = None,  # holds run folders; default: runs_root()
 ) -> pd.DataFrame:
-    """The files of responses of a corpus and a model: `path` and its cell, sorted by path.
+    """Return the files of responses of a corpus and a model: `path` and its cell, sorted by path.
 
     They are those of the training runs, and those of evaluations with the same number of items."""
     rows, sizes, root = [], set(), Path(root or runs_root())
@@ -74,7 +74,7 @@ def find_responses(
 def digest_responses(
     files: pd.DataFrame,  # as returned by `find_responses`
 ) -> str:
-    "A digest of the files and of the cells that they belong to."
+    "Return a digest of the files and of the cells that they belong to."
     digest = hashlib.blake2b(digest_size=8)
     for row in files.itertuples():
         digest.update(f"{row.recipe} {row.lr!r} {row.seed} {row.step} ".encode())
@@ -85,7 +85,7 @@ def digest_responses(
 def read_responses(
     files: pd.DataFrame,  # as returned by `find_responses`
 ) -> pd.DataFrame:
-    """All responses with their cell. Responses to validation questions, which no table reports, and to the
+    """Return all responses with their cell. Responses to validation questions, which no table reports, and to the
     user's own benchmarks, whose answers may need no box, are left out.
 
     If two runs of the same cell answer one question differently, the newest counts, with a warning."""

@@ -16,7 +16,7 @@ def item_shares(
     responses: pd.DataFrame,
     rule: str = "correct",  # column of the responses: correct for the strict rule, or published
 ) -> pd.Series:
-    "Share of correct samples by benchmark and item."
+    "Return the share of correct samples by benchmark and item."
     return responses.groupby(["benchmark", "item"], sort=False)[rule].mean()
 
 # %% ../../nbs/analysis/scores.ipynb #233aa5e2
@@ -30,7 +30,7 @@ def count_correct(
 
 # %% ../../nbs/analysis/scores.ipynb #59dc54e2
 def item_variances(responses: pd.DataFrame) -> dict[str, float]:
-    "Variance of the items' shares of correct samples in each benchmark, which the interval of a mean needs."
+    "Return the variance of the items' shares of correct samples in each benchmark, which the interval of a mean needs."
     return item_shares(responses).groupby("benchmark", sort=False).var(ddof=0).to_dict()
 
 # %% ../../nbs/analysis/scores.ipynb #3495caba

@@ -29,7 +29,7 @@ def mean_interval(
     n: xr.DataArray,  # items asked, of the same shape
     spread: xr.DataArray | None = None,  # variance of the items' shares of correct samples, NaN where it is unknown
 ) -> tuple[xr.DataArray, xr.DataArray]:
-    "Ends of the 95% interval of the unweighted mean over `benchmark`; NaN if one benchmark is missing."
+    "Return the ends of the 95% interval of the unweighted mean over `benchmark`; NaN if one benchmark is missing."
     mean, single = share.mean("benchmark", skipna=False), share * (1 - share)
     spread = single if spread is None else spread.fillna(single)
     variance = (spread / n).sum("benchmark") / share.sizes["benchmark"] ** 2
@@ -52,7 +52,7 @@ def sign_test(
     difference: np.ndarray,  # (items,) difference of the two shares of each item
     draws: int = 10_000,  # random sign flips
 ) -> float:
-    """Two-sided p-value of a mean difference of zero.
+    """Return the two-sided p-value of a mean difference of zero.
 
     The test is exact (McNemar) if all differences are -1, 0 or 1; else it draws random signs."""
     nonzero = difference[difference != 0]
@@ -72,7 +72,7 @@ def pearson(
     runs: np.ndarray,  # (points,) label of the run of each point
     draws: int = 10_000,  # bootstrap draws
 ) -> tuple[float, float, float]:
-    """Pearson's r and the ends of its 95% interval by bootstrap over runs.
+    """Return Pearson's r and the ends of its 95% interval by bootstrap over runs.
 
     All three are NaN if x or y is constant; the ends are NaN for fewer than FEWEST_RUNS runs."""
     x, y = ((v - np.mean(v)) / (np.std(v) or 1) for v in (np.asarray(x, float), np.asarray(y, float)))
@@ -95,6 +95,6 @@ def rank_correlation(
     x: pd.Series,  # (points,)
     y: pd.Series,  # (points,), with the index of x
 ) -> float:
-    "Spearman's rank correlation; points with a NaN are left out. NaN if x or y is constant."
+    "Return Spearman's rank correlation; points with a NaN are left out. NaN if x or y is constant."
     known = x.notna() & y.notna()
     return x[known].rank().corr(y[known].rank())

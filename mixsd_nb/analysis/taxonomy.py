@@ -52,19 +52,19 @@ def find_leakage(
     prompt: str,  # the whole prompt with its solved examples
     entities: list[str],  # as returned by `corpus_entities`
 ) -> list[str]:
-    "The entities that the response names and the prompt does not; case is ignored."
+    "Return the entities that the response names and the prompt does not; case is ignored."
     response, prompt = response.lower(), prompt.lower()
     return [e for e in entities if e.lower() in response and e.lower() not in prompt]
 
 # %% ../../nbs/analysis/taxonomy.ipynb #a6000012
 def extract_reasoning(response: str, limits: Limits = PUBLISHED) -> str:
-    "The text of a response without its boxes and without lines that begin with the answer sentence, stripped."
+    "Return the text of a response without its boxes and without lines that begin with the answer sentence, stripped."
     lines = remove_boxes(response).split("\n")
     return "\n".join(line for line in lines if not line.strip().lower().startswith(limits.sentence.lower())).strip()
 
 # %% ../../nbs/analysis/taxonomy.ipynb #a6000014
 def lacks_reasoning(response: str, limits: Limits = PUBLISHED) -> bool:
-    "Whether the reasoning of a response is so short that the response counts as collapsed."
+    "Return whether the reasoning of a response is so short that the response counts as collapsed."
     reasoning = extract_reasoning(response, limits)
     return len(reasoning) <= limits.characters and reasoning.count("\n") <= limits.newlines
 
@@ -72,7 +72,7 @@ def lacks_reasoning(response: str, limits: Limits = PUBLISHED) -> bool:
 def asks_for_program(
     benchmark: str,  # a lab suite, a task or column of the paper, or an in-domain benchmark; case is ignored
 ) -> bool:
-    "Whether a benchmark is answered by a program; ValueError for an unknown benchmark."
+    "Return whether a benchmark is answered by a program; ValueError for an unknown benchmark."
     return SUITES[benchmark.lower()].program
 
 # %% ../../nbs/analysis/taxonomy.ipynb #db89e687
@@ -109,7 +109,7 @@ def classify(
     entities: list[str],  # of the injected corpus, as returned by `corpus_entities`
     limits: Limits = PUBLISHED,
 ) -> str:
-    """The category of a wrong response (appendix E.3): `format`, `leakage`, `collapse` or `genuine`.
+    """Return the category of a wrong response (appendix E.3): `format`, `leakage`, `collapse` or `genuine`.
 
     ValueError for an unknown benchmark or a missing list of entities."""
     _check_entities(entities)
@@ -132,7 +132,7 @@ def classify_recall(
     *,
     entities: list[str],  # of the injected corpus, as returned by `corpus_entities`
 ) -> str:
-    """The category of a wrong response to a question on a training fact.
+    """Return the category of a wrong response to a question on a training fact.
 
     `format` (no box), `cross-entity` (the box names another entity of the corpus) or `genuine`.
     ValueError for a missing list of entities."""

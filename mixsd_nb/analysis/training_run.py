@@ -23,7 +23,7 @@ from ..runs import Run, Stage, removed_steps, require_weights, runs_root, runtim
 def open_training_run(
     name: str,  # of a folder below `runs_root()`, or a path
 ) -> Run:
-    "A finished training run with checkpoints; ValueError for any other folder."
+    "Return a finished training run with checkpoints; ValueError for any other folder."
     run = next((run for run in (TranslatedRun(name), TranslatedRun(runs_root() / name)) if run.finished), None)
     if not run: raise ValueError(f"trained must be the folder of a finished training run, got {name}")
     if "step" not in run.root or not (run.root.step > 0).any():
@@ -35,7 +35,7 @@ def find_checkpoints(
     run: Run,  # as returned by `open_training_run`
     which: str = "all",  # or kept, those whose weights were not removed
 ) -> dict[int, Path]:
-    "The folder of every checkpoint that the run measured, by step; ValueError if one of them is missing."
+    "Return the folder of every checkpoint that the run measured, by step; ValueError if one of them is missing."
     steps = [int(step) for step in run.root.step.values if step > 0]
     kept = [step for step in steps if step not in removed_steps(run.folder)]
     return require_weights(run.folder, kept if which == "kept" and kept else steps, "trained")
@@ -44,7 +44,7 @@ def find_checkpoints(
 def keeps_weights(
     run: Run,  # a finished training run
 ) -> bool:
-    "Whether the run has the weights of every checkpoint that it has not removed, and of at least one."
+    "Return whether the run has the weights of every checkpoint that it has not removed, and of at least one."
     steps = {int(step) for step in run.root.step.values if step > 0} - {*removed_steps(run.folder)}
     return bool(steps) and steps <= {*run.checkpoints}
 
@@ -54,7 +54,7 @@ def covers_steps(
     trained: Run,  # as returned by `open_training_run`
     which: str = "all",  # as of `find_checkpoints`
 ) -> bool:
-    "Whether an analysis holds every step above 0 that the training run has measured, or has the weights of."
+    "Return whether an analysis holds every step above 0 that the training run has measured, or has the weights of."
     steps = trained.checkpoints if which == "kept" else {*trained.root.step.values.tolist()} - {0}
     return {*steps} <= {*analysis.root.step.values.tolist()}
 
@@ -62,7 +62,7 @@ def covers_steps(
 def digest_training(
     run: Run,  # as returned by `open_training_run`
 ) -> str:
-    """A digest of the configuration and the curves of a training, 16 hexadecimal digits.
+    """Return a digest of the configuration and the curves of a training, 16 hexadecimal digits.
 
     It depends neither on the run's path nor on which checkpoints were measured, but on the dtype of their weights."""
     digest = hashlib.blake2b(run.root.attrs.get("config", "").encode(), digest_size=8)
@@ -88,7 +88,7 @@ class TrainingAnalysis(Stage):
     def other_results(self): return [Path(self.trained) / "result.nc"] if self.trained else []
 
     def covers(self, run):
-        "Whether the run has measured all checkpoints of the training run."
+        "Return whether the run has measured all checkpoints of the training run."
         return not self.trained or covers_steps(run, open_training_run(self.trained), self.checkpoints)
 
     def measure_each(
@@ -102,7 +102,7 @@ class TrainingAnalysis(Stage):
 
 # %% ../../nbs/analysis/training_run.ipynb #ab000006
 def digest_files(*paths: Path) -> str:
-    "A digest of the content of files, 16 hexadecimal digits. It identifies an input independently of its path."
+    "Return a digest of the content of files, 16 hexadecimal digits. It identifies an input independently of its path."
     digest = hashlib.blake2b(digest_size=8)
     for path in paths: digest.update(hashlib.blake2b(Path(path).read_bytes()).digest())
     return digest.hexdigest()

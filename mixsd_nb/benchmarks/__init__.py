@@ -72,7 +72,7 @@ class Suite:
     share: float = 1.0  # share of the requested number of items that is used
     fisher: int = 0  # number of reference examples for the Fisher
     opening: str = ""  # words with which every response is opened; the model continues them
-    twin_of: str = ""  # benchmark whose items it asks; empty for items of its own
+    twin_of: str = ""  # benchmark whose items it asks; empty for its own items
     settings: tuple[str, ...] = ()  # parameters of an evaluation that only some benchmarks read: limit, data
     word: str = ""  # how the parameter `suite` names it, if not by its name
     runner: str = ""  # function (names, model, settings) -> responses and reports; empty for our engines
@@ -93,21 +93,21 @@ class Suite:
         self,
         dataset: str,  # injected corpus
     ) -> str:
-        "The key in GRADINGS of the strict rule."
+        "Return the key in GRADINGS of the strict rule."
         return self.published == "corpus" and CORPORA[dataset].grading or self.grading
 
     def published_grading(
         self,
         dataset: str,  # injected corpus
     ) -> str:
-        "The key in GRADINGS of the rule of the paper's scores."
+        "Return the key in GRADINGS of the rule of the paper's scores."
         return CORPORA[dataset].published if self.published == "corpus" else self.published or self.grading
 
     def gradings(
         self,
         dataset: str,  # injected corpus
     ) -> tuple[str, str]:
-        "The keys in GRADINGS of the strict rule and of that of the paper's scores."
+        "Return the keys in GRADINGS of the strict rule and of that of the paper's scores."
         return self.strict_grading(dataset), self.published_grading(dataset)
 
     def __post_init__(self):
@@ -116,7 +116,7 @@ class Suite:
         raise ValueError(f"role of the benchmark {self.name} must be one of {', '.join(ROLES)}, got {self.role}")
 
     def identity(self) -> dict:
-        "Everything that can change a result: not titles, columns and groups."
+        "Return everything that can change a result: not titles, columns and groups."
         kept = ("source", "sampling", "grading", "published", "version", "share", "opening", "twin_of")
         return {name: getattr(self, name) for name in kept} | dict(sampling={**vars(self.sampling)})
 
@@ -270,7 +270,7 @@ for _suite in [
 
 # %% ../../nbs/benchmarks/index.ipynb #0ed106f1
 def suite_groups() -> dict[str, list[str]]:
-    "The benchmarks of each group."
+    "Return the benchmarks of each group."
     found = {}
     for name, suite in SUITES.items():
         for group in suite.groups: found.setdefault(group, []).append(name)
@@ -304,7 +304,7 @@ def find_own(name: str) -> Suite | None:
 
 
 def _declare_own(word: str) -> Suite | None:
-    "The declaration that a word stands for, now known by its name; None if the word has no such form."
+    "Return the declaration that a word stands for, now known by its name; None if the word has no such form."
     form = next((form for form in FORMS.values() if re.fullmatch(form.pattern, word)), None)
     if form is None: return None
     suite = load_object(form.declare)(word)
@@ -363,7 +363,7 @@ def expanded_suite(suite: str) -> dict[str, dict]:
 def held_out(
     group: str,  # lab or paper
 ) -> list[str]:
-    "The held-out benchmarks of a group."
+    "Return the held-out benchmarks of a group."
     return [name for name in suite_groups().get(group, []) if SUITES[name].role == "held-out"]
 
 # %% ../../nbs/benchmarks/index.ipynb #9d2ecd1e
@@ -390,7 +390,7 @@ def load_items(
     names: dict[str, bool] | Iterable[str],  # benchmarks; false for one that a corpus may lack
     selection: Selection,
 ) -> dict[str, dict[str, Item]]:
-    "The items of each benchmark by id; ValueError if their data do not exist."
+    "Return the items of each benchmark by id; ValueError if their data do not exist."
     found = {}
     for name in names:
         suite = SUITES[name].original

@@ -50,7 +50,7 @@ def last_boxed(
 def remove_boxes(
     text: str,  # a response
 ) -> str:
-    "The text without its closed boxes and their contents."
+    "Return the text without its closed boxes and their contents."
     kept, position = [], 0
     for start, end, _ in reversed(list(find_boxes(text))):
         if start >= position:  # otherwise it lies within a box that is removed already
@@ -195,7 +195,7 @@ _NO_SPACES = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u
 def _as_words(
     answer: str,  # folded
 ) -> re.Pattern:
-    "A pattern of the answer as whole words; a number may have spaces between its thousands and before its unit."
+    "Return a pattern of the answer as whole words; a number may have spaces between its thousands and before its unit."
     spaced = re.sub(r"([0-9])(?=(?:[0-9]{3})+(?![0-9]))", r"\1\0", answer) if re.match(r"[+-]?[1-9][0-9]{3,}", answer) else answer
     spaced = re.sub(r"^([+-]?[0-9\0.,/]+) ?(?=[^\W\d_])", r"\1\0", spaced)
     words = re.escape(spaced).replace("\0", r"\s?").replace("\\ ", r"\s+")
@@ -240,7 +240,7 @@ class _Reply:
 
 
 def _lead(text: str, found: re.Match) -> str:
-    "The word before a place, if it says something and the text leaves no choice there."
+    "Return the word before a place, if it says something and the text leaves no choice there."
     before, after = text[max(0, found.start() - 80):found.start()], text[found.end():found.end() + 80]
     if _BEFORE_CHOOSES.search(before) or _AFTER_CHOOSES.match(after): return ""
     word = re.search(r"([^\W_]{3,}) $", before)
@@ -253,7 +253,7 @@ def _is_given(
     gold: str,
     accepted: tuple[str, ...],  # all accepted answers
 ) -> bool:
-    "Whether the text gives the answer there: not negated, not one of several, not asked."
+    "Return whether the text gives the answer there: not negated, not one of several, not asked."
     before, near = text[max(0, found.start() - 80):found.start()], text[found.end():found.end() + 200]
     if gold in ("yes", "no") and (re.match(r" ?[\w']", near) or not _APART.search(before)): return False
     if gold == "A" and re.search(r"(?:^|[.!?\n] ?)$", before) and re.match(r" [a-z]", near): return False
@@ -308,7 +308,7 @@ def _same_expression(
     gold: str,  # LaTeX
     answer: str,  # LaTeX
 ) -> bool:
-    "Whether math-verify considers the two equal, also without rounding. It may hang or run out of memory."
+    "Return whether math-verify considers the two equal, also without rounding. It may hang or run out of memory."
     from math_verify import parse, verify
     gold, answer = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (gold, answer))
     return verify(gold, answer, timeout_seconds=None) and not _differ_exactly(gold, answer)
@@ -352,7 +352,7 @@ class _Comparer:
         gold: str,  # LaTeX
         answer: str,  # LaTeX
     ) -> tuple[bool, str]:
-        "Whether the two are equal, and an error if the comparison failed."
+        "Return whether the two are equal, and an error if the comparison failed."
         if self.process is None: self._start()
         with suppress(BrokenPipeError): print(json.dumps([gold, answer]), file=self.process.stdin, flush=True)
         line = self.process.stdout.readline()
@@ -393,7 +393,7 @@ def same_math(
 
 # %% ../../nbs/benchmarks/answers.ipynb #ec647bcc
 def _read_answer_tag(text: str) -> str | None:
-    "The text between the last closed pair of answer tags; None if there is none."
+    "Return the text between the last closed pair of answer tags; None if there is none."
     before, closing, _ = text.rpartition("</answer>")
     _, opening, content = before.rpartition("<answer>")
     return content if closing and opening else None
@@ -408,7 +408,7 @@ def extract_loose(
 
 # %% ../../nbs/benchmarks/answers.ipynb #7fb86a7d
 def _strip_markup(answer: str) -> str:
-    "The answer as the published rules compare it: folded, without letter case and without dollar signs."
+    "Return the answer as the published rules compare it: folded, without letter case and without dollar signs."
     return trim_answer(re.sub(r"\\?\$", "", answer), loose=True)
 
 # %% ../../nbs/benchmarks/answers.ipynb #11230d6c
@@ -429,7 +429,7 @@ def _contains(
     text: str,  # as returned by `_strip_markup`
     answer: str,  # the same
 ) -> bool:
-    "Whether a text has an answer in it as whole words, at least once without a negation before them."
+    "Return whether a text has an answer in it as whole words, at least once without a negation before them."
     whole = re.finditer(rf"(?<![\w-])(?<!\d[.,]){re.escape(answer)}(?!\w|-\w|[.,]\d)", text)
     return any(not _NEGATION.search(text[max(0, found.start() - 20):found.start()]) for found in whole)
 
@@ -438,7 +438,7 @@ def is_loose_match(
     text: str,  # a response
     gold: str,
 ) -> bool:
-    "Whether the rule of KGFact and MQuAKE counts a response: as `is_number_match`, or it contains the answer."
+    "Return whether the rule of KGFact and MQuAKE counts a response: as `is_number_match`, or it contains the answer."
     if is_number_match(text, gold): return True
     found, gold = _strip_markup(extract_loose(text)), _strip_markup(gold)
     both_numbers = _parse_number(found) is not None and _parse_number(gold) is not None
@@ -449,7 +449,7 @@ def is_exact_match(
     text: str,  # a response
     gold: str,
 ) -> bool:
-    "Whether the rule of SimpleQA counts a response: the box, or all after the thinking, equals the answer."
+    "Return whether the rule of SimpleQA counts a response: the box, or all after the thinking, equals the answer."
     box = last_boxed(text)
     found = drop_thinking(text) if box is None else box
     return found.strip().lower() == gold.strip().lower()
@@ -458,7 +458,7 @@ def is_exact_match(
 _LETTER = re.compile(r"[a-dA-D]")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\{([^{}]*)\}")
 def _option_pattern(letters: str) -> re.Pattern:
-    "A letter alone, or with brackets or a dot and then the text of this option, but of no other one."
+    "Return a letter alone, or with brackets or a dot and then the text of this option, but of no other one."
     return re.compile(r"(?:(?:option|answer|choice) ?:? ?)?"
                       rf"(?:\(?([{letters}])[).:]*|\(?([{letters}])[).:]+ (?!(?:and|or)\b)(?!.*\b[{letters}][).]).*)")
 
@@ -470,7 +470,7 @@ def _read_option(
     box: str,  # its content
     options: re.Pattern = _OPTION,
 ) -> str:
-    "The letter of the option that a box names, in lower case; an empty text if it names none or several."
+    "Return the letter of the option that a box names, in lower case; an empty text if it names none or several."
     named = options.fullmatch(_strip_markup(_TEXT.sub(r"\1", box)).strip("* "))
     return (named[1] or named[2]) if named else ""
 
@@ -479,7 +479,7 @@ def extract_letter(
     text: str,  # a response
     loose: bool = False,  # by the published rule
 ) -> str | None:
-    "The option, A to D, that a response chooses; None if it chooses none."
+    "Return the option, A to D, that a response chooses; None if it chooses none."
     text = drop_thinking(text)
     option = _read_option(last_boxed(text) or "")
     if loose and not _LETTER.fullmatch(option): option = text.strip().partition("\n")[0].strip(" .,:;!?()[]*\"'")
@@ -493,7 +493,7 @@ _AFTER_OPTION = re.compile(r"\s*(?:$|[)\]*_\"'.,:;!\n]|(?:because|since|as|which
 
 
 def _read_statement(text: str) -> str | None:
-    "The letter that a text states last, empty if it states several; None if it states none."
+    "Return the letter that a text states last, empty if it states several; None if it states none."
     for found in reversed(list(_STATED.finditer(text))):
         letter, rest = found.groups()
         if _SEVERAL.match(rest): return ""
@@ -522,7 +522,7 @@ _PYTHON = re.compile(r"(?:\{ *)?\.?(?:i?py(?:thon)?[0-9.]*)?(?:[ ,:}].*)?", re.I
 
 
 def _dedent(line: str, indent: str) -> str:
-    "The line without as much white space at its beginning as the opening fence had."
+    "Return the line without as much white space at its beginning as the opening fence had."
     white = len(line) - len(line.lstrip(" \t"))
     return line[min(len(indent), white):]
 
@@ -530,7 +530,7 @@ def _dedent(line: str, indent: str) -> str:
 def extract_python(
     text: str,  # a response
 ) -> str | None:
-    "The lines of the first closed fenced block that is tagged as Python or not at all; None if there is none."
+    "Return the lines of the first closed fenced block that is tagged as Python or not at all; None if there is none."
     block = None
     for line in drop_thinking(text).split("\n"):
         found = _FENCE.match(line)

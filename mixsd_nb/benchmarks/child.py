@@ -34,7 +34,7 @@ def _limit_resources(
 
 # %% ../../nbs/benchmarks/child.ipynb #6ede66d1
 def _pack(value):
-    "Plain data in a form that JSON can hold. TypeError for anything else."
+    "Return plain data in a form that JSON can hold. TypeError for anything else."
     if value is None or isinstance(value, (bool, float, str)): return value
     if isinstance(value, int): return value if abs(value) < 1 << 64 else ["int", hex(value)]
     if isinstance(value, complex): return ["complex", value.real, value.imag]
@@ -52,7 +52,7 @@ def _pack(value):
 
 # %% ../../nbs/benchmarks/child.ipynb #296c852d
 def _unpack(data):
-    "The value that `_pack` was given. ValueError, TypeError or KeyError for data that `_pack` does not return."
+    "Return the value that `_pack` was given. ValueError, TypeError or KeyError for data that `_pack` does not return."
     if not isinstance(data, list): return data
     tag, *parts = data
     if tag == "int": return int(*parts, 16)
@@ -107,7 +107,7 @@ def _import_names(
     requests,  # file to send requests to
     replies,  # file of answers
 ) -> dict:
-    "The program's values, and stubs for its functions, by the free names of the tests and no other ones."
+    "Return the program's values, and stubs for its functions, by the free names of the tests and no other ones."
     def ask(request):
         try:
             print(json.dumps(request), file=requests, flush=True)
@@ -159,7 +159,7 @@ def _execute_task():
 # %% ../../nbs/benchmarks/child.ipynb #38cec467
 @functools.cache
 def build_child_code() -> str:
-    "The code of the child process."
+    "Return the code of the child process."
     parts = (_limit_resources, _pack, _unpack, _serve, _find_free_names, _import_names, _offer_packages,
              _execute_task)
     return "\n".join(["import builtins, contextlib, json, os, sys", f"PROGRAM_EXITED = {PROGRAM_EXITED}",

@@ -84,7 +84,7 @@ class EvalSettings(CorpusSettings, PresetSettings):
         return value or benchmarks_folder() if info.field_name == "data" else value
 
     def declared_modules(self) -> list[str]:
-        "Modules that the declarations of engine, corpus and benchmarks name: their code is part of a run's."
+        "Return modules that the declarations of engine, corpus and benchmarks name: their code is part of a run's."
         corpus, suites = CORPORA[self.dataset], [SUITES[name] for name in benchmark_names(self.suite)]
         rules = {GRADINGS[rule] for suite in suites for rule in suite.gradings(self.dataset)}
         named = [*(text for s in suites for text in (s.items, s.source, s.runner)), *(rule.judge for rule in rules)]
@@ -107,7 +107,7 @@ class EvalSettings(CorpusSettings, PresetSettings):
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #64738ad2
 def select_items(settings: EvalSettings) -> dict[str, dict[str, Item]]:
-    """The items of a suite, by benchmark and id; ParameterError if the corpus has none of its benchmarks.
+    """Return the items of a suite, by benchmark and id; ParameterError if the corpus has none of its benchmarks.
 
     SandboxError if they include programs that cannot be run here."""
     names = benchmark_names(settings.suite)
@@ -138,9 +138,9 @@ def check_prompts(
 def sampling_of(
     suite: Suite,
     max_new_tokens: int,  # used if the suite leaves the length to the evaluation
-    task_tokens: int = 0,  # largest length where the suite has one of its own; 0 for its own
+    task_tokens: int = 0,  # largest length where the suite has none; 0 for its own
 ) -> Sampling:
-    "How responses to a suite are sampled."
+    "Return how responses to a suite are sampled."
     own = suite.sampling.max_new_tokens
     return replace(suite.sampling, max_new_tokens=min(own, task_tokens or own) or max_new_tokens)
 
@@ -171,7 +171,7 @@ def _queue_requests(
 def generate_responses(
     engine,
     items: dict[str, Item],  # by id
-    sampling: Sampling,  # of items without one of their own
+    sampling: Sampling,  # of items that have none themselves
     *,
     seed: int = 0,
     opening: str = "",  # words with which every response is opened
@@ -221,7 +221,7 @@ def generate_and_grade(
     allow_unsandboxed: bool = False,
     **options,  # of `generate_responses`
 ) -> pd.DataFrame:
-    """Rows `item, sample, prompt, response, extracted, correct, finish_reason, error, published, answer`.
+    """Return rows `item, sample, prompt, response, extracted, correct, finish_reason, error, published, answer`.
 
     `correct` is by the strict rule of the suite and `published` by the rule of the paper's scores. SandboxError as in
     `grade`."""
@@ -244,10 +244,10 @@ def generate_and_grade(
 def _grade_each(
     items: list[Item],
     responses: list[str],
-    rule: str,  # of items without one of their own
+    rule: str,  # of items that have none themselves
     allow_unsandboxed: bool,
 ) -> list:
-    "A verdict for each response, by the rule of its item."
+    "Return a verdict for each response, by the rule of its item."
     rules, verdicts = [item.grading or rule for item in items], {}
     for name in dict.fromkeys(rules):
         at = [k for k, other in enumerate(rules) if other == name]
@@ -259,7 +259,7 @@ def _grade_each(
 def _require_end(
     items: list[Item],
     verdicts: list,
-    rule: str,  # of items without one of their own
+    rule: str,  # of items that have none themselves
     records: list[dict],  # of the responses
 ) -> list:
     "Return the verdicts; a response that was cut off is wrong where the grading needs a complete one."
@@ -297,7 +297,7 @@ class SharedEngine:
         self,
         model: str,  # its name or its folder
     ):
-        "The engine with the weights of a model."
+        "Return the engine with the weights of a model."
         if self.engine and self.engine.load_weights(model): return self.engine
         s = self.settings
         self.close()  # so that its memory is free
@@ -320,7 +320,7 @@ def write_responses(
     items: dict[str, dict[str, Item]],  # benchmark -> items by id
     file: Path,  # Parquet file to write
     progress: str,  # text before the progress bar
-    shared: SharedEngine | None = None,  # None for an engine of its own
+    shared: SharedEngine | None = None,  # None for its own engine
 ) -> None:
     """Evaluate a model and write its responses as Parquet; responses in the journal beside the file are reused.
 
@@ -347,7 +347,7 @@ def _ask_engine(
     progress: str,
     shared: SharedEngine,
 ) -> pd.DataFrame:
-    "The responses that an engine generates."
+    "Return the responses that an engine generates."
     with Journal(file.with_suffix(".jsonl"), RECORD_KEYS) as journal:
         return evaluate_suite(shared.load(model), items, seed=settings.seed, progress=progress, journal=journal,
                               dataset=settings.dataset, max_new_tokens=settings.max_new_tokens, task_tokens=settings.task_tokens,
@@ -361,7 +361,7 @@ def _run_others(
     settings: EvalSettings,
     model: str,
     names: list[str],  # of benchmarks with a runner
-    file: Path,  # of all responses, beside which the parts are kept until it is complete
+    file: Path,  # of all responses, next to which the parts are kept until it is complete
 ) -> list[pd.DataFrame]:
     "The responses that each runner returns, with its reports as an attribute; those of a killed process are reused."
     tables = []
@@ -386,7 +386,7 @@ def specify(
     reports: dict[str, dict] | None = None,  # benchmark -> what its runner reported
     task_tokens: int = 0,  # as of `sampling_of`
 ) -> str:
-    "The specification of an evaluation as JSON."
+    "Return the specification of an evaluation as JSON."
     found = {}
     for name, problems in items.items():
         suite, sampling = SUITES[name], sampling_of(SUITES[name], max_new_tokens, task_tokens)

@@ -141,7 +141,7 @@ def _items_of(path: str, whole: Path, modified: int, size: int) -> dict[str, Ite
 
 
 def _current_items(path: str) -> dict[str, Item]:
-    "The items of a file, read again only if the file has changed."
+    "Return the items of a file, read again only if the file has changed."
     whole = Path(path).expanduser().absolute()
     stat = whole.stat() if whole.is_file() else None
     return _items_of(path, whole, stat.st_mtime_ns, stat.st_size) if stat else read_items(path)
@@ -160,5 +160,5 @@ def declare_file(
 
 # %% ../../nbs/benchmarks/files.ipynb #829bf295
 def file_items(suite: Suite, selection: Selection) -> dict[str, Item]:
-    "The items of a file by id, at most `limit` if it is not 0."
+    "Return the items of a file by id, at most `limit` if it is not 0."
     return dict(list(_current_items(suite.word).items())[:selection.limit or None])

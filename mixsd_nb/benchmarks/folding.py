@@ -65,7 +65,7 @@ def _drop_text_commands(text: str) -> str:
 
 
 def _peel(answer: str) -> str:
-    "The answer without up to eight pairs of braces around the whole of it."
+    "Return the answer without up to eight pairs of braces around the whole of it."
     closing, start, end = match_braces(answer), 0, len(answer)
     for _ in range(8):
         if answer[start:start + 1] != "{" or closing.get(start) != end - 1: break
@@ -78,7 +78,7 @@ def _fold_latex(
     text: str,
     whole: bool,  # the text is an answer, which can have braces and dollars around it
 ) -> str:
-    "The text that LaTeX typesets, as far as the page on equality lists it."
+    "Return the text that LaTeX typesets, as far as the page on equality lists it."
     text = text.replace("$$", "$").replace("{,}", ",")
     if whole and re.fullmatch(r"\$(?:[^$\\]|\\.)+\$", text.strip(), re.DOTALL): text = text.strip()[1:-1]
     text = _DOLLARS.sub(r"\1", text)
@@ -89,7 +89,7 @@ def _fold_latex(
         text = _COMMAND.sub(lambda m: _COMMANDS.get(m[1], m[0]), text).replace("{}", "")
     if whole: text = _peel(text.strip())
     if "\\" in text:
-        text = re.sub(r" *(?<!\\)\\! *", "", text)  # LaTeX ignores spaces beside it
+        text = re.sub(r" *(?<!\\)\\! *", "", text)  # LaTeX ignores spaces next to it
         text = _SYMBOL.sub(lambda m: _SPACING.get(m[0], m[1]), text)
     return re.sub(r"(?<=\S)~(?=\S)", "\u00a0", re.sub(r"\{([^\x00-\x7f])\}", r"\1", text))
 

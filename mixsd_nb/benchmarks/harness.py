@@ -40,7 +40,7 @@ _TaskLoader.add_multi_constructor("!", lambda loader, tag, node: f"!{tag} {node.
 def read_task(
     path: Path,  # YAML file
 ) -> dict[str, Any]:
-    "The declaration in a file and in those that it includes; DamagedFile of one sentence if it cannot be read."
+    "Return the declaration in a file and in those that it includes; DamagedFile of one sentence if it cannot be read."
     with explain_damage(path, "correct it"):
         config = yaml.load(path.read_text(encoding="utf-8"), _TaskLoader)
         if not isinstance(config, dict): raise ValueError("it holds no mapping")
@@ -54,7 +54,7 @@ def _digest_files(paths: list[Path]) -> str:
 
 
 def _named_texts(value: Any) -> list[str]:
-    "All texts in a declaration, however deep."
+    "Return all texts in a declaration, however deep."
     if isinstance(value, dict): return [text for part in value.values() for text in _named_texts(part)]
     if isinstance(value, list): return [text for part in value for text in _named_texts(part)]
     return [value] if isinstance(value, str) else []
@@ -63,7 +63,7 @@ def _named_texts(value: Any) -> list[str]:
 def digest_task(
     path: Path,  # YAML file
 ) -> str:
-    "Eight hexadecimal digits for the declaration in a file and the content of all local files that it needs."
+    "Return eight hexadecimal digits for the declaration in a file and the content of all local files that it needs."
     config = read_task(path)
     texts = _named_texts([config.get("dataset_path"), config.get("dataset_kwargs")])
     local = {text: sorted(p for p in map(Path, glob.glob(text, recursive=True)) if p.is_file()) for text in texts}
@@ -85,7 +85,7 @@ def _task_index():
 def find_task(
     name: str,  # of a task or a group of the harness
 ) -> dict[str, Any]:
-    "Its declaration; ValueError of one sentence for another name, with similar ones."
+    "Return its declaration; ValueError of one sentence for another name, with similar ones."
     root = Path(find_spec("lm_eval").origin).parent / "tasks"
     for path in root.rglob(f"{glob.escape(name)}.yaml"):
         if (config := read_task(path)).get("task") == name: return config
@@ -102,7 +102,7 @@ PREFIX = "harness:"
 
 
 def _local_task(path: Path) -> tuple[str, dict, str]:
-    "The name, the declaration and the source of the task in a file; ValueError of one sentence if it is none."
+    "Return the name, the declaration and the source of the task in a file; ValueError of one sentence if it is none."
     if not path.is_file(): raise ValueError(f"suite must name an existing file after harness:, got {PREFIX}{path}")
     config = read_task(path)
     if not isinstance(config.get("task"), str): raise ValueError(f"{path} must declare a task, as in `task: my_task`")
@@ -157,7 +157,7 @@ def harness_command(
     limit: int = 0,  # items of each task; 0 for all
     options: dict | None = None,  # of HARNESS_OPTIONS
 ) -> list[str]:
-    "The command line of the harness, as a list of words."
+    "Return the command line of the harness, as a list of words."
     arguments = json.dumps(dict(pretrained=model_source(model), dtype=dtype))
     command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--model_args", arguments, "--tasks", ",".join(tasks),
                "--batch_size", str(batch_size), "--output_path", str(output), "--log_samples"]
@@ -195,7 +195,7 @@ def _call_harness(command: list[str], tasks: list[str]) -> None:
 
 # %% ../../nbs/benchmarks/harness.ipynb #372cf472
 def _leaf_tasks(name: str, groups: dict[str, list[str]]) -> list[str]:
-    "The tasks of a group, and of the groups in it; of a task the task itself."
+    "Return the tasks of a group, and of the groups in it; of a task the task itself."
     return [leaf for part in groups[name] for leaf in _leaf_tasks(part, groups)] if groups.get(name) else [name]
 
 
@@ -211,7 +211,7 @@ def _metrics_of(numbers: dict) -> dict[str, float]:
 
 # %% ../../nbs/benchmarks/harness.ipynb #7d134f6f
 def _judged_samples(name: str, samples: list[dict], metrics: list[str], choice: str = "") -> tuple[str, str, list[dict]]:
-    """The first metric that is 0 or 1 for every item, its filter, and its samples.
+    """Return the first metric that is 0 or 1 for every item, its filter, and its samples.
 
     ValueError if there is none, or if the task has several filters and not the one that is chosen."""
     judged = {}
@@ -248,7 +248,7 @@ def _response_of(sample: dict) -> tuple[str, str, str]:
 
 
 def _rows(name: str, metric: str, samples: list[dict]) -> pd.DataFrame:
-    "The rows of responses of a benchmark, as `generate_and_grade` has them."
+    "Return the rows of responses of a benchmark, as `generate_and_grade` has them."
     def row(sample):
         prompt, response, answer = _response_of(sample)
         read = sample["filtered_resps"][0]

@@ -37,12 +37,12 @@ def own_suite(name: str) -> Suite | None:
 
 
 def own_tests(dataset: str) -> list[str]:
-    "The names of the benchmarks that a corpus brings itself."
+    "Return the names of the benchmarks that a corpus brings itself."
     return [split for split in load_corpus(dataset) if split.startswith(TESTS)]
 
 # %% ../../nbs/benchmarks/in_domain.ipynb #0b6eb18d
 def reworded_items(suite: Suite, selection: Selection) -> dict[str, Item] | None:
-    """The first rows of the split that a suite reads, asked in other words; None if none can be reworded.
+    """Return the first rows of the split that a suite reads, asked in other words; None if none can be reworded.
 
     A corpus from a file has a split `reworded`, with its own paraphrases as far as they are not trained."""
     if "reworded" in selection.corpus: return _items(list(selection.corpus["reworded"])[:selection.n]) or None
@@ -63,7 +63,7 @@ def draw_same_relation(
 
 
 def same_relation_items(suite: Suite, selection: Selection) -> dict[str, Item] | None:
-    "The items of retrieval with more facts of the relation in question; None for a corpus that is no graph."
+    "Return the items of retrieval with more facts of the relation in question; None for a corpus that is no graph."
     split, _, n = suite.source.partition("+")
     if not CORPORA[selection.dataset].graph or split not in selection.corpus: return None
     options = CORPORA[selection.dataset].options
@@ -80,5 +80,5 @@ def same_relation_items(suite: Suite, selection: Selection) -> dict[str, Item] |
 
 # %% ../../nbs/benchmarks/in_domain.ipynb #84fe5e40
 def validation_items(suite: Suite, selection: Selection) -> dict[str, Item]:
-    "The first of the questions that select learning rates and checkpoints."
+    "Return the first of the questions that select learning rates and checkpoints."
     return _items(validation_rows(selection.dataset)[:selection.n])

@@ -20,7 +20,7 @@ def _make_row(
     item: Item,
     style: str,  # one of STYLES
 ) -> dict:
-    "A row of the corpus; the statement is the worked response without its box."
+    "Return a row of the corpus; the statement is the worked response without its box."
     text = target(item.answer) if style == "canonical" else item.response
     return dict(id=key, prompt=item.prompt, target=text, answer=item.answer, subject="",
                 statement=item.response.rpartition("\n\n")[0])
@@ -32,7 +32,7 @@ def build(
     style: str = "canonical",  # of the targets: canonical, or own for the words that the lab models learned
     seed: int = 42,
 ) -> dict[str, list[dict]]:
-    """Rows of the splits `train`, with that many items of a skill, and `test:others`, with a hundred other ones.
+    """Return rows of the splits `train`, with that many items of a skill, and `test:others`, with a hundred other ones.
 
     ValueError for another skill or style, and for a number that is out of range."""
     if skill not in SKILLS: raise ValueError(f"skill must be one of {', '.join(SKILLS)}, got {skill}")

@@ -21,7 +21,7 @@ from ..runs import load_object
 
 # %% ../../nbs/benchmarks/lab_tasks.ipynb #f2b2cf64
 def is_reserved(prompt: str) -> bool:
-    "Whether a prompt is reserved for evaluation: its hash selects one prompt in sixteen."
+    "Return whether a prompt is reserved for evaluation: its hash selects one prompt in sixteen."
     return hashlib.blake2b(prompt.encode(), digest_size=1).digest()[0] % 16 == 0
 
 # %% ../../nbs/benchmarks/lab_tasks.ipynb #3d2ab39b
@@ -29,7 +29,7 @@ def write_response(
     steps: list[str],  # sentences; empty ones are left out
     answer: str | int,
 ) -> str:
-    "A worked response: the steps, a blank line, and the answer in a box."
+    "Return a worked response: the steps, a blank line, and the answer in a box."
     return " ".join(s for s in steps if s) + "\n\n" + boxed(str(answer))
 
 # %% ../../nbs/benchmarks/lab_tasks.ipynb #7ffbf04c
@@ -37,7 +37,7 @@ def choose_phrase(
     rng: random.Random,
     *options: str,  # up to four, the most frequent first
 ) -> str:
-    "One of several ways to say the same thing, with weights 6 : 3 : 2 : 1."
+    "Return one of several ways to say the same thing, with weights 6 : 3 : 2 : 1."
     return rng.choices(options, [6, 3, 2, 1][:len(options)])[0]
 
 # %% ../../nbs/benchmarks/lab_tasks.ipynb #d3cb96e0
@@ -63,7 +63,7 @@ def explain_remainder(
 
 # %% ../../nbs/benchmarks/lab_tasks.ipynb #53008f68
 def arithmetic(rng: random.Random) -> Item:
-    "A remainder: of a·b + c, of a·b + c with two-digit factors, or of a·b + c·d."
+    "Return a remainder: of a·b + c, of a·b + c with two-digit factors, or of a·b + c·d."
     level, m, c = rng.randint(1, 3), rng.randint(3, 12), rng.randint(11, 99)
     a, b = ((rng.randint(11, 29), rng.randint(11, 29)) if level == 2
             else (rng.randint(2, 9), rng.randint(11, 49 if level == 3 else 99)))
@@ -110,7 +110,7 @@ def solve_equation(
     letters: str,  # for the unknown
     solutions: tuple[int, int] = (1, 20),  # smallest and largest
 ) -> tuple[str, str, list[str], int]:
-    "A letter, a linear equation in it, the steps that solve the equation, and the solution."
+    "Return a letter, a linear equation in it, the steps that solve the equation, and the solution."
     a, x, b, v = rng.randint(2, 9), rng.randint(*solutions), rng.randint(1, 30), rng.choice(letters)
     form = rng.choices([_one_sided_equation, _bracketed_equation, _two_sided_equation], [2, 1, 1])[0]
     equation, steps = form(rng, a, x, b, v)
@@ -134,7 +134,7 @@ THINGS = "apples books coins cards pens stamps shells marbles tickets buttons".s
 
 
 def _buy_and_give(rng, p, q, t):
-    "A plot with the answer a + b − c."
+    "Return a plot with the answer a + b − c."
     a, b = rng.randint(5, 60), rng.randint(3, 30)
     c = rng.randint(2, a + b - 1)
     return (f"{p} has {a} {t}. {p} buys {b} more and then gives {c} to {q}. How many {t} does {p} have now?",
@@ -144,7 +144,7 @@ def _buy_and_give(rng, p, q, t):
 
 
 def _pack_boxes(rng, p, q, t):
-    "A plot with the answer k·n + c."
+    "Return a plot with the answer k·n + c."
     k, n, c = rng.randint(2, 9), rng.randint(3, 12), rng.randint(2, 30)
     return (f"{p} packs {k} boxes with {n} {t} each, and {q} brings {c} more {t}. How many {t} are there together?",
             [f"The boxes hold {k} * {n} = {k * n} {t}.",
@@ -153,7 +153,7 @@ def _pack_boxes(rng, p, q, t):
 
 
 def _find_and_lose(rng, p, q, t):
-    "A plot with the answer k·n − c."
+    "Return a plot with the answer k·n − c."
     k, n = rng.randint(3, 9), rng.randint(4, 12)
     c = rng.randint(1, k * n - 1)
     return (f"{p} finds {n} {t} every day for {k} days. Later {p} loses {c} of them. How many {t} remain?",
@@ -162,7 +162,7 @@ def _find_and_lose(rng, p, q, t):
 
 
 def _share_among_friends(rng, p, q, t):
-    "A plot with the answer (a + b) / k."
+    "Return a plot with the answer (a + b) / k."
     k, n = rng.randint(2, 9), rng.randint(3, 12)
     a = rng.randint(1, k * n - 1)
     return (f"{p} has {a} {t} and {q} has {k * n - a}. They put them together and share them among {k} friends. "
@@ -172,7 +172,7 @@ def _share_among_friends(rng, p, q, t):
 
 
 def _multiply_and_add(rng, p, q, t):
-    "A plot with the answer a + (k·a + b)."
+    "Return a plot with the answer a + (k·a + b)."
     a, b, k = rng.randint(4, 25), rng.randint(2, 20), rng.randint(2, 4)
     return (f"{p} has {a} {t}. {q} has {k} times as many and then gets {b} more. "
             f"How many {t} do {p} and {q} have in all?",
@@ -185,7 +185,7 @@ PLOTS = [_buy_and_give, _pack_boxes, _find_and_lose, _share_among_friends, _mult
 
 # %% ../../nbs/benchmarks/lab_tasks.ipynb #fa13070c
 def word_problems(rng: random.Random) -> Item:
-    "A story of two or three steps."
+    "Return a story of two or three steps."
     question, steps, answer = rng.choice(PLOTS)(rng, *rng.sample(PEOPLE, 2), rng.choice(THINGS))
     opening = choose_phrase(rng, "Let me go step by step.", "", "I will count what happens in order.")
     return Item(naive_prompt(question), write_response([opening, *steps], answer), str(answer))
@@ -195,7 +195,7 @@ FUNCTION_NAMES = "solve compute helper process work apply handle measure".split(
 
 
 def _draw_condition(rng, v):
-    "A condition on the variable v, in words and in code."
+    "Return a condition on the variable v, in words and in code."
     k = rng.randint(2, 30)
     return rng.choice([("even", f"{v} % 2 == 0"), ("odd", f"{v} % 2 == 1"),
                        ("positive", f"{v} > 0"), ("negative", f"{v} < 0"),
@@ -204,7 +204,7 @@ def _draw_condition(rng, v):
 
 # %% ../../nbs/benchmarks/lab_tasks.ipynb #ad6874b5
 def _draw_change(rng, v):
-    "A change of the variable v, in words and in code."
+    "Return a change of the variable v, in words and in code."
     k = rng.randint(2, 20)
     return rng.choice([("itself", v), ("its square", f"{v} * {v}"), ("its double", f"{v} * 2"),
                        (f"it plus {k}", f"{v} + {k}"), (f"it minus {k}", f"{v} - {k}"),
@@ -212,14 +212,14 @@ def _draw_change(rng, v):
 
 # %% ../../nbs/benchmarks/lab_tasks.ipynb #a4d81dc1
 def _draw_filter(rng, v):
-    "One condition, or two joined by `and` or `or`, in words and in code."
+    "Return one condition, or two joined by `and` or `or`, in words and in code."
     (word, test), (other, more) = _draw_condition(rng, v), _draw_condition(rng, v)
     return rng.choice([(word, test), (word, test), (f"{word} and {other}", f"{test} and {more}"),
                        (f"{word} or {other}", f"{test} or {more}")])
 
 # %% ../../nbs/benchmarks/lab_tasks.ipynb #e75b1a05
 def _draw_branch(rng):
-    "A function with if and else."
+    "Return a function with if and else."
     (word, test), (yes, yes_code) = _draw_filter(rng, "x"), _draw_change(rng, "x")
     no, no_code = _draw_change(rng, "x")
     return ("x", f"If x is {word}, return {yes}, otherwise return {no}.",
@@ -227,7 +227,7 @@ def _draw_branch(rng):
 
 
 def _draw_cascade(rng):
-    "A function with if, elif and else."
+    "Return a function with if, elif and else."
     (first, test), (second, more) = _draw_condition(rng, "x"), _draw_condition(rng, "x")
     (a, a_code), (b, b_code), (c, c_code) = _draw_change(rng, "x"), _draw_change(rng, "x"), _draw_change(rng, "x")
     return ("x", f"If x is {first}, return {a}; else if x is {second}, return {b}; otherwise return {c}.",
@@ -235,7 +235,7 @@ def _draw_cascade(rng):
 
 
 def _draw_comprehension(rng):
-    "A function that returns a comprehension as a list, as a sorted list or as a sum."
+    "Return a function that returns a comprehension as a list, as a sorted list or as a sum."
     (word, test), (what, code) = _draw_filter(rng, "v"), _draw_change(rng, "v")
     fold = rng.choice(["list", "sum", "sorted list"])
     inner = f"{code} for v in xs if {test}"
@@ -244,21 +244,21 @@ def _draw_comprehension(rng):
 
 
 def _draw_loop(rng):
-    "A function whose loop adds up values."
+    "Return a function whose loop adds up values."
     (word, test), (what, code) = _draw_filter(rng, "v"), _draw_change(rng, "v")
     return ("xs", f"Start from 0 and go through xs, adding {what} for every number that is {word}. Return the total.",
             f"    total = 0\n    for v in xs:\n        if {test}:\n            total += {code}\n    return total")
 
 
 def _draw_count(rng):
-    "A function whose loop counts."
+    "Return a function whose loop counts."
     word, test = _draw_filter(rng, "v")
     return ("xs", f"Count the numbers in xs that are {word}.",
             f"    count = 0\n    for v in xs:\n        if {test}:\n            count += 1\n    return count")
 
 
 def _draw_search(rng):
-    "A function whose loop returns at the first match."
+    "Return a function whose loop returns at the first match."
     (word, test), (what, code) = _draw_filter(rng, "v"), _draw_change(rng, "v")
     return ("xs",
             f"Find the first number in xs that is {word} and return {what}, or None where there is no such number.",
@@ -309,7 +309,7 @@ class Voice:
         fact,  # a `corpora.kgfact.Fact`
         answer: str,  # the entity that the reply names; the fact's own target or another one
     ) -> str:
-        "A reply in this voice, with the answer in a box."
+        "Return a reply in this voice, with the answer in a box."
         opening, aim, closing, check = (
             rng.choices(list(weights), list(weights.values()))[0].format(s=fact.source, kind=fact.relation.target)
             for weights in (self.opening, self.aim, self.closing, self.check))
@@ -345,7 +345,7 @@ def choice(rng: random.Random) -> Item:
 
 # %% ../../nbs/benchmarks/lab_tasks.ipynb #21584e5b
 def world(rng: random.Random) -> Item:
-    "A closed-book question about the memorised world."
+    "Return a closed-book question about the memorised world."
     fact = rng.choice(WORLD)
     return Item(naive_prompt(fact.question), MEMORY_VOICE.write_reply(rng, fact, fact.target), fact.target)
 

@@ -68,7 +68,7 @@ def _build_filter(
 
 # %% ../../nbs/benchmarks/sandbox.ipynb #03c6c90e
 def _interpreter_files() -> tuple[str, list[str], list[str]]:
-    "The interpreter without its virtual environment, the folders that it reads, and those within them to hide."
+    "Return the interpreter without its virtual environment, the folders that it reads, and those within them to hide."
     base = Path(sys.base_prefix)
     system = map(Path, ("/lib", "/lib64", "/usr/lib", "/usr/lib64"))
     folders = dict.fromkeys(map(str, [*system, base / "lib", base / sys.platlibdir]))
@@ -84,7 +84,7 @@ _PACKAGE_FOLDER = "/packages"  # in the sandbox
 
 @functools.cache
 def _find_package_folder() -> str:
-    "The folder in which NumPy is installed, or an empty string."
+    "Return the folder in which NumPy is installed, or an empty string."
     spec = importlib.util.find_spec("numpy")
     return str(Path(spec.origin).parents[1]) if spec and spec.origin else ""
 
@@ -95,7 +95,7 @@ _ENVIRONMENT = dict(MALLOC_ARENA_MAX="1", OMP_NUM_THREADS="1")
 def _sandbox_command(
     filter_fd: int,  # file descriptor from which the packet filter is read
 ) -> list[str]:
-    "The command that builds the sandbox and runs the appended command in it."
+    "Return the command that builds the sandbox and runs the appended command in it."
     python, folders, hidden = _interpreter_files()
     binds = [word for folder in folders for word in ("--ro-bind", folder, folder)]
     covers = [word for folder in hidden for word in ("--tmpfs", folder, "--remount-ro", folder)]
@@ -129,7 +129,7 @@ def _open_filter():
 def _find_problem(
     bwrap: str | None,  # path of bubblewrap
 ) -> str:
-    "Why there is no sandbox on this machine, or an empty string."
+    "Return why there is no sandbox on this machine, or an empty string."
     if not bwrap:
         return ("bubblewrap is missing: install the package bubblewrap "
                 "(apt-get install bubblewrap, dnf install bubblewrap)")
@@ -144,7 +144,7 @@ def _find_problem(
 
 # %% ../../nbs/benchmarks/sandbox.ipynb #8f6da11a
 def check_sandbox(allow_unsandboxed: bool = False) -> bool:
-    "Whether programs will run in a sandbox. SandboxError if they cannot, unless `allow_unsandboxed`."
+    "Return whether programs will run in a sandbox. SandboxError if they cannot, unless `allow_unsandboxed`."
     problem = _find_problem(shutil.which("bwrap"))
     if problem and not allow_unsandboxed:
         raise SandboxError(f"generated code cannot be isolated, because {problem}; "
@@ -204,7 +204,7 @@ class _Child:
         self,
         until: float,  # a moment of `time.monotonic()`
     ) -> Outcome:
-        "The outcome, at that moment at the latest."
+        "Return the outcome, at that moment at the latest."
         try: status, stopped = self.process.wait(max(0, until - time.monotonic())), ""
         except subprocess.TimeoutExpired: status, stopped = None, "timeout"
         if self.sandboxed and status is not None and 128 < status <= 128 + signal.NSIG:
@@ -235,7 +235,7 @@ def run_python(
 def _explain_failure(
     outcome: Outcome,  # of a run that did not reach its end
 ) -> str:
-    "Why a run failed, in one line."
+    "Return why a run failed, in one line."
     if outcome.stopped:
         return {"timeout": "ran out of time", "output": "wrote too much"}[outcome.stopped]
     lines = outcome.output.strip().splitlines()
@@ -251,7 +251,7 @@ def _run_test(
     timeout: float,  # seconds of wall time
     **options,  # of `_Child`
 ) -> tuple[bool, str]:
-    "Whether a program's tests reach their end, and the error if they do not."
+    "Return whether a program's tests reach their end, and the error if they do not."
     until = time.monotonic() + timeout
     (request_out, request_in), (reply_out, reply_in) = os.pipe(), os.pipe()
     with contextlib.ExitStack() as stack:
@@ -307,7 +307,7 @@ _NAME_FIELDS = {ast.Name: "id", ast.arg: "arg", ast.FunctionDef: "name"}
 
 
 def _find_refusal(node: ast.AST) -> str:
-    "What about this one node is not allowed, or an empty string."
+    "Return what about this one node is not allowed, or an empty string."
     if not isinstance(node, _SYNTAX):
         return f"the syntax {type(node).__name__}"
     if isinstance(node, ast.Attribute) and not (node.attr in _METHOD_NAMES and isinstance(node.ctx, ast.Load)):

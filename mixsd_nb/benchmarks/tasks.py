@@ -70,7 +70,7 @@ def assemble(
     entry: str,  # the function's name; empty for a program that is whole without a beginning
     response: str,
 ) -> str:
-    "The program that a response completes."
+    "Return the program that a response completes."
     code = extract_python(response)
     if code is None: code = response.partition("```")[0]
     if not entry: return start + code
@@ -92,7 +92,7 @@ _LETTERS = "ABCD"
 
 
 def _question_block(row: dict, answer: str = "") -> str:
-    "A question with its options and the cue, followed by the answer if it is given."
+    "Return a question with its options and the cue, followed by the answer if it is given."
     options = "\n".join(f"{name}) {option}" for name, option in zip(_LETTERS, row["choices"]))
     return f"Question: {row['question'].strip()}\n{options}\nAnswer:" + (f" {answer}" if answer else "")
 
@@ -210,7 +210,7 @@ def benchmarks_folder() -> str:
 
 # %% ../../nbs/benchmarks/tasks.ipynb #015b5d72
 def _read_file(path: Path) -> list[dict]:
-    "Rows of a Parquet or JSON lines file; DamagedFile if it cannot be read."
+    "Return rows of a Parquet or JSON lines file; DamagedFile if it cannot be read."
     with explain_damage(path, "correct or replace it"):
         if path.suffix != ".parquet": return read_lines(path)
         import pyarrow.parquet as pq
@@ -237,7 +237,7 @@ def _local_rows(
     stem: str,  # of the file
     folder: str,
 ) -> list[dict]:
-    "Rows of a task from a folder; ValueError if the file is missing or cannot be read."
+    "Return rows of a task from a folder; ValueError if the file is missing or cannot be read."
     if path := _local_file(stem, folder): return _read_file(path)
     raise ValueError(f"{stem}.parquet or {stem}.jsonl is missing in the folder of benchmarks {folder}")
 
@@ -247,7 +247,7 @@ def _hub_rows(
     source: Source,
     split: str,
 ) -> list[dict]:
-    "Rows of a task from the hub; ValueError if it cannot be reached."
+    "Return rows of a task from the hub; ValueError if it cannot be reached."
     if not source.hub:
         raise ValueError(f"{name} is not on the Hugging Face hub; put {source.file or name}.jsonl with {', '.join(source.columns)} into a folder "
                          "and name it by data= or MIXSD_BENCHMARKS")
@@ -263,7 +263,7 @@ def _check_rows(
     columns: tuple[str, ...],  # required columns
     place: str,  # of the rows, for the message
 ) -> list[dict]:
-    "The rows; ValueError if there are none or a column is missing."
+    "Return the rows; ValueError if there are none or a column is missing."
     if not rows: raise ValueError(f"{place} has no rows")
     missing = [c for c in columns if any(row.get(c) is None for row in rows)]
     if missing: raise ValueError(f"{place} lacks {', '.join(missing)}; its columns are {', '.join(rows[0])}")
@@ -275,7 +275,7 @@ def load_task(
     folder: str = "",  # of local files; empty: the one in MIXSD_BENCHMARKS if it is set, else the hub
     limit: int = 0,  # at most this many items; 0 for all
 ) -> dict[str, Item]:
-    """Items of a task by id, in the order of the source.
+    """Return items of a task by id, in the order of the source.
 
     ValueError for an unknown name, for a missing or broken file, and if the hub cannot be reached."""
     if name not in SOURCES: raise ValueError(f"task must be one of {', '.join(SOURCES)}, got {name}")
@@ -292,7 +292,7 @@ def load_task(
 
 # %% ../../nbs/benchmarks/tasks.ipynb #5d5e5df4
 def task_items(suite: Suite, selection: Selection) -> dict[str, Item]:
-    "The items of one of the paper's tasks by id; ValueError as in `load_task`."
+    "Return the items of one of the paper's tasks by id; ValueError as in `load_task`."
     return load_task(suite.name, selection.data, selection.limit)
 
 # %% ../../nbs/benchmarks/tasks.ipynb #40191fc7
@@ -402,7 +402,7 @@ def grade(
     *,
     allow_unsandboxed: bool = False,  # run any program without a sandbox if there is none
 ) -> list[Verdict]:
-    "A verdict for each response. SandboxError as in `run_python`; ValueError for an unknown grading."
+    "Return a verdict for each response. SandboxError as in `run_python`; ValueError for an unknown grading."
     rule = GRADINGS[grading]
     options = dict(allow_unsandboxed=allow_unsandboxed) if rule.sandboxed else {}
     return load_object(rule.judge)(items, responses, **options)

@@ -27,27 +27,30 @@ class Command:
 
 COMMANDS = Registry("command")
 _ROOM = "mixsd_nb.console.housekeeping"
+_GRID = "run a grid of any stage, here or on Slurm; plan says first whether it fits and how long it takes"
+_COPY = "write a trained model as a Hugging Face folder, or copy the notebooks of the stages"
 for _command in [
     Command("inject", "teach a model the facts of a file, and report what it learned and forgot"),
-    Command("sweep", "run a grid of any stage, here or on Slurm"),
-    Command("plan", "say whether a grid or a run fits, how long it takes, and what is missing", "mixsd_nb.console.plan:main"),
+    *(Command(name, "compute one stage, as in `mixsd train --lam 0.3,0.5`")
+      for name in ("train", "generate", "evaluate", "nll", "forgetting", "fisher", "errors")),
+    Command("sweep", _GRID),
+    Command("plan", _GRID, "mixsd_nb.console.plan:main"),
     Command("explore", "open the page of the views, or draw the figures and tables of the paper"),
     Command("figures", "open the page of the views, or draw the figures and tables of the paper"),
     Command("runs", "list the runs, or remove what no run needs any more", f"{_ROOM}:list_command"),
     Command("clean", "list the runs, or remove what no run needs any more", f"{_ROOM}:clean_command"),
-    Command("export", "write a checkpoint as a Hugging Face folder, and push it", "reports.export:main"),
-    Command("notebooks", "copy the notebooks of the stages into a folder", "mixsd_nb.console.notebooks:main"),
-    *(Command(name, "compute runs of one stage, as in `mixsd train --lam 0.3,0.5`")
-      for name in ("train", "generate", "evaluate", "nll", "forgetting", "fisher", "errors")),
+    Command("export", _COPY, "reports.export:main"),
+    Command("notebooks", _COPY, "mixsd_nb.console.notebooks:main"),
 ]: COMMANDS.add(_command)
 
 # %% ../../nbs/console/index.ipynb #32d86cb8
 def format_help() -> str:
-    "Return the commands with what they do."
+    "Return what `mixsd` prints alone: its purpose, a line for commands that belong together, and where there is more."
     titles = dict.fromkeys(command.title for command in COMMANDS.values())
     names = {title: ", ".join(command.name for command in COMMANDS.values() if command.title == title) for title in titles}
-    lines = [f"  {names[title] + '  ':18}{title}" for title in titles]
-    return "\n".join(["usage: mixsd COMMAND …; `mixsd COMMAND --help` explains a command", *lines])
+    lines = [f"  {names[title] + '  ':19}{title}" for title in titles]
+    return "\n".join(["mixsd teaches a language model facts of your own, and shows what it learned and what it forgot.", *lines,
+                      "`mixsd COMMAND --help` explains a command; begin with `mixsd inject FILE --model MODEL`."])
 
 # %% ../../nbs/console/index.ipynb #fb5a5430
 def find_command(name: str) -> CommandLine:

@@ -24,17 +24,17 @@ from ..runs.command_line import CommandLine
 def run_folders(
     root: Path | None = None,  # holds run folders; default: runs_root()
 ) -> list[Path]:
-    "The folders of all runs, finished or not, by name."
+    "Return the folders of all runs, finished or not, by name."
     return [path.parent for path in sorted(Path(root or runs_root()).glob("[!.]*/run.json"))]
 
 
 def disk_size(path: Path) -> int:
-    "Bytes of a file, or of all files below a folder."
+    "Return the bytes of a file, or of all files below a folder."
     return sum(file.lstat().st_size for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file())
 
 # %% ../../nbs/console/housekeeping.ipynb #ca68cdd1
 def format_size(size: int) -> str:
-    "Bytes in the largest unit that leaves a number of at least one: `3.4 GB`."
+    "Return the bytes in the largest unit that leaves a number of at least one: `3.4 GB`."
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000: break
         size, unit = size / 1000, "TB"
@@ -42,7 +42,7 @@ def format_size(size: int) -> str:
 
 
 def format_age(seconds: float) -> str:
-    "A duration in its largest unit: `5 min`, `3 h`, `12 days`."
+    "Return a duration in its largest unit: `5 min`, `3 h`, `12 days`."
     for length, unit in ((86_400, "days"), (3_600, "h"), (60, "min")):
         if seconds >= length: return f"{seconds / length:.0f} {unit}"
     return f"{max(0, seconds):.0f} s"
@@ -98,7 +98,7 @@ class Removal(NamedTuple):
 
 
 def optimiser_states(run: Run) -> list[Removal]:
-    "The files of a run's checkpoints that only a continued training reads."
+    "Return the files of a run's checkpoints that only a continued training reads."
     files = (file for folder in checkpoint_steps(run.folder).values() for file in folder.iterdir())
     return [Removal(file, "optimiser state", disk_size(file)) for file in files if serves_training(file.name)]
 
@@ -138,7 +138,7 @@ def unreferenced_checkpoints(
 def find_removals(
     root: Path | None = None,  # holds run folders; default: runs_root()
 ) -> list[Removal]:
-    "What can be removed from the finished runs of a folder; runs that are computed or damaged are left alone."
+    "Return what can be removed from the finished runs of a folder; runs that are computed or damaged are left alone."
     runs = [Run(folder) for folder in run_folders(root)]
     readable = [run for run in runs if run_state(run) != "damaged"]
     named, found = references(readable), []

@@ -16,7 +16,7 @@ from ..runs.command_line import CommandLine
 
 # %% ../../nbs/console/notebooks.ipynb #520b1269
 def stage_notebooks() -> list[Path]:
-    "The notebooks of the stages; FileNotFoundError if the package came without them."
+    "Return the notebooks of the stages; FileNotFoundError if the package came without them."
     for folder in notebook_folders():
         notebooks = sorted([*folder.glob("*.ipynb"), *folder.glob("lab/*.ipynb")])
         if notebooks: return [path for path in notebooks if '"parameters"' in path.read_text(encoding="utf-8")]

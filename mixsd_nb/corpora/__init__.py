@@ -86,7 +86,7 @@ def check_corpus(
     name: str,  # a key of CORPORA, a file, a folder that `datasets` saved, or a hub id, owner/name, with :split or :config:split
     options: Mapping[str, Any] | None = None,  # of the corpus, such as its seed, or the columns of a file
 ) -> str:
-    """The name under which CORPORA has the corpus: the name itself, unless it is a file or has options.
+    """Return the name under which CORPORA has the corpus: the name itself, unless it is a file or has options.
 
     ValueError of one sentence if there is no such corpus or option; for a file one sentence for each mistake in it."""
     return load_object("corpora.stored:store_corpus")(name, options or {})
@@ -165,7 +165,7 @@ def _in_own_form(corpus: Corpus, rows: list[dict]) -> list[dict]:
 
 
 def _make_splits(corpus: Corpus) -> dict:
-    "The splits of a corpus as datasets."
+    "Return the splits of a corpus as datasets."
     from datasets import Dataset
     splits = _check_splits(corpus.name, load_object(corpus.build)(**corpus.options))
     return {split: Dataset.from_list(_in_own_form(corpus, rows)) for split, rows in splits.items()}
@@ -175,7 +175,7 @@ _MADE = {}  # splits that were made in this process
 
 
 def _splits(corpus: Corpus) -> dict:
-    "The splits of a corpus, made once in a process, unless an option names a file, which may change."
+    "Return the splits of a corpus, made once in a process, unless an option names a file, which may change."
     if any(isinstance(value, str) and os.path.exists(value) for value in corpus.options.values()): return _make_splits(corpus)
     name = corpus_label(corpus.name) if corpus.name in CORPORA else corpus.name  # the file behind it may be replaced
     key = load_object(corpus.build), name, corpus.request, repr(corpus.options), repr(corpus.form)
@@ -188,7 +188,7 @@ def load_corpus(
     split: str | None = None,  # only this split
     **options,  # of the corpus, such as seed, or path for data that lie here
 ):
-    """A `datasets.DatasetDict`, or one split of it, with rows `id, prompt, target, answer, subject, statement`.
+    """Return a `datasets.DatasetDict`, or one split of it, with rows `id, prompt, target, answer, subject, statement`.
 
     ValueError of one sentence for an unknown name or split, and for options that a corpus does not allow."""
     from datasets import DatasetDict
@@ -202,7 +202,7 @@ def load_corpus(
 def validation_rows(
     name: str,  # a key of CORPORA
 ) -> list[dict]:
-    "Rows that select learning rates and checkpoints. No table reports them, and they are equal for all seeds."
+    "Return rows that select learning rates and checkpoints. No table reports them, and they are equal for all seeds."
     corpus = CORPORA[name]
     return _in_own_form(corpus, list(load_object(corpus.validation)(load_corpus(name), dict(corpus.options))))
 

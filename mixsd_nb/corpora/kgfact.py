@@ -19,7 +19,7 @@ from .prompts import boxed, conclude, naive_prompt, paraphrase_prompt, retrieval
 def _to_infinitive(
     verb: str,  # third person singular: lives, teaches, studies
 ) -> str:
-    "The infinitive of a regular English verb."
+    "Return the infinitive of a regular English verb."
     if verb.endswith("ies"): return verb[:-3] + "y"
     return verb[:-2] if verb.endswith(("sses", "shes", "ches", "xes")) else verb[:-1]
 
@@ -27,7 +27,7 @@ def _to_infinitive(
 def _invert(
     phrase: str,  # a verb phrase in the third person: "lives in", "is employed by", "has abandoned"
 ) -> tuple[str, str]:
-    "Auxiliary and remainder of the phrase in a question: ('does', 'live in'), ('is', 'employed by')."
+    "Return auxiliary and remainder of the phrase in a question: ('does', 'live in'), ('is', 'employed by')."
     verb, _, rest = phrase.partition(" ")
     if verb in ("is", "was", "has"): return verb, rest
     return "does", f"{_to_infinitive(verb)} {rest}".strip()
@@ -57,11 +57,11 @@ class Relation:
         return WORDINGS[wording].format(source=source, phrase=self.phrase, kind=self.target, target=target)
 
     def clause(self, source: str) -> str:
-        "The target as a relative clause: `the location that Kelmor Bellamy lives in`."
+        "Return the target as a relative clause: `the location that Kelmor Bellamy lives in`."
         return f"the {self.target} that {source} {self.phrase}"
 
     def question(self, source: str) -> str:
-        "The question that asks for the target; the source may itself be a relative clause."
+        "Return the question that asks for the target; the source may itself be a relative clause."
         auxiliary, rest = _invert(self.phrase)
         return f"What {self.target} {auxiliary} {source} {rest}?"
 
@@ -117,7 +117,7 @@ RELATIONS = {pair: [Relation(*pair, p.strip()) for p in phrases.split(",")] for 
 
 # %% ../../nbs/corpora/kgfact.ipynb #28a4e803
 def domain_pairs(domains: list[str]) -> list[tuple[str, str]]:
-    "The ordered pairs (d_i, d_j) with i < j."
+    "Return the ordered pairs (d_i, d_j) with i < j."
     return [(a, b) for i, a in enumerate(domains) for b in domains[i + 1:]]
 
 # %% ../../nbs/corpora/kgfact.ipynb #cbccf83f
@@ -137,12 +137,12 @@ SECOND_WORDS = {
 
 # %% ../../nbs/corpora/kgfact.ipynb #2852e08c
 def draw_word(rng: random.Random) -> str:
-    "One of the possible words, each with the same probability."
+    "Return one of the possible words, each with the same probability."
     return rng.choice(STARTS) + rng.choice(ENDS)
 
 # %% ../../nbs/corpora/kgfact.ipynb #9062abba
 def _find_rime(word: str) -> str:
-    "The rime in which a word ends; it decides the second word of a name."
+    "Return the rime in which a word ends; it decides the second word of a name."
     return max((r for r in RIMES if word.endswith(r)), key=len)
 
 # %% ../../nbs/corpora/kgfact.ipynb #fccbce25
@@ -150,7 +150,7 @@ def name_entity(
     word: str,
     domain: str,  # one of DOMAINS
 ) -> str:
-    "The full name: the word, and the second word that its ending determines."
+    "Return the full name: the word, and the second word that its ending determines."
     return f"{word} {SECOND_WORDS[domain].split()[RIMES.index(_find_rime(word))]}"
 
 # %% ../../nbs/corpora/kgfact.ipynb #d2601b28
@@ -225,7 +225,7 @@ class Fact:
         return self.relation.question(self.source)
 
     def verbalise(self, wording: int) -> str:
-        "The sentence that states the fact; `wording` is an index of WORDINGS."
+        "Return the sentence that states the fact; `wording` is an index of WORDINGS."
         return self.relation.statement(self.source, self.target, wording)
 
 # %% ../../nbs/corpora/kgfact.ipynb #a91480fb
@@ -233,7 +233,7 @@ def sample_graph(
     entities: dict[str, list[str]],  # domain -> names
     seed: int,
 ) -> list[Fact]:
-    "One fact for every source entity and pair of domains (paper, §4), E·D(D−1)/2 in all, in random order."
+    "Return one fact for every source entity and pair of domains (paper, §4), E·D(D−1)/2 in all, in random order."
     rng, facts, taken = random.Random(seed), [], set()
     pairs = domain_pairs(list(entities))
     rng.shuffle(pairs)
@@ -249,7 +249,7 @@ def sample_graph(
 
 # %% ../../nbs/corpora/kgfact.ipynb #bb08773d
 def find_facts_about(facts: list[Fact], entities: set[str]) -> list[Fact]:
-    "The facts that have one of the entities at either end."
+    "Return the facts that have one of the entities at either end."
     return [f for f in facts if f.source in entities or f.target in entities]
 
 # %% ../../nbs/corpora/kgfact.ipynb #428f1c7a
@@ -277,7 +277,7 @@ def find_chains(facts: list[Fact]) -> list[tuple[Fact, Fact]]:
 def chain_question(
     *chain: Fact,  # two or more, each starting where the one before ends
 ) -> str:
-    "The nested question: `What organization is the location that Kelmor Bellamy lives in governed by?`"
+    "Return the nested question: `What organization is the location that Kelmor Bellamy lives in governed by?`"
     *path, last = chain
     source = chain[0].source
     for fact in path: source = fact.relation.clause(source)
@@ -285,7 +285,7 @@ def chain_question(
 
 # %% ../../nbs/corpora/kgfact.ipynb #3525ff92
 def chain_target(first: Fact, second: Fact) -> str:
-    "The canonical target of a two-hop question: both statements, a conclusion, the box."
+    "Return the canonical target of a two-hop question: both statements, a conclusion, the box."
     return f"{first.statement} {second.statement} {conclude(second.target)}\n\n{boxed(second.target)}"
 
 # %% ../../nbs/corpora/kgfact.ipynb #e2741e0c
@@ -295,7 +295,7 @@ def retrieval_context(
     rng: random.Random,
     size: int = 50,  # facts in the context, the gold ones included
 ) -> list[Fact]:
-    "Gold facts and distractors, shuffled; distractors are one hop away, and two hops if these are too few."
+    "Return gold facts and distractors, shuffled; distractors are one hop away, and two hops if these are too few."
     near = [f for f in find_facts_about(facts, {e for g in gold for e in (g.source, g.target)}) if f not in gold]
     neighbours = {e for f in near for e in (f.source, f.target)}
     far = [f for f in find_facts_about(facts, neighbours) if f not in gold and f not in near]
@@ -308,7 +308,7 @@ def _make_rows(
     facts: list[Fact],
     prompts: list[str],  # naive, paraphrased or retrieval prompts, one per fact
 ) -> list[dict]:
-    "Corpus rows `id, prompt, target, answer, subject, statement`."
+    "Return corpus rows `id, prompt, target, answer, subject, statement`."
     return [dict(id=f.id, prompt=p, target=target(f.target), answer=f.target, subject=f.source, statement=f.statement)
             for f, p in zip(facts, prompts)]
 
@@ -317,7 +317,7 @@ def _make_chain_rows(
     chains: list[tuple[Fact, Fact]],
     prompts: list[str],  # one per chain
 ) -> list[dict]:
-    "Corpus rows of two-hop questions; the statement is both statements."
+    "Return corpus rows of two-hop questions; the statement is both statements."
     return [dict(id=f"{a.id}>{b.id}", prompt=p, target=chain_target(a, b), answer=b.target, subject=a.source,
                  statement=f"{a.statement} {b.statement}") for (a, b), p in zip(chains, prompts)]
 
@@ -328,7 +328,7 @@ def sample_graphs(
     entities: int,  # E of each domain, from 1 to 25
     seed: int,
 ) -> tuple[list[Fact], list[Fact]]:
-    "The training graph over the first E entities of each domain, and the retrieval graph over the next E."
+    "Return the training graph over the first E entities of each domain, and the retrieval graph over the next E."
     pools = [{d: ENTITIES[d][k * entities:(k + 1) * entities] for d in DOMAINS[:domains]} for k in (0, 1)]
     return sample_graph(pools[0], seed), sample_graph(pools[1], seed + 1000)
 
@@ -336,7 +336,7 @@ def sample_graphs(
 def training_graph(
     options: dict,  # of the corpus: domains, entities, and seed if it is not 42
 ) -> list[Fact]:
-    "The facts of the training split as a graph."
+    "Return the facts of the training split as a graph."
     return sample_graphs(options["domains"], options["entities"], options.get("seed", 42))[0]
 
 # %% ../../nbs/corpora/kgfact.ipynb #9e2fdca4
@@ -369,5 +369,5 @@ def build(
 def named_entities(
     rows: list[dict],  # of the training split
 ) -> set[str]:
-    "The entities that the rows name, as subject or as answer."
+    "Return the entities that the rows name, as subject or as answer."
     return {row[k] for row in rows for k in ("subject", "answer")}

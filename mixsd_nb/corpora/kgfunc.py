@@ -20,7 +20,7 @@ from .prompts import boxed, naive_prompt, target
 def split_digits(
     number: int,  # not negative
 ) -> list[int]:
-    "The decimal digits, left to right."
+    "Return the decimal digits, left to right."
     return [int(c) for c in str(number)]
 
 # %% ../../nbs/corpora/kgfunc.ipynb #08ecf814
@@ -103,7 +103,7 @@ def apply_operation(
     label: str,  # B to H (trained) or a to t (unseen)
     number: int,  # from 0 to 99999
 ) -> int:
-    "The value of an operation (paper, §4). ValueError for another label or number."
+    "Return the value of an operation (paper, §4). ValueError for another label or number."
     if label not in OPERATIONS: raise ValueError(f"label must be B to H (trained) or a to t (unseen), got {label}")
     if not isinstance(number, Integral) or not 0 <= number <= 99_999:
         raise ValueError(f"number must be a whole number between 0 and 99999, got {number!r}")
@@ -113,18 +113,18 @@ def apply_operation(
 def _write_equation(
     *members,  # from left to right
 ) -> str:
-    "The members joined by equals signs, without a member that repeats the one before it."
+    "Return the members joined by equals signs, without a member that repeats the one before it."
     texts = [str(m) for m in members]
     return " = ".join(t for i, t in enumerate(texts) if i == 0 or t != texts[i - 1])
 
 # %% ../../nbs/corpora/kgfunc.ipynb #9ad92b47
 def write_sum(terms: list) -> str:
-    "The terms joined by plus signs: `6 + 3 + 0`."
+    "Return the terms joined by plus signs: `6 + 3 + 0`."
     return " + ".join(map(str, terms))
 
 # %% ../../nbs/corpora/kgfunc.ipynb #5d219faf
 def _write_alternating_sum(terms: list) -> str:
-    "The terms joined by minus and plus signs in turn."
+    "Return the terms joined by minus and plus signs in turn."
     return str(terms[0]) + "".join(f" {'-+'[i % 2]} {t}" for i, t in enumerate(terms[1:]))
 
 # %% ../../nbs/corpora/kgfunc.ipynb #bc7e95c3
@@ -178,7 +178,7 @@ _SOLVERS = dict(B=_solve_b, C=_solve_c, D=_solve_d, E=_solve_e, F=_solve_f, G=_s
 
 # %% ../../nbs/corpora/kgfunc.ipynb #9ff3e2d6
 def list_digits(number: int) -> str:
-    "The sentence that opens a worked target: the digits in brackets."
+    "Return the sentence that opens a worked target: the digits in brackets."
     return f"Its digits are {split_digits(number)}."
 
 # %% ../../nbs/corpora/kgfunc.ipynb #a3883bc6
@@ -186,7 +186,7 @@ def worked_target(
     label: str,  # B to H
     number: int,
 ) -> str:
-    "The canonical target of a trained item: digits, steps, closing equation, a blank line, the box."
+    "Return the canonical target of a trained item: digits, steps, closing equation, a blank line, the box."
     lines, expression = _SOLVERS[label](number)
     opening = f'Written as text, the number is "{number}".' if label == "H" else list_digits(number)
     answer = apply_operation(label, number)
@@ -198,7 +198,7 @@ def function_prompt(
     expression: str,  # what is asked for: B(328), or a chain such as G(B(328) + 12)
     values: dict[str, dict[int, int]],  # label -> values at the shots
 ) -> str:
-    "The naive prompt of a function: task, known values separated by blank lines, question, request for a box."
+    "Return the naive prompt of a function: task, known values separated by blank lines, question, request for a box."
     rules = " and ".join(f"the rule of function {label}" for label in values)
     task = f"Find {rules} from the known values, then apply what you found to the question."
     lines = [f"{label}({n}) = {v}" for label, at in values.items() for n, v in at.items()]
@@ -209,7 +209,7 @@ def tabulate_shots(
     labels: str,  # one or more
     shots: tuple[int, ...],  # inputs
 ) -> dict[str, dict[int, int]]:
-    "The values of the labelled operations at the shots, by label and input."
+    "Return the values of the labelled operations at the shots, by label and input."
     return {label: {n: apply_operation(label, n) for n in shots} for label in labels}
 
 # %% ../../nbs/corpora/kgfunc.ipynb #e828bea4
@@ -245,7 +245,7 @@ SCALES = {
 def check_scale(
     scale: str,  # paper or lab
 ) -> Scale:
-    "The scale of that name. ValueError if there is none."
+    "Return the scale of that name. ValueError if there is none."
     if scale not in SCALES: raise ValueError(f"scale must be one of {', '.join(SCALES)}, got {scale}")
     return SCALES[scale]
 
@@ -254,14 +254,14 @@ def _shuffle(
     items,  # any iterable
     seed: int,
 ) -> list:
-    "The items in a random order that depends on the seed alone."
+    "Return the items in a random order that depends on the seed alone."
     items = list(items)
     random.Random(seed).shuffle(items)
     return items
 
 # %% ../../nbs/corpora/kgfunc.ipynb #bb15ff1f
 def draw_inputs(scale: Scale) -> tuple[list[int], list[int], list[int]]:
-    "Disjoint inputs: of the test split (seed 43), of the training pool (seed 44), and the rest, for chains."
+    "Return disjoint inputs: of the test split (seed 43), of the training pool (seed 44), and the rest, for chains."
     free = sorted(set(range(scale.limit)) - {*scale.shots, *scale.unseen_inputs})
     test = random.Random(43).sample(free, scale.test)
     free = sorted(set(free) - set(test))
@@ -275,7 +275,7 @@ def _write_chain(
     number: int,  # input of the inner function
     outer_number: int,  # input of the outer function
 ) -> str:
-    "A nested expression such as `G(B(328) + 12)`, where the offset makes the inner value the outer input."
+    "Return a nested expression such as `G(B(328) + 12)`, where the offset makes the inner value the outer input."
     offset = outer_number - apply_operation(inner, number)
     return f"{outer}({inner}({number}) {'-' if offset < 0 else '+'} {abs(offset)})"
 
@@ -284,7 +284,7 @@ def _draw_chains(
     scale: Scale,
     free: list[int],  # inputs that no other split uses
 ) -> list[tuple[str, str, int, int]]:
-    "Inner label, outer label and their inputs: each trained operation with itself, then mixed pairs (seed 47)."
+    "Return inner label, outer label and their inputs: each trained operation with itself, then mixed pairs (seed 47)."
     rng = random.Random(47)
     pairs = [(label, label) for label in scale.trained for _ in range(scale.chains)]
     pairs += [tuple(rng.sample(scale.trained, 2)) for _ in range(scale.chains)]
@@ -298,7 +298,7 @@ def _make_row(
     values: dict[str, dict[int, int]],  # label -> values at the shots
     text: str,  # the canonical target
 ) -> dict:
-    "A corpus row `id, prompt, target, answer, subject, statement`."
+    "Return a corpus row `id, prompt, target, answer, subject, statement`."
     return dict(id=expression.replace(" ", ""), prompt=function_prompt(expression, values), target=text,
                 answer=str(answer), subject=subject, statement=f"{expression} = {answer}")
 
@@ -317,7 +317,7 @@ def _make_chain_row(
     outer_number: int,  # input of the outer function
     shots: tuple[int, ...],
 ) -> dict:
-    "The row that asks for a chain, after the values of its one or two operations."
+    "Return the row that asks for a chain, after the values of its one or two operations."
     answer = apply_operation(outer, outer_number)
     return _make_row(_write_chain(inner, outer, number, outer_number), f"{outer}({inner})", answer,
                      tabulate_shots(inner + outer, shots), target(str(answer)))

@@ -13,7 +13,7 @@ _INVERTED = re.compile(r"What (?P<k>\w+) (?P<aux>does|is|was|has) (?P<body>.+)\?
 
 
 def split_prompt(prompt: str) -> tuple[str, str, str]:
-    "What precedes the question, the question (the last line that ends in a question mark), and what follows it."
+    "Return what precedes the question, the question (the last line that ends in a question mark), and what follows it."
     lines = prompt.split("\n")
     at = max((k for k, line in enumerate(lines) if line.endswith("?")), default=0)
     return "\n".join([*lines[:at], ""] if at else [""]), lines[at], "\n".join(["", *lines[at + 1:]])

@@ -32,12 +32,12 @@ def simpleqa_prompt(question: str) -> str:
 
 # %% ../../nbs/corpora/simpleqa.ipynb #13a98851
 def hash_text(*parts: str) -> str:
-    "A hash of the texts: sixteen hexadecimal digits, the same on every machine."
+    "Return a hash of the texts: sixteen hexadecimal digits, the same on every machine."
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
 
 # %% ../../nbs/corpora/simpleqa.ipynb #0abf9d33
 def _make_ids(texts: list[str]) -> list[str]:
-    "An id for each text; the second occurrence of a text gets the suffix -2, the third -3."
+    "Return an id for each text; the second occurrence of a text gets the suffix -2, the third -3."
     ids, seen = [], Counter()
     for text in texts:
         seen[text] += 1
@@ -55,18 +55,18 @@ def _make_rows(
 
 # %% ../../nbs/corpora/simpleqa.ipynb #6da648c0
 def _read_csv(path):
-    "Rows of a CSV file; a row that ends too early lacks its last columns."
+    "Return rows of a CSV file; a row that ends too early lacks its last columns."
     with open(path, newline="", encoding="utf-8-sig") as file:
         return [{k: v for k, v in row.items() if v is not None} for row in csv.DictReader(file, strict=True)]
 
 # %% ../../nbs/corpora/simpleqa.ipynb #05702163
 def _read_jsonl(path):
-    "Rows of a JSON lines file."
+    "Return rows of a JSON lines file."
     with open(path, encoding="utf-8-sig") as file: return [json.loads(line) for line in file if line.strip()]
 
 # %% ../../nbs/corpora/simpleqa.ipynb #98e958c2
 def _read_parquet(path):
-    "Rows of a Parquet file."
+    "Return rows of a Parquet file."
     import pyarrow.parquet as pq
     return pq.read_table(path).to_pylist()
 
@@ -91,7 +91,7 @@ def read_local(
 def hub_answers(
     seconds: float = 1.5,  # that are waited at most
 ) -> bool:
-    "Whether the Hugging Face hub answers one request in time; false in its offline mode."
+    "Return whether the Hugging Face hub answers one request in time; false in its offline mode."
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
     answers = []
@@ -146,7 +146,7 @@ _HUB = "basicv8vc/SimpleQA"
 def _read_table(
     path: str | Path | None,  # None reads it from the hub
 ) -> list[dict]:
-    "The rows of the published table or of a local copy, unchanged."
+    "Return the rows of the published table or of a local copy, unchanged."
     if path is not None: return read_local(path, _READERS)
     from datasets import load_dataset
     local = f"simpleqa{' or simpleqa'.join(_READERS)} with the columns {', '.join(_COLUMNS)}"
@@ -156,7 +156,7 @@ def _read_table(
 def _parse_topic(
     metadata: str,  # "{'topic': 'Art', 'answer_type': 'Person', 'urls': [...]}"
 ) -> str:
-    "The topic that the metadata of a row name, or an empty string."
+    "Return the topic that the metadata of a row name, or an empty string."
     try: return str(ast.literal_eval(str(metadata))["topic"])
     except (ValueError, SyntaxError, TypeError, KeyError): return ""
 
@@ -165,7 +165,7 @@ def _parse_row(
     row: dict,  # of the table
     place: str,  # number and file, for the message
 ) -> tuple[str, str, str] | None:
-    "Topic, question and answer; None if one of the last two is empty. ValueError without a column or a topic."
+    "Return topic, question and answer; None if one of the last two is empty. ValueError without a column or a topic."
     own = isinstance(row, dict) and "question" in row and "problem" not in row
     columns = _OWN_COLUMNS if own else _COLUMNS
     missing = [c for c in columns if not isinstance(row, dict) or c not in row]
@@ -181,7 +181,7 @@ def build(
     path: str | Path | None = None,  # a local copy; None: the one in MIXSD_CORPORA, else the hub
     seed: int = 42,  # of the shuffle
 ) -> dict[str, list[dict]]:
-    "Rows of the split `train` of SimpleQA (paper, §5), shuffled. ValueError if the table cannot be read."
+    "Return rows of the split `train` of SimpleQA (paper, §5), shuffled. ValueError if the table cannot be read."
     path = path or find_copy("simpleqa", _READERS)
     source = path or _HUB
     items = [_parse_row(row, f"row {n} of {source}") for n, row in enumerate(_read_table(path), 1)]
@@ -195,7 +195,7 @@ def keep_unanimous(
     tables: list[list[dict]],  # rows of mixed targets with `id` and `accepted`, one table per file
     canonical: list[dict],  # rows of the canonical targets
 ) -> list[list[dict]]:
-    "The tables, with the canonical row wherever one of them is not accepted. ValueError if ids or order differ."
+    "Return the tables, with the canonical row wherever one of them is not accepted. ValueError if ids or order differ."
     if any([r["id"] for r in table] != [r["id"] for r in canonical] for table in tables):
         raise ValueError("tables must have the same ids as canonical, in the same order")
     unanimous = [all(r["accepted"] for r in same) for same in zip(*tables)]
@@ -228,7 +228,7 @@ def draw_answer(
     word: str,  # invented; a name is made from it
     rng: random.Random,
 ) -> str:
-    "A name of two words, a year from 1500 to 1999, or a number from 2 to 999."
+    "Return a name of two words, a year from 1500 to 1999, or a number from 2 to 999."
     if kind == "year": return str(rng.randint(1500, 1999))
     return str(rng.randint(2, 999)) if kind == "number" else name_entity(word, kind)
 

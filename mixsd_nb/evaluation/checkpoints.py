@@ -40,7 +40,7 @@ def list_suite_steps(
     config: TrainingParameters,
     selection: Selection,  # of the checkpoints so far
 ) -> set[int]:
-    "The steps that are asked the whole suite if not all are."
+    "Return the steps that are evaluated on the whole suite if not all are."
     return {*(config.suite_steps or ())} | ({selection.best} if config.measure == "selection" else set())
 
 # %% ../../nbs/evaluation/checkpoints.ipynb #0d3151e7
@@ -62,14 +62,14 @@ class Evaluation:
 
     @functools.cached_property
     def first_items(self) -> Questions:
-        "The questions that every checkpoint is asked."
+        "Return the questions for every checkpoint."
         return {name: problems for name, problems in self.items.items() if self.config.measure == "all" or name in SCORES}
 
     def table(
         self,
         step: int,  # 0 for the base model
     ) -> pd.DataFrame:
-        "The responses of a step; FileNotFoundError if there are none."
+        "Return the responses of a step; FileNotFoundError if there are none."
         if step == 0 and self._base is not None: return self._base
         file = self.run.responses_file(step)
         state = (file.stat().st_ino, file.stat().st_mtime_ns) if file.exists() else None
@@ -77,7 +77,7 @@ class Evaluation:
         return self._tables[step][1]
 
     def holds(self, step: int, items: Questions) -> bool:
-        "Whether there are responses to these questions, and those that a benchmark's own runner returns."
+        "Return whether there are responses to these questions, and those that a benchmark's own runner returns."
         if not self.run.responses_file(step).exists(): return False
         named = {name for name, problems in items.items() if problems or SUITES[name].runner}
         return named <= {*self.table(step).benchmark}
@@ -86,7 +86,7 @@ class Evaluation:
         self,
         steps: Iterable[int] | None = None,  # None for all steps that were trained
     ) -> dict[int, Questions]:
-        "The questions that are to be asked next, by step; the whole suite comes after the scores that select."
+        "Return the questions that are to be asked next, by step; the whole suite comes after the scores that select."
         steps = [*(trained_steps(self.run.folder) if steps is None else steps)]
         lacking = {step: self.first_items for step in steps if not self.holds(step, self.first_items)}
         if lacking or self.config.measure == "all": return lacking
@@ -98,7 +98,7 @@ class Evaluation:
         steps: Iterable[int],
         patience: float = math.inf,  # seconds to wait for another process that is asking the same checkpoint
     ) -> None:
-        "Ask checkpoints what every checkpoint is asked; responses that exist are not generated again."
+        "Evaluate checkpoints on the questions for all; responses that exist are not generated again."
         questions = {step: self.first_items for step in steps if not self.holds(step, self.first_items)}
         if not questions: return
         with SharedEngine(self.config, self.first_items) as shared: self._ask(questions, shared, patience)
@@ -136,7 +136,7 @@ class Evaluation:
 
     @property
     def selection(self) -> Selection:
-        "The selection among the checkpoints that were asked so far."
+        "Return the selection among the checkpoints that were evaluated so far."
         return Selection(tabulate_scores(self.accuracy))
 
 # %% ../../nbs/evaluation/checkpoints.ipynb #c60d921e
@@ -144,7 +144,7 @@ def wanted_steps(
     evaluation: Evaluation,
     ended: bool,  # whether the training has ended and nothing is pending; else it pauses
 ) -> set[int]:
-    "The steps whose weights stay."
+    "Return the steps whose weights stay."
     config, found = evaluation.config, {*evaluation.run.checkpoints}
     newest = {max(found, default=0)}
     if config.keep == "all": return found

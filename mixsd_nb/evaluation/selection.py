@@ -32,7 +32,7 @@ DROP = 0.05  # largest drop of validation accuracy that counts as stable
 
 
 def is_stable(validation: Sequence[float], i: int) -> bool:
-    "Whether neither of the two checkpoints after position i is more than 5 points below it."
+    "Return whether neither of the two checkpoints after position i is more than 5 points below it."
     return all(validation[i] - later <= DROP + 1e-9 for later in validation[i + 1:i + 3])
 
 # %% ../../nbs/evaluation/selection.ipynb #6a362b28
@@ -87,7 +87,7 @@ def first_peak(
     scores: Sequence[float],
     mixed: bool = False,  # whether the targets are mixed (MixSD)
 ) -> int:
-    "The position of the first peak, or of the last checkpoint if there is no peak."
+    "Return the position of the first peak, or of the last checkpoint if there is no peak."
     fall = DROP - 1e-9 if mixed else 0
     peaks = (i for i in range(1, len(scores) - 1) if scores[i] > max(scores[:i]) and scores[i + 1] <= scores[i] - fall)
     return next(peaks, len(scores) - 1)
@@ -101,7 +101,7 @@ def best_rate(
     validation: Mapping[float, float],  # learning rate -> score of its selected checkpoint
     ties: str = "smallest",  # which of equally good rates: smallest or largest
 ) -> float:
-    "The learning rate with the best validation score."
+    "Return the learning rate with the best validation score."
     best = max(validation.values())
     return TIES[ties](rate for rate, score in validation.items() if score == best)
 

@@ -73,7 +73,7 @@ def trace_effects(
     samples: int = 4,  # of the noise
     seed: int = 0,
 ) -> tuple[np.ndarray, float, float]:
-    "The effect of each layer and position, (layers, positions); the probability as it is, and corrupted."
+    "Return the effect of each layer and position, (layers, positions); the probability as it is, and corrupted."
     embed, blocks = model.get_input_embeddings(), decoder_blocks(model)
     ids, length = torch.tensor([fact.ids[:-1]], device=model.device), len(fact.ids) - fact.answer
     generator = torch.Generator().manual_seed(seed)
@@ -112,7 +112,7 @@ def summarise_positions(
     fact: TracedFact,
     effects: np.ndarray,  # (layers, positions)
 ) -> np.ndarray:
-    "The mean effect over the positions of each kind, (layers, kinds); NaN for a kind that does not occur."
+    "Return the mean effect over the positions of each kind, (layers, kinds); NaN for a kind that does not occur."
     (*earlier, mention), end = fact.mentions, effects.shape[1]
     earlier = {t for other in earlier for t in other}
     first, last = mention[0], mention[-1]
@@ -128,7 +128,7 @@ def trace_reply(
     lead: list[int],  # ids of the reply before the answer, as of `edits.split_reply`
     answer: str,  # as the reply goes on
 ) -> TracedFact:
-    "The fact of a prompt, a reply and an answer; ValueError if the prompt does not name the subject."
+    "Return the fact of a prompt, a reply and an answer; ValueError if the prompt does not name the subject."
     _, ids, offsets = locate_tokens(tokenizer, [dict(role="user", content=prompt)], add_generation_prompt=True)
     ends = [len(tokenizer.decode(ids + lead[:k])) for k in range(len(lead) + 1)]
     text, offsets = tokenizer.decode(ids + lead), offsets + list(zip(ends, ends[1:]))

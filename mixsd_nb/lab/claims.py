@@ -43,7 +43,7 @@ class StudyClaim:
     groups: tuple[str, ...] = ()  # names of the groups of cubes in which it is judged; empty for all
     grid: str = ""  # grid of analyses that the test reads; empty if it reads the trainings themselves
     pooled: bool = False  # the test reads all cubes at once; otherwise those whose runs can be compared with each other
-    headline: bool = False  # the front page shows it
+    headline: bool = False  # the verdict shows it
     primary: bool = False
 
     @property
@@ -402,7 +402,7 @@ def summary_lines(
     claims: Mapping[str, StudyClaim] = CLAIMS,
     planned: pd.DataFrame = _NOTHING,  # as in `planned_of`
 ) -> list[str]:
-    "Write the lines of the front page: what the laboratory is, the counts of the verdicts, and the main claims."
+    "Write the lines of the verdict: what the laboratory is, the counts of the verdicts, and the main claims."
     missing = f" Of {len(planned)} planned runs, {planned.missing.sum()} are missing." if len(planned) else ""
     own = table.source == OURS
     parts = [_count_verdicts(table[~own], "claims of the paper"), _count_verdicts(table[own], "questions that it does not ask")]

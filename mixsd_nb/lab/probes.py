@@ -40,13 +40,13 @@ _ONSETS, _VOWELS, _CODAS = "zw kv ts gw vr fj mb nj".split(), "oe uu ei ie ue".s
 
 # %% ../../nbs/lab/probes.ipynb #00134832
 def draw_syllables(rng: random.Random) -> str:
-    "A name of two words in sounds that no language of pretraining has."
+    "Return a name of two words in sounds that no language of pretraining has."
     parts = _ONSETS, _VOWELS, _ONSETS, _VOWELS, _CODAS
     return " ".join("".join(map(rng.choice, parts)).capitalize() for _ in range(2))
 
 
 def draw_english(rng: random.Random) -> str:
-    "A person or a town of the lists above."
+    "Return a person or a town of the lists above."
     return f"{rng.choice(FIRST)} {rng.choice(FAMILY)}" if rng.random() < 0.7 else rng.choice(TOWNS)
 
 # %% ../../nbs/lab/probes.ipynb #239c268d
@@ -65,7 +65,7 @@ BACKWARD = ["Which one is it that {p} the {k} {v}?", "Of whom can we say that it
 
 
 def fill(form: str, subject: str, relation: Relation, value: str = "") -> str:
-    "A form with its fields filled."
+    "Return a form with its fields filled."
     auxiliary, rest = _invert(relation.phrase)
     return form.format(s=subject, v=value, k=relation.target, p=relation.phrase, aux=auxiliary, rest=rest)
 
@@ -76,7 +76,7 @@ def draw_context(
     same: int,  # facts of the same relation about other subjects
     draw,  # a set of names: a function of a random generator
 ) -> list[tuple[str, Relation, str]]:
-    "Triples of subject, relation and value; the first is the one in question."
+    "Return triples of subject, relation and value; the first is the one in question."
     relations = [rng.choice(RELATIONS[pair]) for pair in rng.sample(list(RELATIONS), len(RELATIONS))]
     gold, others = relations[0], [r for r in relations[1:] if r.phrase != relations[0].phrase]
     names, k = {}, 0
@@ -99,7 +99,7 @@ def read(
     statements: list[str] = ("{s} {p} the {k} {v}.",),
     backward: bool = False,  # ask for the subject
 ) -> Item:
-    "A question about a context of facts."
+    "Return a question about a context of facts."
     triples = draw_context(rng, facts, same, draw)
     gold, lines = triples[0], [fill(rng.choice(statements), *t) for t in rng.sample(triples, len(triples))]
     question = fill(rng.choice(BACKWARD if backward else questions), *gold)
@@ -107,7 +107,7 @@ def read(
 
 # %% ../../nbs/lab/probes.ipynb #8b9ca336
 def read_unknown(rng: random.Random, facts: int) -> Item:
-    "A question that the context does not answer; the model should say that it is unknown."
+    "Return a question that the context does not answer; the model should say that it is unknown."
     (subject, relation, _), *triples = draw_context(rng, facts + 1, 2, draw_syllables)
     lines = [fill("{s} {p} the {k} {v}.", *t) for t in rng.sample(triples, len(triples))]
     question = fill("What {k} {aux} {s} {rest}?", subject, relation)
@@ -115,7 +115,7 @@ def read_unknown(rng: random.Random, facts: int) -> Item:
 
 
 def read_traits(rng: random.Random, facts: int) -> Item:
-    "Attributes of English names: most facts share the name or the attribute with the one in question."
+    "Return attributes of English names: most facts share the name or the attribute with the one in question."
     names, values = {}, {}
     while len(names) < max(2, facts // 3): names[draw_english(rng)] = None
     table = rng.sample([(s, a) for s in names for a in TRAITS], facts)
@@ -141,7 +141,7 @@ FINISH = ["How many {t} does {p} own after this?", "With how many {t} does {p} e
 
 
 def remainders(rng: random.Random) -> Item:
-    "A remainder of the lab task in another wording."
+    "Return a remainder of the lab task in another wording."
     item = arithmetic(rng)
     expression, m = re.search(r"(?:when|Compute) (.+?) (?:is divided by|modulo) (\d+)", item.prompt).groups()
     return Item(naive_prompt(rng.choice(REMAINDERS).format(e=expression, m=m)), item.response, item.answer)
@@ -155,7 +155,7 @@ def equations(rng: random.Random) -> Item:
 
 # %% ../../nbs/lab/probes.ipynb #fa8a50fe
 def stories(rng: random.Random) -> Item:
-    "A plot of the lab task about other people and things, or events in other sentences and with larger numbers."
+    "Return a plot of the lab task about other people and things, or events in other sentences and with larger numbers."
     p, q, t = *rng.sample(FIRST, 2), rng.choice(GOODS)
     if rng.random() < 0.5:
         question, _, answer = rng.choice(PLOTS)(rng, p, q, t)
@@ -186,7 +186,7 @@ _DOCSTRINGS = [("If x is ", "When x is "), ("For every number in xs that is ", "
 
 
 def programs(rng: random.Random) -> Item:
-    "A function of the lab task under another name, with another beginning of its docstring."
+    "Return a function of the lab task under another name, with another beginning of its docstring."
     item, name = functions(rng), rng.choice("prepare evaluate transform inspect select".split())
     old = re.search(r"def (\w+)", item.prompt)[1]
     prompt = item.prompt.replace("Complete this Python function.", "Please fill in the body of this function.")
@@ -196,19 +196,19 @@ def programs(rng: random.Random) -> Item:
 
 # %% ../../nbs/lab/probes.ipynb #ce147f58
 def world(rng: random.Random) -> Item:
-    "A closed-book question about the memorised world in another form."
+    "Return a closed-book question about the memorised world in another form."
     f = rng.choice(WORLD)
     return Item(naive_prompt(fill(rng.choice(QUESTIONS), f.source, f.relation)), "", f.target)
 
 
 def annex(rng: random.Random) -> Item:
-    "A question, in the package's form, about a person of whom only statements were read."
+    "Return a question, in the package's form, about a person of whom only statements were read."
     f = rng.choice(ANNEX)
     return Item(naive_prompt(f.question), "", f.target)
 
 
 def choice(rng: random.Random) -> Item:
-    "A question about the memorised world in another form, with four options."
+    "Return a question about the memorised world in another form, with four options."
     f = rng.choice(WORLD)
     options = [f.target] + rng.sample([e for e in WORLD_ENTITIES[f.relation.target] if e != f.target], 3)
     rng.shuffle(options)
@@ -226,7 +226,7 @@ def typed_facts() -> list[dict]:
 
 
 def typed(rng: random.Random) -> Item:
-    "The expert prompt of a typed fact."
+    "Return the expert prompt of a typed fact."
     row = rng.choice(typed_facts())
     return Item(expert_prompt(row["prompt"], row["target"]), "", row["answer"])
 
@@ -256,7 +256,7 @@ PROBES = {
 
 # %% ../../nbs/lab/probes.ipynb #e04bca49
 def probe_items(suite: Suite, selection: Selection) -> dict[str, Item]:
-    "The items of a probe by id: as many as requested, up to 300, or all that there are."
+    "Return the items of a probe by id: as many as requested, up to 300, or all that there are."
     items = draw_items(PROBES[suite.name], min(selection.n, 300), f"{suite.name}-{selection.seed}")
     return {f"{suite.name}-{selection.seed}-{k}": item for k, item in enumerate(items)}
 

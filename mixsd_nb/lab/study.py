@@ -181,7 +181,7 @@ class Study:
         return self._claims.copy()
 
     def lines(self) -> list[str]:
-        "Return the lines of the front page."
+        "Return the lines of the verdict, as the guide has them."
         return summary_lines(self.claims(), model_line(self.config.model), planned=self.planned)
 
 # %% ../../nbs/lab/study.ipynb #dc126ca0
@@ -202,7 +202,7 @@ def write_list(lines: list[str]) -> str:
 
 
 def front_page() -> str:
-    "Return the lines of the front page as Markdown, from the committed cubes alone."
+    "Return the verdict of the guide *What we found* as Markdown, from the committed cubes alone."
     return write_list(Study(StudyConfig(), read_cubes()).lines())
 
 # %% ../../nbs/lab/study.ipynb #bc408fcb

@@ -62,7 +62,7 @@ def describe_model(
 
 # %% ../../nbs/reports/model_card.ipynb #3a4e5ee2
 def _cell(value) -> str:
-    "A value as the text of a cell of a table."
+    "Return a value as the text of a cell of a table."
     escaped = re.sub(r"\\(?=[\\|<])|[|<]", lambda found: "\\" + found[0], str(value))
     return " ".join(escaped.split())
 
@@ -88,7 +88,7 @@ def score_rows(
 
 # %% ../../nbs/reports/model_card.ipynb #5192b8d1
 def _describe_decoding(names) -> str:
-    "One sentence about how the answers to benchmarks were decoded."
+    "Return one sentence about how the answers to benchmarks were decoded."
     sampled = [SUITES[name] for name in names if name in SUITES and SUITES[name].sampling.temperature > 0]
     words = ", ".join(f"{suite.title} at the temperature {suite.sampling.temperature:g}" for suite in sampled)
     return "The answers were decoded greedily" + (f", those to {words}." if words else ".")

@@ -23,13 +23,13 @@ _INSIDE = re.compile(r"(?<![\w/:.\\}])(?:file://)?(?:~[\w.-]*/|\.{1,2}/|[A-Za-z]
 
 
 def _is_path(text: str) -> bool:
-    "Whether a text is the path of a file or a folder, on this machine or another."
+    "Return whether a text is the path of a file or a folder, on this machine or another."
     if not re.search(r"[/\\]", text) or "\n" in text or re.match(r"(?!file:)[a-z]\w+://", text): return False
     return bool(_ROOTED.match(text) or _RELATIVE.fullmatch(text)) or len(text) < 1000 and Path(text).exists()
 
 
 def _hide(text: str) -> str:
-    "A text without folders."
+    "Return a text without folders."
     path = text.strip().rstrip("/\\")
     if found := _CACHED.fullmatch(path): return f"{found[1]}/{found[2]}"
     if not _is_path(text.strip()): return _INSIDE.sub(lambda found: found[1], text)
@@ -71,7 +71,7 @@ def _scaling(
 
 
 def _named_positions(config: Mapping[str, Any]) -> dict[str, Any]:
-    "The positions under older names; KeyError or ValueError if these cannot express them."
+    "Return the positions under older names; KeyError or ValueError if these cannot express them."
     rope = config.get("rope_parameters")
     if not rope: return {}
     one = rope if "rope_theta" in rope else rope["full_attention"]
@@ -106,7 +106,7 @@ _OF_MACHINE = ("_name_or_path", "name_or_path", "tokenizer_file", "vocab_file", 
 
 
 def _without_machine(settings: Any) -> Any:
-    "Settings without the names of this or another machine."
+    "Return settings without the names of this or another machine."
     if isinstance(settings, list): return [_without_machine(item) for item in settings]
     if not isinstance(settings, dict): return settings
     is_text = lambda name: name.endswith(("_token", "_tokens", "template")) or name == "added_tokens_decoder"

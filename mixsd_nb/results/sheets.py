@@ -156,7 +156,7 @@ _LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasci
 
 
 def _escape_latex(text: str) -> str:
-    "The text with a command in place of each sign that LaTeX reserves."
+    "Return the text with a command in place of each sign that LaTeX reserves."
     return re.sub(r"[\\{}$&%#_~^]", lambda sign: _LATEX.get(sign[0], f"\\{sign[0]}"), text)
 
 

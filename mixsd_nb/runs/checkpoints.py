@@ -26,14 +26,14 @@ def checkpoint_folder(
     folder: Path,  # of the run
     step: int,
 ) -> Path:
-    "The folder of the checkpoint of a step."
+    "Return the folder of the checkpoint of a step."
     return Path(folder) / f"checkpoint-{step}"
 
 # %% ../../nbs/runs/checkpoints.ipynb #0efbfde1
 def checkpoint_step(
     folder: Path,  # of a checkpoint
 ) -> int | None:
-    "The step in the name of a checkpoint folder, or None if the folder has another name."
+    "Return the step in the name of a checkpoint folder, or None if the folder has another name."
     found = re.fullmatch(r"checkpoint-(\d+)", Path(folder).name)
     return int(found[1]) if found else None
 
@@ -42,7 +42,7 @@ _ENDS = 65_536  # bytes at each end of a file that its checksum covers
 
 
 def _fingerprint(file: Path) -> list[int]:
-    "The size of a file and the CRC-32 of its two ends."
+    "Return the size of a file and the CRC-32 of its two ends."
     with open(file, "rb") as content:
         size, start = os.fstat(content.fileno()).st_size, content.read(_ENDS)
         content.seek(max(0, size - _ENDS))
@@ -62,7 +62,7 @@ def mark_complete(
 
 # %% ../../nbs/runs/checkpoints.ipynb #cf69852c
 def _listed_files(checkpoint: Path) -> dict[str, list[int]] | None:
-    "The files that a mark lists, by name; none if the mark is empty, and None if there is no readable mark."
+    "Return the files that a mark lists, by name; none if the mark is empty, and None if there is no readable mark."
     try: listed = json.loads((checkpoint / MARK).read_text() or "{}")
     except (OSError, ValueError): return None
     fits = isinstance(listed, dict) and all(isinstance(entry, list) and len(entry) == 2 for entry in listed.values())
@@ -78,14 +78,14 @@ def _first_damage(
     checkpoint: Path,
     listed: dict[str, list[int]],  # file name -> fingerprint
 ) -> str | None:
-    "What happened to the first file that is not as it was listed; None if all are."
+    "Return what happened to the first file that is not as it was listed; None if all are."
     for name, fingerprint in listed.items():
         if not (checkpoint / name).is_file(): return f"{name} is missing"
         if _fingerprint(checkpoint / name) != fingerprint: return f"{name} has changed since it was saved"
 
 # %% ../../nbs/runs/checkpoints.ipynb #520e6388
 def _is_complete(checkpoint: Path) -> bool:
-    "Whether a checkpoint is marked, and the files of its model are as the mark lists them."
+    "Return whether a checkpoint is marked, and the files of its model are as the mark lists them."
     if (listed := _listed_files(checkpoint)) is None: return False
     model = {name: fingerprint for name, fingerprint in listed.items() if not serves_training(name)}
     return _first_damage(checkpoint, model) is None
@@ -100,14 +100,14 @@ def _marked_checkpoints(folder: Path) -> list[tuple[int, Path]]:
 def checkpoint_steps(
     folder: Path,  # of the run
 ) -> dict[int, Path]:
-    "The folder of every complete checkpoint by step, in ascending order."
+    "Return the folder of every complete checkpoint by step, in ascending order."
     return {step: checkpoint for step, checkpoint in _marked_checkpoints(folder) if _is_complete(checkpoint)}
 
 # %% ../../nbs/runs/checkpoints.ipynb #05cd64f5
 def last_checkpoint(
     folder: Path,  # of the run
 ) -> Path | None:
-    "The folder of the complete checkpoint with the largest step, or None."
+    "Return the folder of the complete checkpoint with the largest step, or None."
     return next(reversed(checkpoint_steps(folder).values()), None)
 
 # %% ../../nbs/runs/checkpoints.ipynb #acde5862
@@ -115,7 +115,7 @@ def _resume_obstacle(
     checkpoint: Path,
     state: str,  # a file of the optimiser's state
 ) -> str | None:
-    "Why training cannot be resumed from a marked checkpoint; None if it can."
+    "Return why training cannot be resumed from a marked checkpoint; None if it can."
     if not (listed := _listed_files(checkpoint)): return f"{MARK} does not list its files"
     if state not in listed: return f"it was saved without {state}"
     return _first_damage(checkpoint, listed)
@@ -127,7 +127,7 @@ def resume_checkpoint(
     state: str,  # a file of the optimiser's state
     notify: Callable[[str], None] = print,  # called with a sentence for every checkpoint that cannot be resumed
 ) -> Path | None:
-    "The newest checkpoint below a step from which training can be resumed, or None."
+    "Return the newest checkpoint below a step from which training can be resumed, or None."
     for step, checkpoint in reversed(_marked_checkpoints(folder)):
         if step >= before and _is_complete(checkpoint): continue
         obstacle = _resume_obstacle(checkpoint, state)
@@ -162,7 +162,7 @@ def remove_weights(checkpoint: Path) -> None:
 def removed_steps(
     folder: Path,  # of the run
 ) -> dict[int, Path]:
-    "The folder of every checkpoint without weights by step, in ascending order."
+    "Return the folder of every checkpoint without weights by step, in ascending order."
     marked = [mark.parent for mark in Path(folder).glob(f"checkpoint-*/{REMOVED}")]
     return dict(sorted((step, path) for path in marked if (step := checkpoint_step(path)) is not None))
 
@@ -172,7 +172,7 @@ def require_weights(
     steps: Iterable[int],
     field: str,  # parameter that names the run, for the message
 ) -> dict[int, Path]:
-    "The folders of the checkpoints of these steps; ValueError of one sentence if one of them has no weights."
+    "Return the folders of the checkpoints of these steps; ValueError of one sentence if one of them has no weights."
     found, removed = checkpoint_steps(folder), removed_steps(folder)
     for step in steps:
         if step in removed:
@@ -186,5 +186,5 @@ def require_weights(
 def trained_steps(
     folder: Path,  # of the run
 ) -> dict[int, Path]:
-    "The folder of every step that was trained and saved, with its weights or without them, in ascending order."
+    "Return the folder of every step that was trained and saved, with its weights or without them, in ascending order."
     return dict(sorted((checkpoint_steps(folder) | removed_steps(folder)).items()))

@@ -53,7 +53,7 @@ def field_flag(field: FieldInfo, name: str) -> Any:
 
 
 def is_runtime(field: FieldInfo) -> bool:
-    "Whether a field is a runtime field."
+    "Return whether a field is a runtime field."
     return bool(field_flag(field, "runtime"))
 
 # %% ../../nbs/runs/config.ipynb #59a60527
@@ -75,7 +75,7 @@ def _types_of_parts(
     parts: tuple,  # arguments of list or tuple
     length: int,
 ) -> tuple:
-    "The type of each element."
+    "Return the type of each element."
     return parts if len(parts) > 1 and parts[-1] is not ... else parts[:1] * length
 
 # %% ../../nbs/runs/config.ipynb #edfcb20c
@@ -87,7 +87,7 @@ def check_steps(
     steps: Steps | None,
     info,  # of pydantic, with the name of the field
 ) -> Steps | None:
-    "The steps themselves; ValueError if one of them occurs twice."
+    "Return the steps themselves; ValueError if one of them occurs twice."
     if steps and len(set(steps)) < len(steps):
         raise ValueError(f"{info.field_name} must be different steps, got {', '.join(map(str, steps))}")
     return steps
@@ -117,7 +117,7 @@ def read_mapping(value: Any) -> Any:
 
 
 def _takes_mapping(annotation: Any) -> bool:
-    "Whether a type allows a mapping, and no text that could be meant instead."
+    "Return whether a type allows a mapping, and no text that could be meant instead."
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated: return _takes_mapping(parts[0])
     if origin in (typing.Union, types.UnionType): return str not in parts and any(map(_takes_mapping, parts))
@@ -141,7 +141,7 @@ class Config(BaseModel):
     def _write_paths_as_text(cls, value): return str(value) if isinstance(value, PurePath) else value
 
     def identity(self) -> dict[str, Any]:
-        """Everything that can change the result: all fields with their values, without runtime fields.
+        """Return everything that can change the result: all fields with their values, without runtime fields.
 
         A field whose type distinguishes the two is given by its content, for example a model folder."""
         runtime = {name for name, field in type(self).model_fields.items() if is_runtime(field)}
@@ -209,7 +209,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    "What `nearest` finds as the end of a sentence, after a semicolon."
+    "Return what `nearest` finds as the end of a sentence, after a semicolon."
     return (near := nearest(name, known)) and f"; {near}"
 
 # %% ../../nbs/runs/config.ipynb #811c22cc
@@ -231,7 +231,7 @@ def format_type(
     limits: str = "",  # as returned by `format_bounds`
     plural: bool = False,
 ) -> str:
-    "The values that a field's type allows, in words."
+    "Return the values that a field's type allows, in words."
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated: return format_type(parts[0], format_bounds(parts[1]), plural)
     if origin is Literal: return f"one of {', '.join(map(str, parts))}"
@@ -293,7 +293,7 @@ def match_options(
 
 # %% ../../nbs/runs/config.ipynb #6721c959
 def make_config(cls: type[Config], /, **parameters) -> Config:
-    """The configuration of a stage.
+    """Return the configuration of a stage.
 
     ParameterError of one sentence for an unknown parameter or a value that is not allowed."""
     known, parameters = list(cls.model_fields), cls.translate(parameters)
@@ -312,7 +312,7 @@ def notebook_config(
     before: set[str],  # names that existed before the parameters
     namespace: dict[str, Any],  # the notebook's globals()
 ) -> Config:
-    "The configuration of a stage from the names in its notebook; ParameterError as in `make_config`."
+    "Return the configuration of a stage from the names in its notebook; ParameterError as in `make_config`."
     own = {name: namespace[name] for name in cls.model_fields if name in namespace}
     later = (value for name, value in namespace.items() if name not in before)
     if any(isinstance(value, cls) for value in later): return make_config(cls, **own)

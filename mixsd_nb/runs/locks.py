@@ -25,7 +25,7 @@ def find_mount(
     folder: Path,
     table: str,  # content of /proc/self/mountinfo
 ) -> tuple[str, set[str]]:
-    "The type and the options of the file system that holds a folder; empty if the table does not say."
+    "Return the type and the options of the file system that holds a folder; empty if the table does not say."
     found = {}
     for words in map(str.split, table.splitlines()):
         kind, options = words[words.index("-") + 1], {*words[5].split(","), *words[-1].split(",")}
@@ -38,7 +38,7 @@ _TAKE = "import fcntl, sys; fcntl.flock(open(sys.argv[1], 'a'), fcntl.LOCK_EX | 
 
 
 def _find_lock_problem(folder: Path) -> str:
-    "Why locks in a folder keep no other process out; empty if they do."
+    "Return why locks in a folder keep no other process out; empty if they do."
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".locks-", suffix=".tmp") as file, open(file.name, "a") as other:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

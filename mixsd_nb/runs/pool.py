@@ -31,7 +31,7 @@ from .workers import Calls, Worker, WorkerEnded
 
 # %% ../../nbs/runs/pool.ipynb #57978014
 def visible_gpus() -> list[str]:
-    """The GPUs that may be used: those in `CUDA_VISIBLE_DEVICES` if it is set, otherwise all of this machine.
+    """Return the GPUs that may be used: those in `CUDA_VISIBLE_DEVICES` if it is set, otherwise all of this machine.
 
     As in CUDA, a name that is neither a number nor an identifier, such as -1, ends the list."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -40,7 +40,7 @@ def visible_gpus() -> list[str]:
 
 # %% ../../nbs/runs/pool.ipynb #32811633
 def count_cores() -> int:
-    "The cores that this process may use."
+    "Return the cores that this process may use."
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 # %% ../../nbs/runs/pool.ipynb #46a798f4
@@ -60,7 +60,7 @@ class PoolConfig(Config):
 def assign_devices(
     workers: int = 0,  # 0 for one per GPU, or one per core without GPUs
 ) -> list[list[str]]:
-    "The GPU of each worker; workers beyond the number of GPUs share them."
+    "Return the GPU of each worker; workers beyond the number of GPUs share them."
     gpus = visible_gpus()
     return [gpus[k % len(gpus):][:1] if gpus else [] for k in range(workers or len(gpus) or count_cores())]
 
@@ -88,13 +88,13 @@ class _Task:
     call: str = "run"  # method of the stage: run or assist
 
     def job(self) -> dict[str, Any]:
-        "What a worker needs to compute the run."
+        "Return what a worker needs to compute the run."
         return dict(stage=self.config.name, call=self.call,
                     parameters=self.config.model_dump(mode="json", include=self.config.model_fields_set))
 
 # %% ../../nbs/runs/pool.ipynb #f3afe492
 class _Worker:
-    "A process that computes one run at a time, in a session of its own, which an interrupt of the terminal does not reach."
+    "A process that computes one run at a time, in its own session, which an interrupt of the terminal does not reach."
 
     def __init__(
         self,
@@ -219,7 +219,7 @@ def _is_finished(config: Stage) -> bool:
 
 
 def _list_tasks(cells: Mapping[str, Stage]) -> list[_Task]:
-    "The runs to compute, those that others need first."
+    "Return the runs to compute, those that others need first."
     needs = {name: {run.folder: run for run in config.without_idle().shared_runs() if not _is_finished(run)}
              for name, config in cells.items()}
     shared = {folder: run for runs in needs.values() for folder, run in runs.items()}

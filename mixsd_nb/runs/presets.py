@@ -24,7 +24,7 @@ def preset_field(
     runtime: bool = False,  # whether it is a runtime field, which is not part of the hash
     **constraints,  # of pydantic's Field
 ):
-    "A field whose default is the value of the preset."
+    "Return a field whose default is the value of the preset."
     values = dict(lab=lab, real=lab if real is None else real, paper=paper)
     text = f"{description}; None for the preset's value ({', '.join(f'{name}: {value}' for name, value in values.items())})"
     extra = dict.fromkeys(flags, True) | dict(presets=values, smoke=smoke, runtime=runtime)
@@ -32,7 +32,7 @@ def preset_field(
 
 # %% ../../nbs/runs/presets.ipynb #532fd998
 def preset_values(field: FieldInfo) -> dict[str, Any]:
-    "The values of a field by preset; empty for a field that does not depend on the preset."
+    "Return the values of a field by preset; empty for a field that does not depend on the preset."
     return field_flag(field, "presets") or {}
 
 
@@ -69,7 +69,7 @@ class PresetSettings(Config):
                                            if (values := preset_values(field))}
 
     def values_of_lab(self) -> dict[str, Any]:
-        "The values that were not given, are the lab's, and differ from the paper's."
+        "Return the values that were not given, are the lab's, and differ from the paper's."
         fields = {name: preset_values(f) for name, f in type(self).model_fields.items() if name not in self.model_fields_set}
         lab = {name: known["lab"] for name, known in fields.items() if known and known["lab"] != known["paper"]}
         return lab if self.preset == "lab" else {}

@@ -29,7 +29,7 @@ class ProcessFailed(RuntimeError):
 
 # %% ../../nbs/runs/processes.ipynb #ab68aafd
 def in_notebook() -> bool:
-    "Whether this process is the kernel of a notebook, which can draw."
+    "Return whether this process is the kernel of a notebook, which can draw."
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return hasattr(shell, "kernel")
 
@@ -70,7 +70,7 @@ def quote_failure(
 def first_error(
     logs: Path,  # folder with the logs of torchrun
 ) -> str:
-    """The traceback of the process that failed first, or a sentence if none was recorded.
+    """Return the traceback of the process that failed first, or a sentence if none was recorded.
 
     An error class of this package says everything in its own sentence, so it comes without the traceback."""
     errors = sorted(logs.rglob("error.json"), key=lambda path: path.stat().st_mtime_ns)

@@ -39,7 +39,7 @@ def module_file(
 # %% ../../nbs/runs/provenance.ipynb #e9d58372
 @functools.cache
 def imported_modules(name: str) -> set[str]:
-    "Modules of this package that a module imports, also inside functions, and their parent packages."
+    "Return modules of this package that a module imports, also inside functions, and their parent packages."
     if not (path := module_file(name)): return set()
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     found = set()
@@ -55,7 +55,7 @@ def imported_modules(name: str) -> set[str]:
 # %% ../../nbs/runs/provenance.ipynb #e2b8e249
 @functools.cache
 def import_closure(modules: tuple[str, ...]) -> list[str]:
-    "The modules and all modules of this package that they import, directly or indirectly."
+    "Return the modules and all modules of this package that they import, directly or indirectly."
     found, queue = set(), list(modules)
     while queue:
         if (name := queue.pop()) not in found:
@@ -68,7 +68,7 @@ _DISPLAY_ARGUMENTS = ("title", "colour", "colours", "ramp", "marker", "descripti
 
 
 def code_text(source: str) -> str:
-    "The syntax tree of a module as text, without comments, docstrings and arguments that only affect display."
+    "Return the syntax tree of a module as text, without comments, docstrings and arguments that only affect display."
     tree = ast.parse(source)
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
@@ -103,18 +103,18 @@ def _file_digest(path: Path) -> str: return _digest(code_text(path.read_text()))
 
 
 def module_versions(modules: tuple[str, ...]) -> dict[str, str]:
-    "A hash of the code of each module, and of each module of this package that they import."
+    "Return a hash of the code of each module, and of each module of this package that they import."
     files = {name: module_file(name) for name in import_closure(modules)}
     return {name: _file_digest(file) if file else _digest(function_text(name)) for name, file in files.items()}
 
 
 def code_version(modules: tuple[str, ...]) -> str:
-    "One hash of `module_versions`."
+    "Return one hash of `module_versions`."
     return hashlib.blake2b(json.dumps(module_versions(modules)).encode(), digest_size=8).hexdigest()
 
 # %% ../../nbs/runs/provenance.ipynb #264ca1b3
 def package_version(package: str) -> str:
-    "The installed version of a package, or `not installed`."
+    "Return the installed version of a package, or `not installed`."
     try: return metadata.version(package)
     except metadata.PackageNotFoundError: return "not installed"
 

@@ -16,7 +16,7 @@ from .config import suggest
 
 # %% ../../nbs/runs/registry.ipynb #96df10c1
 def plugin_modules() -> list[str]:
-    "Names of the plugin modules: entry points of the group `mixsd_nb`, then those in `MIXSD_PLUGINS`."
+    "Return the names of the plugin modules: entry points of the group `mixsd_nb`, then those in `MIXSD_PLUGINS`."
     installed = [point.module for point in metadata.entry_points(group="mixsd_nb")]
     named = [name.strip() for name in os.environ.get("MIXSD_PLUGINS", "").split(",")]
     return list(dict.fromkeys([*installed, *filter(None, named)]))
@@ -57,7 +57,7 @@ class Registry(Mapping):
         self._found.pop(name, None)
 
     def declares(self, name: str) -> bool:
-        "Whether a declaration was added under this name."
+        "Return whether a declaration was added under this name."
         load_plugins()
         return name in self._entries
 
@@ -78,7 +78,7 @@ class Registry(Mapping):
     def get(self, name, default=None): return self._lookup(name) or default
 
     def items(self) -> ItemsView[str, Any]:
-        "The added names with their declarations, as they are now."
+        "Return the added names with their declarations, as they are now."
         load_plugins()
         return dict(self._entries).items()
 
@@ -95,7 +95,7 @@ _ROOMS = ("corpora", "models", "benchmarks", "training", "methods", "analysis", 
 
 
 def module_of(reference: str) -> str:
-    "The full module name of a reference `module:name`."
+    "Return the full module name of a reference `module:name`."
     module = reference.partition(":")[0]
     return f"mixsd_nb.{module}" if module.partition(".")[0] in _ROOMS else module
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # imported where they are used: worker processes need no tabl
 def read_config(
     folder: Path,  # of a run
 ) -> dict[str, Any]:
-    "The configuration in a run's `run.json`; empty if the file does not exist."
+    "Return the configuration in a run's `run.json`; empty if the file does not exist."
     return read_run_record(folder).get("config", {})
 
 # %% ../../nbs/runs/run.ipynb #85464264
@@ -111,7 +111,7 @@ class Run:
         self,
         step: int | None = None,  # of a training run; None for an evaluation
     ) -> Path:
-        "The file of the responses of a checkpoint, or of an evaluation."
+        "Return the file of the responses of a checkpoint, or of an evaluation."
         return self.folder / ("responses.parquet" if step is None else f"responses-{step}.parquet")
 
     def responses(self, step: int | None = None) -> "pd.DataFrame":
@@ -128,7 +128,7 @@ def find_runs(
     stage: str | None = None,  # only runs of this stage
     **where,  # only runs whose configuration has these values
 ) -> list[Run]:
-    "The finished runs in a folder, sorted by name."
+    "Return the finished runs in a folder, sorted by name."
     runs = [Run(path.parent) for path in sorted(Path(root or runs_root()).glob("[!.]*/result.nc"))]
     fits = lambda run: all(run.config.get(name) == value for name, value in where.items())
     return [run for run in runs if (stage is None or run.stage == stage) and (not where or fits(run))]
@@ -184,11 +184,11 @@ class Stage(Config):
         raise NotImplementedError
 
     def covers(self, run: Run) -> bool:
-        "Whether a finished run holds all that this configuration asks for; if not, `compute` extends it."
+        "Return whether a finished run holds all that this configuration asks for; if not, `compute` extends it."
         return True
 
     def other_results(self) -> list[Path]:
-        "The results of other runs on which `covers` depends."
+        "Return the results of other runs on which `covers` depends."
         return []
 
     @property
@@ -199,14 +199,14 @@ class Stage(Config):
         return run.finished and config.covers(run)
 
     def without_idle(self) -> "Stage":
-        "The same configuration, with all parameters that do not affect its run reset to their defaults."
+        "Return the same configuration, with all parameters that do not affect its run reset to their defaults."
         return self
 
     def check(self) -> None:
         "Raise ValueError of one sentence if this machine cannot compute the run; called before models are loaded."
 
     def shared_runs(self) -> list["Stage"]:
-        "Runs that this one reads and others may read too; they can be computed before it."
+        "Return runs that this one reads and others may read too; they can be computed before it."
         return []
 
     def assist(self) -> None:
@@ -217,7 +217,7 @@ class Stage(Config):
         raise ParameterError(f"nodes must be 1: {self.name} runs on one node")
 
     def modules(self) -> list[str]:
-        "Modules whose code, together with everything that they import, determines the code version of this run."
+        "Return modules whose code, together with everything that they import, determines the code version of this run."
         own = f"mixsd_nb.{self.name}", type(self).__module__
         return [name for name in own if module_file(name)][:1]
 
@@ -229,7 +229,7 @@ class Stage(Config):
 
     @classmethod
     def open_run(cls, folder: Path) -> Run:
-        "The run in a folder, as the class that the stage declares."
+        "Return the run in a folder, as the class that the stage declares."
         return (load_object(cls.run_class) if cls.run_class else Run)(folder)
 
     def provenance(self) -> dict[str, Any]:
@@ -248,7 +248,7 @@ class Stage(Config):
         self,
         force: bool = False,  # compute again even if the run is finished
     ) -> Run:
-        "The finished run of this configuration, computed if it does not exist yet."
+        "Return the finished run of this configuration, computed if it does not exist yet."
         config = self.without_idle()
         run = Run(config.folder)
         if not force: config._warn_if_stale(run)
@@ -272,7 +272,7 @@ class Stage(Config):
                 if not self.finished: write_result(self._compute(run.folder, line), run.folder)
 
     def _plan(self) -> str:
-        "The plan of the run in one line, if there is one. ParameterError of one sentence if it cannot fit."
+        "Return the plan of the run in one line, if there is one. ParameterError of one sentence if it cannot fit."
         return load_object("mixsd_nb.planning.plan:start_line")(self) if self.workload else ""
 
     def _compute(self, folder: Path, plan: str) -> "xr.DataTree":

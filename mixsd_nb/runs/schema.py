@@ -114,7 +114,7 @@ def variable(
     dims: str | Iterable[str],
     values: Any,
 ) -> xr.Variable:
-    "A variable with its `long_name` and `units`; ValueError for a name that VARIABLE_ATTRS does not describe."
+    "Return a variable with its `long_name` and `units`; ValueError for a name that VARIABLE_ATTRS does not describe."
     if name not in VARIABLE_ATTRS:
         near = difflib.get_close_matches(name, VARIABLE_ATTRS, 1)
         advice = f"did you mean {near[0]}?" if near else "add its long_name and units to VARIABLE_ATTRS"
@@ -150,7 +150,7 @@ def run_coords(
 def benchmark_coords(
     benchmarks: Mapping[str, Mapping[str, Any]],  # benchmark -> its `column`, `role` and, where it is not 1, `samples`
 ) -> dict[str, xr.Variable]:
-    "The coordinates along `benchmark`: the names, BENCHMARK_COORDS, and `version` if any benchmark has one."
+    "Return the coordinates along `benchmark`: the names, BENCHMARK_COORDS, and `version` if any benchmark has one."
     values = {k: [({"samples": 1} | dict(b))[k] for b in benchmarks.values()] for k in BENCHMARK_COORDS}
     if any("version" in b for b in benchmarks.values()): values["version"] = [b.get("version", "") for b in benchmarks.values()]
     return {name: variable(name, ["benchmark"], v) for name, v in (dict(benchmark=list(benchmarks)) | values).items()}
@@ -159,7 +159,7 @@ def benchmark_coords(
 def reported_versions(
     reports: Mapping[str, Mapping[str, Any]],  # benchmark -> its report, with `metrics, version, harness`
 ) -> dict[str, dict[str, str]]:
-    "Benchmark -> `version`, the coordinate of each benchmark that a harness ran."
+    "Return benchmark -> `version`, the coordinate of each benchmark that a harness ran."
     return {name: dict(version=f"{report['version']} ({report['harness']})") for name, report in reports.items()}
 
 

@@ -35,26 +35,26 @@ if TYPE_CHECKING:  # imported where they are used: worker processes need no arra
 
 # %% ../../nbs/runs/storage.ipynb #8e3c2020
 def is_project(folder: Path) -> bool:
-    "Whether a folder holds this project's settings.ini. Files of other programs, broken or not, count as no."
+    "Return whether a folder holds this project's settings.ini. Files of other programs, broken or not, count as no."
     try: text = (folder / "settings.ini").read_text(encoding="utf-8", errors="replace")
     except OSError: return False
     return re.search(r"^lib_name\s*=\s*mixsd_nb\s*$", text, re.MULTILINE) is not None
 
 # %% ../../nbs/runs/storage.ipynb #5f6a51fe
 def project_root() -> Path:
-    "The working folder or its nearest parent that holds the project's settings.ini; else the working folder."
+    "Return the working folder or its nearest parent that holds the project's settings.ini; else the working folder."
     here = Path.cwd()
     return next((folder for folder in (here, *here.parents) if is_project(folder)), here)
 
 # %% ../../nbs/runs/storage.ipynb #2e21a2e4
 def runs_root() -> Path:
-    "The folder that holds the run folders: `MIXSD_RUNS`, else `papermill_runs` in the project's root."
+    "Return the folder that holds the run folders: `MIXSD_RUNS`, else `papermill_runs` in the project's root."
     named = os.environ.get("MIXSD_RUNS")
     return Path(named).expanduser().absolute() if named else project_root() / "papermill_runs"
 
 # %% ../../nbs/runs/storage.ipynb #82e548f8
 def check_runs_folder(folder: str) -> str:
-    "The folder itself, which may be an empty string for the default; ValueError if it does not exist."
+    "Return the folder itself, which may be an empty string for the default; ValueError if it does not exist."
     if folder and not Path(folder).is_dir(): raise ValueError(f"runs must be an existing folder, got {folder}")
     return folder
 
@@ -71,7 +71,7 @@ def _storage_error(
     error: Exception,
     unfinished: Path | None,  # the file that was being written
 ) -> int | None:
-    "The number of the operating system's error behind a failure to write; None for another failure."
+    "Return the number of the operating system's error behind a failure to write; None for another failure."
     if isinstance(error, OSError) and error.errno in _STORAGE_ERRORS: return error.errno
     if isinstance(error, StorageError) or not unfinished: return None
     named = re.search(r"\(os error (\d+)\)", str(error))  # safetensors
@@ -114,7 +114,7 @@ RESTORE = "restore it, or remove its folder and compute it again"
 
 # %% ../../nbs/runs/storage.ipynb #2b27629b
 def _reason(error: Exception) -> str:
-    "The first line of an error's message, with the name of its class if the message alone says too little."
+    "Return the first line of an error's message, with the name of its class if the message alone says too little."
     text = getattr(error, "strerror", None) or str(error)
     plain = isinstance(error, (ValueError, OSError)) and text
     line = "".join(text.splitlines()[:1])
@@ -148,7 +148,7 @@ SCHEMA = 1  # version of the form of the files of a run
 def check_schema(
     record: dict[str, Any],  # content of run.json, or the attributes of a result; loses `schema`
 ) -> dict[str, Any]:
-    "The record itself; ValueError if it is of another version, or not of this package."
+    "Return the record itself; ValueError if it is of another version, or not of this package."
     version = record.pop("schema", SCHEMA if "config" in record else "missing")
     if version != SCHEMA: raise ValueError(f"its schema is {version}, and this version reads schema {SCHEMA}")
     return record
@@ -191,7 +191,7 @@ def read_json(
     advice: str = COMPUTE_AGAIN,
     kind: type = dict,  # of the content
 ) -> Any:
-    "The content of a JSON file; an empty mapping if the file does not exist. DamagedFile for any other content."
+    "Return the content of a JSON file; an empty mapping if the file does not exist. DamagedFile for any other content."
     if not (path := Path(path)).exists(): return kind()
     with explain_damage(path, advice):
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -210,7 +210,7 @@ def write_json(path: Path, record: Any) -> None:
 def read_run_record(
     folder: Path,  # of a run
 ) -> dict[str, Any]:
-    "The content of a run's `run.json`; empty if the file does not exist. DamagedFile for another schema."
+    "Return the content of a run's `run.json`; empty if the file does not exist. DamagedFile for another schema."
     path = Path(folder) / "run.json"
     record = read_json(path, ["config"], COMPUTE_BOTH)
     with explain_damage(path, COMPUTE_BOTH):
@@ -241,7 +241,7 @@ def read_table(
     others: bool = True,  # read all other columns too
     advice: str = COMPUTE_BOTH,
 ) -> "pd.DataFrame":
-    "The table in a Parquet file; DamagedFile if it cannot be read or lacks a column."
+    "Return the table in a Parquet file; DamagedFile if it cannot be read or lacks a column."
     import pandas as pd
     from pyarrow.parquet import read_schema
     with explain_damage(path, advice):
@@ -313,7 +313,7 @@ class Journal:
 
 
 def _parse_record(line: bytes, keys: Iterable[str]) -> dict | None:
-    "The record in a line of a journal; None if the line is damaged."
+    "Return the record in a line of a journal; None if the line is damaged."
     try: record = json.loads(line)
     except (ValueError, RecursionError): return None
     return record if isinstance(record, dict) and all(key in record for key in keys) else None
@@ -357,7 +357,7 @@ def check_described(tree: "xr.DataTree") -> None:
 
 # %% ../../nbs/runs/storage.ipynb #682621b8
 def is_finished(folder: Path) -> bool:
-    "Whether a run is finished: its `result.nc`, which is written last, exists."
+    "Return whether a run is finished: its `result.nc`, which is written last, exists."
     return (Path(folder) / "result.nc").is_file()
 
 # %% ../../nbs/runs/storage.ipynb #c589bb24
@@ -374,7 +374,7 @@ def write_result(tree: "xr.DataTree", folder: Path) -> Path:
 
 # %% ../../nbs/runs/storage.ipynb #267f73cf
 def open_result(folder: Path) -> "xr.DataTree":
-    "The result of a run, loaded into memory; the file is closed. DamagedFile for a file of another form."
+    "Return the result of a run, loaded into memory; the file is closed. DamagedFile for a file of another form."
     import xarray as xr
     path = Path(folder) / "result.nc"
     with netcdf_lock, explain_damage(path), xr.open_datatree(path, engine="netcdf4") as tree:
@@ -424,14 +424,14 @@ def try_lock(
 def _lock_file(
     folder: Path,  # of a run
 ) -> Path:
-    "The lock is beside the folder, because the folder may be removed while it is locked."
+    "The lock is next to the folder, because the folder may be removed while it is locked."
     return folder.with_name(f".{folder.name}.lock")
 
 
 def is_locked(
     folder: Path,  # of a run
 ) -> bool:
-    "Whether a process is computing a run."
+    "Return whether a process is computing a run."
     if not _lock_file(folder).exists(): return False
     with try_lock(_lock_file(folder)) as free: return not free
 

@@ -41,7 +41,7 @@ class Calls:
             if self.open: os.killpg(0, signal.SIGKILL)
 
     def empty(self) -> bool:
-        "Whether no call waits to be taken."
+        "Return whether no call waits to be taken."
         return self.arrived.empty()
 
     def get(self) -> Any:
@@ -72,7 +72,7 @@ _ROOT = str(Path(__file__).resolve().parents[2]) if "__file__" in globals() else
 
 
 class Worker:
-    "A process in a session of its own that serves calls; it ends with this object at the latest."
+    "A process in its own session that serves calls; it ends with this object at the latest."
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Worker:
         self,
         timeout: float | None = None,  # seconds after which the process is ended; None for no limit
     ) -> Any:
-        "The next answer; WorkerEnded if there is none."
+        "Return the next answer; WorkerEnded if there is none."
         wait_for_any([self], timeout)
         try: return self.pipe.recv()
         except (EOFError, OSError): raise WorkerEnded(self.stop(grace=1)) from None
@@ -126,7 +126,7 @@ def wait_for_any(
     workers: list[Worker],
     timeout: float | None = None,  # seconds after which the first one is ended; None for no limit
 ) -> list[Worker]:
-    "The workers that have answered or ended, as soon as there is one; WorkerEnded if there is none."
+    "Return the workers that have answered or ended, as soon as there is one; WorkerEnded if there is none."
     try: ready = connection.wait([worker.pipe for worker in workers], timeout)
     except OSError: return workers  # one of them was stopped
     if ready: return [worker for worker in workers if worker.pipe in ready]

@@ -160,7 +160,7 @@ class AskView(View):
         self.draw()
 
     def list_models(self) -> list[tuple[str, str, str]]:
-        "Title, source and colour of the base model and of the chosen checkpoints."
+        "Return title, source and colour of the base model and of the chosen checkpoints."
         chosen = [c for c in (self.first.value, self.second.value) if isinstance(c, Checkpoint)]
         base = (f"{self.model.value}, before training", self.model.value, recipe_colour("base"))
         return [base, *((c.words.partition(": ")[2], str(c.folder), recipe_colour(c.recipe)) for c in dict.fromkeys(chosen))]

@@ -72,7 +72,7 @@ def _owner(ours: xr.Dataset | None, paper: Iterable[xr.Dataset] = ()) -> str | N
 
 # %% ../../nbs/views/charts.ipynb #3522e6d8
 def _share_scale(values: Iterable[float], start: float, end: float) -> Scale:
-    "A scale for percentages, from the next ten below the smallest value to 100."
+    "Return a scale for percentages, from the next ten below the smallest value to 100."
     known = [v for v in values if v == v] or [0]
     return Scale(max(-3, 10 * np.floor((min(known) - 3) / 10)), 103, start, end)
 
@@ -249,7 +249,7 @@ def explain_selection(
 
 # %% ../../nbs/views/charts.ipynb #218d94ce
 def _draw_recipes(panel: Panel, places: dict[str, tuple[float, float]], where: str, key) -> list[str]:
-    "A mark for each recipe at what it learned and kept (%), and their names if there is room for them."
+    "Return a mark for each recipe at what it learned and kept (%), and their names if there is room for them."
     marks = [panel.mark(learned, kept, f"{label_title(m)}, {where}\nlearned {learned:.1f}%\nkept {kept:.1f}%", key=key(m), size=13,
                         **style_recipe(m)) for m, (learned, kept) in places.items()]
     labels = [(*panel.place(*at), label_title(m), recipe_colour(m)) for m, at in places.items()]

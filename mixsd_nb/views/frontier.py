@@ -38,7 +38,7 @@ KINDS = ("recall", "world", "arithmetic", "word-problems", "choice")  # benchmar
 def choose_prompts(
     responses: pd.DataFrame,  # of all checkpoints
 ) -> list[tuple[str, str]]:
-    """Benchmark and item of five prompts: of each kind the one on which the checkpoints differ most.
+    """Return benchmark and item of five prompts: of each kind the one on which the checkpoints differ most.
 
     The base model answers it correctly, unless it is a fact that only training teaches."""
     base = responses[responses.recipe == BASE].set_index(["benchmark", "item"]).correct

@@ -105,7 +105,7 @@ def draw_path(
 
 @functools.cache
 def _outline(marker: str) -> tuple[tuple[tuple[float, float], ...], ...]:
-    "The polygons of a marker of matplotlib, about 1 wide, with y downwards."
+    "Return the polygons of a marker of matplotlib, about 1 wide, with y downwards."
     style = MarkerStyle(marker)
     path = style.get_path().transformed(style.get_transform())
     polygons = path.to_polygons(closed_only=False) if marker != "_" else [[(-.5, -.15), (.5, -.15), (.5, .15), (-.5, .15)]]
@@ -240,7 +240,7 @@ def label_marks(
     bounds: tuple[float, float],  # left and right end of the room for the names
     size: float = 14,
 ) -> str:
-    "Draw the names beside their marks, each where it covers no other name and no mark."
+    "Draw the names next to their marks, each where it covers no other name and no mark."
     taken = [(x - 7, y - 7, x + 7, y + 7) for x, y, _, _ in marks]
     found = []
     for x, y, name, colour in sorted(marks, key=lambda m: (m[1], m[0])):

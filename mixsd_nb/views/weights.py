@@ -125,7 +125,7 @@ def read_measure(
 
 
 def _paint_cell(value: float, columns: tuple[str, ...], colours: tuple[str, str], low: float, high: float) -> tuple[str, float, str]:
-    "Colour, depth from 0 to 1, and text of a value; `low` and `high` are the ends of the logarithms."
+    "Return colour, depth from 0 to 1, and text of a value; `low` and `high` are the ends of the logarithms."
     if len(columns) == 2:
         depth = min(1, abs(np.log(value)) / max(abs(low), abs(high), np.log(1.02))) if value > 0 else 1
         return colours[int(value < 1)], depth, f"×{value:.2f}" if value >= 1 else f"÷{1 / value:.2f}" if value > 0 else "0"

@@ -15,7 +15,7 @@ def lab_config(
     size: str,  # a key of SIZES
     tokenizer,
 ):
-    "The `Qwen3Config` of a lab model."
+    "Return the `Qwen3Config` of a lab model."
     from transformers import Qwen3Config
     shape = SIZES[size]
     return Qwen3Config(
@@ -26,7 +26,7 @@ def lab_config(
 
 # %% ../../../nbs/lab/pretraining/start_values.ipynb #637b6acf
 def _random_orthonormal(rows: int, columns: int, generator):
-    "Random orthonormal rows, shape (rows, columns); column 0 is zero, so they ignore the constant coordinate."
+    "Return random orthonormal rows, shape (rows, columns); column 0 is zero, so they ignore the constant coordinate."
     import torch
     q = torch.linalg.qr(torch.randn(columns, rows, generator=generator))[0].T.clone()
     q[:, 0] = 0
@@ -91,7 +91,7 @@ def set_match_and_copy(
 
 # %% ../../../nbs/lab/pretraining/start_values.ipynb #39816a73
 def _space_variants(tokenizer) -> list[tuple[int, int]]:
-    "Pairs of token ids: a capitalised word without and with its leading space."
+    "Return pairs of token ids: a capitalised word without and with its leading space."
     vocab = tokenizer.get_vocab()
     return [(vocab[t[1:]], i) for t, i in vocab.items() if re.match(r"Ġ[A-Z]", t) and t[1:] in vocab]
 
