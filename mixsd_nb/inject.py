@@ -15,19 +15,20 @@ import pandas as pd
 import xarray as xr
 from pydantic import Field, field_validator
 
-from . import evaluate, nll, train
+from . import evaluate, facts, nll, train
 from .benchmarks import benchmark_names
 from .benchmarks.in_domain import own_tests
 from .cluster.grid import find_notebook
 from .cluster.process import kernel_options
 from .corpora import CORPORA, CorpusName, load_corpus
+from .corpora.passages import is_document
 from .corpora.stored import explain_form
 from .methods.fact_lengths import warn_of_long_replies
 from .models.lab import warn_about_lab_values
 from .runs.config import read_mapping
 from .runs.presets import preset_field
 from .reports.injection import Injection, InjectRun, compare_scores, summarise_injection, write_page
-from .runs import Run, Stage, Steps, flagged_field, run_function, runs_root, runtime_field
+from .runs import Run, Stage, Steps, flagged_field, make_config, run_function, runs_root, runtime_field
 from .runs.command_line import CommandLine
 from .runs.costs import CostLog
 from .methods.settings import TrainingSettings
@@ -43,8 +44,8 @@ class InjectConfig(TrainingSettings, Stage):
     forced = "write the report again; to train again, remove the folder of the training"
     test: str = runtime_field("", "a file of tests of the facts: question, answer, kind; as test in dataset_options", "main")
     dataset: CorpusName = flagged_field("kgfact-small", (
-        "a file (.jsonl, .json, .csv, .tsv, .parquet) with question and answer, a folder saved by datasets, a hub id, or "
-        "the name of a corpus"), "positional")
+        "a file (.jsonl, .json, .csv, .tsv, .parquet) with question and answer, a document (.md, .txt, .html) or a folder of "
+        "documents, about which questions are written first, a folder saved by datasets, a hub id, or the name of a corpus"), "positional")
     suite: str = preset_field(
         "what is asked before and after: groups and benchmarks, with commas; the facts' own tests are added", "main",
         lab="in-domain,lab", real="in-domain,real", paper="in-domain,paper", smoke="in-domain,lab")
@@ -59,7 +60,10 @@ class InjectConfig(TrainingSettings, Stage):
 
     @classmethod
     def translate(cls, parameters):
-        "As in `Config`; the file of tests becomes an option of the corpus."
+        "As in `Config`; the file of tests becomes an option of the corpus, and documents become the facts that are written about them."
+        if is_document(document := str(parameters.get("dataset", ""))):
+            make_config(cls, **{name: value for name, value in parameters.items() if name not in ("dataset", "dataset_options", "test")})
+            parameters = parameters | dict(dataset=facts.facts_file(document, **parameters))
         parameters, test = super().translate(parameters), parameters.get("test")
         options = read_mapping(parameters.get("dataset_options", {}))
         if not test or not isinstance(options, dict): return parameters

@@ -53,7 +53,7 @@ SCALED = [config for path in STAGES if preset_names(config := configuration(path
 
 
 def test_some_stages_have_both_scales():
-    assert [config.name for config in SCALED] == ["evaluate", "generate", "inject", "train"]
+    assert [config.name for config in SCALED] == ["evaluate", "facts", "generate", "inject", "train"]
 
 
 @pytest.mark.parametrize("config", SCALED, ids=lambda c: c.name)

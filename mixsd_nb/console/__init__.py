@@ -27,10 +27,12 @@ class Command:
 
 COMMANDS = Registry("command")
 _ROOM = "mixsd_nb.console.housekeeping"
+_TEACH = "teach a model facts of a file or of documents, and report what it learned and forgot; facts only writes them"
 _GRID = "run a grid of any stage, here or on Slurm; plan says first whether it fits and how long it takes"
 _COPY = "write a trained model as a Hugging Face folder, or copy the notebooks of the stages"
 for _command in [
-    Command("inject", "teach a model the facts of a file, and report what it learned and forgot"),
+    Command("inject", _TEACH),
+    Command("facts", _TEACH),
     *(Command(name, "compute one stage, as in `mixsd train --lam 0.3,0.5`")
       for name in ("train", "generate", "evaluate", "nll", "forgetting", "fisher", "errors")),
     Command("sweep", _GRID),

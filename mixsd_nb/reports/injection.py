@@ -19,10 +19,11 @@ from ..analysis.scores import compare, scores
 from ..benchmarks import SUITES
 from ..corpora import CORPORA, load_corpus
 from ..corpora.prompts import rows_as_written
-from ..corpora.stored import fact_places
+from ..corpora.stored import fact_passages, fact_places
 from ..methods import label_title
 from ..methods.targets import add_sources, count_sources, describe_source, describe_sources
 from ..models import load_tokenizer
+from .documents import find_questions, score_passages
 from .finished import FinishedRun, ModelRun
 from .report import (describe_updates, encode_figure, format_interval, format_p, group_failures, pair_responses,
                                      render_page)
@@ -90,6 +91,12 @@ class Injection:
         "Return the outcome of every fact, as `tabulate_facts` returns it."
         rows, places = rows_as_written(load_corpus(self.config.dataset, "train")), fact_places(self.config.dataset)
         return tabulate_facts(rows, *self.responses, self.targets, bool(self.trained.checkpoints), places)
+
+    @functools.cached_property
+    def passages(self) -> pd.DataFrame:
+        "Return how much of each passage of a document is known, as `score_passages` returns it; empty for facts without passages."
+        sources = fact_passages(self.config.dataset)
+        return score_passages(sources, *self.responses, find_questions({context for _, context in sources.values()}))
 
     def result(self) -> xr.DataTree:
         "Return the scores over `benchmark`, and in the group `facts` the outcome of every fact; attributes name the runs."
@@ -161,6 +168,13 @@ def _list_costs(costs: CostLog, trained: ModelRun, targets: pd.DataFrame | None)
     return rows + [(f"peak memory of {name}", f"{size / 1e9:.2f} GB") for name, size in memory.items()]
 
 
+def _list_passages(table: pd.DataFrame) -> dict[str, list]:
+    "Return the rows of the page's two tables: what is known of each passage, and the passages without a question, with the reasons."
+    share = lambda value: "–" if value != value else f"{100 * value:.0f}%"
+    known = [(row.source, row.facts, share(row.before), share(row.after), share(row.reworded)) for row in table.itertuples() if row.facts]
+    return dict(known=known, missing=[(row.source, row.reasons) for row in table.itertuples() if not row.facts])
+
+
 def _describe_training(it: Injection) -> str:
     "Return one sentence about the updates."
     made, converged = int(it.trained.root.step.max()), it.trained.selection.converged
@@ -181,7 +195,8 @@ def describe_page(
         title=f"{model} and {CORPORA[config.dataset].title}, {label_title(config.label)}",
         lead=summarise_injection(model, table, it.facts), learned=part(["in-domain"]), own=part(["own"]), held=held,
         lost={title: items for title, items in lost.items() if items}, failures=group_failures(it.facts), facts=len(it.facts),
-        pairs=pair_responses(*it.responses), likelihood=_tabulate_likelihood(it.likelihood), sources=_list_sources(it.facts),
+        passages=_list_passages(it.passages), pairs=pair_responses(*it.responses), likelihood=_tabulate_likelihood(it.likelihood),
+        sources=_list_sources(it.facts),
         figure=encode_figure(it.trained.plot()), updates=_describe_training(it), source=it.trained.source(it.step),
         digits=name.rpartition("-")[2], costs=_list_costs(it.costs, it.trained, it.targets),
         parameters=[(key, str(value)) for key, value in config.model_dump().items() if value not in ("", None, {}, [])])
@@ -191,10 +206,11 @@ def write_page(
     it: Injection,
     folder: Path,  # of the run
 ) -> None:
-    "Write `report.html` and `facts.parquet`."
+    "Write `report.html` and `facts.parquet`, and for facts of documents `passages.parquet`."
     page = render_page(**describe_page(it, folder.name))
     write_atomically(folder / "report.html", lambda path: path.write_text(page, encoding="utf-8"))
     write_atomically(folder / "facts.parquet", it.facts.to_parquet)
+    if len(it.passages): write_atomically(folder / "passages.parquet", it.passages.to_parquet)
 
 # %% ../../nbs/reports/injection.ipynb #c455f3d8
 class InjectRun(FinishedRun):
@@ -237,6 +253,12 @@ class InjectRun(FinishedRun):
     def facts(self) -> pd.DataFrame:
         "Return a row for each fact, as `analysis.facts.tabulate_facts` returns it."
         return read_table(self.folder / "facts.parquet")
+
+    @property
+    def passages(self) -> pd.DataFrame:
+        "Return a row for each passage of the documents, as `score_passages` returns it; empty for facts without passages."
+        file = self.folder / "passages.parquet"
+        return read_table(file) if file.is_file() else pd.DataFrame()
 
     def responses(self, step: int | None = None) -> pd.DataFrame:
         "Return the responses to all benchmarks before (step 0) and after; those to recall at another step."

@@ -127,8 +127,8 @@ def build_parser(
 
 # %% ../../nbs/runs/command_line.ipynb #de729214
 def normalise_words(words: tuple[str, ...], fields: dict[str, FieldInfo]) -> list[str]:
-    "Return words with hyphens in options, `true` in flags, no option for positional fields, and one for `-p name value`."
-    rest, normal = list(words), []
+    "Return words with hyphens in options, `true` in flags, no option for positional fields, and one for `-p name value` and for `-o`."
+    rest, normal = ["--output" if word == "-o" and "output" in fields else word for word in words], []
     while rest:
         option, equals, text = (f"--{rest.pop(0)}={rest.pop(0)}" if (word := rest.pop(0)) == "-p" and rest[1:] else word).partition("=")
         field = fields.get(name := option[2:].replace("-", "_")) if option.startswith("--") else None

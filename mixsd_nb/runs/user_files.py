@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SHOWN', 'Text', 'FilledText', 'RawText', 'JSON', 'Texts', 'TABLE_SUFFIXES', 'Row', 'Number', 'shorten', 'TableError',
-           'Table', 'read_raw', 'read_number', 'FileRow', 'parse_rows', 'add_arrow', 'is_table_file', 'read_rows',
-           'digest_rows']
+           'Table', 'read_raw', 'read_number', 'FileRow', 'parse_rows', 'decode_text', 'add_arrow', 'is_table_file',
+           'read_rows', 'digest_rows']
 
 # %% ../../nbs/runs/user_files.ipynb #fee539cb
 import contextlib
@@ -278,7 +278,10 @@ def parse_rows(
     return parsed
 
 # %% ../../nbs/runs/user_files.ipynb #d790af60
-def _decode(table: Table, content: bytes) -> str:
+def decode_text(
+    table: Table,  # for the problems
+    content: bytes,
+) -> str:
     "Return the content as text, with replacement characters where it is not UTF-8; each such line is noted."
     advice = "save the file as UTF-8"
     text = content.decode(errors="replace")
@@ -492,7 +495,7 @@ def read_rows(
     try:
         with explain_damage(path, ""):
             if suffix == ".parquet": _read_parquet(table)
-            else: _TEXT_READERS[suffix](table, _decode(table, path.read_bytes()))
+            else: _TEXT_READERS[suffix](table, decode_text(table, path.read_bytes()))
     except DamagedFile as e: table.report(e.problem.removeprefix(f"{path} "))
     if not table.rows and not table.problems: table.report("the file has no rows", 1)
     return table
