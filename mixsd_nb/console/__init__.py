@@ -27,7 +27,7 @@ class Command:
 
 COMMANDS = Registry("command")
 _ROOM = "mixsd_nb.console.housekeeping"
-_TEACH = "teach a model facts of a file or of documents, and report what it learned and forgot; facts only writes them"
+_TEACH = "teach a model a file of facts or a handbook, and report what it forgot; facts only writes them"
 _GRID = "run a grid of any stage, here or on Slurm; plan says first whether it fits and how long it takes"
 _COPY = "write a trained model as a Hugging Face folder, or copy the notebooks of the stages"
 for _command in [
