@@ -252,6 +252,7 @@ def test_missing_data_and_sandboxes_are_found_before_any_work(stage, tiny, own_r
     with pytest.raises(ParameterError, match="^gsm8k.parquet or gsm8k.jsonl is missing in the folder of benchmarks"):
         stage.run(suite="recall,gsm8k", **common)
     monkeypatch.setattr("mixsd_nb.benchmarks.sandbox._find_problem", lambda bwrap: "bubblewrap is missing")
+    monkeypatch.setattr("mixsd_nb.benchmarks.sandbox._find_kernel_problem", lambda: "Landlock is not available")
     with pytest.raises(SandboxError, match="^generated code cannot be isolated, because bubblewrap is missing"):
         stage.run(suite="recall,humaneval", **common)
     assert not list(own_runs.glob("*/run.json"))

@@ -223,9 +223,9 @@ def test_a_draw_from_all_tokens_is_the_argmax_with_all_noise(rows, size, scale, 
 def test_a_draw_from_all_tokens_holds_no_array_of_the_size_of_the_vocabulary(monkeypatch):
     "A step of 100 rows of Qwen3's vocabulary moved 7 GB; hashes are now held slice by slice, and noise is only computed for few tokens."
     from mixsd_nb.models import engine
-    sizes, scramble, noise = [], engine._scramble, engine.gumbel
+    sizes, scramble, noise = [], engine._scramble, engine._noise
     monkeypatch.setattr(engine, "_scramble", lambda x: sizes.append(x.numel()) or scramble(x))
-    monkeypatch.setattr(engine, "gumbel", lambda keys, at, ids: drawn.append(torch.broadcast_tensors(keys, at, ids)[0].numel()) or noise(keys, at, ids))
+    monkeypatch.setattr(engine, "_noise", lambda hashed, ids: drawn.append(ids.numel()) or noise(hashed, ids))
     logits, drawn = 3 * torch.randn(8, 151_936, generator=torch.Generator().manual_seed(0)), []
     choose(logits, torch.arange(8), 0, 1.0, 1 << 20)
     assert max(sizes) <= 2**20 < logits.numel() and sum(drawn) < logits.numel() / 50

@@ -169,7 +169,7 @@ RULES = {  # grading -> answer, a right response, a wrong one
 
 
 def sandboxed():
-    try: return not check_sandbox()
+    try: return bool(check_sandbox())
     except SandboxError: return False
 
 

@@ -31,6 +31,7 @@ from mixsd_nb.corpora import CORPORA, load_corpus
 from mixsd_nb.methods import ANCHORS, GATES, METHODS, Demand, Method, runnable_methods
 from mixsd_nb.methods.replay import Replay
 from mixsd_nb.methods.supervised import Supervised
+from mixsd_nb.models.engine_vllm import PART
 from mixsd_nb.models import load_tokenizer
 from mixsd_nb.models.geometry import GEOMETRIES, count_shape, read_shape
 from mixsd_nb.models.tiny import random_model
@@ -193,7 +194,7 @@ def test_vllm_reserves_weights_cache_and_logits():
     shape = read_shape("Qwen/Qwen3-8B")
     one, four = serve(shape, 16_384, 80e9), serve(shape, 16_384, 80e9, gpus=4)
     assert one.weights == 2 * shape.parameters == 4 * four.weights and four.room > one.room > 5 and one.least > one.weights + one.cache
-    assert one.logprobs == 8_192 * 151_936 * 10
+    assert one.logprobs == PART * 151_936 * 10
 
 
 # --- methods, stages, grids

@@ -35,6 +35,19 @@ def working_sandbox():
     need_sandbox()
 
 
+@pytest.fixture
+def landlock(monkeypatch):
+    "This machine without bubblewrap and without namespaces, so that programs confine themselves."
+    if problem := sandbox._find_kernel_problem(): need(problem)
+    monkeypatch.setattr(sandbox, "_find_problem", lambda bwrap: "bubblewrap is missing")
+
+
+@pytest.fixture
+def nothing(monkeypatch):
+    "This machine without any sandbox but for the bubblewrap that a test puts in its path."
+    monkeypatch.setattr(sandbox, "_find_kernel_problem", lambda: "Landlock is not available (Function not implemented)")
+
+
 def last_line(outcome):
     return outcome.output.splitlines()[-1]
 
@@ -195,6 +208,48 @@ def test_an_attack_is_blocked(name, host, monkeypatch):
     assert outcome.stopped in ("", "output"), "it should have been refused at once"
 
 
+VISIBLE = {"home", "root's rights"}  # without namespaces: that a file exists, and the user's own number, but no right of root
+
+
+@pytest.mark.parametrize("name", [name for name in ATTACKS if name not in VISIBLE])
+def test_an_attack_is_blocked_without_namespaces(name, host, monkeypatch, landlock):
+    monkeypatch.setenv("MIXSD_SECRET", "treasure")
+    outcome = run_python(write_attack(name, host), timeout=60)
+    assert_blocked(vars(outcome))
+    assert outcome.stopped in ("", "output"), "it should have been refused at once"
+
+
+ALONE = {  # what namespaces would hide, and what only the file system of bubblewrap makes read-only
+    "its own folder": "open('x', 'w')", "the temporary folder": "open('/tmp/x', 'w')", "a new folder": "import os\nos.mkdir('x')",
+    "a file of the project": "import os\nopen(os.path.join(PROJECT, 'x'), 'w')", "a link": "import os\nos.symlink('a', 'b')",
+    "home": "import os\nos.listdir(os.path.dirname(HOME[0]))", "the file system": "import os\nos.listdir('/')",
+    "a file cut short": "import os\nos.truncate(SECRET, 0)", "a file removed": "import os\nos.remove(SECRET)",
+    "a file renamed": "import os\nos.rename(SECRET, SECRET + '.old')", "an attribute of a file": "import os\nos.removexattr(SECRET, 'user.x')",
+    "a signal to the parent": "import os\nos.kill(os.getppid(), 0)", "a signal to all": "import os\nos.kill(-1, 0)",
+    "limits of the parent": "import os, resource\nresource.prlimit(os.getppid(), resource.RLIMIT_CORE)",
+    "the processors of the parent": "import os\nos.sched_setaffinity(os.getppid(), {0})", "another program": "import os\nos.execv('/bin/true', ['true'])",
+    "the memory of the parent": "import os\nopen(f'/proc/{os.getppid()}/mem', 'rb')", "the names of processes": "import os\nos.listdir('/proc')",
+    "rights of root": "import os\nos.setuid(12345)", "the clock": "import time\ntime.clock_settime(time.CLOCK_REALTIME, time.time())"}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_program_without_namespaces_reaches_nothing_of_its_user(name, host, landlock):
+    code = "\n".join(f"{key} = {value!r}" for key, value in host.items() if key in ALONE[name]) + f"\n{ALONE[name]}\nprint('reached')"
+    outcome = run_python(code, timeout=60)
+    assert outcome.exit_status == 1 and last_line(outcome).startswith("PermissionError"), outcome
+    assert Path(host["SECRET"]).read_text()
+
+
+def test_programs_without_namespaces_compute_and_are_judged(landlock):
+    "The standard library, threads, NumPy and the null device; a wrong program fails, and one that never ends is stopped."
+    assert sandbox.check_sandbox() == "landlock"
+    uses = USES | NUMPY_USES
+    found = dict(zip(uses, run_tests(list(uses.values()))))
+    assert {name: use for name, use in found.items() if use != (True, "")} == {}
+    assert run_tests([(RIGHT, TESTS), ("def double(x): return 0", TESTS)]) == [(True, ""), (False, "AssertionError")]
+    assert run_python("while True: pass", timeout=0.5).stopped == "timeout"
+
+
 EFFECTIVE = ["a server on loopback", "home", "passwords", "the project", "installed packages", "the environment",
              "inherited files", "fork past the C library"]
 
@@ -287,9 +342,9 @@ def test_a_killed_parent_leaves_nothing_behind():
     until(lambda: not processes_with(mark.encode()), what="the end of the program")
 
 
-def test_without_bubblewrap_nothing_runs_unless_that_is_allowed(monkeypatch, tmp_path):
+def test_without_bubblewrap_nothing_runs_unless_that_is_allowed(monkeypatch, tmp_path, nothing):
     monkeypatch.setenv("PATH", str(tmp_path))
-    sentence = "bubblewrap is missing: install the package bubblewrap .*allow_unsandboxed=True"
+    sentence = "bubblewrap is missing: install the package bubblewrap .*, and because Landlock is not available .*allow_unsandboxed=True"
     for call in (lambda: run_python("print(1)"), lambda: run_tests([("x = 1", "assert x")])):
         with pytest.raises(SandboxError, match=sentence) as caught: call()
         assert "\n" not in str(caught.value)
@@ -298,7 +353,7 @@ def test_without_bubblewrap_nothing_runs_unless_that_is_allowed(monkeypatch, tmp
     assert run_tests(program_tests, allow_unsandboxed=True) == [(True, ""), (False, "AssertionError")]
 
 
-def test_the_error_quotes_a_bubblewrap_that_does_not_work(monkeypatch, tmp_path):
+def test_the_error_quotes_a_bubblewrap_that_does_not_work(monkeypatch, tmp_path, nothing):
     fake = tmp_path / "bwrap"
     fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     fake.chmod(0o755)
@@ -342,12 +397,14 @@ def run_filter(code, machine, number, flags=0, *, foreign=False):
         place += 1
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("column, machine", list(enumerate(sandbox._ARCHITECTURES)))
-def test_a_filter_for_each_architecture(column, machine):
+def test_a_filter_for_each_architecture(column, machine, shared):
     "The filter refuses what the table lists, and allows threads, but no clone that is a process or has a namespace."
-    answer = functools.partial(run_filter, sandbox._build_filter(machine), machine)
+    answer = functools.partial(run_filter, sandbox._build_filter(machine, shared), machine)
     allow, refuse, lack = 0x7FFF0000, 0x00050001, 0x00050026
-    numbers = {row[column] for row in sandbox._REFUSED_CALLS.values()} - {None}
+    tables = [sandbox._REFUSED_CALLS, *[sandbox._SHARED_CALLS] * shared]
+    numbers = {row[column] for table in tables for row in table.values()} - {None}
     clone, clone3 = (row[column] for row in sandbox._THREAD_CALLS.values())
     for number in range(500):
         assert answer(number) == (refuse if number in {*numbers, clone} else lack if number == clone3 else allow)
@@ -668,15 +725,16 @@ RIGHT_ANSWERS = [  # programs that pass the tests of the forgeries
 ]
 
 
-@pytest.mark.parametrize("user", ["root", "plain user"])
+@pytest.mark.parametrize("user", ["root", "plain user", "without namespaces"])
 def test_no_verdict_can_be_forged(user, request):
     "Every forgery fails, and right programs pass the same tests; so do programs that use threads and the like."
     right = [*RIGHT_ANSWERS, *USES.values()]
     pairs = [*FORGERIES.values(), *right]
     assert len(FORGERIES) >= 40
     is_root = os.geteuid() == 0
+    if user == "without namespaces": request.getfixturevalue("landlock")
     if user == "root" and not is_root: pytest.skip("only root can run programs as root")
-    if is_root and user != "root": results = request.getfixturevalue("as_plain_user")(program_tests=pairs)["results"]
+    if is_root and user == "plain user": results = request.getfixturevalue("as_plain_user")(program_tests=pairs)["results"]
     else: results = run_tests(pairs, cpu=1, timeout=60)
     forged = [name for name, (passed, _) in zip(FORGERIES, results) if passed]
     wrong = [(pair, error) for pair, (passed, error) in zip(right, results[len(FORGERIES):]) if not passed]
@@ -735,7 +793,7 @@ NUMPY_USES = {
 
 
 @pytest.mark.parametrize("allow_unsandboxed", [False, True], ids=["sandbox", "limits only"])
-def test_what_a_program_may_use(allow_unsandboxed, monkeypatch, tmp_path):
+def test_what_a_program_may_use(allow_unsandboxed, monkeypatch, tmp_path, nothing):
     "The standard library, with threads in the sandbox, and NumPy, where this project has it."
     if allow_unsandboxed: monkeypatch.setenv("PATH", str(tmp_path))
     uses = {name: use for name, use in (USES | NUMPY_USES).items() if not (allow_unsandboxed and "thread" in name)}
@@ -744,7 +802,7 @@ def test_what_a_program_may_use(allow_unsandboxed, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("package", ["pandas", "scipy", "torch", "xarray", "packaging"])
-def test_another_package_is_missing_by_name(package, monkeypatch, tmp_path):
+def test_another_package_is_missing_by_name(package, monkeypatch, tmp_path, nothing):
     pair = f"import {package}\n{RIGHT}", TESTS
     sentence = f"ModuleNotFoundError: No module named '{package}'"
     assert run_tests([pair]) == [(False, sentence)]

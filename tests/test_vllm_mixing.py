@@ -14,7 +14,8 @@ from mixsd_nb import train
 from mixsd_nb.lab import speed
 from mixsd_nb.corpora import CORPORA, load_corpus
 from mixsd_nb.methods.mixing import attempt_request, mix, mix_items
-from mixsd_nb.models import load_engine, load_tokenizer, open_engine
+from mixsd_nb.models import engine_vllm, load_engine, load_tokenizer, open_engine
+from mixsd_nb.models.engine_vllm import VLLMEngine
 from mixsd_nb.models.engines import HFEngine
 from mixsd_nb.models.tiny import random_model
 
@@ -46,6 +47,7 @@ TIGHT = dict(batch_size=9, num_gpu_blocks_override=24, block_size=32, max_model_
 SHAPES = [
     dict(mode="segments", **PLENTY),
     dict(mode="paired", **PLENTY),
+    dict(mode="auto", **PLENTY),
     dict(mode="segments", max_num_seqs=3, max_num_batched_tokens=64, **TIGHT),
     dict(mode="paired", max_num_seqs=5, **TIGHT),
     dict(mode="paired", max_num_seqs=1, **TIGHT),
@@ -80,6 +82,41 @@ def test_scores_are_those_of_transformers(lab, items, expected):
     for a, b in zip(ours.score(pairs), theirs.score(pairs)):
         np.testing.assert_allclose(a, b, atol=1e-3)
     assert all((a == b).mean() > 0.95 for a, b in zip(ours.greedy_tokens(pairs), theirs.greedy_tokens(pairs)))
+
+
+@pytest.mark.parametrize("mode", ["segments", "paired"])
+def test_long_texts_are_scored_in_parts(mode, monkeypatch):
+    "The values are the same, also where the text is in the prefix cache, and the model is never asked for the logits of more rows."
+    gc.collect()  # ends other engines of this process
+    engine, draws = open_engine("vllm", "lab-s", mode=mode, **PLENTY), torch.Generator().manual_seed(0)
+    some = lambda n: torch.randint(50, 400, (n,), generator=draws).tolist()
+    pairs = [(some(20 + 13 * k), some(40 + 95 * k)) for k in range(6)]
+    whole, likeliest = engine.score([*pairs, pairs[-1]]), engine.greedy_tokens(pairs)
+    ends, (runner,) = engine_vllm.part_ends, engine.engine.collective_rpc(lambda worker: worker.model_runner)
+    compute, rows = runner.model.compute_logits, []
+    monkeypatch.setattr(engine_vllm, "part_ends", lambda length: ends(length, 64))
+    monkeypatch.setattr(runner.model, "compute_logits", lambda states, *more: rows.append(len(states)) or compute(states, *more))
+    for _ in range(2):
+        for a, b in zip(whole, engine.score([*pairs, pairs[-1]])): np.testing.assert_allclose(a, b, atol=1e-4)
+    assert all((a == b).all() for a, b in zip(likeliest, engine.greedy_tokens(pairs))) and max(rows) <= 64
+
+
+def test_each_sequence_is_decoded_in_the_faster_way(lab, items, monkeypatch):
+    "Few changes of picks are segments and many are pairs, with the same tokens; where pairs fall out of step, all are segments."
+    gc.collect()
+    engine, plain, ways = open_engine("vllm", "lab-m", mode="auto", **PLENTY), load_engine("hf", *lab), []
+    submit = VLLMEngine._submit_next
+    monkeypatch.setattr(VLLMEngine, "_submit_next", lambda self, sequence, *rest: ways.append(sequence.paired) or submit(self, sequence, *rest))
+    pairs, rare = [(item["naive_ids"], item["expert_ids"]) for item in items], np.arange(48) == 20
+    picks = [np.arange(48) % 2 == 0 if k % 2 else rare[:len(rare) - k] for k in range(len(pairs))]
+    monkeypatch.setattr(engine_vllm, "FEW", 1 / 16)
+    expected = [c.ids for c in plain.mix(pairs, picks, max_new_tokens=48)]
+    assert [c.ids for c in engine.mix(pairs, picks, max_new_tokens=48)] == expected and {*ways} == {True, False}
+    monkeypatch.setattr(engine, "audit", lambda written, **_: [[0] for _ in written])
+    engine.check_pairs()
+    assert engine.mode == "segments" and [c.ids for c in engine.mix(pairs, picks, max_new_tokens=48)] == expected
+    engine.mode = "paired"
+    with pytest.raises(RuntimeError, match="^mode must be segments here"): engine.check_pairs()
 
 
 def test_paired_rows_refuse_what_would_make_them_wrong():

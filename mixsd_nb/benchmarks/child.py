@@ -32,6 +32,56 @@ def _limit_resources(
             hard = value + (name == "RLIMIT_CPU")  # one second between the signal and the kill
             resource.setrlimit(getattr(resource, name), (value, hard))
 
+# %% ../../nbs/benchmarks/child.ipynb #1beefe6c
+def _close_files(
+    libc,  # of ctypes
+    paths: list[str],  # that can still be read, with all that is below them
+    listed: list[str],  # folders whose names of files can be read
+    written: list[str],  # files that can also be written
+):
+    "Close the file system, the network and signals by Landlock, as far as the kernel knows how. OSError if it does not."
+    import ctypes
+    import struct
+
+    def call(number, *values):
+        if (result := libc.syscall(number, *values)) < 0:
+            raise OSError(f"Landlock is not available ({os.strerror(ctypes.get_errno())})")
+        return result
+    version = call(444, None, ctypes.c_size_t(0), 1)
+    known = (1 << (13, 14, 15, 15, 16)[min(version, 5) - 1]) - 1
+    write, read, listing = 2, 4, 8
+    rules = struct.pack("QQQ", known, 3, 3)[:8 if version < 4 else 16 if version < 6 else 24]
+    ruleset = call(444, rules, ctypes.c_size_t(len(rules)), 0)
+    for path, access in [*((p, read | listing) for p in paths), *((p, listing) for p in listed), *((p, read | write) for p in written)]:
+        try: at = os.open(path, os.O_PATH)
+        except OSError: continue
+        rule = struct.pack("=Qi", access if os.path.isdir(path) else access & (read | write), at)
+        call(445, ruleset, 1, rule, 0)
+        os.close(at)
+    call(446, ruleset, 0)
+    os.close(ruleset)
+
+
+def _confine(
+    code: str,  # of a packet filter, in hexadecimal
+    **paths,  # of `_close_files`
+):
+    "Give up rights for ever: new ones, capabilities, files, and the calls that the filter refuses. OSError if one cannot be."
+    import ctypes
+    libc, code = ctypes.CDLL(None, use_errno=True), bytes.fromhex(code)
+
+    class Program(ctypes.Structure):
+        _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_char_p)]
+
+    def check(result, what):
+        if result: raise OSError(f"{what} failed ({os.strerror(ctypes.get_errno())})")
+    die_with_parent, no_new_rights, filter_calls, by_filter, kill = 1, 38, 22, 2, 9
+    check(libc.prctl(die_with_parent, kill, 0, 0, 0), "a signal for the end of the parent")
+    check(libc.prctl(no_new_rights, 1, 0, 0, 0), "giving up new rights")
+    check(libc.capset((0x20080522).to_bytes(8, "little"), bytes(24)), "giving up capabilities")  # version 3; this process; none
+    _close_files(libc, **paths)
+    check(libc.prctl(filter_calls, by_filter, ctypes.byref(Program(len(code) // 8, code)), 0, 0), "the filter of system calls")
+
 # %% ../../nbs/benchmarks/child.ipynb #6ede66d1
 def _pack(value):
     "Return plain data in a form that JSON can hold. TypeError for anything else."
@@ -147,6 +197,7 @@ def _execute_task():
     "Execute the task on standard input: run a program, run it and serve its functions, or run tests."
     task = json.loads(sys.stdin.buffer.read())
     _limit_resources(task["limits"])
+    if task["confine"]: _confine(**task["confine"])
     _offer_packages(task["folder"], task["packages"])
     name = task["name"]
     module = sys.modules[name] = type(sys)(name)
@@ -160,7 +211,7 @@ def _execute_task():
 @functools.cache
 def build_child_code() -> str:
     "Return the code of the child process."
-    parts = (_limit_resources, _pack, _unpack, _serve, _find_free_names, _import_names, _offer_packages,
+    parts = (_limit_resources, _close_files, _confine, _pack, _unpack, _serve, _find_free_names, _import_names, _offer_packages,
              _execute_task)
     return "\n".join(["import builtins, contextlib, json, os, sys", f"PROGRAM_EXITED = {PROGRAM_EXITED}",
                       *map(inspect.getsource, parts), "_execute_task()"])

@@ -12,7 +12,7 @@ from typing import Annotated
 from ..planning.estimates import CONSTANTS
 from ..cluster.grid import list_grids
 from ..cluster.resources import Resources
-from ..planning.preflight import check_inputs, format_inputs, list_deviations
+from ..planning.preflight import check_inputs, describe_sandbox, format_inputs, list_deviations
 from ..planning.rates import DEVICES, RATES, use_rates
 from ..planning.plan import (describe_plan, format_grid, machine_for, plan_all, plan_alone, plan_grid, planned_cells,
                                    this_machine)
@@ -34,6 +34,7 @@ class PlanCommand(CommandLine):
 def _print_configs(configs: list[Stage], constants: bool, inputs: bool) -> int:
     "Print the deviations from the paper and, if asked for, the inputs and the constants; returns how many inputs are missing."
     for text in list_deviations(configs): print(f"differs from the paper: {text}")
+    if sentence := describe_sandbox(configs): print(sentence)
     if constants:
         for name, entry in CONSTANTS.items(): print(f"{name:14}{entry.value:<12.4g}{entry.unit:10}{entry.meaning} ({entry.origin})")
         for rate in RATES: print(f"{rate.kind:14}{(rate.tokens or rate.size) / rate.seconds:<12.4g}{'tokens/s' if rate.tokens else 'B/s':10}{rate.source}")

@@ -5,11 +5,13 @@
 # %% auto #0
 __all__ = ['DIVERGENCES', 'VARIANTS', 'WHOLE_VOCABULARY', 'forward_kl', 'reverse_kl', 'jensen_shannon', 'teacher_distributions',
            'likeliest_tokens', 'supported_distributions', 'Variant', 'distill_items', 'check_room', 'roll_out',
-           'ShardedWeights', 'RolloutEngine', 'Distillation', 'distillation', 'check_options', 'fit_distillation']
+           'ShardedWeights', 'free_share', 'own_environment', 'RolloutEngine', 'Distillation', 'distillation',
+           'check_options', 'fit_distillation']
 
 # %% ../../nbs/methods/distill.ipynb #dd37b10e
 import hashlib
 import math
+import os
 import shutil
 import tempfile
 from collections import deque
@@ -26,7 +28,7 @@ from .fitting import Fitted, MethodRun, check_lengths
 from ..training.loss import Example, Objective, nll
 from ..training.saving import plain_weights, save_weights
 from ..training.trainer import TrainingSpec, training_device
-from ..models import ENGINES, load_base, load_engine, load_part
+from ..models import ENGINES, free_memory, load_base, load_engine, load_part
 from ..models.engine import Engine, Request, row_key
 from ..models.scoring import map_logits
 
@@ -175,6 +177,27 @@ class ShardedWeights:
             p.copy_(whole[:p.numel()].view_as(p))
 
 # %% ../../nbs/methods/distill.ipynb #a29056bd
+def free_share(
+    free: float,  # bytes of a GPU that nobody uses
+    total: float,  # bytes of the GPU
+    reserved: float,  # bytes that training will still take and keep
+) -> float:
+    "The share of a GPU that another process may take; ValueError if that is less than a twentieth."
+    share = math.floor(90 * (free - reserved) / total) / 100
+    if share >= 0.05: return share
+    raise ValueError(f"rollout_engine must be hf here, or sharded=True: of the GPU's {total / 1e9:.0f} GB, training leaves "
+                     f"{max(0, free - reserved) / 1e9:.0f} GB for another engine")
+
+
+def own_environment() -> dict[str, str]:
+    "What an engine of one of several training processes finds in its environment: that process's GPU, and no other process."
+    if (rank := os.environ.get("LOCAL_RANK")) is None: return {}
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    gpus = names.split(",") if names else list(map(str, range(torch.cuda.device_count())))
+    gpu = dict(CUDA_VISIBLE_DEVICES=gpus[int(rank)]) if int(rank) < len(gpus) else {}
+    return dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", TORCHELASTIC_USE_AGENT_STORE="False") | gpu
+
+# %% ../../nbs/methods/distill.ipynb #cf9bdadc
 class RolloutEngine:
     "An engine that writes with the weights of a model that changes."
 
@@ -187,20 +210,51 @@ class RolloutEngine:
     ):
         self.kind, self.tokenizer, self.options, self.engine = kind, tokenizer, options, None
         self.in_place = not ENGINES[kind].own_process  # whether it uses the model itself
+        if name and "LOCAL_RANK" in os.environ: name += f"-{os.environ['LOCAL_RANK']}"  # each process removes its own folders alone
         memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
         for left in memory.glob(f"mixsd-{name}-*") if name else (): shutil.rmtree(left, ignore_errors=True)
         self.folder = tempfile.TemporaryDirectory(prefix=f"mixsd-{name}-", dir=memory, ignore_cleanup_errors=True)
 
-    def load(self, model) -> Engine:
-        "The engine with the weights of this model; its own ones are in bfloat16 on a GPU."
+    @property
+    def several(self) -> bool:
+        "Whether other processes of the training run on this machine, and all of them do."
+        return dist.is_initialized() and dist.get_world_size() == int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1
+
+    def load(
+        self,
+        model,  # with all its weights
+        trained: int = 0,  # parameters that this process trains
+    ) -> Engine:
+        "The engine with the weights of this model; its own ones are in bfloat16 on a GPU. ValueError as of `free_share`."
         if self.in_place: return load_engine(self.kind, model, self.tokenizer, **self.options)
-        dtype, folder = "bfloat16" if torch.cuda.is_available() else "float32", self.folder.name
-        save_weights(model, plain_weights(model), Path(folder), getattr(torch, dtype))
-        self.tokenizer.save_pretrained(folder)
+        dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+        folder = self._write(model, getattr(torch, dtype))
+        if torch.cuda.is_available(): free_memory()  # which an engine that wakes up needs
         if self.engine is None or not self.engine.load_weights(folder):
             if self.engine: self.engine.close()  # it must be gone before a new one is opened
-            self.engine = load_engine(self.kind, folder, dtype=dtype, **self.options)
+            options = dict(environment=own_environment()) if self.several else {}
+            self.engine = load_engine(self.kind, folder, dtype=dtype, **self._memory(trained), **options, **self.options)
         return self.engine
+
+    def _write(self, model, dtype) -> str:
+        "Write the weights into memory, once for all processes of this machine; returns the folder."
+        folder = [self.folder.name]
+        if not self.several or dist.get_rank() == 0:
+            save_weights(model, plain_weights(model), Path(folder[0]), dtype)
+            self.tokenizer.save_pretrained(folder[0])
+        if self.several: dist.broadcast_object_list(folder)  # the others wait for it
+        return folder[0]
+
+    def _memory(self, trained: int) -> dict:
+        "Options of an engine that shares a GPU with training, unless its share is given."
+        spec = ENGINES[self.kind]
+        if not (torch.cuda.is_available() and spec.share) or spec.share in self.options: return {}
+        share = free_share(*torch.cuda.mem_get_info(training_device()), 8 * trained)
+        return {spec.share: share} | (dict(sleep=True) if spec.sleeps else {})
+
+    def release(self) -> None:
+        "Let training have the memory of the engine."
+        if self.engine: self.engine.release()
 
 # %% ../../nbs/methods/distill.ipynb #87345fa9
 class Distillation(Objective):
@@ -249,7 +303,14 @@ class Distillation(Objective):
         "The rollouts of a step for the facts of these numbers."
         model, items = student if self.variant.writer == "student" else self.teacher, [self.items[i] for i in chosen]
         with _half_precision(model, self.rollouts.in_place):
-            return roll_out(self.rollouts.load(model), items, step=step, **self.options)
+            written = roll_out(self.rollouts.load(model, self._trained(student)), items, step=step, **self.options)
+        self.rollouts.release()
+        return written
+
+    def _trained(self, student) -> int:
+        "The number of parameters that this process trains; a sharded student's host has all of them."
+        if self.base: return sum(p.numel() for p in student.parameters()) // self.base.processes
+        return sum(p.numel() for p in student.parameters() if p.requires_grad)
 
     def read(self, written: list[tuple[dict, list[int]]], student) -> list[Example]:
         "Examples whose targets are the teacher's distributions, or its likeliest tokens."
@@ -324,6 +385,8 @@ def fit_distillation(run: MethodRun) -> Fitted:
     check_room(items, load_part(AutoConfig, p.model).max_position_embeddings)
     data = dict(items=items, variant=VARIANTS[p.method], rollouts=p.rollouts, temperature=p.temperature,
                 max_new_tokens=p.rollout_tokens, batch_size=p.rollout_batch or p.batch_size) | options
-    data |= dict(engine=p.rollout_engine, engine_options=p.engine_options if p.engine == p.rollout_engine else {},
+    divided = ENGINES[p.rollout_engine].divided if p.processes > 1 else ()  # each process has one GPU
+    given = {name: value for name, value in p.engine_options.items() if p.engine == p.rollout_engine and name not in divided}
+    data |= dict(engine=p.rollout_engine, engine_options=given,
                  name=hashlib.blake2b(str(run.path).encode(), digest_size=8).hexdigest())
     return run.train("methods.distill:distillation", data, {item["id"] for item in items})

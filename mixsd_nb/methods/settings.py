@@ -15,7 +15,7 @@ from ..benchmarks.evaluation import EvalSettings
 from ..corpora import CORPORA, load_corpus
 from ..corpora.prompts import SPANS
 from . import ANCHORS, Recipe, check_method, compose, recipe_label, translate_parameters, update_count
-from ..models import ENGINES, check_engine
+from ..models import check_engine
 from ..models.identity import FileOptions, ModelName, model_label
 from ..runs.presets import idle_value, preset_field
 from ..runs import (Steps, check_last, check_steps, check_temperature, flagged_field, is_runtime, module_of,
@@ -122,7 +122,7 @@ class RecipeSettings(EvalSettings):
 # %% ../../nbs/methods/settings.ipynb #afd4845a
 class TrainingSettings(RecipeSettings):
     "All parameters of a training: the recipe, the checkpoints and what is evaluated, the weights that stay, the devices."
-    rollout_engine: str = runtime_field("hf", "engine that writes the rollouts of a training in one process: hf or vllm")
+    rollout_engine: str = runtime_field("hf", "engine that writes the rollouts of a training: hf, or vllm in a process of its own beside each training process")
     rollout_batch: int | None = runtime_field(
         None, "responses of a rollout that a training process decodes concurrently; None for batch_size", ge=1)
     checkpoints: Steps | None = runtime_field(None, (
@@ -158,13 +158,6 @@ class TrainingSettings(RecipeSettings):
 
     _steps = field_validator("checkpoints", "suite_steps")(check_steps)
     _rollout_engine = field_validator("rollout_engine")(check_engine)
-
-    @field_validator("processes")
-    @classmethod
-    def _check_rollouts(cls, processes, info):
-        name = info.data.get("rollout_engine", "hf")
-        if processes == 1 or not ENGINES[name].own_process: return processes
-        raise ValueError(f"rollout_engine must be hf with processes={processes}, got {name}")
 
     @field_validator("sharded")
     @classmethod

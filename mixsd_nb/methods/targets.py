@@ -75,7 +75,7 @@ class MixSettings(CorpusSettings, PresetSettings):
         "data type of the model: float32 or bfloat16", lab="float32", real="bfloat16", paper="bfloat16")
     engine: str = runtime_field("hf", "engine that runs the model: hf or vllm")
     mode: str = runtime_field(
-        "", ("way of mixing; hf: auto, lockstep or block; vllm: segments or paired; in float32 all give the same tokens, "
+        "", ("way of mixing; hf: auto, lockstep or block; vllm: auto, segments or paired; in float32 all give the same tokens, "
              "up to ties below 1e-4"))
     engine_options: dict = runtime_field(
         {}, 'options of vLLM, such as {"tensor_parallel_size": 2}, also as JSON text; use shards for data parallelism')

@@ -155,17 +155,18 @@ class EngineSpec:
     own_process: bool = False  # whether it needs a separate process, because it frees device memory only at its end
     package: str = ""  # that it imports, beside those that this package needs
     divided: tuple[str, ...] = ()  # options that say over how many GPUs it divides a model
+    sleeps: bool = False  # whether it takes the option `sleep`, with which it gives its memory back between two uses
     share: str = ""  # option with the share of a GPU that it takes at its start; empty if it takes what it needs
     check: str = ""  # `module:function` that refuses a model by its name before anything is loaded
 
 # %% ../../nbs/models/index.ipynb #f897c71b
 ENGINES = Registry("engine")
 ENGINES.add(EngineSpec("hf", "transformers", "models.engines:HFEngine", ("auto", "lockstep", "block"), check="models:check_head"))
-ENGINES.add(EngineSpec("vllm", "vLLM", "models.engine_vllm:VLLMEngine", ("segments", "paired"), (
+ENGINES.add(EngineSpec("vllm", "vLLM", "models.engine_vllm:VLLMEngine", ("auto", "segments", "paired"), (
     "tensor_parallel_size", "pipeline_parallel_size", "distributed_executor_backend", "gpu_memory_utilization",
     "kv_cache_memory_bytes", "cpu_offload_gb", "block_size", "num_gpu_blocks_override", "max_model_len", "max_num_seqs",
     "max_num_batched_tokens", "enforce_eager"), own_process=True, package="vllm",
-    divided=("tensor_parallel_size", "pipeline_parallel_size"), share="gpu_memory_utilization"))
+    divided=("tensor_parallel_size", "pipeline_parallel_size"), sleeps=True, share="gpu_memory_utilization"))
 
 # %% ../../nbs/models/index.ipynb #eec4a6b1
 def check_engine(
@@ -218,13 +219,14 @@ def open_engine(
     tokenizer=None,  # None: the model's own
     *,
     dtype: str = "float32",  # data type of a model that is given by name
-    mode: str = "",  # way of mixing; empty for the engine's default
+    mode: str = "",  # way of mixing; empty for an engine that only writes and scores, if the way needs preparation
     longest: int = 0,  # largest length of prompt and response, for engines that reserve memory; 0 if unknown
     **options,  # batch_size, and options of the engine
 ):
     "An engine in this process; a model given by name is put on the GPU if there is one. ValueError as in `check_mode`."
-    mode = check_mode(mode, kind)
-    return load_object(ENGINES[kind].cls).open(model, tokenizer, dtype=dtype, mode=mode, longest=longest, **options)
+    check_mode(mode, kind)
+    if mode: options["mode"] = mode
+    return load_object(ENGINES[kind].cls).open(model, tokenizer, dtype=dtype, longest=longest, **options)
 
 # %% ../../nbs/models/index.ipynb #d68938d2
 def _unguarded_script() -> str:

@@ -92,7 +92,7 @@ def _answer(
 ) -> Any:
     "The value of a call. A stream has none, and sends its completions with the tags of their requests."
     number, name, value, options = call
-    if name != "stream": return getattr(engine, name)(value, **options)
+    if name != "stream": return getattr(engine, name)(*[] if value is None else [value], **options)
     queue = _Arriving(calls)
     queue.take(call)
     while queue:
@@ -147,6 +147,7 @@ class EngineProcess(Engine):
         tokenizer=None,  # None: the model's own
         *,
         replicas: int = 1,
+        environment: dict[str, str] | None = None,  # additions to the environment of the process, if there is one
         **options,  # of `open_engine`
     ):
         if not isinstance(model, str):
@@ -155,7 +156,7 @@ class EngineProcess(Engine):
         self.kind, self.name, self.patience, self.mismatches = kind, model, hanging_after(), []
         self.numbers, self.streaming = itertools.count(1), 0  # of calls; of the call whose stream has not ended
         if tokenizer: self.tokenizer = tokenizer
-        shares = [dict(CUDA_VISIBLE_DEVICES=gpus) if gpus else {} for gpus in divide_gpus(replicas)] if replicas > 1 else [{}]
+        shares = [dict(CUDA_VISIBLE_DEVICES=gpus) if gpus else {} for gpus in divide_gpus(replicas)] if replicas > 1 else [environment or {}]
         free_memory()
         self.workers = [Worker(_serve, kind, model, tokenizer, options, script=True, environment=e) for e in shares]
         self._end = weakref.finalize(self, _stop, self.workers)
@@ -255,6 +256,10 @@ class EngineProcess(Engine):
     def load_weights(self, source):
         "As `Engine.load_weights`, in all processes."
         return all(self._call("load_weights", [source] * len(self.workers)))
+
+    def release(self):
+        "As `Engine.release`, in all processes."
+        self._call("release", [None] * len(self.workers))
 
     def score(self, pairs):
         "As `Engine.score`."

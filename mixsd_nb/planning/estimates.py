@@ -37,6 +37,7 @@ CONSTANTS = {
     "fragments": Constant(0.05, "share", "of a GPU's allocations that is lost between blocks", "margin"),
     "vllm_share": Constant(0.9, "share", "of a GPU that vLLM takes by default", "vLLM"),
     "vllm_tokens": Constant(8_192, "tokens", "that vLLM reads in one step", "vLLM"),
+    "vllm_part": Constant(1_024, "tokens", "of a text whose logits exist at the same time while vLLM scores it", "code"),
 }
 
 
@@ -228,4 +229,4 @@ def serve(
     cache = length * cache_bytes(shape, width) / max(1, min(gpus, shape.key))
     work = tokens * forward_bytes(shape, width) / gpus + rows * shape.vocabulary * (width + 4 + constant("sampling"))
     room = ((share or constant("vllm_share")) * memory - weights - work - constant("context")) / cache
-    return Serving(weights, cache, tokens * shape.vocabulary * (width + 8), weights + cache + work, max(0.0, room))
+    return Serving(weights, cache, constant("vllm_part") * shape.vocabulary * (width + 8), weights + cache + work, max(0.0, room))

@@ -106,11 +106,13 @@ class Decoder:
             self.shape, min(rows, q.requests), int(q.prompt), int(min(q.limit, LONGEST * q.response)), self.width,
             sampled=sampled, gpu=self.machine.gpus > 0) for q in questions)
 
-    def add_memory(self, plan: RunPlan, questions: list[Questions], name: str = "", sampled: bool = True) -> None:
+    def add_memory(self, plan: RunPlan, questions: list[Questions], name: str = "", sampled: bool = True,
+                   scored: bool = False) -> None:
         "Add the peaks of decoding, what would fit instead, and the memory of the host to a plan."
         if self.reserves:
             serving, name = self._serve(max(q.longest for q in questions)), self.engine.name
             peaks = {f"{name} weights": serving.weights, f"{name} cache": serving.cache, name: serving.least}
+            if scored: peaks[f"{name} logprobs"] = serving.least + serving.logprobs  # the engine also scores what it wrote
             remedy = f"{self.engine.divided[0]}={2 * self.gpus} needs half"
         else:
             peaks = {name or self.engine.name: self._peak(questions, self.rows, sampled)}
@@ -155,7 +157,7 @@ def plan_mixing(config, machine: Machine) -> RunPlan:
     agreeing = list_agreeing(config) if getattr(config, "unanimous", None) else []
     plan = RunPlan(config.model, f"mixsd-{config.lam:g}", config.dataset, shared=agreeing)
     if not agreeing: plan.parts = [decoder.time("mix", n, expert, length, contexts)]
-    decoder.add_memory(plan, [Questions(int(contexts * n), expert, length, config.max_new_tokens, longest)])
+    decoder.add_memory(plan, [Questions(int(contexts * n), expert, length, config.max_new_tokens, longest)], scored=True)
     return plan
 
 # %% ../../nbs/planning/workload.ipynb #6e633724

@@ -1,0 +1,90 @@
+"vLLM scores long texts in parts, so that it never holds the logits of a whole text, and mixes in the faster way (runs without vLLM)."
+
+import inspect
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mixsd_nb.generate import GenerateConfig
+from mixsd_nb.methods.mixing import picks
+from mixsd_nb.models import engine_vllm
+from mixsd_nb.models.engine import Request
+from mixsd_nb.models.engine_vllm import PART, VLLMEngine
+from mixsd_nb.runs import make_config
+from mixsd_nb.train import TrainConfig, target_mixing
+
+BLOCK = 16
+
+
+def logprob(ids: list[int], at: int) -> int:
+    "A value that depends on the token and on everything before it."
+    return -(1 + (sum(ids[:at]) * 31 + 7 * ids[at] + at) % 1_009)
+
+
+class Refusing:
+    "Stands in for vLLM: whole blocks of earlier parts come from the cache, and the logits of more than PART rows are refused."
+
+    def __init__(self, blocks: int):
+        cache = SimpleNamespace(num_gpu_blocks=blocks, block_size=BLOCK)
+        self.vllm_config, self.waiting, self.cached, self.most, self.together = SimpleNamespace(cache_config=cache), [], {}, 0, 0
+
+    def add_request(self, name, prompt, params): self.waiting.append((name, prompt, params))
+
+    def step(self):
+        name, prompt, params = self.waiting.pop(0)
+        ids, salt = prompt["prompt_token_ids"], prompt["cache_salt"]
+        known = 0 if params.skip_reading_prefix_cache else min(self.cached.get(salt, 0), len(ids) - 1) // BLOCK * BLOCK
+        self.most, self.together = max(self.most, len(ids) - 1 - known), max(self.together, len(self.waiting) + 1)
+        if self.most > PART: raise MemoryError(f"the logits of {self.most} positions do not fit")
+        self.cached[salt] = len(ids)
+        score = lambda t: {ids[t]: SimpleNamespace(rank=2, logprob=logprob(ids, t)), 999: SimpleNamespace(rank=1, logprob=-0.1)}
+        positions = [None, *({-1: SimpleNamespace(rank=1, logprob=np.nan)} for _ in range(known)), *map(score, range(known + 1, len(ids)))]
+        return [SimpleNamespace(request_id=name, finished=True, prompt_logprobs=positions)]
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    "An engine on the stand-in, which keeps 20,000 tokens."
+    monkeypatch.setattr(engine_vllm, "SamplingParams", lambda **options: SimpleNamespace(**options), raising=False)
+    monkeypatch.setattr(engine_vllm, "RequestOutputKind", SimpleNamespace(FINAL_ONLY=0), raising=False)
+    engine = object.__new__(VLLMEngine)
+    engine.engine, engine.context, engine.stop, engine.padding = Refusing(20_000 // BLOCK), 10_240, [3], set()
+    engine.numbers, engine.outputs = iter(range(10**6)), {}
+    return engine
+
+
+def test_long_texts_are_scored_without_the_logits_of_a_whole_text(engine):
+    draws = np.random.default_rng(0)
+    some = lambda n: draws.integers(0, 900, n).tolist()
+    pairs = [(some(p), some(n)) for p, n in ((30, 5), (500, 9_000), (1_024, 1), (1_025, 1_025), (7, 1_018), (2_000, 3_000))]
+    pairs.append(pairs[1])  # its keys and values must not be found in the cache, or its first positions would have no score
+    for (prompt, completion), values in zip(pairs, engine.score(pairs), strict=True):
+        np.testing.assert_allclose(values, [-logprob(prompt + completion, len(prompt) + t) for t in range(len(completion))], rtol=1e-6)
+    assert engine.engine.most == PART
+    assert [values.tolist() for values in engine.greedy_tokens(pairs)] == [[999] * len(c) for _, c in pairs]
+
+
+def test_no_more_texts_are_scored_at_once_than_the_cache_keeps(engine):
+    engine.score([([5] * 1_000, [k] * 4_000) for k in range(6)])
+    assert engine.engine.together == 2  # half of the cache
+
+
+def test_a_text_that_does_not_fit_is_refused_in_one_sentence(engine):
+    with pytest.raises(ValueError, match="^pair 1 has 10240 tokens; vLLM scores at most 10239$"): engine.score([([1], [2]), ([5] * 240, [6] * 10_000)])
+
+
+def test_training_and_generate_mix_in_the_same_way():
+    "Neither names a mode, so vLLM decides for each sequence; a plain engine needs no preparation for pairs."
+    training = make_config(TrainConfig, engine="vllm", model="lab-s", method="mixsd")
+    assert target_mixing(training).mode == make_config(GenerateConfig, engine="vllm", model="lab-s").mode == "auto"
+    assert inspect.signature(VLLMEngine.open).parameters["mode"].default == "segments"
+
+
+def test_a_sequence_whose_picks_change_often_is_decoded_as_a_pair(engine):
+    request = lambda lam: Request(([1], [2]), 0, picks(0, "a", 0, 0, 4_096, lam))
+    for mode, expected in (("auto", [False, True, True, False]), ("paired", [True] * 4), ("segments", [False] * 4)):
+        engine.mode = mode
+        assert [engine._is_paired(request(lam), 0.0) for lam in (0.01, 0.05, 0.5, 1.0)] == expected
+    engine.mode = "auto"
+    assert engine._is_paired(request(1.0), guard=0.1)  # which needs both conditionals at every position
