@@ -16,7 +16,7 @@ from pydantic import Field
 
 from .cluster.attempt import FAILURES, cancel_file, startable_states
 from .cluster.grid import Cell, expand_grid, finished_runs, group_by_resources, list_grids
-from .cluster.local import assign_gpus, run_workers
+from .cluster.local import divide_groups, run_workers
 from .cluster.queue import Queue, query_slurm
 from .cluster.slurm import submit
 from .cluster.status import describe_cell, format_table, list_failures, watch_table
@@ -75,7 +75,9 @@ class Sweep:
         workers: int = 0,  # cells that run concurrently on this machine; 0 for as many as fit
         kinds: Iterable[str] = (),  # kinds of failure to restart; empty for those that `run` restarts by default
     ) -> pd.DataFrame:
-        "Run the cells here until all have ended, or submit them to Slurm; returns the table of `status`."
+        """Run the cells here until all have ended, or submit them to Slurm; returns the table of `status`.
+
+        Cells that need more GPUs than this machine has are named; ParameterError if these are all."""
         return self._begin(startable_states("run", kinds), where, workers)
 
     def retry(
@@ -122,12 +124,19 @@ class Sweep:
             return self.status()
         selected = self.select(states)
         groups = group_by_resources(selected, self.resources_of)
-        gpus = [assign_gpus(resources, workers) for resources, _ in groups]  # all of them before any cell begins
-        _lift_cancellations(selected)
-        if not groups: return watch_table(self.status, lambda: False)
-        for (resources, cells), each in zip(groups, gpus):
+        fitting, others = divide_groups(groups, workers)  # all of them before any cell begins
+        for reason, cells in others: print(f"{len(cells)} cells do not run here ({self._name(cells)}): {reason}")
+        _lift_cancellations([entry for _, cells, _ in fitting for entry in cells])
+        if not fitting: return watch_table(self.status, lambda: False)
+        for resources, cells, each in fitting:
             with run_workers(cells, each, resources.minutes) as busy: table = watch_table(self.status, busy)
         return table
+
+    def _name(self, cells: list[Cell]) -> str:
+        "The parameters in which these cells agree and the other cells of the grid differ; else their number of each."
+        values = lambda name, cells: dict.fromkeys(format_value(cell.parameters.get(name, "")) for cell in cells)
+        names = [name for name in cells[0].parameters if len(values(name, cells)) < len(values(name, self.cells))]
+        return ", ".join(f"{name}={'|'.join(values(name, cells))}" for name in names if len(values(name, cells)) < 4)
 
     def _reopen(self, states: set[str]) -> list[tuple[Cell, int]]:
         "As `select`, and lift the cancellation of these cells."
@@ -195,7 +204,7 @@ def control_grid(
     table = act(**begin) if command in ("run", "retry") else act()
     print(format_table(table))
     left = int((table.state == "pending").sum()) if command == "run" and not slurm else 0
-    if left:  # their folders cannot be written, as `run_workers` has said
+    if left:  # they do not fit, as `Sweep.run` has said, or their folders cannot be written, as `run_workers` has said
         print(f"{left} of {len(table)} cells could not begin")
     return max(report(table), int(left > 0))
 

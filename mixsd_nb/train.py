@@ -19,7 +19,7 @@ import xarray as xr
 from . import evaluate, generate
 from .benchmarks.evaluation import check_prompts, select_items
 from .corpora import CORPORA
-from .evaluation.checkpoints import Evaluation, list_suite_steps, remove_unwanted
+from .evaluation.checkpoints import Evaluation, list_suite_steps, remove_unwanted, renew_candidates
 from .methods import update_count
 from .methods.fact_lengths import check_facts, check_subjects
 from .models import ENGINES, check_head, check_model_of_engine, check_process, stored_dtype
@@ -63,7 +63,7 @@ class TrainConfig(TrainingSettings, Stage):
         self._check_weights()
         if self.state == "memory" and not hasattr(os, "memfd_create"):
             raise ValueError("state must be newest, all or none on this system, which has no files in memory, got memory")
-        if self.steps()[0] in trained_steps(self.folder): return
+        if self.steps()[1][-1] in trained_steps(self.folder): return
         check_head(self.model)
         check_facts(self.dataset, self.model)
         check_devices(self.processes, self.batch, self.sharded, self.recipe.adapter_rank(self.options))
@@ -90,7 +90,7 @@ class TrainConfig(TrainingSettings, Stage):
         options = {source.key(part, name): value for part in source.parts
                    for name, value in recipe.options_of(part, self.options).items()}
         anchor = "+".join(part.name for part in source.anchors)
-        return self.model_copy(update=dict(anchor=anchor, options=options, keep="all", stored="float32", stop="last"))
+        return self.model_copy(update=dict(anchor=anchor, options=options, keep="all", stored="float32", stop="last", until=1.0))
 
     def covers(self, run):
         "Return whether the run has measured all checkpoints; its last one is that of the training."
@@ -205,6 +205,7 @@ def fit(evaluation: Evaluation):
     progress = TrainingProgress(f"{config.label}, training", recall, *[show] * early)
     run = MethodRun(evaluation.run.folder, config, progress, lambda: mixed_targets(config))
     size = config.pause or int(config.stop == "converged")
+    if config.has_rate and not {*config.steps()[1]} <= {*trained_steps(evaluation.run.folder)}: renew_candidates(evaluation)
     if size: run.loop = loop_in_phases(lambda steps: pause_training(evaluation, steps), size)
     try: return config.recipe.load_fit()(run)
     finally: progress.close()
@@ -217,7 +218,8 @@ def train(
     fitted = fit(evaluation)
     evaluation.finish(fitted.checkpoints)
     responses = {step: evaluation.table(step) for step in (0, *fitted.checkpoints)}
-    result = summarise_training(evaluation.config, responses, fitted)
+    shares = evaluation.accuracy.to_pandas().T.to_dict() if evaluation.config.selection_items else None
+    result = summarise_training(evaluation.config, responses, fitted, shares)
     remove_unwanted(evaluation)
     return result
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file
 
 from mixsd_nb.methods import compose, distill
-from mixsd_nb.methods.distill import DIVERGENCES, VARIANTS, Distillation, RolloutEngine, Variant, distill_items
+from mixsd_nb.methods.distill import DIVERGENCES, VARIANTS, Distillation, RolloutEngine, Variant, check_options, distill_items
 from mixsd_nb.methods.fitting import MethodRun
 from mixsd_nb.methods.supervised import Supervised
 from mixsd_nb.models import ENGINES, EngineSpec, load_base, load_tokenizer, open_engine
@@ -337,3 +337,25 @@ def test_an_engine_of_a_training_process_sees_its_gpu_alone(monkeypatch):
     assert distill.own_environment() == {}
     monkeypatch.setenv("LOCAL_RANK", "1"), monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     assert distill.own_environment() | dict(CUDA_VISIBLE_DEVICES="6", WORLD_SIZE="1", RANK="0") == distill.own_environment()
+def count_steps(spec, folder, monkeypatch):
+    "Train, and return how often the optimiser made a step."
+    steps = []
+    with monkeypatch.context() as patch:
+        step = torch.optim.AdamW.step
+        patch.setattr(torch.optim.AdamW, "step", lambda self, *a, **k: (steps.append(0), step(self, *a, **k))[1])
+        fine_tune(spec, folder)
+    return len(steps)
+
+
+def test_the_rollouts_of_a_step_make_several_updates(distillation, tmp_path, monkeypatch):
+    "Each with an equal part of them; a resumed training ends with the same bytes, and one update is the default."
+    with_updates = lambda count: replace(distillation, data=distillation.data | dict(updates=count), checkpoints=[2], state="all")
+    assert count_steps(with_updates(1), tmp_path / "one", monkeypatch) == 4 and count_steps(with_updates(2), tmp_path / "two", monkeypatch) == 8
+    fine_tune(replace(distillation, checkpoints=[2], state="all"), tmp_path / "default")
+    assert same(weights(tmp_path / "one"), weights(tmp_path / "default")) and not same(weights(tmp_path / "one"), weights(tmp_path / "two"))
+    fine_tune(replace(with_updates(2), steps=2), tmp_path / "resumed")
+    fine_tune(with_updates(2), tmp_path / "resumed")
+    assert same(weights(tmp_path / "resumed"), weights(tmp_path / "two"))
+    config = lambda **options: TrainConfig(method="opsd", options=options)
+    assert config(updates=1).hash() == config().hash() != config(updates=8).hash()
+    with pytest.raises(ValueError, match="updates must be at least 1, got 0"): check_options(updates=0)

@@ -248,7 +248,7 @@ def test_as_many_samples_are_planned_as_replay_draws(share):
 def test_shared_runs_count_once():
     plan = plan_grid("quick-lab")
     assert len(plan.cells) == 5 and len(plan.shared) == 2
-    assert plan.totals()["hours"] == pytest.approx(sum(p.hours[0] for p in [*plan.cells, *plan.shared]))
+    assert plan.totals()["hours_at_least"] == pytest.approx(sum(p.hours[0] for p in [*plan.cells, *plan.shared]))
 
 
 def test_axes_over_unfinished_grids_are_planned(own_runs):
@@ -309,11 +309,11 @@ def test_every_shipped_grid_has_a_plan():
     table = plans.plan_all(list_grids())
     assert len(table) == len(list_grids()) + 2 and (table.hours >= 0).all() and not table.do_not_fit.any()
     whole = table.loc["all, once, on GPUs"]
-    assert whole.hours < 1_524 < whole.hours_at_most < math.inf and whole.terabytes < 5
-    said = f"between {whole.hours:,.0f} and {whole.hours_at_most:,.0f} GPU-hours of H100s and {whole.terabytes:.2f} TB"
+    assert whole.hours_at_least < whole.hours < 1_000 < whole.hours_at_most < math.inf and whole.terabytes < 2
+    said = f"{whole.hours:,.0f} GPU-hours of H100s (between {whole.hours_at_least:,.0f} and {whole.hours_at_most:,.0f}) and {whole.terabytes:.2f} TB"
     for text in "guides/scale.md", "planning/plan.ipynb": assert said in (project_root() / "nbs" / text).read_text()
     small = plan_grid("knowledge-eval-small", "h100").rows()
-    assert small[small.model == "Qwen3-8B"].disk.max() < 82
+    assert small[small.model == "Qwen3-8B"].disk.max() < 150
 
 
 PAPER_GRIDS = [name for name in list_grids() if make_resources(*(lambda grid: (grid, find_stage(grid.notebook)))(read_grid(name)[1])).gpus]
@@ -442,7 +442,7 @@ def test_bounds_hold_whatever_the_share_of_each_cost(shares, factors, model, dev
     other = Work("update", read_shape(model), *(factor * amount for factor, amount in zip(factors, one[2:5])))
     scale = [1e-4 * shares[0], 1e-9 * (1 + 9 * shares[1]), 1e-12 * (1 + 9 * shares[2])]
     seconds = lambda work, place: sum(a * b for a, b in zip(scale, work.costs(DEVICES[place])))
-    with use_rates([Rate(DEVICES["h200"], "Qwen/Qwen3-1.7B", "update", *one[2:], seconds(one, "h200"), "")]):
+    with use_rates([Rate(DEVICES["h200"], "Qwen/Qwen3-1.7B", "update", *one[2:6], seconds(one, "h200"), "")]):
         low, high, measured = bound_seconds(other, Machine(device, DEVICES[device], 1))
     assert low <= seconds(other, device) * 1.000001 and seconds(other, device) <= high * 1.000001 and measured == (device == "h200")
 

@@ -84,8 +84,8 @@ def test_the_whole_corpus_is_read_from_a_real_file(real):
 
 
 def test_the_hub_gives_the_same_as_a_local_file(table_file, monkeypatch):
-    def load(name, *, split):
-        assert (name, split) == ("basicv8vc/SimpleQA", "test")
+    def load(name, *, split, revision):
+        assert (name, split, len(revision)) == ("basicv8vc/SimpleQA", "test", 40)
         return datasets.Dataset.from_list(TABLE)
 
     monkeypatch.setattr("datasets.load_dataset", load)

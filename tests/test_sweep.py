@@ -329,14 +329,19 @@ def test_arrays_have_equal_resources(unequal, tmp_path, monkeypatch, capsys):
     assert jobs == ["1_0", "2_0", "1_1", "2_1", "1_2"]
 
 
-def test_cells_of_different_size_run_here(unequal, monkeypatch):
-    "Each cell sees as many GPUs as it has, and what does not fit is said before a cell begins."
+def test_cells_of_different_size_run_here(unequal, monkeypatch, capsys):
+    "Each cell sees as many GPUs as it has; what does not fit is named, and stops no other cell."
     assert unequal.preview().gpus.tolist() == [1, 2, 1, 2, 1] and unequal.preview().minutes.tolist() == [5, 9, 5, 9, 5]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
+    large = [cell for cell in unequal.cells if unequal.resources_of(cell).gpus == 2]
+    everything, unequal.cells = unequal.cells, large
     with pytest.raises(ParameterError, match="gpus must be at most 1 on this machine, got 2"): unequal.run()
-    assert not any(list_attempts(cell) for cell in unequal.cells)
+    assert not any(list_attempts(cell) for cell in large)
+    unequal.cells = everything[:2]
+    assert unequal.run().state.tolist() == ["done", "pending"]
+    told = capsys.readouterr().out
+    assert "1 cells do not run here (seed=1): gpus must be at most 1 on this machine, got 2" in told
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    unequal.cells = unequal.cells[:2]
     assert unequal.run().state.tolist() == ["done"] * 2
     assert [len((cell.run_folder / "gpus").read_text().split(",")) for cell in unequal.cells] == [1, 2]
 
@@ -363,7 +368,7 @@ def test_finished_cells_do_not_ask_for_their_gpus(tiny, monkeypatch, own_runs):
                 adjust=[dict(when=dict(method="sft"), resources=dict(gpus=4))])
     sweep, asked = Sweep(grid), []
     monkeypatch.setattr(Sweep, "select", lambda self, states: [(cell, 0) for cell in self.cells if cell.parameters["method"] == "base"])
-    monkeypatch.setattr("mixsd_nb.sweep.assign_gpus", lambda resources, workers: asked.append(resources.gpus) or [[]])
+    monkeypatch.setattr("mixsd_nb.cluster.local.assign_gpus", lambda resources, workers: asked.append(resources.gpus) or [[]])
     monkeypatch.setattr("mixsd_nb.sweep.run_workers", lambda *_: contextlib.nullcontext(lambda: False))
     sweep.run()
     assert asked == [0]

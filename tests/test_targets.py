@@ -38,7 +38,7 @@ def mixed(lab_s):
 
 def run_on(folder, mixed, **more):
     engine, rows, records = mixed
-    parameters = SimpleNamespace(dataset="kgfact-small", model="lab-s", span="completion", lam=0.5, seed=0, dtype="float32", batch_size=8,
+    parameters = SimpleNamespace(dataset="kgfact-small", model="lab-s", span="completion", lam=0.5, seed=0, dtype="float32", rows_of=lambda engine: 8,
                                  target_tokens=LONGEST, **dict(method="mixsd", options={}) | more)
     run = Pairs(folder, parameters, mixed_targets=lambda: pd.DataFrame([r for r in records if r["accepted"]]))
     run.rows = rows

@@ -31,7 +31,7 @@ from ..corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions, Corpus
 from ..corpora.control_tokens import find_disguise
 from ..corpora.prompts import encode_prompt
 from ..corpora.templates import encode_continuation
-from ..models import ENGINES, check_engine, check_options_of_engine, load_engine, load_tokenizer
+from ..models import ENGINES, check_engine, check_options_of_engine, load_engine, load_tokenizer, usual_sequences
 from ..models.identity import MODEL_OPTIONS, ModelOptions
 from ..runs.presets import PresetSettings, idle_value, preset_field
 from ..runs import (Journal, ParameterError, Seed, TableError, load_object, module_of, report_progress, consumed_field, flagged_field, runtime_field,
@@ -65,12 +65,13 @@ class EvalSettings(CorpusSettings, PresetSettings):
     engine_options: dict = runtime_field({}, 'options of vLLM, such as {"tensor_parallel_size": 2}')
     replicas: int = runtime_field(
         1, "engines that share the questions, each in a process of its own with its share of the GPUs", ge=1)
-    batch_size: int = runtime_field(100, "sequences decoded concurrently", ge=1)
+    batch_size: int | None = runtime_field(None, "sequences decoded concurrently; None for what suits the engine", ge=1)
     harness: dict = runtime_field(
         {}, 'options of harness tasks, such as {"apply_chat_template": true}; they belong to the benchmarks')
     allow_unsandboxed: bool = runtime_field(False, "run HumanEval's programs even if this machine has no sandbox")
 
     _engine = field_validator("engine")(check_engine)
+    _sequences = field_validator("batch_size")(usual_sequences)
     _options = field_validator("engine_options", mode="before")(check_options_of_engine)
     _suite = field_validator("suite")(resolve_suite)
     _harness = field_validator("harness", mode="before")(check_harness_options)
@@ -90,6 +91,13 @@ class EvalSettings(CorpusSettings, PresetSettings):
         named = [*(text for s in suites for text in (s.items, s.source, s.runner)), *(rule.judge for rule in rules)]
         references = [ENGINES[self.engine].cls, corpus.build, corpus.validation, *named]
         return sorted({module_of(text) for text in references if re.fullmatch(r"[\w.]+:\S+", text)})
+
+    def rows_of(
+        self,
+        engine: str,  # its name
+    ) -> int:
+        "Return the sequences that an engine decodes concurrently: `batch_size` for the engine of this configuration, else at most what suits it."
+        return self.batch_size if engine == self.engine else min(self.batch_size, ENGINES[engine].sequences)
 
     def grading_versions(self) -> dict[str, int]:
         "Return the versions of the gradings of its benchmarks, which are stored with a run."

@@ -301,7 +301,7 @@ def run_tasks(
     tasks, choice = [SUITES[name].word.removeprefix(PREFIX) for name in names], settings.harness.get("filter", "")
     if choice: _check_filter(tasks, choice)
     with tempfile.TemporaryDirectory() as folder:
-        command = harness_command(tasks, model, folder, dtype=settings.dtype, batch_size=settings.batch_size,
+        command = harness_command(tasks, model, folder, dtype=settings.dtype, batch_size=settings.rows_of("hf"),
                                   limit=settings.limit, options=settings.harness)
         _call_harness(command, tasks)
         return read_results(Path(folder), names, choice)

@@ -38,6 +38,7 @@ class Source:
     config: str | None = None  # of the data set
     shots: str | None = None  # split of the solved examples
     file: str = ""  # name of a local file without its ending, if it is not that of the task
+    revision: str | None = None  # commit of the data set on the hub, so that the questions stay the same; None for the newest
 
 # %% ../../nbs/benchmarks/tasks.ipynb #3a684668
 def _math_prompt(problem: str) -> str:
@@ -111,11 +112,13 @@ _SOLVED = ("problem", "solution", "answer")
 _HUMANEVAL = ("prompt", "canonical_solution", "test", "entry_point")
 _CHOICE = ("question", "subject", "choices", "answer")
 SOURCES = {
-    "aime-2024": Source("HuggingFaceH4/aime_2024", "train", _SOLVED, _solved_item),
-    "math-500": Source("HuggingFaceH4/MATH-500", "test", _SOLVED, _solved_item),
-    "gsm8k": Source("openai/gsm8k", "test", ("question", "answer"), _gsm8k_item, config="main"),
-    "humaneval": Source("openai/openai_humaneval", "test", _HUMANEVAL, _humaneval_item),
-    "mmlu": Source("cais/mmlu", "test", _CHOICE, _mmlu_item, config="all", shots="dev"),
+    "aime-2024": Source("HuggingFaceH4/aime_2024", "train", _SOLVED, _solved_item, revision="2fe88a2f1091d5048c0f36abc874fb997b3dd99a"),
+    "math-500": Source("HuggingFaceH4/MATH-500", "test", _SOLVED, _solved_item, revision="6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be"),
+    "gsm8k": Source("openai/gsm8k", "test", ("question", "answer"), _gsm8k_item, config="main",
+                    revision="740312add88f781978c0658806c59bc2815b9866"),
+    "humaneval": Source("openai/openai_humaneval", "test", _HUMANEVAL, _humaneval_item, revision="7dce6050a7d6d172f3cc5c32aa97f52fa1a2e544"),
+    "mmlu": Source("cais/mmlu", "test", _CHOICE, _mmlu_item, config="all", shots="dev",
+                   revision="c30699e8356da336a370243923dbaf21066bb9fe"),
 }
 
 # %% ../../nbs/benchmarks/tasks.ipynb #dfd84e3b
@@ -191,13 +194,15 @@ def _known_item(row, shots):
 
 # %% ../../nbs/benchmarks/tasks.ipynb #1e183ace
 SOURCES |= {
-    "arc-easy": Source("allenai/ai2_arc", "test", ("question", "choices"), _arc_item, config="ARC-Easy"),
+    "arc-easy": Source("allenai/ai2_arc", "test", ("question", "choices"), _arc_item, config="ARC-Easy",
+                       revision="210d026faf9955653af8916fad021475a3f00453"),
     "hellaswag": Source("Rowan/hellaswag", "validation", ("endings",), _hellaswag_item),
     "piqa": Source("baber/piqa", "validation", (), _piqa_item),
     "openbookqa": Source("allenai/openbookqa", "test", ("choices",), _openbook_item, config="main"),
     "boolq": Source("aps/super_glue", "validation", ("question", "passage"), _boolq_item, config="boolq"),
     "lambada": Source("EleutherAI/lambada_openai", "test", (), _lambada_item, config="default"),
-    "trivia-qa": Source("mandarjoshi/trivia_qa", "validation", ("question", "answer"), _trivia_item, config="rc.nocontext"),
+    "trivia-qa": Source("mandarjoshi/trivia_qa", "validation", ("question", "answer"), _trivia_item, config="rc.nocontext",
+                        revision="0f7faf33a3908546c6fd5b73a660e0f8ff173c2f"),
     "known-facts": Source("", "train", ("prompt", "attribute", "subject"), _known_item, file="known-1000"),
 }
 
@@ -254,7 +259,7 @@ def _hub_rows(
     from datasets import load_dataset
 
     from mixsd_nb.corpora.simpleqa import read_hub
-    load = lambda: list(load_dataset(source.hub, source.config, split=split))
+    load = lambda: list(load_dataset(source.hub, source.config, split=split, revision=source.revision))
     return read_hub(load, f"{name} ({source.hub})", f"{name}.jsonl or {name}.parquet", "data= or MIXSD_BENCHMARKS")
 
 # %% ../../nbs/benchmarks/tasks.ipynb #7ede29b6

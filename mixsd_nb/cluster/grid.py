@@ -35,6 +35,7 @@ class GridOutputs(Config):
     take: list[str] = Field([], description="parameters that a cell copies from the run")
     best: str = Field("", description=(
         "parameter: of the cells that differ in it alone only the one with the best score, with all its parameters but the fixed ones"))
+    count: int = Field(1, ge=1, description="with best: how many cells, the promising ones where there are several")
 
     @property
     def sources(self) -> list[str]:
@@ -224,7 +225,7 @@ def _axis_values(
     if lacking := len(cells) - sum(cell.hash in finished for cell in cells):
         warnings.warn(f"axis {name} has the outputs of {len(cells) - lacking} of the {len(cells)} cells of {names}, because the "
                       f"others are not finished; {advice}", stacklevel=2)
-    if axis.best: return _best_parameters(cells, axis.best, finished)
+    if axis.best: return _best_parameters(cells, axis, finished)
     folders = finished.values()
     configs = [read_config(folder) for folder in folders]
     for key in axis.take:
@@ -243,15 +244,18 @@ def group_alike(cells: list[Any], parameters: Callable[[Any], dict], name: str) 
     return list(groups.values())
 
 
-def _best_parameters(cells: list["Cell"], name: str, finished: dict[str, Path]) -> list[dict]:
-    "Of the cells that differ in one parameter alone, the parameters of the one with the best score, once all are finished."
-    from mixsd_nb.evaluation.selection import best_rate
-    found = []
-    for group in group_alike(cells, lambda cell: cell.parameters, name):
+def _best_parameters(cells: list["Cell"], axis: GridOutputs, finished: dict[str, Path]) -> list[dict]:
+    "Of the cells that differ in one parameter alone, the parameters of those with the best scores, once all are finished."
+    from mixsd_nb.evaluation.selection import best_rate, promising_rates
+    found, score = [], lambda cell: find_stage(cell.stage).open_run(cell.run_folder).score
+    for group in group_alike(cells, lambda cell: cell.parameters, axis.best):
         if any(cell.hash not in finished for cell in group): continue
-        values, score = {cell.parameters.get(name): cell for cell in group}, lambda cell: find_stage(cell.stage).open_run(cell.run_folder).score
-        best = best_rate({value: score(cell) for value, cell in values.items()}) if len(values) > 1 else next(iter(values))
-        found.append(values[best].parameters)
+        values = {cell.parameters.get(axis.best): cell for cell in group}
+        if len(values) <= axis.count: best = [*values]
+        else:
+            scores = {value: score(cell) for value, cell in values.items()}
+            best = [best_rate(scores)] if axis.count == 1 else promising_rates(scores, axis.count)
+        found += [values[value].parameters for value in best]
     return found
 
 # %% ../../nbs/cluster/grid.ipynb #0c2ca1f8

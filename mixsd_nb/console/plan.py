@@ -13,7 +13,7 @@ from ..planning.estimates import CONSTANTS
 from ..cluster.grid import list_grids
 from ..cluster.resources import Resources
 from ..planning.preflight import check_inputs, describe_sandbox, format_inputs, list_deviations
-from ..planning.rates import DEVICES, RATES, use_rates
+from ..planning.rates import DEVICES, current_rates, use_rates
 from ..planning.plan import (describe_plan, format_grid, machine_for, plan_all, plan_alone, plan_grid, planned_cells,
                                    this_machine)
 from ..runs import ParameterError, Stage, find_stage, make_config
@@ -37,7 +37,7 @@ def _print_configs(configs: list[Stage], constants: bool, inputs: bool) -> int:
     if sentence := describe_sandbox(configs): print(sentence)
     if constants:
         for name, entry in CONSTANTS.items(): print(f"{name:14}{entry.value:<12.4g}{entry.unit:10}{entry.meaning} ({entry.origin})")
-        for rate in RATES: print(f"{rate.kind:14}{(rate.tokens or rate.size) / rate.seconds:<12.4g}{'tokens/s' if rate.tokens else 'B/s':10}{rate.source}")
+        for rate in current_rates(): print(f"{rate.kind:14}{(rate.tokens or rate.size) / rate.seconds:<12.4g}{'tokens/s' if rate.tokens else 'B/s':10}{rate.source}")
     found = check_inputs(configs) if inputs else []
     if found: print(format_inputs(found))
     return sum(not entry.fine for entry in found)

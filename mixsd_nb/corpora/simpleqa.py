@@ -140,7 +140,7 @@ def read_hub(
 
 # %% ../../nbs/corpora/simpleqa.ipynb #b544d354
 _COLUMNS, _OWN_COLUMNS = ("metadata", "problem", "answer"), ("subject", "question", "answer")  # published, and of a file of facts
-_HUB = "basicv8vc/SimpleQA"
+_HUB, _REVISION = "basicv8vc/SimpleQA", "e319282ab125c3dbd0c7fd00be2e4dd54e7e8f94"
 
 
 def _read_table(
@@ -150,7 +150,7 @@ def _read_table(
     if path is not None: return read_local(path, _READERS)
     from datasets import load_dataset
     local = f"simpleqa{' or simpleqa'.join(_READERS)} with the columns {', '.join(_COLUMNS)}"
-    return read_hub(lambda: list(load_dataset(_HUB, split="test")), _HUB, local)
+    return read_hub(lambda: list(load_dataset(_HUB, split="test", revision=_REVISION)), _HUB, local)
 
 # %% ../../nbs/corpora/simpleqa.ipynb #3cbeb243
 def _parse_topic(

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SCORES', 'DROP', 'LEAST', 'GRID', 'TIES', 'RULES', 'tabulate_scores', 'is_stable', 'paper_checkpoint', 'Selection',
-           'first_peak', 'best_rate', 'select_checkpoints']
+           'first_peak', 'best_rate', 'promising_rates', 'select_checkpoints']
 
 # %% ../../nbs/evaluation/selection.ipynb #e7730c79
 from collections.abc import Mapping, Sequence
@@ -19,9 +19,13 @@ SCORES = ("recall", "validation")  # benchmarks that select a checkpoint
 
 
 def tabulate_scores(
-    accuracy: xr.DataArray,  # shares over `step` and `benchmark`, and in a cube over the dimensions of a run
+    result: xr.DataArray | xr.Dataset,  # shares over `step` and `benchmark`, and in a cube over the dimensions of a run; or a result
 ) -> pd.DataFrame:
-    "The scores of all trained checkpoints: rows by all dimensions but `benchmark`, and a column for each of SCORES."
+    """The scores of all trained checkpoints: rows by all dimensions but `benchmark`, and a column for each of SCORES.
+
+    Of a result whose runs select by a few questions, these count."""
+    accuracy = result if isinstance(result, xr.DataArray) else result.accuracy
+    if "selecting" in getattr(result, "data_vars", ()): accuracy = result.selecting.where(result.selecting.notnull(), accuracy)
     if "step" not in accuracy.dims: accuracy = accuracy.expand_dims(step=[0])
     shares = accuracy.sel(step=accuracy.step > 0).reindex(benchmark=[*SCORES])
     table = pd.DataFrame({name: shares.sel(benchmark=name, drop=True).to_series() for name in SCORES})
@@ -105,6 +109,18 @@ def best_rate(
     best = max(validation.values())
     return TIES[ties](rate for rate, score in validation.items() if score == best)
 
+# %% ../../nbs/evaluation/selection.ipynb #1d17e8cf
+def promising_rates(
+    validation: Mapping[float, float],  # learning rate -> score of its selected checkpoint, before the training has ended
+    count: int = 2,
+) -> list[float]:
+    "Return the learning rates that are worth training to the end, the most promising first."
+    best = max(validation.values())
+    if best < LEAST: return sorted(validation, key=lambda rate: (validation[rate], rate), reverse=True)[:count]
+    lead = best_rate(validation)
+    gentler, others = [sorted(rate for rate in validation if (rate < lead) == side and rate != lead) for side in (True, False)]
+    return [lead, *reversed(gentler), *others][:count]
+
 # %% ../../nbs/evaluation/selection.ipynb #065853ab
 RULES = {  # name -> function (scores of one run, whether targets are mixed) -> step
     "best": lambda scores, mixed: Selection(scores).best,
@@ -118,7 +134,7 @@ def select_checkpoints(
 ) -> pd.DataFrame:
     "Return rows `dataset, model, recipe, seed, lr, step`: the checkpoints that a table shows."
     keys, rows = ["dataset", "model", "recipe", "seed"], []
-    for at, runs in tabulate_scores(cube.accuracy).groupby(level=keys):
+    for at, runs in tabulate_scores(cube).groupby(level=keys):
         steps, mixed = {}, parse_label(at[2])[0].mixed
         for lr, run in runs.groupby(level="lr"):
             scores = run.droplevel([*keys, "lr"]).sort_index()

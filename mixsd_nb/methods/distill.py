@@ -278,12 +278,13 @@ class Distillation(Objective):
         engine: str = "hf",  # that writes the rollouts
         engine_options: dict | None = None,
         name: str = "",  # of the training, as of `RolloutEngine`
+        updates: int = 1,  # of the weights with the rollouts of a step
     ):
         longest = max((len(item[key]) for item in items for key in ("student_ids", "teacher_ids")), default=0)
         self.rollouts = RolloutEngine(engine, tokenizer, name, longest=longest + max_new_tokens, batch_size=batch_size,
                                       **engine_options or {})
         self.items, self.teacher, self.tokenizer = items, teacher.requires_grad_(False), tokenizer
-        self.variant = variant
+        self.variant, self.updates = variant, updates
         self.loss, self.top_k = (DIVERGENCES[direction], top_k) if variant.loss == "kl" else (nll, 1)
         self.ema, self.followed = ema, 0  # the last step whose weights are in the teacher
         self.base = None  # the teacher's weights, if its module also holds those of a sharded student
@@ -370,10 +371,11 @@ def distillation(
     return Distillation(data.pop("items"), teacher, tokenizer, variant, seed=spec.seed, **data)
 
 # %% ../../nbs/methods/distill.ipynb #79572b48
-def check_options(direction: str = "forward", ema: float = 0.0, top_k: int = 64) -> None:
+def check_options(direction: str = "forward", ema: float = 0.0, top_k: int = 64, updates: int = 1) -> None:
     "ValueError of one sentence for an option of distillation outside its range."
     if direction not in DIVERGENCES: raise ValueError(f"direction must be one of {', '.join(DIVERGENCES)}, got {direction}")
     if not 0 <= ema <= 1: raise ValueError(f"ema must be between 0 and 1, got {ema:g}")
+    if updates < 1: raise ValueError(f"updates must be at least 1, got {updates}")
     if top_k < 2: raise ValueError(f"top_k must be at least 2, got {top_k}: on a single token every divergence is 0")
 
 # %% ../../nbs/methods/distill.ipynb #a2af2b1d
@@ -384,7 +386,7 @@ def fit_distillation(run: MethodRun) -> Fitted:
     items = distill_items(run.tokenizer, run.rows, CORPORA[p.dataset].expert)
     check_room(items, load_part(AutoConfig, p.model).max_position_embeddings)
     data = dict(items=items, variant=VARIANTS[p.method], rollouts=p.rollouts, temperature=p.temperature,
-                max_new_tokens=p.rollout_tokens, batch_size=p.rollout_batch or p.batch_size) | options
+                max_new_tokens=p.rollout_tokens, batch_size=p.rollout_rows) | options
     divided = ENGINES[p.rollout_engine].divided if p.processes > 1 else ()  # each process has one GPU
     given = {name: value for name, value in p.engine_options.items() if p.engine == p.rollout_engine and name not in divided}
     data |= dict(engine=p.rollout_engine, engine_options=given,

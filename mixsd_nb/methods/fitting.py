@@ -86,7 +86,7 @@ class MethodRun(Run):
     def load_engine(self):
         "An engine of the base model; its memory is free for the training once nothing refers to it."
         p = self.parameters
-        return load_engine("hf", p.model, dtype=p.dtype, batch_size=p.batch_size)
+        return load_engine("hf", p.model, dtype=p.dtype, batch_size=p.rows_of("hf"))
 
     def mixed_targets(self) -> pd.DataFrame:
         "The accepted mixed targets: `id, prompt_ids, completion_ids, …` as stored by the generate stage."
@@ -115,9 +115,9 @@ class MethodRun(Run):
     ) -> Fitted:
         "Run the training loop with an objective, as the anchors of the recipe and `modifiers` change it."
         self.kept, p = kept, self.parameters
-        last, steps = p.steps()
+        steps = p.steps()[1]
         settings = {f.name: getattr(p, f.name) for f in fields(TrainingSpec) if f.name in type(p).model_fields}
-        settings |= dict(steps=last, checkpoints=steps, lora=self.recipe.adapter_rank(p.options), objective=objective,
+        settings |= dict(steps=steps[-1], checkpoints=steps, lora=self.recipe.adapter_rank(p.options), objective=objective,
                          data=data, modifiers=[*modifiers, *self._anchors()])
         if p.dtype == "bfloat16": settings["bf16"] = True  # on cores with such units training is then twice as fast
         spec = TrainingSpec(**settings)

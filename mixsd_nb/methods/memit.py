@@ -339,7 +339,7 @@ def memit_settings(
 ) -> dict[str, Any]:
     "All settings of MEMIT; ValueError of one sentence for an unknown one, or a value that is not allowed."
     known = METHODS["memit"].defaults(preset or ("lab" if is_lab_model(model.name_or_path) else "paper"))
-    del known["per_batch"]  # of the method, which edits a corpus
+    for name in ("per_batch", "dtype"): del known[name]  # of the method, which edits a corpus
     for name in given:
         if name not in known: raise ValueError(f"a setting of memit must be among {', '.join(known)}, got {name}")
     settings = {**known, **given}
@@ -411,9 +411,10 @@ def edit(
 def fit_memit(run: MethodRun) -> Fitted:
     "MEMIT: edit all facts at once, or batch by batch, each batch a checkpoint; ValueError if no fact has its subject."
     p, settings = run.parameters, run.recipe.options_of(run.recipe.method, run.parameters.options)
-    form, size = settings["target"], settings.pop("per_batch")
+    form, size, dtype = settings["target"], settings.pop("per_batch"), settings.pop("dtype")
     settings["target"] = "canonical"  # the conversion is made once, on the base model
-    model, tokenizer = load_base(p.model)
+    if dtype not in ("float32", "bfloat16"): raise ValueError(f"dtype must be float32 or bfloat16, got {dtype}")
+    model, tokenizer = load_base(p.model, dtype)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     edits = convert_rows(model, tokenizer, run.rows, form)
     if not edits: raise ValueError(f"dataset must have prompts with their subjects for memit, got {p.dataset}")

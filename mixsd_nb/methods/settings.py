@@ -124,10 +124,14 @@ class TrainingSettings(RecipeSettings):
     "All parameters of a training: the recipe, the checkpoints and what is evaluated, the weights that stay, the devices."
     rollout_engine: str = runtime_field("hf", "engine that writes the rollouts of a training: hf, or vllm in a process of its own beside each training process")
     rollout_batch: int | None = runtime_field(
-        None, "responses of a rollout that a training process decodes concurrently; None for batch_size", ge=1)
+        None, "responses of a rollout that a training process decodes concurrently; None for what suits both", ge=1)
     checkpoints: Steps | None = runtime_field(None, (
         "updates after which the model is measured, besides the last one; None for the published schedule; "
         "for example papermill -y '{checkpoints: [20, 60]}'"))
+    selection_items: int = Field(0, ge=0, description=(
+        "items of recall and of validation by which checkpoints and rates are selected; a checkpoint with the whole suite is asked all; 0 for all"))
+    until: float = runtime_field(1.0, (
+        "share of the updates up to which is trained for now, at least to the first checkpoint; a larger one goes on"), gt=0, le=1)
     stop: Literal["last", "converged"] = runtime_field("last", (
         "when training ends: last, after all updates; converged, when the paper's rule has selected a checkpoint "
         "by recall over all facts and validation"))
@@ -189,6 +193,11 @@ class TrainingSettings(RecipeSettings):
         if not pause and state == "memory": raise ValueError("pause must be at least 1 with state=memory, got 0")
         return pause
 
+    @property
+    def rollout_rows(self) -> int:
+        "Return the responses of a rollout that a training process decodes concurrently."
+        return self.rollout_batch or self.rows_of(self.rollout_engine)
+
     def without_idle(self):
         "As in `Stage`: parameters that the recipe does not use are reset."
         used, fields = self.recipe.settings, type(self).model_fields
@@ -214,9 +223,10 @@ class TrainingSettings(RecipeSettings):
         return last, self.steps_until(last)
 
     def steps_until(self, last: int) -> list[int]:
-        "Return the steps of all checkpoints up to the last update."
+        "Return the steps of all checkpoints up to the last update, or up to the share of the updates that `until` names."
         steps = range(0, last, CORPORA[self.dataset].schedule.period) if self.checkpoints is None else self.checkpoints
-        return sorted({s for s in (*steps, *(self.suite_steps or ())) if 0 < s < last} | {last})
+        steps = sorted({s for s in (*steps, *(self.suite_steps or ())) if 0 < s < last} | {last})
+        return [s for s in steps if s <= self.until * last] or steps[:1]
 
     def check_steps(self) -> None:
         "Raise ValueError of one sentence for a checkpoint after the last update."

@@ -27,7 +27,7 @@ from pydantic import Field, field_validator
 from ..corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions, CorpusSettings, load_corpus
 from ..corpora.prompts import encode_completion
 from ..corpora.simpleqa import keep_unanimous
-from ..models import check_engine, check_mode, check_options_of_engine
+from ..models import check_engine, check_mode, check_options_of_engine, usual_sequences
 from ..models.identity import MODEL_OPTIONS, ModelName, ModelOptions
 from ..runs.presets import PresetSettings, preset_field
 from ..runs import (COMPUTE_BOTH, Journal, Seed, check_temperature, explain_damage, field_flag,
@@ -79,9 +79,10 @@ class MixSettings(CorpusSettings, PresetSettings):
              "up to ties below 1e-4"))
     engine_options: dict = runtime_field(
         {}, 'options of vLLM, such as {"tensor_parallel_size": 2}, also as JSON text; use shards for data parallelism')
-    batch_size: int = runtime_field(100, "sequences decoded concurrently", ge=1)
+    batch_size: int | None = runtime_field(None, "sequences decoded concurrently; None for what suits the engine", ge=1)
 
     _engine = field_validator("engine")(check_engine)
+    _sequences = field_validator("batch_size")(usual_sequences)
     _temperature = field_validator("temperature")(check_temperature)
     _options = field_validator("engine_options", mode="before")(check_options_of_engine)
 

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['ENGINES', 'check_model', 'model_source', 'load_part', 'load_tokenizer', 'check_head', 'stored_dtype', 'load_base',
-           'EngineSpec', 'check_engine', 'check_mode', 'check_model_of_engine', 'check_engine_options',
-           'check_options_of_engine', 'open_engine', 'check_process', 'free_memory', 'load_engine']
+           'EngineSpec', 'check_engine', 'usual_sequences', 'check_mode', 'check_model_of_engine',
+           'check_engine_options', 'check_options_of_engine', 'open_engine', 'check_process', 'free_memory',
+           'load_engine']
 
 # %% ../../nbs/models/index.ipynb #4d90fe64
 import ast
@@ -158,6 +159,7 @@ class EngineSpec:
     sleeps: bool = False  # whether it takes the option `sleep`, with which it gives its memory back between two uses
     share: str = ""  # option with the share of a GPU that it takes at its start; empty if it takes what it needs
     check: str = ""  # `module:function` that refuses a model by its name before anything is loaded
+    sequences: int = 100  # that it decodes concurrently if nothing else is said
 
 # %% ../../nbs/models/index.ipynb #f897c71b
 ENGINES = Registry("engine")
@@ -166,7 +168,7 @@ ENGINES.add(EngineSpec("vllm", "vLLM", "models.engine_vllm:VLLMEngine", ("auto",
     "tensor_parallel_size", "pipeline_parallel_size", "distributed_executor_backend", "gpu_memory_utilization",
     "kv_cache_memory_bytes", "cpu_offload_gb", "block_size", "num_gpu_blocks_override", "max_model_len", "max_num_seqs",
     "max_num_batched_tokens", "enforce_eager"), own_process=True, package="vllm",
-    divided=("tensor_parallel_size", "pipeline_parallel_size"), sleeps=True, share="gpu_memory_utilization"))
+    divided=("tensor_parallel_size", "pipeline_parallel_size"), sleeps=True, share="gpu_memory_utilization", sequences=512))
 
 # %% ../../nbs/models/index.ipynb #eec4a6b1
 def check_engine(
@@ -174,6 +176,14 @@ def check_engine(
 ) -> str:
     "The name itself; ValueError of one sentence if there is no such engine."
     return ENGINES.check(kind)
+
+
+def usual_sequences(
+    count: int | None,  # as it was given
+    info,  # of pydantic, with the fields before
+) -> int:
+    "Return the given number of sequences that are decoded concurrently, or what suits the engine: vLLM adds sequences as its cache has room."
+    return count or ENGINES[info.data.get("engine", "hf")].sequences
 
 # %% ../../nbs/models/index.ipynb #b56a0395
 def check_mode(

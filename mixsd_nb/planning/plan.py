@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['host_memory', 'free_disk', 'match_device', 'this_machine', 'machine_for', 'find_problems', 'plan_run',
            'describe_plan', 'start_line', 'planned_cells', 'sum_plans', 'GridPlan', 'plan_grid', 'plan_alone',
-           'format_grid', 'plan_all']
+           'list_sources', 'format_grid', 'share_answers', 'plan_all']
 
 # %% ../../nbs/planning/plan.ipynb #bb556a66
 import functools
@@ -23,8 +23,9 @@ import pandas as pd
 
 from ..cluster.grid import (Grid, GridOutputs, adjust_cell, expand_grid, group_alike, is_excluded, make_resources, read_grid)
 from ..cluster.resources import Resources
+from ..benchmarks import SUITES
 from .estimates import constant
-from .rates import DEVICES, Device, Machine, cpu_device, format_time
+from .rates import DEVICES, Device, Machine, cpu_device, explain_source, format_time
 from .workload import RunPlan
 from ..runs import ParameterError, Stage, find_stage, load_object, make_config, nearest, runs_root
 from ..runs.pool import count_cores, visible_gpus
@@ -195,7 +196,7 @@ def _best_of(grid: Grid, stage: type[Stage], axis: GridOutputs) -> list[Any]:
     "The configurations of the cells of other grids that an axis over the best ones takes, one of each group."
     configs = [config for source in axis.sources for config in planned_cells(source)[2]]
     groups = group_alike(configs, lambda config: config.identity(), axis.best)
-    return [group[-1] for group in groups if not is_excluded(grid, stage, _given(group[-1]))]
+    return [config for group in groups for config in group[-axis.count:] if not is_excluded(grid, stage, _given(config))]
 
 
 def _read_cells(source: str) -> tuple[str, Resources, list[Any], list[Any], list[Resources]]:
@@ -224,10 +225,10 @@ def planned_cells(
 
 # %% ../../nbs/planning/plan.ipynb #141f420e
 def sum_plans(plans: Iterable[RunPlan]) -> dict[str, float]:
-    "Return the totals of plans: hours of devices at least and at most, and TB at rest."
+    "Return the totals of plans: hours of devices that are likely, at least and at most, and TB at rest."
     plans = list(plans)
     low, high = (sum(ends) for ends in zip((0.0, 0.0), *(plan.hours for plan in plans)))
-    return dict(hours=low, hours_at_most=high, terabytes=sum(plan.disk for plan in plans) / 1e12)
+    return dict(hours=sum(plan.expected for plan in plans), hours_at_least=low, hours_at_most=high, terabytes=sum(plan.disk for plan in plans) / 1e12)
 
 
 @dataclass
@@ -254,8 +255,9 @@ class GridPlan:
 
     def parts(self) -> pd.DataFrame:
         "Return tokens (1e6) and hours of devices of each part, over all cells and shared runs, the longest first."
-        rows = [(part.name, part.tokens / 1e6, *(part.devices * s / 3600 for s in part[1:3])) for plan in self.plans for part in plan.parts]
-        table = pd.DataFrame(rows, columns=["part", "tokens", "hours", "hours_at_most"]).groupby("part").sum()
+        rows = [(part.name, part.tokens / 1e6, *(part.devices * s / 3600 for s in (part.expected, part.low, part.high)))
+                for plan in self.plans for part in plan.parts]
+        table = pd.DataFrame(rows, columns=["part", "tokens", "hours", "hours_at_least", "hours_at_most"]).groupby("part").sum()
         return table.sort_values("hours", ascending=False)
 
     def totals(self) -> dict[str, float]:
@@ -282,10 +284,11 @@ class GridPlan:
 _LAST = ["host", "layout", "smallest", "disk", "hours", "lacks"]  # columns after those of the phases
 
 
-def _range(low: float, high: float) -> str:
-    "Hours as the word of a table."
+def _range(total: dict[str, float]) -> str:
+    "Hours of `sum_plans` as the word of a table: the likely ones, and their bounds where these differ."
+    likely, low, high = total["hours"], total["hours_at_least"], total["hours_at_most"]
     if math.isinf(high): return f"{low:.1f} or more"
-    return f"{low:.1f}" if high < low + 0.1 else f"{low:.1f}–{high:.1f}"
+    return f"{likely:.1f}" if high < low + 0.1 else f"{likely:.1f} ({low:.1f}–{high:.1f})"
 
 
 def _row(key: tuple[str, str, str], plans: list[RunPlan]) -> dict[str, Any]:
@@ -293,7 +296,7 @@ def _row(key: tuple[str, str, str], plans: list[RunPlan]) -> dict[str, Any]:
     peaks = {phase: round(size / 1e9, 1) for phase, size in worst.peaks.items()}
     return dict(model=Path(key[0]).name, dataset=key[1], method=key[2], cells=len(plans), gpus=worst.gpus or "", **peaks,
                 host=round(worst.host / 1e9, 1), layout=worst.layout, smallest=worst.smallest, disk=round(worst.disk_peak / 1e9, 1),
-                hours=_range(total["hours"], total["hours_at_most"]), lacks=", ".join(dict.fromkeys(kind for plan in plans for kind in plan.problems)))
+                hours=_range(total), lacks=", ".join(dict.fromkeys(kind for plan in plans for kind in plan.problems)))
 
 # %% ../../nbs/planning/plan.ipynb #709bf124
 def _identify(config: Stage) -> str:
@@ -314,11 +317,13 @@ def _plan_shared(plans: Iterable[RunPlan], machines: Iterable[Machine]) -> list[
 
 
 def _remainder(plan: RunPlan, earlier: RunPlan) -> RunPlan:
-    "What is left of a run when another grid has done its part, whose checkpoints it uses."
-    done = {part.name: part for part in earlier.parts}
-    less = lambda a, b: a._replace(low=a.low - b.low, high=a.high - b.high, tokens=a.tokens - b.tokens)
+    "What is left of a run when another grid has done its part, whose responses it uses, and whose checkpoints if it trains no further."
+    done, anew = {part.name: part for part in earlier.parts}, plan.updates > earlier.updates
+    less = lambda a, b: a._replace(low=a.low - b.low, high=a.high - b.high, tokens=a.tokens - b.tokens, expected=a.expected - b.expected)
+    if anew: done = {name: part for name, part in done.items() if name.startswith("ask ")}
     rest = [less(part, done[part.name]) if part.name in done else part for part in plan.parts]
-    return replace(plan, parts=[part for part in rest if part.tokens > 0], disk=0.0, disk_peak=0.0, first=0.0, whole=plan)
+    rest = [part for part in rest if part.tokens > 0 or part.expected > 1e-9]
+    return replace(plan, parts=rest, disk=max(0.0, plan.disk - earlier.disk), disk_peak=anew * plan.disk_peak, first=anew * plan.first, remains=True)
 
 
 def plan_grid(
@@ -343,22 +348,44 @@ def plan_alone(config: Stage, machine: Machine) -> GridPlan | None:
     plan = plan_run(config, machine)
     return plan and GridPlan(config.name, machine, 1, [plan], _plan_shared([plan], [machine]), [config])
 
+# %% ../../nbs/planning/plan.ipynb #c799a39a
+def list_sources(plans: Iterable[RunPlan], machine: Machine) -> list[str]:
+    "Return a line for each kind of work with the hours that it is likely to take, and where its rate is from."
+    hours = {}
+    for part in (part for plan in plans for part in plan.parts): hours[part.kind] = hours.get(part.kind, 0) + part.devices * part.expected / 3600
+    return [f"{kind}, {n:.1f} hours: {explain_source(kind, machine)}" for kind, n in sorted(hours.items(), key=lambda pair: -pair[1])]
+
 # %% ../../nbs/planning/plan.ipynb #8ca122c1
 def format_grid(plan: GridPlan) -> str:
     "Return the rows of a plan as text, its parts, its totals, the rates that it lacks, and its problems."
     rows, total, machine = plan.rows(), plan.totals(), plan.machine
     shown = [name for name in rows if not (rows[name].isna() | (rows[name] == "")).all()]
-    parts = plan.parts().round(2).rename(columns=dict(tokens="tokens (1e6)", hours="hours of devices", hours_at_most="at most"))
+    parts = plan.parts().round(2).rename(columns=dict(
+        tokens="tokens (1e6)", hours="hours of devices", hours_at_least="at least", hours_at_most="at most"))
     gpus = " or ".join(str(n) for n in sorted({cell.gpus for cell in plan.cells}))
     where = f"{gpus} × {machine.name} a cell" if machine.gpus else f"{machine.cores} core{'s' * (machine.cores != 1)} a cell"
     lacks = sorted({part.lacks for each in plan.plans for part in each.parts} - {""})
     return "\n".join([
         rows[shown].to_string(index=False, na_rep=""), "GB: memory of each device by phase, host memory of a node, disk of a cell at its peak",
         parts.to_string(), f"{plan.name}: {total['cells']} cells and {total['shared']} shared runs, {total['finished']} of all finished, on "
-        f"{where}: {_range(total['hours'], total['hours_at_most'])} {'GPU-hours' if machine.gpus else 'hours'}, "
+        f"{where}: {_range(total)} {'GPU-hours' if machine.gpus else 'hours'}, "
         f"{_gigabytes(1e12 * total['terabytes'])} of disk at rest, {_gigabytes(1e12 * total['at_most'])} at most",
-        *[f"the hours are bounds: no rate of {', '.join(lacks)} was measured on {machine.name}; `--probe` measures this machine"] * bool(lacks),
+        *list_sources(plan.plans, machine),
+        *[f"the hours are estimates: no rate of {', '.join(lacks)} was measured on {machine.name}; `--probe` measures this machine"] * bool(lacks),
         *(f"does not fit ({n} cells): {text}" for text, n in plan.problems().items())])
+
+# %% ../../nbs/planning/plan.ipynb #d6ec5056
+def share_answers(plans: list[RunPlan]) -> list[RunPlan]:
+    "Return plans in which the held-out benchmarks of each base model are asked once."
+    first, found = {}, []  # corpus with which a benchmark is asked
+    for plan in plans:
+        corpus = lambda part: first.setdefault((plan.model, part.name, part.tokens), plan.dataset)
+        shared = lambda part: plan.method == "base" and part.name.removeprefix("ask ") in _HELD_OUT and corpus(part) != plan.dataset
+        found.append(replace(plan, parts=[part for part in plan.parts if not shared(part)]))
+    return found
+
+
+_HELD_OUT = {name for name, suite in SUITES.items() if suite.role == "held-out"}
 
 # %% ../../nbs/planning/plan.ipynb #b83ad87d
 def plan_all(
@@ -369,14 +396,17 @@ def plan_all(
 
     Runs that several grids share count in each of them, and once in the last two rows, for GPUs and for CPUs, with all that
     one of the grids asks of them."""
-    rows, seen, cells = {}, {True: {}, False: {}}, {True: set(), False: set()}
+    rows, seen, rest, cells = {}, {True: {}, False: {}}, {True: {}, False: {}}, {True: set(), False: set()}
     row = lambda plans, n: dict(cells=n) | sum_plans(plans) | dict(do_not_fit=sum(bool({*plan.problems} - {"disk"}) for plan in plans))
     for name in names:
         plan = plan_grid(name, device)
         rows[name], known, gpu = row(plan.plans, len(plan.cells)), seen[plan.machine.gpus > 0], plan.machine.gpus > 0
         keys = [_identify(config) for config in plan.configs]
         cells[gpu] |= {*keys}
-        for key, run in [*zip(keys, (cell.whole or cell for cell in plan.cells)), *((run.run, run) for run in plan.shared)]:
-            known[key] = max(known.get(key, run), run, key=lambda plan: plan.hours)
+        for key, config, run in zip(keys, plan.configs, plan.cells):
+            if run.remains: rest[gpu][key, getattr(config, "until", 1), getattr(config, "measure", "")] = run
+        for key, run in [*zip(keys, plan.cells), *((run.run, run) for run in plan.shared)]:
+            if not run.remains: known[key] = max(known.get(key, run), run, key=lambda plan: plan.hours)
     ends = {True: "all, once, on GPUs", False: "all, once, on CPUs"}
-    return pd.DataFrame(rows | {ends[gpu]: row(known.values(), len(cells[gpu])) for gpu, known in seen.items()}).T
+    once = {gpu: share_answers([*known.values(), *rest[gpu].values()]) for gpu, known in seen.items()}
+    return pd.DataFrame(rows | {ends[gpu]: row(plans, len(cells[gpu])) for gpu, plans in once.items()}).T

@@ -92,7 +92,7 @@ def probe(config) -> list[Rate]:
         found = measure_training(model, replace(burden, writer="", rollouts=1, teacher=0, copy=False, completion=usual), layout)
         if burden.writer: found += measure_training(model, burden, layout)[:1]
         found += measure_engine(model, config.batch_size, burden.prompt, usual, config.dtype)
-    return [Rate(machine.device, config.model, work.kind, *work[2:], seconds, "probe") for work, seconds in found]
+    return [Rate(machine.device, config.model, work.kind, *work[2:6], seconds, "probe", work.written) for work, seconds in found]
 
 
 def format_probe(rates: list[Rate]) -> str:

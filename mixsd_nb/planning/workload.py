@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['LONGEST', 'Part', 'time_part', 'RunPlan', 'host_bytes', 'Decoder', 'plan_evaluation', 'plan_mixing', 'Drafts',
            'list_drafts', 'usual_completion', 'burden_of', 'layout_of', 'training_peaks', 'legal_processes',
-           'describe_layout', 'smallest_layout', 'planned_steps', 'training_work', 'checkpoint_bytes', 'phase_size',
-           'training_disk', 'plan_training', 'plan_injection', 'plan_fisher', 'plan_scoring', 'plan_forgetting']
+           'describe_layout', 'smallest_layout', 'planned_steps', 'training_work', 'split_rollouts', 'checkpoint_bytes',
+           'phase_size', 'training_disk', 'plan_training', 'plan_injection', 'plan_fisher', 'plan_scoring',
+           'plan_forgetting']
 
 # %% ../../nbs/planning/workload.ipynb #051412d5
 import itertools
@@ -20,7 +21,7 @@ from ..models import ENGINES
 from ..models.geometry import Shape, read_shape
 from .estimates import (Burden, Layout, adapter_parameters, constant, decoding_peak, fisher_peak, microbatch,
                                          optimiser_peak, rollout_peak, scoring_peak, serve, update_peak)
-from .rates import Machine, Work, bound_seconds
+from .rates import Machine, Work, bound_seconds, estimate_seconds
 from .token_lengths import Questions, corpus_lengths, count_questions, mixed_length, neutral_lengths, usual_reply
 
 # %% ../../nbs/planning/workload.ipynb #d84ca17c
@@ -32,12 +33,14 @@ class Part(NamedTuple):
     devices: int = 1  # that it occupies
     tokens: float = 0.0
     lacks: str = ""  # the kind of work whose rate was not measured on the device
+    expected: float = 0.0  # seconds that are likely
+    kind: str = ""
 
 
-def time_part(name: str, work: Work, machine: Machine, devices: int = 1, linked: int = 1) -> Part:
-    "Return a part with the bounds of its time; as of `bound_seconds`."
+def time_part(name: str, work: Work, machine: Machine, devices: int = 1, linked: int = 1, steps: float = 1) -> Part:
+    "Return a part with its time and the bounds of it; as of `estimate_seconds`."
     low, high, measured = bound_seconds(work, machine, linked)
-    return Part(name, low, high, devices, work.tokens, "" if measured else work.kind)
+    return Part(name, low, high, devices, work.tokens, "" if measured else work.kind, estimate_seconds(work, machine, linked, steps), work.kind)
 
 
 @dataclass
@@ -51,6 +54,7 @@ class RunPlan:
     host: float = 0.0  # bytes on each node
     disk: float = 1e7  # bytes when it is finished
     disk_peak: float = 1e7  # bytes meanwhile
+    updates: int = 0  # of a training
     first: float = 0.0  # seconds at least of training until it can be resumed: to its first state, or to its end
     shared: list[Any] = field(default_factory=list)  # configurations of the runs that it reads
     layout: str = ""  # how it is divided
@@ -62,7 +66,7 @@ class RunPlan:
     finished: bool = False  # whether the run exists
     gpus: int = 0  # of its cell, on all nodes
     run: str = ""  # its name, by which grids share it
-    whole: "RunPlan | None" = None  # of a run that other grids begin: the plan of all its work
+    remains: bool = False  # whether other grids have begun the run, and the plan is of the rest
 
     @property
     def peak(self) -> float:
@@ -74,6 +78,11 @@ class RunPlan:
         "Return the hours of devices of all parts, at least and at most."
         return tuple(sum(part.devices * seconds for part, seconds in zip(self.parts, ends)) / 3600 for ends in
                      ([part.low for part in self.parts], [part.high for part in self.parts]))
+
+    @property
+    def expected(self) -> float:
+        "Return the hours of devices of all parts that are likely."
+        return sum(part.devices * part.expected for part in self.parts) / 3600
 
 # %% ../../nbs/planning/workload.ipynb #06f4e947
 LONGEST = 4  # the longest completion, in usual ones
@@ -127,18 +136,24 @@ class Decoder:
         rows = max(1, min(self.rows, self._serve(int(prompt + response)).room)) if self.reserves else self.rows
         one = sequences / (self.replicas if self.machine.gpus else 1)
         work = Work(f"decode {self.engine.name}", self.shape, times * math.ceil(one / rows) * response,
-                    times * contexts * one * (prompt + response), times * contexts * one * response * (prompt + response / 2))
+                    times * contexts * one * (prompt + response), times * contexts * one * response * (prompt + response / 2),
+                    written=times * contexts * one * response)
         return time_part(name, work, self.machine, max(1, self.machine.gpus), self.gpus)._replace(tokens=times * sequences * response)
 
     def ask(self, questions: dict[str, Questions], times: int = 1) -> list[Part]:
         "Return the parts of asking questions so many times."
         return [self.time(f"ask {name}", q.requests, q.prompt, q.response, times=times) for name, q in questions.items()]
 
+    def start(self, times: int) -> list[Part]:
+        "Return the part of starting an engine that needs a process of its own so many times, all replicas at the same time."
+        if not self.reserves or not times: return []
+        return [time_part("start engines", Work(f"start {self.engine.name}", self.shape, times), self.machine, self.machine.gpus)]
+
 # %% ../../nbs/planning/workload.ipynb #788d1955
 def plan_evaluation(config, machine: Machine) -> RunPlan:
     "Return the plan of an evaluation."
     decoder, questions = Decoder(config, machine), count_questions(config)
-    plan = RunPlan(config.model, "base", config.dataset, decoder.ask(questions))
+    plan = RunPlan(config.model, "base", config.dataset, decoder.ask(questions) + decoder.start(1))
     decoder.add_memory(plan, questions.values())
     return plan
 
@@ -156,7 +171,7 @@ def plan_mixing(config, machine: Machine) -> RunPlan:
     longest = min(10_000, int(lengths.longest_prompt + 3 * lengths.longest_target + config.max_new_tokens))
     agreeing = list_agreeing(config) if getattr(config, "unanimous", None) else []
     plan = RunPlan(config.model, f"mixsd-{config.lam:g}", config.dataset, shared=agreeing)
-    if not agreeing: plan.parts = [decoder.time("mix", n, expert, length, contexts)]
+    if not agreeing: plan.parts = [decoder.time("mix", n, expert, length, contexts), *decoder.start(1)]
     decoder.add_memory(plan, [Questions(int(contexts * n), expert, length, config.max_new_tokens, longest)], scored=True)
     return plan
 
@@ -198,7 +213,7 @@ def burden_of(config) -> Burden:
     completion = max(written.get(False, completion), written.get(True, 0))
     examples = ((config.rollouts or 1) if demand.rollout_model else 1) + math.ceil(sum(draft.added for draft in drafts))
     return Burden(config.batch, lengths.longest_prompt, completion + 2, examples, demand.rollout_model, demand.teacher,
-                  demand.offload_teacher, demand.rollout_model == "student", demand.copies, config.rollout_batch or config.batch_size)
+                  demand.offload_teacher, demand.rollout_model == "student", demand.copies, config.rollout_rows)
 
 
 def layout_of(config, machine: Machine) -> Layout:
@@ -240,8 +255,9 @@ def smallest_layout(shape: Shape, burden: Burden, layout: Layout, room: float, o
 
 # %% ../../nbs/planning/workload.ipynb #1378ff55
 def planned_steps(config) -> tuple[int, list[int]]:
-    "Return the number of updates, and the steps of all checkpoints."
-    return config.steps(corpus_lengths(config.dataset, config.model)["train"].rows)
+    "Return the number of updates up to which is trained, and the steps of all checkpoints."
+    steps = config.steps(corpus_lengths(config.dataset, config.model)["train"].rows)[1]
+    return steps[-1], steps
 
 
 def training_work(config, layout: Layout) -> Work:
@@ -257,6 +273,23 @@ def training_work(config, layout: Layout) -> Work:
     if layout.offload and layout.gpu: kind = f"offloaded {kind}"
     factor = planned_steps(config)[0] * (4 / 3 if layout.recompute else 1)
     return Work(kind, read_shape(config.model), factor * passes, factor * tokens, factor * cached)
+
+# %% ../../nbs/planning/workload.ipynb #27935d3b
+def split_rollouts(config, machine: Machine, layout: Layout, update: Part) -> list[Part]:
+    "Return the part of the updates; for rollouts of an engine in a process of its own those of rollouts, weights, scores and updates."
+    burden, engine = burden_of(config), ENGINES[config.rollout_engine]
+    if not burden.writer or not engine.own_process: return [update]
+    lengths, usual, n = corpus_lengths(config.dataset, config.model)["train"], usual_completion(config), planned_steps(config)[0]
+    shape, sequences = read_shape(config.model), config.batch * (config.rollouts or 1)
+    writer = Decoder(config.model_copy(update=dict(
+        engine=config.rollout_engine, replicas=layout.processes, batch_size=config.rollout_rows)), machine)
+    tokens = n * sequences * (lengths.prompt + usual)
+    rows = max(math.ceil(tokens / n / layout.micro_tokens), config.options.get("updates", 1))
+    share, devices, factor = layout.processes if layout.gpu else 1, layout.processes, 4 / 3 if layout.recompute else 1
+    work = {"weights": Work("files", shape, size=2 * n * shape.parameters), "score": Work("score", shape, n * rows, tokens),
+            "update": Work("update", shape, factor * n * rows, factor * tokens)}
+    times = {name: time_part(name, each, machine, devices, share if name != "weights" else 1, n) for name, each in work.items()}
+    return [writer.time("rollouts", sequences, lengths.prompt, usual, times=n), *times.values(), *writer.start(1)]
 
 # %% ../../nbs/planning/workload.ipynb #2a47383f
 def checkpoint_bytes(shape: Shape, layout: Layout, stored: str = "float32") -> tuple[float, float]:
@@ -319,12 +352,12 @@ def _plan_updates(plan: RunPlan, config, machine: Machine, shape: Shape) -> list
     plan.remedies |= dict.fromkeys(peaks, f"{plan.smallest} fits" if found else "no number of processes fits")
     plan.parts = drafts = _plan_drafts(plan, config, machine)
     size, (weights, state) = phase_size(config, machine, len(steps)), checkpoint_bytes(shape, layout, config.stored)
-    work, held = training_work(config, layout), state * (config.state == "memory" and size < len(steps))
+    work, held, plan.updates = training_work(config, layout), state * (config.state == "memory" and size < len(steps)), updates
     resumable = config.state in ("newest", "all")  # otherwise a killed training begins again
     saved = Work("files", shape, size=len(steps) * (weights + state * resumable))
-    update = time_part(work.kind, work, machine, layout.processes, layout.processes if layout.gpu else 1)
+    update = time_part(work.kind, work, machine, layout.processes, layout.processes if layout.gpu else 1, updates)
     update = update._replace(tokens=work.tokens * (0.75 if layout.recompute else 1))
-    plan.parts = [*drafts, update, time_part("save", saved, machine, layout.processes)]
+    plan.parts = [*drafts, *split_rollouts(config, machine, layout, update), time_part("save", saved, machine, layout.processes)]
     plan.first = sum(part.low for part in drafts) + update.low * (steps[0] / updates if resumable else 1)
     plan.disk, plan.disk_peak = training_disk(config, shape, layout, len(steps), size)
     copies, interpreters = layout.processes // machine.nodes, constant("interpreter") * (layout.processes // machine.nodes)
@@ -338,7 +371,7 @@ def _plan_updates(plan: RunPlan, config, machine: Machine, shape: Shape) -> list
 
 def _plan_drafts(plan: RunPlan, config, machine: Machine) -> list[Part]:
     "The parts of the drafts, if there are any; their memory enters the plan. The engine is transformers on one device."
-    decoder, parts = Decoder(config.model_copy(update=dict(engine="hf", engine_options={}, replicas=1)), machine), []
+    decoder, parts = Decoder(config.model_copy(update=dict(engine="hf", engine_options={}, replicas=1, batch_size=config.rows_of("hf"))), machine), []
     for k, (questions, added) in enumerate(list_drafts(config), 1):
         name = f"draft {k}" if k > 1 else "draft"
         decoder.add_memory(plan, [questions], name, sampled=added > 0)
@@ -356,9 +389,13 @@ def plan_training(config, machine: Machine) -> RunPlan:
     fill = _plan_edit if demand.edited else _plan_average if config.recipe.source() else _plan_updates
     steps = fill(plan, config, machine, shape)
     whole = len(steps) if config.measure == "all" else len(config.suite_steps or ()) + (config.measure == "selection")
-    selecting = count_questions(config, ["recall", "validation"])
-    rest = {name: asked for name, asked in questions.items() if name not in selecting}
-    plan.parts += decoder.ask(selecting, len(steps)) + decoder.ask(rest, whole)
+    selecting, few = count_questions(config, ["recall", "validation"]), config.selection_items or math.inf
+    first = {name: asked._replace(requests=min(few, asked.requests)) for name, asked in selecting.items()}
+    rest = {name: asked for name, asked in (questions | selecting).items() if name not in selecting}
+    rest |= {name: asked._replace(requests=asked.requests - few) for name, asked in selecting.items() if asked.requests > few}
+    pauses = math.ceil(len(steps) / phase_size(config, machine, len(steps))) if config.has_rate else 1
+    pauses += whole > 0 and config.measure != "all"  # the suite comes last
+    plan.parts += decoder.ask(first, len(steps)) + decoder.ask(rest, whole) + decoder.start(pauses)
     return plan
 
 

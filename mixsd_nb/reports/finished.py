@@ -141,7 +141,7 @@ def find_selection(
 ) -> Selection:
     "Return the selection among the checkpoints of a result; its best step is 0 if the result has no accuracies of any."
     nothing = xr.DataArray(np.zeros(0), dict(benchmark=[]), ["benchmark"])
-    return Selection(tabulate_scores(drop_cell(root).get("accuracy", nothing)))
+    return Selection(tabulate_scores(drop_cell(root) if "accuracy" in root else nothing))
 
 # %% ../../nbs/reports/finished.ipynb #418301c7
 class ModelRun(FinishedRun):
@@ -182,8 +182,9 @@ class ModelRun(FinishedRun):
     def score(self) -> float:
         "Return the validation at `best_step`, by which grids take the best learning rate; NaN without validation."
         if "validation" not in self.root.get("benchmark", []): return float("nan")
+        if self.best_step: return float(self.selection.scores.validation[self.best_step])
         cell = drop_cell(self.root).accuracy.sel(benchmark="validation")
-        return float(cell.sel(step=self.best_step) if "step" in cell.dims else cell)
+        return float(cell.sel(step=0) if "step" in cell.dims else cell)
 
     def scores(self, step: int | None = None) -> pd.DataFrame:
         "Return by benchmark `n, before, after, low, high`: shares at step 0 and at a step, and the latter's 95% interval."

@@ -55,6 +55,7 @@ def result_tree(
     published: dict[int, dict[str, tuple[float, int]]] | None = None,  # the same by the rule of the paper's scores;
     # None if it counts the same
     variance: dict[int, dict[str, float]] | None = None,  # step -> benchmark -> variance of the items' shares
+    selecting: dict[int, dict[str, float]] | None = None,  # the same of the share that selects, if it counts other items
     benchmarks: dict[str, dict[str, Any]],  # benchmark -> its `column`, `role` and, where it is not 1, `samples`
     config: str,  # canonical JSON
     reports: dict[int, dict[str, dict]] | None = None,  # step -> benchmark -> report of the harness that ran it
@@ -70,7 +71,7 @@ def result_tree(
     n, spread = counts[..., 1], place(variance or {}, np.nan)
     shares = dict(accuracy=counts[..., 0], published=other[..., 0])
     data = {name: np.divide(correct, n, out=np.full(n.shape, np.nan), where=n > 0) for name, correct in shares.items()}
-    data |= dict(variance=spread, n=n.astype(int))
+    data |= dict(variance=spread, n=n.astype(int)) | (dict(selecting=place(selecting, np.nan)) if selecting else {})
     data = {name: variable(name, DIMS, values) for name, values in data.items()}
     for name, (values, attrs) in reported_values([(reports or {}).get(step, {}) for step in steps], names).items():
         data[name] = xr.Variable(DIMS, values.reshape(*cell, *values.shape), attrs)
@@ -97,6 +98,7 @@ def summarise_training(
     config,  # of the training: dataset, model, method, rate, seed, label
     responses: dict[int, pd.DataFrame],  # step -> responses of its checkpoint; step 0 is the base model
     fitted,  # as returned by the method's `fit` function
+    selecting: dict[int, dict[str, float]] | None = None,  # as of `result_tree`
 ) -> xr.DataTree:
     "Return the result of a training, with counts for every step."
     counts, published = ({step: count_by_benchmark(table, fitted.kept, rule) for step, table in responses.items()}
@@ -110,4 +112,4 @@ def summarise_training(
     return result_tree(dataset=config.dataset, model=config.model, recipe=config.label, lr=config.rate, seed=config.seed,
                        accuracy=counts, published=published, benchmarks=benchmarks, reports=reports,
                        variance={step: item_variances(table) for step, table in responses.items()},
-                       config=config.canonical(), targets=fitted.targets, training=fitted.curves or None)
+                       config=config.canonical(), targets=fitted.targets, training=fitted.curves or None, selecting=selecting)

@@ -52,6 +52,7 @@ VARIABLE_ATTRS: dict[str, tuple[str, str]] = dict(  # name -> long_name, units
     high=("upper end of the 95% interval of the accuracy", "1"),
     published=("share of responses that are correct by the rule of the paper's scores", "1"),
     variance=("variance of the items' shares of correct samples", "1"),
+    selecting=("share of correct responses to the questions that select a checkpoint", "1"),
     readable=("share of responses in which an answer was found", "1"),
     n=("number of items, targets or responses that are counted", "1"),
     average=("mean accuracy over the held-out benchmarks", "1"),

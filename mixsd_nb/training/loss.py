@@ -41,6 +41,7 @@ def nll(
 class Objective:
     "Define what a method minimises. A subclass has a length (facts), `examples`, and a summed `loss(logits, *targets)`."
     uses_student = False  # whether `examples` samples from the student
+    updates = 1  # of the weights with the examples of a step, each with an equal part of them
 
     def adapt(self, model: torch.nn.Module) -> None:
         "Change the structure of the student before training, in place; every process does so. Nothing by default."
@@ -73,6 +74,7 @@ class Modifier(Objective):
         objective: Objective,  # that is changed
     ):
         self.objective, self.loss, self.uses_student = objective, objective.loss, objective.uses_student
+        self.updates = objective.updates
 
     def __len__(self): return len(self.objective)
     def adapt(self, model): return self.objective.adapt(model)

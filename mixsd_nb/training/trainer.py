@@ -194,6 +194,7 @@ class FineTuner(SavingTrainer):
     ):
         self.spec, self.objective, self.report, self.tokenizer = spec, objective, report, tokenizer
         self.trained, self.start = 0, time.perf_counter()  # number of trained tokens, and start time
+        self.log_every, self._unread = 10 if training_device().type == "cuda" else 1, []  # updates whose numbers are read together
         self.phase = "load"  # as of `explain_out_of_memory`
         self.copy = objective.host(model) if spec.sharded and objective.uses_student else None
         speed_up_linear_layers(model)  # adapters have further linear layers
@@ -229,31 +230,69 @@ class FineTuner(SavingTrainer):
         return self.copy.to(training_device())
 
     def training_step(self, model, chosen, num_items_in_batch=None):
-        """Compute the gradient of an update, for the facts of these numbers.
+        """Compute the gradient of a step, for the facts of these numbers; all updates of the step but the last are made.
 
         Returns this process's share of the loss, times the number of processes: the mean over processes is the loss."""
-        self.phase = "rollout"
+        self.phase, count = "rollout", self.objective.updates
         with explain_out_of_memory(self.spec, lambda: self.phase):
             examples = self.objective.examples(chosen, self.student(), self.state.global_step)
             model.eval()  # without dropout and other noise, so that the size of a microbatch changes nothing
-            self.phase = "update"
-            tokens = sum(len(e.completion) for e in examples)
-            size = max((len(e.prompt) + len(e.completion) for e in examples), default=1) * len(examples)
-            parts = min(len(examples), math.ceil(size / self.spec.micro_tokens))
-            sizes = torch.tensor([[tokens, parts, self.objective.size(examples)]], device=self.args.device)
-            sizes = self.accelerator.gather(sizes)  # of all processes
-            total, loss = max(1, sizes[:, 2].sum().item()), torch.zeros((), device=self.args.device)
-            # every process makes the same number of backward passes, because each one waits for the others
-            for part in microbatches(examples, max(1, sizes[:, 1].max().item())):
-                with self.accelerator.autocast():  # accelerate leaves sharded models without it
-                    part_loss = summed_loss(model, self.head, part, self.objective.loss, self.spec.packed)
-                share = part_loss * self.accelerator.num_processes / total
-                self.accelerator.backward(share)
-                loss += share.detach()
-            self.trained += sizes[:, 0].sum().item()
-            loss += self.objective.penalise(dict(self.model.named_parameters()))
+            loss = torch.zeros((), device=self.args.device)
+            for k, part in enumerate(np.array_split(np.arange(len(examples)), count)):
+                if k: self._update(model)
+                self.phase = "update"
+                loss += self._add_gradient(model, [examples[i] for i in part]) / count
         self.phase = "optimiser"
         return loss
+
+    def _update(self, model) -> None:
+        "Change the weights by the gradient, as transformers does at the end of a step."
+        self.phase = "optimiser"
+        self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+        self.optimizer.step()
+        model.zero_grad()
+
+    def _gather_sizes(self, *sizes: int) -> torch.Tensor:
+        "Return the sizes of all processes, (processes, sizes); those of one process stay on the host, which then does not wait for a GPU."
+        alone = self.accelerator.num_processes == 1
+        found = torch.tensor([sizes], device=None if alone else self.args.device)
+        return found if alone else self.accelerator.gather(found)
+
+    def _add_gradient(self, model, examples: list) -> torch.Tensor:
+        "Add the gradient of an update; returns its loss as of `training_step`."
+        tokens = sum(len(e.completion) for e in examples)
+        size = max((len(e.prompt) + len(e.completion) for e in examples), default=1) * len(examples)
+        parts = min(len(examples), math.ceil(size / self.spec.micro_tokens))
+        sizes = self._gather_sizes(tokens, parts, self.objective.size(examples))
+        total, loss = max(1, sizes[:, 2].sum().item()), torch.zeros((), device=self.args.device)
+        # every process makes the same number of backward passes, because each one waits for the others
+        for part in microbatches(examples, max(1, sizes[:, 1].max().item())):
+            with self.accelerator.autocast():  # accelerate leaves sharded models without it
+                part_loss = summed_loss(model, self.head, part, self.objective.loss, self.spec.packed)
+            share = part_loss * self.accelerator.num_processes / total
+            self.accelerator.backward(share)
+            loss += share.detach()
+        self.trained += sizes[:, 0].sum().item()
+        return loss + self.objective.penalise(dict(self.model.named_parameters()))
+
+    def _maybe_log_save_evaluate(self, tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=None):
+        "Log and save as transformers does. On a GPU the numbers of several updates are read at a time, because reading them waits for it."
+        if self.log_every > 1 and self.control.should_log:
+            loss = self.accelerator.gather(tr_loss.detach()).mean() if self.accelerator.num_processes > 1 else tr_loss.detach().clone()
+            tr_loss -= tr_loss
+            self._unread.append(((self.state.global_step, self.state.epoch, self.trained), loss, grad_norm, learning_rate or self._get_learning_rate()))
+            self.control.should_log = False
+            if len(self._unread) == self.log_every or self.control.should_save or self.control.should_training_stop: self._read_logs(start_time)
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate)
+
+    def _read_logs(self, start_time) -> None:
+        "Log the updates whose numbers were not read yet, each as that of its step."
+        now = self.state.global_step, self.state.epoch, self.trained
+        for then, loss, norm, rate in self._unread:
+            self.state.global_step, self.state.epoch, self.trained = then
+            self.log(dict(loss=float(loss), grad_norm=float(norm), learning_rate=rate), start_time)
+        (self.state.global_step, self.state.epoch, self.trained), self._globalstep_last_logged = now, now[0]
+        self._unread.clear()
 
     def floating_point_ops(self, inputs):
         "Return 0, because floating-point operations are not counted."
@@ -288,7 +327,7 @@ def _training_arguments(
     bf16 = gpu if spec.bf16 is None else spec.bf16
     args = TrainingArguments(
         str(folder), max_steps=steps, per_device_train_batch_size=spec.batch // spec.processes,
-        learning_rate=spec.lr, optim="adamw_torch", adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8,
+        learning_rate=spec.lr, optim="adamw_torch_fused" if gpu and not spec.offload else "adamw_torch", adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8,
         weight_decay=0.01, max_grad_norm=1.0, seed=spec.seed % 2**32, bf16=bf16, use_cpu=not gpu,
         train_sampling_strategy="sequential", save_strategy="no", logging_steps=1, logging_nan_inf_filter=False,
         report_to="none", disable_tqdm=True, save_only_model=spec.state == "none", remove_unused_columns=False,
