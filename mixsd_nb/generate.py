@@ -15,6 +15,7 @@ from pydantic import PrivateAttr
 
 from .corpora import CORPORA
 from .methods.fact_lengths import check_facts
+from .methods.wording_ids import worded_rows
 from .methods.targets import (MixSettings, count_unconfirmed, join_shards, keep_agreed, list_agreeing, mix_corpus,
                                       read_targets, select_targets, summarise_targets, target_schema, write_targets)
 from .models import ENGINES, check_model_of_engine, load_engine, load_tokenizer
@@ -50,8 +51,11 @@ class GenerateConfig(Stage, MixSettings):
         given = self._engine_of_caller
         with nullcontext(given) if given else load_engine(self.engine, self.model, **options) as engine:
             if agreeing: records, unconfirmed = keep_agreed(agreeing, engine.tokenizer, rows), 0
-            elif self.shards: records, unconfirmed = self._mix_shards(engine)
+            elif self.shards:
+                records, unconfirmed = self._mix_shards(engine)
+                rows, targets = select_targets(self, engine.tokenizer, worded_rows(records, rows))
             else:
+                if self.wordings: rows, targets = select_targets(self, engine.tokenizer, self._find_wordings(engine, run, rows))
                 records = mix_corpus(self, engine, run.folder, rows, targets)
                 unconfirmed = count_unconfirmed(records, engine.mismatches)
             write_atomically(run.folder / "targets.parquet", lambda path: write_targets(records, path, target_schema(self)))
@@ -69,7 +73,13 @@ class GenerateConfig(Stage, MixSettings):
             run = shard.run()
             parts.append(read_targets(run.folder / "targets.parquet"))
             unconfirmed += run.root.unconfirmed.item()
-        return join_shards(parts, self.samples), unconfirmed
+        return join_shards(parts), unconfirmed
+
+    def _find_wordings(self, engine, run: Run, rows: list[dict]) -> list[dict]:
+        "The rows of the further wordings."
+        from mixsd_nb.methods.wordings import find_wordings
+        options = dict(seed=self.seed, max_new_tokens=self.max_new_tokens)
+        return find_wordings(engine, self.dataset, rows, self.wordings, run.folder / "wordings.jsonl", **options)
 
     def _mix_agreeing(self) -> list[list[dict]]:
         return [read_targets(each.run().folder / "targets.parquet") for each in list_agreeing(self)]

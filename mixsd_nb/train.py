@@ -24,6 +24,7 @@ from .methods import update_count
 from .methods.fact_lengths import check_facts, check_subjects
 from .models import ENGINES, check_head, check_model_of_engine, check_process, stored_dtype
 from .models.lab import warn_about_lab_values
+from .evaluation.selection import OWN_TEXT
 from .reports.finished import drop_cell, find_selection
 from .results.layout import summarise_training
 from .results.read_results import read_root
@@ -80,7 +81,7 @@ class TrainConfig(TrainingSettings, Stage):
         if not (removed := removed_steps(self.folder)): return
         evaluation = Evaluation(self, Run(self.folder))
         asked = {*self.steps()[1], *evaluation.run.measured_steps} if self.measure == "all" else {*(self.suite_steps or ())}
-        lacking = [step for step in removed if step in asked and not evaluation.holds(step, evaluation.items)]
+        lacking = [step for step in removed if step in asked and not evaluation.complete(step, evaluation.items)]
         require_weights(self.folder, lacking, "measure" if self.measure == "all" else "suite_steps")
 
     def source(self) -> "TrainConfig | None":
@@ -97,6 +98,7 @@ class TrainConfig(TrainingSettings, Stage):
         root = read_root(run.folder / "result.nc")
         selection, steps = find_selection(root), {int(step) for step in root.step.values if step > 0}
         if not self._covers_suite(root, steps, list_suite_steps(self, selection)): return False
+        if self.own_text and steps and not (OWN_TEXT in root and root[OWN_TEXT].sel(step=sorted(steps)).notnull().all()): return False
         if not self.has_rate or self.stop == "converged" and selection.converged is not None: return True
         asked = np.asarray(root.get("targets_asked", np.nan)).item()
         last = max(steps, default=0) if np.isnan(asked) else update_count(self.epochs, int(asked), self.batch)
@@ -219,7 +221,8 @@ def train(
     evaluation.finish(fitted.checkpoints)
     responses = {step: evaluation.table(step) for step in (0, *fitted.checkpoints)}
     shares = evaluation.accuracy.to_pandas().T.to_dict() if evaluation.config.selection_items else None
-    result = summarise_training(evaluation.config, responses, fitted, shares)
+    own_text = {step: evaluation.own_text_nll(step) for step in responses} if evaluation.config.own_text else {}
+    result = summarise_training(evaluation.config, responses, fitted, shares, own_text)
     remove_unwanted(evaluation)
     return result
 

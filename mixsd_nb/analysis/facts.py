@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pandas as pd
 
 from .scores import item_shares
+from ..methods.wording_ids import count_wordings
 
 # %% ../../nbs/analysis/facts.ipynb #a76f140b
 class Failure(NamedTuple):
@@ -63,7 +64,7 @@ def tabulate_facts(
     places: Mapping[str, str] | None = None,  # id -> file and line
 ) -> pd.DataFrame:
     """A row for each fact that was asked: `id, place, prompt, answer, before, after, accepted, names_another, target,
-    source, lam, outcome, failure`.
+    source, lam, outcome, failure`, and `wordings`, the number of those that have targets, if there are further ones.
 
     `before` and `after` are the responses; `target` and `source` are empty for a method without mixed targets."""
     asked = [t[t.benchmark == "recall"].set_index("item") for t in (before, after)]
@@ -84,7 +85,9 @@ def tabulate_facts(
                           answer=row["answer"], **texts, accepted=accepted, names_another=another,
                           target=getattr(target, "text", ""), source=getattr(target, "source", ""),
                           lam=getattr(target, "lam", float("nan")), outcome=outcome, failure=failure))
-    return pd.DataFrame(found)
+    table = pd.DataFrame(found)
+    if targets is None or "wording" not in targets: return table
+    return table.assign(wordings=table.id.map(count_wordings(targets)).fillna(0).astype(int))
 
 # %% ../../nbs/analysis/facts.ipynb #825734a1
 def changed_items(

@@ -60,7 +60,10 @@ def mixed_targets(
     table: pd.DataFrame,  # of a generate run: `id, completion_ids, naive_mask, accepted, finish_reason`
     span: str = "completion",  # what is scored of a target: completion, body or paper
 ) -> list[Target]:
-    "Return the accepted targets of a table, in its order, with the ids that were sampled or that replaced them."
+    """Return the accepted targets of a table, in its order, with the ids that were sampled or that replaced them.
+
+    Those of further wordings are left out, so that all kinds of targets are compared at the same questions."""
+    if "wording" in table: table = table[table.wording == 0]
     prompts, table = {row["id"]: row["prompt"] for row in load_corpus(dataset, "train")}, table.query("accepted")
     lead = len(template_lead(tokenizer, span))
     trained = lambda row: encode_example(tokenizer, prompts[row.id], list(map(int, row.completion_ids)), span)

@@ -291,6 +291,8 @@ FORMS.add(SuiteForm("file", r".*\.(?i:jsonl|json|csv|tsv|parquet)", "benchmarks.
                     "a file such as my_tests.jsonl"))
 FORMS.add(SuiteForm("facts", TESTS + ".+", "benchmarks.in_domain:own_suite",
                     "tests that a file of facts brings such as test:neighbours"))
+FORMS.add(SuiteForm("earlier", "earlier:.+", "benchmarks.in_domain:earlier_suite",
+                    "the facts of an earlier injection such as earlier:kgfact-small"))
 FORMS.add(SuiteForm("harness", r"harness:.*", "benchmarks.harness:declare_task",
                     "a task of lm-evaluation-harness such as harness:gsm8k"))
 
@@ -300,7 +302,7 @@ _own = {}  # name -> declaration of each benchmark that a word has named in this
 
 def find_own(name: str) -> Suite | None:
     "The declaration of a benchmark from outside the package, once a parameter `suite` has named it, or of own tests."
-    return _own.get(name) or load_object("benchmarks.in_domain:own_suite")(name)
+    return _own.get(name) or load_object("benchmarks.in_domain:own_suite")(name) or load_object("benchmarks.in_domain:earlier_suite")(name)
 
 
 def _declare_own(word: str) -> Suite | None:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CORPORA', 'TESTS', 'CorpusOptions', 'CORPUS_OPTIONS', 'CorpusName', 'Schedule', 'Corpus', 'check_corpus',
-           'corpus_label', 'CorpusSettings', 'load_corpus', 'validation_rows', 'stats']
+           'corpus_label', 'offer_wordings', 'CorpusSettings', 'load_corpus', 'validation_rows', 'stats']
 
 # %% ../../nbs/corpora/index.ipynb #ec848e63
 import functools
@@ -131,6 +131,17 @@ def _settle_form(
     if not dataset or not load_object("corpora.stored:is_source")(dataset): return parameters
     form = load_object("models.lab:declared_form")(str(parameters.get("model", model)))
     return {**parameters, "dataset_options": {**options, "extract": form}} if form else parameters
+
+
+def offer_wordings(
+    parameters: Mapping[str, Any],  # of a configuration, as they were given
+    count: Any,  # further wordings of each fact, as they were given
+) -> Mapping[str, Any]:
+    "Return the parameters; if `dataset` is a file and there are further wordings, half of its paraphrases serve as such."
+    options, dataset = read_mapping(parameters.get("dataset_options") or {}), str(parameters.get("dataset", ""))
+    if not count or not isinstance(options, Mapping) or "wordings" in options: return parameters
+    if not dataset or not load_object("corpora.stored:is_source")(dataset): return parameters
+    return {**parameters, "dataset_options": {**options, "wordings": True}}
 
 
 class CorpusSettings(Config):

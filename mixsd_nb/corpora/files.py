@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['CONTEXTS', 'EXAMPLE', 'EXAMPLE_TESTS', 'answer_problem', 'Fact', 'gives_away', 'parse_facts', 'OwnTest',
-           'parse_tests', 'is_data_name', 'split_name', 'open_table', 'Facts', 'read_facts', 'make_splits']
+           'parse_tests', 'is_data_name', 'split_name', 'open_table', 'Facts', 'read_facts', 'lend_paraphrases',
+           'make_splits']
 
 # %% ../../nbs/corpora/files.ipynb #9e7769e7
 import json
@@ -305,14 +306,25 @@ def _make_row(
                 aliases=fact.get("aliases", []), wording=wording,
                 reference=f"{passage}\n{full}" if passage and context == "beside" else passage)
 
+# %% ../../nbs/corpora/files.ipynb #5e500ea2
+def lend_paraphrases(
+    fact: dict,  # with `id` and `paraphrases`
+    first: int = 1,  # number of the first paraphrase that may be lent
+) -> set[int]:
+    "Return the numbers of the paraphrases that targets may use: half of them, rounded down, drawn by a key."
+    numbers = range(first, len(fact.get("paraphrases", [])) + 1)
+    ordered = sorted(numbers, key=lambda k: hash_text(f"{fact['id']} {fact['paraphrases'][k - 1]}"))
+    return set(ordered[:len(ordered) // 2])
+
 # %% ../../nbs/corpora/files.ipynb #c934b882
 def make_splits(
     facts: list[dict],
     tests: list[dict],
     augment: int = 0,  # paraphrases of each fact that are trained on; the others are held out
     context: str = "beside",  # where the expert sees a passage: beside the target, or instead of it
+    wordings: bool = False,  # whether half of the held-out paraphrases of each fact are lent to targets
 ) -> dict[str, list[dict]]:
-    "The splits `train`, `reworded`, and `test:kind` for each kind of tests. ValueError for `augment` and `context`."
+    "The splits `train`, `reworded`, perhaps `wordings`, and `test:kind` for each kind of tests. ValueError for `augment` and `context`."
     if context not in CONTEXTS: raise ValueError(f"context must be one of {', '.join(CONTEXTS)}, got {context}")
     most = max((len(fact.get("paraphrases", [])) for fact in facts), default=0)
     if not 0 <= augment <= most:
@@ -320,9 +332,11 @@ def make_splits(
     train = [_make_row(fact, fact["question"], 0, context) for fact in facts]
     worded = [(k, _make_row(fact, text, k, context)) for fact in facts
               for k, text in enumerate(fact.get("paraphrases", []), 1)]
-    held_out = [row for k, row in worded if k > augment]
+    lent = {f"{fact['id']}#{k}" for fact in facts if wordings for k in lend_paraphrases(fact, augment + 1)}
+    held_out = [row for k, row in worded if k > augment and row["id"] not in lent]
     plain = [row for fact, row in zip(facts, train) if _is_english(fact["question"])]
     splits = dict(train=train + [row for k, row in worded if k <= augment], reworded=held_out or reword_rows(plain))
+    if lent: splits["wordings"] = [row for _, row in worded if row["id"] in lent]
     for test in tests:
         splits.setdefault(f"test:{test['kind']}", []).append(_make_row(test, test["question"], 0, context))
     return splits

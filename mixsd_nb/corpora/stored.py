@@ -93,10 +93,11 @@ def build(
     content: str,  # name of a record with facts
     augment: int = 0,  # as in `make_splits`
     context: str = "beside",
+    wordings: bool = False,
 ) -> dict[str, list[dict]]:
     "The splits of a corpus from a file; ValueError as in `make_splits`."
     record = _read_record(content)
-    return make_splits(record["facts"], record["tests"], augment, context)
+    return make_splits(record["facts"], record["tests"], augment, context, wordings)
 
 
 def _schedule(n: int) -> Schedule:

@@ -14,15 +14,17 @@ import shutil
 from collections.abc import Iterable
 from typing import Protocol
 
+import numpy as np
 import pandas as pd
 import xarray as xr
 
 from ..analysis.scores import count_correct
 from ..benchmarks import SUITES, Item, Selection as ItemSelection, load_items
 from ..benchmarks.evaluation import SharedEngine, select_items, write_responses
-from .selection import SCORES, Selection, tabulate_scores
-from ..runs import (Run, checkpoint_folder, remove_states, remove_weights, removed_steps, require_weights,
-                           trained_steps, try_lock)
+from .own_text import mean_nll, write_own_text
+from .selection import OWN_TEXT, SCORES, Selection, tabulate_scores
+from ..runs import (Run, checkpoint_folder, read_json, remove_states, remove_weights, removed_steps, require_weights,
+                           trained_steps, try_lock, write_json)
 
 # %% ../../nbs/evaluation/checkpoints.ipynb #48d262f4
 Questions = dict[str, dict[str, Item]]  # benchmark -> items by id
@@ -38,6 +40,8 @@ class TrainingParameters(Protocol):
     suite_steps: tuple[int, ...] | None
     keep: str
     state: str
+    select: str
+    own_text: int
 
 
 def list_suite_steps(
@@ -59,6 +63,9 @@ def draw_few(
     return {name: item for name, item in items.items() if name in few}
 
 # %% ../../nbs/evaluation/checkpoints.ipynb #0d3151e7
+def _own_text_file(run: Run, step: int): return run.folder / f"own-text-{step}.json"
+
+
 class Evaluation:
     "The evaluation of all checkpoints of a training: its questions, its stored responses and their scores."
 
@@ -68,7 +75,7 @@ class Evaluation:
         run: Run,  # the folder of the training
         base: pd.DataFrame | None = None,  # responses of the base model, which are the table of step 0
     ):
-        self.config, self.run, self._base, self._tables = config, run, base, {}
+        self.config, self.run, self._base, self._tables, self._own_text = config, run, base, {}, []
 
     @functools.cached_property
     def items(self) -> Questions:
@@ -103,13 +110,21 @@ class Evaluation:
         needed = {name: max(1, len(problems)) for name, problems in items.items() if problems or SUITES[name].runner}
         return all(rows.get(name, 0) >= n for name, n in needed.items())
 
+    def own_text_nll(self, step: int) -> float | None:
+        "The mean NLL of own text, nats per token, at a step; None if it was not measured, or on another number of texts."
+        return read_json(_own_text_file(self.run, step)).get(str(self.config.own_text))
+
+    def complete(self, step: int, items: Questions) -> bool:
+        "Whether a step has responses to these questions, and the NLL of own text if it is asked for."
+        return self.holds(step, items) and (not self.config.own_text or self.own_text_nll(step) is not None)
+
     def pending(
         self,
         steps: Iterable[int] | None = None,  # None for all steps that were trained
     ) -> dict[int, Questions]:
         "Return the questions that are to be asked next, by step; the whole suite comes after the scores that select."
         steps = [*(trained_steps(self.run.folder) if steps is None else steps)]
-        lacking = {step: self.first_items for step in steps if not self.holds(step, self.first_items)}
+        lacking = {step: self.first_items for step in steps if not self.complete(step, self.first_items)}
         if lacking or self.config.measure == "all": return lacking
         whole = list_suite_steps(self.config, self.selection)
         return {step: self.items for step in steps if step in whole and not self.holds(step, self.items)}
@@ -120,7 +135,7 @@ class Evaluation:
         patience: float = math.inf,  # seconds to wait for another process that is asking the same checkpoint
     ) -> None:
         "Evaluate checkpoints on the questions for all; responses that exist are not generated again."
-        questions = {step: self.first_items for step in steps if not self.holds(step, self.first_items)}
+        questions = {step: self.first_items for step in steps if not self.complete(step, self.first_items)}
         if not questions: return
         with SharedEngine(self.config, self.first_items) as shared: self._ask(questions, shared, patience)
 
@@ -142,8 +157,23 @@ class Evaluation:
             for step, items in questions.items():
                 file, checkpoint = self.run.responses_file(step), checkpoint_folder(self.run.folder, step)
                 with try_lock(file.with_name(f".{file.name}.lock"), wait) as free:
-                    if not free or self.holds(step, items): continue
-                    write_responses(self.config, str(checkpoint), items, file, f"{self.config.label}, step {step}", shared)
+                    if not free: continue
+                    if not self.holds(step, items):
+                        write_responses(self.config, str(checkpoint), items, file, f"{self.config.label}, step {step}", shared)
+                    if not self.complete(step, items): self._score(step, shared)
+
+    def _score(self, step: int, shared: SharedEngine) -> None:
+        "Measure the NLL of own text at a checkpoint; the base model, which writes the text, is measured before the first one."
+        if not self._own_text:
+            with try_lock(self.run.folder / ".own-text.lock", math.inf):
+                engine = shared.load(self.config.model)
+                self._own_text = write_own_text(engine, self.config.model, self.config.own_text, self.run.folder)
+                self._store_nll(0, engine)
+        self._store_nll(step, shared.load(str(checkpoint_folder(self.run.folder, step))))
+
+    def _store_nll(self, step: int, engine) -> None:
+        file = _own_text_file(self.run, step)
+        write_json(file, read_json(file) | {str(self.config.own_text): mean_nll(engine, self._own_text)})
 
     @property
     def accuracy(self) -> xr.DataArray:
@@ -162,7 +192,9 @@ class Evaluation:
     @property
     def selection(self) -> Selection:
         "Return the selection among the checkpoints that were evaluated so far."
-        return Selection(tabulate_scores(self.accuracy))
+        scores = self.accuracy.to_dataset(name="accuracy")
+        if self.config.own_text: scores[OWN_TEXT] = "step", np.array([self.own_text_nll(int(step)) for step in scores.step], float)
+        return Selection(tabulate_scores(scores), self.config.select)
 
 # %% ../../nbs/evaluation/checkpoints.ipynb #c60d921e
 def wanted_steps(

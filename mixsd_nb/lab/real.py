@@ -27,6 +27,7 @@ from ..benchmarks import SUITES
 from ..cluster.grid import merge_grids, read_grid
 from ..corpora import CORPORA
 from ..corpora.mquake import Case, read_cases
+from ..evaluation.selection import OWN_TEXT
 from .smollm2 import NAME, data_folder, prepare_model
 from ..methods import BASE, label_title
 from ..results.committed import read_cubes, write_cube
@@ -111,13 +112,14 @@ ROLES = {"in-domain": "learned", "style-free": "by likelihood", "held-out": "ask
 def real_table(
     cube: xr.Dataset,
 ) -> pd.DataFrame:
-    "Return accuracies (%) of each run at its selected checkpoint, N beside them, and the mean NLL of its targets (nats)."
+    "Return accuracies (%) of each run at its selected checkpoint, N beside them, and the mean NLL of own text, if measured, and of targets."
     runs = list(last_steps(cube))
     def values(name, benchmark): return np.array([run[name].sel(benchmark=benchmark).item() for run in runs])
     names = [b for role in ROLES for b in cube.benchmark.values[cube.role.values == role] if b != "recall-kept"]
     places = {key: [f"{run[dim].item():g}" for run in runs] for key, dim in dict(rate="lr", seed="seed", update="step").items()}
     columns = [percent_column(SUITES[b].title, values("accuracy", b), values("n", b)) for b in names]
     nll = pd.Series([run.target_nll.item() for run in runs], name="target NLL").round(2)
+    if OWN_TEXT in cube: columns.append(pd.Series([run[OWN_TEXT].item() for run in runs], name="own-text NLL").round(3))
     return pd.concat([pd.DataFrame(places), *columns, nll], axis=1).set_axis([label_title(run["recipe"].item()) for run in runs])
 
 # %% ../../nbs/lab/real.ipynb #b8337f99

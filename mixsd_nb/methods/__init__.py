@@ -23,6 +23,7 @@ _EACH = dict(name="memit-each", title="MEMIT, each token", colour="#5fc9a8", mar
 _MARKS = (Mark("schedule", "falling", "falling λ", "falling"), Mark("guard", "guard{guard:g}", "guard {guard:g}"),
           Mark("consistent", "consistent", "consistent", True), Mark("fallback", "own-words", "else own words", "own-words"),
           Mark("fallback", "canonical", "else canonical", "canonical"))
+_WORDINGS = Mark("wordings", "wordings{wordings:g}", "{wordings:g} further wordings")
 _SHUFFLED = dict(name="mixsd-shuffled", title="MixSD, shuffled", colour="#8f8fd1", marker="h", ramp=(),
                  label="{lam:g}-b{block:g}", caption="λ={lam:g}, block {block:g}")
 for _method in [
@@ -31,7 +32,7 @@ for _method in [
            demand=Demand(edited=10), options=_EDITED, presets=dict(lab=_EDITED_LAB | dict(place="last"), **_EDITED_ELSEWHERE),
            variants=(Variant("place", "each", _EACH),)),
     Method("sft", title="SFT", colour="#d55e00", marker="s", is_nll=True, settings=(*TRAINED, "span"),
-           fit="methods.supervised:fit_canonical"),
+           fit="methods.supervised:fit_canonical", marks=(_WORDINGS,), options=dict(wordings=0)),
     Method("opsd", title="OPSD", colour="#e69f00", marker="^", **_ROLLOUTS, default_settings=dict(rollouts=8, temperature=1.0),
            demand=Demand("student", teacher=2, offload_teacher=True), published=dict(rollouts=8, temperature=1.0),
            colours={"opsd-n1-t0": "#f3d36b"}),
@@ -42,12 +43,12 @@ for _method in [
            colours={"mixsd-kl-n1-t1": "#e39cc6", "mixsd-kl-n1-t0": "#5e1645"}),
     Method("mixsd", title="MixSD", colour="#2f8fdc", marker="o", is_nll=True, mixed=True,
            settings=(*TRAINED, "span", "lam", "target_tokens"), fit="methods.supervised:fit_mixed", label="{lam:g}",
-           caption="λ={lam:g}", marks=_MARKS, constants=dict(rollouts=1), options=dict(draw="independent", block=1_000),
+           caption="λ={lam:g}", marks=(*_MARKS, _WORDINGS), constants=dict(rollouts=1), options=dict(draw="independent", block=1_000),
            shared_options="methods.targets:mixing_options", variants=(Variant("draw", "shuffled", _SHUFFLED),),
            ramp=("#a6dcfb", "#2f8fdc", "#0c2a70"), ramp_end=0.8),
     Method("own-words", title="SFT, own words", colour="#a63d5f", marker="s", is_nll=True,
            settings=(*TRAINED, "span", "target_tokens"), fit="methods.supervised:fit_own_words",
-           demand=Demand(pregenerated="targets")),
+           demand=Demand(pregenerated="targets"), marks=(_WORDINGS,), options=dict(wordings=0)),
     Method("sdft", title="SDFT", colour="#c9a227", marker="^", settings=(*TRAINED, "rollouts", "temperature", "rollout_tokens"),
            demand=Demand("student", teacher=4), fit="methods.distill:fit_distillation", label="n{rollouts:g}-e{ema:g}",
            caption="n={rollouts:g}, EMA {ema:g}", default_settings=dict(rollouts=1, ema=0.05),
@@ -57,7 +58,7 @@ for _method in [
 
 # %% ../../nbs/methods/index.ipynb #f28b1359
 _SAMPLED = dict(settings=("temperature", "rollout_tokens"), label="{share:g}", caption="share {share:g}",
-                published=dict(temperature=1.0), options=dict(share=0.5, prompts="", count=200),
+                published=dict(temperature=1.0), options=dict(share=0.5, prompts="", count=200, earlier=""),
                 presets=dict(real=dict(share=0.25, prompts="own")),
                 demand=Demand(pregenerated="samples"), excludes=dict(sdft="the loss of sdft is a mean over responses"))
 _FIXED = dict(lora="adapters leave the weights themselves as they are")

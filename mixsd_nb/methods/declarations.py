@@ -48,7 +48,7 @@ class Mark:
         return match[1], float(match[2]) if self.value is None else self.value
 
 # %% ../../nbs/methods/declarations.ipynb #211f11dc
-TRAINED = ("lr", "epochs", "batch", "checkpoints", "stop", "selection_items")  # parameters of every method with a training loop
+TRAINED = ("lr", "epochs", "batch", "checkpoints", "stop", "select", "selection_items")  # parameters of every method with a training loop
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['NEUTRAL', 'OWN', 'SUPPORT', 'neutral_prompts', 'Prompt', 'read_prompts', 'open_user_turn', 'write_prompts',
-           'write_replays', 'joint_loss', 'Replay', 'add_replay', 'prepare_replay', 'prepare_replay_kl']
+           'write_replays', 'joint_loss', 'Replay', 'add_replay', 'earlier_pairs', 'prepare_replay',
+           'prepare_replay_kl']
 
 # %% ../../nbs/methods/replay.ipynb #0d19732b
 import math
@@ -19,13 +20,13 @@ from ..benchmarks.lab_tasks import teach
 from ..corpora.prompts import encode_prompt
 from ..corpora.simpleqa import read_local
 from .distill import WHOLE_VOCABULARY, forward_kl, teacher_distributions
-from .fitting import MethodRun
+from .fitting import MethodRun, trained_pairs
 from ..training.loss import Example, Modifier, Objective, nll
 from .supervised import Supervised
 from ..training.trainer import TrainingSpec, training_device
 from ..models import load_base
 from ..models.engine import Request, keyed_uniform, row_key
-from ..runs import FileRow, FilledText, Journal, parse_rows, read_rows
+from ..runs import FileRow, FilledText, Journal, open_run, parse_rows, read_rows
 
 # %% ../../nbs/methods/replay.ipynb #e39cbdaf
 NEUTRAL = ("arithmetic", "equations", "word-problems", "functions")  # their benchmarks ask reserved prompts only
@@ -193,9 +194,19 @@ def add_replay(
     return Replay(objective, data["replays"], data["share"], spec.seed, distributions)
 
 
+def earlier_pairs(
+    name: str,  # of a training, or a path of it; empty for none
+) -> list[tuple[list[int], list[int]]]:
+    "Return the targets that an earlier training was trained on, and those that it replayed of trainings before it."
+    if not name: return []
+    run = open_run(name)
+    before = next((value for key, value in run.config["options"].items() if key.rpartition(".")[2] == "earlier"), "")
+    return [*trained_pairs(run.folder), *earlier_pairs(before)]
+
+
 def prepare_replay(
     run: MethodRun,
-    options: dict,  # `share, prompts, count`
+    options: dict,  # `share, prompts, count, earlier`
     support: int = 0,  # tokens of the base model's distribution that are compared; 0 for the NLL of the samples
 ) -> dict | None:
     "Write the samples and return the data; None for a share of 0. ValueError for a share outside 0 to 1 or no prompts."
@@ -209,6 +220,8 @@ def prepare_replay(
     sampling = dict(temperature=p.temperature, seed=p.seed, max_new_tokens=p.rollout_tokens)
     file = run.folder / f"replays-{support}.jsonl"  # two kinds of replay may have prompts of their own
     replays = write_replays(engine, prompts, count, file, **sampling)
+    earlier = earlier_pairs(options["earlier"])
+    replays += earlier * math.ceil(len(replays) / max(1, len(earlier)))  # every second sample is one of these
     return dict(replays=replays, share=share, support=support)
 
 

@@ -12,7 +12,7 @@ import itertools
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -24,9 +24,10 @@ import pyarrow.parquet as pq
 import xarray as xr
 from pydantic import Field, field_validator
 
-from ..corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions, CorpusSettings, load_corpus
+from ..corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions, CorpusSettings, load_corpus, offer_wordings
 from ..corpora.prompts import encode_completion
 from ..corpora.simpleqa import keep_unanimous
+from .wording_ids import fact_of, split_id, wording_id
 from ..models import check_engine, check_mode, check_options_of_engine, usual_sequences
 from ..models.identity import MODEL_OPTIONS, ModelName, ModelOptions
 from ..runs.presets import PresetSettings, preset_field
@@ -65,6 +66,9 @@ class MixSettings(CorpusSettings, PresetSettings):
         "and the canonical one if that is refused too; or canonical"), "mixing")
     replace_gt: bool = flagged_field(
         False, "replace discarded targets by the canonical ones, as in the published SimpleQA data", "mixing", smoke=True)
+    wordings: int = flagged_field(0, (
+        "further wordings of each question that have targets too: paraphrases of a file, then wordings by the base model"),
+        "mixing", ge=0, le=20)
     unanimous: dict[str, list] = flagged_field({}, (
         'further sets of targets, by model and lam, as in {"lam": [0.3, 0.5]}; a target is kept if all sets accept it, '
         "else the canonical one replaces it, as in the published SimpleQA data"), "mixing")
@@ -86,6 +90,11 @@ class MixSettings(CorpusSettings, PresetSettings):
     _temperature = field_validator("temperature")(check_temperature)
     _options = field_validator("engine_options", mode="before")(check_options_of_engine)
 
+    @classmethod
+    def translate(cls, parameters):
+        "As in `CorpusSettings`, with the paraphrases of a file for further wordings."
+        return super().translate(offer_wordings(parameters, parameters.get("wordings")))
+
     @field_validator("temperature")
     @classmethod
     def _published_temperature(cls, temperature, info):
@@ -94,7 +103,9 @@ class MixSettings(CorpusSettings, PresetSettings):
 
     @field_validator("unanimous")
     @classmethod
-    def _check_unanimous(cls, axes):
+    def _check_unanimous(cls, axes, info):
+        if axes and info.data.get("wordings"):
+            raise ValueError(f"wordings must be 0 with unanimous, because each set has its own, got {info.data['wordings']}")
         if {*axes} <= {"model", "lam"} and all(axes.values()): return axes
         raise ValueError(f"unanimous must have lists of values under model or lam, got {axes}")
 
@@ -124,13 +135,19 @@ def mixing_options() -> dict[str, Any]:
     return {name: field.default for name, field in marked.items()}
 
 # %% ../../nbs/methods/targets.ipynb #5ef7668f
-def select_targets(settings: MixSettings, tokenizer) -> tuple[list[dict], list[tuple[dict, int]]]:
-    "The corpus rows, and the pairs (item, sample number) to mix, of the whole corpus or of a shard."
+def select_targets(
+    settings: MixSettings,
+    tokenizer,
+    worded: Sequence[dict] = (),  # rows of further wordings, as returned by `find_wordings`
+) -> tuple[list[dict], list[tuple[dict, int]]]:
+    "The corpus rows with their wordings, and the pairs (item, sample number) to mix, of the whole corpus or of a shard."
     from mixsd_nb.methods.entities import corpus_names
     from mixsd_nb.methods.mixing import mix_items
     part, parts = map(int, (settings.shard or "1/1").split("/"))
-    corpus, every = CORPORA[settings.dataset], list(load_corpus(settings.dataset, "train"))
-    rows, names = every[part - 1::parts], corpus_names(every) if settings.consistent else None
+    corpus, every, others = CORPORA[settings.dataset], list(load_corpus(settings.dataset, "train")), {}
+    for row in worded: others.setdefault(fact_of(row["id"]), []).append(row)
+    rows = [each for row in every[part - 1::parts] for each in (row, *others.get(row["id"], ()))]
+    names = corpus_names(every) if settings.consistent else None
     items = mix_items(tokenizer, rows, corpus.expert, corpus.extract, corpus.values, names)
     return rows, [(item, sample) for item in items for sample in range(settings.samples)]
 
@@ -167,9 +184,12 @@ REPLACED = "own-words", "canonical"  # finish reasons of a target that no attemp
 
 
 def target_schema(settings: MixSettings) -> pa.Schema:
-    "Return SCHEMA, with `lam` and `source` (mixed, own-words or canonical) where they can differ from target to target."
-    differ = settings.schedule != "constant" or settings.fallback != "none"
-    return pa.schema([*SCHEMA, pa.field("lam", pa.float64()), pa.field("source", pa.string())]) if differ else SCHEMA
+    """Return SCHEMA, with `lam` and `source` (mixed, own-words or canonical) where they can differ from target to target.
+
+    With further wordings also `wording`, 0 for the question as written, and `prompt`, the words of the naive prompt."""
+    fields = dict(lam=pa.float64(), source=pa.string()) if settings.schedule != "constant" or settings.fallback != "none" else {}
+    if settings.wordings: fields |= dict(wording=pa.int64(), prompt=pa.string())
+    return pa.schema([*SCHEMA, *itertools.starmap(pa.field, fields.items())])
 
 # %% ../../nbs/methods/targets.ipynb #e77ed0d2
 def _use_canonical(
@@ -245,17 +265,20 @@ def mix_corpus(
         text = engine.tokenizer.decode(record["completion_ids"], skip_special_tokens=True)
         other = names_another(text, item["answer"], item["extract"])
         source = record["finish_reason"] if record["finish_reason"] in REPLACED else "mixed"
-        records.append(record | dict(prompt_ids=item["naive_ids"], names_another=other, source=source, lam=plan.rate(record["attempts"] - 1)))
+        records.append(record | dict(prompt_ids=item["naive_ids"], names_another=other, source=source,
+                                 lam=plan.rate(record["attempts"] - 1), prompt=rows[record["id"]]["prompt"]))
     return records
 
 # %% ../../nbs/methods/targets.ipynb #b61fb02c
+def _fact_of_record(record: dict) -> str: return fact_of(record["id"]) if record.get("wording") else record["id"]
+
+
 def join_shards(
-    parts: list[list[dict]],  # targets of each shard, the first shard first
-    samples: int,  # targets per item
+    parts: list[list[dict]],  # targets of each shard, the first shard first; those of a fact follow each other
 ) -> list[dict]:
     "The targets of all shards in the order of the corpus."
-    items = sum(map(len, parts)) // samples
-    return [r for i in range(items) for r in parts[i % len(parts)][i // len(parts) * samples:][:samples]]
+    facts = [[[*group] for _, group in itertools.groupby(part, key=_fact_of_record)] for part in parts]
+    return [r for round in itertools.zip_longest(*facts, fillvalue=()) for group in round for r in group]
 
 # %% ../../nbs/methods/targets.ipynb #c551dc4e
 def list_agreeing(settings: MixSettings) -> list[MixSettings]:
@@ -278,15 +301,18 @@ def keep_agreed(
 
 # %% ../../nbs/methods/targets.ipynb #5d81e991
 def write_targets(records: list[dict], path: Path, schema: pa.Schema = SCHEMA) -> None:
-    "Write targets as a Parquet file with the columns of a schema."
+    "Write targets as a Parquet file with the columns of a schema; with `wording`, `id` is the fact."
+    if "wording" in schema.names: records = [r | dict(zip(("id", "wording"), split_id(r["id"]))) for r in records]
     pq.write_table(pa.Table.from_pylist(records, schema), path)
 
 # %% ../../nbs/methods/targets.ipynb #2dc73cae
 def read_targets(path: Path) -> list[dict]:
-    "The targets in a Parquet file, as plain records; DamagedFile for a file of another form."
+    "The targets in a Parquet file, as plain records with the ids of items; DamagedFile for a file of another form."
+    optional = ("lam", "source", "wording", "prompt")
     with explain_damage(path, COMPUTE_BOTH):
         table = pq.read_table(path)
-        return table.select([*SCHEMA.names, *(name for name in ("lam", "source") if name in table.column_names)]).to_pylist()
+        records = table.select([*SCHEMA.names, *(name for name in optional if name in table.column_names)]).to_pylist()
+    return [r | dict(id=wording_id(r["id"], r.get("wording", 0))) for r in records]
 
 # %% ../../nbs/methods/targets.ipynb #8b351715
 SOURCES = {"mixed": "mixed", "own-words": "in the model's own words", "canonical": "canonical", "": "without a target"}

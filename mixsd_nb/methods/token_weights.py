@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 from .fitting import MethodRun
 from ..training.loss import Example, Modifier, Objective
 from .supervised import canonical_pairs
+from .wording_ids import fact_of
 
 # %% ../../nbs/methods/token_weights.ipynb #7954e80e
 def weighted_nll(
@@ -117,5 +118,5 @@ def weigh_answers(
 ) -> dict:
     "Return the weights with which the answer has the share of the loss that it has in the canonical target."
     answers, canonical = {r["id"]: r["answer"] for r in run.rows}, canonical_pairs(run)
-    marks = lambda pairs, id: answer_tokens(run.tokenizer, pairs[id][1], answers[id])
-    return dict(weights=[answer_weights(marks(pairs, id), marks(canonical, id).mean()) for id in pairs])
+    marks = lambda pairs, id: answer_tokens(run.tokenizer, pairs[id][1], answers[fact_of(id, answers)])
+    return dict(weights=[answer_weights(marks(pairs, id), marks(canonical, fact_of(id, answers)).mean()) for id in pairs])

@@ -166,7 +166,7 @@ def plan_mixing(config, machine: Machine) -> RunPlan:
     from mixsd_nb.methods.targets import list_agreeing
     decoder, lengths = Decoder(config, machine), corpus_lengths(config.dataset, config.model)["train"]
     contexts, expert = 2 if 0 < config.lam < 1 else 1, lengths.prompt + lengths.target + 60
-    n = lengths.rows * getattr(config, "samples", 1) * (_ATTEMPTS if contexts == 2 or getattr(config, "temperature", 0) else 1)
+    n = lengths.rows * getattr(config, "samples", 1) * (1 + getattr(config, "wordings", 0)) * (_ATTEMPTS if contexts == 2 or getattr(config, "temperature", 0) else 1)
     length = min(config.max_new_tokens, mixed_length(config.dataset, config.model, config.lam))
     longest = min(10_000, int(lengths.longest_prompt + 3 * lengths.longest_target + config.max_new_tokens))
     agreeing = list_agreeing(config) if getattr(config, "unanimous", None) else []

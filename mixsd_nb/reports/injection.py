@@ -22,6 +22,7 @@ from ..corpora.prompts import rows_as_written
 from ..corpora.stored import fact_passages, fact_places
 from ..methods import label_title
 from ..methods.targets import add_sources, count_sources, describe_source, describe_sources
+from ..methods.wording_ids import describe_wordings
 from ..models import load_tokenizer
 from .documents import find_questions, score_passages
 from .finished import FinishedRun, ModelRun
@@ -133,6 +134,7 @@ def summarise_injection(
     tests = ", ".join(f"{name} {share(row)}, N={row.n}" for name, row in own.iterrows())
     if tests: lines.append(f"Your own tests: {tests}.")
     if (facts.get("source", "") != "").any(): lines.append(describe_sources(facts))
+    if "wordings" in facts: lines.append(describe_wordings(facts.wordings))
     failed = facts.failure[facts.failure != ""].value_counts()
     reasons = ", ".join(f"{n} {reason}" for reason, n in failed.items())
     return [*lines, *([f"Facts that failed: {reasons}."] if reasons else [])]

@@ -15,7 +15,7 @@ import xarray as xr
 from ..analysis.scores import count_correct, item_variances
 from ..benchmarks import SUITES
 from ..methods import label_coordinates, parse_label
-from ..runs.schema import CURVE_VARIABLES, DIMS, RUN_DIMS, TARGET_VARIABLES
+from ..runs.schema import CELL_DIMS, CURVE_VARIABLES, DIMS, RUN_DIMS, TARGET_VARIABLES
 from ..runs.schema import benchmark_coords, reported_values, reported_versions, run_coords, variable
 
 # %% ../../nbs/results/layout.ipynb #350d884f
@@ -61,6 +61,7 @@ def result_tree(
     reports: dict[int, dict[str, dict]] | None = None,  # step -> benchmark -> report of the harness that ran it
     targets: dict[str, float] | None = None,  # TARGET_VARIABLES
     training: dict[str, np.ndarray] | None = None,  # CURVE_VARIABLES
+    own_text: dict[int, float] | None = None,  # step -> mean NLL of own text
 ) -> xr.DataTree:
     "Return the result of one training run: the root over DIMS, of size 1 along RUN_DIMS, and a child group `training`."
     steps, names, cell = sorted(accuracy), list(benchmarks), (1,) * len(RUN_DIMS)
@@ -77,6 +78,9 @@ def result_tree(
         data[name] = xr.Variable(DIMS, values.reshape(*cell, *values.shape), attrs)
     for name in TARGET_VARIABLES:
         data[name] = variable(name, RUN_DIMS, np.full(cell, float((targets or {}).get(name, np.nan))))
+    if own_text:
+        values = np.array([own_text.get(step, np.nan) for step in steps])
+        data["own_text_nll"] = variable("own_text_nll", CELL_DIMS, values.reshape(*cell, -1))
     coords = run_coords(dataset=dataset, model=model, recipe=recipe, lr=lr if has_rate(recipe) else 0.0, seed=seed,
                         step=steps, parts=label_coordinates(recipe))
     root = xr.Dataset(data, coords | benchmark_coords(benchmarks), dict(config=config))
@@ -99,6 +103,7 @@ def summarise_training(
     responses: dict[int, pd.DataFrame],  # step -> responses of its checkpoint; step 0 is the base model
     fitted,  # as returned by the method's `fit` function
     selecting: dict[int, dict[str, float]] | None = None,  # as of `result_tree`
+    own_text: dict[int, float] | None = None,  # step -> mean NLL of own text; none if it was not measured
 ) -> xr.DataTree:
     "Return the result of a training, with counts for every step."
     counts, published = ({step: count_by_benchmark(table, fitted.kept, rule) for step, table in responses.items()}
@@ -112,4 +117,5 @@ def summarise_training(
     return result_tree(dataset=config.dataset, model=config.model, recipe=config.label, lr=config.rate, seed=config.seed,
                        accuracy=counts, published=published, benchmarks=benchmarks, reports=reports,
                        variance={step: item_variances(table) for step, table in responses.items()},
-                       config=config.canonical(), targets=fitted.targets, training=fitted.curves or None, selecting=selecting)
+                       config=config.canonical(), targets=fitted.targets, training=fitted.curves or None, selecting=selecting,
+                       own_text=own_text)

@@ -55,6 +55,7 @@ VARIABLE_ATTRS: dict[str, tuple[str, str]] = dict(  # name -> long_name, units
     selecting=("share of correct responses to the questions that select a checkpoint", "1"),
     readable=("share of responses in which an answer was found", "1"),
     n=("number of items, targets or responses that are counted", "1"),
+    own_text_nll=("mean NLL of text that the base model wrote", "nats per token"),
     average=("mean accuracy over the held-out benchmarks", "1"),
     average_drop=("held-out average of the base model minus that of the checkpoint", "1"),
     # targets and training
