@@ -62,12 +62,14 @@ class FactsConfig(PresetSettings, Stage):
         "a text (.md, .txt, .html), a table with a column text, or a folder of texts"), "positional")
     model_options: ModelOptions = consumed_field(MODEL_OPTIONS)
     model: ModelName = flagged_field("lab-m", "model that will learn the facts; what it knows already is left out", "main")
-    writer: Annotated[str, BY_CONTENT] = flagged_field("", "another, larger model that writes the questions; empty for the model itself", "main")
+    writer: Annotated[str, BY_CONTENT] = flagged_field(
+        "", "another, larger model that writes the questions; empty for the model itself", "main")
     forms: str = preset_field("forms of questions, with commas, or all", "main", lab="cloze", real="cloze", paper="all")
     draws: int = preset_field("candidates of each form for each passage", "main", lab=4, real=4, paper=2, ge=1)
     wordings: int = preset_field("most other wordings of each question", lab=2, real=2, paper=2, ge=0)
     support: Literal["either", "both"] = preset_field((
-        "what makes an answer that of the passage: it occurs there, the model gives it again in two of three draws, either or both"),
+        "what makes an answer that of the passage: it occurs there, the model gives it again in two of three draws, either "
+        "or both"),
         lab="both", real="both", paper="both")
     temperature: float = flagged_field(0.7, "sampling temperature of questions, and of answers that are given again", gt=0)
     longest: int = flagged_field(800, "characters of a passage", ge=100)
@@ -112,8 +114,10 @@ class FactsConfig(PresetSettings, Stage):
         store("passages.parquet", pd.DataFrame([vars(p) | dict(context=p.context) for p in passages]).to_parquet)
         counts = count_reasons(table)
         words = lambda text: dict(long_name=text, units="1")
-        root = dict(count=(("form", "reason"), counts.values.astype(np.int64), words("candidates")), passages=((), len(passages), words("passages")))
-        coords = dict(form=("form", [*counts.index], words("form of the question")), reason=("reason", [*counts.columns], words("what became of it")))
+        root = dict(count=(("form", "reason"), counts.values.astype(np.int64), words("candidates")),
+                    passages=((), len(passages), words("passages")))
+        coords = dict(form=("form", [*counts.index], words("form of the question")),
+                      reason=("reason", [*counts.columns], words("what became of it")))
         return xr.DataTree.from_dict({"/": xr.Dataset(root, coords, dict(config=self.canonical()))})
 
 # %% ../nbs/facts.ipynb #6c7489a9
@@ -127,16 +131,19 @@ def write_questions(
 ) -> list[dict]:
     "Return all candidates with their reasons; those that stay have an empty one."
     contexts, form = {p.id: p.context for p in passages}, ANSWER_FORMS[declared_form(config.model) or "contains"]
-    open_engine = lambda name: load_engine(config.engine, name, dtype=config.dtype, batch_size=config.batch_size, **config.engine_options)
+    options = dict(dtype=config.dtype, batch_size=config.batch_size, **config.engine_options)
+    forms = [*QUESTION_FORMS] if config.forms == "all" else config.forms.split(",")
+    open_engine = lambda name: load_engine(config.engine, name, **options)
     with open_engine(config.writer or config.model) as engine:
         with Journal(folder / "written.jsonl", JOURNAL) as journal:
             writer = Questioner(engine, journal, seed=config.seed, temperature=config.temperature)
-            candidates = write_candidates(writer, passages, [*QUESTION_FORMS] if config.forms == "all" else config.forms.split(","), config.draws, config.words)
+            candidates = write_candidates(writer, passages, forms, config.draws, config.words)
             mark_unsupported(writer, candidates, contexts, config.support)
             mark_repeated(candidates)
             add_wordings(writer, candidates, contexts, config.wordings)
         if config.writer: engine.close()
-        with open_engine(config.model) if config.writer else nullcontext(engine) as own, Journal(folder / "known.jsonl", JOURNAL) as journal:
+        learner = open_engine(config.model) if config.writer else nullcontext(engine)
+        with learner as own, Journal(folder / "known.jsonl", JOURNAL) as journal:
             mark_known(Questioner(own, journal, seed=config.seed), candidates, form.request)
     return candidates
 

@@ -45,7 +45,8 @@ def read_plain(text: str, dropped: Counter) -> Iterator[Block]:
 _MARKS = [(re.compile(pattern), into) for pattern, into in [
     (r"!\[[^\]]*\]\([^)]*\)|<!--.*?-->|</?\w[^>]*>|\[\^[^\]]+\]", ""), (r"\[([^\]]+)\](?:\([^)]*\)|\[[^\]]*\])", r"\1"),
     (r"(\*\*|__|\*|~~|`+)(?=\S)(.+?)(?<=\S)\1", r"\2"), (r"(?<!\w)_(\S.*?)_(?!\w)", r"\1"), (r"\\([\\`*_{}\[\]()#+.!|-])", r"\1")]]
-_HEADING, _ITEM, _UNDERLINE = re.compile(r" {0,3}(#{1,6})\s+(.*?)[\s#]*$"), re.compile(r"\s*(?:[-*+]|\d+[.)]|>)\s+"), re.compile(r"=+|-+")
+_HEADING, _UNDERLINE = re.compile(r" {0,3}(#{1,6})\s+(.*?)[\s#]*$"), re.compile(r"=+|-+")
+_ITEM = re.compile(r"\s*(?:[-*+]|\d+[.)]|>)\s+")
 
 
 def _unmark(line: str) -> str:
@@ -65,13 +66,16 @@ def read_markdown(text: str, dropped: Counter) -> Iterator[Block]:
         elif (heading := _HEADING.match(line)) or len(lines) == 1 and _UNDERLINE.fullmatch(bare):
             if heading: yield from _join(lines); lines = [(number, _unmark(heading[2]))]
             yield from _join(lines, len(heading[1]) if heading else 1 + (bare[0] == "-")); lines = []; bare = ""
-        elif not bare or _ITEM.match(line): yield from _join(lines); lines = [(number, _unmark(_ITEM.sub("", line)))] if bare else []
+        elif not bare or _ITEM.match(line):
+            yield from _join(lines)
+            lines = [(number, _unmark(_ITEM.sub("", line)))] if bare else []
         else: lines.append((number, _unmark(line)))
         if (mark or bare.startswith("|")) and lines: yield from _join(lines); lines = []
         last = bare
 
 # %% ../../nbs/corpora/passages.ipynb #c07e3f12
-_BREAKS = {*"p div section article main header aside ul ol li dl dt dd blockquote br hr figure figcaption details summary body h1 h2 h3 h4 h5 h6".split()}
+_BREAKS = {*("p div section article main header aside ul ol li dl dt dd blockquote br hr figure figcaption details summary "
+             "body h1 h2 h3 h4 h5 h6").split()}
 _SKIPPED = dict(script="", style="", nav="", footer="", template="", head="", form="", svg="", table="tables", pre="programs")
 
 
@@ -202,7 +206,8 @@ def list_documents(
     "Return the files with documents that a name stands for; none if it stands for something else."
     path = Path(name).expanduser()
     if path.is_dir():
-        if any((path / file).exists() for file in ("dataset_info.json", "dataset_dict.json", "config.json")): return []  # of datasets, or a model
+        other = "dataset_info.json", "dataset_dict.json", "config.json"  # in a folder that datasets saved, or of a model
+        if any((path / file).exists() for file in other): return []
         hidden = lambda file: any(part.startswith(".") for part in file.relative_to(path).parts)
         return sorted(file for file in path.rglob("*") if file.suffix.lower() in READERS and file.is_file() and not hidden(file))
     return [path] if path.is_file() and (path.suffix.lower() in READERS or _is_text_table(path)) else []
@@ -217,7 +222,8 @@ def _check_lines(table: Table, text: str, is_page: bool) -> None:
     "Note a line that is too long to be a text; a page may have all its paragraphs in one."
     for number, line in enumerate([] if is_page else text.split("\n"), 1):
         if len(line) <= LONGEST_LINE: continue
-        table.report(f"the line has {len(line):,} characters, and at most {LONGEST_LINE:,} are read; begin a new line for each paragraph", number)
+        table.report(f"the line has {len(line):,} characters, and at most {LONGEST_LINE:,} are read; begin a new line for each "
+                     "paragraph", number)
 
 
 def _read_rows(path: Path, name: str, longest: int, dropped: Counter) -> list[Passage]:
@@ -225,7 +231,8 @@ def _read_rows(path: Path, name: str, longest: int, dropped: Counter) -> list[Pa
     rows, found = parse_rows(table := read_rows(path), TextRow), []
     for row, document in rows:
         blocks = [Block(document.title, row.line, row.line, 1)] * bool(document.title) + [*read_plain(document.text, dropped)]
-        if max(len(block.text) for block in blocks) > LONGEST_LINE: table.report(f"text has a paragraph of over {LONGEST_LINE:,} characters", row)
+        if max(len(block.text) for block in blocks) > LONGEST_LINE:
+            table.report(f"text has a paragraph of over {LONGEST_LINE:,} characters", row)
         else: found += make_passages((b._replace(line=row.line, last=row.line) for b in blocks), name, longest, table.unit)
     table.check()
     return found
@@ -238,10 +245,12 @@ def _read_text(path: Path, name: str, longest: int, dropped: Counter) -> list[Pa
     _check_lines(table, text, reader is read_page)
     blocks = [*reader(text.replace("\r\n", "\n").replace("\r", "\n"), dropped)] if not table.problems else []
     for block in blocks:
-        if len(block.text) > LONGEST_LINE: table.report(f"the paragraph has {len(block.text):,} characters, and at most {LONGEST_LINE:,} are read", block.line)
+        if len(block.text) <= LONGEST_LINE: continue
+        table.report(f"the paragraph has {len(block.text):,} characters, and at most {LONGEST_LINE:,} are read", block.line)
     found = make_passages(iter(blocks), name, longest) if not table.problems else []
     if not found and not table.problems: table.report("the file has no text" if dropped.total() == before else (
-        "the file has tables or programs and no sentences; facts of a table are read from .csv, .tsv or .jsonl with the columns question and answer"))
+        "the file has tables or programs and no sentences; facts of a table are read from .csv, .tsv or .jsonl with the columns "
+        "question and answer"))
     table.check()
     return found
 

@@ -55,7 +55,8 @@ def read_articles(
     if not path.is_file(): raise ParameterError(f"the articles must be in {path}; MIXSD_REAL names the folder that has facts/")
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()][:count]
     if len(rows) < count: raise ParameterError(f"articles must be at most {len(rows)}, got {count}")
-    probes = lambda row: tuple(Probe(kind, *pair) for kind, short in KINDS.items() for pair in zip(row[f"{short}_input"], row[f"{short}_target"]))
+    pairs = lambda row, short: zip(row[f"{short}_input"], row[f"{short}_target"])
+    probes = lambda row: tuple(Probe(kind, *pair) for kind, short in KINDS.items() for pair in pairs(row, short))
     return [Article(k, "\n\n".join(row["train_context"].split("  ")), probes(row)) for k, row in enumerate(rows)]
 
 # %% ../../nbs/lab/documents.ipynb #dcb3a6cc
@@ -72,7 +73,8 @@ def score_probes(engine, articles: list[Article], in_context: bool = False) -> l
     return [[*place, -float(np.mean(nll))] for place, nll in zip(places, scores, strict=True)]
 
 # %% ../../nbs/lab/documents.ipynb #e06fd3a9
-RECIPE = dict(method="mixsd", lam=0.5, guard=0.01, schedule="falling", fallback="own-words", anchor="replay", options=dict(prompts="own", count=100))
+RECIPE = dict(method="mixsd", lam=0.5, guard=0.01, schedule="falling", fallback="own-words", anchor="replay",
+              options=dict(prompts="own", count=100))
 
 
 @dataclass(frozen=True)
@@ -103,19 +105,19 @@ def train_on_text(setting: Setting, seed: int) -> Path:
     with load_engine("hf", setting.model, dtype=setting.dtype) as engine: tokenizer, = [engine.tokenizer]
     ids = [encode_text(tokenizer, article.text) for article in setting.articles]
     pairs = [(part[:1], part[1:]) for text in ids for k in range(0, len(text), 256) if len(part := text[k:k + 256]) > 8]
-    spec = TrainingSpec(setting.model, setting.lr, setting.updates, min(4, len(pairs)), "methods.supervised:stored_pairs", dict(pairs=pairs), seed=seed,
-                        bf16=setting.dtype == "bfloat16", stored=setting.dtype)
+    spec = TrainingSpec(setting.model, setting.lr, setting.updates, min(4, len(pairs)), "methods.supervised:stored_pairs",
+                        dict(pairs=pairs), seed=seed, bf16=setting.dtype == "bfloat16", stored=setting.dtype)
     fine_tune(spec, folder)
     return checkpoint_steps(folder)[setting.updates]
 
 
 def train_on_facts(setting: Setting, seed: int, **recipe) -> Path:
-    "Train on the facts about the articles with a recipe, for as many updates as on the text; one other wording of each question is trained too."
+    "Train on the facts and one other wording of each question with a recipe, for about as many updates as on the text."
     file = setting.questions().file
     rows = sum(1 for _ in file.open(encoding="utf-8"))
     batch = min(setting.batch, rows)
-    common = dict(preset="real", model=setting.model, dataset=str(file), dataset_options=dict(augment=1), lr=setting.lr, batch=batch, seed=seed,
-                  epochs=-(-setting.updates // max(1, 2 * rows // batch)), suite="recall", keep="last", dtype=setting.dtype)
+    common = dict(preset="real", model=setting.model, dataset=str(file), dataset_options=dict(augment=1), lr=setting.lr,
+                  batch=batch, seed=seed, epochs=-(-setting.updates // max(1, 2 * rows // batch)), suite="recall", keep="last", dtype=setting.dtype)
     return Path(train.run(**common | recipe).source())
 
 
@@ -129,7 +131,8 @@ class Way:
 
 
 WAYS = {way.name: way for way in (
-    Way("base", "base model"), Way("context", "the article in its context", in_context=True), Way("text", "continued training on the text", train_on_text),
+    Way("base", "base model"), Way("context", "the article in its context", in_context=True),
+    Way("text", "continued training on the text", train_on_text),
     Way("sft", "SFT on its own questions", lambda setting, seed: train_on_facts(setting, seed, method="sft")),
     Way("recipe", "the recipe", lambda setting, seed: train_on_facts(setting, seed, **RECIPE)))}
 
@@ -138,7 +141,8 @@ def write_own_text(setting: Setting, count: int = 20) -> list[tuple[list[int], l
     "Return prompt ids and replies of the base model to prompts that it wrote itself."
     with load_engine("hf", setting.model, dtype=setting.dtype) as engine:
         prompts = write_prompts(engine, count, setting.folder / "own-prompts.jsonl", seed=1)
-        return write_replays(engine, prompts, len(prompts), setting.folder / "own-replies.jsonl", seed=1, temperature=0.5, max_new_tokens=96)
+        file = setting.folder / "own-replies.jsonl"
+        return write_replays(engine, prompts, len(prompts), file, seed=1, temperature=0.5, max_new_tokens=96)
 
 
 def measure_way(setting: Setting, way: Way, seed: int, n: int) -> dict:
@@ -148,8 +152,11 @@ def measure_way(setting: Setting, way: Way, seed: int, n: int) -> dict:
     with load_engine("hf", model, dtype=setting.dtype, batch_size=8) as engine:
         probes = score_probes(engine, setting.articles, way.in_context)
         nll = float(np.concatenate(engine.score(own)).mean())
-    suite = evaluate.run(model=model, suite="real", n=n, preset="real", dtype=setting.dtype).root if n and not way.in_context else None
-    scores = {} if suite is None else {name: [a, int(k)] for name, a, k in zip(suite.benchmark.values, suite.accuracy.values.ravel(), suite.n.values.ravel())}
+    scores = {}
+    if n and not way.in_context:
+        suite = evaluate.run(model=model, suite="real", n=n, preset="real", dtype=setting.dtype).root
+        columns = suite.benchmark.values, suite.accuracy.values.ravel(), suite.n.values.ravel()
+        scores = {name: [float(accuracy), int(items)] for name, accuracy, items in zip(*columns)}
     return dict(way=way.name, seed=seed, probes=probes, own=nll, suite=scores)
 
 

@@ -28,11 +28,14 @@ from ..models.engine import Request, row_key
 from ..runs import Journal, Registry, load_object
 
 # %% ../../nbs/methods/questions.ipynb #661e545d
-_NAME = re.compile(r"(?<![\w–-])(?:[A-Z][\w'’–-]*\w(?: (?:of |of the |de |von )?(?=[A-Z\d])[\w'’–-]*\w)*|\d+(?:[.,:]\d+)*(?: [^\W\d_]{3,}(?: \d{4})?)?)(?![\w–-])")
-_POINTS_BACK = re.compile(r"(?:this|that|these|those|it|its|he|his|she|her|they|their|there|here|such|both|but|then|also|however|another)\b", re.I)
+_NAME = re.compile(r"(?<![\w–-])(?:[A-Z][\w'’–-]*\w(?: (?:of |of the |de |von )?(?=[A-Z\d])[\w'’–-]*\w)*|"
+                   r"\d+(?:[.,:]\d+)*(?: [^\W\d_]{3,}(?: \d{4})?)?)(?![\w–-])")
+_POINTS_BACK = re.compile(r"(?:this|that|these|those|it|its|he|his|she|her|they|their|there|here|such|both|but|"
+                          r"then|also|however|another)\b", re.I)
 
 
-_OPENS = re.compile(r"(?:the|a|an|on|in|at|by|for|from|with|after|before|since|during|when|while|as|if|today|every|each|all|our|your|my|and|one|no) ", re.I)
+_OPENS = re.compile(r"(?:the|a|an|on|in|at|by|for|from|with|after|before|since|during|when|while|as|if|today|"
+                    r"every|each|all|our|your|my|and|one|no) ", re.I)
 
 
 def find_names(sentence: str) -> list[str]:
@@ -40,7 +43,8 @@ def find_names(sentence: str) -> list[str]:
     found = []
     for m in _NAME.finditer(sentence):
         name = m[0].removesuffix("'s").removesuffix("’s")
-        if not m.start(): name = _OPENS.sub("", name, 1) if _OPENS.match(name) else name if " " in name and not _POINTS_BACK.match(name) else ""
+        if not m.start() and _OPENS.match(name): name = _OPENS.sub("", name, 1)
+        elif not m.start() and (" " not in name or _POINTS_BACK.match(name)): continue
         if name not in ("", "I") and sentence.count(name) == 1: found.append(name)
     return found
 
@@ -67,14 +71,15 @@ class QuestionForm:
 QUESTION_FORMS = Registry("form")
 EXAMPLE = ("Captain Mirel Aske bought the ferry Tolwen from the town of Dunvik in 1961. It carries 40 passengers across the Orme Strait, "
            "and stops at Tern Island.")
+_PAIR = "methods.questions:propose_pair"
 _REQUEST = "{text}\n\nWrite a question about this text that a few words of the text answer, and the answer."
 _SPAN_REQUEST = '{text}\n\nWrite a question about this text that is answered by "{answer}".'
 for _form in [
-    QuestionForm("who", "who did it", "methods.questions:propose_pair", "Who", " bought the ferry Tolwen from Dunvik?\nAnswer: Captain Mirel Aske"),
-    QuestionForm("when", "when it was", "methods.questions:propose_pair", "When", " did Captain Mirel Aske buy the ferry Tolwen?\nAnswer: 1961"),
-    QuestionForm("where", "where it is", "methods.questions:propose_pair", "Where", " does the ferry Tolwen stop?\nAnswer: Tern Island"),
-    QuestionForm("number", "how many there are", "methods.questions:propose_pair", "How many", " passengers does the ferry Tolwen carry?\nAnswer: 40"),
-    QuestionForm("what", "what it is", "methods.questions:propose_pair", "What", " does the ferry Tolwen cross?\nAnswer: the Orme Strait"),
+    QuestionForm("who", "who did it", _PAIR, "Who", " bought the ferry Tolwen from Dunvik?\nAnswer: Captain Mirel Aske"),
+    QuestionForm("when", "when it was", _PAIR, "When", " did Captain Mirel Aske buy the ferry Tolwen?\nAnswer: 1961"),
+    QuestionForm("where", "where it is", _PAIR, "Where", " does the ferry Tolwen stop?\nAnswer: Tern Island"),
+    QuestionForm("number", "how many there are", _PAIR, "How many", " passengers does the ferry Tolwen carry?\nAnswer: 40"),
+    QuestionForm("what", "what it is", _PAIR, "What", " does the ferry Tolwen cross?\nAnswer: the Orme Strait"),
     QuestionForm("span", "a name of the text", "methods.questions:propose_span"),
     QuestionForm("cloze", "a gap", "methods.questions:propose_cloze"),
 ]: QUESTION_FORMS.add(_form)
@@ -109,7 +114,8 @@ def propose_span(form: QuestionForm, passage: Passage, seed: int, draw: int) -> 
     place, _, name = found[draw]
     shots = [(name, rest.partition("?")[0]) for name, rest in (("Captain Mirel Aske", "Who bought the ferry Tolwen from Dunvik?"),
                                                                 ("Tern Island", "On which island does the ferry Tolwen stop?"))]
-    turns = [turn for answer, question in shots for turn in (_SPAN_REQUEST.format(text=EXAMPLE, answer=answer), f"Question: {question}?")]
+    turns = [turn for answer, question in shots
+             for turn in (_SPAN_REQUEST.format(text=EXAMPLE, answer=answer), f"Question: {question}?")]
     return Proposal("", name, (*turns, _SPAN_REQUEST.format(text=_excerpt(passage, place), answer=name)), "Question:")
 
 
@@ -120,7 +126,8 @@ def propose_cloze(form: QuestionForm, passage: Passage, seed: int, draw: int) ->
     text, name = alone[draw]
     about = f"{passage.section}: " if passage.section and not passage.section.casefold() in text.casefold() else ""
     gap = about + text.replace(name, "____")
-    return Proposal(f"{gap} What belongs in the gap?", name, paraphrases=(f"Which words are missing here? {gap}", f"Fill in the gap: {gap}"))
+    others = f"Which words are missing here? {gap}", f"Fill in the gap: {gap}"
+    return Proposal(f"{gap} What belongs in the gap?", name, paraphrases=others)
 
 # %% ../../nbs/methods/questions.ipynb #b7e47710
 _REPLY = re.compile(r"Question:\s*([^\n?]+\?)(?:\s*Answer:[ \t]*([^\n]*))?")
@@ -140,7 +147,8 @@ REASONS = {"unreadable": "the reply has no question with an answer", "long": "th
            "not supported": "the passage does not support the answer",
            "repeated": "another question asks the same", "known": "the model knows it without the passage"}
 _SPEAKS = re.compile(r"\b(?:text|passage|article|paragraph|sentence|excerpt|above|mentioned|described|according to)\b", re.I)
-_UNNAMED = re.compile(r"(?:who|what|when|where|how many|which \w+)(?: \w+)? (?:is|was|are|were|did|does|do|has|had) (?:this|that|these|those|it|he|she|they)\b", re.I)
+_UNNAMED = re.compile(r"(?:who|what|when|where|how many|which \w+)(?: \w+)? (?:is|was|are|were|did|does|do|has|had) "
+                      r"(?:this|that|these|those|it|he|she|they)\b", re.I)
 
 
 def _words(text: str) -> list[str]: return re.findall(r"\w+", fold_text(text, loose=True))
@@ -208,12 +216,14 @@ class Questioner:
 
     def _encode(self, turns, lead):
         roles = [dict(role=("user", "assistant")[k % 2], content=text) for k, text in enumerate(turns)]
-        return encode_prompt(self.engine.tokenizer, roles) + (self.engine.tokenizer.encode(lead, add_special_tokens=False) if lead else [])
+        begun = self.engine.tokenizer.encode(lead, add_special_tokens=False) if lead else []
+        return encode_prompt(self.engine.tokenizer, roles) + begun
 
     def _write(self, missing, ids, is_drawn, limit, progress):
         queue = deque(Request((ids[key],), row_key("facts", self.seed, key, draw), tag=(key, draw)) for key, draw, _ in missing)
         options = dict(temperature=self.temperature if is_drawn else 0.0, max_new_tokens=limit)
-        for request, end in tqdm(self.engine.stream(queue, **options) if queue else [], progress, len(queue), leave=False, disable=not progress):
+        stream = self.engine.stream(queue, **options) if queue else []
+        for request, end in tqdm(stream, progress, len(queue), leave=False, disable=not progress):
             text = self.engine.tokenizer.decode(end.ids, skip_special_tokens=True).strip()
             yield dict(key=request.tag[0], draw=request.tag[1], limit=limit, text=text)
 
@@ -253,7 +263,7 @@ def mark_unsupported(
     contexts: dict[str, str],  # id of a passage -> its context
     support: str = "both",  # the answer is in the passage, or the model gives it again: either, or both
 ) -> None:
-    "Add to candidates without a reason whether the answer `occurs` and how often it came `again` of three, and mark those without support."
+    "Mark candidates without support; all get whether the answer `occurs`, and those that are asked how often of three it came `again`."
     open_ = [c for c in candidates if not c["reason"] and not c["paraphrases"]]
     for c in candidates: c["occurs"] = occurs_in(c["answer"], contexts[c["passage"]])
     asked = [c for c in open_ if c["occurs"] == (support == "both")]  # of the others the first half of the rule decides
@@ -292,7 +302,8 @@ def add_wordings(
     asked = {" ".join(_words(c["question"])) for c in candidates}
     for c in candidates: c["paraphrases"] = c["paraphrases"][:wordings]
     turns = lambda c: (_REWORD.format(question=_REWORDED[0]), _REWORDED[1], _REWORD.format(question=c["question"]))
-    drafts = questioner.ask([(turns(c), "Question:") for c in open_], 2 * wordings, 48, "other wordings") if open_ and wordings else []
+    prompts = [(turns(c), "Question:") for c in open_]
+    drafts = questioner.ask(prompts, 2 * wordings, 48, "other wordings") if open_ and wordings else []
     pairs = []
     for c, replies in zip(open_, drafts):
         for text in dict.fromkeys(read_reply(f"Question: {reply}")[0] for reply in replies):

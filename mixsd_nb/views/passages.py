@@ -66,7 +66,8 @@ class PassagesView(View):
     def show_runs(self):
         "Offer the finished runs of `mixsd facts`; FileNotFoundError if there is none."
         found = [open_run(run.folder) for run in find_runs(self.runs.folder, "facts")]
-        if not found: raise FileNotFoundError(f"no questions about documents in {self.runs.folder}; `mixsd facts handbook.md` writes some")
+        if not found:
+            raise FileNotFoundError(f"no questions about documents in {self.runs.folder}; `mixsd facts handbook.md` writes some")
         self.found: dict[str, FactsRun] = {run.name: run for run in found}
         set_options(self.documents, [*self.found])
         self.show_passages()
@@ -76,13 +77,16 @@ class PassagesView(View):
         with self.clear_on_error(self.text):
             table = self.found[self.documents.value].passages
             self.table = table[table.questions.map(FILTERS[self.filter.value])]
-            set_options(self.passage, [(f"{row.source} ({row.questions} questions)", k) for k, row in enumerate(self.table.itertuples())])
+            words = (f"{row.source} ({row.questions} questions)" for row in self.table.itertuples())
+            set_options(self.passage, [(text, k) for k, text in enumerate(words)])
             self.draw()
 
     def draw(self):
         "Show the passage."
         if self.passage.value is None: self.text.value = MARKUP.page("no passage matches this filter")
-        else: self.text.value = render_passage([*self.table.itertuples()][self.passage.value], self.found[self.documents.value].candidates)
+        else:
+            passage = [*self.table.itertuples()][self.passage.value]
+            self.text.value = render_passage(passage, self.found[self.documents.value].candidates)
 
     def move(self, by: int):
         "Go to the next passage, or to the one before."
