@@ -176,6 +176,9 @@ def _queue_requests(
     return queues
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #ecb607c3
+RECORD_KEYS = "benchmark", "item", "sample", "response", "finish_reason"  # of a response in a journal
+
+
 def generate_responses(
     engine,
     items: dict[str, Item],  # by id
@@ -342,9 +345,6 @@ def write_responses(
     table.attrs = dict(reports=reports) if reports else {}
     write_atomically(file, table.to_parquet)
     for part in _parts(file): part.unlink()
-
-
-RECORD_KEYS = "benchmark", "item", "sample", "response", "finish_reason"  # of a response in a journal
 
 
 def _ask_engine(
