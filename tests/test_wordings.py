@@ -14,11 +14,11 @@ from mixsd_nb.evaluation.selection import Selection, tabulate_scores
 from mixsd_nb.methods.fitting import MethodRun, trained_facts, trained_pairs
 from mixsd_nb.methods.replay import prepare_replay
 from mixsd_nb.methods.wording_ids import group_wordings
-from mixsd_nb.methods.wordings import find_wordings, question_key, question_of, reported_questions, write_wordings
+from mixsd_nb.methods.wordings import find_wordings, question_key, reported_questions, write_wordings
 from mixsd_nb.models import load_engine, load_tokenizer
 from mixsd_nb.models.engine import Completion
 from mixsd_nb.reports.finished import drop_cell
-from mixsd_nb.runs import Run, make_config, read_json
+from mixsd_nb.runs import make_config
 from mixsd_nb.training.trainer import TrainingSpec, build_objective
 
 PARAPHRASES = [["Which town is the home of Lira Moss?", "Lira Moss has her home in which town?", "Name the home of Lira Moss."],

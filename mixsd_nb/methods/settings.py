@@ -147,7 +147,7 @@ class TrainingSettings(RecipeSettings):
         "which checkpoint is selected: validation, by the paper's rule; own-text, that with the least NLL on text of the base model, "
         "within two points of the best validation"))
     own_text: int = runtime_field(0, (
-        "texts by the base model whose NLL is measured at each checkpoint; 0 for none, or a hundred with select=own-text"), ge=0)
+        "texts by the base model whose NLL is measured at each checkpoint; 0 for none, or a hundred if own text selects"), ge=0)
     measure: Literal["all", "selection", "scores"] = preset_field((
         "benchmarks of each checkpoint. all: the whole suite. selection: recall and validation, and the whole suite "
         "at the step that they select. scores: recall and validation only"), lab="all", real="selection", paper="selection", runtime=True)
