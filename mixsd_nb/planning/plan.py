@@ -348,7 +348,7 @@ def plan_alone(config: Stage, machine: Machine) -> GridPlan | None:
     plan = plan_run(config, machine)
     return plan and GridPlan(config.name, machine, 1, [plan], _plan_shared([plan], [machine]), [config])
 
-# %% ../../nbs/planning/plan.ipynb #c799a39a
+# %% ../../nbs/planning/plan.ipynb #d860649e
 def list_sources(plans: Iterable[RunPlan], machine: Machine) -> list[str]:
     "Return a line for each kind of work with the hours that it is likely to take, and where its rate is from."
     hours = {}
@@ -374,7 +374,7 @@ def format_grid(plan: GridPlan) -> str:
         *[f"the hours are estimates: no rate of {', '.join(lacks)} was measured on {machine.name}; `--probe` measures this machine"] * bool(lacks),
         *(f"does not fit ({n} cells): {text}" for text, n in plan.problems().items())])
 
-# %% ../../nbs/planning/plan.ipynb #d6ec5056
+# %% ../../nbs/planning/plan.ipynb #a948e822
 def share_answers(plans: list[RunPlan]) -> list[RunPlan]:
     "Return plans in which the held-out benchmarks of each base model are asked once."
     first, found = {}, []  # corpus with which a benchmark is asked

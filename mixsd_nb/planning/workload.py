@@ -274,7 +274,7 @@ def training_work(config, layout: Layout) -> Work:
     factor = planned_steps(config)[0] * (4 / 3 if layout.recompute else 1)
     return Work(kind, read_shape(config.model), factor * passes, factor * tokens, factor * cached)
 
-# %% ../../nbs/planning/workload.ipynb #27935d3b
+# %% ../../nbs/planning/workload.ipynb #49b731a5
 def split_rollouts(config, machine: Machine, layout: Layout, update: Part) -> list[Part]:
     "Return the part of the updates; for rollouts of an engine in a process of its own those of rollouts, weights, scores and updates."
     burden, engine = burden_of(config), ENGINES[config.rollout_engine]
@@ -392,7 +392,7 @@ def plan_training(config, machine: Machine) -> RunPlan:
     selecting, few = count_questions(config, ["recall", "validation"]), config.selection_items or math.inf
     first = {name: asked._replace(requests=min(few, asked.requests)) for name, asked in selecting.items()}
     rest = {name: asked for name, asked in (questions | selecting).items() if name not in selecting}
-    rest |= {name: asked._replace(requests=asked.requests - few) for name, asked in selecting.items() if asked.requests > few}
+    rest |= {f"{name}, all": asked._replace(requests=asked.requests - few) for name, asked in selecting.items() if asked.requests > few}
     pauses = math.ceil(len(steps) / phase_size(config, machine, len(steps))) if config.has_rate else 1
     pauses += whole > 0 and config.measure != "all"  # the suite comes last
     plan.parts += decoder.ask(first, len(steps)) + decoder.ask(rest, whole) + decoder.start(pauses)
