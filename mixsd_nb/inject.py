@@ -83,7 +83,7 @@ class InjectConfig(TrainingSettings, Stage):
     forced = "write the report again; to train again, remove the folder of the training"
     test: str = runtime_field("", "a file of tests of the facts: question, answer, kind; as test in dataset_options", "main")
     after: str = runtime_field("", (
-        "an earlier injection or training whose selected checkpoint is the model: its facts are asked too, and its targets replayed"), "main")
+        "an earlier injection or training whose selected checkpoint is the model: its facts are asked too, and its targets replayed"))
     dataset: CorpusName = flagged_field("kgfact-small", (
         "a file (.jsonl, .json, .csv, .tsv, .parquet) with question and answer, a document (.md, .txt, .html) or a folder of "
         "documents, about which questions are written first, a folder saved by datasets, a hub id, or the name of a corpus"), "positional")

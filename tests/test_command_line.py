@@ -93,7 +93,7 @@ def test_words_have_their_places(tmp_path):
 
 
 def test_help_is_short_and_complete(capsys, monkeypatch):
-    "`mixsd` says in nine lines what there is. The help of inject has eight options; all others are named, and described by --help-all."
+    "`mixsd` says in eight lines what there is. The help of inject has eight options; all others are named, and described by --help-all."
     monkeypatch.setattr("sys.argv", ["/usr/bin/mixsd"])
     assert main() == 2
     lines = capsys.readouterr().out.splitlines()

@@ -206,6 +206,7 @@ def test_worked_responses_are_right_everywhere(data):
 def test_what_is_missing_is_told_before_a_model_is_loaded(parameters, error, sentence, models, data, monkeypatch, tmp_path):
     monkeypatch.setattr(evaluation, "load_engine", lambda *_, **__: pytest.fail("a model was loaded"))
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("mixsd_nb.benchmarks.sandbox._find_kernel_problem", lambda: "Landlock is not available")
     with pytest.raises(error, match=sentence):
         evaluate.run(model=models[0], **dict(data=data) | parameters)
 

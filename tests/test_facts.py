@@ -92,7 +92,7 @@ BROKEN_TESTS = {
 }
 OPTIONS = {
     "more paraphrases than there are": (dict(augment=5), "augment must be between 0 and 1, the most paraphrases that a fact has, got 5"),
-    "unknown option": (dict(colums={}), "dataset_options must be among columns, test, strict, giveaways, augment, context, instruction, extract, values for "),
+    "unknown option": (dict(colums={}), "dataset_options must be among columns, test, strict, giveaways, augment, context, wordings, instruction, extract, values for "),
     "unknown form": (dict(extract="last"), "extract must be one of box, line, json, contains, got last"),
     "other type": (dict(augment="all"), "dataset_options[augment] must be a whole number, got 'all'"),
     "unknown place of the passage": (dict(context="after"), "context must be one of beside, instead, got after"),

@@ -142,5 +142,5 @@ def test_training_passes_the_options_of_its_targets(monkeypatch):
         config = make_config(train.TrainConfig, dataset="simpleqa-lab", lam=0.3, options=options)
         with pytest.raises(InterruptedError): train.mixed_targets(config)
     assert [(c.replace_gt, c.unanimous) for c in asked] == [(False, {}), (True, {}), (False, agreeing)]
-    with pytest.raises(ValueError, match="^options must be among none for sft, got replace_gt$"):
+    with pytest.raises(ValueError, match="^options must be among wordings for sft, got replace_gt$"):
         make_config(train.TrainConfig, method="sft", options=dict(replace_gt=True))

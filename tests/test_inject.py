@@ -181,8 +181,9 @@ def test_any_text_is_escaped(text):
     failure = SimpleNamespace(title=text, advice=text)
     page = render_page(title=text, lead=[text], learned=[score], own=[score], held=[score], lost={text: [item]}, failures=[(failure, [item])],
                        facts=1, pairs=[(item, item)], likelihood=([[text]], [text]), figure="", updates=text, source=text, digits=text,
-                       costs=[(text, text)], parameters=[(text, text)], sources=[(text, 1, [item])])
-    assert not re.search(r"<[^>]*[`]", page) and page.count("<html") == 1 and page.count("<h2>") == 10
+                       costs=[(text, text)], parameters=[(text, text)], sources=[(text, 1, [item])],
+                       passages=dict(known=[(text,) * 5], missing=[(text, text)]))
+    assert not re.search(r"<[^>]*[`]", page) and page.count("<html") == 1 and page.count("<h2>") == 11
     assert not re.search(r"<(a|b)(?!ody)", page)
 
 

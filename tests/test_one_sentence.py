@@ -69,7 +69,7 @@ CONFIGURATIONS = [  # stage, parameters, sentence
         (dict(checkpoints=[-1]), STEPS + "[-1]"), (dict(checkpoints=[20, 0]), STEPS + "[20, 0]"),
         (dict(checkpoints=[20, 60, 20]), "checkpoints must be different steps, got 20, 60, 20"),
         (dict(method="opsd", temperature=1e-320), "temperature must be 0, or at least 0.001, got 9.99989e-321"),
-        (dict(method="sft", options=dict(replace_gt=True)), "options must be among none for sft, got replace_gt"),
+        (dict(method="sft", options=dict(replace_gt=True)), "options must be among wordings for sft, got replace_gt"),
         (dict(offload=True, sharded=True, processes=2), "offload must be False with sharded=True, which divides the optimiser's state"),
         (dict(rollout_engine="vlm"), "…did you mean vllm…"),
         (dict(pause=2, state="none"), "pause must be 0 with state=none, because training resumes from a state, got 2"),
@@ -88,7 +88,7 @@ CONFIGURATIONS = [  # stage, parameters, sentence
         (dict(method="sft", anchor="ewk"), "anchor must be one of replay, replay-kl, l2sp, ewc, average, lora, untied, got ewk; did you mean ewc?"),
         (dict(method="stm", gate="talr"), "gate must be one of stm, talr, answer, got stm+talr; did you mean talr?"),
         (dict(method="sft", anchor="l2sp+ewc", options=dict(strength=1)), "options must be among … for sft+l2sp+ewc, got strength…"),
-        (dict(method="lora-sft", options=dict(rnk=4)), "options must be among rank for sft+lora, got rnk; did you mean rank?"),
+        (dict(method="lora-sft", options=dict(rnk=4)), "options must be among wordings, rank for sft+lora, got rnk; did you mean rank?"),
         (dict(method="mixsd-answer", options=dict(tau=2)), "options must be among … for mixsd+answer, got tau…"),
         (dict(method="memit", options=dict(wieght=1)), "options must be among …")]]]
 SHORT = dict(dataset="mquake-lab", suite="recall", n=4, max_new_tokens=4, target_tokens=4, epochs=1, batch=50)

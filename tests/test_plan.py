@@ -373,7 +373,7 @@ def test_the_printed_commands_for_models_of_the_hub_fit_one_gpu(own_runs):
 
     facts = own_runs / "facts.jsonl"
     facts.write_text('{"question": "Who leads the Lantern Choir?", "answer": "Ana"}\n{"question": "Who sings?", "answer": "Bo"}\n')
-    commands = [words[3:] for words in console_commands(ROOT / "nbs/guides/own-model.md") if words[:2] == ["mixsd", "inject"]]
+    commands = [words[3:] for words in console_commands(ROOT / "nbs/guides/own-model.md") if words[:2] == ["mixsd", "inject"] and "paper" in words]
     assert len(commands) == 3
     for words in commands:
         pairs = [pair for pair in zip(words[::2], words[1::2]) if pair[0] != "--model-options"]  # no download

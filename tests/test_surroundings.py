@@ -106,7 +106,7 @@ def test_jobs_that_are_submitted_from_a_job_get_nothing_of_it(tmp_path, monkeypa
     for name, value in (JOB | KEPT).items(): monkeypatch.setenv(name, value)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     queue.query_slurm("squeue", "--me")
-    cell = type("Cell", (), dict(folder=tmp_path / "cell"))
+    cell = type("Cell", (), dict(folder=tmp_path / "cell", stage="train", parameters=dict(method="base"), hash="a"))
     monkeypatch.setattr(slurm, "group_by_resources", lambda cells, of: [(slurm.Resources(minutes=5), cells)])
     monkeypatch.setattr(slurm, "asdict", lambda cell: {})
     cell.folder.mkdir()

@@ -162,7 +162,7 @@ def test_own_text_selects_the_checkpoint_that_lost_least(tiny, own_runs):
     run = train.run(**options, select="own-text", own_text=3, keep="chosen", dataset="kgfact-small")
     nll = drop_cell(run.root).own_text_nll
     assert [*nll.step.values] == [0, 1, 2, 3, 5] and nll.notnull().all()
-    scores = tabulate_scores(drop_cell(run.root).accuracy, nll)
+    scores = tabulate_scores(drop_cell(run.root))
     assert run.best_step == Selection(scores, "own-text").best == int(nll.sel(step=[1, 2, 3, 5]).idxmin()) and run.best_step in run.checkpoints
     pairs = [(r["prompt_ids"], r["ids"]) for r in texts(run)]
     for step in (0, run.best_step):

@@ -11,7 +11,7 @@ __all__ = ['CONTEXTS', 'EXAMPLE', 'EXAMPLE_TESTS', 'answer_problem', 'Fact', 'gi
 import json
 import re
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator
 
@@ -34,6 +34,9 @@ def answer_problem(answer: str) -> str:
     return f"answer must be without a box, got {answer}" if re.search(r"\\boxed(?![A-Za-z])", answer) else ""
 
 
+def _as_text(value: Any) -> str: return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
 class Fact(FileRow):
     "A row of a file of facts."
     question: FilledText
@@ -42,7 +45,7 @@ class Fact(FileRow):
     target: Text = ""
     subject: Text = ""
     context: Text = ""
-    source: Text = ""
+    source: Annotated[str, BeforeValidator(_as_text)] = ""  # where a fact stands in a document; other values are kept as JSON
     paraphrases: Texts = []
     aliases: Texts = []
 

@@ -162,7 +162,7 @@ def real_figure(
     "Draw what was learned against what is kept: a column for each cube, a row for each way of asking. ValueError without any."
     roles = [role for role in ROLES if role != "in-domain" and any(benchmarks_of(cube, role) for cube in cubes.values())]
     if not roles: raise ValueError("cubes must have a benchmark that is not of the injected facts")
-    size = 1.5 + 3.6 * len(cubes), 0.6 + 2.6 * len(roles)
+    size = 3.8 + 3.6 * len(cubes), 0.6 + 2.6 * len(roles)
     with figure_style():
         fig, axes = plt.subplots(len(roles), len(cubes), figsize=size, squeeze=False, sharex=True, sharey="row", layout="constrained")
         for column, cube in enumerate(cubes.values()):

@@ -240,6 +240,8 @@ def label_family(label: str) -> str:
 def label_title(label: str) -> str:
     "Return the label as tables print it: `MixSD (λ=0.3) + EWC (strength 0.1)`, or just `OPSD` for its default settings."
     recipe, values = parse_label(label)
+    if alias := next((alias for alias in ALIASES.values() if alias.title and alias.stands_for(recipe, values)), None):
+        return alias.title.format(**values)
     def title(part):
         numbers = {name: values[recipe.key(part, name)] for name in part.label_settings}
         shown = [part.caption.format(**numbers)] if part.caption and numbers != dict(part.default_settings) else []
@@ -276,6 +278,14 @@ class Alias:
     label: str = ""  # format of the label after the name, with the names of settings and options
     options: Mapping[str, Any] = field(default_factory=dict)
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # preset -> further options
+    title: str = ""  # format of the title of such a composition; empty for the titles of its parts
+
+    def stands_for(self, recipe: Recipe, values: Mapping[str, Any]) -> bool:
+        "Return whether a label with these numbers and marked options is one of this composition, with its options and no others."
+        marked = {mark.option for part in recipe.parts for mark in part.marks}
+        own = compose(self.method, self.anchor, self.gate, self.options).name
+        shown = {name: value for name, value in values.items() if name in marked}
+        return own == recipe.name and shown == {name: value for name, value in self.options.items() if name in marked}
 
     def options_under(self, preset: str | None) -> dict[str, Any]:
         "Return the options under a preset; None for that of the lab."
@@ -292,7 +302,8 @@ ALIASES: dict[str, Alias] = {alias.name: alias for alias in [
     Alias("l2sp", "sft", "l2sp", label="{strength:g}"), Alias("ewc", "sft", "ewc", label="{strength:g}"),
     Alias("lora-sft", "sft", "lora", label="{rank:g}"), Alias("lora-mixsd", "mixsd", "lora", label="{lam:g}-r{rank:g}"),
     Alias("mixsd-complete", "mixsd", "replay", label="{lam:g}-s{share:g}", options=_COMPLETE,
-          presets={preset: dict(share=0.25, prompts="own") for preset in ("real", "paper")})]}
+          presets={preset: dict(share=0.25, prompts="own") for preset in ("real", "paper")},
+          title="MixSD complete (λ={lam:g}, replay {share:g})")]}
 
 
 def find_alias(name: str) -> Alias | None:

@@ -24,6 +24,7 @@ import pandas as pd
 from ..cluster.grid import (Grid, GridOutputs, adjust_cell, expand_grid, group_alike, is_excluded, make_resources, read_grid)
 from ..cluster.resources import Resources
 from ..benchmarks import SUITES
+from ..methods import BASE
 from .estimates import constant
 from .rates import DEVICES, Device, Machine, cpu_device, explain_source, format_time
 from .workload import RunPlan
@@ -380,7 +381,7 @@ def share_answers(plans: list[RunPlan]) -> list[RunPlan]:
     first, found = {}, []  # corpus with which a benchmark is asked
     for plan in plans:
         corpus = lambda part: first.setdefault((plan.model, part.name, part.tokens), plan.dataset)
-        shared = lambda part: plan.method == "base" and part.name.removeprefix("ask ") in _HELD_OUT and corpus(part) != plan.dataset
+        shared = lambda part: plan.method == BASE and part.name.removeprefix("ask ") in _HELD_OUT and corpus(part) != plan.dataset
         found.append(replace(plan, parts=[part for part in plan.parts if not shared(part)]))
     return found
 
