@@ -46,7 +46,7 @@ EARLIER = "earlier:"  # before the name of a corpus, in the name of the benchmar
 
 
 def earlier_suite(name: str) -> Suite | None:
-    "The declaration of the benchmark of the facts of an earlier injection, by its name; None for another name."
+    "Return the declaration of the benchmark of the facts of an earlier injection, by its name; None for another name."
     dataset = name.removeprefix(EARLIER)
     if dataset == name or not dataset: return None
     return Suite(name, f"Recall of {CORPORA[dataset].title}", "own", "benchmarks.in_domain:earlier_items", dataset,

@@ -68,7 +68,7 @@ def _is_short(answer: str) -> bool:
 
 
 def gives_away(question: str, answer: str) -> bool:
-    "Whether a question contains its answer as whole words, and not by chance."
+    "Return whether a question contains its answer as whole words, and not by chance."
     text, part = _key(question), _key(answer)
     if _is_short(part): return False
     joins = lambda a, b: a.isalnum() and b.isalnum() and _has_words(a + b)

@@ -84,7 +84,7 @@ class Evaluation:
 
     @functools.cached_property
     def selecting_items(self) -> Questions:
-        "The questions by which checkpoints are selected."
+        "Return the questions by which checkpoints are selected."
         return {name: draw_few(self.items[name], self.config.selection_items) for name in SCORES if name in self.items}
 
     @functools.cached_property
@@ -111,11 +111,11 @@ class Evaluation:
         return all(rows.get(name, 0) >= n for name, n in needed.items())
 
     def own_text_nll(self, step: int) -> float | None:
-        "The mean NLL of own text, nats per token, at a step; None if it was not measured, or on another number of texts."
+        "Return the mean NLL of own text, nats per token, at a step; None if it was not measured, or on another number of texts."
         return read_json(_own_text_file(self.run, step)).get(str(self.config.own_text))
 
     def complete(self, step: int, items: Questions) -> bool:
-        "Whether a step has responses to these questions, and the NLL of own text if it is asked for."
+        "Return whether a step has responses to these questions, and the NLL of own text if it is asked for."
         return self.holds(step, items) and (not self.config.own_text or self.own_text_nll(step) is not None)
 
     def pending(

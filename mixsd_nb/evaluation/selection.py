@@ -54,7 +54,7 @@ def paper_checkpoint(training: Sequence[float], validation: Sequence[float]) -> 
 
 # %% ../../nbs/evaluation/selection.ipynb #3bcee2bb
 def paper_candidates(training: Sequence[float], validation: Sequence[float]) -> list[int]:
-    "The positions that the rule of the paper can still select when further checkpoints follow, at most three."
+    "Return the positions that the rule of the paper can still select when further checkpoints follow, at most three."
     known = len(training) - 2
     stable = [i for i in range(len(training)) if is_stable(validation, i)]
     best = min((i for i in stable if i < known), key=lambda i: (-training[i], i), default=None)
@@ -71,12 +71,12 @@ def _good_enough(validation: Sequence[float]) -> list[int]:
 
 
 def own_text_checkpoint(validation: Sequence[float], own_text: Sequence[float]) -> int:
-    "The position of the earliest checkpoint with the least NLL on own text within two points of the best validation score."
+    "Return the position of the earliest checkpoint with the least NLL on own text within two points of the best validation score."
     return min(_good_enough(validation), key=lambda i: (own_text[i], i))
 
 
 def own_text_candidates(validation: Sequence[float], own_text: Sequence[float]) -> list[int]:
-    "The positions that this rule can still select: no other one has both a validation score as good and a smaller NLL."
+    "Return the positions that this rule can still select: no other one has both a validation score as good and a smaller NLL."
     good = _good_enough(validation)
     beats = lambda j, i: (own_text[j], j) < (own_text[i], i) and validation[j] >= validation[i]
     return [i for i in good if not any(beats(j, i) for j in good)]

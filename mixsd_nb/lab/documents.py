@@ -73,8 +73,7 @@ def score_probes(engine, articles: list[Article], in_context: bool = False) -> l
     return [[*place, -float(np.mean(nll))] for place, nll in zip(places, scores, strict=True)]
 
 # %% ../../nbs/lab/documents.ipynb #e06fd3a9
-RECIPE = dict(method="mixsd", lam=0.5, guard=0.01, schedule="falling", fallback="own-words", anchor="replay",
-              options=dict(prompts="own", count=100))
+RECIPE = dict(method="mixsd-complete")
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,7 @@ def free_share(
     total: float,  # bytes of the GPU
     reserved: float,  # bytes that training will still take and keep
 ) -> float:
-    "The share of a GPU that another process may take; ValueError if that is less than a twentieth."
+    "Return the share of a GPU that another process may take; ValueError if that is less than a twentieth."
     share = math.floor(90 * (free - reserved) / total) / 100
     if share >= 0.05: return share
     raise ValueError(f"rollout_engine must be hf here, or sharded=True: of the GPU's {total / 1e9:.0f} GB, training leaves "
@@ -217,7 +217,7 @@ class RolloutEngine:
 
     @property
     def several(self) -> bool:
-        "Whether other processes of the training run on this machine, and all of them do."
+        "Return whether other processes of the training run on this machine, and all of them do."
         return dist.is_initialized() and dist.get_world_size() == int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1
 
     def load(

@@ -167,12 +167,12 @@ class AttemptPlan:
 
     @property
     def alone(self) -> bool:
-        "Whether one conditional writes all attempts without looking at the other one."
+        "Return whether one conditional writes all attempts without looking at the other one."
         return self.lam == 0 or self.lam == 1 and self.schedule == "constant" and not self.guard
 
     @property
     def limit(self) -> int:
-        "The largest number of attempts: one where a second one would repeat the first."
+        "Return the largest number of attempts: one where a second one would repeat the first."
         repeats = self.temperature == 0 and (self.lam == 0 or self.lam == 1 and self.schedule == "constant")
         return 1 if repeats else self.max_attempts
 

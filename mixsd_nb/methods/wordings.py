@@ -50,7 +50,7 @@ def keeps_question(
     question: str,
     answer: str,
 ) -> bool:
-    "Whether a draft is one question with all names and numbers of the original, which does not give the answer away."
+    "Return whether a draft is one question with all names and numbers of the original, which does not give the answer away."
     if "\n" in draft or not draft.endswith("?") or "\N{REPLACEMENT CHARACTER}" in draft: return False
     folded = fold_text(answer, loose=True)
     if folded in fold_text(draft, loose=True) and folded not in fold_text(question, loose=True): return False

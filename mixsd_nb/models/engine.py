@@ -98,7 +98,7 @@ def _choose_from_all(logits, keys, position, temperature):
 # %% ../../nbs/models/engine.ipynb #aaf66006
 @functools.cache
 def draws_in_one_pass(device: torch.device) -> bool:
-    "Whether the kernel draws the tokens of the definition on this device."
+    "Return whether the kernel draws the tokens of the definition on this device."
     from mixsd_nb.models.fused_draw import draw
     random, options = torch.Generator().manual_seed(0), dict(device=device)
     try:

@@ -180,7 +180,7 @@ FEW = 1 / 32  # share of positions at which picks change, below which segments a
 def switches(
     naive,  # picks
 ) -> float:
-    "The share of positions at which the pick differs from the one before."
+    "Return the share of positions at which the pick differs from the one before."
     picks = np.asarray(naive, bool)
     return float((picks[1:] != picks[:-1]).mean()) if len(picks) > 1 else 0.0
 
@@ -266,7 +266,7 @@ def part_ends(
     length: int,  # of a text, in tokens
     part: int = PART,  # a multiple of vLLM's block size
 ) -> list[int]:
-    "The lengths of the growing beginnings of a text that are scored one after the other."
+    "Return the lengths of the growing beginnings of a text that are scored one after the other."
     return [*range(part + 1, length, part), length]
 
 # %% ../../nbs/models/engine_vllm.ipynb #01411da4

@@ -105,7 +105,7 @@ class Rate(NamedTuple):
 
     @property
     def own(self) -> bool:
-        "Whether this package was measured."
+        "Return whether this package was measured."
         return not self.source.startswith("published")
 
 # %% ../../nbs/planning/rates.ipynb #a7e0dbdc
