@@ -1,6 +1,6 @@
 # The two main commands are `make run` and `make test`. Both create .venv first; later calls do not install again.
 .DEFAULT_GOAL := help
-.PHONY: help run frontier lab real verdict model-card docs test .test-others .test-exports .test-notebooks .test-waiting .test-python test-slow rehearse test-gpu speed-gpu test-lowest test-vllm test-exports exact cross-check ci-tools notebooks export clean
+.PHONY: help run frontier lab real real-gpu verdict model-card docs test .test-others .test-exports .test-notebooks .test-waiting .test-python test-slow rehearse test-gpu speed-gpu test-lowest test-vllm test-exports exact cross-check ci-tools notebooks export clean
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Compiled modules are kept even if the environment forbids it, because every command starts several processes.
 export PYTHONDONTWRITEBYTECODE :=
@@ -49,6 +49,12 @@ ifdef QUICK
 else
 	@$(BIN)/mixsd lab.real
 endif
+
+# The tuning of mixsd-complete; cells share the GPU, and on a CPU each takes about 15 minutes of a core.
+real-gpu: export OMP_NUM_THREADS := 1
+real-gpu: $(VENV)/.run ## choose the composition of mixsd-complete with SmolLM2-135M on one GPU (24 cells, twelve at a time)
+	@$(BIN)/python -m pip -qq install -c constraints.txt -e '.[real]'
+	@$(BIN)/mixsd lab.tuning --workers 12
 
 verdict: $(VENV)/.run ## bring the front page's table and the verdict in its guide up to date with the cubes in papermill_runs
 	@$(BIN)/python .ci/verdict.py

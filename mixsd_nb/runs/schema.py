@@ -56,6 +56,7 @@ VARIABLE_ATTRS: dict[str, tuple[str, str]] = dict(  # name -> long_name, units
     readable=("share of responses in which an answer was found", "1"),
     n=("number of items, targets or responses that are counted", "1"),
     own_text_nll=("mean NLL of text that the base model wrote", "nats per token"),
+    leaks=("share of free replies to unrelated questions that name an injected entity", "1"),
     average=("mean accuracy over the held-out benchmarks", "1"),
     average_drop=("held-out average of the base model minus that of the checkpoint", "1"),
     # targets and training
