@@ -1704,6 +1704,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                  'mixsd_nb.inject.InjectConfig.shared_runs': ('inject.html#injectconfig.shared_runs', 'mixsd_nb/inject.py'),
                                  'mixsd_nb.inject.InjectConfig.training': ('inject.html#injectconfig.training', 'mixsd_nb/inject.py'),
                                  'mixsd_nb.inject.InjectConfig.translate': ('inject.html#injectconfig.translate', 'mixsd_nb/inject.py'),
+                                 'mixsd_nb.inject.choose_method': ('inject.html#choose_method', 'mixsd_nb/inject.py'),
                                  'mixsd_nb.inject.earlier_corpora': ('inject.html#earlier_corpora', 'mixsd_nb/inject.py'),
                                  'mixsd_nb.inject.inject': ('inject.html#inject', 'mixsd_nb/inject.py'),
                                  'mixsd_nb.inject.inject_facts': ('inject.html#inject_facts', 'mixsd_nb/inject.py'),

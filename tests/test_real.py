@@ -204,7 +204,7 @@ def test_all_of_make_real_on_a_random_model(invented, tmp_path, monkeypatch, cap
     assert computed == ["base", "sft", "mixsd", "mixsd"] and [name for _, name in drawn] == ["real"] * 3
     cube = read_cube(tmp_path / "runs/real/real-quick-mquake.nc")
     assert (cube.dataset.item(), cube.model.item()) == ("mquake", smollm2.NAME)
-    assert {*cube["recipe"].values} == {"base", "sft", "mixsd-0.3", "mixsd-0.5-falling-guard0.01-consistent-own-words+replay-0.5"}
+    assert {*cube["recipe"].values} == {"base", "sft", "mixsd-0.3", "mixsd-0-consistent-canonical-wordings2+replay-kl-0.5"}
     stored = (tmp_path / "runs/real/real-quick-mquake.nc").read_bytes()
     assert str(tmp_path).encode() not in stored and str(tmp_path) not in str(cube.attrs), "a cube says nothing of the machine"
     table = study.real_table(cube)

@@ -242,21 +242,22 @@ class Alias:
     label: str = ""  # format of the label after the name, with the names of settings and options
     options: Mapping[str, Any] = field(default_factory=dict)
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # preset -> further options
+    settings: Mapping[str, Any] = field(default_factory=dict)  # parameters of `train`, unless they are given
     title: str = ""  # format of the title of such a composition; empty for the titles of its parts
 
     def stands_for(self, recipe: Recipe, values: Mapping[str, Any]) -> bool:
         "Return whether a label with these numbers and marked options is one of this composition, with its options and no others."
         marked = {mark.option for part in recipe.parts for mark in part.marks}
-        own = compose(self.method, self.anchor, self.gate, self.options).name
-        shown = {name: value for name, value in values.items() if name in marked}
-        return own == recipe.name and shown == {name: value for name, value in self.options.items() if name in marked}
+        pick = lambda options: {name: value for name, value in options.items() if name in marked}
+        if compose(self.method, self.anchor, self.gate, self.options).name != recipe.name: return False
+        return any(pick(values) == pick(self.options_under(preset)) for preset in (None, *self.presets))
 
     def options_under(self, preset: str | None) -> dict[str, Any]:
         "Return the options under a preset; None for that of the lab."
         return {**self.options, **self.presets.get(preset or "lab", {})}
 
 
-_COMPLETE = dict(guard=0.01, schedule="falling", max_attempts=6, consistent=True, fallback="own-words")
+_COMPLETE = dict(max_attempts=6, consistent=True, fallback="canonical", wordings=2)
 ALIASES: dict[str, Alias] = {alias.name: alias for alias in [
     Alias("wise-sft", "sft", "average", label="{alpha:g}"), Alias("wise-mixsd", "mixsd", "average", label="{lam:g}-a{alpha:g}"),
     Alias("replay", "sft", "replay", label="{share:g}"), Alias("replay-kl", "sft", "replay-kl", label="{share:g}"),
@@ -265,8 +266,8 @@ ALIASES: dict[str, Alias] = {alias.name: alias for alias in [
     Alias("stm", "sft", gate="stm", label="{threshold:g}"), Alias("talr", "sft", gate="talr", label="{tau:g}"),
     Alias("l2sp", "sft", "l2sp", label="{strength:g}"), Alias("ewc", "sft", "ewc", label="{strength:g}"),
     Alias("lora-sft", "sft", "lora", label="{rank:g}"), Alias("lora-mixsd", "mixsd", "lora", label="{lam:g}-r{rank:g}"),
-    Alias("mixsd-complete", "mixsd", "replay", label="{lam:g}-s{share:g}", options=_COMPLETE,
-          presets={preset: dict(share=0.25, prompts="own") for preset in ("real", "paper")},
+    Alias("mixsd-complete", "mixsd", "replay-kl", options=_COMPLETE, settings=dict(lam=0.0, temperature=0.5),
+          presets={preset: dict(share=0.5, prompts="own+neighbours") for preset in ("real", "paper")},
           title="MixSD complete (λ={lam:g}, replay {share:g})")]}
 
 
@@ -285,7 +286,7 @@ def current_label(
         recipe, values = parse_label(label)
         return recipe_label(recipe, **values)
     except ValueError: pass
-    for alias in ALIASES.values():
+    for alias in (alias for alias in ALIASES.values() if not alias.title):  # a composition with a title was never a label
         numbers = _read_numbers(f"{alias.name}-{alias.label}" if alias.label else alias.name, label)
         if numbers is not None: return recipe_label(compose(alias.method, alias.anchor, alias.gate, alias.options), **alias.options, **numbers)
     return label
@@ -299,7 +300,8 @@ def translate_parameters(
     if not isinstance(options, dict): return given  # which is refused with its own sentence
     if rank := given.pop("lora", 0): given |= dict(anchor=_join(given.get("anchor"), "lora"), options={"rank": rank, **options})
     if not isinstance(given.get("method"), str) or not (alias := find_alias(given["method"])): return given
-    given |= dict(method=alias.method, options={**alias.options_under(given.get("preset")), **read_mapping(given.get("options") or {})})
+    given |= {name: value for name, value in alias.settings.items() if given.get(name) is None} | dict(method=alias.method)
+    given |= dict(options={**alias.options_under(given.get("preset")), **read_mapping(given.get("options") or {})})
     if alias.anchor: given["anchor"] = _join(alias.anchor, given.get("anchor"))
     if alias.gate: given["gate"] = _join(alias.gate, given.get("gate"))  # two gates are refused with their own sentence
     return given
