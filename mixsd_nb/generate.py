@@ -18,7 +18,7 @@ from .methods.fact_lengths import check_facts
 from .methods.wording_ids import worded_rows
 from .methods.targets import (MixSettings, count_unconfirmed, join_shards, keep_agreed, list_agreeing, mix_corpus,
                                       read_targets, select_targets, summarise_targets, target_schema, write_targets)
-from .models import ENGINES, check_model_of_engine, load_engine, load_tokenizer
+from .models import ENGINES, check_model_of_engine, check_process, load_engine, load_tokenizer
 from .models.identity import model_label
 from .models.lab import warn_about_lab_values
 from .runs import Run, Stage, make_config, module_of, run_function, write_atomically
@@ -40,6 +40,7 @@ class GenerateConfig(Stage, MixSettings):
     def check(self):
         "ValueError if the engine cannot run the model, or a fact is longer than its context; warn if a large model gets values of the lab."
         warn_about_lab_values(self)
+        check_process(self.engine, self.replicas)
         check_model_of_engine(self.engine, self.model)
         check_facts(self.dataset, self.model)
 
@@ -49,7 +50,7 @@ class GenerateConfig(Stage, MixSettings):
         agreeing = self._mix_agreeing() if self.unanimous else []  # each set needs a model, so this one's comes later
         options = dict(dtype=self.dtype, batch_size=self.batch_size, mode=self.mode, **self.engine_options)
         given = self._engine_of_caller
-        with nullcontext(given) if given else load_engine(self.engine, self.model, **options) as engine:
+        with nullcontext(given) if given else load_engine(self.engine, self.model, replicas=self.replicas, **options) as engine:
             if agreeing: records, unconfirmed = keep_agreed(agreeing, engine.tokenizer, rows), 0
             elif self.shards:
                 records, unconfirmed = self._mix_shards(engine)

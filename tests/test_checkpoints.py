@@ -269,14 +269,14 @@ def test_several_processes_resume_from_a_state_in_memory(sharded, spec, tmp_path
 
 def test_questions_about_no_corpus_are_asked_the_base_model_once(tiny, tmp_path, monkeypatch):
     asked, settings = [], dict(model=tiny, n=3, suite="recall,choice,world", max_new_tokens=6, task_tokens=6)
-    generate = evaluation.generate_responses
+    generate = evaluation.generate_suite
 
-    def counted(engine, items, *args, journal, benchmark, **options):
-        known = {(r["item"]) for r in journal.records if r["benchmark"] == benchmark}
-        asked.extend(f"{benchmark} {name}" for name in items if name not in known)
-        return generate(engine, items, *args, journal=journal, benchmark=benchmark, **options)
+    def counted(engine, suites, *, journal, **options):
+        known = {(r["benchmark"], r["item"]) for r in journal.records}
+        asked.extend(f"{benchmark} {name}" for benchmark, one in suites.items() for name in one.items if (benchmark, name) not in known)
+        return generate(engine, suites, journal=journal, **options)
 
-    monkeypatch.setattr(evaluation, "generate_responses", counted)
+    monkeypatch.setattr(evaluation, "generate_suite", counted)
     monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "alone"))
     alone = evaluate.run(dataset="kgfunc-lab", **settings)
     monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "shared"))

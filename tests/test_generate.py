@@ -3,7 +3,7 @@
 
 import pyarrow.parquet as pq
 import pytest
-from helpers import forked
+from helpers import fork_workers, forked
 
 from mixsd_nb import generate, train
 from mixsd_nb.corpora import load_corpus
@@ -36,8 +36,9 @@ def whole(model, tmp_path_factory):
 def mix_here(parameters): generate.run(**parameters)
 
 
-@pytest.mark.parametrize("how", [dict(mode="block"), dict(batch_size=7), dict(shards=3)])
-def test_how_it_is_run_changes_no_byte(how, model, whole):
+@pytest.mark.parametrize("how", [dict(mode="block"), dict(batch_size=7), dict(shards=3), dict(replicas=2, batch_size=3)])
+def test_how_it_is_run_changes_no_byte(how, model, whole, monkeypatch):
+    fork_workers(monkeypatch)
     assert written(model=model, **how, **SMALL) == whole
 
 

@@ -42,6 +42,8 @@ UPDATE = "training.trainer:FineTuner.training_step"
 QUICK = {
     "generate": Case("generate", dict(model="strong", temperature=0.9, shard="1/4", max_new_tokens=8, max_attempts=2, samples=2), 3 * ("*/finished.jsonl",), 900,
                      content=("*/targets.parquet",), slower=dict(batch_size=1)),
+    "replicas": Case("generate", dict(model="strong", temperature=0.9, shard="1/6", max_new_tokens=8, max_attempts=2, replicas=2), 2 * ("*/finished.jsonl",), 300,
+                     content=("*/targets.parquet",), slower=dict(batch_size=1)),
     "every target": Case("generate", dict(model="strong", lam=0.5, guard=0.01, schedule="falling", fallback="own-words", shard="1/10", max_new_tokens=8, max_attempts=3),
                          ("*/finished.jsonl", "*/own-words.jsonl"), 300, content=("*/targets.parquet",), slower=dict(batch_size=1)),
     "evaluate": Case("evaluate", dict(model="strong", **QUIZ), 3 * ("*/responses.jsonl",), 500, content=("*/responses.parquet",), slower=dict(batch_size=4)),

@@ -152,8 +152,8 @@ class Teller:
         from mixsd_nb.models.engine import Completion
         while queue:
             request = queue.popleft()
-            self.asked.append((request.tag, options["temperature"], options["max_new_tokens"], self.tokenizer.decode(request.contexts[0])))
-            yield request, Completion(self.tokenizer(self.said[request.tag[0]], add_special_tokens=False).input_ids, "stop")
+            self.asked.append((request.tag, options["temperature"], request.most(options["max_new_tokens"]), self.tokenizer.decode(request.contexts[0])))
+            yield request, Completion(self.tokenizer(self.said[request.tag[1]], add_special_tokens=False).input_ids, "stop")
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,7 @@ def test_every_row_is_asked_and_graded_in_its_own_way(tmp_path, tokenizer):
     table = generate_and_grade(engine, items, "my_tests")
     assert table.correct.tolist() == [name.endswith("1") for name in table.item] and (table.correct == table.published).all()
     assert table.groupby("item").size().to_dict() == {row["id"]: row["samples"] for row in rows}
-    assert {(tag[0], t, n) for tag, t, n, _ in engine.asked} == {(r["id"], r["temperature"], r["max_new_tokens"]) for r in rows}
+    assert {(tag[1], t, n) for tag, t, n, _ in engine.asked} == {(r["id"], r["temperature"], r["max_new_tokens"]) for r in rows}
 
 
 def test_a_conversation_is_asked_with_all_its_turns(tmp_path, tokenizer):

@@ -199,7 +199,7 @@ def test_every_stage_with_papermill(hub, own_runs, tasks, tmp_path):
                   ("generate", cell | dict(preset="paper", max_new_tokens=6, max_attempts=1, replace_gt=True)),
                   ("train", cell | suite | dict(method="sft", suite="recall,gsm8k", epochs=1, batch=50, checkpoints=[1])),
                   ("evaluate", cell | suite | dict(suite="paper")),
-                  ("nll", cell | dict(prompts=1)),
+                  ("nll", cell | dict(first=1)),
                   ("fisher", dict(model=cell["model"], reference="paper", data=tasks, limit=1)),
                   ("errors", cell),
                   ("figures", cell | dict(source="runs")))

@@ -247,12 +247,13 @@ def test_noise_of_the_base_is_off_in_a_training(family, options, spec, tmp_path)
 
 
 def test_packed_examples_of_a_model_that_does_not_keep_them_apart_get_rows_of_their_own():
-    "OPT makes its mask without positions; Qwen3 makes it with them, and its examples are packed."
+    "OPT makes its mask without positions, and keeps examples apart only by the attention of packed rows, which comes in place of PyTorch's."
     torch.manual_seed(0)
-    opt = AutoModelForCausalLM.from_config(OPTConfig(vocab_size=64, hidden_size=32, ffn_dim=64, word_embed_proj_dim=32, num_hidden_layers=2, num_attention_heads=2, init_std=0.3)).eval()
+    shape = dict(vocab_size=64, hidden_size=32, ffn_dim=64, word_embed_proj_dim=32, num_hidden_layers=2, num_attention_heads=2, init_std=0.3)
+    opt, eager = (AutoModelForCausalLM.from_config(OPTConfig(**shape), attn_implementation=kind).eval() for kind in ("sdpa", "eager"))
     draw = lambda n: torch.randint(3, 64, (n,)).tolist()
     examples = [Example(draw(5), c, (torch.tensor(c),)) for c in (draw(7), draw(11))]
-    for model, apart in ((opt, False), (random_model(vocabulary=64, scale=4), True)):
+    for model, apart in ((eager, False), (opt, True), (random_model(vocabulary=64, scale=4), True)):
         head, rows = LossHead(model), []
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")

@@ -14,7 +14,7 @@ from ..cluster.grid import list_grids
 from ..cluster.resources import Resources
 from ..planning.preflight import check_inputs, describe_sandbox, format_inputs, list_deviations
 from ..planning.rates import DEVICES, current_rates, use_rates
-from ..planning.plan import (describe_plan, format_grid, machine_for, plan_all, plan_alone, plan_grid, planned_cells,
+from ..planning.plan import (describe_plan, format_all, format_grid, machine_for, plan_alone, plan_grid, planned_cells,
                                    this_machine)
 from ..runs import ParameterError, Stage, find_stage, make_config
 from ..runs.command_line import CommandLine
@@ -77,7 +77,7 @@ def plan(
 ) -> int:
     "Say whether a grid or a run fits, how long it takes, and what is missing; the exit code is 1 if something does not fit."
     if what == "grids":
-        print(plan_all(list_grids(), device).round(2).to_string())
+        print(format_all(list_grids(), device))
         return 0
     planned = configs or planned_cells(what)[2]
     with _probe(planned) if probe else contextlib.nullcontext():

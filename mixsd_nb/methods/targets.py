@@ -81,8 +81,9 @@ class MixSettings(CorpusSettings, PresetSettings):
     mode: str = runtime_field(
         "", ("way of mixing; hf: auto, lockstep or block; vllm: auto, segments or paired; in float32 all give the same tokens, "
              "up to ties below 1e-4"))
-    engine_options: dict = runtime_field(
-        {}, 'options of vLLM, such as {"tensor_parallel_size": 2}, also as JSON text; use shards for data parallelism')
+    engine_options: dict = runtime_field({}, 'options of vLLM, such as {"tensor_parallel_size": 2}, also as JSON text')
+    replicas: int = runtime_field(
+        1, "engines that share the targets, each in a process of its own with its share of the GPUs", ge=1)
     batch_size: int | None = runtime_field(None, "sequences decoded concurrently; None for what suits the engine", ge=1)
 
     _engine = field_validator("engine")(check_engine)

@@ -11,6 +11,8 @@ from functools import partial
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from .packed_rows import pack
+
 # %% ../../nbs/models/agreement.ipynb #200880fd
 def probe_texts(
     size: int,  # of the vocabulary
@@ -37,16 +39,16 @@ def separates_packed(
     model,  # a causal language model, as it is wrapped for training
     size: int,  # of its vocabulary
     weight: torch.Tensor,  # one of its weights, for the device and the data type
+    in_one_call: bool = False,  # as of `pack`
 ) -> bool:
     "Return whether a model computes the same for a text alone and after another one in its row."
     first, second = probe_texts(size)
-    positions = [*range(len(first)), *range(len(second))]
-    read = lambda ids, **options: model(input_ids=torch.tensor([ids], device=weight.device), use_cache=False, **options).logits[0]
+    read = lambda **inputs: model(**inputs, use_cache=False).logits[0]
     training = model.training
     model.eval()
     try:
-        row = read(first + second, position_ids=torch.tensor([positions], device=weight.device))
-        return agree(row[len(first):], read(second), weight.dtype)
+        row, alone = read(**pack([first, second], in_one_call, weight.device)), read(input_ids=torch.tensor([second], device=weight.device))
+        return agree(row[len(first):], alone, weight.dtype)
     finally: model.train(training)
 
 # %% ../../nbs/models/agreement.ipynb #f0c08c44

@@ -148,6 +148,14 @@ class Request:
     key: int = 0  # key of the noise at T > 0
     naive: Sequence[bool] = ()  # picks, one per position: True where the naive conditional writes the token
     tag: Any = None  # returned to the caller together with the completion
+    limit: int = 0  # tokens at most, where that is less than the stream's `max_new_tokens`; 0 for these
+
+    def most(
+        self,
+        max_new_tokens: int,  # of the stream
+    ) -> int:
+        "Return the largest number of tokens of the completion."
+        return min(self.limit or max_new_tokens, max_new_tokens)
 
 # %% ../../nbs/models/engine.ipynb #bcdcf24c
 class Completion(NamedTuple):
@@ -182,6 +190,7 @@ def token_budget(
     """The largest number of tokens for a request: at most one per pick, and 0 if its longest context leaves no room.
 
     ValueError if a context is empty."""
+    max_new_tokens = request.most(max_new_tokens)
     if len(request.naive) or len(request.contexts) == 2: max_new_tokens = min(max_new_tokens, len(request.naive))
     if not all(request.contexts): raise ValueError("a prompt is empty; a prompt has at least one token")
     return max(0, min(max_new_tokens, limit - max(map(len, request.contexts))))
@@ -200,6 +209,7 @@ class Engine(ABC):
     "The interface between the stages and an engine."
     tokenizer: Any  # of the model
     context: int  # largest length of prompt and completion
+    paged = False  # whether rows of very different lengths cost no more together than apart
     stop: Any  # token ids that end a sequence
     mismatches: Sequence = ()  # pairs (tag of a request, positions of tokens that an audit did not confirm)
 

@@ -111,7 +111,7 @@ def _serve(
     "Open an engine, and answer each call with its value and with the mismatches that an audit found."
     with _report_errors(calls, 0, kind):
         engine = open_engine(kind, model, tokenizer, **options)
-        calls.send((0, _END, (engine.context, getattr(engine, "batch_size", 100))))
+        calls.send((0, _END, (engine.context, getattr(engine, "batch_size", 100), getattr(engine, "paged", False))))
         while True:
             if (call := calls.get()) is None: continue  # a stream was dropped that had failed here
             with _report_errors(calls, call[0], kind):
@@ -160,7 +160,7 @@ class EngineProcess(Engine):
         free_memory()
         self.workers = [Worker(_serve, kind, model, tokenizer, options, script=True, environment=e) for e in shares]
         self._end = weakref.finalize(self, _stop, self.workers)
-        self.context, self.batch_size = map(min, zip(*[self._receive(worker, 0) for worker in self.workers]))
+        self.context, self.batch_size, self.paged = map(min, zip(*[self._receive(worker, 0) for worker in self.workers]))
 
     @classmethod
     def open(cls, model, tokenizer=None, *, kind="hf", **options):

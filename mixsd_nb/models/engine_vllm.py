@@ -290,6 +290,8 @@ class VLLMEngine(Engine):
 
     ImportError if vLLM is missing or cannot be imported."""
 
+    paged = True
+
     def __init__(
         self,
         source: str,  # a model folder or a hub id
@@ -298,6 +300,7 @@ class VLLMEngine(Engine):
         mode: str = "segments",  # paired, or auto: for each sequence the faster one
         sleep: bool = False,  # whether `release` gives the memory of the GPU back
         audit: bool = True,  # check the completions of paired rows, and warn of tokens that are not confirmed
+        draws: str = "keyed",  # native: at T>0 by vLLM's own noise, for requests with one context
         **options,  # of vllm.LLM: dtype, tensor_parallel_size, gpu_memory_utilization …
     ):
         if MISSING:
@@ -307,11 +310,12 @@ class VLLMEngine(Engine):
         self.stop, self.model_context = _read_limits(source, tokenizer)
         problem = mode != "segments" and _find_problem(tokenizer, self.stop, options)
         if problem and mode == "paired": raise ValueError(problem)
-        self.mode = "segments" if problem else mode
+        if draws == "native" and mode != "segments": raise ValueError(f"draws must be keyed with mode={mode}, got native")
+        self.mode, self.draws = "segments" if problem else mode, draws
         self.context = options.setdefault("max_model_len", min(self.model_context, 10_240))
         self.mismatches, self.numbers, self.outputs = [], itertools.count(), {}
-        defaults = dict(dtype="float32", enforce_eager=not torch.cuda.is_available(), max_num_seqs=2 * batch_size,
-                        max_logprobs=-1, async_scheduling=False)
+        defaults = dict(dtype="float32", enforce_eager=not torch.cuda.is_available(), max_num_seqs=2 * batch_size, max_logprobs=-1)
+        if draws == "keyed": defaults |= dict(async_scheduling=False, logits_processors=["mixsd_nb.models.engine_vllm:KeyedRows"])
         # The prefix cache stores whole blocks, and the default blocks of 128 tokens are longer than many prompts.
         if not torch.cuda.is_available(): defaults["block_size"] = 32
         if self.mode != "segments":
@@ -320,8 +324,7 @@ class VLLMEngine(Engine):
         self.sleeps, self.asleep = sleep and torch.cuda.is_available(), False
         if self.sleeps: defaults["enable_sleep_mode"] = True
         gc.collect()
-        self.engine = LLM(source, tokenizer=tokenizer.name_or_path, trust_remote_code=False, **defaults | options,
-                          logits_processors=["mixsd_nb.models.engine_vllm:KeyedRows"]).llm_engine
+        self.engine = LLM(source, tokenizer=tokenizer.name_or_path, trust_remote_code=False, **defaults | options).llm_engine
         self.padding = {*_padding_of(self.engine.vllm_config)}
         if self.mode != "segments": self.check_pairs()
 
@@ -362,7 +365,8 @@ class VLLMEngine(Engine):
             raise ValueError(f"max_total must be at most {self.context}, the max_model_len that vLLM was started with, "
                              f"got {max_total}")
         if guard and (workers := self.engine.vllm_config.parallel_config.world_size) > 1:
-            raise ValueError(f"guarded picks need vLLM on one GPU, got {workers}; divide the targets by shards instead")
+            raise ValueError(f"guarded picks need vLLM on one GPU, got {workers}; one GPU for each of several replicas works")
+        if self.draws == "native" and any(len(r.contexts) == 2 for r in queue): raise ValueError("draws must be keyed for mixed sequences, got native")
         sampling, running, pairs = dict(temperature=temperature, top_k=top_k), {}, []
         options = sampling | (dict(guard=guard) if guard else {})
         try:  # running: vLLM's request -> sequence and row
@@ -379,7 +383,7 @@ class VLLMEngine(Engine):
                 for s in finished:
                     naive = [bool(pick) and t not in s.overruled for t, pick in enumerate(s.request.naive[:len(s.ids)])] if guard else None
                     if s.rows: pairs.append((replace(s.request, naive=naive) if guard else s.request, s.ids))
-                    yield s.request, make_completion(s.ids, s.ids[-1] in self.stop, max_new_tokens)._replace(naive=naive)
+                    yield s.request, make_completion(s.ids, s.ids[-1] in self.stop, s.request.most(max_new_tokens))._replace(naive=naive)
         finally: self.engine.abort_request(list(running))
         self.confirm(pairs, **sampling)
 
@@ -416,16 +420,22 @@ class VLLMEngine(Engine):
     def _submit(self, sequence, running, sampling, side, tokens, **paired):
         row = dict(key=sequence.request.key, start=len(sequence.ids), side=side, **sampling, **paired)
         if not paired: row.pop("guard", None)
-        extra_args = dict(mixsd=row) if paired or sampling["temperature"] else None
-        params = self._params(tokens, self.sentinels if paired else [], extra_args=extra_args)
+        if self.draws == "native": options = self._native(sequence.request.key, **sampling)
+        else: options = dict(extra_args=dict(mixsd=row) if paired or sampling["temperature"] else None)
+        params = self._params(tokens, self.sentinels if paired else [], **options)
         running[self._add(sequence.request.contexts[side] + sequence.ids, params)] = sequence, side
 
     def _add(self, ids, params, **prompt):
         self.engine.add_request(name := str(next(self.numbers)), dict(prompt_token_ids=ids, **prompt), params)
         return name
 
-    def _params(self, tokens, ends=(), **options):
-        return SamplingParams(temperature=0, max_tokens=tokens, stop_token_ids=[*self.stop, *ends],
+    def _native(self, key, temperature, top_k):
+        "The parameters of a request whose tokens vLLM draws, with its key as the seed; without ids that the tokenizer does not have."
+        hidden = dict(logit_bias=dict.fromkeys(self.padding, -1e4)) if self.padding else {}
+        return dict(temperature=temperature, top_k=top_k if top_k < len(self.tokenizer) else 0, seed=key & (2**63 - 1), **hidden)
+
+    def _params(self, tokens, ends=(), temperature=0, **options):
+        return SamplingParams(temperature=temperature, max_tokens=tokens, stop_token_ids=[*self.stop, *ends],
                               ignore_eos=not self.stop, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
                               **options)
 

@@ -64,7 +64,8 @@ class Slots:
         self.t[slots] += count
         stopped = torch.isin(new.gather(1, count[:, None] - 1)[:, 0], stop)
         ended = stopped | (self.t[slots] >= self.room[slots])
-        finish = lambda k, s: make_completion(self.tokens[k, :self.t[k]].tolist(), bool(s), self.tokens.shape[1])._replace(
+        most = lambda k: self.requests[self.request[k]].most(self.tokens.shape[1])
+        finish = lambda k, s: make_completion(self.tokens[k, :self.t[k]].tolist(), bool(s), most(k))._replace(
             naive=self.naive[k, :self.t[k]].bool().tolist() if self.guarded else None)
         completions = [(self.requests[self.request[k]], finish(k, s)) for k, s in zip(slots[ended], stopped[ended])]
         self.request[slots[ended]] = -1

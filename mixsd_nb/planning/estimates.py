@@ -52,7 +52,7 @@ class Layout:
     gpu: bool = False
     processes: int = 1
     sharded: bool = False
-    packed: bool = False
+    packed: bool | None = None
     recompute: bool = False
     micro_tokens: int = 4_096
     lora: int = 0  # rank
@@ -77,6 +77,7 @@ class Burden:
     copy: bool = False  # whether a sharded student is copied to each device for rollouts
     anchors: int = 0  # further float32 copies of all weights
     decoded: int = 100  # sequences decoded at the same time
+    engine: float = 0.0  # bytes on each GPU of an engine in a process of its own that writes completions; 0 without one
 
 # %% ../../nbs/planning/estimates.ipynb #da83ab68
 def kept_bytes(shape: Shape, gpu: bool = False) -> int:
@@ -177,6 +178,7 @@ def decoding_peak(
 def rollout_peak(shape: Shape, burden: Burden, layout: Layout, sampled: bool = True) -> float:
     "Return the peak bytes of rollouts and of the teacher's pass over them on each device; 0 without rollouts."
     if not burden.writer: return 0.0
+    if burden.engine and layout.gpu: return _resident(shape, burden, layout)[0] + burden.engine
     rows = max(1, burden.batch // layout.processes) * burden.rollouts
     width = burden.teacher if layout.gpu and (burden.writer == "teacher" or burden.hosted and layout.sharded) else 4
     slots = min(rows, burden.decoded)

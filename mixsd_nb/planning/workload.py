@@ -204,6 +204,13 @@ def usual_completion(config) -> float:
     return drafted[0] if drafted else corpus_lengths(config.dataset, config.model)["train"].target
 
 
+def _writer_bytes(config, longest: int) -> float:
+    "The bytes on each GPU of an engine in a process of its own that writes rollouts of so many tokens; 0 without one."
+    if not (config.recipe.demand.rollout_model and ENGINES[config.rollout_engine].own_process): return 0.0
+    shape = read_shape(config.model)
+    return serve(shape, min(longest, shape.context), 0.0, rows=config.rollout_rows).least
+
+
 def burden_of(config) -> Burden:
     "Return what each update of a training trains on at most."
     lengths, demand, drafts = corpus_lengths(config.dataset, config.model)["train"], config.recipe.demand, list_drafts(config)
@@ -213,7 +220,8 @@ def burden_of(config) -> Burden:
     completion = max(written.get(False, completion), written.get(True, 0))
     examples = ((config.rollouts or 1) if demand.rollout_model else 1) + math.ceil(sum(draft.added for draft in drafts))
     return Burden(config.batch, lengths.longest_prompt, completion + 2, examples, demand.rollout_model, demand.teacher,
-                  demand.offload_teacher, demand.rollout_model == "student", demand.copies, config.rollout_rows)
+                  demand.offload_teacher, demand.rollout_model == "student", demand.copies, config.rollout_rows,
+                  _writer_bytes(config, lengths.longest_prompt + limit))
 
 
 def layout_of(config, machine: Machine) -> Layout:
@@ -311,11 +319,12 @@ def phase_size(config, machine: Machine, checkpoints: int) -> int:
 def training_disk(config, shape: Shape, layout: Layout, checkpoints: int, size: int) -> tuple[float, float]:
     """Return the bytes of a training's checkpoints when it is finished, and at most; `size` of them are between two pauses.
 
-    Weights that are not kept go in the pause after they are measured, but for at most three that can still be selected or
-    from which the training resumes; an optimiser state goes when the next one is complete."""
+    Weights that are not kept go in the pause after they are measured, but for those from which the training resumes and, where
+    the selected ones are kept or asked more, at most two others; an optimiser state goes when the next one is complete."""
     weights, state = checkpoint_bytes(shape, layout, config.stored)
     states = {"all": checkpoints, "newest": 1, "memory": 0, "none": 0}[config.state]
-    waiting = checkpoints if config.keep == "all" else min(checkpoints, size + _OPEN + len(config.suite_steps or ()))
+    others = _OPEN if config.keep == "chosen" or config.measure == "selection" else 1
+    waiting = checkpoints if config.keep == "all" else min(checkpoints, size + others + len(config.suite_steps or ()))
     most = waiting * weights + min(checkpoints, states + (states == 1)) * state
     if config.keep == "all": return checkpoints * weights + states * state, most
     return (config.keep != "none") * (1 + len(config.suite_steps or ())) * weights, most

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['TrainingSpec', 'training_device', 'check_devices', 'check_spec', 'build_objective', 'training_order', 'microbatches',
-           'FineTuner', 'train_process', 'read_curves', 'write_spec', 'fine_tune', 'loop_in_phases', 'main']
+           'count_parts', 'FineTuner', 'train_process', 'read_curves', 'write_spec', 'fine_tune', 'loop_in_phases',
+           'main']
 
 # %% ../../nbs/training/trainer.ipynb #ffdd7439
 import contextlib
@@ -26,7 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
-from .loss import LossHead, Objective, check_finite, summed_loss
+from .loss import Example, LossHead, Objective, check_finite, summed_loss
 from .offload import OffloadedAdamW, explain_out_of_memory
 from .saving import SavingTrainer, load_trained, memory_files, restore_objective
 from ..models import free_memory, load_base
@@ -52,7 +53,7 @@ class TrainingSpec:
     processes: int = 1
     offload: bool = False  # the optimiser's state is in the host's memory
     sharded: bool = False  # weights, gradients and optimiser sharded over the processes (FSDP2) instead of copied (DDP)
-    packed: bool = False  # examples in one row without padding
+    packed: bool | None = None  # examples in one row without padding; None: on a GPU, as of `LossHead.packs`
     recompute: bool = False  # activations are recomputed in the backward pass, which saves memory
     micro_tokens: int = 4_096  # tokens of a microbatch at most, padding included
     bf16: bool | None = None  # whether matrix products are in bfloat16 (weights stay in float32); None: on GPUs
@@ -163,10 +164,32 @@ def _add_adapters(model, rank: int) -> None:
         model.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", exclude_modules=more or None))
 
 # %% ../../nbs/training/trainer.ipynb #2dcc9b39
-def microbatches(examples: list, parts: int) -> list[list]:
-    "Split the examples into this many parts, each with examples of similar length; some are empty if there are few."
+def microbatches(
+    examples: list[Example],
+    parts: int,
+    packed: bool = False,  # examples of a part in one row, instead of padded rows
+) -> list[list[Example]]:
+    "Split the examples into this many parts; some are empty if there are few."
     by_length = sorted(examples, key=lambda e: len(e.prompt) + len(e.completion))
-    return [[by_length[i] for i in part] for part in np.array_split(np.arange(len(by_length)), parts)]
+    if not packed: return [[by_length[i] for i in part] for part in np.array_split(np.arange(len(by_length)), parts)]
+    rows, sizes = [[] for _ in range(parts)], [0] * parts
+    for example in reversed(by_length):
+        rows[k := int(np.argmin(sizes))].append(example)
+        sizes[k] += len(example.prompt) + len(example.completion)
+    return rows
+
+
+def count_parts(
+    examples: list[Example],
+    limit: int,  # tokens of a microbatch, padding included
+    packed: bool = False,
+) -> int:
+    "Return the number of microbatches, so that each one has at most `limit` tokens or a single example."
+    lengths = [len(e.prompt) + len(e.completion) for e in examples]
+    if not packed: return min(len(examples), math.ceil(max(lengths, default=1) * len(examples) / limit))
+    size = lambda part: sum(len(e.prompt) + len(e.completion) for e in part)
+    fits = lambda parts: max(map(size, microbatches(examples, parts, True))) <= limit
+    return next((n for n in range(math.ceil(sum(lengths) / limit), len(examples)) if fits(n)), len(examples))
 
 # %% ../../nbs/training/trainer.ipynb #d4fc671b
 def _shard_on_cpu(trainer: SavingTrainer) -> None:
@@ -252,27 +275,25 @@ class FineTuner(SavingTrainer):
         self.optimizer.step()
         model.zero_grad()
 
-    def _gather_sizes(self, *sizes: int) -> torch.Tensor:
-        "Return the sizes of all processes, (processes, sizes); those of one process stay on the host, which then does not wait for a GPU."
-        alone = self.accelerator.num_processes == 1
-        found = torch.tensor([sizes], device=None if alone else self.args.device)
-        return found if alone else self.accelerator.gather(found)
+    def _gather_sizes(self, *sizes: int) -> np.ndarray:
+        "Return the sizes of all processes, (processes, sizes); for one process nothing waits for a GPU."
+        if self.accelerator.num_processes == 1: return np.array([sizes])
+        return self.accelerator.gather(torch.tensor([sizes], device=self.args.device)).cpu().numpy()
 
     def _add_gradient(self, model, examples: list) -> torch.Tensor:
         "Add the gradient of an update; returns its loss as of `training_step`."
         tokens = sum(len(e.completion) for e in examples)
-        size = max((len(e.prompt) + len(e.completion) for e in examples), default=1) * len(examples)
-        parts = min(len(examples), math.ceil(size / self.spec.micro_tokens))
-        sizes = self._gather_sizes(tokens, parts, self.objective.size(examples))
-        total, loss = max(1, sizes[:, 2].sum().item()), torch.zeros((), device=self.args.device)
+        with self.accelerator.autocast(): packed = self.head.packs(model, self.spec.packed)
+        sizes = self._gather_sizes(tokens, count_parts(examples, self.spec.micro_tokens, packed), self.objective.size(examples))
+        total, loss = max(1, int(sizes[:, 2].sum())), torch.zeros((), device=self.args.device)
         # every process makes the same number of backward passes, because each one waits for the others
-        for part in microbatches(examples, max(1, sizes[:, 1].max().item())):
+        for part in microbatches(examples, max(1, sizes[:, 1].max()), packed):
             with self.accelerator.autocast():  # accelerate leaves sharded models without it
-                part_loss = summed_loss(model, self.head, part, self.objective.loss, self.spec.packed)
+                part_loss = summed_loss(model, self.head, part, self.objective.loss, packed)
             share = part_loss * self.accelerator.num_processes / total
             self.accelerator.backward(share)
             loss += share.detach()
-        self.trained += sizes[:, 0].sum().item()
+        self.trained += int(sizes[:, 0].sum())
         return loss + self.objective.penalise(dict(self.model.named_parameters()))
 
     def _maybe_log_save_evaluate(self, tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=None):

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['SHAPES', 'main', 'Shape', 'save_random_model', 'Part', 'matrix_rate', 'measure_part', 'trainable_recipes', 'Device',
-           'mix_facts', 'ask_facts', 'score_facts', 'square_gradients', 'train_method', 'resume_training',
-           'compare_with_cpu', 'add_plan', 'check_device', 'collect_rates', 'format_part', 'report_device']
+           'mix_facts', 'ask_facts', 'compare_draws', 'score_facts', 'square_gradients', 'train_method',
+           'compare_packed', 'resume_training', 'compare_with_cpu', 'add_plan', 'check_device', 'collect_rates',
+           'format_part', 'report_device']
 
 # %% ../../../nbs/lab/profiling/check.ipynb #f3bc08fc
 import contextlib
@@ -222,6 +223,21 @@ def ask_facts(check: Device, kind: str = "hf") -> tuple[int, dict]:
         seconds, sides = time.perf_counter() - begin, [len(prompt) for prompt, _ in check.pairs()]
         return tokens, dict(seconds=seconds, responses=len(table), work=check.decoding(kind, sides))
 
+# %% ../../../nbs/lab/profiling/check.ipynb #a1c021cc
+def compare_draws(check: Device) -> tuple[int, dict]:
+    "Draw responses with keyed and with native noise; AssertionError of one sentence if their mean NLL differs. Returns the number of tokens."
+    prompts, found, notes = [prompt for prompt, _ in check.pairs()], {}, {}
+    for draws in ("keyed", "native"):
+        with check.engine("vllm", draws=draws) as engine:
+            begin, keys = time.perf_counter(), range(len(prompts))
+            written = engine.generate(prompts, keys=keys, temperature=1.0, top_k=1 << 20, max_new_tokens=check.shape.tokens, max_total=engine.context)
+            notes[f"{draws}_seconds"] = time.perf_counter() - begin
+            found[draws] = np.concatenate(engine.score([(prompt, completion.ids) for prompt, completion in zip(prompts, written)]))
+    notes |= {f"{draws}_nll": float(nll.mean()) for draws, nll in found.items()}
+    error = sum(nll.var() / len(nll) for nll in found.values())**0.5
+    if abs(notes["keyed_nll"] - notes["native_nll"]) > 5 * error + 1e-3: raise AssertionError(f"native draws are not as likely as keyed ones: {notes}")
+    return sum(map(len, found.values())), notes
+
 # %% ../../../nbs/lab/profiling/check.ipynb #fe34b9b0
 def score_facts(check: Device) -> tuple[int, dict]:
     "Score every canonical target; returns the number of tokens, prompts included."
@@ -265,6 +281,27 @@ def train_method(check: Device, recipe: dict[str, str]) -> tuple[int, dict]:
     seconds = times[-1] - times[0]
     notes = dict(seconds=seconds, seconds_of_update=seconds / (len(times) - 1), loss=entries[-1]["loss"])
     return entries[-1]["tokens"] - entries[0]["tokens"], notes
+
+# %% ../../../nbs/lab/profiling/check.ipynb #b5236e96
+def compare_packed(check: Device) -> tuple[int, dict]:
+    "Train three updates with padded and with packed rows; AssertionError of one sentence if their losses differ. Returns the number of tokens."
+    from mixsd_nb.training.loss import LossHead
+    from mixsd_nb.training.trainer import TrainingSpec, train_process
+    pairs, losses, notes, tokens, heads = check.pairs(), {}, {}, 0, []
+    pairs = [(prompt, completion * (1 + 7 * (k % 4 == 0))) for k, (prompt, completion) in enumerate(pairs)]
+    decide = LossHead.packs
+    for packed in (False, True):
+        entries, times = [], []
+        spec = TrainingSpec(check.model, 1e-5, 3, len(pairs) // 2, "methods.supervised:stored_pairs", dict(pairs=pairs), packed=packed)
+        with (_no_checkpoints(), tempfile.TemporaryDirectory(dir=check.folder) as folder,
+              patch.object(LossHead, "packs", lambda self, *given: (heads.append(self), decide(self, *given))[1])):
+            train_process(spec, Path(folder), lambda entry: (entries.append(entry), times.append(time.perf_counter())))
+        way, losses[packed] = "packed" if packed else "padded", np.array([entry["loss"] for entry in entries])
+        tokens += entries[-1]["tokens"]
+        notes[f"{way}_seconds"] = times[-1] - times[0]
+    notes |= dict(in_one_call=heads[-1].in_one_call, largest_difference=float(np.abs(losses[True] / losses[False] - 1).max()))
+    if notes["largest_difference"] > 0.02: raise AssertionError(f"losses of packed rows must be those of padded ones: {notes}")
+    return tokens, notes
 
 # %% ../../../nbs/lab/profiling/check.ipynb #47558b71
 def resume_training(check: Device) -> tuple[int, dict]:
@@ -367,9 +404,11 @@ def check_device(
         if importlib.util.find_spec("vllm"):
             add("mix, vllm", lambda: mix_facts(check, "vllm"))
             add("evaluate, vllm", lambda: ask_facts(check, "vllm"))
+            add("draws, vllm", lambda: compare_draws(check))
         add("evaluate", lambda: ask_facts(check), 2 * size_of)
         add("NLL", lambda: score_facts(check), 2 * size_of)
         add("Fisher", lambda: square_gradients(check), 6 * size_of)
+        add("packed rows", lambda: compare_packed(check))
         add("resume", lambda: resume_training(check))
         for name, recipe in trainable_recipes().items():
             if time.perf_counter() - begin > 60 * minutes: parts.append(Part(f"train, {name}", error="skipped: no time"))

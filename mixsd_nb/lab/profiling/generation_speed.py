@@ -104,8 +104,9 @@ def generate_by_single_tokens(
         return contexts[int(naive[len(ids[k])]) if len(contexts) == 2 else 0]
 
     while active:
-        outputs = engine._wait([engine._add(context(k) + ids[k], engine._params(1)) for k in active])
-        for k, output in zip(active, outputs): ids[k].append(output.outputs[0].token_ids[0])
+        names = [engine._add(context(k) + ids[k], engine._params(1)) for k in active]
+        while not {*names} <= engine.outputs.keys(): engine._step()
+        for k, name in zip(active, names): ids[k].append(engine.outputs.pop(name).outputs[0].token_ids[0])
         active = [k for k in active if ids[k][-1] not in engine.stop and len(ids[k]) < max_new_tokens]
     return ids
 

@@ -66,7 +66,7 @@ def update_rate(
 
 # %% ../../../nbs/lab/profiling/training_speed.ipynb #270f3cdb
 UPDATE_TIMES = {  # way of training: function (spec, folder) -> times at which updates end
-    "ours": our_update_times,
+    "ours": lambda spec, folder: our_update_times(replace(spec, packed=False), folder),
     "TRL": trl_update_times,
     "ours, packed": lambda spec, folder: our_update_times(replace(spec, packed=True), folder),
     "TRL, padding-free": lambda spec, folder: trl_update_times(spec, folder, padding_free=True),
