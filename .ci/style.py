@@ -25,9 +25,9 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 # Words with which an instruction begins: what a function does. A property is a value, so it may begin with a noun.
 VERBS = frozenset("""
-    add advance answer append ask assign audit average begin build call cancel change check classify collect compare compose
+    add advance answer append ask assign audit average begin build call cancel change check classify close collect compare compose
     compute continue copy count create cut decode decorate describe do download draw drop end ensure estimate evaluate
-    execute extract fill find fit follow force format generate give go grade greet group hide hold import invent join keep
+    execute extract fill find fit follow force forget format generate give go grade greet group hide hold import invent join keep
     kill learn leave let list load lock log lower make mark measure merge mix move name note offer open overwrite parse
     plan prepare print push put raise read record recompute remove renew replace report requeue restore retell return run
     sample save say score select send set show simulate sort split square start stop store submit take teach tell test train

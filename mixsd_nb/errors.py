@@ -26,8 +26,8 @@ from .models.identity import MODEL_OPTIONS, ModelName, ModelOptions, model_label
 from .results.cube import agreeing_runs
 from .results.plots import mark_made_up
 from .runs.schema import variable
-from .runs import (Run, Stage, check_runs_folder, module_of, run_function, runs_root, consumed_field, runtime_field,
-                           read_table, write_atomically)
+from .runs import (Run, Stage, check_runs_folder, module_of, run_function, runs_root, consumed_field,
+                           runtime_field, read_table, write_atomically)
 
 _all_ = ["classify"]
 
@@ -80,7 +80,7 @@ class ErrorsConfig(CorpusSettings, Stage):
         return [*super().modules(), *(module_of(name) for name in (corpus.build, corpus.entities) if name)]
 
     def check(self):
-        "ValueError if there are no responses."
+        "Raise ValueError if there are no responses."
         if self.files.empty:
             cell = f"dataset {self.dataset} and model {self.model}"
             raise ValueError(f"{self.root} has no responses of {cell}; train.ipynb makes some")
@@ -93,7 +93,7 @@ class ErrorsConfig(CorpusSettings, Stage):
         return xr.DataTree(counts.assign_attrs(config=self.canonical(), content=digest_responses(self.files)))
 
     def describe_collapse(self, table: pd.DataFrame) -> dict[str, xr.Variable]:
-        "By benchmark the largest length of a collapse, and the share of the reference solutions that are not longer."
+        "Return by benchmark the largest length of a collapse, and the share of reference solutions up to that length."
         dims, limits = ("dataset", "model", "benchmark"), table.groupby("benchmark").limit.first()
         found = {name: float("nan") if name in RECALL_BENCHMARKS else
                  reference_share(name, self.dataset, self.limits._replace(characters=limit))
@@ -113,7 +113,7 @@ COLOURS = {"format": "#999999", "leakage": "#d55e00", "cross-entity": "#cc79a7",
 def _last_rows(
     table: pd.DataFrame,  # with the columns `recipe`, `lr`, `seed`, `benchmark` and `step`
 ) -> pd.DataFrame:
-    "The rows of the last step at which each run was evaluated on a benchmark; runs of one recipe may end at different steps."
+    "Return the rows of the last step at which each run was evaluated on a benchmark; runs may end at different steps."
     return table[table.step == table.groupby(["recipe", "lr", "seed", "benchmark"]).step.transform("max")]
 
 
@@ -123,8 +123,8 @@ def breakdown(
 ) -> pd.DataFrame:
     """Return errors of each category, `n` and `wrong` by benchmark and recipe, summed over seeds.
 
-    The recipes are the base model, and all recipes of the learning rate, each seed at the last step that was asked a
-    benchmark."""
+    The recipes are the base model, and all recipes of the learning rate, each seed at the last step that was evaluated
+    on a benchmark."""
     counts = result[["count", "n", "wrong"]].isel(dataset=0, model=0, drop=True)
     table = counts.to_dataframe().reset_index().dropna(subset=["n"])
     table = _last_rows(table[table.lr.isin([0, lr])])
@@ -137,7 +137,8 @@ def breakdown(
 def name_rates(
     result: xr.Dataset,  # root of a result
 ) -> dict[float, str]:
-    """The rates of the trained recipes: `rate` for a learning rate, these first, else the name of a recipe's own option.
+    """Return the rates of the trained recipes: `rate` for a learning rate, these first, else the name of a recipe's
+    own option.
 
     If nothing was trained, 0, the rate of the base model, without a name."""
     ran = result.n.notnull().any([d for d in result.n.dims if d not in ("recipe", "lr")])
@@ -209,7 +210,7 @@ def shares_table(
 ) -> pd.DataFrame:
     """Return percentages of both denominators by learning rate, benchmark and recipe, with N.
 
-    Beside them stands the percentage of the benchmark's reference solutions that the rule calls collapsed."""
+    Next to them is the percentage of the benchmark's reference solutions that the rule calls collapsed."""
     parts, references = {}, 100 * result.reference_collapse.isel(dataset=0, model=0).to_series()
     for lr in name_rates(result):
         errors = breakdown(result, lr)
@@ -226,7 +227,8 @@ def shares_table(
 def summarise_held_out(
     result: xr.Dataset,  # root of a result
 ) -> pd.DataFrame:
-    """By learning rate and recipe, over all held-out suites together: the share of each category among errors (%).
+    """Return by learning rate and recipe, over all held-out suites together, the share of each category among errors
+    (%).
 
     One further column has leakage and collapse as a share of all responses (%)."""
     table = shares_table(result, held_out_suites())
@@ -263,7 +265,7 @@ def pick_examples(
     per: int = 1,  # examples of each recipe and category
     width: int = 220,  # maximum characters of a prompt and of a response
 ) -> pd.DataFrame:
-    "Wrong responses of the base model and of all recipes at a rate at the last step, each of another benchmark."
+    "Return wrong responses of the base model and of all recipes at a rate at the last step, each of another benchmark."
     last = _last_rows(table[table.lr.isin([0, lr])])
     wrong = last[last.category != "correct"].sort_values(["seed", "item", "sample"])
     wrong = wrong.drop_duplicates(["recipe", "category", "benchmark"]).groupby(["recipe", "category"]).head(per)

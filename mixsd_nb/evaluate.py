@@ -22,8 +22,8 @@ from pydantic import field_validator
 
 from .analysis.scores import compare, scores
 from .benchmarks import ROLES, SUITES, Item
-from .benchmarks.evaluation import (RECORD_KEYS, EvalSettings, check_prompts, evaluate_suite, select_items, specify,
-                                            write_responses)
+from .benchmarks.evaluation import (RECORD_KEYS, EvalSettings, check_prompts, evaluate_suite, select_items,
+                                            specify, write_responses)
 from .models import check_model, check_model_of_engine, check_process
 from .models.identity import BY_CONTENT, ModelName, model_label
 from .models.lab import warn_about_lab_values
@@ -36,12 +36,14 @@ _all_ = ["EvalSettings", "compare", "evaluate_suite", "scores"]
 
 # %% ../nbs/evaluate.ipynb #ac5268fe
 class EvaluateConfig(Stage, EvalSettings):
-    "Evaluate a model on a suite of benchmarks; the responses are stored beside the result as a Parquet file."
+    "Evaluate a model on a suite of benchmarks; the responses are stored next to the result as a Parquet file."
     name = "evaluate"
     run_class = "reports.finished:ModelRun"
     workload = "mixsd_nb.planning.workload:plan_evaluation"
     model: ModelName = flagged_field("lab-m", "a lab model, a folder or a hub id", "main", "several")
-    baseline: Annotated[str, BY_CONTENT] = runtime_field("", "another model, with which this one is compared item by item", "main")
+    baseline: Annotated[str, BY_CONTENT] = runtime_field("",
+                                                         "another model, with which this one is compared item by item",
+                                                         "main")
 
     @field_validator("baseline")
     @classmethod
@@ -77,7 +79,7 @@ def _shared_identity(identity: dict) -> dict: return {k: v for k, v in identity.
 
 
 def _sharing_lock(config: EvaluateConfig, items: dict[str, dict[str, Item]]):
-    "A lock that evaluations of the same model hold one after the other, if others can use some of the responses."
+    "Return a lock that evaluations of one model hold in turn, if others can use some of the responses."
     if all(SUITES[name].role == "in-domain" for name in items): return contextlib.nullcontext()
     text = json.dumps(_shared_identity(config.identity()), sort_keys=True)
     digest = hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
@@ -123,7 +125,7 @@ def summarise(
     config: EvaluateConfig,
     specification: str = "",  # JSON, as returned by `specify`
 ) -> xr.DataTree:
-    "The accuracy of each benchmark with its N and its interval, as a result over `benchmark`."
+    "Return the accuracy of each benchmark with its N and its interval, as a result over `benchmark`."
     table, reports = scores(responses), responses.attrs.get("reports", {})
     suites = {name: dict(column=SUITES[name].column, role=SUITES[name].role, samples=table["samples"][name])
               | reported_versions(reports).get(name, {}) for name in table.index}

@@ -109,7 +109,7 @@ class PageCommand(CommandLine):
     "The command that shows the page. It sets MIXSD_RUNS, for the page too, which reads the records of files of facts there."
 
     def read(self, *words):
-        "As in `CommandLine`."
+        "Read the options as `CommandLine` does."
         parser, fields = self.parse(*words)
         runs = read_texts(parser, words, fields).get("runs") or runs_root()
         os.environ["MIXSD_RUNS"] = str(Path(runs).absolute())

@@ -61,17 +61,19 @@ class FactsConfig(PresetSettings, Stage):
     documents: DocumentName = flagged_field("example", (
         "a text (.md, .txt, .html), a table with a column text, or a folder of texts"), "positional")
     model_options: ModelOptions = consumed_field(MODEL_OPTIONS)
-    model: ModelName = flagged_field("lab-m", "model that will learn the facts; what it knows already is left out", "main")
+    model: ModelName = flagged_field("lab-m", "model that will learn the facts; what it knows already is left out",
+                                     "main")
     writer: Annotated[str, BY_CONTENT] = flagged_field(
         "", "another, larger model that writes the questions; empty for the model itself", "main")
     forms: str = preset_field("forms of questions, with commas, or all", "main", lab="cloze", real="cloze", paper="all")
     draws: int = preset_field("candidates of each form for each passage", "main", lab=4, real=4, paper=2, ge=1)
     wordings: int = preset_field("most other wordings of each question", lab=2, real=2, paper=2, ge=0)
     support: Literal["either", "both"] = preset_field((
-        "what makes an answer that of the passage: it occurs there, the model gives it again in two of three draws, either "
-        "or both"),
+        "what makes an answer that of the passage: it occurs there, the model gives it again in two of three draws, "
+        "either or both"),
         lab="both", real="both", paper="both")
-    temperature: float = flagged_field(0.7, "sampling temperature of questions, and of answers that are given again", gt=0)
+    temperature: float = flagged_field(0.7, "sampling temperature of questions, and of answers that are given again",
+                                       gt=0)
     longest: int = flagged_field(800, "characters of a passage", ge=100)
     words: int = flagged_field(8, "most words of an answer", ge=1)
     seed: Seed = flagged_field(0, "seed of all draws")
@@ -100,7 +102,7 @@ class FactsConfig(PresetSettings, Stage):
     def modules(self): return [*super().modules(), module_of(ENGINES[self.engine].cls)]
 
     def check(self):
-        "ValueError of one sentence if the engine cannot run a model."
+        "Raise ValueError if the engine cannot run a model."
         for name in {self.model, self.writer or self.model}: check_model_of_engine(self.engine, name)
 
     def compute(self, run: Run) -> xr.DataTree:

@@ -34,7 +34,8 @@ class FiguresConfig(Config):
     model: str = Field("lab-m", description="base model to draw")
     lr: float = Field(0.0, ge=0, description="only this learning rate; 0 for all, each in its own panel")
     rule: Literal["best", "first_peak"] = Field("best", description=(
-        "checkpoint of a run that tables show: best, by the paper's rule, or first_peak, by that of the published code"))
+        "checkpoint of a run that tables show: best, by the paper's rule, or first_peak, by that of the published "
+        "code"))
     ties: Literal["smallest", "largest"] = Field("smallest", description=(
         "learning rate that tables show if several have the best validation score: smallest or largest"))
     where: dict = Field({}, description=(
@@ -52,7 +53,8 @@ def find_run(
 
 # %% ../nbs/figures.ipynb #25589255
 def analysis_figures(config: FiguresConfig) -> dict[str, Figure]:
-    """By name the CDFs of the targets' NLL and the categories of errors, as far as nll and errors have finished runs.
+    """Draw, by name, the CDFs of the targets' NLL and the categories of errors, as far as nll and errors have
+    finished runs.
 
     Prints one line if errors has a run, but new responses have been written since."""
     cell = dict(dataset=config.dataset, model=config.model)

@@ -59,7 +59,7 @@ class FisherConfig(TrainingAnalysis):
         return folder or benchmarks_folder() if info.data.get("reference") == "paper" else ""
 
     def identity(self):
-        "As in `Config`, with the local files of the paper's tasks."
+        "Return the identity of a `Config`, with the local files of the paper's tasks."
         files = task_files([name for name in suite_groups()["paper"] if name in SOURCES], self.data)
         return super().identity() | (dict(data=files) if files else {})
 
@@ -72,7 +72,7 @@ class FisherConfig(TrainingAnalysis):
         return [*super().modules(), *sorted(map(module_of, items))]
 
     def check(self):
-        "ValueError for too many processes, a base model other than that of the run, or a missing checkpoint."
+        "Raise ValueError for too many processes, a base model other than that of the run, or a missing checkpoint."
         if self.processes > 1:
             from mixsd_nb.training.trainer import check_devices
             check_devices(self.processes, self.processes, sharded=False)
@@ -83,7 +83,7 @@ class FisherConfig(TrainingAnalysis):
         find_checkpoints(run, self.checkpoints)
 
     def compute(self, run):
-        "The Fisher of the base model, or the displacement of the checkpoints of a training run."
+        "Compute the Fisher of the base model, or the displacement of the checkpoints of a training run."
         return (run_displacement if self.trained else base_fisher)(self, run.folder)
 
 
@@ -97,7 +97,7 @@ def tabulate_base(
     sums: pd.DataFrame,  # as returned by `tensor_sums`
     part: str = "",  # a key of PARTS; empty for all tensors together
 ) -> xr.Dataset:
-    "`fisher_trace` and `parameters` over `model` and, if a part is given, over the part."
+    "Return `fisher_trace` and `parameters` over `model` and, if a part is given, over the part."
     table = (sums.groupby(PARTS[part], sort=False).sum() if part else sums.sum().to_frame().T)
     table = table.astype(dict(parameters=int))
     axis = {part: variable(part, [part], list(table.index))} if part else {}
@@ -110,7 +110,7 @@ def tabulate_checkpoints(
     sums: dict[int, pd.DataFrame],  # step -> as returned by `tensor_sums`
     part: str = "",  # a key of PARTS; empty for all tensors together
 ) -> xr.Dataset:
-    "MEASURES over CELL_DIMS and, if given, the part, with `fisher_trace` and `parameters` of the base model."
+    "Return MEASURES over CELL_DIMS and, if given, the part, with `fisher_trace` and `parameters` of the base model."
     total = lambda s: add_alignment_ratio(s.groupby(PARTS[part], sort=False).sum()) if part else total_sums(s)
     tables = list(map(total, sums.values()))
     dims = (*CELL_DIMS, part) if part else CELL_DIMS
@@ -169,7 +169,7 @@ def measure_all_runs(
 ) -> tuple[dict[str, xr.DataTree], list[str]]:
     """Return the results of all training runs of the model by folder name, and the names of the runs that are left out.
 
-    A run is left out if it has no checkpoints, or if these have an output embedding that the base model lacks."""
+    A run is left out if it has no checkpoints, or if these have an output embedding that the base model does not have."""
     runs = [run for run in agreeing_runs(model=config.model) if (run.root.step > 0).any()]
     from transformers import AutoConfig
     tied = lambda name: load_part(AutoConfig, name).get_text_config().tie_word_embeddings
@@ -182,7 +182,7 @@ def measure_all_runs(
 def layer_ratio(
     tree: xr.DataTree,  # result of a training run
 ) -> xr.DataArray:
-    "R of all layers together, without the embeddings, the last norm and the head."
+    "Return R of all layers together, without the embeddings, the last norm and the head."
     parts = tree["per_layer"].to_dataset()
     layers = parts.sel(layer=[layer for layer in parts.layer.values if layer.isdigit()])
     return add_alignment_ratio(layers[list(SUMS)].sum("layer")).alignment_ratio
@@ -207,7 +207,7 @@ AXES = {"displacement_sq": "‖Δθ‖²", "alignment_ratio": "R", "layer_ratio"
 def correlations(
     table: pd.DataFrame,  # as returned by `checkpoint_points`
 ) -> pd.DataFrame:
-    """Pearson's r of Drop with each of AXES, with intervals by bootstrap over runs (appendix E.1).
+    """Return Pearson's r of Drop with each of AXES, with intervals by bootstrap over runs (appendix E.1).
 
     The rows are all checkpoints of the model, then those of each dataset, recipe and learning rate. The paper pools the
     corpora and does not say which checkpoints.
@@ -259,7 +259,7 @@ def forgetting_figure(
 def last_step_table(
     table: pd.DataFrame,  # as returned by `checkpoint_points`
 ) -> pd.DataFrame:
-    "‖Δθ‖², R and Drop of each recipe at its last step, means over seeds; the paper's table (appendix E.1) has selected steps."
+    "Return ‖Δθ‖², R and Drop by recipe at the last step, means over seeds; appendix E.1 has selected steps."
     last = table[table.step == table.groupby("run").step.transform("max")]
     keys = ["dataset", "recipe", "lr"]
     means = last.groupby(keys)[[*AXES, "drop"]].mean().join(last.groupby(keys).size().rename("seeds"))
@@ -270,7 +270,7 @@ def part_table(
     results: dict[str, xr.DataTree],  # by name of the training run
     part: str,  # a key of PARTS
 ) -> pd.DataFrame:
-    "By part: its % of d, tr F̂, ‖Δθ‖² and Q_F, and R within it; means over the last checkpoints of all runs."
+    "Return by part its % of d, tr F̂, ‖Δθ‖² and Q_F, and R within it; means over the last checkpoints of all runs."
     tables = []
     for tree in results.values():
         last = tree[f"per_{part}"].to_dataset().isel(step=-1, drop=True).squeeze(drop=True)

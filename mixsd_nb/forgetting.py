@@ -34,7 +34,8 @@ class ForgettingConfig(CorpusSettings, TrainingAnalysis, TextSettings):
     run_class = "reports.finished:FinishedRun"
     workload = "mixsd_nb.planning.workload:plan_forgetting"
     dataset_options: CorpusOptions = consumed_field(CORPUS_OPTIONS)
-    dataset: CorpusName = runtime_field("kgfact-small", "corpus of the training runs: its name, a file, a folder or a hub id")
+    dataset: CorpusName = runtime_field("kgfact-small",
+                                        "corpus of the training runs: its name, a file, a folder or a hub id")
     model_options: ModelOptions = consumed_field(MODEL_OPTIONS)
     model: ModelName = runtime_field("lab-m", "base model of the training runs: a lab model, a folder or a hub id")
 
@@ -43,7 +44,7 @@ class ForgettingConfig(CorpusSettings, TrainingAnalysis, TextSettings):
     def modules(self): return [*super().modules(), module_of(ENGINES[self.engine].cls)]
 
     def check(self):
-        "ValueError without a training run, for a corpus or a base model other than its own, or for a missing checkpoint."
+        "Raise ValueError without a training run, for another corpus or base model, or for a missing checkpoint."
         if not self.trained: raise ValueError("trained must be the folder of a training run; `measure_runs` measures all of them")
         trained = open_training_run(self.trained)
         for name in ("dataset", "model"):
@@ -52,7 +53,7 @@ class ForgettingConfig(CorpusSettings, TrainingAnalysis, TextSettings):
         find_checkpoints(trained, self.checkpoints)
 
     def texts(self) -> tuple[pd.DataFrame, pd.DataFrame]:
-        "The base model's own text on the benchmarks, and on the questions of the corpus; sampled if they do not exist."
+        "Return the base model's own text on benchmarks and on the corpus's questions, sampled if it does not exist."
         return self.pass_to(ReferenceConfig, without=["dataset"]).text(), self.pass_to(ReferenceConfig).text()
 
     def compute(self, run):
@@ -88,7 +89,9 @@ def measure_runs(
     config: ForgettingConfig,
     force: bool = False,  # compute finished runs again
 ) -> dict[str, xr.Dataset]:
-    "The results by name or folder of the training run: of the one in `trained`, or of all with weights. Others are named in a line."
+    """Return the results by name or folder of the training run: of the one in `trained`, or of all with weights.
+
+    Others are named in a line."""
     if config.trained: return {config.trained: config.run(force).root}
     runs = [run for run in agreeing_runs(dataset=config.dataset, model=config.model) if run.root["recipe"].item() != BASE]
     kept, gone = [run for run in runs if keeps_weights(run)], [run.name for run in runs if not keeps_weights(run)]
@@ -123,14 +126,15 @@ def _last_step_rows(
 def _nll_rows(
     table: pd.DataFrame,  # as returned by `forgetting_table`
 ) -> pd.DataFrame:
-    "The rows of recipes that minimise the NLL of their targets and nothing else, so that N_ref describes what they learn from."
+    """Return the rows of recipes that minimise the NLL of their targets and nothing else, so that N_ref describes
+    what they learn from."""
     return table[[parse_label(label)[0].is_nll for label in table["recipe"]]].dropna(subset="n_ref")
 
 # %% ../nbs/forgetting.ipynb #1e6ddf73
 def last_step_table(
     table: pd.DataFrame,  # as returned by `forgetting_table`
 ) -> pd.DataFrame:
-    "Means over seeds at the last step, by learning rate and recipe, with the number of seeds."
+    "Return means over seeds at the last step, by learning rate and recipe, with the number of seeds."
     by = _last_step_rows(table).assign(order=lambda t: t.lam.fillna(-1)).groupby(["lr", "order", "recipe"])
     units = "(nats per token)"
     names = dict(n_ref=f"N_ref {units}", recall="recall (%)", drop="Drop (points)", forgetting="F (nats per response)",
@@ -144,8 +148,8 @@ def forgetting_figure(
 ):
     """Drop and F against N_ref at the last step, and Drop against F at all checkpoints.
 
-    The first two panels have a line for each learning rate and a dot for each seed; they show the recipes that minimise the
-    NLL of their targets and nothing else."""
+    The first two panels have a line for each learning rate and a dot for each seed; they show the recipes that minimise
+    the NLL of their targets and nothing else."""
     import matplotlib.pyplot as plt
     fig, axes = plt.subplots(1, 3, figsize=(13.5, 3.8), layout="constrained")
     titles = dict(drop="Drop (points of the held-out average)", forgetting_token="F(D) (nats per token)")
@@ -175,8 +179,8 @@ def forgetting_figure(
 def rank_correlations(
     table: pd.DataFrame,  # as returned by `forgetting_table`
 ) -> pd.Series:
-    """Spearman's rank correlations: F and Drop, and the KL on new facts and Drop, over all checkpoints; N_ref with Drop and
-    with F at the last step of each rate, for recipes that minimise the NLL of their targets and nothing else.
+    """Return Spearman's rank correlations: F and Drop, and the KL on new facts and Drop, over all checkpoints; N_ref
+    with Drop and with F at the last step of each rate, for recipes that minimise the NLL of their targets and nothing else.
 
     Checkpoints of one run are not independent, so no p-value is given. A correlation with a constant is left out."""
     names = {"F": "forgetting_token", "KL on new facts": "new_kl"}

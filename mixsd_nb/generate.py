@@ -16,7 +16,8 @@ from pydantic import PrivateAttr
 from .corpora import CORPORA
 from .methods.fact_lengths import check_facts
 from .methods.wording_ids import worded_rows
-from .methods.targets import (MixSettings, count_unconfirmed, join_shards, keep_agreed, list_agreeing, mix_corpus,
+from .methods.targets import (MixSettings, count_unconfirmed, join_shards, keep_agreed, list_agreeing,
+                                      mix_corpus,
                                       read_targets, select_targets, summarise_targets, target_schema, write_targets)
 from .models import ENGINES, check_model_of_engine, check_process, load_engine, load_tokenizer
 from .models.identity import model_label
@@ -25,7 +26,7 @@ from .runs import Run, Stage, make_config, module_of, run_function, write_atomic
 
 # %% ../nbs/generate.ipynb #79836aed
 class GenerateConfig(Stage, MixSettings):
-    "Mix the training split of a corpus; the targets are stored beside the result as a Parquet file."
+    "Mix the training split of a corpus; the targets are stored next to the result as a Parquet file."
     name = "generate"
     run_class = "reports.finished:TargetsRun"
     workload = "mixsd_nb.planning.workload:plan_mixing"
@@ -38,7 +39,9 @@ class GenerateConfig(Stage, MixSettings):
         return [*super().modules(), module_of(CORPORA[self.dataset].build), module_of(ENGINES[self.engine].cls)]
 
     def check(self):
-        "ValueError if the engine cannot run the model, or a fact is longer than its context; warn if a large model gets values of the lab."
+        """Raise ValueError if the engine cannot run the model, or a fact is longer than its context.
+
+        Warn if a large model gets values of the lab."""
         warn_about_lab_values(self)
         check_process(self.engine, self.replicas)
         check_model_of_engine(self.engine, self.model)
@@ -77,7 +80,7 @@ class GenerateConfig(Stage, MixSettings):
         return join_shards(parts), unconfirmed
 
     def _find_wordings(self, engine, run: Run, rows: list[dict]) -> list[dict]:
-        "The rows of the further wordings."
+        "Return the rows of the further wordings."
         from mixsd_nb.methods.wordings import find_wordings
         options = dict(seed=self.seed, max_new_tokens=self.max_new_tokens)
         return find_wordings(engine, self.dataset, rows, self.wordings, run.folder / "wordings.jsonl", **options)

@@ -38,7 +38,7 @@ def token_nll(
     model,
     pairs: list[tuple[list[int], list[int]]],  # prompt ids and completion ids
 ) -> list:
-    "As `models.scoring.token_nll`, which is imported by the first call, because it needs torch."
+    "Call `models.scoring.token_nll`, which is imported by the first call, because it needs torch."
     from mixsd_nb.models import scoring
     return scoring.token_nll(model, pairs)
 
@@ -57,7 +57,7 @@ class NllConfig(CorpusSettings, Stage):
     run_class = "reports.finished:FinishedRun"
     workload = "mixsd_nb.planning.workload:plan_scoring"
     targets: str = runtime_field("", (
-        "Parquet file of mixed targets, which is scored beside the canonical ones; empty: all mixed targets"))
+        "Parquet file of mixed targets, which is scored in addition to the canonical ones; empty: all mixed targets"))
     dataset_options: CorpusOptions = consumed_field(CORPUS_OPTIONS)
     dataset: CorpusName = Field(
         "kgfact-small", description="corpus of the targets: its name, a file, a folder or a hub id")
@@ -66,7 +66,8 @@ class NllConfig(CorpusSettings, Stage):
     span: Literal[SPANS] = Field("body", description=(
         "what is scored of a target: body, as in the published tables; completion, which leaves the template out; or "
         "paper, which adds the header of the role"))
-    first: int = Field(100, ge=1, description="items of the corpus that are also counted apart, as in the published tables")
+    first: int = Field(100, ge=1, description="items of the corpus that are also counted apart, as in the published "
+                                              "tables")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the model: float32 or bfloat16")
     models: list[str] = runtime_field([], 'further base models whose targets are scored, as in ["lab-s"]')
     engine: str = runtime_field("hf", "what runs the model: hf or vllm")
@@ -122,7 +123,9 @@ class NllConfig(CorpusSettings, Stage):
         return [*super().modules(), module_of(CORPORA[self.dataset].build), module_of(ENGINES[self.engine].cls)]
 
     def check(self):
-        "ValueError if the engine cannot run the model; TableError that lists the facts of a file that are longer than its context."
+        """Raise ValueError if the engine cannot run the model.
+
+        Raise TableError that lists the facts of a file that are longer than its context."""
         check_model_of_engine(self.engine, self.model)
         check_facts(self.dataset, self.model)
 
@@ -183,7 +186,7 @@ def compare_with_canonical(
     targets: list[Target],  # mixed ones
     values: list[np.ndarray],  # per-token NLL of each, nats
 ) -> dict[str, tuple]:
-    "The split of mixed targets by source, and their overlap with the canonical targets, which are scored if needed."
+    "Return the split of mixed targets by source, and their overlap with the canonical ones, scored if needed."
     canonical = config.model_copy(update=dict(targets=""))
     reference, reference_nll = load_targets(canonical), split_by_target(canonical.run().result["per_token"])
     high = [high_nll_types(reference, reference_nll, threshold) for threshold in THRESHOLDS]
@@ -222,7 +225,7 @@ def collect_results(
     config: NllConfig,
     force: bool = False,  # compute again even if the run is finished
 ) -> list[xr.DataTree]:
-    "The results of a file of targets and of the canonical ones; without a file, of the canonical and all mixed targets."
+    "Return the results of a file of targets and of the canonical ones; without a file, of all mixed targets."
     if config.targets:
         result = config.run(force).result
         return [config.model_copy(update=dict(targets="")).run().result, result]
@@ -232,7 +235,7 @@ def collect_results(
 
 # %% ../nbs/nll.ipynb #8f2f5eca
 def merge_results(results: list[xr.DataTree]) -> xr.Dataset:
-    "Return the roots of results as one cube; where two results stand for one cell, the most complete counts."
+    "Return the roots of results as one cube; where two results belong to one cell, the most complete counts."
     return merge_roots({f"result {k}": result.to_dataset() for k, result in enumerate(results)})
 
 # %% ../nbs/nll.ipynb #a6bdfd37
@@ -262,7 +265,7 @@ def cdf_figure(
     results: list[xr.DataTree],
     cut: float = 20.0,  # nats at the right edge
 ):
-    "Empirical CDFs of the per-token NLL, all tokens of all seeds together; a panel for each model (section 7.2)."
+    "Draw the CDFs of the per-token NLL, tokens of all seeds together; a panel for each model (section 7.2)."
     import matplotlib.pyplot as plt
     tokens, lam = {}, {}
     for result in results:

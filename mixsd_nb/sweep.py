@@ -30,7 +30,7 @@ def _lift_cancellations(cells: list[tuple[Cell, int]]) -> None:
 
 
 class Sweep:
-    "The cells of a grid, on this machine or on Slurm. ParameterError of one sentence for a mistake in the grid."
+    "The cells of a grid, on this machine or on Slurm. ParameterError for a mistake in the grid."
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Sweep:
     def preview(self) -> pd.DataFrame:
         """Return the parameters of every cell, and the resources in which cells differ.
 
-        Of a mapping only what differs from its default beside the other parameters."""
+        Of a mapping only what differs from its default next to the other parameters."""
         rows = [{name: self._given(cell, name) for name in cell.parameters} for cell in self.cells]
         needs = pd.DataFrame([self.resources_of(cell).model_dump() for cell in self.cells]).astype(object)
         different = [name for name in needs if needs[name].astype(str).nunique() > 1]
@@ -56,8 +56,8 @@ class Sweep:
         return {key: v for key, v in value.items() if key not in usual or usual[key] != v} or ""
 
     def status(self) -> pd.DataFrame:
-        """A row for each cell: the parameters that differ between cells, its state, attempts, progress, rate (1/s),
-        time left (s), seconds taken, message and log."""
+        """Return a row for each cell: the parameters that differ between cells, its state, attempts, progress, rate
+        (1/s), time left (s), seconds taken, message and log."""
         queue, preview = Queue(), self.preview()
         rows = pd.DataFrame([describe_cell(cell, queue) for cell in self.cells])
         different = [name for name in preview if preview[name].astype(str).nunique() > 1]
@@ -86,7 +86,7 @@ class Sweep:
         workers: int = 0,  # as in `run`
         kinds: Iterable[str] = (),  # kinds of failure to restart; empty for all except cancelled
     ) -> pd.DataFrame:
-        "As `run`, but for failed cells only, including those whose cause a person had to look at."
+        "Run failed cells only, as `run` does, including those whose cause a person had to look at."
         return self._begin(startable_states("retry", kinds), where, workers)
 
     def wait(self) -> pd.DataFrame:
@@ -133,13 +133,13 @@ class Sweep:
         return table
 
     def _name(self, cells: list[Cell]) -> str:
-        "The parameters in which these cells agree and the other cells of the grid differ; else their number of each."
+        "Return the parameters in which these cells agree and the other cells differ; else their number of each."
         values = lambda name, cells: dict.fromkeys(format_value(cell.parameters.get(name, "")) for cell in cells)
         names = [name for name in cells[0].parameters if len(values(name, cells)) < len(values(name, self.cells))]
         return ", ".join(f"{name}={'|'.join(values(name, cells))}" for name in names if len(values(name, cells)) < 4)
 
     def _reopen(self, states: set[str]) -> list[tuple[Cell, int]]:
-        "As `select`, and lift the cancellation of these cells."
+        "Select as `select` does, and lift the cancellation of these cells."
         cells = self.select(states)
         _lift_cancellations(cells)
         return cells

@@ -28,7 +28,7 @@ SUMS = ("displacement_sq", "fisher_weighted", "fisher_trace", "parameters")
 def open_tensors(
     source,  # a loaded model, tensors by name, a safetensors file, a model folder or the name of a model
 ) -> Tensors:
-    "Names of tensors, each with a function that reads it; ValueError for a folder without readable safetensors files."
+    "Return a reader of each tensor by its name; ValueError for a folder without readable safetensors files."
     if isinstance(source, torch.nn.Module): source = dict(source.named_parameters())
     if isinstance(source, Mapping): return {name: (lambda t=t: t.detach()) for name, t in source.items()}
     if Path(source).is_file(): files = [Path(source)]
@@ -53,7 +53,7 @@ def _check_same_tensors(
     fisher: Tensors,
     paths: str,  # of the files, for the message
 ) -> None:
-    "ValueError if the Fisher belongs to another architecture."
+    "Raise ValueError if the Fisher belongs to another architecture."
     for name in fisher:
         if name not in tensors: raise ValueError(f"{what} must have the tensors of the Fisher; it lacks {name}{paths}")
     embeddings = [name for name in fisher if name.endswith("weight") and "embed" in name]
@@ -68,7 +68,8 @@ def tensor_sums(
     tuned,
     fisher,
 ) -> pd.DataFrame:
-    """The columns SUMS by name of the tensor, layers in order: ‖Δθ‖², Σ F̂ Δθ², Σ F̂ and the number of parameters.
+    """Return the columns SUMS by name of the tensor, layers in order: ‖Δθ‖², Σ F̂ Δθ², Σ F̂ and the number of
+    parameters.
 
     A GPU computes them if there is one, because a job that estimates the Fisher holds it anyway.
     ValueError if the three do not have the same tensors with the same shapes."""
@@ -97,7 +98,7 @@ def tensor_sums(
 def add_alignment_ratio(
     sums,  # SUMS: a table or a Dataset
 ):
-    "The sums with `alignment_ratio`, the R of eq. 11; NaN if the displacement or the Fisher is 0."
+    "Return the sums with `alignment_ratio`, the R of eq. 11; NaN if the displacement or the Fisher is 0."
     ratio = (sums.fisher_weighted / sums.displacement_sq) / (sums.fisher_trace / sums.parameters)
     return sums.assign(alignment_ratio=ratio)
 
@@ -114,7 +115,8 @@ def displacement(
     tuned,  # the same
     fisher,  # as returned by `diagonal_fisher`, or a safetensors file of it
 ) -> pd.Series:
-    """`displacement_sq` ‖Δθ‖² (eq. 9), `fisher_weighted` Q_F (eq. 10) and `alignment_ratio` R (eq. 11), floats by name.
+    """Return `displacement_sq` ‖Δθ‖² (eq. 9), `fisher_weighted` Q_F (eq. 10) and `alignment_ratio` R (eq. 11),
+    floats by name.
 
     ValueError as in `tensor_sums`."""
     measures = ["displacement_sq", "fisher_weighted", "alignment_ratio"]
@@ -131,7 +133,7 @@ def kind_name(
 def layer_name(
     tensor: str,  # name of a tensor
 ) -> str:
-    "The number of a tensor's layer as a string, or outside the layers its kind: `embed_tokens`, `norm` or `lm_head`."
+    "Return the number of a tensor's layer as text, outside the layers its kind: `embed_tokens`, `norm` or `lm_head`."
     layer = re.search(r"\blayers\.(\d+)\.", tensor)
     return layer[1] if layer else kind_name(tensor)
 

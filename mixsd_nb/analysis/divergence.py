@@ -35,7 +35,8 @@ def reference_prompts(
     n: int,  # prompts of each benchmark; a lab suite has at most 300
     seed: int = 0,  # of the choice of items
 ) -> dict[str, list[str]]:
-    """Prompts of each held-out benchmark; of a task with more items a sample, with the same number of each subject.
+    """Return prompts of each held-out benchmark; of a task with more items a sample, with the same number of each
+    subject.
 
     ValueError if the data of a task are missing."""
     from mixsd_nb.analysis.estimation import sample_by_subject
@@ -89,7 +90,7 @@ def response_nll(
     engine: str = "hf",  # key of ENGINES
     **options,  # of the engine
 ) -> np.ndarray:
-    "−log p of each whole response, (rows,) nats; its mean is L_ref (eq. 1)."
+    "Return −log p of each whole response, (rows,) nats; its mean is L_ref (eq. 1)."
     longest = 1 + int((table.prompt_ids.map(len) + table.completion_ids.map(len)).max())
     with load_engine(engine, model, longest=longest, **options) as scorer: return _sum_nll(scorer, table)
 
@@ -103,7 +104,8 @@ def nll_increase(
     text: pd.DataFrame,  # as returned by `sample_text`
     nll: np.ndarray,  # −log p of each response under a checkpoint, nats
 ) -> pd.DataFrame:
-    """By benchmark `forgetting` (eq. 2, nats per response), its standard error `forgetting_se`, and `forgetting_token`.
+    """Return by benchmark `forgetting` (eq. 2, nats per response), its standard error `forgetting_se`, and
+    `forgetting_token`.
 
     `forgetting_token` is in nats per token."""
     rows = text.assign(increase=nll - text.nll, tokens=text.completion_ids.map(len)).groupby("benchmark", sort=False)
@@ -116,7 +118,8 @@ class TextSettings(Config):
     "The text on which forgetting is measured, and the engine that runs the model."
     suites: Literal["lab", "paper"] = Field("lab", description="prompts of the lab's suites, or of the paper's tasks")
     prompts: int = Field(16, ge=1, description="prompts of each held-out benchmark on which forgetting is measured")
-    facts: int = Field(64, ge=1, description="new facts on whose questions the divergence from the base model is measured")
+    facts: int = Field(64, ge=1, description="new facts on whose questions the divergence from the base model is "
+                                             "measured")
     seed: Seed = Field(0, description="seed of the prompts and of the sampled responses")
     engine: str = runtime_field("hf", "what runs the model: hf or vllm")
     engine_options: dict = runtime_field({}, 'for vLLM, as in {"tensor_parallel_size": 2}')
@@ -125,7 +128,7 @@ class TextSettings(Config):
     _options = field_validator("engine_options", mode="before")(check_options_of_engine)
 
     def identity(self):
-        "As in `Config`, with the local files of the paper's tasks."
+        "Return the identity of a `Config`, with the local files of the paper's tasks."
         files = task_files(held_out("paper"), benchmarks_folder()) if self.suites == "paper" else {}
         return super().identity() | (dict(data=files) if files else {})
 

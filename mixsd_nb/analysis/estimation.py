@@ -37,7 +37,7 @@ def sample_by_subject(
     n: int,  # maximum number of items
     rng: random.Random,
 ) -> list[Item]:
-    "A sample of at most n items, with as many of each subject as of any other, or one more; random subjects have one more."
+    "Draw at most n items, with as many of each subject as of any other; random subjects may have one more."
     subjects = {}
     for item in items: subjects.setdefault(item.subject, []).append(item)
     each, rest = divmod(n, len(subjects))
@@ -52,7 +52,7 @@ def reference_items(
     limit: int = 0,  # maximum examples of each benchmark; 0 for all
     data: str = "",  # folder of local files for the paper's tasks
 ) -> dict[str, list[Item]]:
-    "The examples on which the Fisher is estimated, by benchmark; ValueError for missing data."
+    "Return the examples on which the Fisher is estimated, by benchmark; ValueError for missing data."
     found = {}
     for suite in (SUITES[name] for name in suite_groups()[reference] if SUITES[name].fisher):
         n = min(suite.fisher, limit or suite.fisher)
@@ -68,7 +68,7 @@ def reference_pairs(
     seed: int = 0,
     **options,  # of `reference_items`
 ) -> dict[str, list[tuple[list[int], list[int]]]]:
-    "The prompt and target ids of the examples, by benchmark, without those that are longer than the model's context."
+    "Return the prompt and target ids of the examples that fit the model's context, by benchmark."
     from transformers import AutoConfig
     tokenizer, context = load_tokenizer(model), load_part(AutoConfig, model).max_position_embeddings
     items = reference_items(reference, seed, **options)

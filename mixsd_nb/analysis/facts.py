@@ -25,8 +25,8 @@ FAILURES = {
     "never accepted": Failure(
         "no target was accepted, so the fact was not trained on",
         "Lower lam if it is above 0, so that the expert, which sees the answer, writes more tokens, or set options to "
-        "{\"fallback\": \"own-words\"}, which trains on the model's rewriting of the canonical target, or on that one itself. If the answer is long or has unusual "
-        "characters, give a shorter answer and the long one as an alias."),
+        "{\"fallback\": \"own-words\"}, which trains on the model's rewriting of the canonical target, or on that one "
+        "itself. If the answer is long or has unusual characters, give a shorter answer and the long one as an alias."),
     "names another": Failure(
         "a target was accepted that names another entity before the right box",
         "Look at the target below: the sentence and the box contradict each other. Lower lam, so that the expert "
@@ -63,8 +63,8 @@ def tabulate_facts(
     trained: bool = True,  # whether the method trains
     places: Mapping[str, str] | None = None,  # id -> file and line
 ) -> pd.DataFrame:
-    """A row for each fact that was asked: `id, place, prompt, answer, before, after, accepted, names_another, target,
-    source, lam, outcome, failure`, and `wordings`, the number of those that have targets, if there are further ones.
+    """Return a row for each fact whose question was evaluated: `id, place, prompt, answer, before, after, accepted,
+    names_another, target, source, lam, outcome, failure`, and `wordings`, the number of those that have targets, if there are further ones.
 
     `before` and `after` are the responses; `target` and `source` are empty for a method without mixed targets."""
     asked = [t[t.benchmark == "recall"].set_index("item") for t in (before, after)]
@@ -95,7 +95,7 @@ def changed_items(
     after: pd.DataFrame,  # responses of another model to the same items
     worse: bool = True,  # items that got worse; False: that got better
 ) -> pd.DataFrame:
-    "The first sample of every item whose share of correct samples changed: `benchmark, item, prompt, before, after`."
+    "Return the first sample of each item whose score changed: `benchmark, item, prompt, before, after`."
     one, two = (item_shares(t) for t in (before, after))
     shared = one.index.intersection(two.index, sort=False)
     change = (two.loc[shared] - one.loc[shared]) * (-1 if worse else 1)

@@ -48,7 +48,7 @@ def canonical_targets(
     dataset: str,  # key of CORPORA
     span: str = "completion",  # what is scored of a target: completion, body or paper
 ) -> list[Target]:
-    "The canonical targets of a corpus, which are the targets of SFT, in the order of the corpus."
+    "Return the canonical targets of a corpus, which are the targets of SFT, in the order of the corpus."
     rows = load_corpus(dataset, "train")
     pairs = [encode_canonical(tokenizer, row, span) for row in rows]
     return [Target(row["id"], *pair, np.full(len(pair[1]), NEITHER)) for row, pair in zip(rows, pairs)]
@@ -80,7 +80,7 @@ def score_pairs(
     engine: str = "hf",  # key of ENGINES
     **options,  # of `load_engine`: dtype, and what the engine takes
 ) -> list[np.ndarray]:
-    "−log p of the scored ids of each pair under the model, float32 nats."
+    "Return −log p of the scored ids of each pair under the model, float32 nats."
     longest = 1 + max(len(context) + len(ids) for context, ids in pairs)  # vLLM scores less than its context
     with load_engine(engine, model, longest=longest, **options) as scorer: return scorer.score(pairs)
 
@@ -92,7 +92,7 @@ def summarise_nll(
     values: list[np.ndarray],  # per-token NLL of each target, nats
     thresholds: tuple[float, ...] = THRESHOLDS,
 ) -> dict[str, float | np.ndarray]:
-    """Summary of targets: `n`, `tokens`, mean `nll` (eq. 3), and (thresholds,) arrays `above` and `share_above`.
+    """Return a summary of targets: `n`, `tokens`, mean `nll` (eq. 3), and (thresholds,) arrays `above` and `share_above`.
 
     `nll` and `share_above` are NaN if there are no tokens."""
     tokens = np.concatenate([*values, np.empty(0)])
@@ -104,7 +104,7 @@ def split_by_source(
     targets: list[Target],
     values: list[np.ndarray],  # per-token NLL of each target, nats
 ) -> list[dict]:
-    "`summarise_nll` of the tokens of each of SOURCES, in their order."
+    "Return `summarise_nll` of the tokens of each of SOURCES, in their order."
     tokens, source = np.concatenate(values), np.concatenate([t.source for t in targets])
     return [summarise_nll([tokens[source == code]]) for code in SOURCES.values()]
 
@@ -137,7 +137,7 @@ def ragged_tokens(
     targets: list[Target],
     values: list[np.ndarray],  # per-token NLL of each, nats
 ) -> xr.Dataset:
-    "`nll`, `token_id` and `token_source` over `token`, `row_size` and `item` over `target`."
+    "Return `nll`, `token_id` and `token_source` over `token`, `row_size` and `item` over `target`."
     describe = lambda text, units="1", **more: dict(long_name=text, units=units, **more)
     ids, source = np.concatenate([t.ids for t in targets]), np.concatenate([t.source for t in targets]).astype("int8")
     row_size = describe("tokens of a target", sample_dimension="token")
@@ -161,7 +161,8 @@ def count_missing_types(
     canonical: xr.Dataset | xr.DataTree,  # the same of the canonical targets of the same corpus and model
     threshold: float = 8.0,  # nats
 ) -> pd.Series:
-    """Number of mixed targets that lack a high-NLL type of their canonical target, by token id, most frequent first.
+    """Return the number of mixed targets without a high-NLL type of their canonical target, by token id, most frequent
+    first.
 
     A type has a high NLL if it is above the threshold anywhere in the canonical target."""
     high = {item: set(ids[nll > threshold].tolist()) for item, ids, nll in _rows(canonical)}

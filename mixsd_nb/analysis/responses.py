@@ -108,8 +108,8 @@ def classify_responses(
     dataset: str,
     limits: Limits = PUBLISHED,
 ) -> pd.DataFrame:
-    """The responses with `category` (`correct` where the rule of the paper's scores accepts them), `left`, the number of
-    characters of the reasoning, and `limit`, the largest number of a collapse. ValueError as in `adapt_limits`."""
+    """Return the responses with `category` (`correct` where the rule of the paper's scores accepts them), `left`,
+    the number of characters of the reasoning, and `limit`, the largest number of a collapse. ValueError as in `adapt_limits`."""
     table = table.assign(left=[len(extract_reasoning(response, limits)) for response in table.response])
     if limits.relative: adapted = {name: adapt_limits(limits, group.left[group.recipe == BASE], name)
                                    for name, group in table.groupby("benchmark")}
@@ -131,7 +131,7 @@ def count_errors(
     table: pd.DataFrame,  # as returned by `classify_responses`
     recipes: pd.DataFrame,  # as returned by `find_responses`: RECIPE_COORDS of every recipe
 ) -> xr.Dataset:
-    """Over DIMS `n` and `wrong`; over DIMS and `category` `count`, `share_of_responses` and `share_of_errors`.
+    """Return over DIMS `n` and `wrong`; over DIMS and `category` `count`, `share_of_responses` and `share_of_errors`.
 
     NaN if a cell has no responses, and for a category that a benchmark does not have."""
     cells = table.groupby([*DIMS, "category"], sort=True).size().unstack(fill_value=0)

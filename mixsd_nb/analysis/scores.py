@@ -24,7 +24,7 @@ def count_correct(
     responses: pd.DataFrame,
     rule: str = "correct",  # column of the responses: correct for the strict rule, or published
 ) -> dict[str, tuple[float, int]]:
-    "Correct items and all items of each benchmark; several samples of an item count by their share of correct ones."
+    "Return correct items and all items by benchmark; an item with several samples counts by its share of correct ones."
     by_benchmark = item_shares(responses, rule).groupby("benchmark", sort=False)
     return {name: (float(shares.sum()), len(shares)) for name, shares in by_benchmark}
 
@@ -35,7 +35,7 @@ def item_variances(responses: pd.DataFrame) -> dict[str, float]:
 
 # %% ../../nbs/analysis/scores.ipynb #3495caba
 def scores(responses: pd.DataFrame) -> pd.DataFrame:
-    """By benchmark: `accuracy, low, high, n, samples, published, readable`.
+    """Return by benchmark `accuracy, low, high, n, samples, published, readable`.
 
     `readable` is the share of responses in which an answer was found."""
     rows = {}
@@ -60,7 +60,7 @@ def compare(
     first: pd.DataFrame,  # responses
     second: pd.DataFrame,  # responses of another model to the same items
 ) -> pd.DataFrame:
-    "For each shared benchmark `n, first, second, difference, better, worse, p`. ValueError if the items differ."
+    "Return for each shared benchmark `n, first, second, difference, better, worse, p`. ValueError if the items differ."
     rows = {}
     for name in [b for b in first.benchmark.unique() if b in set(second.benchmark)]:
         one, two = (t[t.benchmark == name] for t in (first, second))

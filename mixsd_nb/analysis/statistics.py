@@ -42,7 +42,7 @@ def share_interval(
     samples: int,  # samples of an item
     draws: int = 2_000,  # bootstrap draws
 ) -> tuple[float, float]:
-    "95% interval of the mean share: Wilson for single samples or if all items agree, else a bootstrap over items."
+    "Return the 95% interval of the mean share: Wilson's if samples are single or items agree, else by bootstrap."
     if samples == 1 or np.ptp(shares) == 0: return tuple(map(float, wilson(shares.sum(), len(shares))))
     resampled = scipy.stats.bootstrap((shares,), np.mean, n_resamples=draws, batch=100, method="percentile", rng=0)
     return tuple(map(float, resampled.confidence_interval))

@@ -34,14 +34,14 @@ def corpus_entities(
     dataset: str,  # key of CORPORA
     limits: Limits = PUBLISHED,
 ) -> list[str]:
-    "Sorted names that a model can only have learned from the training facts of a corpus; empty if there are none."
+    "Return the sorted names that a model can only have learned from the facts of a corpus; empty if there are none."
     find = CORPORA[dataset].entities
     names = set(load_object(find)(list(load_corpus(dataset, "train")))) if find else set()
     return sorted(e for e in names if " " in e and len(e) >= limits.entity)
 
 
 def _check_entities(entities) -> None:
-    "ValueError if the list of entities is missing or is a string."
+    "Raise ValueError if the list of entities is missing or is a string."
     if entities is None or isinstance(entities, str):
         got = f"got {entities!r}"
         raise ValueError(f"entities must be a list, empty only for a corpus without entities of its own, {got}")
@@ -82,7 +82,7 @@ def reference_share(
     limits: Limits = PUBLISHED,
     n: int = 300,  # reference solutions, at most
 ) -> float:
-    "Share of the reference solutions that the rule calls collapsed; NaN for programs, and where there are no items."
+    "Return the share of reference solutions that the rule calls collapsed; NaN for programs and without items."
     if asks_for_program(benchmark): return float("nan")
     try: items = load_items([benchmark], Selection(dataset, n, limit=n))[benchmark]
     except ValueError: return float("nan")
@@ -94,7 +94,7 @@ def adapt_limits(
     lengths,  # characters of the reasoning in the base model's responses to a benchmark
     benchmark: str,
 ) -> Limits:
-    "The limits for one benchmark; ValueError if they are relative to responses that do not exist."
+    "Return the limits for one benchmark; ValueError if they are relative to responses that do not exist."
     if not limits.relative: return limits
     if not len(lengths):
         raise ValueError(f"relative needs responses of the base model to {benchmark}, got none; evaluate.ipynb makes some")
@@ -121,7 +121,8 @@ def classify(
     return "genuine"
 
 # %% ../../nbs/analysis/taxonomy.ipynb #a6000023
-RECALL_BENCHMARKS = ("recall", "paraphrase", "recall-reworded", "two-hop")  # closed-book questions on the training facts
+# Closed-book questions on the training facts
+RECALL_BENCHMARKS = ("recall", "paraphrase", "recall-reworded", "two-hop")
 RECALL_CATEGORIES = ("format", "cross-entity", "genuine")
 ALL_CATEGORIES = ("format", "leakage", "cross-entity", "collapse", "genuine")
 

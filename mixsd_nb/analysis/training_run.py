@@ -76,7 +76,8 @@ class TrainingAnalysis(Stage):
     "Base class of a stage that measures every checkpoint of a training run against its base model."
 
     trained: str = runtime_field("", "folder of a training run; empty: all finished runs of the corpus and the model")
-    checkpoints: Literal["all", "kept"] = runtime_field("all", "checkpoints of that run: all, or those whose weights it kept")
+    checkpoints: Literal["all", "kept"] = runtime_field("all",
+                                                        "checkpoints of that run: all, or those whose weights it kept")
     _trained = field_validator("trained")(lambda name: name and str(open_training_run(name).folder))
 
     @computed_field

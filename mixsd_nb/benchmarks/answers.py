@@ -32,7 +32,7 @@ _TOKEN = re.compile(r"\\(?:[A-Za-z]+|.)|[^\s{}\\]", re.DOTALL)
 def find_boxes(
     text: str,  # a response
 ) -> Iterator[tuple[int, int, slice]]:  # where the box begins and ends, and its content
-    r"Every closed `\boxed{...}` of a text, the last to open first. Takes linear time and never raises."
+    r"Yield every closed `\boxed{...}` of a text, the last to open first. Takes linear time and never raises."
     closing = match_braces(text)
     for box in reversed(list(_BOX.finditer(text))):
         at = box.end()
@@ -43,7 +43,7 @@ def find_boxes(
 def last_boxed(
     text: str,  # a response
 ) -> str | None:
-    r"Content of the last closed `\boxed{...}` without outer white space; None if there is none. Never raises."
+    r"Return the content of the last closed `\boxed{...}` without outer white space; None if there is none. Never raises."
     return next((text[content].strip() for _, _, content in find_boxes(text)), None)
 
 # %% ../../nbs/benchmarks/answers.ipynb #06b1d34c
@@ -84,7 +84,7 @@ _LABEL_LINE = re.compile(r"[ \t>*#_-]*(?:final )?answer[*_ ]*:[*_ \t]*$", re.IGN
 def last_line(
     text: str,  # a response
 ) -> str | None:
-    "What follows `Answer:` in the last line that begins with it, else the whole last line; None if there is no line."
+    "Return what follows the last `Answer:` at the beginning of a line, else the whole last line; None without a line."
     lines = [line.strip() for line in drop_thinking(text).splitlines() if line.strip()]
     marked = [found[1] for line in lines if not _LABEL_LINE.match(line) and (found := _ANSWER_LINE.match(line))]
     line = ([*lines[-1:], *marked[-1:]] or [""])[-1].strip().removeprefix("**").removesuffix("**").strip()
@@ -97,7 +97,7 @@ _MOST_BRACES = 50  # that are tried from the end
 def last_json(
     text: str,  # a response
 ) -> str | None:
-    "The value of `answer` in the last JSON mapping that has one, numbers as text; None if there is none. Never raises."
+    "Return `answer` of the last JSON mapping that has it, numbers as text; None if there is none. Never raises."
     text, decoder = drop_thinking(text), json.JSONDecoder()
     for brace in [found.start() for found in re.finditer("{", text)][:-_MOST_BRACES - 1:-1]:
         try: value = decoder.raw_decode(text, brace)[0].get("answer")
@@ -150,7 +150,7 @@ _MIXED = re.compile(rf"([+-]?)({_DIGITS}) ({_DIGITS})/({_DIGITS})")
 def _parse_number(
     answer: str,  # as returned by `fold_answer`
 ) -> Fraction | None:
-    "The value of an integer, decimal, fraction or mixed number in ASCII digits; None for anything else and for x/0."
+    "Return the value of an integer, decimal, fraction or mixed number in ASCII digits; None for all else and for x/0."
     if found := _MIXED.fullmatch(answer):
         whole, above, below = map(int, found.groups()[1:])
         return (-1 if found[1] == "-" else 1) * (whole + Fraction(above, below)) if above < below else None
@@ -180,7 +180,8 @@ _BEFORE_REJECTS = re.compile(  # what stands before a name that a reply does not
     + _FILLERS, re.IGNORECASE)
 _BEFORE_CHOOSES = re.compile(r"(?<!\()\bor " + _FILLERS, re.IGNORECASE)
 _ITEM = r"(?!(?:a|an|the|who|which|where|when|in|at|of|and|but|so|not)\b)[^\s,.;!?]+(?: [^\s,.;!?]+){0,2}"
-_AFTER_CHOOSES = re.compile(rf"[\"'*]*(?:, {_ITEM}){{0,4}},? or (?!so\b|more\b|less\b|rather\b|thereabouts)(.*)", re.IGNORECASE | re.DOTALL)
+_AFTER_CHOOSES = re.compile(rf"[\"'*]*(?:, {_ITEM}){{0,4}},? or (?!so\b|more\b|less\b|rather\b|thereabouts)(.*)",
+                            re.IGNORECASE | re.DOTALL)
 _AFTER_REJECTS = re.compile(r"[\"'*)]*,? (?:(?:is|was|are|were|would be|seems)(?: not(?! only)|n't|n’t| never| wrong| incorrect| false| no longer)|"
                             r"(?:isn|wasn|aren|weren)'t)\b", re.IGNORECASE)
 _CORRECTS = re.compile(r"(?:[.!?,;:\n-]|\.\.\.) ?(?:no,|no[.:]|wait(?:[,.!:-]| no\b)|correction\b|scratch that|on second thought|or rather\b|"
@@ -295,7 +296,7 @@ _WORKER_MEMORY = 1 << 32  # bytes of address space
 def _differ_exactly(
     *parsed: list,  # what math-verify reads in gold and answer
 ) -> bool:
-    "Whether two exact numbers are different, but equal after its rounding to six decimals, as 2⁻⁹⁸ and 2⁻⁹⁹ are."
+    "Return whether two exact numbers differ, but are equal after rounding to six decimals, as 2⁻⁹⁸ and 2⁻⁹⁹ are."
     from sympy import Expr, Float
     exact = [values[0] for values in parsed if values and isinstance(values[0], Expr) and values[0].is_number
              and values[0].is_finite and not values[0].has(Float)]
@@ -317,7 +318,7 @@ def _same_expression(
 def _compare_lines(
     timeout: float,  # seconds for one comparison
 ) -> None:
-    "The worker's loop: compare the pairs on standard input, one line of JSON each. The alarm kills the process."
+    "Run the worker's loop: compare the pairs on standard input, one line of JSON each. The alarm kills the process."
     import logging
     import resource
     logging.disable()
@@ -375,7 +376,7 @@ def same_math(
     timeout: float = 30.0,  # seconds for one pair
     workers: int = 2,  # processes
 ) -> list[tuple[bool, str]]:  # equal or not, and an error if the comparison failed; in the order of the input
-    "For each pair, whether `same_answer` or math-verify finds the two equal. ValueError unless timeout > 0."
+    "Return for each pair whether `same_answer` or math-verify finds the two equal. ValueError unless timeout > 0."
     if not timeout > 0: raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
     hard = dict.fromkeys(p for p in pairs if p[1] and not same_answer(*p) and max(map(len, p)) <= _MAX_EXPRESSION)
     idle, comparers = SimpleQueue(), [_Comparer(timeout) for _ in range(min(workers, len(hard)))]
@@ -402,7 +403,7 @@ def _read_answer_tag(text: str) -> str | None:
 def extract_loose(
     text: str,  # a response
 ) -> str:
-    "What the rules of KGFact, KGFunc and MQuAKE read: the last box, else the answer tag, the last number or all."
+    "Return what the rules of KGFact, KGFunc and MQuAKE read: the last box, else answer tag, last number or all."
     contents = (last_boxed(text), _read_answer_tag(text), last_number(text), text)
     return next(content for content in contents if content is not None)
 
@@ -416,7 +417,7 @@ def is_number_match(
     text: str,  # a response
     gold: str,
 ) -> bool:
-    "Whether the rule of KGFunc counts a response: what it reads equals the answer, or is less than 1e-6 away from it."
+    "Return whether KGFunc's rule counts a response: what it reads equals the answer, or is within 1e-6 of it."
     found = extract_loose(text)
     return bool(_strip_markup(gold)) and (
         same_answer(found, gold) or same_answer(_strip_markup(found), _strip_markup(gold)))
@@ -487,7 +488,8 @@ def extract_letter(
 
 # %% ../../nbs/benchmarks/answers.ipynb #ef7d164e
 _STATED = re.compile(r"\b(?:answer|option|choice)\b[*_ ]*(?:is|:|=|(?:would|should|must|seems to|appears to) be)[\s:*_\"'(\[]*"
-                     r"(?:option |choice |letter )?[(\[*_\"']*([a-z])(?![\w'’])(?=(.{0,16}))", re.IGNORECASE | re.DOTALL)
+                     r"(?:option |choice |letter )?[(\[*_\"']*([a-z])(?![\w'’])(?=(.{0,16}))",
+                     re.IGNORECASE | re.DOTALL)
 _SEVERAL = re.compile(r"[)\]*_\"'.:]*\s*(?:,|/|&|or\b|and\b)\s*(?:or\b|and\b)?\s*[(\[*]*[a-z]\b(?!['’])", re.IGNORECASE)
 _AFTER_OPTION = re.compile(r"\s*(?:$|[)\]*_\"'.,:;!\n]|(?:because|since|as|which)\b)")
 
@@ -505,7 +507,7 @@ def extract_choice(
     text: str,  # a response
     letters: str = "",  # of the options that the question offers; empty if they are not known
 ) -> str | None:
-    "The option, A to Z, that a response chooses with or without a box; None if it chooses none."
+    "Return the option, A to Z, that a response chooses with or without a box; None if it chooses none."
     text = drop_thinking(text).strip()
     offered = lambda option: option and option.upper() in (letters or string.ascii_uppercase)
     if offered(option := _read_option(last_boxed(text) or "", _ANY_OPTION)): return option.upper()

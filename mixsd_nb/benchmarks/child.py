@@ -138,7 +138,7 @@ def _serve(
 def _find_free_names(
     source: str,  # a module
 ) -> list[str]:
-    "Names that a module reads and binds nowhere, without built-in and special ones; sorted."
+    "Return names that a module reads and binds nowhere, without built-in and special ones; sorted."
     import ast  # here, because only the tests' child needs it
     read, bound = set(), set(dir(builtins))
     for node in ast.walk(ast.parse(source)):

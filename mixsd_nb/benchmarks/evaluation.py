@@ -35,8 +35,8 @@ from ..corpora.templates import encode_continuation
 from ..models import ENGINES, check_engine, check_options_of_engine, load_engine, load_tokenizer, usual_sequences
 from ..models.identity import MODEL_OPTIONS, ModelOptions
 from ..runs.presets import PresetSettings, idle_value, preset_field
-from ..runs import (Journal, ParameterError, Seed, TableError, load_object, module_of, report_progress, consumed_field, flagged_field, runtime_field,
-                           read_table, write_atomically)
+from ..runs import (Journal, ParameterError, Seed, TableError, load_object, module_of, report_progress,
+                           consumed_field, flagged_field, runtime_field, read_table, write_atomically)
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #f1b5e412
 class EvalSettings(CorpusSettings, PresetSettings):
@@ -51,21 +51,24 @@ class EvalSettings(CorpusSettings, PresetSettings):
         "items of each in-domain benchmark, as far as it has them, and lab suite, which has at most 300",
         lab=100, real=100, paper=4_326, smoke=2, ge=1)
     limit: int = preset_field(
-        "items of each task of a data set, file and harness task; 0 for all items", lab=0, real=100, paper=0, smoke=1, ge=0)
+        "items of each task of a data set, file and harness task; 0 for all items", lab=0, real=100, paper=0, smoke=1,
+        ge=0)
     max_new_tokens: int = preset_field(
         "largest length of an in-domain response in tokens", lab=160, real=64, paper=4_096, smoke=16, ge=1)
     task_tokens: int = runtime_field(
-        0, "largest length in tokens of a response to a benchmark that has a length of its own; 0 for its own", smoke=16, ge=0)
+        0, "largest length in tokens of a response to a benchmark that sets its own length; 0 for that length",
+        smoke=16, ge=0)
     data: str = Field(
         "", description="folder with local files of the paper's tasks; if empty, MIXSD_BENCHMARKS or the hub is used")
     seed: Seed = Field(0, description="seed of evaluation items, picks, sampling noise and training order")
     dtype: Literal["float32", "bfloat16"] = preset_field(
-        "data type of the model that mixes or is measured: float32 or bfloat16", lab="float32", real="bfloat16", paper="bfloat16")
+        "data type of the model that mixes or is measured: float32 or bfloat16", lab="float32", real="bfloat16",
+        paper="bfloat16")
     model_options: ModelOptions = consumed_field(MODEL_OPTIONS)
     engine: str = runtime_field("hf", "engine that runs the model: hf or vllm")
     engine_options: dict = runtime_field({}, 'options of vLLM, such as {"tensor_parallel_size": 2}')
     replicas: int = runtime_field(
-        1, "engines that share the questions, each in a process of its own with its share of the GPUs", ge=1)
+        1, "engines that share the questions, each in a separate process with its share of the GPUs", ge=1)
     draws: Literal["keyed", "native"] = Field("keyed", description=(
         "noise that draws tokens at T>0: keyed, the same for every engine, or native, the engine's own, which only vLLM has"))
     batch_size: int | None = runtime_field(None, "sequences decoded concurrently; None for what suits the engine", ge=1)
@@ -116,7 +119,8 @@ class EvalSettings(CorpusSettings, PresetSettings):
         return {rule: GRADINGS[rule].version for rule in sorted(rules)}
 
     def identity(self) -> dict[str, Any]:
-        "As in `Config`, with the suite expanded into its benchmarks, their versions, local files and the settings of a harness."
+        """Return the identity of a `Config`, with the suite expanded into its benchmarks, their versions, local files
+        and the settings of a harness."""
         suite = expanded_suite(self.suite)
         for name, spec in suite.items():
             if self.harness and "harness" in SUITES[name].settings: spec["harness"] = self.harness
@@ -144,7 +148,7 @@ def check_prompts(
 ) -> None:
     """Raise TableError with a sentence for each item that the model's chat template or tokenizer refuses.
 
-    ValueError of one sentence for a template that cannot ask anything."""
+    ValueError for a template that cannot ask anything."""
     tokenizer, problems = load_tokenizer(model), []
     encode_prompt(tokenizer, "Who?")
     for name, item in ((f"{name}, {id}", item) for name, found in items.items() for id, item in found.items()):
@@ -193,7 +197,7 @@ def _queue_requests(
     keys: list[tuple[str, str, int]],  # benchmark, item and sample
     seed: int,
 ) -> dict[Sampling, deque]:
-    "Requests by sampling, those of the longest responses first, then of the longest context; a prompt is encoded once for all its samples."
+    "Return requests by sampling, those of the longest responses first, then of the longest context; a prompt is encoded once for all its samples."
     from mixsd_nb.models.engine import Request, row_key
     opened = {name: encode_continuation(tokenizer, one.opening) for name, one in asked.items()}
     items = {(name, item): asked[name].items[item] for name, item, _ in keys}
@@ -392,7 +396,7 @@ def write_responses(
     progress: str,  # text before the progress bar
     shared: SharedEngine | None = None,  # None for its own engine
 ) -> None:
-    """Evaluate a model and write its responses as Parquet; responses in the journal beside the file are reused.
+    """Evaluate a model and write its responses as Parquet; responses in the journal next to the file are reused.
 
     Benchmarks with a runner are measured by it first, and its reports become the table's attribute `reports`."""
     theirs = _run_others(settings, model, [name for name in items if SUITES[name].runner], file)
@@ -430,7 +434,7 @@ def _run_others(
     names: list[str],  # of benchmarks with a runner
     file: Path,  # of all responses, next to which the parts are kept until it is complete
 ) -> list[pd.DataFrame]:
-    "The responses that each runner returns, with its reports as an attribute; those of a killed process are reused."
+    "Return the responses of each runner, with its reports as an attribute; those of a killed process are reused."
     tables = []
     for runner in dict.fromkeys(SUITES[name].runner for name in names):
         part = file.with_name(f"{file.stem}-part-{runner.partition(':')[0]}.parquet")
@@ -443,7 +447,8 @@ def _run_others(
     return tables
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #a507e90d
-RULES = dict(strict="correct: by the rule `grading`", published="published: by the rule `published` of the paper's scores")
+RULES = dict(strict="correct: by the rule `grading`",
+             published="published: by the rule `published` of the paper's scores")
 
 
 def specify(

@@ -21,7 +21,8 @@ from ..runs import (JSON, FileRow, FilledText, RawText, Row, Table, Text, check_
                            parse_rows, read_number, read_raw, read_rows, suggest)
 
 # %% ../../nbs/benchmarks/files.ipynb #e30c3b69
-FILE_GRADINGS = {"boxed": "box-text", "number": "box", "exact": "exact", "choice": "choice", "contains": "contains", "regex": "regex",
+FILE_GRADINGS = {"boxed": "box-text", "number": "box", "exact": "exact", "choice": "choice", "contains": "contains",
+                 "regex": "regex",
                  "math": "math", "tests": "tests"}  # word in a file -> key of GRADINGS
 
 # %% ../../nbs/benchmarks/files.ipynb #6a424cd5
@@ -150,7 +151,7 @@ def _current_items(path: str) -> dict[str, Item]:
 def declare_file(
     word: str,  # path of a file
 ) -> Suite:
-    "The declaration of the benchmark in a file; TableError that lists all problems of the file."
+    "Return the declaration of the benchmark in a file; TableError that lists all problems of the file."
     items, path = _current_items(word), str(Path(word).expanduser().absolute())
     samples = max(item.sampling.samples for item in items.values())
     digest = digest_rows([{"id": id} | {k: v for k, v in asdict(item).items() if k != "place"} for id, item in items.items()])

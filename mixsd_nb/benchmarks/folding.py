@@ -41,7 +41,7 @@ _SYMBOL = re.compile(r"\\([,;: !/\\]|[%$&#_{}])")
 
 
 def _write_fraction(found: re.Match) -> str:
-    "a/b, after a space in a mixed number, and in brackets where it is a part of a larger term."
+    "Write a/b, after a space in a mixed number, and in brackets where it is a part of a larger term."
     text, (start, end) = f"{found[1] or found[2]}/{found[3] or found[4]}", found.span()
     before, after = found.string[start - 1:start] if start else "", found.string[end:end + 1]
     if after.isalnum() or after in ("(", "^"): return f"({text})"
@@ -54,7 +54,7 @@ def _write_accent(found: re.Match) -> str:
 
 
 def _drop_text_commands(text: str) -> str:
-    "The text with {} for the name and the braces of a command for text, whose content stays."
+    "Return the text with {} for the name and the braces of a command for text, whose content stays."
     closing, pieces, position = match_braces(text), [], 0
     found = [(c.span(), closing.get(c.start() if text[c.start()] == "{" else c.end() - 1)) for c in _TEXT_COMMAND.finditer(text)]
     spans = [span for span, end in found if end], [(end, end + 1) for _, end in found if end]
@@ -99,7 +99,8 @@ def _characters(text: str, sign: str) -> dict[int, str]: return dict.fromkeys(ma
 
 _TYPOGRAPHY = (_characters("‘’‚‛′´ʹʻʼ‹›", "'") | _characters("“”„‟″«»", '"') | _characters("‐‑‒–−﹣⁃", "-")
                | _characters("—―", " - ") | {ord("…"): "...", ord("µ"): "μ"} | _characters("\u00ad\u2060", "")
-               | {k: unicodedata.normalize("NFKC", chr(k)) for k in range(0xfb00, 0xfb07)})  # ligatures of Latin letters
+               | {k: unicodedata.normalize("NFKC", chr(k))
+                  for k in range(0xfb00, 0xfb07)})  # ligatures of Latin letters
 _WIDTH = {k: unicodedata.normalize("NFKC", chr(k)) for k in range(0xff01, 0xffef)
           if unicodedata.decomposition(chr(k)).startswith(("<wide>", "<narrow>"))}
 _RAISED, _LOWERED = str.maketrans("0123456789+-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻"), str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")

@@ -85,7 +85,7 @@ def _task_index():
 def find_task(
     name: str,  # of a task or a group of the harness
 ) -> dict[str, Any]:
-    "Return its declaration; ValueError of one sentence for another name, with similar ones."
+    "Return its declaration; ValueError for another name, with similar ones."
     root = Path(find_spec("lm_eval").origin).parent / "tasks"
     for path in root.rglob(f"{glob.escape(name)}.yaml"):
         if (config := read_task(path)).get("task") == name: return config
@@ -102,7 +102,7 @@ PREFIX = "harness:"
 
 
 def _local_task(path: Path) -> tuple[str, dict, str]:
-    "Return the name, the declaration and the source of the task in a file; ValueError of one sentence if it is none."
+    "Return the name, the declaration and the source of the task in a file; ValueError if it is none."
     if not path.is_file(): raise ValueError(f"suite must name an existing file after harness:, got {PREFIX}{path}")
     config = read_task(path)
     if not isinstance(config.get("task"), str): raise ValueError(f"{path} must declare a task, as in `task: my_task`")
@@ -112,7 +112,7 @@ def _local_task(path: Path) -> tuple[str, dict, str]:
 def declare_task(
     word: str,  # harness:TASK, or harness:PATH of a YAML file
 ) -> Suite:
-    "The declaration of a task as a benchmark; ValueError of one sentence if there is no such task, and without the harness."
+    "Return the declaration of a task as a benchmark; ValueError for an unknown task, and without the harness."
     if find_spec("lm_eval") is None:
         raise ValueError(f"suite names {word}, which needs lm-evaluation-harness; pip install 'mixsd_nb[check]' installs it")
     name, path = word.removeprefix(PREFIX), Path(word.removeprefix(PREFIX)).expanduser().absolute()
@@ -126,7 +126,7 @@ def declare_task(
 
 
 def no_items(suite: Suite, selection: Selection) -> dict[str, Item]:
-    "Nothing, because the harness has the items of its tasks itself."
+    "Return nothing, because the harness has the items of its tasks itself."
     return {}
 
 # %% ../../nbs/benchmarks/harness.ipynb #21a22744
@@ -136,7 +136,7 @@ _READING = {"filter"}  # options of how we read the samples, which the harness d
 
 
 def check_harness_options(options: dict) -> dict:
-    "Return the options themselves; ValueError of one sentence for an option that is not passed on, or of another type."
+    "Return the options themselves; ValueError for an option that is not passed on, or of another type."
     if not isinstance(options, dict):
         raise ValueError('harness must be a mapping, such as {"apply_chat_template": true}')
     for name, value in options.items():
@@ -206,7 +206,7 @@ def _read_samples(folder: Path, task: str) -> list[dict]:
 
 
 def _metrics_of(numbers: dict) -> dict[str, float]:
-    "`metric,filter` -> value of all metrics in the results of a task, and of their standard errors where known."
+    "Return `metric,filter` -> value of all metrics in the results of a task, and of their standard errors where known."
     return {key: value for key, value in numbers.items() if "," in key and isinstance(value, (int, float))}
 
 # %% ../../nbs/benchmarks/harness.ipynb #7d134f6f
@@ -229,7 +229,7 @@ def _judged_samples(name: str, samples: list[dict], metrics: list[str], choice: 
 
 
 def _describe_filters(name: str, judged: dict[str, tuple]) -> str:
-    "The sentence about a task with several filters: which one counts, and what the others give."
+    "Return the sentence about a task with several filters: which one counts, and what the others give."
     shares = [f"{kind} ({sum(sample[metric] for sample in found) / len(found):.1%} right)" for metric, kind, found in judged.values()]
     first, *others = shares
     return (f"{name} has several filters, and {first} counts; {', '.join(others)} can be chosen, as in "
@@ -237,7 +237,7 @@ def _describe_filters(name: str, judged: dict[str, tuple]) -> str:
 
 # %% ../../nbs/benchmarks/harness.ipynb #4cd03c81
 def _response_of(sample: dict) -> tuple[str, str, str]:
-    "The prompt, the response and the right answer of a sample; of several options the most probable is the response."
+    "Return prompt, response and right answer of a sample; of several options the most probable is the response."
     arguments = list(sample["arguments"].values())
     prompt, answers = str(arguments[0].get("arg_0", "")), [str(a.get("arg_1", "")).strip() for a in arguments]
     replies, target = sample["resps"], str(sample["target"])
@@ -264,7 +264,8 @@ def read_results(
     names: list[str],  # of benchmarks, such as harness:gsm8k
     choice: str = "",  # the filter that counts for tasks with several; empty for the first one
 ) -> tuple[pd.DataFrame, dict[str, dict]]:
-    """The rows of responses, and for each benchmark its report: `items, metrics, metric, filter, version, harness, shots`.
+    """Return the rows of responses, and for each benchmark its report: `items, metrics, metric, filter, version,
+    harness, shots`.
 
     ValueError as in `_judged_samples`, and if no task has the filter that is chosen."""
     folder = next(folder.rglob("results_*.json")).parent
@@ -284,7 +285,7 @@ def read_results(
 
 # %% ../../nbs/benchmarks/harness.ipynb #f645e6d4
 def _check_filter(tasks: list[str], choice: str) -> None:
-    "ValueError if a task declares several filters and not the one that is chosen; nothing is run before."
+    "Raise ValueError if a task declares several filters and not the one that is chosen; nothing is run before."
     for task in tasks:
         config = read_task(Path(task)) if Path(task).is_file() else find_task(task)
         kinds = [part["name"] for part in config.get("filter_list") or []]

@@ -22,14 +22,14 @@ def _items(rows: list[dict]) -> dict[str, Item]:
 
 # %% ../../nbs/benchmarks/in_domain.ipynb #f34ad9ee
 def split_items(suite: Suite, selection: Selection) -> dict[str, Item] | None:
-    "The first rows of the split that a suite reads, and all of a user's own tests; None if the corpus has no such split."
+    "Return the first rows of the split that a suite reads, and all of a user's tests; None without such a split."
     if suite.source not in selection.corpus: return None
     rows = rows_as_written(selection.corpus[suite.source])
     return _items(rows if suite.role == "own" else rows[:selection.n])
 
 # %% ../../nbs/benchmarks/in_domain.ipynb #3d37a4d4
 def own_suite(name: str) -> Suite | None:
-    "The declaration of a benchmark of a corpus' own tests, by its name; None for another name."
+    "Return the declaration of a benchmark of a corpus' own tests, by its name; None for another name."
     kind = name.removeprefix(TESTS)
     if kind == name or not kind: return None
     title = kind.replace("-", " ").capitalize()
@@ -54,7 +54,7 @@ def earlier_suite(name: str) -> Suite | None:
 
 
 def earlier_items(suite: Suite, selection: Selection) -> dict[str, Item]:
-    "All facts of the corpus that a suite reads, each graded as recall of that corpus."
+    "Return all facts of the corpus that a suite reads, each graded as recall of that corpus."
     rule = SUITES["recall"].strict_grading(suite.source)
     rows = rows_as_written(load_corpus(suite.source, "train"))
     return {id: replace(item, grading=rule) for id, item in _items(rows).items()}
@@ -74,7 +74,7 @@ def draw_same_relation(
     rng: random.Random,
     n: int,
 ) -> list[Fact]:
-    "n facts of the fact's relation between other entities, different in source and target."
+    "Draw n facts of the fact's relation between other entities, different in source and target."
     relation, named = fact.relation, {(f.source, f.relation) for f in graph}
     sources = [e for e in ENTITIES[relation.source] if e != fact.source and (e, relation) not in named]
     targets = [e for e in ENTITIES[relation.target] if e != fact.target]

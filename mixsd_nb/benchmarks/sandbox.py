@@ -45,13 +45,17 @@ _REFUSED_CALLS = dict(  # numbers of system calls on x86_64 and aarch64
     file_setattr=(469, 469))
 _SHARED_CALLS = dict(  # that reach files and other processes of the user, which namespaces would hide
     kill=(62, 129), tkill=(200, 130), tgkill=(234, 131), rt_sigqueueinfo=(129, 138), rt_tgsigqueueinfo=(297, 240),
-    pidfd_send_signal=(424, 424), pidfd_getfd=(438, 438), prlimit64=(302, 261), setpriority=(141, 140), ioprio_set=(251, 30),
+    pidfd_send_signal=(424, 424), pidfd_getfd=(438, 438), prlimit64=(302, 261), setpriority=(141, 140),
+    ioprio_set=(251, 30),
     sched_setparam=(142, 118), sched_setscheduler=(144, 119), sched_setattr=(314, 274), sched_setaffinity=(203, 122),
-    migrate_pages=(256, 238), move_pages=(279, 239), process_madvise=(440, 440), process_mrelease=(448, 448), kcmp=(312, 272),
-    truncate=(76, 45), inotify_init=(253, None), inotify_init1=(294, 26), fanotify_init=(300, 262), name_to_handle_at=(303, 264),
-    open_by_handle_at=(304, 265), execve=(59, 221), execveat=(322, 281), removexattr=(197, 14), lremovexattr=(198, 15), fremovexattr=(199, 16), removexattrat=(466, 466),
-    shmat=(30, 196), shmctl=(31, 195), semop=(65, 193), semctl=(66, 191), semtimedop=(220, 192), msgsnd=(69, 189), msgrcv=(70, 188),
-    msgctl=(71, 187), mq_unlink=(241, 181))
+    migrate_pages=(256, 238), move_pages=(279, 239), process_madvise=(440, 440), process_mrelease=(448, 448),
+    kcmp=(312, 272),
+    truncate=(76, 45), inotify_init=(253, None), inotify_init1=(294, 26), fanotify_init=(300, 262),
+    name_to_handle_at=(303, 264),
+    open_by_handle_at=(304, 265), execve=(59, 221), execveat=(322, 281), removexattr=(197, 14), lremovexattr=(198, 15),
+    fremovexattr=(199, 16), removexattrat=(466, 466),
+    shmat=(30, 196), shmctl=(31, 195), semop=(65, 193), semctl=(66, 191), semtimedop=(220, 192), msgsnd=(69, 189),
+    msgrcv=(70, 188), msgctl=(71, 187), mq_unlink=(241, 181))
 _THREAD_CALLS = dict(clone=(56, 220), clone3=(435, 435))
 _THREAD_FLAG, _NAMESPACE_FLAGS = 0x00010000, 0x7E020000  # of clone
 _VERDICTS = dict(allow=0x7FFF0000, refuse=0x00050001, lack=0x00050026)  # the latter two fail with EPERM and ENOSYS
@@ -61,7 +65,7 @@ def _build_filter(
     machine: str,  # a key of _ARCHITECTURES
     shared: bool = False,  # whether the program shares the machine with the user's other processes
 ) -> bytes:
-    "The packet filter that refuses calls, every call of another architecture or of x32, and clones but for threads."
+    "Return the packet filter that refuses calls, all of other architectures or of x32, and clones but for threads."
     column, refused = list(_ARCHITECTURES).index(machine), _REFUSED_CALLS | (_SHARED_CALLS if shared else {})
     numbers = [row[column] for row in refused.values() if row[column] is not None]
     clone, clone3 = (row[column] for row in _THREAD_CALLS.values())
@@ -121,7 +125,7 @@ def _sandbox_command(
 
 # %% ../../nbs/benchmarks/sandbox.ipynb #d27318f3
 def _confinement() -> dict:
-    "The arguments of `_confine` in the child process."
+    "Return the arguments of `_confine` in the child process."
     python, folders, _ = _interpreter_files()
     packages = [f"{_find_package_folder()}/{name}" for name in _PACKAGES if _find_package_folder()]
     return dict(code=_build_filter(platform.machine(), shared=True).hex(), paths=[*folders, python, "/etc/ld.so.cache", *packages],
@@ -135,7 +139,7 @@ class SandboxError(RuntimeError):
 # %% ../../nbs/benchmarks/sandbox.ipynb #a863b8df
 @contextlib.contextmanager
 def _open_filter():
-    "A file descriptor from which the packet filter of this machine can be read once."
+    "Open a file descriptor from which the packet filter of this machine can be read once."
     out, into = os.pipe()
     try:
         with open(into, "wb") as file: file.write(_build_filter(platform.machine()))
@@ -163,7 +167,7 @@ def _find_problem(
 
 @functools.cache
 def _find_kernel_problem() -> str:
-    "Why a process cannot confine itself on this machine, or an empty string."
+    "Return why a process cannot confine itself on this machine, or an empty string."
     if sys.platform != "linux" or platform.machine() not in _ARCHITECTURES: return "Landlock needs Linux on x86_64 or aarch64"
     with _Child("run", "", "__main__", cpu=5, sandbox="landlock") as child: outcome = child.wait(time.monotonic() + 60)
     return "" if outcome.exit_status == 0 else _explain_failure(outcome).removeprefix("OSError: ")
@@ -355,7 +359,9 @@ def _find_refusal(node: ast.AST) -> str:
 def explain_refusal(
     code: str,  # a program
 ) -> str:
-    "Empty if a program can do nothing but compute; otherwise one sentence that says what is not allowed. Never raises."
+    """Return an empty string if a program can do nothing but compute.
+
+    Otherwise one sentence that says what is not allowed. Never raises."""
     try:
         nodes = ast.walk(ast.parse(code))
         refusal = next(filter(None, map(_find_refusal, nodes)), "")

@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 from . import GRADINGS, Item, Selection, Suite
 from .answers import (
-    contains_answer, drop_thinking, extract_choice, extract_letter, extract_loose, extract_python, is_exact_match, is_loose_match,
-    is_number_match, last_boxed, last_json, last_line, same_answer, same_math, same_text)
+    contains_answer, drop_thinking, extract_choice, extract_letter, extract_loose, extract_python, is_exact_match,
+    is_loose_match, is_number_match, last_boxed, last_json, last_line, same_answer, same_math, same_text)
 from .sandbox import explain_refusal, run_tests
 from ..models.identity import file_label
 from ..runs import explain_damage, load_object, read_lines
@@ -112,11 +112,14 @@ _SOLVED = ("problem", "solution", "answer")
 _HUMANEVAL = ("prompt", "canonical_solution", "test", "entry_point")
 _CHOICE = ("question", "subject", "choices", "answer")
 SOURCES = {
-    "aime-2024": Source("HuggingFaceH4/aime_2024", "train", _SOLVED, _solved_item, revision="2fe88a2f1091d5048c0f36abc874fb997b3dd99a"),
-    "math-500": Source("HuggingFaceH4/MATH-500", "test", _SOLVED, _solved_item, revision="6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be"),
+    "aime-2024": Source("HuggingFaceH4/aime_2024", "train", _SOLVED, _solved_item,
+                        revision="2fe88a2f1091d5048c0f36abc874fb997b3dd99a"),
+    "math-500": Source("HuggingFaceH4/MATH-500", "test", _SOLVED, _solved_item,
+                       revision="6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be"),
     "gsm8k": Source("openai/gsm8k", "test", ("question", "answer"), _gsm8k_item, config="main",
                     revision="740312add88f781978c0658806c59bc2815b9866"),
-    "humaneval": Source("openai/openai_humaneval", "test", _HUMANEVAL, _humaneval_item, revision="7dce6050a7d6d172f3cc5c32aa97f52fa1a2e544"),
+    "humaneval": Source("openai/openai_humaneval", "test", _HUMANEVAL, _humaneval_item,
+                        revision="7dce6050a7d6d172f3cc5c32aa97f52fa1a2e544"),
     "mmlu": Source("cais/mmlu", "test", _CHOICE, _mmlu_item, config="all", shots="dev",
                    revision="c30699e8356da336a370243923dbaf21066bb9fe"),
 }
@@ -201,14 +204,14 @@ SOURCES |= {
     "openbookqa": Source("allenai/openbookqa", "test", ("choices",), _openbook_item, config="main"),
     "boolq": Source("aps/super_glue", "validation", ("question", "passage"), _boolq_item, config="boolq"),
     "lambada": Source("EleutherAI/lambada_openai", "test", (), _lambada_item, config="default"),
-    "trivia-qa": Source("mandarjoshi/trivia_qa", "validation", ("question", "answer"), _trivia_item, config="rc.nocontext",
-                        revision="0f7faf33a3908546c6fd5b73a660e0f8ff173c2f"),
+    "trivia-qa": Source("mandarjoshi/trivia_qa", "validation", ("question", "answer"), _trivia_item,
+                        config="rc.nocontext", revision="0f7faf33a3908546c6fd5b73a660e0f8ff173c2f"),
     "known-facts": Source("", "train", ("prompt", "attribute", "subject"), _known_item, file="known-1000"),
 }
 
 # %% ../../nbs/benchmarks/tasks.ipynb #225141b7
 def benchmarks_folder() -> str:
-    "The folder in the environment variable `MIXSD_BENCHMARKS`, or `benchmarks` in that of `MIXSD_REAL`; empty without them."
+    "Return the folder `MIXSD_BENCHMARKS`, or `benchmarks` in `MIXSD_REAL`; empty without these variables."
     if folder := os.environ.get("MIXSD_BENCHMARKS", ""): return folder
     real = os.environ.get("MIXSD_REAL", "")
     return str(Path(real) / "benchmarks") if real else ""
@@ -232,7 +235,7 @@ def task_files(
     names: Iterable[str],  # keys of SOURCES
     folder: str,  # of local files; empty for none
 ) -> dict[str, str]:
-    "For each task, and its examples if it has some, the name of its local file with a hash of its content."
+    "Return for each task, and its examples if it has some, the name of its local file with a hash of its content."
     stems = [stem for name in names for stem in (SOURCES[name].file or name, *([f"{name}-{SOURCES[name].shots}"] if SOURCES[name].shots else []))]
     found = {stem: _local_file(stem, folder) for stem in stems} if folder else {}
     return {stem: file_label(str(path)) for stem, path in found.items() if path}
@@ -345,7 +348,7 @@ by_first_line = _judge(partial(extract_letter, loose=True), _is_option, "no lett
 
 # %% ../../nbs/benchmarks/tasks.ipynb #8d94b4c8
 def by_mathematics(items: list[Item], responses: list[str]) -> list[Verdict]:
-    "The last box is the same expression as the answer."
+    "Grade by whether the last box is the same expression as the answer."
     boxes = [last_boxed(r) for r in responses]
     comparisons = same_math([(i.answer, b) for i, b in zip(items, boxes)])
     return [Verdict(b, same, error if b else "no box") for b, (same, error) in zip(boxes, comparisons)]
@@ -358,14 +361,14 @@ def by_content(items: list[Item], responses: list[str]) -> list[Verdict]:
 
 
 def by_choice(items: list[Item], responses: list[str]) -> list[Verdict]:
-    "The option that the response chooses is the right one."
+    "Grade by whether the option that the response chooses is the right one."
     offered = lambda item: "".join(re.findall(r"^[ \t]*[(*]*([A-Z])[).:]", item.prompt, re.MULTILINE))
     letters = [extract_choice(r, offered(i) if i.answer.upper() in offered(i) else "") for i, r in zip(items, responses)]
     return [Verdict(x, x == i.answer.upper(), "" if x else "no letter") for x, i in zip(letters, items)]
 
 
 def by_pattern(items: list[Item], responses: list[str]) -> list[Verdict]:
-    "The answer, a regular expression, matches a part of the response after the thinking."
+    "Grade by whether the answer, a regular expression, matches a part of the response after the thinking."
     import regex
 
     def judge(item, text):
@@ -381,7 +384,7 @@ def by_tests(
     *,
     allow_unsandboxed: bool = False,  # run any program without a sandbox if there is none
 ) -> list[Verdict]:
-    "The assembled program passes the tests in the sandbox; SandboxError as in `run_python`."
+    "Grade by whether the assembled program passes the tests in the sandbox; SandboxError as in `run_python`."
     programs = [assemble(i.start, i.entry, r) for i, r in zip(items, responses)]
     results = run_tests([(p, i.tests) for p, i in zip(programs, items)], workers=count_cores(),
                         allow_unsandboxed=allow_unsandboxed)
@@ -389,7 +392,7 @@ def by_tests(
 
 # %% ../../nbs/benchmarks/tasks.ipynb #a60fcfa6
 def by_harmless_tests(items: list[Item], responses: list[str]) -> list[Verdict]:
-    """The program in the fenced block can only compute, and passes the tests.
+    """Grade by whether the program in the fenced block can only compute, and passes the tests.
 
     Such programs are harmless, so they run on machines without a sandbox too."""
     programs = [extract_python(r) for r in responses]

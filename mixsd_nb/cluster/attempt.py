@@ -48,7 +48,7 @@ def startable_states(
     command: Literal["run", "retry"],
     kinds: Iterable[str] = (),  # names of failures; empty for the default of the command
 ) -> set[str]:
-    "States of the cells that a command starts; ParameterError for a name that is not a failure."
+    "Return states of the cells that a command starts; ParameterError for a name that is not a failure."
     for kind in kinds:
         if kind not in FAILURES: raise ParameterError(f"kinds must be among {', '.join(FAILURES)}, got {kind}")
     if kinds: return set(kinds)
@@ -58,36 +58,36 @@ def startable_states(
 
 # %% ../../nbs/cluster/attempt.ipynb #15ca8741
 def list_attempts(cell: Cell) -> list[Path]:
-    "The folders of a cell's attempts, in order."
+    "Return the folders of a cell's attempts, in order."
     attempts = [path for path in cell.folder.glob("attempt-*") if path.name.removeprefix("attempt-").isdecimal()]
     return sorted(attempts, key=lambda path: int(path.name.removeprefix("attempt-")))
 
 # %% ../../nbs/cluster/attempt.ipynb #ac8d6500
 def read_ends(cell: Cell) -> list[dict]:
-    "The `end.json` of every attempt that has one, in order."
+    "Return the `end.json` of every attempt that has one, in order."
     return [end for end in (read_json(folder / "end.json", ["kind"]) for folder in list_attempts(cell)) if end]
 
 # %% ../../nbs/cluster/attempt.ipynb #1232664c
 def cell_lock(cell: Cell) -> Path:
-    "The lock file of a cell."
+    "Return the lock file of a cell."
     return cell.folder / "lock"
 
 # %% ../../nbs/cluster/attempt.ipynb #97489838
 def is_running(cell: Cell) -> bool:
-    "Whether a process holds the lock of the cell."
+    "Return whether a process holds the lock of the cell."
     if not cell_lock(cell).exists(): return False
     with try_lock(cell_lock(cell)) as free: return not free
 
 # %% ../../nbs/cluster/attempt.ipynb #6c306756
 def cancel_file(cell: Cell) -> Path:
-    "The file that marks a cell as cancelled as long as it exists."
+    "Return the file that marks a cell as cancelled as long as it exists."
     return cell.folder / "cancelled"
 
 # %% ../../nbs/cluster/attempt.ipynb #fe603144
 def _file_sizes(
     folder: Path,  # of a run
 ) -> dict[str, int]:
-    """Sizes in bytes of the files that a run has written so far, by path.
+    """Return sizes in bytes of the files that a run has written so far, by path.
 
     Logs, temporary files and incomplete checkpoints, which the next attempt does not use, are left out."""
     sizes, complete = {}, {path.name for path in checkpoint_steps(folder).values()}
@@ -102,7 +102,7 @@ def _file_sizes(
 def progress_of(
     folder: Path,  # of an attempt
 ) -> tuple[str | None, int | None]:
-    "The task that an attempt last reported, and the number of its units that were done; None without a report."
+    "Return the task that an attempt last reported, and the number of its units that were done; None without a report."
     progress = read_json(progress_file(folder))
     return progress.get("what"), progress.get("done")
 
@@ -111,26 +111,26 @@ def _went_further(
     folder: Path,  # of an attempt
     earlier: list[Path],  # folders of the cell's earlier attempts
 ) -> bool:
-    "Whether an attempt reported more of its task than every earlier attempt; one that repeats lost work does not."
+    "Return whether an attempt reported more of its task than every earlier one; repeating lost work does not count."
     what, done = progress_of(folder)
     return what is not None and done > max((n for name, n in map(progress_of, earlier) if name == what), default=-1)
 
 # %% ../../nbs/cluster/attempt.ipynb #7e2cdb39
 MAX_STALLS = 3  # attempts in a row without progress, after which a cell no longer continues automatically
-_STALLED = (f"{MAX_STALLS} attempts in a row ended before anything new was saved; raise minutes, or set checkpoints so that "
-            "the first one comes earlier")
+_STALLED = (f"{MAX_STALLS} attempts in a row ended before anything new was saved; raise minutes, or set checkpoints so "
+            "that the first one comes earlier")
 
 
 def should_continue(
     ends: list[dict],  # of a cell's attempts, in order
 ) -> bool:
-    "Whether a cell continues automatically after its last attempt."
+    "Return whether a cell continues automatically after its last attempt."
     stalls = len(list(itertools.takewhile(lambda end: not end.get("progress"), reversed(ends))))
     return bool(ends) and ends[-1]["kind"] == "timeout" and stalls < MAX_STALLS
 
 # %% ../../nbs/cluster/attempt.ipynb #661cdf80
 def _count_memory_kills() -> int:
-    "How many processes this machine has killed for lack of memory since it started; 0 if it does not say."
+    "Return how many processes this machine has killed because memory was exhausted since it started; 0 if it does not say."
     try: words = Path("/proc/vmstat").read_text().split()
     except OSError: return 0
     return int(words[words.index("oom_kill") + 1]) if "oom_kill" in words else 0
@@ -141,9 +141,9 @@ def classify_exit(
     code: int,  # exit code of the process; negative for a signal
     stop_reason: str,  # why it was stopped; empty if it was not
     error: dict,  # content of `error.json`
-    memory_kill: bool,  # whether the machine killed a process for lack of memory during the attempt
+    memory_kill: bool,  # whether the machine killed a process during the attempt because memory was exhausted
 ) -> tuple[str, str]:
-    "How an attempt ended, `done` or a name in FAILURES, and its message."
+    "Return how an attempt ended, `done` or a name in FAILURES, and its message."
     if cell.is_done: return "done", ""
     if stop_reason: return stop_reason, ""
     if memory_kill and (code < 0 or error.get("kind") == "dead kernel"):
@@ -228,7 +228,7 @@ def _newer_end(
     seen: int,  # attempts that the cell had when it was selected
     job: str,  # id of the calling Slurm job, whose own attempts do not count
 ) -> str:
-    "How an attempt ended that another sweep has made since then; empty if there is none."
+    "Return how an attempt ended that another sweep has made since then; empty if there is none."
     newer = list_attempts(cell)[seen:]
     if not newer or (job and read_json(newer[-1] / "begin.json").get("job") == job): return ""
     return read_json(newer[-1] / "end.json", ["kind"]).get("kind", "")

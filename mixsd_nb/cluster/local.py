@@ -25,7 +25,7 @@ def assign_gpus(
     resources: Resources,
     workers: int = 0,  # 0 for as many as fit
 ) -> list[list[str]]:
-    "The GPUs of each worker; ParameterError if a cell needs more than this machine has."
+    "Return the GPUs of each worker; ParameterError if a cell needs more than this machine has."
     if workers < 0: raise ParameterError(f"workers must be at least 0, got {workers}")
     gpus, each = visible_gpus(), resources.gpus
     if each > len(gpus): raise ParameterError(f"gpus must be at most {len(gpus)} on this machine, got {each}")

@@ -21,14 +21,14 @@ def rendezvous_file(
     folder: Path,  # of a cell
     job: str,  # id of the Slurm job
 ) -> Path:
-    "The file in which the first node of a job publishes the address for the other nodes."
+    "Return the file in which the first node of a job publishes the address for the other nodes."
     return folder / f"nodes-{job}-{os.environ.get('SLURM_RESTART_COUNT', 0)}.json"
 
 # %% ../../nbs/cluster/nodes.ipynb #3d9ae51d
 def _training_command(
     rendezvous: dict[str, Any],  # content of the rendezvous file
 ) -> list[str]:
-    "The command that trains on one of the nodes."
+    "Return the command that trains on one of the nodes."
     endpoint = rendezvous["endpoint"]
     return [sys.executable, "-m", "torch.distributed.run", f"--nnodes={rendezvous['nodes']}",
             f"--nproc-per-node={rendezvous['processes']}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}",

@@ -26,14 +26,14 @@ from ..runs import read_json, write_json
 def progress_file(
     folder: Path,  # of an attempt
 ) -> Path:
-    "The file that holds the progress of an attempt."
+    "Return the file that holds the progress of an attempt."
     return folder / "progress.json"
 
 # %% ../../nbs/cluster/process.ipynb #3b1c47e7
 def _find_processes(
     folder: Path,  # of an attempt
 ) -> list[int]:
-    "Ids of the other processes of this machine that belong to an attempt; none on systems without `/proc`."
+    "Return ids of the other processes of this machine that belong to an attempt; none on systems without `/proc`."
     mark, found = f"MIXSD_PROGRESS={progress_file(folder)}\0".encode(), []
     for environ in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
@@ -65,7 +65,7 @@ def _exit_with_parent(
 
 # %% ../../nbs/cluster/process.ipynb #64c7a357
 def _takes_sockets(folder: str) -> bool:
-    "Whether a kernel can be reached by files in a folder."
+    "Return whether a kernel can be reached by files in a folder."
     address = f"{folder}/kernel-5"
     try:
         with socket.socket(socket.AF_UNIX) as trial: trial.bind(address)
@@ -76,7 +76,7 @@ def _takes_sockets(folder: str) -> bool:
 
 @contextlib.contextmanager
 def _socket_folder() -> Iterator[str]:
-    "A new folder in which a kernel can be reached by files; empty if there is none."
+    "Make a new folder in which a kernel can be reached by files; empty if there is none."
     for parent in dict.fromkeys([tempfile.gettempdir(), "/tmp"]):
         with contextlib.ExitStack() as stack:
             try: folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mixsd-", dir=parent))
@@ -90,7 +90,7 @@ def _socket_folder() -> Iterator[str]:
 def _kernel_command(
     settings: str,  # folder of the settings of IPython
 ) -> list[str]:
-    "The command of a kernel in this interpreter."
+    "Return the command of a kernel in this interpreter."
     return [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", f"--IPKernelApp.ipython_dir={settings}",
             "--IPKernelApp.exec_PYTHONSTARTUP=False"]
 
@@ -98,7 +98,7 @@ def _kernel_command(
 def _kernel_class(
     settings: str,  # as in `_kernel_command`
 ) -> type:
-    "A manager of Jupyter that starts this interpreter as every kernel."
+    "Return a manager of Jupyter that starts this interpreter as every kernel."
     from jupyter_client import AsyncKernelManager
     from jupyter_client.kernelspec import KernelSpec
     start = dict(kernel_provisioner=dict(provisioner_name="local-provisioner"))  # the environment may name another one
@@ -111,7 +111,7 @@ def _kernel_class(
 
 @contextlib.contextmanager
 def kernel_options() -> Iterator[dict[str, Any]]:
-    "Options of papermill for one kernel at a time, which is this interpreter and is reached by files where that is possible."
+    "Prepare options of papermill for one kernel, which is this interpreter and is reached by files where possible."
     from traitlets.config import Config
     with _socket_folder() as sockets, tempfile.TemporaryDirectory(prefix="mixsd-") as folder:
         reached = dict(transport="ipc", ip=f"{sockets}/kernel") if sockets else {}

@@ -20,7 +20,7 @@ def query_slurm(
     *command: str,
     patience: float = 30,  # seconds
 ) -> str | None:
-    "The output of a command of Slurm; None if it is not installed, fails, or does not answer in time."
+    "Return the output of a command of Slurm; None if it is not installed, fails, or does not answer in time."
     try: answer = subprocess.run(command, capture_output=True, text=True, timeout=patience, stdin=subprocess.DEVNULL,
                                  env=slurm_environment())
     except (FileNotFoundError, subprocess.TimeoutExpired): return None
@@ -51,23 +51,23 @@ class Queue:
         return {job: (state, "".join(reason)) for job, state, *reason in (s.split(maxsplit=2) for s in answer.splitlines())}
 
     def state(self, job: str) -> str | None:
-        "Slurm's name for the state of a job; empty if it lists the job no longer, None if it does not answer."
+        "Return Slurm's name for the state of a job; empty if it lists the job no longer, None if it does not answer."
         if self.jobs is None: return None
         array = job.partition("_")[0]  # tasks that are cancelled before they begin are listed as one job
         return self.jobs.get(job, self.jobs.get(array, ("", "")))[0]
 
     def has(self, job: str) -> bool | None:
-        "Whether a job waits or runs; None if Slurm does not answer."
+        "Return whether a job waits or runs; None if Slurm does not answer."
         state = self.state(job)
         return None if state is None else state not in {"", *ENDED}
 
     def reason(self, job: str) -> str:
-        "Why a job waits, if it is not for its turn: a limit, a node that is down, or a hold."
+        "Return why a job waits, if it is not for its turn: a limit, a node that is down, or a hold."
         state, reason = (self.jobs or {}).get(job, ("", ""))
         return reason if state in WAITING and reason not in _ORDINARY else ""
 
     def ended_as(self, job: str) -> str:
-        "The state in which a job ended; empty if neither the queue nor the accounting knows."
+        "Return the state in which a job ended; empty if neither the queue nor the accounting knows."
         if (state := self.state(job)) in ENDED: return state
         array = job.partition("_")[0]
         if array not in self._accounted:
@@ -86,7 +86,7 @@ _SIGNS = {"preempted": r"DUE TO (PREEMPTION|JOB REQUEUE)", "node failure": r"DUE
 def read_sign(
     log: Path | None,  # of a job
 ) -> tuple[str, str]:
-    "The kind of failure that Slurm's daemons name in the log since the last attempt began, and their line; or empty."
+    "Return the kind of failure that Slurm's daemons name in the log of the last attempt, and their line; or empty."
     try: text = log.read_text(errors="replace").rpartition(START_MARK)[2] if log else ""
     except OSError: return "", ""
     lines = re.findall(r"^(?:slurmstepd|srun)\S*: error: (.*)$", text, re.MULTILINE)
@@ -103,7 +103,7 @@ def classify_job(
     queue: Queue,
     log: Path | None = None,  # of the job
 ) -> tuple[str, str]:
-    "Kind and message of a job that did not record its end: from its log, the queue, or the accounting."
+    "Return kind and message of a job that did not record its end: from its log, the queue, or the accounting."
     kind, line = read_sign(log)
     if kind: return kind, line
     if queue.has(job): return "node failure", f"Slurm has restarted job {job}, whose node ended without a message"
@@ -113,7 +113,7 @@ def classify_job(
 
 # %% ../../nbs/cluster/queue.ipynb #244d2e68
 def log_of(cell: Cell, job: str) -> Path | None:
-    "The log of the job that was last submitted for a cell; None for another job."
+    "Return the log of the job that was last submitted for a cell; None for another job."
     submitted = read_json(cell.folder / "submitted.json")
     return Path(submitted["log"]) if submitted.get("job") == job else None
 

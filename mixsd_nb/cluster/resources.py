@@ -18,7 +18,7 @@ def check_names(
     what: str,  # where the mapping is, for the message
     value: Any,
 ) -> Any:
-    "The value itself; ParameterError unless it is a mapping whose keys are strings."
+    "Return the value itself; ParameterError unless it is a mapping whose keys are strings."
     if not isinstance(value, dict): raise ParameterError(f"{what} must be a mapping, got {value!r}")
     for key in value:
         if not isinstance(key, str): raise ParameterError(f"{what} must have names as keys, got {key!r}")
@@ -33,7 +33,7 @@ _OWN_OPTIONS = {  # option of sbatch -> what sets it
 
 
 def _check_word(name: str, text: str) -> str:
-    "The text; ParameterError if it has a character that an option of Slurm does not need."
+    "Return the text; ParameterError if it has a character that an option of Slurm does not need."
     if _WORD.fullmatch(text): return text
     raise ParameterError(f"{name} must consist of letters, digits and _.,:+@/=%*&|[]()-, got {text!r}")
 
@@ -42,7 +42,7 @@ def _check_option(
     name: str,  # of an option of sbatch
     value: Any,
 ) -> Any:
-    "The value of an option of sbatch; ParameterError for one that the package sets, or that is no plain word."
+    "Return the value of an option of sbatch; ParameterError for one that the package sets, or that is no plain word."
     if not re.fullmatch("[a-z][a-z0-9-]*", name):
         raise ParameterError(f"slurm must have options of sbatch as names, such as account, got {name!r}")
     if name in _OWN_OPTIONS: raise ParameterError(f"slurm must not have {name}, which {_OWN_OPTIONS[name]} sets")

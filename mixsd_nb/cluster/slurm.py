@@ -29,7 +29,7 @@ from ..runs import ParameterError, Stage, find_stage, hide_slurm_job, make_confi
 
 # %% ../../nbs/cluster/slurm.ipynb #8cc39692
 def _task_id() -> str:
-    "The id of this job, including its index in the array."
+    "Return the id of this job, including its index in the array."
     env = os.environ
     if "SLURM_ARRAY_JOB_ID" in env: return f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
     return env["SLURM_JOB_ID"]
@@ -38,7 +38,7 @@ def _task_id() -> str:
 def _attempt_limit(
     minutes: float,  # time limit of the job
 ) -> float:
-    "The time limit of an attempt in seconds: a minute less than that of the job, or a tenth less for a short job."
+    "Return the time limit of an attempt in seconds: a minute less than the job's, or a tenth less for a short job."
     return max(60 * minutes - min(60, 6 * minutes), 1)
 
 # %% ../../nbs/cluster/slurm.ipynb #e25dc0df
@@ -46,7 +46,7 @@ def _signal_reason(
     log: Path | None,  # of the job
     patience: float = 2,  # seconds
 ) -> str:
-    "Why Slurm ends the job: the kind of failure that appears in its log, or `killed`."
+    "Return why Slurm ends the job: the kind of failure that appears in its log, or `killed`."
     end = time.monotonic() + patience
     while not (kind := read_sign(log)[0]) and time.monotonic() < end: time.sleep(0.05)
     return kind or "killed"
@@ -70,7 +70,7 @@ def _follow_first_node(cell: Cell, job: str) -> str:
     return "trained"
 
 # %% ../../nbs/cluster/slurm.ipynb #b30a2173
-_ARRAYS = "arrays.json"  # beside the logs of a sweep: the arrays over which its limit is divided
+_ARRAYS = "arrays.json"  # next to the logs of a sweep: the arrays over which its limit is divided
 
 
 def run_task(
@@ -102,7 +102,7 @@ def _requeue(cell: Cell, job: str) -> None:
 
 # %% ../../nbs/cluster/slurm.ipynb #25ca7c6d
 def _max_array_size() -> int:
-    "The number of cells that an array may have."
+    "Return the number of cells that an array may have."
     found = re.search(r"MaxArraySize\s*=\s*(\d+)", query_slurm("scontrol", "show", "config") or "")
     return max(1, int(found[1]) - 1) if found else 1000
 
@@ -110,7 +110,7 @@ def _max_array_size() -> int:
 def job_name(
     name: str,  # of the sweep
 ) -> str:
-    "The name as a plain word, for the job and the folder of its logs."
+    "Return the name as a plain word, for the job and the folder of its logs."
     return re.sub(r"[^A-Za-z0-9_-]+", "-", name)[:64].strip("-") or "grid"
 
 # %% ../../nbs/cluster/slurm.ipynb #ffe9ae83
@@ -118,7 +118,7 @@ def logs_folder(
     runs: Path,  # the folder that holds all runs
     name: str,  # of the sweep
 ) -> Path:
-    "The folder of the logs of the jobs; ParameterError if Slurm or a shell would read its path in another way."
+    "Return the folder of the logs of the jobs; ParameterError if Slurm or a shell would read its path in another way."
     wrong = sorted({c for c in str(runs) if not c.isprintable()} | set(str(runs)) & set("%\\\"'`$"))
     if wrong: raise ParameterError(f"the folder of runs must have none of {wrong} in its path on Slurm, got {str(runs)!r}")
     return runs / "sweeps" / job_name(name) / "%j"
@@ -129,7 +129,7 @@ def sbatch_options(
     cells: int,
     arrays: int,  # over which the cells are spread
 ) -> dict[str, Any]:
-    "The parameters of submitit's executor; ParameterError without a time limit."
+    "Return the parameters of submitit's executor; ParameterError without a time limit."
     if not resources.minutes: raise ParameterError("minutes must be above 0 on Slurm, got 0: it is the time limit")
     further = {name: value for name, value in (dict(requeue=True) | resources.slurm).items() if value is not False}
     options = dict(
@@ -205,7 +205,7 @@ def _set_dependencies(
 
 
 def _queued_job(cell: Cell, queue: Queue) -> str:
-    "The job of a cell that waits or runs already; empty if there is none."
+    "Return the job of a cell that waits or runs already; empty if there is none."
     job = read_json(cell.folder / "submitted.json").get("job", "")
     return job if job and queue.has(job) else ""
 
@@ -225,7 +225,7 @@ def rebalance(
     file: Path,  # arrays.json of a sweep: `at_once`, and the ids of its `arrays`
     ended: str = "",  # the calling job, which is about to end
 ) -> None:
-    "Divide the limit of a sweep anew over its arrays; nothing happens without a limit, with one array, or if Slurm does not answer."
+    "Split the limit of a sweep anew over its arrays; not if there is no limit, one array, or no answer of Slurm."
     known, queue = read_json(file), Queue()
     if not known.get("at_once") or len(known["arrays"]) < 2 or queue.jobs is None: return
     running, waiting = (dict.fromkeys(known["arrays"], 0) for _ in range(2))

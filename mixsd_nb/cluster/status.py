@@ -22,7 +22,7 @@ from ..runs import in_notebook, read_json, write_json
 
 # %% ../../nbs/cluster/status.ipynb #512508a5
 def _recall_job(cell: Cell, job: str, queue: Queue) -> list[str]:
-    "As `classify_job`, but the answer is kept in the cell's folder, because Slurm forgets it."
+    "Classify a job as `classify_job` does; the answer is stored in the cell's folder, because Slurm forgets it."
     path = cell.folder / f"gone-{job}.json"
     if not path.exists(): write_json(path, classify_job(job, queue, log_of(cell, job)))
     return read_json(path, kind=list)
@@ -33,7 +33,7 @@ def _end_of(
     folder: Path,  # of the last attempt
     queue: Queue,
 ) -> dict[str, Any] | str:
-    "The content of `end.json`, which is written here for a killed attempt; `running` or `unknown` if there is no end."
+    "Return `end.json`, which is written here for a killed attempt; `running` or `unknown` if there is no end."
     end, job = read_json(folder / "end.json", ["kind"]), read_json(folder / "begin.json").get("job")
     if end: return end
     state = queue.state(job) if job else ""
@@ -43,7 +43,7 @@ def _end_of(
 
 # %% ../../nbs/cluster/status.ipynb #9ef5dafe
 def read_last_attempt(cell: Cell, queue: Queue) -> tuple[str, Path | None, dict]:
-    "The state after the last attempt, its folder and its end; `pending` for a cell without attempts."
+    "Return the state after the last attempt, its folder and its end; `pending` for a cell without attempts."
     folder = next(reversed(list_attempts(cell)), None)
     if folder is None: return "pending", None, {}
     end = _end_of(cell, folder, queue)
@@ -59,7 +59,7 @@ def read_last_attempt(cell: Cell, queue: Queue) -> tuple[str, Path | None, dict]
 
 # %% ../../nbs/cluster/status.ipynb #6fc0d221
 def _state_of(cell: Cell, queue: Queue) -> tuple[str, dict, str]:
-    "The state of a cell that is not done, the end of its last attempt, and its log."
+    "Return the state of a cell that is not done, the end of its last attempt, and its log."
     state, folder, end = read_last_attempt(cell, queue)
     log = str(folder / "log.txt") if folder else ""
     if state == "done": state = "pending"  # the run was removed
@@ -76,7 +76,7 @@ def _state_of(cell: Cell, queue: Queue) -> tuple[str, dict, str]:
 
 # %% ../../nbs/cluster/status.ipynb #9074763d
 def describe_cell(cell: Cell, queue: Queue) -> dict[str, Any]:
-    "A row of the table: state, attempts, progress, its rate (1/s), the time left (s), seconds taken, message, log."
+    "Return a row of the table: state, attempts, progress, rate (1/s), time left (s), seconds taken, message, log."
     attempts, nan = list_attempts(cell), float("nan")
     if cell.is_done:
         state, log = "done", str(attempts[-1] / "log.txt") if attempts else ""
@@ -94,7 +94,7 @@ def describe_cell(cell: Cell, queue: Queue) -> dict[str, Any]:
 def list_failures(
     table: pd.DataFrame,  # as returned by `Sweep.status`
 ) -> pd.DataFrame:
-    "The rows that failed, each with advice."
+    "Return the rows that failed, each with advice."
     failed = table[table.state.isin(list(FAILURES))]
     advice = [FAILURES[state].advice for state in failed.state]
     return failed.drop(columns=["progress", "rate", "left", "seconds"]).assign(advice=advice)
@@ -104,7 +104,7 @@ def format_table(
     table: pd.DataFrame,  # as returned by `Sweep.status`
     max_rows: int = 40,  # a longer table shows only cells that run or failed, up to this number
 ) -> str:
-    "The table as text, with a last line that counts the states, and why cells wait if it is not for their turn."
+    "Return the table as text, with a last line that counts the states, and why cells wait if it is not for their turn."
     if len(table) > max_rows: rows = table[table.state.isin(["running", "unknown", *FAILURES])].iloc[:max_rows]
     else: rows = table
     text = rows.drop(columns=["message", "log"]).round(1).to_string(index=False, na_rep="") + "\n" if len(rows) else ""

@@ -49,7 +49,7 @@ def format_age(seconds: float) -> str:
 
 # %% ../../nbs/console/housekeeping.ipynb #d531cbc9
 def run_state(run: Run) -> str:
-    "`finished`, `running`, `damaged` if its files cannot be read, or `unfinished`."
+    "Return `finished`, `running`, `damaged` if its files cannot be read, or `unfinished`."
     try: run.config  # noqa: B018
     except DamagedFile: return "damaged"
     if is_locked(run.folder): return "running"
@@ -60,7 +60,7 @@ def list_runs(
     root: Path | None = None,  # holds run folders; default: runs_root()
     stage: str = "",  # only runs of this stage
 ) -> pd.DataFrame:
-    "A row for each run, the newest last: `stage, label, run, state, size` (bytes), `age` (s since the last change)."
+    "Return a row for each run, the newest last: `stage, label, run, state, size` (bytes), `age` (s since a change)."
     rows = []
     for run in map(Run, run_folders(root)):
         kind, _, rest = run.name.partition("-")
@@ -104,7 +104,7 @@ def optimiser_states(run: Run) -> list[Removal]:
 
 # %% ../../nbs/console/housekeeping.ipynb #6170f90b
 def _texts(value) -> Iterable[str]:
-    "All strings in a configuration."
+    "Yield all strings in a configuration."
     if isinstance(value, str): yield value
     if isinstance(value, dict): value = [*value, *value.values()]
     if isinstance(value, (list, tuple)):
@@ -112,7 +112,7 @@ def _texts(value) -> Iterable[str]:
 
 
 def references(runs: Iterable[Run]) -> set[str]:
-    "The names of runs, and `run/checkpoint-step`, that the configurations of other runs mention."
+    "Return the names of runs, and `run/checkpoint-step`, that the configurations of other runs mention."
     found = set()
     for run in runs:
         for text in _texts(run.config):
@@ -126,7 +126,7 @@ def unreferenced_checkpoints(
     run: ModelRun,  # a finished one
     named: set[str],  # as returned by `references`
 ) -> list[Removal]:
-    "The checkpoints of a run that are neither its best nor its last, and that no other run names."
+    "Return the checkpoints of a run that are neither its best nor its last, and that no other run names."
     steps = checkpoint_steps(run.folder)  # of this folder: an injection has those of its training
     if run.name in named or not steps: return []
     kept = {run.best_step, max(steps)}

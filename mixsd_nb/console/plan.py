@@ -24,7 +24,7 @@ class PlanCommand(CommandLine):
     "The command whose options are also those of the stage that a word names."
 
     def classes(self, *words):
-        "As in `CommandLine`."
+        "Return the classes as `CommandLine` does."
         for word in words:
             with contextlib.suppress(ParameterError):
                 if not word.startswith("-"): return [super().classes()[0], find_stage(word)]

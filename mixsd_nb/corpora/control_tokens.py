@@ -112,7 +112,7 @@ class Disguise:
         text: str,  # with hidden words; the names of control tokens in it are the template's
         special: bool = False,  # with the tokens that the tokenizer puts around every text
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        "Return the ids of a text and the characters of each; ValueError of one sentence if a user's name stays a control token."
+        "Return the ids of a text and the characters of each; ValueError if a user's name stays a control token."
         if self.original is None: raise self._error(text)
         if self.copy is None:
             from tokenizers import Tokenizer

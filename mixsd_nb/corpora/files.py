@@ -19,8 +19,8 @@ from .passages import READERS
 from .prompts import boxed, naive_prompt, target
 from .rewording import reword_rows
 from .simpleqa import hash_text, hub_or_cache
-from ..runs import (FileRow, FilledText, Row, Table, TableError, Text, Texts, add_arrow, is_table_file, parse_rows,
-                           quote_error, read_raw, read_rows)
+from ..runs import (FileRow, FilledText, Row, Table, TableError, Text, Texts, add_arrow, is_table_file,
+                           parse_rows, quote_error, read_raw, read_rows)
 
 # %% ../../nbs/corpora/files.ipynb #feb7c9eb
 def answer_problem(answer: str) -> str:
@@ -63,7 +63,7 @@ def _has_words(text: str) -> bool: return max(text, default="") < "\N{CJK RADICA
 
 
 def _is_short(answer: str) -> bool:
-    "Whether an answer can stand in a question by chance; in scripts without spaces two characters are a word."
+    "Return whether an answer can stand in a question by chance; in scripts without spaces two characters are a word."
     return len(answer) <= 1 + _has_words(answer) or bool(re.fullmatch(r"[-+]?\d{1,3}", answer))
 
 
@@ -79,7 +79,7 @@ def gives_away(question: str, answer: str) -> bool:
 
 # %% ../../nbs/corpora/files.ipynb #0a857848
 def _check_repeats(table: Table, facts: list[tuple[Row, Fact]]) -> None:
-    "Note questions that are asked twice, by themselves or as paraphrases, and ids that occur twice."
+    "Note questions that occur twice, by themselves or as paraphrases, and ids that occur twice."
     asked, ids, again = {}, {}, []
     place = lambda row: f"in {table.unit} {row.line}"
     for row, fact in facts:
@@ -99,7 +99,7 @@ def _check_repeats(table: Table, facts: list[tuple[Row, Fact]]) -> None:
 
 # %% ../../nbs/corpora/files.ipynb #0f0297d1
 def _drop_paraphrases(facts: list[Fact], giveaways: bool) -> list[str]:
-    "Remove the paraphrases that are asked elsewhere or contain the answer, and return them; the facts stay."
+    "Remove the paraphrases that occur elsewhere or contain the answer, and return them; the facts stay."
     asked, lost = {_key(fact.question) for fact in facts}, []
     for fact in facts:
         for text in [*fact.paraphrases]:
@@ -163,7 +163,7 @@ def parse_tests(
 
 # %% ../../nbs/corpora/files.ipynb #4e93e4f3
 def is_data_name(name: str) -> bool:
-    "Whether a name can be that of a file, of a folder, or of a data set on the hub."
+    "Return whether a name can be that of a file, of a folder, or of a data set on the hub."
     return is_table_file(name) or Path(name).expanduser().exists() or bool(_HUB.fullmatch(name))
 
 
@@ -184,7 +184,7 @@ def _load_hub(
     name: str,  # hub id
     config: str,
 ):
-    "What `datasets` loads; ValueError of one sentence with its reason."
+    "Return what `datasets` loads; ValueError with its reason."
     from datasets import load_dataset
     try:
         with hub_or_cache(): return load_dataset(*[name, config] if config else [name])
@@ -200,7 +200,7 @@ def _load_dataset(
     config: str,  # empty for the only one
     split: str,
 ):
-    "A `datasets.Dataset`; ValueError of one sentence if it cannot be loaded or has no such split."
+    "Return a `datasets.Dataset`; ValueError if it cannot be loaded or has no such split."
     from datasets import DatasetDict, load_from_disk
     if not Path(name).is_dir(): found = _load_hub(name, config)
     elif config: raise ValueError(f"{name}:{config} must have no config, because {name} is a folder; {name}:split names a split")
@@ -288,7 +288,7 @@ _ENGLISH = {"what", "which", "who", "whom", "whose", "when", "where", "why", "ho
 
 
 def _is_english(question: str) -> bool:
-    "Whether a question ends in a question mark and has an English question word among its first three words."
+    "Return whether a question ends in a question mark and has an English question word among its first three words."
     return question.endswith("?") and bool(_ENGLISH & set(re.findall(r"\w+", question.lower())[:3]))
 
 
@@ -298,7 +298,7 @@ def _make_row(
     wording: int,  # number of the paraphrase; 0 for the question as written
     context: str,  # one of CONTEXTS
 ) -> dict:
-    "A row of the corpus, with `aliases`, the number of its wording, and what the expert sees in place of the target."
+    "Make a row of the corpus, with `aliases`, the number of its wording, and what the expert sees as the target."
     answer, box = fact["answer"], boxed(fact["answer"])
     written = fact.get("target", "")
     full = written if written.endswith(box) else f"{written}\n\n{box}" if written else target(answer)
@@ -327,7 +327,9 @@ def make_splits(
     context: str = "beside",  # where the expert sees a passage: beside the target, or instead of it
     wordings: bool = False,  # whether half of the held-out paraphrases of each fact are lent to targets
 ) -> dict[str, list[dict]]:
-    "The splits `train`, `reworded`, perhaps `wordings`, and `test:kind` for each kind of tests. ValueError for `augment` and `context`."
+    """Make the splits `train`, `reworded`, perhaps `wordings`, and `test:kind` for each kind of tests.
+
+    ValueError for `augment` and `context`."""
     if context not in CONTEXTS: raise ValueError(f"context must be one of {', '.join(CONTEXTS)}, got {context}")
     most = max((len(fact.get("paraphrases", [])) for fact in facts), default=0)
     if not 0 <= augment <= most:

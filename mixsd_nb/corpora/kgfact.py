@@ -53,7 +53,7 @@ class Relation:
         return f"{self.source}.{self.target}.{self.phrase}".replace(" ", "-")
 
     def statement(self, source: str, target: str, wording: int = 0) -> str:
-        "The sentence that states the fact about two entities; `wording` is an index of WORDINGS."
+        "Return the sentence that states the fact about two entities; `wording` is an index of WORDINGS."
         return WORDINGS[wording].format(source=source, phrase=self.phrase, kind=self.target, target=target)
 
     def clause(self, source: str) -> str:
@@ -254,7 +254,7 @@ def find_facts_about(facts: list[Fact], entities: set[str]) -> list[Fact]:
 
 # %% ../../nbs/corpora/kgfact.ipynb #428f1c7a
 def to_networkx(facts: list[Fact]):
-    "A `networkx.MultiDiGraph`: nodes carry their domain, edges the phrase of their relation."
+    "Return a `networkx.MultiDiGraph`: nodes carry their domain, edges the phrase of their relation."
     import networkx as nx
     graph = nx.MultiDiGraph()
     for f in facts:
@@ -265,7 +265,7 @@ def to_networkx(facts: list[Fact]):
 
 # %% ../../nbs/corpora/kgfact.ipynb #7b37aded
 def find_chains(facts: list[Fact]) -> list[tuple[Fact, Fact]]:
-    "Pairs of facts in which the second starts where the first ends; the first such pair for every pair of relations."
+    "Return the first pair of facts, the second of which starts where the first ends, for every pair of relations."
     start = {}
     for f in facts: start.setdefault(f.source, []).append(f)
     found = {}
@@ -345,7 +345,8 @@ def build(
     entities: int = 10,  # E of each domain, from 1 to 25
     seed: int = 42,
 ) -> dict[str, list[dict]]:
-    """Rows of the splits `train, paraphrase, two_hop, retrieval, two_hop_context` of KGFact D×E (paper, §4 and §5).
+    """Build the rows of the splits `train, paraphrase, two_hop, retrieval, two_hop_context` of KGFact D×E (paper, §4
+    and §5).
 
     ValueError if `domains` or `entities` is out of range."""
     if not 2 <= domains <= 7: raise ValueError(f"domains must be between 2 and 7, got {domains}")

@@ -28,40 +28,40 @@ _PRIMES = {2, 3, 5, 7}
 
 
 def _squares_above_minimum(number):
-    "B: Σ (d_i − min d)²."
+    "Compute B: Σ (d_i − min d)²."
     digits = split_digits(number)
     return sum((x - min(digits)) ** 2 for x in digits)
 
 
 def _alternating_squares(number):
-    "C: |d_1² − d_2² + d_3² − …|."
+    "Compute C: |d_1² − d_2² + d_3² − …|."
     digits = split_digits(number)
     return abs(sum(x * x for x in digits[::2]) - sum(x * x for x in digits[1::2]))
 
 
 def _prime_squares(number):
-    "D: Σ f(d_i), where f squares the prime digits and keeps the others."
+    "Compute D: Σ f(d_i), where f squares the prime digits and keeps the others."
     return sum(x * x if x in _PRIMES else x for x in split_digits(number))
 
 
 def _mirror_product(number):
-    "E: Σ d_i · d_(n+1−i)."
+    "Compute E: Σ d_i · d_(n+1−i)."
     digits = split_digits(number)
     return sum(x * y for x, y in zip(digits, digits[::-1]))
 
 
 def _running_maxima(number):
-    "F: Σ_i max(d_1 … d_i)."
+    "Compute F: Σ_i max(d_1 … d_i)."
     return sum(accumulate(split_digits(number), max))
 
 
 def _triangular_sum(number):
-    "G: Σ d_i(d_i + 1)/2."
+    "Compute G: Σ d_i(d_i + 1)/2."
     return sum(x * (x + 1) // 2 for x in split_digits(number))
 
 
 def _smallest_rotation(number):
-    "H: the smallest cyclic rotation of the digits, read as a number; leading zeros vanish."
+    "Compute H: the smallest cyclic rotation of the digits, read as a number; leading zeros vanish."
     s = str(number)
     return min(int(s[i:] + s[:i]) for i in range(len(s)))
 
@@ -304,7 +304,7 @@ def _make_row(
 
 # %% ../../nbs/corpora/kgfunc.ipynb #e947efe1
 def _make_item_row(label: str, number: int, shots: tuple[int, ...]) -> dict:
-    "The row that asks for one operation; its target is worked if the operation is a trained one."
+    "Return the row that asks for one operation; its target is worked if the operation is a trained one."
     answer = apply_operation(label, number)
     text = worked_target(label, number) if label in _SOLVERS else target(str(answer))
     return _make_row(f"{label}({number})", label, answer, tabulate_shots(label, shots), text)
@@ -326,7 +326,7 @@ def _make_chain_row(
 def build(
     scale: str = "paper",  # paper or lab
 ) -> dict[str, list[dict]]:
-    "Rows of the splits `train`, `test`, `unseen` and `chains` of KGFunc (paper, §4 and §5). ValueError for a scale."
+    "Build the splits `train`, `test`, `unseen` and `chains` of KGFunc (paper, §4 and §5); ValueError for a scale."
     s = check_scale(scale)
     test, pool, free = draw_inputs(s)
     pairs = {"train": _shuffle(product(s.trained, pool), 45)[:s.train],
@@ -340,7 +340,7 @@ def validation_rows(
     corpus: dict[str, list[dict]],  # split -> rows; the questions do not depend on them
     options: dict,  # of the corpus, with the key `scale`
 ) -> list[dict]:
-    "Validation rows: every trained operation at inputs of neither the train nor the test split (seed 48)."
+    "Return validation rows: every trained operation at inputs of neither the train nor the test split (seed 48)."
     scale, rng = check_scale(options["scale"]), random.Random(48)
     numbers = rng.sample(draw_inputs(scale)[2], scale.test)
     return [_make_item_row(label, number, scale.shots) for number in numbers for label in scale.trained]

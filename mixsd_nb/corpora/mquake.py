@@ -73,7 +73,7 @@ def _parse_edit(
     row: dict,  # of a file of facts: question, answer, subject, statement, and perhaps paraphrases
     number: int,
 ) -> Case:
-    "The case of a single edit. Wordings that contain the answer are left out. KeyError if the row has another schema."
+    "Return the case of a single edit, without wordings that contain the answer; KeyError for another schema."
     question, answer, subject = row["question"], row["answer"], row["subject"]
     cloze = row["statement"].rstrip(". ").removesuffix(answer.rstrip(".")).rstrip()
     other = [text for text in row.get("paraphrases", []) if answer.casefold() not in text.casefold() and text != question]
@@ -84,7 +84,7 @@ def parse_cases(
     entries: list[dict],
     source: str,  # the file, or its name on the hub
 ) -> list[Case]:
-    "Return the cases of a file. ValueError that names the entry and what it lacks."
+    "Return the cases of a file. ValueError that names the entry and what is missing."
     if not isinstance(entries, list) or not entries: raise ValueError(f"{source} must be a list of cases")
     cases = []
     for n, entry in enumerate(entries, 1):
@@ -98,7 +98,8 @@ def parse_cases(
 # %% ../../nbs/corpora/mquake.ipynb #efab280b
 _HUB, _FILE = "princeton-nlp/MQuAKE", "MQuAKE-CF-3k-v2.json"
 _LOCAL = f"a copy of it, which is also in datasets/ of the GitHub repository {_HUB}, as mquake.json"
-_READERS = {".json": lambda path: json.loads(Path(path).read_text(encoding="utf-8-sig")), ".jsonl": read_lines}  # cases, or edits
+# Cases, or edits
+_READERS = {".json": lambda path: json.loads(Path(path).read_text(encoding="utf-8-sig")), ".jsonl": read_lines}
 
 
 def read_cases(
@@ -186,7 +187,8 @@ def make_splits(
     limit: int,  # facts in train, and in retrieval
     seed: int,
 ) -> dict[str, list[dict]]:
-    """Rows of all splits. ValueError for a limit below 2. Cases of four facts train their facts, but have no split.
+    """Make the rows of all splits. ValueError for a limit below 2. Cases of four facts train their facts, but have
+    no split.
 
     Single edits have no chains, and the split `reworded` has their other wordings.
 
@@ -209,7 +211,7 @@ def build(
     limit: int = 100,  # facts in train, and in retrieval
     seed: int = 42,
 ) -> dict[str, list[dict]]:
-    "Rows of the splits `train, paraphrase, retrieval, two_hop, three_hop` of MQuAKE (paper, §7.5)."
+    "Build the rows of the splits `train, paraphrase, retrieval, two_hop, three_hop` of MQuAKE (paper, §7.5)."
     return make_splits(read_cases(path), limit, seed)
 
 # %% ../../nbs/corpora/mquake.ipynb #59608c15
@@ -250,7 +252,7 @@ def build_lab(
     edits: int = 250,  # of the world's 300 facts
     seed: int = 42,
 ) -> dict[str, list[dict]]:
-    "Rows of the splits `train, paraphrase, retrieval, two_hop, three_hop` of `mquake-lab`. ValueError for `edits`."
+    "Build the splits `train, paraphrase, retrieval, two_hop, three_hop` of `mquake-lab`; ValueError for `edits`."
     if not 1 <= edits <= len(WORLD): raise ValueError(f"edits must be between 1 and {len(WORLD)}, got {edits}")
     facts, edited = edit_world(edits, seed)
     two = extend_chains([(f,) for f in facts], facts)

@@ -44,7 +44,8 @@ def read_plain(text: str, dropped: Counter) -> Iterator[Block]:
 # %% ../../nbs/corpora/passages.ipynb #38526314
 _MARKS = [(re.compile(pattern), into) for pattern, into in [
     (r"!\[[^\]]*\]\([^)]*\)|<!--.*?-->|</?\w[^>]*>|\[\^[^\]]+\]", ""), (r"\[([^\]]+)\](?:\([^)]*\)|\[[^\]]*\])", r"\1"),
-    (r"(\*\*|__|\*|~~|`+)(?=\S)(.+?)(?<=\S)\1", r"\2"), (r"(?<!\w)_(\S.*?)_(?!\w)", r"\1"), (r"\\([\\`*_{}\[\]()#+.!|-])", r"\1")]]
+    (r"(\*\*|__|\*|~~|`+)(?=\S)(.+?)(?<=\S)\1", r"\2"), (r"(?<!\w)_(\S.*?)_(?!\w)", r"\1"),
+    (r"\\([\\`*_{}\[\]()#+.!|-])", r"\1")]]
 _HEADING, _UNDERLINE = re.compile(r" {0,3}(#{1,6})\s+(.*?)[\s#]*$"), re.compile(r"=+|-+")
 _ITEM = re.compile(r"\s*(?:[-*+]|\d+[.)]|>)\s+")
 
@@ -74,9 +75,10 @@ def read_markdown(text: str, dropped: Counter) -> Iterator[Block]:
         last = bare
 
 # %% ../../nbs/corpora/passages.ipynb #c07e3f12
-_BREAKS = {*("p div section article main header aside ul ol li dl dt dd blockquote br hr figure figcaption details summary "
-             "body h1 h2 h3 h4 h5 h6").split()}
-_SKIPPED = dict(script="", style="", nav="", footer="", template="", head="", form="", svg="", table="tables", pre="programs")
+_BREAKS = {*("p div section article main header aside ul ol li dl dt dd blockquote br hr figure figcaption details "
+             "summary body h1 h2 h3 h4 h5 h6").split()}
+_SKIPPED = dict(script="", style="", nav="", footer="", template="", head="", form="", svg="", table="tables",
+                pre="programs")
 
 
 class _PageReader(HTMLParser):
@@ -151,7 +153,7 @@ def cut_text(
     text: str,
     longest: int,  # characters of a piece
 ) -> list[str]:
-    "Divide a text between sentences, and where one is too long between words or characters."
+    "Split a text between sentences, and where one is too long between words or characters."
     if len(text) <= longest: return [text]
     parts = [part for sentence in split_sentences(text) for part in
              ([sentence] if len(sentence) <= longest else _pack(sentence.split(), longest))]
@@ -187,13 +189,14 @@ class TextRow(FileRow):
     title: Text = ""
 
 
-READERS: dict[str, Callable] = {".md": read_markdown, ".markdown": read_markdown, ".txt": read_plain, ".text": read_plain,
+READERS: dict[str, Callable] = {".md": read_markdown, ".markdown": read_markdown, ".txt": read_plain,
+                                ".text": read_plain,
                                 ".html": read_page, ".htm": read_page}
 LONGEST_LINE = 100_000  # characters of a line or a paragraph; a longer one is no text that people wrote
 
 
 def _is_text_table(path: Path) -> bool:
-    "Whether a table has documents: a column text, and no question."
+    "Return whether a table has documents: a column text, and no question."
     if path.suffix.lower() not in (".jsonl", ".json", ".csv", ".tsv") or b"text" not in path.open("rb").read(1 << 16): return False
     try: columns = read_rows(path).columns
     except TableError: return False
@@ -203,7 +206,7 @@ def _is_text_table(path: Path) -> bool:
 def list_documents(
     name: str,  # a file or a folder
 ) -> list[Path]:
-    "Return the files with documents that a name stands for; none if it stands for something else."
+    "Return the files with documents that a name refers to; none if it names something else."
     path = Path(name).expanduser()
     if path.is_dir():
         other = "dataset_info.json", "dataset_dict.json", "config.json"  # in a folder that datasets saved, or of a model

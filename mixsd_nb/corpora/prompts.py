@@ -28,12 +28,12 @@ def naive_prompt(
     question: str,  # one sentence that ends in a question mark
     request: str = BOX_REQUEST,  # for the form of the answer; empty for the question alone
 ) -> str:
-    "The prompt $x$ (paper, §3.2): the question, a blank line, and the request to reason and to box the answer."
+    "Return the prompt $x$ (paper, §3.2): the question, a blank line, and the request to reason and to box the answer."
     return f"{question}\n\n{request}" if request else question
 
 # %% ../../nbs/corpora/prompts.ipynb #3cb5296d
 def boxed(answer: str) -> str:
-    r"The answer in the form that the verifier reads: `\boxed{answer}`."
+    r"Return the answer in the form that the verifier reads: `\boxed{answer}`."
     return f"\\boxed{{{answer}}}"
 
 # %% ../../nbs/corpora/prompts.ipynb #d25d5ad5
@@ -49,23 +49,25 @@ class AnswerForm(NamedTuple):
 ANSWER_FORMS = dict(
     box=AnswerForm(BOX_REQUEST, r"with the final answer in \boxed{}", boxed),
     line=AnswerForm('Think step by step and give the final answer on a last line that begins with "Answer:".',
-                    'with the final answer on a last line that begins with "Answer:"', lambda a: f"Answer: {a}", "line-text",
+                    'with the final answer on a last line that begins with "Answer:"', lambda a: f"Answer: {a}",
+                    "line-text",
                     'on a last line that begins with "Answer:"'),
     json=AnswerForm('Think step by step and end with the final answer as JSON: {"answer": "..."}.',
                     'and end with the final answer as JSON: {"answer": "..."}',
                     lambda a: json.dumps(dict(answer=a), ensure_ascii=False), "json-text", "as JSON"),
-    contains=AnswerForm("", "in one short sentence that has the recorded answer word for word", lambda a: "", "contains",  # no form: the reply names the answer
+    contains=AnswerForm("", "in one short sentence that has the recorded answer word for word", lambda a: "",
+                        "contains",  # no form: the reply names the answer
                         "in the model's own words, which must name it"))
 BOX = ANSWER_FORMS["box"]
 
 # %% ../../nbs/corpora/prompts.ipynb #62ddad7b
 def target(answer: str) -> str:
-    r"The canonical target $y^\star$ of a fact (paper, §3.2): an answer sentence, a blank line, the box."
+    r"Return the canonical target $y^\star$ of a fact (paper, §3.2): an answer sentence, a blank line, the box."
     return f"The answer is {answer}.\n\n{boxed(answer)}"
 
 # %% ../../nbs/corpora/prompts.ipynb #b1ca346c
 def conclude(answer: str) -> str:
-    "The sentence that follows the facts of a chain and names the answer."
+    "Write the sentence that follows the facts of a chain and names the answer."
     return f"That leads to {answer}."
 
 # %% ../../nbs/corpora/prompts.ipynb #e44d07aa
@@ -74,7 +76,7 @@ def expert_prompt(
     target: str,  # the canonical target
     form: AnswerForm = BOX,
 ) -> str:
-    "The prompt $x^+$ of a fact (paper, §3.2): the naive prompt, guidance, the whole target, and a closing request."
+    "Return the prompt $x^+$ of a fact (paper, §3.2): naive prompt, guidance, the whole target, a closing request."
     return (f"{prompt}\nThe question comes from a new knowledge base, where its answer is recorded as follows.\n"
             f"{target}\nNow answer the question yourself, {form.closing}.")
 
@@ -84,13 +86,13 @@ def expert_reference_prompt(
     target: str,  # the canonical target, worked steps included
     form: AnswerForm = BOX,
 ) -> str:
-    "The prompt $x^+$ of a function or an open-domain question: the naive prompt, a reference solution, a new attempt."
+    "Return the prompt $x^+$ of a function or an open question: naive prompt, a reference solution, a new attempt."
     return (f"{prompt}\nHere is a reference solution that ends in the correct answer.\n{target}\n"
             f"Study it, then solve the question anew in your own words.\n{form.request}").rstrip("\n")
 
 # %% ../../nbs/corpora/prompts.ipynb #392a3db3
 def _rewrite(text: str, answer: str, form: AnswerForm) -> str:
-    "A target that ends in a box, with the other form; a form without a closing needs a sentence that names the answer."
+    "Return a target that ends in a box in the other form; without a closing a sentence must name the answer."
     if not text.endswith(boxed(answer)): return text
     sentences, ending = text.removesuffix(boxed(answer)), form.write(answer)
     if not ending and answer not in sentences: ending = f"The answer is {answer}."
@@ -102,7 +104,7 @@ def change_form(
     request: str,  # with which its prompt ends
     form: AnswerForm,
 ) -> dict:
-    "The row with another request at the end of its prompt, and its answer in another form at the end of its target."
+    "Return the row with another request at the end of its prompt, and another form of the answer in its target."
     prompt = row["prompt"]
     if request and prompt.endswith(request): prompt = f"{prompt.removesuffix(request)}{form.request}".rstrip("\n")
     texts = {name: _rewrite(row[name], row["answer"], form) for name in ("target", "reference") if name in row}
@@ -127,7 +129,7 @@ def paraphrase_prompt(
     prompt: str,  # the naive prompt
     rng: random.Random,  # draws the remark
 ) -> str:
-    "One of ten remarks, drawn at random, and the naive prompt."
+    "Return one of ten remarks, drawn at random, and the naive prompt."
     return f"{rng.choice(REMARKS)} {prompt}"
 
 # %% ../../nbs/corpora/prompts.ipynb #99fe26f5
@@ -135,7 +137,7 @@ def paraphrase_rows(
     corpus: dict[str, list[dict]],  # split -> rows; a DatasetDict or a plain dictionary
     options: dict | None = None,  # of the corpus; paraphrases depend on none
 ) -> list[dict]:
-    "Validation rows of a corpus of facts: its training rows, after a remark. Every call returns the same."
+    "Return validation rows of a corpus of facts: its training rows, after a remark. Every call returns the same."
     rng = random.Random(48)
     if "paraphrase" in corpus: return list(corpus["paraphrase"])
     return [r | dict(prompt=paraphrase_prompt(r["prompt"], rng)) for r in rows_as_written(corpus["train"])]
@@ -144,7 +146,7 @@ def paraphrase_rows(
 def rows_as_written(
     rows,  # of a corpus
 ) -> list[dict]:
-    "The rows whose questions are as written; in a row of a paraphrase, `wording` is the number of the paraphrase."
+    "Return the rows whose questions are as written; in that of a paraphrase, `wording` is its number."
     return [row for row in rows if not row.get("wording")]
 
 # %% ../../nbs/corpora/prompts.ipynb #17427ae9
@@ -152,7 +154,7 @@ def retrieval_prompt(
     statements: list[str],  # full sentences, the gold one among them
     prompt: str,  # the naive prompt
 ) -> str:
-    "A header, one bulleted statement per line, a blank line, then the naive prompt."
+    "Return a header, one bulleted statement per line, a blank line, then the naive prompt."
     bullets = "\n".join(f"- {s}" for s in statements)
     return f"Background for this question:\n{bullets}\n\n{prompt}"
 
@@ -167,7 +169,7 @@ def render_prompt(
     generation: bool = True,  # end with the header of the assistant's turn
     thinking: bool = False,  # what the template is told; False leads to an empty think block in hybrid models
 ) -> str:
-    "The text of the turns followed by the generation prompt, with thinking switched off by default."
+    "Return the text of the turns followed by the generation prompt, with thinking switched off by default."
     return apply_template(tokenizer, _as_turns(prompt), add_generation_prompt=generation, enable_thinking=thinking)
 
 
@@ -184,7 +186,7 @@ def encode_prompt(
 def turn_end(
     tokenizer,  # any Hugging Face tokenizer
 ) -> int:
-    "The id that ends an assistant's turn; without a chat template, the tokenizer's end of sequence."
+    "Return the id that ends an assistant's turn; without a chat template, the tokenizer's end of sequence."
     return find_end(tokenizer).end[-1]
 
 # %% ../../nbs/corpora/prompts.ipynb #114cff80
@@ -194,7 +196,7 @@ _all_ = ["encode_completion"]  # of `templates`
 def _open_turn(
     tokenizer,  # any Hugging Face tokenizer with a chat template
 ) -> tuple[list[int], list[int]]:
-    "Ids that the template writes before an assistant's words: the header of the role, and the empty think block if any."
+    "Return the ids before an assistant's words: the header of the role, and the empty think block if any."
     def header(thinking):
         user = encode_prompt(tokenizer, "?", generation=False, thinking=thinking)
         prompt = encode_prompt(tokenizer, "?", thinking=thinking)
@@ -212,7 +214,7 @@ def template_lead(
     tokenizer,  # any Hugging Face tokenizer with a chat template
     span: str = "paper",  # one of SPANS
 ) -> list[int]:
-    "Ids of the template before an assistant's words that belong to a span. ValueError for an unknown span."
+    "Return ids of the template before an assistant's words that belong to a span. ValueError for an unknown span."
     if span not in SPANS: raise ValueError(f"span must be one of {', '.join(SPANS)}, got {span}")
     if span == "completion": return []
     role, think = compute_once(tokenizer, "header", lambda: _open_turn(tokenizer))
@@ -223,7 +225,7 @@ def template_tail(
     tokenizer,  # any Hugging Face tokenizer with a chat template
     span: str = "paper",  # one of SPANS
 ) -> list[int]:
-    "Ids after the token that ends an assistant's turn that belong to a span: a newline, or nothing."
+    "Return ids after the token that ends an assistant's turn that belong to a span: a newline, or nothing."
     return [] if span == "completion" else find_end(tokenizer).tail
 
 # %% ../../nbs/corpora/prompts.ipynb #eadc793b
@@ -233,7 +235,7 @@ def encode_example(
     completion: list[int],  # sampled ids, the stop token included
     span: str = "completion",  # one of SPANS
 ) -> tuple[list[int], list[int]]:
-    """Context ids and trained ids of an example. With a tail, together they are the rendered conversation.
+    """Return context ids and trained ids of an example. With a tail, together they are the rendered conversation.
 
     ValueError for an unknown span."""
     context, lead = encode_prompt(tokenizer, prompt), template_lead(tokenizer, span)
@@ -246,5 +248,5 @@ def encode_canonical(
     row: dict,  # of a corpus: prompt, target
     span: str = "completion",  # one of SPANS
 ) -> tuple[list[int], list[int]]:
-    "Context ids and trained ids of the canonical target, which plain fine-tuning trains on."
+    "Return context ids and trained ids of the canonical target, which plain fine-tuning trains on."
     return encode_example(tokenizer, row["prompt"], encode_completion(tokenizer, row["target"]), span)

@@ -22,7 +22,7 @@ def split_prompt(prompt: str) -> tuple[str, str, str]:
 def split_row(
     row: dict,  # of a corpus: prompt, answer, subject, statement
 ) -> dict[str, str]:
-    """What the fields of a form stand for: q and Q, the question with a small and a capital letter, without its mark.
+    """Return the values of the fields of a form: q and Q, the question with a small and a capital letter, without its mark.
 
     For a statement that ends in the answer also c, the statement up to there; for a verb phrase also k, s and p."""
     question = split_prompt(row["prompt"])[1].removesuffix("?")
@@ -57,7 +57,7 @@ _BUILT = ("{s}", "{c}")
 def list_forms(
     row: dict,  # of a corpus
 ) -> list[str]:
-    "The question of a row in all forms that fit it; those that are built from its parts alternate with the others."
+    "Return the question of a row in all forms that fit it; those built from its parts alternate with the others."
     parts = split_row(row)
     fit = [f for f in FORMS if set(re.findall(r"\{(\w)\}", f)) <= set(parts)]
     built = [f for f in fit if any(field in f for field in _BUILT)]
@@ -69,7 +69,7 @@ def list_forms(
 def reword_rows(
     rows: list[dict],  # of a corpus
 ) -> list[dict]:
-    "The rows with their questions in other words, in the order of the rows; the forms take turns."
+    "Return the rows with their questions in other words, in the order of the rows; the forms take turns."
     found = []
     for k, row in enumerate(rows):
         before, _, after = split_prompt(row["prompt"])

@@ -27,7 +27,7 @@ from ..runs import quote_error
 
 # %% ../../nbs/corpora/simpleqa.ipynb #a7ce165c
 def simpleqa_prompt(question: str) -> str:
-    "The prompt $x$: the question, a blank line, and the request for a concise answer in a box."
+    "Return the prompt $x$: the question, a blank line, and the request for a concise answer in a box."
     return naive_prompt(question, CONCISE_REQUEST)
 
 # %% ../../nbs/corpora/simpleqa.ipynb #13a98851
@@ -48,14 +48,14 @@ def _make_ids(texts: list[str]) -> list[str]:
 def _make_rows(
     items: list[tuple[str, str, str]],  # topic, question, answer
 ) -> list[dict]:
-    "Corpus rows `id, prompt, target, answer, subject, statement`; the statement is the question with its answer."
+    "Return rows `id, prompt, target, answer, subject, statement`; the statement is the question with its answer."
     ids = _make_ids([question for _, question, _ in items])
     return [dict(id=i, prompt=simpleqa_prompt(q), target=boxed(a), answer=a, subject=topic, statement=f"{q} {a}")
             for i, (topic, q, a) in zip(ids, items)]
 
 # %% ../../nbs/corpora/simpleqa.ipynb #6da648c0
 def _read_csv(path):
-    "Return rows of a CSV file; a row that ends too early lacks its last columns."
+    "Return rows of a CSV file; in a row that ends too early the last columns are missing."
     with open(path, newline="", encoding="utf-8-sig") as file:
         return [{k: v for k, v in row.items() if v is not None} for row in csv.DictReader(file, strict=True)]
 
@@ -78,7 +78,7 @@ def read_local(
     path: str | Path,
     readers: dict[str, Callable],  # ending of the file name -> reader
 ):
-    "What the reader for the path's ending returns. ValueError for another ending, a missing or an incomplete file."
+    "Return what the reader for the path's ending returns; ValueError for another ending or an unreadable file."
     ending = Path(path).suffix.lower()
     if ending not in readers: raise ValueError(f"path must end in one of {', '.join(readers)}, got {path}")
     if not Path(path).is_file(): raise ValueError(f"path must be an existing file, got {path}")
@@ -106,7 +106,7 @@ def hub_answers(
 # %% ../../nbs/corpora/simpleqa.ipynb #bedd04d9
 @contextmanager
 def hub_or_cache():
-    "Within the block the hub's libraries are in their offline mode if the hub does not answer."
+    "Put the hub's libraries into their offline mode within the block if the hub does not answer."
     from datasets import config
     from huggingface_hub import constants
     before = constants.HF_HUB_OFFLINE, config.HF_HUB_OFFLINE
@@ -119,7 +119,7 @@ def find_copy(
     stem: str,  # of the file name
     readers: dict[str, Callable],  # ending of the file name -> reader
 ) -> Path | None:
-    "The first file of this name in the folder that `MIXSD_CORPORA` names; None if there is none."
+    "Return the first file of this name in the folder that `MIXSD_CORPORA` names; None if there is none."
     folder = os.environ.get("MIXSD_CORPORA", "")
     paths = [Path(folder).expanduser() / f"{stem}{ending}" for ending in readers] if folder else []
     return next((path for path in paths if path.is_file()), None)
@@ -131,7 +131,7 @@ def read_hub(
     local: str,  # the file to put into the folder, and what it holds
     folder: str = "MIXSD_CORPORA",  # what names the folder
 ):
-    "What `load` returns. ValueError if it fails; the message names both ways to get the data."
+    "Return what `load` returns. ValueError if it fails; the message names both ways to get the data."
     try:
         with hub_or_cache(): return load()
     except Exception as e:  # the hub's libraries have no common class of error
@@ -139,7 +139,8 @@ def read_hub(
                          f"hub, or put {local} into a folder and name it by {folder}") from None
 
 # %% ../../nbs/corpora/simpleqa.ipynb #b544d354
-_COLUMNS, _OWN_COLUMNS = ("metadata", "problem", "answer"), ("subject", "question", "answer")  # published, and of a file of facts
+_COLUMNS = ("metadata", "problem", "answer")  # published
+_OWN_COLUMNS = ("subject", "question", "answer")  # of a file of facts
 _HUB, _REVISION = "basicv8vc/SimpleQA", "e319282ab125c3dbd0c7fd00be2e4dd54e7e8f94"
 
 
@@ -240,7 +241,7 @@ def build_lab(
     facts: int = 100,  # from 1 to 100
     seed: int = 42,
 ) -> dict[str, list[dict]]:
-    "Rows of the split `train` of `simpleqa-lab`, the four kinds of answer in equal shares. ValueError for `facts`."
+    "Build the split `train` of `simpleqa-lab`, the four kinds of answer in equal shares; ValueError for `facts`."
     if not 1 <= facts <= 100: raise ValueError(f"facts must be between 1 and 100, got {facts}")
     rng = random.Random(seed)
     turns = zip(*([(kind, *t) for t in templates] for kind, templates in TEMPLATES.items()))

@@ -74,7 +74,7 @@ def apply_template(
 ) -> str:
     """Return the text of a conversation, without thinking and on DATE if the template asks.
 
-    ValueError of one sentence for a template that is broken, refuses the turns, or does not end in time."""
+    ValueError for a template that is broken, refuses the turns, or does not end in time."""
     told = dict(enable_thinking=False, date_string=DATE.strftime("%d %b %Y"), strftime_now=DATE.strftime)
     write = lambda: tokenizer.apply_chat_template(list(turns), tokenize=False, **told | options)
     known = compute_once(tokenizer, "renderings", dict)  # has `ended` once one has come to its end
@@ -86,7 +86,7 @@ def apply_template(
     return text
 
 # %% ../../nbs/corpora/templates.ipynb #9a15ac94
-_QUESTION, _WORDS = "\N{SYMBOL FOR UNIT SEPARATOR}", "\N{SYMBOL FOR RECORD SEPARATOR}"  # stand for words in a rendering
+_QUESTION, _WORDS = "\N{SYMBOL FOR UNIT SEPARATOR}", "\N{SYMBOL FOR RECORD SEPARATOR}"  # take the place of words in a rendering
 
 
 def _write_marked(
@@ -236,7 +236,7 @@ def _find_start(tokenizer) -> TurnStart:
 def find_start(
     tokenizer,  # any Hugging Face tokenizer with a chat template
 ) -> TurnStart:
-    "Return the beginning of an assistant's turn; ValueError of one sentence for a template that cannot be trained."
+    "Return the beginning of an assistant's turn; ValueError for a template that cannot be trained."
     return compute_once(tokenizer, "start of a turn", lambda: _find_start(tokenizer))
 
 # %% ../../nbs/corpora/templates.ipynb #4093383b
@@ -274,7 +274,7 @@ def check_template(
 ) -> None:
     """Check that a prompt and a written reply are the conversation as the template writes it; warn of what is accepted.
 
-    ValueError of one sentence that shows the difference."""
+    ValueError that shows the difference."""
     start, end = find_start(tokenizer), find_end(tokenizer)
     title = getattr(tokenizer, "name_or_path", "") or "this tokenizer"
     if start.note: warnings.warn(f"the chat template of {title} {start.note}; this is trained before the words", stacklevel=2)

@@ -16,7 +16,7 @@ def draw_words(
     n: int,
     taken: set[str],  # words that must not occur
 ) -> list[str]:
-    "n invented words, all different and none of them in `taken`."
+    "Draw n invented words, all different and none of them in `taken`."
     words = {}
     while len(words) < n:
         if (word := draw_word(rng)) not in taken: words[word] = None
@@ -32,7 +32,7 @@ ANNEX_WORDS = draw_words(random.Random(3), 15, KGFACT_WORDS | set(WORLD_WORDS))
 
 
 def _annex_facts():
-    "For every person of the annex one fact about a target in each of the other domains."
+    "Draw for every person of the annex one fact about a target in each of the other domains."
     rng = random.Random(4)
     return [Fact(name_entity(w, "person"), rng.choice(RELATIONS["person", d]), rng.choice(WORLD_ENTITIES[d]))
             for w in ANNEX_WORDS for d in DOMAINS[1:5]]

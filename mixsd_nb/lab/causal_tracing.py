@@ -39,7 +39,7 @@ PARTS = {"block": lambda block: block, "mlp": output_layer}  # whose output is r
 def change_outputs(
     changes: dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]],  # a function of the states that a module returns
 ) -> Iterator[None]:
-    "While this is open, modules return changed states."
+    "Let modules return changed states while this is open."
     def hook(module, args, output):
         states = changes[module](first_state(output))
         return (states, *output[1:]) if isinstance(output, tuple) else states
@@ -56,7 +56,7 @@ def answer_probability(
     changes: dict,  # as of `change_outputs`
     rows: int,
 ) -> torch.Tensor:
-    "The geometric mean of the probabilities of the answer's tokens in each of so many copies of a fact, (rows,)."
+    "Return the geometric mean of the probabilities of the answer's tokens in each of so many copies of a fact."
     ids = torch.tensor([fact.ids], device=model.device)
     with change_outputs(changes): logits = model(ids.expand(rows, -1)[:, :-1], logits_to_keep=fact.answer).logits
     found = logits.float().log_softmax(-1).gather(-1, ids.expand(rows, -1)[:, -fact.answer:, None])

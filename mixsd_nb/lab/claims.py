@@ -220,78 +220,104 @@ _SFT, _M3, _M5 = "sft", "mixsd-0.3", "mixsd-0.5"
 OURS = "ours"  # source of a question that the paper does not ask
 
 CLAIMS = {claim.name: claim for claim in [
-    StudyClaim("paper", "At the checkpoints that the paper's rule selects, with ties to the smallest rate, MixSD (λ=0.3) keeps more of the held-out abilities than "
-               "SFT.", "table knowledge-eval-small", dict(first=_M3, second=_SFT, at=At(ties="smallest")), headline=True, primary=True),
-    StudyClaim("paper-rate", "The same where the largest rate is 3e-3, which the selection takes for SFT.", "table knowledge-eval-small",
-               dict(first=_M3, second=_SFT, at=At(ties="smallest")), groups=("study-largest-rate", "frontier-lab"), headline=True),
+    StudyClaim("paper", "At the checkpoints that the paper's rule selects, with ties to the smallest rate, MixSD "
+                        "(λ=0.3) keeps more of the held-out abilities than "
+               "SFT.", "table knowledge-eval-small", dict(first=_M3, second=_SFT, at=At(ties="smallest")),
+               headline=True, primary=True),
+    StudyClaim("paper-rate", "The same where the largest rate is 3e-3, which the selection takes for SFT.",
+               "table knowledge-eval-small",
+               dict(first=_M3, second=_SFT, at=At(ties="smallest")), groups=("study-largest-rate", "frontier-lab"),
+               headline=True),
     StudyClaim("paper-ties", "The same with ties to the largest rate.", "table knowledge-eval-small",
                dict(first=_M3, second=_SFT, at=At(ties="largest")), groups=("study-largest-rate", "frontier-lab")),
-    StudyClaim("mixsd-keeps-more-0.3", "At a recall of 95%, MixSD (λ=0.3) keeps more of the held-out abilities than SFT.", "figure 2",
+    StudyClaim("mixsd-keeps-more-0.3", "At a recall of 95%, MixSD (λ=0.3) keeps more of the held-out abilities than "
+                                       "SFT.", "figure 2",
                dict(first=_M3, second=_SFT, at=At(95)), headline=True, primary=True),
-    StudyClaim("nref-known", "Canonical targets of facts that the model knows already, which have a tenth of the N_ref of new facts, keep more than those of new "
-               "facts, after 100 updates at a rate of 1.4e-3.", "§5", dict(first=_SFT, second=_SFT, first_dataset="known-lab", at=At(lr=1.4e-3, step=100)),
+    StudyClaim("nref-known", "Canonical targets of facts that the model knows already, which have a tenth of the N_ref "
+                             "of new facts, keep more than those of new "
+               "facts, after 100 updates at a rate of 1.4e-3.", "§5",
+               dict(first=_SFT, second=_SFT, first_dataset="known-lab", at=At(lr=1.4e-3, step=100)),
                headline=True, primary=True),
     StudyClaim("sft-learns", "SFT memorises the facts almost perfectly.", "§6", dict(first=_SFT), "reaches_recall"),
-    StudyClaim("sft-forgets", "SFT loses much of the held-out abilities, at the checkpoint with the best validation score.", "§6",
+    StudyClaim("sft-forgets", "SFT loses much of the held-out abilities, at the checkpoint with the best validation "
+                              "score.", "§6",
                dict(first=BASE, second=_SFT)),
-    StudyClaim("mixsd-learns", "MixSD (λ=0.3) keeps near-perfect training accuracy.", "abstract", dict(first=_M3), "reaches_recall"),
-    StudyClaim("mixsd-keeps-more-0.5", "At a recall of 90%, MixSD (λ=0.5) keeps more of the held-out abilities than SFT.", "figure 2",
+    StudyClaim("mixsd-learns", "MixSD (λ=0.3) keeps near-perfect training accuracy.", "abstract", dict(first=_M3),
+               "reaches_recall"),
+    StudyClaim("mixsd-keeps-more-0.5", "At a recall of 90%, MixSD (λ=0.5) keeps more of the held-out abilities than "
+                                       "SFT.", "figure 2",
                dict(first=_M5, second=_SFT, at=At(90))),
-    StudyClaim("large", "At a recall of 50%, MixSD (λ=0.3) keeps more than SFT on a corpus five times as large.", "table knowledge-eval-large",
-               dict(first=_M3, second=_SFT, at=At(50)), dataset="kgfact-large"),
-    StudyClaim("questions", "At a recall of 80%, MixSD (λ=0.3) keeps more than SFT on short open questions.", "table simpleqa-eval",
-               dict(first=_M3, second=_SFT, at=At(80)), dataset="simpleqa-lab"),
-    StudyClaim("editing", "At a recall of 80%, MixSD (λ=0.3) keeps more than SFT where known facts are revised.", "§7.5",
-               dict(first=_M3, second=_SFT, at=At(80)), dataset="mquake-lab"),
-    StudyClaim("functions", "On functions that were not trained, MixSD (λ=0.3) keeps more than SFT.", "table math-op-eval",
-               dict(first=_M3, second=_SFT, what="unseen"), dataset="kgfunc-lab"),
-    StudyClaim("retrieval", "At a recall of 95%, MixSD (λ=0.3) keeps the ability to read facts in a context better than SFT.", "§6",
+    StudyClaim("large", "At a recall of 50%, MixSD (λ=0.3) keeps more than SFT on a corpus five times as large.",
+               "table knowledge-eval-large", dict(first=_M3, second=_SFT, at=At(50)), dataset="kgfact-large"),
+    StudyClaim("questions", "At a recall of 80%, MixSD (λ=0.3) keeps more than SFT on short open questions.",
+               "table simpleqa-eval", dict(first=_M3, second=_SFT, at=At(80)), dataset="simpleqa-lab"),
+    StudyClaim("editing", "At a recall of 80%, MixSD (λ=0.3) keeps more than SFT where known facts are revised.",
+               "§7.5", dict(first=_M3, second=_SFT, at=At(80)), dataset="mquake-lab"),
+    StudyClaim("functions", "On functions that were not trained, MixSD (λ=0.3) keeps more than SFT.",
+               "table math-op-eval", dict(first=_M3, second=_SFT, what="unseen"), dataset="kgfunc-lab"),
+    StudyClaim("retrieval", "At a recall of 95%, MixSD (λ=0.3) keeps the ability to read facts in a context better "
+                            "than SFT.", "§6",
                dict(first=_M3, second=_SFT, what="retrieval", at=At(95))),
     StudyClaim("opsd", "At a recall of 80%, MixSD (λ=0.3) keeps more than on-policy self-distillation.", "§6",
                dict(first=_M3, second="opsd-n8-t1", at=At(80))),
-    StudyClaim("opsd-learns", "On-policy self-distillation learns fewer facts than MixSD (λ=0.3).", "table knowledge-eval-small-llama1b",
-               dict(first=_M3, second="opsd-n8-t1", what="recall")),
-    StudyClaim("kl", "MixSD-KL learns fewer facts than MixSD with λ=0.", "appendix E.6", dict(first="mixsd-0", second="mixsd-kl-n1-t1", what="recall")),
+    StudyClaim("opsd-learns", "On-policy self-distillation learns fewer facts than MixSD (λ=0.3).",
+               "table knowledge-eval-small-llama1b", dict(first=_M3, second="opsd-n8-t1", what="recall")),
+    StudyClaim("kl", "MixSD-KL learns fewer facts than MixSD with λ=0.", "appendix E.6",
+               dict(first="mixsd-0", second="mixsd-kl-n1-t1", what="recall")),
     StudyClaim("memit", "Locate-and-edit learns fewer of the revised facts than MixSD (λ=0.3).", "§7.5",
                dict(first=_M3, second="memit", what="recall"), dataset="mquake-lab"),
     StudyClaim("memit-retains", "Locate-and-edit leaves the held-out abilities nearly unchanged.", "§7.5",
                dict(first="memit", second=BASE, equal=True), dataset="mquake-lab"),
-    StudyClaim("lambda-retains", "A larger λ, up to 0.5, keeps more than λ=0.", "§6", dict(first=_M5, second="mixsd-0")),
-    StudyClaim("lambda-costs", "λ=0.7 recalls fewer of all facts than λ=0.5.", "§6", dict(first=_M5, second="mixsd-0.7", what="recall")),
+    StudyClaim("lambda-retains", "A larger λ, up to 0.5, keeps more than λ=0.", "§6",
+               dict(first=_M5, second="mixsd-0")),
+    StudyClaim("lambda-costs", "λ=0.7 recalls fewer of all facts than λ=0.5.", "§6",
+               dict(first=_M5, second="mixsd-0.7", what="recall")),
     StudyClaim("fisher", "The alignment ratio R predicts forgetting better than the size of the update.", "§7.1",
-               dict(first="alignment_ratio", second="displacement_sq", recipes=(_SFT, "opsd-n8-t1", _M3, _M5)), "predicts_better",
-               grid="study-9-displacement"),
-    StudyClaim("nll", "A far smaller share of the target tokens is improbable under MixSD (λ=0.3) than under SFT.", "§7.2",
-               dict(first=_M3, second=_SFT), "lowers_nll", grid="high-nll-lab", pooled=True),
-    StudyClaim("overlap", "The targets of MixSD keep most of the improbable token types, which carry the facts.", "§7.2",
-               dict(reason="a target is accepted only if it names the answer, so its tokens are kept by construction"), "untestable"),
+               dict(first="alignment_ratio", second="displacement_sq", recipes=(_SFT, "opsd-n8-t1", _M3, _M5)),
+               "predicts_better", grid="study-9-displacement"),
+    StudyClaim("nll", "A far smaller share of the target tokens is improbable under MixSD (λ=0.3) than under SFT.",
+               "§7.2", dict(first=_M3, second=_SFT), "lowers_nll", grid="high-nll-lab", pooled=True),
+    StudyClaim("overlap", "The targets of MixSD keep most of the improbable token types, which carry the facts.",
+               "§7.2",
+               dict(reason="a target is accepted only if it names the answer, so its tokens are kept by construction"),
+               "untestable"),
     StudyClaim("errors", "After SFT, more errors are collapsed or leaked replies than after MixSD (λ=0.3).", "§7.3",
                dict(first=_SFT, second=_M3, what=ERRORS), grid="errors-lab"),
-    StudyClaim("families", "The effect transfers to another family of models.", "§7.4", dict(reason="all lab models have one architecture"), "untestable"),
+    StudyClaim("families", "The effect transfers to another family of models.", "§7.4",
+               dict(reason="all lab models have one architecture"), "untestable"),
     StudyClaim("scale", "Larger models forget less, from 1.7 to 8 billion parameters.", "§6",
                dict(reason="the lab models have a few million parameters"), "untestable"),
     StudyClaim("coverage", "Of the facts whose targets were accepted, λ=0.7 recalls as many as λ=0.5.", OURS,
                dict(first="mixsd-0.7", second=_M5, what="recall-kept", equal=True)),
-    StudyClaim("world", "At a recall of 90%, MixSD (λ=0.5) keeps more of what the base model knows by heart than SFT.", OURS,
-               dict(first=_M5, second=_SFT, what="world", at=At(90)), headline=True),
-    StudyClaim("world-opened", "The same, at a recall of 90%, with the reply opened as the base model recalls, the words in which MixSD's targets are also written.",
+    StudyClaim("world", "At a recall of 90%, MixSD (λ=0.5) keeps more of what the base model knows by heart than SFT.",
+               OURS, dict(first=_M5, second=_SFT, what="world", at=At(90)), headline=True),
+    StudyClaim("world-opened", "The same, at a recall of 90%, with the reply opened as the base model recalls, the "
+                               "words in which MixSD's targets are also written.",
                OURS, dict(first=_M5, second=_SFT, what="world-prefilled", at=At(90)), headline=True),
-    StudyClaim("other-words", "At recalls in other words from 10% to 35%, which both reach, MixSD (λ=0.3) keeps more of the held-out abilities than SFT.", OURS,
+    StudyClaim("other-words", "At recalls in other words from 10% to 35%, which both reach, MixSD (λ=0.3) keeps more "
+                              "of the held-out abilities than SFT.", OURS,
                dict(first=_M3, second=_SFT, at=At((10, 35), "other-words"))),
-    StudyClaim("use", "At the same use of the facts, MixSD (λ=0.3) keeps more of the held-out abilities than SFT.", OURS,
-               dict(reason="the last relation of a two-hop question alone answers 67 to 76% of them, so the benchmark does not measure use"), "untestable"),
-    StudyClaim("use-even", "After 100 updates at a rate of 3e-4, MixSD (λ=0.5) answers more questions about two facts than SFT, without a shortcut.", OURS,
+    StudyClaim("use", "At the same use of the facts, MixSD (λ=0.3) keeps more of the held-out abilities than SFT.",
+               OURS,
+               dict(reason="the last relation of a two-hop question alone answers 67 to 76% of them, so the benchmark "
+                           "does not measure use"), "untestable"),
+    StudyClaim("use-even", "After 100 updates at a rate of 3e-4, MixSD (λ=0.5) answers more questions about two facts "
+                           "than SFT, without a shortcut.", OURS,
                dict(first=_M5, second=_SFT, what="two-hop-even", at=At(lr=3e-4, step=100)), groups=("study-voices",)),
-    StudyClaim("voice-answer", "After 100 updates at a rate of 3e-4, MixSD (λ=0.5) keeps more of the world than SFT where the reply is opened in SFT's voice.", OURS,
+    StudyClaim("voice-answer", "After 100 updates at a rate of 3e-4, MixSD (λ=0.5) keeps more of the world than SFT "
+                               "where the reply is opened in SFT's voice.", OURS,
                dict(first=_M5, second=_SFT, what="world-answer", at=At(lr=3e-4, step=100)), groups=("study-voices",)),
-    StudyClaim("voice-record", "The same where the reply is opened in the voice of the record, in which neither of them is trained mostly.", OURS,
+    StudyClaim("voice-record", "The same where the reply is opened in the voice of the record, in which neither of "
+                               "them is trained mostly.", OURS,
                dict(first=_M5, second=_SFT, what="world-record", at=At(lr=3e-4, step=100)), groups=("study-voices",)),
-    StudyClaim("regularisation", "At a recall of 95%, MixSD (λ=0.3) keeps more than a constraint on the weights, EWC, whose Fisher information is of texts like the "
+    StudyClaim("regularisation", "At a recall of 95%, MixSD (λ=0.3) keeps more than a constraint on the weights, EWC, "
+                                 "whose Fisher information is of texts like the "
                "held-out suites.", OURS, dict(first=_M3, second="sft+ewc-0.1", at=At(95))),
-    StudyClaim("untied", "At a recall of 90%, MixSD (λ=0.5) keeps more than SFT where the output embedding is not tied to the input embedding.", OURS,
+    StudyClaim("untied", "At a recall of 90%, MixSD (λ=0.5) keeps more than SFT where the output embedding is not tied "
+                         "to the input embedding.", OURS,
                dict(first="mixsd-0.5+untied", second="sft+untied", at=At(90))),
-    StudyClaim("smaller", "At a recall of 80%, MixSD (λ=0.5) keeps more than SFT in a model of half the size, lab-s.", OURS,
-               dict(first=_M5, second=_SFT, at=At(80)), model="lab-s"),
+    StudyClaim("smaller", "At a recall of 80%, MixSD (λ=0.5) keeps more than SFT in a model of half the size, lab-s.",
+               OURS, dict(first=_M5, second=_SFT, at=At(80)), model="lab-s"),
 ]}
 
 # %% ../../nbs/lab/claims.ipynb #9657e376
@@ -331,7 +357,8 @@ def describe_missing(
 
 # %% ../../nbs/lab/claims.ipynb #e539004d
 _NOTHING = pd.DataFrame(columns=["dataset", "model", "recipe", "lr", "grid", "missing"])
-COLUMNS = {"comparison": "comparison", "room": "room", "number": "estimate", "ratio": "times as much lost", "opened": "opened", "area": "mean over recalls", "accepted": "accepted facts",
+COLUMNS = {"comparison": "comparison", "room": "room", "number": "estimate", "ratio": "times as much lost",
+           "opened": "opened", "area": "mean over recalls", "accepted": "accepted facts",
            "verdict": "verdict", "n": "N", "decided": "decided by"}  # field of a finding -> column of the page
 
 

@@ -58,8 +58,8 @@ class PretrainConfig(Stage):
     minutes: float = Field(0.0, ge=0, description="the budget in minutes instead")
     start: str = Field(
         "",
-        description="where to start: empty for the shipped weights, fresh for structured start values, ordinary for those "
-                    "of transformers, a lab model or a folder")
+        description="where to start: empty for the shipped weights, fresh for structured start values, ordinary for "
+                    "those of transformers, a lab model or a folder")
     seed: Seed = Field(0, description="of the documents and of the start values")
     batch_tokens: int = Field(5120, ge=256, description="tokens of a batch, padding included")
     pool: int = Field(400, ge=1, description="documents drawn, sorted into batches and shuffled at a time")

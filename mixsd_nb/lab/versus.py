@@ -36,7 +36,8 @@ HELD_OUT = "held-out"  # what is kept: the held-out average
 OPENED = "held-out-prefilled"  # the same with each reply opened in the base model's words
 ERRORS = "errors"  # the share of leaked or collapsed replies among the held-out errors
 RECALLS = (50, 80, 90, 95, 99)  # in %, at which recipes are compared
-FROM_ZERO = {*LEARNED.values(), "two-hop-even", "test", "unseen", "validation", ERRORS}  # measures that the base model does not limit
+# Measures that the base model does not limit
+FROM_ZERO = {*LEARNED.values(), "two-hop-even", "test", "unseen", "validation", ERRORS}
 
 # %% ../../nbs/lab/versus.ipynb #1ec5e4a0
 def opened_average(cube: xr.Dataset) -> xr.DataArray:
@@ -338,7 +339,8 @@ def suites_table(
     return _rows(group, f"kept at a {learned} of {recall:g}%", {b: (b, At(recall, learned)) for b in dict.fromkeys(["retrieval", *names])})
 
 # %% ../../nbs/lab/versus.ipynb #72a83aa0
-UPDATED = ("recall", "recall-kept", "recall-reworded", "two-hop", HELD_OUT, OPENED, "retrieval", "world", "world-prefilled")
+UPDATED = ("recall", "recall-kept", "recall-reworded", "two-hop", HELD_OUT, OPENED, "retrieval", "world",
+           "world-prefilled")
 
 
 def updates_table(

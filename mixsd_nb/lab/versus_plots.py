@@ -74,7 +74,8 @@ def _finish_panel(ax, level: float) -> None:
 
 # %% ../../nbs/lab/versus_plots.ipynb #aa12e4a0
 _TITLES = {"recall": "recall as written", "other-words": "recall in other words", "use": "two-hop questions",
-           "accepted": "recall of accepted facts", HELD_OUT: "held-out average", OPENED: "held-out, opened", "world-prefilled": "world, opened"}
+           "accepted": "recall of accepted facts", HELD_OUT: "held-out average", OPENED: "held-out, opened",
+           "world-prefilled": "world, opened"}
 
 
 def _describe_axis(cubes: Sequence[xr.Dataset], name: str) -> str:

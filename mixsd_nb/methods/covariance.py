@@ -26,7 +26,7 @@ OUTPUT_NAMES = ("down_proj", "dense_4h_to_h", "fc_out", "fc2")  # of the last la
 def decoder_blocks(
     model,  # a causal language model of transformers
 ) -> nn.ModuleList:
-    "The blocks of a model, in order; ValueError of one sentence if it has no list of them."
+    "Return the blocks of a model, in order; ValueError if it has no list of them."
     depth = model.config.num_hidden_layers
     found = (m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == depth)
     blocks = next(found, None)
@@ -35,7 +35,7 @@ def decoder_blocks(
 
 
 def output_layer(block: nn.Module) -> nn.Linear:
-    "The linear layer at the end of a block's MLP; ValueError of one sentence if there is not exactly one."
+    "Return the linear layer at the end of a block's MLP; ValueError if there is not exactly one."
     linear = {name: m for name, m in block.named_modules() if isinstance(m, nn.Linear)}
     found = [m for name, m in linear.items() if name.rpartition(".")[2] in OUTPUT_NAMES]
     if len(found) == 1: return found[0]
@@ -48,7 +48,7 @@ class _Complete(Exception):
 
 
 def first_state(output) -> torch.Tensor:
-    "The hidden states of a block, which some versions of transformers return in a tuple."
+    "Return the hidden states of a block, which some versions of transformers return in a tuple."
     return output[0] if isinstance(output, tuple) else output
 
 
@@ -60,7 +60,7 @@ def capture(
     *,
     inputs: bool = False,  # what goes into the modules, not what comes out of them
 ) -> list[torch.Tensor]:
-    "The states (rows, columns, width) of each module in one pass, which goes no further than the last module."
+    "Return the states (rows, columns, width) of each module in one pass, which goes no further than the last module."
     found = {}
 
     def keep(module, args, output):
@@ -78,7 +78,7 @@ def pad_right(
     rows: list[list[int]],  # token ids
     device,
 ) -> torch.Tensor:
-    "The rows as one tensor (rows, longest)."
+    "Return the rows as one tensor (rows, longest)."
     return pad_sequence([torch.tensor(r) for r in rows], batch_first=True).to(device)
 
 # %% ../../nbs/methods/covariance.ipynb #edb9c947
@@ -97,7 +97,7 @@ def batch_by_length(
     tokens: int,  # largest size of a batch, padding included; a longer item forms a batch alone
     length: Callable[[Any], int] = len,  # tokens of an item
 ) -> Iterator[list[Any]]:
-    "The items in batches of similar lengths, the longest first."
+    "Yield the items in batches of similar lengths, the longest first."
     rest = sorted(items, key=length, reverse=True)
     while rest:
         size = max(1, tokens // length(rest[0]))
@@ -112,7 +112,7 @@ def second_moments(
     *,
     batch_tokens: int = 16_384,  # largest size of a batch, padding included
 ) -> dict[int, torch.Tensor]:
-    "The mean of k kᵀ over all tokens, (width, width) in float64, for each layer, from one pass over the texts."
+    "Return the mean of k kᵀ over all tokens, (width, width) in float64, for each layer, from one pass over the texts."
     modules = [output_layer(decoder_blocks(model)[layer]) for layer in layers]
     wide = dict(dtype=torch.float64, device=model.device)
     sums = {layer: torch.zeros(m.in_features, m.in_features, **wide) for layer, m in zip(layers, modules)}
@@ -128,7 +128,7 @@ def second_moments(
 def hash_tensors(
     tensors,  # an iterable of torch tensors or numpy arrays
 ) -> str:
-    "Sixteen hexadecimal digits for the content of tensors."
+    "Return sixteen hexadecimal digits for the content of tensors."
     digest = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
         array = tensor.detach().float().cpu().contiguous().numpy() if isinstance(tensor, torch.Tensor) else tensor
@@ -142,7 +142,7 @@ def stored_moments(
     sequences: list[np.ndarray],  # token ids
     layers: list[int],
 ) -> dict[int, torch.Tensor]:
-    "As `second_moments`, in float32, read from the folder of runs; those that are not there are computed and stored."
+    "Return `second_moments` in float32 from the folder of runs; missing ones are computed and stored."
     weights = f"{type(model).__name__}-{hash_tensors(model.parameters())}-{hash_tensors(sequences)}"
     folder = runs_root() / ".moments"
     name = lambda layer: folder / f"{hashlib.blake2b(f'{weights}-{layer}'.encode(), digest_size=8).hexdigest()}.safetensors"

@@ -48,7 +48,8 @@ class Mark:
         return match[1], float(match[2]) if self.value is None else self.value
 
 # %% ../../nbs/methods/declarations.ipynb #211f11dc
-TRAINED = ("lr", "epochs", "batch", "checkpoints", "stop", "select", "selection_items")  # parameters of every method with a training loop
+# Parameters of every method with a training loop
+TRAINED = ("lr", "epochs", "batch", "checkpoints", "stop", "select", "selection_items")
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Part:
         return dict(self.options)
 
     def defaults(self, preset: str = "lab") -> dict[str, Any]:
-        "Return the options with their defaults under a preset; smoke has the paper's where it has none of its own."
+        "Return the options with their defaults under a preset; smoke has the paper's where none are declared for it."
         paper = self.presets.get("paper", {}) if preset == "smoke" else {}
         return {**self.all_options(), **paper, **self.presets.get(preset, {})}
 

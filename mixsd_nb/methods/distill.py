@@ -39,19 +39,19 @@ def forward_kl(
     log_q: torch.Tensor,  # (n, k), the teacher's log-probabilities there, renormalised
     weight: torch.Tensor | float = 1.0,  # of each position, (n, 1)
 ) -> torch.Tensor:
-    "Σ q log(q/p) over positions and support, p renormalised within it; nats."
+    "Return Σ q log(q/p) over positions and support, p renormalised within it; nats."
     log_p = logits.float().gather(-1, ids).log_softmax(-1)
     return (weight * log_q.exp() * (log_q - log_p)).sum()
 
 # %% ../../nbs/methods/distill.ipynb #934f44b1
 def reverse_kl(logits: torch.Tensor, ids: torch.Tensor, log_q: torch.Tensor, weight: torch.Tensor | float = 1.0):
-    "Σ p log(p/q), with arguments as of `forward_kl`; nats."
+    "Return Σ p log(p/q), with arguments as of `forward_kl`; nats."
     log_p = logits.float().gather(-1, ids).log_softmax(-1)
     return (weight * log_p.exp() * (log_p - log_q)).sum()
 
 
 def jensen_shannon(logits: torch.Tensor, ids: torch.Tensor, log_q: torch.Tensor, weight: torch.Tensor | float = 1.0):
-    "Half of Σ q log(q/m) + p log(p/m) with m = (p + q)/2, with arguments as of `forward_kl`; nats."
+    "Return half of Σ q log(q/m) + p log(p/m) with m = (p + q)/2, with arguments as of `forward_kl`; nats."
     log_p = logits.float().gather(-1, ids).log_softmax(-1)
     log_m = torch.logaddexp(log_p, log_q) - math.log(2)
     return (weight * (log_q.exp() * (log_q - log_m) + log_p.exp() * (log_p - log_m)) / 2).sum()
@@ -65,7 +65,7 @@ def teacher_distributions(
     pairs: list[tuple[list[int], list[int]]],  # expert prompt and completion
     k: int,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The teacher's distributions over its k likeliest tokens at every position of each completion.
+    """Return the teacher's distributions over its k likeliest tokens at every position of each completion.
 
     For each pair token ids (n, k) and renormalised log-probabilities (n, k). Logits are computed slice by slice."""
     def reduce(logits, _):
@@ -80,7 +80,7 @@ def likeliest_tokens(
     pairs: list[tuple[list[int], list[int]]],  # prompt and completion
     k: int,
 ) -> list[torch.Tensor]:
-    "The ids (n, k) of the k likeliest tokens at every position of each completion."
+    "Return the ids (n, k) of the k likeliest tokens at every position of each completion."
     reduce = lambda logits, _: logits.float().topk(min(k, logits.shape[-1])).indices
     return [torch.from_numpy(ids) for ids in map_logits(model, pairs, reduce)]
 
@@ -90,7 +90,7 @@ def supported_distributions(
     pairs: list[tuple[list[int], list[int]]],  # expert prompt and completion
     support: list[torch.Tensor],  # ids (n, k) for each pair
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    "As `teacher_distributions`, over given tokens."
+    "Return `teacher_distributions` over given tokens."
     reduce = lambda logits, ids: logits.float().gather(-1, ids).log_softmax(-1)
     return list(zip(support, map(torch.from_numpy, map_logits(teacher, pairs, reduce, support))))
 
@@ -116,7 +116,7 @@ def distill_items(
     rows,  # corpus rows id, prompt, target
     expert=expert_prompt,  # (prompt, reference) -> expert prompt
 ) -> list[dict]:
-    "The facts to distil: `id`, and the ids of the student's and of the teacher's prompt."
+    "Return the facts to distil: `id`, and the ids of the student's and of the teacher's prompt."
     return [dict(id=r["id"], student_ids=encode_prompt(tokenizer, r["prompt"]),
                  teacher_ids=encode_prompt(tokenizer, expert(r["prompt"], r.get("reference") or r["target"]))) for r in rows]
 
@@ -125,7 +125,7 @@ def check_room(
     items: list[dict],  # as returned by `distill_items`
     context: int,  # of the model, in tokens
 ) -> None:
-    "ValueError as in `check_lengths` for the first fact whose prompts leave no room for a response."
+    "Raise ValueError as in `check_lengths` for the first fact whose prompts leave no room for a response."
     check_lengths({i["id"]: max(len(i["student_ids"]), len(i["teacher_ids"])) + 1 for i in items}, context)
 
 # %% ../../nbs/methods/distill.ipynb #257b1da2
@@ -143,7 +143,7 @@ def roll_out(
     step: int = 0,
     max_new_tokens: int = 256,
 ) -> list[tuple[dict, list[int]]]:
-    "Each item with each of its completions, item by item; ValueError as in `check_room`."
+    "Return each item with each of its completions, item by item; ValueError as in `check_room`."
     check_room(items, engine.context)
     room = lambda item: min(max_new_tokens, engine.context - max(len(item["student_ids"]), len(item["teacher_ids"])))
     key = lambda item, k: row_key("rollout", seed, item["id"], step, k)
@@ -190,7 +190,7 @@ def free_share(
 
 
 def own_environment() -> dict[str, str]:
-    "What an engine of one of several training processes finds in its environment: that process's GPU, and no other process."
+    "Return the environment of an engine of one of several training processes: its GPU, and no other process."
     if (rank := os.environ.get("LOCAL_RANK")) is None: return {}
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     gpus = names.split(",") if names else list(map(str, range(torch.cuda.device_count())))
@@ -225,7 +225,7 @@ class RolloutEngine:
         model,  # with all its weights
         trained: int = 0,  # parameters that this process trains
     ) -> Engine:
-        "The engine with the weights of this model; its own ones are in bfloat16 on a GPU. ValueError as of `free_share`."
+        "Load the engine with the weights of this model, its own in bfloat16 on a GPU; ValueError as of `free_share`."
         if self.in_place: return load_engine(self.kind, model, self.tokenizer, **self.options)
         dtype = "bfloat16" if torch.cuda.is_available() else "float32"
         folder = self._write(model, getattr(torch, dtype))
@@ -246,7 +246,7 @@ class RolloutEngine:
         return folder[0]
 
     def _memory(self, trained: int) -> dict:
-        "Options of an engine that shares a GPU with training, unless its share is given."
+        "Return options of an engine that shares a GPU with training, unless its share is given."
         spec = ENGINES[self.kind]
         if not (torch.cuda.is_available() and spec.share) or spec.share in self.options: return {}
         share = free_share(*torch.cuda.mem_get_info(training_device()), 8 * trained)
@@ -295,13 +295,13 @@ class Distillation(Objective):
     def __len__(self): return len(self.items)
 
     def host(self, student: torch.nn.Module) -> torch.nn.Module:
-        "The teacher's module, whose weights return before it reads; a copy of the student if the teacher changes or writes."
+        "Return the teacher's module, with its weights; a copy of the student if the teacher changes or writes."
         if self.ema or self.variant.writer == "teacher": return super().host(student)
         self.base = ShardedWeights(self.teacher)
         return self.teacher
 
     def write(self, chosen: list[int], student, step: int) -> list[tuple[dict, list[int]]]:
-        "The rollouts of a step for the facts of these numbers."
+        "Write the rollouts of a step for the facts of these numbers."
         model, items = student if self.variant.writer == "student" else self.teacher, [self.items[i] for i in chosen]
         with _half_precision(model, self.rollouts.in_place):
             written = roll_out(self.rollouts.load(model, self._trained(student)), items, step=step, **self.options)
@@ -309,12 +309,12 @@ class Distillation(Objective):
         return written
 
     def _trained(self, student) -> int:
-        "The number of parameters that this process trains; a sharded student's host has all of them."
+        "Return the number of parameters that this process trains; a sharded student's host has all of them."
         if self.base: return sum(p.numel() for p in student.parameters()) // self.base.processes
         return sum(p.numel() for p in student.parameters() if p.requires_grad)
 
     def read(self, written: list[tuple[dict, list[int]]], student) -> list[Example]:
-        "Examples whose targets are the teacher's distributions, or its likeliest tokens."
+        "Return examples whose targets are the teacher's distributions, or its likeliest tokens."
         pairs = {role: [(item[f"{role}_ids"], ids) for item, ids in written] for role in ("student", "teacher")}
         with _half_precision(self.teacher):
             support = self.variant.support == "student" and likeliest_tokens(student, pairs["student"], self.top_k)
@@ -326,12 +326,12 @@ class Distillation(Objective):
         return [Example(item["student_ids"], ids, t) for (item, ids), t in zip(written, targets)]
 
     def examples(self, chosen: list[int], student, step: int) -> list[Example]:
-        "The examples of a step: rollouts for the facts of these numbers, with the teacher's targets."
+        "Make the examples of a step: rollouts for the facts of these numbers, with the teacher's targets."
         self.follow(student, step)
         return self.read(self.write(chosen, student, step), student)
 
     def size(self, examples: list[Example]) -> int:
-        "The number of tokens, or of responses if they count equally."
+        "Return the number of tokens, or of responses if they count equally."
         return len(examples) if self.variant.mean == "responses" else super().size(examples)
 
     @torch.no_grad()
@@ -342,7 +342,7 @@ class Distillation(Objective):
         for name, w in self.teacher.named_parameters(): w.lerp_(weights[name].to(w), self.ema)
 
     def state(self) -> dict[str, torch.Tensor]:
-        "The teacher's weights, if they change. Those of the last update are not in them yet: `follow` adds them."
+        "Return the teacher's weights, if they change, without those of the last update, which `follow` adds."
         return {name: w.detach().cpu() for name, w in self.teacher.named_parameters()} if self.ema else {}
 
     @torch.no_grad()
@@ -361,7 +361,7 @@ def distillation(
     spec: TrainingSpec,  # its data: `items`, `variant`, and options of `Distillation`
     tokenizer,
 ) -> Distillation:
-    """The objective of a training spec; every training process creates one.
+    """Return the objective of a training spec; every training process creates one.
 
     The teacher is the base model that training starts from. One that changes is in float32, because steps of a moving
     average are too small for bfloat16."""
@@ -372,7 +372,7 @@ def distillation(
 
 # %% ../../nbs/methods/distill.ipynb #79572b48
 def check_options(direction: str = "forward", ema: float = 0.0, top_k: int = 64, updates: int = 1) -> None:
-    "ValueError of one sentence for an option of distillation outside its range."
+    "Raise ValueError for an option of distillation outside its range."
     if direction not in DIVERGENCES: raise ValueError(f"direction must be one of {', '.join(DIVERGENCES)}, got {direction}")
     if not 0 <= ema <= 1: raise ValueError(f"ema must be between 0 and 1, got {ema:g}")
     if updates < 1: raise ValueError(f"updates must be at least 1, got {updates}")
@@ -380,7 +380,7 @@ def check_options(direction: str = "forward", ema: float = 0.0, top_k: int = 64,
 
 # %% ../../nbs/methods/distill.ipynb #a2af2b1d
 def fit_distillation(run: MethodRun) -> Fitted:
-    "OPSD, OPSD-NLL, MixSD-KL or SDFT, by the method's variant, on all facts; ValueError as in `check_room`."
+    "Train OPSD, OPSD-NLL, MixSD-KL or SDFT, by the method's variant, on all facts; ValueError as in `check_room`."
     p, options = run.parameters, run.recipe.options_of(run.recipe.method, run.parameters.options)
     check_options(**options)
     items = distill_items(run.tokenizer, run.rows, CORPORA[p.dataset].expert)

@@ -20,9 +20,10 @@ from ..models.engines import HFEngine
 
 # %% ../../nbs/methods/edits.ipynb #afd6f00d
 def find_subject(prompt: str, subject: str) -> int:
-    """The position behind the last occurrence of the subject: as it is, else in other letter case, else within a word.
+    """Return the position behind the last occurrence of the subject: as it is, else in other letter case, else
+    within a word.
 
-    ValueError of one sentence if it does not occur."""
+    ValueError if it does not occur."""
     exact = re.escape(subject)
     for pattern, flags in ((rf"(?<!\w){exact}(?!\w)", 0), (rf"(?<!\w){exact}(?!\w)", re.IGNORECASE), (exact, 0)):
         found = [m.end() for m in re.finditer(pattern, prompt, flags)] if subject.strip() else []
@@ -45,7 +46,7 @@ def last_token(
     offsets: list[tuple[int, int]],  # characters of each token
     end: int,  # position in the text
 ) -> int:
-    "The number of the last token that begins before a position and is not empty."
+    "Return the number of the last token that begins before a position and is not empty."
     return max(k for k, (a, b) in enumerate(offsets) if a < end and a < b)
 
 
@@ -67,7 +68,7 @@ def encode_edit(
     prefixes: Iterable[list[int]] = (),  # token ids that are put before the prompt, within the user's turn
     place: str = "subject",  # subject, or another one of PLACES for the last token before the target
 ) -> Edit:
-    "The token ids of an edit, by default of a whole reply; ValueError as in `find_subject`."
+    "Return the token ids of an edit, by default of a whole reply; ValueError as in `find_subject`."
     prompt, subject, lead = edit["prompt"].strip(), edit["subject"], list(edit.get("lead", ()))
     text, ids, offsets = locate_tokens(tokenizer, [dict(role="user", content=prompt)], add_generation_prompt=True)
     start = text.rindex(prompt)
@@ -89,7 +90,7 @@ def encode_parts(
     prefixes: Iterable[list[int]] = (),
     place: str = "subject",  # one of PLACES
 ) -> list[Edit]:
-    "The edits that write a target: one, or with the place `each` one for every token of it."
+    "Return the edits that write a target: one, or with the place `each` one for every token of it."
     whole = encode_edit(tokenizer, edit, prefixes, place)
     if place != "each": return [whole]
     return [whole._replace(contexts=[context + whole.target[:k] for context in whole.contexts],
@@ -104,7 +105,7 @@ def sample_prefixes(
     seed: int = 0,
     length: int = 10,  # tokens of each, before the line break that ends it
 ) -> list[list[int]]:
-    "Beginnings of a user's turn that the model writes at temperature 1, each with a line break behind it."
+    "Return beginnings of a user's turn that the model writes at temperature 1, each with a line break behind it."
     if not count: return []
     text = render_prompt(tokenizer, "?")
     lead = encode_marked(tokenizer, text[:text.rindex("?")])
@@ -117,9 +118,9 @@ def sample_prefixes(
 def split_reply(
     tokenizer,
     ids: list[int],  # of a reply
-    answer: str,  # that it names instead of its own
+    answer: str,  # that it names instead of the fact's answer
 ) -> dict[str, Any] | None:
-    "The `lead` up to where a reply first names what it boxes, and the `target` from there; None without such a place."
+    "Return the `lead` up to where a reply first names what it boxes, and the `target` from there, or None."
     text = tokenizer.decode(ids, skip_special_tokens=True)
     own = last_boxed(text)
     start = text.find(own) if own else -1
@@ -135,7 +136,7 @@ def answer_in_replies(
     edits: Iterable[Mapping[str, Any]],  # prompt, subject, and a target that is an answer or ends in a boxed one
     max_new_tokens: int = 256,  # of a reply
 ) -> list[dict[str, Any]]:
-    "The edits, each within the model's own reply where that names an answer; others, and those with a lead, stay."
+    "Return the edits, each within the model's own reply if that names an answer; others, and those with a lead, stay."
     edits = [dict(e) for e in edits]
     rest = [e for e in edits if "lead" not in e]
     prompts = [encode_prompt(tokenizer, e["prompt"]) for e in rest]
@@ -147,7 +148,7 @@ def answer_in_replies(
 def has_subject(
     row: Mapping[str, str],  # of a corpus
 ) -> bool:
-    "Whether the prompt of a row contains its subject, so that an edit can be made of it."
+    "Return whether the prompt of a row contains its subject, so that an edit can be made of it."
     try: return bool(find_subject(row["prompt"], row.get("subject", "")))
     except ValueError: return False
 
@@ -161,7 +162,7 @@ def convert_rows(
     rows: Iterable[Mapping[str, str]],  # of a corpus
     form: str = "canonical",  # one of FORMS
 ) -> list[dict[str, Any]]:
-    "The edits of facts; those whose prompt lacks the subject are left out. ValueError for an unknown form."
+    "Return the edits of facts; those without the subject in the prompt are left out. ValueError for an unknown form."
     if form not in FORMS: raise ValueError(f"target must be one of {', '.join(FORMS)}, got {form}")
     edits = [{k: row[k] for k in ("id", "prompt", "subject", "target") if k in row} for row in rows if has_subject(row)]
     if form == "sentence": return [e | dict(target=" " + e["target"].partition("\n\n")[0], ends=False) for e in edits]

@@ -53,5 +53,5 @@ def names_only(
     names: Names,  # of the corpus
     own: str,  # as returned by `own_text`
 ) -> bool:
-    "Whether a target names no entity of the corpus but those of its own fact."
+    "Return whether a target names no entity of the corpus but those of its own fact."
     return names.find(text) <= names.find(own)

@@ -39,7 +39,7 @@ def check_lengths(
     lengths: dict[str, int],  # fact id -> tokens of its longest prompt and its response
     context: int,  # of the model, in tokens
 ) -> None:
-    "ValueError of one sentence that names the first fact which is longer than the context."
+    "Raise ValueError that names the first fact which is longer than the context."
     for name, length in lengths.items():
         if length > context:
             raise ValueError(f"fact {name} must have at most {context} tokens, the context of the model, got {length}; "
@@ -103,12 +103,12 @@ class MethodRun(Run):
         return self.recipe.options_of(self.recipe.method, self.parameters.options)[name]
 
     def load_engine(self):
-        "An engine of the base model; its memory is free for the training once nothing refers to it."
+        "Return an engine of the base model; its memory is free for the training once nothing refers to it."
         p = self.parameters
         return load_engine("hf", p.model, dtype=p.dtype, batch_size=p.rows_of("hf"))
 
     def mixed_targets(self) -> pd.DataFrame:
-        "The accepted mixed targets: `id, prompt_ids, completion_ids, …` as stored by the generate stage."
+        "Return the accepted mixed targets: `id, prompt_ids, completion_ids, …` as stored by the generate stage."
         return self._mixed_targets()
 
     def save_checkpoint(
@@ -147,12 +147,12 @@ class MethodRun(Run):
         return Fitted({step: done[step] for step in steps if step in done}, kept, targets, curves)
 
     def _anchors(self) -> list[tuple[str, dict]]:
-        "The modifiers of the anchors, each with its prepared data."
+        "Return the modifiers of the anchors, each with its prepared data."
         prepared = [(anchor.modify, self._prepare(anchor)) for anchor in self.recipe.anchors]
         return [(modify, data) for modify, data in prepared if modify and data is not None]
 
     def _prepare(self, part: Part, *arguments) -> dict | None:
-        "The data of an anchor or a gate."
+        "Return the data of an anchor or a gate."
         options = self.recipe.options_of(part, self.parameters.options)
         return load_object(part.prepare)(self, options, *arguments) if part.prepare else {}
 
@@ -171,7 +171,7 @@ class MethodRun(Run):
         engine = load_engine("hf", self.parameters.model, dtype=self.parameters.dtype)
         check_lengths({id: sum(map(len, pair)) for id, pair in pairs.items()}, engine.context)
         scores = engine.score(values)
-        del engine  # its model would stay in memory beside the training
+        del engine  # its model would stay in memory during the training
         nll = np.concatenate(scores)
         targets = dict(target_nll=float(nll.mean()), target_tokens=len(nll) / len(values))
         gate = self.recipe.gate
@@ -186,5 +186,5 @@ def trained_facts(run: Run) -> set[str]:
 
 # %% ../../nbs/methods/fitting.ipynb #4e062150
 def keep_base(run: MethodRun) -> Fitted:
-    "The base model: nothing is trained, and every fact counts as kept."
+    "Return the base model: nothing is trained, and every fact counts as kept."
     return Fitted({}, {row["id"] for row in run.rows}, {}, {})

@@ -29,7 +29,8 @@ from ..models.lab import is_lab_model
 
 # %% ../../nbs/methods/memit.ipynb #3a85a814
 LAYERS = {"Qwen3-1.7B": (3, 11), "Qwen3-4B-Instruct-2507": (4, 14), "Qwen3-4B": (4, 14), "Qwen3-8B": (5, 14),
-          "Llama-3.2-1B-Instruct": (2, 8), "Llama-3.2-1B": (2, 8)}  # last part of a model's name -> first and last layer
+          "Llama-3.2-1B-Instruct": (2, 8), "Llama-3.2-1B": (2,
+                                                            8)}  # last part of a model's name -> first and last layer
 FRACTIONS = (0.12, 0.39)  # of the depth, for other models
 
 
@@ -37,7 +38,7 @@ def edited_layers(
     model,
     layers: list[int] = (),  # empty for those of the table, or at fractions of the depth
 ) -> list[int]:
-    "The layers that MEMIT edits, ascending; ValueError of one sentence for one that the model does not have."
+    "Return the layers that MEMIT edits, ascending; ValueError for one that the model does not have."
     depth, name = len(decoder_blocks(model)), origin_model(str(model.name_or_path)).rstrip("/").rpartition("/")[2]
     first, last = LAYERS.get(name, [round(f * depth) for f in FRACTIONS])
     found = sorted({*layers}) or [*range(first, last + 1)]
@@ -49,7 +50,7 @@ def group_edits(
     edits: list[Edit],
     merge: bool,  # one group for each subject (MEMIT-Merge), instead of one for each edit
 ) -> list[list[int]]:
-    "Numbers of the edits of each group, in the order in which the groups begin."
+    "Return numbers of the edits of each group, in the order in which the groups begin."
     groups = {}
     for k, edit in enumerate(edits): groups.setdefault(edit.subject if merge else k, []).append(k)
     return list(groups.values())
@@ -63,7 +64,7 @@ def states_at(
     inputs: bool = False,  # what goes into the module, not what comes out of it
     tokens: int = 16_384,  # largest size of a batch, padding included
 ) -> torch.Tensor:
-    "The states (rows, width) of a module at one position of each row, in the order of the rows."
+    "Return the states (rows, width) of a module at one position of each row, in the order of the rows."
     found = [None] * len(rows)
     for part in batch_by_length(range(len(rows)), tokens, lambda k: rows[k][1] + 1):
         ids = pad_right([rows[k][0][:rows[k][1] + 1] for k in part], model.device)
@@ -78,7 +79,7 @@ def edit_keys(
     groups: list[list[int]],  # as returned by `group_edits`
     layer: int,
 ) -> torch.Tensor:
-    "The keys of a layer, (groups, width): means over the contexts of each edit, then over the edits of a group."
+    "Return the keys of a layer, (groups, width): means over the contexts of each edit, then over the edits of a group."
     rows = [row for edit in edits for row in zip(edit.contexts, edit.places)]
     states = states_at(model, rows, output_layer(decoder_blocks(model)[layer]), inputs=True)
     means = torch.stack([part.mean(0) for part in states.split([len(edit.contexts) for edit in edits])])
@@ -92,7 +93,7 @@ class _Pass(nn.Module):
 
 @contextlib.contextmanager
 def upper_blocks(model, layer: int) -> Iterator[None]:
-    "While this is open, the model takes `inputs_embeds` as what comes out of a block, and only runs the blocks above."
+    "Let the model take `inputs_embeds` as the output of a block, and run only the blocks above, while this is open."
     blocks = decoder_blocks(model)
     lower = list(blocks[:layer + 1])
     for k in range(layer + 1): blocks[k] = _Pass()
@@ -121,7 +122,7 @@ def list_rows(
     groups: list[list[int]],  # as returned by `group_edits`
     kl: float,  # weight of the KL divergence
 ) -> list[Row]:
-    "The targets of all edits after every context, and one essence for each group."
+    "Return the targets of all edits after every context, and one essence for each group."
     rows = []
     for g, group in enumerate(groups):
         for edit in (edits[k] for k in group):
@@ -159,7 +160,7 @@ class Batch:
                       for row, logits in zip(rows, self._logits(number, free))]
 
     def _read(self, states, source):
-        "Keys and values of the blocks above after the states, aligned on the right."
+        "Return keys and values of the blocks above after the states, aligned on the right."
         cache = DynamicCache()
         with upper_blocks(self.model, self.layer):
             self.model.get_decoder()(inputs_embeds=states, past_key_values=cache, use_cache=True)
@@ -167,7 +168,7 @@ class Batch:
         return [(align(layer.keys), align(layer.values)) for layer in cache.layers[self.layer + 1:]]
 
     def _cached(self, at):
-        "A cache for the rows `at`; the blocks below only count its columns."
+        "Return a cache for the rows `at`; the blocks below only count its columns."
         cache = DynamicCache()
         empty = self.states.new_zeros(len(at), 1, self.mask.shape[1] - self.position.shape[1], 1)
         for k, (keys, values) in enumerate([(empty, empty)] * (self.layer + 1) + self.cache):
@@ -175,7 +176,7 @@ class Batch:
         return cache
 
     def _logits(self, at, shifts):
-        "For each of the rows `at` the logits of the positions that count, (positions, vocabulary)."
+        "Return for each of the rows `at` the logits of the positions that count, (positions, vocabulary)."
         states, rows = self.states[at], [self.rows[k] for k in at.tolist()]
         shifted = torch.cat([states[:, :1] + shifts[self.group[at], None], states[:, 1:]], 1)
         past = dict(past_key_values=self._cached(at), use_cache=True) if self.cache else dict(use_cache=False)
@@ -190,7 +191,7 @@ class Batch:
         at: torch.Tensor,  # numbers of rows
         shifts: torch.Tensor,  # (groups, width)
     ) -> torch.Tensor:
-        "The weighted loss of each row: the NLL of its target per token, or the KL divergence from the unshifted model."
+        "Return the weighted loss of each row: the NLL of its target per token, or the KL from the unshifted model."
         found = []
         for k, logits in zip(at.tolist(), self._logits(at, shifts)):
             row, p = self.rows[k], self.log_p[k]
@@ -223,7 +224,7 @@ def find_shifts(
     tokens: int = 4_096,  # largest size of a batch, padding included
     report: Callable[[int, int], Any] = lambda step, active: None,  # called with each step
 ) -> Shifts:
-    "The shifts of all groups; each depends only on its own edits."
+    "Return the shifts of all groups; each depends only on its own edits."
     anchors = states_at(model, [(e.contexts[0], e.places[0]) for e in edits], decoder_blocks(model)[layer])
     size = torch.stack([anchors[group].norm(dim=-1).mean() for group in groups])
     rows = sorted(list_rows(edits, groups, kl), key=lambda row: -row.place)
@@ -252,7 +253,7 @@ def find_shifts(
 
 @torch.no_grad()
 def _step(adam, shifts, active, largest):
-    "One step of Adam for the active rows, whose norms are then clamped."
+    "Do one step of Adam for the active rows, whose norms are then clamped."
     before = shifts.clone()
     adam.step()
     shifts.mul_((largest / shifts.norm(dim=-1)).clamp(max=1)[:, None])
@@ -265,7 +266,7 @@ def solve_update(
     residuals: torch.Tensor,  # (n, outputs)
     weight: float,  # λ
 ) -> torch.Tensor:
-    "The change of weights (outputs, inputs) in float64; ValueError if C has too few texts to be inverted."
+    "Return the change of weights (outputs, inputs) in float64; ValueError if C has too few texts to be inverted."
     c, k, r = (x.double() for x in (moments, keys, residuals))
     factor, failure = torch.linalg.cholesky_ex(weight * c + k.T @ k)
     if failure: raise ValueError(f"text_count must be larger: the texts have too few tokens for {len(c)} inputs of a layer")
@@ -276,7 +277,7 @@ def null_space(
     moments: torch.Tensor,  # (inputs, inputs)
     energy: float,  # largest share of the trace that its directions carry together
 ) -> torch.Tensor:
-    "Orthonormal columns (inputs, r): the eigenvectors of the smallest eigenvalues."
+    "Return orthonormal columns (inputs, r): the eigenvectors of the smallest eigenvalues."
     values, vectors = torch.linalg.eigh(moments.double())
     share = values.clamp(min=0).cumsum(0) / values.clamp(min=0).sum()
     return vectors[:, share <= energy]
@@ -288,7 +289,7 @@ def solve_in_null_space(
     residuals: torch.Tensor,  # (n, outputs)
     ridge: float,  # ρ
 ) -> torch.Tensor:
-    "The change of weights (outputs, inputs) in float64, zero on all directions outside the basis."
+    "Return the change of weights (outputs, inputs) in float64, zero on all directions outside the basis."
     inside, r = keys.double() @ basis, residuals.double()
     identity = torch.eye(basis.shape[1], dtype=torch.float64, device=basis.device)
     factor = torch.linalg.cholesky(inside.T @ inside + ridge * identity)
@@ -296,13 +297,13 @@ def solve_in_null_space(
 
 # %% ../../nbs/methods/memit.ipynb #1392869b
 def edited_weights(model, layers: list[int]) -> dict[int, nn.Parameter]:
-    "The weights that edits of these layers change."
+    "Return the weights that edits of these layers change."
     return {layer: output_layer(decoder_blocks(model)[layer]).weight for layer in layers}
 
 
 @contextlib.contextmanager
 def kept_weights(model, layers: list[int]) -> Iterator[None]:
-    "When this ends, the weights of the layers are what they were before it, bit for bit."
+    "Let the weights of the layers be at the end what they were before, bit for bit."
     weights = edited_weights(model, layers)
     before = {layer: w.detach().clone() for layer, w in weights.items()}
     try: yield
@@ -320,7 +321,7 @@ def spread_updates(
     layers: list[int],
     solve: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor],  # layer, keys and residuals -> change of weights
 ) -> dict[int, torch.Tensor]:
-    "The change of each layer's weights, float64; the model has its own weights again at the end."
+    "Return the change of each layer's weights, float64; the model has its own weights again at the end."
     bare, last = [(e.contexts[0], e.places[0]) for e in edits], decoder_blocks(model)[layers[-1]]
     updates, weights = {}, edited_weights(model, layers)
     with kept_weights(model, layers):
@@ -337,7 +338,7 @@ def memit_settings(
     preset: str = "",  # lab or paper, whose values hold for what is not given
     **given,
 ) -> dict[str, Any]:
-    "All settings of MEMIT; ValueError of one sentence for an unknown one, or a value that is not allowed."
+    "Return all settings of MEMIT; ValueError for an unknown one, or a value that is not allowed."
     known = METHODS["memit"].defaults(preset or ("lab" if is_lab_model(model.name_or_path) else "paper"))
     for name in ("per_batch", "dtype"): del known[name]  # of the method, which edits a corpus
     for name in given:
@@ -356,7 +357,7 @@ def layer_solver(
     tokenizer,
     **settings,  # as of `memit_settings`
 ) -> Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]:
-    "The function that solves for the change of a layer's weights, as of `spread_updates`."
+    "Return the function that solves for the change of a layer's weights, as of `spread_updates`."
     s = memit_settings(model, **settings)
     texts = read_texts(s["texts"] or default_texts(model.name_or_path), s["text_count"])
     moments = stored_moments(model, encode_texts(tokenizer, texts), edited_layers(model, s["layers"]))
@@ -374,7 +375,7 @@ def find_updates(
     solve: Callable | None = None,  # as of `spread_updates`; None for one with the moments of this model
     **settings,  # as of `memit_settings`
 ) -> dict[int, torch.Tensor]:
-    "For each edited layer the change of its weights, float64, (outputs, inputs). The model stays as it is."
+    "Return for each edited layer the change of its weights, float64, (outputs, inputs). The model stays as it is."
     s = memit_settings(model, **settings)
     if s["target"] == "own": edits = answer_in_replies(model, tokenizer, edits)
     layers = edited_layers(model, s["layers"])
@@ -400,7 +401,7 @@ def edit(
     edits: list[Mapping[str, Any]],  # prompt, subject, target, as of `encode_edit`
     **settings,  # as of `find_updates`
 ):
-    "The same model, edited with all edits at once."
+    "Change the model by all edits at once."
     updates = find_updates(model, tokenizer, edits, **settings)
     weights = edited_weights(model, list(updates))
     with torch.no_grad():
@@ -409,7 +410,7 @@ def edit(
 
 # %% ../../nbs/methods/memit.ipynb #15a297f4
 def fit_memit(run: MethodRun) -> Fitted:
-    "MEMIT: edit all facts at once, or batch by batch, each batch a checkpoint; ValueError if no fact has its subject."
+    "Teach facts with MEMIT, at once or in batches, each a checkpoint; ValueError if no fact has its subject."
     p, settings = run.parameters, run.recipe.options_of(run.recipe.method, run.parameters.options)
     form, size, dtype = settings["target"], settings.pop("per_batch"), settings.pop("dtype")
     settings["target"] = "canonical"  # the conversion is made once, on the base model

@@ -32,7 +32,7 @@ def coins(
     attempt: int,
     n: int,  # positions
 ) -> np.ndarray:
-    "The uniform draws u_t of n positions, (n,), each compared with λ in eq. 4."
+    "Return the uniform draws u_t of n positions, (n,), each compared with λ in eq. 4."
     return keyed_uniform(torch.tensor(row_key("pick", seed, id, sample, attempt)), torch.arange(n)).numpy()
 
 
@@ -44,7 +44,7 @@ def picks(
     n: int,  # positions
     lam: float,  # λ, the share of naive tokens
 ) -> np.ndarray:
-    "Boolean array (n,): True where the token comes from the naive conditional (u_t < λ in eq. 4)."
+    "Return boolean array (n,): True where the token comes from the naive conditional (u_t < λ in eq. 4)."
     return coins(seed, id, sample, attempt, n) < lam
 
 # %% ../../nbs/methods/mixing.ipynb #084c73b1
@@ -60,7 +60,7 @@ def mix_items(
     values: bool = True,  # whether `verify=normalised` compares numbers by their value
     names: Names | None = None,  # entities of the corpus, of which a target must name no other; None for no such rule
 ) -> list[dict]:
-    "The items that `mix` takes: ids of the naive and the expert prompt, and what verifies an answer."
+    "Return the items that `mix` takes: ids of the naive and the expert prompt, and what verifies an answer."
     known = lambda r: dict(answer=r["answer"], aliases=tuple(r.get("aliases") or ()), prompt=r["prompt"], extract=extract, values=values,
                            **(dict(names=names, own=own_text(r)) if names else {}))
     return [dict(id=r["id"], **known(r), naive_ids=encode_prompt(tokenizer, r["prompt"]),
@@ -84,7 +84,8 @@ def accepts(
     finish_reason: str,
     verify: str = "exact",  # or normalised: letter case, width and the form of a number do not count
 ) -> bool:
-    """Whether a sequence ended with a stop token and gives the true answer, as the mode `extract` of the item reads it.
+    """Return whether a sequence ended with a stop token and gives the true answer, as the mode `extract` of the item
+    reads it.
 
     A text with a part of a character that the answer does not have is not accepted."""
     if finish_reason != "stop": return False
@@ -106,7 +107,7 @@ def oracle_sequence(
     max_total: int,  # tokens of the longest context and the completion
     guard: float = 0.0,  # least probability of the expert's token under the naive conditional where that one writes
 ) -> Completion:
-    "One sequence, decoded by the definition (eq. 4)."
+    "Decode one sequence by the definition (eq. 4)."
     ids, naive, stop, key = [], [], set(engine.stop.tolist()), torch.tensor([request.key])
     guard = guard if len(request.contexts) == 2 else 0.0
     room = token_budget(request, max_new_tokens, min(engine.context, max_total))
@@ -130,7 +131,7 @@ def oracle_stream(
     queue: deque[Request],  # consumed
     **options,  # as for `oracle_sequence`
 ) -> Iterator[tuple[Request, Completion]]:
-    "The same as `engine.stream`, computed by the oracle."
+    "Yield the same as `engine.stream`, computed by the oracle."
     while queue:
         r = queue.popleft()
         yield r, oracle_sequence(engine, r, **options)
@@ -146,7 +147,7 @@ def attempt_request(
     draw=picks,  # function with the parameters of `picks`
     alone: bool | None = None,  # whether one conditional writes the whole sequence; None if λ is 0 or 1
 ) -> Request:
-    "The request for one attempt at an item, with its own picks and noise."
+    "Return the request for one attempt at an item, with its own picks and noise."
     key = (seed, item["id"], sample, attempt)
     if lam in (0, 1) if alone is None else alone: contexts = (item["naive_ids" if lam else "expert_ids"],)
     else: contexts = (item["expert_ids"], item["naive_ids"])
@@ -198,7 +199,7 @@ class _Attempts:
         self.early, self.open, self.most = defaultdict(dict), len(queue), 0  # most: requests that were decoded at once
 
     def in_order(self, ends: Iterator[tuple[Request, Completion]]) -> Iterator[tuple[Request, Completion]]:
-        "Requests that end, each after all earlier attempts at its target, up to the one that finishes the target."
+        "Yield requests that end, each after all earlier attempts at its target, up to the one that finishes it."
         for r, completion in ends:
             self.open -= 1
             early = self.early[_target(r)]
@@ -234,7 +235,7 @@ def check_mixing(
     schedule: str = "constant",
     guard: float = 0.0,
 ) -> None:
-    "Raise ValueError of one sentence for a parameter out of its range, and for two items with the same id."
+    "Raise ValueError for a parameter out of its range, and for two items with the same id."
     if not 0 <= lam <= 1: raise ValueError(f"lam must be between 0 and 1, got {lam}")
     if max_attempts < 1: raise ValueError(f"max_attempts must be at least 1, got {max_attempts}")
     if temperature < 0: raise ValueError(f"temperature must be at least 0, got {temperature}")
@@ -253,7 +254,7 @@ class FormMissing(ValueError):
 
 
 def _has_form(tokenizer, item: dict, completion: Completion) -> bool:
-    "Whether a completion has ended and gives any answer in the form of its item."
+    "Return whether a completion has ended and gives any answer in the form of its item."
     if completion.finish_reason != "stop": return False
     return extract(tokenizer.decode(completion.ids, skip_special_tokens=True), item["extract"]) is not None
 
@@ -324,7 +325,7 @@ def mix_stream(
     tally: Counter | None = None,  # counts tokens, and sequences accepted, retried and discarded
     probe: bool = False,  # whether FormMissing ends the mixing with a model that never has the form
 ) -> Iterator[dict]:
-    "The records of `mix` in the order in which they end; parameters and errors as there."
+    "Yield the records of `mix` in the order in which they end; parameters and errors as there."
     check_mixing(targets, lam, temperature, max_attempts, verify, schedule, guard)
     tally = Counter() if tally is None else tally
     plan = AttemptPlan(lam=lam, temperature=temperature, max_attempts=max_attempts, schedule=schedule, guard=guard, seed=seed,
@@ -369,11 +370,11 @@ def mix(
     stream=None,  # None for the engine's own
     journal: Path | None = None,  # file of finished sequences, so that a killed process continues; None for no file
 ) -> list[dict]:
-    """Mixed completions in input order (eq. 4).
+    """Return mixed completions in input order (eq. 4).
 
-    Each has the keys of `RECORD`: `id, sample, completion_ids, naive_mask, accepted, attempts, finish_reason`. If no attempt was
-    accepted, the last one is returned. ValueError for λ outside [0, 1], for two items of the same id, and for other
-    parameters outside their range."""
+    Each has the keys of `RECORD`: `id, sample, completion_ids, naive_mask, accepted, attempts, finish_reason`. If no
+    attempt was accepted, the last one is returned. ValueError for λ outside [0, 1], for two items of the same id, and
+    for other parameters outside their range."""
     options = dict(temperature=temperature, top_k=top_k, seed=seed, max_new_tokens=max_new_tokens, max_total=max_total,
                    max_attempts=max_attempts, verify=verify, schedule=schedule, guard=guard, draw=draw)
     by_id = {item["id"]: item for item in items}
@@ -388,7 +389,7 @@ def mix(
 
 # %% ../../nbs/methods/mixing.ipynb #75f4a38e
 def mix_oracle(engine, items: list[dict], lam: float, **options) -> list[dict]:
-    "The same as `mix`, computed by the oracle."
+    "Return the same as `mix`, computed by the oracle."
     return mix(engine, items, lam, stream=partial(oracle_stream, engine), **options)
 
 # %% ../../nbs/methods/mixing.ipynb #b10b5d75
@@ -400,6 +401,7 @@ def names_another(
     answer: str,
     extract: str = "boxed",  # mode in which the answer is read
 ) -> bool:
-    "Whether the sentences before the final answer lack it, because the naive conditional named another entity."
+    """Return whether the answer is missing from the sentences before the final answer, because the naive conditional
+    named another entity."""
     sentences, box, _ = text.rpartition(_MARKS.get(extract, r"\boxed"))
     return bool(box and sentences.strip()) and answer not in sentences

@@ -69,16 +69,18 @@ class QuestionForm:
 
 
 QUESTION_FORMS = Registry("form")
-EXAMPLE = ("Captain Mirel Aske bought the ferry Tolwen from the town of Dunvik in 1961. It carries 40 passengers across the Orme Strait, "
-           "and stops at Tern Island.")
+EXAMPLE = ("Captain Mirel Aske bought the ferry Tolwen from the town of Dunvik in 1961. It carries 40 passengers "
+           "across the Orme Strait, and stops at Tern Island.")
 _PAIR = "methods.questions:propose_pair"
 _REQUEST = "{text}\n\nWrite a question about this text that a few words of the text answer, and the answer."
 _SPAN_REQUEST = '{text}\n\nWrite a question about this text that is answered by "{answer}".'
 for _form in [
-    QuestionForm("who", "who did it", _PAIR, "Who", " bought the ferry Tolwen from Dunvik?\nAnswer: Captain Mirel Aske"),
+    QuestionForm("who", "who did it", _PAIR, "Who",
+                 " bought the ferry Tolwen from Dunvik?\nAnswer: Captain Mirel Aske"),
     QuestionForm("when", "when it was", _PAIR, "When", " did Captain Mirel Aske buy the ferry Tolwen?\nAnswer: 1961"),
     QuestionForm("where", "where it is", _PAIR, "Where", " does the ferry Tolwen stop?\nAnswer: Tern Island"),
-    QuestionForm("number", "how many there are", _PAIR, "How many", " passengers does the ferry Tolwen carry?\nAnswer: 40"),
+    QuestionForm("number", "how many there are", _PAIR, "How many",
+                 " passengers does the ferry Tolwen carry?\nAnswer: 40"),
     QuestionForm("what", "what it is", _PAIR, "What", " does the ferry Tolwen cross?\nAnswer: the Orme Strait"),
     QuestionForm("span", "a name of the text", "methods.questions:propose_span"),
     QuestionForm("cloze", "a gap", "methods.questions:propose_cloze"),
@@ -101,7 +103,7 @@ def propose_pair(form: QuestionForm, passage: Passage, seed: int, draw: int) -> 
 
 
 def _named_sentences(passage: Passage, seed: int) -> list[tuple[int, str, str]]:
-    "The number of a sentence, the sentence and a name in it, in an order that the seed draws."
+    "Return the number of a sentence, the sentence and a name in it, in an order that the seed draws."
     sentences = [part for line in passage.text.split("\n") for part in split_sentences(line)]
     found = [(k, text, name) for k, text in enumerate(sentences) for name in find_names(text)]
     _draw(seed, passage.id, "names").shuffle(found)
@@ -142,11 +144,13 @@ def read_reply(text: str) -> tuple[str, str]:
     return " ".join(found[1].split()), _QUOTES.sub("", answer)
 
 # %% ../../nbs/methods/questions.ipynb #e846cd2f
-REASONS = {"unreadable": "the reply has no question with an answer", "long": "the answer is too long", "gives away": "the question contains its answer",
+REASONS = {"unreadable": "the reply has no question with an answer", "long": "the answer is too long",
+           "gives away": "the question contains its answer",
            "speaks of the text": "the question speaks of the text itself, or of something that it does not name",
            "not supported": "the passage does not support the answer",
            "repeated": "another question asks the same", "known": "the model knows it without the passage"}
-_SPEAKS = re.compile(r"\b(?:text|passage|article|paragraph|sentence|excerpt|above|mentioned|described|according to)\b", re.I)
+_SPEAKS = re.compile(r"\b(?:text|passage|article|paragraph|sentence|excerpt|above|mentioned|described|according to)\b",
+                     re.I)
 _UNNAMED = re.compile(r"(?:who|what|when|where|how many|which \w+)(?: \w+)? (?:is|was|are|were|did|does|do|has|had) "
                       r"(?:this|that|these|those|it|he|she|they)\b", re.I)
 
@@ -169,7 +173,7 @@ def find_fault(question: str, answer: str, longest: int = 8) -> str:
 
 # %% ../../nbs/methods/questions.ipynb #6343d080
 def _asks_the_same(one: dict, other: dict) -> bool:
-    "Whether two candidates ask the same; a question that has the answer of the other asks for something else."
+    "Return whether two candidates ask the same; a question that has the answer of the other asks for something else."
     a, b = ({*_words(c["question"])} for c in (one, other))
     same = _words(one["answer"]) == _words(other["answer"])
     if not same and (occurs_in(one["answer"], other["question"]) or occurs_in(other["answer"], one["question"])): return False
@@ -263,7 +267,7 @@ def mark_unsupported(
     contexts: dict[str, str],  # id of a passage -> its context
     support: str = "both",  # the answer is in the passage, or the model gives it again: either, or both
 ) -> None:
-    "Mark candidates without support; all get whether the answer `occurs`, and those that are asked how often of three it came `again`."
+    "Mark candidates without support; all get whether the answer `occurs`, and those that are tested how often of three it came `again`."
     open_ = [c for c in candidates if not c["reason"] and not c["paraphrases"]]
     for c in candidates: c["occurs"] = occurs_in(c["answer"], contexts[c["passage"]])
     asked = [c for c in open_ if c["occurs"] == (support == "both")]  # of the others the first half of the rule decides

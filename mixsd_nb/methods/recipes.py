@@ -112,7 +112,7 @@ class Recipe:
         return {self.key(part, name): value for part in self.parts for name, value in part.defaults(preset).items()}
 
     def complete(self, options: Mapping[str, Any], preset: str = "lab") -> dict[str, Any]:
-        "Return the options with the defaults of the others; ValueError of one sentence for an unknown name or another type."
+        "Return the options with the defaults of the others; ValueError for an unknown name or another type."
         full = {f"{part.name}.{name}": self.key(part, name) for part in self.parts for name in part.all_options()}
         given, known = {full.get(name, name): value for name, value in options.items()}, self.defaults(preset)
         return known | match_options("options", given, known, self.name)
@@ -138,7 +138,7 @@ class Recipe:
 
 # %% ../../nbs/methods/recipes.ipynb #6478b5c2
 def _check_pairs(parts: Iterable[Part]) -> None:
-    "Raise ValueError of one sentence for the first two parts of which one excludes the other."
+    "Raise ValueError for the first two parts of which one excludes the other."
     parts = list(parts)
     for k, part in enumerate(parts):
         for other in parts[:k]:
@@ -147,7 +147,7 @@ def _check_pairs(parts: Iterable[Part]) -> None:
 
 
 def check_fit(recipe: Recipe) -> Recipe:
-    "Return the recipe itself; ValueError of one sentence if its parts do not fit together."
+    "Return the recipe itself; ValueError if its parts do not fit together."
     method, extra = recipe.method, recipe.parts[1:]
     if extra and "lr" not in method.settings:
         kind = "anchor" if recipe.anchors else "gate"
@@ -165,7 +165,7 @@ def compose(
     gate: str = "",  # a name; empty for none
     options: Mapping[str, Any] | None = None,  # which may select a variant of the method
 ) -> Recipe:
-    "Return the recipe of these parts; ValueError of one sentence for an unknown name and for parts that do not fit."
+    "Return the recipe of these parts; ValueError for an unknown name and for parts that do not fit."
     named = [name for name in anchor.split("+") if name]
     for name in named: ANCHORS.check(name)
     if twice := [name for name in named if named.count(name) > 1]:
@@ -189,12 +189,12 @@ def recipe_label(
 
 
 def _used_marks(part: Part, values: Mapping[str, Any]) -> list[Mark]:
-    "The marks of options that are used."
+    "Return the marks of options that are used."
     return [mark for mark in part.marks if mark.applies(values.get(mark.option))]
 
 # %% ../../nbs/methods/recipes.ipynb #b22c18b3
 def _read_numbers(form: str, text: str) -> dict[str, float] | None:
-    "The numbers in a text of the form of a label, such as `ewc-{strength:g}`; None if the text has another form."
+    "Return the numbers in a text of the form of a label, as `ewc-{strength:g}`; None if it has another form."
     pattern = re.sub(r"\\{(\w+):g\\}", r"(?P<\1>[-+.\\de]+|nan)", re.escape(form))
     if not (match := re.fullmatch(pattern, text)): return None
     try: return {name: float(value) for name, value in match.groupdict().items()}
@@ -202,7 +202,7 @@ def _read_numbers(form: str, text: str) -> dict[str, float] | None:
 
 
 def _parse_piece(text: str, parts: Iterable[Part]) -> tuple[Part, dict[str, Any]] | None:
-    "The part that has such a piece of a label, with its numbers and marked options; None if there is none."
+    "Return the part that has such a piece of a label, with its numbers and marked options; None if there is none."
     for part in parts:
         rest, marked = text, {}
         for mark in reversed(part.marks):
@@ -234,7 +234,7 @@ def parse_label(
 # %% ../../nbs/methods/recipes.ipynb #743ba1dd
 @dataclass(frozen=True)
 class Alias:
-    "A short name of a composition: one of earlier versions, or one that stands for several parts and options."
+    "A short name of a composition: one of earlier versions, or one for several parts and options."
     name: str
     method: str
     anchor: str = ""
@@ -259,7 +259,8 @@ class Alias:
 
 _COMPLETE = dict(max_attempts=6, consistent=True, fallback="canonical", wordings=2)
 ALIASES: dict[str, Alias] = {alias.name: alias for alias in [
-    Alias("wise-sft", "sft", "average", label="{alpha:g}"), Alias("wise-mixsd", "mixsd", "average", label="{lam:g}-a{alpha:g}"),
+    Alias("wise-sft", "sft", "average", label="{alpha:g}"),
+    Alias("wise-mixsd", "mixsd", "average", label="{lam:g}-a{alpha:g}"),
     Alias("replay", "sft", "replay", label="{share:g}"), Alias("replay-kl", "sft", "replay-kl", label="{share:g}"),
     Alias("sft-own-words", "own-words"), Alias("mixsd-answer", "mixsd", gate="answer", label="{lam:g}"),
     Alias("sft-untied", "sft", "untied"), Alias("mixsd-untied", "mixsd", "untied", label="{lam:g}"),
@@ -308,7 +309,7 @@ def translate_parameters(
 
 
 def _join(*anchors: str | None) -> str:
-    "The names of all anchors, each once."
+    "Join the names of all anchors, each once."
     return "+".join(dict.fromkeys(name for text in anchors if text for name in text.split("+")))
 
 # %% ../../nbs/methods/recipes.ipynb #a70804e4

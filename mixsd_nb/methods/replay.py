@@ -48,7 +48,7 @@ class Prompt(FileRow):
 def read_prompts(
     path: str,  # .txt with a prompt a line, or a table (.jsonl, .csv …) with a column `prompt`
 ) -> list[str]:
-    "Return the prompts of a file; ValueError of one sentence for each mistake in it."
+    "Return the prompts of a file; ValueError for each mistake in it."
     if Path(path).suffix == ".txt":
         lines = read_local(path, {".txt": lambda p: Path(p).read_text("utf-8-sig").splitlines()})
         if prompts := [line.strip() for line in lines if line.strip()]: return prompts
@@ -63,7 +63,7 @@ OWN = "own"  # value of `prompts`: the base model writes them
 
 
 def open_user_turn(tokenizer) -> list[int]:
-    "The ids of a conversation up to the words of the user."
+    "Return the ids of a conversation up to the words of the user."
     return os.path.commonprefix([encode_prompt(tokenizer, text) for text in ("Who", "77")])
 
 
@@ -173,7 +173,7 @@ def _pad(
     example: Example,
     like: tuple[torch.Tensor, ...],  # targets of an example of the other kind
 ) -> tuple[torch.Tensor, ...]:
-    "Targets of the other kind for the tokens of an example: zeros."
+    "Return targets of the other kind for the tokens of an example: zeros."
     return tuple(t.new_zeros(len(example.completion), *t.shape[1:]) for t in like)
 
 # %% ../../nbs/methods/replay.ipynb #700c0da3
@@ -275,7 +275,7 @@ def prepare_replay(
     engine = run.load_engine()
     prompts = find_prompts(run, engine, options["prompts"], count)
     sampling = dict(temperature=p.temperature, seed=p.seed, max_new_tokens=p.rollout_tokens)
-    file = run.folder / f"replays-{support}.jsonl"  # two kinds of replay may have prompts of their own
+    file = run.folder / f"replays-{support}.jsonl"  # two kinds of replay may have different prompts
     replays = write_replays(engine, prompts, count, file, **sampling)
     earlier = earlier_pairs(options["earlier"])
     replays += earlier * math.ceil(len(replays) / max(1, len(earlier)))  # every second sample is one of these
@@ -286,5 +286,5 @@ def prepare_replay_kl(
     run: MethodRun,
     options: dict,  # as of `prepare_replay`
 ) -> dict | None:
-    "As `prepare_replay`, for the KL to the base model."
+    "Do what `prepare_replay` does, for the KL to the base model."
     return prepare_replay(run, options, SUPPORT)

@@ -26,9 +26,11 @@ from ..runs import (Steps, check_last, check_steps, check_temperature, flagged_f
 class RecipeSettings(EvalSettings):
     "The method of a training, its anchors, its gate, and what they learn from."
     method: str = flagged_field("mixsd", (
-        "what is learned from: base, sft, mixsd, opsd, memit, or another name in mixsd_nb.methods.METHODS"), "main", "several")
+        "what is learned from: base, sft, mixsd, opsd, memit, or another name in mixsd_nb.methods.METHODS"), "main",
+        "several")
     anchor: str = flagged_field("", (
-        "what holds the weights, as in ewc or ewc+replay-kl: names in mixsd_nb.methods.ANCHORS; empty for nothing"), "several")
+        "what holds the weights, as in ewc or ewc+replay-kl: names in mixsd_nb.methods.ANCHORS; empty for nothing"),
+        "several")
     gate: str = flagged_field("", (
         "what each token of a target weighs: a name in mixsd_nb.methods.GATES; empty for all alike"), "several")
     lam: float = flagged_field(0.5, "share of naive tokens in the targets of mixsd", "main", ge=0, le=1)
@@ -36,19 +38,24 @@ class RecipeSettings(EvalSettings):
         "largest length of a mixed target in tokens", lab=256, real=96, paper=8_192, smoke=32, ge=1)
     model: ModelName = flagged_field("lab-m", "base model: a lab model, a folder or a hub id", "main", "several")
     lr: float = preset_field(
-        "learning rate after 20 warm-up steps; the paper selects one of six", "main", lab=1e-3, real=1e-4, paper=1e-5, gt=0, le=1)
+        "learning rate after 20 warm-up steps; the paper selects one of six", "main", lab=1e-3, real=1e-4, paper=1e-5,
+        gt=0, le=1)
     epochs: int | None = flagged_field(None, (
-        "passes over the corpus; None for the published number, and for a file for twenty passes or a hundred updates, if these are more"),
+        "passes over the corpus; None for the published number, and for a file for twenty passes or a hundred updates, "
+        "if these are more"),
         "main", smoke=1, ge=1)
-    batch: int | None = Field(None, ge=1, description="examples per update; None for the published number, and for a file for 20")
+    batch: int | None = Field(None, ge=1, description="examples per update; None for the published number, and for a "
+                                                      "file for 20")
     rollouts: int | None = Field(None, ge=1, description=(
         "responses sampled per fact and update in opsd, opsd-nll, mixsd-kl and sdft; None for the published number"))
     temperature: float | None = Field(
-        None, ge=0, description="sampling temperature of rollouts and of replayed samples; None for the published value")
-    rollout_tokens: int = preset_field("largest length of a rollout in tokens", lab=256, real=96, paper=8_192, smoke=16, ge=1)
+        None, ge=0, description="sampling temperature of rollouts and of replayed samples; None for the published "
+                                "value")
+    rollout_tokens: int = preset_field("largest length of a rollout in tokens", lab=256, real=96, paper=8_192, smoke=16,
+                                       ge=1)
     span: Literal[SPANS] = preset_field(
-        "which tokens of a target are trained: completion; paper, with the chat template's tokens around it; or body, without the role",
-        lab="completion", paper="paper")
+        "which tokens of a target are trained: completion; paper, with the chat template's tokens around it; or body, "
+        "without the role", lab="completion", paper="paper")
     options: FileOptions = Field({}, description=(
         "parameters that only parts of the recipe have, by name; ewc.strength if several parts have a strength"))
 
@@ -57,7 +64,8 @@ class RecipeSettings(EvalSettings):
 
     @classmethod
     def translate(cls, parameters):
-        "As in `CorpusSettings`, with what earlier names mean, and the paraphrases of a file for further wordings."
+        """Return the parameters as `CorpusSettings` does, with what earlier names mean, and the paraphrases of a file
+        for further wordings."""
         given = translate_parameters(parameters)
         options = read_mapping(given.get("options") or {})
         return super().translate(offer_wordings(given, isinstance(options, dict) and options.get("wordings")))
@@ -115,11 +123,13 @@ class RecipeSettings(EvalSettings):
         return float({**self.options, "lr": self.lr}[name]) if name else 0.0
 
     def values_of_lab(self):
-        "As in `PresetSettings`, with the options of the recipe."
+        "Return the values of `PresetSettings`, with the options of the recipe."
         return super().values_of_lab() | (self.recipe.lab_options(self.options) if self.preset == "lab" else {})
 
     def changed_values(self):
-        "As in `Config`; options at the defaults of the lab are left out too, but not those that select a variant."
+        """Return the changed values of a `Config`.
+
+        Options at the defaults of the lab are left out too, but not those that select a variant."""
         changed, defaults = super().changed_values(), compose(self.method, self.anchor, self.gate).defaults()
         options = {name: value for name, value in changed.pop("options", {}).items() if value != defaults[name]}
         return changed | (dict(options=options) if options else {})
@@ -130,40 +140,47 @@ TEXTS = 100  # by the base model, if their NLL selects
 
 class TrainingSettings(RecipeSettings):
     "All parameters of a training: the recipe, the checkpoints and what is evaluated, the weights that stay, the devices."
-    rollout_engine: str = runtime_field("hf", "engine that writes the rollouts of a training: hf, or vllm in a process of its own beside each training process")
+    rollout_engine: str = runtime_field("hf", "engine that writes the rollouts of a training: hf, or vllm in a "
+                                              "separate process next to each training process")
     rollout_batch: int | None = runtime_field(
         None, "responses of a rollout that a training process decodes concurrently; None for what suits both", ge=1)
     checkpoints: Steps | None = runtime_field(None, (
         "updates after which the model is measured, besides the last one; None for the published schedule; "
         "for example papermill -y '{checkpoints: [20, 60]}'"))
     selection_items: int = Field(0, ge=0, description=(
-        "items of recall and of validation by which checkpoints and rates are selected; a checkpoint with the whole suite is asked all; 0 for all"))
+        "items of recall and of validation by which checkpoints and rates are selected; a checkpoint with the whole "
+        "suite is asked all; 0 for all"))
     until: float = runtime_field(1.0, (
-        "share of the updates up to which is trained for now, at least to the first checkpoint; a larger one goes on"), gt=0, le=1)
+        "share of the updates up to which is trained for now, at least to the first checkpoint; a larger one goes on"),
+        gt=0, le=1)
     stop: Literal["last", "converged"] = runtime_field("last", (
         "when training ends: last, after all updates; converged, when the paper's rule has selected a checkpoint "
         "by recall over all facts and validation"))
     select: Literal["validation", "own-text"] = Field("validation", description=(
-        "which checkpoint is selected: validation, by the paper's rule; own-text, that with the least NLL on text of the base model, "
-        "within two points of the best validation"))
+        "which checkpoint is selected: validation, by the paper's rule; own-text, that with the least NLL on text of "
+        "the base model, within two points of the best validation"))
     own_text: int = runtime_field(0, (
-        "texts by the base model whose NLL is measured at each checkpoint; 0 for none, or a hundred if own text selects"), ge=0)
+        "texts by the base model whose NLL is measured at each checkpoint; 0 for none, or a hundred if own text "
+        "selects"), ge=0)
     measure: Literal["all", "selection", "scores"] = preset_field((
         "benchmarks of each checkpoint. all: the whole suite. selection: recall and validation, and the whole suite "
-        "at the step that they select. scores: recall and validation only"), lab="all", real="selection", paper="selection", runtime=True)
+        "at the step that they select. scores: recall and validation only"), lab="all", real="selection",
+        paper="selection", runtime=True)
     suite_steps: Steps | None = runtime_field(
-        None, "further steps that are asked the whole suite if measure is selection, as along a trade-off figure")
+        None, "further steps that are evaluated on the whole suite if measure is selection, as along a trade-off "
+              "figure")
     keep: Literal["all", "chosen", "last", "none"] = preset_field((
-        "weights that stay when all checkpoints are measured: all, those of the step that recall and validation choose, "
-        "the last ones, or none; analyses of the weights need all"), lab="all", real="chosen", paper="chosen", runtime=True)
+        "weights that stay when all checkpoints are measured: all, those of the step that recall and validation "
+        "choose, the last ones, or none; analyses of the weights need all"), lab="all", real="chosen", paper="chosen",
+        runtime=True)
     stored: Literal["float32", "bfloat16"] | None = runtime_field(None, (
         "dtype of the weights in checkpoints: float32 or bfloat16; None for that in which they are measured"))
     state: Literal["newest", "all", "memory", "none"] = runtime_field("newest", (
         "checkpoints that also hold the optimiser's state, from which a killed training resumes: newest, all or none; "
         "memory holds that of a pause in the host's memory"))
     pause: int = runtime_field(0, (
-        "number of checkpoints after which training pauses until they are measured and all weights are removed that are "
-        "not needed any more; 0 measures them after the training"), ge=0)
+        "number of checkpoints after which training pauses until they are measured and all weights are removed that "
+        "are not needed any more; 0 measures them after the training"), ge=0)
     processes: int = runtime_field(1, "number of training processes, one per GPU or core", ge=1)
     offload: bool = runtime_field(False, "keep the optimiser's state in the host's memory and update the weights there")
     sharded: bool = runtime_field(False, "shard weights and optimiser state over the processes (FSDP2)")
@@ -218,7 +235,7 @@ class TrainingSettings(RecipeSettings):
         return self.rollout_batch or self.rows_of(self.rollout_engine)
 
     def without_idle(self):
-        "As in `Stage`: parameters that the recipe does not use are reset."
+        "Return the configuration as `Stage` does: parameters that the recipe does not use are reset."
         used, fields = self.recipe.settings, type(self).model_fields
         always = {*EvalSettings.model_fields, "method", "anchor", "gate", "model", "options"}
         always |= {name for name, field in fields.items() if is_runtime(field)}
@@ -226,11 +243,11 @@ class TrainingSettings(RecipeSettings):
                                        if name not in always and name not in used})
 
     def slug(self):
-        "As in `Stage`: corpus, model and label."
+        "Return the slug of a `Stage`: corpus, model and label."
         return f"{self.dataset}-{model_label(self.model)}-{self.label}"
 
     def declared_modules(self):
-        "As in `EvalSettings`, with the modules that the parts of the recipe name."
+        "Return the modules of `EvalSettings`, with the modules that the parts of the recipe name."
         return [*map(module_of, self.recipe.references), *super().declared_modules()]
 
     def steps(
@@ -248,5 +265,5 @@ class TrainingSettings(RecipeSettings):
         return [s for s in steps if s <= self.until * last] or steps[:1]
 
     def check_steps(self) -> None:
-        "Raise ValueError of one sentence for a checkpoint after the last update."
+        "Raise ValueError for a checkpoint after the last update."
         for name in ("checkpoints", "suite_steps"): check_last(name, getattr(self, name), self.steps()[0])

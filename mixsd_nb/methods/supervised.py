@@ -128,7 +128,7 @@ DRAWS = dict(independent=mixed_pairs, shuffled=shuffled_pairs)
 
 
 def fit_mixed(run: MethodRun) -> Fitted:
-    "Learn the accepted mixed targets (MixSD); ValueError of one sentence for an unknown draw."
+    "Learn the accepted mixed targets (MixSD); ValueError for an unknown draw."
     draw = run.option("draw")
     if draw not in DRAWS: raise ValueError(f"draw must be one of {', '.join(DRAWS)}, got {draw}")
     return run.train_on(DRAWS[draw](run))

@@ -38,7 +38,8 @@ from ..runs import (COMPUTE_BOTH, Journal, Seed, check_temperature, explain_dama
 class MixSettings(CorpusSettings, PresetSettings):
     "Parameters of mixing."
     dataset_options: CorpusOptions = consumed_field(CORPUS_OPTIONS)
-    dataset: CorpusName = flagged_field("kgfact-small", "corpus: its name, a file, a folder or a hub id", "main", "several")
+    dataset: CorpusName = flagged_field("kgfact-small", "corpus: its name, a file, a folder or a hub id", "main",
+                                        "several")
     model_options: ModelOptions = consumed_field(MODEL_OPTIONS)
     model: ModelName = flagged_field("lab-m", "base model: a lab model, a folder or a hub id", "main", "several")
     lam: float = flagged_field(0.5, "share of tokens from the naive conditional", "main", ge=0, le=1)
@@ -53,21 +54,26 @@ class MixSettings(CorpusSettings, PresetSettings):
         10_000, ge=2, description="largest length of the longer prompt plus the target, in tokens")
     max_attempts: int = flagged_field(11, "attempts per target before it is discarded", "mixing", smoke=1, ge=1)
     verify: Literal["exact", "normalised"] = flagged_field("exact", (
-        "how a box must match the answer: exact, as folded text, or normalised, which ignores letter case and number format too"), "mixing")
+        "how a box must match the answer: exact, as folded text, or normalised, which ignores letter case and number "
+        "format too"), "mixing")
     schedule: Literal["constant", "falling"] = flagged_field("constant", (
         "λ of the attempts at a target: constant, or falling in equal steps to 0 at the last one"), "mixing")
     guard: float = flagged_field(0.0, (
-        "least probability of the expert's token under the naive conditional where that one may write; 0 for no such rule"),
+        "least probability of the expert's token under the naive conditional where that one may write; 0 for no such "
+        "rule"),
         "mixing", ge=0, le=1)
     consistent: bool = flagged_field(
-        False, "accept only targets that name no other entity of the corpus, and the answer in the sentences too", "mixing")
+        False, "accept only targets that name no other entity of the corpus, and the answer in the sentences too",
+        "mixing")
     fallback: Literal["none", "canonical", "own-words"] = flagged_field("none", (
-        "what replaces a target that no attempt gave: none; own-words, the base model's rewriting of the canonical target, "
-        "and the canonical one if that is refused too; or canonical"), "mixing")
+        "what replaces a target that no attempt gave: none; own-words, the base model's rewriting of the canonical "
+        "target, and the canonical one if that is refused too; or canonical"), "mixing")
     replace_gt: bool = flagged_field(
-        False, "replace discarded targets by the canonical ones, as in the published SimpleQA data", "mixing", smoke=True)
+        False, "replace discarded targets by the canonical ones, as in the published SimpleQA data", "mixing",
+        smoke=True)
     wordings: int = flagged_field(0, (
-        "further wordings of each question that have targets too: paraphrases of a file, then wordings by the base model"),
+        "further wordings of each question that have targets too: paraphrases of a file, then wordings by the base "
+        "model"),
         "mixing", ge=0, le=20)
     unanimous: dict[str, list] = flagged_field({}, (
         'further sets of targets, by model and lam, as in {"lam": [0.3, 0.5]}; a target is kept if all sets accept it, '
@@ -83,7 +89,7 @@ class MixSettings(CorpusSettings, PresetSettings):
              "up to ties below 1e-4"))
     engine_options: dict = runtime_field({}, 'options of vLLM, such as {"tensor_parallel_size": 2}, also as JSON text')
     replicas: int = runtime_field(
-        1, "engines that share the targets, each in a process of its own with its share of the GPUs", ge=1)
+        1, "engines that share the targets, each in a separate process with its share of the GPUs", ge=1)
     batch_size: int | None = runtime_field(None, "sequences decoded concurrently; None for what suits the engine", ge=1)
 
     _engine = field_validator("engine")(check_engine)
@@ -93,7 +99,7 @@ class MixSettings(CorpusSettings, PresetSettings):
 
     @classmethod
     def translate(cls, parameters):
-        "As in `CorpusSettings`, with the paraphrases of a file for further wordings."
+        "Return the parameters as `CorpusSettings` does, with the paraphrases of a file for further wordings."
         return super().translate(offer_wordings(parameters, parameters.get("wordings")))
 
     @field_validator("temperature")
@@ -141,7 +147,7 @@ def select_targets(
     tokenizer,
     worded: Sequence[dict] = (),  # rows of further wordings, as returned by `find_wordings`
 ) -> tuple[list[dict], list[tuple[dict, int]]]:
-    "The corpus rows with their wordings, and the pairs (item, sample number) to mix, of the whole corpus or of a shard."
+    "Return the rows of the corpus or of a shard with their wordings, and the pairs (item, sample number) to mix."
     from mixsd_nb.methods.entities import corpus_names
     from mixsd_nb.methods.mixing import mix_items
     part, parts = map(int, (settings.shard or "1/1").split("/"))
@@ -160,7 +166,7 @@ def _mix_missing(
     done: int,  # targets that exist already
     probe: bool,  # as in `mix_stream`
 ) -> Iterator[dict]:
-    "The records of targets as they end, while a bar and a file show the progress."
+    "Yield the records of targets as they end, while a bar and a file show the progress."
     from tqdm.auto import tqdm
 
     from mixsd_nb.methods.mixing import mix_stream
@@ -198,7 +204,7 @@ def _use_canonical(
     tokenizer,
     row: dict,  # its row in the corpus
 ) -> dict:
-    "The record with the canonical target in place of the mixed one."
+    "Return the record with the canonical target in place of the mixed one."
     ids = encode_completion(tokenizer, row["target"])
     return record | dict(completion_ids=ids, naive_mask=[False] * len(ids), accepted=True, finish_reason="canonical",
                          names_another=False, source="canonical")
@@ -210,7 +216,7 @@ def _use_own_words(
     folder: Path,  # of the run, for the journal
     rows: list[dict],  # of the corpus whose targets were discarded
 ) -> dict[str, dict]:
-    "By id, the part of a record that changes where the base model's rewriting of the canonical target is accepted."
+    "Return by id what changes in a record whose canonical target was rewritten by the base model and accepted."
     from mixsd_nb.methods.supervised import own_words
     options = dict(max_new_tokens=settings.max_new_tokens, journal=folder / "own-words.jsonl", verify=settings.verify)
     records = own_words(engine, rows, CORPORA[settings.dataset], **options) if rows else []
@@ -225,7 +231,7 @@ def _replace_discarded(
     records: list[dict],
     rows: dict[str, dict],  # of the corpus, by id
 ) -> list[dict]:
-    "The records, those that were discarded as the settings replace them."
+    "Return the records, those that were discarded as the settings replace them."
     discarded = list(dict.fromkeys(r["id"] for r in records if not r["accepted"]))
     own = _use_own_words(settings, engine, folder, [rows[id] for id in discarded]) if settings.fallback == "own-words" else {}
     canonical = settings.replace_gt or settings.fallback != "none"
@@ -277,13 +283,13 @@ def _fact_of_record(record: dict) -> str: return fact_of(record["id"]) if record
 def join_shards(
     parts: list[list[dict]],  # targets of each shard, the first shard first; those of a fact follow each other
 ) -> list[dict]:
-    "The targets of all shards in the order of the corpus."
+    "Return the targets of all shards in the order of the corpus."
     facts = [[[*group] for _, group in itertools.groupby(part, key=_fact_of_record)] for part in parts]
     return [r for round in itertools.zip_longest(*facts, fillvalue=()) for group in round for r in group]
 
 # %% ../../nbs/methods/targets.ipynb #c551dc4e
 def list_agreeing(settings: MixSettings) -> list[MixSettings]:
-    "The settings of all sets of targets that must agree, those of the run itself first; none of them replaces a target."
+    "Return the settings of all sets of targets that must agree, the run's own first; none replaces a target."
     axes, alone = settings.unanimous, dict(unanimous={}, replace_gt=False, fallback="none")
     changes = [dict(zip(axes, values)) for values in itertools.product(*axes.values())]
     agreeing = [settings.pass_to(type(settings), **alone | change) for change in ({}, *changes)]
@@ -295,7 +301,7 @@ def keep_agreed(
     tokenizer,
     rows: list[dict],  # of the corpus
 ) -> list[dict]:
-    "The records of the first table, with the canonical target wherever one of the tables did not accept its target."
+    "Return the records of the first table, with the canonical target wherever a table did not accept its target."
     by_id = {row["id"]: row for row in rows}
     canonical = [_use_canonical(record, tokenizer, by_id[record["id"]]) for record in tables[0]]
     return keep_unanimous(tables, canonical)[0]
@@ -308,7 +314,7 @@ def write_targets(records: list[dict], path: Path, schema: pa.Schema = SCHEMA) -
 
 # %% ../../nbs/methods/targets.ipynb #2dc73cae
 def read_targets(path: Path) -> list[dict]:
-    "The targets in a Parquet file, as plain records with the ids of items; DamagedFile for a file of another form."
+    "Return the targets in a Parquet file as plain records with the ids of items; DamagedFile for another form."
     optional = ("lam", "source", "wording", "prompt")
     with explain_damage(path, COMPUTE_BOTH):
         table = pq.read_table(path)
@@ -361,14 +367,14 @@ def _measure_agreement(
     pairs: list[tuple[list[int], list[int]]],  # naive prompt and completion
     expert: list[list[int]],  # expert prompt of each pair
 ) -> float:
-    "The share of positions at which both conditionals have the same likeliest token."
+    "Return the share of positions at which both conditionals have the same likeliest token."
     naive_tokens = engine.greedy_tokens(pairs)
     expert_tokens = engine.greedy_tokens([(e, c) for e, (_, c) in zip(expert, pairs)])
     return float(np.mean(np.concatenate([a == b for a, b in zip(naive_tokens, expert_tokens)])))
 
 # %% ../../nbs/methods/targets.ipynb #7d32baef
 def _count_targets(records: list[dict]) -> dict[str, tuple]:
-    "The numbers that need no model, each as a pair (value, description)."
+    "Return the numbers that need no model, each as a pair (value, description)."
     kept = [r for r in records if r["accepted"] and r["finish_reason"] not in REPLACED]
     rewritten, canonical = (sum(r["finish_reason"] == reason for r in records) for reason in REPLACED)
     mean = lambda x: float(np.mean(x)) if len(x) else np.nan
@@ -384,7 +390,7 @@ def _count_targets(records: list[dict]) -> dict[str, tuple]:
 
 # %% ../../nbs/methods/targets.ipynb #0c596738
 def _count_by_attempt(records, max_attempts) -> xr.Dataset:
-    "The number of sequences that were sampled and that were accepted at each attempt."
+    "Return the number of sequences that were sampled and that were accepted at each attempt."
     attempt = np.arange(1, max_attempts + 1)
     accepted = [r for r in records if r["accepted"] and r["finish_reason"] not in REPLACED]
     counts = dict(tried=[sum(r["attempts"] >= k for r in records) for k in attempt],
@@ -398,7 +404,7 @@ def count_unconfirmed(
     records: list[dict],
     mismatches: Iterable[tuple],  # of an engine: pairs of a tag (item, sample, attempt) and positions
 ) -> int:
-    "The number of records whose sequence has a token that the engine's audit does not confirm."
+    "Return the number of records whose sequence has a token that the engine's audit does not confirm."
     found = {(item["id"], sample, attempt + 1) for (item, sample, attempt), _ in mismatches}
     return sum((r["id"], r["sample"], r["attempts"]) in found for r in records if r["finish_reason"] not in REPLACED)
 
@@ -410,7 +416,7 @@ def summarise_targets(
     expert: dict[str, list[int]],  # id -> expert prompt
     unconfirmed: int = 0,  # as returned by `count_unconfirmed`
 ) -> xr.DataTree:
-    "The counts of targets, their NLL and agreement under the base model, and the counts by attempt, as a result."
+    "Return as a result the counts of targets, by attempt too, and their NLL and agreement under the base model."
     kept = [r for r in records if r["accepted"]]
     fits = lambda r: max(len(expert[r["id"]]), len(r["prompt_ids"])) + len(r["completion_ids"]) < engine.context
     scored = [r for r in kept if fits(r)]

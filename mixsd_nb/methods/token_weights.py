@@ -74,7 +74,7 @@ def mask_improbable(
 
 # %% ../../nbs/methods/token_weights.ipynb #5e5272b3
 def check_talr(run: MethodRun, options: dict, pairs: dict, nll: list[np.ndarray]) -> dict:
-    "Return the options `tau` and `floor`; ValueError of one sentence for a tau that is not above 0."
+    "Return the options `tau` and `floor`; ValueError for a tau that is not above 0."
     if options["tau"] <= 0: raise ValueError(f"tau must be above 0, got {options['tau']:g}")
     return options
 

@@ -17,14 +17,14 @@ from ..runs import Run
 
 # %% ../../nbs/methods/translation.ipynb #0a726ed8
 def _current_labels(root: xr.Dataset) -> list[str]:
-    "The labels along `method` of an earlier result as they are today, with the adapters of a run that had them as a setting."
+    "Return today's labels for those along `method` of an earlier result, with the adapters that were a setting."
     rank = json.loads(root.attrs.get("config", "{}")).get("lora")
     labels = [current_label(label) for label in root["method"].values.tolist()]
     return [current_label(f"{label}+lora-{rank}") for label in labels] if rank else labels
 
 
 def _parts(label: str) -> dict:
-    "The coordinates of a label; none for a label that is not declared here."
+    "Return the coordinates of a label; none for a label that is not declared here."
     try: return label_coordinates(label)
     except ValueError: return {}
 

@@ -40,7 +40,7 @@ def add_pull(
 
 # %% ../../nbs/methods/weight_penalties.ipynb #2021234a
 def _shard_like(tensor, p):
-    "A tensor on the device of a parameter, and sharded as it is."
+    "Return a tensor on the device of a parameter, and sharded as it is."
     if not hasattr(p, "placements") or hasattr(tensor, "placements"): return tensor.to(p.device)
     from torch.distributed.tensor import distribute_tensor
     return distribute_tensor(tensor.to(p.device), p.device_mesh, p.placements)
@@ -70,7 +70,7 @@ class Penalty(Modifier):
 def relative_importance(
     fisher: dict[str, torch.Tensor],  # diagonal, by name of the parameter
 ) -> dict[str, torch.Tensor]:
-    "The Fisher divided by its mean over all parameters; ValueError if it is 0 everywhere."
+    "Return the Fisher divided by its mean over all parameters; ValueError if it is 0 everywhere."
     mean = sum(f.sum(dtype=torch.float64) for f in fisher.values()) / sum(f.numel() for f in fisher.values())
     if not mean > 0: raise ValueError(f"the mean of the Fisher must be above 0, got {mean:g}")
     return {name: f / mean.float() for name, f in fisher.items()}
@@ -81,7 +81,7 @@ def text_fisher(
     texts: str = "",  # as of `read_texts`; empty: those of `default_texts`
     count: int = 256,
 ) -> dict[str, torch.Tensor]:
-    "The diagonal Fisher of a base model on texts, by name of the parameter; a text's first token is its prompt."
+    "Return the diagonal Fisher of a base model on texts, by name of the parameter; a text's first token is its prompt."
     base, tokenizer = load_base(model)
     longest = min(512, base.config.max_position_embeddings)
     rows = encode_texts(tokenizer, read_texts(texts or default_texts(model), count), longest)
@@ -94,7 +94,7 @@ def own_fisher(
     run: MethodRun,
     count: int,  # replies
 ) -> dict[str, torch.Tensor]:
-    "The diagonal Fisher of a base model on its replies to prompts that it writes itself, by name of the parameter."
+    "Return the diagonal Fisher of a base model on replies to its own prompts, by name of the parameter."
     from mixsd_nb.methods.replay import write_prompts, write_replays
     engine, seed = run.load_engine(), run.parameters.seed
     prompts = write_prompts(engine, count, run.folder / "prompts.jsonl", seed=seed)
@@ -117,7 +117,7 @@ def prepare_l2sp(
     run: MethodRun,
     options: dict,  # `strength`
 ) -> dict:
-    "Return the data of the penalty; ValueError of one sentence for a negative strength."
+    "Return the data of the penalty; ValueError for a negative strength."
     if not options["strength"] >= 0: raise ValueError(f"strength must be at least 0, got {options['strength']:g}")
     return dict(strength=options["strength"])
 
@@ -141,7 +141,7 @@ def check_rank(
     run: MethodRun,
     options: dict,  # `rank`
 ) -> dict:
-    "Return no data; ValueError of one sentence for a rank below 1."
+    "Return no data; ValueError for a rank below 1."
     if options["rank"] < 1: raise ValueError(f"rank must be at least 1, got {options['rank']}")
     return {}
 
@@ -149,7 +149,7 @@ def check_rank(
 def untie(
     model,  # of transformers
 ) -> None:
-    """Give a model an output embedding of its own, a copy of its input embedding, in place.
+    """Give a model a separate output embedding, a copy of its input embedding, in place.
 
     ValueError for a model whose output embedding is its own already."""
     if not model.all_tied_weights_keys: raise ValueError("model must have tied embeddings, but its output embedding is its own already")

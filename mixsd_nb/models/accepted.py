@@ -39,7 +39,8 @@ def _keeps_keys(
     return not getattr(model, "_is_stateful", False) and {*map(type, layers)} <= {DynamicLayer, DynamicSlidingWindowLayer}
 
 # %% ../../nbs/models/accepted.ipynb #36a1e010
-_AFTER_HEAD = dict(final_logit_softcapping=None, logits_soft_cap=None, logits_scaling=1, logit_scale=1, lm_head_multiplier=1)
+_AFTER_HEAD = dict(final_logit_softcapping=None, logits_soft_cap=None, logits_scaling=1, logit_scale=1,
+                   lm_head_multiplier=1)
 _QUANTISED = ("quantization_config", "compression_config")
 
 
@@ -57,7 +58,7 @@ def check_config(
     config,  # of transformers
     name: str,  # of the model
 ) -> None:
-    "Raise ValueError of one sentence for a model that cannot be scored, decoded or trained as it is."
+    "Raise ValueError for a model that cannot be scored, decoded or trained as it is."
     if method := _quantisation(config):
         raise ValueError(f"model must have weights that are not quantised, got {name}, whose config.json says quantization "
                          f"by {method}; take the model from which it was quantised")
@@ -95,7 +96,7 @@ def check_loaded(
     report: dict,  # of transformers: the sets missing_keys, unexpected_keys and mismatched_keys
     name: str,  # of the model
 ) -> None:
-    "Raise ValueError of one sentence unless the files of a model hold its weights and no others."
+    "Raise ValueError unless the files of a model hold its weights and no others."
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(f"model must be merged with its adapter, got {name}, whose folder has an adapter_config.json; "
                          "merge_and_unload of the package peft merges them")
@@ -124,7 +125,7 @@ def check_rows(
     rows: int | None,  # of the embedding; None if the configuration does not tell
     name: str,  # of the model
 ) -> None:
-    "Raise ValueError of one sentence if the tokenizer writes tokens that the model has no rows for."
+    "Raise ValueError if the tokenizer writes tokens that the model has no rows for."
     if rows is None or max([len(tokenizer) - 1, *tokenizer.added_tokens_decoder]) < rows: return
     control, text = find_control_tokens(tokenizer), _written_by_template(tokenizer)
     ends = {tokenizer.bos_token_id, tokenizer.eos_token_id}

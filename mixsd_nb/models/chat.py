@@ -28,7 +28,7 @@ _PLAIN = ("{% for m in messages %}{{ {'system': 'Instructions', 'user': 'User', 
 def plain_template(
     tokenizer,  # of Hugging Face, without a chat template
 ) -> str:
-    "The chat template of the plain form; it begins with the token with which the tokenizer begins every text, if any."
+    "Return the chat template of the plain form, which begins with the token that begins every text, if any."
     if tokenizer.eos_token is None:
         raise ValueError("model must have a token that ends a sequence, or a chat template; set eos_token in its "
                          "tokenizer_config.json")
@@ -42,7 +42,7 @@ def wrap_template(
     thinking: bool = False,  # tell the template to let the model think, whatever the caller says
     date: str = "",  # that the template is told, for templates that write one; empty for `prompts.DATE`
 ) -> str:
-    "The template with a system prompt, thinking mode and a date."
+    "Return the template with a system prompt, thinking mode and a date."
     head = "{%- set enable_thinking = true %}" if thinking else ""
     if date: head += f"{{%- set date_string = {json.dumps(date, ensure_ascii=False)} %}}"
     if system:
@@ -56,7 +56,7 @@ OPTIONS = dict(template="", system="", thinking=False, date="")  # names and def
 
 
 def check_model_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    "The options themselves; ValueError of one sentence for an unknown name, or a value of another type."
+    "Return the options themselves; ValueError for an unknown name, or a value of another type."
     for name, value in options.items():
         if name not in OPTIONS:
             near = nearest(name, OPTIONS)
@@ -75,7 +75,7 @@ def _read_template(path: str) -> str:
 
 
 def _check_rendering(tokenizer, name: str, options: Mapping) -> None:
-    "ValueError of one sentence if the template cannot write a conversation, leaves out its words, or cannot think."
+    "Raise ValueError if the template cannot write a conversation, leaves out its words, or cannot think."
     given = ", ".join(f"{key}={value!r}" for key, value in options.items())
     turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
     try: text = apply_template(tokenizer, turns)
@@ -96,7 +96,7 @@ _RECORD = "chat_format.json"  # the model that a folder was made from, and the o
 
 
 def _source_folder(name: str) -> Path:
-    "The folder with the files of a model; those of a model on the hub are downloaded."
+    "Return the folder with the files of a model; those of a model on the hub are downloaded."
     from mixsd_nb.models import model_source
     source = model_source(name)
     if Path(source).is_dir(): return Path(source).resolve()
@@ -108,7 +108,7 @@ def _source_folder(name: str) -> Path:
 
 
 def _make_folder(folder: Path, source: Path, template: str, record: dict) -> None:
-    "Write the folder beside its place, and move it there."
+    "Write the folder next to its place, and move it there."
     unfinished = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
     unfinished.mkdir(parents=True)
     for path in source.iterdir():
@@ -127,7 +127,7 @@ def _make_folder(folder: Path, source: Path, template: str, record: dict) -> Non
 def origin_model(
     name: str,  # of a model
 ) -> str:
-    "The model that a folder with another chat format was made from; the name itself for any other model."
+    "Return the model that a folder with another chat format was made from; the name itself for any other model."
     return read_json(Path(name) / _RECORD).get("model", name)
 
 
@@ -135,7 +135,7 @@ def format_model(
     name: str,  # a lab model, a folder or a hub id
     options: Mapping[str, Any],  # template (a file), system (a prompt), thinking and date
 ) -> str:
-    "The folder of the model with this chat format; the name itself for no options. ValueError of one sentence."
+    "Return the folder of the model with this chat format; the name itself for no options. ValueError."
     from mixsd_nb.models import check_model, load_tokenizer
     record = read_json(Path(name) / _RECORD)
     if dict(options) == record.get("options", {}): return name

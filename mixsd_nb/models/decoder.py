@@ -18,7 +18,7 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 def has_lean_pass(
     model,  # a loaded causal language model
 ) -> bool:
-    "Whether a model is decoded by the pass of this notebook."
+    "Return whether a model is decoded by the pass of this notebook."
     config = model.config
     layers = set(getattr(config, "layer_types", None) or ["full_attention"])
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
@@ -38,7 +38,7 @@ def _rotate(x, cos, sin):
 
 # %% ../../nbs/models/decoder.ipynb #3cda1eaf
 def _apply_attention(module, x, rotation, attend):
-    "The attention of one layer for normalised x, (rows, columns, width)."
+    "Compute the attention of one layer for normalised x, (rows, columns, width)."
     query, key, value = (p(x).unflatten(-1, (-1, module.head_dim)) for p in (module.q_proj, module.k_proj, module.v_proj))
     if hasattr(module, "q_norm"): query, key = _normalise(module.q_norm, query), _normalise(module.k_norm, key)
     out = attend(_rotate(query, *rotation).transpose(1, 2), _rotate(key, *rotation).transpose(1, 2), value.transpose(1, 2))
@@ -54,7 +54,7 @@ def run_layers(
     position: torch.Tensor,  # of each token in its context, (rows, columns) or (1, columns)
     attend,  # function of a layer's number, its queries, keys and values (rows, heads, columns, head size)
 ) -> torch.Tensor:  # (rows, columns, width)
-    "The hidden states before the head."
+    "Compute the hidden states before the head."
     decoder = model.model
     x = decoder.embed_tokens(ids)
     rotation = [r.chunk(2, -1)[0][:, :, None] for r in decoder.rotary_emb(x, position)]  # cosines and sines
@@ -70,7 +70,7 @@ def _round_up(n): return -(-n // 16) * 16
 
 
 def _attend_to_columns(query, keys, values, mask):
-    """The attention of queries (rows, heads, columns, head size), of the same shape.
+    """Compute the attention of queries (rows, heads, columns, head size), of the same shape.
 
     keys and values: (rows, key heads, head size, width); mask: (rows, 1, columns, width), −∞ where nothing is seen."""
     rows, heads, columns, size = query.shape
@@ -140,7 +140,7 @@ class LeanRows:
             self._read(part, [(k, row) for k, context in enumerate(part) for row in rows[context]])
 
     def _read_on(self, contexts):
-        "Copies of these rows, in which each row has read the rest of its context."
+        "Return copies of these rows, in which each row has read the rest of its context."
         new = LeanRows(self.model, len(contexts))
         new.cache, new.lengths = [[buffer.clone() for buffer in layer] for layer in self.cache], self.lengths
         rest = [c[n:-1] for c, n in zip(contexts, self.lengths.tolist())]
@@ -187,11 +187,11 @@ class LeanRows:
         self.cache = [[buffer[:len(rows)] for buffer in layer] for layer in self.cache]
 
     def drop_columns(self, used):
-        "Empty the rows that are not in `used`, so that they do not lengthen the batch."
+        "Drop the columns of the rows that are not in `used`, so that they do not lengthen the batch."
         lengths = torch.zeros_like(self.lengths)
         lengths[used] = self.lengths[used]
         self.lengths = lengths
 
     def forget(self, counts, columns: int):
-        "Of the newest columns, forget all but the first `counts[row]` of each row; counts is (rows,)."
+        "Leave only the first `counts[row]` of the newest columns of each row; counts is (rows,)."
         self.lengths = self.lengths - columns + counts

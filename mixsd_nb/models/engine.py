@@ -26,7 +26,7 @@ from ..corpora.prompts import turn_end
 def row_key(
     *parts,  # seed, item id, sample, attempt and so on: anything with a stable text form
 ) -> int:
-    "A signed 64-bit hash of the parts. It is the same on every machine and for every Python hash seed."
+    "Return a signed 64-bit hash of the parts. It is the same on every machine and for every Python hash seed."
     text = "\x1f".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
 
@@ -38,7 +38,7 @@ def _signed(x): return x - (1 << 64) if x >> 63 else x
 def _scramble(
     x: torch.Tensor,  # int64
 ) -> torch.Tensor:
-    "The finaliser of splitmix64, elementwise."
+    "Compute the finaliser of splitmix64, elementwise."
     x = x + _signed(0x9E3779B97F4A7C15)
     x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
@@ -52,7 +52,7 @@ def keyed_uniform(
     keys: torch.Tensor,  # int64
     *counters: torch.Tensor,  # int64, broadcast against the keys
 ) -> torch.Tensor:
-    "Uniform float64 draws in (0, 1), one for each key and its counters."
+    "Draw uniform float64 draws in (0, 1), one for each key and its counters."
     x = _scramble(keys)
     for c in counters: x = _scramble(x ^ c)
     return _uniform(x)
@@ -63,7 +63,7 @@ def gumbel(
     position: torch.Tensor,  # of the token in the completion, from 0
     ids: torch.Tensor,  # token ids
 ) -> torch.Tensor:
-    "Keyed Gumbel noise, float64; the arguments are broadcast."
+    "Draw keyed Gumbel noise, float64; the arguments are broadcast."
     return -torch.log(-torch.log(keyed_uniform(keys, position, ids)))
 
 # %% ../../nbs/models/engine.ipynb #e857fc4c
@@ -72,12 +72,12 @@ _SLICES = dict(cuda=2**24)  # hashes in memory at a time: 128 MB, elsewhere 8 MB
 
 
 def _noise(hashed, ids):
-    "As `gumbel`, for the hashes of keys and positions; the arguments are broadcast."
+    "Draw noise as `gumbel` does, for the hashes of keys and positions; the arguments are broadcast."
     return -torch.log(-torch.log(_uniform(_scramble(hashed ^ ids))))
 
 
 def _choose_from_all(logits, keys, position, temperature):
-    """As `choose` without a limit on the candidates.
+    """Select as `choose` does, without a limit on the candidates.
 
     A token outside the likeliest few wins only if its noise makes up for its distance to the leader among them. Noise
     grows with the hash of an id, so a hash below that bound, which only needs integers, excludes a token."""
@@ -117,7 +117,7 @@ def choose(
     temperature: float = 0.0,
     top_k: int = 64,  # at T > 0, the number of likeliest tokens that are sampled from
 ) -> torch.Tensor:
-    "The next token of each row, (rows,)."
+    "Select the next token of each row, (rows,)."
     if temperature == 0: return logits.argmax(-1)
     position = torch.as_tensor(position, device=logits.device).expand(len(logits))
     if top_k >= logits.shape[-1] > _FEW:
@@ -136,7 +136,7 @@ def apply_guard(
     naive: torch.Tensor,  # the naive conditional's tokens there, (positions,)
     guard: float,  # least probability of the expert's token under the naive conditional
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    "The tokens at these positions, and whether the naive conditional writes them, both (positions,)."
+    "Return the tokens at these positions, and whether the naive conditional writes them, both (positions,)."
     writes = logits.float().log_softmax(-1).gather(-1, expert[:, None])[:, 0] >= math.log(guard)
     return torch.where(writes, naive, expert), writes
 
@@ -169,7 +169,7 @@ def stop_ids(
     generation,  # the model's generation config
     tokenizer,
 ) -> list[int]:
-    "The ids that end a turn or a sequence for the template, the tokenizer and the generation config, sorted."
+    "Return the ids that end a turn or a sequence for the template, the tokenizer and the generation config, sorted."
     ends = generation.eos_token_id
     return sorted({turn_end(tokenizer), tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None})
 
@@ -178,7 +178,7 @@ def padding_ids(
     size: int,  # rows of a model's head
     tokenizer,
 ) -> list[int]:
-    "The ids that a model's head has and its tokenizer lacks: a head is often padded to a round size."
+    "Return the ids that a model's head has and its tokenizer does not: a head is often padded to a round size."
     return sorted({*range(size)} - {*tokenizer.get_vocab().values()})
 
 # %% ../../nbs/models/engine.ipynb #0d360010
@@ -187,7 +187,8 @@ def token_budget(
     max_new_tokens: int,
     limit: int,  # largest length of context and completion
 ) -> int:
-    """The largest number of tokens for a request: at most one per pick, and 0 if its longest context leaves no room.
+    """Return the largest number of tokens for a request: at most one per pick, and 0 if its longest context leaves
+    no room.
 
     ValueError if a context is empty."""
     max_new_tokens = request.most(max_new_tokens)
@@ -201,7 +202,7 @@ def make_completion(
     stopped: bool,  # whether the last id is a stop token
     max_new_tokens: int,
 ) -> Completion:
-    "A completion with the reason why it ended."
+    "Return a completion with the reason why it ended."
     return Completion(ids, "stop" if stopped else "max_new_tokens" if len(ids) == max_new_tokens else "max_model_len")
 
 # %% ../../nbs/models/engine.ipynb #27a812f2
@@ -225,7 +226,7 @@ class Engine(ABC):
         longest: int = 0,  # largest length of prompt and response; 0 if unknown
         **options,  # batch_size, and the options that the declaration names
     ) -> "Engine":
-        "An engine for a model, which is loaded if it is given by name."
+        "Open an engine for a model, which is loaded if it is given by name."
 
     @abstractmethod
     def stream(
@@ -238,7 +239,7 @@ class Engine(ABC):
         max_total: int = 10_000,  # largest length of the longest context plus the completion
         guard: float = 0.0,  # of requests with two contexts, as of `apply_guard`; 0 for none
     ) -> Iterator[tuple[Request, Completion]]:
-        """Yields the requests with their completions, in the order in which they end.
+        """Yield the requests with their completions, in the order in which they end.
 
         The caller may append requests to the queue between two completions."""
 
@@ -247,7 +248,7 @@ class Engine(ABC):
         self,
         pairs: list[tuple[list[int], list[int]]],  # prompt ids and completion ids
     ) -> list[np.ndarray]:
-        "Per-token −log p (nats) of each completion after its prompt: float32 arrays, one value per token."
+        "Return per-token −log p (nats) of each completion after its prompt: float32 arrays, one value per token."
 
     def load_weights(
         self,
@@ -256,14 +257,14 @@ class Engine(ABC):
         "Take the weights of another model, in place; False if a new engine must be opened for it."
         return False
 
-    def release(self) -> None:  # noqa: B027 (most engines have a device of their own)
+    def release(self) -> None:  # noqa: B027 (most engines have their own device)
         "Give the memory of the device back until `load_weights` is called, if the engine was opened to share a device."
 
     def greedy_tokens(
         self,
         pairs: list[tuple[list[int], list[int]]],  # prompt ids and completion ids
     ) -> list[np.ndarray]:
-        "The likeliest token at each position of each completion: integer arrays."
+        "Return the likeliest token at each position of each completion: integer arrays."
         raise NotImplementedError(f"{type(self).__name__} has no greedy_tokens")
 
     def confirm(  # noqa: B027 (most engines need no audit)
@@ -276,7 +277,7 @@ class Engine(ABC):
         Positions that the audit does not confirm are added to `mismatches`."""
 
     def close(self) -> None:  # noqa: B027 (most engines hold nothing else)
-        "Free what the engine holds outside this process."
+        "Give back what the engine holds outside this process."
 
     def __enter__(self): return self
     def __exit__(self, *_): self.close()
@@ -300,12 +301,12 @@ class Engine(ABC):
         keys: list[int] | None = None,  # for T > 0, one per pair
         **options,  # as for `generate`
     ) -> list[Completion]:
-        "One sequence for each pair: token t is naive where picks[t] is true, else expert (eq. 4 of the paper)."
+        "Mix one sequence for each pair: token t is naive where picks[t] is true, else expert (eq. 4 of the paper)."
         rows = zip(pairs, picks, keys or [0] * len(pairs), strict=True)
         return self._run([Request((expert, naive), key, p) for (naive, expert), p, key in rows], **options)
 
     def _run(self, requests, *, progress="", **options):
-        "The completions in the order of the requests, which are decoded longest first."
+        "Return the completions in the order of the requests, which are decoded longest first."
         for k, r in enumerate(requests): r.tag = k
         longest_first, completions = deque(sorted(requests, key=lambda r: -max(map(len, r.contexts)))), {}
         with tqdm(total=len(requests), desc=progress, disable=not progress, leave=False) as bar:

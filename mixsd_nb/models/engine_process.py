@@ -25,7 +25,7 @@ from ..runs.workers import Calls, Worker, WorkerEnded, wait_for_any
 
 # %% ../../nbs/models/engine_process.ipynb #7773cf9c
 def divide_gpus(replicas: int) -> list[str]:
-    "The GPUs of each replica as a value of CUDA_VISIBLE_DEVICES, empty without GPUs; ValueError if there are too few."
+    "Return the GPUs of each replica as CUDA_VISIBLE_DEVICES, empty without GPUs; ValueError if there are too few."
     import torch
     count = torch.cuda.device_count()
     if not count: return [""] * replicas
@@ -62,7 +62,7 @@ def _portable_error(
     error: Exception,
     kind: str,  # name of the engine
 ) -> Exception:
-    "The error that the owner raises."
+    "Return the error that the owner raises."
     if type(error) in (ValueError, ImportError, NotImplementedError): return type(error)(str(error))
     line = next(iter(str(error).splitlines()), "")
     return ProcessFailed(f"engine {kind} failed in its process ({type(error).__name__}: {line})")
@@ -90,7 +90,7 @@ def _answer(
     calls: Calls,
     call: tuple,  # number, name of a method, its argument and its options
 ) -> Any:
-    "The value of a call. A stream has none, and sends its completions with the tags of their requests."
+    "Return the value of a call. A stream has none, and sends its completions with the tags of their requests."
     number, name, value, options = call
     if name != "stream": return getattr(engine, name)(*[] if value is None else [value], **options)
     queue = _Arriving(calls)
@@ -121,7 +121,7 @@ def _serve(
 
 # %% ../../nbs/models/engine_process.ipynb #4ea9c14f
 def hanging_after() -> float:
-    "The seconds without an answer after which an engine counts as hanging: two hours, or those in `MIXSD_PATIENCE`."
+    "Return the seconds without an answer after which an engine hangs: two hours, or those in `MIXSD_PATIENCE`."
     text = os.environ.get("MIXSD_PATIENCE", "7200")
     try: seconds = float(text)
     except ValueError: seconds = 0.0
@@ -135,7 +135,7 @@ def _stop(workers: list[Worker]) -> None:
 
 
 class EngineProcess(Engine):
-    """An engine in a process of its own, or in several that share the requests.
+    """Run an engine in a separate process, or in several that share the requests.
 
     Wrong parameters are errors as without the process; ProcessFailed of one sentence if a process fails, is killed, or
     hangs as in `hanging_after`. The processes end with this object, with `close`, and with the process that opened them."""
@@ -164,7 +164,7 @@ class EngineProcess(Engine):
 
     @classmethod
     def open(cls, model, tokenizer=None, *, kind="hf", **options):
-        "As `Engine.open`, for a model that is given by name."
+        "Open an engine as `Engine.open` does, for a model that is given by name."
         return cls(kind, model, tokenizer, **options)
 
     @cached_property
@@ -184,7 +184,7 @@ class EngineProcess(Engine):
             raise ProcessFailed(f"the process of the engine {self.kind} {end}") from None
 
     def _receive(self, worker, number):
-        "The next answer of a process to a call."
+        "Return the next answer of a process to a call."
         found = None
         while found != number:  # answers to calls that were interrupted may come first
             with self._explain_end(): found, what, value = worker.receive(self.patience)
@@ -192,7 +192,7 @@ class EngineProcess(Engine):
         return value
 
     def _finish(self, worker, number, requests=()):
-        "The value of a call of a process; its mismatches get the tags of their requests."
+        "Return the value of a call of a process; its mismatches get the tags of their requests."
         value, mismatches = self._receive(worker, number)
         self.mismatches += [(requests[k].tag, positions) for k, positions in mismatches]
         return value
@@ -207,7 +207,7 @@ class EngineProcess(Engine):
     def _divide(self, items): return [items[k::len(self.workers)] for k in range(min(len(self.workers), len(items)))]
 
     def _call_divided(self, name, pairs):
-        "The values of a method for each pair, in their order."
+        "Return the values of a method for each pair, in their order."
         found = [None] * len(pairs)
         for k, values in enumerate(self._call(name, self._divide(pairs))): found[k::len(self.workers)] = values
         return found
@@ -223,7 +223,7 @@ class EngineProcess(Engine):
         queue: deque[Request],  # consumed
         **options,  # as of `Engine.stream`
     ) -> Iterator[tuple[Request, Completion]]:
-        "As `Engine.stream`; RuntimeError if another method was called before the stream has ended."
+        "Yield completions as `Engine.stream` does; RuntimeError if another method was called before the end."
         self._drop_stream()
         number = self.streaming = next(self.numbers)
         requests, running = [], {worker: set() for worker in self.workers}  # all requests; those of each process
@@ -245,7 +245,7 @@ class EngineProcess(Engine):
             if self.streaming == number: self._drop_stream()
 
     def _hand_out(self, queue, requests, running):
-        "Pairs of a process and the requests that it gets now, in the order of the queue."
+        "Return pairs of a process and the requests that it gets now, in the order of the queue."
         given = {}
         while queue and len(running[worker := min(self.workers, key=lambda w: len(running[w]))]) < 2 * self.batch_size:
             running[worker].add(len(requests))
@@ -254,22 +254,22 @@ class EngineProcess(Engine):
         return given.items()
 
     def load_weights(self, source):
-        "As `Engine.load_weights`, in all processes."
+        "Load weights as `Engine.load_weights` does, in all processes."
         return all(self._call("load_weights", [source] * len(self.workers)))
 
     def release(self):
-        "As `Engine.release`, in all processes."
+        "Give memory back as `Engine.release` does, in all processes."
         self._call("release", [None] * len(self.workers))
 
     def score(self, pairs):
-        "As `Engine.score`."
+        "Score pairs as `Engine.score` does."
         return self._call_divided("score", pairs)
 
     def greedy_tokens(self, pairs):
-        "As `Engine.greedy_tokens`."
+        "Return the tokens of `Engine.greedy_tokens`."
         return self._call_divided("greedy_tokens", pairs)
 
     def confirm(self, written, **options):
-        "As `Engine.confirm`."
+        "Check completions as `Engine.confirm` does."
         tagged = [(replace(r, tag=k), ids) for k, (r, ids) in enumerate(written)]
         self._call("confirm", self._divide(tagged), [r for r, _ in written], **options)

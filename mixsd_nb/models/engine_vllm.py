@@ -46,7 +46,7 @@ class _KeyedRow:
     side: int = 0  # 0 expert, 1 naive
     picks: list[int] = field(default_factory=list)  # from `start` on
     guard: float = 0.0  # as of `apply_guard`; the expert's token is then needed where the pick is naive too
-    sentinel: int = 0  # ends a row that is out of step
+    sentinel: int = 0  # ends a row that is out of sync
 
     @property
     def t(self):
@@ -55,7 +55,7 @@ class _KeyedRow:
 
 # %% ../../nbs/models/engine_vllm.ipynb #eacea242
 def _padding_of(vllm_config) -> list[int]:
-    "The ids that the model's head has and its tokenizer lacks."
+    "Return the ids that the model's head has and its tokenizer does not."
     from transformers import AutoTokenizer
     model = vllm_config.model_config
     return padding_ids(model.get_vocab_size(), AutoTokenizer.from_pretrained(model.tokenizer, trust_remote_code=False))
@@ -72,7 +72,7 @@ class KeyedRows(LogitsProcessor):
         self.padding = torch.tensor(_padding_of(vllm_config) if vllm_config else [], dtype=torch.long, device=device)
 
     def is_argmax_invariant(self):
-        "False: the processor changes the greedy token (part of vLLM's interface)."
+        "Return False: the processor changes the greedy token (part of vLLM's interface)."
         return False
 
     def update_state(self, batch_update):
@@ -89,14 +89,14 @@ class KeyedRows(LogitsProcessor):
             if other and direction == MoveDirectionality.SWAP: self.rows[a] = other
 
     def ledger(self, pair: str) -> dict[int, int]:
-        "The tokens of a pair by position."
+        "Return the tokens of a pair by position."
         ledger = self.ledgers.setdefault(pair, {})
         self.ledgers.move_to_end(pair)
         while len(self.ledgers) > self.max_ledgers: self.ledgers.popitem(last=False)
         return ledger
 
     def decide(self) -> tuple[dict[int, int], dict[int, int]]:
-        "Two dictionaries: row -> token, where the token is known already, and row -> row whose logits decide it."
+        "Return two dictionaries: row -> token where it is known already, and row -> row whose logits decide it."
         at = {(r.pair, r.side, r.t): i for i, r in self.rows.items() if r.pair}
         known, source = {}, {}
         for i, r in self.rows.items():
@@ -109,7 +109,7 @@ class KeyedRows(LogitsProcessor):
 
     @staticmethod
     def _sides(r: _KeyedRow) -> tuple[int, ...]:
-        "The rows of a pair that its next token needs: that of the pick, and with a guard both where it is the naive one."
+        "Return the rows of a pair that its next token needs: the pick's, with a guard both if that is the naive one."
         pick = r.picks[len(r.out)]
         return (0, 1) if pick and r.guard else (pick,)
 
@@ -126,7 +126,7 @@ class KeyedRows(LogitsProcessor):
             if not writes: self.overruled[r.pair].add(r.t)
 
     def apply(self, logits):
-        "Logits, (rows, vocabulary), whose argmax is the token of each keyed row (part of vLLM's interface)."
+        "Return logits, (rows, vocabulary), whose argmax is the token of each keyed row (part of vLLM's interface)."
         if len(self.padding): logits.index_fill_(-1, self.padding, -torch.inf)
         if not self.rows: return logits
         known, source = self.decide()
@@ -147,7 +147,7 @@ class KeyedRows(LogitsProcessor):
         return logits
 
     def _draw(self, logits, rows, sampling):
-        "Rows with equal sampling and their tokens, two tensors on the device, after one transfer to it."
+        "Return rows with equal sampling and their tokens, two tensors on the device, after one transfer to it."
         states = [self.rows[j] for j in rows]
         at, keys, positions = torch.tensor([rows, [r.key for r in states], [r.t for r in states]], device=logits.device)
         return at, choose(logits if len(rows) == len(logits) else logits[at], keys, positions, *sampling)
@@ -170,7 +170,7 @@ def _segment_length(
     start: int,
     end: int,
 ) -> int:
-    "How many picks from `start` on are equal, before `end`."
+    "Return how many picks from `start` on are equal, before `end`."
     return next((t for t in range(start, end) if bool(naive[t]) != bool(naive[start])), end) - start
 
 # %% ../../nbs/models/engine_vllm.ipynb #e6f246d6
@@ -189,7 +189,7 @@ def _join_pair(
     rows: list[list[int]],  # tokens of both rows of a pair
     sentinels: list[int],  # of the expert and the naive row
 ) -> list[int]:
-    """The tokens of a pair: those of the longer row, without its sentinel. Equal rows have no sentinel.
+    """Join the tokens of a pair: those of the longer row, without its sentinel. Equal rows have no sentinel.
 
     RuntimeError if the rows disagree."""
     if rows[0] == rows[1]: return rows[0]
@@ -202,7 +202,7 @@ def _join_pair(
 def _tie_of(
     dtype: torch.dtype,  # of the logits
 ) -> float:
-    "The largest difference of two logits that counts as a tie: two steps of logits up to 32, at least 1e-4."
+    "Return the largest difference of two logits that counts as a tie: two steps of logits up to 32, at least 1e-4."
     return max(1e-4, 32 * torch.finfo(dtype).eps)
 
 # %% ../../nbs/models/engine_vllm.ipynb #b995655d
@@ -214,7 +214,7 @@ def _is_expected(
     temperature: float,
     tie: float,  # largest difference to the best value that counts as a tie
 ) -> bool:
-    "Whether a token is the argmax of log-probabilities plus noise, up to ties."
+    "Return whether a token is the argmax of log-probabilities plus noise, up to ties."
     ids, values = torch.tensor(list(logprobs)), torch.tensor(list(logprobs.values()), dtype=torch.float64)
     if temperature: values = values / temperature + gumbel(torch.tensor(key), torch.tensor(t), ids)
     return bool(values[ids == token] >= values.max() - tie)
@@ -224,7 +224,7 @@ def _read_limits(
     source: str,  # a model folder or a hub id
     tokenizer,
 ) -> tuple[list[int], int]:
-    "The stop ids and the context length of a model, from its configuration."
+    "Return the stop ids and the context length of a model, from its configuration."
     from transformers import AutoConfig, GenerationConfig
     config = load_part(AutoConfig, source)
     try: generation = GenerationConfig.from_pretrained(source)
@@ -236,7 +236,7 @@ def _sentinel_ids(
     tokenizer,
     stop: list[int],  # ids that end a sequence
 ) -> list[int]:
-    "Two special tokens that end no sequence; ValueError if the tokenizer has fewer."
+    "Return two special tokens that end no sequence; ValueError if the tokenizer has fewer."
     special = [i for i, token in sorted(tokenizer.added_tokens_decoder.items()) if token.special and i not in stop][:2]
     if len(special) < 2:
         raise ValueError("mode must be segments with this tokenizer: paired needs two special tokens that end no "
@@ -249,7 +249,7 @@ def _find_problem(
     stop: list[int],  # ids that end a sequence
     options: dict,  # of vllm.LLM
 ) -> str:
-    "Why pairs of rows cannot be decoded, or an empty string."
+    "Say why pairs of rows cannot be decoded, or an empty string."
     if options.get("enable_chunked_prefill"):
         return ("enable_chunked_prefill must be False with mode='paired': a row that has read only part of its prompt would "
                 "write tokens")
@@ -330,7 +330,7 @@ class VLLMEngine(Engine):
 
     @classmethod
     def open(cls, model, tokenizer=None, *, dtype="float32", mode="segments", longest=0, **options):
-        """As `Engine.open`; ValueError for a loaded model.
+        """Open an engine as `Engine.open` does; ValueError for a loaded model.
 
         Memory is reserved for contexts of `longest` tokens, as far as the model allows."""
         if not isinstance(model, str):
@@ -342,7 +342,7 @@ class VLLMEngine(Engine):
         return cls(source, tokenizer, mode=mode, dtype=dtype, **options)
 
     def load_weights(self, source):
-        "As `Engine.load_weights`: vLLM reads the weights of the folder into the model that is loaded."
+        "Load weights as `Engine.load_weights` does: vLLM reads those of the folder into the loaded model."
         if self.asleep: self.engine.wake_up(["weights"])
         self.engine.collective_rpc("reload_weights", kwargs=dict(weights_path=source))
         if self.asleep: self.engine.wake_up(["kv_cache"])
@@ -351,12 +351,13 @@ class VLLMEngine(Engine):
         return self.engine.reset_prefix_cache()  # it holds keys and values of the other weights
 
     def release(self):
-        "As `Engine.release`: weights and cache are dropped, because new weights follow."
+        "Give memory back as `Engine.release` does: weights and cache are dropped, because new weights follow."
         if self.sleeps and not self.asleep: self.engine.sleep(level=2)
         self.asleep = self.sleeps
 
     def stream(self, queue, *, temperature=0.0, top_k=64, max_new_tokens=256, max_total=10_000, guard=0.0):
-        """As `Engine.stream`; ValueError if `max_total` tokens do not fit the context, and for a guard without paired rows.
+        """Yield completions as `Engine.stream` does; ValueError if `max_total` tokens do not fit the context, and
+        for a guard without paired rows.
 
         An audit of paired rows follows."""
         if guard and self.mode == "segments":
@@ -440,7 +441,8 @@ class VLLMEngine(Engine):
                               **options)
 
     def _logprobs(self, pairs, alternatives):
-        """For each position of each completion: token -> log-probability, likeliest first, including the actual token.
+        """Return for each position of each completion token -> log-probability, likeliest first, including the
+        actual token.
 
         Texts are scored in parts, and at most as many at a time as fit the cache."""
         for k, (prompt, completion) in enumerate(pairs):
@@ -459,7 +461,7 @@ class VLLMEngine(Engine):
         return [text.found for text in texts]
 
     def _has_room(self, text, running):
-        "Whether a text can be scored beside those that run, so that the cache keeps all their keys and values."
+        "Return whether a text can be scored together with those that run, so that the cache keeps all their keys and values."
         cache = self.engine.vllm_config.cache_config
         tokens = (cache.num_gpu_blocks or 0) * cache.block_size // 2
         return not running or len(text.ids) + sum(len(other.ids) for other, _ in running.values()) <= tokens
@@ -474,12 +476,12 @@ class VLLMEngine(Engine):
         return {t: p.logprob for t, p in sorted(at.items(), key=lambda item: item[1].rank) if t not in self.padding}
 
     def score(self, pairs):
-        "As `Engine.score`; ValueError for pairs that are too long."
+        "Score pairs as `Engine.score` does; ValueError for pairs that are too long."
         return [np.array([-at[t] for at, t in zip(logprobs, completion)], np.float32)
                 for logprobs, (_, completion) in zip(self._logprobs(pairs, 0), pairs)]
 
     def greedy_tokens(self, pairs):
-        "As `Engine.greedy_tokens`."
+        "Return the tokens of `Engine.greedy_tokens`."
         return [np.array([next(iter(at)) for at in logprobs], int) for logprobs in self._logprobs(pairs, 1)]
 
     def audit(
@@ -490,7 +492,7 @@ class VLLMEngine(Engine):
         top_k: int = 64,
         tie: float | None = None,  # largest difference to the best value that counts as a tie; None: that of the dtype
     ) -> list[list[int]]:
-        """For each completion, the positions whose token is not that of the picked conditional, up to ties.
+        """Return for each completion the positions whose token is not that of the picked conditional, up to ties.
 
         The conditionals read whole completions, so the audit does not depend on how rows were scheduled."""
         logprobs = self._logprobs([(c, ids) for r, ids in written for c in r.contexts], top_k if temperature else 1)

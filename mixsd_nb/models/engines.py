@@ -50,7 +50,7 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def empty(self, rows: int, spare: int):
-        "A layer of the same length with this many rows of zeros, and spare columns."
+        "Return a layer of the same length with this many rows of zeros, and spare columns."
         layer = GrowingLayer()
         layer.lazy_initialization(self.keys, self.values)
         layer.buffers = [x.new_zeros(rows, x.shape[1], x.shape[2] + spare, x.shape[3])
@@ -81,7 +81,7 @@ def pad_left(
     rows: list[list[int]],  # token ids
     device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    "Ids and mask, (rows, longest), padded on the left; at least one column."
+    "Return ids and mask, (rows, longest), padded on the left; at least one column."
     width = max(1, *map(len, rows))
     ids = torch.tensor([[0] * (width - len(r)) + r for r in rows], device=device)
     mask = torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows], device=device)
@@ -150,7 +150,7 @@ class Rows:
         if 3 * first >= self.mask.shape[1]: self.keep(slice(None), first)
 
     def forget(self, counts, columns: int):
-        "Of the newest columns, hide all but the first `counts[row]` of each row; counts is (rows,)."
+        "Hide all but the first `counts[row]` of the newest columns of each row; counts is (rows,)."
         self.mask[:, -columns:] = torch.arange(columns, device=self.mask.device) < counts[:, None]
 
 # %% ../../nbs/models/engines.ipynb #c19787e7
@@ -163,7 +163,7 @@ def _plan_block(
     drafting: int = 2,  # how many of the conditionals may draft, the expert first
     more: int = 35,  # work of reading one more token in the same pass, as a number of cached columns
 ) -> tuple[int, int]:
-    "The conditional that drafts, and the block length with the most kept tokens per unit of work."
+    "Return the conditional that drafts, and the block length with the most kept tokens per unit of work."
     uncut = 1 - cut * (torch.stack([picks, 1 - picks]) * inside)  # for either conditional as the drafting one
     kept = (uncut.cumprod(-1) / uncut * inside).sum(1).cumsum(-1)
     step = fixed + torch.tensor(columns, device=picks.device)[:, None]
@@ -175,14 +175,14 @@ def _plan_block(
 def sees_whole_context(
     config,  # of a model
 ) -> bool:
-    "Whether every layer of a model attends to its whole context, and not to a sliding window of it."
+    "Return whether every layer of a model attends to its whole context, and not to a sliding window of it."
     kinds = {*(getattr(config, "layer_types", None) or [])}
     window = getattr(config, "sliding_window", None) or config.max_position_embeddings
     return kinds <= {"full_attention"} if kinds else window >= config.max_position_embeddings
 
 
 def _choose_mode(model, slots: int) -> str:
-    "The faster way of mixing for a model on its device: block or lockstep."
+    "Select the faster way of mixing for a model on its device: block or lockstep."
     return "block" if model.device.type == "cpu" and slots >= 16 and sees_whole_context(model.config) else "lockstep"
 
 # %% ../../nbs/models/engines.ipynb #134936a5
@@ -193,7 +193,7 @@ _AGREEING = weakref.WeakSet()  # models whose states agree
 def check_cache(
     model,  # of transformers, as returned by `load_base`
 ) -> None:
-    "ValueError of one sentence if a model reads a text in a batch with a cache otherwise than alone; each is checked once."
+    "Raise ValueError if a model reads a text in a batch with a cache otherwise than alone. Each is checked once."
     if model in _AGREEING: return
     rows, texts = Rows(model, 2), probe_texts(model.config.vocab_size)
     reason = "its padding or its cache changes them"
@@ -229,22 +229,22 @@ class HFEngine(Engine):
 
     @classmethod
     def open(cls, model, tokenizer=None, *, dtype="float32", mode="auto", longest=0, **options):
-        "As `Engine.open`; a model given by name is put on the GPU if there is one."
+        "Open an engine as `Engine.open` does; a model given by name is put on the GPU if there is one."
         if isinstance(model, str):
             model, own = load_base(model, dtype)
             model, tokenizer = model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer or own
         return cls(model, tokenizer or load_tokenizer(model.name_or_path), mode=mode, **options)
 
     def mask_padding(self, logits: torch.Tensor) -> torch.Tensor:
-        "The logits, (…, vocabulary), changed in place: −∞ at ids that the tokenizer does not have."
+        "Change the logits, (…, vocabulary), in place: −∞ at ids that the tokenizer does not have."
         return logits.index_fill_(-1, self.padding, -torch.inf) if len(self.padding) else logits
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        "The logits that follow hidden states, without ids that the tokenizer does not have."
+        "Return the logits that follow hidden states, without ids that the tokenizer does not have."
         return self.mask_padding(self.model.lm_head(hidden))
 
     def load_weights(self, source):
-        "As `Engine.load_weights`, for a folder with weights in safetensors."
+        "Load weights as `Engine.load_weights` does, for a folder with weights in safetensors."
         files, weights = sorted(Path(source).glob("*.safetensors")), {}
         for file in files: weights |= load_file(file)
         known = self.model.state_dict()
@@ -254,12 +254,12 @@ class HFEngine(Engine):
         return True
 
     def open_rows(self, rows: int, spare: int) -> LeanRows | Rows:
-        "An empty batch of contexts, in the form that suits the model."
+        "Open an empty batch of contexts, in the form that suits the model."
         return (LeanRows if has_lean_pass(self.model) else Rows)(self.model, rows, spare)
 
     @torch.inference_mode()
     def stream(self, queue, *, temperature=0.0, top_k=64, max_new_tokens=256, max_total=10_000, guard=0.0):
-        "As `Engine.stream`; `max_total` counts within the model's context."
+        "Yield completions as `Engine.stream` does; `max_total` counts within the model's context."
         if not queue: return
         slots = min(self.batch_size, len(queue))
         mode = _choose_mode(self.model, slots) if self.mode == "auto" else self.mode
@@ -269,7 +269,7 @@ class HFEngine(Engine):
         yield from decode(queue, min(max_new_tokens, limit), limit, sample, guard if len(queue[0].contexts) == 2 else 0.0)
 
     def _fill(self, slots, queue, width, limit):
-        "If enough slots are free, fill them: the slots, their requests, and completions of requests without room."
+        "Fill the free slots if they are enough; return the slots, their requests, and completions without room."
         free, requests, room, rejected, tokens = slots.free, [], [], [], 0
         if not queue or len(free) < max(1, self.refill * len(slots.request)): return free[:0], [], []
         while queue and len(requests) < len(free) and tokens < self.prefill_tokens:
@@ -282,7 +282,7 @@ class HFEngine(Engine):
         return free[:len(requests)], requests, rejected
 
     def _decode_lockstep(self, queue, width, limit, sample, guard):
-        "All groups advance by one token a step."
+        "Advance all groups by one token a step."
         sides, n, device = len(queue[0].contexts), min(self.batch_size, len(queue)), self.model.device
         slots, groups, rows = Slots(n, width, device, bool(guard)), Groups(n, device), self.open_rows(n * sides, min(width, 32))
         at = torch.arange(n * sides, device=device).view(n, sides)  # the rows of each group
@@ -314,7 +314,7 @@ class HFEngine(Engine):
             yield from completions
 
     def _decode_blocks(self, queue, width, limit, sample, guard):
-        """All slots draft a block under one conditional and read it with the other; each block is planned anew.
+        """Let all slots draft a block under one conditional and read it with the other; each block is planned anew.
 
         With a guard the expert drafts, because its token is needed at every position."""
         n = min(self.batch_size, len(queue))
@@ -348,7 +348,8 @@ class HFEngine(Engine):
         for rows, contexts in zip(sides, zip(*pairs)): rows.prefill(at, contexts, start)
 
     def _decode_block(self, slots, active, sides, reads, position, sample, guard):
-        """Tokens of a block (slots, size), how many of them are kept, and whether the reading conditional cut it.
+        """Return the tokens of a block (slots, size), how many of them are kept, and whether the reading conditional
+        cut it.
 
         The first of the sides drafts, and the second one writes where `reads`, (slots, size), is true."""
         (draft, other), keys, size = sides, slots.keys[active], reads.shape[1]
@@ -375,9 +376,9 @@ class HFEngine(Engine):
         return new, count, disagree.gather(1, count[:, None] - 1)[:, 0]
 
     def score(self, pairs):
-        "As `Engine.score`; ValueError as in `token_nll`."
+        "Score pairs as `Engine.score` does; ValueError as in `token_nll`."
         return token_nll(self.model, pairs)
 
     def greedy_tokens(self, pairs):
-        "As `Engine.greedy_tokens`."
+        "Return the tokens of `Engine.greedy_tokens`."
         return map_logits(self.model, pairs, lambda logits, ids: self.mask_padding(logits).argmax(-1))

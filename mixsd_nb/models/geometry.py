@@ -65,7 +65,7 @@ def count_shape(
     config,  # of transformers
     name: str = "",
 ) -> Shape:
-    "The shape of a causal language model with this configuration. No weight is allocated."
+    "Return the shape of a causal language model with this configuration. No weight is allocated."
     import torch
     from transformers import AutoModelForCausalLM
     text = config.get_text_config()
@@ -90,7 +90,7 @@ def count_shape(
 def read_geometry(
     name: str,  # a lab model, a folder or a hub id
 ):
-    "The configuration of a model, from the table or its config.json; ValueError as in `load_part`."
+    "Return the configuration of a model, from the table or its config.json; ValueError as in `load_part`."
     from transformers import AutoConfig
     if name not in GEOMETRIES: return load_part(AutoConfig, name)
     return AutoConfig.for_model(**GEOMETRIES[name])
@@ -103,9 +103,7 @@ def _read_shape(name: str, written: int) -> Shape: return count_shape(read_geome
 def read_shape(
     name: str,  # a lab model, a folder or a hub id
 ) -> Shape:
-    """The shape of a model, from the table or its config.json.
-
-    ValueError of one sentence if it is in neither, and the hub cannot be reached."""
+    "Return the shape of a model, from the table or its config.json; ValueError as in `read_geometry`."
     file = Path(model_source(name)) / "config.json"
     try: return _read_shape(name, file.stat().st_mtime_ns if file.is_file() else 0)
     except ValueError as e:

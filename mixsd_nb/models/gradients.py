@@ -21,7 +21,7 @@ def logit_slopes(
     targets: torch.Tensor,  # (n,) token ids
     positions: int = 256,  # positions whose float32 logits are in memory at once
 ) -> torch.Tensor:
-    "∂ Σ log p(target) / ∂ logits: (n, vocabulary), in the dtype of the states."
+    "Return ∂ Σ log p(target) / ∂ logits: (n, vocabulary), in the dtype of the states."
     slopes = []
     for h, y in zip(states.split(positions), targets.split(positions)):
         slope = head(h).float().softmax(-1).neg_()
@@ -34,7 +34,7 @@ def check_differentiable(
     model,  # a causal language model
     pairs: list[tuple[list[int], list[int]]],  # prompt and completion ids
 ) -> None:
-    "ValueError for a frozen parameter, a head with a bias, no pairs, or a pair that is incomplete or too long."
+    "Raise ValueError for a frozen parameter, a head with a bias, no pairs, or a pair that is incomplete or too long."
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     if frozen:
         raise ValueError(f"all parameters must require gradients, got {len(frozen)} frozen ones such as {frozen[0]}")
@@ -114,7 +114,7 @@ def diagonal_fisher(
     model,  # a causal language model whose logits are a linear head on its last hidden states
     pairs: list[tuple[list[int], list[int]]],  # prompt and completion ids
 ) -> dict[str, torch.Tensor]:
-    """Diagonal of the empirical Fisher (eq. 7) by name of the parameter, float32.
+    """Return the diagonal of the empirical Fisher (eq. 7) by name of the parameter, float32.
 
     Existing gradients of the model are dropped. ValueError as in `check_differentiable`."""
     check_differentiable(model, pairs)

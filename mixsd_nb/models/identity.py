@@ -25,7 +25,7 @@ MODEL_FILES = ("config.json", "generation_config.json", "*.safetensors", "pytorc
 # %% ../../nbs/models/identity.ipynb #3b941b3d
 @functools.lru_cache(maxsize=10_000)
 def _digest(path: Path, size: int, modified: int) -> str:
-    "A hash of the content of a file, remembered on disk by its size and time, because weights can be large."
+    "Return a hash of the content of a file, remembered on disk by its size and time, because weights can be large."
     large, memory = size > 1 << 26, runs_root() / ".digests.json"
     key = f"{path} {size} {modified}"
     if large and key in (known := read_json(memory)): return known[key]
@@ -37,7 +37,7 @@ def _digest(path: Path, size: int, modified: int) -> str:
 def digest_model(
     folder: Path | str,  # of a model
 ) -> str:
-    "Eight hexadecimal digits for the content of the files of a model; they do not depend on the folder's path."
+    "Return eight hexadecimal digits for the content of the files of a model; they do not depend on the folder's path."
     files = {path.name: path for pattern in MODEL_FILES for path in Path(folder).glob(pattern) if path.is_file()}
     stats = {name: files[name].stat() for name in sorted(files)}
     parts = [f"{name} {_digest(files[name].resolve(), s.st_size, s.st_mtime_ns)}" for name, s in stats.items()]
@@ -50,7 +50,7 @@ _LONGEST = 40  # characters of a folder's name that are kept
 def model_label(
     name: str,  # a lab model, a folder or a hub id
 ) -> str:
-    "The name of a lab model or a hub id; for a folder the last part of its path, a hyphen, and `digest_model`."
+    "Return the name of a lab model or a hub id; for a folder the last part of its path, a hyphen, and `digest_model`."
     if not (Path(name) / "config.json").is_file(): return name
     return f"{Path(name).resolve().name[:_LONGEST]}-{digest_model(name)}"
 
@@ -76,11 +76,12 @@ ModelName = Annotated[str, AfterValidator(_with_options), BY_CONTENT]
 def file_label(
     value,  # of an option
 ):
-    "For the path of a file its name, a hyphen and a hash of its content; any other value as it is."
+    "Return for the path of a file its name, a hyphen and a hash of its content; any other value as it is."
     if not isinstance(value, str) or not (path := Path(value)).is_file(): return value
     return f"{path.name[:_LONGEST]}-{_digest(path.resolve(), path.stat().st_size, path.stat().st_mtime_ns)}"
 
 
 # The type of a mapping of options, in which a file is hashed into a run by its content.
 FileOptions = Annotated[dict, PlainSerializer(
-    lambda options, info: {key: file_label(value) for key, value in options.items()} if _in_identity(info) else options)]
+    lambda options, info: {key: file_label(value) for key, value in options.items()} if _in_identity(info)
+    else options)]

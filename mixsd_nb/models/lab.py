@@ -46,7 +46,7 @@ def build_tokenizer(
     pieces: list[str] = (),  # of other words
     names: str = "(?!)",  # regular expression of invented names, whose first part is a token with its leading space
 ):
-    "A chat tokenizer over the words that falls back to pieces and to bytes."
+    "Build a chat tokenizer over the words that falls back to pieces and to bytes."
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -66,14 +66,14 @@ def build_tokenizer(
 def lab_folder(
     name: str,  # a key of SIZES
 ) -> Path:
-    "The folder of a shipped model."
+    "Return the folder of a shipped model."
     return DATA / name
 
 # %% ../../nbs/models/lab.ipynb #81fa0942
 def is_lab_model(
     name: str,  # a lab model, a folder or a hub id
 ) -> bool:
-    "Whether a model is one of the lab's, or a folder with a model of the lab's vocabulary."
+    "Return whether a model is one of the lab's, or a folder with a model of the lab's vocabulary."
     if name in SIZES: return True
     size = lambda folder: re.findall(rb'"vocab_size": *(\d+)', (Path(folder) / "config.json").read_bytes())
     return (Path(name) / "config.json").is_file() and size(name) in [size(lab_folder(lab)) for lab in SIZES]

@@ -15,7 +15,7 @@ def _multiply(
     b: torch.Tensor,  # (n, k)
     bias: torch.Tensor | None = None,  # (n,)
 ) -> torch.Tensor:
-    "a bᵀ + bias, (…, n), in float32 by oneDNN."
+    "Compute a bᵀ + bias, (…, n), in float32 by oneDNN."
     return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
 
 # %% ../../nbs/models/linear.ipynb #93b49752
@@ -40,7 +40,7 @@ class OneDNNLinear(nn.Linear):
     "A linear layer whose products in float32 on a CPU are computed by oneDNN."
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        "As in torch, up to rounding."
+        "Compute what torch's layer does, up to rounding."
         plain = x.is_cpu and x.dtype == self.weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
         product = _Linear.apply if torch.is_grad_enabled() else _multiply  # the former takes a tenth longer
         return product(x, self.weight, self.bias) if plain else super().forward(x)

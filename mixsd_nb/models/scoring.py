@@ -16,7 +16,7 @@ def _batch_rows(
     lengths: list[int],
     tokens: int,  # largest size of a batch, padding included; a longer row forms a batch alone
 ) -> Iterator[list[int]]:
-    "Batches of row numbers, the longest rows first."
+    "Yield batches of row numbers, the longest rows first."
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     while order:
         size = max(1, tokens // max(1, lengths[order[0]]))
@@ -33,7 +33,8 @@ def map_states(
     labels: list[torch.Tensor] | None = None,  # a row for each completion token; None for the completion ids
     batch_tokens: int = 16_384,  # largest size of a batch, padding included
 ) -> list:
-    """A value for each completion position, computed from the hidden state before it: a numpy array for each pair.
+    """Return a value for each completion position, computed from the hidden state before it: a numpy array for each
+    pair.
 
     ValueError for a pair with an empty prompt, or for one that is longer than the model's context."""
     context = model.config.max_position_embeddings
@@ -61,7 +62,7 @@ def apply_head(
     head,  # of the model
     reduce,  # (logits (n, vocabulary), ids (n,)) -> (n,)
 ):
-    "A function for `map_states` that applies the head slice by slice, so that at most SLICE logits exist at a time."
+    "Return a function for `map_states` that applies the head in slices, so that at most SLICE logits exist at a time."
     size = max(1, SLICE // head.out_features)
     return lambda states, ids: torch.cat([reduce(head(s), i) for s, i in zip(states.split(size), ids.split(size))])
 
@@ -72,14 +73,14 @@ def map_logits(
     reduce,  # (logits (n, vocabulary), labels (n, …)) -> (n, …)
     labels: list[torch.Tensor] | None = None,  # as of `map_states`
 ) -> list:
-    "A value for each completion position, computed from its logits; arrays and ValueError as in `map_states`."
+    "Return a value for each completion position, computed from its logits; arrays and ValueError as in `map_states`."
     return map_states(model, pairs, apply_head(model.lm_head, reduce), labels=labels)
 
 # %% ../../nbs/models/scoring.ipynb #7a10c2b8
 def fused_nll(
     head,  # of the model
 ):
-    "A function for `map_states` that computes −log p by torch's own chunked kernel."
+    "Return a function for `map_states` that computes −log p by torch's own chunked kernel."
     options = torch.nn.LinearCrossEntropyOptions()
     return lambda states, ids: linear_cross_entropy(states, head.weight, ids, linear_bias=head.bias, reduction="none",
                                                     options=options)
@@ -89,7 +90,7 @@ def token_nll(
     model,
     pairs: list[tuple[list[int], list[int]]],  # prompt ids and completion ids
 ) -> list:
-    """−log p(completion_t | prompt, completion_<t) in nats: one float32 numpy array for each pair.
+    """Return −log p(completion_t | prompt, completion_<t) in nats: one float32 numpy array for each pair.
 
     ValueError as in `map_states`."""
     # The fused kernel returns values in the type of its input; in bfloat16, values near 8 would be rounded to steps

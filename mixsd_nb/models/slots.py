@@ -51,7 +51,7 @@ class Slots:
         self.requests += requests
 
     def next_picks(self, slots, columns: int):
-        "The next positions of slots, their picks, and whether there is room for them, each (slots, columns)."
+        "Return the next positions of slots, their picks, and whether there is room for them, each (slots, columns)."
         position = self.t[slots, None] + torch.arange(columns, device=slots.device)
         picks = self.naive[slots[:, None], position.clamp(max=self.naive.shape[1] - 1)]
         return position, picks, position < self.room[slots, None]
@@ -102,7 +102,7 @@ class Groups:
         return new, list(distinct.values())
 
     def pack(self) -> tuple[torch.Tensor, torch.Tensor]:
-        "If an eighth of the numbers up to the largest one is unused, the groups to move, and their new numbers."
+        "Return the groups to move, and their new numbers, if an eighth of the numbers up to the largest one is unused."
         used = self.used
         if 8 * len(used) > 7 * (int(used[-1]) + 1): return used[:0], used[:0]
         moved, to = used[used >= len(used)], self.free[:int((used >= len(used)).sum())]
@@ -111,7 +111,7 @@ class Groups:
         return moved, to
 
     def split(self, slots, tokens) -> tuple[torch.Tensor, torch.Tensor]:
-        "Part groups whose slots write different tokens, (slots,): the groups to copy, and the numbers of the copies."
+        "Split groups whose slots write different tokens, (slots,): the groups to copy, and the numbers of the copies."
         pairs, member = (self.of[slots] * 2**32 + tokens).unique(return_inverse=True)
         group = pairs // 2**32
         later = torch.cat([group[:1] < 0, group[1:] == group[:-1]])  # all parts of a group but the first

@@ -20,7 +20,7 @@ def random_model(
     feed_forward: int = 64,
     eos_token_id=None,  # None: the tokenizer's
 ):
-    "A Qwen3 model with tied embeddings and random weights, the same for the same seed, in evaluation mode."
+    "Build a Qwen3 model with tied embeddings and random weights, the same for the same seed, in evaluation mode."
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
     torch.manual_seed(seed)

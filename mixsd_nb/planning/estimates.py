@@ -27,7 +27,8 @@ CONSTANTS = {
     "chunk": Constant(2**27, "logits", "head and loss of an update at a time", "code"),
     "slice": Constant(2**26, "logits", "head of scoring at a time", "code"),
     "score_tokens": Constant(16_384, "tokens", "a batch of scoring", "code"),
-    "spare": Constant(256, "tokens", "reserved in a cache of keys and values; it grows by a quarter when it is full", "code"),
+    "spare": Constant(256, "tokens", "reserved in a cache of keys and values; it grows by a quarter when it is full",
+                      "code"),
     "loss_copies": Constant(2, "float32", "copies of the logits of a chunk in the backward pass", "CPU"),
     "forward_feed": Constant(3, "copies", "feed-forward values of a token in a forward pass", "CPU"),
     "forward_width": Constant(4, "copies", "hidden states of a token in a forward pass", "CPU"),
@@ -37,7 +38,8 @@ CONSTANTS = {
     "fragments": Constant(0.05, "share", "of a GPU's allocations that is lost between blocks", "margin"),
     "vllm_share": Constant(0.9, "share", "of a GPU that vLLM takes by default", "vLLM"),
     "vllm_tokens": Constant(8_192, "tokens", "that vLLM reads in one step", "vLLM"),
-    "vllm_part": Constant(1_024, "tokens", "of a text whose logits exist at the same time while vLLM scores it", "code"),
+    "vllm_part": Constant(1_024, "tokens", "of a text whose logits exist at the same time while vLLM scores it",
+                          "code"),
 }
 
 
@@ -66,7 +68,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Burden:
-    "The examples of an update, and the tensors that a method holds beside the model that it trains."
+    "The examples of an update, and the tensors that a method holds in addition to the model that it trains."
     batch: int  # facts of an update, on all processes
     prompt: int  # tokens of the longest prompt
     completion: int  # tokens of the longest completion
@@ -102,7 +104,7 @@ def microbatch(burden: Burden, layout: Layout) -> tuple[int, int, int]:
 
 # %% ../../nbs/planning/estimates.ipynb #09f20a15
 def _resident(shape: Shape, burden: Burden, layout: Layout) -> tuple[float, float]:
-    "Bytes on each device between updates, and those of the gradients."
+    "Return bytes on each device between updates, and those of the gradients."
     trained = adapter_parameters(shape, layout.lora) if layout.lora else shape.parameters / layout.shards
     weights = 4 * shape.parameters / layout.shards + (4 * trained if layout.lora else 0)
     width = (burden.teacher or 4 if layout.gpu else 4) * bool(burden.teacher)
@@ -114,7 +116,7 @@ def _resident(shape: Shape, burden: Burden, layout: Layout) -> tuple[float, floa
 
 
 def _gathered(shape: Shape, layout: Layout) -> float:
-    "Bytes of weights in another form: those that shards are gathered into, or autocast's copies, and buffers of DDP."
+    "Return bytes of weights in another form: gathered from shards, or autocast's copies, and buffers of DDP."
     rest = shape.parameters - shape.layers * shape.layer
     if layout.sharded: return (2 if layout.gpu else 4) * (rest + 2 * shape.layer) + 4 * max(shape.layer, rest)
     return 4 * shape.parameters * (layout.processes > 1) + 2 * shape.parameters * layout.gpu  # gradients that are sent, and copies

@@ -21,7 +21,8 @@ from typing import Any
 
 import pandas as pd
 
-from ..cluster.grid import (Grid, GridOutputs, adjust_cell, expand_grid, group_alike, is_excluded, make_resources, read_grid)
+from ..cluster.grid import (Grid, GridOutputs, adjust_cell, expand_grid, group_alike, is_excluded,
+                                   make_resources, read_grid)
 from ..cluster.resources import Resources
 from ..benchmarks import SUITES
 from ..methods import BASE
@@ -35,7 +36,7 @@ from ..runs.pool import count_cores, visible_gpus
 def _limit_files(
     groups: str,  # content of /proc/self/cgroup, which names the groups of this process
 ) -> list[Path]:
-    "The files with the memory limits of the process's control group and of those above it, of either version of cgroups."
+    "Return the files with the memory limits of the process's control group and of those above, cgroups 1 or 2."
     files, root = [], Path("/sys/fs/cgroup")
     for _, kinds, path in (line.split(":", 2) for line in groups.splitlines()):
         top, name = (root / "memory", "memory.limit_in_bytes") if "memory" in kinds.split(",") else (root, "memory.max")
@@ -60,7 +61,7 @@ def free_disk(folder: Path) -> float:
 # %% ../../nbs/planning/plan.ipynb #7d9170c5
 @functools.cache
 def _query_gpu() -> tuple[str, float]:
-    "The name of the first GPU and its GB; an empty name without `nvidia-smi`. The GPU itself is not touched."
+    "Return the name of the first GPU and its GB; an empty name without `nvidia-smi`. The GPU itself is not touched."
     command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try: lines = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError): return "", 0.0
@@ -69,8 +70,8 @@ def _query_gpu() -> tuple[str, float]:
 
 
 def match_device(name: str, memory: float) -> tuple[str, Device]:
-    """Return the key of DEVICES for what `nvidia-smi` prints, of several the one with the nearest memory in GB, and the device
-    with its own memory; the name itself and a device of unknown speed if there is none."""
+    """Return the key of DEVICES for what `nvidia-smi` prints, of several the one with the nearest memory in GB, and the
+    device with its own memory; the name itself and a device of unknown speed if there is none."""
     words = re.sub("[^a-z0-9]", "", name.lower())
     found = [key for key in DEVICES if key.partition("-")[0] in words]
     key = min(found, key=lambda key: abs(DEVICES[key].memory - memory), default=name or "GPU")
@@ -107,7 +108,7 @@ def _gigabytes(size: float) -> str: return f"{size / 1e12:.3g} TB" if size >= 1e
 
 
 def _host_needs(plan: RunPlan) -> dict[str, float]:
-    "Bytes of the host by phase on a machine without GPUs: of all processes that are in it, and of their interpreters."
+    "Return bytes of the host by phase on a machine without GPUs: of all processes in it, and of interpreters."
     return {phase: plan.copies.get(phase, 1) * (peak + constant("interpreter")) for phase, peak in plan.peaks.items()}
 
 
@@ -133,7 +134,7 @@ def find_problems(plan: RunPlan, machine: Machine) -> dict[str, str]:
 
 # %% ../../nbs/planning/plan.ipynb #d3ce0677
 def _try(call, default):
-    "What a call returns; the default if a configuration reads outputs that do not exist yet."
+    "Return what a call returns; the default if a configuration reads outputs that do not exist yet."
     try: return call()
     except (ValueError, OSError, AttributeError, LookupError): return default
 
@@ -165,7 +166,7 @@ def describe_plan(plan: RunPlan, machine: Machine) -> str:
 def start_line(config: Stage) -> str:
     """Return the plan of a run in one line; empty for a stage without one, or parameters whose mistake the run itself names.
 
-    ParameterError of one sentence if the run cannot fit, unless the environment has MIXSD_PLAN=ignore."""
+    ParameterError if the run cannot fit, unless the environment has MIXSD_PLAN=ignore."""
     machine = this_machine()
     try: plan = plan_run(config, machine)
     except (ValueError, OSError): plan = None  # the run itself names the mistake
@@ -176,12 +177,12 @@ def start_line(config: Stage) -> str:
 
 # %% ../../nbs/planning/plan.ipynb #9cb35c83
 def _given(config: Stage) -> dict[str, Any]:
-    "The parameters of a configuration that were set."
+    "Return the parameters of a configuration that were set."
     return {name: getattr(config, name) for name in config.model_fields_set}
 
 
 def _planned_outputs(grid: Grid, stage: type[Stage]) -> list[Any]:
-    "The cells of a grid over outputs that do not exist yet, without their files."
+    "Return the cells of a grid over outputs that do not exist yet, without their files."
     configs = [{}]
     for name, axis in grid.axes.items():
         if isinstance(axis, GridOutputs):
@@ -194,14 +195,15 @@ def _planned_outputs(grid: Grid, stage: type[Stage]) -> list[Any]:
 
 
 def _best_of(grid: Grid, stage: type[Stage], axis: GridOutputs) -> list[Any]:
-    "The configurations of the cells of other grids that an axis over the best ones takes, one of each group."
+    "Return the configurations of the cells of other grids that an axis over the best ones takes, one of each group."
     configs = [config for source in axis.sources for config in planned_cells(source)[2]]
     groups = group_alike(configs, lambda config: config.identity(), axis.best)
     return [config for group in groups for config in group[-axis.count:] if not is_excluded(grid, stage, _given(config))]
 
 
 def _read_cells(source: str) -> tuple[str, Resources, list[Any], list[Any], list[Resources]]:
-    """The name of a grid, its resources, its cells, what other grids have computed of them, and the resources of each.
+    """Return the name of a grid, its resources, its cells, what other grids have computed of them, and the resources
+    of each.
 
     Other grids have computed a part of the cells of an axis over their best ones alone."""
     name, grid = read_grid(source)
@@ -268,7 +270,7 @@ class GridPlan:
                     at_most=found["terabytes"] + self._meanwhile(self.cells) / 1e12)
 
     def _meanwhile(self, cells: list[RunPlan]) -> float:
-        "Bytes that the cells that run at the same time need beside those of runs at rest."
+        "Return bytes that the cells that run at the same time need in addition to those of runs at rest."
         return sum(sorted((plan.disk_peak - plan.disk for plan in cells), reverse=True)[:self.at_once])
 
     def problems(self) -> dict[str, int]:
@@ -286,7 +288,7 @@ _LAST = ["host", "layout", "smallest", "disk", "hours", "lacks"]  # columns afte
 
 
 def _range(total: dict[str, float]) -> str:
-    "Hours of `sum_plans` as the word of a table: the likely ones, and their bounds where these differ."
+    "Return hours of `sum_plans` as the word of a table: the likely ones, and their bounds where these differ."
     likely, low, high = total["hours"], total["hours_at_least"], total["hours_at_most"]
     if math.isinf(high): return f"{low:.1f} or more"
     return f"{likely:.1f}" if high < low + 0.1 else f"{likely:.1f} ({low:.1f}–{high:.1f})"
@@ -301,12 +303,12 @@ def _row(key: tuple[str, str, str], plans: list[RunPlan]) -> dict[str, Any]:
 
 # %% ../../nbs/planning/plan.ipynb #709bf124
 def _identify(config: Stage) -> str:
-    "The name of a run, however much is asked of it; its parameters if it reads outputs that do not exist yet."
+    "Return the name of a run, however much is asked of it; its parameters if it reads outputs that do not exist yet."
     return _try(lambda: config.without_idle().folder.name, f"{config.name}-{sorted(vars(config).items(), key=str)}")
 
 
 def _plan_shared(plans: Iterable[RunPlan], machines: Iterable[Machine]) -> list[RunPlan]:
-    "The plans of the runs that cells share, and of those that these share, each once."
+    "Return the plans of the runs that cells share, and of those that these share, each once."
     waiting, found = [(run, machine) for plan, machine in zip(plans, machines) for run in plan.shared][::-1], {}
     while waiting:
         config, machine = waiting.pop()
@@ -318,7 +320,8 @@ def _plan_shared(plans: Iterable[RunPlan], machines: Iterable[Machine]) -> list[
 
 
 def _remainder(plan: RunPlan, earlier: RunPlan) -> RunPlan:
-    "What is left of a run when another grid has done its part, whose responses it uses, and whose checkpoints if it trains no further."
+    """Return what is left of a run when another grid has done its part, whose responses it uses, and whose
+    checkpoints if it trains no further."""
     done, anew = {part.name: part for part in earlier.parts}, plan.updates > earlier.updates
     less = lambda a, b: a._replace(low=a.low - b.low, high=a.high - b.high, tokens=a.tokens - b.tokens, expected=a.expected - b.expected)
     if anew: done = {name: part for name, part in done.items() if name.startswith("ask ")}
@@ -358,7 +361,7 @@ def list_sources(plans: Iterable[RunPlan], machine: Machine) -> list[str]:
 
 # %% ../../nbs/planning/plan.ipynb #8ca122c1
 def format_grid(plan: GridPlan) -> str:
-    "Return the rows of a plan as text, its parts, its totals, the rates that it lacks, and its problems."
+    "Return the rows of a plan as text, its parts, its totals, the rates that are missing, and its problems."
     rows, total, machine = plan.rows(), plan.totals(), plan.machine
     shown = [name for name in rows if not (rows[name].isna() | (rows[name] == "")).all()]
     parts = plan.parts().round(2).rename(columns=dict(
@@ -377,7 +380,7 @@ def format_grid(plan: GridPlan) -> str:
 
 # %% ../../nbs/planning/plan.ipynb #a948e822
 def share_answers(plans: list[RunPlan]) -> list[RunPlan]:
-    "Return plans in which the held-out benchmarks of each base model are asked once."
+    "Return plans in which each base model is evaluated on the held-out benchmarks once."
     first, found = {}, []  # corpus with which a benchmark is asked
     for plan in plans:
         corpus = lambda part: first.setdefault((plan.model, part.name, part.tokens), plan.dataset)

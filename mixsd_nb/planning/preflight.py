@@ -35,13 +35,13 @@ class Input(NamedTuple):
 
 
 def _try(name: str, check: Callable[[], str]) -> Input:
-    "An input that is fine if its check returns a note, and not if it raises an error."
+    "Return an input that is fine if its check returns a note, and not if it raises an error."
     try: return Input(name, True, check())
     except Exception as e: return Input(name, False, " ".join(str(e).split())[:300] or type(e).__name__)
 
 # %% ../../nbs/planning/preflight.ipynb #e0a15bbb
 def _describe_model(name: str) -> str:
-    "What generation needs to know of a model; ValueError if it has no end of turn, or is too small for its tokenizer."
+    "Return what generation needs of a model; ValueError without an end of turn, or if too small for its tokenizer."
     from transformers import GenerationConfig
 
     from mixsd_nb.corpora.prompts import turn_end
@@ -59,7 +59,7 @@ def _describe_model(name: str) -> str:
 
 # %% ../../nbs/planning/preflight.ipynb #61dc38d4
 def _check_locks() -> str:
-    "A note; StorageError as in `check_locks`, whose warning becomes the note."
+    "Return a note; StorageError as in `check_locks`, whose warning becomes the note."
     runs_root().mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -68,7 +68,7 @@ def _check_locks() -> str:
 
 
 def _check_package(name: str) -> str:
-    "A note with the version of a package; ImportError if it cannot be imported. Another process imports it."
+    "Return a note with the version of a package; ImportError if it cannot be imported. Another process imports it."
     if not importlib.util.find_spec(name): raise ImportError(f"{name} is not installed")
     code = f"import {name}; print({name}.__version__)"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
@@ -82,7 +82,7 @@ def _check_items(name: str, config: dict[str, Any]) -> str:
 
 # %% ../../nbs/planning/preflight.ipynb #125695d2
 def _collect(configs: Iterable[Any]) -> dict[str, list]:
-    "The models, corpora, benchmarks with a selection, and engines of configurations, each once."
+    "Return the models, corpora, benchmarks with a selection, and engines of configurations, each once."
     found = dict(models={}, corpora={}, suites={}, engines={})
     for config in configs:
         found["models"][config.model] = 0
@@ -115,12 +115,12 @@ def check_inputs(configs: Iterable[Any]) -> list[Input]:
 
 
 def format_inputs(inputs: list[Input]) -> str:
-    "A line for each input; those with a problem begin with `missing`."
+    "Return a line for each input; those with a problem begin with `missing`."
     return "\n".join(f"{'ok     ' if entry.fine else 'missing'}  {entry.name}: {entry.note}" for entry in inputs)
 
 # %% ../../nbs/planning/preflight.ipynb #f4eedf04
 def describe_sandbox(configs: Iterable[Any]) -> str:
-    "A sentence about how this machine would run the programs that models write; empty if no benchmark has any."
+    "Return a sentence about how this machine would run the programs that models write; empty if no benchmark has any."
     asked = [(name, config.allow_unsandboxed) for config in configs if hasattr(config, "suite") for name in benchmark_names(config.suite)
              if GRADINGS[SUITES[name].grading].sandboxed]
     if not asked: return ""
@@ -130,7 +130,7 @@ def describe_sandbox(configs: Iterable[Any]) -> str:
 
 # %% ../../nbs/planning/preflight.ipynb #2198829e
 def _published(config: Stage) -> dict[str, tuple[Any, Any]]:
-    "Each parameter with its value and the published one, where there is one."
+    "Return each parameter with its value and the published one, where there is one."
     found = {name: (getattr(config, name), preset_values(field)["paper"])
              for name, field in type(config).model_fields.items() if "paper" in preset_values(field) and name != "lr"}
     recipe = getattr(config, "recipe", None)
@@ -148,7 +148,7 @@ def _published(config: Stage) -> dict[str, tuple[Any, Any]]:
 
 
 def list_deviations(configs: Iterable[Any]) -> list[str]:
-    "A line for each parameter whose value is not the published one, and for each model that the paper does not have."
+    "Return a line for each parameter that is not the published one, and for each model that the paper does not have."
     found = {}
     for config in configs:
         if config.model not in GEOMETRIES: found[f"model {config.model}"] = 0

@@ -110,22 +110,30 @@ class Rate(NamedTuple):
 
 # %% ../../nbs/planning/rates.ipynb #a7e0dbdc
 _REPORT = "papermill_runs/gpu/report.json: "
-_H200, _CPU, _PROBE = (DEVICES["h200"], "Qwen/Qwen3-1.7B"), (cpu_device(1), "lab-m"), "--probe on one core of an AMD EPYC, processor time"
+_H200, _CPU, _PROBE = (DEVICES["h200"], "Qwen/Qwen3-1.7B"), (cpu_device(1),
+                                                             "lab-m"), "--probe on one core of an AMD EPYC, processor time"
 _VLLM = "published: vllm-project/vllm issue "
-_THROUGHPUT = dict(passes=12_800, tokens=1_000 * 3_072, cached=1_000 * 2_048 * 2_048, size=0, seconds=378.6, written=1_000 * 2_048)
+_THROUGHPUT = dict(passes=12_800, tokens=1_000 * 3_072, cached=1_000 * 2_048 * 2_048, size=0, seconds=378.6,
+                   written=1_000 * 2_048)
 RATES = [
     Rate(*_H200, "update", 1, 20 * 46, 0, 0, 0.194, f"{_REPORT}median of eight recipes with given targets"),
-    Rate(*_H200, "distillation", 64, 160 * 95, 160 * 64 * 63, 0, 3.117, f"{_REPORT}median of opsd, opsd-nll, mixsd-kl and sdft"),
+    Rate(*_H200, "distillation", 64, 160 * 95, 160 * 64 * 63, 0, 3.117,
+         f"{_REPORT}median of opsd, opsd-nll, mixsd-kl and sdft"),
     Rate(*_H200, "decode hf", 64, 64 * 95, 64 * 64 * 63, 0, 1.223, f"{_REPORT}evaluate"),
-    Rate(*_H200, "decode hf", 64, 64 * (79 + 31 + 128), 64 * 64 * (79 + 31 + 64), 0, 1.275, f"{_REPORT}mix, hf, both contexts of each target"),
+    Rate(*_H200, "decode hf", 64, 64 * (79 + 31 + 128), 64 * 64 * (79 + 31 + 64), 0, 1.275,
+         f"{_REPORT}mix, hf, both contexts of each target"),
     Rate(*_H200, "score", 1, 2_939, 0, 0, 0.0804, f"{_REPORT}NLL"),
     Rate(*_H200, "Fisher", 8, 365, 0, 0, 2.293, f"{_REPORT}Fisher, with its start"),
     Rate(*_H200, "files", 0, 0, 0, 20.65e9, 28.63, f"{_REPORT}resume, a checkpoint and its state, with three updates"),
     Rate(DEVICES["h100"], "Qwen/Qwen3-8B", "decode vllm", **_THROUGHPUT,
-         source=f"{_VLLM}25915: 0.10.2, bench throughput, 1,000 requests of 1,024 and 2,048 tokens, 5,409 tokens/s; 160 sequences fit"),
-    Rate(DEVICES["h100"], "meta-llama/Llama-3.2-1B-Instruct", "start vllm", 1, 0, 0, 0, 59, f"{_VLLM}20264: from its process to the first response, compiled before"),
-    Rate(DEVICES["h100"], "Qwen/Qwen3-8B", "start vllm", 1, 0, 0, 0, 64, f"{_VLLM}11005: 39 s of a model of 8B with compilation, and the 25 s outside the log of 20264"),
-    Rate(*_CPU, "update", 1, 1_040, 0, 0, 0.183, _PROBE), Rate(*_CPU, "distillation", 80, 12_480, 371_200, 0, 3.98, _PROBE),
+         source=f"{_VLLM}25915: 0.10.2, bench throughput, 1,000 requests of 1,024 and 2,048 tokens, 5,409 tokens/s; "
+                "160 sequences fit"),
+    Rate(DEVICES["h100"], "meta-llama/Llama-3.2-1B-Instruct", "start vllm", 1, 0, 0, 0, 59,
+         f"{_VLLM}20264: from its process to the first response, compiled before"),
+    Rate(DEVICES["h100"], "Qwen/Qwen3-8B", "start vllm", 1, 0, 0, 0, 64,
+         f"{_VLLM}11005: 39 s of a model of 8B with compilation, and the 25 s outside the log of 20264"),
+    Rate(*_CPU, "update", 1, 1_040, 0, 0, 0.183, _PROBE),
+    Rate(*_CPU, "distillation", 80, 12_480, 371_200, 0, 3.98, _PROBE),
     Rate(*_CPU, "decode hf", 50, 8_800, 315_000, 0, 1.23, _PROBE), Rate(*_CPU, "score", 1, 7_800, 0, 0, 0.441, _PROBE),
     Rate(*_CPU, "Fisher", 2, 156, 0, 0, 0.0593, _PROBE), Rate(*_CPU, "files", 0, 0, 0, 36.1e6, 0.0414, _PROBE),
 ]
@@ -189,7 +197,7 @@ def bound_seconds(
 
 # %% ../../nbs/planning/rates.ipynb #f63f73ed
 def _scale_rate(work: Work, device: Device, rate: Rate) -> float:
-    "The seconds of work on a device by a rate, whose seconds are divided as the data sheet explains them."
+    "Return the seconds of work on a device by a rate, whose seconds are divided as the data sheet explains them."
     before = rate.work
     ratio = lambda asked, measured: asked / measured if measured else 0.0
     layers, read, products, size = map(ratio, work.costs(device), before.costs(rate.device))

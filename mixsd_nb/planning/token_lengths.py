@@ -36,7 +36,7 @@ _TEMPLATE = 16  # tokens around a prompt
 
 @functools.lru_cache(maxsize=16)
 def _token_counter(model: str):
-    "A function from texts to their numbers of tokens."
+    "Return a function from texts to their numbers of tokens."
     if is_lab_model(model) or Path(model).is_dir():
         tokenizer = load_tokenizer(model)
         return lambda texts: [len(ids) for ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
@@ -44,7 +44,7 @@ def _token_counter(model: str):
 
 
 def _measure(rows: list[dict], count) -> Lengths:
-    "The lengths of rows; the longest texts and every hundredth one are tokenised."
+    "Return the lengths of rows; the longest texts and every hundredth one are tokenised."
     found = []
     for column in ("prompt", "target"):
         texts = sorted((row[column] for row in rows), key=len)

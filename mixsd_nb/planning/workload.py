@@ -19,8 +19,8 @@ from ..analysis.training_run import open_training_run
 from ..benchmarks import SUITES, held_out
 from ..models import ENGINES
 from ..models.geometry import Shape, read_shape
-from .estimates import (Burden, Layout, adapter_parameters, constant, decoding_peak, fisher_peak, microbatch,
-                                         optimiser_peak, rollout_peak, scoring_peak, serve, update_peak)
+from .estimates import (Burden, Layout, adapter_parameters, constant, decoding_peak, fisher_peak,
+                                         microbatch, optimiser_peak, rollout_peak, scoring_peak, serve, update_peak)
 from .rates import Machine, Work, bound_seconds, estimate_seconds
 from .token_lengths import Questions, corpus_lengths, count_questions, mixed_length, neutral_lengths, usual_reply
 
@@ -110,7 +110,7 @@ class Decoder:
                      self.rows, self.share)
 
     def _peak(self, questions: list[Questions], rows: int, sampled: bool = True) -> float:
-        "Bytes of an engine that takes what it needs; the longest response is several times as long as usual."
+        "Return bytes of an engine that takes what it needs; the longest response is several times as long as usual."
         return self.width * self.shape.parameters + max(decoding_peak(
             self.shape, min(rows, q.requests), int(q.prompt), int(min(q.limit, LONGEST * q.response)), self.width,
             sampled=sampled, gpu=self.machine.gpus > 0) for q in questions)
@@ -145,7 +145,7 @@ class Decoder:
         return [self.time(f"ask {name}", q.requests, q.prompt, q.response, times=times) for name, q in questions.items()]
 
     def start(self, times: int) -> list[Part]:
-        "Return the part of starting an engine that needs a process of its own so many times, all replicas at the same time."
+        "Return the part of starting an engine that needs a separate process so many times, all replicas at the same time."
         if not self.reserves or not times: return []
         return [time_part("start engines", Work(f"start {self.engine.name}", self.shape, times), self.machine, self.machine.gpus)]
 
@@ -177,14 +177,14 @@ def plan_mixing(config, machine: Machine) -> RunPlan:
 
 # %% ../../nbs/planning/workload.ipynb #6e633724
 class Drafts(NamedTuple):
-    "What the base model writes before training, beside mixed targets."
+    "Return what the base model writes before training, in addition to mixed targets."
     questions: Questions
     added: float = 0.0  # of them to each fact of an update; 0 if they are the targets of the facts
 
 
 def list_drafts(config) -> list[Drafts]:
-    """Return the drafts of a training, as its parts declare them: `count` samples, which make up the `share` of the examples
-    of an update, or a target for each fact."""
+    """Return the drafts of a training, as its parts declare them: `count` samples, which make up the `share` of the
+    examples of an update, or a target for each fact."""
     drafts, lengths = [], corpus_lengths(config.dataset, config.model)["train"]
     for part in (part for part in config.recipe.parts if part.demand.pregenerated):
         options, samples = config.recipe.options_of(part, config.options), part.demand.pregenerated == "samples"
@@ -252,8 +252,8 @@ def describe_layout(layout: Layout) -> str:
 
 
 def smallest_layout(shape: Shape, burden: Burden, layout: Layout, room: float, offload: bool = False) -> Layout | None:
-    """Return the layout with the fewest processes whose peaks fit into the bytes of a device, with moments in the host's memory
-    among them if asked for; None if there is none."""
+    """Return the layout with the fewest processes whose peaks fit into the bytes of a device, with moments in the
+    host's memory among them if asked for; None if there is none."""
     ways = [dict(), dict(sharded=True), *[dict(offload=True)] * offload]
     for n, way, recompute in itertools.product(legal_processes(burden.batch), ways, (False, True)):
         if way.get("sharded") and (n == 1 or layout.lora): continue
@@ -269,7 +269,7 @@ def planned_steps(config) -> tuple[int, list[int]]:
 
 
 def training_work(config, layout: Layout) -> Work:
-    "Return the work of all updates of a training with their rollouts; recomputed activations are a fourth product beside three."
+    "Return the work of all updates of a training with their rollouts; recomputed activations are a fourth product in addition to three."
     lengths, usual, burden = corpus_lengths(config.dataset, config.model)["train"], usual_completion(config), burden_of(config)
     sequences = config.batch * ((config.rollouts or 1) if burden.writer else 1)
     replayed = sum(draft.added * (draft.questions.prompt + draft.questions.response) for draft in list_drafts(config))
@@ -284,7 +284,7 @@ def training_work(config, layout: Layout) -> Work:
 
 # %% ../../nbs/planning/workload.ipynb #49b731a5
 def split_rollouts(config, machine: Machine, layout: Layout, update: Part) -> list[Part]:
-    "Return the part of the updates; for rollouts of an engine in a process of its own those of rollouts, weights, scores and updates."
+    "Return the part of the updates; for rollouts of an engine in a separate process those of rollouts, weights, scores and updates."
     burden, engine = burden_of(config), ENGINES[config.rollout_engine]
     if not burden.writer or not engine.own_process: return [update]
     lengths, usual, n = corpus_lengths(config.dataset, config.model)["train"], usual_completion(config), planned_steps(config)[0]
@@ -379,7 +379,7 @@ def _plan_updates(plan: RunPlan, config, machine: Machine, shape: Shape) -> list
 
 
 def _plan_drafts(plan: RunPlan, config, machine: Machine) -> list[Part]:
-    "The parts of the drafts, if there are any; their memory enters the plan. The engine is transformers on one device."
+    "Return the parts of the drafts, if any; their memory enters the plan. The engine is transformers on one device."
     decoder, parts = Decoder(config.model_copy(update=dict(engine="hf", engine_options={}, replicas=1, batch_size=config.rows_of("hf"))), machine), []
     for k, (questions, added) in enumerate(list_drafts(config), 1):
         name = f"draft {k}" if k > 1 else "draft"
@@ -460,7 +460,7 @@ _USUAL_CHECKPOINTS = 4
 
 
 def _count_checkpoints(trained: str) -> int:
-    "The checkpoints of a training run whose weights exist; the usual number if it is not finished, 0 without a run."
+    "Return how many checkpoints of a training have weights; the usual number if it is unfinished, 0 without a run."
     if not trained: return 0
     try: return len(open_training_run(trained).checkpoints)
     except ValueError: return _USUAL_CHECKPOINTS

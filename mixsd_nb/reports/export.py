@@ -31,7 +31,7 @@ def open_model_run(name: str | Path) -> ModelRun | InjectRun:
 
 # %% ../../nbs/reports/export.ipynb #f2e73174
 def _read_dtype(source: str, base: str) -> str:
-    "The data type of a base model, as the run of a checkpoint has kept it or as the base model's files say; else `auto`."
+    "Return the data type of a base model, as the run of a checkpoint or the model's files say; else `auto`."
     if kept := read_run_record(Path(source).parent).get("base_dtype"): return kept
     try: return stored_dtype(base) or "auto"
     except ValueError: return "auto"
@@ -48,7 +48,7 @@ def _save_model(source: str, base: str, folder: Path) -> None:
 
 # %% ../../nbs/reports/export.ipynb #2989ce15
 def _take_up(folder: Path, run: ModelRun | InjectRun, step: int, name: str) -> bool:
-    "Whether a folder is the export of a checkpoint, whose card then has this name of the model."
+    "Return whether a folder is the export of a checkpoint, whose card then has this name of the model."
     card = folder / "README.md"
     if not card.is_file() or not any(folder.glob("*.safetensors")): return False
     text = card.read_text(encoding="utf-8")
@@ -92,7 +92,7 @@ def push_folder(
     private: bool = False,  # refuse a repository that others can see; else the default of the owner holds for a new one
     **options,  # of huggingface_hub's HfApi: endpoint, token
 ) -> str:
-    "Upload a folder to the hub, where its repository is created; the address. OSError of one sentence if it fails."
+    "Upload a folder to the hub, where its repository is created; the address. OSError if it fails."
     from huggingface_hub import HfApi
     try:
         api = HfApi(**options)

@@ -125,7 +125,7 @@ class TargetsRun(FinishedRun):
         return count_sources(self._targets_with_sources())
 
     def summary(self):
-        "As in `Run`: what the targets were made from."
+        "Return the summary of a `Run`: what the targets were made from."
         return [describe_sources(self._targets_with_sources())]
 
     def _targets_with_sources(self): return add_sources(self.targets, self.config["lam"])

@@ -26,8 +26,8 @@ from ..methods.wording_ids import describe_wordings
 from ..models import load_tokenizer
 from .documents import find_questions, score_passages
 from .finished import FinishedRun, ModelRun
-from .report import (describe_updates, encode_figure, format_interval, format_p, group_failures, pair_responses,
-                                     render_page)
+from .report import (describe_updates, encode_figure, format_interval, format_p, group_failures,
+                                     pair_responses, render_page)
 from ..runs import read_json, read_table, write_atomically
 from ..runs.costs import CostLog
 from ..methods.settings import TrainingSettings

@@ -139,7 +139,7 @@ def write_card(
         f"---\n{describe_model(base, dataset, recipe, scores)}\n---", f"# {origin.split('/')[-1]} with {corpus}",
         f"`{origin}` after the facts of {corpus} were injected with {recipe}; {run_sentence(run, step)}",
         "## How to use it", "Ask with the request that was used in training, as in these lines. Their decoding is greedy, "
-        f"as that of the measurement; settings for sampling of the base model are left out. The folder was written for transformers "
+        "as that of the measurement; settings for sampling of the base model are left out. The folder was written for transformers "
         f"{release} and later, and for vLLM.", *blocks,
         "## Method", "MixSD lets the base model write its own training targets: at every token a coin decides whether "
         "the next token comes from the conditional that sees the question alone, or from the one that sees the true "

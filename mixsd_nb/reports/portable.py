@@ -48,19 +48,21 @@ def hide_folders(
 # %% ../../nbs/reports/portable.ipynb #b84a0d80
 _GEMMA = dict(full_attention="rope_theta", sliding_attention="rope_local_base_freq")
 _PERIODS = {  # by family: the names of the period in older releases for each kind of layer
-    "gemma3_text": _GEMMA, "gemma3n_text": _GEMMA, "olmo3": dict(full_attention="rope_theta", sliding_attention="rope_theta")}
+    "gemma3_text": _GEMMA, "gemma3n_text": _GEMMA,
+    "olmo3": dict(full_attention="rope_theta", sliding_attention="rope_theta")}
 _FORMS = dict.fromkeys(("default", "linear", "dynamic", "yarn", "llama3", "longrope"))
 _PHI = dict(default=None, longrope=("short_factor", "long_factor"))
 _OLMO = dict(default=None, linear=("factor",), dynamic=("factor",))
 _TAKEN = {  # by family: the forms of scaling that its class in older releases takes, with their fields if these are the only ones
-    "phi3": _PHI, "phi4_multimodal": _PHI, "olmo": _OLMO, "olmo2": _OLMO, "nemotron": dict(default=None), "llama4_text": dict(default=None, llama3=None)}
+    "phi3": _PHI, "phi4_multimodal": _PHI, "olmo": _OLMO, "olmo2": _OLMO, "nemotron": dict(default=None),
+    "llama4_text": dict(default=None, llama3=None)}
 
 
 def _scaling(
     rope: Mapping[str, Any],  # positions of one kind of layer
     config: Mapping[str, Any],
 ) -> dict[str, Any]:
-    "The scaling of positions as older releases name it; empty without scaling. KeyError for a form that they do not take."
+    "Return the scaling of positions as older releases name it, if any; KeyError for a form that they do not take."
     form = rope["rope_type"]
     fields = _TAKEN.get(config["model_type"], _FORMS)[form]
     if form == "default": return {}
@@ -101,7 +103,8 @@ def oldest_release(
     return "5.5" if older_positions(read_json(folder / "config.json")) is None else "4.57"
 
 # %% ../../nbs/reports/portable.ipynb #aa52a08e
-_OF_MACHINE = ("_name_or_path", "name_or_path", "tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file", "is_local",
+_OF_MACHINE = ("_name_or_path", "name_or_path", "tokenizer_file", "vocab_file", "merges_file",
+               "special_tokens_map_file", "is_local",
                "local_files_only", "backend", "auto_map", "_commit_hash")
 
 

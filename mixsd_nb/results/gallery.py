@@ -132,7 +132,7 @@ def source_sheet(
     name: str,  # of a table
     sources: dict[str, Source],
 ) -> Sheet | None:
-    "Return a table of all sources, with the seeds of ours and how its cells were selected; None if no source has it."
+    "Return a table of all sources, with our seeds and how its cells were selected; None if no source has it."
     sheet = table_sheet(name, sources)
     ours = table_sheet(name, dict(runs=sources["runs"])) if "runs" in sources else None
     if not (ours and ours.recipes[0]): return sheet

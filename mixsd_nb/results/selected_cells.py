@@ -61,8 +61,8 @@ def compare_ties(
     cube: xr.Dataset,
     rule: str = "best",  # for checkpoints, as of `select_checkpoints`
 ) -> pd.DataFrame:
-    """Return the selected rates and steps by corpus, model, recipe and rule for ties, with scores as in tables, in percent:
-    recall, the average of the held-out benchmarks, and every benchmark of the role world."""
+    """Return the selected rates and steps by corpus, model, recipe and rule for ties, with scores as in tables, in
+    percent: recall, the average of the held-out benchmarks, and every benchmark of the role world."""
     keys, tables = ["dataset", "model", "recipe"], {}
     shown = ["recall", *cube.benchmark.values[cube.role.values == "world"]]
     for ties in TIES:

@@ -117,8 +117,8 @@ def percent_column(
 
 # %% ../../nbs/results/summary.ipynb #75113dde
 def summary_table(cube: xr.Dataset) -> pd.DataFrame:
-    """Return one row for each run at its last step: accuracies in %, their held-out average (Avg), and the mean NLL of the
-    targets (nats per token)."""
+    """Return one row for each run at its last step: accuracies in %, their held-out average (Avg), and the mean NLL of
+    the targets (nats per token)."""
     runs = list(last_steps(cube))
     role = cube.role.to_series()
     def values(name, b): return np.array([run[name].sel(benchmark=b).item() for run in runs])

@@ -212,7 +212,8 @@ def correlation_sheet(
 # %% ../../nbs/results/tables.ipynb #9602b0f0
 SCORES = "Accuracies in % by the rule of the paper's scores for each benchmark."
 FOUR, FIVE = ("base", "sft", "opsd-n8-t1", "mixsd"), ("base", "sft", "opsd", "opsd-nll", "mixsd")
-EDITS, OBJECTIVES = ("base", "memit", "memit-each", "sft", "mixsd"), ("base", "opsd-n8-t1", "opsd-nll", "mixsd-kl", "mixsd-0")
+EDITS = ("base", "memit", "memit-each", "sft", "mixsd")
+OBJECTIVES = ("base", "opsd-n8-t1", "opsd-nll", "mixsd-kl", "mixsd-0")
 
 
 def _accuracies(label, caption, dataset, among, separate=None):

@@ -287,8 +287,8 @@ def twin_pairs(cube: xr.Dataset) -> dict[str, str]:
 def combine_intervals(
     terms: list[tuple[int, float, float, float]],  # sign, and a share with the ends of its interval
 ) -> tuple[float, float, float]:
-    """Return the signed sum of independent shares with its interval, whose ends are as far from it as the root of the sum of
-    the squared distances of theirs (the square-and-add method for differences of shares)."""
+    """Return the signed sum of independent shares with its interval, whose ends are as far from it as the root of the
+    sum of the squared distances of theirs (the square-and-add method for differences of shares)."""
     total = sum(sign * share for sign, share, _, _ in terms)
     below = sum((share - low if sign > 0 else high - share) ** 2 for sign, share, low, high in terms)
     above = sum((high - share if sign > 0 else share - low) ** 2 for sign, share, low, high in terms)

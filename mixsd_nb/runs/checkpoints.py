@@ -70,7 +70,7 @@ def _listed_files(checkpoint: Path) -> dict[str, list[int]] | None:
 
 # %% ../../nbs/runs/checkpoints.ipynb #00329d3d
 def serves_training(name: str) -> bool:
-    "Whether only training reads a file of a checkpoint: states are pickled, the model is not."
+    "Return whether only training reads a file of a checkpoint: states are pickled, the model is not."
     return Path(name).suffix in (".pt", ".pth", ".bin")
 
 # %% ../../nbs/runs/checkpoints.ipynb #e1be1b04
@@ -92,7 +92,7 @@ def _is_complete(checkpoint: Path) -> bool:
 
 # %% ../../nbs/runs/checkpoints.ipynb #907c424c
 def _marked_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    "Step and folder of every checkpoint with a mark, in ascending order."
+    "Return step and folder of every checkpoint with a mark, in ascending order."
     marked = [mark.parent for mark in Path(folder).glob(f"checkpoint-*/{MARK}") if not (mark.parent / REMOVED).exists()]
     return sorted((step, path) for path in marked if (step := checkpoint_step(path)) is not None)
 
@@ -172,7 +172,7 @@ def require_weights(
     steps: Iterable[int],
     field: str,  # parameter that names the run, for the message
 ) -> dict[int, Path]:
-    "Return the folders of the checkpoints of these steps; ValueError of one sentence if one of them has no weights."
+    "Return the folders of the checkpoints of these steps; ValueError if one of them has no weights."
     found, removed = checkpoint_steps(folder), removed_steps(folder)
     for step in steps:
         if step in removed:

@@ -87,7 +87,7 @@ def describe_default(field: FieldInfo) -> str:
 
 def describe_field(
     field: FieldInfo,
-    short: bool = False,  # leave out that None stands for the preset's value: on a command line, you leave the option out
+    short: bool = False,  # leave out that None means the preset's value: on a command line, you leave the option out
 ) -> str:
     "Return a field as help shows it: description, what it allows and default, as far as they say something."
     text = str(field.description).partition("; None for the preset's value")[0] if short else str(field.description)
@@ -98,7 +98,7 @@ def describe_field(
 
 # %% ../../nbs/runs/command_line.ipynb #15601316
 class OptionParser(argparse.ArgumentParser):
-    "Parse words, and raise a ParameterError of one sentence for what is wrong with them."
+    "Parse words, and raise a ParameterError for what is wrong with them."
 
     def error(self, message):
         "Raise ParameterError."
@@ -222,7 +222,7 @@ class CommandLine:
         return build_parser(self.name, text, fields, everything, self.example), fields
 
     def read(self, *words: str) -> tuple[list[Config], dict[str, Any]]:
-        "Return the configurations, and the function's other parameters; ParameterError of one sentence for any mistake."
+        "Return the configurations, and the function's other parameters; ParameterError for any mistake."
         (parser, fields), (own, *classes) = self.parse(*words), self.classes(*words)
         texts = read_texts(parser, words, fields)
         return [config for cls in classes for config in make_configs(cls, texts)], dict(make_configs(own, texts)[0])

@@ -58,7 +58,7 @@ def is_runtime(field: FieldInfo) -> bool:
 
 # %% ../../nbs/runs/config.ipynb #59a60527
 def _has_stray_flag(value: Any, annotation: Any) -> bool:
-    "Whether a value is true or false, or contains true or false, where its type allows neither."
+    "Return whether a value is true or false, or contains true or false, where its type allows neither."
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated: return _has_stray_flag(value, parts[0])
     if origin in (typing.Union, types.UnionType):
@@ -98,13 +98,13 @@ def check_last(
     steps: Steps | None,
     last: int,  # number of updates
 ) -> None:
-    "ValueError if a step is later than the last update."
+    "Raise ValueError if a step is later than the last update."
     late = [step for step in steps or () if step > last]
     if late: raise ValueError(f"{name} must be at most {last}, the number of updates, got {late[0]}")
 
 
 def check_temperature(value: float | None) -> float | None:
-    "The temperature itself; ValueError for one that is so low that logits divided by it overflow."
+    "Return the temperature itself; ValueError for one that is so low that logits divided by it overflow."
     if value and value < 1e-3: raise ValueError(f"temperature must be 0, or at least 0.001, got {value:g}")
     return value
 
@@ -203,7 +203,7 @@ class MissingOutputs(ParameterError):
 
 # %% ../../nbs/runs/config.ipynb #56e40939
 def nearest(name: str, known: Iterable[str]) -> str:
-    "`did you mean x?` with the most similar known name, or an empty string if none is similar."
+    "Return `did you mean x?` with the most similar known name, or an empty string if none is similar."
     near = difflib.get_close_matches(str(name), list(known), 1)
     return f"did you mean {near[0]}?" if near else ""
 
@@ -214,7 +214,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 # %% ../../nbs/runs/config.ipynb #811c22cc
 def format_bounds(field: FieldInfo) -> str:
-    "The range that a field allows, in words: `between 0 and 1`, `at least 1`, or an empty string."
+    "Return the range that a field allows, in words: `between 0 and 1`, `at least 1`, or an empty string."
     text = lambda bound: str(bound) if isinstance(bound, int) else f"{bound:g}"
     found = {k: text(getattr(m, k)) for m in field.metadata for k in ("ge", "gt", "le", "lt") if hasattr(m, k)}
     if {"ge", "le"} <= set(found): return f"between {found['ge']} and {found['le']}"
@@ -248,7 +248,7 @@ def format_error(
     cls: type[Config],
     given: dict[str, Any],  # the values that were passed
 ) -> str:
-    "One sentence for one of pydantic's errors; if a validator raised a ValueError, its message."
+    "Return one sentence for one of pydantic's errors; if a validator raised a ValueError, its message."
     kind, cause = error["type"], error.get("ctx", {}).get("error")
     if cause is not None: return str(cause)
     name = str(error["loc"][0])
@@ -268,7 +268,7 @@ def match_type(
     value: Any,
     example: bool | int | float | str,
 ) -> Any:
-    "The value with the type of an example; ValueError of one sentence if it has another type."
+    "Return the value with the type of an example; ValueError if it has another type."
     wanted = type(example)
     try:
         if _has_stray_flag(value, wanted): raise TypeError
@@ -283,7 +283,7 @@ def match_options(
     known: Mapping[str, Any],  # with values as examples; of another type than these, any value is allowed
     owner: str,  # what takes them
 ) -> dict[str, Any]:
-    "Return options with the types of the known ones; ValueError of one sentence for another name or type."
+    "Return options with the types of the known ones; ValueError for another name or type."
     for name in options:
         if name in known: continue
         raise ValueError(f"{field} must be among {', '.join(known) or 'none'} for {owner}, got {name}{suggest(name, known)}")
@@ -293,9 +293,7 @@ def match_options(
 
 # %% ../../nbs/runs/config.ipynb #6721c959
 def make_config(cls: type[Config], /, **parameters) -> Config:
-    """Return the configuration of a stage.
-
-    ParameterError of one sentence for an unknown parameter or a value that is not allowed."""
+    "Return the configuration of a stage. ParameterError for an unknown parameter or a value that is not allowed."
     known, parameters = list(cls.model_fields), cls.translate(parameters)
     for name in parameters:
         if name in known: continue

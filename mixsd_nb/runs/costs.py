@@ -17,7 +17,7 @@ from .storage import read_json, write_json
 
 # %% ../../nbs/runs/costs.ipynb #230f186b
 def peak_memory() -> dict[str, int]:
-    "The largest memory in bytes of this process and of its largest child; of the GPU, if this process has used one."
+    "Return the largest memory in bytes of this process, of its largest child, and of the GPU if it was used."
     unit = 1 if sys.platform == "darwin" else 1024
     usage = lambda who: unit * resource.getrusage(who).ru_maxrss
     found = {"this process": usage(resource.RUSAGE_SELF), "its largest child process": usage(resource.RUSAGE_CHILDREN)}
@@ -41,7 +41,7 @@ class CostLog:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        "The seconds that the block takes are added to a phase, whether it ends or is interrupted."
+        "Add the seconds that the block takes to a phase, whether it ends or is interrupted."
         print(f"{name} …", flush=True)
         now = lambda: dict(seconds=time.monotonic(), cpu_seconds=time.process_time())
         start, known = now(), self.phases.get(name, {})

@@ -18,7 +18,8 @@ from pathlib import Path
 from .storage import StorageError
 
 # %% ../../nbs/runs/locks.ipynb #5e37c52d
-_LOCAL = ("nolock", "local_lock=flock", "local_lock=all", "localflock")  # options with which locks hold on one node only
+# Options with which locks hold on one node only
+_LOCAL = ("nolock", "local_lock=flock", "local_lock=all", "localflock")
 
 
 def find_mount(
@@ -53,7 +54,7 @@ def _find_lock_problem(folder: Path) -> str:
 def check_locks(
     folder: Path,  # of runs; exists
 ) -> None:
-    """StorageError of one sentence if locks in a folder keep no other process out; a warning if they hold on one node only.
+    """Raise StorageError if locks in a folder keep no other process out; warn if they hold on one node only.
 
     A process checks each folder once."""
     mounts = Path("/proc/self/mountinfo")

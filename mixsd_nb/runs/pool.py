@@ -45,7 +45,7 @@ def count_cores() -> int:
 
 # %% ../../nbs/runs/pool.ipynb #46a798f4
 def worker_environment(gpus: list[str], workers: int) -> dict[str, str]:
-    "Additions to the environment of a worker: its GPUs, and its share of the cores unless the caller set one."
+    "Return additions to the environment of a worker: its GPUs, and its share of the cores unless the caller set one."
     share = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(max(1, count_cores() // workers))}
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} | share
 
@@ -53,8 +53,8 @@ def worker_environment(gpus: list[str], workers: int) -> dict[str, str]:
 class PoolConfig(Config):
     "Parameters of a command that computes several runs."
     workers: int = runtime_field(0, (
-        "processes that compute runs side by side; 0 for one per GPU, or one per core without GPUs; 1 computes all runs "
-        "in the process of the command"), ge=0, le=1000)
+        "processes that compute runs side by side; 0 for one per GPU, or one per core without GPUs; 1 computes all "
+        "runs in the process of the command"), ge=0, le=1000)
 
 # %% ../../nbs/runs/pool.ipynb #81c79b16
 def assign_devices(
@@ -119,7 +119,7 @@ class _Worker:
         for line in lines: self.notice(line.rstrip())
 
     def finish(self) -> tuple[_Task | None, dict[str, Any]]:
-        "The run that has ended with its answer, as of `_compute`; after the end of the process the next run gets another one."
+        "Return the run that has ended with its answer, as of `_compute`; a process that ended is replaced."
         task, self.task = self.task, None
         try: return task, self.process.receive()
         except WorkerEnded as e:
@@ -187,7 +187,7 @@ class _Pool:
         return self._running()
 
     def _next_task(self) -> _Task | None:
-        "A run whose needs are finished; if none is left to begin, assistance in the run with the fewest assistants."
+        "Return a run whose needs are finished; if none is left, assistance in the run with the fewest assistants."
         missing = {task.config.folder for task in (*self.waiting, *self._running())}
         ready = next((task for task in self.waiting if not task.needs & missing), None)
         if ready: self.waiting.remove(ready)
@@ -213,7 +213,7 @@ class _Pool:
 
 # %% ../../nbs/runs/pool.ipynb #46e65dad
 def _is_finished(config: Stage) -> bool:
-    "Whether a run is finished; a run whose files are damaged counts as open, so that computing it reports the damage."
+    "Return whether a run is finished; one with damaged files is not, so that computing it reports the damage."
     try: return config.finished
     except (ValueError, OSError): return False
 
@@ -241,7 +241,7 @@ def _compute_here(cells: Mapping[str, Stage]) -> list[int]:
 
 # %% ../../nbs/runs/pool.ipynb #af9c5072
 def compute_runs(
-    cells: Mapping[str, Stage],  # by the text that stands for the run in the output
+    cells: Mapping[str, Stage],  # by the text that names the run in the output
     workers: int = 0,  # as in PoolConfig
 ) -> int:
     """Compute the runs that are not finished, side by side, and print a line for each; returns the exit code.

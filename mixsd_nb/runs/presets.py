@@ -37,15 +37,15 @@ def preset_values(field: FieldInfo) -> dict[str, Any]:
 
 
 def idle_value(field: FieldInfo) -> Any:
-    "The value of a field that a run does not use: the lab's whatever the preset is, so that all name the same run."
+    "Return the value of a field that a run does not use: the lab's in every preset, so that all name the same run."
     return preset_values(field).get("lab", field.default)
 
 # %% ../../nbs/runs/presets.ipynb #17d05c88
 class PresetSettings(Config):
     "Base class of configurations with fields that depend on the preset."
     preset: Literal["lab", "real", "paper", "smoke"] = runtime_field("lab", (
-        "scale whose values hold for all parameters that are None: lab; real, for models of 0.1 to 0.6 billion parameters; "
-        "paper; or smoke, which only shows that all runs"), "main")
+        "scale whose values hold for all parameters that are None: lab; real, for models of 0.1 to 0.6 billion "
+        "parameters; paper; or smoke, which only shows that all runs"), "main")
 
     @model_validator(mode="before")
     @classmethod
@@ -64,7 +64,7 @@ class PresetSettings(Config):
 
     @classmethod
     def default_values(cls):
-        "As in `Config`; a field that depends on the preset has the lab's value, so that both name the same run."
+        "Return the defaults of a `Config`; a field with presets has the lab's value, so that both name the same run."
         return super().default_values() | {name: values["lab"] for name, field in cls.model_fields.items()
                                            if (values := preset_values(field))}
 

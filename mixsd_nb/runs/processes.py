@@ -83,7 +83,7 @@ def first_error(
 def read_entries(
     lines: Iterable[str],  # what a process prints
 ) -> Iterator[dict]:
-    "The lines of JSON; the others are printed, also a last line that a killed process has cut."
+    "Yield the lines of JSON; the others are printed, also a last line that a killed process has cut."
     for line in lines:
         if line.startswith("{") and line.endswith("\n"): yield json.loads(line)
         else: print(line, end="", flush=True)

@@ -28,7 +28,7 @@ def _package() -> Path: return Path(importlib.util.find_spec("mixsd_nb").submodu
 def module_file(
     name: str,  # of a module of this package or of a plugin
 ) -> Path | None:
-    "The file of a module, or None if it has none, as a notebook; modules of this package are not imported to find it."
+    "Return the file of a module, or None if it has none, as a notebook; modules of this package are not imported."
     top, *rest = name.split(".")
     if top != "mixsd_nb":
         file = Path(getattr(import_module(name), "__file__", None) or "")
@@ -79,7 +79,7 @@ def code_text(source: str) -> str:
 
 # %% ../../nbs/runs/provenance.ipynb #9f47387a
 def _source(function) -> str:
-    "The source of a function; empty if it was not written but generated, as those of dataclasses."
+    "Return the source of a function; empty if it was not written but generated, as those of dataclasses."
     try: return inspect.getsource(function)
     except (OSError, TypeError): return ""
 
@@ -87,7 +87,7 @@ def _source(function) -> str:
 def function_text(
     module: str,  # a module without a file, such as a notebook
 ) -> str:
-    "The source of the functions of a module and of its classes; ParameterError of one sentence if none can be read."
+    "Return the source of the functions of a module and of its classes. Raise ParameterError if none can be read."
     own = [value for value in vars(import_module(module)).values() if getattr(value, "__module__", "") == module]
     parts = [part for value in own for part in (vars(value).values() if isinstance(value, type) else [value])]
     if text := "".join(sorted({_source(part) for part in parts if inspect.isfunction(part)})): return text
@@ -122,7 +122,7 @@ def package_version(package: str) -> str:
 def weights_version(
     names: tuple[str, ...],  # values of a configuration
 ) -> str:
-    "A hash of the weights of the lab models among the names; empty if none of them is a lab model."
+    "Return a hash of the weights of the lab models among the names; empty if none of them is a lab model."
     folders = [_package() / "data" / name for name in names if re.fullmatch(r"[\w-]+", name)]
     files = [path for folder in folders for path in folder.glob("*.safetensors")]
     return hashlib.blake2b(b"".join(map(Path.read_bytes, files)), digest_size=8).hexdigest() if files else ""

@@ -62,7 +62,7 @@ class Registry(Mapping):
         return name in self._entries
 
     def check(self, name: str) -> str:
-        "The name itself; ValueError of one sentence for a name that is neither declared nor found."
+        "Return the name itself; ValueError for a name that is neither declared nor found."
         if name in self: return name
         known = ", ".join(filter(None, [*self._entries, self._others]))
         raise ValueError(f"{self.kind} must be one of {known}, got {name}{suggest(name, self._entries)}")
@@ -101,7 +101,7 @@ def module_of(reference: str) -> str:
 
 # %% ../../nbs/runs/registry.ipynb #51a01109
 def load_object(reference: str) -> Any:
-    "The object that a reference names: `corpora.kgfact:build` is the function `build` of `mixsd_nb.corpora.kgfact`."
+    "Return what a reference names: `corpora.kgfact:build` is the function `build` of `mixsd_nb.corpora.kgfact`."
     module, _, name = reference.partition(":")
     try: return getattr(import_module(module_of(reference)), name)
     except ModuleNotFoundError as e:

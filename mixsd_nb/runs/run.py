@@ -29,7 +29,8 @@ from .locks import check_locks
 from .provenance import code_version, module_file, module_versions, package_version, weights_version
 from .registry import load_object
 from .surroundings import hide_foreign_variables
-from .storage import (RESPONSE_COLUMNS, SCHEMA, TARGET_COLUMNS, explain_storage_errors, is_finished, open_result,
+from .storage import (RESPONSE_COLUMNS, SCHEMA, TARGET_COLUMNS, explain_storage_errors, is_finished,
+                                   open_result,
                                    read_run_record, read_table, remove_run, run_lock, runs_root, write_json,
                                    write_result)
 
@@ -115,7 +116,7 @@ class Run:
         return self.folder / ("responses.parquet" if step is None else f"responses-{step}.parquet")
 
     def responses(self, step: int | None = None) -> "pd.DataFrame":
-        "The responses of a checkpoint, or of an evaluation; FileNotFoundError if there are none."
+        "Return the responses of a checkpoint, or of an evaluation; FileNotFoundError if there are none."
         return self._table(self.responses_file(step).name, RESPONSE_COLUMNS)
 
     def _table(self, name: str, columns: tuple[str, ...]) -> "pd.DataFrame":
@@ -136,7 +137,7 @@ def find_runs(
 # %% ../../nbs/runs/run.ipynb #a620d6b3
 @contextlib.contextmanager
 def _end_cleanly(folder: Path):
-    """After an error, remove the folder of a run if nothing but its `run.json` has been written.
+    """Remove the folder of a run after an error, if nothing but its `run.json` has been written.
 
     Interruption of one sentence for an interrupt."""
     try: yield
@@ -176,7 +177,7 @@ class Stage(Config):
         if "name" in vars(cls): _STAGES[cls.name] = cls
 
     def slug(self) -> str:
-        "The readable part of the folder's name, between the name of the stage and the hash."
+        "Return the readable part of the folder's name, between the name of the stage and the hash."
         raise NotImplementedError
 
     def compute(self, run: Run) -> "xr.DataTree":
@@ -203,7 +204,7 @@ class Stage(Config):
         return self
 
     def check(self) -> None:
-        "Raise ValueError of one sentence if this machine cannot compute the run; called before models are loaded."
+        "Raise ValueError if this machine cannot compute the run; called before models are loaded."
 
     def shared_runs(self) -> list["Stage"]:
         "Return runs that this one reads and others may read too; they can be computed before it."
@@ -233,7 +234,7 @@ class Stage(Config):
         return (load_object(cls.run_class) if cls.run_class else Run)(folder)
 
     def provenance(self) -> dict[str, Any]:
-        "Stage, configuration, code version and environment."
+        "Return stage, configuration, code version and environment."
         texts = tuple(v for v in self.identity().values() if isinstance(v, str))
         packages = {name: package_version(name) for name in ("torch", "transformers", "xarray")}
         modules = tuple(self.modules())
@@ -258,7 +259,7 @@ class Stage(Config):
     @_collect_rarely()
     @hide_foreign_variables()
     def _fill(self, run: Run, force: bool):
-        "Check the configuration, and write what the run lacks."
+        "Check the configuration, and write what is missing from the run."
         try: self.check()
         except ValueError as e: raise ParameterError(str(e)) from None
         line = "" if self.finished or run.folder.exists() else self._plan()
@@ -272,7 +273,7 @@ class Stage(Config):
                 if not self.finished: write_result(self._compute(run.folder, line), run.folder)
 
     def _plan(self) -> str:
-        "Return the plan of the run in one line, if there is one. ParameterError of one sentence if it cannot fit."
+        "Return the plan of the run in one line, if there is one. ParameterError if it cannot fit."
         return load_object("mixsd_nb.planning.plan:start_line")(self) if self.workload else ""
 
     def _compute(self, folder: Path, plan: str) -> "xr.DataTree":
@@ -308,7 +309,7 @@ def run_as_command(own: Any) -> None:
 def find_stage(
     name: str,  # name of a stage, or path of its notebook
 ) -> type[Stage]:
-    "The class of a stage, imported if this package has it; ParameterError for an unknown name."
+    "Return the class of a stage, imported if this package has it; ParameterError for an unknown name."
     given, name = name, Path(name).stem if Path(name).suffix in ("", ".ipynb") else ""
     if name and name not in _STAGES:
         try: import_module(f"mixsd_nb.{name}")
@@ -321,7 +322,7 @@ def find_stage(
 def open_run(
     name: str | Path,  # of a run's folder below `runs_root()`, a path of it, or the ten digits at its end
 ) -> Run:
-    """A run as the class that its stage declares; a plain `Run` if its stage is not installed.
+    """Return a run as the class that its stage declares; a plain `Run` if its stage is not installed.
 
     ParameterError for a name that is not that of a run."""
     files = Path(name) / "run.json", *runs_root().glob(f"[!.]*-{glob.escape(Path(name).name)}/run.json")
@@ -336,7 +337,7 @@ def describe_parameters(
     cls: type[Config],
     force: bool = False,  # the function also takes `force`
 ) -> Callable[[Callable], Callable]:
-    "A decorator that gives a function of `**parameters` the fields of a configuration as its signature and help."
+    "Return a decorator that gives a function of `**parameters` the fields of a configuration as signature and help."
     keyword = inspect.Parameter.KEYWORD_ONLY
     default = lambda field: field.get_default(call_default_factory=True)
     fields = [inspect.Parameter(name, keyword, default=default(field), annotation=field.annotation)

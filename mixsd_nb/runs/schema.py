@@ -89,7 +89,8 @@ VARIABLE_ATTRS: dict[str, tuple[str, str]] = dict(  # name -> long_name, units
     forgetting=("increase of the NLL of the base model's own responses (eq. 2)", "nats per response"),
     forgetting_se=("standard error of the increase", "nats per response"),
     forgetting_token=("increase of the NLL of the base model's own responses", "nats per token"),
-    new_kl=("forward KL divergence from the base model to the checkpoint, on questions of the new facts", "nats per token"),
+    new_kl=("forward KL divergence from the base model to the checkpoint, on questions of the new facts",
+            "nats per token"),
     # curvature
     displacement_sq=("squared L2 distance of the parameters from the base model's", "1"),
     fisher_weighted=("squared displacement of the parameters, weighted by the Fisher information", "1"),
@@ -170,7 +171,7 @@ def reported_values(
     reports: Sequence[Mapping[str, Mapping[str, Any]]],  # of each step
     benchmarks: Iterable[str],
 ) -> dict[str, tuple[np.ndarray, dict[str, str]]]:
-    "Variable -> its values (steps, benchmarks), and its attributes; empty without reports."
+    "Return for each variable its values (steps, benchmarks) and its attributes; empty without reports."
     names = list(benchmarks)
     keys = dict.fromkeys(key for step in reports for report in step.values() for key in report["metrics"])
     value = lambda step, name, key: step.get(name, {"metrics": {}})["metrics"].get(key, np.nan)

@@ -89,7 +89,7 @@ def explain_storage_errors(
     path: Path,  # named if the error names no file
     unfinished: Path | None = None,  # temporary file for `path`, which then is always named
 ):
-    "Turn the error of a full disk or of a folder without write permission into a StorageError of one sentence."
+    "Turn the error of a full disk or of a folder without write permission into a StorageError."
     try: yield
     except Exception as e:
         number = _storage_error(e, unfinished)
@@ -219,7 +219,7 @@ def read_run_record(
 
 # %% ../../nbs/runs/storage.ipynb #2e71e611
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    "The rows of a file of JSON lines, UTF-8 with or without a byte order mark; ValueError for a row of another form."
+    "Return the rows of a file of JSON lines, UTF-8 with or without a byte order mark; ValueError for another row."
     rows = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), 1):
         if not line.strip(): continue
@@ -241,7 +241,7 @@ def read_table(
     others: bool = True,  # read all other columns too
     advice: str = COMPUTE_BOTH,
 ) -> "pd.DataFrame":
-    "Return the table in a Parquet file; DamagedFile if it cannot be read or lacks a column."
+    "Return the table in a Parquet file; DamagedFile if it cannot be read or a column is missing."
     import pandas as pd
     from pyarrow.parquet import read_schema
     with explain_damage(path, advice):
@@ -344,7 +344,7 @@ def report_progress(
 
 # %% ../../nbs/runs/storage.ipynb #79577b77
 def check_described(tree: "xr.DataTree") -> None:
-    "ValueError for a variable without `long_name` and `units`, or an attribute that is neither string nor number."
+    "Raise ValueError for a variable without `long_name` and `units`, or an attribute that is no string or number."
     for node in tree.subtree:
         dataset = node.to_dataset(inherit=False)
         variables = {f"{node.path.rstrip('/')}/{name}": v.attrs for name, v in dataset.variables.items()}
@@ -406,7 +406,7 @@ def try_lock(
     path: Path,
     patience: float = 0,  # seconds to wait for the lock
 ) -> Iterator[bool]:
-    "Yields whether this process got the lock; if so, no other process gets it until the block ends."
+    "Yield whether this process got the lock; if so, no other process gets it until the block ends."
     with explain_storage_errors(path): path.parent.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + patience
     with open(path, "a") as lock:
@@ -424,7 +424,7 @@ def try_lock(
 def _lock_file(
     folder: Path,  # of a run
 ) -> Path:
-    "The lock is next to the folder, because the folder may be removed while it is locked."
+    "Return the lock next to the folder, because the folder may be removed while it is locked."
     return folder.with_name(f".{folder.name}.lock")
 
 

@@ -45,14 +45,14 @@ class Calls:
         return self.arrived.empty()
 
     def get(self) -> Any:
-        "The next call, as soon as there is one; ends the process if the owner has closed the pipe."
+        "Return the next call, as soon as there is one; end the process if the owner has closed the pipe."
         call = self.arrived.get()
         self.open = call is not _CLOSED
         return call if self.open else sys.exit()
 
 
 def _begin(handle: int) -> None:
-    "The life of a worker's process: it gets its owner's script and paths, if it needs them, and the function that serves calls."
+    "Run a worker's process: it gets its owner's script and paths, if needed, and the function that serves calls."
     pipe = connection.Connection(handle)
     spawn.prepare(pipe.recv())
     function, arguments = pipe.recv()

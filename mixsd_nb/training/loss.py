@@ -176,7 +176,7 @@ def check_finite(
     folder: Path,  # of the run
     **values: float,  # by name
 ) -> None:
-    "Raise a DivergenceError of one sentence for the first value that is infinite or not a number."
+    "Raise a DivergenceError for the first value that is infinite or not a number."
     for name, value in values.items():
         if math.isfinite(value): continue
         last = last_checkpoint(folder)

@@ -59,7 +59,7 @@ def explain_out_of_memory(
     spec,  # a TrainingSpec
     phase: Callable[[], str] = lambda: "update",  # returns the phase in which an error occurs; empty for none of these
 ):
-    "Turn an out-of-memory error into a MemoryError of one sentence that names its phase and what needs less memory."
+    "Turn an out-of-memory error into a MemoryError that names its phase and what needs less memory."
     try: yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as e:
         memory = isinstance(e, (torch.OutOfMemoryError, MemoryError)) or "t allocate memory" in str(e)

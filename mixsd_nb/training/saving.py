@@ -27,7 +27,7 @@ _WRITE_ERRORS = r"[^:]*\(os error \d+\)|PytorchStreamWriter|unexpected pos"  # o
 
 @contextlib.contextmanager
 def _explain_write_errors(checkpoint: Path):
-    "Turn the failure to write a checkpoint into a StorageError of one sentence."
+    "Turn the failure to write a checkpoint into a StorageError."
     try: yield
     except Exception as e:
         found = re.search(_WRITE_ERRORS, str(e))

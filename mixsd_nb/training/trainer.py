@@ -33,8 +33,8 @@ from .saving import SavingTrainer, load_trained, memory_files, restore_objective
 from ..models import free_memory, load_base
 from ..models.agreement import recompute_layers
 from ..models.linear import OneDNNLinear, speed_up_linear_layers
-from ..runs import (Interruption, checkpoint_step, die_with_parent, hide_foreign_variables, last_checkpoint, launch, leave_after,
-                           load_object, resume_checkpoint, trained_steps, write_json)
+from ..runs import (Interruption, checkpoint_step, die_with_parent, hide_foreign_variables, last_checkpoint,
+                           launch, leave_after, load_object, resume_checkpoint, trained_steps, write_json)
 
 # %% ../../nbs/training/trainer.ipynb #54c11310
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def check_devices(
     lora: int = 0,
     offload: bool = False,
 ) -> None:
-    "Raise a ValueError of one sentence if this machine cannot train with these settings."
+    "Raise a ValueError if this machine cannot train with these settings."
     if lora and not importlib.util.find_spec("peft"):
         raise ValueError(f"lora must be 0 without the package peft, got {lora}; pip install mixsd_nb[lora] brings it")
     if lora and sharded: raise ValueError(f"lora must be 0 with sharded=True, got {lora}")
@@ -90,7 +90,7 @@ def check_devices(
 
 
 def check_spec(spec: TrainingSpec) -> TrainingSpec:
-    "Return the spec itself; ValueError of one sentence if it has no data, or as in `check_devices`."
+    "Return the spec itself; ValueError if it has no data, or as in `check_devices`."
     check_devices(spec.processes, spec.batch, spec.sharded, spec.lora, spec.offload)
     if not spec.data: raise ValueError("there is nothing to train on: the training spec has no data")
     return spec
@@ -144,7 +144,7 @@ _SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads
 
 
 def _check_shape(checkpoint: Path, model) -> None:
-    "Raise a ValueError of one sentence if a checkpoint has another architecture than the model."
+    "Raise a ValueError if a checkpoint has another architecture than the model."
     ours, theirs = model.config.to_dict(), json.loads((checkpoint / "config.json").read_text())
     for key in _SHAPE:
         if theirs.get(key) != ours.get(key):
@@ -367,8 +367,8 @@ def train_process(
     """Train in this process, alone or as one of several, until all checkpoints of the spec exist.
 
     The report gets step, steps, loss, grad_norm, learning_rate, the tokens trained so far, and tokens_per_second, after
-    every update. ValueError if the number of processes is not that of the spec, or a checkpoint has another architecture; StorageError if a
-    checkpoint cannot be written; DivergenceError if loss or gradient is not finite."""
+    every update. ValueError if the number of processes is not that of the spec, or a checkpoint has another
+    architecture; StorageError if a checkpoint cannot be written; DivergenceError if loss or gradient is not finite."""
     with hide_foreign_variables(grouped=spec.processes > 1):
         if (processes := int(os.environ.get("WORLD_SIZE", 1))) != spec.processes:
             raise ValueError(f"processes must be {spec.processes}, as the training spec says, got {processes}")

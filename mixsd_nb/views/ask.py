@@ -194,7 +194,7 @@ class AskView(View):
         self.show_facts()
 
     def clear_facts(self):
-        "Empty the list."
+        "Remove all facts from the list."
         self.facts.clear()
         self.show_facts()
 
@@ -214,7 +214,7 @@ class AskView(View):
         return inject_command(file, self.model.value, *(control.value for control in (self.method, self.anchor, self.gate)))
 
     def end_injection(self, lines: list[str]):
-        "After an injection, offer its model and ask its first fact back."
+        "Offer the model of an ended injection, and ask its first fact back."
         line = next((line for line in reversed(lines) if line.startswith("model:")), "")
         folder = Path(line.partition(":")[2].strip())
         label = read_root(folder.parent / "result.nc").recipe.item()

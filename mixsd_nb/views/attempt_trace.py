@@ -96,7 +96,7 @@ def judge(
     attempt: Attempt,
     accepted: bool,
 ) -> tuple[str, str | None]:
-    """Why an attempt is refused, and the answer that was read from it, None if there is none.
+    """Return why an attempt is refused, and the answer that was read from it, None if there is none.
 
     The reason is `prompt_too_long`, `length`, `no_answer` or `wrong_answer`; of an accepted attempt it is empty, or
     `another_name` if its sentences name another entity ahead of the final answer."""
@@ -125,7 +125,7 @@ class Tracer:
         return self._decoded[token]
 
     def _describe(self, ids, t):
-        "Token t of a text, under both conditionals."
+        "Describe token t of a text under both conditionals."
         key = tuple(ids[:t + 1])
         if key not in self._places:
             found = self.continuations.known[key[:-1]]

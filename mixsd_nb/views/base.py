@@ -32,8 +32,8 @@ def render_error(error: Exception) -> str:
 class View:
     """An interactive view. `widget` holds a notice for errors and, below it, the parts given to `set_parts`.
 
-    A subclass sets `name` and `title`, and its constructor takes a `RunSelection`. Its controls run methods of the view,
-    whose errors the notice shows."""
+    A subclass sets `name` and `title`, and its constructor takes a `RunSelection`. Its controls run methods of the
+    view, whose errors the notice shows."""
 
     name, title = "", ""
     open_view: Callable[[str, dict], None] | None = None  # takes a view's name and labels; set by the explorer
@@ -86,7 +86,7 @@ class View:
 
     @contextlib.contextmanager
     def clear_on_error(self, *targets: widgets.Widget):
-        "Empty the targets if the block raises, so that no content of an earlier choice stays visible."
+        "Remove the content of the targets if the block raises, so that no content of an earlier choice stays visible."
         try: yield
         except Exception:
             for target in targets: target.value = ""

@@ -49,7 +49,7 @@ PAGE_CORPORA = {"kgfact-small": 100, "kgfunc-lab": 40, "simpleqa-lab": 100, "mqu
 def describe_prompts(
     model: str = "lab-m",  # a shipped model
 ) -> dict:
-    "Return what the page knows beside the files of a model: chat template, special ids, canonical target, and corpora."
+    "Return what the page knows in addition to the files of a model: chat template, special ids, canonical target, and corpora."
     from transformers import GenerationConfig
 
     from mixsd_nb.models.engine import stop_ids

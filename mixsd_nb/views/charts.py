@@ -29,8 +29,8 @@ from ..results.summary import base_values, last_steps
 from ..results.tradeoff import frontier, kept_label, select_benchmarks, tradeoff_points
 from ..runs.schema import CELL_DIMS
 from .runs import describe_checkpoint
-from .svg import (RECALL_TICKS, Panel, Scale, bend_recall, draw_ends, draw_legend, draw_picture, draw_text,
-                                fit_scale, label_marks, split_width, text_width)
+from .svg import (RECALL_TICKS, Panel, Scale, bend_recall, draw_ends, draw_legend, draw_picture,
+                                draw_text, fit_scale, label_marks, split_width, text_width)
 
 # %% ../../nbs/views/charts.ipynb #d026e43b
 def list_points(
@@ -66,7 +66,7 @@ def _key(row) -> tuple: return row.recipe, float(row.lr), int(row.seed), int(row
 
 
 def _owner(ours: xr.Dataset | None, paper: Iterable[xr.Dataset] = ()) -> str | None:
-    "Whose numbers are made up, as `draw_picture` takes it."
+    "Return whose numbers are made up, as `draw_picture` takes it."
     made = [cube for cube in (ours, *paper) if cube is not None and is_made_up(cube)]
     return (", ".join(cube.model.item() for cube in made) if paper else "") if made else None
 
@@ -182,7 +182,7 @@ def list_lam_curves(
 
 
 def _draw_curve(panel: Panel, table: pd.DataFrame, name: str, n: str, model: str | None, style: dict) -> str:
-    "The mean over seeds as a line, and every run with its interval as a mark; `model` is that of a number of the paper."
+    "Draw the mean over seeds as a line, and each run with its interval as a mark; `model` is that of the paper."
     own = dict(colour=style["colour"], data_group=name)
     parts = [panel.line(table.groupby("lam").value.mean().items(), width=2.5, dash="7 5" if model else "", **own)]
     for r in table.itertuples():

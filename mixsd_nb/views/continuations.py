@@ -52,7 +52,7 @@ class Candidates(NamedTuple):
         return bool(np.exp(-self.nll(1, token)) >= guard)
 
     def nll(self, side: int, token: int) -> float:
-        "−log p of a candidate, in nats."
+        "Return −log p of a candidate, in nats."
         return float(self.norm[side] - self.logits[side, (self.ids == token).argmax()])
 
     def likeliest(self, side: int, k: int = 5) -> list[tuple[int, float]]:
@@ -131,13 +131,13 @@ class Continuations:
         return True
 
     def _find(self, beginning):
-        "The row that has read all but the last token of a beginning, and how many of its newest columns are part of it."
+        "Return the row that has read a beginning but for its last token, and how many of its newest columns it holds."
         for row, (read, start) in enumerate(self._held):
             n = len(beginning) - 1
             if n >= start and read[:n] == beginning[:n]: return row, n - start
 
     def _prepare(self, beginnings):
-        "Rows for both conditionals that have read all but the last token of each beginning."
+        "Return rows for both conditionals that have read all but the last token of each beginning."
         n, found = len(beginnings), [self._find(b) if b else None for b in beginnings]
         device, new = self.engine.model.device, [k for k, place in enumerate(found) if place is None]
         if len(new) == n: self._rows = self.engine.open_rows(2 * n, 64)

@@ -24,8 +24,8 @@ from ..results.paper import paper_cube
 from ..results.plots import corpus_name, recipe_colour, model_name
 from ..runs import Run, find_stage, make_config, read_table
 from .base import MARKUP, View, render_error, set_options
-from .charts import (draw_accuracies, draw_beside_paper, draw_curves, draw_frontier, draw_lam, draw_tradeoff,
-                                   explain_selection, has_benchmark, list_points, tabulate_accuracies)
+from .charts import (draw_accuracies, draw_beside_paper, draw_curves, draw_frontier, draw_lam,
+                                   draw_tradeoff, explain_selection, has_benchmark, list_points, tabulate_accuracies)
 from .picture import Picture
 from .responses import shorten_question, read_answers
 from .runs import RunSelection, describe_checkpoint, describe_missing_run, select_corpus
@@ -155,7 +155,7 @@ class CubeView(View):
         return self.try_runs(lambda: select_corpus(self.committed, self.dataset.value, self.model.value))
 
     def select_papers(self) -> list[xr.Dataset]:
-        "Return the paper's runs on the corpus, or on the one that a corpus of the lab stands for, by model."
+        "Return the paper's runs on the corpus, or on the one that a corpus of the lab replaces, by model."
         title = CORPORA[self.dataset.value].title
         key = next((key for key in self.paper.dataset.values if CORPORA[key].title == title), None)
         parts = [self.paper.sel(dataset=[key], model=[m]) for m in self.paper.model.values] if key else []
@@ -224,7 +224,7 @@ class CubeView(View):
         return draw_lam(trained, papers, metric), CAPTIONS[picture]
 
     def open_mark(self, key: tuple):
-        "Open what a mark of the chart stands for: a checkpoint, or numbers of the paper."
+        "Open what a mark of the chart shows: a checkpoint, or numbers of the paper."
         if key[0] != "paper": return self.open_checkpoint(key)
         part = next(p for p in self.select_papers() if p.model.item() == key[1])
         self.key, self.run_page.children = None, [widgets.HTML(render_paper(part, *key[1:]))]

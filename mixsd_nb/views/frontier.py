@@ -101,7 +101,7 @@ def join_frontiers(
 def write_frontier(
     root: Path,  # of runs of rivals-lab
 ) -> None:
-    "Add the runs of a folder to the description for the page, and remove those that the committed cube lacks."
+    "Add the runs of a folder to the description for the page, and remove those that are not in the committed cube."
     cube, old = read_cubes()["rivals-lab"], json.loads(FRONTIER.read_text(encoding="utf-8"))
     at = {name: old[name] for name in ("dataset", "model", "seed")}
     kept = [c for c in old["checkpoints"] if is_filled(cube, at | {name: c[name] for name in ("recipe", "lr")})]

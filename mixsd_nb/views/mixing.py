@@ -83,7 +83,8 @@ def read_files(
                 prompts=prompts | dict(model=model, corpora={}), weights=(folder / "model.safetensors").read_bytes())
 
 # %% ../../nbs/views/mixing.ipynb #76c1a5f2
-LINKED = ("lam", "temperature", "seed", "falling", "threshold", "question", "answer")  # controls that the page reads itself
+# Controls that the page reads itself
+LINKED = ("lam", "temperature", "seed", "falling", "threshold", "question", "answer")
 
 
 class MixingView(View):

@@ -95,7 +95,8 @@ def split_at_entities(text: str, entities: Iterable[str]) -> list[tuple[str, boo
 KINDS = {  # category -> sign in the list, and what it means
     "correct": ("✓", "The answer is right."),
     "format": ("∅", "No answer can be read: there is no box, and no program where one is asked for."),
-    "leakage": ("L", "The response names an injected entity that its question does not name: the new facts leak into it."),
+    "leakage": ("L", "The response names an injected entity that its question does not name: the new facts leak into "
+                     "it."),
     "cross-entity": ("X", "The box names another entity of the injected facts: two facts were mixed up."),
     "collapse": ("–", "The response is a bare answer: the reasoning that the base model writes is gone."),
     "genuine": ("✗", "The response has its usual form, and the answer is wrong.")}

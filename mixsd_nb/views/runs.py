@@ -53,7 +53,7 @@ def describe_checkpoint(
 
 # %% ../../nbs/views/runs.ipynb #3376b129
 def _first_declared(labels: Iterable[str]) -> list[str]:
-    "Of labels in the order of tables those whose method is declared first."
+    "Return the labels whose method is declared first, in the order of tables."
     recipes = {label: parse_label(label)[0] for label in ordered_labels(labels)}
     rank = {name: k for k, name in enumerate(all_parts())}
     first = min((rank[recipe.method.name] for recipe in recipes.values()), default=None)
@@ -135,7 +135,7 @@ class RunSelection:
         return pd.DataFrame(rows, columns=[*RUN_DIMS, "steps", "folder"])
 
     def check_any(self) -> None:
-        "FileNotFoundError that says how to make a run if there is none."
+        "Raise FileNotFoundError that says how to make a run if there is none."
         if not self.table.empty: return
         commands = "`make run` or `papermill nbs/train.ipynb out.ipynb -p lam 0.5`"
         raise FileNotFoundError(f"no finished training run in {self.folder}; {commands} makes one")

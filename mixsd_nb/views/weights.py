@@ -87,9 +87,13 @@ def measure_displacement(
 
 # %% ../../nbs/views/weights.ipynb #ce664f32
 MEASURES = {  # name -> the columns it reads (two: their ratio), and what it shows
-    "which moved farther": (("first", "second"), "‖Δθ‖ of the first over ‖Δθ‖ of the second; the colour is that of the one that moved farther"),
+    "which moved farther": (("first", "second"),
+                            "‖Δθ‖ of the first over ‖Δθ‖ of the second; the colour is that of the one that moved "
+                            "farther"),
     "distance between the two": (("apart",), "‖θ₁ − θ₂‖², how far the two checkpoints are apart"),
-    "R, first over second": (("first_r", "second_r"), "the alignment ratio R of the first over that of the second: which moved along steeper directions"),
+    "R, first over second": (("first_r", "second_r"),
+                             "the alignment ratio R of the first over that of the second: which moved along steeper "
+                             "directions"),
     "first alone": (("first",), "‖Δθ‖² of the first checkpoint, its distance from the base model"),
     "second alone": (("second",), "‖Δθ‖² of the second checkpoint, its distance from the base model")}
 
@@ -99,8 +103,8 @@ def compare_displacements(
     second: pd.DataFrame,
     apart: pd.DataFrame,  # the displacement of the second from the first
 ) -> pd.DataFrame:
-    """Return the squared distances `first, second, apart` by layer and kind, in the order of the model, and with a Fisher
-    `first_r, second_r`. The rows and columns `all` are sums; R has none."""
+    """Return the squared distances `first, second, apart` by layer and kind, in the order of the model, and with a
+    Fisher `first_r, second_r`. The rows and columns `all` are sums; R has none."""
     table = pd.DataFrame(dict(first=first.displacement_sq, second=second.displacement_sq, apart=apart.displacement_sq))
     layers, kinds = ([*dict.fromkeys(table.index.get_level_values(level))] for level in (0, 1))
     at = lambda *labels: pd.MultiIndex.from_product(labels, names=table.index.names)

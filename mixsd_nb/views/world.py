@@ -53,7 +53,7 @@ def read_history(
     tables: dict[int, pd.DataFrame],  # of `list_tables`
     benchmark: str = "recall",
 ) -> pd.DataFrame:
-    "Return whether each item was right: a row for each item, a column for each step; NaN where it was not asked."
+    "Return whether each item was right: a row for each item, a column for each step; NaN where it was not evaluated."
     columns = {step: table.correct[table.benchmark == benchmark] for step, table in tables.items()}
     return pd.DataFrame({step: column for step, column in columns.items() if len(column)}, dtype=object)
 
@@ -297,7 +297,7 @@ class WorldView(View):
         return {item: f"{shorten_question(prompts[item], 200)}\n{tell_history(recipe, history.loc[item])}" for item in history.index}
 
     def pick(self, key: tuple):
-        "Show what a mark stands for: an entity, an injected fact, or an item of a benchmark."
+        "Show what a mark represents: an entity, an injected fact, or an item of a benchmark."
         kind, name = key
         if kind != "entity": self.show_item("recall" if kind == "fact" else kind, name)
         elif self.entity.value != name: self.entity.value = name  # its callback shows it

@@ -28,7 +28,7 @@ def reading_items(
     n: int,
     wordings: list[int],  # used in turn, one for each context
 ) -> list[Item]:
-    "Questions about contexts from KGFact's larger retrieval graph; most distractors share an entity with the fact."
+    "Return questions about contexts from KGFact's larger graph; most distractors share an entity with the fact."
     _, graph = sample_graphs(7, 25, 42)
     rng, items = random.Random(facts), []
     contexts = [retrieval_context(graph, [f], rng, facts) for f in graph[:n]]

@@ -33,7 +33,7 @@ def draw_claims(rng: random.Random, n: int) -> list[Claim]:
 
 # %% ../../../nbs/lab/pretraining/binding.ipynb #80fcfd7e
 def state_claims(rng: random.Random, claims: list[Claim]) -> list[str]:
-    "State the claims in one form for all of them, or in a mixture of forms."
+    "Write the claims in one form for all of them, or in a mixture of forms."
     if rng.random() < 0.4: return [c.write(STATEMENTS, rng) for c in claims]
     seed = rng.random()
     return [c.write(STATEMENTS, random.Random(seed)) for c in claims]

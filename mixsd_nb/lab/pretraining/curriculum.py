@@ -123,7 +123,8 @@ def sample_texts(n: int) -> list[str]:
     return ["".join(text for text, _ in document) for _ in range(n) for document in draw_documents(rng, 1.0, 1)]
 
 # %% ../../../nbs/lab/pretraining/curriculum.ipynb #6f1f0e02
-MEASURED = {*LAB_SUITES, *OTHER_WORDS, "calculations", "few_shot", "recitation"}  # kinds of documents like the benchmarks
+# Kinds of documents like the benchmarks
+MEASURED = {*LAB_SUITES, *OTHER_WORDS, "calculations", "few_shot", "recitation"}
 
 
 def sample_other_texts(n: int) -> list[str]:

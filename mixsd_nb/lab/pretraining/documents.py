@@ -57,7 +57,7 @@ TAUGHT_WORDINGS = [w for w in range(len(WORDINGS)) if w != UNSEEN_WORDING]
 
 
 def state_facts(rng: random.Random, facts: list[Fact]) -> list[str]:
-    "State the facts in the corpus's own wording, in another taught wording, or in a mixture of them."
+    "Write the facts in the corpus's own wording, in another taught wording, or in a mixture of them."
     wording = rng.choice([0, 0, *TAUGHT_WORDINGS, None])
     return [f.verbalise(rng.choice(TAUGHT_WORDINGS) if wording is None else wording) for f in facts]
 

@@ -22,7 +22,7 @@ def claim_fact(fact: Fact) -> Claim:
 
 
 def split_statement(claim: Claim, rng: random.Random) -> Document:
-    "State the claim in one of its forms, trained on the name that comes last and what follows it."
+    "Write the claim in one of its forms, trained on the name that comes last and what follows it."
     text = claim.write(STATEMENTS, rng)
     last = max(claim.subject, claim.value, key=text.rfind)
     start = text.rfind(last)

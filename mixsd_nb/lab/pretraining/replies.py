@@ -108,7 +108,7 @@ def invent_worked_lines(
     rng: random.Random,
     number: int,  # the function's input
 ) -> tuple[list[str], str, int]:
-    "Worked lines of a new digit function, the closing expression, and the value."
+    "Invent worked lines of a new digit function, the closing expression, and the value."
     k, d = rng.randint(1, 9), split_digits(number)
     form, value = rng.choice([("{x}*{k}", lambda x: x * k), ("{x} + {k}", lambda x: x + k),
                               ("({x} + {k})^2", lambda x: (x + k) ** 2), ("{x}*({x} + {k})", lambda x: x * (x + k))])

@@ -26,7 +26,7 @@ def lab_config(
 
 # %% ../../../nbs/lab/pretraining/start_values.ipynb #637b6acf
 def _random_orthonormal(rows: int, columns: int, generator):
-    "Return random orthonormal rows, shape (rows, columns); column 0 is zero, so they ignore the constant coordinate."
+    "Return nearly orthonormal random rows, (rows, columns); column 0 is zero, so they ignore the constant coordinate."
     import torch
     q = torch.linalg.qr(torch.randn(columns, rows, generator=generator))[0].T.clone()
     q[:, 0] = 0
@@ -37,14 +37,14 @@ def _slow_coordinates(
     config,
     reach: int = 512,  # tokens over which a pair of coordinates turns by less than 1.5 radians
 ) -> list[int]:
-    "Coordinates of a head that RoPE hardly rotates, so that a match in them does not depend on the distance."
+    "Return coordinates of a head that RoPE hardly rotates, so that a match in them does not depend on the distance."
     half = config.head_dim // 2
     slow = [i for i in range(half) if config.rope_parameters["rope_theta"] ** (-i / half) * reach < 1.5]
     return slow + [i + half for i in slow]
 
 # %% ../../../nbs/lab/pretraining/start_values.ipynb #43dad659
 def _head_weights(layer, config):
-    "A layer's attention weights by head, as views: query, key and value (head, 32, width), output (width, head, 32)."
+    "Return views of attention weights by head: query, key, value (head, 32, width), output (width, head, 32)."
     a, n, k = layer.self_attn, config.num_attention_heads, config.head_dim
     return [w.weight.view(n, k, -1) for w in (a.q_proj, a.k_proj, a.v_proj)] + [a.o_proj.weight.view(-1, n, k)]
 

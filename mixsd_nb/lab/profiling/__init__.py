@@ -53,7 +53,7 @@ def accumulate_time(
     method: str,
     seconds: Counter,  # by name of method; the time is added here
 ):
-    "Within this context, add up the seconds that a method of a class takes."
+    "Add up the seconds that a method of a class takes within this context."
     import torch
     original = getattr(owner, method)
 

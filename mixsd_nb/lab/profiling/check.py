@@ -41,8 +41,10 @@ class Shape:
 
 
 SHAPES = {
-    "1.7b": Shape(dict(hidden_size=2048, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128,
-                       intermediate_size=6144, vocab_size=151_936, max_position_embeddings=4096), 64, 64, 8, 8192, "Qwen/Qwen3-1.7B"),
+    "1.7b": Shape(dict(hidden_size=2048, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
+                       head_dim=128,
+                       intermediate_size=6144, vocab_size=151_936, max_position_embeddings=4096), 64, 64, 8, 8192,
+                       "Qwen/Qwen3-1.7B"),
     "tiny": Shape(dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
                        intermediate_size=64, vocab_size=4096, max_position_embeddings=512), 4, 4, 1, 512),
 }
@@ -92,7 +94,7 @@ def matrix_rate(
     width: int,  # of the matrices
     seconds: float = 0.2,  # of measuring
 ) -> float:
-    "Floating-point operations per s of a product of two square bfloat16 matrices on the device."
+    "Measure the floating-point operations per s of a product of two square bfloat16 matrices on the device."
     import torch
     device = "cuda" if torch.cuda.is_available() else "cpu"
     a, b = (torch.randn(width, width, device=device).bfloat16() for _ in range(2))
@@ -148,7 +150,7 @@ def _canonical_targets(model: str, dataset: str):
 def trainable_recipes() -> dict[str, dict[str, str]]:
     """Return recipes by name, as parameters of a training: every method alone, and SFT with each anchor and each gate.
 
-    What needs text that a model with random weights cannot write is left out, and so is what needs no training of its own."""
+    What needs text that a model with random weights cannot write is left out, and so is what needs no separate training."""
     from mixsd_nb.methods import ANCHORS, GATES, METHODS, compose
     extras = [*(dict(anchor=name) for name in ANCHORS), *(dict(gate=name) for name in GATES)]
     chosen = [*(dict(method=name) for name in METHODS), *(dict(method="sft") | extra for extra in extras)]
@@ -179,7 +181,7 @@ class Device:
         return list(load_corpus(self.dataset, "train"))[:self.shape.facts]
 
     def pairs(self) -> list:
-        "Prompt and completion of each fact."
+        "Return prompt and completion of each fact."
         from mixsd_nb.corpora.prompts import encode_canonical
         from mixsd_nb.models import load_tokenizer
         tokenizer = load_tokenizer(self.model)
@@ -257,7 +259,7 @@ def square_gradients(check: Device) -> tuple[int, dict]:
 # %% ../../../nbs/lab/profiling/check.ipynb #561cead9
 @contextlib.contextmanager
 def _no_checkpoints() -> Iterator[None]:
-    "Within this context, trainings write no checkpoint."
+    "Let trainings write no checkpoint within this context."
     from mixsd_nb.training.trainer import FineTuner
     with patch.object(FineTuner, "_save_checkpoint", lambda *_: None): yield
 
@@ -324,7 +326,7 @@ def resume_training(check: Device) -> tuple[int, dict]:
 
 # %% ../../../nbs/lab/profiling/check.ipynb #3b6f96d3
 def _small_values(device: str, folder: Path) -> dict:
-    "Greedy and mixed tokens, NLL and losses of a tiny model in float32 on a device."
+    "Return greedy and mixed tokens, NLL and losses of a tiny model in float32 on a device."
     import torch
 
     from mixsd_nb.methods.mixing import mix, mix_items
@@ -348,7 +350,7 @@ def _small_values(device: str, folder: Path) -> dict:
 
 
 def compare_with_cpu(check: Device) -> tuple[int, dict]:
-    "Compare a tiny model on the device and on the CPU; AssertionError of one sentence if they differ."
+    "Compare a tiny model on the device and on the CPU; AssertionError if they differ."
     import torch
     small = dataclasses.replace(SHAPES["tiny"], geometry=SHAPES["tiny"].geometry | dict(initializer_range=0.3))
     with tempfile.TemporaryDirectory() as folder:

@@ -49,7 +49,7 @@ def generate_ids(engine, requests: list[Request], max_new_tokens: int) -> list[l
 # %% ../../../nbs/lab/profiling/generation_speed.ipynb #c9ef4d21
 @contextlib.contextmanager
 def ignore_stop_tokens(engine):
-    "Within this context, no token ends a sequence of the engine."
+    "Let no token end a sequence of the engine within this context."
     stop, engine.stop = engine.stop, engine.stop[:0]
     try: yield
     finally: engine.stop = stop
