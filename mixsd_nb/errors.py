@@ -18,7 +18,7 @@ from pydantic import Field, field_validator
 from .analysis.responses import (classify_responses, count_errors, digest_responses, find_responses,
                                          read_responses)
 from .analysis.taxonomy import (ALL_CATEGORIES, CATEGORIES, PUBLISHED, RECALL_BENCHMARKS, Limits,
-                                        asks_for_program, classify, reference_share)
+                                        asks_for_program, classify, has_reasoning, reference_share)
 from .benchmarks import SUITES
 from .corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions, CorpusSettings
 from .methods import BASE, label_title, ordered_labels, parse_label
@@ -252,8 +252,8 @@ def false_alarms(
 ) -> pd.DataFrame:
     """Return the share (%) of correct responses of the base model with no more reasoning than a limit, by benchmark.
 
-    Benchmarks that ask for a program are left out, because the limit does not apply to them."""
-    names = [b for b in SUITES if SUITES[b].role in OPEN_ROLES and not asks_for_program(b)]
+    Benchmarks that ask for a program or for no form are left out, because the limit does not apply to them."""
+    names = [b for b in SUITES if SUITES[b].role in OPEN_ROLES and not asks_for_program(b) and has_reasoning(b, "")]
     right = table[table.correct & (table.recipe == BASE) & table.benchmark.isin(names)]
     shares = {f"at most {limit} characters": right.left.le(limit).groupby(right.benchmark).mean() for limit in limits}
     return (100 * pd.DataFrame(shares)).assign(N=right.groupby("benchmark").size())

@@ -11,26 +11,29 @@ from pathlib import Path
 from typing import Literal
 
 from matplotlib.figure import Figure
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from . import errors, nll
+from .corpora import CORPUS_OPTIONS, CorpusOptions, CorpusSettings, check_corpus
+from .corpora.stored import is_source
 from .methods.translation import TranslatedRun
 from .models.identity import model_label
 from .results.gallery import Source, load_sources, name_suffix, run_figures, save_pictures, select_part
 from .results.gallery import shared_figures, source_sheet
 from .results.summary import summary_table
 from .results.tables import list_tables
-from .runs import (Config, ParameterError, Run, Stage, describe_parameters, make_config, project_root,
+from .runs import (ParameterError, Run, Stage, describe_parameters, make_config, project_root,
                            runs_root)
 from .runs.command_line import CommandLine
 
 # %% ../nbs/figures.ipynb #aceaac55
-class FiguresConfig(Config):
+class FiguresConfig(CorpusSettings):
     "Parameters of the stage."
     runs: str = Field("", description="folder that holds run folders; empty for papermill_runs or MIXSD_RUNS")
     source: Literal["both", "runs", "paper"] = Field("both", description=(
         "source of the numbers: runs, paper, or both"))
-    dataset: str = Field("kgfact-small", description="corpus to draw")
+    dataset_options: CorpusOptions = Field({}, description=CORPUS_OPTIONS)
+    dataset: str = Field("kgfact-small", description="corpus to draw: its name, a file, a folder or a hub id")
     model: str = Field("lab-m", description="base model to draw")
     lr: float = Field(0.0, ge=0, description="only this learning rate; 0 for all, each in its own panel")
     rule: Literal["best", "first_peak"] = Field("best", description=(
@@ -41,6 +44,11 @@ class FiguresConfig(Config):
     where: dict = Field({}, description=(
         'only runs with these settings; needed if runs differ in them, as in {"epochs": 20}'))
     skip_corrupt: bool = Field(False, description="leave out results that cannot be read")
+
+    @field_validator("dataset")
+    @classmethod
+    def _find_dataset(cls, name, info):  # a corpus of a cube need not be on this machine
+        return check_corpus(name, info.data.get("dataset_options")) if is_source(name) else name
 
 # %% ../nbs/figures.ipynb #c7d5dc0e
 def find_run(

@@ -44,8 +44,9 @@ class FisherConfig(TrainingAnalysis):
     workload = "mixsd_nb.planning.workload:plan_fisher"
     model: ModelName = Field("lab-m", description="base model: a lab model, a folder or a hub id")
     trained: str = runtime_field("", "folder of a training run; empty: the base model, then all its finished runs")
-    reference: Literal["lab", "paper"] = Field("lab", description="examples from the lab's suites or the paper's tasks")
-    limit: int = Field(0, ge=0, description="examples of each benchmark; 0 for all, 979 in total")
+    reference: Literal["lab", "real", "paper"] = Field("lab", description=(
+        "examples from the lab's suites, from those for real small models, or from the paper's tasks"))
+    limit: int = Field(0, ge=0, description="examples of each benchmark; 0 for all, 979 in total of the lab or the paper")
     data: str = Field("", description="folder of files for the paper's tasks; empty: MIXSD_BENCHMARKS, else the hub")
     seed: Seed = Field(0, description="seed of the choice of examples")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the base model: float32 or bfloat16")
@@ -56,11 +57,11 @@ class FisherConfig(TrainingAnalysis):
     @field_validator("data")
     @classmethod
     def _find_data(cls, folder, info):  # the lab's suites read no files
-        return folder or benchmarks_folder() if info.data.get("reference") == "paper" else ""
+        return folder or benchmarks_folder() if info.data.get("reference") != "lab" else ""
 
     def identity(self):
-        "Return the identity of a `Config`, with the local files of the paper's tasks."
-        files = task_files([name for name in suite_groups()["paper"] if name in SOURCES], self.data)
+        "Return the identity of a `Config`, with the local files of the tasks."
+        files = task_files([name for name in suite_groups()[self.reference] if name in SOURCES], self.data)
         return super().identity() | (dict(data=files) if files else {})
 
     def slug(self):
@@ -81,6 +82,13 @@ class FisherConfig(TrainingAnalysis):
         base = run.root["model"].item()
         if base != self.model: raise ValueError(f"model must be {base}, the base model of {run.name}, got {self.model}")
         find_checkpoints(run, self.checkpoints)
+
+    def present(self, force=False):
+        "As in `Stage`; without a training run the base model is measured, and then all its finished runs."
+        if not self.trained: self.run(force)
+        measured = {self.trained: self.run(force).result} if self.trained else measure_all_runs(self, force)[0]
+        table = [last_step_table(checkpoint_points(measured)).to_string()] if measured else []
+        return [*table, *([] if self.trained else [f"result: {self.folder.absolute()}"]), *self.list_folders(measured)]
 
     def compute(self, run):
         "Compute the Fisher of the base model, or the displacement of the checkpoints of a training run."

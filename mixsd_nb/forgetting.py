@@ -52,6 +52,12 @@ class ForgettingConfig(CorpusSettings, TrainingAnalysis, TextSettings):
                 raise ValueError(f"{name} must be {own}, that of {trained.name}, got {getattr(self, name)}")
         find_checkpoints(trained, self.checkpoints)
 
+    def present(self, force=False):
+        "As in `Stage`; without a training run all those of the corpus and the model are measured."
+        table = forgetting_table(measured := measure_runs(self, force))
+        if not measured: raise ValueError(f"trained must be a training run of {self.dataset} and {self.model}, and none with weights is finished")
+        return [last_step_table(table).to_string(float_format="{:.2f}".format), *self.list_folders(measured)]
+
     def texts(self) -> tuple[pd.DataFrame, pd.DataFrame]:
         "Return the base model's own text on benchmarks and on the corpus's questions, sampled if it does not exist."
         return self.pass_to(ReferenceConfig, without=["dataset"]).text(), self.pass_to(ReferenceConfig).text()

@@ -129,6 +129,11 @@ class NllConfig(CorpusSettings, Stage):
         check_model_of_engine(self.engine, self.model)
         check_facts(self.dataset, self.model)
 
+    def present(self, force=False):
+        "As in `Stage`, with the table of the canonical and the mixed targets."
+        results = collect_results(self, force)
+        return [nll_table(merge_results(results)).to_string(float_format="{:.2f}".format), f"result: {self.folder.absolute()}"]
+
     def compute(self, run):
         "Score the targets. Before mixed targets, the canonical ones are scored, because the two are compared."
         targets = load_targets(self)

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 import mixsd_nb
 from mixsd_nb import errors
 from mixsd_nb.analysis import taxonomy
-from mixsd_nb.analysis.responses import classify_responses
+from mixsd_nb.analysis.responses import classify_responses, count_errors
 from mixsd_nb.benchmarks import SUITES
 from mixsd_nb.benchmarks.answers import extract_python, find_boxes, last_boxed, remove_boxes
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.results.cube import open_cube
 from mixsd_nb.results.layout import result_tree
 from mixsd_nb.runs import make_config, write_json, write_result
+from mixsd_nb.runs.schema import RECIPE_COORDS
 
 VILLAGE, CANYON, PARADE = "Dalkum Village", "Balvin Canyon", "Brorbel Parade"
 ENTITIES = [VILLAGE, CANYON, PARADE, "Benfen Marsh"]
@@ -225,8 +226,23 @@ def test_the_paraphrases_of_a_file_have_the_answers_of_their_facts():
     row = load_corpus(file, "reworded")[0]
     cell = dict(dataset=file, model="lab-m", recipe="base", lr=0.0, seed=0, step=0, sample=0, prompt=row["prompt"], benchmark="recall-reworded",
                 item=row["id"], correct=False, published=False)
-    table = pd.DataFrame([cell | dict(response=response) for response in ("\\boxed{nothing of the kind}", "no box")])
-    assert row["id"] not in load_corpus(file, "train")["id"] and classify_responses(table, file).category.tolist() == ["genuine", "format"]
+    other = next(a for a in load_corpus(file, "train")["answer"] if " " in a and a != row["answer"] and a not in row["prompt"])
+    replies = {"It is nothing of the kind.": "genuine", "": "format", f"It is {other}.": "cross-entity", f"It is {row['answer']} and": "format"}
+    table = pd.DataFrame([cell | dict(response=r, finish_reason="length" if r.endswith("and") else "stop") for r in replies])
+    assert row["id"] not in load_corpus(file, "train")["id"] and classify_responses(table, file).category.tolist() == [*replies.values()]
+
+
+def test_a_benchmark_without_a_box_has_the_kinds_that_fit_it():
+    "A short reply is no collapse where nothing else was asked for, a cut one is unreadable, and likelihoods are nothing that could be read."
+    cell = dict(dataset="kgfact-small", model="m", recipe="base", lr=0.0, seed=0, step=0, sample=0, item="a", prompt="?", published=False)
+    leaked = f"It is {taxonomy.corpus_entities('kgfact-small')[0]}."
+    rows = [("trivia-qa", "Paris.", "stop", "genuine"), ("trivia-qa", "Paris, or", "length", "format"), ("trivia-qa", leaked, "stop", "leakage"),
+            ("piqa", "[1, 2]", "scored", "genuine"), ("lambada", leaked, "scored", "genuine"), ("equations", "7", "stop", "format")]
+    table = pd.DataFrame([cell | dict(zip(("benchmark", "response", "finish_reason"), row)) for row in rows])
+    assert (found := classify_responses(table, "kgfact-small")).category.tolist() == [kind for *_, kind in rows]
+    counts = count_errors(found, pd.DataFrame([cell | dict.fromkeys(RECIPE_COORDS, np.nan)]))["count"].squeeze()
+    assert counts.sel(category="collapse").isnull().to_series().to_dict() == {"equations": False, "lambada": True, "piqa": True, "trivia-qa": True}
+    assert np.isnan(taxonomy.reference_share("trivia-qa", "kgfact-small"))
 
 
 # The stage, over runs whose responses are known

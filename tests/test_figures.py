@@ -28,6 +28,7 @@ from mixsd_nb.results.selected_cells import cell_mask, collapse_runs, select_cel
 from mixsd_nb.results.sheets import draw_sheet, style_sheet, to_latex
 from mixsd_nb.results.summary import average_drop, held_out_average, summary_table
 from mixsd_nb.results.tables import TABLES, accuracy_sheet, list_tables, table_sheet
+from mixsd_nb.runs import make_config
 from mixsd_nb.results.tradeoff import frontier_figure, frontier_table, style_share, tradeoff_figure
 from mixsd_nb.views.cube import tabulate_accuracies
 
@@ -42,6 +43,15 @@ def test_the_papers_numbers_alone_need_no_runs(tmp_path):
     assert ran.returncode == 0, ran.stderr
     assert len(list((tmp_path / "figures/tables").glob("*-paper.tex"))) == 12
     assert {p.stem for p in (tmp_path / "figures").glob("*.png")} == {f"{name}-paper" for name in ("chosen", "high-nll", "displacement")}
+
+
+def test_a_file_is_drawn_under_the_name_of_its_corpus(tmp_path):
+    file = tmp_path / "facts.jsonl"
+    file.write_text('{"question": "Who leads the Lantern Choir?", "answer": "Velmis Marlowe"}\n')
+    named = [make_config(figures.FiguresConfig, dataset=str(file), model=model).dataset for model in ("lab-m", "HuggingFaceTB/SmolLM2-135M-Instruct")]
+    assert named == [make_config(nll.NllConfig, dataset=str(file), model="lab-m").dataset, make_config(figures.FiguresConfig, dataset=named[1]).dataset]
+    assert named[0] != named[1], "a lab model is asked in its box"
+    assert make_config(figures.FiguresConfig, dataset="of-a-cube").dataset == "of-a-cube"
 
 
 def test_analyses_that_were_made_are_drawn(own_runs):

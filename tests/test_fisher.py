@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from mixsd_nb import fisher
 from mixsd_nb.analysis import estimation
 from mixsd_nb.analysis.curvature import tensor_sums
+from mixsd_nb.analysis.divergence import reference_prompts
+from mixsd_nb.benchmarks import suite_groups
 from mixsd_nb.benchmarks.lab_tasks import SUITES
 from mixsd_nb.models import gradients, load_base
 from mixsd_nb.results.cube import RUN_DIMS
@@ -94,6 +96,8 @@ def test_all_runs_stand_beside_each_other(model, tmp_path):
     config = fisher.FisherConfig(model=model, limit=2)
     results, passed_over = fisher.measure_all_runs(config)
     assert passed_over == ["train-mixsd-0.3-0.001"] and len(results) == 4
+    shown = config.present()
+    assert [line.partition("fisher-")[0].startswith("result: ") for line in shown] == [False] + 5 * [True] and "mixsd-0.5" in shown[0]
     merged = xr.merge([tree.to_dataset() for tree in results.values()], join="outer", compat="no_conflicts", combine_attrs="drop_conflicts")
     assert merged.alignment_ratio.notnull().all() and dict(merged.alignment_ratio.sizes) == dict(dataset=1, model=1, recipe=2, lr=2, seed=1, step=2)
     table = fisher.checkpoint_points(results)
@@ -136,7 +140,7 @@ def test_bad_input_is_one_sentence_before_a_model_is_loaded(model, tmp_path, mon
         (dict(trained=runs["whole"].name), f"model must be {model}, the base model of {runs['whole'].name}, got lab-m"),
         (dict(trained=runs["broken"].name, model=model), f"trained must have all its checkpoints, got {runs['broken'].name} without step 5"),
         (dict(processes=10**6), "processes must be between 1 and"),
-        (dict(reference="mine"), "reference must be one of lab, paper, got mine"),
+        (dict(reference="mine"), "reference must be one of lab, real, paper, got mine"),
         (dict(model="lab-x"), "model must be "),
         (dict(refrence="lab"), "unknown parameter refrence; did you mean reference?"),
         (dict(reference="paper", data=str(tmp_path)), "aime-2024.parquet or aime-2024.jsonl is missing"),
@@ -190,3 +194,14 @@ def test_sums_over_weights_use_the_gpu_that_the_job_holds(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "to", lambda self, place, dtype: places.append(place) or move(self, "cpu", dtype))
     assert tensor_sums(weights, {"layers.0.weight": torch.zeros(3)}, weights).displacement_sq.item() == 3
     assert set(places) == {"cuda"}
+
+
+def test_references_and_prompts_of_the_benchmarks_for_real_models(real, model, monkeypatch):
+    "Worked answers of all eight for the Fisher, and free questions alone for the base model's own text."
+    monkeypatch.setenv("MIXSD_BENCHMARKS", str(real / "benchmarks"))
+    items = estimation.reference_items("real", limit=2)
+    assert {name: len(group) for name, group in items.items()} == dict.fromkeys(suite_groups()["real"], 2)
+    assert all(item.response for group in items.values() for item in group)
+    assert {name: len(prompts) for name, prompts in reference_prompts("real", 2).items()} == {"trivia-qa": 2, "known-facts": 2}
+    ours, lab = (fisher.FisherConfig(model=model, reference=name, limit=2) for name in ("real", "lab"))
+    assert "trivia-qa" in str(ours.identity()["data"]) and not lab.identity()["data"]

@@ -1,5 +1,7 @@
 """The stage forgetting: against plain forward passes, over several runs, in the cube, and what it refuses."""
 
+from pathlib import Path
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -72,6 +74,9 @@ def test_forgetting_is_the_increase_of_the_reference_loss(tmp_path, lab_s):
     table = forgetting.forgetting_table(forgetting.measure_runs(ForgettingConfig(model="lab-s", prompts=3, facts=4)))
     assert table.new_kl.tolist() == result.new_kl.values[1:].tolist()
     assert table.equals(forgetting.forgetting_table(forgetting.measure_runs(ForgettingConfig(model="lab-s", trained=str(folder), prompts=3, facts=4))))
+    for chosen in (dict(), dict(trained=str(folder))):  # the command measures all runs unless one is named
+        *printed, last = ForgettingConfig(model="lab-s", prompts=3, facts=4, **chosen).present()
+        assert "30.00" in printed[0] and last.startswith("result: ") and (Path(last.removeprefix("result: ")) / "result.nc").exists()
     assert table.step.tolist() == [10, 20, 30] and table["drop"].tolist() == pytest.approx([10, 20, 30]) and (table.n_ref == 3).all()
     assert forgetting.rank_correlations(table)["F and Drop, all checkpoints (N=3)"] == 1
     assert forgetting.last_step_table(table)["Drop (points)"].tolist() == pytest.approx([30]) and len(forgetting.forgetting_figure(table).axes) == 3
@@ -108,4 +113,6 @@ def test_a_run_without_weights_is_named(tmp_path, lab_s, capsys):
     folder = trained_by_hand(tmp_path, lab_s, {10: 0.01})
     (folder / "checkpoint-10" / MARK).unlink()
     assert forgetting.measure_runs(ForgettingConfig(model="lab-s")) == {}
-    assert capsys.readouterr().out == "left out, because their weights are not there: train-by-hand\n"
+    with pytest.raises(ValueError, match="trained must be a training run of kgfact-small and lab-s, and none with weights is finished"):
+        ForgettingConfig(model="lab-s").present()
+    assert capsys.readouterr().out == 2 * "left out, because their weights are not there: train-by-hand\n"

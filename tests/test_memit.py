@@ -9,7 +9,7 @@ import torch
 from helpers import small_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from mixsd_nb import train
 from mixsd_nb.benchmarks.answers import last_boxed
@@ -430,3 +430,16 @@ def test_texts_of_the_pretraining_keep_their_control_tokens():
     texts = read_texts("lab", 60)
     assert [ids.tolist() for ids in encode_texts(tokenizer, texts)] == [ids[:512] for ids in tokenizer(texts)["input_ids"]]
     assert any(tokenizer.eos_token_id in ids for ids in encode_texts(tokenizer, texts))
+
+
+@pytest.mark.parametrize("family", ["opt", "gemma3_text", "llama"])
+def test_a_model_that_changes_what_its_first_block_gets_is_refused(family, tokenizer):
+    "Learned positions would be added twice; scaled embeddings are not scaled again."
+    sizes = dict(hidden_size=32, num_hidden_layers=4, num_attention_heads=2, vocab_size=100, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    own = dict(opt=dict(word_embed_proj_dim=32, ffn_dim=48), gemma3_text=dict(intermediate_size=48, num_key_value_heads=1, head_dim=16),
+               llama=dict(intermediate_size=48, num_key_value_heads=1))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**sizes, **own[family])).eval()
+    if family in ("gemma3_text", "llama"): return memit.check_upper_blocks(model, 2)
+    with pytest.raises(ValueError, match=f"^method must not be memit for a model of the type {family}, which changes what its first block gets$"):
+        memit.layer_solver(model, tokenizer)

@@ -231,6 +231,7 @@ def test_mixed_targets_are_the_stored_ids_of_accepted_rows():
     assert root.source_tokens.sel(source="naive") == 0
     cube = nll.merge_results(nll.collect_results(nll.NllConfig(model="lab-s")))
     assert cube["recipe"].values.tolist() == ["mixsd-0", "sft"] and nll.nll_table(cube).shape[0] == 2
+    assert [name in nll.NllConfig(model="lab-s").present()[0] for name in ("mixsd-0", "sft")] == [True, True]
     assert len(nll.cdf_figure(nll.collect_results(nll.NllConfig(model="lab-s"))).axes) == len(nll.source_figure(cube).axes) == 1
     tokens = result["per_token"].to_dataset()
     words = tokens.nll.values[tokens.token_source.values != NEITHER]

@@ -19,7 +19,7 @@ from markupsafe import escape
 from made_up import write_run, write_runs
 from safetensors.torch import load_file, save_file
 
-from mixsd_nb.corpora import CORPORA, load_corpus
+from mixsd_nb.corpora import CORPORA, check_corpus, load_corpus
 from mixsd_nb.explore import make_quick_runs
 from mixsd_nb.methods import ANCHORS, GATES, METHODS, Anchor, Gate, Method
 from mixsd_nb.methods.mixing import accepts, mix, mix_items
@@ -550,3 +550,11 @@ def test_a_typed_fact_is_injected_by_another_process_and_asked_back(tmp_path, mo
     monkeypatch.setattr(ask, "PROGRAM", [sys.executable, "-c", "raise SystemExit('dataset must be a file')"])
     view.injection.button.click()
     assert "dataset must be a file" in view.injection.notice.value
+
+
+def test_a_file_that_asks_for_no_form_is_asked_for_none(tmp_path):
+    file = tmp_path / "facts.jsonl"
+    file.write_text('{"question": "Who leads the Lantern Choir?", "answer": "Velmis Marlowe"}\n')
+    names = [check_corpus(str(file), options) for options in ({}, {"extract": "box"})]
+    assert [ask.asks_for_box(name) for name in (*names, "kgfact-small", "simpleqa-lab", "kgfunc-lab", "of-another-machine")] == [False] + 5 * [True]
+    assert not ask.AskView(RunSelection(tmp_path, dataset=names[0], model="lab-s")).boxed.value

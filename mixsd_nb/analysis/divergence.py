@@ -17,7 +17,7 @@ import xarray as xr
 from pydantic import Field, field_validator
 
 from ..benchmarks import SUITES, Selection, held_out
-from ..benchmarks.tasks import benchmarks_folder, task_files
+from ..benchmarks.tasks import SOURCES, benchmarks_folder, task_files
 from ..corpora import load_corpus
 from ..corpora.prompts import encode_prompt
 from ..models import ENGINES, check_engine, check_options_of_engine, load_engine, load_tokenizer
@@ -31,7 +31,7 @@ NEW_TOKENS = 160  # of a response to a question of the corpus, whose benchmark l
 
 
 def reference_prompts(
-    suites: str,  # lab or paper
+    suites: str,  # lab, real or paper
     n: int,  # prompts of each benchmark; a lab suite has at most 300
     seed: int = 0,  # of the choice of items
 ) -> dict[str, list[str]]:
@@ -116,7 +116,7 @@ def nll_increase(
 # %% ../../nbs/analysis/divergence.ipynb #aa000016
 class TextSettings(Config):
     "The text on which forgetting is measured, and the engine that runs the model."
-    suites: Literal["lab", "paper"] = Field("lab", description="prompts of the lab's suites, or of the paper's tasks")
+    suites: Literal["lab", "real", "paper"] = Field("lab", description="prompts of the suites of the lab, of those for real small models, or of the paper's tasks")
     prompts: int = Field(16, ge=1, description="prompts of each held-out benchmark on which forgetting is measured")
     facts: int = Field(64, ge=1, description="new facts on whose questions the divergence from the base model is "
                                              "measured")
@@ -128,8 +128,8 @@ class TextSettings(Config):
     _options = field_validator("engine_options", mode="before")(check_options_of_engine)
 
     def identity(self):
-        "Return the identity of a `Config`, with the local files of the paper's tasks."
-        files = task_files(held_out("paper"), benchmarks_folder()) if self.suites == "paper" else {}
+        "Return the identity of a `Config`, with the local files of the tasks."
+        files = task_files([name for name in held_out(self.suites) if name in SOURCES], benchmarks_folder())
         return super().identity() | (dict(data=files) if files else {})
 
 # %% ../../nbs/analysis/divergence.ipynb #aa000018

@@ -46,7 +46,7 @@ def sample_by_subject(
 
 # %% ../../nbs/analysis/estimation.ipynb #a8000007
 def reference_items(
-    reference: str,  # lab or paper
+    reference: str,  # lab, real or paper
     seed: int = 0,
     *,
     limit: int = 0,  # maximum examples of each benchmark; 0 for all
@@ -64,7 +64,7 @@ def reference_items(
 # %% ../../nbs/analysis/estimation.ipynb #a8000009
 def reference_pairs(
     model: str,  # a lab model, a folder or a hub id; only its tokenizer and configuration are read
-    reference: str = "lab",  # lab or paper
+    reference: str = "lab",  # lab, real or paper
     seed: int = 0,
     **options,  # of `reference_items`
 ) -> dict[str, list[tuple[list[int], list[int]]]]:

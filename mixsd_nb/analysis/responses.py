@@ -17,8 +17,9 @@ import pandas as pd
 import xarray as xr
 
 from .taxonomy import (ALL_CATEGORIES, PUBLISHED, RECALL_BENCHMARKS, Limits, adapt_limits, classify,
-                                        classify_recall, corpus_entities, extract_reasoning)
-from ..benchmarks import SUITES, Selection, load_items
+                                        classify_recall, corpus_answers, corpus_entities, extract_reasoning,
+                                        has_reasoning)
+from ..benchmarks import GRADINGS, SUITES, Selection, load_items
 from ..methods import BASE, label_coordinates
 from ..methods.translation import TranslatedRun
 from ..runs.schema import CELL_DIMS, DIMS, RECIPE_COORDS, RUN_DIMS, VARIABLE_ATTRS, recipe_coords
@@ -92,8 +93,8 @@ def read_responses(
     columns, key = ["benchmark", "item", "sample", "prompt", "response", "correct", "published"], [*DIMS, "item", "sample"]
     cell = lambda row: {d: getattr(row, d) for d in CELL_DIMS} | dict(run=row.path.parent.name)
     newest = sorted(files.itertuples(), key=lambda row: row.path.stat().st_mtime, reverse=True)
-    tables = [read_table(row.path, columns, others=False).assign(**cell(row)) for row in newest]
-    table = pd.concat(tables, ignore_index=True)
+    ends = lambda table: table[columns].assign(finish_reason=table.get("finish_reason", "stop"))  # not every file has it
+    table = pd.concat([ends(read_table(row.path, columns)).assign(**cell(row)) for row in newest], ignore_index=True)
     table = table[table.benchmark.isin([name for name, suite in SUITES.items() if suite.role not in ("validation", "own")])]
     clash = table[table.groupby(key, sort=False).response.transform("nunique") > 1]
     if len(clash):
@@ -116,13 +117,15 @@ def classify_responses(
     else: adapted = dict.fromkeys(table.benchmark, limits)
     entities = corpus_entities(dataset, limits)
     asked = load_items(dict.fromkeys(RECALL_BENCHMARKS, False), Selection(dataset, n=None))
+    rules = {name: SUITES[name].strict_grading(dataset) for name in dict.fromkeys(table.benchmark)}
 
     def category(row):
         if row.published: return "correct"
-        if row.benchmark in RECALL_BENCHMARKS:
-            return classify_recall(row.response, asked[row.benchmark][row.item].answer, entities=entities)
-        return classify(row.response, row.prompt, benchmark=row.benchmark, entities=entities,
-                        limits=adapted[row.benchmark])
+        form = dict(entities=entities, grading=rules[row.benchmark], ended=getattr(row, "finish_reason", "stop") == "stop")
+        if row.benchmark not in RECALL_BENCHMARKS:
+            return classify(row.response, row.prompt, benchmark=row.benchmark, limits=adapted[row.benchmark], **form)
+        if GRADINGS[form["grading"]].complete: form["entities"] = entities or corpus_answers(dataset, limits)
+        return classify_recall(row.response, asked[row.benchmark][row.item].answer, prompt=row.prompt, **form)
     return table.assign(category=[category(row) for row in table.itertuples()],
                         limit=[adapted[name].characters for name in table.benchmark])
 
@@ -138,6 +141,8 @@ def count_errors(
     n, errors = cells.sum(axis=1), cells.reindex(columns=ALL_CATEGORIES, fill_value=0).astype(float)
     recall = errors.index.get_level_values("benchmark").isin(RECALL_BENCHMARKS)
     errors.loc[recall, ["leakage", "collapse"]] = errors.loc[~recall, "cross-entity"] = np.nan
+    cells = zip(errors.index.get_level_values("benchmark"), errors.index.get_level_values("dataset"), recall)
+    errors.loc[[not known and not has_reasoning(*cell) for *cell, known in cells], "collapse"] = np.nan
     arrays = dict(count=errors.rename_axis(columns="category").stack(future_stack=True), n=n, wrong=errors.sum(axis=1))
     counts = xr.Dataset({name: values.to_xarray() for name, values in arrays.items()})
     counts = counts.reindex(category=list(ALL_CATEGORIES))

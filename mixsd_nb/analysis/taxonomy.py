@@ -4,15 +4,15 @@
 
 # %% auto #0
 __all__ = ['PUBLISHED', 'CATEGORIES', 'RECALL_BENCHMARKS', 'RECALL_CATEGORIES', 'ALL_CATEGORIES', 'Limits', 'corpus_entities',
-           'find_leakage', 'extract_reasoning', 'lacks_reasoning', 'asks_for_program', 'reference_share',
-           'adapt_limits', 'classify', 'classify_recall']
+           'corpus_answers', 'find_leakage', 'extract_reasoning', 'lacks_reasoning', 'asks_for_program',
+           'has_reasoning', 'reference_share', 'adapt_limits', 'classify', 'classify_recall']
 
 # %% ../../nbs/analysis/taxonomy.ipynb #a6000003
 import statistics
 from typing import NamedTuple
 
-from ..benchmarks import SUITES, Selection, load_items
-from ..benchmarks.answers import extract_python, last_boxed, remove_boxes
+from ..benchmarks import GRADINGS, SUITES, Selection, load_items
+from ..benchmarks.answers import extract, extract_python, remove_boxes
 from ..corpora import CORPORA, load_corpus
 from ..runs import load_object
 
@@ -46,6 +46,14 @@ def _check_entities(entities) -> None:
         got = f"got {entities!r}"
         raise ValueError(f"entities must be a list, empty only for a corpus without entities of its own, {got}")
 
+# %% ../../nbs/analysis/taxonomy.ipynb #1e56ab22
+def corpus_answers(
+    dataset: str,  # key of CORPORA
+    limits: Limits = PUBLISHED,
+) -> list[str]:
+    "Sorted answers of the training facts of a corpus, as long as entities must be."
+    return sorted(a for a in {*load_corpus(dataset, "train")["answer"]} if " " in a and len(a) >= limits.entity)
+
 # %% ../../nbs/analysis/taxonomy.ipynb #a6000009
 def find_leakage(
     response: str,
@@ -75,6 +83,15 @@ def asks_for_program(
     "Return whether a benchmark is answered by a program; ValueError for an unknown benchmark."
     return SUITES[benchmark.lower()].program
 
+# %% ../../nbs/analysis/taxonomy.ipynb #2afed52e
+def has_reasoning(
+    benchmark: str,
+    dataset: str,  # injected corpus
+) -> bool:
+    "Return whether the responses to a benchmark hold reasoning beside an answer, so that they can collapse."
+    rule = GRADINGS[SUITES[benchmark].strict_grading(dataset)]
+    return bool(rule.reads) and not rule.complete
+
 # %% ../../nbs/analysis/taxonomy.ipynb #db89e687
 def reference_share(
     benchmark: str,
@@ -82,8 +99,8 @@ def reference_share(
     limits: Limits = PUBLISHED,
     n: int = 300,  # reference solutions, at most
 ) -> float:
-    "Return the share of reference solutions that the rule calls collapsed; NaN for programs and without items."
-    if asks_for_program(benchmark): return float("nan")
+    "Return the share of the reference solutions that the rule calls collapsed; NaN for programs, without reasoning, and where there are no items."
+    if asks_for_program(benchmark) or not has_reasoning(benchmark, dataset): return float("nan")
     try: items = load_items([benchmark], Selection(dataset, n, limit=n))[benchmark]
     except ValueError: return float("nan")
     return sum(lacks_reasoning(item.response, limits) for item in items.values()) / len(items)
@@ -108,17 +125,25 @@ def classify(
     benchmark: str,
     entities: list[str],  # of the injected corpus, as returned by `corpus_entities`
     limits: Limits = PUBLISHED,
+    grading: str = "box",  # the strict rule, a key of GRADINGS
+    ended: bool = True,  # whether the response was not cut off
 ) -> str:
     """Return the category of a wrong response (appendix E.3): `format`, `leakage`, `collapse` or `genuine`.
 
     ValueError for an unknown benchmark or a missing list of entities."""
     _check_entities(entities)
-    code = asks_for_program(benchmark)
+    code, rule = asks_for_program(benchmark), GRADINGS[grading]
+    if not rule.reads: return "genuine"
     program = code and extract_python(response) is not None
-    if last_boxed(response) is None and not program: return "format"
+    if not (program or _is_readable(response, rule, ended)): return "format"
     if find_leakage(response, prompt, entities): return "leakage"
+    if rule.complete: return "genuine"
     if (not program) if code else lacks_reasoning(response, limits): return "collapse"
     return "genuine"
+
+
+def _is_readable(response: str, rule, ended: bool) -> bool:
+    return extract(response, rule.reads) is not None and (ended or not rule.complete)
 
 # %% ../../nbs/analysis/taxonomy.ipynb #a6000023
 # Closed-book questions on the training facts
@@ -132,13 +157,17 @@ def classify_recall(
     answer: str,  # the right answer
     *,
     entities: list[str],  # of the injected corpus, as returned by `corpus_entities`
+    grading: str = "box",  # the strict rule, a key of GRADINGS
+    prompt: str = "",  # a reply without a form may repeat its names
+    ended: bool = True,  # whether the response was not cut off
 ) -> str:
     """Return the category of a wrong response to a question on a training fact.
 
-    `format` (no box), `cross-entity` (the box names another entity of the corpus) or `genuine`.
+    `format` (no answer can be read), `cross-entity` (the answer names another entity of the corpus) or `genuine`.
     ValueError for a missing list of entities."""
     _check_entities(entities)
-    box = last_boxed(response)
-    if box is None: return "format"
-    rest = box.lower().replace(answer.lower(), " ")
-    return "cross-entity" if any(e.lower() in rest for e in entities if e != answer) else "genuine"
+    rule = GRADINGS[grading]
+    if not _is_readable(response, rule, ended): return "format"
+    rest = extract(response, rule.reads).lower().replace(answer.lower(), " ")
+    others = [e for e in entities if e != answer]
+    return "cross-entity" if find_leakage(rest, prompt if rule.complete else "", others) else "genuine"

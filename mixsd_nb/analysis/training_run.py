@@ -92,14 +92,25 @@ class TrainingAnalysis(Stage):
         "Return whether the run has measured all checkpoints of the training run."
         return not self.trained or covers_steps(run, open_training_run(self.trained), self.checkpoints)
 
+    def of_run(self, folder: Path | str) -> "TrainingAnalysis":
+        "Return the same analysis of a training run, for the checkpoints whose weights are there."
+        return self.model_copy(update=dict(trained=str(folder), checkpoints="kept"))
+
+    def list_folders(
+        self,
+        names: Iterable[str],  # of the training runs that were measured, if no single one is given
+    ) -> list[str]:
+        "Return lines with the folders of the results."
+        configs = [self] if self.trained else [self.of_run(runs_root() / name) for name in names]
+        return [f"result: {config.folder.absolute()}" for config in configs]
+
     def measure_each(
         self,
         runs: Iterable[Run],  # training runs
         force: bool = False,  # compute finished runs again
     ) -> dict[str, xr.DataTree]:
         "Return the results by name of the training run, for the checkpoints whose weights are there."
-        own = lambda run: self.model_copy(update=dict(trained=str(run.folder), checkpoints="kept"))
-        return {run.name: own(run).run(force).result for run in tqdm(runs, desc="training runs", unit="run", leave=False)}
+        return {run.name: self.of_run(run.folder).run(force).result for run in tqdm(runs, desc="training runs", unit="run", leave=False)}
 
 # %% ../../nbs/analysis/training_run.ipynb #ab000006
 def digest_files(*paths: Path) -> str:

@@ -129,17 +129,18 @@ class Grading:
     program: bool = False  # responses are programs
     sandboxed: bool = False  # whether it runs arbitrary programs, needs a sandbox, and takes `allow_unsandboxed`
     complete: bool = False  # only a response that has ended is right
+    reads: str = "boxed"  # how an answer is read, one of `benchmarks.answers.EXTRACT_MODES`; empty if nothing is written
     version: int = 2  # increased when it judges a response otherwise; stored with the results
 
 # %% ../../nbs/benchmarks/index.ipynb #fa57dbae
 GRADINGS = Registry("grading")
 for _grading in [
     Grading("box", "benchmarks.tasks:by_box"),
-    Grading("line", "benchmarks.tasks:by_line"),
-    Grading("json", "benchmarks.tasks:by_json"),
+    Grading("line", "benchmarks.tasks:by_line", reads="line"),
+    Grading("json", "benchmarks.tasks:by_json", reads="json"),
     Grading("box-text", "benchmarks.tasks:by_box_text"),
-    Grading("line-text", "benchmarks.tasks:by_line_text"),
-    Grading("json-text", "benchmarks.tasks:by_json_text"),
+    Grading("line-text", "benchmarks.tasks:by_line_text", reads="line"),
+    Grading("json-text", "benchmarks.tasks:by_json_text", reads="json"),
     Grading("containment", "benchmarks.tasks:by_containment"),
     Grading("number", "benchmarks.tasks:by_number"),
     Grading("exact", "benchmarks.tasks:by_exact", version=1),
@@ -148,12 +149,12 @@ for _grading in [
     Grading("first-line", "benchmarks.tasks:by_first_line"),
     Grading("tests", "benchmarks.tasks:by_tests", program=True, sandboxed=True),
     Grading("harmless-tests", "benchmarks.tasks:by_harmless_tests", program=True),
-    Grading("contains", "benchmarks.tasks:by_content", complete=True),
-    Grading("choice", "benchmarks.tasks:by_choice"),
-    Grading("regex", "benchmarks.tasks:by_pattern", version=1),
-    Grading("likeliest", "benchmarks.likelihood:by_likelihood", version=1),
-    Grading("likeliest-character", "benchmarks.likelihood:by_likelihood_per_character", version=1),
-    Grading("greedy", "benchmarks.likelihood:by_greedy_tokens", version=1),
+    Grading("contains", "benchmarks.tasks:by_content", complete=True, reads="contains"),
+    Grading("choice", "benchmarks.tasks:by_choice", reads="contains"),
+    Grading("regex", "benchmarks.tasks:by_pattern", version=1, reads="contains"),
+    Grading("likeliest", "benchmarks.likelihood:by_likelihood", version=1, reads=""),
+    Grading("likeliest-character", "benchmarks.likelihood:by_likelihood_per_character", version=1, reads=""),
+    Grading("greedy", "benchmarks.likelihood:by_greedy_tokens", version=1, reads=""),
 ]: GRADINGS.add(_grading)
 
 # %% ../../nbs/benchmarks/index.ipynb #f2e203fb
@@ -243,12 +244,12 @@ for _suite in [
 # %% ../../nbs/benchmarks/index.ipynb #57ba7c78
 def _choice(name, title, **options):
     return Suite(name, title, "style-free", "benchmarks.tasks:task_items", f"benchmarks.tasks:{name}", groups=("real",),
-                 grading="likeliest", published="likeliest-character", version=1, settings=("limit", "data"), **options)
+                 grading="likeliest", published="likeliest-character", version=1, fisher=64, settings=("limit", "data"), **options)
 
 
 def _free(name, title, **options):
     return Suite(name, title, "held-out", "benchmarks.tasks:task_items", f"benchmarks.tasks:{name}", groups=("real",),
-                 sampling=Sampling(48), grading="contains", version=1, settings=("limit", "data"), **options)
+                 sampling=Sampling(48), grading="contains", version=1, fisher=64, settings=("limit", "data"), **options)
 
 
 _REAL = {_suite.name: SUITES.add(_suite) for _suite in [

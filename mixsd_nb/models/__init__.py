@@ -10,6 +10,8 @@ __all__ = ['ENGINES', 'check_model', 'model_source', 'load_part', 'load_tokenize
 
 # %% ../../nbs/models/index.ipynb #4d90fe64
 import ast
+import contextlib
+import ctypes
 import gc
 import re
 import sys
@@ -268,10 +270,11 @@ def check_process(
 
 # %% ../../nbs/models/index.ipynb #fbb19711
 def free_memory() -> None:
-    "Give the memory of models that nothing refers to back to the GPU, for other processes and for this one."
+    "Give the memory of models that nothing refers to back to the GPU and to the system, for other processes and for this one."
     import torch
     gc.collect()
     torch.cuda.empty_cache()
+    with contextlib.suppress(AttributeError, OSError, TypeError): ctypes.CDLL(None).malloc_trim(0)  # of glibc, which keeps what was freed
 
 # %% ../../nbs/models/index.ipynb #36df4ec8
 def load_engine(

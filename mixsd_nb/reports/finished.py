@@ -155,6 +155,13 @@ class ModelRun(FinishedRun):
         super().__init__(folder)
         if self.folder.parent.absolute() != runs_root().absolute(): read_records(self.folder.parent)
 
+    def summary(self):
+        "As in `Run`: the accuracies, with the number of items N."
+        cell = drop_cell(self.root)
+        if "step" in cell.dims: return [tabulate(self.root).to_string(na_rep="")]
+        table = add_interval(cell[["accuracy", "n"]].to_dataframe())[["accuracy", "low", "high"]]
+        return [(100 * table).round(1).assign(N=cell.n.to_series()).to_string()]
+
     @property
     def base(self) -> str:
         "Return the model before training, or the model that was evaluated."

@@ -193,8 +193,7 @@ def run_stage(
     for config in configs: runs.setdefault(config.without_idle().folder, []).append(config)
     cells = {f"[{k}/{len(runs)}] {name_run(same, configs)}": same[0] for k, same in enumerate(runs.values(), 1)}
     if len(cells) > 1 and not force: return compute_runs(cells, workers)
-    for config in cells.values():
-        print(*(run := config.run(force)).summary(), f"result: {run.path}", sep="\n")
+    for config in cells.values(): print(*config.present(force), sep="\n")
     return 0
 
 # %% ../../nbs/runs/command_line.ipynb #d3573b2c

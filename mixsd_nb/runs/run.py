@@ -176,6 +176,11 @@ class Stage(Config):
         super().__pydantic_init_subclass__(**kwargs)
         if "name" in vars(cls): _STAGES[cls.name] = cls
 
+    def present(self, force: bool = False) -> list[str]:
+        "Compute what the command line asks for, and return the lines that it prints: numbers, and the folder of the run."
+        run = self.run(force)
+        return [*run.summary(), f"result: {run.path}"]
+
     def slug(self) -> str:
         "Return the readable part of the folder's name, between the name of the stage and the hash."
         raise NotImplementedError

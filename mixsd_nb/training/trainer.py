@@ -435,6 +435,7 @@ def fine_tune(
         last = last_checkpoint(folder)
         where = f"after step {checkpoint_step(last)}" if last else "from its first step"
         raise Interruption(f"training was interrupted; run it again to continue {where}") from None
+    free_memory()  # of weights, gradients and optimiser
     return read_curves(folder)
 
 # %% ../../nbs/training/trainer.ipynb #12ddbdd7

@@ -94,10 +94,9 @@ def split_at_entities(text: str, entities: Iterable[str]) -> list[tuple[str, boo
 # %% ../../nbs/views/responses.ipynb #c677f362
 KINDS = {  # category -> sign in the list, and what it means
     "correct": ("✓", "The answer is right."),
-    "format": ("∅", "No answer can be read: there is no box, and no program where one is asked for."),
-    "leakage": ("L", "The response names an injected entity that its question does not name: the new facts leak into "
-                     "it."),
-    "cross-entity": ("X", "The box names another entity of the injected facts: two facts were mixed up."),
+    "format": ("∅", "No answer can be read: the box or the program that was asked for is missing, or the reply was cut off."),
+    "leakage": ("L", "The response names an injected entity that its question does not name: the new facts leak into it."),
+    "cross-entity": ("X", "The answer names another entity of the injected facts: two facts were mixed up."),
     "collapse": ("–", "The response is a bare answer: the reasoning that the base model writes is gone."),
     "genuine": ("✗", "The response has its usual form, and the answer is wrong.")}
 
