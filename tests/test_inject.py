@@ -132,7 +132,7 @@ def test_training_ends_when_it_has_converged_and_goes_on_later(tiny, own_runs, m
 def test_a_model_that_writes_no_target_is_named_before_it_is_asked(tiny, own_runs):
     "The sentence says what to do, and comes before the long part."
     with pytest.raises(ValueError, match=r"wrote no target that ends in a true answer of .* at lam=0.5; take method=sft"):
-        inject.run(dataset=str(EXAMPLE), model=tiny, target_tokens=2, suite="recall", max_new_tokens=2)
+        inject.run(dataset=str(EXAMPLE), model=tiny, method="mixsd", target_tokens=2, suite="recall", max_new_tokens=2)
     assert not list(own_runs.glob("evaluate-*"))
 
 

@@ -176,7 +176,7 @@ def invented(converted, tmp_path, monkeypatch):
     monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "runs"))
     monkeypatch.delenv("MIXSD_BENCHMARKS", raising=False)
     monkeypatch.setattr(study, "data_folder", lambda: tmp_path / "drawn")
-    monkeypatch.setitem(study.EDITS, True, 6)
+    monkeypatch.setattr(study, "QUICK", 6)
     return folder
 
 
