@@ -41,7 +41,7 @@ class Estimate(NamedTuple):
 NOTHING = Estimate(math.nan, math.nan, math.nan, 0)  # the estimate of no values
 
 # %% ../../nbs/lab/paired.ipynb #753756a0
-PRIOR = 2  # degrees of freedom that the pooled deviation counts
+PRIOR = 2  # degrees of freedom that the pooled deviation counts, where it is needed
 
 
 def pool_deviations(
@@ -56,16 +56,21 @@ def pool_deviations(
 def estimate_mean(
     values: Sequence[float],  # one for each seed; NaN is left out
     pooled: float = math.nan,  # deviation over seeds of other comparisons, as `pool_deviations` returns it
+    without: Sequence[float] = (),  # the mean that all seeds but one give, for each seed left out; empty without a choice
 ) -> Estimate:
-    "Estimate the mean over seeds with Student's interval, whose deviation is partly the pooled one if that is known."
+    """Estimate the mean over seeds with Student's interval.
+
+    The pooled deviation counts if there are two seeds, or if all seeds tie."""
     values = np.asarray(values, float)
     values, n = values[~np.isnan(values)], int((~np.isnan(values)).sum())
     if not n: return NOTHING
     mean, freedom = float(values.mean()), n - 1
     if n == 1: return Estimate(mean, math.nan, math.nan, 1)
-    squares = freedom * float(values.var(ddof=1))
-    if not math.isnan(pooled): squares, freedom = squares + PRIOR * pooled**2, freedom + PRIOR
-    error = math.sqrt(squares / freedom / n)
+    variance = float(values.var(ddof=1)) / n
+    if len(without): variance = max(variance, (n - 1) * float(np.var(without)))
+    if not math.isnan(pooled) and (n == 2 or np.isclose(variance, 0)):
+        variance, freedom = (freedom * variance + PRIOR * pooled**2 / n) / (freedom + PRIOR), freedom + PRIOR
+    error = math.sqrt(variance)
     half = float(scipy.stats.t.ppf(0.975, freedom)) * error
     p = 2 * float(scipy.stats.t.sf(abs(mean) / error, freedom)) if error else float(mean == 0)
     return Estimate(mean, mean - half, mean + half, n, p)

@@ -24,10 +24,13 @@ from ..cluster.grid import Cell, expand_grid, list_grids
 from .grids import (available_cells, cells_to_compute, join_cubes, merge_grid, planned_grid, planned_runs, preview_grids,
                                   study_grids)
 from ..models import load_part
-from .claims import STUDY, belongs_to, claims_table, summary_lines
+from . import VOICES
+from .claims import FACTS, STUDY, belongs_to, claims_table, summary_lines
 from ..results.committed import committed_folder, is_filled, read_cubes
 from .predictors import predictors_table
-from .versus import CubeGroup, choose_rows, rates_at_ends, selection_table, suites_table, updates_table, versus_table
+from .versus import HELD_OUT, OPENED, At, CubeGroup, Side, choose_rows, levels_table, rates_at_ends
+from .versus import selection_table, suites_table, updates_table, versus_table
+from ..methods import label_title
 from .versus_plots import frontier_axes_figure, recipe_panels_figure
 from ..runs import Config, ParameterError, describe_parameters, find_stage, make_config, runs_root
 from ..sweep import Sweep, SweepConfig
@@ -169,6 +172,24 @@ class Study:
         "List recipes whose best rate lies at an end of their grid, where a comparison with them is not fair."
         return pd.concat(self._by_group(rates_at_ends, self.config.learned, self.config.kept), names=["cubes", "recipe"])
 
+    def voices(self, what: str = "world", lr: float = 3e-4, step: int = 100) -> pd.DataFrame:
+        "Return what each recipe answers of a benchmark, asked freely and opened in each of VOICES, in %."
+        group = self.groups.get("study-voices", CubeGroup([], self.case))
+        labels = self.planned[(self.planned.grid == "study-voices") & (self.planned.lr > 0)]["recipe"].unique()
+        columns = {"asked freely": what} | {f"{voice} voice": f"{what}-{voice}" for voice in VOICES}
+        sides = {label_title(label): Side(*self.case, label) for label in labels}
+        return levels_table(group, sides, columns, At(lr=lr, step=step))
+
+    def styles(self, lr: float = 1.4e-3, step: int = 100) -> pd.DataFrame:
+        "Return what is kept of the held-out average after known or new facts in either style, in %."
+        known, own, new = FACTS
+        rows = {"known facts, canonical": (known, "sft"), "known facts, own words": (own, "sft"),
+                "new facts, canonical": (new, "sft"), "new facts, own words": (new, "own-words")}
+        groups = [self.groups[name] for name in (STUDY, "study-known-own") if name in self.groups]
+        group = CubeGroup([cube for part in groups for cube in part.cubes], self.case)
+        sides = {title: Side(dataset, self.case[1], label) for title, (dataset, label) in rows.items()}
+        return levels_table(group, sides, {"asked freely": HELD_OUT, "opened": OPENED}, At(lr=lr, step=step))
+
     def predictors(self) -> pd.DataFrame:
         "Return what predicts the drop of the held-out average."
         return predictors_table(self.own, self.case)
@@ -179,6 +200,18 @@ class Study:
     def claims(self) -> pd.DataFrame:
         "Return the claims page."
         return self._claims.copy()
+
+    def page(self) -> pd.DataFrame:
+        "Return the claims page with the eight columns that you read first."
+        table = self.claims()
+        number = table.estimate.str.partition(" (")
+        table = table.assign(estimate=number[0], interval=number[2].str.rstrip(")"), seeds=table.N)
+        return table[["claim", "comparison", "headroom", "estimate", "interval", "verdict", "seeds", "decided by"]]
+
+    def details(self) -> pd.DataFrame:
+        "Return the further columns of the claims page, without the claims that have no number."
+        table = self.claims()
+        return table[table.estimate != ""].drop(columns=["claim", "comparison", "headroom", "verdict", "N", "decided by"])
 
     def lines(self) -> list[str]:
         "Return the lines of the verdict, as the guide has them."
