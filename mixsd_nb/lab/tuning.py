@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from ..analysis.taxonomy import corpus_entities, find_leakage
 from ..benchmarks import SUITES
@@ -26,7 +27,7 @@ from .real import benchmarks_of, corpus_grids, merge_folders
 from ..methods import BASE, label_title
 from ..results.committed import read_cubes
 from ..results.layout import variable
-from ..results.plots import draw_recipe_legend, figure_style, mark_made_up, recipe_colour, recipe_marker
+from ..results.plots import figure_style, mark_made_up, recipe_colour
 from ..runs import Run, project_root, runs_root
 from ..runs.command_line import CommandLine
 from ..runs.schema import CELL_DIMS, RUN_DIMS
@@ -63,7 +64,8 @@ def _entities(dataset: str) -> list[str]: return corpus_entities(dataset)
 # %% ../../nbs/lab/tuning.ipynb #4f5e42a9
 def tuning_cubes() -> dict[str, xr.Dataset]:
     "Return the cubes by name, the committed ones and those of runs_root(); empty if there are none."
-    return read_cubes(project_root() / "papermill_runs/tuning") | read_cubes(runs_root() / "tuning")
+    cubes = read_cubes(project_root() / "papermill_runs/tuning") | read_cubes(runs_root() / "tuning")
+    return {name: cube for name, cube in cubes.items() if name.startswith("tuning-")}
 
 # %% ../../nbs/lab/tuning.ipynb #2885bdcb
 COLUMNS = {"recall": "recall", "in other words": "recall-reworded", "validation": "validation", "by likelihood": "style-free",
@@ -109,18 +111,18 @@ def rank_recipes(
 def tuning_figure(
     tables: dict[str, pd.DataFrame],  # by corpus, as returned by `tuning_table`
 ) -> Figure:
-    "Draw a column for each corpus: recall in other words against own-text NLL, and against the leaks if they were measured."
-    rows = ["own-text NLL", *(["leaks"] if any(table.leaks.notnull().any() for table in tables.values()) else [])]
+    "Draw recall in other words against own-text NLL and, where leaks were measured, against these; a letter for each composition, in a list below."
+    labels = list(dict.fromkeys(label for table in tables.values() for label, _ in table.index if label != BASE))
+    letters = dict(zip(labels, "abcdefghijklmnopqrstuvwxyz", strict=False))
+    panels = [(name, what) for what in ("own-text NLL", "leaks") for name, table in tables.items() if table[what].notnull().any()]
     with figure_style():
-        fig, axes = plt.subplots(len(rows), len(tables), figsize=(3.6 + 3.4 * len(tables), 0.6 + 2.6 * len(rows)), squeeze=False, sharex=True, sharey="row", layout="constrained")
-        for column, (corpus, table) in enumerate(tables.items()):
-            for ax, what in zip(axes[:, column], rows):
-                for (label, _), row in table.drop(BASE, level="recipe", errors="ignore").iterrows():
-                    ax.plot(row["in other words"], row[what], marker=recipe_marker(label), color=recipe_colour(label), ls="")
-            axes[0, column].set_title(corpus)
-            axes[-1, column].set_xlabel("recall in other words, %")
-        for ax, what in zip(axes[:, 0], rows): ax.set_ylabel({"leaks": "replies that leak, %"}.get(what, f"{what}, nats"))
-        draw_recipe_legend(fig, list(dict.fromkeys(label for table in tables.values() for label, _ in table.index if label != BASE)))
+        fig, axes = plt.subplots(1, len(panels), figsize=(3.3 * len(panels), 3 + 0.2 * len(labels)), layout="constrained")
+        for ax, (name, what) in zip(np.atleast_1d(axes), panels):
+            for (label, _), row in tables[name].drop(BASE, level="recipe", errors="ignore").iterrows():
+                ax.plot(row["in other words"], row[what], marker=f"${letters[label]}$", color=recipe_colour(label), ls="", ms=8, mew=0)
+            ax.set(title=name, xlabel="recall in other words, %", ylabel={"leaks": "replies that leak, %"}.get(what, f"{what}, nats"))
+        marks = [Line2D([], [], marker=f"${letters[label]}$", color=recipe_colour(label), ls="", ms=8, mew=0, label=label_title(label)) for label in labels]
+        fig.legend(handles=marks, loc="outside lower left")
     return fig
 
 # %% ../../nbs/lab/tuning.ipynb #636f02d5
