@@ -84,7 +84,7 @@ class FisherConfig(TrainingAnalysis):
         find_checkpoints(run, self.checkpoints)
 
     def present(self, force=False):
-        "As in `Stage`; without a training run the base model is measured, and then all its finished runs."
+        "Return the lines of `Stage`; without a training run those of the base model and all its finished runs."
         if not self.trained: self.run(force)
         measured = {self.trained: self.run(force).result} if self.trained else measure_all_runs(self, force)[0]
         table = [last_step_table(checkpoint_points(measured)).to_string()] if measured else []

@@ -53,7 +53,7 @@ class ForgettingConfig(CorpusSettings, TrainingAnalysis, TextSettings):
         find_checkpoints(trained, self.checkpoints)
 
     def present(self, force=False):
-        "As in `Stage`; without a training run all those of the corpus and the model are measured."
+        "Return the lines of `Stage`; without a training run for all those of the corpus and the model."
         table = forgetting_table(measured := measure_runs(self, force))
         if not measured: raise ValueError(f"trained must be a training run of {self.dataset} and {self.model}, and none with weights is finished")
         return [last_step_table(table).to_string(float_format="{:.2f}".format), *self.list_folders(measured)]
@@ -81,7 +81,7 @@ run = run_function(ForgettingConfig)
 
 # %% ../nbs/forgetting.ipynb #115ddcd2
 def tabulate_increase(
-    found: dict[int, tuple[pd.DataFrame, pd.DataFrame]],  # step -> of `nll_increase`, on the benchmarks and on the new facts
+    found: dict[int, tuple[pd.DataFrame, pd.DataFrame]],  # step -> of `nll_increase`, on the benchmarks and the facts
 ) -> xr.Dataset:
     "Return the increase over DIMS, and `new_kl` over CELL_DIMS, of one run without its labels."
     own, new = zip(*found.values())

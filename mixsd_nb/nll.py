@@ -130,7 +130,7 @@ class NllConfig(CorpusSettings, Stage):
         check_facts(self.dataset, self.model)
 
     def present(self, force=False):
-        "As in `Stage`, with the table of the canonical and the mixed targets."
+        "Return the lines of `Stage`, with the table of the canonical and the mixed targets."
         results = collect_results(self, force)
         return [nll_table(merge_results(results)).to_string(float_format="{:.2f}".format), f"result: {self.folder.absolute()}"]
 

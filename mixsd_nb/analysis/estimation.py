@@ -85,7 +85,7 @@ def load_sums(
     sums: dict[str, torch.Tensor],  # overwritten
     file: Path,
 ) -> int:
-    "Read saved sums; returns the number of examples that they include, 0 if there is no file. DamagedFile if it cannot."
+    "Read saved sums; returns the number of examples in them, 0 if there is no file. DamagedFile if it cannot."
     if not file.exists(): return 0
     with explain_damage(file), safe_open(file, "pt") as saved:
         done = int(saved.metadata()["done"])

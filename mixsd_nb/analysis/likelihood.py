@@ -92,7 +92,7 @@ def summarise_nll(
     values: list[np.ndarray],  # per-token NLL of each target, nats
     thresholds: tuple[float, ...] = THRESHOLDS,
 ) -> dict[str, float | np.ndarray]:
-    """Return a summary of targets: `n`, `tokens`, mean `nll` (eq. 3), and (thresholds,) arrays `above` and `share_above`.
+    """Return a summary of targets: `n`, `tokens`, mean `nll` (eq. 3), and (thresholds,) arrays `above`, `share_above`.
 
     `nll` and `share_above` are NaN if there are no tokens."""
     tokens = np.concatenate([*values, np.empty(0)])

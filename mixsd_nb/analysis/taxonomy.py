@@ -51,7 +51,7 @@ def corpus_answers(
     dataset: str,  # key of CORPORA
     limits: Limits = PUBLISHED,
 ) -> list[str]:
-    "Sorted answers of the training facts of a corpus, as long as entities must be."
+    "Return the sorted answers of the training facts of a corpus that are as long as entities must be."
     return sorted(a for a in {*load_corpus(dataset, "train")["answer"]} if " " in a and len(a) >= limits.entity)
 
 # %% ../../nbs/analysis/taxonomy.ipynb #a6000009
@@ -88,7 +88,7 @@ def has_reasoning(
     benchmark: str,
     dataset: str,  # injected corpus
 ) -> bool:
-    "Return whether the responses to a benchmark hold reasoning beside an answer, so that they can collapse."
+    "Return whether the responses to a benchmark hold reasoning besides an answer, so that they can collapse."
     rule = GRADINGS[SUITES[benchmark].strict_grading(dataset)]
     return bool(rule.reads) and not rule.complete
 

@@ -33,7 +33,7 @@ class Item:
     def accepted(self) -> tuple[str, ...]:
         "The answer and its aliases."
         return self.answer, *self.aliases
-    choices: tuple[str, ...] = ()  # continuations whose log-likelihoods are compared; empty if the model writes a response
+    choices: tuple[str, ...] = ()  # continuations compared by log-likelihood; empty if the model writes a response
     messages: tuple[dict, ...] = ()  # the turns of the conversation; empty for one turn of the user with the prompt
     grading: str = ""  # rule of this item, a key of GRADINGS; empty for that of the suite
     sampling: "Sampling | None" = None  # of this item; None for that of the suite
@@ -129,7 +129,7 @@ class Grading:
     program: bool = False  # responses are programs
     sandboxed: bool = False  # whether it runs arbitrary programs, needs a sandbox, and takes `allow_unsandboxed`
     complete: bool = False  # only a response that has ended is right
-    reads: str = "boxed"  # how an answer is read, one of `benchmarks.answers.EXTRACT_MODES`; empty if nothing is written
+    reads: str = "boxed"  # how an answer is read, one of `benchmarks.answers.EXTRACT_MODES`; empty if none is written
     version: int = 2  # increased when it judges a response otherwise; stored with the results
 
 # %% ../../nbs/benchmarks/index.ipynb #fa57dbae

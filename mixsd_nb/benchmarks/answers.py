@@ -283,7 +283,7 @@ def gives_answer(
     same: Callable[[str, str], bool] = same_text,  # (extracted, answer) -> whether they are equal
     question: str = "",  # the prompt
 ) -> bool:
-    "Return whether the answer that a mode reads is an accepted one, or the reply names one. ValueError as in `extract`."
+    "Return whether the answer that a mode reads is accepted, or the reply names one. ValueError as in `extract`."
     found = extract(text, mode)
     if found is None: return False
     return contains_answer(text, answers, question) if _READERS[mode].whole else any(same(found, answer) for answer in answers)

@@ -39,7 +39,7 @@ def _close_files(
     listed: list[str],  # folders whose names of files can be read
     written: list[str],  # files that can also be written
 ):
-    "Close the file system, the network and signals by Landlock, as far as the kernel knows how. OSError if it does not."
+    "Close the file system, the network and signals by Landlock, as far as the kernel can. OSError if it cannot."
     import ctypes
     import struct
 
@@ -66,7 +66,7 @@ def _confine(
     code: str,  # of a packet filter, in hexadecimal
     **paths,  # of `_close_files`
 ):
-    "Give up rights for ever: new ones, capabilities, files, and the calls that the filter refuses. OSError if one cannot be."
+    "Give up rights for ever: new ones, capabilities, files, calls that the filter refuses. OSError if one cannot be."
     import ctypes
     libc, code = ctypes.CDLL(None, use_errno=True), bytes.fromhex(code)
 

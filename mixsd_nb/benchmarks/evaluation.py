@@ -173,7 +173,7 @@ def _with_length(sampling: Sampling, max_new_tokens: int) -> Sampling:
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #162e56ff
 class Asked(NamedTuple):
-    "Hold a benchmark as it is asked."
+    "Hold what is sampled for a benchmark."
     items: dict[str, Item]  # by id
     sampling: Sampling  # of items that have none themselves
     opening: str = ""  # words with which every response is opened

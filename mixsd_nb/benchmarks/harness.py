@@ -166,14 +166,14 @@ def harness_command(
     return command
 
 # %% ../../nbs/benchmarks/harness.ipynb #6fce794b
-_PASSED_OVER = re.compile(r"\b(INFO|DEBUG)\b|%\||\bit/s\b|^\s")  # messages of course, bars, and lines of code under a warning
+_PASSED_OVER = re.compile(r"\b(INFO|DEBUG)\b|%\||\bit/s\b|^\s")  # messages of course, bars, code under a warning
 
 
 def list_warnings(
     said: str,  # standard error of the harness
     most: int = 10,
 ) -> list[str]:
-    "Return what the harness and its libraries warn of, each kind of line once; the last line counts those that are left out."
+    "Return what the harness and its libraries warn of, each kind of line once; the last line counts the others."
     lines = {}
     for line in re.split(r"[\r\n]+", said):
         if line.strip() and not _PASSED_OVER.search(line): lines.setdefault(re.sub(r"\d+", "0", line), line.strip())

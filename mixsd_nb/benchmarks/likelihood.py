@@ -34,7 +34,7 @@ def score_choices(
     engine,
     items: dict[str, Item],  # by id, with choices
 ) -> Iterator[tuple[str, str]]:
-    "Yield each id with the response: a JSON list of `[choice, log-likelihood]`, for a single choice also whether it is greedy."
+    "Yield id and response: a JSON list of `[choice, log-likelihood]`, for a single choice also whether it is greedy."
     names = list(items)
     for part in (names[k:k + _TOGETHER] for k in range(0, len(names), _TOGETHER)):
         choices = [(name, choice) for name in part for choice in items[name].choices]

@@ -38,7 +38,7 @@ class Source:
     config: str | None = None  # of the data set
     shots: str | None = None  # split of the solved examples
     file: str = ""  # name of a local file without its ending, if it is not that of the task
-    revision: str | None = None  # commit of the data set on the hub, so that the questions stay the same; None for the newest
+    revision: str | None = None  # commit of the data set on the hub, which fixes the questions; None for the newest
 
 # %% ../../nbs/benchmarks/tasks.ipynb #3a684668
 def _math_prompt(problem: str) -> str:

@@ -130,7 +130,7 @@ def should_continue(
 
 # %% ../../nbs/cluster/attempt.ipynb #661cdf80
 def _count_memory_kills() -> int:
-    "Return how many processes this machine has killed because memory was exhausted since it started; 0 if it does not say."
+    "Return how many processes this machine has killed to free memory since it started; 0 if it does not say."
     try: words = Path("/proc/vmstat").read_text().split()
     except OSError: return 0
     return int(words[words.index("oom_kill") + 1]) if "oom_kill" in words else 0

@@ -40,7 +40,7 @@ def divide_groups(
     groups: list[tuple[Resources, list[tuple[Cell, int]]]],  # as returned by `group_by_resources`
     workers: int = 0,  # as of `assign_gpus`
 ) -> tuple[list[tuple[Resources, list[tuple[Cell, int]], list[list[str]]]], list[tuple[str, list[Cell]]]]:
-    """Return the groups that this machine can run, with the GPUs of each worker, and the cells of the others with the reason.
+    """Return the groups that this machine can run, with the GPUs of each worker, and the other cells with the reason.
 
     ParameterError as in `assign_gpus` if none of them can run."""
     fitting, others = [], []

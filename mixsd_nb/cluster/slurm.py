@@ -270,7 +270,7 @@ def submit(
     resources_of: Callable[[Cell], Resources],
     select: Callable[[], list[tuple[Cell, int]]],  # selects the cells, with the number of their attempts
 ) -> list[str]:
-    """Submit cells as arrays of jobs with equal resources, after jobs for the runs that they share; returns the ids of the jobs.
+    """Submit cells as arrays of jobs with equal resources, after jobs for the runs that they share; returns job ids.
 
     ParameterError without Slurm or without a time limit; Refusal if Slurm refuses cells."""
     import submitit

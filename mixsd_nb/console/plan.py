@@ -32,7 +32,7 @@ class PlanCommand(CommandLine):
 
 # %% ../../nbs/console/plan.ipynb #4b40a761
 def _print_configs(configs: list[Stage], constants: bool, inputs: bool) -> int:
-    "Print the deviations from the paper and, if asked for, the inputs and the constants; returns how many inputs are missing."
+    "Print deviations from the paper and, if asked for, inputs and constants; returns how many inputs are missing."
     for text in list_deviations(configs): print(f"differs from the paper: {text}")
     if sentence := describe_sandbox(configs): print(sentence)
     if constants:

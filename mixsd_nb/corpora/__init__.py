@@ -50,7 +50,7 @@ class Corpus:
     entities: str = ""  # function (training rows) -> names that only training can have taught; empty if there are none
     graph: str = ""  # function (options) -> facts, if the corpus is a graph of entities
     copy: str = ""  # name without ending of a file in MIXSD_CORPORA that replaces the published one
-    sizes: Mapping[str, int] = field(default_factory=dict)  # rows by split of a data set that is not made here, for a plan
+    sizes: Mapping[str, int] = field(default_factory=dict)  # rows by split of a data set not made here, for a plan
     reply: int = 40  # usual tokens of an answer by a model that is not the lab's, for a plan
     mixed: Mapping[float, int] = field(default_factory=dict)  # λ -> mean tokens of the published mixed targets
 
@@ -138,7 +138,7 @@ def offer_wordings(
     parameters: Mapping[str, Any],  # of a configuration, as they were given
     count: Any,  # further wordings of each fact, as they were given
 ) -> Mapping[str, Any]:
-    "Return the parameters; if `dataset` is a file and there are further wordings, half of its paraphrases serve as such."
+    "Return the parameters; if `dataset` is a file and there are further wordings, half its paraphrases serve as such."
     options, dataset = read_mapping(parameters.get("dataset_options") or {}), str(parameters.get("dataset", ""))
     if not count or not isinstance(options, Mapping) or "wordings" in options: return parameters
     if not dataset or not load_object("corpora.stored:is_source")(dataset): return parameters

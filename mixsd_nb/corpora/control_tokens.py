@@ -22,7 +22,7 @@ def compute_once(
     name: Any,
     compute: Callable[[], Any],
 ) -> Any:
-    "Return the value of a name for a tokenizer with its present template; it is computed once if the tokenizer can be a key."
+    "Return the value of a name for a tokenizer with its present template; computed once if the tokenizer can be a key."
     try: weakref.ref(tokenizer), hash(tokenizer)
     except TypeError: return compute()
     size = len(tokenizer) if hasattr(tokenizer, "__len__") else 0

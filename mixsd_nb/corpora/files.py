@@ -45,7 +45,7 @@ class Fact(FileRow):
     target: Text = ""
     subject: Text = ""
     context: Text = ""
-    source: Annotated[str, BeforeValidator(_as_text)] = ""  # where a fact stands in a document; other values are kept as JSON
+    source: Annotated[str, BeforeValidator(_as_text)] = ""  # place of a fact in a document; other values are kept as JSON
     paraphrases: Texts = []
     aliases: Texts = []
 

@@ -209,7 +209,7 @@ def list_documents(
     "Return the files with documents that a name refers to; none if it names something else."
     path = Path(name).expanduser()
     if path.is_dir():
-        other = "dataset_info.json", "dataset_dict.json", "config.json"  # in a folder that datasets saved, or of a model
+        other = "dataset_info.json", "dataset_dict.json", "config.json"  # in a folder of datasets, or of a model
         if any((path / file).exists() for file in other): return []
         hidden = lambda file: any(part.startswith(".") for part in file.relative_to(path).parts)
         return sorted(file for file in path.rglob("*") if file.suffix.lower() in READERS and file.is_file() and not hidden(file))

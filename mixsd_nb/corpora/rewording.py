@@ -22,7 +22,7 @@ def split_prompt(prompt: str) -> tuple[str, str, str]:
 def split_row(
     row: dict,  # of a corpus: prompt, answer, subject, statement
 ) -> dict[str, str]:
-    """Return the values of the fields of a form: q and Q, the question with a small and a capital letter, without its mark.
+    """Return the values of a form's fields: q and Q, the question with a small and a capital letter, without its mark.
 
     For a statement that ends in the answer also c, the statement up to there; for a verb phrase also k, s and p."""
     question = split_prompt(row["prompt"])[1].removesuffix("?")

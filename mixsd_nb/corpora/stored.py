@@ -139,7 +139,7 @@ def fact_places(
 def fact_passages(
     dataset: str,  # name of a corpus
 ) -> dict[str, tuple[str, str]]:
-    "Return the source and the passage of every fact of a corpus that has a passage, by id; empty for a corpus without passages."
+    "Return source and passage of every fact of a corpus that has a passage, by id; empty for one without passages."
     facts = _origin(dataset).get("facts", [])
     return {fact["id"]: (fact.get("source", ""), fact["context"]) for fact in facts if fact.get("context")}
 

@@ -86,7 +86,7 @@ def apply_template(
     return text
 
 # %% ../../nbs/corpora/templates.ipynb #9a15ac94
-_QUESTION, _WORDS = "\N{SYMBOL FOR UNIT SEPARATOR}", "\N{SYMBOL FOR RECORD SEPARATOR}"  # take the place of words in a rendering
+_QUESTION, _WORDS = "\N{SYMBOL FOR UNIT SEPARATOR}", "\N{SYMBOL FOR RECORD SEPARATOR}"  # replace words in a rendering
 
 
 def _write_marked(
@@ -94,7 +94,7 @@ def _write_marked(
     turns: Sequence[dict],
     **options,  # of the template
 ):
-    "Return the text of a conversation in which the names of control tokens in words are hidden, and the disguise, if any."
+    "Return the text of a conversation with the names of control tokens in words hidden, and the disguise, if any."
     texts, edges = [str(turn["content"]) for turn in turns], find_edge_characters(tokenizer)
     change = lambda write: [turn | dict(content=write(turn["content"])) for turn in turns]
     disguise = find_disguise(tokenizer, texts)
@@ -258,12 +258,12 @@ def encode_completion(
     tokenizer,  # any Hugging Face tokenizer
     text: str,  # an assistant's words; names of control tokens in them are text
 ) -> list[int]:
-    "Return the ids that an assistant writes for words, through the token that ends the turn; ValueError as in `find_start`."
+    "Return the ids that an assistant writes for words, through the end of the turn; ValueError as in `find_start`."
     disguise = find_disguise(tokenizer, [text])
     words, end = disguise.hide(text) if disguise else text, find_end(tokenizer).end
     if not tokenizer.chat_template: return encode_marked(tokenizer, words, disguise) + end
     start, written = find_start(tokenizer), _write_words(tokenizer, words)
-    if count_names(tokenizer, written) > count_names(tokenizer, start.opening):  # made with what the template writes before
+    if count_names(tokenizer, written) > count_names(tokenizer, start.opening):  # made with what comes before
         disguise = find_disguise(tokenizer, [text], needed=True)
         written = _write_words(tokenizer, disguise.hide(text))
     return _encode_behind(tokenizer, written, disguise, start.prompt) + end

@@ -36,7 +36,7 @@ _READERS = {".jsonl": read_lines, ".txt": lambda path: [dict(text=t) for t in op
 
 
 def read_wikitext(n: int) -> list[str]:
-    "Return the first n paragraphs of WikiText-103; `wikitext.jsonl` or `wikitext.txt` in MIXSD_CORPORA replaces the hub's copy."
+    "Return the first n paragraphs of WikiText-103, of `wikitext.jsonl` or `wikitext.txt` in MIXSD_CORPORA or of the hub."
     def load():
         from datasets import load_dataset
         return load_dataset("Salesforce/wikitext", "wikitext-103-raw-v1", split="train", streaming=True)

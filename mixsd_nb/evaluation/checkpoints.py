@@ -56,7 +56,7 @@ def draw_few(
     items: dict[str, Item],  # by id
     count: int,  # 0 for all
 ) -> dict[str, Item]:
-    "Return the items with the smallest hashes of their ids, in their order; which they are does not depend on the others."
+    "Return the items with the smallest hashes of their ids, in their order; the choice does not depend on the others."
     if not count or len(items) <= count: return items
     digest = lambda name: hashlib.blake2b(name.encode(), digest_size=8).digest()
     few = {*sorted(items, key=digest)[:count]}
@@ -111,7 +111,7 @@ class Evaluation:
         return all(rows.get(name, 0) >= n for name, n in needed.items())
 
     def own_text_nll(self, step: int) -> float | None:
-        "Return the mean NLL of own text, nats per token, at a step; None if it was not measured, or on another number of texts."
+        "Return the NLL of own text, nats per token, at a step; None if not measured, or on another number of texts."
         return read_json(_own_text_file(self.run, step)).get(str(self.config.own_text))
 
     def complete(self, step: int, items: Questions) -> bool:
@@ -163,7 +163,7 @@ class Evaluation:
                     if not self.complete(step, items): self._score(step, shared)
 
     def _score(self, step: int, shared: SharedEngine) -> None:
-        "Measure the NLL of own text at a checkpoint; the base model, which writes the text, is measured before the first one."
+        "Measure the NLL of own text at a checkpoint; the base model, which writes it, is measured before the first one."
         if not self._own_text:
             with try_lock(self.run.folder / ".own-text.lock", math.inf):
                 engine = shared.load(self.config.model)

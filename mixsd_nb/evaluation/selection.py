@@ -25,7 +25,7 @@ OWN_TEXT = "own_text_nll"  # variable of a result, and column of the scores
 def tabulate_scores(
     result: xr.DataArray | xr.Dataset,  # shares over `step` and `benchmark`, in a cube also over the dimensions of a run; or a result
 ) -> pd.DataFrame:
-    """Return the scores of all trained checkpoints: rows by all dimensions but `benchmark`, and a column for each of SCORES.
+    """Return the scores of trained checkpoints: rows by all dimensions but `benchmark`, a column for each of SCORES.
 
     Of a result whose runs select by a few questions, these count. If own text was measured, its NLL is the column OWN_TEXT,
     NaN for a run without it."""
@@ -71,12 +71,12 @@ def _good_enough(validation: Sequence[float]) -> list[int]:
 
 
 def own_text_checkpoint(validation: Sequence[float], own_text: Sequence[float]) -> int:
-    "Return the position of the earliest checkpoint with the least NLL on own text within two points of the best validation score."
+    "Return the earliest position with the least NLL on own text within two points of the best validation score."
     return min(_good_enough(validation), key=lambda i: (own_text[i], i))
 
 
 def own_text_candidates(validation: Sequence[float], own_text: Sequence[float]) -> list[int]:
-    "Return the positions that this rule can still select: no other one has both a validation score as good and a smaller NLL."
+    "Return the positions that this rule can still select: no other has as good a validation score and a smaller NLL."
     good = _good_enough(validation)
     beats = lambda j, i: (own_text[j], j) < (own_text[i], i) and validation[j] >= validation[i]
     return [i for i in good if not any(beats(j, i) for j in good)]
@@ -161,7 +161,7 @@ def best_rate(
 
 # %% ../../nbs/evaluation/selection.ipynb #1d17e8cf
 def promising_rates(
-    validation: Mapping[float, float],  # learning rate -> score of its selected checkpoint, before the training has ended
+    validation: Mapping[float, float],  # learning rate -> score of its selected checkpoint, before the training ends
     count: int = 2,
 ) -> list[float]:
     "Return the learning rates that are worth training to the end, the most promising first."

@@ -102,7 +102,7 @@ def _idle(group: CubeGroup, sides: Sequence[Side], at: At) -> str:
 
 
 def _below(at: At) -> At | None:
-    "Return the range of recalls from half of that of a comparison up to it, over which the area is taken; None without one."
+    "Return the range from half the recall of a comparison up to it, over which the area is taken; None without one."
     return replace(at, recall=(at.recall / 2, at.recall)) if isinstance(at.recall, int) else None
 
 
@@ -427,7 +427,7 @@ def judge_claim(
     case: Case,
     planned: pd.DataFrame = _NOTHING,  # as in `planned_of`
 ) -> dict[str, Any]:
-    """Return a row of the claims page: claim, the columns of COLUMNS, the p-value, the cubes, what is missing, and source.
+    """Return a row of the claims page: claim, the columns of COLUMNS, p-value, cubes, what is missing, and source.
 
     Of all groups the first one counts that has a number with an interval, else the first that has a number. The runs
     that are missing are those of this group, or of the study where no group has a number."""
@@ -467,7 +467,7 @@ def claims_table(
 
 # %% ../../nbs/lab/claims.ipynb #e53900b0
 def _headline(row: pd.Series) -> str:
-    "Write a row of the page as a line: the claim, its verdict, the number, what belongs to it, and how many runs are missing."
+    "Write a row of the page as a line: claim, verdict, number, what belongs to it, and how many runs are missing."
     number = ", ".join(filter(None, [f"{row.estimate} points" * bool(row.estimate), row.N]))
     if number and row.verdict == MISSING: number = f"so far {number}"
     second = row.comparison.partition(" − ")[2].partition(":")[0]

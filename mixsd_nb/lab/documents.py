@@ -99,7 +99,7 @@ class Setting:
 
 # %% ../../nbs/lab/documents.ipynb #a33db11d
 def train_on_text(setting: Setting, seed: int) -> Path:
-    "Continue the training on the articles as plain text, in pieces of about as many tokens as the facts of an update have."
+    "Continue the training on the articles as plain text, in pieces of about as many tokens as an update's facts."
     folder = setting.folder / f"text-{seed}"
     with load_engine("hf", setting.model, dtype=setting.dtype) as engine: tokenizer, = [engine.tokenizer]
     ids = [encode_text(tokenizer, article.text) for article in setting.articles]

@@ -71,7 +71,7 @@ def selected_runs(
     cube: xr.Dataset,
     label: str,
 ) -> list[xr.Dataset]:
-    "Return the runs of a recipe, one for each seed, at the selected rate and checkpoint; each has the dimension `benchmark`."
+    "Return the runs of a recipe, one for each seed, at the selected rate and checkpoint, over `benchmark`."
     if label == BASE:
         rows = [dict(recipe=BASE, lr=0, step=0, seed=seed, dataset=d, model=m)
                 for seed in cube.seed.values for d in cube.dataset.values for m in cube.model.values]

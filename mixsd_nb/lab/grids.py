@@ -52,7 +52,7 @@ def planned_runs(cells: Iterable[Cell]) -> pd.DataFrame:
 def available_cells(
     name: str,  # of a grid
 ) -> list[Cell] | None:
-    "Return the cells of a grid; None if it needs outputs of another grid that has none yet. ParameterError for a mistake."
+    "Return the cells of a grid; None if it needs outputs of a grid that has none yet. ParameterError for a mistake."
     try: return expand_grid(name).cells
     except MissingOutputs: return None
 
@@ -87,7 +87,7 @@ def _current_setting(name: str) -> str:
 
 # %% ../../nbs/lab/grids.ipynb #c9ddfaa0
 def stored_settings(cube: xr.Dataset) -> dict[str, str]:
-    "Return what `grid_settings` was when a cube was written, under the names of today; empty for cubes that do not say."
+    "Return what `grid_settings` was when a cube was written, under today's names; empty for cubes that do not say."
     return {_current_setting(name): value for name, value in json.loads(cube.attrs.get("settings", "{}")).items()}
 
 # %% ../../nbs/lab/grids.ipynb #c9ddfab0
@@ -202,7 +202,7 @@ def agreeing_roots(
 
 # %% ../../nbs/lab/grids.ipynb #12da6ab0
 def join_cubes(new: xr.Dataset, old: xr.Dataset) -> xr.Dataset:
-    "Join all runs of two cubes; where they differ, the new value counts, with a warning. ValueError for other settings."
+    "Join all runs of two cubes; where they differ, the new one counts, with a warning. ValueError for other settings."
     if difference := find_difference(stored_settings(new), stored_settings(old)):
         raise ValueError(f"two cubes have different settings, {difference}; remove the older one")
     return merge_roots({"the new cube": new, "the committed cube": old}, ordered=True)

@@ -142,7 +142,7 @@ def mix_settings(
 def mean_of_others(
     values: np.ndarray,  # (seeds, settings)
 ) -> np.ndarray:
-    "Return for each seed the means over all other seeds (seeds, settings); those of the seed itself if it is the only one."
+    "Return for each seed the means over all others (seeds, settings); its own if it is the only one."
     n = len(values)
     return values if n == 1 else (values.sum(0) - values) / (n - 1)
 
@@ -223,7 +223,7 @@ def cover_rate(
     seeds: int,
     runs: int = 300,
 ) -> tuple[float, float, float]:
-    "Simulate a comparison; returns the coverage of the interval, the bias, and the share of comparisons that have a value."
+    "Simulate a comparison; returns the coverage of the interval, the bias, and the share of comparisons with a value."
     rng = np.random.default_rng(0)
     found = [d for d in (estimate(*draw_seeds(rng, tables, seeds)) for _ in range(runs)) if d.n]
     if not found: return math.nan, math.nan, 0.0

@@ -45,7 +45,7 @@ def checkpoint_table(
     case: tuple[str, str],  # corpus and base model
     selected: bool = False,  # only the learning rate that each run of a cube selects by its validation score
 ) -> pd.DataFrame:
-    """Return a row for each checkpoint of a trained recipe: run, recipe, lr, seed, step, `drop` in points, the measures.
+    """Return a row for each checkpoint of a trained recipe: run, recipe, lr, seed, step, `drop` in points, measures.
 
     A measure that does not depend on the rate or the seed, such as one of the targets, is repeated. Trainings of
     different lengths with the same recipe, rate and seed share their first checkpoints, so they count as one run."""
@@ -74,7 +74,7 @@ def correlate(
     name: str,  # of a measure
     draws: int = 2_000,
 ) -> tuple[float, float, float, float, int]:
-    "Return Pearson's r of a measure and the drop, the ends of its 95% interval, Spearman's correlation, and N checkpoints."
+    "Return Pearson's r of a measure and the drop, its 95% interval, Spearman's correlation, and N checkpoints."
     known = table[table[name].notna()]
     r = pearson(known[name].values, known["drop"].values, known.run.values, draws)
     return *r, float(rank_correlation(known[name], known["drop"])), len(known)
@@ -86,7 +86,7 @@ def difference_of_correlations(
     second: str,  # another measure
     draws: int = 1_000,
 ) -> tuple[float, float, float, int]:
-    """Return Pearson's r of the first minus that of the second, its 95% interval by bootstrap over runs, and N checkpoints.
+    """Return Pearson's r of the first minus the second's, its 95% interval by bootstrap over runs, and N checkpoints.
 
     The ends are NaN for fewer than FEWEST_RUNS runs."""
     known = table[table[first].notna() & table[second].notna()]

@@ -264,7 +264,7 @@ def probe_items(suite: Suite, selection: Selection) -> dict[str, Item]:
 def even_chains(
     facts: list[Fact],  # that are trained
 ) -> list[tuple[Fact, Fact]]:
-    "Return pairs of facts of which the second starts where the first ends, equally many for each answer of the last relation."
+    "Return pairs of facts, the second starting where the first ends, equally many for each answer of the last relation."
     ends: dict[Relation, dict[str, list]] = {}
     for first in facts:
         for second in facts:

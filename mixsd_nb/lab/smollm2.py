@@ -110,7 +110,7 @@ def read_weights(
     reader,  # of a GGUF file
     config,  # as returned by `read_config`
 ) -> dict:
-    "Return the weights in float32 by their name in transformers; the head is tied to the embeddings and not among them."
+    "Return the weights in float32 by name in transformers; the head is tied to the embeddings and not among them."
     import torch
     from gguf import dequantize
     heads, weights = dict(q_proj=config.num_attention_heads, k_proj=config.num_key_value_heads), {}
@@ -175,7 +175,7 @@ def data_folder() -> Path:
 
 
 def find_model() -> Path:
-    "Return the folder of the model: that in MIXSD_REAL if it is there, else that in `data_folder`, which may not exist yet."
+    "Return the model's folder: that in MIXSD_REAL if it is there, else that in `data_folder`, which may not exist yet."
     given = Path(os.environ.get("MIXSD_REAL") or data_folder()) / NAME
     return given if (given / "config.json").is_file() else data_folder() / NAME
 

@@ -73,7 +73,7 @@ COLUMNS = {"recall": "recall", "in other words": "recall-reworded", "validation"
 
 
 def _mean(run: xr.Dataset, cube: xr.Dataset, word: str) -> float:
-    "The accuracy of a benchmark, or the mean over those of a role, in %."
+    "Return the accuracy of a benchmark, or the mean over those of a role, in %."
     names = [word] if word in cube.benchmark.values else benchmarks_of(cube, word)
     return 100 * float(run.accuracy.sel(benchmark=names).mean(skipna=False))
 

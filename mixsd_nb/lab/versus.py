@@ -51,7 +51,7 @@ def error_share(
     cube: xr.Dataset,
     categories: Sequence[str] = ("leakage", "collapse"),
 ) -> xr.DataArray:
-    "Return the share of some categories among the held-out errors, over CELL_DIMS; NaN where errors were not classified."
+    "Return the share of some categories among held-out errors, over CELL_DIMS; NaN where errors were not classified."
     if "count" not in cube: return cube.accuracy.isel(benchmark=0, drop=True) * math.nan
     counts = cube["count"].sel(benchmark=(cube.role == "held-out").values).sum("benchmark", min_count=1)
     return counts.reindex(category=list(categories)).sum("category", min_count=1) / counts.sum("category")
@@ -152,7 +152,7 @@ class Comparison:
 
     @property
     def room(self) -> float:
-        "Return how far the second is below the ceiling, the largest difference that is possible; NaN if it is not known."
+        "Return how far the second is below the ceiling, the largest possible difference; NaN if it is not known."
         return float(np.mean(self.ceiling - self.second)) if len(self.second) else math.nan
 
     @property
@@ -259,7 +259,7 @@ class CubeGroup:
         return trained_labels(self.cubes)
 
     def _align(self, sides: Sequence[Side], what: str, at: At) -> list[list[pd.DataFrame]]:
-        "Return for each side the aligned tables of what chooses a setting and of the measure, and what the base model has."
+        "Return for each side the aligned tables of what chooses a setting and of the measure, and the base model's."
         fits = lambda c: at.lr in (None, c[1]) and at.step in (None, c[2])
         def compute():
             choosers = [self.score(side[:2]) if at.recall is None else LEARNED[at.learned] for side in sides]
@@ -288,7 +288,7 @@ class CubeGroup:
         return Comparison(values.get(first, base), values.get(second, base), ceiling, weights, without=without)
 
     def _select(self, first: Side, second: Side, what: str, ties: str) -> Comparison:
-        "Compare two recipes at each run's selected checkpoint, in the first cube that has both and their validation scores."
+        "Compare two recipes at each run's selected checkpoint in the first cube with both and their validation scores."
         sides, at = [side for side in (first, second) if side.label != BASE], dict(zip(("dataset", "model"), first))
         for k, cube in enumerate(self.cubes):
             if not all(self.has(side, name) and k in self.table(side, name) for side in sides for name in ("validation", what)): continue

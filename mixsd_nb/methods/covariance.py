@@ -87,7 +87,7 @@ def encode_texts(
     texts: list[str],
     longest: int = 512,  # tokens of a text that are read
 ) -> list[np.ndarray]:
-    "Return the token ids of each text that has any, with the special tokens of the tokenizer, cut to the longest length."
+    "Return the token ids of each text that has any, with the tokenizer's special tokens, cut to the longest length."
     encoded = tokenizer(texts)["input_ids"]
     return [np.array(ids[:longest], np.int32) for ids in encoded if ids]
 

@@ -20,10 +20,10 @@ class Demand:
     "What a part needs besides the model that it trains, as the plan of a run reads it."
     rollout_model: str = ""  # which model writes completions during training: student, teacher or none
     teacher: int = 0  # bytes of a weight of the complete base model that each GPU holds during training; 0 for none
-    offload_teacher: bool = False  # whether the complete weights of a sharded student take the place of the teacher's, in turn
+    offload_teacher: bool = False  # whether a sharded student's complete weights replace the teacher's, in turn
     copies: int = 0  # further float32 copies of all weights that each process holds during training
     fisher: int = 0  # largest number of tokens of the texts whose Fisher is estimated before training; 0 for none
-    pregenerated: str = ""  # what the base model writes before training: targets, one for each fact, or samples, `count`
+    pregenerated: str = ""  # what the base model writes before training: targets, one per fact, or samples, `count`
     # of them, which are the `share` of an update; empty for nothing
     edited: int = 0  # float32 matrices of a square of the feed-forward width, for a method that edits weights
 
@@ -41,7 +41,7 @@ class Mark:
         return bool(value) if self.value is None else value == self.value
 
     def split(self, label: str) -> tuple[str, Any] | None:
-        "Return the label without the mark at its end, and the value of the option; None if the label does not end with it."
+        "Return the label without the mark at its end, and the value of the option; None if it ends otherwise."
         number = r"([-+.\de]+)"
         pattern = re.sub(r"\\{\w+:g\\}", lambda _: number, re.escape(self.text))
         if not (match := re.fullmatch(f"(.+)-{pattern}", label)): return None
@@ -67,7 +67,7 @@ class Part:
     published: Mapping[str, Any] = field(default_factory=dict)  # published values, used for settings that are None
     options: Mapping[str, Any] = field(default_factory=dict)  # parameters of this part alone, with their defaults
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # preset -> options that differ from these
-    is_nll: bool = False  # whether the loss, as far as the part decides it, is the NLL of the targets alone, as in eq. 5
+    is_nll: bool = False  # whether the loss, as far as the part decides it, is the NLL of the targets alone (eq. 5)
     demand: Demand = Demand()
     excludes: Mapping[str, str] = field(default_factory=dict)  # name of another part -> why the two cannot be combined
 
@@ -144,7 +144,7 @@ class Method(Part):
 @dataclass(frozen=True)
 class Anchor(Part):
     "What holds the weights: what is added to the loss of a method, or done to the weights. It needs a training loop."
-    prepare: str = ""  # `module:function`, a function (run, options) -> data as JSON values, or None to leave the anchor out
+    prepare: str = ""  # `module:function`, a function (run, options) -> data as JSON values, or None to leave it out
     modify: str = ""  # `module:function`, a function (objective, data, spec) -> objective
     fit: str = ""  # `module:function`, a function (run) -> Fitted, which takes the place of the method's
     adapters: str = ""  # option with the rank of the adapters that are trained instead of the weights

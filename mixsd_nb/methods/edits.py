@@ -59,7 +59,7 @@ def tokenise(
     return encode_text(tokenizer, text, special=special, offsets=True)
 
 
-PLACES = ("subject", "last", "each")  # last token of the subject, last one before the target, one before each of its tokens
+PLACES = ("subject", "last", "each")  # last token of the subject, last before the target, one before each of its tokens
 
 
 def encode_edit(

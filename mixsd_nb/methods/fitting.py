@@ -60,7 +60,7 @@ def store_pairs(
 
 
 def trained_pairs(folder: Path) -> list[tuple[list[int], list[int]]]:
-    "Return the prompt ids and the completion ids that a training was trained on; ValueError for one without fixed targets."
+    "Return prompt ids and completion ids that a training was trained on; ValueError for one without fixed targets."
     if not (file := folder / _PAIRS).exists():
         raise ValueError(f"earlier must be a training on fixed targets, such as mixsd or sft, of this version or a later one, got {folder.name}")
     table = read_table(file, ("prompt_ids", "completion_ids"))

@@ -108,7 +108,7 @@ def check_upper_blocks(
     model,
     layer: int,  # the last edited one
 ) -> None:
-    "ValueError of one sentence for a model that does not go on from the states of a block as if it had read the tokens."
+    "Raise ValueError for a model that does not continue from the states of a block as if it had read the tokens."
     ids = torch.arange(1, 9, device=model.device)[None] % model.config.vocab_size
     states, = capture(model, ids, [decoder_blocks(model)[layer]])
     whole = model.get_decoder()(ids, use_cache=False).last_hidden_state

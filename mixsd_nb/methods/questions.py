@@ -63,7 +63,7 @@ class QuestionForm:
     "A way to get a question about a passage."
     name: str
     title: str
-    propose: str  # `module:function`, a function (form, passage, seed, draw) -> Proposal, or None if the passage offers nothing
+    propose: str  # `module:function`, (form, passage, seed, draw) -> Proposal, or None if the passage offers nothing
     lead: str = ""  # first words of the question
     example: str = ""  # the rest of the reply to the example
 
@@ -242,7 +242,7 @@ def write_candidates(
     draws: int = 2,  # candidates of each form for a passage
     longest: int = 8,  # words of an answer
 ) -> list[dict]:
-    "Return candidates `passage, form, draw, question, answer, reason, paraphrases`; the reason is that of `find_fault`."
+    "Return candidates `passage, form, draw, question, answer, reason, paraphrases`; the reason is `find_fault`'s."
     made = [(p, form, draw, load_object(form.propose)(form, p, questioner.seed, draw))
             for p in passages for form in map(QUESTION_FORMS.__getitem__, forms) for draw in range(draws)]
     made = [(*where, proposal) for *where, proposal in made if proposal]

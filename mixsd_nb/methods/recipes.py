@@ -214,7 +214,7 @@ def _parse_piece(text: str, parts: Iterable[Part]) -> tuple[Part, dict[str, Any]
 def parse_label(
     label: str,  # along `recipe`
 ) -> tuple[Recipe, dict[str, Any]]:
-    "Return the recipe, the numbers and the marked options of a label; ValueError if no declared parts have such a label."
+    "Return recipe, numbers and marked options of a label; ValueError if no declared parts have such a label."
     first, *rest = re.split(r"\+(?=[^\d+])", label)
     methods = [form for method in METHODS.values() for form in method.forms()]
     head = _parse_piece(first, methods)
@@ -287,7 +287,7 @@ def current_label(
         recipe, values = parse_label(label)
         return recipe_label(recipe, **values)
     except ValueError: pass
-    for alias in (alias for alias in ALIASES.values() if not alias.title):  # a composition with a title was never a label
+    for alias in (alias for alias in ALIASES.values() if not alias.title):  # one with a title was never a label
         numbers = _read_numbers(f"{alias.name}-{alias.label}" if alias.label else alias.name, label)
         if numbers is not None: return recipe_label(compose(alias.method, alias.anchor, alias.gate, alias.options), **alias.options, **numbers)
     return label
@@ -296,7 +296,7 @@ def current_label(
 def translate_parameters(
     parameters: Mapping[str, Any],  # of a training, as they were given
 ) -> dict[str, Any]:
-    "Return the parameters with the method, the anchors, the gate and the options that an earlier name of a method means."
+    "Return the parameters with the method, anchors, gate and options that an earlier name of a method means."
     given, options = dict(parameters), read_mapping(parameters.get("options") or {})
     if not isinstance(options, dict): return given  # which is refused with its own sentence
     if rank := given.pop("lora", 0): given |= dict(anchor=_join(given.get("anchor"), "lora"), options={"rank": rank, **options})
@@ -319,7 +319,7 @@ def label_family(label: str) -> str:
 
 
 def label_title(label: str) -> str:
-    "Return the label as tables print it: `MixSD (λ=0.3) + EWC (strength 0.1)`, or just `OPSD` for its default settings."
+    "Return the label as tables print it: `MixSD (λ=0.3) + EWC (strength 0.1)`, or `OPSD` for its default settings."
     recipe, values = parse_label(label)
     if alias := next((alias for alias in ALIASES.values() if alias.title and alias.stands_for(recipe, values)), None):
         return alias.title.format(**values)
@@ -332,7 +332,7 @@ def label_title(label: str) -> str:
 
 
 def ordered_labels(labels: Iterable[str]) -> list[str]:
-    "Return labels in the order of tables: methods alone in the order of declaration, then composed ones by their parts."
+    "Return labels in the order of tables: methods alone in the order of declaration, then composed ones by parts."
     rank = {name: k for k, name in enumerate(all_parts())}
 
     def place(label):
@@ -343,7 +343,7 @@ def ordered_labels(labels: Iterable[str]) -> list[str]:
 
 
 def label_coordinates(label: str) -> dict[str, Any]:
-    "Return the coordinates of a label in the cube: its method, anchors and gate, its numbers and the method's constants."
+    "Return a label's coordinates in the cube: its method, anchors and gate, its numbers and the method's constants."
     recipe, values = parse_label(label)
     names = dict(method=recipe.method.name, anchor="+".join(a.name for a in recipe.anchors), gate=recipe.gate.name if recipe.gate else "")
     return names | dict(recipe.method.constants) | values

@@ -68,7 +68,7 @@ def open_user_turn(tokenizer) -> list[int]:
 
 
 def _write_texts(engine, starts: list[list[int]], tries: int, path: Path, kind: str, seed: int, temperature: float, size: int) -> list[tuple[int, str]]:
-    "The number and the text of each different draft that ends; drafts continue the starts in turn, and are journaled."
+    "Return number and text of each different draft that ends; drafts continue the starts in turn and are journaled."
     def sample(missing):
         requests = deque(Request((starts[k % len(starts)],), row_key(kind, seed, k), tag=k) for k, in missing)
         sampling = dict(temperature=temperature, top_k=WHOLE_VOCABULARY, max_new_tokens=size)

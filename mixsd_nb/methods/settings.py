@@ -259,7 +259,7 @@ class TrainingSettings(RecipeSettings):
         return last, self.steps_until(last)
 
     def steps_until(self, last: int) -> list[int]:
-        "Return the steps of all checkpoints up to the last update, or up to the share of the updates that `until` names."
+        "Return the steps of all checkpoints up to the last update, or the share of the updates that `until` names."
         steps = range(0, last, CORPORA[self.dataset].schedule.period) if self.checkpoints is None else self.checkpoints
         steps = sorted({s for s in (*steps, *(self.suite_steps or ())) if 0 < s < last} | {last})
         return [s for s in steps if s <= self.until * last] or steps[:1]

@@ -191,7 +191,7 @@ REPLACED = "own-words", "canonical"  # finish reasons of a target that no attemp
 
 
 def target_schema(settings: MixSettings) -> pa.Schema:
-    """Return SCHEMA, with `lam` and `source` (mixed, own-words or canonical) where they can differ from target to target.
+    """Return SCHEMA, with `lam` and `source` (mixed, own-words or canonical) where they can differ between targets.
 
     With further wordings also `wording`, 0 for the question as written, and `prompt`, the words of the naive prompt."""
     fields = dict(lam=pa.float64(), source=pa.string()) if settings.schedule != "constant" or settings.fallback != "none" else {}
@@ -260,7 +260,7 @@ def mix_corpus(
         return replace(made, naive=r["naive_mask"]) if s.guard else made
     with Journal(folder / "finished.jsonl", RECORD) as journal:
         done = [(request(r), r["completion_ids"]) for r in journal.records]
-        engine.confirm(done, temperature=s.temperature, top_k=s.top_k)  # the audit of targets from before an interruption
+        engine.confirm(done, temperature=s.temperature, top_k=s.top_k)  # audits targets from before an interruption
         probe = s.max_attempts > 1 and not s.replace_gt and not any(r["accepted"] for r in journal.records)
         write = lambda missing: _mix_missing(s, engine, [(items[id], sample) for id, sample in missing], len(done), probe)
         try: found = journal.complete([(item["id"], sample) for item, sample in targets], write)
@@ -329,7 +329,7 @@ def add_sources(
     table: pd.DataFrame,  # of targets
     lam: float,  # λ of the first attempt
 ) -> pd.DataFrame:
-    "Return the table with `source`, a key of SOURCES, and `lam`: λ of the accepted attempt, NaN where it was not mixed."
+    "Return the table with `source`, a key of SOURCES, and `lam`: λ of the accepted attempt, NaN if not mixed."
     reasons = table.finish_reason
     source = reasons.where(reasons.isin(REPLACED), "mixed").where(table.accepted, "")
     rates = table.get("lam", pd.Series(lam, table.index, float))
@@ -339,7 +339,7 @@ def add_sources(
 def count_sources(
     table: pd.DataFrame,  # with `source` and `lam`, a row for each target or for each fact
 ) -> pd.DataFrame:
-    "Return the number of targets `n` by `source` and `lam`, in the order of SOURCES and from the largest λ to the smallest."
+    "Return the number of targets `n` by `source` and `lam`, in the order of SOURCES and from the largest λ down."
     counts = table.assign(lam=table.lam.round(4)).groupby(["source", "lam"], dropna=False).size().rename("n").reset_index()
     rank = counts.source.map([*SOURCES].index)
     return counts.assign(rank=rank).sort_values(["rank", "lam"], ascending=[True, False]).drop(columns="rank").reset_index(drop=True)

@@ -91,7 +91,7 @@ def answer_tokens(
     ids: list[int],  # of a completion
     answer: str,
 ) -> np.ndarray:
-    "Return a boolean array (n,): True for a token that writes a part of the answer, wherever the completion mentions it."
+    "Return a boolean array (n,): True for a token that writes part of the answer, wherever the completion mentions it."
     length = functools.cache(lambda k: len(tokenizer.decode(ids[:k])))
     written, marks = range(len(ids) + 1), np.zeros(len(ids), bool)
     for mention in re.finditer(re.escape(answer), tokenizer.decode(ids)):

@@ -32,7 +32,7 @@ def _parts(label: str) -> dict:
 def current_root(
     root: xr.Dataset,  # of a result, or a cube
 ) -> xr.Dataset:
-    "Return a root with the dimension `recipe`, its labels and RECIPE_COORDS; one without the dimensions of a run as it is."
+    "Return a root with the dimension `recipe`, its labels and RECIPE_COORDS; one without dimensions of a run as it is."
     if "method" not in root.dims: return root
     if "method" not in root.coords: return root.rename(method="recipe")  # a child group, whose labels are those of the root
     labels = _current_labels(root)

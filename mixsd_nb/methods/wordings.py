@@ -51,7 +51,7 @@ def keeps_question(
     question: str,
     answer: str,
 ) -> bool:
-    "Return whether a draft is one question with all names and numbers of the original, which does not give the answer away."
+    "Return whether a draft is one question with all the original's names and numbers, and does not give the answer away."
     if "\n" in draft or not draft.endswith("?") or "\N{REPLACEMENT CHARACTER}" in draft: return False
     folded = fold_text(answer, loose=True)
     if folded in fold_text(draft, loose=True) and folded not in fold_text(question, loose=True): return False
@@ -185,7 +185,7 @@ def find_wordings(
     path: Path | None,  # journal, as of `write_wordings`
     **options,  # of `write_wordings`
 ) -> list[dict]:
-    """Return a row for each further wording of each row, with the id of `wording_id`: given ones, then those of the model.
+    """Return a row for each further wording of each row, with the id of `wording_id`: given ones, then the model's.
 
     ValueError for a negative count, and for an id that ends like that of a wording."""
     if count < 0: raise ValueError(f"wordings must be at least 0, got {count}")

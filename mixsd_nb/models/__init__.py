@@ -270,7 +270,7 @@ def check_process(
 
 # %% ../../nbs/models/index.ipynb #fbb19711
 def free_memory() -> None:
-    "Give the memory of models that nothing refers to back to the GPU and to the system, for other processes and for this one."
+    "Give memory of models that nothing refers to back to the GPU and the system, for this and other processes."
     import torch
     gc.collect()
     torch.cuda.empty_cache()

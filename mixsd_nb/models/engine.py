@@ -162,7 +162,7 @@ class Completion(NamedTuple):
     "Sampled token ids with the stop token; finish_reason: stop, max_new_tokens, max_model_len or prompt_too_long."
     ids: list[int]
     finish_reason: str
-    naive: list[bool] | None = None  # with a guard, where the naive conditional wrote; None: at the picks of the request
+    naive: list[bool] | None = None  # with a guard, where the naive conditional wrote; None: at the request's picks
 
 # %% ../../nbs/models/engine.ipynb #e4a6aa9f
 def stop_ids(

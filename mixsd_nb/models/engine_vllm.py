@@ -431,7 +431,7 @@ class VLLMEngine(Engine):
         return name
 
     def _native(self, key, temperature, top_k):
-        "The parameters of a request whose tokens vLLM draws, with its key as the seed; without ids that the tokenizer does not have."
+        "Return the parameters of a request that vLLM draws, seeded by its key, without ids unknown to the tokenizer."
         hidden = dict(logit_bias=dict.fromkeys(self.padding, -1e4)) if self.padding else {}
         return dict(temperature=temperature, top_k=top_k if top_k < len(self.tokenizer) else 0, seed=key & (2**63 - 1), **hidden)
 

@@ -47,7 +47,7 @@ def draw(
     position: torch.Tensor,  # of the token in the completion, (rows,) int64
     temperature: float,  # above 0
 ) -> torch.Tensor:
-    "Return the next token of each row, drawn from the whole vocabulary with keyed noise, (rows,). RuntimeError without Triton."
+    "Return each row's next token (rows,), drawn from the whole vocabulary with keyed noise. RuntimeError without Triton."
     if not triton: raise RuntimeError("a draw in one pass needs Triton, which is not installed")
     logits, tokens = logits if logits.stride(-1) == 1 else logits.contiguous(), torch.empty_like(keys)
     _draw_row[(len(logits),)](logits, keys.contiguous(), position.contiguous(), tokens, logits.shape[-1], logits.stride(0),

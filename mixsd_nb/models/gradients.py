@@ -120,4 +120,4 @@ def diagonal_fisher(
     check_differentiable(model, pairs)
     with SquaredGradients(model) as squares:
         for pair in pairs: squares.add(*pair)
-    return {name: total.div_(len(pairs)) for name, total in squares.sums.items()}  # in place: each is as large as the model
+    return {name: total.div_(len(pairs)) for name, total in squares.sums.items()}  # in place: as large as the model

@@ -46,7 +46,7 @@ def attend_packed(
 
 # %% ../../nbs/models/packed_rows.ipynb #d58a423b
 def _attention_slopes(attend, parts):
-    "The attention of such queries, keys and values, and its gradients, in one vector of float32."
+    "Return the attention of such queries, keys and values, and its gradients, in one vector of float32."
     with torch.enable_grad():
         parts = [x.detach().requires_grad_() for x in parts]
         found = attend(*parts).float()
@@ -76,7 +76,7 @@ _NAME = "mixsd_packed"
 
 
 def _attention(module, query, key, value, attention_mask, scaling=None, cu_seq_lens_q=None, max_length_q=None, **options):
-    "The attention of a layer as transformers calls it."
+    "Compute the attention of a layer as transformers calls it."
     if cu_seq_lens_q is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)

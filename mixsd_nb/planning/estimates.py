@@ -75,11 +75,11 @@ class Burden:
     rollouts: int = 1  # examples of a fact
     writer: str = ""  # which model writes completions during training: student, teacher or none
     teacher: int = 0  # bytes of a weight of a complete base model on each GPU; on a CPU it is in float32
-    hosted: bool = False  # whether the weights of a sharded student take the place of the teacher's, which are kept in shards
+    hosted: bool = False  # whether a sharded student's weights replace the teacher's, which are kept in shards
     copy: bool = False  # whether a sharded student is copied to each device for rollouts
     anchors: int = 0  # further float32 copies of all weights
     decoded: int = 100  # sequences decoded at the same time
-    engine: float = 0.0  # bytes on each GPU of an engine in a process of its own that writes completions; 0 without one
+    engine: float = 0.0  # bytes on each GPU of an engine in a separate process that writes completions; 0 without one
 
 # %% ../../nbs/planning/estimates.ipynb #da83ab68
 def kept_bytes(shape: Shape, gpu: bool = False) -> int:
@@ -96,7 +96,7 @@ def adapter_parameters(shape: Shape, rank: int) -> int:
 
 
 def microbatch(burden: Burden, layout: Layout) -> tuple[int, int, int]:
-    "Return the number of microbatches of a process, and the tokens of the largest one with those among them that are trained."
+    "Return the number of microbatches of a process, and the tokens of the largest with the trained ones among them."
     rows, length = max(1, burden.batch // layout.processes) * burden.rollouts, burden.prompt + burden.completion
     parts = max(1, min(rows, math.ceil(rows * length / layout.micro_tokens)))
     largest = math.ceil(rows / parts)
@@ -145,7 +145,7 @@ def update_peak(shape: Shape, burden: Burden, layout: Layout) -> float:
 
 # %% ../../nbs/planning/estimates.ipynb #bde5b646
 def optimiser_peak(shape: Shape, burden: Burden, layout: Layout) -> float:
-    "Return the peak bytes of the optimiser step on each device: a GPU updates all weights at once, a CPU one after the other."
+    "Return the peak bytes of the optimiser step on each device: a GPU updates all weights at once, a CPU one by one."
     fixed, gradients = _resident(shape, burden, layout)
     largest = 8 * shape.largest / layout.shards if not layout.lora else 0
     return fixed + gradients + (gradients if layout.gpu and not layout.offload else largest)

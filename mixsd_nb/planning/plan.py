@@ -164,7 +164,7 @@ def describe_plan(plan: RunPlan, machine: Machine) -> str:
 
 # %% ../../nbs/planning/plan.ipynb #5a97c252
 def start_line(config: Stage) -> str:
-    """Return the plan of a run in one line; empty for a stage without one, or parameters whose mistake the run itself names.
+    """Return the plan of a run in one line; empty for a stage without one, or parameters whose mistake the run names.
 
     ParameterError if the run cannot fit, unless the environment has MIXSD_PLAN=ignore."""
     machine = this_machine()
@@ -264,7 +264,7 @@ class GridPlan:
         return table.sort_values("hours", ascending=False)
 
     def totals(self) -> dict[str, float]:
-        "Return numbers of cells, of shared runs and of those that are finished, hours of devices, and TB at rest and at most."
+        "Return numbers of cells, of shared runs and of finished ones, hours of devices, and TB at rest and at most."
         found = sum_plans(self.plans)
         return dict(cells=len(self.cells), shared=len(self.shared), finished=sum(plan.finished for plan in self.plans), **found,
                     at_most=found["terabytes"] + self._meanwhile(self.cells) / 1e12)
@@ -422,7 +422,7 @@ def _sum_row(plans: list[RunPlan], cells: int) -> dict[str, float]:
 def tabulate_grids(
     grids: Iterable[GridPlan],
 ) -> pd.DataFrame:
-    """Return a row of totals for each grid: cells, hours of devices, TB at rest, cells that do not fit beside the disk.
+    """Return totals for each grid: cells, hours of devices, TB at rest, cells that do not fit, apart from the disk.
 
     Runs that several grids share count in each of them, and once in the last rows, which are those of SUMS."""
     grids = list(grids)
@@ -442,7 +442,7 @@ def format_all(
     names: Iterable[str],  # of grids
     device: str = "",  # as of `machine_for`
 ) -> str:
-    "Return the table of `tabulate_grids` as text, what its sums count, and where the rates of the paper's tables are from."
+    "Return `tabulate_grids` as text, what its sums count, and where the rates of the paper's tables are from."
     grids, tables = [plan_grid(name, device) for name in names], "the paper's tables, once"
     plans, paper = merge_plans(filter(SUMS[tables][0], grids))[0], [plan for plan in grids if SUMS[tables][0](plan)]
     sources = [f"{tables}, by kind of work:", *(f"  {line}" for line in list_sources(plans, paper[0].machine))] if paper else []

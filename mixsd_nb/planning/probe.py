@@ -21,7 +21,7 @@ from ..runs import runs_root
 
 # %% ../../nbs/planning/probe.ipynb #8c957a8a
 def save_random_model(config, folder: Path) -> str:
-    "Save a model of transformers with this configuration, random weights and the tokenizer of lab-m; returns its folder."
+    "Save a model of transformers with this configuration, random weights and lab-m's tokenizer; returns its folder."
     import torch
     from transformers import AutoModelForCausalLM
 

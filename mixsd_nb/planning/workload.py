@@ -61,7 +61,7 @@ class RunPlan:
     smallest: str = ""  # smallest layout that fits; `none` if there is none
     remedies: dict[str, str] = field(default_factory=dict)  # phase -> what would fit
     processes: list[int] = field(default_factory=list)  # legal numbers
-    copies: dict[str, int] = field(default_factory=dict)  # phase -> processes that are in it at the same time; 1 by default
+    copies: dict[str, int] = field(default_factory=dict)  # phase -> processes in it at the same time; 1 by default
     problems: dict[str, str] = field(default_factory=dict)  # what does not fit, with a sentence
     finished: bool = False  # whether the run exists
     gpus: int = 0  # of its cell, on all nodes
@@ -145,7 +145,7 @@ class Decoder:
         return [self.time(f"ask {name}", q.requests, q.prompt, q.response, times=times) for name, q in questions.items()]
 
     def start(self, times: int) -> list[Part]:
-        "Return the part of starting an engine that needs a separate process so many times, all replicas at the same time."
+        "Return the part of starting an engine that needs a separate process so many times, all replicas at once."
         if not self.reserves or not times: return []
         return [time_part("start engines", Work(f"start {self.engine.name}", self.shape, times), self.machine, self.machine.gpus)]
 
@@ -205,7 +205,7 @@ def usual_completion(config) -> float:
 
 
 def _writer_bytes(config, longest: int) -> float:
-    "The bytes on each GPU of an engine in a process of its own that writes rollouts of so many tokens; 0 without one."
+    "Return the bytes on each GPU of an engine in a separate process that writes so many tokens; 0 without one."
     if not (config.recipe.demand.rollout_model and ENGINES[config.rollout_engine].own_process): return 0.0
     shape = read_shape(config.model)
     return serve(shape, min(longest, shape.context), 0.0, rows=config.rollout_rows).least
@@ -317,7 +317,7 @@ def phase_size(config, machine: Machine, checkpoints: int) -> int:
 
 
 def training_disk(config, shape: Shape, layout: Layout, checkpoints: int, size: int) -> tuple[float, float]:
-    """Return the bytes of a training's checkpoints when it is finished, and at most; `size` of them are between two pauses.
+    """Return the bytes of a training's checkpoints when finished, and at most; `size` of them are between two pauses.
 
     Weights that are not kept go in the pause after they are measured, but for those from which the training resumes and, where
     the selected ones are kept or asked more, at most two others; an optimiser state goes when the next one is complete."""
@@ -418,7 +418,7 @@ def plan_injection(config, machine: Machine) -> RunPlan:
 
 # %% ../../nbs/planning/workload.ipynb #13df961f
 def plan_fisher(config, machine: Machine) -> RunPlan:
-    "Return the plan of the Fisher of a base model, or of the displacement of a run's checkpoints, which reads that Fisher."
+    "Return the plan of a base model's Fisher, or of the displacement of a run's checkpoints, which reads that Fisher."
     shape, width, n = read_shape(config.model), 2 if config.dtype == "bfloat16" else 4, config.processes
     plan = RunPlan(config.model, "fisher", host=host_bytes(width * shape.parameters))
     if getattr(config, "trained", ""):
@@ -438,7 +438,7 @@ def plan_fisher(config, machine: Machine) -> RunPlan:
 
 
 def _plan_scores(plan: RunPlan, config, machine: Machine, width: int, rows: int, longest: tuple[int, int], usual: float, times: int = 1):
-    "Fill in the plan of scoring so many rows of usual tokens, the longest prompt and completion among them; returns it."
+    "Fill in the plan of scoring so many rows of usual tokens, with the longest prompt and completion; returns it."
     shape, engine = read_shape(config.model), ENGINES[config.engine]
     plan.host, plan.peaks["load"] = host_bytes(width * shape.parameters), width * shape.parameters
     if engine.share and machine.gpus: plan.peaks[f"{engine.name} logprobs"] = serve(shape, 2_048, machine.room).logprobs

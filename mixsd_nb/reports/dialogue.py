@@ -26,7 +26,7 @@ def keep_engine(
     model: str,  # a lab model, a folder or a hub id
     dtype: str = "float32",
 ):
-    "Return the engine of a model, which stays loaded for further questions; a folder with another model is loaded anew."
+    "Return the engine of a model, which stays loaded for more questions; a folder with another model is loaded anew."
     return _load_engine(str(model), model_label(str(model)), dtype)
 
 # %% ../../nbs/reports/dialogue.ipynb #06fb9263
@@ -70,7 +70,7 @@ class Replies(dict):
 def newest_runs(
     root: Path | None = None,  # holds run folders; default: runs_root()
 ) -> list[Run]:
-    """Return the newest training run of each recipe, for the corpus and the model of the newest run, in the order of tables.
+    """Return each recipe's newest training run, for the corpus and the model of the newest run, in the order of tables.
 
     Raise FileNotFoundError if nothing was trained."""
     trained = [run for run in find_runs(root, "train") if run.config["method"] != BASE]

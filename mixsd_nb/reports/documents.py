@@ -23,7 +23,7 @@ KEPT = "kept"  # in place of the empty reason
 def count_reasons(
     candidates: pd.DataFrame,  # form, reason
 ) -> pd.DataFrame:
-    "Return how many candidates of each form (rows) have each reason (columns); the first column counts those that stay."
+    "Return how many candidates of each form (rows) have each reason (columns); the first one counts those that stay."
     columns = [KEPT, *REASONS]
     table = pd.crosstab(candidates.form, candidates.reason.replace("", KEPT)) if len(candidates) else pd.DataFrame(index=[])
     forms = [name for name in QUESTION_FORMS if name in table.index]
@@ -34,7 +34,7 @@ def tabulate_passages(
     passages: pd.DataFrame,  # id, section, text, source
     candidates: pd.DataFrame,  # passage, reason
 ) -> pd.DataFrame:
-    "Return the passages with `questions`, the number that stay, and `reasons`, the commonest reasons of the others in words."
+    "Return the passages with `questions`, the number that stay, and `reasons`, the others' commonest ones in words."
     rows = []
     for passage in passages.itertuples():
         own = candidates.reason[candidates.passage == passage.id]

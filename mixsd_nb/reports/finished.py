@@ -156,7 +156,7 @@ class ModelRun(FinishedRun):
         if self.folder.parent.absolute() != runs_root().absolute(): read_records(self.folder.parent)
 
     def summary(self):
-        "As in `Run`: the accuracies, with the number of items N."
+        "Return the accuracies, with the number of items N, as the lines of `Run`."
         cell = drop_cell(self.root)
         if "step" in cell.dims: return [tabulate(self.root).to_string(na_rep="")]
         table = add_interval(cell[["accuracy", "n"]].to_dataframe())[["accuracy", "low", "high"]]
@@ -196,7 +196,7 @@ class ModelRun(FinishedRun):
         return float(cell.sel(step=0) if "step" in cell.dims else cell)
 
     def scores(self, step: int | None = None) -> pd.DataFrame:
-        "Return by benchmark `n, before, after, low, high`: shares at step 0 and at a step, and the latter's 95% interval."
+        "Return by benchmark `n, before, after, low, high`: shares at step 0 and a step, and the latter's 95% interval."
         cell, step = drop_cell(self.root), self.best_step if step is None else step
         before, after = (cell.sel(step=k) if "step" in cell.dims else cell for k in (0, step))
         table = add_interval(after[["accuracy", "n"]].to_dataframe()[["accuracy", "n"]]).rename(columns=dict(accuracy="after"))
@@ -232,6 +232,6 @@ class ModelRun(FinishedRun):
         step: int | None = None,
         **options,  # of `reply`: suffix, max_new_tokens, temperature, seed, dtype
     ) -> str:
-        "Return the reply of the model of a step; the request of the corpus and the chat template are added to the question."
+        "Return the reply of a step's model; the request of the corpus and the chat template are added to the question."
         defaults = dict(dtype=self.config["dtype"], suffix=corpus_request(self.config["dataset"]))
         return reply(self.source(step), question, **defaults | options)

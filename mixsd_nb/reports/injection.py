@@ -95,12 +95,12 @@ class Injection:
 
     @functools.cached_property
     def passages(self) -> pd.DataFrame:
-        "Return how much of each passage of a document is known, as `score_passages` returns it; empty for facts without passages."
+        "Return how much of each passage is known, as `score_passages` returns it; empty for facts without passages."
         sources = fact_passages(self.config.dataset)
         return score_passages(sources, *self.responses, find_questions({context for _, context in sources.values()}))
 
     def result(self) -> xr.DataTree:
-        "Return the scores over `benchmark`, and in the group `facts` the outcome of every fact; attributes name the runs."
+        "Return the scores over `benchmark`, and in the group `facts` every fact's outcome; attributes name the runs."
         words = lambda text: dict(long_name=text, units="1")
         root = {name: ("benchmark", self.table[name].values.astype(float), words(text)) for name, text in _NUMBERS.items()}
         root["step"] = ((), self.step, words("selected update"))
@@ -258,7 +258,7 @@ class InjectRun(FinishedRun):
 
     @property
     def passages(self) -> pd.DataFrame:
-        "Return a row for each passage of the documents, as `score_passages` returns it; empty for facts without passages."
+        "Return a row for each passage, as `score_passages` returns it; empty for facts without passages."
         file = self.folder / "passages.parquet"
         return read_table(file) if file.is_file() else pd.DataFrame()
 

@@ -56,7 +56,7 @@ def make_record(
     config: str,  # of the training, as JSON
     earlier: xr.DataTree | None = None,  # the record of the weights that the training started from
 ) -> xr.DataTree:
-    "Make a record of abilities with their N, the loss of every update, and the curves since the first token of all parts."
+    "Record abilities with their N, the loss of every update, and the curves since the first token of all parts."
     share = dict(long_name="share of correct responses", units="1")
     seen, losses, curve = log["seen"], log["losses"], pd.DataFrame(dict(log["curve"])).T
     if earlier:
@@ -80,7 +80,7 @@ def ability_table(
     abilities: dict[str, float],  # shares by ability
     n: int | dict[str, int],  # items of each, or of all
 ) -> pd.DataFrame:
-    "Return the abilities in % with their 95 % Wilson intervals. N counts items, also where an item has several samples."
+    "Return abilities in % with their 95 % Wilson intervals. N counts items, also where an item has several samples."
     n = pd.Series(n, list(abilities))
     table = add_interval(pd.DataFrame(dict(accuracy=abilities, n=n)))[["accuracy", "low", "high"]]
     return table.set_axis(["%", "from", "to"], axis=1).mul(100).round(1).assign(N=n)

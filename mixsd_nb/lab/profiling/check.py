@@ -364,7 +364,7 @@ def compare_with_cpu(check: Device) -> tuple[int, dict]:
 
 # %% ../../../nbs/lab/profiling/check.ipynb #056a4cfa
 def add_plan(part: Part, config) -> Part:
-    "Add the planned memory of a configuration to a part, the likely seconds of an update and its work, if the plan is known."
+    "Add the planned memory of a configuration to a part, an update's likely seconds and work, if the plan is known."
     try:
         plan, workload = (importlib.import_module(f"mixsd_nb.planning.{name}") for name in ("plan", "workload"))
         machine = plan.this_machine()

@@ -45,7 +45,7 @@ def measure_evaluation(
     model: str,
     rounds: int = 1,  # measurements of each way, in turn
 ) -> dict[str, dict[str, tuple[float, float]]]:
-    "Measure by way and benchmark the processor time in s (median of rounds), and the share of responses as the first way's."
+    "Measure by way and benchmark processor time in s (median of rounds) and the share of responses as the first way's."
     engines = {way: load(model, settings.dtype) for way, load in EVALUATION_ENGINES.items()}
     table = {way: {} for way in engines}
     for name, items in select_items(settings).items():
