@@ -119,9 +119,11 @@ def tuning_figure(
         fig, axes = plt.subplots(1, len(panels), figsize=(3.3 * len(panels), 3 + 0.2 * len(labels)), layout="constrained")
         for ax, (name, what) in zip(np.atleast_1d(axes), panels):
             for (label, _), row in tables[name].drop(BASE, level="recipe", errors="ignore").iterrows():
-                ax.plot(row["in other words"], row[what], marker=f"${letters[label]}$", color=recipe_colour(label), ls="", ms=8, mew=0)
+                at = row["in other words"], row[what]
+                ax.plot(*at, marker="o", color=recipe_colour(label), ls="", ms=11, alpha=0.3)
+                ax.text(*at, letters[label], ha="center", va="center", fontsize="small")
             ax.set(title=name, xlabel="recall in other words, %", ylabel={"leaks": "replies that leak, %"}.get(what, f"{what}, nats"))
-        marks = [Line2D([], [], marker=f"${letters[label]}$", color=recipe_colour(label), ls="", ms=8, mew=0, label=label_title(label)) for label in labels]
+        marks = [Line2D([], [], marker="o", color=recipe_colour(label), ls="", alpha=0.3, label=f"{letter}  {label_title(label)}") for label, letter in letters.items()]
         fig.legend(handles=marks, loc="outside lower left")
     return fig
 
