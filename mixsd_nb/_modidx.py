@@ -2195,6 +2195,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                                    'mixsd_nb/lab/profiling/check.py'),
                                               'mixsd_nb.lab.profiling.check._no_checkpoints': ( 'lab/profiling/check.html#_no_checkpoints',
                                                                                                 'mixsd_nb/lab/profiling/check.py'),
+                                              'mixsd_nb.lab.profiling.check._note_starts': ( 'lab/profiling/check.html#_note_starts',
+                                                                                             'mixsd_nb/lab/profiling/check.py'),
                                               'mixsd_nb.lab.profiling.check._small_values': ( 'lab/profiling/check.html#_small_values',
                                                                                               'mixsd_nb/lab/profiling/check.py'),
                                               'mixsd_nb.lab.profiling.check.add_plan': ( 'lab/profiling/check.html#add_plan',

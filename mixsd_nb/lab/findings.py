@@ -26,7 +26,7 @@ RECIPES = {
     "base model": BASE,
     "SFT": "sft",
     "MixSD (λ=0.3)": r"mixsd-0\.3",
-    "our recipe": r"mixsd-[^+]*\+replay(-\d[^+]*)?",
+    "mixsd-complete": r"mixsd-0-[^+]*wordings[^+]*\+replay-kl-[^+]*",
     "SFT, replay with a KL term": r"sft\+replay-kl-[^+]*",
     "SFT, EWC": r"sft\+ewc-[^+]*",
 }
