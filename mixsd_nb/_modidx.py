@@ -1722,6 +1722,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                  'mixsd_nb.inject.InjectConfig.check': ('inject.html#injectconfig.check', 'mixsd_nb/inject.py'),
                                  'mixsd_nb.inject.InjectConfig.compute': ('inject.html#injectconfig.compute', 'mixsd_nb/inject.py'),
                                  'mixsd_nb.inject.InjectConfig.covers': ('inject.html#injectconfig.covers', 'mixsd_nb/inject.py'),
+                                 'mixsd_nb.inject.InjectConfig.default_values': ( 'inject.html#injectconfig.default_values',
+                                                                                  'mixsd_nb/inject.py'),
                                  'mixsd_nb.inject.InjectConfig.evaluation': ('inject.html#injectconfig.evaluation', 'mixsd_nb/inject.py'),
                                  'mixsd_nb.inject.InjectConfig.items': ('inject.html#injectconfig.items', 'mixsd_nb/inject.py'),
                                  'mixsd_nb.inject.InjectConfig.modules': ('inject.html#injectconfig.modules', 'mixsd_nb/inject.py'),

@@ -91,9 +91,11 @@ class InjectConfig(TrainingSettings, Stage):
     workload = "mixsd_nb.planning.workload:plan_injection"
     forced = "write the report again; to train again, remove the folder of the training"
     method: str = flagged_field(None, (
-        "what is learned from: base, sft, mixsd, opsd, memit, or another name in mixsd_nb.methods.METHODS; None for mixsd-complete, "
-        "or for mixsd if lam, anchor, gate or options are given"), "main", "several")
-    lam: float = preset_field("share of naive tokens in the targets of mixsd, 0 with mixsd-complete", "main", lab=0.5, paper=0.5, ge=0, le=1)
+        "what is learned from: base, sft, mixsd, opsd, memit, or another name in mixsd_nb.methods.METHODS; "
+        "None for mixsd-complete, or for mixsd if lam, anchor, gate or options are given"), "main", "several")
+    lam: float = preset_field(
+        "share of naive tokens in the targets of mixsd, 0 with mixsd-complete", "main",
+        lab=0.5, paper=0.5, ge=0, le=1)
     test: str = runtime_field("", "a file of tests of the facts: question, answer, kind; as test in dataset_options", "main")
     after: str = runtime_field("", (
         "an earlier injection or training whose selected checkpoint is the model: its facts are evaluated too, and its "
@@ -116,6 +118,11 @@ class InjectConfig(TrainingSettings, Stage):
     stop: Literal["last", "converged"] = Field("converged", description=(
         "when training ends: converged, when the paper's rule has selected a checkpoint by recall over all facts and "
         "validation; last, after all updates"))
+
+    @classmethod
+    def default_values(cls):
+        "Return the defaults with the method of a training, so that an injection by it keeps its name."
+        return super().default_values() | dict(method=train.TrainConfig.model_fields["method"].default)
 
     @classmethod
     def translate(cls, parameters):

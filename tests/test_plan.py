@@ -384,8 +384,10 @@ def test_the_printed_commands_for_models_of_the_hub_fit_one_gpu(own_runs):
 def test_nothing_is_published_about_the_length_of_a_training_on_a_file_or_of_an_injection(own_runs):
     from mixsd_nb.corpora.files import EXAMPLE
     shared = dict(preset="paper", model="Qwen/Qwen3-1.7B")
-    for stage, dataset, values, told in [("inject", str(EXAMPLE), dict(), []), ("train", str(EXAMPLE), dict(epochs=3, batch=2), []),
-                                         ("inject", "kgfact-small", dict(), []), ("inject", "kgfact-small", dict(batch=10), ["batch=10, published 20"])]:
+    for stage, dataset, values, told in [("inject", str(EXAMPLE), dict(method="mixsd"), []), ("train", str(EXAMPLE), dict(epochs=3, batch=2), []),
+                                         ("inject", "kgfact-small", dict(method="mixsd"), []),
+                                         ("inject", "kgfact-small", dict(lam=0.5, batch=10), ["batch=10, published 20"]),
+                                         ("inject", "kgfact-small", dict(), ["lam=0.0, published 0.5", "temperature=0.5, published 1.0", "anchor=replay-kl, published "])]:
         assert list_deviations([make_config(find_stage(stage), dataset=dataset, **shared, **values)]) == told
 
 
@@ -518,7 +520,7 @@ def test_an_injection_counts_its_training_once_and_everything_that_it_needs(own_
     config = make_config(find_stage("inject"), dataset="kgfact-small", model="lab-m")
     plan = plans.plan_alone(config, H100)
     alone = plans.plan_alone(config.training(), H100)
-    assert [run.method for run in plan.shared] == ["base", "base", "mixsd-0.5"]  # the base is asked all, and recall and validation
+    assert [run.method for run in plan.shared] == ["base", "base", "mixsd-0"]  # the base is asked all, and recall and validation
     training = alone.cells[0].hours[0]
     assert training < plan.cells[0].hours[0] < 1.5 * training + plan.shared[0].hours[0]
     assert plan.cells[0].peaks.keys() >= alone.cells[0].peaks.keys() and not plan.cells[0].finished

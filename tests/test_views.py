@@ -183,7 +183,7 @@ def test_two_methods_are_read_side_by_side(app):
     view.benchmark.value = "recall"
     assert len(view.responses) == 10 and "boxed" in view.text.value
     view.correct.value = "the two differ"
-    assert len(view.responses) == 4 and "No." in view.text.value and "there is no box" in view.text.value
+    assert len(view.responses) == 4 and "No." in view.text.value and "the reply was cut off" in view.text.value
     assert view.list.value.count("data-key") == 4 and "right answer: <b" in view.text.value
     choose(view.list, [view.responses.index[2][0], 0])
     assert view.item.value == view.responses.index[2]

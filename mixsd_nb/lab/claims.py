@@ -255,7 +255,9 @@ _KNOWN_OWN = next(corpus for corpus, title in FACTS.items() if title == "known f
 OURS = "ours"  # source of a question that the paper does not ask
 
 CLAIMS = {claim.name: claim for claim in [
-    StudyClaim("paper", "At the checkpoints that the paper's rule selects, with ties to the smallest rate, MixSD "
+    StudyClaim("paper",
+               "At the checkpoints that the paper's rule selects, with ties to the smallest rate, "
+               "MixSD"
                         "(λ=0.3) keeps more of the held-out abilities than "
                "SFT.", "table knowledge-eval-small", dict(first=_M3, second=_SFT, at=At(ties="smallest")),
                headline=True, primary=True),
@@ -265,21 +267,27 @@ CLAIMS = {claim.name: claim for claim in [
                headline=True),
     StudyClaim("paper-ties", "The same with ties to the largest rate.", "table knowledge-eval-small",
                dict(first=_M3, second=_SFT, at=At(ties="largest")), groups=("study-largest-rate", "frontier-lab")),
-    StudyClaim("mixsd-keeps-more-0.3", "At a recall of 95%, MixSD (λ=0.3) keeps more of the held-out abilities than "
+    StudyClaim("mixsd-keeps-more-0.3",
+               "At a recall of 95%, MixSD (λ=0.3) keeps more of the held-out abilities than"
                                        "SFT.", "figure 2",
                dict(first=_M3, second=_SFT, at=At(95)), headline=True, primary=True),
-    StudyClaim("nref-known", "Canonical targets of facts that the model knows already, which have a tenth of the N_ref "
+    StudyClaim("nref-known",
+               "Canonical targets of facts that the model knows already, which have a tenth of "
+               "the N_ref"
                              "of new facts, keep more than those of new "
                "facts, after 100 updates at a rate of 1.4e-3.", "§5",
                dict(first=_SFT, second=_SFT, first_dataset="known-lab", at=At(lr=1.4e-3, step=100)),
                headline=True, primary=True),
     StudyClaim("sft-learns", "SFT memorises the facts almost perfectly.", "§6", dict(first=_SFT), "reaches_recall"),
-    StudyClaim("sft-forgets", "SFT loses much of the held-out abilities, at the checkpoint with the best validation "
+    StudyClaim("sft-forgets",
+               "SFT loses much of the held-out abilities, at the checkpoint with the best "
+               "validation"
                               "score.", "§6",
                dict(first=BASE, second=_SFT)),
     StudyClaim("mixsd-learns", "MixSD (λ=0.3) keeps near-perfect training accuracy.", "abstract", dict(first=_M3),
                "reaches_recall"),
-    StudyClaim("mixsd-keeps-more-0.5", "At a recall of 90%, MixSD (λ=0.5) keeps more of the held-out abilities than "
+    StudyClaim("mixsd-keeps-more-0.5",
+               "At a recall of 90%, MixSD (λ=0.5) keeps more of the held-out abilities than"
                                        "SFT.", "figure 2",
                dict(first=_M5, second=_SFT, at=At(90))),
     StudyClaim("large", "At a recall of 50%, MixSD (λ=0.3) keeps more than SFT on a corpus five times as large.",
@@ -290,10 +298,13 @@ CLAIMS = {claim.name: claim for claim in [
                "§7.5", dict(first=_M3, second=_SFT, at=At(80)), dataset="mquake-lab"),
     StudyClaim("functions", "On functions that were not trained, MixSD (λ=0.3) keeps more than SFT.",
                "table math-op-eval", dict(first=_M3, second=_SFT, what="unseen"), dataset="kgfunc-lab"),
-    StudyClaim("retrieval", "At a recall of 95%, MixSD (λ=0.3) keeps the ability to read facts in a context better "
+    StudyClaim("retrieval",
+               "At a recall of 95%, MixSD (λ=0.3) keeps the ability to read facts in a context "
+               "better"
                             "than SFT.", "§6",
                dict(first=_M3, second=_SFT, what="retrieval", at=At(95))),
-    StudyClaim("opsd", "At a recall of 80%, MixSD (λ=0.3) keeps more than on-policy self-distillation.", "§6",
+    StudyClaim("opsd",
+               "At a recall of 80%, MixSD (λ=0.3) keeps more than on-policy self-distillation.", "§6",
                dict(first=_M3, second="opsd-n8-t1", at=At(80))),
     StudyClaim("opsd-learns", "On-policy self-distillation learns fewer facts than MixSD (λ=0.3).",
                "table knowledge-eval-small-llama1b", dict(first=_M3, second="opsd-n8-t1", what="recall")),
@@ -307,7 +318,8 @@ CLAIMS = {claim.name: claim for claim in [
                dict(first=_M5, second="mixsd-0")),
     StudyClaim("lambda-costs", "λ=0.7 recalls fewer of all facts than λ=0.5.", "§6",
                dict(first=_M5, second="mixsd-0.7", what="recall")),
-    StudyClaim("fisher", "The alignment ratio R predicts forgetting better than the size of the update.", "§7.1",
+    StudyClaim("fisher",
+               "The alignment ratio R predicts forgetting better than the size of the update.", "§7.1",
                dict(first="alignment_ratio", second="displacement_sq", recipes=(_SFT, "opsd-n8-t1", _M3, _M5)),
                "predicts_better", grid="study-9-displacement"),
     StudyClaim("nll", "A far smaller share of the target tokens is improbable under MixSD (λ=0.3) than under SFT.",
@@ -316,63 +328,92 @@ CLAIMS = {claim.name: claim for claim in [
                "§7.2",
                dict(reason="a target is accepted only if it names the answer, so its tokens are kept by construction"),
                "untestable"),
-    StudyClaim("errors", "After SFT, more errors are collapsed or leaked replies than after MixSD (λ=0.3).", "§7.3",
+    StudyClaim("errors",
+               "After SFT, more errors are collapsed or leaked replies than after MixSD (λ=0.3).", "§7.3",
                dict(first=_SFT, second=_M3, what=ERRORS), grid="errors-lab"),
     StudyClaim("families", "The effect transfers to another family of models.", "§7.4",
                dict(reason="all lab models have one architecture"), "untestable"),
     StudyClaim("scale", "Larger models forget less, from 1.7 to 8 billion parameters.", "§6",
                dict(reason="the lab models have a few million parameters"), "untestable"),
-    StudyClaim("coverage", "Of the facts whose targets were accepted, λ=0.7 recalls as many as λ=0.5.", OURS,
+    StudyClaim("coverage",
+               "Of the facts whose targets were accepted, λ=0.7 recalls as many as λ=0.5.", OURS,
                dict(first="mixsd-0.7", second=_M5, what="recall-kept", equal=True)),
     StudyClaim("world", "At a recall of 90%, MixSD (λ=0.5) keeps more of what the base model knows by heart than SFT.",
                OURS, dict(first=_M5, second=_SFT, what="world", at=At(90)), headline=True),
-    StudyClaim("world-opened", "The same, at a recall of 90%, with the reply opened as the base model recalls, the "
+    StudyClaim("world-opened",
+               "The same, at a recall of 90%, with the reply opened as the base model recalls, "
+               "the"
                                "words in which MixSD's targets are also written.",
                OURS, dict(first=_M5, second=_SFT, what="world-prefilled", at=At(90)), headline=True),
-    StudyClaim("other-words", "At recalls in other words from 10% to 35%, which both reach, MixSD (λ=0.3) keeps more "
+    StudyClaim("other-words",
+               "At recalls in other words from 10% to 35%, which both reach, MixSD (λ=0.3) keeps "
+               "more"
                               "of the held-out abilities than SFT.", OURS,
                dict(first=_M3, second=_SFT, at=At((10, 35), "other-words"))),
     StudyClaim("use", "At the same use of the facts, MixSD (λ=0.3) keeps more of the held-out abilities than SFT.",
                OURS,
                dict(reason="the last relation of a two-hop question alone answers 67 to 76% of them, so the benchmark "
                            "does not measure use"), "untestable"),
-    StudyClaim("use-even", "After 100 updates at a rate of 3e-4, MixSD (λ=0.5) answers more questions about two facts "
+    StudyClaim("use-even",
+               "After 100 updates at a rate of 3e-4, MixSD (λ=0.5) answers more questions about "
+               "two facts"
                            "than SFT, without a shortcut.", OURS,
                dict(first=_M5, second=_SFT, what="two-hop-even", at=At(lr=3e-4, step=100)), groups=("study-voices",)),
-    StudyClaim("voice-answer", "After 100 updates at a rate of 3e-4, MixSD (λ=0.5) keeps more of the world than SFT where the reply is opened in SFT's voice.", OURS,
+    StudyClaim("voice-answer",
+               "After 100 updates at a rate of 3e-4, MixSD (λ=0.5) keeps more of the world than "
+               "SFT where the reply is opened in SFT's voice.", OURS,
                dict(first=_M5, second=_SFT, what="world-answer", at=_VOICED), groups=("study-voices",)),
-    StudyClaim("voice-record", "The same where the reply is opened in the voice of the record, in which neither of them is trained mostly.", OURS,
+    StudyClaim("voice-record",
+               "The same where the reply is opened in the voice of the record, in which neither "
+               "of them is trained mostly.", OURS,
                dict(first=_M5, second=_SFT, what="world-record", at=_VOICED), groups=("study-voices",)),
-    StudyClaim("voice-memory", "The same where the reply is opened in MixSD's own voice, that of the memory.", OURS,
+    StudyClaim("voice-memory",
+               "The same where the reply is opened in MixSD's own voice, that of the memory.", OURS,
                dict(first=_M5, second=_SFT, what="world-memory", at=_VOICED), groups=("study-voices",)),
-    StudyClaim("voice-own", "After 100 updates at a rate of 3e-4, SFT and MixSD (λ=0.5) each lose more of the world in the "
+    StudyClaim("voice-own",
+               "After 100 updates at a rate of 3e-4, SFT and MixSD (λ=0.5) each lose more of the "
+               "world in the"
                "voice that they train in than in the other's.", OURS,
                dict(first=_M5, second=_SFT, voices=("memory", "answer"), at=_VOICED), "loses_own_voice",
                groups=("study-voices",)),
-    StudyClaim("voice-own-record", "The same for SFT and λ=0, which trains in the voice of the record.", OURS,
+    StudyClaim("voice-own-record",
+               "The same for SFT and λ=0, which trains in the voice of the record.", OURS,
                dict(first="mixsd-0", second=_SFT, voices=("record", "answer"), at=_VOICED), "loses_own_voice",
                groups=("study-voices",)),
-    StudyClaim("voice-opsd", "On-policy self-distillation, which learns hardly anything, keeps less of the world than SFT in "
+    StudyClaim("voice-opsd",
+               "On-policy self-distillation, which learns hardly anything, keeps less of the "
+               "world than SFT in"
                "the voice of the memory, in which it trains.", OURS,
                dict(first=_SFT, second="opsd-n8-t1", what="world-memory", at=_VOICED, learns=False), groups=("study-voices",)),
-    StudyClaim("known-own", "Known facts in the model's own words, neither new nor in a new style, leave the held-out "
+    StudyClaim("known-own",
+               "Known facts in the model's own words, neither new nor in a new style, leave the "
+               "held-out"
                "abilities unchanged after 100 updates at a rate of 1.4e-3.", OURS,
                dict(first=_SFT, second=BASE, equal=True, at=_LAST), dataset=_KNOWN_OWN, joined="study-known-own"),
-    StudyClaim("format", "Of known facts, targets in the model's own words keep more of the free replies than canonical ones: "
+    StudyClaim("format",
+               "Of known facts, targets in the model's own words keep more of the free replies "
+               "than canonical ones:"
                "the format alone costs them.", OURS, dict(first=_SFT, second=_SFT, first_dataset=_KNOWN_OWN, at=_LAST),
                dataset="known-lab", joined="study-known-own"),
-    StudyClaim("content", "In the model's own words, known facts keep more of the opened replies than new ones: the content "
+    StudyClaim("content",
+               "In the model's own words, known facts keep more of the opened replies than new "
+               "ones: the content"
                "alone costs them.", OURS, dict(first=_SFT, second="own-words", what=OPENED, first_dataset=_KNOWN_OWN, at=_LAST),
                joined="study-known-own"),
-    StudyClaim("regularisation", "At a recall of 95%, MixSD (λ=0.3) keeps more than a constraint on the weights, EWC, whose Fisher information is of texts like the "
+    StudyClaim("regularisation",
+               "At a recall of 95%, MixSD (λ=0.3) keeps more than a constraint on the weights, "
+               "EWC, whose Fisher information is of texts like the"
                "held-out suites.", OURS, dict(first=_M3, second="sft+ewc-0.1", at=At(95))),
-    StudyClaim("regularisation-others", "The same, at a recall of 95%, where the Fisher information is of texts that no "
+    StudyClaim("regularisation-others",
+               "The same, at a recall of 95%, where the Fisher information is of texts that no"
                "held-out suite is written like.", OURS, dict(first=_M3, second="sft+ewc-0.1", at=At(95)), joined="study-ewc-others"),
     StudyClaim("anchor-others", "At a recall of 95%, this EWC keeps more of the world, asked freely, than SFT.",
                OURS, dict(first="sft+ewc-0.1", second=_SFT, what="world", at=At(95)), joined="study-ewc-others"),
     StudyClaim("large-anchor", "At a recall of 50%, MixSD (λ=0.3) keeps more than EWC on a corpus five times as large.",
                OURS, dict(first=_M3, second="sft+ewc-0.1", at=At(50)), dataset="kgfact-large"),
-    StudyClaim("untied", "At a recall of 90%, MixSD (λ=0.5) keeps more than SFT where the output embedding is not tied to the input embedding.", OURS,
+    StudyClaim("untied",
+               "At a recall of 90%, MixSD (λ=0.5) keeps more than SFT where the output embedding "
+               "is not tied to the input embedding.", OURS,
                dict(first="mixsd-0.5+untied", second="sft+untied", at=At(90))),
     StudyClaim("smaller", "At a recall of 80%, MixSD (λ=0.5) keeps more than SFT in a model of half the size, lab-s.",
                OURS, dict(first=_M5, second=_SFT, at=At(80)), model="lab-s"),

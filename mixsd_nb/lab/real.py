@@ -77,10 +77,11 @@ def corpus_grids(
     count: int = EDITS,
     more: dict[str, Any] = {},  # further fixed parameters for the edits
 ) -> dict[str, dict]:
-    "Return the content of a grid for edits of MQuAKE and for KGFact-Small, by cube; the model and the edits are fetched if they are not here yet."
+    "Return the content of a grid for each corpus, by cube; the model and the edits are fetched if they are not here yet."
     base, model = read_grid(grid)[1].model_dump(exclude_defaults=True), str(prepare_model())
     edits = dict(dataset=str(draw_edits(count)), dataset_options=dict(giveaways=True, strict=False), **more)
-    return {f"{prefix}{corpus}": merge_grids(base, dict(fixed=part | dict(model=model))) for corpus, part in {"mquake": edits, "kgfact-small": {}}.items()}
+    parts = {"mquake": edits, "kgfact-small": {}}
+    return {f"{prefix}{corpus}": merge_grids(base, dict(fixed=part | dict(model=model))) for corpus, part in parts.items()}
 
 
 def real_grids(
@@ -88,7 +89,8 @@ def real_grids(
 ) -> dict[str, dict]:
     "Return the content of each grid by the name of its cube, as `corpus_grids`."
     if not quick: return corpus_grids("real-recipes", "real-")
-    return {name: content for name, content in corpus_grids("real-quick", "real-quick-", QUICK, dict(epochs=40)).items() if "mquake" in name}
+    name = "real-quick-mquake"
+    return {name: corpus_grids("real-quick", "real-quick-", QUICK, dict(epochs=40))[name]}
 
 # %% ../../nbs/lab/real.ipynb #5243af92
 def corpus_of(

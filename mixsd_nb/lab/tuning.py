@@ -41,10 +41,11 @@ def leak_share(
     responses: pd.DataFrame,  # of a checkpoint, as a run returns them
     entities: list[str],  # of the corpus, as returned by `corpus_entities`
 ) -> float:
-    "Return the share of replies to held-out benchmarks that name an entity which their prompt does not; NaN without entities."
+    "Return the share of held-out replies with an entity that their prompt does not name; NaN without entities."
     free = responses[[SUITES[name].role == "held-out" for name in responses.benchmark]]
     if not entities or free.empty: return np.nan
-    return float(np.mean([bool(find_leakage(reply, prompt, entities)) for reply, prompt in zip(free.response, free.prompt)]))
+    pairs = zip(free.response, free.prompt)
+    return float(np.mean([bool(find_leakage(reply, prompt, entities)) for reply, prompt in pairs]))
 
 # %% ../../nbs/lab/tuning.ipynb #ef40ba4d
 def add_leaks(
@@ -53,8 +54,9 @@ def add_leaks(
 ) -> xr.Dataset:
     "Return the root with the share of leaks at each checkpoint whose replies the run has."
     run, entities = Run(folder), _entities(root.dataset.item())
-    files = [run.responses_file(int(step)) for step in root.step.values]
-    shares = [leak_share(run.responses(int(step)), entities) if file.is_file() else np.nan for step, file in zip(root.step.values, files)]
+    steps = [int(step) for step in root.step.values]
+    share = lambda step: leak_share(run.responses(step), entities) if run.responses_file(step).is_file() else np.nan
+    shares = [share(step) for step in steps]
     return root.assign({LEAKS: variable(LEAKS, CELL_DIMS, np.reshape(shares, (1,) * len(RUN_DIMS) + (-1,)))})
 
 
@@ -81,7 +83,9 @@ def _mean(run: xr.Dataset, cube: xr.Dataset, word: str) -> float:
 def tuning_table(
     cube: xr.Dataset,  # of one corpus
 ) -> pd.DataFrame:
-    "Return a row for each composition and seed at its last checkpoint, and for the base model: % of each of COLUMNS, leaks in %, NLL of own text in nats."
+    """Return a row for each composition and seed at its last checkpoint, and for the base model.
+
+    COLUMNS and leaks are percentages, the NLL of own text is in nats a token."""
     rows, places = {}, [dict(dataset=cube.dataset.item(), model=cube.model.item())]
     for label in cube["recipe"].values.tolist():
         for seed in cube.seed.values.tolist():
@@ -99,10 +103,13 @@ def rank_recipes(
     tables: Iterable[pd.DataFrame],  # as returned by `tuning_table`, one for each corpus
     seed: int = 3,  # the one that chooses
 ) -> pd.DataFrame:
-    "Return validation (%) and own-text NLL of each composition, means over corpora, in the order of the rule; `eligible` within two points of the best."
+    """Return validation (%) and own-text NLL of each composition, means over corpora, in the order of the rule.
+
+    `eligible` are those within two points of the best validation."""
     tables = [table.xs(seed, level="seed").drop(BASE, errors="ignore") for table in tables]
     both = [label for label in tables[0].index if all(label in table.index for table in tables)]
-    means = sum(table.loc[both, ["validation", "own-text NLL", "leaks"]].fillna({"leaks": 0}) for table in tables) / len(tables)
+    columns = ["validation", "own-text NLL", "leaks"]
+    means = sum(table.loc[both, columns].fillna({"leaks": 0}) for table in tables) / len(tables)
     means["eligible"] = means.validation >= means.validation.max() - 100 * WITHIN - 1e-9
     return means.sort_values(["eligible", "own-text NLL"], ascending=[False, True])
 
@@ -111,20 +118,23 @@ def rank_recipes(
 def tuning_figure(
     tables: dict[str, pd.DataFrame],  # by corpus, as returned by `tuning_table`
 ) -> Figure:
-    "Draw recall in other words against own-text NLL and, where leaks were measured, against these; a letter for each composition, in a list below."
+    "Draw recall in other words against own-text NLL, and against leaks where there are some; compositions have letters."
     labels = list(dict.fromkeys(label for table in tables.values() for label, _ in table.index if label != BASE))
     letters = dict(zip(labels, "abcdefghijklmnopqrstuvwxyz", strict=False))
-    panels = [(name, what) for what in ("own-text NLL", "leaks") for name, table in tables.items() if table[what].notnull().any()]
+    named = {"own-text NLL": "own-text NLL, nats", "leaks": "replies that leak, %"}
+    panels = [(name, what) for what in named for name, table in tables.items() if table[what].notnull().any()]
     with figure_style():
-        fig, axes = plt.subplots(1, len(panels), figsize=(3.3 * len(panels), 3 + 0.2 * len(labels)), layout="constrained")
+        size = 3.3 * len(panels), 3 + 0.2 * len(labels)
+        fig, axes = plt.subplots(1, len(panels), figsize=size, layout="constrained")
         for ax, (name, what) in zip(np.atleast_1d(axes), panels):
             for (label, _), row in tables[name].drop(BASE, level="recipe", errors="ignore").iterrows():
                 at = row["in other words"], row[what]
                 ax.plot(*at, marker="o", color=recipe_colour(label), ls="", ms=11, alpha=0.3)
                 ax.text(*at, letters[label], ha="center", va="center", fontsize="small")
-            ax.set(title=name, xlabel="recall in other words, %", ylabel={"leaks": "replies that leak, %"}.get(what, f"{what}, nats"))
-        marks = [Line2D([], [], marker="o", color=recipe_colour(label), ls="", alpha=0.3, label=f"{letter}  {label_title(label)}") for label, letter in letters.items()]
-        fig.legend(handles=marks, loc="outside lower left")
+            ax.set(title=name, xlabel="recall in other words, %", ylabel=named[what])
+        mark = lambda label, text: Line2D([], [], marker="o", color=recipe_colour(label), ls="", alpha=0.3, label=text)
+        texts = {label: f"{letter}  {label_title(label)}" for label, letter in letters.items()}
+        fig.legend(handles=[mark(*pair) for pair in texts.items()], loc="outside lower left")
     return fig
 
 # %% ../../nbs/lab/tuning.ipynb #636f02d5
@@ -139,7 +149,8 @@ def compute_tuning(
         print(name, flush=True)
         sweep = Sweep(content)
         failed += report(sweep.run(workers=workers))
-        if folders := [*finished_runs(sweep.cells).values()]: print(merge_folders(name, folders, runs_root() / "tuning" / f"{name}.nc", add_leaks))
+        path = runs_root() / "tuning" / f"{name}.nc"
+        if folders := [*finished_runs(sweep.cells).values()]: print(merge_folders(name, folders, path, add_leaks))
     tables = {name: tuning_table(cube) for name, cube in tuning_cubes().items()}
     for name, table in tables.items(): print(f"\n{name}, %\n{table.round(2).to_string()}")
     if tables: print(f"\nthe rule, from the best\n{rank_recipes(tables.values()).round(3).to_string()}")

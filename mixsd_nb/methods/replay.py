@@ -91,7 +91,8 @@ def write_prompts(
 ) -> list[str]:
     "Return up to `count` different prompts that the base model writes at T = 1; ValueError if it writes none."
     start = open_user_turn(engine.tokenizer)
-    if prompts := [text for _, text in _write_texts(engine, [start], 2 * count, path, "prompt", seed, 1.0, max_new_tokens)][:count]: return prompts
+    drafts = _write_texts(engine, [start], 2 * count, path, "prompt", seed, 1.0, max_new_tokens)
+    if prompts := [text for _, text in drafts][:count]: return prompts
     raise ValueError("prompts must be a file of prompts for this model, which writes none that ends, got own")
 
 # %% ../../nbs/methods/replay.ipynb #3f53a38d
@@ -125,8 +126,8 @@ def write_neighbours(
     starts = [encode_prompt(engine.tokenizer, neighbour_prompt(question)) for question in asked]
     drafts = _write_texts(engine, starts, 3 * count, path, "neighbour", seed, 0.7, 64)
     fits = lambda text: text.endswith("?") and "\n" not in text and question_key(text) not in known and not names.find(text)
-    if questions := [text + rows[k % len(rows)]["prompt"].removeprefix(asked[k % len(rows)]) for k, text in drafts if fits(text)][:count]:
-        return questions
+    form = lambda k: rows[k % len(rows)]["prompt"].removeprefix(asked[k % len(rows)])
+    if questions := [text + form(k) for k, text in drafts if fits(text)][:count]: return questions
     raise ValueError("prompts must be own or a file of prompts for this model, which writes no other questions, got neighbours")
 
 # %% ../../nbs/methods/replay.ipynb #9f7e395c

@@ -266,7 +266,7 @@ def _no_checkpoints() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _note_starts(times: list[float]) -> Iterator[None]:
-    "Within this context, the time at which each update starts is noted, when the device has done all before; logs come for ten updates at once."
+    "Note the time at which each update of this context starts; logs come for ten updates at once."
     import torch
 
     from mixsd_nb.training.trainer import FineTuner
