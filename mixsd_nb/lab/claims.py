@@ -257,7 +257,7 @@ OURS = "ours"  # source of a question that the paper does not ask
 CLAIMS = {claim.name: claim for claim in [
     StudyClaim("paper",
                "At the checkpoints that the paper's rule selects, with ties to the smallest rate, "
-               "MixSD"
+               "MixSD "
                         "(λ=0.3) keeps more of the held-out abilities than "
                "SFT.", "table knowledge-eval-small", dict(first=_M3, second=_SFT, at=At(ties="smallest")),
                headline=True, primary=True),
@@ -268,12 +268,12 @@ CLAIMS = {claim.name: claim for claim in [
     StudyClaim("paper-ties", "The same with ties to the largest rate.", "table knowledge-eval-small",
                dict(first=_M3, second=_SFT, at=At(ties="largest")), groups=("study-largest-rate", "frontier-lab")),
     StudyClaim("mixsd-keeps-more-0.3",
-               "At a recall of 95%, MixSD (λ=0.3) keeps more of the held-out abilities than"
+               "At a recall of 95%, MixSD (λ=0.3) keeps more of the held-out abilities than "
                                        "SFT.", "figure 2",
                dict(first=_M3, second=_SFT, at=At(95)), headline=True, primary=True),
     StudyClaim("nref-known",
                "Canonical targets of facts that the model knows already, which have a tenth of "
-               "the N_ref"
+               "the N_ref "
                              "of new facts, keep more than those of new "
                "facts, after 100 updates at a rate of 1.4e-3.", "§5",
                dict(first=_SFT, second=_SFT, first_dataset="known-lab", at=At(lr=1.4e-3, step=100)),
@@ -281,13 +281,13 @@ CLAIMS = {claim.name: claim for claim in [
     StudyClaim("sft-learns", "SFT memorises the facts almost perfectly.", "§6", dict(first=_SFT), "reaches_recall"),
     StudyClaim("sft-forgets",
                "SFT loses much of the held-out abilities, at the checkpoint with the best "
-               "validation"
+               "validation "
                               "score.", "§6",
                dict(first=BASE, second=_SFT)),
     StudyClaim("mixsd-learns", "MixSD (λ=0.3) keeps near-perfect training accuracy.", "abstract", dict(first=_M3),
                "reaches_recall"),
     StudyClaim("mixsd-keeps-more-0.5",
-               "At a recall of 90%, MixSD (λ=0.5) keeps more of the held-out abilities than"
+               "At a recall of 90%, MixSD (λ=0.5) keeps more of the held-out abilities than "
                                        "SFT.", "figure 2",
                dict(first=_M5, second=_SFT, at=At(90))),
     StudyClaim("large", "At a recall of 50%, MixSD (λ=0.3) keeps more than SFT on a corpus five times as large.",
@@ -300,7 +300,7 @@ CLAIMS = {claim.name: claim for claim in [
                "table math-op-eval", dict(first=_M3, second=_SFT, what="unseen"), dataset="kgfunc-lab"),
     StudyClaim("retrieval",
                "At a recall of 95%, MixSD (λ=0.3) keeps the ability to read facts in a context "
-               "better"
+               "better "
                             "than SFT.", "§6",
                dict(first=_M3, second=_SFT, what="retrieval", at=At(95))),
     StudyClaim("opsd",
@@ -342,12 +342,12 @@ CLAIMS = {claim.name: claim for claim in [
                OURS, dict(first=_M5, second=_SFT, what="world", at=At(90)), headline=True),
     StudyClaim("world-opened",
                "The same, at a recall of 90%, with the reply opened as the base model recalls, "
-               "the"
+               "the "
                                "words in which MixSD's targets are also written.",
                OURS, dict(first=_M5, second=_SFT, what="world-prefilled", at=At(90)), headline=True),
     StudyClaim("other-words",
                "At recalls in other words from 10% to 35%, which both reach, MixSD (λ=0.3) keeps "
-               "more"
+               "more "
                               "of the held-out abilities than SFT.", OURS,
                dict(first=_M3, second=_SFT, at=At((10, 35), "other-words"))),
     StudyClaim("use", "At the same use of the facts, MixSD (λ=0.3) keeps more of the held-out abilities than SFT.",
@@ -356,7 +356,7 @@ CLAIMS = {claim.name: claim for claim in [
                            "does not measure use"), "untestable"),
     StudyClaim("use-even",
                "After 100 updates at a rate of 3e-4, MixSD (λ=0.5) answers more questions about "
-               "two facts"
+               "two facts "
                            "than SFT, without a shortcut.", OURS,
                dict(first=_M5, second=_SFT, what="two-hop-even", at=At(lr=3e-4, step=100)), groups=("study-voices",)),
     StudyClaim("voice-answer",
@@ -372,7 +372,7 @@ CLAIMS = {claim.name: claim for claim in [
                dict(first=_M5, second=_SFT, what="world-memory", at=_VOICED), groups=("study-voices",)),
     StudyClaim("voice-own",
                "After 100 updates at a rate of 3e-4, SFT and MixSD (λ=0.5) each lose more of the "
-               "world in the"
+               "world in the "
                "voice that they train in than in the other's.", OURS,
                dict(first=_M5, second=_SFT, voices=("memory", "answer"), at=_VOICED), "loses_own_voice",
                groups=("study-voices",)),
@@ -382,30 +382,30 @@ CLAIMS = {claim.name: claim for claim in [
                groups=("study-voices",)),
     StudyClaim("voice-opsd",
                "On-policy self-distillation, which learns hardly anything, keeps less of the "
-               "world than SFT in"
+               "world than SFT in "
                "the voice of the memory, in which it trains.", OURS,
                dict(first=_SFT, second="opsd-n8-t1", what="world-memory", at=_VOICED, learns=False), groups=("study-voices",)),
     StudyClaim("known-own",
                "Known facts in the model's own words, neither new nor in a new style, leave the "
-               "held-out"
+               "held-out "
                "abilities unchanged after 100 updates at a rate of 1.4e-3.", OURS,
                dict(first=_SFT, second=BASE, equal=True, at=_LAST), dataset=_KNOWN_OWN, joined="study-known-own"),
     StudyClaim("format",
                "Of known facts, targets in the model's own words keep more of the free replies "
-               "than canonical ones:"
+               "than canonical ones: "
                "the format alone costs them.", OURS, dict(first=_SFT, second=_SFT, first_dataset=_KNOWN_OWN, at=_LAST),
                dataset="known-lab", joined="study-known-own"),
     StudyClaim("content",
                "In the model's own words, known facts keep more of the opened replies than new "
-               "ones: the content"
+               "ones: the content "
                "alone costs them.", OURS, dict(first=_SFT, second="own-words", what=OPENED, first_dataset=_KNOWN_OWN, at=_LAST),
                joined="study-known-own"),
     StudyClaim("regularisation",
                "At a recall of 95%, MixSD (λ=0.3) keeps more than a constraint on the weights, "
-               "EWC, whose Fisher information is of texts like the"
+               "EWC, whose Fisher information is of texts like the "
                "held-out suites.", OURS, dict(first=_M3, second="sft+ewc-0.1", at=At(95))),
     StudyClaim("regularisation-others",
-               "The same, at a recall of 95%, where the Fisher information is of texts that no"
+               "The same, at a recall of 95%, where the Fisher information is of texts that no "
                "held-out suite is written like.", OURS, dict(first=_M3, second="sft+ewc-0.1", at=At(95)), joined="study-ewc-others"),
     StudyClaim("anchor-others", "At a recall of 95%, this EWC keeps more of the world, asked freely, than SFT.",
                OURS, dict(first="sft+ewc-0.1", second=_SFT, what="world", at=At(95)), joined="study-ewc-others"),
