@@ -139,12 +139,13 @@ def draw_recipe_legend(
     line: str = "",  # style of the lines that join the markers, as matplotlib names it
     remarks: dict[str, str] | None = None,  # label -> what follows its title
 ) -> None:
-    "Draw a legend outside the panels, in the order of tables: marker and colour of a recipe, and the base model as a dash."
+    "Draw a legend outside the panels, below them if a title is long: marker and colour of a recipe, and the base as a dash."
     trained = [m for m in ordered_labels(labels) if m != BASE]
     dots = {m: plt.Line2D([], [], ls=line, lw=1.6, marker=recipe_marker(m), color=recipe_colour(m)) for m in trained}
     if BASE in labels: dots[BASE] = plt.Line2D([], [], ls="--", lw=1.2, color=recipe_colour(BASE))
     words = [label_title(m) + (remarks or {}).get(m, "") for m in dots]
-    fig.legend(dots.values(), words, loc="outside right upper", frameon=False, title=title, alignment="left")
+    place = "lower left" if max(map(len, words), default=0) > 60 else "right upper"
+    fig.legend(dots.values(), words, loc=f"outside {place}", frameon=False, title=title, alignment="left")
 
 # %% ../../nbs/results/plots.ipynb #b2abf522
 def stretch_recall(ax) -> None:
