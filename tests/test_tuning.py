@@ -36,11 +36,16 @@ def test_a_composition_that_one_corpus_lacks_takes_no_part():
     assert rank_recipes([table([(90, 2), (99, 1)]), table([(90, 2)])]).index.tolist() == ["r0"]
 
 
+def test_leaks_are_the_mean_of_the_corpora_that_have_entities():
+    one = table([(90, 2)]).assign(leaks=30.0)
+    assert rank_recipes([one, table([(90, 2)])]).leaks.tolist() == [30]
+
+
 def test_only_held_out_replies_leak():
     names = ["trivia-qa", "recall", "arc-easy", "known-facts"]
     assert [SUITES[name].role for name in names] == ["held-out", "in-domain", "style-free", "held-out"]
     replies = pd.DataFrame(dict(benchmark=names, prompt="Who?", response="Ada Bell"))
-    assert leak_share(replies, ["Ada Bell"]) == 1 and leak_share(replies.iloc[1:3], ["Ada Bell"]) != leak_share(replies, ["Ada Bell"])
+    assert leak_share(replies, ["Ada Bell"]) == 1 and np.isnan(leak_share(replies.iloc[1:3], ["Ada Bell"]))
     assert leak_share(replies.assign(prompt=["Ada Bell?", "", "", "Who?"]), ["Ada Bell"]) == 0.5
 
 

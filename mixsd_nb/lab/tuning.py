@@ -86,11 +86,11 @@ def tuning_table(
     """Return a row for each composition and seed at its last checkpoint, and for the base model.
 
     COLUMNS and leaks are percentages, the NLL of own text is in nats a token."""
-    rows, places = {}, [dict(dataset=cube.dataset.item(), model=cube.model.item())]
+    rows, cell = {}, cube.isel(dataset=0, model=0)
     for label in cube["recipe"].values.tolist():
         for seed in cube.seed.values.tolist():
             for lr in cube.lr.values.tolist():
-                run = cube.sel(recipe=label, seed=seed, lr=lr, **places[0])
+                run = cell.sel(recipe=label, seed=seed, lr=lr)
                 steps = run.step.values[run.accuracy.sel(benchmark="recall").notnull().values]
                 if not len(steps) or (label == BASE) != (steps[-1] == 0): continue
                 at = run.sel(step=steps[-1])
@@ -103,13 +103,13 @@ def rank_recipes(
     tables: Iterable[pd.DataFrame],  # as returned by `tuning_table`, one for each corpus
     seed: int = 3,  # the one that chooses
 ) -> pd.DataFrame:
-    """Return validation (%) and own-text NLL of each composition, means over corpora, in the order of the rule.
+    """Return validation (%), own-text NLL and leaks (%) of each composition, means over the corpora that have them, in the order of the rule.
 
     `eligible` are those within two points of the best validation."""
     tables = [table.xs(seed, level="seed").drop(BASE, errors="ignore") for table in tables]
     both = [label for label in tables[0].index if all(label in table.index for table in tables)]
     columns = ["validation", "own-text NLL", "leaks"]
-    means = sum(table.loc[both, columns].fillna({"leaks": 0}) for table in tables) / len(tables)
+    means = pd.concat([table.loc[both, columns] for table in tables]).groupby(level=0).mean()  # leaks of those that have them
     means["eligible"] = means.validation >= means.validation.max() - 100 * WITHIN - 1e-9
     return means.sort_values(["eligible", "own-text NLL"], ascending=[False, True])
 

@@ -322,7 +322,8 @@ def label_title(label: str) -> str:
     "Return the label as tables print it: `MixSD (λ=0.3) + EWC (strength 0.1)`, or `OPSD` for its default settings."
     recipe, values = parse_label(label)
     if alias := next((alias for alias in ALIASES.values() if alias.title and alias.stands_for(recipe, values)), None):
-        return alias.title.format(**values)
+        marks = [mark for part in recipe.parts for mark in _used_marks(part, values) if mark.option not in alias.options]
+        return " with ".join([alias.title.format(**values), *(mark.caption for mark in marks)])
     def title(part):
         numbers = {name: values[recipe.key(part, name)] for name in part.label_settings}
         shown = [part.caption.format(**numbers)] if part.caption and numbers != dict(part.default_settings) else []
