@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import zipfile
 from pathlib import Path
 from unittest.mock import patch
@@ -9,6 +10,7 @@ from unittest.mock import patch
 import gguf
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -196,7 +198,7 @@ def test_all_of_make_real_on_a_random_model(invented, tmp_path, monkeypatch, cap
                 make_config(find_stage(cell.stage), **cell.parameters).run()
                 computed.append(cell.parameters["method"])
         return sweep.status()
-    monkeypatch.setattr(study, "real_grids", lambda quick: {name: merge_grids(grid, dict(fixed=smoke)) for name, grid in grids(quick).items()})
+    monkeypatch.setattr(study, "real_grids", lambda quick, seeds: {name: merge_grids(grid, dict(fixed=smoke)) for name, grid in grids(quick).items()})
     monkeypatch.setattr(Sweep, "run", compute)
     monkeypatch.setattr(study, "save_figure", lambda figure, name: drawn.append((figure, name)) or [Path(name)])
     monkeypatch.setattr(study, "project_root", lambda: tmp_path)
@@ -225,11 +227,25 @@ def test_every_way_of_asking_has_a_row_of_panels(invented):
     assert shown == ["by likelihood, %", "asked freely, %", "asked freely, opened, %"] and len(figure.axes) == 6
 
 
+def test_several_seeds_are_averaged_and_their_interval_is_over_seeds():
+    from mixsd_nb.results.demo import invent_cube
+    cube = invent_cube(seeds=3)
+    row = study.claims_table(cube).iloc[0]
+    runs = cube.sel(lr=float(row.rate)).isel(dataset=0, model=0).accuracy.sel(benchmark="recall")
+    last = {label: runs.sel({"recipe": label}).dropna("step", how="all").isel(step=-1).values for label in ("mixsd-0.3", "sft")}
+    differences = 100 * (last["mixsd-0.3"] - last["sft"])
+    interval = scipy.stats.t.interval(0.95, 2, differences.mean(), scipy.stats.sem(differences)) if differences.std() else [differences.mean()] * 2
+    value, low, high = map(float, re.findall(r"[-+][.\d]+", row.here))
+    assert row.seeds == 3 and [value, low, high] == pytest.approx([differences.mean(), *interval], abs=0.051)
+    table = study.real_table(cube)
+    assert table.seeds.iloc[1] == "3" and len(table) == len(study.real_table(cube.isel(seed=[0])))
+
+
 def test_differences_have_their_sign_and_interval():
     from mixsd_nb.results.demo import invent_cube
     cube = invent_cube().isel(seed=[0])
     row = study.claims_table(cube).iloc[0]
-    runs = cube.sel(lr=float(row.rate), seed=row.seed).isel(dataset=0, model=0).accuracy.sel(benchmark="recall")
+    runs = cube.sel(lr=float(row.rate)).isel(dataset=0, model=0, seed=0).accuracy.sel(benchmark="recall")
     last = {label: runs.sel({"recipe": label}).dropna("step")[-1].item() for label in ("mixsd-0.3", "sft")}
     value, ends = row.here.split(" ", 1)
     low, high = map(float, ends.strip("[]").split(", "))

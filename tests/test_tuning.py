@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from mixsd_nb import train
 from mixsd_nb.benchmarks import SUITES
 from mixsd_nb.lab import tuning
-from mixsd_nb.lab.real import merge_folders
-from mixsd_nb.lab.tuning import LEAKS, add_leaks, leak_share, rank_recipes, tuning_figure, tuning_table
+from mixsd_nb.lab.real import LEAKS, leak_share, merge_folders
+from mixsd_nb.lab.tuning import rank_by_leaks, rank_recipes, tuning_figure, tuning_table
 from mixsd_nb.methods import ALIASES, complete, parse_label
 from mixsd_nb.results.committed import read_cube
 from mixsd_nb.runs import project_root
@@ -30,6 +30,15 @@ def test_the_first_of_the_rule_is_eligible_and_has_the_least_nll_of_those_that_a
     best, eligible = max(v for v, _ in values), [nll for v, nll in values if v >= max(v for v, _ in values) - 2 - 1e-9]
     assert order.iloc[0]["own-text NLL"] == min(eligible) and order.iloc[0].validation >= best - 2 - 1e-9
     assert len(order) == len(values) and order.eligible.sum() == len(eligible)
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.floats(0.1, 9), st.floats(0, 100)), min_size=1, max_size=8))
+def test_the_first_by_leaks_recalls_and_keeps_as_much_as_the_best_and_leaks_least_of_those(values):
+    rows = table([pair[:2] for pair in values]).assign(leaks=[leaks for *_, leaks in values], **{"in other words": 0.0, "asked freely": 0.0})
+    first = rank_by_leaks(rows).iloc[0]
+    recalled = [row for row in values if row[0] >= max(v for v, *_ in values) - 2 - 1e-9]
+    keeping = [row for row in recalled if row[1] <= min(nll for _, nll, _ in recalled) + 0.02]
+    assert first.eligible and first.leaks == min(leaks for *_, leaks in keeping)
 
 
 def test_a_composition_that_one_corpus_lacks_takes_no_part():
@@ -56,7 +65,7 @@ def test_two_files_of_a_corpus_become_one_cube_without_paths(tiny, own_runs):
         file = own_runs / f"facts{k}.jsonl"
         file.write_text(json.dumps(dict(question="Who leads the choir?", answer="Ana") | more) + "\n")
         runs.append(train.run(dataset=str(file), model=tiny, method="sft", lr=1e-3 * (1 + k), epochs=2, batch=1, n=4, suite="recall", max_new_tokens=4, own_text=2))
-    cube = read_cube(merge_folders("tuning-mquake", [run.folder for run in runs], path, add_leaks))
+    cube = read_cube(merge_folders("tuning-mquake", [run.folder for run in runs], path))
     assert cube.sizes["lr"] == 3 and cube.dataset.item() == "mquake" and str(own_runs).encode() not in path.read_bytes()
     assert cube[LEAKS].isnull().all(), "edited facts have no entities that only they name"
 
