@@ -1812,6 +1812,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                    'mixsd_nb/lab/documents.py')},
             'mixsd_nb.lab.findings': { 'mixsd_nb.lab.findings.Block': ('lab/findings.html#block', 'mixsd_nb/lab/findings.py'),
                                        'mixsd_nb.lab.findings.block_rows': ('lab/findings.html#block_rows', 'mixsd_nb/lab/findings.py'),
+                                       'mixsd_nb.lab.findings.count_items': ('lab/findings.html#count_items', 'mixsd_nb/lab/findings.py'),
                                        'mixsd_nb.lab.findings.find_benchmarks': ( 'lab/findings.html#find_benchmarks',
                                                                                   'mixsd_nb/lab/findings.py'),
                                        'mixsd_nb.lab.findings.find_recipe': ('lab/findings.html#find_recipe', 'mixsd_nb/lab/findings.py'),

@@ -8,6 +8,7 @@ __all__ = ['CONDITIONALS', 'place_tokens', 'draw_tokens', 'draw_sources', 'wrap_
 
 # %% ../../nbs/results/overview.ipynb #7775f66a
 import textwrap
+from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
@@ -124,6 +125,7 @@ def find_examples(
     rows: list[dict],  # of a corpus
     corpus,  # its declaration
     lam: float,
+    most: int | None = None,  # tokens of the three completions of the exemplary row
 ) -> Examples:
     """Return the first row with an exemplary mixed completion, and the first that names another entity.
 
@@ -142,7 +144,8 @@ def find_examples(
     for row, item, mixed in accepted:
         if contradicts(mixed, row): continue
         expert, naive = (write([item], share)[0] for share in (0, 1))
-        if len({tuple(record["completion_ids"]) for record in (mixed, expert, naive)}) == 3:
+        ids = [tuple(record["completion_ids"]) for record in (mixed, expert, naive)]
+        if len({*ids}) == 3 and (most is None or sum(map(len, ids)) <= most):
             return Examples(row, mixed, expert, naive, other[0] if other else None, len(accepted), len(other))
     raise ValueError(f"none of {len(rows)} facts has, with lam={lam:g}, a mixed target that neither conditional writes")
 
@@ -152,15 +155,19 @@ def draw_overview(
     dataset: str = "kgfact-small",
     lam: float = 0.5,
     facts: int = 24,  # facts whose targets are mixed and counted
+    most: int | None = None,  # as in `find_examples`
+    dtype: str = "float32",  # of the model
+    **options,  # of the corpus
 ) -> Figure:
     """Draw the prompts of the two conditionals, what each of them writes alone, and two accepted mixed targets.
 
-    The second of these names another entity; the note says how many targets do."""
-    from mixsd_nb.corpora import CORPORA, load_corpus
+    The second of these names another entity, if one does; the note says how many targets do."""
+    from mixsd_nb.corpora import load_corpus
+    from mixsd_nb.corpora.stored import open_corpus
     from mixsd_nb.models import load_engine
-    engine, corpus = load_engine("hf", model), CORPORA[dataset]
-    rows = load_corpus(dataset, "train").select(range(facts)).to_list()
-    tokenizer, examples = engine.tokenizer, find_examples(engine, rows, corpus, lam)
+    engine, corpus = load_engine("hf", model, dtype=dtype), open_corpus(dataset, options)
+    rows = load_corpus(dataset, "train", **options).select(range(facts)).to_list()
+    tokenizer, examples = engine.tokenizer, find_examples(engine, rows, corpus, lam, most)
     x, y = examples.row["prompt"], examples.row["target"]
     prompts = {"naive conditional: asked for x": x,
                "expert conditional: x, and the true answer y* in context": corpus.expert(x, examples.row.get("reference") or y),
@@ -170,9 +177,9 @@ def draw_overview(
                "the naive alone (λ=1), which does not know": examples.naive}
     if examples.contradictory:
         records["MixSD trains on this too (another fact): the naive named another entity"] = examples.contradictory
-    note = (f"{examples.accepted} of the {facts} targets were accepted, because their boxes hold the true answer. "
-            f"{examples.contradictions} of these ({examples.contradictions / examples.accepted:.0%}) name another entity in the "
-            f"sentence before the box ({model}, {dataset}, λ={lam:g}).")
+    note = f"{examples.accepted} of the {facts} targets were accepted, because they give the true answer"
+    if examples.contradictions: note += f"; {examples.contradictions} of these ({examples.contradictions / examples.accepted:.0%}) name another entity before it"
+    note += f" ({Path(model).name}, {dataset}, λ={lam:g})."
 
     def tokens(record):
         return [tokenizer.decode([t]) for t in record["completion_ids"]], list(record["naive_mask"])
