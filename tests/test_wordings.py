@@ -11,6 +11,7 @@ from mixsd_nb.benchmarks import Selection as ItemSelection, load_items
 from mixsd_nb.corpora import check_corpus, load_corpus
 from mixsd_nb.corpora.files import EXAMPLE
 from mixsd_nb.evaluation.selection import Selection, tabulate_scores
+from mixsd_nb.methods import wordings
 from mixsd_nb.methods.fitting import MethodRun, trained_facts, trained_pairs
 from mixsd_nb.methods.replay import prepare_replay
 from mixsd_nb.methods.wording_ids import group_wordings
@@ -126,6 +127,20 @@ def test_a_model_that_cannot_ask_gets_no_second_round(facts, lab_s):
     engine = Scripted(lab_s[1], lambda prompt, tag: "No idea.")
     assert not any(write_wordings(engine, check_corpus(facts, {}), dict.fromkeys(load_corpus(check_corpus(facts, {}), "train")["id"], 3), None).values())
     assert len(engine.requests) == 4 * len(FACTS)
+
+
+@pytest.mark.parametrize("least, numbers", [(0.6, range(4)), (0, range(16))])
+def test_a_round_that_serves_few_of_the_facts_is_the_last(facts, lab_s, monkeypatch, least, numbers):
+    "Of four facts one gets its two wordings in the first round, and the others never get any."
+    monkeypatch.setattr(wordings, "LEAST", least)
+    name, answer = FACTS[0]["subject"], FACTS[0]["answer"]
+    def write(prompt, tag):
+        if "Background" in prompt: return f"That is {answer}."
+        return f"Tell me of {name}: what number {tag[1]}?" if name in prompt.rpartition("user")[2] else "No idea."
+    engine, dataset = Scripted(lab_s[1], write), check_corpus(facts, {})
+    found = write_wordings(engine, dataset, dict.fromkeys(load_corpus(dataset, "train")["id"], 2), None)
+    assert sorted(map(len, found.values())) == [0] * (len(FACTS) - 1) + [2]
+    assert {request.tag[1] for request in engine.requests} == {*numbers}
 
 
 def test_ids_like_those_of_wordings_are_an_error(lab_s):
