@@ -5,10 +5,12 @@ import json
 import re
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import gguf
 import numpy as np
+import pandas as pd
 import pytest
 import scipy.stats
 import torch
@@ -185,6 +187,33 @@ def invented(converted, tmp_path, monkeypatch):
 def test_edits_are_drawn_by_a_seed(invented):
     first = study.draw_edits(6).read_text()
     assert len(first.splitlines()) == 6 and study.draw_edits(6).read_text() == first != study.draw_edits(6, seed=1).read_text()
+
+
+def test_known_facts_are_those_that_the_base_model_answers_and_no_benchmark_asks(invented, monkeypatch):
+    "Of twelve questions the benchmark asks four, and the model answers every second one of the others."
+    write_lines(invented / "benchmarks/trivia_qa.jsonl", [dict(question=f"Who is number {k}?", answer=f"Ann{k}", aliases=[f"Anna{k}"]) for k in range(12)])
+    asked = []
+
+    def answer(**parameters):
+        rows = list(map(json.loads, Path(parameters["dataset"]).read_text().splitlines()))
+        asked.append(rows)
+        return SimpleNamespace(responses=lambda: pd.DataFrame(dict(prompt=[row["question"] for row in rows], correct=[k % 2 == 0 for k in range(len(rows))])))
+    monkeypatch.setattr(study.evaluate, "run", answer)
+    rows = list(map(json.loads, study.draw_known(3, asked=12, benchmark=4).read_text().splitlines()))
+    [offered] = asked
+    assert rows == offered[:6:2] and len(offered) == 8 and offered[0]["aliases"] == [f"Anna{offered[0]['answer'][3:]}"]
+    items = study.load_items(["trivia-qa"], study.Selection("kgfact-small", limit=4))["trivia-qa"].values()
+    assert not {row["question"] for row in offered} & {item.prompt for item in items}
+    with pytest.raises(ValueError, match="must answer 5 questions, got 4 of 8"): study.draw_known(5, asked=12, benchmark=4)
+
+
+def test_the_grids_with_seeds_have_both_corpora_and_known_facts(invented, monkeypatch):
+    monkeypatch.setattr(study, "draw_known", lambda count: study.draw_edits(6))
+    monkeypatch.setattr(study, "EDITS", 6)
+    monkeypatch.setattr(study.corpus_grids, "__defaults__", (6, {}))
+    grids = study.real_grids(seeds=True)
+    assert {name: len(Sweep(content).cells) for name, content in grids.items()} == {"real-mquake": 45, "real-kgfact-small": 45, "real-known": 12}
+    assert [study.corpus_title(study.corpus_of(name)) for name in grids] == ["MQuAKE", "KGFact-Small", "known facts"]
 
 
 def test_all_of_make_real_on_a_random_model(invented, tmp_path, monkeypatch, capsys):

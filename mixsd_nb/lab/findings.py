@@ -27,7 +27,7 @@ RECIPES = {
     "SFT": "sft",
     "MixSD (λ=0.3)": r"mixsd-0\.3",
     "mixsd-complete": r"mixsd-0-[^+]*wordings[^+]*\+replay-kl-[^+]*",
-    "SFT, replay with a KL term": r"sft\+replay-kl-[^+]*",
+    "SFT, replay-KL": r"sft\+replay-kl-[^+]*",
     "SFT, EWC": r"sft\+ewc-[^+]*",
 }
 
@@ -50,12 +50,11 @@ class Block:
 
 
 _LEARNED = {"recall": "recall", "in other words": "recall-reworded"}
-_REAL = {**_LEARNED, "other skills": "style-free", "known facts": "held-out", "the same, opened": "prefilled"}
 BLOCKS = (
     Block("lab-m, KGFact-Small", "lab", ("study-1-frontier", "study-4-ewc"),
           {**_LEARNED, "other skills": "held-out", "known facts": "world", "the same, opened": "world-prefilled"}),
-    Block("SmolLM2-135M, edits of MQuAKE", "real", ("real-mquake",), _REAL),
-    Block("SmolLM2-135M, KGFact-Small", "real", ("real-kgfact-small",), _REAL),
+    Block("SmolLM2-135M, KGFact-Small", "real", ("real-kgfact-small",),
+          {**_LEARNED, "other skills": "style-free", "known facts": "held-out", "the same, opened": "prefilled"}),
 )
 
 
@@ -110,14 +109,14 @@ def block_rows(
     "Yield a row of items, then one for each recipe that has runs; nothing without a cube."
     present = [cubes[name] for name in block.cubes if name in cubes]
     if not present: return
-    yield {"": f"**{block.title}**"} | {heading: f"N={count_items(present[0], word)}" for heading, word in block.columns.items()}
+    yield {"": f"**{block.title}**", "seeds": ""} | {heading: f"N={count_items(present[0], word)}" for heading, word in block.columns.items()}
     for title in RECIPES:
         cube, label = next(((cube, label) for cube in present if (label := find_recipe(cube, title))), (None, None))
         if cube is None: continue
         runs = selected_runs(cube, label)
         cells = {heading: measure_share(runs, find_benchmarks(cube, word)) for heading, word in block.columns.items()}
         seeds = max(cell.n for cell in cells.values())
-        if seeds: yield {"": f"{title}, {seeds} seed{'s' * (seeds > 1)}"} | {heading: format_cell(cell) for heading, cell in cells.items()}
+        if seeds: yield {"": title, "seeds": f"{seeds}"} | {heading: format_cell(cell) for heading, cell in cells.items()}
 
 
 def format_cell(estimate: Estimate) -> str:
