@@ -389,7 +389,7 @@ CLAIMS = {claim.name: claim for claim in [
                "Known facts in the model's own words, neither new nor in a new style, leave the "
                "held-out "
                "abilities unchanged after 100 updates at a rate of 1.4e-3.", OURS,
-               dict(first=_SFT, second=BASE, equal=True, at=_LAST), dataset=_KNOWN_OWN, joined="study-known-own"),
+               dict(first=_SFT, second=BASE, equal=True, at=_LAST, learns=False), dataset=_KNOWN_OWN, joined="study-known-own"),
     StudyClaim("format",
                "Of known facts, targets in the model's own words keep more of the free replies "
                "than canonical ones: "
