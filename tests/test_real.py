@@ -208,9 +208,8 @@ def test_known_facts_are_those_that_the_base_model_answers_and_no_benchmark_asks
 
 
 def test_the_grids_with_seeds_have_both_corpora_and_known_facts(invented, monkeypatch):
-    monkeypatch.setattr(study, "draw_known", lambda count: study.draw_edits(6))
-    monkeypatch.setattr(study, "EDITS", 6)
-    monkeypatch.setattr(study.corpus_grids, "__defaults__", (6, {}))
+    edits = study.draw_edits(6)
+    for name in ("draw_edits", "draw_known"): monkeypatch.setattr(study, name, lambda count: edits)
     grids = study.real_grids(seeds=True)
     assert {name: len(Sweep(content).cells) for name, content in grids.items()} == {"real-mquake": 45, "real-kgfact-small": 45, "real-known": 12}
     assert [study.corpus_title(study.corpus_of(name)) for name in grids] == ["MQuAKE", "KGFact-Small", "known facts"]
@@ -267,7 +266,20 @@ def test_several_seeds_are_averaged_and_their_interval_is_over_seeds():
     value, low, high = map(float, re.findall(r"[-+][.\d]+", row.here))
     assert row.seeds == 3 and [value, low, high] == pytest.approx([differences.mean(), *interval], abs=0.051)
     table = study.real_table(cube)
-    assert table.seeds.iloc[1] == "3" and len(table) == len(study.real_table(cube.isel(seed=[0])))
+    assert table.seeds.iloc[1] == 3 and len(table) == len(study.real_table(cube.isel(seed=[0])))
+    assert table["Train (N=100)"]["SFT"].iloc[0] == pytest.approx(100 * last["sft"].mean(), abs=0.05)
+
+
+def test_a_mean_over_seeds_takes_each_at_its_own_last_checkpoint():
+    "One of two seeds has no checkpoint after 40 updates; a mean of the steps would leave it out, and count it."
+    from mixsd_nb.results.demo import invent_cube
+    cube = invent_cube(seeds=2, rates=[1e-3], recipes=["sft"])
+    first, *_, last = cube.step.values[1:]
+    short = cube.where((cube.seed == 0) | (cube.step <= first) | (cube.lr == 0))
+    runs = short.accuracy.sel(lr=1e-3, benchmark="arithmetic").sel({"recipe": "sft"}).squeeze()
+    row = study.real_table(short).loc["SFT"]
+    assert row.seeds == 2 and row["update"] == f"{first}–{last}"
+    assert row["Arithmetic (N=100)"] == pytest.approx(100 * (runs.sel(seed=0, step=last) + runs.sel(seed=1, step=first)).item() / 2, abs=0.05)
 
 
 def test_differences_have_their_sign_and_interval():

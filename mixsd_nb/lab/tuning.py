@@ -27,13 +27,13 @@ from ..runs.command_line import CommandLine
 from ..sweep import Sweep, SweepConfig, report
 
 # %% ../../nbs/lab/tuning.ipynb #4f5e42a9
-def _all_cubes() -> dict[str, xr.Dataset]:
+def _read_all() -> dict[str, xr.Dataset]:
     return read_cubes(project_root() / "papermill_runs/tuning") | read_cubes(runs_root() / "tuning")
 
 
 def tuning_cubes() -> dict[str, xr.Dataset]:
     "Return the cubes by name, the committed ones and those of runs_root(); empty if there are none."
-    return {name: cube for name, cube in _all_cubes().items() if name.startswith("tuning-")}
+    return {name: cube for name, cube in _read_all().items() if name.startswith("tuning-")}
 
 # %% ../../nbs/lab/tuning.ipynb #2885bdcb
 COLUMNS = {"recall": "recall", "in other words": "recall-reworded", "validation": "validation", "by likelihood": "style-free",
@@ -134,7 +134,7 @@ def compute_tuning(
     tables = {name: tuning_table(cube) for name, cube in tuning_cubes().items()}
     for name, table in tables.items(): print(f"\n{name}, %\n{table.round(2).to_string()}")
     if tables: print(f"\nthe rule, from the best\n{rank_recipes(tables.values()).round(3).to_string()}")
-    if other in (cubes := _all_cubes()): print(f"\n{other}, by leaks\n{rank_by_leaks(tuning_table(cubes[other])).round(3).to_string()}")
+    if other in (cubes := _read_all()): print(f"\n{other}, by leaks\n{rank_by_leaks(tuning_table(cubes[other])).round(3).to_string()}")
     return int(failed > 0)
 
 
