@@ -21,6 +21,10 @@ from reference import escape, public_places, read_package, render_index, render_
 from sources import all_pages, write_pages
 from test_quotes import is_shown, parse, read_cells, read_outputs
 
+from mixsd_nb import inject
+from mixsd_nb.corpora.files import EXAMPLE
+from mixsd_nb.runs import make_config
+
 QUICK = ("cite", "install", "map", "numbers", "views")  # the others train more than once, and are slow tests
 MODULES = read_package(ROOT / "mixsd_nb")
 PACKAGE = next(m for m in MODULES if m.page == "index")
@@ -90,6 +94,14 @@ def test_all_commands_of_the_readme_are_found():
     assert front >= {"inject", "train", "sweep", "plan", "explore", "runs", "export"}
     guides = {words[1] for guide in GUIDES for words in [*shown_commands(guide), *console_commands(guide)] if words[0] == "mixsd"}
     assert guides >= front | {"clean", "figures", "notebooks"}
+
+
+def test_the_front_page_names_the_run_that_its_command_makes(tmp_path):
+    file = tmp_path / "facts.jsonl"
+    file.write_bytes(EXAMPLE.read_bytes())
+    run = make_config(inject.InjectConfig, dataset=str(file), model="lab-m")
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"-{run.hash()}/report.html" in text and f"mixsd export {run.hash()} my-model" in text
 
 
 def test_the_front_page_is_short():
