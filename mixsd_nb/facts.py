@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['EXAMPLE', 'DocumentName', 'COLUMNS', 'run', 'main', 'document_path', 'check_documents', 'FactsConfig',
-           'write_questions', 'write_facts', 'facts_file', 'FactsRun']
+           'write_questions', 'write_facts', 'facts_file', 'require_facts', 'FactsRun']
 
 # %% ../nbs/facts.ipynb #94cdcb5a
 from contextlib import nullcontext
@@ -25,7 +25,7 @@ from .models.identity import BY_CONTENT, MODEL_OPTIONS, ModelName, ModelOptions,
 from .models.lab import declared_form
 from .reports.documents import FactsRun, count_reasons
 from .runs import (Journal, ParameterError, Run, Seed, Stage, check_temperature, consumed_field, digest_rows,
-                           flagged_field, module_of, run_function, runs_root, runtime_field, write_atomically)
+                           flagged_field, make_config, module_of, run_function, runs_root, runtime_field, write_atomically)
 from .runs.command_line import CommandLine
 from .runs.presets import PresetSettings, preset_field
 
@@ -180,12 +180,26 @@ def write_facts(
 main = CommandLine("facts", write_facts, FactsConfig)
 
 # %% ../nbs/facts.ipynb #4d5f4ac0
+def _config_about(documents: str, parameters: dict) -> FactsConfig:
+    shared = "preset", "model", "model_options", "dtype", "engine", "engine_options", "batch_size"
+    return make_config(FactsConfig, documents=documents, **{name: parameters[name] for name in shared if name in parameters})
+
+
 def facts_file(
     documents: str,
     **parameters,  # of another stage; those of its model and engine are used
 ) -> str:
     "Return the file of facts about documents, written if it does not exist yet. ParameterError if no question stays."
-    shared = "preset", "model", "model_options", "dtype", "engine", "engine_options", "batch_size"
-    found = run(documents=documents, **{name: parameters[name] for name in shared if name in parameters})
+    found = _config_about(documents, parameters).run()
     if found.file.read_text(encoding="utf-8"): return str(found.file)
     raise ParameterError(f"{documents} gave no facts: {' '.join(found.summary())}")
+
+
+def require_facts(
+    documents: str,
+    **parameters,  # as of `facts_file`
+) -> None:
+    "Raise ParameterError if the facts about documents are not written yet."
+    if _config_about(documents, parameters).finished: return
+    raise ParameterError(f"the questions about {documents} are not written yet; `mixsd facts {documents} -o facts.jsonl` writes them, "
+                         "and a plan for facts.jsonl knows how many they are")

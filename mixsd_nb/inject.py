@@ -140,6 +140,11 @@ class InjectConfig(TrainingSettings, Stage):
         if not test or not isinstance(options, dict): return parameters
         return parameters | dict(test="", dataset_options=options | dict(test=test))
 
+    @classmethod
+    def require_inputs(cls, parameters):
+        "Raise ParameterError for documents whose facts are not written yet."
+        if is_document(document := str(parameters.get("dataset", ""))): facts.require_facts(document, **parameters)
+
     @field_validator("epochs", "batch")
     @classmethod
     def _published_schedule(cls, value, info):

@@ -198,6 +198,16 @@ def test_inject_takes_a_document_and_tells_other_mistakes_before_it_writes(handb
     assert find_questions(contexts).name == found.name and find_questions({"another"}) is None
 
 
+def test_a_plan_writes_no_questions(handbook, tmp_path, capsys):
+    words = "plan", "inject", str(handbook), "--model", "lab-s", "--method", "sft"
+    assert main(*words) == 2
+    assert f"`mixsd facts {handbook} -o facts.jsonl` writes them" in capsys.readouterr().err
+    assert not find_runs(stage="facts")
+    facts.facts_file(str(handbook), model="lab-s")
+    main(*words)
+    assert "plan: " in capsys.readouterr().out
+
+
 def test_a_document_without_a_question_teaches_nothing(handbook, capsys):
     handbook.write_text("they travel for free.")
     assert main("facts", str(handbook), "--model", "lab-s") == 1

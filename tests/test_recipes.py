@@ -85,11 +85,11 @@ def test_the_complete_recipe_is_a_composition_that_takes_other_values():
     assert plain.label == "mixsd-0-consistent-canonical-wordings2+replay-kl-0.5"
     assert other.label == "mixsd-0.3-guard0.1-consistent-canonical+replay-kl-0.5+ewc-0.1"
     configs = {preset: make_config(TrainConfig, method="mixsd-complete", preset=preset, model="lab-s") for preset in ("lab", "real", "paper")}
-    assert [(c.options["share"], c.options["prompts"], c.options["wordings"]) for c in configs.values()] == [(0.5, "", 2), *2 * [(0.5, "own+neighbours", 2)]]
+    assert [(c.options["share"], c.options["prompts"], c.options["count"]) for c in configs.values()] == [(0.5, "", 200), *2 * [(0.5, "own+neighbours", 400)]]
     assert all(parse_label(config.label)[0] == config.recipe for config in configs.values())
     assert label_title(configs["lab"].label) == "MixSD complete (λ=0, replay 0.5)"
-    assert label_title(configs["real"].label) == "MixSD complete (λ=0, replay 0.5) with own prompts and neighbours"
-    assert configs["real"].label == "mixsd-0-consistent-canonical-wordings2+replay-kl-0.5-own-neighbours"
+    assert label_title(configs["real"].label) == "MixSD complete (λ=0, replay 0.5) with own prompts and neighbours, 400 samples"
+    assert configs["real"].label == "mixsd-0-consistent-canonical-wordings2+replay-kl-0.5-own-neighbours-400samples"
 
 
 def test_variants_and_adapters_have_their_earlier_names():

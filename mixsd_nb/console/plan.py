@@ -17,7 +17,7 @@ from ..planning.rates import DEVICES, current_rates, use_rates
 from ..planning.plan import (describe_plan, format_all, format_grid, machine_for, plan_alone, plan_grid, planned_cells,
                                    this_machine)
 from ..runs import ParameterError, Stage, find_stage, make_config
-from ..runs.command_line import CommandLine
+from ..runs.command_line import CommandLine, read_texts
 
 # %% ../../nbs/console/plan.ipynb #5f666920
 class PlanCommand(CommandLine):
@@ -29,6 +29,12 @@ class PlanCommand(CommandLine):
             with contextlib.suppress(ParameterError):
                 if not word.startswith("-"): return [super().classes()[0], find_stage(word)]
         return super().classes()[:1]
+
+    def read(self, *words):
+        "Return what `CommandLine` does; ParameterError as of `require_inputs`, because a plan computes nothing."
+        parser, fields = self.parse(*words)
+        for stage in self.classes(*words)[1:]: stage.require_inputs(read_texts(parser, words, fields))
+        return super().read(*words)
 
 # %% ../../nbs/console/plan.ipynb #4b40a761
 def _print_configs(configs: list[Stage], constants: bool, inputs: bool) -> int:

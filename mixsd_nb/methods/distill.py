@@ -366,8 +366,7 @@ def distillation(
     The teacher is the base model that training starts from. One that changes is in float32, because steps of a moving
     average are too small for bfloat16."""
     data = dict(spec.data)
-    dtype = "bfloat16" if torch.cuda.is_available() and not data.get("ema") else "float32"
-    teacher, variant = load_base(spec.model, dtype)[0].to(training_device()), Variant(*data.pop("variant"))
+    teacher, variant = load_base(spec.model, "float32" if data.get("ema") else spec.products)[0].to(training_device()), Variant(*data.pop("variant"))
     return Distillation(data.pop("items"), teacher, tokenizer, variant, seed=spec.seed, **data)
 
 # %% ../../nbs/methods/distill.ipynb #79572b48

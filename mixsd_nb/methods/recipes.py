@@ -268,7 +268,7 @@ ALIASES: dict[str, Alias] = {alias.name: alias for alias in [
     Alias("l2sp", "sft", "l2sp", label="{strength:g}"), Alias("ewc", "sft", "ewc", label="{strength:g}"),
     Alias("lora-sft", "sft", "lora", label="{rank:g}"), Alias("lora-mixsd", "mixsd", "lora", label="{lam:g}-r{rank:g}"),
     Alias("mixsd-complete", "mixsd", "replay-kl", options=_COMPLETE, settings=dict(lam=0.0, temperature=0.5),
-          presets={preset: dict(share=0.5, prompts="own+neighbours") for preset in ("real", "paper")},
+          presets={preset: dict(share=0.5, prompts="own+neighbours", count=400) for preset in ("real", "paper")},
           title="MixSD complete (λ={lam:g}, replay {share:g})")]}
 
 
@@ -323,7 +323,7 @@ def label_title(label: str) -> str:
     recipe, values = parse_label(label)
     if alias := next((alias for alias in ALIASES.values() if alias.title and alias.stands_for(recipe, values)), None):
         marks = [mark for part in recipe.parts for mark in _used_marks(part, values) if mark.option not in alias.options]
-        return " with ".join([alias.title.format(**values), *(mark.caption for mark in marks)])
+        return " with ".join(filter(None, [alias.title.format(**values), ", ".join(mark.caption for mark in marks)]))
     def title(part):
         numbers = {name: values[recipe.key(part, name)] for name in part.label_settings}
         shown = [part.caption.format(**numbers)] if part.caption and numbers != dict(part.default_settings) else []

@@ -231,9 +231,9 @@ def add_replay(
     spec: TrainingSpec,
 ) -> Replay:
     "Return the objective with replay; for the KL every training process reads the base model's distributions once."
-    distributions, dtype = [], "bfloat16" if torch.cuda.is_available() else "float32"
+    distributions = []
     if data["support"]:
-        teacher = load_base(spec.model, dtype)[0].to(training_device())
+        teacher = load_base(spec.model, spec.products)[0].to(training_device())
         distributions = teacher_distributions(teacher, data["replays"], data["support"])
     return Replay(objective, data["replays"], data["share"], spec.seed, distributions)
 

@@ -187,8 +187,8 @@ class TrainingSettings(RecipeSettings):
     packed: bool | None = runtime_field(None, (
         "pack examples into one row instead of padding them; None for GPUs, where one call then computes the attention of all"))
     recompute: bool = runtime_field(False, "recompute activations in the backward pass instead of storing them")
-    micro_tokens: int = runtime_field(
-        4_096, "largest number of tokens in one forward and backward pass on a device", ge=1)
+    micro_tokens: int = preset_field("largest number of tokens in one forward and backward pass on a device",
+                                     lab=4_096, real=1_024, paper=4_096, runtime=True, ge=1)
 
 
     @field_validator("own_text")

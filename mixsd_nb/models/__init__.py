@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['ENGINES', 'check_model', 'model_source', 'load_part', 'load_tokenizer', 'check_head', 'stored_dtype', 'load_base',
            'EngineSpec', 'check_engine', 'usual_sequences', 'check_mode', 'check_model_of_engine',
-           'check_engine_options', 'check_options_of_engine', 'open_engine', 'check_process', 'free_memory',
-           'load_engine']
+           'check_engine_options', 'check_options_of_engine', 'open_engine', 'check_process', 'trim_memory',
+           'free_memory', 'load_engine']
 
 # %% ../../nbs/models/index.ipynb #4d90fe64
 import ast
@@ -269,12 +269,17 @@ def check_process(
                      '`if __name__ == "__main__":`')
 
 # %% ../../nbs/models/index.ipynb #fbb19711
+def trim_memory() -> None:
+    "Give memory that was freed back to the system, which glibc else keeps in pieces."
+    with contextlib.suppress(AttributeError, OSError, TypeError): ctypes.CDLL(None).malloc_trim(0)
+
+
 def free_memory() -> None:
     "Give memory of models that nothing refers to back to the GPU and the system, for this and other processes."
     import torch
     gc.collect()
     torch.cuda.empty_cache()
-    with contextlib.suppress(AttributeError, OSError, TypeError): ctypes.CDLL(None).malloc_trim(0)  # of glibc, which keeps what was freed
+    trim_memory()
 
 # %% ../../nbs/models/index.ipynb #36df4ec8
 def load_engine(

@@ -208,6 +208,10 @@ class Stage(Config):
         "Return the same configuration, with all parameters that do not affect its run reset to their defaults."
         return self
 
+    @classmethod
+    def require_inputs(cls, parameters: dict[str, Any]) -> None:
+        "Raise ParameterError if a configuration with these parameters would first compute what it is about; `mixsd plan` asks."
+
     def check(self) -> None:
         "Raise ValueError if this machine cannot compute the run; called before models are loaded."
 

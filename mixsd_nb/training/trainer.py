@@ -30,7 +30,7 @@ from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from .loss import Example, LossHead, Objective, check_finite, summed_loss
 from .offload import OffloadedAdamW, explain_out_of_memory
 from .saving import SavingTrainer, load_trained, memory_files, restore_objective
-from ..models import free_memory, load_base
+from ..models import free_memory, load_base, trim_memory
 from ..models.agreement import recompute_layers
 from ..models.linear import OneDNNLinear, speed_up_linear_layers
 from ..runs import (Interruption, checkpoint_step, die_with_parent, hide_foreign_variables, last_checkpoint,
@@ -60,6 +60,11 @@ class TrainingSpec:
     stored: str = "float32"  # dtype of the weights in checkpoints: float32 or bfloat16
     state: str = "newest"  # checkpoints with the optimiser's state: newest, all or none; memory: the last one, in `held`
     held: dict[str, str] = field(default_factory=dict)  # paths of files of the state that are in memory, by name
+
+    @property
+    def products(self) -> str:
+        "Return the dtype of matrix products."
+        return "bfloat16" if (torch.cuda.is_available() if self.bf16 is None else self.bf16) else "float32"
 
 # %% ../../nbs/training/trainer.ipynb #750b829d
 def training_device() -> torch.device:
@@ -202,6 +207,9 @@ def _shard_on_cpu(trainer: SavingTrainer) -> None:
     for shared in (state, PartialState()): shared.distributed_type = DistributedType.FSDP
 
 # %% ../../nbs/training/trainer.ipynb #31f82f8d
+_TRIM_EVERY = 5.0  # s; examples of different lengths leave pieces of memory behind, a third of the peak with SmolLM2
+
+
 class FineTuner(SavingTrainer):
     "Train with transformers, with examples and loss from an objective."
 
@@ -218,7 +226,7 @@ class FineTuner(SavingTrainer):
         self.spec, self.objective, self.report, self.tokenizer = spec, objective, report, tokenizer
         self.trained, self.start = 0, time.perf_counter()  # number of trained tokens, and start time
         self.log_every, self._unread = 10 if training_device().type == "cuda" else 1, []  # updates whose numbers are read together
-        self.phase = "load"  # as of `explain_out_of_memory`
+        self.phase, self.trimmed = "load", 0.0  # as of `explain_out_of_memory`; and when memory was last given back
         self.copy = objective.host(model) if spec.sharded and objective.uses_student else None
         speed_up_linear_layers(model)  # adapters have further linear layers
         if spec.recompute: recompute_layers(model)
@@ -266,6 +274,9 @@ class FineTuner(SavingTrainer):
                 self.phase = "update"
                 loss += self._add_gradient(model, [examples[i] for i in part]) / count
         self.phase = "optimiser"
+        if self.args.device.type == "cpu" and time.perf_counter() > self.trimmed + _TRIM_EVERY:
+            trim_memory()
+            self.trimmed = time.perf_counter()
         return loss
 
     def _update(self, model) -> None:
@@ -345,7 +356,7 @@ def _training_arguments(
 ) -> TrainingArguments:
     "Return the training spec as the arguments of transformers."
     gpu = torch.cuda.is_available()
-    bf16 = gpu if spec.bf16 is None else spec.bf16
+    bf16 = spec.products == "bfloat16"
     args = TrainingArguments(
         str(folder), max_steps=steps, per_device_train_batch_size=spec.batch // spec.processes,
         learning_rate=spec.lr, optim="adamw_torch_fused" if gpu and not spec.offload else "adamw_torch", adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8,

@@ -47,7 +47,7 @@ def trl_update_times(spec, folder: Path, padding_free: bool = False) -> list[flo
     rows = Dataset.from_list([dict(input_ids=p + c, labels=[-100] * len(p) + c) for p, c in spec.data["pairs"]])
     args = SFTConfig(
         str(folder), max_steps=spec.steps, per_device_train_batch_size=spec.batch, learning_rate=spec.lr,
-        adam_beta2=0.95, weight_decay=0.01, optim="adamw_torch", bf16=gpu if spec.bf16 is None else spec.bf16, use_cpu=not gpu,
+        adam_beta2=0.95, weight_decay=0.01, optim="adamw_torch", bf16=spec.products == "bfloat16", use_cpu=not gpu,
         gradient_checkpointing=False, max_length=None, padding_free=padding_free, logging_steps=1,
         save_strategy="no", report_to="none", disable_tqdm=True,
         dataloader_drop_last=True)
