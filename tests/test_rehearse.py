@@ -170,7 +170,7 @@ def run_notebooks(folder, *stages):
     from papermill.clientwrap import PapermillNotebookClient
     from papermill.engines import NBClientEngine, papermill_engines
     kernel = KernelManager(kernel_name="python3")
-    kernel.start_kernel()
+    kernel.start_kernel(cwd=str(folder))  # whose figures are not those of the repository
 
     class OneKernel(NBClientEngine):
         @classmethod

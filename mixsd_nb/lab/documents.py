@@ -24,7 +24,7 @@ from ..corpora.control_tokens import encode_text
 from .smollm2 import data_folder, prepare_model
 from ..methods.replay import write_prompts, write_replays
 from ..models import load_engine
-from ..runs import Journal, ParameterError, checkpoint_steps, runs_root, write_atomically
+from ..runs import Journal, ParameterError, checkpoint_step, checkpoint_steps, runs_root, write_atomically
 from ..runs.command_line import CommandLine
 from ..training.trainer import TrainingSpec, fine_tune
 
@@ -145,7 +145,7 @@ def write_own_text(setting: Setting, count: int = 20) -> list[tuple[list[int], l
 
 
 def measure_way(setting: Setting, way: Way, seed: int, n: int) -> dict:
-    "Train if the way does, and return a record `way, seed, probes, own, suite`; the suite is empty with n=0."
+    "Train if the way does, and return a record `way, seed, updates, probes, own, suite`; the suite is empty with n=0."
     model = str(way.train(setting, seed)) if way.train else setting.model
     own = write_own_text(setting)
     with load_engine("hf", model, dtype=setting.dtype, batch_size=8) as engine:
@@ -156,13 +156,14 @@ def measure_way(setting: Setting, way: Way, seed: int, n: int) -> dict:
         suite = evaluate.run(model=model, suite="real", n=n, preset="real", dtype=setting.dtype).root
         columns = suite.benchmark.values, suite.accuracy.values.ravel(), suite.n.values.ravel()
         scores = {name: [float(accuracy), int(items)] for name, accuracy, items in zip(*columns)}
-    return dict(way=way.name, seed=seed, probes=probes, own=nll, suite=scores)
+    updates = checkpoint_step(Path(model)) if way.train else 0
+    return dict(way=way.name, seed=seed, updates=updates, probes=probes, own=nll, suite=scores)
 
 
 def measure(setting: Setting, ways: list[str], seeds: int = 1, n: int = 0) -> list[dict]:
     "Return the records of all ways; base and context have one seed. Finished records are read from the journal."
     pieces = [(name, seed) for name in ways for seed in range(seeds if WAYS[name].train else 1)]
-    with Journal(setting.folder / f"records-{n}.jsonl", ("way", "seed", "probes", "own", "suite")) as journal:
+    with Journal(setting.folder / f"records-{n}.jsonl", ("way", "seed", "updates", "probes", "own", "suite")) as journal:
         return journal.complete(pieces, lambda missing: (measure_way(setting, WAYS[name], seed, n) for name, seed in missing))
 
 # %% ../../nbs/lab/documents.ipynb #ab92d557
@@ -173,21 +174,21 @@ def _interval(values: np.ndarray) -> str:
 
 
 def tabulate_records(records: list[dict]) -> pd.DataFrame:
-    "Return a row for each way: log-probabilities by kind, the gain over the base with its 95% interval, its share of the ceiling, and what it costs."
-    probes = pd.concat([pd.DataFrame(r["probes"], columns=["article", "kind", "logp"]).assign(way=r["way"]) for r in records])
-    by_article = probes.groupby(["way", "article"]).logp.mean().unstack("article")
-    by_kind = probes.groupby(["way", "kind"]).logp.mean().unstack("kind")
-    gain = by_article.sub(by_article.loc["base"])
+    """Return a row for each way and number of updates: log-probabilities by kind, the gain over the base with its 95% interval,
+    its share of the ceiling, and what it costs."""
+    probes = pd.concat([pd.DataFrame(r["probes"], columns=["article", "kind", "logp"]).assign(way=r["way"], updates=r["updates"]) for r in records])
+    means = lambda of: probes.groupby(["way", "updates", of]).logp.mean().unstack(of)
+    by_kind, gain = means("kind"), means("article").sub(means("article").loc["base", 0])
+    ceiling = gain.loc["context", 0].mean() if ("context", 0) in gain.index else np.nan
     rows = {}
-    for name, way in WAYS.items():
-        if name not in by_article.index: continue
-        own = [r for r in records if r["way"] == name]
-        share = gain.loc[name].mean() / gain.loc["context"].mean() if "context" in gain.index else np.nan
+    for name, updates in sorted(gain.index, key=lambda place: ([*WAYS].index(place[0]), place[1])):
+        own = [r for r in records if (r["way"], r["updates"]) == (name, updates)]
         style_free = [np.mean([accuracy for accuracy, _ in r["suite"].values()]) for r in own if r["suite"]]
-        rows[way.title] = {kind: round(by_kind.loc[name, kind], 2) for kind in KINDS} | {
-            "gain": _interval(gain.loc[name].values), "of the ceiling": f"{share:.0%}", "own-text NLL": round(np.mean([r["own"] for r in own]), 3),
+        rows[WAYS[name].title, updates] = {kind: round(by_kind.loc[(name, updates), kind], 2) for kind in KINDS} | {
+            "gain": _interval(gain.loc[name, updates].values), "of the ceiling": f"{gain.loc[name, updates].mean() / ceiling:.0%}",
+            "own-text NLL": round(np.mean([r["own"] for r in own]), 3),
             "real suite": f"{np.mean(style_free):.1%}" if style_free else "", "seeds": len(own)}
-    return pd.DataFrame.from_dict(rows, orient="index")
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis(["", "updates"])
 
 # %% ../../nbs/lab/documents.ipynb #bf332589
 def measure_documents(
