@@ -173,7 +173,8 @@ def write_facts(
         print(*(found := config.run(force)).summary(), sep="\n")
         text = found.file.read_text(encoding="utf-8")
         if output and text: write_atomically(Path(output), lambda path: path.write_text(text, encoding="utf-8"))
-        if text: print(f"facts: {output or found.file}\n\n`mixsd inject {output or found.file}` teaches them")
+        words = [f" --{name} {getattr(config, name)}" for name in ("model", "preset") if name in config.model_fields_set]
+        if text: print(f"facts: {output or found.file}\n\n`mixsd inject {output or found.file}{''.join(words)}` teaches them")
     return int(not text)
 
 

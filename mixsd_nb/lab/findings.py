@@ -26,7 +26,7 @@ RECIPES = {
     "base model": BASE,
     "SFT": "sft",
     "MixSD (λ=0.3)": r"mixsd-0\.3",
-    "mixsd-complete": r"mixsd-0-[^+]*wordings[^+]*\+replay-kl-[^+]*",
+    "mixsd-complete": r"mixsd-0-consistent-canonical-wordings2\+replay-kl-0\.5(-own-neighbours-400samples)?",
     "SFT, replay-KL": r"sft\+replay-kl-[^+]*",
     "SFT, EWC": r"sft\+ewc-[^+]*",
 }

@@ -360,7 +360,7 @@ def show_results(
 ) -> None:
     "Print the table and the claims of each cube, and write the figure of those that are not quick, else of all."
     for name, cube in cubes.items():
-        print(f"\n{name}: accuracies (%) at the selected checkpoint\n{real_table(cube).T.to_string()}")
+        print(f"\n{name}: accuracies (%) at the last checkpoint\n{real_table(cube).T.to_string()}")
         print(f"\n{name}: differences in points [95 % interval over seeds, with one seed over items]\n{claims_table(cube).to_string(index=False)}")
     whole = {name: cube for name, cube in cubes.items() if not name.startswith("real-quick-")}
     if cubes: print(save_figure(real_figure(whole or cubes), "real")[0])
