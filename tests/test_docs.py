@@ -97,13 +97,15 @@ def test_all_commands_of_the_readme_are_found():
 
 
 def test_the_front_page_names_the_run_that_its_command_makes(tmp_path):
-    "All but the name of the model, which depends on its weights."
+    "All but the name of the model, which depends on its weights; the line of the file that it shows is one of them."
     file = tmp_path / "facts.jsonl"
     file.write_bytes(EXAMPLE.read_bytes())
     run = make_config(inject.InjectConfig, dataset=str(file), dataset_options=dict(extract="contains"), preset="real", model="lab-m")
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     shown = re.search(r"papermill_runs/inject-(facts-\w+)-smollm2-135m-instruct-\w+-(\S+)-(\w+)/report.html", text)
     assert shown.groups()[:2] == (run.dataset, run.label) and f"mixsd export {shown[3]} my-model" in text
+    line, rows = json.loads(re.search(r"`(\{\"question.*?\})`", text)[1]), map(json.loads, EXAMPLE.read_text(encoding="utf-8").splitlines())
+    assert line in [{name: row[name] for name in line} for row in rows]
 
 
 def test_the_front_page_is_short():
