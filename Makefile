@@ -42,7 +42,7 @@ lab: $(VENV)/.run ## compute the laboratory's study: preview cells and hours, re
 
 # Each cell uses one core. `mixsd lab.real --workers 1` computes one cell at a time.
 real: export OMP_NUM_THREADS := 1
-real: $(VENV)/.run ## train SmolLM2-135M with several recipes, and see what it loses; resumes (two to three hours; QUICK=1: a quarter of one)
+real: $(VENV)/.run ## train SmolLM2-135M with several recipes, and see what it loses; resumes (estimated: two to three hours; QUICK=1: 15 minutes)
 	@$(BIN)/python -m pip -qq install -c constraints.txt -e '.[real]'
 ifdef QUICK
 	@$(BIN)/mixsd lab.real --quick

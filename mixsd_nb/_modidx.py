@@ -1643,6 +1643,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                 'mixsd_nb.facts._check_output': ('facts.html#_check_output', 'mixsd_nb/facts.py'),
                                 'mixsd_nb.facts._config_about': ('facts.html#_config_about', 'mixsd_nb/facts.py'),
                                 'mixsd_nb.facts._digest_documents': ('facts.html#_digest_documents', 'mixsd_nb/facts.py'),
+                                'mixsd_nb.facts._write_options': ('facts.html#_write_options', 'mixsd_nb/facts.py'),
                                 'mixsd_nb.facts.check_documents': ('facts.html#check_documents', 'mixsd_nb/facts.py'),
                                 'mixsd_nb.facts.document_path': ('facts.html#document_path', 'mixsd_nb/facts.py'),
                                 'mixsd_nb.facts.facts_file': ('facts.html#facts_file', 'mixsd_nb/facts.py'),

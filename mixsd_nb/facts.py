@@ -158,6 +158,10 @@ def _check_output(output: str) -> None:
     if output and Path(output).exists(): raise ParameterError(f"output must be a new file, got {output}, which exists")
 
 
+def _write_options(config: FactsConfig) -> str:
+    return "".join(f" --{name} {getattr(config, name)}" for name in ("model", "preset") if name in config.model_fields_set)
+
+
 def write_facts(
     configs: list[FactsConfig],
     *,
@@ -173,8 +177,7 @@ def write_facts(
         print(*(found := config.run(force)).summary(), sep="\n")
         text = found.file.read_text(encoding="utf-8")
         if output and text: write_atomically(Path(output), lambda path: path.write_text(text, encoding="utf-8"))
-        words = [f" --{name} {getattr(config, name)}" for name in ("model", "preset") if name in config.model_fields_set]
-        if text: print(f"facts: {output or found.file}\n\n`mixsd inject {output or found.file}{''.join(words)}` teaches them")
+        if text: print(f"facts: {output or found.file}\n\n`mixsd inject {output or found.file}{_write_options(config)}` teaches them")
     return int(not text)
 
 
@@ -201,6 +204,7 @@ def require_facts(
     **parameters,  # as of `facts_file`
 ) -> None:
     "Raise ParameterError if the facts about documents are not written yet."
-    if _config_about(documents, parameters).finished: return
-    raise ParameterError(f"the questions about {documents} are not written yet; `mixsd facts {documents} -o facts.jsonl` writes them, "
+    if (config := _config_about(documents, parameters)).finished: return
+    command = f"mixsd facts {documents} -o facts.jsonl{_write_options(config)}"
+    raise ParameterError(f"the questions about {documents} are not written yet; `{command}` writes them, "
                          "and a plan for facts.jsonl knows how many they are")

@@ -201,7 +201,7 @@ def test_inject_takes_a_document_and_tells_other_mistakes_before_it_writes(handb
 def test_a_plan_writes_no_questions(handbook, tmp_path, capsys):
     words = "plan", "inject", str(handbook), "--model", "lab-s", "--method", "sft"
     assert main(*words) == 2
-    assert f"`mixsd facts {handbook} -o facts.jsonl` writes them" in capsys.readouterr().err
+    assert f"`mixsd facts {handbook} -o facts.jsonl --model lab-s` writes them" in capsys.readouterr().err
     assert not find_runs(stage="facts")
     facts.facts_file(str(handbook), model="lab-s")
     main(*words)

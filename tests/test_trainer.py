@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, OPTConfig, Qwen3MoeConfig
 from mixsd_nb import train
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.evaluation import Evaluation
-from mixsd_nb.methods import Recipe
+from mixsd_nb.methods import Recipe, replay
 from mixsd_nb.methods.fitting import MethodRun
 from mixsd_nb.methods.supervised import Supervised
 from mixsd_nb.models import load_base
@@ -38,6 +38,7 @@ from mixsd_nb.models.engines import HFEngine
 from mixsd_nb.models.tiny import random_model
 from mixsd_nb.runs import ProcessFailed, Run, checkpoint_steps, make_config, report_progress, write_json
 from mixsd_nb.train import TrainConfig
+from mixsd_nb.training import trainer
 from mixsd_nb.training.loss import DivergenceError, Example, LossHead, nll, summed_loss
 from mixsd_nb.training.progress import TrainingProgress
 from mixsd_nb.training.saving import load_trained, plain_weights
@@ -524,3 +525,22 @@ def test_numbers_that_are_read_together_are_those_of_each_update(spec, tmp_path,
     assert all((one[name] == two[name]).all() for name in one) and last_weights(tmp_path / "each").keys() == last_weights(tmp_path / "together").keys()
     state = [json.loads((tmp_path / name / "checkpoint-10/trainer_state.json").read_text())["log_history"] for name in reports]
     assert state[0] == state[1] and len(state[0]) == 10
+
+
+@pytest.mark.parametrize(("bf16", "dtype"), [(None, "float32"), (False, "float32"), (True, "bfloat16")])
+def test_the_teacher_of_replay_computes_as_the_student(bf16, dtype, spec, monkeypatch):
+    "On a CPU nothing is in bfloat16 unless the spec says so."
+    loaded = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(replay, "load_base", lambda model, dtype: loaded.append(dtype) or load_base(model, dtype))
+    objective = replay.add_replay(Supervised(PAIRS), dict(replays=PAIRS[:1], share=0.5, support=2), replace(spec, bf16=bf16))
+    assert loaded == [dtype] and len(objective.distributions) == 1
+
+
+@pytest.mark.parametrize(("pause", "calls"), [(0, 3), (1e9, 0)])
+def test_freed_memory_is_given_back_during_a_training(pause, calls, spec, tmp_path, monkeypatch):
+    trimmed = []
+    monkeypatch.setattr(trainer, "_TRIM_EVERY", pause)
+    monkeypatch.setattr(trainer, "trim_memory", lambda: trimmed.append(True))
+    train_process(replace(spec, steps=3, checkpoints=[]), tmp_path)
+    assert len(trimmed) == calls

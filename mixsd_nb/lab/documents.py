@@ -132,7 +132,7 @@ class Way:
 WAYS = {way.name: way for way in (
     Way("base", "base model"), Way("context", "the article in its context", in_context=True),
     Way("text", "continued training on the text", train_on_text),
-    Way("sft", "SFT on its questions", lambda setting, seed: train_on_facts(setting, seed, method="sft")),
+    Way("sft", "SFT on the questions", lambda setting, seed: train_on_facts(setting, seed, method="sft")),
     Way("recipe", "the recipe", lambda setting, seed: train_on_facts(setting, seed, **RECIPE)))}
 
 # %% ../../nbs/lab/documents.ipynb #f6409235

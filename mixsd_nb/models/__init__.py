@@ -270,7 +270,7 @@ def check_process(
 
 # %% ../../nbs/models/index.ipynb #fbb19711
 def trim_memory() -> None:
-    "Give memory that was freed back to the system, which glibc else keeps in pieces."
+    "Give freed memory back to the system; glibc otherwise keeps it."
     with contextlib.suppress(AttributeError, OSError, TypeError): ctypes.CDLL(None).malloc_trim(0)
 
 

@@ -74,7 +74,7 @@ class Burden:
     completion: int  # tokens of the longest completion
     rollouts: int = 1  # examples of a fact
     writer: str = ""  # which model writes completions during training: student, teacher or none
-    teacher: int = 0  # bytes of a weight of a complete base model on each GPU; on a CPU it is in float32
+    teacher: int = 0  # bytes of a weight of a complete base model on each GPU; on a CPU it counts as float32, at most what it is
     hosted: bool = False  # whether a sharded student's weights replace the teacher's, which are kept in shards
     copy: bool = False  # whether a sharded student is copied to each device for rollouts
     anchors: int = 0  # further float32 copies of all weights

@@ -210,7 +210,7 @@ class Stage(Config):
 
     @classmethod
     def require_inputs(cls, parameters: dict[str, Any]) -> None:
-        "Raise ParameterError if a configuration with these parameters would first compute what it is about; `mixsd plan` asks."
+        "Raise ParameterError if making a configuration of these parameters would compute something; `mixsd plan` calls it first."
 
     def check(self) -> None:
         "Raise ValueError if this machine cannot compute the run; called before models are loaded."

@@ -63,7 +63,7 @@ class TrainingSpec:
 
     @property
     def products(self) -> str:
-        "Return the dtype of matrix products."
+        "Return the dtype of matrix products, those of a frozen teacher included."
         return "bfloat16" if (torch.cuda.is_available() if self.bf16 is None else self.bf16) else "float32"
 
 # %% ../../nbs/training/trainer.ipynb #750b829d
@@ -226,7 +226,8 @@ class FineTuner(SavingTrainer):
         self.spec, self.objective, self.report, self.tokenizer = spec, objective, report, tokenizer
         self.trained, self.start = 0, time.perf_counter()  # number of trained tokens, and start time
         self.log_every, self._unread = 10 if training_device().type == "cuda" else 1, []  # updates whose numbers are read together
-        self.phase, self.trimmed = "load", 0.0  # as of `explain_out_of_memory`; and when memory was last given back
+        self.phase = "load"  # as of `explain_out_of_memory`
+        self.trimmed = 0.0  # when freed memory was last given back
         self.copy = objective.host(model) if spec.sharded and objective.uses_student else None
         speed_up_linear_layers(model)  # adapters have further linear layers
         if spec.recompute: recompute_layers(model)
