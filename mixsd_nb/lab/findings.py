@@ -51,7 +51,7 @@ class Block:
 
 _LEARNED = {"recall": "recall", "in other words": "recall-reworded"}
 BLOCKS = (
-    Block("lab-m, KGFact-Small", "lab", ("study-1-frontier", "study-4-ewc"),
+    Block("lab-m, KGFact-Small", "lab", ("study-1-frontier", "study-4-ewc", "complete-lab"),
           {**_LEARNED, "other skills": "held-out", "known facts": "world", "the same, opened": "world-prefilled"}),
     Block("SmolLM2-135M, KGFact-Small", "real", ("real-kgfact-small",),
           {**_LEARNED, "other skills": "style-free", "known facts": "held-out", "the same, opened": "prefilled"}),
