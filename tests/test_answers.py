@@ -110,10 +110,11 @@ def test_nested_boxes_and_groups(depth):
     ("}{" * (MILLION // 2), None),
     ("\\boxed " * (MILLION // 7), "\\boxed"),
 ], ids=range(9))
-def test_a_megabyte_takes_well_under_a_second(text, found):
+def test_a_megabyte_takes_seconds(text, found):
+    "An extractor that is quadratic takes hours."
     start = time.process_time()
     assert last_boxed(text) == found
-    assert time.process_time() - start < 1
+    assert time.process_time() - start < 10
 
 
 @pytest.mark.parametrize("piece", [

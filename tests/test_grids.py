@@ -143,14 +143,14 @@ MISTAKES = {
 
 @pytest.mark.parametrize("text", MISTAKES, ids=lambda text: text[:40])
 def test_a_mistake_in_a_grid_is_one_sentence(text, tmp_path, monkeypatch):
-    "The sentence names the file and comes within two seconds of processor time."
+    "The sentence names the file and comes before the content is built, which would take minutes or all memory."
     monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "runs"))
     path = tmp_path / "grid.yaml"
     path.write_text(text.replace("GRID", str(path)))
     find_stage("train")
     start = time.process_time()
     with pytest.raises(ParameterError, match="^[^\n]*$") as error: Sweep(path)
-    assert time.process_time() - start < 2
+    assert time.process_time() - start < 20
     assert MISTAKES[text] in str(error.value) and not (tmp_path / "runs").exists()
     assert str(path) in str(error.value) and len(str(error.value)) < 1000 + len(str(path))
 
@@ -181,7 +181,7 @@ def test_many_files_that_are_like_each_other(tmp_path):
         for side in "ab": (tmp_path / f"{side}{k}.yaml").write_text(f"like: [a{k + 1}.yaml, b{k + 1}.yaml]")
     for side in "ab": (tmp_path / f"{side}15.yaml").write_text("{notebook: train, axes: {seed: [0, 1]}}")
     start = time.process_time()
-    assert len(Sweep(tmp_path / "a0.yaml").cells) == 2 and time.process_time() - start < 2
+    assert len(Sweep(tmp_path / "a0.yaml").cells) == 2 and time.process_time() - start < 20
     for k in range(600): (tmp_path / f"c{k}.yaml").write_text(f"like: c{k + 1}.yaml")
     with pytest.raises(ParameterError, match="like must lead through at most 20 grids"): Sweep(tmp_path / "c0.yaml")
 
