@@ -4496,6 +4496,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                  'mixsd_nb/results/plots.py'),
                                         'mixsd_nb.results.plots.format_range': ( 'results/plots.html#format_range',
                                                                                  'mixsd_nb/results/plots.py'),
+                                        'mixsd_nb.results.plots.hollow_labels': ( 'results/plots.html#hollow_labels',
+                                                                                  'mixsd_nb/results/plots.py'),
                                         'mixsd_nb.results.plots.list_parts': ('results/plots.html#list_parts', 'mixsd_nb/results/plots.py'),
                                         'mixsd_nb.results.plots.list_recipes': ( 'results/plots.html#list_recipes',
                                                                                  'mixsd_nb/results/plots.py'),

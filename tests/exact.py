@@ -6,6 +6,7 @@ python tests/exact.py vllm   segments and paired rows, if vLLM is installed
 
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -23,8 +24,24 @@ TABLE = Path(__file__).with_name("exact.csv")
 SAMPLE = int(sys.argv[2]) if len(sys.argv) > 2 else 0  # facts of a quick check, which does not change the table
 CORPUS = {"kgfact-large": SAMPLE} if SAMPLE else {"kgfact-large": 200, "kgfunc-lab": 50}
 CODE = ("mixsd_nb.methods.mixing", "mixsd_nb.models.engines", "mixsd_nb.models.engine_vllm", "mixsd_nb.models.engine_process")
-WAYS = [(lam, T) for T in (0, 0.7) for lam in (0, 0.1, 0.3, 0.5, 0.7, 1)]
 SHORT = dict(max_attempts=2, max_new_tokens=64)
+
+
+class Way(NamedTuple):
+    "Settings of `mix` for which every engine gives the oracle's tokens."
+    lam: float
+    T: float
+    guard: float = 0.0
+    schedule: str = "constant"
+
+    @property
+    def options(self):
+        "The parameters of `mix` except λ; λ falls in three attempts, so that there is one between the first and λ=0."
+        return SHORT | dict(temperature=self.T, guard=self.guard, schedule=self.schedule, max_attempts=3 if self.schedule == "falling" else 2)
+
+
+WAYS = [Way(lam, T) for T in (0, 0.7) for lam in (0, 0.1, 0.3, 0.5, 0.7, 1)]
+WAYS += [Way(0.5, 0, 0.1), Way(1, 0.7, 0.01), Way(0.7, 0, 0, "falling"), Way(0.9, 0.7, 0.01, "falling")]
 SHAPES = {
     "hf": [dict(mode=mode, batch_size=n) for n in (250, 32, 3) for mode in ("lockstep", "block")],
     "vllm": [dict(mode=mode, batch_size=n) for mode in ("segments", "paired") for n in (5, 64)],
@@ -44,22 +61,26 @@ def journal(name):
 
 
 def oracle(engine, items):
-    "The oracle's records for every λ and temperature: (λ, T) -> records in the order of the items."
+    "The oracle's records: way -> records in the order of the items."
     with journal("oracle") as there, tqdm(total=len(WAYS) * len(items), desc="oracle", unit="target") as bar:
-        known = {(r["lam"], r["T"], r["id"]): r for r in there.records}
+        known = {(Way(*r["way"]), r["record"]["id"]): r["record"] for r in there.records}
         bar.update(len(known))
-        for lam, T in WAYS:
-            missing = [(i, 0) for i in items if (lam, T, i["id"]) not in known]
-            for r in mix_stream(lambda *a, **o: oracle_stream(engine, *a, **o), engine.tokenizer, missing, lam, temperature=T, **SHORT):
-                known[lam, T, r["id"]] = r = dict(lam=lam, T=T) | r | dict(naive_mask=r["naive_mask"].tolist())
-                there.add(r)
+        for way in WAYS:
+            missing = [(i, 0) for i in items if (way, i["id"]) not in known]
+            for r in mix_stream(lambda *a, **o: oracle_stream(engine, *a, **o), engine.tokenizer, missing, way.lam, **way.options):
+                known[way, r["id"]] = r = r | dict(naive_mask=r["naive_mask"].tolist())
+                there.add(dict(way=way, record=r))
                 bar.update()
-    plain = {k: {n: v for n, v in r.items() if n not in ("lam", "T")} for k, r in known.items()}
-    return {(lam, T): [plain[lam, T, i["id"]] for i in items] for lam, T in WAYS}
+    return {way: [known[way, i["id"]] for i in items] for way in WAYS}
+
+
+def can_mix(shape, way):
+    "Whether an engine of this shape has the way: segments have one conditional at a position, and a guard needs both."
+    return shape["mode"] != "segments" or not way.guard
 
 
 def measure(kind):
-    "Compare all shapes of an engine with the oracle; one row for each shape, λ, temperature and corpus."
+    "Compare all shapes of an engine with the oracle; one row for each shape, way and corpus."
     torch.set_num_threads(1)
     model, tokenizer = load_base("lab-m")
     corpora = items_of(tokenizer)
@@ -67,25 +88,25 @@ def measure(kind):
     expected = oracle(load_engine("hf", model, tokenizer), items)
     with journal(kind) as done:
         for shape in SHAPES[kind]:
-            there = {(r["mode"], r["slots"], r["lam"], r["T"], r["corpus"]) for r in done.records}
-            todo = [way for way in WAYS if any((*shape.values(), *way, name) not in there for name in corpora)]
+            there = {tuple(r[key] for key in ("mode", "slots", *Way._fields, "corpus")) for r in done.records}
+            todo = [way for way in WAYS if can_mix(shape, way) and any((*shape.values(), *way, name) not in there for name in corpora)]
             if not todo: continue
             with load_engine(kind, "lab-m", **shape) as engine:
-                for lam, T in todo:
-                    found = {r["id"]: r | dict(naive_mask=np.asarray(r["naive_mask"])) for r in mix(engine, items, lam, temperature=T, **SHORT)}
-                    slow = {r["id"]: r for r in expected[lam, T]}
+                for way in todo:
+                    found = {r["id"]: r | dict(naive_mask=np.asarray(r["naive_mask"])) for r in mix(engine, items, way.lam, **way.options)}
+                    slow = {r["id"]: r for r in expected[way]}
                     for name, part in corpora.items():
                         equal, ties, wrong = compare(model, part, [slow[i["id"]] for i in part], [found[i["id"]] for i in part])
                         tokens = sum(len(found[i["id"]]["completion_ids"]) for i in part)
-                        done.add(dict(engine=kind, mode=shape["mode"], slots=shape["batch_size"], corpus=name, lam=lam, T=T, sequences=len(part), tokens=tokens,
-                                      equal=equal, ties=ties, wrong=len(wrong)))
+                        done.add(dict(engine=kind, mode=shape["mode"], slots=shape["batch_size"], corpus=name) | way._asdict()
+                                 | dict(sequences=len(part), tokens=tokens, equal=equal, ties=ties, wrong=len(wrong)))
                         print(done.records[-1], *wrong, flush=True)
         return pd.DataFrame(done.records)
 
 
 def main(kind):
     rows = measure(kind)
-    key = ["engine", "mode", "slots", "corpus", "T", "lam"]
+    key = ["engine", "mode", "slots", "corpus", "schedule", "guard", "T", "lam"]
     rows = rows.drop_duplicates(key, keep="last")
     if TABLE.exists() and not SAMPLE: rows = pd.concat([pd.read_csv(TABLE).query("engine != @kind"), rows])
     if not SAMPLE: rows.sort_values(key).to_csv(TABLE, index=False)

@@ -14,6 +14,7 @@ import json
 import os
 import random
 import re
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,7 @@ from ..results.committed import read_cubes, write_cube
 from ..results.cube import cube_of
 from ..results.layout import variable
 from ..results.paper import paper_cube
-from ..results.plots import draw_recipe_legend, figure_style, mark_made_up, model_name, recipe_colour, recipe_marker, save_figure
+from ..results.plots import draw_recipe_legend, figure_style, hollow_labels, mark_made_up, model_name, recipe_colour, recipe_marker, save_figure
 from ..results.read_results import read_root
 from ..results.selected_cells import collapse_runs
 from ..results.summary import last_steps, percent_column
@@ -257,7 +258,7 @@ def benchmarks_of(
     return [b for b in cube.benchmark.values[cube.role.values == role].tolist() if b != "recall-kept"]
 
 # %% ../../nbs/lab/real.ipynb #85449dc6
-def _draw_panel(ax, cube: xr.Dataset, learned: str, kept: list[str]) -> None:
+def _draw_panel(ax, cube: xr.Dataset, learned: str, kept: list[str], hollow: set[str]) -> None:
     "Draw a marker with both intervals for each run, and the base model as a dashed line."
     for run in last_steps(cube):
         label, (y, *y_ends) = run["recipe"].item(), mean_share(run, kept)
@@ -266,7 +267,8 @@ def _draw_panel(ax, cube: xr.Dataset, learned: str, kept: list[str]) -> None:
             continue
         x, *x_ends = mean_share(run, [learned])
         bars = dict(xerr=np.abs(np.subtract(x_ends, x))[:, None], yerr=np.abs(np.subtract(y_ends, y))[:, None])
-        ax.errorbar(x, y, **bars, marker=recipe_marker(label), color=recipe_colour(label), elinewidth=0.8, ls="")
+        fill = dict(markerfacecolor="white") if label in hollow else {}
+        ax.errorbar(x, y, **bars, **fill, marker=recipe_marker(label), color=recipe_colour(label), elinewidth=0.8, ls="")
 
 
 @mark_made_up
@@ -278,15 +280,17 @@ def real_figure(
     roles = [role for role in ROLES if role != "in-domain" and any(benchmarks_of(cube, role) for cube in cubes.values())]
     if not roles: raise ValueError("cubes must have a benchmark that is not of the injected facts")
     size = 3.8 + 3.6 * len(cubes), 0.6 + 2.6 * len(roles)
+    labels = list(dict.fromkeys(label for cube in cubes.values() for label in cube["recipe"].values.tolist()))
+    hollow = hollow_labels(labels)
     with figure_style():
         fig, axes = plt.subplots(len(roles), len(cubes), figsize=size, squeeze=False, sharex=True, sharey="row", layout="constrained")
         for column, cube in enumerate(cubes.values()):
             for ax, role in zip(axes[:, column], roles):
-                _draw_panel(ax, cube, learned, benchmarks_of(cube, role))
+                _draw_panel(ax, cube, learned, benchmarks_of(cube, role), hollow)
             axes[0, column].set_title(corpus_title(cube.dataset.item()))
             axes[-1, column].set_xlabel(f"{SUITES[learned].title}, %")
-        for ax, role in zip(axes[:, 0], roles): ax.set_ylabel(f"{ROLES[role]}, %")
-        draw_recipe_legend(fig, list(dict.fromkeys(label for cube in cubes.values() for label in cube["recipe"].values.tolist())))
+        for ax, role in zip(axes[:, 0], roles): ax.set_ylabel(textwrap.fill(f"{ROLES[role]}, %", 16))
+        draw_recipe_legend(fig, labels, hollow=hollow)
     return fig
 
 # %% ../../nbs/lab/real.ipynb #25c9d679
