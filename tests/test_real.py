@@ -22,7 +22,9 @@ from mixsd_nb.corpora.mquake import Case, Hop
 from mixsd_nb.lab import real as study
 from mixsd_nb.lab import smollm2
 from mixsd_nb.lab.smollm2 import convert, extract_gguf, prepare_model
+from mixsd_nb.methods import label_title
 from mixsd_nb.results.committed import read_cube
+from mixsd_nb.results.plots import recipe_colour, recipe_marker
 from mixsd_nb.runs import ParameterError, find_stage, make_config
 from mixsd_nb.sweep import Sweep
 
@@ -252,7 +254,19 @@ def test_every_way_of_asking_has_a_row_of_panels(invented):
                                                          zip(cube.benchmark.values, cube.role.values)]))
     figure = study.real_figure({"a": roles, "b": cube}, "recall")
     shown = [ax.get_ylabel() for ax in figure.axes if ax.get_ylabel()]
-    assert shown == ["by likelihood, %", "asked freely, %", "asked freely, opened, %"] and len(figure.axes) == 6
+    assert shown == ["by likelihood, %", "asked freely, %", "asked freely,\nopened, %"] and len(figure.axes) == 6
+
+
+def test_of_two_recipes_with_equal_marks_one_is_hollow(invented):
+    "In the panels and in the legend, the later one in the order of tables."
+    from mixsd_nb.results.demo import invent_cube
+    cube, twins = invent_cube().isel(seed=[0], lr=[0, 1]), ["sft+ewc-0.1", "sft+ewc-1"]
+    labels = [*cube["recipe"].values[:-2], *twins]
+    figure = study.real_figure({"a": cube.assign_coords({"recipe": ("recipe", labels, cube["recipe"].attrs)})}, "recall")
+    fills = {line.get_markerfacecolor() for ax in figure.axes for line in ax.lines if line.get_marker() == recipe_marker(twins[0])}
+    dots = dict(zip((t.get_text() for t in figure.legends[0].get_texts()), figure.legends[0].legend_handles))
+    assert fills == {"white", recipe_colour(twins[0])} == {dots[label_title(m)].get_markerfacecolor() for m in twins}
+    assert dots[label_title(twins[1])].get_markerfacecolor() == "white"
 
 
 def test_several_seeds_are_averaged_and_their_interval_is_over_seeds():
