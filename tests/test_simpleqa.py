@@ -137,7 +137,7 @@ for name in sys.argv[1:]:
 
 def asked(*names, **environment):
     "What a process without a network prints about corpora and tasks, each with the seconds that it has paused between trials."
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "MIXSD_CORPORA", "MIXSD_BENCHMARKS"))}
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "MIXSD_"))}
     # No program listens on port 9, so that every connection is refused, whether this machine has a network or not.
     done = subprocess.run([sys.executable, "-c", ASK, *names], env={**env, "HF_ENDPOINT": "http://127.0.0.1:9", **environment}, capture_output=True, text=True)
     assert not done.returncode and not re.search("Traceback|site-packages", done.stderr), done.stderr
