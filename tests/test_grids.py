@@ -181,7 +181,7 @@ def test_many_files_that_are_like_each_other(tmp_path):
         for side in "ab": (tmp_path / f"{side}{k}.yaml").write_text(f"like: [a{k + 1}.yaml, b{k + 1}.yaml]")
     for side in "ab": (tmp_path / f"{side}15.yaml").write_text("{notebook: train, axes: {seed: [0, 1]}}")
     start = time.process_time()
-    assert len(Sweep(tmp_path / "a0.yaml").cells) == 2 and time.process_time() - start < 20
+    assert len(Sweep(tmp_path / "a0.yaml").cells) == 2 and time.process_time() - start < 2
     for k in range(600): (tmp_path / f"c{k}.yaml").write_text(f"like: c{k + 1}.yaml")
     with pytest.raises(ParameterError, match="like must lead through at most 20 grids"): Sweep(tmp_path / "c0.yaml")
 

@@ -257,7 +257,7 @@ def test_every_way_of_asking_has_a_row_of_panels(invented):
     assert shown == ["by likelihood, %", "asked freely, %", "asked freely,\nopened, %"] and len(figure.axes) == 6
 
 
-def test_of_two_recipes_with_equal_marks_one_is_hollow(invented):
+def test_of_two_recipes_with_equal_marks_one_is_hollow():
     "In the panels and in the legend, the later one in the order of tables."
     from mixsd_nb.results.demo import invent_cube
     cube, twins = invent_cube().isel(seed=[0], lr=[0, 1]), ["sft+ewc-0.1", "sft+ewc-1"]
