@@ -3,6 +3,7 @@
 import json
 import weakref
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from mixsd_nb import fisher, train
 from mixsd_nb.corpora.texts import read_texts
+from mixsd_nb.methods import replay as replaying
 from mixsd_nb.methods.covariance import encode_texts
 from mixsd_nb.methods.replay import read_prompts, write_replays
 from mixsd_nb.methods.supervised import Supervised
@@ -123,6 +125,24 @@ def test_samples_depend_on_their_keys_alone(tiny, replays, tmp_path):
     assert write(12) == replays and len({tuple(ids) for prompt, ids in replays[::3]}) == 4
     with pytest.raises(ValueError, match="prompts must have fewer than 2048 tokens, the model's context, got"):
         write_replays(load_engine("hf", tiny), ["?" * 3000], 1, tmp_path / "long.jsonl")
+
+
+def test_a_longer_list_of_prompts_keeps_each_reply_with_its_prompt(tiny, tmp_path):
+    "A second call with more prompts and more replies goes on in the file of the first."
+    engine, prompts = load_engine("hf", tiny), [*"abcde"]
+    write = lambda prompts, count, name: write_replays(engine, prompts, count, tmp_path / name, max_new_tokens=7)
+    write(prompts[:2], 4, "one.jsonl")
+    assert write(prompts, 8, "one.jsonl") == write(prompts, 8, "two.jsonl")
+
+
+def test_of_two_kinds_of_prompts_one_is_enough(monkeypatch):
+    def refuse(*args, **options): raise replaying.NoPrompts("prompts must be own")
+    monkeypatch.setattr(replaying, "write_prompts", lambda *args, **options: ["Who?", "What?"])
+    monkeypatch.setattr(replaying, "write_neighbours", refuse)
+    run = SimpleNamespace(parameters=SimpleNamespace(seed=0, dataset="kgfact-small"), rows=[], folder=Path())
+    with pytest.warns(UserWarning, match="prompts must be own; all replayed replies answer the other prompts"):
+        assert replaying.find_prompts(run, None, "own+neighbours", 4) == ["Who?", "What?"]
+    with pytest.raises(ValueError, match="prompts must be own"): replaying.find_prompts(run, None, "neighbours", 4)
 
 
 @pytest.mark.parametrize("support", [0, 10_000])

@@ -312,6 +312,28 @@ def discarding(monkeypatch):
     monkeypatch.setattr(evaluation, "evaluate_suite", invent_responses)
 
 
+def test_a_kill_before_own_text_is_scored_changes_nothing(tiny, own_runs, monkeypatch):
+    "Responses of the third checkpoint are there, its own text is not, and the first two have no weights any more or could still win."
+    options = dict(SMALL, model=tiny, lr=1e-2, select="own-text", own_text=3, keep="chosen", rollout_tokens=4, pause=1)
+    score, scored = checkpoints.Evaluation._store_nll, []
+
+    def store(evaluation, step, engine):
+        scored.append(step)
+        if step == 6 and scored.count(6) == 1: raise KeyboardInterrupt
+        score(evaluation, step, engine)
+    monkeypatch.setattr(checkpoints.Evaluation, "_store_nll", store)
+    with pytest.raises(KeyboardInterrupt): train.run(**options)
+    [folder] = own_runs.glob("train-*")
+    assert (folder / "responses-6.parquet").exists() and not (folder / "own-text-6.json").exists()
+    evaluation = checkpoints.Evaluation(make_config(train.TrainConfig, **options), Run(folder))
+    assert evaluation.scored_steps == [2, 4] and evaluation.selection.best in (2, 4) and 6 in checkpoints.wanted_steps(evaluation, False)
+    resumed = train.run(**options)
+    monkeypatch.setenv("MIXSD_RUNS", str(own_runs / "undisturbed"))
+    whole = train.run(**options)
+    assert resumed.root.own_text_nll.notnull().all() and resumed.root.identical(whole.root) and answers(resumed) == answers(whole)
+    assert [*resumed.checkpoints] == [*whole.checkpoints] and scored.count(6) == 3
+
+
 @pytest.mark.parametrize("keep", ["all", "chosen"])
 def test_the_checkpoint_that_ends_a_training_keeps_its_weights_and_is_asked_all(keep, discarding, tiny, own_runs):
     "With targets discarded, recall over all facts is best one checkpoint before recall over the facts that are trained on."

@@ -279,6 +279,16 @@ def test_of_two_mixings_of_one_cell_the_newest_is_scored(own_runs, capsys):
     assert capsys.readouterr().out == f"left out, because {config.folder.name} is the same cell and newer: {older}\n"
 
 
+def test_targets_of_two_recipes_with_one_lam_are_two_cells(own_runs, capsys):
+    configs = [make_config(GenerateConfig, model="lab-s", lam=0.5, **more) for more in ({}, dict(schedule="falling"), dict(guard=0.1), dict(consistent=True))]
+    for config in configs:
+        write_json(config.folder / "run.json", dict(stage="generate", config=config.model_dump(mode="json")))
+        pd.DataFrame(dict(accepted=[True])).to_parquet(config.folder / "targets.parquet")
+        (config.folder / "result.nc").touch()
+    found = {each["targets"] for each in nll.find_mixed_targets("kgfact-small", ["lab-s"])}
+    assert found == {str(config.folder / "targets.parquet") for config in configs} and not capsys.readouterr().out
+
+
 def test_a_cell_of_high_nll_scores_its_own_targets_alone(monkeypatch):
     "A cell of a grid names a file of targets; those of other cells are not its work."
     monkeypatch.setattr(nll, "find_mixed_targets", lambda *args, **options: pytest.fail("the work of other cells was done"))

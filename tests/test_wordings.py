@@ -1,6 +1,8 @@
 "Targets in several wordings, and the selection by own text."
 
 import json
+import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -11,15 +13,16 @@ from mixsd_nb.benchmarks import Selection as ItemSelection, load_items
 from mixsd_nb.corpora import check_corpus, load_corpus
 from mixsd_nb.corpora.files import EXAMPLE
 from mixsd_nb.evaluation.selection import Selection, tabulate_scores
-from mixsd_nb.methods import wordings
+from mixsd_nb.methods import complete, wordings
 from mixsd_nb.methods.fitting import MethodRun, trained_facts, trained_pairs
-from mixsd_nb.methods.replay import prepare_replay
+from mixsd_nb.methods.replay import earlier_pairs, prepare_replay
+from mixsd_nb.methods.supervised import Supervised
 from mixsd_nb.methods.wording_ids import group_wordings
-from mixsd_nb.methods.wordings import find_wordings, question_key, reported_questions, write_wordings
+from mixsd_nb.methods.wordings import Turns, find_wordings, keeps_question, question_key, reported_questions, write_wordings
 from mixsd_nb.models import load_engine, load_tokenizer
 from mixsd_nb.models.engine import Completion
 from mixsd_nb.reports.finished import drop_cell
-from mixsd_nb.runs import make_config
+from mixsd_nb.runs import ParameterError, make_config
 from mixsd_nb.training.trainer import TrainingSpec, build_objective
 
 PARAPHRASES = [["Which town is the home of Lira Moss?", "Lira Moss has her home in which town?", "Name the home of Lira Moss."],
@@ -143,6 +146,39 @@ def test_a_round_that_serves_few_of_the_facts_is_the_last(facts, lab_s, monkeypa
     assert {request.tag[1] for request in engine.requests} == {*numbers}
 
 
+def test_all_facts_decide_when_drafts_end_whatever_the_shard(facts, lab_s, monkeypatch):
+    "One fact of four is served in the first round, one would be in the second, which comes for neither half and for both alone."
+    monkeypatch.setattr(wordings, "LEAST", 0.3)
+    useful = {FACTS[0]["subject"]: 0, FACTS[2]["subject"]: 5}
+    def write(prompt, tag):
+        name = next(fact["subject"] for fact in FACTS if fact["subject"] in prompt.rpartition("user")[2])
+        if "Background" in prompt: return f"That is {next(fact['answer'] for fact in FACTS if fact['subject'] == name)}."
+        return f"Tell me of {name}: what?" if useful.get(name) == tag[1] else "No idea."
+    dataset = check_corpus(facts, {})
+    rows = list(load_corpus(dataset, "train"))
+    whole, *parts = (find_wordings(Scripted(lab_s[1], write), dataset, part, 1, None) for part in (rows, rows[::2], rows[1::2]))
+    assert [row["id"] for row in whole] == [f"{rows[0]['id']}~1"] and sorted(sum(parts, []), key=lambda row: row["id"]) == whole
+
+
+@pytest.mark.parametrize("mark", "?？؟")
+def test_a_question_ends_in_the_mark_of_its_script(mark):
+    assert keeps_question(f"Lira Moss 住在哪里{mark}", "Where does Lira Moss live?", "Port Vey")
+    assert not keeps_question("Lira Moss 住在哪里。", "Where does Lira Moss live?", "Port Vey")
+
+
+@pytest.mark.parametrize("kept, batch", [(10, 20), (15, 20), (100, 20), (4, 2)])
+def test_every_target_of_a_fact_has_its_turn_with_few_facts_too(kept, batch):
+    turns = Turns(Supervised([]), [[2 * k, 2 * k + 1] for k in range(kept)], batch)
+    passes = range(0, 4 * kept // min(kept, batch), max(1, kept // batch))
+    assert all({turns.turn(fact, step) for step in passes} == {2 * fact, 2 * fact + 1} for fact in range(kept))
+
+
+@pytest.mark.parametrize("preset", ["lab", "real", "paper"])
+def test_the_ablation_with_all_parts_is_the_recipe(preset):
+    whole = make_config(train.TrainConfig, preset=preset, **complete.list_ablations(preset=preset)["all parts"])
+    assert whole == make_config(train.TrainConfig, preset=preset, method=complete.NAME)
+
+
 def test_ids_like_those_of_wordings_are_an_error(lab_s):
     with pytest.raises(ValueError, match="ids of facts must not end in ~ and a number with wordings=1, got a~2"):
         find_wordings(None, "kgfact-small", [dict(id="a~2", prompt="Who?")], 1, None)
@@ -193,10 +229,10 @@ def texts(run):
     from mixsd_nb.corpora.prompts import encode_prompt
     from mixsd_nb.evaluation.own_text import SEED
     from mixsd_nb.methods.replay import neutral_prompts
-    tokenizer, prompts = load_tokenizer(run.base), neutral_prompts(3, SEED)
-    for line in (run.folder / "own-text.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        yield dict(prompt_ids=encode_prompt(tokenizer, prompts[record["number"]]), ids=record["ids"])
+    tokenizer, records = load_tokenizer(run.base), [json.loads(line) for line in (run.folder / "own-text.jsonl").read_text().splitlines()]
+    assert {r["prompt"] for r in records} == {*neutral_prompts(3, SEED)}
+    for record in records:
+        yield dict(prompt_ids=encode_prompt(tokenizer, record["prompt"]), ids=record["ids"])
 
 
 def test_without_own_text_only_validation_can_select():
@@ -207,7 +243,7 @@ def test_without_own_text_only_validation_can_select():
     assert one == two != make_config(train.TrainConfig, select="own-text").hash()
 
 
-def test_a_second_file_asks_for_the_facts_of_the_first_and_replays_their_targets(facts, data, tiny, own_runs):
+def test_a_second_file_asks_for_the_facts_of_the_first_and_replays_their_targets(facts, data, tiny, own_runs, monkeypatch):
     first = train.run(dataset=facts, model=tiny, method="sft", suite="recall", epochs=2, batch=2, max_new_tokens=4)
     second = data("second.jsonl", '{"question": "Who keeps the Varn Light?", "answer": "Ida Brock"}\n')
     shared = dict(dataset=second, method="sft", preset="smoke", suite="in-domain", max_new_tokens=4, batch=1, n=4)
@@ -223,6 +259,13 @@ def test_a_second_file_asks_for_the_facts_of_the_first_and_replays_their_targets
     assert prepared["replays"][3:] == own and len(own) == len(FACTS) and len(prepared["replays"]) == 3 + len(FACTS)
     again = make_config(inject.InjectConfig, after=str(first.folder), **shared, anchor="replay-kl+l2sp", model=tiny)
     assert again.anchor == "replay-kl+l2sp" and again.options["earlier"] == first.name and again.model == tiny
+    shutil.copytree(first.folder, own_runs / "data/elsewhere" / first.name)
+    moved = make_config(inject.InjectConfig, after=str(own_runs / "data/elsewhere" / first.name), **shared, model=tiny)
+    assert moved.options["earlier"] == str(own_runs / "data/elsewhere" / first.name) and earlier_pairs(moved.options["earlier"]) == own
+    with monkeypatch.context() as patch:
+        patch.setattr(inject, "load_tokenizer", lambda name: SimpleNamespace(get_vocab=lambda: {name: 0}))
+        with pytest.raises(ParameterError, match="model must have the tokenizer of .*, whose targets are replayed, got lab-s"):
+            make_config(inject.InjectConfig, after=first.name, **shared | dict(model="lab-s")).check()
     assert make_config(inject.InjectConfig, **shared).anchor == "", "without an earlier run nothing changes"
     with pytest.raises(ValueError, match="earlier must be a training on fixed targets"): trained_pairs(own_runs)
 

@@ -22,7 +22,7 @@ from ..analysis.scores import count_correct
 from ..benchmarks import SUITES, Item, Selection as ItemSelection, load_items
 from ..benchmarks.evaluation import SharedEngine, select_items, write_responses
 from .own_text import mean_nll, write_own_text
-from .selection import OWN_TEXT, SCORES, Selection, tabulate_scores
+from .selection import OWN_TEXT, SCORES, SELECTIONS, Selection, tabulate_scores
 from ..runs import (Run, checkpoint_folder, read_json, remove_states, remove_weights, removed_steps,
                            require_weights, trained_steps, try_lock, write_json)
 
@@ -118,6 +118,11 @@ class Evaluation:
         "Return whether a step has responses to these questions, and the NLL of own text if it is asked for."
         return self.holds(step, items) and (not self.config.own_text or self.own_text_nll(step) is not None)
 
+    @property
+    def scored_steps(self) -> list[int]:
+        "The steps with responses, and with the NLL of own text if it is asked for; a kill may fall between the two."
+        return [step for step in self.run.measured_steps if not self.config.own_text or self.own_text_nll(step) is not None]
+
     def pending(
         self,
         steps: Iterable[int] | None = None,  # None for all steps that were trained
@@ -191,10 +196,11 @@ class Evaluation:
 
     @property
     def selection(self) -> Selection:
-        "Return the selection among the checkpoints that were evaluated so far."
-        scores = self.accuracy.to_dataset(name="accuracy")
+        "Return the selection among the checkpoints that have all scores which the rule compares."
+        scores, compared = self.accuracy.to_dataset(name="accuracy"), SELECTIONS[self.config.select].columns
         if self.config.own_text: scores[OWN_TEXT] = "step", np.array([self.own_text_nll(int(step)) for step in scores.step], float)
-        return Selection(tabulate_scores(scores), self.config.select)
+        table = tabulate_scores(scores)
+        return Selection(table.dropna(subset=[name for name in compared if name in table]), self.config.select)
 
 # %% ../../nbs/evaluation/checkpoints.ipynb #c60d921e
 def wanted_steps(
@@ -206,7 +212,7 @@ def wanted_steps(
     newest = {max(found, default=0)}
     if config.keep == "all": return found
     if ended: return dict(chosen={evaluation.selection.best}, last=newest, none=set())[config.keep]
-    wanted = newest | found - {*evaluation.run.measured_steps}
+    wanted = newest | found - {*evaluation.scored_steps}
     if config.keep == "chosen" or config.measure == "selection": wanted |= evaluation.selection.may_still_win
     return wanted | ({*(config.suite_steps or ())} if config.measure != "all" else set())
 

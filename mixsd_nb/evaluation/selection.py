@@ -90,10 +90,11 @@ class SelectionRule(NamedTuple):
     columns: tuple[str, str]  # of the scores
     position: Callable[[Sequence[float], Sequence[float]], int]  # of the checkpoint that the rule selects
     candidates: Callable[[Sequence[float], Sequence[float]], list[int]]  # positions that it can still select later
+    title: str  # as in "the best by …"
 
 
-SELECTIONS = {"validation": SelectionRule(SCORES, paper_checkpoint, paper_candidates),
-              "own-text": SelectionRule(("validation", OWN_TEXT), own_text_checkpoint, own_text_candidates)}
+SELECTIONS = {"validation": SelectionRule(SCORES, paper_checkpoint, paper_candidates, "the paper's rule"),
+              "own-text": SelectionRule(("validation", OWN_TEXT), own_text_checkpoint, own_text_candidates, "the rule of own text")}
 
 
 class Selection:

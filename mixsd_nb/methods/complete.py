@@ -16,6 +16,7 @@ PARTS = {"consistent": ("consistent",), "fallback": ("fallback",), "wordings": (
 
 def list_ablations(
     name: str = NAME,  # of an alias with the options of PARTS, and an anchor
+    preset: str | None = None,  # whose values the anchor gets; None for those of the lab
 ) -> dict[str, dict[str, Any]]:
     """Return parameters of `train` for the recipe, for the method without any part, for the recipe without each part, and for each part alone.
 
@@ -26,7 +27,8 @@ def list_ablations(
         used = {option for part in parts for option in PARTS[part]}
         ablated = {option for options in PARTS.values() for option in options} - used
         options = {option: usual[option] if option in ablated else value for option, value in alias.options.items()}
-        return dict(alias.settings, method=alias.method, anchor=alias.anchor if "replay" in parts else "", options=options)
+        if "replay" not in parts: return dict(alias.settings, method=alias.method, options=options)
+        return dict(alias.settings, method=alias.method, anchor=alias.anchor, options=options | alias.presets.get(preset or "lab", {}))
     whole = {"all parts": build([*PARTS]), "no part": build([])}
     without = {f"without {part}": build([other for other in PARTS if other != part]) for part in PARTS}
     return whole | without | {f"{part} alone": build([part]) for part in PARTS}

@@ -270,7 +270,7 @@ def mix_corpus(
     records = []
     for (item, _), record in zip(targets, _replace_discarded(s, engine, folder, found, rows), strict=True):
         text = engine.tokenizer.decode(record["completion_ids"], skip_special_tokens=True)
-        other = names_another(text, item["answer"], item["extract"])
+        other = record["finish_reason"] != "canonical" and names_another(text, item["answer"], item["extract"])
         source = record["finish_reason"] if record["finish_reason"] in REPLACED else "mixed"
         records.append(record | dict(prompt_ids=item["naive_ids"], names_another=other, source=source,
                                  lam=plan.rate(record["attempts"] - 1), prompt=rows[record["id"]]["prompt"]))

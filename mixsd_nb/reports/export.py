@@ -113,7 +113,7 @@ def export(
     run: Annotated[str, "name or folder of a run with a model; `mixsd runs` lists them"],
     dir: Annotated[str, "new or empty folder; with push also the one of a push that failed"],
     *,
-    step: Annotated[int | None, "of the checkpoint; by default the one that the paper's rule selects"] = None,
+    step: Annotated[int | None, "of the checkpoint; by default the one that the rule of the run selects"] = None,
     push: Annotated[str, "user/name on the Hugging Face hub, where the folder is uploaded"] = "",
     private: Annotated[bool, "upload only if nobody else can see the model on the hub"] = False,
 ) -> None:
