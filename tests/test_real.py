@@ -254,7 +254,8 @@ def test_every_way_of_asking_has_a_row_of_panels(invented):
                                                          zip(cube.benchmark.values, cube.role.values)]))
     figure = study.real_figure({"a": roles, "b": cube}, "recall")
     shown = [ax.get_ylabel() for ax in figure.axes if ax.get_ylabel()]
-    assert shown == ["by likelihood, %", "asked freely, %", "asked freely,\nopened, %"] and len(figure.axes) == 6
+    assert [label.rpartition("\nN=")[0] for label in shown] == ["by likelihood, %", "asked freely, %", "asked freely,\nopened, %"] and len(figure.axes) == 6
+    assert shown[0].endswith("\nN=100") and all(re.fullmatch(r"\d+(–\d+)*", label.rpartition("\nN=")[2]) for label in shown)
 
 
 def test_of_two_recipes_with_equal_marks_one_is_hollow():

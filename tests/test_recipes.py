@@ -88,7 +88,7 @@ def test_the_complete_recipe_is_a_composition_that_takes_other_values():
     assert [(c.options["share"], c.options["prompts"], c.options["count"]) for c in configs.values()] == [(0.5, "", 200), *2 * [(0.5, "own+neighbours", 400)]]
     assert all(parse_label(config.label)[0] == config.recipe for config in configs.values())
     assert label_title(configs["lab"].label) == "MixSD complete (λ=0, replay 0.5)"
-    assert label_title(configs["real"].label) == "MixSD complete (λ=0, replay 0.5) with own prompts and neighbours, 400 samples"
+    assert label_title(configs["real"].label) == "MixSD complete (λ=0, replay 0.5) with own prompts and neighbours, 400 replayed replies"
     assert configs["real"].label == "mixsd-0-consistent-canonical-wordings2+replay-kl-0.5-own-neighbours-400samples"
 
 

@@ -91,7 +91,7 @@ def test_a_large_model_with_the_labs_values_is_warned_about(method, tiny, own_ru
     trained = dict(sft=["span=completion"], mixsd=["target_tokens=256", "span=completion"], opsd=["rollout_tokens=256"], base=[])[method]
     for model in ("Qwen/Qwen3-1.7B", foreign_folder(tiny, own_runs / "foreign")):
         said = warnings_of(method=method, model=model, lr=1e-3)
-        assert len(said) == 1 and said[0].startswith(f"{model} gets the lab's ") and said[0].endswith("; preset=paper sets the paper's values")
+        assert len(said) == 1 and said[0].startswith(f"{model} gets the lab's ") and said[0].endswith("; preset=real sets those of small models, preset=paper the paper's")
         assert sorted(re.findall(r"\w+=\w+", said[0].partition(";")[0])) == sorted(measured + trained)
         assert ("lr=" in warnings_of(method=method, model=model)[0]) == (method != "base")
         assert not warnings_of(method=method, model=model, preset="paper", suite="recall"), "the data of the tasks are not here"

@@ -223,7 +223,9 @@ ROLES = {"in-domain": "learned", "style-free": "by likelihood", "held-out": "ask
 def real_table(
     cube: xr.Dataset,
 ) -> pd.DataFrame:
-    "Return accuracies (%) with N, leaks (%), and the NLL of own text, if measured, and of targets: means over the seeds of each recipe and rate."
+    """Return facts with a target, accuracies (%) with N, leaks (%), and the NLL of own text before and after, if measured, and of targets.
+
+    They are means over the seeds of each recipe and rate."""
     groups = {}
     for run in last_steps(cube): groups.setdefault((run["recipe"].item(), run.lr.item()), []).append(run)
     def mean(read): return np.array([np.mean([read(run) for run in runs]) for runs in groups.values()])
@@ -231,11 +233,15 @@ def real_table(
     names = [b for role in ROLES for b in cube.benchmark.values[cube.role.values == role] if b != "recall-kept"]
     def name_steps(runs): return "–".join(map(str, sorted({run.step.item() for run in runs})))
     places = dict(rate=[f"{lr:g}" for _, lr in groups], seeds=[*map(len, groups.values())], update=[*map(name_steps, groups.values())])
+    if "targets_kept" in cube: places["facts with a target"] = mean(lambda run: run.targets_kept.item())
     columns = [percent_column(SUITES[b].title, values("accuracy", b), values("n", b)) for b in names]
     nll = pd.Series(mean(lambda run: run.target_nll.item()), name="target NLL").round(2)
     if LEAKS in cube and cube[LEAKS].notnull().any():
         columns.append(pd.Series(mean(lambda run: 100 * run[LEAKS].item()), name="leaks").round(1))
-    if OWN_TEXT in cube: columns.append(pd.Series(mean(lambda run: run[OWN_TEXT].item()), name="own-text NLL").round(3))
+    if OWN_TEXT in cube:
+        start = lambda run: cube[OWN_TEXT].sel({dim: run[dim].item() for dim in RUN_DIMS}).sel(step=0).item()
+        texts = {"own-text NLL, base": mean(start), "own-text NLL": mean(lambda run: run[OWN_TEXT].item())}
+        columns += [pd.Series(values, name=name).round(3) for name, values in texts.items()]
     return pd.concat([pd.DataFrame(places), *columns, nll], axis=1).set_axis([label_title(label) for label, _ in groups])
 
 # %% ../../nbs/lab/real.ipynb #b8337f99
@@ -259,11 +265,12 @@ def benchmarks_of(
 
 # %% ../../nbs/lab/real.ipynb #85449dc6
 def _draw_panel(ax, cube: xr.Dataset, learned: str, kept: list[str], hollow: set[str]) -> None:
-    "Draw a marker with both intervals for each run, and the base model as a dashed line."
+    "Draw a marker with both intervals for each run, and the base model as a dashed line in the band of its interval."
     for run in last_steps(cube):
         label, (y, *y_ends) = run["recipe"].item(), mean_share(run, kept)
         if label == BASE:
             ax.axhline(y, ls="--", lw=1.2, color=recipe_colour(BASE))
+            ax.axhspan(*y_ends, color=recipe_colour(BASE), alpha=0.08, lw=0)
             continue
         x, *x_ends = mean_share(run, [learned])
         bars = dict(xerr=np.abs(np.subtract(x_ends, x))[:, None], yerr=np.abs(np.subtract(y_ends, y))[:, None])
@@ -289,7 +296,9 @@ def real_figure(
                 _draw_panel(ax, cube, learned, benchmarks_of(cube, role), hollow)
             axes[0, column].set_title(corpus_title(cube.dataset.item()))
             axes[-1, column].set_xlabel(f"{SUITES[learned].title}, %")
-        for ax, role in zip(axes[:, 0], roles): ax.set_ylabel(textwrap.fill(f"{ROLES[role]}, %", 16))
+        for ax, role in zip(axes[:, 0], roles):
+            asked = {int(cube.n.sel(benchmark=benchmarks_of(cube, role)).max("step").sum("benchmark").max()) for cube in cubes.values()}
+            ax.set_ylabel(f"{textwrap.fill(f'{ROLES[role]}, %', 16)}\nN={'–'.join(map(str, sorted(asked - {0})))}")
         draw_recipe_legend(fig, labels, hollow=hollow)
     return fig
 

@@ -66,7 +66,7 @@ for _method in [
 _SAMPLED = dict(settings=("temperature", "rollout_tokens"), label="{share:g}", caption="share {share:g}",
                 marks=(Mark("prompts", "neighbours", "neighbours", "neighbours"),
                        Mark("prompts", "own-neighbours", "own prompts and neighbours", "own+neighbours"),
-                       Mark("count", "400samples", "400 samples", 400)),
+                       Mark("count", "400samples", "400 replayed replies", 400)),
                 published=dict(temperature=1.0), options=dict(share=0.5, prompts="", count=200, earlier=""),
                 presets=dict(real=dict(share=0.25, prompts="own")),
                 demand=Demand(pregenerated="samples"), excludes=dict(sdft="the loss of sdft is a mean over responses"))

@@ -244,13 +244,15 @@ class Alias:
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # preset -> further options
     settings: Mapping[str, Any] = field(default_factory=dict)  # parameters of `train`, unless they are given
     title: str = ""  # format of the title of such a composition; empty for the titles of its parts
+    earlier: tuple[Mapping[str, Any], ...] = ()  # further options of earlier versions, which have the same title
 
     def stands_for(self, recipe: Recipe, values: Mapping[str, Any]) -> bool:
         "Return whether a label with these numbers and marked options is one of this composition, with its options and no others."
         marked = {mark.option for part in recipe.parts for mark in part.marks}
         pick = lambda options: {name: value for name, value in options.items() if name in marked}
         if compose(self.method, self.anchor, self.gate, self.options).name != recipe.name: return False
-        return any(pick(values) == pick(self.options_under(preset)) for preset in (None, *self.presets))
+        versions = *map(self.options_under, (None, *self.presets)), *({**self.options, **more} for more in self.earlier)
+        return pick(values) in map(pick, versions)
 
     def options_under(self, preset: str | None) -> dict[str, Any]:
         "Return the options under a preset; None for that of the lab."
@@ -269,7 +271,7 @@ ALIASES: dict[str, Alias] = {alias.name: alias for alias in [
     Alias("lora-sft", "sft", "lora", label="{rank:g}"), Alias("lora-mixsd", "mixsd", "lora", label="{lam:g}-r{rank:g}"),
     Alias("mixsd-complete", "mixsd", "replay-kl", options=_COMPLETE, settings=dict(lam=0.0, temperature=0.5),
           presets={preset: dict(share=0.5, prompts="own+neighbours", count=400) for preset in ("real", "paper")},
-          title="MixSD complete (λ={lam:g}, replay {share:g})")]}
+          title="MixSD complete (λ={lam:g}, replay {share:g})", earlier=(dict(prompts="own+neighbours"),))]}
 
 
 def find_alias(name: str) -> Alias | None:

@@ -95,4 +95,4 @@ def warn_about_lab_values(
     values = {name: value for name, value in config.values_of_lab().items() if name not in runtime}
     if not values: return
     listed = ", ".join(f"{name}={value}" for name, value in values.items())
-    warnings.warn(f"{config.model} gets the lab's {listed}; preset=paper sets the paper's values", stacklevel=3)
+    warnings.warn(f"{config.model} gets the lab's {listed}; preset=real sets those of small models, preset=paper the paper's", stacklevel=3)
