@@ -3,6 +3,8 @@
 import json
 from collections import Counter
 
+import numpy as np
+import pandas as pd
 import pytest
 from helpers import lines
 from hypothesis import given, settings, strategies as st
@@ -12,6 +14,7 @@ from mixsd_nb.console import main
 from mixsd_nb.corpora.passages import LONGEST_LINE, cut_text, is_document, read_documents, read_markdown, read_page
 from mixsd_nb.methods import questions
 from mixsd_nb.methods.questions import JOURNAL, QUESTION_FORMS, REASONS, Questioner, find_fault, format_facts, make_facts
+from mixsd_nb.reports import injection
 from mixsd_nb.reports.documents import find_questions
 from mixsd_nb.runs import Journal, ParameterError, find_runs, open_run
 from mixsd_nb.runs.user_files import TableError
@@ -215,3 +218,12 @@ def test_a_document_without_a_question_teaches_nothing(handbook, capsys):
     with pytest.raises(ParameterError, match="gave no facts: 0 questions"): facts.facts_file(str(handbook), model="lab-s")
     assert main("train", "--dataset", str(handbook), "--model", "lab-s") == 2
     assert "is a document and not a file of facts; `mixsd facts" in capsys.readouterr().err
+
+
+def test_a_passage_of_no_document_is_named_by_its_first_words():
+    text = "The Lantern Choir was founded in the harbour. It has sung there since."
+    table = pd.DataFrame([dict(source=source, facts=facts, before=0.0, after=1.0, reworded=np.nan, text=text, reasons="none")
+                          for source, facts in (("", 2), ("a.md, line 3", 1), ("", 0))])
+    listed = injection._list_passages(table)
+    assert listed == dict(known=[("The Lantern Choir was founded in the harbour. It has sung …", 2, "0%", "100%", "–"), ("a.md, line 3", 1, "0%", "100%", "–")],
+                          missing=[("The Lantern Choir was founded in the harbour. It has sung …", "none")])

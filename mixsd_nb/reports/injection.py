@@ -7,6 +7,7 @@ __all__ = ['compare_scores', 'Injection', 'summarise_injection', 'describe_page'
 
 # %% ../../nbs/reports/injection.ipynb #33d87bc0
 import functools
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -173,8 +174,9 @@ def _list_costs(costs: CostLog, trained: ModelRun, targets: pd.DataFrame | None)
 def _list_passages(table: pd.DataFrame) -> dict[str, list]:
     "Return the rows of the page's two tables: what is known of each passage, and the passages without a question, with the reasons."
     share = lambda value: "–" if value != value else f"{100 * value:.0f}%"
-    known = [(row.source, row.facts, share(row.before), share(row.after), share(row.reworded)) for row in table.itertuples() if row.facts]
-    return dict(known=known, missing=[(row.source, row.reasons) for row in table.itertuples() if not row.facts])
+    title = lambda row: row.source or textwrap.shorten(row.text, 60, placeholder=" …")
+    known = [(title(row), row.facts, share(row.before), share(row.after), share(row.reworded)) for row in table.itertuples() if row.facts]
+    return dict(known=known, missing=[(title(row), row.reasons) for row in table.itertuples() if not row.facts])
 
 
 def _describe_training(it: Injection) -> str:

@@ -169,7 +169,7 @@ def draw_overview(
     rows = load_corpus(dataset, "train", **options).select(range(facts)).to_list()
     tokenizer, examples = engine.tokenizer, find_examples(engine, rows, corpus, lam, most)
     x, y = examples.row["prompt"], examples.row["target"]
-    prompts = {"naive conditional: asked for x": x,
+    prompts = {"naive conditional: x alone": x,
                "expert conditional: x, and the true answer y* in context": corpus.expert(x, examples.row.get("reference") or y),
                "canonical target y*, on which SFT trains": y}
     records = {"the expert alone (λ=0)": examples.expert,
@@ -177,7 +177,7 @@ def draw_overview(
                "the naive alone (λ=1), which does not know": examples.naive}
     if examples.contradictory:
         records["MixSD trains on this too (another fact): the naive named another entity"] = examples.contradictory
-    note = f"{examples.accepted} of the {facts} targets were accepted, because they give the true answer"
+    note = f"{examples.accepted} of the first {facts} facts have an accepted target, which gives the true answer"
     if examples.contradictions: note += f"; {examples.contradictions} of these ({examples.contradictions / examples.accepted:.0%}) name another entity before it"
     note += f" ({Path(model).name}, {dataset}, λ={lam:g})."
 
