@@ -168,17 +168,19 @@ def write_facts(
     output: Annotated[str, "file for the facts, .jsonl, which does not exist yet; also -o"] = "",
     force: Annotated[bool, FactsConfig.forced] = False,
 ) -> int:
-    "Write a file of facts with questions about documents, to be edited and injected; the exit code is 1 if no question stays."
+    "Write a file of facts with questions about documents, to be edited and injected; the exit code is 1 if no question of a run stays."
     _check_output(output)
     if output and len(configs) > 1: raise ParameterError(f"output must be empty for several runs, got {output}")
     print(f"runs: {runs_root()}", flush=True)
+    empty = False
     for config in configs:
         for notice in read_documents(document_path(config.documents), config.longest).notices: print(notice, flush=True)
         print(*(found := config.run(force)).summary(), sep="\n")
         text = found.file.read_text(encoding="utf-8")
         if output and text: write_atomically(Path(output), lambda path: path.write_text(text, encoding="utf-8"))
         if text: print(f"facts: {output or found.file}\n\n`mixsd inject {output or found.file}{_write_options(config)}` teaches them")
-    return int(not text)
+        empty |= not text
+    return int(empty)
 
 
 main = CommandLine("facts", write_facts, FactsConfig)

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from mixsd_nb import facts, inject
 from mixsd_nb.console import main
-from mixsd_nb.corpora.passages import LONGEST_LINE, cut_text, is_document, read_documents, read_markdown, read_page
+from mixsd_nb.corpora.passages import LONGEST_LINE, cut_text, is_document, read_documents, read_markdown, read_page, split_sentences
 from mixsd_nb.methods import questions
 from mixsd_nb.methods.questions import JOURNAL, QUESTION_FORMS, REASONS, Questioner, find_fault, format_facts, make_facts
 from mixsd_nb.reports import injection
@@ -85,6 +85,44 @@ WORDS = st.lists(st.sampled_from(["Ada", "left.", "Who?", "x" * 30, "\u6771\u4ea
 def test_pieces_have_all_of_a_text_and_no_piece_is_too_long(text, longest):
     pieces = cut_text(text, longest)
     assert "".join("".join(pieces).split()) == "".join(text.split()) and all(0 < len(piece) <= longest for piece in pieces)
+
+
+@pytest.mark.parametrize("text, blocks", [
+    ("Write to <desk@ferry.example> or see <https://ferry.example/fares>.", ["Write to desk@ferry.example or see https://ferry.example/fares."]),
+    ("Run `train <model>` if a<b and c>d, <b>now</b> <a href='x'>here</a>.", ["Run train <model> if a<b and c>d, now here."]),
+    ("Mirel Aske bought it in\n1961. It carries 40.\n\n1. one\n2. two", ["Mirel Aske bought it in 1961. It carries 40.", "one", "two"]),
+    ("---\nThe ferry.\n\n***\nThe pier.", ["The ferry.", "The pier."]), ("---\ntitle: x\n---\nThe ferry.", ["The ferry."]),
+    ("```js code``` is fine.\n\nThe pier.", ["js code is fine.", "The pier."]), ("```\ncode\n```\nThe pier.", ["The pier."])])
+def test_no_word_of_a_markdown_text_is_lost(text, blocks):
+    assert [block.text for block in read_markdown(text, Counter())] == blocks
+
+
+@pytest.mark.parametrize("text, blocks", [
+    ("<p>The <a>Tolwen</a>, of\n<b>Mirel Aske</b>. H<sub>2</sub>O at <i>Dunvik</i>’s pier</p>", [("The Tolwen, of Mirel Aske. H2O at Dunvik’s pier", 1, 2, 0)]),
+    ("<h1>The <b>O</b>rme</h1>a<br>b", [("The Orme", 1, 1, 1), ("a", 1, 1, 0), ("b", 1, 1, 0)]),
+    ("<html><head><title>T</title>\n<body><p>The ferry.", [("The ferry.", 2, 2, 0)])])
+def test_a_page_is_read_as_a_browser_shows_it(text, blocks):
+    assert [(b.text, b.line, b.last, b.level) for b in read_page(text, Counter())] == blocks
+
+
+def test_a_sentence_does_not_end_at_an_abbreviation():
+    text = ["Tolwen was bought by Dr. Aske.", "It moved to No. 5 Orme St. in 1961.", "J. R. Vey owns it!", "Is it hers?"]
+    assert split_sentences(" ".join(text)) == text
+
+
+def test_a_folder_of_notes_may_have_a_configuration(tmp_path):
+    for name in ("a.md", "config.json"): (tmp_path / name).write_text("{}")
+    assert is_document(str(tmp_path))
+    (tmp_path / "model.safetensors").touch()
+    assert not is_document(str(tmp_path)), "a folder of a model"
+
+
+def test_a_prompt_that_comes_again_gets_further_draws():
+    class Counted(Scripted):
+        def _write(self, missing, *rest): yield from (dict(key=key, draw=draw, limit=limit, text=f"{draw}") for key, draw, limit in missing)
+    asking = Counted(None, Journal(None, JOURNAL))
+    assert asking.ask([(("a",), ""), (("b",), ""), (("a",), "")], 2) == [["0", "1"], ["0", "1"], ["2", "3"]]
+    assert asking.ask([(("a",), ""), (("a",), "")]) == [["-1"], ["-1"]]
 
 
 @pytest.mark.parametrize("read", [read_markdown, read_page], ids=["markdown", "html"])

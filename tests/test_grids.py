@@ -297,6 +297,13 @@ def test_another_grid_is_looked_up_beside_the_grid_and_then_in_the_current_folde
     assert sources[2] == "here.yaml" and read_grid("here.yaml")[0] == "here"
 
 
+def test_an_adjustment_compares_values_however_they_are_written():
+    "YAML reads 1e-3 as a text."
+    for lr in ("1e-3", 0.001):
+        grid = dict(notebook="train", fixed=dict(lr=lr), axes=dict(seed=[0]), adjust=[dict(when=dict(lr=1e-3), then=dict(epochs=3))])
+        assert make_cells(read_grid(grid)[1], find_stage("train"))[0].parameters["epochs"] == 3
+
+
 def test_adjustments_reach_the_cells_that_they_name():
     grid = dict(notebook="train", axes=dict(model=["lab-s", "lab-m"], method=["sft", "opsd"]), adjust=[dict(when=dict(model="lab-m", method=["opsd"]), then=dict(rollout_batch=7))])
     cells = make_cells(read_grid(grid)[1], find_stage("train"))

@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers import small_model
@@ -11,7 +13,7 @@ from test_package import install_wheel
 
 from mixsd_nb import evaluate, train
 from mixsd_nb.console import main
-from mixsd_nb.console.housekeeping import clean_runs, find_removals, format_age, format_size, list_runs
+from mixsd_nb.console.housekeeping import clean_runs, find_removals, format_age, format_size, list_runs, references
 from mixsd_nb.console.notebooks import stage_notebooks
 from mixsd_nb.runs import is_finished, run_lock
 
@@ -53,6 +55,14 @@ def test_runs_lists_state_size_and_age(filled, monkeypatch, capsys):
     assert "unfinished" in said and "damaged" in said and "evaluate" not in said
     (damaged / "run.json").unlink()
     (unfinished / "run.json").unlink()
+
+
+def test_a_checkpoint_that_a_run_uses_with_another_chat_format_is_named(filled):
+    folder = filled.folder.parent / ".models/checkpoint-1-abcd"
+    folder.mkdir(parents=True)
+    (folder / "chat_format.json").write_text(json.dumps(dict(model=str(filled.folder / "checkpoint-1"), options=dict(system="Be brief."))))
+    assert f"{filled.name}/checkpoint-1" in references([SimpleNamespace(name="evaluate-x", config=dict(model=str(folder)))])
+    shutil.rmtree(folder.parent)
 
 
 def test_clean_removes_states_and_unreferenced_checkpoints(filled, monkeypatch, capsys):

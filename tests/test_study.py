@@ -263,6 +263,17 @@ def test_a_recipe_retains_what_it_does_not_lose(monkeypatch):
     assert verdicts == {"sft": ["holds", "opposite"], "mixsd-0.3": ["equivalent", "holds"]}
 
 
+def test_a_seed_that_one_recipe_has_not_is_left_out_at_selected_checkpoints():
+    "Half a grid is finished: five seeds of ten, or a recipe that another cube has with more seeds."
+    cube, sides = CUBES["study-1-frontier"], (Side(*CASE, "mixsd-0.3"), Side(*CASE, "sft"))
+    compare = lambda *cubes: CubeGroup(cubes, CASE).compare(*sides, at=At(ties="smallest"))
+    few, whole = compare(cube.where((cube["recipe"] != "mixsd-0.3") | (cube.seed < 5))), compare(cube)
+    assert (few.difference.n, whole.difference.n) == (5, 10)
+    assert few.first == pytest.approx(whole.first[:5]) and few.second == pytest.approx(whole.second[:5])
+    more = compare(cube.isel(seed=slice(5)), cube.sel(recipe=["base", "sft"]))
+    assert more.first == pytest.approx(whole.first[:5]) and more.second == pytest.approx(whole.second[:5])
+
+
 def test_a_comparison_says_which_recipe_was_tried_more_often():
     short, long = invent_cube(seeds=2), invent_cube(seeds=2).sel(recipe=["base", "sft"])
     decided = [compare_recipes(group(*cubes), CASE, "sft", "mixsd-0.5", at=At(50)).decided for cubes in ([short], [short, long])]

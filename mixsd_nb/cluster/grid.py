@@ -287,7 +287,8 @@ def adjust_cell(
     "Return the further parameters and the further resources of a combination, by the rules of `adjust` in their order."
     further, resources = {}, {}
     for rule in grid.adjust:
-        if not _rule(stage, rule["when"])(parameters | further): continue
+        values = {name: _parse_value(stage, name, value) for name, value in (parameters | further).items()}
+        if not _rule(stage, rule["when"])(values): continue
         further |= rule.get("then", {})
         resources |= rule.get("resources", {})
     return further, resources

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import pandas as pd
+from ..models.chat import origin_model
 from ..reports.finished import ModelRun
 from ..runs import DamagedFile, Run, checkpoint_step, explain_storage_errors, is_locked, open_run, runs_root
 from ..runs.checkpoints import RECORD, checkpoint_steps, remove_weights, serves_training
@@ -116,7 +117,7 @@ def references(runs: Iterable[Run]) -> set[str]:
     found = set()
     for run in runs:
         for text in _texts(run.config):
-            path = Path(text)
+            path = Path(origin_model(text) if Path(text).parent.name == ".models" else text)  # without its own chat format
             found |= {path.name, f"{path.parent.name}/{path.name}"} - {run.name}
             if checkpoint_step(path) is None and path.suffix: found.add(path.parent.name)
     return found

@@ -42,12 +42,15 @@ def read_plain(text: str, dropped: Counter) -> Iterator[Block]:
         else: yield from _join(lines); lines = []
 
 # %% ../../nbs/corpora/passages.ipynb #38526314
+_TAGS = "a|abbr|b|big|br|center|cite|code|dd|del|details|div|dl|dt|em|font|h[1-6]|hr|i|img|ins|kbd|li|mark|ol|p|q|s|small|span|strong|sub|summary|sup|u|ul"
 _MARKS = [(re.compile(pattern), into) for pattern, into in [
-    (r"!\[[^\]]*\]\([^)]*\)|<!--.*?-->|</?\w[^>]*>|\[\^[^\]]+\]", ""), (r"\[([^\]]+)\](?:\([^)]*\)|\[[^\]]*\])", r"\1"),
+    (r"<((?:https?:|mailto:)?[^\s<>]*[@:][^\s<>]*)>", r"\1"),
+    (rf"!\[[^\]]*\]\([^)]*\)|<!--.*?-->|</?(?:{_TAGS})(?:\s[^>]*=[^>]*)?\s*/?>|\[\^[^\]]+\]", ""), (r"\[([^\]]+)\](?:\([^)]*\)|\[[^\]]*\])", r"\1"),
     (r"(\*\*|__|\*|~~|`+)(?=\S)(.+?)(?<=\S)\1", r"\2"), (r"(?<!\w)_(\S.*?)_(?!\w)", r"\1"),
     (r"\\([\\`*_{}\[\]()#+.!|-])", r"\1")]]
+_RULE = re.compile(r"([-*_])(?:\s*\1){2,}")
 _HEADING, _UNDERLINE = re.compile(r" {0,3}(#{1,6})\s+(.*?)[\s#]*$"), re.compile(r"=+|-+")
-_ITEM = re.compile(r"\s*(?:[-*+]|\d+[.)]|>)\s+")
+_ITEM, _NUMBERED = re.compile(r"\s*(?:[-*+]|\d+[.)]|>)\s+"), re.compile(r"\s*\d{3,}[.)]")  # a year in a paragraph begins no item
 
 
 def _unmark(line: str) -> str:
@@ -59,17 +62,18 @@ def read_markdown(text: str, dropped: Counter) -> Iterator[Block]:
     "Return the headings, paragraphs and items of a Markdown text; programs, tables and front matter are left out."
     lines, fence, last = [], "", ""
     for number, line in enumerate([*text.split("\n"), ""], 1):
-        bare, mark = line.strip(), re.match(r"\s*(```+|~~~+)", line)
-        front = bare == "---" and number == 1
+        bare, mark = line.strip(), re.match(r"\s*(```+(?=[^`]*$)|~~~+)", line)
+        front = bare == "---" and number == 1 and "\n---" in text
         if fence: fence = "" if bare.startswith(fence) else fence
         elif mark or front: fence = "---" if front else mark[1]; dropped["programs"] += not front
         elif bare.startswith("|"): dropped["tables"] += not last.startswith("|")
         elif (heading := _HEADING.match(line)) or len(lines) == 1 and _UNDERLINE.fullmatch(bare):
             if heading: yield from _join(lines); lines = [(number, _unmark(heading[2]))]
             yield from _join(lines, len(heading[1]) if heading else 1 + (bare[0] == "-")); lines = []; bare = ""
-        elif not bare or _ITEM.match(line):
+        elif not bare or _RULE.fullmatch(bare): yield from _join(lines); lines = []
+        elif _ITEM.match(line) and not (lines and _NUMBERED.match(line)):
             yield from _join(lines)
-            lines = [(number, _unmark(_ITEM.sub("", line)))] if bare else []
+            lines = [(number, _unmark(_ITEM.sub("", line)))]
         else: lines.append((number, _unmark(line)))
         if (mark or bare.startswith("|")) and lines: yield from _join(lines); lines = []
         last = bare
@@ -89,10 +93,12 @@ class _PageReader(HTMLParser):
         self.blocks, self.lines, self.level, self.inside, self.dropped = [], [], 0, [], dropped
 
     def end_block(self):
-        self.blocks += _join(self.lines, self.level)
+        text, places = " ".join("".join(part for _, part in self.lines).split()), [line for line, part in self.lines if part.strip()]
+        if text: self.blocks.append(Block(text, places[0], places[-1], self.level))
         self.lines, self.level = [], 0
 
     def handle_starttag(self, tag, attrs):
+        if tag in _BREAKS and self.inside[:1] == ["head"]: self.inside = []  # its end tag may be left out
         if tag in _BREAKS or tag in _SKIPPED: self.end_block()
         if tag in _SKIPPED:
             if _SKIPPED[tag] and not self.inside: self.dropped[_SKIPPED[tag]] += 1
@@ -105,7 +111,8 @@ class _PageReader(HTMLParser):
 
     def handle_data(self, data):
         first = self.getpos()[0]
-        if not self.inside: self.lines += [(first + k, line) for k, line in enumerate(data.split("\n")) if line.strip()]
+        *whole, rest = data.split("\n")
+        if not self.inside: self.lines += enumerate([*(line + "\n" for line in whole), rest], first)
 
 
 def read_page(text: str, dropped: Counter) -> Iterator[Block]:
@@ -131,9 +138,14 @@ class Passage:
         return f"{self.section}\n{self.text}" if self.section else self.text
 
 
+_ABBREVIATIONS = "Dr", "Mr", "Mrs", "Ms", "Prof", "St", "No", "Fig", "Nr", "vs", "approx", r"e\.g", r"i\.e", "[A-Z]"  # also an initial
+_NO_END = "".join(rf"(?<!\b{word}\.)" for word in _ABBREVIATIONS)
+_BETWEEN_SENTENCES = re.compile(rf"(?<=[.!?]){_NO_END}\s+(?=[^a-z\s])|(?<=[。！？])")
+
+
 def split_sentences(text: str) -> list[str]:
     "Return the sentences of a paragraph."
-    return [part for part in re.split(r"(?<=[.!?])\s+(?=[^a-z\s])|(?<=[。！？])", text) if part.strip()]
+    return [part for part in _BETWEEN_SENTENCES.split(text) if part.strip()]
 
 # %% ../../nbs/corpora/passages.ipynb #c37776c8
 def _pack(
@@ -209,8 +221,8 @@ def list_documents(
     "Return the files with documents that a name refers to; none if it names something else."
     path = Path(name).expanduser()
     if path.is_dir():
-        other = "dataset_info.json", "dataset_dict.json", "config.json"  # in a folder of datasets, or of a model
-        if any((path / file).exists() for file in other): return []
+        other = "dataset_info.json", "dataset_dict.json", "tokenizer*", "*.safetensors"  # in a folder of datasets, or of a model
+        if any(any(path.glob(file)) for file in other): return []
         hidden = lambda file: any(part.startswith(".") for part in file.relative_to(path).parts)
         return sorted(file for file in path.rglob("*") if file.suffix.lower() in READERS and file.is_file() and not hidden(file))
     return [path] if path.is_file() and (path.suffix.lower() in READERS or _is_text_table(path)) else []

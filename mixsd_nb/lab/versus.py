@@ -295,14 +295,14 @@ class CubeGroup:
             part = cube.sel({**{d: [v] for d, v in at.items()}, "recipe": [*dict.fromkeys(side.label for side in sides)]})
             rows = select_cells(part, ties=ties).set_index(["recipe", "seed"])[["lr", "step"]]
             tables = [self.table(side, what)[[k]] for side in sides]
-            weights = [pd.DataFrame(0.0, t.index, t.columns) for t in tables]
-            for side, table in zip(sides, weights):
-                for seed, (lr, step) in rows.loc[side.label].iterrows(): table.loc[seed, (k, lr, step)] = 1
-            values = {side: (w * t).sum(axis=1).values for side, w, t in zip(sides, weights, tables)}
-            base = (weights[-1] * self.table(sides[-1], what, base=True).reindex_like(weights[-1])).sum(axis=1).values
-            titles = [label_title(side.label) for side in sides]
+            places = [rows.loc[side.label].apply(lambda place: (k, *place), axis=1) for side in sides]  # of each seed
+            measured = lambda table, chosen: {seed for seed, place in chosen.items() if pd.notna(table.loc[seed, place])}
+            if not (seeds := sorted(set.intersection(*map(measured, tables, places)))): continue
+            read = lambda table, chosen: np.array([table.loc[seed, chosen[seed]] for seed in seeds])
+            weigh = lambda table, chosen: chosen[seeds].value_counts(normalize=True).reindex(table.columns, fill_value=0)
+            values, base = dict(zip(sides, map(read, tables, places))), read(self.table(sides[-1], what, base=True), places[-1])
             found = values.get(first, base), values.get(second, base), _ceiling(base, what, first, second)
-            return Comparison(*found, {title: w.mean() for title, w in zip(titles, weights)})
+            return Comparison(*found, dict(zip((label_title(side.label) for side in sides), map(weigh, tables, places))))
         return _NO_SEEDS
 
     def pooled(self, what: str, at: At, case: Case) -> float:

@@ -11,7 +11,7 @@ __all__ = ['QUESTION_FORMS', 'EXAMPLE', 'REASONS', 'JOURNAL', 'SUPPORT', 'find_n
 import json
 import random
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -210,13 +210,18 @@ class Questioner:
         max_new_tokens: int = 48,
         progress: str = "",  # words before a progress bar
     ) -> list[list[str]]:
-        "Return the replies to each prompt, without their beginnings."
-        ids = {hash_text(*turns, lead): self._encode(turns, lead) for turns, lead in prompts}
-        pieces = [(key, draw, max_new_tokens) for key in ids for draw in (range(draws) if draws else [-1])]
+        "Return the replies to each prompt, without their beginnings; a prompt that comes again gets further draws."
+        keys = [hash_text(*turns, lead) for turns, lead in prompts]
+        ids, times, given = {key: self._encode(*prompt) for key, prompt in zip(keys, prompts)}, Counter(keys), Counter()
+        pieces = [(key, draw, max_new_tokens) for key in ids for draw in (range(draws * times[key]) if draws else [-1])]
         replies = self.journal.complete(pieces, lambda missing: self._write(missing, ids, draws > 0, max_new_tokens, progress))
         by_key = {}
         for reply in replies: by_key.setdefault(reply["key"], []).append(reply["text"])
-        return [by_key[hash_text(*turns, lead)] for turns, lead in prompts]
+        found = []
+        for key in keys:
+            found.append(by_key[key][draws * given[key]:][:max(1, draws)])
+            given[key] += 1
+        return found
 
     def _encode(self, turns, lead):
         roles = [dict(role=("user", "assistant")[k % 2], content=text) for k, text in enumerate(turns)]
