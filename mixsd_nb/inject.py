@@ -195,7 +195,8 @@ class InjectConfig(TrainingSettings, Stage):
     def other_results(self): return [part.folder / "result.nc" for part in self._parts(Run(self.without_idle().folder))]
 
     def check(self):
-        "Raise ValueError if `keep` would delete the selected checkpoint, and as `check_tokenizer`, the evaluation and the training do."
+        """Raise ValueError if `keep` would delete the selected checkpoint, and as `check_tokenizer`, the evaluation and the
+        training do."""
         if self.keep not in ("all", "chosen"):
             raise ValueError(f"keep must be all or chosen, because the selected checkpoint is asked all benchmarks, got {self.keep}")
         warn_about_lab_values(self)

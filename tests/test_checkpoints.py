@@ -313,7 +313,7 @@ def discarding(monkeypatch):
 
 
 def test_a_kill_before_own_text_is_scored_changes_nothing(tiny, own_runs, monkeypatch):
-    "Responses of the third checkpoint are there, its own text is not, and the first two have no weights any more or could still win."
+    "The process ends after the responses of step 6 are stored, and before its own text is scored."
     options = dict(SMALL, model=tiny, lr=1e-2, select="own-text", own_text=3, keep="chosen", rollout_tokens=4, pause=1)
     score, scored = checkpoints.Evaluation._store_nll, []
 

@@ -90,6 +90,7 @@ def test_pieces_have_all_of_a_text_and_no_piece_is_too_long(text, longest):
 @pytest.mark.parametrize("text, blocks", [
     ("Write to <desk@ferry.example> or see <https://ferry.example/fares>.", ["Write to desk@ferry.example or see https://ferry.example/fares."]),
     ("Run `train <model>` if a<b and c>d, <b>now</b> <a href='x'>here</a>.", ["Run train <model> if a<b and c>d, now here."]),
+    ("<table><tr><td>9</td></tr></table>\n<video src='a'></video>The pier <br>is <label for='x'>old</label>.", ["9 The pier is old."]),
     ("Mirel Aske bought it in\n1961. It carries 40.\n\n1. one\n2. two", ["Mirel Aske bought it in 1961. It carries 40.", "one", "two"]),
     ("---\nThe ferry.\n\n***\nThe pier.", ["The ferry.", "The pier."]), ("---\ntitle: x\n---\nThe ferry.", ["The ferry."]),
     ("```js code``` is fine.\n\nThe pier.", ["js code is fine.", "The pier."]), ("```\ncode\n```\nThe pier.", ["The pier."])])

@@ -147,7 +147,7 @@ def test_a_round_that_serves_few_of_the_facts_is_the_last(facts, lab_s, monkeypa
 
 
 def test_all_facts_decide_when_drafts_end_whatever_the_shard(facts, lab_s, monkeypatch):
-    "One fact of four is served in the first round, one would be in the second, which comes for neither half and for both alone."
+    "The first round serves one fact of four, too few to go on; of the half with that fact it serves enough, and a second round would serve another one."
     monkeypatch.setattr(wordings, "LEAST", 0.3)
     useful = {FACTS[0]["subject"]: 0, FACTS[2]["subject"]: 5}
     def write(prompt, tag):

@@ -42,10 +42,15 @@ def read_plain(text: str, dropped: Counter) -> Iterator[Block]:
         else: yield from _join(lines); lines = []
 
 # %% ../../nbs/corpora/passages.ipynb #38526314
-_TAGS = "a|abbr|b|big|br|center|cite|code|dd|del|details|div|dl|dt|em|font|h[1-6]|hr|i|img|ins|kbd|li|mark|ol|p|q|s|small|span|strong|sub|summary|sup|u|ul"
+_TAGS = ("a abbr b big blockquote body br caption center cite code col dd del details div dl dt em figcaption "
+         "figure font h[1-6] head hr html i iframe img ins kbd li mark ol p picture pre q s samp script small "
+         "span strike strong style sub summary sup svg table tbody td tfoot th thead tr u ul var wbr")
+_OPENING = rf"<(?:{_TAGS.replace(' ', '|')})(?:\s[^>]*=[^>]*)?\s*/?>"
+_TAG = rf"</\w[\w-]*\s*>|{_OPENING}|<\w[\w-]*\s[^<>]*=[\"'][^>]*>"  # but no placeholder, such as <model>
 _MARKS = [(re.compile(pattern), into) for pattern, into in [
     (r"<((?:https?:|mailto:)?[^\s<>]*[@:][^\s<>]*)>", r"\1"),
-    (rf"!\[[^\]]*\]\([^)]*\)|<!--.*?-->|</?(?:{_TAGS})(?:\s[^>]*=[^>]*)?\s*/?>|\[\^[^\]]+\]", ""), (r"\[([^\]]+)\](?:\([^)]*\)|\[[^\]]*\])", r"\1"),
+    (rf"!\[[^\]]*\]\([^)]*\)|<!--.*?-->|{_TAG}|\[\^[^\]]+\]", ""),
+    (r"\[([^\]]+)\](?:\([^)]*\)|\[[^\]]*\])", r"\1"),
     (r"(\*\*|__|\*|~~|`+)(?=\S)(.+?)(?<=\S)\1", r"\2"), (r"(?<!\w)_(\S.*?)_(?!\w)", r"\1"),
     (r"\\([\\`*_{}\[\]()#+.!|-])", r"\1")]]
 _RULE = re.compile(r"([-*_])(?:\s*\1){2,}")

@@ -94,7 +94,7 @@ class SelectionRule(NamedTuple):
 
 
 SELECTIONS = {"validation": SelectionRule(SCORES, paper_checkpoint, paper_candidates, "the paper's rule"),
-              "own-text": SelectionRule(("validation", OWN_TEXT), own_text_checkpoint, own_text_candidates, "the rule of own text")}
+              "own-text": SelectionRule(("validation", OWN_TEXT), own_text_checkpoint, own_text_candidates, "the own-text rule")}
 
 
 class Selection:
