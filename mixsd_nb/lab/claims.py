@@ -409,13 +409,11 @@ CLAIMS = {claim.name: claim for claim in [
                dict(first=_SFT, second=BASE, equal=True, at=_LAST, learns=False), dataset=_KNOWN_OWN, joined="study-known-own"),
     StudyClaim("format",
                "Of known facts, targets in the model's own words keep more of the free replies "
-               "than canonical ones: "
-               "the format alone costs them.", OURS, dict(first=_SFT, second=_SFT, first_dataset=_KNOWN_OWN, at=_LAST),
+               "than canonical ones.", OURS, dict(first=_SFT, second=_SFT, first_dataset=_KNOWN_OWN, at=_LAST),
                dataset="known-lab", joined="study-known-own"),
     StudyClaim("content",
                "In the model's own words, known facts keep more of the opened replies than new "
-               "ones: the content "
-               "alone costs them.", OURS, dict(first=_SFT, second="own-words", what=OPENED, first_dataset=_KNOWN_OWN, at=_LAST),
+               "ones.", OURS, dict(first=_SFT, second="own-words", what=OPENED, first_dataset=_KNOWN_OWN, at=_LAST),
                joined="study-known-own"),
     StudyClaim("regularisation",
                "At a recall of 95%, MixSD (λ=0.3) keeps more than a constraint on the weights, "

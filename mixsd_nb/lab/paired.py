@@ -31,7 +31,8 @@ class Estimate(NamedTuple):
     def number(self, decimals: int = 1) -> str:
         "Return a text such as `4.2 (1.0 to 7.4)`; empty without values."
         if not self.n: return ""
-        return f"{self.mean:.{decimals}f}" + ("" if math.isnan(self.low) else f" ({self.low:.{decimals}f} to {self.high:.{decimals}f})")
+        ends = "" if math.isnan(self.low) else f" ({self.low:z.{decimals}f} to {self.high:z.{decimals}f})"
+        return f"{self.mean:z.{decimals}f}{ends}"
 
     def clip(self, low: float = -math.inf, high: float = math.inf) -> "Estimate":
         "Return the estimate with an interval that ends where values can be."
