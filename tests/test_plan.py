@@ -20,7 +20,7 @@ from mixsd_nb.benchmarks import SUITES
 from mixsd_nb.planning import plan as plans
 from mixsd_nb.planning.estimates import Burden, Layout, fisher_peak, optimiser_peak, scoring_peak, serve, update_peak
 from mixsd_nb.cluster.grid import list_grids, make_resources, read_grid
-from mixsd_nb.planning.preflight import check_inputs, list_deviations
+from mixsd_nb.planning.preflight import DRAWN, MACHINE, check_inputs, list_deviations
 from mixsd_nb.planning.token_lengths import count_questions
 from mixsd_nb.planning.plan import plan_grid, plan_run, planned_cells
 from mixsd_nb.planning.probe import probe
@@ -36,6 +36,7 @@ from mixsd_nb.models import load_tokenizer
 from mixsd_nb.models.geometry import GEOMETRIES, count_shape, read_shape
 from mixsd_nb.models.tiny import random_model
 from mixsd_nb.runs import ParameterError, find_stage, make_config, project_root
+from mixsd_nb.runs.config import is_runtime
 
 H100 = Machine("h100", DEVICES["h100"], 4, 400, 16, 240)
 PAPER = dict(preset="paper", dataset="kgfact-small", engine="vllm", processes=4, sharded=True, recompute=True)
@@ -381,20 +382,50 @@ def test_the_printed_commands_for_models_of_the_hub_fit_one_gpu(own_runs):
         assert not plan_run(config, Machine("h100", DEVICES["h100"], 1, 400, 16, 0)).problems, words
 
 
-def test_nothing_is_published_about_the_length_of_a_training_on_a_file_or_of_an_injection(own_runs):
+def test_nothing_is_published_about_the_length_of_a_training_on_a_file(own_runs):
     from mixsd_nb.corpora.files import EXAMPLE
     shared = dict(preset="paper", model="Qwen/Qwen3-1.7B")
-    for stage, dataset, values, told in [("inject", str(EXAMPLE), dict(method="mixsd"), []), ("train", str(EXAMPLE), dict(epochs=3, batch=2), []),
-                                         ("inject", "kgfact-small", dict(method="mixsd"), []),
-                                         ("inject", "kgfact-small", dict(lam=0.5, batch=10), ["batch=10, published 20"]),
-                                         ("inject", "kgfact-small", dict(), ["lam=0.0, published 0.5", "temperature=0.5, published 1.0", "anchor=replay-kl, published "])]:
-        assert list_deviations([make_config(find_stage(stage), dataset=dataset, **shared, **values)]) == told
+    converged = "stop=converged, published last"
+    for stage, dataset, values, told in [("inject", str(EXAMPLE), dict(method="mixsd"), [converged]), ("train", str(EXAMPLE), dict(epochs=3, batch=2), []),
+                                         ("inject", "kgfact-small", dict(method="mixsd"), [converged, "epochs=40, published 20"]),
+                                         ("inject", "kgfact-small", dict(batch=10, epochs=20, method="mixsd"), [converged, "batch=10, published 20"])]:
+        config = make_config(find_stage(stage), dataset=dataset, **shared, **values)
+        other = [f"dataset={config.dataset}, which the paper does not have"] if dataset == str(EXAMPLE) else []
+        assert list_deviations([config]) == other + told
+    default = list_deviations([make_config(find_stage("inject"), dataset="kgfact-small", **shared)])
+    assert {"anchor=replay-kl, published none", "temperature=0.5, published 1.0", converged, "options[consistent]=True, published False"} <= {*default}
 
 
 def test_deviations_name_both_values():
     assert list_deviations([paper_run("Qwen/Qwen3-1.7B")]) == []
     told = list_deviations([paper_run("Qwen/Qwen3-1.7B", "opsd", epochs=3, dtype="float32", rollouts=2)])
-    assert told == ["dtype=float32, published bfloat16", "epochs=3, published 20", "rollouts=2, published 8"]
+    assert {*told} == {"dtype=float32, published bfloat16", "epochs=3, published 20", "rollouts=2, published 8"}
+
+
+def changed(value):
+    "Another value than the given one."
+    if isinstance(value, bool): return not value
+    if isinstance(value, (int, float)): return value + 1
+    return {"other": 1} if isinstance(value, dict) else ["other"] if isinstance(value, list) else "other"
+
+
+@pytest.mark.parametrize("stage", ["train", "inject"])
+def test_every_parameter_that_can_change_a_result_is_a_deviation(own_runs, stage):
+    "All fields and all options of the paper's recipes are walked through; those of the machine are no part of a run's hash."
+    cls = find_stage(stage)
+    runs = [make_config(cls, preset="paper", model="Qwen/Qwen3-1.7B", method=method) for method in ("mixsd", "opsd", "sft", "memit")]
+    told = {run.method: {*list_deviations([run])} for run in runs}
+    further = lambda run, name, value: [text for text in list_deviations([run.model_copy(update={name: value})]) if text not in told[run.method]]
+    for name, field in cls.model_fields.items():
+        if name in MACHINE: assert is_runtime(field), name
+        elif name == "method": assert further(runs[0], name, "own-words") == ["method=own-words, which the paper does not have"]
+        elif name in ("anchor", "gate"): assert further(runs[0], name, dict(anchor="ewc", gate="stm")[name])[0].startswith(f"{name}=")
+        elif name not in {*DRAWN, "options"}:
+            value = lambda run: "train:100" if name == "suite" else changed(getattr(run, name))
+            assert any(text.startswith(f"{name}=") for run in runs for text in further(run, name, "known-lab" if name == "dataset" else value(run))), name
+    for run in runs:
+        for name, value in run.options.items():
+            assert further(run, "options", run.options | {name: changed(value)})[0].startswith(f"options[{name}]="), (run.method, name)
 
 
 def test_commands(own_runs, capsys):

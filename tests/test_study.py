@@ -16,6 +16,7 @@ from mixsd_nb.cluster.grid import expand_grid, read_grid
 from mixsd_nb.lab.claims import CLAIMS, OURS, STUDY, VERDICTS, claims_table, compare_recipes, judge_claim, planned_of
 from mixsd_nb.lab.findings import Block, block_rows, findings_table
 from mixsd_nb.lab.grids import available_cells, join_cubes, merge_grid, planned_grid, planned_runs, preview_grids, study_grids
+from mixsd_nb.lab.paired import estimate_mean
 from mixsd_nb.lab.study import find_cubes, group_cubes, list_trainings, main, recompute_cells, run, write_list
 from mixsd_nb.lab.versus import HELD_OUT, At, CubeGroup, Side, measure_values, rates_at_ends, settings_table, simulate_coverage
 from mixsd_nb.results.committed import committed_folder, list_missing, read_cube, read_cubes, write_cube
@@ -64,7 +65,7 @@ def test_the_main_claims_come_first():
     "After eight seeds of the first grid, about a hundred cells, all methods of the main claims can be compared."
     first = planned_grid("study-1-frontier")
     assert study_grids()[0] == "study-1-frontier" and (first.seed < 8).sum() <= 110
-    needed = {label for claim in CLAIMS.values() if claim.headline and not (claim.dataset or claim.model) for label in claim.labels}
+    needed = {label for claim in CLAIMS.values() if claim.headline and not (claim.dataset or claim.model or claim.joined) for label in claim.labels}
     for seed, rows in first.groupby("seed"): assert needed <= {*rows["recipe"]}
 
 
@@ -326,6 +327,9 @@ def test_a_voice_that_is_trained_can_be_lost_or_kept(own, other, seen):
     assert {*judge(expected, {"study-voices": cube.isel(seed=[0])}).values()} == {*judge(expected, {}).values()} == {"not computed yet"}
     without = judge(expected, {"study-voices": cube.sel(recipe=["base", "sft", "mixsd-0.5", "mixsd-0"])})
     assert without == expected | {"voice-opsd": "not computed yet"}
+    one = values("sft") | {f"world-{v}": 0.8 for v in ("answer", "record", "memory")}
+    half = small_cube({("kgfact-small", label): one if label == "sft" else values(label) for label in VOICED}, rates=(3e-4,))
+    assert judge(["voice-own"], {"study-voices": half}) == {"voice-own": "undecided"}, "one of two recipes is not enough"
 
 
 @pytest.mark.parametrize("styled, seen", [(True, "holds"), (False, "opposite")], ids=["format", "content"])
@@ -364,9 +368,22 @@ def test_the_largest_rate_can_decide_the_papers_comparison(broken, seen):
     cube = small_cube({("kgfact-small", "sft"): values([0.9, 0.95], [0.9, broken]), ("kgfact-small", "mixsd-0.3"): values([0.9, 0.9], [0.85, 0.45])}, rates=(1e-3, 3e-3))
     expected = {"paper-rate": seen, "paper-ties": seen}
     assert judge(expected, {"study-largest-rate": cube}) == expected
+    two = group(cube.isel(seed=[0, 1])).compare(Side(*CASE, "mixsd-0.3"), Side(*CASE, "sft"), "choice", At(ties="smallest"))
+    values = two.first - two.second + np.array([1.0, -1.0])
+    assert estimate_mean(values)[1:3] == pytest.approx(scipy.stats.ttest_1samp(values, 0).confidence_interval(0.95)), "two seeds have one degree of freedom"
     assert judge(expected, {"study-largest-rate": cube, "frontier-lab": cube.isel(seed=[0])}) == expected, "the grid with more seeds decides"
     assert judge(expected, {"study-largest-rate": cube.isel(seed=[0]), "frontier-lab": cube}) == expected, "a grid with one seed decides nothing"
     assert {*judge(expected, {STUDY: cube}).values()} == {"not computed yet"}
+
+
+def test_a_grid_that_a_claim_leaves_out_takes_no_part():
+    "Two cubes of the study, of which the one with more epochs is the better one for SFT."
+    paper, longer = (cube.assign_attrs(grid=name) for cube, name in ((invent_cube(seeds=3), "study-1-frontier"), (invent_cube(seeds=3), "study-5-epochs-40")))
+    base = longer.accuracy.sel(recipe="base", lr=0, step=0, drop=True)
+    longer = longer.assign(accuracy=longer.accuracy.where((longer["recipe"] != "sft") | (longer.role != "held-out") | longer.accuracy.isnull(), base))
+    both, alone = ({name: judge_claim(CLAIMS[name], {STUDY: group(*cubes)}, CASE)["estimate"] for name in ("mixsd-keeps-more-0.3", "mixsd-keeps-more-20")}
+                   for cubes in ((paper, longer), (paper,)))
+    assert both["mixsd-keeps-more-20"] == alone["mixsd-keeps-more-20"] == alone["mixsd-keeps-more-0.3"] != both["mixsd-keeps-more-0.3"]
 
 
 def test_no_claim_uses_fewer_seeds_than_exist(study):
@@ -396,7 +413,7 @@ def lines(study): return study.lines()
 
 def test_lines_of_the_front_page_hold_the_numbers_of_the_cubes(study, lines):
     planned, claims = study.planned, study.claims()
-    assert len(lines) == 7 and "million parameters" in lines[0] and f"{planned.missing.sum()} are missing" in lines[0]
+    assert len(lines) == 10 and "million parameters" in lines[0] and f"{planned.missing.sum()} are missing" in lines[0]
     papers, ours = lines[0].split("claims of the paper: ")[1].split("questions that it does not ask: ")
     for part, rows in ((papers, claims[claims.source != OURS]), (ours, claims[claims.source == OURS])):
         counts = rows.verdict.value_counts()
@@ -557,7 +574,7 @@ def test_a_claim_names_the_methods_without_checkpoints():
 
 def test_the_runs_that_a_claim_compares_are_planned():
     "Every label of a claim is one of the study's planned runs, for which no run has to exist."
-    planned = list_trainings({}, study_grids())
+    planned = list_trainings({}, [*study_grids(), *(claim.joined for claim in CLAIMS.values() if claim.joined and claim.joined not in study_grids())])
     for claim in CLAIMS.values():
         asked = {(*claim.case(("kgfact-small", "lab-m")), label) for label in claim.labels}
         assert asked <= {*zip(planned.dataset, planned.model, planned.recipe)}, claim.name

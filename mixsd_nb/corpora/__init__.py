@@ -45,7 +45,7 @@ class Corpus:
     values: bool = True  # whether numbers are compared by value, as quantities are; else answers are compared as text
     grading: str = ""  # the strict rule of in-domain scores, a key of `benchmarks.GRADINGS`; empty for the box
     published: str = "containment"  # the rule of the paper's in-domain scores, a key of `benchmarks.GRADINGS`
-    temperature: float = 0.0  # of mixing, as published
+    temperature: float = 0.0  # of mixing, as in the paper or the published code
     validation: str = "corpora.prompts:paraphrase_rows"  # function (corpus, options) -> rows of validation questions
     entities: str = ""  # function (training rows) -> names that only training can have taught; empty if there are none
     graph: str = ""  # function (options) -> facts, if the corpus is a graph of entities
@@ -60,7 +60,8 @@ CORPORA = Registry("dataset", "corpora.stored:find_corpus",
 _graph = dict(entities="corpora.kgfact:named_entities", graph="corpora.kgfact:training_graph")
 _functions = dict(expert=expert_reference_prompt, extract="boxed_or_number", published="number",
                   validation="corpora.kgfunc:validation_rows")
-_references = dict(expert=expert_reference_prompt, temperature=0.6, published="exact", request=CONCISE_REQUEST)
+_references = dict(expert=expert_reference_prompt, temperature=0.6,  # of the published code and data, not of the paper's text
+                   published="exact", request=CONCISE_REQUEST)
 for _corpus in [
     Corpus("kgfact-small", "KGFact-Small", "corpora.kgfact:build", Schedule(20, 20, 20),
            dict(domains=5, entities=10), **_graph, reply=300, mixed={0.0: 118, 0.3: 228, 0.5: 436}),

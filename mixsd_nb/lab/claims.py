@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from .paired import AHEAD, BEHIND, EQUAL, MARGIN, NO_ROOM, NOTHING, UNCLEAR, Estimate, correct_holm, estimate_mean, judge_difference
@@ -42,6 +43,7 @@ class StudyClaim:
     model: str = ""  # base model; empty for the one that is studied
     groups: tuple[str, ...] = ()  # names of the groups of cubes in which it is judged; empty for all
     joined: str = ""  # grid that is read together with the study, in place of the study's cubes of the same runs
+    without: str = ""  # grid whose runs take no part
     grid: str = ""  # grid of analyses that the test reads; empty if it reads the trainings themselves
     pooled: bool = False  # the test reads all cubes at once; otherwise those whose runs can be compared with each other
     headline: bool = False  # the verdict shows it
@@ -115,6 +117,7 @@ def _explain(found: Comparison, opened: Estimate, accepted: Estimate, verdict: s
         f"{[*found.weights][-1]} has lost only {found.room:.1f}": verdict == CRAMPED,
         found.ends(): True,
         " against ".join(map(str, sizes)) + " settings": len(set(sizes)) > 1,
+        f"all {found.difference.n} seeds tie": bool(np.isclose(found.difference.high, found.difference.low)),
         f"the spread over {found.difference.n} seeds": verdict == UNDECIDED}
     return "; ".join(reason for reason, counts in reasons.items() if reason and counts)
 
@@ -159,7 +162,7 @@ def reaches_recall(
 ) -> Finding:
     "Test whether a recipe reaches a recall at the setting with the best validation score."
     found = group.compare(Side(*case, first), Side(*case, BASE), "recall")
-    recall = estimate_mean(found.first, found.pooled, found.without).clip(0, 100)
+    recall = estimate_mean(found.first, found.without).clip(0, 100)
     comparison = f"{label_title(first)}: recall, at least {level:g}%"
     if math.isnan(recall.low): return Finding(recall.number(), f"{recall.n} seeds" if recall.n else "", comparison=comparison)
     verdict = HOLDS if recall.low >= level else OPPOSITE if recall.high < level else UNDECIDED
@@ -175,16 +178,20 @@ def loses_own_voice(
     what: str = "world",  # benchmark
     at: At = At(),
 ) -> Finding:
-    "Test whether two recipes lose more with the reply opened in their own voice than in the other's."
+    """Test whether each of two recipes loses more with the reply opened in its own voice than in the other's.
+
+    A verdict is that of both recipes, and the claim is undecided if theirs differ."""
     sides, titles = (Side(*case, first), Side(*case, second)), (label_title(first), label_title(second))
     names = "{} ({}) and {} ({})".format(titles[0], voices[0], titles[1], voices[1])
-    comparison = f"{names}: {what} in the other's voice − in the own, mean of both, {at}"
+    comparison = f"{names}: {what} in the other's voice − in the own, the smaller of both, {at}"
     own, other = (group.compare(*sides, f"{what}-{voice}", at) for voice in voices)
     if not len(own.first) or len(own.first) != len(other.first): return Finding(comparison=comparison)
-    total = estimate_mean(((other.first - other.second) - (own.first - own.second)) / 2)
-    parts = [f"{voice} {c.difference.number()}" for voice, c in zip(voices, (own, other))]
-    decided, n = f"{' − '.join(titles)}: {', '.join(parts)}", f"{total.n} seed{'s' * (total.n != 1)}"
-    return Finding(total.number(), n, _VERDICT[judge_difference(total)], decided, comparison, p=total.p)
+    halves = [estimate_mean(other.first - own.first), estimate_mean(own.second - other.second)]
+    verdicts = [_VERDICT[judge_difference(half)] for half in halves]
+    decided = ", ".join(f"{title} {half.number()} {verdict}" for title, half, verdict in zip(titles, halves, verdicts))
+    least, n = min(halves, key=lambda half: abs(half.mean)), f"{halves[0].n} seed{'s' * (halves[0].n != 1)}"
+    verdict = verdicts[0] if len({*verdicts}) == 1 else UNDECIDED
+    return Finding(least.number(), n, verdict, decided, comparison, p=max(half.p for half in halves))
 
 # %% ../../nbs/lab/claims.ipynb #3bcdf9a2
 def _target_share(group, case, label, name, count, **at):
@@ -249,8 +256,9 @@ def untestable(group: CubeGroup, case: Case, reason: str) -> Finding:
     return Finding(verdict=UNTESTABLE, decided=reason)
 
 # %% ../../nbs/lab/claims.ipynb #ea77cd55
-_SFT, _M3, _M5 = "sft", "mixsd-0.3", "mixsd-0.5"
-_VOICED, _LAST = At(lr=3e-4, step=100), At(lr=1.4e-3, step=100)  # for the voices, and for the two parts of forgetting
+_SFT, _M3, _M5, _REPLAY = "sft", "mixsd-0.3", "mixsd-0.5", "sft+replay-kl-0.5"
+_DEFAULT = "mixsd-0-consistent-canonical-wordings2+replay-kl-0.5"  # of `mixsd inject`, with a lab model
+_VOICED, _LAST = At(lr=3e-4, step=100), At(lr=1.4e-3, step=100)  # for the voices, and for known and new facts in two styles
 _KNOWN_OWN = next(corpus for corpus, title in FACTS.items() if title == "known facts in own words")
 OURS = "ours"  # source of a question that the paper does not ask
 
@@ -268,9 +276,11 @@ CLAIMS = {claim.name: claim for claim in [
     StudyClaim("paper-ties", "The same with ties to the largest rate.", "table knowledge-eval-small",
                dict(first=_M3, second=_SFT, at=At(ties="largest")), groups=("study-largest-rate", "frontier-lab")),
     StudyClaim("mixsd-keeps-more-0.3",
-               "At a recall of 95%, MixSD (λ=0.3) keeps more of the held-out abilities than "
-                                       "SFT.", "figure 2",
+               "At a recall of 95%, with the paper's trainings of 20 epochs and gentler ones of 40, which the paper does not have, "
+               "MixSD (λ=0.3) keeps more of the held-out abilities than SFT.", "figure 2",
                dict(first=_M3, second=_SFT, at=At(95)), headline=True, primary=True),
+    StudyClaim("mixsd-keeps-more-20", "The same with the paper's 20 epochs alone.", "figure 2",
+               dict(first=_M3, second=_SFT, at=At(95)), without="study-5-epochs-40", headline=True),
     StudyClaim("nref-known",
                "Canonical targets of facts that the model knows already, which have a tenth of "
                "the N_ref "
@@ -345,6 +355,13 @@ CLAIMS = {claim.name: claim for claim in [
                "the "
                                "words in which MixSD's targets are also written.",
                OURS, dict(first=_M5, second=_SFT, what="world-prefilled", at=At(90)), headline=True),
+    StudyClaim("default-world",
+               "At a recall of 95%, mixsd-complete keeps more of what the base model knows by heart than SFT with replay-KL, both with 20 epochs.",
+               OURS, dict(first=_DEFAULT, second=_REPLAY, what="world", at=At(95)), joined="complete-lab", without="study-5-epochs-40",
+               headline=True),
+    StudyClaim("default-other-words", "The same at a recall of 40% in other words.", OURS,
+               dict(first=_DEFAULT, second=_REPLAY, what="world", at=At(40, "other-words")), joined="complete-lab",
+               without="study-5-epochs-40", headline=True),
     StudyClaim("other-words",
                "At recalls in other words from 10% to 35%, which both reach, MixSD (λ=0.3) keeps "
                "more "
@@ -392,13 +409,11 @@ CLAIMS = {claim.name: claim for claim in [
                dict(first=_SFT, second=BASE, equal=True, at=_LAST, learns=False), dataset=_KNOWN_OWN, joined="study-known-own"),
     StudyClaim("format",
                "Of known facts, targets in the model's own words keep more of the free replies "
-               "than canonical ones: "
-               "the format alone costs them.", OURS, dict(first=_SFT, second=_SFT, first_dataset=_KNOWN_OWN, at=_LAST),
+               "than canonical ones.", OURS, dict(first=_SFT, second=_SFT, first_dataset=_KNOWN_OWN, at=_LAST),
                dataset="known-lab", joined="study-known-own"),
     StudyClaim("content",
                "In the model's own words, known facts keep more of the opened replies than new "
-               "ones: the content "
-               "alone costs them.", OURS, dict(first=_SFT, second="own-words", what=OPENED, first_dataset=_KNOWN_OWN, at=_LAST),
+               "ones.", OURS, dict(first=_SFT, second="own-words", what=OPENED, first_dataset=_KNOWN_OWN, at=_LAST),
                joined="study-known-own"),
     StudyClaim("regularisation",
                "At a recall of 95%, MixSD (λ=0.3) keeps more than a constraint on the weights, "
@@ -441,7 +456,7 @@ def planned_of(
     group = group or next(iter(claim.groups), STUDY)
     corpora = {claim.case(case)[0], claim.options.get("first_dataset") or claim.case(case)[0]}
     at = dict(dataset=corpora, model=[claim.case(case)[1]], recipe=claim.labels)
-    rows = planned[planned[[*at]].isin({k: [*v] for k, v in at.items()}).all(axis=1)]
+    rows = planned[planned[[*at]].isin({k: [*v] for k, v in at.items()}).all(axis=1) & (planned.grid != claim.without)]
     if (lr := claim.options.get("at", At()).lr) is not None: rows = rows[rows.lr == lr]
     joined, runs = rows.grid == claim.joined, pd.MultiIndex.from_frame(rows[[*at]])
     within = rows.grid.map(lambda grid: belongs_to(grid, STUDY if claim.joined else group)).astype(bool)
@@ -477,6 +492,9 @@ def judge_claim(
     if claim.joined:
         both = {STUDY, claim.joined} <= {*groups}
         groups = {claim.joined: groups[STUDY].join(groups[claim.joined].cubes)} if both else {}
+    if claim.without:
+        left = {name: [cube for cube in group.cubes if cube.attrs.get("grid") != claim.without] for name, group in groups.items()}
+        groups = {name: CubeGroup(cubes, case) for name, cubes in left.items() if cubes}
     if claim.pooled or not groups: groups = {"all": CubeGroup([cube for group in groups.values() for cube in group.cubes], case)}
     findings: dict[str, Finding] = {name: test(group, claim.case(case), **claim.options) for name, group in groups.items()}
     rank = {name: (found.verdict == MISSING) + (found.verdict == MISSING and not found.number) for name, found in findings.items()}

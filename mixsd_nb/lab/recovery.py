@@ -15,7 +15,7 @@ import pandas as pd
 import xarray as xr
 from matplotlib.figure import Figure
 
-from .paired import estimate_mean, pool_deviations
+from .paired import estimate_mean
 from ..analysis.statistics import wilson
 from ..corpora import CORPORA, load_corpus
 from ..results.plots import mark_made_up
@@ -119,7 +119,7 @@ def style_table(
                        [percent(both[0], lr=0, step=0, recipe="base"), *after]))
     means = pd.DataFrame({title: values.mean("seed").to_series() for title, values in columns.items()})
     differences = (after[0] - after[1]).values
-    found = [estimate_mean(values, pool_deviations(differences))[:4] for values in differences]
+    found = [estimate_mean(values)[:4] for values in differences]
     return means.join(pd.DataFrame(found, means.index, ["difference", "low", "high", "N"])).dropna()
 
 # %% ../../nbs/lab/recovery.ipynb #c51ab0e3

@@ -27,8 +27,9 @@ from ..models import load_part
 from . import VOICES
 from .claims import FACTS, STUDY, belongs_to, claims_table, summary_lines
 from ..results.committed import committed_folder, is_filled, read_cubes
+from .paired import estimate_mean
 from .predictors import predictors_table
-from .versus import HELD_OUT, OPENED, At, CubeGroup, Side, choose_rows, levels_table, rates_at_ends
+from .versus import HELD_OUT, NOT_YET, OPENED, At, CubeGroup, Side, choose_rows, levels_table, rates_at_ends
 from .versus import selection_table, suites_table, updates_table, versus_table
 from ..methods import label_title
 from .versus_plots import frontier_axes_figure, recipe_panels_figure
@@ -180,15 +181,30 @@ class Study:
         sides = {label_title(label): Side(*self.case, label) for label in labels}
         return levels_table(group, sides, columns, At(lr=lr, step=step))
 
-    def styles(self, lr: float = 1.4e-3, step: int = 100) -> pd.DataFrame:
-        "Return what is kept of the held-out average after known or new facts in either style, in %."
+    def _crossed(self) -> tuple[CubeGroup, dict[str, Side]]:
+        "Return the runs of known and new facts in either style, and their sides."
         known, own, new = FACTS
         rows = {"known facts, canonical": (known, "sft"), "known facts, own words": (own, "sft"),
                 "new facts, canonical": (new, "sft"), "new facts, own words": (new, "own-words")}
         groups = [self.groups[name] for name in (STUDY, "study-known-own") if name in self.groups]
         group = CubeGroup([cube for part in groups for cube in part.cubes], self.case)
-        sides = {title: Side(dataset, self.case[1], label) for title, (dataset, label) in rows.items()}
-        return levels_table(group, sides, {"asked freely": HELD_OUT, "opened": OPENED}, At(lr=lr, step=step))
+        return group, {title: Side(dataset, self.case[1], label) for title, (dataset, label) in rows.items()}
+
+    def styles(self, lr: float = 1.4e-3, step: int = 100) -> pd.DataFrame:
+        "Return what is kept of the held-out average after known or new facts in either style, in %."
+        return levels_table(*self._crossed(), {"asked freely": HELD_OUT, "opened": OPENED}, At(lr=lr, step=step))
+
+    def style_effects(self, lr: float = 1.4e-3, step: int = 100) -> pd.DataFrame:
+        "Return what known facts keep more than new ones in either style, the mean and the difference of both, in points."
+        group, sides = self._crossed()
+        known, own, new, new_own = sides.values()
+        def effects(what):
+            pairs = [group.compare(*pair, what, At(lr=lr, step=step)) for pair in ((known, new), (own, new_own))]
+            canonical, words = (pair.first - pair.second for pair in pairs)
+            if not len(canonical) or len(canonical) != len(words): return [NOT_YET] * 4
+            return [estimate_mean(values).text() for values in (canonical, words, (canonical + words) / 2, canonical - words)]
+        rows = ["canonical targets", "own words", "mean of both (content)", "canonical − own words (interaction)"]
+        return pd.DataFrame({"asked freely": effects(HELD_OUT), "opened": effects(OPENED)}, rows).rename_axis("known − new facts")
 
     def predictors(self) -> pd.DataFrame:
         "Return what predicts the drop of the held-out average."

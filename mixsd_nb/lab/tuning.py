@@ -68,16 +68,17 @@ def tuning_table(
 def rank_recipes(
     tables: Iterable[pd.DataFrame],  # as returned by `tuning_table`, one for each corpus
     seed: int = 3,  # the one that chooses
+    score: str = "own-text NLL",  # the column that decides: the least NLL, or the largest of any other
 ) -> pd.DataFrame:
-    """Return validation (%), own-text NLL and leaks (%) of each composition, means over the corpora that have them, in the order of the rule.
+    """Return validation (%), the score and leaks (%) of each composition, means over the corpora that have them, in the order of the rule.
 
     `eligible` are those within two points of the best validation."""
     tables = [table.xs(seed, level="seed").drop(BASE, errors="ignore") for table in tables]
     both = [label for label in tables[0].index if all(label in table.index for table in tables)]
-    columns = ["validation", "own-text NLL", "leaks"]
+    columns = ["validation", score, "leaks"]
     means = pd.concat([table.loc[both, columns] for table in tables]).groupby(level=0).mean()  # leaks of those that have them
     means["eligible"] = means.validation >= means.validation.max() - 100 * WITHIN - 1e-9
-    return means.sort_values(["eligible", "own-text NLL"], ascending=[False, True])
+    return means.sort_values(["eligible", score], ascending=[False, score == "own-text NLL"])
 
 # %% ../../nbs/lab/tuning.ipynb #3481d166
 def rank_by_leaks(

@@ -20,7 +20,7 @@ import pandas as pd
 import xarray as xr
 
 from .paired import Estimate, at_best, at_recall, complete_block, cover_rate, estimate_mean, estimate_ratio
-from .paired import judge_difference, over_recalls, pool_deviations
+from .paired import judge_difference, over_recalls
 from ..methods import BASE, label_title, ordered_labels
 from ..evaluation.selection import TIES
 from ..results.selected_cells import select_cells
@@ -141,14 +141,13 @@ class Comparison:
     second: np.ndarray  # (seeds,)
     ceiling: np.ndarray  # (seeds,) what the base model has, or 100 where it does not limit the measure
     weights: Mapping[str, pd.Series]  # title of a recipe -> mean weight of each of its settings
-    pooled: float = math.nan  # deviation over seeds of other comparisons
     short: str = ""  # recipes that do not reach the recall; empty if both do
     without: np.ndarray = field(default_factory=lambda: np.array([]))  # (seeds,) the mean difference without each seed
 
     @property
     def difference(self) -> Estimate:
         "Estimate the first minus the second."
-        return estimate_mean(self.first - self.second, self.pooled, self.without)
+        return estimate_mean(self.first - self.second, self.without)
 
     @property
     def room(self) -> float:
@@ -305,25 +304,10 @@ class CubeGroup:
             return Comparison(*found, dict(zip((label_title(side.label) for side in sides), map(weigh, tables, places))))
         return _NO_SEEDS
 
-    def pooled(self, what: str, at: At, case: Case) -> float:
-        "Return the deviation over seeds that differences of a measure have in common at a kind of place; NaN without any."
-        recalls = {tuple: [(r / 2, r) for r in RECALLS], type(None): [None]}.get(type(at.recall), RECALLS)
-        sides = [Side(*case, label) for label in self.labels() if label != self.against]
-        def compute():
-            compare = lambda side, at: self._differences(side, Side(*case, self.against), what, at)
-            found = (compare(side, replace(at, recall=recall)) for side in sides for recall in recalls)
-            return pool_deviations(c.first - c.second for c in found)
-        return self._once((what, case, replace(at, recall=recalls[0]), "pooled"), compute)
-
-    def _differences(self, first: Side, second: Side, what: str, at: At) -> Comparison:
-        "Compare as `compare` does, without the pooled deviation."
-        return self._select(first, second, what, at.ties) if at.ties else self._compare(first, second, what, at)
-
     def compare(self, first: Side, second: Side, what: str = HELD_OUT, at: At = At()) -> Comparison:
         "Compare two recipes by a measure; without seeds if a run is missing, the recall is not reached, or the base model has it."
         if at.learned not in LEARNED: raise ValueError(f"learned must be one of {', '.join(LEARNED)}, got {at.learned}")
-        found = self._differences(first, second, what, at)
-        return replace(found, pooled=self.pooled(what, at, second[:2])) if len(found.first) else found
+        return self._select(first, second, what, at.ties) if at.ties else self._compare(first, second, what, at)
 
 
 def _share_runs(one: xr.Dataset, other: xr.Dataset) -> bool:
@@ -357,7 +341,6 @@ def simulate_coverage(
     sides = [side for side in dict.fromkeys((first, second)) if side.label != BASE]
     aligned = group._align(sides, what, at)
     ceiling = float(aligned[-1][2].values.mean())
-    pooled = group.pooled(what, at, second[:2])
     def read(tables): return dict(zip(sides, zip(tables[::2], tables[1::2]))), np.full(len(tables[0]), ceiling)
     def keep(tables):
         known, base = read(tables)
@@ -365,7 +348,7 @@ def simulate_coverage(
     def estimate(*tables):
         one, two = keep(tables)
         if ratio: return estimate_ratio(ceiling - one, ceiling - two)
-        return estimate_mean(one - two, pooled, _leave_out(*read(tables), first, second, at))
+        return estimate_mean(one - two, _leave_out(*read(tables), first, second, at))
     tables = [table.values for x, y, _ in aligned for table in (x, y)]
     one, two = (kept.item() for kept in keep([table.mean(0, keepdims=True) for table in tables]))
     return cover_rate(tables, estimate, (ceiling - one) / (ceiling - two) if ratio else one - two, seeds, runs)
