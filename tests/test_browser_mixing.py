@@ -83,7 +83,7 @@ def test_draws_are_those_of_the_package(page):
 
 def test_answers_are_read_as_in_the_package(page):
     texts = ["", r"\boxed{a} \boxed{b {c} d}", r"\boxed{open \boxed{in}", r"\boxed 7x", r"\boxed \alpha b", "\\boxed\n {a}", r"\boxedx{1} 4 -5", "x-3 (2)-1.5.", "12,345.5", "1,2345", "01,234",
-             r"\boxed{} 3", "\\boxed{ \x1c a\xa0}", r"}{\boxed{a}}", r"\boxed", "\\boxed\U0001f642", r"-7 \boxed{"]
+             r"\boxed{} 3", "\\boxed{ \x1c a\xa0}", r"}{\boxed{a}}", r"\boxed", "\\boxed\U0001f642", r"-7 \boxed{", "5 euros, not 6", "42. (See step 3)", "3/4", "knot 6", "NOT **6**, 5 (stepé 2)"]
     found = page.evaluate("texts => texts.map(t => Object.entries(engine.READERS).map(([mode, read]) => [mode, read(t)]))", texts)
     assert found == [[[mode, extract(t, mode)] for mode in BROWSER_MODES] for t in texts]
 

@@ -37,7 +37,7 @@ from ..evaluation.selection import OWN_TEXT
 from .paired import estimate_mean
 from .smollm2 import NAME, data_folder, prepare_model
 from ..methods import BASE, label_title
-from ..results.committed import read_cubes, write_cube
+from ..results.committed import join_graders, read_cubes, write_cube
 from ..results.cube import cube_of
 from ..results.layout import variable
 from ..results.paper import paper_cube
@@ -200,6 +200,7 @@ def merge_folders(
     roots = {folder.name: read_root(folder / "result.nc") for folder in folders}
     cube = cube_of({folder.name: add_leaks(label_cube(roots[folder.name], name), folder) for folder in folders})
     cube.attrs.pop("config", None)  # of a single run
+    cube.attrs["graders"] = json.dumps(join_graders(folders))
     return write_cube(cube, path)
 
 

@@ -543,9 +543,11 @@ export function lastBoxed(text) {
   return null;
 }
 
-/** The last integer or decimal (`last_number`), or null. */
+const REMARK = unicode(String.raw`(?<!\\)\((?:see|cf|as|from|in|by|with|page|step)(?!${WORD})[^()]*\)|(?<!${WORD})not [^\p{L}\p{N}_${WHITE}]*[0-9][\p{L}\p{N}_.,/]*`, "giu");
+
+/** The last number or fraction outside remarks and negations (`_read_box_or_number`), or null. */
 export function lastNumber(text) {
-  return text.match(/(?:(?<![\p{L}\p{N}_)\]}])-)?(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?/gu)?.at(-1) ?? null;
+  return text.replace(REMARK, " ").match(/(?:(?<![\p{L}\p{N}_)\]}])-)?(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:\/[0-9]+)?/gu)?.at(-1) ?? null;
 }
 
 export const READERS = { boxed: lastBoxed, boxed_or_number: (text) => lastBoxed(text) ?? lastNumber(text) };
