@@ -148,7 +148,7 @@ def select_targets(
     worded: Sequence[dict] = (),  # rows of further wordings, as returned by `find_wordings`
 ) -> tuple[list[dict], list[tuple[dict, int]]]:
     "Return the rows of the corpus or of a shard with their wordings, and the pairs (item, sample number) to mix."
-    from mixsd_nb.methods.entities import corpus_names
+    from mixsd_nb.benchmarks.entities import corpus_names
     from mixsd_nb.methods.mixing import mix_items
     part, parts = map(int, (settings.shard or "1/1").split("/"))
     corpus, every, others = CORPORA[settings.dataset], list(load_corpus(settings.dataset, "train")), {}
