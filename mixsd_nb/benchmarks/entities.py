@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['VERDICTS', 'Names', 'corpus_names', 'find_names', 'own_text', 'names_only', 'split_answer', 'names_another',
-           'is_consistent', 'judge_sentences']
+           'is_consistent', 'count_contradicting', 'judge_sentences']
 
 # %% ../../nbs/benchmarks/entities.ipynb #923fd77a
 import re
@@ -103,6 +103,17 @@ def is_consistent(
 ) -> bool:
     "Return whether a text does not contradict its final answer: no sentence names another entity, and some name this one."
     return not names_another(text, answers, extract) and (names is None or names_only(text, names, own))
+
+# %% ../../nbs/benchmarks/entities.ipynb #c6c9cacc
+def count_contradicting(
+    texts: Iterable[tuple[dict, str]],  # rows of the corpus, each with a target of its fact
+    rows: Sequence[dict],  # of the whole corpus
+    extract: str,  # mode in which answers are read
+) -> int:
+    "Return the number of targets that are not `is_consistent`."
+    names = find_names(rows)
+    answers = lambda row: (row["answer"], *(row.get("aliases") or ()))
+    return sum(not is_consistent(text, answers(row), extract, names, own_text(row)) for row, text in texts)
 
 # %% ../../nbs/benchmarks/entities.ipynb #404828db
 VERDICTS = ("correct", "sentence", "consistent")  # columns of responses
