@@ -117,7 +117,7 @@ def share_responses(
     if found: write_atomically(journal, lambda path: path.write_text("".join(f"{json.dumps(r)}\n" for r in found.values())))
 
 # %% ../nbs/evaluate.ipynb #aabeec75
-MEASURES = ("accuracy", "low", "high", "n", "published", "readable")
+MEASURES = ("accuracy", "low", "high", "n", "published", "readable", "sentence", "consistent")
 
 
 def summarise(

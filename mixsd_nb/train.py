@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['run', 'TrainConfig', 'base_evaluation', 'base_responses', 'keep_dtype', 'target_mixing', 'mix_targets',
-           'mixed_targets', 'pause_training', 'fit', 'train', 'prepare_training']
+           'mixed_targets', 'pause_training', 'fit', 'train', 'regrade', 'prepare_training']
 
 # %% ../nbs/train.ipynb #2b3e3929
 import os
@@ -18,18 +18,20 @@ import xarray as xr
 
 from . import evaluate, generate
 from .benchmarks.evaluation import check_prompts, select_items
-from .corpora import CORPORA
+from .corpora import CORPORA, load_corpus
 from .evaluation.checkpoints import Evaluation, list_suite_steps, remove_unwanted, renew_candidates
 from .methods import update_count
 from .methods.fact_lengths import check_facts, check_subjects
-from .models import ENGINES, check_head, check_model_of_engine, check_process, stored_dtype
+from .models import ENGINES, check_head, check_model_of_engine, check_process, load_tokenizer, stored_dtype
 from .models.lab import warn_about_lab_values
 from .evaluation.selection import OWN_TEXT
 from .reports.finished import drop_cell, find_selection
 from .results.layout import summarise_training
+from .results.outcomes import verdict_variables
 from .results.read_results import read_root
-from .runs import (ParameterError, Run, Stage, in_notebook, is_locked, read_run_record, removed_steps,
-                           require_weights, run_function, trained_steps, write_json)
+from .runs import (ParameterError, Run, Stage, in_notebook, is_locked, read_run_record, read_table, removed_steps,
+                           require_weights, run_function, run_lock, trained_steps, write_json, write_result)
+from .runs.schema import RUN_DIMS, variable
 from .methods.settings import TrainingSettings
 
 # %% ../nbs/train.ipynb #a6373b69
@@ -220,12 +222,37 @@ def train(
     "Fit the method, evaluate every checkpoint, summarise the responses, and remove the weights that are not kept."
     fitted = fit(evaluation)
     evaluation.finish(fitted.checkpoints)
-    responses = {step: evaluation.table(step) for step in (0, *fitted.checkpoints)}
+    responses = {step: evaluation.graded(step) for step in (0, *fitted.checkpoints)}
     shares = evaluation.accuracy.to_pandas().T.to_dict() if evaluation.config.selection_items else None
     own_text = {step: evaluation.own_text_nll(step) for step in responses} if evaluation.config.own_text else {}
     result = summarise_training(evaluation.config, responses, fitted, shares, own_text)
     remove_unwanted(evaluation)
     return result
+
+# %% ../nbs/train.ipynb #70d9c6db
+def regrade(
+    folder: Path | str,  # of a finished training
+) -> Run:
+    "Add the verdicts on sentences and the outcomes of items to the result of a training, from its stored responses and targets."
+    from mixsd_nb.methods.fitting import contradicting_targets, trained_facts
+    run = Run(folder)
+    config = TrainConfig(**run.config)
+    if not run.finished: raise ParameterError(f"folder must be that of a finished training, got {run.name}")
+    base = Run(run.folder.parent / base_evaluation(config).folder.name).responses()
+    with run_lock(run.folder):
+        tree, evaluation = run.result, Evaluation(config, run, base)
+        root = tree.to_dataset()
+        rows = list(load_corpus(config.dataset, "train"))
+        kept = trained_facts(run) if config.has_rate else {row["id"] for row in rows}
+        responses = {int(step): evaluation.graded(int(step)) for step in root.step.values}
+        found = dict(verdict_variables(responses, root.benchmark.values.tolist(), kept).variables)
+        if (file := run.folder / "trained.parquet").is_file():
+            targets = read_table(file, ("id", "completion_ids"))
+            count = contradicting_targets(dict(zip(targets.id, targets.completion_ids)), rows, load_tokenizer(config.model), config.dataset)
+            found["targets_contradicting"] = variable("targets_contradicting", RUN_DIMS, np.full((1,) * len(RUN_DIMS), float(count)))
+        tree.dataset = root.assign(found)
+        write_result(tree, run.folder)
+    return config.open_run(run.folder)
 
 # %% ../nbs/train.ipynb #6b23ee53
 run = run_function(TrainConfig)

@@ -14,19 +14,19 @@ from .statistics import share_interval, sign_test, wilson
 # %% ../../nbs/analysis/scores.ipynb #44a11ae6
 def item_shares(
     responses: pd.DataFrame,
-    rule: str = "correct",  # column of the responses: correct for the strict rule, or published
+    rule: str = "correct",  # column of the responses: correct for the strict rule, published, sentence or consistent
 ) -> pd.Series:
-    "Return the share of correct samples by benchmark and item."
-    return responses.groupby(["benchmark", "item"], sort=False)[rule].mean()
+    "Return the share of samples with a verdict by benchmark and item; NaN where the verdict is missing."
+    return responses.groupby(["benchmark", "item"], sort=False)[rule].mean().astype(float)
 
 # %% ../../nbs/analysis/scores.ipynb #233aa5e2
 def count_correct(
     responses: pd.DataFrame,
-    rule: str = "correct",  # column of the responses: correct for the strict rule, or published
+    rule: str = "correct",  # as of `item_shares`
 ) -> dict[str, tuple[float, int]]:
     "Return correct items and all items by benchmark; an item with several samples counts by its share of correct ones."
     by_benchmark = item_shares(responses, rule).groupby("benchmark", sort=False)
-    return {name: (float(shares.sum()), len(shares)) for name, shares in by_benchmark}
+    return {name: (float(shares.sum(skipna=False)), len(shares)) for name, shares in by_benchmark}
 
 # %% ../../nbs/analysis/scores.ipynb #59dc54e2
 def item_variances(responses: pd.DataFrame) -> dict[str, float]:
@@ -35,16 +35,18 @@ def item_variances(responses: pd.DataFrame) -> dict[str, float]:
 
 # %% ../../nbs/analysis/scores.ipynb #3495caba
 def scores(responses: pd.DataFrame) -> pd.DataFrame:
-    """Return by benchmark `accuracy, low, high, n, samples, published, readable`.
+    """Return by benchmark `accuracy, low, high, n, samples, published, readable, sentence, consistent`.
 
-    `readable` is the share of responses in which an answer was found."""
+    `readable` is the share of responses in which an answer was found. The last two are NaN where they were not judged."""
     rows = {}
     for name, group in responses.groupby("benchmark", sort=False):
         shares, samples = item_shares(group).values, int(group["sample"].max()) + 1
         low, high = share_interval(shares, samples)
         rows[name] = dict(accuracy=shares.mean(), low=low, high=high, n=len(shares), samples=samples,
                           published=item_shares(group, "published").mean(),
-                          readable=group.extracted.notna().mean())
+                          readable=group.extracted.notna().mean(),
+                          **{rule: item_shares(group, rule).mean(skipna=False) if rule in group else float("nan")
+                             for rule in ("sentence", "consistent")})
     return pd.DataFrame(rows).T.astype(dict(n=int, samples=int)).rename_axis("benchmark")
 
 # %% ../../nbs/analysis/scores.ipynb #7758fa70

@@ -27,6 +27,7 @@ class Item:
     start: str = ""  # beginning of a program that the response continues
     entry: str = ""  # name of the function that the program defines
     subject: str = ""  # subject of the question, in a task with several subjects
+    statement: str = ""  # what else its fact says of itself, which a consistent reply may name
     aliases: tuple[str, ...] = ()  # further spellings of the answer that are accepted
 
     @property
@@ -72,6 +73,7 @@ class Suite:
     share: float = 1.0  # share of the requested number of items that is used
     fisher: int = 0  # number of reference examples for the Fisher
     opening: str = ""  # words with which every response is opened; the model continues them
+    names: str = ""  # function (suite, dataset) -> rows; a consistent reply names no other one of them; empty if it has none
     twin_of: str = ""  # benchmark whose items it asks; empty for its own items
     settings: tuple[str, ...] = ()  # parameters of an evaluation that only some benchmarks read: limit, data
     word: str = ""  # how the parameter `suite` names it, if not by its name
@@ -159,16 +161,17 @@ for _grading in [
 
 # %% ../../nbs/benchmarks/index.ipynb #f2e203fb
 SUITES = Registry("benchmark", "benchmarks:find_own", "a file or task that the parameter suite named")
+_FACTS = "benchmarks.in_domain:training_rows"
 
 
 def _in_domain(name, split, column="", groups=("in-domain",)):
     return Suite(name, column or name.capitalize(), "in-domain", "benchmarks.in_domain:split_items", split,
-                 column or name.capitalize(), groups, Sampling(max_new_tokens=0), published="corpus")
+                 column or name.capitalize(), groups, Sampling(max_new_tokens=0), published="corpus", names=_FACTS)
 
 
 def _varied(name, column, items, source, groups):
     return Suite(name, column, "in-domain", f"benchmarks.in_domain:{items}", source, column, groups,
-                 Sampling(max_new_tokens=0), published="corpus", version=1)
+                 Sampling(max_new_tokens=0), published="corpus", version=1, names=_FACTS)
 
 
 _CORE = ("lab", "paper", "in-domain")
@@ -198,7 +201,7 @@ _LAB = {_suite.name: SUITES.add(_suite) for _suite in [
     _lab("word-problems", "word_problems", "GSM8K", fisher=250),
     _lab("functions", "functions", "HumanEval", grading="harmless-tests", fisher=164),
     _lab("choice", "choice", "MMLU", grading="letter", published="first-line", fisher=285),
-    _lab("world", "world", "", "world"),
+    _lab("world", "world", "", "world", names="benchmarks.lab_tasks:world_rows"),
 ]}
 
 # %% ../../nbs/benchmarks/index.ipynb #e231af27
@@ -266,9 +269,9 @@ for _name in ("trivia-qa", "known-facts"): SUITES.add(open_twin(_REAL[_name], "T
 
 # %% ../../nbs/benchmarks/index.ipynb #cb51e077
 for _suite in [
-    Suite("recall-kept", "Recall of kept facts", "in-domain", "", "recall", published="corpus"),
+    Suite("recall-kept", "Recall of kept facts", "in-domain", "", "recall", published="corpus", names=_FACTS),
     Suite("validation", "Validation", "validation", "benchmarks.in_domain:validation_items", "validation",
-          sampling=Sampling(max_new_tokens=0), published="corpus"),
+          sampling=Sampling(max_new_tokens=0), published="corpus", names=_FACTS),
 ]: SUITES.add(_suite)
 
 # %% ../../nbs/benchmarks/index.ipynb #0ed106f1

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['RECORD_KEYS', 'RULES', 'EvalSettings', 'select_items', 'check_prompts', 'sampling_of', 'Asked', 'generate_suite',
-           'generate_responses', 'grade_records', 'generate_and_grade', 'evaluate_suite', 'SharedEngine',
-           'write_responses', 'specify']
+           'generate_responses', 'grade_records', 'generate_and_grade', 'add_verdicts', 'evaluate_suite',
+           'SharedEngine', 'write_responses', 'specify']
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #b0519fff
 import hashlib
@@ -24,6 +24,7 @@ from pydantic import Field, field_validator
 
 from . import (GRADINGS, SUITES, Item, Sampling, Selection, Suite, benchmark_names, expanded_suite,
                                  load_items, resolve_suite)
+from .entities import VERDICTS, judge_sentences
 from .harness import check_harness_options
 from .likelihood import score_choices
 from .sandbox import check_sandbox
@@ -278,22 +279,23 @@ def grade_records(
     dataset: str = "kgfact-small",  # injected corpus, which decides how the paper scores in-domain responses
     allow_unsandboxed: bool = False,
 ) -> pd.DataFrame:
-    """Return rows `item, sample, prompt, response, extracted, correct, finish_reason, error, published, answer`.
+    """Return rows `item, sample, prompt, response, extracted, correct, finish_reason, error, published, answer, sentence, consistent`.
 
-    `correct` is by the strict rule of the suite and `published` by the rule of the paper's scores. SandboxError as in
-    `grade`."""
+    `correct` is by the strict rule of the suite and `published` by the rule of the paper's scores; the last two are of
+    `judge_sentences`. SandboxError as in `grade`."""
     problems, responses = [items[r["item"]] for r in records], [r["response"] for r in records]
     rules = SUITES[suite].strict_grading(dataset), SUITES[suite].published_grading(dataset)
     found = {rule: _grade_each(problems, responses, rule, allow_unsandboxed) for rule in dict.fromkeys(rules)}
     verdicts, published = (_require_end(problems, found[rule], rule, records) for rule in rules)
     too_long = lambda r: r["finish_reason"] == "prompt_too_long"
     errors = ["prompt too long" if too_long(r) else v.error for r, v in zip(records, verdicts)]
-    return pd.DataFrame(dict(
+    table = pd.DataFrame(dict(
         item=[r["item"] for r in records], sample=[r["sample"] for r in records], prompt=[i.prompt for i in problems],
         response=responses, extracted=[v.extracted for v in verdicts], correct=[v.correct for v in verdicts],
         finish_reason=[r["finish_reason"] for r in records], error=errors,
         published=[v.correct for v in published],
         answer=[i.answer for i in problems]))
+    return judge_sentences(table, problems, suite, dataset)
 
 
 def generate_and_grade(
@@ -304,6 +306,23 @@ def generate_and_grade(
 ) -> pd.DataFrame:
     "Return the rows of `grade_records` for one benchmark."
     return evaluate_suite(engine, {suite: items}, **options).drop(columns="benchmark")
+
+# %% ../../nbs/benchmarks/evaluation.ipynb #d081e389
+def add_verdicts(
+    responses: pd.DataFrame,  # of several benchmarks
+    items: dict[str, dict[str, Item]],  # benchmark -> items by id
+    dataset: str,  # injected corpus
+) -> pd.DataFrame:
+    "Return responses with `sentence` and `consistent`, judged now if an earlier version stored them."
+    if {*VERDICTS} <= {*responses.columns}: return responses
+    def judge(name, part):
+        known = items.get(name, {})
+        if not {*part["item"]} <= {*known}: return part
+        return judge_sentences(part, [known[item] for item in part["item"]], name, dataset)
+    parts = [judge(name, part) for name, part in responses.groupby("benchmark", sort=False)]
+    table = pd.concat(parts).reindex(index=responses.index)
+    table.attrs = responses.attrs
+    return table
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #f8e0ec92
 def _grade_each(

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['PEOPLE', 'THINGS', 'PLOTS', 'FUNCTION_NAMES', 'SHAPES', 'PROBES', 'MEMORY_VOICE', 'RECORD_VOICE', 'is_reserved',
            'write_response', 'choose_phrase', 'explain_product', 'explain_remainder', 'arithmetic', 'solve_equation',
-           'equations', 'word_problems', 'write_unit_tests', 'functions', 'Voice', 'choice', 'world', 'draw_items',
-           'draw', 'lab_items', 'teach']
+           'equations', 'word_problems', 'write_unit_tests', 'functions', 'Voice', 'choice', 'world', 'world_rows',
+           'draw_items', 'draw', 'lab_items', 'teach']
 
 # %% ../../nbs/benchmarks/lab_tasks.ipynb #db29c642
 import hashlib
@@ -348,6 +348,11 @@ def world(rng: random.Random) -> Item:
     "Return a closed-book question about the memorised world."
     fact = rng.choice(WORLD)
     return Item(naive_prompt(fact.question), MEMORY_VOICE.write_reply(rng, fact, fact.target), fact.target)
+
+
+def world_rows(suite: Suite, dataset: str) -> list[dict]:
+    "Return subject and answer of every fact of the memorised world, of which a consistent reply names none but its own."
+    return [dict(subject=fact.source, answer=fact.target) for fact in WORLD]
 
 # %% ../../nbs/benchmarks/lab_tasks.ipynb #7a07bc59
 def draw_items(

@@ -20,7 +20,8 @@ import xarray as xr
 
 from ..analysis.scores import count_correct
 from ..benchmarks import SUITES, Item, Selection as ItemSelection, load_items
-from ..benchmarks.evaluation import SharedEngine, select_items, write_responses
+from ..benchmarks.entities import VERDICTS
+from ..benchmarks.evaluation import SharedEngine, add_verdicts, select_items, write_responses
 from .own_text import mean_nll, write_own_text
 from .selection import OWN_TEXT, SCORES, SELECTIONS, Selection, tabulate_scores
 from ..runs import (Run, checkpoint_folder, read_json, remove_states, remove_weights, removed_steps,
@@ -102,6 +103,11 @@ class Evaluation:
         state = (file.stat().st_ino, file.stat().st_mtime_ns) if file.exists() else None
         if self._tables.get(step, (None,))[0] != state or not state: self._tables[step] = state, self.run.responses(step)
         return self._tables[step][1]
+
+    def graded(self, step: int) -> pd.DataFrame:
+        "Return the responses of a step with all verdicts; those of an earlier version get the verdicts on their sentences now."
+        table = self.table(step)
+        return table if {*VERDICTS} <= {*table.columns} else add_verdicts(table, self.items, self.config.dataset)
 
     def holds(self, step: int, items: Questions) -> bool:
         "Return whether there are responses to these questions, and those that a benchmark's own runner returns."

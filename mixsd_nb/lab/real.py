@@ -40,11 +40,12 @@ from ..methods import BASE, label_title
 from ..results.committed import join_graders, read_cubes, write_cube
 from ..results.cube import cube_of
 from ..results.layout import variable
+from ..results.outcomes import paired_difference
 from ..results.paper import paper_cube
 from ..results.plots import draw_recipe_legend, figure_style, hollow_labels, mark_made_up, model_name, recipe_colour, recipe_marker, save_figure
 from ..results.read_results import read_root
 from ..results.selected_cells import collapse_runs
-from ..results.summary import last_steps, percent_column
+from ..results.summary import consistent_column, last_steps, percent_column
 from ..results.tradeoff import combine_intervals
 from ..runs import Run, project_root, runs_root, write_atomically
 from ..runs.command_line import CommandLine
@@ -236,6 +237,9 @@ def real_table(
     places = dict(rate=[f"{lr:g}" for _, lr in groups], seeds=[*map(len, groups.values())], update=[*map(name_steps, groups.values())])
     if "targets_kept" in cube: places["facts with a target"] = mean(lambda run: run.targets_kept.item())
     columns = [percent_column(SUITES[b].title, values("accuracy", b), values("n", b)) for b in names]
+    if "recall" in names:
+        shares = values("consistent", "recall") if "consistent" in cube else None
+        columns.insert(names.index("recall") + 1, consistent_column(shares, values("n", "recall")))
     nll = pd.Series(mean(lambda run: run.target_nll.item()), name="target NLL").round(2)
     if LEAKS in cube and cube[LEAKS].notnull().any():
         columns.append(pd.Series(mean(lambda run: 100 * run[LEAKS].item()), name="leaks").round(1))
@@ -325,15 +329,19 @@ CLAIMS = (
 # %% ../../nbs/lab/real.ipynb #d2312ffd
 def _measure(cube: xr.Dataset, run: xr.Dataset, what: str) -> tuple[float, float, float]:
     "Return what a claim compares, with the ends of its interval, which are the value itself where items are not sampled."
-    if what == "target_nll": return (run.target_nll.item(),) * 3
-    return mean_share(run, ["recall"] if what == "recall" else benchmarks_of(cube, what))
+    return (run.target_nll.item(),) * 3 if what == "target_nll" else mean_share(run, _compared(cube, what))
+
+
+def _compared(cube: xr.Dataset, what: str) -> list[str]: return ["recall"] if what == "recall" else benchmarks_of(cube, what)
 
 
 def _difference_here(cube: xr.Dataset, claim: Claim, pairs: list[tuple[xr.Dataset, xr.Dataset]]) -> str:
-    "Return the mean difference of the pairs, one for each seed; its interval is over seeds, or over items if there is one."
+    "Return the mean difference of the pairs, one for each seed; its interval is paired by item and seed, if the cube has items."
     both = [[_measure(cube, run, claim.here) for run in pair] for pair in pairs]
     value, low, high = combine_intervals([(1, *both[0][0]), (-1, *both[0][1])])
     if len(pairs) > 1: value, low, high = estimate_mean([one[0] - two[0] for one, two in both])[:3]
+    if paired := paired_difference(pairs, _compared(cube, claim.here) if claim.here != "target_nll" else []):
+        value, low, high = (100 * number for number in paired)
     if np.isnan(value): return ""
     if claim.here == "target_nll": return f"{value:+.2f} nats"
     return f"{value:+.1f} [{low:+.1f}, {high:+.1f}]"
@@ -375,7 +383,7 @@ def show_results(
     "Print the table and the claims of each cube, and write the figure of those that are not quick, else of all."
     for name, cube in cubes.items():
         print(f"\n{name}: accuracies (%) at the last checkpoint\n{real_table(cube).T.to_string()}")
-        print(f"\n{name}: differences in points [95 % interval over seeds, with one seed over items]\n{claims_table(cube).to_string(index=False)}")
+        print(f"\n{name}: differences in points [95 % interval over seeds, with one seed over items; paired by item where the cube has their outcomes]\n{claims_table(cube).to_string(index=False)}")
     whole = {name: cube for name, cube in cubes.items() if not name.startswith("real-quick-")}
     if cubes: print(save_figure(real_figure(whole or cubes), "real")[0])
 

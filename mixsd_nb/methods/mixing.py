@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SCHEDULES', 'VERIFY', 'PROBE', 'RECORD', 'coins', 'picks', 'mix_items', 'accepts', 'oracle_sequence', 'oracle_stream',
            'attempt_request', 'AttemptPlan', 'check_mixing', 'FormMissing', 'probe_request', 'probe_form', 'mix_stream',
-           'mix', 'mix_oracle', 'names_another']
+           'mix', 'mix_oracle']
 
 # %% ../../nbs/methods/mixing.ipynb #9bb4a31d
 import warnings
@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from ..benchmarks.answers import extract, gives_answer, same_answer, same_text
+from ..benchmarks.entities import Names, is_consistent, own_text
 from ..corpora.prompts import ANSWER_FORMS, BOX, encode_prompt, expert_prompt
-from .entities import Names, names_only, own_text
 from ..models.engine import Completion, Request, choose, keyed_uniform, make_completion, row_key, token_budget
 from ..runs import Journal
 
@@ -94,7 +94,7 @@ def accepts(
     same = partial(VERIFY[verify], values=item.get("values", True))
     if not gives_answer(text, answers, item["extract"], same, item.get("prompt", "")): return False
     if "names" not in item: return True
-    return not names_another(text, item["answer"], item["extract"]) and names_only(text, item["names"], item["own"])
+    return is_consistent(text, answers, item["extract"], item["names"], item["own"])
 
 # %% ../../nbs/methods/mixing.ipynb #590b2f1b
 @torch.inference_mode()
@@ -391,17 +391,3 @@ def mix(
 def mix_oracle(engine, items: list[dict], lam: float, **options) -> list[dict]:
     "Return the same as `mix`, computed by the oracle."
     return mix(engine, items, lam, stream=partial(oracle_stream, engine), **options)
-
-# %% ../../nbs/methods/mixing.ipynb #b10b5d75
-_MARKS = dict(line="\n", json="{")  # with which the final answer begins; else it is the box
-
-
-def names_another(
-    text: str,  # an accepted completion
-    answer: str,
-    extract: str = "boxed",  # mode in which the answer is read
-) -> bool:
-    """Return whether the answer is missing from the sentences before the final answer, because the naive conditional
-    named another entity."""
-    sentences, box, _ = text.rpartition(_MARKS.get(extract, r"\boxed"))
-    return bool(box and sentences.strip()) and answer not in sentences

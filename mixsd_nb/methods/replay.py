@@ -17,11 +17,11 @@ from pathlib import Path
 
 import torch
 
+from ..benchmarks.entities import corpus_names
 from ..benchmarks.lab_tasks import teach
 from ..corpora.prompts import encode_prompt
 from ..corpora.simpleqa import read_local
 from .distill import WHOLE_VOCABULARY, forward_kl, teacher_distributions
-from .entities import corpus_names
 from .fitting import MethodRun, trained_pairs
 from ..training.loss import Example, Modifier, Objective, nll
 from .supervised import Supervised

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['SCHEMA', 'REPLACED', 'SOURCES', 'MixSettings', 'mixing_options', 'select_targets', 'target_schema', 'mix_corpus',
            'join_shards', 'list_agreeing', 'keep_agreed', 'write_targets', 'read_targets', 'add_sources',
-           'count_sources', 'describe_source', 'describe_sources', 'count_unconfirmed', 'summarise_targets']
+           'count_sources', 'describe_source', 'describe_sources', 'describe_contradictions', 'count_unconfirmed',
+           'summarise_targets']
 
 # %% ../../nbs/methods/targets.ipynb #5fba3953
 import itertools
@@ -148,7 +149,7 @@ def select_targets(
     worded: Sequence[dict] = (),  # rows of further wordings, as returned by `find_wordings`
 ) -> tuple[list[dict], list[tuple[dict, int]]]:
     "Return the rows of the corpus or of a shard with their wordings, and the pairs (item, sample number) to mix."
-    from mixsd_nb.methods.entities import corpus_names
+    from mixsd_nb.benchmarks.entities import corpus_names
     from mixsd_nb.methods.mixing import mix_items
     part, parts = map(int, (settings.shard or "1/1").split("/"))
     corpus, every, others = CORPORA[settings.dataset], list(load_corpus(settings.dataset, "train")), {}
@@ -186,7 +187,7 @@ def _mix_missing(
 SCHEMA = pa.schema(dict(
     id=pa.string(), sample=pa.int64(), prompt_ids=pa.list_(pa.int64()), completion_ids=pa.list_(pa.int64()),
     naive_mask=pa.list_(pa.bool_()), accepted=pa.bool_(), attempts=pa.int64(), finish_reason=pa.string(),
-    names_another=pa.bool_()))
+    names_another=pa.bool_(), consistent=pa.bool_()))
 REPLACED = "own-words", "canonical"  # finish reasons of a target that no attempt gave
 
 
@@ -207,7 +208,7 @@ def _use_canonical(
     "Return the record with the canonical target in place of the mixed one."
     ids = encode_completion(tokenizer, row["target"])
     return record | dict(completion_ids=ids, naive_mask=[False] * len(ids), accepted=True, finish_reason="canonical",
-                         names_another=False, source="canonical")
+                         names_another=False, consistent=True, source="canonical")
 
 # %% ../../nbs/methods/targets.ipynb #2df3444d
 def _use_own_words(
@@ -251,7 +252,8 @@ def mix_corpus(
     targets: list[tuple[dict, int]],  # pairs (item, sample number)
 ) -> list[dict]:
     "Mix the targets of a corpus: records in the order of the corpus, with the columns of `target_schema`."
-    from mixsd_nb.methods.mixing import RECORD, AttemptPlan, FormMissing, names_another
+    from mixsd_nb.benchmarks.entities import find_names, is_consistent, names_another, own_text
+    from mixsd_nb.methods.mixing import RECORD, AttemptPlan, FormMissing
     s, items, rows = settings, {item["id"]: item for item, _ in targets}, {row["id"]: row for row in rows}
     plan = AttemptPlan(**s.keywords_of(AttemptPlan))
 
@@ -267,12 +269,15 @@ def mix_corpus(
         except FormMissing:
             (folder / "finished.jsonl").unlink()  # it has no accepted target, and the next call ends alike
             raise
-    records = []
+    names, records = find_names(list(load_corpus(s.dataset, "train"))), []
     for (item, _), record in zip(targets, _replace_discarded(s, engine, folder, found, rows), strict=True):
         text = engine.tokenizer.decode(record["completion_ids"], skip_special_tokens=True)
-        other = record["finish_reason"] != "canonical" and names_another(text, item["answer"], item["extract"])
+        written = record["finish_reason"] != "canonical"  # else it is right as it is
+        other = written and names_another(text, item["answer"], item["extract"])
+        answers, own = (item["answer"], *item["aliases"]), own_text(rows[record["id"]])
+        agrees = record["accepted"] and (not written or is_consistent(text, answers, item["extract"], names, own))
         source = record["finish_reason"] if record["finish_reason"] in REPLACED else "mixed"
-        records.append(record | dict(prompt_ids=item["naive_ids"], names_another=other, source=source,
+        records.append(record | dict(prompt_ids=item["naive_ids"], names_another=other, consistent=agrees, source=source,
                                  lam=plan.rate(record["attempts"] - 1), prompt=rows[record["id"]]["prompt"]))
     return records
 
@@ -315,11 +320,12 @@ def write_targets(records: list[dict], path: Path, schema: pa.Schema = SCHEMA) -
 # %% ../../nbs/methods/targets.ipynb #2dc73cae
 def read_targets(path: Path) -> list[dict]:
     "Return the targets in a Parquet file as plain records with the ids of items; DamagedFile for another form."
-    optional = ("lam", "source", "wording", "prompt")
+    optional = ("lam", "source", "wording", "prompt", "consistent")
     with explain_damage(path, COMPUTE_BOTH):
         table = pq.read_table(path)
-        records = table.select([*SCHEMA.names, *(name for name in optional if name in table.column_names)]).to_pylist()
-    return [r | dict(id=wording_id(r["id"], r.get("wording", 0))) for r in records]
+        records = table.select([*(name for name in SCHEMA.names if name not in optional), *(name for name in optional if name in table.column_names)]).to_pylist()
+    earlier = lambda r: dict(consistent=r["accepted"] and not r["names_another"])  # the nearest that an earlier version stored
+    return [earlier(r) | r | dict(id=wording_id(r["id"], r.get("wording", 0))) for r in records]
 
 # %% ../../nbs/methods/targets.ipynb #8b351715
 SOURCES = {"mixed": "mixed", "own-words": "in the model's own words", "canonical": "canonical", "": "without a target"}
@@ -361,6 +367,16 @@ def describe_sources(
         return f"{rows.n.sum()} {SOURCES[source]}" + (f" ({rates})" if rates else "")
     return f"Targets: {', '.join(piece(*group) for group in counts.groupby('source', sort=False))}."
 
+# %% ../../nbs/methods/targets.ipynb #ef5eca0d
+def describe_contradictions(
+    table: pd.DataFrame,  # of targets
+) -> str:
+    "Return a sentence with the number of accepted targets whose sentences contradict their final answer."
+    kept = table[table.accepted & ~table.finish_reason.isin(REPLACED)]
+    wrong = ~kept.consistent.astype(bool) if "consistent" in kept else kept.names_another  # all that an earlier version stored
+    return (f"Of {len(kept)} accepted targets that were mixed, {wrong.sum()} contradict themselves: the sentences name another entity, or not "
+            "the answer.")
+
 # %% ../../nbs/methods/targets.ipynb #15cc0685
 def _measure_agreement(
     engine,
@@ -386,7 +402,8 @@ def _count_targets(records: list[dict]) -> dict[str, tuple]:
                 tokens=(mean([len(r["completion_ids"]) for r in kept]), "mean tokens of an accepted target"),
                 naive_share=(mean([n for r in kept for n in r["naive_mask"]]),
                              "share of naive tokens in accepted targets"),
-                names_another=(sum(r["names_another"] for r in kept), "accepted targets that name another entity"))
+                names_another=(sum(r["names_another"] for r in kept), "accepted targets that name another entity"),
+                contradicting=(sum(not r["consistent"] for r in kept), "accepted targets whose sentences contradict their final answer"))
 
 # %% ../../nbs/methods/targets.ipynb #0c596738
 def _count_by_attempt(records, max_attempts) -> xr.Dataset:

@@ -11,6 +11,8 @@ import shutil
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
+
 from ..corpora import load_corpus
 from ..models import load_part, load_tokenizer, stored_dtype
 from ..models.chat import origin_model
@@ -77,8 +79,10 @@ def export_model(
         try:
             unfinished.mkdir(parents=True)
             _save_model(source, run.base, unfinished)
+            trained = getattr(run, "trained", run).root  # of an injection its training
             card = write_card(origin_model(run.base), run.config["dataset"], run.label, step, run.config, run.scores(step), prompt,
-                              name or folder.name, run.name, oldest_release(unfinished))
+                              name or folder.name, run.name, oldest_release(unfinished),
+                              float(np.squeeze(trained.get("targets_contradicting", np.nan))))
             card.save(unfinished / "README.md")
             if folder.exists(): folder.rmdir()
             unfinished.rename(folder)

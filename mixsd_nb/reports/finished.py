@@ -22,7 +22,7 @@ from ..corpora.stored import read_records
 from ..evaluation.selection import Selection, tabulate_scores
 from ..methods.translation import TranslatedRun
 from ..methods import BASE, label_title
-from ..methods.targets import add_sources, count_sources, describe_sources
+from ..methods.targets import add_sources, count_sources, describe_contradictions, describe_sources
 from ..models import load_base
 from .dialogue import reply
 from ..results.plain_text import draw_legend, plain_text
@@ -38,12 +38,18 @@ def drop_cell(root: xr.Dataset) -> xr.Dataset:
 def tabulate(
     root: xr.Dataset,  # of a result
 ) -> pd.DataFrame:
-    "Return the numbers of a result as a table: accuracies along training in percent, with the number of items N."
+    """Return the numbers of a result as a table: accuracies along training in percent, with the number of items N.
+
+    The share of consistent replies to recall follows that of right ones, if the result has it."""
     cell = drop_cell(root)
     if not cell.sizes: return cell.to_pandas().rename("value").to_frame()
     if not {"accuracy", "step"} <= {*cell.variables}: return cell.to_dataframe()
     shares = (100 * cell.accuracy).T.to_pandas().round(1)
-    return shares.rename(columns="step {}".format).rename_axis(columns=None).assign(N=cell.n.max("step").to_pandas())
+    table = shares.rename(columns="step {}".format).rename_axis(columns=None).assign(N=cell.n.max("step").to_pandas())
+    if "consistent" not in cell or "recall" not in table.index: return table
+    consistent = (100 * cell.consistent.sel(benchmark="recall")).to_pandas().round(1).rename("step {}".format)
+    row = pd.DataFrame({"recall, consistent": {**consistent, "N": table.N["recall"]}}).T.astype(table.dtypes)
+    return pd.concat([table[:"recall"], row, table["recall":].iloc[1:]]).rename_axis("benchmark")
 
 # %% ../../nbs/reports/finished.ipynb #6494ebeb
 def _draw_steps(ax, cell: xr.Dataset) -> None:
@@ -125,8 +131,8 @@ class TargetsRun(FinishedRun):
         return count_sources(self._targets_with_sources())
 
     def summary(self):
-        "Return the summary of a `Run`: what the targets were made from."
-        return [describe_sources(self._targets_with_sources())]
+        "Return the summary of a `Run`: what the targets were made from, and how many contradict themselves."
+        return [describe_sources(self._targets_with_sources()), describe_contradictions(self.targets)]
 
     def _targets_with_sources(self): return add_sources(self.targets, self.config["lam"])
 

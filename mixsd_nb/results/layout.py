@@ -15,6 +15,7 @@ import xarray as xr
 from ..analysis.scores import count_correct, item_variances
 from ..benchmarks import SUITES
 from ..methods import label_coordinates, parse_label
+from .outcomes import select_responses, verdict_variables
 from ..runs.schema import CELL_DIMS, CURVE_VARIABLES, DIMS, RUN_DIMS, TARGET_VARIABLES
 from ..runs.schema import benchmark_coords, reported_values, reported_versions, run_coords, variable
 
@@ -97,7 +98,7 @@ def count_by_benchmark(
 ) -> dict[str, tuple[float, int]]:
     "Return for each benchmark the number of correct items and of all items; `recall-kept` follows `recall`."
     counts = count_correct(responses, rule)
-    kept_recall = responses[(responses.benchmark == "recall") & responses.item.isin(kept)][rule]
+    kept_recall = select_responses(responses, "recall-kept", kept)[rule]
     return {"recall": counts.pop("recall"), "recall-kept": (int(kept_recall.sum()), len(kept_recall)), **counts}
 
 # %% ../../nbs/results/layout.ipynb #98a4839e
@@ -108,7 +109,7 @@ def summarise_training(
     selecting: dict[int, dict[str, float]] | None = None,  # as of `result_tree`
     own_text: dict[int, float] | None = None,  # step -> mean NLL of own text; none if it was not measured
 ) -> xr.DataTree:
-    "Return the result of a training, with counts for every step."
+    "Return the result of a training, with counts and the outcome of every item for every step."
     counts, published = ({step: count_by_benchmark(table, fitted.kept, rule) for step, table in responses.items()}
                          for rule in ("correct", "published"))
     reports = {step: table.attrs.get("reports", {}) for step, table in responses.items()}
@@ -117,8 +118,10 @@ def summarise_training(
     versions = {name: version for step in counts for name, version in reported_versions(reports[step]).items()}
     benchmarks = {name: dict(column=SUITES[name].column, role=SUITES[name].role, samples=SUITES[name].sampling.samples)
                   | versions.get(name, {}) for name in names}
-    return result_tree(dataset=config.dataset, model=config.model, recipe=config.label, lr=config.rate, seed=config.seed,
+    tree = result_tree(dataset=config.dataset, model=config.model, recipe=config.label, lr=config.rate, seed=config.seed,
                        accuracy=counts, published=published, benchmarks=benchmarks, reports=reports,
                        variance={step: item_variances(table) for step, table in responses.items()},
                        config=config.canonical(), targets=fitted.targets, training=fitted.curves or None, selecting=selecting,
                        own_text=own_text)
+    tree.dataset = tree.to_dataset().assign(verdict_variables(responses, [*names], fitted.kept))
+    return tree

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
+from .outcomes import mask_outcomes, unmask_outcomes
 from ..runs.schema import DIMS
 
 # %% ../../nbs/results/merge.ipynb #baae658a
@@ -88,7 +89,7 @@ def merge_roots(
 
     Where roots contradict each other, the first one counts, with a warning. ValueError for a dimension
     without labels, and for a variable whose dimensions differ."""
-    if not ordered: roots = order_roots(roots)
+    roots = {folder: mask_outcomes(root) for folder, root in (roots if ordered else order_roots(roots)).items()}
     for folder, root in roots.items():
         for dim in set(root.dims) - set(root.indexes): raise ValueError(f"{folder} has no labels along {dim}")
     indexes = {dim: join_labels(roots.values(), dim) for dim in list_dimensions(roots.values())}
@@ -105,4 +106,4 @@ def merge_roots(
     variables = {name: fill_variable(by_folder, places, sizes, name) for name, by_folder in by_name.items()}
     coords |= {name: v for name, v in variables.items() if name in auxiliary}
     data = {name: v for name, v in variables.items() if name not in auxiliary}
-    return xr.Dataset(data, coords, common_attrs(root.attrs for root in roots.values()))
+    return unmask_outcomes(xr.Dataset(data, coords, common_attrs(root.attrs for root in roots.values())))

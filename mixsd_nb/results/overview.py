@@ -131,7 +131,8 @@ def find_examples(
 
     ValueError if no row has a mixed completion that was accepted, names no other entity and differs from both
     conditionals' own."""
-    from mixsd_nb.methods.mixing import mix, mix_items, names_another
+    from mixsd_nb.benchmarks.entities import names_another
+    from mixsd_nb.methods.mixing import mix, mix_items
     items = mix_items(engine.tokenizer, rows, corpus.expert, corpus.extract, corpus.values)
 
     def write(part, share): return mix(engine, part, share, temperature=corpus.temperature)

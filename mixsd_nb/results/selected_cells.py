@@ -11,7 +11,7 @@ import xarray as xr
 
 from ..evaluation.selection import TIES, select_checkpoints
 from ..methods import BASE, ordered_labels
-from ..runs.schema import CELL_DIMS, RUN_DIMS
+from ..runs.schema import CELL_DIMS, ITEM_VARIABLES, RUN_DIMS
 from .summary import average_drop, held_out_average, score_by
 
 # %% ../../nbs/results/selected_cells.ipynb #878604bb
@@ -35,8 +35,8 @@ def collapse_runs(
 ) -> xr.Dataset:
     """Return the cube without `lr`, `seed` and `step`, with `average` and `average_drop`: means over the cells of the mask.
 
-    A variable that depends on none of the three stays as it is."""
-    axes, means, cube = ("lr", "seed", "step"), {}, score_by(cube, rule)
+    A variable that depends on none of the three stays as it is; outcomes of items have no mean."""
+    axes, means, cube = ("lr", "seed", "step"), {}, score_by(cube, rule).drop_vars(ITEM_VARIABLES, errors="ignore")
     cube = cube.assign(average=held_out_average(cube), average_drop=average_drop(cube))
     for name, values in cube.data_vars.items():
         selected = values

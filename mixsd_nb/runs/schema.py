@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['RUN_DIMS', 'CELL_DIMS', 'DIMS', 'RECIPE_NAMES', 'RECIPE_COORDS', 'BENCHMARK_COORDS', 'TARGET_VARIABLES',
-           'CURVE_VARIABLES', 'VARIABLE_ATTRS', 'variable', 'recipe_coords', 'run_coords', 'benchmark_coords',
-           'reported_versions', 'reported_values']
+           'ITEM_VARIABLES', 'CURVE_VARIABLES', 'VARIABLE_ATTRS', 'variable', 'recipe_coords', 'run_coords',
+           'benchmark_coords', 'reported_versions', 'reported_values']
 
 # %% ../../nbs/runs/schema.ipynb #44df3c07
 import difflib
@@ -23,7 +23,8 @@ DIMS = (*CELL_DIMS, "benchmark")  # of an accuracy
 RECIPE_NAMES = ("method", "anchor", "gate")  # auxiliary coordinates along `recipe`: the names of its parts
 RECIPE_COORDS = (*RECIPE_NAMES, "lam", "rollouts", "temperature")  # all of them
 BENCHMARK_COORDS = ("column", "role", "samples")  # auxiliary coordinates along `benchmark`
-TARGET_VARIABLES = ("target_nll", "targets_kept", "targets_asked", "target_tokens")  # about a run's targets
+TARGET_VARIABLES = ("target_nll", "targets_kept", "targets_asked", "target_tokens", "targets_contradicting")  # about a run's targets
+ITEM_VARIABLES = ("outcomes", "questions")  # the outcome of every item, as bits, and a digest of the items
 CURVE_VARIABLES = ("loss", "learning_rate", "grad_norm")  # of training, over `update`
 
 # %% ../../nbs/runs/schema.ipynb #b9cecda0
@@ -53,6 +54,12 @@ VARIABLE_ATTRS: dict[str, tuple[str, str]] = dict(  # name -> long_name, units
     published=("share of responses that are correct by the rule of the paper's scores", "1"),
     variance=("variance of the items' shares of correct samples", "1"),
     selecting=("share of correct responses to the questions that select a checkpoint", "1"),
+    sentence=("share of responses whose sentences outside the final answer name the right one", "1"),
+    consistent=("share of responses that are correct and do not contradict themselves", "1"),
+    verdict=("verdict on a response: correct, sentence or consistent", "1"),
+    byte=("number of a byte of eight outcomes", "1"),
+    outcomes=("verdicts on the responses, eight in a byte, in the order of item and sample", "1"),
+    questions=("digest of the questions in this order, NaN if no outcomes are stored", "1"),
     readable=("share of responses in which an answer was found", "1"),
     n=("number of items, targets or responses that are counted", "1"),
     own_text_nll=("mean NLL of text that the base model wrote", "nats per token"),
@@ -64,6 +71,7 @@ VARIABLE_ATTRS: dict[str, tuple[str, str]] = dict(  # name -> long_name, units
     targets_kept=("facts with a target to train on", "1"),
     targets_asked=("facts of the corpus", "1"),
     target_tokens=("mean number of tokens in a target", "1"),
+    targets_contradicting=("targets whose sentences contradict their final answer", "1"),
     update=("number of the update, counted from 1", "1"),
     loss=("training loss", "nats per token"),
     learning_rate=("learning rate", "1"),

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 
 from ..benchmarks.answers import extract
+from ..benchmarks.entities import names_another
 from ..corpora.prompts import encode_canonical
-from ..methods.mixing import AttemptPlan, coins, mix_stream, names_another
+from ..methods.mixing import AttemptPlan, coins, mix_stream
 from ..models import load_engine
 from ..models.engine import row_key
 from ..models.lab import SIZES
