@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['run', 'MEASURES', 'AXES', 'FisherConfig', 'tabulate_base', 'tabulate_checkpoints', 'base_fisher', 'fisher_file',
            'run_displacement', 'measure_all_runs', 'layer_ratio', 'checkpoint_points', 'correlations',
-           'forgetting_figure', 'last_step_table', 'part_table', 'diagonal_fisher', 'displacement']
+           'forgetting_figure', 'last_step_table', 'part_table']
 
 # %% ../nbs/fisher.ipynb #ae7d9293
 from pathlib import Path
@@ -18,15 +18,12 @@ from pydantic import Field, field_validator
 from tqdm.auto import tqdm
 
 from .analysis.training_run import TrainingAnalysis, find_checkpoints, keeps_weights, open_training_run
-from .analysis.curvature import (PARTS, SUMS, add_alignment_ratio, displacement, open_tensors, tensor_sums,
-                                         total_sums)
-from .analysis.estimation import FISHER, estimate_fisher, reference_pairs
+from .analysis.curvature import PARTS, SUMS, add_alignment_ratio, open_tensors, tensor_sums, total_sums
 from .analysis.statistics import pearson
 from .benchmarks import SUITES, suite_groups
 from .benchmarks.tasks import SOURCES, benchmarks_folder, task_files
 from .methods import label_title, parse_label
 from .models import load_part
-from .models.gradients import diagonal_fisher
 from .models.identity import ModelName, model_label
 from .results.cube import agreeing_runs
 from .results.plots import mark_made_up, recipe_colour
@@ -34,7 +31,6 @@ from .runs.schema import CELL_DIMS, RUN_DIMS, variable
 from .results.summary import held_out_average
 from .runs import Journal, Seed, module_of, run_function, runtime_field
 
-_all_ = ["diagonal_fisher", "displacement"]
 
 # %% ../nbs/fisher.ipynb #2650c7c2
 class FisherConfig(TrainingAnalysis):
@@ -132,6 +128,7 @@ def base_fisher(
     folder: Path,  # of the run
 ) -> xr.DataTree:
     "Estimate the Fisher of the base model. Groups: the root, `reference` for the examples, `per_layer` and `per_kind`."
+    from mixsd_nb.analysis.estimation import FISHER, estimate_fisher, reference_pairs
     pairs = reference_pairs(config.model, config.reference, config.seed, limit=config.limit, data=config.data)
     estimate_fisher([pair for group in pairs.values() for pair in group], folder, **config.keywords_of(estimate_fisher))
     fisher = {name: read() for name, read in open_tensors(folder / FISHER).items()}
@@ -148,6 +145,7 @@ def base_fisher(
 # %% ../nbs/fisher.ipynb #526f9ddc
 def fisher_file(config: FisherConfig) -> Path:
     "Return the file with the Fisher of the base model, which is estimated first if the file does not exist."
+    from mixsd_nb.analysis.estimation import FISHER
     return config.model_copy(update=dict(trained="")).run().folder / FISHER
 
 # %% ../nbs/fisher.ipynb #f1535a63
