@@ -11,7 +11,7 @@ from helpers import small_model
 from safetensors.torch import load_file, save_file
 
 from mixsd_nb import fisher
-from mixsd_nb.analysis import curvature, estimation
+from mixsd_nb.analysis import estimation
 from mixsd_nb.analysis.curvature import tensor_sums
 from mixsd_nb.analysis.divergence import reference_prompts
 from mixsd_nb.benchmarks import suite_groups
@@ -171,20 +171,20 @@ def test_the_head_with_the_largest_vocabulary_is_taken_in_slices(model, monkeypa
     "However the vocabulary is cut, also where the context of an example is longer than one portion of logits."
     base = load_base(model)[0]
     pairs = [(list(range(3, 20)), list(range(30, 430)))]
-    whole = gradients.diagonal_fisher(base, pairs)
+    whole = fisher.diagonal_fisher(base, pairs)
     monkeypatch.setattr(gradients, "SLICE", 100)
-    for name, cut in gradients.diagonal_fisher(base, pairs).items():
+    for name, cut in fisher.diagonal_fisher(base, pairs).items():
         assert (cut - whole[name]).norm() <= 1e-6 * whole[name].norm()
 
 
 def test_a_file_of_another_model_is_refused(model, tmp_path):
     base, untied = load_base(model)[0], load_base("lab-s")[0]
-    weights = gradients.diagonal_fisher(base, [([5, 6], [7])])
+    weights = fisher.diagonal_fisher(base, [([5, 6], [7])])
     with pytest.raises(ValueError, match="tuned must have the tensors of the Fisher; it has model.layers.2.input_layernorm.weight besides"):
-        curvature.displacement(base, untied, weights)
+        fisher.displacement(base, untied, weights)
     save_file({**load_file(f"{model}/model.safetensors"), "extra.weight": torch.ones(3)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="tuned must have the tensors of the Fisher; it has extra.weight besides"):
-        curvature.displacement(base, tmp_path / "model.safetensors", weights)
+        fisher.displacement(base, tmp_path / "model.safetensors", weights)
 
 
 def test_sums_over_weights_use_the_gpu_that_the_job_holds(monkeypatch):
