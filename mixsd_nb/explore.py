@@ -12,10 +12,8 @@ import sys
 import tempfile
 import types
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import ipywidgets as widgets
-from IPython.display import HTML, display
 from pydantic import Field, field_validator
 
 from .cluster.grid import find_notebook
@@ -23,8 +21,8 @@ from .corpora import CORPUS_OPTIONS, CorpusName, CorpusOptions, CorpusSettings
 from .models import check_model
 from .runs import check_runs_folder, find_stage, make_config, notebook_config, runs_root
 from .runs.command_line import CommandLine, read_texts
-from .views import Explorer
-from .views.mixing import render_fallback
+
+if TYPE_CHECKING: from ipywidgets import VBox  # the help of this command needs no widgets
 
 # %% ../nbs/explore.ipynb #b58fdb10
 class ExploreConfig(CorpusSettings):
@@ -61,8 +59,12 @@ def make_quick_runs(
 # %% ../nbs/explore.ipynb #54267979
 def explore(
     **parameters,  # of ExploreConfig
-) -> widgets.VBox:
+) -> "VBox":
     "Return the widget with all views. ParameterError as in `make_config`."
+    from IPython.display import HTML, display
+
+    from mixsd_nb.views import Explorer
+    from mixsd_nb.views.mixing import render_fallback
     config = make_config(ExploreConfig, **parameters)
     quick = [sys.executable, "-c", "from mixsd_nb.explore import make_quick_runs; make_quick_runs()"]
     app = Explorer(quick, folder=config.runs, dataset=config.dataset, model=config.model, where=config.where)

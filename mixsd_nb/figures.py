@@ -8,9 +8,8 @@ __all__ = ['main', 'FiguresConfig', 'find_run', 'analysis_figures', 'run', 'draw
 # %% ../nbs/figures.ipynb #c13c45dc
 import warnings
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from matplotlib.figure import Figure
 from pydantic import Field, field_validator
 
 from . import errors, nll
@@ -18,13 +17,14 @@ from .corpora import CORPUS_OPTIONS, CorpusOptions, CorpusSettings, check_corpus
 from .corpora.stored import is_source
 from .methods.translation import TranslatedRun
 from .models.identity import model_label
-from .results.gallery import Source, load_sources, name_suffix, run_figures, save_pictures, select_part
-from .results.gallery import shared_figures, source_sheet
-from .results.summary import summary_table
-from .results.tables import list_tables
 from .runs import (ParameterError, Run, Stage, describe_parameters, make_config, project_root,
                            runs_root)
 from .runs.command_line import CommandLine
+
+if TYPE_CHECKING:  # imported where they draw: the help of this command needs no Matplotlib
+    from matplotlib.figure import Figure
+
+    from mixsd_nb.results.gallery import Source
 
 # %% ../nbs/figures.ipynb #aceaac55
 class FiguresConfig(CorpusSettings):
@@ -60,7 +60,7 @@ def find_run(
     return [found] if found.finished else []
 
 # %% ../nbs/figures.ipynb #25589255
-def analysis_figures(config: FiguresConfig) -> dict[str, Figure]:
+def analysis_figures(config: FiguresConfig) -> "dict[str, Figure]":
     """Draw, by name, the CDFs of the targets' NLL and the categories of errors, as far as nll and errors have
     finished runs.
 
@@ -81,6 +81,7 @@ def analysis_figures(config: FiguresConfig) -> dict[str, Figure]:
 # %% ../nbs/figures.ipynb #00cba87e
 def _select_runs(config, cube):
     "Return the part of our runs to draw; ParameterError that lists the available values if no run matches."
+    from mixsd_nb.results.gallery import select_part
     try: return select_part(cube, config.dataset, config.model, config.lr)
     except ValueError as e: raise ParameterError(str(e)) from None
 
@@ -88,10 +89,13 @@ def _select_runs(config, cube):
 @describe_parameters(FiguresConfig)
 def run(
     **parameters,  # of FiguresConfig
-) -> dict[str, Source]:
+) -> "dict[str, Source]":
     """Draw all figures and tables, and print our table and the files that were written.
 
     Returns the sources by name, each with its whole cube and with the numbers that tables show."""
+    from mixsd_nb.results.gallery import load_sources, name_suffix, run_figures, save_pictures, shared_figures, source_sheet
+    from mixsd_nb.results.summary import summary_table
+    from mixsd_nb.results.tables import list_tables
     config, default = make_config(FiguresConfig, **parameters), FiguresConfig()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)

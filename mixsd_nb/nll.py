@@ -27,7 +27,6 @@ from .methods.fact_lengths import check_facts
 from .models import ENGINES, check_engine, check_model, check_model_of_engine, check_options_of_engine, load_tokenizer
 from .models.identity import MODEL_OPTIONS, ModelName, ModelOptions, model_label
 from .results.merge import merge_roots
-from .results.overview import CONDITIONALS
 from .results.plots import corpus_name, mark_made_up, recipe_colour
 from .runs.schema import recipe_coords, variable
 from .runs import (TARGET_COLUMNS, Stage, find_runs, module_of, read_config, read_table, run_function,
@@ -329,6 +328,7 @@ def source_figure(
     size = 2.4 + 3.2 * cube.sizes["model"], 3.2
     fig, axes = plt.subplots(1, cube.sizes["model"], figsize=size, sharey=True, squeeze=False, layout="constrained")
     series = {"all tokens": (cube.share_above.sel(part="all"), "black")}
+    from mixsd_nb.results.overview import CONDITIONALS
     by_source = {source: cube.source_share_above.sel(source=source) for source, _ in CONDITIONALS.values()}
     series |= {f"from the {source}": (by_source[source], colour) for source, colour in CONDITIONALS.values()}
     for ax, model in zip(axes[0], cube.model.values):

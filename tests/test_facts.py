@@ -1,5 +1,6 @@
 "Facts from a user's file: every mistake is a sentence with its line, and the content alone decides what a corpus is."
 
+import ast
 import json
 import math
 import re
@@ -77,7 +78,7 @@ BROKEN = {
     "no Parquet": ("a.parquet", b"PAR1", {}, [": "]),
     "empty file": ("a.jsonl", "", {}, [", line 1: the file has no rows"]),
     "no such file": ("a.jsonl", None, {}, [": there is no such file"]),
-    "other kind of file": ("a.pdf", "Who? Ana", {}, [": the file must end in .jsonl"]),
+    "other kind of file": ("a.pdf", "Who? Ana", {}, [": facts are read from .jsonl, .json, .csv, .tsv, .parquet, and `mixsd inject` also reads documents"]),
     "document": ("a.txt", "Who? Ana", {}, [" is a document and not a file of facts; `mixsd facts "]),
     "mapping of a column that is not there": ("a.jsonl", more(question="Who?", answer="Otto"), dict(columns=dict(question="Frage")), [", line 1: there is no column Frage", ", line 1: there is no column question"]),
     "fact longer than the context": ("a.jsonl", more(question="Who wrote " + "the long letter and " * 600 + "that book?", answer="Otto"), {}, [", line 3: the fact has "]),
@@ -97,6 +98,7 @@ OPTIONS = {
     "other type": (dict(augment="all"), "dataset_options[augment] must be a whole number, got 'all'"),
     "unknown place of the passage": (dict(context="after"), "context must be one of beside, instead, got after"),
     "no mapping": ("box", "dataset_options must be a mapping, got box"),
+    "quotes of Python": ("{'strict': False}", "dataset_options must be JSON, with double quotes around names and texts, got {'strict': False}"),
 }
 
 
@@ -119,7 +121,7 @@ def test_messages_say_what_to_do(data, own_runs, tiny, capsys):
     "Other names of columns and a misspelt file are what newcomers meet first."
     file = data("meine.jsonl", lines(dict(Frage="Who?", Antwort="Ana")))
     said = refuse(capsys, own_runs, tiny, dataset=file)
-    assert len(said) == 2 and all('dataset_options={"columns": {"question": "…"' in line for line in said)
+    assert len(said) == 1 and said[0].endswith('if these are meant, write dataset_options={"columns": {"question": "Frage", "answer": "Antwort"}}')
     assert refuse(capsys, own_runs, tiny, dataset=file.replace("meine", "meien")) == [f"{file.replace('meine', 'meien')}: there is no such file; did you mean meine.jsonl?"]
 
 
@@ -171,8 +173,8 @@ def test_a_question_that_names_its_answer_can_be_taken(question, answer, data, o
     "The sentence says how."
     path = data("a.jsonl", lines(*GOOD, dict(question=question, answer=answer)))
     with pytest.raises(ValueError) as caught: check_corpus(path)
-    assert str(caught.value) == f'{path}, line 3: the answer {answer} is in the question, which gives it away; dataset_options={{"giveaways": true}} keeps it'
-    name = check_corpus(path, json.loads(str(caught.value).split("dataset_options=")[1].removesuffix(" keeps it")))
+    assert str(caught.value) == f'{path}, line 3: the answer {answer} is in the question, which gives it away; dataset_options={{"giveaways": True}} keeps it'
+    name = check_corpus(path, ast.literal_eval(str(caught.value).split("dataset_options=")[1].removesuffix(" keeps it")))
     assert load_corpus(name, "train")["answer"][2] == answer
     with pytest.raises(ValueError, match=r"dataset_options\[giveaways\] must be true or false, got 'many'"): check_corpus(path, dict(giveaways="many"))
 
@@ -255,7 +257,7 @@ def test_real_facts_are_read(name, facts, problems, paraphrases, real):
     "What real files have wrong: questions and wordings that contain their answer, wordings asked twice, an answer of two lines."
     path = str(real / "facts" / f"{name}.jsonl")
     with pytest.raises(TableError) as error: read_facts(path)
-    assert len(error.value.problems) == problems and str(error.value).endswith('more problems; dataset_options={"strict": false} leaves out what has a problem') == (problems > SHOWN)
+    assert len(error.value.problems) == problems and str(error.value).endswith('more problems; dataset_options={"strict": False} leaves out what has a problem') == (problems > SHOWN)
     found = read_facts(path, strict=False)
     assert len(found.facts) == len({fact["id"] for fact in found.facts}) == facts
     assert [int(re.search(r": (\d+) paraphrases", notice)[1]) for notice in found.notices if "paraphrases are left" in notice] == [paraphrases] * (paraphrases > 0)

@@ -57,7 +57,8 @@ def test_the_run_holds_scores_facts_and_the_model(injected):
     assert run.best_step in (1, 2) and run.checkpoint() == run.trained.checkpoint(run.best_step)
     assert len(run.responses(0)) == len(run.responses()) == 4 + 3 + 4 + 1
     assert list(run.scores()) == ["n", "before", "after", "low", "high"] and len(run.plot().axes) == 2
-    assert run.chat("Who?", max_new_tokens=2) == open_run(run.name).chat("Who?", max_new_tokens=2)
+    found, = find_runs(stage="inject")
+    assert type(found) is InjectRun and found.chat("Who?", max_new_tokens=2) == run.chat("Who?", max_new_tokens=2) == open_run(run.name).chat("Who?", max_new_tokens=2)
     assert run.result["facts"].fact_outcome.values.tolist() == ["not learned"] * 4
 
 

@@ -1,6 +1,7 @@
 "What a run gives back: its table, picture, checkpoints, responses, a conversation, and an exported model with a card, which can be pushed to the hub."
 
 import base64
+import io
 import json
 import re
 import threading
@@ -14,6 +15,7 @@ import yaml
 from helpers import small_model
 
 from mixsd_nb import evaluate, train
+from mixsd_nb.console.chat import main as chat
 from mixsd_nb.models import load_base
 from mixsd_nb.reports.dialogue import ask, newest_runs
 from mixsd_nb.reports.export import export_model, main, push_folder
@@ -75,6 +77,21 @@ def test_ask_puts_replies_side_by_side(runs):
     assert replies[trained.title] == trained.chat("What is <b>?", max_new_tokens=3)
     assert replies._repr_html_().count("<pre") == 2 and "&lt;b&gt;" in replies._repr_html_() and "[tiny]" in repr(replies)
     assert list(ask("What?", "lab-s", trained, max_new_tokens=3)) == ["lab-s", trained.title]
+
+
+def test_the_shell_chats_with_a_run(runs, monkeypatch, capsys):
+    "A question is answered alone; lines of the input are answered until an empty one, with the model before if that is asked for."
+    trained, digits = runs[0], runs[0].name.rpartition("-")[2]
+    assert chat(digits, "Who is it?", "--max-new-tokens", "3") == 0
+    assert capsys.readouterr().out == trained.chat("Who is it?", max_new_tokens=3) + "\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO("Who?\nWhere?\n\nWhen?\n"))
+    monkeypatch.setenv("COLUMNS", "203")
+    assert chat(str(trained.path), "--both", "--max-new-tokens", "3", "--temperature", "1", "--seed", "2") == 0
+    said = [[cell.strip() for cell in line.split(" | ")] for line in capsys.readouterr().out.splitlines() if " | " in line]
+    assert [row for row in said if "tiny" in row[0]] == 2 * [["tiny", f"tiny, update {trained.best_step}"]]
+    options = dict(max_new_tokens=3, temperature=1.0, seed=2)
+    words = lambda texts: " ".join(" ".join(texts).split())
+    for k in (0, 1): assert words(row[k] for row in said if "tiny" not in row[0]) == words(trained.chat(q, (0, None)[k], **options) for q in ("Who?", "Where?"))
 
 
 def test_jupyter_shows_a_run_with_links(runs, monkeypatch):

@@ -321,7 +321,7 @@ def test_what_is_wrong_in_every_row_is_one_sentence(tmp_path):
 def test_a_long_list_of_problems_is_cut_with_their_number(tmp_path):
     write(tmp_path / "f.jsonl", lines(FACT, *[dict(question=f"Who {k}?") for k in range(6000)]))
     said = problems(read_facts, tmp_path / "f.jsonl")
-    assert len(said) == SHOWN + 1 and said[0] == "f.jsonl, line 2: answer is missing" and said[-1] == f'… and {6000 - SHOWN} more problems; dataset_options={{"strict": false}} leaves out what has a problem'
+    assert len(said) == SHOWN + 1 and said[0] == "f.jsonl, line 2: answer is missing" and said[-1] == f'… and {6000 - SHOWN} more problems; dataset_options={{"strict": False}} leaves out what has a problem'
     with pytest.raises(TableError) as caught: read_facts(str(tmp_path / "f.jsonl"))
     assert len(caught.value.problems) == 6000 and answers(str(tmp_path / "f.jsonl"), strict=False) == ["Mira"]
 

@@ -11,17 +11,18 @@ import functools
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
-import torch
-from safetensors import safe_open
 
 from ..models import model_source
 from ..runs import RESTORE, explain_damage
 
+if TYPE_CHECKING: import torch  # imported where it computes: the help of a stage needs no torch
+
 # %% ../../nbs/analysis/curvature.ipynb #a7000015
-Tensors = Mapping[str, Callable[[], torch.Tensor]]  # name of a tensor -> function that reads it
+Tensors = Mapping[str, Callable[[], "torch.Tensor"]]  # name of a tensor -> function that reads it
 SUMS = ("displacement_sq", "fisher_weighted", "fisher_trace", "parameters")
 
 
@@ -29,7 +30,7 @@ def open_tensors(
     source,  # a loaded model, tensors by name, a safetensors file, a model folder or the name of a model
 ) -> Tensors:
     "Return a reader of each tensor by its name; ValueError for a folder without readable safetensors files."
-    if isinstance(source, torch.nn.Module): source = dict(source.named_parameters())
+    if hasattr(source, "named_parameters"): source = dict(source.named_parameters())
     if isinstance(source, Mapping): return {name: (lambda t=t: t.detach()) for name, t in source.items()}
     if Path(source).is_file(): files = [Path(source)]
     else:
@@ -44,6 +45,7 @@ def open_tensors(
 
 
 def _open_file(file: Path):
+    from safetensors import safe_open
     with explain_damage(file, RESTORE): return safe_open(file, "pt")
 
 
@@ -54,6 +56,7 @@ def _check_same_tensors(
     paths: str,  # of the files, for the message
 ) -> None:
     "Raise ValueError if the Fisher belongs to another architecture."
+    import torch
     for name in fisher:
         if name not in tensors: raise ValueError(f"{what} must have the tensors of the Fisher; it lacks {name}{paths}")
     embeddings = [name for name in fisher if name.endswith("weight") and "embed" in name]
@@ -73,6 +76,7 @@ def tensor_sums(
 
     A GPU computes them if there is one, because a job that estimates the Fisher holds it anyway.
     ValueError if the three do not have the same tensors with the same shapes."""
+    import torch
     sources = {"base": base, "tuned": tuned, "the Fisher": fisher}
     named = [f"{what} is {source}" for what, source in sources.items() if isinstance(source, (str, Path))]
     paths = f" ({', '.join(named)})" if named else ""

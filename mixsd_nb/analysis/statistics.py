@@ -9,7 +9,6 @@ __all__ = ['Z', 'FEWEST_RUNS', 'wilson', 'mean_interval', 'share_interval', 'sig
 # %% ../../nbs/analysis/statistics.ipynb #a5000003
 import numpy as np
 import pandas as pd
-import scipy
 import xarray as xr
 
 # %% ../../nbs/analysis/statistics.ipynb #a5000005
@@ -45,6 +44,7 @@ def share_interval(
 ) -> tuple[float, float]:
     "Return the 95% interval of the mean share: Wilson's if samples are single or items agree, else by bootstrap."
     if samples == 1 or np.ptp(shares) == 0: return tuple(map(float, wilson(shares.sum(), len(shares))))
+    import scipy  # not by the help of a command
     resampled = scipy.stats.bootstrap((shares,), np.mean, n_resamples=draws, batch=100, method="percentile", rng=0)
     return tuple(map(float, resampled.confidence_interval))
 
@@ -58,6 +58,7 @@ def sign_test(
     The test is exact (McNemar) if all differences are -1, 0 or 1; else it draws random signs."""
     nonzero = difference[difference != 0]
     if not len(nonzero): return 1.0
+    import scipy
     if np.all(np.abs(nonzero) == 1): return float(scipy.stats.binomtest((nonzero > 0).sum(), len(nonzero)).pvalue)
     rng = np.random.default_rng(0)
     sums = np.array([rng.choice((-1.0, 1.0), len(nonzero)) @ nonzero for _ in range(draws)])

@@ -353,7 +353,8 @@ def benchmark_names(
 
 def _explain_suite(suite: str, word: str, known: list[str]) -> str:
     listed = ", ".join([*known, *(form.example for form in FORMS.values())])
-    return f"suite must be, with commas between them, among {listed}, got {suite}{suggest(word, known)}"
+    if near := suggest(word, known): return f"suite must name benchmarks, got {suite}{near}"
+    return f"suite must be, with commas between them, among {listed}, got {suite}"
 
 # %% ../../nbs/benchmarks/index.ipynb #d4e95a08
 def resolve_suite(suite: str) -> str:
@@ -406,5 +407,7 @@ def load_items(
         items = load_object(suite.items)(suite, selection)
         if items is not None: found[name] = items
         elif not isinstance(names, dict) or names[name]:
-            raise ValueError(f"suite must name benchmarks of {selection.dataset}, got {name}, which it does not have")
+            own = ", ".join(load_object("benchmarks.in_domain:own_tests")(selection.dataset))
+            hint = f"; your own tests are {own}" if own else ""
+            raise ValueError(f"suite must name benchmarks of {selection.dataset}, got {name}, which it does not have{hint}")
     return found

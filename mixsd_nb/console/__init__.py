@@ -23,6 +23,7 @@ class Command:
     name: str
     title: str  # what it does, a line of help for all commands that have it
     main: str = ""  # `module:name` of its `CommandLine`; empty for that of the module or the stage of this name
+    instead_of: tuple[str, ...] = ()  # words that people type for it
 
 
 COMMANDS = Registry("command")
@@ -31,8 +32,10 @@ _TEACH = "teach a model a file of facts or a handbook, and report what it forgot
 _GRID = "run a grid of any stage, here or on Slurm; plan says first whether it fits and how long it takes"
 _COPY = "write a trained model as a Hugging Face folder, or copy the notebooks of the stages"
 for _command in [
-    Command("inject", _TEACH),
+    Command("inject", _TEACH, instead_of=("teach", "learn", "finetune")),
     Command("facts", _TEACH),
+    Command("chat", "ask the model that a run taught, next to the model before if you like", "mixsd_nb.console.chat:main",
+            ("ask", "talk", "say", "prompt")),
     *(Command(name, "compute one stage, as in `mixsd train --lam 0.3,0.5`")
       for name in ("train", "generate", "evaluate", "nll", "forgetting", "fisher", "errors")),
     Command("sweep", _GRID),
@@ -63,6 +66,8 @@ def find_command(name: str) -> CommandLine:
     main = getattr(import_module(spec.name), "main", None) if spec else None
     if isinstance(main, CommandLine): return main
     with contextlib.suppress(ParameterError): return CommandLine(name, run_stage, find_stage(name))
+    meant = next((command.name for command in COMMANDS.values() if name in command.instead_of), None)
+    if meant: raise ParameterError(f"{name} is no command; did you mean {meant}?")
     try: COMMANDS.check(name)
     except ValueError as e: raise ParameterError(str(e)) from None
 

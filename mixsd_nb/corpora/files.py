@@ -19,8 +19,9 @@ from .passages import READERS
 from .prompts import boxed, naive_prompt, target
 from .rewording import reword_rows
 from .simpleqa import hash_text, hub_or_cache
-from ..runs import (FileRow, FilledText, Row, Table, TableError, Text, Texts, add_arrow, is_table_file,
+from ..runs import (TABLE_SUFFIXES, FileRow, FilledText, Row, Table, TableError, Text, Texts, add_arrow, is_table_file,
                            parse_rows, quote_error, read_raw, read_rows)
+from ..runs.spelling import spell
 
 # %% ../../nbs/corpora/files.ipynb #feb7c9eb
 def answer_problem(answer: str) -> str:
@@ -110,8 +111,10 @@ def _drop_paraphrases(facts: list[Fact], giveaways: bool) -> list[str]:
     return lost
 
 
-_OTHER_NAMES = '; dataset_options={"columns": {"question": "…", "answer": "…"}} says which are meant'
-_GIVEAWAY = ', which gives it away; dataset_options={"giveaways": true} keeps it'
+def _explain_columns(missing: list[str], others: list[str]) -> str:
+    "Return what to write if other columns are meant, in their order; empty without any."
+    columns = dict(zip(missing, others))
+    return f"; if these are meant, write {spell(dataset_options=dict(columns=columns))}" if columns else ""
 
 
 def parse_facts(
@@ -121,12 +124,13 @@ def parse_facts(
     lost: list[str] | None = None,  # gets paraphrases that are left out; None if they are problems
 ) -> list[tuple[Row, Fact]]:
     "Return each row of a file of facts with its fact; problems are noted in the table."
-    facts = parse_rows(table, Fact, columns, _OTHER_NAMES)
+    facts = parse_rows(table, Fact, columns, _explain_columns)
     if lost is not None: lost += _drop_paraphrases([fact for _, fact in facts], giveaways)
+    keep = spell(dataset_options=dict(giveaways=True))
     for row, fact in [] if giveaways else facts:
         places = {"the question": fact.question} | {f"the paraphrase {text}": text for text in fact.paraphrases}
         for place, text in places.items():
-            if gives_away(text, fact.answer): table.report(f"the answer {fact.answer} is in {place}{_GIVEAWAY}", row)
+            if gives_away(text, fact.answer): table.report(f"the answer {fact.answer} is in {place}, which gives it away; {keep} keeps it", row)
     _check_repeats(table, facts)
     return facts
 
@@ -222,7 +226,10 @@ def open_table(
     path = Path(name).expanduser()
     if path.suffix.lower() in READERS:
         raise TableError([f"{name} is a document and not a file of facts; `mixsd facts {name} -o facts.jsonl` writes facts about it"])
-    if is_table_file(name) or path.is_file(): return read_rows(path)
+    if path.is_file() and not is_table_file(name):
+        raise TableError([f"{name}: facts are read from {', '.join(TABLE_SUFFIXES)}, and `mixsd inject` also reads documents "
+                          "(.md, .html, .txt); save a spreadsheet as CSV, and export anything else as text"])
+    if is_table_file(name): return read_rows(path)
     source, config, named = split_name(name)
     rows = _load_dataset(source, config, named or split)
     table = Table(":".join(filter(None, [source, config, named or split])), "row")
@@ -253,9 +260,6 @@ def _sound(
                     f"is {table.problems[0]}"]
 
 
-_ADVICE = '; dataset_options={"strict": false} leaves out what has a problem'
-
-
 def read_facts(
     name: str,  # a file, a folder that `datasets` saved, or a hub id
     *,
@@ -275,7 +279,8 @@ def read_facts(
         there = {own: theirs for own, theirs in columns.items() if theirs in tests.columns}
         parsed.append((tests, parse_tests(tests, there)))
     problems = [problem for source, _ in parsed for problem in source.problems]
-    if strict and problems: raise TableError(problems, _ADVICE)
+    advice = f"; {spell(dataset_options=dict(strict=False))} leaves out what has a problem"
+    if strict and problems: raise TableError(problems, advice)
     (facts, notices), (own_tests, more) = [_sound(*part) for part in parsed] + [([], [])] * (not test)
     places = {fact["id"]: f"{table.path}, {table.unit} {row.line}" for row, fact in facts}
     if lost: more = [*more, f"{table.path}: {len(lost)} paraphrases are left out, because they are asked elsewhere or contain the "

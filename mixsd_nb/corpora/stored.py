@@ -21,7 +21,7 @@ from typing import Any
 from . import CORPORA, Corpus, Schedule
 from .files import is_data_name, make_splits, read_facts, split_name
 from .prompts import ANSWER_FORMS, BOX
-from ..runs import digest_rows, load_object, match_options, read_json, runs_root, write_json
+from ..runs import describe_mapping, digest_rows, load_object, match_options, read_json, runs_root, write_json
 
 # %% ../../nbs/corpora/stored.ipynb #d5738a55
 FORM_OPTIONS = ("instruction", "extract", "values")
@@ -191,7 +191,7 @@ def open_corpus(
     over.
 
     ValueError for an unknown name or option; for a file one for each mistake in it."""
-    if not isinstance(options, Mapping): raise ValueError(f"dataset_options must be a mapping, got {options}")
+    if not isinstance(options, Mapping): raise ValueError(f"dataset_options must be {describe_mapping(options)}, got {options}")
     base, own, reading = name, dict(options), {}
     is_file = is_source(name)
     if is_file or "facts" in (record := _origin(name)):

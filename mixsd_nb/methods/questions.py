@@ -24,7 +24,6 @@ from ..corpora.files import answer_problem, gives_away
 from ..corpora.passages import Passage, split_sentences
 from ..corpora.prompts import encode_prompt
 from ..corpora.simpleqa import hash_text
-from ..models.engine import Request, row_key
 from ..runs import Journal, Registry, load_object
 
 # %% ../../nbs/methods/questions.ipynb #661e545d
@@ -87,7 +86,9 @@ for _form in [
 ]: QUESTION_FORMS.add(_form)
 
 # %% ../../nbs/methods/questions.ipynb #2e5f6e21
-def _draw(seed: int, *parts) -> random.Random: return random.Random(row_key("question", seed, *parts))
+def _draw(seed: int, *parts) -> random.Random:
+    from mixsd_nb.models.engine import row_key
+    return random.Random(row_key("question", seed, *parts))
 
 
 def _excerpt(passage: Passage, start: int) -> str:
@@ -229,6 +230,7 @@ class Questioner:
         return encode_prompt(self.engine.tokenizer, roles) + begun
 
     def _write(self, missing, ids, is_drawn, limit, progress):
+        from mixsd_nb.models.engine import Request, row_key
         queue = deque(Request((ids[key],), row_key("facts", self.seed, key, draw), tag=(key, draw)) for key, draw, _ in missing)
         options = dict(temperature=self.temperature if is_drawn else 0.0, max_new_tokens=limit)
         stream = self.engine.stream(queue, **options) if queue else []

@@ -29,7 +29,9 @@ def _model_kind(name: str, field: str = "model") -> str:
     if name in SIZES: return "lab"
     if (Path(name) / "config.json").is_file(): return "folder"
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) and ".." not in name: return "hub"
-    near = nearest(name, SIZES)
+    path, near = Path(name), nearest(name, SIZES)
+    if path.is_dir(): near = "the folder has no config.json"
+    elif name.startswith((".", "~")) or path.is_absolute(): near = "there is no such folder"
     hint = f"; {near}" if near else ""
     raise ValueError(f"{field} must be {', '.join(SIZES)}, a model folder or a hub id owner/name, got {name}{hint}")
 

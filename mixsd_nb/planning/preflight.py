@@ -23,7 +23,6 @@ from ..corpora import CORPORA, load_corpus
 from ..corpora.stored import fact_places
 from ..methods import all_parts
 from ..models import ENGINES, load_tokenizer
-from ..models.engine import stop_ids
 from ..models.geometry import read_shape
 from ..runs.presets import preset_values
 from ..runs import Stage, check_locks, quote_failure, runs_root
@@ -48,6 +47,7 @@ def _describe_model(name: str) -> str:
 
     from mixsd_nb.corpora.prompts import turn_end
     from mixsd_nb.models import model_source
+    from mixsd_nb.models.engine import stop_ids
     tokenizer, shape = load_tokenizer(name), read_shape(name)
     try: generation = GenerationConfig.from_pretrained(model_source(name))
     except OSError: generation = GenerationConfig()

@@ -14,8 +14,7 @@ from ..corpora.prompts import BOX_REQUEST, encode_prompt, naive_prompt
 from ..methods import BASE, label_family, ordered_labels
 from ..models import load_engine
 from ..models.identity import model_label
-from ..results.read_results import read_root
-from ..runs import Run, find_runs, open_run, runs_root
+from ..runs import Run, find_runs, runs_root
 
 # %% ../../nbs/reports/dialogue.ipynb #eb3ecafb
 @functools.lru_cache(maxsize=4)
@@ -78,9 +77,9 @@ def newest_runs(
         raise FileNotFoundError(f"there is no training run in {root or runs_root()}; `mixsd inject` makes one")
     by_time = sorted(trained, key=lambda run: (run.folder / "result.nc").stat().st_mtime)
     same = lambda run: all(run.config[name] == by_time[-1].config[name] for name in ("dataset", "model"))
-    labels = {run: read_root(run.folder / "result.nc").recipe.item() for run in by_time if same(run)}
-    newest = {label: run for run, label in {label_family(label): (run, label) for run, label in labels.items()}.values()}
-    return [open_run(newest[label].folder) for label in ordered_labels(newest)]
+    families = {label_family(run.label): run for run in by_time if same(run)}
+    newest = {run.label: run for run in families.values()}
+    return [newest[label] for label in ordered_labels(newest)]
 
 # %% ../../nbs/reports/dialogue.ipynb #50c95f5c
 def ask(

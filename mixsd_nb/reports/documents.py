@@ -14,7 +14,7 @@ import pandas as pd
 
 from ..methods.questions import QUESTION_FORMS, REASONS
 from .finished import FinishedRun
-from ..runs import find_runs, open_run, read_table
+from ..runs import find_runs, read_table
 
 # %% ../../nbs/reports/documents.ipynb #a5482ffa
 KEPT = "kept"  # in place of the empty reason
@@ -81,7 +81,7 @@ def find_questions(
     contexts: set[str],  # of the facts of a corpus
 ) -> FactsRun | None:
     "Return the newest finished run of `mixsd facts` whose passages are those of the facts; None if there is none."
-    runs = [open_run(run.folder) for run in find_runs(stage="facts")] if contexts else []
+    runs = find_runs(stage="facts") if contexts else []
     fits = [run for run in runs if contexts <= {*run.passages.context}]
     return max(fits, key=lambda run: (run.folder / "result.nc").stat().st_mtime, default=None)
 

@@ -14,14 +14,10 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib.pyplot as plt
 import numpy as np
-import seaborn as sns
 import xarray as xr
-from matplotlib.colors import to_hex, to_rgb
-from matplotlib.figure import Figure
 
 from ..corpora import CORPORA
 from ..methods import BASE, Recipe, label_title, ordered_labels, parse_label, recipe_label
@@ -29,11 +25,16 @@ from .demo import is_made_up
 from .plain_text import plain_text
 from ..runs import project_root, write_atomically
 
+if TYPE_CHECKING:  # imported where they draw: the help of a stage needs neither Matplotlib nor seaborn
+    from matplotlib.figure import Figure
+
 # %% ../../nbs/results/plots.ipynb #2d3ff473
 def _method_colour(recipe: Recipe, settings: Mapping[str, float]) -> str:
     "Return the colour of the method of a recipe: that of its label, or along its ramp."
     method, label = recipe.method, recipe_label(Recipe(recipe.method), **settings)
     if label in method.colours or not method.ramp: return method.colours.get(label, method.colour)
+    import seaborn as sns
+    from matplotlib.colors import to_hex
     ramp = sns.color_palette(f"blend:{','.join(method.ramp)}", as_cmap=True)
     return to_hex(ramp(settings[method.label_settings[0]] / method.ramp_end))
 
@@ -42,6 +43,7 @@ def contrast(
     colour: Any,  # as matplotlib names it
 ) -> float:
     "Return the contrast of a colour with a white page as WCAG defines it, from 1 to 21."
+    from matplotlib.colors import to_rgb
     rgb = np.array(to_rgb(colour))
     return 1.05 / (np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4) @ [0.2126, 0.7152, 0.0722] + 0.05)
 
@@ -56,6 +58,7 @@ def recipe_colour(
     recipe, settings = parse_label(label)
     own = _method_colour(recipe, settings)
     if not recipe.is_composed: return own
+    from matplotlib.colors import to_hex, to_rgb
     others = np.mean([to_rgb(part.colour) for part in recipe.parts[1:]], axis=0)
     mixed = METHOD_SHARE * np.array(to_rgb(own)) + (1 - METHOD_SHARE) * others
     while contrast(to_hex(mixed)) < 3: mixed = 0.98 * mixed
@@ -136,12 +139,13 @@ def ramp_labels(
 @contextlib.contextmanager
 def figure_style() -> Iterator[None]:
     "Set the style of all figures: ticks, a light grid, and the text sizes of a notebook."
+    import seaborn as sns
     grid = {"axes.grid": True, "grid.color": "0.9"}
     with sns.plotting_context("notebook"), sns.axes_style("ticks", grid), plain_text(): yield
 
 # %% ../../nbs/results/plots.ipynb #8cee744b
 def draw_recipe_legend(
-    fig: Figure,
+    fig: "Figure",
     labels: list[str],  # along `recipe`
     title: str = "",
     *,
@@ -150,10 +154,11 @@ def draw_recipe_legend(
     hollow: Collection[str] = (),  # labels, as returned by `hollow_labels`
 ) -> None:
     "Draw a legend outside the panels, below them if a title is long: marker and colour of a recipe, and the base as a dash."
+    from matplotlib.lines import Line2D
     trained = [m for m in ordered_labels(labels) if m != BASE]
-    dots = {m: plt.Line2D([], [], ls=line, lw=1.6, marker=recipe_marker(m), color=recipe_colour(m)) for m in trained}
+    dots = {m: Line2D([], [], ls=line, lw=1.6, marker=recipe_marker(m), color=recipe_colour(m)) for m in trained}
     for m in hollow: dots[m].set_markerfacecolor("white")
-    if BASE in labels: dots[BASE] = plt.Line2D([], [], ls="--", lw=1.2, color=recipe_colour(BASE))
+    if BASE in labels: dots[BASE] = Line2D([], [], ls="--", lw=1.2, color=recipe_colour(BASE))
     words = [label_title(m) + (remarks or {}).get(m, "") for m in dots]
     place = "lower left" if max(map(len, words), default=0) > 60 else "right upper"
     fig.legend(dots.values(), words, loc=f"outside {place}", frameon=False, title=title, alignment="left")
@@ -168,7 +173,7 @@ def stretch_recall(ax) -> None:
 
 # %% ../../nbs/results/plots.ipynb #c2af5ec1
 def draw_watermark(
-    fig: Figure,
+    fig: "Figure",
     whose: str = "",  # models whose data are made up, if the figure shows real data too
 ) -> None:
     "Write `made-up data` into the title of a figure and across it."
@@ -184,7 +189,7 @@ def list_parts(source) -> list:
     return [part for s in source for part in list_parts(s)] if isinstance(source, (list, tuple)) else [source]
 
 # %% ../../nbs/results/plots.ipynb #8a69aa61
-def mark_made_up(draw: Callable[..., Figure]) -> Callable[..., Figure]:
+def mark_made_up(draw: "Callable[..., Figure]") -> "Callable[..., Figure]":
     """Decorate a function that draws a figure: the figure has a watermark if an argument is made up.
 
     If it gets other cubes too, its title names the models whose numbers are made up."""
@@ -202,7 +207,7 @@ def mark_made_up(draw: Callable[..., Figure]) -> Callable[..., Figure]:
 
 # %% ../../nbs/results/plots.ipynb #041c4703
 def save_figure(
-    fig: Figure,
+    fig: "Figure",
     name: str,  # without a suffix; it may contain a folder
 ) -> list[Path]:
     "Write `<project root>/figures/<name>.png` and `.pdf`; returns the two paths."

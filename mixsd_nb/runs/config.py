@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['Seed', 'Steps', 'flagged_field', 'runtime_field', 'consumed_field', 'field_flag', 'is_runtime', 'check_steps',
-           'check_last', 'check_temperature', 'read_mapping', 'Config', 'ParameterError', 'MissingOutputs', 'nearest',
-           'suggest', 'format_bounds', 'format_type', 'format_error', 'match_type', 'match_options', 'make_config',
-           'notebook_config']
+           'check_last', 'check_temperature', 'read_mapping', 'describe_mapping', 'Config', 'ParameterError',
+           'MissingOutputs', 'nearest', 'suggest', 'explain_unknown', 'format_bounds', 'format_type', 'format_error',
+           'match_type', 'match_options', 'make_config', 'notebook_config']
 
 # %% ../../nbs/runs/config.ipynb #d12c3544
 import contextlib
@@ -24,6 +24,8 @@ from pydantic import (BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
                       model_validator)
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
+
+from .spelling import explain_foreign, name_option
 
 # %% ../../nbs/runs/config.ipynb #5226388e
 def flagged_field(
@@ -116,6 +118,12 @@ def read_mapping(value: Any) -> Any:
     return value
 
 
+def describe_mapping(value: Any) -> str:
+    "Return what a value that is no mapping must be: a mapping, or JSON if it is a text that was meant as one."
+    meant = isinstance(value, str) and value.lstrip().startswith("{")
+    return "JSON, with double quotes around names and texts" if meant else "a mapping"
+
+
 def _takes_mapping(annotation: Any) -> bool:
     "Return whether a type allows a mapping, and no text that could be meant instead."
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
@@ -202,15 +210,31 @@ class MissingOutputs(ParameterError):
     "A grid over the outputs of other grids, none of whose cells is finished."
 
 # %% ../../nbs/runs/config.ipynb #56e40939
-def nearest(name: str, known: Iterable[str]) -> str:
-    "Return `did you mean x?` with the most similar known name, or an empty string if none is similar."
-    near = difflib.get_close_matches(str(name), list(known), 1)
-    return f"did you mean {near[0]}?" if near else ""
+def nearest(
+    name: str,
+    known: Iterable[str],
+    write: Callable[[str], str] = str,  # how a known name is written
+) -> str:
+    "Return `did you mean x?` with the most similar known name, or one that it begins; an empty string if none is similar."
+    name, known = str(name), list(known)
+    near = difflib.get_close_matches(name, known, 1, 0.66) or [other for other in known if len(name) > 2 and other.startswith(name)]
+    return f"did you mean {write(near[0])}?" if near else ""
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
     "Return what `nearest` finds as the end of a sentence, after a semicolon."
     return (near := nearest(name, known)) and f"; {near}"
+
+
+def explain_unknown(
+    name: str,  # of a parameter
+    known: Iterable[str],
+    typed: bool = False,  # on a command line
+) -> str:
+    "Return the sentence about an unknown parameter: what to write instead of a name of another tool, the most similar name, or all."
+    known, write = list(known), name_option if typed else str
+    hint = explain_foreign(name, known, typed) or nearest(name, known, write) or f"known are {', '.join(map(write, known))}"
+    return f"unknown parameter {write(name)}; {hint}"
 
 # %% ../../nbs/runs/config.ipynb #811c22cc
 def format_bounds(field: FieldInfo) -> str:
@@ -257,6 +281,7 @@ def format_error(
     if kind == "missing": return f"{name} must be given: {format_type(field.annotation, limits)}"
     got = f"got {value if isinstance(value, str) and value else repr(value)}"
     bound = kind.startswith(("greater_", "less_"))
+    if kind == "dict_type" and len(error["loc"]) == 1: return f"{name} must be {describe_mapping(value)}, {got}"
     if limits and bound and len(error["loc"]) == 1: return f"{name} must be {limits}, {got}"
     if bound or kind.startswith("finite_") or kind.endswith(("_error", "_type", "_parsing", "_from_float")):
         return f"{name} must be {format_type(field.annotation, limits)}, {got}"
@@ -297,7 +322,7 @@ def make_config(cls: type[Config], /, **parameters) -> Config:
     known, parameters = list(cls.model_fields), cls.translate(parameters)
     for name in parameters:
         if name in known: continue
-        raise ParameterError(f"unknown parameter {name}; " + (nearest(name, known) or f"known are {', '.join(known)}"))
+        raise ParameterError(explain_unknown(name, known))
     try: return cls(**parameters)
     except ValidationError as e:
         first = e.errors()[0]

@@ -16,7 +16,7 @@ import io
 import json
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -200,7 +200,7 @@ def _find_columns(
     columns: Mapping[str, str],  # own name -> name in the file
     required: list[str],
     optional: list[str],
-    advice: str,  # for a column that no row has
+    advise: Callable[[list[str], list[str]], str],  # (missing columns, others of the file) -> what to do, as the end of a sentence
 ) -> None:
     "Give the columns of a table their own names; note those that are misspelt, or that no row has."
     present, first = table.columns, table.rows[0]
@@ -216,8 +216,9 @@ def _find_columns(
             table.report(f"unknown column {name}; did you mean {near}?", next(row for row in table.rows if name in row))
             for row in table.rows: row |= {near: row.pop(name)} if name in row else {}
     present = table.columns
-    for name in required:
-        if name not in present: table.report(f"there is no column {name}; the columns are {', '.join(present)}{advice}", first)
+    missing = [name for name in required if name not in present]
+    others = [name for name in present if name not in (*required, *optional)]
+    if missing: table.report(f"there is no column {' and no column '.join(missing)}; the columns are {', '.join(present)}{advise(missing, others)}", first)
 
 # %% ../../nbs/runs/user_files.ipynb #7a72eda2
 def _is_wrapped(
@@ -258,7 +259,7 @@ def parse_rows(
     table: Table,
     model: type[FileRow],
     columns: Mapping[str, str] | None = None,  # own name -> name in the file, for columns with other names
-    advice: str = "",  # for a column that no row has
+    advise: Callable[[list[str], list[str]], str] = lambda missing, others: "",  # what to do about missing columns
 ) -> list[tuple[Row, Any]]:
     "Return each row with its values, as the class describes them; problems are noted in the table."
     if _is_wrapped(table, model):
@@ -266,7 +267,7 @@ def parse_rows(
                      'each row, or have one mapping in each line, such as {"column": "value"}', table.rows.pop())
     if not table.rows: return []
     needed = [name for name, field in model.model_fields.items() if field.is_required()]
-    _find_columns(table, columns or {}, needed, [name for name in model.model_fields if name not in needed], advice)
+    _find_columns(table, columns or {}, needed, [name for name in model.model_fields if name not in needed], advise)
     absent, parsed = {*needed} - {*table.columns}, []  # what no row has is noted once
     for row in table.rows:
         try: parsed.append((row, model.model_validate(row)))

@@ -14,7 +14,7 @@ from markupsafe import Markup, escape
 
 from ..methods.questions import REASONS
 from ..reports.documents import FactsRun
-from ..runs import find_runs, open_run
+from ..runs import find_runs
 from .base import MARKUP, View, set_options
 from .runs import RunSelection
 
@@ -65,7 +65,7 @@ class PassagesView(View):
 
     def show_runs(self):
         "Offer the finished runs of `mixsd facts`; FileNotFoundError if there is none."
-        found = [open_run(run.folder) for run in find_runs(self.runs.folder, "facts")]
+        found = find_runs(self.runs.folder, "facts")
         if not found:
             raise FileNotFoundError(f"no questions about documents in {self.runs.folder}; `mixsd facts handbook.md` writes some")
         self.found: dict[str, FactsRun] = {run.name: run for run in found}
