@@ -123,7 +123,7 @@ def explain_unmeasured(
     dataset: str,  # a corpus whose facts were not asked in other words
 ) -> str:
     "Return why facts were not asked in other words, and what to do."
-    if load_items({REWORDED: False}, Selection(dataset, 1)): return f"because suite does not name {REWORDED}"
+    if load_items({REWORDED: False}, Selection(dataset, 1)).get(REWORDED): return f"because suite does not name {REWORDED}"
     return "because there are no paraphrases to ask; add a column `paraphrases`, or a file of tests"
 
 
