@@ -67,7 +67,7 @@ class EvaluateConfig(Stage, EvalSettings):
         items = select_items(self)
         with _sharing_lock(self, items):
             share_responses(self, items, run.responses_file().with_suffix(".jsonl"))
-            write_responses(self, self.model, items, run.responses_file(), self.model)
+            write_responses(self, self.model, items, run.responses_file(), Path(self.model).name)
         table = run.responses()
         return summarise(table, self, specify(items, self.max_new_tokens, self.dataset, table.attrs.get("reports"), self.task_tokens))
 

@@ -15,7 +15,6 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 from pydantic import Field, field_validator
-from tqdm.auto import tqdm
 
 from .analysis.training_run import TrainingAnalysis, find_checkpoints, keeps_weights, open_training_run
 from .analysis.curvature import PARTS, SUMS, add_alignment_ratio, displacement, open_tensors, tensor_sums, total_sums
@@ -29,7 +28,7 @@ from .results.cube import agreeing_runs
 from .results.plots import mark_made_up, recipe_colour
 from .runs.schema import CELL_DIMS, RUN_DIMS, variable
 from .results.summary import held_out_average
-from .runs import Journal, Seed, module_of, run_function, runtime_field
+from .runs import Journal, Seed, module_of, progress_bar, run_function, runtime_field
 
 _all_ = ["displacement"]
 
@@ -169,7 +168,7 @@ def run_displacement(
     checkpoints = find_checkpoints(trained, config.checkpoints)
 
     def measure(missing):
-        for step, in tqdm(missing, desc=trained.name, unit="checkpoint", leave=False):
+        for step, in progress_bar("displacement", missing, unit="checkpoint", leave=False):
             yield dict(step=step, sums=tensor_sums(config.model, checkpoints[step], fisher).to_dict("index"))
     with Journal(folder / "checkpoints.jsonl", ["step", "sums"]) as journal:
         steps = sorted({*checkpoints, *(entry["step"] for entry in journal.records)})

@@ -29,11 +29,12 @@ from .models import load_tokenizer
 from .models.lab import warn_about_lab_values
 from .runs.config import field_flag, read_mapping
 from .runs.presets import preset_field, preset_values
-from .reports.injection import Injection, InjectRun, compare_scores, summarise_injection, write_page
+from .reports.injection import (Injection, InjectRun, compare_scores, explain_unmeasured, renew_costs,
+                                        summarise_injection, write_page)
 from .runs import (ParameterError, Run, Stage, Steps, flagged_field, make_config, open_run, run_function,
                            runs_root, runtime_field)
 from .runs.command_line import CommandLine
-from .runs.costs import CostLog
+from .runs.costs import CostLog, count_whole_process
 from .methods.settings import TrainingSettings
 
 _all_ = ["InjectRun"]
@@ -121,8 +122,8 @@ class InjectConfig(TrainingSettings, Stage):
         "what is evaluated before and after: groups and benchmarks, with commas; the facts' own tests are added",
         "main", lab="in-domain,lab", real="in-domain,real", paper="in-domain,paper", smoke="in-domain,lab")
     n: int = preset_field(
-        "items of each benchmark, as far as it has them; at least as many as there are facts", lab=100, real=100,
-        paper=4_326, smoke=2, ge=1)
+        "number of questions that each benchmark asks, and at least as many as there are facts; all facts are taught",
+        lab=100, real=100, paper=4_326, smoke=2, ge=1)
     epochs: int | None = flagged_field(
         None, "most passes over the facts; None for twice the number that a training has by default", "main", smoke=1,
         ge=1)
@@ -226,17 +227,18 @@ def score_targets(
 # %% ../nbs/inject.ipynb #0740eebe
 def inject(config: InjectConfig, run: Run) -> xr.DataTree:
     "Mix targets, evaluate the base model, train, evaluate the selected checkpoint, score the targets, and write the report."
-    costs, training, model = CostLog(run.folder), config.training(), Path(config.model).name
-    with costs.phase("writing targets"): mixing = train.mix_targets(training) if config.recipe.mixed else None
-    with costs.phase(f"asking {model} before training"): before = config.evaluation(config.model).run()
-    with costs.phase("training and measuring recall"): trained = training.run()
-    step = trained.best_step
-    with costs.phase(f"asking the model of update {step}"): after = config.evaluation(trained.source(step)).run()
-    file = mixing and mixing.folder / "targets.parquet"
-    with costs.phase("scoring the targets"): likelihood = score_targets(config, file)
-    injection = Injection(config, before, trained, after, mixing and mixing.targets, likelihood, costs)
-    write_page(injection, run.folder)
-    return injection.result()
+    training, model = config.training(), Path(config.model).name
+    with CostLog(run.folder) as costs:
+        with costs.phase("writing targets"): mixing = train.mix_targets(training) if config.recipe.mixed else None
+        with costs.phase(f"asking {model} before training"): before = config.evaluation(config.model).run()
+        with costs.phase("training and measuring recall"): trained = training.run()
+        step = trained.best_step
+        with costs.phase(f"asking the model of update {step}"): after = config.evaluation(trained.source(step)).run()
+        file = mixing and mixing.folder / "targets.parquet"
+        with costs.phase("scoring the targets"): likelihood = score_targets(config, file)
+        injection = Injection(config, before, trained, after, mixing and mixing.targets, likelihood, costs)
+        write_page(injection, run.folder)
+        return injection.result()
 
 # %% ../nbs/inject.ipynb #f9ba3c25
 run = run_function(InjectConfig)
@@ -258,11 +260,11 @@ def print_injection(
     model: str,  # name of the base model
     run: InjectRun,
 ) -> None:
-    "Print what the model learned and forgot, where its report is, and how to export it."
-    table = compare_scores(run.before.responses(), run.after.responses())
-    print("", *summarise_injection(model, table, run.facts), sep="\n")
-    print(f"\nreport: {run.report}\nmodel:  {run.source()}\n\nmixsd export {run.name.rpartition('-')[2]} my-model writes the "
-          "model as a Hugging Face folder")
+    "Print what the model learned and forgot, where its report is, and how to export it and to chat with it."
+    table, digits = compare_scores(run.before.responses(), run.after.responses()), run.name.rpartition("-")[2]
+    print("", *summarise_injection(model, table, run.facts, explain_unmeasured(run.config["dataset"])), sep="\n")
+    print(f"\nreport: {run.report}\nmodel:  {run.source()}\n\nmixsd export {digits} my-model writes the model as a Hugging Face "
+          f"folder\nmixsd chat {digits} \"…\" asks it a question")
 
 
 def inject_facts(
@@ -272,6 +274,7 @@ def inject_facts(
     no_notebook: Annotated[bool, "do not store the executed notebook"] = False,
 ) -> None:
     "Teach a model the facts of a file or of a corpus, and report what it learned and forgot."
+    count_whole_process()
     print(f"runs: {runs_root()}", flush=True)
     for config in configs:
         print(explain_form(config.dataset, config.dataset_options, config.model), flush=True)
@@ -280,6 +283,7 @@ def inject_facts(
         given = config.model_dump(mode="json", include=config.model_fields_set)
         try: write_notebook(given | dict(dataset=config.dataset, dataset_options={}), run.path)
         except Exception as e: print(f"the notebook was not stored: {e}", file=sys.stderr)  # the injection itself is finished
+        renew_costs(run.path)
 
 
 main = CommandLine("inject", inject_facts, InjectConfig, "mixsd inject facts.jsonl --model lab-m",

@@ -207,7 +207,7 @@ def fit(evaluation: Evaluation):
     show(0)
     shown = in_notebook() and training_device().type == "cpu"  # recall so far; a GPU is planned for training alone
     early = shown and config.processes == 1 and not ENGINES[config.engine].own_process
-    progress = TrainingProgress(f"{config.label}, training", recall, *[show] * early)
+    progress = TrainingProgress("training", recall, *[show] * early)
     run = MethodRun(evaluation.run.folder, config, progress, lambda: mixed_targets(config))
     size = config.pause or int(config.stop == "converged")
     if config.has_rate and not {*config.steps()[1]} <= {*trained_steps(evaluation.run.folder)}: renew_candidates(evaluation)

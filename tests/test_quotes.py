@@ -68,7 +68,14 @@ def is_shown(value, decimals, shown):
     return any(abs(abs(value) - abs(number)) <= half for x in shown for number in (x, 100 * x))
 
 
-def read_cells(path): return json.loads(path.read_text(encoding="utf-8"))["cells"]
+FINDINGS = re.compile(r'show_findings\(.*?"""(.*?)"""', re.S)
+
+
+def read_cells(path):
+    "The cells of a notebook; one that displays findings next to what they are about is text, and shows nothing."
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    found = [FINDINGS.search("".join(cell["source"])) if cell["cell_type"] == "code" else None for cell in cells]
+    return [dict(cell_type="markdown", source=[HEADING, text[1]]) if text else cell for cell, text in zip(cells, found)]
 
 
 def is_stage(path): return path.parent == ROOT / "nbs" or '"parameters"' in path.read_text(encoding="utf-8")

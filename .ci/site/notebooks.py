@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 DIRECTIVE = re.compile(r"^#\|.*\n?", re.MULTILINE)
+SILENT = re.compile(r"^#\|\s*echo:\s*false\b", re.MULTILINE)
 HIDDEN = re.compile(r"^#\|\s*(hide|default_exp)\b", re.MULTILINE)
 EXPORTED = re.compile(r"^#\|\s*exporti?\b", re.MULTILINE)
 NAME = re.compile(r"^(?:def|class) (\w+)|^(\w+)(?:: [^=]+)? = ", re.MULTILINE)
@@ -40,6 +41,10 @@ def prepare_cell(cell: dict, section: str) -> list[dict]:
     source = source_of(cell)
     if cell["cell_type"] == "markdown": return [cell | dict(source=HEADING_LINK.sub(lambda m: f"{m[1]}{m[2].lower()})", source))]
     if cell["cell_type"] == "raw" or HIDDEN.search(source) or not DIRECTIVE.sub("", source).strip(): return []
+    if SILENT.search(source):
+        if texts := ["".join(o["data"]["text/markdown"]) for o in cell["outputs"] if "text/markdown" in o.get("data", {})]:
+            return prepare_cell(dict(cell_type="markdown", id=cell["id"], metadata={}, source="\n\n".join(texts)), section)
+        cell = cell | dict(metadata=cell["metadata"] | dict(tags=["remove-input"]))
     metadata = cell["metadata"] | dict(mystnb=dict(image=dict(alt=f"a figure of the section {section}" if section else "a figure")))
     prepared = cell | dict(source=DIRECTIVE.sub("", source).strip(), outputs=show_outputs(cell["outputs"]), metadata=metadata)
     if not EXPORTED.search(source): return [prepared]

@@ -36,7 +36,7 @@ from ..corpora.templates import encode_continuation
 from ..models import ENGINES, check_engine, check_options_of_engine, load_engine, load_tokenizer, usual_sequences
 from ..models.identity import MODEL_OPTIONS, ModelOptions
 from ..runs.presets import PresetSettings, idle_value, preset_field
-from ..runs import (Journal, ParameterError, Seed, TableError, load_object, module_of, report_progress,
+from ..runs import (Journal, ParameterError, Seed, TableError, load_object, module_of, progress_bar, report_progress,
                            consumed_field, flagged_field, runtime_field, read_table, write_atomically)
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #f1b5e412
@@ -49,7 +49,7 @@ class EvalSettings(CorpusSettings, PresetSettings):
         "lab, paper, in-domain, benchmarks, files such as my_tests.jsonl, or harness:TASK, separated by commas", "main",
         lab="lab", real="in-domain,real", paper="paper", smoke="lab")
     n: int = preset_field(
-        "items of each in-domain benchmark, as far as it has them, and lab suite, which has at most 300",
+        "number of questions that each in-domain benchmark asks, and each of the lab, which has at most 300; not the number of facts",
         lab=100, real=100, paper=4_326, smoke=2, ge=1)
     limit: int = preset_field(
         "items of each task of a data set, file and harness task; 0 for all items", lab=0, real=100, paper=0, smoke=1,
@@ -228,7 +228,6 @@ def generate_suite(
 
     The model continues the opening, and a response is the opening with what the model wrote after it. To an item with
     choices the response is their log-likelihoods, as `score_choices` writes them."""
-    from tqdm.auto import tqdm
     keys = [(name, item, sample) for name, one in asked.items() for item in one.items for sample in range(one.sampling_of(item).samples)]
     hidden = {} if progress else dict(disable=True)
 
@@ -249,7 +248,7 @@ def generate_suite(
 
     def write(missing):
         written = chain(score(missing), generate([key for key in missing if not asked[key[0]].scored]))
-        with tqdm(total=len(keys), initial=(done := len(keys) - len(missing)), desc=progress, leave=False, **hidden) as bar:
+        with progress_bar(progress, total=len(keys), initial=(done := len(keys) - len(missing)), leave=False, **hidden) as bar:
             for done, record in enumerate(written, done + 1):
                 yield record
                 bar.update()

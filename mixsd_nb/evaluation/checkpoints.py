@@ -170,7 +170,7 @@ class Evaluation:
                 with try_lock(file.with_name(f".{file.name}.lock"), wait) as free:
                     if not free: continue
                     if not self.holds(step, items):
-                        write_responses(self.config, str(checkpoint), items, file, f"{self.config.label}, step {step}", shared)
+                        write_responses(self.config, str(checkpoint), items, file, f"step {step}", shared)
                     if not self.complete(step, items): self._score(step, shared)
 
     def _score(self, step: int, shared: SharedEngine) -> None:

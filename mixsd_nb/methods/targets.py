@@ -33,7 +33,7 @@ from ..models import check_engine, check_mode, check_options_of_engine, usual_se
 from ..models.identity import MODEL_OPTIONS, ModelName, ModelOptions
 from ..runs.presets import PresetSettings, preset_field
 from ..runs import (COMPUTE_BOTH, Journal, Seed, check_temperature, explain_damage, field_flag,
-                           report_progress, consumed_field, flagged_field, runtime_field)
+                           progress_bar, report_progress, consumed_field, flagged_field, runtime_field)
 
 # %% ../../nbs/methods/targets.ipynb #2d0498af
 class MixSettings(CorpusSettings, PresetSettings):
@@ -168,13 +168,11 @@ def _mix_missing(
     probe: bool,  # as in `mix_stream`
 ) -> Iterator[dict]:
     "Yield the records of targets as they end, while a bar and a file show the progress."
-    from tqdm.auto import tqdm
-
     from mixsd_nb.methods.mixing import mix_stream
     tally, start, text, total = Counter(), time.perf_counter(), f"mixing λ={settings.lam:g}", done + len(targets)
     options = settings.keywords_of(mix_stream)
     stream = mix_stream(engine.stream, engine.tokenizer, targets, settings.lam, tally=tally, probe=probe, **options)
-    with tqdm(total=total, initial=done, desc=text, unit="target") as bar:
+    with progress_bar(text, total=total, initial=done, unit="target") as bar:
         for done, record in enumerate(stream, done + 1):
             yield record | dict(naive_mask=record["naive_mask"].tolist())
             rate = round(tally["tokens"] / (time.perf_counter() - start))

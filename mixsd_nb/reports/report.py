@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['load_parts', 'render_page', 'format_interval', 'format_p', 'describe_updates', 'pair_responses', 'group_failures',
-           'encode_figure']
+           'show_findings', 'encode_figure']
 
 # %% ../../nbs/reports/report.ipynb #78357caf
 import base64
@@ -79,6 +79,19 @@ def group_failures(
     "Return each reason why facts are not recalled, with the rows of these facts."
     groups = ((failure, [*facts[facts.failure == name].itertuples()]) for name, failure in FAILURES.items())
     return [(failure, group) for failure, group in groups if group]
+
+# %% ../../nbs/reports/report.ipynb #1ea9a950
+def show_findings(
+    about: str,  # what the text is about: the name of a run, or how many results a notebook compares
+    shown: str,  # the same of what the notebook shows
+    text: str,  # Markdown
+    table: Any = None,  # the numbers of what is shown, which stand there instead
+) -> None:
+    "Display what was found, if it is about what a notebook shows; else only the notebook's own numbers."
+    from IPython.display import Markdown, display
+    if shown == about: return display(Markdown(text))
+    display(Markdown(f"Our findings are about {about}. This notebook shows {shown}, so its own numbers stand here."))
+    if table is not None: display(table)
 
 # %% ../../nbs/reports/report.ipynb #94457aa0
 def encode_figure(fig) -> str:

@@ -40,10 +40,10 @@ def read_cube(path: Path) -> xr.Dataset:
 
 
 def read_cubes(
-    folder: Path | None = None,  # default: `committed_folder`
+    folder: Path | str | None = None,  # default: `committed_folder`
 ) -> dict[str, xr.Dataset]:
     "Return the cubes of a folder, by grid, in the order of their names; empty without the folder."
-    return {path.stem: read_cube(path) for path in sorted((folder or committed_folder()).glob("[!.]*.nc"))}
+    return {path.stem: read_cube(path) for path in sorted(Path(folder or committed_folder()).glob("[!.]*.nc"))}
 
 # %% ../../nbs/results/committed.ipynb #c3f02a02
 _UNSAID = {"contains": [2], "choice": [2]}

@@ -115,12 +115,14 @@ class RunGroup(NamedTuple):
         count = sum("accuracy" in root for root in self.roots.values())
         return f"{count} training run{'s' * (count != 1)}" + (f" with {self.settings}" if self.settings else "")
 
+    def left_out(self) -> str:
+        "Return which runs are left out and why; empty if all runs are shown."
+        count, names = len(self.others), ", ".join(self.others[:3]) + (", …" if len(self.others) > 3 else "")
+        return f"left out, because settings differ: {count} run{'s' * (count != 1)} ({names})" if count else ""
+
     def notice(self) -> str:
         "Return which runs are shown and which are left out, and how to show these; empty if all runs are shown."
-        if not self.others: return ""
-        count, names = len(self.others), ", ".join(self.others[:3]) + (", …" if len(self.others) > 3 else "")
-        return (f"shown: {self.title}; left out, because settings differ: {count} run{'s' * (count != 1)} ({names}); "
-                f"{self.advice}")
+        return f"shown: {self.title}; {self.left_out()}; {self.advice}" if self.others else ""
 
 
 def _advise(
@@ -145,11 +147,17 @@ def _describe_claims(
     return ", ".join(f"{setting}={shorten(' or '.join(texts))}" for setting, texts in sorted(values.items()))
 
 # %% ../../nbs/results/compatible_settings.ipynb #e810b313
+def _measure_extent(root: xr.Dataset) -> float:
+    "Return the questions of a training run times its updates; 1 for an analysis."
+    if not {"accuracy", "n", "step"} <= {*root.variables}: return 1.0
+    return float(root.n.max("step").sum()) * max(1.0, float(root.step.max()))
+
+
 def group_runs(
     roots: Mapping[str, xr.Dataset],  # folder name -> root
     cell: tuple[str, str] | None = None,  # corpus and model whose runs decide which group is the first
 ) -> list[RunGroup]:
-    "Return the groups of runs that agree, those of most runs first; every run is in at least one group."
+    "Return the groups of runs that agree, the largest first by runs, questions and updates; every run is in at least one group."
     claims = {folder: list_claims(root) for folder, root in roots.items()}
     conflicts = find_conflicts(claims)
     disputed = {f: {c: v for c, v in own.items() if c in conflicts} for f, own in claims.items()}
@@ -159,7 +167,7 @@ def group_runs(
         root, own = roots[folder], disputed[folder]
         elsewhere = cell is not None and (*root.dataset.values, *root.model.values) != cell
         agreeing = min((share[c][v] for c, v in own.items()), default=0)
-        return elsewhere, "accuracy" not in root, -agreeing, -root.encoding.get("modified", 0.0), folder
+        return elsewhere, "accuracy" not in root, -agreeing * _measure_extent(root), -root.encoding.get("modified", 0.0), folder
     ordered = sorted(roots, key=rank)
     rest, groups = ordered, []
     while rest:

@@ -108,7 +108,7 @@ def open_cube(
 ) -> xr.Dataset:
     """Return the finished runs of a folder, over DIMS; NaN where there is no run (`missing_runs` lists these cells).
 
-    If settings differ, the first of `group_runs` counts; a warning and the attribute `notice` name the other runs.
+    If settings differ, the first of `group_runs` counts; a warning and the first attribute, `notice`, name the other runs.
     FileNotFoundError if there are no runs; ParameterError for a setting that none of them has; ValueError if a result
     cannot be read, and as in `cube_of`."""
     folder = Path(folder or runs_root())
@@ -119,12 +119,16 @@ def open_cube(
     roots = {name: root for name, root in roots_by_folder.items() if fits(root)}
     if not any("accuracy" in root for root in roots.values()):
         condition = " with " + ", ".join(f"{k}={v}" for k, v in where.items()) if where else ""
+        if not roots_by_folder and any(folder.glob("[!.]*.nc")):
+            raise FileNotFoundError(f"{folder} holds cubes and no runs; mixsd_nb.results.committed.read_cubes({str(folder)!r}) reads them")
         raise FileNotFoundError(f"no finished training run{condition} in {folder}; "
                                 "`make run` or `papermill nbs/train.ipynb out.ipynb -p lam 0.5` makes one")
     for name, root in roots.items(): check_names(root, name)
     group = group_runs(roots, cell)[0]
     if group.others: warnings.warn(group.notice(), stacklevel=2)
-    return cube_of(group.roots).assign_attrs(dict(notice=group.notice()) if group.others else {})
+    cube = cube_of(group.roots)
+    if group.others: cube.attrs = dict(notice=f"{group.left_out()}; {group.advice}; shown: {group.title}") | cube.attrs
+    return cube
 
 # %% ../../nbs/results/cube.ipynb #337fb93d
 def agreeing_runs(

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from .checkpoints import checkpoint_steps
 from .config import Config, ParameterError, make_config
-from .processes import Interruption
+from .processes import Interruption, in_notebook
 from .locks import check_locks
 from .provenance import code_version, module_file, module_versions, package_version, weights_version
 from .registry import load_object
@@ -276,7 +276,7 @@ class Stage(Config):
 
     def _compute(self, folder: Path, plan: str) -> "xr.DataTree":
         "Compute the result, and print the plan before, unless the run is a part of one whose plan was printed."
-        if plan and not _planned.get(): print(plan, file=sys.stderr, flush=True)
+        if plan and not _planned.get(): print(plan, file=sys.stdout if in_notebook() else sys.stderr, flush=True)
         token = _planned.set(_planned.get() or bool(plan))
         try: return self.compute(Run(folder))
         finally: _planned.reset(token)
