@@ -173,8 +173,8 @@ $(VENV)/.torch $(VLLM)/.torch $(V4)/.torch: %/.torch: constraints.txt | %/bin/pi
 	@touch $@
 
 $(VENV)/.run: $(METADATA) | $(VENV)/.torch
-	@echo "installing mixsd_nb into $(VENV) (about a minute)"
-	@$(PIP) install -c constraints.txt -e .
+	@echo "installing mixsd_nb and JupyterLab into $(VENV) (about a minute)"
+	@$(PIP) install -c constraints.txt -e '.[explore]'
 	@touch $@
 
 $(VENV)/.dev: $(METADATA) | $(VENV)/.torch

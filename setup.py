@@ -1,5 +1,6 @@
 """Reads the package's metadata from settings.ini, its only source."""
 
+import re
 from configparser import ConfigParser
 from pathlib import Path
 
@@ -25,13 +26,28 @@ class BuildWithNotebooks(build_py):
 config = ConfigParser(delimiters=["="])
 config.read(root / "settings.ini", encoding="utf-8")
 cfg = config["DEFAULT"]
+ADDRESS = cfg["git_url"].rstrip("/").removesuffix(".git")
+
+
+def link(kind, path): return f"{ADDRESS}/{kind}/{cfg['branch']}/{path}"
+
+
+def read_description():
+    """Return README.md, whose links and pictures lead to the repository if its address is known: an index has no other files."""
+    text = (root / "README.md").read_text(encoding="utf-8")
+    if not ADDRESS: return text
+    return re.sub(r"(!?)(\[[^\]]*\]\()(?![a-z]+:|#)", lambda m: m[1] + m[2] + link("raw" if m[1] else "blob", ""), text)
+
+
 
 setup(
     name=cfg["lib_name"],
     version=cfg["version"],
     description=cfg["description"],
-    long_description=(root / "README.md").read_text(encoding="utf-8"),
+    long_description=read_description(),
     long_description_content_type="text/markdown",
+    project_urls={"Source": ADDRESS, "Guides": link("blob", "nbs/guides/index.md"), "Changes": link("blob", "CHANGELOG.md"),
+                  "Issues": f"{ADDRESS}/issues"} if ADDRESS else {},
     author=cfg["author"],
     keywords=cfg["keywords"].split(),
     license=cfg["license"].upper(),
@@ -41,12 +57,13 @@ setup(
         f"Intended Audience :: {cfg['audience']}",
         f"Natural Language :: {cfg['language']}",
         "Programming Language :: Python :: 3",
+        *(f"Programming Language :: Python :: {version}" for version in cfg["python_versions"].split()),
     ],
     packages=find_packages(include=["mixsd_nb", "mixsd_nb.*"]),
     include_package_data=True,
     python_requires=f">={cfg['min_python']}",
     install_requires=cfg["requirements"].split(),
-    extras_require={extra: cfg[f"{extra}_requirements"].split() for extra in ("vllm", "lora", "check", "real", "peers", "docs", "dev")},
+    extras_require={name.removesuffix("_requirements"): value.split() for name, value in cfg.items() if name.endswith("_requirements")},
     entry_points={"console_scripts": cfg["console_scripts"].split(), "mixsd_nb": cfg["plugins"].split()},
     cmdclass={"build_py": BuildWithNotebooks},
     zip_safe=False,

@@ -3,12 +3,14 @@
 import json
 import posixpath
 import re
+from configparser import ConfigParser
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 HIDDEN = re.compile(r"^#\|\s*(hide|default_exp)\b", re.MULTILINE)
 SILENT = re.compile(r"^#\|\s*echo:\s*false\b", re.MULTILINE)
 DIRECTIVE = re.compile(r"^#\|.*\n?", re.MULTILINE)
+CLONE = re.compile(r"^git clone URL (.*?) *#.*", re.MULTILINE)
 LINK = re.compile(r"""(\]\(|src="|href=")(?![a-z]+:|[#/])([^)\s"]+)""")
 
 
@@ -43,11 +45,19 @@ def blocks(cell: dict) -> list[str]:
     return code + [show_output(output) for output in cell["outputs"]]
 
 
-def readme(notebook: Path) -> str:
-    """The whole text of README.md."""
+def read_address() -> str:
+    """The address of the repository in settings.ini, empty while there is none."""
+    config = ConfigParser(delimiters=["="])
+    config.read(ROOT / "settings.ini", encoding="utf-8")
+    return config["DEFAULT"]["git_url"]
+
+
+def readme(notebook: Path, address: str = read_address()) -> str:
+    """The whole text of README.md, with the address of the repository in the line that clones it, if there is one."""
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     parts = ["<!-- made from nbs/index.ipynb by `make export`: edit that notebook -->"]
-    return "\n\n".join(parts + [b for cell in cells for b in blocks(cell) if b]) + "\n"
+    text = "\n\n".join(parts + [b for cell in cells for b in blocks(cell) if b]) + "\n"
+    return CLONE.sub(lambda m: f"git clone {address} {m[1]}", text) if address else text
 
 
 if __name__ == "__main__":

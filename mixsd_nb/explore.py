@@ -100,7 +100,7 @@ def _own_kernel(folder: Path) -> dict[str, str]:
 def show_page(config: ExploreConfig) -> int:
     "Open the page of the views in a browser. It needs Voilà."
     if not importlib.util.find_spec("voila"):
-        raise ImportError("mixsd explore shows the page with voila, which is missing; `pip install voila` installs it")
+        raise ImportError("mixsd explore shows the page with voila, which is missing; `pip install 'mixsd_nb[explore]'` installs it")
     absolute = {name: _absolute(getattr(config, name)) for name in config.model_fields_set}
     with tempfile.TemporaryDirectory() as folder:
         page = write_page(Path(folder), config.model_copy(update=absolute))

@@ -73,7 +73,7 @@ def parse_command(words):
 
 def shown_commands(page):
     "The commands of a page, in its blocks and in its sentences, as words up to a pipe; … stands for a word."
-    text = page.read_text(encoding="utf-8").replace("$(BIN)/", "")
+    text = re.sub(r"\$\(BIN\)/|\.venv/bin/", "", page.read_text(encoding="utf-8"))
     lines = [line.lstrip("\t@$ ") for line in text.splitlines()] + re.findall(r"`([^`\n]+)`", text)
     found = [shlex.split(line, comments=True) for line in lines if re.match(r"(mixsd [a-z]|python -m mixsd_nb\.)[^`]*$", line) and " writes the model" not in line]
     return [[*itertools.takewhile(lambda word: word not in ("|", ">"), words)] for words in found]
@@ -96,25 +96,27 @@ def test_all_commands_of_the_readme_are_found():
     assert guides >= front | {"clean", "figures", "notebooks"}
 
 
-def test_the_front_page_names_the_run_that_its_command_makes(tmp_path):
-    "All but the name of the model, which depends on its weights; the line of the file that it shows is one of them."
+def test_the_front_page_names_the_run_that_its_numbers_are_of(tmp_path):
+    "A comment names the run of the real model, all but the name of the model, which depends on its weights; the line of the file that is shown is one of them."
     file = tmp_path / "facts.jsonl"
     file.write_bytes(EXAMPLE.read_bytes())
     run = make_config(inject.InjectConfig, dataset=str(file), dataset_options=dict(extract="contains"), preset="real", model="lab-m")
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    shown = re.search(r"papermill_runs/inject-(facts-\w+)-smollm2-135m-instruct-\w+-(\S+)-(\w+)/report.html", text)
-    assert shown.groups()[:2] == (run.dataset, run.label) and f"mixsd export {shown[3]} my-model" in text
+    shown = re.search(r"<!-- inject-(facts-\w+)-smollm2-135m-instruct-\w+-(\S+)-\w+ -->", text)
+    assert shown.groups() == (run.dataset, run.label)
     line, rows = json.loads(re.search(r"`(\{\"question.*?\})`", text)[1]), map(json.loads, EXAMPLE.read_text(encoding="utf-8").splitlines())
     assert line in [{name: row[name] for name in line} for row in rows]
 
 
 def test_the_front_page_is_short():
-    "A reader knows after 250 words what it is and why, and has seen one command with its output."
+    "The first screen says what it is, in words that people search for, and has the two commands of the project with the output of the first."
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    count = lambda part: len(re.findall(r"\S*\w\S*", part))
-    assert count(text) <= 950 and count(text[:text.index("```\n\nThe command takes")]) <= 250
+    screen, count = "\n".join(text.splitlines()[:45]), lambda part: len(re.findall(r"\S*\w\S*", part))
+    assert count(text) <= 950 and count(text[:text.index("\n## ")]) <= 250
+    assert len(re.findall("^(?:make run|make test)", screen, re.MULTILINE)) == 2 and "```text" in screen
+    assert all(word in screen.lower() for word in ("knowledge injection", "catastrophic forgetting", "lora"))
     titles = re.findall(r"^## (.+)", text, re.MULTILINE)
-    assert titles == ["Try it", "What we found", "Use it", "The paper's scale", "Map", "Cite, license, contribute"]
+    assert titles == ["Your facts", "Notebooks, papermill, Python", "With pip", "What we found", "Use it", "The paper's scale", "Map", "Cite, license, contribute"]
 
 
 def shown_by_notebooks(guide):

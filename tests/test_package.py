@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -20,12 +21,17 @@ def pip(*arguments):
     subprocess.run([sys.executable, "-m", "pip", "-qq", *map(str, arguments)], check=True)
 
 
+ADDRESS = "https://example.org/somebody/mixsd_nb"
+
+
 def build_wheel(work):
-    "The wheel, built from a copy of the tree, because setuptools leaves build/ behind and reuses its files."
+    "The wheel of a repository with an address, built from a copy of the tree, because setuptools leaves build/ behind and reuses its files."
     copy = work / "source"
     copy.mkdir()
     for part in PARTS:
         (shutil.copytree if (ROOT / part).is_dir() else shutil.copy)(ROOT / part, copy / part)
+    settings = (ROOT / "settings.ini").read_text(encoding="utf-8")
+    (copy / "settings.ini").write_text(re.sub("^git_url =.*", f"git_url = {ADDRESS}.git", settings, flags=re.MULTILINE), encoding="utf-8")
     isolation = ["--no-build-isolation"] if importlib.util.find_spec("setuptools") else []
     pip("wheel", copy, "--no-deps", *isolation, "-w", work)
     return next(work.glob("*.whl"))
@@ -76,3 +82,24 @@ answer = list(list_grids()), {f"{s}/{p.name}": hashlib.sha256(p.read_bytes()).he
     grids, files = ask(python, code)
     shipped = {f"{path.parent.name}/{path.name}": hashlib.sha256(path.read_bytes()).hexdigest() for path in ROOT.glob("mixsd_nb/data/lab-[sm]/*")}
     assert "knowledge-eval-small-lab" in grids and files == shipped and "lab-m/model.safetensors" in files
+
+
+def test_the_page_of_an_index_leads_to_the_repository(python):
+    "Every link and picture of README is an address of a file in the repository; so are the project's URLs."
+    metadata = ask(python, "from importlib.metadata import metadata; answer = metadata('mixsd_nb').json")
+    links = re.findall(r"\]\(([^)\s]+)\)", metadata["description"])
+    own = [link.removeprefix(f"{ADDRESS}/") for link in links if link.startswith(ADDRESS)]
+    assert len(own) > 10 and all(link.startswith(("https://", "#")) for link in links)
+    for kind, branch, path in (link.partition("#")[0].split("/", 2) for link in own):
+        assert (ROOT / path).is_file() and branch == "main" and kind == ("raw" if path.endswith(".png") else "blob")
+    urls = dict(url.split(", ") for url in metadata["project_url"])
+    assert urls["Source"] == ADDRESS and urls["Guides"] == f"{ADDRESS}/blob/main/nbs/guides/index.md"
+    assert {f"Programming Language :: Python :: 3.{n}" for n in (11, 12)} <= {*metadata["classifier"]} and "explore" in metadata["provides_extra"]
+
+
+def test_the_front_page_says_what_to_clone():
+    sys.path.insert(0, str(ROOT / ".ci"))
+    from readme import readme
+    notebook = ROOT / "nbs/index.ipynb"
+    assert f"\ngit clone {ADDRESS}.git mixsd_nb && cd mixsd_nb\n" in readme(notebook, f"{ADDRESS}.git")
+    assert re.search(r"^git clone URL mixsd_nb && cd mixsd_nb +# URL: .+$", readme(notebook, ""), re.MULTILINE)

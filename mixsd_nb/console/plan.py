@@ -14,8 +14,8 @@ from ..cluster.grid import list_grids
 from ..cluster.resources import Resources
 from ..planning.preflight import check_inputs, describe_sandbox, format_inputs, list_deviations
 from ..planning.rates import DEVICES, current_rates, use_rates
-from ..planning.plan import (describe_plan, format_all, format_grid, machine_for, plan_alone, plan_grid, planned_cells,
-                                   this_machine)
+from ..planning.plan import (describe_plan, format_all, format_grid, is_tight, machine_for, plan_alone, plan_grid,
+                                   planned_cells, this_machine)
 from ..runs import ParameterError, Stage, find_stage, make_config
 from ..runs.command_line import CommandLine, read_texts
 
@@ -37,9 +37,12 @@ class PlanCommand(CommandLine):
         return super().read(*words)
 
 # %% ../../nbs/console/plan.ipynb #4b40a761
+def _of_paper(config: Stage) -> bool: return getattr(config, "preset", "") == "paper"
+
+
 def _print_configs(configs: list[Stage], constants: bool, inputs: bool) -> int:
     "Print deviations from the paper and, if asked for, inputs and constants; returns how many inputs are missing."
-    for text in list_deviations(configs): print(f"differs from the paper: {text}")
+    for text in list_deviations(config for config in configs if _of_paper(config)): print(f"differs from the paper: {text}")
     if sentence := describe_sandbox(configs): print(sentence)
     if constants:
         for name, entry in CONSTANTS.items(): print(f"{name:14}{entry.value:<12.4g}{entry.unit:10}{entry.meaning} ({entry.origin})")
@@ -59,16 +62,22 @@ def _probe(configs: list[Stage]):
     return use_rates(rates)
 
 
-def _plan_run(config: Stage, device: str, gpus: int) -> dict:
-    "Print the plan of a run; returns its problems."
+_TIGHT = 3  # the exit code of a run that may not fit; 2 is that of a wrong parameter
+
+
+def _plan_run(config: Stage, device: str, gpus: int) -> int:
+    "Print the plan of a run; returns 1 if it does not fit, 3 if it is tight, else 0."
     resources = make_config(Resources, gpus=gpus or (1 if device not in ("", "cpu") else 0))
     machine = machine_for(resources, device) if device or gpus else this_machine()
     try:
         plan = plan_alone(config, machine)
         if plan is None: raise ParameterError(f"{config.name} has no plan: it declares no work")
     except ValueError as e: raise ParameterError(str(e)) from None
-    print(format_grid(plan), describe_plan(plan.cells[0], machine), sep="\n")
-    return plan.cells[0].problems
+    print(describe_plan(run := plan.cells[0], machine))
+    if _of_paper(config): print(format_grid(plan))
+    else:
+        for text in run.problems.values(): print(f"does not fit: {text}")
+    return 1 if run.problems else _TIGHT * is_tight(run, machine)
 
 
 def plan(
@@ -81,16 +90,16 @@ def plan(
     constants: Annotated[bool, "also print the constants of the estimates and the measured rates"] = False,
     probe: Annotated[bool, "measure updates, decoding, scoring and a checkpoint here, and plan with their rates"] = False,
 ) -> int:
-    "Say whether a grid or a run fits, how long it takes, and what is missing; the exit code is 1 if something does not fit."
+    "Say whether a grid or a run fits, how long it takes, and what is missing; exit code 1: does not fit, 3: may not fit."
     if what == "grids":
         print(format_all(list_grids(), device))
         return 0
     planned = configs or planned_cells(what)[2]
     with _probe(planned) if probe else contextlib.nullcontext():
         if not configs: print(format_grid(whole := plan_grid(what, device)))
-        problems = [_plan_run(config, device, gpus) for config in configs] or [whole.problems()]
+        codes = [_plan_run(config, device, gpus) for config in configs] or [int(bool(whole.problems()))]
     missing = _print_configs(planned, constants, inputs)
-    return int(any(problems) or missing > 0)
+    return 1 if missing or 1 in codes else max(codes)
 
 
 main = PlanCommand("plan", plan, Stage)
