@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mixsd_nb.methods import ALIASES, ANCHORS, GATES, METHODS, compose, current_label, label_coordinates, label_title, ordered_labels, parse_label, recipe_label
+from mixsd_nb.methods import ALIASES, ANCHORS, GATES, METHODS, check_label, compose, current_label, label_coordinates, label_title, ordered_labels, parse_label, recipe_label
 from mixsd_nb.methods.recipes import translate_parameters
 from mixsd_nb.runs import make_config
 from mixsd_nb.train import TrainConfig
@@ -30,10 +30,10 @@ RECIPES = list(fitting())
 def test_a_label_is_parsed_as_it_was_written(recipe, data):
     values = {name: data.draw(NUMBERS) for name in recipe.label_settings}
     label = recipe_label(recipe, **values)
-    assert parse_label(label) == (recipe, values) and current_label(label) == label
+    assert check_label(label) == (recipe, values) and current_label(label) == label
     found = label_coordinates(label)
     assert (found["method"], found["anchor"]) == (recipe.method.name, "+".join(anchor.name for anchor in recipe.anchors))
-    assert all(part.title in label_title(label) for part in recipe.parts)
+    assert found["lora"] == int(values.get("rank", 0)) and all(part.title in label_title(label) for part in recipe.parts)
 
 
 @given(st.lists(st.sampled_from(RECIPES), min_size=1, max_size=8, unique_by=lambda r: r.name), st.randoms())
@@ -74,7 +74,7 @@ def test_mixing_options_are_in_the_label():
     for config, label in zip(configs, labels):
         recipe, values = parse_label(label)
         assert recipe == config.recipe and recipe_label(recipe, **values) == label == current_label(label)
-        assert values.items() <= {**config.options, "lam": 0.5}.items() and len(values) == len(label_coordinates(label)) - 4
+        assert values.items() <= {**config.options, "lam": 0.5}.items() and len(values) == len(label_coordinates(label)) - 5
     assert label_title(labels[-1]) == "MixSD (λ=0.5, falling λ, guard 0.01, consistent, else own words)"
 
 
@@ -97,7 +97,7 @@ def test_variants_and_adapters_have_their_earlier_names():
     assert named == make_config(TrainConfig, method="mixsd", lam=0.3, options=dict(draw="shuffled")) and named.label == "mixsd-shuffled-0.3-b1000"
     each, plain = make_config(TrainConfig, method="memit-each"), make_config(TrainConfig, method="memit")
     assert (each.method, each.options["place"], each.options["weight"], plain.options["weight"]) == ("memit", "each", 1000, 300) and each.hash() != plain.hash()
-    assert make_config(TrainConfig, method="opsd", lora=4).label == "opsd-n8-t1+lora-4" and make_config(TrainConfig, method="sft", lora=0).label == "sft"
+    assert make_config(TrainConfig, method="opsd", lora=4).label == "opsd-n8-t1-lora4" and make_config(TrainConfig, method="sft", lora=0).label == "sft"
     assert translate_parameters(dict(method="ewc", anchor="replay-kl", options='{"strength": 1}')) == dict(method="sft", anchor="ewc+replay-kl", options=dict(strength=1))
 
 

@@ -49,7 +49,7 @@ def locate_evaluation(
         cell = read_cell(trained) | dict(step=step)
         return cell if all(cell[name] == own[name] for name in ("dataset", "seed")) else None
     cell = own | dict(recipe=BASE, lr=0.0, step=0)
-    return dict.fromkeys(RECIPE_COORDS, np.nan) | label_coordinates(BASE) | cell
+    return RECIPE_COORDS | label_coordinates(BASE) | cell
 
 # %% ../../nbs/analysis/responses.ipynb #ad000005
 def find_responses(

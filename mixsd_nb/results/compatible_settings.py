@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import xarray as xr
 
-from ..methods import BASE, Recipe, all_parts, parse_label, translate_parameters
+from ..methods import BASE, Recipe, all_parts, check_label, translate_parameters
 from ..runs.schema import BENCHMARK_COORDS, DIMS, RECIPE_COORDS
 
 # %% ../../nbs/results/compatible_settings.ipynb #06b47130
@@ -32,7 +32,7 @@ def run_settings(root: xr.Dataset) -> dict[str, Any]:
 def _recipe_of(root: xr.Dataset) -> Recipe | None:
     "Return the recipe of a training run; None for an analysis, and for a recipe that is not declared here."
     if "accuracy" not in root: return None
-    try: return parse_label(root.recipe.values[0])[0]
+    try: return check_label(root.recipe.values[0])[0]
     except ValueError: return None
 
 

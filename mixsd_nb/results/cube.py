@@ -15,7 +15,7 @@ import xarray as xr
 
 from ..benchmarks import expanded_suite
 from ..corpora import CORPORA
-from ..methods import BASE, METHODS, label_coordinates, parse_label
+from ..methods import BASE, METHODS, check_label, label_coordinates, parse_label
 from ..methods.translation import TranslatedRun
 from .compatible_settings import check_settings, group_runs, run_settings
 from .merge import merge_roots, order_roots
@@ -32,7 +32,7 @@ def check_names(
 
     A benchmark needs no declaration here: the result says its column and its role."""
     def undeclared(label):
-        try: return parse_label(label) is None
+        try: return check_label(label) is None
         except ValueError: return label not in METHODS
     names = dict(recipe=[label for label in root["recipe"].values if undeclared(label)],
                  dataset=[name for name in root["dataset"].values if name not in CORPORA])
