@@ -16,7 +16,6 @@ from pydantic import Field, field_validator
 from . import errors, nll
 from .corpora import CORPUS_OPTIONS, CorpusOptions, CorpusSettings, check_corpus
 from .corpora.stored import is_source
-from .methods.translation import TranslatedRun
 from .models.identity import model_label
 from .results.gallery import Source, load_sources, name_suffix, run_figures, save_pictures, select_part
 from .results.gallery import shared_figures, source_sheet
@@ -56,7 +55,7 @@ def find_run(
     root: str = "",  # holds run folders; empty for papermill_runs or MIXSD_RUNS
 ) -> list[Run]:
     "Return a list with the finished run of a configuration; an empty list if it is not finished."
-    found = TranslatedRun(Path(root or runs_root()) / config.folder.name)
+    found = Run(Path(root or runs_root()) / config.folder.name)
     return [found] if found.finished else []
 
 # %% ../nbs/figures.ipynb #25589255

@@ -37,10 +37,6 @@ MISTAKES = {
     "figures --source ours": "source must be one of both, runs, paper, got ours", "pretrain --size lab-s,lab-x": "size must be one of lab-s, lab-m, got lab-x",
     "sweep walk quick-lab": "command must be one of preview, .*got walk", "study walk": "command must be one of preview, .*got walk",
     "lab.profiling.check --device gpu": "device must be one of cuda, cpu, got gpu", "lab.profiling.check --size 8b": "size must be one of .*, got 8b",
-    # forms of earlier versions
-    "train lr=1e-4,3e-4 seed=0": "lr=1e-4,3e-4 must be written as --lr 1e-4,3e-4", "explore model=lab-s": "model=lab-s must be written as --model lab-s",
-    "figures epochs=20 n=100": "epochs=20 n=100 must be written as --where epochs=20,n=100", "figures source=runs": "must be written as --source runs",
-    "pretrain size=lab-s": "size=lab-s must be written as --size lab-s", "speed rounds=2": "rounds=2 must be written as --rounds 2",
     "plan quick-lab -p lam 3": "unknown parameter --lam; known are --device", "train --packed true": "flags the form --name, got true",
 }
 

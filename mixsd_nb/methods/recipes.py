@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['ALIASES', 'Recipe', 'check_fit', 'compose', 'recipe_label', 'check_label', 'parse_label', 'Alias', 'find_alias',
-           'current_label', 'translate_parameters', 'label_family', 'label_title', 'ordered_labels',
-           'label_coordinates']
+           'translate_parameters', 'label_family', 'label_title', 'ordered_labels', 'label_coordinates']
 
 # %% ../../nbs/methods/recipes.ipynb #78e7dba2
 import functools
@@ -254,85 +253,52 @@ def parse_label(
 # %% ../../nbs/methods/recipes.ipynb #743ba1dd
 @dataclass(frozen=True)
 class Alias:
-    "A short name of a composition: one of earlier versions, or one for several parts and options."
+    "A short name of a method with anchors, options and settings."
     name: str
     method: str
     anchor: str = ""
-    gate: str = ""
-    label: str = ""  # format of the label after the name, with the names of settings and options
     options: Mapping[str, Any] = field(default_factory=dict)
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # preset -> further options
     settings: Mapping[str, Any] = field(default_factory=dict)  # parameters of `train`, unless they are given
-    title: str = ""  # format of the title of such a composition; empty for the titles of its parts
-    earlier: tuple[Mapping[str, Any], ...] = ()  # further options of earlier versions, which have the same title
+    title: str = ""  # format of the title of such a composition
 
     def stands_for(self, recipe: Recipe, values: Mapping[str, Any]) -> bool:
         "Return whether a label with these numbers and marked options is one of this composition, with its options and no others."
         marked = {mark.option for part in recipe.parts for mark in part.marks}
         pick = lambda options: {name: value for name, value in options.items() if name in marked}
-        if compose(self.method, self.anchor, self.gate, self.options).name != recipe.name: return False
-        versions = *map(self.options_under, (None, *self.presets)), *({**self.options, **more} for more in self.earlier)
-        return pick(values) in map(pick, versions)
+        if compose(self.method, self.anchor, options=self.options).name != recipe.name: return False
+        return pick(values) in map(pick, map(self.options_under, (None, *self.presets)))
 
     def options_under(self, preset: str | None) -> dict[str, Any]:
         "Return the options under a preset; None for that of the lab."
         return {**self.options, **self.presets.get(preset or "lab", {})}
 
 
-_COMPLETE = dict(max_attempts=6, consistent=True, fallback="canonical", wordings=2)
 ALIASES: dict[str, Alias] = {alias.name: alias for alias in [
-    Alias("wise-sft", "sft", "average", label="{alpha:g}"),
-    Alias("wise-mixsd", "mixsd", "average", label="{lam:g}-a{alpha:g}"),
-    Alias("replay", "sft", "replay", label="{share:g}"), Alias("replay-kl", "sft", "replay-kl", label="{share:g}"),
-    Alias("sft-own-words", "own-words"), Alias("mixsd-answer", "mixsd", gate="answer", label="{lam:g}"),
-    Alias("sft-untied", "sft", "untied"), Alias("mixsd-untied", "mixsd", "untied", label="{lam:g}"),
-    Alias("stm", "sft", gate="stm", label="{threshold:g}"), Alias("talr", "sft", gate="talr", label="{tau:g}"),
-    Alias("l2sp", "sft", "l2sp", label="{strength:g}"), Alias("ewc", "sft", "ewc", label="{strength:g}"),
-    Alias("lora-sft", "sft", "lora", label="{rank:g}"), Alias("lora-mixsd", "mixsd", "lora", label="{lam:g}-r{rank:g}"),
-    Alias("mixsd-complete", "mixsd", "replay-kl", options=_COMPLETE, settings=dict(lam=0.0, temperature=0.5),
+    Alias("mixsd-complete", "mixsd", "replay-kl", settings=dict(lam=0.0, temperature=0.5),
+          options=dict(max_attempts=6, consistent=True, fallback="canonical", wordings=2),
           presets={preset: dict(share=0.5, prompts="own+neighbours", count=400) for preset in ("real", "paper")},
-          title="MixSD complete (λ={lam:g}, replay {share:g})", earlier=(dict(prompts="own+neighbours"),))]}
+          title="MixSD complete (λ={lam:g}, replay {share:g})")]}
 
 
 def find_alias(name: str) -> Alias | None:
-    "Return what an earlier name, or the name of a variant, means; None for any other name."
+    "Return what a short name, or the name of a variant, means; None for any other name."
     if name in METHODS or name in ALIASES: return ALIASES.get(name)
     variants = ((method, variant) for method in METHODS.values() for variant in method.variants)
     return next((Alias(name, method.name, options={v.option: v.value}) for method, v in variants if v.changes.get("name") == name), None)
-
-
-def current_label(
-    label: str,  # of this version, or of an earlier one
-) -> str:
-    "Return the label that a recipe has today; a label of no declared parts as it is."
-    try:
-        recipe, values = check_label(label)
-        return recipe_label(recipe, **values)
-    except ValueError: pass
-    for alias in (alias for alias in ALIASES.values() if not alias.title):  # one with a title was never a label
-        numbers = _read_numbers(f"{alias.name}-{alias.label}" if alias.label else alias.name, label)
-        if numbers is not None: return recipe_label(compose(alias.method, alias.anchor, alias.gate, alias.options), **alias.options, **numbers)
-    return label
 
 # %% ../../nbs/methods/recipes.ipynb #67b632a3
 def translate_parameters(
     parameters: Mapping[str, Any],  # of a training, as they were given
 ) -> dict[str, Any]:
-    "Return the parameters with the method, anchors, gate and options that an earlier name of a method means."
+    "Return the parameters with the method, anchors, options and settings that a short name of a method means."
     given, options = dict(parameters), read_mapping(parameters.get("options") or {})
-    if not isinstance(options, dict): return given  # which is refused with its own sentence
-    if rank := given.pop("lora", 0): given |= dict(anchor=_join(given.get("anchor"), "lora"), options={"rank": rank, **options})
-    if not isinstance(given.get("method"), str) or not (alias := find_alias(given["method"])): return given
-    given |= {name: value for name, value in alias.settings.items() if given.get(name) is None} | dict(method=alias.method)
-    given |= dict(options={**alias.options_under(given.get("preset")), **read_mapping(given.get("options") or {})})
-    if alias.anchor: given["anchor"] = _join(alias.anchor, given.get("anchor"))
-    if alias.gate: given["gate"] = _join(alias.gate, given.get("gate"))  # two gates are refused with their own sentence
+    alias = find_alias(given["method"]) if isinstance(given.get("method"), str) else None
+    if not alias or not isinstance(options, dict): return given  # options of another type are refused with their own sentence
+    given |= {name: value for name, value in alias.settings.items() if given.get(name) is None}
+    given |= dict(method=alias.method, options={**alias.options_under(given.get("preset")), **options})
+    if alias.anchor: given["anchor"] = "+".join(dict.fromkeys([*alias.anchor.split("+"), *filter(None, (given.get("anchor") or "").split("+"))]))
     return given
-
-
-def _join(*anchors: str | None) -> str:
-    "Join the names of all anchors, each once."
-    return "+".join(dict.fromkeys(name for text in anchors if text for name in text.split("+")))
 
 # %% ../../nbs/methods/recipes.ipynb #a70804e4
 def label_family(label: str) -> str:
@@ -343,7 +309,7 @@ def label_family(label: str) -> str:
 def label_title(label: str) -> str:
     "Return the label as tables print it: `MixSD (λ=0.3) + EWC (strength 0.1)`, or `OPSD` for its default settings."
     recipe, values = parse_label(label)
-    if alias := next((alias for alias in ALIASES.values() if alias.title and alias.stands_for(recipe, values)), None):
+    if alias := next((alias for alias in ALIASES.values() if alias.stands_for(recipe, values)), None):
         marks = [mark for part in recipe.parts for mark in _used_marks(part, values) if mark.option not in alias.options]
         return " with ".join(filter(None, [alias.title.format(**values), ", ".join(mark.caption for mark in marks)]))
     def title(part):

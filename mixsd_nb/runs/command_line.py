@@ -145,12 +145,10 @@ def normalise_words(words: tuple[str, ...], fields: dict[str, FieldInfo]) -> lis
 
 def explain_words(words: list[str], fields: dict[str, FieldInfo]) -> str:
     "Return the sentence about the first of the words that are neither options nor values."
-    (option, equals, value), where = words[0].partition("="), [word for word in words if "=" in word]
+    option = words[0].partition("=")[0]
     if words[0].startswith("--"):
         known = [name_option(name) for name, field in fields.items() if not field_flag(field, "positional")]
         return f"unknown parameter {option}; {nearest(option, known) or 'known are ' + ', '.join(known)}"
-    if equals and option in fields: return f"{words[0]} must be written as {name_option(option)} {value}"
-    if equals and "where" in fields: return f"{' '.join(where)} must be written as --where {','.join(where)}"
     return f"options must have the form --name value, and flags the form --name, got {words[0]}"
 
 # %% ../../nbs/runs/command_line.ipynb #da1b560a
