@@ -4933,6 +4933,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                     'mixsd_nb/runs/registry.py'),
                                         'mixsd_nb.runs.registry.Registry.values': ( 'runs/registry.html#registry.values',
                                                                                     'mixsd_nb/runs/registry.py'),
+                                        'mixsd_nb.runs.registry.import_part': ( 'runs/registry.html#import_part',
+                                                                                'mixsd_nb/runs/registry.py'),
                                         'mixsd_nb.runs.registry.load_object': ( 'runs/registry.html#load_object',
                                                                                 'mixsd_nb/runs/registry.py'),
                                         'mixsd_nb.runs.registry.load_plugins': ( 'runs/registry.html#load_plugins',

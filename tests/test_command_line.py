@@ -121,8 +121,8 @@ def run_module(name, words, said):
 
 
 def test_module_and_command_are_the_same(own_runs):
-    "Each stage is a command under the name of its module, which former names lead to as well."
-    names = {"train": "train", "nll": "nll", "sweep": "sweep", "lab.study": "lab.study", "study": "lab.study", "lab.pretrain": "lab.pretrain"}
+    "Each stage is a command under the name of its module."
+    names = {"train": "train", "nll": "nll", "sweep": "sweep", "lab.study": "lab.study", "lab.pretrain": "lab.pretrain"}
     for name in names:
         process = forked(run_module, name, ["--help"], own_runs / "said")
         process.join(120)
