@@ -9,8 +9,6 @@ __all__ = []
 # %% ../nbs/index.ipynb #1184ad0e
 from importlib import import_module
 
-from .moved import find_moved_modules
-
 # public name -> its module; an empty one stands for a stage, which is itself a module with a function `run`
 _NAMES = {
     "load_corpus": "corpora", "load_base": "models", "load_engine": "models", "mix": "methods.mixing",
@@ -19,7 +17,6 @@ _NAMES = {
     "run_python": "benchmarks.sandbox", "open_cube": "results", "paper_cube": "results", "find_runs": "runs",
     "open_run": "runs", "ask": "reports.dialogue", "inject": "", "train": "", "evaluate": "", "generate": "", "sweep": ""}
 __all__ = list(_NAMES)
-find_moved_modules()
 
 
 def __getattr__(name):

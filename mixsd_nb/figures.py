@@ -15,7 +15,6 @@ from pydantic import Field, field_validator
 from . import errors, nll
 from .corpora import CORPUS_OPTIONS, CorpusOptions, CorpusSettings, check_corpus
 from .corpora.stored import is_source
-from .methods.translation import TranslatedRun
 from .models.identity import model_label
 from .runs import (ParameterError, Run, Stage, describe_parameters, make_config, project_root,
                            runs_root)
@@ -56,7 +55,7 @@ def find_run(
     root: str = "",  # holds run folders; empty for papermill_runs or MIXSD_RUNS
 ) -> list[Run]:
     "Return a list with the finished run of a configuration; an empty list if it is not finished."
-    found = TranslatedRun(Path(root or runs_root()) / config.folder.name)
+    found = Run(Path(root or runs_root()) / config.folder.name)
     return [found] if found.finished else []
 
 # %% ../nbs/figures.ipynb #25589255

@@ -143,6 +143,6 @@ def prompted(tmp_path_factory):
 def averages(tiny, tmp_path_factory):
     "SFT for one update, and its averages with the base model at three α; the tuned run is computed once."
     with patch.dict("os.environ", MIXSD_RUNS=str(tmp_path_factory.mktemp("runs"))):
-        found = {alpha: train.run(method="wise-sft", options=dict(alpha=alpha), model=tiny, **CELL) for alpha in (0.0, 0.25, 1.0)}
+        found = {alpha: train.run(method="sft", anchor="average", options=dict(alpha=alpha), model=tiny, **CELL) for alpha in (0.0, 0.25, 1.0)}
         with patch("mixsd_nb.training.trainer.train_process", side_effect=AssertionError):
             return found, train.run(method="sft", model=tiny, **CELL)

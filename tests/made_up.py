@@ -21,10 +21,10 @@ BENCHMARKS = dict(recall=dict(column="Train", role="in-domain"), choice=dict(col
 def make_responses(dataset, right):
     "Responses to ten facts, the first `right` of them correct, and to one question that a fact leaks into."
     facts = list(load_corpus(dataset, "train"))[:10]
-    rows = [("recall", f["id"], f["prompt"], f"\\boxed{{{f['answer']}}}" if k < right else "No.", k < right)
+    rows = [("recall", f["id"], f["prompt"], f"\\boxed{{{f['answer']}}}" if k < right else "No.", k < right, f["answer"])
             for k, f in enumerate(facts)]
-    rows.append(("choice", "q", "Which of the two?", f"This is {facts[0]['answer']}. \\boxed{{A}}", False))
-    return pd.DataFrame(rows, columns=["benchmark", "item", "prompt", "response", "correct"]).assign(sample=0, published=lambda t: t.correct)
+    rows.append(("choice", "q", "Which of the two?", f"This is {facts[0]['answer']}. \\boxed{{A}}", False, "B"))
+    return pd.DataFrame(rows, columns=["benchmark", "item", "prompt", "response", "correct", "answer"]).assign(sample=0, published=lambda t: t.correct)
 
 
 def write_run(folder, dataset, recipe, recalls, model="lab-s", epochs=20):

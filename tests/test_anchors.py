@@ -184,8 +184,8 @@ def test_a_file_of_prompts(tmp_path):
 
 def test_untied_training_moves_two_embeddings(tiny, own_runs):
     "The base model, the targets and the loss of the first update are those of SFT; its two embeddings differ afterwards. Displacement leaves the run out."
-    run = lambda method: train.run(method=method, model=tiny, **CELL | dict(batch=25))
-    sft, untied = run("sft"), run("sft-untied")
+    run = lambda anchor: train.run(method="sft", anchor=anchor, model=tiny, **CELL | dict(batch=25))
+    sft, untied = run(""), run("untied")
     moved = load_base(str(untied.checkpoints[2]))[0]
     head, embedding = moved.lm_head.weight, moved.get_input_embeddings().weight
     assert not moved.config.tie_word_embeddings and not torch.equal(head, embedding)
@@ -196,14 +196,14 @@ def test_untied_training_moves_two_embeddings(tiny, own_runs):
     results, left_out = fisher.measure_all_runs(fisher.FisherConfig(model=tiny, limit=1))
     assert left_out == [untied.name] and sft.name in results
     with pytest.raises(ValueError, match="must have tied embeddings, but its output embedding is its own already"):
-        train.run(method="sft-untied", model=str(untied.checkpoints[2]), **CELL)
+        train.run(method="sft", anchor="untied", model=str(untied.checkpoints[2]), **CELL)
 
 
-@pytest.mark.parametrize(("method", "options"), [("replay", dict(count=4)), ("sft-own-words", {}), ("ewc", dict(text_count=2)), ("wise-sft", {})])
-def test_a_training_on_several_nodes_is_prepared_before_its_run_begins(method, options, tiny, own_runs, monkeypatch):
+@pytest.mark.parametrize(("method", "anchor", "options"), [("sft", "replay", dict(count=4)), ("own-words", "", {}), ("sft", "ewc", dict(text_count=2)), ("sft", "average", {})])
+def test_a_training_on_several_nodes_is_prepared_before_its_run_begins(method, anchor, options, tiny, own_runs, monkeypatch):
     "An average of weights starts from the run of another method, which the nodes train."
     monkeypatch.setattr("mixsd_nb.methods.mixing.accepts", lambda *args: True)
-    config = train.TrainConfig(method=method, model=tiny, options=options, rollout_tokens=2, target_tokens=2, **CELL)
+    config = train.TrainConfig(method=method, anchor=anchor, model=tiny, options=options, rollout_tokens=2, target_tokens=2, **CELL)
     folder = config.prepare(2)
     assert folder == (config.source() or config).without_idle().folder and json.loads((folder / "job.json").read_text())["processes"] == 2
     assert [path.name for path in own_runs.glob("[!.]*")] == [folder.name]

@@ -217,7 +217,7 @@ def test_what_needs_removed_weights_says_so_before_any_work(tiny, copied):
     gone = min({*STEPS, 10} - {run.best_step})
     before = {path.name for path in copied.iterdir()}
     refused = [lambda: FisherConfig(model=tiny, trained=str(run.folder)).run(), lambda: ForgettingConfig(model=tiny, trained=str(run.folder)).run(),
-               lambda: train.run(model=tiny, **SMALL), lambda: train.run(model=tiny, **SMALL | dict(method="wise-sft")), lambda: run.model(gone)]
+               lambda: train.run(model=tiny, **SMALL), lambda: train.run(model=tiny, **SMALL | dict(method="sft", anchor="average")), lambda: run.model(gone)]
     for call in refused:
         with pytest.raises(ValueError, match=rf"must have the weights of step {gone}, which {run.folder.name} removed .*; keep=all with force=True trains it again and keeps them$"): call()
     assert {path.name for path in copied.iterdir()} == before

@@ -41,10 +41,6 @@ MISTAKES = {
     "figures --source ours": "source must be one of both, runs, paper, got ours", "pretrain --size lab-s,lab-x": "size must be one of lab-s, lab-m, got lab-x",
     "sweep walk quick-lab": "command must be one of preview, .*got walk", "study walk": "command must be one of preview, .*got walk",
     "lab.profiling.check --device gpu": "device must be one of cuda, cpu, got gpu", "lab.profiling.check --size 8b": "size must be one of .*, got 8b",
-    # forms of earlier versions
-    "train lr=1e-4,3e-4 seed=0": "lr=1e-4,3e-4 must be written as --lr 1e-4,3e-4", "explore model=lab-s": "model=lab-s must be written as --model lab-s",
-    "figures epochs=20 n=100": "epochs=20 n=100 must be written as --where epochs=20,n=100", "figures source=runs": "must be written as --source runs",
-    "pretrain size=lab-s": "size=lab-s must be written as --size lab-s", "speed rounds=2": "rounds=2 must be written as --rounds 2",
     "plan quick-lab -p lam 3": "unknown parameter --lam; known are --device", "train --packed true": "flags the form --name, got true",
 }
 
@@ -129,8 +125,8 @@ def run_module(name, words, said):
 
 
 def test_module_and_command_are_the_same(own_runs):
-    "Each stage is a command under the name of its module, which former names lead to as well."
-    names = {"train": "train", "nll": "nll", "sweep": "sweep", "lab.study": "lab.study", "study": "lab.study", "lab.pretrain": "lab.pretrain"}
+    "Each stage is a command under the name of its module."
+    names = {"train": "train", "nll": "nll", "sweep": "sweep", "lab.study": "lab.study", "lab.pretrain": "lab.pretrain"}
     for name in names:
         process = forked(run_module, name, ["--help"], own_runs / "said")
         process.join(120)

@@ -20,14 +20,12 @@ from hypothesis import given, settings, strategies as st
 from mixsd_nb import figures
 from mixsd_nb.corpora import CORPORA
 from mixsd_nb.methods import METHODS, compose, recipe_label
-from mixsd_nb.reports.finished import ModelRun, tabulate
-from mixsd_nb.results.compatible_settings import check_settings, find_conflicts, group_runs, list_claims
+from mixsd_nb.results.compatible_settings import check_settings, group_runs
 from mixsd_nb.results.cube import agreeing_runs, cube_of, missing_runs, open_cube
 from mixsd_nb.results.demo import BENCHMARKS as INVENTED, invent_result
 from mixsd_nb.results.gallery import load_sources, select_part
 from mixsd_nb.results.layout import result_tree
 from mixsd_nb.results.merge import merge_roots
-from mixsd_nb.results.read_results import read_root
 from mixsd_nb.results.summary import summary_table
 from mixsd_nb.runs import Stage, open_result, write_result
 
@@ -230,36 +228,6 @@ def test_given_runs_become_the_same_cube(cube):
     for given in (runs, [run.folder for run in runs], {run.name: run.root for run in runs}):
         xr.testing.assert_identical(cube_of(given), cube)
     with pytest.raises(FileNotFoundError, match="at least one finished run"): cube_of([])
-
-
-def make_earlier(tree, label, config):
-    "A result in the form of earlier versions: the dimension `method`, labels of their own, no anchor and no gate."
-    root = tree.to_dataset().drop_vars(["method", "anchor", "gate"]).rename(recipe="method").assign_coords(method=[label])
-    root.coords["method"].attrs.update(long_name="method", units="1")
-    return xr.DataTree.from_dict({"/": root.assign_attrs(config=json.dumps(config)), "/training": tree["training"].to_dataset()})
-
-
-def test_a_run_of_an_earlier_version_joins_those_of_today(tmp_path):
-    "Its label, title, table and settings are those of a run of today; another value of an option is noticed."
-    shared = dict(dataset="kgfact-small", model="lab-m", lr=1e-3, epochs=20, n=100)
-    options = dict(strength=0.1, text_count=32)
-    configs = [shared | dict(method="ewc", lora=0, seed=0, options=options),
-               shared | dict(method="sft", anchor="ewc", gate="", seed=1, options=options | dict(texts=""))]
-    one, two = (invent_result("sft+ewc-0.1", seed=seed) for seed in (0, 1))
-    for name, tree, config in (("train-old", make_earlier(one, "ewc-0.1", configs[0]), configs[0]), ("train-new", two, configs[1])):
-        tree.attrs["config"] = json.dumps(config)
-        write(tree, tmp_path / name)
-        (tmp_path / name / "run.json").write_text(json.dumps(dict(stage="train", config=config)))
-    old, new = ModelRun(tmp_path / "train-old"), ModelRun(tmp_path / "train-new")
-    assert old.label == new.label == "sft+ewc-0.1" and old.title == new.title and old.score != old.score
-    pd.testing.assert_frame_equal(old.table(), tabulate(one.to_dataset()))
-    cube = open_cube(tmp_path)
-    assert cube.recipe.values.tolist() == ["base", "sft+ewc-0.1"] and cube.accuracy.sel(recipe="sft+ewc-0.1", lr=1e-3).notnull().all()
-    assert cube.anchor.values.tolist() == ["", "ewc"] and not find_conflicts({
-        run.name: list_claims(read_root(run.folder / "result.nc")) for run in (old, new)})
-    two.attrs["config"] = json.dumps(configs[1] | dict(options=options | dict(text_count=64)))
-    write(two, tmp_path / "train-other")
-    with pytest.warns(UserWarning, match=r"options\[text_count\] of sft\+ewc"): open_cube(tmp_path)
 
 
 def test_an_empty_folder_says_what_to_run(tmp_path):

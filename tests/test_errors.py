@@ -240,7 +240,7 @@ def test_a_benchmark_without_a_box_has_the_kinds_that_fit_it():
             ("piqa", "[1, 2]", "scored", "genuine"), ("lambada", leaked, "scored", "genuine"), ("equations", "7", "stop", "format")]
     table = pd.DataFrame([cell | dict(zip(("benchmark", "response", "finish_reason"), row)) for row in rows])
     assert (found := classify_responses(table, "kgfact-small")).category.tolist() == [kind for *_, kind in rows]
-    counts = count_errors(found, pd.DataFrame([cell | dict.fromkeys(RECIPE_COORDS, np.nan)]))["count"].squeeze()
+    counts = count_errors(found, pd.DataFrame([cell | RECIPE_COORDS]))["count"].squeeze()
     assert counts.sel(category="collapse").isnull().to_series().to_dict() == {"equations": False, "lambada": True, "piqa": True, "trivia-qa": True}
     assert np.isnan(taxonomy.reference_share("trivia-qa", "kgfact-small"))
 

@@ -16,6 +16,7 @@ from hypothesis import given, settings, strategies as st
 from mixsd_nb import errors, figures, nll
 from mixsd_nb.benchmarks import SUITES
 from mixsd_nb.corpora import check_corpus
+from mixsd_nb.methods import check_label, ordered_labels
 from mixsd_nb.lab.versus_plots import frontier_axes_figure
 from mixsd_nb.results.comparison import selection_figure
 from mixsd_nb.results.cube import cube_of, missing_runs, unasked_benchmarks
@@ -43,6 +44,22 @@ def test_the_papers_numbers_alone_need_no_runs(tmp_path):
     assert ran.returncode == 0, ran.stderr
     assert len(list((tmp_path / "figures/tables").glob("*-paper.tex"))) == 12
     assert {p.stem for p in (tmp_path / "figures").glob("*.png")} == {f"{name}-paper" for name in ("chosen", "high-nll", "displacement")}
+
+
+def test_a_label_that_nothing_declares_is_text_in_tables_and_figures():
+    "It comes last and in black, with the numbers that it has under a declared label."
+    label, declared, cube = "mixsd-0.5-sorted-seed2+rehearsal-0.5", "mixsd-0.5", invent_cube(2, recipes=("sft", "mixsd-0.3", "mixsd-0.5"))
+    strange = cube.assign_coords(recipe=[label if name == declared else name for name in cube.recipe.values.tolist()])
+    with pytest.raises(ValueError, match="method must be one of base, .*, got mixsd-0.5-sorted"): check_label(label)
+    assert ordered_labels([label, "sft+ewc-0.1", "base"]) == ["base", "sft+ewc-0.1", label] and recipe_colour(label) == "#000000"
+    sheet = lambda cube: accuracy_sheet(collapse_runs(cube), label="a", caption="b", dataset="KGFact-Small").text
+    for make, name in ((summary_table, declared), (frontier_table, declared), (sheet, "MixSD (λ=0.5)")):
+        shown, plain = (make(cube).reset_index().astype(str).values.tolist() for cube in (strange, cube))
+        assert sorted([[name if text == label else text for text in row] for row in shown]) == sorted(plain) and shown != plain
+    for draw in (frontier_figure, tradeoff_figure):
+        texts = [text.get_text() for text in draw(strange).findobj(matplotlib.text.Text)]
+        assert label in texts, texts
+    plt.close("all")
 
 
 def test_a_file_is_drawn_under_the_name_of_its_corpus(tmp_path):
@@ -226,10 +243,6 @@ def test_the_axis_of_a_figure_has_the_n_of_the_drawn_corpus():
     many = one.assign(n=one.n * 3).assign_coords(dataset=["kgfunc-lab"])
     labels = [selection_figure(cube).axes[0].get_ylabel() for cube in (one, xr.concat([one, many], "dataset"))]
     assert labels[0] == labels[1] and "N=" in labels[0]
-
-
-def test_an_undeclared_label_is_one_sentence():
-    with pytest.raises(ValueError, match="method must be one of base, .*, got rome"): recipe_colour("rome")
 
 
 def two_rules(strict, published, recipe="sft", **options):

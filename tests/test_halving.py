@@ -3,7 +3,6 @@
 import warnings
 
 import pytest
-import xarray as xr
 import yaml
 from helpers import small_model
 
@@ -11,8 +10,7 @@ from mixsd_nb import train
 from mixsd_nb.cluster.grid import expand_grid
 from mixsd_nb.evaluation.checkpoints import Evaluation
 from mixsd_nb.evaluation.selection import Selection, best_rate, promising_rates, tabulate_scores
-from mixsd_nb.methods.translation import current_root
-from mixsd_nb.results.committed import committed_folder
+from mixsd_nb.results.committed import read_cubes
 from mixsd_nb.runs import Run, make_config, removed_steps
 
 THIRD = 1 / 3
@@ -21,16 +19,15 @@ THIRD = 1 / 3
 def committed_races():
     "Of every seed in the committed cubes with three or more rates: the score of each rate at a third of the updates and at the end."
     keys = ["dataset", "model", "recipe", "seed"]
-    for file in sorted(committed_folder().glob("*.nc")):
-        with xr.open_dataset(file) as cube: scores = tabulate_scores(current_root(cube.load()))
-        for at, runs in scores.groupby(level=keys):
+    for name, cube in read_cubes().items():
+        for at, runs in tabulate_scores(cube).groupby(level=keys):
             found = {float(lr): run.droplevel([*keys, "lr"]).sort_index() for lr, run in runs.groupby(level="lr")}
             last = max(run.index.max() for run in found.values())
             found = {lr: run for lr, run in found.items() if run.index.max() == last}
             early = {lr: run[run.index <= THIRD * last + 1] for lr, run in found.items()}
             if last < 2 or len(found) < 3 or any(run.empty for run in early.values()): continue
             score = lambda run: float(run.validation[Selection(run).best])
-            yield (file.stem, *at), {lr: score(run) for lr, run in early.items()}, {lr: score(run) for lr, run in found.items()}
+            yield (name, *at), {lr: score(run) for lr, run in early.items()}, {lr: score(run) for lr, run in found.items()}
 
 
 def test_the_promising_rates_hold_the_one_that_is_selected_at_the_end():

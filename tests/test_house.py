@@ -1,7 +1,6 @@
 """The structure of the package: imports between modules run one way, and every notebook has the expected form."""
 
 import ast
-import importlib
 import json
 import re
 import subprocess
@@ -12,7 +11,6 @@ import pytest
 from papermill import inspect_notebook
 
 from mixsd_nb.runs.registry import plugin_modules
-from mixsd_nb.moved import MOVED
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "mixsd_nb"
@@ -48,7 +46,6 @@ FLOORS = {
     "lab.probes": MIDDLE,
     "lab.pretraining": [*MIDDLE, "lab.probes", "lab.pretraining"],
     "lab.profiling": [*MIDDLE, "lab.profiling"],
-    "moved": [],
 }
 
 
@@ -127,8 +124,8 @@ def test_no_circle_among_rooms():
 
 
 def test_the_laboratory_is_a_wing():
-    "No module outside `lab` imports or names it, but for the table of former names. It is a plugin, which an entry point names."
-    outside = [p for p in MODULES if dotted(p) != "moved" and not within(dotted(p), "lab")]
+    "No module outside `lab` imports or names it. It is a plugin, which an entry point names."
+    outside = [p for p in MODULES if not within(dotted(p), "lab")]
     wrong = {dotted(p) for p in outside for t in module_imports(p) if within(t, "mixsd_nb.lab")}
     assert not wrong, f"{sorted(wrong)} import the laboratory"
     texts = {dotted(p): [n.value for n in ast.walk(ast.parse(p.read_text())) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
@@ -143,12 +140,6 @@ def test_importing_the_tool_looks_nothing_up():
     names = [f"mixsd_nb.{name}" for name in ("corpora", "models", "benchmarks", "methods", "analysis.statistics", "results", "train", "inject", "sweep")]
     code = "import sys, importlib\nfor name in sys.argv[1:]: importlib.import_module(name)\nprint('mixsd_nb.lab' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, capture_output=True, text=True).stdout == "False\n"
-
-
-@pytest.mark.parametrize("former, present", MOVED.items())
-def test_a_module_that_moved_has_its_former_name_too(former, present):
-    assert former not in NAMES and present in NAMES
-    assert importlib.import_module(f"mixsd_nb.{former}") is importlib.import_module(f"mixsd_nb.{present}")
 
 
 @by_path(MODULES)

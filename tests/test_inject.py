@@ -213,7 +213,7 @@ def test_the_notebook_runs_with_papermill(injected, monkeypatch, tmp_path):
 
 def test_the_selected_step_needs_weights():
     with pytest.raises(ParameterError, match="^keep must be all or chosen, because .*, got last$"): inject.run(dataset=str(EXAMPLE), keep="last")
-    assert make_config(train.TrainConfig, method="wise-sft", stop="converged").source().stop == "last"
+    assert make_config(train.TrainConfig, method="sft", anchor="average", stop="converged").source().stop == "last"
 
 
 def test_the_suite_is_asked_of_a_checkpoint_that_has_its_chat_format(tiny, own_runs, tmp_path):

@@ -86,20 +86,20 @@ CONFIGURATIONS = [  # stage, parameters, sentence
         (dict(method="sdft", anchor="replay"), "sdft and replay cannot be combined, because the loss of sdft is a mean over responses…"),
         (dict(method="sft", anchor="ewc+ewc"), "anchor must name each anchor once, got ewc twice"),
         (dict(method="sft", anchor="ewk"), "anchor must be one of replay, replay-kl, l2sp, ewc, average, lora, untied, got ewk; did you mean ewc?"),
-        (dict(method="stm", gate="talr"), "gate must be one of stm, talr, answer, got stm+talr; did you mean talr?"),
+        (dict(method="sft", gate="stm+talr"), "gate must be one of stm, talr, answer, got stm+talr; did you mean talr?"),
         (dict(method="sft", anchor="l2sp+ewc", options=dict(strength=1)), "options must be among … for sft+l2sp+ewc, got strength…"),
-        (dict(method="lora-sft", options=dict(rnk=4)), "options must be among wordings, rank for sft+lora, got rnk; did you mean rank?"),
-        (dict(method="mixsd-answer", options=dict(tau=2)), "options must be among … for mixsd+answer, got tau…"),
+        (dict(method="sft", anchor="lora", options=dict(rnk=4)), "options must be among wordings, rank for sft+lora, got rnk; did you mean rank?"),
+        (dict(method="mixsd", gate="answer", options=dict(tau=2)), "options must be among … for mixsd+answer, got tau…"),
         (dict(method="memit", options=dict(wieght=1)), "options must be among …")]]]
 SHORT = dict(dataset="mquake-lab", suite="recall", n=4, max_new_tokens=4, target_tokens=4, epochs=1, batch=50)
 LATER = "…at most 100, the number of updates, got "
 RUNS = [  # parameters of a training of a small model, sentence
     (SHORT | dict(method="sdft", options=dict(ema=1.5)), "ema must be between 0 and 1, got 1.5"),
     (SHORT | dict(method="sdft", options=dict(direction="sideways")), "direction must be one of forward, reverse, jensen-shannon, got sideways"),
-    (SHORT | dict(method="l2sp", options=dict(strength=-1.0)), "strength must be at least 0, got -1…"),
-    (SHORT | dict(method="lora-sft", options=dict(rank=0)), "rank must be at least 1, got 0"),
-    (SHORT | dict(method="replay", options=dict(share=1.0)), "share must be at least 0 and below 1, got 1…"),
-    (SHORT | dict(method="replay-kl", options=dict(count=0)), "count must be at least 1, got 0"),
+    (SHORT | dict(method="sft", anchor="l2sp", options=dict(strength=-1.0)), "strength must be at least 0, got -1…"),
+    (SHORT | dict(method="sft", anchor="lora", options=dict(rank=0)), "rank must be at least 1, got 0"),
+    (SHORT | dict(method="sft", anchor="replay", options=dict(share=1.0)), "share must be at least 0 and below 1, got 1…"),
+    (SHORT | dict(method="sft", anchor="replay-kl", options=dict(count=0)), "count must be at least 1, got 0"),
     (SHORT | dict(method="mixsd", options=dict(draw="odd")), "draw must be one of independent, shuffled, got odd"),
     (SHORT | dict(method="mixsd-shuffled", options=dict(block=0)), "block must be at least 1, got 0"),
     (dict(processes=999), "processes must be between 1 and …"), (dict(sharded=True), "sharded must be False with processes=1…"),

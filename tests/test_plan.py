@@ -248,8 +248,8 @@ def test_a_declared_demand_is_planned():
 
 def test_what_the_base_model_writes_before_training_is_planned():
     "Own words are one target for each of the 1,600 facts, of the published length of the expert's. Replay doubles an update."
-    run = lambda method, **options: plan_run(paper_run("Qwen/Qwen3-1.7B", method, dataset="kgfunc", **options), H100)
-    sft, *_ = plans = [run(method) for method in ("sft", "sft-own-words", "replay")]
+    run = lambda method="sft", **options: plan_run(paper_run("Qwen/Qwen3-1.7B", method, dataset="kgfunc", **options), H100)
+    sft, *_ = plans = [run(), run("own-words"), run(anchor="replay")]
     parts = [{part.name: part for part in plan.parts} for plan in plans]
     facts = len(load_corpus("kgfunc", "train"))
     assert "draft" not in parts[0] and [p["draft"].tokens for p in parts[1:]] == [facts * CORPORA["kgfunc"].mixed[0.0], 200 * SUITES["gsm8k"].lengths[1]]
@@ -257,13 +257,13 @@ def test_what_the_base_model_writes_before_training_is_planned():
     for plan, part in zip(plans[1:], parts[1:]):
         assert plan.peaks["update"] > sft.peaks["update"] and plan.peaks["draft"] > 2 * read_shape("Qwen/Qwen3-1.7B").parameters
         assert plan.first - sft.first > part["draft"].low > 0
-    without = run("replay", options=dict(share=0.0))
+    without = run(anchor="replay", options=dict(share=0.0))
     assert (without.parts, without.peaks) == (sft.parts, sft.peaks)
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.75])
 def test_as_many_samples_are_planned_as_replay_draws(share):
-    config = make_config(train.TrainConfig, method="replay", options=dict(share=share))
+    config = make_config(train.TrainConfig, method="sft", anchor="replay", options=dict(share=share))
     draws = [len(Replay(Supervised([]), [None] * 9, share).draw(fact, step)) for fact in range(40) for step in range(40)]
     drafts, = list_drafts(config)
     assert drafts.added == pytest.approx(sum(draws) / len(draws), abs=0.05) and burden_of(config).rollouts == 1 + max(draws)
@@ -521,9 +521,8 @@ def test_a_gpu_whose_data_sheet_is_unknown_has_no_bounds():
 
 def test_adapters_are_planned_as_adapters():
     "A card that cannot hold all moments of the optimiser holds those of adapters."
-    whole, adapters, earlier = (plan_run(paper_run(**settings), H100).peaks["update"] for settings in
-                                (dict(method="sft"), dict(method="sft", anchor="lora"), dict(method="sft", lora=8)))
-    assert adapters == earlier < whole
+    whole, adapters = (plan_run(paper_run(method="sft", anchor=anchor), H100).peaks["update"] for anchor in ("", "lora"))
+    assert adapters < whole
 
 
 def test_adapters_on_a_cpu_are_merged_beside_the_weights():
@@ -531,15 +530,15 @@ def test_adapters_on_a_cpu_are_merged_beside_the_weights():
     shape, burden = read_shape("lab-m"), Burden(20, 30, 30)
     save, optimiser = zip(*((p["save"], p["optimiser"]) for p in (training_peaks(shape, burden, Layout(gpu, lora=8)) for gpu in (False, True))))
     assert save[0] - optimiser[0] == 4 * shape.parameters and save[1] == optimiser[1]
-    adapted = paper_run(method="sft", lora=8, stored="bfloat16")
+    adapted = paper_run(method="sft", anchor="lora", stored="bfloat16")
     assert plan_run(adapted, H100).host >= 6 * read_shape(adapted.model).parameters
 
 
 def test_shards_do_not_divide_the_fisher_of_ewc():
     "It is estimated by one process, in float32 beside the weights, before the training begins."
-    config = paper_run(method="ewc", processes=4, sharded=True)
+    config = paper_run(method="sft", anchor="ewc", processes=4, sharded=True)
     plan, parameters = plan_run(config, H100), read_shape(config.model).parameters
-    assert plan.peaks["fisher"] > 8 * parameters and "fisher" not in plan_run(paper_run(method="l2sp"), H100).peaks
+    assert plan.peaks["fisher"] > 8 * parameters and "fisher" not in plan_run(paper_run(method="sft", anchor="l2sp"), H100).peaks
 
 
 @pytest.mark.parametrize("method", ["sft", "mixsd"])

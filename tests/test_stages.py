@@ -21,7 +21,8 @@ STAGES = [find_notebook(path.stem) for path in stage_notebooks()]
 
 
 def configuration(path):
-    return getattr(importlib.import_module(f"mixsd_nb.{path.stem}"), f"{path.stem.capitalize()}Config")
+    module = ".".join(path.relative_to(ROOT / "nbs").with_suffix("").parts)
+    return getattr(importlib.import_module(f"mixsd_nb.{module}"), f"{path.stem.capitalize()}Config")
 
 
 def preset_names(config):

@@ -456,8 +456,8 @@ def test_the_axis_of_recall_is_from_0_to_1(monkeypatch):
     assert figures[0].axes[1].get_ylim() == (0, 1)
 
 
-@pytest.mark.parametrize(("method", "processes"), [("sft", 1), ("sft", 2), ("replay", 1), ("sft-own-words", 1), ("mixsd-shuffled", 1)])
-def test_no_other_model_is_in_memory_while_one_is_trained(method, processes, tiny, own_runs, monkeypatch):
+@pytest.mark.parametrize(("method", "anchor", "processes"), [("sft", "", 1), ("sft", "", 2), ("sft", "replay", 1), ("own-words", "", 1), ("mixsd-shuffled", "", 1)])
+def test_no_other_model_is_in_memory_while_one_is_trained(method, anchor, processes, tiny, own_runs, monkeypatch):
     "The parent of the training processes scores the targets on the GPU first, after it has written some of them, and must give its memory back."
     from mixsd_nb.training import trainer
     engines, freed, load = [], [], HFEngine.open
@@ -468,7 +468,7 @@ def test_no_other_model_is_in_memory_while_one_is_trained(method, processes, tin
     def start(*args): raise InterruptedError(str(freed[-1]))
     monkeypatch.setattr(trainer, "train_process", start), monkeypatch.setattr(trainer, "launch", start)
     monkeypatch.setattr("mixsd_nb.methods.mixing.accepts", lambda *args: True)
-    config = train.TrainConfig(method=method, model=tiny, processes=processes, epochs=1, target_tokens=2, rollout_tokens=2)
+    config = train.TrainConfig(method=method, anchor=anchor, model=tiny, processes=processes, epochs=1, target_tokens=2, rollout_tokens=2)
     targets = pd.DataFrame([dict(id=row["id"], naive_mask=[True, False]) for row in load_corpus("kgfact-small", "train")][:2])
     with pytest.raises(InterruptedError, match=r"^\[None(, None)?\]$"): config.recipe.load_fit()(MethodRun(own_runs, config, mixed_targets=lambda: targets))
 

@@ -21,7 +21,6 @@ from .taxonomy import (ALL_CATEGORIES, PUBLISHED, RECALL_BENCHMARKS, Limits, ada
                                         has_reasoning)
 from ..benchmarks import GRADINGS, SUITES, Selection, load_items
 from ..methods import BASE, label_coordinates
-from ..methods.translation import TranslatedRun
 from ..runs.schema import CELL_DIMS, DIMS, RECIPE_COORDS, RUN_DIMS, VARIABLE_ATTRS, recipe_coords
 from ..runs import COMPUTE_BOTH, Run, checkpoint_step, explain_damage, find_runs, read_table, runs_root
 
@@ -44,12 +43,12 @@ def locate_evaluation(
     with explain_damage(run.folder / "run.json", COMPUTE_BOTH):
         own = {name: run.config[name] for name in ("dataset", "model", "seed")}
         checkpoint = Path(own["model"])
-    step, trained = checkpoint_step(checkpoint), TranslatedRun(root / checkpoint.parent.name)
+    step, trained = checkpoint_step(checkpoint), Run(root / checkpoint.parent.name)
     if step is not None and trained.finished:
         cell = read_cell(trained) | dict(step=step)
         return cell if all(cell[name] == own[name] for name in ("dataset", "seed")) else None
     cell = own | dict(recipe=BASE, lr=0.0, step=0)
-    return dict.fromkeys(RECIPE_COORDS, np.nan) | label_coordinates(BASE) | cell
+    return RECIPE_COORDS | label_coordinates(BASE) | cell
 
 # %% ../../nbs/analysis/responses.ipynb #ad000005
 def find_responses(

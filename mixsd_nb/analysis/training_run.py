@@ -16,7 +16,6 @@ import xarray as xr
 from pydantic import computed_field, field_validator
 from tqdm.auto import tqdm
 
-from ..methods.translation import TranslatedRun
 from ..runs import Run, Stage, removed_steps, require_weights, runs_root, runtime_field
 
 # %% ../../nbs/analysis/training_run.ipynb #ab000004
@@ -24,7 +23,7 @@ def open_training_run(
     name: str,  # of a folder below `runs_root()`, or a path
 ) -> Run:
     "Return a finished training run with checkpoints; ValueError for any other folder."
-    run = next((run for run in (TranslatedRun(name), TranslatedRun(runs_root() / name)) if run.finished), None)
+    run = next((run for run in (Run(name), Run(runs_root() / name)) if run.finished), None)
     if not run: raise ValueError(f"trained must be the folder of a finished training run, got {name}")
     if "step" not in run.root or not (run.root.step > 0).any():
         raise ValueError(f"trained must be a training run with checkpoints, got {name}, which has none")

@@ -9,10 +9,8 @@ __all__ = ['COMMANDS', 'Command', 'format_help', 'find_command', 'main']
 import contextlib
 import sys
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
 
-from ..runs import ParameterError, Registry, find_stage, load_object
+from ..runs import ParameterError, Registry, find_stage, import_part, load_object
 from ..runs.command_line import CommandLine, run_stage
 from ..runs.commands import end_command
 
@@ -61,9 +59,7 @@ def format_help() -> str:
 def find_command(name: str) -> CommandLine:
     "Return the command of a name, which may be that of a module, such as lab.study; ParameterError for an unknown one."
     if (listed := COMMANDS.get(name)) and listed.main: return load_object(listed.main)
-    try: spec = find_spec(f"mixsd_nb.{name}")
-    except ModuleNotFoundError: spec = None
-    main = getattr(import_module(spec.name), "main", None) if spec else None
+    main = getattr(import_part(name), "main", None)
     if isinstance(main, CommandLine): return main
     with contextlib.suppress(ParameterError): return CommandLine(name, run_stage, find_stage(name))
     meant = next((command.name for command in COMMANDS.values() if name in command.instead_of), None)

@@ -22,7 +22,6 @@ import xarray as xr
 
 from ..cluster.attempt import list_attempts
 from ..cluster.grid import Cell, expand_grid, finished_runs, list_grids
-from ..methods import compose, find_alias
 from ..results.compatible_settings import comparable_settings, group_runs
 from ..results.committed import committed_folder, is_filled, read_cube, write_cube
 from ..results.cube import cube_of
@@ -78,17 +77,10 @@ def grid_settings(
     "Return the settings in which no two runs of a grid differ, of those that are compared between runs, as JSON texts."
     return common_attrs(_cell_settings(cell) for cell in available_cells(name) or [])
 
-
-def _current_setting(name: str) -> str:
-    "Return the name of a setting today: `options[count] of sft+replay-kl` for `options[count] of replay-kl`."
-    option, _, method = name.partition(" of ")
-    alias = find_alias(method)
-    return f"{option} of {compose(alias.method, alias.anchor, alias.gate, alias.options).name}" if alias else name
-
 # %% ../../nbs/lab/grids.ipynb #c9ddfaa0
 def stored_settings(cube: xr.Dataset) -> dict[str, str]:
-    "Return what `grid_settings` was when a cube was written, under today's names; empty for cubes that do not say."
-    return {_current_setting(name): value for name, value in json.loads(cube.attrs.get("settings", "{}")).items()}
+    "Return what `grid_settings` was when a cube was written; empty for cubes that do not say."
+    return json.loads(cube.attrs.get("settings", "{}"))
 
 # %% ../../nbs/lab/grids.ipynb #c9ddfab0
 def find_difference(

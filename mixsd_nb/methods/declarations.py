@@ -149,6 +149,11 @@ class Anchor(Part):
     fit: str = ""  # `module:function`, a function (run) -> Fitted, which takes the place of the method's
     adapters: str = ""  # option with the rank of the adapters that are trained instead of the weights
 
+    @property
+    def suffix(self) -> Mark:
+        "What adapters add to the label of the method, as in `sft-lora8`."
+        return Mark(self.adapters, self.name + self.label, "")
+
 # %% ../../nbs/methods/declarations.ipynb #99fcab6d
 @dataclass(frozen=True)
 class Gate(Part):

@@ -64,7 +64,7 @@ class RecipeSettings(EvalSettings):
 
     @classmethod
     def translate(cls, parameters):
-        """Return the parameters as `CorpusSettings` does, with what earlier names mean, and the paraphrases of a file
+        """Return the parameters as `CorpusSettings` does, with what a short name means, and the paraphrases of a file
         for further wordings."""
         given = translate_parameters(parameters)
         options = read_mapping(given.get("options") or {})

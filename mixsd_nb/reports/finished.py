@@ -20,14 +20,13 @@ from ..analysis.scores import add_interval
 from ..corpora import CORPORA
 from ..corpora.stored import read_records
 from ..evaluation.selection import Selection, tabulate_scores
-from ..methods.translation import TranslatedRun
 from ..methods import BASE, label_title
 from ..methods.targets import add_sources, count_sources, describe_contradictions, describe_sources
 from ..models import load_base
 from .dialogue import reply
 from ..results.plain_text import draw_legend, plain_text
 from ..runs.schema import RUN_DIMS
-from ..runs import removed_steps, require_weights, runs_root
+from ..runs import Run, removed_steps, require_weights, runs_root
 
 # %% ../../nbs/reports/finished.ipynb #27d586b6
 def drop_cell(root: xr.Dataset) -> xr.Dataset:
@@ -91,7 +90,7 @@ def draw_result(result: xr.DataTree, title: str = ""):
     return fig
 
 # %% ../../nbs/reports/finished.ipynb #cdf33b59
-class FinishedRun(TranslatedRun):
+class FinishedRun(Run):
     "Open a run with a table and a picture, which Jupyter shows with links to its files."
 
     @property

@@ -13,7 +13,6 @@ from pathlib import Path
 import pandas as pd
 import xarray as xr
 
-from ..methods.translation import current_root
 from ..runs.schema import RUN_DIMS
 from ..runs import netcdf_lock, project_root, read_run_record, write_atomically
 
@@ -35,8 +34,8 @@ def write_cube(
 
 
 def read_cube(path: Path) -> xr.Dataset:
-    "Return a cube that `write_cube` wrote, with the names of today."
-    with netcdf_lock, xr.open_dataset(path, engine="netcdf4") as cube: return current_root(cube.load())
+    "Return a cube that `write_cube` wrote."
+    with netcdf_lock, xr.open_dataset(path, engine="netcdf4") as cube: return cube.load()
 
 
 def read_cubes(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import xarray as xr
 
-from ..methods import BASE, Recipe, all_parts, parse_label, translate_parameters
+from ..methods import BASE, Recipe, all_parts, check_label
 from ..runs.schema import BENCHMARK_COORDS, DIMS, RECIPE_COORDS
 
 # %% ../../nbs/results/compatible_settings.ipynb #06b47130
@@ -23,8 +23,8 @@ BASE_SETTINGS = {"dataset", "model", "method", "seed", "n", "suite"}
 
 
 def run_settings(root: xr.Dataset) -> dict[str, Any]:
-    "Return the configuration of a run under the names of today; for the base model only the settings of its evaluation."
-    config = translate_parameters(json.loads(root.attrs["config"]))
+    "Return the configuration of a run; for the base model only the settings of its evaluation."
+    config = json.loads(root.attrs["config"])
     if (root.recipe.values == BASE).all(): return {k: v for k, v in config.items() if k in BASE_SETTINGS}
     return config
 
@@ -32,7 +32,7 @@ def run_settings(root: xr.Dataset) -> dict[str, Any]:
 def _recipe_of(root: xr.Dataset) -> Recipe | None:
     "Return the recipe of a training run; None for an analysis, and for a recipe that is not declared here."
     if "accuracy" not in root: return None
-    try: return parse_label(root.recipe.values[0])[0]
+    try: return check_label(root.recipe.values[0])[0]
     except ValueError: return None
 
 

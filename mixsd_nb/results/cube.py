@@ -15,13 +15,12 @@ import xarray as xr
 
 from ..benchmarks import expanded_suite
 from ..corpora import CORPORA
-from ..methods import BASE, METHODS, label_coordinates, parse_label
-from ..methods.translation import TranslatedRun
+from ..methods import BASE, METHODS, check_label, label_coordinates, parse_label
 from .compatible_settings import check_settings, group_runs, run_settings
 from .merge import merge_roots, order_roots
 from .read_results import read_root, read_roots, read_training_roots, rename_root
 from ..runs.schema import CELL_DIMS, RUN_DIMS, recipe_coords
-from ..runs import ParameterError, nearest, runs_root
+from ..runs import ParameterError, Run, nearest, runs_root
 
 # %% ../../nbs/results/cube.ipynb #2cd37222
 def check_names(
@@ -32,7 +31,7 @@ def check_names(
 
     A benchmark needs no declaration here: the result says its column and its role."""
     def undeclared(label):
-        try: return parse_label(label) is None
+        try: return check_label(label) is None
         except ValueError: return label not in METHODS
     names = dict(recipe=[label for label in root["recipe"].values if undeclared(label)],
                  dataset=[name for name in root["dataset"].values if name not in CORPORA])
@@ -134,7 +133,7 @@ def open_cube(
 def agreeing_runs(
     folder: str | Path | None = None,  # holds run folders; default: runs_root()
     **labels,  # along RUN_DIMS, as in dataset="kgfact-small", model="lab-m"
-) -> list[TranslatedRun]:
+) -> list[Run]:
     "Return the finished training runs that `open_cube` shows, one for each cell: the most complete, then the newest."
     folder = Path(folder or runs_root())
     roots = {name: root for name, root in read_training_roots(folder).items()
@@ -142,7 +141,7 @@ def agreeing_runs(
     counting = order_roots(group_runs(roots)[0].roots) if roots else {}
     cells = {}
     for name, root in counting.items(): cells.setdefault(tuple(root[dim].item() for dim in RUN_DIMS), name)
-    return [TranslatedRun(folder / name) for name in sorted(cells.values())]
+    return [Run(folder / name) for name in sorted(cells.values())]
 
 # %% ../../nbs/results/cube.ipynb #1f5b01fb
 def unasked_benchmarks(cube: xr.Dataset) -> pd.DataFrame:

@@ -54,7 +54,7 @@ METHOD_SHARE = 0.4  # of the colour of a composed recipe
 def recipe_colour(
     label: str,  # along `recipe`
 ) -> str:
-    "Return the colour of a recipe, the same in every figure, as hexadecimal digits; ValueError for an undeclared label."
+    "Return the colour of a recipe, the same in every figure, as hexadecimal digits; black for an undeclared label."
     recipe, settings = parse_label(label)
     own = _method_colour(recipe, settings)
     if not recipe.is_composed: return own
@@ -68,7 +68,7 @@ def recipe_colour(
 def recipe_marker(
     label: str,  # along `recipe`
 ) -> str:
-    "Return the marker of a recipe, the same in every figure, as matplotlib names it; ValueError for an undeclared label."
+    "Return the marker of a recipe, the same in every figure, as matplotlib names it."
     return parse_label(label)[0].marker
 
 # %% ../../nbs/results/plots.ipynb #a5e19c63

@@ -13,7 +13,6 @@ import netCDF4
 import xarray as xr
 
 from ..corpora.stored import read_records
-from ..methods.translation import current_root
 from ..runs import DamagedFile, check_schema, explain_damage, netcdf_lock, runs_root
 from ..runs.schema import TARGET_VARIABLES
 
@@ -23,10 +22,10 @@ def read_root(
 ) -> xr.Dataset | None:
     """Return the root group as `open_result` reads it, with the time of its file; None without the dimensions of a run.
 
-    The dimensions of a run are dataset, model and recipe; an earlier result is translated. ValueError for a result of another schema."""
+    The dimensions of a run are dataset, model and recipe. ValueError for a result of another schema."""
     with netcdf_lock, netCDF4.Dataset(path) as file:
         attrs = check_schema(dict(file.__dict__))
-        if not {"dataset", "model"} < {*file.dimensions} or not {"recipe", "method"} & {*file.dimensions}: return None
+        if not {"dataset", "model", "recipe"} <= {*file.dimensions}: return None
         file.set_auto_maskandscale(False)
         texts = {name: dict(v.__dict__) for name, v in file.variables.items()}
         values = {name: v[...] for name, v in file.variables.items()}
@@ -39,7 +38,6 @@ def read_root(
     variables = {name: xr.Variable(dims[name], values[name], texts[name], fastpath=True) for name in values}
     coords = {name: v for name, v in variables.items() if name in auxiliary or v.dims == (name,)}
     root = xr.Dataset({k: v for k, v in variables.items() if k not in coords}, coords, attrs)
-    root = current_root(root)
     root.encoding["modified"] = path.stat().st_mtime  # seconds since 1970
     return root
 

@@ -142,12 +142,10 @@ def normalise_words(words: tuple[str, ...], fields: dict[str, FieldInfo]) -> lis
 
 def explain_words(words: list[str], fields: dict[str, FieldInfo]) -> str:
     "Return the sentence about the first of the words that are neither options nor values."
-    (option, equals, value), where = words[0].partition("="), [word for word in words if "=" in word]
+    option = words[0].partition("=")[0]
     if words[0].startswith("--"):
         known = sorted(fields, key=lambda name: bool(field_flag(fields[name], "positional")))  # options before words
         return explain_unknown(option[2:].replace("-", "_"), known, typed=True)
-    if equals and option in fields: return f"{words[0]} must be written as {name_option(option)} {value}"
-    if equals and "where" in fields: return f"{' '.join(where)} must be written as --where {','.join(where)}"
     return f"options must have the form --name value, and flags the form --name, got {words[0]}; quotes keep the words of a text together"
 
 # %% ../../nbs/runs/command_line.ipynb #da1b560a

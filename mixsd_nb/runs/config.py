@@ -175,7 +175,7 @@ class Config(BaseModel):
 
     @classmethod
     def translate(cls, parameters: dict[str, Any]) -> dict[str, Any]:
-        "Return parameters under the names of this version; those of earlier versions are replaced by a subclass."
+        "Return parameters as the fields take them; a subclass replaces short names here."
         return parameters
 
     @model_validator(mode="before")

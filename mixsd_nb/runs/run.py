@@ -18,7 +18,6 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -27,7 +26,7 @@ from .config import Config, ParameterError, make_config
 from .processes import Interruption, in_notebook
 from .locks import check_locks
 from .provenance import code_version, module_file, module_versions, package_version, weights_version
-from .registry import load_object
+from .registry import import_part, load_object
 from .surroundings import hide_foreign_variables
 from .storage import (RESPONSE_COLUMNS, SCHEMA, TARGET_COLUMNS, DamagedFile, explain_storage_errors, is_finished,
                                    open_result,
@@ -307,12 +306,9 @@ def run_as_command(own: Any) -> None:
 def find_stage(
     name: str,  # name of a stage, or path of its notebook
 ) -> type[Stage]:
-    "Return the class of a stage, imported if this package has it; ParameterError for an unknown name."
+    "Return the class of a stage, imported if this package or a plugin has it; ParameterError for an unknown name."
     given, name = name, Path(name).stem if Path(name).suffix in ("", ".ipynb") else ""
-    if name and name not in _STAGES:
-        try: import_module(f"mixsd_nb.{name}")
-        except ModuleNotFoundError as e:
-            if e.name != f"mixsd_nb.{name}": raise
+    if name and name not in _STAGES: import_part(name)
     if name in _STAGES: return _STAGES[name]
     raise ParameterError(f"stage must be the name of a stage or the file of its notebook, got {given}")
 

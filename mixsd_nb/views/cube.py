@@ -67,7 +67,7 @@ def render_examples(run: Run, step: int, benchmark: str, n: int = 6) -> str:
     if not file.is_file(): return MARKUP.page(f"No responses are stored at step {step}.")
     table = read_table(file, ["benchmark", "item", "prompt", "response", "correct"])
     part = table[table.benchmark == benchmark].sort_values("correct", kind="stable")
-    answers = read_answers(file, run.config["dataset"])
+    answers = read_answers(file)
     rows = [(r.correct, shorten_question(r.prompt, 200), answers.get((benchmark, r.item)) or "the tests decide", r.response)
             for r in part.head(n).itertuples()]
     return MARKUP.examples(benchmark, int(part.correct.sum()), len(part), rows)

@@ -19,14 +19,12 @@ from markupsafe import Markup
 
 from ..analysis.responses import classify_responses, find_responses, read_responses
 from ..analysis.taxonomy import corpus_entities, find_leakage
-from ..benchmarks import Selection, load_items
 from ..corpora.prompts import remove_request
 from ..corpora.stored import known_corpora
 from ..methods import BASE, label_family
-from ..methods.translation import TranslatedRun
 from ..results.plots import recipe_colour
 from ..runs.schema import RUN_DIMS
-from ..runs import read_config, read_table
+from ..runs import Run, read_config, read_table
 from .base import MARKUP, View, set_options, silence
 from .picture import Picture
 from .runs import RunSelection, choose_recipes, describe_checkpoint, find_counterpart, train_command
@@ -38,7 +36,7 @@ def find_response_files(runs: RunSelection, dataset: str, model: str) -> pd.Data
 
     FileNotFoundError if there is no file."""
     table = runs.table[(runs.table.dataset == dataset) & (runs.table.model == model)]
-    files = find_responses(dataset, model, [TranslatedRun(runs.folder / name) for name in table.folder], runs.folder)
+    files = find_responses(dataset, model, [Run(runs.folder / name) for name in table.folder], runs.folder)
     files["run"] = [path.parent.name for path in files.path]
     selected = np.array([runs.matches(read_config(path.parent)) for path in files.path], bool)
     files = files[selected].sort_values(["recipe", "lr", "seed", "step"], ignore_index=True)
@@ -51,18 +49,9 @@ def find_response_files(runs: RunSelection, dataset: str, model: str) -> pd.Data
 # %% ../../nbs/views/responses.ipynb #5c567cb0
 def read_answers(
     path: Path,  # of a file of responses
-    dataset: str,
 ) -> dict[tuple[str, str], str]:
     "Return the right answer by benchmark and item; programs, which tests grade, have none."
-    table = read_table(path)
-    if "answer" in table: return {(r.benchmark, r.item): r.answer for r in table.itertuples()}
-    config = read_config(path.parent)
-    selection = Selection(dataset, config.get("n") or 100, config.get("seed") or 0)
-
-    def items(name):
-        try: return load_items([name], selection)[name]
-        except Exception: return {}  # a benchmark whose data are not on this machine
-    return {(name, key): item.answer for name in table.benchmark.unique() for key, item in items(name).items()}
+    return {(r.benchmark, r.item): r.answer for r in read_table(path, ["benchmark", "item", "answer"], others=False).itertuples()}
 
 # %% ../../nbs/views/responses.ipynb #62c598c5
 def classify_file(
@@ -70,7 +59,7 @@ def classify_file(
 ) -> pd.DataFrame:
     "Return the responses of one file with the `category` and the right `answer` of each."
     table = classify_responses(read_responses(pd.DataFrame([labels])), labels["dataset"])
-    answers = read_answers(labels["path"], labels["dataset"])
+    answers = read_answers(labels["path"])
     return table.assign(answer=[answers.get(key, "") for key in zip(table.benchmark, table["item"])])
 
 # %% ../../nbs/views/responses.ipynb #3183ef35

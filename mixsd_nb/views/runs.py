@@ -16,7 +16,6 @@ import pandas as pd
 import xarray as xr
 
 from ..methods import BASE, all_parts, label_title, ordered_labels, parse_label
-from ..methods.translation import TranslatedRun
 from ..models.lab import SIZES
 from ..results.compatible_settings import RunGroup, group_runs, run_settings
 from ..results.cube import cube_of
@@ -24,7 +23,7 @@ from ..results.demo import BENCHMARKS, invent_result, is_made_up
 from ..results.merge import order_roots
 from ..results.read_results import read_training_roots
 from ..runs.schema import RUN_DIMS
-from ..runs import runs_root, write_json, write_result
+from ..runs import Run, runs_root, write_json, write_result
 
 # %% ../../nbs/views/runs.ipynb #30441f50
 def train_command(
@@ -170,12 +169,12 @@ class RunSelection:
         return any(is_made_up(root) for root in self.roots.values()
                    if (root.dataset.item(), root.model.item()) == (dataset, model))
 
-    def find(self, step: int | None = None, **labels) -> TranslatedRun:
+    def find(self, step: int | None = None, **labels) -> Run:
         "Return the first run with these labels that measured the step. StopIteration if there is none."
         found = self.table
         for name, value in labels.items(): found = found[found[name] == value]
         names = (name for name, steps in zip(found.folder, found.steps) if step is None or step in steps)
-        return TranslatedRun(self.folder / next(names))
+        return Run(self.folder / next(names))
 
 # %% ../../nbs/views/runs.ipynb #e3bb6b76
 def write_made_up_runs(folder: Path | str) -> None:

@@ -318,7 +318,7 @@ class WorldView(View):
             self.text.value = MARKUP.section(next((f.statement for f in self.facts if f.id == item), item), ())
             return
         paths = self.files[self.files.recipe.isin([*self.tables, BASE])].path
-        answers = (read_answers(path, self.dataset.value).get((benchmark, item)) for path in paths)
+        answers = (read_answers(path).get((benchmark, item)) for path in paths)
         self.text.value = MARKUP.section(shorten_question(prompt, 300), rows, ("", *map(label_title, self.tables)), next(filter(None, answers), ""))
 
     def show_entity(self, entity: str | None):
