@@ -116,7 +116,7 @@ def test_the_front_page_is_short():
     assert len(re.findall("^(?:make run|make test)", screen, re.MULTILINE)) == 2 and "```text" in screen
     assert all(word in screen.lower() for word in ("knowledge injection", "catastrophic forgetting", "lora"))
     titles = re.findall(r"^## (.+)", text, re.MULTILINE)
-    assert titles == ["Your facts", "Notebooks, papermill, Python", "With pip", "What we found", "Use it", "The paper's scale", "Map", "Cite, license, contribute"]
+    assert titles == ["Your facts", "Notebooks, papermill, Python", "With pip", "What we found", "Use it", "The paper's scale", "Cite, license, contribute"]
 
 
 def shown_by_notebooks(guide):
