@@ -582,7 +582,7 @@ NAMED = [
     ("Neither Tarn nor Oru", "Tarn", False), ("Neither Tarn nor Oru", "Oru", False), ("Not only Tarn but also Oru.", "Tarn", True), ("There is no doubt that it is Tarn.", "Tarn", True),
     ("Tarn or Oru.", "Tarn", False), ("Tarn or Oru.", "Oru", False), ("Oru, Vel or Tarn", "Oru", False), ("Oru, Vel or Tarn", "Vel", False), ("either Oru, Vel, or Tarn", "Tarn", False), ("Tarn/Oru", "Tarn", False),
     ("It was Vera Lind, who led the choir, or so I believe.", "Vera Lind", True), ("Vera Lind (or Vera L.)", "Vera Lind", True), ("Oru, or rather Tarn", "Tarn", True), ("Oru, or rather Tarn", "Oru", False),
-    ("Romeo or Juliet", "Romeo or Juliet", True), ("Tarn. No, wait: Oru.", "Tarn", False), ("Oru? No, Tarn.", "Tarn", True), ("Tarn. Actually, it was Oru.", "Tarn", False), ("Tarn, no, Oru.", "Tarn", False),
+    ("Romeo or Juliet", "Romeo or Juliet", True), ("Lower Venn or Upper Venn", "Lower Venn", False), ("at Tarn or Oru", "Oru", False), ("Tarn. No, wait: Oru.", "Tarn", False), ("Oru? No, Tarn.", "Tarn", True), ("Tarn. Actually, it was Oru.", "Tarn", False), ("Tarn, no, Oru.", "Tarn", False),
     ("Tarn. No, wait: Oru. No, it was Tarn.", "Tarn", True), ("I thought it was Tarn, but it is Oru.", "Tarn", False), ("Some people think it is Tarn.", "Tarn", False), ("I think it is Tarn.", "Tarn", True),
     ("I am not sure, but probably Tarn.", "Tarn", True), ("I am not sure that it is Tarn.", "Tarn", False), ("It is unclear whether Tarn did it.", "Tarn", False), ("Is it Tarn?", "Tarn", False),
     ("What is it? It is Tarn.", "Tarn", True), ("It is Tarn.\nAny other question?", "Tarn", True), (r"I thought of Tarn. So it is \boxed{Oru}", "Tarn", False), (r"Oru? \boxed{Tarn (in the north)}", "Tarn", True),
@@ -613,7 +613,7 @@ def judge_by_hand(row):
     return gives_answer(row["reply"], [row["answer"], *row["aliases"]], mode, same_answer, row["question"])
 
 
-@pytest.mark.parametrize("split, precision, recall", [(["design"], 0.97, 0.97), (["held-out"], 0.75, 0.88), (["design", "held-out"], 0.9, 0.95)])
+@pytest.mark.parametrize("split, precision, recall", [(["design"], 0.97, 0.97), (["held-out"], 0.8, 0.88), (["design", "held-out"], 0.92, 0.95)])
 def test_the_naming_rule_agrees_with_labels_by_hand(split, precision, recall):
     "Version 2 had a precision and a recall below .7 here, as its stored verdicts say, and accepting all replies has a precision below .6."
     rows = [row for row in REPLIES_BY_HAND if row["split"] in split and row["kind"] not in ("letter", "number")]

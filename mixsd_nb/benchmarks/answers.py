@@ -23,6 +23,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from .folding import fold_answer, fold_case, fold_text, match_braces, trim_answer
+from .naming import answer_pattern, denies, find_place, is_given, leading_word, tidy_answer
 
 # %% ../../nbs/benchmarks/answers.ipynb #77dc42cf
 _BOX = re.compile(r"\\boxed(?![A-Za-z])[ \t]*(?:\n[ \t]*)?")
@@ -176,157 +177,10 @@ def same_answer(
     return x is not None and y is not None and abs(x - y) < Fraction(1, 10**6)
 
 # %% ../../nbs/benchmarks/answers.ipynb #b97882b6
-_FILLERS = (r"(?:(?:the|a|an|that|it|it's|he|she|this|was|is|be|been|are|were|called|named|really|actually|necessarily|in|at|by|"
-            r"from|of|on|to|for|with|think|thinks|believe|believes|say|know|sure|certain|if|whether|longer|as|known) ){0,6}[\"'(*]*$")
-_BEFORE_REJECTS = re.compile(  # what stands before a name that a reply does not give as its answer
-    r"(?:(?:\b(?:not|never)|n't)(?: (?:[a-z]+(?:ed|en) or )?(?:[a-z]+(?:ed|en)|born|held|made|built|part)(?= (?:with|to|in|at|by|for|from|of|on)\b))?|"
-    r"\b(?:nor|neither|cannot|without|unlike|rather than|instead of|(?<!none )(?<!no one )other than|opposed to|different from|whether|"
-    r"thought|assumed|guessed|confused with|mistaken for|also refers? to|(?:some|many|most|people|others) (?:people )?(?:think|believe|say))|"
-    r"\bno(?= )) " + _FILLERS, re.IGNORECASE)
-_AFTER_REJECTS = re.compile(r"[\"'*)]*,? (?:(?:is|was|are|were|would be|seems)(?:(?: not|n't|n’t)(?! (?:only|just|merely)\b)| never| wrong| incorrect|"
-                            r" false| disputed| no longer)|(?:isn|wasn|aren|weren)'t(?! (?:only|just|merely)\b))\b", re.IGNORECASE)
 _CORRECTS = re.compile(r"(?:[.!?,;:\n-]|\.\.\.) ?(?:no,|no[.:]|wait(?:[,.!:-]| no\b)|correction\b|scratch that|on second thought|or rather\b|"
                        r"i (?:was|am) (?:wrong|mistaken)|i made a mistake|i meant?\b|sorry, (?:i meant|it|the)|"
                        r"actually,? (?:no\b|it|that|the answer))", re.IGNORECASE)
-_APART = re.compile(r"(?:^|[^\w ,] ?|\b(?:is|was|be|answer) )$")  # before yes or no
-_ASKS = re.compile(r"[^.!?\n]*\?")
-_COMMON = {*"the was are and for did has had its with from that this were does who what which when where how".split()}
 _NO_SPACES = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
-
-# %% ../../nbs/benchmarks/answers.ipynb #c3f01a02
-_ONES = ("zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen "
-         "nineteen").split()
-_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
-_SPOKEN = _ONES + [f"{ten}-{one}".removesuffix("-zero") for ten in _TENS for one in _ONES[:10]]  # the numbers below 100
-_AMOUNT = re.compile(rf"([+-]?[0-9][0-9\0.,/]*|(?:{'|'.join(reversed(_SPOKEN))})(?![\w-]))(?: ?([^\W\d_].*))?", re.DOTALL)
-_PERSON = re.compile(r"([^\W\d_]{2,})(?: ([a-z])\.)?( [^\d]+)")
-
-
-def _as_words(
-    answer: str,  # folded
-) -> re.Pattern:
-    "Return a pattern of the answer as whole words: an amount with its unit, a name with or without an initial, or a text."
-    escape = lambda text: re.escape(text).replace("\0", r"\s?").replace("\\ ", r"\s+")
-    spaced = re.sub(r"([0-9])(?=(?:[0-9]{3})+(?![0-9]))", r"\1\0", answer) if re.match(r"[+-]?[1-9][0-9]{3,}", answer) else answer
-    words = escape(spaced)
-    if found := _AMOUNT.fullmatch(spaced):
-        number, unit = found[1], found[2] or ""
-        k = int(number) if re.fullmatch("[1-9][0-9]?", number) else _SPOKEN.index(number) if number in _SPOKEN else 0
-        words = f"(?:{k}|{_SPOKEN[k]})" if k > 1 or k and unit else escape(number)
-        if unit: words += r"\)?(?:[\s-]?|\s\([\w-]+\)\s)" + re.sub(r"^([^\W\d_]{3,})s\b", r"\1s?", escape(unit))
-    elif found := _PERSON.fullmatch(answer):
-        words = rf"{found[1]}(?:\s+{found[2] or '[a-z]'}\.)?{escape(found[3])}"
-    return re.compile(rf"(?<![\w-])(?<!\w/)(?<!\d[.,:])(?<!\bo')(?:{words})(?![\w/]\w|\w|-\w|[.,:]\d|/\w|\+\+|#|'t\b)")
-
-# %% ../../nbs/benchmarks/answers.ipynb #c3f01a05
-_PREPOSITION = r"(?:in|at|on|by|from|to|with|under|via|through|near|behind)\b"
-_ARTICLES = rf"(?:{_PREPOSITION} )?(?:(?:the|an?) )?"
-_PHRASE = rf"{_ARTICLES}[^\s,.;!?]+(?: [^\s,.;!?]+)?"
-_CLAUSE = re.compile(r"(?:i|it|he|she|they|you|we|there|this|that|so|more|less|fewer|rather|else|at (?:least|most)|over|under|above|below|thereabouts|"
-                     r"(?:old|young|tall|short|long|lat|earli|high|low|larg|small)er)\b", re.IGNORECASE)
-_NUMERAL = re.compile(rf"[$€£+-]?[0-9]|(?:{'|'.join(reversed(_SPOKEN[1:]))})$", re.IGNORECASE)
-
-
-def _kinds(
-    phrase: str,  # the words of an answer or of its alternative
-    opens: bool = False,  # it begins a sentence, so that its first capital tells nothing
-) -> set[str]:
-    "Return what a phrase can be: number, name, place or word; nothing if it begins a clause."
-    words = [word.strip("\"'*()") for word in phrase.split()]
-    if not words or _CLAUSE.match(phrase): return set()
-    if any(_NUMERAL.match(word) for word in words): return {"number"}
-    if any(word[:1].isupper() for word in words[opens:]): return {"name"}
-    if re.match(_PREPOSITION, phrase, re.IGNORECASE): return {"place"}
-    also = dict(place=words[0].lower() in ("the", "a", "an"), name=words[0][:1].isupper())
-    return {"word", *(kind for kind, possible in also.items() if possible)}
-
-# %% ../../nbs/benchmarks/answers.ipynb #c3f01a07
-_ITEM = r"(?!(?:a|an|the|who|which|where|when|in|at|of|and|but|so|not)\b)[^\s,.;!?]+(?: [^\s,.;!?]+){0,2}"
-_OR_BEFORE = re.compile(rf"({_PHRASE}),? or ({_FILLERS})", re.IGNORECASE)
-_OR_AFTER = re.compile(rf"[\"'*)]*(?:, {_ITEM}){{0,4}},? or ({_PHRASE})", re.IGNORECASE)
-_LEADING = re.compile(rf"(?<!\w){_ARTICLES}$|$", re.IGNORECASE)
-
-
-class _Place(NamedTuple):
-    "A place of a reply where an answer stands, in its own letter case."
-    before: str
-    answer: str
-    after: str
-
-    def chooses(
-        self,
-        accepted: str,  # pattern of all accepted answers
-    ) -> bool:
-        "Return whether an *or* before or after the answer leads to another thing of its kind, which is not accepted."
-        opens = lambda position: not re.search(r"[^.!?\n:]\s*$", self.before[:position])
-        start = _LEADING.search(self.before).start()
-        kinds = _kinds(self.before[start:] + self.answer, opens(start))
-        if (found := _OR_BEFORE.search(self.before)) and not re.search(rf"\b(?:{accepted})$", self.before[:found.end(1)], re.IGNORECASE):
-            if kinds & _kinds(found[1], opens(found.start())) or re.search(r"\beither\b[^.!?\n]*$", self.before, re.IGNORECASE): return True
-        found = _OR_AFTER.match(self.after)
-        return bool(found and kinds & _kinds(found[1]) and not re.match(rf"{_ARTICLES}(?:{accepted})", self.after[found.start(1):], re.IGNORECASE))
-
-# %% ../../nbs/benchmarks/answers.ipynb #c3f01a10
-_MEMBER = r"(?:the )?(?:\0|[A-Z0-9][^\s,.;!?\0]*)(?: (?:of )?(?:\0|[A-Z0-9][^\s,.;!?\0]*)){0,3}"
-_LIST = re.compile(rf"{_MEMBER}(?:, {_MEMBER})+,? and {_MEMBER}")
-_PASSIVE = re.compile(r" (?:is|was|are|were|(?:has|had|have) been) ([^\W\d_]+) by\b", re.IGNORECASE)
-_DESCRIBES = re.compile(r"\w (?:of|in|near|at|with|from|to) (?:the )?$", re.IGNORECASE)
-_IDENTIFIES = re.compile(r" (?:is|was|are|were) (?:the ([^\W_]+)|([A-Z][^\W_]*))")
-_RELATIVE = (r"(?:daughter|son|brother|sister|wife|husband|father|mother|parent|child|cousin|friend|pupil|student|colleague|rival|"
-             r"successor|predecessor|assistant)s?\b")
-_RELATIVE_OF, _OWN_RELATIVE = re.compile(rf"({_RELATIVE}) of $", re.IGNORECASE), re.compile(rf"'s ({_RELATIVE})", re.IGNORECASE)
-
-
-def _only_mentions(
-    place: _Place,
-    question: str,  # in lower case
-) -> bool:
-    "Return whether a reply names something at a place while it says something else, as its words and the question show."
-    before, _, after = place
-    if any("\0" in found[0] for found in _LIST.finditer(f"{before}\0{after}")): return True
-    if found := _PASSIVE.match(after):
-        verb = re.escape(found[1].lower())
-        if re.search(rf"(?<!is )(?<!are )(?<!was )(?<!were )(?<!been )\b{verb}\b(?! by)", question): return True
-    if found := _RELATIVE_OF.search(before) or _OWN_RELATIVE.match(after): return found[1].lower() not in question
-    found = _DESCRIBES.search(before) and _IDENTIFIES.match(after)
-    return bool(found and not re.search(rf"\b(?:where|{re.escape((found[1] or found[2]).lower())})\b", question))
-
-# %% ../../nbs/benchmarks/answers.ipynb #1bc5a404
-_OPENING = re.compile(r"(?:(?:[Ii]n|[Aa]t|[Oo]n|[Bb]y|[Uu]nder) )?(?:(?:the|an?) |(?:The|An?) (?=[a-z]))(?=.)")  # but not that of The Hague
-
-
-def _tidy_answer(answer: str) -> str:
-    "Return the folded answer without its article and its final dot."
-    gold = re.sub(r"(?<!\.)\.$", "", " ".join(fold_text(answer.replace("**", ""), whole=True).split()))
-    return _OPENING.sub("", gold, count=1) if _OPENING.match(gold) else gold
-
-
-def _find_place(text: str, found: re.Match) -> _Place:
-    return _Place(text[max(0, found.start() - 80):found.start()], text[slice(*found.span())], text[found.end():found.end() + 200])
-
-
-def _lead(place: _Place, accepted: str) -> str:
-    "Return the word before a place, if it says something and the text leaves no choice there."
-    word = re.search(r"([^\W_]{3,}) $", place.before)
-    return word[1].casefold() if word and word[1].casefold() not in _COMMON and not place.chooses(accepted) else ""
-
-
-def _is_given(
-    place: _Place,
-    gold: str,
-    accepted: str,  # pattern of all accepted answers
-    question: str,  # in lower case
-) -> bool:
-    "Return whether the text gives the answer there: not negated, not one of several, not asked, and not only mentioned."
-    before, _, after = place
-    if gold in ("yes", "no") and (re.match(r" ?[\w']", after) or not _APART.search(before)): return False
-    if gold == "A" and re.search(r"(?:^|[.!?\n] ?)$", before) and re.match(r" [a-z]", after): return False
-    if re.fullmatch("[0-9]{3}", gold) and re.search(r"(?<![0-9])[1-9][0-9]{0,2} $", before): return False  # the end of 12 000
-    if _BEFORE_REJECTS.search(before) or _AFTER_REJECTS.match(after) or _ASKS.match(after): return False
-    return not place.chooses(accepted) and not _only_mentions(place, question)
-
-# %% ../../nbs/benchmarks/answers.ipynb #c3f01a12
-_DENIES = re.compile(r"(?:\bnot|n't|\bcannot|\bnever) (?:be )?(?!know|sure|certain)([^\W_]{3,})")
 
 
 class _Reply:
@@ -342,7 +196,6 @@ class _Reply:
         tidy = lambda part: re.sub(r" ?\n\s*", "\n", fold_text(part.replace("**", ""), whole=part is box)).strip()
         sentences = (part.strip() for part in re.findall(r"[^.!?\n]+[.!?\n]?", tidy(question)))
         self.text, self.questions = tidy(text), dict.fromkeys(part for part in sentences if part.endswith("?"))
-        self.question = fold_case(" ".join(self.questions))
 
     def names(
         self,
@@ -350,24 +203,26 @@ class _Reply:
         others: Iterable[str] = (),  # further accepted answers
     ) -> bool:
         "Return whether the reply gives the answer."
-        gold = _tidy_answer(answer)
+        gold = tidy_answer(answer)
         capitals = len(gold) < 5 and gold.isalpha() and gold.isupper() and gold.isascii()
         change = str if capitals else fold_case
-        text, gold = change(self.text), change(gold)
+        text, gold, question = change(self.text), change(gold), fold_case(" ".join(self.questions))
         if not gold: return False
         if _NO_SPACES.search(gold): return gold in text
-        if gold == "no" and any(found[1] in self.question for found in _DENIES.finditer(text)): return True
-        pattern, questions = _as_words(gold), [change(asked) for asked in self.questions]
+        if gold == "no" and denies(text, question): return True
+        pattern, questions = answer_pattern(gold), [change(asked) for asked in self.questions]
         for asked in questions:
             if len(asked.split()) > 3: text = text.replace(asked, "?".rjust(len(asked)))
-        accepted = "|".join(re.escape(fold_case(tidy)) for other in (answer, *others) if (tidy := _tidy_answer(other)))
-        cased = self.text if len(self.text) == len(text) else text
-        repeated = {_lead(_find_place(asked, found), accepted) for asked in questions for found in pattern.finditer(asked)} - {""}
+        accepted = "|".join(re.escape(fold_case(tidy)) for other in (answer, *others) if (tidy := tidy_answer(other)))
+        asked = (find_place(asked, found) for asked in questions for found in pattern.finditer(asked))
+        repeated = {leading_word(place, accepted) for place in asked} - {""}
         corrected = max((found.start() for found in _CORRECTS.finditer(text)), default=-1)
-        places = (_find_place(cased, found) for found in pattern.finditer(text) if found.end() > corrected)
-        return any(_is_given(place, gold, accepted, self.question) for place in places if _lead(place, accepted) not in repeated)
+        cased = self.text if len(self.text) == len(text) else text
+        places = (find_place(cased, found) for found in pattern.finditer(text) if found.end() > corrected)
+        return any(is_given(place, gold, accepted, question) for place in places
+                   if leading_word(place, accepted) not in repeated)
 
-
+# %% ../../nbs/benchmarks/answers.ipynb #1bc5a404
 def contains_answer(
     text: str,  # a response that has ended
     answer: str | Iterable[str],  # the answer, or the accepted ones
