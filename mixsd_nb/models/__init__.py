@@ -4,9 +4,8 @@
 
 # %% auto #0
 __all__ = ['ENGINES', 'check_model', 'model_source', 'load_part', 'load_tokenizer', 'check_head', 'stored_dtype', 'load_base',
-           'EngineSpec', 'check_engine', 'usual_sequences', 'check_mode', 'check_model_of_engine',
-           'check_engine_options', 'check_options_of_engine', 'open_engine', 'check_process', 'trim_memory',
-           'free_memory', 'load_engine']
+           'EngineSpec', 'check_engine', 'usual_sequences', 'check_model_of_engine', 'check_engine_options',
+           'check_options_of_engine', 'open_engine', 'check_process', 'trim_memory', 'free_memory', 'load_engine']
 
 # %% ../../nbs/models/index.ipynb #4d90fe64
 import ast
@@ -154,7 +153,6 @@ class EngineSpec:
     name: str
     title: str
     cls: str  # `module:class`
-    modes: tuple[str, ...] = ("",)  # names of its ways of mixing, the default first
     options: tuple[str, ...] = ()  # arguments about devices, memory and batching, which change no result
     own_process: bool = False  # whether it needs a separate process, because it frees device memory only at its end
     package: str = ""  # that it imports, in addition to those that this package needs
@@ -167,9 +165,8 @@ class EngineSpec:
 
 # %% ../../nbs/models/index.ipynb #f897c71b
 ENGINES = Registry("engine")
-ENGINES.add(EngineSpec("hf", "transformers", "models.engines:HFEngine", ("auto", "lockstep", "block"),
-                       check="models:check_head"))
-ENGINES.add(EngineSpec("vllm", "vLLM", "models.engine_vllm:VLLMEngine", ("auto", "segments", "paired"), (
+ENGINES.add(EngineSpec("hf", "transformers", "models.engines:HFEngine", check="models:check_head"))
+ENGINES.add(EngineSpec("vllm", "vLLM", "models.engine_vllm:VLLMEngine", (
     "tensor_parallel_size", "pipeline_parallel_size", "distributed_executor_backend", "gpu_memory_utilization",
     "kv_cache_memory_bytes", "cpu_offload_gb", "block_size", "num_gpu_blocks_override", "max_model_len", "max_num_seqs",
     "max_num_batched_tokens", "enforce_eager"), own_process=True, package="vllm",
@@ -190,16 +187,6 @@ def usual_sequences(
 ) -> int:
     "Return the given number of sequences that are decoded concurrently, or what suits the engine: vLLM adds sequences as its cache has room."
     return count or ENGINES[info.data.get("engine", "hf")].sequences
-
-# %% ../../nbs/models/index.ipynb #b56a0395
-def check_mode(
-    mode: str,
-    kind: str,  # name of an engine
-) -> str:
-    "Return the mode, or the engine's default if it is empty; ValueError for an unknown engine or mode."
-    modes = ENGINES[kind].modes
-    if mode in ("", *modes): return mode or modes[0]
-    raise ValueError(f"mode must be one of {', '.join(modes)} for the engine {kind}, got {mode}")
 
 # %% ../../nbs/models/index.ipynb #d28077a3
 def check_model_of_engine(
@@ -235,14 +222,12 @@ def open_engine(
     tokenizer=None,  # None: the model's own
     *,
     dtype: str = "float32",  # data type of a model that is given by name
-    mode: str = "",  # way of mixing; empty for an engine that only writes and scores, if the way needs preparation
+    mixes: bool = False,  # whether it will mix, for which some engines prepare
     longest: int = 0,  # largest length of prompt and response, for engines that reserve memory; 0 if unknown
     **options,  # batch_size, and options of the engine
 ):
-    "Return an engine in this process; a model given by name is put on the GPU, if any. ValueError as in `check_mode`."
-    check_mode(mode, kind)
-    if mode: options["mode"] = mode
-    return load_object(ENGINES[kind].cls).open(model, tokenizer, dtype=dtype, longest=longest, **options)
+    "Return an engine in this process; a model given by name is put on the GPU, if any."
+    return load_object(ENGINES[kind].cls).open(model, tokenizer, dtype=dtype, mixes=mixes, longest=longest, **options)
 
 # %% ../../nbs/models/index.ipynb #d68938d2
 def _unguarded_script() -> str:
@@ -288,7 +273,7 @@ def load_engine(
     tokenizer=None,  # None: the model's own
     *,
     replicas: int = 1,  # processes, each with its share of the GPUs, that share the requests
-    **options,  # of `open_engine`: dtype, mode, longest, batch_size, and options of the engine
+    **options,  # of `open_engine`: dtype, mixes, longest, batch_size, and options of the engine
 ):
     """Return an engine for a model. It is a context manager, which frees what the engine holds outside this process.
 

@@ -222,7 +222,7 @@ class Engine(ABC):
         tokenizer=None,  # None: the model's own
         *,
         dtype: str = "float32",  # of a model that is given by name
-        mode: str = "",  # one of the declared ways of mixing
+        mixes: bool = False,  # whether it will mix
         longest: int = 0,  # largest length of prompt and response; 0 if unknown
         **options,  # batch_size, and the options that the declaration names
     ) -> "Engine":
