@@ -17,7 +17,6 @@ from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2Fo
 from mixsd_nb import generate
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.methods.mixing import PROBE, FormMissing, mix, mix_items, mix_oracle, mix_stream, oracle_stream, picks
-from mixsd_nb.methods.targets import MixSettings
 from mixsd_nb.models import load_engine
 from mixsd_nb.models.decoder import has_lean_pass
 from mixsd_nb.models.engine import Completion, Request, choose, gumbel, row_key
