@@ -41,7 +41,7 @@ MISTAKES = {
     "train lr=1e-4,3e-4 seed=0": "lr=1e-4,3e-4 must be written as --lr 1e-4,3e-4", "explore model=lab-s": "model=lab-s must be written as --model lab-s",
     "figures epochs=20 n=100": "epochs=20 n=100 must be written as --where epochs=20,n=100", "figures source=runs": "must be written as --source runs",
     "pretrain size=lab-s": "size=lab-s must be written as --size lab-s", "speed rounds=2": "rounds=2 must be written as --rounds 2",
-    "plan quick-lab -p lam 3": "unknown parameter --lam; known are --device", "train --packed true": "flags the form --name, got true",
+    "plan quick-lab -p lam 3": "unknown parameter --lam; known are --device", "train --recompute true": "flags the form --name, got true",
 }
 
 
@@ -73,7 +73,7 @@ def test_lists_are_several_runs(own_runs):
 
 
 @pytest.mark.parametrize(("words", "values"), [
-    ("--max_new_tokens 7 --packed --offload=false", dict(max_new_tokens=7, packed=True, offload=False)), ("--epochs none --anchor ewc", dict(anchor="ewc")),
+    ("--max_new_tokens 7 --recompute --offload=false", dict(max_new_tokens=7, recompute=True, offload=False)), ("--epochs none --anchor ewc", dict(anchor="ewc")),
     ("-p lam 0.3 -p sharded true", dict(lam=0.3, sharded=True)), ("--anchor ewc --options strength=0.2", dict(anchor="ewc")),
     ('--options {"block":2} --model lab-s', dict(model="lab-s"))])
 def test_forms_of_options(words, values):
