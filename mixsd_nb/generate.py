@@ -51,7 +51,7 @@ class GenerateConfig(Stage, MixSettings):
         "Mix the targets, join the shards, or keep what all sets accept, and summarise the targets."
         rows, targets = select_targets(self, load_tokenizer(self.model))
         agreeing = self._mix_agreeing() if self.unanimous else []  # each set needs a model, so this one's comes later
-        options = dict(dtype=self.dtype, batch_size=self.batch_size, mode=self.mode, **self.engine_options)
+        options = dict(dtype=self.dtype, batch_size=self.batch_size, mixes=True, **self.engine_options)
         given = self._engine_of_caller
         with nullcontext(given) if given else load_engine(self.engine, self.model, replicas=self.replicas, **options) as engine:
             if agreeing: records, unconfirmed = keep_agreed(agreeing, engine.tokenizer, rows), 0

@@ -6,7 +6,7 @@ import time
 from mixsd_nb.models import ENGINES, EngineSpec
 from mixsd_nb.models.engines import HFEngine
 
-ENGINES.add(EngineSpec("apart", "transformers in another process", "engine_toys:Apart", ("auto", "lockstep", "block"), own_process=True))
+ENGINES.add(EngineSpec("apart", "transformers in another process", "engine_toys:Apart", own_process=True))
 HANG, FAIL, DIE, REFUSE = 3, 4, 5, 6  # first tokens of prompts that are scored in a special way
 
 

@@ -1,6 +1,6 @@
-"""Compare every mode of mixing with the oracle, in float32 (`make exact`). It can be resumed, and writes tests/exact.csv.
+"""Compare mixing with the oracle, in float32 (`make exact`). It can be resumed, and writes tests/exact.csv.
 
-python tests/exact.py hf     the oracle, lockstep and block
+python tests/exact.py hf     the oracle and lockstep
 python tests/exact.py vllm   segments and paired rows, if vLLM is installed
 """
 
@@ -43,8 +43,8 @@ class Way(NamedTuple):
 WAYS = [Way(lam, T) for T in (0, 0.7) for lam in (0, 0.1, 0.3, 0.5, 0.7, 1)]
 WAYS += [Way(0.5, 0, 0.1), Way(1, 0.7, 0.01), Way(0.7, 0, 0, "falling"), Way(0.9, 0.7, 0.01, "falling")]
 SHAPES = {
-    "hf": [dict(mode=mode, batch_size=n) for n in (250, 32, 3) for mode in ("lockstep", "block")],
-    "vllm": [dict(mode=mode, batch_size=n) for mode in ("segments", "paired") for n in (5, 64)],
+    "hf": {("lockstep", n): dict(batch_size=n) for n in (250, 32, 3)},
+    "vllm": {(mode, n): dict(mixes=mode == "paired", batch_size=n) for mode in ("segments", "paired") for n in (5, 64)},
 }
 
 
@@ -74,9 +74,9 @@ def oracle(engine, items):
     return {way: [known[way, i["id"]] for i in items] for way in WAYS}
 
 
-def can_mix(shape, way):
-    "Whether an engine of this shape has the way: segments have one conditional at a position, and a guard needs both."
-    return shape["mode"] != "segments" or not way.guard
+def can_mix(mode, way):
+    "Whether a mode has the way: segments have one conditional at a position, and a guard needs both."
+    return mode != "segments" or not way.guard
 
 
 def measure(kind):
@@ -87,18 +87,18 @@ def measure(kind):
     items = [i for part in corpora.values() for i in part]
     expected = oracle(load_engine("hf", model, tokenizer), items)
     with journal(kind) as done:
-        for shape in SHAPES[kind]:
+        for (mode, slots), options in SHAPES[kind].items():
             there = {tuple(r[key] for key in ("mode", "slots", *Way._fields, "corpus")) for r in done.records}
-            todo = [way for way in WAYS if can_mix(shape, way) and any((*shape.values(), *way, name) not in there for name in corpora)]
+            todo = [way for way in WAYS if can_mix(mode, way) and any((mode, slots, *way, name) not in there for name in corpora)]
             if not todo: continue
-            with load_engine(kind, "lab-m", **shape) as engine:
+            with load_engine(kind, "lab-m", **options) as engine:
                 for way in todo:
                     found = {r["id"]: r | dict(naive_mask=np.asarray(r["naive_mask"])) for r in mix(engine, items, way.lam, **way.options)}
                     slow = {r["id"]: r for r in expected[way]}
                     for name, part in corpora.items():
                         equal, ties, wrong = compare(model, part, [slow[i["id"]] for i in part], [found[i["id"]] for i in part])
                         tokens = sum(len(found[i["id"]]["completion_ids"]) for i in part)
-                        done.add(dict(engine=kind, mode=shape["mode"], slots=shape["batch_size"], corpus=name) | way._asdict()
+                        done.add(dict(engine=kind, mode=mode, slots=slots, corpus=name) | way._asdict()
                                  | dict(sequences=len(part), tokens=tokens, equal=equal, ties=ties, wrong=len(wrong)))
                         print(done.records[-1], *wrong, flush=True)
         return pd.DataFrame(done.records)

@@ -1,6 +1,5 @@
 "Every family of models is either refused in one sentence, or scored, decoded and trained as the formulas say."
 
-import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from mixsd_nb.models import load_base
 from mixsd_nb.models.accepted import check_config
-from mixsd_nb.models.agreement import recompute_layers
+from mixsd_nb.models.gradients import recompute_layers
 from mixsd_nb.models.engines import HFEngine
 from mixsd_nb.models.geometry import count_shape
 from mixsd_nb.training.loss import Example, LossHead, nll, summed_loss
@@ -52,12 +51,11 @@ def check_decoding(model, tokenizer):
 
 
 def check_losses(model):
-    "A loss is the same for examples alone, padded and packed, and in training mode with recomputed layers of the evaluation mode."
+    "A loss is the same for examples alone and padded, and in training mode with recomputed layers of the evaluation mode."
     head = LossHead(model)
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.filterwarnings("ignore", "packed is off")
+    with torch.no_grad():
         alone = sum(summed_loss(model, head, [e], nll).item() for e in EXAMPLES)
-        assert [summed_loss(model, head, EXAMPLES, nll, packed).item() for packed in (False, True)] == pytest.approx([alone] * 2, rel=1e-5)
+        assert summed_loss(model, head, EXAMPLES, nll).item() == pytest.approx(alone, rel=1e-5)
     slopes = []
     for on in (False, True):
         recompute_layers(model, on)
@@ -78,12 +76,10 @@ def check_saving(model, tokenizer, folder):
 
 
 def check_training(folder, runs):
-    "The losses of a training do not depend on the size of its microbatches, on packing or on recomputed layers; adapters are merged."
+    "The losses of a training do not depend on the size of its microbatches or on recomputed layers; adapters are merged."
     spec = TrainingSpec(str(folder), lr=1e-3, steps=2, batch=4, objective="methods.supervised:stored_pairs", data=dict(pairs=PAIRS), seed=3)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "packed is off")
-        for name, options in dict(plain={}, other=dict(micro_tokens=16, recompute=True, packed=True), lora=dict(lora=2)).items():
-            fine_tune(replace(spec, **options), runs / name)
+    for name, options in dict(plain={}, other=dict(micro_tokens=16, recompute=True), lora=dict(lora=2)).items():
+        fine_tune(replace(spec, **options), runs / name)
     curves = {name: read_curves(runs / name)["loss"] for name in ("plain", "other", "lora")}
     assert curves["other"] == pytest.approx(curves["plain"], rel=1e-4) and curves["lora"][0] == pytest.approx(curves["plain"][0], rel=1e-4)
     load_base(str(runs / "lora/checkpoint-2"))

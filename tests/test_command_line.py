@@ -41,7 +41,7 @@ MISTAKES = {
     "figures --source ours": "source must be one of both, runs, paper, got ours", "pretrain --size lab-s,lab-x": "size must be one of lab-s, lab-m, got lab-x",
     "sweep walk quick-lab": "command must be one of preview, .*got walk", "study walk": "command must be one of preview, .*got walk",
     "lab.profiling.check --device gpu": "device must be one of cuda, cpu, got gpu", "lab.profiling.check --size 8b": "size must be one of .*, got 8b",
-    "plan quick-lab -p lam 3": "unknown parameter --lam; known are --device", "train --packed true": "flags the form --name, got true",
+    "plan quick-lab -p lam 3": "unknown parameter --lam; known are --device", "train --recompute true": "flags the form --name, got true",
 }
 
 
@@ -73,7 +73,7 @@ def test_lists_are_several_runs(own_runs):
 
 
 @pytest.mark.parametrize(("words", "values"), [
-    ("--max_new_tokens 7 --packed --offload=false", dict(max_new_tokens=7, packed=True, offload=False)), ("--epochs none --anchor ewc", dict(anchor="ewc")),
+    ("--max_new_tokens 7 --recompute --offload=false", dict(max_new_tokens=7, recompute=True, offload=False)), ("--epochs none --anchor ewc", dict(anchor="ewc")),
     ("-p lam 0.3 -p sharded true", dict(lam=0.3, sharded=True)), ("--anchor ewc --options strength=0.2", dict(anchor="ewc")),
     ('--options {"block":2} --model lab-s', dict(model="lab-s"))])
 def test_forms_of_options(words, values):

@@ -39,7 +39,7 @@ def declared():
 @pytest.fixture(scope="module")
 def engines(declared):
     "The engine here, in another process, and in two of them; few requests at once, so that most come later."
-    options = dict(batch_size=2, mode="lockstep")
+    options = dict(batch_size=2)
     with load_engine("apart", "lab-s", **options) as one, load_engine("apart", "lab-s", replicas=2, **options) as two:
         yield open_engine("apart", "lab-s", **options), one, two
 
@@ -126,7 +126,6 @@ def test_what_happens_to_a_process_is_one_sentence(declared, tiny):
 def test_what_cannot_be_opened_is_told(declared, tiny, monkeypatch):
     with pytest.raises(ValueError, match="^model must be the name of a model for the engine apart in a process of its own; save it and give the folder$"):
         load_engine("apart", load_base(tiny)[0])
-    with pytest.raises(ValueError, match="^mode must be one of auto, lockstep, block for the engine apart, got blok$"): load_engine("apart", tiny, mode="blok")
     monkeypatch.setenv("MIXSD_PATIENCE", "-1")
     with pytest.raises(ValueError, match="^MIXSD_PATIENCE must be a number of seconds above 0 and at most 1e6, got -1$"): load_engine("apart", tiny)
 

@@ -36,7 +36,7 @@ def whole(model, tmp_path_factory):
 def mix_here(parameters): generate.run(**parameters)
 
 
-@pytest.mark.parametrize("how", [dict(mode="block"), dict(batch_size=7), dict(shards=3), dict(replicas=2, batch_size=3)])
+@pytest.mark.parametrize("how", [dict(batch_size=7), dict(shards=3), dict(replicas=2, batch_size=3)])
 def test_how_it_is_run_changes_no_byte(how, model, whole, monkeypatch):
     fork_workers(monkeypatch)
     assert written(model=model, **how, **SMALL) == whole

@@ -17,7 +17,6 @@ from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2Fo
 from mixsd_nb import generate
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.methods.mixing import PROBE, FormMissing, mix, mix_items, mix_oracle, mix_stream, oracle_stream, picks
-from mixsd_nb.methods.targets import MixSettings
 from mixsd_nb.models import load_engine
 from mixsd_nb.models.decoder import has_lean_pass
 from mixsd_nb.models.engine import Completion, Request, choose, gumbel, row_key
@@ -33,14 +32,12 @@ def items(lab_s):
 
 
 @pytest.mark.parametrize(("lam", "temperature"), [(0, 0), (0.3, 0), (1, 0), (0.7, 0.8)])
-def test_both_modes_equal_the_oracle(lam, temperature, lab_s, items):
-    options, ties = dict(temperature=temperature, max_new_tokens=40, max_attempts=2, seed=1), 0
+def test_mixing_equals_the_oracle(lam, temperature, lab_s, items):
+    options = dict(temperature=temperature, max_new_tokens=40, max_attempts=2, seed=1)
     expected = mix_oracle(load_engine("hf", *lab_s), items, lam, **options)
-    for mode, size in (("lockstep", 4), ("block", 3)):
-        equal, parted, wrong = compare(lab_s[0], items, expected, mix(load_engine("hf", *lab_s, batch_size=size, mode=mode), items, lam, **options))
-        assert not wrong, f"{mode}: {wrong}"
-        ties += parted
-    print(f"λ={lam}, T={temperature}: {ties} ties in {2 * len(items)} sequences")
+    _, ties, wrong = compare(lab_s[0], items, expected, mix(load_engine("hf", *lab_s, batch_size=3), items, lam, **options))
+    assert not wrong
+    print(f"λ={lam}, T={temperature}: {ties} ties in {len(items)} sequences")
 
 
 CLAIM = re.compile(r"same tokens|equal token for token|oracle's tokens|tokens of (the \[?oracle|transformers)|equals? (the oracle|that of transformers)", re.I)
@@ -59,25 +56,19 @@ def test_a_claim_of_equal_tokens_names_the_ties():
     assert len(claims) > 5 and not [claim for claim in claims if not re.search(r"\bties?\b", claim[1])]
 
 
-def test_the_parameter_that_chooses_the_mode_names_the_ties():
-    assert "same tokens, up to ties below 1e-4" in MixSettings.model_fields["mode"].description
-
-
 def test_the_lean_pass_writes_the_tokens_of_the_general_modules(lab_s, items, monkeypatch):
     options = dict(max_new_tokens=40, max_attempts=2, temperature=0.8)
-    for mode in ("lockstep", "block"):
-        lean = mix(load_engine("hf", *lab_s, mode=mode), items, 0.4, **options)
-        with monkeypatch.context() as patch:
-            patch.setattr("mixsd_nb.models.engines.has_lean_pass", lambda model: False)
-            general = mix(load_engine("hf", *lab_s, mode=mode), items, 0.4, **options)
-        assert all(np.array_equal(a[k], b[k]) for a, b in zip(lean, general) for k in a)
+    lean = mix(load_engine("hf", *lab_s), items, 0.4, **options)
+    monkeypatch.setattr("mixsd_nb.models.engines.has_lean_pass", lambda model: False)
+    general = mix(load_engine("hf", *lab_s), items, 0.4, **options)
+    assert all(np.array_equal(a[k], b[k]) for a, b in zip(lean, general) for k in a)
 
 
 def test_order_and_batch_size_change_nothing(lab_s, items):
     options = dict(max_new_tokens=32, max_attempts=3, temperature=0.7)
     one = mix(load_engine("hf", *lab_s, batch_size=1), items, 0.5, **options)
-    for mode, size in (("lockstep", 5), ("block", 2)):
-        other = mix(load_engine("hf", *lab_s, batch_size=size, mode=mode), items[::-1], 0.5, **options)[::-1]
+    for size in (2, 5):
+        other = mix(load_engine("hf", *lab_s, batch_size=size), items[::-1], 0.5, **options)[::-1]
         assert all(np.array_equal(a[k], b[k]) for a, b in zip(one, other) for k in a)
 
 
@@ -140,13 +131,11 @@ ALONE = st.tuples(CONTEXT, st.lists(st.booleans(), max_size=12))
        temperature=st.sampled_from([0, 0.9]), new=st.integers(1, 12), total=st.integers(2, 30))
 def test_any_requests_under_any_limits_equal_the_oracle(tiny, lab_s, asked, size, temperature, new, total):
     requests = [Request(tuple(contexts), k, naive, k) for k, (*contexts, naive) in enumerate(asked)]
-    options, found = dict(temperature=temperature, top_k=5, max_new_tokens=new, max_total=total), []
+    options, engine = dict(temperature=temperature, top_k=5, max_new_tokens=new, max_total=total), HFEngine(tiny, lab_s[1], size)
     assert has_lean_pass(tiny) == (tiny.config.model_type == "qwen3")
-    for mode in ("lockstep", "block", "auto"):
-        engine = HFEngine(tiny, lab_s[1], size, mode)
-        engine.stop = torch.tensor([3, 7])
-        found.append({r.tag: completion for r, completion in engine.stream(deque(requests), **options)})
-    assert found == 3 * [{r.tag: completion for r, completion in oracle_stream(engine, deque(requests), **options)}]
+    engine.stop = torch.tensor([3, 7])
+    found = {r.tag: completion for r, completion in engine.stream(deque(requests), **options)}
+    assert found == {r.tag: completion for r, completion in oracle_stream(engine, deque(requests), **options)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -160,17 +149,6 @@ def test_autocast_writes_the_likeliest_tokens(tiny, lab_s, dtype):
             assert (logits.gather(1, torch.tensor(ids)[:, None])[:, 0] >= logits.amax(1) - 0.1).all()
 
 
-@pytest.mark.parametrize("shared", [0, 1, 7])
-def test_block_mode_reads_once_what_both_prompts_begin_with(tiny, lab_s, shared):
-    read = []
-    requests = [Request(([k] * shared + [6] * 9, [k] * shared + [8] * 3), k, [False]) for k in (0, 1, 2, 4)]
-    hook = tiny.model.embed_tokens.register_forward_hook(lambda module, ids, out: read.append(ids[0].numel()))
-    try: list(HFEngine(tiny, lab_s[1], 4, "block").stream(deque(requests), max_new_tokens=1))
-    finally: hook.remove()
-    padding = not has_lean_pass(tiny) and not shared  # the general modules read a padded column if nothing is shared
-    assert sum(read) == 4 * (shared + padding + 8 + 2 + 2), "beginnings, both rests, and a column of each conditional"
-
-
 @pytest.fixture(scope="module")
 def items_of_lab_m(lab): return mix_items(lab[1], list(load_corpus("kgfact-small")["train"])[:4])
 
@@ -180,22 +158,19 @@ def test_no_engine_writes_an_id_that_the_tokenizer_lacks(lab, items_of_lab_m):
     size = len(lab[1])
     model = random_model(vocabulary=size + 40, eos_token_id=lab[1].eos_token_id, context=512, scale=3)
     with torch.no_grad(): model.lm_head.weight[size:] *= 5
+    engine = HFEngine(model, lab[1])
     for temperature in (0.0, 1.0):
         options = dict(temperature=temperature, top_k=1 << 20, max_new_tokens=12, max_attempts=1)
-        expected = mix_oracle(HFEngine(model, lab[1]), items_of_lab_m, 0.5, **options)
-        for mode in ("lockstep", "block"):
-            engine = HFEngine(model, lab[1], mode=mode)
-            found = mix(engine, items_of_lab_m, 0.5, **options)
-            assert not compare(model, items_of_lab_m, expected, found)[2]
-            assert all(max(record["completion_ids"]) < size for record in found)
+        found = mix(engine, items_of_lab_m, 0.5, **options)
+        assert not compare(model, items_of_lab_m, mix_oracle(engine, items_of_lab_m, 0.5, **options), found)[2]
+        assert all(max(record["completion_ids"]) < size for record in found)
     prompts = [item["naive_ids"] for item in items_of_lab_m]
     written = engine.generate(prompts, keys=[row_key(k) for k in range(4)], temperature=1.0, max_new_tokens=12)
     assert all(max(completion.ids) < size for completion in written)
     assert max(map(max, engine.greedy_tokens([(prompt, c.ids) for prompt, c in zip(prompts, written)]))) < size
 
 
-def test_blocks_are_refused_where_a_window_slides(lab, items_of_lab_m):
-    "The default way of mixing equals the oracle there."
+def test_mixing_equals_the_oracle_where_a_window_slides(lab, items_of_lab_m):
     torch.manual_seed(0)
     shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, initializer_range=0.3)
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=len(lab[1]), eos_token_id=lab[1].eos_token_id, use_sliding_window=True,
@@ -203,7 +178,6 @@ def test_blocks_are_refused_where_a_window_slides(lab, items_of_lab_m):
     options = dict(max_new_tokens=30, max_attempts=1)
     many = [{**item, "id": f"{item['id']} {k}"} for k in range(4) for item in items_of_lab_m]
     assert not compare(model, many, mix_oracle(HFEngine(model, lab[1]), many, 0.5, **options), mix(HFEngine(model, lab[1]), many, 0.5, **options))[2]
-    with pytest.raises(ValueError, match="^mode must be lockstep for a model with sliding-window attention, got block"): HFEngine(model, lab[1], mode="block")
 
 
 @settings(max_examples=60, deadline=None)

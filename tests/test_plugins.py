@@ -32,7 +32,7 @@ from mixsd_nb.models.engines import HFEngine
 METHODS.add(Method("echo", "Echo", "#123456", "*", settings=TRAINED, is_nll=True, fit="toys:fit", label="{times:g}", caption="{times:g} times", options=dict(times=1)))
 ANCHORS.add(Anchor("spring", "Spring", "#654321", "d", label="{pull:g}", caption="pull {pull:g}", options=dict(pull=0.5), prepare="toys:prepare", modify="toys:modify"))
 GATES.add(Gate("half", "Half", "#336699", "p", prepare="toys:halve", modify="methods.token_weights:weigh_tokens"))
-ENGINES.add(EngineSpec("toy", "A toy", "toys:ToyEngine", ("lockstep",), options=("patience",)))
+ENGINES.add(EngineSpec("toy", "A toy", "toys:ToyEngine", options=("patience",)))
 SUITES.add(Suite("vowels", "Vowels of a word", "held-out", "toys:vowels", "a list of words", groups=("toys",), fisher=4))
 CORPORA.add(Corpus("moons", "Moons", "toys:build", Schedule(epochs=2, batch=4, period=2)))
 

@@ -25,8 +25,7 @@ from mixsd_nb.corpora.templates import apply_template, check_template, encode_tu
 from mixsd_nb.methods.edits import encode_edit
 from mixsd_nb.methods.fact_lengths import check_facts
 from mixsd_nb.methods.mixing import accepts, mix_items
-from mixsd_nb.models import load_base, load_tokenizer, model_source
-from mixsd_nb.models.chat import plain_template
+from mixsd_nb.models import load_base, load_tokenizer, model_source, plain_template
 from mixsd_nb.runs import ParameterError, make_config
 
 TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

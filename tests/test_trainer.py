@@ -8,7 +8,6 @@ import shutil
 import signal
 import sys
 import time
-import warnings
 import weakref
 from dataclasses import asdict, replace
 from functools import partial
@@ -23,8 +22,8 @@ from architectures import tiny_config, tiny_model
 from helpers import PAIRS, distillation_training, forked, last_weights, small_model, stored_training, until
 from safetensors.torch import load_file
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-from transformers import AutoModelForCausalLM, OPTConfig, Qwen3MoeConfig
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from mixsd_nb import train
 from mixsd_nb.corpora import load_corpus
@@ -33,13 +32,12 @@ from mixsd_nb.methods import Recipe, replay
 from mixsd_nb.methods.fitting import MethodRun
 from mixsd_nb.methods.supervised import Supervised
 from mixsd_nb.models import load_base
-from mixsd_nb.models.agreement import separates_packed
 from mixsd_nb.models.engines import HFEngine
 from mixsd_nb.models.tiny import random_model
 from mixsd_nb.runs import ProcessFailed, Run, checkpoint_steps, make_config, report_progress, write_json
 from mixsd_nb.train import TrainConfig
 from mixsd_nb.training import trainer
-from mixsd_nb.training.loss import DivergenceError, Example, LossHead, nll, summed_loss
+from mixsd_nb.training.loss import DivergenceError, LossHead, nll, summed_loss
 from mixsd_nb.training.progress import TrainingProgress
 from mixsd_nb.training.saving import load_trained, plain_weights
 from mixsd_nb.training.trainer import FineTuner, TrainingSpec, explain_out_of_memory, fine_tune, main, read_curves, train_process, write_spec
@@ -247,38 +245,10 @@ def test_noise_of_the_base_is_off_in_a_training(family, options, spec, tmp_path)
     assert all(stored[name] == value for name, value in options.items()), "a checkpoint keeps the values of its base"
 
 
-def test_packed_examples_of_a_model_that_does_not_keep_them_apart_get_rows_of_their_own():
-    "OPT makes its mask without positions, and keeps examples apart only by the attention of packed rows, which comes in place of PyTorch's."
-    torch.manual_seed(0)
-    shape = dict(vocab_size=64, hidden_size=32, ffn_dim=64, word_embed_proj_dim=32, num_hidden_layers=2, num_attention_heads=2, init_std=0.3)
-    opt, eager = (AutoModelForCausalLM.from_config(OPTConfig(**shape), attn_implementation=kind).eval() for kind in ("sdpa", "eager"))
-    draw = lambda n: torch.randint(3, 64, (n,)).tolist()
-    examples = [Example(draw(5), c, (torch.tensor(c),)) for c in (draw(7), draw(11))]
-    for model, apart in ((eager, False), (opt, True), (random_model(vocabulary=64, scale=4), True)):
-        head, rows = LossHead(model), []
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            alone = sum(summed_loss(model, head, [e], nll).item() for e in examples)
-            padded = summed_loss(model, head, examples, nll).item()
-            handle = model.get_input_embeddings().register_forward_hook(lambda module, given, out: rows.append(len(given[0])))  # noqa: B023
-            found = [summed_loss(model, head, examples, nll, packed=True).item() for _ in range(2)]
-            handle.remove()
-        assert [padded, *found] == pytest.approx([alone] * 3, rel=1e-5)
-        assert [str(w.message) for w in seen if "packed" in str(w.message)] == [] if apart else len(seen) == 1
-        assert rows == [1, 1, *([1, 1] if apart else [2, 2])], "two texts are read once, to compare them"
-        assert apart or str(seen[0].message).startswith("packed is off, because the examples of a row would see each other in a model of the type opt")
-
-
-def test_packed_without_effect_is_compared_in_training_mode_too():
-    "The comparison is made without the dropout of the base, and leaves the model in its mode."
-    model = tiny_model(tiny_config("qwen3", 64, attention_dropout=0.5)).train()
-    assert separates_packed(model, 64, model.lm_head.weight) and model.training
-
-
 @several
 @pytest.mark.parametrize("sharded", [pytest.param(False, id="ddp"), pytest.param(True, id="fsdp2")])
-def test_recomputed_layers_and_packed_rows_in_several_processes(sharded, spec, alone, tmp_path):
-    two = replace(spec, processes=2, sharded=sharded, recompute=True, packed=True)
+def test_recomputed_layers_in_several_processes(sharded, spec, alone, tmp_path):
+    two = replace(spec, processes=2, sharded=sharded, recompute=True)
     assert fine_tune_ranks(two, tmp_path) == list(range(1, 21))
     assert distance(last_weights(tmp_path), alone) <= 1e-6
 

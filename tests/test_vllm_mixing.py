@@ -15,7 +15,6 @@ from mixsd_nb.lab import speed
 from mixsd_nb.corpora import CORPORA, load_corpus
 from mixsd_nb.methods.mixing import attempt_request, mix, mix_items
 from mixsd_nb.models import engine_vllm, load_engine, load_tokenizer, open_engine
-from mixsd_nb.models.engine_vllm import VLLMEngine
 from mixsd_nb.models.engines import HFEngine
 from mixsd_nb.models.tiny import random_model
 
@@ -45,12 +44,11 @@ def engine_of(**options):
 PLENTY = dict(batch_size=7)
 TIGHT = dict(batch_size=9, num_gpu_blocks_override=24, block_size=32, max_model_len=512)  # room for two or three sequences
 SHAPES = [
-    dict(mode="segments", **PLENTY),
-    dict(mode="paired", **PLENTY),
-    dict(mode="auto", **PLENTY),
-    dict(mode="segments", max_num_seqs=3, max_num_batched_tokens=64, **TIGHT),
-    dict(mode="paired", max_num_seqs=5, **TIGHT),
-    dict(mode="paired", max_num_seqs=1, **TIGHT),
+    dict(**PLENTY),
+    dict(mixes=True, **PLENTY),
+    dict(max_num_seqs=3, max_num_batched_tokens=64, **TIGHT),
+    dict(mixes=True, max_num_seqs=5, **TIGHT),
+    dict(mixes=True, max_num_seqs=1, **TIGHT),
 ]
 
 
@@ -67,7 +65,7 @@ def test_tokens_are_those_of_transformers(shape, lab, items, expected, capsys):
 
 def test_the_audit_finds_exactly_what_is_wrong(lab, items, expected):
     gc.collect()  # ends other engines of this process
-    engine, lam = open_engine("vllm", "lab-m", mode="paired", **PLENTY), 0.5
+    engine, lam = open_engine("vllm", "lab-m", mixes=True, **PLENTY), 0.5
     requests = [attempt_request(item, 0, r["attempts"] - 1, lam, SHORT["seed"], SHORT["max_new_tokens"]) for item, r in zip(items, expected[lam, 0])]
     asked = [(r, list(record["completion_ids"])) for r, record in zip(requests, expected[lam, 0])]
     assert not any(engine.audit(asked))
@@ -78,17 +76,17 @@ def test_the_audit_finds_exactly_what_is_wrong(lab, items, expected):
 
 def test_scores_are_those_of_transformers(lab, items, expected):
     pairs = [(item["naive_ids"], r["completion_ids"]) for item, r in zip(items, expected[0.5, 0])]
-    ours, theirs = load_engine("hf", *lab), engine_of(mode="segments", **PLENTY)
+    ours, theirs = load_engine("hf", *lab), engine_of(**PLENTY)
     for a, b in zip(ours.score(pairs), theirs.score(pairs)):
         np.testing.assert_allclose(a, b, atol=1e-3)
     assert all((a == b).mean() > 0.95 for a, b in zip(ours.greedy_tokens(pairs), theirs.greedy_tokens(pairs)))
 
 
-@pytest.mark.parametrize("mode", ["segments", "paired"])
-def test_long_texts_are_scored_in_parts(mode, monkeypatch):
+@pytest.mark.parametrize("mixes", [False, True])
+def test_long_texts_are_scored_in_parts(mixes, monkeypatch):
     "The values are the same, also where the text is in the prefix cache, and the model is never asked for the logits of more rows."
     gc.collect()  # ends other engines of this process
-    engine, draws = open_engine("vllm", "lab-s", mode=mode, **PLENTY), torch.Generator().manual_seed(0)
+    engine, draws = open_engine("vllm", "lab-s", mixes=mixes, **PLENTY), torch.Generator().manual_seed(0)
     some = lambda n: torch.randint(50, 400, (n,), generator=draws).tolist()
     pairs = [(some(20 + 13 * k), some(40 + 95 * k)) for k in range(6)]
     whole, likeliest = engine.score([*pairs, pairs[-1]]), engine.greedy_tokens(pairs)
@@ -101,27 +99,22 @@ def test_long_texts_are_scored_in_parts(mode, monkeypatch):
     assert all((a == b).all() for a, b in zip(likeliest, engine.greedy_tokens(pairs))) and max(rows) <= 64
 
 
-def test_each_sequence_is_decoded_in_the_faster_way(lab, items, monkeypatch):
-    "Few changes of picks are segments and many are pairs, with the same tokens; where pairs fall out of step, all are segments."
+def test_where_pairs_fall_out_of_step_segments_write_the_same_tokens(lab, items, monkeypatch):
     gc.collect()
-    engine, plain, ways = open_engine("vllm", "lab-m", mode="auto", **PLENTY), load_engine("hf", *lab), []
-    submit = VLLMEngine._submit_next
-    monkeypatch.setattr(VLLMEngine, "_submit_next", lambda self, sequence, *rest: ways.append(sequence.paired) or submit(self, sequence, *rest))
-    pairs, rare = [(item["naive_ids"], item["expert_ids"]) for item in items], np.arange(48) == 20
-    picks = [np.arange(48) % 2 == 0 if k % 2 else rare[:len(rare) - k] for k in range(len(pairs))]
-    monkeypatch.setattr(engine_vllm, "FEW", 1 / 16)
+    engine, plain = open_engine("vllm", "lab-m", mixes=True, **PLENTY), load_engine("hf", *lab)
+    pairs, picks = [(item["naive_ids"], item["expert_ids"]) for item in items], [np.arange(48) % 5 > k % 4 for k in range(len(items))]
     expected = [c.ids for c in plain.mix(pairs, picks, max_new_tokens=48)]
-    assert [c.ids for c in engine.mix(pairs, picks, max_new_tokens=48)] == expected and {*ways} == {True, False}
+    assert engine.paired and [c.ids for c in engine.mix(pairs, picks, max_new_tokens=48)] == expected
     monkeypatch.setattr(engine, "audit", lambda written, **_: [[0] for _ in written])
-    engine.check_pairs()
-    assert engine.mode == "segments" and [c.ids for c in engine.mix(pairs, picks, max_new_tokens=48)] == expected
-    engine.mode = "paired"
-    with pytest.raises(RuntimeError, match="^mode must be segments here"): engine.check_pairs()
+    with pytest.warns(UserWarning, match="^vLLM does not keep pairs of rows in step here"): engine.check_pairs()
+    assert not engine.paired and [c.ids for c in engine.mix(pairs, picks, max_new_tokens=48)] == expected
 
 
-def test_paired_rows_refuse_what_would_make_them_wrong():
-    with pytest.raises(ValueError, match="enable_chunked_prefill must be False with mode='paired'"):
-        engine_of(mode="paired", enable_chunked_prefill=True)
+def test_a_tokenizer_without_two_spare_tokens_is_mixed_by_segments(lab, items, expected, monkeypatch):
+    gc.collect()
+    monkeypatch.setattr(engine_vllm, "_sentinel_ids", lambda *_: [])
+    engine = open_engine("vllm", "lab-m", mixes=True, **PLENTY)
+    assert not engine.paired and not compare(lab[0], items, expected[0.5, 0], mix(engine, items, 0.5, **SHORT))[2]
 
 
 def test_a_cell_of_the_table_is_the_same(own_runs, monkeypatch):
@@ -146,7 +139,7 @@ def test_no_id_is_written_that_the_tokenizer_lacks(tmp_path):
     model = random_model(vocabulary=size + 64, eos_token_id=tokenizer.eos_token_id, context=256, heads=1, head_dim=32, scale=3)
     with torch.no_grad(): model.lm_head.weight[size:] *= 5
     model.save_pretrained(tmp_path), tokenizer.save_pretrained(tmp_path)
-    engine = load_engine("vllm", str(tmp_path), mode="paired", gpu_memory_utilization=0.5)
+    engine = load_engine("vllm", str(tmp_path), mixes=True, gpu_memory_utilization=0.5)
     prompts = [[k + 5, 9, 11] for k in range(6)]
     written = [engine.generate(prompts, max_new_tokens=8), engine.generate(prompts, temperature=1.0, top_k=1 << 20, max_new_tokens=8),
                engine.mix([(p, p + [12]) for p in prompts], [[k % 2 == 0 for k in range(8)]] * 6, max_new_tokens=8)]
@@ -157,7 +150,7 @@ def test_no_id_is_written_that_the_tokenizer_lacks(tmp_path):
 def test_guarded_picks_and_a_falling_rate_are_those_of_transformers(lab, items):
     "Tokens and masks, at T=0 and above; without paired rows a guard is refused in one sentence."
     gc.collect()
-    engine, plain = engine_of(mode="paired", **PLENTY), load_engine("hf", *lab)
+    engine, plain = engine_of(mixes=True, **PLENTY), load_engine("hf", *lab)
     for options in (dict(guard=0.01, schedule="falling"), dict(guard=0.2, temperature=0.7), dict(schedule="falling")):
         options = SHORT | options | dict(max_attempts=3)
         theirs, ours = mix(engine, items, 0.5, **options), mix(plain, items, 0.5, **options)
@@ -166,4 +159,4 @@ def test_guarded_picks_and_a_falling_rate_are_those_of_transformers(lab, items):
     assert not engine.mismatches and any(r["naive_mask"].any() for r in theirs)
     del engine
     gc.collect()
-    with pytest.raises(ValueError, match="mode must be paired for guarded picks"): mix(engine_of(mode="segments", **PLENTY), items[:1], 0.5, guard=0.1, **SHORT)
+    with pytest.raises(ValueError, match="guard must be 0 without pairs of rows, got 0.1"): mix(engine_of(**PLENTY), items[:1], 0.5, guard=0.1, **SHORT)

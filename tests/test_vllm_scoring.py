@@ -1,4 +1,4 @@
-"vLLM scores long texts in parts, so that it never holds the logits of a whole text, and mixes in the faster way (runs without vLLM)."
+"vLLM scores long texts in parts, so that it never holds the logits of a whole text (runs without vLLM)."
 
 import inspect
 from types import SimpleNamespace
@@ -7,12 +7,8 @@ import numpy as np
 import pytest
 
 from mixsd_nb.generate import GenerateConfig
-from mixsd_nb.methods.mixing import picks
-from mixsd_nb.models import engine_vllm
-from mixsd_nb.models.engine import Request
+from mixsd_nb.models import engine_vllm, load_tokenizer
 from mixsd_nb.models.engine_vllm import PART, VLLMEngine
-from mixsd_nb.runs import make_config
-from mixsd_nb.train import TrainConfig, target_mixing
 
 BLOCK = 16
 
@@ -74,17 +70,12 @@ def test_a_text_that_does_not_fit_is_refused_in_one_sentence(engine):
     with pytest.raises(ValueError, match="^pair 1 has 10240 tokens; vLLM scores at most 10239$"): engine.score([([1], [2]), ([5] * 240, [6] * 10_000)])
 
 
-def test_training_and_generate_mix_in_the_same_way():
-    "Neither names a mode, so vLLM decides for each sequence; a plain engine needs no preparation for pairs."
-    training = make_config(TrainConfig, engine="vllm", model="lab-s", method="mixsd")
-    assert target_mixing(training).mode == make_config(GenerateConfig, engine="vllm", model="lab-s").mode == "auto"
-    assert inspect.signature(VLLMEngine.open).parameters["mode"].default == "segments"
+def test_only_generate_prepares_an_engine_for_pairs():
+    "Training asks it for targets; an engine that writes and scores needs no preparation."
+    assert inspect.signature(VLLMEngine.open).parameters["mixes"].default is False and "mixes=True" in inspect.getsource(GenerateConfig.compute)
 
 
-def test_a_sequence_whose_picks_change_often_is_decoded_as_a_pair(engine):
-    request = lambda lam: Request(([1], [2]), 0, picks(0, "a", 0, 0, 4_096, lam))
-    for mode, expected in (("auto", [False, True, True, False]), ("paired", [True] * 4), ("segments", [False] * 4)):
-        engine.mode = mode
-        assert [engine._is_paired(request(lam), 0.0) for lam in (0.01, 0.05, 0.5, 1.0)] == expected
-    engine.mode = "auto"
-    assert engine._is_paired(request(1.0), guard=0.1)  # which needs both conditionals at every position
+def test_a_tokenizer_needs_two_special_tokens_that_end_no_sequence():
+    tokenizer = load_tokenizer("lab-s")
+    special = [i for i, token in sorted(tokenizer.added_tokens_decoder.items()) if token.special]
+    assert engine_vllm._sentinel_ids(tokenizer, special[:1]) == special[1:3] and engine_vllm._sentinel_ids(tokenizer, special[1:]) == []

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ..models.agreement import recompute_layers
+from ..models.gradients import recompute_layers
 from ..models.gradients import SquaredGradients, check_differentiable
 from ..benchmarks import SUITES, Item, Selection, suite_groups
 from ..corpora.prompts import encode_completion, encode_prompt

@@ -184,8 +184,6 @@ class TrainingSettings(RecipeSettings):
     processes: int = runtime_field(1, "number of training processes, one per GPU or core", ge=1)
     offload: bool = runtime_field(False, "keep the optimiser's state in the host's memory and update the weights there")
     sharded: bool = runtime_field(False, "shard weights and optimiser state over the processes (FSDP2)")
-    packed: bool | None = runtime_field(None, (
-        "pack examples into one row instead of padding them; None for GPUs, where one call then computes the attention of all"))
     recompute: bool = runtime_field(False, "recompute activations in the backward pass instead of storing them")
     micro_tokens: int = preset_field("largest number of tokens in one forward and backward pass on a device",
                                      lab=4_096, real=1_024, paper=4_096, runtime=True, ge=1)

@@ -29,7 +29,7 @@ from ..corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions, Corpus
 from ..corpora.prompts import encode_completion
 from ..corpora.simpleqa import keep_unanimous
 from .wording_ids import fact_of, split_id, wording_id
-from ..models import check_engine, check_mode, check_options_of_engine, usual_sequences
+from ..models import check_engine, check_options_of_engine, usual_sequences
 from ..models.identity import MODEL_OPTIONS, ModelName, ModelOptions
 from ..runs.presets import PresetSettings, preset_field
 from ..runs import (COMPUTE_BOTH, Journal, Seed, check_temperature, explain_damage, field_flag,
@@ -85,9 +85,6 @@ class MixSettings(CorpusSettings, PresetSettings):
     dtype: Literal["float32", "bfloat16"] = preset_field(
         "data type of the model: float32 or bfloat16", lab="float32", real="bfloat16", paper="bfloat16")
     engine: str = runtime_field("hf", "engine that runs the model: hf or vllm")
-    mode: str = runtime_field(
-        "", ("way of mixing; hf: auto, lockstep or block; vllm: auto, segments or paired; in float32 all give the same tokens, "
-             "up to ties below 1e-4"))
     engine_options: dict = runtime_field({}, 'options of vLLM, such as {"tensor_parallel_size": 2}, also as JSON text')
     replicas: int = runtime_field(
         1, "engines that share the targets, each in a separate process with its share of the GPUs", ge=1)
@@ -124,10 +121,6 @@ class MixSettings(CorpusSettings, PresetSettings):
         if shard and not (form and int(form[1]) <= int(form[2])):
             raise ValueError(f"shard must be empty or one of 1/n to n/n, got {shard}")
         return shard
-
-    @field_validator("mode")
-    @classmethod
-    def _check_mode(cls, mode, info): return check_mode(mode, info.data.get("engine", "hf"))
 
     @field_validator("shards")
     @classmethod

@@ -112,11 +112,6 @@ class LeanRows:
         if new == columns: return
         for layer in self.cache: layer[:] = [pad(buffer, (0, new - columns)) for buffer in layer]
 
-    @property
-    def columns(self) -> int:
-        "The number of columns that a pass reads."
-        return int(self.lengths.max())
-
     def _allocate(self, width):
         "Make room for contexts of this many tokens and for what will be written after them."
         size = self.model.model.layers[0].self_attn.head_dim
@@ -125,12 +120,9 @@ class LeanRows:
         if not self.cache: self.cache = [[empty(), empty()] for _ in self.model.model.layers]
         self._reserve(width)
 
-    def prefill(self, at, contexts: list[list[int]], start: "LeanRows | None" = None):
-        """Replace the rows `at`, a tensor of row numbers, by new contexts, and read them up to their last tokens.
-
-        If `start` is given, its rows have read the beginnings of the contexts, which are copied."""
+    def prefill(self, at, contexts: list[list[int]]):
+        "Replace the rows `at`, a tensor of row numbers, by new contexts, and read them up to their last tokens."
         self._allocate(max(map(len, contexts)) + self.spare)
-        if start: return self._copy(at, start._read_on(contexts))
         rows = {}
         for row, context in zip(at.tolist(), contexts): rows.setdefault(tuple(context), []).append(row)
         rest = sorted(rows, key=len)
@@ -139,28 +131,12 @@ class LeanRows:
             part, rest = rest[-n:], rest[:-n]
             self._read(part, [(k, row) for k, context in enumerate(part) for row in rows[context]])
 
-    def _read_on(self, contexts):
-        "Return copies of these rows, in which each row has read the rest of its context."
-        new = LeanRows(self.model, len(contexts))
-        new.cache, new.lengths = [[buffer.clone() for buffer in layer] for layer in self.cache], self.lengths
-        rest = [c[n:-1] for c, n in zip(contexts, self.lengths.tolist())]
-        counts = new.lengths.new_tensor([len(r) for r in rest])
-        if columns := int(counts.max()):
-            new.feed(new.pending.new_tensor([r + [0] * (columns - len(r)) for r in rest]))
-            new.forget(counts, columns)
-        new.pending[:, 0] = new.pending.new_tensor([c[-1] for c in contexts])
-        return new
-
-    def _copy(self, at, other, source=slice(None)):
-        "Replace the rows `at` by rows of another batch."
-        columns = int(other.lengths[source].max())
-        for mine, theirs in zip(self.cache, other.cache):
-            for buffer, new in zip(mine, theirs): buffer[at, ..., :columns] = new[source, ..., :columns]
-        self.lengths[at], self.pending[at] = other.lengths[source], other.pending[source]
-
     def copy(self, source, at):
         "Replace the rows `at` by copies of the rows `source`."
-        if len(at): self._copy(at, self, source)
+        if not len(at): return
+        columns = int(self.lengths[source].max())
+        for buffer in (buffer for layer in self.cache for buffer in layer): buffer[at, ..., :columns] = buffer[source, ..., :columns]
+        self.lengths[at], self.pending[at] = self.lengths[source], self.pending[source]
 
     def _read(self, contexts, copies):
         "Read contexts, sorted by length, into rows; copies: pairs of a context's number and a row."

@@ -54,7 +54,6 @@ class Layout:
     gpu: bool = False
     processes: int = 1
     sharded: bool = False
-    packed: bool | None = None
     recompute: bool = False
     micro_tokens: int = 4_096
     lora: int = 0  # rank

@@ -42,7 +42,7 @@ def training_spec(model: str, burden: Burden, layout: Layout, steps: int = 3):
         items = [dict(id=str(k), student_ids=prompt, teacher_ids=prompt) for k in range(burden.batch)]
         objective, data = "methods.distill:distillation", dict(
             items=items, variant=VARIANTS["opsd"], rollouts=burden.rollouts, max_new_tokens=burden.completion, batch_size=burden.decoded)
-    return TrainingSpec(model, 1e-6, steps, burden.batch, objective, data, lora=layout.lora, offload=layout.offload, packed=layout.packed,
+    return TrainingSpec(model, 1e-6, steps, burden.batch, objective, data, lora=layout.lora, offload=layout.offload,
                         recompute=layout.recompute, micro_tokens=layout.micro_tokens)
 
 

@@ -226,7 +226,7 @@ def burden_of(config) -> Burden:
 
 def layout_of(config, machine: Machine) -> Layout:
     "Return how a training is divided; on several nodes `processes` is the number on each of them."
-    return Layout(machine.gpus > 0, config.processes * machine.nodes, config.sharded, config.packed, config.recompute, config.micro_tokens,
+    return Layout(machine.gpus > 0, config.processes * machine.nodes, config.sharded, config.recompute, config.micro_tokens,
                   config.recipe.adapter_rank(config.options), config.offload)
 
 

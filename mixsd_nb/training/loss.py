@@ -9,9 +9,7 @@ __all__ = ['CHUNK', 'Example', 'nll', 'Objective', 'Modifier', 'collate', 'LossH
 # %% ../../nbs/training/loss.ipynb #cb4cdd01
 import copy
 import math
-import warnings
 from collections.abc import Callable
-from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,8 +17,6 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from ..models.agreement import separates_packed
-from ..models.packed_rows import pack, pack_in_one_call
 from ..runs import last_checkpoint
 
 # %% ../../nbs/training/loss.ipynb #af638e74
@@ -89,17 +85,13 @@ class Modifier(Objective):
 # %% ../../nbs/training/loss.ipynb #22dcdf9f
 def collate(
     examples: list[Example],
-    packed: bool,  # all examples in one row, instead of padded rows
     device=None,
-    in_one_call: bool = False,  # as of `pack`
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     "Return the model's inputs, and the positions (n,), over all rows, of the states that predict completion tokens."
     rows = [(e.prompt + e.completion)[:-1] for e in examples]
     width = max(map(len, rows))
-    if packed: inputs = pack(rows, in_one_call, device)
-    else: inputs = dict(input_ids=torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device))
-    starts = accumulate(map(len, rows), initial=0) if packed else range(0, width * len(rows), width)
-    at = [start + len(e.prompt) - 1 + k for start, e in zip(starts, examples) for k in range(len(e.completion))]
+    inputs = dict(input_ids=torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device))
+    at = [width * k + len(e.prompt) - 1 + t for k, e in enumerate(examples) for t in range(len(e.completion))]
     return inputs, torch.tensor(at, dtype=torch.long, device=device)
 
 # %% ../../nbs/training/loss.ipynb #21d0bc41
@@ -110,27 +102,8 @@ class LossHead:
     "Replace the forward method of a model's head. While `task` is set, the head returns a loss instead of logits."
 
     def __init__(self, model):
-        self.model, self.head, self._packs = model, model.get_output_embeddings(), None
+        self.head = model.get_output_embeddings()
         self.logits, self.task, self.head.forward = self.head.forward, None, self
-        self.in_one_call = False  # whether one call computes the attention of all examples in a row
-
-    def packs(
-        self,
-        model,  # as it is wrapped for training
-        packed: bool | None = True,  # None: on a GPU, where one call computes the attention of all examples in a row
-    ) -> bool:
-        "Return whether examples share a row; decided once, with a warning if the model does not keep them apart."
-        if packed is False: return False
-        if self._packs is None:
-            weight = self.head.weight
-            separates = lambda in_one_call: separates_packed(model, self.head.out_features, weight, in_one_call)
-            self.in_one_call = (packed or weight.is_cuda) and pack_in_one_call(self.model)
-            if self.in_one_call and not separates(True): self.in_one_call = pack_in_one_call(self.model, on=False)
-            self._packs = self.in_one_call or bool(packed and separates(False))
-            if packed and not self._packs: warnings.warn(
-                f"packed is off, because the examples of a row would see each other in a model of the type {self.model.config.model_type}; "
-                "each gets a row of its own", stacklevel=3)
-        return self._packs
 
     def __call__(self, hidden):
         if self.task is None: return self.logits(hidden)
@@ -153,14 +126,13 @@ def summed_loss(
     head: LossHead,  # of that model
     examples: list[Example],
     loss: Callable,  # (logits (n, vocabulary), *targets) -> their summed loss
-    packed: bool | None = False,  # examples in one row, as of `LossHead.packs`
 ) -> torch.Tensor:
     """Return the loss summed over all completion tokens: a scalar with a gradient.
 
     Without examples it is zero, and its gradient is zero for every weight."""
     device = head.head.weight.device
     if not examples: examples, loss = [_PLACEHOLDER], _zero
-    inputs, at = collate(examples, head.packs(model, packed), device, head.in_one_call)
+    inputs, at = collate(examples, device)
     head.task = at, [torch.cat(w).to(device) for w in zip(*(e.targets for e in examples))], loss
     try: return model(**inputs, use_cache=False).logits
     finally: head.task = None

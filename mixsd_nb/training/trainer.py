@@ -31,7 +31,7 @@ from .loss import Example, LossHead, Objective, check_finite, summed_loss
 from .offload import OffloadedAdamW, explain_out_of_memory
 from .saving import SavingTrainer, load_trained, memory_files, restore_objective
 from ..models import free_memory, load_base, trim_memory
-from ..models.agreement import recompute_layers
+from ..models.gradients import recompute_layers
 from ..models.linear import OneDNNLinear, speed_up_linear_layers
 from ..runs import (Interruption, checkpoint_step, die_with_parent, hide_foreign_variables, last_checkpoint,
                            launch, leave_after, load_object, resume_checkpoint, trained_steps, write_json)
@@ -53,7 +53,6 @@ class TrainingSpec:
     processes: int = 1
     offload: bool = False  # the optimiser's state is in the host's memory
     sharded: bool = False  # weights, gradients and optimiser sharded over the processes (FSDP2) instead of copied (DDP)
-    packed: bool | None = None  # examples in one row without padding; None: on a GPU, as of `LossHead.packs`
     recompute: bool = False  # activations are recomputed in the backward pass, which saves memory
     micro_tokens: int = 4_096  # tokens of a microbatch at most, padding included
     bf16: bool | None = None  # whether matrix products are in bfloat16 (weights stay in float32); None: on GPUs
@@ -172,29 +171,19 @@ def _add_adapters(model, rank: int) -> None:
 def microbatches(
     examples: list[Example],
     parts: int,
-    packed: bool = False,  # examples of a part in one row, instead of padded rows
 ) -> list[list[Example]]:
     "Split the examples into this many parts; some are empty if there are few."
     by_length = sorted(examples, key=lambda e: len(e.prompt) + len(e.completion))
-    if not packed: return [[by_length[i] for i in part] for part in np.array_split(np.arange(len(by_length)), parts)]
-    rows, sizes = [[] for _ in range(parts)], [0] * parts
-    for example in reversed(by_length):
-        rows[k := int(np.argmin(sizes))].append(example)
-        sizes[k] += len(example.prompt) + len(example.completion)
-    return rows
+    return [[by_length[i] for i in part] for part in np.array_split(np.arange(len(by_length)), parts)]
 
 
 def count_parts(
     examples: list[Example],
     limit: int,  # tokens of a microbatch, padding included
-    packed: bool = False,
 ) -> int:
     "Return the number of microbatches, so that each one has at most `limit` tokens or a single example."
     lengths = [len(e.prompt) + len(e.completion) for e in examples]
-    if not packed: return min(len(examples), math.ceil(max(lengths, default=1) * len(examples) / limit))
-    size = lambda part: sum(len(e.prompt) + len(e.completion) for e in part)
-    fits = lambda parts: max(map(size, microbatches(examples, parts, True))) <= limit
-    return next((n for n in range(math.ceil(sum(lengths) / limit), len(examples)) if fits(n)), len(examples))
+    return min(len(examples), math.ceil(max(lengths, default=1) * len(examples) / limit))
 
 # %% ../../nbs/training/trainer.ipynb #d4fc671b
 def _shard_on_cpu(trainer: SavingTrainer) -> None:
@@ -295,13 +284,12 @@ class FineTuner(SavingTrainer):
     def _add_gradient(self, model, examples: list) -> torch.Tensor:
         "Add the gradient of an update; returns its loss as of `training_step`."
         tokens = sum(len(e.completion) for e in examples)
-        with self.accelerator.autocast(): packed = self.head.packs(model, self.spec.packed)
-        sizes = self._gather_sizes(tokens, count_parts(examples, self.spec.micro_tokens, packed), self.objective.size(examples))
+        sizes = self._gather_sizes(tokens, count_parts(examples, self.spec.micro_tokens), self.objective.size(examples))
         total, loss = max(1, int(sizes[:, 2].sum())), torch.zeros((), device=self.args.device)
         # every process makes the same number of backward passes, because each one waits for the others
-        for part in microbatches(examples, max(1, sizes[:, 1].max()), packed):
+        for part in microbatches(examples, max(1, sizes[:, 1].max())):
             with self.accelerator.autocast():  # accelerate leaves sharded models without it
-                part_loss = summed_loss(model, self.head, part, self.objective.loss, packed)
+                part_loss = summed_loss(model, self.head, part, self.objective.loss)
             share = part_loss * self.accelerator.num_processes / total
             self.accelerator.backward(share)
             loss += share.detach()

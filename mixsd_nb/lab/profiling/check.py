@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['SHAPES', 'main', 'Shape', 'save_random_model', 'Part', 'matrix_rate', 'measure_part', 'trainable_recipes', 'Device',
            'mix_facts', 'ask_facts', 'compare_draws', 'score_facts', 'square_gradients', 'train_method',
-           'compare_packed', 'resume_training', 'compare_with_cpu', 'add_plan', 'check_device', 'collect_rates',
-           'format_part', 'report_device']
+           'resume_training', 'compare_with_cpu', 'add_plan', 'check_device', 'collect_rates', 'format_part',
+           'report_device']
 
 # %% ../../../nbs/lab/profiling/check.ipynb #f3bc08fc
 import contextlib
@@ -300,27 +300,6 @@ def train_method(check: Device, recipe: dict[str, str]) -> tuple[int, dict]:
     notes = dict(seconds=seconds, seconds_of_update=seconds / (len(times) - 2), loss=entries[-1]["loss"])
     return entries[-1]["tokens"] - entries[0]["tokens"], notes
 
-# %% ../../../nbs/lab/profiling/check.ipynb #b5236e96
-def compare_packed(check: Device) -> tuple[int, dict]:
-    "Train three updates with padded and with packed rows; AssertionError of one sentence if their losses differ. Returns the number of tokens."
-    from mixsd_nb.training.loss import LossHead
-    from mixsd_nb.training.trainer import TrainingSpec, train_process
-    pairs, losses, notes, tokens, heads = check.pairs(), {}, {}, 0, []
-    pairs = [(prompt, completion * (1 + 7 * (k % 4 == 0))) for k, (prompt, completion) in enumerate(pairs)]
-    decide = LossHead.packs
-    for packed in (False, True):
-        entries, times = [], []
-        spec = TrainingSpec(check.model, 1e-5, 3, len(pairs) // 2, "methods.supervised:stored_pairs", dict(pairs=pairs), packed=packed)
-        with (_no_checkpoints(), tempfile.TemporaryDirectory(dir=check.folder) as folder,
-              patch.object(LossHead, "packs", lambda self, *given: (heads.append(self), decide(self, *given))[1])):
-            train_process(spec, Path(folder), lambda entry: (entries.append(entry), times.append(time.perf_counter())))
-        way, losses[packed] = "packed" if packed else "padded", np.array([entry["loss"] for entry in entries])
-        tokens += entries[-1]["tokens"]
-        notes[f"{way}_seconds"] = times[-1] - times[0]
-    notes |= dict(in_one_call=heads[-1].in_one_call, largest_difference=float(np.abs(losses[True] / losses[False] - 1).max()))
-    if notes["largest_difference"] > 0.02: raise AssertionError(f"losses of packed rows must be those of padded ones: {notes}")
-    return tokens, notes
-
 # %% ../../../nbs/lab/profiling/check.ipynb #47558b71
 def resume_training(check: Device) -> tuple[int, dict]:
     "Train three updates, resume for two, and compare the losses with those of five updates; tokens are not counted."
@@ -426,7 +405,6 @@ def check_device(
         add("evaluate", lambda: ask_facts(check), 2 * size_of)
         add("NLL", lambda: score_facts(check), 2 * size_of)
         add("Fisher", lambda: square_gradients(check), 6 * size_of)
-        add("packed rows", lambda: compare_packed(check))
         add("resume", lambda: resume_training(check))
         for name, recipe in trainable_recipes().items():
             if time.perf_counter() - begin > 60 * minutes: parts.append(Part(f"train, {name}", error="skipped: no time"))

@@ -15,7 +15,7 @@ from . import peak_mib, profile_call, reset_peak
 # %% ../../../nbs/lab/profiling/fisher_speed.ipynb #20716679
 def fisher_calls(model) -> dict:
     "Return for each way a function that processes a list of examples (prompt ids, completion ids)."
-    from mixsd_nb.models.agreement import recompute_layers
+    from mixsd_nb.models.gradients import recompute_layers
     from mixsd_nb.models.gradients import SquaredGradients
     from mixsd_nb.training.loss import LossHead, nll, summed_loss
     from mixsd_nb.methods.supervised import Supervised

@@ -16,8 +16,6 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...models import packed_rows
-
 # %% ../../../nbs/lab/profiling/launches.ipynb #07a70ca5
 _NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "lift_fresh", "detach", "_unsafe_view", "_reshape_alias"}
 _WAITS = {"nonzero", "_local_scalar_dense", "masked_select", "_unique2"}
@@ -30,25 +28,17 @@ class Operators(NamedTuple):
 
 
 class _Counter(TorchDispatchMode):
-    "Count operators; those within `as_one` are not counted."
+    "Count operators."
 
     def __init__(self):
         super().__init__()
-        self.kernels = self.waits = self.hidden = 0
+        self.kernels = self.waits = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        if not self.hidden:
-            self.kernels += not (func.is_view or name in _NO_KERNEL)
-            self.waits += name in _WAITS
+        self.kernels += not (func.is_view or name in _NO_KERNEL)
+        self.waits += name in _WAITS
         return func(*args, **(kwargs or {}))
-
-    def __call__(self, call):
-        "Call a function that is one kernel on a GPU."
-        self.kernels += not self.hidden
-        self.hidden += 1
-        try: return call()
-        finally: self.hidden -= 1
 
 
 def count_operators(call: Callable[[], object]) -> Operators:
@@ -57,25 +47,6 @@ def count_operators(call: Callable[[], object]) -> Operators:
     return Operators(counter.kernels, counter.waits)
 
 # %% ../../../nbs/lab/profiling/launches.ipynb #a81a0dba
-def _as_one_kernel(counter: _Counter, attend: Callable):
-    "Return the attention of packed rows, with its operators counted as one."
-    class Attention(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *given):
-            ctx.save_for_backward(*given[:4])
-            ctx.rest = given[4:]
-            return counter(lambda: attend(*given))
-
-        @staticmethod
-        def backward(ctx, slope):
-            def slopes():
-                parts = [x.detach().requires_grad_() for x in ctx.saved_tensors[:3]]
-                with torch.enable_grad(): found = attend(*parts, ctx.saved_tensors[3], *ctx.rest)
-                return torch.autograd.grad(found, parts, slope)
-            return *counter(slopes), None, None, None
-    return Attention.apply
-
-
 def count_update(
     spec,  # a TrainingSpec
 ) -> Operators:
@@ -84,13 +55,12 @@ def count_update(
     found, step = [], FineTuner.training_step
 
     def counted_step(self, *given, **options):
-        with _Counter() as counter, patch.object(packed_rows, "attend_packed", _as_one_kernel(counter, packed_rows.attend_packed)):
-            loss = step(self, *given, **options)
+        with _Counter() as counter: loss = step(self, *given, **options)
         found.append(Operators(counter.kernels, counter.waits))
         return loss
     with tempfile.TemporaryDirectory() as folder, patch.object(FineTuner, "training_step", counted_step):
         train_process(replace(spec, steps=2, state="none"), Path(folder))
-    return found[1]  # the first one also compares packed rows with texts alone
+    return found[1]  # the first one also prepares what later ones find
 
 # %% ../../../nbs/lab/profiling/launches.ipynb #3b039b4a
 def count_optimiser(

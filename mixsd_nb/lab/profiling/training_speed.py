@@ -11,7 +11,6 @@ import contextlib
 import tempfile
 import time
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +29,7 @@ def our_update_times(
     return times
 
 # %% ../../../nbs/lab/profiling/training_speed.ipynb #5ff10e11
-def trl_update_times(spec, folder: Path, padding_free: bool = False) -> list[float]:
+def trl_update_times(spec, folder: Path) -> list[float]:
     "Return the times in s at which updates of TRL's `SFTTrainer` end, on the same examples and trained tokens."
     import torch
     from datasets import Dataset
@@ -48,7 +47,7 @@ def trl_update_times(spec, folder: Path, padding_free: bool = False) -> list[flo
     args = SFTConfig(
         str(folder), max_steps=spec.steps, per_device_train_batch_size=spec.batch, learning_rate=spec.lr,
         adam_beta2=0.95, weight_decay=0.01, optim="adamw_torch", bf16=spec.products == "bfloat16", use_cpu=not gpu,
-        gradient_checkpointing=False, max_length=None, padding_free=padding_free, logging_steps=1,
+        gradient_checkpointing=False, max_length=None, logging_steps=1,
         save_strategy="no", report_to="none", disable_tqdm=True,
         dataloader_drop_last=True)
     trainer = SFTTrainer(model, args=args, train_dataset=rows, processing_class=tokenizer, callbacks=[Clock()])
@@ -66,10 +65,8 @@ def update_rate(
 
 # %% ../../../nbs/lab/profiling/training_speed.ipynb #270f3cdb
 UPDATE_TIMES = {  # way of training: function (spec, folder) -> times at which updates end
-    "ours": lambda spec, folder: our_update_times(replace(spec, packed=False), folder),
+    "ours": our_update_times,
     "TRL": trl_update_times,
-    "ours, packed": lambda spec, folder: our_update_times(replace(spec, packed=True), folder),
-    "TRL, padding-free": lambda spec, folder: trl_update_times(spec, folder, padding_free=True),
 }
 
 
