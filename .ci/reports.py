@@ -14,8 +14,8 @@ from mixsd_nb import inject
 from mixsd_nb.corpora.files import EXAMPLE
 
 METHODS = {"--method sft": dict(method="sft"), "the default": {}}
-WIDTH, HEIGHT = 600, 780  # of the part of a report that is shown, in pixels
-STYLE = f"body{{margin:0;display:flex;font:600 17px monospace}}p{{margin:12px 16px 4px}}iframe{{border:0;width:{WIDTH}px;height:{HEIGHT}px}}"
+WIDTH, HEIGHT = 780, 1000  # of the part of a report that is shown, in pixels; its tables fit
+STYLE = f"body{{margin:0;display:flex;font:600 22px monospace}}p{{margin:12px 16px 4px}}iframe{{border:0;width:{WIDTH}px;height:{HEIGHT}px}}"
 
 
 def write_reports(folder: Path) -> dict[str, Path]:
