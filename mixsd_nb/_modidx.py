@@ -1854,6 +1854,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                      'mixsd_nb.lab.claims.claims_table': ('lab/claims.html#claims_table', 'mixsd_nb/lab/claims.py'),
                                      'mixsd_nb.lab.claims.compare_recipes': ('lab/claims.html#compare_recipes', 'mixsd_nb/lab/claims.py'),
                                      'mixsd_nb.lab.claims.describe_missing': ('lab/claims.html#describe_missing', 'mixsd_nb/lab/claims.py'),
+                                     'mixsd_nb.lab.claims.groups_of': ('lab/claims.html#groups_of', 'mixsd_nb/lab/claims.py'),
                                      'mixsd_nb.lab.claims.judge_claim': ('lab/claims.html#judge_claim', 'mixsd_nb/lab/claims.py'),
                                      'mixsd_nb.lab.claims.loses_own_voice': ('lab/claims.html#loses_own_voice', 'mixsd_nb/lab/claims.py'),
                                      'mixsd_nb.lab.claims.lowers_nll': ('lab/claims.html#lowers_nll', 'mixsd_nb/lab/claims.py'),

@@ -60,8 +60,9 @@ CORPORA = Registry("dataset", "corpora.stored:find_corpus",
 _graph = dict(entities="corpora.kgfact:named_entities", graph="corpora.kgfact:training_graph")
 _functions = dict(expert=expert_reference_prompt, extract="boxed_or_number", published="number",
                   validation="corpora.kgfunc:validation_rows")
-_references = dict(expert=expert_reference_prompt, temperature=0.6,  # of the published code and data, not of the paper's text
-                   published="exact", request=CONCISE_REQUEST)
+_references = dict(expert=expert_reference_prompt, published="exact",
+                   temperature=0.6,  # of the published code and data, not of the paper's text
+                   request=CONCISE_REQUEST)
 for _corpus in [
     Corpus("kgfact-small", "KGFact-Small", "corpora.kgfact:build", Schedule(20, 20, 20),
            dict(domains=5, entities=10), **_graph, reply=300, mixed={0.0: 118, 0.3: 228, 0.5: 436}),

@@ -6,7 +6,7 @@
 __all__ = ['VERDICTS', 'HOLDS', 'OPPOSITE', 'EQUIVALENT', 'CRAMPED', 'UNDECIDED', 'MISSING', 'UNTESTABLE', 'FACTS', 'OURS',
            'CLAIMS', 'STUDY', 'COLUMNS', 'StudyClaim', 'Finding', 'compare_recipes', 'reaches_recall',
            'loses_own_voice', 'lowers_nll', 'predicts_better', 'untestable', 'belongs_to', 'planned_of',
-           'describe_missing', 'judge_claim', 'claims_table', 'summary_lines']
+           'describe_missing', 'groups_of', 'judge_claim', 'claims_table', 'summary_lines']
 
 # %% ../../nbs/lab/claims.ipynb #30114322
 import math
@@ -117,7 +117,7 @@ def _explain(found: Comparison, opened: Estimate, accepted: Estimate, verdict: s
         f"{[*found.weights][-1]} has lost only {found.room:.1f}": verdict == CRAMPED,
         found.ends(): True,
         " against ".join(map(str, sizes)) + " settings": len(set(sizes)) > 1,
-        f"all {found.difference.n} seeds tie": bool(np.isclose(found.difference.high, found.difference.low)),
+        f"all {found.difference.n} seeds tie": np.isclose(*found.difference[1:3]).item(),
         f"the spread over {found.difference.n} seeds": verdict == UNDECIDED}
     return "; ".join(reason for reason, counts in reasons.items() if reason and counts)
 
@@ -178,7 +178,7 @@ def loses_own_voice(
     what: str = "world",  # benchmark
     at: At = At(),
 ) -> Finding:
-    """Test whether each of two recipes loses more with the reply opened in its own voice than in the other's.
+    """Test whether each of two recipes loses more in its own voice than in the other's.
 
     A verdict is that of both recipes, and the claim is undecided if theirs differ."""
     sides, titles = (Side(*case, first), Side(*case, second)), (label_title(first), label_title(second))
@@ -188,10 +188,12 @@ def loses_own_voice(
     if not len(own.first) or len(own.first) != len(other.first): return Finding(comparison=comparison)
     halves = [estimate_mean(other.first - own.first), estimate_mean(own.second - other.second)]
     verdicts = [_VERDICT[judge_difference(half)] for half in halves]
-    decided = ", ".join(f"{title} {half.number()} {verdict}" for title, half, verdict in zip(titles, halves, verdicts))
-    least, n = min(halves, key=lambda half: abs(half.mean)), f"{halves[0].n} seed{'s' * (halves[0].n != 1)}"
+    told = zip(titles, halves, verdicts)
+    decided = ", ".join(f"{title} {half.number()} {verdict}" for title, half, verdict in told)
+    least, p = min(halves, key=lambda half: abs(half.mean)), max(half.p for half in halves)
     verdict = verdicts[0] if len({*verdicts}) == 1 else UNDECIDED
-    return Finding(least.number(), n, verdict, decided, comparison, p=max(half.p for half in halves))
+    seeds = f"{least.n} seed{'s' * (least.n != 1)}"
+    return Finding(least.number(), seeds, verdict, decided, comparison, p=p)
 
 # %% ../../nbs/lab/claims.ipynb #3bcdf9a2
 def _target_share(group, case, label, name, count, **at):
@@ -258,7 +260,7 @@ def untestable(group: CubeGroup, case: Case, reason: str) -> Finding:
 # %% ../../nbs/lab/claims.ipynb #ea77cd55
 _SFT, _M3, _M5, _REPLAY = "sft", "mixsd-0.3", "mixsd-0.5", "sft+replay-kl-0.5"
 _DEFAULT = "mixsd-0-consistent-canonical-wordings2+replay-kl-0.5"  # of `mixsd inject`, with a lab model
-_VOICED, _LAST = At(lr=3e-4, step=100), At(lr=1.4e-3, step=100)  # for the voices, and for known and new facts in two styles
+_VOICED, _LAST = At(lr=3e-4, step=100), At(lr=1.4e-3, step=100)  # for voices, and for two styles
 _KNOWN_OWN = next(corpus for corpus, title in FACTS.items() if title == "known facts in own words")
 OURS = "ours"  # source of a question that the paper does not ask
 
@@ -276,7 +278,8 @@ CLAIMS = {claim.name: claim for claim in [
     StudyClaim("paper-ties", "The same with ties to the largest rate.", "table knowledge-eval-small",
                dict(first=_M3, second=_SFT, at=At(ties="largest")), groups=("study-largest-rate", "frontier-lab")),
     StudyClaim("mixsd-keeps-more-0.3",
-               "At a recall of 95%, with the paper's trainings of 20 epochs and gentler ones of 40, which the paper does not have, "
+               "At a recall of 95%, with the paper's trainings of 20 epochs and gentler ones of "
+               "40, which the paper does not have, "
                "MixSD (λ=0.3) keeps more of the held-out abilities than SFT.", "figure 2",
                dict(first=_M3, second=_SFT, at=At(95)), headline=True, primary=True),
     StudyClaim("mixsd-keeps-more-20", "The same with the paper's 20 epochs alone.", "figure 2",
@@ -356,12 +359,13 @@ CLAIMS = {claim.name: claim for claim in [
                                "words in which MixSD's targets are also written.",
                OURS, dict(first=_M5, second=_SFT, what="world-prefilled", at=At(90)), headline=True),
     StudyClaim("default-world",
-               "At a recall of 95%, mixsd-complete keeps more of what the base model knows by heart than SFT with replay-KL, both with 20 epochs.",
-               OURS, dict(first=_DEFAULT, second=_REPLAY, what="world", at=At(95)), joined="complete-lab", without="study-5-epochs-40",
-               headline=True),
+               "At a recall of 95%, mixsd-complete keeps more of what the base model knows by "
+               "heart than SFT with replay-KL, both with 20 epochs.",
+               OURS, dict(first=_DEFAULT, second=_REPLAY, what="world", at=At(95)),
+               joined="complete-lab", without="study-5-epochs-40", headline=True),
     StudyClaim("default-other-words", "The same at a recall of 40% in other words.", OURS,
-               dict(first=_DEFAULT, second=_REPLAY, what="world", at=At(40, "other-words")), joined="complete-lab",
-               without="study-5-epochs-40", headline=True),
+               dict(first=_DEFAULT, second=_REPLAY, what="world", at=At(40, "other-words")),
+               joined="complete-lab", without="study-5-epochs-40", headline=True),
     StudyClaim("other-words",
                "At recalls in other words from 10% to 35%, which both reach, MixSD (λ=0.3) keeps "
                "more "
@@ -409,11 +413,14 @@ CLAIMS = {claim.name: claim for claim in [
                dict(first=_SFT, second=BASE, equal=True, at=_LAST, learns=False), dataset=_KNOWN_OWN, joined="study-known-own"),
     StudyClaim("format",
                "Of known facts, targets in the model's own words keep more of the free replies "
-               "than canonical ones.", OURS, dict(first=_SFT, second=_SFT, first_dataset=_KNOWN_OWN, at=_LAST),
+               "than canonical ones.", OURS,
+               dict(first=_SFT, second=_SFT, first_dataset=_KNOWN_OWN, at=_LAST),
                dataset="known-lab", joined="study-known-own"),
     StudyClaim("content",
                "In the model's own words, known facts keep more of the opened replies than new "
-               "ones.", OURS, dict(first=_SFT, second="own-words", what=OPENED, first_dataset=_KNOWN_OWN, at=_LAST),
+               "ones.", OURS,
+               dict(first=_SFT, second="own-words", what=OPENED, first_dataset=_KNOWN_OWN,
+                    at=_LAST),
                joined="study-known-own"),
     StudyClaim("regularisation",
                "At a recall of 95%, MixSD (λ=0.3) keeps more than a constraint on the weights, "
@@ -456,7 +463,8 @@ def planned_of(
     group = group or next(iter(claim.groups), STUDY)
     corpora = {claim.case(case)[0], claim.options.get("first_dataset") or claim.case(case)[0]}
     at = dict(dataset=corpora, model=[claim.case(case)[1]], recipe=claim.labels)
-    rows = planned[planned[[*at]].isin({k: [*v] for k, v in at.items()}).all(axis=1) & (planned.grid != claim.without)]
+    compared = planned[[*at]].isin({k: [*v] for k, v in at.items()}).all(axis=1)
+    rows = planned[compared & (planned.grid != claim.without)]
     if (lr := claim.options.get("at", At()).lr) is not None: rows = rows[rows.lr == lr]
     joined, runs = rows.grid == claim.joined, pd.MultiIndex.from_frame(rows[[*at]])
     within = rows.grid.map(lambda grid: belongs_to(grid, STUDY if claim.joined else group)).astype(bool)
@@ -477,6 +485,22 @@ COLUMNS = {"comparison": "comparison", "room": "headroom", "number": "estimate",
            "verdict": "verdict", "n": "N", "decided": "decided by"}  # field of a finding -> column of the page
 
 
+def groups_of(
+    claim: StudyClaim,
+    groups: Mapping[str, CubeGroup],  # name -> cubes whose runs can be compared with each other
+    case: Case,
+) -> dict[str, CubeGroup]:
+    "Return the groups that judge a claim: those that it names, joined with the study, without a grid."
+    if claim.groups: groups = {name: groups[name] for name in claim.groups if name in groups}
+    if claim.joined:
+        both = {STUDY, claim.joined} <= {*groups}
+        groups = {claim.joined: groups[STUDY].join(groups[claim.joined].cubes)} if both else {}
+    if not claim.without: return dict(groups)
+    remains = lambda cube: cube.attrs.get("grid") != claim.without
+    left = {name: [*filter(remains, group.cubes)] for name, group in groups.items()}
+    return {name: CubeGroup(cubes, case) for name, cubes in left.items() if cubes}
+
+
 def judge_claim(
     claim: StudyClaim,
     groups: Mapping[str, CubeGroup],  # name -> cubes whose runs can be compared with each other
@@ -488,13 +512,7 @@ def judge_claim(
     Of all groups the first one counts that has a number with an interval, else the first that has a number. The runs
     that are missing are those of this group, or of the study where no group has a number."""
     test: Callable = globals().get(claim.test) or load_object(claim.test)
-    if claim.groups: groups = {name: groups[name] for name in claim.groups if name in groups}
-    if claim.joined:
-        both = {STUDY, claim.joined} <= {*groups}
-        groups = {claim.joined: groups[STUDY].join(groups[claim.joined].cubes)} if both else {}
-    if claim.without:
-        left = {name: [cube for cube in group.cubes if cube.attrs.get("grid") != claim.without] for name, group in groups.items()}
-        groups = {name: CubeGroup(cubes, case) for name, cubes in left.items() if cubes}
+    groups = groups_of(claim, groups, case)
     if claim.pooled or not groups: groups = {"all": CubeGroup([cube for group in groups.values() for cube in group.cubes], case)}
     findings: dict[str, Finding] = {name: test(group, claim.case(case), **claim.options) for name, group in groups.items()}
     rank = {name: (found.verdict == MISSING) + (found.verdict == MISSING and not found.number) for name, found in findings.items()}

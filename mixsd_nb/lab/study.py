@@ -192,19 +192,23 @@ class Study:
 
     def styles(self, lr: float = 1.4e-3, step: int = 100) -> pd.DataFrame:
         "Return what is kept of the held-out average after known or new facts in either style, in %."
-        return levels_table(*self._crossed(), {"asked freely": HELD_OUT, "opened": OPENED}, At(lr=lr, step=step))
+        columns = {"asked freely": HELD_OUT, "opened": OPENED}
+        return levels_table(*self._crossed(), columns, At(lr=lr, step=step))
 
     def style_effects(self, lr: float = 1.4e-3, step: int = 100) -> pd.DataFrame:
-        "Return what known facts keep more than new ones in either style, the mean and the difference of both, in points."
+        "Return what known facts keep more than new ones in either style, in points, with mean and difference."
         group, sides = self._crossed()
-        known, own, new, new_own = sides.values()
+        (known, own, new, new_own), at = sides.values(), At(lr=lr, step=step)
         def effects(what):
-            pairs = [group.compare(*pair, what, At(lr=lr, step=step)) for pair in ((known, new), (own, new_own))]
-            canonical, words = (pair.first - pair.second for pair in pairs)
+            found = [group.compare(*pair, what, at) for pair in ((known, new), (own, new_own))]
+            canonical, words = (pair.first - pair.second for pair in found)
             if not len(canonical) or len(canonical) != len(words): return [NOT_YET] * 4
-            return [estimate_mean(values).text() for values in (canonical, words, (canonical + words) / 2, canonical - words)]
-        rows = ["canonical targets", "own words", "mean of both (content)", "canonical − own words (interaction)"]
-        return pd.DataFrame({"asked freely": effects(HELD_OUT), "opened": effects(OPENED)}, rows).rename_axis("known − new facts")
+            values = canonical, words, (canonical + words) / 2, canonical - words
+            return [estimate_mean(value).text() for value in values]
+        rows = ["canonical targets", "own words", "mean of both (content)",
+                "canonical − own words (interaction)"]
+        table = pd.DataFrame({"asked freely": effects(HELD_OUT), "opened": effects(OPENED)}, rows)
+        return table.rename_axis("known − new facts")
 
     def predictors(self) -> pd.DataFrame:
         "Return what predicts the drop of the held-out average."

@@ -68,9 +68,11 @@ def tuning_table(
 def rank_recipes(
     tables: Iterable[pd.DataFrame],  # as returned by `tuning_table`, one for each corpus
     seed: int = 3,  # the one that chooses
-    score: str = "own-text NLL",  # the column that decides: the least NLL, or the largest of any other
+    score: str = "own-text NLL",  # what decides: the least NLL, or the largest of another column
 ) -> pd.DataFrame:
-    """Return validation (%), the score and leaks (%) of each composition, means over the corpora that have them, in the order of the rule.
+    """Return validation (%), the score and leaks (%) of each composition in the order of the rule.
+
+    They are means over the corpora that have them.
 
     `eligible` are those within two points of the best validation."""
     tables = [table.xs(seed, level="seed").drop(BASE, errors="ignore") for table in tables]

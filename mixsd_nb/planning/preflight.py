@@ -132,57 +132,69 @@ def describe_sandbox(configs: Iterable[Any]) -> str:
 
 # %% ../../nbs/planning/preflight.ipynb #2198829e
 PAPER = dict(  # parameter -> the values that the paper has; of the learning rates it selects one
-    model=("Qwen/Qwen3-1.7B", "Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-8B", "meta-llama/Llama-3.2-1B-Instruct"),
+    model=("Qwen/Qwen3-1.7B", "Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-8B",
+           "meta-llama/Llama-3.2-1B-Instruct"),
     dataset=("kgfact-small", "kgfact-large", "kgfunc", "simpleqa", "mquake"),
     method=("base", "sft", "mixsd", "mixsd-kl", "opsd", "opsd-nll", "memit"),
     lam=(0.0, 0.3, 0.5, 0.7),
     lr=tuple(read_grid("_paper")[1].axes["lr"]))
 PAPER_OPTIONS = {"memit": {"dtype": "bfloat16"}}  # of a method, where its own default differs
 MACHINE = {  # change the time and the memory of a run, and no number beyond rounding
-    "preset", "engine", "engine_options", "replicas", "batch_size", "mode", "shards", "rollout_engine", "rollout_batch", "processes",
-    "sharded", "offload", "packed", "recompute", "micro_tokens", "state", "pause", "allow_unsandboxed"}
+    "preset", "engine", "engine_options", "replicas", "batch_size", "mode", "shards", "rollout_engine",
+    "rollout_batch", "processes", "sharded", "offload", "packed", "recompute", "micro_tokens", "state",
+    "pause", "allow_unsandboxed"}
 DRAWN = {"seed", "draws"}  # further draws of the same distribution; the paper names no seed
 
 
 def _published_options(config: Stage) -> dict[str, tuple[Any, Any]]:
-    "Return each option of the recipe with its value and the published one; of a part that the paper does not have, those that were changed."
+    """Return each option of the recipe with its value and the published one.
+
+    Of a part that the paper does not have, a changed option has an empty one."""
     recipe, found = config.recipe, {}
     for part in recipe.parts:
-        values, paper = recipe.options_of(part, config.options), part.defaults("paper") | PAPER_OPTIONS.get(part.name, {})
-        known = {name: paper[name] if part is recipe.method or value == paper[name] else "" for name, value in values.items()}
-        found |= {f"options[{recipe.key(part, name)}]": (value, known[name]) for name, value in values.items()}
+        paper = part.defaults("paper") | PAPER_OPTIONS.get(part.name, {})
+        for name, value in recipe.options_of(part, config.options).items():
+            published = paper[name] if part is recipe.method or value == paper[name] else ""
+            found[f"options[{recipe.key(part, name)}]"] = value, published
     return found
-
-
-def _published(config: Stage) -> dict[str, tuple[Any, Any]]:
-    "Return each parameter with its value and the published one, which is empty if the paper has no such thing."
-    fields = {name: field for name, field in type(config).model_fields.items() if name not in {*MACHINE, *DRAWN, *PAPER, "epochs", "batch", "options"}}
-    found = {name: (getattr(config, name), preset_values(field).get("paper", field.get_default())) for name, field in fields.items()}
-    if "stop" in found: found["stop"] = config.stop, "last"
-    if "stored" in found: found["stored"] = config.stored, config.dtype
-    recipe = getattr(config, "recipe", None)
-    if not recipe: return found | ({"temperature": (config.temperature, CORPORA[config.dataset].temperature)} if "temperature" in found else {})
-    if recipe.settings:
-        length = [] if fact_places(config.dataset) else ["epochs", "batch"]  # nothing is published about a file
-        found |= {name: (getattr(config, name), getattr(CORPORA[config.dataset].schedule, name)) for name in length}
-        found |= {name: (getattr(config, name), value) for name, value in recipe.published.items()}
-    return {name: pair for name, pair in found.items() if name not in _idle_settings(config)} | _published_options(config)
 
 
 def _idle_settings(config: Stage) -> set[str]:
     "Return the parameters that only other recipes use."
-    recipe = getattr(config, "recipe", None)
-    return {name for part in all_parts().values() for name in part.settings} - {*recipe.settings} if recipe else set()
+    if not (recipe := getattr(config, "recipe", None)): return set()
+    return {name for part in all_parts().values() for name in part.settings} - {*recipe.settings}
+
+
+def _published(config: Stage) -> dict[str, tuple[Any, Any]]:
+    "Return each parameter with its value and the published one, empty if the paper has no such thing."
+    apart, found = {*MACHINE, *DRAWN, *PAPER, "epochs", "batch", "options"}, {}
+    for name, field in type(config).model_fields.items():
+        known = preset_values(field).get("paper", field.get_default())
+        if name not in apart: found[name] = getattr(config, name), known
+    if "stop" in found: found["stop"] = config.stop, "last"
+    if "stored" in found: found["stored"] = config.stored, config.dtype
+    recipe, corpus = getattr(config, "recipe", None), CORPORA[config.dataset]
+    if not recipe:
+        if "temperature" in found: found["temperature"] = config.temperature, corpus.temperature
+        return found
+    if recipe.settings:
+        length = [] if fact_places(config.dataset) else ["epochs", "batch"]  # of a file nothing is published
+        published = {name: getattr(corpus.schedule, name) for name in length} | recipe.published
+        found |= {name: (getattr(config, name), value) for name, value in published.items()}
+    idle = _idle_settings(config)
+    return {name: pair for name, pair in found.items() if name not in idle} | _published_options(config)
 
 
 def list_deviations(configs: Iterable[Any]) -> list[str]:
-    "Return a line for each parameter that can change a result and is not the published one, MACHINE and DRAWN aside."
+    "Return a line for each parameter that can change a result and is not the published one."
     found = {}
     for config in configs:
-        axes = {name: getattr(config, name) for name in PAPER if hasattr(config, name) and name not in _idle_settings(config)}
-        found |= {f"{name}={value}, which the paper does not have": 0 for name, value in axes.items() if value not in PAPER[name]}
+        for name in [name for name in PAPER if name in type(config).model_fields]:
+            idle, value = name in _idle_settings(config), getattr(config, name)
+            if not idle and value not in PAPER[name]: found[f"{name}={value}, which the paper does not have"] = 0
         for name, (value, published) in _published(config).items():
-            if value != published: found[f"{name}={value}, published {published if published not in ('', None) else 'none'}"] = 0
+            known = "none" if published in ("", None) else published
+            if value != published: found[f"{name}={value}, published {known}"] = 0
     return list(found)
 
 
