@@ -194,7 +194,7 @@ def test_a_refused_target_becomes_the_own_words_and_then_the_canonical_target(ti
     canonical = generate.run(**options, fallback="canonical").targets
     assert canonical.accepted.all() and {*canonical.source} == {"canonical"}
     for row in canonical.itertuples(): assert "\\boxed" in lab_s[1].decode(row.completion_ids)
-    monkeypatch.setattr("mixsd_nb.methods.mixing.names_another", lambda *args: True)
+    monkeypatch.setattr("mixsd_nb.benchmarks.entities.names_another", lambda *args: True)
     assert not generate.run(**options, fallback="canonical", force=True).targets.names_another.any(), "a written target is right as it is"
     assert [*map(list, generate.run(**options, fallback="own-words").targets.completion_ids)] == [*map(list, canonical.completion_ids)]
     words = lambda engine, rows, corpus, **options: [dict(id=r["id"], completion_ids=[5, 6], accepted=k > 0) for k, r in enumerate(rows)]
