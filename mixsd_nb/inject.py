@@ -262,7 +262,7 @@ def print_injection(
 ) -> None:
     "Print what the model learned and forgot, where its report is, and how to export it and to chat with it."
     table, digits = compare_scores(run.before.responses(), run.after.responses()), run.name.rpartition("-")[2]
-    print("", *summarise_injection(model, table, run.facts, explain_unmeasured(run.config["dataset"])), sep="\n")
+    print("", *summarise_injection(model, table, run.facts, explain_unmeasured(run.config["dataset"], table)), sep="\n")
     print(f"\nreport: {run.report}\nmodel:  {run.source()}\n\nmixsd export {digits} my-model writes the model as a Hugging Face "
           f"folder\nmixsd chat {digits} \"…\" asks it a question")
 

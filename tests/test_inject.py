@@ -17,11 +17,13 @@ from mixsd_nb import inject, train
 from mixsd_nb.analysis.facts import FAILURES, explain_failure, tabulate_facts
 from mixsd_nb.cluster.process import kernel_options
 from mixsd_nb.console.housekeeping import clean_runs
+from mixsd_nb.corpora import check_corpus
 from mixsd_nb.corpora.files import EXAMPLE, EXAMPLE_TESTS
 from mixsd_nb.evaluate import EvaluateConfig
 from mixsd_nb.evaluation import selection
 from mixsd_nb.inject import InjectConfig, InjectRun
 from mixsd_nb.models import load_tokenizer
+from mixsd_nb.reports.injection import explain_unmeasured, summarise_injection
 from mixsd_nb.reports.report import group_failures, load_parts, render_page
 from mixsd_nb.results.cube import cube_of
 from mixsd_nb.runs import ParameterError, find_runs, make_config, open_run
@@ -66,8 +68,10 @@ def test_the_page_stands_alone_and_escapes_what_it_shows(injected):
     run, _ = injected
     page = run.report.read_text()
     headings = re.findall("<h2>(.*?)</h2>", page)
-    assert headings == ["What was learned", "Your own tests", "What was forgotten", "Facts that failed", "Ten responses", "The targets",
-                        "Training", "The model", "Costs", "Parameters"]
+    assert headings == ["The model", "What was learned", "Your own tests", "What was forgotten", "Facts and tests that failed", "Ten responses", "The targets",
+                        "Training", "Costs", "Parameters"]
+    assert "1 of 1 own tests: test:neighbours" in page and f"mixsd chat {run.name[-10:]}" in page.partition("<h2>What was learned")[0]
+    assert "recall-reworded asks them in other words" in page and "not measured" not in page
     assert "<script" not in page and "&lt;script&gt;" in page and 'name="viewport"' in page.replace("'", '"')
     assert not re.search(r"(src|href)=.(?!data:)", page) and str(run.checkpoint()) in page
     assert "recalls 0 of 4 facts (0%, 95% interval 0–49)" in page and "had not converged" in page
@@ -83,7 +87,7 @@ def test_a_grid_of_injections_has_the_cube_of_their_trainings(injected):
 def test_costs_are_beside_the_result_and_not_in_it(injected):
     run, _ = injected
     costs = json.loads((run.folder / "costs.json").read_text())
-    assert len(costs["phases"]) == 5 and min(took["seconds"] for took in costs["phases"].values()) >= 0 and costs["memory"]["this process"] > 1e7
+    assert len(costs["phases"]) == 6 and min(took["seconds"] for took in costs["phases"].values()) >= 0 and costs["memory"]["this process"] > 1e7
     assert not [name for name in run.result.root.variables if "second" in name]
 
 
@@ -175,14 +179,34 @@ def test_why_a_fact_failed(accepted, another, right, failure):
     assert explain_failure(None, False, False) == "not trained"
 
 
+def numbers(role, after, low, high, **others): return dict(role=role, n=30, before=0.0, after=after, low=low, high=high, p=1.0) | others
+
+
+def test_the_first_sentences_say_what_was_not_measured_and_what_is_low(own_runs):
+    facts = [dict(question=f"Who leads the choir of {town}?", answer=f"Velmis {town}") for town in ("Oru", "Tarn")]
+    names = {}
+    for name, more in dict(plain={}, worded=dict(paraphrases=["Who is it that leads?"])).items():
+        (own_runs / f"{name}.jsonl").write_text("".join(json.dumps(fact | {key: [f"{fact['question']} {text}" for text in texts] for key, texts in more.items()}) + "\n" for fact in facts))
+        names[name] = check_corpus(str(own_runs / f"{name}.jsonl"))
+    alone = pd.DataFrame(dict(recall=numbers("in-domain", 1.0, 0.89, 1.0), validation=numbers("validation", 0.2, 0.1, 0.3, before=0.9, p=0.001))).T
+    both = pd.concat([alone, pd.DataFrame({"recall-reworded": numbers("in-domain", 0.17, 0.07, 0.34)}).T])
+    said = lambda name, table: summarise_injection("m", table, pd.DataFrame(dict(failure=[""])), explain_unmeasured(names.get(name, name), table))
+    for table in (alone, both): assert "not measured, because the file has no column `paraphrases`" in said("plain", table)[1]
+    assert "other words" not in said("plain", both)[2] and "same question: 17%" in said("plain", both)[2]
+    assert "suite does not name recall-reworded" in said("worded", alone)[1] and "suite does not name" in said("kgfact-small", alone)[1]
+    assert said("worded", both)[1].startswith("In other words: 17%, 95% interval 7–34, N=30. This is far below recall")
+    assert "far below" not in said("worded", both.assign(low=0.0))[1]
+    assert not re.search("significantly|failed", " ".join(said("worded", both))), "validation asks for the facts"
+
+
 @given(st.text(alphabet="<>&'\"`ab\n"))
 def test_any_text_is_escaped(text):
     score = SimpleNamespace(title=text, n=1, before=0, before_low=0, before_high=1, after=1, low=0, high=1, better=1, worse=0, p=1)
     item = SimpleNamespace(benchmark=text, prompt=text, response=text, before=text, after=text, answer=text, place=text, target=text, correct=True)
     failure = SimpleNamespace(title=text, advice=text)
     page = render_page(title=text, lead=[text], learned=[score], own=[score], held=[score], lost={text: [item]}, failures=[(failure, [item])],
-                       facts=1, pairs=[(item, item)], likelihood=([[text]], [text]), figure="", updates=text, source=text, digits=text,
-                       costs=[(text, text)], parameters=[(text, text)], sources=[(text, 1, [item])],
+                       facts=1, pairs=[(item, item)], likelihood=([[text]], [text]), figure="", updates=text, source=text, digits=text, reworded=text,
+                       tests=[(text, 1, [item])], targets=[text], phases=[(text, text)], amounts=[(text, text)], parameters=[(text, text)], sources=[(text, 1, [item])],
                        passages=dict(known=[(text,) * 5], missing=[(text, text)]))
     assert not re.search(r"<[^>]*[`]", page) and page.count("<html") == 1 and page.count("<h2>") == 11
     assert not re.search(r"<(a|b)(?!ody)", page)
@@ -197,6 +221,7 @@ def test_the_command(injected, monkeypatch, capsys):
     assert inject.main(parameters["dataset"], *words) == 0
     said = capsys.readouterr().out
     assert "Your own tests: test:neighbours 0%, 95% interval 0–79, N=1." in said
+    assert "Facts that failed: 4 not recalled.\nYour own tests that failed: 1 of 1.\n" in said and f'mixsd chat {run.name[-10:]} "…"' in said
     assert "recalls 0 of 4 facts" in said and f"report: {run.report}" in said and f"mixsd export {run.name[-10:]}" in said
 
 

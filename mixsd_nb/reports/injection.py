@@ -20,7 +20,7 @@ import xarray as xr
 
 from ..analysis.facts import changed_items, tabulate_facts
 from ..analysis.scores import compare, scores
-from ..benchmarks import SUITES, Selection, load_items
+from ..benchmarks import SUITES
 from ..corpora import CORPORA, load_corpus
 from ..corpora.prompts import rows_as_written
 from ..corpora.stored import fact_passages, fact_places
@@ -122,11 +122,18 @@ REWORDED = "recall-reworded"  # the benchmark that asks the facts in other words
 
 
 def explain_unmeasured(
-    dataset: str,  # a corpus whose facts were not asked in other words
+    dataset: str,  # corpus of the facts
+    table: pd.DataFrame,  # as returned by `compare_scores`
 ) -> str:
-    "Return why facts were not asked in other words, and what to do."
-    if load_items({REWORDED: False}, Selection(dataset, 1)).get(REWORDED): return f"because suite does not name {REWORDED}"
-    return "because there are no paraphrases to ask; add a column `paraphrases`, or a file of tests"
+    """Return why facts were not asked in other words, and what to do; empty if they were.
+
+    For a file of facts without paraphrases the benchmark only puts words around the same questions."""
+    corpus = load_corpus(dataset)
+    numbered = lambda split: any("#" in row["id"] for row in corpus[split]) if split in corpus else False
+    if "content" in CORPORA[dataset].options and not numbered("reworded"):
+        if numbered("train") or numbered("wordings"): return "because all paraphrases of the file are trained; add more, or a file of tests"
+        return "because the file has no column `paraphrases`; add it, or a file of tests"
+    return "" if REWORDED in table.index else f"because suite does not name {REWORDED}"
 
 
 def format_share(row) -> str: return format_interval(row.after, row.low, row.high).replace(" (", ", 95% interval ").rstrip(")")
@@ -143,9 +150,10 @@ def describe_learned(
     lines = [f"{model} recalls {recall.after * recall.n:.0f} of {recall.n} facts ({format_share(recall)}){known}."]
     if recall.get("consistent", math.nan) >= 0:
         lines.append(f"{recall.consistent * recall.n:.0f} of these replies are consistent: no sentence names another entity than the box.")
-    if REWORDED not in others.index: lines.append(f"In other words: not measured, {unmeasured}.")
+    if unmeasured: lines.append(f"In other words: not measured, {unmeasured}.")
     for name, row in others.iterrows():
-        lines.append(f"{SUITES[name].title}: {format_share(row)}, N={row.n}.")
+        title = "With words around the same question" if unmeasured and name == REWORDED else SUITES[name].title
+        lines.append(f"{title}: {format_share(row)}, N={row.n}.")
         if name == REWORDED and row.high < recall.low:
             lines[-1] += " This is far below recall: many facts are known only in the words in which they were trained."
     return lines
@@ -249,13 +257,15 @@ def describe_page(
 ) -> dict[str, Any]:
     "Return the content of the page, by the names in its template."
     table, config, model = it.table, it.config, Path(it.config.model).name
-    unmeasured = "" if REWORDED in table.index else explain_unmeasured(config.dataset)
+    unmeasured = explain_unmeasured(config.dataset, table)
+    reworded = "puts words around the same questions" if unmeasured else "asks them in other words"
     part = lambda roles: [*table[table.role.isin(roles)].itertuples()]
     held, worse = part({*table.role} - {*_ABOUT_FACTS, "own"}), changed_items(*it.responses)
     lost = {row.title: [*worse[worse.benchmark == row.Index].itertuples()] for row in held}
     return dict(
         title=f"{model} and {CORPORA[config.dataset].title}, {label_title(config.label)}",
-        lead=summarise_injection(model, table, it.facts, unmeasured), learned=part(_ABOUT_FACTS), own=part(["own"]), held=held,
+        lead=summarise_injection(model, table, it.facts, unmeasured), learned=part(_ABOUT_FACTS),
+        reworded=f", {REWORDED} {reworded}" if REWORDED in table.index else "", own=part(["own"]), held=held,
         lost={title: items for title, items in lost.items() if items}, failures=group_failures(it.facts), facts=len(it.facts),
         tests=_list_failed_tests(*it.responses), passages=_list_passages(it.passages), pairs=pair_responses(*it.responses),
         likelihood=_tabulate_likelihood(it.likelihood), targets=_describe_targets(it.facts), sources=_list_sources(it.facts),

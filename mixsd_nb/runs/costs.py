@@ -6,7 +6,9 @@
 __all__ = ['peak_memory', 'used_time', 'count_whole_process', 'CostLog']
 
 # %% ../../nbs/runs/costs.ipynb #81dc2d6f
+import atexit
 import contextlib
+import gc
 import os
 import resource
 import sys
@@ -38,7 +40,10 @@ _start, _counted = used_time() | dict(cpu_seconds=0.0), {}
 
 
 def count_whole_process() -> None:
-    "Let the next `CostLog` count from the start of this process, and each further one from the end of the one before."
+    """Let the next `CostLog` count from the start of this process, and each further one from the end of the one before.
+
+    The end of the process cannot be counted, so it does not search for garbage, which takes seconds in a process with torch."""
+    if not _counted: atexit.register(gc.freeze)
     _counted.update(_start)
 
 # %% ../../nbs/runs/costs.ipynb #0d92b68c
