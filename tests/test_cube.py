@@ -11,7 +11,6 @@ from pathlib import Path
 
 import netCDF4
 import numpy as np
-import pandas as pd
 import pytest
 from helpers import MINE, TOY
 import xarray as xr

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import xarray as xr
 
 from mixsd_nb.cluster.grid import list_grids
 from mixsd_nb.lab.grids import planned_grid

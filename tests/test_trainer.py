@@ -22,7 +22,6 @@ from architectures import tiny_config, tiny_model
 from helpers import PAIRS, distillation_training, forked, last_weights, small_model, stored_training, until
 from safetensors.torch import load_file
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from mixsd_nb import train

@@ -82,6 +82,7 @@ def paired_interval(
     shared: bool = False,  # whether all seeds were asked the same items
 ) -> tuple[float, float, float]:
     "Return the mean over seeds and benchmarks with the ends of its 95% interval, paired by item and by seed."
+    import scipy
     means = np.array([np.mean([items.mean() for items in seed]) for seed in differences])
     value, benchmarks = float(means.mean()), len(differences[0])
     if len(means) == 1:

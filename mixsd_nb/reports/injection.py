@@ -32,7 +32,7 @@ from .documents import find_questions, score_passages
 from .finished import FinishedRun, ModelRun
 from .report import (describe_updates, encode_figure, format_interval, format_p, group_failures, load_parts,
                                      pair_responses, render_page)
-from ..runs import read_json, read_table, write_atomically
+from ..runs import read_table, write_atomically
 from ..runs.costs import CostLog
 from ..methods.settings import TrainingSettings
 
@@ -136,7 +136,11 @@ def explain_unmeasured(
     return "" if REWORDED in table.index else f"because suite does not name {REWORDED}"
 
 
-def format_share(row) -> str: return format_interval(row.after, row.low, row.high).replace(" (", ", 95% interval ").rstrip(")")
+def format_share(
+    row,  # of `compare_scores`
+) -> str:
+    "Return a share with its interval, as in `83%, 95% interval 65–93`."
+    return format_interval(row.after, row.low, row.high).replace(" (", ", 95% interval ").rstrip(")")
 
 
 def describe_learned(
