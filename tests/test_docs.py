@@ -151,7 +151,9 @@ def test_numbers_in_a_guide_are_in_its_blocks(guide):
     plan = "the plan of all grids, which a slow test in test_plan.py compares"
     reasons = {"numbers": {"95": "the level of the interval", "5": "the distance of two printed shares, and the level of a test"},
                **dict.fromkeys(("table", "own-model"), bounds := dict.fromkeys(("0.1", "0.6"), "the bounds of a preset")),
-               "scale": {**dict.fromkeys(("490", "337", "221", "1.65", "96"), plan), **dict.fromkeys(("200", "97"), "the grid _paper, and test_halving.py")},
+               "scale": {**dict.fromkeys(("490", "337", "221", "1.65", "96"), plan), **dict.fromkeys(("200", "97"), "the grid _paper, and test_halving.py"),
+                         "135": "the size of SmolLM2-135M"},
+               "install": {"6": "what pip installed without the CPU index, in GB"},
                "troubleshooting": {**bounds, **dict.fromkeys(("0.8", "5.13", "23"), "versions of other programs"),
                                    **dict.fromkeys(("30", "6.5", "3.8"), "one run of mixsd inject with SmolLM2, too long for a block")}}
     text = re.sub(r"<!-- verdict.*?<!-- end", "", guide.read_text(encoding="utf-8"), flags=re.S)  # test_study compares it with the cubes

@@ -197,7 +197,7 @@ def prepare_model() -> Path:
 
 # %% ../../nbs/lab/smollm2.ipynb #d56ab9b2
 def fetch_model() -> None:
-    "Fetch SmolLM2-135M-Instruct and convert it, unless it is here, and print its folder."
+    "Download SmolLM2-135M-Instruct and convert it, unless it is here, and print its folder."
     print(prepare_model())
 
 

@@ -87,7 +87,7 @@ def show_findings(
     text: str,  # Markdown
     table: Any = None,  # the numbers of what is shown, which stand there instead
 ) -> None:
-    "Display what was found, if it is about what a notebook shows; else only the notebook's own numbers."
+    "Show what was found, if it is about what a notebook shows; else only the notebook's own numbers."
     from IPython.display import Markdown, display
     if shown == about: return display(Markdown(text))
     display(Markdown(f"Our findings are about {about}. This notebook shows {shown}, so its own numbers stand here."))
