@@ -236,7 +236,7 @@ def regrade(
     "Add the verdicts on sentences and the outcomes of items to the result of a training, from its stored responses and targets."
     from mixsd_nb.methods.fitting import contradicting_targets, trained_facts
     run = Run(folder)
-    config = TrainConfig(**run.config)
+    config = TrainConfig(**{name: value for name, value in run.config.items() if name in TrainConfig.model_fields})
     if not run.finished: raise ParameterError(f"folder must be that of a finished training, got {run.name}")
     base = Run(run.folder.parent / base_evaluation(config).folder.name).responses()
     with run_lock(run.folder):
