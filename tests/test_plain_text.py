@@ -215,7 +215,7 @@ def test_a_cell_that_ends_with_a_figure_shows_it_once(own_runs, monkeypatch):
     assert {*CALLS} == made
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
     cells = [nbformat.v4.new_code_cell(text) for text in (f"from pathlib import Path\nruns = Path({str(own_runs)!r})\n{SETUP}", *CALLS.values(), "import matplotlib.pyplot as plt\nplt.get_fignums()")]
-    nbformat.write(nbformat.v4.new_notebook(cells=cells), own_runs / "figures.ipynb")
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=dict(kernelspec=dict(name="python3", display_name="Python", language="python"))), own_runs / "figures.ipynb")
     with kernel_options() as options:
         done = execute_notebook(own_runs / "figures.ipynb", own_runs / "done.ipynb", progress_bar=False, log_output=False, **options)
     shown = [[output.data for output in cell.outputs if "data" in output] for cell in done.cells]
