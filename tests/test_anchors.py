@@ -108,8 +108,8 @@ def replays(tiny, tmp_path_factory):
 
 def test_replay_without_a_share_is_sft_and_with_one_is_not(tiny, own_runs):
     "At the first update the KL has no gradient, and the first step of Adam does not depend on the scale of the others: its weights are SFT's too."
-    run = lambda method, **more: train.run(method=method, model=tiny, **CELL, **more)
-    sft, none, half, kl = run("sft"), run("replay", options=dict(share=0.0)), run("replay", **SHORT), run("replay-kl", **SHORT)
+    run = lambda anchor="", **more: train.run(method="sft", anchor=anchor, model=tiny, **CELL, **more)
+    sft, none, half, kl = run(), run("replay", options=dict(share=0.0)), run("replay", **SHORT), run("replay-kl", **SHORT)
     differ = lambda one, two: any(not torch.allclose(parameters_of(two)[name], w, rtol=0, atol=1e-6) for name, w in parameters_of(one).items())
     assert not differ(sft, none) and differ(sft, half) and not differ(sft, kl)
     assert [r.root.recipe.item() for r in (none, half, kl)] == ["sft+replay-0", "sft+replay-0.5", "sft+replay-kl-0.5"]

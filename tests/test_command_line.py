@@ -27,7 +27,7 @@ MISTAKES = {
     "ask Who": "ask is no command; did you mean chat?", "chat": "required: run", "chat 0123456789": "run must be the folder of a run, .*got 0123456789",
     "train --suite recal": "^suite must name benchmarks, got recal; did you mean recall?$", "train --model ./no-such": "got ./no-such; there is no such folder",
     "train --model tests": "got tests; the folder has no config.json", "chat x Who is it": "got is; quotes keep the words of a text together",
-    "train --method lora": "method must be one of mixsd-complete, base, .*, ewc, lora-sft, lora-mixsd, got lora; did you mean lora-sft?",
+    "train --method lora": "method must be one of mixsd-complete, base, .*, mixsd-shuffled, got lora",
     "inject": "required: dataset", "export x": "required: dir", "sweep --workers -1": "required: command, grid", "runs now": "flags the form --name, got now",
     "inject kgfact-small --lamb 0.5": "unknown parameter --lamb; did you mean --lam?", "plan quick-lab --seed 3": "unknown parameter --seed",
     "train --seeds 0,1": "unknown parameter --seeds; did you mean --seed?", "clean --dry": "unknown parameter --dry; did you mean --dry-run?",

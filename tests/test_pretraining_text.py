@@ -6,12 +6,13 @@ from functools import cache
 
 import pytest
 
-from mixsd_nb.benchmarks import SUITES, Selection, load_items, probes, suite_groups
+from mixsd_nb.benchmarks import SUITES, Selection, load_items, suite_groups
 from mixsd_nb.benchmarks.in_domain import validation_items
 from mixsd_nb.benchmarks.lab_tasks import draw, is_reserved
 from mixsd_nb.corpora import CORPORA, load_corpus
 from mixsd_nb.corpora.kgfact import KGFACT_WORDS, UNSEEN_WORDING, WORDINGS
 from mixsd_nb.corpora.prompts import REMARKS
+from mixsd_nb.lab import probes
 from mixsd_nb.corpora.rewording import FORMS, list_forms, reword_rows
 from mixsd_nb.corpora.world import ANNEX, WORLD_WORDS
 from mixsd_nb.lab.pretraining.abilities import ability_items

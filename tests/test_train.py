@@ -119,7 +119,7 @@ def test_checkpoints_are_asked_the_papers_tasks(tiny, tmp_path, own_runs):
     columns = dict(zip(result.benchmark.values.tolist(), result.column.values.tolist()))
     assert columns == {"recall": "Train", "recall-kept": "", "gsm8k": "GSM8K", "validation": ""}
     assert result.n.sel(step=5).squeeze().values.tolist() == [100, 100, len(ROWS["gsm8k"]), 100]
-    for suite, said in [("gsm8k", "suite must include recall"), ("recall,gsm", "suite must be, with commas between them, among")]:
+    for suite, said in [("gsm8k", "suite must include recall"), ("recall,gsm", "suite must name benchmarks, got recall,gsm; did you mean gsm8k")]:
         with pytest.raises(ParameterError, match=said): train.run(suite=suite, **parameters)
 
 
