@@ -278,12 +278,13 @@ def inject_facts(
     print(f"runs: {runs_root()}", flush=True)
     for config in configs:
         print(explain_form(config.dataset, config.dataset_options, config.model), flush=True)
+        known = config.finished and not force
         print_injection(Path(config.model).name, run := config.run(force))
         if no_notebook: continue
         given = config.model_dump(mode="json", include=config.model_fields_set)
         try: write_notebook(given | dict(dataset=config.dataset, dataset_options={}), run.path)
         except Exception as e: print(f"the notebook was not stored: {e}", file=sys.stderr)  # the injection itself is finished
-        renew_costs(run.path)
+        if not known: renew_costs(run.path)
 
 
 main = CommandLine("inject", inject_facts, InjectConfig, "mixsd inject facts.jsonl --model lab-m",
