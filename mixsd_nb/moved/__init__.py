@@ -35,7 +35,8 @@ MOVED = {
     "cluster.inputs": "planning.preflight", "cluster.analyses": "planning.workload",
     "results.roots": "results.read_results", "results.cells": "results.selected_cells",
     "results.agreement": "results.compatible_settings",
-    "benchmarks.probes": "lab.probes", "methods.entities": "benchmarks.entities", "results.schema": "runs.schema", "models.presets": "runs.presets",
+    "methods.entities": "benchmarks.entities",
+    "benchmarks.probes": "lab.probes", "results.schema": "runs.schema", "models.presets": "runs.presets",
 }  # former name below mixsd_nb -> present name
 
 # %% ../../nbs/moved/index.ipynb #cb99e007

@@ -41,12 +41,13 @@ def compare_scores(
 ) -> pd.DataFrame:
     """Return by benchmark `role, title, n, before, before_low, before_high, after, low, high, better, worse, p, consistent`.
 
-    Both intervals are 95%; p is that of McNemar's exact test, or of random signs if items have several samples. `consistent` is a share of the responses
-    after, NaN if they were not judged."""
+    Both intervals are 95%; p is that of McNemar's exact test, or of random signs if items have several samples. `consistent`
+    is a share of the responses after, NaN if they were not judged."""
     one, two, paired = scores(before), scores(after), compare(before, after)
     table = pd.DataFrame(dict(role=[SUITES[name].role for name in two.index], title=list(two.index)), index=two.index)
     return table.assign(n=two.n, before=one.accuracy, before_low=one.low, before_high=one.high, after=two.accuracy,
-                        low=two.low, high=two.high, better=paired.better, worse=paired.worse, p=paired.p, consistent=two.consistent)
+                        low=two.low, high=two.high, better=paired.better, worse=paired.worse, p=paired.p,
+                        consistent=two.consistent)
 
 # %% ../../nbs/reports/injection.ipynb #23a876d8
 _TEXTS = dict(title="benchmark", role="role of the benchmark")
@@ -127,7 +128,8 @@ def summarise_injection(
     known = f"; it knew {recall.before * recall.n:.0f} of them before" if recall.before else ""
     lines = [f"{model} recalls {recall.after * recall.n:.0f} of {recall.n} facts ({share(recall)}){known}."]
     if recall.get("consistent", math.nan) >= 0:
-        lines.append(f"{recall.consistent * recall.n:.0f} of these replies are consistent: no sentence names another entity than the box.")
+        lines.append(f"{recall.consistent * recall.n:.0f} of these replies are consistent: "
+                     "no sentence names another entity than the box.")
     reworded = table[(table.role == "in-domain") & (table.index != "recall")]
     lines += [f"{SUITES[name].title}: {share(row)}, N={row.n}." for name, row in reworded.iterrows()]
     held = table[~table.role.isin(("in-domain", "own"))]
