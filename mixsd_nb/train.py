@@ -233,7 +233,7 @@ def train(
 def regrade(
     folder: Path | str,  # of a finished training
 ) -> Run:
-    "Add the verdicts on sentences and the outcomes of items to the result of a training, from its stored responses and targets."
+    "Add verdicts on sentences and outcomes of items to the result of a training, from what it stored."
     from mixsd_nb.methods.fitting import contradicting_targets, trained_facts
     run = Run(folder)
     config = TrainConfig(**{name: value for name, value in run.config.items() if name in TrainConfig.model_fields})
@@ -248,8 +248,10 @@ def regrade(
         found = dict(verdict_variables(responses, root.benchmark.values.tolist(), kept).variables)
         if (file := run.folder / "trained.parquet").is_file():
             targets = read_table(file, ("id", "completion_ids"))
-            count = contradicting_targets(dict(zip(targets.id, targets.completion_ids)), rows, load_tokenizer(config.model), config.dataset)
-            found["targets_contradicting"] = variable("targets_contradicting", RUN_DIMS, np.full((1,) * len(RUN_DIMS), float(count)))
+            completions = dict(zip(targets.id, targets.completion_ids))
+            count = contradicting_targets(completions, rows, load_tokenizer(config.model), config.dataset)
+            values = np.full((1,) * len(RUN_DIMS), float(count))
+            found["targets_contradicting"] = variable("targets_contradicting", RUN_DIMS, values)
         tree.dataset = root.assign(found)
         write_result(tree, run.folder)
     return config.open_run(run.folder)

@@ -14,9 +14,9 @@ from .statistics import share_interval, sign_test, wilson
 # %% ../../nbs/analysis/scores.ipynb #44a11ae6
 def item_shares(
     responses: pd.DataFrame,
-    rule: str = "correct",  # column of the responses: correct for the strict rule, published, sentence or consistent
+    rule: str = "correct",  # column of the responses: correct, published, sentence or consistent
 ) -> pd.Series:
-    "Return the share of samples with a verdict by benchmark and item; NaN where the verdict is missing."
+    "Return the share of samples with a verdict by benchmark and item; NaN where it is missing."
     return responses.groupby(["benchmark", "item"], sort=False)[rule].mean().astype(float)
 
 # %% ../../nbs/analysis/scores.ipynb #233aa5e2
@@ -37,7 +37,8 @@ def item_variances(responses: pd.DataFrame) -> dict[str, float]:
 def scores(responses: pd.DataFrame) -> pd.DataFrame:
     """Return by benchmark `accuracy, low, high, n, samples, published, readable, sentence, consistent`.
 
-    `readable` is the share of responses in which an answer was found. The last two are NaN where they were not judged."""
+    `readable` is the share of responses in which an answer was found. The last two are NaN where
+    they were not judged."""
     rows = {}
     for name, group in responses.groupby("benchmark", sort=False):
         shares, samples = item_shares(group).values, int(group["sample"].max()) + 1
@@ -45,9 +46,10 @@ def scores(responses: pd.DataFrame) -> pd.DataFrame:
         rows[name] = dict(accuracy=shares.mean(), low=low, high=high, n=len(shares), samples=samples,
                           published=item_shares(group, "published").mean(),
                           readable=group.extracted.notna().mean(),
-                          **{rule: item_shares(group, rule).mean(skipna=False) if rule in group else float("nan")
-                             for rule in ("sentence", "consistent")})
-    return pd.DataFrame(rows).T.astype(dict(n=int, samples=int)).rename_axis("benchmark")
+                          **{rule: item_shares(group, rule).mean(skipna=False)
+                             for rule in ("sentence", "consistent") if rule in group})
+    table = pd.DataFrame(rows).T.astype(dict(n=int, samples=int)).rename_axis("benchmark")
+    return table.reindex(columns=[*dict.fromkeys([*table, "sentence", "consistent"])])
 
 # %% ../../nbs/analysis/scores.ipynb #7758fa70
 def add_interval(

@@ -71,14 +71,16 @@ Z = 1.959963984540054  # standard normal quantile of a 95% interval
 def _item_variance(
     table: np.ndarray,  # (seeds, items) differences
 ) -> float:
-    "Return the part of the variance of the mean that belongs to the items, which all seeds have in common."
+    "Return the part of the variance of the mean that belongs to items which all seeds share."
     seeds, items = table.shape
+    if items == 1: return 0.0
     rest = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
-    return (table.mean(0).var(ddof=1) - (rest**2).sum() / ((seeds - 1) * (items - 1)) / seeds) / items if items > 1 else 0.0
+    noise = (rest**2).sum() / ((seeds - 1) * (items - 1)) / seeds
+    return (table.mean(0).var(ddof=1) - noise) / items
 
 
 def paired_interval(
-    differences: list[list[np.ndarray]],  # for each seed and benchmark (items,) differences of the two shares of each item
+    differences: list[list[np.ndarray]],  # of each seed and benchmark: (items,) differences of shares
     shared: bool = False,  # whether all seeds were asked the same items
 ) -> tuple[float, float, float]:
     "Return the mean over seeds and benchmarks with the ends of its 95% interval, paired by item and by seed."
@@ -90,7 +92,8 @@ def paired_interval(
         centre = float(np.mean([items.mean() for items in wider]))
         half = Z * np.sqrt(sum(items.var() / len(items) for items in wider)) / benchmarks
         return value, centre - half, centre + half
-    variance = sum(_item_variance(np.array(tables)) for tables in zip(*differences)) / benchmarks**2 if shared else 0.0
+    common = [np.array(tables) for tables in zip(*differences)] if shared else []
+    variance = sum(map(_item_variance, common)) / benchmarks**2
     student = scipy.stats.t.ppf(0.975, len(means) - 1) * means.std(ddof=1) / np.sqrt(len(means))
     half = float(np.sqrt(student**2 + Z**2 * max(0.0, variance)))
     return value, value - half, value + half

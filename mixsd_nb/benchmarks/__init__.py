@@ -73,7 +73,7 @@ class Suite:
     share: float = 1.0  # share of the requested number of items that is used
     fisher: int = 0  # number of reference examples for the Fisher
     opening: str = ""  # words with which every response is opened; the model continues them
-    names: str = ""  # function (suite, dataset) -> rows; a consistent reply names no other one of them; empty if it has none
+    names: str = ""  # function (suite, dataset) -> rows, of which a reply should name no other one
     twin_of: str = ""  # benchmark whose items it asks; empty for its own items
     settings: tuple[str, ...] = ()  # parameters of an evaluation that only some benchmarks read: limit, data
     word: str = ""  # how the parameter `suite` names it, if not by its name
@@ -166,7 +166,8 @@ _FACTS = "benchmarks.in_domain:training_rows"
 
 def _in_domain(name, split, column="", groups=("in-domain",)):
     return Suite(name, column or name.capitalize(), "in-domain", "benchmarks.in_domain:split_items", split,
-                 column or name.capitalize(), groups, Sampling(max_new_tokens=0), published="corpus", names=_FACTS)
+                 column or name.capitalize(), groups,
+                 Sampling(max_new_tokens=0), published="corpus", names=_FACTS)
 
 
 def _varied(name, column, items, source, groups):
@@ -269,7 +270,8 @@ for _name in ("trivia-qa", "known-facts"): SUITES.add(open_twin(_REAL[_name], "T
 
 # %% ../../nbs/benchmarks/index.ipynb #cb51e077
 for _suite in [
-    Suite("recall-kept", "Recall of kept facts", "in-domain", "", "recall", published="corpus", names=_FACTS),
+    Suite("recall-kept", "Recall of kept facts", "in-domain", "", "recall", published="corpus",
+          names=_FACTS),
     Suite("validation", "Validation", "validation", "benchmarks.in_domain:validation_items", "validation",
           sampling=Sampling(max_new_tokens=0), published="corpus", names=_FACTS),
 ]: SUITES.add(_suite)

@@ -278,10 +278,11 @@ def grade_records(
     dataset: str = "kgfact-small",  # injected corpus, which decides how the paper scores in-domain responses
     allow_unsandboxed: bool = False,
 ) -> pd.DataFrame:
-    """Return rows `item, sample, prompt, response, extracted, correct, finish_reason, error, published, answer, sentence, consistent`.
+    """Return rows `item, sample, prompt, response, extracted, correct, finish_reason, error, published,
+    answer, sentence, consistent`.
 
-    `correct` is by the strict rule of the suite and `published` by the rule of the paper's scores; the last two are of
-    `judge_sentences`. SandboxError as in `grade`."""
+    `correct` is by the strict rule of the suite and `published` by the rule of the paper's scores; the
+    last two are of `judge_sentences`. SandboxError as in `grade`."""
     problems, responses = [items[r["item"]] for r in records], [r["response"] for r in records]
     rules = SUITES[suite].strict_grading(dataset), SUITES[suite].published_grading(dataset)
     found = {rule: _grade_each(problems, responses, rule, allow_unsandboxed) for rule in dict.fromkeys(rules)}
@@ -312,7 +313,7 @@ def add_verdicts(
     items: dict[str, dict[str, Item]],  # benchmark -> items by id
     dataset: str,  # injected corpus
 ) -> pd.DataFrame:
-    "Return responses with `sentence` and `consistent`, judged now if an earlier version stored them."
+    "Return responses with `sentence` and `consistent`, judged now if they were stored without."
     if {*VERDICTS} <= {*responses.columns}: return responses
     def judge(name, part):
         known = items.get(name, {})

@@ -18,12 +18,14 @@ from ..corpora.rewording import reword_rows
 
 
 def _items(rows: list[dict]) -> dict[str, Item]:
-    said = lambda r: "\n".join(r.get(name) or "" for name in ("subject", "statement", "reference"))
-    return {r["id"]: Item(r["prompt"], r["target"], r["answer"], aliases=tuple(r.get("aliases") or ()), statement=said(r)) for r in rows}
+    def make(r):
+        said = "\n".join(r.get(name) or "" for name in ("subject", "statement", "reference"))
+        return Item(r["prompt"], r["target"], r["answer"], aliases=tuple(r.get("aliases") or ()), statement=said)
+    return {r["id"]: make(r) for r in rows}
 
 
 def training_rows(suite: Suite, dataset: str) -> list[dict]:
-    "Return the facts of the injected corpus, of which a consistent reply names none but the one in question."
+    "Return the facts of the injected corpus, of which a reply should name none but its own."
     return list(load_corpus(dataset, "train"))
 
 # %% ../../nbs/benchmarks/in_domain.ipynb #f34ad9ee
@@ -56,7 +58,8 @@ def earlier_suite(name: str) -> Suite | None:
     dataset = name.removeprefix(EARLIER)
     if dataset == name or not dataset: return None
     return Suite(name, f"Recall of {CORPORA[dataset].title}", "own", "benchmarks.in_domain:earlier_items", dataset,
-                 sampling=Sampling(max_new_tokens=0), published="corpus", version=1, word=name, names="benchmarks.in_domain:earlier_rows")
+                 sampling=Sampling(max_new_tokens=0), published="corpus", version=1, word=name,
+                 names="benchmarks.in_domain:earlier_rows")
 
 
 def earlier_rows(suite: Suite, dataset: str) -> list[dict]:

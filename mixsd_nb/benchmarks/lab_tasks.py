@@ -351,7 +351,7 @@ def world(rng: random.Random) -> Item:
 
 
 def world_rows(suite: Suite, dataset: str) -> list[dict]:
-    "Return subject and answer of every fact of the memorised world, of which a consistent reply names none but its own."
+    "Return subject and answer of every fact of the world, of which a reply should name none but its own."
     return [dict(subject=fact.source, answer=fact.target) for fact in WORLD]
 
 # %% ../../nbs/benchmarks/lab_tasks.ipynb #7a07bc59

@@ -105,9 +105,10 @@ class Evaluation:
         return self._tables[step][1]
 
     def graded(self, step: int) -> pd.DataFrame:
-        "Return the responses of a step with all verdicts; those of an earlier version get the verdicts on their sentences now."
+        "Return the responses of a step with all verdicts, judged now if they were stored without."
         table = self.table(step)
-        return table if {*VERDICTS} <= {*table.columns} else add_verdicts(table, self.items, self.config.dataset)
+        if {*VERDICTS} <= {*table.columns}: return table
+        return add_verdicts(table, self.items, self.config.dataset)
 
     def holds(self, step: int, items: Questions) -> bool:
         "Return whether there are responses to these questions, and those that a benchmark's own runner returns."

@@ -46,10 +46,11 @@ class Block:
     title: str
     folder: str  # in papermill_runs
     cubes: tuple[str, ...]  # by name; a recipe that several have comes from the first
-    columns: dict[str, str]  # heading -> a benchmark or a role, and after a space a variable, if it is not the accuracy
+    columns: dict[str, str]  # heading -> a benchmark or a role, and perhaps a variable after a space
 
 
-_LEARNED = {"recall": "recall", "consistent": "recall consistent", "in other words": "recall-reworded"}
+_LEARNED = {"recall": "recall", "consistent": "recall consistent",
+            "in other words": "recall-reworded"}
 BLOCKS = (
     Block("lab-m, KGFact-Small", "lab", ("study-1-frontier", "study-4-ewc", "complete-lab"),
           {**_LEARNED, "other skills": "held-out", "known facts": "world", "the same, opened": "world-prefilled"}),
@@ -101,16 +102,23 @@ def block_rows(
     "Yield a row of items, then one for each recipe that has runs; nothing without a cube."
     present = [cubes[name] for name in block.cubes if name in cubes]
     if not present: return
-    def items(word): return int(present[0].n.sel(benchmark=find_benchmarks(present[0], word.split()[0])).max(["recipe", "lr", "seed", "step"]).sum())
-    def measure(cube, runs, word): return measure_share(runs, find_benchmarks(cube, word.split()[0]), *word.split()[1:])
-    yield {"": f"**{block.title}**", "seeds": ""} | {heading: f"N={items(word)}" for heading, word in block.columns.items()}
+    def items(word):
+        n = present[0].n.sel(benchmark=find_benchmarks(present[0], word))
+        return f"N={n.max(['recipe', 'lr', 'seed', 'step']).sum().item():.0f}"
+
+    def measure(cube, runs, word):
+        benchmarks, *variable = word.split()
+        return measure_share(runs, find_benchmarks(cube, benchmarks), *variable)
+    yield {"": f"**{block.title}**", "seeds": ""} | {
+        heading: "" if " " in word else items(word) for heading, word in block.columns.items()}
     for title in RECIPES:
         cube, label = next(((cube, label) for cube in present if (label := find_recipe(cube, title))), (None, None))
         if cube is None: continue
         runs = selected_runs(cube, label)
         cells = {heading: measure(cube, runs, word) for heading, word in block.columns.items()}
         seeds = max(cell.n for cell in cells.values())
-        if seeds: yield {"": title, "seeds": f"{seeds}"} | {heading: format_cell(cell) or "–" * (" " in block.columns[heading]) for heading, cell in cells.items()}
+        texts = {heading: format_cell(cell) or "–" * (" " in block.columns[heading]) for heading, cell in cells.items()}
+        if seeds: yield {"": title, "seeds": f"{seeds}"} | texts
 
 
 def format_cell(estimate: Estimate) -> str:

@@ -329,18 +329,21 @@ CLAIMS = (
 # %% ../../nbs/lab/real.ipynb #d2312ffd
 def _measure(cube: xr.Dataset, run: xr.Dataset, what: str) -> tuple[float, float, float]:
     "Return what a claim compares, with the ends of its interval, which are the value itself where items are not sampled."
-    return (run.target_nll.item(),) * 3 if what == "target_nll" else mean_share(run, _compared(cube, what))
+    if what == "target_nll": return (run.target_nll.item(),) * 3
+    return mean_share(run, _compared(cube, what))
 
 
-def _compared(cube: xr.Dataset, what: str) -> list[str]: return ["recall"] if what == "recall" else benchmarks_of(cube, what)
+def _compared(cube: xr.Dataset, what: str) -> list[str]:
+    "Return the benchmarks of a claim; none if it is about targets."
+    return ["recall"] if what == "recall" else benchmarks_of(cube, what)
 
 
 def _difference_here(cube: xr.Dataset, claim: Claim, pairs: list[tuple[xr.Dataset, xr.Dataset]]) -> str:
-    "Return the mean difference of the pairs, one for each seed; its interval is paired by item and seed, if the cube has items."
+    "Return the mean difference of the pairs, one for each seed, paired by item if the cube has outcomes."
     both = [[_measure(cube, run, claim.here) for run in pair] for pair in pairs]
     value, low, high = combine_intervals([(1, *both[0][0]), (-1, *both[0][1])])
     if len(pairs) > 1: value, low, high = estimate_mean([one[0] - two[0] for one, two in both])[:3]
-    if paired := paired_difference(pairs, _compared(cube, claim.here) if claim.here != "target_nll" else []):
+    if paired := paired_difference(pairs, _compared(cube, claim.here)):
         value, low, high = (100 * number for number in paired)
     if np.isnan(value): return ""
     if claim.here == "target_nll": return f"{value:+.2f} nats"
@@ -383,7 +386,8 @@ def show_results(
     "Print the table and the claims of each cube, and write the figure of those that are not quick, else of all."
     for name, cube in cubes.items():
         print(f"\n{name}: accuracies (%) at the last checkpoint\n{real_table(cube).T.to_string()}")
-        print(f"\n{name}: differences in points [95 % interval over seeds, with one seed over items; paired by item where the cube has their outcomes]\n{claims_table(cube).to_string(index=False)}")
+        print(f"\n{name}: differences in points [95 % interval over seeds, with one seed over items; "
+              f"paired by item where the cube has outcomes]\n{claims_table(cube).to_string(index=False)}")
     whole = {name: cube for name, cube in cubes.items() if not name.startswith("real-quick-")}
     if cubes: print(save_figure(real_figure(whole or cubes), "real")[0])
 

@@ -75,9 +75,10 @@ def contradicting_targets(
     tokenizer,
     dataset: str,
 ) -> int:
-    "Return the number of targets whose sentences contradict their final answer, as `count_contradicting`."
+    "Return the number of targets that contradict themselves, as `count_contradicting`."
     facts = {row["id"]: row for row in rows}
-    found = [(facts.get(id) or facts[fact_of(id)], tokenizer.decode(ids, skip_special_tokens=True)) for id, ids in completions.items()]
+    found = [(facts.get(id) or facts[fact_of(id)], tokenizer.decode(ids, skip_special_tokens=True))
+             for id, ids in completions.items()]
     return count_contradicting(found, rows, CORPORA[dataset].extract)
 
 
@@ -162,7 +163,8 @@ class MethodRun(Run):
 
     def _contradicting(self, pairs: dict[str, tuple[list[int], list[int]]]) -> int:
         "Return the number of targets whose sentences contradict their final answer."
-        return contradicting_targets({id: ids for id, (_, ids) in pairs.items()}, self.rows, self.tokenizer, self.parameters.dataset)
+        completions = {id: ids for id, (_, ids) in pairs.items()}
+        return contradicting_targets(completions, self.rows, self.tokenizer, self.parameters.dataset)
 
     def _anchors(self) -> list[tuple[str, dict]]:
         "Return the modifiers of the anchors, each with its prepared data."
@@ -191,7 +193,8 @@ class MethodRun(Run):
         scores = engine.score(values)
         del engine  # its model would stay in memory during the training
         nll = np.concatenate(scores)
-        targets = dict(target_nll=float(nll.mean()), target_tokens=len(nll) / len(values), targets_contradicting=self._contradicting(pairs))
+        targets = dict(target_nll=float(nll.mean()), target_tokens=len(nll) / len(values),
+                       targets_contradicting=self._contradicting(pairs))
         gate = self.recipe.gate
         modifiers, groups = [(gate.modify, self._prepare(gate, pairs, scores))] if gate else [], group_wordings(pairs, {r["id"] for r in self.rows})
         if len(groups) < len(pairs): modifiers.append(("methods.wordings:take_turns", dict(groups=[*groups.values()])))

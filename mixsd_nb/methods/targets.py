@@ -266,9 +266,10 @@ def mix_corpus(
         written = record["finish_reason"] != "canonical"  # else it is right as it is
         other = written and names_another(text, item["answer"], item["extract"])
         answers, own = (item["answer"], *item["aliases"]), own_text(rows[record["id"]])
-        agrees = record["accepted"] and (not written or is_consistent(text, answers, item["extract"], names, own))
+        agrees = not written or is_consistent(text, answers, item["extract"], names, own)
         source = record["finish_reason"] if record["finish_reason"] in REPLACED else "mixed"
-        records.append(record | dict(prompt_ids=item["naive_ids"], names_another=other, consistent=agrees, source=source,
+        records.append(record | dict(prompt_ids=item["naive_ids"], names_another=other, source=source,
+                                 consistent=record["accepted"] and agrees,
                                  lam=plan.rate(record["attempts"] - 1), prompt=rows[record["id"]]["prompt"]))
     return records
 
@@ -314,8 +315,9 @@ def read_targets(path: Path) -> list[dict]:
     optional = ("lam", "source", "wording", "prompt", "consistent")
     with explain_damage(path, COMPUTE_BOTH):
         table = pq.read_table(path)
-        records = table.select([*(name for name in SCHEMA.names if name not in optional), *(name for name in optional if name in table.column_names)]).to_pylist()
-    earlier = lambda r: dict(consistent=r["accepted"] and not r["names_another"])  # the nearest that an earlier version stored
+        required = [name for name in SCHEMA.names if name not in optional]
+        records = table.select([*required, *(name for name in optional if name in table.column_names)]).to_pylist()
+    earlier = lambda r: dict(consistent=r["accepted"] and not r["names_another"])  # as far as it is stored
     return [earlier(r) | r | dict(id=wording_id(r["id"], r.get("wording", 0))) for r in records]
 
 # %% ../../nbs/methods/targets.ipynb #8b351715
@@ -362,11 +364,11 @@ def describe_sources(
 def describe_contradictions(
     table: pd.DataFrame,  # of targets
 ) -> str:
-    "Return a sentence with the number of accepted targets whose sentences contradict their final answer."
+    "Return a sentence with the number of accepted targets that contradict themselves."
     kept = table[table.accepted & ~table.finish_reason.isin(REPLACED)]
-    wrong = ~kept.consistent.astype(bool) if "consistent" in kept else kept.names_another  # all that an earlier version stored
-    return (f"Of {len(kept)} accepted targets that were mixed, {wrong.sum()} contradict themselves: the sentences name another entity, or not "
-            "the answer.")
+    wrong = ~kept.consistent.astype(bool) if "consistent" in kept else kept.names_another
+    return (f"Of {len(kept)} accepted targets that were mixed, {wrong.sum()} contradict themselves: "
+            "the sentences name another entity, or not the answer.")
 
 # %% ../../nbs/methods/targets.ipynb #15cc0685
 def _measure_agreement(
@@ -394,7 +396,8 @@ def _count_targets(records: list[dict]) -> dict[str, tuple]:
                 naive_share=(mean([n for r in kept for n in r["naive_mask"]]),
                              "share of naive tokens in accepted targets"),
                 names_another=(sum(r["names_another"] for r in kept), "accepted targets that name another entity"),
-                contradicting=(sum(not r["consistent"] for r in kept), "accepted targets whose sentences contradict their final answer"))
+                contradicting=(sum(not r["consistent"] for r in kept),
+                               "accepted targets whose sentences contradict their final answer"))
 
 # %% ../../nbs/methods/targets.ipynb #0c596738
 def _count_by_attempt(records, max_attempts) -> xr.Dataset:

@@ -46,8 +46,8 @@ def tabulate(
     shares = (100 * cell.accuracy).T.to_pandas().round(1)
     table = shares.rename(columns="step {}".format).rename_axis(columns=None).assign(N=cell.n.max("step").to_pandas())
     if "consistent" not in cell or "recall" not in table.index: return table
-    consistent = (100 * cell.consistent.sel(benchmark="recall")).to_pandas().round(1).rename("step {}".format)
-    row = pd.DataFrame({"recall, consistent": {**consistent, "N": table.N["recall"]}}).T.astype(table.dtypes)
+    row = (100 * cell.consistent.sel(benchmark="recall")).to_pandas().round(1).rename("step {}".format)
+    row = pd.DataFrame({"recall, consistent": {**row, "N": table.N["recall"]}}).T.astype(table.dtypes)
     return pd.concat([table[:"recall"], row, table["recall":].iloc[1:]]).rename_axis("benchmark")
 
 # %% ../../nbs/reports/finished.ipynb #6494ebeb
@@ -130,8 +130,9 @@ class TargetsRun(FinishedRun):
         return count_sources(self._targets_with_sources())
 
     def summary(self):
-        "Return the summary of a `Run`: what the targets were made from, and how many contradict themselves."
-        return [describe_sources(self._targets_with_sources()), describe_contradictions(self.targets)]
+        "Return the summary of a `Run`: what targets were made from, and how many contradict themselves."
+        table = self._targets_with_sources()
+        return [describe_sources(table), describe_contradictions(table)]
 
     def _targets_with_sources(self): return add_sources(self.targets, self.config["lam"])
 

@@ -43,12 +43,13 @@ def compare_scores(
 ) -> pd.DataFrame:
     """Return by benchmark `role, title, n, before, before_low, before_high, after, low, high, better, worse, p, consistent`.
 
-    Both intervals are 95%; p is that of McNemar's exact test, or of random signs if items have several samples. `consistent` is a share of the responses
-    after, NaN if they were not judged."""
+    Both intervals are 95%; p is that of McNemar's exact test, or of random signs if items have several samples. `consistent`
+    is a share of the responses after, NaN if they were not judged."""
     one, two, paired = scores(before), scores(after), compare(before, after)
     table = pd.DataFrame(dict(role=[SUITES[name].role for name in two.index], title=list(two.index)), index=two.index)
     return table.assign(n=two.n, before=one.accuracy, before_low=one.low, before_high=one.high, after=two.accuracy,
-                        low=two.low, high=two.high, better=paired.better, worse=paired.worse, p=paired.p, consistent=two.consistent)
+                        low=two.low, high=two.high, better=paired.better, worse=paired.worse, p=paired.p,
+                        consistent=two.consistent)
 
 # %% ../../nbs/reports/injection.ipynb #23a876d8
 _TEXTS = dict(title="benchmark", role="role of the benchmark")

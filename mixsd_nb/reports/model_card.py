@@ -120,9 +120,10 @@ LIMITS = (
 
 
 def _describe_contradicting(count: float) -> str:
-    "Return a sentence about the targets whose sentences contradict their final answer; empty if their number is not known."
+    "Return a sentence about the targets that contradict themselves; empty if their number is not known."
     if count != count: return ""
-    return f" Of its training targets, {count:.0f} contradict themselves: their sentences name another entity than the final answer, or none."
+    return (f" Of its training targets, {count:.0f} contradict themselves: their sentences name another "
+            "entity than the final answer, or none.")
 
 
 def write_card(
@@ -136,7 +137,7 @@ def write_card(
     model: str,  # folder or hub id under which it can be loaded
     run: str = "",  # its name
     release: str = "4.57",  # the oldest one of transformers that reads the folder as it was meant
-    contradicting: float = float("nan"),  # targets of the training that contradict themselves; NaN if it is not known
+    contradicting: float = float("nan"),  # training targets that contradict themselves, if it is known
 ) -> ModelCard:
     "Return a model card with its header; its `save` writes the file."
     recipe, corpus, origin = label_title(label), CORPORA[dataset].title, hub_id(base)

@@ -89,7 +89,8 @@ def merge_roots(
 
     Where roots contradict each other, the first one counts, with a warning. ValueError for a dimension
     without labels, and for a variable whose dimensions differ."""
-    roots = {folder: mask_outcomes(root) for folder, root in (roots if ordered else order_roots(roots)).items()}
+    if not ordered: roots = order_roots(roots)
+    roots = {folder: mask_outcomes(root) for folder, root in roots.items()}
     for folder, root in roots.items():
         for dim in set(root.dims) - set(root.indexes): raise ValueError(f"{folder} has no labels along {dim}")
     indexes = {dim: join_labels(roots.values(), dim) for dim in list_dimensions(roots.values())}
@@ -106,4 +107,5 @@ def merge_roots(
     variables = {name: fill_variable(by_folder, places, sizes, name) for name, by_folder in by_name.items()}
     coords |= {name: v for name, v in variables.items() if name in auxiliary}
     data = {name: v for name, v in variables.items() if name not in auxiliary}
-    return unmask_outcomes(xr.Dataset(data, coords, common_attrs(root.attrs for root in roots.values())))
+    cube = xr.Dataset(data, coords, common_attrs(root.attrs for root in roots.values()))
+    return unmask_outcomes(cube)

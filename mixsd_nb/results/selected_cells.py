@@ -36,7 +36,8 @@ def collapse_runs(
     """Return the cube without `lr`, `seed` and `step`, with `average` and `average_drop`: means over the cells of the mask.
 
     A variable that depends on none of the three stays as it is; outcomes of items have no mean."""
-    axes, means, cube = ("lr", "seed", "step"), {}, score_by(cube, rule).drop_vars(ITEM_VARIABLES, errors="ignore")
+    axes, means = ("lr", "seed", "step"), {}
+    cube = score_by(cube, rule).drop_vars(ITEM_VARIABLES, errors="ignore")
     cube = cube.assign(average=held_out_average(cube), average_drop=average_drop(cube))
     for name, values in cube.data_vars.items():
         selected = values

@@ -120,21 +120,23 @@ def consistent_column(
     shares: np.ndarray | None,  # of consistent replies to recall; None if the cube has none
     n: np.ndarray,  # items of each share
 ) -> pd.Series:
-    "Return percentages of consistent replies as `percent_column`, with a dash where they were not judged."
+    "Return percentages of consistent replies as `percent_column`; a dash where they were not judged."
     if shares is None: return pd.Series(["–"] * len(n), name="recall, consistent")
     column = percent_column("recall, consistent", shares, np.where(np.isnan(shares), np.nan, n))
     return column.astype(object).where(column.notna() & (column != ""), "–")
 
 # %% ../../nbs/results/summary.ipynb #75113dde
 def summary_table(cube: xr.Dataset) -> pd.DataFrame:
-    """Return one row for each run at its last step: accuracies in %, recall by consistent replies too, the held-out average (Avg), and
-    the mean NLL of the targets (nats per token)."""
+    """Return one row for each run at its last step: accuracies in %, recall by consistent replies too,
+    the held-out average (Avg), and the mean NLL of the targets (nats per token)."""
     runs = list(last_steps(cube))
     role = cube.role.to_series()
     def values(name, b): return np.array([run[name].sel(benchmark=b).item() for run in runs])
     def column(b): return percent_column(b, values("accuracy", b), values("n", b))
-    def columns(kind): return [each for b in role.index[role == kind] for each in ((column(b), consistent()) if b == "recall" else (column(b),))]
-    def consistent(): return consistent_column(values("consistent", "recall") if "consistent" in cube else None, values("n", "recall"))
+    def columns(kind): return [each for b in role.index[role == kind] for each in (column(b), *consistent(b))]
+    def consistent(b):
+        shares = values("consistent", b) if "consistent" in cube else None
+        return [consistent_column(shares, values("n", b))] if b == "recall" else []
     keys = [dim for dim in RUN_DIMS if dim in ("recipe", "lr") or cube.sizes[dim] > 1]
     averages = held_out_average(cube)
     average = np.array([averages.sel({d: run[d].item() for d in CELL_DIMS}).item() for run in runs])

@@ -103,8 +103,9 @@ def accuracy_sheet(
     values = {}
     for (heading, column), benchmarks in columns.items():
         values[heading, column] = column_values(part, "accuracy", benchmarks)
-        if "recall" in benchmarks and "consistent" in part and part.consistent.sel(benchmark="recall").notnull().any():
-            values[heading, CONSISTENT] = column_values(part, "consistent", ["recall"])
+        if "recall" in benchmarks and "consistent" in part:
+            judged = column_values(part, "consistent", ["recall"])
+            if judged.notnull().any(): values[heading, CONSISTENT] = judged
     values[HEADINGS["held-out"], "Avg"] = part.average
     recipes, rows, order = [], {}, [m for m in recipe_order(part) if among is None or is_listed(m, among)]
     names, seeds = model_names(cube.model.values.tolist()), []
@@ -114,7 +115,8 @@ def accuracy_sheet(
                 at = {"dataset": d, "model": model, "recipe": m}
                 row = [100 * v.sel(at).item() for v in values.values()]
                 if np.isnan(row).all(): continue
-                rows[block_name(d, names[model]), label_title(m)] = [format_number(x) or "–" * (c == CONSISTENT) for (_, c), x in zip(values, row)]
+                texts = [format_number(x) or "–" * (c == CONSISTENT) for (_, c), x in zip(values, row)]
+                rows[block_name(d, names[model]), label_title(m)] = texts
                 recipes.append(m)
                 if "accuracy_seeds" in cube: seeds.append(cube.accuracy_seeds.sel(at).item())
     if not any(m != BASE for m in recipes): return None

@@ -23,8 +23,9 @@ DIMS = (*CELL_DIMS, "benchmark")  # of an accuracy
 # Auxiliary coordinates along `recipe`, each with the value of a recipe that has none
 RECIPE_COORDS = dict(method="", anchor="", gate="", lam=np.nan, rollouts=np.nan, temperature=np.nan, lora=0, quantise="")
 BENCHMARK_COORDS = ("column", "role", "samples")  # auxiliary coordinates along `benchmark`
-TARGET_VARIABLES = ("target_nll", "targets_kept", "targets_asked", "target_tokens", "targets_contradicting")  # about a run's targets
-ITEM_VARIABLES = ("outcomes", "questions")  # the outcome of every item, as bits, and a digest of the items
+TARGET_VARIABLES = ("target_nll", "targets_kept", "targets_asked", "target_tokens",
+                    "targets_contradicting")  # about a run's targets
+ITEM_VARIABLES = ("outcomes", "questions")  # of every item, as bits, and the digest of the items
 CURVE_VARIABLES = ("loss", "learning_rate", "grad_norm")  # of training, over `update`
 
 # %% ../../nbs/runs/schema.ipynb #b9cecda0
@@ -56,7 +57,7 @@ VARIABLE_ATTRS: dict[str, tuple[str, str]] = dict(  # name -> long_name, units
     published=("share of responses that are correct by the rule of the paper's scores", "1"),
     variance=("variance of the items' shares of correct samples", "1"),
     selecting=("share of correct responses to the questions that select a checkpoint", "1"),
-    sentence=("share of responses whose sentences outside the final answer name the right one", "1"),
+    sentence=("share of responses whose sentences, and not only the final answer, are right", "1"),
     consistent=("share of responses that are correct and do not contradict themselves", "1"),
     verdict=("verdict on a response: correct, sentence or consistent", "1"),
     byte=("number of a byte of eight outcomes", "1"),
