@@ -240,7 +240,7 @@ def test_every_mapping_is_taken_as_json_text(cls, name):
 def test_options_of_a_method_are_taken_as_json_text():
     config = make_config(stage_of("train"), options='{"replace_gt": true}', dataset_options='{"domains": 2}')
     assert config.options["replace_gt"] is True and config.dataset.startswith("kgfact-")
-    with pytest.raises(ParameterError, match=r'^options must be a mapping, got \{"replace_gt": true$'):
+    with pytest.raises(ParameterError, match=r'^options must be JSON, with double quotes around names and texts, got \{"replace_gt": true$'):
         make_config(stage_of("train"), options='{"replace_gt": true')
 
 
