@@ -114,7 +114,7 @@ def test_two_cells_of_the_table(runs, tiny, monkeypatch):
 
 MODELS = ["torch", "transformers", "accelerate", "peft", "datasets", "sympy", "math_verify", "networkx", "papermill"]
 DRAWING = ["matplotlib", "seaborn", "IPython", "ipywidgets"]
-STARTS = {**dict.fromkeys(["train", "evaluate", "generate", "sweep", "pretrain", "speed"], MODELS + DRAWING), **dict.fromkeys(["nll", "errors", "figures"], MODELS)}
+STARTS = {**dict.fromkeys(["train", "evaluate", "generate", "sweep", "lab.pretrain", "lab.speed"], MODELS + DRAWING), **dict.fromkeys(["nll", "errors", "figures"], MODELS)}
 
 
 def test_the_start_of_a_stage_is_light():

@@ -143,7 +143,7 @@ MACHINE = {  # change the time and the memory of a run, and no number beyond rou
     "preset", "engine", "engine_options", "replicas", "batch_size", "mode", "shards", "rollout_engine",
     "rollout_batch", "processes", "sharded", "offload", "packed", "recompute", "micro_tokens", "state",
     "pause", "allow_unsandboxed"}
-DRAWN = {"seed", "draws"}  # further draws of the same distribution; the paper names no seed
+DRAWN = {"seed", "draws", "data"}  # further draws of the same distribution, and where copies of the tasks lie; the paper names none
 
 
 def _published_options(config: Stage) -> dict[str, tuple[Any, Any]]:

@@ -58,7 +58,7 @@ FOREIGN_NAMES: dict[str, str | dict[str, Any]] = {
     **dict.fromkeys(("dataset_name", "dataset_path", "train_file", "data_path"), "dataset"),
     **dict.fromkeys(("num_train_epochs", "num_epochs"), "epochs"), "learning_rate": "lr",
     **dict.fromkeys(("per_device_train_batch_size", "train_batch_size"), "batch"), "per_device_eval_batch_size": "batch_size",
-    "gradient_checkpointing": "recompute", "packing": "packed", "fsdp": "sharded", "deepspeed": "sharded",
+    "gradient_checkpointing": "recompute", "fsdp": "sharded", "deepspeed": "sharded",
     "num_generations": "rollouts", "max_completion_length": "rollout_tokens", "overwrite_output_dir": "force",
     **dict.fromkeys(("eval_steps", "save_steps", "eval_strategy", "save_strategy"), "checkpoints"), "save_total_limit": "keep",
     **dict.fromkeys(("lora", "lora_r", "lora_rank", "use_peft", "use_lora", "peft_config"), _LORA),
