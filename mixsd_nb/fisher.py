@@ -28,7 +28,7 @@ from .results.cube import agreeing_runs
 from .results.plots import mark_made_up, recipe_colour
 from .runs.schema import CELL_DIMS, RUN_DIMS, variable
 from .results.summary import held_out_average
-from .runs import Journal, Seed, module_of, progress_bar, run_function, runtime_field
+from .runs import Journal, Seed, module_of, open_progress_bar, run_function, runtime_field
 
 _all_ = ["displacement"]
 
@@ -168,7 +168,7 @@ def run_displacement(
     checkpoints = find_checkpoints(trained, config.checkpoints)
 
     def measure(missing):
-        for step, in progress_bar("displacement", missing, unit="checkpoint", leave=False):
+        for step, in open_progress_bar("displacement", missing, unit="checkpoint", leave=False):
             yield dict(step=step, sums=tensor_sums(config.model, checkpoints[step], fisher).to_dict("index"))
     with Journal(folder / "checkpoints.jsonl", ["step", "sums"]) as journal:
         steps = sorted({*checkpoints, *(entry["step"] for entry in journal.records)})

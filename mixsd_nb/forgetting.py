@@ -24,7 +24,7 @@ from .results.cube import agreeing_runs
 from .results.plots import draw_recipe_legend, mark_made_up, recipe_colour, recipe_marker
 from .runs.schema import CELL_DIMS, DIMS, RECIPE_COORDS, RUN_DIMS, variable
 from .results.summary import held_out_average
-from .runs import module_of, progress_bar, run_function, consumed_field, runtime_field
+from .runs import module_of, open_progress_bar, run_function, consumed_field, runtime_field
 
 # %% ../nbs/forgetting.ipynb #180ae95f
 class ForgettingConfig(CorpusSettings, TrainingAnalysis, TextSettings):
@@ -67,7 +67,7 @@ class ForgettingConfig(CorpusSettings, TrainingAnalysis, TextSettings):
         checkpoints = find_checkpoints(trained, self.checkpoints)
         own, new = self.texts()
         text, found = pd.concat([own, new], ignore_index=True), {0: (nll_increase(own, own.nll), nll_increase(new, new.nll))}
-        for step in progress_bar("forgetting", checkpoints, unit="checkpoint", leave=False):
+        for step in open_progress_bar("forgetting", checkpoints, unit="checkpoint", leave=False):
             nll = response_nll(str(checkpoints[step]), text, engine=self.engine, **self.engine_options)
             found[step] = nll_increase(own, nll[:len(own)]), nll_increase(new, nll[len(own):])
         root = tabulate_increase(found)

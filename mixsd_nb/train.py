@@ -27,7 +27,7 @@ from .models.lab import warn_about_lab_values
 from .evaluation.selection import OWN_TEXT
 from .reports.finished import drop_cell, find_selection
 from .results.layout import summarise_training
-from .results.outcomes import verdict_variables
+from .results.outcomes import pack_verdicts
 from .results.read_results import read_root
 from .runs import (ParameterError, Run, Stage, in_notebook, is_locked, read_run_record, read_table, removed_steps,
                            require_weights, run_function, run_lock, trained_steps, write_json, write_result)
@@ -234,7 +234,7 @@ def regrade(
     folder: Path | str,  # of a finished training
 ) -> Run:
     "Add verdicts on sentences and outcomes of items to the result of a training, from what it stored."
-    from mixsd_nb.methods.fitting import contradicting_targets, trained_facts
+    from mixsd_nb.methods.fitting import count_contradicting_targets, trained_facts
     run = Run(folder)
     config = TrainConfig(**{name: value for name, value in run.config.items() if name in TrainConfig.model_fields})
     if not run.finished: raise ParameterError(f"folder must be that of a finished training, got {run.name}")
@@ -245,11 +245,11 @@ def regrade(
         rows = list(load_corpus(config.dataset, "train"))
         kept = trained_facts(run) if config.has_rate else {row["id"] for row in rows}
         responses = {int(step): evaluation.graded(int(step)) for step in root.step.values}
-        found = dict(verdict_variables(responses, root.benchmark.values.tolist(), kept).variables)
+        found = dict(pack_verdicts(responses, root.benchmark.values.tolist(), kept).variables)
         if (file := run.folder / "trained.parquet").is_file():
             targets = read_table(file, ("id", "completion_ids"))
             completions = dict(zip(targets.id, targets.completion_ids))
-            count = contradicting_targets(completions, rows, load_tokenizer(config.model), config.dataset)
+            count = count_contradicting_targets(completions, rows, load_tokenizer(config.model), config.dataset)
             values = np.full((1,) * len(RUN_DIMS), float(count))
             found["targets_contradicting"] = variable("targets_contradicting", RUN_DIMS, values)
         tree.dataset = root.assign(found)

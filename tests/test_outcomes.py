@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 import xarray as xr
 
-from mixsd_nb.analysis.statistics import paired_interval
+from mixsd_nb.analysis.statistics import estimate_pairs
 from mixsd_nb.benchmarks import SUITES, Item, Selection, load_items
 from mixsd_nb.benchmarks.entities import VERDICTS, corpus_names, judge_sentences, own_text
 from mixsd_nb.benchmarks.evaluation import add_verdicts
@@ -15,7 +15,7 @@ from mixsd_nb.methods.mixing import accepts, mix_items
 from mixsd_nb.results.committed import read_cube, write_cube
 from mixsd_nb.results.cube import cube_of
 from mixsd_nb.results.layout import result_tree
-from mixsd_nb.results.outcomes import item_outcomes, paired_difference, verdict_variables
+from mixsd_nb.results.outcomes import unpack_outcomes, compare_pairs, pack_verdicts
 from mixsd_nb.results.selected_cells import collapse_runs
 from mixsd_nb.results.summary import last_steps, summary_table
 from mixsd_nb.runs import open_result, write_result
@@ -104,7 +104,7 @@ def make_root(recipe, seed=0, steps=(0, 20), stored=True, names=tuple(ITEMS), **
     count = lambda table: {name: (float(t.groupby("item").correct.mean().sum()), t["item"].nunique()) for name, t in table.groupby("benchmark")}
     root = result_tree(dataset="kgfact-small", model="lab-m", recipe=recipe, lr=0.0 if recipe == "base" else 1e-3, seed=seed, config="{}",
                        accuracy={step: count(table) for step, table in tables.items()}, benchmarks={name: BENCHMARKS[name] for name in ITEMS}).to_dataset()
-    return tables, root.assign(verdict_variables(tables, [*ITEMS], set())) if stored else root
+    return tables, root.assign(pack_verdicts(tables, [*ITEMS], set())) if stored else root
 
 
 def test_outcomes_stay_from_the_responses_to_a_file_of_a_cube(tmp_path):
@@ -123,11 +123,11 @@ def test_outcomes_stay_from_the_responses_to_a_file_of_a_cube(tmp_path):
             run = read.sel(cell | dict(step=step))
             for benchmark, verdict in [(b, v) for b in ITEMS for v in VERDICTS]:
                 part = table[table.benchmark == benchmark]
-                found = item_outcomes(run, benchmark, verdict)
+                found = unpack_outcomes(run, benchmark, verdict)
                 if part.empty or part[verdict].isna().any(): assert found is None
                 else: assert np.array_equal(found, part.groupby("item")[verdict].mean().astype(float).values), (name, step, benchmark, verdict)
     nothing = read.sel(recipe="mixsd-0.5", lr=1e-3, step=20).squeeze()
-    assert item_outcomes(nothing, "recall") is None and nothing.accuracy.notnull().all() and nothing.consistent.isnull().all()
+    assert unpack_outcomes(nothing, "recall") is None and nothing.accuracy.notnull().all() and nothing.consistent.isnull().all()
     assert not {"outcomes", "questions"} & {*collapse_runs(cube).variables}
     assert (summary_table(cube).filter(like="recall, consistent") == "–").sum().item() == 1 and not summary_table(cube.drop_vars(["consistent", "outcomes"])).empty
 
@@ -137,25 +137,25 @@ def test_only_the_same_questions_are_paired():
     names = [*ITEMS]
     pairs = [(pick("mixsd-0.3", seed), pick("sft", seed)) for seed in (0, 1, 2)]
     for some in (pairs, pairs[:1]):
-        value, low, high = paired_difference(some, names)
+        value, low, high = compare_pairs(some, names)
         by_hand = np.mean([one.accuracy.mean().item() - two.accuracy.mean().item() for one, two in some])
         assert value == pytest.approx(by_hand) and low < value < high
-    said, *_ = paired_difference(pairs, ["recall"], "sentence")
+    said, *_ = compare_pairs(pairs, ["recall"], "sentence")
     assert said == pytest.approx(np.mean([(one.sentence - two.sentence).sel(benchmark="recall").item() for one, two in pairs]))
-    assert paired_difference(pairs, names, "sentence") is None and paired_difference([(pick("sft"), pick("mixsd-0.3", stored=False))], names) is None
+    assert compare_pairs(pairs, names, "sentence") is None and compare_pairs([(pick("sft"), pick("mixsd-0.3", stored=False))], names) is None
     with pytest.raises(ValueError, match="the same questions of recall, arithmetic, got others with seed 0"):
-        paired_difference([(pick("sft"), pick("mixsd-0.3", prompt="{}!"))], names)
+        compare_pairs([(pick("sft"), pick("mixsd-0.3", prompt="{}!"))], names)
 
 
 def test_a_paired_interval_is_narrower_where_items_agree():
     "McNemar's adjusted interval by hand: 12 items that only the first has right, 4 that only the second has."
     items = np.repeat([1.0, -1.0, 0.0], [12, 4, 84])
-    value, low, high = paired_interval([[items]])
+    value, low, high = estimate_pairs([[items]])
     p, q, n = 13 / 102, 5 / 102, 102
     half = 1.959963984540054 * np.sqrt((p + q - (p - q) ** 2) / n)
     assert value == 0.08 and (low, high) == pytest.approx((p - q - half, p - q + half))
     assert high - low < 2 * 1.96 * np.sqrt((0.5 * 0.5 + 0.42 * 0.58) / 100), "narrower than that of independent shares"
-    shared, alone = (paired_interval([[items], [np.roll(items, 1)]], shared) for shared in (True, False))
+    shared, alone = (estimate_pairs([[items], [np.roll(items, 1)]], shared) for shared in (True, False))
     assert shared[0] == alone[0] and shared[2] - shared[1] >= alone[2] - alone[1]
 
 
@@ -164,5 +164,5 @@ def test_claims_of_the_real_model_are_paired_where_the_cube_has_items():
     cube, bare = (cube_of(part) for part in (roots, {name: root.drop_vars(["outcomes", "questions"]) for name, root in roots.items()}))
     here = [table.here.iloc[0] for table in map(claims_table, (cube, bare))]
     one, two = (next(run for run in last_steps(cube) if run["recipe"] == label) for label in ("mixsd-0.3", "sft"))
-    value, low, high = (100 * number for number in paired_difference([(one, two)], ["recall"]))
+    value, low, high = (100 * number for number in compare_pairs([(one, two)], ["recall"]))
     assert here[0] == f"{value:+.1f} [{low:+.1f}, {high:+.1f}]" != here[1]

@@ -21,7 +21,7 @@ from mixsd_nb.benchmarks import SUITES
 from mixsd_nb.planning import plan as plans
 from mixsd_nb.planning.estimates import Burden, Layout, fisher_peak, optimiser_peak, scoring_peak, serve, update_peak
 from mixsd_nb.cluster.grid import list_grids, make_resources, read_grid
-from mixsd_nb.planning.preflight import DRAWN, MACHINE, check_inputs, list_deviations
+from mixsd_nb.planning.preflight import UNPUBLISHED, MACHINE, check_inputs, list_deviations
 from mixsd_nb.planning.token_lengths import count_questions
 from mixsd_nb.planning.plan import plan_grid, plan_run, planned_cells
 from mixsd_nb.planning.probe import probe
@@ -443,7 +443,7 @@ def test_every_parameter_that_can_change_a_result_is_a_deviation(own_runs, stage
         if name in MACHINE: assert is_runtime(field), name
         elif name == "method": assert further(runs[0], name, "own-words") == ["method=own-words, which the paper does not have"]
         elif name in ("anchor", "gate"): assert further(runs[0], name, dict(anchor="ewc", gate="stm")[name])[0].startswith(f"{name}=")
-        elif name not in {*DRAWN, "options"}:
+        elif name not in {*UNPUBLISHED, "options"}:
             value = lambda run: "train:100" if name == "suite" else changed(getattr(run, name))
             assert any(text.startswith(f"{name}=") for run in runs for text in further(run, name, "known-lab" if name == "dataset" else value(run))), name
     for run in runs:

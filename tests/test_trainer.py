@@ -33,7 +33,7 @@ from mixsd_nb.methods.supervised import Supervised
 from mixsd_nb.models import load_base
 from mixsd_nb.models.engines import HFEngine
 from mixsd_nb.models.tiny import random_model
-from mixsd_nb.runs import ProcessFailed, Run, checkpoint_steps, make_config, progress_bar, report_progress, write_json
+from mixsd_nb.runs import ProcessFailed, Run, checkpoint_steps, make_config, open_progress_bar, report_progress, write_json
 from mixsd_nb.train import TrainConfig
 from mixsd_nb.training import trainer
 from mixsd_nb.training.loss import DivergenceError, LossHead, nll, summed_loss
@@ -389,7 +389,7 @@ def test_an_interrupt_of_two_processes_is_one_sentence(spec, tmp_path):
 
 
 def seconds_for_each_update(pause, monkeypatch):
-    monkeypatch.setattr("mixsd_nb.training.progress.progress_bar", partial(progress_bar, file=io.StringIO(), mininterval=0, disable=False))
+    monkeypatch.setattr("mixsd_nb.training.progress.open_progress_bar", partial(open_progress_bar, file=io.StringIO(), mininterval=0, disable=False))
     progress = TrainingProgress("demo", {}, lambda step: time.sleep(pause))
     for step in (1, 2, 3, 4):
         time.sleep(0.01)

@@ -27,7 +27,7 @@ from ..models.gradients import SquaredGradients, check_differentiable
 from ..benchmarks import SUITES, Item, Selection, suite_groups
 from ..corpora.prompts import encode_completion, encode_prompt
 from ..models import load_base, load_part, load_tokenizer
-from ..runs import (die_with_parent, explain_damage, launch, leave_after, load_object, progress_bar, read_json,
+from ..runs import (die_with_parent, explain_damage, launch, leave_after, load_object, open_progress_bar, read_json,
                            write_atomically, write_json)
 
 # %% ../../nbs/analysis/estimation.ipynb #a8000005
@@ -165,7 +165,7 @@ def estimate_fisher(
 
 def _estimate(pairs, folder, model, dtype, recompute, processes):
     job = dict(model=model, dtype=dtype, recompute=recompute, pairs=pairs)
-    with progress_bar(f"Fisher of {Path(model).name}", total=len(pairs), unit="example", leave=False) as bar:
+    with open_progress_bar(f"Fisher of {Path(model).name}", total=len(pairs), unit="example", leave=False) as bar:
         report = lambda entry: bar.update(entry["done"] - bar.n)
         if processes == 1: run_process(job, folder, report)
         else:

@@ -36,7 +36,7 @@ from ..corpora.templates import encode_continuation
 from ..models import ENGINES, check_engine, check_options_of_engine, load_engine, load_tokenizer, usual_sequences
 from ..models.identity import MODEL_OPTIONS, ModelOptions
 from ..runs.presets import PresetSettings, idle_value, preset_field
-from ..runs import (Journal, ParameterError, Seed, TableError, load_object, module_of, progress_bar, report_progress,
+from ..runs import (Journal, ParameterError, Seed, TableError, load_object, module_of, open_progress_bar, report_progress,
                            consumed_field, flagged_field, runtime_field, read_table, write_atomically)
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #f1b5e412
@@ -248,7 +248,7 @@ def generate_suite(
 
     def write(missing):
         written = chain(score(missing), generate([key for key in missing if not asked[key[0]].scored]))
-        with progress_bar(progress, total=len(keys), initial=(done := len(keys) - len(missing)), leave=False, **hidden) as bar:
+        with open_progress_bar(progress, total=len(keys), initial=(done := len(keys) - len(missing)), leave=False, **hidden) as bar:
             for done, record in enumerate(written, done + 1):
                 yield record
                 bar.update()

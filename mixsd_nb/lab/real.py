@@ -40,7 +40,7 @@ from ..methods import BASE, label_title
 from ..results.committed import join_graders, read_cubes, write_cube
 from ..results.cube import cube_of
 from ..results.layout import variable
-from ..results.outcomes import paired_difference
+from ..results.outcomes import compare_pairs
 from ..results.paper import paper_cube
 from ..results.plots import draw_recipe_legend, figure_style, hollow_labels, mark_made_up, model_name, recipe_colour, recipe_marker, save_figure
 from ..results.read_results import read_root
@@ -343,7 +343,7 @@ def _difference_here(cube: xr.Dataset, claim: Claim, pairs: list[tuple[xr.Datase
     both = [[_measure(cube, run, claim.here) for run in pair] for pair in pairs]
     value, low, high = combine_intervals([(1, *both[0][0]), (-1, *both[0][1])])
     if len(pairs) > 1: value, low, high = estimate_mean([one[0] - two[0] for one, two in both])[:3]
-    if paired := paired_difference(pairs, _compared(cube, claim.here)):
+    if paired := compare_pairs(pairs, _compared(cube, claim.here)):
         value, low, high = (100 * number for number in paired)
     if np.isnan(value): return ""
     if claim.here == "target_nll": return f"{value:+.2f} nats"

@@ -33,7 +33,7 @@ from ..models import check_engine, check_options_of_engine, usual_sequences
 from ..models.identity import MODEL_OPTIONS, ModelName, ModelOptions
 from ..runs.presets import PresetSettings, preset_field
 from ..runs import (COMPUTE_BOTH, Journal, Seed, check_temperature, explain_damage, field_flag,
-                           progress_bar, report_progress, consumed_field, flagged_field, runtime_field)
+                           open_progress_bar, report_progress, consumed_field, flagged_field, runtime_field)
 
 # %% ../../nbs/methods/targets.ipynb #2d0498af
 class MixSettings(CorpusSettings, PresetSettings):
@@ -165,7 +165,7 @@ def _mix_missing(
     tally, start, text, total = Counter(), time.perf_counter(), f"mixing λ={settings.lam:g}", done + len(targets)
     options = settings.keywords_of(mix_stream)
     stream = mix_stream(engine.stream, engine.tokenizer, targets, settings.lam, tally=tally, probe=probe, **options)
-    with progress_bar(text, total=total, initial=done, unit="target") as bar:
+    with open_progress_bar(text, total=total, initial=done, unit="target") as bar:
         for done, record in enumerate(stream, done + 1):
             yield record | dict(naive_mask=record["naive_mask"].tolist())
             rate = round(tally["tokens"] / (time.perf_counter() - start))

@@ -154,7 +154,7 @@ def describe_learned(
     known = f"; it knew {recall.before * recall.n:.0f} of them before" if recall.before else ""
     lines = [f"{model} recalls {recall.after * recall.n:.0f} of {recall.n} facts ({format_share(recall)}){known}."]
     if recall.get("consistent", math.nan) >= 0:
-        lines.append(f"{recall.consistent * recall.n:.0f} of these replies are consistent: no sentence names another entity than the box.")
+        lines.append(f"{recall.consistent * recall.n:.0f} of these replies are consistent: their sentences agree with the answer.")
     if unmeasured: lines.append(f"In other words: not measured, {unmeasured}.")
     for name, row in others.iterrows():
         title = "With words around the same question" if unmeasured and name == REWORDED else SUITES[name].title

@@ -15,7 +15,7 @@ import xarray as xr
 from ..analysis.scores import count_correct, item_variances
 from ..benchmarks import SUITES
 from ..methods import label_coordinates, parse_label
-from .outcomes import select_responses, verdict_variables
+from .outcomes import select_responses, pack_verdicts
 from ..runs.schema import CELL_DIMS, CURVE_VARIABLES, DIMS, RUN_DIMS, TARGET_VARIABLES
 from ..runs.schema import benchmark_coords, reported_values, reported_versions, run_coords, variable
 
@@ -123,5 +123,5 @@ def summarise_training(
                        variance={step: item_variances(table) for step, table in responses.items()},
                        config=config.canonical(), targets=fitted.targets, training=fitted.curves or None, selecting=selecting,
                        own_text=own_text)
-    tree.dataset = tree.to_dataset().assign(verdict_variables(responses, [*names], fitted.kept))
+    tree.dataset = tree.to_dataset().assign(pack_verdicts(responses, [*names], fitted.kept))
     return tree

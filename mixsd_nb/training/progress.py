@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
-from ..runs import in_notebook, progress_bar, report_progress
+from ..runs import in_notebook, open_progress_bar, report_progress
 
 # %% ../../nbs/training/progress.ipynb #1b0b4afe
 class Bar:
@@ -34,7 +34,7 @@ class Bar:
     def __call__(self, entry: dict):
         "Advance by one update; the entry is a report of the trainer."
         if self.bar is None:
-            self.bar = progress_bar(self.name, total=entry["steps"], initial=entry["step"] - 1, unit="step", leave=False)
+            self.bar = open_progress_bar(self.name, total=entry["steps"], initial=entry["step"] - 1, unit="step", leave=False)
         values = {"loss": f"{entry['loss']:.3f}", "tok/s": round(entry["tokens_per_second"])}
         self.bar.set_postfix(values, refresh=False)
         self.bar.update()
