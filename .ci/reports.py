@@ -1,6 +1,6 @@
 """Draw figures/reports.png, the beginnings of two reports side by side: `python .ci/reports.py`.
 
-SFT and the default recipe teach lab-m the example facts, which takes three minutes each on two cores; finished runs are opened.
+SFT and the default recipe teach lab-m the example facts, which takes three minutes each on two cores; finished trainings are opened.
 Chromium draws the pages (`make ci-tools`)."""
 
 import shutil
@@ -19,9 +19,13 @@ STYLE = f"body{{margin:0;display:flex;font:600 22px monospace}}p{{margin:12px 16
 
 
 def write_reports(folder: Path) -> dict[str, Path]:
-    "Return the page of the report of each method, whose run is computed unless it exists."
-    facts = shutil.copy(EXAMPLE, folder / "facts.jsonl")
-    return {title: inject.run(dataset=str(facts), model="lab-m", **method).folder / "report.html" for title, method in METHODS.items()}
+    "Write the page of the report of each method into a folder, with paths in the repository; trainings are computed unless they exist."
+    facts, pages = shutil.copy(EXAMPLE, folder / "facts.jsonl"), {}
+    for title, method in METHODS.items():
+        report = inject.run(dataset=str(facts), model="lab-m", force=True, **method).folder / "report.html"
+        pages[title] = folder / f"{len(pages)}.html"
+        pages[title].write_text(report.read_text(encoding="utf-8").replace(f"{ROOT}/", ""), encoding="utf-8")
+    return pages
 
 
 def draw(reports: dict[str, Path], picture: Path) -> None:

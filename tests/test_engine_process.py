@@ -189,7 +189,7 @@ def test_a_process_ends_with_its_owner(state, tiny, tmp_path):
     owner = forked(own, tiny, state, file := tmp_path / "pid")
     pid = until(lambda: read_json(file).get("pid"))
     owner.kill()
-    until(lambda: not Path(f"/proc/{pid}").exists(), 20, "the end of the process")
+    until(lambda: not Path(f"/proc/{pid}").exists(), what="the end of the process")
     owner.join()
     assert owner.exitcode == -9
 
