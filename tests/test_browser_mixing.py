@@ -50,7 +50,7 @@ def site(tmp_path_factory):
 def page(browser, site):
     "The page after its first target."
     page = browser.new_page(viewport=dict(width=1280, height=1000))
-    page.set_default_timeout(120_000)
+    page.set_default_timeout(300_000)
     page.faults = []
     page.on("pageerror", lambda error: page.faults.append(str(error)))
     page.goto((site / "browser.html").as_uri())
