@@ -50,11 +50,10 @@ else
 	@$(BIN)/mixsd lab.real
 endif
 
-# The tuning of mixsd-complete, then the reporting seeds; cells share the GPU, and on a CPU each takes about 15 minutes of a core.
+# The reporting seeds; cells share the GPU, and on a CPU each takes about 15 minutes of a core.
 real-gpu: export OMP_NUM_THREADS := 1
-real-gpu: $(VENV)/.run ## tune mixsd-complete with SmolLM2-135M on one GPU, then train every recipe with three seeds (130 cells, sixteen at a time)
+real-gpu: $(VENV)/.run ## train SmolLM2-135M with every recipe and three seeds on one GPU, sixteen cells at a time
 	@$(BIN)/python -m pip -qq install -c constraints.txt -e '.[real]'
-	@$(BIN)/mixsd lab.tuning --workers 16
 	@$(BIN)/mixsd lab.real --seeds --workers 16
 
 verdict: $(VENV)/.run ## bring the front page's table and the verdict in its guide up to date with the cubes in papermill_runs

@@ -6,17 +6,13 @@
 __all__ = ['run', 'GenerateConfig', 'targets_file']
 
 # %% ../nbs/generate.ipynb #9bbde7d0
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import xarray as xr
-from pydantic import PrivateAttr
 
 from .corpora import CORPORA
 from .methods.fact_lengths import check_facts
-from .methods.wording_ids import worded_rows
-from .methods.targets import (MixSettings, count_unconfirmed, join_shards, keep_agreed, list_agreeing,
+from .methods.targets import (MixSettings, count_unconfirmed, keep_agreed, list_agreeing,
                                       mix_corpus,
                                       read_targets, select_targets, summarise_targets, target_schema, write_targets)
 from .models import ENGINES, check_model_of_engine, check_process, load_engine, load_tokenizer
@@ -32,8 +28,7 @@ class GenerateConfig(Stage, MixSettings):
     workload = "mixsd_nb.planning.workload:plan_mixing"
 
     def slug(self):
-        part = f"-{self.shard.replace('/', 'of')}" if self.shard else ""
-        return f"{self.dataset}-{model_label(self.model)}-{self.lam:g}{part}"
+        return f"{self.dataset}-{model_label(self.model)}-{self.lam:g}"
 
     def modules(self):
         return [*super().modules(), module_of(CORPORA[self.dataset].build), module_of(ENGINES[self.engine].cls)]
@@ -48,16 +43,12 @@ class GenerateConfig(Stage, MixSettings):
         check_facts(self.dataset, self.model)
 
     def compute(self, run: Run) -> xr.DataTree:
-        "Mix the targets, join the shards, or keep what all sets accept, and summarise the targets."
+        "Mix the targets, or keep what all sets accept, and summarise the targets."
         rows, targets = select_targets(self, load_tokenizer(self.model))
         agreeing = self._mix_agreeing() if self.unanimous else []  # each set needs a model, so this one's comes later
         options = dict(dtype=self.dtype, batch_size=self.batch_size, mixes=True, **self.engine_options)
-        given = self._engine_of_caller
-        with nullcontext(given) if given else load_engine(self.engine, self.model, replicas=self.replicas, **options) as engine:
+        with load_engine(self.engine, self.model, replicas=self.replicas, **options) as engine:
             if agreeing: records, unconfirmed = keep_agreed(agreeing, engine.tokenizer, rows), 0
-            elif self.shards:
-                records, unconfirmed = self._mix_shards(engine)
-                rows, targets = select_targets(self, engine.tokenizer, worded_rows(records, rows))
             else:
                 if self.wordings: rows, targets = select_targets(self, engine.tokenizer, self._find_wordings(engine, run, rows))
                 records = mix_corpus(self, engine, run.folder, rows, targets)
@@ -65,19 +56,6 @@ class GenerateConfig(Stage, MixSettings):
             write_atomically(run.folder / "targets.parquet", lambda path: write_targets(records, path, target_schema(self)))
             expert = {item["id"]: item["expert_ids"] for item, _ in targets}
             return summarise_targets(records, self, engine, expert, unconfirmed)
-
-    _engine_of_caller: Any = PrivateAttr(None)  # a loaded engine, which one call shares among its shards
-
-    def _mix_shards(self, engine) -> tuple[list[dict], int]:
-        "Return the targets of all shards, and how many of them an audit does not confirm."
-        parts, unconfirmed = [], 0
-        for k in range(self.shards):
-            shard = self.model_copy(update=dict(shard=f"{k + 1}/{self.shards}", shards=0))
-            shard._engine_of_caller = engine
-            run = shard.run()
-            parts.append(read_targets(run.folder / "targets.parquet"))
-            unconfirmed += run.root.unconfirmed.item()
-        return join_shards(parts), unconfirmed
 
     def _find_wordings(self, engine, run: Run, rows: list[dict]) -> list[dict]:
         "Return the rows of the further wordings."

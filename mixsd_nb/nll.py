@@ -226,7 +226,7 @@ def find_mixed_targets(
     that accepted no target are left out, and printed lines name both kinds."""
     runs = find_runs(root, "generate", dataset=dataset)
     files = {run: run.folder / "targets.parquet" for run in runs
-             if run.config["model"] in models and not run.config.get("shard")}
+             if run.config["model"] in models}
     empty = [run for run, file in files.items() if not read_table(file, ["accepted"], others=False).accepted.any()]
     if empty: print(f"skipped, because no target was accepted: {', '.join(run.name for run in empty)}")
     cells, cell_of = {}, lambda run: (run.config["model"], label_of(origin_of(run.config)), run.config["seed"])

@@ -7,7 +7,6 @@ __all__ = ['run', 'TrainConfig', 'base_evaluation', 'base_responses', 'keep_dtyp
            'mixed_targets', 'pause_training', 'fit', 'train', 'regrade', 'prepare_training']
 
 # %% ../nbs/train.ipynb #2b3e3929
-import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ import xarray as xr
 from . import evaluate, generate
 from .benchmarks.evaluation import check_prompts, select_items
 from .corpora import CORPORA, load_corpus
-from .evaluation.checkpoints import Evaluation, list_suite_steps, remove_unwanted, renew_candidates
+from .evaluation.checkpoints import Evaluation, remove_unwanted, renew_candidates
 from .methods import update_count
 from .methods.fact_lengths import check_facts, check_subjects
 from .models import ENGINES, check_head, check_model_of_engine, check_process, load_tokenizer, stored_dtype
@@ -65,8 +64,6 @@ class TrainConfig(TrainingSettings, Stage):
         from mixsd_nb.training.trainer import check_devices
         self.check_steps()
         self._check_weights()
-        if self.state == "memory" and not hasattr(os, "memfd_create"):
-            raise ValueError("state must be newest, all or none on this system, which has no files in memory, got memory")
         if self.steps()[1][-1] in trained_steps(self.folder): return
         check_head(self.model)
         check_facts(self.dataset, self.model)
@@ -83,9 +80,9 @@ class TrainConfig(TrainingSettings, Stage):
         "Raise ValueError if questions are left for a checkpoint whose weights were removed."
         if not (removed := removed_steps(self.folder)): return
         evaluation = Evaluation(self, Run(self.folder))
-        asked = {*self.steps()[1], *evaluation.run.measured_steps} if self.measure == "all" else {*(self.suite_steps or ())}
+        asked = {*self.steps()[1], *evaluation.run.measured_steps} if self.measure == "all" else set()
         lacking = [step for step in removed if step in asked and not evaluation.complete(step, evaluation.items)]
-        require_weights(self.folder, lacking, "measure" if self.measure == "all" else "suite_steps")
+        require_weights(self.folder, lacking, "measure")
 
     def source(self) -> "TrainConfig | None":
         "Return the run whose checkpoints an anchor starts from, with all weights in float32; None for most recipes."
@@ -94,13 +91,13 @@ class TrainConfig(TrainingSettings, Stage):
         options = {source.key(part, name): value for part in source.parts
                    for name, value in recipe.options_of(part, self.options).items()}
         anchor = "+".join(part.name for part in source.anchors)
-        return self.model_copy(update=dict(anchor=anchor, options=options, keep="all", stored="float32", stop="last", until=1.0))
+        return self.model_copy(update=dict(anchor=anchor, options=options, keep="all", stop="last", until=1.0))
 
     def covers(self, run):
         "Return whether the run has measured all checkpoints; its last one is that of the training."
         root = read_root(run.folder / "result.nc")
         selection, steps = find_selection(root), {int(step) for step in root.step.values if step > 0}
-        if not self._covers_suite(root, steps, list_suite_steps(self, selection)): return False
+        if not self._covers_suite(root, steps, {selection.best} if self.measure == "selection" else set()): return False
         if self.own_text and steps and not (OWN_TEXT in root and root[OWN_TEXT].sel(step=sorted(steps)).notnull().all()): return False
         if not self.has_rate or self.stop == "converged" and selection.converged is not None: return True
         asked = np.asarray(root.get("targets_asked", np.nan)).item()
@@ -133,8 +130,7 @@ class TrainConfig(TrainingSettings, Stage):
     def compute(self, run: Run) -> xr.DataTree:
         "Fit the method, evaluate step 0 and every checkpoint, and summarise these and all that were evaluated before."
         steps = (*self.steps()[1], *run.measured_steps) if self.has_rate else None
-        stored = run.config.get("stored", "float32")  # all checkpoints of a run are stored alike
-        config = self.model_copy(update=dict(checkpoints=steps, stored=stored))
+        config = self.model_copy(update=dict(checkpoints=steps))
         keep_dtype(run, self.model)
         return train(Evaluation(config, run, base_responses(config)))
 
@@ -209,9 +205,8 @@ def fit(evaluation: Evaluation):
     early = shown and config.processes == 1 and not ENGINES[config.engine].own_process
     progress = TrainingProgress("training", recall, *[show] * early)
     run = MethodRun(evaluation.run.folder, config, progress, lambda: mixed_targets(config))
-    size = config.pause or int(config.stop == "converged")
     if config.has_rate and not {*config.steps()[1]} <= {*trained_steps(evaluation.run.folder)}: renew_candidates(evaluation)
-    if size: run.loop = loop_in_phases(lambda steps: pause_training(evaluation, steps), size)
+    if config.phase: run.loop = loop_in_phases(lambda steps: pause_training(evaluation, steps), config.phase)
     try: return config.recipe.load_fit()(run)
     finally: progress.close()
 

@@ -11,7 +11,7 @@ from unittest.mock import patch
 sys.modules["rfc3987_syntax"] = None  # jsonschema's check of IRIs takes a second to import, and notebooks have none
 
 import pytest
-from helpers import CELL, PLUGIN, need_tools, small_model, stored_training
+from helpers import CELL, PLUGIN, every_state, need_tools, small_model, stored_training
 
 from mixsd_nb import models, train
 from mixsd_nb.models import load_base
@@ -78,8 +78,8 @@ def shallow(tmp_path_factory):
 @pytest.fixture(scope="session")
 def short(shallow, tmp_path_factory):
     "Six updates with checkpoints after two, four and six, each with the optimiser's state, and the finished run."
-    spec, run = stored_training(shallow, lr=1e-4, steps=6, checkpoints=[2, 4], state="all"), tmp_path_factory.mktemp("short")
-    fine_tune(spec, run)
+    spec, run = stored_training(shallow, lr=1e-4, steps=6, checkpoints=[2, 4]), tmp_path_factory.mktemp("short")
+    with every_state(): fine_tune(spec, run)
     return spec, run
 
 

@@ -31,17 +31,14 @@ class Way(NamedTuple):
     "Settings of `mix` for which every engine gives the oracle's tokens."
     lam: float
     T: float
-    guard: float = 0.0
-    schedule: str = "constant"
 
     @property
     def options(self):
-        "The parameters of `mix` except λ; λ falls in three attempts, so that there is one between the first and λ=0."
-        return SHORT | dict(temperature=self.T, guard=self.guard, schedule=self.schedule, max_attempts=3 if self.schedule == "falling" else 2)
+        "The parameters of `mix` except λ."
+        return SHORT | dict(temperature=self.T)
 
 
 WAYS = [Way(lam, T) for T in (0, 0.7) for lam in (0, 0.1, 0.3, 0.5, 0.7, 1)]
-WAYS += [Way(0.5, 0, 0.1), Way(1, 0.7, 0.01), Way(0.7, 0, 0, "falling"), Way(0.9, 0.7, 0.01, "falling")]
 SHAPES = {
     "hf": {("lockstep", n): dict(batch_size=n) for n in (250, 32, 3)},
     "vllm": {(mode, n): dict(mixes=mode == "paired", batch_size=n) for mode in ("segments", "paired") for n in (5, 64)},
@@ -74,11 +71,6 @@ def oracle(engine, items):
     return {way: [known[way, i["id"]] for i in items] for way in WAYS}
 
 
-def can_mix(mode, way):
-    "Whether a mode has the way: segments have one conditional at a position, and a guard needs both."
-    return mode != "segments" or not way.guard
-
-
 def measure(kind):
     "Compare all shapes of an engine with the oracle; one row for each shape, way and corpus."
     torch.set_num_threads(1)
@@ -89,7 +81,7 @@ def measure(kind):
     with journal(kind) as done:
         for (mode, slots), options in SHAPES[kind].items():
             there = {tuple(r[key] for key in ("mode", "slots", *Way._fields, "corpus")) for r in done.records}
-            todo = [way for way in WAYS if can_mix(mode, way) and any((mode, slots, *way, name) not in there for name in corpora)]
+            todo = [way for way in WAYS if any((mode, slots, *way, name) not in there for name in corpora)]
             if not todo: continue
             with load_engine(kind, "lab-m", **options) as engine:
                 for way in todo:
@@ -106,7 +98,7 @@ def measure(kind):
 
 def main(kind):
     rows = measure(kind)
-    key = ["engine", "mode", "slots", "corpus", "schedule", "guard", "T", "lam"]
+    key = ["engine", "mode", "slots", "corpus", "T", "lam"]
     rows = rows.drop_duplicates(key, keep="last")
     if TABLE.exists() and not SAMPLE: rows = pd.concat([pd.read_csv(TABLE).query("engine != @kind"), rows])
     if not SAMPLE: rows.sort_values(key).to_csv(TABLE, index=False)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -114,6 +115,14 @@ def papermill(*arguments, cwd=ROOT, runs=None, stdout=subprocess.PIPE):
         if "Kernel didn't respond" not in ran.stderr and "Kernel died before replying" not in ran.stderr: break
         if stdout != subprocess.PIPE: stdout.seek(0), stdout.truncate()
     return ran
+
+
+@contextmanager
+def every_state():
+    "Let every checkpoint keep the optimiser's state, so that a training can go on from any of them."
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("training.saving", "evaluation.checkpoints"): patch.setattr(f"mixsd_nb.{module}.remove_states", lambda *_, **__: None)
+        yield
 
 
 def until(condition, seconds=180, what="it", pause=0.05):

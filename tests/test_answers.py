@@ -688,14 +688,13 @@ def test_mixing_accepts_by_the_same_notion_as_recall(codes):
     tokenizer, name = load_tokenizer("lab-s"), check_corpus(codes, dict(extract="contains"))
     rows, corpus = list(load_corpus(name, "train")), CORPORA[name]
     assert [row["prompt"] for row in rows] == [fact["question"] for fact in CODES] and [row["target"] for row in rows] == ["The answer is 007.", "The answer is 10/12."]
-    item, _ = mix_items(tokenizer, rows, corpus.expert, corpus.extract, corpus.values)
-    says = lambda text, reason="stop", verify="exact": accepts(tokenizer, item, encode_completion(tokenizer, text), reason, verify)
-    for verify in ("exact", "normalised"):
-        assert [says(text, verify=verify) for text in ("It is 007.", "Agent 7 has it.", "It is 7.", "Not 007.", "007 or 8.")] == [True, True, False, False, False]
+    item, _ = mix_items(tokenizer, rows, corpus.expert, corpus.extract)
+    says = lambda text, reason="stop": accepts(tokenizer, item, encode_completion(tokenizer, text), reason)
+    assert [says(text) for text in ("It is 007.", "Agent 7 has it.", "It is 7.", "Not 007.", "007 or 8.")] == [True, True, False, False, False]
     assert not says("It is 007.", "length") and says(rows[0]["target"])
-    boxed, _ = mix_items(tokenizer, rows, values=False)
-    reads = lambda text, verify: accepts(tokenizer, boxed, encode_completion(tokenizer, f"So {BOX}{text}}}"), "stop", verify)
-    assert [[reads(text, verify) for text in ("007", "agent 7", "AGENT 7", "7")] for verify in ("exact", "normalised")] == [[True, True, False, False], [True, True, True, False]]
+    boxed, _ = mix_items(tokenizer, rows)
+    reads = lambda text: accepts(tokenizer, boxed, encode_completion(tokenizer, f"So {BOX}{text}}}"), "stop")
+    assert [reads(text) for text in ("007", "agent 7", "AGENT 7", "7")] == [True, True, False, False]
 
 
 REPLIES = ["%s", "It is %s.", "Not %s.", "Not %s, but Oru.", "Not Oru, but %s.", "%s or 9.", "X%s", "%s? No, Oru.", r"So \boxed{%s}.", r"%s. \boxed{Oru}", "So.\nAnswer: %s", "", 'Well. {"answer": "%s"}', "**%s**", "I do not know."]
@@ -710,7 +709,7 @@ def test_one_notion_decides_targets_recall_other_words_and_own_tests(form, codes
     corpus, tokenizer, counts = CORPORA[name], load_tokenizer("lab-s"), []
     for suite, items in load_items(["recall", "recall-reworded", "validation", "test:more"], Selection(name, n=2)).items():
         rows = [dict(id=id, prompt=item.prompt, target=item.response, answer=item.answer, aliases=item.aliases) for id, item in items.items()]
-        for mixed, item in zip(mix_items(tokenizer, rows, corpus.expert, corpus.extract, corpus.values), items.values(), strict=True):
+        for mixed, item in zip(mix_items(tokenizer, rows, corpus.expert, corpus.extract), items.values(), strict=True):
             for text in [reply.replace("%s", answer) for reply in REPLIES for answer in item.accepted]:
                 right, = grade([item], [text], SUITES[suite].strict_grading(name))
                 assert accepts(tokenizer, mixed, encode_completion(tokenizer, text), "stop") == right.correct, (suite, text)

@@ -145,40 +145,6 @@ def test_a_sample_of_targets_is_equal(page, engine):
     assert (count, wrong) == (20, []) and len(ties) <= 1
 
 
-def test_guarded_targets_with_a_falling_lam_are_equal(page, engine):
-    "The guard is so high that it often takes a place from the naive conditional."
-    facts = [("kgfact-small", list(load_corpus("kgfact-small", "train"))[:2])]
-    count, ties, wrong = compare_targets(page, engine, facts, max_attempts=3, max_new_tokens=64, schedule="falling", guard=0.2)
-    assert (count, wrong) == (20, []) and len(ties) <= 1
-
-
-def test_the_page_plays_a_guard_and_a_falling_lam(page):
-    "A trace has the tokens of the record, and says which λ each attempt had and what the guard took."
-    found = page.evaluate("""() => {
-      const fact = mixsdMixer.facts("kgfact-small")[0], settings = { schedule: "falling", guard: 0.2, maxAttempts: 3 };
-      let trace;
-      for (trace of mixsdMixer.trace(fact, 0.9, settings));
-      return [trace, mixsdMixer.mix(mixsdMixer.makeItem(fact), 0.9, settings)];
-    }""")
-    trace, record = found
-    last = trace["attempts"][-1]
-    assert [t["id"] for t in last["tokens"]] == record["completion_ids"] and len(trace["attempts"]) == record["attempts"]
-    assert [a["lam"] for a in trace["attempts"]] == pytest.approx([0.9, 0.45, 0][:record["attempts"]])
-    tokens = [(t, a["lam"]) for a in trace["attempts"] for t in a["tokens"]]
-    assert all((t["u"] < lam) == (t["guarded"] or t["side"] == "naive") for t, lam in tokens) and any(t["guarded"] for t, _ in tokens)
-    last = lambda: page.evaluate("JSON.stringify(document.getElementById('mixsd-mixing').dataset)")
-    before, box = last(), page.get_by_role("checkbox", name="λ falls with each attempt")
-    box.check()
-    wait_for_target(page, f"JSON.stringify(d) !== {json.dumps(before)}")
-    slider = page.get_by_role("slider", name="guard")
-    slider.focus()
-    page.keyboard.press("End")
-    page.wait_for_function("document.querySelector('main').innerText.includes('guard 0.20')")
-    page.keyboard.press("Home")
-    box.uncheck()
-    assert page.faults == []
-
-
 @pytest.mark.slow
 def test_a_thousand_targets_are_equal(page, engine):
     "Every fact of KGFact-Small with all attempts, for five λ at both temperatures; about a quarter of an hour."
@@ -226,7 +192,7 @@ def test_the_page_of_mixing_on_a_telephone(page):
 
 # A model as anywidget gives it to `render`, without a kernel behind it.
 ALONE = """async (source) => {
-  const values = {fact: {}, files: {}, trace: null, busy: false, lam: 0.5, temperature: 0, seed: 0, falling: false, threshold: 0, question: "", answer: ""}, handlers = [];
+  const values = {fact: {}, files: {}, trace: null, busy: false, lam: 0.5, temperature: 0, seed: 0, question: "", answer: ""}, handlers = [];
   globalThis.model = {get: (name) => values[name], off: () => {}, on: (names, handler) => handlers.push([names.split(" "), handler]),
     set: (name, value) => { values[name] = value; for (const [names, handler] of handlers) if (names.includes(`change:${name}`)) handler(); }};
   const {default: {render}} = await import(URL.createObjectURL(new Blob([source], {type: "text/javascript"})));

@@ -77,13 +77,14 @@ def test_a_checkpoint_holds_its_weights_once_and_the_newest_one_the_state(whole)
 
 
 def test_the_selected_checkpoint_is_asked_the_whole_suite_with_the_same_answers(whole, tiny, copied, monkeypatch):
+    monkeypatch.setattr("mixsd_nb.methods.settings.PHASE", 0)
     opened, load = [], evaluation.load_engine
     monkeypatch.setattr(evaluation, "load_engine", lambda kind, model, *a, **k: (opened.append(model), load(kind, model, *a, **k))[1])
-    run = train.run(model=tiny, **SMALL, measure="selection", suite_steps=(6,), keep="chosen")
+    run = train.run(model=tiny, **SMALL, measure="selection", keep="chosen")
     assert run.folder.name == whole.folder.name and len(opened) == 1, "one engine for all checkpoints"
     chosen = run.best_step
     assert chosen == whole.best_step and [*run.checkpoints] == [chosen] and [*trained_steps(run.folder)] == [*STEPS, 10]
-    asked = {chosen, 6}
+    asked = {chosen}
     for step in (*STEPS, 10):
         ours, theirs = (r.root.sel(step=step).drop_vars("step") for r in (run, whole))
         if step in asked: assert ours.equals(theirs) and answers(run)[step] == answers(whole)[step]
@@ -92,7 +93,7 @@ def test_the_selected_checkpoint_is_asked_the_whole_suite_with_the_same_answers(
             assert ours.sel(benchmark=named).equals(theirs.sel(benchmark=named))
             assert ours.accuracy.sel(benchmark=["choice", "world"]).isnull().all() and not ours.n.sel(benchmark=["choice", "world"]).any()
     assert weights(run.checkpoints[chosen]) == weights(whole.checkpoints[chosen])
-    assert (run.folder / "result.nc").stat().st_mtime_ns == (train.run(model=tiny, **SMALL, measure="selection", suite_steps=(6,)).folder / "result.nc").stat().st_mtime_ns
+    assert (run.folder / "result.nc").stat().st_mtime_ns == (train.run(model=tiny, **SMALL, measure="selection").folder / "result.nc").stat().st_mtime_ns
     cube = cube_of([run])
     listed = unasked_benchmarks(cube)
     assert {*listed.step} == {*STEPS, 10} - asked and {*listed.benchmarks} == {"choice, world"}
@@ -111,12 +112,13 @@ def test_a_worker_without_a_run_asks_the_checkpoints_of_a_training_that_goes_on(
     assert answers(run) == answers(whole)
 
 
-@pytest.mark.parametrize("more", [{}, dict(pause=1)])
-def test_each_file_of_responses_is_read_once(more, tiny, copied, monkeypatch):
+@pytest.mark.parametrize("phase", [0, 1])
+def test_each_file_of_responses_is_read_once(phase, tiny, copied, monkeypatch):
     "The file of the selected checkpoint is written twice, and read again."
     read, responses = [], Run.responses
     monkeypatch.setattr(Run, "responses", lambda run, step=None: (read.append(step), responses(run, step))[1])
-    run = train.run(model=tiny, **SMALL | dict(measure="selection", keep="chosen"), **more)
+    monkeypatch.setattr("mixsd_nb.methods.settings.PHASE", phase)
+    run = train.run(model=tiny, **SMALL | dict(measure="selection", keep="chosen"))
     assert sorted(step for step in read if step) == sorted([*STEPS, 10, run.best_step])
 
 
@@ -159,7 +161,7 @@ def test_the_peak_on_disk_is_told_by_the_formula(keep, copied, monkeypatch, caps
     note = lambda: peaks.append(size(copied))
     monkeypatch.setattr(saving, "mark_complete", lambda folder: (mark(folder), note())[0])
     monkeypatch.setattr(checkpoints, "write_responses", invent_best(4))
-    monkeypatch.setattr(train, "remove_unwanted", lambda evaluation: (note(), remove(evaluation)))
+    monkeypatch.setattr(train, "remove_unwanted", lambda evaluation, **ended: (note(), remove(evaluation, **ended)))
     run = train.run(model="lab-s", **SMALL | dict(suite="recall,world"), keep=keep)
     one = (run.checkpoints[4 if keep == "chosen" else 10] / "model.safetensors").stat().st_size
     peak, rest = (n / one for n in (max(peaks), size(run.folder)))
@@ -182,34 +184,33 @@ def share_invented(responses, rule="correct", shares=scores.item_shares):
 def unpaused(whole, tiny, tmp_path_factory):
     "The training with invented scores, without a pause."
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mixsd_nb.methods.settings.PHASE", 0)
         patch.setenv("MIXSD_RUNS", str(copy_base(whole, tmp_path_factory.mktemp("unpaused"))))
         patch.setattr(scores, "item_shares", share_invented)
         return train.run(model=tiny, **SELECTED)
 
 
-@pytest.mark.parametrize("pause, state", [(1, "memory"), (2, "newest"), (3, "memory")])
-def test_a_training_that_pauses_holds_few_weights_and_gives_the_same_bytes(pause, state, whole, unpaused, tiny, copied, monkeypatch):
-    held, disk, remove = [], [], train.remove_unwanted
+@pytest.mark.parametrize("pause", [1, 2, 4])
+def test_a_training_that_pauses_holds_few_weights_and_gives_the_same_bytes(pause, whole, unpaused, tiny, copied, monkeypatch):
+    held, remove = [], train.remove_unwanted
     monkeypatch.setattr(scores, "item_shares", share_invented)
+    monkeypatch.setattr("mixsd_nb.methods.settings.PHASE", pause)
 
     def remove_after(evaluation, ended=True):
-        if not ended:
-            held.append(len(evaluation.run.checkpoints))
-            disk.append(sum(path.lstat().st_size for path in evaluation.run.folder.rglob("optimizer.pt")))
+        if not ended: held.append(len(evaluation.run.checkpoints))
         remove(evaluation, ended)
     monkeypatch.setattr(train, "remove_unwanted", remove_after)
-    found = train.run(model=tiny, **SELECTED, pause=pause, state=state)
+    found = train.run(model=tiny, **SELECTED)
     assert [*found.checkpoints] == [found.best_step] and len(held) == -(-5 // pause) and max(held) <= min(5, 3 + pause)
-    assert (max(disk) < 1e3) == (state == "memory"), "a state in memory is a link on the disk"
     assert answers(found) == answers(unpaused) and weights(found.checkpoint()) == weights(unpaused.checkpoint()) == weights(whole.checkpoint(found.best_step))
     assert (found.folder / "result.nc").read_bytes() == (unpaused.folder / "result.nc").read_bytes()
 
 
 def test_what_is_kept_changes_no_run():
     "A finer type than that of the measured weights is never stored, and neither pauses nor what is removed change a result."
-    assert train.TrainConfig(pause=2, state="memory").hash() == train.TrainConfig().hash()
-    assert train.TrainConfig(stored="float32").hash() == train.TrainConfig(keep="last", measure="selection", state="none").hash()
-    assert train.TrainConfig(preset="paper").stored == "bfloat16" and train.TrainConfig().stored == "float32"
+    assert train.TrainConfig().hash() == train.TrainConfig(keep="last", measure="selection").hash()
+    assert train.TrainConfig(preset="paper").stored == "bfloat16" and train.TrainConfig(preset="paper", keep="all").stored == "float32" == train.TrainConfig(keep="none").stored
+    assert [train.TrainConfig(**more).phase for more in ({}, dict(keep="none"), dict(stop="converged"))] == [0, 4, 1]
 
 
 def test_what_needs_removed_weights_says_so_before_any_work(tiny, copied):
@@ -241,25 +242,24 @@ def plain(spec, tmp_path_factory):
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
-@pytest.mark.parametrize("state", ["newest", "none"])
-def test_a_training_that_is_resumed_ends_with_the_same_weights(stored, state, spec, plain, tmp_path):
+def test_a_training_that_is_resumed_ends_with_the_same_weights(stored, spec, plain, tmp_path):
     "Weights in bfloat16 are the rounded ones, also after a kill: training goes on in float32."
-    spec, seen = replace(spec, stored=stored, state=state), []
+    spec, seen = replace(spec, stored=stored), []
     fine_tune(replace(spec, steps=4, checkpoints=[2]), tmp_path)
     fine_tune(spec, tmp_path, lambda entry: seen.append(entry["step"]))
-    assert seen == ([5, 6] if state == "newest" else [1, 2, 3, 4, 5, 6])
+    assert seen == [5, 6]
     for step, folder in checkpoint_steps(tmp_path).items():
         found = load_file(folder / "model.safetensors")
         assert all(torch.equal(w, plain[step][name].to(getattr(torch, stored))) for name, w in found.items()) and found.keys() == plain[step].keys()
-        assert (folder / "optimizer.pt").exists() == (state == "newest" and step == 6)
-        assert (folder / "trained_weights.pt").exists() == (state == "newest" and step == 6 and stored == "bfloat16")
+        assert (folder / "optimizer.pt").exists() == (step == 6)
+        assert (folder / "trained_weights.pt").exists() == (step == 6 and stored == "bfloat16")
 
 
 @pytest.mark.slow  # two processes, each started three times: 40 s of processor time
 @pytest.mark.parametrize("sharded", [False, True])
-def test_several_processes_resume_from_a_state_in_memory(sharded, spec, tmp_path):
-    spec, pauses = replace(spec, processes=2, sharded=sharded, stored="bfloat16", state="memory"), []
-    fine_tune(replace(spec, state="none"), tmp_path / "whole")
+def test_several_processes_resume_after_a_pause(sharded, spec, tmp_path):
+    spec, pauses = replace(spec, processes=2, sharded=sharded, stored="bfloat16"), []
+    fine_tune(spec, tmp_path / "whole")
     seen = lambda entry: pauses.append(entry["step"])
     loop_in_phases(lambda phase: pauses.append(f"pause {phase}"), 1)(spec, tmp_path / "phases", seen)
     assert pauses == [1, 2, "pause [2]", 3, 4, "pause [4]", 5, 6, "pause [6]"]
@@ -314,7 +314,8 @@ def discarding(monkeypatch):
 
 def test_a_kill_before_own_text_is_scored_changes_nothing(tiny, own_runs, monkeypatch):
     "The process ends after the responses of step 6 are stored, and before its own text is scored."
-    options = dict(SMALL, model=tiny, lr=1e-2, select="own-text", own_text=3, keep="chosen", rollout_tokens=4, pause=1)
+    options = dict(SMALL, model=tiny, lr=1e-2, own_text=3, keep="chosen", rollout_tokens=4)
+    monkeypatch.setattr("mixsd_nb.methods.settings.PHASE", 1)
     score, scored = checkpoints.Evaluation._store_nll, []
 
     def store(evaluation, step, engine):

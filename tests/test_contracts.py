@@ -20,6 +20,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from helpers import every_state
+
 from mixsd_nb import train
 from mixsd_nb.analysis.scores import compare, item_shares
 from mixsd_nb.analysis.statistics import sign_test
@@ -49,7 +51,7 @@ def fitting(*kinds):
 
 
 PAIRS = {name: parts for name, parts in {**fitting(ANCHORS, [""]), **fitting([""], GATES)}.items() if name not in RECIPES}
-CELL = dict(dataset="mquake-lab", suite="recall", n=4, max_new_tokens=4, epochs=3, batch=50, checkpoints=(2,), rollouts=1, state="all")
+CELL = dict(dataset="mquake-lab", suite="recall", n=4, max_new_tokens=4, epochs=3, batch=50, checkpoints=(2,), rollouts=1)
 QUICK = dict(texts="lab", text_count=4, count=8)  # options without which a recipe takes long, or needs the hub
 ELSEWHERE = {
     "an evaluation that was interrupted resumes": ["test_kills.py::test_a_killed_run_continues_and_ends_with_the_same_bytes", "test_kills.py::test_a_stage_survives_kills_at_random_moments"],
@@ -114,7 +116,7 @@ def trained(tiny, new_folder):
             self.loop = lambda spec, *rest: (specs.append(spec), folders.append(self.folder), loop(spec, *rest))[-1]
             return original(self, *arguments, **keywords)
         stops = patch("mixsd_nb.models.engines.stop_ids", most_tokens) if method in SAMPLES_FIRST else nullcontext()
-        with patch.object(MethodRun, "train", record), patch.dict("os.environ", MIXSD_RUNS=str(folder)), stops:
+        with patch.object(MethodRun, "train", record), patch.dict("os.environ", MIXSD_RUNS=str(folder)), stops, every_state():
             done[method] = SimpleNamespace(root=folder, run=train.run(**parameters(method, tiny)), specs=specs, folders=folders)
         return done[method]
     return run

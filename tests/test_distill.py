@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import PAIRS, distillation_training, need, stored_training
+from helpers import PAIRS, distillation_training, every_state, need, stored_training
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file
 
@@ -152,7 +152,7 @@ def raise_lack(*_, **__): raise torch.OutOfMemoryError("CUDA out of memory. Trie
 
 @pytest.mark.parametrize(("owner", "method", "sentence"), [
     (FineTuner, "create_accelerator_and_postprocess", "the model does not fit into memory with processes=1; a smaller model, or sharded=True"),
-    (Distillation, "write", "a step's rollouts do not fit into memory with batch_size=7; a smaller rollout_batch or rollout_tokens, or sharded=True"),
+    (Distillation, "write", "a step's rollouts do not fit into memory with batch_size=7; a smaller batch_size or rollout_tokens, or sharded=True"),
     (Distillation, "loss", "a step does not fit into memory with micro_tokens=4096; a smaller micro_tokens, recompute=True, or sharded=True"),
     (torch.optim.AdamW, "step", "the optimiser's step does not fit into memory with offload=False; offload=True on one process, or sharded=True"),
 ])
@@ -269,7 +269,7 @@ def test_an_average_of_rate_0_is_the_base_and_of_rate_1_the_student(prompted, sh
     data = lambda ema: dict(items=items, variant=VARIANTS["sdft"], rollouts=1, max_new_tokens=4, ema=ema, top_k=8)
     teachers = {}
     for ema in (0.0, 1.0):
-        fine_tune(replace(shallow_spec, objective="methods.distill:distillation", data=data(ema), checkpoints=[1, 2], state="all"), tmp_path / str(ema))
+        with every_state(): fine_tune(replace(shallow_spec, objective="methods.distill:distillation", data=data(ema), checkpoints=[1, 2]), tmp_path / str(ema))
         state = tmp_path / str(ema) / "checkpoint-2/objective.pt"
         teachers[ema] = torch.load(state) if state.exists() else None
     assert teachers[0.0] is None, "a teacher that stays is not stored"
@@ -349,9 +349,9 @@ def count_steps(spec, folder, monkeypatch):
 
 def test_the_rollouts_of_a_step_make_several_updates(distillation, tmp_path, monkeypatch):
     "Each with an equal part of them; a resumed training ends with the same bytes, and one update is the default."
-    with_updates = lambda count: replace(distillation, data=distillation.data | dict(updates=count), checkpoints=[2], state="all")
+    with_updates = lambda count: replace(distillation, data=distillation.data | dict(updates=count), checkpoints=[2])
     assert count_steps(with_updates(1), tmp_path / "one", monkeypatch) == 4 and count_steps(with_updates(2), tmp_path / "two", monkeypatch) == 8
-    fine_tune(replace(distillation, checkpoints=[2], state="all"), tmp_path / "default")
+    fine_tune(replace(distillation, checkpoints=[2]), tmp_path / "default")
     assert same(weights(tmp_path / "one"), weights(tmp_path / "default")) and not same(weights(tmp_path / "one"), weights(tmp_path / "two"))
     fine_tune(replace(with_updates(2), steps=2), tmp_path / "resumed")
     fine_tune(with_updates(2), tmp_path / "resumed")

@@ -132,7 +132,7 @@ def test_what_cannot_be_opened_is_told(declared, tiny, monkeypatch):
 
 def test_a_stage_is_the_same_and_leaves_no_process(own_runs, tiny, monkeypatch):
     "Also rollouts with the weights of a model that changes."
-    small, opened = dict(model=tiny, lam=0.5, shard="1/20", max_attempts=2, max_new_tokens=12), []
+    small, opened = dict(model=tiny, lam=0.5, dataset_options=dict(domains=2, entities=5), max_attempts=2, max_new_tokens=12), []
     monkeypatch.setattr(generate, "load_engine", lambda *a, **o: opened.append(load_engine(*a, **o)) or opened[-1])
     runs = [generate.run(engine=engine, force=True, **small) for engine in ("hf", "apart")]
     assert runs[0].folder == runs[1].folder and len(opened) == 2
@@ -155,7 +155,7 @@ def test_a_stage_is_the_same_and_leaves_no_process(own_runs, tiny, monkeypatch):
 def test_a_cell_of_the_table_is_the_same(own_runs, tiny, monkeypatch):
     "Base, targets and checkpoints are asked by one engine after the other, and none is left when the next stage begins."
     small = dict(model=tiny, method="mixsd", lam=0.5, epochs=1, checkpoints=(2,), n=4, suite="recall,arithmetic", max_new_tokens=6, task_tokens=6,
-                 target_tokens=12, options=dict(replace_gt=True))
+                 target_tokens=12, options=dict(fallback="canonical"))
     opened, results = [], []
 
     def load(*arguments, **options):

@@ -115,11 +115,11 @@ def test_a_journal_is_forced_to_disk_once_a_second_and_at_its_end(tmp_path, monk
     assert synced == [5, 10, 15, 20, 25]
 
 
-SMALL = dict(shard="1/2", max_new_tokens=8, max_attempts=2, samples=2)
+SMALL = dict(dataset_options=dict(domains=3), max_new_tokens=8, max_attempts=2, samples=2)
 
 
 def test_a_stage_on_a_full_disk_is_one_sentence_and_costs_nothing(tiny, own_runs, monkeypatch):
-    add, room, files = Journal.add, iter(range(60)), []
+    add, room, files = Journal.add, iter(range(40)), []
 
     def full(self, record):
         if next(room, None) is None:

@@ -1,4 +1,4 @@
-"The stage generate: shards, modes and orders lead to the same bytes; targets that are given up, replaced, or must be agreed on."
+"The stage generate: every way to run it leads to the same bytes; targets that are given up, replaced, or must be agreed on."
 
 
 import pyarrow.parquet as pq
@@ -36,7 +36,7 @@ def whole(model, tmp_path_factory):
 def mix_here(parameters): generate.run(**parameters)
 
 
-@pytest.mark.parametrize("how", [dict(batch_size=7), dict(shards=3), dict(replicas=2, batch_size=3)])
+@pytest.mark.parametrize("how", [dict(batch_size=7), dict(replicas=2, batch_size=3)])
 def test_how_it_is_run_changes_no_byte(how, model, whole, monkeypatch):
     fork_workers(monkeypatch)
     assert written(model=model, **how, **SMALL) == whole
@@ -57,52 +57,37 @@ class Doubting(HFEngine):
     def confirm(self, written, **options): self.mismatches += [(r.tag, [0]) for r, _ in written]
 
 
-def test_neither_shards_nor_kills_change_the_number_of_unconfirmed_targets(model):
-    "Every target counts once, although the audit also sees rejected attempts, and other shards of the same engine."
-    def unconfirmed(**parameters):
-        config = generate.make_config(generate.GenerateConfig, model=model, **parameters, **SMALL)
-        config._engine_of_caller = Doubting(*load_base(model))
-        run = config.run()
-        counts = run.root.unconfirmed.item(), run.root.asked.item()
+def test_no_kill_changes_the_number_of_unconfirmed_targets(model, monkeypatch):
+    "Every target counts once, although the audit also sees rejected attempts."
+    monkeypatch.setattr(generate, "load_engine", lambda *_, **__: Doubting(*load_base(model)))
+    for _ in range(2):
+        run = generate.run(model=model, dataset_options=dict(domains=2), **SMALL)
+        assert run.root.unconfirmed.item() == run.root.asked.item() > 0
         (run.folder / "result.nc").unlink()
-        return counts
-    for how in (dict(shard="1/12"), dict(shard="1/12"), dict(shards=2), dict(shards=2)):
-        count, asked = unconfirmed(**how)
-        assert count == asked > 0, how
-
-
-def test_a_shard_holds_every_third_question(model):
-    table = pq.read_table(generate.targets_file(model=model, shard="2/3", **SMALL)).to_pylist()
-    ids = load_corpus("kgfact-small", "train")["id"][1::3]
-    assert [(r["id"], r["sample"]) for r in table] == [(i, s) for i in ids for s in (0, 1)]
 
 
 def test_given_up_targets_are_replaced_where_that_is_asked_for(model):
     tokenizer = load_base("lab-m")[1]
     answers = [tokenizer.decode(r["completion_ids"], skip_special_tokens=True) for r in
-               pq.read_table(generate.targets_file(model=model, replace_gt=True, **SMALL)).to_pylist()]
+               pq.read_table(generate.targets_file(model=model, fallback="canonical", **SMALL)).to_pylist()]
     assert answers == [row["target"] for row in load_corpus("kgfact-small", "train") for _ in range(2)]
 
 
 def test_only_what_was_given_up_is_replaced():
-    some = dict(lam=0.7, max_attempts=1, max_new_tokens=64, shard="1/4")
-    plain, mended = (pq.read_table(generate.targets_file(replace_gt=gt, **some)).to_pylist() for gt in (False, True))
-    tokenizer, rows = load_base("lab-m")[1], load_corpus("kgfact-small", "train")
+    some = dict(lam=0.7, max_attempts=1, max_new_tokens=64, dataset_options=dict(domains=3))
+    plain, mended = (pq.read_table(generate.targets_file(fallback=how, **some)).to_pylist() for how in ("none", "canonical"))
+    tokenizer, rows = load_base("lab-m")[1], load_corpus("kgfact-small", "train", domains=3)
     assert {r["accepted"] for r in plain} == {True, False}
-    for row, a, b in zip(rows.select(range(0, 100, 4)), plain, mended, strict=True):
-        assert b["accepted"] and (a == b if a["accepted"] else tokenizer.decode(b["completion_ids"], skip_special_tokens=True) == row["target"])
-
-
-def test_a_shard_beyond_the_corpus_is_empty(model):
-    assert generate.run(model=model, shard="120/120", **SMALL).root.asked == 0
+    for row, a, b in zip(rows, plain, mended, strict=True):
+        assert b["accepted"] and (a == {k: b[k] for k in a} if a["accepted"] else tokenizer.decode(b["completion_ids"], skip_special_tokens=True) == row["target"])
 
 
 def test_force_mixes_anew(model):
-    part = dict(model=model, shard="1/8", **SMALL)
+    part = dict(model=model, dataset_options=dict(domains=2), **SMALL)
     file = generate.targets_file(**part)
     expected, journal = file.read_bytes(), file.parent / "finished.jsonl"
     journal.write_text("")
-    assert written(force=True, **part)[0] == expected and len(journal.read_bytes().splitlines()) == 26
+    assert written(force=True, **part)[0] == expected and len(journal.read_bytes().splitlines()) == 20
 
 
 def test_two_at_once_mix_once(model, whole, own_runs):
@@ -113,14 +98,14 @@ def test_two_at_once_mix_once(model, whole, own_runs):
     assert len(journal.read_bytes().splitlines()) == 200
 
 
-SOME = dict(model="lab-s", max_attempts=1, max_new_tokens=80, shard="1/8")
+SOME = dict(model="lab-s", max_attempts=1, max_new_tokens=80, dataset_options=dict(domains=3))
 
 
 def test_a_target_is_kept_only_where_every_set_accepts_its_own():
     "By hand from the three runs that are mixed on the way; the canonical target stands everywhere else."
     found = generate.run(lam=0.3, unanimous=dict(lam=[0.1, 0.5]), **SOME)
     alone = [generate.run(lam=lam, **SOME) for lam in (0.3, 0.1, 0.5)]
-    rows = {r["id"]: r for r in load_corpus("kgfact-small", "train")}
+    rows = {r["id"]: r for r in load_corpus("kgfact-small", "train", domains=3)}
     accepted = list(zip(*(run.targets.accepted for run in alone), strict=True))
     assert {all(a) for a in accepted} == {True, False} and {a[0] for a in accepted if not all(a)} == {True, False}
     for target, own, each in zip(found.targets.itertuples(), alone[0].targets.itertuples(), accepted, strict=True):
@@ -139,9 +124,9 @@ def test_training_passes_the_options_of_its_targets(monkeypatch):
         raise InterruptedError
     monkeypatch.setattr(generate.GenerateConfig, "run", mix)
     agreeing = dict(model=["lab-s", "lab-m"], lam=[0.3, 0.5])
-    for options in ({}, dict(replace_gt=True), dict(unanimous=agreeing)):
+    for options in ({}, dict(fallback="canonical"), dict(unanimous=agreeing)):
         config = make_config(train.TrainConfig, dataset="simpleqa-lab", lam=0.3, options=options)
         with pytest.raises(InterruptedError): train.mixed_targets(config)
-    assert [(c.replace_gt, c.unanimous) for c in asked] == [(False, {}), (True, {}), (False, agreeing)]
-    with pytest.raises(ValueError, match="^options must be among wordings for sft, got replace_gt$"):
-        make_config(train.TrainConfig, method="sft", options=dict(replace_gt=True))
+    assert [(c.fallback, c.unanimous) for c in asked] == [("none", {}), ("canonical", {}), ("none", agreeing)]
+    with pytest.raises(ValueError, match="^options must be among wordings for sft, got fallback$"):
+        make_config(train.TrainConfig, method="sft", options=dict(fallback="canonical"))

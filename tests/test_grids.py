@@ -305,9 +305,9 @@ def test_an_adjustment_compares_values_however_they_are_written():
 
 
 def test_adjustments_reach_the_cells_that_they_name():
-    grid = dict(notebook="train", axes=dict(model=["lab-s", "lab-m"], method=["sft", "opsd"]), adjust=[dict(when=dict(model="lab-m", method=["opsd"]), then=dict(rollout_batch=7))])
+    grid = dict(notebook="train", axes=dict(model=["lab-s", "lab-m"], method=["sft", "opsd"]), adjust=[dict(when=dict(model="lab-m", method=["opsd"]), then=dict(batch_size=7))])
     cells = make_cells(read_grid(grid)[1], find_stage("train"))
-    assert [cell.parameters.get("rollout_batch") for cell in cells] == [None, None, None, 7]
+    assert [cell.parameters.get("batch_size") for cell in cells] == [None, None, None, 7]
     for adjust, text in (([dict(when=dict(modle="lab-m"), then={})], "adjust must have parameters of train, got modle"), ([dict(when={})], "adjust must be a list of mappings with the keys when, and then or resources, got")):
         with pytest.raises(ParameterError, match=text): make_cells(read_grid(grid | dict(adjust=adjust))[1], find_stage("train"))
 

@@ -42,8 +42,7 @@ def test_the_promising_rates_hold_the_one_that_is_selected_at_the_end():
     assert len(races) > 130 and same / len(races) >= 0.95 and max(lost) < 0.021, (len(races), same, max(lost))
 
 
-FIXED = dict(method="sft", epochs=3, batch=2, checkpoints=[2, 4], n=4, max_new_tokens=6, task_tokens=6, suite="recall,choice", measure="scores",
-             state="none", stored="float32")
+FIXED = dict(method="sft", epochs=3, batch=2, checkpoints=[2, 4], n=4, max_new_tokens=6, task_tokens=6, suite="recall,choice", measure="scores")
 
 
 @pytest.fixture

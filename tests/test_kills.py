@@ -40,11 +40,11 @@ class Case(NamedTuple):
 
 UPDATE = "training.trainer:FineTuner.training_step"
 QUICK = {
-    "generate": Case("generate", dict(model="strong", temperature=0.9, shard="1/4", max_new_tokens=8, max_attempts=2, samples=2), 3 * ("*/finished.jsonl",), 900,
+    "generate": Case("generate", dict(model="strong", temperature=0.9, dataset_options=dict(domains=3), max_new_tokens=8, max_attempts=2, samples=2), 3 * ("*/finished.jsonl",), 900,
                      content=("*/targets.parquet",), slower=dict(batch_size=1)),
-    "replicas": Case("generate", dict(model="strong", temperature=0.9, shard="1/6", max_new_tokens=8, max_attempts=2, replicas=2), 2 * ("*/finished.jsonl",), 300,
+    "replicas": Case("generate", dict(model="strong", temperature=0.9, dataset_options=dict(domains=3), max_new_tokens=8, max_attempts=2, replicas=2), 2 * ("*/finished.jsonl",), 300,
                      content=("*/targets.parquet",), slower=dict(batch_size=1)),
-    "every target": Case("generate", dict(model="strong", lam=0.5, guard=0.01, schedule="falling", fallback="own-words", shard="1/10", max_new_tokens=8, max_attempts=3),
+    "every target": Case("generate", dict(model="strong", lam=0.5, fallback="own-words", dataset_options=dict(domains=2), max_new_tokens=8, max_attempts=3),
                          ("*/finished.jsonl", "*/own-words.jsonl"), 300, content=("*/targets.parquet",), slower=dict(batch_size=1)),
     "evaluate": Case("evaluate", dict(model="strong", **QUIZ), 3 * ("*/responses.jsonl",), 500, content=("*/responses.parquet",), slower=dict(batch_size=4)),
     "fisher": Case("fisher", dict(model="strong", limit=15), ("fisher-*/sums-0-of-1.safetensors",), work="models.gradients:SquaredGradients.add",
@@ -129,7 +129,7 @@ def test_a_stage_survives_kills_at_random_moments(name, places, tmp_path, monkey
 
 DISK = ("replace", "unlink", "rmdir", "mkdir", "fsync")  # functions of os
 KEPT = dict(method="sft", epochs=1, checkpoints=(2,), n=3, max_new_tokens=6, task_tokens=6, suite="recall,choice,world", measure="selection", keep="chosen")
-PAUSED = dict(pause=1, state="memory")
+PAUSED = dict(stop="converged")
 
 
 def train_until(k, parameters, calls):

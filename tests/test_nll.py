@@ -135,7 +135,7 @@ def half_canonical(tmp_path, tokenizer):
         naive = [t % 2 == 0 for t in range(len(completion) - 3)]
         made.append(dict(id=row["id"], sample=0, prompt_ids=prompt, completion_ids=completion[3:], naive_mask=naive, accepted=k < 3, finish_reason="stop"))
     pd.DataFrame(made).to_parquet(folder / "targets.parquet")
-    config = dict(dataset="kgfact-small", model="lab-m", lam=0.4, seed=3, temperature=0.0, shard="")
+    config = dict(dataset="kgfact-small", model="lab-m", lam=0.4, seed=3, temperature=0.0)
     write_json(folder / "run.json", dict(stage="generate", config=config))
     write_result(xr.DataTree(xr.Dataset()), folder)
     return str(folder / "targets.parquet")
@@ -169,7 +169,7 @@ def test_targets_of_other_models_and_runs_without_accepted_targets_are_not_score
     found = tmp_path / "generate-by-hand"
     for name, model, accepted in (("generate-none", "lab-m", False), ("generate-other", "lab-s", True)):
         shutil.copytree(found, tmp_path / name)
-        config = dict(dataset="kgfact-small", model=model, lam=0.4, seed=3, temperature=0.0, shard="")
+        config = dict(dataset="kgfact-small", model=model, lam=0.4, seed=3, temperature=0.0)
         write_json(tmp_path / name / "run.json", dict(stage="generate", config=config))
         pd.read_parquet(found / "targets.parquet").assign(accepted=accepted).to_parquet(tmp_path / name / "targets.parquet")
     scored = []
@@ -280,7 +280,7 @@ def test_of_two_mixings_of_one_cell_the_newest_is_scored(own_runs, capsys):
 
 
 def test_targets_of_two_recipes_with_one_lam_are_two_cells(own_runs, capsys):
-    configs = [make_config(GenerateConfig, model="lab-s", lam=0.5, **more) for more in ({}, dict(schedule="falling"), dict(guard=0.1), dict(consistent=True))]
+    configs = [make_config(GenerateConfig, model="lab-s", lam=0.5, **more) for more in ({}, dict(fallback="canonical"), dict(consistent=True))]
     for config in configs:
         write_json(config.folder / "run.json", dict(stage="generate", config=config.model_dump(mode="json")))
         pd.DataFrame(dict(accepted=[True])).to_parquet(config.folder / "targets.parquet")

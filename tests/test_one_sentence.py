@@ -59,7 +59,7 @@ CONFIGURATIONS = [  # stage, parameters, sentence
     ("evaluate", dict(baseline="no-such"), "baseline must be lab-s…"), ("evaluate", dict(baseline="a/.."), f"baseline must be {MODELS}…"),
     ("evaluate", dict(limits=3), "unknown parameter limits; did you mean limit?"),
     ("generate", dict(temperature=5e-4), "temperature must be 0, or at least 0.001, got 0.0005"),
-    ("generate", dict(shards=10**9), "shards must be between 0 and 1000, got 1000000000"),
+    ("generate", dict(wordings=21), "wordings must be between 0 and 20, got 21"),
     ("pretrain", dict(save_every=0), "save_every must be at least 1, got 0"), ("pretrain", dict(start="no-such"), f"start must be {MODELS}…"),
     *[("train", *row) for row in [
         (dict(lamb=0.5), "unknown parameter lamb; did you mean lam?"), (dict(model="no-such"), f"model must be {MODELS} owner/name, got no-such"),
@@ -69,12 +69,9 @@ CONFIGURATIONS = [  # stage, parameters, sentence
         (dict(checkpoints=[-1]), STEPS + "[-1]"), (dict(checkpoints=[20, 0]), STEPS + "[20, 0]"),
         (dict(checkpoints=[20, 60, 20]), "checkpoints must be different steps, got 20, 60, 20"),
         (dict(method="opsd", temperature=1e-320), "temperature must be 0, or at least 0.001, got 9.99989e-321"),
-        (dict(method="sft", options=dict(replace_gt=True)), "options must be among wordings for sft, got replace_gt"),
+        (dict(method="sft", options=dict(fallback="canonical")), "options must be among wordings for sft, got fallback"),
         (dict(offload=True, sharded=True, processes=2), "offload must be False with sharded=True, which divides the optimiser's state"),
         (dict(rollout_engine="vlm"), "…did you mean vllm…"),
-        (dict(pause=2, state="none"), "pause must be 0 with state=none, because training resumes from a state, got 2"),
-        (dict(state="memory"), "pause must be at least 1 with state=memory, got 0"),
-        (dict(stored="bfloat16"), "stored must be float32 with dtype=float32: …, got bfloat16"),
         (dict(dataset_options=dict(domains=9)), "domains must be between 2 and 7, got 9"),
         (dict(dataset_options=dict(domain=2)), "dataset_options must be among domains, entities, seed, …"),
         (dict(dataset_options=dict(seed="x")), "dataset_options[seed] must be a whole number, got 'x'"),
@@ -103,10 +100,7 @@ RUNS = [  # parameters of a training of a small model, sentence
     (SHORT | dict(method="mixsd", options=dict(draw="odd")), "draw must be one of independent, shuffled, got odd"),
     (SHORT | dict(method="mixsd-shuffled", options=dict(block=0)), "block must be at least 1, got 0"),
     (dict(processes=999), "processes must be between 1 and …"), (dict(sharded=True), "sharded must be False with processes=1…"),
-    (dict(method="sft", state="none", stop="converged"), "stop must be last with state=none, because training resumes from a state, got converged"),
     (dict(method="sft", checkpoints=(20, 150)), "checkpoints must be " + LATER[1:] + "150"),
-    (dict(method="sft", measure="selection", suite_steps=(101,)), "suite_steps must be " + LATER[1:] + "101"),
-    (dict(method="sft", measure="selection", suite_steps=(20, 20)), "suite_steps must be different steps, got 20, 20"),
     (dict(method="sft", batch=101), "batch must be at most 100, the number of facts of the corpus, got 101"),
     *[(dict(method="sft", lr=lr), "lr must be …above 0 and at most 1, got …") for lr in (1e300, 1.5, 0, inf, nan)]]
 

@@ -52,25 +52,25 @@ def test_anchors_are_composed_in_the_order_of_declaration(recipe, random):
 
 def test_mixing_options_are_in_the_label():
     "Two runs with targets that are made by other rules have other labels, and each label is parsed again."
-    changes = dict(schedule=["falling"], guard=[0.01, 1e-5], consistent=[True], fallback=["own-words", "canonical"])
+    changes = dict(consistent=[True], fallback=["own-words", "canonical"])
     singles = [{name: value} for name, values in changes.items() for value in values]
     configs = [make_config(TrainConfig, method="mixsd", options=options) for options in ({}, *singles, {k: v[0] for k, v in changes.items()})]
     labels = [config.label for config in configs]
-    assert len({*labels}) == len(labels) == 8 and labels[0] == "mixsd-0.5"
-    assert labels[-1] == "mixsd-0.5-falling-guard0.01-consistent-own-words"
+    assert len({*labels}) == len(labels) == 5 and labels[0] == "mixsd-0.5"
+    assert labels[-1] == "mixsd-0.5-consistent-own-words"
     for config, label in zip(configs, labels):
         recipe, values = parse_label(label)
         assert recipe == config.recipe and recipe_label(recipe, **values) == label
         assert values.items() <= {**config.options, "lam": 0.5}.items() and len(values) == len(label_coordinates(label)) - 5
-    assert label_title(labels[-1]) == "MixSD (λ=0.5, falling λ, guard 0.01, consistent, else own words)"
+    assert label_title(labels[-1]) == "MixSD (λ=0.5, consistent, else own words)"
 
 
 def test_the_complete_recipe_is_a_composition_that_takes_other_values():
     "λ is 0 unless given, a single option can be changed, and each preset has its prompts of replay."
-    plain, other = (make_config(TrainConfig, method="mixsd-complete", **more) for more in ({}, dict(lam=0.3, anchor="ewc", options=dict(wordings=0, guard=0.1))))
+    plain, other = (make_config(TrainConfig, method="mixsd-complete", **more) for more in ({}, dict(lam=0.3, anchor="ewc", options=dict(wordings=0))))
     assert (plain.method, plain.anchor, plain.lam, plain.temperature, plain.options["max_attempts"]) == ("mixsd", "replay-kl", 0, 0.5, 6)
     assert plain.label == "mixsd-0-consistent-canonical-wordings2+replay-kl-0.5"
-    assert other.label == "mixsd-0.3-guard0.1-consistent-canonical+replay-kl-0.5+ewc-0.1"
+    assert other.label == "mixsd-0.3-consistent-canonical+replay-kl-0.5+ewc-0.1"
     configs = {preset: make_config(TrainConfig, method="mixsd-complete", preset=preset, model="lab-s") for preset in ("lab", "real", "paper")}
     assert [(c.options["share"], c.options["prompts"], c.options["count"]) for c in configs.values()] == [(0.5, "", 200), *2 * [(0.5, "own+neighbours", 400)]]
     assert all(parse_label(config.label)[0] == config.recipe for config in configs.values())

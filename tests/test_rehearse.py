@@ -133,12 +133,12 @@ def test_every_stage(name, hub, facts, own_runs, tasks, undrawn):
     model, tokenizer = hub[name], load_tokenizer(hub[name])
     cell = dict(model=model, dataset=facts)
     suite = dict(suite="recall,gsm8k", data=tasks, limit=1, task_tokens=6)
-    mixed = generate.run(**cell, preset="paper", max_new_tokens=8, max_attempts=2, replace_gt=True)
+    mixed = generate.run(**cell, preset="paper", max_new_tokens=8, max_attempts=2, fallback="canonical")
     table = read_table(mixed.folder / "targets.parquet")
     assert len(table) == 8 and all(tokenizer.decode(ids).endswith(PROMPT_ENDS[name]) for ids in table.prompt_ids)
     assert {ids[-1] for ids in table.completion_ids} == {turn_end(tokenizer)}, "canonical targets took the place of the discarded ones"
     runs = {}
-    for method in (dict(method="sft"), dict(method="mixsd", options=dict(replace_gt=True)), dict(method="opsd", rollouts=2)):
+    for method in (dict(method="sft"), dict(method="mixsd", options=dict(fallback="canonical")), dict(method="opsd", rollouts=2)):
         run = runs[method["method"]] = train.run(**cell, **suite, **PAPER, **method)
         root = run.root.squeeze()
         assert root.step.values.tolist() == [0, 1, 2] and np.isfinite(run.result["training"].loss).all()
@@ -190,7 +190,7 @@ def test_every_stage_with_papermill(hub, own_runs, tasks, tmp_path):
     cell = dict(model=hub["Qwen3-hybrid"], dataset="kgfact-small")
     suite = dict(data=tasks, limit=1, n=2, max_new_tokens=6, task_tokens=6, preset="paper")
     run_notebooks(tmp_path,
-                  ("generate", cell | dict(preset="paper", max_new_tokens=6, max_attempts=1, replace_gt=True)),
+                  ("generate", cell | dict(preset="paper", max_new_tokens=6, max_attempts=1, fallback="canonical")),
                   ("train", cell | suite | dict(method="sft", suite="recall,gsm8k", epochs=1, batch=50, checkpoints=[1])),
                   ("evaluate", cell | suite | dict(suite="paper")),
                   ("nll", cell | dict(first=1)),

@@ -232,16 +232,16 @@ def test_every_mapping_is_taken_as_json_text(cls, name):
     def outcome(value):
         try: return getattr(make_config(cls, **{name: value}), name)
         except ParameterError as e: return str(e).split(", got ")[0]
-    for value in ({}, {"seed": 3}, {"replace_gt": True}, {"domains": 2}, {"k": {"l": [1, None]}}): assert outcome(json.dumps(value)) == outcome(value)
+    for value in ({}, {"seed": 3}, {"consistent": True}, {"domains": 2}, {"k": {"l": [1, None]}}): assert outcome(json.dumps(value)) == outcome(value)
     if "str" not in str(cls.model_fields[name].annotation).replace("dict[str", ""):
         assert outcome('{"domains": 2') != {} and outcome("[1]") != [1]
 
 
 def test_options_of_a_method_are_taken_as_json_text():
-    config = make_config(stage_of("train"), options='{"replace_gt": true}', dataset_options='{"domains": 2}')
-    assert config.options["replace_gt"] is True and config.dataset.startswith("kgfact-")
-    with pytest.raises(ParameterError, match=r'^options must be JSON, with double quotes around names and texts, got \{"replace_gt": true$'):
-        make_config(stage_of("train"), options='{"replace_gt": true')
+    config = make_config(stage_of("train"), options='{"consistent": true}', dataset_options='{"domains": 2}')
+    assert config.options["consistent"] is True and config.dataset.startswith("kgfact-")
+    with pytest.raises(ParameterError, match=r'^options must be JSON, with double quotes around names and texts, got \{"consistent": true$'):
+        make_config(stage_of("train"), options='{"consistent": true')
 
 
 def refuse(number): return lambda file, how: (_ for _ in ()).throw(OSError(number, os.strerror(number)))

@@ -16,7 +16,7 @@ from mixsd_nb.runs import Run, find_runs
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 STEPS = (2,)  # that `make run` measures besides the last one
-MIXED = dict(lam=1.0, options=dict(replace_gt=True))  # random weights write no target that is accepted
+MIXED = dict(lam=1.0, options=dict(fallback="canonical"))  # random weights write no target that is accepted
 
 
 def make_run(small):

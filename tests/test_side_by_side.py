@@ -101,7 +101,7 @@ def test_two_cells_of_the_table(runs, tiny, monkeypatch):
     "A trained and a mixed cell side by side, with a process that measures checkpoints of one of them, have the same bytes as one after the other."
     small = dict(model=tiny, n=2, epochs=1, max_new_tokens=8, target_tokens=8, suite="recall", checkpoints=(2,))
     cells = {name: make_config(train.TrainConfig, **small, **method) for name, method in
-             dict(sft=dict(method="sft"), mixed=dict(method="mixsd", lam=1.0, options=dict(replace_gt=True))).items()}
+             dict(sft=dict(method="sft"), mixed=dict(method="mixsd", lam=1.0, options=dict(fallback="canonical"))).items()}
     found = {}
     for workers in (2, 1):
         folder = runs / str(workers)

@@ -32,7 +32,7 @@ def test_a_name_of_another_tool_is_answered_with_what_exists(name, own_runs, cap
 
 
 def test_a_weak_resemblance_is_not_proposed():
-    for name, known in {"lora_r": ["lr"], "report_to": ["target_tokens"], "use_peft": ["select"], "max_steps": ["suite_steps"], "l": ["lam"]}.items():
+    for name, known in {"lora_r": ["lr"], "report_to": ["target_tokens"], "l": ["lam"]}.items():
         assert not nearest(name, known)
     assert nearest("lamb", ["lr", "lam"]) == "did you mean lam?" and nearest("dry", ["dry_run"]) == "did you mean dry_run?"
 

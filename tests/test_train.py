@@ -132,4 +132,4 @@ def test_a_finished_run_is_not_computed_again(tiny, tmp_path, monkeypatch, own_r
 
 
 def test_the_steps_of_the_suite_are_checkpoints():
-    assert train.TrainConfig(measure="selection", suite_steps=(50,), checkpoints=(20,)).steps() == (100, [20, 50, 100])
+    assert train.TrainConfig(checkpoints=(20,)).steps() == (100, [20, 100])

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from mixsd_nb import train
 from mixsd_nb.benchmarks import SUITES
-from mixsd_nb.lab import tuning
 from mixsd_nb.lab.real import LEAKS, leak_share, merge_folders
 from mixsd_nb.lab.tuning import rank_by_leaks, rank_recipes, tuning_figure, tuning_table
 from mixsd_nb.methods import ALIASES, complete, parse_label
@@ -86,9 +85,3 @@ def test_the_committed_cubes_choose_what_mixsd_complete_is():
     options = alias.options_under("real")
     assert all(options[name] == values[name] for name in ("consistent", "fallback", "wordings", "share"))
     assert len(tuning_figure(tables).axes) == 3, "edited facts have no leaks"
-
-
-def test_the_command_shows_what_is_there(capsys):
-    assert tuning.compute_tuning(show=True) == 0
-    printed = capsys.readouterr().out
-    assert "tuning-mquake, %" in printed and "the rule, from the best" in printed

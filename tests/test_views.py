@@ -348,15 +348,11 @@ def read_passes(view):
     return sum(tracer.continuations.passes for tracer in view.tracers.values())
 
 
-BEYOND = dict(schedule="falling", guard=0.01)
-
-
-@pytest.mark.parametrize(("dataset", "beyond"), [("kgfact-small", {}), ("kgfact-small", BEYOND), pytest.param("simpleqa-lab", {}, marks=pytest.mark.slow),
-                                                 pytest.param("simpleqa-lab", BEYOND, marks=pytest.mark.slow)])
-def test_attempts_side_by_side_are_those_that_mix_makes(dataset, beyond):
+@pytest.mark.parametrize("dataset", ["kgfact-small", pytest.param("simpleqa-lab", marks=pytest.mark.slow)])
+def test_attempts_side_by_side_are_those_that_mix_makes(dataset):
     engine, corpus = tracing.get_engine("lab-s"), CORPORA[dataset]
     items = mix_items(engine.tokenizer, facts.get_facts(dataset)[:2], corpus.expert, corpus.extract)
-    options = dict(seed=1, temperature=corpus.temperature, **beyond)
+    options = dict(seed=1, temperature=corpus.temperature)
     for item, expected in zip(items, mix(engine, items, 0.6, **options)):
         continuations = Continuations(engine, item)
         *_, (attempts, accepted) = tracing.mix_in_steps(continuations, item, 0.6, **options)
@@ -382,17 +378,6 @@ def test_a_redraw_reads_only_what_is_new(view):
     view.seed.value += 1
     coins = [[token["u"] for token in trace["attempts"][0]["tokens"][:9]] for trace in (first, view.trace)]
     assert coins[0] != coins[1] and not view.notice.value
-
-
-def test_a_guard_and_a_falling_lam_are_shown(view):
-    "Each attempt has its own λ; what the guard takes from the naive conditional is the expert's and says so."
-    view.lam.value, view.threshold.value, view.falling.value = 1.0, 0.3, True
-    attempts = view.trace["attempts"]
-    assert [a["lam"] for a in attempts] == pytest.approx([1 - k / 10 for k in range(len(attempts))]) and not view.notice.value
-    tokens = [(t, a["lam"]) for a in attempts for t in a["tokens"]]
-    assert all(t["guarded"] == (t["side"] == "expert" and t["u"] < lam) for t, lam in tokens) and any(t["guarded"] for t, _ in tokens)
-    for t, _ in tokens:
-        if t["guarded"]: assert dict(t["naive"]).get(t["text"], 0) < 0.3
 
 
 def test_rejected_attempts_are_shown_meanwhile(view):

@@ -107,15 +107,3 @@ def test_weights_swapped_in_place_are_those_of_a_fresh_engine(lab, prompts, expe
         assert distances.pop(source) < TIE < 100 * TIE < min(distances.values())
         assert written.setdefault(source, tokens := write(engine)) == tokens, "the same weights write the same again"
     assert write(load_engine("vllm", sources[2], batch_size=8)) == written[sources[2]]
-
-
-def test_native_draws_depend_on_the_key_alone(lab, prompts, expected):
-    "Whatever the order and the other rows are; at T=0 nothing is drawn."
-    ids = [p.ids for p in prompts[:12]]
-    with load_engine("vllm", str(lab_folder("lab-m")), batch_size=5, draws="native") as engine:
-        draw = lambda keys, order: dict(zip(order, engine.generate([ids[k] for k in order], keys=[keys[k] for k in order], temperature=1.0, top_k=1 << 20,
-                                                                  max_new_tokens=24, max_total=engine.context)))
-        first, again, others = draw(range(12), range(12)), draw(range(12), [*range(11, -1, -1)]), draw(range(50, 62), range(12))
-        assert first == again and sum(first[k].ids != others[k].ids for k in first) > 6
-        greedy = engine.generate(ids, max_new_tokens=NEW_TOKENS, max_total=engine.context)
-    assert [c.ids for c in greedy] == [list(c.ids) for c in expected[:12]]

@@ -145,18 +145,3 @@ def test_no_id_is_written_that_the_tokenizer_lacks(tmp_path):
                engine.mix([(p, p + [12]) for p in prompts], [[k % 2 == 0 for k in range(8)]] * 6, max_new_tokens=8)]
     assert max(max(completion.ids) for part in written for completion in part) < size
     assert [c.ids for c in written[0]] == [c.ids for c in HFEngine(model, tokenizer).generate(prompts, max_new_tokens=8)]
-
-
-def test_guarded_picks_and_a_falling_rate_are_those_of_transformers(lab, items):
-    "Tokens and masks, at T=0 and above; without paired rows a guard is refused in one sentence."
-    gc.collect()
-    engine, plain = engine_of(mixes=True, **PLENTY), load_engine("hf", *lab)
-    for options in (dict(guard=0.01, schedule="falling"), dict(guard=0.2, temperature=0.7), dict(schedule="falling")):
-        options = SHORT | options | dict(max_attempts=3)
-        theirs, ours = mix(engine, items, 0.5, **options), mix(plain, items, 0.5, **options)
-        assert [r["completion_ids"] for r in theirs] == [r["completion_ids"] for r in ours]
-        assert [r["naive_mask"].tolist() for r in theirs] == [r["naive_mask"].tolist() for r in ours]
-    assert not engine.mismatches and any(r["naive_mask"].any() for r in theirs)
-    del engine
-    gc.collect()
-    with pytest.raises(ValueError, match="guard must be 0 without pairs of rows, got 0.1"): mix(engine_of(**PLENTY), items[:1], 0.5, guard=0.1, **SHORT)

@@ -5,14 +5,12 @@ import shutil
 from types import SimpleNamespace
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from mixsd_nb import generate, inject, train
 from mixsd_nb.benchmarks import Selection as ItemSelection, load_items
 from mixsd_nb.corpora import check_corpus, load_corpus
 from mixsd_nb.corpora.files import EXAMPLE
-from mixsd_nb.evaluation.selection import Selection, tabulate_scores
 from mixsd_nb.methods import complete, wordings
 from mixsd_nb.methods.fitting import MethodRun, trained_facts, trained_pairs
 from mixsd_nb.methods.replay import earlier_pairs, prepare_replay
@@ -63,7 +61,7 @@ def test_a_configuration_with_wordings_lends_the_paraphrases_of_its_file_and_no_
     assert kept.dataset == plain.dataset, "an own value stays"
 
 
-def test_targets_of_wordings_are_the_same_for_any_batch_size_shards_and_after_a_kill(facts, own_runs, monkeypatch):
+def test_targets_of_wordings_are_the_same_for_any_batch_size_and_after_a_kill(facts, own_runs, monkeypatch):
     run = generate.run(dataset=facts, **MIXED)
     table, first = run.targets, (run.folder / "targets.parquet").read_bytes()
     names = load_corpus(run.config["dataset"], "train")["id"]
@@ -76,9 +74,7 @@ def test_targets_of_wordings_are_the_same_for_any_batch_size_shards_and_after_a_
     journal.write_bytes(b"".join(lines[:3]) + lines[3][:9])
     (run.folder / "result.nc").unlink()
     assert (generate.run(dataset=facts, **MIXED | dict(batch_size=2)).folder / "targets.parquet").read_bytes() == first
-    monkeypatch.setenv("MIXSD_RUNS", str(own_runs / "sharded"))
-    joined = generate.run(dataset=facts, shards=2, **MIXED)
-    assert (joined.folder / "targets.parquet").read_bytes() == first and joined.root.asked == run.root.asked == 6
+    assert run.root.asked == 6
 
 
 class Scripted:
@@ -146,7 +142,7 @@ def test_a_round_that_serves_few_of_the_facts_is_the_last(facts, lab_s, monkeypa
     assert {request.tag[1] for request in engine.requests} == {*numbers}
 
 
-def test_all_facts_decide_when_drafts_end_whatever_the_shard(facts, lab_s, monkeypatch):
+def test_all_facts_decide_when_drafts_end(facts, lab_s, monkeypatch):
     "The first round serves one fact of four, too few to go on; of the half with that fact it serves enough, and a second round would serve another one."
     monkeypatch.setattr(wordings, "LEAST", 0.3)
     useful = {FACTS[0]["subject"]: 0, FACTS[2]["subject"]: 5}
@@ -207,20 +203,19 @@ def test_turns_show_every_wording_of_a_fact(tiny):
         for e in examples: assert e.targets[1].tolist() == pytest.approx(weights[e.prompt[0]])
 
 
-def test_own_text_selects_the_checkpoint_that_lost_least(tiny, own_runs):
-    "The result has the NLL at every step, computed anew here, and the weights of the selected step stay."
+def test_own_text_is_measured_at_every_step(tiny, own_runs, monkeypatch):
+    "The result has the NLL at every step, computed anew here."
     options = dict(model=tiny, method="sft", suite="recall", n=2, epochs=1, batch=20, checkpoints=[1, 2, 3], max_new_tokens=4, lr=1e-2, rollout_tokens=4)
-    run = train.run(**options, select="own-text", own_text=3, keep="chosen", dataset="kgfact-small")
+    run = train.run(**options, own_text=3, dataset="kgfact-small")
     nll = drop_cell(run.root).own_text_nll
     assert [*nll.step.values] == [0, 1, 2, 3, 5] and nll.notnull().all()
-    scores = tabulate_scores(drop_cell(run.root))
-    assert run.best_step == Selection(scores, "own-text").best == int(nll.sel(step=[1, 2, 3, 5]).idxmin()) and run.best_step in run.checkpoints
     pairs = [(r["prompt_ids"], r["ids"]) for r in texts(run)]
     for step in (0, run.best_step):
         with load_engine("hf", run.source(step)) as engine: tokens = np.concatenate(engine.score(pairs))
         assert float(tokens.mean()) == pytest.approx(float(nll.sel(step=step)), rel=1e-5)
+    monkeypatch.setenv("MIXSD_RUNS", str(own_runs / "later"))
     plain = train.run(**options, dataset="kgfact-small")
-    assert "own_text_nll" not in plain.root and plain.folder != run.folder and not (plain.folder / "own-text.jsonl").exists()
+    assert "own_text_nll" not in plain.root and plain.folder.name == run.folder.name and not (plain.folder / "own-text.jsonl").exists()
     again = train.run(**options, own_text=3, dataset="kgfact-small")
     assert again.folder == plain.folder and np.allclose(drop_cell(again.root).own_text_nll, nll), "measured later, by the weights that stayed"
 
@@ -233,14 +228,6 @@ def texts(run):
     assert {r["prompt"] for r in records} == {*neutral_prompts(3, SEED)}
     for record in records:
         yield dict(prompt_ids=encode_prompt(tokenizer, record["prompt"]), ids=record["ids"])
-
-
-def test_without_own_text_only_validation_can_select():
-    with pytest.raises(ValueError, match="select must be validation for a run whose own text was not measured, got own-text"):
-        Selection(pd.DataFrame(dict(recall=[1.0], validation=[1.0]), [20]), "own-text")
-    assert make_config(train.TrainConfig, select="own-text").own_text == 100 and make_config(train.TrainConfig).own_text == 0
-    one, two = (make_config(train.TrainConfig, **more).hash() for more in ({}, dict(own_text=7)))
-    assert one == two != make_config(train.TrainConfig, select="own-text").hash()
 
 
 def test_a_second_file_asks_for_the_facts_of_the_first_and_replays_their_targets(facts, data, tiny, own_runs, monkeypatch):

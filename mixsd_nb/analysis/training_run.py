@@ -67,7 +67,7 @@ def digest_training(
     digest = hashlib.blake2b(run.root.attrs.get("config", "").encode(), digest_size=8)
     curves = run.result["training"].data_vars.values() if "training" in run.result else ()
     for values in curves: digest.update(values.values.tobytes())
-    if (stored := run.config.get("stored", "float32")) != "float32": digest.update(stored.encode())
+    if run.config.get("keep", "all") != "all" and run.config["dtype"] != "float32": digest.update(run.config["dtype"].encode())
     return digest.hexdigest()
 
 # %% ../../nbs/analysis/training_run.ipynb #b371a2f1

@@ -70,8 +70,6 @@ class EvalSettings(CorpusSettings, PresetSettings):
     engine_options: dict = runtime_field({}, 'options of vLLM, such as {"tensor_parallel_size": 2}')
     replicas: int = runtime_field(
         1, "engines that share the questions, each in a separate process with its share of the GPUs", ge=1)
-    draws: Literal["keyed", "native"] = Field("keyed", description=(
-        "noise that draws tokens at T>0: keyed, the same for every engine, or native, the engine's own, which only vLLM has"))
     batch_size: int | None = runtime_field(None, "sequences decoded concurrently; None for what suits the engine", ge=1)
     harness: dict = runtime_field(
         {}, 'options of harness tasks, such as {"apply_chat_template": true}; they belong to the benchmarks')
@@ -90,14 +88,6 @@ class EvalSettings(CorpusSettings, PresetSettings):
         if not any(info.field_name in SUITES[name].settings for name in benchmark_names(suite)):
             return idle_value(cls.model_fields[info.field_name])
         return value or benchmarks_folder() if info.field_name == "data" else value
-
-    @field_validator("draws")
-    @classmethod
-    def _check_draws(cls, draws, info):
-        engine, suites = info.data.get("engine", "hf"), [SUITES[name] for name in benchmark_names(info.data.get("suite", "lab"))]
-        if draws not in ENGINES[engine].draws: raise ValueError(f"draws must be {' or '.join(ENGINES[engine].draws)} for the engine {engine}, got {draws}")
-        sampled = any(suite.sampling.temperature or suite.role == "own" for suite in suites)  # items of a file can have a temperature
-        return draws if sampled else "keyed"
 
     def declared_modules(self) -> list[str]:
         "Return modules that the declarations of engine, corpus and benchmarks name: their code is part of a run's."
@@ -394,7 +384,6 @@ class SharedEngine:
         s = self.settings
         self.close()  # so that its memory is free
         options = dict(dtype=s.dtype, batch_size=s.batch_size, longest=self.longest) | s.engine_options
-        if s.draws != "keyed": options["draws"] = s.draws
         self.engine = load_engine(s.engine, model, replicas=s.replicas, **options)
         return self.engine
 

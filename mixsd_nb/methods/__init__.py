@@ -22,8 +22,7 @@ _EDITED_LAB = dict(weight=300.0, target="own", rate=50.0, text_count=1_000)
 _EDITED_ELSEWHERE = dict(paper=dict(prefixes=0), smoke=dict(steps=2, text_count=400))
 _EACH = dict(name="memit-each", title="MEMIT, each token", colour="#5fc9a8", marker="X", presets=dict(
     lab=_EDITED_LAB | dict(weight=1000.0, layers=[2, 3]), **_EDITED_ELSEWHERE))
-_MARKS = (Mark("schedule", "falling", "falling λ", "falling"), Mark("guard", "guard{guard:g}", "guard {guard:g}"),
-          Mark("consistent", "consistent", "consistent", True),
+_MARKS = (Mark("consistent", "consistent", "consistent", True),
           Mark("fallback", "own-words", "else own words", "own-words"),
           Mark("fallback", "canonical", "else canonical", "canonical"))
 _WORDINGS = Mark("wordings", "wordings{wordings:g}", "{wordings:g} further wordings")

@@ -30,9 +30,9 @@ class Demand:
 # %% ../../nbs/methods/declarations.ipynb #95b12cbe
 @dataclass(frozen=True)
 class Mark:
-    "What an option adds to a label if it has a value, such as `falling` or `guard0.01`."
+    "What an option adds to a label if it has a value, such as `consistent` or `wordings2`."
     option: str
-    text: str  # in the label; a number stands in the form "{guard:g}"
+    text: str  # in the label; a number stands in the form "{wordings:g}"
     caption: str  # in titles
     value: Any = None  # of the option; None for any number but 0
 
@@ -49,7 +49,7 @@ class Mark:
 
 # %% ../../nbs/methods/declarations.ipynb #211f11dc
 # Parameters of every method with a training loop
-TRAINED = ("lr", "epochs", "batch", "checkpoints", "stop", "select", "selection_items")
+TRAINED = ("lr", "epochs", "batch", "checkpoints", "stop", "selection_items")
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ class MethodRun(Run):
     ) -> Path:
         "Save a model with its tokenizer as the complete checkpoint of a step, for a method without a training loop."
         folder = checkpoint_folder(self.folder, step)
-        dtype = getattr(torch, getattr(self.parameters, "stored", "float32"))
+        dtype = getattr(torch, self.parameters.stored)
         save_weights(model, plain_weights(model), folder, dtype)
         self.tokenizer.save_pretrained(folder)
         mark_complete(folder)
@@ -151,7 +151,7 @@ class MethodRun(Run):
         self.kept, p = kept, self.parameters
         steps = p.steps()[1]
         settings = {f.name: getattr(p, f.name) for f in fields(TrainingSpec) if f.name in type(p).model_fields}
-        settings |= dict(steps=steps[-1], checkpoints=steps, lora=self.recipe.adapter_rank(p.options), objective=objective,
+        settings |= dict(steps=steps[-1], checkpoints=steps, stored=p.stored, lora=self.recipe.adapter_rank(p.options), objective=objective,
                          data=data, modifiers=[*modifiers, *self._anchors()])
         if p.dtype == "bfloat16": settings["bf16"] = True  # on cores with such units training is then twice as fast
         spec = TrainingSpec(**settings)

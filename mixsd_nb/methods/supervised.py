@@ -118,7 +118,7 @@ def shuffled_pairs(run: MethodRun) -> dict[str, tuple[list[int], list[int]]]:
     if block < 1: raise ValueError(f"block must be at least 1, got {block}")
     if run.option("wordings"): raise ValueError(f"wordings must be 0 with draw=shuffled, got {run.option('wordings')}")
     naive = {r.id: np.array(r.naive_mask, bool) for r in run.mixed_targets().itertuples()}
-    items = mix_items(run.tokenizer, [r for r in run.rows if r["id"] in naive], corpus.expert, corpus.extract, corpus.values)
+    items = mix_items(run.tokenizer, [r for r in run.rows if r["id"] in naive], corpus.expert, corpus.extract)
     records = shuffle_targets(run.load_engine(), items, p.lam, naive, block, temperature=corpus.temperature, seed=p.seed,
                               max_new_tokens=p.target_tokens, journal=run.folder / "shuffled.jsonl")
     return written_pairs(run, {r["id"]: r["completion_ids"] for r in records if r["accepted"]})
@@ -142,7 +142,7 @@ def own_words(
 ) -> list[dict]:
     "Return the base model's rewritten targets, as records of `mix`, accepted or not."
     prompt = functools.partial(expert_reference_prompt, form=corpus.form or BOX)
-    return mix(engine, mix_items(engine.tokenizer, rows, prompt, corpus.extract, corpus.values), 0.0, **options)
+    return mix(engine, mix_items(engine.tokenizer, rows, prompt, corpus.extract), 0.0, **options)
 
 
 def fit_own_words(run: MethodRun) -> Fitted:

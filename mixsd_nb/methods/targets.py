@@ -4,17 +4,14 @@
 
 # %% auto #0
 __all__ = ['SCHEMA', 'REPLACED', 'SOURCES', 'MixSettings', 'mixing_options', 'select_targets', 'target_schema', 'mix_corpus',
-           'join_shards', 'list_agreeing', 'keep_agreed', 'write_targets', 'read_targets', 'add_sources',
-           'count_sources', 'describe_source', 'describe_sources', 'describe_contradictions', 'count_unconfirmed',
-           'summarise_targets']
+           'list_agreeing', 'keep_agreed', 'write_targets', 'read_targets', 'add_sources', 'count_sources',
+           'describe_source', 'describe_sources', 'describe_contradictions', 'count_unconfirmed', 'summarise_targets']
 
 # %% ../../nbs/methods/targets.ipynb #5fba3953
 import itertools
-import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +20,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import xarray as xr
-from pydantic import Field, field_validator
+from pydantic import field_validator
 
 from ..corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions, CorpusSettings, load_corpus, offer_wordings
 from ..corpora.prompts import encode_completion
@@ -51,27 +48,14 @@ class MixSettings(CorpusSettings, PresetSettings):
     samples: int = flagged_field(1, "targets per question", "main", ge=1)
     max_new_tokens: int = preset_field(
         "largest length of a target in tokens", lab=256, real=96, paper=8_192, smoke=32, ge=1)
-    max_total: int = Field(
-        10_000, ge=2, description="largest length of the longer prompt plus the target, in tokens")
     max_attempts: int = flagged_field(11, "attempts per target before it is discarded", "mixing", smoke=1, ge=1)
-    verify: Literal["exact", "normalised"] = flagged_field("exact", (
-        "how a box must match the answer: exact, as folded text, or normalised, which ignores letter case and number "
-        "format too"), "mixing")
-    schedule: Literal["constant", "falling"] = flagged_field("constant", (
-        "λ of the attempts at a target: constant, or falling in equal steps to 0 at the last one"), "mixing")
-    guard: float = flagged_field(0.0, (
-        "least probability of the expert's token under the naive conditional where that one may write; 0 for no such "
-        "rule"),
-        "mixing", ge=0, le=1)
     consistent: bool = flagged_field(
         False, "accept only targets that name no other entity of the corpus, and the answer in the sentences too",
         "mixing")
     fallback: Literal["none", "canonical", "own-words"] = flagged_field("none", (
-        "what replaces a target that no attempt gave: none; own-words, the base model's rewriting of the canonical "
-        "target, and the canonical one if that is refused too; or canonical"), "mixing")
-    replace_gt: bool = flagged_field(
-        False, "replace discarded targets by the canonical ones, as in the published SimpleQA data", "mixing",
-        smoke=True)
+        "what replaces a target that no attempt gave: none; canonical, as in the published SimpleQA data; or "
+        "own-words, the base model's rewriting of the canonical target, and the canonical one if that is refused too"),
+        "mixing", smoke="canonical")
     wordings: int = flagged_field(0, (
         "further wordings of each question that have targets too: paraphrases of a file, then wordings by the base "
         "model"),
@@ -79,9 +63,6 @@ class MixSettings(CorpusSettings, PresetSettings):
     unanimous: dict[str, list] = flagged_field({}, (
         'further sets of targets, by model and lam, as in {"lam": [0.3, 0.5]}; a target is kept if all sets accept it, '
         "else the canonical one replaces it, as in the published SimpleQA data"), "mixing")
-    shard: str = Field(
-        "", description="part of the corpus to mix, for example 3/8 for the third of eight parts; empty for all of it")
-    shards: int = runtime_field(0, "number of shards to join; shards that do not exist yet are mixed", ge=0, le=1_000)
     dtype: Literal["float32", "bfloat16"] = preset_field(
         "data type of the model: float32 or bfloat16", lab="float32", real="bfloat16", paper="bfloat16")
     engine: str = runtime_field("hf", "engine that runs the model: hf or vllm")
@@ -114,21 +95,6 @@ class MixSettings(CorpusSettings, PresetSettings):
         if {*axes} <= {"model", "lam"} and all(axes.values()): return axes
         raise ValueError(f"unanimous must have lists of values under model or lam, got {axes}")
 
-    @field_validator("shard")
-    @classmethod
-    def _check_shard(cls, shard):
-        form = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", shard)
-        if shard and not (form and int(form[1]) <= int(form[2])):
-            raise ValueError(f"shard must be empty or one of 1/n to n/n, got {shard}")
-        return shard
-
-    @field_validator("shards")
-    @classmethod
-    def _check_shards(cls, shards, info):
-        if shards and info.data.get("shard"):
-            raise ValueError(f"shards must be 0 with shard={info.data['shard']}, got {shards}")
-        return shards
-
 # %% ../../nbs/methods/targets.ipynb #081269dd
 def mixing_options() -> dict[str, Any]:
     "Return the options of mixing that a training has, with their defaults."
@@ -141,15 +107,14 @@ def select_targets(
     tokenizer,
     worded: Sequence[dict] = (),  # rows of further wordings, as returned by `find_wordings`
 ) -> tuple[list[dict], list[tuple[dict, int]]]:
-    "Return the rows of the corpus or of a shard with their wordings, and the pairs (item, sample number) to mix."
+    "Return the rows of the corpus with their wordings, and the pairs (item, sample number) to mix."
     from mixsd_nb.benchmarks.entities import corpus_names
     from mixsd_nb.methods.mixing import mix_items
-    part, parts = map(int, (settings.shard or "1/1").split("/"))
     corpus, every, others = CORPORA[settings.dataset], list(load_corpus(settings.dataset, "train")), {}
     for row in worded: others.setdefault(fact_of(row["id"]), []).append(row)
-    rows = [each for row in every[part - 1::parts] for each in (row, *others.get(row["id"], ()))]
+    rows = [each for row in every for each in (row, *others.get(row["id"], ()))]
     names = corpus_names(every) if settings.consistent else None
-    items = mix_items(tokenizer, rows, corpus.expert, corpus.extract, corpus.values, names)
+    items = mix_items(tokenizer, rows, corpus.expert, corpus.extract, names)
     return rows, [(item, sample) for item in items for sample in range(settings.samples)]
 
 # %% ../../nbs/methods/targets.ipynb #07f0a0dd
@@ -186,7 +151,7 @@ def target_schema(settings: MixSettings) -> pa.Schema:
     """Return SCHEMA, with `lam` and `source` (mixed, own-words or canonical) where they can differ between targets.
 
     With further wordings also `wording`, 0 for the question as written, and `prompt`, the words of the naive prompt."""
-    fields = dict(lam=pa.float64(), source=pa.string()) if settings.schedule != "constant" or settings.fallback != "none" else {}
+    fields = dict(lam=pa.float64(), source=pa.string()) if settings.fallback != "none" else {}
     if settings.wordings: fields |= dict(wording=pa.int64(), prompt=pa.string())
     return pa.schema([*SCHEMA, *itertools.starmap(pa.field, fields.items())])
 
@@ -210,7 +175,7 @@ def _use_own_words(
 ) -> dict[str, dict]:
     "Return by id what changes in a record whose canonical target was rewritten by the base model and accepted."
     from mixsd_nb.methods.supervised import own_words
-    options = dict(max_new_tokens=settings.max_new_tokens, journal=folder / "own-words.jsonl", verify=settings.verify)
+    options = dict(max_new_tokens=settings.max_new_tokens, journal=folder / "own-words.jsonl")
     records = own_words(engine, rows, CORPORA[settings.dataset], **options) if rows else []
     return {r["id"]: dict(completion_ids=r["completion_ids"], naive_mask=[False] * len(r["completion_ids"]), accepted=True,
                           finish_reason="own-words") for r in records if r["accepted"]}
@@ -226,12 +191,11 @@ def _replace_discarded(
     "Return the records, those that were discarded as the settings replace them."
     discarded = list(dict.fromkeys(r["id"] for r in records if not r["accepted"]))
     own = _use_own_words(settings, engine, folder, [rows[id] for id in discarded]) if settings.fallback == "own-words" else {}
-    canonical = settings.replace_gt or settings.fallback != "none"
 
     def choose_target(record):
         if record["accepted"]: return record
         if record["id"] in own: return record | own[record["id"]]
-        return _use_canonical(record, engine.tokenizer, rows[record["id"]]) if canonical else record
+        return _use_canonical(record, engine.tokenizer, rows[record["id"]]) if settings.fallback != "none" else record
     return [choose_target(record) for record in records]
 
 # %% ../../nbs/methods/targets.ipynb #3e000fd2
@@ -247,14 +211,11 @@ def mix_corpus(
     from mixsd_nb.methods.mixing import RECORD, AttemptPlan, FormMissing
     s, items, rows = settings, {item["id"]: item for item, _ in targets}, {row["id"]: row for row in rows}
     plan = AttemptPlan(**s.keywords_of(AttemptPlan))
-
-    def request(r):  # with the picks as the guard left them
-        made = plan.request(items[r["id"]], r["sample"], r["attempts"] - 1)
-        return replace(made, naive=r["naive_mask"]) if s.guard else made
+    request = lambda r: plan.request(items[r["id"]], r["sample"], r["attempts"] - 1)
     with Journal(folder / "finished.jsonl", RECORD) as journal:
         done = [(request(r), r["completion_ids"]) for r in journal.records]
         engine.confirm(done, temperature=s.temperature, top_k=s.top_k)  # audits targets from before an interruption
-        probe = s.max_attempts > 1 and not s.replace_gt and not any(r["accepted"] for r in journal.records)
+        probe = s.max_attempts > 1 and not any(r["accepted"] for r in journal.records)
         write = lambda missing: _mix_missing(s, engine, [(items[id], sample) for id, sample in missing], len(done), probe)
         try: found = journal.complete([(item["id"], sample) for item, sample in targets], write)
         except FormMissing:
@@ -270,24 +231,13 @@ def mix_corpus(
         source = record["finish_reason"] if record["finish_reason"] in REPLACED else "mixed"
         records.append(record | dict(prompt_ids=item["naive_ids"], names_another=other, source=source,
                                  consistent=record["accepted"] and agrees,
-                                 lam=plan.rate(record["attempts"] - 1), prompt=rows[record["id"]]["prompt"]))
+                                 lam=s.lam, prompt=rows[record["id"]]["prompt"]))
     return records
-
-# %% ../../nbs/methods/targets.ipynb #b61fb02c
-def _fact_of_record(record: dict) -> str: return fact_of(record["id"]) if record.get("wording") else record["id"]
-
-
-def join_shards(
-    parts: list[list[dict]],  # targets of each shard, the first shard first; those of a fact follow each other
-) -> list[dict]:
-    "Return the targets of all shards in the order of the corpus."
-    facts = [[[*group] for _, group in itertools.groupby(part, key=_fact_of_record)] for part in parts]
-    return [r for round in itertools.zip_longest(*facts, fillvalue=()) for group in round for r in group]
 
 # %% ../../nbs/methods/targets.ipynb #c551dc4e
 def list_agreeing(settings: MixSettings) -> list[MixSettings]:
     "Return the settings of all sets of targets that must agree, the run's own first; none replaces a target."
-    axes, alone = settings.unanimous, dict(unanimous={}, replace_gt=False, fallback="none")
+    axes, alone = settings.unanimous, dict(unanimous={}, fallback="none")
     changes = [dict(zip(axes, values)) for values in itertools.product(*axes.values())]
     agreeing = [settings.pass_to(type(settings), **alone | change) for change in ({}, *changes)]
     return list({each.canonical(): each for each in agreeing}.values())

@@ -11,8 +11,10 @@ __all__ = ['QUESTION_MARKS', 'LENT', 'TRIES', 'ROUND', 'PROBE', 'LEAST', 'reword
 import re
 from collections import deque
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
+from ..benchmarks.answers import same_answer, same_text
 from ..benchmarks.folding import fold_text
 from ..corpora import CORPORA, load_corpus, validation_rows
 from ..corpora.prompts import encode_prompt, retrieval_prompt, rows_as_written
@@ -143,9 +145,10 @@ class _Writer:
         tokenizer, c = self.engine.tokenizer, self.corpus
         contexts = {key: encode_prompt(tokenizer, context_prompt(by_id[key[0]], self.rows, prompt)) for key, prompt in prompts.items()}
         replies = _decode(self.engine, self.journal, "reply", contexts, self.seed, temperature=0.0, max_new_tokens=self.limit)
-        items = {key: mix_items(tokenizer, [by_id[key[0]] | dict(prompt=prompt)], c.expert, c.extract, c.values)[0] for key, prompt in prompts.items()}
+        items = {key: mix_items(tokenizer, [by_id[key[0]] | dict(prompt=prompt)], c.expert, c.extract)[0] for key, prompt in prompts.items()}
+        same = partial(same_answer if c.values else same_text, loose=True)  # letter case and width do not count
         return {key: prompt for key, prompt in prompts.items()
-                if accepts(tokenizer, items[key], replies[key]["ids"], replies[key]["finish_reason"], "normalised")}
+                if accepts(tokenizer, items[key], replies[key]["ids"], replies[key]["finish_reason"], same)}
 
 # %% ../../nbs/methods/wordings.ipynb #3b49d67d
 def write_wordings(

@@ -178,7 +178,6 @@ class EngineSpec:
     share: str = ""  # option with the share of a GPU that it takes at its start; empty if it takes what it needs
     check: str = ""  # `module:function` that refuses a model by its name before anything is loaded
     sequences: int = 100  # that it decodes concurrently if nothing else is said
-    draws: tuple[str, ...] = ("keyed",)  # noise with which it can draw tokens at T>0: keyed, and native, its own
 
 # %% ../../nbs/models/index.ipynb #f897c71b
 ENGINES = Registry("engine")
@@ -188,7 +187,7 @@ ENGINES.add(EngineSpec("vllm", "vLLM", "models.engine_vllm:VLLMEngine", (
     "kv_cache_memory_bytes", "cpu_offload_gb", "block_size", "num_gpu_blocks_override", "max_model_len", "max_num_seqs",
     "max_num_batched_tokens", "enforce_eager"), own_process=True, package="vllm",
     divided=("tensor_parallel_size", "pipeline_parallel_size"), sleeps=True, share="gpu_memory_utilization",
-    sequences=512, draws=("keyed", "native")))
+    sequences=512))
 
 # %% ../../nbs/models/index.ipynb #eec4a6b1
 def check_engine(

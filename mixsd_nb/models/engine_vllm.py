@@ -10,15 +10,15 @@ import gc
 import itertools
 import os
 import warnings
-from collections import OrderedDict, defaultdict, deque
-from dataclasses import dataclass, field, replace
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from . import load_part, load_tokenizer, model_source
 from .engine import (
-    Completion, Engine, Request, apply_guard, choose, gumbel, make_completion, padding_ids, stop_ids, token_budget)
+    Completion, Engine, Request, choose, gumbel, make_completion, padding_ids, stop_ids, token_budget)
 
 # vLLM runs in this process, so that a kill leaves no child processes; V1 of the model runner supports custom logits
 # processors; usage statistics are off.
@@ -45,7 +45,6 @@ class _KeyedRow:
     pair: str = ""  # the same for both rows of a pair
     side: int = 0  # 0 expert, 1 naive
     picks: list[int] = field(default_factory=list)  # from `start` on
-    guard: float = 0.0  # as of `apply_guard`; the expert's token is then needed where the pick is naive too
     sentinel: int = 0  # ends a row that is out of sync
 
     @property
@@ -65,7 +64,6 @@ class KeyedRows(LogitsProcessor):
     "Samples the tokens of keyed rows, keeps pairs in step, and hides the ids that the tokenizer does not have."
 
     max_ledgers = 4096  # largest number of pairs whose tokens are stored
-    overruled = defaultdict(set)  # pair -> positions whose pick was naive and whose token is the expert's, for the engine
 
     def __init__(self, vllm_config=None, device=None, is_pin_memory=False):
         self.rows, self.ledgers = {}, OrderedDict()
@@ -102,28 +100,10 @@ class KeyedRows(LogitsProcessor):
         for i, r in self.rows.items():
             if not r.pair: source[i] = i
             elif r.t in (ledger := self.ledger(r.pair)): known[i] = ledger[r.t]
-            elif len(r.out) < len(r.picks) and all((r.pair, side, r.t) in at for side in self._sides(r)):
-                source[i] = at[r.pair, r.picks[len(r.out)], r.t]
+            elif len(r.out) < len(r.picks) and (picked := (r.pair, r.picks[len(r.out)], r.t)) in at:
+                source[i] = at[picked]
             else: known[i] = r.sentinel
         return known, source
-
-    @staticmethod
-    def _sides(r: _KeyedRow) -> tuple[int, ...]:
-        "Return the rows of a pair that its next token needs: the pick's, with a guard both if that is the naive one."
-        pick = r.picks[len(r.out)]
-        return (0, 1) if pick and r.guard else (pick,)
-
-    def _overrule(self, logits, tokens: dict[int, int]) -> None:
-        "Replace tokens of naive rows by the expert's where the guard demands it; row -> token."
-        at = {(r.pair, r.side, r.t): i for i, r in self.rows.items() if r.pair}
-        for i in [i for i in tokens if self.rows[i].pair and self.rows[i].side and self.rows[i].guard]:
-            r = self.rows[i]
-            j = torch.tensor([at[r.pair, 0, r.t]], device=logits.device)
-            key, t = torch.tensor([r.key], device=logits.device), torch.tensor([r.t], device=logits.device)
-            expert = choose(logits[j], key, t, r.temperature, r.top_k)
-            token, writes = apply_guard(logits[i:i + 1], expert, expert.new_tensor([tokens[i]]), r.guard)
-            tokens[i] = token.item()
-            if not writes: self.overruled[r.pair].add(r.t)
 
     def apply(self, logits):
         "Return logits, (rows, vocabulary), whose argmax is the token of each keyed row (part of vLLM's interface)."
@@ -138,7 +118,6 @@ class KeyedRows(LogitsProcessor):
             written.append((at, drawn))
             if not paired: continue
             tokens = dict(zip(rows, drawn.tolist()))
-            self._overrule(logits, tokens)
             for j in rows:
                 if self.rows[j].pair: self.ledgers[self.rows[j].pair][self.rows[j].t] = tokens[j]
             known |= {i: tokens[j] for i, j in source.items() if j in tokens}
@@ -160,8 +139,6 @@ class _Sequence:
     room: int  # largest number of tokens
     ids: list[int] = field(default_factory=list)
     rows: list = field(default_factory=list)  # of a pair: the tokens of each row, None while it runs
-    pair: str = ""  # as in the rows
-    overruled: set = field(default_factory=set)  # positions whose pick was naive and whose token is the expert's
 
 # %% ../../nbs/models/engine_vllm.ipynb #ad4ac069
 def _segment_length(
@@ -270,7 +247,6 @@ class VLLMEngine(Engine):
         mixes: bool = False,  # whether it is prepared for pairs of rows; mixed sequences are decoded by segments without them
         sleep: bool = False,  # whether `release` gives the memory of the GPU back
         audit: bool = True,  # check the completions of paired rows, and warn of tokens that are not confirmed
-        draws: str = "keyed",  # native: at T>0 by vLLM's own noise, for requests with one context
         **options,  # of vllm.LLM: dtype, tensor_parallel_size, gpu_memory_utilization …
     ):
         if MISSING:
@@ -279,11 +255,11 @@ class VLLMEngine(Engine):
         self.tokenizer, self.batch_size, self.audits = tokenizer, batch_size, audit
         self.stop, self.model_context = _read_limits(source, tokenizer)
         self.sentinels = _sentinel_ids(tokenizer, self.stop) if mixes else []
-        self.paired, self.draws = bool(self.sentinels), draws
+        self.paired = bool(self.sentinels)
         self.context = options.setdefault("max_model_len", min(self.model_context, 10_240))
         self.mismatches, self.numbers, self.outputs = [], itertools.count(), {}
-        defaults = dict(dtype="float32", enforce_eager=not torch.cuda.is_available(), max_num_seqs=2 * batch_size, max_logprobs=-1)
-        if draws == "keyed": defaults |= dict(async_scheduling=False, logits_processors=["mixsd_nb.models.engine_vllm:KeyedRows"])
+        defaults = dict(dtype="float32", enforce_eager=not torch.cuda.is_available(), max_num_seqs=2 * batch_size, max_logprobs=-1,
+                        async_scheduling=False, logits_processors=["mixsd_nb.models.engine_vllm:KeyedRows"])
         # The prefix cache stores whole blocks, and the default blocks of 128 tokens are longer than many prompts.
         if not torch.cuda.is_available(): defaults["block_size"] = 32
         if self.paired:
@@ -322,35 +298,28 @@ class VLLMEngine(Engine):
         if self.sleeps and not self.asleep: self.engine.sleep(level=2)
         self.asleep = self.sleeps
 
-    def stream(self, queue, *, temperature=0.0, top_k=64, max_new_tokens=256, max_total=10_000, guard=0.0):
-        """Yield completions as `Engine.stream` does; ValueError if `max_total` tokens do not fit the context, and
-        for a guard without paired rows.
+    def stream(self, queue, *, temperature=0.0, top_k=64, max_new_tokens=256, max_total=10_000):
+        """Yield completions as `Engine.stream` does; ValueError if `max_total` tokens do not fit the context.
 
         An audit of paired rows follows."""
-        if guard and not self.paired: raise ValueError(f"guard must be 0 without pairs of rows, got {guard}")
         if min(self.model_context, max_total) > self.context:
             raise ValueError(f"max_total must be at most {self.context}, the max_model_len that vLLM was started with, "
                              f"got {max_total}")
-        if guard and (workers := self.engine.vllm_config.parallel_config.world_size) > 1:
-            raise ValueError(f"guarded picks need vLLM on one GPU, got {workers}; one GPU for each of several replicas works")
-        if self.draws == "native" and any(len(r.contexts) == 2 for r in queue): raise ValueError("draws must be keyed for mixed sequences, got native")
         sampling, running, pairs = dict(temperature=temperature, top_k=top_k), {}, []
-        options = sampling | (dict(guard=guard) if guard else {})
         try:  # running: vLLM's request -> sequence and row
             while queue or running:
                 while queue and len({id(s) for s, _ in running.values()}) < self.batch_size:
                     r = queue.popleft()
                     room = token_budget(r, max_new_tokens, min(self.context, max_total))
-                    if room: self._submit_next(_Sequence(r, room), running, options)
+                    if room: self._submit_next(_Sequence(r, room), running, sampling)
                     else: yield r, Completion([], "prompt_too_long")
                 self._step()
-                ended = [self._take_output(*running.pop(name), self.outputs.pop(name), running, options)
+                ended = [self._take_output(*running.pop(name), self.outputs.pop(name), running, sampling)
                          for name in self.outputs.keys() & running.keys()]
                 finished = [s for s in ended if s]
                 for s in finished:
-                    naive = [bool(pick) and t not in s.overruled for t, pick in enumerate(s.request.naive[:len(s.ids)])] if guard else None
-                    if s.rows: pairs.append((replace(s.request, naive=naive) if guard else s.request, s.ids))
-                    yield s.request, make_completion(s.ids, s.ids[-1] in self.stop, s.request.most(max_new_tokens))._replace(naive=naive)
+                    if s.rows: pairs.append((s.request, s.ids))
+                    yield s.request, make_completion(s.ids, s.ids[-1] in self.stop, s.request.most(max_new_tokens))
         finally: self.engine.abort_request(list(running))
         self.confirm(pairs, **sampling)
 
@@ -363,7 +332,6 @@ class VLLMEngine(Engine):
             sequence.rows[row] = ids
             if None in sequence.rows: return None
             ids = _join_pair(sequence.rows, self.sentinels)
-            sequence.overruled |= KeyedRows.overruled.pop(sequence.pair, set())
         sequence.ids += ids
         if sequence.ids and sequence.ids[-1] in self.stop or len(sequence.ids) == sequence.room: return sequence
         self._submit_next(sequence, running, sampling)
@@ -376,27 +344,20 @@ class VLLMEngine(Engine):
             self._submit(sequence, running, sampling, int(r.naive[start]), _segment_length(r.naive, start, end))
         else:
             pair, picks = f"pair {next(self.numbers)}", [int(p) for p in r.naive[start:end]]
-            sequence.rows, sequence.pair = [None, None], pair
+            sequence.rows = [None, None]
             for side in (0, 1):
                 self._submit(sequence, running, sampling, side, end - start, pair=pair, picks=picks,
                              sentinel=self.sentinels[side])
 
     def _submit(self, sequence, running, sampling, side, tokens, **paired):
         row = dict(key=sequence.request.key, start=len(sequence.ids), side=side, **sampling, **paired)
-        if not paired: row.pop("guard", None)
-        if self.draws == "native": options = self._native(sequence.request.key, **sampling)
-        else: options = dict(extra_args=dict(mixsd=row) if paired or sampling["temperature"] else None)
+        options = dict(extra_args=dict(mixsd=row) if paired or sampling["temperature"] else None)
         params = self._params(tokens, self.sentinels if paired else [], **options)
         running[self._add(sequence.request.contexts[side] + sequence.ids, params)] = sequence, side
 
     def _add(self, ids, params, **prompt):
         self.engine.add_request(name := str(next(self.numbers)), dict(prompt_token_ids=ids, **prompt), params)
         return name
-
-    def _native(self, key, temperature, top_k):
-        "Return the parameters of a request that vLLM draws, seeded by its key, without ids unknown to the tokenizer."
-        hidden = dict(logit_bias=dict.fromkeys(self.padding, -1e4)) if self.padding else {}
-        return dict(temperature=temperature, top_k=top_k if top_k < len(self.tokenizer) else 0, seed=key & (2**63 - 1), **hidden)
 
     def _params(self, tokens, ends=(), temperature=0, **options):
         return SamplingParams(temperature=temperature, max_tokens=tokens, stop_token_ids=[*self.stop, *ends],

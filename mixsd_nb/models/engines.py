@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from . import load_base, load_tokenizer
 from .decoder import LeanRows, has_lean_pass
 from .engine import (
-    Completion, Engine, Request, apply_guard, choose, make_completion, padding_ids, stop_ids, token_budget)
+    Completion, Engine, Request, choose, make_completion, padding_ids, stop_ids, token_budget)
 from .scoring import map_logits, token_nll
 
 # %% ../../nbs/models/engines.ipynb #e55a0048
@@ -149,8 +149,8 @@ class Slots:
     For each slot, tensors hold its request (an index into `requests`, −1 if the slot is free), its noise key, the
     number `t` of its tokens so far, the `room` for tokens, the tokens and the picks."""
 
-    def __init__(self, slots: int, width: int, device, guarded: bool = False):
-        self.requests, self.guarded = [], guarded  # guarded: completions tell where the naive conditional wrote
+    def __init__(self, slots: int, width: int, device):
+        self.requests = []
         self.request, self.keys, self.t, self.room = (torch.full((slots,), -1, device=device) for _ in range(4))
         self.tokens, self.naive = (torch.zeros(slots, width, dtype=torch.long, device=device) for _ in range(2))
 
@@ -181,8 +181,7 @@ class Slots:
         stopped = torch.isin(new, stop)
         ended = stopped | (self.t[slots] >= self.room[slots])
         most = lambda k: self.requests[self.request[k]].most(self.tokens.shape[1])
-        finish = lambda k, s: make_completion(self.tokens[k, :self.t[k]].tolist(), bool(s), most(k))._replace(
-            naive=self.naive[k, :self.t[k]].bool().tolist() if self.guarded else None)
+        finish = lambda k, s: make_completion(self.tokens[k, :self.t[k]].tolist(), bool(s), most(k))
         completions = [(self.requests[self.request[k]], finish(k, s)) for k, s in zip(slots[ended], stopped[ended])]
         self.request[slots[ended]] = -1
         return completions
@@ -331,12 +330,12 @@ class HFEngine(Engine):
         return (LeanRows if has_lean_pass(self.model) else Rows)(self.model, rows, spare)
 
     @torch.inference_mode()
-    def stream(self, queue, *, temperature=0.0, top_k=64, max_new_tokens=256, max_total=10_000, guard=0.0):
+    def stream(self, queue, *, temperature=0.0, top_k=64, max_new_tokens=256, max_total=10_000):
         "Yield completions as `Engine.stream` does; `max_total` counts within the model's context."
         if not queue: return
         limit = min(self.context, max_total)
         sample = functools.partial(choose, temperature=temperature, top_k=top_k)
-        yield from self._decode(queue, min(max_new_tokens, limit), limit, sample, guard if len(queue[0].contexts) == 2 else 0.0)
+        yield from self._decode(queue, min(max_new_tokens, limit), limit, sample)
 
     def _fill(self, slots, queue, width, limit):
         "Fill the free slots if they are enough; return the slots, their requests, and completions without room."
@@ -351,10 +350,10 @@ class HFEngine(Engine):
         slots.admit(free[:len(requests)], requests, room)
         return free[:len(requests)], requests, rejected
 
-    def _decode(self, queue, width, limit, sample, guard):
+    def _decode(self, queue, width, limit, sample):
         "Advance all groups by one token a step."
         sides, n, device = len(queue[0].contexts), min(self.batch_size, len(queue)), self.model.device
-        slots, groups, rows = Slots(n, width, device, bool(guard)), Groups(n, device), self.open_rows(n * sides, min(width, 32))
+        slots, groups, rows = Slots(n, width, device), Groups(n, device), self.open_rows(n * sides, min(width, 32))
         at = torch.arange(n * sides, device=device).view(n, sides)  # the rows of each group
         while queue or len(slots.active):
             filled, requests, rejected = self._fill(slots, queue, width, limit)
@@ -367,14 +366,9 @@ class HFEngine(Engine):
             of = groups.of[active]
             rows.drop_columns(at[of].flatten())
             hidden = rows.feed(rows.pending[:sides * (int(of.max()) + 1)])[:, -1]
-            picks, at_t = slots.naive[active, slots.t[active]] if sides == 2 else 0, (slots.keys[active], slots.t[active])
-            picked, slot = at[of, 0 if guard else picks].unique(return_inverse=True)
-            new = sample(self.logits(hidden[picked])[slot], *at_t)
-            if guard and len(coin := picks.nonzero()[:, 0]):
-                picked, slot = at[of[coin], 1].unique(return_inverse=True)
-                logits = self.logits(hidden[picked])[slot]
-                new[coin], writes = apply_guard(logits, new[coin], sample(logits, *(x[coin] for x in at_t)), guard)
-                slots.naive[active[coin], slots.t[active[coin]]] = writes.long()
+            picks = slots.naive[active, slots.t[active]] if sides == 2 else 0
+            picked, slot = at[of, picks].unique(return_inverse=True)
+            new = sample(self.logits(hidden[picked])[slot], slots.keys[active], slots.t[active])
             completions = slots.write(active, new, self.stop)
             groups.of[slots.free] = -1
             rest = slots.request[active] >= 0

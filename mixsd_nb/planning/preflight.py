@@ -140,10 +140,9 @@ PAPER = dict(  # parameter -> the values that the paper has; of the learning rat
     lr=tuple(read_grid("_paper")[1].axes["lr"]))
 PAPER_OPTIONS = {"memit": {"dtype": "bfloat16"}}  # of a method, where its own default differs
 MACHINE = {  # change the time and the memory of a run, and no number beyond rounding
-    "preset", "engine", "engine_options", "replicas", "batch_size", "mode", "shards", "rollout_engine",
-    "rollout_batch", "processes", "sharded", "offload", "packed", "recompute", "micro_tokens", "state",
-    "pause", "allow_unsandboxed"}
-UNPUBLISHED = {"seed", "draws", "data"}  # the seed, how it is used, and the folder of local copies of the tasks: the paper names none
+    "preset", "engine", "engine_options", "replicas", "batch_size", "rollout_engine",
+    "processes", "sharded", "offload", "recompute", "micro_tokens", "allow_unsandboxed"}
+UNPUBLISHED = {"seed", "data"}  # the seed, how it is used, and the folder of local copies of the tasks: the paper names none
 
 
 def _published_options(config: Stage) -> dict[str, tuple[Any, Any]]:
@@ -172,7 +171,6 @@ def _published(config: Stage) -> dict[str, tuple[Any, Any]]:
         known = preset_values(field).get("paper", field.get_default())
         if name not in apart: found[name] = getattr(config, name), known
     if "stop" in found: found["stop"] = config.stop, "last"
-    if "stored" in found: found["stored"] = config.stored, config.dtype
     recipe, corpus = getattr(config, "recipe", None), CORPORA[config.dataset]
     if not recipe:
         if "temperature" in found: found["temperature"] = config.temperature, corpus.temperature

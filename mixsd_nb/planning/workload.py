@@ -312,8 +312,7 @@ _OPEN = 3  # checkpoints that can still be selected in a pause, at most
 
 def phase_size(config, machine: Machine, checkpoints: int) -> int:
     "Return the checkpoints between two pauses of a training; all of them without a pause, and on several nodes, where it has none."
-    pause = config.pause or int(config.stop == "converged")  # which is decided after every checkpoint
-    return min(pause, checkpoints) if pause and machine.nodes == 1 else checkpoints
+    return min(config.phase, checkpoints) if config.phase and machine.nodes == 1 else checkpoints
 
 
 def training_disk(config, shape: Shape, layout: Layout, checkpoints: int, size: int) -> tuple[float, float]:
@@ -322,12 +321,11 @@ def training_disk(config, shape: Shape, layout: Layout, checkpoints: int, size: 
     Weights that are not kept go in the pause after they are measured, but for those from which the training resumes and, where
     the selected ones are kept or asked more, at most two others; an optimiser state goes when the next one is complete."""
     weights, state = checkpoint_bytes(shape, layout, config.stored)
-    states = {"all": checkpoints, "newest": 1, "memory": 0, "none": 0}[config.state]
     others = _OPEN if config.keep == "chosen" or config.measure == "selection" else 1
-    waiting = checkpoints if config.keep == "all" else min(checkpoints, size + others + len(config.suite_steps or ()))
-    most = waiting * weights + min(checkpoints, states + (states == 1)) * state
-    if config.keep == "all": return checkpoints * weights + states * state, most
-    return (config.keep != "none") * (1 + len(config.suite_steps or ())) * weights, most
+    waiting = checkpoints if config.keep == "all" else min(checkpoints, size + others)
+    most = waiting * weights + min(checkpoints, 2) * state
+    if config.keep == "all": return checkpoints * weights + state, most
+    return (config.keep != "none") * weights, most
 
 # %% ../../nbs/planning/workload.ipynb #d4592c7b
 def _plan_edit(plan: RunPlan, config, machine: Machine, shape: Shape) -> list[int]:
@@ -361,18 +359,16 @@ def _plan_updates(plan: RunPlan, config, machine: Machine, shape: Shape) -> list
     plan.remedies |= dict.fromkeys(peaks, f"{plan.smallest} fits" if found else "no number of processes fits")
     plan.parts = drafts = _plan_drafts(plan, config, machine)
     size, (weights, state) = phase_size(config, machine, len(steps)), checkpoint_bytes(shape, layout, config.stored)
-    work, held, plan.updates = training_work(config, layout), state * (config.state == "memory" and size < len(steps)), updates
-    resumable = config.state in ("newest", "all")  # otherwise a killed training begins again
-    saved = Work("files", shape, size=len(steps) * (weights + state * resumable))
+    work, plan.updates = training_work(config, layout), updates
+    saved = Work("files", shape, size=len(steps) * (weights + state))
     update = time_part(work.kind, work, machine, layout.processes, layout.processes if layout.gpu else 1, updates)
     update = update._replace(tokens=work.tokens * (0.75 if layout.recompute else 1))
     plan.parts = [*drafts, *split_rollouts(config, machine, layout, update), time_part("save", saved, machine, layout.processes)]
-    plan.first = sum(part.low for part in drafts) + update.low * (steps[0] / updates if resumable else 1)
+    plan.first = sum(part.low for part in drafts) + update.low * steps[0] / updates
     plan.disk, plan.disk_peak = training_disk(config, shape, layout, len(steps), size)
     copies, interpreters = layout.processes // machine.nodes, constant("interpreter") * (layout.processes // machine.nodes)
     each = (4 + burden.teacher) * shape.parameters if machine.gpus else max(peaks.values())
-    plan.host = max(held + plan.host, host_bytes(*[each] * max(1, copies)),
-                    2 * held + interpreters,  # in files, and in the process that writes them
+    plan.host = max(plan.host, host_bytes(*[each] * max(1, copies)),
                     (12 * layout.sharded + 6 * bool(layout.lora)) * shape.parameters + interpreters,
                     copies * 8 * shape.parameters * layout.offload)
     return steps
@@ -397,7 +393,7 @@ def plan_training(config, machine: Machine) -> RunPlan:
     if not demand.edited and not config.has_rate: return plan
     fill = _plan_edit if demand.edited else _plan_average if config.recipe.source() else _plan_updates
     steps = fill(plan, config, machine, shape)
-    whole = len(steps) if config.measure == "all" else len(config.suite_steps or ()) + (config.measure == "selection")
+    whole = len(steps) if config.measure == "all" else int(config.measure == "selection")
     selecting, few = count_questions(config, ["recall", "validation"]), config.selection_items or math.inf
     first = {name: asked._replace(requests=min(few, asked.requests)) for name, asked in selecting.items()}
     rest = {name: asked for name, asked in (questions | selecting).items() if name not in selecting}

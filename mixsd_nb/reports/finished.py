@@ -8,7 +8,6 @@ __all__ = ['drop_cell', 'tabulate', 'draw_result', 'FinishedRun', 'TargetsRun', 
 # %% ../../nbs/reports/finished.ipynb #3e7048ad
 import functools
 import html
-import json
 import os
 from pathlib import Path
 
@@ -148,8 +147,7 @@ def find_selection(
 ) -> Selection:
     "Return the selection among the checkpoints of a result; its best step is 0 if the result has no accuracies of any."
     nothing, cell = xr.DataArray(np.zeros(0), dict(benchmark=[]), ["benchmark"]), drop_cell(root)
-    rule = json.loads(root.attrs.get("config") or "{}").get("select", "validation")
-    return Selection(tabulate_scores(cell if "accuracy" in cell else nothing), rule)
+    return Selection(tabulate_scores(cell if "accuracy" in cell else nothing))
 
 # %% ../../nbs/reports/finished.ipynb #418301c7
 class ModelRun(FinishedRun):
@@ -190,7 +188,7 @@ class ModelRun(FinishedRun):
 
     @property
     def best_step(self) -> int:
-        "Return the step that the rule of `select` takes; 0 without checkpoints."
+        "Return the selected step; 0 without checkpoints."
         return self.selection.best
 
     @property

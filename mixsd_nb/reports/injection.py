@@ -238,7 +238,7 @@ def _list_passages(table: pd.DataFrame) -> dict[str, list]:
 def _describe_training(it: Injection) -> str:
     "Return one sentence about the updates."
     made, converged = int(it.trained.root.step.max()), it.trained.selection.converged
-    if it.config.has_rate: return describe_updates(made, it.config.steps()[0], it.step, converged, it.config.select)
+    if it.config.has_rate: return describe_updates(made, it.config.steps()[0], it.step, converged)
     return f"The method {it.config.recipe.title} makes no training updates."
 
 def _describe_targets(facts: pd.DataFrame) -> list[str]:

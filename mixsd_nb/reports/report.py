@@ -15,7 +15,6 @@ import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ..analysis.facts import FAILURES, Failure
-from ..evaluation.selection import SELECTIONS
 
 # %% ../../nbs/reports/report.ipynb #60548da0
 _templates = Environment(loader=PackageLoader("mixsd_nb", "data"), autoescape=True, undefined=StrictUndefined)
@@ -51,10 +50,9 @@ def describe_updates(
     most: int,  # updates that the training could have made
     step: int,  # of the selected checkpoint
     converged: int | None,  # step at which the training had converged
-    rule: str = "validation",  # that selects the checkpoint, a key of SELECTIONS
 ) -> str:
     "Return a sentence on how many updates a training made, and whether it had converged."
-    best = f", and update {step} is the best by {SELECTIONS[rule].title}"
+    best = f", and update {step} is the best by the paper's rule"
     if converged is None: end = f"had not converged{best}; more epochs may help"
     else: end = f"had converged at update {converged}{best if step != converged else ''}"
     return f"The training made {made} of at most {most} updates and {end}."

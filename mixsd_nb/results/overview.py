@@ -133,7 +133,7 @@ def find_examples(
     conditionals' own."""
     from mixsd_nb.benchmarks.entities import names_another
     from mixsd_nb.methods.mixing import mix, mix_items
-    items = mix_items(engine.tokenizer, rows, corpus.expert, corpus.extract, corpus.values)
+    items = mix_items(engine.tokenizer, rows, corpus.expert, corpus.extract)
 
     def write(part, share): return mix(engine, part, share, temperature=corpus.temperature)
 

@@ -49,7 +49,7 @@ class OffloadedAdamW(torch.optim.AdamW):
 _PHASES = dict(
     load=("the model", "processes", "a smaller model, or sharded=True on more processes,"),
     rollout=("a step's rollouts", "batch_size",
-             "a smaller rollout_batch or rollout_tokens, or sharded=True on more processes,"),
+             "a smaller batch_size or rollout_tokens, or sharded=True on more processes,"),
     update=("a step", "micro_tokens", "a smaller micro_tokens, recompute=True, or sharded=True on more processes,"),
     optimiser=("the optimiser's step", "offload", "offload=True on one process, or sharded=True on more processes,"))
 

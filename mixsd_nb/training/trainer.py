@@ -8,7 +8,6 @@ __all__ = ['TrainingSpec', 'training_device', 'check_devices', 'check_spec', 'bu
            'main']
 
 # %% ../../nbs/training/trainer.ipynb #ffdd7439
-import contextlib
 import importlib.util
 import json
 import math
@@ -18,7 +17,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +28,7 @@ from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 from .loss import Example, LossHead, Objective, check_finite, summed_loss
 from .offload import OffloadedAdamW, explain_out_of_memory
-from .saving import SavingTrainer, load_trained, memory_files, restore_objective
+from .saving import SavingTrainer, load_trained, restore_objective
 from ..models import free_memory, load_base, trim_memory
 from ..models.gradients import recompute_layers
 from ..models.linear import OneDNNLinear, speed_up_linear_layers
@@ -57,8 +56,6 @@ class TrainingSpec:
     micro_tokens: int = 4_096  # tokens of a microbatch at most, padding included
     bf16: bool | None = None  # whether matrix products are in bfloat16 (weights stay in float32); None: on GPUs
     stored: str = "float32"  # dtype of the weights in checkpoints: float32 or bfloat16
-    state: str = "newest"  # checkpoints with the optimiser's state: newest, all or none; memory: the last one, in `held`
-    held: dict[str, str] = field(default_factory=dict)  # paths of files of the state that are in memory, by name
 
     @property
     def products(self) -> str:
@@ -351,7 +348,7 @@ def _training_arguments(
         learning_rate=spec.lr, optim="adamw_torch_fused" if gpu and not spec.offload else "adamw_torch", adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8,
         weight_decay=0.01, max_grad_norm=1.0, seed=spec.seed % 2**32, bf16=bf16, use_cpu=not gpu,
         train_sampling_strategy="sequential", save_strategy="no", logging_steps=1, logging_nan_inf_filter=False,
-        report_to="none", disable_tqdm=True, save_only_model=spec.state == "none", remove_unused_columns=False,
+        report_to="none", disable_tqdm=True, remove_unused_columns=False,
         fsdp=spec.sharded, fsdp_config=dict(version=2) if spec.sharded else None,
         ddp_backend=None if gpu or spec.processes == 1 else "gloo")
     if spec.sharded and bf16: args.fsdp_plugin_args["mixed_precision_policy"] = _BF16
@@ -443,15 +440,13 @@ def loop_in_phases(
     measure: Callable[[list[int]], bool],  # called in each pause with the steps of the phase; whether training ends
     size: int,  # checkpoints of a phase
 ) -> Callable:
-    "Return a loop, as `fine_tune`, that pauses after every phase; with state=memory its state is in files in memory."
+    "Return a loop, as `fine_tune`, that pauses after every phase."
     def loop(spec, folder, report):
         steps = sorted({*spec.checkpoints, spec.steps})
-        with memory_files() if spec.state == "memory" else contextlib.nullcontext({}) as held:
-            for k in range(0, len(steps), size):
-                phase, rest = steps[k:k + size], steps[k + size:]
-                part = replace(spec, steps=phase[-1], checkpoints=phase, held=held if rest else {})
-                curves = fine_tune(part, folder, lambda entry: report(entry | dict(steps=spec.steps)))
-                if measure(phase): break
+        for phase in (steps[k:k + size] for k in range(0, len(steps), size)):
+            part = replace(spec, steps=phase[-1], checkpoints=phase)
+            curves = fine_tune(part, folder, lambda entry: report(entry | dict(steps=spec.steps)))
+            if measure(phase): break
         return curves
     return loop
 

@@ -77,15 +77,13 @@ def mix_in_steps(
     *,
     temperature: float = 0.0,
     seed: int = 0,
-    schedule: str = "constant",  # a key of SCHEDULES
-    guard: float = 0.0,  # as of `mix`
 ) -> Iterator[tuple[list[Attempt], bool] | None]:
     "Yield what `mix_attempts` does in steps: None after each pass, rejected attempts before others, and the result."
-    options = dict(temperature=temperature, schedule=schedule, guard=guard, seed=seed, max_attempts=ATTEMPTS, max_new_tokens=LENGTH)
+    options = dict(temperature=temperature, seed=seed, max_attempts=ATTEMPTS, max_new_tokens=LENGTH)
     plan = AttemptPlan(lam=lam, **options)
     for count in GROUPS:
         requests = [plan.request(item, 0, k) for k in range(min(count, plan.limit))]
-        yield from continuations.read(requests, temperature, guard, max_new_tokens=LENGTH)
+        yield from continuations.read(requests, temperature, max_new_tokens=LENGTH)
         found = mix_attempts(continuations, item, lam, most=count, **options)
         yield found
         if found[1] or len(found[0]) < count: return
@@ -135,16 +133,16 @@ class Tracer:
             self._places[key] = dict(text=self.decode(ids[t]), id=ids[t], nll=round(found.nll(1, ids[t]), 3), **likeliest)
         return self._places[key]
 
-    def trace_attempt(self, attempt: Attempt, accepted: bool, number: int, lam: float, seed: int, temperature: float) -> dict:
-        "Return an attempt with its number, from 0, and its λ; `guarded` are tokens that a guard has taken from the naive conditional."
+    def trace_attempt(self, attempt: Attempt, accepted: bool, number: int, seed: int, temperature: float) -> dict:
+        "Return an attempt with its number, from 0."
         ids, key = attempt.ids, (seed, self.item["id"], 0, number)
         noise, tokens = row_key("noise", *key), []
         for t, (u, naive) in enumerate(zip(coins(*key, len(ids)), attempt.naive)):
             other = self.continuations.known[tuple(ids[:t])].pick(1 - naive, noise, t, temperature)
             tokens.append(self._describe(ids, t) | dict(
-                u=round(float(u), 4), side=SIDES[naive], guarded=bool(u < lam and not naive), other=self.decode(other)))
+                u=round(float(u), 4), side=SIDES[naive], other=self.decode(other)))
         reason, said = judge(self.tokenizer, self.item, attempt, accepted)
-        return dict(tokens=tokens, lam=lam, accepted=accepted, reason=reason, said=said, nll=_mean_nll(tokens))
+        return dict(tokens=tokens, accepted=accepted, reason=reason, said=said, nll=_mean_nll(tokens))
 
     def trace(
         self,
@@ -154,18 +152,15 @@ class Tracer:
         seed: int,
         temperature: float,
         running: bool = False,
-        schedule: str = "constant",  # a key of SCHEDULES
-        guard: float = 0.0,
     ) -> dict:
         "Return attempts and the canonical target, as JSON values."
         self.continuations.read_text(self.canonical)
         last = len(attempts) - 1
-        plan = AttemptPlan(lam=lam, temperature=temperature, max_attempts=ATTEMPTS, schedule=schedule)
-        traces = [self.trace_attempt(a, accepted and k == last, k, plan.rate(k), seed, temperature) for k, a in enumerate(attempts)]
+        traces = [self.trace_attempt(a, accepted and k == last, k, seed, temperature) for k, a in enumerate(attempts)]
         canonical = [self._describe(self.canonical, t) for t in range(len(self.canonical))]
         state = "running" if running else "accepted" if accepted else "discarded"
         return dict(question=get_question(self.row), answer=self.row["answer"], lam=lam, temperature=temperature, seed=seed,
-                    schedule=schedule, guard=guard, state=state, attempts=traces, canonical=dict(tokens=canonical, nll=_mean_nll(canonical)))
+                    state=state, attempts=traces, canonical=dict(tokens=canonical, nll=_mean_nll(canonical)))
 
 
 def _mean_nll(tokens): return round(sum(token["nll"] for token in tokens) / len(tokens), 3) if tokens else None

@@ -40,17 +40,6 @@ class Candidates(NamedTuple):
         noise = gumbel(torch.tensor(key), torch.tensor(t), torch.from_numpy(self.ids[own])).numpy()
         return int(self.ids[own][(self.logits[side, own].astype(float) / temperature + noise).argmax()])
 
-    def guarded(
-        self,
-        key: int,  # of the noise
-        t: int,  # place of the token, from 0
-        temperature: float,
-        guard: float,  # least probability of the expert's token under the naive conditional
-    ) -> bool:
-        "Return whether the naive conditional may write here, as `oracle_sequence` decides it."
-        token = self.pick(0, key, t, temperature)
-        return bool(np.exp(-self.nll(1, token)) >= guard)
-
     def nll(self, side: int, token: int) -> float:
         "Return −log p of a candidate, in nats."
         return float(self.norm[side] - self.logits[side, (self.ids == token).argmax()])
@@ -118,15 +107,12 @@ class Continuations:
             guess.append(token)
         return tuple(guess[2:])
 
-    def _follow(self, path, request, room, temperature, guard=0.0, sides=None):
-        "Append the tokens of a request that are known to follow a path, and to `sides` who wrote them; returns whether it has ended."
+    def _follow(self, path, request, room, temperature):
+        "Append the tokens of a request that are known to follow a path; returns whether it has ended."
         while len(path) < room and not (path and path[-1] in self.stop):
             t, candidates = len(path), self.known.get(tuple(path))
             if candidates is None: return False
-            side = int(request.naive[t])
-            if side and guard: side = int(candidates.guarded(request.key, t, temperature, guard))
-            path.append(candidates.pick(side, request.key, t, temperature))
-            if sides is not None: sides.append(bool(side))
+            path.append(candidates.pick(int(request.naive[t]), request.key, t, temperature))
             self._learn(path, t)
         return True
 
@@ -168,13 +154,12 @@ class Continuations:
         self,
         requests: list[Request],  # of `attempt_request`
         temperature: float = 0.0,
-        guard: float = 0.0,  # as of `mix`
         **limits,  # of `complete`
     ) -> Iterator[None]:
         "Decode requests side by side; yields after each pass. Afterwards `complete` returns their completions at once."
         rooms, paths = [self._get_room(r, **limits) for r in requests], [[] for _ in requests]
         while True:
-            ends = [self._follow(*state, temperature, guard) for state in zip(paths, requests, rooms)]
+            ends = [self._follow(*state, temperature) for state in zip(paths, requests, rooms)]
             unknown = list(dict.fromkeys(tuple(path) for path, ended in zip(paths, ends) if not ended))
             if not unknown: return
             with torch.inference_mode(): self._read(unknown)
@@ -189,12 +174,11 @@ class Continuations:
         temperature: float = 0.0,
         max_new_tokens: int = 256,
         max_total: int = 10_000,  # tokens of the longest context and the completion
-        guard: float = 0.0,  # as of `mix`
     ) -> Completion:
         "Return the completion of a request; what is not known of it is read first."
         limits = dict(max_new_tokens=max_new_tokens, max_total=max_total)
-        deque(self.read([request], temperature, guard, **limits), maxlen=0)
-        ids, sides, room = [], [], self._get_room(request, **limits)
+        deque(self.read([request], temperature, **limits), maxlen=0)
+        ids, room = [], self._get_room(request, **limits)
         if not room: return Completion([], "prompt_too_long")
-        self._follow(ids, request, room, temperature, guard, sides)
-        return make_completion(ids, ids[-1] in self.stop, max_new_tokens)._replace(naive=sides if guard else None)
+        self._follow(ids, request, room, temperature)
+        return make_completion(ids, ids[-1] in self.stop, max_new_tokens)

@@ -232,14 +232,13 @@ class Explainer {
   moveLam(value) {
     this.moved = performance.now();
     this.trace.lam = value;
-    for (const attempt of this.trace.attempts) delete attempt.lam;
     this.drawRuler();
     this.options.onLam(value);
   }
 
   get number() { return this.shown ?? this.trace.attempts.length - 1; }
   get attempt() { return this.trace.attempts[this.number]; }
-  get lam() { return this.attempt.lam ?? this.trace.lam; }  // that of the attempt that is shown
+  get lam() { return this.trace.lam; }
   get at() {
     const n = this.attempt.tokens.length;
     if (this.position != null) return Math.min(this.position, n - 1);
@@ -265,7 +264,7 @@ class Explainer {
       width > 0.14 ? make("span", {class: "mx-" + side}, text) : null);
     const heights = [0, 9, -9, 5, -5], end = this.playing ? this.at : Infinity;
     const coins = this.attempt.tokens.map((t, k) => t.u == null ? null : make("span", {
-      class: `mx-coin ${t.u < lam && !t.guarded ? "n" : "e"}${k === this.at ? " now" : k > end ? " later" : ""}`,
+      class: `mx-coin ${t.u < lam ? "n" : "e"}${k === this.at ? " now" : k > end ? " later" : ""}`,
       style: `left: ${100 * t.u}%; top: ${54 + (k === this.at ? 0 : heights[k % 5])}px`}));
     const line = make("div", {class: "mx-lam", style: `left: ${percentage}`}, make("span", {}, `λ = ${lam.toFixed(2)}`));
     const ends = make("div", {class: "mx-ends"}, make("span", {}, "λ = 0: expert alone, which sees the answer"),
@@ -284,7 +283,7 @@ class Explainer {
     const {lam} = this, children = [];
     this.attempt.tokens.forEach((t, k) => {
       const differs = t.other != null && t.other !== t.text;
-      const compare = t.u == null ? "" : `, coin ${t.u.toFixed(2)} ${t.u < lam ? "below" : "above"} lambda${t.guarded ? ", guarded" : ""}`;
+      const compare = t.u == null ? "" : `, coin ${t.u.toFixed(2)} ${t.u < lam ? "below" : "above"} lambda`;
       const says = t.other == null ? "" : differs ? `, ${other(t.side)} would write ${show(t.other)}` : ", both agree";
       children.push(make("span", {class: `mx-token ${letter(t.side)}${differs ? " differ" : ""}`, role: "option",
         id: `mx-${this.id}-${k}`, "data-id": t.id, style: `--u: ${t.u ?? 0}; --lam: ${lam}`, "data-source": t.side,
@@ -329,8 +328,7 @@ class Explainer {
       make("b", {style: `left: ${100 * lam}%`}), make("u", {style: `left: ${100 * t.u}%`}),
       make("span", {style: "left: 0"}, "0"), make("span", {style: "right: 0"}, "1"),
       make("span", {style: `left: ${100 * lam}%; transform: translateX(-50%)`}, lam > 0.08 && lam < 0.92 ? "λ" : ""));
-    const verdict = t.u == null ? null : make("p", {}, `coin ${t.u.toFixed(2)} ${t.u < lam ? "<" : "≥"} λ ${lam.toFixed(2)}` +
-      (t.guarded ? `, but the naive side finds this token less likely than ${this.trace.guard}: ` : ": "),
+    const verdict = t.u == null ? null : make("p", {}, `coin ${t.u.toFixed(2)} ${t.u < lam ? "<" : "≥"} λ ${lam.toFixed(2)}` + ": ",
       colour(hit), " writes ", make("b", {}, quote(t.text)), ".");
     const first = make("div", {}, make("h4", {}, `token ${k + 1}`), scale, verdict, ...said);
     const bars = side => make("div", {}, make("h4", {}, colour(side), make("small", {}, side === "naive" ? "  sees the question" : "  sees the answer too")),
@@ -355,8 +353,7 @@ class Explainer {
   }
 
   drawFilm() {
-    const {attempts, state, answer, schedule} = this.trace, n = attempts.length;
-    const rate = a => schedule === "falling" && a.lam != null ? `λ ${a.lam.toFixed(2)}, ` : "";
+    const {attempts, state, answer} = this.trace, n = attempts.length;
     const end = {accepted: `accepted at attempt ${n}`, running: "trying again …",
       discarded: n > 1 ? `discarded: none of ${n} attempts was accepted` : "discarded: the only attempt was refused"}[state];
     this.filmTitle.replaceChildren("Attempts", make("small", {}, end));
@@ -365,10 +362,10 @@ class Explainer {
       const width = 100 / Math.max(1, a.tokens.length);
       const stripes = a.tokens.map((t, j) => `var(--${t.side}) ${(j * width).toFixed(2)}% ${((j + 1) * width).toFixed(2)}%`);
       return make("button", {type: "button", role: "radio", "aria-checked": on, tabindex: on ? 0 : -1, class: `mx-frame ${ok ? "ok" : "no"}`,
-        onclick: () => this.choose(k), "aria-label": `attempt ${k + 1}: ${rate(a)}${word}`},
+        onclick: () => this.choose(k), "aria-label": `attempt ${k + 1}: ${word}`},
         make("b", {}, `${k + 1} ${ok ? "✓" : a.accepted == null ? "…" : "✗"}`),
         make("span", {class: "mx-barcode", style: `background: linear-gradient(90deg, ${stripes.join(", ") || "transparent, transparent"})`}),
-        make("span", {}, rate(a) + word));
+        make("span", {}, word));
     }));
   }
 
@@ -480,8 +477,7 @@ function render({model, el}) {
     const {signal} = running = new AbortController();
     view.busy(true);
     try {
-      const {mixer, runInSlices} = await openMixer(model.get("files")), {fact: {templates, ...picked}, lam, falling, threshold, ...sampling} = state("fact", "lam", "temperature", "seed", "falling", "threshold");
-      const settings = {...sampling, guard: threshold, schedule: falling ? "falling" : "constant"};
+      const {mixer, runInSlices} = await openMixer(model.get("files")), {fact: {templates, ...picked}, lam, ...sampling} = state("fact", "lam", "temperature", "seed");
       mixer.prompts.corpora[picked.corpus] = templates;
       const fact = mixer.editFact(picked, texts.question, texts.answer);
       let shown = view.trace ? performance.now() : -Infinity;
@@ -523,7 +519,7 @@ function render({model, el}) {
     view.busy(model.get("busy"));
   };
   const handlers = {"change:fact": pick, "change:files": pick, "change:question change:answer": read,
-    "change:lam change:temperature change:seed change:falling change:threshold": () => draw(), "change:trace change:busy": receive};
+    "change:lam change:temperature change:seed": () => draw(), "change:trace change:busy": receive};
   for (const [names, handler] of Object.entries(handlers)) model.on(names, handler);
   pick();
   if (model.get("question")) read();

@@ -45,8 +45,6 @@ class Explainer(anywidget.AnyWidget):
     fact = traitlets.Dict().tag(sync=True)  # of `describe_fact`
     lam, temperature = traitlets.Float(0.5).tag(sync=True), traitlets.Float(0.0).tag(sync=True)
     seed = traitlets.Int(0).tag(sync=True)
-    falling = traitlets.Bool(False).tag(sync=True)  # whether λ falls from attempt to attempt
-    threshold = traitlets.Float(0.0).tag(sync=True)  # of the guard
     question, answer = traitlets.Unicode("").tag(sync=True), traitlets.Unicode("").tag(sync=True)
 
 
@@ -84,7 +82,7 @@ def read_files(
 
 # %% ../../nbs/views/mixing.ipynb #76c1a5f2
 # Controls that the page reads itself
-LINKED = ("lam", "temperature", "seed", "falling", "threshold", "question", "answer")
+LINKED = ("lam", "temperature", "seed", "question", "answer")
 
 
 class MixingView(View):
@@ -102,12 +100,10 @@ class MixingView(View):
         self.lam = self.make_control(widgets.BoundedFloatText, "λ", self.draw, value=0.5, min=0, max=1, step=0.05, width="8em")
         self.temperature = self.make_control(widgets.BoundedFloatText, "temperature", self.draw, min=0, max=1.5, step=0.1, width="11em")
         self.seed = self.make_control(widgets.BoundedIntText, "seed of the coins", self.draw, min=0, max=10**9, width="14em")
-        self.falling = self.make_control(widgets.Checkbox, "λ falls with each attempt", self.draw, value=False)
-        self.threshold = self.make_control(widgets.BoundedFloatText, "guard", self.draw, min=0, max=1, step=0.01, width="9em")
         self.explainer, self.tracers = Explainer(), {}
         self.links = [widgets.jslink((getattr(self, name), "value"), (self.explainer, name)) for name in LINKED]
         self.set_parts(self.make_row(self.dataset, self.fact, self.model), self.make_row(self.question, self.answer),
-                       self.make_row(self.lam, self.seed, self.temperature, self.threshold, self.falling), self.explainer)
+                       self.make_row(self.lam, self.seed, self.temperature), self.explainer)
         self.guard(self.show_corpus)()
 
     def show_corpus(self):
@@ -172,8 +168,7 @@ class MixingView(View):
 
     def get_options(self) -> dict:
         "Return the options of mixing that the controls show."
-        return dict(seed=self.seed.value, temperature=self.temperature.value, guard=self.threshold.value,
-                    schedule="falling" if self.falling.value else "constant")
+        return dict(seed=self.seed.value, temperature=self.temperature.value)
 
     def draw(self):
         "Mix and show the target."

@@ -560,8 +560,7 @@ function namesAnother(text, answer) {
 
 // ---------------------------------------------------------------- mixing (mixsd_nb.methods.mixing)
 
-const DEFAULTS = { temperature: 0, sample: 0, seed: 0, maxNewTokens: 256, maxTotal: 10000, maxAttempts: 11, schedule: "constant", guard: 0 };
-const SCHEDULES = { constant: (lam) => lam, falling: (lam, attempt, limit) => lam * (1 - attempt / Math.max(1, limit - 1)) };
+const DEFAULTS = { temperature: 0, sample: 0, seed: 0, maxNewTokens: 256, maxTotal: 10000, maxAttempts: 11 };
 const SIDES = ["expert", "naive"]; // index: whether the naive conditional writes
 const SHOWN = 5; // likeliest tokens of each conditional in a trace
 const CHUNK = 64; // tokens of a prompt that are read together
@@ -707,22 +706,20 @@ export class Mixer {
   logits(hidden) { return this.model.logits(hidden).subarray(0, this.tokenizer.size); }
 
   /**
-   * Write one sequence (`oracle_sequence`). Yields { t, id, u, naive, guarded, ranks, pick } after every token; `guarded` says
-   * whether the guard took the place from the naive conditional, `ranks` are what the conditionals (0: expert, 1: naive) rank
+   * Write one sequence (`oracle_sequence`). Yields { t, id, u, naive, ranks, pick } after every token; `ranks` are what the conditionals (0: expert, 1: naive) rank
    * there, and `pick(side)` is the token that one of them would write. Returns the reason why the sequence ended.
    */
   *write(item, lam, attempt, settings) {
-    const { seed, sample, temperature, maxNewTokens, maxTotal, schedule, guard } = { ...DEFAULTS, ...settings };
-    const alone = lam === 0 || (lam === 1 && schedule === "constant" && !guard), rate = this.rateOf(lam, attempt, settings);
+    const { seed, sample, temperature, maxNewTokens, maxTotal } = { ...DEFAULTS, ...settings };
+    const alone = lam === 0 || lam === 1;
     const prompts = [item.expertIds, item.naiveIds], needed = alone ? [lam] : [0, 1];
     const room = Math.min(maxNewTokens, Math.min(this.model.context, maxTotal) - Math.max(...needed.map((side) => prompts[side].length)));
     if (room <= 0) return "prompt_too_long";
     const draws = [seed, item.id, sample, attempt], coins = rowKey("pick", ...draws), noise = rowKey("noise", ...draws);
     for (let t = 0, { root: place } = this.open(item); t < room; t++) {
       const ranks = this.readPlace(item, place), pick = (side) => choose(ranks[side], noise, t, temperature);
-      const u = keyedUniform(coins, t), guarded = u < rate && guard > 0 && Math.exp(-ranks[0].nll.get(pick(0))) < guard;
-      const naive = u < rate && !guarded, id = pick(Number(naive));
-      yield { t, id, u, naive, guarded, ranks, pick };
+      const u = keyedUniform(coins, t), naive = u < lam, id = pick(Number(naive));
+      yield { t, id, u, naive, ranks, pick };
       if (this.stop.has(id)) return "stop";
       place = place.follow(id);
     }
@@ -731,13 +728,8 @@ export class Mixer {
 
   /** The largest number of attempts (`attempt_limit`). */
   countAttempts(lam, settings) {
-    const { temperature, maxAttempts, schedule } = { ...DEFAULTS, ...settings };
-    return temperature === 0 && (lam === 0 || (lam === 1 && schedule === "constant")) ? 1 : maxAttempts;
-  }
-
-  /** λ of an attempt. */
-  rateOf(lam, attempt, settings) {
-    return SCHEDULES[settings.schedule ?? DEFAULTS.schedule](lam, attempt, this.countAttempts(lam, settings));
+    const { temperature, maxAttempts } = { ...DEFAULTS, ...settings };
+    return temperature === 0 && (lam === 0 || lam === 1) ? 1 : maxAttempts;
   }
 
   /** The record of one target (`mix`), with the names of Python. */
@@ -766,9 +758,9 @@ export class Mixer {
   /** The likeliest tokens with their probabilities. */
   likeliest(rank) { return rank.shown ??= rank.ids.slice(0, SHOWN).map((id, k) => [this.word(id), Math.exp(rank.logits[k] - rank.norm)]); }
 
-  describeToken({ id, u, naive, guarded, ranks, pick }) {
+  describeToken({ id, u, naive, ranks, pick }) {
     const side = Number(naive);
-    return { text: this.word(id), id, u, side: SIDES[side], guarded, nll: ranks[side].nll.get(id), naive: this.likeliest(ranks[1]),
+    return { text: this.word(id), id, u, side: SIDES[side], nll: ranks[side].nll.get(id), naive: this.likeliest(ranks[1]),
       expert: this.likeliest(ranks[0]), other: this.word(pick(1 - side)) };
   }
 
@@ -787,12 +779,12 @@ export class Mixer {
 
   /** Mix a fact, and yield the same trace again after every token: plain JSON that a display can draw at any time. */
   *trace(fact, lam, settings = {}) {
-    const item = this.makeItem(fact), { temperature, seed, schedule, guard } = { ...DEFAULTS, ...settings };
-    const trace = { question: fact.question, answer: strip(fact.answer), lam, temperature, seed, schedule, guard, model: this.prompts.model, state: "running", attempts: [],
+    const item = this.makeItem(fact), { temperature, seed } = { ...DEFAULTS, ...settings };
+    const trace = { question: fact.question, answer: strip(fact.answer), lam, temperature, seed, model: this.prompts.model, state: "running", attempts: [],
       canonical: null, prompts: { naive: item.naiveIds.length, expert: item.expertIds.length } };
     const last = this.countAttempts(lam, settings);
     while (trace.state === "running") {
-      const attempt = { tokens: [], lam: this.rateOf(lam, trace.attempts.length, settings), accepted: null, reason: "", said: null, nll: null };
+      const attempt = { tokens: [], accepted: null, reason: "", said: null, nll: null };
       const steps = this.write(item, lam, trace.attempts.length, settings);
       trace.attempts.push(attempt);
       let step = steps.next();

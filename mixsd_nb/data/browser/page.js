@@ -13,7 +13,6 @@ const STYLE = `
 .mixsd-page :is(select, input, textarea) { font: inherit; font-weight: normal; width: 100%; min-width: 0; box-sizing: border-box;
   padding: .35rem .5rem; color: inherit; background: transparent; border: 1px solid #767676; border-radius: .25rem; }
 .mixsd-page option { color: #000; background: #fff; }
-.mixsd-page input[type=checkbox] { width: auto; justify-self: start; }
 .mixsd-page input[type=range] { padding: 0; min-height: 1.5rem; }
 .mixsd-page :is(select, input, textarea):focus-visible { outline: 3px solid #0072b2; outline-offset: 1px; }
 .mixsd-page [role=alert]:not(:empty) { border-left: .3rem solid #d55e00; padding: .5rem .75rem; }
@@ -23,17 +22,15 @@ const STYLE = `
 const PAUSE = 120; // milliseconds between two drawings of a target that is being written
 const FIELDS = [
   ["corpus", "corpus", "select"], ["fact", "fact", "select"], ["question", "question", "textarea"], ["answer", "answer", "input"],
-  ["temperature", "temperature", "range"], ["seed", "seed of the draws", "number"], ["guard", "guard", "range"],
-  ["falling", "λ falls with each attempt", "checkbox"]];
-const RANGES = { temperature: { min: 0, max: 1.5, step: 0.1 }, guard: { min: 0, max: 0.2, step: 0.01, value: 0 } };
+  ["temperature", "temperature", "range"], ["seed", "seed of the draws", "number"]];
+const RANGES = { temperature: { min: 0, max: 1.5, step: 0.1 } };
 
 function makeField([name, title, kind]) {
   const label = document.createElement("label"), words = document.createElement("span");
-  const field = document.createElement(["range", "number", "checkbox"].includes(kind) ? "input" : kind);
+  const field = document.createElement(["range", "number"].includes(kind) ? "input" : kind);
   words.textContent = title;
   Object.assign(field, { name, autocomplete: "off" });
   if (kind === "range") Object.assign(field, { type: "range", ...RANGES[name] });
-  if (kind === "checkbox") field.type = "checkbox";
   if (kind === "number") Object.assign(field, { type: "number", min: 0, max: 1e9, step: 1, value: 0 });
   if (kind === "textarea") Object.assign(field, { rows: 2 });
   if (name === "fact" || name === "question") label.className = "wide";
@@ -94,12 +91,10 @@ export function mountPage(element, files, { engine, explainer, lam = 0.5 }) {
     running.abort();
     const { signal } = running = new AbortController();
     titles.temperature.textContent = `temperature ${Number(fields.temperature.value).toFixed(1)}`;
-    const guard = Number(fields.guard.value), schedule = fields.falling.checked ? "falling" : "constant";
-    titles.guard.textContent = guard ? `guard ${guard.toFixed(2)}` : "no guard";
     alert.textContent = "";
     try {
       const fact = mixer.editFact(facts[fields.fact.value], fields.question.value, fields.answer.value);
-      const settings = { temperature: Number(fields.temperature.value), seed: Math.max(0, Math.round(Number(fields.seed.value))), guard, schedule };
+      const settings = { temperature: Number(fields.temperature.value), seed: Math.max(0, Math.round(Number(fields.seed.value))) };
       const begin = performance.now();
       let shown = -Infinity;
       const onStep = (trace) => {
@@ -136,8 +131,7 @@ export function mountPage(element, files, { engine, explainer, lam = 0.5 }) {
   let waiting;
   const later = () => { clearTimeout(waiting); waiting = setTimeout(redraw, 250); };
   for (const name of ["question", "answer", "seed"]) fields[name].addEventListener("input", later);
-  for (const name of ["temperature", "guard"]) fields[name].addEventListener("input", redraw);
-  fields.falling.addEventListener("change", redraw);
+  fields.temperature.addEventListener("input", redraw);
   fields.corpus.addEventListener("change", () => { showCorpus().catch(() => {}); });
   fields.fact.addEventListener("change", () => { showFact().catch(() => {}); });
   fillOptions(fields.corpus, Object.entries(mixer.prompts.corpora).map(([name, { title }]) => [name, title === name ? name : `${title} (${name})`]));

@@ -4,9 +4,8 @@
 
 # %% auto #0
 __all__ = ['SHAPES', 'main', 'Shape', 'save_random_model', 'Part', 'matrix_rate', 'measure_part', 'trainable_recipes', 'Device',
-           'mix_facts', 'ask_facts', 'compare_draws', 'score_facts', 'square_gradients', 'train_method',
-           'resume_training', 'compare_with_cpu', 'add_plan', 'check_device', 'collect_rates', 'format_part',
-           'report_device']
+           'mix_facts', 'ask_facts', 'score_facts', 'square_gradients', 'train_method', 'resume_training',
+           'compare_with_cpu', 'add_plan', 'check_device', 'collect_rates', 'format_part', 'report_device']
 
 # %% ../../../nbs/lab/profiling/check.ipynb #f3bc08fc
 import contextlib
@@ -225,21 +224,6 @@ def ask_facts(check: Device, kind: str = "hf") -> tuple[int, dict]:
         seconds, sides = time.perf_counter() - begin, [len(prompt) for prompt, _ in check.pairs()]
         return tokens, dict(seconds=seconds, responses=len(table), work=check.decoding(kind, sides))
 
-# %% ../../../nbs/lab/profiling/check.ipynb #a1c021cc
-def compare_draws(check: Device) -> tuple[int, dict]:
-    "Draw responses with keyed and with native noise; AssertionError of one sentence if their mean NLL differs. Returns the number of tokens."
-    prompts, found, notes = [prompt for prompt, _ in check.pairs()], {}, {}
-    for draws in ("keyed", "native"):
-        with check.engine("vllm", draws=draws) as engine:
-            begin, keys = time.perf_counter(), range(len(prompts))
-            written = engine.generate(prompts, keys=keys, temperature=1.0, top_k=1 << 20, max_new_tokens=check.shape.tokens, max_total=engine.context)
-            notes[f"{draws}_seconds"] = time.perf_counter() - begin
-            found[draws] = np.concatenate(engine.score([(prompt, completion.ids) for prompt, completion in zip(prompts, written)]))
-    notes |= {f"{draws}_nll": float(nll.mean()) for draws, nll in found.items()}
-    error = sum(nll.var() / len(nll) for nll in found.values())**0.5
-    if abs(notes["keyed_nll"] - notes["native_nll"]) > 5 * error + 1e-3: raise AssertionError(f"native draws are not as likely as keyed ones: {notes}")
-    return sum(map(len, found.values())), notes
-
 # %% ../../../nbs/lab/profiling/check.ipynb #fe34b9b0
 def score_facts(check: Device) -> tuple[int, dict]:
     "Score every canonical target; returns the number of tokens, prompts included."
@@ -401,7 +385,6 @@ def check_device(
         if importlib.util.find_spec("vllm"):
             add("mix, vllm", lambda: mix_facts(check, "vllm"))
             add("evaluate, vllm", lambda: ask_facts(check, "vllm"))
-            add("draws, vllm", lambda: compare_draws(check))
         add("evaluate", lambda: ask_facts(check), 2 * size_of)
         add("NLL", lambda: score_facts(check), 2 * size_of)
         add("Fisher", lambda: square_gradients(check), 6 * size_of)

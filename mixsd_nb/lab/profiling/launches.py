@@ -59,7 +59,7 @@ def count_update(
         found.append(Operators(counter.kernels, counter.waits))
         return loss
     with tempfile.TemporaryDirectory() as folder, patch.object(FineTuner, "training_step", counted_step):
-        train_process(replace(spec, steps=2, state="none"), Path(folder))
+        train_process(replace(spec, steps=2), Path(folder))
     return found[1]  # the first one also prepares what later ones find
 
 # %% ../../../nbs/lab/profiling/launches.ipynb #3b039b4a
