@@ -1716,7 +1716,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                   'mixsd_nb.figures.find_run': ('figures.html#find_run', 'mixsd_nb/figures.py'),
                                   'mixsd_nb.figures.run': ('figures.html#run', 'mixsd_nb/figures.py')},
             'mixsd_nb.fisher': { 'mixsd_nb.fisher.FisherConfig': ('fisher.html#fisherconfig', 'mixsd_nb/fisher.py'),
-                                 'mixsd_nb.fisher.FisherConfig._find_data': ('fisher.html#fisherconfig._find_data', 'mixsd_nb/fisher.py'),
                                  'mixsd_nb.fisher.FisherConfig.check': ('fisher.html#fisherconfig.check', 'mixsd_nb/fisher.py'),
                                  'mixsd_nb.fisher.FisherConfig.compute': ('fisher.html#fisherconfig.compute', 'mixsd_nb/fisher.py'),
                                  'mixsd_nb.fisher.FisherConfig.identity': ('fisher.html#fisherconfig.identity', 'mixsd_nb/fisher.py'),

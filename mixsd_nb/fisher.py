@@ -53,21 +53,14 @@ class FisherConfig(TrainingAnalysis):
     reference: Literal["lab", "real", "paper"] = Field("lab", description=(
         "examples from the lab's suites, from those for real small models, or from the paper's tasks"))
     limit: int = Field(0, ge=0, description="examples of each benchmark; 0 for all, 979 in total of the lab or the paper")
-    data: str = Field("", description="folder of files for the paper's tasks; empty: MIXSD_BENCHMARKS, else the hub")
     seed: Seed = Field(0, description="seed of the choice of examples")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the base model: float32 or bfloat16")
     processes: int = runtime_field(1, "processes that share the examples, each with its own GPU or core", ge=1)
     recompute: bool = runtime_field(False, "recompute activations in the backward pass, which saves memory")
 
-
-    @field_validator("data")
-    @classmethod
-    def _find_data(cls, folder, info):  # the lab's suites read no files
-        return folder or benchmarks_folder() if info.data.get("reference") != "lab" else ""
-
     def identity(self):
         "Return the identity of a `Config`, with the local files of the tasks."
-        files = task_files([name for name in suite_groups()[self.reference] if name in SOURCES], self.data)
+        files = task_files([name for name in suite_groups()[self.reference] if name in SOURCES], benchmarks_folder())
         return super().identity() | (dict(data=files) if files else {})
 
     def slug(self):
@@ -139,7 +132,7 @@ def base_fisher(
 ) -> xr.DataTree:
     "Estimate the Fisher of the base model. Groups: the root, `reference` for the examples, `per_layer` and `per_kind`."
     from mixsd_nb.analysis.estimation import FISHER, estimate_fisher, reference_pairs
-    pairs = reference_pairs(config.model, config.reference, config.seed, limit=config.limit, data=config.data)
+    pairs = reference_pairs(config.model, config.reference, config.seed, limit=config.limit, data=benchmarks_folder())
     estimate_fisher([pair for group in pairs.values() for pair in group], folder, **config.keywords_of(estimate_fisher))
     fisher = {name: read() for name, read in open_tensors(folder / FISHER).items()}
     sums = tensor_sums(fisher, fisher, fisher)

@@ -84,9 +84,10 @@ def test_one_specification_for_base_and_tuned(models):
     assert other["recall"] == benchmarks["recall"] and other["arithmetic"]["digest"] != benchmarks["arithmetic"]["digest"]
 
 
-def test_the_papers_tasks_end_to_end(models, data):
+def test_the_papers_tasks_end_to_end(models, data, monkeypatch):
     sandbox()
-    parameters = dict(model=models[0], suite="paper", n=2, max_new_tokens=8, task_tokens=8, limit=1, data=data)
+    monkeypatch.setenv("MIXSD_BENCHMARKS", data)
+    parameters = dict(model=models[0], suite="paper", n=2, max_new_tokens=8, task_tokens=8, limit=1)
     root, table = evaluate.run(**parameters).root, evaluate.responses(**parameters)
     assert root.benchmark.values.tolist() == ["recall", "recall-reworded", "retrieval", *held_out("paper")] and root.n.values.tolist() == [2, 2, 2, 1, 1, 1, 1, 1]
     assert root.column.values.tolist()[3:] == [SUITES[name].column for name in held_out("lab")]
@@ -198,7 +199,7 @@ def test_worked_responses_are_right_everywhere(data):
 
 
 @pytest.mark.parametrize("parameters, error, sentence", [
-    (dict(suite="gsm8k", data="/nowhere"), ValueError, "gsm8k.parquet or gsm8k.jsonl is missing in the folder of benchmarks /nowhere"),
+    (dict(suite="gsm8k"), ValueError, "gsm8k.parquet or gsm8k.jsonl is missing in the folder of benchmarks /nowhere"),
     (dict(suite="three-hop"), ValueError, "suite must name benchmarks of kgfact-small, got three-hop, which it does not have"),
     (dict(suite="retrieval-same-relation", dataset="simpleqa-lab"), ParameterError, "suite must name a benchmark that simpleqa-lab has, got retrieval-same-relation"),
     (dict(suite="humaneval"), SandboxError, "bubblewrap is missing: install the package bubblewrap"),
@@ -206,17 +207,18 @@ def test_worked_responses_are_right_everywhere(data):
 def test_what_is_missing_is_told_before_a_model_is_loaded(parameters, error, sentence, models, data, monkeypatch, tmp_path):
     monkeypatch.setattr(evaluation, "load_engine", lambda *_, **__: pytest.fail("a model was loaded"))
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("MIXSD_BENCHMARKS", "/nowhere" if "nowhere" in sentence else data)
     monkeypatch.setattr("mixsd_nb.benchmarks.sandbox._find_kernel_problem", lambda: "Landlock is not available")
     with pytest.raises(error, match=sentence):
-        evaluate.run(model=models[0], **dict(data=data) | parameters)
+        evaluate.run(model=models[0], **parameters)
 
 
 def test_the_folder_of_benchmarks_is_part_of_a_run_of_tasks_only(data, monkeypatch):
     make = functools.partial(make_config, evaluate.EvaluateConfig)
     plain, tasks = make(), make(suite="gsm8k")
     monkeypatch.setenv("MIXSD_BENCHMARKS", data)
-    assert make().hash() == plain.hash() == make(data="elsewhere", limit=3).hash()
-    assert make(suite="gsm8k").hash() == make(suite="gsm8k", data=data).hash() != tasks.hash()
+    assert make().hash() == plain.hash() == make(limit=3).hash()
+    assert make(suite="gsm8k").hash() != tasks.hash()
     assert make(suite="gsm8k", engine="vllm", batch_size=3, baseline="lab-s").hash() == make(suite="gsm8k").hash()
 
 
@@ -249,7 +251,8 @@ def test_missing_data_and_sandboxes_are_found_before_any_work(stage, tiny, own_r
     "Mixing takes hours at the paper's scale, so what measuring needs is looked for first."
     monkeypatch.setattr("mixsd_nb.models.load_base", lambda *args: pytest.fail("a model was loaded"))
     (tmp_path / "data").mkdir()
-    common = dict(model=tiny, dataset="kgfact-small", n=2, data=str(tmp_path / "data"))
+    monkeypatch.setenv("MIXSD_BENCHMARKS", str(tmp_path / "data"))
+    common = dict(model=tiny, dataset="kgfact-small", n=2)
     with pytest.raises(ParameterError, match="^gsm8k.parquet or gsm8k.jsonl is missing in the folder of benchmarks"):
         stage.run(suite="recall,gsm8k", **common)
     monkeypatch.setattr("mixsd_nb.benchmarks.sandbox._find_problem", lambda bwrap: "bubblewrap is missing")

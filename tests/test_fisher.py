@@ -126,6 +126,7 @@ def test_measured_checkpoints_are_kept(model, tmp_path, monkeypatch):
 
 
 def test_bad_input_is_one_sentence_before_a_model_is_loaded(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("MIXSD_BENCHMARKS", str(tmp_path))
     def never(*_):
         raise AssertionError("a model was loaded")
     runs = {name: trained(tmp_path, model, lr=lr) for name, lr in (("whole", 1e-3), ("broken", 2e-3))}
@@ -143,7 +144,7 @@ def test_bad_input_is_one_sentence_before_a_model_is_loaded(model, tmp_path, mon
         (dict(reference="mine"), "reference must be one of lab, real, paper, got mine"),
         (dict(model="lab-x"), "model must be "),
         (dict(refrence="lab"), "unknown parameter refrence; did you mean reference?"),
-        (dict(reference="paper", data=str(tmp_path)), "aime-2024.parquet or aime-2024.jsonl is missing"),
+        (dict(reference="paper"), "aime-2024.parquet or aime-2024.jsonl is missing"),
     ]:
         with pytest.raises(ValueError) as caught:
             fisher.run(**parameters)
@@ -151,7 +152,7 @@ def test_bad_input_is_one_sentence_before_a_model_is_loaded(model, tmp_path, mon
     assert not list(tmp_path.glob("fisher-*/result.nc"))
 
 
-def test_the_papers_tasks_from_files(tmp_path, model):
+def test_the_papers_tasks_from_files(tmp_path, model, monkeypatch):
     options = dict(question="Which?", choices=list("wxyz"), answer=1)
     solved = lambda n: [dict(problem=f"{k} + 1?", solution=f"It is \\boxed{{{k + 1}}}.", answer=str(k + 1)) for k in range(n)]
     rows = {"aime-2024": solved(30), "math-500": solved(300), "gsm8k": [dict(question=f"{k}?", answer=f"So.\n#### {k}") for k in range(260)],
@@ -163,7 +164,8 @@ def test_the_papers_tasks_from_files(tmp_path, model):
     assert {name: len(group) for name, group in items.items()} == {"aime-2024": 30, "math-500": 250, "gsm8k": 250, "humaneval": 164, "mmlu": 285}
     assert [i.prompt for i in items["math-500"]] == [i.prompt for i in estimation.reference_items("paper", data=str(tmp_path))["math-500"]]
     assert items["math-500"] != estimation.reference_items("paper", seed=1, data=str(tmp_path))["math-500"]
-    tree = fisher.run(model=model, reference="paper", data=str(tmp_path), limit=3).result
+    monkeypatch.setenv("MIXSD_BENCHMARKS", str(tmp_path))
+    tree = fisher.run(model=model, reference="paper", limit=3).result
     assert tree["reference"].examples.values.tolist() == [3] * 5 and tree.examples.item() == 15
 
 

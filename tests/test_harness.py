@@ -128,8 +128,9 @@ def test_choices_are_scored_as_by_the_harness(name, real, tmp_path, monkeypatch)
     rows = [hub_row(name, json.loads(line)) for line in (real / "benchmarks" / f"{name.replace('-', '_')}.jsonl").open(encoding="utf-8")][:N]
     (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("MIXSD_BENCHMARKS", str(tmp_path))
     model = os.environ.get("MIXSD_REAL_MODEL", MODEL)
-    ours = evaluate.run(model=model, suite=name, data=str(tmp_path)).responses()
+    ours = evaluate.run(model=model, suite=name).responses()
     path = next((Path(lm_eval.__file__).parent / "tasks").rglob(f"*/{TASKS[name]}.yaml" if name != "boolq" else "super_glue/boolq/default.yaml"))
     config = {key: value for key, value in load_yaml(path, resolve_func=True).items() if key != "tag"}
     task = ConfigurableTask(config=config | dict(dataset_path="json", dataset_name=None, test_split="test", validation_split=None, training_split=None,

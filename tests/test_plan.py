@@ -381,11 +381,12 @@ def test_a_run_that_cannot_fit_writes_nothing(own_runs, tiny, monkeypatch, capsy
 # --- inputs, commands, probe
 
 
-def test_inputs_are_checked_before_any_work(own_runs, tiny, tmp_path):
+def test_inputs_are_checked_before_any_work(own_runs, tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("MIXSD_BENCHMARKS", str(tmp_path))
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_text(json.dumps(dict(model_type="qwen3")))
-    config = make_config(evaluate.EvaluateConfig, model="lab-s", suite="recall,gsm8k,humaneval", data=str(tmp_path))
+    config = make_config(evaluate.EvaluateConfig, model="lab-s", suite="recall,gsm8k,humaneval")
     found = {entry.name: entry for entry in check_inputs([config, SimpleNamespace(model=str(broken))])}
     assert found["model lab-s"].fine and "padded rows" in found["model lab-s"].note
     assert found["locks"].fine and found["corpus kgfact-small"].fine and "sandbox" in found

@@ -41,10 +41,12 @@ def hub(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
-    "A folder with a few rows of the five data sets."
+    "A folder with a few rows of the five data sets, which the variable names."
     folder = tmp_path_factory.mktemp("tasks")
     for name, rows in ROWS.items(): (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MIXSD_BENCHMARKS", str(folder))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +134,7 @@ def test_every_stage(name, hub, facts, own_runs, tasks, undrawn):
     "Mixing, training by three methods in bfloat16, evaluation, NLL, Fisher, errors and figures, as modules."
     model, tokenizer = hub[name], load_tokenizer(hub[name])
     cell = dict(model=model, dataset=facts)
-    suite = dict(suite="recall,gsm8k", data=tasks, limit=1, task_tokens=6)
+    suite = dict(suite="recall,gsm8k", limit=1, task_tokens=6)
     mixed = generate.run(**cell, preset="paper", max_new_tokens=8, max_attempts=2, fallback="canonical")
     table = read_table(mixed.folder / "targets.parquet")
     assert len(table) == 8 and all(tokenizer.decode(ids).endswith(PROMPT_ENDS[name]) for ids in table.prompt_ids)
@@ -150,7 +152,7 @@ def test_every_stage(name, hub, facts, own_runs, tasks, undrawn):
     both = asked.responses().merge(run.responses(2), on=["benchmark", "item", "sample"])
     assert len(both) == len(asked.responses()) and both.response_x.equals(both.response_y)
     for targets in ("", str(mixed.folder / "targets.parquet")): assert nll.run(**cell, targets=targets).root.nll.notnull().all()
-    reference = dict(model=model, reference="paper", data=tasks, limit=1)
+    reference = dict(model=model, reference="paper", limit=1)
     assert fisher.run(**reference).root.fisher_trace.item() > 0
     moved = fisher.run(**reference, trained=str(runs["mixsd"].folder)).root
     assert (moved.displacement_sq.sel(step=[1, 2]) > 0).all()
@@ -188,13 +190,13 @@ def test_every_stage_with_papermill(hub, own_runs, tasks, tmp_path):
     "The paper's corpus and all five tasks on the hybrid model, by the notebooks of the stages."
     need_sandbox()
     cell = dict(model=hub["Qwen3-hybrid"], dataset="kgfact-small")
-    suite = dict(data=tasks, limit=1, n=2, max_new_tokens=6, task_tokens=6, preset="paper")
+    suite = dict(limit=1, n=2, max_new_tokens=6, task_tokens=6, preset="paper")
     run_notebooks(tmp_path,
                   ("generate", cell | dict(preset="paper", max_new_tokens=6, max_attempts=1, fallback="canonical")),
                   ("train", cell | suite | dict(method="sft", suite="recall,gsm8k", epochs=1, batch=50, checkpoints=[1])),
                   ("evaluate", cell | suite | dict(suite="paper")),
                   ("nll", cell | dict(first=1)),
-                  ("fisher", dict(model=cell["model"], reference="paper", data=tasks, limit=1)),
+                  ("fisher", dict(model=cell["model"], reference="paper", limit=1)),
                   ("errors", cell),
                   ("figures", cell | dict(source="runs")))
     runs = sorted(path.parent.name.partition("-")[0] for path in own_runs.glob("*/result.nc"))

@@ -152,7 +152,7 @@ def test_without_a_network_there_is_advice(offline, tmp_path):
     lines = asked(*PUBLISHED, HF_HOME=str(tmp_path), HF_HUB_OFFLINE=offline)
     for (name, folder), said in zip(PUBLISHED.items(), lines[::2], strict=True):
         assert f"{name}." in said and "Hugging Face hub" in said and folder in said and "path=" not in said
-    assert lines[4].endswith("put gsm8k.jsonl or gsm8k.parquet into a folder and name it by data= or MIXSD_BENCHMARKS")
+    assert lines[4].endswith("put gsm8k.jsonl or gsm8k.parquet into a folder and name it by MIXSD_BENCHMARKS")
     assert float(lines[5]) < 2, "the hub is not tried again and again"
 
 

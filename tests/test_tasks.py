@@ -210,9 +210,9 @@ def test_the_tests_use_the_given_helpers_and_not_those_of_the_response():
 
 
 @pytest.mark.parametrize("make", [
-    lambda folder: EvaluateConfig(suite="gsm8k,mmlu", data=str(folder)),
-    lambda folder: FisherConfig(reference="paper", data=str(folder)),
-    lambda folder: ReferenceConfig(suites="paper"),
+    lambda: EvaluateConfig(suite="gsm8k,mmlu"),
+    lambda: FisherConfig(reference="paper"),
+    lambda: ReferenceConfig(suites="paper"),
 ])
 def test_the_content_of_local_files_belongs_to_a_run_and_their_place_does_not(folder, make, tmp_path_factory, monkeypatch):
     "Before, a run on a corrected file had the name of the run on the wrong one, which was opened as finished."
@@ -221,7 +221,7 @@ def test_the_content_of_local_files_belongs_to_a_run_and_their_place_does_not(fo
 
     def find_hash(place):
         monkeypatch.setenv("MIXSD_BENCHMARKS", str(place))
-        return make(place).hash()
+        return make().hash()
     before = find_hash(folder)
     assert find_hash(moved) == before
     with next(moved.glob("mmlu-dev.*")).open("ab") as file: file.write(b"\n")

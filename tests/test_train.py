@@ -111,10 +111,11 @@ def test_every_distillation_gives_its_row(tiny, own_runs):
         assert len(result["training"].loss) == 5 and (result["training"].loss > 0).all()
 
 
-def test_checkpoints_are_asked_the_papers_tasks(tiny, tmp_path, own_runs):
+def test_checkpoints_are_asked_the_papers_tasks(tiny, tmp_path, own_runs, monkeypatch):
     "All available items of local files are used; the result contains only the requested benchmarks and recall."
+    monkeypatch.setenv("MIXSD_BENCHMARKS", str(tmp_path))
     for name in ("gsm8k", "humaneval"): (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[name]))
-    parameters = dict(method="sft", model=tiny, n=500, epochs=1, checkpoints=(), max_new_tokens=4, task_tokens=4, data=str(tmp_path))
+    parameters = dict(method="sft", model=tiny, n=500, epochs=1, checkpoints=(), max_new_tokens=4, task_tokens=4)
     result = train.run(suite="recall,gsm8k", **parameters).root
     columns = dict(zip(result.benchmark.values.tolist(), result.column.values.tolist()))
     assert columns == {"recall": "Train", "recall-kept": "", "gsm8k": "GSM8K", "validation": ""}

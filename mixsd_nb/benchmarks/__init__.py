@@ -229,7 +229,7 @@ for _name, _opening in {
 # %% ../../nbs/benchmarks/index.ipynb #9b764be3
 def _task(name, column, sampling, **options):
     return Suite(name, column, "held-out", "benchmarks.tasks:task_items", f"benchmarks.tasks:{name}", column,
-                 ("paper",), sampling, version=1, settings=("limit", "data"), **options)
+                 ("paper",), sampling, version=1, settings=("limit",), **options)
 
 
 _SAMPLED = dict(temperature=1.0, top_k=1 << 20, max_total=16_384)  # a top-k beyond any vocabulary is none
@@ -248,12 +248,12 @@ for _suite in [
 # %% ../../nbs/benchmarks/index.ipynb #57ba7c78
 def _choice(name, title, **options):
     return Suite(name, title, "style-free", "benchmarks.tasks:task_items", f"benchmarks.tasks:{name}", groups=("real",),
-                 grading="likeliest", published="likeliest-character", version=1, fisher=64, settings=("limit", "data"), **options)
+                 grading="likeliest", published="likeliest-character", version=1, fisher=64, settings=("limit",), **options)
 
 
 def _free(name, title, **options):
     return Suite(name, title, "held-out", "benchmarks.tasks:task_items", f"benchmarks.tasks:{name}", groups=("real",),
-                 sampling=Sampling(48), grading="contains", version=1, fisher=64, settings=("limit", "data"), **options)
+                 sampling=Sampling(48), grading="contains", version=1, fisher=64, settings=("limit",), **options)
 
 
 _REAL = {_suite.name: SUITES.add(_suite) for _suite in [

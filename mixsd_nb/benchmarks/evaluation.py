@@ -59,8 +59,6 @@ class EvalSettings(CorpusSettings, PresetSettings):
     task_tokens: int = runtime_field(
         0, "largest length in tokens of a response to a benchmark that sets its own length; 0 for that length",
         smoke=16, ge=0)
-    data: str = Field(
-        "", description="folder with local files of the paper's tasks; if empty, MIXSD_BENCHMARKS or the hub is used")
     seed: Seed = Field(0, description="seed of evaluation items, picks, sampling noise and training order")
     dtype: Literal["float32", "bfloat16"] = preset_field(
         "data type of the model that mixes or is measured: float32 or bfloat16", lab="float32", real="bfloat16",
@@ -81,13 +79,13 @@ class EvalSettings(CorpusSettings, PresetSettings):
     _suite = field_validator("suite")(resolve_suite)
     _harness = field_validator("harness", mode="before")(check_harness_options)
 
-    @field_validator("data", "limit", "harness")
+    @field_validator("limit", "harness")
     @classmethod
     def _reset_without_tasks(cls, value, info):
         suite = info.data.get("suite", "lab")
         if not any(info.field_name in SUITES[name].settings for name in benchmark_names(suite)):
             return idle_value(cls.model_fields[info.field_name])
-        return value or benchmarks_folder() if info.field_name == "data" else value
+        return value
 
     def declared_modules(self) -> list[str]:
         "Return modules that the declarations of engine, corpus and benchmarks name: their code is part of a run's."
@@ -116,7 +114,7 @@ class EvalSettings(CorpusSettings, PresetSettings):
         for name, spec in suite.items():
             if self.harness and "harness" in SUITES[name].settings: spec["harness"] = self.harness
             if 0 < self.task_tokens < SUITES[name].sampling.max_new_tokens: spec["task_tokens"] = self.task_tokens
-        files = task_files([name for name in suite if name in SOURCES], self.data)
+        files = task_files([name for name in suite if name in SOURCES], benchmarks_folder())
         return super().identity() | dict(suite=suite) | (dict(data=files) if files else {})
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #64738ad2
@@ -126,7 +124,7 @@ def select_items(settings: EvalSettings) -> dict[str, dict[str, Item]]:
     SandboxError if they include programs that cannot be run here."""
     names = benchmark_names(settings.suite)
     if any(GRADINGS[SUITES[name].grading].sandboxed for name in names): check_sandbox(settings.allow_unsandboxed)
-    found = load_items(names, Selection(settings.dataset, settings.n, settings.seed, settings.limit, settings.data))
+    found = load_items(names, Selection(settings.dataset, settings.n, settings.seed, settings.limit, benchmarks_folder()))
     if not found: raise ParameterError(f"suite must name a benchmark that {settings.dataset} has, got {settings.suite}")
     rules = {item.grading for problems in found.values() for item in problems.values()} - {""}
     if any(GRADINGS[rule].sandboxed for rule in rules): check_sandbox(settings.allow_unsandboxed)

@@ -258,12 +258,12 @@ def _hub_rows(
     "Return rows of a task from the hub; ValueError if it cannot be reached."
     if not source.hub:
         raise ValueError(f"{name} is not on the Hugging Face hub; put {source.file or name}.jsonl with {', '.join(source.columns)} into a folder "
-                         "and name it by data= or MIXSD_BENCHMARKS")
+                         "and name it by MIXSD_BENCHMARKS")
     from datasets import load_dataset
 
     from mixsd_nb.corpora.simpleqa import read_hub
     load = lambda: list(load_dataset(source.hub, source.config, split=split, revision=source.revision))
-    return read_hub(load, f"{name} ({source.hub})", f"{name}.jsonl or {name}.parquet", "data= or MIXSD_BENCHMARKS")
+    return read_hub(load, f"{name} ({source.hub})", f"{name}.jsonl or {name}.parquet", "MIXSD_BENCHMARKS")
 
 # %% ../../nbs/benchmarks/tasks.ipynb #7ede29b6
 def _check_rows(

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from ..benchmarks import GRADINGS, SUITES, Selection, benchmark_names, load_items
 from ..benchmarks.sandbox import SANDBOXES, SandboxError, check_sandbox
+from ..benchmarks.tasks import SOURCES, benchmarks_folder
 from ..cluster.grid import read_grid
 from ..corpora import CORPORA, load_corpus
 from ..corpora.stored import fact_places
@@ -91,7 +92,7 @@ def _collect(configs: Iterable[Any]) -> dict[str, list]:
         if dataset := getattr(config, "dataset", ""): found["corpora"][dataset] = 0
         found["engines"][getattr(config, "engine", "hf")] = 0
         for name in benchmark_names(config.suite) if hasattr(config, "suite") else ():
-            if "data" in SUITES[name].settings: found["suites"][name, dataset, config.data] = 0
+            if name in SOURCES: found["suites"][name, dataset] = 0
     return {kind: list(names) for kind, names in found.items()}
 
 
@@ -99,8 +100,8 @@ def _check_here(found: dict[str, list]) -> list[Input]:
     "Check collected inputs in this process."
     checks = [_try(f"model {name}", lambda name=name: _describe_model(name)) for name in found["models"]]
     checks += [_try(f"corpus {name}", lambda name=name: f"{len(load_corpus(name, 'train'))} facts") for name in found["corpora"]]
-    checks += [_try(f"benchmark {name}", lambda name=name, dataset=dataset, data=data: _check_items(
-        name, dict(dataset=dataset, data=data))) for name, dataset, data in found["suites"]]
+    checks += [_try(f"benchmark {name}", lambda name=name, dataset=dataset: _check_items(
+        name, dict(dataset=dataset, data=benchmarks_folder()))) for name, dataset in found["suites"]]
     if any(GRADINGS[SUITES[name].grading].sandboxed for name, *_ in found["suites"]):
         checks.append(_try("sandbox", lambda: f"programs run {SANDBOXES[check_sandbox()]}"))
     packages = {ENGINES[name].package for name in found["engines"]} - {""}
@@ -142,7 +143,7 @@ PAPER_OPTIONS = {"memit": {"dtype": "bfloat16"}}  # of a method, where its own d
 MACHINE = {  # change the time and the memory of a run, and no number beyond rounding
     "preset", "engine", "engine_options", "replicas", "batch_size", "rollout_engine",
     "processes", "sharded", "offload", "recompute", "micro_tokens", "allow_unsandboxed"}
-UNPUBLISHED = {"seed", "data"}  # the seed, how it is used, and the folder of local copies of the tasks: the paper names none
+UNPUBLISHED = {"seed"}  # the paper names none
 
 
 def _published_options(config: Stage) -> dict[str, tuple[Any, Any]]:
