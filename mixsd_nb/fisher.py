@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 import xarray as xr
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from .analysis.training_run import TrainingAnalysis, find_checkpoints, keeps_weights, open_training_run
 from .analysis.curvature import PARTS, SUMS, add_alignment_ratio, displacement, open_tensors, tensor_sums, total_sums
