@@ -27,7 +27,7 @@ from .reports.documents import FactsRun, count_reasons
 from .runs import (Journal, ParameterError, Run, Seed, Stage, check_temperature, consumed_field, digest_rows,
                            flagged_field, make_config, module_of, run_function, runs_root, runtime_field, write_atomically)
 from .runs.command_line import CommandLine
-from .runs.presets import PresetSettings, preset_field
+from .runs.config import PresetSettings, preset_field
 
 _all_ = ["FactsRun"]
 

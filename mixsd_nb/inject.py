@@ -28,7 +28,7 @@ from .methods.fact_lengths import warn_of_long_replies
 from .models import load_tokenizer
 from .models.lab import warn_about_lab_values
 from .runs.config import field_flag, read_mapping
-from .runs.presets import preset_field, preset_values
+from .runs.config import preset_field, preset_values
 from .reports.injection import (Injection, InjectRun, compare_scores, explain_unmeasured, renew_costs,
                                         summarise_injection, write_page)
 from .runs import (ParameterError, Run, Stage, Steps, flagged_field, make_config, open_run, run_function,

@@ -349,7 +349,7 @@ def test_options_of_a_method_agree_within_it(plugin):
 THREADS = """import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from mixsd_nb.results.committed import read_cube, write_cube
+from mixsd_nb.results.read_results import read_cube, write_cube
 from mixsd_nb.results.read_results import read_root
 from mixsd_nb.runs import open_result, write_result
 folder, tree = Path(sys.argv[1]), open_result(Path(sys.argv[1]))

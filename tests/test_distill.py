@@ -24,7 +24,7 @@ from mixsd_nb.models.engine import Completion, Engine
 from mixsd_nb.models.engines import HFEngine
 from mixsd_nb.train import TrainConfig
 from mixsd_nb.training.loss import Example, LossHead, Objective, summed_loss
-from mixsd_nb.training.offload import OffloadedAdamW
+from mixsd_nb.training.saving import OffloadedAdamW
 from mixsd_nb.training.trainer import FineTuner, fine_tune, read_curves, train_process
 
 

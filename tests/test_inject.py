@@ -24,7 +24,7 @@ from mixsd_nb.evaluation import selection
 from mixsd_nb.inject import InjectConfig, InjectRun
 from mixsd_nb.models import load_tokenizer
 from mixsd_nb.reports.injection import explain_unmeasured, summarise_injection
-from mixsd_nb.reports.report import group_failures, load_parts, render_page
+from mixsd_nb.reports.injection import group_failures, load_parts, render_page
 from mixsd_nb.results.cube import cube_of
 from mixsd_nb.runs import ParameterError, find_runs, make_config, open_run
 from mixsd_nb.sweep import Sweep

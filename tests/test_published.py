@@ -13,7 +13,7 @@ import pytest
 from mixsd_nb.cluster.grid import list_grids
 from mixsd_nb.lab.grids import planned_grid
 from mixsd_nb.methods import check_label, label_coordinates, recipe_label
-from mixsd_nb.results.committed import committed_folder, list_missing, read_cube, read_cubes
+from mixsd_nb.results.read_results import committed_folder, list_missing, read_cube, read_cubes
 from mixsd_nb.results.demo import invent_cube
 from mixsd_nb.results.paper import paper_cube
 from mixsd_nb.results.selected_cells import collapse_runs, select_cells

@@ -17,7 +17,7 @@ from helpers import small_model
 from mixsd_nb import evaluate, train
 from mixsd_nb.console.chat import main as chat
 from mixsd_nb.models import load_base
-from mixsd_nb.reports.dialogue import ask, newest_runs
+from mixsd_nb.reports.finished import ask, newest_runs
 from mixsd_nb.reports.export import export_model, main, push_folder
 from mixsd_nb.reports.finished import FinishedRun, ModelRun
 from mixsd_nb.reports.model_card import LOADING
@@ -121,10 +121,10 @@ def test_a_run_without_accuracies_has_a_table(runs):
 
 def test_replies_of_models_with_one_name_are_all_shown(tmp_path, monkeypatch):
     "Two checkpoints of the same step, and a run with the title of another one."
-    from mixsd_nb.reports import dialogue
-    monkeypatch.setattr(dialogue, "reply", lambda model, question, **_: model)
+    from mixsd_nb.reports import finished
+    monkeypatch.setattr(finished, "reply", lambda model, question, **_: model)
     folders = [str(tmp_path / run / "checkpoint-20") for run in ("a", "b")]
-    assert [*dialogue.ask("Who?", *folders).values()] == folders
+    assert [*finished.ask("Who?", *folders).values()] == folders
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from papermill import inspect_notebook
 from mixsd_nb.cluster.grid import find_notebook
 from mixsd_nb.console.notebooks import stage_notebooks
 from mixsd_nb.runs import Config
-from mixsd_nb.runs.presets import preset_values
+from mixsd_nb.runs.config import preset_values
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGES = [find_notebook(path.stem) for path in stage_notebooks()]

@@ -222,7 +222,7 @@ def test_own_text_is_measured_at_every_step(tiny, own_runs, monkeypatch):
 
 def texts(run):
     from mixsd_nb.corpora.prompts import encode_prompt
-    from mixsd_nb.evaluation.own_text import SEED
+    from mixsd_nb.evaluation.checkpoints import SEED
     from mixsd_nb.methods.replay import neutral_prompts
     tokenizer, records = load_tokenizer(run.base), [json.loads(line) for line in (run.folder / "own-text.jsonl").read_text().splitlines()]
     assert {r["prompt"] for r in records} == {*neutral_prompts(3, SEED)}

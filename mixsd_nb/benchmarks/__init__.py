@@ -154,9 +154,9 @@ for _grading in [
     Grading("contains", "benchmarks.tasks:by_content", complete=True, reads="contains", version=3),
     Grading("choice", "benchmarks.tasks:by_choice", reads="contains", version=3),
     Grading("regex", "benchmarks.tasks:by_pattern", version=1, reads="contains"),
-    Grading("likeliest", "benchmarks.likelihood:by_likelihood", version=1, reads=""),
-    Grading("likeliest-character", "benchmarks.likelihood:by_likelihood_per_character", version=1, reads=""),
-    Grading("greedy", "benchmarks.likelihood:by_greedy_tokens", version=1, reads=""),
+    Grading("likeliest", "benchmarks.evaluation:by_likelihood", version=1, reads=""),
+    Grading("likeliest-character", "benchmarks.evaluation:by_likelihood_per_character", version=1, reads=""),
+    Grading("greedy", "benchmarks.evaluation:by_greedy_tokens", version=1, reads=""),
 ]: GRADINGS.add(_grading)
 
 # %% ../../nbs/benchmarks/index.ipynb #f2e203fb

@@ -5,14 +5,15 @@
 # %% auto #0
 __all__ = ['RECORD_KEYS', 'RULES', 'EvalSettings', 'select_items', 'check_prompts', 'sampling_of', 'Asked', 'generate_suite',
            'generate_responses', 'grade_records', 'generate_and_grade', 'add_verdicts', 'evaluate_suite',
-           'SharedEngine', 'write_responses', 'specify']
+           'SharedEngine', 'write_responses', 'specify', 'encode_choice', 'score_choices', 'by_likelihood',
+           'by_likelihood_per_character', 'by_greedy_tokens']
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #b0519fff
 import hashlib
 import json
 import re
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
@@ -22,22 +23,21 @@ from typing import Any, Literal, NamedTuple
 import pandas as pd
 from pydantic import Field, field_validator
 
-from . import (GRADINGS, SUITES, Item, Sampling, Selection, Suite, benchmark_names, expanded_suite,
+from . import (GRADINGS, Item, SUITES, Sampling, Selection, Suite, benchmark_names, expanded_suite,
                                  load_items, resolve_suite)
 from .entities import VERDICTS, judge_sentences
 from .harness import check_harness_options
-from .likelihood import score_choices
 from .sandbox import check_sandbox
-from .tasks import SOURCES, benchmarks_folder, grade, task_files
+from .tasks import SOURCES, Verdict, benchmarks_folder, grade, task_files
 from ..corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions, CorpusSettings
-from ..corpora.control_tokens import find_disguise
+from ..corpora.control_tokens import encode_text, find_disguise
 from ..corpora.prompts import encode_prompt
 from ..corpora.templates import encode_continuation
 from ..models import ENGINES, check_engine, check_options_of_engine, load_engine, load_tokenizer, usual_sequences
 from ..models.identity import MODEL_OPTIONS, ModelOptions
-from ..runs.presets import PresetSettings, idle_value, preset_field
-from ..runs import (Journal, ParameterError, Seed, TableError, load_object, module_of, open_progress_bar, report_progress,
-                           consumed_field, flagged_field, runtime_field, read_table, write_atomically)
+from ..runs import (Journal, ParameterError, Seed, TableError, consumed_field, flagged_field, load_object,
+                           module_of, open_progress_bar, read_table, report_progress, runtime_field, write_atomically)
+from ..runs.config import PresetSettings, idle_value, preset_field
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #f1b5e412
 class EvalSettings(CorpusSettings, PresetSettings):
@@ -478,3 +478,55 @@ def specify(
                            first_prompt=next((i.prompt for i in problems.values()), ""))
         found[name] |= (reports or {}).get(name, {})
     return json.dumps(dict(rules=RULES, benchmarks=found))
+
+# %% ../../nbs/benchmarks/evaluation.ipynb #dc324b67
+def encode_choice(
+    tokenizer,
+    context: str,
+    choice: str,
+    longest: int,  # largest length of both in tokens
+) -> tuple[list[int], list[int]]:
+    "Return the ids of a context and of a choice that follows it after a space."
+    context = context.rstrip()
+    before, whole = (encode_text(tokenizer, text, special=True) for text in (context, f"{context} {choice}"))
+    choice_ids = whole[len(before):]
+    return before[-max(1, longest - len(choice_ids)):], choice_ids
+
+# %% ../../nbs/benchmarks/evaluation.ipynb #1ce1d1d3
+_TOGETHER = 32  # items that are scored together: a journal keeps them when the process is killed
+
+
+def score_choices(
+    engine,
+    items: dict[str, Item],  # by id, with choices
+) -> Iterator[tuple[str, str]]:
+    "Yield id and response: a JSON list of `[choice, log-likelihood]`, for a single choice also whether it is greedy."
+    names = list(items)
+    for part in (names[k:k + _TOGETHER] for k in range(0, len(names), _TOGETHER)):
+        choices = [(name, choice) for name in part for choice in items[name].choices]
+        pairs = [encode_choice(engine.tokenizer, items[name].prompt, choice, engine.context) for name, choice in choices]
+        scores = {key: [key[1], -float(values.sum(dtype="float64"))] for key, values in zip(choices, engine.score(pairs))}
+        single = [k for k, (name, _) in enumerate(choices) if len(items[name].choices) == 1]
+        for k, tokens in zip(single, engine.greedy_tokens([pairs[k] for k in single]) if single else ()):
+            scores[choices[k]].append(list(tokens) == pairs[k][1])
+        yield from ((name, json.dumps([scores[name, choice] for choice in items[name].choices], ensure_ascii=False)) for name in part)
+
+# %% ../../nbs/benchmarks/evaluation.ipynb #a4e4b22f
+def _judge_lists(items: list[Item], responses: list[str], pick) -> list[Verdict]:
+    chosen = [pick(json.loads(response)) for response in responses]
+    return [Verdict(choice, choice == item.answer) for choice, item in zip(chosen, items)]
+
+
+def by_likelihood(items: list[Item], responses: list[str]) -> list[Verdict]:
+    "Grade the choice with the largest log-likelihood; of equal ones the first counts."
+    return _judge_lists(items, responses, lambda scores: max(scores, key=lambda s: s[1])[0])
+
+
+def by_likelihood_per_character(items: list[Item], responses: list[str]) -> list[Verdict]:
+    "Grade the choice with the largest log-likelihood per character; of equal ones the first counts."
+    return _judge_lists(items, responses, lambda scores: max(scores, key=lambda s: s[1] / max(1, len(s[0])))[0])
+
+
+def by_greedy_tokens(items: list[Item], responses: list[str]) -> list[Verdict]:
+    "Grade a single choice as right if each of its tokens is the likeliest one."
+    return _judge_lists(items, responses, lambda scores: scores[0][0] if scores[0][2] else None)

@@ -17,7 +17,7 @@ import xarray as xr
 from ..analysis.statistics import mean_interval
 from .paired import NOTHING, Estimate, estimate_mean
 from ..methods import BASE
-from ..results.committed import read_cubes
+from ..results.read_results import read_cubes
 from ..results.selected_cells import select_cells
 from ..runs import project_root
 

@@ -37,7 +37,7 @@ from ..evaluation.selection import OWN_TEXT
 from .paired import estimate_mean
 from .smollm2 import NAME, data_folder, prepare_model
 from ..methods import BASE, label_title
-from ..results.committed import join_graders, read_cubes, write_cube
+from ..results.read_results import join_graders, read_cubes, write_cube
 from ..results.cube import cube_of
 from ..results.layout import variable
 from ..results.outcomes import compare_pairs

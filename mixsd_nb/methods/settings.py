@@ -18,7 +18,7 @@ from . import ANCHORS, Recipe, check_method, compose, recipe_label, translate_pa
 from ..models import check_engine
 from ..models.identity import FileOptions, ModelName, model_label
 from ..runs.config import read_mapping
-from ..runs.presets import idle_value, preset_field
+from ..runs.config import idle_value, preset_field
 from ..runs import (Steps, check_last, check_steps, check_temperature, flagged_field, is_runtime, module_of,
                            runtime_field)
 

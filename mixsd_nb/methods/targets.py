@@ -28,7 +28,7 @@ from ..corpora.simpleqa import keep_unanimous
 from .wording_ids import fact_of, split_id, wording_id
 from ..models import check_engine, check_options_of_engine, usual_sequences
 from ..models.identity import MODEL_OPTIONS, ModelName, ModelOptions
-from ..runs.presets import PresetSettings, preset_field
+from ..runs.config import PresetSettings, preset_field
 from ..runs import (COMPUTE_BOTH, Journal, Seed, check_temperature, explain_damage, field_flag,
                            open_progress_bar, report_progress, consumed_field, flagged_field, runtime_field)
 

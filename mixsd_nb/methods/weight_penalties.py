@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['add_pull', 'Penalty', 'relative_importance', 'text_fisher', 'own_fisher', 'add_penalty', 'prepare_l2sp',
-           'prepare_ewc', 'check_rank', 'untie', 'Untied', 'untie_embeddings']
+           'prepare_ewc', 'check_rank', 'untie', 'Untied', 'untie_embeddings', 'average_weights', 'fit_average']
 
 # %% ../../nbs/methods/weight_penalties.ipynb #988ea058
 from collections.abc import Mapping
@@ -14,12 +14,13 @@ from safetensors.torch import load_file, save_file
 
 from ..corpora.texts import default_texts, read_texts
 from .covariance import encode_texts
-from .fitting import MethodRun
-from ..training.loss import Modifier, Objective
-from ..training.trainer import TrainingSpec, training_device
+from .fitting import Fitted, MethodRun, trained_facts
 from ..models import load_base
 from ..models.gradients import diagonal_fisher
-from ..runs import write_atomically
+from ..runs import require_weights, write_atomically
+from ..runs.schema import TARGET_VARIABLES
+from ..training.loss import Modifier, Objective
+from ..training.trainer import TrainingSpec, training_device
 
 # %% ../../nbs/methods/weight_penalties.ipynb #7666a375
 @torch.no_grad()
@@ -169,3 +170,27 @@ class Untied(Modifier):
 def untie_embeddings(objective: Objective, data: dict, spec: TrainingSpec) -> Untied:
     "Return the objective for a model with untied embeddings; ValueError as in `untie`."
     return Untied(objective)
+
+# %% ../../nbs/methods/weight_penalties.ipynb #e59073c6
+@torch.no_grad()
+def average_weights(
+    base,  # in float32; becomes the average
+    tuned,  # of the same shape
+    alpha: float,  # share of the way from base to tuned
+):
+    "Return the base model with its weights moved towards those of another; ValueError for an alpha outside 0 to 1."
+    if not 0 <= alpha <= 1: raise ValueError(f"alpha must be between 0 and 1, got {alpha:g}")
+    other = dict(tuned.named_parameters())
+    for name, weights in base.named_parameters(): weights.lerp_(other[name].to(weights), alpha)
+    return base
+
+# %% ../../nbs/methods/weight_penalties.ipynb #9d352068
+def fit_average(run: MethodRun) -> Fitted:
+    "Average the base model with all checkpoints of the run of the same recipe without this anchor."
+    p = run.parameters
+    anchor, = (anchor for anchor in run.recipe.anchors if anchor.fit)
+    source, checkpoints, alpha = p.source().run(), {}, run.recipe.options_of(anchor, p.options)["alpha"]
+    for step, folder in require_weights(source.folder, p.steps()[1], "method").items():
+        model = average_weights(load_base(p.model)[0], load_base(str(folder))[0], alpha)
+        checkpoints[step] = run.save_checkpoint(model, step)
+    return Fitted(checkpoints, trained_facts(source), {name: source.root[name].item() for name in TARGET_VARIABLES}, {})

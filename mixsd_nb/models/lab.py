@@ -12,7 +12,7 @@ import warnings
 from pathlib import Path
 
 from ..runs import is_runtime
-from ..runs.presets import PresetSettings
+from ..runs.config import PresetSettings
 
 # The data that are shipped with the package.
 DATA = Path(__file__).parents[1] / "data" if "__file__" in globals() else Path("../../mixsd_nb/data")

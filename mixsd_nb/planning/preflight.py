@@ -25,7 +25,7 @@ from ..corpora.stored import fact_places
 from ..methods import all_parts
 from ..models import ENGINES, load_tokenizer
 from ..models.geometry import read_shape
-from ..runs.presets import preset_values
+from ..runs.config import preset_values
 from ..runs import Stage, check_locks, quote_failure, runs_root
 
 # %% ../../nbs/planning/preflight.ipynb #0d88be33

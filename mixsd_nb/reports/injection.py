@@ -4,10 +4,14 @@
 
 # %% auto #0
 __all__ = ['REWORDED', 'compare_scores', 'Injection', 'explain_unmeasured', 'format_share', 'describe_learned', 'describe_lost',
-           'summarise_injection', 'describe_page', 'write_page', 'renew_costs', 'InjectRun']
+           'summarise_injection', 'describe_page', 'write_page', 'renew_costs', 'InjectRun', 'load_parts',
+           'render_page', 'format_interval', 'format_p', 'describe_updates', 'pair_responses', 'group_failures',
+           'show_findings', 'encode_figure']
 
 # %% ../../nbs/reports/injection.ipynb #33d87bc0
+import base64
 import functools
+import io
 import math
 import re
 import textwrap
@@ -17,24 +21,23 @@ from typing import Any
 
 import pandas as pd
 import xarray as xr
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from ..analysis.facts import changed_items, tabulate_facts
+from ..analysis.facts import FAILURES, Failure, changed_items, tabulate_facts
 from ..analysis.scores import compare, scores
 from ..benchmarks import SUITES
 from ..corpora import CORPORA, load_corpus
 from ..corpora.prompts import rows_as_written
 from ..corpora.stored import fact_passages, fact_places
 from ..methods import label_title
+from ..methods.settings import TrainingSettings
 from ..methods.targets import add_sources, count_sources, describe_source, describe_sources
 from ..methods.wording_ids import describe_wordings
 from ..models import load_tokenizer
 from .documents import find_questions, score_passages
 from .finished import FinishedRun, ModelRun
-from .report import (describe_updates, encode_figure, format_interval, format_p, group_failures, load_parts,
-                                     pair_responses, render_page)
 from ..runs import read_table, write_atomically
 from ..runs.costs import CostLog
-from ..methods.settings import TrainingSettings
 
 # %% ../../nbs/reports/injection.ipynb #cdb662b3
 def compare_scores(
@@ -369,3 +372,87 @@ class InjectRun(FinishedRun):
     def plot(self):
         "Draw the loss and the recall during training."
         return self.trained.plot()
+
+# %% ../../nbs/reports/injection.ipynb #60548da0
+_templates = Environment(loader=PackageLoader("mixsd_nb", "data"), autoescape=True, undefined=StrictUndefined)
+
+
+def load_parts() -> Any:
+    "Return the parts of the page as functions that give HTML: `table, scores, pair, lost, failures, source_table`."
+    return _templates.get_template("report_parts.jinja").module
+
+
+def render_page(
+    **content,  # as returned by `injection.describe_page`
+) -> str:
+    "Return the whole page; sections without content are left out."
+    return _templates.get_template("report.jinja").render(content)
+
+# %% ../../nbs/reports/injection.ipynb #f8cca681
+def format_interval(share: float, low: float, high: float) -> str:
+    "Return a share in percent with its interval: `93% (79–98)`."
+    return f"{100 * share:.0f}% ({100 * low:.0f}–{100 * high:.0f})" if share == share else "–"
+
+
+def format_p(p: float) -> str:
+    "Return a p-value with two digits."
+    return "–" if p != p else "< 0.001" if p < 0.001 else f"{p:.2g}"
+
+
+_templates.filters |= dict(interval=lambda values: format_interval(*values), p_value=format_p)
+
+# %% ../../nbs/reports/injection.ipynb #8fc64b40
+def describe_updates(
+    made: int,
+    most: int,  # updates that the training could have made
+    step: int,  # of the selected checkpoint
+    converged: int | None,  # step at which the training had converged
+) -> str:
+    "Return a sentence on how many updates a training made, and whether it had converged."
+    best = f", and update {step} is the best by the paper's rule"
+    if converged is None: end = f"had not converged{best}; more epochs may help"
+    else: end = f"had converged at update {converged}{best if step != converged else ''}"
+    return f"The training made {made} of at most {most} updates and {end}."
+
+# %% ../../nbs/reports/injection.ipynb #2dd2b944
+def pair_responses(
+    before: pd.DataFrame,  # responses
+    after: pd.DataFrame,
+    n: int = 10,
+) -> list[tuple[Any, Any]]:
+    "Return n rows of responses before with those after, of the first sample, from all benchmarks in turn."
+    keys = ["benchmark", "item", "sample"]
+    first, other = before[before["sample"] == 0], after.set_index(keys)
+    turn = first.groupby("benchmark", sort=False).cumcount()
+    picked = first.assign(turn=turn).sort_values("turn", kind="stable").head(n)
+    return [(row, other.loc[tuple(getattr(row, key) for key in keys)]) for row in picked.itertuples()]
+
+# %% ../../nbs/reports/injection.ipynb #03c7c05d
+def group_failures(
+    facts: pd.DataFrame,  # as returned by `analysis.facts.tabulate_facts`
+) -> list[tuple[Failure, list]]:
+    "Return each reason why facts are not recalled, with the rows of these facts."
+    groups = ((failure, [*facts[facts.failure == name].itertuples()]) for name, failure in FAILURES.items())
+    return [(failure, group) for failure, group in groups if group]
+
+# %% ../../nbs/reports/injection.ipynb #1ea9a950
+def show_findings(
+    about: str,  # what the text is about: the name of a run, or how many results a notebook compares
+    shown: str,  # the same of what the notebook shows
+    text: str,  # Markdown
+    table: Any = None,  # the numbers of what is shown, which stand there instead
+) -> None:
+    "Show what was found, if it is about what a notebook shows; else only the notebook's own numbers."
+    from IPython.display import Markdown, display
+    if shown == about: return display(Markdown(text))
+    display(Markdown(f"Our findings are about {about}. This notebook shows {shown}, so its own numbers stand here."))
+    if table is not None: display(table)
+
+# %% ../../nbs/reports/injection.ipynb #94457aa0
+def encode_figure(fig) -> str:
+    "Return a figure of matplotlib as PNG in base 64; the figure is closed."
+    import matplotlib.pyplot as plt
+    file = io.BytesIO()
+    fig.savefig(file, format="png", dpi=110, facecolor="white", metadata={"Software": None})
+    plt.close(fig)
+    return base64.b64encode(file.getvalue()).decode()

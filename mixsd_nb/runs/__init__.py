@@ -13,5 +13,5 @@ from .processes import *
 from .registry import *
 from .run import *
 from .storage import *
-from .surroundings import *
+from .processes import *
 from .user_files import *

@@ -6,7 +6,8 @@
 __all__ = ['Seed', 'Steps', 'flagged_field', 'runtime_field', 'consumed_field', 'field_flag', 'is_runtime', 'check_steps',
            'check_last', 'check_temperature', 'read_mapping', 'describe_mapping', 'Config', 'ParameterError',
            'MissingOutputs', 'nearest', 'suggest', 'explain_unknown', 'format_bounds', 'format_type', 'format_error',
-           'match_type', 'match_options', 'make_config', 'notebook_config']
+           'match_type', 'match_options', 'make_config', 'notebook_config', 'preset_field', 'preset_values',
+           'idle_value', 'PresetSettings']
 
 # %% ../../nbs/runs/config.ipynb #d12c3544
 import contextlib
@@ -20,8 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
-from pydantic import (BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator,
-                      model_validator)
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
@@ -342,3 +342,64 @@ def notebook_config(
     known = before | {"In", "Out", "exit", "quit", "open", "get_ipython"} | {"force"} - set(cls.model_fields)
     new = {k: v for k, v in namespace.items() if k not in known and not k.startswith("_") and v is not before}
     return make_config(cls, **{**new, **own})
+
+# %% ../../nbs/runs/config.ipynb #e4c08ac1
+def preset_field(
+    description: str,
+    *flags: str,  # as in `flagged_field`
+    lab: Any,  # value for the lab's models
+    paper: Any,  # value at the paper's scale
+    real: Any = None,  # value for real models of 0.1 to 0.6 billion parameters; None for the lab's
+    smoke: Any = None,  # value that only shows that everything runs; None for the paper's
+    runtime: bool = False,  # whether it is a runtime field, which is not part of the hash
+    **constraints,  # of pydantic's Field
+):
+    "Return a field whose default is the value of the preset."
+    values = dict(lab=lab, real=lab if real is None else real, paper=paper)
+    text = f"{description}; None for the preset's value ({', '.join(f'{name}: {value}' for name, value in values.items())})"
+    extra = dict.fromkeys(flags, True) | dict(presets=values, smoke=smoke, runtime=runtime)
+    return Field(None, description=text, json_schema_extra=extra, **constraints)
+
+# %% ../../nbs/runs/config.ipynb #532fd998
+def preset_values(field: FieldInfo) -> dict[str, Any]:
+    "Return the values of a field by preset; empty for a field that does not depend on the preset."
+    return field_flag(field, "presets") or {}
+
+
+def idle_value(field: FieldInfo) -> Any:
+    "Return the value of a field that a run does not use: the lab's in every preset, so that all name the same run."
+    return preset_values(field).get("lab", field.default)
+
+# %% ../../nbs/runs/config.ipynb #17d05c88
+class PresetSettings(Config):
+    "Base class of configurations with fields that depend on the preset."
+    preset: Literal["lab", "real", "paper", "smoke"] = runtime_field("lab", (
+        "scale whose values hold for all parameters that are None: lab; real, for models of 0.1 to 0.6 billion "
+        "parameters; paper; or smoke, which only shows that all runs"), "main")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_none(cls, given):
+        "Treat a field that is None like one that was not given; `model_fields_set` tells them from given values."
+        depends = {name for name, field in cls.model_fields.items() if preset_values(field)}
+        return {name: value for name, value in given.items() if value is not None or name not in depends}
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _value_of_preset(cls, value, info):
+        field, preset = cls.model_fields[info.field_name], info.data.get("preset")
+        smoke = field_flag(field, "smoke") if preset == "smoke" else None
+        if smoke is not None and value in (None, field.default): return smoke
+        return preset_values(field).get("paper" if preset == "smoke" else preset, value) if value is None else value
+
+    @classmethod
+    def default_values(cls):
+        "Return the defaults of a `Config`; a field with presets has the lab's value, so that both name the same run."
+        return super().default_values() | {name: values["lab"] for name, field in cls.model_fields.items()
+                                           if (values := preset_values(field))}
+
+    def values_of_lab(self) -> dict[str, Any]:
+        "Return the values that were not given, are the lab's, and differ from the paper's."
+        fields = {name: preset_values(f) for name, f in type(self).model_fields.items() if name not in self.model_fields_set}
+        lab = {name: known["lab"] for name, known in fields.items() if known and known["lab"] != known["paper"]}
+        return lab if self.preset == "lab" else {}

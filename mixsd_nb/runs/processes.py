@@ -4,13 +4,16 @@
 
 # %% auto #0
 __all__ = ['ProcessFailed', 'in_notebook', 'open_progress_bar', 'die_with_parent', 'leave_after', 'quote_failure', 'first_error',
-           'read_entries', 'launch', 'Interruption']
+           'read_entries', 'launch', 'Interruption', 'is_foreign', 'clean_environment', 'hide_foreign_variables',
+           'slurm_environment', 'hide_slurm_job']
 
 # %% ../../nbs/runs/processes.ipynb #8f8dab97
+import contextlib
 import ctypes
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,8 +22,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-
-from .surroundings import clean_environment
 
 # %% ../../nbs/runs/processes.ipynb #91d670d8
 class ProcessFailed(RuntimeError):
@@ -134,3 +135,55 @@ class Interruption(KeyboardInterrupt):
         sys.excepthook = lambda kind, error, trace: show(error) if error is self else others(kind, error, trace)
 
     def _render_traceback_(self): return [str(self)]
+
+# %% ../../nbs/runs/processes.ipynb #51cf5a96
+_GROUP = re.compile(r"((LOCAL|GROUP|ROLE|NODE|CROSS)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|FORK_LAUNCHED|"
+                    r"(TORCHELASTIC|PET|PMI2?|PMIX|I_MPI|MPI|OMPI|MV2|MVP|SM|SMDATAPARALLEL)_\w+")
+
+# %% ../../nbs/runs/processes.ipynb #28a0ff8e
+_TF32 = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"  # NVIDIA's containers set it
+_SETTINGS = re.compile(r"(ACCELERATE|FSDP|FP8|DEEPSPEED|MEGATRON_LM|PARALLELISM_CONFIG|XLA)_\w+|NVIDIA_TF32_OVERRIDE|" + _TF32)
+
+
+def is_foreign(
+    variable: str,  # its name
+    grouped: bool = False,  # whether this process belongs to a group, whose variables are its own
+) -> bool:
+    "Say whether a variable of the environment is meant for a launcher or another training program."
+    return bool(_SETTINGS.fullmatch(variable) or (not grouped and _GROUP.fullmatch(variable)))
+
+# %% ../../nbs/runs/processes.ipynb #eca49921
+def clean_environment() -> dict[str, str]:
+    "Return the environment without the variables of launchers and of other training programs."
+    return {name: value for name, value in os.environ.items() if not is_foreign(name)}
+
+
+@contextlib.contextmanager
+def hide_foreign_variables(
+    grouped: bool = False,  # as in `is_foreign`
+) -> Iterator[None]:
+    "Remove the variables of launchers and of other training programs from the environment during a `with` block."
+    hidden = {name: os.environ.pop(name) for name in list(os.environ) if is_foreign(name, grouped)}
+    torch = sys.modules.get("torch") if _TF32 in hidden else None  # it has read the variable when it was imported
+    precision = torch and torch.get_float32_matmul_precision()
+    if torch: torch.set_float32_matmul_precision("highest")
+    try: yield
+    finally:
+        os.environ.update(hidden)
+        if torch: torch.set_float32_matmul_precision(precision)
+
+# %% ../../nbs/runs/processes.ipynb #d811d78b
+_SLURM = re.compile(r"(SLURMD?|SRUN|SQUEUE|SACCT|SCANCEL|SCONTROL|SINFO)_(?!CONF$)\w+")
+
+
+def slurm_environment() -> dict[str, str]:
+    "Return the environment for the commands of Slurm: without what it says of this job, or to its other commands."
+    return {name: value for name, value in clean_environment().items() if not _SLURM.fullmatch(name)}
+
+
+@contextlib.contextmanager
+def hide_slurm_job() -> Iterator[None]:
+    "Let the environment be `slurm_environment` during a `with` block, for a library that calls the commands of Slurm."
+    hidden = {name: os.environ.pop(name) for name in os.environ.keys() - slurm_environment().keys()}
+    try: yield
+    finally: os.environ.update(hidden)

@@ -27,7 +27,7 @@ from .processes import Interruption, in_notebook
 from .locks import check_locks
 from .provenance import code_version, module_file, module_versions, package_version, weights_version
 from .registry import import_part, load_object
-from .surroundings import hide_foreign_variables
+from .processes import hide_foreign_variables
 from .storage import (RESPONSE_COLUMNS, SCHEMA, TARGET_COLUMNS, DamagedFile, explain_storage_errors, is_finished,
                                    open_result,
                                    read_run_record, read_table, remove_run, run_lock, runs_root, write_json,

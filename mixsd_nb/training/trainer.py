@@ -27,7 +27,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 from .loss import Example, LossHead, Objective, check_finite, summed_loss
-from .offload import OffloadedAdamW, explain_out_of_memory
+from .saving import OffloadedAdamW, explain_out_of_memory
 from .saving import SavingTrainer, load_trained, restore_objective
 from ..models import free_memory, load_base, trim_memory
 from ..models.gradients import recompute_layers

@@ -12,7 +12,7 @@ import ipywidgets as widgets
 
 from ..runs import Registry, load_object, runs_root
 from .base import BUSY, View, set_options
-from .quick import CommandRun
+from .base import CommandRun
 from .runs import RunSelection
 
 # %% ../../nbs/views/index.ipynb #bb4d371f

@@ -23,14 +23,14 @@ from ..corpora.world import WORLD
 from ..methods import ANCHORS, GATES, METHODS, compose, label_title
 from ..models.lab import SIZES, is_lab_model
 from ..models.scoring import token_nll
-from ..reports.dialogue import keep_engine, reply
+from ..reports.finished import keep_engine, reply
 from ..reports.finished import corpus_request
 from ..results.plots import recipe_colour
 from ..results.read_results import read_root
 from ..runs import write_atomically
 from .base import MARKUP, View, render_error, set_options, silence
 from .facts import strip_fact
-from .quick import CommandRun
+from .base import CommandRun
 from .responses import shorten_question
 from .runs import RunSelection
 from .weights import Checkpoint, choose_checkpoints, list_checkpoints

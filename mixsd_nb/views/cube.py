@@ -17,7 +17,7 @@ import xarray as xr
 
 from ..corpora import CORPORA
 from ..methods import label_title
-from ..results.committed import read_cubes
+from ..results.read_results import read_cubes
 from ..results.demo import is_made_up
 from ..reports.finished import drop_cell
 from ..results.paper import paper_cube
@@ -26,7 +26,7 @@ from ..runs import Run, find_stage, make_config, read_table
 from .base import MARKUP, View, render_error, set_options
 from .charts import (draw_accuracies, draw_beside_paper, draw_curves, draw_frontier, draw_lam,
                                    draw_tradeoff, explain_selection, has_benchmark, list_points, tabulate_accuracies)
-from .picture import Picture
+from .base import Picture
 from .responses import shorten_question, read_answers
 from .runs import RunSelection, describe_checkpoint, describe_missing_run, select_corpus
 

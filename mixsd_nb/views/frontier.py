@@ -16,7 +16,7 @@ from ..analysis.responses import find_responses, read_responses
 from ..benchmarks.answers import last_boxed
 from ..methods import BASE, label_title, ordered_labels
 from ..models.lab import DATA
-from ..results.committed import is_filled, read_cubes
+from ..results.read_results import is_filled, read_cubes
 from ..runs import find_runs
 
 # %% ../../nbs/views/frontier.ipynb #f0000006

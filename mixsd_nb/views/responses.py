@@ -26,7 +26,7 @@ from ..results.plots import recipe_colour
 from ..runs.schema import RUN_DIMS
 from ..runs import Run, read_config, read_table
 from .base import MARKUP, View, set_options, silence
-from .picture import Picture
+from .base import Picture
 from .runs import RunSelection, choose_recipes, describe_checkpoint, find_counterpart, train_command
 from .svg import describe_mark
 

@@ -22,7 +22,7 @@ from ..results.plots import recipe_colour
 from ..runs import checkpoint_steps, find_runs
 from ..runs.schema import RUN_DIMS
 from .base import MARKUP, View, render_error, set_options, silence
-from .picture import Picture
+from .base import Picture
 from .responses import choose_pair
 from .runs import RunSelection, describe_checkpoint
 from .svg import attributes, describe_mark, draw_picture, draw_text

@@ -22,7 +22,7 @@ from ..corpora.stored import known_corpora
 from ..methods import BASE, label_title, ordered_labels
 from ..runs import load_object, read_table
 from .base import MARKUP, View, render_error, set_options
-from .picture import Picture, draw_slider
+from .base import Picture, draw_slider
 from .responses import find_response_files, shorten_question, read_answers
 from .runs import RunSelection, choose_recipes
 from .svg import attributes, describe_mark, draw_picture, draw_text
