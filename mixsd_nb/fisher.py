@@ -18,7 +18,7 @@ from pydantic import Field
 
 from .analysis.training_run import TrainingAnalysis, find_checkpoints, keeps_weights, open_training_run
 from .analysis.curvature import PARTS, SUMS, add_alignment_ratio, displacement, open_tensors, tensor_sums, total_sums
-from .analysis.statistics import pearson
+from .analysis.scores import pearson
 from .benchmarks import SUITES, suite_groups
 from .benchmarks.tasks import SOURCES, benchmarks_folder, task_files
 from .methods import label_title, parse_label

@@ -15,7 +15,7 @@ import xarray as xr
 
 from .analysis.training_run import TrainingAnalysis, find_checkpoints, keeps_weights, open_training_run
 from .analysis.divergence import ReferenceConfig, TextSettings, nll_increase, response_nll
-from .analysis.statistics import rank_correlation
+from .analysis.scores import rank_correlation
 from .corpora import CORPUS_OPTIONS, CorpusName, CorpusOptions, CorpusSettings
 from .methods import BASE, parse_label
 from .models import ENGINES

@@ -26,7 +26,7 @@ from .methods import METHODS, compose, label_coordinates, label_title, recipe_la
 from .methods.fact_lengths import check_facts
 from .models import ENGINES, check_engine, check_model, check_model_of_engine, check_options_of_engine, load_tokenizer
 from .models.identity import MODEL_OPTIONS, ModelName, ModelOptions, model_label
-from .results.merge import merge_roots
+from .results.cube import merge_roots
 from .results.plots import corpus_name, mark_made_up, recipe_colour
 from .runs.schema import recipe_coords, variable
 from .runs import (TARGET_COLUMNS, Stage, find_runs, module_of, read_config, read_table, run_function,

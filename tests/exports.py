@@ -35,7 +35,7 @@ def write(folder, *models):
     from mixsd_nb.corpora import load_corpus
     from mixsd_nb.models import load_tokenizer
     from mixsd_nb.reports.export import export_model
-    from mixsd_nb.reports.portable import oldest_release, save_portable
+    from mixsd_nb.reports.export import oldest_release, save_portable
     from transformers import AutoModelForCausalLM, AutoTokenizer
     questions = [row["prompt"] for row in load_corpus("kgfact-small", "train")][:20]
     for name in ("lab-s", *models):
@@ -64,7 +64,7 @@ def write_tokenizers(folder):
     from hub_models import FAMILIES, make_tokenizer, train_vocabulary
     from mixsd_nb.models import load_tokenizer
     from mixsd_nb.models.tiny import random_model
-    from mixsd_nb.reports.portable import save_portable
+    from mixsd_nb.reports.export import save_portable
     vocabulary = train_vocabulary()
     spaced = json.loads(vocabulary)
     spaced["pre_tokenizer"]["add_prefix_space"] = True

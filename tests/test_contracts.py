@@ -24,7 +24,7 @@ from helpers import every_state
 
 from mixsd_nb import train
 from mixsd_nb.analysis.scores import compare, item_shares
-from mixsd_nb.analysis.statistics import sign_test
+from mixsd_nb.analysis.scores import sign_test
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.corpora.prompts import encode_canonical
 from mixsd_nb.methods import ANCHORS, GATES, METHODS, compose, parse_label, runnable_methods

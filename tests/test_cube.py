@@ -19,12 +19,12 @@ from hypothesis import given, settings, strategies as st
 from mixsd_nb import figures
 from mixsd_nb.corpora import CORPORA
 from mixsd_nb.methods import METHODS, compose, recipe_label
-from mixsd_nb.results.compatible_settings import check_settings, group_runs
+from mixsd_nb.results.cube import check_settings, group_runs
 from mixsd_nb.results.cube import agreeing_runs, cube_of, missing_runs, open_cube
 from mixsd_nb.results.demo import BENCHMARKS as INVENTED, invent_result
 from mixsd_nb.results.gallery import load_sources, select_part
 from mixsd_nb.results.layout import result_tree
-from mixsd_nb.results.merge import merge_roots
+from mixsd_nb.results.cube import merge_roots
 from mixsd_nb.results.summary import summary_table
 from mixsd_nb.runs import Stage, open_result, write_result
 

@@ -16,8 +16,8 @@ from mixsd_nb import train
 from mixsd_nb.models import load_tokenizer
 from mixsd_nb.models.tiny import random_model
 from mixsd_nb.reports.export import export_model, main, push_folder
-from mixsd_nb.reports.model_card import hub_id, parameter_rows
-from mixsd_nb.reports.portable import _rewrite_config, hide_folders, older_positions, oldest_release, save_portable
+from mixsd_nb.reports.export import hub_id, parameter_rows
+from mixsd_nb.reports.export import _rewrite_config, hide_folders, older_positions, oldest_release, save_portable
 from mixsd_nb.runs import ParameterError, read_json, write_json
 
 QUICK = dict(method="sft", suite="recall", n=4, max_new_tokens=4, batch=100, epochs=1, checkpoints=(), preset="lab")
@@ -294,7 +294,7 @@ SETTINGS = dict(do_sample=True, temperature=0.2, top_p=0.5, top_k=3, min_p=0.1, 
 @given(names=st.sets(st.sampled_from(sorted(SETTINGS))))
 def test_generation_has_tokens_alone(names):
     from transformers import GenerationConfig
-    from mixsd_nb.reports.portable import plain_generation
+    from mixsd_nb.reports.export import plain_generation
     found = plain_generation(GenerationConfig(pad_token_id=0, **{name: SETTINGS[name] for name in names}), [2, 5])
     assert found.to_diff_dict().keys() <= {"eos_token_id", "pad_token_id", "transformers_version"} and found.eos_token_id == [2, 5]
 

@@ -25,8 +25,8 @@ from mixsd_nb.results.gallery import collapse_source, load_sources, run_figures,
 from mixsd_nb.results.layout import result_tree
 from mixsd_nb.results.paper import paper_cube
 from mixsd_nb.results.plots import recipe_colour
-from mixsd_nb.results.selected_cells import cell_mask, collapse_runs, select_cells
-from mixsd_nb.results.sheets import draw_sheet, style_sheet, to_latex
+from mixsd_nb.results.summary import cell_mask, collapse_runs, select_cells
+from mixsd_nb.results.tables import draw_sheet, style_sheet, to_latex
 from mixsd_nb.results.summary import average_drop, held_out_average, summary_table
 from mixsd_nb.results.tables import TABLES, accuracy_sheet, list_tables, table_sheet
 from mixsd_nb.runs import make_config

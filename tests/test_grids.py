@@ -25,7 +25,7 @@ from mixsd_nb.models.lab import is_lab_model
 from mixsd_nb.planning.rates import DEVICES, Machine
 from mixsd_nb.planning.plan import plan_grid, plan_run
 from mixsd_nb.results.cube import cube_of
-from mixsd_nb.results.selected_cells import select_cells
+from mixsd_nb.results.summary import select_cells
 from mixsd_nb.runs import ParameterError, Stage, find_stage, is_runtime, make_config, runs_root, write_json, write_result
 from mixsd_nb.sweep import Sweep
 

@@ -25,7 +25,7 @@ ROOMS = [*MIDDLE, "evaluation", "results", "reports", "cluster", "planning"]
 FLOORS = {
     "runs": ["runs"],
     "corpora": ["runs", "corpora"],
-    "models": ["runs", "corpora.prompts", "corpora.templates", "corpora.control_tokens", "models"],
+    "models": ["runs", "corpora.prompts", "corpora.templates", "models"],
     "benchmarks": [*GROUND, "benchmarks"],
     "training": [*GROUND, "training"],
     "methods": [*GROUND, "benchmarks", "training", "methods"],
@@ -137,7 +137,7 @@ def test_the_laboratory_is_a_wing():
 
 def test_importing_the_tool_looks_nothing_up():
     "A registry imports plugins, the laboratory among them, when something is looked up, which a module that is being imported must not do."
-    names = [f"mixsd_nb.{name}" for name in ("corpora", "models", "benchmarks", "methods", "analysis.statistics", "results", "train", "inject", "sweep")]
+    names = [f"mixsd_nb.{name}" for name in ("corpora", "models", "benchmarks", "methods", "analysis.scores", "results", "train", "inject", "sweep")]
     code = "import sys, importlib\nfor name in sys.argv[1:]: importlib.import_module(name)\nprint('mixsd_nb.lab' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, capture_output=True, text=True).stdout == "False\n"
 

@@ -27,7 +27,7 @@ from mixsd_nb.models.engines import HFEngine
 from mixsd_nb.results import open_cube
 from mixsd_nb.results.cube import missing_runs
 from mixsd_nb.results.layout import learning_rates
-from mixsd_nb.results.selected_cells import select_cells
+from mixsd_nb.results.summary import select_cells
 from mixsd_nb.results.tradeoff import frontier_figure, tradeoff_figure
 from mixsd_nb.runs import ParameterError, make_config
 from mixsd_nb.train import TrainConfig

@@ -26,7 +26,7 @@ from mixsd_nb.models import load_tokenizer
 from mixsd_nb.models.scoring import fused_nll, map_states
 from mixsd_nb.models.tiny import random_model
 from mixsd_nb.results.paper import paper_cube
-from mixsd_nb.results.selected_cells import collapse_runs
+from mixsd_nb.results.summary import collapse_runs
 from mixsd_nb.results.tables import TABLES
 from mixsd_nb.runs import make_config, write_json, write_result
 

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 import xarray as xr
 
-from mixsd_nb.analysis.statistics import estimate_pairs
+from mixsd_nb.analysis.scores import estimate_pairs
 from mixsd_nb.benchmarks import SUITES, Item, Selection, load_items
 from mixsd_nb.benchmarks.entities import VERDICTS, corpus_names, judge_sentences, own_text
 from mixsd_nb.benchmarks.evaluation import add_verdicts
@@ -16,7 +16,7 @@ from mixsd_nb.results.read_results import read_cube, write_cube
 from mixsd_nb.results.cube import cube_of
 from mixsd_nb.results.layout import result_tree
 from mixsd_nb.results.outcomes import unpack_outcomes, compare_pairs, pack_verdicts
-from mixsd_nb.results.selected_cells import collapse_runs
+from mixsd_nb.results.summary import collapse_runs
 from mixsd_nb.results.summary import last_steps, summary_table
 from mixsd_nb.runs import open_result, write_result
 

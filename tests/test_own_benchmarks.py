@@ -22,7 +22,7 @@ from mixsd_nb.benchmarks.sandbox import SandboxError, check_sandbox
 from mixsd_nb.results import open_cube
 from mixsd_nb.lab import priming
 from mixsd_nb.models import load_tokenizer
-from mixsd_nb.results.compatible_settings import group_runs
+from mixsd_nb.results.cube import group_runs
 from mixsd_nb.results.demo import BENCHMARKS, invent_result
 from mixsd_nb.results.read_results import read_roots
 from mixsd_nb.results.summary import held_out_average, summary_table

@@ -26,7 +26,7 @@ from mixsd_nb.results.demo import BENCHMARKS, invent_result
 from mixsd_nb.results.gallery import collapse_source, run_figures, shared_figures, source_sheet
 from mixsd_nb.results.overview import draw_sources, overview_figure
 from mixsd_nb.results.plain_text import draw_legend, plain_text
-from mixsd_nb.results.sheets import draw_sheet, make_sheet, style_sheet, to_latex
+from mixsd_nb.results.tables import draw_sheet, make_sheet, style_sheet, to_latex
 
 matplotlib.use("Agg")
 ROOT = Path(__file__).parents[1]
@@ -163,11 +163,11 @@ import numpy as np, pandas as pd, xarray as xr
 from mixsd_nb import errors, evaluate, fisher, forgetting, nll
 from mixsd_nb.lab import priming, real, recovery, tuning, versus_plots
 from mixsd_nb.reports import finished
-from mixsd_nb.results import comparison, overview, sheets, tradeoff
+from mixsd_nb.results import comparison, overview, tables, tradeoff
 from mixsd_nb.results.demo import invent_cube, invent_result
 from mixsd_nb.results.gallery import collapse_source, source_sheet
 from mixsd_nb.results.paper import paper_cube
-from mixsd_nb.results.selected_cells import collapse_runs
+from mixsd_nb.results.summary import collapse_runs
 from mixsd_nb.runs import find_runs, open_run
 from made_up import write_run
 write_run(runs, "kgfact-small", "sft", [0, 9, 5])
@@ -202,7 +202,7 @@ CALLS = {
     "comparison.displacement_figure": "comparison.displacement_figure(paper_cube())", "comparison.high_nll_figure": "comparison.high_nll_figure(paper)",
     "overview.draw_sources": "overview.draw_sources(['a', 'b'], [True, False], 'x')",
     "overview.overview_figure": "overview.overview_figure({'p': 'What?'}, {'h': (['a'], [True])})",
-    "sheets.draw_sheet": "sheets.draw_sheet(source_sheet('kgfact-small', dict(runs=collapse_source(invent_cube()))))",
+    "tables.draw_sheet": "tables.draw_sheet(source_sheet('kgfact-small', dict(runs=collapse_source(invent_cube()))))",
     "tradeoff.tradeoff_figure": "tradeoff.tradeoff_figure(cube)", "tradeoff.frontier_figure": "tradeoff.frontier_figure(cube)",
 }
 

@@ -16,7 +16,7 @@ from mixsd_nb.methods import check_label, label_coordinates, recipe_label
 from mixsd_nb.results.read_results import committed_folder, list_missing, read_cube, read_cubes
 from mixsd_nb.results.demo import invent_cube
 from mixsd_nb.results.paper import paper_cube
-from mixsd_nb.results.selected_cells import collapse_runs, select_cells
+from mixsd_nb.results.summary import collapse_runs, select_cells
 from mixsd_nb.results.summary import average_drop, score_by
 from mixsd_nb.results.tables import TABLES, table_sheet
 from mixsd_nb.runs.schema import RECIPE_COORDS, RUN_DIMS, recipe_coords

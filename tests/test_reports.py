@@ -20,7 +20,7 @@ from mixsd_nb.models import load_base
 from mixsd_nb.reports.finished import ask, newest_runs
 from mixsd_nb.reports.export import export_model, main, push_folder
 from mixsd_nb.reports.finished import FinishedRun, ModelRun
-from mixsd_nb.reports.model_card import LOADING
+from mixsd_nb.reports.export import LOADING
 from mixsd_nb.runs import ParameterError, open_run
 
 matplotlib.use("Agg")

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from mixsd_nb import train
 from mixsd_nb.analysis import scores
 from mixsd_nb.analysis.scores import count_correct, item_variances
-from mixsd_nb.analysis.statistics import FEWEST_RUNS, mean_interval, pearson, sign_test, wilson
+from mixsd_nb.analysis.scores import FEWEST_RUNS, mean_interval, pearson, sign_test, wilson
 from mixsd_nb.benchmarks import GRADINGS, SUITES, Item, Sampling
 from mixsd_nb.benchmarks.evaluation import generate_and_grade
 from mixsd_nb.benchmarks.lab_tasks import draw

@@ -10,7 +10,7 @@ import pytest
 import scipy
 import xarray as xr
 
-from mixsd_nb.analysis.statistics import wilson
+from mixsd_nb.analysis.scores import wilson
 from mixsd_nb.cluster import grid
 from mixsd_nb.cluster.grid import expand_grid, read_grid
 from mixsd_nb.lab.claims import CLAIMS, OURS, STUDY, VERDICTS, claims_table, compare_recipes, judge_claim, planned_of
@@ -22,7 +22,7 @@ from mixsd_nb.lab.versus import HELD_OUT, At, CubeGroup, Side, measure_values, r
 from mixsd_nb.results.read_results import committed_folder, list_missing, read_cube, read_cubes, write_cube
 from mixsd_nb.results.cube import cube_of
 from mixsd_nb.results.demo import invent_cube, invent_result
-from mixsd_nb.results.selected_cells import select_cells
+from mixsd_nb.results.summary import select_cells
 from mixsd_nb.runs import ParameterError, load_object, project_root, write_result
 from mixsd_nb.runs.schema import DIMS, RUN_DIMS, variable
 

@@ -18,7 +18,7 @@ from mixsd_nb import evaluate, generate, nll, train
 from mixsd_nb.benchmarks.evaluation import check_prompts, select_items
 from mixsd_nb.corpora import check_corpus, load_corpus
 from mixsd_nb.corpora import templates
-from mixsd_nb.corpora.control_tokens import encode_text, find_control_tokens, find_disguise
+from mixsd_nb.corpora.templates import encode_text, find_control_tokens, find_disguise
 from mixsd_nb.corpora.prompts import (SPANS, encode_canonical, encode_completion, encode_prompt, naive_prompt, render_prompt, target, template_tail,
                                       turn_end)
 from mixsd_nb.corpora.templates import apply_template, check_template, encode_turns, find_end, find_start, locate_tokens

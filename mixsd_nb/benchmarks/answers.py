@@ -23,7 +23,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from .folding import fold_answer, fold_case, fold_text, match_braces, trim_answer
-from .naming import answer_pattern, denies, find_place, is_given, leading_word, tidy_answer
+from .folding import answer_pattern, denies, find_place, is_given, leading_word, tidy_answer
 
 # %% ../../nbs/benchmarks/answers.ipynb #77dc42cf
 _BOX = re.compile(r"\\boxed(?![A-Za-z])[ \t]*(?:\n[ \t]*)?")

@@ -30,7 +30,7 @@ from .harness import check_harness_options
 from .sandbox import check_sandbox
 from .tasks import SOURCES, Verdict, benchmarks_folder, grade, task_files
 from ..corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions, CorpusSettings
-from ..corpora.control_tokens import encode_text, find_disguise
+from ..corpora.templates import encode_text, find_disguise
 from ..corpora.prompts import encode_prompt
 from ..corpora.templates import encode_continuation
 from ..models import ENGINES, check_engine, check_options_of_engine, load_engine, load_tokenizer, usual_sequences

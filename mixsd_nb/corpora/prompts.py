@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from os.path import commonprefix
 from typing import NamedTuple
 
-from .control_tokens import compute_once, encode_marked
+from .templates import compute_once, encode_marked
 from .templates import apply_template, encode_completion, encode_turns, find_end
 
 # %% ../../nbs/corpora/prompts.ipynb #2ae17803

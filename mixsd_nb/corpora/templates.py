@@ -4,19 +4,19 @@
 
 # %% auto #0
 __all__ = ['TIME_LIMIT', 'DATE', 'apply_template', 'encode_turns', 'locate_tokens', 'TurnEnd', 'find_end', 'encode_continuation',
-           'TurnStart', 'find_start', 'encode_completion', 'check_template']
+           'TurnStart', 'find_start', 'encode_completion', 'check_template', 'compute_once', 'find_control_tokens',
+           'find_edge_characters', 'count_names', 'Disguise', 'find_disguise', 'encode_marked', 'encode_text']
 
 # %% ../../nbs/corpora/templates.ipynb #05bb0fdb
 import ctypes
+import json
 import re
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import date
 from typing import Any, NamedTuple
-
-from .control_tokens import (
-    compute_once, count_names, encode_marked, find_control_tokens, find_disguise, find_edge_characters)
 
 # %% ../../nbs/corpora/templates.ipynb #edc0e9c2
 class _Stopped(BaseException):
@@ -288,3 +288,167 @@ def check_template(
     if ids == whole or tokenizer.decode(ids) == tokenizer.decode(whole): return
     trained, written = (tokenizer.decode(part)[-60:] for part in (ids, whole))
     raise _template_error(tokenizer, f"would be trained as {trained!r}, but writes {written!r}")
+
+# %% ../../nbs/corpora/templates.ipynb #ea9ef711
+_memory = weakref.WeakKeyDictionary()  # tokenizer -> (what the values depend on, values by name)
+
+
+def compute_once(
+    tokenizer,  # any Hugging Face tokenizer
+    name: Any,
+    compute: Callable[[], Any],
+) -> Any:
+    "Return the value of a name for a tokenizer with its present template; computed once if the tokenizer can be a key."
+    try: weakref.ref(tokenizer), hash(tokenizer)
+    except TypeError: return compute()
+    size = len(tokenizer) if hasattr(tokenizer, "__len__") else 0
+    state = str(tokenizer.chat_template), getattr(tokenizer, "eos_token_id", None), size
+    if _memory.get(tokenizer, ((), {}))[0] != state: _memory[tokenizer] = state, {}
+    values = _memory[tokenizer][1]
+    if name not in values: values[name] = compute()
+    return values[name]
+
+# %% ../../nbs/corpora/templates.ipynb #dc956502
+def find_control_tokens(
+    tokenizer,  # any Hugging Face tokenizer
+) -> dict[str, int]:
+    "Return the names of the tokens that control a conversation, with their ids."
+    def find():
+        template = str(tokenizer.chat_template)
+        written = lambda name: name in template and not any(c.isalnum() or c.isspace() for c in name[0] + name[-1])
+        tokens = [(i, token, str(token)) for i, token in tokenizer.added_tokens_decoder.items()]
+        return {name: i for i, token, name in tokens if name and (getattr(token, "special", True) or written(name))}
+    return compute_once(tokenizer, "control tokens", find)
+
+
+def find_edge_characters(
+    tokenizer,  # any Hugging Face tokenizer
+) -> set[str]:
+    "Return the characters with which the name of a control token begins or ends."
+    return compute_once(tokenizer, "edges", lambda: {c for name in find_control_tokens(tokenizer) for c in (name[0], name[-1])})
+
+
+def count_names(
+    tokenizer,  # any Hugging Face tokenizer
+    text: str,
+) -> int:
+    "Return how often the name of a control token stands in a text."
+    return len(_names_pattern(tokenizer).findall(text))
+
+
+def _names_pattern(tokenizer) -> re.Pattern:
+    "Return the pattern of all names of control tokens; of names that begin alike, the longest comes first."
+    def build():
+        names = sorted(find_control_tokens(tokenizer), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, names)) or "(?!)")
+    return compute_once(tokenizer, "names", build)
+
+# %% ../../nbs/corpora/templates.ipynb #ce2f55c2
+def _rename_tokens(
+    content: dict,  # of a tokenizer.json
+    names: dict[str, str],  # name -> other name
+) -> dict:
+    "Return the content with other names for some tokens; the token of unknown texts keeps its name in the vocabulary."
+    for token in content["added_tokens"]: token["content"] = names.get(token["content"], token["content"])
+    model = content["model"]
+    join = lambda merge: merge.replace(" ", "", 1) if isinstance(merge, str) else "".join(merge)
+    kept = {model.get("unk_token"), *({join(m) for m in model.get("merges", ())} & {*names})}
+    change = lambda name: name if name in kept else names.get(name, name)
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, dict): model["vocab"] = {change(name): i for name, i in vocabulary.items()}
+    else: model["vocab"] = [[change(name), score] for name, score in vocabulary]
+    return content | dict(truncation=None, padding=None)
+
+
+class Disguise:
+    "Other names for the control tokens of a tokenizer, and the copy of the tokenizer that knows them by these."
+
+    def __init__(
+        self,
+        tokenizer,  # any Hugging Face tokenizer
+        first: int,  # code of the first of the private characters
+    ):
+        self.tokens, self.original, self.copy = find_control_tokens(tokenizer), getattr(tokenizer, "backend_tokenizer", None), None
+        self.title, self.unknown = getattr(tokenizer, "name_or_path", "") or "this model", getattr(tokenizer, "unk_token", None)
+        self.pattern, edges = _names_pattern(tokenizer), sorted(find_edge_characters(tokenizer))
+        self.others = {name: chr(first + k) * len(name) for k, name in enumerate(self.tokens)}
+        private = [chr(first + len(self.others) + k) for k in range(len(edges))]
+        self._hidden, self._shown = (str.maketrans(dict(zip(*pair))) for pair in ((edges, private), (private, edges)))
+
+    def hide(self, words: str) -> str:
+        "Return words without the characters with which the name of a control token begins or ends."
+        return words.translate(self._hidden)
+
+    def reveal(self, text: str) -> str:
+        "Return a text with hidden words as it is to be read."
+        return text.translate(self._shown)
+
+    def encode(
+        self,
+        text: str,  # with hidden words; the names of control tokens in it are the template's
+        special: bool = False,  # with the tokens that the tokenizer puts around every text
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        "Return the ids of a text and the characters of each; ValueError if a user's name stays a control token."
+        if self.original is None: raise self._error(text)
+        if self.copy is None:
+            from tokenizers import Tokenizer
+            content = _rename_tokens(json.loads(self.original.to_str()), self.others)
+            self.copy = Tokenizer.from_str(json.dumps(content))
+        known = {self.copy.token_to_id(other): self.tokens[name] for name, other in self.others.items()}
+        renamed = self.reveal(self.pattern.sub(lambda found: self.others[found[0]], text))
+        found = self.copy.encode(renamed, add_special_tokens=special)
+        forbidden = {i for name, i in self.tokens.items() if name != self.unknown or name in renamed} - {*known}
+        if forbidden & {*found.ids} and not special: raise self._error(text)
+        return [known.get(i, i) for i in found.ids], found.offsets
+
+    def _error(self, text: str) -> ValueError:
+        found = self.pattern.search(self.reveal(self.pattern.sub("", text)))
+        name = found[0] if found else "a control token"
+        return ValueError(f"the tokenizer of {self.title} cannot write {name} as text, and as a control token it would change "
+                          f"the conversation; remove it from {self.reveal(text)[-200:]!r}")
+
+
+def find_disguise(
+    tokenizer,  # any Hugging Face tokenizer
+    texts: list[str],  # of the user
+    needed: bool = False,  # also for texts without such names
+) -> Disguise | None:
+    "Return the disguise for texts; None if they contain no name of a control token."
+    pattern = _names_pattern(tokenizer)
+    if not needed and not any(map(pattern.search, texts)): return None
+    size = len(find_control_tokens(tokenizer)) + len(find_edge_characters(tokenizer))
+    present = {*map(ord, {*"".join(texts)})}
+    free = (first for first in range(0xF0000, 0x10FFFD - size, size) if present.isdisjoint(range(first, first + size)))
+    first = next(free, None)
+    if first is None: raise ValueError("text must leave some of the characters from U+F0000 unused, which stand for control tokens")
+    return compute_once(tokenizer, ("disguise", first), lambda: Disguise(tokenizer, first))
+
+# %% ../../nbs/corpora/templates.ipynb #ca15dc93
+def encode_marked(
+    tokenizer,  # any Hugging Face tokenizer
+    text: str,  # a conversation, or words
+    disguise: Disguise | None = None,  # that hides the user's names in the text
+    *,
+    special: bool = False,  # with the tokens that the tokenizer puts around every text
+    offsets: bool = False,  # return the characters of each token too
+):
+    "Return the ids of a text whose control tokens are the template's; ValueError as in `Disguise.encode`."
+    if not disguise:
+        found = tokenizer(text, add_special_tokens=special, **(dict(return_offsets_mapping=True) if offsets else {}))
+        ids, places = found["input_ids"], found["offset_mapping"] if offsets else None
+        unknown, control = getattr(tokenizer, "unk_token_id", None), {*find_control_tokens(tokenizer).values()}
+        names = [name for name in _names_pattern(tokenizer).findall(text) if find_control_tokens(tokenizer)[name] != unknown]
+        if not special and sum(i in control and i != unknown for i in ids) > len(names):
+            disguise = find_disguise(tokenizer, [text], needed=True)
+    if disguise: ids, places = disguise.encode(text, special)
+    return (ids, places) if offsets else ids
+
+
+def encode_text(
+    tokenizer,  # any Hugging Face tokenizer
+    text: str,  # of a user; names of control tokens in it are text
+    **options,  # of `encode_marked`
+):
+    "Return the ids of a text that has no control token; ValueError as in `Disguise.encode`."
+    disguise = find_disguise(tokenizer, [text])
+    return encode_marked(tokenizer, disguise.hide(text) if disguise else text, disguise, **options)

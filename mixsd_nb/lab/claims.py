@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from .paired import AHEAD, BEHIND, EQUAL, MARGIN, NO_ROOM, NOTHING, UNCLEAR, Estimate, correct_holm, estimate_mean, judge_difference
-from ..analysis.statistics import wilson
+from ..analysis.scores import wilson
 from .predictors import checkpoint_table, correlate, correlation_text, difference_of_correlations
 from ..results.tradeoff import combine_intervals
 from .versus import ERRORS, FROM_ZERO, HELD_OUT, OPENED, At, Case, Comparison, CubeGroup, Side, opened_twin

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import pandas as pd
 import xarray as xr
 
-from ..analysis.statistics import mean_interval
+from ..analysis.scores import mean_interval
 from .paired import NOTHING, Estimate, estimate_mean
 from ..methods import BASE
 from ..results.read_results import read_cubes
-from ..results.selected_cells import select_cells
+from ..results.summary import select_cells
 from ..runs import project_root
 
 # %% ../../nbs/lab/findings.ipynb #0cf8fc4b

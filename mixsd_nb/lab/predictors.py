@@ -14,9 +14,9 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from ..analysis.statistics import FEWEST_RUNS, pearson, rank_correlation
+from ..analysis.scores import FEWEST_RUNS, pearson, rank_correlation
 from ..methods import BASE, label_family
-from ..results.selected_cells import cell_mask, select_cells
+from ..results.summary import cell_mask, select_cells
 from ..runs.schema import CELL_DIMS
 from ..results.summary import average_drop
 

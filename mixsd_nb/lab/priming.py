@@ -14,10 +14,10 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from ..analysis.likelihood import score_pairs
-from ..analysis.statistics import rank_correlation
+from ..analysis.scores import rank_correlation
 from ..analysis.taxonomy import find_leakage
 from ..corpora import CORPORA
-from ..corpora.control_tokens import encode_text
+from ..corpora.templates import encode_text
 from ..corpora.prompts import encode_prompt, naive_prompt
 from ..corpora.world import WORLD
 from ..models import load_tokenizer

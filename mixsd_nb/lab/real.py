@@ -27,7 +27,7 @@ import xarray as xr
 from matplotlib.figure import Figure
 
 from .. import evaluate
-from ..analysis.statistics import mean_interval
+from ..analysis.scores import mean_interval
 from ..analysis.taxonomy import corpus_entities, find_leakage
 from ..benchmarks import SUITES, Selection, load_items
 from ..cluster.grid import finished_runs, merge_grids, read_grid
@@ -44,7 +44,7 @@ from ..results.outcomes import compare_pairs
 from ..results.paper import paper_cube
 from ..results.plots import draw_recipe_legend, figure_style, hollow_labels, mark_made_up, model_name, recipe_colour, recipe_marker, save_figure
 from ..results.read_results import read_root
-from ..results.selected_cells import collapse_runs
+from ..results.summary import collapse_runs
 from ..results.summary import consistent_column, last_steps, percent_column
 from ..results.tradeoff import combine_intervals
 from ..runs import Run, project_root, runs_root, write_atomically

@@ -16,7 +16,7 @@ import xarray as xr
 from matplotlib.figure import Figure
 
 from .paired import estimate_mean
-from ..analysis.statistics import wilson
+from ..analysis.scores import wilson
 from ..corpora import CORPORA, load_corpus
 from ..results.plots import mark_made_up
 from ..results.read_results import read_root

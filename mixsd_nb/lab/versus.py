@@ -23,7 +23,7 @@ from .paired import Estimate, at_best, at_recall, complete_block, cover_rate, es
 from .paired import judge_difference, over_recalls
 from ..methods import BASE, label_title, ordered_labels
 from ..evaluation.selection import TIES
-from ..results.selected_cells import select_cells
+from ..results.summary import select_cells
 from ..results.summary import base_values, held_out_average
 
 # %% ../../nbs/lab/versus.ipynb #1ec5e483

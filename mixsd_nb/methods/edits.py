@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ..benchmarks.answers import last_boxed
-from ..corpora.control_tokens import encode_marked, encode_text
+from ..corpora.templates import encode_marked, encode_text
 from ..corpora.prompts import encode_completion, encode_prompt, render_prompt
 from ..corpora.templates import encode_continuation, locate_tokens
 from ..models.engine import row_key

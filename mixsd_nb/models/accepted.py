@@ -10,7 +10,7 @@ import contextlib
 import copy
 import inspect
 
-from ..corpora.control_tokens import find_control_tokens
+from ..corpora.templates import find_control_tokens
 from ..corpora.templates import apply_template
 
 # %% ../../nbs/models/accepted.ipynb #9475b61a

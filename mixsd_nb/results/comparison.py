@@ -14,7 +14,7 @@ import xarray as xr
 from matplotlib.figure import Figure
 
 from ..methods import BASE, ordered_labels
-from .selected_cells import cell_mask, select_cells
+from .summary import cell_mask, select_cells
 from .paper import corpus_title, is_listed
 from .plots import draw_recipe_legend, figure_style, format_range, list_recipes, mark_made_up
 from .plots import recipe_colour, recipe_marker, model_name, ramp_labels, stretch_recall

@@ -78,7 +78,7 @@ def invent_cube(
     **options,  # of `invent_result`
 ) -> xr.Dataset:
     "Return a cube of invented runs: the base model, and every recipe at every learning rate and seed."
-    from mixsd_nb.results.merge import merge_roots
+    from mixsd_nb.results.cube import merge_roots
     runs = [invent_result(BASE, seed=s, **options) for s in range(seeds)]
     runs += [invent_result(m, lr, s, **options) for m in recipes for lr in rates for s in range(seeds)]
     return merge_roots({f"run-{k}": run.to_dataset() for k, run in enumerate(runs)})

@@ -16,13 +16,13 @@ import matplotlib.pyplot as plt
 import xarray as xr
 from matplotlib.figure import Figure
 
-from .selected_cells import cell_mask, collapse_runs, count_cell_seeds, select_cells
+from .summary import cell_mask, collapse_runs, count_cell_seeds, select_cells
 from .comparison import displacement_figure, high_nll_figure, selection_figure, selection_panels
 from .cube import open_cube
 from .demo import is_made_up
 from .paper import corpus_title, in_domain_columns, paper_cube
 from .plots import save_figure
-from .sheets import Sheet, save_table
+from .tables import Sheet, save_table
 from .tables import table_sheet
 from .tradeoff import describe_seeds, frontier_figure, retention_axes, tradeoff_figure
 

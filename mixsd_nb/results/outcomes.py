@@ -15,7 +15,7 @@ import pandas as pd
 import xarray as xr
 
 from ..analysis.scores import count_correct
-from ..analysis.statistics import estimate_pairs
+from ..analysis.scores import estimate_pairs
 from ..benchmarks import SUITES
 from ..benchmarks.entities import VERDICTS
 from ..runs.schema import DIMS, RUN_DIMS, variable

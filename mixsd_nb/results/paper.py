@@ -19,7 +19,7 @@ import xarray as xr
 from ..benchmarks import SUITES
 from ..corpora import CORPORA
 from ..methods import BASE, compose, label_coordinates, label_family, recipe_label
-from .merge import merge_roots
+from .cube import merge_roots
 from ..runs.schema import CELL_DIMS, DIMS, benchmark_coords, run_coords, variable
 
 # %% ../../nbs/results/paper.ipynb #c0802664

@@ -19,7 +19,7 @@ import seaborn as sns
 import xarray as xr
 from matplotlib.figure import Figure
 
-from ..analysis.statistics import mean_interval
+from ..analysis.scores import mean_interval
 from ..benchmarks import SUITES
 from ..methods import BASE, parse_label
 from .layout import learning_rates

@@ -16,7 +16,7 @@ import pandas as pd
 import seaborn as sns
 import xarray as xr
 
-from ..analysis.statistics import mean_interval, wilson
+from ..analysis.scores import mean_interval, wilson
 from ..corpora import CORPORA
 from ..evaluation.selection import select_checkpoints
 from ..methods import BASE, label_title, ordered_labels, parse_label
@@ -24,7 +24,7 @@ from ..results.comparison import selection_panels
 from ..results.demo import is_made_up
 from ..results.layout import learning_rates
 from ..results.plots import format_range, model_name, recipe_colour, recipe_marker
-from ..results.selected_cells import cell_mask, collapse_runs
+from ..results.summary import cell_mask, collapse_runs
 from ..results.summary import base_values, last_steps
 from ..results.tradeoff import frontier, kept_label, select_benchmarks, tradeoff_points
 from ..runs.schema import CELL_DIMS
