@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 sys.modules["rfc3987_syntax"] = None  # jsonschema's check of IRIs takes a second to import, and notebooks have none
 
+import hypothesis
 import pytest
 from helpers import CELL, PLUGIN, every_state, need_tools, small_model, stored_training
 
@@ -17,6 +18,10 @@ from mixsd_nb import models, train
 from mixsd_nb.models import load_base
 from mixsd_nb.training.trainer import fine_tune
 
+
+# A slow machine is no fault of what is tested.
+hypothesis.settings.register_profile("calm", deadline=None)
+hypothesis.settings.load_profile("calm")
 
 # What a killed process has written stays in the memory of the system; only a loss of power needs the disk. Processes that
 # tests start do sync.

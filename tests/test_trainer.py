@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 from architectures import tiny_config, tiny_model
-from helpers import PAIRS, distillation_training, forked, last_weights, small_model, stored_training, until
+from helpers import PAIRS, distillation_training, every_state, forked, last_weights, small_model, stored_training, until
 from safetensors.torch import load_file
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
@@ -316,7 +316,7 @@ def test_a_checkpoint_that_was_not_asked_for_before_is_added(short, tmp_path):
     steps, run = [], tmp_path / "run"
     shutil.copytree(finished, run)
     before = {file: file.stat().st_mtime_ns for file in run.glob("checkpoint-*/*")}
-    log = fine_tune(replace(spec, checkpoints=[2, 3, 4]), run, lambda entry: steps.append(entry["step"]))
+    with every_state(): log = fine_tune(replace(spec, checkpoints=[2, 3, 4]), run, lambda entry: steps.append(entry["step"]))
     assert steps == [3] and list(checkpoint_steps(run)) == [2, 3, 4, 6] and len(log["loss"]) == 6
     assert all(file.stat().st_mtime_ns == then for file, then in before.items())
 
