@@ -50,12 +50,12 @@ class Burden:
     completion: int  # tokens of the longest completion
     rollouts: int = 1  # examples of a fact
     writer: str = ""  # which model writes completions during training: student, teacher or none
-    teacher: int = 0  # bytes of a weight of a complete base model on each GPU; on a CPU it counts as float32, at most what it is
+    teacher: int = 0  # bytes of a weight of a complete base model on each GPU; 4 on a CPU
     hosted: bool = False  # whether a sharded student's weights replace the teacher's, which are kept in shards
     copy: bool = False  # whether a sharded student is copied to each device for rollouts
     anchors: int = 0  # further float32 copies of all weights
     decoded: int = 100  # sequences decoded at the same time
-    engine: float = 0.0  # bytes on each GPU of an engine in a separate process that writes completions; 0 without one
+    engine: float = 0.0  # bytes on each GPU of an engine in a separate process that writes completions
 
 # %% ../../nbs/planning/estimates.ipynb #da83ab68
 def kept_bytes(shape: Shape, gpu: bool = False) -> int:

@@ -54,13 +54,7 @@ def find_problems(plan: RunPlan, machine: Machine) -> dict[str, str]:
         found["disk"] = f"checkpoints need {_gigabytes(plan.disk_peak)} of disk, of which {machine.disk:.3g} GB are free"
     return found
 
-# %% ../../nbs/planning/plan.ipynb #657c3f01
-def _try(call, default):
-    "Return what a call returns; the default if a configuration reads outputs that do not exist yet."
-    try: return call()
-    except (ValueError, OSError, AttributeError, LookupError): return default
-
-
+# %% ../../nbs/planning/plan.ipynb #92ff4b7e
 def plan_run(config: Stage, machine: Machine | None = None) -> RunPlan:
     "Return the plan of a run on a machine, or this one; it is empty for a stage that declares no work. ValueError for a model of unknown shape."
     if not type(config).workload: return RunPlan(config.model, config.name)
@@ -137,7 +131,7 @@ def planned_cells(source: str | Path) -> list[Stage]:
     _read_cells.cache_clear()
     return _read_cells(str(source))[1]
 
-# %% ../../nbs/planning/plan.ipynb #6b5ac68a
+# %% ../../nbs/planning/plan.ipynb #c0383bb8
 @dataclass
 class GridPlan:
     "The plan of a grid: of each cell, and of the runs that cells share."
@@ -176,38 +170,40 @@ class GridPlan:
         return found
 
 
-def _identify(config: Stage) -> str:
-    "Return the name of a run, however much is asked of it; its parameters if it reads outputs that do not exist yet."
-    return _try(lambda: config.without_idle().folder.name, f"{config.name}-{sorted(vars(config).items(), key=str)}")
+def _locate(config: Stage) -> tuple[str, bool]:
+    "Return the name of a run, however much is asked of it, and whether it exists; its parameters if it reads outputs that do not exist yet."
+    try: folder = config.without_idle().folder
+    except (ValueError, OSError, AttributeError, LookupError): return f"{config.name}-{sorted(vars(config).items(), key=str)}", False
+    return folder.name, folder.exists() and config.finished
 
 
 def plan_cells(name: str, machine: Machine, cells: list[tuple[Stage, Machine]], earlier: list[Stage] = [], at_once: int = 0) -> GridPlan:
     "Return the plan of cells on their machines and of the runs that they share; cells that others began are planned without that part."
-    known, runs, plans = {}, {}, []
+    known, asked, runs, plans, waiting = {}, set(), {}, [], []
 
     def plan(config, machine):
-        alike = ("lr",) if type(config).shared_runs is Stage.shared_runs else ("lr", "seed")
-        key = repr((type(config), machine, {name: value for name, value in vars(config).items() if name not in alike}))
-        if key not in known: known[key] = plan_run(config, machine)
-        waiting.extend((run, machine) for run in config.shared_runs() or known[key].shared)
-        return replace(known[key], finished=_try(lambda: config.finished, False))
-    waiting = []
+        alike, seed = repr((type(config), machine, {name: value for name, value in vars(config).items() if name not in ("lr", "seed")})), getattr(config, "seed", 0)
+        if alike not in known: known[alike] = plan_run(config, machine)
+        if (alike, seed) not in asked: waiting.extend((run, machine) for run in config.shared_runs())
+        asked.add((alike, seed))
+        return known[alike]
     for k, (config, place) in enumerate(cells):
-        found = plan(config, place)
+        (key, finished), found = _locate(config), plan(config, place)
         if earlier:
-            before = plan(earlier[k], place)
+            key, before = f"{key} {config.until} {config.measure}", plan(earlier[k], place)
             found = replace(found, seconds=max(0.0, found.seconds - before.seconds), disk=max(0.0, found.disk - before.disk))
-        plans.append(found)
-        runs[_identify(config) + f" {config.until} {config.measure}" if earlier else _identify(config)] = found
+        runs[key] = replace(found, finished=finished)
+        plans.append(runs[key])
     while waiting:
         config, place = waiting.pop()
-        if (key := _identify(config)) not in runs: runs[key] = plan(config, place)
+        key, finished = _locate(config)
+        if key not in runs: runs[key] = replace(plan(config, place), finished=finished)
     return GridPlan(name, machine, runs, plans, at_once)
 
 
 def _plan_grid(source: str | Path, device: str) -> GridPlan:
     name, (resources, configs, earlier, needs) = Path(source).stem, _read_cells(str(source))
-    machines = {repr(need): machine_for(need, device) for need in [resources, *needs]}
+    machines = {key: machine_for(need, device) for key, need in {repr(need): need for need in [resources, *needs]}.items()}
     cells = [(config, machines[repr(need)]) for config, need in zip(configs, needs)]
     try: return plan_cells(name, machines[repr(resources)], cells, earlier, resources.at_once)
     except ValueError as e: raise ParameterError(f"{name}: {e}") from None
@@ -221,7 +217,7 @@ def plan_grid(
     _read_cells.cache_clear()
     return _plan_grid(source, device)
 
-# %% ../../nbs/planning/plan.ipynb #c5f9ddb1
+# %% ../../nbs/planning/plan.ipynb #83cfdc33
 def format_grid(plan: GridPlan) -> str:
     "Return the rows of a plan as text, its totals, and its problems."
     rows, machine, runs, (rest, most) = plan.rows(), plan.machine, plan.runs.values(), plan.disk(True)
@@ -248,5 +244,5 @@ def format_all(
     for kind in ("GPU", "core"):
         once, chosen = {}, [plan for plan in plans if (plan.machine.gpus > 0) == (kind == "GPU")]
         for key, run in (pair for plan in chosen for pair in plan.runs.items()): once[key] = max(once.get(key, run), run, key=lambda run: run.seconds)
-        page.append(line(f"all, once, {kind}-hours", sum(len(plan.cells) for plan in chosen), once.values()))
+        page.append(line(f"all runs, once, in {kind}-hours", len(once), once.values()))
     return "\n".join([*page, "hours of a core or of a GPU, within about a factor of two; GB at rest; !: cells that do not fit"])

@@ -147,7 +147,7 @@ def _published(config: Stage) -> dict[str, tuple[Any, Any]]:
     published = {name: getattr(corpus.schedule, name) for name in length} | (recipe.published if recipe.settings else {})
     found |= {name: (getattr(config, name), value) for name, value in published.items()}
     found = {name: pair for name, pair in found.items() if name not in _idle_settings(config)}
-    for part in recipe.parts if recipe.settings else ():
+    for part in recipe.parts:
         paper = part.defaults("paper") | (dict(dtype="bfloat16") if part.name == "memit" else {})
         for name, value in recipe.options_of(part, config.options).items():
             known = paper[name] if part is recipe.method or value == paper[name] else ""  # the paper has no such part

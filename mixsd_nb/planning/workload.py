@@ -29,7 +29,7 @@ from .estimates import (INTERPRETER, Burden, Layout, adapter_parameters, decodin
                                          rollout_peak, scoring_peak, serve, update_peak)
 from .machines import VLLM, Machine
 
-# %% ../../nbs/planning/workload.ipynb #9c291a66
+# %% ../../nbs/planning/workload.ipynb #c6fd40b1
 class Lengths(NamedTuple):
     "The rows of a split, and tokens of its prompts and targets: mean and longest ones."
     rows: int
@@ -39,10 +39,13 @@ class Lengths(NamedTuple):
     longest_target: int
 
 
+_tokenizer = functools.lru_cache(maxsize=16)(load_tokenizer)
+
+
 def _count_tokens(model: str, texts: list[str]) -> list[int]:
     "Return the tokens of texts, of 3.6 characters each where there is no tokenizer."
     if not (is_lab_model(model) or Path(model).is_dir()): return [math.ceil(len(text) / 3.6) for text in texts]
-    return [len(ids) for ids in load_tokenizer(model)(texts, add_special_tokens=False)["input_ids"]]
+    return [len(ids) for ids in _tokenizer(model)(texts, add_special_tokens=False)["input_ids"]]
 
 
 def _measure(rows: list[dict], model: str) -> Lengths:
@@ -111,7 +114,7 @@ def count_questions(
         found[name] = Questions(rows * sampling.samples, prompt, min(reply, most), most, min(sampling.max_total, most + 2 * int(prompt)))
     return found
 
-# %% ../../nbs/planning/workload.ipynb #0c6be206
+# %% ../../nbs/planning/workload.ipynb #0ef097ba
 @dataclass
 class RunPlan:
     "The plan of one run."
@@ -123,7 +126,6 @@ class RunPlan:
     host: float = 0.0  # bytes on each node
     disk: float = 1e7  # bytes when it is finished
     disk_peak: float = 1e7  # bytes meanwhile
-    shared: list = field(default_factory=list)  # configurations of runs that it reads, beside those of its stage
     remedies: dict[str, str] = field(default_factory=dict)  # phase -> what would fit
     copies: dict[str, int] = field(default_factory=dict)  # phase -> processes in it at the same time; 1 by default
     problems: dict[str, str] = field(default_factory=dict)  # what does not fit, with a sentence
@@ -171,7 +173,7 @@ def add_decoding(
 def _written(config, machine: Machine, questions: Iterable[Questions]) -> float:
     return sum(q.tokens for q in questions) / (VLLM if ENGINES[config.engine].share and machine.gpus else 1)
 
-# %% ../../nbs/planning/workload.ipynb #0e6ffa8e
+# %% ../../nbs/planning/workload.ipynb #cfeb6cf3
 def plan_evaluation(config, machine: Machine) -> RunPlan:
     "Return the plan of an evaluation."
     plan = RunPlan(config.model, "base", config.dataset)
@@ -180,16 +182,16 @@ def plan_evaluation(config, machine: Machine) -> RunPlan:
 
 
 def plan_mixing(config, machine: Machine) -> RunPlan:
-    "Return the plan of mixed targets; targets that must agree with others are made by the runs of these."
-    from mixsd_nb.methods.targets import list_agreeing
+    "Return the plan of mixed targets, also of those that must agree with others, which `unanimous` counts."
     lengths, contexts = corpus_lengths(config.dataset, config.model)["train"], 2 if 0 < config.lam < 1 else 1
     n = contexts * lengths.rows * getattr(config, "samples", 1) * (1 + getattr(config, "wordings", 0))
-    n *= 3 if contexts == 2 or getattr(config, "temperature", 0) else 1
+    if sets := getattr(config, "unanimous", None): n *= 1 + math.prod(map(len, sets.values()))
+    n *= 4 if contexts == 2 or getattr(config, "temperature", 0) else 1
     length = min(config.max_new_tokens, mixed_length(config.dataset, config.model, config.lam))
     longest = min(10_000, int(lengths.longest_prompt + 3 * lengths.longest_target + config.max_new_tokens))
-    plan = RunPlan(config.model, f"mixsd-{config.lam:g}", config.dataset, shared=list_agreeing(config) if getattr(config, "unanimous", None) else [])
+    plan = RunPlan(config.model, f"mixsd-{config.lam:g}", config.dataset)
     questions = Questions(n, lengths.prompt + lengths.target + 60, length, config.max_new_tokens, longest)
-    plan.tokens = add_decoding(plan, config, machine, [questions], scored=True) * (not plan.shared)
+    plan.tokens = add_decoding(plan, config, machine, [questions], scored=True)
     return plan
 
 # %% ../../nbs/planning/workload.ipynb #92d61db6
