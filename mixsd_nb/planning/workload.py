@@ -326,7 +326,7 @@ def plan_training(config, machine: Machine) -> RunPlan:
 
 
 def plan_injection(config, machine: Machine) -> RunPlan:
-    "Return the plan of an injection, which asks the selected checkpoint all benchmarks; its training is a run of its own, with the same memory."
+    "Return the plan of an injection, which evaluates the selected checkpoint on all benchmarks; the tokens of its training belong to that run."
     plan, asked = plan_training(config.training(), machine), plan_evaluation(config.evaluation(config.model), machine)
     peaks = plan.peaks | {phase: max(peak, plan.peaks.get(phase, 0.0)) for phase, peak in asked.peaks.items()}
     return replace(plan, tokens=asked.tokens, disk=asked.disk, host=max(plan.host, asked.host), peaks=peaks)
