@@ -31,7 +31,6 @@ class ForgettingConfig(CorpusSettings, TrainingAnalysis, TextSettings):
     "F(D) of every checkpoint of a training run (eq. 2), over the dimensions of its result, and `new_kl`."
     name = "forgetting"
     run_class = "reports.finished:FinishedRun"
-    workload = "mixsd_nb.planning.workload:plan_forgetting"
     dataset_options: CorpusOptions = consumed_field(CORPUS_OPTIONS)
     dataset: CorpusName = runtime_field("kgfact-small",
                                         "corpus of the training runs: its name, a file, a folder or a hub id")

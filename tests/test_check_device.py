@@ -43,16 +43,9 @@ def test_an_error_is_a_line_of_the_report(tmp_path, monkeypatch, own_runs, capsy
     assert "failed: NLL" in capsys.readouterr().out
 
 
-def test_a_report_becomes_the_rates_of_plans(own_runs):
-    "With a part for each kind of work; of several trainings the median counts, and a failed part not at all."
-    from mixsd_nb.planning.rates import RATES, current_rates, write_rates
-    work = lambda kind, seconds, **amounts: dict(work=dict(kind=kind, seconds=seconds, **amounts))
-    part = lambda name, notes, error="": dict(name=name, notes=notes, error=error)
-    parts = [part(f"train, {k}", work("update", seconds, passes=1, tokens=920)) for k, seconds in enumerate((0.1, 0.3, 0.2))]
-    parts += [part("evaluate", work("decode hf", 2.0, passes=64, written=4096)), part("evaluate, vllm", {}, "ImportError"), part("load", {})]
-    rates = check.collect_rates(dict(size="1.7b", parts=parts), "here.json")
-    assert [(rate.kind, rate.seconds, rate.written) for rate in rates] == [("update", 0.2, 0.0), ("decode hf", 2.0, 4096)]
-    assert not check.collect_rates(dict(size="tiny", parts=parts), "here.json")
-    write_rates(own_runs / "rates.json", rates)
-    here = [rate for rate in current_rates() if rate.source.startswith("here.json")]
-    assert here == rates and len(current_rates()) < len(RATES) + 2
+def test_a_report_has_the_rate_of_plans():
+    "The median of the parts: a mixed token is computed twice, and four tokens are read in the time of one."
+    part = lambda name, rate: dict(name=name, tokens_per_second=rate)
+    parts = [part("mix, hf", 50.0), part("evaluate", 90.0), part("NLL", 440.0), part("Fisher", 1.0), part("train, sft", 120.0), part("load", 0.0), part("train, opsd", 0.0)]
+    report = dict(parts=parts, parameters=1.72e9, rate_tflops=600)
+    assert check.measured_rate(report) == pytest.approx(105 * 2.72e9) and not check.measured_rate(report | dict(parts=[]))

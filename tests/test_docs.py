@@ -148,10 +148,10 @@ def test_messages_in_the_guide_are_those_of_the_code():
 @by_name
 def test_numbers_in_a_guide_are_in_its_blocks(guide):
     "A number in prose is one that a block of the guide has or prints, or one that is named here with its reason."
-    plan = "the plan of all grids, which a slow test in test_plan.py compares"
+    plan = "the plan of all grids, which a test in test_plan.py compares"
     reasons = {"numbers": {"95": "the level of the interval", "5": "the distance of two printed shares, and the level of a test"},
                **dict.fromkeys(("table", "own-model"), bounds := dict.fromkeys(("0.1", "0.6"), "the bounds of a preset")),
-               "scale": {**dict.fromkeys(("490", "337", "221", "1.65", "96"), plan), **dict.fromkeys(("200", "97"), "the grid _paper, and test_halving.py"),
+               "scale": {**dict.fromkeys(("302", "1.6"), plan), **dict.fromkeys(("200", "97"), "the grid _paper, and test_halving.py"),
                          "135": "the size of SmolLM2-135M"},
                "install": {"6": "what pip installed without the CPU index, in GB"},
                "troubleshooting": {**bounds, **dict.fromkeys(("0.8", "5.13", "23"), "versions of other programs"),

@@ -22,7 +22,7 @@ from mixsd_nb.evaluation.selection import best_rate
 from mixsd_nb.fisher import FisherConfig
 from mixsd_nb.generate import GenerateConfig
 from mixsd_nb.models.lab import is_lab_model
-from mixsd_nb.planning.rates import DEVICES, Machine
+from mixsd_nb.planning.machines import DEVICES, Machine
 from mixsd_nb.planning.plan import plan_grid, plan_run
 from mixsd_nb.results.cube import cube_of
 from mixsd_nb.results.summary import select_cells
@@ -417,7 +417,7 @@ def test_a_preview_shows_only_the_options_that_differ_from_those_of_the_method(o
 
 @pytest.mark.parametrize(("nodes", "processes", "problem"), [(2, 2, ""), (2, 5, ""), (3, 4, "processes on all nodes must be among 1, 2, 4, 5, 10, 20, the divisors of batch, got 12")])
 def test_a_plan_counts_the_processes_of_all_nodes(nodes, processes, problem):
-    machine = Machine("h100", DEVICES["h100"], nodes * 8, 4_000, 16, 240, nodes=nodes)
+    machine = Machine("h100", DEVICES["h100"], nodes * 8, 4_000, nodes=nodes)
     config = make_config(train.TrainConfig, preset="paper", method="sft", model="Qwen/Qwen3-1.7B", engine="vllm", processes=processes, sharded=True)
     assert plan_run(config, machine).problems.get("processes", "") == problem
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SHAPES', 'main', 'Shape', 'save_random_model', 'Part', 'matrix_rate', 'measure_part', 'trainable_recipes', 'Device',
            'mix_facts', 'ask_facts', 'score_facts', 'square_gradients', 'train_method', 'resume_training',
-           'compare_with_cpu', 'add_plan', 'check_device', 'collect_rates', 'format_part', 'report_device']
+           'compare_with_cpu', 'add_plan', 'check_device', 'measured_rate', 'format_part', 'report_device']
 
 # %% ../../../nbs/lab/profiling/check.ipynb #f3bc08fc
 import contextlib
@@ -24,7 +24,7 @@ from unittest.mock import patch
 
 import numpy as np
 from . import device_name, peak_mib, reset_peak
-from ...runs import ParameterError, find_stage, runs_root, write_json
+from ...runs import ParameterError, find_stage, write_json
 from ...runs.command_line import CommandLine
 
 # %% ../../../nbs/lab/profiling/check.ipynb #dad03df8
@@ -84,7 +84,7 @@ class Part:
     tokens_per_second: float = 0.0
     share: float = 0.0  # of the device's rate of matrix products
     planned_gib: float | None = None
-    planned_seconds: float | None = None  # of all updates, in reports of earlier versions, by speeds that were assumed
+    planned_seconds: float | None = None  # of all updates, in reports of earlier versions
     notes: dict = field(default_factory=dict)
     error: str = ""
 
@@ -125,7 +125,6 @@ def measure_part(
     part.seconds, part.peak_gib = time.perf_counter() - begin, peak_mib() / 1024
     seconds = part.notes.pop("seconds", part.seconds)  # of the tokens alone, if the call tells them
     if seconds: part.tokens_per_second = part.tokens / seconds
-    if "work" in part.notes: part.notes["work"] = dict(seconds=seconds) | part.notes["work"]
     if rate: part.share = part.tokens_per_second * work / rate
     gc.collect()
     if torch.cuda.is_available(): torch.cuda.empty_cache()
@@ -186,11 +185,6 @@ class Device:
         tokenizer = load_tokenizer(self.model)
         return [encode_canonical(tokenizer, row) for row in self.rows()]
 
-    def decoding(self, kind: str, prompts: list[int]) -> dict:
-        "Return the work of decoding responses of the full length to prompts of these numbers of tokens."
-        n, tokens, read = len(prompts), self.shape.tokens, sum(prompts)
-        return dict(kind=f"decode {kind}", passes=tokens, tokens=read + n * tokens, cached=tokens * (read + n * tokens / 2), written=n * tokens)
-
     def config(self, recipe: dict[str, str]):
         "Return the configuration of a training of five updates with a recipe."
         from mixsd_nb.methods import compose
@@ -208,8 +202,8 @@ def mix_facts(check: Device, kind: str = "hf") -> tuple[int, dict]:
     with check.engine(kind) as engine:
         items, begin = mix_items(engine.tokenizer, check.rows()), time.perf_counter()
         found = mix(engine, items, 0.5, max_new_tokens=check.shape.tokens, max_attempts=1)
-        seconds, sides = time.perf_counter() - begin, [len(item[side]) for item in items for side in ("naive_ids", "expert_ids")]
-        return sum(len(r["completion_ids"]) for r in found), dict(seconds=seconds, work=check.decoding(kind, sides))
+        seconds = time.perf_counter() - begin
+        return sum(len(r["completion_ids"]) for r in found), dict(seconds=seconds)
 
 # %% ../../../nbs/lab/profiling/check.ipynb #fe34b9a0
 def ask_facts(check: Device, kind: str = "hf") -> tuple[int, dict]:
@@ -221,15 +215,15 @@ def ask_facts(check: Device, kind: str = "hf") -> tuple[int, dict]:
         begin = time.perf_counter()
         table = evaluate_suite(engine, dict(recall=items), max_new_tokens=check.shape.tokens)
         tokens = sum(len(ids) for ids in engine.tokenizer(table.response.tolist())["input_ids"])
-        seconds, sides = time.perf_counter() - begin, [len(prompt) for prompt, _ in check.pairs()]
-        return tokens, dict(seconds=seconds, responses=len(table), work=check.decoding(kind, sides))
+        seconds = time.perf_counter() - begin
+        return tokens, dict(seconds=seconds, responses=len(table))
 
 # %% ../../../nbs/lab/profiling/check.ipynb #fe34b9b0
 def score_facts(check: Device) -> tuple[int, dict]:
     "Score every canonical target; returns the number of tokens, prompts included."
     engine, pairs, begin = check.engine(), check.pairs(), time.perf_counter()
     nll, tokens = np.concatenate(engine.score(pairs)), sum(len(p + c) for p, c in pairs)
-    return tokens, dict(seconds=time.perf_counter() - begin, nll=float(nll.mean()), work=dict(kind="score", passes=1, tokens=tokens))
+    return tokens, dict(seconds=time.perf_counter() - begin, nll=float(nll.mean()))
 
 
 def square_gradients(check: Device) -> tuple[int, dict]:
@@ -237,8 +231,7 @@ def square_gradients(check: Device) -> tuple[int, dict]:
     from mixsd_nb.models.gradients import diagonal_fisher
     model, pairs, begin = check.engine().model, check.pairs()[:8], time.perf_counter()
     trace, tokens = sum(float(f.sum()) for f in diagonal_fisher(model, pairs).values()), sum(len(p + c) for p, c in pairs)
-    work = dict(kind="Fisher", passes=len(pairs), tokens=tokens)
-    return tokens, dict(seconds=time.perf_counter() - begin, trace=trace, work=work)
+    return tokens, dict(seconds=time.perf_counter() - begin, trace=trace)
 
 # %% ../../../nbs/lab/profiling/check.ipynb #561cead9
 @contextlib.contextmanager
@@ -300,8 +293,7 @@ def resume_training(check: Device) -> tuple[int, dict]:
         train_process(spec, Path(folder), lambda entry: entries.append(entry["loss"]))
     largest = float(np.abs(np.array(entries) - resumed).max())
     if largest > 1e-3: raise AssertionError(f"losses of a resumed training must be equal, and differ by {largest:.2g}")
-    return 0, dict(checkpoint_gb=size / 1e9, largest_difference=largest, seconds_with_checkpoint=seconds,
-                   work=dict(kind="files", size=size, seconds=seconds))
+    return 0, dict(checkpoint_gb=size / 1e9, largest_difference=largest, seconds_with_checkpoint=seconds)
 
 # %% ../../../nbs/lab/profiling/check.ipynb #3b6f96d3
 def _small_values(device: str, folder: Path) -> dict:
@@ -343,15 +335,9 @@ def compare_with_cpu(check: Device) -> tuple[int, dict]:
 
 # %% ../../../nbs/lab/profiling/check.ipynb #056a4cfa
 def add_plan(part: Part, config) -> Part:
-    "Add the planned memory of a configuration to a part, an update's likely seconds and work, if the plan is known."
+    "Add the planned memory of a configuration to a part, if the plan is known."
     try:
-        plan, workload = (importlib.import_module(f"mixsd_nb.planning.{name}") for name in ("plan", "workload"))
-        machine = plan.this_machine()
-        found, work = plan.plan_run(config, machine), workload.training_work(config, workload.layout_of(config, machine))
-        update = next(p for p in found.parts if p.name in ("update", "distillation"))
-        part.notes["planned_seconds_of_update"] = update.expected / found.updates
-        if "seconds_of_update" in part.notes: part.notes["work"] = dict(kind=work.kind, seconds=part.notes["seconds_of_update"]) | {
-            name: amount / found.updates for name, amount in work._asdict().items() if name not in ("kind", "shape")}
+        found = importlib.import_module("mixsd_nb.planning.plan").plan_run(config)
         phases = "load", "rollout", "update", "optimiser"  # those of a training without checkpoints
         part.planned_gib = max(found.peaks[phase] for phase in phases if phase in found.peaks) / 2**30
     except Exception as e:  # there is no plan, or it does not know this configuration
@@ -396,17 +382,13 @@ def check_device(
                 size=size, parameters=size_of, seconds=time.perf_counter() - begin, parts=list(map(dataclasses.asdict, parts)))
 
 
-def collect_rates(report: dict, out: str) -> list:
-    "Return the measured rates of a report for the planner; of the trainings the median of each kind. None for a shape of no model."
-    plan, rates = (importlib.import_module(f"mixsd_nb.planning.{name}") for name in ("plan", "rates"))
-    model, machine, works, found_rates = SHAPES[report["size"]].model, plan.this_machine(), {}, []
-    for part in report["parts"]:
-        if model and not part["error"] and (work := part["notes"].get("work")): works.setdefault((work["kind"], part["name"].split(",")[0]), []).append((part["name"], work))
-    empty = dict(passes=0, tokens=0, cached=0, size=0)
-    for found in works.values():
-        name, work = sorted(found, key=lambda pair: pair[1]["seconds"])[len(found) // 2]
-        found_rates.append(rates.Rate(rates.DEVICES.get(machine.name, machine.device), model, source=f"{out}: {name}" + f", median of {len(found)}" * (len(found) > 1), **empty | work))
-    return found_rates
+def measured_rate(report: dict) -> float:
+    "Return the rate of a device for plans, the median of the parts: tokens a second, four of which are read in the time of one, times parameters."
+    devices = importlib.import_module("mixsd_nb.planning.machines").DEVICES
+    weights = {"mix, hf": 2, "evaluate": 1, "NLL": 1 / 4}  # a mixed token is computed by both conditionals
+    weights |= {part["name"]: 1 for part in report["parts"] if part["name"].startswith("train, ")}
+    found = [weights[part["name"]] * part["tokens_per_second"] for part in report["parts"] if part["name"] in weights and part["tokens_per_second"]]
+    return float(np.median(found)) * (report["parameters"] + devices["h200" if report["rate_tflops"] > 5 else "cpu"].least) if found else 0.0
 
 # %% ../../../nbs/lab/profiling/check.ipynb #94e61bd2
 def format_part(part: Part) -> str:
@@ -415,7 +397,6 @@ def format_part(part: Part) -> str:
     rate = f"{part.tokens_per_second:11,.0f} tokens/s" if part.tokens else ""
     share = f"{100 * part.share:7.1f} %" if part.share else ""
     update = f"{part.notes['seconds_of_update']:7.2f} s an update" if "seconds_of_update" in part.notes else ""
-    if "planned_seconds_of_update" in part.notes: update += f" (planned {part.notes['planned_seconds_of_update']:.2f})"
     planned = "" if part.planned_gib is None else f"  planned {part.planned_gib:.2f} GiB"
     return f"{part.name:24}{part.seconds:8.1f} s{part.peak_gib:9.2f} GiB{rate}{share}{update}{planned}"
 
@@ -435,9 +416,7 @@ def report_device(
     size = size or ("1.7b" if device == "cuda" else "tiny")
     report = check_device(size, minutes, lambda part: print(format_part(part), flush=True))
     write_json(Path(out), report)
-    if rates := collect_rates(report, out):
-        importlib.import_module("mixsd_nb.planning.rates").write_rates(runs_root() / "rates.json", rates)
-        print(f"{len(rates)} rates for plans: {runs_root() / 'rates.json'}")
+    print(f"rate for plans, as in planning.machines.DEVICES: {measured_rate(report):.2g}")
     failed = [part["name"] for part in report["parts"] if part["error"] and not part["error"].startswith("skipped")]
     print(f"{report['device']}: {report['seconds']:.0f} s; {out}"
           + (f"; failed: {', '.join(failed)}" if failed else ""))
