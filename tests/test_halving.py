@@ -81,7 +81,7 @@ def test_rates_are_halved_and_end_with_the_numbers_of_a_whole_training(grids, mo
 
 
 def test_a_few_questions_select_and_the_selected_checkpoint_is_asked_all(grids):
-    parameters = FIXED | dict(model=str(grids / "tiny"), dataset=str(grids / "facts.jsonl"), lr=3e-3, n=6, measure="selection", keep="all", state="newest")
+    parameters = FIXED | dict(model=str(grids / "tiny"), dataset=str(grids / "facts.jsonl"), lr=3e-3, n=6, measure="selection", keep="all")
     few = train.run(**parameters, selection_items=2)
     n = few.root.n.sel(benchmark="recall").squeeze()
     assert [int(n.sel(step=step)) for step in (0, 2, 4, 9)] == [6, *(6 if step == few.best_step else 2 for step in (2, 4, 9))]

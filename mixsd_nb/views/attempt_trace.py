@@ -58,8 +58,8 @@ def mix_attempts(
         while queue and len(attempts) < most:
             request = queue.popleft()
             completion = continuations.complete(request, **settings)
-            ids, reason, naive = completion
-            attempts.append(Attempt(ids, naive or request.naive[:len(ids)].tolist(), reason))
+            ids, reason = completion
+            attempts.append(Attempt(ids, request.naive[:len(ids)].tolist(), reason))
             yield request, completion
     tokenizer = continuations.engine.tokenizer
     records = list(mix_stream(stream, tokenizer, [(item, 0)], lam, seed=seed, **options))
