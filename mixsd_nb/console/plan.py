@@ -10,8 +10,7 @@ import contextlib
 from typing import Annotated
 
 from ..planning.estimates import CONSTANTS
-from ..cluster.grid import list_grids
-from ..cluster.resources import Resources
+from ..cluster.grid import Resources, list_grids
 from ..planning.preflight import check_inputs, describe_sandbox, format_inputs, list_deviations
 from ..planning.rates import DEVICES, current_rates, use_rates
 from ..planning.plan import (describe_plan, format_all, format_grid, is_tight, machine_for, plan_alone, plan_grid,

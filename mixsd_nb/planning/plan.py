@@ -22,16 +22,15 @@ from typing import Any
 
 import pandas as pd
 
-from ..cluster.grid import (Grid, GridOutputs, adjust_cell, expand_grid, group_alike, is_excluded,
+from ..cluster.grid import (Grid, GridOutputs, Resources, adjust_cell, expand_grid, group_alike, is_excluded,
                                    make_resources, read_grid)
-from ..cluster.resources import Resources
 from ..benchmarks import SUITES
 from ..methods import BASE
 from .estimates import constant
 from .rates import DEVICES, Device, Machine, cpu_device, explain_source, format_time
 from .workload import RunPlan
 from ..runs import ParameterError, Stage, find_stage, load_object, make_config, nearest, runs_root
-from ..runs.pool import count_cores, visible_gpus
+from ..runs.workers import count_cores, visible_gpus
 
 # %% ../../nbs/planning/plan.ipynb #80db6173
 def _limit_files(
