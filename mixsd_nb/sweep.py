@@ -18,7 +18,7 @@ from pydantic import Field
 from .cluster.grid import Cell, expand_grid, finished_runs, group_by_resources, list_grids
 from .cluster.jobs import FAILURES, Pool, cancel_file, divide_groups, startable_states
 from .cluster.slurm import Queue, query_slurm, submit
-from .cluster.status import describe_cell, format_table, list_failures, watch_table
+from .cluster.status import describe_cell, format_table, watch_table
 from .results.cube import cube_of
 from .runs import Config, make_config, open_result, read_json, runs_root, runtime_field
 from .runs.command_line import CommandLine, format_value
@@ -156,9 +156,9 @@ def report(
     table: pd.DataFrame,  # as returned by `Sweep.status`
 ) -> int:
     "Print each failed cell with its message, its log and advice; returns the exit code."
-    failed = list_failures(table)
+    failed = table[table.state.isin([*FAILURES])]
     for _, row in failed.iterrows():
-        print(f"\n{row.state}: {row.message or 'no message'}\n  {row.log or 'no log'}\n  {row.advice}")
+        print(f"\n{row.state}: {row.message or 'no message'}\n  {row.log or 'no log'}\n  {FAILURES[row.state]}")
     return int(len(failed) > 0)
 
 # %% ../nbs/sweep.ipynb #60f63896

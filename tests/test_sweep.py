@@ -386,6 +386,6 @@ def test_a_cell_that_never_reaches_its_first_checkpoint_is_not_requeued_for_ever
     sizes = itertools.count(100)
     cell = make_cell(find_stage("train"), find_notebook("train"), dict(model="lab-s"))
     ends = []
-    while not ends or ends[-1]["requeued"]: ends.append(run_attempt(cell, SimpleNamespace(compute=compute), job="7"))
+    while not ends or ends[-1]["continues"]: ends.append(run_attempt(cell, SimpleNamespace(compute=compute), job="7"))
     assert [end["progress"] for end in ends] == [True, True, False, False, False]
     assert ends[-1]["message"].startswith("3 attempts in a row ended before anything new was saved; raise minutes")

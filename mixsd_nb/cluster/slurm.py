@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from .grid import Cell, Resources, group_by_resources
-from .jobs import JobWorker, cell_lock, is_running, join_training, list_attempts, list_shared, rendezvous_file, run_cell
+from .jobs import JobWorker, is_running, join_training, list_attempts, list_shared, lock_cell, read_end, rendezvous_file, run_cell
 from ..runs import ParameterError, hide_slurm_job, read_json, slurm_environment, try_lock, write_json
 
 # %% ../../nbs/cluster/slurm.ipynb #9b253137
@@ -130,24 +130,14 @@ def record_end(
     queue: Queue,
 ) -> dict[str, Any]:
     "Write the `end.json` of an attempt that could not write it; returns its content, or that of an older one."
-    if end := read_json(folder / "end.json", ["kind"]): return end
+    if end := read_end(folder): return end
     job = read_json(folder / "begin.json").get("job")
     kind, message = classify_job(cell, job, queue) if job else ("killed", "its process is gone")
-    end = dict(kind=kind, message=message, seconds=float("nan"), progress=True, requeued=False)
+    end = dict(kind=kind, message=message, seconds=float("nan"), progress=True)
     write_json(folder / "end.json", end)
     return end
 
-# %% ../../nbs/cluster/slurm.ipynb #f7123f96
-def _signal_reason(
-    log: Path | None,  # of the job
-    patience: float = 2,  # seconds
-) -> str:
-    "Return why Slurm ends the job: the kind of failure that appears in its log, or `killed`."
-    end = time.monotonic() + patience
-    while not (kind := read_sign(log)[0]) and time.monotonic() < end: time.sleep(0.05)
-    return kind or "killed"
-
-
+# %% ../../nbs/cluster/slurm.ipynb #e0df0ed4
 def _follow_first_node(cell: Cell, job: str) -> str:
     "Train on another node once the first node has prepared the run, or leave when it has ended; `trained` or `left`."
     path, start, seen = rendezvous_file(cell.folder, job), time.monotonic(), False
@@ -171,27 +161,18 @@ def run_task(
     cell, env, signals = Cell(**fields), os.environ, []
     job = f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}" if "SLURM_ARRAY_JOB_ID" in env else env["SLURM_JOB_ID"]
     if int(env.get("SLURM_PROCID", 0)): return _follow_first_node(cell, job)
-    with try_lock(cell_lock(cell)) as free:
+    with lock_cell(cell) as free:
         for folder in list_attempts(cell)[-1:] if free else []: record_end(cell, folder, Queue(job))
     print(START_MARK, flush=True)
     signal.signal(signal.SIGUSR2, lambda *_: signals.append("timeout"))
-    signal.signal(signal.SIGTERM, lambda *_: signals.append(""))
-    stop_reason = lambda: (signals[0] or _signal_reason(log_of(cell, job))) if signals else ""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # submitit ignores it
     worker = JobWorker({} if "OMP_NUM_THREADS" in env else {"OMP_NUM_THREADS": env.get("SLURM_CPUS_PER_TASK", "1")})
     limit = max(60 * minutes - min(60, 6 * minutes), 1)
-    kind = run_cell(cell, seen, worker, stop_reason, limit=limit, job=job, nodes=int(env.get("SLURM_JOB_NUM_NODES", 1)))["kind"]
+    end = run_cell(cell, seen, worker, lambda: next(iter(signals), ""), limit=limit, job=job, nodes=int(env.get("SLURM_JOB_NUM_NODES", 1)))
     worker.stop()
-    if kind not in ("locked", "done"): _requeue(cell, job)
+    if end.get("continues"): query_slurm("scontrol", "requeue", job)
     if log := log_of(cell, job): rebalance(log.parent.parent / _ARRAYS, job)
-    return kind
-
-
-def _requeue(cell: Cell, job: str) -> None:
-    "Requeue the job of a cell that continues; if Slurm refuses, `end.json` records this."
-    for folder in list_attempts(cell)[-1:]:
-        end = read_json(folder / "end.json")
-        if end.get("requeued") and query_slurm("scontrol", "requeue", job) is None:
-            write_json(folder / "end.json", end | dict(requeued=False))
+    return end["kind"]
 
 # %% ../../nbs/cluster/slurm.ipynb #6625017d
 def _max_array_size() -> int:
