@@ -315,7 +315,7 @@ def run_attempt(
         cell=str(cell.folder), stage=cell.stage, notebook=cell.notebook, parameters=cell.parameters, runs=cell.runs,
         start=start, host=socket.gethostname(), pid=os.getpid(), job=job, nodes=nodes))
     answer = worker.compute(folder, lambda: stop_reason() or ("timeout" if limit and time.monotonic() > over else ""))
-    kill_processes(folder)
+    if cell.notebook or not worker.process: kill_processes(folder)  # a worker may still need what it has started itself
     end = _classify(cell, answer, _count_memory_kills() > kills)
     if end["kind"] == "done" and (folder / "notebook.ipynb").exists() and not answer:
         shutil.copy(folder / "notebook.ipynb", cell.run_folder / Path(cell.notebook).name)
