@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['FAILURES', 'MAX_STALLS', 'startable_states', 'list_attempts', 'read_end', 'lock_cell', 'is_running', 'cancel_file',
            'progress_file', 'should_continue', 'kill_processes', 'kernel_options', 'rendezvous_file', 'join_training',
-           'train_on_nodes', 'JobWorker', 'run_attempt', 'run_cell', 'assign_gpus', 'share_gpus', 'divide_groups',
-           'Pool', 'cell_of_run', 'list_shared', 'compute_runs']
+           'train_on_nodes', 'stopped', 'JobWorker', 'run_attempt', 'run_cell', 'assign_gpus', 'share_gpus',
+           'divide_groups', 'Pool', 'cell_of_run', 'list_shared', 'compute_runs']
 
 # %% ../../nbs/cluster/jobs.ipynb #c500c0e1
 import contextlib
@@ -240,7 +240,14 @@ def _serve(calls: Calls) -> None:
             if attempt["notebook"]: print(e, flush=True)
         calls.send(answer)
 
-# %% ../../nbs/cluster/jobs.ipynb #62192cd8
+# %% ../../nbs/cluster/jobs.ipynb #51604a30
+def stopped(
+    reason: str,  # kind of failure, and a message after a colon if there is one
+) -> dict[str, str]:
+    "Return the end of an attempt that was stopped."
+    return dict(zip(("kind", "message"), [*reason.split(": ", 1), ""]))
+
+
 class JobWorker:
     "A process that computes one attempt after the other."
 
@@ -255,7 +262,7 @@ class JobWorker:
     def compute(
         self,
         folder: Path,  # of an attempt, with its `begin.json`
-        stop_reason: Callable[[], str],  # returns why the attempt has to stop; empty if it may continue
+        stop_reason: Callable[[], str],  # returns why the attempt has to stop, as of `stopped`; empty if it may continue
     ) -> dict[str, Any]:
         "Compute an attempt; returns an empty mapping, or kind and message of what ended it."
         self.process = self.process or Worker(_serve, environment=self.environment)
@@ -263,7 +270,7 @@ class JobWorker:
         while not self.process.pipe.poll(0.1):
             if reason := stop_reason():
                 self.stop()
-                return dict(kind=reason, message="")
+                return stopped(reason)
         try: return self.process.receive()
         except WorkerEnded as e:
             self.process = None
@@ -342,7 +349,7 @@ def run_cell(
             own = job and read_json(folder / "begin.json")["job"] == job
             if not own and (end := read_end(folder)).get("kind") in FAILURES.keys() - startable_states("run"): return end
         while True:
-            if reason := stop(): return dict(kind=reason, message=reason)
+            if reason := stop(): return stopped(reason)
             end = run_attempt(cell, worker, stop_reason=stop, **options)
             if job or not end["continues"]: return end
 

@@ -137,7 +137,17 @@ def record_end(
     write_json(folder / "end.json", end)
     return end
 
-# %% ../../nbs/cluster/slurm.ipynb #e0df0ed4
+# %% ../../nbs/cluster/slurm.ipynb #f7123f96
+def _signal_reason(
+    log: Path | None,  # of the job
+    patience: float = 2,  # seconds
+) -> str:
+    "Return why Slurm ends the job: the kind of failure that appears in its log, with its line, or `killed`."
+    end = time.monotonic() + patience
+    while not (sign := read_sign(log))[0] and time.monotonic() < end: time.sleep(0.05)
+    return ": ".join(sign) if sign[0] else "killed"
+
+
 def _follow_first_node(cell: Cell, job: str) -> str:
     "Train on another node once the first node has prepared the run, or leave when it has ended; `trained` or `left`."
     path, start, seen = rendezvous_file(cell.folder, job), time.monotonic(), False
@@ -165,10 +175,11 @@ def run_task(
         for folder in list_attempts(cell)[-1:] if free else []: record_end(cell, folder, Queue(job))
     print(START_MARK, flush=True)
     signal.signal(signal.SIGUSR2, lambda *_: signals.append("timeout"))
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # submitit ignores it
+    signal.signal(signal.SIGTERM, lambda *_: signals.append(""))
+    stop_reason = lambda: (signals[0] or _signal_reason(log_of(cell, job))) if signals else ""
     worker = JobWorker({} if "OMP_NUM_THREADS" in env else {"OMP_NUM_THREADS": env.get("SLURM_CPUS_PER_TASK", "1")})
     limit = max(60 * minutes - min(60, 6 * minutes), 1)
-    end = run_cell(cell, seen, worker, lambda: next(iter(signals), ""), limit=limit, job=job, nodes=int(env.get("SLURM_JOB_NUM_NODES", 1)))
+    end = run_cell(cell, seen, worker, stop_reason, limit=limit, job=job, nodes=int(env.get("SLURM_JOB_NUM_NODES", 1)))
     worker.stop()
     if end.get("continues"): query_slurm("scontrol", "requeue", job)
     if log := log_of(cell, job): rebalance(log.parent.parent / _ARRAYS, job)
