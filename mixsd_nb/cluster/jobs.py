@@ -274,7 +274,8 @@ class JobWorker:
         try: return self.process.receive()
         except WorkerEnded as e:
             self.process = None
-            return dict(kind="killed", message=f"the process {e}; run it again to continue")
+            reason = stop_reason()  # Slurm stops this process and its owner alike
+            return stopped(reason) if reason else dict(kind="killed", message=f"the process {e}; run it again to continue")
 
     def stop(self) -> None:
         "Kill the process and all processes that it has started."
