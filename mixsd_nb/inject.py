@@ -19,7 +19,7 @@ from . import evaluate, facts, nll, train
 from .benchmarks import benchmark_names
 from .benchmarks.in_domain import EARLIER, own_tests
 from .cluster.grid import find_notebook
-from .cluster.process import kernel_options
+from .cluster.jobs import kernel_options
 from .corpora import CORPORA, CorpusName, load_corpus
 from .corpora.passages import is_document
 from .corpora.stored import explain_form
@@ -205,8 +205,6 @@ class InjectConfig(TrainingSettings, Stage):
         for part in (self.evaluation(self.model), self.training()):
             if not part.finished: part.check()
         warn_of_long_replies(self.dataset, self.model, self.max_new_tokens, whole=not self.recipe.mixed)
-
-    def assist(self): self.training().assist()
 
     def prepare(self, processes): return self.training().prepare(processes)
 

@@ -6,6 +6,7 @@
 __all__ = ['main', 'Sweep', 'SweepConfig', 'report', 'format_preview', 'control_grid', 'run']
 
 # %% ../nbs/sweep.ipynb #6d435df9
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,12 +15,10 @@ import pandas as pd
 import xarray as xr
 from pydantic import Field
 
-from .cluster.attempt import FAILURES, cancel_file, startable_states
 from .cluster.grid import Cell, expand_grid, finished_runs, group_by_resources, list_grids
-from .cluster.local import divide_groups, run_workers
-from .cluster.queue import Queue, query_slurm
-from .cluster.slurm import submit
-from .cluster.status import describe_cell, format_table, list_failures, watch_table
+from .cluster.jobs import FAILURES, Pool, cancel_file, divide_groups, startable_states
+from .cluster.slurm import Queue, query_slurm, submit
+from .cluster.status import describe_cell, format_table, watch_table
 from .results.cube import cube_of
 from .runs import Config, make_config, open_result, read_json, runs_root, runtime_field
 from .runs.command_line import CommandLine, format_value
@@ -129,7 +128,8 @@ class Sweep:
         _lift_cancellations([entry for _, cells, _ in fitting for entry in cells])
         if not fitting: return watch_table(self.status, lambda: False)
         for resources, cells, each in fitting:
-            with run_workers(cells, each, resources.minutes) as busy: table = watch_table(self.status, busy)
+            with Pool(cells, each, resources.minutes) as pool: table = watch_table(self.status, pool.busy)
+            for cell, end in pool.lost(): print(f"{cell.folder}: {end['message']}", file=sys.stderr)
         return table
 
     def _name(self, cells: list[Cell]) -> str:
@@ -156,9 +156,9 @@ def report(
     table: pd.DataFrame,  # as returned by `Sweep.status`
 ) -> int:
     "Print each failed cell with its message, its log and advice; returns the exit code."
-    failed = list_failures(table)
+    failed = table[table.state.isin([*FAILURES])]
     for _, row in failed.iterrows():
-        print(f"\n{row.state}: {row.message or 'no message'}\n  {row.log or 'no log'}\n  {row.advice}")
+        print(f"\n{row.state}: {row.message or 'no message'}\n  {row.log or 'no log'}\n  {FAILURES[row.state]}")
     return int(len(failed) > 0)
 
 # %% ../nbs/sweep.ipynb #60f63896
@@ -204,7 +204,7 @@ def control_grid(
     table = act(**begin) if command in ("run", "retry") else act()
     print(format_table(table))
     left = int((table.state == "pending").sum()) if command == "run" and not slurm else 0
-    if left:  # they do not fit, as `Sweep.run` has said, or their folders cannot be written, as `run_workers` has said
+    if left:  # they do not fit, or their folders cannot be written, as `Sweep.run` has said
         print(f"{left} of {len(table)} cells could not begin")
     return max(report(table), int(left > 0))
 

@@ -7,7 +7,6 @@ __all__ = ['run', 'TrainConfig', 'base_evaluation', 'base_responses', 'keep_dtyp
            'mixed_targets', 'pause_training', 'fit', 'train', 'regrade', 'prepare_training']
 
 # %% ../nbs/train.ipynb #2b3e3929
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from .reports.finished import drop_cell, find_selection
 from .results.layout import summarise_training
 from .results.outcomes import pack_verdicts
 from .results.read_results import read_root
-from .runs import (ParameterError, Run, Stage, in_notebook, is_locked, read_run_record, read_table, removed_steps,
+from .runs import (ParameterError, Run, Stage, in_notebook, read_run_record, read_table, removed_steps,
                            require_weights, run_function, run_lock, trained_steps, write_json, write_result)
 from .runs.schema import RUN_DIMS, variable
 from .methods.settings import TrainingSettings
@@ -116,16 +115,6 @@ class TrainConfig(TrainingSettings, Stage):
         "List the evaluation of the base model, and the mixed targets of a method that trains on them."
         source = self.source()
         return [base_evaluation(self), *[target_mixing(self)] * self.recipe.mixed, *[source] * bool(source)]
-
-    def assist(self):
-        "Evaluate checkpoints of a run while another process computes it, each as soon as it is complete."
-        config, run = self.without_idle(), Run(self.without_idle().folder)
-        evaluation, steps = Evaluation(config, run), config.steps()[1] if config.has_rate else []
-        while steps and is_locked(run.folder):
-            found = run.checkpoints
-            steps = [step for step in steps if not run.responses_file(step).exists()]
-            evaluation.evaluate([step for step in steps if step in found], patience=0)
-            time.sleep(0.2)
 
     def compute(self, run: Run) -> xr.DataTree:
         "Fit the method, evaluate step 0 and every checkpoint, and summarise these and all that were evaluated before."

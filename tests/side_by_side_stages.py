@@ -42,8 +42,6 @@ class Sum(Stage):
 
     def shared_runs(self): return [Source(number=self.source, fail=self.fail == "source")]
 
-    def assist(self): log(f"assist {self.number}")
-
     def check(self):
         if self.fail == "check": raise ValueError("fail must be empty, got check")
 
@@ -52,8 +50,7 @@ class Sum(Stage):
         log(f"sum {self.number}")
         if self.fail == "kill": os.kill(os.getpid(), 9)
         if self.fail == "raises": raise KeyError(self.number)
-        enough = {"meet": ("sum", 2), "assist": ("assist", 1)}
-        while self.fail == "wait" or self.fail in enough and not has_lines(*enough[self.fail]):
+        while self.fail == "wait" or self.fail == "meet" and not has_lines("sum", 2):
             time.sleep(0.01)
             assert time.monotonic() < begun + 60
         [source] = self.shared_runs()

@@ -102,16 +102,6 @@ def test_the_selected_checkpoint_is_asked_the_whole_suite_with_the_same_answers(
     assert np.isfinite(run.scores().after[["recall", "choice", "world"]]).all()
 
 
-def test_a_worker_without_a_run_asks_the_checkpoints_of_a_training_that_goes_on(whole, tiny, copied, monkeypatch):
-    shutil.copytree(whole.folder, copied / whole.folder.name)
-    config, busy = make_config(train.TrainConfig, model=tiny, **SMALL), iter([True, True, False])
-    run = open_training_run(str(config.folder))
-    for step in (4, 8): run.responses_file(step).unlink()
-    monkeypatch.setattr(train, "is_locked", lambda folder: next(busy))
-    config.assist()
-    assert answers(run) == answers(whole)
-
-
 @pytest.mark.parametrize("phase", [0, 1])
 def test_each_file_of_responses_is_read_once(phase, tiny, copied, monkeypatch):
     "The file of the selected checkpoint is written twice, and read again."

@@ -26,7 +26,7 @@ from mixsd_nb.analysis.estimation import FISHER, estimate_fisher, load_sums, sav
 from mixsd_nb.analysis.responses import find_responses, read_responses
 from mixsd_nb.analysis.training_run import find_checkpoints, open_training_run
 from mixsd_nb.benchmarks.tasks import load_task
-from mixsd_nb.cluster.attempt import list_attempts, read_ends
+from mixsd_nb.cluster.jobs import list_attempts, read_end
 from mixsd_nb.corpora import mquake, simpleqa
 from mixsd_nb.lab.pretraining.record import RECORD_FILE, read_record
 from mixsd_nb.methods.targets import read_targets, write_targets
@@ -111,8 +111,8 @@ OWN = [  # what runs write
     of_file("fisher", FISHER, save_fisher, lambda path: tensor_sums(SUMS, SUMS, path)),
     of_file("sums", "sums-0-of-1.safetensors", save_fisher, lambda path: load_sums({name: torch.zeros_like(total) for name, total in SUMS.items()}, path)),
     of_file("weights", "checkpoint-20/model.safetensors", save_weights, lambda path: tensor_sums(SUMS, path.parent, SUMS)),
-    of_file("end", "attempt-1/end.json", lambda path: write_json(path, dict(kind="raised", message="")),
-            lambda path: read_ends(SimpleNamespace(folder=path.parents[1]))),
+    of_file("end", "attempt-1/end.json", lambda path: write_json(path, dict(kind="failed", message="")),
+            lambda path: read_end(path.parent)),
     of_file("pretraining", RECORD_FILE, xr.Dataset({"x": ("t", [1.0], WORDS)}, attrs=dict(config="{}")).to_netcdf, lambda path: read_record(str(path.parent)))]
 
 

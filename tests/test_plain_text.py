@@ -18,7 +18,7 @@ from papermill import execute_notebook
 
 from mixsd_nb import evaluate, inject
 from mixsd_nb.benchmarks import SUITES
-from mixsd_nb.cluster.process import kernel_options
+from mixsd_nb.cluster.jobs import kernel_options
 from mixsd_nb.lab.recovery import recovery_figure
 from mixsd_nb.reports.finished import draw_result
 from mixsd_nb.results.cube import cube_of

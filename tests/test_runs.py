@@ -217,7 +217,7 @@ def test_options_of_a_method_have_the_type_of_their_defaults():
 
 def config_classes(cls=Config):
     "Every class of configurations of the package with a mapping among its fields."
-    for name in ("inject", "figures", "explore", "sweep", "cluster.grid", "cluster.resources"): import_module(f"mixsd_nb.{name}")
+    for name in ("inject", "figures", "explore", "sweep", "cluster.grid"): import_module(f"mixsd_nb.{name}")
     found = [cls] * any("dict" in str(field.annotation) for field in cls.model_fields.values())
     return found + [part for child in cls.__subclasses__() if child.__module__.startswith("mixsd_nb") for part in config_classes(child)]
 

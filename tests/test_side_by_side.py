@@ -11,8 +11,8 @@ from helpers import until
 from side_by_side_stages import Sum
 
 from mixsd_nb import train
+from mixsd_nb.cluster.jobs import compute_runs
 from mixsd_nb.runs import find_runs, make_config
-from mixsd_nb.runs.pool import compute_runs
 
 HERE = Path(__file__).parent
 
@@ -39,7 +39,7 @@ def test_runs_are_the_same_side_by_side(runs, monkeypatch, capsys):
     assert compute_runs(sums(f0="meet", f1="meet"), workers=2) == 0
     output, error = capsys.readouterr()
     assert sorted(line.partition(":")[0] for line in output.splitlines() if line.startswith("sum")) == [*sums()] and not error
-    done = [line for line in lines_of(runs) if not line[0].startswith("assist")]
+    done = lines_of(runs)
     assert sorted(text for text, _ in done) == ["source 0", "source 1", *sums()] and len({pid for _, pid in done}) == 2
     here = runs / "here"
     here.mkdir()
@@ -73,15 +73,9 @@ def test_what_needs_a_failed_run_fails_with_its_sentence(runs, capsys):
     assert [text for text, _ in lines_of(runs)].count("source 0") == 1 and len(find_runs(stage="pooltest-sum")) == 1
 
 
-def test_an_idle_worker_assists(runs):
-    "The last run ends because another process assists in it; the runs that the others need do not wait for this."
-    assert compute_runs({"last": Sum(number=7, fail="assist"), "first": Sum(number=8)}, workers=2) == 0
-    assert {text for text, _ in lines_of(runs)} >= {"source 1", "sum 7", "sum 8", "assist 7"}
-
-
 COMMAND = """from side_by_side_stages import Sum
+from mixsd_nb.cluster.jobs import compute_runs
 from mixsd_nb.runs.commands import end_command
-from mixsd_nb.runs.pool import compute_runs
 raise SystemExit(end_command(compute_runs, {f"sum {k}": Sum(number=k, fail="wait") for k in range(4)}, 2))"""
 
 

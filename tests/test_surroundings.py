@@ -2,19 +2,17 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mixsd_nb import explore, train
-from mixsd_nb.cluster import process, queue, slurm
-from mixsd_nb.cluster.process import kernel_options
+from mixsd_nb.cluster import slurm
+from mixsd_nb.cluster.jobs import kernel_options
 from mixsd_nb.runs import clean_environment, hide_foreign_variables, hide_slurm_job, is_foreign, slurm_environment
 
 # What torchrun, MPI and accelerate set, and what accelerate and NVIDIA's libraries read.
@@ -105,7 +103,7 @@ def test_jobs_that_are_submitted_from_a_job_get_nothing_of_it(tmp_path, monkeypa
         (tmp_path / "bin" / name).chmod(0o755)
     for name, value in (JOB | KEPT).items(): monkeypatch.setenv(name, value)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
-    queue.query_slurm("squeue", "--me")
+    slurm.query_slurm("squeue", "--me")
     cell = type("Cell", (), dict(folder=tmp_path / "cell", stage="train", parameters=dict(method="base"), hash="a"))
     monkeypatch.setattr(slurm, "group_by_resources", lambda cells, of: [(slurm.Resources(minutes=5), cells)])
     monkeypatch.setattr(slurm, "asdict", lambda cell: {})
@@ -158,22 +156,6 @@ def test_a_kernel_is_reached_from_a_long_temporary_folder(name, tmp_path, monkey
     assert execute(tmp_path)[0] == sys.executable
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.text(st.sampled_from("aж中 "), min_size=1, max_size=60).map(str.strip).filter(lambda name: name and len(os.fsencode(name)) < 200))
-def test_sockets_are_put_only_where_they_can_be(name):
-    "The rule of the folder is that of the system: a socket can be bound there."
-    with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder, name)
-        place.mkdir()
-        fits = len(os.fsencode(f"{place}/kernel-5")) < 108
-        assert process._takes_sockets(str(place)) == fits and not [*place.iterdir()]
-
-
-def test_without_any_place_for_sockets_ports_are_used(monkeypatch):
-    monkeypatch.setattr(process, "_takes_sockets", lambda folder: False)
-    with kernel_options() as options: assert "transport" not in options["config"].KernelManager
-
-
 def test_the_page_of_views_runs_in_this_interpreter(tmp_path, monkeypatch):
     foreign_kernel(tmp_path / "other")
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "other"))
@@ -198,9 +180,3 @@ def test_a_sweep_and_an_injection_in_hostile_surroundings(tmp_path):
     assert swept.returncode == 0 and "1 done" in swept.stdout, swept.stdout + swept.stderr
     injected = call("inject", "facts.csv", "--model", "lab-s", "--method", "sft", "--suite", "recall", "--n", "2", "--epochs", "2", "--batch", "2")
     assert injected.returncode == 0 and "not stored" not in injected.stderr and [*(tmp_path / "runs").glob("inject-*/inject.ipynb")]
-
-
-def test_a_socket_has_a_longest_name():
-    "The limit that the tests above rely on."
-    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as one, pytest.raises(OSError, match="too long"):
-        one.bind(f"{folder}/{'a' * 110}")

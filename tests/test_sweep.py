@@ -25,11 +25,9 @@ from hypothesis import given, settings, strategies as st
 from submitit.slurm.slurm import _make_sbatch_string
 
 from mixsd_nb import sweep
-from mixsd_nb.cluster import attempt, local, queue, slurm, status
-from mixsd_nb.cluster.attempt import list_attempts, run_attempt
-from mixsd_nb.cluster.grid import find_notebook, make_cell
-from mixsd_nb.cluster.process import progress_file
-from mixsd_nb.cluster.resources import Resources
+from mixsd_nb.cluster import jobs, slurm, status
+from mixsd_nb.cluster.grid import Resources, find_notebook, make_cell
+from mixsd_nb.cluster.jobs import JobWorker, list_attempts, progress_file, run_attempt
 from mixsd_nb.corpora import CORPORA
 from mixsd_nb.generate import GenerateConfig
 from mixsd_nb.runs import ParameterError, find_stage, make_config, read_json, remove_run, write_json
@@ -67,9 +65,9 @@ def computations(cell):
 
 FAILING = {
     "": "done",
-    "1 / 0": "raised",
+    "1 / 0": "failed",
     "raise MemoryError('no room')": "out of memory",
-    "os.kill(os.getpid(), signal.SIGKILL)": "dead kernel",
+    "os.kill(os.getpid(), signal.SIGKILL)": "killed",
     "os.kill(os.getppid(), signal.SIGKILL); time.sleep(600)": "killed",
 }
 
@@ -90,7 +88,7 @@ def test_each_failure_has_its_name_and_its_rule(desk, tmp_path):
     assert read_json(first / "end.json")["message"] == "ZeroDivisionError: division by zero"
     for seed in range(5): (tmp_path / str(seed)).write_text("")
     table = failing.run(workers=2)
-    assert table.state.tolist() == ["done", "raised", "out of memory", "done", "done"]
+    assert table.state.tolist() == ["done", "failed", "out of memory", "done", "done"]
     table = failing.retry(workers=2)
     assert set(table.state) == {"done"} and table.attempts.tolist() == [1, 2, 2, 2, 2] and sweep.report(table) == 0
     assert [computations(cell) for cell in failing.cells] == [["once"]] * 5
@@ -103,7 +101,7 @@ def test_a_cell_continues_after_its_time_limit_while_it_makes_progress(desk, mon
     late = desk(hang, minutes=10)
     half, clock = late.cells[0].run_folder / "half", time.monotonic
     hangs = lambda: half.exists() and not list_attempts(late.cells[0])[1:]
-    monkeypatch.setattr(attempt, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: clock() + 601 * hangs()}))
+    monkeypatch.setattr(jobs, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: clock() + 601 * hangs()}))
     table = late.run()
     assert table.state.tolist() == ["done"] and computations(late.cells[0]) == ["once"]
     assert [read_json(a / "end.json")["kind"] for a in list_attempts(late.cells[0])] == ["timeout", "done"]
@@ -198,12 +196,12 @@ def test_a_cell_on_two_nodes(tiny, own_runs):
 
 def test_an_error_of_the_watcher_stops_no_other_cell(desk, monkeypatch, capsys):
     full = desk("", "")
-    original = local.run_cell
+    original = jobs.run_cell
 
     def failing(cell, *arguments, **options):
         if cell == full.cells[0]: raise OSError("no space left on device")
         return original(cell, *arguments, **options)
-    monkeypatch.setattr(local, "run_cell", failing)
+    monkeypatch.setattr(jobs, "run_cell", failing)
     assert full.run(workers=1).state.tolist() == ["pending", "done"]
     assert "no space left on device" in capsys.readouterr().err
 
@@ -213,7 +211,7 @@ def test_slurm_is_asked_once_about_a_job_that_is_gone(desk, monkeypatch):
     lost = desk("", "")
     for cell in lost.cells: write_json(cell.folder / "submitted.json", dict(job="5_0", after=0, log="slurm.log"))
     monkeypatch.setattr(status.Queue, "jobs", {})
-    monkeypatch.setattr(status, "classify_job", lambda job, *_: ("cancelled", f"job {job} ended as CANCELLED"))
+    monkeypatch.setattr(status, "classify_job", lambda cell, job, *_: ("cancelled", f"job {job} ended as CANCELLED"))
     before = lost.status()
     monkeypatch.setattr(status, "classify_job", lambda *_: pytest.fail("Slurm was asked again"))
     assert lost.status().equals(before) and set(before.state) == {"cancelled"}
@@ -239,11 +237,11 @@ def test_progress_counts_wherever_it_is_made(desk, tmp_path):
              "(folder / f'logs/{time.time()}').touch()\n")
     mixing = desk(start + "report_progress('mixing', 5, 9); time.sleep(600)")
     cell = mixing.cells[0]
-    further = start + "report_progress('mixing', 6, 9); time.sleep(600)"
+    further, worker = start + "report_progress('mixing', 6, 9); time.sleep(600)", JobWorker({})
     for progress, behaviour in [(True, None), (False, None), (True, further)]:
         if behaviour: (tmp_path / "0").write_text(behaviour)
         stop = lambda: "timeout" if (list_attempts(cell)[-1] / "progress.json").exists() else ""
-        assert run_attempt(cell, environment={}, stop_reason=stop)["progress"] == progress
+        assert run_attempt(cell, worker, stop_reason=stop)["progress"] == progress
 
 
 PLAIN = st.text(string.ascii_letters + string.digits + "_.,:+@/=%*&|[]()-", max_size=12)
@@ -283,23 +281,24 @@ def test_slurm_is_asked_with_and_without_accounting(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path) + ":/usr/bin:/bin")
     tool(tmp_path, "squeue", "true")
     tool(tmp_path, "sacct", "exit 1")
-    assert queue.classify_job("7", queue.Queue())[0] == "killed"
-    kinds = {"OUT_OF_MEMORY": "out of memory", "NODE_FAIL": "node failure", "TIMEOUT": "timeout",
-             "CANCELLED by 0": "cancelled", "FAILED": "killed", "PREEMPTED": "preempted"}
+    cell = SimpleNamespace(folder=tmp_path)
+    assert slurm.classify_job(cell, "7", slurm.Queue())[0] == "killed"
+    kinds = {"OUT_OF_MEMORY": "out of memory", "NODE_FAIL": "killed", "TIMEOUT": "timeout",
+             "CANCELLED by 0": "cancelled", "FAILED": "killed", "PREEMPTED": "killed"}
     (tmp_path / "answer").write_text("".join(f"7_{k}|{state}\n" for k, state in enumerate(kinds)))
     tool(tmp_path, "sacct", f"echo once >> {tmp_path}/asked; cat {tmp_path}/answer")
-    jobs = queue.Queue()
-    assert [queue.classify_job(f"7_{k}", jobs)[0] for k in range(len(kinds))] == [*kinds.values()]
+    jobs = slurm.Queue()
+    assert [slurm.classify_job(cell, f"7_{k}", jobs)[0] for k in range(len(kinds))] == [*kinds.values()]
     assert (tmp_path / "asked").read_text() == "once\n"
     tool(tmp_path, "squeue", "echo '7 CANCELLED None'; echo '8_1 RUNNING None'; echo '8_2 COMPLETED None'; echo '9 PENDING Some limit'")
-    jobs = queue.Queue()
+    jobs = slurm.Queue()
     assert jobs.has("8_1") is True and jobs.has("8_2") is False and jobs.has("10") is False and jobs.reason("9") == "Some limit"
-    assert queue.classify_job("7_3", jobs)[0] == "cancelled", "tasks that never began are listed as one job"
-    assert queue.classify_job("9", jobs)[0] == "node failure", "it waits again though an attempt at it has no end"
+    assert slurm.classify_job(cell, "7_3", jobs)[0] == "cancelled", "tasks that never began are listed as one job"
+    assert "whose node ended" in slurm.classify_job(cell, "9", jobs)[1], "it waits again though an attempt at it has no end"
     tool(tmp_path, "squeue", "exec sleep 600")
-    assert queue.query_slurm("squeue", patience=0.2) is None
+    assert slurm.query_slurm("squeue", patience=0.2) is None
     tool(tmp_path, "squeue", "exit 1")
-    assert queue.Queue().has("7_1") is None
+    assert slurm.Queue().has("7_1") is None
 
 
 @pytest.fixture
@@ -348,7 +347,7 @@ def test_cells_of_different_size_run_here(unequal, monkeypatch, capsys):
 
 def test_a_cell_that_cannot_begin_fails_the_command(desk, tmp_path, monkeypatch, capsys):
     desk("", "")
-    monkeypatch.setattr(local, "run_cell", lambda cell, *_, **__: (_ for _ in ()).throw(OSError("read-only file system")))
+    monkeypatch.setattr(jobs, "run_cell", lambda cell, *_, **__: (_ for _ in ()).throw(OSError("read-only file system")))
     assert sweep.main("run", str(tmp_path / "grid.yaml"), "--workers", "1") == 1
     told = capsys.readouterr()
     assert "2 of 2 cells could not begin" in told.out and told.err.count("read-only file system") == 2
@@ -368,28 +367,25 @@ def test_finished_cells_do_not_ask_for_their_gpus(tiny, monkeypatch, own_runs):
                 adjust=[dict(when=dict(method="sft"), resources=dict(gpus=4))])
     sweep, asked = Sweep(grid), []
     monkeypatch.setattr(Sweep, "select", lambda self, states: [(cell, 0) for cell in self.cells if cell.parameters["method"] == "base"])
-    monkeypatch.setattr("mixsd_nb.cluster.local.assign_gpus", lambda resources, workers: asked.append(resources.gpus) or [[]])
-    monkeypatch.setattr("mixsd_nb.sweep.run_workers", lambda *_: contextlib.nullcontext(lambda: False))
+    monkeypatch.setattr("mixsd_nb.cluster.jobs.assign_gpus", lambda resources, workers: asked.append(resources.gpus) or [[]])
+    monkeypatch.setattr("mixsd_nb.sweep.Pool", lambda *_: contextlib.nullcontext(SimpleNamespace(busy=lambda: False, lost=lambda: [])))
     sweep.run()
     assert asked == [0]
 
 
-def test_a_cell_that_never_reaches_its_first_checkpoint_is_not_requeued_for_ever(own_runs, monkeypatch):
+def test_a_cell_that_never_reaches_its_first_checkpoint_is_not_requeued_for_ever(own_runs):
     "Attempts that lose their work reach other steps each time, and leave other parts of a checkpoint; neither is progress."
-    from mixsd_nb.cluster import attempt
     reached = itertools.cycle([14, 15, 13, 15, 12])
 
-    def start(cell, folder, environment):
+    def compute(folder, stop_reason):
         part = cell.run_folder / "checkpoint-20/model.safetensors"
         part.parent.mkdir(parents=True, exist_ok=True)
         part.write_bytes(bytes(next(sizes)))
         write_json(progress_file(folder), dict(what="mixsd-0.5, training", done=next(reached), total=100))
-        return subprocess.Popen(["sleep", "60"], stdin=subprocess.PIPE)
+        return dict(kind="timeout", message="")
     sizes = itertools.count(100)
-    monkeypatch.setattr(attempt, "_start_process", start)
     cell = make_cell(find_stage("train"), find_notebook("train"), dict(model="lab-s"))
     ends = []
-    while not ends or ends[-1]["requeued"]:
-        ends.append(attempt.run_attempt(cell, limit=0.01, environment={}, job="7"))
+    while not ends or ends[-1]["continues"]: ends.append(run_attempt(cell, SimpleNamespace(compute=compute), job="7"))
     assert [end["progress"] for end in ends] == [True, True, False, False, False]
     assert ends[-1]["message"].startswith("3 attempts in a row ended before anything new was saved; raise minutes")

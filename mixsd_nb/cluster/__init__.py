@@ -6,7 +6,6 @@
 __all__ = ['Cell', 'Resources', 'expand_grid', 'list_grids', 'read_grid']
 
 # %% ../../nbs/cluster/index.ipynb #5888e7bb
-from .grid import Cell, expand_grid, list_grids, read_grid
-from .resources import Resources
+from .grid import Cell, Resources, expand_grid, list_grids, read_grid
 
 _all_ = ["Cell", "Resources", "expand_grid", "list_grids", "read_grid"]

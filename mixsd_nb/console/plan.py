@@ -9,8 +9,7 @@ __all__ = ['main', 'PlanCommand', 'plan']
 import contextlib
 from typing import Annotated
 
-from ..cluster.grid import list_grids
-from ..cluster.resources import Resources
+from ..cluster.grid import Resources, list_grids
 from ..planning.machines import DEVICES, machine_for, this_machine
 from ..planning.plan import describe_plan, format_all, format_grid, is_tight, plan_cells, plan_grid, planned_cells
 from ..planning.preflight import check_inputs, describe_sandbox, format_inputs, list_deviations

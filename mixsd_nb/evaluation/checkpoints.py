@@ -135,12 +135,11 @@ class Evaluation:
     def evaluate(
         self,
         steps: Iterable[int],
-        patience: float = math.inf,  # seconds to wait for another process that is asking the same checkpoint
     ) -> None:
         "Evaluate checkpoints on the questions for all; responses that exist are not generated again."
         questions = {step: self.first_items for step in steps if not self.complete(step, self.first_items)}
         if not questions: return
-        with SharedEngine(self.config, self.first_items) as shared: self._ask(questions, shared, patience)
+        with SharedEngine(self.config, self.first_items) as shared: self._ask(questions, shared)
 
     def finish(
         self,
@@ -154,9 +153,9 @@ class Evaluation:
                 require_weights(self.run.folder, questions, "measure")
                 self._ask(questions, shared)
 
-    def _ask(self, questions: dict[int, Questions], shared: SharedEngine, patience: float = math.inf) -> None:
+    def _ask(self, questions: dict[int, Questions], shared: SharedEngine) -> None:
         "Ask each step its questions, first of all those that no other process is asking."
-        for wait in dict.fromkeys((0, patience)):
+        for wait in (0, math.inf):
             for step, items in questions.items():
                 file, checkpoint = self.run.responses_file(step), checkpoint_folder(self.run.folder, step)
                 with try_lock(file.with_name(f".{file.name}.lock"), wait) as free:

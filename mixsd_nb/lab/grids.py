@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from ..cluster.attempt import list_attempts
+from ..cluster.jobs import list_attempts
 from ..cluster.grid import Cell, expand_grid, finished_runs, list_grids
 from ..results.cube import comparable_settings, group_runs
 from ..results.read_results import committed_folder, is_filled, read_cube, write_cube
@@ -29,7 +29,7 @@ from ..results.cube import common_attrs, merge_roots
 from ..results.read_results import read_root, read_roots
 from ..runs.schema import RUN_DIMS
 from ..runs import MissingOutputs, find_stage, make_config, read_json, runs_root
-from ..runs.pool import count_cores
+from ..runs.workers import count_cores
 
 # %% ../../nbs/lab/grids.ipynb #f29a41fa
 def study_grids() -> list[str]:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ..cluster.resources import Resources
+from ..cluster.grid import Resources
 from ..runs import ParameterError, nearest, runs_root
-from ..runs.pool import visible_gpus
+from ..runs.workers import visible_gpus
 
 # %% ../../nbs/planning/machines.ipynb #8ab5a6f7
 class Device(NamedTuple):

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from ..cluster.grid import Grid, GridOutputs, adjust_cell, expand_grid, group_alike, is_excluded, make_resources, read_grid
-from ..cluster.resources import Resources
+from ..cluster.grid import (Grid, GridOutputs, Resources, adjust_cell, expand_grid, group_alike, is_excluded,
+                                   make_resources, read_grid)
 from ..models.geometry import read_shape
 from .estimates import INTERPRETER
 from .machines import Machine, machine_for, this_machine

@@ -24,8 +24,8 @@ from pydantic.fields import FieldInfo
 
 from .commands import end_command
 from .config import (Config, ParameterError, explain_unknown, field_flag, format_bounds, format_type, make_config,
-                                  read_mapping)
-from .pool import PoolConfig, compute_runs
+                                  read_mapping, runtime_field)
+from .registry import load_object
 from .run import Stage, run_as_command
 from .spelling import name_option, on_command_line
 from .storage import runs_root
@@ -179,7 +179,9 @@ def name_run(same: list[Stage], configs: list[Stage]) -> str:
 def run_stage(
     configs: list[Stage],
     *,
-    workers: Annotated[int, PoolConfig.model_fields["workers"]] = 0,
+    workers: Annotated[int, runtime_field(0, (
+        "processes that compute runs side by side; 0 for one per GPU, or one per core without GPUs; 1 computes all "
+        "runs in the process of the command"), ge=0, le=1000)] = 0,
     force: Annotated[bool, "compute again even if the run is finished"] = False,
 ) -> int:
     "Compute the runs of a stage that are not finished, and print where they are; returns the exit code."
@@ -187,7 +189,7 @@ def run_stage(
     runs = {}
     for config in configs: runs.setdefault(config.without_idle().folder, []).append(config)
     cells = {f"[{k}/{len(runs)}] {name_run(same, configs)}": same[0] for k, same in enumerate(runs.values(), 1)}
-    if len(cells) > 1 and not force: return compute_runs(cells, workers)
+    if len(cells) > 1 and not force: return load_object("mixsd_nb.cluster.jobs:compute_runs")(cells, workers)
     for config in cells.values(): print(*config.present(force), sep="\n")
     return 0
 

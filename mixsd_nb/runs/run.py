@@ -207,9 +207,6 @@ class Stage(Config):
         "Return runs that this one reads and others may read too; they can be computed before it."
         return []
 
-    def assist(self) -> None:
-        "Do parts of the work of a run while another process computes it; returns at the latest when that one ends."
-
     def prepare(self, processes: int) -> Path | None:
         "Write a job for several nodes; its folder, or None if no job is needed. ParameterError by default."
         raise ParameterError(f"nodes must be 1: {self.name} runs on one node")

@@ -6,8 +6,7 @@ import pytest
 from helpers import command_output, until
 
 from mixsd_nb.cluster.grid import Cell
-from mixsd_nb.cluster.queue import Queue
-from mixsd_nb.cluster.slurm import find_shared, rebalance
+from mixsd_nb.cluster.slurm import Queue, find_shared, rebalance
 from mixsd_nb.runs import read_json
 from mixsd_nb.sweep import Sweep
 
@@ -21,8 +20,7 @@ def test_cells_start_after_the_runs_that_they_share(slurm, tiny, tmp_path, monke
     grid = dict(notebook="train", fixed=dict(model=tiny, n=3, epochs=1, checkpoints=[], target_tokens=8, max_new_tokens=8, suite="recall", options={}),
                 axes=dict(method=["sft", "sdft"], lr=[1e-4, 1e-3]), resources=dict(gpus=1, minutes=10, at_once=2))
     sweep = Sweep(grid)
-    shared, needs = find_shared([(cell, 0) for cell in sweep.cells], sweep.resources_of)
-    (base, _), = shared.values()
+    base, = find_shared(sweep.cells)[0].values()
     sweep.run("slurm")
     assert "submitted 1 runs that cells share" in (told := capsys.readouterr().out) and "submitted 4 cells" in told
     job = read_json(base.folder / "submitted.json")["job"]

@@ -10,7 +10,7 @@ import xarray as xr
 from helpers import command_output, quick_notebook, until
 
 from mixsd_nb import train
-from mixsd_nb.cluster.attempt import list_attempts
+from mixsd_nb.cluster.jobs import list_attempts
 from mixsd_nb.runs import read_json
 from mixsd_nb.sweep import Sweep, report
 
@@ -94,7 +94,7 @@ def test_every_failure_is_recognised_and_continues(slurm, tiny, tmp_path, monkey
     kill_kernel(cells["kernel"])
     kill_runner(cells["runner"])
     table = sweep.wait()
-    assert dict(zip(CELLS, table.state, strict=True)) == dict(raises="raised", kernel="dead kernel", runner="killed", cancelled="cancelled",
+    assert dict(zip(CELLS, table.state, strict=True)) == dict(raises="failed", kernel="killed", runner="killed", cancelled="cancelled",
                                                               calm="done"), table.to_string()
     assert len(list_attempts(cells["calm"])) == 1
 
