@@ -1,18 +1,13 @@
 """The sandbox: attacks that must fail, programs that reach its limits, ways to fake a pass, and the allow-list."""
 import ast
 import builtins
-import functools
-import importlib.util
 import itertools
 import json
 import os
-import platform
 import shutil
 import socket
-import struct
 import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,11 +15,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from helpers import error_sentence, need, need_sandbox, until
+from helpers import error_sentence, need_sandbox, until
 
-from mixsd_nb.benchmarks import child, sandbox
-from mixsd_nb.benchmarks.child import MAX_WRITTEN
-from mixsd_nb.benchmarks.sandbox import SandboxError, explain_refusal, run_python, run_tests
+from mixsd_nb.benchmarks import sandbox
+from mixsd_nb.benchmarks.sandbox import MAX_WRITTEN, SandboxError, explain_refusal, run_python, run_tests
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs an enforced RLIMIT_AS")
 
@@ -35,25 +29,12 @@ def working_sandbox():
     need_sandbox()
 
 
-@pytest.fixture
-def landlock(monkeypatch):
-    "This machine without bubblewrap and without namespaces, so that programs confine themselves."
-    if problem := sandbox._find_kernel_problem(): need(problem)
-    monkeypatch.setattr(sandbox, "_find_problem", lambda bwrap: "bubblewrap is missing")
-
-
-@pytest.fixture
-def nothing(monkeypatch):
-    "This machine without any sandbox but for the bubblewrap that a test puts in its path."
-    monkeypatch.setattr(sandbox, "_find_kernel_problem", lambda: "Landlock is not available (Function not implemented)")
-
-
 def last_line(outcome):
     return outcome.output.splitlines()[-1]
 
 
 # Attacks. Each prints "reached" if it succeeds; names in capitals are targets that the host has prepared.
-CALL = "import ctypes\ncall = ctypes.CDLL(None, use_errno=True).syscall\n"
+LIBRARY = "import ctypes\nc = ctypes.CDLL(None, use_errno=True)\n"
 CONNECT = "s = socket.socket(family)\ns.settimeout(1)\ns.connect(address)"
 OPEN_FILES = """
 import os, stat
@@ -70,9 +51,6 @@ ATTACKS = {
     "a unix socket in the file system": f"import socket\nfamily, address = socket.AF_UNIX, UNIX\n{CONNECT}",
     "the virtual machine's host": f"import socket\nfamily, address = socket.AF_VSOCK, (2, 1024)\n{CONNECT}",
     "a name server": "import socket\nsocket.getaddrinfo('localhost', 80)\nsocket.getaddrinfo('example.org', 80)",
-    "a netlink socket": "import socket\nsocket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)",
-    "a pair of sockets": "import socket\nsocket.socketpair()",
-    "a pair of sockets past the library": CALL + "assert call(NR['socketpair'], 1, 1, 0, (ctypes.c_int * 2)()) == 0",
     "home": "import os\nassert any(map(os.path.exists, HOME))",
     "the user's folder by its name": "import os, pwd\nassert os.listdir(pwd.getpwuid(os.getuid()).pw_dir)",
     "passwords": "open('/etc/passwd').read()",
@@ -87,12 +65,12 @@ ATTACKS = {
     "proc: the root of another process": "import os\nassert os.listdir('/proc/1/root')",
     "proc: kernel settings": "open('/proc/sys/kernel/core_pattern', 'w').write('|/bin/sh')",
     "proc: a mount of one's own":
-        CALL + "import os\nos.mkdir('/tmp/p')\nassert call(NR['mount'], b'proc', b'/tmp/p', b'proc', 0, None) == 0",
+        LIBRARY + "import os\nos.mkdir('/tmp/p')\nassert c.mount(b'proc', b'/tmp/p', b'proc', 0, None) == 0",
     "sysfs": "import os\nassert os.listdir('/sys')",
     "devices": "import os\nassert set(os.listdir('/dev')) - {'null'}",
     **{f"{name} of the null device": f"import os, shutil\nos.{call}" for name, call in {
         "the mode": "chmod('/dev/null', 0o600)", "the owner": "chown('/dev/null', os.getuid(), os.getgid())",
-        "the times": "utime('/dev/null')", "the name": "rename('/dev/null', '/tmp/null')",
+        "the name": "rename('/dev/null', '/tmp/null')",
         "the end": "unlink('/dev/null')", "attributes": "setxattr('/dev/null', 'user.a', b'b')"}.items()},
     "a device node":
         "import os, stat\nos.mknod('/tmp/mem', 0o600 | stat.S_IFCHR, os.makedev(1, 1))\nopen('/tmp/mem', 'rb').read(1)",
@@ -113,36 +91,25 @@ ATTACKS = {
     "root's rights": "import os\nos.setuid(0)",
     "another user's rights": "import os\nos.setresuid(1000, 1000, 1000)",
     "chroot": "import os\nos.chroot('/tmp')",
-    "capabilities by a new user namespace": CALL + "assert call(NR['unshare'], 0x10000000) == 0",
-    "namespaces of others": CALL + "assert call(NR['setns'], 0, 0) == 0",
-    "unmounting": "import ctypes\nassert ctypes.CDLL(None).umount2(b'/tmp', 2) == 0",
+    "capabilities by a new user namespace": LIBRARY + "assert c.unshare(0x10000000) == 0",
+    "namespaces of others": LIBRARY + "assert c.setns(0, 0) == 0",
+    "unmounting": LIBRARY + "assert c.umount2(b'/tmp', 2) == 0",
     "limits":
         "import resource\nfor k in (resource.RLIMIT_AS, resource.RLIMIT_NPROC):\n"
         "    resource.setrlimit(k, (resource.RLIM_INFINITY,) * 2)",
-    "ptrace": CALL + "assert call(NR['ptrace'], 16, 1, 0, 0) == 0",
-    "being traced": CALL + "assert call(NR['ptrace'], 0, 0, 0, 0) == 0",
-    "another process's memory": CALL + "assert call(NR['process_vm_readv'], 1, None, 0, None, 0, 0) == 0",
-    "the kernel's keys": CALL + "assert call(NR['keyctl'], 0, -3, 0) != -1",
-    "the kernel's bytecode": CALL + "assert call(NR['bpf'], 0, ctypes.create_string_buffer(128), 128) != -1",
-    "asynchronous calls": CALL + "assert call(NR['io_uring_setup'], 8, ctypes.create_string_buffer(128)) != -1",
-    "calls by their 32-bit numbers": CALL + "assert call(0x40000000 + 39) != -1",
     "fork bomb": "import os\nwhile True: os.fork()",
-    "fork past the C library": CALL + "assert call(NR['fork'] or NR['clone'], *[0] * (not NR['fork'])) != -1",
-    "clone past the C library": CALL + "assert call(NR['clone'], 17, 0, 0, 0, 0) != -1",
-    "clone with the memory": CALL + "assert call(NR['clone'], 0x4111, 0, 0, 0, 0) != -1",
-    "a thread in a namespace": CALL + "assert call(NR['clone'], 0x10010f00, 0, 0, 0, 0) != -1",
-    "clone in a new form": CALL + "assert call(NR['clone3'], (ctypes.c_uint64 * 8)(0, 0, 0, 0, 17), 64) != -1",
     "thread bomb":
         "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(9,), daemon=True).start()",
+    "files of the first process": "import os\nfd = os.pidfd_open(1)\n" + LIBRARY +
+        "found = [c.syscall(438, fd, k, 0) for k in range(64)]\nassert any(os.path.exists(f'/proc/self/fd/{k}') or "
+        "os.access('etc/passwd', os.F_OK, dir_fd=k) for k in found if k >= 0)",
+    "a bomb of processes with memory": "import os\nfor _ in range(3): os.fork()\nx = []\nwhile True: x.append(bytearray(1 << 26))",
     "a shell": "import subprocess\nsubprocess.run(['/bin/sh', '-c', 'true'])",
     "the system's commands": "import os\nos.execv('/bin/sh', ['sh', '-c', 'echo reached'])",
-    "orphans":
-        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(60)\nos._exit(0)",
     "killing the parent": "import os\nassert os.getppid() > 1\nos.kill(os.getppid(), 9)",
     "killing by number": "import os\nos.kill(VICTIM, 9)",
     "memory": "x = []\nwhile True: x.append(bytearray(1 << 24))",
     "shared memory": "import mmap\nx = []\nwhile True: x.append(mmap.mmap(-1, 1 << 26))",
-    "System V shared memory": CALL + "for _ in range(64): assert call(NR['shmget'], 0, 1 << 26, 0o1600) != -1",
     "files in memory":
         "import os\nx = []\nwhile True:\n    x.append(os.memfd_create('x'))\n    os.write(x[-1], bytes(60_000))",
     "a full disk": "import os\nfor k in range(2000):\n    with open(f'/tmp/{k}', 'wb') as f: f.write(bytes(60_000))",
@@ -174,13 +141,10 @@ def host(tmp_path_factory):
     victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     open_file = secret.open()
     os.set_inheritable(open_file.fileno(), True)
-    interpreter = Path(sandbox._interpreter_files()[0])
-    home = [str(p) for p in Path.home().iterdir() if p not in interpreter.parents]
-    column = list(sandbox._ARCHITECTURES).index(platform.machine())
-    numbers = {name: row[column] for name, row in (sandbox._REFUSED_CALLS | sandbox._THREAD_CALLS).items()}
-    packages = [str(Path(importlib.util.find_spec("xarray").origin).parents[1])]
+    home = [str(p) for p in Path.home().iterdir() if p not in Path(sandbox._PYTHON).parents]
+    packages = [sandbox._find_package_folder()]
     yield dict(PORT=servers[0].getsockname()[1], ABSTRACT=abstract, UNIX=str(unix), HOME=home,
-               PROJECT=str(Path(sandbox.__file__).parents[2]), PACKAGES=packages, SECRET=str(secret), NR=numbers,
+               PROJECT=str(Path(sandbox.__file__).parents[2]), PACKAGES=packages, SECRET=str(secret),
                MARK=str(folder / "mark"), VICTIM=victim.pid)
     assert victim.poll() is None
     assert sorted(p.name for p in folder.iterdir()) == ["secret", "socket"]
@@ -195,63 +159,17 @@ def host(tmp_path_factory):
     victim.wait()
 
 
-def assert_blocked(outcome):
-    assert "reached" not in outcome["output"] and "treasure" not in outcome["output"], outcome
-    assert outcome["output"].startswith("blocked: ") or outcome["stopped"] or outcome["exit_status"] != 0, outcome
-
-
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_is_blocked(name, host, monkeypatch):
     monkeypatch.setenv("MIXSD_SECRET", "treasure")
     outcome = run_python(write_attack(name, host), timeout=60)
-    assert_blocked(vars(outcome))
+    assert "reached" not in outcome.output and "treasure" not in outcome.output, outcome
+    assert outcome.output.startswith("blocked: ") or outcome.stopped or outcome.exit_status != 0, outcome
     assert outcome.stopped in ("", "output"), "it should have been refused at once"
-
-
-VISIBLE = {"home", "root's rights"}  # without namespaces: that a file exists, and the user's own number, but no right of root
-
-
-@pytest.mark.parametrize("name", [name for name in ATTACKS if name not in VISIBLE])
-def test_an_attack_is_blocked_without_namespaces(name, host, monkeypatch, landlock):
-    monkeypatch.setenv("MIXSD_SECRET", "treasure")
-    outcome = run_python(write_attack(name, host), timeout=60)
-    assert_blocked(vars(outcome))
-    assert outcome.stopped in ("", "output"), "it should have been refused at once"
-
-
-ALONE = {  # what namespaces would hide, and what only the file system of bubblewrap makes read-only
-    "its own folder": "open('x', 'w')", "the temporary folder": "open('/tmp/x', 'w')", "a new folder": "import os\nos.mkdir('x')",
-    "a file of the project": "import os\nopen(os.path.join(PROJECT, 'x'), 'w')", "a link": "import os\nos.symlink('a', 'b')",
-    "home": "import os\nos.listdir(os.path.dirname(HOME[0]))", "the file system": "import os\nos.listdir('/')",
-    "a file cut short": "import os\nos.truncate(SECRET, 0)", "a file removed": "import os\nos.remove(SECRET)",
-    "a file renamed": "import os\nos.rename(SECRET, SECRET + '.old')", "an attribute of a file": "import os\nos.removexattr(SECRET, 'user.x')",
-    "a signal to the parent": "import os\nos.kill(os.getppid(), 0)", "a signal to all": "import os\nos.kill(-1, 0)",
-    "limits of the parent": "import os, resource\nresource.prlimit(os.getppid(), resource.RLIMIT_CORE)",
-    "the processors of the parent": "import os\nos.sched_setaffinity(os.getppid(), {0})", "another program": "import os\nos.execv('/bin/true', ['true'])",
-    "the memory of the parent": "import os\nopen(f'/proc/{os.getppid()}/mem', 'rb')", "the names of processes": "import os\nos.listdir('/proc')",
-    "rights of root": "import os\nos.setuid(12345)", "the clock": "import time\ntime.clock_settime(time.CLOCK_REALTIME, time.time())"}
-
-
-@pytest.mark.parametrize("name", ALONE)
-def test_a_program_without_namespaces_reaches_nothing_of_its_user(name, host, landlock):
-    code = "\n".join(f"{key} = {value!r}" for key, value in host.items() if key in ALONE[name]) + f"\n{ALONE[name]}\nprint('reached')"
-    outcome = run_python(code, timeout=60)
-    assert outcome.exit_status == 1 and last_line(outcome).startswith("PermissionError"), outcome
-    assert Path(host["SECRET"]).read_text()
-
-
-def test_programs_without_namespaces_compute_and_are_judged(landlock):
-    "The standard library, threads, NumPy and the null device; a wrong program fails, and one that never ends is stopped."
-    assert sandbox.check_sandbox() == "landlock"
-    uses = USES | NUMPY_USES
-    found = dict(zip(uses, run_tests(list(uses.values()))))
-    assert {name: use for name, use in found.items() if use != (True, "")} == {}
-    assert run_tests([(RIGHT, TESTS), ("def double(x): return 0", TESTS)]) == [(True, ""), (False, "AssertionError")]
-    assert run_python("while True: pass", timeout=0.5).stopped == "timeout"
 
 
 EFFECTIVE = ["a server on loopback", "home", "passwords", "the project", "installed packages", "the environment",
-             "inherited files", "fork past the C library"]
+             "inherited files"]
 
 
 @pytest.mark.parametrize("name", EFFECTIVE)
@@ -263,50 +181,15 @@ def test_the_attacks_succeed_without_a_sandbox(name, host):
     assert free.stdout.endswith("reached\n"), free
 
 
-AS_PLAIN_USER = """
-import json, sys
-from concurrent.futures import ThreadPoolExecutor
-sys.path.append(sys.argv[1])
-from plain import sandbox
-request = json.load(sys.stdin)
-with ThreadPoolExecutor(2) as pool:
-    outcomes = list(pool.map(lambda code: vars(sandbox.run_python(code, timeout=60)), request["programs"]))
-results = sandbox.run_tests(request["program_tests"], cpu=1, timeout=60)
-print(json.dumps(dict(outcomes=outcomes, results=results)))
-"""
-
-
-@pytest.fixture(scope="module")
-def as_plain_user():
-    """A function that runs programs, and programs with tests, as the user nobody with an interpreter for everybody.
-
-    The modules are not in a folder of pytest, because another pytest that starts closes those to other users."""
+def test_a_plain_user_gets_the_same_sandbox(host):
+    "Root runs programs as nobody; here the user nobody starts the sandbox, with an interpreter that everybody can read."
     if os.geteuid() != 0: pytest.skip("only root can become another user")
-    python = shutil.which("python3", path="/usr/bin:/usr/local/bin")
-    if not python or subprocess.run([python, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"]).returncode:
-        need("there is no interpreter of Python 3.11 outside the private folders of root")
-    folder = Path(tempfile.mkdtemp())
-    package = folder / "plain"
-    package.mkdir()
-    copies = [Path(shutil.copy(module.__file__, package)) for module in (child, sandbox)]
-    for path in (*copies, package, folder): path.chmod(0o755)
-
-    def run(programs=(), program_tests=()):
-        request = json.dumps(dict(programs=programs, program_tests=program_tests))
-        process = subprocess.run([python, "-c", AS_PLAIN_USER, str(folder)], input=request, capture_output=True,
-                                 text=True, timeout=300, user=65534, group=65534, extra_groups=[], cwd="/",
-                                 env={"PATH": os.environ["PATH"], "MIXSD_SECRET": "treasure"})
-        assert process.returncode == 0, process.stderr[-2000:]
-        return json.loads(process.stdout)
-    yield run
-    shutil.rmtree(folder)
-
-
-def test_root_is_not_needed(host, as_plain_user):
-    "All attacks again, run by a plain user."
-    outcomes = as_plain_user([write_attack(name, host) for name in ATTACKS])["outcomes"]
-    for name, outcome in zip(ATTACKS, outcomes, strict=True):
-        assert_blocked(outcome | dict(name=name))
+    python = shutil.which("python3", path="/usr/bin:/usr/local/bin") or pytest.skip("root has the only interpreter")
+    command = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", python, "-c"]
+    look = f"import os, sys; sys._base_executable = {python!r}; sys.path[:0] = {[str(Path(sandbox.__file__).parents[2]), sandbox._find_package_folder()]!r}"
+    code = f"{look}; from mixsd_nb.benchmarks.sandbox import *; print(run_python({write_attack('fork bomb', host)!r}), run_tests([{(RIGHT, TESTS)}, ('', 'assert 0')]))"
+    done = subprocess.run([*command, code], capture_output=True, text=True, cwd="/", timeout=120)
+    assert done.stdout.startswith("Outcome(exit_status=0, output='blocked: ") and done.stdout.endswith(" [(True, ''), (False, 'AssertionError')]\n"), done
 
 
 def processes_with(mark):
@@ -319,10 +202,12 @@ def processes_with(mark):
     "import os, sys, signal\nfor s in range(1, 32):\n    try: signal.signal(s, signal.SIG_IGN)\n"
     "    except (OSError, ValueError): pass\nos.closerange(0, 64)\n"
     "os.execv(sys.executable, [sys.executable, '-I', '-S', '-c', 'import time; time.sleep(600)', MARK])",
+    "import os, sys\nfor _ in range(2):\n    if os.fork(): os._exit(0)\n    os.setsid()\n"
+    "os.execv(sys.executable, [sys.executable, '-I', '-S', '-c', 'import time; time.sleep(600)', MARK])",
 ])
 def test_nothing_is_left_behind(code):
     mark = f"left-{os.getpid()}-{time.time_ns()}"
-    assert run_python(f"MARK = {mark!r}\n{code}", timeout=1).stopped == "timeout"
+    assert run_python(f"MARK = {mark!r}\n{code}", timeout=2).stopped == ("" if "fork" in code else "timeout")
     until(lambda: not processes_with(mark.encode()), what="the end of the program")
 
 
@@ -342,9 +227,9 @@ def test_a_killed_parent_leaves_nothing_behind():
     until(lambda: not processes_with(mark.encode()), what="the end of the program")
 
 
-def test_without_bubblewrap_nothing_runs_unless_that_is_allowed(monkeypatch, tmp_path, nothing):
+def test_without_bubblewrap_nothing_runs_unless_that_is_allowed(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    sentence = "bubblewrap is missing: install the package bubblewrap .*, and because Landlock is not available .*allow_unsandboxed=True"
+    sentence = "bubblewrap is missing: install the package bubblewrap .*; allow_unsandboxed=True runs it with resource limits only"
     for call in (lambda: run_python("print(1)"), lambda: run_tests([("x = 1", "assert x")])):
         with pytest.raises(SandboxError, match=sentence) as caught: call()
         assert "\n" not in str(caught.value)
@@ -353,7 +238,7 @@ def test_without_bubblewrap_nothing_runs_unless_that_is_allowed(monkeypatch, tmp
     assert run_tests(program_tests, allow_unsandboxed=True) == [(True, ""), (False, "AssertionError")]
 
 
-def test_the_error_quotes_a_bubblewrap_that_does_not_work(monkeypatch, tmp_path, nothing):
+def test_the_error_quotes_a_bubblewrap_that_does_not_work(monkeypatch, tmp_path):
     fake = tmp_path / "bwrap"
     fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     fake.chmod(0o755)
@@ -367,51 +252,6 @@ def test_each_of_164_programs_has_its_outcome():
     pairs = [(f"def f(x):\n    return x + {k}", f"for x in range(50): assert f(x) == x + {k - k % 2}")
              for k in range(164)]
     assert [passed for passed, _ in run_tests(pairs)] == [k % 2 == 0 for k in range(164)]
-
-
-numbers = st.integers() | st.floats(allow_nan=False) | st.complex_numbers(allow_nan=False)
-fractions = st.fractions() | st.decimals(allow_nan=False) | st.integers(10**30, 10**60)
-plain_data = st.recursive(
-    st.none() | st.booleans() | numbers | fractions | st.text() | st.binary(),
-    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text() | st.integers(), inner),
-    max_leaves=20)
-
-
-@given(plain_data)
-def test_plain_data_crosses_the_pipe_unchanged(value):
-    back = child._unpack(json.loads(json.dumps(child._pack(value))))
-    assert back == value and repr(back) == repr(value)
-
-
-def run_filter(code, machine, number, flags=0, *, foreign=False):
-    "What the kernel's packet filter answers to a system call with these flags as its first argument."
-    words = {0: number, 4: sandbox._ARCHITECTURES[machine] ^ foreign, 16: flags}
-    lines = [struct.unpack_from("HBBI", code, k) for k in range(0, len(code), 8)]
-    place = accumulator = 0
-    while True:
-        operation, yes, no, value = lines[place]
-        if operation == 0x06: return value
-        if operation == 0x20: accumulator = words[value]
-        elif operation == 0x54: accumulator &= value
-        else: place += yes if (accumulator == value if operation == 0x15 else accumulator >= value) else no
-        place += 1
-
-
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("column, machine", list(enumerate(sandbox._ARCHITECTURES)))
-def test_a_filter_for_each_architecture(column, machine, shared):
-    "The filter refuses what the table lists, and allows threads, but no clone that is a process or has a namespace."
-    answer = functools.partial(run_filter, sandbox._build_filter(machine, shared), machine)
-    allow, refuse, lack = 0x7FFF0000, 0x00050001, 0x00050026
-    tables = [sandbox._REFUSED_CALLS, *[sandbox._SHARED_CALLS] * shared]
-    numbers = {row[column] for table in tables for row in table.values()} - {None}
-    clone, clone3 = (row[column] for row in sandbox._THREAD_CALLS.values())
-    for number in range(500):
-        assert answer(number) == (refuse if number in {*numbers, clone} else lack if number == clone3 else allow)
-        assert answer(number, foreign=True) == answer(number | 0x40000000) == refuse
-    thread, process = 0x003D0F00, 0x01200011  # the flags that the C library gives
-    assert [answer(clone, flags) for flags in (thread, process, 0)] == [allow, refuse, refuse]
-    assert {answer(clone, thread | 1 << bit) for bit in (17, 25, 26, 27, 28, 29, 30)} == {refuse}
 
 
 OUTCOMES = [  # a program, its exit status, why it was stopped, and its output, or the beginning of its last line
@@ -559,12 +399,12 @@ def test_no_program_can_fake_a_pass(program, error):
 SPEAK = """
 import json, os
 def speak(requests, replies, offers, *lines):
-    requests.readline()
-    replies.write(json.dumps(offers).encode() + b'\\n')
-    for line in lines:
-        replies.write(line + b'\\n')
+    lines = [*lines]
+    while request := requests.readline():
+        name, *call = json.loads(request)
+        offer = offers.get(name, ['missing', name]) if isinstance(offers, dict) else offers
+        replies.write((json.dumps(offer).encode() if not call else lines.pop(0) if lines[1:] else lines[0]) + b'\\n')
         replies.flush()
-    while requests.readline(): replies.write(lines[-1] + b'\\n'), replies.flush()
     os._exit(0)
 """
 CHANNELS = {  # ways to the pipes between program and tests
@@ -588,22 +428,22 @@ def take_over(channel, offers, *lines):
 EVERY_CALL = "assert all(map(lambda k: f(k) == 2 * k, [1, 2, 4]))"
 FOR_BUILTINS = "all any bytes frozenset len list max min set sorted str repr sum tuple".split()
 SHADOWS = {  # built-in names of tests: the tests, and what would satisfy them in the name's place
-    **{name: (f"assert {name}(f(1)) == {name}([3, 1, 2])", ["call"], ["list", 0]) for name in FOR_BUILTINS},
-    "abs": ("assert abs(f(2) - 4) < 1e-6", ["call"], 0),
-    "round": ("assert round(f(2), 1) == round(4.0, 1)", ["call"], 5.0),
-    "isinstance": ("assert isinstance(f('a'), str)", ["call"], True),
-    "range": ("for k in range(9): assert f(k) == 2 * k + 1", ["call"], ["list"]),
-    "enumerate": ("for k, x in enumerate('ab'): assert f(x) == k + 5", ["call"], ["list"]),
-    "zip": ("for k, x in zip([1, 2], 'ab'): assert f(x) == k", ["call"], ["list"]),
-    "map": ("assert list(map(len, f(2))) == [1]", ["call"], ["list", 1]),
+    **{name: (f"assert {name}(f(1)) == {name}([3, 1, 2])", ["call", ""], ["list", 0]) for name in FOR_BUILTINS},
+    "abs": ("assert abs(f(2) - 4) < 1e-6", ["call", ""], 0),
+    "round": ("assert round(f(2), 1) == round(4.0, 1)", ["call", ""], 5.0),
+    "isinstance": ("assert isinstance(f('a'), str)", ["call", ""], True),
+    "range": ("for k in range(9): assert f(k) == 2 * k + 1", ["call", ""], ["list"]),
+    "enumerate": ("for k, x in enumerate('ab'): assert f(x) == k + 5", ["call", ""], ["list"]),
+    "zip": ("for k, x in zip([1, 2], 'ab'): assert f(x) == k", ["call", ""], ["list"]),
+    "map": ("assert list(map(len, f(2))) == [1]", ["call", ""], ["list", 1]),
     "__builtins__": ("if __builtins__: pass\nfor k in range(9): assert f(k) == 2 * k + 1",
                      ["value", ["dict", ["range", ["list"]]]], 0),
     "__debug__": ("def check(candidate): assert candidate(1) == 2\ncheck(f)", ["value", False], 0),
-    "check": ("def check(candidate): assert candidate(1) == 2\ncheck(f)", ["call"], 0),
-    "candidate": ("def check(candidate): assert candidate(1) == 2\ncheck(f)", ["call"], 0),
-    "double": ("def double(x): return 2 * x\nassert f(3) == double(3)", ["call"], 0),
-    "AssertionError": ("if f(1) != 2: raise AssertionError", ["call"], 0),
-    "exit": ("def exit(): raise SystemExit(0)\nassert f(1) == 2", ["call"], 0),
+    "check": ("def check(candidate): assert candidate(1) == 2\ncheck(f)", ["call", ""], 0),
+    "candidate": ("def check(candidate): assert candidate(1) == 2\ncheck(f)", ["call", ""], 0),
+    "double": ("def double(x): return 2 * x\nassert f(3) == double(3)", ["call", ""], 0),
+    "AssertionError": ("if f(1) != 2: raise AssertionError", ["call", ""], 0),
+    "exit": ("def exit(): raise SystemExit(0)\nassert f(1) == 2", ["call", ""], 0),
 }
 ANSWERS = [  # lines sent as the answer to every call
     *(json.dumps(["error", name, "0"]).encode() for name in [
@@ -613,7 +453,7 @@ ANSWERS = [  # lines sent as the answer to every call
         ["exit", 0], ["eval", "1"], ["__import__", "os"], ["exec", "raise SystemExit(0)"], ["iter"], ["list", ["list"]],
         ["dict", [["list"], 1]], ["Decimal", "NaN"], ["Decimal", "exit"], ["Fraction", 0, 0], ["getcontext"],
         ["int", "0x"], ["complex", "nan"], ["bytes", "0"], ["set", ["list"]], [], [[]], {}, None, float("nan")]),
-    b"", b"null", b"{}", b"[]", b"true", b"0", b'["call"]', b'["value"]', b'["value", 8, 8]', b'"value"', b"NaN",
+    b"", b"null", b"{}", b"[]", b"true", b"0", b'["call", ""]', b'["value"]', b'["value", 8, 8]', b'"value"', b"NaN",
     b'["value", 8', b"[" * 60_000, b"\xff\xfe", b"\0", b'["value", ' + b"9" * 5000 + b"]", b" " * (1 << 24),
 ]
 SAME = "same = dict(__eq__=lambda *a: True, __ne__=lambda *a: False, __hash__=lambda a: 0, __bool__=lambda a: True)\n"
@@ -701,13 +541,13 @@ DEEDS = {  # what a program that returns 0 does before it is called, or when it 
 }
 DEED_TESTS = EVERY_CALL.replace("f(", "double(")
 FORGERIES = {
-    **{f"{name} through {channel}": (take_over(channel, {"f": ["call"], name: offer},
+    **{f"{name} through {channel}": (take_over(channel, {"f": ["call", ""], name: offer},
                                                json.dumps(["value", answer]).encode()), tests)
        for (name, (tests, offer, answer)), channel in zip(SHADOWS.items(), itertools.cycle(CHANNELS))},
-    **{f"the answer {line[:60]}": (take_over("frames", {"f": ["call"]}, line), EVERY_CALL) for line in ANSWERS},
+    **{f"the answer {line[:60]}": (take_over("frames", {"f": ["call", ""]}, line), EVERY_CALL) for line in ANSWERS},
     **{f"the offer {offers}": (take_over("frames", offers, b'["value", 0]'), EVERY_CALL) for offers in [
         {}, [], None, 0, "f", {"f": None}, {"f": []}, {"f": ["value"]}, {"f": ["value", ["exit", 0]]}, {"f": "call"},
-        {"all": ["call"]}, {"f": ["call"], "all": ["call"], "map": ["call"]}, {"f": {}}, ["f"]]},
+        {"all": ["call", ""]}, {"f": ["call", ""], "all": ["call", ""], "map": ["call", ""]}, {"f": {}}, ["f"]]},
     **{f"a derived class of {base}": (
         f"import collections, decimal, enum, fractions\nimport numpy\n{SAME}kind = type('Same', ({base},), same)\n"
         "def double(x): return kind((0,)) if kind.__base__ is numpy.ndarray else kind()", DEED_TESTS)
@@ -720,22 +560,16 @@ RIGHT_ANSWERS = [  # programs that pass the tests of the forgeries
         "range": "2 * x + 1", "enumerate": "'ab'.index(x) + 5", "zip": "'ab'.index(x) + 1", "map": "['a']",
         "__builtins__": "2 * x + 1", "check": "2 * x", "double": "2 * x", "AssertionError": 2, "exit": 2}.items()),
     ("def f(x): return 2 * x", EVERY_CALL), (RIGHT, DEED_TESTS),
-    *((take_over(channel, {"f": ["call"]}, *(b'["value", %d]' % k for k in (2, 4, 8))), EVERY_CALL)
+    *((take_over(channel, {"f": ["call", ""]}, *(b'["value", %d]' % k for k in (2, 4, 8))), EVERY_CALL)
       for channel in CHANNELS),  # whoever answers the calls rightly is right, so these channels do work
 ]
 
 
-@pytest.mark.parametrize("user", ["root", "plain user", "without namespaces"])
-def test_no_verdict_can_be_forged(user, request):
+def test_no_verdict_can_be_forged():
     "Every forgery fails, and right programs pass the same tests; so do programs that use threads and the like."
     right = [*RIGHT_ANSWERS, *USES.values()]
-    pairs = [*FORGERIES.values(), *right]
-    assert len(FORGERIES) >= 40
-    is_root = os.geteuid() == 0
-    if user == "without namespaces": request.getfixturevalue("landlock")
-    if user == "root" and not is_root: pytest.skip("only root can run programs as root")
-    if is_root and user == "plain user": results = request.getfixturevalue("as_plain_user")(program_tests=pairs)["results"]
-    else: results = run_tests(pairs, cpu=1, timeout=60)
+    results = run_tests([*FORGERIES.values(), *right], cpu=1, timeout=60)
+    assert len(FORGERIES) >= 150
     forged = [name for name, (passed, _) in zip(FORGERIES, results) if passed]
     wrong = [(pair, error) for pair, (passed, error) in zip(right, results[len(FORGERIES):]) if not passed]
     assert (forged, wrong) == ([], [])
@@ -793,21 +627,13 @@ NUMPY_USES = {
 
 
 @pytest.mark.parametrize("allow_unsandboxed", [False, True], ids=["sandbox", "limits only"])
-def test_what_a_program_may_use(allow_unsandboxed, monkeypatch, tmp_path, nothing):
-    "The standard library, with threads in the sandbox, and NumPy, where this project has it."
+def test_what_a_program_may_use(allow_unsandboxed, monkeypatch, tmp_path):
+    "The standard library, with threads in the sandbox, and NumPy; any other package is missing by name."
     if allow_unsandboxed: monkeypatch.setenv("PATH", str(tmp_path))
     uses = {name: use for name, use in (USES | NUMPY_USES).items() if not (allow_unsandboxed and "thread" in name)}
-    found = run_tests(list(uses.values()), allow_unsandboxed=allow_unsandboxed)
+    found = run_tests([*uses.values(), (f"import xarray\n{RIGHT}", TESTS)], allow_unsandboxed=allow_unsandboxed)
     assert dict(zip(uses, found)) == dict.fromkeys(uses, (True, ""))
-
-
-@pytest.mark.parametrize("package", ["pandas", "scipy", "torch", "xarray", "packaging"])
-def test_another_package_is_missing_by_name(package, monkeypatch, tmp_path, nothing):
-    pair = f"import {package}\n{RIGHT}", TESTS
-    sentence = f"ModuleNotFoundError: No module named '{package}'"
-    assert run_tests([pair]) == [(False, sentence)]
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert run_tests([pair], allow_unsandboxed=True) == [(False, sentence)]
+    assert found[-1] == (False, "ModuleNotFoundError: No module named 'xarray'")
 
 
 def test_processor_time_runs_out_before_wall_time():

@@ -82,26 +82,12 @@ def _serve(
 _PROGRAM_EXITED = 3  # exit status of tests whose program has exited
 
 
-class _Names(dict):
-    "The built-in names of the tests; a name that is missing there is the program's."
-
-    def __init__(self, requests, replies):
-        self.pipes = requests, replies
-        super().__init__(vars(builtins))
-
-    def __missing__(self, name):
-        if name.startswith("__"): raise KeyError(name)
-        kind, value = self._ask(name)
-        if kind == "missing": raise KeyError(name)
-        self[name] = functools.partial(self._call, name) if kind == "call" else _unpack(value)
-        return self[name]
-
-    def _call(self, name, /, *args, **kwargs):
-        _, value = self._ask(name, _pack(args), _pack(kwargs))
-        return _unpack(value)
-
-    def _ask(self, *request):
-        requests, replies = self.pipes
+def _offer_names(
+    requests,  # file to send requests to
+    replies,  # file of answers
+) -> dict:
+    "Return the built-in names of the tests, in which a name that is missing is the program's: a value, or a stub for a function."
+    def ask(*request):
         try:
             print(json.dumps(request), file=requests, flush=True)
             line = replies.readline(1 << 24)
@@ -112,6 +98,16 @@ class _Names(dict):
         is_error = isinstance(error, type) and issubclass(error, Exception)
         ends_loop = is_error and issubclass(error, (StopIteration, StopAsyncIteration))  # a loop of the tests
         raise (error if is_error and not ends_loop else RuntimeError)(*message)
+
+    def call(name, /, *args, **kwargs): return _unpack(ask(name, _pack(args), _pack(kwargs))[1])
+
+    class Names(dict):
+        def __missing__(self, name):
+            kind, value = ("missing", "") if name.startswith("__") else ask(name)
+            if kind == "missing": raise KeyError(name)
+            self[name] = functools.partial(call, name) if kind == "call" else _unpack(value)
+            return self[name]
+    return Names(vars(builtins))
 
 # %% ../../nbs/benchmarks/sandbox.ipynb #2d425c8e
 def _execute_task():
@@ -127,7 +123,7 @@ def _execute_task():
     role, name = task["role"], dict(run="__main__", serve="program", test="tests")[task["role"]]
     module = sys.modules[name] = type(sys)(name)
     pipes = [open(fd, mode) for fd, mode in zip(task["pipes"], "rw" if role == "serve" else "wr")]
-    if role == "test": module.__builtins__ = _Names(*pipes)
+    if role == "test": module.__builtins__ = _offer_names(*pipes)
     exec(compile(task["source"], "<tests>" if role == "test" else "<program>", "exec"), vars(module))
     if role == "serve": _serve(vars(module), *pipes)
     if role != "run": os._exit(0)
@@ -136,7 +132,7 @@ def _execute_task():
 @functools.cache
 def _build_child_code() -> str:
     "Return the code of a child process."
-    parts = (_limit_resources, _pack, _unpack, _serve, _Names, _execute_task)
+    parts = (_limit_resources, _pack, _unpack, _serve, _offer_names, _execute_task)
     head = ["import builtins, contextlib, functools, json, os, resource, signal, sys", "from decimal import Decimal",
             "from fractions import Fraction", "from importlib.machinery import PathFinder", f"_PROGRAM_EXITED = {_PROGRAM_EXITED}"]
     return "\n".join([*head, *map(inspect.getsource, parts), "_execute_task()"])
@@ -163,7 +159,7 @@ def _nobody_command(paths: list[str]) -> list[str]:
         first = next((k for k, folder in enumerate(folders) if not folder.stat().st_mode & 1), len(folders))  # closed to others
         for k, folder in enumerate(folders[first:]): words.setdefault(("--dir" if k else "--tmpfs", str(folder)))
         if folders[first:]: words.setdefault(("--ro-bind", str(path), str(path)))
-    return ["bwrap", "--die-with-parent", "--dev-bind", "/", "/", *(word for group in words for word in group),
+    return ["bwrap", "--die-with-parent", "--unshare-pid", "--dev-bind", "/", "/", "--proc", "/proc", *(word for group in words for word in group),
             "setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
 
 
