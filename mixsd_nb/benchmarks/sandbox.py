@@ -62,7 +62,7 @@ def _unpack(data):
     kind, *parts = data
     scalars = dict(int=lambda text: int(text, 16), complex=complex, bytes=bytes.fromhex, Decimal=Decimal, Fraction=Fraction)
     if kind in scalars: return scalars[kind](*parts)
-    return dict(list=list, tuple=tuple, set=set, frozenset=frozenset, dict=dict, iter=iter)[kind](map(_unpack, parts))
+    return dict(list=list, tuple=tuple, set=set, frozenset=frozenset, dict=dict, iter=iter)[kind]([*map(_unpack, parts)])
 
 # %% ../../nbs/benchmarks/sandbox.ipynb #064b4ec6
 def _serve(
