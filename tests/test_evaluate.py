@@ -208,7 +208,6 @@ def test_what_is_missing_is_told_before_a_model_is_loaded(parameters, error, sen
     monkeypatch.setattr(evaluation, "load_engine", lambda *_, **__: pytest.fail("a model was loaded"))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("MIXSD_BENCHMARKS", "/nowhere" if "nowhere" in sentence else data)
-    monkeypatch.setattr("mixsd_nb.benchmarks.sandbox._find_kernel_problem", lambda: "Landlock is not available")
     with pytest.raises(error, match=sentence):
         evaluate.run(model=models[0], **parameters)
 
@@ -256,7 +255,6 @@ def test_missing_data_and_sandboxes_are_found_before_any_work(stage, tiny, own_r
     with pytest.raises(ParameterError, match="^gsm8k.parquet or gsm8k.jsonl is missing in the folder of benchmarks"):
         stage.run(suite="recall,gsm8k", **common)
     monkeypatch.setattr("mixsd_nb.benchmarks.sandbox._find_problem", lambda bwrap: "bubblewrap is missing")
-    monkeypatch.setattr("mixsd_nb.benchmarks.sandbox._find_kernel_problem", lambda: "Landlock is not available")
     with pytest.raises(SandboxError, match="^generated code cannot be isolated, because bubblewrap is missing"):
         stage.run(suite="recall,humaneval", **common)
     assert not list(own_runs.glob("*/run.json"))

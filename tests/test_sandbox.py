@@ -1,18 +1,13 @@
 """The sandbox: attacks that must fail, programs that reach its limits, ways to fake a pass, and the allow-list."""
 import ast
 import builtins
-import functools
-import importlib.util
 import itertools
 import json
 import os
-import platform
 import shutil
 import socket
-import struct
 import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,11 +15,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from helpers import error_sentence, need, need_sandbox, until
+from helpers import error_sentence, need_sandbox, until
 
-from mixsd_nb.benchmarks import child, sandbox
-from mixsd_nb.benchmarks.child import MAX_WRITTEN
-from mixsd_nb.benchmarks.sandbox import SandboxError, explain_refusal, run_python, run_tests
+from mixsd_nb.benchmarks import sandbox
+from mixsd_nb.benchmarks.sandbox import MAX_WRITTEN, SandboxError, explain_refusal, run_python, run_tests
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs an enforced RLIMIT_AS")
 
@@ -35,25 +29,12 @@ def working_sandbox():
     need_sandbox()
 
 
-@pytest.fixture
-def landlock(monkeypatch):
-    "This machine without bubblewrap and without namespaces, so that programs confine themselves."
-    if problem := sandbox._find_kernel_problem(): need(problem)
-    monkeypatch.setattr(sandbox, "_find_problem", lambda bwrap: "bubblewrap is missing")
-
-
-@pytest.fixture
-def nothing(monkeypatch):
-    "This machine without any sandbox but for the bubblewrap that a test puts in its path."
-    monkeypatch.setattr(sandbox, "_find_kernel_problem", lambda: "Landlock is not available (Function not implemented)")
-
-
 def last_line(outcome):
     return outcome.output.splitlines()[-1]
 
 
 # Attacks. Each prints "reached" if it succeeds; names in capitals are targets that the host has prepared.
-CALL = "import ctypes\ncall = ctypes.CDLL(None, use_errno=True).syscall\n"
+LIBRARY = "import ctypes\nc = ctypes.CDLL(None, use_errno=True)\n"
 CONNECT = "s = socket.socket(family)\ns.settimeout(1)\ns.connect(address)"
 OPEN_FILES = """
 import os, stat
@@ -63,92 +44,56 @@ def open_files():
         except OSError: continue
         yield fd
 """
-ATTACKS = {
-    "the internet": f"import socket\nfamily, address = socket.AF_INET, ('1.1.1.1', 53)\n{CONNECT}",
+ATTACKS = {"the internet": f"import socket\nfamily, address = socket.AF_INET, ('1.1.1.1', 53)\n{CONNECT}",
     "a server on loopback": f"import socket\nfamily, address = socket.AF_INET, ('127.0.0.1', PORT)\n{CONNECT}",
     "an abstract unix socket": f"import socket\nfamily, address = socket.AF_UNIX, ABSTRACT\n{CONNECT}",
     "a unix socket in the file system": f"import socket\nfamily, address = socket.AF_UNIX, UNIX\n{CONNECT}",
     "the virtual machine's host": f"import socket\nfamily, address = socket.AF_VSOCK, (2, 1024)\n{CONNECT}",
     "a name server": "import socket\nsocket.getaddrinfo('localhost', 80)\nsocket.getaddrinfo('example.org', 80)",
-    "a netlink socket": "import socket\nsocket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)",
-    "a pair of sockets": "import socket\nsocket.socketpair()",
-    "a pair of sockets past the library": CALL + "assert call(NR['socketpair'], 1, 1, 0, (ctypes.c_int * 2)()) == 0",
     "home": "import os\nassert any(map(os.path.exists, HOME))",
-    "the user's folder by its name": "import os, pwd\nassert os.listdir(pwd.getpwuid(os.getuid()).pw_dir)",
-    "passwords": "open('/etc/passwd').read()",
-    "the project": "import os\nassert os.listdir(PROJECT)",
-    "installed packages": "import sys, os\nsys.path += PACKAGES\nimport xarray",
+    "the user's folder by its name": "import os, pwd\nassert os.listdir(pwd.getpwuid(os.getuid()).pw_dir)", "passwords": "open('/etc/passwd').read()",
+    "the project": "import os\nassert os.listdir(PROJECT)", "installed packages": "import sys, os\nsys.path += PACKAGES\nimport xarray",
     "a package beside NumPy": "import os\nassert set(os.listdir('/packages')) - {'numpy', 'numpy.libs'}",
-    "a file of NumPy": "import os\nopen(os.path.join('/packages/numpy', 'mark.py'), 'w')",
-    "a secret in a file": "print(open(SECRET).read())",
-    "the environment": "import os\nprint(os.environ['MIXSD_SECRET'])",
-    "the parent's environment":
+    "a file of NumPy": "import os\nopen(os.path.join('/packages/numpy', 'mark.py'), 'w')", "a secret in a file": "print(open(SECRET).read())",
+    "the environment": "import os\nprint(os.environ['MIXSD_SECRET'])", "the parent's environment":
         "import os\nprint(open(f'/proc/{os.getppid()}/environ').read(), open('/proc/1/environ').read())",
     "proc: the root of another process": "import os\nassert os.listdir('/proc/1/root')",
-    "proc: kernel settings": "open('/proc/sys/kernel/core_pattern', 'w').write('|/bin/sh')",
-    "proc: a mount of one's own":
-        CALL + "import os\nos.mkdir('/tmp/p')\nassert call(NR['mount'], b'proc', b'/tmp/p', b'proc', 0, None) == 0",
-    "sysfs": "import os\nassert os.listdir('/sys')",
-    "devices": "import os\nassert set(os.listdir('/dev')) - {'null'}",
+    "proc: kernel settings": "open('/proc/sys/kernel/core_pattern', 'w').write('|/bin/sh')", "proc: a mount of one's own":
+        LIBRARY + "import os\nos.mkdir('/tmp/p')\nassert c.mount(b'proc', b'/tmp/p', b'proc', 0, None) == 0",
+    "sysfs": "import os\nassert os.listdir('/sys')", "devices": "import os\nassert set(os.listdir('/dev')) - {'null'}",
     **{f"{name} of the null device": f"import os, shutil\nos.{call}" for name, call in {
         "the mode": "chmod('/dev/null', 0o600)", "the owner": "chown('/dev/null', os.getuid(), os.getgid())",
-        "the times": "utime('/dev/null')", "the name": "rename('/dev/null', '/tmp/null')",
-        "the end": "unlink('/dev/null')", "attributes": "setxattr('/dev/null', 'user.a', b'b')"}.items()},
-    "a device node":
+        "the name": "rename('/dev/null', '/tmp/null')",
+        "the end": "unlink('/dev/null')", "attributes": "setxattr('/dev/null', 'user.a', b'b')"}.items()}, "a device node":
         "import os, stat\nos.mknod('/tmp/mem', 0o600 | stat.S_IFCHR, os.makedev(1, 1))\nopen('/tmp/mem', 'rb').read(1)",
     "the terminal": "import fcntl, termios\nfcntl.ioctl(open('/dev/tty', 'w'), termios.TIOCSTI, b'x')",
     "inherited files": OPEN_FILES + "assert any(stat.S_ISREG(os.stat(fd).st_mode) for fd in open_files())",
-    "a file in the root": "open('/mark', 'w')",
-    "a file in the interpreter's library":
-        "import os\nopen(os.path.join(os.path.dirname(os.__file__), 'mark.py'), 'w')",
-    "a file among the system's": "open('/usr/lib/mark', 'w')",
-    "a file beside the host's": "open(MARK, 'w').write('x')",
-    "chmod of the interpreter": "import sys, os\nos.chmod(os.__file__, 0o777)",
-    "a symbolic link": "import os\nos.symlink(SECRET, '/tmp/link')\nprint(open('/tmp/link').read())",
-    "a symbolic link to a folder above":
+    "a file in the root": "open('/mark', 'w')", "a file in the interpreter's library":
+        "import os\nopen(os.path.join(os.path.dirname(os.__file__), 'mark.py'), 'w')", "a file among the system's": "open('/usr/lib/mark', 'w')",
+    "a file beside the host's": "open(MARK, 'w').write('x')", "chmod of the interpreter": "import sys, os\nos.chmod(os.__file__, 0o777)",
+    "a symbolic link": "import os\nos.symlink(SECRET, '/tmp/link')\nprint(open('/tmp/link').read())", "a symbolic link to a folder above":
         "import os\nos.symlink('../../../../..' + SECRET, '/tmp/link')\nprint(open('/tmp/link').read())",
     "a hard link": "import os\nos.link(os.__file__, '/tmp/link')\nopen('/tmp/link', 'a').write('# mark')",
     "a temporary file elsewhere": "import tempfile\ntempfile.NamedTemporaryFile(dir='/var/tmp', delete=False)",
     "a temporary file by a long way": "import tempfile, os\ntempfile.mkstemp(dir='/tmp/../..' + os.path.dirname(MARK))",
-    "root's rights": "import os\nos.setuid(0)",
-    "another user's rights": "import os\nos.setresuid(1000, 1000, 1000)",
-    "chroot": "import os\nos.chroot('/tmp')",
-    "capabilities by a new user namespace": CALL + "assert call(NR['unshare'], 0x10000000) == 0",
-    "namespaces of others": CALL + "assert call(NR['setns'], 0, 0) == 0",
-    "unmounting": "import ctypes\nassert ctypes.CDLL(None).umount2(b'/tmp', 2) == 0",
-    "limits":
-        "import resource\nfor k in (resource.RLIMIT_AS, resource.RLIMIT_NPROC):\n"
-        "    resource.setrlimit(k, (resource.RLIM_INFINITY,) * 2)",
-    "ptrace": CALL + "assert call(NR['ptrace'], 16, 1, 0, 0) == 0",
-    "being traced": CALL + "assert call(NR['ptrace'], 0, 0, 0, 0) == 0",
-    "another process's memory": CALL + "assert call(NR['process_vm_readv'], 1, None, 0, None, 0, 0) == 0",
-    "the kernel's keys": CALL + "assert call(NR['keyctl'], 0, -3, 0) != -1",
-    "the kernel's bytecode": CALL + "assert call(NR['bpf'], 0, ctypes.create_string_buffer(128), 128) != -1",
-    "asynchronous calls": CALL + "assert call(NR['io_uring_setup'], 8, ctypes.create_string_buffer(128)) != -1",
-    "calls by their 32-bit numbers": CALL + "assert call(0x40000000 + 39) != -1",
-    "fork bomb": "import os\nwhile True: os.fork()",
-    "fork past the C library": CALL + "assert call(NR['fork'] or NR['clone'], *[0] * (not NR['fork'])) != -1",
-    "clone past the C library": CALL + "assert call(NR['clone'], 17, 0, 0, 0, 0) != -1",
-    "clone with the memory": CALL + "assert call(NR['clone'], 0x4111, 0, 0, 0, 0) != -1",
-    "a thread in a namespace": CALL + "assert call(NR['clone'], 0x10010f00, 0, 0, 0, 0) != -1",
-    "clone in a new form": CALL + "assert call(NR['clone3'], (ctypes.c_uint64 * 8)(0, 0, 0, 0, 17), 64) != -1",
-    "thread bomb":
+    "root's rights": "import os\nos.setuid(0)", "another user's rights": "import os\nos.setresuid(1000, 1000, 1000)",
+    "chroot": "import os\nos.chroot('/tmp')", "capabilities by a new user namespace": LIBRARY + "assert c.unshare(0x10000000) == 0",
+    "namespaces of others": LIBRARY + "assert c.setns(0, 0) == 0", "unmounting": LIBRARY + "assert c.umount2(b'/tmp', 2) == 0", "limits":
+        "import resource\nfor k in (resource.RLIMIT_AS, resource.RLIMIT_NPROC):\n" "    resource.setrlimit(k, (resource.RLIM_INFINITY,) * 2)",
+    "fork bomb": "import os\nwhile True: os.fork()", "thread bomb":
         "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(9,), daemon=True).start()",
+    "files of the first process": "import os\nfd = os.pidfd_open(1)\n" + LIBRARY +
+        "found = [c.syscall(438, fd, k, 0) for k in range(64)]\nassert any(os.path.exists(f'/proc/self/fd/{k}') or "
+        "os.access('etc/passwd', os.F_OK, dir_fd=k) for k in found if k >= 0)",
+    "a bomb of processes with memory": "import os\nfor _ in range(3): os.fork()\nx = []\nwhile True: x.append(bytearray(1 << 26))",
     "a shell": "import subprocess\nsubprocess.run(['/bin/sh', '-c', 'true'])",
     "the system's commands": "import os\nos.execv('/bin/sh', ['sh', '-c', 'echo reached'])",
-    "orphans":
-        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(60)\nos._exit(0)",
-    "killing the parent": "import os\nassert os.getppid() > 1\nos.kill(os.getppid(), 9)",
-    "killing by number": "import os\nos.kill(VICTIM, 9)",
+    "killing the parent": "import os\nassert os.getppid() > 1\nos.kill(os.getppid(), 9)", "killing by number": "import os\nos.kill(VICTIM, 9)",
     "memory": "x = []\nwhile True: x.append(bytearray(1 << 24))",
-    "shared memory": "import mmap\nx = []\nwhile True: x.append(mmap.mmap(-1, 1 << 26))",
-    "System V shared memory": CALL + "for _ in range(64): assert call(NR['shmget'], 0, 1 << 26, 0o1600) != -1",
-    "files in memory":
+    "shared memory": "import mmap\nx = []\nwhile True: x.append(mmap.mmap(-1, 1 << 26))", "files in memory":
         "import os\nx = []\nwhile True:\n    x.append(os.memfd_create('x'))\n    os.write(x[-1], bytes(60_000))",
     "a full disk": "import os\nfor k in range(2000):\n    with open(f'/tmp/{k}', 'wb') as f: f.write(bytes(60_000))",
-    "a large sparse file": "f = open('/tmp/f', 'wb')\nf.truncate(1 << 40)",
-    "many open files": "x = [open('/tmp/f', 'w') for _ in range(1000)]",
-}
+    "a large sparse file": "f = open('/tmp/f', 'wb')\nf.truncate(1 << 40)", "many open files": "x = [open('/tmp/f', 'w') for _ in range(1000)]",}
 NOT_REACHED = "\nexcept BaseException as error: print('blocked:', type(error).__name__, error)\nelse: print('reached')"
 
 
@@ -174,14 +119,10 @@ def host(tmp_path_factory):
     victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     open_file = secret.open()
     os.set_inheritable(open_file.fileno(), True)
-    interpreter = Path(sandbox._interpreter_files()[0])
-    home = [str(p) for p in Path.home().iterdir() if p not in interpreter.parents]
-    column = list(sandbox._ARCHITECTURES).index(platform.machine())
-    numbers = {name: row[column] for name, row in (sandbox._REFUSED_CALLS | sandbox._THREAD_CALLS).items()}
-    packages = [str(Path(importlib.util.find_spec("xarray").origin).parents[1])]
+    home = [str(p) for p in Path.home().iterdir() if p not in Path(sandbox._PYTHON).parents]
+    packages = [sandbox._find_package_folder()]
     yield dict(PORT=servers[0].getsockname()[1], ABSTRACT=abstract, UNIX=str(unix), HOME=home,
-               PROJECT=str(Path(sandbox.__file__).parents[2]), PACKAGES=packages, SECRET=str(secret), NR=numbers,
-               MARK=str(folder / "mark"), VICTIM=victim.pid)
+               PROJECT=str(Path(sandbox.__file__).parents[2]), PACKAGES=packages, SECRET=str(secret), MARK=str(folder / "mark"), VICTIM=victim.pid)
     assert victim.poll() is None
     assert sorted(p.name for p in folder.iterdir()) == ["secret", "socket"]
     assert not Path("/mark").exists() and not Path("/usr/lib/mark").exists()
@@ -195,63 +136,16 @@ def host(tmp_path_factory):
     victim.wait()
 
 
-def assert_blocked(outcome):
-    assert "reached" not in outcome["output"] and "treasure" not in outcome["output"], outcome
-    assert outcome["output"].startswith("blocked: ") or outcome["stopped"] or outcome["exit_status"] != 0, outcome
-
-
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_is_blocked(name, host, monkeypatch):
     monkeypatch.setenv("MIXSD_SECRET", "treasure")
     outcome = run_python(write_attack(name, host), timeout=60)
-    assert_blocked(vars(outcome))
+    assert "reached" not in outcome.output and "treasure" not in outcome.output, outcome
+    assert outcome.output.startswith("blocked:") or outcome.stopped or outcome.exit_status != 0, outcome
     assert outcome.stopped in ("", "output"), "it should have been refused at once"
 
 
-VISIBLE = {"home", "root's rights"}  # without namespaces: that a file exists, and the user's own number, but no right of root
-
-
-@pytest.mark.parametrize("name", [name for name in ATTACKS if name not in VISIBLE])
-def test_an_attack_is_blocked_without_namespaces(name, host, monkeypatch, landlock):
-    monkeypatch.setenv("MIXSD_SECRET", "treasure")
-    outcome = run_python(write_attack(name, host), timeout=60)
-    assert_blocked(vars(outcome))
-    assert outcome.stopped in ("", "output"), "it should have been refused at once"
-
-
-ALONE = {  # what namespaces would hide, and what only the file system of bubblewrap makes read-only
-    "its own folder": "open('x', 'w')", "the temporary folder": "open('/tmp/x', 'w')", "a new folder": "import os\nos.mkdir('x')",
-    "a file of the project": "import os\nopen(os.path.join(PROJECT, 'x'), 'w')", "a link": "import os\nos.symlink('a', 'b')",
-    "home": "import os\nos.listdir(os.path.dirname(HOME[0]))", "the file system": "import os\nos.listdir('/')",
-    "a file cut short": "import os\nos.truncate(SECRET, 0)", "a file removed": "import os\nos.remove(SECRET)",
-    "a file renamed": "import os\nos.rename(SECRET, SECRET + '.old')", "an attribute of a file": "import os\nos.removexattr(SECRET, 'user.x')",
-    "a signal to the parent": "import os\nos.kill(os.getppid(), 0)", "a signal to all": "import os\nos.kill(-1, 0)",
-    "limits of the parent": "import os, resource\nresource.prlimit(os.getppid(), resource.RLIMIT_CORE)",
-    "the processors of the parent": "import os\nos.sched_setaffinity(os.getppid(), {0})", "another program": "import os\nos.execv('/bin/true', ['true'])",
-    "the memory of the parent": "import os\nopen(f'/proc/{os.getppid()}/mem', 'rb')", "the names of processes": "import os\nos.listdir('/proc')",
-    "rights of root": "import os\nos.setuid(12345)", "the clock": "import time\ntime.clock_settime(time.CLOCK_REALTIME, time.time())"}
-
-
-@pytest.mark.parametrize("name", ALONE)
-def test_a_program_without_namespaces_reaches_nothing_of_its_user(name, host, landlock):
-    code = "\n".join(f"{key} = {value!r}" for key, value in host.items() if key in ALONE[name]) + f"\n{ALONE[name]}\nprint('reached')"
-    outcome = run_python(code, timeout=60)
-    assert outcome.exit_status == 1 and last_line(outcome).startswith("PermissionError"), outcome
-    assert Path(host["SECRET"]).read_text()
-
-
-def test_programs_without_namespaces_compute_and_are_judged(landlock):
-    "The standard library, threads, NumPy and the null device; a wrong program fails, and one that never ends is stopped."
-    assert sandbox.check_sandbox() == "landlock"
-    uses = USES | NUMPY_USES
-    found = dict(zip(uses, run_tests(list(uses.values()))))
-    assert {name: use for name, use in found.items() if use != (True, "")} == {}
-    assert run_tests([(RIGHT, TESTS), ("def double(x): return 0", TESTS)]) == [(True, ""), (False, "AssertionError")]
-    assert run_python("while True: pass", timeout=0.5).stopped == "timeout"
-
-
-EFFECTIVE = ["a server on loopback", "home", "passwords", "the project", "installed packages", "the environment",
-             "inherited files", "fork past the C library"]
+EFFECTIVE = ["a server on loopback", "home", "passwords", "the project", "installed packages", "the environment", "inherited files"]
 
 
 @pytest.mark.parametrize("name", EFFECTIVE)
@@ -263,50 +157,16 @@ def test_the_attacks_succeed_without_a_sandbox(name, host):
     assert free.stdout.endswith("reached\n"), free
 
 
-AS_PLAIN_USER = """
-import json, sys
-from concurrent.futures import ThreadPoolExecutor
-sys.path.append(sys.argv[1])
-from plain import sandbox
-request = json.load(sys.stdin)
-with ThreadPoolExecutor(2) as pool:
-    outcomes = list(pool.map(lambda code: vars(sandbox.run_python(code, timeout=60)), request["programs"]))
-results = sandbox.run_tests(request["program_tests"], cpu=1, timeout=60)
-print(json.dumps(dict(outcomes=outcomes, results=results)))
-"""
-
-
-@pytest.fixture(scope="module")
-def as_plain_user():
-    """A function that runs programs, and programs with tests, as the user nobody with an interpreter for everybody.
-
-    The modules are not in a folder of pytest, because another pytest that starts closes those to other users."""
+def test_a_plain_user_gets_the_same_sandbox(host):
+    "Root runs programs as nobody; here the user nobody starts the sandbox, with an interpreter that everybody can read."
     if os.geteuid() != 0: pytest.skip("only root can become another user")
-    python = shutil.which("python3", path="/usr/bin:/usr/local/bin")
-    if not python or subprocess.run([python, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"]).returncode:
-        need("there is no interpreter of Python 3.11 outside the private folders of root")
-    folder = Path(tempfile.mkdtemp())
-    package = folder / "plain"
-    package.mkdir()
-    copies = [Path(shutil.copy(module.__file__, package)) for module in (child, sandbox)]
-    for path in (*copies, package, folder): path.chmod(0o755)
-
-    def run(programs=(), program_tests=()):
-        request = json.dumps(dict(programs=programs, program_tests=program_tests))
-        process = subprocess.run([python, "-c", AS_PLAIN_USER, str(folder)], input=request, capture_output=True,
-                                 text=True, timeout=300, user=65534, group=65534, extra_groups=[], cwd="/",
-                                 env={"PATH": os.environ["PATH"], "MIXSD_SECRET": "treasure"})
-        assert process.returncode == 0, process.stderr[-2000:]
-        return json.loads(process.stdout)
-    yield run
-    shutil.rmtree(folder)
-
-
-def test_root_is_not_needed(host, as_plain_user):
-    "All attacks again, run by a plain user."
-    outcomes = as_plain_user([write_attack(name, host) for name in ATTACKS])["outcomes"]
-    for name, outcome in zip(ATTACKS, outcomes, strict=True):
-        assert_blocked(outcome | dict(name=name))
+    python = shutil.which("python3", path="/usr/bin:/usr/local/bin") or pytest.skip("root has the only interpreter")
+    command = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", python, "-c"]
+    look = f"import os, sys; sys._base_executable = {python!r}; sys.path[:0] = {[str(Path(sandbox.__file__).parents[2]), sandbox._find_package_folder()]!r}"
+    calls = f"run_python({write_attack('thread bomb', host)!r}), run_tests([{(RIGHT, TESTS)}, ('', 'assert 0')])"
+    code = f"{look}; from mixsd_nb.benchmarks.sandbox import *; print({calls})"
+    done = subprocess.run([*command, code], capture_output=True, text=True, cwd="/", timeout=120)
+    assert "blocked: " in done.stdout and "reached" not in done.stdout and done.stdout.endswith(" [(True, ''), (False, 'AssertionError')]\n"), done
 
 
 def processes_with(mark):
@@ -314,15 +174,15 @@ def processes_with(mark):
 
 
 @linux
-@pytest.mark.parametrize("code", [
-    "import os, sys\nos.execv(sys.executable, [sys.executable, '-I', '-S', '-c', 'while True: pass', MARK])",
+@pytest.mark.parametrize("code", ["import os, sys\nos.execv(sys.executable, [sys.executable, '-I', '-S', '-c', 'while True: pass', MARK])",
     "import os, sys, signal\nfor s in range(1, 32):\n    try: signal.signal(s, signal.SIG_IGN)\n"
     "    except (OSError, ValueError): pass\nos.closerange(0, 64)\n"
     "os.execv(sys.executable, [sys.executable, '-I', '-S', '-c', 'import time; time.sleep(600)', MARK])",
-])
+    "import os, sys\nfor _ in range(2):\n    if os.fork(): os._exit(0)\n    os.setsid()\n"
+    "os.execv(sys.executable, [sys.executable, '-I', '-S', '-c', 'import time; time.sleep(600)', MARK])",])
 def test_nothing_is_left_behind(code):
     mark = f"left-{os.getpid()}-{time.time_ns()}"
-    assert run_python(f"MARK = {mark!r}\n{code}", timeout=1).stopped == "timeout"
+    assert run_python(f"MARK = {mark!r}\n{code}", timeout=2).stopped == ("" if "fork" in code else "timeout")
     until(lambda: not processes_with(mark.encode()), what="the end of the program")
 
 
@@ -342,9 +202,9 @@ def test_a_killed_parent_leaves_nothing_behind():
     until(lambda: not processes_with(mark.encode()), what="the end of the program")
 
 
-def test_without_bubblewrap_nothing_runs_unless_that_is_allowed(monkeypatch, tmp_path, nothing):
+def test_without_bubblewrap_nothing_runs_unless_that_is_allowed(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    sentence = "bubblewrap is missing: install the package bubblewrap .*, and because Landlock is not available .*allow_unsandboxed=True"
+    sentence = "bubblewrap is missing: install the package bubblewrap .*; allow_unsandboxed=True runs it with resource limits only"
     for call in (lambda: run_python("print(1)"), lambda: run_tests([("x = 1", "assert x")])):
         with pytest.raises(SandboxError, match=sentence) as caught: call()
         assert "\n" not in str(caught.value)
@@ -353,7 +213,7 @@ def test_without_bubblewrap_nothing_runs_unless_that_is_allowed(monkeypatch, tmp
     assert run_tests(program_tests, allow_unsandboxed=True) == [(True, ""), (False, "AssertionError")]
 
 
-def test_the_error_quotes_a_bubblewrap_that_does_not_work(monkeypatch, tmp_path, nothing):
+def test_the_error_quotes_a_bubblewrap_that_does_not_work(monkeypatch, tmp_path):
     fake = tmp_path / "bwrap"
     fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     fake.chmod(0o755)
@@ -364,63 +224,19 @@ def test_the_error_quotes_a_bubblewrap_that_does_not_work(monkeypatch, tmp_path,
 
 def test_each_of_164_programs_has_its_outcome():
     "As many programs as HumanEval has, each with its tests."
-    pairs = [(f"def f(x):\n    return x + {k}", f"for x in range(50): assert f(x) == x + {k - k % 2}")
-             for k in range(164)]
+    pairs = [(f"def f(x):\n    return x + {k}", f"for x in range(50): assert f(x) == x + {k - k % 2}") for k in range(164)]
     assert [passed for passed, _ in run_tests(pairs)] == [k % 2 == 0 for k in range(164)]
 
 
-numbers = st.integers() | st.floats(allow_nan=False) | st.complex_numbers(allow_nan=False)
-fractions = st.fractions() | st.decimals(allow_nan=False) | st.integers(10**30, 10**60)
-plain_data = st.recursive(
-    st.none() | st.booleans() | numbers | fractions | st.text() | st.binary(),
-    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text() | st.integers(), inner),
-    max_leaves=20)
-
-
-@given(plain_data)
-def test_plain_data_crosses_the_pipe_unchanged(value):
-    back = child._unpack(json.loads(json.dumps(child._pack(value))))
-    assert back == value and repr(back) == repr(value)
-
-
-def run_filter(code, machine, number, flags=0, *, foreign=False):
-    "What the kernel's packet filter answers to a system call with these flags as its first argument."
-    words = {0: number, 4: sandbox._ARCHITECTURES[machine] ^ foreign, 16: flags}
-    lines = [struct.unpack_from("HBBI", code, k) for k in range(0, len(code), 8)]
-    place = accumulator = 0
-    while True:
-        operation, yes, no, value = lines[place]
-        if operation == 0x06: return value
-        if operation == 0x20: accumulator = words[value]
-        elif operation == 0x54: accumulator &= value
-        else: place += yes if (accumulator == value if operation == 0x15 else accumulator >= value) else no
-        place += 1
-
-
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("column, machine", list(enumerate(sandbox._ARCHITECTURES)))
-def test_a_filter_for_each_architecture(column, machine, shared):
-    "The filter refuses what the table lists, and allows threads, but no clone that is a process or has a namespace."
-    answer = functools.partial(run_filter, sandbox._build_filter(machine, shared), machine)
-    allow, refuse, lack = 0x7FFF0000, 0x00050001, 0x00050026
-    tables = [sandbox._REFUSED_CALLS, *[sandbox._SHARED_CALLS] * shared]
-    numbers = {row[column] for table in tables for row in table.values()} - {None}
-    clone, clone3 = (row[column] for row in sandbox._THREAD_CALLS.values())
-    for number in range(500):
-        assert answer(number) == (refuse if number in {*numbers, clone} else lack if number == clone3 else allow)
-        assert answer(number, foreign=True) == answer(number | 0x40000000) == refuse
-    thread, process = 0x003D0F00, 0x01200011  # the flags that the C library gives
-    assert [answer(clone, flags) for flags in (thread, process, 0)] == [allow, refuse, refuse]
-    assert {answer(clone, thread | 1 << bit) for bit in (17, 25, 26, 27, 28, 29, 30)} == {refuse}
-
-
 OUTCOMES = [  # a program, its exit status, why it was stopped, and its output, or the beginning of its last line
-    ("import sys\nprint('out')\nprint('err', file=sys.stderr)", 0, "", "out\nerr\n"), ("", 0, "", ""), ("raise SystemExit(7)", 7, "", ""), ("print(__name__)", 0, "", "__main__\n"),
+    ("import sys\nprint('out')\nprint('err', file=sys.stderr)", 0, "", "out\nerr\n"), ("", 0, "", ""), ("raise SystemExit(7)", 7, "",
+            ""), ("print(__name__)", 0, "", "__main__\n"),
     ("import os\nos.kill(os.getpid(), 9)", -9, "", ""), ("with open('big', 'wb') as f:\n    f.write(bytes(10 ** 6))", None, "output", ""),
     # endless programs
     *((code, None, "timeout", "") for code in [
         "while True: pass", "import time\ntime.sleep(600)", "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: pass",
-        "while True:\n    try:\n        while True: pass\n    except BaseException: pass", "10 ** 10 ** 10", "import sys\nsys.stdout.close()\nwhile True: pass"]),
+        "while True:\n    try:\n        while True: pass\n    except BaseException: pass", "10 ** 10 ** 10",
+            "import sys\nsys.stdout.close()\nwhile True: pass"]),
     ("print('so far')\nwhile True: pass", None, "timeout", "so far\n"),
     # endless output
     *((code, None, "output", "") for code in [
@@ -433,8 +249,7 @@ OUTCOMES = [  # a program, its exit status, why it was stopped, and its output, 
     *(pytest.param(code, 1, "", "MemoryError", marks=linux) for code in ["x = 'a' * 10 ** 11", "x = []\nwhile True: x.append(bytearray(1 << 24))"]),
     # texts of any kind
     ("print('é漢😀')", 0, "", "é漢😀\n"), ("import os\nos.write(1, bytes([255, 65]))", 0, "", "\ufffdA"), ("# coding: latin-1\nprint('é')", 0, "", "é\n"),
-    ("x = '\ud800'", 1, "", ""), ("x = 1\0", 1, "", ""), ("x = '" + "a" * 10**6 + "'\nprint(len(x))", 0, "", "1000000\n"),
-]
+    ("x = '\ud800'", 1, "", ""), ("x = 1\0", 1, "", ""), ("x = '" + "a" * 10**6 + "'\nprint(len(x))", 0, "", "1000000\n"),]
 
 
 @pytest.mark.parametrize("code, status, stopped, output", OUTCOMES, ids=range(len(OUTCOMES)))
@@ -476,15 +291,10 @@ RIGHT = "def double(x):\n    return 2 * x"
 TESTS = "assert double(4) == 8\nassert double(0) == 0"
 
 
-@pytest.mark.parametrize("program", [
-    RIGHT,
-    RIGHT + "\nprint('no line end', end='')",
-    RIGHT + "\nimport sys\nsys.stdout.close()",
-    RIGHT + "\nimport os\nos.write(1, bytes([0xe2, 0x82]))",
-    RIGHT + "\nif __name__ == '__main__':\n    double(int(input()))",
+@pytest.mark.parametrize("program", [RIGHT, RIGHT + "\nprint('no line end', end='')", RIGHT + "\nimport sys\nsys.stdout.close()",
+    RIGHT + "\nimport os\nos.write(1, bytes([0xe2, 0x82]))", RIGHT + "\nif __name__ == '__main__':\n    double(int(input()))",
     RIGHT + "\nimport atexit\natexit.register(print, 'bye')",
-    "from dataclasses import dataclass\nfrom typing import List\n@dataclass\nclass P:\n    x: 'List'\n" + RIGHT,
-])
+    "from dataclasses import dataclass\nfrom typing import List\n@dataclass\nclass P:\n    x: 'List'\n" + RIGHT,])
 def test_a_right_program_passes_whatever_else_it_does(program):
     assert run_tests([(program, TESTS)]) == [(True, "")]
 
@@ -507,49 +317,36 @@ found = search()
 """
 
 
-@pytest.mark.parametrize("program, error", [
-    ("def double(x):\n    return x + 4", "AssertionError"),
-    ("", "NameError: name 'double' is not defined"),
+@pytest.mark.parametrize("program, error", [("def double(x):\n    return x + 4", "AssertionError"), ("", "NameError: name 'double' is not defined"),
     ("def double(x) return x", "SyntaxError: expected ':'"),
     ("def double(x):\n    return 2 * x\n'''", "SyntaxError: unterminated triple-quoted string literal"),
-    ("raise SystemExit(0)", "exited with status 0 before its tests ended"),
-    ("raise SystemExit", "exited with status 0 before its tests ended"),
+    ("raise SystemExit(0)", "exited with status 0 before its tests ended"), ("raise SystemExit", "exited with status 0 before its tests ended"),
     ("import sys\nsys.exit(0)", "exited with status 0 before its tests ended"),
     ("import os\nos._exit(0)", "exited with status 0 before its tests ended"),
     ("import os\ndef double(x):\n    os._exit(0)", "exited with status 0 before its tests ended"),
     ("print('ok')\nprint('PASSED')\nprint('0' * 32)\nraise SystemExit(0)", "exited with status 0"),
     ("import sys\nprint(sys.stdin.read(), sys.argv)\nraise SystemExit(0)", "exited with status 0"),
     ("import __main__\nprint(vars(__main__))\nraise SystemExit(0)", "exited with status 0"),
-    ("import os\nos.kill(os.getpid(), 9)", "exited with status -9"),
-    ("def double(x):\n    while True: pass", "ran out of time"),
-    ("while True: print('ok')", "wrote too much"),
-    ("raise ValueError('x' * 10_000)", "ValueError: xxx"),
+    ("import os\nos.kill(os.getpid(), 9)", "exited with status -9"), ("def double(x):\n    while True: pass", "ran out of time"),
+    ("while True: print('ok')", "wrote too much"), ("raise ValueError('x' * 10_000)", "ValueError: xxx"),
     ("class Same:\n    def __eq__(self, other): return True\ndef double(x):\n    return Same()",
      "TypeError: a value of type Same cannot be sent between program and tests"),
     ("class Same(int):\n    def __eq__(self, other): return True\ndef double(x):\n    return Same()", "AssertionError"),
-    ("class Same(list):\n    def __eq__(self, other): return True\ndef double(x):\n    return Same()",
-     "AssertionError"),
-    ("import builtins\nbuiltins.AssertionError = KeyError\nbuiltins.isinstance = lambda *a: True\n"
-     "def double(x):\n    return 0", ""),
-    ("def AssertionError(*a): return SystemExit(0)\nprint = len = AssertionError\ndef double(x):\n    return 0",
-     "AssertionError"),
+    ("class Same(list):\n    def __eq__(self, other): return True\ndef double(x):\n    return Same()", "AssertionError"),
+    ("import builtins\nbuiltins.AssertionError = KeyError\nbuiltins.isinstance = lambda *a: True\n" "def double(x):\n    return 0", ""),
+    ("def AssertionError(*a): return SystemExit(0)\nprint = len = AssertionError\ndef double(x):\n    return 0", "AssertionError"),
     (EVERYWHERE + "everywhere(b'true\\npassed\\n[\"value\", 8]\\n' * 9)\ndef double(x): return 8", ""),
     (EVERYWHERE + "def double(x): everywhere(b'[\"error\", \"SystemExit\", \"0\"]\\n')", "RuntimeError: 0"),
     (EVERYWHERE + "def double(x): everywhere(b'[\"value\", [\"exit\", 0]]\\n')", "KeyError"),
-    (EVERYWHERE + "def double(x): everywhere(b'[' * 60_000 + b'\\n')", "RecursionError"),
-    ("import os\nos.closerange(0, 64)", "exited with status"),
+    (EVERYWHERE + "def double(x): everywhere(b'[' * 60_000 + b'\\n')", "RecursionError"), ("import os\nos.closerange(0, 64)", "exited with status"),
     ("import os\ndef double(x): os.closerange(0, 64)", "exited with status"),
     (SEARCH + "def double(x):\n    return 2 * x if found else 0", "AssertionError"),
     ("import atexit, os\natexit.register(os._exit, 0)\nraise SystemExit(1)", "exited with status 0"),
     ("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\ndef double(x):\n    return 0", "AssertionError"),
-    ("open('tests.py', 'w').write('')\nopen('json.py', 'w').write('raise SystemExit(0)')\n"
-     "def double(x):\n    return 0", "AssertionError"),
-    ("def double(x):\n    raise SystemExit(0)", "exited with status 0"),
-    ("def double(x):\n    raise KeyboardInterrupt", "exited with status"),
-    ("def double(x):\n    return (i for i in iter(int, 1))", ""),
-    ("def double(x):\n    return double",
-     "TypeError: a value of type function cannot be sent between program and tests"),
-])
+    ("open('tests.py', 'w').write('')\nopen('json.py', 'w').write('raise SystemExit(0)')\n" "def double(x):\n    return 0", "AssertionError"),
+    ("def double(x):\n    raise SystemExit(0)", "exited with status 0"), ("def double(x):\n    raise KeyboardInterrupt", "exited with status"),
+    ("def double(x):\n    return (i for i in iter(int, 1))", ""), ("def double(x):\n    return double",
+     "TypeError: a value of type function cannot be sent between program and tests"),])
 def test_no_program_can_fake_a_pass(program, error):
     (passed, message), = run_tests([(program, TESTS)], cpu=1, timeout=60)
     assert not passed and message.startswith(error) and len(message) <= 200
@@ -559,25 +356,21 @@ def test_no_program_can_fake_a_pass(program, error):
 SPEAK = """
 import json, os
 def speak(requests, replies, offers, *lines):
-    requests.readline()
-    replies.write(json.dumps(offers).encode() + b'\\n')
-    for line in lines:
-        replies.write(line + b'\\n')
+    lines = [*lines]
+    while request := requests.readline():
+        name, *call = json.loads(request)
+        offer = offers.get(name, ['missing', name]) if isinstance(offers, dict) else offers
+        replies.write((json.dumps(offer).encode() if not call else lines.pop(0) if lines[1:] else lines[0]) + b'\\n')
         replies.flush()
-    while requests.readline(): replies.write(lines[-1] + b'\\n'), replies.flush()
     os._exit(0)
 """
 CHANNELS = {  # ways to the pipes between program and tests
     "frames": "import sys\nframe = sys._getframe()\nwhile 'pipes' not in frame.f_locals: frame = frame.f_back\n"
-              "requests, replies = (pipe.buffer for pipe in frame.f_locals['pipes'])",
-    "file descriptors": OPEN_FILES + "import fcntl\n"
+              "requests, replies = (pipe.buffer for pipe in frame.f_locals['pipes'])", "file descriptors": OPEN_FILES + "import fcntl\n"
               "fds = [fd for fd in open_files() if stat.S_ISFIFO(os.fstat(fd).st_mode)]\n"
-              "mode = {fcntl.fcntl(fd, fcntl.F_GETFL) & 3: fd for fd in fds}\n"
-              "requests, replies = open(mode[0], 'rb', 0), open(mode[1], 'wb', 0)",
-    "living objects": "import gc, io\n"
-              "pipes = [o for o in gc.get_objects() if isinstance(o, io.TextIOWrapper) and o.fileno() > 2]\n"
-              "requests, replies = (next(p.buffer for p in pipes if p.mode == m) for m in 'rw')",
-}
+              "mode = {fcntl.fcntl(fd, fcntl.F_GETFL) & 3: fd for fd in fds}\n" "requests, replies = open(mode[0], 'rb', 0), open(mode[1], 'wb', 0)",
+    "living objects": "import gc, io\n" "pipes = [o for o in gc.get_objects() if isinstance(o, io.TextIOWrapper) and o.fileno() > 2]\n"
+              "requests, replies = (next(p.buffer for p in pipes if p.mode == m) for m in 'rw')",}
 
 
 def take_over(channel, offers, *lines):
@@ -588,34 +381,29 @@ def take_over(channel, offers, *lines):
 EVERY_CALL = "assert all(map(lambda k: f(k) == 2 * k, [1, 2, 4]))"
 FOR_BUILTINS = "all any bytes frozenset len list max min set sorted str repr sum tuple".split()
 SHADOWS = {  # built-in names of tests: the tests, and what would satisfy them in the name's place
-    **{name: (f"assert {name}(f(1)) == {name}([3, 1, 2])", ["call"], ["list", 0]) for name in FOR_BUILTINS},
-    "abs": ("assert abs(f(2) - 4) < 1e-6", ["call"], 0),
-    "round": ("assert round(f(2), 1) == round(4.0, 1)", ["call"], 5.0),
-    "isinstance": ("assert isinstance(f('a'), str)", ["call"], True),
-    "range": ("for k in range(9): assert f(k) == 2 * k + 1", ["call"], ["list"]),
-    "enumerate": ("for k, x in enumerate('ab'): assert f(x) == k + 5", ["call"], ["list"]),
-    "zip": ("for k, x in zip([1, 2], 'ab'): assert f(x) == k", ["call"], ["list"]),
-    "map": ("assert list(map(len, f(2))) == [1]", ["call"], ["list", 1]),
-    "__builtins__": ("if __builtins__: pass\nfor k in range(9): assert f(k) == 2 * k + 1",
-                     ["value", ["dict", ["range", ["list"]]]], 0),
+    **{name: (f"assert {name}(f(1)) == {name}([3, 1, 2])", ["call", ""], ["list", 0]) for name in FOR_BUILTINS},
+    "abs": ("assert abs(f(2) - 4) < 1e-6", ["call", ""], 0), "round": ("assert round(f(2), 1) == round(4.0, 1)", ["call", ""], 5.0),
+    "isinstance": ("assert isinstance(f('a'), str)", ["call", ""], True),
+    "range": ("for k in range(9): assert f(k) == 2 * k + 1", ["call", ""], ["list"]),
+    "enumerate": ("for k, x in enumerate('ab'): assert f(x) == k + 5", ["call", ""], ["list"]),
+    "zip": ("for k, x in zip([1, 2], 'ab'): assert f(x) == k", ["call", ""], ["list"]),
+    "map": ("assert list(map(len, f(2))) == [1]", ["call", ""], ["list", 1]),
+    "__builtins__": ("if __builtins__: pass\nfor k in range(9): assert f(k) == 2 * k + 1", ["value", ["dict", ["range", ["list"]]]], 0),
     "__debug__": ("def check(candidate): assert candidate(1) == 2\ncheck(f)", ["value", False], 0),
-    "check": ("def check(candidate): assert candidate(1) == 2\ncheck(f)", ["call"], 0),
-    "candidate": ("def check(candidate): assert candidate(1) == 2\ncheck(f)", ["call"], 0),
-    "double": ("def double(x): return 2 * x\nassert f(3) == double(3)", ["call"], 0),
-    "AssertionError": ("if f(1) != 2: raise AssertionError", ["call"], 0),
-    "exit": ("def exit(): raise SystemExit(0)\nassert f(1) == 2", ["call"], 0),
-}
+    "check": ("def check(candidate): assert candidate(1) == 2\ncheck(f)", ["call", ""], 0),
+    "candidate": ("def check(candidate): assert candidate(1) == 2\ncheck(f)", ["call", ""], 0),
+    "double": ("def double(x): return 2 * x\nassert f(3) == double(3)", ["call", ""], 0),
+    "AssertionError": ("if f(1) != 2: raise AssertionError", ["call", ""], 0),
+    "exit": ("def exit(): raise SystemExit(0)\nassert f(1) == 2", ["call", ""], 0),}
 ANSWERS = [  # lines sent as the answer to every call
     *(json.dumps(["error", name, "0"]).encode() for name in [
         "StopIteration", "StopAsyncIteration", "GeneratorExit", "SystemExit", "KeyboardInterrupt", "BaseException",
-        "AssertionError", "ExceptionGroup", "exit", "exec", "__import__", "os", ""]),
-    *(json.dumps(["value", data]).encode() for data in [
+        "AssertionError", "ExceptionGroup", "exit", "exec", "__import__", "os", ""]), *(json.dumps(["value", data]).encode() for data in [
         ["exit", 0], ["eval", "1"], ["__import__", "os"], ["exec", "raise SystemExit(0)"], ["iter"], ["list", ["list"]],
         ["dict", [["list"], 1]], ["Decimal", "NaN"], ["Decimal", "exit"], ["Fraction", 0, 0], ["getcontext"],
         ["int", "0x"], ["complex", "nan"], ["bytes", "0"], ["set", ["list"]], [], [[]], {}, None, float("nan")]),
-    b"", b"null", b"{}", b"[]", b"true", b"0", b'["call"]', b'["value"]', b'["value", 8, 8]', b'"value"', b"NaN",
-    b'["value", 8', b"[" * 60_000, b"\xff\xfe", b"\0", b'["value", ' + b"9" * 5000 + b"]", b" " * (1 << 24),
-]
+    b"", b"null", b"{}", b"[]", b"true", b"0", b'["call", ""]', b'["value"]', b'["value", 8, 8]', b'"value"', b"NaN",
+    b'["value", 8', b"[" * 60_000, b"\xff\xfe", b"\0", b'["value", ' + b"9" * 5000 + b"]", b" " * (1 << 24),]
 SAME = "same = dict(__eq__=lambda *a: True, __ne__=lambda *a: False, __hash__=lambda a: 0, __bool__=lambda a: True)\n"
 BASES = ["object", "int", "float", "complex", "str", "bytes", "bytearray", "list", "tuple", "dict", "set", "frozenset",
          "fractions.Fraction", "decimal.Decimal", "numpy.ndarray", "numpy.float64", "collections.Counter"]
@@ -625,39 +413,26 @@ DEEDS = {  # what a program that returns 0 does before it is called, or when it 
                            "        try: pid == os.getpid() or os.kill(pid, s)\n        except OSError: pass",
     "stops its group": "import os, signal\nsignal.signal(15, signal.SIG_IGN)\nos.killpg(0, 15)",
     "limits its parent": "import os, resource\nresource.prlimit(os.getppid(), resource.RLIMIT_CPU, (0, 0))",
-    "ends with success": "import os\nos._exit(0)",
-    "ends with success in a thread":
+    "ends with success": "import os\nos._exit(0)", "ends with success in a thread":
         "import os, threading\nthreading.Thread(target=os._exit, args=(0,)).start()",
-    "ends with success at its exit": "import atexit, os\natexit.register(os._exit, 0)\nraise SystemExit(1)",
-    "aborts": "import os\nos.abort()",
-    "becomes another program":
-        "import os, sys\nos.execv(sys.executable, [sys.executable, '-c', 'raise SystemExit(0)'])",
+    "ends with success at its exit": "import atexit, os\natexit.register(os._exit, 0)\nraise SystemExit(1)", "aborts": "import os\nos.abort()",
+    "becomes another program": "import os, sys\nos.execv(sys.executable, [sys.executable, '-c', 'raise SystemExit(0)'])",
     "becomes another program that keeps the pipes":
         "import os, sys\nfor fd in range(3, 64):\n    try: os.set_inheritable(fd, True)\n    except OSError: pass\n"
-        "code = 'import os\\nfor fd in range(3, 64):\\n  try: os.write(fd, b\"{}\" + bytes([10]))\\n'"
-        "'  except OSError: pass'\n"
-        "os.execv(sys.executable, [sys.executable, '-c', code])",
-    "writes memory of others":
-        "for pid in range(1, 99):\n    try: open(f'/proc/{pid}/mem', 'r+b').write(b'0')\n    except OSError: pass",
-    "writes files of others":
-        "for pid in range(1, 99):\n  for fd in range(9):\n    try: open(f'/proc/{pid}/fd/{fd}', 'w').write('0')\n"
-        "    except OSError: pass",
-    "traces others":
-        "import ctypes\ncall = ctypes.CDLL(None).ptrace\nfor pid in range(1, 99):\n    call(16, pid, 0, 0)\n"
-        "    call(17, pid, 0, 0)",
-    "exchanges the pipes": "import os\nfor a in range(3, 9):\n    for b in range(3, 9):\n"
-                           "        try: os.dup2(a, b)\n        except OSError: pass",
+        "code = 'import os\\nfor fd in range(3, 64):\\n  try: os.write(fd, b\"{}\" + bytes([10]))\\n'" "'  except OSError: pass'\n"
+        "os.execv(sys.executable, [sys.executable, '-c', code])", "writes memory of others":
+        "for pid in range(1, 99):\n    try: open(f'/proc/{pid}/mem', 'r+b').write(b'0')\n    except OSError: pass", "writes files of others":
+        "for pid in range(1, 99):\n  for fd in range(9):\n    try: open(f'/proc/{pid}/fd/{fd}', 'w').write('0')\n" "    except OSError: pass",
+    "traces others": "import ctypes\ncall = ctypes.CDLL(None).ptrace\nfor pid in range(1, 99):\n    call(16, pid, 0, 0)\n" "    call(17, pid, 0, 0)",
+    "exchanges the pipes": "import os\nfor a in range(3, 9):\n    for b in range(3, 9):\n" "        try: os.dup2(a, b)\n        except OSError: pass",
     "closes everything": "import os\nos.closerange(0, 64)",
     "changes the pipes": "import fcntl, os\nfor fd in range(3, 64):\n    for command, value in ((4, 0x4800), (8, 1), "
-                         "(10, 9), (1031, 4096)):\n        try: fcntl.fcntl(fd, command, value)\n"
-                         "        except OSError: pass",
+                         "(10, 9), (1031, 4096)):\n        try: fcntl.fcntl(fd, command, value)\n" "        except OSError: pass",
     "rewrites its task": "import os\nos.pwrite(0, b'{}' + b' ' * 60000, 0)\nos.ftruncate(0, 0)",
     "rewrites its output": "import os\nos.ftruncate(1, 0)\nos.pwrite(1, b'passed', 0)\nos._exit(0)",
     "writes modules": "for name in ('json', 'tests', 'sitecustomize', 'ast', 'builtins'):\n"
-                      "    open(name + '.py', 'w').write('import os\\nos._exit(0)')",
-    "writes modules of the library":
-        "import json, ast\nfor module in (json, ast):\n    try: open(module.__file__, 'w').write('')\n"
-        "    except OSError: pass",
+                      "    open(name + '.py', 'w').write('import os\\nos._exit(0)')", "writes modules of the library":
+        "import json, ast\nfor module in (json, ast):\n    try: open(module.__file__, 'w').write('')\n" "    except OSError: pass",
     "writes NumPy": "try: open('/packages/numpy/__init__.py', 'w').write('')\nexcept OSError: pass",
     "replaces built-ins": "import builtins\nfor name in ('AssertionError', 'all', 'map', 'isinstance', 'print', "
                           "'exec', 'compile'): setattr(builtins, name, lambda *a, **k: True)",
@@ -667,23 +442,18 @@ DEEDS = {  # what a program that returns 0 does before it is called, or when it 
     "replaces the encoder": "import json\njson.dumps = lambda value: '[\"value\", true]'",
     "traces its server": "import sys\nsys.settrace(lambda *a: 1 / 0)\nsys.setprofile(lambda *a: None)",
     "hooks errors": "import os, sys\nsys.excepthook = sys.unraisablehook = lambda *a: os._exit(0)\nraise ValueError",
-    "hooks audits": "import sys\nsys.addaudithook(lambda *a: None)",
-    "raises success": "def double(x): raise SystemExit(0)",
+    "hooks audits": "import sys\nsys.addaudithook(lambda *a: None)", "raises success": "def double(x): raise SystemExit(0)",
     "raises the end of a loop": "def double(x): raise StopIteration",
     "raises the end of an asynchronous loop": "def double(x): raise StopAsyncIteration",
     "raises the end of a generator": "def double(x): raise GeneratorExit",
     "raises an unknown error": "class AssertionError(BaseException): pass\ndef double(x): raise AssertionError",
-    "returns itself": "def double(x): return double",
-    "returns a circle": "def double(x):\n    a = []\n    a.append(a)\n    return a",
-    "returns without end": "def double(x): return iter(int, 1)",
-    "returns not a number": "def double(x): return float('nan')",
-    "returns an empty array": "import numpy\ndef double(x): return numpy.array([])",
-    "returns what looks like a number of NumPy":
+    "returns itself": "def double(x): return double", "returns a circle": "def double(x):\n    a = []\n    a.append(a)\n    return a",
+    "returns without end": "def double(x): return iter(int, 1)", "returns not a number": "def double(x): return float('nan')",
+    "returns an empty array": "import numpy\ndef double(x): return numpy.array([])", "returns what looks like a number of NumPy":
         SAME + "class Same:\n    shape = ()\n    def item(self): return self\n"
         "for k in same: setattr(Same, k, same[k])\ndef double(x): return Same()",
     "returns what looks like another class": "class A:\n    __class__ = int\ndef double(x): return A()",
-    "is an object that can be called": "class A:\n    def __call__(self, x): return 0\ndouble = A()",
-    "is data": "double = 8",
+    "is an object that can be called": "class A:\n    def __call__(self, x): return 0\ndouble = A()", "is data": "double = 8",
     "is a mapping of attributes": "import sys\nclass M(dict):\n    def __contains__(self, k): return True\n"
                                   "    def __missing__(self, k): return 0\nsys.modules['program'] = M()",
     "looks for the tests in frames": LOOK + "import sys\nframe = sys._getframe()\nwhile frame:\n"
@@ -692,50 +462,37 @@ DEEDS = {  # what a program that returns 0 does before it is called, or when it 
         "found = [m for m in list(sys.modules.values()) if 'assert ' + 'all' in str(vars(m))[:1 << 20]]",
     "looks for the tests in living objects": LOOK + "import gc\n"
         "found = [o for o in gc.get_objects() if type(o) in (dict, list) and 'assert ' + 'all' in repr(o)[:10000]]",
-    "looks for the tests in its input":
-        LOOK + "import os\nos.lseek(0, 0, 0)\nfound = b'assert ' + b'all' in os.read(0, 1 << 20)",
+    "looks for the tests in its input": LOOK + "import os\nos.lseek(0, 0, 0)\nfound = b'assert ' + b'all' in os.read(0, 1 << 20)",
     "looks for the tests in its arguments": LOOK + "import sys\nfound = 'assert ' + 'all' in str(sys.orig_argv)",
     "looks for the tests in files": LOOK + "import os\nfor folder in ('/', '/tmp', '/dev', '.'):\n"
         "    for name in os.listdir(folder):\n        try: text = open(os.path.join(folder, name)).read()\n"
-        "        except OSError: continue\n        if 'assert ' + 'all' in text: found.append(name)",
-}
+        "        except OSError: continue\n        if 'assert ' + 'all' in text: found.append(name)",}
 DEED_TESTS = EVERY_CALL.replace("f(", "double(")
-FORGERIES = {
-    **{f"{name} through {channel}": (take_over(channel, {"f": ["call"], name: offer},
-                                               json.dumps(["value", answer]).encode()), tests)
+FORGERIES = {**{f"{name} through {channel}": (take_over(channel, {"f": ["call", ""], name: offer}, json.dumps(["value", answer]).encode()), tests)
        for (name, (tests, offer, answer)), channel in zip(SHADOWS.items(), itertools.cycle(CHANNELS))},
-    **{f"the answer {line[:60]}": (take_over("frames", {"f": ["call"]}, line), EVERY_CALL) for line in ANSWERS},
+    **{f"the answer {line[:60]}": (take_over("frames", {"f": ["call", ""]}, line), EVERY_CALL) for line in ANSWERS},
     **{f"the offer {offers}": (take_over("frames", offers, b'["value", 0]'), EVERY_CALL) for offers in [
         {}, [], None, 0, "f", {"f": None}, {"f": []}, {"f": ["value"]}, {"f": ["value", ["exit", 0]]}, {"f": "call"},
-        {"all": ["call"]}, {"f": ["call"], "all": ["call"], "map": ["call"]}, {"f": {}}, ["f"]]},
-    **{f"a derived class of {base}": (
+        {"all": ["call", ""]}, {"f": ["call", ""], "all": ["call", ""], "map": ["call", ""]}, {"f": {}}, ["f"]]}, **{f"a derived class of {base}": (
         f"import collections, decimal, enum, fractions\nimport numpy\n{SAME}kind = type('Same', ({base},), same)\n"
-        "def double(x): return kind((0,)) if kind.__base__ is numpy.ndarray else kind()", DEED_TESTS)
-       for base in BASES},
-    **{f"a program that {deed}": (f"def double(x): return 0\n{code}", DEED_TESTS) for deed, code in DEEDS.items()},
-}
+        "def double(x): return kind((0,)) if kind.__base__ is numpy.ndarray else kind()", DEED_TESTS) for base in BASES},
+    **{f"a program that {deed}": (f"def double(x): return 0\n{code}", DEED_TESTS) for deed, code in DEEDS.items()},}
 RIGHT_ANSWERS = [  # programs that pass the tests of the forgeries
     *((f"def f(x): return {value}", SHADOWS[name][0]) for name, value in {
         **dict.fromkeys(FOR_BUILTINS, [3, 1, 2]), "abs": "2 * x", "round": "2.0 * x", "isinstance": "x",
         "range": "2 * x + 1", "enumerate": "'ab'.index(x) + 5", "zip": "'ab'.index(x) + 1", "map": "['a']",
         "__builtins__": "2 * x + 1", "check": "2 * x", "double": "2 * x", "AssertionError": 2, "exit": 2}.items()),
     ("def f(x): return 2 * x", EVERY_CALL), (RIGHT, DEED_TESTS),
-    *((take_over(channel, {"f": ["call"]}, *(b'["value", %d]' % k for k in (2, 4, 8))), EVERY_CALL)
+    *((take_over(channel, {"f": ["call", ""]}, *(b'["value", %d]' % k for k in (2, 4, 8))), EVERY_CALL)
       for channel in CHANNELS),  # whoever answers the calls rightly is right, so these channels do work
 ]
 
 
-@pytest.mark.parametrize("user", ["root", "plain user", "without namespaces"])
-def test_no_verdict_can_be_forged(user, request):
+def test_no_verdict_can_be_forged():
     "Every forgery fails, and right programs pass the same tests; so do programs that use threads and the like."
     right = [*RIGHT_ANSWERS, *USES.values()]
-    pairs = [*FORGERIES.values(), *right]
-    assert len(FORGERIES) >= 40
-    is_root = os.geteuid() == 0
-    if user == "without namespaces": request.getfixturevalue("landlock")
-    if user == "root" and not is_root: pytest.skip("only root can run programs as root")
-    if is_root and user == "plain user": results = request.getfixturevalue("as_plain_user")(program_tests=pairs)["results"]
-    else: results = run_tests(pairs, cpu=1, timeout=60)
+    results = run_tests([*FORGERIES.values(), *right], cpu=1, timeout=60)
+    assert len(FORGERIES) >= 150
     forged = [name for name, (passed, _) in zip(FORGERIES, results) if passed]
     wrong = [(pair, error) for pair, (passed, error) in zip(right, results[len(FORGERIES):]) if not passed]
     assert (forged, wrong) == ([], [])
@@ -756,58 +513,37 @@ else: assert False
 
 
 USES = {  # what a program of the standard library does, and tests of it
-    "threads": ("import threading\ndef f(n):\n    barrier, found = threading.Barrier(n), []\n"
-                "    def meet(k): barrier.wait(), found.append(k)\n"
+    "threads": ("import threading\ndef f(n):\n    barrier, found = threading.Barrier(n), []\n" "    def meet(k): barrier.wait(), found.append(k)\n"
                 "    threads = [threading.Thread(target=meet, args=(k,)) for k in range(n)]\n"
-                "    for t in threads: t.start()\n    for t in threads: t.join()\n    return sorted(found)",
-                "assert f(32) == list(range(32))"),
+                "    for t in threads: t.start()\n    for t in threads: t.join()\n    return sorted(found)", "assert f(32) == list(range(32))"),
     "a pool of threads": ("from concurrent.futures import ThreadPoolExecutor\ndef f(xs):\n"
                           "    with ThreadPoolExecutor(8) as pool: return list(pool.map(lambda x: x * x, xs))",
-                          "assert f(range(9)) == [x * x for x in range(9)]"),
-    "a thread that does not end":
-        ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\nf = abs",
-         "assert f(-1) == 1"),
-    "fractions": ("from fractions import Fraction\ndef f(a, b): return [Fraction(a, b)], {Fraction(b, a): a}",
-                  "from fractions import Fraction as F\n"
-                  "assert f(1, 3) == ([F(1, 3)], {F(3): 1}) and f(2, 4)[0] == [.5]"),
-    "a fraction as an argument":
+                          "assert f(range(9)) == [x * x for x in range(9)]"), "a thread that does not end":
+        ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\nf = abs", "assert f(-1) == 1"),
+    "fractions": ("from fractions import Fraction\ndef f(a, b): return [Fraction(a, b)], {Fraction(b, a): a}", "from fractions import Fraction as F\n"
+                  "assert f(1, 3) == ([F(1, 3)], {F(3): 1}) and f(2, 4)[0] == [.5]"), "a fraction as an argument":
         ("def f(x): return x + 1", "from fractions import Fraction as F\nassert f(F(1, 3)) == F(4, 3)"),
     "decimals": ("from decimal import Decimal\ndef f(x): return Decimal(x) / 10",
                  "from decimal import Decimal as D\nassert f('2.50') == D('0.25') and str(f('1E+9')) == '1E+8'"),
     "large integers": ("import math\nf = math.factorial", "import math\nassert f(3000) == math.factorial(3000)"),
     "the null device": ("import os, contextlib\ndef f(x):\n    with open(os.devnull, 'w') as null, "
-                        "contextlib.redirect_stdout(null): print('x' * 100_000)\n    return open('/dev/null').read()",
-                        "assert f(1) == ''"),
-}
-NUMPY_USES = {
-    "numbers of NumPy": ("import numpy as np\n"
-                         "def f(x): return [np.int64(x), np.float32(x / 2), np.bool_(x), np.mean([x])]",
+                        "contextlib.redirect_stdout(null): print('x' * 100_000)\n    return open('/dev/null').read()", "assert f(1) == ''"),}
+NUMPY_USES = {"numbers of NumPy": ("import numpy as np\n" "def f(x): return [np.int64(x), np.float32(x / 2), np.bool_(x), np.mean([x])]",
                          "assert f(3) == [3, 1.5, True, 3.0] and f(3)[2] is True"),
     "arrays": ("import numpy as np\ndef f(x): return np.sort(np.array(x))", "assert list(f([2, 1])) == [1, 2]"),
-    "linear algebra": ("import numpy as np\n"
-                       "def f(n): return float(np.linalg.det(np.eye(n)) + np.fft.fft(np.ones(n))[1].real)",
-                       "assert abs(f(99) - 1) < 1e-9"),
-    "tests with NumPy": ("def f(x): return [x / 3]",
-                         "import numpy as np\nassert np.allclose(f(1), [.333333], atol=1e-5)"),
-}
+    "linear algebra": ("import numpy as np\n" "def f(n): return float(np.linalg.det(np.eye(n)) + np.fft.fft(np.ones(n))[1].real)",
+                       "assert abs(f(99) - 1) < 1e-9"), "tests with NumPy": ("def f(x): return [x / 3]",
+                         "import numpy as np\nassert np.allclose(f(1), [.333333], atol=1e-5)"),}
 
 
 @pytest.mark.parametrize("allow_unsandboxed", [False, True], ids=["sandbox", "limits only"])
-def test_what_a_program_may_use(allow_unsandboxed, monkeypatch, tmp_path, nothing):
-    "The standard library, with threads in the sandbox, and NumPy, where this project has it."
+def test_what_a_program_may_use(allow_unsandboxed, monkeypatch, tmp_path):
+    "The standard library, with threads in the sandbox, and NumPy; any other package is missing by name."
     if allow_unsandboxed: monkeypatch.setenv("PATH", str(tmp_path))
     uses = {name: use for name, use in (USES | NUMPY_USES).items() if not (allow_unsandboxed and "thread" in name)}
-    found = run_tests(list(uses.values()), allow_unsandboxed=allow_unsandboxed)
+    found = run_tests([*uses.values(), (f"import xarray\n{RIGHT}", TESTS)], allow_unsandboxed=allow_unsandboxed)
     assert dict(zip(uses, found)) == dict.fromkeys(uses, (True, ""))
-
-
-@pytest.mark.parametrize("package", ["pandas", "scipy", "torch", "xarray", "packaging"])
-def test_another_package_is_missing_by_name(package, monkeypatch, tmp_path, nothing):
-    pair = f"import {package}\n{RIGHT}", TESTS
-    sentence = f"ModuleNotFoundError: No module named '{package}'"
-    assert run_tests([pair]) == [(False, sentence)]
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert run_tests([pair], allow_unsandboxed=True) == [(False, sentence)]
+    assert found[-1] == (False, "ModuleNotFoundError: No module named 'xarray'")
 
 
 def test_processor_time_runs_out_before_wall_time():
@@ -826,8 +562,7 @@ def test_a_program_cannot_absorb_its_tests():
 
 
 def test_programs_run_concurrently_and_results_keep_the_order():
-    pairs = [(f"import time\ntime.sleep({0.3 if i % 4 == 0 else 0})\nx = {i}", f"assert x % 3 == {i % 2}")
-             for i in range(8)]
+    pairs = [(f"import time\ntime.sleep({0.3 if i % 4 == 0 else 0})\nx = {i}", f"assert x % 3 == {i % 2}") for i in range(8)]
     expected = [i % 3 == i % 2 for i in range(8)]
     assert [passed for passed, _ in run_tests(pairs, workers=4)] == expected
     assert [passed for passed, _ in run_tests(pairs, workers=1)] == expected
@@ -842,8 +577,7 @@ def test_a_thread_may_call_it():
         assert [o.output for o in pool.map(run_python, ["print(1)", "print(2)"])] == ["1\n", "2\n"]
 
 
-HOSTILE = [
-    "import os", "import os as len", "from os import system", "def f():\n    import sys", "__import__('os')",
+HOSTILE = ["import os", "import os as len", "from os import system", "def f():\n    import sys", "__import__('os')",
     "open('/etc/passwd')", "x = open", "exec('1')", "eval('1')", "compile('1', '', 'exec')", "input()", "print(1)",
     "breakpoint()", "exit()", "quit()", "help()", "getattr(1, 'real')", "setattr(f, 'a', 1)", "vars()", "globals()",
     "locals()", "dir()", "type(1)", "object()", "super()", "memoryview(b'')", "pow(9, 9)", "isinstance(1, int)",
@@ -857,33 +591,25 @@ HOSTILE = [
     "sorted([], key=exec)", "x['a'].b = 1", "f.append = 1", "x.pop: int = 1", "ｏｐｅｎ('a')", "x.ｍｒｏ", "display(1)",
     "class A: pass", "def f():\n    global x", "def f():\n    def g():\n        nonlocal x", "del x", "assert 1",
     "try:\n    1\nexcept: pass", "raise 1", "with x: pass", "async def f(): pass", "def f():\n    yield 1",
-    "async def f():\n    await x", "(x := 1)", "match 1:\n    case _: pass", "print(*[1])",
-]
+    "async def f():\n    await x", "(x := 1)", "match 1:\n    case _: pass", "print(*[1])",]
 BROKEN = ["def f(", "x = 1\0", "x = '\ud800'", "\x00", "  x", "(" * 100_000, "-" * 100_000 + "1", "a" + ".b" * 100_000,
           "9" * 5000, "x = [" * 5000, "é = ‘1’"]
-ORDINARY = [
-    "", "# nothing", "x = 1", "def f(x):\n    return x", RIGHT,
+ORDINARY = ["", "# nothing", "x = 1", "def f(x):\n    return x", RIGHT,
     "def f(n):\n    'The sum of squares.'\n    return sum(int(d) ** 2 for d in str(n))",
-    "def f(a: int, b: int = 2) -> int:\n    return a % b if b else -a // 2",
-    "def f(s):\n    return ' '.join(reversed(s.strip().lower().split(',')))",
+    "def f(a: int, b: int = 2) -> int:\n    return a % b if b else -a // 2", "def f(s):\n    return ' '.join(reversed(s.strip().lower().split(',')))",
     "def f(n):\n    a, b = 0, 1\n    while n > 0:\n        a, b = b, a + b\n        n -= 1\n    return a",
-    ("def f(xs):\n    best = None\n    for i, x in enumerate(xs):\n"
-     "        if best is None or x > best:\n            best = x\n"
+    ("def f(xs):\n    best = None\n    for i, x in enumerate(xs):\n" "        if best is None or x > best:\n            best = x\n"
      "        elif not x:\n            continue\n        else:\n            break\n    return best"),
     ("def f(s):\n    counts = {}\n    for c in s:\n        counts[c] = counts.get(c, 0) + 1\n"
     "    return sorted(counts.items(), key=lambda p: (-p[1], p[0]))"),
-    ("def f(xs):\n    out = []\n    for _ in range(len(xs)):\n        out.append(xs.pop())\n"
-     "    out.extend(xs[::-1])\n    return out"),
-    "def f(n):\n    return n if n < 2 else f(n - 1) + f(n - 2)",
-    "def f(x):\n    return f'{x:>5} {x!r}' + '%d' % x",
-    ("def f(a):\n    a[0] += 1\n    a[1:3] = [x & 1 | 2 ^ 3 for x in a]\n"
-     "    return {1} if not a else {x: y for x, y in zip(a, a)}"),
+    ("def f(xs):\n    out = []\n    for _ in range(len(xs)):\n        out.append(xs.pop())\n" "    out.extend(xs[::-1])\n    return out"),
+    "def f(n):\n    return n if n < 2 else f(n - 1) + f(n - 2)", "def f(x):\n    return f'{x:>5} {x!r}' + '%d' % x",
+    ("def f(a):\n    a[0] += 1\n    a[1:3] = [x & 1 | 2 ^ 3 for x in a]\n" "    return {1} if not a else {x: y for x, y in zip(a, a)}"),
     "def f(s):\n    return s == s[::-1] and s.replace('a', 'b').startswith('b') or s.endswith('c')",
     "def f(xs):\n    sum = 0\n    for x in xs: sum += x\n    return round(float(sum), 2)",
     "def outer(k):\n    def inner(x):\n        return x * k\n    return inner",
     "def f(exits, prints, opened):\n    return all(exits) and any(prints) or bool(opened)",
-    "def f(m):\n    return [max(r) - min(r) for r in m if tuple(r) not in set(map(tuple, m))]",
-]
+    "def f(m):\n    return [max(r) - min(r) for r in m if tuple(r) not in set(map(tuple, m))]",]
 
 
 @pytest.mark.parametrize("code", HOSTILE)
