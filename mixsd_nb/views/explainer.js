@@ -487,10 +487,10 @@ function render({model, el}) {
         view.busy(true);
         shown = performance.now();
       };
-      const trace = await runInSlices(mixer.trace(fact, lam, settings), show, {signal});
+      const trace = await runInSlices(mixer.trace(fact, lam, sampling), show, {signal});
       if (!trace || signal.aborted) return;
       view.update(trace);
-      await runInSlices(readAhead(mixer, fact, lam, settings), () => {}, {signal, slice: 8});
+      await runInSlices(readAhead(mixer, fact, lam, sampling), () => {}, {signal, slice: 8});
     } catch (error) {
       if (!signal.aborted) view.fail(error.message);
     }
