@@ -264,7 +264,7 @@ def test_the_suite_is_asked_at_the_best_rate_alone_and_gives_the_same_bytes(two_
     first, second = two_grids
     with pytest.raises(ParameterError, match="axis run needs outputs of .*first.yaml, but none of its 3 cells is finished"): expand_grid(second)
     plan = plan_grid(second, "cpu")
-    assert {part.name for part in plan.cells[0].parts} == {"ask choice"} and plan.cells[0].disk == 0
+    assert plan.cells[0].disk == 0
     runs = [train.run(**cell.parameters) for cell in expand_grid(first).cells]
     assert all(not run.root.n.sel(benchmark="choice", step=run.best_step).any() and [*run.checkpoints] == [run.best_step] for run in runs)
     assert all(cell.is_done for cell in expand_grid(first).cells)

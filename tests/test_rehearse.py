@@ -41,12 +41,10 @@ def hub(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
-    "A folder with a few rows of the five data sets, which the variable names."
+    "A folder with a few rows of the five data sets."
     folder = tmp_path_factory.mktemp("tasks")
     for name, rows in ROWS.items(): (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MIXSD_BENCHMARKS", str(folder))
-        yield
+    return str(folder)
 
 
 @pytest.fixture(scope="module")
@@ -130,8 +128,9 @@ PAPER = dict(preset="paper", measure="all", keep="all", epochs=1, batch=4, check
 
 
 @pytest.mark.parametrize("name", [name if name == "Llama-3.2" else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES])
-def test_every_stage(name, hub, facts, own_runs, tasks, undrawn):
+def test_every_stage(name, hub, facts, own_runs, tasks, undrawn, monkeypatch):
     "Mixing, training by three methods in bfloat16, evaluation, NLL, Fisher, errors and figures, as modules."
+    monkeypatch.setenv("MIXSD_BENCHMARKS", tasks)
     model, tokenizer = hub[name], load_tokenizer(hub[name])
     cell = dict(model=model, dataset=facts)
     suite = dict(suite="recall,gsm8k", limit=1, task_tokens=6)
@@ -186,9 +185,10 @@ def run_notebooks(folder, *stages):
 
 
 @pytest.mark.slow  # 35 seconds
-def test_every_stage_with_papermill(hub, own_runs, tasks, tmp_path):
+def test_every_stage_with_papermill(hub, own_runs, tasks, tmp_path, monkeypatch):
     "The paper's corpus and all five tasks on the hybrid model, by the notebooks of the stages."
     need_sandbox()
+    monkeypatch.setenv("MIXSD_BENCHMARKS", tasks)
     cell = dict(model=hub["Qwen3-hybrid"], dataset="kgfact-small")
     suite = dict(limit=1, n=2, max_new_tokens=6, task_tokens=6, preset="paper")
     run_notebooks(tmp_path,

@@ -353,14 +353,6 @@ def test_a_cell_that_cannot_begin_fails_the_command(desk, tmp_path, monkeypatch,
     assert "2 of 2 cells could not begin" in told.out and told.err.count("read-only file system") == 2
 
 
-def test_the_states_of_cells_are_apart_from_a_parameter_state(own_runs):
-    "`state` is a parameter of trainings too, in which the cells of some grids differ."
-    sweep = Sweep("math-op-eval-lab")
-    table = sweep.status()
-    assert set(table.state) == {"pending"} and table["state (parameter)"].nunique() == 2
-    assert len(sweep.select({"pending"})) == len(sweep.cells)
-
-
 def test_finished_cells_do_not_ask_for_their_gpus(tiny, monkeypatch, own_runs):
     "Cells that were computed elsewhere, on more GPUs than this machine has, do not stop the others."
     grid = dict(notebook="train", fixed=dict(model=tiny, n=2, epochs=1), axes=dict(method=["sft", "base"]), resources=dict(gpus=0, cpus=1),
