@@ -77,9 +77,9 @@ class TrainConfig(TrainingSettings, Stage):
 
     def _check_weights(self):
         "Raise ValueError if questions are left for a checkpoint whose weights were removed."
-        if not (removed := removed_steps(self.folder)): return
+        if self.measure != "all" or not (removed := removed_steps(self.folder)): return
         evaluation = Evaluation(self, Run(self.folder))
-        asked = {*self.steps()[1], *evaluation.run.measured_steps} if self.measure == "all" else set()
+        asked = {*self.steps()[1], *evaluation.run.measured_steps}
         lacking = [step for step in removed if step in asked and not evaluation.complete(step, evaluation.items)]
         require_weights(self.folder, lacking, "measure")
 

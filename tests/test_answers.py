@@ -123,15 +123,15 @@ def test_a_megabyte_takes_seconds(text, found):
     "\\text{", "\\frac{1}{", "}", "$", "1,", "1,234", "\\", "\\'", "~~~\n", "*", '"', " or ", "the ", "?", "answer is ", "--", "a/", "A, ", "(see ", "not ", "so ",
 ])
 def test_the_other_extractors_are_linear_too(piece):
-    "Four times the text takes less than twelve times as long, where a quadratic extractor takes sixteen times."
+    "Sixteen times the text takes less than 64 times as long, where a quadratic extractor takes 256 times."
     def extract(text):
         last_number(text), extract_python(text), same_answer(text, text + "1")
         is_loose_match(text, text[1:]), extract_letter(text, loose=True)
         is_loose_match(BOX + text + "}" * text.count("{") + "}", "7")
         extract_choice(text), contains_answer(text, text[:40], "Is it so?"), contains_answer(text, "a", text)
-    texts = [piece * (size // len(piece)) for size in (MILLION // 160, MILLION // 40)]
+    texts = [piece * (size // len(piece)) for size in (MILLION // 640, MILLION // 40)]
     part, whole = (min(timeit.repeat(lambda: extract(text), time.process_time, repeat=3, number=1)) for text in texts)
-    assert whole < 12 * max(part, 0.01)
+    assert whole < 64 * max(part, 0.01)
 
 
 @given(st.integers() | st.decimals(allow_nan=False, allow_infinity=False, places=3).filter(lambda d: abs(d) < 10**9),

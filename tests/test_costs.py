@@ -39,7 +39,8 @@ def counted(folder): return sum(phase["cpu_seconds"] for phase in json.loads((fo
 def test_a_killed_start_counts(tmp_path):
     long, short = ["-c", WORK, str(tmp_path), "60"], ["-c", WORK, str(tmp_path), "2"]
     used = core_seconds(long, kill_after=4) + core_seconds(short)
-    assert counted(tmp_path) == pytest.approx(used, rel=0.35) and [*CostLog(tmp_path).phases] == [CostLog.between, "work"]
+    assert used - 1.5 < counted(tmp_path) < used + 0.3, "a kill loses what one core did since the last second was written"
+    assert [*CostLog(tmp_path).phases] == [CostLog.between, "work"]
 
 
 @pytest.mark.slow
