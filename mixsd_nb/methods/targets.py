@@ -276,9 +276,9 @@ SOURCES = {"mixed": "mixed", "own-words": "in the model's own words", "canonical
 
 def add_sources(
     table: pd.DataFrame,  # of targets
-    lam: float,  # λ of the first attempt
+    lam: float,  # λ of the mixing
 ) -> pd.DataFrame:
-    "Return the table with `source`, a key of SOURCES, and `lam`: λ of the accepted attempt, NaN if not mixed."
+    "Return the table with `source`, a key of SOURCES, and `lam`: λ, NaN for a target that was not mixed."
     reasons = table.finish_reason
     source = reasons.where(reasons.isin(REPLACED), "mixed").where(table.accepted, "")
     rates = table.get("lam", pd.Series(lam, table.index, float))
