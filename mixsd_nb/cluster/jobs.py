@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['FAILURES', 'MAX_STALLS', 'startable_states', 'list_attempts', 'read_end', 'lock_cell', 'is_running', 'cancel_file',
            'progress_file', 'should_continue', 'kill_processes', 'kernel_options', 'rendezvous_file', 'join_training',
-           'train_on_nodes', 'stopped', 'JobWorker', 'run_attempt', 'run_cell', 'assign_gpus', 'share_gpus',
-           'divide_groups', 'Pool', 'cell_of_run', 'list_shared', 'compute_runs']
+           'train_on_nodes', 'describe_stop', 'JobWorker', 'run_attempt', 'run_cell', 'assign_gpus', 'share_gpus',
+           'divide_groups', 'Pool', 'make_run_cell', 'list_shared', 'compute_runs']
 
 # %% ../../nbs/cluster/jobs.ipynb #c500c0e1
 import contextlib
@@ -241,7 +241,7 @@ def _serve(calls: Calls) -> None:
         calls.send(answer)
 
 # %% ../../nbs/cluster/jobs.ipynb #51604a30
-def stopped(
+def describe_stop(
     reason: str,  # kind of failure, and a message after a colon if there is one
 ) -> dict[str, str]:
     "Return the end of an attempt that was stopped."
@@ -262,7 +262,7 @@ class JobWorker:
     def compute(
         self,
         folder: Path,  # of an attempt, with its `begin.json`
-        stop_reason: Callable[[], str],  # returns why the attempt has to stop, as of `stopped`; empty if it may continue
+        stop_reason: Callable[[], str],  # returns why the attempt has to stop, as of `describe_stop`; empty if it may continue
     ) -> dict[str, Any]:
         "Compute an attempt; returns an empty mapping, or kind and message of what ended it."
         self.process = self.process or Worker(_serve, environment=self.environment)
@@ -270,12 +270,12 @@ class JobWorker:
         while not self.process.pipe.poll(0.1):
             if reason := stop_reason():
                 self.stop()
-                return stopped(reason)
+                return describe_stop(reason)
         try: return self.process.receive()
         except WorkerEnded as e:
             self.process = None
             reason = stop_reason()  # Slurm stops this process and its owner alike
-            return stopped(reason) if reason else dict(kind="killed", message=f"the process {e}; run it again to continue")
+            return describe_stop(reason) if reason else dict(kind="killed", message=f"the process {e}; run it again to continue")
 
     def stop(self) -> None:
         "Kill the process and all processes that it has started."
@@ -350,7 +350,7 @@ def run_cell(
             own = job and read_json(folder / "begin.json")["job"] == job
             if not own and (end := read_end(folder)).get("kind") in FAILURES.keys() - startable_states("run"): return end
         while True:
-            if reason := stop(): return stopped(reason)
+            if reason := stop(): return describe_stop(reason)
             end = run_attempt(cell, worker, stop_reason=stop, **options)
             if job or not end["continues"]: return end
 
@@ -478,7 +478,7 @@ def _is_finished(config: Stage) -> bool:
     except (ValueError, OSError): return False
 
 
-def cell_of_run(
+def make_run_cell(
     run: Stage,
     notebook: bool = False,  # whether the notebook of its stage is executed
 ) -> Cell:
@@ -488,13 +488,13 @@ def cell_of_run(
 
 def list_shared(
     cells: Iterable[Cell],
-    notebooks: bool = False,  # as in `cell_of_run`
+    notebooks: bool = False,  # as in `make_run_cell`
 ) -> tuple[dict[str, Cell], dict[str, list[str]]]:
     "Return the unfinished runs that cells read, by hash, and the hashes that each cell needs."
     shared, needs = {}, {}
     for cell in cells:
         config = make_config(find_stage(cell.stage), **cell.parameters)
-        found = [cell_of_run(run, notebooks) for run in config.without_idle().shared_runs() if not _is_finished(run)]
+        found = [make_run_cell(run, notebooks) for run in config.without_idle().shared_runs() if not _is_finished(run)]
         shared |= {run.hash: run for run in found if run.hash not in shared}
         needs[cell.hash] = [run.hash for run in found]
     return shared, needs
@@ -570,7 +570,7 @@ def compute_runs(
     """Compute the runs that are not finished, side by side, and print a line for each; returns the exit code.
 
     An error ends only its run and is printed as one sentence. An interrupt ends all processes."""
-    listed = {name: cell_of_run(config) for name, config in runs.items() if not _is_finished(config)}
+    listed = {name: make_run_cell(config) for name, config in runs.items() if not _is_finished(config)}
     shared, needs = list_shared(listed.values())
     cells = shared | {cell.hash: cell for cell in listed.values()}
     gpus = share_gpus(workers)[:len(cells)]
