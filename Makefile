@@ -1,6 +1,6 @@
 # The two main commands are `make run` and `make test`. Both create .venv first; later calls do not install again.
 .DEFAULT_GOAL := help
-.PHONY: help run frontier lab real real-gpu verdict model-card docs test .test-others .test-exports .test-notebooks .test-waiting .test-python test-slow rehearse test-gpu speed-gpu test-lowest test-vllm test-exports exact cross-check ci-tools notebooks export clean
+.PHONY: help run frontier lab real real-gpu verdict model-card docs style test .test-others .test-exports .test-notebooks .test-waiting .test-python test-slow rehearse test-gpu speed-gpu test-lowest test-vllm test-exports exact cross-check ci-tools notebooks export clean
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Compiled modules are kept even if the environment forbids it, because every command starts several processes.
 export PYTHONDONTWRITEBYTECODE :=
@@ -92,6 +92,9 @@ test-slow: $(VENV)/.dev ## run the slowest tests, one after the other
 rehearse: export OMP_NUM_THREADS := 1
 rehearse: $(VENV)/.dev ## take small models of the hub's families through every stage and notebook (about a minute)
 	@$(BIN)/python -m pytest -q tests/test_rehearse.py
+
+style: ## report how the project reads: lengths, shown cells, sentences, idioms
+	@$(PYTHON) .ci/style.py
 
 DEVICE ?= cuda
 test-gpu: $(VENV)/.run ## check every part on one GPU with a random model of 1.7B, and write gpu-report.json (eight minutes)

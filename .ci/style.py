@@ -1,9 +1,7 @@
-"""Measure how the project reads: `python .ci/style.py` prints each measure next to its limit.
+"""Measure how the project reads: `make style` prints each measure, and where a private idiom stands.
 
 The measures tell how long a cell is, whether something is shown after it, whether a text speaks to its reader, and how often
-a private idiom stands where the field has a word. tests/test_style.py does not let a measure get worse than its limit in
-tests/style.json. `python .ci/style.py --write` makes the limits stricter where the project has become better, and
-`--accept` takes today's values as they are.
+a private idiom stands where the field has a word. They report; no test fails on them.
 """
 
 import ast
@@ -52,8 +50,6 @@ PHRASES = {
     "is told in a table (the table lists)": r"\bis told in\b",
     "ended from outside (was killed)": r"\bended from outside\b",
 }
-LIMITS = ROOT / "tests/style.json"
-FIXED = {"words of README": 950}  # limits that do not follow today's value
 
 
 def read_cells(path: Path) -> list[dict]:
@@ -198,36 +194,6 @@ def measure_style(root: Path = ROOT) -> dict[str, float]:
     }
 
 
-MORE_IS_BETTER = frozenset(name for name in (
-    "cells that show or try something, for each export cell", "public definitions used in their own notebook, %",
-    "definitions with a sentence before them, %", "definitions with something shown after them, %", "code cells with an output, %",
-    "sentences that say we or you, %"))
-
-
-def is_worse(name: str, value: float, limit: float) -> bool:
-    "Return whether a measure is worse than its limit by more than one in a hundred."
-    return value < limit * 0.99 if name in MORE_IS_BETTER else value > limit * 1.01
-
-
-def read_limits() -> dict:
-    "Return `measures`, the limit of each, and `phrases`, how often each may stand in a file."
-    return json.loads(LIMITS.read_text(encoding="utf-8"))
-
-
-def write_limits(
-    accept: bool = False,  # also what has become worse
-) -> None:
-    "Write today's values as limits, as far as they are better than those that are there."
-    measures, phrases = measure_style(), count_phrases()
-    if not accept:
-        old = read_limits()
-        measures = {name: (max if name in MORE_IS_BETTER else min)(value, old["measures"][name]) for name, value in measures.items()}
-        phrases = {path: {name: min(n, old["phrases"].get(path, {}).get(name, 0)) for name, n in found.items()} for path, found in phrases.items()}
-        phrases = {path: kept for path, found in phrases.items() if (kept := {name: n for name, n in found.items() if n})}
-    LIMITS.write_text(json.dumps(dict(measures=measures | FIXED, phrases=phrases), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
 if __name__ == "__main__":
-    if {"--write", "--accept"} & {*sys.argv}: write_limits("--accept" in sys.argv)
-    limits = read_limits()["measures"] if LIMITS.exists() else {}
-    for name, value in measure_style().items(): print(f"{value:>8g}  {limits.get(name, ''):>8}  {name}")
+    for name, value in measure_style().items(): print(f"{value:>8g}  {name}")
+    for path, found in count_phrases().items(): print(f"{path}: " + ", ".join(f"{name} ({n})" for name, n in found.items()))
