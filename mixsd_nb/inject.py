@@ -16,8 +16,8 @@ import xarray as xr
 from pydantic import Field, field_validator
 
 from . import evaluate, facts, nll, train
-from .benchmarks import benchmark_names
-from .benchmarks.in_domain import EARLIER, own_tests
+from .benchmarks import EARLIER, benchmark_names
+from .benchmarks.in_domain import own_tests
 from .cluster.grid import find_notebook
 from .cluster.jobs import kernel_options
 from .corpora import CORPORA, CorpusName, load_corpus

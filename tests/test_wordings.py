@@ -242,13 +242,13 @@ def test_a_second_file_asks_for_the_facts_of_the_first_and_replays_their_targets
     folder = own_runs / "prepared"
     folder.mkdir()
     prepared = prepare_replay(MethodRun(folder, training), config.recipe.options_of(config.recipe.anchors[0], training.options))
-    own = trained_pairs(first.folder)
+    own = [*trained_pairs(first.folder).values()]
     assert prepared["replays"][3:] == own and len(own) == len(FACTS) and len(prepared["replays"]) == 3 + len(FACTS)
     again = make_config(inject.InjectConfig, after=str(first.folder), **shared, anchor="replay-kl+l2sp", model=tiny)
     assert again.anchor == "replay-kl+l2sp" and again.options["earlier"] == first.name and again.model == tiny
     shutil.copytree(first.folder, own_runs / "data/elsewhere" / first.name)
     moved = make_config(inject.InjectConfig, after=str(own_runs / "data/elsewhere" / first.name), **shared, model=tiny)
-    assert moved.options["earlier"] == str(own_runs / "data/elsewhere" / first.name) and earlier_pairs(moved.options["earlier"]) == own
+    assert moved.options["earlier"] == str(own_runs / "data/elsewhere" / first.name) and earlier_pairs(moved.options["earlier"]) == (own, 0)
     with monkeypatch.context() as patch:
         patch.setattr(inject, "load_tokenizer", lambda name: SimpleNamespace(get_vocab=lambda: {name: 0}))
         with pytest.raises(ParameterError, match="model must have the tokenizer of .*, whose targets are replayed, got lab-s"):

@@ -61,12 +61,12 @@ def store_pairs(
     write_atomically(folder / _PAIRS, pd.DataFrame(columns).to_parquet)
 
 
-def trained_pairs(folder: Path) -> list[tuple[list[int], list[int]]]:
-    "Return prompt ids and completion ids that a training was trained on; ValueError for one without fixed targets."
+def trained_pairs(folder: Path) -> dict[str, tuple[list[int], list[int]]]:
+    "Return, by item id, prompt ids and completion ids that a training was trained on; ValueError for one without fixed targets."
     if not (file := folder / _PAIRS).exists():
         raise ValueError(f"earlier must be a training on fixed targets, such as mixsd or sft, of this version or a later one, got {folder.name}")
-    table = read_table(file, ("prompt_ids", "completion_ids"))
-    return [([*map(int, p)], [*map(int, c)]) for p, c in zip(table.prompt_ids, table.completion_ids)]
+    table = read_table(file, ("id", "prompt_ids", "completion_ids"))
+    return {id: ([*map(int, p)], [*map(int, c)]) for id, p, c in zip(table.id, table.prompt_ids, table.completion_ids)}
 
 
 def count_contradicting_targets(

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['NEUTRAL', 'OWN', 'NEIGHBOURS', 'SUPPORT', 'neutral_prompts', 'Prompt', 'read_prompts', 'open_user_turn', 'NoPrompts',
-           'write_prompts', 'neighbour_prompt', 'write_neighbours', 'write_replays', 'joint_loss', 'Replay',
-           'add_replay', 'earlier_pairs', 'find_prompts', 'prepare_replay', 'prepare_replay_kl']
+           'write_prompts', 'neighbour_prompt', 'write_neighbours', 'write_replays', 'joint_loss', 'interleave',
+           'Replay', 'add_replay', 'earlier_pairs', 'find_prompts', 'prepare_replay', 'prepare_replay_kl']
 
 # %% ../../nbs/methods/replay.ipynb #0d19732b
 import math
@@ -25,7 +25,9 @@ from .distill import WHOLE_VOCABULARY, forward_kl, teacher_distributions
 from .fitting import MethodRun, trained_pairs
 from ..training.loss import Example, Modifier, Objective, nll
 from .supervised import Supervised
-from .wordings import QUESTION_MARKS, question_key, question_of
+from ..benchmarks.in_domain import corrected_facts, question_key, question_of
+from .wording_ids import fact_of
+from .wordings import QUESTION_MARKS
 from ..training.trainer import TrainingSpec, training_device
 from ..models import load_base
 from ..models.engine import Request, keyed_uniform, row_key
@@ -185,6 +187,12 @@ def _pad(
     return tuple(t.new_zeros(len(example.completion), *t.shape[1:]) for t in like)
 
 # %% ../../nbs/methods/replay.ipynb #700c0da3
+def interleave(facts: list, samples: list) -> list:
+    "Return both lists as one, each evenly spread, so that every part of it has its share of both."
+    spread = lambda its: [((k + 0.5) / len(its), example) for k, example in enumerate(its)]
+    return [example for _, example in sorted([*spread(facts), *spread(samples)], key=lambda pair: pair[0])]
+
+
 class Replay(Modifier):
     "The objective of a method with samples of the base model next to the facts of every update."
 
@@ -206,27 +214,29 @@ class Replay(Modifier):
         width = len(targets) - 1 - (2 if self.distributions else 1)
         return joint_loss(logits, *targets, of_facts=self.objective.loss, of_samples=self.of_samples, width=width)
 
-    def draw(self, fact: int, step: int) -> list[int]:
-        "Return the numbers of the samples that a fact brings along in an update."
-        key = torch.tensor(row_key("replayed", self.seed, step, fact))
+    def draw(self, fact: int, step: int, rollout: int = 0) -> list[int]:
+        "Return the numbers of the samples that an example of a fact, such as one of its rollouts, brings along in a step."
+        key = torch.tensor(row_key("replayed", self.seed, step, fact, *[rollout] * (rollout > 0)))
         first, *others = keyed_uniform(key, torch.arange(math.ceil(self.ratio) + 1)).tolist()
         return [int(u * len(self.replays)) for u in others[:int(self.ratio + first)]]
 
     def examples(self, chosen: list[int], student, step: int) -> list[Example]:
-        "Return the examples of the facts of these numbers, then their samples."
-        facts = self.objective.examples(chosen, student, step)
-        drawn = [k for fact in chosen for k in self.draw(fact, step)]
-        samples = Supervised(self.replays).examples(drawn, student, step)
-        if not self.joins: return facts + samples
-        if self.distributions: samples = [e._replace(targets=self.distributions[k]) for e, k in zip(samples, drawn)]
-        return self._join(facts, samples)
+        """Return the examples of the facts of these numbers, then their samples.
 
-    def _join(self, facts: list[Example], samples: list[Example]) -> list[Example]:
+        Of a step with several updates each update gets its part of both."""
+        facts = self.objective.examples(chosen, student, step)
+        drawn = [k for fact in chosen for rollout in range(len(facts) // len(chosen)) for k in self.draw(fact, step, rollout)]
+        samples = Supervised(self.replays).examples(drawn, student, step)
+        if self.distributions: samples = [e._replace(targets=self.distributions[k]) for e, k in zip(samples, drawn)]
+        if self.joins: facts, samples = self._join(facts, samples)
+        return facts + samples if self.updates == 1 else interleave(facts, samples)
+
+    def _join(self, facts: list[Example], samples: list[Example]) -> tuple[list[Example], list[Example]]:
         "Give all examples the targets of both kinds, and the flag."
         flag = lambda e, value: torch.full((len(e.completion),), value)
         of_sample = self.distributions[0] if self.distributions else (torch.zeros(0, dtype=torch.long),)
-        return ([e._replace(targets=(*e.targets, *_pad(e, of_sample), flag(e, False))) for e in facts]
-                + [e._replace(targets=(*_pad(e, facts[0].targets), *e.targets, flag(e, True))) for e in samples])
+        return ([e._replace(targets=(*e.targets, *_pad(e, of_sample), flag(e, False))) for e in facts],
+                [e._replace(targets=(*_pad(e, facts[0].targets), *e.targets, flag(e, True))) for e in samples])
 
 # %% ../../nbs/methods/replay.ipynb #a62e43f8
 SUPPORT = 64  # tokens of the base model's distribution that the KL compares
@@ -247,12 +257,17 @@ def add_replay(
 
 def earlier_pairs(
     name: str,  # of a training, or a path of it; empty for none
-) -> list[tuple[list[int], list[int]]]:
-    "Return the targets that an earlier training was trained on, and those that it replayed of trainings before it."
-    if not name: return []
+    later: tuple[str, ...] = (),  # corpora that were taught after it
+) -> tuple[list[tuple[list[int], list[int]]], int]:
+    """Return the targets that an earlier training and those before it were trained on, and how many facts are left out
+    because a later corpus asks their question again."""
+    if not name: return [], 0
     run = open_run(name)
-    before = next((value for key, value in run.config["options"].items() if key.rpartition(".")[2] == "earlier"), "")
-    return [*trained_pairs(run.folder), *earlier_pairs(before)]
+    dataset, options = run.config["dataset"], run.config["options"]
+    before = next((value for key, value in options.items() if key.rpartition(".")[2] == "earlier"), "")
+    corrected, pairs = corrected_facts(dataset, later), trained_pairs(run.folder)
+    others, more = earlier_pairs(before, (*later, dataset))
+    return [pair for id, pair in pairs.items() if fact_of(id, corrected) not in corrected] + others, len(corrected) + more
 
 
 def find_prompts(
@@ -292,7 +307,8 @@ def prepare_replay(
     sampling = dict(temperature=p.temperature, seed=p.seed, max_new_tokens=p.rollout_tokens)
     file = run.folder / f"replays-{support}.jsonl"  # two kinds of replay may have different prompts
     replays = write_replays(engine, prompts, count, file, **sampling)
-    earlier = earlier_pairs(options["earlier"])
+    earlier, corrected = earlier_pairs(options["earlier"], (p.dataset,))
+    if corrected: warnings.warn(f"{corrected} facts of earlier runs are asked again by later ones, so they are neither replayed nor measured", stacklevel=2)
     replays += earlier * math.ceil(len(replays) / max(1, len(earlier)))  # at least every second sample is one of these
     return dict(replays=replays, share=share, support=support)
 

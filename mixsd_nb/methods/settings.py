@@ -14,9 +14,10 @@ from ..benchmarks import benchmark_names
 from ..benchmarks.evaluation import EvalSettings
 from ..corpora import CORPORA, load_corpus, offer_wordings
 from ..corpora.prompts import SPANS
+from ..corpora.texts import default_texts, find_texts
 from . import ANCHORS, Recipe, check_method, compose, recipe_label, translate_parameters, update_count
 from ..models import check_engine
-from ..models.identity import FileOptions, ModelName, model_label
+from ..models.identity import FileOptions, ModelName, file_label, model_label
 from ..runs.config import read_mapping
 from ..runs.config import idle_value, preset_field
 from ..runs import (Steps, check_last, check_steps, check_temperature, flagged_field, is_runtime, module_of,
@@ -125,6 +126,14 @@ class RecipeSettings(EvalSettings):
     def values_of_lab(self):
         "Return the values of `PresetSettings`, with the options of the recipe."
         return super().values_of_lab() | (self.recipe.lab_options(self.options) if self.preset == "lab" else {})
+
+    def identity(self):
+        "Return the identity of `EvalSettings`; of a local copy of the texts that a part of the recipe reads, the content counts."
+        found = super().identity()
+        for name, value in found["options"].items():
+            copy = name.rpartition(".")[2] == "texts" and find_texts(value or default_texts(self.model))
+            if copy: found["options"][name] = file_label(str(copy))
+        return found
 
     def changed_values(self):
         """Return the changed values of a `Config`.
