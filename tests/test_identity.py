@@ -1,12 +1,17 @@
 "What a run reads is in its name: every registry whose entries read data gives their content or a pinned revision."
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
 from mixsd_nb.corpora import CORPORA, check_corpus
 from mixsd_nb.corpora.texts import TEXTS, find_texts
 from mixsd_nb.evaluate import EvaluateConfig
+from mixsd_nb.models import is_model_folder
+from mixsd_nb.models.identity import file_label
+from mixsd_nb.models.lab import lab_folder
 from mixsd_nb.runs import make_config
 from mixsd_nb.train import TrainConfig
 
@@ -53,3 +58,20 @@ def test_a_corpus_from_a_local_copy_is_named_by_its_content(tmp_path, monkeypatc
         (tmp_path / "simpleqa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         names.append(make_config(EvaluateConfig, dataset=check_corpus("simpleqa"), suite="recall", model="lab-s").hash())
     assert "simpleqa" in CORPORA and names[0] != names[1]
+
+
+def test_a_folder_or_file_in_the_working_folder_takes_no_declared_name(tmp_path, monkeypatch, own_runs):
+    monkeypatch.chdir(tmp_path)
+    of = lambda **more: make_config(TrainConfig, **dict(model="lab-s", method="sft", anchor="replay", options=dict(prompts="own")) | more)
+    before = of()
+    shutil.copytree(lab_folder("lab-m"), "lab-s")
+    for name in ("own", "neighbours"): Path(name).write_text("A prompt.\n")
+    after = of()
+    assert after.model == before.model == "lab-s" and after.hash() == before.hash()
+    assert of(model="./lab-s").model == str(tmp_path / "lab-s") and of(model="./lab-s").hash() != before.hash()
+
+
+@pytest.mark.parametrize("text", ["x" * 300, "Reply with the answer alone. " * 12, "a\0b", "y/" * 2000])
+def test_no_text_is_too_long_to_be_no_file(text):
+    assert file_label(text) == text and not is_model_folder(text)
+    with pytest.raises(ValueError, match="^(model must|1 validation|.*model)"): make_config(TrainConfig, model=text)

@@ -9,12 +9,13 @@ __all__ = ['MODEL_FILES', 'BY_CONTENT', 'ModelOptions', 'MODEL_OPTIONS', 'ModelN
 # %% ../../nbs/models/identity.ipynb #983645c9
 import functools
 import hashlib
+import os
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, PlainSerializer
 
-from . import check_model
+from . import check_model, is_model_folder
 from ..runs import load_object, read_json, runs_root, write_json
 
 # %% ../../nbs/models/identity.ipynb #aa71524f
@@ -51,7 +52,7 @@ def model_label(
     name: str,  # a lab model, a folder or a hub id
 ) -> str:
     "Return the name of a lab model or a hub id; for a folder the last part of its path, a hyphen, and `digest_model`."
-    if not (Path(name) / "config.json").is_file(): return name
+    if not is_model_folder(name): return name
     return f"{Path(name).resolve().name[:_LONGEST]}-{digest_model(name)}"
 
 
@@ -62,7 +63,7 @@ BY_CONTENT = PlainSerializer(lambda name, info: model_label(name) if _in_identit
 # The type of a parameter that names a model: checked by `check_model`, and hashed into a run by its content.
 def _with_options(name: str, info) -> str:
     options = (info.data or {}).get("model_options")
-    if (Path(check_model(name)) / "config.json").is_file(): name = str(Path(name).absolute())  # the run is opened from any folder
+    if is_model_folder(check_model(name)): name = str(Path(name).absolute())  # the run is opened from any folder
     return load_object("models.chat:format_model")(name, options) if options else name
 
 
@@ -76,8 +77,10 @@ ModelName = Annotated[str, AfterValidator(_with_options), BY_CONTENT]
 def file_label(
     value,  # of an option
 ):
-    "Return for the path of a file its name, a hyphen and a hash of its content; any other value as it is."
-    if not isinstance(value, str) or not (path := Path(value)).is_file(): return value
+    """Return for the path of a file its name, a hyphen and a hash of its content; any other value as it is.
+
+    A word without an ending, such as `own`, is no file, even if one has this name."""
+    if not isinstance(value, str) or not os.path.isfile(value) or not (path := Path(value)).suffix: return value
     return f"{path.name[:_LONGEST]}-{_digest(path.resolve(), path.stat().st_size, path.stat().st_mtime_ns)}"
 
 
