@@ -16,7 +16,6 @@ from pathlib import Path
 from ..benchmarks.answers import same_answer, same_text
 from ..benchmarks.folding import fold_text
 from ..benchmarks.in_domain import LENT, question_key, question_of
-from ..benchmarks.in_domain import LENT, question_key, question_of
 from ..corpora import CORPORA, load_corpus, validation_rows
 from ..corpora.prompts import encode_prompt, retrieval_prompt, rows_as_written
 from ..corpora.rewording import reword_rows
