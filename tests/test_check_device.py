@@ -25,12 +25,6 @@ def test_the_whole_check(tmp_path, monkeypatch, own_runs, capsys):
     assert {*check.trainable_recipes()} == {name.removeprefix("train, ") for name in parts if name.startswith("train, ")}
 
 
-def test_only_recipes_that_need_an_able_model_are_left_out():
-    found = check.trainable_recipes()
-    assert {"sft", "mixsd", "opsd", "sdft", "sft+ewc", "sft+stm"} <= {*found}
-    assert not {"base", "memit", "own-words", "sft+replay", "sft+replay-kl", "sft+average"} & {*found}
-
-
 def test_an_error_is_a_line_of_the_report(tmp_path, monkeypatch, own_runs, capsys):
     "The other parts follow, the code is 1, and methods are skipped when the minutes are over."
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

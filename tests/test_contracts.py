@@ -53,13 +53,6 @@ def fitting(*kinds):
 PAIRS = {name: parts for name, parts in {**fitting(ANCHORS, [""]), **fitting([""], GATES)}.items() if name not in RECIPES}
 CELL = dict(dataset="mquake-lab", suite="recall", n=4, max_new_tokens=4, epochs=3, batch=50, checkpoints=(2,), rollouts=1)
 QUICK = dict(texts="lab", text_count=4, count=8)  # options without which a recipe takes long, or needs the hub
-ELSEWHERE = {
-    "an evaluation that was interrupted resumes": ["test_kills.py::test_a_killed_run_continues_and_ends_with_the_same_bytes", "test_kills.py::test_a_stage_survives_kills_at_random_moments"],
-    "a task that fails or times out stops no other one": ["test_sweep.py::test_each_failure_has_its_name_and_its_rule",
-                                                          "test_sweep.py::test_a_cell_continues_after_its_time_limit_while_it_makes_progress"],
-    "a mistake on a command line ends with the code 2": ["test_command_line.py::test_a_mistake_is_one_sentence"],
-    "models are compared item by item": ["test_scores.py::test_two_models_are_compared_item_by_item"],
-}
 every_method = pytest.mark.parametrize("method", RECIPES)
 
 
@@ -276,11 +269,3 @@ def test_every_fitting_pair_trains(name, tiny, new_folder, monkeypatch):
     assert parse_label(run.root.recipe.item())[0].name == name and run.root.step.values.tolist() == [0, 1]
     one, two = (load_base(str(source))[0].get_input_embeddings().weight for source in (tiny, run.checkpoints[1]))
     assert torch.isfinite(two).all() and ("lora" in name or not torch.equal(one, two))
-
-
-@pytest.mark.parametrize("complaint", ELSEWHERE)
-def test_the_other_complaints_have_their_test(complaint):
-    for name in ELSEWHERE[complaint]:
-        file, _, function = name.partition("::")
-        tree = ast.parse((Path(__file__).parent / file).read_text())
-        assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, name

@@ -53,16 +53,6 @@ def test_an_offloaded_optimiser_trains_the_same_bytes(spec, tmp_path):
     assert (read_curves(tmp_path / "first offloaded")["loss"] == read_curves(tmp_path / "plain")["loss"]).all()
 
 
-def test_the_state_stays_in_the_hosts_memory(spec):
-    "A stored state is loaded without a copy on the device of the weights, here a device that holds no values."
-    host, there = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2, device="meta")
-    first, second = (OffloadedAdamW(layer.parameters(), lr=0.1) for layer in (host, there))
-    host(torch.ones(3)).sum().backward()
-    first.step()
-    second.load_state_dict(first.state_dict())
-    assert {value.device.type for state in second.state.values() for value in state.values()} == {"cpu"} and len(second.state) == 2
-
-
 def test_offload_and_the_engine_of_rollouts_are_parameters_that_change_no_run():
     assert TrainConfig(offload=True).hash() == TrainConfig().hash()
     assert TrainConfig(method="opsd", rollout_engine="vllm").hash() == TrainConfig(method="opsd").hash()
@@ -96,11 +86,6 @@ def test_one_module_is_the_student_and_then_the_teacher(case, spec, distillation
         found.append([(e.prompt, e.completion, [t.tolist() for t in e.targets]) for e in examples])
     assert found[0] == found[1]
     assert (module is objective.teacher) == (case in ("opsd", "opsd-nll", "sdft"))
-
-
-def test_no_student_is_gathered_where_the_teacher_writes(distillation):
-    for name, uses in {"opsd": True, "mixsd-kl": False, "sdft": True}.items():
-        assert Distillation([], torch.nn.Linear(1, 1), None, VARIANTS[name]).uses_student == uses
 
 
 class Copying(HFEngine):
@@ -162,12 +147,6 @@ def test_a_lack_of_memory_names_its_phase(owner, method, sentence, distillation,
     else: target = patch.object(owner, method, raise_lack)
     with target, pytest.raises(MemoryError) as caught: train_process(spec, tmp_path)
     assert str(caught.value) == f"{sentence} on more processes, needs less" and caught.value.__suppress_context__
-
-
-def test_a_lack_of_memory_elsewhere_keeps_its_own_words(spec, tmp_path):
-    "A report may measure a checkpoint, for which no setting of the training helps."
-    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"): train_process(spec, tmp_path, raise_lack)
-    assert len(Supervised(PAIRS)) == 6
 
 
 ALPHA = {"forward": 0.0, "reverse": 1.0, "jensen-shannon": 0.5}  # of TRL
@@ -236,18 +215,6 @@ def test_the_loss_of_sdft_is_that_of_trl(direction, prompted, written, tmp_path)
     assert theirs > 0.01 and abs(ours - theirs).item() < 1e-5
     slopes = [torch.autograd.grad(loss, model.model.layers[0].mlp.up_proj.weight)[0] for loss, model in ((ours, student), (theirs, trainer.model))]
     assert (slopes[0] - slopes[1]).norm() < 1e-4 * slopes[1].norm()
-
-
-def test_the_moving_average_is_that_of_trl(prompted, tmp_path):
-    objective, student, _ = objective_of(prompted, ema=0.05)
-    trainer = trl_trainer(prompted, tmp_path, "forward", 20)
-    trainer.teacher_model.load_state_dict(objective.teacher.state_dict())
-    sync, = [c for c in trainer.callback_handler.callbacks if hasattr(c, "sync_target_model")]
-    for step in (1, 2, 3):
-        objective.follow(student, step)
-        sync.on_step_end(SimpleNamespace(teacher_sync_steps=1, teacher_update_rate=0.05), SimpleNamespace(global_step=step), None, model=student)
-    theirs = dict(trainer.teacher_model.named_parameters())
-    for name, w in objective.teacher.named_parameters(): torch.testing.assert_close(w, theirs[name].detach(), rtol=0, atol=1e-6)
 
 
 @given(ema=st.floats(0, 1), steps=st.integers(1, 5))

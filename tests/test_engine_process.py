@@ -194,26 +194,6 @@ def test_a_process_ends_with_its_owner(state, tiny, tmp_path):
     assert owner.exitcode == -9
 
 
-
-
-UNGUARDED = """from mixsd_nb import train
-for options in (dict(engine="vllm"), dict(replicas=2)):
-    try: train.run(model={model!r}, **options)
-    except ValueError as e: print(e)
-"""
-
-
-def test_a_script_without_a_guard_is_told_before_it_trains(tmp_path, tiny, monkeypatch):
-    monkeypatch.delenv("MIXSD_PLUGINS")
-    script = tmp_path / "script.py"
-    script.write_text(UNGUARDED.format(model=tiny))
-    done = subprocess.run([sys.executable, script], env={**os.environ, "MIXSD_RUNS": str(tmp_path / "runs")}, capture_output=True, text=True, timeout=60)
-    vllm, replicas = done.stdout.splitlines()
-    assert "engine vllm runs in a process that imports" in vllm and "engine hf with replicas=2 runs in processes that import" in replicas
-    assert "bootstrapping" not in done.stderr
-    assert not list(tmp_path.glob("runs/train-*/*"))
-
-
 SCRIPT = """import os, sys
 from mixsd_nb.models import ENGINES, EngineSpec, load_engine
 

@@ -138,27 +138,6 @@ def test_twins_are_declared_for_every_lab_suite():
     assert not {*held_out("lab"), *held_out("paper")} & {*TWINS} and {SUITES[name].role for name in TWINS} == {"world", "prefilled"}
 
 
-class Recorder(Parrot):
-    "An engine that notes the contexts and says nothing."
-
-    def __init__(self, tokenizer): self.tokenizer, self.seen = tokenizer, []
-
-    def stream(self, queue, **options):
-        from mixsd_nb.models.engine import Completion
-        while queue:
-            request = queue.popleft()
-            self.seen.append((*request.contexts[0],))
-            yield request, Completion([], "max_new_tokens")
-
-
-@pytest.mark.parametrize("name", TWINS)
-def test_the_context_is_the_prompt_and_the_opening(name):
-    engine, items = Recorder(load_tokenizer("lab-m")), load_items([name], Selection("kgfact-small", 3))[name]
-    table = evaluation.generate_and_grade(engine, items, name)
-    assert {*engine.seen} == {opened_ids(engine.tokenizer, item.prompt, SUITES[name].opening) for item in items.values()}
-    assert (table.response == SUITES[name].opening).all()
-
-
 def test_an_engine_continues_the_opening_and_a_resumed_run_too(tmp_path):
     "What an evaluation stores is the opening with what the engine writes after prompt and opening; lab-m knows its world both ways."
     engine, keys = load_engine("hf", "lab-m"), ("benchmark", "item", "sample", "response", "finish_reason")
@@ -176,13 +155,6 @@ def test_an_engine_continues_the_opening_and_a_resumed_run_too(tmp_path):
     with Journal(tmp_path / "journal.jsonl", keys) as journal:
         assert evaluation.generate_and_grade(engine, items, "world-prefilled", journal=journal).equals(table)
         assert len(journal.records) == len(items)
-
-
-def test_every_role_has_a_colour():
-    import matplotlib.pyplot as plt
-    table = pd.DataFrame(dict(accuracy=0.5, low=0.4, high=0.6, n=9, samples=1, published=0.5), index=["recall", "choice", *TWINS, "validation", "arc-easy"])
-    evaluate.draw_scores(table)
-    plt.close("all")
 
 
 def test_worked_responses_are_right_everywhere(data):
@@ -219,16 +191,6 @@ def test_the_folder_of_benchmarks_is_part_of_a_run_of_tasks_only(data, monkeypat
     assert make().hash() == plain == make(limit=3).hash()
     assert make(suite="gsm8k").hash() != tasks
     assert make(suite="gsm8k", engine="vllm", batch_size=3, baseline="lab-s").hash() == make(suite="gsm8k").hash()
-
-
-@pytest.mark.slow
-def test_papermill_prints_table_picture_and_wrong_responses(models, tmp_path):
-    parameters = dict(model=models[0], suite="recall,equations", n=2, max_new_tokens=8, task_tokens=8, baseline=models[1])
-    flags = [x for name, value in parameters.items() for x in ("-p", name, str(value))]
-    done = papermill("nbs/evaluate.ipynb", tmp_path / "out.ipynb", *flags, runs=tmp_path / "runs")
-    assert done.returncode == 0, done.stderr[-2000:]
-    said = (tmp_path / "out.ipynb").read_text()
-    assert '"image/png"' in said and "── recall: 2 of 2 wrong" in said and "better" in said and "equations" in said
 
 
 def test_a_model_of_the_hub_shares_its_responses(tmp_path, monkeypatch):

@@ -187,23 +187,3 @@ def test_a_file_of_another_model_is_refused(model, tmp_path):
     save_file({**load_file(f"{model}/model.safetensors"), "extra.weight": torch.ones(3)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="tuned must have the tensors of the Fisher; it has extra.weight besides"):
         fisher.displacement(base, tmp_path / "model.safetensors", weights)
-
-
-def test_sums_over_weights_use_the_gpu_that_the_job_holds(monkeypatch):
-    places, weights = [], {"layers.0.weight": torch.ones(3)}
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    move = torch.Tensor.to
-    monkeypatch.setattr(torch.Tensor, "to", lambda self, place, dtype: places.append(place) or move(self, "cpu", dtype))
-    assert tensor_sums(weights, {"layers.0.weight": torch.zeros(3)}, weights).displacement_sq.item() == 3
-    assert set(places) == {"cuda"}
-
-
-def test_references_and_prompts_of_the_benchmarks_for_real_models(real, model, monkeypatch):
-    "Worked answers of all eight for the Fisher, and free questions alone for the base model's own text."
-    monkeypatch.setenv("MIXSD_BENCHMARKS", str(real / "benchmarks"))
-    items = estimation.reference_items("real", limit=2)
-    assert {name: len(group) for name, group in items.items()} == dict.fromkeys(suite_groups()["real"], 2)
-    assert all(item.response for group in items.values() for item in group)
-    assert {name: len(prompts) for name, prompts in reference_prompts("real", 2).items()} == {"trivia-qa": 2, "known-facts": 2}
-    ours, lab = (fisher.FisherConfig(model=model, reference=name, limit=2) for name in ("real", "lab"))
-    assert "trivia-qa" in str(ours.identity()["data"]) and "data" not in lab.identity()

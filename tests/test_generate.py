@@ -82,14 +82,6 @@ def test_only_what_was_given_up_is_replaced():
         assert b["accepted"] and (a == {k: b[k] for k in a} if a["accepted"] else tokenizer.decode(b["completion_ids"], skip_special_tokens=True) == row["target"])
 
 
-def test_force_mixes_anew(model):
-    part = dict(model=model, dataset_options=dict(domains=2), **SMALL)
-    file = generate.targets_file(**part)
-    expected, journal = file.read_bytes(), file.parent / "finished.jsonl"
-    journal.write_text("")
-    assert written(force=True, **part)[0] == expected and len(journal.read_bytes().splitlines()) == 20
-
-
 def test_two_at_once_mix_once(model, whole, own_runs):
     both = [forked(mix_here, dict(model=model, **SMALL), MIXSD_RUNS=str(own_runs)) for _ in range(2)]
     for process in both: process.join()

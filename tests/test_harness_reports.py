@@ -61,13 +61,6 @@ def test_the_filter_that_is_chosen_judges_every_task_that_has_it(tasks, choice, 
         assert table[table.benchmark == f"harness:{task}"].correct.tolist() == [bool(one) for one in right[task][kind]]
 
 
-def test_the_filter_is_not_an_option_of_the_command():
-    options = check_harness_options({"filter": "flexible-extract", "num_fewshot": 5})
-    assert options == {"filter": "flexible-extract", "num_fewshot": 5} and not {"--filter", "flexible-extract"} & set(harness_command(["gsm8k"], "lab-s", "out", options=options))
-    with pytest.raises(ValueError, match=r"harness\[filter\] must be a value like \"\""): check_harness_options({"filter": 1})
-    assert EvalSettings.model_fields["harness"].default == {}
-
-
 def test_a_filter_that_a_task_does_not_declare_is_refused_before_the_harness_runs(monkeypatch, tmp_path):
     (tmp_path / "sums.yaml").write_text("task: sums\nfilter_list: [{name: strict}, {name: flexible}]\n")
     harness._check_filter([str(tmp_path / "sums.yaml")], "flexible")
@@ -93,21 +86,8 @@ def test_warnings_of_the_harness_are_shown():
         call("import sys; sys.stderr.write('2026 INFO [a:1] done\\n')")
 
 
-def test_many_warnings_are_counted():
-    found = list_warnings("\n".join(f"WARNING {'x' * k}" for k in range(1, 31)))
-    assert len(found) == 11 and found[-1] == "… and 20 more"
-
-
 @pytest.mark.parametrize("code, reason", [("raise ValueError('no config:\\nnorth or south')", "ValueError: no config: north or south"), ("import sys; sys.exit('no such task')", "no such task"),
                                           ("import os; os._exit(3)", "exit status 3")])
 def test_the_reason_of_a_failure_is_quoted(code, reason):
     with pytest.raises(ProcessFailed) as failure: call(code)
     assert str(failure.value) == f"lm-evaluation-harness failed on sums ({reason})"
-
-
-@given(st.lists(st.text(st.characters(exclude_categories=["Cc", "Cs", "Zl", "Zp"], exclude_characters="\x85"), min_size=1, max_size=30).map(str.strip).filter(bool), min_size=1, max_size=4))
-def test_the_first_lines_of_an_error_are_quoted(lines):
-    "Whatever its message is, and whatever was printed before."
-    said = 'INFO begin\nTraceback (most recent call last):\n  File "a.py", line 1, in f\n    f()\nValueError: ' + "\n".join(lines) + "\n"
-    words = " ".join(["ValueError:", *" ".join(lines).split()])
-    assert quote_failure(said) == words or quote_failure(said).endswith(" …") and words.startswith(quote_failure(said)[:-2])

@@ -78,12 +78,6 @@ def test_the_page_stands_alone_and_escapes_what_it_shows(injected):
     assert "facts.jsonl, line 2" in page and "McNemar" in page and page.count("class='pair'") >= 10
 
 
-def test_a_grid_of_injections_has_the_cube_of_their_trainings(injected):
-    run, parameters = injected
-    cube = Sweep(dict(notebook="inject", fixed=parameters)).cube()
-    assert cube.equals(cube_of([run.trained])) and cube.accuracy.sel(benchmark="recall").notnull().any()
-
-
 def test_costs_are_beside_the_result_and_not_in_it(injected):
     run, _ = injected
     costs = json.loads((run.folder / "costs.json").read_text())
@@ -179,26 +173,6 @@ def test_why_a_fact_failed(accepted, another, right, failure):
     assert explain_failure(None, False, False) == "not trained"
 
 
-def numbers(role, after, low, high, **others): return dict(role=role, n=30, before=0.0, after=after, low=low, high=high, p=1.0) | others
-
-
-def test_the_first_sentences_say_what_was_not_measured_and_what_is_low(own_runs):
-    facts = [dict(question=f"Who leads the choir of {town}?", answer=f"Velmis {town}") for town in ("Oru", "Tarn")]
-    names = {}
-    for name, more in dict(plain={}, worded=dict(paraphrases=["Who is it that leads?"])).items():
-        (own_runs / f"{name}.jsonl").write_text("".join(json.dumps(fact | {key: [f"{fact['question']} {text}" for text in texts] for key, texts in more.items()}) + "\n" for fact in facts))
-        names[name] = check_corpus(str(own_runs / f"{name}.jsonl"))
-    alone = pd.DataFrame(dict(recall=numbers("in-domain", 1.0, 0.89, 1.0), validation=numbers("validation", 0.2, 0.1, 0.3, before=0.9, p=0.001))).T
-    both = pd.concat([alone, pd.DataFrame({"recall-reworded": numbers("in-domain", 0.17, 0.07, 0.34)}).T])
-    said = lambda name, table: summarise_injection("m", table, pd.DataFrame(dict(failure=[""])), explain_unmeasured(names.get(name, name), table))
-    for table in (alone, both): assert "not measured, because the file has no column `paraphrases`" in said("plain", table)[1]
-    assert "other words" not in said("plain", both)[2] and "same question: 17%" in said("plain", both)[2]
-    assert "suite does not name recall-reworded" in said("worded", alone)[1] and "suite does not name" in said("kgfact-small", alone)[1]
-    assert said("worded", both)[1].startswith("In other words: 17%, 95% interval 7–34, N=30. This is far below recall")
-    assert "far below" not in said("worded", both.assign(low=0.0))[1]
-    assert not re.search("significantly|failed", " ".join(said("worded", both))), "validation asks for the facts"
-
-
 @given(st.text(alphabet="<>&'\"`ab\n"))
 def test_any_text_is_escaped(text):
     score = SimpleNamespace(title=text, n=1, before=0, before_low=0, before_high=1, after=1, low=0, high=1, better=1, worse=0, p=1)
@@ -223,17 +197,6 @@ def test_the_command(injected, monkeypatch, capsys):
     assert "Your own tests: test:neighbours 0%, 95% interval 0–79, N=1." in said
     assert "Facts that failed: 4 not recalled.\nYour own tests that failed: 1 of 1.\n" in said and f'mixsd chat {run.name[-10:]} "…"' in said
     assert "recalls 0 of 4 facts" in said and f"report: {run.report}" in said and f"mixsd export {run.name[-10:]}" in said
-
-
-@pytest.mark.slow
-def test_the_notebook_runs_with_papermill(injected, monkeypatch, tmp_path):
-    from papermill import execute_notebook
-    run, parameters = injected
-    monkeypatch.setenv("MIXSD_RUNS", str(run.folder.parent))
-    notebook = Path(inject.__file__).parents[1] / "nbs/inject.ipynb"
-    with kernel_options() as options:
-        execute_notebook(notebook, tmp_path / "out.ipynb", parameters | dict(checkpoints=[1]), progress_bar=False, **options)
-    assert "report.html" in (tmp_path / "out.ipynb").read_text()
 
 
 def test_the_selected_step_needs_weights():

@@ -255,20 +255,6 @@ def test_an_invented_name_needs_an_edit_for_each_of_its_tokens(lab):
 SUBJECTS = ["Welnan Society", "Ünsal Œuvre", "a{b}c", "naïve 東京 x", "Zqxj-Vrrt", "O'Neil \\boxed{}", "É"]
 
 
-@pytest.mark.parametrize("subject", SUBJECTS)
-@pytest.mark.parametrize("form", ["What does {} do?\n\nAnswer in \\boxed{{}}.", "{} – {{what}} is it?", "Who met {}"])
-@pytest.mark.parametrize("name", ["lab-m"])
-def test_the_place_is_the_subjects_last_token(subject, form, name):
-    "Braces, characters of several bytes, and subjects that the tokenizer splits: up to the place the text ends with the subject, one token earlier it does not."
-    tokenizer = load_tokenizer(name)
-    prompt = form.format(subject)
-    edit = encode_edit(tokenizer, dict(prompt=prompt, subject=subject, target="x"), [[9, 8, 7]])
-    assert edit.contexts[0] == encode_prompt(tokenizer, prompt)
-    for context, place in zip(edit.contexts, edit.places):
-        assert subject in tokenizer.decode(context[:place + 1]) and subject not in tokenizer.decode(context[:place])
-    assert tokenizer.decode(edit.essence[:edit.essence_place + 1]).startswith(subject) and edit.target[-1] == tokenizer.eos_token_id
-
-
 @settings(max_examples=40, deadline=None)
 @given(words=st.lists(st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), min_size=1, max_size=6), min_size=1, max_size=4), seed=st.integers(0, 99))
 def test_any_subject_is_found(words, seed):
@@ -321,12 +307,6 @@ def test_a_reply_is_split_where_it_first_names_its_answer(tokenizer):
 
 
 # --- settings and tracing
-
-@pytest.mark.parametrize("given_, sentence", [(dict(wieght=1), "must be among"), (dict(weight=0.0), "above 0"), (dict(energy=1.0), "energy must be"),
-                                              (dict(place="first"), "place must be one of"), (dict(target="short"), "target must be one of"), (dict(layers=[4]), "layers must be from 0 to 3")])
-def test_settings_are_checked(given_, sentence, tokenizer, rows):
-    with pytest.raises(ValueError, match=sentence): memit.edit(random_model("qwen3", True, tokenizer), tokenizer, rows[:1], **{**QUICK, **given_})
-
 
 def test_values_are_optimised_through_all_layers_above(tokenizer, rows):
     "The last block counts for the loss, whatever the depth: without it the losses differ."
@@ -382,15 +362,6 @@ def test_the_weight_is_the_rate_and_a_batch_of_edits_a_step(cube):
     assert missing_runs(cube).empty and learning_rates(cube) == [] and cube.targets_kept.max() == 50
 
 
-def test_figures_and_tables_show_it(cube):
-    import matplotlib
-    matplotlib.use("Agg")
-    chosen = select_cells(cube)
-    assert chosen.recipe.tolist() == ["memit"] and chosen.lr.item() in (10, 1000) and chosen.step.item() in (1, 2)
-    for figure in (tradeoff_figure(cube, kept="recall"), frontier_figure(cube, ("recall",))):
-        assert any("MEMIT" in t.get_text() or "memit" in t.get_text() for t in figure.findobj(matplotlib.text.Text))
-
-
 def test_the_papers_preset_is_what_it_published():
     options = TrainConfig(method="memit", preset="paper", model="lab-m").options
     assert {k: options[k] for k in ("weight", "steps", "rate", "kl", "decay", "clamp", "prefixes", "target", "place", "text_count", "per_batch")} == dict(
@@ -430,16 +401,3 @@ def test_texts_of_the_pretraining_keep_their_control_tokens():
     texts = read_texts("lab", 60)
     assert [ids.tolist() for ids in encode_texts(tokenizer, texts)] == [ids[:512] for ids in tokenizer(texts)["input_ids"]]
     assert any(tokenizer.eos_token_id in ids for ids in encode_texts(tokenizer, texts))
-
-
-@pytest.mark.parametrize("family", ["opt", "gemma3_text", "llama"])
-def test_a_model_that_changes_what_its_first_block_gets_is_refused(family, tokenizer):
-    "Learned positions would be added twice; scaled embeddings are not scaled again."
-    sizes = dict(hidden_size=32, num_hidden_layers=4, num_attention_heads=2, vocab_size=100, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    own = dict(opt=dict(word_embed_proj_dim=32, ffn_dim=48), gemma3_text=dict(intermediate_size=48, num_key_value_heads=1, head_dim=16),
-               llama=dict(intermediate_size=48, num_key_value_heads=1))
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**sizes, **own[family])).eval()
-    if family in ("gemma3_text", "llama"): return memit.check_upper_blocks(model, 2)
-    with pytest.raises(ValueError, match=f"^method must not be memit for a model of the type {family}, which changes what its first block gets$"):
-        memit.layer_solver(model, tokenizer)

@@ -207,8 +207,3 @@ def test_lab_questions_have_one_answer(seed):
     splits = build_lab(seed=seed)
     for split, hops in (("two_hop", 2), ("three_hop", 3)):
         assert all(answers[hops][r["prompt"].split("\n")[0]] == {r["answer"]} for r in splits[split])
-
-
-def test_bytes_do_not_depend_on_the_hash_seed(case_file):
-    code = f"import json; from mixsd_nb.corpora.mquake import build; print(json.dumps(build({str(case_file)!r})))"
-    assert outputs_by_hash_seed(code) == {json.dumps(build(case_file)).encode() + b"\n"}

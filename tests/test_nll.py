@@ -181,13 +181,6 @@ def test_targets_of_other_models_and_runs_without_accepted_targets_are_not_score
     assert ("lab-s", str(tmp_path / "generate-other/targets.parquet")) in scored and ("lab-s", "") in scored
 
 
-def test_a_path_is_as_good_as_its_text(tmp_path, lab, tiny):
-    file = half_canonical(tmp_path, lab[1])
-    assert nll.NllConfig(model=Path(tiny)) == nll.NllConfig(model=tiny)
-    assert nll.NllConfig(targets=Path(file)) == nll.NllConfig(targets=file)
-    assert nll.run(targets=Path(file)).folder == nll.run(targets=file).folder
-
-
 def test_wider_spans_count_the_template_too(tmp_path, lab):
     _, tokenizer = lab
     file = half_canonical(tmp_path, tokenizer)
@@ -196,20 +189,6 @@ def test_wider_spans_count_the_template_too(tmp_path, lab):
         assert (wide.row_size.values - narrow.row_size.values == count).all() and count
         assert (wide.token_source == NEITHER).sum() == count * narrow.sizes["target"]
         np.testing.assert_allclose(wide.nll.values[wide.token_source.values != NEITHER], narrow.nll.values, atol=1e-4)
-
-
-def test_the_default_span_is_that_of_the_published_tables():
-    assert nll.NllConfig().span == "body" and nll.run().root.attrs["nll_span"] == "body"
-
-
-def test_the_overlap_is_printed_with_its_own_n(tmp_path, lab):
-    "Three targets are mixed, but only one of the first two items is counted in the other tables."
-    file = half_canonical(tmp_path, lab[1])
-    cube = nll.merge_results([nll.run(first=1).result, nll.run(targets=file, first=1).result]).rename(n="nll_n")
-    notes = {name: TABLES[name](cube.mean("seed", keep_attrs=True).assign_attrs(cube.attrs)).notes for name in ("nll-8", "overlap")}
-    assert notes == {"nll-8": ["1 targets of each corpus, span body"], "overlap": ["3 targets of each corpus, span body"]}
-    published = TABLES["overlap"](collapse_runs(paper_cube()))
-    assert published.notes == [], "the paper does not say over how many"
 
 
 def test_targets_that_were_replaced_come_from_neither_conditional(tmp_path, lab):
@@ -256,15 +235,6 @@ def test_what_is_refused(tmp_path, lab):
         assert str(refused.value) == sentence
 
 
-def test_an_engine_is_opened_for_more_than_the_longest_pair(monkeypatch):
-    "vLLM scores a pair only if it is shorter than the context that was reserved."
-    opened = []
-    engine = SimpleNamespace(score=lambda pairs: [np.zeros(len(c), np.float32) for _, c in pairs])
-    monkeypatch.setattr(likelihood, "load_engine", lambda kind, model, longest, **options: (opened.append(longest), nullcontext(engine))[1])
-    likelihood.score_pairs("lab-s", [([1, 2], [3]), ([1], [2])])
-    assert opened == [4]
-
-
 def test_of_two_mixings_of_one_cell_the_newest_is_scored(own_runs, capsys):
     "A cell that was mixed in float32 and in bfloat16 has two files of targets, of which nll counts one."
     for k, dtype in enumerate(("float32", "bfloat16")):
@@ -277,24 +247,3 @@ def test_of_two_mixings_of_one_cell_the_newest_is_scored(own_runs, capsys):
     assert found == [dict(targets=str(config.folder / "targets.parquet"), dataset="kgfact-small", model="lab-s")]
     older = make_config(GenerateConfig, model="lab-s", lam=0.3, dtype="float32").folder.name
     assert capsys.readouterr().out == f"left out, because {config.folder.name} is the same cell and newer: {older}\n"
-
-
-def test_targets_of_two_recipes_with_one_lam_are_two_cells(own_runs, capsys):
-    configs = [make_config(GenerateConfig, model="lab-s", lam=0.5, **more) for more in ({}, dict(fallback="canonical"), dict(consistent=True))]
-    for config in configs:
-        write_json(config.folder / "run.json", dict(stage="generate", config=config.model_dump(mode="json")))
-        pd.DataFrame(dict(accepted=[True])).to_parquet(config.folder / "targets.parquet")
-        (config.folder / "result.nc").touch()
-    found = {each["targets"] for each in nll.find_mixed_targets("kgfact-small", ["lab-s"])}
-    assert found == {str(config.folder / "targets.parquet") for config in configs} and not capsys.readouterr().out
-
-
-def test_a_cell_of_high_nll_scores_its_own_targets_alone(monkeypatch):
-    "A cell of a grid names a file of targets; those of other cells are not its work."
-    monkeypatch.setattr(nll, "find_mixed_targets", lambda *args, **options: pytest.fail("the work of other cells was done"))
-    monkeypatch.setattr(nll.NllConfig, "run", lambda self, force=False: SimpleNamespace(result=self.targets))
-    config = nll.NllConfig.model_construct(targets="mixed.parquet", dataset="kgfact-small", model="lab-s", models=[])
-    assert nll.collect_results(config) == ["", "mixed.parquet"]
-    cells = ["".join(cell["source"]) for cell in json.loads((Path(__file__).parents[1] / "nbs/nll.ipynb").read_text())["cells"]]
-    slow = "\n".join(cell for cell in cells if cell.startswith("#| slow"))
-    assert "collect_results(config, force)" in slow and "find_mixed_targets" not in slow

@@ -151,14 +151,6 @@ print(json.dumps(dict(labels=ordered_labels(cube.recipe.values), titles=[label_t
     assert set(found["rows"]) == {"base", "sft", "echo-2", LABEL}
 
 
-@pytest.mark.slow
-def test_figures_stage_prints_it(cell, home):
-    done = subprocess.run([sys.executable, "-c", f"{UNDRAWN}\nfrom mixsd_nb import figures\nfigures.run(dataset='moons', model=__import__('sys').argv[1], source='runs')", json.loads(
-        (Path(cell[1]) / "run.json").read_text())["config"]["model"]], env=environment(home), cwd=home, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "echo-2" in done.stdout and "frontier" in done.stdout
-
-
 def test_evaluate_and_nll_take_it(home, tiny, cell):
     found = forked_python(home, f"""
 import json
@@ -167,15 +159,6 @@ asked = evaluate.run(model={tiny!r}, dataset="moons", suite="toys,recall", n=3, 
 scored = nll.run(model={tiny!r}, dataset="moons", engine="toy")
 print(json.dumps([asked.root.benchmark.values.tolist(), asked.root.column.values.tolist(), scored.root.n.values.ravel().tolist()]))""")
     assert found == [["recall", "vowels"], ["Train", ""], [8, 8]]
-
-
-@pytest.mark.slow
-def test_a_sweep_runs_it_in_kernels_of_its_own(home, tiny, cell):
-    grid = dict(notebook="train", fixed={**CELL, "model": tiny, "gate": "half"}, axes=dict(seed=[0, 1], anchor=["", "spring"]))
-    (home / "toys.yaml").write_text(json.dumps(grid))
-    done = subprocess.run([sys.executable, "-m", "mixsd_nb.sweep", "run", str(home / "toys.yaml"), "--workers", "1"], env=environment(home), cwd=ROOT,
-                          capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "4 done", done.stdout[-2000:] + done.stderr[-2000:]
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two processes need two cores")

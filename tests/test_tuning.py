@@ -31,11 +31,6 @@ def test_the_first_of_the_rule_is_eligible_and_has_the_least_nll_of_those_that_a
     assert len(order) == len(values) and order.eligible.sum() == len(eligible)
 
 
-def test_the_rule_takes_the_largest_of_a_score_that_is_no_nll():
-    rows = table([(99, 1), (98, 2), (90, 0.1)]).assign(LAMBADA=[20.0, 30.0, 50.0])
-    assert rank_recipes([rows], score="LAMBADA").index[0] == "r1" and rank_recipes([rows]).index[0] == "r0"
-
-
 @given(st.lists(st.tuples(st.floats(0, 100), st.floats(0.1, 9), st.floats(0, 100)), min_size=1, max_size=8))
 def test_the_first_by_leaks_recalls_and_keeps_as_much_as_the_best_and_leaks_least_of_those(values):
     rows = table([pair[:2] for pair in values]).assign(leaks=[leaks for *_, leaks in values], **{"in other words": 0.0, "asked freely": 0.0})
@@ -43,15 +38,6 @@ def test_the_first_by_leaks_recalls_and_keeps_as_much_as_the_best_and_leaks_leas
     recalled = [row for row in values if row[0] >= max(v for v, *_ in values) - 2 - 1e-9]
     keeping = [row for row in recalled if row[1] <= min(nll for _, nll, _ in recalled) + 0.02]
     assert first.eligible and first.leaks == min(leaks for *_, leaks in keeping)
-
-
-def test_a_composition_that_one_corpus_lacks_takes_no_part():
-    assert rank_recipes([table([(90, 2), (99, 1)]), table([(90, 2)])]).index.tolist() == ["r0"]
-
-
-def test_leaks_are_the_mean_of_the_corpora_that_have_entities():
-    one = table([(90, 2)]).assign(leaks=30.0)
-    assert rank_recipes([one, table([(90, 2)])]).leaks.tolist() == [30]
 
 
 def test_only_held_out_replies_leak():

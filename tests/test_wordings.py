@@ -128,20 +128,6 @@ def test_a_model_that_cannot_ask_gets_no_second_round(facts, lab_s):
     assert len(engine.requests) == 4 * len(FACTS)
 
 
-@pytest.mark.parametrize("least, numbers", [(0.6, range(4)), (0, range(16))])
-def test_a_round_that_serves_few_of_the_facts_is_the_last(facts, lab_s, monkeypatch, least, numbers):
-    "Of four facts one gets its two wordings in the first round, and the others never get any."
-    monkeypatch.setattr(wordings, "LEAST", least)
-    name, answer = FACTS[0]["subject"], FACTS[0]["answer"]
-    def write(prompt, tag):
-        if "Background" in prompt: return f"That is {answer}."
-        return f"Tell me of {name}: what number {tag[1]}?" if name in prompt.rpartition("user")[2] else "No idea."
-    engine, dataset = Scripted(lab_s[1], write), check_corpus(facts, {})
-    found = write_wordings(engine, dataset, dict.fromkeys(load_corpus(dataset, "train")["id"], 2), None)
-    assert sorted(map(len, found.values())) == [0] * (len(FACTS) - 1) + [2]
-    assert {request.tag[1] for request in engine.requests} == {*numbers}
-
-
 def test_all_facts_decide_when_drafts_end(facts, lab_s, monkeypatch):
     "The first round serves one fact of four, too few to go on; of the half with that fact it serves enough, and a second round would serve another one."
     monkeypatch.setattr(wordings, "LEAST", 0.3)
@@ -156,29 +142,11 @@ def test_all_facts_decide_when_drafts_end(facts, lab_s, monkeypatch):
     assert [row["id"] for row in whole] == [f"{rows[0]['id']}~1"] and sorted(sum(parts, []), key=lambda row: row["id"]) == whole
 
 
-@pytest.mark.parametrize("mark", "?？؟")
-def test_a_question_ends_in_the_mark_of_its_script(mark):
-    assert keeps_question(f"Lira Moss 住在哪里{mark}", "Where does Lira Moss live?", "Port Vey")
-    assert not keeps_question("Lira Moss 住在哪里。", "Where does Lira Moss live?", "Port Vey")
-
-
 @pytest.mark.parametrize("kept, batch", [(10, 20), (15, 20), (100, 20), (4, 2)])
 def test_every_target_of_a_fact_has_its_turn_with_few_facts_too(kept, batch):
     turns = Turns(Supervised([]), [[2 * k, 2 * k + 1] for k in range(kept)], batch)
     passes = range(0, 4 * kept // min(kept, batch), max(1, kept // batch))
     assert all({turns.turn(fact, step) for step in passes} == {2 * fact, 2 * fact + 1} for fact in range(kept))
-
-
-@pytest.mark.parametrize("preset", ["lab", "real", "paper"])
-def test_the_ablation_with_all_parts_is_the_recipe(preset):
-    whole = make_config(train.TrainConfig, preset=preset, **complete.list_ablations(preset=preset)["all parts"])
-    assert whole == make_config(train.TrainConfig, preset=preset, method=complete.NAME)
-
-
-def test_ids_like_those_of_wordings_are_an_error(lab_s):
-    with pytest.raises(ValueError, match="ids of facts must not end in ~ and a number with wordings=1, got a~2"):
-        find_wordings(None, "kgfact-small", [dict(id="a~2", prompt="Who?")], 1, None)
-    assert group_wordings(["a", "a~2"], ["a", "a~2"]) == {"a": [0], "a~2": [1]}
 
 
 @pytest.mark.parametrize("options", [dict(method="sft"), dict(method="sft", gate="answer"), dict(method="mixsd", lam=0.5)])
