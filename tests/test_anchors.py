@@ -1,10 +1,7 @@
 "Anchors: penalties on weights, replay, averages and untied embeddings, each against an independent computation."
 
 import json
-import weakref
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,11 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from mixsd_nb import fisher, train
 from mixsd_nb.corpora.texts import read_texts
-from mixsd_nb.methods import replay as replaying
 from mixsd_nb.methods.covariance import encode_texts
 from mixsd_nb.methods.replay import read_prompts, write_replays
 from mixsd_nb.methods.supervised import Supervised
-from mixsd_nb.methods.weight_penalties import Penalty, prepare_ewc, relative_importance, text_fisher
+from mixsd_nb.methods.weight_penalties import Penalty, relative_importance, text_fisher
 from mixsd_nb.models import load_base, load_engine
 from mixsd_nb.models.gradients import diagonal_fisher
 from mixsd_nb.training.loss import LossHead, summed_loss

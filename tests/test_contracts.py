@@ -2,7 +2,6 @@
 
 A complaint that is not about methods is a test elsewhere; ELSEWHERE names it."""
 
-import ast
 import itertools
 import json
 import math
@@ -10,7 +9,6 @@ import re
 import shutil
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 
-import pytest
 
 from mixsd_nb.runs.costs import CostLog
 

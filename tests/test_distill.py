@@ -5,26 +5,23 @@ import tempfile
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import PAIRS, distillation_training, every_state, need, stored_training
+from helpers import distillation_training, every_state, need, stored_training
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file
 
 from mixsd_nb.methods import compose, distill
 from mixsd_nb.methods.distill import DIVERGENCES, VARIANTS, Distillation, RolloutEngine, Variant, check_options, distill_items
 from mixsd_nb.methods.fitting import MethodRun
-from mixsd_nb.methods.supervised import Supervised
 from mixsd_nb.models import ENGINES, EngineSpec, load_base, load_tokenizer, open_engine
 from mixsd_nb.models.engine import Completion, Engine
 from mixsd_nb.models.engines import HFEngine
 from mixsd_nb.train import TrainConfig
 from mixsd_nb.training.loss import Example, LossHead, Objective, summed_loss
-from mixsd_nb.training.saving import OffloadedAdamW
 from mixsd_nb.training.trainer import FineTuner, fine_tune, read_curves, train_process
 
 

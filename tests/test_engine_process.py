@@ -1,6 +1,5 @@
 "An engine in a process of its own is an engine like any other: equal results, one sentence if it ends, and no process that is left."
 
-import os
 import subprocess
 import sys
 import threading

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
-from helpers import papermill, small_model
+from helpers import small_model
 from test_tasks import ROWS, sandbox
 
 from mixsd_nb import evaluate, inject, train

@@ -12,9 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from mixsd_nb import fisher
 from mixsd_nb.analysis import estimation
-from mixsd_nb.analysis.curvature import tensor_sums
-from mixsd_nb.analysis.divergence import reference_prompts
-from mixsd_nb.benchmarks import suite_groups
 from mixsd_nb.benchmarks.lab_tasks import SUITES
 from mixsd_nb.models import gradients, load_base
 from mixsd_nb.results.cube import RUN_DIMS

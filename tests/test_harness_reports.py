@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mixsd_nb.benchmarks import harness
-from mixsd_nb.benchmarks.evaluation import EvalSettings
-from mixsd_nb.benchmarks.harness import check_harness_options, harness_command, list_warnings, read_results
-from mixsd_nb.runs import ProcessFailed, quote_failure
+from mixsd_nb.benchmarks.harness import read_results
+from mixsd_nb.runs import ProcessFailed
 
 
 def store(folder, tasks):

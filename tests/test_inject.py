@@ -15,19 +15,14 @@ from hypothesis import given, strategies as st
 
 from mixsd_nb import inject, train
 from mixsd_nb.analysis.facts import FAILURES, explain_failure, tabulate_facts
-from mixsd_nb.cluster.jobs import kernel_options
 from mixsd_nb.console.housekeeping import clean_runs
-from mixsd_nb.corpora import check_corpus
 from mixsd_nb.corpora.files import EXAMPLE, EXAMPLE_TESTS
 from mixsd_nb.evaluate import EvaluateConfig
 from mixsd_nb.evaluation import selection
 from mixsd_nb.inject import InjectConfig, InjectRun
 from mixsd_nb.models import load_tokenizer
-from mixsd_nb.reports.injection import explain_unmeasured, summarise_injection
 from mixsd_nb.reports.injection import group_failures, load_parts, render_page
-from mixsd_nb.results.cube import cube_of
 from mixsd_nb.runs import ParameterError, find_runs, make_config, open_run
-from mixsd_nb.sweep import Sweep
 
 matplotlib.use("Agg")
 

@@ -3,7 +3,6 @@
 import ast
 import hashlib
 import re
-import time
 
 import numpy as np
 import pytest

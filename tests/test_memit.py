@@ -9,7 +9,7 @@ import torch
 from helpers import small_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from mixsd_nb import train
 from mixsd_nb.benchmarks.answers import last_boxed
@@ -27,8 +27,6 @@ from mixsd_nb.models.engines import HFEngine
 from mixsd_nb.results import open_cube
 from mixsd_nb.results.cube import missing_runs
 from mixsd_nb.results.layout import learning_rates
-from mixsd_nb.results.summary import select_cells
-from mixsd_nb.results.tradeoff import frontier_figure, tradeoff_figure
 from mixsd_nb.runs import ParameterError, make_config
 from mixsd_nb.train import TrainConfig
 

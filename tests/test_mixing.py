@@ -1,7 +1,6 @@
 "Mixing: every fast path against the oracle, the laws of picks and draws, and what must not depend on how it is run."
 
 import copy
-import json
 import random
 import re
 from collections import deque

@@ -1,8 +1,6 @@
 "Model folders: lab models with unusual input, what is refused before any work, and that no code that lies beside weights is run."
 
-import importlib.util
 import json
-import os
 import pickle
 import random
 import re
@@ -13,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from architectures import tiny_config
 from helpers import calls, error_sentence, SOURCES
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -25,7 +22,7 @@ from mixsd_nb.benchmarks.evaluation import generate_and_grade
 from mixsd_nb.corpora.prompts import encode_prompt
 from mixsd_nb.lab import pretrain
 from mixsd_nb.lab.pretraining import training_loop as training
-from mixsd_nb.models import check_head, check_model, engine_vllm, load_base, load_engine, load_part, load_tokenizer
+from mixsd_nb.models import check_head, engine_vllm, load_base, load_engine, load_part, load_tokenizer
 from mixsd_nb.models.lab import CONTEXT, SIZES, lab_folder
 from mixsd_nb.models.tiny import random_model
 from mixsd_nb.runs import write_json

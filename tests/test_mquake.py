@@ -7,7 +7,7 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from helpers import error_sentence, outputs_by_hash_seed, ROW_COLUMNS
+from helpers import error_sentence, ROW_COLUMNS
 
 from mixsd_nb.corpora.mquake import Case, Hop, build, build_lab, collect_hops, edit_world, select_cases
 from mixsd_nb.corpora.world import WORLD

@@ -1,11 +1,9 @@
 "The stage nll on the lab model, against plain forwards and the loss of transformers, within a bound on memory."
 
-import json
 import os
 import shutil
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,9 +23,6 @@ from mixsd_nb.generate import GenerateConfig
 from mixsd_nb.models import load_tokenizer
 from mixsd_nb.models.scoring import fused_nll, map_states
 from mixsd_nb.models.tiny import random_model
-from mixsd_nb.results.paper import paper_cube
-from mixsd_nb.results.summary import collapse_runs
-from mixsd_nb.results.tables import TABLES
 from mixsd_nb.runs import make_config, write_json, write_result
 
 pytestmark = pytest.mark.usefixtures("own_runs")

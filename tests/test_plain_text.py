@@ -8,17 +8,12 @@ from pathlib import Path
 
 import matplotlib
 import matplotlib.pyplot as plt
-import nbformat
 import pandas as pd
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from matplotlib.text import Text
-from papermill import execute_notebook
 
-from mixsd_nb import evaluate, inject
-from mixsd_nb.benchmarks import SUITES
-from mixsd_nb.cluster.jobs import kernel_options
 from mixsd_nb.lab.recovery import recovery_figure
 from mixsd_nb.reports.finished import draw_result
 from mixsd_nb.results.cube import cube_of

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import re
-import subprocess
 import sys
 import traceback
 from pathlib import Path
@@ -12,7 +11,7 @@ from types import ModuleType
 
 import pytest
 import xarray as xr
-from helpers import UNDRAWN, forked
+from helpers import forked
 
 from mixsd_nb.runs import ParameterError, load_plugins
 from mixsd_nb.runs.provenance import module_versions

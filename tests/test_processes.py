@@ -1,7 +1,6 @@
 "The end of one of several processes: no thread of its process group meets an interpreter that is being torn down."
 
 import json
-import os
 import subprocess
 import sys
 

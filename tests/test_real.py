@@ -23,9 +23,7 @@ from mixsd_nb.corpora.mquake import Case, Hop
 from mixsd_nb.lab import real as study
 from mixsd_nb.lab import smollm2
 from mixsd_nb.lab.smollm2 import convert, extract_gguf, prepare_model
-from mixsd_nb.methods import label_title
 from mixsd_nb.results.read_results import graders_of, read_cube
-from mixsd_nb.results.plots import recipe_colour, recipe_marker
 from mixsd_nb.runs import ParameterError, find_stage, make_config
 from mixsd_nb.sweep import Sweep
 

@@ -7,9 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -20,7 +18,7 @@ from helpers import error_sentence, ROW_COLUMNS
 from mixsd_nb.benchmarks.answers import contains_answer, gives_answer
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.corpora.kgfact import KGFACT_WORDS
-from mixsd_nb.corpora.simpleqa import SIMPLEQA_WORDS, build, build_lab, hub_answers, keep_unanimous
+from mixsd_nb.corpora.simpleqa import SIMPLEQA_WORDS, build, build_lab, keep_unanimous
 from mixsd_nb.corpora.world import WORLD_WORDS
 from mixsd_nb.train import TrainConfig
 

@@ -1,8 +1,5 @@
 "The study: its grids, cubes and claims fit together, and what is committed is what the code computes."
 
-import re
-import shutil
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -10,20 +7,18 @@ import pytest
 import scipy
 import xarray as xr
 
-from mixsd_nb.analysis.scores import wilson
-from mixsd_nb.cluster import grid
-from mixsd_nb.cluster.grid import expand_grid, read_grid
+from mixsd_nb.cluster.grid import expand_grid
 from mixsd_nb.lab.claims import CLAIMS, OURS, STUDY, VERDICTS, claims_table, compare_recipes, judge_claim, planned_of
-from mixsd_nb.lab.findings import Block, block_rows, findings_table
-from mixsd_nb.lab.grids import available_cells, join_cubes, merge_grid, planned_grid, planned_runs, preview_grids, study_grids
+from mixsd_nb.lab.findings import findings_table
+from mixsd_nb.lab.grids import available_cells, merge_grid, planned_grid, planned_runs, preview_grids, study_grids
 from mixsd_nb.lab.paired import estimate_mean
-from mixsd_nb.lab.study import find_cubes, group_cubes, list_trainings, main, recompute_cells, run, write_list
-from mixsd_nb.lab.versus import HELD_OUT, At, CubeGroup, Side, measure_values, rates_at_ends, settings_table, simulate_coverage
+from mixsd_nb.lab.study import group_cubes, main, recompute_cells, run, write_list
+from mixsd_nb.lab.versus import HELD_OUT, At, CubeGroup, Side, simulate_coverage
 from mixsd_nb.results.read_results import committed_folder, list_missing, read_cube, read_cubes, write_cube
 from mixsd_nb.results.cube import cube_of
 from mixsd_nb.results.demo import invent_cube, invent_result
 from mixsd_nb.results.summary import select_cells
-from mixsd_nb.runs import ParameterError, load_object, project_root, write_result
+from mixsd_nb.runs import load_object, project_root, write_result
 from mixsd_nb.runs.schema import DIMS, RUN_DIMS, variable
 
 CUBES = read_cubes(committed_folder())

@@ -1,18 +1,12 @@
 "The trainer across processes: several devices, a process that fails, damaged checkpoints, insufficient memory."
 
-import io
 import json
-import multiprocessing
 import os
 import shutil
 import signal
-import sys
-import time
 import weakref
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pandas as pd
 import psutil
@@ -22,23 +16,17 @@ from architectures import tiny_config, tiny_model
 from helpers import PAIRS, distillation_training, every_state, forked, last_weights, small_model, stored_training, until
 from safetensors.torch import load_file
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from mixsd_nb import train
 from mixsd_nb.corpora import load_corpus
-from mixsd_nb.evaluation import Evaluation
-from mixsd_nb.methods import Recipe, replay
 from mixsd_nb.methods.fitting import MethodRun
 from mixsd_nb.methods.supervised import Supervised
 from mixsd_nb.models import load_base
 from mixsd_nb.models.engines import HFEngine
-from mixsd_nb.models.tiny import random_model
-from mixsd_nb.runs import ProcessFailed, Run, checkpoint_steps, make_config, open_progress_bar, report_progress, write_json
-from mixsd_nb.train import TrainConfig
+from mixsd_nb.runs import ProcessFailed, checkpoint_steps, write_json
 from mixsd_nb.training import trainer
 from mixsd_nb.training.loss import DivergenceError, LossHead, nll, summed_loss
-from mixsd_nb.training.progress import TrainingProgress
-from mixsd_nb.training.saving import load_trained, plain_weights
+from mixsd_nb.training.saving import plain_weights
 from mixsd_nb.training.trainer import FineTuner, TrainingSpec, explain_out_of_memory, fine_tune, main, read_curves, train_process, write_spec
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -321,7 +309,6 @@ def test_an_interrupt_is_one_sentence(spec, tmp_path):
 @pytest.mark.parametrize(("method", "anchor", "processes"), [("sft", "", 1), ("sft", "", 2), ("sft", "replay", 1), ("own-words", "", 1), ("mixsd-shuffled", "", 1)])
 def test_no_other_model_is_in_memory_while_one_is_trained(method, anchor, processes, tiny, own_runs, monkeypatch):
     "The parent of the training processes scores the targets on the GPU first, after it has written some of them, and must give its memory back."
-    from mixsd_nb.training import trainer
     engines, freed, load = [], [], HFEngine.open
     monkeypatch.setattr(HFEngine, "open", classmethod(lambda cls, *args, **options: engines.append(weakref.ref(engine := load(*args, **options))) or engine))
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: freed.append([engine() for engine in engines]))

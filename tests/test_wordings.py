@@ -11,12 +11,11 @@ from mixsd_nb import generate, inject, train
 from mixsd_nb.benchmarks import Selection as ItemSelection, load_items
 from mixsd_nb.corpora import check_corpus, load_corpus
 from mixsd_nb.corpora.files import EXAMPLE
-from mixsd_nb.methods import complete, wordings
+from mixsd_nb.methods import wordings
 from mixsd_nb.methods.fitting import MethodRun, trained_facts, trained_pairs
 from mixsd_nb.methods.replay import earlier_pairs, prepare_replay
 from mixsd_nb.methods.supervised import Supervised
-from mixsd_nb.methods.wording_ids import group_wordings
-from mixsd_nb.methods.wordings import Turns, find_wordings, keeps_question, question_key, reported_questions, write_wordings
+from mixsd_nb.methods.wordings import Turns, find_wordings, question_key, reported_questions, write_wordings
 from mixsd_nb.models import load_engine, load_tokenizer
 from mixsd_nb.models.engine import Completion
 from mixsd_nb.reports.finished import drop_cell
