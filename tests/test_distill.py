@@ -105,7 +105,7 @@ def copying(request, monkeypatch):
     request.addfinalizer(lambda: ENGINES.remove("copying"))
 
 
-@pytest.mark.parametrize(("writer", "lora"), [("opsd", 0), ("mixsd-kl", 0), ("opsd", 2)])
+@pytest.mark.parametrize(("writer", "lora"), [("mixsd-kl", 0), ("opsd", 2)])
 def test_another_engine_writes_with_the_weights_of_the_step(writer, lora, distillation, copying, tmp_path):
     "The weights are handed over before every step, in place or to a new engine, and the training is the same; adapters are a part of the weights."
     spec = replace(distillation, lora=lora, lr=1e-3 if not lora else 3e-2, data=distillation.data | dict(variant=VARIANTS[writer]))
@@ -132,18 +132,16 @@ def test_a_training_removes_the_weights_in_memory_that_it_left_when_it_was_kille
 def raise_lack(*_, **__): raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-@pytest.mark.parametrize(("owner", "method", "sentence"), [
-    (FineTuner, "create_accelerator_and_postprocess", "the model does not fit into memory with processes=1; a smaller model, or sharded=True"),
-    (Distillation, "write", "a step's rollouts do not fit into memory with batch_size=7; a smaller batch_size or rollout_tokens, or sharded=True"),
-    (Distillation, "loss", "a step does not fit into memory with micro_tokens=4096; a smaller micro_tokens, recompute=True, or sharded=True"),
-    (torch.optim.AdamW, "step", "the optimiser's step does not fit into memory with offload=False; offload=True on one process, or sharded=True"),
-])
-def test_a_lack_of_memory_names_its_phase(owner, method, sentence, distillation, tmp_path):
+@pytest.mark.parametrize(("owner", "method", "words"), [
+    (FineTuner, "create_accelerator_and_postprocess", "processes=1; a smaller model"), (Distillation, "write", "batch_size=7; a smaller batch_size"),
+    (None, "loss", "micro_tokens=4096; a smaller micro_tokens"), (torch.optim.AdamW, "step", "offload=False; offload=True")])
+def test_a_lack_of_memory_names_its_phase(owner, method, words, distillation, tmp_path):
+    "Each phase has the parameter that helps; a report, which may measure a checkpoint, keeps its own words."
     spec = replace(distillation, data=distillation.data | dict(batch_size=7))
-    if method == "loss": target = patch("mixsd_nb.training.trainer.summed_loss", raise_lack)
-    else: target = patch.object(owner, method, raise_lack)
-    with target, pytest.raises(MemoryError) as caught: train_process(spec, tmp_path)
-    assert str(caught.value) == f"{sentence} on more processes, needs less" and caught.value.__suppress_context__
+    target = patch.object(owner, method, raise_lack) if owner else patch("mixsd_nb.training.trainer.summed_loss", raise_lack)
+    with target, pytest.raises(MemoryError, match=words) as caught: train_process(spec, tmp_path)
+    assert caught.value.__suppress_context__
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"): train_process(spec, tmp_path, raise_lack)
 
 
 ALPHA = {"forward": 0.0, "reverse": 1.0, "jensen-shannon": 0.5}  # of TRL

@@ -1,9 +1,10 @@
 "Model folders: lab models with unusual input, what is refused before any work, and that no code that lies beside weights is run."
 
+import importlib.util
 import json
 import pickle
 import random
-import re
+
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from architectures import tiny_config
 from helpers import calls, error_sentence, SOURCES
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -81,12 +83,12 @@ def folder(tiny, tmp_path):
     return Path(shutil.copytree(tiny, tmp_path / "model"))
 
 
-@pytest.mark.parametrize("save", [torch.save, lambda plant, path: path.write_bytes(pickle.dumps(plant, 2))], ids=["torch", "pickle"])
-def test_a_planted_state_of_pretraining_is_not_run(save, tmp_path, trap):
+def test_a_planted_state_of_pretraining_is_not_run(tmp_path, trap):
     model, path = random_model(vocabulary=11), tmp_path / training.STATE_FILE
-    save(dict(model=model.state_dict(), optimizers=Command(trap)), path)
-    sentence = error_sentence(lambda: training._load_state(path, model, [], random.Random(0)))
-    assert sentence.startswith(f"{path} must be a complete state of this training, got ") and "delete it" in sentence
+    plant = dict(model=model.state_dict(), optimizers=Command(trap))
+    for save in (torch.save, lambda plant, path: path.write_bytes(pickle.dumps(plant, 2)), lambda plant, path: path.write_bytes(b"PK")):
+        save(plant, path)
+        assert error_sentence(lambda: training._load_state(path, model, [], random.Random(0))).startswith(f"{path} must be a complete state of this training, got ")
 
 
 def test_planted_weights_are_not_run(folder, trap):
@@ -98,7 +100,7 @@ def test_planted_weights_are_not_run(folder, trap):
 @pytest.mark.parametrize("load", [
     lambda name: load_part(AutoConfig, name), lambda name: load_part(AutoModelForCausalLM, name), load_tokenizer, load_base,
     lambda name: engine_vllm._read_limits(name, None), lambda name: estimation.reference_pairs(name)],
-    ids=["config", "model", "tokenizer", "base", "vllm", "reference"])  # fmt: skip
+    ids=["config", "model", "tokenizer", "base", "vllm", "reference"])
 def test_code_of_a_model_is_not_run(load, folder, trap):
     "Neither with a class of its own nor by a question on the terminal."
     (folder / "code.py").write_text(f"open({str(trap)!r}, 'w')\nclass Own: pass\n")
@@ -131,18 +133,11 @@ def test_every_load_is_of_tensors_and_every_part_without_code():
     assert not [file for file in SOURCES if "import pickle" in file.read_text()]
 
 
-TOKENIZER = ["tokenizer.json", "tokenizer_config.json"]
-
-
-@pytest.mark.parametrize("missing, part", [(TOKENIZER, "a tokenizer"), (TOKENIZER[:1], "a tokenizer")])
-@pytest.mark.parametrize("stage", [
-    lambda name: generate.run(model=name), lambda name: train.run(model=name), lambda name: nll.run(model=name),
-    lambda name: evaluate.run(model=name), lambda name: pretrain.run(start=name)], ids=["generate", "train", "nll", "evaluate", "pretrain"])  # fmt: skip
-def test_a_folder_without_a_part_is_refused_before_anything_runs(stage, missing, part, folder, own_runs):
+def test_a_folder_without_a_tokenizer_is_refused_before_anything_runs(folder, own_runs):
+    (folder / "tokenizer.json").unlink()
     before = set(own_runs.iterdir())
-    for file in missing: (folder / file).unlink()
-    sentence = error_sentence(lambda: stage(str(folder)))
-    assert re.match(rf"(model|start) must be a folder with {part}, got {re.escape(str(folder))}; ", sentence) and set(own_runs.iterdir()) == before
+    for stage in (generate, train, nll, evaluate): assert error_sentence(lambda: stage.run(model=str(folder))).startswith(f"model must be a folder with a tokenizer, got {folder}; ")
+    assert error_sentence(lambda: pretrain.run(start=str(folder))).startswith("start must be a folder with a tokenizer") and set(own_runs.iterdir()) == before
 
 
 def test_a_tokenizer_without_a_template_gets_the_plain_form(folder, monkeypatch):
@@ -207,6 +202,50 @@ def test_a_control_token_that_no_conversation_contains_needs_no_row(base, own_ru
 def prefixed(weights): return {f"module.{name}": w for name, w in weights.items()}
 def narrowed(weights): return weights | {"model.norm.weight": weights["model.norm.weight"][:-1].contiguous()}
 def without(*names): return lambda weights: {name: w for name, w in weights.items() if name not in names}
+
+
+def add_turns(folder):
+    "The template begins turns with a token that the model has no row for."
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<|turn|>"], special_tokens=True)
+    tokenizer.chat_template = "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    tokenizer.save_pretrained(folder)
+
+
+def add_adapter(folder):
+    "transformers would add it to the base without a word, and a training would train the adapter alone."
+    from peft import LoraConfig, get_peft_model
+    get_peft_model(load_base(str(folder))[0], LoraConfig(r=2, target_modules="all-linear")).save_pretrained(folder)
+
+
+def of_family(name, **options): return lambda folder: AutoConfig.for_model(name, **options).save_pretrained(folder)
+def of_tiny(name, **options): return lambda folder: tiny_config(name, 2763, **options).save_pretrained(folder)
+
+
+REFUSED = [  # how a folder is changed, and words of the sentence
+    *((of_family(name, **options), "logits from its head as they are") for name, options in {
+        "gemma2": {}, "gemma3_text": dict(final_logit_softcapping=30.0), "granite": dict(logits_scaling=8.0), "falcon_h1": dict(lm_head_multiplier=0.5)}.items()),
+    *((of_family(name), "consists of `model` and `lm_head`") for name in ("gemma3", "gpt2", "t5")),
+    (of_tiny("lfm2", layer_types=["conv", "full_attention"]), "keep keys and values"), (of_tiny("bart", is_encoder_decoder=True), "be a decoder alone"),
+    *((lambda folder, how=how: change_config(folder, quantization_config=how), "not quantised") for how in (
+        dict(quant_method="gptq", bits=4, group_size=128), dict(quant_method="fp8"))),
+    (lambda folder: change_config(folder, num_hidden_layers=1, layer_types=None), "that it does not have"),
+    (lambda folder: change_weights(folder, without("model.norm.weight")), "lack model.norm.weight"),
+    (lambda folder: change_weights(folder, prefixed), "and hold module."), (lambda folder: change_weights(folder, narrowed), "(127,) instead of (128,)"),
+    (add_turns, "no rows for, such as <|turn|>"), *([(add_adapter, "merged with its adapter")] if importlib.util.find_spec("peft") else [])]
+
+
+def test_a_folder_that_cannot_be_computed_is_refused_before_a_run(base, own_runs, capfd):
+    "By training, and by each of the other stages in turn."
+    for k, (change, words) in enumerate(REFUSED):
+        folder = Path(shutil.copytree(base, own_runs / f"changed-{k}"))
+        change(folder)
+        for stage in {"train", [*STAGES][k % len(STAGES)]}:
+            said = refusal(stage, folder, own_runs)
+            assert words in said and str(folder) in said, (k, stage, said)
+    assert "LOAD REPORT" not in capfd.readouterr().err, "transformers prints no report"
+
+
 def test_weights_of_the_model_without_its_head_are_taken_if_the_head_is_tied(lab_s, base):
     "transformers knows the prefix; a file of torch and several files of safetensors are compared with the model too."
     lab_s[0].model.save_pretrained(base)
