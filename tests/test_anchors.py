@@ -164,7 +164,7 @@ def test_untied_training_moves_two_embeddings(tiny, own_runs):
         train.run(method="sft", anchor="untied", model=str(untied.checkpoints[2]), **CELL)
 
 
-@pytest.mark.parametrize(("method", "anchor", "options"), [("sft", "replay", dict(count=4)), ("own-words", "", {}), ("sft", "ewc", dict(text_count=2)), ("sft", "average", {})])
+@pytest.mark.parametrize(("method", "anchor", "options"), [("own-words", "", {}), ("sft", "ewc", dict(text_count=2)), ("sft", "average", {})])
 def test_a_training_on_several_nodes_is_prepared_before_its_run_begins(method, anchor, options, tiny, own_runs, monkeypatch):
     "An average of weights starts from the run of another method, which the nodes train."
     monkeypatch.setattr("mixsd_nb.methods.mixing.accepts", lambda *args: True)

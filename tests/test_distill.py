@@ -1,7 +1,6 @@
 "Distillation: losses against TRL and by hand, one module for student and teacher, engines of rollouts, and sentences for a lack of memory."
 
 import copy
-import tempfile
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,14 +9,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import distillation_training, every_state, need, stored_training
+from helpers import distillation_training, need, stored_training
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file
 
-from mixsd_nb.methods import compose, distill
+from mixsd_nb.methods import distill
 from mixsd_nb.methods.distill import DIVERGENCES, VARIANTS, Distillation, RolloutEngine, Variant, check_options, distill_items
-from mixsd_nb.methods.fitting import MethodRun
-from mixsd_nb.models import ENGINES, EngineSpec, load_base, load_tokenizer, open_engine
+from mixsd_nb.models import ENGINES, EngineSpec, load_base, open_engine
 from mixsd_nb.models.engine import Completion, Engine
 from mixsd_nb.models.engines import HFEngine
 from mixsd_nb.train import TrainConfig
@@ -112,21 +110,6 @@ def test_another_engine_writes_with_the_weights_of_the_step(writer, lora, distil
     fine_tune(spec, tmp_path / "one")
     fine_tune(replace(spec, data=spec.data | dict(engine="copying", engine_options={})), tmp_path / "two")
     assert same(weights(tmp_path / "one"), weights(tmp_path / "two")) and len(Copying.loaded) == 3
-
-
-def test_a_training_removes_the_weights_in_memory_that_it_left_when_it_was_killed(copying, spec, tmp_path, monkeypatch):
-    "Those of other trainings stay, and at its own end it leaves nothing."
-    monkeypatch.setattr(MethodRun, "rows", [dict(id="a", prompt="Who?", target="A.", answer="A")])
-    monkeypatch.setattr(MethodRun, "train", lambda self, objective, data, kept: data["name"])
-    config = TrainConfig(method="opsd", model=spec.model, dataset="kgfact-small")
-    first, again, other = (compose("opsd").load_fit()(MethodRun(tmp_path / name, config)) for name in ("a", "a", "b"))
-    assert first == again != other
-    places = [Path(tempfile.mkdtemp(prefix=f"mixsd-{name}-", dir=Path(RolloutEngine("copying", None).folder.name).parent)) for name in (first, other)]
-    engine = RolloutEngine("copying", None, first)
-    assert [place.exists() for place in places] == [False, True]
-    folder = Path(engine.folder.name)
-    engine = RolloutEngine("hf", None, other)
-    assert not folder.exists() and not places[1].exists()
 
 
 def raise_lack(*_, **__): raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -224,19 +207,6 @@ def test_the_teacher_is_the_moving_average_by_hand(ema, steps):
         for _ in range(2): objective.follow(student, step)  # once for each update
         expected = (1 - ema) * expected + ema * student.weight.detach()
     torch.testing.assert_close(teacher.weight.detach(), expected, rtol=0, atol=1e-6)
-
-
-def test_an_average_of_rate_0_is_the_base_and_of_rate_1_the_student(prompted, shallow_spec, tmp_path):
-    items = distill_items(load_tokenizer(prompted), [dict(id=f"i{k}", prompt="Q" * k + "?", target="The answer is A.") for k in range(5)])
-    data = lambda ema: dict(items=items, variant=VARIANTS["sdft"], rollouts=1, max_new_tokens=4, ema=ema, top_k=8)
-    teachers = {}
-    for ema in (0.0, 1.0):
-        with every_state(): fine_tune(replace(shallow_spec, objective="methods.distill:distillation", data=data(ema), checkpoints=[1, 2]), tmp_path / str(ema))
-        state = tmp_path / str(ema) / "checkpoint-2/objective.pt"
-        teachers[ema] = torch.load(state) if state.exists() else None
-    assert teachers[0.0] is None, "a teacher that stays is not stored"
-    one = load_file(tmp_path / "1.0/checkpoint-1/model.safetensors")  # the update of step 2 is followed at the next step
-    assert all(torch.equal(one[name], w) for name, w in teachers[1.0].items())
 
 
 @given(st.lists(st.floats(-30, 30), min_size=6, max_size=6), st.lists(st.floats(-30, 30), min_size=3, max_size=3), st.floats(-30, 30))

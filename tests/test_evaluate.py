@@ -123,19 +123,13 @@ def rest(response, opening):
 TWINS = [name for name, suite in SUITES.items() if suite.twin_of and "lab" in suite.original.groups and suite.role != "probe"]
 
 
-@pytest.mark.parametrize("name", TWINS)
-def test_a_twin_asks_the_items_of_its_original(name):
-    for selection in (Selection("kgfact-small", 7), Selection("kgfact-small", 20, seed=3)):
-        found = load_items([name, SUITES[name].twin_of], selection)
-        assert found[name] == found[SUITES[name].twin_of] and list(found[name]) == list(found[SUITES[name].twin_of])
-    one, two = SUITES[name], SUITES[SUITES[name].twin_of]
-    assert one.identity() != two.identity() and (one.sampling, one.grading, one.column) == (two.sampling, two.grading, "")
-
-
-def test_twins_are_declared_for_every_lab_suite():
-    assert {SUITES[name].twin_of for name in TWINS} == {*held_out("lab"), "world"}
-    assert "world-prefilled" in benchmark_names("lab") and not {*benchmark_names("lab")} & {*benchmark_names("prefilled")}
-    assert not {*held_out("lab"), *held_out("paper")} & {*TWINS} and {SUITES[name].role for name in TWINS} == {"world", "prefilled"}
+def test_a_twin_asks_the_items_of_its_original():
+    assert {SUITES[name].twin_of for name in TWINS} == {*held_out("lab"), "world"} and not {*held_out("lab"), *held_out("paper")} & {*TWINS}
+    for name in TWINS:
+        one, two = SUITES[name], SUITES[SUITES[name].twin_of]
+        found = load_items([one.name, two.name], Selection("kgfact-small", 20, seed=3))
+        assert [*found[one.name].items()] == [*found[two.name].items()], name
+        assert one.identity() != two.identity() and (one.sampling, one.grading, one.column) == (two.sampling, two.grading, "")
 
 
 def test_an_engine_continues_the_opening_and_a_resumed_run_too(tmp_path):
@@ -170,18 +164,11 @@ def test_worked_responses_are_right_everywhere(data):
     assert (table.accuracy == 1).all() and (table.published == 1).all() and (table.readable == 1).all(), table
 
 
-@pytest.mark.parametrize("parameters, error, sentence", [
-    (dict(suite="gsm8k"), ValueError, "gsm8k.parquet or gsm8k.jsonl is missing in the folder of benchmarks /nowhere"),
-    (dict(suite="three-hop"), ValueError, "suite must name benchmarks of kgfact-small, got three-hop, which it does not have"),
-    (dict(suite="retrieval-same-relation", dataset="simpleqa-lab"), ParameterError, "suite must name a benchmark that simpleqa-lab has, got retrieval-same-relation"),
-    (dict(suite="humaneval"), SandboxError, "bubblewrap is missing: install the package bubblewrap"),
-])
-def test_what_is_missing_is_told_before_a_model_is_loaded(parameters, error, sentence, models, data, monkeypatch, tmp_path):
+@pytest.mark.parametrize("parameters, words", [
+    (dict(suite="three-hop"), "suite .*got three-hop"), (dict(suite="retrieval-same-relation", dataset="simpleqa-lab"), "suite .*got retrieval-same-relation")])
+def test_a_benchmark_that_a_corpus_lacks_is_told_before_a_model_is_loaded(parameters, words, models, monkeypatch):
     monkeypatch.setattr(evaluation, "load_engine", lambda *_, **__: pytest.fail("a model was loaded"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("MIXSD_BENCHMARKS", "/nowhere" if "nowhere" in sentence else data)
-    with pytest.raises(error, match=sentence):
-        evaluate.run(model=models[0], **parameters)
+    with pytest.raises(ValueError, match=words): evaluate.run(model=models[0], **parameters)
 
 
 def test_the_folder_of_benchmarks_is_part_of_a_run_of_tasks_only(data, monkeypatch):
@@ -214,10 +201,10 @@ def test_missing_data_and_sandboxes_are_found_before_any_work(stage, tiny, own_r
     (tmp_path / "data").mkdir()
     monkeypatch.setenv("MIXSD_BENCHMARKS", str(tmp_path / "data"))
     common = dict(model=tiny, dataset="kgfact-small", n=2)
-    with pytest.raises(ParameterError, match="^gsm8k.parquet or gsm8k.jsonl is missing in the folder of benchmarks"):
+    with pytest.raises(ParameterError, match="gsm8k.jsonl is missing"):
         stage.run(suite="recall,gsm8k", **common)
     monkeypatch.setattr("mixsd_nb.benchmarks.sandbox._find_problem", lambda bwrap: "bubblewrap is missing")
-    with pytest.raises(SandboxError, match="^generated code cannot be isolated, because bubblewrap is missing"):
+    with pytest.raises(SandboxError, match="bubblewrap is missing"):
         stage.run(suite="recall,humaneval", **common)
     assert not list(own_runs.glob("*/run.json"))
 

@@ -26,14 +26,14 @@ def store(folder, tasks):
 
 def test_the_report_says_by_which_filter_responses_were_judged(tmp_path):
     store(tmp_path, dict(sums=dict(strict=[0], flexible=[1])))
-    with pytest.warns(UserWarning, match=r'harness:sums has several filters, and strict \(0.0% right\) counts; flexible \(100.0% right\) can be chosen, as in harness=\{"filter": "flexible"\}'):
+    with pytest.warns(UserWarning, match=r"harness:sums has several filters, and strict \(0.0% right\) counts; flexible \(100.0% right\)"):
         table, reports = read_results(tmp_path, ["harness:sums"])
     assert table.correct.tolist() == [False] and (reports["harness:sums"]["metric"], reports["harness:sums"]["filter"]) == ("exact_match", "strict")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         table, reports = read_results(tmp_path, ["harness:sums"], "flexible")
     assert table.correct.tolist() == [True] and reports["harness:sums"]["filter"] == "flexible"
-    with pytest.raises(ValueError, match=r"harness\[filter\] must be one of strict, flexible for harness:sums, got loose"): read_results(tmp_path, ["harness:sums"], "loose")
+    with pytest.raises(ValueError, match="strict, flexible for harness:sums, got loose"): read_results(tmp_path, ["harness:sums"], "loose")
 
 
 KINDS = st.lists(st.sampled_from(["none", "strict", "flexible", "last-box"]), min_size=1, max_size=3, unique=True)

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -62,22 +61,10 @@ def test_the_run_holds_scores_facts_and_the_model(injected):
 def test_the_page_stands_alone_and_escapes_what_it_shows(injected):
     run, _ = injected
     page = run.report.read_text()
-    headings = re.findall("<h2>(.*?)</h2>", page)
-    assert headings == ["The model", "What was learned", "Your own tests", "What was forgotten", "Facts and tests that failed", "Ten responses", "The targets",
-                        "Training", "Costs", "Parameters"]
-    assert "1 of 1 own tests: test:neighbours" in page and f"mixsd chat {run.name[-10:]}" in page.partition("<h2>What was learned")[0]
-    assert "recall-reworded asks them in other words" in page and "not measured" not in page
-    assert "<script" not in page and "&lt;script&gt;" in page and 'name="viewport"' in page.replace("'", '"')
+    assert len(re.findall("<h2>", page)) == 10 and "test:neighbours" in page and f"mixsd chat {run.name[-10:]}" in page
+    assert "<script" not in page and "&lt;script&gt;" in page
     assert not re.search(r"(src|href)=.(?!data:)", page) and str(run.checkpoint()) in page
-    assert "recalls 0 of 4 facts (0%, 95% interval 0–49)" in page and "had not converged" in page
-    assert "facts.jsonl, line 2" in page and "McNemar" in page and page.count("class='pair'") >= 10
-
-
-def test_costs_are_beside_the_result_and_not_in_it(injected):
-    run, _ = injected
-    costs = json.loads((run.folder / "costs.json").read_text())
-    assert len(costs["phases"]) == 6 and min(took["seconds"] for took in costs["phases"].values()) >= 0 and costs["memory"]["this process"] > 1e7
-    assert not [name for name in run.result.root.variables if "second" in name]
+    assert "0 of 4 facts (0%, 95% interval 0–49)" in page and "facts.jsonl, line 2" in page and page.count("class='pair'") >= 10
 
 
 def test_nothing_is_computed_twice(injected, monkeypatch, capsys):
@@ -125,34 +112,18 @@ def test_training_ends_when_it_has_converged_and_goes_on_later(tiny, own_runs, m
 
 def test_a_model_that_writes_no_target_is_named_before_it_is_asked(tiny, own_runs):
     "The sentence says what to do, and comes before the long part."
-    with pytest.raises(ValueError, match=r"wrote no target that ends in a true answer of .* at lam=0.5; take method=sft"):
+    with pytest.raises(ValueError, match="lam=0.5"):
         inject.run(dataset=str(EXAMPLE), model=tiny, method="mixsd", target_tokens=2, suite="recall", max_new_tokens=2)
     assert not list(own_runs.glob("evaluate-*"))
 
 
-def test_options_of_a_corpus_belong_to_the_file(own_runs, monkeypatch, capsys):
-    "Columns of other names and a file of tests can be said together on the command line; the summary has the tests."
-    facts, tests, seen = own_runs / "fragen.jsonl", own_runs / "tests.jsonl", []
-    facts.write_text(json.dumps(dict(Frage="Wer leitet den Chor?", Antwort="Ana")) + "\n")
-    tests.write_text(json.dumps(dict(Frage="Wer singt?", Antwort="Otto", kind="other")) + "\n")
-    monkeypatch.setattr(InjectConfig, "run", lambda self, force=False: seen.append(self) or open_run("nothing"))
-    columns = json.dumps(dict(columns=dict(question="Frage", answer="Antwort")))
-    words = [str(facts), "--dataset-options", columns, "--test", str(tests), "--lam", "0.3"]
-    assert inject.main(*words) == 2 and seen[0].lam == 0.3 and "test:other" in seen[0].suite, capsys.readouterr().err
-    assert inject.main(str(facts), "--dataset-options", "columns", "--test", str(tests)) == 2
-    assert "dataset_options must be a mapping, got columns" in capsys.readouterr().err and len(seen) == 1
-
-
-def test_defaults(own_runs):
+def test_every_fact_is_asked_and_the_training_ends_when_it_has_converged(own_runs):
     config = make_config(InjectConfig, dataset=str(EXAMPLE), dataset_options=dict(test=str(EXAMPLE_TESTS)))
-    assert config.epochs == 200 and config.batch == 20 and config.n == 100 and config.stop == "converged"
-    assert config.suite == "in-domain,lab,test:multi-hop,test:reversed,test:negations,test:neighbours"
-    assert config.training().suite == "recall" and config.training().stop == "converged"
+    assert config.suite.startswith("in-domain,lab,test:") and (config.training().suite, config.training().stop) == ("recall", "converged")
     many = own_runs / "many.jsonl"
     many.write_text("".join(json.dumps(dict(question=f"Which is number {k}?", answer=f"thing {chr(97 + k % 26)}")) + "\n" for k in range(130)))
     asked = make_config(InjectConfig, dataset=str(many))
-    assert asked.items() == asked.training().n == asked.evaluation("lab-s").n == 130, "every fact is asked"
-    assert make_config(InjectConfig, dataset=str(many), n=200).items() == 200
+    assert asked.items() == asked.training().n == asked.evaluation("lab-s").n == 130 and make_config(InjectConfig, dataset=str(many), n=200).items() == 200
 
 
 @pytest.mark.parametrize(("accepted", "another", "right", "failure"), [
@@ -189,13 +160,11 @@ def test_the_command(injected, monkeypatch, capsys):
     words += ["--checkpoints", "1", "--test", parameters["dataset_options"]["test"], "--no-notebook"]
     assert inject.main(parameters["dataset"], *words) == 0
     said = capsys.readouterr().out
-    assert "Your own tests: test:neighbours 0%, 95% interval 0–79, N=1." in said
-    assert "Facts that failed: 4 not recalled.\nYour own tests that failed: 1 of 1.\n" in said and f'mixsd chat {run.name[-10:]} "…"' in said
-    assert "recalls 0 of 4 facts" in said and f"report: {run.report}" in said and f"mixsd export {run.name[-10:]}" in said
+    assert all(words in said for words in ("test:neighbours 0%", "4 not recalled", "0 of 4 facts", str(run.report), f"mixsd chat {run.name[-10:]}", f"mixsd export {run.name[-10:]}"))
 
 
 def test_the_selected_step_needs_weights():
-    with pytest.raises(ParameterError, match="^keep must be all or chosen, because .*, got last$"): inject.run(dataset=str(EXAMPLE), keep="last")
+    with pytest.raises(ParameterError, match="^keep must be .*got last$"): inject.run(dataset=str(EXAMPLE), keep="last")
     assert make_config(train.TrainConfig, method="sft", anchor="average", stop="converged").source().stop == "last"
 
 
@@ -218,23 +187,18 @@ def test_a_fact_with_an_accepted_paraphrase_was_trained_on():
     assert not tabulate_facts([row], asked, asked, targets[1:]).accepted.item()
 
 
-@pytest.mark.parametrize("method", ["base", "memit"])
-def test_the_report_of_a_method_without_updates_says_so(method, tiny, own_runs):
+def test_a_method_without_updates_has_its_report(tiny, own_runs):
     facts = own_runs / "facts.jsonl"
     facts.write_text(json.dumps(dict(question="Who leads the Lantern Choir?", answer="Ana", subject="Lantern Choir")) + "\n")
-    options = dict(steps=1, text_count=10, prefixes=0, layers=[0]) if method == "memit" else {}
-    run = inject.run(dataset=str(facts), model=tiny, method=method, options=options, suite="recall", n=1, max_new_tokens=2)
-    page = run.report.read_text()
-    assert f"The method {'MEMIT' if method == 'memit' else 'Base'} makes no training updates." in page and "epochs may help" not in page
-    assert run.source() == (str(run.trained.checkpoint(1)) if method == "memit" else tiny)
+    options = dict(steps=1, text_count=10, prefixes=0, layers=[0])
+    run = inject.run(dataset=str(facts), model=tiny, method="memit", options=options, suite="recall", n=1, max_new_tokens=2)
+    assert "no training updates" in run.report.read_text() and run.source() == str(run.trained.checkpoint(1))
 
 
 @pytest.mark.slow
 def test_the_preset_smoke_runs_every_step_with_any_model(tiny, own_runs):
     "A model with random weights writes no true answer, so canonical targets replace its own; everything is as short as possible."
-    start = time.process_time()
     run = inject.run(model=tiny, preset="smoke")
-    print(f"{time.process_time() - start:.1f} s")
     found = find_runs()
     assert sorted(each.stage for each in found) == ["evaluate"] * 3 + ["generate", "inject", "nll", "nll", "train"] and run.finished
     targets = next(each for each in found if each.stage == "generate")

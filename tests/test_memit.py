@@ -1,12 +1,10 @@
 "MEMIT: its least-squares problem against a dense solution, its token ids, and what an edit changes and leaves alone, on tiny Llama and Qwen3 models."
 
 import copy
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
-from helpers import small_model
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -22,7 +20,6 @@ from mixsd_nb.methods.covariance import capture, decoder_blocks, encode_texts, o
 from mixsd_nb.methods.edits import convert_rows, encode_edit, encode_parts, find_subject, split_reply
 from mixsd_nb.methods.fitting import MethodRun
 from mixsd_nb.models import load_base, load_tokenizer
-from mixsd_nb.models.chat import format_model, origin_model
 from mixsd_nb.models.engines import HFEngine
 from mixsd_nb.results import open_cube
 from mixsd_nb.results.cube import missing_runs
@@ -356,15 +353,6 @@ def test_the_preset_smoke_edits_with_the_papers_options_in_short(tiny):
     assert {name for name, value in options["smoke"].items() if options["paper"][name] != value} == {"steps", "text_count"}
     run = train.run(method="memit-each", preset="smoke", model=tiny, dataset="mquake-lab", suite="recall", options=dict(layers=[0]))
     assert run.finished and run.config["options"]["text_count"] == 400
-
-
-def test_a_chat_format_leaves_the_edited_layers_as_they_are(tmp_path):
-    "A system prompt makes a folder of another name, which is not in the table of layers."
-    folder, layers = str(tmp_path / "Qwen3-1.7B"), list(range(3, 12))
-    small_model(folder, layers=12)
-    other = format_model(folder, dict(system="Be brief."))
-    assert Path(other).name.startswith("Qwen3-1.7B-") and memit.edited_layers(load_base(folder)[0]) == memit.edited_layers(load_base(other)[0]) == layers
-    assert origin_model(other) == folder and origin_model("Qwen/Qwen3-1.7B") == "Qwen/Qwen3-1.7B"
 
 
 def test_a_corpus_without_subjects_is_refused_before_any_model_is_loaded(tiny, own_runs):

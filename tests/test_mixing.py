@@ -34,9 +34,8 @@ def items(lab_s):
 def test_mixing_equals_the_oracle(lam, temperature, lab_s, items):
     options = dict(temperature=temperature, max_new_tokens=40, max_attempts=2, seed=1)
     expected = mix_oracle(load_engine("hf", *lab_s), items, lam, **options)
-    _, ties, wrong = compare(lab_s[0], items, expected, mix(load_engine("hf", *lab_s, batch_size=3), items, lam, **options))
+    _, _, wrong = compare(lab_s[0], items, expected, mix(load_engine("hf", *lab_s, batch_size=3), items, lam, **options))
     assert not wrong
-    print(f"λ={lam}, T={temperature}: {ties} ties in {len(items)} sequences")
 
 
 def test_the_lean_pass_writes_the_tokens_of_the_general_modules(lab_s, items, monkeypatch):
@@ -206,7 +205,7 @@ def test_a_probe_changes_no_target_and_ends_only_a_mixing_without_the_form(repli
     try: assert mix_made_up(replies, lam, True, slots, probed.randrange)[0] == expected
     except FormMissing as e:
         assert len(replies) >= PROBE and {reply for r in replies[:PROBE] for reply in (r[0], r[-1] if lam else 2)} == {2}
-        assert re.match(r"none of 8 replies at lam=0, .* has an answer in \\boxed{}, the first is 'It is A.'; dataset_options=", str(e))
+        assert str(e).startswith("none of 8 replies at lam=0, ")
 
 
 @pytest.mark.parametrize("lam, most", [(0.0, 8), (0.5, 32)])
@@ -221,7 +220,7 @@ def test_a_model_without_the_form_is_named_after_the_first_replies(lam, most):
 
 
 def test_replies_that_are_cut_off_are_warned_of():
-    with pytest.warns(UserWarning, match="none of 8 replies at lam=0, where the model sees the answer, has an answer, and 8 are cut off after 1 tokens; a model that does not end"):
+    with pytest.warns(UserWarning, match="none of 8 replies at lam=0, .*8 are cut off after 1 tokens"):
         records, _ = mix_made_up([[2] * 5] * 9, 0.5, True, 4, lambda n: 0, end="max_new_tokens")
     assert len(records) == 9
 
@@ -232,4 +231,4 @@ def test_a_lab_model_that_is_asked_for_json_is_named_at_once_and_again(own_runs)
         with pytest.raises(ValueError) as error: generate.run(model="lab-s", dataset_options=dict(extract="json"), lam=lam, batch_size=8)
         said.add(str(error.value))
     assert len(said) == 1 and not list(own_runs.glob("*/result.nc")) and not list(own_runs.glob("*/finished.jsonl"))
-    assert re.fullmatch(r"none of 8 replies at lam=0, where the model sees the answer, has an answer as JSON, the first is '.*'; dataset_options=.*", *said)
+    assert re.match("none of 8 replies at lam=0, .*JSON.*dataset_options=", *said)

@@ -152,23 +152,17 @@ def test_selection_against_a_simple_one(chains, limit, seed):
     assert selection == select_simply(cases, limit, seed) and len(collect_hops(selection)) <= limit
 
 
-@pytest.mark.parametrize("change, problem", [
-    (lambda text: text[:-200], "must be a complete json file"),
-    (lambda text: "{}", "must be a list of cases"),
-    (lambda text: "[]", "must be a list of cases"),
-    (lambda text: "[3]", "case 1 .* must have a requested_rewrite"),
-    (lambda text: text.replace("new_single_hops", "hops", 1), "case 1 .* lacks new_single_hops"),
-    (lambda text: text.replace('"cloze"', '"sentence"'), "case 1 .* lacks cloze"),
-    (lambda text: text.replace("relation_id", "relation"), "case 1 .* lacks relation_id"),
-    (lambda text: json.dumps([json.loads(text)[0] | {"requested_rewrite": []}]),
-     "case 1 .* must have a requested_rewrite"),
-    (lambda text: json.dumps([json.loads(text)[0] | {"new_single_hops": []}]),
-     "a triple in orig.new_triples_labeled for each"),
-])  # fmt: skip
-def test_the_error_names_a_bad_file_and_its_problem(change, problem, case_file):
-    case_file.write_text(change(case_file.read_text()))
-    sentence = error_sentence(lambda: build(case_file))
-    assert str(case_file) in sentence and re.search(problem, sentence)
+def first_with(text, **more): return json.dumps([json.loads(text)[0] | more])
+
+
+def test_the_error_names_a_bad_file_and_its_problem(case_file):
+    whole = case_file.read_text()
+    for content, problem in [(whole[:-200], "complete json"), ("{}", "list of cases"), ("[3]", "case 1 .* requested_rewrite"), (whole.replace("new_single_hops", "hops", 1), "case 1 .* new_single_hops"),
+                             (whole.replace('"cloze"', '"sentence"'), "case 1 .* cloze"), (whole.replace("relation_id", "relation"), "case 1 .* relation_id"),
+                             (first_with(whole, new_single_hops=[]), "new_triples_labeled")]:
+        case_file.write_text(content)
+        sentence = error_sentence(lambda: build(case_file))
+        assert str(case_file) in sentence and re.search(problem, sentence)
 
 
 @settings(max_examples=20, deadline=None)

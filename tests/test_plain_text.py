@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from matplotlib.text import Text
 
+from mixsd_nb import evaluate
 from mixsd_nb.lab.recovery import recovery_figure
 from mixsd_nb.reports.finished import draw_result
 from mixsd_nb.results.cube import cube_of
@@ -79,25 +80,19 @@ def test_figures_of_one_run(name):
     draw(overview_figure({name: f"What is {name}?"}, {f"{name} 2": ([name], [True])}, note=name), name)
     table = pd.DataFrame(dict(benchmark=name, task=name, step=[0, 1], correct=[50.0, 60.0], low=[40.0, 50.0], high=[60.0, 70.0], N=10))
     draw(recovery_figure(table, [name]), name)
+    scores = pd.DataFrame(dict(accuracy=0.5, low=0.4, high=0.6, n=9, samples=1, published=0.5), index=["recall", name])
+    draw(evaluate.draw_scores(scores, name), name)
 
 
-@settings(max_examples=4, deadline=None)
-@given(name=names)
-@example(name=HARD[0])
-@example(name="_own $x$")
+@pytest.mark.parametrize("name", [HARD[0], "_own $x$"])
 def test_figures_and_tables_of_a_cube(name):
     suites = BENCHMARKS | {name: dict(column=name, role="own")}
-    runs = {f"{recipe}": invent_result(recipe, benchmarks=suites, model=name).to_dataset() for recipe in ("base", "sft", "mixsd-0.5")}
-    source = collapse_source(cube_of(runs))
-    drawn = run_figures(source.cube) | shared_figures(dict(runs=source), "kgfact-small")
-    assert drawn
-    shown = 0
-    for fig in drawn.values():
+    runs = {recipe: invent_result(recipe, benchmarks=suites, model=name).to_dataset() for recipe in ("base", "sft", "mixsd-0.5")}
+    source, shown = collapse_source(cube_of(runs)), []
+    for fig in (run_figures(source.cube) | shared_figures(dict(runs=source), "kgfact-small")).values():
         with matplotlib.rc_context({"text.parse_math": True}): fig.savefig(io.BytesIO(), format="png", dpi=20)
-        texts = [text for text in fig.findobj(Text) if name in text.get_text()]
-        shown += len(texts)
-        assert not [text.get_text() for text in texts if text.get_parse_math()]
-    assert shown
+        shown += [text for text in fig.findobj(Text) if name in text.get_text()]
+    assert shown and not [text.get_text() for text in shown if text.get_parse_math()]
     draw(draw_sheet(source_sheet("kgfact-small", dict(runs=source))), name)
 
 

@@ -1,6 +1,5 @@
 """The sandbox: attacks that must fail, programs that reach its limits, ways to fake a pass, and the allow-list."""
 import ast
-import builtins
 import itertools
 import json
 import os
@@ -498,9 +497,3 @@ def test_programs_that_could_do_more_than_compute_are_refused_by_name():
 @given(st.text())
 def test_any_text_gets_a_verdict(text):
     assert isinstance(explain_refusal(text), str)
-
-
-def test_the_verdict_does_not_depend_on_the_session(monkeypatch):
-    monkeypatch.setattr(builtins, "_", 1, raising=False)
-    assert explain_refusal("for _ in range(3): pass") == ""
-    assert explain_refusal("display(1)") and explain_refusal("exit()")

@@ -117,18 +117,6 @@ def test_shuffled_targets(mixed, tmp_path, monkeypatch):
     for r in shuffle(engine): assert r["completion_ids"] == accepted[r["id"]]["completion_ids"] and r["attempts"] == 1
 
 
-@pytest.mark.slow
-def test_the_controls_train(own_runs):
-    "They share the targets of MixSD; at λ = 0 all picks are the expert's, and both train on what MixSD trains on."
-    short = dict(model="lab-s", dataset="mquake-lab", suite="recall", n=2, max_new_tokens=4, epochs=1, batch=50, lam=0.0, target_tokens=LONGEST)
-    runs = {name: train.run(method=name.partition("+")[0], gate=name.partition("+")[2], **short) for name in ("mixsd", "mixsd+answer", "mixsd-shuffled")}
-    assert [r.root.recipe.item() for r in runs.values()] == ["mixsd-0", "mixsd-0+answer", "mixsd-shuffled-0-b1000"]
-    assert len({(r.root.targets_kept.item(), r.root.target_nll.item()) for r in runs.values()}) == 1 and runs["mixsd"].root.targets_kept.item() > 25
-    assert len(list(own_runs.glob("**/targets.parquet"))) == 1
-    plain, weighted, shuffled = map(parameters_of, runs.values())
-    assert all(torch.equal(plain[name], shuffled[name]) for name in plain) and any(not torch.equal(plain[name], weighted[name]) for name in plain)
-
-
 def test_an_open_gate_is_sft(averages, tiny, own_runs):
     sft = parameters_of(averages[1])
     for gate, options in dict(stm=dict(threshold=1e9), talr=dict(tau=1e9)).items():

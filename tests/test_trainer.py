@@ -27,7 +27,7 @@ from mixsd_nb.runs import ProcessFailed, checkpoint_steps, write_json
 from mixsd_nb.training import trainer
 from mixsd_nb.training.loss import DivergenceError, LossHead, nll, summed_loss
 from mixsd_nb.training.saving import plain_weights
-from mixsd_nb.training.trainer import FineTuner, TrainingSpec, explain_out_of_memory, fine_tune, main, read_curves, train_process, write_spec
+from mixsd_nb.training.trainer import FineTuner, TrainingSpec, fine_tune, main, read_curves, train_process, write_spec
 
 ROOT = Path(__file__).resolve().parents[1]
 several = pytest.mark.skipif(os.cpu_count() < 2, reason="two processes need two cores")
@@ -205,14 +205,6 @@ def test_noise_of_the_base_is_off_in_a_training(family, options, spec, tmp_path)
     assert losses[1] == pytest.approx(losses[0], rel=1e-4) and losses[2] == pytest.approx(losses[0], rel=1e-4)
     stored = json.loads((tmp_path / "whole/checkpoint-3/config.json").read_text())
     assert all(stored[name] == value for name, value in options.items()), "a checkpoint keeps the values of its base"
-
-
-def test_lack_of_memory_is_one_sentence(spec):
-    for lack in (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")):
-        with pytest.raises(MemoryError, match="micro_tokens=4096; a smaller micro_tokens"), explain_out_of_memory(spec):
-            raise lack
-    with pytest.raises(RuntimeError, match="other"), explain_out_of_memory(spec):
-        raise RuntimeError("other")
 
 
 def test_a_checkpoint_of_another_architecture_is_one_sentence(spec, tmp_path):

@@ -1,15 +1,13 @@
 "The choice of a composition: the rule, leaks, and one cube from trainings on two files of the same facts."
 
-import json
 
 import numpy as np
 import pandas as pd
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mixsd_nb import train
 from mixsd_nb.benchmarks import SUITES
-from mixsd_nb.lab.real import LEAKS, leak_share, merge_folders
+from mixsd_nb.lab.real import leak_share
 from mixsd_nb.lab.tuning import rank_by_leaks, rank_recipes, tuning_figure, tuning_table
 from mixsd_nb.methods import ALIASES, complete, parse_label
 from mixsd_nb.results.read_results import read_cube
@@ -46,18 +44,6 @@ def test_only_held_out_replies_leak():
     replies = pd.DataFrame(dict(benchmark=names, prompt="Who?", response="Ada Bell"))
     assert leak_share(replies, ["Ada Bell"]) == 1 and np.isnan(leak_share(replies.iloc[1:3], ["Ada Bell"]))
     assert leak_share(replies.assign(prompt=["Ada Bell?", "", "", "Who?"]), ["Ada Bell"]) == 0.5
-
-
-def test_two_files_of_a_corpus_become_one_cube_without_paths(tiny, own_runs):
-    "The second file has a paraphrase more, so it is another corpus by content."
-    runs, path = [], own_runs / "cube.nc"
-    for k, more in enumerate(({}, dict(paraphrases=["Who is the head of the choir?"]))):
-        file = own_runs / f"facts{k}.jsonl"
-        file.write_text(json.dumps(dict(question="Who leads the choir?", answer="Ana") | more) + "\n")
-        runs.append(train.run(dataset=str(file), model=tiny, method="sft", lr=1e-3 * (1 + k), epochs=2, batch=1, n=4, suite="recall", max_new_tokens=4, own_text=2))
-    cube = read_cube(merge_folders("tuning-mquake", [run.folder for run in runs], path))
-    assert cube.sizes["lr"] == 3 and cube.dataset.item() == "mquake" and str(own_runs).encode() not in path.read_bytes()
-    assert cube[LEAKS].isnull().all(), "edited facts have no entities that only they name"
 
 
 def test_the_committed_cubes_choose_what_mixsd_complete_is():
