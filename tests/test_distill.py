@@ -14,9 +14,8 @@ from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file
 
 from mixsd_nb.methods import distill
-from mixsd_nb.methods.distill import DIVERGENCES, VARIANTS, Distillation, RolloutEngine, Variant, check_options, distill_items
+from mixsd_nb.methods.distill import DIVERGENCES, VARIANTS, Distillation, Variant, check_options, distill_items
 from mixsd_nb.models import ENGINES, EngineSpec, load_base, open_engine
-from mixsd_nb.models.engine import Completion, Engine
 from mixsd_nb.models.engines import HFEngine
 from mixsd_nb.train import TrainConfig
 from mixsd_nb.training.loss import Example, LossHead, Objective, summed_loss
@@ -130,10 +129,6 @@ def test_a_lack_of_memory_names_its_phase(owner, method, words, distillation, tm
 ALPHA = {"forward": 0.0, "reverse": 1.0, "jensen-shannon": 0.5}  # of TRL
 
 
-@pytest.fixture(scope="module")
-def shallow_spec(prompted): return stored_training(prompted, steps=3)
-
-
 def objective_of(folder, seed=1, **options):
     "The objective of SDFT with a teacher of other weights than the student, and the student."
     student, tokenizer = load_base(folder)
@@ -225,43 +220,6 @@ def test_a_response_counts_by_its_mean():
     "Two responses of different lengths have equal weight, whatever the batch."
     objective = Distillation([], torch.nn.Linear(1, 1), None, VARIANTS["sdft"])
     assert objective.size([Example([5], [6] * n, ()) for n in (1, 7)]) == 2
-
-
-class Sharing(Engine):
-    "Takes a share of a GPU, and notes what it is opened with and when it gives its memory back."
-    context, calls = 64, []
-
-    @classmethod
-    def open(cls, model, tokenizer=None, **options):
-        cls.calls.append({name: options[name] for name in ("share", "sleep") if name in options})
-        return cls()
-
-    def stream(self, queue, **options): yield from ((queue.popleft(), Completion([5], "stop")) for _ in range(len(queue)))
-    def score(self, pairs): return []
-    def load_weights(self, source): return self.calls.append("weights") or True
-    def release(self): self.calls.append("released")
-
-
-def test_an_engine_beside_a_training_takes_what_it_leaves_and_sleeps_between_rollouts(tiny, monkeypatch):
-    "On a GPU of 80 GB with 60 free, of which the moments of AdamW will take 8 bytes a parameter; a share that is given is kept."
-    ENGINES.add(EngineSpec("sharing", "a stand-in", "test_distill:Sharing", own_process=True, share="share", sleeps=True))
-    monkeypatch.setattr(distill, "load_engine", lambda kind, model, **options: Sharing.open(model, **options))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (60e9, 80e9))
-    monkeypatch.setattr(distill, "training_device", lambda: torch.device("cpu"))
-    model, tokenizer = load_base(tiny)
-    try:
-        for options, expected in ((dict(), dict(share=0.45, sleep=True)), (dict(share=0.3), dict(share=0.3))):
-            Sharing.calls.clear()
-            writer = RolloutEngine("sharing", tokenizer, **options)
-            for _ in range(2):
-                writer.load(model, trained=int(2.5e9))
-                writer.release()
-            assert Sharing.calls == [expected, "released", "weights", "released"]
-        with pytest.raises(ValueError, match="^rollout_engine must be hf here, or sharded=True: of the GPU's 80 GB, training leaves 0 GB"):
-            RolloutEngine("sharing", tokenizer).load(model, trained=int(8e9))
-    finally: ENGINES.remove("sharing")
 
 
 def test_an_engine_of_a_training_process_sees_its_gpu_alone(monkeypatch):

@@ -2,7 +2,6 @@
 
 import functools
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,11 +15,10 @@ from mixsd_nb.benchmarks import SUITES, Item, Selection, benchmark_names, evalua
 from mixsd_nb.benchmarks.evaluation import sampling_of
 from mixsd_nb.benchmarks.sandbox import SandboxError
 from mixsd_nb.evaluate import EvaluateConfig
-from mixsd_nb.models import load_engine, load_tokenizer
-from mixsd_nb.runs import Journal, ParameterError, make_config
+from mixsd_nb.models import load_tokenizer
+from mixsd_nb.runs import ParameterError, make_config
 
 pytestmark = pytest.mark.usefixtures("own_runs")
-ROOT = Path(__file__).resolve().parents[1]
 CONTRACT = ["benchmark", "item", "sample", "prompt", "response", "extracted", "correct", "finish_reason", "error"]
 SMALL = dict(n=6, max_new_tokens=12, task_tokens=24, suite="recall,two-hop,arithmetic,functions,world,world-prefilled")
 
@@ -130,25 +128,6 @@ def test_a_twin_asks_the_items_of_its_original():
         found = load_items([one.name, two.name], Selection("kgfact-small", 20, seed=3))
         assert [*found[one.name].items()] == [*found[two.name].items()], name
         assert one.identity() != two.identity() and (one.sampling, one.grading, one.column) == (two.sampling, two.grading, "")
-
-
-def test_an_engine_continues_the_opening_and_a_resumed_run_too(tmp_path):
-    "What an evaluation stores is the opening with what the engine writes after prompt and opening; lab-m knows its world both ways."
-    engine, keys = load_engine("hf", "lab-m"), ("benchmark", "item", "sample", "response", "finish_reason")
-    items = load_items(["world"], Selection("kgfact-small", 12))["world"]
-    tables = {name: evaluation.generate_and_grade(engine, items, name) for name in ("world", "world-prefilled")}
-    assert all(table.correct.mean() > 0.9 for table in tables.values())
-    table, opening = tables["world-prefilled"], SUITES["world-prefilled"].opening
-    contexts = [list(opened_ids(engine.tokenizer, item.prompt, opening)) for item in items.values()]
-    written = engine.generate(contexts, max_new_tokens=128)
-    assert table.response.tolist() == [opening + engine.tokenizer.decode(c.ids, skip_special_tokens=True) for c in written]
-    assert not tables["world"].response.str.startswith(opening).any()
-    with Journal(tmp_path / "journal.jsonl", keys) as journal:
-        for row in table.head(5).itertuples():
-            journal.add(dict(benchmark="world-prefilled", item=row.item, sample=row.sample, response=row.response, finish_reason=row.finish_reason))
-    with Journal(tmp_path / "journal.jsonl", keys) as journal:
-        assert evaluation.generate_and_grade(engine, items, "world-prefilled", journal=journal).equals(table)
-        assert len(journal.records) == len(items)
 
 
 def test_worked_responses_are_right_everywhere(data):

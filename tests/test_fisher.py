@@ -51,19 +51,6 @@ def trained(root, model, recipe="sft", lr=1e-3, lost=0, steps=(5, 9)):
     return folder
 
 
-@pytest.mark.slow
-@several
-def test_two_processes_equal_one(model, tmp_path, monkeypatch):
-    one = load_file(estimated(model=model, limit=5))
-    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "two"))
-    file = estimated(model=model, limit=5, processes=2)
-    two = load_file(file)
-    assert one.keys() == two.keys() == dict(load_base(model)[0].named_parameters()).keys()
-    for name in one:
-        assert (one[name] - two[name]).norm() <= 1e-5 * one[name].norm() > 0, name
-    assert not list(file.parent.glob("sums-*")) and (file.parent / "job.json").exists(), "two processes made it"
-
-
 def test_every_checkpoint_of_a_run(model, tmp_path):
     folder = trained(tmp_path, model, lr=0.01, lost=2)
     tree = fisher.run(model=model, trained=folder.name, limit=3).result

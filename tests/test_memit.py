@@ -17,7 +17,7 @@ from mixsd_nb.lab.causal_tracing import TracedFact, trace_effects
 from mixsd_nb.methods import memit
 from mixsd_nb.corpora.texts import read_texts
 from mixsd_nb.methods.covariance import capture, decoder_blocks, encode_texts, output_layer, second_moments, stored_moments
-from mixsd_nb.methods.edits import convert_rows, encode_edit, encode_parts, find_subject, split_reply
+from mixsd_nb.methods.edits import encode_edit, encode_parts, find_subject, split_reply
 from mixsd_nb.methods.fitting import MethodRun
 from mixsd_nb.models import load_base, load_tokenizer
 from mixsd_nb.models.engines import HFEngine
@@ -210,25 +210,6 @@ def test_texts_and_essences_begin_as_the_tokenizer_begins_them(name):
     assert tokenizer.decode(edit.essence[len(first):edit.essence_place + 1]) == "Zorbland" and edit.contexts[0].count(tokenizer.bos_token_id) == len(first)
 
 
-def test_an_invented_name_needs_an_edit_for_each_of_its_tokens(lab):
-    "Of a name that lab-m never read, one value brings the first token alone; with a value for each token the fact is recalled in free generation."
-    model, tokenizer = lab
-    fact = next(iter(load_corpus("kgfact-small", "train")))
-    edit, = convert_rows(model, tokenizer, [fact], "own")
-    model.requires_grad_(False)
-    found = {}
-    for place in ("last", "each"):
-        parts = encode_parts(tokenizer, edit, place=place)
-        losses = memit.find_shifts(model, parts, [[k] for k in range(len(parts))], 2, rate=50.0).losses
-        with memit.kept_weights(model, [1, 2]):
-            memit.edit(model, tokenizer, [edit], text_count=100, prefixes=0, weight=300.0, place=place)
-            reply, = HFEngine(model, tokenizer).generate([encode_prompt(tokenizer, fact["prompt"])], max_new_tokens=96)
-        found[place] = max(series[-1] for series in losses), last_boxed(tokenizer.decode(reply.ids, skip_special_tokens=True)) == fact["answer"]
-    model.requires_grad_(True)
-    assert found["last"][0] > 1 and not found["last"][1]
-    assert found["each"][0] < 0.3 and found["each"][1]
-
-
 # --- token ids
 
 @settings(max_examples=30, deadline=None)
@@ -259,15 +240,6 @@ def test_the_edits_of_a_target_write_it_token_by_token(tokenizer, target, ends, 
     for place in ("subject", "last"): assert encode_parts(tokenizer, edit, prefixes, place) == [encode_edit(tokenizer, edit, prefixes, place)]
 
 
-def test_two_subjects_in_a_prompt(tokenizer):
-    "Of a subject that is named twice the last mention counts; of two subjects each edit has its own place."
-    prompt = "Did Ann see Bob before Bob saw Ann again?"
-    places = {s: encode_edit(tokenizer, dict(prompt=prompt, subject=s, target="x")) for s in ("Ann", "Bob")}
-    upto = {s: tokenizer.decode(e.contexts[0][:e.places[0] + 1]) for s, e in places.items()}
-    assert upto["Ann"].endswith("Bob saw Ann") and upto["Bob"].endswith("before Bob")
-    with pytest.raises(ValueError, match="must contain its subject"): encode_edit(tokenizer, dict(prompt=prompt, subject="Carol", target="x"))
-
-
 def test_edits_that_share_a_subject_are_merged(tokenizer, rows):
     model = random_model("qwen3", True, tokenizer)
     twice = [rows[0], rows[0] | dict(id="again")]
@@ -286,18 +258,6 @@ def test_a_reply_is_split_where_it_first_names_its_answer(tokenizer):
 
 
 # --- settings and tracing
-
-def test_values_are_optimised_through_all_layers_above(tokenizer, rows):
-    "The last block counts for the loss, whatever the depth: without it the losses differ."
-    model = random_model("llama", True, tokenizer).requires_grad_(False)
-    encoded = [encode_edit(tokenizer, rows[0])]
-    first = lambda: memit.find_shifts(model, encoded, [[0]], 1, steps=0, kl=0.0).losses[0][0]
-    nll = -model(torch.tensor([encoded[0].contexts[0] + encoded[0].target])).logits.log_softmax(-1)[0, -len(encoded[0].target) - 1:-1]
-    assert first() == pytest.approx(nll[range(len(encoded[0].target)), encoded[0].target].mean().item(), abs=1e-4)
-    before = first()
-    model.model.layers[3].mlp.down_proj.weight.mul_(3)
-    assert abs(first() - before) > 1e-3
-
 
 def test_tracing_restores_a_state_exactly(tokenizer):
     "The last block's output at the last position is all that the answer depends on; restoring any state of an uncorrupted pass changes nothing."

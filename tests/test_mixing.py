@@ -4,7 +4,6 @@ import copy
 import random
 import re
 from collections import deque
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,8 +20,6 @@ from mixsd_nb.models.decoder import has_lean_pass
 from mixsd_nb.models.engine import Completion, Request, choose, gumbel, row_key
 from mixsd_nb.models.engines import HFEngine
 from mixsd_nb.models.tiny import random_model
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")

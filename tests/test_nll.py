@@ -1,11 +1,9 @@
 "The stage nll on the lab model, against plain forwards and the loss of transformers, within a bound on memory."
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -113,13 +111,6 @@ def test_canonical_targets(lab):
     assert (root["recipe"], root.seed, np.isnan(root.lam)) == ("sft", 0, True) and (result["per_token"].token_source == NEITHER).all()
 
 
-def test_the_first_items_are_counted_apart():
-    result = nll.run(first=7).result
-    root, tokens = result.to_dataset().squeeze(), np.concatenate(split_by_target(result["per_token"])[:7])
-    assert root.n.sel(part="first") == 7 and root.tokens.sel(part="first") == len(tokens)
-    assert root.share_above.sel(part="first", threshold=5) == pytest.approx((tokens > 5).mean())
-
-
 def half_canonical(tmp_path, tokenizer):
     "Targets of λ = 0.4: the canonical ones of the first four facts without their first three tokens, even tokens naive; the fourth is not accepted."
     folder, rows = tmp_path / "generate-by-hand", load_corpus("kgfact-small", "train")
@@ -157,23 +148,6 @@ def test_source_and_overlap_of_known_targets(tmp_path, lab):
     assert likelihood.count_missing_types(tokens, canonical).sum() == sum(b - a for a, b in shares)
     assert [f["targets"] for f in nll.find_mixed_targets("kgfact-small", ["lab-m"])] == [str(tmp_path / "generate-by-hand" / "targets.parquet")]
     assert nll.find_mixed_targets("kgfunc-lab", ["lab-m"]) == nll.find_mixed_targets("kgfact-small", ["lab-s"]) == []
-
-
-def test_targets_of_other_models_and_runs_without_accepted_targets_are_not_scored(tmp_path, lab, monkeypatch, capsys):
-    half_canonical(tmp_path, lab[1])
-    found = tmp_path / "generate-by-hand"
-    for name, model, accepted in (("generate-none", "lab-m", False), ("generate-other", "lab-s", True)):
-        shutil.copytree(found, tmp_path / name)
-        config = dict(dataset="kgfact-small", model=model, lam=0.4, seed=3, temperature=0.0)
-        write_json(tmp_path / name / "run.json", dict(stage="generate", config=config))
-        pd.read_parquet(found / "targets.parquet").assign(accepted=accepted).to_parquet(tmp_path / name / "targets.parquet")
-    scored = []
-    monkeypatch.setattr(nll.NllConfig, "run", lambda config, force: scored.append((config.model, config.targets)) or SimpleNamespace(result=0))
-    nll.collect_results(nll.NllConfig(model="lab-m"))
-    assert scored == [("lab-m", ""), ("lab-m", str(found / "targets.parquet"))]
-    assert capsys.readouterr().out == "skipped, because no target was accepted: generate-none\n"
-    nll.collect_results(nll.NllConfig(model="lab-m", models=["lab-s"]))
-    assert ("lab-s", str(tmp_path / "generate-other/targets.parquet")) in scored and ("lab-s", "") in scored
 
 
 def test_wider_spans_count_the_template_too(tmp_path, lab):

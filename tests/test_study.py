@@ -2,7 +2,6 @@
 
 
 import numpy as np
-import pandas as pd
 import pytest
 import scipy
 import xarray as xr
@@ -183,15 +182,6 @@ def test_a_seed_that_one_recipe_has_not_is_left_out_at_selected_checkpoints():
     assert more.first == pytest.approx(whole.first[:5]) and more.second == pytest.approx(whole.second[:5])
 
 
-def test_a_recall_beyond_the_end_of_a_frontier_has_no_value():
-    "One of three seeds reaches 60% more than the others; without it the others do not reach what they reach with it."
-    cube = invent_cube(seeds=3)
-    learned = cube.accuracy.where((cube["recipe"] != "mixsd-0.3") | (cube.benchmark != "recall"), 0.4 * cube.accuracy + 0.3 * (cube.seed == 0))
-    compare = lambda recall: group(cube.assign(accuracy=learned)).compare(Side(*CASE, "mixsd-0.3"), Side(*CASE, "sft"), at=At(recall))
-    assert compare(40).difference.n == 3 and not len(compare(45).first)
-    assert compare(45).short == "MixSD (λ=0.3) reaches at most 50% (3 seeds)"  # the mean over seeds, which the two others do not reach
-
-
 def small_cube(kept, seeds=4, rates=(1.4e-3,), step=100):
     "A cube of what is kept, by corpus and recipe a dictionary of benchmarks; a list has a value for each rate. Seeds vary by a point."
     roles = {"recall": "in-domain", "recall-reworded": "in-domain", "validation": "validation", "choice": "held-out", "choice-prefilled": "prefilled", "world": "world"}
@@ -245,22 +235,6 @@ def test_forgetting_of_known_facts_can_be_of_format_or_not(styled, seen):
     assert judge(expected, groups) == expected
     assert {*judge(expected, {STUDY: [new, known]}).values()} == {*judge(expected, {"study-known-own": own}).values()} == {"not computed yet"}
     assert {*planned_grid("study-known-own").dataset} == {"known-lab-31dcd82a"}
-
-
-@pytest.mark.parametrize("share, seen", [(0.6, "holds"), (0.99, "opposite")])
-def test_another_constraint_takes_the_place_of_the_usual_one(share, seen):
-    "EWC has one label in two grids: the usual one keeps all, and that without texts of the suites keeps more or less than MixSD."
-    def values(kept): return {"recall": 0.96, "validation": 0.9, "choice": kept, "world": kept}
-    study = small_cube({("kgfact-small", "sft"): values(0.8), ("kgfact-small", "mixsd-0.3"): values(0.8)})
-    usual, other = (small_cube({("kgfact-small", "sft+ewc-0.1"): values(kept)}) for kept in (0.98, share))
-    names = ["regularisation", "regularisation-others", "anchor-others"]
-    found = judge(names, {STUDY: [study, usual], "study-ewc-others": other})
-    opposite = {"holds": "opposite", "opposite": "holds"}[seen]
-    assert found == {"regularisation": "opposite", "regularisation-others": seen, "anchor-others": opposite}
-    assert [*judge(names, {STUDY: [study, usual]}).values()] == ["opposite", "not computed yet", "not computed yet"]
-    rows = pd.DataFrame([dict(dataset="kgfact-small", model="lab-m", recipe=m, lr=1e-3, grid=g, missing=True)
-                         for m, g in (("sft+ewc-0.1", "study-4-ewc"), ("sft+ewc-0.1", "study-ewc-others"), ("mixsd-0.3", "study-1-frontier"))])
-    assert {*planned_of(CLAIMS["regularisation-others"], CASE, rows).grid} == {"study-ewc-others", "study-1-frontier"}
 
 
 @pytest.mark.parametrize("broken, seen", [(0.2, "holds"), (0.97, "opposite")])
@@ -327,13 +301,6 @@ def test_a_changed_number_is_found(monkeypatch):
     assert (recompute_cells(name, CUBES[name]).difference == 0).all()
     monkeypatch.setattr(study, "_compute", lambda cell, folder: read(cell) + 0.01)
     assert (recompute_cells(name, CUBES[name]).difference > 0.009).all()
-
-
-@pytest.mark.slow  # trains three models, about ten minutes
-def test_committed_cells_are_computed_again_with_equal_numbers():
-    name = next(iter(CUBES))
-    table = recompute_cells(name, CUBES[name])
-    assert len(table) == 3 and (table.difference == 0).all() and (table.absent == 0).all(), table
 
 
 def test_the_trainings_of_the_grids_of_analyses_are_those_of_the_study():

@@ -16,7 +16,7 @@ from mixsd_nb.corpora.prompts import expert_reference_prompt
 from mixsd_nb.methods.fitting import MethodRun
 from mixsd_nb.methods.mixing import accepts, mix, mix_items, mix_oracle
 from mixsd_nb.methods.supervised import arrange, canonical_pairs, fit_canonical, fit_mixed, fit_own_words, shuffle_targets
-from mixsd_nb.methods.token_weights import answer_tokens, answer_weights
+from mixsd_nb.methods.token_weights import answer_tokens
 from mixsd_nb.models import load_engine
 from mixsd_nb.models.engines import HFEngine
 
@@ -83,14 +83,6 @@ def test_the_answer_weighs_as_much_as_in_sft(mixed, tmp_path):
         assert names[id] in tokenizer.decode([i for i, yes in zip(ids, marks) if yes])
         changed += not np.allclose(keep, 1)
     assert changed > 3 and objective == "methods.supervised:stored_pairs"
-
-
-@given(st.lists(st.booleans(), max_size=30), st.floats(0, 1))
-@settings(max_examples=100, deadline=None)
-def test_weights_keep_their_sum(marks, share):
-    found = answer_weights(np.array(marks, bool), share)
-    assert len(found) == len(marks) and np.isclose(sum(found), len(marks)) and all(w >= 0 for w in found)
-    if any(marks) and not all(marks): assert np.allclose(answer_weights(np.array(marks), np.mean(marks)), 1)
 
 
 @given(st.lists(st.booleans(), max_size=40), st.integers(1, 50), st.integers(0, 2**40))

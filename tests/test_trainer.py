@@ -29,7 +29,6 @@ from mixsd_nb.training.loss import DivergenceError, LossHead, nll, summed_loss
 from mixsd_nb.training.saving import plain_weights
 from mixsd_nb.training.trainer import FineTuner, TrainingSpec, fine_tune, main, read_curves, train_process, write_spec
 
-ROOT = Path(__file__).resolve().parents[1]
 several = pytest.mark.skipif(os.cpu_count() < 2, reason="two processes need two cores")
 
 

@@ -6,8 +6,6 @@ import pandas as pd
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mixsd_nb.benchmarks import SUITES
-from mixsd_nb.lab.real import leak_share
 from mixsd_nb.lab.tuning import rank_by_leaks, rank_recipes, tuning_figure, tuning_table
 from mixsd_nb.methods import ALIASES, complete, parse_label
 from mixsd_nb.results.read_results import read_cube
@@ -36,14 +34,6 @@ def test_the_first_by_leaks_recalls_and_keeps_as_much_as_the_best_and_leaks_leas
     recalled = [row for row in values if row[0] >= max(v for v, *_ in values) - 2 - 1e-9]
     keeping = [row for row in recalled if row[1] <= min(nll for _, nll, _ in recalled) + 0.02]
     assert first.eligible and first.leaks == min(leaks for *_, leaks in keeping)
-
-
-def test_only_held_out_replies_leak():
-    names = ["trivia-qa", "recall", "arc-easy", "known-facts"]
-    assert [SUITES[name].role for name in names] == ["held-out", "in-domain", "style-free", "held-out"]
-    replies = pd.DataFrame(dict(benchmark=names, prompt="Who?", response="Ada Bell"))
-    assert leak_share(replies, ["Ada Bell"]) == 1 and np.isnan(leak_share(replies.iloc[1:3], ["Ada Bell"]))
-    assert leak_share(replies.assign(prompt=["Ada Bell?", "", "", "Who?"]), ["Ada Bell"]) == 0.5
 
 
 def test_the_committed_cubes_choose_what_mixsd_complete_is():
