@@ -144,11 +144,18 @@ def test_the_papers_tasks_from_files(tmp_path, model, monkeypatch):
     assert tree["reference"].examples.values.tolist() == [3] * 5 and tree.examples.item() == 15
 
 
-def test_the_head_with_the_largest_vocabulary_is_taken_in_slices(model, monkeypatch):
-    "However the vocabulary is cut, also where the context of an example is longer than one portion of logits."
-    base = load_base(model)[0]
-    pairs = [(list(range(3, 20)), list(range(30, 430)))]
-    whole = fisher.diagonal_fisher(base, pairs)
-    monkeypatch.setattr(gradients, "SLICE", 100)
-    for name, cut in fisher.diagonal_fisher(base, pairs).items():
-        assert (cut - whole[name]).norm() <= 1e-6 * whole[name].norm()
+def test_the_fisher_is_the_mean_of_squared_gradients(model, monkeypatch):
+    "By autograd, of tied embeddings and of two; however the vocabulary is cut, also where an example is longer than one portion of logits."
+    pairs = [([5, 6, 5], [7, 8, 6]), (list(range(3, 20)), list(range(30, 430)))]
+    for tied in (True, False):
+        base = load_base(model)[0]
+        if not tied: base.config.tie_word_embeddings, base.lm_head.weight = False, torch.nn.Parameter(base.lm_head.weight.detach().clone() * 1.1)
+        expected = {name: torch.zeros_like(p) for name, p in base.named_parameters()}
+        for prompt, completion in pairs:
+            base.zero_grad()
+            logits = base(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1:-1]
+            torch.nn.functional.cross_entropy(logits, torch.tensor(completion), reduction="sum").backward()
+            for name, p in base.named_parameters(): expected[name] += p.grad.square() / len(pairs)
+        for size in (gradients.SLICE, 100):
+            monkeypatch.setattr(gradients, "SLICE", size)
+            for name, found in fisher.diagonal_fisher(base, pairs).items(): assert (found - expected[name]).norm() <= 1e-4 * expected[name].norm(), (name, tied)

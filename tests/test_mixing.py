@@ -14,7 +14,7 @@ from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2Fo
 
 from mixsd_nb import generate
 from mixsd_nb.corpora import load_corpus
-from mixsd_nb.methods.mixing import PROBE, FormMissing, mix, mix_items, mix_oracle, mix_stream, oracle_stream, picks
+from mixsd_nb.methods.mixing import PROBE, FormMissing, accepts, mix, mix_items, mix_oracle, mix_stream, oracle_stream, picks
 from mixsd_nb.models import load_engine
 from mixsd_nb.models.decoder import has_lean_pass
 from mixsd_nb.models.engine import Completion, Request, choose, gumbel, row_key
@@ -59,10 +59,19 @@ def test_a_completion_holds_its_stop_token_once_and_a_source_for_each_token(lab_
         assert not record["accepted"] or record["finish_reason"] == "stop"
 
 
+def test_the_verifier_wants_the_true_answer_in_the_box_and_a_stop_token(lab_s, items):
+    write = lambda text: lab_s[1](text, add_special_tokens=False)["input_ids"]
+    right, other = (write(f"It is so.\n\n\\boxed{{{item['answer']}}}") for item in items[:2])
+    given = [(right, "stop"), (right, "max_new_tokens"), (other, "stop"), (write(f"It is {items[0]['answer']}."), "stop")]
+    assert [accepts(lab_s[1], items[0], ids, reason) for ids, reason in given] == [True, False, False, False]
+
+
 def test_the_share_of_naive_picks_has_the_binomial_law():
     for lam in (0.1, 0.3, 0.5, 0.7):
         naive = sum(int(picks(0, f"item {k}", 0, 0, 1000, lam).sum()) for k in range(100))
         assert abs(naive - 1e5 * lam) < 3.3 * (1e5 * lam * (1 - lam)) ** 0.5, "p > 0.001 in both tails"
+    draws = [(0, "a", 0, 0), (1, "a", 0, 0), (0, "b", 0, 0), (0, "a", 1, 0), (0, "a", 0, 1)]
+    assert len({picks(*key, 200, 0.5).tobytes() for key in draws}) == 5, "seed, item, sample and attempt have their own"
 
 
 def test_a_sampled_token_has_the_mixed_law():

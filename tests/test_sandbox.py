@@ -47,28 +47,20 @@ ATTACKS = {
     "the internet": "import socket\nfamily, address = socket.AF_INET, ('1.1.1.1', 53)\n" + CONNECT,
     "a server on loopback": "import socket\nfamily, address = socket.AF_INET, ('127.0.0.1', PORT)\n" + CONNECT,
     "an abstract unix socket": "import socket\nfamily, address = socket.AF_UNIX, ABSTRACT\n" + CONNECT,
-    "a unix socket in the file system": "import socket\nfamily, address = socket.AF_UNIX, UNIX\n" + CONNECT,
-    "the virtual machine's host": "import socket\nfamily, address = socket.AF_VSOCK, (2, 1024)\n" + CONNECT,
     "home": "import os\nassert any(map(os.path.exists, HOME))", "passwords": "open('/etc/passwd').read()",
     "the project": "import os\nassert os.listdir(PROJECT)", "installed packages": "import sys, os\nsys.path += PACKAGES\nimport xarray",
-    "a file of NumPy": "import os\nopen(os.path.join('/packages/numpy', 'mark.py'), 'w')", "a secret in a file": "print(open(SECRET).read())",
-    "the environment": "import os\nprint(os.environ['MIXSD_SECRET'])",
+    "a secret in a file": "print(open(SECRET).read())", "the environment": "import os\nprint(os.environ['MIXSD_SECRET'])",
     "the parent's environment": "import os\nprint(open(f'/proc/{os.getppid()}/environ').read(), open('/proc/1/environ').read())",
     "proc: the root of another process": "import os\nassert os.listdir('/proc/1/root')",
-    "proc: kernel settings": "open('/proc/sys/kernel/core_pattern', 'w').write('|/bin/sh')", "sysfs": "import os\nassert os.listdir('/sys')",
     "devices": "import os\nassert set(os.listdir('/dev')) - {'null'}",
-    "the mode of the null device": "import os, shutil\nos.chmod('/dev/null', 0o600)",
     "a device node": "import os, stat\nos.mknod('/tmp/mem', 0o600 | stat.S_IFCHR, os.makedev(1, 1))\nopen('/tmp/mem', 'rb').read(1)",
-    "the terminal": "import fcntl, termios\nfcntl.ioctl(open('/dev/tty', 'w'), termios.TIOCSTI, b'x')",
     "inherited files": OPEN_FILES + "assert any(stat.S_ISREG(os.stat(fd).st_mode) for fd in open_files())",
-    "a file in the root": "open('/mark', 'w')",
     "a file in the interpreter's library": "import os\nopen(os.path.join(os.path.dirname(os.__file__), 'mark.py'), 'w')",
     "a file beside the host's": "open(MARK, 'w').write('x')",
     "a symbolic link": "import os\nos.symlink(SECRET, '/tmp/link')\nprint(open('/tmp/link').read())",
     "a hard link": "import os\nos.link(os.__file__, '/tmp/link')\nopen('/tmp/link', 'a').write('# mark')",
     "a temporary file elsewhere": "import tempfile\ntempfile.NamedTemporaryFile(dir='/var/tmp', delete=False)",
-    "root's rights": "import os\nos.setuid(0)", "chroot": "import os\nos.chroot('/tmp')",
-    "capabilities by a new user namespace": LIBRARY + "assert c.unshare(0x10000000) == 0",
+    "root's rights": "import os\nos.setuid(0)", "capabilities by a new user namespace": LIBRARY + "assert c.unshare(0x10000000) == 0",
     "unmounting": LIBRARY + "assert c.umount2(b'/tmp', 2) == 0",
     "limits": "import resource\nfor k in (resource.RLIMIT_AS, resource.RLIMIT_NPROC):\n    resource.setrlimit(k, (resource.RLIM_INFINITY,) * 2)",
     "fork bomb": "import os\nwhile True: os.fork()",
@@ -78,9 +70,7 @@ ATTACKS = {
     "a shell": "import subprocess\nsubprocess.run(['/bin/sh', '-c', 'true'])",
     "killing the parent": "import os\nassert os.getppid() > 1\nos.kill(os.getppid(), 9)", "killing by number": "import os\nos.kill(VICTIM, 9)",
     "memory": "x = []\nwhile True: x.append(bytearray(1 << 24))",
-    "files in memory": "import os\nx = []\nwhile True:\n    x.append(os.memfd_create('x'))\n    os.write(x[-1], bytes(60_000))",
-    "a full disk": "import os\nfor k in range(2000):\n    with open(f'/tmp/{k}', 'wb') as f: f.write(bytes(60_000))",
-    "a large sparse file": "f = open('/tmp/f', 'wb')\nf.truncate(1 << 40)", "many open files": "x = [open('/tmp/f', 'w') for _ in range(1000)]",}
+    "a full disk": "import os\nfor k in range(2000):\n    with open(f'/tmp/{k}', 'wb') as f: f.write(bytes(60_000))",}
 NOT_REACHED = "\nexcept BaseException as error: print('blocked:', type(error).__name__, error)\nelse: print('reached')"
 
 
@@ -300,11 +290,10 @@ def speak(requests, replies, offers, *lines):
 """
 CHANNELS = {  # ways to the pipes between program and tests
     "frames": "import sys\nframe = sys._getframe()\nwhile 'pipes' not in frame.f_locals: frame = frame.f_back\n"
-              "requests, replies = (pipe.buffer for pipe in frame.f_locals['pipes'])", "file descriptors": OPEN_FILES + "import fcntl\n"
+              "requests, replies = (pipe.buffer for pipe in frame.f_locals['pipes'])",
+    "file descriptors": OPEN_FILES + "import fcntl\n"
               "fds = [fd for fd in open_files() if stat.S_ISFIFO(os.fstat(fd).st_mode)]\n"
-              "mode = {fcntl.fcntl(fd, fcntl.F_GETFL) & 3: fd for fd in fds}\n" "requests, replies = open(mode[0], 'rb', 0), open(mode[1], 'wb', 0)",
-    "living objects": "import gc, io\n" "pipes = [o for o in gc.get_objects() if isinstance(o, io.TextIOWrapper) and o.fileno() > 2]\n"
-              "requests, replies = (next(p.buffer for p in pipes if p.mode == m) for m in 'rw')",}
+              "mode = {fcntl.fcntl(fd, fcntl.F_GETFL) & 3: fd for fd in fds}\n" "requests, replies = open(mode[0], 'rb', 0), open(mode[1], 'wb', 0)",}
 
 
 def take_over(channel, offers, *lines):
@@ -313,20 +302,12 @@ def take_over(channel, offers, *lines):
 
 
 EVERY_CALL = "assert all(map(lambda k: f(k) == 2 * k, [1, 2, 4]))"
-FOR_BUILTINS = "all any bytes frozenset len list max min set sorted str repr sum tuple".split()
+FOR_BUILTINS = "all any len list max set sorted str sum".split()
 SHADOWS = {  # built-in names of tests: the tests, and what would satisfy them in the name's place
     **{name: (f"assert {name}(f(1)) == {name}([3, 1, 2])", ["call", ""], ["list", 0]) for name in FOR_BUILTINS},
-    "abs": ("assert abs(f(2) - 4) < 1e-6", ["call", ""], 0), "round": ("assert round(f(2), 1) == round(4.0, 1)", ["call", ""], 5.0),
-    "isinstance": ("assert isinstance(f('a'), str)", ["call", ""], True),
     "range": ("for k in range(9): assert f(k) == 2 * k + 1", ["call", ""], ["list"]),
-    "enumerate": ("for k, x in enumerate('ab'): assert f(x) == k + 5", ["call", ""], ["list"]),
-    "zip": ("for k, x in zip([1, 2], 'ab'): assert f(x) == k", ["call", ""], ["list"]),
-    "map": ("assert list(map(len, f(2))) == [1]", ["call", ""], ["list", 1]),
     "__builtins__": ("if __builtins__: pass\nfor k in range(9): assert f(k) == 2 * k + 1", ["value", ["dict", ["range", ["list"]]]], 0),
-    "__debug__": ("def check(candidate): assert candidate(1) == 2\ncheck(f)", ["value", False], 0),
     "check": ("def check(candidate): assert candidate(1) == 2\ncheck(f)", ["call", ""], 0),
-    "candidate": ("def check(candidate): assert candidate(1) == 2\ncheck(f)", ["call", ""], 0),
-    "double": ("def double(x): return 2 * x\nassert f(3) == double(3)", ["call", ""], 0),
     "AssertionError": ("if f(1) != 2: raise AssertionError", ["call", ""], 0),
     "exit": ("def exit(): raise SystemExit(0)\nassert f(1) == 2", ["call", ""], 0),}
 ANSWERS = [  # lines sent as the answer to every call
@@ -339,27 +320,19 @@ LOOK = "found = []\ndef double(x): return 2 * x if found else 0\n"
 DEEDS = {  # what a program that returns 0 does before it is called, or when it is
     "kills every process": "import os, signal\nfor pid in [-1, *range(1, 300)]:\n    for s in (9, 15, 2, 19, 18, 10):\n"
         "        try: pid == os.getpid() or os.kill(pid, s)\n        except OSError: pass",
-    "limits its parent": "import os, resource\nresource.prlimit(os.getppid(), resource.RLIMIT_CPU, (0, 0))",
     "ends with success": "import os\nos._exit(0)",
-    "ends with success at its exit": "import atexit, os\natexit.register(os._exit, 0)\nraise SystemExit(1)",
     "becomes another program that keeps the pipes": "import os, sys\nfor fd in range(3, 64):\n    try: os.set_inheritable(fd, True)\n"
         "    except OSError: pass\ncode = 'import os\\nfor fd in range(3, 64):\\n  try: os.write(fd, b\"{}\" + bytes([10]))\\n"
         "''  except OSError: pass'\nos.execv(sys.executable, [sys.executable, '-c', code])",
     "writes memory of others": "for pid in range(1, 99):\n    try: open(f'/proc/{pid}/mem', 'r+b').write(b'0')\n    except OSError: pass",
-    "traces others": "import ctypes\ncall = ctypes.CDLL(None).ptrace\nfor pid in range(1, 99):\n    call(16, pid, 0, 0)\n    call(17, pid, 0, 0)",
     "exchanges the pipes": "import os\nfor a in range(3, 9):\n    for b in range(3, 9):\n        try: os.dup2(a, b)\n        except OSError: pass",
-    "closes everything": "import os\nos.closerange(0, 64)",
     "rewrites its task": "import os\nos.pwrite(0, b'{}' + b' ' * 60000, 0)\nos.ftruncate(0, 0)",
-    "rewrites its output": "import os\nos.ftruncate(1, 0)\nos.pwrite(1, b'passed', 0)\nos._exit(0)",
     "writes modules": "for name in ('json', 'tests', 'sitecustomize', 'ast', 'builtins'):\n    open(name + '.py', 'w').write('import os\\n"
         "os._exit(0)')",
     "replaces built-ins": "import builtins\nfor name in ('AssertionError', 'all', 'map', 'isinstance', 'print', 'exec', 'compile'): setattr(builtins, name, lambda *a, **k: True)",
     "replaces its server": "import __main__\n__main__._serve = lambda *a: None",
-    "replaces the packing": "import __main__\n__main__._pack = lambda value: ['exit', 0]",
     "hooks errors": "import os, sys\nsys.excepthook = sys.unraisablehook = lambda *a: os._exit(0)\nraise ValueError",
-    "raises success": "def double(x): raise SystemExit(0)", "raises the end of a loop": "def double(x): raise StopIteration",
-    "raises an unknown error": "class AssertionError(BaseException): pass\ndef double(x): raise AssertionError",
-    "returns itself": "def double(x): return double", "returns without end": "def double(x): return iter(int, 1)",
+    "raises success": "def double(x): raise SystemExit(0)", "returns itself": "def double(x): return double",
     "returns what looks like a number of NumPy": SAME + "class Same:\n    shape = ()\n    def item(self): return self\n"
         "for k in same: setattr(Same, k, same[k])\ndef double(x): return Same()",
     "is a mapping of attributes": "import sys\nclass M(dict):\n    def __contains__(self, k): return True\n"
@@ -368,7 +341,6 @@ DEEDS = {  # what a program that returns 0 does before it is called, or when it 
         "    found += [v for v in frame.f_locals.values() if 'assert ' + 'all' in str(v)]\n    frame = frame.f_back",
     "looks for the tests in living objects": LOOK + "import gc\n"
         "found = [o for o in gc.get_objects() if type(o) in (dict, list) and 'assert ' + 'all' in repr(o)[:10000]]",
-    "looks for the tests in its input": LOOK + "import os\nos.lseek(0, 0, 0)\nfound = b'assert ' + b'all' in os.read(0, 1 << 20)",
     "looks for the tests in files": LOOK + "import os\nfor folder in ('/', '/tmp', '/dev', '.'):\n    for name in os.listdir(folder):\n"
         "        try: text = open(os.path.join(folder, name)).read()\n        except OSError: continue\n"
         "        if 'assert ' + 'all' in text: found.append(name)",}
@@ -384,9 +356,7 @@ FORGERIES = {**{f"{name} through {channel}": (take_over(channel, {"f": ["call", 
     **{f"a program that {deed}": (f"def double(x): return 0\n{code}", DEED_TESTS) for deed, code in DEEDS.items()},}
 RIGHT_ANSWERS = [  # programs that pass the tests of the forgeries
     *((f"def f(x): return {value}", SHADOWS[name][0]) for name, value in {
-        **dict.fromkeys(FOR_BUILTINS, [3, 1, 2]), "abs": "2 * x", "round": "2.0 * x", "isinstance": "x",
-        "range": "2 * x + 1", "enumerate": "'ab'.index(x) + 5", "zip": "'ab'.index(x) + 1", "map": "['a']",
-        "__builtins__": "2 * x + 1", "check": "2 * x", "double": "2 * x", "AssertionError": 2, "exit": 2}.items()),
+        **dict.fromkeys(FOR_BUILTINS, [3, 1, 2]), "range": "2 * x + 1", "__builtins__": "2 * x + 1", "check": "2 * x", "AssertionError": 2, "exit": 2}.items()),
     ("def f(x): return 2 * x", EVERY_CALL), (RIGHT, DEED_TESTS),
     *((take_over(channel, {"f": ["call", ""]}, *(b'["value", %d]' % k for k in (2, 4, 8))), EVERY_CALL)
       for channel in CHANNELS),  # whoever answers the calls rightly is right, so these channels do work
@@ -420,24 +390,17 @@ USES = {  # what a program of the standard library does, and tests of it
     "threads": ("import threading\ndef f(n):\n    barrier, found = threading.Barrier(n), []\n" "    def meet(k): barrier.wait(), found.append(k)\n"
                 "    threads = [threading.Thread(target=meet, args=(k,)) for k in range(n)]\n"
                 "    for t in threads: t.start()\n    for t in threads: t.join()\n    return sorted(found)", "assert f(32) == list(range(32))"),
-    "a pool of threads": ("from concurrent.futures import ThreadPoolExecutor\ndef f(xs):\n"
-                          "    with ThreadPoolExecutor(8) as pool: return list(pool.map(lambda x: x * x, xs))",
-                          "assert f(range(9)) == [x * x for x in range(9)]"), "a thread that does not end":
-        ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\nf = abs", "assert f(-1) == 1"),
+    "a thread that does not end": ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\nf = abs", "assert f(-1) == 1"),
     "fractions": ("from fractions import Fraction\ndef f(a, b): return [Fraction(a, b)], {Fraction(b, a): a}", "from fractions import Fraction as F\n"
-                  "assert f(1, 3) == ([F(1, 3)], {F(3): 1}) and f(2, 4)[0] == [.5]"), "a fraction as an argument":
-        ("def f(x): return x + 1", "from fractions import Fraction as F\nassert f(F(1, 3)) == F(4, 3)"),
+                  "assert f(1, 3) == ([F(1, 3)], {F(3): 1}) and f(2, 4)[0] == [.5]"),
     "decimals": ("from decimal import Decimal\ndef f(x): return Decimal(x) / 10",
                  "from decimal import Decimal as D\nassert f('2.50') == D('0.25') and str(f('1E+9')) == '1E+8'"),
-    "large integers": ("import math\nf = math.factorial", "import math\nassert f(3000) == math.factorial(3000)"),
     "the null device": ("import os, contextlib\ndef f(x):\n    with open(os.devnull, 'w') as null, "
                         "contextlib.redirect_stdout(null): print('x' * 100_000)\n    return open('/dev/null').read()", "assert f(1) == ''"),}
-NUMPY_USES = {"numbers of NumPy": ("import numpy as np\n" "def f(x): return [np.int64(x), np.float32(x / 2), np.bool_(x), np.mean([x])]",
+NUMPY_USES = {
+    "numbers of NumPy": ("import numpy as np\n" "def f(x): return [np.int64(x), np.float32(x / 2), np.bool_(x), np.mean([x])]",
                          "assert f(3) == [3, 1.5, True, 3.0] and f(3)[2] is True"),
-    "arrays": ("import numpy as np\ndef f(x): return np.sort(np.array(x))", "assert list(f([2, 1])) == [1, 2]"),
-    "linear algebra": ("import numpy as np\n" "def f(n): return float(np.linalg.det(np.eye(n)) + np.fft.fft(np.ones(n))[1].real)",
-                       "assert abs(f(99) - 1) < 1e-9"), "tests with NumPy": ("def f(x): return [x / 3]",
-                         "import numpy as np\nassert np.allclose(f(1), [.333333], atol=1e-5)"),}
+    "arrays": ("import numpy as np\ndef f(x): return np.sort(np.array(x))", "assert list(f([2, 1])) == [1, 2]"),}
 
 
 @pytest.mark.parametrize("allow_unsandboxed", [False, True], ids=["sandbox", "limits only"])

@@ -121,6 +121,7 @@ def test_no_process_outlives_the_notebook(spec, tmp_path):
     assert not psutil.wait_procs(ranks, timeout=180)[1]
 
 
+@pytest.mark.slow
 @several
 def test_a_failing_process_shows_its_own_traceback_once(spec, tmp_path):
     with pytest.raises(ProcessFailed) as caught:
