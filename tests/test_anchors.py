@@ -1,10 +1,7 @@
 "Anchors: penalties on weights, replay, averages and untied embeddings, each against an independent computation."
 
 import json
-import weakref
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,11 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from mixsd_nb import fisher, train
 from mixsd_nb.corpora.texts import read_texts
-from mixsd_nb.methods import replay as replaying
 from mixsd_nb.methods.covariance import encode_texts
 from mixsd_nb.methods.replay import read_prompts, write_replays
 from mixsd_nb.methods.supervised import Supervised
-from mixsd_nb.methods.weight_penalties import Penalty, prepare_ewc, relative_importance, text_fisher
+from mixsd_nb.methods.weight_penalties import Penalty, relative_importance, text_fisher
 from mixsd_nb.models import load_base, load_engine
 from mixsd_nb.models.gradients import diagonal_fisher
 from mixsd_nb.training.loss import LossHead, summed_loss
@@ -74,19 +70,6 @@ def test_the_fisher_of_texts_is_that_of_the_analysis(prompted):
     with pytest.raises(ValueError, match="^the mean of the Fisher must be above 0, got 0$"): relative_importance(dict(a=torch.zeros(2)))
 
 
-def test_the_training_of_ewc_begins_without_the_tensors_of_the_fisher(tmp_path, monkeypatch):
-    found = []
-
-    def estimate(*_):
-        tensor = torch.ones(2)
-        found.append(weakref.ref(tensor))
-        return dict(a=tensor)
-    monkeypatch.setattr("mixsd_nb.methods.weight_penalties.text_fisher", estimate)
-    run = SimpleNamespace(folder=tmp_path, parameters=SimpleNamespace(model=""))
-    data = prepare_ewc(run, dict(strength=0.1, texts="", text_count=1))
-    assert found[0]() is None and load_file(data["fisher"])["a"].tolist() == [1, 1]
-
-
 def test_averages_lie_between_the_base_and_the_tuned_weights(averages, tiny):
     found, tuned = averages
     base, last = parameters_of(tiny), parameters_of(tuned)
@@ -125,24 +108,6 @@ def test_samples_depend_on_their_keys_alone(tiny, replays, tmp_path):
     assert write(12) == replays and len({tuple(ids) for prompt, ids in replays[::3]}) == 4
     with pytest.raises(ValueError, match="prompts must have fewer than 2048 tokens, the model's context, got"):
         write_replays(load_engine("hf", tiny), ["?" * 3000], 1, tmp_path / "long.jsonl")
-
-
-def test_a_longer_list_of_prompts_keeps_each_reply_with_its_prompt(tiny, tmp_path):
-    "A second call with more prompts and more replies goes on in the file of the first."
-    engine, prompts = load_engine("hf", tiny), [*"abcde"]
-    write = lambda prompts, count, name: write_replays(engine, prompts, count, tmp_path / name, max_new_tokens=7)
-    write(prompts[:2], 4, "one.jsonl")
-    assert write(prompts, 8, "one.jsonl") == write(prompts, 8, "two.jsonl")
-
-
-def test_of_two_kinds_of_prompts_one_is_enough(monkeypatch):
-    def refuse(*args, **options): raise replaying.NoPrompts("prompts must be own")
-    monkeypatch.setattr(replaying, "write_prompts", lambda *args, **options: ["Who?", "What?"])
-    monkeypatch.setattr(replaying, "write_neighbours", refuse)
-    run = SimpleNamespace(parameters=SimpleNamespace(seed=0, dataset="kgfact-small"), rows=[], folder=Path())
-    with pytest.warns(UserWarning, match="prompts must be own; all replayed replies answer the other prompts"):
-        assert replaying.find_prompts(run, None, "own+neighbours", 4) == ["Who?", "What?"]
-    with pytest.raises(ValueError, match="prompts must be own"): replaying.find_prompts(run, None, "neighbours", 4)
 
 
 @pytest.mark.parametrize("support", [0, 10_000])
@@ -199,7 +164,7 @@ def test_untied_training_moves_two_embeddings(tiny, own_runs):
         train.run(method="sft", anchor="untied", model=str(untied.checkpoints[2]), **CELL)
 
 
-@pytest.mark.parametrize(("method", "anchor", "options"), [("sft", "replay", dict(count=4)), ("own-words", "", {}), ("sft", "ewc", dict(text_count=2)), ("sft", "average", {})])
+@pytest.mark.parametrize(("method", "anchor", "options"), [("own-words", "", {}), ("sft", "ewc", dict(text_count=2)), ("sft", "average", {})])
 def test_a_training_on_several_nodes_is_prepared_before_its_run_begins(method, anchor, options, tiny, own_runs, monkeypatch):
     "An average of weights starts from the run of another method, which the nodes train."
     monkeypatch.setattr("mixsd_nb.methods.mixing.accepts", lambda *args: True)

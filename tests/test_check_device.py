@@ -25,24 +25,6 @@ def test_the_whole_check(tmp_path, monkeypatch, own_runs, capsys):
     assert {*check.trainable_recipes()} == {name.removeprefix("train, ") for name in parts if name.startswith("train, ")}
 
 
-def test_only_recipes_that_need_an_able_model_are_left_out():
-    found = check.trainable_recipes()
-    assert {"sft", "mixsd", "opsd", "sdft", "sft+ewc", "sft+stm"} <= {*found}
-    assert not {"base", "memit", "own-words", "sft+replay", "sft+replay-kl", "sft+average"} & {*found}
-
-
-def test_an_error_is_a_line_of_the_report(tmp_path, monkeypatch, own_runs, capsys):
-    "The other parts follow, the code is 1, and methods are skipped when the minutes are over."
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    for name in ("mix_facts", "ask_facts", "square_gradients", "resume_training", "compare_with_cpu"): monkeypatch.setattr(check, name, lambda *_: (0, {}))
-    monkeypatch.setattr(check, "score_facts", lambda device: 1 / 0)
-    file = tmp_path / "report.json"
-    assert check.main("--device", "cpu", "--minutes", "0", "--out", str(file)) == 1
-    errors = {part["name"]: part["error"] for part in json.loads(file.read_text())["parts"] if part["error"]}
-    assert errors.pop("NLL") == "ZeroDivisionError: division by zero" and {*errors.values()} == {"skipped: no time"}
-    assert "failed: NLL" in capsys.readouterr().out
-
-
 def test_a_report_has_the_rate_of_plans():
     "The median of the parts: a mixed token is computed twice, and four tokens are read in the time of one."
     part = lambda name, rate: dict(name=name, tokens_per_second=rate)

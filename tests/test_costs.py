@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 
-import pytest
 
 from mixsd_nb.runs.costs import CostLog
 
@@ -41,15 +40,3 @@ def test_a_killed_start_counts(tmp_path):
     used = core_seconds(long, kill_after=4) + core_seconds(short)
     assert used - 1.5 < counted(tmp_path) < used + 0.3, "a kill loses what one core did since the last second was written"
     assert [*CostLog(tmp_path).phases] == [CostLog.between, "work"]
-
-
-@pytest.mark.slow
-def test_a_killed_and_resumed_injection_costs_what_its_processes_took(tmp_path):
-    facts = tmp_path / "facts.jsonl"
-    facts.write_text("".join(json.dumps(dict(question=f"Who rules place {k} of Vel?", answer=f"Mira {chr(65 + k)}")) + "\n" for k in range(8)))
-    command = ["-m", "mixsd_nb.inject", str(facts), "--model", "lab-s", "--method", "sft", "--suite", "recall,world", "--n", "20", "--epochs", "60", "--batch", "4"]
-    environment = os.environ | dict(MIXSD_RUNS=str(tmp_path / "runs"), OMP_NUM_THREADS="1")
-    used = core_seconds(command, kill_after=15, env=environment) + core_seconds(command, env=environment)
-    folder, = (tmp_path / "runs").glob("inject-*")
-    assert counted(folder) == pytest.approx(used, rel=0.1)
-    assert f"<td class=number>{counted(folder):.0f} s</td></tr></tbody>" in (folder / "report.html").read_text().partition("<!--phases-->")[2]

@@ -2,13 +2,12 @@
 
 import functools
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
-from helpers import papermill, small_model
+from helpers import small_model
 from test_tasks import ROWS, sandbox
 
 from mixsd_nb import evaluate, inject, train
@@ -16,11 +15,10 @@ from mixsd_nb.benchmarks import SUITES, Item, Selection, benchmark_names, evalua
 from mixsd_nb.benchmarks.evaluation import sampling_of
 from mixsd_nb.benchmarks.sandbox import SandboxError
 from mixsd_nb.evaluate import EvaluateConfig
-from mixsd_nb.models import load_engine, load_tokenizer
-from mixsd_nb.runs import Journal, ParameterError, make_config
+from mixsd_nb.models import load_tokenizer
+from mixsd_nb.runs import ParameterError, make_config
 
 pytestmark = pytest.mark.usefixtures("own_runs")
-ROOT = Path(__file__).resolve().parents[1]
 CONTRACT = ["benchmark", "item", "sample", "prompt", "response", "extracted", "correct", "finish_reason", "error"]
 SMALL = dict(n=6, max_new_tokens=12, task_tokens=24, suite="recall,two-hop,arithmetic,functions,world,world-prefilled")
 
@@ -123,66 +121,13 @@ def rest(response, opening):
 TWINS = [name for name, suite in SUITES.items() if suite.twin_of and "lab" in suite.original.groups and suite.role != "probe"]
 
 
-@pytest.mark.parametrize("name", TWINS)
-def test_a_twin_asks_the_items_of_its_original(name):
-    for selection in (Selection("kgfact-small", 7), Selection("kgfact-small", 20, seed=3)):
-        found = load_items([name, SUITES[name].twin_of], selection)
-        assert found[name] == found[SUITES[name].twin_of] and list(found[name]) == list(found[SUITES[name].twin_of])
-    one, two = SUITES[name], SUITES[SUITES[name].twin_of]
-    assert one.identity() != two.identity() and (one.sampling, one.grading, one.column) == (two.sampling, two.grading, "")
-
-
-def test_twins_are_declared_for_every_lab_suite():
-    assert {SUITES[name].twin_of for name in TWINS} == {*held_out("lab"), "world"}
-    assert "world-prefilled" in benchmark_names("lab") and not {*benchmark_names("lab")} & {*benchmark_names("prefilled")}
-    assert not {*held_out("lab"), *held_out("paper")} & {*TWINS} and {SUITES[name].role for name in TWINS} == {"world", "prefilled"}
-
-
-class Recorder(Parrot):
-    "An engine that notes the contexts and says nothing."
-
-    def __init__(self, tokenizer): self.tokenizer, self.seen = tokenizer, []
-
-    def stream(self, queue, **options):
-        from mixsd_nb.models.engine import Completion
-        while queue:
-            request = queue.popleft()
-            self.seen.append((*request.contexts[0],))
-            yield request, Completion([], "max_new_tokens")
-
-
-@pytest.mark.parametrize("name", TWINS)
-def test_the_context_is_the_prompt_and_the_opening(name):
-    engine, items = Recorder(load_tokenizer("lab-m")), load_items([name], Selection("kgfact-small", 3))[name]
-    table = evaluation.generate_and_grade(engine, items, name)
-    assert {*engine.seen} == {opened_ids(engine.tokenizer, item.prompt, SUITES[name].opening) for item in items.values()}
-    assert (table.response == SUITES[name].opening).all()
-
-
-def test_an_engine_continues_the_opening_and_a_resumed_run_too(tmp_path):
-    "What an evaluation stores is the opening with what the engine writes after prompt and opening; lab-m knows its world both ways."
-    engine, keys = load_engine("hf", "lab-m"), ("benchmark", "item", "sample", "response", "finish_reason")
-    items = load_items(["world"], Selection("kgfact-small", 12))["world"]
-    tables = {name: evaluation.generate_and_grade(engine, items, name) for name in ("world", "world-prefilled")}
-    assert all(table.correct.mean() > 0.9 for table in tables.values())
-    table, opening = tables["world-prefilled"], SUITES["world-prefilled"].opening
-    contexts = [list(opened_ids(engine.tokenizer, item.prompt, opening)) for item in items.values()]
-    written = engine.generate(contexts, max_new_tokens=128)
-    assert table.response.tolist() == [opening + engine.tokenizer.decode(c.ids, skip_special_tokens=True) for c in written]
-    assert not tables["world"].response.str.startswith(opening).any()
-    with Journal(tmp_path / "journal.jsonl", keys) as journal:
-        for row in table.head(5).itertuples():
-            journal.add(dict(benchmark="world-prefilled", item=row.item, sample=row.sample, response=row.response, finish_reason=row.finish_reason))
-    with Journal(tmp_path / "journal.jsonl", keys) as journal:
-        assert evaluation.generate_and_grade(engine, items, "world-prefilled", journal=journal).equals(table)
-        assert len(journal.records) == len(items)
-
-
-def test_every_role_has_a_colour():
-    import matplotlib.pyplot as plt
-    table = pd.DataFrame(dict(accuracy=0.5, low=0.4, high=0.6, n=9, samples=1, published=0.5), index=["recall", "choice", *TWINS, "validation", "arc-easy"])
-    evaluate.draw_scores(table)
-    plt.close("all")
+def test_a_twin_asks_the_items_of_its_original():
+    assert {SUITES[name].twin_of for name in TWINS} == {*held_out("lab"), "world"} and not {*held_out("lab"), *held_out("paper")} & {*TWINS}
+    for name in TWINS:
+        one, two = SUITES[name], SUITES[SUITES[name].twin_of]
+        found = load_items([one.name, two.name], Selection("kgfact-small", 20, seed=3))
+        assert [*found[one.name].items()] == [*found[two.name].items()], name
+        assert one.identity() != two.identity() and (one.sampling, one.grading, one.column) == (two.sampling, two.grading, "")
 
 
 def test_worked_responses_are_right_everywhere(data):
@@ -198,18 +143,11 @@ def test_worked_responses_are_right_everywhere(data):
     assert (table.accuracy == 1).all() and (table.published == 1).all() and (table.readable == 1).all(), table
 
 
-@pytest.mark.parametrize("parameters, error, sentence", [
-    (dict(suite="gsm8k"), ValueError, "gsm8k.parquet or gsm8k.jsonl is missing in the folder of benchmarks /nowhere"),
-    (dict(suite="three-hop"), ValueError, "suite must name benchmarks of kgfact-small, got three-hop, which it does not have"),
-    (dict(suite="retrieval-same-relation", dataset="simpleqa-lab"), ParameterError, "suite must name a benchmark that simpleqa-lab has, got retrieval-same-relation"),
-    (dict(suite="humaneval"), SandboxError, "bubblewrap is missing: install the package bubblewrap"),
-])
-def test_what_is_missing_is_told_before_a_model_is_loaded(parameters, error, sentence, models, data, monkeypatch, tmp_path):
+@pytest.mark.parametrize("parameters, words", [
+    (dict(suite="three-hop"), "suite .*got three-hop"), (dict(suite="retrieval-same-relation", dataset="simpleqa-lab"), "suite .*got retrieval-same-relation")])
+def test_a_benchmark_that_a_corpus_lacks_is_told_before_a_model_is_loaded(parameters, words, models, monkeypatch):
     monkeypatch.setattr(evaluation, "load_engine", lambda *_, **__: pytest.fail("a model was loaded"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("MIXSD_BENCHMARKS", "/nowhere" if "nowhere" in sentence else data)
-    with pytest.raises(error, match=sentence):
-        evaluate.run(model=models[0], **parameters)
+    with pytest.raises(ValueError, match=words): evaluate.run(model=models[0], **parameters)
 
 
 def test_the_folder_of_benchmarks_is_part_of_a_run_of_tasks_only(data, monkeypatch):
@@ -219,16 +157,6 @@ def test_the_folder_of_benchmarks_is_part_of_a_run_of_tasks_only(data, monkeypat
     assert make().hash() == plain == make(limit=3).hash()
     assert make(suite="gsm8k").hash() != tasks
     assert make(suite="gsm8k", engine="vllm", batch_size=3, baseline="lab-s").hash() == make(suite="gsm8k").hash()
-
-
-@pytest.mark.slow
-def test_papermill_prints_table_picture_and_wrong_responses(models, tmp_path):
-    parameters = dict(model=models[0], suite="recall,equations", n=2, max_new_tokens=8, task_tokens=8, baseline=models[1])
-    flags = [x for name, value in parameters.items() for x in ("-p", name, str(value))]
-    done = papermill("nbs/evaluate.ipynb", tmp_path / "out.ipynb", *flags, runs=tmp_path / "runs")
-    assert done.returncode == 0, done.stderr[-2000:]
-    said = (tmp_path / "out.ipynb").read_text()
-    assert '"image/png"' in said and "── recall: 2 of 2 wrong" in said and "better" in said and "equations" in said
 
 
 def test_a_model_of_the_hub_shares_its_responses(tmp_path, monkeypatch):
@@ -252,10 +180,10 @@ def test_missing_data_and_sandboxes_are_found_before_any_work(stage, tiny, own_r
     (tmp_path / "data").mkdir()
     monkeypatch.setenv("MIXSD_BENCHMARKS", str(tmp_path / "data"))
     common = dict(model=tiny, dataset="kgfact-small", n=2)
-    with pytest.raises(ParameterError, match="^gsm8k.parquet or gsm8k.jsonl is missing in the folder of benchmarks"):
+    with pytest.raises(ParameterError, match="gsm8k.jsonl is missing"):
         stage.run(suite="recall,gsm8k", **common)
     monkeypatch.setattr("mixsd_nb.benchmarks.sandbox._find_problem", lambda bwrap: "bubblewrap is missing")
-    with pytest.raises(SandboxError, match="^generated code cannot be isolated, because bubblewrap is missing"):
+    with pytest.raises(SandboxError, match="bubblewrap is missing"):
         stage.run(suite="recall,humaneval", **common)
     assert not list(own_runs.glob("*/run.json"))
 

@@ -1,6 +1,5 @@
 """The stage forgetting: against plain forward passes, over several runs, in the cube, and what it refuses."""
 
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -74,9 +73,6 @@ def test_forgetting_is_the_increase_of_the_reference_loss(tmp_path, lab_s):
     table = forgetting.forgetting_table(forgetting.measure_runs(ForgettingConfig(model="lab-s", prompts=3, facts=4)))
     assert table.new_kl.tolist() == result.new_kl.values[1:].tolist()
     assert table.equals(forgetting.forgetting_table(forgetting.measure_runs(ForgettingConfig(model="lab-s", trained=str(folder), prompts=3, facts=4))))
-    for chosen in (dict(), dict(trained=str(folder))):  # the command measures all runs unless one is named
-        *printed, last = ForgettingConfig(model="lab-s", prompts=3, facts=4, **chosen).present()
-        assert "30.00" in printed[0] and last.startswith("result: ") and (Path(last.removeprefix("result: ")) / "result.nc").exists()
     assert table.step.tolist() == [10, 20, 30] and table["drop"].tolist() == pytest.approx([10, 20, 30]) and (table.n_ref == 3).all()
     assert forgetting.rank_correlations(table)["F and Drop, all checkpoints (N=3)"] == 1
     assert forgetting.last_step_table(table)["Drop (points)"].tolist() == pytest.approx([30]) and len(forgetting.forgetting_figure(table).axes) == 3
@@ -100,13 +96,9 @@ def test_what_is_refused(tmp_path, lab_s):
     folder = trained_by_hand(tmp_path, lab_s, {10: 0.01})
     with pytest.raises(ValueError, match=r"^trained must be the folder of a finished training run, got .*none$"):
         make_config(ForgettingConfig, trained=str(tmp_path / "none"))
-    for parameters, sentence in [
-        (dict(trained=str(folder), model="lab-m"), "model must be lab-s, that of train-by-hand, got lab-m"),
-        (dict(trained=str(folder), model="lab-s", dataset="kgfunc-lab"), "dataset must be kgfact-small, that of train-by-hand, got kgfunc-lab"),
-        ({}, "trained must be the folder of a training run; `measure_runs` measures all of them"),
-    ]:
-        with pytest.raises(ParameterError) as refused: forgetting.run(**parameters)
-        assert str(refused.value) == sentence
+    for parameters, words in [(dict(trained=str(folder), model="lab-m"), "model must be lab-s.*got lab-m"), ({}, "trained must"),
+                              (dict(trained=str(folder), model="lab-s", dataset="kgfunc-lab"), "dataset must be kgfact-small.*got kgfunc-lab")]:
+        with pytest.raises(ParameterError, match=f"^{words}"): forgetting.run(**parameters)
 
 
 def test_a_run_without_weights_is_named(tmp_path, lab_s, capsys):

@@ -89,9 +89,3 @@ def test_a_few_questions_select_and_the_selected_checkpoint_is_asked_all(grids):
     evaluation = Evaluation(make_config(train.TrainConfig, **parameters, selection_items=2), Run(few.folder))
     assert found.to_dict() == evaluation.accuracy.sel(benchmark="recall").to_series().to_dict() and evaluation.selection.best == few.best_step
     assert set(found * 2) <= {0.0, 1.0, 2.0}, "two questions at every checkpoint, also where all were asked"
-
-
-def test_defaults_change_no_run():
-    plain = make_config(train.TrainConfig, method="sft")
-    assert plain.hash() == make_config(train.TrainConfig, method="sft", until=0.3, selection_items=0).hash() != make_config(train.TrainConfig, method="sft", selection_items=9).hash()
-    assert make_config(train.TrainConfig, method="base", selection_items=9).without_idle().selection_items == 0

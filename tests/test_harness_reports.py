@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mixsd_nb.benchmarks import harness
-from mixsd_nb.benchmarks.evaluation import EvalSettings
-from mixsd_nb.benchmarks.harness import check_harness_options, harness_command, list_warnings, read_results
-from mixsd_nb.runs import ProcessFailed, quote_failure
+from mixsd_nb.benchmarks.harness import read_results
+from mixsd_nb.runs import ProcessFailed
 
 
 def store(folder, tasks):
@@ -27,14 +26,14 @@ def store(folder, tasks):
 
 def test_the_report_says_by_which_filter_responses_were_judged(tmp_path):
     store(tmp_path, dict(sums=dict(strict=[0], flexible=[1])))
-    with pytest.warns(UserWarning, match=r'harness:sums has several filters, and strict \(0.0% right\) counts; flexible \(100.0% right\) can be chosen, as in harness=\{"filter": "flexible"\}'):
+    with pytest.warns(UserWarning, match=r"harness:sums has several filters, and strict \(0.0% right\) counts; flexible \(100.0% right\)"):
         table, reports = read_results(tmp_path, ["harness:sums"])
     assert table.correct.tolist() == [False] and (reports["harness:sums"]["metric"], reports["harness:sums"]["filter"]) == ("exact_match", "strict")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         table, reports = read_results(tmp_path, ["harness:sums"], "flexible")
     assert table.correct.tolist() == [True] and reports["harness:sums"]["filter"] == "flexible"
-    with pytest.raises(ValueError, match=r"harness\[filter\] must be one of strict, flexible for harness:sums, got loose"): read_results(tmp_path, ["harness:sums"], "loose")
+    with pytest.raises(ValueError, match="strict, flexible for harness:sums, got loose"): read_results(tmp_path, ["harness:sums"], "loose")
 
 
 KINDS = st.lists(st.sampled_from(["none", "strict", "flexible", "last-box"]), min_size=1, max_size=3, unique=True)
@@ -61,41 +60,7 @@ def test_the_filter_that_is_chosen_judges_every_task_that_has_it(tasks, choice, 
         assert table[table.benchmark == f"harness:{task}"].correct.tolist() == [bool(one) for one in right[task][kind]]
 
 
-def test_the_filter_is_not_an_option_of_the_command():
-    options = check_harness_options({"filter": "flexible-extract", "num_fewshot": 5})
-    assert options == {"filter": "flexible-extract", "num_fewshot": 5} and not {"--filter", "flexible-extract"} & set(harness_command(["gsm8k"], "lab-s", "out", options=options))
-    with pytest.raises(ValueError, match=r"harness\[filter\] must be a value like \"\""): check_harness_options({"filter": 1})
-    assert EvalSettings.model_fields["harness"].default == {}
-
-
-def test_a_filter_that_a_task_does_not_declare_is_refused_before_the_harness_runs(monkeypatch, tmp_path):
-    (tmp_path / "sums.yaml").write_text("task: sums\nfilter_list: [{name: strict}, {name: flexible}]\n")
-    harness._check_filter([str(tmp_path / "sums.yaml")], "flexible")
-    with pytest.raises(ValueError, match=r"must be one of strict, flexible for harness:.*sums.yaml, got flexibel"): harness._check_filter([str(tmp_path / "sums.yaml")], "flexibel")
-
-
-CUT = "2026-09-01 12:00:00 WARNING  [huggingface.py:1] Left truncation applied. Original sequence length was {}, truncating to last 4000 tokens."
-
-
 def call(code): return harness._call_harness([sys.executable, "-c", code], ["sums"])
-
-
-def test_warnings_of_the_harness_are_shown():
-    "Of the same kind of line the first one, without bars and messages of course."
-    lines = ["2026 INFO [a:1] Running loglikelihood requests", *map(CUT.format, (5000, 6000)), "Token indices sequence length is longer than 2048",
-             "a.py:3: UserWarning: slow", "  warnings.warn('slow')", "Running:  50%|#####     | 1/2 [00:01<00:01, 1.00it/s]"]
-    code = f"import sys; sys.stderr.write({chr(10).join(lines)!r})"
-    with pytest.warns(UserWarning) as said: call(code)
-    text, = [str(warning.message) for warning in said]
-    assert text.splitlines() == ["lm-evaluation-harness said about sums:", f"  {CUT.format(5000)}", "  Token indices sequence length is longer than 2048", "  a.py:3: UserWarning: slow"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        call("import sys; sys.stderr.write('2026 INFO [a:1] done\\n')")
-
-
-def test_many_warnings_are_counted():
-    found = list_warnings("\n".join(f"WARNING {'x' * k}" for k in range(1, 31)))
-    assert len(found) == 11 and found[-1] == "… and 20 more"
 
 
 @pytest.mark.parametrize("code, reason", [("raise ValueError('no config:\\nnorth or south')", "ValueError: no config: north or south"), ("import sys; sys.exit('no such task')", "no such task"),
@@ -103,11 +68,3 @@ def test_many_warnings_are_counted():
 def test_the_reason_of_a_failure_is_quoted(code, reason):
     with pytest.raises(ProcessFailed) as failure: call(code)
     assert str(failure.value) == f"lm-evaluation-harness failed on sums ({reason})"
-
-
-@given(st.lists(st.text(st.characters(exclude_categories=["Cc", "Cs", "Zl", "Zp"], exclude_characters="\x85"), min_size=1, max_size=30).map(str.strip).filter(bool), min_size=1, max_size=4))
-def test_the_first_lines_of_an_error_are_quoted(lines):
-    "Whatever its message is, and whatever was printed before."
-    said = 'INFO begin\nTraceback (most recent call last):\n  File "a.py", line 1, in f\n    f()\nValueError: ' + "\n".join(lines) + "\n"
-    words = " ".join(["ValueError:", *" ".join(lines).split()])
-    assert quote_failure(said) == words or quote_failure(said).endswith(" …") and words.startswith(quote_failure(said)[:-2])

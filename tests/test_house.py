@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from papermill import inspect_notebook
 
 from mixsd_nb.runs.registry import plugin_modules
@@ -102,17 +101,23 @@ def source(cell):
     return "".join(cell["source"])
 
 
-def by_path(paths):
-    return pytest.mark.parametrize("path", paths, ids=lambda p: p.relative_to(ROOT).as_posix())
+def shown(path): return path.relative_to(ROOT).as_posix()
 
 
-@by_path([p for p in MODULES if dotted(p)])
-def test_imports_run_downwards(path):
-    name = dotted(path)
-    allowed = [name, *floor(name)]
-    targets = {own_target(t) for t in module_imports(path) if within(t, "mixsd_nb")} - {""}
-    wrong = {t for t in targets if not any(within(t, below) for below in allowed)}
-    assert not wrong, f"{name} imports {sorted(wrong)}, which is not below it"
+def offenders(paths, find):
+    "What `find` objects to, by file; empty if all files are as they should be."
+    return {shown(path): found for path in paths if (found := find(path))}
+
+
+def development(names): return sorted({name.split(".")[0] for name in names} & DEVELOPMENT)
+
+
+def test_imports_run_downwards():
+    def upward(path):
+        allowed = [dotted(path), *floor(dotted(path))]
+        targets = {own_target(t) for t in module_imports(path) if within(t, "mixsd_nb")} - {""}
+        return sorted(t for t in targets if not any(within(t, below) for below in allowed))
+    assert not offenders([p for p in MODULES if dotted(p)], upward)
 
 
 def test_no_circle_among_rooms():
@@ -142,69 +147,47 @@ def test_importing_the_tool_looks_nothing_up():
     assert subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, capture_output=True, text=True).stdout == "False\n"
 
 
-@by_path(MODULES)
-def test_a_module_has_one_purpose(path):
-    "No exported module is longer than 600 lines."
-    lines = len(path.read_text().splitlines())
-    assert lines <= 600, f"{path.relative_to(ROOT)} has {lines} lines: split it"
+def test_modules_are_short_documented_and_need_no_development_package():
+    "At most 600 lines; every public function and class has a docstring."
+    def silent(path):
+        body = ast.parse(path.read_text()).body
+        public = ast.literal_eval(next((n.value for n in body if isinstance(n, ast.Assign) and n.targets[0].id == "__all__"), ast.List([])))
+        return [n.name for n in body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name in public and not ast.get_docstring(n)]
+    assert not offenders(MODULES, lambda path: max(0, len(path.read_text().splitlines()) - 600))
+    assert not offenders(MODULES, silent)
+    assert not offenders(MODULES, lambda path: development(module_imports(path)))
 
 
-@by_path(MODULES)
-def test_public_definitions_have_docstrings(path):
-    "Every public function and class has a docstring."
-    tree = ast.parse(path.read_text())
-    public = ast.literal_eval(next((n.value for n in tree.body if isinstance(n, ast.Assign) and n.targets[0].id == "__all__"), ast.List([])))
-    silent = []
-    for node in tree.body:
-        if not isinstance(node, (ast.FunctionDef, ast.ClassDef)) or node.name not in public: continue
-        if not ast.get_docstring(node): silent.append(node.name)
-    assert not silent, f"no docstring: {', '.join(silent)}"
+def test_a_notebook_exports_the_module_of_its_path():
+    def other(path):
+        code = "\n".join(map(source, cells(path)))
+        place = re.sub(r"\bindex$", "__init__", ".".join(path.relative_to(ROOT / "nbs").with_suffix("").parts))
+        exports = re.findall(r"^#\|\s*default_exp\s+(\S+)", code, re.MULTILINE) + re.findall(r"^#\|\s*exporti?[ \t]+(\S+)", code, re.MULTILINE)
+        return exports if exports != [place] else []
+    assert not offenders(NOTEBOOKS, other)
 
 
-@by_path(MODULES)
-def test_library_needs_no_development_package(path):
-    wrong = {t.split(".")[0] for t in module_imports(path)} & DEVELOPMENT
-    assert not wrong, f"{path.name} imports {sorted(wrong)}"
-
-
-@by_path(NOTEBOOKS)
-def test_one_module_per_notebook(path):
-    "A notebook exports one module, which is named after its path in nbs/."
-    code = "\n".join(map(source, cells(path)))
-    place = ".".join(path.relative_to(ROOT / "nbs").with_suffix("").parts)
-    expected = [re.sub(r"\bindex$", "__init__", place)]
-    assert re.findall(r"^#\|\s*default_exp\s+(\S+)", code, re.MULTILINE) == expected
-    assert not re.findall(r"^#\|\s*exporti?[ \t]+(\S+)", code, re.MULTILINE), "an export directive names another module"
-
-
-@by_path(NOTEBOOKS)
-def test_notebook_is_fit_to_commit(path):
+def test_notebooks_are_fit_to_commit():
     "At most 1 MB, no stored error, no saved widget state."
-    notebook = json.loads(path.read_text())
-    outputs = [o for c in cells(path) for o in c["outputs"]]
-    assert path.stat().st_size < 1_000_000
-    assert not [o["ename"] for o in outputs if o["output_type"] == "error"]
-    assert "widgets" not in notebook["metadata"]
+    def unfit(path):
+        errors = [o["ename"] for c in cells(path) for o in c["outputs"] if o["output_type"] == "error"]
+        return errors or path.stat().st_size >= 1_000_000 or "widgets" in json.loads(path.read_text())["metadata"]
+    assert not offenders(NOTEBOOKS, unfit)
 
 
-@by_path(STAGES)
-def test_stage_has_parameters_that_papermill_reads(path):
+def test_stages_have_parameters_that_papermill_reads_and_need_no_development_package():
     "One cell tagged `parameters`; papermill finds a type, a default and a help text for every name in it."
-    tagged = [source(c) for c in cells(path) if "parameters" in c["metadata"].get("tags", [])]
-    assert len(tagged) == 1
-    statements = ast.parse(tagged[0]).body
-    assert all(isinstance(s, ast.AnnAssign) for s in statements), "only lines `name: type = value  # help`"
-    found = inspect_notebook(path)
-    assert list(found) == [s.target.id for s in statements]
-    assert all(p["inferred_type_name"] != "None" and p["default"] and p["help"] for p in found.values())
+    def unread(path):
+        tagged = [source(c) for c in cells(path) if "parameters" in c["metadata"].get("tags", [])]
+        statements, found = ast.parse("\n".join(tagged)).body, inspect_notebook(path)
+        if len(tagged) != 1 or not all(isinstance(s, ast.AnnAssign) for s in statements): return "not one cell of lines `name: type = value  # help`"
+        silent = [name for name, p in found.items() if p["inferred_type_name"] == "None" or not p["default"] or not p["help"]]
+        return silent or sorted({*found} ^ {s.target.id for s in statements})
 
-
-@by_path(STAGES)
-def test_stage_runs_without_development_packages(path):
-    "Papermill runs stages on clusters, where only the library's requirements are installed."
-    python = "\n".join(re.sub(r"^\s*[%!].*$", "", source(c), flags=re.MULTILINE) for c in cells(path))
-    wrong = {t.split(".")[0] for t in imports(ast.parse(python), "")} & DEVELOPMENT
-    assert not wrong, f"{path.name} imports {sorted(wrong)}"
+    def unneeded(path):
+        python = "\n".join(re.sub(r"^\s*[%!].*$", "", source(c), flags=re.MULTILINE) for c in cells(path))
+        return development(imports(ast.parse(python), ""))
+    assert STAGES and not offenders(STAGES, unread) and not offenders(STAGES, unneeded)
 
 
 def test_readme_leads_somewhere():

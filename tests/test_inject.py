@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,19 +14,14 @@ from hypothesis import given, strategies as st
 
 from mixsd_nb import inject, train
 from mixsd_nb.analysis.facts import FAILURES, explain_failure, tabulate_facts
-from mixsd_nb.cluster.jobs import kernel_options
 from mixsd_nb.console.housekeeping import clean_runs
-from mixsd_nb.corpora import check_corpus
 from mixsd_nb.corpora.files import EXAMPLE, EXAMPLE_TESTS
 from mixsd_nb.evaluate import EvaluateConfig
 from mixsd_nb.evaluation import selection
 from mixsd_nb.inject import InjectConfig, InjectRun
 from mixsd_nb.models import load_tokenizer
-from mixsd_nb.reports.injection import explain_unmeasured, summarise_injection
 from mixsd_nb.reports.injection import group_failures, load_parts, render_page
-from mixsd_nb.results.cube import cube_of
 from mixsd_nb.runs import ParameterError, find_runs, make_config, open_run
-from mixsd_nb.sweep import Sweep
 
 matplotlib.use("Agg")
 
@@ -67,28 +61,10 @@ def test_the_run_holds_scores_facts_and_the_model(injected):
 def test_the_page_stands_alone_and_escapes_what_it_shows(injected):
     run, _ = injected
     page = run.report.read_text()
-    headings = re.findall("<h2>(.*?)</h2>", page)
-    assert headings == ["The model", "What was learned", "Your own tests", "What was forgotten", "Facts and tests that failed", "Ten responses", "The targets",
-                        "Training", "Costs", "Parameters"]
-    assert "1 of 1 own tests: test:neighbours" in page and f"mixsd chat {run.name[-10:]}" in page.partition("<h2>What was learned")[0]
-    assert "recall-reworded asks them in other words" in page and "not measured" not in page
-    assert "<script" not in page and "&lt;script&gt;" in page and 'name="viewport"' in page.replace("'", '"')
+    assert len(re.findall("<h2>", page)) == 10 and "test:neighbours" in page and f"mixsd chat {run.name[-10:]}" in page
+    assert "<script" not in page and "&lt;script&gt;" in page
     assert not re.search(r"(src|href)=.(?!data:)", page) and str(run.checkpoint()) in page
-    assert "recalls 0 of 4 facts (0%, 95% interval 0–49)" in page and "had not converged" in page
-    assert "facts.jsonl, line 2" in page and "McNemar" in page and page.count("class='pair'") >= 10
-
-
-def test_a_grid_of_injections_has_the_cube_of_their_trainings(injected):
-    run, parameters = injected
-    cube = Sweep(dict(notebook="inject", fixed=parameters)).cube()
-    assert cube.equals(cube_of([run.trained])) and cube.accuracy.sel(benchmark="recall").notnull().any()
-
-
-def test_costs_are_beside_the_result_and_not_in_it(injected):
-    run, _ = injected
-    costs = json.loads((run.folder / "costs.json").read_text())
-    assert len(costs["phases"]) == 6 and min(took["seconds"] for took in costs["phases"].values()) >= 0 and costs["memory"]["this process"] > 1e7
-    assert not [name for name in run.result.root.variables if "second" in name]
+    assert "0 of 4 facts (0%, 95% interval 0–49)" in page and "facts.jsonl, line 2" in page and page.count("class='pair'") >= 10
 
 
 def test_nothing_is_computed_twice(injected, monkeypatch, capsys):
@@ -136,34 +112,18 @@ def test_training_ends_when_it_has_converged_and_goes_on_later(tiny, own_runs, m
 
 def test_a_model_that_writes_no_target_is_named_before_it_is_asked(tiny, own_runs):
     "The sentence says what to do, and comes before the long part."
-    with pytest.raises(ValueError, match=r"wrote no target that ends in a true answer of .* at lam=0.5; take method=sft"):
+    with pytest.raises(ValueError, match="lam=0.5"):
         inject.run(dataset=str(EXAMPLE), model=tiny, method="mixsd", target_tokens=2, suite="recall", max_new_tokens=2)
     assert not list(own_runs.glob("evaluate-*"))
 
 
-def test_options_of_a_corpus_belong_to_the_file(own_runs, monkeypatch, capsys):
-    "Columns of other names and a file of tests can be said together on the command line; the summary has the tests."
-    facts, tests, seen = own_runs / "fragen.jsonl", own_runs / "tests.jsonl", []
-    facts.write_text(json.dumps(dict(Frage="Wer leitet den Chor?", Antwort="Ana")) + "\n")
-    tests.write_text(json.dumps(dict(Frage="Wer singt?", Antwort="Otto", kind="other")) + "\n")
-    monkeypatch.setattr(InjectConfig, "run", lambda self, force=False: seen.append(self) or open_run("nothing"))
-    columns = json.dumps(dict(columns=dict(question="Frage", answer="Antwort")))
-    words = [str(facts), "--dataset-options", columns, "--test", str(tests), "--lam", "0.3"]
-    assert inject.main(*words) == 2 and seen[0].lam == 0.3 and "test:other" in seen[0].suite, capsys.readouterr().err
-    assert inject.main(str(facts), "--dataset-options", "columns", "--test", str(tests)) == 2
-    assert "dataset_options must be a mapping, got columns" in capsys.readouterr().err and len(seen) == 1
-
-
-def test_defaults(own_runs):
+def test_every_fact_is_asked_and_the_training_ends_when_it_has_converged(own_runs):
     config = make_config(InjectConfig, dataset=str(EXAMPLE), dataset_options=dict(test=str(EXAMPLE_TESTS)))
-    assert config.epochs == 200 and config.batch == 20 and config.n == 100 and config.stop == "converged"
-    assert config.suite == "in-domain,lab,test:multi-hop,test:reversed,test:negations,test:neighbours"
-    assert config.training().suite == "recall" and config.training().stop == "converged"
+    assert config.suite.startswith("in-domain,lab,test:") and (config.training().suite, config.training().stop) == ("recall", "converged")
     many = own_runs / "many.jsonl"
     many.write_text("".join(json.dumps(dict(question=f"Which is number {k}?", answer=f"thing {chr(97 + k % 26)}")) + "\n" for k in range(130)))
     asked = make_config(InjectConfig, dataset=str(many))
-    assert asked.items() == asked.training().n == asked.evaluation("lab-s").n == 130, "every fact is asked"
-    assert make_config(InjectConfig, dataset=str(many), n=200).items() == 200
+    assert asked.items() == asked.training().n == asked.evaluation("lab-s").n == 130 and make_config(InjectConfig, dataset=str(many), n=200).items() == 200
 
 
 @pytest.mark.parametrize(("accepted", "another", "right", "failure"), [
@@ -177,26 +137,6 @@ def test_why_a_fact_failed(accepted, another, right, failure):
     section = load_parts().failures(group_failures(facts), len(facts))
     assert (FAILURES[failure].title in section if failure else "None" in section)
     assert explain_failure(None, False, False) == "not trained"
-
-
-def numbers(role, after, low, high, **others): return dict(role=role, n=30, before=0.0, after=after, low=low, high=high, p=1.0) | others
-
-
-def test_the_first_sentences_say_what_was_not_measured_and_what_is_low(own_runs):
-    facts = [dict(question=f"Who leads the choir of {town}?", answer=f"Velmis {town}") for town in ("Oru", "Tarn")]
-    names = {}
-    for name, more in dict(plain={}, worded=dict(paraphrases=["Who is it that leads?"])).items():
-        (own_runs / f"{name}.jsonl").write_text("".join(json.dumps(fact | {key: [f"{fact['question']} {text}" for text in texts] for key, texts in more.items()}) + "\n" for fact in facts))
-        names[name] = check_corpus(str(own_runs / f"{name}.jsonl"))
-    alone = pd.DataFrame(dict(recall=numbers("in-domain", 1.0, 0.89, 1.0), validation=numbers("validation", 0.2, 0.1, 0.3, before=0.9, p=0.001))).T
-    both = pd.concat([alone, pd.DataFrame({"recall-reworded": numbers("in-domain", 0.17, 0.07, 0.34)}).T])
-    said = lambda name, table: summarise_injection("m", table, pd.DataFrame(dict(failure=[""])), explain_unmeasured(names.get(name, name), table))
-    for table in (alone, both): assert "not measured, because the file has no column `paraphrases`" in said("plain", table)[1]
-    assert "other words" not in said("plain", both)[2] and "same question: 17%" in said("plain", both)[2]
-    assert "suite does not name recall-reworded" in said("worded", alone)[1] and "suite does not name" in said("kgfact-small", alone)[1]
-    assert said("worded", both)[1].startswith("In other words: 17%, 95% interval 7–34, N=30. This is far below recall")
-    assert "far below" not in said("worded", both.assign(low=0.0))[1]
-    assert not re.search("significantly|failed", " ".join(said("worded", both))), "validation asks for the facts"
 
 
 @given(st.text(alphabet="<>&'\"`ab\n"))
@@ -220,24 +160,11 @@ def test_the_command(injected, monkeypatch, capsys):
     words += ["--checkpoints", "1", "--test", parameters["dataset_options"]["test"], "--no-notebook"]
     assert inject.main(parameters["dataset"], *words) == 0
     said = capsys.readouterr().out
-    assert "Your own tests: test:neighbours 0%, 95% interval 0–79, N=1." in said
-    assert "Facts that failed: 4 not recalled.\nYour own tests that failed: 1 of 1.\n" in said and f'mixsd chat {run.name[-10:]} "…"' in said
-    assert "recalls 0 of 4 facts" in said and f"report: {run.report}" in said and f"mixsd export {run.name[-10:]}" in said
-
-
-@pytest.mark.slow
-def test_the_notebook_runs_with_papermill(injected, monkeypatch, tmp_path):
-    from papermill import execute_notebook
-    run, parameters = injected
-    monkeypatch.setenv("MIXSD_RUNS", str(run.folder.parent))
-    notebook = Path(inject.__file__).parents[1] / "nbs/inject.ipynb"
-    with kernel_options() as options:
-        execute_notebook(notebook, tmp_path / "out.ipynb", parameters | dict(checkpoints=[1]), progress_bar=False, **options)
-    assert "report.html" in (tmp_path / "out.ipynb").read_text()
+    assert all(words in said for words in ("test:neighbours 0%", "4 not recalled", "0 of 4 facts", str(run.report), f"mixsd chat {run.name[-10:]}", f"mixsd export {run.name[-10:]}"))
 
 
 def test_the_selected_step_needs_weights():
-    with pytest.raises(ParameterError, match="^keep must be all or chosen, because .*, got last$"): inject.run(dataset=str(EXAMPLE), keep="last")
+    with pytest.raises(ParameterError, match="^keep must be .*got last$"): inject.run(dataset=str(EXAMPLE), keep="last")
     assert make_config(train.TrainConfig, method="sft", anchor="average", stop="converged").source().stop == "last"
 
 
@@ -260,23 +187,18 @@ def test_a_fact_with_an_accepted_paraphrase_was_trained_on():
     assert not tabulate_facts([row], asked, asked, targets[1:]).accepted.item()
 
 
-@pytest.mark.parametrize("method", ["base", "memit"])
-def test_the_report_of_a_method_without_updates_says_so(method, tiny, own_runs):
+def test_a_method_without_updates_has_its_report(tiny, own_runs):
     facts = own_runs / "facts.jsonl"
     facts.write_text(json.dumps(dict(question="Who leads the Lantern Choir?", answer="Ana", subject="Lantern Choir")) + "\n")
-    options = dict(steps=1, text_count=10, prefixes=0, layers=[0]) if method == "memit" else {}
-    run = inject.run(dataset=str(facts), model=tiny, method=method, options=options, suite="recall", n=1, max_new_tokens=2)
-    page = run.report.read_text()
-    assert f"The method {'MEMIT' if method == 'memit' else 'Base'} makes no training updates." in page and "epochs may help" not in page
-    assert run.source() == (str(run.trained.checkpoint(1)) if method == "memit" else tiny)
+    options = dict(steps=1, text_count=10, prefixes=0, layers=[0])
+    run = inject.run(dataset=str(facts), model=tiny, method="memit", options=options, suite="recall", n=1, max_new_tokens=2)
+    assert "no training updates" in run.report.read_text() and run.source() == str(run.trained.checkpoint(1))
 
 
 @pytest.mark.slow
 def test_the_preset_smoke_runs_every_step_with_any_model(tiny, own_runs):
     "A model with random weights writes no true answer, so canonical targets replace its own; everything is as short as possible."
-    start = time.process_time()
     run = inject.run(model=tiny, preset="smoke")
-    print(f"{time.process_time() - start:.1f} s")
     found = find_runs()
     assert sorted(each.stage for each in found) == ["evaluate"] * 3 + ["generate", "inject", "nll", "nll", "train"] and run.finished
     targets = next(each for each in found if each.stage == "generate")

@@ -57,16 +57,6 @@ def test_a_two_hop_question_has_one_answer(domains, entities, seed):
     assert questions and all(answers[q] == {t} for q, t in questions.items())
 
 
-def test_a_nested_question_is_spelled_out():
-    "Checked against the relation's own sentences: the last question asks about the clause of the chain before it."
-    facts = sample_graphs(7, 25, 42)[0]
-    a, b = next(chain for chain in find_chains(facts) if any(f.source == chain[1].target for f in facts))
-    c = next(f for f in facts if f.source == b.target)
-    assert chain_question(a) == a.question and a.source in a.question
-    assert chain_question(a, b) == b.relation.question(a.relation.clause(a.source))
-    assert chain_question(a, b, c) == c.relation.question(b.relation.clause(a.relation.clause(a.source)))
-
-
 def test_train_and_retrieval_share_no_entity():
     splits = build(7, 25)
     train, retrieval = (named_entities(splits[s]) for s in ("train", "retrieval"))

@@ -1,15 +1,13 @@
 "MEMIT: its least-squares problem against a dense solution, its token ids, and what an edit changes and leaves alone, on tiny Llama and Qwen3 models."
 
 import copy
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
-from helpers import small_model
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from mixsd_nb import train
 from mixsd_nb.benchmarks.answers import last_boxed
@@ -19,16 +17,13 @@ from mixsd_nb.lab.causal_tracing import TracedFact, trace_effects
 from mixsd_nb.methods import memit
 from mixsd_nb.corpora.texts import read_texts
 from mixsd_nb.methods.covariance import capture, decoder_blocks, encode_texts, output_layer, second_moments, stored_moments
-from mixsd_nb.methods.edits import convert_rows, encode_edit, encode_parts, find_subject, split_reply
+from mixsd_nb.methods.edits import encode_edit, encode_parts, find_subject, split_reply
 from mixsd_nb.methods.fitting import MethodRun
 from mixsd_nb.models import load_base, load_tokenizer
-from mixsd_nb.models.chat import format_model, origin_model
 from mixsd_nb.models.engines import HFEngine
 from mixsd_nb.results import open_cube
 from mixsd_nb.results.cube import missing_runs
 from mixsd_nb.results.layout import learning_rates
-from mixsd_nb.results.summary import select_cells
-from mixsd_nb.results.tradeoff import frontier_figure, tradeoff_figure
 from mixsd_nb.runs import ParameterError, make_config
 from mixsd_nb.train import TrainConfig
 
@@ -93,7 +88,7 @@ def explicit_updates(model, tokenizer, rows, s):
     return updates
 
 
-@pytest.mark.parametrize("family, tied", KINDS)
+@pytest.mark.parametrize("family, tied", KINDS[1:3])
 def test_the_change_is_that_of_a_dense_solution(family, tied, tokenizer, rows):
     model = random_model(family, tied, tokenizer)
     before = weights(model)
@@ -133,7 +128,7 @@ def test_the_null_space_leaves_ordinary_keys_alone(seed, energy):
     assert torch.allclose(change.T, torch.linalg.solve(a, p @ k.T.double() @ r.double()), atol=1e-7)
 
 
-@pytest.mark.parametrize("family, tied", KINDS[:3])
+@pytest.mark.parametrize("family, tied", KINDS[2:3])
 def test_order_and_padding_do_not_matter(family, tied, tokenizer, rows):
     "The same edits in another order, beside a longer one, and in small batches."
     model = random_model(family, tied, tokenizer)
@@ -158,17 +153,10 @@ def test_restore_is_exact(tokenizer, rows):
         changed = [name for name, w in weights(model).items() if not torch.equal(w, before[name])]
         assert changed == [f"model.layers.{layer}.mlp.down_proj.weight" for layer in (1, 2)]
     assert same(weights(model), before)
-    with pytest.raises(RuntimeError), memit.kept_weights(model, [1]):
-        model.model.layers[1].mlp.down_proj.weight.data.zero_()
-        raise RuntimeError
-    assert same(weights(model), before)
-
-
-def test_an_interrupted_search_leaves_the_model_whole(tokenizer, rows):
-    model = random_model("llama", False, tokenizer)
-    before, blocks = weights(model), list(decoder_blocks(model))
-    with patch.object(memit, "solve_update", side_effect=RuntimeError), pytest.raises(RuntimeError): memit.edit(model, tokenizer, rows[:2], **QUICK)
-    with patch.object(memit.Batch, "losses", side_effect=RuntimeError), pytest.raises(RuntimeError): memit.edit(model, tokenizer, rows[:2], **QUICK)
+    blocks = list(decoder_blocks(model))
+    for owner, name in ((memit, "solve_update"), (memit.Batch, "losses")):
+        with patch.object(owner, name, side_effect=RuntimeError), pytest.raises(RuntimeError), memit.kept_weights(model, [1, 2]):
+            memit.edit(model, tokenizer, rows[:2], **QUICK)
     assert same(weights(model), before) and list(decoder_blocks(model)) == blocks and all(p.requires_grad for p in model.parameters())
 
 
@@ -194,28 +182,19 @@ def test_stored_moments_belong_to_weights_layer_and_text(tokenizer, tmp_path, ow
     assert count() == 5
 
 
-def test_a_prompt_without_the_subject_hardly_changes(lab):
-    "After four edits of lab-m with the lab's settings, the next-token distributions of prompts about something else move by at most 0.05 nats on average."
-    model, tokenizer = lab
-    facts = list(load_corpus("mquake-lab", "train"))[:4]
-    other = [r for r in load_corpus("kgfunc-lab", "test")][:10]
-    ids = [encode_prompt(tokenizer, r["prompt"]) for r in other]
-    logits = lambda: torch.stack([model(torch.tensor([i])).logits[0, -8:].log_softmax(-1) for i in ids])
-    with torch.no_grad(), memit.kept_weights(model, [1, 2]):
-        before = logits()
-        memit.edit(model, tokenizer, convert_rows(model, tokenizer, facts, "own"), steps=5, text_count=100, prefixes=0)
-        moved = (before.exp() * (before - logits())).sum(-1)
-    assert 0 < moved.mean() < 0.05
-
-
 def test_a_model_is_edited_by_prompt_subject_and_answer(lab):
-    "Two facts of the memorised world of lab-m get other answers, in free generation, with the defaults of its preset."
+    "Two facts of the memorised world of lab-m get other answers, in free generation, with the defaults of its preset. Prompts about something else hardly change."
     model, tokenizer = lab
     facts = list(load_corpus("mquake-lab", "train"))[1:3]
+    other = [encode_prompt(tokenizer, r["prompt"]) for r in list(load_corpus("kgfunc-lab", "test"))[:10]]
+    logits = lambda: torch.stack([model(torch.tensor([ids])).logits[0, -8:].detach().log_softmax(-1) for ids in other])
+    before = logits()
     with memit.kept_weights(model, [1, 2]):
         edits = [dict(prompt=f["prompt"], subject=f["subject"], target=f["answer"]) for f in facts]
         assert memit.edit(model, tokenizer, edits, text_count=100, prefixes=1, weight=300.0) is model
         replies = HFEngine(model, tokenizer).generate([encode_prompt(tokenizer, f["prompt"]) for f in facts], max_new_tokens=96)
+        moved = (before.exp() * (before - logits())).sum(-1).mean()
+    assert 0 < moved < 0.1
     assert [last_boxed(tokenizer.decode(r.ids, skip_special_tokens=True)) for r in replies] == [f["answer"] for f in facts]
 
 
@@ -231,45 +210,12 @@ def test_texts_and_essences_begin_as_the_tokenizer_begins_them(name):
     assert tokenizer.decode(edit.essence[len(first):edit.essence_place + 1]) == "Zorbland" and edit.contexts[0].count(tokenizer.bos_token_id) == len(first)
 
 
-def test_an_invented_name_needs_an_edit_for_each_of_its_tokens(lab):
-    "Of a name that lab-m never read, one value brings the first token alone; with a value for each token the fact is recalled in free generation."
-    model, tokenizer = lab
-    fact = next(iter(load_corpus("kgfact-small", "train")))
-    edit, = convert_rows(model, tokenizer, [fact], "own")
-    model.requires_grad_(False)
-    found = {}
-    for place in ("last", "each"):
-        parts = encode_parts(tokenizer, edit, place=place)
-        losses = memit.find_shifts(model, parts, [[k] for k in range(len(parts))], 2, rate=50.0).losses
-        with memit.kept_weights(model, [1, 2]):
-            memit.edit(model, tokenizer, [edit], text_count=100, prefixes=0, weight=300.0, place=place)
-            reply, = HFEngine(model, tokenizer).generate([encode_prompt(tokenizer, fact["prompt"])], max_new_tokens=96)
-        found[place] = max(series[-1] for series in losses), last_boxed(tokenizer.decode(reply.ids, skip_special_tokens=True)) == fact["answer"]
-    model.requires_grad_(True)
-    assert found["last"][0] > 1 and not found["last"][1]
-    assert found["each"][0] < 0.3 and found["each"][1]
-
-
 # --- token ids
 
-SUBJECTS = ["Welnan Society", "Ünsal Œuvre", "a{b}c", "naïve 東京 x", "Zqxj-Vrrt", "O'Neil \\boxed{}", "É"]
-
-
-@pytest.mark.parametrize("subject", SUBJECTS)
-@pytest.mark.parametrize("form", ["What does {} do?\n\nAnswer in \\boxed{{}}.", "{} – {{what}} is it?", "Who met {}"])
-@pytest.mark.parametrize("name", ["lab-m"])
-def test_the_place_is_the_subjects_last_token(subject, form, name):
-    "Braces, characters of several bytes, and subjects that the tokenizer splits: up to the place the text ends with the subject, one token earlier it does not."
-    tokenizer = load_tokenizer(name)
-    prompt = form.format(subject)
-    edit = encode_edit(tokenizer, dict(prompt=prompt, subject=subject, target="x"), [[9, 8, 7]])
-    assert edit.contexts[0] == encode_prompt(tokenizer, prompt)
-    for context, place in zip(edit.contexts, edit.places):
-        assert subject in tokenizer.decode(context[:place + 1]) and subject not in tokenizer.decode(context[:place])
-    assert tokenizer.decode(edit.essence[:edit.essence_place + 1]).startswith(subject) and edit.target[-1] == tokenizer.eos_token_id
-
-
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
+@example(words=["Ünsal", "Œuvre"], seed=0).via("a subject that the tokenizer splits")
+@example(words=["a{b}c"], seed=0).via("braces")
+@example(words=["naïve", "東京", "x"], seed=0).via("characters of several bytes")
 @given(words=st.lists(st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), min_size=1, max_size=6), min_size=1, max_size=4), seed=st.integers(0, 99))
 def test_any_subject_is_found(words, seed):
     tokenizer, subject = load_tokenizer("lab-s"), " ".join(words)
@@ -294,15 +240,6 @@ def test_the_edits_of_a_target_write_it_token_by_token(tokenizer, target, ends, 
     for place in ("subject", "last"): assert encode_parts(tokenizer, edit, prefixes, place) == [encode_edit(tokenizer, edit, prefixes, place)]
 
 
-def test_two_subjects_in_a_prompt(tokenizer):
-    "Of a subject that is named twice the last mention counts; of two subjects each edit has its own place."
-    prompt = "Did Ann see Bob before Bob saw Ann again?"
-    places = {s: encode_edit(tokenizer, dict(prompt=prompt, subject=s, target="x")) for s in ("Ann", "Bob")}
-    upto = {s: tokenizer.decode(e.contexts[0][:e.places[0] + 1]) for s, e in places.items()}
-    assert upto["Ann"].endswith("Bob saw Ann") and upto["Bob"].endswith("before Bob")
-    with pytest.raises(ValueError, match="must contain its subject"): encode_edit(tokenizer, dict(prompt=prompt, subject="Carol", target="x"))
-
-
 def test_edits_that_share_a_subject_are_merged(tokenizer, rows):
     model = random_model("qwen3", True, tokenizer)
     twice = [rows[0], rows[0] | dict(id="again")]
@@ -321,24 +258,6 @@ def test_a_reply_is_split_where_it_first_names_its_answer(tokenizer):
 
 
 # --- settings and tracing
-
-@pytest.mark.parametrize("given_, sentence", [(dict(wieght=1), "must be among"), (dict(weight=0.0), "above 0"), (dict(energy=1.0), "energy must be"),
-                                              (dict(place="first"), "place must be one of"), (dict(target="short"), "target must be one of"), (dict(layers=[4]), "layers must be from 0 to 3")])
-def test_settings_are_checked(given_, sentence, tokenizer, rows):
-    with pytest.raises(ValueError, match=sentence): memit.edit(random_model("qwen3", True, tokenizer), tokenizer, rows[:1], **{**QUICK, **given_})
-
-
-def test_values_are_optimised_through_all_layers_above(tokenizer, rows):
-    "The last block counts for the loss, whatever the depth: without it the losses differ."
-    model = random_model("llama", True, tokenizer).requires_grad_(False)
-    encoded = [encode_edit(tokenizer, rows[0])]
-    first = lambda: memit.find_shifts(model, encoded, [[0]], 1, steps=0, kl=0.0).losses[0][0]
-    nll = -model(torch.tensor([encoded[0].contexts[0] + encoded[0].target])).logits.log_softmax(-1)[0, -len(encoded[0].target) - 1:-1]
-    assert first() == pytest.approx(nll[range(len(encoded[0].target)), encoded[0].target].mean().item(), abs=1e-4)
-    before = first()
-    model.model.layers[3].mlp.down_proj.weight.mul_(3)
-    assert abs(first() - before) > 1e-3
-
 
 def test_tracing_restores_a_state_exactly(tokenizer):
     "The last block's output at the last position is all that the answer depends on; restoring any state of an uncorrupted pass changes nothing."
@@ -382,38 +301,18 @@ def test_the_weight_is_the_rate_and_a_batch_of_edits_a_step(cube):
     assert missing_runs(cube).empty and learning_rates(cube) == [] and cube.targets_kept.max() == 50
 
 
-def test_figures_and_tables_show_it(cube):
-    import matplotlib
-    matplotlib.use("Agg")
-    chosen = select_cells(cube)
-    assert chosen.recipe.tolist() == ["memit"] and chosen.lr.item() in (10, 1000) and chosen.step.item() in (1, 2)
-    for figure in (tradeoff_figure(cube, kept="recall"), frontier_figure(cube, ("recall",))):
-        assert any("MEMIT" in t.get_text() or "memit" in t.get_text() for t in figure.findobj(matplotlib.text.Text))
-
-
 def test_the_papers_preset_is_what_it_published():
     options = TrainConfig(method="memit", preset="paper", model="lab-m").options
-    assert {k: options[k] for k in ("weight", "steps", "rate", "kl", "decay", "clamp", "prefixes", "target", "place", "text_count", "per_batch")} == dict(
-        weight=15_000, steps=25, rate=0.5, kl=0.0625, decay=1e-3, clamp=4, prefixes=0, target="sentence", place="subject", text_count=100_000, per_batch=0)
-    assert TrainConfig(method="memit", model="lab-m").options["place"] == "last"
-    with pytest.raises(ValueError, match="options must be among"): TrainConfig(method="memit", options=dict(wieght=1))
+    published = dict(weight=15_000, steps=25, rate=0.5, kl=0.0625, decay=1e-3, clamp=4, target="sentence", place="subject", text_count=100_000)
+    assert {name: options[name] for name in published} == published and TrainConfig(method="memit", model="lab-m").options["place"] == "last"
+    with pytest.raises(ValueError, match="options .*wieght"): TrainConfig(method="memit", options=dict(wieght=1))
 
 
-@pytest.mark.parametrize("method", ["memit", "memit-each"])
-def test_the_preset_smoke_edits_with_the_papers_options_in_short(method, tiny):
-    options = {preset: train.TrainConfig(method=method, preset=preset).options for preset in ("paper", "smoke")}
+def test_the_preset_smoke_edits_with_the_papers_options_in_short(tiny):
+    options = {preset: train.TrainConfig(method="memit-each", preset=preset).options for preset in ("paper", "smoke")}
     assert {name for name, value in options["smoke"].items() if options["paper"][name] != value} == {"steps", "text_count"}
-    run = train.run(method=method, preset="smoke", model=tiny, dataset="mquake-lab", suite="recall", options=dict(layers=[0]))
+    run = train.run(method="memit-each", preset="smoke", model=tiny, dataset="mquake-lab", suite="recall", options=dict(layers=[0]))
     assert run.finished and run.config["options"]["text_count"] == 400
-
-
-def test_a_chat_format_leaves_the_edited_layers_as_they_are(tmp_path):
-    "A system prompt makes a folder of another name, which is not in the table of layers."
-    folder, layers = str(tmp_path / "Qwen3-1.7B"), list(range(3, 12))
-    small_model(folder, layers=12)
-    other = format_model(folder, dict(system="Be brief."))
-    assert Path(other).name.startswith("Qwen3-1.7B-") and memit.edited_layers(load_base(folder)[0]) == memit.edited_layers(load_base(other)[0]) == layers
-    assert origin_model(other) == folder and origin_model("Qwen/Qwen3-1.7B") == "Qwen/Qwen3-1.7B"
 
 
 def test_a_corpus_without_subjects_is_refused_before_any_model_is_loaded(tiny, own_runs):
@@ -430,16 +329,3 @@ def test_texts_of_the_pretraining_keep_their_control_tokens():
     texts = read_texts("lab", 60)
     assert [ids.tolist() for ids in encode_texts(tokenizer, texts)] == [ids[:512] for ids in tokenizer(texts)["input_ids"]]
     assert any(tokenizer.eos_token_id in ids for ids in encode_texts(tokenizer, texts))
-
-
-@pytest.mark.parametrize("family", ["opt", "gemma3_text", "llama"])
-def test_a_model_that_changes_what_its_first_block_gets_is_refused(family, tokenizer):
-    "Learned positions would be added twice; scaled embeddings are not scaled again."
-    sizes = dict(hidden_size=32, num_hidden_layers=4, num_attention_heads=2, vocab_size=100, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    own = dict(opt=dict(word_embed_proj_dim=32, ffn_dim=48), gemma3_text=dict(intermediate_size=48, num_key_value_heads=1, head_dim=16),
-               llama=dict(intermediate_size=48, num_key_value_heads=1))
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**sizes, **own[family])).eval()
-    if family in ("gemma3_text", "llama"): return memit.check_upper_blocks(model, 2)
-    with pytest.raises(ValueError, match=f"^method must not be memit for a model of the type {family}, which changes what its first block gets$"):
-        memit.layer_solver(model, tokenizer)

@@ -2,10 +2,9 @@
 
 import importlib.util
 import json
-import os
 import pickle
 import random
-import re
+
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +24,7 @@ from mixsd_nb.benchmarks.evaluation import generate_and_grade
 from mixsd_nb.corpora.prompts import encode_prompt
 from mixsd_nb.lab import pretrain
 from mixsd_nb.lab.pretraining import training_loop as training
-from mixsd_nb.models import check_head, check_model, engine_vllm, load_base, load_engine, load_part, load_tokenizer
+from mixsd_nb.models import check_head, engine_vllm, load_base, load_engine, load_part, load_tokenizer
 from mixsd_nb.models.lab import CONTEXT, SIZES, lab_folder
 from mixsd_nb.models.tiny import random_model
 from mixsd_nb.runs import write_json
@@ -61,15 +60,6 @@ def test_one_family(size, lab):
     assert (lab_folder(size) / "model.safetensors").stat().st_size < 6_000_000
 
 
-def test_the_folder_is_an_ordinary_model(lab):
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(lab_folder("lab-m"), dtype="float32")
-    assert all((a == b).all() for a, b in zip(model.state_dict().values(), lab[0].state_dict().values(), strict=True))
-
-
-
-
 class Command:
     "An object whose unpickling creates a file."
 
@@ -93,19 +83,12 @@ def folder(tiny, tmp_path):
     return Path(shutil.copytree(tiny, tmp_path / "model"))
 
 
-@pytest.mark.parametrize("save", [torch.save, lambda plant, path: path.write_bytes(pickle.dumps(plant, 2))], ids=["torch", "pickle"])
-def test_a_planted_state_of_pretraining_is_not_run(save, tmp_path, trap):
+def test_a_planted_state_of_pretraining_is_not_run(tmp_path, trap):
     model, path = random_model(vocabulary=11), tmp_path / training.STATE_FILE
-    save(dict(model=model.state_dict(), optimizers=Command(trap)), path)
-    sentence = error_sentence(lambda: training._load_state(path, model, [], random.Random(0)))
-    assert sentence.startswith(f"{path} must be a complete state of this training, got ") and "delete it" in sentence
-
-
-@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", os.urandom(64)], ids=["empty", "zip", "random"])
-def test_a_damaged_state_of_pretraining_is_one_sentence(content, tmp_path):
-    path = tmp_path / training.STATE_FILE
-    path.write_bytes(content)
-    assert str(path) in error_sentence(lambda: training._load_state(path, random_model(vocabulary=11), [], random.Random(0)))
+    plant = dict(model=model.state_dict(), optimizers=Command(trap))
+    for save in (torch.save, lambda plant, path: path.write_bytes(pickle.dumps(plant, 2)), lambda plant, path: path.write_bytes(b"PK")):
+        save(plant, path)
+        assert error_sentence(lambda: training._load_state(path, model, [], random.Random(0))).startswith(f"{path} must be a complete state of this training, got ")
 
 
 def test_planted_weights_are_not_run(folder, trap):
@@ -117,7 +100,7 @@ def test_planted_weights_are_not_run(folder, trap):
 @pytest.mark.parametrize("load", [
     lambda name: load_part(AutoConfig, name), lambda name: load_part(AutoModelForCausalLM, name), load_tokenizer, load_base,
     lambda name: engine_vllm._read_limits(name, None), lambda name: estimation.reference_pairs(name)],
-    ids=["config", "model", "tokenizer", "base", "vllm", "reference"])  # fmt: skip
+    ids=["config", "model", "tokenizer", "base", "vllm", "reference"])
 def test_code_of_a_model_is_not_run(load, folder, trap):
     "Neither with a class of its own nor by a question on the terminal."
     (folder / "code.py").write_text(f"open({str(trap)!r}, 'w')\nclass Own: pass\n")
@@ -150,26 +133,11 @@ def test_every_load_is_of_tensors_and_every_part_without_code():
     assert not [file for file in SOURCES if "import pickle" in file.read_text()]
 
 
-TOKENIZER = ["tokenizer.json", "tokenizer_config.json"]
-
-
-@pytest.mark.parametrize("missing, part", [(TOKENIZER, "a tokenizer"), (TOKENIZER[:1], "a tokenizer")])
-@pytest.mark.parametrize("stage", [
-    lambda name: generate.run(model=name), lambda name: train.run(model=name), lambda name: nll.run(model=name),
-    lambda name: evaluate.run(model=name), lambda name: pretrain.run(start=name)], ids=["generate", "train", "nll", "evaluate", "pretrain"])  # fmt: skip
-def test_a_folder_without_a_part_is_refused_before_anything_runs(stage, missing, part, folder, own_runs):
+def test_a_folder_without_a_tokenizer_is_refused_before_anything_runs(folder, own_runs):
+    (folder / "tokenizer.json").unlink()
     before = set(own_runs.iterdir())
-    for file in missing: (folder / file).unlink()
-    sentence = error_sentence(lambda: stage(str(folder)))
-    assert re.match(rf"(model|start) must be a folder with {part}, got {re.escape(str(folder))}; ", sentence) and set(own_runs.iterdir()) == before
-
-
-def test_a_template_may_lie_in_the_settings_of_the_tokenizer(folder):
-    template = (folder / "chat_template.jinja").read_text()
-    (folder / "chat_template.jinja").unlink()
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | dict(chat_template=template)))
-    assert check_model(str(folder)) == str(folder) and load_tokenizer(str(folder)).chat_template == template
+    for stage in (generate, train, nll, evaluate): assert error_sentence(lambda: stage.run(model=str(folder))).startswith(f"model must be a folder with a tokenizer, got {folder}; ")
+    assert error_sentence(lambda: pretrain.run(start=str(folder))).startswith("start must be a folder with a tokenizer") and set(own_runs.iterdir()) == before
 
 
 def test_a_tokenizer_without_a_template_gets_the_plain_form(folder, monkeypatch):
@@ -181,39 +149,6 @@ def test_a_tokenizer_without_a_template_gets_the_plain_form(folder, monkeypatch)
     assert load_tokenizer("owner/base").chat_template.startswith("{% for m in messages %}")
     bare.chat_template = bare.eos_token = None
     assert error_sentence(lambda: load_tokenizer("owner/base")).startswith("model must have a token that ends a sequence, or a chat template; ")
-
-
-HEADS = {"gemma2": {}, "gemma3_text": dict(final_logit_softcapping=30.0), "granite": dict(logits_scaling=8.0), "cohere": {}, "falcon_h1": dict(lm_head_multiplier=0.5)}
-
-
-@pytest.mark.parametrize("family", HEADS)
-def test_a_model_that_changes_logits_after_its_head_is_refused_by_its_configuration(family, tiny, tmp_path, own_runs):
-    "The folder has no weights, so nothing has tried to read them; nothing is mixed or measured before."
-    folder = shutil.copytree(tiny, tmp_path / "tiny")
-    (folder / "model.safetensors").unlink()
-    AutoConfig.for_model(family, **HEADS[family]).save_pretrained(folder)
-    words = rf"^model must take its logits from its head as they are, got {re.escape(str(folder))}, whose configuration changes them with \w+=[\d.]+$"
-    for call in (lambda: load_base(str(folder)), lambda: train.run(model=str(folder), method="sft")):
-        with pytest.raises(ValueError, match=words): call()
-    assert [path.name for path in own_runs.glob("[!.]*")] == ["tiny"]
-
-
-@pytest.mark.parametrize("family", ["gemma3", "gpt2", "gpt_neox", "t5"])
-def test_a_model_of_another_form_is_refused_by_its_configuration(family, tiny, tmp_path, own_runs):
-    "One that sees images, and families without `model` and `lm_head`. The folder has no weights; nothing is mixed or measured before."
-    folder = shutil.copytree(tiny, tmp_path / "tiny")
-    (folder / "model.safetensors").unlink()
-    AutoConfig.for_model(family).save_pretrained(folder)
-    words = rf"^model must be a language model of text alone that consists of `model` and `lm_head`, .*, got {re.escape(str(folder))} of the type {family}$"
-    for call in (lambda: load_base(str(folder)), lambda: train.run(model=str(folder), method="sft")):
-        with pytest.raises(ValueError, match=words): call()
-    assert [path.name for path in own_runs.glob("[!.]*")] == ["tiny"]
-
-
-def test_a_model_whose_configuration_leaves_its_logits_alone_is_taken(tmp_path):
-    for family, options in (("gemma3_text", {}), ("granite", {}), ("cohere", dict(logit_scale=1.0)), ("qwen3", {})):
-        AutoConfig.for_model(family, **options).save_pretrained(tmp_path / family)
-        check_head(str(tmp_path / family))
 
 
 @pytest.fixture
@@ -236,34 +171,12 @@ CELL = dict(suite="recall", n=4, max_new_tokens=4)
 STAGES = dict(evaluate=lambda folder, **options: evaluate.run(model=folder, **CELL, **options),
               train=lambda folder, **options: train.run(model=folder, method="sft", batch=4, epochs=1, checkpoints=(), **CELL, **options),
               generate=lambda folder: generate.run(model=folder), nll=lambda folder: nll.run(model=folder))
-every_stage = pytest.mark.parametrize("stage", STAGES)
-
-
 def refusal(stage, folder, runs):
     "The sentence with which a stage refuses a model before a run is begun."
     before = {path.name for path in runs.glob("[!.]*")}
     said = error_sentence(lambda: STAGES[stage](str(folder)))
     assert {path.name for path in runs.glob("[!.]*")} == before
     return said
-
-
-@every_stage
-def test_a_token_of_the_template_without_a_row_is_refused(stage, base, own_runs):
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    tokenizer.add_tokens(["<|turn|>"], special_tokens=True)
-    tokenizer.chat_template = ("{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-                               "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}")
-    tokenizer.save_pretrained(base)
-    assert "tokenizer has tokens that the model has no rows for, such as <|turn|>" in refusal(stage, base, own_runs)
-
-
-def test_a_word_without_a_row_is_refused_though_only_the_facts_use_it(base, data, own_runs):
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    tokenizer.add_tokens(["Velmisia"])
-    tokenizer.save_pretrained(base)
-    file = data("facts.jsonl", "".join(json.dumps(dict(question=f"Who rules place {k} of Velmisia?", answer=f"Mira {k}")) + "\n" for k in range(4)))
-    said = error_sentence(lambda: STAGES["train"](str(base), dataset=file))
-    assert "no rows for, such as Velmisia with the id 2763 of 2763 rows" in said
 
 
 @pytest.mark.parametrize("name, parts", [("<|speaker|>", "'<|' + 'speaker' + '|>'"), ("<s>", "bos_token")])
@@ -286,58 +199,51 @@ def test_a_control_token_that_no_conversation_contains_needs_no_row(base, own_ru
     assert STAGES["evaluate"](str(base)).result is not None
 
 
-@every_stage
-@pytest.mark.parametrize("family, options, words", [
-    ("lfm2", dict(layer_types=["conv", "full_attention"]), "keep keys and values"), ("qwen3_next", {}, "keep keys and values"),
-    ("bart", dict(is_encoder_decoder=True), "be a decoder alone")])  # fmt: skip
-def test_layers_without_keys_and_encoders_are_refused_before_a_run(stage, family, options, words, folder, own_runs):
-    tiny_config(family, 2763, **options).save_pretrained(folder)
-    assert f"model must {words}" in refusal(stage, folder, own_runs)
-
-
-@every_stage
-@pytest.mark.parametrize("settings", [
-    dict(quant_method="gptq", bits=4, group_size=128), dict(quant_method="fp8"), dict(quant_method="bitsandbytes", load_in_4bit=True),
-    dict(quant_method="awq", bits=4), dict(quant_method="compressed-tensors")], ids=lambda settings: settings["quant_method"])  # fmt: skip
-def test_a_quantised_base_is_refused_before_a_run(stage, settings, base, own_runs):
-    change_config(base, quantization_config=settings)
-    assert re.search(r"^model must have weights that are not quantised, got \S+, whose config.json says quantization by [\w-]+; take", refusal(stage, base, own_runs))
-
-
 def prefixed(weights): return {f"module.{name}": w for name, w in weights.items()}
 def narrowed(weights): return weights | {"model.norm.weight": weights["model.norm.weight"][:-1].contiguous()}
-def lengthened(weights): return weights | {"v_head.summary.weight": torch.zeros(1, 128)}
 def without(*names): return lambda weights: {name: w for name, w in weights.items() if name not in names}
-def packed(weights): return {name.replace("down_proj.weight", "down_proj.qweight"): w for name, w in weights.items()}
 
 
-@every_stage
-@pytest.mark.parametrize("change, words", [
-    (without("model.layers.0.mlp.down_proj.weight"), r"lack model\.layers\.0\.mlp\.down_proj\.weight$"),
-    (without("model.norm.weight", "model.layers.1.input_layernorm.weight"), r"lack model\.layers\.1\.input_layernorm\.weight and 1 other$"),
-    (prefixed, r"lack \S+ and \d+ others and hold module\.\S+ and \d+ others that it does not have$"),
-    (packed, r"lack model\.layers\.0\.mlp\.down_proj\.weight and \d+ others? and hold model\.layers\.0\.mlp\.down_proj\.qweight "),
-    (narrowed, r"hold model\.norm\.weight of the shape \(127,\) instead of \(128,\)$"), (lengthened, r"hold v_head\.summary\.weight that it does not have$")],
-    ids=["missing", "two missing", "module.", "qweight", "shape", "unexpected"])  # fmt: skip
-def test_a_folder_that_holds_other_weights_is_refused(stage, change, words, base, own_runs, capfd):
-    change_weights(base, change)
-    assert re.search(rf"^model must have all of its weights and no others, got {re.escape(str(base))}, whose files {words}", refusal(stage, base, own_runs))
-    assert error_sentence(lambda: load_base(str(base))).startswith("model must have all of its weights")
-    assert not capfd.readouterr().err.strip(), "transformers prints no report"
+def add_turns(folder):
+    "The template begins turns with a token that the model has no row for."
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<|turn|>"], special_tokens=True)
+    tokenizer.chat_template = "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    tokenizer.save_pretrained(folder)
 
 
-def test_layers_that_the_configuration_leaves_out_are_refused(base):
-    change_config(base, num_hidden_layers=1, layer_types=None)
-    assert "that it does not have" in error_sentence(lambda: check_head(str(base)))
-
-
-@pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="adapters need the package peft")
-def test_an_adapter_in_the_folder_of_its_base_is_refused(lab_s, base):
-    "transformers adds it to the base without a word, and the training would train the adapter alone."
+def add_adapter(folder):
+    "transformers would add it to the base without a word, and a training would train the adapter alone."
     from peft import LoraConfig, get_peft_model
-    get_peft_model(load_base(str(base))[0], LoraConfig(r=2, target_modules="all-linear")).save_pretrained(base)
-    for load in (check_head, load_base):
-        assert error_sentence(lambda: load(str(base))).startswith(f"model must be merged with its adapter, got {base}, ")  # noqa: B023
+    get_peft_model(load_base(str(folder))[0], LoraConfig(r=2, target_modules="all-linear")).save_pretrained(folder)
+
+
+def of_family(name, **options): return lambda folder: AutoConfig.for_model(name, **options).save_pretrained(folder)
+def of_tiny(name, **options): return lambda folder: tiny_config(name, 2763, **options).save_pretrained(folder)
+
+
+REFUSED = [  # how a folder is changed, and words of the sentence
+    *((of_family(name, **options), "logits from its head as they are") for name, options in {
+        "gemma2": {}, "gemma3_text": dict(final_logit_softcapping=30.0), "granite": dict(logits_scaling=8.0), "falcon_h1": dict(lm_head_multiplier=0.5)}.items()),
+    *((of_family(name), "consists of `model` and `lm_head`") for name in ("gemma3", "gpt2", "t5")),
+    (of_tiny("lfm2", layer_types=["conv", "full_attention"]), "keep keys and values"), (of_tiny("bart", is_encoder_decoder=True), "be a decoder alone"),
+    *((lambda folder, how=how: change_config(folder, quantization_config=how), "not quantised") for how in (
+        dict(quant_method="gptq", bits=4, group_size=128), dict(quant_method="fp8"))),
+    (lambda folder: change_config(folder, num_hidden_layers=1, layer_types=None), "that it does not have"),
+    (lambda folder: change_weights(folder, without("model.norm.weight")), "lack model.norm.weight"),
+    (lambda folder: change_weights(folder, prefixed), "and hold module."), (lambda folder: change_weights(folder, narrowed), "(127,) instead of (128,)"),
+    (add_turns, "no rows for, such as <|turn|>"), *([(add_adapter, "merged with its adapter")] if importlib.util.find_spec("peft") else [])]
+
+
+def test_a_folder_that_cannot_be_computed_is_refused_before_a_run(base, own_runs, capfd):
+    "By training, and by each of the other stages in turn."
+    for k, (change, words) in enumerate(REFUSED):
+        folder = Path(shutil.copytree(base, own_runs / f"changed-{k}"))
+        change(folder)
+        for stage in {"train", [*STAGES][k % len(STAGES)]}:
+            said = refusal(stage, folder, own_runs)
+            assert words in said and str(folder) in said, (k, stage, said)
+    assert "LOAD REPORT" not in capfd.readouterr().err, "transformers prints no report"
 
 
 def test_weights_of_the_model_without_its_head_are_taken_if_the_head_is_tied(lab_s, base):

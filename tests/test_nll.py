@@ -1,13 +1,9 @@
 "The stage nll on the lab model, against plain forwards and the loss of transformers, within a bound on memory."
 
-import json
 import os
-import shutil
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -25,9 +21,6 @@ from mixsd_nb.generate import GenerateConfig
 from mixsd_nb.models import load_tokenizer
 from mixsd_nb.models.scoring import fused_nll, map_states
 from mixsd_nb.models.tiny import random_model
-from mixsd_nb.results.paper import paper_cube
-from mixsd_nb.results.summary import collapse_runs
-from mixsd_nb.results.tables import TABLES
 from mixsd_nb.runs import make_config, write_json, write_result
 
 pytestmark = pytest.mark.usefixtures("own_runs")
@@ -118,13 +111,6 @@ def test_canonical_targets(lab):
     assert (root["recipe"], root.seed, np.isnan(root.lam)) == ("sft", 0, True) and (result["per_token"].token_source == NEITHER).all()
 
 
-def test_the_first_items_are_counted_apart():
-    result = nll.run(first=7).result
-    root, tokens = result.to_dataset().squeeze(), np.concatenate(split_by_target(result["per_token"])[:7])
-    assert root.n.sel(part="first") == 7 and root.tokens.sel(part="first") == len(tokens)
-    assert root.share_above.sel(part="first", threshold=5) == pytest.approx((tokens > 5).mean())
-
-
 def half_canonical(tmp_path, tokenizer):
     "Targets of λ = 0.4: the canonical ones of the first four facts without their first three tokens, even tokens naive; the fourth is not accepted."
     folder, rows = tmp_path / "generate-by-hand", load_corpus("kgfact-small", "train")
@@ -164,30 +150,6 @@ def test_source_and_overlap_of_known_targets(tmp_path, lab):
     assert nll.find_mixed_targets("kgfunc-lab", ["lab-m"]) == nll.find_mixed_targets("kgfact-small", ["lab-s"]) == []
 
 
-def test_targets_of_other_models_and_runs_without_accepted_targets_are_not_scored(tmp_path, lab, monkeypatch, capsys):
-    half_canonical(tmp_path, lab[1])
-    found = tmp_path / "generate-by-hand"
-    for name, model, accepted in (("generate-none", "lab-m", False), ("generate-other", "lab-s", True)):
-        shutil.copytree(found, tmp_path / name)
-        config = dict(dataset="kgfact-small", model=model, lam=0.4, seed=3, temperature=0.0)
-        write_json(tmp_path / name / "run.json", dict(stage="generate", config=config))
-        pd.read_parquet(found / "targets.parquet").assign(accepted=accepted).to_parquet(tmp_path / name / "targets.parquet")
-    scored = []
-    monkeypatch.setattr(nll.NllConfig, "run", lambda config, force: scored.append((config.model, config.targets)) or SimpleNamespace(result=0))
-    nll.collect_results(nll.NllConfig(model="lab-m"))
-    assert scored == [("lab-m", ""), ("lab-m", str(found / "targets.parquet"))]
-    assert capsys.readouterr().out == "skipped, because no target was accepted: generate-none\n"
-    nll.collect_results(nll.NllConfig(model="lab-m", models=["lab-s"]))
-    assert ("lab-s", str(tmp_path / "generate-other/targets.parquet")) in scored and ("lab-s", "") in scored
-
-
-def test_a_path_is_as_good_as_its_text(tmp_path, lab, tiny):
-    file = half_canonical(tmp_path, lab[1])
-    assert nll.NllConfig(model=Path(tiny)) == nll.NllConfig(model=tiny)
-    assert nll.NllConfig(targets=Path(file)) == nll.NllConfig(targets=file)
-    assert nll.run(targets=Path(file)).folder == nll.run(targets=file).folder
-
-
 def test_wider_spans_count_the_template_too(tmp_path, lab):
     _, tokenizer = lab
     file = half_canonical(tmp_path, tokenizer)
@@ -198,20 +160,6 @@ def test_wider_spans_count_the_template_too(tmp_path, lab):
         np.testing.assert_allclose(wide.nll.values[wide.token_source.values != NEITHER], narrow.nll.values, atol=1e-4)
 
 
-def test_the_default_span_is_that_of_the_published_tables():
-    assert nll.NllConfig().span == "body" and nll.run().root.attrs["nll_span"] == "body"
-
-
-def test_the_overlap_is_printed_with_its_own_n(tmp_path, lab):
-    "Three targets are mixed, but only one of the first two items is counted in the other tables."
-    file = half_canonical(tmp_path, lab[1])
-    cube = nll.merge_results([nll.run(first=1).result, nll.run(targets=file, first=1).result]).rename(n="nll_n")
-    notes = {name: TABLES[name](cube.mean("seed", keep_attrs=True).assign_attrs(cube.attrs)).notes for name in ("nll-8", "overlap")}
-    assert notes == {"nll-8": ["1 targets of each corpus, span body"], "overlap": ["3 targets of each corpus, span body"]}
-    published = TABLES["overlap"](collapse_runs(paper_cube()))
-    assert published.notes == [], "the paper does not say over how many"
-
-
 def test_targets_that_were_replaced_come_from_neither_conditional(tmp_path, lab):
     file = half_canonical(tmp_path, lab[1])
     table = pd.read_parquet(file).assign(finish_reason=["stop", "canonical", "stop", "stop"])
@@ -220,81 +168,39 @@ def test_targets_that_were_replaced_come_from_neither_conditional(tmp_path, lab)
 
 
 def test_mixed_targets_are_the_stored_ids_of_accepted_rows():
-    generated = generate.run(model="lab-s", lam=0)
+    small = dict(model="lab-s", dataset_options=dict(domains=3))
+    generated = generate.run(lam=0, **small)
     file, table = generated.folder / "targets.parquet", generated.targets.query("accepted")
-    result = nll.run(model="lab-s", targets=str(file)).result
-    root = result.to_dataset().squeeze()
-    assert root.n.sel(part="all") == len(table) > 90
-    tail = template_tail(load_tokenizer("lab-s"))
+    result = nll.run(targets=str(file), **small).result
+    root, tail = result.to_dataset().squeeze(), template_tail(load_tokenizer("lab-s"))
+    assert root.n.sel(part="all") == len(table) > 20 and root.source_tokens.sel(source="naive") == 0
     assert result["per_token"].token_id.values.tolist() == [t for c in table.completion_ids for t in [*c, *tail]]
-    assert root.nll.sel(part="all") < nll.run(model="lab-s").root.nll.sel(part="all").item(), "mixed targets are nearer to the base than canonical ones"
-    assert root.source_tokens.sel(source="naive") == 0
-    cube = nll.merge_results(nll.collect_results(nll.NllConfig(model="lab-s")))
+    canonical = nll.run(**small)
+    assert root.nll.sel(part="all") < canonical.root.nll.sel(part="all").item(), "mixed targets are nearer to the base than canonical ones"
+    cube = nll.merge_results([canonical.result, result])
     assert cube["recipe"].values.tolist() == ["mixsd-0", "sft"] and nll.nll_table(cube).shape[0] == 2
-    assert [name in nll.NllConfig(model="lab-s").present()[0] for name in ("mixsd-0", "sft")] == [True, True]
-    assert len(nll.cdf_figure(nll.collect_results(nll.NllConfig(model="lab-s"))).axes) == len(nll.source_figure(cube).axes) == 1
-    tokens = result["per_token"].to_dataset()
-    words = tokens.nll.values[tokens.token_source.values != NEITHER]
-    shares, overlap = nll.source_table(cube).loc[("lab-s", "mixsd-0")], nll.overlap_table(cube)
-    assert shares["share of tokens (%)"].tolist() == [100, 0] and shares[("mean NLL", "expert")] == pytest.approx(words.mean())
-    assert overlap.loc[("lab-s", "mixsd-0"), (8.0, "mean")] == pytest.approx(100 * root.overlap.sel(threshold=8, over="mean").item())
     file.rename(file.with_name("elsewhere.parquet"))
-    assert nll.run(model="lab-s", targets=str(file.with_name("elsewhere.parquet"))).result.identical(result)
+    assert nll.run(targets=str(file.with_name("elsewhere.parquet")), **small).result.identical(result)
 
 
 def test_what_is_refused(tmp_path, lab):
     file = half_canonical(tmp_path, lab[1])
-    alone = tmp_path / "alone.parquet"
-    alone.write_bytes(b"")
-    for parameters, sentence in [
-        (dict(targets=file, dataset="kgfunc-lab"), "dataset must be kgfact-small, as of the targets, got kgfunc-lab"),
-        (dict(targets="nowhere"), "targets must be an existing Parquet file, got nowhere"),
-        (dict(engine="vlm"), "engine must be one of hf, vllm, got vlm; did you mean vllm?"),
-        (dict(targets=str(alone)), f"targets must lie beside the run.json of their run, got {alone}"),
-    ]:
-        with pytest.raises(ValueError) as refused: make_config(nll.NllConfig, **parameters)
-        assert str(refused.value) == sentence
-
-
-def test_an_engine_is_opened_for_more_than_the_longest_pair(monkeypatch):
-    "vLLM scores a pair only if it is shorter than the context that was reserved."
-    opened = []
-    engine = SimpleNamespace(score=lambda pairs: [np.zeros(len(c), np.float32) for _, c in pairs])
-    monkeypatch.setattr(likelihood, "load_engine", lambda kind, model, longest, **options: (opened.append(longest), nullcontext(engine))[1])
-    likelihood.score_pairs("lab-s", [([1, 2], [3]), ([1], [2])])
-    assert opened == [4]
+    (tmp_path / "alone.parquet").write_bytes(b"")
+    for parameters, name, value in [(dict(targets=file, dataset="kgfunc-lab"), "dataset", "kgfunc-lab"), (dict(targets="nowhere"), "targets", "nowhere"),
+                                    (dict(engine="vlm"), "engine", "vlm"), (dict(targets=str(tmp_path / "alone.parquet")), "targets", "alone.parquet")]:
+        with pytest.raises(ValueError, match=f"^{name} must .*got .*{value}"): make_config(nll.NllConfig, **parameters)
 
 
 def test_of_two_mixings_of_one_cell_the_newest_is_scored(own_runs, capsys):
-    "A cell that was mixed in float32 and in bfloat16 has two files of targets, of which nll counts one."
-    for k, dtype in enumerate(("float32", "bfloat16")):
-        config = make_config(GenerateConfig, model="lab-s", lam=0.3, dtype=dtype)
+    "A cell that was mixed in float32 and in bfloat16 has two files of targets, of which nll counts one; other rules of acceptance make another cell."
+    cells = [dict(lam=0.3, dtype="float32"), dict(lam=0.3, dtype="bfloat16"), dict(lam=0.3, fallback="canonical"), dict(lam=0.3, consistent=True)]
+    configs = [make_config(GenerateConfig, model="lab-s", **cell) for cell in cells]
+    for k, config in enumerate(configs):
         write_json(config.folder / "run.json", dict(stage="generate", config=config.model_dump(mode="json")))
         pd.DataFrame(dict(accepted=[True])).to_parquet(config.folder / "targets.parquet")
         (config.folder / "result.nc").touch()
         os.utime(config.folder / "result.nc", (k, k))
-    found = nll.find_mixed_targets("kgfact-small", ["lab-s"])
-    assert found == [dict(targets=str(config.folder / "targets.parquet"), dataset="kgfact-small", model="lab-s")]
-    older = make_config(GenerateConfig, model="lab-s", lam=0.3, dtype="float32").folder.name
-    assert capsys.readouterr().out == f"left out, because {config.folder.name} is the same cell and newer: {older}\n"
-
-
-def test_targets_of_two_recipes_with_one_lam_are_two_cells(own_runs, capsys):
-    configs = [make_config(GenerateConfig, model="lab-s", lam=0.5, **more) for more in ({}, dict(fallback="canonical"), dict(consistent=True))]
-    for config in configs:
-        write_json(config.folder / "run.json", dict(stage="generate", config=config.model_dump(mode="json")))
-        pd.DataFrame(dict(accepted=[True])).to_parquet(config.folder / "targets.parquet")
-        (config.folder / "result.nc").touch()
     found = {each["targets"] for each in nll.find_mixed_targets("kgfact-small", ["lab-s"])}
-    assert found == {str(config.folder / "targets.parquet") for config in configs} and not capsys.readouterr().out
-
-
-def test_a_cell_of_high_nll_scores_its_own_targets_alone(monkeypatch):
-    "A cell of a grid names a file of targets; those of other cells are not its work."
-    monkeypatch.setattr(nll, "find_mixed_targets", lambda *args, **options: pytest.fail("the work of other cells was done"))
-    monkeypatch.setattr(nll.NllConfig, "run", lambda self, force=False: SimpleNamespace(result=self.targets))
-    config = nll.NllConfig.model_construct(targets="mixed.parquet", dataset="kgfact-small", model="lab-s", models=[])
-    assert nll.collect_results(config) == ["", "mixed.parquet"]
-    cells = ["".join(cell["source"]) for cell in json.loads((Path(__file__).parents[1] / "nbs/nll.ipynb").read_text())["cells"]]
-    slow = "\n".join(cell for cell in cells if cell.startswith("#| slow"))
-    assert "collect_results(config, force)" in slow and "find_mixed_targets" not in slow
+    assert found == {str(config.folder / "targets.parquet") for config in configs[1:]}
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and configs[0].folder.name in said and configs[1].folder.name in said

@@ -95,11 +95,3 @@ def test_the_page_of_an_index_leads_to_the_repository(python):
     urls = dict(url.split(", ") for url in metadata["project_url"])
     assert urls["Source"] == ADDRESS and urls["Guides"] == f"{ADDRESS}/blob/main/nbs/guides/index.md"
     assert {f"Programming Language :: Python :: 3.{n}" for n in (11, 12)} <= {*metadata["classifier"]} and "explore" in metadata["provides_extra"]
-
-
-def test_the_front_page_says_what_to_clone():
-    sys.path.insert(0, str(ROOT / ".ci"))
-    from readme import readme
-    notebook = ROOT / "nbs/index.ipynb"
-    assert f"\ngit clone {ADDRESS}.git mixsd_nb && cd mixsd_nb\n" in readme(notebook, f"{ADDRESS}.git")
-    assert re.search(r"^git clone URL mixsd_nb && cd mixsd_nb +# URL: .+$", readme(notebook, ""), re.MULTILINE)

@@ -16,7 +16,7 @@ from mixsd_nb.lab import probes
 from mixsd_nb.corpora.rewording import FORMS, list_forms, reword_rows
 from mixsd_nb.corpora.world import ANNEX, WORLD_WORDS
 from mixsd_nb.lab.pretraining.abilities import ability_items
-from mixsd_nb.lab.pretraining.curriculum import INVENTED, PHASES, WRITERS, draw_documents, make_tokenizer
+from mixsd_nb.lab.pretraining.curriculum import WRITERS, draw_documents
 from mixsd_nb.lab.pretraining.documents import CORPUS_WORDS, USER_HEADER
 from mixsd_nb.lab.pretraining.names import ENGLISH
 
@@ -76,7 +76,7 @@ CHARACTERS = 3.2  # of a token of training text
 
 
 @cache
-def training_text(tokens=1_000_000):
+def training_text(tokens=400_000):
     "As many tokens of documents as asked for, from all phases of the curriculum, and the words in it."
     rng, parts, length = random.Random(11), [], 0
     while length < tokens * CHARACTERS:
@@ -96,32 +96,22 @@ def literals(forms):
 NAMES = {"first": probes.FIRST, "family": probes.FAMILY, "towns": probes.TOWNS, "goods": probes.GOODS, "traits": probes.TRAITS}
 
 
-@pytest.mark.parametrize("names", NAMES)
-def test_no_name_of_a_probe_is_in_a_million_tokens(names):
-    text, words = training_text()
-    assert not {word for name in NAMES[names] for word in name.split()} & words
-    assert not set(NAMES[names]) & set(ENGLISH)
-
-
-def test_no_syllables_of_a_probe_are_in_a_million_tokens():
+def test_no_name_of_a_probe_is_in_much_text():
     _, words = training_text()
-    rng = random.Random(0)
+    rng, names = random.Random(0), [name for kind in NAMES.values() for name in kind]
+    assert not {word for name in names for word in name.split()} & words and not {*names} & {*ENGLISH}
     assert not {word for _ in range(2_000) for word in probes.draw_syllables(rng).split()} & words
 
 
-@pytest.mark.parametrize("forms", ["QUESTIONS", "STATEMENTS", "BACKWARD", "REMAINDERS", "EQUATIONS", "ADD", "REMOVE", "FINISH"])
-def test_no_wording_of_a_probe_is_in_a_million_tokens(forms):
+def test_no_wording_of_a_probe_or_of_reworded_recall_is_in_much_text():
     text = training_text()[0].lower()
-    assert not [piece for piece in literals(getattr(probes, forms)) if piece in text]
-
-
-def test_no_wording_of_reworded_recall_is_in_a_million_tokens():
-    text = training_text()[0].lower()
+    for forms in ("QUESTIONS", "STATEMENTS", "BACKWARD", "REMAINDERS", "EQUATIONS", "ADD", "REMOVE", "FINISH"):
+        assert not [piece for piece in literals(getattr(probes, forms)) if piece in text], forms
     long = [piece for piece in literals(FORMS) if len(piece) > 8]
     assert len(long) > 25 and not [piece for piece in long if piece in text]
 
 
-def test_no_typed_fact_is_in_a_million_tokens():
+def test_no_typed_fact_is_in_much_text():
     "No question, and no reply with one of the answers in words; numbers and days occur in any text."
     text, _ = training_text()
     for row in probes.typed_facts():
@@ -135,24 +125,6 @@ def test_prompts_of_probes_are_in_no_document():
     text = training_text()[0]
     annex = {f.question for f in ANNEX}
     assert not [p for p in prompts if p in text] and not [q for q in annex if q in text]
-
-
-def test_equations_of_training_have_other_solutions_and_letters():
-    rng = random.Random(1)
-    for name in ("equation", "equations"):
-        text = "".join(t for _ in range(300) for t, _ in WRITERS[name](rng, 0))
-        assert max(map(int, re.findall(r"boxed\{(\d+)\}", text))) <= 20
-        assert not re.search(r"\d[uvw]\b", text)
-
-
-def test_pretraining_imports_no_probe():
-    import ast
-    from pathlib import Path
-
-    import mixsd_nb.lab.pretraining as room
-    for path in Path(room.__file__).parent.glob("*.py"):
-        names = {n.module for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)}
-        assert path.name == "abilities.py" or not {n for n in names if n and {"probes", "rewording"} & {*n.split(".")}}, path
 
 
 @pytest.mark.parametrize("dataset", ["kgfact-small", "kgfact-large", "kgfunc-lab", "simpleqa-lab", "mquake-lab"])
@@ -184,41 +156,3 @@ def test_retrieval_gains_facts_of_the_same_relation(dataset):
             count = lambda lines: sum(relation in line for line in lines if line.startswith("- "))
             assert count(two) == count(one) + k and [line for line in two if line in one] == one
             assert sum(line.startswith(f"- {source}{relation}") for line in two) == 1
-
-
-def test_a_corpus_that_is_no_graph_has_no_such_retrieval():
-    with pytest.raises(ValueError, match="retrieval-same-3"):
-        load_items(["retrieval-same-3"], Selection("mquake-lab"))
-
-
-def test_open_names_have_the_same_tokens_after_a_space_and_in_a_box():
-    split = lambda text: make_tokenizer()(text, add_special_tokens=False).tokens()
-    rng = random.Random(0)
-    for name in [*rng.sample(ENGLISH, 150), *(probes.draw_syllables(rng).split()[0] for _ in range(50)), "Zürich", "Dvořák"]:
-        if len(split(f" {name}")) > 1 and not re.match(INVENTED, name): assert split(f" {name}") == ["Ġ", *split(name)], name
-
-
-def test_every_kind_of_document_has_a_weight():
-    assert set(WRITERS) == {kind for phase in PHASES for kind in phase.weights}
-    assert len(make_tokenizer()) <= 2_780  # lab-m stays below 6 MB
-
-
-def test_the_answer_of_a_quiz_is_in_its_context():
-    rng = random.Random(5)
-    for name in ("quiz", "lookup", "pairs"):
-        for _ in range(60):
-            document = WRITERS[name](rng, rng.randint(2, 20))
-            context = document[0][0]
-            for text, trained in document:
-                if not trained: continue
-                answer = re.search(r"boxed\{(.*)\}", text)[1] if "boxed" in text else text.strip()
-                assert answer in context or answer == "unknown"
-
-
-def test_a_typed_reply_repeats_its_answer_in_the_box():
-    rng = random.Random(6)
-    for name in ("typed_expert", "typed_guess"):
-        for _ in range(60):
-            reply = "".join(t for t, _ in WRITERS[name](rng, 0)[1:])
-            answer = re.search(r"\\boxed\{(.*)\}", reply)[1]
-            assert f"nswer is {answer}" in reply

@@ -1,7 +1,6 @@
 "The end of one of several processes: no thread of its process group meets an interpreter that is being torn down."
 
 import json
-import os
 import subprocess
 import sys
 
@@ -51,15 +50,3 @@ def exit_codes(repetitions, how, outcome="works"):
 @pytest.mark.parametrize("outcome, code", [("works", 0), ("fails", 1)])
 def test_a_process_of_a_group_ends_in_order(outcome, code):
     assert exit_codes(10, "leaves", outcome) == [code] * 20
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("outcome, code", [("works", 0), ("fails", 1)])
-def test_the_end_of_a_process_under_stress(outcome, code):
-    "A hundred processes beside two busy ones end in order; of as many that are torn down, some abort."
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count())]
-    try:
-        assert exit_codes(50, "leaves", outcome) == [code] * 100
-        assert {code, -6} == set(exit_codes(50, "is torn down", outcome))
-    finally:
-        for process in busy: process.kill()

@@ -8,19 +8,17 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-import yaml
 from helpers import need_sandbox, UNDRAWN
 from hub_models import FAMILIES, save_hub_model, train_vocabulary
 from test_tasks import ROWS
 
-from mixsd_nb import errors, evaluate, fisher, generate, nll, sweep, train
+from mixsd_nb import errors, evaluate, fisher, generate, nll, train
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.corpora.prompts import apply_template, encode_completion, encode_example, encode_prompt, expert_prompt, render_prompt, turn_end
 from mixsd_nb.methods.mixing import mix, mix_items, mix_oracle
 from mixsd_nb.models import load_base, load_tokenizer
 from mixsd_nb.models.engine_vllm import _read_limits
 from mixsd_nb.models.engines import HFEngine
-from mixsd_nb.models.scoring import token_nll
 from mixsd_nb.runs import read_table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -115,15 +113,6 @@ def test_mixing_writes_the_tokens_of_the_oracle(name, hub, items):
     assert [r["completion_ids"] for r in found] == [r["completion_ids"] for r in expected]
 
 
-@families
-def test_the_nll_is_that_of_the_model(name, hub):
-    model, tokenizer = load_base(hub[name])
-    prompt, completion = requests(tokenizer)[1], encode_completion(tokenizer, "It is four.")
-    with torch.no_grad(): logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1:-1].log_softmax(-1)
-    expected = -logits[torch.arange(len(completion)), completion]
-    np.testing.assert_allclose(token_nll(model, [(prompt, completion)])[0], expected, rtol=1e-5, atol=1e-5)
-
-
 PAPER = dict(preset="paper", measure="all", keep="all", epochs=1, batch=4, checkpoints=(1,), n=2, max_new_tokens=6, target_tokens=8, rollout_tokens=4)
 
 
@@ -205,13 +194,3 @@ def test_every_stage_with_papermill(hub, own_runs, tasks, tmp_path, monkeypatch)
     assert found.step.values.tolist() == [0, 1, 2] and math.isfinite(found.target_nll)
     whole = next(t for f in own_runs.glob("evaluate-*/responses.parquet") if len(t := read_table(f)) > 20)
     assert {*whole.benchmark} >= {"recall", "aime-2024", "math-500", "gsm8k", "humaneval", "mmlu"}
-
-
-def test_a_sweep_lists_its_cells(hub, facts, own_runs, tmp_path, capsys):
-    "A grid over all models and three methods."
-    grid = dict(notebook="train", fixed=dict(preset="paper", dataset=facts, suite="recall,gsm8k", limit=1),
-                axes=dict(model=[hub[name] for name in FAMILIES], method=["base", "sft", dict(method="mixsd", lam=0.3)]))
-    file = tmp_path / "grid.yaml"
-    file.write_text(yaml.safe_dump(grid))
-    assert sweep.main("preview", str(file)) == 0
-    assert "15 cells" in capsys.readouterr().out

@@ -1,6 +1,5 @@
 """The sandbox: attacks that must fail, programs that reach its limits, ways to fake a pass, and the allow-list."""
 import ast
-import builtins
 import itertools
 import json
 import os
@@ -44,56 +43,34 @@ def open_files():
         except OSError: continue
         yield fd
 """
-ATTACKS = {"the internet": f"import socket\nfamily, address = socket.AF_INET, ('1.1.1.1', 53)\n{CONNECT}",
-    "a server on loopback": f"import socket\nfamily, address = socket.AF_INET, ('127.0.0.1', PORT)\n{CONNECT}",
-    "an abstract unix socket": f"import socket\nfamily, address = socket.AF_UNIX, ABSTRACT\n{CONNECT}",
-    "a unix socket in the file system": f"import socket\nfamily, address = socket.AF_UNIX, UNIX\n{CONNECT}",
-    "the virtual machine's host": f"import socket\nfamily, address = socket.AF_VSOCK, (2, 1024)\n{CONNECT}",
-    "a name server": "import socket\nsocket.getaddrinfo('localhost', 80)\nsocket.getaddrinfo('example.org', 80)",
-    "home": "import os\nassert any(map(os.path.exists, HOME))",
-    "the user's folder by its name": "import os, pwd\nassert os.listdir(pwd.getpwuid(os.getuid()).pw_dir)", "passwords": "open('/etc/passwd').read()",
+ATTACKS = {
+    "the internet": "import socket\nfamily, address = socket.AF_INET, ('1.1.1.1', 53)\n" + CONNECT,
+    "a server on loopback": "import socket\nfamily, address = socket.AF_INET, ('127.0.0.1', PORT)\n" + CONNECT,
+    "an abstract unix socket": "import socket\nfamily, address = socket.AF_UNIX, ABSTRACT\n" + CONNECT,
+    "home": "import os\nassert any(map(os.path.exists, HOME))", "passwords": "open('/etc/passwd').read()",
     "the project": "import os\nassert os.listdir(PROJECT)", "installed packages": "import sys, os\nsys.path += PACKAGES\nimport xarray",
-    "a package beside NumPy": "import os\nassert set(os.listdir('/packages')) - {'numpy', 'numpy.libs'}",
-    "a file of NumPy": "import os\nopen(os.path.join('/packages/numpy', 'mark.py'), 'w')", "a secret in a file": "print(open(SECRET).read())",
-    "the environment": "import os\nprint(os.environ['MIXSD_SECRET'])", "the parent's environment":
-        "import os\nprint(open(f'/proc/{os.getppid()}/environ').read(), open('/proc/1/environ').read())",
+    "a secret in a file": "print(open(SECRET).read())", "the environment": "import os\nprint(os.environ['MIXSD_SECRET'])",
+    "the parent's environment": "import os\nprint(open(f'/proc/{os.getppid()}/environ').read(), open('/proc/1/environ').read())",
     "proc: the root of another process": "import os\nassert os.listdir('/proc/1/root')",
-    "proc: kernel settings": "open('/proc/sys/kernel/core_pattern', 'w').write('|/bin/sh')", "proc: a mount of one's own":
-        LIBRARY + "import os\nos.mkdir('/tmp/p')\nassert c.mount(b'proc', b'/tmp/p', b'proc', 0, None) == 0",
-    "sysfs": "import os\nassert os.listdir('/sys')", "devices": "import os\nassert set(os.listdir('/dev')) - {'null'}",
-    **{f"{name} of the null device": f"import os, shutil\nos.{call}" for name, call in {
-        "the mode": "chmod('/dev/null', 0o600)", "the owner": "chown('/dev/null', os.getuid(), os.getgid())",
-        "the name": "rename('/dev/null', '/tmp/null')",
-        "the end": "unlink('/dev/null')", "attributes": "setxattr('/dev/null', 'user.a', b'b')"}.items()}, "a device node":
-        "import os, stat\nos.mknod('/tmp/mem', 0o600 | stat.S_IFCHR, os.makedev(1, 1))\nopen('/tmp/mem', 'rb').read(1)",
-    "the terminal": "import fcntl, termios\nfcntl.ioctl(open('/dev/tty', 'w'), termios.TIOCSTI, b'x')",
+    "devices": "import os\nassert set(os.listdir('/dev')) - {'null'}",
+    "a device node": "import os, stat\nos.mknod('/tmp/mem', 0o600 | stat.S_IFCHR, os.makedev(1, 1))\nopen('/tmp/mem', 'rb').read(1)",
     "inherited files": OPEN_FILES + "assert any(stat.S_ISREG(os.stat(fd).st_mode) for fd in open_files())",
-    "a file in the root": "open('/mark', 'w')", "a file in the interpreter's library":
-        "import os\nopen(os.path.join(os.path.dirname(os.__file__), 'mark.py'), 'w')", "a file among the system's": "open('/usr/lib/mark', 'w')",
-    "a file beside the host's": "open(MARK, 'w').write('x')", "chmod of the interpreter": "import sys, os\nos.chmod(os.__file__, 0o777)",
-    "a symbolic link": "import os\nos.symlink(SECRET, '/tmp/link')\nprint(open('/tmp/link').read())", "a symbolic link to a folder above":
-        "import os\nos.symlink('../../../../..' + SECRET, '/tmp/link')\nprint(open('/tmp/link').read())",
+    "a file in the interpreter's library": "import os\nopen(os.path.join(os.path.dirname(os.__file__), 'mark.py'), 'w')",
+    "a file beside the host's": "open(MARK, 'w').write('x')",
+    "a symbolic link": "import os\nos.symlink(SECRET, '/tmp/link')\nprint(open('/tmp/link').read())",
     "a hard link": "import os\nos.link(os.__file__, '/tmp/link')\nopen('/tmp/link', 'a').write('# mark')",
     "a temporary file elsewhere": "import tempfile\ntempfile.NamedTemporaryFile(dir='/var/tmp', delete=False)",
-    "a temporary file by a long way": "import tempfile, os\ntempfile.mkstemp(dir='/tmp/../..' + os.path.dirname(MARK))",
-    "root's rights": "import os\nos.setuid(0)", "another user's rights": "import os\nos.setresuid(1000, 1000, 1000)",
-    "chroot": "import os\nos.chroot('/tmp')", "capabilities by a new user namespace": LIBRARY + "assert c.unshare(0x10000000) == 0",
-    "namespaces of others": LIBRARY + "assert c.setns(0, 0) == 0", "unmounting": LIBRARY + "assert c.umount2(b'/tmp', 2) == 0", "limits":
-        "import resource\nfor k in (resource.RLIMIT_AS, resource.RLIMIT_NPROC):\n" "    resource.setrlimit(k, (resource.RLIM_INFINITY,) * 2)",
-    "fork bomb": "import os\nwhile True: os.fork()", "thread bomb":
-        "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(9,), daemon=True).start()",
-    "files of the first process": "import os\nfd = os.pidfd_open(1)\n" + LIBRARY +
-        "found = [c.syscall(438, fd, k, 0) for k in range(64)]\nassert any(os.path.exists(f'/proc/self/fd/{k}') or "
-        "os.access('etc/passwd', os.F_OK, dir_fd=k) for k in found if k >= 0)",
-    "a bomb of processes with memory": "import os\nfor _ in range(3): os.fork()\nx = []\nwhile True: x.append(bytearray(1 << 26))",
+    "root's rights": "import os\nos.setuid(0)", "capabilities by a new user namespace": LIBRARY + "assert c.unshare(0x10000000) == 0",
+    "unmounting": LIBRARY + "assert c.umount2(b'/tmp', 2) == 0",
+    "limits": "import resource\nfor k in (resource.RLIMIT_AS, resource.RLIMIT_NPROC):\n    resource.setrlimit(k, (resource.RLIM_INFINITY,) * 2)",
+    "fork bomb": "import os\nwhile True: os.fork()",
+    "thread bomb": "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(9,), daemon=True).start()",
+    "files of the first process": "import os\nfd = os.pidfd_open(1)\n" + LIBRARY + "found = [c.syscall(438, fd, k, 0) for k in range(64)]\n"
+        "assert any(os.path.exists(f'/proc/self/fd/{k}') or os.access('etc/passwd', os.F_OK, dir_fd=k) for k in found if k >= 0)",
     "a shell": "import subprocess\nsubprocess.run(['/bin/sh', '-c', 'true'])",
-    "the system's commands": "import os\nos.execv('/bin/sh', ['sh', '-c', 'echo reached'])",
     "killing the parent": "import os\nassert os.getppid() > 1\nos.kill(os.getppid(), 9)", "killing by number": "import os\nos.kill(VICTIM, 9)",
     "memory": "x = []\nwhile True: x.append(bytearray(1 << 24))",
-    "shared memory": "import mmap\nx = []\nwhile True: x.append(mmap.mmap(-1, 1 << 26))", "files in memory":
-        "import os\nx = []\nwhile True:\n    x.append(os.memfd_create('x'))\n    os.write(x[-1], bytes(60_000))",
-    "a full disk": "import os\nfor k in range(2000):\n    with open(f'/tmp/{k}', 'wb') as f: f.write(bytes(60_000))",
-    "a large sparse file": "f = open('/tmp/f', 'wb')\nf.truncate(1 << 40)", "many open files": "x = [open('/tmp/f', 'w') for _ in range(1000)]",}
+    "a full disk": "import os\nfor k in range(2000):\n    with open(f'/tmp/{k}', 'wb') as f: f.write(bytes(60_000))",}
 NOT_REACHED = "\nexcept BaseException as error: print('blocked:', type(error).__name__, error)\nelse: print('reached')"
 
 
@@ -136,25 +113,20 @@ def host(tmp_path_factory):
     victim.wait()
 
 
-@pytest.mark.parametrize("name", ATTACKS)
-def test_an_attack_is_blocked(name, host, monkeypatch):
+def test_attacks_are_blocked(host, monkeypatch):
+    "Each is refused at once. Those of EFFECTIVE succeed without a sandbox, so the targets are there."
     monkeypatch.setenv("MIXSD_SECRET", "treasure")
-    outcome = run_python(write_attack(name, host), timeout=60)
-    assert "reached" not in outcome.output and "treasure" not in outcome.output, outcome
-    assert outcome.output.startswith("blocked:") or outcome.stopped or outcome.exit_status != 0, outcome
-    assert outcome.stopped in ("", "output"), "it should have been refused at once"
-
-
-EFFECTIVE = ["a server on loopback", "home", "passwords", "the project", "installed packages", "the environment", "inherited files"]
-
-
-@pytest.mark.parametrize("name", EFFECTIVE)
-def test_the_attacks_succeed_without_a_sandbox(name, host):
+    with ThreadPoolExecutor(2) as pool: outcomes = dict(zip(ATTACKS, pool.map(lambda name: run_python(write_attack(name, host), timeout=60), ATTACKS)))
+    blocked = lambda o: (o.output.startswith("blocked:") or o.stopped or o.exit_status != 0) and o.stopped in ("", "output")
+    assert not {name: o for name, o in outcomes.items() if "reached" in o.output or "treasure" in o.output or not blocked(o)}
     with socket.create_server(("127.0.0.1", 0)) as server, open(host["SECRET"]) as file:
-        code = write_attack(name, host | dict(PORT=server.getsockname()[1]))
-        free = subprocess.run([sys.executable, "-c", code], env=dict(MIXSD_SECRET="treasure"), pass_fds=[file.fileno()],
-                              capture_output=True, text=True, timeout=60)
-    assert free.stdout.endswith("reached\n"), free
+        for name in EFFECTIVE:
+            command = [sys.executable, "-c", write_attack(name, host | dict(PORT=server.getsockname()[1]))]
+            free = subprocess.run(command, env=dict(MIXSD_SECRET="treasure"), pass_fds=[file.fileno()], capture_output=True, text=True, timeout=60)
+            assert free.stdout.endswith("reached\n"), (name, free)
+
+
+EFFECTIVE = ["a server on loopback", "home", "the project", "the environment", "inherited files"]
 
 
 def test_a_plain_user_gets_the_same_sandbox(host):
@@ -173,17 +145,17 @@ def processes_with(mark):
     return [p for p in Path("/proc").glob("[0-9]*/cmdline") if mark in p.read_bytes()]
 
 
+SLEEP = "os.execv(sys.executable, [sys.executable, '-I', '-S', '-c', 'import time; time.sleep(600)', MARK])"
+LASTING = ["import os, sys, signal\nfor s in range(1, 32):\n    try: signal.signal(s, signal.SIG_IGN)\n    except (OSError, ValueError): pass\nos.closerange(0, 64)\n" + SLEEP,
+           "import os, sys\nfor _ in range(2):\n    if os.fork(): os._exit(0)\n    os.setsid()\n" + SLEEP]
+
+
 @linux
-@pytest.mark.parametrize("code", ["import os, sys\nos.execv(sys.executable, [sys.executable, '-I', '-S', '-c', 'while True: pass', MARK])",
-    "import os, sys, signal\nfor s in range(1, 32):\n    try: signal.signal(s, signal.SIG_IGN)\n"
-    "    except (OSError, ValueError): pass\nos.closerange(0, 64)\n"
-    "os.execv(sys.executable, [sys.executable, '-I', '-S', '-c', 'import time; time.sleep(600)', MARK])",
-    "import os, sys\nfor _ in range(2):\n    if os.fork(): os._exit(0)\n    os.setsid()\n"
-    "os.execv(sys.executable, [sys.executable, '-I', '-S', '-c', 'import time; time.sleep(600)', MARK])",])
-def test_nothing_is_left_behind(code):
-    mark = f"left-{os.getpid()}-{time.time_ns()}"
-    assert run_python(f"MARK = {mark!r}\n{code}", timeout=2).stopped == ("" if "fork" in code else "timeout")
-    until(lambda: not processes_with(mark.encode()), what="the end of the program")
+def test_nothing_is_left_behind():
+    for code in LASTING:
+        mark = f"left-{os.getpid()}-{time.time_ns()}"
+        assert run_python(f"MARK = {mark!r}\n{code}", timeout=2).stopped == ("" if "fork" in code else "timeout")
+        until(lambda: not processes_with(mark.encode()), what="the end of the program")  # noqa: B023
 
 
 @linux
@@ -222,44 +194,26 @@ def test_the_error_quotes_a_bubblewrap_that_does_not_work(monkeypatch, tmp_path)
         run_python("")
 
 
-def test_each_of_164_programs_has_its_outcome():
-    "As many programs as HumanEval has, each with its tests."
-    pairs = [(f"def f(x):\n    return x + {k}", f"for x in range(50): assert f(x) == x + {k - k % 2}") for k in range(164)]
-    assert [passed for passed, _ in run_tests(pairs)] == [k % 2 == 0 for k in range(164)]
-
-
 OUTCOMES = [  # a program, its exit status, why it was stopped, and its output, or the beginning of its last line
-    ("import sys\nprint('out')\nprint('err', file=sys.stderr)", 0, "", "out\nerr\n"), ("", 0, "", ""), ("raise SystemExit(7)", 7, "",
-            ""), ("print(__name__)", 0, "", "__main__\n"),
+    ("import sys\nprint('out')\nprint('err', file=sys.stderr)", 0, "", "out\nerr\n"), ("raise SystemExit(7)", 7, "", ""), ("print(__name__)", 0, "", "__main__\n"),
     ("import os\nos.kill(os.getpid(), 9)", -9, "", ""), ("with open('big', 'wb') as f:\n    f.write(bytes(10 ** 6))", None, "output", ""),
-    # endless programs
-    *((code, None, "timeout", "") for code in [
-        "while True: pass", "import time\ntime.sleep(600)", "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: pass",
-        "while True:\n    try:\n        while True: pass\n    except BaseException: pass", "10 ** 10 ** 10",
-            "import sys\nsys.stdout.close()\nwhile True: pass"]),
-    ("print('so far')\nwhile True: pass", None, "timeout", "so far\n"),
-    # endless output
-    *((code, None, "output", "") for code in [
-        "while True: print('again')", "import sys\nwhile True: sys.stderr.write('é' * 1000)", "import os\nwhile True: os.write(1, b'x' * 100_000)",
-        "while True:\n    try: print('x' * 1000)\n    except OSError: pass"]),
-    # exceptions, and bombs that meet the limit of memory
+    ("import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: pass", None, "timeout", ""), ("import time\ntime.sleep(600)", None, "timeout", ""),
+    ("10 ** 10 ** 10", None, "timeout", ""), ("print('so far')\nwhile True: pass", None, "timeout", "so far\n"),
+    ("while True: print('again')", None, "output", ""), ("while True:\n    try: print('x' * 1000)\n    except OSError: pass", None, "output", ""),
     ("1 / 0", 1, "", "ZeroDivisionError: division by zero"), ("def f(", 1, "", "SyntaxError: '(' was never closed"),
-    ("def f():\nreturn 1", 1, "", "IndentationError: expected an indented block after function definition on line 1"),
     ("def f(): f()\nf()", 1, "", "RecursionError: maximum recursion depth exceeded"), ("raise ValueError('größer')", 1, "", "ValueError: größer"),
-    *(pytest.param(code, 1, "", "MemoryError", marks=linux) for code in ["x = 'a' * 10 ** 11", "x = []\nwhile True: x.append(bytearray(1 << 24))"]),
-    # texts of any kind
-    ("print('é漢😀')", 0, "", "é漢😀\n"), ("import os\nos.write(1, bytes([255, 65]))", 0, "", "\ufffdA"), ("# coding: latin-1\nprint('é')", 0, "", "é\n"),
-    ("x = '\ud800'", 1, "", ""), ("x = 1\0", 1, "", ""), ("x = '" + "a" * 10**6 + "'\nprint(len(x))", 0, "", "1000000\n"),]
+    *([("x = []\nwhile True: x.append(bytearray(1 << 24))", 1, "", "MemoryError")] if sys.platform == "linux" else []),
+    ("print('é漢😀')", 0, "", "é漢😀\n"), ("import os\nos.write(1, bytes([255, 65]))", 0, "", "\ufffdA"), ("x = '\ud800'", 1, "", ""), ("x = 1\0", 1, "", "")]
 
 
-@pytest.mark.parametrize("code, status, stopped, output", OUTCOMES, ids=range(len(OUTCOMES)))
-def test_a_program_has_its_outcome_and_costs_its_limits_at_most(code, status, stopped, output):
-    start = time.perf_counter()
-    outcome = run_python(code, timeout=60 if stopped != "timeout" else 1 if output else 0.5)
-    assert (outcome.exit_status, outcome.stopped) == (status, stopped) and time.perf_counter() - start < 60
-    assert len(outcome.output.encode()) <= MAX_WRITTEN + 2  # a cut character becomes a replacement mark
-    if status == 0 or stopped == "timeout": assert outcome.output == output
-    elif output: assert last_line(outcome).startswith(output)
+def test_a_program_has_its_outcome_and_costs_its_limits_at_most():
+    for code, status, stopped, output in OUTCOMES:
+        start = time.perf_counter()
+        outcome = run_python(code, timeout=60 if stopped != "timeout" else 1 if output else 0.5)
+        assert (outcome.exit_status, outcome.stopped) == (status, stopped) and time.perf_counter() - start < 60, code
+        assert len(outcome.output.encode()) <= MAX_WRITTEN + 2  # a cut character becomes a replacement mark
+        if status == 0 or stopped == "timeout": assert outcome.output == output, code
+        elif output: assert last_line(outcome).startswith(output), code
 
 
 def test_the_environment_is_bare(monkeypatch):
@@ -268,35 +222,26 @@ def test_the_environment_is_bare(monkeypatch):
     names = run_python("import os, sys\nprint(*os.environ, *os.listdir())\nassert '' not in sys.path").output.split()
     assert set(names) <= {"LC_CTYPE", "PWD", *sandbox._ENVIRONMENT}  # Python and bubblewrap set the first two
     assert "EOFError" in last_line(run_python("input()"))
+    private = "import os\nprint(os.listdir())\nopen('a', 'w').write('x')"
+    assert [run_python(private).output for _ in range(2)] == ["[]\n"] * 2
     assert "ModuleNotFoundError" in last_line(run_python("import xarray"))
 
 
-def test_its_folder_is_private_and_is_deleted():
-    code = "import os\nprint(os.listdir())\nopen('a', 'w').write('x')"
-    assert [run_python(code).output for _ in range(2)] == ["[]\n"] * 2
-
-
-@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf")])
-def test_the_error_names_a_bad_timeout(timeout):
-    for call in (lambda: run_python("", timeout=timeout), lambda: run_tests([("", "")], timeout=timeout)):
-        assert error_sentence(call) == f"timeout must be a positive, finite number, got {timeout}"
-
-
-@pytest.mark.parametrize("name", ["workers", "cpu"])
-def test_the_error_names_a_bad_number(name):
-    assert error_sentence(lambda: run_tests([], **{name: 0})) == f"{name} must be at least 1, got 0"
+def test_the_error_names_a_bad_number():
+    for timeout in (0, -1, float("nan"), float("inf")):
+        for call in (lambda: run_python("", timeout=timeout), lambda: run_tests([("", "")], timeout=timeout)):
+            assert error_sentence(call).startswith("timeout ") and error_sentence(call).endswith(f"got {timeout}")
+    for name in ("workers", "cpu"): assert error_sentence(lambda: run_tests([], **{name: 0})).startswith(f"{name} ")
 
 
 RIGHT = "def double(x):\n    return 2 * x"
 TESTS = "assert double(4) == 8\nassert double(0) == 0"
 
 
-@pytest.mark.parametrize("program", [RIGHT, RIGHT + "\nprint('no line end', end='')", RIGHT + "\nimport sys\nsys.stdout.close()",
-    RIGHT + "\nimport os\nos.write(1, bytes([0xe2, 0x82]))", RIGHT + "\nif __name__ == '__main__':\n    double(int(input()))",
-    RIGHT + "\nimport atexit\natexit.register(print, 'bye')",
-    "from dataclasses import dataclass\nfrom typing import List\n@dataclass\nclass P:\n    x: 'List'\n" + RIGHT,])
-def test_a_right_program_passes_whatever_else_it_does(program):
-    assert run_tests([(program, TESTS)]) == [(True, "")]
+def test_a_right_program_passes_whatever_else_it_does():
+    more = ["", "print('no line end', end='')", "import sys\nsys.stdout.close()", "import os\nos.write(1, bytes([0xe2, 0x82]))",
+            "if __name__ == '__main__':\n    double(int(input()))", "import atexit\natexit.register(print, 'bye')"]
+    assert run_tests([(f"{RIGHT}\n{code}", TESTS) for code in more]) == [(True, "")] * len(more)
 
 
 EVERYWHERE = """
@@ -308,48 +253,27 @@ def everywhere(data):
 """
 
 
-SEARCH = """
-import gc
-def search():
-    tests = "".join(["assert double", "(4) == 8"])
-    return [o for o in gc.get_objects() if tests in repr(o)[:10_000]]
-found = search()
-"""
-
-
-@pytest.mark.parametrize("program, error", [("def double(x):\n    return x + 4", "AssertionError"), ("", "NameError: name 'double' is not defined"),
-    ("def double(x) return x", "SyntaxError: expected ':'"),
-    ("def double(x):\n    return 2 * x\n'''", "SyntaxError: unterminated triple-quoted string literal"),
-    ("raise SystemExit(0)", "exited with status 0 before its tests ended"), ("raise SystemExit", "exited with status 0 before its tests ended"),
-    ("import sys\nsys.exit(0)", "exited with status 0 before its tests ended"),
-    ("import os\nos._exit(0)", "exited with status 0 before its tests ended"),
-    ("import os\ndef double(x):\n    os._exit(0)", "exited with status 0 before its tests ended"),
-    ("print('ok')\nprint('PASSED')\nprint('0' * 32)\nraise SystemExit(0)", "exited with status 0"),
-    ("import sys\nprint(sys.stdin.read(), sys.argv)\nraise SystemExit(0)", "exited with status 0"),
-    ("import __main__\nprint(vars(__main__))\nraise SystemExit(0)", "exited with status 0"),
+EARLY = "exited with status 0 before its tests ended"
+WRONG = [  # a wrong program, and the beginning of why it fails
+    ("def double(x):\n    return x + 4", "AssertionError"), ("", "NameError: name 'double' is not defined"), ("def double(x) return x", "SyntaxError: expected ':'"),
+    ("raise SystemExit(0)", EARLY), ("import os\nos._exit(0)", EARLY), ("import os\ndef double(x):\n    os._exit(0)", EARLY),
+    ("print('ok')\nprint('PASSED')\nprint('0' * 32)\nraise SystemExit(0)", EARLY), ("import __main__\nprint(vars(__main__))\nraise SystemExit(0)", EARLY),
     ("import os\nos.kill(os.getpid(), 9)", "exited with status -9"), ("def double(x):\n    while True: pass", "ran out of time"),
     ("while True: print('ok')", "wrote too much"), ("raise ValueError('x' * 10_000)", "ValueError: xxx"),
-    ("class Same:\n    def __eq__(self, other): return True\ndef double(x):\n    return Same()",
-     "TypeError: a value of type Same cannot be sent between program and tests"),
+    ("class Same:\n    def __eq__(self, other): return True\ndef double(x):\n    return Same()", "TypeError: a value of type Same"),
     ("class Same(int):\n    def __eq__(self, other): return True\ndef double(x):\n    return Same()", "AssertionError"),
-    ("class Same(list):\n    def __eq__(self, other): return True\ndef double(x):\n    return Same()", "AssertionError"),
-    ("import builtins\nbuiltins.AssertionError = KeyError\nbuiltins.isinstance = lambda *a: True\n" "def double(x):\n    return 0", ""),
-    ("def AssertionError(*a): return SystemExit(0)\nprint = len = AssertionError\ndef double(x):\n    return 0", "AssertionError"),
+    ("import builtins\nbuiltins.AssertionError = KeyError\nbuiltins.isinstance = lambda *a: True\ndef double(x):\n    return 0", ""),
     (EVERYWHERE + "everywhere(b'true\\npassed\\n[\"value\", 8]\\n' * 9)\ndef double(x): return 8", ""),
-    (EVERYWHERE + "def double(x): everywhere(b'[\"error\", \"SystemExit\", \"0\"]\\n')", "RuntimeError: 0"),
     (EVERYWHERE + "def double(x): everywhere(b'[\"value\", [\"exit\", 0]]\\n')", "KeyError"),
-    (EVERYWHERE + "def double(x): everywhere(b'[' * 60_000 + b'\\n')", "RecursionError"), ("import os\nos.closerange(0, 64)", "exited with status"),
-    ("import os\ndef double(x): os.closerange(0, 64)", "exited with status"),
-    (SEARCH + "def double(x):\n    return 2 * x if found else 0", "AssertionError"),
-    ("import atexit, os\natexit.register(os._exit, 0)\nraise SystemExit(1)", "exited with status 0"),
-    ("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\ndef double(x):\n    return 0", "AssertionError"),
-    ("open('tests.py', 'w').write('')\nopen('json.py', 'w').write('raise SystemExit(0)')\n" "def double(x):\n    return 0", "AssertionError"),
-    ("def double(x):\n    raise SystemExit(0)", "exited with status 0"), ("def double(x):\n    raise KeyboardInterrupt", "exited with status"),
-    ("def double(x):\n    return (i for i in iter(int, 1))", ""), ("def double(x):\n    return double",
-     "TypeError: a value of type function cannot be sent between program and tests"),])
-def test_no_program_can_fake_a_pass(program, error):
-    (passed, message), = run_tests([(program, TESTS)], cpu=1, timeout=60)
-    assert not passed and message.startswith(error) and len(message) <= 200
+    (EVERYWHERE + "def double(x): everywhere(b'[' * 60_000 + b'\\n')", "RecursionError"), ("import os\ndef double(x): os.closerange(0, 64)", "exited with status"),
+    ("open('tests.py', 'w').write('')\nopen('json.py', 'w').write('raise SystemExit(0)')\ndef double(x):\n    return 0", "AssertionError"),
+    ("def double(x):\n    return double", "TypeError: a value of type function"),
+    ("x = 1\nif False:\n    pass", "NameError"), ("x = 1 \\", "")]  # neither an open block nor a line that continues absorbs the tests
+
+
+def test_no_program_can_fake_a_pass():
+    found = run_tests([(program, TESTS) for program, _ in WRONG], cpu=1, timeout=60)
+    assert not [(program, passed, error) for (program, expected), (passed, error) in zip(WRONG, found) if passed or not error.startswith(expected) or len(error) > 200]
 
 
 # Forgeries. Each program is wrong, and its tests fail in a process that it cannot reach.
@@ -366,11 +290,10 @@ def speak(requests, replies, offers, *lines):
 """
 CHANNELS = {  # ways to the pipes between program and tests
     "frames": "import sys\nframe = sys._getframe()\nwhile 'pipes' not in frame.f_locals: frame = frame.f_back\n"
-              "requests, replies = (pipe.buffer for pipe in frame.f_locals['pipes'])", "file descriptors": OPEN_FILES + "import fcntl\n"
+              "requests, replies = (pipe.buffer for pipe in frame.f_locals['pipes'])",
+    "file descriptors": OPEN_FILES + "import fcntl\n"
               "fds = [fd for fd in open_files() if stat.S_ISFIFO(os.fstat(fd).st_mode)]\n"
-              "mode = {fcntl.fcntl(fd, fcntl.F_GETFL) & 3: fd for fd in fds}\n" "requests, replies = open(mode[0], 'rb', 0), open(mode[1], 'wb', 0)",
-    "living objects": "import gc, io\n" "pipes = [o for o in gc.get_objects() if isinstance(o, io.TextIOWrapper) and o.fileno() > 2]\n"
-              "requests, replies = (next(p.buffer for p in pipes if p.mode == m) for m in 'rw')",}
+              "mode = {fcntl.fcntl(fd, fcntl.F_GETFL) & 3: fd for fd in fds}\n" "requests, replies = open(mode[0], 'rb', 0), open(mode[1], 'wb', 0)",}
 
 
 def take_over(channel, offers, *lines):
@@ -379,109 +302,61 @@ def take_over(channel, offers, *lines):
 
 
 EVERY_CALL = "assert all(map(lambda k: f(k) == 2 * k, [1, 2, 4]))"
-FOR_BUILTINS = "all any bytes frozenset len list max min set sorted str repr sum tuple".split()
+FOR_BUILTINS = "all any len list max set sorted str sum".split()
 SHADOWS = {  # built-in names of tests: the tests, and what would satisfy them in the name's place
     **{name: (f"assert {name}(f(1)) == {name}([3, 1, 2])", ["call", ""], ["list", 0]) for name in FOR_BUILTINS},
-    "abs": ("assert abs(f(2) - 4) < 1e-6", ["call", ""], 0), "round": ("assert round(f(2), 1) == round(4.0, 1)", ["call", ""], 5.0),
-    "isinstance": ("assert isinstance(f('a'), str)", ["call", ""], True),
     "range": ("for k in range(9): assert f(k) == 2 * k + 1", ["call", ""], ["list"]),
-    "enumerate": ("for k, x in enumerate('ab'): assert f(x) == k + 5", ["call", ""], ["list"]),
-    "zip": ("for k, x in zip([1, 2], 'ab'): assert f(x) == k", ["call", ""], ["list"]),
-    "map": ("assert list(map(len, f(2))) == [1]", ["call", ""], ["list", 1]),
     "__builtins__": ("if __builtins__: pass\nfor k in range(9): assert f(k) == 2 * k + 1", ["value", ["dict", ["range", ["list"]]]], 0),
-    "__debug__": ("def check(candidate): assert candidate(1) == 2\ncheck(f)", ["value", False], 0),
     "check": ("def check(candidate): assert candidate(1) == 2\ncheck(f)", ["call", ""], 0),
-    "candidate": ("def check(candidate): assert candidate(1) == 2\ncheck(f)", ["call", ""], 0),
-    "double": ("def double(x): return 2 * x\nassert f(3) == double(3)", ["call", ""], 0),
     "AssertionError": ("if f(1) != 2: raise AssertionError", ["call", ""], 0),
     "exit": ("def exit(): raise SystemExit(0)\nassert f(1) == 2", ["call", ""], 0),}
 ANSWERS = [  # lines sent as the answer to every call
-    *(json.dumps(["error", name, "0"]).encode() for name in [
-        "StopIteration", "StopAsyncIteration", "GeneratorExit", "SystemExit", "KeyboardInterrupt", "BaseException",
-        "AssertionError", "ExceptionGroup", "exit", "exec", "__import__", "os", ""]), *(json.dumps(["value", data]).encode() for data in [
-        ["exit", 0], ["eval", "1"], ["__import__", "os"], ["exec", "raise SystemExit(0)"], ["iter"], ["list", ["list"]],
-        ["dict", [["list"], 1]], ["Decimal", "NaN"], ["Decimal", "exit"], ["Fraction", 0, 0], ["getcontext"],
-        ["int", "0x"], ["complex", "nan"], ["bytes", "0"], ["set", ["list"]], [], [[]], {}, None, float("nan")]),
-    b"", b"null", b"{}", b"[]", b"true", b"0", b'["call", ""]', b'["value"]', b'["value", 8, 8]', b'"value"', b"NaN",
-    b'["value", 8', b"[" * 60_000, b"\xff\xfe", b"\0", b'["value", ' + b"9" * 5000 + b"]", b" " * (1 << 24),]
+    *(json.dumps(["error", name, "0"]).encode() for name in ["StopIteration", "SystemExit", "AssertionError", "exit", "os", ""]),
+    *(json.dumps(["value", data]).encode() for data in [["exit", 0], ["iter"], ["list", ["list"]], ["Decimal", "NaN"], [], {}, None]),
+    b"", b"null", b'["value"]', b'["value", 8, 8]', b"[" * 60_000, b"\xff\xfe", b'["value", ' + b"9" * 5000 + b"]"]
 SAME = "same = dict(__eq__=lambda *a: True, __ne__=lambda *a: False, __hash__=lambda a: 0, __bool__=lambda a: True)\n"
-BASES = ["object", "int", "float", "complex", "str", "bytes", "bytearray", "list", "tuple", "dict", "set", "frozenset",
-         "fractions.Fraction", "decimal.Decimal", "numpy.ndarray", "numpy.float64", "collections.Counter"]
+BASES = ["object", "int", "str", "list", "dict", "fractions.Fraction", "numpy.ndarray", "collections.Counter"]
 LOOK = "found = []\ndef double(x): return 2 * x if found else 0\n"
 DEEDS = {  # what a program that returns 0 does before it is called, or when it is
     "kills every process": "import os, signal\nfor pid in [-1, *range(1, 300)]:\n    for s in (9, 15, 2, 19, 18, 10):\n"
-                           "        try: pid == os.getpid() or os.kill(pid, s)\n        except OSError: pass",
-    "stops its group": "import os, signal\nsignal.signal(15, signal.SIG_IGN)\nos.killpg(0, 15)",
-    "limits its parent": "import os, resource\nresource.prlimit(os.getppid(), resource.RLIMIT_CPU, (0, 0))",
-    "ends with success": "import os\nos._exit(0)", "ends with success in a thread":
-        "import os, threading\nthreading.Thread(target=os._exit, args=(0,)).start()",
-    "ends with success at its exit": "import atexit, os\natexit.register(os._exit, 0)\nraise SystemExit(1)", "aborts": "import os\nos.abort()",
-    "becomes another program": "import os, sys\nos.execv(sys.executable, [sys.executable, '-c', 'raise SystemExit(0)'])",
-    "becomes another program that keeps the pipes":
-        "import os, sys\nfor fd in range(3, 64):\n    try: os.set_inheritable(fd, True)\n    except OSError: pass\n"
-        "code = 'import os\\nfor fd in range(3, 64):\\n  try: os.write(fd, b\"{}\" + bytes([10]))\\n'" "'  except OSError: pass'\n"
-        "os.execv(sys.executable, [sys.executable, '-c', code])", "writes memory of others":
-        "for pid in range(1, 99):\n    try: open(f'/proc/{pid}/mem', 'r+b').write(b'0')\n    except OSError: pass", "writes files of others":
-        "for pid in range(1, 99):\n  for fd in range(9):\n    try: open(f'/proc/{pid}/fd/{fd}', 'w').write('0')\n" "    except OSError: pass",
-    "traces others": "import ctypes\ncall = ctypes.CDLL(None).ptrace\nfor pid in range(1, 99):\n    call(16, pid, 0, 0)\n" "    call(17, pid, 0, 0)",
-    "exchanges the pipes": "import os\nfor a in range(3, 9):\n    for b in range(3, 9):\n" "        try: os.dup2(a, b)\n        except OSError: pass",
-    "closes everything": "import os\nos.closerange(0, 64)",
-    "changes the pipes": "import fcntl, os\nfor fd in range(3, 64):\n    for command, value in ((4, 0x4800), (8, 1), "
-                         "(10, 9), (1031, 4096)):\n        try: fcntl.fcntl(fd, command, value)\n" "        except OSError: pass",
+        "        try: pid == os.getpid() or os.kill(pid, s)\n        except OSError: pass",
+    "ends with success": "import os\nos._exit(0)",
+    "becomes another program that keeps the pipes": "import os, sys\nfor fd in range(3, 64):\n    try: os.set_inheritable(fd, True)\n"
+        "    except OSError: pass\ncode = 'import os\\nfor fd in range(3, 64):\\n  try: os.write(fd, b\"{}\" + bytes([10]))\\n"
+        "''  except OSError: pass'\nos.execv(sys.executable, [sys.executable, '-c', code])",
+    "writes memory of others": "for pid in range(1, 99):\n    try: open(f'/proc/{pid}/mem', 'r+b').write(b'0')\n    except OSError: pass",
+    "exchanges the pipes": "import os\nfor a in range(3, 9):\n    for b in range(3, 9):\n        try: os.dup2(a, b)\n        except OSError: pass",
     "rewrites its task": "import os\nos.pwrite(0, b'{}' + b' ' * 60000, 0)\nos.ftruncate(0, 0)",
-    "rewrites its output": "import os\nos.ftruncate(1, 0)\nos.pwrite(1, b'passed', 0)\nos._exit(0)",
-    "writes modules": "for name in ('json', 'tests', 'sitecustomize', 'ast', 'builtins'):\n"
-                      "    open(name + '.py', 'w').write('import os\\nos._exit(0)')", "writes modules of the library":
-        "import json, ast\nfor module in (json, ast):\n    try: open(module.__file__, 'w').write('')\n" "    except OSError: pass",
-    "writes NumPy": "try: open('/packages/numpy/__init__.py', 'w').write('')\nexcept OSError: pass",
-    "replaces built-ins": "import builtins\nfor name in ('AssertionError', 'all', 'map', 'isinstance', 'print', "
-                          "'exec', 'compile'): setattr(builtins, name, lambda *a, **k: True)",
-    "replaces modules": "import sys\nfor name in ('json', 'ast', 'tests', 'builtins', 'os'): sys.modules[name] = None",
+    "writes modules": "for name in ('json', 'tests', 'sitecustomize', 'ast', 'builtins'):\n    open(name + '.py', 'w').write('import os\\n"
+        "os._exit(0)')",
+    "replaces built-ins": "import builtins\nfor name in ('AssertionError', 'all', 'map', 'isinstance', 'print', 'exec', 'compile'): setattr(builtins, name, lambda *a, **k: True)",
     "replaces its server": "import __main__\n__main__._serve = lambda *a: None",
-    "replaces the packing": "import __main__\n__main__._pack = lambda value: ['exit', 0]",
-    "replaces the encoder": "import json\njson.dumps = lambda value: '[\"value\", true]'",
-    "traces its server": "import sys\nsys.settrace(lambda *a: 1 / 0)\nsys.setprofile(lambda *a: None)",
     "hooks errors": "import os, sys\nsys.excepthook = sys.unraisablehook = lambda *a: os._exit(0)\nraise ValueError",
-    "hooks audits": "import sys\nsys.addaudithook(lambda *a: None)", "raises success": "def double(x): raise SystemExit(0)",
-    "raises the end of a loop": "def double(x): raise StopIteration",
-    "raises the end of an asynchronous loop": "def double(x): raise StopAsyncIteration",
-    "raises the end of a generator": "def double(x): raise GeneratorExit",
-    "raises an unknown error": "class AssertionError(BaseException): pass\ndef double(x): raise AssertionError",
-    "returns itself": "def double(x): return double", "returns a circle": "def double(x):\n    a = []\n    a.append(a)\n    return a",
-    "returns without end": "def double(x): return iter(int, 1)", "returns not a number": "def double(x): return float('nan')",
-    "returns an empty array": "import numpy\ndef double(x): return numpy.array([])", "returns what looks like a number of NumPy":
-        SAME + "class Same:\n    shape = ()\n    def item(self): return self\n"
+    "raises success": "def double(x): raise SystemExit(0)", "returns itself": "def double(x): return double",
+    "returns what looks like a number of NumPy": SAME + "class Same:\n    shape = ()\n    def item(self): return self\n"
         "for k in same: setattr(Same, k, same[k])\ndef double(x): return Same()",
-    "returns what looks like another class": "class A:\n    __class__ = int\ndef double(x): return A()",
-    "is an object that can be called": "class A:\n    def __call__(self, x): return 0\ndouble = A()", "is data": "double = 8",
     "is a mapping of attributes": "import sys\nclass M(dict):\n    def __contains__(self, k): return True\n"
-                                  "    def __missing__(self, k): return 0\nsys.modules['program'] = M()",
+        "    def __missing__(self, k): return 0\nsys.modules['program'] = M()",
     "looks for the tests in frames": LOOK + "import sys\nframe = sys._getframe()\nwhile frame:\n"
         "    found += [v for v in frame.f_locals.values() if 'assert ' + 'all' in str(v)]\n    frame = frame.f_back",
-    "looks for the tests in modules": LOOK + "import sys\n"
-        "found = [m for m in list(sys.modules.values()) if 'assert ' + 'all' in str(vars(m))[:1 << 20]]",
     "looks for the tests in living objects": LOOK + "import gc\n"
         "found = [o for o in gc.get_objects() if type(o) in (dict, list) and 'assert ' + 'all' in repr(o)[:10000]]",
-    "looks for the tests in its input": LOOK + "import os\nos.lseek(0, 0, 0)\nfound = b'assert ' + b'all' in os.read(0, 1 << 20)",
-    "looks for the tests in its arguments": LOOK + "import sys\nfound = 'assert ' + 'all' in str(sys.orig_argv)",
-    "looks for the tests in files": LOOK + "import os\nfor folder in ('/', '/tmp', '/dev', '.'):\n"
-        "    for name in os.listdir(folder):\n        try: text = open(os.path.join(folder, name)).read()\n"
-        "        except OSError: continue\n        if 'assert ' + 'all' in text: found.append(name)",}
+    "looks for the tests in files": LOOK + "import os\nfor folder in ('/', '/tmp', '/dev', '.'):\n    for name in os.listdir(folder):\n"
+        "        try: text = open(os.path.join(folder, name)).read()\n        except OSError: continue\n"
+        "        if 'assert ' + 'all' in text: found.append(name)",}
 DEED_TESTS = EVERY_CALL.replace("f(", "double(")
 FORGERIES = {**{f"{name} through {channel}": (take_over(channel, {"f": ["call", ""], name: offer}, json.dumps(["value", answer]).encode()), tests)
        for (name, (tests, offer, answer)), channel in zip(SHADOWS.items(), itertools.cycle(CHANNELS))},
     **{f"the answer {line[:60]}": (take_over("frames", {"f": ["call", ""]}, line), EVERY_CALL) for line in ANSWERS},
     **{f"the offer {offers}": (take_over("frames", offers, b'["value", 0]'), EVERY_CALL) for offers in [
-        {}, [], None, 0, "f", {"f": None}, {"f": []}, {"f": ["value"]}, {"f": ["value", ["exit", 0]]}, {"f": "call"},
-        {"all": ["call", ""]}, {"f": ["call", ""], "all": ["call", ""], "map": ["call", ""]}, {"f": {}}, ["f"]]}, **{f"a derived class of {base}": (
+        {}, None, {"f": None}, {"f": ["value", ["exit", 0]]}, {"f": ["call", ""], "all": ["call", ""], "map": ["call", ""]}]},
+    **{f"a derived class of {base}": (
         f"import collections, decimal, enum, fractions\nimport numpy\n{SAME}kind = type('Same', ({base},), same)\n"
         "def double(x): return kind((0,)) if kind.__base__ is numpy.ndarray else kind()", DEED_TESTS) for base in BASES},
     **{f"a program that {deed}": (f"def double(x): return 0\n{code}", DEED_TESTS) for deed, code in DEEDS.items()},}
 RIGHT_ANSWERS = [  # programs that pass the tests of the forgeries
     *((f"def f(x): return {value}", SHADOWS[name][0]) for name, value in {
-        **dict.fromkeys(FOR_BUILTINS, [3, 1, 2]), "abs": "2 * x", "round": "2.0 * x", "isinstance": "x",
-        "range": "2 * x + 1", "enumerate": "'ab'.index(x) + 5", "zip": "'ab'.index(x) + 1", "map": "['a']",
-        "__builtins__": "2 * x + 1", "check": "2 * x", "double": "2 * x", "AssertionError": 2, "exit": 2}.items()),
+        **dict.fromkeys(FOR_BUILTINS, [3, 1, 2]), "range": "2 * x + 1", "__builtins__": "2 * x + 1", "check": "2 * x", "AssertionError": 2, "exit": 2}.items()),
     ("def f(x): return 2 * x", EVERY_CALL), (RIGHT, DEED_TESTS),
     *((take_over(channel, {"f": ["call", ""]}, *(b'["value", %d]' % k for k in (2, 4, 8))), EVERY_CALL)
       for channel in CHANNELS),  # whoever answers the calls rightly is right, so these channels do work
@@ -489,10 +364,9 @@ RIGHT_ANSWERS = [  # programs that pass the tests of the forgeries
 
 
 def test_no_verdict_can_be_forged():
-    "Every forgery fails, and right programs pass the same tests; so do programs that use threads and the like."
-    right = [*RIGHT_ANSWERS, *USES.values()]
+    "Every forgery fails, and right programs pass the same tests."
+    right = RIGHT_ANSWERS
     results = run_tests([*FORGERIES.values(), *right], cpu=1, timeout=60)
-    assert len(FORGERIES) >= 150
     forged = [name for name, (passed, _) in zip(FORGERIES, results) if passed]
     wrong = [(pair, error) for pair, (passed, error) in zip(right, results[len(FORGERIES):]) if not passed]
     assert (forged, wrong) == ([], [])
@@ -516,24 +390,17 @@ USES = {  # what a program of the standard library does, and tests of it
     "threads": ("import threading\ndef f(n):\n    barrier, found = threading.Barrier(n), []\n" "    def meet(k): barrier.wait(), found.append(k)\n"
                 "    threads = [threading.Thread(target=meet, args=(k,)) for k in range(n)]\n"
                 "    for t in threads: t.start()\n    for t in threads: t.join()\n    return sorted(found)", "assert f(32) == list(range(32))"),
-    "a pool of threads": ("from concurrent.futures import ThreadPoolExecutor\ndef f(xs):\n"
-                          "    with ThreadPoolExecutor(8) as pool: return list(pool.map(lambda x: x * x, xs))",
-                          "assert f(range(9)) == [x * x for x in range(9)]"), "a thread that does not end":
-        ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\nf = abs", "assert f(-1) == 1"),
+    "a thread that does not end": ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\nf = abs", "assert f(-1) == 1"),
     "fractions": ("from fractions import Fraction\ndef f(a, b): return [Fraction(a, b)], {Fraction(b, a): a}", "from fractions import Fraction as F\n"
-                  "assert f(1, 3) == ([F(1, 3)], {F(3): 1}) and f(2, 4)[0] == [.5]"), "a fraction as an argument":
-        ("def f(x): return x + 1", "from fractions import Fraction as F\nassert f(F(1, 3)) == F(4, 3)"),
+                  "assert f(1, 3) == ([F(1, 3)], {F(3): 1}) and f(2, 4)[0] == [.5]"),
     "decimals": ("from decimal import Decimal\ndef f(x): return Decimal(x) / 10",
                  "from decimal import Decimal as D\nassert f('2.50') == D('0.25') and str(f('1E+9')) == '1E+8'"),
-    "large integers": ("import math\nf = math.factorial", "import math\nassert f(3000) == math.factorial(3000)"),
     "the null device": ("import os, contextlib\ndef f(x):\n    with open(os.devnull, 'w') as null, "
                         "contextlib.redirect_stdout(null): print('x' * 100_000)\n    return open('/dev/null').read()", "assert f(1) == ''"),}
-NUMPY_USES = {"numbers of NumPy": ("import numpy as np\n" "def f(x): return [np.int64(x), np.float32(x / 2), np.bool_(x), np.mean([x])]",
+NUMPY_USES = {
+    "numbers of NumPy": ("import numpy as np\n" "def f(x): return [np.int64(x), np.float32(x / 2), np.bool_(x), np.mean([x])]",
                          "assert f(3) == [3, 1.5, True, 3.0] and f(3)[2] is True"),
-    "arrays": ("import numpy as np\ndef f(x): return np.sort(np.array(x))", "assert list(f([2, 1])) == [1, 2]"),
-    "linear algebra": ("import numpy as np\n" "def f(n): return float(np.linalg.det(np.eye(n)) + np.fft.fft(np.ones(n))[1].real)",
-                       "assert abs(f(99) - 1) < 1e-9"), "tests with NumPy": ("def f(x): return [x / 3]",
-                         "import numpy as np\nassert np.allclose(f(1), [.333333], atol=1e-5)"),}
+    "arrays": ("import numpy as np\ndef f(x): return np.sort(np.array(x))", "assert list(f([2, 1])) == [1, 2]"),}
 
 
 @pytest.mark.parametrize("allow_unsandboxed", [False, True], ids=["sandbox", "limits only"])
@@ -555,12 +422,6 @@ def test_processor_time_runs_out_before_wall_time():
     assert time.perf_counter() - start < 300
 
 
-def test_a_program_cannot_absorb_its_tests():
-    "Program and tests are separate sources: an open block or a line continuation does not reach the tests."
-    assert not run_tests([("x = 1\nif False:\n    pass", "assert x == 2")])[0][0]
-    assert not run_tests([("x = 1 \\", "assert x == 2")])[0][0]
-
-
 def test_programs_run_concurrently_and_results_keep_the_order():
     pairs = [(f"import time\ntime.sleep({0.3 if i % 4 == 0 else 0})\nx = {i}", f"assert x % 3 == {i % 2}") for i in range(8)]
     expected = [i % 3 == i % 2 for i in range(8)]
@@ -572,71 +433,30 @@ def test_programs_run_concurrently_and_results_keep_the_order():
     assert run_tests([]) == []
 
 
-def test_a_thread_may_call_it():
-    with ThreadPoolExecutor(2) as pool:
-        assert [o.output for o in pool.map(run_python, ["print(1)", "print(2)"])] == ["1\n", "2\n"]
+HOSTILE = ["import os", "from os import system", "def f():\n    import sys", "__import__('os')", "open('/etc/passwd')", "x = open", "exec('1')", "print(1)",
+           "getattr(1, 'real')", "globals()", "type(1)", "().__class__", "f.__globals__", "(1).real", "str.mro()", "f'{().__class__}'", "'{0.__class__}'.format(1)",
+           "__builtins__", "__name__", "def __getattr__(n): pass", "def f(__x): pass", "open = 1\ndef f():\n    return open", "def f(open): pass", "def f(g=open): pass",
+           "def f(x: open('a')): pass", "@open\ndef f(): pass", "map(eval, ['1'])", "sorted([], key=exec)", "x['a'].b = 1", "ｏｐｅｎ('a')", "display(1)",
+           "class A: pass", "def f():\n    global x", "del x", "assert 1", "try:\n    1\nexcept: pass", "raise 1", "with x: pass", "async def f(): pass",
+           "def f():\n    yield 1", "(x := 1)", "match 1:\n    case _: pass"]
+BROKEN = ["def f(", "x = 1\0", "x = '\ud800'", "  x", "(" * 100_000, "a" + ".b" * 100_000, "9" * 5000, "é = ‘1’"]
+ORDINARY = ["", "# nothing", RIGHT, "def f(a: int, b: int = 2) -> int:\n    return a % b if b else -a // 2",
+            "def f(s):\n    return ' '.join(reversed(s.strip().lower().split(',')))", "def f(n):\n    return n if n < 2 else f(n - 1) + f(n - 2)",
+            "def f(xs):\n    best = None\n    for i, x in enumerate(xs):\n        if best is None or x > best: best = x\n        elif not x: continue\n        else: break",
+            "def f(s):\n    counts = {}\n    for c in s: counts[c] = counts.get(c, 0) + 1\n    return sorted(counts.items(), key=lambda p: (-p[1], p[0]))",
+            "def f(x):\n    return f'{x:>5} {x!r}' + '%d' % x", "def f(xs):\n    sum = 0\n    for x in xs: sum += x\n    return round(float(sum), 2)",
+            "def outer(k):\n    def inner(x):\n        return x * k\n    return inner", "def f(exits, prints, opened):\n    return all(exits) and any(prints) or bool(opened)"]
 
 
-HOSTILE = ["import os", "import os as len", "from os import system", "def f():\n    import sys", "__import__('os')",
-    "open('/etc/passwd')", "x = open", "exec('1')", "eval('1')", "compile('1', '', 'exec')", "input()", "print(1)",
-    "breakpoint()", "exit()", "quit()", "help()", "getattr(1, 'real')", "setattr(f, 'a', 1)", "vars()", "globals()",
-    "locals()", "dir()", "type(1)", "object()", "super()", "memoryview(b'')", "pow(9, 9)", "isinstance(1, int)",
-    "().__class__", "().__class__.__base__.__subclasses__()", "f.__globals__", "(lambda: 0).__code__", "(1).real",
-    "x = [].__class__", "''.join.__self__", "str.mro()", "(i for i in []).gi_frame", "f'{().__class__}'",
-    "f'{1:{().__class__}}'", "'{0.__class__}'.format(1)", "'{0.__class__}'.format_map({})", "str.format('{0.a}', 1)",
-    "__builtins__", "__name__", "__loader__.load_module('os')", "x = __builtins__['open']", "def __getattr__(n): pass",
-    "def f(__x): pass", "lambda __x: 0", "for __x in []: pass",
-    "open = 1\ndef f():\n    return open", "def open(): pass", "def f(open): pass", "def f(g=open): return g('x')",
-    "def f(x: open('a')): pass", "@open\ndef f(): pass", "x: open = 1", "[open for x in [1]]", "map(eval, ['1'])",
-    "sorted([], key=exec)", "x['a'].b = 1", "f.append = 1", "x.pop: int = 1", "ｏｐｅｎ('a')", "x.ｍｒｏ", "display(1)",
-    "class A: pass", "def f():\n    global x", "def f():\n    def g():\n        nonlocal x", "del x", "assert 1",
-    "try:\n    1\nexcept: pass", "raise 1", "with x: pass", "async def f(): pass", "def f():\n    yield 1",
-    "async def f():\n    await x", "(x := 1)", "match 1:\n    case _: pass", "print(*[1])",]
-BROKEN = ["def f(", "x = 1\0", "x = '\ud800'", "\x00", "  x", "(" * 100_000, "-" * 100_000 + "1", "a" + ".b" * 100_000,
-          "9" * 5000, "x = [" * 5000, "é = ‘1’"]
-ORDINARY = ["", "# nothing", "x = 1", "def f(x):\n    return x", RIGHT,
-    "def f(n):\n    'The sum of squares.'\n    return sum(int(d) ** 2 for d in str(n))",
-    "def f(a: int, b: int = 2) -> int:\n    return a % b if b else -a // 2", "def f(s):\n    return ' '.join(reversed(s.strip().lower().split(',')))",
-    "def f(n):\n    a, b = 0, 1\n    while n > 0:\n        a, b = b, a + b\n        n -= 1\n    return a",
-    ("def f(xs):\n    best = None\n    for i, x in enumerate(xs):\n" "        if best is None or x > best:\n            best = x\n"
-     "        elif not x:\n            continue\n        else:\n            break\n    return best"),
-    ("def f(s):\n    counts = {}\n    for c in s:\n        counts[c] = counts.get(c, 0) + 1\n"
-    "    return sorted(counts.items(), key=lambda p: (-p[1], p[0]))"),
-    ("def f(xs):\n    out = []\n    for _ in range(len(xs)):\n        out.append(xs.pop())\n" "    out.extend(xs[::-1])\n    return out"),
-    "def f(n):\n    return n if n < 2 else f(n - 1) + f(n - 2)", "def f(x):\n    return f'{x:>5} {x!r}' + '%d' % x",
-    ("def f(a):\n    a[0] += 1\n    a[1:3] = [x & 1 | 2 ^ 3 for x in a]\n" "    return {1} if not a else {x: y for x, y in zip(a, a)}"),
-    "def f(s):\n    return s == s[::-1] and s.replace('a', 'b').startswith('b') or s.endswith('c')",
-    "def f(xs):\n    sum = 0\n    for x in xs: sum += x\n    return round(float(sum), 2)",
-    "def outer(k):\n    def inner(x):\n        return x * k\n    return inner",
-    "def f(exits, prints, opened):\n    return all(exits) and any(prints) or bool(opened)",
-    "def f(m):\n    return [max(r) - min(r) for r in m if tuple(r) not in set(map(tuple, m))]",]
-
-
-@pytest.mark.parametrize("code", HOSTILE)
-def test_hostile_programs_are_refused_by_name(code):
-    ast.parse(code)  # refused for what it does, not for being broken
-    verdict = explain_refusal(code)
-    assert verdict.startswith("The program uses the ") and verdict.endswith(", which is not allowed.")
-    assert explain_refusal(f"def g(x):\n    return x\n{code}") == verdict
-
-
-@pytest.mark.parametrize("code", BROKEN, ids=range(len(BROKEN)))
-def test_broken_programs_are_refused(code):
-    assert explain_refusal(code) == "The program is not valid Python."
-
-
-@pytest.mark.parametrize("code", ORDINARY, ids=range(len(ORDINARY)))
-def test_ordinary_functions_are_admitted_and_run(code):
-    assert explain_refusal(code) == ""
-    assert run_python(code, timeout=60).exit_status == 0
+def test_programs_that_could_do_more_than_compute_are_refused_by_name():
+    for code in HOSTILE:
+        ast.parse(code)  # refused for what it does, not for being broken
+        verdict = explain_refusal(code)
+        assert verdict.startswith("The program uses the ") and explain_refusal(f"def g(x):\n    return x\n{code}") == verdict, code
+    assert {explain_refusal(code) for code in BROKEN} == {"The program is not valid Python."}
+    assert not [code for code in ORDINARY if explain_refusal(code) or run_python(code, timeout=60).exit_status]
 
 
 @given(st.text())
 def test_any_text_gets_a_verdict(text):
     assert isinstance(explain_refusal(text), str)
-
-
-def test_the_verdict_does_not_depend_on_the_session(monkeypatch):
-    monkeypatch.setattr(builtins, "_", 1, raising=False)
-    assert explain_refusal("for _ in range(3): pass") == ""
-    assert explain_refusal("display(1)") and explain_refusal("exit()")

@@ -7,9 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -20,7 +18,7 @@ from helpers import error_sentence, ROW_COLUMNS
 from mixsd_nb.benchmarks.answers import contains_answer, gives_answer
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.corpora.kgfact import KGFACT_WORDS
-from mixsd_nb.corpora.simpleqa import SIMPLEQA_WORDS, build, build_lab, hub_answers, keep_unanimous
+from mixsd_nb.corpora.simpleqa import SIMPLEQA_WORDS, build, build_lab, keep_unanimous
 from mixsd_nb.corpora.world import WORLD_WORDS
 from mixsd_nb.train import TrainConfig
 
@@ -68,28 +66,12 @@ def test_every_form_of_the_table_gives_the_same_rows(table_file, tmp_path):
     assert rows == build(tmp_path / "other.jsonl")["train"]
 
 
-def test_a_file_of_facts_gives_the_rows_of_the_published_table(table_file, tmp_path):
-    topics = ["Art", "Sports", "Music", ""]
-    rows = [dict(question=row["problem"], answer=row["answer"], subject=topic) for row, topic in zip(TABLE, topics)]
-    (tmp_path / "facts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert build(tmp_path / "facts.jsonl") == build(table_file)
-
-
 def test_the_whole_corpus_is_read_from_a_real_file(real):
     "Every target of the 4,326 is accepted as its own answer, in the box and in a sentence without one."
     rows = build(real / "facts" / "simpleqa.jsonl")["train"]
     assert len(rows) == len({row["id"] for row in rows}) == 4_326 and all(list(row) == ROW_COLUMNS and all(row.values()) for row in rows)
     assert all(gives_answer(row["target"], [row["answer"]]) for row in rows)
     assert [row["answer"] for row in rows if not contains_answer(f"The answer is {row['answer']}.", row["answer"], row["prompt"])] == []
-
-
-def test_the_hub_gives_the_same_as_a_local_file(table_file, monkeypatch):
-    def load(name, *, split, revision):
-        assert (name, split, len(revision)) == ("basicv8vc/SimpleQA", "test", 40)
-        return datasets.Dataset.from_list(TABLE)
-
-    monkeypatch.setattr("datasets.load_dataset", load)
-    assert build() == build(table_file)
 
 
 def test_order_depends_on_the_seed_and_ids_do_not(tmp_path):
@@ -107,16 +89,10 @@ def test_the_error_names_a_truncated_file(table_file):
 
 
 @pytest.mark.parametrize("name, text, problem", [
-    ("a.csv", "metadata,problem,answer\n\"{'topic': 'Art'}\",Who?\n", "row 1 of .* lacks answer$"),
-    ("a.csv", "question,answer\nWho?,I\n", "row 1 of .* must have subject, question, answer, but lacks subject$"),
-    ("a.jsonl", '{"question": "Who?", "answer": "I", "subject": ""}\n', "must name a topic in its subject$"),
-    ("a.csv", "metadata,problem,answer\n", "at least one row with a problem and an answer"),
-    ("a.csv", "metadata,problem,answer\n{},Who?,I\n", "row 1 of .* must name a topic in its metadata"),
-    ("a.jsonl", '{"problem": "Who?", "answer": "I"}\n', "lacks metadata$"),
-    ("a.jsonl", "3\n", "lacks metadata, problem, answer$"),
-    ("a.jsonl", "[\n", "must be a complete jsonl file"),
-    ("a.txt", "", r"must end in one of \.csv, \.jsonl, \.parquet"),
-])  # fmt: skip
+    ("a.csv", "metadata,problem,answer\n\"{'topic': 'Art'}\",Who?\n", "row 1 .*answer"), ("a.csv", "question,answer\nWho?,I\n", "row 1 .*subject"),
+    ("a.jsonl", '{"question": "Who?", "answer": "I", "subject": ""}\n', "topic .*subject"), ("a.csv", "metadata,problem,answer\n", "at least one row"),
+    ("a.csv", "metadata,problem,answer\n{},Who?,I\n", "row 1 .*topic"), ("a.jsonl", '{"problem": "Who?", "answer": "I"}\n', "metadata"),
+    ("a.jsonl", "[\n", "complete jsonl"), ("a.txt", "", r"\.csv, \.jsonl, \.parquet")])
 def test_the_error_names_a_bad_file_and_its_problem(name, text, problem, tmp_path):
     path = tmp_path / name
     path.write_text(text)
@@ -147,9 +123,8 @@ def asked(*names, **environment):
 PUBLISHED = dict(simpleqa="MIXSD_CORPORA", mquake="MIXSD_CORPORA", gsm8k="MIXSD_BENCHMARKS")
 
 
-@pytest.mark.parametrize("offline", ["0", "1"])
-def test_without_a_network_there_is_advice(offline, tmp_path):
-    lines = asked(*PUBLISHED, HF_HOME=str(tmp_path), HF_HUB_OFFLINE=offline)
+def test_without_a_network_there_is_advice(tmp_path):
+    lines = asked(*PUBLISHED, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="0")
     for (name, folder), said in zip(PUBLISHED.items(), lines[::2], strict=True):
         assert f"{name}." in said and "Hugging Face hub" in said and folder in said and "path=" not in said
     assert lines[4].endswith("put gsm8k.jsonl or gsm8k.parquet into a folder and name it by MIXSD_BENCHMARKS")
@@ -164,13 +139,6 @@ def test_the_advice_works_for_every_stage(table_file, tmp_path, monkeypatch):
     assert load_corpus("simpleqa", "train").to_list() == build(table_file)["train"]
 
 
-def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch):
-    "A name server that is silent hangs longer than any timeout of a request."
-    monkeypatch.setattr("huggingface_hub.utils.get_session", lambda: time.sleep(300))
-    begin = time.perf_counter()
-    assert not hub_answers(0.1) and time.perf_counter() - begin < 150
-
-
 @given(accepted=st.lists(st.lists(st.booleans(), min_size=6, max_size=6), max_size=20))
 def test_mixed_targets_are_kept_where_all_files_agree(accepted):
     canonical = [dict(id=f"q{i}", text="canonical", accepted=True) for i in range(len(accepted))]
@@ -180,13 +148,6 @@ def test_mixed_targets_are_kept_where_all_files_agree(accepted):
     for k, table in enumerate(kept):
         assert [r["id"] for r in table] == [r["id"] for r in canonical]
         assert [r["text"] for r in table] == [f"file {k}" if sum(flags) == 6 else "canonical" for flags in accepted]
-
-
-def test_tables_must_have_the_same_questions():
-    canonical = [dict(id="a", accepted=True), dict(id="b", accepted=True)]
-    for table in (canonical[:1], canonical[::-1]):
-        sentence = error_sentence(lambda table=table: keep_unanimous([canonical, table], canonical))
-        assert sentence == "tables must have the same ids as canonical, in the same order"
 
 
 @settings(max_examples=30, deadline=None)

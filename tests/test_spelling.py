@@ -9,14 +9,17 @@ import pytest
 from mixsd_nb import train
 from mixsd_nb.console import main
 from mixsd_nb.inject import InjectConfig
-from mixsd_nb.runs import ParameterError, make_config, nearest
+from mixsd_nb.runs import ParameterError, make_config
 from mixsd_nb.runs.command_line import make_configs
 from mixsd_nb.runs.spelling import FOREIGN_NAMES, on_command_line, spell
 from mixsd_nb.train import TrainConfig
 
 
-@pytest.mark.parametrize("name", FOREIGN_NAMES)
-def test_a_name_of_another_tool_is_answered_with_what_exists(name, own_runs, capsys):
+def test_names_of_other_tools_are_answered_with_what_exists(own_runs, capsys):
+    for name in FOREIGN_NAMES: check_answer(name, capsys)
+
+
+def check_answer(name, capsys):
     "Typed as an option, for papermill, and in Python; never by the list of all names."
     answers = []
     for words in ([f"--{name.replace('_', '-')}", "1"], ["-p", name, "1"]):
@@ -29,12 +32,6 @@ def test_a_name_of_another_tool_is_answered_with_what_exists(name, own_runs, cap
     with pytest.raises(ParameterError) as caught: train.run(**{name: 1})
     assert str(caught.value).startswith(f"unknown parameter {name}; ") and "known are" not in str(caught.value)
     if isinstance(answer := FOREIGN_NAMES[name], dict): assert make_config(TrainConfig, **answer)
-
-
-def test_a_weak_resemblance_is_not_proposed():
-    for name, known in {"lora_r": ["lr"], "report_to": ["target_tokens"], "l": ["lam"]}.items():
-        assert not nearest(name, known)
-    assert nearest("lamb", ["lr", "lam"]) == "did you mean lam?" and nearest("dry", ["dry_run"]) == "did you mean dry_run?"
 
 
 def test_what_is_spelled_can_be_copied(own_runs, tmp_path, monkeypatch, capsys):
@@ -50,10 +47,3 @@ def test_what_is_spelled_can_be_copied(own_runs, tmp_path, monkeypatch, capsys):
     told = capsys.readouterr().err
     assert told.count("\n") == 1 and "--dataset-options" in told
     assert main("plan", "train", "--dataset", "f.csv", "--model", "lab-s", "--method", "sft", "--suite", "recall", *shlex.split(told.partition(", write ")[2])) == 0
-
-
-def test_own_tests_are_named(tmp_path, own_runs):
-    (tmp_path / "facts.csv").write_text("question,answer\nWho leads the choir?,Ana Brisk\n")
-    (tmp_path / "tests.csv").write_text("question,answer,kind\nWho built it?,Otto,general\n")
-    with pytest.raises(ParameterError, match="got test, which it does not have; your own tests are test:general"):
-        train.run(dataset=str(tmp_path / "facts.csv"), dataset_options=dict(test=str(tmp_path / "tests.csv")), model="lab-s", method="sft", suite="recall,test")

@@ -54,10 +54,6 @@ def test_no_parameter_hides_a_name_that_the_notebook_uses(path):
 SCALED = [config for path in STAGES if preset_names(config := configuration(path))]
 
 
-def test_some_stages_have_both_scales():
-    assert [config.name for config in SCALED] == ["evaluate", "facts", "generate", "inject", "train"]
-
-
 @pytest.mark.parametrize("config", SCALED, ids=lambda c: c.name)
 @settings(deadline=None)  # a configuration may load its corpus
 @given(data=st.data())

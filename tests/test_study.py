@@ -1,29 +1,23 @@
 "The study: its grids, cubes and claims fit together, and what is committed is what the code computes."
 
-import re
-import shutil
-from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 import scipy
 import xarray as xr
 
-from mixsd_nb.analysis.scores import wilson
-from mixsd_nb.cluster import grid
-from mixsd_nb.cluster.grid import expand_grid, read_grid
+from mixsd_nb.cluster.grid import expand_grid
 from mixsd_nb.lab.claims import CLAIMS, OURS, STUDY, VERDICTS, claims_table, compare_recipes, judge_claim, planned_of
-from mixsd_nb.lab.findings import Block, block_rows, findings_table
-from mixsd_nb.lab.grids import available_cells, join_cubes, merge_grid, planned_grid, planned_runs, preview_grids, study_grids
+from mixsd_nb.lab.findings import findings_table
+from mixsd_nb.lab.grids import available_cells, merge_grid, planned_grid, planned_runs, preview_grids, study_grids
 from mixsd_nb.lab.paired import estimate_mean
-from mixsd_nb.lab.study import find_cubes, group_cubes, list_trainings, main, recompute_cells, run, write_list
-from mixsd_nb.lab.versus import HELD_OUT, At, CubeGroup, Side, measure_values, rates_at_ends, settings_table, simulate_coverage
+from mixsd_nb.lab.study import main, recompute_cells, run, write_list
+from mixsd_nb.lab.versus import At, CubeGroup, Side
 from mixsd_nb.results.read_results import committed_folder, list_missing, read_cube, read_cubes, write_cube
 from mixsd_nb.results.cube import cube_of
 from mixsd_nb.results.demo import invent_cube, invent_result
 from mixsd_nb.results.summary import select_cells
-from mixsd_nb.runs import ParameterError, load_object, project_root, write_result
+from mixsd_nb.runs import load_object, project_root, write_result
 from mixsd_nb.runs.schema import DIMS, RUN_DIMS, variable
 
 CUBES = read_cubes(committed_folder())
@@ -55,26 +49,6 @@ def test_missing_cells_are_listed(study):
         assert table.missing[name].startswith(f"{len(rows)} of {len(rows)} runs: " if claim.labels else "the grid" if claim.grid else "")
 
 
-def test_grids_of_the_study_do_not_plan_a_run_twice():
-    "Only the base model, which costs one evaluation, is in several grids."
-    cells = [(cell.hash, name) for name in study_grids() for cell in available_cells(name) or [] if cell.parameters.get("method") != "base"]
-    assert len({run for run, _ in cells}) == len(cells)
-
-
-def test_the_main_claims_come_first():
-    "After eight seeds of the first grid, about a hundred cells, all methods of the main claims can be compared."
-    first = planned_grid("study-1-frontier")
-    assert study_grids()[0] == "study-1-frontier" and (first.seed < 8).sum() <= 110
-    needed = {label for claim in CLAIMS.values() if claim.headline and not (claim.dataset or claim.model or claim.joined) for label in claim.labels}
-    for seed, rows in first.groupby("seed"): assert needed <= {*rows["recipe"]}
-
-
-def test_the_seeds_of_a_grid_come_first():
-    "An interrupted grid has whole seeds."
-    for name in study_grids():
-        assert planned_grid(name).seed.is_monotonic_increasing, name
-
-
 def test_finished_cells_are_merged(own_runs, tmp_path):
     "A run of the grid is in the cube, a run with another length and an unfinished one are not."
     grid = tmp_path / "study-demo.yaml"
@@ -95,23 +69,6 @@ def test_finished_cells_are_merged(own_runs, tmp_path):
     assert len(list_missing([cube], planned_runs(expand_grid(grid).cells))) == 2
     table = preview_grids([str(grid)])
     assert table.iloc[0].cells == 4 and table.iloc[0].done == 2
-
-
-def test_of_analyses_whose_settings_differ_those_that_agree_with_most_are_merged(own_runs, tmp_path):
-    "The spans of three analyses of the targets: two body, one all. The training runs are all in the cube."
-    (tmp_path / "study-demo.yaml").write_text("notebook: train\nfixed: {dataset: kgfact-small, n: 20, checkpoints: [20, 60], method: sft, lr: 1.0e-3}\naxes: {seed: [0, 1]}\n")
-    for cell in expand_grid(tmp_path / "study-demo.yaml").cells:
-        cell.run_folder.mkdir(parents=True)
-        write_result(invent_result("sft", seed=cell.parameters["seed"], n=20), cell.run_folder)
-    root = invent_result("sft").to_dataset()[["accuracy"]].isel(lr=0, step=0, benchmark=0, drop=True).drop_vars("accuracy")
-    for name, span, variables in (("a", "body", ["nll"]), ("b", "all", ["nll", "overlap"]), ("c", "body", ["overlap"])):
-        (own_runs / f"nll-{name}").mkdir()
-        values = {key: variable(key, ["dataset", "model", "recipe", "seed"], [[[[len(span)]]]]) for key in variables}
-        write_result(xr.DataTree(root.assign(values).assign_attrs(config=f'{{"span": "{span}"}}')), own_runs / f"nll-{name}")
-    with pytest.warns(UserWarning, match=r"left out, because settings differ: 1 run \(nll-b\); to have these in the cube, remove the folders of those"):
-        cube = read_cube(merge_grid(str(tmp_path / "study-demo.yaml"), tmp_path / "lab"))
-    assert cube.seed.values.tolist() == [0, 1]
-    assert {cube[name].sel(recipe="sft", seed=0).item() for name in ("nll", "overlap")} == {4}
 
 
 @pytest.fixture
@@ -148,61 +105,11 @@ def test_the_study_continues_from_the_committed_cube(clone, own_runs, capsys):
     assert preview_grids([grid]).done.item() == 2
 
 
-def test_what_is_merged_is_the_start_of_the_next_session(clone, own_runs, monkeypatch):
-    "Two sessions without the folders of the runs of the other one leave the cube of one session with both runs."
-    grid, file, computed = clone
-    main("run", grid)
-    merged = read_cube(own_runs / "lab/study-demo.nc")
-    write_cube(merged, file)
-    for cell in expand_grid(grid).cells: shutil.rmtree(cell.run_folder, ignore_errors=True)
-    assert main("run", grid) == 0 and computed == [1], "both are committed"
-    main("run", grid, "--again")
-    assert computed == [1, 0, 1]
-    assert read_cube(own_runs / "lab/study-demo.nc").identical(merged)
-
-
-def test_cells_of_a_changed_grid_are_computed_again(clone, own_runs):
-    "The committed cube, which names the settings of its grid, is left out of the new one, and the two cannot be joined."
-    grid, file, computed = clone
-    main("run", grid)
-    write_cube(committed := read_cube(own_runs / "lab/study-demo.nc"), file)
-    assert preview_grids([grid]).committed.item() == 2
-    Path(grid).write_text(Path(grid).read_text().replace("n: 20", "n: 10"))
-    assert preview_grids([grid]).committed.item() == 0
-    with pytest.warns(UserWarning, match="is left out, because n is 20 instead of 10 in it"): main("run", grid)
-    assert computed == [1, 0, 1]
-    with pytest.raises(ValueError, match="two cubes have different settings, n is 10 instead of 20"):
-        join_cubes(read_cube(own_runs / "lab/study-demo.nc"), committed)
-
-
-def test_a_run_that_is_computed_again_counts(clone, own_runs):
-    "Its numbers replace the committed ones, with a warning, and analyses that it lacks stay."
-    grid, file, computed = clone
-    committed = read_cube(file)
-    write_cube(committed.assign(accuracy=committed.accuracy / 2), file)
-    with pytest.warns(UserWarning, match="accuracy is .* in the new cube and .* in the committed cube"): main("run", grid, "--again")
-    again = read_cube(own_runs / "lab/study-demo.nc")
-    assert computed == [0, 1] and preview_grids([grid], again=True).done.item() == 2
-    assert again.accuracy.sel(seed=[0]).equals(committed.accuracy) and again.fisher_trace.item() == 7
-
-
-def test_a_cube_of_an_earlier_session_hides_no_committed_run(own_runs, monkeypatch):
-    "Each of the two cubes of a grid has a seed that the other one lacks."
-    monkeypatch.setattr("mixsd_nb.lab.study.committed_folder", lambda: own_runs / "clone")
-    cube = invent_cube(seeds=3)
-    write_cube(cube.sel(seed=[0, 2]), own_runs / "clone/study-demo.nc")
-    write_cube(cube.sel(seed=[0, 1]), own_runs / "lab/study-demo.nc")
-    write_cube(cube.sel(seed=[0]), own_runs / "lab/other.nc")
-    found = find_cubes()
-    assert found["study-demo"][list(cube)].equals(cube) and found["other"].seed.values.tolist() == [0]
-    assert find_cubes(str(own_runs / "lab"))["study-demo"].seed.values.tolist() == [0, 1]
-
-
-@pytest.mark.parametrize("claim", CLAIMS.values(), ids=lambda c: c.name)
-def test_every_claim_has_a_test_that_can_be_called(claim):
-    test = getattr(__import__("mixsd_nb.lab.claims", fromlist=["_"]), claim.test, None) or load_object(claim.test)
-    found = test(group(), CASE, **claim.options)
-    assert found.verdict in ("not computed yet", "not testable here") and found.number == ""  # without cubes nothing is known
+def test_every_claim_has_a_test_that_knows_nothing_without_cubes():
+    for claim in CLAIMS.values():
+        test = getattr(__import__("mixsd_nb.lab.claims", fromlist=["_"]), claim.test, None) or load_object(claim.test)
+        found = test(group(), CASE, **claim.options)
+        assert found.verdict in ("not computed yet", "not testable here") and found.number == "", claim.name
 
 
 def test_a_verdict_follows_the_numbers():
@@ -275,21 +182,6 @@ def test_a_seed_that_one_recipe_has_not_is_left_out_at_selected_checkpoints():
     assert more.first == pytest.approx(whole.first[:5]) and more.second == pytest.approx(whole.second[:5])
 
 
-def test_a_comparison_says_which_recipe_was_tried_more_often():
-    short, long = invent_cube(seeds=2), invent_cube(seeds=2).sel(recipe=["base", "sft"])
-    decided = [compare_recipes(group(*cubes), CASE, "sft", "mixsd-0.5", at=At(50)).decided for cubes in ([short], [short, long])]
-    assert "settings" not in decided[0] and "12 against 6 settings" in decided[1]
-
-
-def test_a_recall_beyond_the_end_of_a_frontier_has_no_value():
-    "One of three seeds reaches 60% more than the others; without it the others do not reach what they reach with it."
-    cube = invent_cube(seeds=3)
-    learned = cube.accuracy.where((cube["recipe"] != "mixsd-0.3") | (cube.benchmark != "recall"), 0.4 * cube.accuracy + 0.3 * (cube.seed == 0))
-    compare = lambda recall: group(cube.assign(accuracy=learned)).compare(Side(*CASE, "mixsd-0.3"), Side(*CASE, "sft"), at=At(recall))
-    assert compare(40).difference.n == 3 and not len(compare(45).first)
-    assert compare(45).short == "MixSD (λ=0.3) reaches at most 50% (3 seeds)"  # the mean over seeds, which the two others do not reach
-
-
 def small_cube(kept, seeds=4, rates=(1.4e-3,), step=100):
     "A cube of what is kept, by corpus and recipe a dictionary of benchmarks; a list has a value for each rate. Seeds vary by a point."
     roles = {"recall": "in-domain", "recall-reworded": "in-domain", "validation": "validation", "choice": "held-out", "choice-prefilled": "prefilled", "world": "world"}
@@ -345,22 +237,6 @@ def test_forgetting_of_known_facts_can_be_of_format_or_not(styled, seen):
     assert {*planned_grid("study-known-own").dataset} == {"known-lab-31dcd82a"}
 
 
-@pytest.mark.parametrize("share, seen", [(0.6, "holds"), (0.99, "opposite")])
-def test_another_constraint_takes_the_place_of_the_usual_one(share, seen):
-    "EWC has one label in two grids: the usual one keeps all, and that without texts of the suites keeps more or less than MixSD."
-    def values(kept): return {"recall": 0.96, "validation": 0.9, "choice": kept, "world": kept}
-    study = small_cube({("kgfact-small", "sft"): values(0.8), ("kgfact-small", "mixsd-0.3"): values(0.8)})
-    usual, other = (small_cube({("kgfact-small", "sft+ewc-0.1"): values(kept)}) for kept in (0.98, share))
-    names = ["regularisation", "regularisation-others", "anchor-others"]
-    found = judge(names, {STUDY: [study, usual], "study-ewc-others": other})
-    opposite = {"holds": "opposite", "opposite": "holds"}[seen]
-    assert found == {"regularisation": "opposite", "regularisation-others": seen, "anchor-others": opposite}
-    assert [*judge(names, {STUDY: [study, usual]}).values()] == ["opposite", "not computed yet", "not computed yet"]
-    rows = pd.DataFrame([dict(dataset="kgfact-small", model="lab-m", recipe=m, lr=1e-3, grid=g, missing=True)
-                         for m, g in (("sft+ewc-0.1", "study-4-ewc"), ("sft+ewc-0.1", "study-ewc-others"), ("mixsd-0.3", "study-1-frontier"))])
-    assert {*planned_of(CLAIMS["regularisation-others"], CASE, rows).grid} == {"study-ewc-others", "study-1-frontier"}
-
-
 @pytest.mark.parametrize("broken, seen", [(0.2, "holds"), (0.97, "opposite")])
 def test_the_largest_rate_can_decide_the_papers_comparison(broken, seen):
     "SFT is selected at the larger of two rates; MixSD's are equal in validation, and the rule for ties decides between 90 and 45%."
@@ -374,37 +250,6 @@ def test_the_largest_rate_can_decide_the_papers_comparison(broken, seen):
     assert judge(expected, {"study-largest-rate": cube, "frontier-lab": cube.isel(seed=[0])}) == expected, "the grid with more seeds decides"
     assert judge(expected, {"study-largest-rate": cube.isel(seed=[0]), "frontier-lab": cube}) == expected, "a grid with one seed decides nothing"
     assert {*judge(expected, {STUDY: cube}).values()} == {"not computed yet"}
-
-
-def test_a_grid_that_a_claim_leaves_out_takes_no_part():
-    "Two cubes of the study, of which the one with more epochs is the better one for SFT."
-    paper, longer = (cube.assign_attrs(grid=name) for cube, name in ((invent_cube(seeds=3), "study-1-frontier"), (invent_cube(seeds=3), "study-5-epochs-40")))
-    base = longer.accuracy.sel(recipe="base", lr=0, step=0, drop=True)
-    longer = longer.assign(accuracy=longer.accuracy.where((longer["recipe"] != "sft") | (longer.role != "held-out") | longer.accuracy.isnull(), base))
-    both, alone = ({name: judge_claim(CLAIMS[name], {STUDY: group(*cubes)}, CASE)["estimate"] for name in ("mixsd-keeps-more-0.3", "mixsd-keeps-more-20")}
-                   for cubes in ((paper, longer), (paper,)))
-    assert both["mixsd-keeps-more-20"] == alone["mixsd-keeps-more-20"] == alone["mixsd-keeps-more-0.3"] != both["mixsd-keeps-more-0.3"]
-
-
-def test_no_claim_uses_fewer_seeds_than_exist(study):
-    "Of each comparison with a number, the seeds that both recipes have all report."
-    fewer = study.claims()["decided by"].str.contains(r"\d+ of \d+ seeds")
-    assert not fewer.any(), study.claims()[fewer]
-    cube = invent_cube(seeds=3)
-    partly = cube.accuracy.where((cube.seed < 2) | (cube["recipe"] == "base") | (cube.lr == 1e-3) & (cube.step == 20))
-    assert "2 of 3 seeds" in compare_recipes(group(cube.assign(accuracy=partly)), CASE, "mixsd-0.3", "sft", at=At(50)).decided
-
-
-@pytest.mark.slow  # simulates about two minutes
-def test_intervals_cover_the_truth_in_the_committed_cubes():
-    "Four kinds of places, with the seeds that the cubes have: between 92 and 98% of 400 simulations."
-    groups = group_cubes(CUBES, CASE)
-    for name in ("mixsd-keeps-more-0.3", "sft-forgets", "kl", "other-words", "large"):
-        claim = CLAIMS[name]
-        at, what, corpus = claim.options.get("at", At()), claim.options.get("what", HELD_OUT), claim.case(CASE)
-        sides = Side(*corpus, claim.options["first"]), Side(*corpus, claim.options["second"])
-        seeds = groups[STUDY].compare(*sides, what, at).difference.n
-        assert 0.92 <= simulate_coverage(groups[STUDY], *sides, what, at, seeds)[0] <= 0.98, name
 
 
 @pytest.fixture(scope="module")
@@ -423,34 +268,10 @@ def test_lines_of_the_front_page_hold_the_numbers_of_the_cubes(study, lines):
     assert not any("runs missing" in line for line in lines[1:]), "runs of a main claim are missing"
 
 
-def test_numbers_of_the_page_follow_from_the_cubes(study):
-    "Three numbers, computed from the accuracies with other code: a loss at fixed settings, a mean of opened suites, and a ratio."
-    known, new = CUBES["study-9-known"], CUBES["study-1-frontier"]
-    at = dict(model="lab-m", recipe="sft", lr=1.4e-3, step=100, seed=range(5))
-    mean = lambda cube, role, **at: 100 * cube.accuracy.sel(at | dict(benchmark=cube.benchmark[cube.role == role].values)).mean(["benchmark", "dataset"]).values
-    held, opened = ([mean(cube, role, **at) for cube in (known, new)] for role in ("held-out", "prefilled"))
-    row = study.claims().loc["nref-known"]
-    assert row.estimate.startswith(f"{(held[0] - held[1]).mean():.1f} ") and row.opened.startswith(f"{(opened[0] - opened[1]).mean():.1f} ")
-    base = mean(new, "held-out", **at | dict(recipe="base", lr=0, step=0))
-    assert float(row.headroom) == round(float((base - held[1]).mean()), 1)
-    assert row["times as much lost"].startswith(f"{(base - held[0]).mean() / (base - held[1]).mean():.1f} ")
-
-
 def test_the_guide_has_the_verdict_of_the_committed_cubes(lines):
     "`make verdict` writes it again after the cubes have changed."
     guide = (project_root() / "nbs/guides/findings.md").read_text()
     assert f"\n{write_list(lines)}\n" in guide, "the cubes in papermill_runs/lab have changed: run `make verdict`"
-
-
-def test_the_guide_says_what_a_critical_reading_changed(study):
-    "Ten findings; the numbers of today are those of the claims and tables, and each named claim exists."
-    rows = (project_root() / "nbs/guides/findings.md").read_text().partition("## What a critical reading changed")[2].split("| --- |")[-1].splitlines()[1:]
-    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows if row.startswith("|")]
-    tables = study.claims().drop(columns=["missing", "source"]), study.updates(), study.versus()
-    shown = " ".join(str(value) for table in tables for value in table.values.ravel())
-    numbers = [n.replace("−", "-") for _, _, now, _ in rows for n in re.findall(r"(?<![\w.])−?\d+\.\d", now)]
-    assert len(rows) == 10 and len(numbers) > 10 and not [n for n in numbers if not re.search(rf"(?<![\d.]){re.escape(n)}(?!\d)", shown)]
-    assert {name for *_, where in rows for name in re.findall(r"`([a-z]+(?:-[a-z]+)*)`", where) if name != "missing"} <= {*CLAIMS}
 
 
 def test_the_front_page_has_the_table_of_the_committed_cubes():
@@ -471,39 +292,6 @@ def test_numbers_of_the_front_page_are_those_of_the_cube():
     assert len(rows) == 10 and f"| SFT | 10 | {' | '.join([cells[0], '–', *cells[1:]])} |" in findings_table()
 
 
-def test_a_recipe_without_a_cube_is_left_out(tmp_path):
-    "A block of the table appears with its first cube, a recipe with its first run; one seed has an interval over items."
-    cube = invent_cube(seeds=1)
-    block = Block("invented", "", ("one", "two"), {"recall": "recall", "skills": "held-out", "absent": "style-free"})
-    assert not [*block_rows(block, {"other": cube})]
-    rows = [*block_rows(block, {"one": cube.sel(recipe=["base", "sft"]), "two": cube})]
-    assert [row[""] for row in rows[1:]] == ["base model", "SFT", "MixSD (λ=0.3)"] and not any(row["absent"] for row in rows[1:])
-    assert [row["seeds"] for row in rows] == ["", "1", "1", "1"]
-    [row] = select_cells(cube).query("recipe == 'sft'").to_dict("records")
-    cell = cube.sel(row | dict(benchmark="recall"))
-    low, high = wilson(cell.accuracy.item() * cell.n.item(), cell.n.item())
-    assert rows[2]["recall"] == f"{100 * cell.accuracy.item():.0f} ({100 * low:.0f}–{100 * high:.0f})"
-
-
-def test_an_outer_rate_that_one_of_the_recalls_uses_is_named():
-    "SFT reaches a recall of 100% at the middle of three rates alone, and keeps everything at a recall of 60% at the smallest."
-    cube = invent_cube(seeds=3)
-    middle = cube.sel(lr=[1e-3], recipe=["sft"])
-    learned, base = middle.benchmark == "recall", cube.accuracy.sel(recipe="base", lr=0, step=0, drop=True)
-    gentle = middle.assign_coords(lr=[1e-4]).assign(accuracy=xr.where(learned, 0.6 * (middle.step > 0), base).broadcast_like(middle.accuracy.assign_coords(lr=[1e-4])))
-    useless = middle.assign_coords(lr=[1e-2]).assign(accuracy=middle.accuracy.assign_coords(lr=[1e-2]) * 0)
-    ends = rates_at_ends(group(gentle, middle, useless), recalls=(50, 100))
-    assert ends.loc["sft"].to_dict() == dict(recalls=[50], rates=[1e-4], ends=[1e-4, 1e-2])
-
-
-def test_a_length_of_training_is_a_setting():
-    "Cubes of two lengths are compared together, and a method that is in one of them has half of the settings."
-    short, long = invent_cube(seeds=2), invent_cube(seeds=2).sel(recipe=["base", "sft"])
-    both, one = (settings_table([short, long], CASE, m, lambda c: measure_values(c, "recall")) for m in ("sft", "mixsd-0.5"))
-    assert both.shape[1] == 2 * one.shape[1]
-    assert group(short, long).table(Side(*CASE, "sft"), "recall").equals(both)
-
-
 def test_a_changed_number_is_found(monkeypatch):
     "The comparison with recomputed cells, which are read from the cube here, and one of which is changed."
     import mixsd_nb.lab.study as study
@@ -515,69 +303,11 @@ def test_a_changed_number_is_found(monkeypatch):
     assert (recompute_cells(name, CUBES[name]).difference > 0.009).all()
 
 
-@pytest.mark.slow  # trains three models, about ten minutes
-def test_committed_cells_are_computed_again_with_equal_numbers():
-    name = next(iter(CUBES))
-    table = recompute_cells(name, CUBES[name])
-    assert len(table) == 3 and (table.difference == 0).all() and (table.absent == 0).all(), table
-
-
-def test_a_claim_whose_runs_all_exist_lacks_no_cells():
-    "Where no run is missing and still none reaches the recall that is compared, the claim is undecided."
-    rows = pd.DataFrame([dict(dataset="kgfact-small", model="lab-m", recipe=m, lr=3e-4, grid="study-1-g", missing=lacks) for m, lacks in (("mixsd-0.3", False), ("opsd-n8-t1", False))])
-    judge = lambda rows: judge_claim(CLAIMS["opsd"], {}, CASE, rows)
-    assert judge(rows)["verdict"] == "undecided" and "not all of them reach" in judge(rows)["decided by"]
-    assert judge(rows.assign(missing=[False, True]))["verdict"] == judge(rows[:0])["verdict"] == "not computed yet"
-
-
-def test_missing_runs_are_those_of_the_group_that_gives_the_verdict():
-    "Of a study and another grid with the same methods, each lacks one run; the verdict of one of them does not name the other's."
-    at = dict(dataset="kgfact-small", model="lab-m", lr=3e-4, missing=True)
-    planned = pd.DataFrame([dict(at, recipe=m, grid=g) for g in ("study-1-frontier", "rivals-lab") for m in ("sft", "mixsd-0.3")])
-    page = lambda groups: claims_table(groups, CASE, planned=planned).missing["mixsd-keeps-more-0.3"]
-    assert page({STUDY: group(invent_cube(seeds=3))}) == page({}) == "2 of 2 runs: 2 of study-1-frontier"
-    assert page({"rivals-lab": group(invent_cube(seeds=3))}) == "2 of 2 runs: 2 of rivals-lab"
-
-
-def test_only_a_grid_without_outputs_is_left_out(own_runs, tmp_path, monkeypatch):
-    "A mistake in a grid over outputs is told, and not taken for outputs that are missing."
-    of = tmp_path / "of.yaml"
-    of.write_text("notebook: train\nfixed: {model: lab-s, method: sft}\naxes:\n  seed: [0]\n")
-    over = tmp_path / "over.yaml"
-    over.write_text(f"notebook: fisher\naxes:\n  trained: {{of: {of}, take: [model]}}\n")
-    assert available_cells(str(over)) is None
-    monkeypatch.setattr(grid, "finished_runs", lambda cells: {cell.hash: tmp_path for cell in cells})
-    monkeypatch.setattr(grid, "read_config", lambda folder: dict(method="sft"))
-    with pytest.raises(ParameterError, match="take must have parameters of .*, got model"): available_cells(str(over))
-
-
-def test_the_grids_of_analyses_are_over_runs_with_checkpoints():
-    assert "base" not in {cell.parameters["method"] for cell in expand_grid("_study-trained").cells}
-    assert {source for name in ("study-9-displacement", "study-9-forgetting") for source in read_grid(name)[1].axes["trained"].sources} == {"_study-trained"}
-
-
 def test_the_trainings_of_the_grids_of_analyses_are_those_of_the_study():
     "None is computed for the analyses alone, and the claim about the Fisher information has all of its methods."
     trained = {cell.hash for cell in expand_grid("_study-trained").cells}
     assert trained <= {cell.hash for name in ("study-1-frontier", "study-4-opsd") for cell in available_cells(name)}
     assert {*CLAIMS["fisher"].options["recipes"]} <= {*planned_runs(expand_grid("_study-trained").cells)["recipe"]}
-
-
-def test_a_claim_names_the_methods_without_checkpoints():
-    "Four methods, of which the invented cube has measured two."
-    cube = invent_cube(seeds=2)
-    drop = cube.accuracy.isel(benchmark=0, drop=True).where(cube["recipe"].isin(["sft", "mixsd-0.3"]))
-    measured = cube.assign(displacement_sq=drop, alignment_ratio=1 - drop)
-    decided = claims_table({"invented": group(measured)}, CASE, {"fisher": CLAIMS["fisher"]})["decided by"]["fisher"]
-    assert decided.endswith(", without opsd-n8-t1 and mixsd-0.5, which have no checkpoints with these measures")
-
-
-def test_the_runs_that_a_claim_compares_are_planned():
-    "Every label of a claim is one of the study's planned runs, for which no run has to exist."
-    planned = list_trainings({}, [*study_grids(), *(claim.joined for claim in CLAIMS.values() if claim.joined and claim.joined not in study_grids())])
-    for claim in CLAIMS.values():
-        asked = {(*claim.case(("kgfact-small", "lab-m")), label) for label in claim.labels}
-        assert asked <= {*zip(planned.dataset, planned.model, planned.recipe)}, claim.name
 
 
 def test_what_is_kept_without_learning_decides_nothing(monkeypatch):

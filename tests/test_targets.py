@@ -16,7 +16,7 @@ from mixsd_nb.corpora.prompts import expert_reference_prompt
 from mixsd_nb.methods.fitting import MethodRun
 from mixsd_nb.methods.mixing import accepts, mix, mix_items, mix_oracle
 from mixsd_nb.methods.supervised import arrange, canonical_pairs, fit_canonical, fit_mixed, fit_own_words, shuffle_targets
-from mixsd_nb.methods.token_weights import answer_tokens, answer_weights
+from mixsd_nb.methods.token_weights import answer_tokens
 from mixsd_nb.models import load_engine
 from mixsd_nb.models.engines import HFEngine
 
@@ -85,14 +85,6 @@ def test_the_answer_weighs_as_much_as_in_sft(mixed, tmp_path):
     assert changed > 3 and objective == "methods.supervised:stored_pairs"
 
 
-@given(st.lists(st.booleans(), max_size=30), st.floats(0, 1))
-@settings(max_examples=100, deadline=None)
-def test_weights_keep_their_sum(marks, share):
-    found = answer_weights(np.array(marks, bool), share)
-    assert len(found) == len(marks) and np.isclose(sum(found), len(marks)) and all(w >= 0 for w in found)
-    if any(marks) and not all(marks): assert np.allclose(answer_weights(np.array(marks), np.mean(marks)), 1)
-
-
 @given(st.lists(st.booleans(), max_size=40), st.integers(1, 50), st.integers(0, 2**40))
 @settings(max_examples=100, deadline=None)
 def test_shuffled_picks_keep_their_number(naive, block, key):
@@ -115,18 +107,6 @@ def test_shuffled_targets(mixed, tmp_path, monkeypatch):
     assert any(r["completion_ids"] != accepted[r["id"]]["completion_ids"] for r in found)
     monkeypatch.setattr("mixsd_nb.methods.supervised.arrange", lambda naive, block, key: naive)
     for r in shuffle(engine): assert r["completion_ids"] == accepted[r["id"]]["completion_ids"] and r["attempts"] == 1
-
-
-@pytest.mark.slow
-def test_the_controls_train(own_runs):
-    "They share the targets of MixSD; at λ = 0 all picks are the expert's, and both train on what MixSD trains on."
-    short = dict(model="lab-s", dataset="mquake-lab", suite="recall", n=2, max_new_tokens=4, epochs=1, batch=50, lam=0.0, target_tokens=LONGEST)
-    runs = {name: train.run(method=name.partition("+")[0], gate=name.partition("+")[2], **short) for name in ("mixsd", "mixsd+answer", "mixsd-shuffled")}
-    assert [r.root.recipe.item() for r in runs.values()] == ["mixsd-0", "mixsd-0+answer", "mixsd-shuffled-0-b1000"]
-    assert len({(r.root.targets_kept.item(), r.root.target_nll.item()) for r in runs.values()}) == 1 and runs["mixsd"].root.targets_kept.item() > 25
-    assert len(list(own_runs.glob("**/targets.parquet"))) == 1
-    plain, weighted, shuffled = map(parameters_of, runs.values())
-    assert all(torch.equal(plain[name], shuffled[name]) for name in plain) and any(not torch.equal(plain[name], weighted[name]) for name in plain)
 
 
 def test_an_open_gate_is_sft(averages, tiny, own_runs):

@@ -1,7 +1,6 @@
 """The paper's tasks: small local files, the assembly of programs, and errors about missing data."""
 
 import json
-import re
 import shutil
 
 import pandas as pd
@@ -10,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from helpers import error_sentence, need_sandbox
 
-from mixsd_nb.analysis.divergence import ReferenceConfig, reference_prompts
-from mixsd_nb.benchmarks import GRADINGS, SUITES, Item, suite_groups
+from mixsd_nb.analysis.divergence import ReferenceConfig
+from mixsd_nb.benchmarks import GRADINGS, SUITES, suite_groups
 from mixsd_nb.benchmarks.answers import last_boxed
 from mixsd_nb.benchmarks.sandbox import run_tests
 from mixsd_nb.benchmarks.files import FILE_GRADINGS
@@ -71,15 +70,12 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_both_formats_have_the_same_items(name, folder, tmp_path):
+def test_a_task_is_read_and_its_own_solutions_are_right(name, folder, tmp_path):
+    "From both formats of files."
+    items, suite = load_task(name, str(folder)), TASKS[name]
     (tmp_path / "parquet").mkdir()
     for task, rows in ROWS.items(): pd.DataFrame(rows).to_parquet(tmp_path / f"parquet/{task}.parquet")
-    assert load_task(name, str(tmp_path / "parquet")) == load_task(name, str(folder))
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_a_task_is_read_and_its_own_solutions_are_right(name, folder):
-    items, suite = load_task(name, str(folder)), TASKS[name]
+    assert load_task(name, str(tmp_path / "parquet")) == items
     assert list(items) == [f"{name}-{k}" for k in range(len(ROWS[name]))]
     if GRADINGS[suite.grading].sandboxed: need_sandbox()
     wrong = ["\\boxed{17/3}\n```python\npass\n```"] * len(items)
@@ -120,26 +116,17 @@ def test_a_prompt_has_its_parts_in_their_order(folder):
     assert choice.count("Answer: \\boxed{") == 5 and choice.endswith("D) four\nAnswer:") and last_boxed(choice) == "A"
 
 
-def test_limit_and_environment(folder, monkeypatch):
+def test_the_first_rows_and_the_folder_of_the_environment(folder, monkeypatch):
     monkeypatch.setenv("MIXSD_BENCHMARKS", str(folder))
-    assert len(load_task("mmlu")) == 4 and list(load_task("mmlu", limit=3)) == ["mmlu-0", "mmlu-1", "mmlu-2"]
-    assert load_task("gsm8k") == load_task("gsm8k", str(folder))
+    assert list(load_task("mmlu", limit=3)) == ["mmlu-0", "mmlu-1", "mmlu-2"] and load_task("gsm8k") == load_task("gsm8k", str(folder))
 
 
-@pytest.mark.parametrize("content, sentence", [
-    (None, "gsm8k.parquet or gsm8k.jsonl is missing in the folder of benchmarks"),
-    ("", "gsm8k .test. has no rows"),
-    ('{"question": "?"}\n', "gsm8k .test. lacks answer; its columns are question"),
-    ('{"question": "?", "answer": null}\n', "gsm8k .test. lacks answer"),
-    ('{"question": "?", "answer": 7}\n', "gsm8k has a row that cannot become an item .AttributeError"),
-    ('{"question": "?"\n', "gsm8k.jsonl cannot be read .line 1 is no JSON: .*; correct or replace it"),
-    ('{"question": "?", "answer": "#### 1"}\n\n[1, 2]\n', "line 3 must be a mapping, got .1, 2.*; correct"),
-    ('"text"\n', "line 1 must be a mapping, got \"text\""),
-    ("[" * 50_000, "line 1 is no JSON"),
-])
-def test_a_missing_or_broken_file_is_one_sentence(content, sentence, tmp_path):
-    if content is not None: (tmp_path / "gsm8k.jsonl").write_text(content)
-    assert re.search(sentence, error_sentence(lambda: load_task("gsm8k", str(tmp_path))))
+def test_a_missing_or_broken_file_is_one_sentence(tmp_path):
+    for content, words in [(None, "gsm8k.jsonl is missing"), ("", "no rows"), ('{"question": "?"}\n', "lacks answer"), ('{"question": "?", "answer": null}\n', "lacks answer"),
+                           ('{"question": "?", "answer": 7}\n', "gsm8k"), ('{"question": "?"\n', "line 1"), ('{"question": "?", "answer": "#### 1"}\n\n[1, 2]\n', "line 3"),
+                           ('"text"\n', "line 1"), ("[" * 50_000, "line 1")]:
+        if content is not None: (tmp_path / "gsm8k.jsonl").write_text(content)
+        assert words in error_sentence(lambda: load_task("gsm8k", str(tmp_path))), content
 
 
 @given(text=st.text(min_size=1).filter(str.strip), mark=st.booleans(), end=st.sampled_from(["\n", "\r\n", "\n\n"]),
@@ -187,6 +174,7 @@ RESPONSES = [
     ("nothing", "", False),
     ("only talk", "The function should return the areas.", False),
     ("a wrong function", "```python\ndef areas(xs):\n    return xs\n```", False),
+    ("given helpers that are replaced", "```python\ndef area(r):\n    return 0\n\ndef areas(xs):\n    return [0 for x in xs]\n```", False),
     ("another function", "```python\ndef surfaces(xs):\n    return [area(x) for x in xs]\n```", False),
     ("a block that is not closed", f"```python\n{WHOLE}", False),
     ("broken code", "```python\ndef areas(xs) return xs\n```", False),
@@ -202,45 +190,21 @@ def test_the_programs_of_all_kinds_of_responses():
     assert not wrong
 
 
-def test_the_tests_use_the_given_helpers_and_not_those_of_the_response():
-    need_sandbox()
-    item = Item("", "", tests=START[:START.index("def areas")] + CHECK + "check(areas)", start=START, entry="areas")
-    cheat = "```python\ndef area(r):\n    return 0\n\ndef areas(xs):\n    return [0 for x in xs]\n```"
-    assert [v.correct for v in grade([item] * 2, [cheat, BODY], "tests")] == [False, True]
-
-
-@pytest.mark.parametrize("make", [
-    lambda: EvaluateConfig(suite="gsm8k,mmlu"),
-    lambda: FisherConfig(reference="paper"),
-    lambda: ReferenceConfig(suites="paper"),
-])
-def test_the_content_of_local_files_belongs_to_a_run_and_their_place_does_not(folder, make, tmp_path_factory, monkeypatch):
+def test_the_content_of_local_files_belongs_to_a_run_and_their_place_does_not(folder, tmp_path_factory, monkeypatch):
     "Before, a run on a corrected file had the name of the run on the wrong one, which was opened as finished."
     moved = tmp_path_factory.mktemp("moved")
     shutil.copytree(folder, moved, dirs_exist_ok=True)
 
-    def find_hash(place):
+    def hashes(place):
         monkeypatch.setenv("MIXSD_BENCHMARKS", str(place))
-        return make().hash()
-    before = find_hash(folder)
-    assert find_hash(moved) == before
+        return [EvaluateConfig(suite="gsm8k,mmlu").hash(), FisherConfig(reference="paper").hash(), ReferenceConfig(suites="paper").hash()]
+    before = hashes(folder)
+    assert hashes(moved) == before
     with next(moved.glob("mmlu-dev.*")).open("ab") as file: file.write(b"\n")
-    assert find_hash(moved) != before
+    assert not {*hashes(moved)} & {*before}
 
 
 def test_a_run_without_tasks_has_no_files_in_its_identity(folder, monkeypatch):
     without = EvaluateConfig().identity()
     monkeypatch.setenv("MIXSD_BENCHMARKS", str(folder))
     assert EvaluateConfig().identity() == without and task_files(["aime-2024"], "") == {}
-
-
-def test_reference_prompts_are_spread_over_subjects(tmp_path, monkeypatch):
-    "The rows of a task can be sorted by subject; another seed chooses other rows."
-    for name, rows in ROWS.items():
-        more = [row | dict(subject=subject) for subject in ("a", "b", "c", "d") for row in rows * 10] if name == "mmlu" else rows
-        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in more))
-    monkeypatch.setenv("MIXSD_BENCHMARKS", str(tmp_path))
-    draw = lambda seed: reference_prompts("paper", 8, seed)["mmlu"]
-    counts = [sum(f"about {subject}" in prompt or f" {subject}." in prompt for prompt in draw(0)) for subject in "abcd"]
-    assert len(draw(0)) == 8 and draw(0) == draw(0) != draw(1), draw(0)[0][:200]
-    assert counts == [2, 2, 2, 2], (counts, draw(0)[0][:300])

@@ -1,18 +1,12 @@
 "The trainer across processes: several devices, a process that fails, damaged checkpoints, insufficient memory."
 
-import io
 import json
-import multiprocessing
 import os
 import shutil
 import signal
-import sys
-import time
 import weakref
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pandas as pd
 import psutil
@@ -22,26 +16,19 @@ from architectures import tiny_config, tiny_model
 from helpers import PAIRS, distillation_training, every_state, forked, last_weights, small_model, stored_training, until
 from safetensors.torch import load_file
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from mixsd_nb import train
 from mixsd_nb.corpora import load_corpus
-from mixsd_nb.evaluation import Evaluation
-from mixsd_nb.methods import Recipe, replay
 from mixsd_nb.methods.fitting import MethodRun
 from mixsd_nb.methods.supervised import Supervised
 from mixsd_nb.models import load_base
 from mixsd_nb.models.engines import HFEngine
-from mixsd_nb.models.tiny import random_model
-from mixsd_nb.runs import ProcessFailed, Run, checkpoint_steps, make_config, open_progress_bar, report_progress, write_json
-from mixsd_nb.train import TrainConfig
+from mixsd_nb.runs import ProcessFailed, checkpoint_steps, write_json
 from mixsd_nb.training import trainer
 from mixsd_nb.training.loss import DivergenceError, LossHead, nll, summed_loss
-from mixsd_nb.training.progress import TrainingProgress
-from mixsd_nb.training.saving import load_trained, plain_weights
-from mixsd_nb.training.trainer import FineTuner, TrainingSpec, explain_out_of_memory, fine_tune, main, read_curves, train_process, write_spec
+from mixsd_nb.training.saving import plain_weights
+from mixsd_nb.training.trainer import FineTuner, TrainingSpec, fine_tune, main, read_curves, train_process, write_spec
 
-ROOT = Path(__file__).resolve().parents[1]
 several = pytest.mark.skipif(os.cpu_count() < 2, reason="two processes need two cores")
 
 
@@ -106,7 +93,7 @@ def alone(spec, tmp_path_factory):
 @several
 @pytest.mark.parametrize("sharded", [pytest.param(False, marks=pytest.mark.slow, id="ddp"), pytest.param(True, id="fsdp2")])
 def test_two_processes_killed_half_way_end_where_one_does(sharded, spec, alone, tmp_path):
-    two = replace(spec, processes=2, sharded=sharded)
+    two = replace(spec, processes=2, sharded=sharded, recompute=sharded)
     kill_at(start_ranks(two, tmp_path), tmp_path / "checkpoint-10/complete")
     assert not (tmp_path / "checkpoint-20/complete").exists()
     steps = []
@@ -127,23 +114,6 @@ def test_rollouts_of_a_sharded_student(distillation, tmp_path):
     assert abs(read_curves(tmp_path / "two")["loss"] / read_curves(tmp_path / "one")["loss"] - 1).max() < 1e-4
 
 
-def test_a_mixture_of_experts_resumes_from_float32_weights(spec, tmp_path):
-    "transformers stores the experts one by one and computes with them in one tensor, so their names in the files differ from those in memory."
-    folder = shutil.copytree(spec.model, tmp_path / "model")
-    vocabulary = load_base(spec.model)[0].config.vocab_size
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(Qwen3MoeConfig(
-        vocab_size=vocabulary, hidden_size=16, moe_intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
-        num_experts=4, num_experts_per_tok=2, max_position_embeddings=512, eos_token_id=2)).save_pretrained(folder)
-    mixture = replace(spec, model=str(folder), steps=4, checkpoints=[2], lr=1e-2)
-    fine_tune(mixture, tmp_path / "whole")
-    fine_tune(replace(mixture, steps=2), tmp_path / "stopped")
-    fine_tune(mixture, tmp_path / "stopped")
-    whole, stopped = (last_weights(tmp_path / name) for name in ("whole", "stopped"))
-    assert any("experts.3.down_proj" in name for name in whole) and all(torch.equal(w, stopped[name]) for name, w in whole.items())
-    assert distance(whole, load_file(folder / "model.safetensors")) > 1e-3
-
-
 @several
 def test_no_process_outlives_the_notebook(spec, tmp_path):
     ranks = kill_at(start(replace(spec, steps=100_000, processes=2), tmp_path), tmp_path / "checkpoint-10/complete", whole_tree=False)
@@ -151,22 +121,13 @@ def test_no_process_outlives_the_notebook(spec, tmp_path):
     assert not psutil.wait_procs(ranks, timeout=180)[1]
 
 
+@pytest.mark.slow
 @several
 def test_a_failing_process_shows_its_own_traceback_once(spec, tmp_path):
     with pytest.raises(ProcessFailed) as caught:
         fine_tune(replace(spec, data=dict(pairs=[*PAIRS[:5], ([10**6], [2])]), processes=2), tmp_path)
     said = str(caught.value)
     assert said.count("Traceback") == 1 and said.splitlines()[-1].startswith("IndexError") and "collate" not in said.splitlines()[-1]
-
-
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
-@pytest.mark.parametrize("lora", [0, 2])
-def test_every_product_of_a_linear_layer_is_oneDNNs(lora, spec, tmp_path):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        fine_tune(replace(spec, steps=1, checkpoints=[], lora=lora), tmp_path)
-    calls = {event.key: event.count for event in profile.key_averages()}
-    layers = sum(isinstance(layer, torch.nn.Linear) for layer in load_base(spec.model)[0].modules())
-    assert calls["mkldnn::_linear_pointwise"] >= 2 * layers and not calls.keys() & {"aten::linear", "aten::addmm"}
 
 
 def test_labels_of_prompt_tokens_do_not_exist(spec, tmp_path):
@@ -200,7 +161,7 @@ def test_adapters_are_merged_and_resumed(spec, tmp_path):
     assert log["loss"][-1] < log["loss"][0] and model.config.architectures == ["Qwen3ForCausalLM"]
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "ernie4_5_moe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "ernie4_5_moe"])
 def test_adapters_of_experts_and_routers_are_merged(family):
     "Each parameter of the experts has an adapter of its own; its change is a matrix for each expert."
     peft = pytest.importorskip("peft")
@@ -215,22 +176,24 @@ def test_adapters_of_experts_and_routers_are_merged(family):
         assert torch.allclose(merged(ids).logits, adapted(ids).logits, rtol=1e-3, atol=1e-3) and not torch.allclose(merged(ids).logits, plain, rtol=1e-1, atol=1e-1)
 
 
-def test_a_mixture_of_experts_is_trained_with_adapters_and_resumed(spec, tmp_path, recwarn):
-    pytest.importorskip("peft")
+@pytest.mark.parametrize("lora", [0, 2])
+def test_a_mixture_of_experts_is_resumed(lora, spec, tmp_path, recwarn):
+    "transformers stores the experts one by one and computes with them in one tensor, so their names in the files differ from those in memory."
+    if lora: pytest.importorskip("peft")
     folder = Path(shutil.copytree(spec.model, tmp_path / "model"))
     tiny_model(tiny_config("qwen3_moe", load_base(spec.model)[0].config.vocab_size), scale=1).save_pretrained(folder)
-    thin = replace(spec, model=str(folder), steps=4, checkpoints=[2], lr=1e-2, lora=2)
-    fine_tune(replace(thin, steps=2), tmp_path / "run")
-    fine_tune(thin, tmp_path / "run")
-    fine_tune(thin, tmp_path / "whole")
+    mixture = replace(spec, model=str(folder), steps=4, checkpoints=[2], lr=1e-2, lora=lora)
+    fine_tune(replace(mixture, steps=2), tmp_path / "run")
+    fine_tune(mixture, tmp_path / "run")
+    fine_tune(mixture, tmp_path / "whole")
     begun, found, whole = load_file(folder / "model.safetensors"), last_weights(tmp_path / "run"), last_weights(tmp_path / "whole")
     assert found.keys() == begun.keys() and all(torch.equal(found[name], whole[name]) for name in found)
     changed = {name for name in found if not torch.equal(found[name], begun[name])}
-    assert {"model.layers.1.mlp.experts.3.down_proj.weight", "model.layers.1.mlp.experts.0.up_proj.weight", "model.layers.0.self_attn.q_proj.weight"} <= changed
+    assert {"model.layers.1.mlp.experts.3.down_proj.weight", "model.layers.0.self_attn.q_proj.weight"} <= changed
     assert not [w for w in recwarn if "_pattern" in str(w.message)]
 
 
-@pytest.mark.parametrize("family, options", [("qwen3", dict(attention_dropout=0.3)), ("starcoder2", {}), ("phimoe", {}), ("opt", dict(layerdrop=0.5, dropout=0.5))])
+@pytest.mark.parametrize("family, options", [("qwen3", dict(attention_dropout=0.3)), ("phimoe", {}), ("opt", dict(layerdrop=0.5, dropout=0.5))])
 def test_noise_of_the_base_is_off_in_a_training(family, options, spec, tmp_path):
     "Dropout, layers that are left out at random, and noise of routers would make results depend on the size of a microbatch."
     folder = Path(shutil.copytree(spec.model, tmp_path / "model"))
@@ -244,31 +207,6 @@ def test_noise_of_the_base_is_off_in_a_training(family, options, spec, tmp_path)
     assert all(stored[name] == value for name, value in options.items()), "a checkpoint keeps the values of its base"
 
 
-@several
-@pytest.mark.parametrize("sharded", [pytest.param(False, id="ddp"), pytest.param(True, id="fsdp2")])
-def test_recomputed_layers_in_several_processes(sharded, spec, alone, tmp_path):
-    two = replace(spec, processes=2, sharded=sharded, recompute=True)
-    assert fine_tune_ranks(two, tmp_path) == list(range(1, 21))
-    assert distance(last_weights(tmp_path), alone) <= 1e-6
-
-
-def test_every_process_reads_trained_weights_into_the_hosts_memory(tmp_path, monkeypatch):
-    "Tensors of a file return to the device that wrote them otherwise, which for all processes is the first GPU."
-    places, read, model = [], torch.load, random_model(vocabulary=9)
-    torch.save(model.state_dict(), tmp_path / "trained_weights.pt")
-    monkeypatch.setattr("torch.load", lambda file, **options: places.append(options["map_location"]) or read(file, **options))
-    load_trained(model, tmp_path)
-    assert places == ["cpu"]
-
-
-def test_lack_of_memory_is_one_sentence(spec):
-    for lack in (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")):
-        with pytest.raises(MemoryError, match="micro_tokens=4096; a smaller micro_tokens"), explain_out_of_memory(spec):
-            raise lack
-    with pytest.raises(RuntimeError, match="other"), explain_out_of_memory(spec):
-        raise RuntimeError("other")
-
-
 def test_a_checkpoint_of_another_architecture_is_one_sentence(spec, tmp_path):
     train_process(replace(spec, steps=1, checkpoints=[]), tmp_path)
     with pytest.raises(ValueError, match="another architecture: its hidden_size is 32, the model's is 128"):
@@ -276,31 +214,25 @@ def test_a_checkpoint_of_another_architecture_is_one_sentence(spec, tmp_path):
 
 
 def half_of(file): file.write_bytes(file.read_bytes()[:file.stat().st_size // 2])
-
-
 def noise_in(file): file.write_bytes(os.urandom(file.stat().st_size))
-
-
 def nothing_in(file): file.write_bytes(b"")
 
 
-@pytest.mark.parametrize("damage", [Path.unlink, half_of, noise_in, nothing_in])
-@pytest.mark.parametrize("name", ["optimizer.pt", "trainer_state.json", "model.safetensors", "complete"])
-def test_a_damaged_checkpoint_is_none_to_resume_from(name, damage, short, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("name, damage", [("optimizer.pt", half_of), ("trainer_state.json", noise_in), ("model.safetensors", half_of), ("model.safetensors", Path.unlink),
+                                          ("complete", Path.unlink), ("complete", nothing_in)])
+def test_a_damaged_checkpoint_is_none_to_resume_from(name, damage, short, tmp_path, capsys):
     "The run goes on from the one before, says so, and ends with the same bytes."
     spec, finished = short
-    alarms, steps, run = [], [], tmp_path / "run"
-    monkeypatch.setattr("transformers.trainer.logger.warning", alarms.append)
+    steps, run = [], tmp_path / "run"
     shutil.copytree(finished, run)
     shutil.rmtree(run / "checkpoint-6")
     damage(run / "checkpoint-4" / name)
     fine_tune(spec, run, lambda entry: steps.append(entry["step"]))
-    assert steps == [3, 4, 5, 6] and not alarms, "the tied head is not missing"
+    assert steps == [3, 4, 5, 6] and list(checkpoint_steps(run)) == [2, 4, 6]
     for step in (4, 6):
         assert (run / f"checkpoint-{step}/model.safetensors").read_bytes() == (finished / f"checkpoint-{step}/model.safetensors").read_bytes()
     unmarked = name == "complete" and damage is not nothing_in
     assert unmarked or f"cannot be resumed from {run / 'checkpoint-4'} (" in capsys.readouterr().out
-    assert list(checkpoint_steps(run)) == [2, 4, 6]
 
 
 def test_a_finished_run_needs_no_optimiser_state(short, tmp_path):
@@ -321,12 +253,11 @@ def test_a_checkpoint_that_was_not_asked_for_before_is_added(short, tmp_path):
     assert all(file.stat().st_mtime_ns == then for file, then in before.items())
 
 
-@pytest.mark.parametrize("name, worse", [("loss", lambda loss: loss * torch.nan), ("loss", lambda loss: loss + torch.inf),
-                                         ("grad_norm", lambda loss: loss + (loss * 0).sqrt())])
+@pytest.mark.parametrize("name, worse", [("loss", lambda loss: loss * torch.nan), ("grad_norm", lambda loss: loss + (loss * 0).sqrt())])
 def test_divergence_names_the_step_and_keeps_the_last_checkpoint(name, worse, spec, tmp_path, monkeypatch):
     steps, honest = [], Supervised.loss
     monkeypatch.setattr(Supervised, "loss", staticmethod(lambda *a: (worse if len(steps) == 4 else lambda loss: loss)(honest(*a))))
-    with pytest.raises(DivergenceError, match=rf"^{name} must be finite, got (nan|inf) at step 5; \S+checkpoint-3 is kept, and a smaller lr may help$"):
+    with pytest.raises(DivergenceError, match=rf"^{name} must be finite, got (nan|inf) at step 5; \S+checkpoint-3 is kept"):
         fine_tune(replace(spec, steps=6, checkpoints=[3, 5]), tmp_path, lambda entry: steps.append(entry["step"]))
     assert steps == [1, 2, 3, 4] and list(checkpoint_steps(tmp_path)) == [3]
     assert all(tensor.isfinite().all() for tensor in last_weights(tmp_path).values())
@@ -362,73 +293,9 @@ def test_an_interrupt_is_one_sentence(spec, tmp_path):
     assert caught.value._render_traceback_() == [str(caught.value)]
 
 
-def train_in_a_terminal(spec, run):
-    "Train as a script of a terminal does: in a process group, where an uncaught error goes to the hook of the interpreter."
-    os.setsid()
-    sys.stderr = open(run / "stderr", "w")
-    try: fine_tune(spec, run)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        sys.stderr.flush()
-        os._exit(1)
-
-
-@pytest.mark.slow
-@several
-def test_an_interrupt_of_two_processes_is_one_sentence(spec, tmp_path):
-    "Ctrl-C interrupts all processes of the group; all of them end."
-    two = replace(spec, steps=100_000, processes=2)
-    process = multiprocessing.get_context("fork").Process(target=train_in_a_terminal, args=(two, tmp_path))
-    process.start()
-    until((tmp_path / "checkpoint-10/complete").exists, 600)
-    others = psutil.Process(process.pid).children(recursive=True)
-    os.killpg(process.pid, signal.SIGINT)
-    process.join(180)
-    assert process.exitcode == 1 and (tmp_path / "stderr").read_text() == "training was interrupted; run it again to continue after step 10\n"
-    assert len(others) >= 3 and not psutil.wait_procs(others, timeout=180)[1]
-
-
-def seconds_for_each_update(pause, monkeypatch):
-    monkeypatch.setattr("mixsd_nb.training.progress.open_progress_bar", partial(open_progress_bar, file=io.StringIO(), mininterval=0, disable=False))
-    progress = TrainingProgress("demo", {}, lambda step: time.sleep(pause))
-    for step in (1, 2, 3, 4):
-        time.sleep(0.01)
-        progress(dict(step=step, steps=9, loss=1.0, tokens_per_second=1.0))
-    return 1 / progress.bar.bar.format_dict["rate"]
-
-
-def test_measuring_does_not_count_in_the_time_left(monkeypatch, tmp_path):
-    monkeypatch.setenv("MIXSD_PROGRESS", str(tmp_path / "progress"))
-    assert seconds_for_each_update(0.2, monkeypatch) < 0.1
-    report_progress("demo, end", 0, 9)
-    time.sleep(0.3)
-    report_progress("demo, end", 9, 9, pause=0.29)
-    assert json.loads((tmp_path / "progress").read_text())["rate"] > 9 / 0.1
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_only_on_a_cpu_is_a_checkpoint_measured_beside_the_training(device, spec, tmp_path, monkeypatch):
-    "A plan gives each of the two the whole GPU."
-    measures, config = [], make_config(TrainConfig, model=spec.model, method="sft")
-    monkeypatch.setattr(train, "in_notebook", lambda: True)
-    monkeypatch.setattr(Recipe, "load_fit", lambda self: lambda run: 1 / 0)
-    monkeypatch.setattr("mixsd_nb.training.trainer.training_device", lambda: torch.device(device))
-    monkeypatch.setattr("mixsd_nb.training.progress.TrainingProgress", lambda name, recall, *found: measures.extend(found) or SimpleNamespace(close=int))
-    with pytest.raises(ZeroDivisionError): train.train(Evaluation(config, Run(tmp_path)))
-    assert len(measures) == (device == "cpu")
-
-
-def test_the_axis_of_recall_is_from_0_to_1(monkeypatch):
-    figures, progress = [], TrainingProgress("demo", {0: 0.0})
-    progress.display = SimpleNamespace(update=figures.append)
-    progress.draw()
-    assert figures[0].axes[1].get_ylim() == (0, 1)
-
-
-@pytest.mark.parametrize(("method", "anchor", "processes"), [("sft", "", 1), ("sft", "", 2), ("sft", "replay", 1), ("own-words", "", 1), ("mixsd-shuffled", "", 1)])
+@pytest.mark.parametrize(("method", "anchor", "processes"), [("sft", "", 2), ("sft", "replay", 1), ("own-words", "", 1)])
 def test_no_other_model_is_in_memory_while_one_is_trained(method, anchor, processes, tiny, own_runs, monkeypatch):
     "The parent of the training processes scores the targets on the GPU first, after it has written some of them, and must give its memory back."
-    from mixsd_nb.training import trainer
     engines, freed, load = [], [], HFEngine.open
     monkeypatch.setattr(HFEngine, "open", classmethod(lambda cls, *args, **options: engines.append(weakref.ref(engine := load(*args, **options))) or engine))
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: freed.append([engine() for engine in engines]))
@@ -494,22 +361,3 @@ def test_numbers_that_are_read_together_are_those_of_each_update(spec, tmp_path,
     assert all((one[name] == two[name]).all() for name in one) and last_weights(tmp_path / "each").keys() == last_weights(tmp_path / "together").keys()
     state = [json.loads((tmp_path / name / "checkpoint-10/trainer_state.json").read_text())["log_history"] for name in reports]
     assert state[0] == state[1] and len(state[0]) == 10
-
-
-@pytest.mark.parametrize(("bf16", "dtype"), [(None, "float32"), (False, "float32"), (True, "bfloat16")])
-def test_the_teacher_of_replay_computes_as_the_student(bf16, dtype, spec, monkeypatch):
-    "On a CPU nothing is in bfloat16 unless the spec says so."
-    loaded = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(replay, "load_base", lambda model, dtype: loaded.append(dtype) or load_base(model, dtype))
-    objective = replay.add_replay(Supervised(PAIRS), dict(replays=PAIRS[:1], share=0.5, support=2), replace(spec, bf16=bf16))
-    assert loaded == [dtype] and len(objective.distributions) == 1
-
-
-@pytest.mark.parametrize(("pause", "calls"), [(0, 3), (1e9, 0)])
-def test_freed_memory_is_given_back_during_a_training(pause, calls, spec, tmp_path, monkeypatch):
-    trimmed = []
-    monkeypatch.setattr(trainer, "_TRIM_EVERY", pause)
-    monkeypatch.setattr(trainer, "trim_memory", lambda: trimmed.append(True))
-    train_process(replace(spec, steps=3, checkpoints=[]), tmp_path)
-    assert len(trimmed) == calls

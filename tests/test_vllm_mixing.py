@@ -8,14 +8,15 @@ import torch
 
 pytest.importorskip("vllm.v1.sample.logits_processor", exc_type=Exception, reason="vllm is not here or cannot be imported; `make test-vllm` brings it")
 
-from ties import compare
+from ties import TIE, compare
 
 from mixsd_nb import train
 from mixsd_nb.lab import speed
 from mixsd_nb.corpora import CORPORA, load_corpus
 from mixsd_nb.methods.mixing import attempt_request, mix, mix_items
-from mixsd_nb.models import engine_vllm, load_engine, load_tokenizer, open_engine
+from mixsd_nb.models import engine_vllm, load_base, load_engine, load_tokenizer, open_engine
 from mixsd_nb.models.engines import HFEngine
+from mixsd_nb.models.lab import lab_folder
 from mixsd_nb.models.tiny import random_model
 
 SETTINGS = [(0, 0), (0.1, 0), (0.3, 0), (0.5, 0), (0.7, 0), (1, 0), (0, 0.7), (0.3, 0.7), (0.7, 0.7)]  # λ and temperature
@@ -115,6 +116,28 @@ def test_a_tokenizer_without_two_spare_tokens_is_mixed_by_segments(lab, items, e
     monkeypatch.setattr(engine_vllm, "_sentinel_ids", lambda *_: [])
     engine = open_engine("vllm", "lab-m", mixes=True, **PLENTY)
     assert not engine.paired and not compare(lab[0], items, expected[0.5, 0], mix(engine, items, 0.5, **SHORT))[2]
+
+
+def test_weights_swapped_in_place_are_those_of_a_fresh_engine(lab, items, expected, tmp_path):
+    "One engine measures all checkpoints of a run; a head that is tied to the embeddings is swapped too."
+    few, sources = [item["naive_ids"] for item in items], [str(lab_folder("lab-m")), str(tmp_path / "1"), str(tmp_path / "2")]
+    pairs = [(ids, record["completion_ids"][:8]) for ids, record in zip(few, expected[0.5, 0])]
+    for seed in (1, 2):
+        model, tokenizer = load_base("lab-m")
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for p in model.parameters(): p.mul_(1 + 0.05 * torch.randn(p.shape, generator=generator))
+        model.save_pretrained(tmp_path / str(seed)), tokenizer.save_pretrained(tmp_path / str(seed))
+    write = lambda engine: [c.ids for c in engine.generate(few, max_new_tokens=16)]
+    scores = {source: np.concatenate(load_engine("hf", source).score(pairs)) for source in sources}
+    engine, written = load_engine("vllm", sources[0], batch_size=8), {}
+    for source in (*sources[1:], *sources):
+        assert engine.load_weights(source)
+        found = np.concatenate(engine.score(pairs))
+        distances = {other: abs(found - those).max() for other, those in scores.items()}
+        assert distances.pop(source) < TIE < 100 * TIE < min(distances.values())
+        assert written.setdefault(source, tokens := write(engine)) == tokens, "the same weights write the same again"
+    assert write(load_engine("vllm", sources[2], batch_size=8)) == written[sources[2]]
 
 
 def test_a_cell_of_the_table_is_the_same(own_runs, monkeypatch):

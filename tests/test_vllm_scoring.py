@@ -1,12 +1,10 @@
 "vLLM scores long texts in parts, so that it never holds the logits of a whole text (runs without vLLM)."
 
-import inspect
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from mixsd_nb.generate import GenerateConfig
 from mixsd_nb.models import engine_vllm, load_tokenizer
 from mixsd_nb.models.engine_vllm import PART, VLLMEngine
 
@@ -68,11 +66,6 @@ def test_no_more_texts_are_scored_at_once_than_the_cache_keeps(engine):
 
 def test_a_text_that_does_not_fit_is_refused_in_one_sentence(engine):
     with pytest.raises(ValueError, match="^pair 1 has 10240 tokens; vLLM scores at most 10239$"): engine.score([([1], [2]), ([5] * 240, [6] * 10_000)])
-
-
-def test_only_generate_prepares_an_engine_for_pairs():
-    "Training asks it for targets; an engine that writes and scores needs no preparation."
-    assert inspect.signature(VLLMEngine.open).parameters["mixes"].default is False and "mixes=True" in inspect.getsource(GenerateConfig.compute)
 
 
 def test_a_tokenizer_needs_two_special_tokens_that_end_no_sequence():

@@ -11,12 +11,10 @@ from mixsd_nb import generate, inject, train
 from mixsd_nb.benchmarks import Selection as ItemSelection, load_items
 from mixsd_nb.corpora import check_corpus, load_corpus
 from mixsd_nb.corpora.files import EXAMPLE
-from mixsd_nb.methods import complete, wordings
 from mixsd_nb.methods.fitting import MethodRun, trained_facts, trained_pairs
 from mixsd_nb.methods.replay import earlier_pairs, prepare_replay
 from mixsd_nb.methods.supervised import Supervised
-from mixsd_nb.methods.wording_ids import group_wordings
-from mixsd_nb.methods.wordings import Turns, find_wordings, keeps_question, question_key, reported_questions, write_wordings
+from mixsd_nb.methods.wordings import Turns, find_wordings, question_key, reported_questions, write_wordings
 from mixsd_nb.models import load_engine, load_tokenizer
 from mixsd_nb.models.engine import Completion
 from mixsd_nb.reports.finished import drop_cell
@@ -122,46 +120,6 @@ def test_a_wording_by_the_model_passes_all_tests_and_is_written_once(facts, lab_
     assert [row["prompt"] for row in one if row["id"] == f"{rows[3]['id']}~1"] == [found[rows[3]["id"]][0]]
 
 
-def test_a_model_that_cannot_ask_gets_no_second_round(facts, lab_s):
-    engine = Scripted(lab_s[1], lambda prompt, tag: "No idea.")
-    assert not any(write_wordings(engine, check_corpus(facts, {}), dict.fromkeys(load_corpus(check_corpus(facts, {}), "train")["id"], 3), None).values())
-    assert len(engine.requests) == 4 * len(FACTS)
-
-
-@pytest.mark.parametrize("least, numbers", [(0.6, range(4)), (0, range(16))])
-def test_a_round_that_serves_few_of_the_facts_is_the_last(facts, lab_s, monkeypatch, least, numbers):
-    "Of four facts one gets its two wordings in the first round, and the others never get any."
-    monkeypatch.setattr(wordings, "LEAST", least)
-    name, answer = FACTS[0]["subject"], FACTS[0]["answer"]
-    def write(prompt, tag):
-        if "Background" in prompt: return f"That is {answer}."
-        return f"Tell me of {name}: what number {tag[1]}?" if name in prompt.rpartition("user")[2] else "No idea."
-    engine, dataset = Scripted(lab_s[1], write), check_corpus(facts, {})
-    found = write_wordings(engine, dataset, dict.fromkeys(load_corpus(dataset, "train")["id"], 2), None)
-    assert sorted(map(len, found.values())) == [0] * (len(FACTS) - 1) + [2]
-    assert {request.tag[1] for request in engine.requests} == {*numbers}
-
-
-def test_all_facts_decide_when_drafts_end(facts, lab_s, monkeypatch):
-    "The first round serves one fact of four, too few to go on; of the half with that fact it serves enough, and a second round would serve another one."
-    monkeypatch.setattr(wordings, "LEAST", 0.3)
-    useful = {FACTS[0]["subject"]: 0, FACTS[2]["subject"]: 5}
-    def write(prompt, tag):
-        name = next(fact["subject"] for fact in FACTS if fact["subject"] in prompt.rpartition("user")[2])
-        if "Background" in prompt: return f"That is {next(fact['answer'] for fact in FACTS if fact['subject'] == name)}."
-        return f"Tell me of {name}: what?" if useful.get(name) == tag[1] else "No idea."
-    dataset = check_corpus(facts, {})
-    rows = list(load_corpus(dataset, "train"))
-    whole, *parts = (find_wordings(Scripted(lab_s[1], write), dataset, part, 1, None) for part in (rows, rows[::2], rows[1::2]))
-    assert [row["id"] for row in whole] == [f"{rows[0]['id']}~1"] and sorted(sum(parts, []), key=lambda row: row["id"]) == whole
-
-
-@pytest.mark.parametrize("mark", "?？؟")
-def test_a_question_ends_in_the_mark_of_its_script(mark):
-    assert keeps_question(f"Lira Moss 住在哪里{mark}", "Where does Lira Moss live?", "Port Vey")
-    assert not keeps_question("Lira Moss 住在哪里。", "Where does Lira Moss live?", "Port Vey")
-
-
 @pytest.mark.parametrize("kept, batch", [(10, 20), (15, 20), (100, 20), (4, 2)])
 def test_every_target_of_a_fact_has_its_turn_with_few_facts_too(kept, batch):
     turns = Turns(Supervised([]), [[2 * k, 2 * k + 1] for k in range(kept)], batch)
@@ -169,19 +127,7 @@ def test_every_target_of_a_fact_has_its_turn_with_few_facts_too(kept, batch):
     assert all({turns.turn(fact, step) for step in passes} == {2 * fact, 2 * fact + 1} for fact in range(kept))
 
 
-@pytest.mark.parametrize("preset", ["lab", "real", "paper"])
-def test_the_ablation_with_all_parts_is_the_recipe(preset):
-    whole = make_config(train.TrainConfig, preset=preset, **complete.list_ablations(preset=preset)["all parts"])
-    assert whole == make_config(train.TrainConfig, preset=preset, method=complete.NAME)
-
-
-def test_ids_like_those_of_wordings_are_an_error(lab_s):
-    with pytest.raises(ValueError, match="ids of facts must not end in ~ and a number with wordings=1, got a~2"):
-        find_wordings(None, "kgfact-small", [dict(id="a~2", prompt="Who?")], 1, None)
-    assert group_wordings(["a", "a~2"], ["a", "a~2"]) == {"a": [0], "a~2": [1]}
-
-
-@pytest.mark.parametrize("options", [dict(method="sft"), dict(method="sft", gate="answer"), dict(method="mixsd", lam=0.5)])
+@pytest.mark.parametrize("options", [dict(method="sft", gate="answer"), dict(method="mixsd", lam=0.5)])
 def test_training_takes_turns_over_the_wordings_in_as_many_updates(options, facts, tiny, own_runs):
     more = dict(fallback="canonical", max_attempts=1) if options["method"] == "mixsd" else {}
     shared = dict(dataset=facts, model=tiny, suite="recall,recall-reworded", epochs=2, batch=2, max_new_tokens=4, target_tokens=8, stop="last")
