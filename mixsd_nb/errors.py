@@ -15,7 +15,7 @@ import pandas as pd
 import xarray as xr
 from pydantic import Field, field_validator
 
-from .analysis.responses import (classify_responses, count_errors, digest_responses, find_responses,
+from .analysis.taxonomy import (classify_responses, count_errors, digest_responses, find_responses,
                                          read_responses)
 from .analysis.taxonomy import (ALL_CATEGORIES, CATEGORIES, PUBLISHED, RECALL_BENCHMARKS, Limits,
                                         asks_for_program, classify, has_reasoning, reference_share)

@@ -26,7 +26,7 @@ from .benchmarks.evaluation import (RECORD_KEYS, EvalSettings, check_prompts, ev
 from .models import check_model, check_model_of_engine, check_process
 from .models.identity import BY_CONTENT, ModelName, model_label
 from .models.lab import warn_about_lab_values
-from .results.plain_text import plain_text
+from .results.plots import plain_text
 from .runs.schema import benchmark_coords, reported_values, reported_versions, variable
 from .runs import (DamagedFile, Run, Stage, find_runs, make_config, read_run_record, run_function, runs_root,
                            flagged_field, runtime_field, try_lock, write_atomically)

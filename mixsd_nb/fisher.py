@@ -16,7 +16,7 @@ import pandas as pd
 import xarray as xr
 from pydantic import Field
 
-from .analysis.training_run import TrainingAnalysis, find_checkpoints, keeps_weights, open_training_run
+from .analysis import TrainingAnalysis, find_checkpoints, keeps_weights, open_training_run
 from .analysis.curvature import PARTS, SUMS, add_alignment_ratio, displacement, open_tensors, tensor_sums, total_sums
 from .analysis.scores import pearson
 from .benchmarks import SUITES, suite_groups
@@ -131,7 +131,7 @@ def base_fisher(
     folder: Path,  # of the run
 ) -> xr.DataTree:
     "Estimate the Fisher of the base model. Groups: the root, `reference` for the examples, `per_layer` and `per_kind`."
-    from mixsd_nb.analysis.estimation import FISHER, estimate_fisher, reference_pairs
+    from mixsd_nb.analysis.curvature import FISHER, estimate_fisher, reference_pairs
     pairs = reference_pairs(config.model, config.reference, config.seed, limit=config.limit, data=benchmarks_folder())
     estimate_fisher([pair for group in pairs.values() for pair in group], folder, **config.keywords_of(estimate_fisher))
     fisher = {name: read() for name, read in open_tensors(folder / FISHER).items()}
@@ -148,7 +148,7 @@ def base_fisher(
 # %% ../nbs/fisher.ipynb #526f9ddc
 def fisher_file(config: FisherConfig) -> Path:
     "Return the file with the Fisher of the base model, which is estimated first if the file does not exist."
-    from mixsd_nb.analysis.estimation import FISHER
+    from mixsd_nb.analysis.curvature import FISHER
     return config.model_copy(update=dict(trained="")).run().folder / FISHER
 
 # %% ../nbs/fisher.ipynb #f1535a63

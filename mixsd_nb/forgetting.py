@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from .analysis.training_run import TrainingAnalysis, find_checkpoints, keeps_weights, open_training_run
+from .analysis import TrainingAnalysis, find_checkpoints, keeps_weights, open_training_run
 from .analysis.divergence import ReferenceConfig, TextSettings, nll_increase, response_nll
 from .analysis.scores import rank_correlation
 from .corpora import CORPUS_OPTIONS, CorpusName, CorpusOptions, CorpusSettings

@@ -16,7 +16,7 @@ import pandas as pd
 import xarray as xr
 from pydantic import Field, computed_field, field_validator
 
-from .analysis.training_run import digest_files
+from .analysis import digest_files
 from .analysis.likelihood import (SOURCES, THRESHOLDS, Target, canonical_targets, high_nll_types, mixed_targets,
                                           overlap_recall, ragged_tokens, score_pairs, split_by_source, split_by_target,
                                           summarise_nll)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from mixsd_nb import evaluate, inject, train
 from mixsd_nb.analysis import scores
-from mixsd_nb.analysis.training_run import digest_training, find_checkpoints, open_training_run
+from mixsd_nb.analysis import digest_training, find_checkpoints, open_training_run
 from mixsd_nb.benchmarks import SUITES, Sampling, Suite, evaluation
 from mixsd_nb.evaluation import Selection, checkpoints
 from mixsd_nb.evaluation.selection import LEAST

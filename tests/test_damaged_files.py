@@ -22,15 +22,15 @@ from helpers import error_sentence
 from mixsd_nb import errors
 from mixsd_nb.analysis.curvature import tensor_sums
 from mixsd_nb.analysis.divergence import ReferenceConfig
-from mixsd_nb.analysis.estimation import FISHER, estimate_fisher, load_sums, save_sums
-from mixsd_nb.analysis.responses import find_responses, read_responses
-from mixsd_nb.analysis.training_run import find_checkpoints, open_training_run
+from mixsd_nb.analysis.curvature import FISHER, estimate_fisher, load_sums, save_sums
+from mixsd_nb.analysis.taxonomy import find_responses, read_responses
+from mixsd_nb.analysis import find_checkpoints, open_training_run
 from mixsd_nb.benchmarks.tasks import load_task
 from mixsd_nb.cluster.jobs import list_attempts, read_end
 from mixsd_nb.corpora import mquake, simpleqa
 from mixsd_nb.lab.pretraining.record import RECORD_FILE, read_record
 from mixsd_nb.methods.targets import read_targets, write_targets
-from mixsd_nb.results.read_results import read_roots
+from mixsd_nb.results.cube import read_roots
 from mixsd_nb.runs import (RESPONSE_COLUMNS, DamagedFile, Journal, Run, Stage, checkpoint_steps, find_runs, open_result,
                            project_root, read_config, run_lock, write_atomically, write_json)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import mixsd_nb
 from mixsd_nb import errors
 from mixsd_nb.analysis import taxonomy
-from mixsd_nb.analysis.responses import classify_responses, count_errors
+from mixsd_nb.analysis.taxonomy import classify_responses, count_errors
 from mixsd_nb.benchmarks import SUITES
 from mixsd_nb.benchmarks.answers import extract_python, find_boxes, last_boxed, remove_boxes
 from mixsd_nb.corpora import load_corpus

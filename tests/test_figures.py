@@ -18,9 +18,9 @@ from mixsd_nb.benchmarks import SUITES
 from mixsd_nb.corpora import check_corpus
 from mixsd_nb.methods import check_label, ordered_labels
 from mixsd_nb.lab.versus_plots import frontier_axes_figure
-from mixsd_nb.results.comparison import selection_figure
+from mixsd_nb.results.plots import selection_figure
 from mixsd_nb.results.cube import cube_of, missing_runs, unasked_benchmarks
-from mixsd_nb.results.demo import BENCHMARKS as INVENTED, invent_cube, invent_result
+from mixsd_nb.results.layout import BENCHMARKS as INVENTED, invent_cube, invent_result
 from mixsd_nb.results.gallery import collapse_source, load_sources, run_figures, select_part, shared_figures, source_sheet
 from mixsd_nb.results.layout import result_tree
 from mixsd_nb.results.paper import paper_cube

@@ -11,7 +11,7 @@ from helpers import small_model
 from safetensors.torch import load_file, save_file
 
 from mixsd_nb import fisher
-from mixsd_nb.analysis import estimation
+from mixsd_nb.analysis import curvature
 from mixsd_nb.analysis.curvature import tensor_sums
 from mixsd_nb.analysis.divergence import reference_prompts
 from mixsd_nb.benchmarks import suite_groups
@@ -134,7 +134,7 @@ def test_bad_input_is_one_sentence_before_a_model_is_loaded(model, tmp_path, mon
     recall = dict(accuracy={0: {"recall": (0, 10)}}, benchmarks={"recall": dict(column="", role="in-domain")})
     (tmp_path / "train-base").mkdir()
     write_result(result_tree(dataset="kgfact-small", model=model, recipe="base", config="{}", **recall), tmp_path / "train-base")
-    monkeypatch.setattr(estimation, "load_base", never)
+    monkeypatch.setattr(curvature, "load_base", never)
     for parameters, words in [
         (dict(trained="train-nowhere"), "trained must be the folder of a finished training run, got train-nowhere"),
         (dict(trained="train-base", model=model), "trained must be a training run with checkpoints, got train-base, which has none"),
@@ -160,10 +160,10 @@ def test_the_papers_tasks_from_files(tmp_path, model, monkeypatch):
             "mmlu": [dict(options, subject=f"s{k % 57}", question=f"Which {k}?") for k in range(570)], "mmlu-dev": [dict(options, subject="s1")]}
     for name, task in rows.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in task))
-    items = estimation.reference_items("paper", data=str(tmp_path))
+    items = curvature.reference_items("paper", data=str(tmp_path))
     assert {name: len(group) for name, group in items.items()} == {"aime-2024": 30, "math-500": 250, "gsm8k": 250, "humaneval": 164, "mmlu": 285}
-    assert [i.prompt for i in items["math-500"]] == [i.prompt for i in estimation.reference_items("paper", data=str(tmp_path))["math-500"]]
-    assert items["math-500"] != estimation.reference_items("paper", seed=1, data=str(tmp_path))["math-500"]
+    assert [i.prompt for i in items["math-500"]] == [i.prompt for i in curvature.reference_items("paper", data=str(tmp_path))["math-500"]]
+    assert items["math-500"] != curvature.reference_items("paper", seed=1, data=str(tmp_path))["math-500"]
     monkeypatch.setenv("MIXSD_BENCHMARKS", str(tmp_path))
     tree = fisher.run(model=model, reference="paper", limit=3).result
     assert tree["reference"].examples.values.tolist() == [3] * 5 and tree.examples.item() == 15
@@ -201,7 +201,7 @@ def test_sums_over_weights_use_the_gpu_that_the_job_holds(monkeypatch):
 def test_references_and_prompts_of_the_benchmarks_for_real_models(real, model, monkeypatch):
     "Worked answers of all eight for the Fisher, and free questions alone for the base model's own text."
     monkeypatch.setenv("MIXSD_BENCHMARKS", str(real / "benchmarks"))
-    items = estimation.reference_items("real", limit=2)
+    items = curvature.reference_items("real", limit=2)
     assert {name: len(group) for name, group in items.items()} == dict.fromkeys(suite_groups()["real"], 2)
     assert all(item.response for group in items.values() for item in group)
     assert {name: len(prompts) for name, prompts in reference_prompts("real", 2).items()} == {"trivia-qa": 2, "known-facts": 2}

@@ -22,10 +22,10 @@ from mixsd_nb.cluster.jobs import kernel_options
 from mixsd_nb.lab.recovery import recovery_figure
 from mixsd_nb.reports.finished import draw_result
 from mixsd_nb.results.cube import cube_of
-from mixsd_nb.results.demo import BENCHMARKS, invent_result
+from mixsd_nb.results.layout import BENCHMARKS, invent_result
 from mixsd_nb.results.gallery import collapse_source, run_figures, shared_figures, source_sheet
 from mixsd_nb.results.overview import draw_sources, overview_figure
-from mixsd_nb.results.plain_text import draw_legend, plain_text
+from mixsd_nb.results.plots import draw_legend, plain_text
 from mixsd_nb.results.tables import draw_sheet, make_sheet, style_sheet, to_latex
 
 matplotlib.use("Agg")
@@ -163,8 +163,8 @@ import numpy as np, pandas as pd, xarray as xr
 from mixsd_nb import errors, evaluate, fisher, forgetting, nll
 from mixsd_nb.lab import priming, real, recovery, tuning, versus_plots
 from mixsd_nb.reports import finished
-from mixsd_nb.results import comparison, overview, tables, tradeoff
-from mixsd_nb.results.demo import invent_cube, invent_result
+from mixsd_nb.results import overview, plots, tables, tradeoff
+from mixsd_nb.results.layout import invent_cube, invent_result
 from mixsd_nb.results.gallery import collapse_source, source_sheet
 from mixsd_nb.results.paper import paper_cube
 from mixsd_nb.results.summary import collapse_runs
@@ -198,8 +198,8 @@ CALLS = {
     "recovery.style_figure": "recovery.style_figure(recovery.style_table(known, known, 1e-3, 100))", "tuning.tuning_figure": "tuning.tuning_figure(tuned)",
     "versus_plots.frontier_axes_figure": "versus_plots.frontier_axes_figure([cube], case, kept=('held-out',))",
     "versus_plots.recipe_panels_figure": "versus_plots.recipe_panels_figure([cube], case, kept='world')",
-    "finished.draw_result": "run.plot()", "comparison.selection_figure": "comparison.selection_figure(paper)",
-    "comparison.displacement_figure": "comparison.displacement_figure(paper_cube())", "comparison.high_nll_figure": "comparison.high_nll_figure(paper)",
+    "finished.draw_result": "run.plot()", "plots.selection_figure": "plots.selection_figure(paper)",
+    "plots.displacement_figure": "plots.displacement_figure(paper_cube())", "plots.high_nll_figure": "plots.high_nll_figure(paper)",
     "overview.draw_sources": "overview.draw_sources(['a', 'b'], [True, False], 'x')",
     "overview.overview_figure": "overview.overview_figure({'p': 'What?'}, {'h': (['a'], [True])})",
     "tables.draw_sheet": "tables.draw_sheet(source_sheet('kgfact-small', dict(runs=collapse_source(invent_cube()))))",

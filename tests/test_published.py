@@ -13,8 +13,8 @@ import pytest
 from mixsd_nb.cluster.grid import list_grids
 from mixsd_nb.lab.grids import planned_grid
 from mixsd_nb.methods import check_label, label_coordinates, recipe_label
-from mixsd_nb.results.read_results import committed_folder, list_missing, read_cube, read_cubes
-from mixsd_nb.results.demo import invent_cube
+from mixsd_nb.results.cube import committed_folder, list_missing, read_cube, read_cubes
+from mixsd_nb.results.layout import invent_cube
 from mixsd_nb.results.paper import paper_cube
 from mixsd_nb.results.summary import collapse_runs, select_cells
 from mixsd_nb.results.summary import average_drop, score_by

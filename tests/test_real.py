@@ -24,7 +24,7 @@ from mixsd_nb.lab import real as study
 from mixsd_nb.lab import smollm2
 from mixsd_nb.lab.smollm2 import convert, extract_gguf, prepare_model
 from mixsd_nb.methods import label_title
-from mixsd_nb.results.read_results import graders_of, read_cube
+from mixsd_nb.results.cube import graders_of, read_cube
 from mixsd_nb.results.plots import recipe_colour, recipe_marker
 from mixsd_nb.runs import ParameterError, find_stage, make_config
 from mixsd_nb.sweep import Sweep
@@ -252,7 +252,7 @@ def test_all_of_make_real_on_a_random_model(invented, tmp_path, monkeypatch, cap
 
 
 def test_every_way_of_asking_has_a_row_of_panels(invented):
-    from mixsd_nb.results.demo import invent_cube
+    from mixsd_nb.results.layout import invent_cube
     cube = invent_cube().isel(seed=[0])
     with pytest.raises(ValueError, match="benchmark that is not of the injected facts"): study.real_figure({"a": cube.sel(benchmark=["recall"])})
     roles = cube.assign_coords(role=cube.role.copy(data=[{"arithmetic": "style-free", "choice": "prefilled"}.get(b, r) for b, r in
@@ -265,7 +265,7 @@ def test_every_way_of_asking_has_a_row_of_panels(invented):
 
 def test_of_two_recipes_with_equal_marks_one_is_hollow():
     "In the panels and in the legend, the later one in the order of tables."
-    from mixsd_nb.results.demo import invent_cube
+    from mixsd_nb.results.layout import invent_cube
     cube, twins = invent_cube().isel(seed=[0], lr=[0, 1]), ["sft+ewc-0.1", "sft+ewc-1"]
     labels = [*cube["recipe"].values[:-2], *twins]
     figure = study.real_figure({"a": cube.assign_coords({"recipe": ("recipe", labels, cube["recipe"].attrs)})}, "recall")
@@ -276,7 +276,7 @@ def test_of_two_recipes_with_equal_marks_one_is_hollow():
 
 
 def test_several_seeds_are_averaged_and_their_interval_is_over_seeds():
-    from mixsd_nb.results.demo import invent_cube
+    from mixsd_nb.results.layout import invent_cube
     cube = invent_cube(seeds=3)
     row = study.claims_table(cube).iloc[0]
     runs = cube.sel(lr=float(row.rate)).isel(dataset=0, model=0).accuracy.sel(benchmark="recall")
@@ -292,7 +292,7 @@ def test_several_seeds_are_averaged_and_their_interval_is_over_seeds():
 
 def test_a_mean_over_seeds_takes_each_at_its_own_last_checkpoint():
     "One of two seeds has no checkpoint after 40 updates; a mean of the steps would leave it out, and count it."
-    from mixsd_nb.results.demo import invent_cube
+    from mixsd_nb.results.layout import invent_cube
     cube = invent_cube(seeds=2, rates=[1e-3], recipes=["sft"])
     first, *_, last = cube.step.values[1:]
     short = cube.where((cube.seed == 0) | (cube.step <= first) | (cube.lr == 0))
@@ -303,7 +303,7 @@ def test_a_mean_over_seeds_takes_each_at_its_own_last_checkpoint():
 
 
 def test_differences_have_their_sign_and_interval():
-    from mixsd_nb.results.demo import invent_cube
+    from mixsd_nb.results.layout import invent_cube
     cube = invent_cube().isel(seed=[0])
     row = study.claims_table(cube).iloc[0]
     runs = cube.sel(lr=float(row.rate)).isel(dataset=0, model=0, seed=0).accuracy.sel(benchmark="recall")

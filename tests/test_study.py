@@ -19,9 +19,9 @@ from mixsd_nb.lab.grids import available_cells, join_cubes, merge_grid, planned_
 from mixsd_nb.lab.paired import estimate_mean
 from mixsd_nb.lab.study import find_cubes, group_cubes, list_trainings, main, recompute_cells, run, write_list
 from mixsd_nb.lab.versus import HELD_OUT, At, CubeGroup, Side, measure_values, rates_at_ends, settings_table, simulate_coverage
-from mixsd_nb.results.read_results import committed_folder, list_missing, read_cube, read_cubes, write_cube
+from mixsd_nb.results.cube import committed_folder, list_missing, read_cube, read_cubes, write_cube
 from mixsd_nb.results.cube import cube_of
-from mixsd_nb.results.demo import invent_cube, invent_result
+from mixsd_nb.results.layout import invent_cube, invent_result
 from mixsd_nb.results.summary import select_cells
 from mixsd_nb.runs import ParameterError, load_object, project_root, write_result
 from mixsd_nb.runs.schema import DIMS, RUN_DIMS, variable

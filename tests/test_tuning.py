@@ -12,7 +12,7 @@ from mixsd_nb.benchmarks import SUITES
 from mixsd_nb.lab.real import LEAKS, leak_share, merge_folders
 from mixsd_nb.lab.tuning import rank_by_leaks, rank_recipes, tuning_figure, tuning_table
 from mixsd_nb.methods import ALIASES, complete, parse_label
-from mixsd_nb.results.read_results import read_cube
+from mixsd_nb.results.cube import read_cube
 from mixsd_nb.runs import project_root
 
 scores = st.lists(st.tuples(st.floats(0, 100), st.floats(0.1, 9)), min_size=1, max_size=8)

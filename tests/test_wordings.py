@@ -11,7 +11,7 @@ from mixsd_nb import generate, inject, train
 from mixsd_nb.benchmarks import Selection as ItemSelection, load_items
 from mixsd_nb.corpora import check_corpus, load_corpus
 from mixsd_nb.corpora.files import EXAMPLE
-from mixsd_nb.methods import complete, wordings
+from mixsd_nb.methods import wordings
 from mixsd_nb.methods.fitting import MethodRun, trained_facts, trained_pairs
 from mixsd_nb.methods.replay import earlier_pairs, prepare_replay
 from mixsd_nb.methods.supervised import Supervised
@@ -167,12 +167,6 @@ def test_every_target_of_a_fact_has_its_turn_with_few_facts_too(kept, batch):
     turns = Turns(Supervised([]), [[2 * k, 2 * k + 1] for k in range(kept)], batch)
     passes = range(0, 4 * kept // min(kept, batch), max(1, kept // batch))
     assert all({turns.turn(fact, step) for step in passes} == {2 * fact, 2 * fact + 1} for fact in range(kept))
-
-
-@pytest.mark.parametrize("preset", ["lab", "real", "paper"])
-def test_the_ablation_with_all_parts_is_the_recipe(preset):
-    whole = make_config(train.TrainConfig, preset=preset, **complete.list_ablations(preset=preset)["all parts"])
-    assert whole == make_config(train.TrainConfig, preset=preset, method=complete.NAME)
 
 
 def test_ids_like_those_of_wordings_are_an_error(lab_s):

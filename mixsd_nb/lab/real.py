@@ -37,13 +37,13 @@ from ..evaluation.selection import OWN_TEXT
 from .paired import estimate_mean
 from .smollm2 import NAME, data_folder, prepare_model
 from ..methods import BASE, label_title
-from ..results.read_results import join_graders, read_cubes, write_cube
+from ..results.cube import join_graders, read_cubes, write_cube
 from ..results.cube import cube_of
 from ..results.layout import variable
-from ..results.outcomes import compare_pairs
+from ..results.layout import compare_pairs
 from ..results.paper import paper_cube
 from ..results.plots import draw_recipe_legend, figure_style, hollow_labels, mark_made_up, model_name, recipe_colour, recipe_marker, save_figure
-from ..results.read_results import read_root
+from ..results.cube import read_root
 from ..results.summary import collapse_runs
 from ..results.summary import consistent_column, last_steps, percent_column
 from ..results.tradeoff import combine_intervals

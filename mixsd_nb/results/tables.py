@@ -31,10 +31,10 @@ from pandas.io.formats.style import Styler
 from ..benchmarks import SUITES
 from ..corpora import CORPORA
 from ..methods import BASE, label_title, ordered_labels
-from .comparison import read_correlations
+from .plots import read_correlations
 from .paper import (SEPARATE_MODELS, corpus_heading, held_out_columns, in_domain_columns, is_listed,
                                     main_corpus)
-from .plain_text import plain_text
+from .plots import plain_text
 from .plots import format_range, model_names, recipe_colour, save_figure
 from .summary import coalesce, group_columns, recipe_order
 from ..runs import write_atomically
