@@ -178,13 +178,6 @@ def test_an_engine_continues_the_opening_and_a_resumed_run_too(tmp_path):
         assert len(journal.records) == len(items)
 
 
-def test_every_role_has_a_colour():
-    import matplotlib.pyplot as plt
-    table = pd.DataFrame(dict(accuracy=0.5, low=0.4, high=0.6, n=9, samples=1, published=0.5), index=["recall", "choice", *TWINS, "validation", "arc-easy"])
-    evaluate.draw_scores(table)
-    plt.close("all")
-
-
 def test_worked_responses_are_right_everywhere(data):
     "From prompt to verdict: the reference response to every item of every benchmark scores 1."
     sandbox()

@@ -1,7 +1,6 @@
-"The stage fisher on a small random model: several processes, training runs in folders, bad input."
+"The stage fisher on a small random model: training runs in folders, bad input."
 
 import json
-import os
 
 import numpy as np
 import pytest
@@ -22,7 +21,6 @@ from mixsd_nb.results.layout import result_tree
 from mixsd_nb.runs import MARK, checkpoint_folder, write_json, write_result
 
 pytestmark = pytest.mark.usefixtures("own_runs")
-several = pytest.mark.skipif(os.cpu_count() < 2, reason="two processes need two cores")
 HELD_OUT = [name for name, suite in SUITES.items() if suite.role == "held-out"]
 
 
@@ -52,19 +50,6 @@ def trained(root, model, recipe="sft", lr=1e-3, lost=0, steps=(5, 9)):
     write_json(folder / "run.json", dict(stage="train", config=dict(dataset="kgfact-small", model=model, method=recipe.partition("-")[0])))
     write_result(result_tree(dataset="kgfact-small", model=model, recipe=recipe, lr=lr, accuracy=accuracy, benchmarks=benchmarks, config="{}"), folder)
     return folder
-
-
-@pytest.mark.slow
-@several
-def test_two_processes_equal_one(model, tmp_path, monkeypatch):
-    one = load_file(estimated(model=model, limit=5))
-    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "two"))
-    file = estimated(model=model, limit=5, processes=2)
-    two = load_file(file)
-    assert one.keys() == two.keys() == dict(load_base(model)[0].named_parameters()).keys()
-    for name in one:
-        assert (one[name] - two[name]).norm() <= 1e-5 * one[name].norm() > 0, name
-    assert not list(file.parent.glob("sums-*")) and (file.parent / "job.json").exists(), "two processes made it"
 
 
 def test_every_checkpoint_of_a_run(model, tmp_path):
@@ -104,7 +89,6 @@ def test_all_runs_stand_beside_each_other(model, tmp_path):
     assert len(table) == 8 and fisher.correlations(table).loc["all", "runs"] == 4
     rows = fisher.last_step_table(table)
     assert rows.loc[("kgfact-small", "sft", 1e-2), "Drop (points)"] == 27
-    assert fisher.forgetting_figure(table).axes
 
 
 def test_measured_checkpoints_are_kept(model, tmp_path, monkeypatch):
@@ -140,7 +124,6 @@ def test_bad_input_is_one_sentence_before_a_model_is_loaded(model, tmp_path, mon
         (dict(trained="train-base", model=model), "trained must be a training run with checkpoints, got train-base, which has none"),
         (dict(trained=runs["whole"].name), f"model must be {model}, the base model of {runs['whole'].name}, got lab-m"),
         (dict(trained=runs["broken"].name, model=model), f"trained must have all its checkpoints, got {runs['broken'].name} without step 5"),
-        (dict(processes=10**6), "processes must be between 1 and"),
         (dict(reference="mine"), "reference must be one of lab, real, paper, got mine"),
         (dict(model="lab-x"), "model must be "),
         (dict(refrence="lab"), "unknown parameter refrence; did you mean reference?"),

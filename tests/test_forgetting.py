@@ -78,8 +78,7 @@ def test_forgetting_is_the_increase_of_the_reference_loss(tmp_path, lab_s):
         *printed, last = ForgettingConfig(model="lab-s", prompts=3, facts=4, **chosen).present()
         assert "30.00" in printed[0] and last.startswith("result: ") and (Path(last.removeprefix("result: ")) / "result.nc").exists()
     assert table.step.tolist() == [10, 20, 30] and table["drop"].tolist() == pytest.approx([10, 20, 30]) and (table.n_ref == 3).all()
-    assert forgetting.rank_correlations(table)["F and Drop, all checkpoints (N=3)"] == 1
-    assert forgetting.last_step_table(table)["Drop (points)"].tolist() == pytest.approx([30]) and len(forgetting.forgetting_figure(table).axes) == 3
+    assert forgetting.last_step_table(table)["Drop (points)"].tolist() == pytest.approx([30])
 
 
 def test_forgetting_joins_the_training_cube(tmp_path, lab_s):

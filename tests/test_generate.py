@@ -22,7 +22,7 @@ def model(strong): return strong
 
 def written(**parameters):
     "The bytes of targets and result."
-    file = generate.targets_file(**parameters)
+    file = generate.run(**parameters).folder / "targets.parquet"
     return file.read_bytes(), (file.parent / "result.nc").read_bytes()
 
 
@@ -69,13 +69,13 @@ def test_no_kill_changes_the_number_of_unconfirmed_targets(model, monkeypatch):
 def test_given_up_targets_are_replaced_where_that_is_asked_for(model):
     tokenizer = load_base("lab-m")[1]
     answers = [tokenizer.decode(r["completion_ids"], skip_special_tokens=True) for r in
-               pq.read_table(generate.targets_file(model=model, fallback="canonical", **SMALL)).to_pylist()]
+               generate.run(model=model, fallback="canonical", **SMALL).targets.to_dict("records")]
     assert answers == [row["target"] for row in load_corpus("kgfact-small", "train") for _ in range(2)]
 
 
 def test_only_what_was_given_up_is_replaced():
     some = dict(lam=0.7, max_attempts=1, max_new_tokens=64, dataset_options=dict(domains=3))
-    plain, mended = (pq.read_table(generate.targets_file(fallback=how, **some)).to_pylist() for how in ("none", "canonical"))
+    plain, mended = (pq.read_table(generate.run(fallback=how, **some).folder / "targets.parquet").to_pylist() for how in ("none", "canonical"))
     tokenizer, rows = load_base("lab-m")[1], load_corpus("kgfact-small", "train", domains=3)
     assert {r["accepted"] for r in plain} == {True, False}
     for row, a, b in zip(rows, plain, mended, strict=True):
@@ -84,7 +84,7 @@ def test_only_what_was_given_up_is_replaced():
 
 def test_force_mixes_anew(model):
     part = dict(model=model, dataset_options=dict(domains=2), **SMALL)
-    file = generate.targets_file(**part)
+    file = generate.run(**part).folder / "targets.parquet"
     expected, journal = file.read_bytes(), file.parent / "finished.jsonl"
     journal.write_text("")
     assert written(force=True, **part)[0] == expected and len(journal.read_bytes().splitlines()) == 20

@@ -47,7 +47,7 @@ QUICK = {
     "every target": Case("generate", dict(model="strong", lam=0.5, fallback="own-words", dataset_options=dict(domains=2), max_new_tokens=8, max_attempts=3),
                          ("*/finished.jsonl", "*/own-words.jsonl"), 300, content=("*/targets.parquet",), slower=dict(batch_size=1)),
     "evaluate": Case("evaluate", dict(model="strong", **QUIZ), 3 * ("*/responses.jsonl",), 500, content=("*/responses.parquet",), slower=dict(batch_size=4)),
-    "fisher": Case("fisher", dict(model="strong", limit=15), ("fisher-*/sums-0-of-1.safetensors",), work="models.gradients:SquaredGradients.add",
+    "fisher": Case("fisher", dict(model="strong", limit=15), ("fisher-*/sums.safetensors",), work="models.gradients:SquaredGradients.add",
                    content=(f"*/{curvature.FISHER}",)),
     "opsd": Case("train", dict(method="opsd", model="tiny", rollouts=1, rollout_tokens=4, **SHORT), ("train-*/checkpoint-3/complete",), work=UPDATE,
                  content=("train-*/checkpoint-10/model.safetensors", "train-*/responses-*.parquet")),

@@ -159,7 +159,6 @@ def test_source_and_overlap_of_known_targets(tmp_path, lab):
     assert root.overlap.sel(threshold=8, over="mean") == pytest.approx(np.mean([a / b for a, b in shares]))
     assert root.overlap_types.sel(threshold=8) == sum(b for _, b in shares)
     assert root.overlap_n.sel(threshold=8) == len(shares) == 3, "all targets, not those of the first items"
-    assert likelihood.count_missing_types(tokens, canonical).sum() == sum(b - a for a, b in shares)
     assert [f["targets"] for f in nll.find_mixed_targets("kgfact-small", ["lab-m"])] == [str(tmp_path / "generate-by-hand" / "targets.parquet")]
     assert nll.find_mixed_targets("kgfunc-lab", ["lab-m"]) == nll.find_mixed_targets("kgfact-small", ["lab-s"]) == []
 
@@ -232,12 +231,11 @@ def test_mixed_targets_are_the_stored_ids_of_accepted_rows():
     cube = nll.merge_results(nll.collect_results(nll.NllConfig(model="lab-s")))
     assert cube["recipe"].values.tolist() == ["mixsd-0", "sft"] and nll.nll_table(cube).shape[0] == 2
     assert [name in nll.NllConfig(model="lab-s").present()[0] for name in ("mixsd-0", "sft")] == [True, True]
-    assert len(nll.cdf_figure(nll.collect_results(nll.NllConfig(model="lab-s"))).axes) == len(nll.source_figure(cube).axes) == 1
+    assert len(nll.cdf_figure(nll.collect_results(nll.NllConfig(model="lab-s"))).axes) == 1
     tokens = result["per_token"].to_dataset()
     words = tokens.nll.values[tokens.token_source.values != NEITHER]
-    shares, overlap = nll.source_table(cube).loc[("lab-s", "mixsd-0")], nll.overlap_table(cube)
-    assert shares["share of tokens (%)"].tolist() == [100, 0] and shares[("mean NLL", "expert")] == pytest.approx(words.mean())
-    assert overlap.loc[("lab-s", "mixsd-0"), (8.0, "mean")] == pytest.approx(100 * root.overlap.sel(threshold=8, over="mean").item())
+    source = cube.sel(recipe="mixsd-0").squeeze(drop=True)
+    assert source.source_tokens.sel(source="naive") == 0 and source.source_nll.sel(source="expert") == pytest.approx(words.mean())
     file.rename(file.with_name("elsewhere.parquet"))
     assert nll.run(model="lab-s", targets=str(file.with_name("elsewhere.parquet"))).result.identical(result)
 

@@ -16,17 +16,16 @@ from hypothesis import strategies as st
 from matplotlib.text import Text
 from papermill import execute_notebook
 
-from mixsd_nb import evaluate, inject
-from mixsd_nb.benchmarks import SUITES
+from mixsd_nb import inject
 from mixsd_nb.cluster.jobs import kernel_options
 from mixsd_nb.lab.recovery import recovery_figure
 from mixsd_nb.reports.finished import draw_result
 from mixsd_nb.results.cube import cube_of
 from mixsd_nb.results.layout import BENCHMARKS, invent_result
-from mixsd_nb.results.gallery import collapse_source, run_figures, shared_figures, source_sheet
+from mixsd_nb.results.gallery import collapse_source, run_figures, shared_figures
 from mixsd_nb.results.overview import draw_sources, overview_figure
 from mixsd_nb.results.plots import draw_legend, plain_text
-from mixsd_nb.results.tables import draw_sheet, make_sheet, style_sheet, to_latex
+from mixsd_nb.results.tables import make_sheet, style_sheet, to_latex
 
 matplotlib.use("Agg")
 ROOT = Path(__file__).parents[1]
@@ -103,14 +102,12 @@ def test_figures_and_tables_of_a_cube(name):
         shown += len(texts)
         assert not [text.get_text() for text in texts if text.get_parse_math()]
     assert shown
-    draw(draw_sheet(source_sheet("kgfact-small", dict(runs=source))), name)
 
 
 @any_name
 def test_a_table_in_latex_and_in_html(name):
     "What LaTeX or HTML reserves is escaped, in cells, heads and captions."
     sheet = make_sheet("tab:x", f"Caption {name}", {(name, "SFT"): [name]}, [(name, "b")], notes=[f"N of {name}"])
-    draw(draw_sheet(sheet), name)
     source = re.sub(r"\\text(backslash|ascii\w+)|\\space", "", to_latex(sheet))
     caption = re.search(r"\\caption\{(.*)\}\n", source)[1]
     for text in (caption, *[line for line in source.splitlines() if "SFT" in line]):
@@ -118,16 +115,6 @@ def test_a_table_in_latex_and_in_html(name):
         assert not set("$%#^_~") & set(plain), text
     shown = style_sheet(make_sheet("tab:x", "<b>", {("<i>", "SFT"): ["<u>"]}, [("<s>", "b")])).to_html()
     assert not re.search("<(b|i|u|s)>", shown) and html.escape("<u>") in shown
-
-
-def test_scores_of_a_file_whose_name_is_no_formula(own_runs):
-    path = own_runs / "a $x_{$ b.jsonl"
-    path.write_text('{"prompt": "Say Ivo", "answer": "Ivo", "grading": "contains"}\n')
-    run = evaluate.run(model="lab-s", suite=f"recall,{path}", n=1, max_new_tokens=4)
-    table = evaluate.scores(run.responses())
-    own, = [name for name in table.index if name != "recall"]
-    assert SUITES[own].role == "own"
-    draw(evaluate.draw_scores(table, own), own)
 
 
 def test_the_report_of_facts_whose_file_has_two_dollars(own_runs):
@@ -190,9 +177,7 @@ known = xr.Dataset(dict(accuracy=(list(shape), np.full([len(v) for v in shape.va
 """
 CALLS = {
     "errors.breakdown_figure": "errors.breakdown_figure(errors.run(model='lab-s').root)",
-    "evaluate.draw_scores": "evaluate.draw_scores(evaluate.scores(pd.DataFrame([row])))",
-    "fisher.forgetting_figure": "fisher.forgetting_figure(points)", "forgetting.forgetting_figure": "forgetting.forgetting_figure(points)",
-    "nll.cdf_figure": "nll.cdf_figure([nll.run(model='lab-s', first=2).result])", "nll.source_figure": "nll.source_figure(invented)",
+    "nll.cdf_figure": "nll.cdf_figure([nll.run(model='lab-s', first=2).result])",
     "priming.priming_figure": "priming.priming_figure({'x': names})", "real.real_figure": "real.real_figure({'x': one}, 'recall')",
     "recovery.recovery_figure": "recovery.recovery_figure(steps, ['world'])",
     "recovery.style_figure": "recovery.style_figure(recovery.style_table(known, known, 1e-3, 100))", "tuning.tuning_figure": "tuning.tuning_figure(tuned)",
@@ -202,7 +187,6 @@ CALLS = {
     "plots.displacement_figure": "plots.displacement_figure(paper_cube())", "plots.high_nll_figure": "plots.high_nll_figure(paper)",
     "overview.draw_sources": "overview.draw_sources(['a', 'b'], [True, False], 'x')",
     "overview.overview_figure": "overview.overview_figure({'p': 'What?'}, {'h': (['a'], [True])})",
-    "tables.draw_sheet": "tables.draw_sheet(source_sheet('kgfact-small', dict(runs=collapse_source(invent_cube()))))",
     "tradeoff.tradeoff_figure": "tradeoff.tradeoff_figure(cube)", "tradeoff.frontier_figure": "tradeoff.frontier_figure(cube)",
 }
 

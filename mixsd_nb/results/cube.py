@@ -4,11 +4,10 @@
 
 # %% auto #0
 __all__ = ['RESERVED', 'NOT_SETTINGS', 'BASE_SETTINGS', 'read_root', 'rename_root', 'read_roots', 'read_training_roots',
-           'committed_folder', 'write_cube', 'read_cube', 'read_cubes', 'join_graders', 'graders_of', 'is_filled',
-           'list_missing', 'list_dimensions', 'join_labels', 'common_attrs', 'order_roots', 'fill_variable',
-           'merge_roots', 'run_settings', 'comparable_settings', 'Claim', 'list_claims', 'find_conflicts',
-           'check_settings', 'RunGroup', 'group_runs', 'check_names', 'add_bases', 'cube_of', 'open_cube',
-           'agreeing_runs', 'unasked_benchmarks', 'missing_runs']
+           'committed_folder', 'write_cube', 'read_cube', 'read_cubes', 'is_filled', 'list_dimensions', 'join_labels',
+           'common_attrs', 'order_roots', 'fill_variable', 'merge_roots', 'run_settings', 'comparable_settings',
+           'Claim', 'list_claims', 'find_conflicts', 'check_settings', 'RunGroup', 'group_runs', 'check_names',
+           'add_bases', 'cube_of', 'open_cube', 'agreeing_runs', 'missing_runs']
 
 # %% ../../nbs/results/cube.ipynb #630848d1
 import functools
@@ -29,9 +28,8 @@ from ..corpora.stored import read_records
 from ..methods import BASE, METHODS, Recipe, all_parts, check_label, label_coordinates, parse_label
 from .layout import mask_outcomes, unmask_outcomes
 from ..runs import (DamagedFile, ParameterError, Run, check_schema, explain_damage, nearest, netcdf_lock,
-                           project_root, read_run_record, runs_root, write_atomically)
-from ..runs.schema import (BENCHMARK_COORDS, CELL_DIMS, DIMS, RECIPE_COORDS, RUN_DIMS, TARGET_VARIABLES,
-                                  recipe_coords)
+                           project_root, runs_root, write_atomically)
+from ..runs.schema import BENCHMARK_COORDS, DIMS, RECIPE_COORDS, RUN_DIMS, TARGET_VARIABLES, recipe_coords
 
 # %% ../../nbs/results/cube.ipynb #3c5ca7ee
 def read_root(
@@ -126,20 +124,6 @@ def read_cubes(
     "Return the cubes of a folder, by grid, in the order of their names; empty without the folder."
     return {path.stem: read_cube(path) for path in sorted(Path(folder or committed_folder()).glob("[!.]*.nc"))}
 
-# %% ../../nbs/results/cube.ipynb #c3f02a02
-_UNSAID = {"contains": [2], "choice": [2]}
-
-
-def join_graders(folders: Iterable[Path]) -> dict[str, list[int]]:
-    "Return the versions of each grading by which the runs in folders were graded."
-    records = [read_run_record(folder).get("graders", {}) for folder in folders]
-    return {rule: sorted({record[rule] for record in records if rule in record}) for rule in sorted({rule for record in records for rule in record})}
-
-
-def graders_of(cube: xr.Dataset) -> dict[str, list[int]]:
-    "Return the versions of each grading by which a cube was graded."
-    return json.loads(cube.attrs["graders"]) if "graders" in cube.attrs else _UNSAID
-
 # %% ../../nbs/results/cube.ipynb #ec331e0e
 def is_filled(
     cube: xr.Dataset,
@@ -148,16 +132,6 @@ def is_filled(
     "Return whether a cube has an accuracy of a run."
     if any(at[dim] not in cube.indexes[dim] for dim in RUN_DIMS): return False
     return bool(cube.accuracy.sel(at).notnull().any())
-
-
-def list_missing(
-    cubes: Iterable[xr.Dataset],
-    planned: pd.DataFrame,  # a row for each cell, with columns RUN_DIMS
-) -> pd.DataFrame:
-    "Return the planned cells that no cube has."
-    cubes = list(cubes)
-    filled = [any(is_filled(cube, {dim: row[dim] for dim in RUN_DIMS}) for cube in cubes) for _, row in planned.iterrows()]
-    return planned[[not known for known in filled]].reset_index(drop=True)
 
 # %% ../../nbs/results/cube.ipynb #baae658a
 def list_dimensions(roots: Iterable[xr.Dataset]) -> list[str]:
@@ -538,20 +512,6 @@ def agreeing_runs(
     cells = {}
     for name, root in counting.items(): cells.setdefault(tuple(root[dim].item() for dim in RUN_DIMS), name)
     return [Run(folder / name) for name in sorted(cells.values())]
-
-# %% ../../nbs/results/cube.ipynb #1f5b01fb
-def unasked_benchmarks(cube: xr.Dataset) -> pd.DataFrame:
-    """Return the checkpoints that were not evaluated on all benchmarks of their corpus and model: CELL_DIMS and `benchmarks`.
-
-    Their accuracies are NaN. With `measure=selection` only the selected checkpoint of a run is evaluated on all."""
-    answered = cube.accuracy.notnull().transpose(*CELL_DIMS, "benchmark")
-    trained = answered.sel(step=answered.step > 0)
-    evaluated = trained.any([dim for dim in CELL_DIMS if dim not in ("dataset", "model")])
-    missing = (evaluated & ~trained & trained.any("benchmark")).stack(cell=CELL_DIMS)
-    table = missing.transpose("cell", "benchmark")
-    rows = [dict(zip(CELL_DIMS, cell)) | dict(benchmarks=", ".join(cube.benchmark.values[row]))
-            for cell, row in zip(table.cell.values, table.values) if row.any()]
-    return pd.DataFrame(rows, columns=[*CELL_DIMS, "benchmarks"])
 
 # %% ../../nbs/results/cube.ipynb #d348ba9f
 def missing_runs(
