@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['run', 'OPEN_ROLES', 'COLOURS', 'ErrorsConfig', 'breakdown', 'name_rates', 'draw_breakdown', 'breakdown_figure',
-           'held_out_suites', 'shares_table', 'summarise_held_out', 'read_classified', 'false_alarms', 'pick_examples',
-           'classify']
+           'held_out_suites', 'shares_table', 'classify']
 
 # %% ../nbs/errors.ipynb #b6bc4371
 from functools import cached_property
@@ -15,19 +14,18 @@ import pandas as pd
 import xarray as xr
 from pydantic import Field, field_validator
 
-from .analysis.responses import (classify_responses, count_errors, digest_responses, find_responses,
+from .analysis.taxonomy import (classify_responses, count_errors, digest_responses, find_responses,
                                          read_responses)
-from .analysis.taxonomy import (ALL_CATEGORIES, CATEGORIES, PUBLISHED, RECALL_BENCHMARKS, Limits,
-                                        asks_for_program, classify, has_reasoning, reference_share)
+from .analysis.taxonomy import ALL_CATEGORIES, PUBLISHED, RECALL_BENCHMARKS, Limits, classify, reference_share
 from .benchmarks import SUITES
 from .corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions, CorpusSettings
-from .methods import BASE, label_title, ordered_labels, parse_label
+from .methods import label_title, ordered_labels, parse_label
 from .models.identity import MODEL_OPTIONS, ModelName, ModelOptions, model_label
 from .results.cube import agreeing_runs
 from .results.plots import mark_made_up
 from .runs.schema import variable
-from .runs import (Run, Stage, check_runs_folder, module_of, run_function, runs_root, consumed_field,
-                           runtime_field, read_table, write_atomically)
+from .runs import (Stage, check_runs_folder, module_of, run_function, runs_root, consumed_field,
+                           runtime_field, write_atomically)
 
 _all_ = ["classify"]
 
@@ -222,54 +220,3 @@ def shares_table(
         parts[f"{lr:g}"] = pd.concat(columns, axis=1)
     table = pd.concat(parts, names=["lr"])
     return table[table.index.isin(benchmarks or table.index.levels[1], level="benchmark")]
-
-# %% ../nbs/errors.ipynb #71518e19
-def summarise_held_out(
-    result: xr.Dataset,  # root of a result
-) -> pd.DataFrame:
-    """Return by learning rate and recipe, over all held-out suites together, the share of each category among errors
-    (%).
-
-    One further column has leakage and collapse as a share of all responses (%)."""
-    table = shares_table(result, held_out_suites())
-    counts = table["of all responses (%)"].mul(table["N", "responses"], axis=0).div(100).join(table["N"])
-    counts = counts.groupby(["lr", "recipe"], sort=False).sum()
-    shares = {f"{name} (% of errors)": 100 * counts[name] / counts.errors for name in CATEGORIES}
-    shares["leakage or collapse (% of responses)"] = 100 * (counts.leakage + counts.collapse) / counts.responses
-    return pd.DataFrame(shares).join(counts[["errors", "responses"]])
-
-# %% ../nbs/errors.ipynb #f04045cd
-def read_classified(
-    run: Run,  # of this stage
-) -> pd.DataFrame:
-    "Return the responses that a run classified, as `classify_responses` returns them."
-    return read_table(run.folder / "errors.parquet", ["benchmark", "recipe", "category", "left"])
-
-# %% ../nbs/errors.ipynb #f04045ce
-def false_alarms(
-    table: pd.DataFrame,  # as returned by `read_classified`
-    limits: tuple[int, ...] = (120, 100, 80, 60, 40),  # characters
-) -> pd.DataFrame:
-    """Return the share (%) of correct responses of the base model with no more reasoning than a limit, by benchmark.
-
-    Benchmarks that ask for a program or for no form are left out, because the limit does not apply to them."""
-    names = [b for b in SUITES if SUITES[b].role in OPEN_ROLES and not asks_for_program(b) and has_reasoning(b, "")]
-    right = table[table.correct & (table.recipe == BASE) & table.benchmark.isin(names)]
-    shares = {f"at most {limit} characters": right.left.le(limit).groupby(right.benchmark).mean() for limit in limits}
-    return (100 * pd.DataFrame(shares)).assign(N=right.groupby("benchmark").size())
-
-# %% ../nbs/errors.ipynb #eef531b0
-def pick_examples(
-    table: pd.DataFrame,  # as returned by `read_classified`
-    lr: float,
-    per: int = 1,  # examples of each recipe and category
-    width: int = 220,  # maximum characters of a prompt and of a response
-) -> pd.DataFrame:
-    "Return wrong responses of the base model and of all recipes at a rate at the last step, each of another benchmark."
-    last = _last_rows(table[table.lr.isin([0, lr])])
-    wrong = last[last.category != "correct"].sort_values(["seed", "item", "sample"])
-    wrong = wrong.drop_duplicates(["recipe", "category", "benchmark"]).groupby(["recipe", "category"]).head(per)
-    short = lambda text: text if len(text) <= width else text[:width // 2] + " … " + text[-width // 2:]
-    wrong = wrong.assign(prompt=wrong.prompt.map(short), response=wrong.response.map(short))
-    wrong = wrong.sort_values(["recipe", "category"], ignore_index=True)
-    return wrong[["recipe", "category", "benchmark", "prompt", "response"]]

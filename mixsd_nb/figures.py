@@ -112,8 +112,8 @@ def run(
     suffix = name_suffix(model_label(str(v)) for k, v in selection.items() if v != getattr(default, k))
     figures |= shared_figures(sources, config.dataset)
     files = save_pictures(figures, sheets, suffix)
-    for path in files[:len(files) - 3 * len(sheets)]: print(f"figure: {path.relative_to(project_root())}")
-    if sheets: print(f"{len(sheets)} tables as png, pdf and tex: {files[-1].parent.relative_to(project_root())}/")
+    for path in files[:len(files) - 2 * len(sheets)]: print(f"figure: {path.relative_to(project_root())}")
+    if sheets: print(f"{len(sheets)} tables as html and tex: {files[-1].parent.relative_to(project_root())}/")
     return sources
 
 # %% ../nbs/figures.ipynb #5728d3d4

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['run', 'MEASURES', 'AXES', 'diagonal_fisher', 'FisherConfig', 'tabulate_base', 'tabulate_checkpoints', 'base_fisher',
            'fisher_file', 'run_displacement', 'measure_all_runs', 'layer_ratio', 'checkpoint_points', 'correlations',
-           'forgetting_figure', 'last_step_table', 'part_table', 'displacement']
+           'last_step_table', 'displacement']
 
 # %% ../nbs/fisher.ipynb #ae7d9293
 from pathlib import Path
@@ -16,22 +16,21 @@ import pandas as pd
 import xarray as xr
 from pydantic import Field
 
-from .analysis.training_run import TrainingAnalysis, find_checkpoints, keeps_weights, open_training_run
-from .analysis.curvature import PARTS, SUMS, add_alignment_ratio, displacement, open_tensors, tensor_sums, total_sums
+from .analysis import TrainingAnalysis, find_checkpoints, keeps_weights, open_training_run
+from .analysis.curvature import (FISHER, PARTS, SUMS, add_alignment_ratio, displacement, estimate_fisher, open_tensors,
+                                         reference_pairs, tensor_sums, total_sums)
 from .analysis.scores import pearson
 from .benchmarks import SUITES, suite_groups
 from .benchmarks.tasks import SOURCES, benchmarks_folder, task_files
-from .methods import label_title, parse_label
+from .methods import parse_label
 from .models import load_part
 from .models.identity import ModelName, model_label
 from .results.cube import agreeing_runs
-from .results.plots import mark_made_up, recipe_colour
 from .runs.schema import CELL_DIMS, RUN_DIMS, variable
 from .results.summary import held_out_average
 from .runs import Journal, Seed, module_of, open_progress_bar, run_function, runtime_field
 
 _all_ = ["displacement"]
-
 
 # %% ../nbs/fisher.ipynb #b70d6950
 def diagonal_fisher(
@@ -55,7 +54,6 @@ class FisherConfig(TrainingAnalysis):
     limit: int = Field(0, ge=0, description="examples of each benchmark; 0 for all, 979 in total of the lab or the paper")
     seed: Seed = Field(0, description="seed of the choice of examples")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the base model: float32 or bfloat16")
-    processes: int = runtime_field(1, "processes that share the examples, each with its own GPU or core", ge=1)
     recompute: bool = runtime_field(False, "recompute activations in the backward pass, which saves memory")
 
     def identity(self):
@@ -72,10 +70,7 @@ class FisherConfig(TrainingAnalysis):
         return [*super().modules(), *sorted(map(module_of, items))]
 
     def check(self):
-        "Raise ValueError for too many processes, a base model other than that of the run, or a missing checkpoint."
-        if self.processes > 1:
-            from mixsd_nb.training.trainer import check_devices
-            check_devices(self.processes, self.processes, sharded=False)
+        "Raise ValueError for a base model other than that of the run, or a missing checkpoint."
         if not self.trained: return
         run = open_training_run(self.trained)
         base = run.root["model"].item()
@@ -131,7 +126,6 @@ def base_fisher(
     folder: Path,  # of the run
 ) -> xr.DataTree:
     "Estimate the Fisher of the base model. Groups: the root, `reference` for the examples, `per_layer` and `per_kind`."
-    from mixsd_nb.analysis.estimation import FISHER, estimate_fisher, reference_pairs
     pairs = reference_pairs(config.model, config.reference, config.seed, limit=config.limit, data=benchmarks_folder())
     estimate_fisher([pair for group in pairs.values() for pair in group], folder, **config.keywords_of(estimate_fisher))
     fisher = {name: read() for name, read in open_tensors(folder / FISHER).items()}
@@ -148,7 +142,6 @@ def base_fisher(
 # %% ../nbs/fisher.ipynb #526f9ddc
 def fisher_file(config: FisherConfig) -> Path:
     "Return the file with the Fisher of the base model, which is estimated first if the file does not exist."
-    from mixsd_nb.analysis.estimation import FISHER
     return config.model_copy(update=dict(trained="")).run().folder / FISHER
 
 # %% ../nbs/fisher.ipynb #f1535a63
@@ -242,28 +235,6 @@ def _format_r(r: float, low: float, high: float) -> str:
     if np.isnan(r): return "undefined"
     return f"{r:+.2f}" + ("" if np.isnan(low) else f" ({low:+.2f} to {high:+.2f})")
 
-# %% ../nbs/fisher.ipynb #1691a185
-@mark_made_up
-def forgetting_figure(
-    table: pd.DataFrame,  # as returned by `checkpoint_points`
-):
-    "Drop against each of AXES, with a dot for each checkpoint; colours are recipes, markers datasets, sizes steps."
-    import matplotlib.pyplot as plt
-    table = table.dropna(subset="drop")
-    fig, axes = plt.subplots(1, len(AXES), figsize=(12, 3.8), sharey=True, layout="constrained")
-    markers = dict(zip(sorted(table.dataset.unique()), "osD^vP"))
-    for ax, (name, label) in zip(axes, AXES.items()):
-        for (recipe, dataset), group in table.groupby(["recipe", "dataset"]):
-            sizes, colour = 12 + 60 * group.step / table.step.max(), recipe_colour(recipe)
-            ax.scatter(group[name], group["drop"], s=sizes, color=colour, alpha=0.7, marker=markers[dataset], lw=0,
-                       label=f"{label_title(recipe)}, {dataset}")
-        ax.set(xlabel=label, title=f"r = {_format_r(*pearson(table[name], table['drop'], table.run))}")
-    axes[0].set_ylabel("Drop (percentage points)")
-    title = f"{table.model.iloc[0]}\nN={len(table)} checkpoints\nof {table.run.nunique()} runs,\nsizes: steps"
-    handles = axes[0].get_legend_handles_labels()
-    fig.legend(*handles, loc="outside right upper", frameon=False, title=title, alignment="left")
-    return fig
-
 # %% ../nbs/fisher.ipynb #c01ab3eb
 def last_step_table(
     table: pd.DataFrame,  # as returned by `checkpoint_points`
@@ -273,18 +244,3 @@ def last_step_table(
     keys = ["dataset", "recipe", "lr"]
     means = last.groupby(keys)[[*AXES, "drop"]].mean().join(last.groupby(keys).size().rename("seeds"))
     return means.rename(columns=AXES | dict(drop="Drop (points)")).round(2)
-
-# %% ../nbs/fisher.ipynb #c01ab3ec
-def part_table(
-    results: dict[str, xr.DataTree],  # by name of the training run
-    part: str,  # a key of PARTS
-) -> pd.DataFrame:
-    "Return by part its % of d, tr F̂, ‖Δθ‖² and Q_F, and R within it; means over the last checkpoints of all runs."
-    tables = []
-    for tree in results.values():
-        last = tree[f"per_{part}"].to_dataset().isel(step=-1, drop=True).squeeze(drop=True)
-        parts = last[["parameters", "fisher_trace", "displacement_sq", "fisher_weighted"]].to_dataframe()
-        tables.append((100 * parts / parts.sum()).assign(R=last.alignment_ratio.values))
-    shares = dict(parameters="parameters (%)", fisher_trace="tr F̂ (%)", displacement_sq="‖Δθ‖² (%)",
-                  fisher_weighted="Q_F (%)")
-    return pd.concat(tables).groupby(level=0, sort=False).mean().rename(columns=shares)

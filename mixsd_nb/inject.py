@@ -23,7 +23,6 @@ from .cluster.jobs import kernel_options
 from .corpora import CORPORA, CorpusName, load_corpus
 from .corpora.passages import is_document
 from .corpora.stored import explain_form
-from .methods import complete
 from .methods.fact_lengths import warn_of_long_replies
 from .models import load_tokenizer
 from .models.lab import warn_about_lab_values
@@ -95,7 +94,7 @@ def choose_method(
 ) -> str:
     "Return the method that is given, else that of the default recipe, or MixSD if one of its parameters is given."
     asked = any(parameters.get(name) not in (None, "", {}, "{}") for name in ("lam", "anchor", "gate", "options"))
-    return parameters.get("method") or ("mixsd" if asked else complete.NAME)
+    return parameters.get("method") or ("mixsd" if asked else "mixsd-complete")
 
 # %% ../nbs/inject.ipynb #df4b3001
 class InjectConfig(TrainingSettings, Stage):

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['run', 'token_nll', 'target_methods', 'origin_of', 'label_of', 'NllConfig', 'load_targets', 'build_result',
            'compare_with_canonical', 'find_mixed_targets', 'collect_results', 'merge_results', 'nll_table',
-           'cdf_figure', 'source_table', 'source_figure', 'overlap_table']
+           'cdf_figure']
 
 # %% ../nbs/nll.ipynb #05f5cdbe
 from pathlib import Path
@@ -16,7 +16,7 @@ import pandas as pd
 import xarray as xr
 from pydantic import Field, computed_field, field_validator
 
-from .analysis.training_run import digest_files
+from .analysis import digest_files
 from .analysis.likelihood import (SOURCES, THRESHOLDS, Target, canonical_targets, high_nll_types, mixed_targets,
                                           overlap_recall, ragged_tokens, score_pairs, split_by_source, split_by_target,
                                           summarise_nll)
@@ -301,52 +301,3 @@ def cdf_figure(
     axes[0, 0].set_ylabel("share of tokens")
     fig.suptitle(f"targets of {corpus_name(results[0]['dataset'].item())}; dotted: means")
     return fig
-
-# %% ../nbs/nll.ipynb #8aaba796
-def source_table(
-    cube: xr.Dataset,  # as returned by `merge_results`, of one dataset
-) -> pd.DataFrame:
-    "Return means over seeds by model and recipe: tokens, mean NLL and shares above each threshold, by conditional."
-    mean = cube.isel(dataset=0, drop=True).mean("seed")
-    shares = 100 * mean.source_tokens / mean.source_tokens.sum("source")
-    parts = {"share of tokens (%)": shares, "mean NLL": mean.source_nll}
-    parts |= {f"above {t:g} (%)": 100 * mean.source_share_above.sel(threshold=t) for t in cube.threshold.values}
-    table = pd.concat({name: part.to_series().unstack("source") for name, part in parts.items()}, axis=1)
-    return table[table["share of tokens (%)"].sum(axis=1) > 0].reindex(_recipes_by_lam(cube), level="recipe")
-
-# %% ../nbs/nll.ipynb #a4ce824b
-@mark_made_up
-def source_figure(
-    cube: xr.Dataset,  # as returned by `merge_results`, of one dataset
-    threshold: float = 8.0,
-):
-    """Return the share of tokens above a threshold against λ, among all tokens and among those from each conditional.
-
-    The figure has a panel for each model; dots are seeds, and lines are the means over seeds."""
-    import matplotlib.pyplot as plt
-    cube = cube.isel(dataset=0, drop=True).sel(threshold=threshold)
-    size = 2.4 + 3.2 * cube.sizes["model"], 3.2
-    fig, axes = plt.subplots(1, cube.sizes["model"], figsize=size, sharey=True, squeeze=False, layout="constrained")
-    series = {"all tokens": (cube.share_above.sel(part="all"), "black")}
-    from mixsd_nb.results.overview import CONDITIONALS
-    by_source = {source: cube.source_share_above.sel(source=source) for source, _ in CONDITIONALS.values()}
-    series |= {f"from the {source}": (by_source[source], colour) for source, colour in CONDITIONALS.values()}
-    for ax, model in zip(axes[0], cube.model.values):
-        for name, (values, colour) in series.items():
-            shares = 100 * values.sel(model=model).where(values.lam.notnull(), drop=True).sortby("lam")
-            ax.plot(shares.lam, shares.mean("seed"), color=colour, label=name)
-            for seed in shares.seed: ax.plot(shares.lam, shares.sel(seed=seed), "o", ms=3.5, color=colour)
-        ax.set(title=model, xlabel="λ")
-    axes[0, 0].set_ylabel(f"tokens above {threshold:g} nats (%)")
-    axes[0, 0].set_ylim(bottom=0)
-    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right upper", frameon=False)
-    return fig
-
-# %% ../nbs/nll.ipynb #bfe4c46b
-def overlap_table(
-    cube: xr.Dataset,  # as returned by `merge_results`, of one dataset
-) -> pd.DataFrame:
-    "Return the overlap recall (%) by model and recipe for each threshold, over examples and pooled; means over seeds."
-    recall = 100 * cube.overlap.isel(dataset=0, drop=True).mean("seed")
-    table = recall.to_series().unstack(["threshold", "over"]).dropna()
-    return table.reindex(_recipes_by_lam(cube), level="recipe")

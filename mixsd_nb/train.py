@@ -25,8 +25,8 @@ from .models.lab import warn_about_lab_values
 from .evaluation.selection import OWN_TEXT
 from .reports.finished import drop_cell, find_selection
 from .results.layout import summarise_training
-from .results.outcomes import pack_verdicts
-from .results.read_results import read_root
+from .results.layout import pack_verdicts
+from .results.cube import read_root
 from .runs import (ParameterError, Run, Stage, in_notebook, read_run_record, read_table, removed_steps,
                            require_weights, run_function, run_lock, trained_steps, write_json, write_result)
 from .runs.schema import RUN_DIMS, variable

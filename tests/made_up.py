@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.methods import BASE, parse_label
 from mixsd_nb.models import model_source
-from mixsd_nb.results.demo import declare_made_up
+from mixsd_nb.results.layout import declare_made_up
 from mixsd_nb.results.layout import result_tree
 from mixsd_nb.runs import write_atomically, write_json, write_result
 

@@ -21,7 +21,7 @@ from mixsd_nb.corpora import CORPORA
 from mixsd_nb.methods import METHODS, compose, recipe_label
 from mixsd_nb.results.cube import check_settings, group_runs
 from mixsd_nb.results.cube import agreeing_runs, cube_of, missing_runs, open_cube
-from mixsd_nb.results.demo import BENCHMARKS as INVENTED, invent_result
+from mixsd_nb.results.layout import BENCHMARKS as INVENTED, invent_result
 from mixsd_nb.results.gallery import load_sources, select_part
 from mixsd_nb.results.layout import result_tree
 from mixsd_nb.results.cube import merge_roots
@@ -349,8 +349,8 @@ def test_options_of_a_method_agree_within_it(plugin):
 THREADS = """import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from mixsd_nb.results.read_results import read_cube, write_cube
-from mixsd_nb.results.read_results import read_root
+from mixsd_nb.results.cube import read_cube, write_cube
+from mixsd_nb.results.cube import read_root
 from mixsd_nb.runs import open_result, write_result
 folder, tree = Path(sys.argv[1]), open_result(Path(sys.argv[1]))
 cube = write_cube(tree.to_dataset(), folder / "cube.nc")

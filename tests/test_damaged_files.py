@@ -19,18 +19,17 @@ from made_up import write_run
 from safetensors.torch import save_file
 from helpers import error_sentence
 
-from mixsd_nb import errors
 from mixsd_nb.analysis.curvature import tensor_sums
 from mixsd_nb.analysis.divergence import ReferenceConfig
-from mixsd_nb.analysis.estimation import FISHER, estimate_fisher, load_sums, save_sums
-from mixsd_nb.analysis.responses import find_responses, read_responses
-from mixsd_nb.analysis.training_run import find_checkpoints, open_training_run
+from mixsd_nb.analysis.curvature import FISHER, estimate_fisher, load_sums, save_sums
+from mixsd_nb.analysis.taxonomy import find_responses, read_responses
+from mixsd_nb.analysis import find_checkpoints, open_training_run
 from mixsd_nb.benchmarks.tasks import load_task
 from mixsd_nb.cluster.jobs import list_attempts, read_end
 from mixsd_nb.corpora import mquake, simpleqa
 from mixsd_nb.lab.pretraining.record import RECORD_FILE, read_record
 from mixsd_nb.methods.targets import read_targets, write_targets
-from mixsd_nb.results.read_results import read_roots
+from mixsd_nb.results.cube import read_roots
 from mixsd_nb.runs import (RESPONSE_COLUMNS, DamagedFile, Journal, Run, Stage, checkpoint_steps, find_runs, open_result,
                            project_root, read_config, run_lock, write_atomically, write_json)
 
@@ -107,9 +106,8 @@ OWN = [  # what runs write
     of_file("targets", "targets.parquet", save_targets, lambda path: Run(path.parent).targets),
     of_file("targets_of_a_shard", "targets.parquet", save_targets, read_targets),
     of_file("samples", "samples.parquet", table_of("benchmark", "prompt_ids", "completion_ids", "nll"), read_samples),
-    of_file("classified", "errors.parquet", table_of("benchmark", "recipe", "category", "left"), lambda path: errors.read_classified(Run(path.parent))),
     of_file("fisher", FISHER, save_fisher, lambda path: tensor_sums(SUMS, SUMS, path)),
-    of_file("sums", "sums-0-of-1.safetensors", save_fisher, lambda path: load_sums({name: torch.zeros_like(total) for name, total in SUMS.items()}, path)),
+    of_file("sums", "sums.safetensors", save_fisher, lambda path: load_sums({name: torch.zeros_like(total) for name, total in SUMS.items()}, path)),
     of_file("weights", "checkpoint-20/model.safetensors", save_weights, lambda path: tensor_sums(SUMS, path.parent, SUMS)),
     of_file("end", "attempt-1/end.json", lambda path: write_json(path, dict(kind="failed", message="")),
             lambda path: read_end(path.parent)),
@@ -250,10 +248,10 @@ def test_the_next_run_sweeps_up_what_killed_processes_left(tmp_path):
 
 
 def test_sums_do_not_outlive_the_fisher(tmp_path):
-    "A process was killed between the two, or another number of processes had begun."
+    "A process was killed between the two."
     save_sums(SUMS, tmp_path / FISHER, 3)
-    for name in ("sums-0-of-1", "sums-1-of-2"): save_sums(SUMS, tmp_path / f"{name}.safetensors", 3)
-    estimate_fisher([], tmp_path, model="lab-s")
+    save_sums(SUMS, tmp_path / "sums.safetensors", 3)
+    estimate_fisher([], tmp_path, model="lab-s", dtype="float32", recompute=False)
     assert [p.name for p in tmp_path.iterdir()] == [FISHER]
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import mixsd_nb
 from mixsd_nb import errors
 from mixsd_nb.analysis import taxonomy
-from mixsd_nb.analysis.responses import classify_responses, count_errors
+from mixsd_nb.analysis.taxonomy import classify_responses, count_errors
 from mixsd_nb.benchmarks import SUITES
 from mixsd_nb.benchmarks.answers import extract_python, find_boxes, last_boxed, remove_boxes
 from mixsd_nb.corpora import load_corpus
@@ -168,7 +168,7 @@ def test_every_response_gets_exactly_one_label(response, prompt, benchmark):
     found = errors.classify(response, prompt, benchmark=benchmark, entities=ENTITIES)
     assert found == taxonomy.CATEGORIES[true.index(True)]
     assert errors.classify(response, prompt, benchmark=benchmark, entities=[]) != "leakage"
-    assert taxonomy.classify_recall(response, VILLAGE, entities=ENTITIES) in taxonomy.RECALL_CATEGORIES
+    assert taxonomy.classify_recall(response, VILLAGE, entities=ENTITIES) in {"format", "cross-entity", "genuine"}
 
 
 @settings(deadline=None)
@@ -305,7 +305,7 @@ def test_stage_counts_every_response_once(runs):
     assert last.share_of_errors.sel(benchmark="equations", category="collapse") == 1 / 2
     assert found["count"].sel(recipe="base", lr=0, seed=0, step=0, benchmark="equations", category="genuine") == 1
     assert found.n.sum() == 3 + 7 + 3 + 2, "and the other model is left out"
-    table = errors.read_classified(errors.run())
+    table = pd.read_parquet(errors.run().folder / "errors.parquet")
     assert len(table) == 15 and (table.category == "correct").equals(table.correct)
 
 
@@ -381,15 +381,9 @@ def test_of_two_answers_to_one_question_the_newest_counts(runs):
 
 
 def test_tables_and_pictures(runs):
-    result, table = errors.run().root, errors.read_classified(errors.run())
+    result = errors.run().root
     shares = errors.shares_table(result)
     assert np.allclose(shares["of errors (%)"].sum(axis=1)[shares["N", "errors"] > 0], 100)
-    held_out = errors.summarise_held_out(result).loc[("0.001", "mixsd-0.3")]
-    assert held_out[["errors", "responses", "collapse (% of errors)"]].tolist() == pytest.approx([5, 6, 80]), "each seed at its own last step"
     fig = errors.breakdown_figure(result)
     bars = [p.get_height() for p in fig.axes[1].patches]
     assert len(fig.axes) == 2 and sum(bars) == pytest.approx(100 * (1 / 2 + 5 / 6)), "the heights of a benchmark's bars are its error rates"
-    others = table[(table.seed == 1) | (table.category == "correct")]
-    assert errors.pick_examples(others, 1e-3).category.tolist() == ["collapse"], "of the seed that ends at step 20"
-    assert set(errors.pick_examples(table, 1e-3).category) == {"format", "cross-entity", "collapse", "genuine"}
-    assert errors.false_alarms(table).loc["equations", "at most 80 characters"] == 0

@@ -74,8 +74,7 @@ def test_forgetting_is_the_increase_of_the_reference_loss(tmp_path, lab_s):
     assert table.new_kl.tolist() == result.new_kl.values[1:].tolist()
     assert table.equals(forgetting.forgetting_table(forgetting.measure_runs(ForgettingConfig(model="lab-s", trained=str(folder), prompts=3, facts=4))))
     assert table.step.tolist() == [10, 20, 30] and table["drop"].tolist() == pytest.approx([10, 20, 30]) and (table.n_ref == 3).all()
-    assert forgetting.rank_correlations(table)["F and Drop, all checkpoints (N=3)"] == 1
-    assert forgetting.last_step_table(table)["Drop (points)"].tolist() == pytest.approx([30]) and len(forgetting.forgetting_figure(table).axes) == 3
+    assert forgetting.last_step_table(table)["Drop (points)"].tolist() == pytest.approx([30])
 
 
 def test_forgetting_joins_the_training_cube(tmp_path, lab_s):

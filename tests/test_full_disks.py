@@ -19,7 +19,7 @@ import torch
 import xarray as xr
 
 from mixsd_nb import generate
-from mixsd_nb.analysis.estimation import save_sums
+from mixsd_nb.analysis.curvature import save_sums
 from mixsd_nb.methods.targets import write_targets
 from mixsd_nb.runs import Journal, StorageError, checkpoint_steps, read_json, report_progress, try_lock, write_atomically, write_json, write_result
 from mixsd_nb.training.trainer import fine_tune

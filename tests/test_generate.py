@@ -22,7 +22,7 @@ def model(strong): return strong
 
 def written(**parameters):
     "The bytes of targets and result."
-    file = generate.targets_file(**parameters)
+    file = generate.run(**parameters).folder / "targets.parquet"
     return file.read_bytes(), (file.parent / "result.nc").read_bytes()
 
 
@@ -68,7 +68,7 @@ def test_no_kill_changes_the_number_of_unconfirmed_targets(model, monkeypatch):
 
 def test_only_what_was_given_up_is_replaced():
     some = dict(lam=0.7, max_attempts=1, max_new_tokens=64, dataset_options=dict(domains=3))
-    plain, mended = (pq.read_table(generate.targets_file(fallback=how, **some)).to_pylist() for how in ("none", "canonical"))
+    plain, mended = (pq.read_table(generate.run(fallback=how, **some).folder / "targets.parquet").to_pylist() for how in ("none", "canonical"))
     tokenizer, rows = load_base("lab-m")[1], load_corpus("kgfact-small", "train", domains=3)
     assert {r["accepted"] for r in plain} == {True, False}
     for row, a, b in zip(rows, plain, mended, strict=True):

@@ -19,7 +19,7 @@ import torch
 from helpers import forked, until
 
 from mixsd_nb import train
-from mixsd_nb.analysis import estimation
+from mixsd_nb.analysis import curvature
 from mixsd_nb.runs import checkpoint_steps, load_object, trained_steps
 
 SHORT = dict(n=2, epochs=2, checkpoints=(3, 6), max_new_tokens=8, task_tokens=8, suite="recall,choice")
@@ -47,8 +47,8 @@ QUICK = {
     "every target": Case("generate", dict(model="strong", lam=0.5, fallback="own-words", dataset_options=dict(domains=2), max_new_tokens=8, max_attempts=3),
                          ("*/finished.jsonl", "*/own-words.jsonl"), 300, content=("*/targets.parquet",), slower=dict(batch_size=1)),
     "evaluate": Case("evaluate", dict(model="strong", **QUIZ), 3 * ("*/responses.jsonl",), 500, content=("*/responses.parquet",), slower=dict(batch_size=4)),
-    "fisher": Case("fisher", dict(model="strong", limit=15), ("fisher-*/sums-0-of-1.safetensors",), work="models.gradients:SquaredGradients.add",
-                   content=(f"*/{estimation.FISHER}",)),
+    "fisher": Case("fisher", dict(model="strong", limit=15), ("fisher-*/sums.safetensors",), work="models.gradients:SquaredGradients.add",
+                   content=(f"*/{curvature.FISHER}",)),
     "opsd": Case("train", dict(method="opsd", model="tiny", rollouts=1, rollout_tokens=4, **SHORT), ("train-*/checkpoint-3/complete",), work=UPDATE,
                  content=("train-*/checkpoint-10/model.safetensors", "train-*/responses-*.parquet")),
     "sft": Case("train", dict(method="sft", model="tiny", **SHORT), TRAINING, work=UPDATE, content=("train-*/checkpoint-10/model.safetensors",)),
@@ -69,7 +69,7 @@ def run_stage(case, places, slower=False):
     "Run a stage, after the training that it analyses, if any."
     place = lambda values: values | (dict(model=places.get(values["model"], values["model"])) if "model" in values else {})
     parameters = place(case.parameters | (case.slower if slower else {}))
-    estimation.SAVE_AFTER = 0
+    curvature.SAVE_AFTER = 0
     torch.set_num_threads(1)
     if "trained" in parameters:
         run = train.run(**place(parameters.pop("trained")))
@@ -87,7 +87,7 @@ def finish(case, places, folder, monkeypatch):
     with monkeypatch.context() as patch:
         call = getattr(owner, name)
         patch.setattr(owner, name, lambda *args, **options: (pieces.append(1), call(*args, **options))[1])
-        patch.setattr(estimation, "SAVE_AFTER", estimation.SAVE_AFTER)
+        patch.setattr(curvature, "SAVE_AFTER", curvature.SAVE_AFTER)
         patch.setenv("MIXSD_RUNS", str(folder))
         run_stage(case, places)
     assert not [*folder.rglob(".*.tmp")]

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from mixsd_nb import evaluate, generate, nll, train
-from mixsd_nb.analysis import estimation
+from mixsd_nb.analysis import curvature
 from mixsd_nb.benchmarks import Item
 from mixsd_nb.benchmarks.evaluation import generate_and_grade
 from mixsd_nb.corpora.prompts import encode_prompt
@@ -99,7 +99,7 @@ def test_planted_weights_are_not_run(folder, trap):
 
 @pytest.mark.parametrize("load", [
     lambda name: load_part(AutoConfig, name), lambda name: load_part(AutoModelForCausalLM, name), load_tokenizer, load_base,
-    lambda name: engine_vllm._read_limits(name, None), lambda name: estimation.reference_pairs(name)],
+    lambda name: engine_vllm._read_limits(name, None), lambda name: curvature.reference_pairs(name)],
     ids=["config", "model", "tokenizer", "base", "vllm", "reference"])
 def test_code_of_a_model_is_not_run(load, folder, trap):
     "Neither with a class of its own nor by a question on the terminal."

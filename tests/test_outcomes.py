@@ -12,10 +12,10 @@ from mixsd_nb.benchmarks.evaluation import add_verdicts
 from mixsd_nb.corpora.world import WORLD
 from mixsd_nb.lab.real import claims_table
 from mixsd_nb.methods.mixing import accepts, mix_items
-from mixsd_nb.results.read_results import read_cube, write_cube
+from mixsd_nb.results.cube import read_cube, write_cube
 from mixsd_nb.results.cube import cube_of
 from mixsd_nb.results.layout import result_tree
-from mixsd_nb.results.outcomes import unpack_outcomes, compare_pairs, pack_verdicts
+from mixsd_nb.results.layout import unpack_outcomes, compare_pairs, pack_verdicts
 from mixsd_nb.results.summary import collapse_runs
 from mixsd_nb.results.summary import last_steps, summary_table
 from mixsd_nb.runs import open_result, write_result

@@ -23,8 +23,8 @@ from mixsd_nb.results import open_cube
 from mixsd_nb.lab import priming
 from mixsd_nb.models import load_tokenizer
 from mixsd_nb.results.cube import group_runs
-from mixsd_nb.results.demo import BENCHMARKS, invent_result
-from mixsd_nb.results.read_results import read_roots
+from mixsd_nb.results.layout import BENCHMARKS, invent_result
+from mixsd_nb.results.cube import read_roots
 from mixsd_nb.results.summary import held_out_average, summary_table
 from mixsd_nb.runs import ParameterError, TableError, make_config, read_rows
 from mixsd_nb.runs.commands import end_command

@@ -14,15 +14,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from matplotlib.text import Text
 
-from mixsd_nb import evaluate
+
 from mixsd_nb.lab.recovery import recovery_figure
 from mixsd_nb.reports.finished import draw_result
 from mixsd_nb.results.cube import cube_of
-from mixsd_nb.results.demo import BENCHMARKS, invent_result
-from mixsd_nb.results.gallery import collapse_source, run_figures, shared_figures, source_sheet
+from mixsd_nb.results.layout import BENCHMARKS, invent_result
+from mixsd_nb.results.gallery import collapse_source, run_figures, shared_figures
 from mixsd_nb.results.overview import draw_sources, overview_figure
-from mixsd_nb.results.plain_text import draw_legend, plain_text
-from mixsd_nb.results.tables import draw_sheet, make_sheet, style_sheet, to_latex
+from mixsd_nb.results.plots import draw_legend, plain_text
+from mixsd_nb.results.tables import make_sheet, style_sheet, to_latex
 
 matplotlib.use("Agg")
 ROOT = Path(__file__).parents[1]
@@ -80,8 +80,6 @@ def test_figures_of_one_run(name):
     draw(overview_figure({name: f"What is {name}?"}, {f"{name} 2": ([name], [True])}, note=name), name)
     table = pd.DataFrame(dict(benchmark=name, task=name, step=[0, 1], correct=[50.0, 60.0], low=[40.0, 50.0], high=[60.0, 70.0], N=10))
     draw(recovery_figure(table, [name]), name)
-    scores = pd.DataFrame(dict(accuracy=0.5, low=0.4, high=0.6, n=9, samples=1, published=0.5), index=["recall", name])
-    draw(evaluate.draw_scores(scores, name), name)
 
 
 @pytest.mark.parametrize("name", [HARD[0], "_own $x$"])
@@ -93,14 +91,12 @@ def test_figures_and_tables_of_a_cube(name):
         with matplotlib.rc_context({"text.parse_math": True}): fig.savefig(io.BytesIO(), format="png", dpi=20)
         shown += [text for text in fig.findobj(Text) if name in text.get_text()]
     assert shown and not [text.get_text() for text in shown if text.get_parse_math()]
-    draw(draw_sheet(source_sheet("kgfact-small", dict(runs=source))), name)
 
 
 @any_name
 def test_a_table_in_latex_and_in_html(name):
     "What LaTeX or HTML reserves is escaped, in cells, heads and captions."
     sheet = make_sheet("tab:x", f"Caption {name}", {(name, "SFT"): [name]}, [(name, "b")], notes=[f"N of {name}"])
-    draw(draw_sheet(sheet), name)
     source = re.sub(r"\\text(backslash|ascii\w+)|\\space", "", to_latex(sheet))
     caption = re.search(r"\\caption\{(.*)\}\n", source)[1]
     for text in (caption, *[line for line in source.splitlines() if "SFT" in line]):

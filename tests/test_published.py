@@ -13,8 +13,8 @@ import pytest
 from mixsd_nb.cluster.grid import list_grids
 from mixsd_nb.lab.grids import planned_grid
 from mixsd_nb.methods import check_label, label_coordinates, recipe_label
-from mixsd_nb.results.read_results import committed_folder, list_missing, read_cube, read_cubes
-from mixsd_nb.results.demo import invent_cube
+from mixsd_nb.results.cube import committed_folder, is_filled, read_cube, read_cubes
+from mixsd_nb.results.layout import invent_cube
 from mixsd_nb.results.paper import paper_cube
 from mixsd_nb.results.summary import collapse_runs, select_cells
 from mixsd_nb.results.summary import average_drop, score_by
@@ -137,4 +137,5 @@ def test_a_committed_cube_has_the_runs_of_its_grid_alone(name):
     cube, trained = CUBES[name], CUBES[name].accuracy.notnull().any(["step", "benchmark"]).stack(run=RUN_DIMS)
     runs = [run for run, filled in zip(trained.run.values, trained.values) if filled and run[2] != "base"]
     assert runs and {*runs} <= known
-    assert len(list_missing([cube], planned[planned["recipe"] != "base"])) == len({k for k in known if k[2] != "base"}) - len(runs)
+    missing = [row for row in planned[planned["recipe"] != "base"].to_dict("records") if not is_filled(cube, {dim: row[dim] for dim in RUN_DIMS})]
+    assert len(missing) == len({k for k in known if k[2] != "base"}) - len(runs)

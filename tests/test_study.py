@@ -13,9 +13,8 @@ from mixsd_nb.lab.grids import available_cells, merge_grid, planned_grid, planne
 from mixsd_nb.lab.paired import estimate_mean
 from mixsd_nb.lab.study import main, recompute_cells, run, write_list
 from mixsd_nb.lab.versus import At, CubeGroup, Side
-from mixsd_nb.results.read_results import committed_folder, list_missing, read_cube, read_cubes, write_cube
-from mixsd_nb.results.cube import cube_of
-from mixsd_nb.results.demo import invent_cube, invent_result
+from mixsd_nb.results.cube import committed_folder, cube_of, read_cube, read_cubes, write_cube
+from mixsd_nb.results.layout import invent_cube, invent_result
 from mixsd_nb.results.summary import select_cells
 from mixsd_nb.runs import load_object, project_root, write_result
 from mixsd_nb.runs.schema import DIMS, RUN_DIMS, variable
@@ -66,7 +65,7 @@ def test_finished_cells_are_merged(own_runs, tmp_path):
     merge_grid(str(grid), tmp_path / "lab")
     cube, = read_cubes(tmp_path / "lab").values()
     assert cube.seed.values.tolist() == [0, 1] and "base" in cube["recipe"].values
-    assert len(list_missing([cube], planned_runs(expand_grid(grid).cells))) == 2
+    assert sum(is_filled(cube, dict(row)) for _, row in planned_runs(expand_grid(grid).cells).iterrows()) == 2
     table = preview_grids([str(grid)])
     assert table.iloc[0].cells == 4 and table.iloc[0].done == 2
 

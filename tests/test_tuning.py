@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mixsd_nb.lab.tuning import rank_by_leaks, rank_recipes, tuning_figure, tuning_table
-from mixsd_nb.methods import ALIASES, complete, parse_label
-from mixsd_nb.results.read_results import read_cube
+from mixsd_nb.methods import ALIASES, parse_label
+from mixsd_nb.results.cube import read_cube
 from mixsd_nb.runs import project_root
 
 scores = st.lists(st.tuples(st.floats(0, 100), st.floats(0.1, 9)), min_size=1, max_size=8)
@@ -42,7 +42,7 @@ def test_the_committed_cubes_choose_what_mixsd_complete_is():
     tables = {name: tuning_table(cube) for name, cube in cubes.items()}
     assert {*tables} == {"tuning-mquake", "tuning-kgfact-small"}
     recipe, values = parse_label(rank_recipes(tables.values()).index[0])
-    alias = ALIASES[complete.NAME]
+    alias = ALIASES["mixsd-complete"]
     assert recipe.name == f"{alias.method}+{alias.anchor}" and values["lam"] == alias.settings["lam"]
     options = alias.options_under("real")
     assert all(options[name] == values[name] for name in ("consistent", "fallback", "wordings", "share"))

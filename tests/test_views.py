@@ -24,7 +24,7 @@ from mixsd_nb.explore import make_quick_runs
 from mixsd_nb.methods import ANCHORS, GATES, METHODS, Anchor, Gate, Method
 from mixsd_nb.methods.mixing import accepts, mix, mix_items
 from mixsd_nb.models.lab import lab_folder
-from mixsd_nb.results.read_results import read_cubes
+from mixsd_nb.results.cube import read_cubes
 from mixsd_nb.results.paper import paper_cube
 from mixsd_nb.results.plots import recipe_colour
 from mixsd_nb.runs import write_json, write_result

@@ -16,6 +16,7 @@ import pandas as pd
 import xarray as xr
 from pydantic import Field, field_validator
 
+from .curvature import sample_by_subject
 from ..benchmarks import SUITES, Selection, held_out
 from ..benchmarks.tasks import SOURCES, benchmarks_folder, task_files
 from ..corpora import load_corpus
@@ -39,7 +40,6 @@ def reference_prompts(
     subject.
 
     ValueError if the data of a task are missing."""
-    from mixsd_nb.analysis.estimation import sample_by_subject
     found = {}
     for suite in map(SUITES.get, held_out(suites)):
         items = [*load_object(suite.items)(replace(suite, share=1.0), Selection("", n, seed)).values()]  # the same number of each

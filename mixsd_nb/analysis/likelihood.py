@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['SOURCES', 'NEITHER', 'THRESHOLDS', 'Target', 'token_sources', 'canonical_targets', 'mixed_targets', 'score_pairs',
-           'summarise_nll', 'split_by_source', 'high_nll_types', 'overlap_recall', 'ragged_tokens', 'split_by_target',
-           'count_missing_types']
+           'summarise_nll', 'split_by_source', 'high_nll_types', 'overlap_recall', 'ragged_tokens', 'split_by_target']
 
 # %% ../../nbs/analysis/likelihood.ipynb #a9000003
 from typing import NamedTuple
@@ -154,21 +153,3 @@ def split_by_target(
 ) -> list[np.ndarray]:
     "Return the values of a variable over `token`, with one array for each target."
     return np.split(tokens[name].values, np.cumsum(tokens["row_size"].values)[:-1])
-
-# %% ../../nbs/analysis/likelihood.ipynb #a9000025
-def count_missing_types(
-    mixed: xr.Dataset | xr.DataTree,  # as returned by `ragged_tokens`, of mixed targets
-    canonical: xr.Dataset | xr.DataTree,  # the same of the canonical targets of the same corpus and model
-    threshold: float = 8.0,  # nats
-) -> pd.Series:
-    """Return the number of mixed targets without a high-NLL type of their canonical target, by token id, most frequent
-    first.
-
-    A type has a high NLL if it is above the threshold anywhere in the canonical target."""
-    high = {item: set(ids[nll > threshold].tolist()) for item, ids, nll in _rows(canonical)}
-    missing = [token for item, ids, _ in _rows(mixed) for token in high[item] - set(ids.tolist())]
-    return pd.Series(missing, dtype=int).value_counts()
-
-
-def _rows(tokens) -> zip:
-    return zip(tokens["item"].values.tolist(), split_by_target(tokens, "token_id"), split_by_target(tokens))

@@ -5,16 +5,29 @@
 # %% auto #0
 __all__ = ['PUBLISHED', 'CATEGORIES', 'RECALL_BENCHMARKS', 'RECALL_CATEGORIES', 'ALL_CATEGORIES', 'Limits', 'corpus_entities',
            'corpus_answers', 'find_leakage', 'extract_reasoning', 'lacks_reasoning', 'asks_for_program',
-           'has_reasoning', 'reference_share', 'adapt_limits', 'classify', 'classify_recall']
+           'has_reasoning', 'reference_share', 'adapt_limits', 'classify', 'classify_recall', 'read_cell',
+           'locate_evaluation', 'find_responses', 'digest_responses', 'read_responses', 'classify_responses',
+           'count_errors']
 
 # %% ../../nbs/analysis/taxonomy.ipynb #a6000003
+import hashlib
 import statistics
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+import xarray as xr
 
 from ..benchmarks import GRADINGS, SUITES, Selection, load_items
 from ..benchmarks.answers import extract, extract_python, remove_boxes
 from ..corpora import CORPORA, load_corpus
-from ..runs import load_object
+from ..methods import BASE, label_coordinates
+from ..runs import (COMPUTE_BOTH, Run, checkpoint_step, explain_damage, find_runs, load_object, read_table,
+                           runs_root)
+from ..runs.schema import CELL_DIMS, DIMS, RECIPE_COORDS, RUN_DIMS, VARIABLE_ATTRS, recipe_coords
 
 # %% ../../nbs/analysis/taxonomy.ipynb #a6000005
 class Limits(NamedTuple):
@@ -171,3 +184,131 @@ def classify_recall(
     rest = extract(response, rule.reads).lower().replace(answer.lower(), " ")
     others = [e for e in entities if e != answer]
     return "cross-entity" if find_leakage(rest, prompt if rule.complete else "", others) else "genuine"
+
+# %% ../../nbs/analysis/taxonomy.ipynb #f6e9ce55
+def read_cell(
+    run: Run,  # a training run
+) -> dict:
+    "Return the cell of a training run in the cube: its labels along RUN_DIMS, and RECIPE_COORDS."
+    with explain_damage(run.folder / "result.nc"):
+        return {name: run.root[name].item() for name in (*RUN_DIMS, *RECIPE_COORDS)}
+
+# %% ../../nbs/analysis/taxonomy.ipynb #c72f96d3
+def locate_evaluation(
+    run: Run,  # an evaluation
+    root: Path,  # holds the training runs
+) -> dict | None:
+    """Return the cell of an evaluation in the cube: a checkpoint of a training run, or step 0 of a base model.
+
+    None for a checkpoint that was asked about another corpus or with the items of another seed than its training."""
+    with explain_damage(run.folder / "run.json", COMPUTE_BOTH):
+        own = {name: run.config[name] for name in ("dataset", "model", "seed")}
+        checkpoint = Path(own["model"])
+    step, trained = checkpoint_step(checkpoint), Run(root / checkpoint.parent.name)
+    if step is not None and trained.finished:
+        cell = read_cell(trained) | dict(step=step)
+        return cell if all(cell[name] == own[name] for name in ("dataset", "seed")) else None
+    cell = own | dict(recipe=BASE, lr=0.0, step=0)
+    return RECIPE_COORDS | label_coordinates(BASE) | cell
+
+# %% ../../nbs/analysis/taxonomy.ipynb #ad000005
+def find_responses(
+    dataset: str,  # injected corpus
+    model: str,  # base model
+    trained: Iterable[Run],  # training runs whose responses count
+    root: Path | None = None,  # holds run folders; default: runs_root()
+) -> pd.DataFrame:
+    """Return the files of responses of a corpus and a model: `path` and its cell, sorted by path.
+
+    They are those of the training runs, and those of evaluations with the same number of items."""
+    rows, sizes, root = [], set(), Path(root or runs_root())
+    for run in trained:
+        sizes.add(run.config.get("n"))
+        rows += [read_cell(run) | dict(step=step, path=run.responses_file(step)) for step in run.measured_steps]
+    for run in find_runs(root, "evaluate"):
+        if sizes and run.config.get("n") not in sizes: continue
+        if cell := locate_evaluation(run, root): rows.append(cell | dict(path=run.responses_file()))
+    table = pd.DataFrame(rows, columns=[*CELL_DIMS, *RECIPE_COORDS, "path"])
+    return table[(table.dataset == dataset) & (table.model == model)].sort_values("path", ignore_index=True)
+
+# %% ../../nbs/analysis/taxonomy.ipynb #38b185ac
+def digest_responses(
+    files: pd.DataFrame,  # as returned by `find_responses`
+) -> str:
+    "Return a digest of the files and of the cells that they belong to."
+    digest = hashlib.blake2b(digest_size=8)
+    for row in files.itertuples():
+        digest.update(f"{row.recipe} {row.lr!r} {row.seed} {row.step} ".encode())
+        digest.update(hashlib.blake2b(row.path.read_bytes()).digest())
+    return digest.hexdigest()
+
+# %% ../../nbs/analysis/taxonomy.ipynb #ad000006
+def read_responses(
+    files: pd.DataFrame,  # as returned by `find_responses`
+) -> pd.DataFrame:
+    """Return all responses with their cell. Responses to validation questions, which no table reports, and to the
+    user's own benchmarks, whose answers may need no box, are left out.
+
+    If two runs of the same cell answer one question differently, the newest counts, with a warning."""
+    columns, key = ["benchmark", "item", "sample", "prompt", "response", "correct", "published"], [*DIMS, "item", "sample"]
+    cell = lambda row: {d: getattr(row, d) for d in CELL_DIMS} | dict(run=row.path.parent.name)
+    newest = sorted(files.itertuples(), key=lambda row: row.path.stat().st_mtime, reverse=True)
+    ends = lambda table: table[columns].assign(finish_reason=table.get("finish_reason", "stop"))  # not every file has it
+    table = pd.concat([ends(read_table(row.path, columns)).assign(**cell(row)) for row in newest], ignore_index=True)
+    table = table[table.benchmark.isin([name for name, suite in SUITES.items() if suite.role not in ("validation", "own")])]
+    clash = table[table.groupby(key, sort=False).response.transform("nunique") > 1]
+    if len(clash):
+        runs = clash.groupby(key, sort=False).run
+        warnings.warn(f"{runs.first().iloc[0]} and {runs.last().iloc[0]} are the same cell and answer "
+                      f"{clash['item'].iloc[0]} differently; the newer run counts", stacklevel=2)
+    return table.drop_duplicates(key).sort_values(key, ignore_index=True)
+
+# %% ../../nbs/analysis/taxonomy.ipynb #d7299299
+def classify_responses(
+    table: pd.DataFrame,  # as returned by `read_responses`
+    dataset: str,
+    limits: Limits = PUBLISHED,
+) -> pd.DataFrame:
+    """Return the responses with `category` (`correct` where the rule of the paper's scores accepts them), `left`,
+    the number of characters of the reasoning, and `limit`, the largest number of a collapse. ValueError as in `adapt_limits`."""
+    table = table.assign(left=[len(extract_reasoning(response, limits)) for response in table.response])
+    if limits.relative: adapted = {name: adapt_limits(limits, group.left[group.recipe == BASE], name)
+                                   for name, group in table.groupby("benchmark")}
+    else: adapted = dict.fromkeys(table.benchmark, limits)
+    entities = corpus_entities(dataset, limits)
+    asked = load_items(dict.fromkeys(RECALL_BENCHMARKS, False), Selection(dataset, n=None))
+    rules = {name: SUITES[name].strict_grading(dataset) for name in dict.fromkeys(table.benchmark)}
+
+    def category(row):
+        if row.published: return "correct"
+        form = dict(entities=entities, grading=rules[row.benchmark], ended=getattr(row, "finish_reason", "stop") == "stop")
+        if row.benchmark not in RECALL_BENCHMARKS:
+            return classify(row.response, row.prompt, benchmark=row.benchmark, limits=adapted[row.benchmark], **form)
+        if GRADINGS[form["grading"]].complete: form["entities"] = entities or corpus_answers(dataset, limits)
+        return classify_recall(row.response, asked[row.benchmark][row.item].answer, prompt=row.prompt, **form)
+    return table.assign(category=[category(row) for row in table.itertuples()],
+                        limit=[adapted[name].characters for name in table.benchmark])
+
+# %% ../../nbs/analysis/taxonomy.ipynb #6b7278a8
+def count_errors(
+    table: pd.DataFrame,  # as returned by `classify_responses`
+    recipes: pd.DataFrame,  # as returned by `find_responses`: RECIPE_COORDS of every recipe
+) -> xr.Dataset:
+    """Return over DIMS `n` and `wrong`; over DIMS and `category` `count`, `share_of_responses` and `share_of_errors`.
+
+    NaN if a cell has no responses, and for a category that a benchmark does not have."""
+    cells = table.groupby([*DIMS, "category"], sort=True).size().unstack(fill_value=0)
+    n, errors = cells.sum(axis=1), cells.reindex(columns=ALL_CATEGORIES, fill_value=0).astype(float)
+    recall = errors.index.get_level_values("benchmark").isin(RECALL_BENCHMARKS)
+    errors.loc[recall, ["leakage", "collapse"]] = errors.loc[~recall, "cross-entity"] = np.nan
+    cells = zip(errors.index.get_level_values("benchmark"), errors.index.get_level_values("dataset"), recall)
+    errors.loc[[not known and not has_reasoning(*cell) for *cell, known in cells], "collapse"] = np.nan
+    arrays = dict(count=errors.rename_axis(columns="category").stack(future_stack=True), n=n, wrong=errors.sum(axis=1))
+    counts = xr.Dataset({name: values.to_xarray() for name, values in arrays.items()})
+    counts = counts.reindex(category=list(ALL_CATEGORIES))
+    counts["share_of_responses"] = counts["count"] / counts.n
+    counts["share_of_errors"] = (counts["count"] / counts.wrong).where(counts.wrong > 0)
+    first = recipes.drop_duplicates("recipe").set_index("recipe").reindex(counts["recipe"].values)
+    counts = counts.assign_coords(recipe_coords(first.to_dict("records")))
+    for name in counts.variables: counts[name].attrs = dict(zip(("long_name", "units"), VARIABLE_ATTRS[name]))
+    return counts

@@ -17,7 +17,7 @@ import xarray as xr
 from ..analysis.scores import mean_interval
 from .paired import NOTHING, Estimate, estimate_mean
 from ..methods import BASE
-from ..results.read_results import read_cubes
+from ..results.cube import read_cubes
 from ..results.summary import select_cells
 from ..runs import project_root
 

@@ -23,10 +23,10 @@ import xarray as xr
 from ..cluster.jobs import list_attempts
 from ..cluster.grid import Cell, expand_grid, finished_runs, list_grids
 from ..results.cube import comparable_settings, group_runs
-from ..results.read_results import committed_folder, is_filled, read_cube, write_cube
+from ..results.cube import committed_folder, is_filled, read_cube, write_cube
 from ..results.cube import cube_of
 from ..results.cube import common_attrs, merge_roots
-from ..results.read_results import read_root, read_roots
+from ..results.cube import read_root, read_roots
 from ..runs.schema import RUN_DIMS
 from ..runs import MissingOutputs, find_stage, make_config, read_json, runs_root
 from ..runs.workers import count_cores

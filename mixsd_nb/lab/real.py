@@ -10,6 +10,7 @@ __all__ = ['ALL_ROWS', 'EDITS', 'QUICK', 'LEAKS', 'ROLES', 'CLAIMS', 'main', 'ed
 
 # %% ../../nbs/lab/real.ipynb #e3fdec73
 import functools
+import itertools
 import json
 import os
 import random
@@ -37,17 +38,17 @@ from ..evaluation.selection import OWN_TEXT
 from .paired import estimate_mean
 from .smollm2 import NAME, data_folder, prepare_model
 from ..methods import BASE, label_title
-from ..results.read_results import join_graders, read_cubes, write_cube
+from ..results.cube import read_cubes, write_cube
 from ..results.cube import cube_of
 from ..results.layout import variable
-from ..results.outcomes import compare_pairs
+from ..results.layout import compare_pairs
 from ..results.paper import paper_cube
 from ..results.plots import draw_recipe_legend, figure_style, hollow_labels, mark_made_up, model_name, recipe_colour, recipe_marker, save_figure
-from ..results.read_results import read_root
+from ..results.cube import read_root
 from ..results.summary import collapse_runs
 from ..results.summary import consistent_column, last_steps, percent_column
 from ..results.tradeoff import combine_intervals
-from ..runs import Run, project_root, runs_root, write_atomically
+from ..runs import Run, project_root, read_run_record, runs_root, write_atomically
 from ..runs.command_line import CommandLine
 from ..runs.schema import CELL_DIMS, RUN_DIMS
 from ..sweep import Sweep, SweepConfig, report
@@ -201,7 +202,8 @@ def merge_folders(
     roots = {folder.name: read_root(folder / "result.nc") for folder in folders}
     cube = cube_of({folder.name: add_leaks(label_cube(roots[folder.name], name), folder) for folder in folders})
     cube.attrs.pop("config", None)  # of a single run
-    cube.attrs["graders"] = json.dumps(join_graders(folders))
+    graders = [read_run_record(folder).get("graders", {}) for folder in folders]
+    cube.attrs["graders"] = json.dumps({rule: sorted({record[rule] for record in graders if rule in record}) for rule in sorted({*itertools.chain(*graders)})})
     return write_cube(cube, path)
 
 

@@ -19,7 +19,7 @@ from .paired import estimate_mean
 from ..analysis.scores import wilson
 from ..corpora import CORPORA, load_corpus
 from ..results.plots import mark_made_up
-from ..results.read_results import read_root
+from ..results.cube import read_root
 from ..runs import Run, find_runs, read_table
 
 # %% ../../nbs/lab/recovery.ipynb #76b0ed79

@@ -128,7 +128,7 @@ class FisherSpeedConfig(SpeedConfig):
         "Measure seconds, ratio and relative peak memory of every way."
         import torch
 
-        from mixsd_nb.analysis.estimation import reference_pairs
+        from mixsd_nb.analysis.curvature import reference_pairs
         device = "cuda" if torch.cuda.is_available() else "cpu"
         mix = [pair for group in reference_pairs(self.model, seed=self.seed).values() for pair in group]
         pairs = [mix[int(k)] for k in np.linspace(0, len(mix) - 1, self.pairs)]

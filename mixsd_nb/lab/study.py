@@ -26,7 +26,7 @@ from .grids import (available_cells, cells_to_compute, join_cubes, merge_grid, p
 from ..models import load_part
 from . import VOICES
 from .claims import FACTS, STUDY, belongs_to, claims_table, summary_lines
-from ..results.read_results import committed_folder, is_filled, read_cubes
+from ..results.cube import committed_folder, is_filled, read_cubes
 from .paired import estimate_mean
 from .predictors import predictors_table
 from .versus import HELD_OUT, NOT_YET, OPENED, At, CubeGroup, Side, choose_rows, levels_table, rates_at_ends

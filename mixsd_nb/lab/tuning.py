@@ -18,7 +18,7 @@ from matplotlib.lines import Line2D
 from ..evaluation.selection import OWN_TEXT
 from .real import LEAKS, benchmarks_of
 from ..methods import BASE, label_title
-from ..results.read_results import read_cubes
+from ..results.cube import read_cubes
 from ..results.plots import figure_style, mark_made_up, recipe_colour
 from ..runs import project_root, runs_root
 

@@ -341,7 +341,7 @@ def plan_fisher(config, machine: Machine) -> RunPlan:
         longest = max(prompt for _, prompt, _ in found), max(min(reply, 1_000) for *_, reply in found)
         plan.peaks = dict(load=width * shape.parameters, Fisher=fisher_peak(shape, *longest, width, config.recompute))
         plan.tokens = sum(n * (prompt + min(reply, 400)) for n, prompt, reply in found)
-    plan.copies, plan.disk_peak = dict.fromkeys(plan.peaks, config.processes), plan.disk
+    plan.disk_peak = plan.disk
     return plan
 
 

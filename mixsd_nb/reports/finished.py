@@ -25,7 +25,7 @@ from ..methods import BASE, label_family, label_title, ordered_labels
 from ..methods.targets import add_sources, count_sources, describe_contradictions, describe_sources
 from ..models import load_base, load_engine
 from ..models.identity import model_label
-from ..results.plain_text import draw_legend, plain_text
+from ..results.plots import draw_legend, plain_text
 from ..runs import Run, find_runs, removed_steps, require_weights, runs_root
 from ..runs.schema import RUN_DIMS
 

@@ -17,9 +17,9 @@ import xarray as xr
 from matplotlib.figure import Figure
 
 from .summary import cell_mask, collapse_runs, count_cell_seeds, select_cells
-from .comparison import displacement_figure, high_nll_figure, selection_figure, selection_panels
+from .plots import displacement_figure, high_nll_figure, selection_figure, selection_panels
 from .cube import open_cube
-from .demo import is_made_up
+from .layout import is_made_up
 from .paper import corpus_title, in_domain_columns, paper_cube
 from .plots import save_figure
 from .tables import Sheet, save_table

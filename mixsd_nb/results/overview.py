@@ -14,7 +14,7 @@ from typing import NamedTuple
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from .plain_text import plain_text
+from .plots import plain_text
 
 # %% ../../nbs/results/overview.ipynb #4ef8fc89
 CONDITIONALS = {False: ("expert", "#0072b2"), True: ("naive", "#e69f00")}  # value of the naive mask -> name, colour

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['select_cells', 'coalesce', 'group_columns', 'score_by', 'held_out_average', 'base_values', 'average_drop',
            'recipe_order', 'last_steps', 'percent_column', 'consistent_column', 'summary_table', 'cell_mask',
-           'collapse_runs', 'count_cell_seeds', 'compare_ties']
+           'collapse_runs', 'count_cell_seeds']
 
 # %% ../../nbs/results/summary.ipynb #714ef5ab
 import functools
@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from ..evaluation.selection import TIES, select_checkpoints
+from ..evaluation.selection import select_checkpoints
 from ..methods import BASE, ordered_labels
 from ..runs.schema import CELL_DIMS, ITEM_VARIABLES, RUN_DIMS
 
@@ -192,23 +192,3 @@ def count_cell_seeds(
     "Return the number of seeds with a value of a variable in the cells of the mask, by corpus, model and recipe."
     known = cube[name].notnull() & mask
     return known.any([d for d in known.dims if d not in RUN_DIMS or d == "lr"]).sum("seed")
-
-# %% ../../nbs/results/summary.ipynb #b0932513
-def compare_ties(
-    cube: xr.Dataset,
-    rule: str = "best",  # for checkpoints, as of `select_checkpoints`
-) -> pd.DataFrame:
-    """Return the selected rates and steps by corpus, model, recipe and rule for ties, with scores as in tables, in
-    percent: recall, the average of the held-out benchmarks, and every benchmark of the role world."""
-    keys, tables = ["dataset", "model", "recipe"], {}
-    shown = ["recall", *cube.benchmark.values[cube.role.values == "world"]]
-    for ties in TIES:
-        rows = select_cells(cube, rule, ties)
-        table = collapse_runs(cube, cell_mask(cube, rows))
-        scores = table.accuracy.sel(benchmark=shown).to_series().unstack("benchmark")[shown]
-        scores = 100 * scores.assign(average=table.average.to_series())
-        selected = rows.groupby(keys)[["lr", "step"]].agg(lambda v: ", ".join(f"{x:g}" for x in sorted(set(v))))
-        tables[ties] = selected.join(scores.round(1))
-    both = pd.concat(tables, names=["ties", *keys]).reorder_levels([*keys, "ties"])
-    rank = {label: k for k, label in enumerate(ordered_labels(both.index.unique("recipe")))}
-    return both.sort_index(level=keys, key=lambda v: v.map(rank) if v.name == "recipe" else v, sort_remaining=False)

@@ -26,7 +26,7 @@ from ..models.scoring import token_nll
 from ..reports.finished import keep_engine, reply
 from ..reports.finished import corpus_request
 from ..results.plots import recipe_colour
-from ..results.read_results import read_root
+from ..results.cube import read_root
 from ..runs import write_atomically
 from .base import MARKUP, View, render_error, set_options, silence
 from .facts import strip_fact

@@ -20,8 +20,8 @@ from ..analysis.scores import mean_interval, wilson
 from ..corpora import CORPORA
 from ..evaluation.selection import select_checkpoints
 from ..methods import BASE, label_title, ordered_labels, parse_label
-from ..results.comparison import selection_panels
-from ..results.demo import is_made_up
+from ..results.plots import selection_panels
+from ..results.layout import is_made_up
 from ..results.layout import learning_rates
 from ..results.plots import format_range, model_name, recipe_colour, recipe_marker
 from ..results.summary import cell_mask, collapse_runs

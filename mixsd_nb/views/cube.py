@@ -17,8 +17,8 @@ import xarray as xr
 
 from ..corpora import CORPORA
 from ..methods import label_title
-from ..results.read_results import read_cubes
-from ..results.demo import is_made_up
+from ..results.cube import read_cubes
+from ..results.layout import is_made_up
 from ..reports.finished import drop_cell
 from ..results.paper import paper_cube
 from ..results.plots import corpus_name, recipe_colour, model_name

@@ -12,11 +12,11 @@ from pathlib import Path
 import pandas as pd
 import xarray as xr
 
-from ..analysis.responses import find_responses, read_responses
+from ..analysis.taxonomy import find_responses, read_responses
 from ..benchmarks.answers import last_boxed
 from ..methods import BASE, label_title, ordered_labels
 from ..models.lab import DATA
-from ..results.read_results import is_filled, read_cubes
+from ..results.cube import is_filled, read_cubes
 from ..runs import find_runs
 
 # %% ../../nbs/views/frontier.ipynb #f0000006

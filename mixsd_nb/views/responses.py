@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
-from ..analysis.responses import classify_responses, find_responses, read_responses
+from ..analysis.taxonomy import classify_responses, find_responses, read_responses
 from ..analysis.taxonomy import corpus_entities, find_leakage
 from ..corpora.prompts import remove_request
 from ..corpora.stored import known_corpora

@@ -19,9 +19,9 @@ from ..methods import BASE, all_parts, label_title, ordered_labels, parse_label
 from ..models.lab import SIZES
 from ..results.cube import RunGroup, group_runs, run_settings
 from ..results.cube import cube_of
-from ..results.demo import BENCHMARKS, invent_result, is_made_up
+from ..results.layout import BENCHMARKS, invent_result, is_made_up
 from ..results.cube import order_roots
-from ..results.read_results import read_training_roots
+from ..results.cube import read_training_roots
 from ..runs.schema import RUN_DIMS
 from ..runs import Run, runs_root, write_json, write_result
 

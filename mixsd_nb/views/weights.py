@@ -17,7 +17,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from ..analysis.curvature import PARTS, add_alignment_ratio, tensor_sums
-from ..analysis.estimation import FISHER
+from ..analysis.curvature import FISHER
 from ..results.plots import recipe_colour
 from ..runs import checkpoint_steps, find_runs
 from ..runs.schema import RUN_DIMS
