@@ -22,7 +22,7 @@ from mixsd_nb.evaluation.selection import best_rate
 from mixsd_nb.fisher import FisherConfig
 from mixsd_nb.generate import GenerateConfig
 from mixsd_nb.models.lab import is_lab_model
-from mixsd_nb.planning.machines import DEVICES, Machine
+from mixsd_nb.planning.estimates import DEVICES, Machine
 from mixsd_nb.planning.plan import plan_grid, plan_run
 from mixsd_nb.results.cube import cube_of
 from mixsd_nb.results.summary import select_cells

@@ -19,7 +19,7 @@ from mixsd_nb.benchmarks import SUITES
 from mixsd_nb.planning import machines
 from mixsd_nb.planning import plan as plans
 from mixsd_nb.planning.estimates import Burden, Layout, fisher_peak, optimiser_peak, scoring_peak, serve, update_peak
-from mixsd_nb.planning.machines import DEVICES, VLLM, Machine
+from mixsd_nb.planning.estimates import DEVICES, VLLM, Machine
 from mixsd_nb.cluster.grid import list_grids, make_resources, read_grid
 from mixsd_nb.planning.preflight import UNPUBLISHED, MACHINE, check_inputs, list_deviations
 from mixsd_nb.planning.plan import GridPlan, format_all, plan_cells, plan_grid, plan_run, planned_cells

@@ -75,7 +75,7 @@ def test_what_needs_a_failed_run_fails_with_its_sentence(runs, capsys):
 
 COMMAND = """from side_by_side_stages import Sum
 from mixsd_nb.cluster.jobs import compute_runs
-from mixsd_nb.runs.commands import end_command
+from mixsd_nb.runs.command_line import end_command
 raise SystemExit(end_command(compute_runs, {f"sum {k}": Sum(number=k, fail="wait") for k in range(4)}, 2))"""
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ..cluster.grid import Resources
 from ..runs import ParameterError, nearest, runs_root
-from ..runs.workers import visible_gpus
+from ..runs.processes import visible_gpus
 
 # %% ../../nbs/planning/machines.ipynb #8ab5a6f7
 class Device(NamedTuple):

@@ -13,7 +13,6 @@ __all__ = ['COMPUTE_AGAIN', 'COMPUTE_BOTH', 'RESTORE', 'SCHEMA', 'RESPONSE_COLUM
 # %% ../../nbs/runs/storage.ipynb #3d4dc363
 import contextlib
 import errno
-import fcntl
 import functools
 import json
 import os
@@ -404,21 +403,17 @@ def remove_leftovers(
 @contextlib.contextmanager
 def try_lock(
     path: Path,
-    patience: float = 0,  # seconds to wait for the lock
+    patience: float = 0,  # seconds to wait for the lock; -1 for ever
 ) -> Iterator[bool]:
     "Yield whether this process got the lock; if so, no other process gets it until the block ends."
-    with explain_storage_errors(path): path.parent.mkdir(parents=True, exist_ok=True)
-    end = time.monotonic() + patience
-    with open(path, "a") as lock:
-        while True:
-            try: fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() >= end: break
-                time.sleep(0.02)
-            else:
-                yield True
-                return
-    yield False
+    from filelock import FileLock, Timeout
+    lock, free = FileLock(path, poll_interval=0.02), True
+    with explain_storage_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try: lock.acquire(timeout=patience)
+        except Timeout: free = False
+    try: yield free
+    finally: lock.release()
 
 # %% ../../nbs/runs/storage.ipynb #bdbfc460
 def _lock_file(
@@ -445,6 +440,6 @@ def run_lock(folder: Path):
     with contextlib.ExitStack() as held:
         if not held.enter_context(try_lock(path)):
             print(f"waiting for another process that is computing {folder.name}", flush=True)
-            held.enter_context(try_lock(path, patience=float("inf")))
+            held.enter_context(try_lock(path, patience=-1))
         remove_leftovers(folder)
         yield
