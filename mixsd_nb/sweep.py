@@ -164,21 +164,11 @@ def format_preview(
     return "\n".join([*filter(None, parts), f"{len(text)} cells of {stage}"])
 
 # %% ../nbs/sweep.ipynb #cec15152
-def _check_grid(grid: str, device: str) -> int:
-    "Print the plan of a grid; returns 1 if something does not fit."
-    from mixsd_nb.planning.plan import format_grid, plan_grid
-    plan = plan_grid(grid, device)
-    print(format_grid(plan))
-    return int(bool(plan.problems()))
-
-
 def control_grid(
     command: Annotated[Literal["preview", "run", "status", "wait", "retry", "cancel"], "what is done"],
     grid: Annotated[str, f"a file, or one of {', '.join(list_grids())}"],
     *,
     slurm: Annotated[bool, "submit to Slurm and return"] = False,
-    check: Annotated[bool, "with preview: also whether the cells fit, as `mixsd plan`"] = False,
-    device: Annotated[str, "with --check: kind of GPU, such as h100"] = "",
     workers: Annotated[int, SweepConfig.model_fields["workers"]] = 0,
     kinds: Annotated[tuple[str, ...], f"failures to restart: {', '.join(FAILURES)}"] = (),
 ) -> int:
@@ -188,7 +178,7 @@ def control_grid(
     sweep = Sweep(grid)
     if command == "preview":
         print(format_preview(sweep.preview(), sweep.stage.name))
-        return _check_grid(grid, device) if check else 0
+        return 0
     act = getattr(sweep, command)
     table = act(**begin) if command in ("run", "retry") else act()
     print(format_table(table))

@@ -143,26 +143,12 @@ def is_runtime(field: FieldInfo) -> bool:
     return bool(field_flag(field, "runtime"))
 
 # %% ../../nbs/runs/config.ipynb #59a60527
-def _has_stray_flag(value: Any, annotation: Any) -> bool:
-    "Return whether a value is true or false, or contains true or false, where its type allows neither."
+def _allows_flags(annotation: Any) -> bool:
+    "Return whether a type allows true and false."
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is Annotated: return _has_stray_flag(value, parts[0])
-    if origin in (typing.Union, types.UnionType):
-        return all(_has_stray_flag(value, part) for part in parts if part is not type(None))
-    if isinstance(value, bool): return annotation not in (bool, Any, object) and origin is not Literal
-    if isinstance(value, dict) and origin is dict:
-        return any(_has_stray_flag(k, parts[0]) or _has_stray_flag(v, parts[1]) for k, v in value.items())
-    if isinstance(value, (list, tuple)) and origin in (list, tuple):
-        return any(_has_stray_flag(v, part) for v, part in zip(value, _types_of_parts(parts, len(value))))
-    return False
-
-
-def _types_of_parts(
-    parts: tuple,  # arguments of list or tuple
-    length: int,
-) -> tuple:
-    "Return the type of each element."
-    return parts if len(parts) > 1 and parts[-1] is not ... else parts[:1] * length
+    if origin is Annotated: return _allows_flags(parts[0])
+    if origin in (typing.Union, types.UnionType): return any(map(_allows_flags, parts))
+    return annotation in (bool, Any, object) or origin is Literal
 
 # %% ../../nbs/runs/config.ipynb #edfcb20c
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
@@ -223,14 +209,10 @@ class Config(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _reject_flags_as_numbers(cls, value, info):
-        if _has_stray_flag(value, cls.model_fields[info.field_name].annotation):
+    def _prepare(cls, value, info):
+        if isinstance(value, bool) and not _allows_flags(cls.model_fields[info.field_name].annotation):
             raise PydanticCustomError("number_type", "a flag is not a number")
-        return value
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _write_paths_as_text(cls, value): return str(value) if isinstance(value, PurePath) else value
+        return str(value) if isinstance(value, PurePath) else value
 
     def identity(self) -> dict[str, Any]:
         """Return everything that can change the result: all fields with their values, without runtime fields.
@@ -265,8 +247,7 @@ class Config(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _translate_and_read(cls, parameters):
-        mappings = {name for name, field in cls.model_fields.items() if _takes_mapping(field.annotation)}
-        return {name: read_mapping(value) if name in mappings else value for name, value in cls.translate(parameters).items()}
+        return {name: read_mapping(value) if name in _mapping_fields(cls) else value for name, value in cls.translate(parameters).items()}
 
     def pass_to(
         self,
@@ -287,6 +268,10 @@ class Config(BaseModel):
 
 @functools.cache
 def _default_values(cls: type[Config]) -> dict[str, Any]: return cls.default_values()
+
+
+@functools.cache
+def _mapping_fields(cls: type[Config]) -> set[str]: return {name for name, field in cls.model_fields.items() if _takes_mapping(field.annotation)}
 
 # %% ../../nbs/runs/config.ipynb #29452df4
 class ParameterError(ValueError):
@@ -384,7 +369,7 @@ def match_type(
     "Return the value with the type of an example; ValueError if it has another type."
     wanted = type(example)
     try:
-        if _has_stray_flag(value, wanted): raise TypeError
+        if isinstance(value, bool) and not _allows_flags(wanted): raise TypeError
         return TypeAdapter(wanted, config=ConfigDict(allow_inf_nan=False)).validate_python(value)
     except (TypeError, ValidationError):
         raise ValueError(f"{name} must be {format_type(wanted)}, got {value!r}") from None
