@@ -33,7 +33,7 @@ from .reports.injection import (Injection, InjectRun, compare_scores, explain_un
 from .runs import (ParameterError, Run, Stage, Steps, flagged_field, make_config, open_run, run_function,
                            runs_root, runtime_field)
 from .runs.command_line import CommandLine
-from .runs.costs import CostLog, count_whole_process
+from .runs.provenance import CostLog, count_whole_process
 from .methods.settings import TrainingSettings
 
 _all_ = ["InjectRun"]

@@ -6,7 +6,6 @@
 __all__ = ['main', 'Sweep', 'SweepConfig', 'report', 'format_preview', 'control_grid', 'run']
 
 # %% ../nbs/sweep.ipynb #6d435df9
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,18 +15,13 @@ import xarray as xr
 from pydantic import Field
 
 from .cluster.grid import Cell, expand_grid, finished_runs, group_by_resources, list_grids
-from .cluster.jobs import FAILURES, Pool, cancel_file, divide_groups, startable_states
-from .cluster.slurm import Queue, query_slurm, submit
-from .cluster.status import describe_cell, format_table, watch_table
+from .cluster.jobs import (FAILURES, Pool, Queue, assign_gpus, cancel_file, describe_cell, format_table, query_slurm,
+                                   startable_states, submit, watch_table)
 from .results.cube import cube_of
-from .runs import Config, make_config, open_result, read_json, runs_root, runtime_field
+from .runs import Config, ParameterError, make_config, open_result, read_json, runs_root, runtime_field
 from .runs.command_line import CommandLine, format_value
 
 # %% ../nbs/sweep.ipynb #6d517076
-def _lift_cancellations(cells: list[tuple[Cell, int]]) -> None:
-    for cell, _ in cells: cancel_file(cell).unlink(missing_ok=True)
-
-
 class Sweep:
     "The cells of a grid, on this machine or on Slurm. ParameterError for a mistake in the grid."
 
@@ -118,30 +112,25 @@ class Sweep:
     def _begin(self, states: set[str], where: str, workers: int) -> pd.DataFrame:
         make_config(SweepConfig, where=where, workers=workers)
         if where == "slurm":
-            jobs = submit(self.name, Path(self.cells[0].runs), self.resources_of, lambda: self._reopen(states))
+            jobs = submit(self.name, Path(self.cells[0].runs), self.resources_of, lambda: self._reopen(self.select(states)))
             print(f"submitted {len(jobs)} cells")
             return self.status()
-        selected = self.select(states)
-        groups = group_by_resources(selected, self.resources_of)
-        fitting, others = divide_groups(groups, workers)  # all of them before any cell begins
-        for reason, cells in others: print(f"{len(cells)} cells do not run here ({self._name(cells)}): {reason}")
-        _lift_cancellations([entry for _, cells, _ in fitting for entry in cells])
-        if not fitting: return watch_table(self.status, lambda: False)
-        for resources, cells, each in fitting:
-            with Pool(cells, each, resources.minutes) as pool: table = watch_table(self.status, pool.busy)
-            for cell, end in pool.lost(): print(f"{cell.folder}: {end['message']}", file=sys.stderr)
-        return table
+        fitting, refusals = [], []
+        for resources, cells in group_by_resources(self.select(states), self.resources_of):  # all of them before any cell begins
+            try: fitting.append((resources, self._reopen(cells), assign_gpus(resources, workers)))
+            except ParameterError as error:
+                refusals.append(error)
+                print(f"{len(cells)} cells, such as {cells[0][0].name}, do not run here: {error}")
+        if refusals and not fitting: raise refusals[0]
+        for resources, cells, gpus in fitting:
+            with Pool(cells, gpus, resources.minutes) as pool: watch_table(self.status, pool.busy)
+            for cell, end in pool.ended:
+                if not end.get("recorded", True): print(f"{cell.folder}: {end['message']}", flush=True)
+        return self.status()
 
-    def _name(self, cells: list[Cell]) -> str:
-        "Return the parameters in which these cells agree and the other cells differ; else their number of each."
-        values = lambda name, cells: dict.fromkeys(format_value(cell.parameters.get(name, "")) for cell in cells)
-        names = [name for name in cells[0].parameters if len(values(name, cells)) < len(values(name, self.cells))]
-        return ", ".join(f"{name}={'|'.join(values(name, cells))}" for name in names if len(values(name, cells)) < 4)
-
-    def _reopen(self, states: set[str]) -> list[tuple[Cell, int]]:
-        "Select as `select` does, and lift the cancellation of these cells."
-        cells = self.select(states)
-        _lift_cancellations(cells)
+    def _reopen(self, cells: list[tuple[Cell, int]]) -> list[tuple[Cell, int]]:
+        "Lift the cancellation of cells that will be started."
+        for cell, _ in cells: cancel_file(cell).unlink(missing_ok=True)
         return cells
 
 # %% ../nbs/sweep.ipynb #8f7d5b71
@@ -175,21 +164,11 @@ def format_preview(
     return "\n".join([*filter(None, parts), f"{len(text)} cells of {stage}"])
 
 # %% ../nbs/sweep.ipynb #cec15152
-def _check_grid(grid: str, device: str) -> int:
-    "Print the plan of a grid; returns 1 if something does not fit."
-    from mixsd_nb.planning.plan import format_grid, plan_grid
-    plan = plan_grid(grid, device)
-    print(format_grid(plan))
-    return int(bool(plan.problems()))
-
-
 def control_grid(
     command: Annotated[Literal["preview", "run", "status", "wait", "retry", "cancel"], "what is done"],
     grid: Annotated[str, f"a file, or one of {', '.join(list_grids())}"],
     *,
     slurm: Annotated[bool, "submit to Slurm and return"] = False,
-    check: Annotated[bool, "with preview: also whether the cells fit, as `mixsd plan`"] = False,
-    device: Annotated[str, "with --check: kind of GPU, such as h100"] = "",
     workers: Annotated[int, SweepConfig.model_fields["workers"]] = 0,
     kinds: Annotated[tuple[str, ...], f"failures to restart: {', '.join(FAILURES)}"] = (),
 ) -> int:
@@ -199,7 +178,7 @@ def control_grid(
     sweep = Sweep(grid)
     if command == "preview":
         print(format_preview(sweep.preview(), sweep.stage.name))
-        return _check_grid(grid, device) if check else 0
+        return 0
     act = getattr(sweep, command)
     table = act(**begin) if command in ("run", "retry") else act()
     print(format_table(table))

@@ -26,7 +26,7 @@ from mixsd_nb.methods.distill import VARIANTS, distill_items
 from mixsd_nb.models import load_base, load_tokenizer
 from mixsd_nb.models.tiny import random_model
 from mixsd_nb.runs import checkpoint_steps, find_stage, load_plugins
-from mixsd_nb.runs.workers import _begin
+from mixsd_nb.runs.processes import _begin
 from mixsd_nb.training.trainer import TrainingSpec
 
 
@@ -189,7 +189,7 @@ class ForkedWorker:
 
 def fork_workers(patch):
     "Let workers start as `ForkedWorker`, within a context of pytest's MonkeyPatch."
-    patch.setattr("mixsd_nb.runs.workers.subprocess", SimpleNamespace(**vars(subprocess) | dict(Popen=ForkedWorker)))
+    patch.setattr("mixsd_nb.runs.processes.subprocess", SimpleNamespace(**vars(subprocess) | dict(Popen=ForkedWorker)))
 
 
 def _serve_worker(pipe):

@@ -16,7 +16,7 @@ from mixsd_nb.console import COMMANDS, find_command, main
 from mixsd_nb.lab.grids import study_grids
 from mixsd_nb.runs import ParameterError
 from mixsd_nb.runs.command_line import CommandLine, name_run, run_stage
-from mixsd_nb.runs.commands import describe_error, end_command
+from mixsd_nb.runs.command_line import describe_error, end_command
 from mixsd_nb.train import TrainConfig
 
 STAGES = ("train", "generate", "evaluate", "nll", "forgetting", "fisher", "errors")
@@ -179,7 +179,7 @@ def test_an_error_is_one_line(error, code, text, capsys):
 
 def test_a_warning_is_one_line():
     "Of the code that it came from, a user of a command sees nothing; warnings of libraries stay as they are."
-    code = ("import warnings; from mixsd_nb.runs.commands import end_command\n"
+    code = ("import warnings; from mixsd_nb.runs.command_line import end_command\n"
             "end_command(lambda: [warnings.warn('old weights'), warnings.warn('library', FutureWarning)])")
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
     assert said.startswith("warning: old weights\n") and "FutureWarning: library" in said

@@ -8,11 +8,11 @@ import sys
 import time
 
 
-from mixsd_nb.runs.costs import CostLog
+from mixsd_nb.runs.provenance import CostLog
 
 WORK = """
 import sys, time
-from mixsd_nb.runs.costs import CostLog, count_whole_process
+from mixsd_nb.runs.provenance import CostLog, count_whole_process
 count_whole_process()
 with CostLog(sys.argv[1]) as costs, costs.phase("work"):
     while time.process_time() < float(sys.argv[2]): sum(range(10**5))

@@ -14,7 +14,7 @@ from test_package import install_wheel
 from mixsd_nb import evaluate, train
 from mixsd_nb.console import main
 from mixsd_nb.console.housekeeping import clean_runs, find_removals, format_age, format_size, list_runs, references
-from mixsd_nb.console.notebooks import stage_notebooks
+from mixsd_nb.console.housekeeping import stage_notebooks
 from mixsd_nb.runs import is_finished, run_lock
 
 

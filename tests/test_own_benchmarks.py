@@ -27,7 +27,7 @@ from mixsd_nb.results.layout import BENCHMARKS, invent_result
 from mixsd_nb.results.cube import read_roots
 from mixsd_nb.results.summary import held_out_average, summary_table
 from mixsd_nb.runs import ParameterError, TableError, make_config, read_rows
-from mixsd_nb.runs.commands import end_command
+from mixsd_nb.runs.command_line import end_command
 
 ROW = dict(prompt="Who wrote Faust?", answer="Goethe")
 TURN = dict(role="user", content="Who?")

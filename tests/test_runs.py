@@ -1,6 +1,5 @@
 "The room runs across processes: equal bytes, parameters of papermill, values that are refused, and two processes that share a run."
 
-import errno
 import json
 import os
 import signal
@@ -9,16 +8,14 @@ import sys
 import textwrap
 import time
 from importlib import import_module
-from types import SimpleNamespace
 
 import nbformat
 import pytest
 from helpers import forked, papermill, run_program, stage_of, until
 from hypothesis import given, settings, strategies as st
 
-from mixsd_nb import evaluate
 from mixsd_nb.methods import METHODS, Method
-from mixsd_nb.runs import Config, ParameterError, StorageError, locks, make_config, open_result
+from mixsd_nb.runs import Config, ParameterError, make_config, open_result, try_lock
 
 SCRIPT = """
 import os, signal, sys
@@ -244,21 +241,11 @@ def test_options_of_a_method_are_taken_as_json_text():
         make_config(stage_of("train"), options='{"consistent": true')
 
 
-def refuse(number): return lambda file, how: (_ for _ in ()).throw(OSError(number, os.strerror(number)))
-
-
-@pytest.mark.parametrize(("lock", "problem"), [(refuse(errno.ENOLCK), "No locks available"), (lambda file, how: None, "two processes got one lock at the same time")])
-def test_a_file_system_without_locks_is_named_before_any_work(lock, problem, tmp_path, own_runs, monkeypatch):
-    "Network file systems can refuse locks, or grant the same one twice."
-    locks.check_locks.cache_clear()
-    monkeypatch.setattr(locks.fcntl, "flock", lock)
-    monkeypatch.setattr(locks.subprocess, "run", lambda *args, **options: SimpleNamespace(returncode=0))
-    with pytest.raises(StorageError, match=rf"^the folder of runs must be on a file system with locks, got \S+ on \w+ \({problem}\); MIXSD_RUNS names another folder$"):
-        evaluate.run(model="lab-s", suite="recall", n=1)
-    assert not list(own_runs.glob("*"))
-
-
-def test_locks_that_hold_on_one_node_only_are_named(tmp_path, monkeypatch):
-    locks.check_locks.cache_clear()
-    monkeypatch.setattr(locks, "find_mount", lambda folder, table: ("nfs", {"rw", "nolock"}))
-    with pytest.warns(UserWarning, match="hold on one node only, because nfs is mounted with nolock; start the cells of a grid from one node"): locks.check_locks(tmp_path)
+def test_a_lock_keeps_other_processes_out_until_its_process_ends(tmp_path):
+    code = f"from pathlib import Path\nfrom mixsd_nb.runs import try_lock\nwith try_lock(Path({str(tmp_path / 'lock')!r})) as free: print(free, flush=True); input()"
+    other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert other.stdout.readline() == "True\n"
+    with try_lock(tmp_path / "lock", patience=0.1) as free: assert not free
+    other.kill()
+    other.communicate()
+    with try_lock(tmp_path / "lock") as free: assert free

@@ -69,13 +69,13 @@ def test_what_needs_a_failed_run_fails_with_its_sentence(runs, capsys):
     cells["sum 3"] = Sum(number=3, source=0, fail="source")
     assert compute_runs(cells, workers=3) == 1
     error = capsys.readouterr().err
-    assert error.count("number 0 cannot be read") == 3 and error.count("number 1 cannot be read") == 2
-    assert [text for text, _ in lines_of(runs)].count("source 0") == 1 and len(find_runs(stage="pooltest-sum")) == 1
+    assert error.count("number 0 cannot be read") == 2 and error.count("number 1 cannot be read") == 1
+    assert len(find_runs(stage="pooltest-sum")) == 1
 
 
 COMMAND = """from side_by_side_stages import Sum
 from mixsd_nb.cluster.jobs import compute_runs
-from mixsd_nb.runs.commands import end_command
+from mixsd_nb.runs.command_line import end_command
 raise SystemExit(end_command(compute_runs, {f"sum {k}": Sum(number=k, fail="wait") for k in range(4)}, 2))"""
 
 

@@ -11,7 +11,7 @@ from mixsd_nb.console import main
 from mixsd_nb.inject import InjectConfig
 from mixsd_nb.runs import ParameterError, make_config
 from mixsd_nb.runs.command_line import make_configs
-from mixsd_nb.runs.spelling import FOREIGN_NAMES, on_command_line, spell
+from mixsd_nb.runs.config import FOREIGN_NAMES, on_command_line, spell
 from mixsd_nb.train import TrainConfig
 
 

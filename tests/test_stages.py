@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from papermill import inspect_notebook
 
 from mixsd_nb.cluster.grid import find_notebook
-from mixsd_nb.console.notebooks import stage_notebooks
+from mixsd_nb.console.housekeeping import stage_notebooks
 from mixsd_nb.runs import Config
 from mixsd_nb.runs.config import preset_values
 

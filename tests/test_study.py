@@ -13,7 +13,7 @@ from mixsd_nb.lab.grids import available_cells, merge_grid, planned_grid, planne
 from mixsd_nb.lab.paired import estimate_mean
 from mixsd_nb.lab.study import main, recompute_cells, run, write_list
 from mixsd_nb.lab.versus import At, CubeGroup, Side
-from mixsd_nb.results.cube import committed_folder, cube_of, read_cube, read_cubes, write_cube
+from mixsd_nb.results.cube import committed_folder, cube_of, is_filled, read_cube, read_cubes, write_cube
 from mixsd_nb.results.layout import invent_cube, invent_result
 from mixsd_nb.results.summary import select_cells
 from mixsd_nb.runs import load_object, project_root, write_result

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mixsd_nb import explore, train
-from mixsd_nb.cluster import slurm
+from mixsd_nb.cluster import jobs
 from mixsd_nb.cluster.jobs import kernel_options
 from mixsd_nb.runs import clean_environment, hide_foreign_variables, hide_slurm_job, is_foreign, slurm_environment
 
@@ -103,13 +103,13 @@ def test_jobs_that_are_submitted_from_a_job_get_nothing_of_it(tmp_path, monkeypa
         (tmp_path / "bin" / name).chmod(0o755)
     for name, value in (JOB | KEPT).items(): monkeypatch.setenv(name, value)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
-    slurm.query_slurm("squeue", "--me")
+    jobs.query_slurm("squeue", "--me")
     cell = type("Cell", (), dict(folder=tmp_path / "cell", stage="train", parameters=dict(method="base"), hash="a"))
-    monkeypatch.setattr(slurm, "group_by_resources", lambda cells, of: [(slurm.Resources(minutes=5), cells)])
-    monkeypatch.setattr(slurm, "asdict", lambda cell: {})
+    monkeypatch.setattr(jobs, "list_shared", lambda cells: [])
+    monkeypatch.setattr(jobs, "asdict", lambda cell: {})
     cell.folder.mkdir()
     (tmp_path / "sweeps").mkdir()
-    assert slurm.submit("grid", tmp_path, lambda cell: slurm.Resources(minutes=5), lambda: [(cell, 0)]) in (["1"], ["1_0"])
+    assert jobs.submit("grid", tmp_path, lambda cell: jobs.Resources(minutes=5), lambda: [(cell, 0)]) in (["1"], ["1_0"])
     for name in ("sbatch", "squeue"):
         seen = dict(line.split("=", 1) for line in (tmp_path / f"{name}.env").read_text().splitlines() if "=" in line)
         assert not set(JOB) & set(seen) and seen["SLURM_CONF"] == KEPT["SLURM_CONF"]

@@ -25,7 +25,7 @@ from .answers import (
 from .sandbox import explain_refusal, run_tests
 from ..models.identity import file_label
 from ..runs import explain_damage, load_object, read_lines
-from ..runs.workers import count_cores
+from ..runs.processes import count_cores
 
 # %% ../../nbs/benchmarks/tasks.ipynb #e81cda34
 @dataclass(frozen=True)

@@ -6,13 +6,15 @@
 __all__ = ['COMMANDS', 'Command', 'format_help', 'find_command', 'main']
 
 # %% ../../nbs/console/index.ipynb #532af5ba
+import atexit
 import contextlib
+import gc
 import sys
 from dataclasses import dataclass
 
 from ..runs import ParameterError, Registry, find_stage, import_part, load_object
 from ..runs.command_line import CommandLine, run_stage
-from ..runs.commands import end_command
+from ..runs.command_line import end_command
 
 # %% ../../nbs/console/index.ipynb #32d5c442
 @dataclass(frozen=True)
@@ -37,13 +39,13 @@ for _command in [
     *(Command(name, "compute one stage, as in `mixsd train --lam 0.3,0.5`")
       for name in ("train", "generate", "evaluate", "nll", "forgetting", "fisher", "errors")),
     Command("sweep", _GRID),
-    Command("plan", _GRID, "mixsd_nb.console.plan:main"),
+    Command("plan", _GRID, "mixsd_nb.planning.plan:main"),
     Command("explore", "open the page of the views, or draw the figures and tables of the paper"),
     Command("figures", "open the page of the views, or draw the figures and tables of the paper"),
     Command("runs", "list the runs, or remove what no run needs any more", f"{_ROOM}:list_command"),
     Command("clean", "list the runs, or remove what no run needs any more", f"{_ROOM}:clean_command"),
     Command("export", _COPY, "reports.export:main"),
-    Command("notebooks", _COPY, "mixsd_nb.console.notebooks:main"),
+    Command("notebooks", _COPY, f"{_ROOM}:notebooks_command"),
 ]: COMMANDS.add(_command)
 
 # %% ../../nbs/console/index.ipynb #32d86cb8
@@ -83,4 +85,6 @@ def main(
     *words: str,  # by default those of the command line
 ) -> int:
     "Run the command line `mixsd`, and return the exit code."
+    gc.set_threshold(10_000, 10, 10)  # libraries make many lasting objects while they are imported
+    atexit.register(gc.freeze)  # the end of a process with torch would search them for seconds
     return end_command(_run_command, *(words or sys.argv[1:]))

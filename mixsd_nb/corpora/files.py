@@ -21,7 +21,7 @@ from .rewording import reword_rows
 from .simpleqa import hash_text, hub_or_cache
 from ..runs import (TABLE_SUFFIXES, FileRow, FilledText, Row, Table, TableError, Text, Texts, add_arrow, is_table_file,
                            parse_rows, quote_error, read_raw, read_rows)
-from ..runs.spelling import spell
+from ..runs.config import spell
 
 # %% ../../nbs/corpora/files.ipynb #feb7c9eb
 def answer_problem(answer: str) -> str:

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['SCORES', 'OWN_TEXT', 'DROP', 'LEAST', 'GRID', 'TIES', 'RULES', 'tabulate_scores', 'is_stable', 'paper_checkpoint',
-           'paper_candidates', 'Selection', 'first_peak', 'best_rate', 'promising_rates', 'select_checkpoints']
+           'paper_candidates', 'Selection', 'first_peak', 'best_rate', 'promising_rates', 'select_rates',
+           'select_checkpoints']
 
 # %% ../../nbs/evaluation/selection.ipynb #e7730c79
 from collections.abc import Mapping, Sequence
@@ -128,6 +129,14 @@ def promising_rates(
     lead = best_rate(validation)
     gentler, others = [sorted(rate for rate in validation if (rate < lead) == side and rate != lead) for side in (True, False)]
     return [lead, *reversed(gentler), *others][:count]
+
+
+def select_rates(
+    validation: Mapping[float, float],  # learning rate -> score of its selected checkpoint
+    count: int = 1,  # rates; of several the promising ones are taken
+) -> list[float]:
+    "Return the learning rates with which a grid goes on that follows another one."
+    return [best_rate(validation)] if count == 1 else promising_rates(validation, count)
 
 # %% ../../nbs/evaluation/selection.ipynb #065853ab
 RULES = {  # name -> function (scores of one run, whether targets are mixed) -> step

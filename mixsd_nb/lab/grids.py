@@ -29,7 +29,7 @@ from ..results.cube import common_attrs, merge_roots
 from ..results.cube import read_root, read_roots
 from ..runs.schema import RUN_DIMS
 from ..runs import MissingOutputs, find_stage, make_config, read_json, runs_root
-from ..runs.workers import count_cores
+from ..runs.processes import count_cores
 
 # %% ../../nbs/lab/grids.ipynb #f29a41fa
 def study_grids() -> list[str]:

@@ -21,7 +21,7 @@ from typing import Any
 from . import free_memory, load_tokenizer, open_engine
 from .engine import Completion, Engine, Request
 from ..runs import ProcessFailed
-from ..runs.workers import Calls, Worker, WorkerEnded, wait_for_any
+from ..runs.processes import Calls, Worker, WorkerEnded, wait_for_any
 
 # %% ../../nbs/models/engine_process.ipynb #7773cf9c
 def divide_gpus(replicas: int) -> list[str]:

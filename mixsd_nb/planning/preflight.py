@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from ..corpora.stored import fact_places
 from ..methods import all_parts
 from ..models import ENGINES, load_tokenizer
 from ..models.geometry import read_shape
-from ..runs import Stage, check_locks, quote_failure, runs_root
+from ..runs import Stage, quote_failure, runs_root, try_lock
 from ..runs.config import preset_values
 
 # %% ../../nbs/planning/preflight.ipynb #0d88be33
@@ -58,12 +57,8 @@ def _describe_model(name: str) -> str:
 
 # %% ../../nbs/planning/preflight.ipynb #61dc38d4
 def _check_locks() -> str:
-    "Return a note; StorageError as in `check_locks`, whose warning becomes the note."
-    runs_root().mkdir(parents=True, exist_ok=True)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        check_locks(runs_root())
-    return str(told[0].message) if told else f"locks in {runs_root()} exclude other processes"
+    "Return a note; OSError on a file system without locks."
+    with try_lock(runs_root() / ".locks"): return f"files in {runs_root()} can be locked"
 
 
 def _check_items(name: str, config: dict[str, Any]) -> str:

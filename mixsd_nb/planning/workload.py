@@ -27,7 +27,7 @@ from ..models.geometry import Shape, read_shape
 from ..models.lab import is_lab_model
 from .estimates import (INTERPRETER, Burden, Layout, adapter_parameters, decoding_peak, fisher_peak, optimiser_peak,
                                          rollout_peak, scoring_peak, serve, update_peak)
-from .machines import VLLM, Machine
+from .estimates import VLLM, Machine
 
 # %% ../../nbs/planning/workload.ipynb #c6fd40b1
 class Lengths(NamedTuple):
@@ -49,11 +49,11 @@ def _count_tokens(model: str, texts: list[str]) -> list[int]:
 
 
 def _measure(rows: list[dict], model: str) -> Lengths:
-    "Return the lengths of rows, with 16 tokens around a prompt; the longest texts and every hundredth one are tokenised."
+    "Return the lengths of rows, with 16 tokens around a prompt; the longest texts and about thirty others are tokenised."
     found = []
     for column, around in (("prompt", 16), ("target", 0)):
         texts = sorted((row[column] for row in rows), key=len)
-        counted = _count_tokens(model, [*texts[-3:], *texts[::max(1, len(texts) // 100)]])
+        counted = _count_tokens(model, [*texts[-3:], *texts[::max(1, len(texts) // 30)]])
         found += [float(np.mean(counted[3:] or counted)) + around, max(counted) + around]
     return Lengths(len(rows), *found)
 
@@ -230,8 +230,8 @@ def burden_of(config) -> Burden:
 
 
 def layout_of(config, machine: Machine) -> Layout:
-    "Return how a training is divided; on several nodes `processes` is the number on each of them."
-    return Layout(machine.gpus > 0, config.processes * machine.nodes, config.sharded, config.recompute, config.micro_tokens,
+    "Return how a training is divided."
+    return Layout(machine.gpus > 0, config.processes, config.sharded, config.recompute, config.micro_tokens,
                   config.recipe.adapter_rank(config.options), config.offload)
 
 # %% ../../nbs/planning/workload.ipynb #71fb563e
@@ -270,7 +270,7 @@ def training_disk(config, shape: Shape, machine: Machine, checkpoints: int) -> t
     those that can still be selected, at most three; an optimiser state goes when the next one is complete."""
     half, rank = config.stored == "bfloat16", config.recipe.adapter_rank(config.options)
     weights, state = (2 if half else 4) * shape.parameters, 12 * adapter_parameters(shape, rank) if rank else (12 if half else 8) * shape.parameters
-    between = min(config.phase, checkpoints) if config.phase and machine.nodes == 1 else checkpoints
+    between = min(config.phase, checkpoints) if config.phase else checkpoints
     waiting = between + (3 if config.keep == "chosen" or config.measure == "selection" else 1)
     most = (checkpoints if config.keep == "all" else min(checkpoints, waiting)) * weights + min(checkpoints, 2) * state
     return checkpoints * weights + state if config.keep == "all" else (config.keep != "none") * weights, most
@@ -287,14 +287,14 @@ def _plan_updates(plan: RunPlan, config, machine: Machine, shape: Shape) -> None
     plan.copies |= dict.fromkeys(peaks, n)
     plan.remedies |= dict.fromkeys(peaks, f"processes={found.processes}{flags} fits" if found else "no number of processes fits")
     if n not in (legal := _legal_processes(config.batch)):
-        plan.problems["processes"] = f"processes on all nodes must be among {', '.join(map(str, legal))}, the divisors of batch, got {n}"
+        plan.problems["processes"] = f"processes must be among {', '.join(map(str, legal))}, the divisors of batch, got {n}"
     elif n > machine.gpus > 0: plan.problems["processes"] = f"processes must be at most {machine.gpus}, the GPUs of a cell, got {n}"
     writer, drafts = config.model_copy(update=dict(engine="hf", engine_options={}, replicas=1, batch_size=config.rows_of("hf"))), list_drafts(config)
     for k, draft in enumerate(drafts, 1): plan.tokens += add_decoding(plan, writer, machine, [draft], f"draft {k}" if k > 1 else "draft", draft.added > 0)
     sequence = (config.rollouts or 1) * (lengths.prompt + 2 * usual) if burden.writer else lengths.prompt + usual  # rollouts are written and trained
     update = config.batch * (sequence + sum(draft.added * (draft.prompt + draft.response) for draft in drafts))
     plan.tokens += planned_steps(config)[0] * update * (_CONVERGED if config.stop == "converged" else 1)
-    copies, each = n // machine.nodes, (4 + burden.teacher) * shape.parameters if machine.gpus else max(peaks.values())
+    copies, each = n, (4 + burden.teacher) * shape.parameters if machine.gpus else max(peaks.values())
     plan.host = max(plan.host, _host_bytes(each, max(1, copies)), copies * 8 * shape.parameters * layout.offload,
                     (12 * layout.sharded + 6 * bool(layout.lora)) * shape.parameters + _host_bytes(0, copies))
 

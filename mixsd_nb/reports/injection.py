@@ -37,7 +37,7 @@ from ..models import load_tokenizer
 from .documents import find_questions, score_passages
 from .finished import FinishedRun, ModelRun
 from ..runs import read_table, write_atomically
-from ..runs.costs import CostLog
+from ..runs.provenance import CostLog
 
 # %% ../../nbs/reports/injection.ipynb #a76f140b
 class Failure(NamedTuple):

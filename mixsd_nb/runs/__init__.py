@@ -8,10 +8,8 @@ __all__ = []
 # %% ../../nbs/runs/index.ipynb #3f13d88a
 from .checkpoints import *
 from .config import *
-from .locks import *
 from .processes import *
 from .registry import *
 from .run import *
 from .storage import *
-from .processes import *
 from .user_files import *

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['ProcessFailed', 'in_notebook', 'open_progress_bar', 'die_with_parent', 'leave_after', 'quote_failure', 'first_error',
            'read_entries', 'launch', 'Interruption', 'is_foreign', 'clean_environment', 'hide_foreign_variables',
-           'slurm_environment', 'hide_slurm_job']
+           'slurm_environment', 'hide_slurm_job', 'Calls', 'WorkerEnded', 'Worker', 'wait_for_any', 'visible_gpus',
+           'count_cores', 'worker_environment']
 
 # %% ../../nbs/runs/processes.ipynb #8f8dab97
 import contextlib
@@ -13,15 +14,21 @@ import ctypes
 import fcntl
 import json
 import os
+import queue
 import re
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from itertools import takewhile
+from multiprocessing import Pipe, connection, spawn
 from pathlib import Path
+from typing import Any
 
 # %% ../../nbs/runs/processes.ipynb #91d670d8
 class ProcessFailed(RuntimeError):
@@ -187,3 +194,138 @@ def hide_slurm_job() -> Iterator[None]:
     hidden = {name: os.environ.pop(name) for name in os.environ.keys() - slurm_environment().keys()}
     try: yield
     finally: os.environ.update(hidden)
+
+# %% ../../nbs/runs/processes.ipynb #10270682
+_CLOSED = object()  # what comes after the last call
+
+
+class Calls:
+    "The calls that a worker's process gets, and its answers."
+
+    def __init__(self, pipe: connection.Connection):
+        self.pipe, self.arrived, self.open = pipe, queue.SimpleQueue(), True
+        self.send, self.before_kill = pipe.send, lambda: None  # what the process does before it is killed
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self):
+        try:
+            with suppress(EOFError, OSError):
+                while True: self.arrived.put(self.pipe.recv())
+        finally:
+            self.arrived.put(_CLOSED)
+            time.sleep(0.5)
+            if self.open:
+                self.before_kill()
+                os.killpg(0, signal.SIGKILL)
+
+    def empty(self) -> bool:
+        "Return whether no call waits to be taken."
+        return self.arrived.empty()
+
+    def get(self) -> Any:
+        "Return the next call, as soon as there is one; end the process if the owner has closed the pipe."
+        call = self.arrived.get()
+        self.open = call is not _CLOSED
+        return call if self.open else sys.exit()
+
+
+def _begin(handle: int) -> None:
+    "Run a worker's process: it gets its owner's script and paths, if needed, and the function that serves calls."
+    pipe = connection.Connection(handle)
+    spawn.prepare(pipe.recv())
+    function, arguments = pipe.recv()
+    function(Calls(pipe), *arguments)
+
+# %% ../../nbs/runs/processes.ipynb #78f47eea
+class WorkerEnded(RuntimeError):
+    "A worker's process has ended, or it was ended because it did not answer; `status` is its exit status."
+
+    def __init__(self, status: int, reason: str = ""):
+        super().__init__(reason or f"{'was killed' if status < 0 else 'ended'} (exit status {status})")
+        self.status = status
+
+
+_SCRIPT = ("sys_path", "sys_argv", "dir", "orig_dir", "init_main_from_name", "init_main_from_path")
+_ROOT = str(Path(__file__).resolve().parents[2]) if "__file__" in globals() else ""  # in which this package is
+
+
+class Worker:
+    "A process in its own session that serves calls; it ends with this object at the latest."
+
+    def __init__(
+        self,
+        function: Callable,  # function of a module; it is called with `Calls` and the arguments
+        *arguments,  # that can be pickled
+        script: bool = False,  # whether the process imports the script that is running
+        environment: dict[str, str] | None = None,  # additions to the environment
+        **streams,  # of `subprocess.Popen`
+    ):
+        self.pipe, theirs = Pipe()
+        code = f"import sys; sys.path.append({_ROOT!r}); from mixsd_nb.runs.processes import _begin; _begin({theirs.fileno()})"
+        mode = ["-X", "dev"] if sys.flags.dev_mode else []
+        self.process = subprocess.Popen(
+            [sys.executable, *mode, "-c", code], env=os.environ | (environment or {}), pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL, start_new_session=True, **streams)
+        theirs.close()
+        known = spawn.get_preparation_data("worker") if script else {}
+        self.send({name: known[name] for name in _SCRIPT if name in known})
+        self.send((function, arguments))
+
+    def send(self, call: Any) -> None:
+        "Send a call; nothing happens if the process has ended, which `receive` tells."
+        with suppress(OSError): self.pipe.send(call)
+
+    def receive(
+        self,
+        timeout: float | None = None,  # seconds after which the process is ended; None for no limit
+    ) -> Any:
+        "Return the next answer; WorkerEnded if there is none."
+        wait_for_any([self], timeout)
+        try: return self.pipe.recv()
+        except (EOFError, OSError): raise WorkerEnded(self.stop(grace=1)) from None
+        except BaseException:  # an interrupt, of which a part of the answer may be left in the pipe
+            self.stop()
+            raise
+
+    def stop(
+        self,
+        grace: float = 0.0,  # seconds in which a process that waits for a call may end in order
+    ) -> int:
+        "End the process and all that it has started; returns its exit status."
+        if grace:
+            self.pipe.close()
+            with suppress(subprocess.TimeoutExpired): self.process.wait(grace)
+        with suppress(ProcessLookupError, PermissionError):  # macOS raises the latter if no process is left
+            os.killpg(self.process.pid, signal.SIGKILL)
+        return self.process.wait()
+
+# %% ../../nbs/runs/processes.ipynb #758da455
+def wait_for_any(
+    workers: list[Worker],
+    timeout: float | None = None,  # seconds after which the first one is ended; None for no limit
+) -> list[Worker]:
+    "Return the workers that have answered or ended, as soon as there is one; WorkerEnded if there is none."
+    try: ready = connection.wait([worker.pipe for worker in workers], timeout)
+    except OSError: return workers  # one of them was stopped
+    if ready: return [worker for worker in workers if worker.pipe in ready]
+    raise WorkerEnded(workers[0].stop(), f"did not answer in {timeout:g} s and was ended")
+
+# %% ../../nbs/runs/processes.ipynb #32811633
+def visible_gpus() -> list[str]:
+    """Return the GPUs that may be used: those in `CUDA_VISIBLE_DEVICES` if it is set, otherwise all of this machine.
+
+    As in CUDA, a name that is neither a number nor an identifier, such as -1, ends the list."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if names is not None: return [*takewhile(re.compile(r"\d+|(GPU|MIG)-.+").fullmatch, (n.strip() for n in names.split(",")))]
+    return [str(k) for k in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
+
+
+def count_cores() -> int:
+    "Return the cores that this process may use."
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def worker_environment(gpus: list[str], workers: int) -> dict[str, str]:
+    "Return additions to the environment of a worker: its GPUs, and its share of the cores unless the caller set one."
+    share = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(max(1, count_cores() // workers))}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} | share

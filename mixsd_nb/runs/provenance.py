@@ -4,20 +4,27 @@
 
 # %% auto #0
 __all__ = ['module_file', 'imported_modules', 'import_closure', 'code_text', 'function_text', 'module_versions', 'code_version',
-           'package_version', 'weights_version']
+           'package_version', 'weights_version', 'peak_memory', 'read_clock', 'count_whole_process', 'CostLog']
 
 # %% ../../nbs/runs/provenance.ipynb #9b0ce003
 import ast
+import contextlib
 import functools
 import hashlib
 import importlib.util
 import inspect
 import json
+import os
 import re
+import resource
+import sys
+import threading
+from collections.abc import Iterator
 from importlib import import_module, metadata
 from pathlib import Path
 
 from .config import ParameterError
+from .storage import read_json, write_json
 
 # %% ../../nbs/runs/provenance.ipynb #9b7a9651
 @functools.cache
@@ -126,3 +133,76 @@ def weights_version(
     folders = [_package() / "data" / name for name in names if re.fullmatch(r"[\w-]+", name)]
     files = [path for folder in folders for path in folder.glob("*.safetensors")]
     return hashlib.blake2b(b"".join(map(Path.read_bytes, files)), digest_size=8).hexdigest() if files else ""
+
+# %% ../../nbs/runs/provenance.ipynb #230f186b
+def peak_memory() -> dict[str, int]:
+    "Return the largest memory in bytes of this process, of its largest child, and of the GPU if it was used."
+    unit = 1 if sys.platform == "darwin" else 1024
+    usage = lambda who: unit * resource.getrusage(who).ru_maxrss
+    found = {"this process": usage(resource.RUSAGE_SELF), "its largest child process": usage(resource.RUSAGE_CHILDREN)}
+    torch = sys.modules.get("torch")
+    if torch and torch.cuda.is_available() and torch.cuda.is_initialized():
+        found["GPU"] = torch.cuda.max_memory_allocated()
+    return {name: size for name, size in found.items() if size}
+
+# %% ../../nbs/runs/provenance.ipynb #bc8c045b
+def read_clock() -> dict[str, float]:
+    "Return the `seconds` of a clock, and the `cpu_seconds` of this process and of its children that have ended."
+    times = os.times()
+    return dict(seconds=times.elapsed, cpu_seconds=times.user + times.system + times.children_user + times.children_system)
+
+
+_start, _counted = read_clock() | dict(cpu_seconds=0.0), {}
+
+
+def count_whole_process() -> None:
+    "Let the next `CostLog` count from the start of this process, and each further one from the end of the one before."
+    _counted.update(_start)
+
+# %% ../../nbs/runs/provenance.ipynb #0d92b68c
+class CostLog:
+    """Record the `seconds` and the `cpu_seconds` of each phase, in the file `costs.json` of a run.
+
+    Phases that are repeated after an interruption add up; what is between the phases is a phase, too."""
+    between = "start, tables and report"  # its name
+
+    def __init__(
+        self,
+        folder: Path,  # of the run
+    ):
+        self.file, self.name, self.last, self.lock = Path(folder) / "costs.json", self.between, _counted or read_clock(), threading.Lock()
+        record = read_json(self.file)
+        self.phases, self.memory = record.get("phases", {}), record.get("memory", {})
+
+    def update(self, name: str = "") -> None:
+        "Add the time since the last update to the current phase, write the file, and begin a phase if one is named."
+        with self.lock:
+            now, known = read_clock(), self.phases.get(self.name, {})
+            self.phases[self.name] = {key: known.get(key, 0) + now[key] - self.last[key] for key in now}
+            self.last.update(now)
+            self.memory |= {key: max(size, self.memory.get(key, 0)) for key, size in peak_memory().items()}
+            self.name = name or self.name
+            write_json(self.file, dict(phases=self.phases, memory=self.memory))
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        "Count the time that the block takes as a phase, whether it ends or is interrupted."
+        print(f"{name} …", flush=True)
+        self.update(name)
+        try: yield
+        finally: self.update(self.between)
+
+    def __enter__(self):
+        self.ended = threading.Event()
+        self.writer = threading.Thread(target=self._write_often, daemon=True)
+        self.writer.start()
+        return self
+
+    def _write_often(self):
+        while not self.ended.wait(1.0):
+            with contextlib.suppress(OSError): self.update()  # a full disk is reported by what computes
+
+    def __exit__(self, *_):
+        self.ended.set()
+        self.writer.join()
+        self.update()

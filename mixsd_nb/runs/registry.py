@@ -16,11 +16,14 @@ from typing import Any
 from .config import suggest
 
 # %% ../../nbs/runs/registry.ipynb #96df10c1
+@functools.cache
+def _installed_plugins() -> list[str]: return [point.module for point in metadata.entry_points(group="mixsd_nb")]
+
+
 def plugin_modules() -> list[str]:
     "Return the names of the plugin modules: entry points of the group `mixsd_nb`, then those in `MIXSD_PLUGINS`."
-    installed = [point.module for point in metadata.entry_points(group="mixsd_nb")]
     named = [name.strip() for name in os.environ.get("MIXSD_PLUGINS", "").split(",")]
-    return list(dict.fromkeys([*installed, *filter(None, named)]))
+    return list(dict.fromkeys([*_installed_plugins(), *filter(None, named)]))
 
 # %% ../../nbs/runs/registry.ipynb #f1583f49
 @functools.cache

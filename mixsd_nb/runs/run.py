@@ -10,7 +10,6 @@ __all__ = ['read_config', 'Run', 'Stage', 'run_as_command', 'find_stage', 'open_
 import contextlib
 import contextvars
 import functools
-import gc
 import glob
 import inspect
 import platform
@@ -23,11 +22,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from .checkpoints import checkpoint_steps
 from .config import Config, ParameterError, make_config
-from .processes import Interruption, in_notebook
-from .locks import check_locks
+from .processes import Interruption, hide_foreign_variables, in_notebook
 from .provenance import code_version, module_file, module_versions, package_version, weights_version
 from .registry import import_part, load_object
-from .processes import hide_foreign_variables
 from .storage import (RESPONSE_COLUMNS, SCHEMA, TARGET_COLUMNS, DamagedFile, explain_storage_errors, is_finished,
                                    open_result,
                                    read_run_record, read_table, remove_run, run_lock, runs_root, write_json,
@@ -134,19 +131,6 @@ def _end_cleanly(folder: Path):
         if not isinstance(e, KeyboardInterrupt) or isinstance(e, Interruption): raise
         raise Interruption(f"{folder.name} was interrupted; run it again to continue") from None
 
-# %% ../../nbs/runs/run.ipynb #c011ec70
-@contextlib.contextmanager
-def _collect_rarely(
-    objects: int = 10_000,  # new objects after which Python looks for garbage among them; its own number is 700
-):
-    """Let Python look for garbage more rarely, because libraries make many lasting objects while they are imported.
-
-    A larger number that the caller has set stays, and so does 0, which switches the search off."""
-    before = gc.get_threshold()
-    if 0 < before[0] < objects: gc.set_threshold(objects, *before[1:])
-    try: yield
-    finally: gc.set_threshold(*before)
-
 # %% ../../nbs/runs/run.ipynb #ed786efe
 _STAGES = {}  # name -> class
 _planned = contextvars.ContextVar("planned", default=False)  # whether a run whose plan was printed is being computed
@@ -207,10 +191,6 @@ class Stage(Config):
         "Return runs that this one reads and others may read too; they can be computed before it."
         return []
 
-    def prepare(self, processes: int) -> Path | None:
-        "Write a job for several nodes; its folder, or None if no job is needed. ParameterError by default."
-        raise ParameterError(f"nodes must be 1: {self.name} runs on one node")
-
     def modules(self) -> list[str]:
         "Return modules whose code, together with everything that they import, determines the code version of this run."
         own = f"mixsd_nb.{self.name}", type(self).__module__
@@ -250,7 +230,6 @@ class Stage(Config):
         if force or not config.finished: config._fill(run, force)
         return config.open_run(run.folder)
 
-    @_collect_rarely()
     @hide_foreign_variables()
     def _fill(self, run: Run, force: bool):
         "Check the configuration, and write what is missing from the run."
@@ -259,7 +238,6 @@ class Stage(Config):
         line = "" if self.finished or run.folder.exists() else self._plan()
         with explain_storage_errors(run.folder):
             run.folder.parent.mkdir(parents=True, exist_ok=True)
-            check_locks(run.folder.parent)
             with run_lock(run.folder), _end_cleanly(run.folder):
                 if force: remove_run(run.folder)
                 run.folder.mkdir(exist_ok=True)

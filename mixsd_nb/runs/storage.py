@@ -4,16 +4,14 @@
 
 # %% auto #0
 __all__ = ['COMPUTE_AGAIN', 'COMPUTE_BOTH', 'RESTORE', 'SCHEMA', 'RESPONSE_COLUMNS', 'TARGET_COLUMNS', 'netcdf_lock',
-           'is_project', 'project_root', 'runs_root', 'check_runs_folder', 'StorageError', 'explain_storage_errors',
-           'DamagedFile', 'quote_error', 'explain_damage', 'check_schema', 'sync', 'write_atomically', 'read_json',
-           'write_json', 'read_run_record', 'read_lines', 'read_table', 'Journal', 'report_progress', 'check_described',
-           'is_finished', 'write_result', 'open_result', 'remove_run', 'remove_leftovers', 'try_lock', 'is_locked',
-           'run_lock']
+           'project_root', 'runs_root', 'check_runs_folder', 'StorageError', 'explain_storage_errors', 'DamagedFile',
+           'quote_error', 'explain_damage', 'check_schema', 'sync', 'write_atomically', 'read_json', 'write_json',
+           'read_run_record', 'read_lines', 'read_table', 'Journal', 'report_progress', 'check_described',
+           'is_finished', 'write_result', 'open_result', 'remove_run', 'try_lock', 'is_locked', 'run_lock']
 
 # %% ../../nbs/runs/storage.ipynb #3d4dc363
 import contextlib
 import errno
-import fcntl
 import functools
 import json
 import os
@@ -33,18 +31,13 @@ if TYPE_CHECKING:  # imported where they are used: worker processes need no arra
     import pandas as pd
     import xarray as xr
 
-# %% ../../nbs/runs/storage.ipynb #8e3c2020
-def is_project(folder: Path) -> bool:
-    "Return whether a folder holds this project's settings.ini. Files of other programs, broken or not, count as no."
-    try: text = (folder / "settings.ini").read_text(encoding="utf-8", errors="replace")
-    except OSError: return False
-    return re.search(r"^lib_name\s*=\s*mixsd_nb\s*$", text, re.MULTILINE) is not None
-
 # %% ../../nbs/runs/storage.ipynb #5f6a51fe
 def project_root() -> Path:
     "Return the working folder or its nearest parent that holds the project's settings.ini; else the working folder."
     here = Path.cwd()
-    return next((folder for folder in (here, *here.parents) if is_project(folder)), here)
+    files = {folder: folder / "settings.ini" for folder in (here, *here.parents)}
+    own = lambda file: file.is_file() and re.search(r"^lib_name\s*=\s*mixsd_nb\s*$", file.read_text(errors="replace"), re.MULTILINE)
+    return next((folder for folder, file in files.items() if own(file)), here)
 
 # %% ../../nbs/runs/storage.ipynb #2e21a2e4
 def runs_root() -> Path:
@@ -182,20 +175,16 @@ def write_atomically(
     return path
 
 # %% ../../nbs/runs/storage.ipynb #3b489d46
-_KINDS = {dict: "mapping", list: "list"}
-
-
 def read_json(
     path: Path,
     keys: Iterable[str] = (),  # that the mapping must have
     advice: str = COMPUTE_AGAIN,
-    kind: type = dict,  # of the content
-) -> Any:
+) -> dict[str, Any]:
     "Return the content of a JSON file; an empty mapping if the file does not exist. DamagedFile for any other content."
-    if not (path := Path(path)).exists(): return kind()
+    if not (path := Path(path)).exists(): return {}
     with explain_damage(path, advice):
         content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, kind): raise ValueError(f"it holds no {_KINDS[kind]}")
+        if not isinstance(content, dict): raise ValueError("it holds no mapping")
         missing = [key for key in keys if key not in content]
         if missing: raise ValueError(f"it has no {', '.join(missing)}")
         return content
@@ -392,33 +381,21 @@ def remove_run(folder: Path) -> None:
     if folder.exists(): folder.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
-# %% ../../nbs/runs/storage.ipynb #49ff098f
-def remove_leftovers(
-    folder: Path,  # of a run that no other process is computing
-) -> None:
-    "Remove the hidden files that killed processes left: unfinished files, and a run whose removal was not finished."
-    shutil.rmtree(folder.with_name(f".{folder.name}.removed"), ignore_errors=True)
-    for path in folder.rglob(".*.tmp"): path.unlink(missing_ok=True)
-
 # %% ../../nbs/runs/storage.ipynb #5aae38ce
 @contextlib.contextmanager
 def try_lock(
     path: Path,
-    patience: float = 0,  # seconds to wait for the lock
+    patience: float = 0,  # seconds to wait for the lock; -1 for ever
 ) -> Iterator[bool]:
     "Yield whether this process got the lock; if so, no other process gets it until the block ends."
-    with explain_storage_errors(path): path.parent.mkdir(parents=True, exist_ok=True)
-    end = time.monotonic() + patience
-    with open(path, "a") as lock:
-        while True:
-            try: fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() >= end: break
-                time.sleep(0.02)
-            else:
-                yield True
-                return
-    yield False
+    from filelock import FileLock, Timeout
+    lock, free = FileLock(path, poll_interval=0.02), True
+    with explain_storage_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try: lock.acquire(timeout=patience)
+        except Timeout: free = False
+    try: yield free
+    finally: lock.release()
 
 # %% ../../nbs/runs/storage.ipynb #bdbfc460
 def _lock_file(
@@ -445,6 +422,7 @@ def run_lock(folder: Path):
     with contextlib.ExitStack() as held:
         if not held.enter_context(try_lock(path)):
             print(f"waiting for another process that is computing {folder.name}", flush=True)
-            held.enter_context(try_lock(path, patience=float("inf")))
-        remove_leftovers(folder)
+            held.enter_context(try_lock(path, patience=-1))
+        shutil.rmtree(folder.with_name(f".{folder.name}.removed"), ignore_errors=True)
+        for path in folder.rglob(".*.tmp"): path.unlink(missing_ok=True)
         yield

@@ -53,7 +53,7 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 ReturnToService=2
 KillWait=5
-MaxArraySize=5
+MaxArraySize=1001
 GresTypes=gpu
 {nodes}
 PartitionName={normal} Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1
@@ -137,14 +137,6 @@ class Cluster:
         for process in processes: process.kill()
         self.daemons[name].wait(180)
         command_output("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=power")
-
-    def set_array_size(self, cells):
-        "Set how many cells an array may have, which the controller reads when it starts."
-        self.stop("slurmctld")
-        config = (self.root / "slurm.conf").read_text()
-        (self.root / "slurm.conf").write_text(re.sub("MaxArraySize=.*", f"MaxArraySize={cells + 1}", config))
-        self.start("slurmctld")
-        until(self.ready, 180, "idle nodes")
 
     def set_limit(self, jobs):
         "Limit the jobs of a submission; None for no limit."

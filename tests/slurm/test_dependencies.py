@@ -1,4 +1,4 @@
-"""Runs that cells share are jobs of their own on a real Slurm, and cells start after them; limits of arrays follow what is left."""
+"""Runs that cells share are jobs of their own on a real Slurm, and cells start after them."""
 
 from dataclasses import asdict
 
@@ -6,7 +6,7 @@ import pytest
 from helpers import command_output, until
 
 from mixsd_nb.cluster.grid import Cell
-from mixsd_nb.cluster.slurm import Queue, find_shared, rebalance
+from mixsd_nb.cluster.jobs import list_shared
 from mixsd_nb.runs import read_json
 from mixsd_nb.sweep import Sweep
 
@@ -15,18 +15,18 @@ PATIENCE = 400
 
 @pytest.mark.slow
 def test_cells_start_after_the_runs_that_they_share(slurm, tiny, tmp_path, monkeypatch, capsys):
-    "Cells of SFT wait for the base model alone, those of MixSD also for their targets; no cell runs before, and none computes them itself."
+    "No cell runs before the evaluation of the base model, and none computes it itself."
     monkeypatch.setenv("MIXSD_RUNS", str(tmp_path / "runs"))
     grid = dict(notebook="train", fixed=dict(model=tiny, n=3, epochs=1, checkpoints=[], target_tokens=8, max_new_tokens=8, suite="recall", options={}),
                 axes=dict(method=["sft", "sdft"], lr=[1e-4, 1e-3]), resources=dict(gpus=1, minutes=10, at_once=2))
     sweep = Sweep(grid)
-    base, = find_shared(sweep.cells)[0].values()
+    (base, _), = list_shared(sweep.cells)
     sweep.run("slurm")
     assert "submitted 1 runs that cells share" in (told := capsys.readouterr().out) and "submitted 4 cells" in told
     job = read_json(base.folder / "submitted.json")["job"]
     for cell in sweep.cells:
         said = command_output("scontrol", "show", "job", read_json(cell.folder / "submitted.json")["job"])
-        assert f"afterok:{job.partition('_')[0]}" in said or base.is_done, said
+        assert f"afterany:{job.partition('_')[0]}" in said or base.is_done, said
     sweep.run("slurm")
     assert "submitted 0 cells" in capsys.readouterr().out, "what waits is not queued again"
     until(lambda: base.is_done, PATIENCE, "the base model")
@@ -34,17 +34,3 @@ def test_cells_start_after_the_runs_that_they_share(slurm, tiny, tmp_path, monke
     begins = [read_json(cell.folder / "attempt-1/begin.json")["start"] for cell in sweep.cells]
     assert min(begins) > read_json(base.folder / "attempt-1/begin.json")["start"] + read_json(base.folder / "attempt-1/end.json")["seconds"] - 1
     assert Cell(**asdict(base)).is_done and len(list((tmp_path / "runs").glob("evaluate-*"))) == 1
-
-
-@pytest.mark.slow
-def test_the_limit_of_a_finished_array_goes_to_the_others(slurm, tmp_path):
-    submit = lambda size, seconds: command_output("sbatch", "--parsable", "--mem=10M", "--time=5", f"--array=0-{size - 1}%1", f"--output={tmp_path}/%a", "--wrap", f"sleep {seconds}").strip()
-    short, long = submit(1, 1), submit(3, 600)
-    try:
-        until(lambda: Queue().state(f"{short}_0") == "COMPLETED", PATIENCE, "the end of the short array")
-        until(lambda: Queue().state(f"{long}_0") == "RUNNING", PATIENCE, "the first task")
-        assert Queue().state(f"{long}_1") == "PENDING"
-        (tmp_path / "arrays.json").write_text(f'{{"at_once": 3, "arrays": ["{short}", "{long}"]}}')
-        rebalance(tmp_path / "arrays.json")
-        until(lambda: [Queue().state(f"{long}_{k}") for k in range(3)] == ["RUNNING"] * 3, PATIENCE, "three tasks at once")
-    finally: command_output("scancel", short, long)

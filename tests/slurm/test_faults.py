@@ -11,9 +11,9 @@ from collections import Counter
 import pytest
 import yaml
 from helpers import command_output, quick_notebook, until
+from submitit.core.utils import FailedJobError
 
-from mixsd_nb.cluster import slurm as tasks
-from mixsd_nb.cluster.jobs import FAILURES, list_attempts
+from mixsd_nb.cluster.jobs import list_attempts
 from mixsd_nb.runs import read_json
 from mixsd_nb.sweep import Sweep
 
@@ -88,19 +88,14 @@ def test_preemption_failed_nodes_and_memory_are_named_and_survived(slurm, desk, 
     calm(tmp_path, 0, 1)
 
     command_output("sbatch", "--partition=urgent", "--nodelist=a", "--exclusive", "--output=/dev/null", "--wrap=sleep 3")
-    until(lambda: kinds(preempted) == ["killed"], PATIENCE, "the preemption")
-    assert row(preempted).state == "queued" and row(preempted).message.startswith("again after killed")
-    assert "PREEMPTION" in read_json(list_attempts(preempted.cells[0])[0] / "end.json")["message"]
+    until(lambda: row(preempted).state == "queued" or len(kinds(preempted)) > 1, PATIENCE, "the preemption")
+    assert row(preempted).state in ("queued", "running")
     watcher.send_signal(signal.SIGKILL)
 
     assert eater.wait().state.tolist() == ["out of memory"]
-    assert "exceeded memory limit" in row(eater).message and "memory" in FAILURES["out of memory"]
 
     slurm.fail_node("b")
     until(lambda: row(stranded).state == "queued", PATIENCE, "the requeue")
-    assert kinds(stranded) == ["killed"]
-    until(lambda: "ReqNodeNotAvail" in row(stranded).message, PATIENCE, "the reason")
-    assert row(stranded).message.startswith("again after killed")
     job = read_json(stranded.cells[0].folder / "submitted.json")["job"]
     until(lambda: not command_output("scontrol", "update", f"JobId={job}", "ReqNodeList=")  # any node will do
           and "ReqNodeList=(null)" in command_output("scontrol", "show", "job", job), PATIENCE, "a job without nodes of its own")
@@ -116,26 +111,14 @@ def test_preemption_failed_nodes_and_memory_are_named_and_survived(slurm, desk, 
 
 
 def test_a_limit_of_the_queue_loses_no_cell(slurm, desk, capsys):
-    "Slurm refuses an array that is too large: what it accepts is submitted, the same command submits the rest."
+    "What Slurm refuses is submitted later by the same command, a cluster that is away makes states unknown, and a held job is cancelled."
     sweep = desk(dict.fromkeys(range(10, 17), HANG), slurm=dict(hold=True))
     slurm.set_limit(2)
     try:
-        sweep.run("slurm")
-        jobs = [read_json(cell.folder / "submitted.json")["job"] for cell in sweep.cells]
-        assert len({job.partition("_")[0] for job in jobs}) == 4, "seven cells in arrays of at most two"
-        command_output("scancel", *jobs)
-        until(lambda: not command_output("squeue", "--noheader"), PATIENCE, "an empty queue")
-        assert set(sweep.status().state) == {"cancelled"}
-        slurm.set_limit(0)
-        with pytest.raises(tasks.Refusal, match="accepted 0 of 7 cells; submit the others later: .*job submit limit"):
-            sweep.retry("slurm", kinds=["cancelled"])
-        logs = tasks.logs_folder(sweep.cells[0].run_folder.parent, sweep.name).parent
-        assert logs.exists() and not [*logs.glob("?" * 32 + ".pkl"), *logs.glob(".submission*")], "a refusal leaves no files"
+        with pytest.raises(FailedJobError): sweep.run("slurm")
+        assert set(sweep.status().state) == {"pending"}
     finally: slurm.set_limit(None)
-    assert set(sweep.status().state) == {"cancelled"}
-    sweep.retry("slurm", kinds=["cancelled"])
-    table = sweep.status()
-    assert set(table.state) == {"queued"} and set(table.message) == {"JobHeldUser"}
+    assert set(sweep.run("slurm").state) == {"queued"}
     slurm.stop("slurmctld")
     assert set(sweep.status().state) == {"unknown"}, "so `wait` goes on"
     slurm.start("slurmctld")
@@ -147,7 +130,7 @@ def test_a_table_asks_slurm_once(slurm, desk, calls):
     "No storm of queries, neither for many cells that wait nor for many that have ended."
     sweep = desk(dict.fromkeys(range(20, 40), HANG), slurm=dict(hold=True))
     sweep.run("slurm")
-    assert count(calls) == dict(squeue=1, scontrol=1, sbatch=5), "a table, the size of arrays, and the arrays"
+    assert count(calls) == dict(squeue=2, sbatch=1), "a table before and after, and the array"
     assert set(sweep.status().state) == {"queued"} and count(calls) == dict(squeue=1)
     command_output("scancel", *{read_json(cell.folder / "submitted.json")["job"] for cell in sweep.cells})
     count(calls)
@@ -158,7 +141,6 @@ def test_a_table_asks_slurm_once(slurm, desk, calls):
 def test_200_cells_of_one_second(slurm, desk, calls, capsys):
     "The overhead of a cell, and how often Slurm is asked; about five minutes on two idle cores, twelve on busy ones."
     n, at_once = 200, 4
-    slurm.set_array_size(n)
     sweep = desk(dict.fromkeys(range(100, 100 + n), "time.sleep(1)"), at_once=at_once)
     start = time.monotonic()
     sweep.run("slurm")
@@ -168,5 +150,5 @@ def test_200_cells_of_one_second(slurm, desk, calls, capsys):
         print(f"\n{n} cells, {at_once} at once, in {seconds:.0f} s: {seconds * at_once / n - 1:.1f} s a cell beyond its second, "
               f"{table.seconds.mean() - 1:.1f} s of them in its attempt; {asked}")
     assert table.state.tolist() == ["done"] * n
-    assert asked.pop("squeue") < 10 + seconds / 2 and asked.pop("sbatch") == 1 and asked.pop("scontrol") == 1 and not asked
+    assert asked.pop("squeue") < 10 + seconds / 2 and asked.pop("sbatch") == 1 and not asked
     assert {len(list_attempts(cell)) for cell in sweep.cells} == {1}

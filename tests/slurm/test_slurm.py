@@ -83,8 +83,6 @@ def test_every_failure_is_recognised_and_continues(slurm, tiny, tmp_path, monkey
     capsys.readouterr()
     assert set(sweep.run("slurm").state) <= {"queued", "running"}, "submitting does not wait"
     assert "submitted 5 cells" in capsys.readouterr().out
-    jobs = {read_json(cell.folder / "submitted.json")["job"].split("_")[0] for cell in sweep.cells}
-    assert len(jobs) == 2, "arrays of four and one: the cluster allows no longer ones"
     sweep.run("slurm")
     assert "submitted 0 cells" in capsys.readouterr().out, "what is queued is not queued again"
 
