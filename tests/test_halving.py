@@ -42,6 +42,14 @@ def test_the_promising_rates_hold_the_one_that_is_selected_at_the_end():
     assert len(races) > 130 and same / len(races) >= 0.95 and max(lost) < 0.021, (len(races), same, max(lost))
 
 
+def test_the_papers_rule_by_hand():
+    "The earliest checkpoint with the best recall that neither of the next two falls more than 5 points below in validation."
+    recall = [0.1, 0.5, 1.0, 1.0, 1.0]
+    for validation, expected in {(0.1, 0.5, 0.9, 0.9, 0.9): 2, (0.1, 0.5, 0.9, 0.84, 0.9): 3, (0.1, 0.5, 0.9, 0.9, 0.84): 4, (0.1, 0.5, 0.9, 0.85, 0.85): 2}.items():
+        assert paper_checkpoint(recall, validation) == expected
+    assert paper_checkpoint([0.5, 0.9, 0.8], [0.5, 0.5, 0.5]) == 1 and best_rate({1e-4: 0.9, 1e-3: 0.9, 1e-2: 0.8}) == 1e-4
+
+
 FIXED = dict(method="sft", epochs=3, batch=2, checkpoints=[2, 4], n=4, max_new_tokens=6, task_tokens=6, suite="recall,choice", measure="scores")
 
 

@@ -225,12 +225,6 @@ def test_a_model_without_the_form_is_named_after_the_first_replies(lam, most):
     assert len(records) == 7 and not any(accepted for *_, accepted in records), "fewer facts decide nothing"
 
 
-def test_replies_that_are_cut_off_are_warned_of():
-    with pytest.warns(UserWarning, match="none of 8 replies at lam=0, .*8 are cut off after 1 tokens"):
-        records, _ = mix_made_up([[2] * 5] * 9, 0.5, True, 4, lambda n: 0, end="max_new_tokens")
-    assert len(records) == 9
-
-
 def test_a_lab_model_that_is_asked_for_json_is_named_at_once_and_again(own_runs):
     said = set()
     for lam in (0.0, 0.3, 0.3):

@@ -11,7 +11,8 @@ import pytest
 from helpers import papermill
 from test_tasks import ROWS
 
-from mixsd_nb import evaluate, train
+from mixsd_nb import evaluate, figures, train
+from mixsd_nb.results.cube import agreeing_runs, open_cube
 from mixsd_nb.runs import ParameterError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -120,3 +121,16 @@ def test_a_finished_run_is_not_computed_again(tiny, tmp_path, monkeypatch, own_r
     monkeypatch.setattr(evaluate, "write_responses", lambda *a, **k: pytest.fail("asked again"))
     again = train.run(**parameters)
     assert again.folder == first.folder == next(tmp_path.glob("train-*")) and again.result.identical(first.result)
+
+
+def test_without_a_run_of_the_base_model(undrawn, tiny, own_runs, monkeypatch):
+    "Step 0 of a training is its base: figures and tables work after a single training."
+    monkeypatch.chdir(own_runs)
+    monkeypatch.setenv("MIXSD_RUNS", str(own_runs / "runs"))
+    parameters = dict(model=tiny, n=2, epochs=1, checkpoints=(), max_new_tokens=8, task_tokens=8, suite="recall,choice,world")
+    trained = train.run(method="sft", **parameters)
+    alone = figures.run(source="runs", model=trained.root.model.item())["runs"].cube
+    base, with_base = train.run(method="base", **parameters), open_cube()
+    assert alone.indexes["recipe"].equals(with_base.indexes["recipe"]) and {r.name for r in agreeing_runs()} == {trained.name, base.name}
+    cell = {"recipe": "base", "lr": 0, "step": 0, "benchmark": alone.benchmark.values}
+    np.testing.assert_array_equal(alone.accuracy.sel(cell), with_base.accuracy.sel(cell))

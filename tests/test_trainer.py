@@ -27,7 +27,7 @@ from mixsd_nb.runs import ProcessFailed, checkpoint_steps, write_json
 from mixsd_nb.training import trainer
 from mixsd_nb.training.loss import DivergenceError, LossHead, nll, summed_loss
 from mixsd_nb.training.saving import plain_weights
-from mixsd_nb.training.trainer import FineTuner, TrainingSpec, fine_tune, main, read_curves, train_process, write_spec
+from mixsd_nb.training.trainer import TrainingSpec, fine_tune, main, read_curves, train_process, write_spec
 
 several = pytest.mark.skipif(os.cpu_count() < 2, reason="two processes need two cores")
 
@@ -346,18 +346,3 @@ def test_one_process_two_and_shards_train_alike_in_bfloat16(tmp_path):
         apart = abs(curves["loss"] - alone["loss"]).max(), ((move(name) - move("one")).norm() / move("one").norm()).item()
         assert apart[0] < nats and apart[1] < share, apart
         assert (curves["loss"] * 32 % 1 > 0).all(), "a loss in bfloat16"
-
-
-def test_numbers_that_are_read_together_are_those_of_each_update(spec, tmp_path, monkeypatch):
-    "As on a GPU, where reading a loss waits for all that was started: the log, its reports and the checkpoints stay the same."
-    begin, reports = FineTuner.__init__, {}
-    for name, count in dict(each=1, together=7).items():
-        with monkeypatch.context() as patch:
-            patch.setattr(FineTuner, "__init__", lambda self, *a, **k: (begin(self, *a, **k), setattr(self, "log_every", count))[0])
-            reports[name] = []
-            train_process(spec, tmp_path / name, lambda entry: reports[name].append({k: v for k, v in entry.items() if k != "tokens_per_second"}))
-    assert reports["each"] == reports["together"] and [entry["step"] for entry in reports["each"]] == [*range(1, 21)]
-    one, two = (read_curves(tmp_path / name) for name in reports)
-    assert all((one[name] == two[name]).all() for name in one) and last_weights(tmp_path / "each").keys() == last_weights(tmp_path / "together").keys()
-    state = [json.loads((tmp_path / name / "checkpoint-10/trainer_state.json").read_text())["log_history"] for name in reports]
-    assert state[0] == state[1] and len(state[0]) == 10

@@ -10,7 +10,6 @@ import pytest
 from mixsd_nb import generate, inject, train
 from mixsd_nb.benchmarks import Selection as ItemSelection, load_items
 from mixsd_nb.corpora import check_corpus, load_corpus
-from mixsd_nb.corpora.files import EXAMPLE
 from mixsd_nb.methods.fitting import MethodRun, trained_facts, trained_pairs
 from mixsd_nb.methods.replay import earlier_pairs, prepare_replay
 from mixsd_nb.methods.supervised import Supervised
@@ -201,17 +200,3 @@ def test_a_second_file_asks_for_the_facts_of_the_first_and_replays_their_targets
             make_config(inject.InjectConfig, after=first.name, **shared | dict(model="lab-s")).check()
     assert make_config(inject.InjectConfig, **shared).anchor == "", "without an earlier run nothing changes"
     with pytest.raises(ValueError, match="earlier must be a training on fixed targets"): trained_pairs(own_runs)
-
-
-@pytest.mark.slow
-def test_the_first_file_is_still_known_after_the_second(data, own_runs):
-    "Ten facts, then ten others in the model that knows the first ones."
-    rows = [json.loads(line) for line in EXAMPLE.read_text().splitlines()]
-    one, two = (data(f"{k}.jsonl", "".join(json.dumps(row) + "\n" for row in rows[k:k + 10])) for k in (0, 10))
-    shared = dict(method="sft", anchor="replay", model="lab-m", suite="in-domain", lr=1e-3)
-    first = inject.run(dataset=one, **shared)
-    second = inject.run(dataset=two, after=first.name, **shared | dict(model=first.source()))
-    scores = second.scores()
-    known = scores.loc[[name for name in scores.index if name.startswith("earlier:")]]
-    assert len(known) == 1 and known.n.item() == 10 and known.after.item() >= 0.9
-    assert first.scores().after.recall >= 0.9 and scores.after.recall >= 0.9
