@@ -37,7 +37,7 @@ from mixsd_nb.runs import ProcessFailed, Run, checkpoint_steps, make_config, ope
 from mixsd_nb.train import TrainConfig
 from mixsd_nb.training import trainer
 from mixsd_nb.training.loss import DivergenceError, LossHead, nll, summed_loss
-from mixsd_nb.training.progress import TrainingProgress
+from mixsd_nb.training.trainer import TrainingProgress
 from mixsd_nb.training.saving import load_trained, plain_weights
 from mixsd_nb.training.trainer import FineTuner, TrainingSpec, explain_out_of_memory, fine_tune, main, read_curves, train_process, write_spec
 
@@ -389,7 +389,7 @@ def test_an_interrupt_of_two_processes_is_one_sentence(spec, tmp_path):
 
 
 def seconds_for_each_update(pause, monkeypatch):
-    monkeypatch.setattr("mixsd_nb.training.progress.open_progress_bar", partial(open_progress_bar, file=io.StringIO(), mininterval=0, disable=False))
+    monkeypatch.setattr("mixsd_nb.training.trainer.open_progress_bar", partial(open_progress_bar, file=io.StringIO(), mininterval=0, disable=False))
     progress = TrainingProgress("demo", {}, lambda step: time.sleep(pause))
     for step in (1, 2, 3, 4):
         time.sleep(0.01)
@@ -413,7 +413,7 @@ def test_only_on_a_cpu_is_a_checkpoint_measured_beside_the_training(device, spec
     monkeypatch.setattr(train, "in_notebook", lambda: True)
     monkeypatch.setattr(Recipe, "load_fit", lambda self: lambda run: 1 / 0)
     monkeypatch.setattr("mixsd_nb.training.trainer.training_device", lambda: torch.device(device))
-    monkeypatch.setattr("mixsd_nb.training.progress.TrainingProgress", lambda name, recall, *found: measures.extend(found) or SimpleNamespace(close=int))
+    monkeypatch.setattr("mixsd_nb.training.trainer.TrainingProgress", lambda name, recall, *found: measures.extend(found) or SimpleNamespace(close=int))
     with pytest.raises(ZeroDivisionError): train.train(Evaluation(config, Run(tmp_path)))
     assert len(measures) == (device == "cpu")
 

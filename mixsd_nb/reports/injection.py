@@ -118,12 +118,11 @@ def tabulate_facts(
 def changed_items(
     before: pd.DataFrame,  # responses
     after: pd.DataFrame,  # responses of another model to the same items
-    worse: bool = True,  # items that got worse; False: that got better
 ) -> pd.DataFrame:
-    "Return the first sample of each item whose score changed: `benchmark, item, prompt, before, after`."
+    "Return the first sample of each item whose score fell: `benchmark, item, prompt, before, after`."
     one, two = (item_shares(t) for t in (before, after))
     shared = one.index.intersection(two.index, sort=False)
-    change = (two.loc[shared] - one.loc[shared]) * (-1 if worse else 1)
+    change = one.loc[shared] - two.loc[shared]
     keys = ["benchmark", "item"]
     first = [t[t["sample"] == 0].set_index(keys) for t in (before, after)]
     found = first[0][["prompt"]].assign(before=first[0].response, after=first[1].response)
@@ -174,13 +173,12 @@ def describe_updates(
 def pair_responses(
     before: pd.DataFrame,  # responses
     after: pd.DataFrame,
-    n: int = 10,
 ) -> list[tuple[Any, Any]]:
-    "Return n rows of responses before with those after, of the first sample, from all benchmarks in turn."
+    "Return ten rows of responses before with those after, of the first sample, from all benchmarks in turn."
     keys = ["benchmark", "item", "sample"]
     first, other = before[before["sample"] == 0], after.set_index(keys)
     turn = first.groupby("benchmark", sort=False).cumcount()
-    picked = first.assign(turn=turn).sort_values("turn", kind="stable").head(n)
+    picked = first.assign(turn=turn).sort_values("turn", kind="stable").head(10)
     return [(row, other.loc[tuple(getattr(row, key) for key in keys)]) for row in picked.itertuples()]
 
 # %% ../../nbs/reports/injection.ipynb #03c7c05d
