@@ -154,7 +154,7 @@ class Recorder(Parrot):
 @pytest.mark.parametrize("name", TWINS)
 def test_the_context_is_the_prompt_and_the_opening(name):
     engine, items = Recorder(load_tokenizer("lab-m")), load_items([name], Selection("kgfact-small", 3))[name]
-    table = evaluation.generate_and_grade(engine, items, name)
+    table = evaluation.evaluate_suite(engine, {name: items})
     assert {*engine.seen} == {opened_ids(engine.tokenizer, item.prompt, SUITES[name].opening) for item in items.values()}
     assert (table.response == SUITES[name].opening).all()
 
@@ -163,7 +163,7 @@ def test_an_engine_continues_the_opening_and_a_resumed_run_too(tmp_path):
     "What an evaluation stores is the opening with what the engine writes after prompt and opening; lab-m knows its world both ways."
     engine, keys = load_engine("hf", "lab-m"), ("benchmark", "item", "sample", "response", "finish_reason")
     items = load_items(["world"], Selection("kgfact-small", 12))["world"]
-    tables = {name: evaluation.generate_and_grade(engine, items, name) for name in ("world", "world-prefilled")}
+    tables = {name: evaluation.evaluate_suite(engine, {name: items}) for name in ("world", "world-prefilled")}
     assert all(table.correct.mean() > 0.9 for table in tables.values())
     table, opening = tables["world-prefilled"], SUITES["world-prefilled"].opening
     contexts = [list(opened_ids(engine.tokenizer, item.prompt, opening)) for item in items.values()]
@@ -174,7 +174,7 @@ def test_an_engine_continues_the_opening_and_a_resumed_run_too(tmp_path):
         for row in table.head(5).itertuples():
             journal.add(dict(benchmark="world-prefilled", item=row.item, sample=row.sample, response=row.response, finish_reason=row.finish_reason))
     with Journal(tmp_path / "journal.jsonl", keys) as journal:
-        assert evaluation.generate_and_grade(engine, items, "world-prefilled", journal=journal).equals(table)
+        assert evaluation.evaluate_suite(engine, {"world-prefilled": items}, journal=journal).equals(table)
         assert len(journal.records) == len(items)
 
 

@@ -15,7 +15,7 @@ from mixsd_nb.analysis import scores
 from mixsd_nb.analysis.scores import count_correct, item_variances
 from mixsd_nb.analysis.scores import FEWEST_RUNS, mean_interval, pearson, sign_test, wilson
 from mixsd_nb.benchmarks import GRADINGS, SUITES, Item, Sampling
-from mixsd_nb.benchmarks.evaluation import generate_and_grade
+from mixsd_nb.benchmarks.evaluation import evaluate_suite
 from mixsd_nb.benchmarks.lab_tasks import draw
 from mixsd_nb.benchmarks.tasks import grade
 from mixsd_nb.corpora import CORPORA
@@ -60,7 +60,7 @@ def tokenizer():
     ("simpleqa-lab", "42", False, True), ("simpleqa-lab", "The value is x = 42", False, False),
 ])
 def test_a_response_is_graded_by_both_rules(dataset, text, correct, published, tokenizer):
-    table = generate_and_grade(Teller(tokenizer, text), {"a": Item("?", "", "42")}, dataset=dataset)
+    table = evaluate_suite(Teller(tokenizer, text), {"recall": {"a": Item("?", "", "42")}}, dataset=dataset)
     assert (table.correct.item(), table.published.item()) == (correct, published)
 
 

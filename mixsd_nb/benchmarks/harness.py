@@ -247,7 +247,7 @@ def _response_of(sample: dict) -> tuple[str, str, str]:
 
 
 def _rows(name: str, metric: str, samples: list[dict]) -> pd.DataFrame:
-    "Return the rows of responses of a benchmark, as `generate_and_grade` has them."
+    "Return the rows of responses of a benchmark, as `grade_records` has them."
     def row(sample):
         prompt, response, answer = _response_of(sample)
         read = sample["filtered_resps"][0]
