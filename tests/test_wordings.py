@@ -15,7 +15,7 @@ from mixsd_nb.methods import wordings
 from mixsd_nb.methods.fitting import MethodRun, trained_facts, trained_pairs
 from mixsd_nb.methods.replay import earlier_pairs, prepare_replay
 from mixsd_nb.methods.supervised import Supervised
-from mixsd_nb.methods.wording_ids import group_wordings
+from mixsd_nb.methods.targets import group_wordings
 from mixsd_nb.methods.wordings import Turns, find_wordings, keeps_question, question_key, reported_questions, write_wordings
 from mixsd_nb.models import load_engine, load_tokenizer
 from mixsd_nb.models.engine import Completion

@@ -477,8 +477,6 @@ def open_cube(
     roots = {name: root for name, root in roots_by_folder.items() if fits(root)}
     if not any("accuracy" in root for root in roots.values()):
         condition = " with " + ", ".join(f"{k}={v}" for k, v in where.items()) if where else ""
-        if not roots_by_folder and any(folder.glob("[!.]*.nc")):
-            raise FileNotFoundError(f"{folder} holds cubes and no runs; mixsd_nb.results.cube.read_cubes({str(folder)!r}) reads them")
         raise FileNotFoundError(f"no finished training run{condition} in {folder}; "
                                 "`make run` or `papermill nbs/train.ipynb out.ipynb -p lam 0.5` makes one")
     for name, root in roots.items(): check_names(root, name)
