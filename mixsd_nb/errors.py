@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['run', 'OPEN_ROLES', 'COLOURS', 'ErrorsConfig', 'breakdown', 'name_rates', 'draw_breakdown', 'breakdown_figure',
-           'held_out_suites', 'shares_table', 'classify']
+           'classify']
 
 # %% ../nbs/errors.ipynb #b6bc4371
 from functools import cached_property
@@ -168,14 +168,13 @@ def breakdown_figure(
     result: xr.Dataset,  # root of a result
     *,
     of: str = "n",  # denominator: n for all responses, wrong for errors alone
-    benchmarks: tuple[str, ...] | None = None,  # None for all
 ):
     """Return a row for each rate, a panel for each benchmark, a stacked bar for each recipe.
 
     With `of="n"` the white part above a bar is the share of correct responses. A panel says how many reference
     solutions the rule calls collapsed, if it does so with any."""
     import matplotlib.pyplot as plt
-    rates, names = name_rates(result), benchmarks or [b for b in SUITES if b in result.benchmark]
+    rates, names = name_rates(result), [b for b in SUITES if b in result.benchmark]
     errors = {lr: breakdown(result, lr) for lr in rates}
     bars = max(len(table.index.unique("recipe")) for table in errors.values())
     size = 1.2 + (0.3 + 0.26 * max(bars, 4)) * len(names), 2.2 + 1.5 * len(rates)
@@ -195,28 +194,3 @@ def breakdown_figure(
                      + (f"\n{alarms:.0f}% of references" if alarms >= 0.5 else ""), fontsize=9)
     fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(COLOURS), frameon=False)
     return fig
-
-# %% ../nbs/errors.ipynb #bd07c454
-def held_out_suites() -> tuple[str, ...]:
-    "Return the held-out benchmarks of all scales."
-    return tuple(name for name, suite in SUITES.items() if suite.role == "held-out")
-
-# %% ../nbs/errors.ipynb #c1062777
-def shares_table(
-    result: xr.Dataset,  # root of a result
-    benchmarks: tuple[str, ...] | None = None,  # None for all
-) -> pd.DataFrame:
-    """Return percentages of both denominators by learning rate, benchmark and recipe, with N.
-
-    Next to them is the percentage of the benchmark's reference solutions that the rule calls collapsed."""
-    parts, references = {}, 100 * result.reference_collapse.isel(dataset=0, model=0).to_series()
-    for lr in name_rates(result):
-        errors = breakdown(result, lr)
-        over = lambda n: 100 * errors[list(ALL_CATEGORIES)].div(n.where(n > 0), axis=0)
-        alarms = errors.index.get_level_values("benchmark").map(references).to_series(errors.index)
-        totals = errors[["n", "wrong"]].rename(columns=dict(n="responses", wrong="errors"))
-        columns = {"of all responses (%)": over(errors.n), "of errors (%)": over(errors.wrong), "N": totals,
-                   "of reference solutions (%)": pd.DataFrame(dict(collapse=alarms))}
-        parts[f"{lr:g}"] = pd.concat(columns, axis=1)
-    table = pd.concat(parts, names=["lr"])
-    return table[table.index.isin(benchmarks or table.index.levels[1], level="benchmark")]

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['run', 'MEASURES', 'AXES', 'diagonal_fisher', 'FisherConfig', 'tabulate_base', 'tabulate_checkpoints', 'base_fisher',
-           'fisher_file', 'run_displacement', 'measure_all_runs', 'layer_ratio', 'checkpoint_points', 'correlations',
-           'last_step_table', 'displacement']
+           'fisher_file', 'run_displacement', 'measure_all_runs', 'layer_ratio', 'checkpoint_points', 'last_step_table',
+           'displacement']
 
 # %% ../nbs/fisher.ipynb #ae7d9293
 from pathlib import Path
@@ -19,10 +19,8 @@ from pydantic import Field
 from .analysis import TrainingAnalysis, find_checkpoints, keeps_weights, open_training_run
 from .analysis.curvature import (FISHER, PARTS, SUMS, add_alignment_ratio, displacement, estimate_fisher, open_tensors,
                                          reference_pairs, tensor_sums, total_sums)
-from .analysis.scores import pearson
 from .benchmarks import SUITES, suite_groups
 from .benchmarks.tasks import SOURCES, benchmarks_folder, task_files
-from .methods import parse_label
 from .models import load_part
 from .models.identity import ModelName, model_label
 from .results.cube import agreeing_runs
@@ -204,36 +202,6 @@ def checkpoint_points(
 
 # %% ../nbs/fisher.ipynb #e0de65af
 AXES = {"displacement_sq": "‖Δθ‖²", "alignment_ratio": "R", "layer_ratio": "R of the layers"}
-
-
-def correlations(
-    table: pd.DataFrame,  # as returned by `checkpoint_points`
-) -> pd.DataFrame:
-    """Return Pearson's r of Drop with each of AXES, with intervals by bootstrap over runs (appendix E.1).
-
-    The rows are all checkpoints of the model, then those of each dataset, recipe and learning rate. The paper pools the
-    corpora and does not say which checkpoints.
-    `between recipes` uses deviations from the mean over all checkpoints of the same dataset, rate and step."""
-    groups = {"all": table}
-    rated = table[table.recipe.map(lambda label: parse_label(label)[0].rate_setting == "lr")]
-    for by, rows in dict(dataset=table, recipe=table, lr=rated).items():
-        if rows[by].nunique() > 1: groups |= {f"{by} {value}": group for value, group in rows.groupby(by)}
-    if table.recipe.nunique() > 1:
-        columns, peers = [*AXES, "drop"], table.groupby(["dataset", "lr", "step"])
-        groups["between recipes"] = table.assign(**{c: table[c] - peers[c].transform("mean") for c in columns})
-    rows = {}
-    for name, group in groups.items():
-        group = group.dropna(subset="drop")
-        measure = lambda axis: _format_r(*pearson(group[axis], group["drop"], group.run))
-        r = {f"r({text}, Drop)": measure(axis) for axis, text in AXES.items()}
-        rows[name] = dict(checkpoints=len(group), runs=group.run.nunique()) | r
-    return pd.DataFrame(rows).T
-
-
-def _format_r(r: float, low: float, high: float) -> str:
-    "Return a correlation with its interval if it has one, as in `+0.17 (+0.02 to +0.34)`."
-    if np.isnan(r): return "undefined"
-    return f"{r:+.2f}" + ("" if np.isnan(low) else f" ({low:+.2f} to {high:+.2f})")
 
 # %% ../nbs/fisher.ipynb #c01ab3eb
 def last_step_table(

@@ -15,7 +15,7 @@ import xarray as xr
 from .analysis import TrainingAnalysis, find_checkpoints, keeps_weights, open_training_run
 from .analysis.divergence import ReferenceConfig, TextSettings, nll_increase, response_nll
 from .corpora import CORPUS_OPTIONS, CorpusName, CorpusOptions, CorpusSettings
-from .methods import BASE, parse_label
+from .methods import BASE
 from .models import ENGINES
 from .models.identity import MODEL_OPTIONS, ModelName, ModelOptions
 from .results.cube import agreeing_runs
@@ -122,14 +122,6 @@ def _last_step_rows(
 ) -> pd.DataFrame:
     "Return the rows of the last step of each run."
     return table[table.step == table.groupby(["recipe", "lr", "seed"]).step.transform("max")]
-
-
-def _nll_rows(
-    table: pd.DataFrame,  # as returned by `forgetting_table`
-) -> pd.DataFrame:
-    """Return the rows of recipes that minimise the NLL of their targets and nothing else, so that N_ref describes
-    what they learn from."""
-    return table[[parse_label(label)[0].is_nll for label in table["recipe"]]].dropna(subset="n_ref")
 
 # %% ../nbs/forgetting.ipynb #1e6ddf73
 def last_step_table(

@@ -280,7 +280,6 @@ def _recipes_by_lam(cube: xr.Dataset) -> list[str]:
 @mark_made_up
 def cdf_figure(
     results: list[xr.DataTree],
-    cut: float = 20.0,  # nats at the right edge
 ):
     "Draw the CDFs of the per-token NLL, tokens of all seeds together; a panel for each model (section 7.2)."
     import matplotlib.pyplot as plt
@@ -296,7 +295,7 @@ def cdf_figure(
             values, colour = np.concatenate(recipes[recipe]), recipe_colour(recipe)
             ax.ecdf(values, color=colour, label=f"{label_title(recipe)}, N={len(values):,}")
             ax.axvline(values.mean(), ls=":", color=colour)
-        ax.set(title=model, xlabel="NLL under the base (nats per token)", xlim=(0, cut), ylim=(0, 1.02))
+        ax.set(title=model, xlabel="NLL under the base (nats per token)", xlim=(0, 20), ylim=(0, 1.02))
         ax.legend(fontsize=8, loc="lower right", title="tokens", title_fontsize=8)
     axes[0, 0].set_ylabel("share of tokens")
     fig.suptitle(f"targets of {corpus_name(results[0]['dataset'].item())}; dotted: means")

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['run', 'TrainConfig', 'base_evaluation', 'base_responses', 'keep_dtype', 'target_mixing', 'mix_targets',
-           'mixed_targets', 'pause_training', 'fit', 'train', 'regrade', 'prepare_training']
+           'mixed_targets', 'pause_training', 'fit', 'train', 'prepare_training']
 
 # %% ../nbs/train.ipynb #2b3e3929
 from dataclasses import replace
@@ -16,20 +16,18 @@ import xarray as xr
 
 from . import evaluate, generate
 from .benchmarks.evaluation import check_prompts, select_items
-from .corpora import CORPORA, load_corpus
+from .corpora import CORPORA
 from .evaluation.checkpoints import Evaluation, remove_unwanted, renew_candidates
 from .methods import update_count
 from .methods.fact_lengths import check_facts, check_subjects
-from .models import ENGINES, check_head, check_model_of_engine, check_process, load_tokenizer, stored_dtype
+from .models import ENGINES, check_head, check_model_of_engine, check_process, stored_dtype
 from .models.lab import warn_about_lab_values
 from .evaluation.selection import OWN_TEXT
 from .reports.finished import drop_cell, find_selection
 from .results.layout import summarise_training
-from .results.layout import pack_verdicts
 from .results.cube import read_root
-from .runs import (ParameterError, Run, Stage, in_notebook, read_run_record, read_table, removed_steps,
-                           require_weights, run_function, run_lock, trained_steps, write_json, write_result)
-from .runs.schema import RUN_DIMS, variable
+from .runs import (ParameterError, Run, Stage, in_notebook, read_run_record, removed_steps, require_weights,
+                           run_function, trained_steps, write_json)
 from .methods.settings import TrainingSettings
 
 # %% ../nbs/train.ipynb #a6373b69
@@ -182,7 +180,7 @@ def pause_training(evaluation: Evaluation, steps: list[int]) -> bool:
 def fit(evaluation: Evaluation):
     "Run the method of a training, in phases if it pauses, and show its progress; returns its `Fitted`."
     from mixsd_nb.methods.fitting import MethodRun
-    from mixsd_nb.training.progress import TrainingProgress
+    from mixsd_nb.training.trainer import TrainingProgress
     from mixsd_nb.training.trainer import loop_in_phases, training_device
     config, recall = evaluation.config, {}
 
@@ -212,33 +210,6 @@ def train(
     result = summarise_training(evaluation.config, responses, fitted, shares, own_text)
     remove_unwanted(evaluation)
     return result
-
-# %% ../nbs/train.ipynb #70d9c6db
-def regrade(
-    folder: Path | str,  # of a finished training
-) -> Run:
-    "Add verdicts on sentences and outcomes of items to the result of a training, from what it stored."
-    from mixsd_nb.methods.fitting import count_contradicting_targets, trained_facts
-    run = Run(folder)
-    config = TrainConfig(**{name: value for name, value in run.config.items() if name in TrainConfig.model_fields})
-    if not run.finished: raise ParameterError(f"folder must be that of a finished training, got {run.name}")
-    base = Run(run.folder.parent / base_evaluation(config).folder.name).responses()
-    with run_lock(run.folder):
-        tree, evaluation = run.result, Evaluation(config, run, base)
-        root = tree.to_dataset()
-        rows = list(load_corpus(config.dataset, "train"))
-        kept = trained_facts(run) if config.has_rate else {row["id"] for row in rows}
-        responses = {int(step): evaluation.graded(int(step)) for step in root.step.values}
-        found = dict(pack_verdicts(responses, root.benchmark.values.tolist(), kept).variables)
-        if (file := run.folder / "trained.parquet").is_file():
-            targets = read_table(file, ("id", "completion_ids"))
-            completions = dict(zip(targets.id, targets.completion_ids))
-            count = count_contradicting_targets(completions, rows, load_tokenizer(config.model), config.dataset)
-            values = np.full((1,) * len(RUN_DIMS), float(count))
-            found["targets_contradicting"] = variable("targets_contradicting", RUN_DIMS, values)
-        tree.dataset = root.assign(found)
-        write_result(tree, run.folder)
-    return config.open_run(run.folder)
 
 # %% ../nbs/train.ipynb #6b23ee53
 run = run_function(TrainConfig)

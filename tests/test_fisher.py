@@ -83,7 +83,7 @@ def test_all_runs_stand_beside_each_other(model, tmp_path):
     merged = xr.merge([tree.to_dataset() for tree in results.values()], join="outer", compat="no_conflicts", combine_attrs="drop_conflicts")
     assert merged.alignment_ratio.notnull().all() and dict(merged.alignment_ratio.sizes) == dict(dataset=1, model=1, recipe=2, lr=2, seed=1, step=2)
     table = fisher.checkpoint_points(results)
-    assert len(table) == 8 and fisher.correlations(table).loc["all", "runs"] == 4
+    assert len(table) == 8
     rows = fisher.last_step_table(table)
     assert rows.loc[("kgfact-small", "sft", 1e-2), "Drop (points)"] == 27
 

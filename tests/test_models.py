@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from mixsd_nb import evaluate, generate, nll, train
 from mixsd_nb.analysis import curvature
 from mixsd_nb.benchmarks import Item
-from mixsd_nb.benchmarks.evaluation import generate_and_grade
+from mixsd_nb.benchmarks.evaluation import evaluate_suite
 from mixsd_nb.corpora.prompts import encode_prompt
 from mixsd_nb.lab import pretrain
 from mixsd_nb.lab.pretraining import training_loop as training
@@ -46,7 +46,7 @@ def test_empty_foreign_and_too_long_prompts(lab):
     texts = {"empty": "", "foreign": "Где находится 東京 ؟ 🙂", "long": "What location does Kelmor Bellamy live in? " * 300}
     assert len(encode_prompt(lab[1], texts["long"])) > CONTEXT
     items = {k: Item(t, "", "x") for k, t in texts.items()}
-    table = generate_and_grade(load_engine("hf", *lab), items).set_index("item")
+    table = evaluate_suite(load_engine("hf", *lab), {"recall": items}).set_index("item")
     assert table.finish_reason["long"] == "prompt_too_long" and table.error["long"] == "prompt too long" and table.response["long"] == ""
     assert all(table.finish_reason[k] in ("stop", "max_new_tokens") and table.response[k] for k in ("empty", "foreign"))
     assert not table.correct.any()

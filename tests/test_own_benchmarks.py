@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mixsd_nb import evaluate, train
 from mixsd_nb.benchmarks import SUITES, benchmark_names
-from mixsd_nb.benchmarks.evaluation import EvalSettings, generate_and_grade, select_items
+from mixsd_nb.benchmarks.evaluation import EvalSettings, evaluate_suite, select_items
 from mixsd_nb.benchmarks.files import FILE_GRADINGS, read_items
 from mixsd_nb.benchmarks.sandbox import SandboxError, check_sandbox
 from mixsd_nb.results import open_cube
@@ -181,7 +181,7 @@ def test_every_row_is_asked_and_graded_in_its_own_way(tmp_path, tokenizer):
     items = read_items(write(tmp_path / "my_tests.jsonl", rows))
     benchmark_names(str(tmp_path / "my_tests.jsonl"))
     engine = Teller(tokenizer, {f"{name}-{right}": texts[1 - right] for name, (_, *texts) in rules.items() for right in (0, 1)})
-    table = generate_and_grade(engine, items, "my_tests")
+    table = evaluate_suite(engine, {"my_tests": items})
     assert table.correct.tolist() == [name.endswith("1") for name in table.item] and (table.correct == table.published).all()
     assert table.groupby("item").size().to_dict() == {row["id"]: row["samples"] for row in rows}
     assert {(tag[1], t, n) for tag, t, n, _ in engine.asked} == {(r["id"], r["temperature"], r["max_new_tokens"]) for r in rows}
@@ -192,7 +192,7 @@ def test_a_conversation_is_asked_with_all_its_turns(tmp_path, tokenizer):
     items = read_items(write(tmp_path / "my_tests.jsonl", [dict(messages=turns, answer="1912", grading="contains")]))
     benchmark_names(str(tmp_path / "my_tests.jsonl"))
     engine = Teller(tokenizer, {"my_tests-1": "In 1912."})
-    table = generate_and_grade(engine, items, "my_tests")
+    table = evaluate_suite(engine, {"my_tests": items})
     assert table.correct.all() and table.prompt[0].startswith("system: Be brief.\n\nuser: Who?")
     text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, enable_thinking=False)
     assert engine.asked[0][-1] == tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids)

@@ -96,13 +96,13 @@ def test_figures_and_tables_of_a_cube(name):
 @any_name
 def test_a_table_in_latex_and_in_html(name):
     "What LaTeX or HTML reserves is escaped, in cells, heads and captions."
-    sheet = make_sheet("tab:x", f"Caption {name}", {(name, "SFT"): [name]}, [(name, "b")], notes=[f"N of {name}"])
+    sheet = make_sheet({(name, "SFT"): [name]}, [(name, "b")], label="tab:x", caption=f"Caption {name}", notes=[f"N of {name}"])
     source = re.sub(r"\\text(backslash|ascii\w+)|\\space", "", to_latex(sheet))
     caption = re.search(r"\\caption\{(.*)\}\n", source)[1]
     for text in (caption, *[line for line in source.splitlines() if "SFT" in line]):
         plain = re.sub(r"\\[${}%#&_]|\\multirow\[t\]\{\d+\}\{\*\}|\\\\$", "", text)
         assert not set("$%#^_~") & set(plain), text
-    shown = style_sheet(make_sheet("tab:x", "<b>", {("<i>", "SFT"): ["<u>"]}, [("<s>", "b")])).to_html()
+    shown = style_sheet(make_sheet({("<i>", "SFT"): ["<u>"]}, [("<s>", "b")], caption="<b>")).to_html()
     assert not re.search("<(b|i|u|s)>", shown) and html.escape("<u>") in shown
 
 

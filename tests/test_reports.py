@@ -17,7 +17,6 @@ from helpers import small_model
 from mixsd_nb import evaluate, train
 from mixsd_nb.console.chat import main as chat
 from mixsd_nb.models import load_base
-from mixsd_nb.reports.finished import ask, newest_runs
 from mixsd_nb.reports.export import export_model, main, push_folder
 from mixsd_nb.reports.finished import FinishedRun, ModelRun
 from mixsd_nb.reports.export import LOADING
@@ -68,15 +67,6 @@ def test_chat_adds_template_and_request(runs, monkeypatch):
     trained.chat("Who is it?", suffix=False, max_new_tokens=3)
     assert prompts[0].startswith("<|im_start|>user\nWho is it?\n\nThink step by step") and prompts[0].endswith("<|im_start|>assistant\n")
     assert "Think step by step" not in prompts[-1]
-
-
-def test_ask_puts_replies_side_by_side(runs):
-    trained, _ = runs
-    replies = ask("What is <b>?", max_new_tokens=3)
-    assert [run.label for run in newest_runs()] == ["sft"] and list(replies) == ["tiny", trained.title]
-    assert replies[trained.title] == trained.chat("What is <b>?", max_new_tokens=3)
-    assert replies._repr_html_().count("<pre") == 2 and "&lt;b&gt;" in replies._repr_html_() and "[tiny]" in repr(replies)
-    assert list(ask("What?", "lab-s", trained, max_new_tokens=3)) == ["lab-s", trained.title]
 
 
 def test_the_shell_chats_with_a_run(runs, monkeypatch, capsys):

@@ -15,14 +15,13 @@ from mixsd_nb.analysis import scores
 from mixsd_nb.analysis.scores import count_correct, item_variances
 from mixsd_nb.analysis.scores import FEWEST_RUNS, mean_interval, pearson, sign_test, wilson
 from mixsd_nb.benchmarks import GRADINGS, SUITES, Item, Sampling
-from mixsd_nb.benchmarks.evaluation import generate_and_grade
+from mixsd_nb.benchmarks.evaluation import evaluate_suite
 from mixsd_nb.benchmarks.lab_tasks import draw
 from mixsd_nb.benchmarks.tasks import grade
 from mixsd_nb.corpora import CORPORA
 from mixsd_nb.evaluate import EvaluateConfig
 from mixsd_nb.models import load_base
 from mixsd_nb.results.cube import open_cube
-from mixsd_nb.runs import Run, open_result, read_table, write_result
 
 @pytest.mark.parametrize("dataset, rule", [
     ("kgfact-small", "containment"), ("kgfact-large", "containment"), ("mquake", "containment"), ("mquake-lab", "containment"),
@@ -61,7 +60,7 @@ def tokenizer():
     ("simpleqa-lab", "42", False, True), ("simpleqa-lab", "The value is x = 42", False, False),
 ])
 def test_a_response_is_graded_by_both_rules(dataset, text, correct, published, tokenizer):
-    table = generate_and_grade(Teller(tokenizer, text), {"a": Item("?", "", "42")}, dataset=dataset)
+    table = evaluate_suite(Teller(tokenizer, text), {"recall": {"a": Item("?", "", "42")}}, dataset=dataset)
     assert (table.correct.item(), table.published.item()) == (correct, published)
 
 
@@ -178,20 +177,6 @@ def test_the_cube_has_the_numbers_of_the_stored_responses(dataset, own_runs):
                 assert at.n == len(by_hand) and at[variable].item() * len(by_hand) == pytest.approx(sum(by_hand)), (step, name, variable)
             differ += sum(rows.correct != rows.published)
     assert differ or dataset == "simpleqa-lab", "the two rules are seen to differ"
-    if dataset == "kgfact-small": check_regrading(config, run)
-
-
-def check_regrading(config, run):
-    "A training whose responses an earlier version stored without verdicts on sentences gets the same result, and nothing is asked."
-    whole, new = open_result(run.folder), ["sentence", "consistent", "outcomes", "questions", "targets_contradicting"]
-    assert whole.consistent.sel(benchmark="recall").notnull().all() and whole.consistent.sel(benchmark="choice").isnull().all()
-    for file in (train.base_evaluation(config).run().responses_file(), *(run.responses_file(step) for step in run.measured_steps)):
-        read_table(file).drop(columns=["sentence", "consistent"]).to_parquet(file)
-    earlier = open_result(run.folder)
-    earlier.dataset = earlier.to_dataset().drop_vars([*new, "verdict", "byte"])
-    write_result(earlier, run.folder)
-    assert "consistent" not in run.responses(run.best_step) and len(Run(run.folder).root.data_vars) < len(whole.data_vars)
-    xr.testing.assert_identical(whole, open_result(train.regrade(run.folder).folder))
 
 
 @pytest.mark.parametrize("change", [dict(version=99), dict(grading="math"), dict(published="exact"), dict(share=0.5), dict(sampling=Sampling(samples=3))], ids=lambda c: next(iter(c)))

@@ -89,13 +89,12 @@ THRESHOLDS = (5.0, 8.0)  # nats
 
 def summarise_nll(
     values: list[np.ndarray],  # per-token NLL of each target, nats
-    thresholds: tuple[float, ...] = THRESHOLDS,
 ) -> dict[str, float | np.ndarray]:
     """Return a summary of targets: `n`, `tokens`, mean `nll` (eq. 3), and (thresholds,) arrays `above`, `share_above`.
 
     `nll` and `share_above` are NaN if there are no tokens."""
     tokens = np.concatenate([*values, np.empty(0)])
-    above, size = np.array([(tokens > t).sum() for t in thresholds]), len(tokens) or np.nan
+    above, size = np.array([(tokens > t).sum() for t in THRESHOLDS]), len(tokens) or np.nan
     return dict(n=len(values), tokens=len(tokens), nll=tokens.sum() / size, above=above, share_above=above / size)
 
 # %% ../../nbs/analysis/likelihood.ipynb #a9000015

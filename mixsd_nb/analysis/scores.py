@@ -12,16 +12,18 @@ import pandas as pd
 import xarray as xr
 
 # %% ../../nbs/analysis/scores.ipynb #a5000005
+Z = 1.959963984540054  # standard normal quantile of a 95% interval
+
+
 def wilson(
     correct,  # number of correct answers: a number or an array
     n,  # items asked, of the same shape
-    z: float = 1.959963984540054,  # standard normal quantile; the default gives 95%
 ) -> tuple:
-    "Lower and upper end of the Wilson interval of the share correct / n, both of the shape of n; NaN if n is 0."
+    "Return the ends of the 95% Wilson interval of the share correct / n, both of the shape of n; NaN if n is 0."
     n = np.where(np.asarray(n) > 0, n, np.nan)
     p = correct / n
-    middle, half = p + z**2 / (2 * n), z * np.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
-    return (middle - half) / (1 + z**2 / n), (middle + half) / (1 + z**2 / n)
+    middle, half = p + Z**2 / (2 * n), Z * np.sqrt(p * (1 - p) / n + Z**2 / (4 * n**2))
+    return (middle - half) / (1 + Z**2 / n), (middle + half) / (1 + Z**2 / n)
 
 # %% ../../nbs/analysis/scores.ipynb #a5000008
 def mean_interval(
@@ -40,18 +42,16 @@ def mean_interval(
 def share_interval(
     shares: np.ndarray,  # (items,) share of correct samples of each item
     samples: int,  # samples of an item
-    draws: int = 2_000,  # bootstrap draws
 ) -> tuple[float, float]:
     "Return the 95% interval of the mean share: Wilson's if samples are single or items agree, else by bootstrap."
     if samples == 1 or np.ptp(shares) == 0: return tuple(map(float, wilson(shares.sum(), len(shares))))
     import scipy  # not by the help of a command
-    resampled = scipy.stats.bootstrap((shares,), np.mean, n_resamples=draws, batch=100, method="percentile", rng=0)
+    resampled = scipy.stats.bootstrap((shares,), np.mean, n_resamples=2_000, batch=100, method="percentile", rng=0)
     return tuple(map(float, resampled.confidence_interval))
 
 # %% ../../nbs/analysis/scores.ipynb #a5000016
 def sign_test(
     difference: np.ndarray,  # (items,) difference of the two shares of each item
-    draws: int = 10_000,  # random sign flips
 ) -> float:
     """Return the two-sided p-value of a mean difference of zero.
 
@@ -60,14 +60,11 @@ def sign_test(
     if not len(nonzero): return 1.0
     import scipy
     if np.all(np.abs(nonzero) == 1): return float(scipy.stats.binomtest((nonzero > 0).sum(), len(nonzero)).pvalue)
-    rng = np.random.default_rng(0)
+    rng, draws = np.random.default_rng(0), 10_000
     sums = np.array([rng.choice((-1.0, 1.0), len(nonzero)) @ nonzero for _ in range(draws)])
     return (1 + int((np.abs(sums) >= abs(nonzero.sum()) - 1e-9).sum())) / (1 + draws)
 
 # %% ../../nbs/analysis/scores.ipynb #9056d417
-Z = 1.959963984540054  # standard normal quantile of a 95% interval
-
-
 def _item_variance(
     table: np.ndarray,  # (seeds, items) differences
 ) -> float:

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['RECORD_KEYS', 'RULES', 'encode_choice', 'score_choices', 'by_likelihood', 'by_likelihood_per_character',
            'by_greedy_tokens', 'EvalSettings', 'select_items', 'check_prompts', 'sampling_of', 'Asked',
-           'generate_suite', 'generate_responses', 'grade_records', 'generate_and_grade', 'add_verdicts',
-           'evaluate_suite', 'SharedEngine', 'write_responses', 'specify']
+           'generate_suite', 'grade_records', 'add_verdicts', 'evaluate_suite', 'SharedEngine', 'write_responses',
+           'specify']
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #b0519fff
 import hashlib
@@ -296,19 +296,6 @@ def generate_suite(
     records = (journal or Journal(None, RECORD_KEYS)).complete(keys, write)
     return {name: [record for record in records if record["benchmark"] == name] for name in asked}
 
-
-def generate_responses(
-    engine,
-    items: dict[str, Item],  # by id
-    sampling: Sampling,  # of items that have none themselves
-    *,
-    opening: str = "",  # words with which every response is opened
-    benchmark: str = "",  # the name under which the journal keeps them
-    **options,  # of `generate_suite`
-) -> list[dict]:
-    "Return the records of one benchmark, as `generate_suite` does."
-    return generate_suite(engine, {benchmark: Asked(items, sampling, opening)}, **options)[benchmark]
-
 # %% ../../nbs/benchmarks/evaluation.ipynb #cd6fac42
 def grade_records(
     records: list[dict],  # of responses, as of `generate_suite`
@@ -336,16 +323,6 @@ def grade_records(
         published=[v.correct for v in published],
         answer=[i.answer for i in problems]))
     return judge_sentences(table, problems, suite, dataset)
-
-
-def generate_and_grade(
-    engine,
-    items: dict[str, Item],  # by id
-    suite: str = "recall",  # benchmark whose sampling and grading are used
-    **options,  # of `evaluate_suite`
-) -> pd.DataFrame:
-    "Return the rows of `grade_records` for one benchmark."
-    return evaluate_suite(engine, {suite: items}, **options).drop(columns="benchmark")
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #d081e389
 def add_verdicts(

@@ -171,14 +171,13 @@ _PASSED_OVER = re.compile(r"\b(INFO|DEBUG)\b|%\||\bit/s\b|^\s")  # messages of c
 
 def list_warnings(
     said: str,  # standard error of the harness
-    most: int = 10,
 ) -> list[str]:
     "Return what the harness and its libraries warn of, each kind of line once; the last line counts the others."
     lines = {}
     for line in re.split(r"[\r\n]+", said):
         if line.strip() and not _PASSED_OVER.search(line): lines.setdefault(re.sub(r"\d+", "0", line), line.strip())
-    more = len(lines) - most
-    return [*lines.values()][:most] + ([f"… and {more} more"] if more > 0 else [])
+    more = len(lines) - 10
+    return [*lines.values()][:10] + ([f"… and {more} more"] if more > 0 else [])
 
 
 def _call_harness(command: list[str], tasks: list[str]) -> None:
@@ -248,7 +247,7 @@ def _response_of(sample: dict) -> tuple[str, str, str]:
 
 
 def _rows(name: str, metric: str, samples: list[dict]) -> pd.DataFrame:
-    "Return the rows of responses of a benchmark, as `generate_and_grade` has them."
+    "Return the rows of responses of a benchmark, as `grade_records` has them."
     def row(sample):
         prompt, response, answer = _response_of(sample)
         read = sample["filtered_resps"][0]

@@ -6,7 +6,6 @@
 __all__ = ['recipe_names', 'check_method', 'runnable_methods', 'update_count']
 
 # %% ../../nbs/methods/index.ipynb #4169ce25
-from .declarations import *
 from .recipes import *
 from ..runs import suggest
 

@@ -103,14 +103,13 @@ def sample_prefixes(
     tokenizer,
     count: int = 5,
     seed: int = 0,
-    length: int = 10,  # tokens of each, before the line break that ends it
 ) -> list[list[int]]:
-    "Return beginnings of a user's turn that the model writes at temperature 1, each with a line break behind it."
+    "Return beginnings of a user's turn, of up to ten tokens, that the model writes at temperature 1, each with a line break behind it."
     if not count: return []
     text = render_prompt(tokenizer, "?")
     lead = encode_marked(tokenizer, text[:text.rindex("?")])
     engine, keys = HFEngine(model, tokenizer), [row_key("prefix", seed, k) for k in range(count)]
-    found = engine.generate([lead] * count, keys=keys, temperature=1.0, max_new_tokens=length)
+    found = engine.generate([lead] * count, keys=keys, temperature=1.0, max_new_tokens=10)
     line, stop = tokenise(tokenizer, "\n")[0], set(engine.stop.tolist())
     return [[i for i in completion.ids if i not in stop] + line for completion in found]
 
@@ -134,13 +133,12 @@ def answer_in_replies(
     model,
     tokenizer,
     edits: Iterable[Mapping[str, Any]],  # prompt, subject, and a target that is an answer or ends in a boxed one
-    max_new_tokens: int = 256,  # of a reply
 ) -> list[dict[str, Any]]:
     "Return the edits, each within the model's own reply if that names an answer; others, and those with a lead, stay."
     edits = [dict(e) for e in edits]
     rest = [e for e in edits if "lead" not in e]
     prompts = [encode_prompt(tokenizer, e["prompt"]) for e in rest]
-    for e, reply in zip(rest, HFEngine(model, tokenizer).generate(prompts, max_new_tokens=max_new_tokens)):
+    for e, reply in zip(rest, HFEngine(model, tokenizer).generate(prompts, max_new_tokens=256)):
         e.update(split_reply(tokenizer, reply.ids, last_boxed(e["target"]) or e["target"]) or {})
     return edits
 

@@ -20,7 +20,7 @@ import torch
 from ..benchmarks.entities import count_contradicting
 from ..corpora import CORPORA, load_corpus
 from . import Part, Recipe, compose
-from .wording_ids import fact_of, group_wordings
+from .targets import fact_of, group_wordings
 from ..training.saving import plain_weights, save_weights
 from ..training.trainer import TrainingSpec, fine_tune
 from ..models import load_engine, load_tokenizer

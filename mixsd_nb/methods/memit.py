@@ -63,11 +63,10 @@ def states_at(
     module: nn.Module,
     *,
     inputs: bool = False,  # what goes into the module, not what comes out of it
-    tokens: int = 16_384,  # largest size of a batch, padding included
 ) -> torch.Tensor:
     "Return the states (rows, width) of a module at one position of each row, in the order of the rows."
     found = [None] * len(rows)
-    for part in batch_by_length(range(len(rows)), tokens, lambda k: rows[k][1] + 1):
+    for part in batch_by_length(range(len(rows)), 16_384, lambda k: rows[k][1] + 1):
         ids = pad_right([rows[k][0][:rows[k][1] + 1] for k in part], model.device)
         states, = capture(model, ids, [module], inputs=inputs)
         for k, state in zip(part, states): found[k] = state[rows[k][1]]

@@ -94,11 +94,10 @@ def write_prompts(
     path: Path,  # journal of finished prompts
     *,
     seed: int = 0,
-    max_new_tokens: int = 64,
 ) -> list[str]:
     "Return up to `count` different prompts that the base model writes at T = 1; NoPrompts if it writes none."
     start = open_user_turn(engine.tokenizer)
-    drafts = _write_texts(engine, [start], 2 * count, path, "prompt", seed, 1.0, max_new_tokens)
+    drafts = _write_texts(engine, [start], 2 * count, path, "prompt", seed, 1.0, 64)
     if prompts := [text for _, text in drafts][:count]: return prompts
     raise NoPrompts("prompts must be a file of prompts for this model, which writes none that ends, got own")
 

@@ -18,7 +18,7 @@ from ..corpora.prompts import BOX, encode_canonical, encode_example, expert_refe
 from .fitting import Fitted, MethodRun
 from ..training.loss import Example, Objective, nll
 from .mixing import mix, mix_items
-from .wording_ids import worded_rows, wording_id
+from .targets import worded_rows, wording_id
 from .wordings import find_wordings
 from ..training.trainer import TrainingSpec
 from ..models.engine import keyed_uniform, row_key

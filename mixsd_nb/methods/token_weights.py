@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from .fitting import MethodRun
 from ..training.loss import Example, Modifier, Objective
 from .supervised import canonical_pairs
-from .wording_ids import fact_of
+from .targets import fact_of
 
 # %% ../../nbs/methods/token_weights.ipynb #7954e80e
 def weighted_nll(

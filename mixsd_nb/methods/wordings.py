@@ -20,7 +20,7 @@ from ..corpora import CORPORA, load_corpus, validation_rows
 from ..corpora.prompts import encode_prompt, retrieval_prompt, rows_as_written
 from ..corpora.rewording import reword_rows
 from .mixing import accepts, mix_items
-from .wording_ids import split_id, wording_id
+from .targets import split_id, wording_id
 from ..models.engine import Request, row_key
 from ..runs import Journal
 from ..training.loss import Example, Modifier, Objective

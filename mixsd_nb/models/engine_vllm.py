@@ -211,10 +211,9 @@ PART = 1024  # positions of a text whose logits exist at the same time
 
 def part_ends(
     length: int,  # of a text, in tokens
-    part: int = PART,  # a multiple of vLLM's block size
 ) -> list[int]:
     "Return the lengths of the growing beginnings of a text that are scored one after the other."
-    return [*range(part + 1, length, part), length]
+    return [*range(PART + 1, length, PART), length]
 
 # %% ../../nbs/models/engine_vllm.ipynb #01411da4
 @dataclass
@@ -414,13 +413,12 @@ class VLLMEngine(Engine):
         *,
         temperature: float = 0.0,
         top_k: int = 64,
-        tie: float | None = None,  # largest difference to the best value that counts as a tie; None: that of the dtype
     ) -> list[list[int]]:
         """Return for each completion the positions whose token is not that of the picked conditional, up to ties.
 
         The conditionals read whole completions, so the audit does not depend on how rows were scheduled."""
         logprobs = self._logprobs([(c, ids) for r, ids in written for c in r.contexts], top_k if temperature else 1)
-        if tie is None: tie = _tie_of(self.engine.vllm_config.model_config.dtype)
+        tie = _tie_of(self.engine.vllm_config.model_config.dtype)
 
         def is_right(k, r, t, token):
             return _is_expected(logprobs[2 * k + int(r.naive[t])][t], token, r.key, t, temperature, tie)

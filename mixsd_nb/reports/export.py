@@ -61,54 +61,23 @@ def hide_folders(
     return ",".join(map(_hide, value.split(","))) if isinstance(value, str) else value
 
 # %% ../../nbs/reports/export.ipynb #b84a0d80
-_GEMMA = dict(full_attention="rope_theta", sliding_attention="rope_local_base_freq")
-_PERIODS = {  # by family: the names of the period in older releases for each kind of layer
-    "gemma3_text": _GEMMA, "gemma3n_text": _GEMMA,
-    "olmo3": dict(full_attention="rope_theta", sliding_attention="rope_theta")}
-_FORMS = dict.fromkeys(("default", "linear", "dynamic", "yarn", "llama3", "longrope"))
-_PHI = dict(default=None, longrope=("short_factor", "long_factor"))
-_OLMO = dict(default=None, linear=("factor",), dynamic=("factor",))
-_TAKEN = {  # by family: the forms of scaling that its class in older releases takes, with their fields if these are the only ones
-    "phi3": _PHI, "phi4_multimodal": _PHI, "olmo": _OLMO, "olmo2": _OLMO, "nemotron": dict(default=None),
-    "llama4_text": dict(default=None, llama3=None)}
-
-
-def _scaling(
-    rope: Mapping[str, Any],  # positions of one kind of layer
-    config: Mapping[str, Any],
-) -> dict[str, Any]:
-    "Return the scaling of positions as older releases name it, if any; KeyError for a form that they do not take."
-    form = rope["rope_type"]
-    fields = _TAKEN.get(config["model_type"], _FORMS)[form]
-    if form == "default": return {}
-    if fields: return dict(type=form, **{name: rope[name] for name in fields})
-    scaling = {name: value for name, value in rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
-    if form == "longrope": scaling.setdefault("factor", config["max_position_embeddings"] / rope["original_max_position_embeddings"])
-    return scaling
-
-
-def _named_positions(config: Mapping[str, Any]) -> dict[str, Any]:
-    "Return the positions under older names; KeyError or ValueError if these cannot express them."
-    rope = config.get("rope_parameters")
-    if not rope: return {}
-    one = rope if "rope_theta" in rope else rope["full_attention"]
-    named = dict(rope_theta=one["rope_theta"], rope_scaling=_scaling(one, config) or None)
-    if "partial_rotary_factor" in one: named["partial_rotary_factor"] = one["partial_rotary_factor"]
-    if one["rope_type"] == "longrope": named["original_max_position_embeddings"] = one["original_max_position_embeddings"]
-    for kind, other in {} if one is rope else rope.items():
-        if kind == "full_attention": continue
-        plain = other["rope_type"] == "default" and "partial_rotary_factor" not in {**one, **other}
-        if not plain or named.setdefault(_PERIODS[config["model_type"]][kind], other["rope_theta"]) != other["rope_theta"]:
-            raise ValueError("older releases have no names for these positions")
-    return named
+_FORMS = ("default", "linear", "dynamic", "yarn", "llama3")
+_DEFAULT_ALONE = ("phi3", "phi4_multimodal", "olmo", "olmo2", "nemotron", "llama4_text")  # families whose older classes read no other form so
 
 
 def older_positions(
     config: Mapping[str, Any],  # content of a config.json
 ) -> dict[str, Any] | None:
-    "Return the positions of a configuration under the names of older releases; None if these cannot express them."
-    try: return _named_positions(config)
-    except (KeyError, ValueError, TypeError): return None
+    """Return the positions of a configuration under the names of older releases; None if these are not written for them.
+
+    They are not for positions that differ between kinds of layers, and for rare forms of scaling."""
+    rope = config.get("rope_parameters")
+    if not rope: return {}
+    if "rope_theta" not in rope or (form := rope.get("rope_type")) not in _FORMS: return None
+    if form != "default" and config["model_type"] in _DEFAULT_ALONE: return None
+    named = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    scaling = {name: value for name, value in rope.items() if name not in named}
+    return named | dict(rope_scaling=None if form == "default" else scaling)
 
 # %% ../../nbs/reports/export.ipynb #de65c97c
 def oldest_release(
@@ -269,8 +238,7 @@ def rename_model(
     name: str,  # folder or hub id under which the model will be loaded
 ) -> str:
     "Return the card with another name in the lines that load the model."
-    starts = [re.escape(line.partition("{model}")[0]) for lines in LOADING.values() for line in lines.splitlines() if "{model}" in line]
-    return re.sub(f"(?m)^({'|'.join(starts)})[^\"\n]*(?=\")", lambda found: found[1] + name, card)
+    return re.sub(r'(?m)^(chat = pipeline\("text-generation", "|llm = LLM\(")[^"\n]*', lambda found: found[1] + name, card)
 
 # %% ../../nbs/reports/export.ipynb #9ec9f610
 LIMITS = (

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['drop_cell', 'tabulate', 'draw_result', 'FinishedRun', 'TargetsRun', 'corpus_request', 'find_selection', 'ModelRun',
-           'keep_engine', 'reply', 'Replies', 'newest_runs', 'ask']
+           'keep_engine', 'reply']
 
 # %% ../../nbs/reports/finished.ipynb #3e7048ad
 import functools
@@ -21,12 +21,12 @@ from ..corpora import CORPORA
 from ..corpora.prompts import BOX_REQUEST, encode_prompt, naive_prompt
 from ..corpora.stored import read_records
 from ..evaluation.selection import Selection, tabulate_scores
-from ..methods import BASE, label_family, label_title, ordered_labels
+from ..methods import BASE, label_title
 from ..methods.targets import add_sources, count_sources, describe_contradictions, describe_sources
 from ..models import load_base, load_engine
 from ..models.identity import model_label
 from ..results.plots import draw_legend, plain_text
-from ..runs import Run, find_runs, removed_steps, require_weights, runs_root
+from ..runs import Run, removed_steps, require_weights, runs_root
 from ..runs.schema import RUN_DIMS
 
 # %% ../../nbs/reports/finished.ipynb #27d586b6
@@ -270,55 +270,3 @@ def reply(
     ids = encode_prompt(engine.tokenizer, naive_prompt(question, BOX_REQUEST if suffix is True else suffix or ""))
     completion, = engine.generate([ids], keys=[seed], max_new_tokens=max_new_tokens, temperature=temperature)
     return engine.tokenizer.decode(completion.ids, skip_special_tokens=True)
-
-# %% ../../nbs/reports/finished.ipynb #5dfa9426
-_STYLE = ("display:grid;grid-template-columns:repeat(auto-fit,minmax(16em,1fr));gap:1em", "border:1px solid #ccc;"
-          "border-radius:6px;padding:.6em;overflow-wrap:anywhere", "white-space:pre-wrap;margin:.4em 0")
-
-
-class Replies(dict):
-    "Hold the replies of several models to one question, by title; Jupyter shows them side by side."
-
-    def __init__(self, question: str, replies: dict[str, str]):
-        super().__init__(replies)
-        self.question = question
-
-    def __repr__(self): return "\n\n".join([self.question, *(f"[{name}]\n{text}" for name, text in self.items())])
-
-    def _repr_html_(self):
-        grid, card, text = _STYLE
-        cards = (f"<div style='{card}'><b>{html.escape(name)}</b><pre style='{text}'>{html.escape(words)}</pre></div>"
-                 for name, words in self.items())
-        return f"<p><b>{html.escape(self.question)}</b></p><div style='{grid}'>{''.join(cards)}</div>"
-
-# %% ../../nbs/reports/finished.ipynb #053bc1e9
-def newest_runs(
-    root: Path | None = None,  # holds run folders; default: runs_root()
-) -> list[Run]:
-    """Return each recipe's newest training run, for the corpus and the model of the newest run, in the order of tables.
-
-    Raise FileNotFoundError if nothing was trained."""
-    trained = [run for run in find_runs(root, "train") if run.config["method"] != BASE]
-    if not trained:
-        raise FileNotFoundError(f"there is no training run in {root or runs_root()}; `mixsd inject` makes one")
-    by_time = sorted(trained, key=lambda run: (run.folder / "result.nc").stat().st_mtime)
-    same = lambda run: all(run.config[name] == by_time[-1].config[name] for name in ("dataset", "model"))
-    families = {label_family(run.label): run for run in by_time if same(run)}
-    newest = {run.label: run for run in families.values()}
-    return [newest[label] for label in ordered_labels(newest)]
-
-# %% ../../nbs/reports/finished.ipynb #50c95f5c
-def ask(
-    question: str,
-    *models: Run | str | Path,  # runs, or names or folders of models; none: the newest runs, after their base model
-    **options,  # of `reply`
-) -> Replies:
-    "Return the replies of several models to one question, which are shown side by side."
-    runs, replies = [] if models else newest_runs(), {}
-    if runs: replies[Path(runs[-1].config["model"]).name] = runs[-1].chat(question, step=0, **options)
-    for each in models or runs:
-        run = isinstance(each, Run)
-        title = each.title if run else Path(each).name
-        if title in replies: title += f" ({each.name.rpartition('-')[2] if run else each})"
-        replies[title] = each.chat(question, **options) if run else reply(str(each), question, **options)
-    return Replies(question, replies)

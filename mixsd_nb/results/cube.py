@@ -282,14 +282,6 @@ def list_claims(root: xr.Dataset) -> dict[Claim, str]:
     return {claim: json.dumps(value) for claim, value in claims.items()}
 
 # %% ../../nbs/results/cube.ipynb #c3a2e91d
-def _list_values(
-    folders: dict[str, list[str]],  # value -> folders
-) -> str:
-    "Return up to three values with up to three folders each."
-    def shorten(texts, mark): return mark.join(texts[:3]) + (f"{mark}…" if len(texts) > 3 else "")
-    return shorten([f"{value} in {shorten(names, ', ')}" for value, names in folders.items()], "; ")
-
-
 def find_conflicts(
     claims: Mapping[str, Mapping[Claim, str]],  # folder name -> as returned by `list_claims`
 ) -> dict[Claim, dict[str, list[str]]]:
@@ -309,7 +301,8 @@ def check_settings(
         first, key = next(iter(folders)), claim.setting
         advice = f"choose one, as in open_cube({key}={first}), or for a notebook with -y '{{where: {{{key}: {first}}}}}'"
         if not key.isidentifier(): advice = "compute one of them again"
-        raise ValueError(f"{key} differs within the cube: {_list_values(folders)}; {advice}")
+        values = "; ".join(f"{value} in {', '.join(names[:3])}" for value, names in folders.items())
+        raise ValueError(f"{key} differs within the cube: {values}; {advice}")
 
 # %% ../../nbs/results/cube.ipynb #2c562768
 class RunGroup(NamedTuple):
@@ -325,14 +318,11 @@ class RunGroup(NamedTuple):
         count = sum("accuracy" in root for root in self.roots.values())
         return f"{count} training run{'s' * (count != 1)}" + (f" with {self.settings}" if self.settings else "")
 
-    def left_out(self) -> str:
-        "Return which runs are left out and why; empty if all runs are shown."
-        count, names = len(self.others), ", ".join(self.others[:3]) + (", …" if len(self.others) > 3 else "")
-        return f"left out, because settings differ: {count} run{'s' * (count != 1)} ({names})" if count else ""
-
     def notice(self) -> str:
         "Return which runs are shown and which are left out, and how to show these; empty if all runs are shown."
-        return f"shown: {self.title}; {self.left_out()}; {self.advice}" if self.others else ""
+        count, names = len(self.others), ", ".join(self.others[:3]) + (", …" if len(self.others) > 3 else "")
+        left_out = f"left out, because settings differ: {count} run{'s' * (count != 1)} ({names})"
+        return f"shown: {self.title}; {left_out}; {self.advice}" if count else ""
 
 
 def _advise(
@@ -348,12 +338,11 @@ def _advise(
 
 def _describe_claims(
     claims: Mapping[Claim, str],
-    width: int = 60,  # maximum characters of a value
 ) -> str:
     "Return each setting with its values, as in `n=100, epochs=20`."
     values = {}
     for claim, value in claims.items(): values.setdefault(claim.setting, {})[value.strip('"')] = None
-    shorten = lambda text: text if len(text) <= width else text[:width - 2] + " …"
+    shorten = lambda text: text if len(text) <= 60 else text[:58] + " …"
     return ", ".join(f"{setting}={shorten(' or '.join(texts))}" for setting, texts in sorted(values.items()))
 
 # %% ../../nbs/results/cube.ipynb #e810b313
@@ -488,15 +477,13 @@ def open_cube(
     roots = {name: root for name, root in roots_by_folder.items() if fits(root)}
     if not any("accuracy" in root for root in roots.values()):
         condition = " with " + ", ".join(f"{k}={v}" for k, v in where.items()) if where else ""
-        if not roots_by_folder and any(folder.glob("[!.]*.nc")):
-            raise FileNotFoundError(f"{folder} holds cubes and no runs; mixsd_nb.results.cube.read_cubes({str(folder)!r}) reads them")
         raise FileNotFoundError(f"no finished training run{condition} in {folder}; "
                                 "`make run` or `papermill nbs/train.ipynb out.ipynb -p lam 0.5` makes one")
     for name, root in roots.items(): check_names(root, name)
     group = group_runs(roots, cell)[0]
     if group.others: warnings.warn(group.notice(), stacklevel=2)
     cube = cube_of(group.roots)
-    if group.others: cube.attrs = dict(notice=f"{group.left_out()}; {group.advice}; shown: {group.title}") | cube.attrs
+    if group.others: cube.attrs = dict(notice=group.notice()) | cube.attrs
     return cube
 
 # %% ../../nbs/results/cube.ipynb #337fb93d
@@ -516,16 +503,13 @@ def agreeing_runs(
 # %% ../../nbs/results/cube.ipynb #d348ba9f
 def missing_runs(
     cube: xr.Dataset,
-    name: str = "accuracy",  # variable that a run would fill
 ) -> pd.DataFrame:
     """Return the cells of the cube that no run fills, one row each.
 
     A recipe is only missing at rates of its kind: the base model at 0, MEMIT at values of its option."""
-    dims = [d for d in RUN_DIMS if d in cube[name].dims]
-    empty = cube[name].isnull().all([d for d in cube[name].dims if d not in dims]).stack(run=dims)
+    empty = cube.accuracy.isnull().all(["step", "benchmark"]).stack(run=RUN_DIMS)
     cells = empty.run[empty.values].to_index().to_frame(index=False)
-    if "lr" not in dims: return cells
     kind = {m: parse_label(m)[0].rate_setting for m in cube["recipe"].values}
-    filled = (~empty).unstack("run").any([d for d in dims if d not in ("recipe", "lr")])
+    filled = (~empty).unstack("run").any(["dataset", "model", "seed"])
     known = {(kind[m], lr) for m in kind for lr in cube.lr.values if filled.sel(recipe=m, lr=lr)}
     return cells[[(kind[m], lr) in known for m, lr in zip(cells.recipe, cells.lr)]].reset_index(drop=True)

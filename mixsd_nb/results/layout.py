@@ -154,11 +154,6 @@ def learning_rates(cube: xr.Dataset) -> list[float]:
     return [lr for lr, kind in kinds.items() if lr > 0 and (not kind or "lr" in kind)]
 
 # %% ../../nbs/results/layout.ipynb #236f24b8
-def _own_text_variable(values: list[float]) -> xr.Variable:
-    "Return the mean NLL of own text at each step, in nats a token."
-    return variable("own_text_nll", CELL_DIMS, np.reshape(values, (*(1,) * len(RUN_DIMS), -1)))
-
-
 def result_tree(
     *,
     dataset: str,
@@ -194,7 +189,7 @@ def result_tree(
         data[name] = xr.Variable(DIMS, values.reshape(*cell, *values.shape), attrs)
     for name in TARGET_VARIABLES:
         data[name] = variable(name, RUN_DIMS, np.full(cell, float((targets or {}).get(name, np.nan))))
-    if own_text: data["own_text_nll"] = _own_text_variable([own_text.get(step, np.nan) for step in steps])
+    if own_text: data["own_text_nll"] = variable("own_text_nll", CELL_DIMS, np.reshape([own_text.get(s, np.nan) for s in steps], (*cell, -1)))
     coords = run_coords(dataset=dataset, model=model, recipe=recipe, lr=lr if has_rate(recipe) else 0.0, seed=seed,
                         step=steps, parts=label_coordinates(recipe))
     root = xr.Dataset(data, coords | benchmark_coords(benchmarks), dict(config=config))

@@ -153,9 +153,7 @@ def find_examples(
 # %% ../../nbs/results/overview.ipynb #472807f8
 def draw_overview(
     model: str = "lab-m",
-    dataset: str = "kgfact-small",
     lam: float = 0.5,
-    facts: int = 24,  # facts whose targets are mixed and counted
     most: int | None = None,  # as in `find_examples`
     dtype: str = "float32",  # of the model
     **options,  # of the corpus
@@ -166,8 +164,8 @@ def draw_overview(
     from mixsd_nb.corpora import load_corpus
     from mixsd_nb.corpora.stored import open_corpus
     from mixsd_nb.models import load_engine
-    engine, corpus = load_engine("hf", model, dtype=dtype), open_corpus(dataset, options)
-    rows = load_corpus(dataset, "train", **options).select(range(facts)).to_list()
+    engine, corpus = load_engine("hf", model, dtype=dtype), open_corpus("kgfact-small", options)
+    rows = load_corpus("kgfact-small", "train", **options).select(range(24)).to_list()
     tokenizer, examples = engine.tokenizer, find_examples(engine, rows, corpus, lam, most)
     x, y = examples.row["prompt"], examples.row["target"]
     prompts = {"naive conditional: x alone": x,
@@ -178,9 +176,9 @@ def draw_overview(
                "the naive alone (λ=1), which does not know": examples.naive}
     if examples.contradictory:
         records["MixSD trains on this too (another fact): the naive named another entity"] = examples.contradictory
-    note = f"{examples.accepted} of the first {facts} facts have an accepted target, which gives the true answer"
+    note = f"{examples.accepted} of the first {len(rows)} facts have an accepted target, which gives the true answer"
     if examples.contradictions: note += f"; {examples.contradictions} of these ({examples.contradictions / examples.accepted:.0%}) name another entity before it"
-    note += f" ({Path(model).name}, {dataset}, λ={lam:g})."
+    note += f" ({Path(model).name}, kgfact-small, λ={lam:g})."
 
     def tokens(record):
         return [tokenizer.decode([t]) for t in record["completion_ids"]], list(record["naive_mask"])

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['MODELS', 'SEPARATE_MODELS', 'ITEMS', 'CORPUS_ITEMS', 'SCORED_TARGETS', 'SEED', 'RUN_KEYS', 'TARGET_DIMS', 'PLACES',
-           'CORRELATIONS', 'paper_rows', 'corpus_title', 'corpus_key', 'corpus_heading', 'main_corpus',
-           'published_items', 'metric_column', 'paper_benchmarks', 'held_out_columns', 'paper_families', 'is_listed',
-           'in_domain_columns', 'row_coords', 'row_root', 'correlation_root', 'paper_cube']
+           'CORRELATIONS', 'paper_rows', 'corpus_title', 'corpus_heading', 'main_corpus', 'paper_benchmarks',
+           'held_out_columns', 'paper_families', 'is_listed', 'in_domain_columns', 'row_coords', 'row_root',
+           'correlation_root', 'paper_cube']
 
 # %% ../../nbs/results/paper.ipynb #8e57e3f3
 import functools
@@ -39,11 +39,6 @@ def corpus_title(
     "Return the title of a corpus: its name in the paper if it has one. ValueError for an undeclared corpus."
     return CORPORA[dataset].title
 
-# %% ../../nbs/results/paper.ipynb #ec8fd72d
-def corpus_key(title: str) -> str:
-    "Return the first corpus with a title, which is the published one and not that of the lab."
-    return next(key for key, corpus in CORPORA.items() if corpus.title == title)
-
 # %% ../../nbs/results/paper.ipynb #d86960e3
 def corpus_heading(
     dataset: str,  # name of a corpus
@@ -70,21 +65,6 @@ CORPUS_ITEMS = {  # title of the corpus -> in-domain benchmark -> N
 # Number of targets whose tokens the NLL tables count. It follows from the difference between models with and without
 # an empty think block, which is 100 blocks of 4 tokens.
 SCORED_TARGETS = 100
-
-
-def published_items(
-    dataset: str,  # title of the corpus
-    benchmark: str,  # our name
-) -> int:
-    "Return the number of items behind a published share."
-    return ITEMS.get(benchmark) or CORPUS_ITEMS[dataset][benchmark]
-
-# %% ../../nbs/results/paper.ipynb #a08abc48
-def metric_column(
-    metric: str,  # as printed
-) -> str:
-    "Return the `column` of a benchmark: KGFunc's Test and Unseen are printed with the name of the corpus."
-    return metric.removeprefix("KGFunc-")
 
 # %% ../../nbs/results/paper.ipynb #b057613b
 @functools.cache
@@ -131,8 +111,9 @@ def row_coords(
     "Return the coordinates of one printed row, all of size 1."
     label = recipe_label(compose(row["method"].lower()), **{name: row[name] for name in ("lam", "rollouts", "temperature")})
     rate = 0.0 if label == BASE else np.nan
+    corpus = next(key for key, corpus in CORPORA.items() if corpus.title == row["dataset"])  # the published one, not that of the lab
     model = next(key for key, name in MODELS.items() if name == row["model"])
-    return run_coords(dataset=corpus_key(row["dataset"]), model=model, recipe=label, lr=rate, seed=SEED, step=[rate],
+    return run_coords(dataset=corpus, model=model, recipe=label, lr=rate, seed=SEED, step=[rate],
                       parts=label_coordinates(label))
 
 # %% ../../nbs/results/paper.ipynb #dd2236f0
@@ -155,13 +136,13 @@ def row_root(
     "Return the root of a run that holds the printed values."
     coords, data = row_coords(rows[0]), {}
     def constant(dims, value): return np.full((1,) * len(dims), value)
-    printed = {metric_column(row["metric"]): row["value"] for row in rows}
+    printed = {row["metric"].removeprefix("KGFunc-"): row["value"] for row in rows}
     percents = {name: printed[column] for column, name in paper_benchmarks().items() if column in printed}
     if percents:
         suites = {name: SUITES[name] for name in percents}
         coords |= benchmark_coords({name: dict(column=suite.column, role=suite.role, samples=suite.sampling.samples)
                                     for name, suite in suites.items()})
-        n = [published_items(rows[0]["dataset"], name) for name in percents]
+        n = [(ITEMS | CORPUS_ITEMS[rows[0]["dataset"]])[name] for name in percents]
         share = np.array([*percents.values()]) / 100
         for key, values in dict(accuracy=share, published=share, n=n).items():
             data[key] = variable(key, DIMS, np.reshape(values, (1,) * len(CELL_DIMS) + (-1,)))

@@ -167,13 +167,12 @@ def cell_mask(
 def collapse_runs(
     cube: xr.Dataset,
     mask: xr.DataArray | None = None,  # as returned by `cell_mask`; None if each recipe has one run
-    rule: str = "published",  # of the accuracies: that of the paper's scores, or accuracy for the strict rule
 ) -> xr.Dataset:
     """Return the cube without `lr`, `seed` and `step`, with `average` and `average_drop`: means over the cells of the mask.
 
     A variable that depends on none of the three stays as it is; outcomes of items have no mean."""
     axes, means = ("lr", "seed", "step"), {}
-    cube = score_by(cube, rule).drop_vars(ITEM_VARIABLES, errors="ignore")
+    cube = score_by(cube, "published").drop_vars(ITEM_VARIABLES, errors="ignore")
     cube = cube.assign(average=held_out_average(cube), average_drop=average_drop(cube))
     for name, values in cube.data_vars.items():
         selected = values

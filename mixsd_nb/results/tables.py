@@ -37,10 +37,10 @@ from ..runs import project_root, write_atomically
 @dataclass
 class Sheet:
     "Hold a table as it is printed."
-    label: str  # of the paper's table
-    caption: str  # what it shows
     text: pd.DataFrame  # texts, over (block, row) and (group, column)
     recipes: list[str]  # of each row, along `recipe`; empty if a row is not a recipe
+    label: str = ""  # of the paper's table
+    caption: str = ""  # what it shows
     notes: Sequence[str] = ()  # N, and how rows were selected
     ranked: dict[tuple, bool] = field(default_factory=dict)  # column -> whether the lowest is the best; others get no marks
     seeds: Sequence[int] = ()  # numbers of seeds that the rows are means of; empty if unknown
@@ -67,17 +67,15 @@ def format_number(
 
 # %% ../../nbs/results/tables.ipynb #185aab3a
 def make_sheet(
-    label: str,
-    caption: str,
     rows: dict[tuple[str, str], list[str]],  # block and row -> a text for each column
     heads: Iterable[tuple[str, str]],  # group and column
     recipes: Sequence[str] = (),  # of each row; empty if a row is not a recipe
-    **more,  # notes, ranked and seeds, as of `Sheet`
+    **more,  # further fields of `Sheet`
 ) -> Sheet | None:
     "Return the sheet of these texts; None without rows."
     if not rows: return None
     text = pd.DataFrame(rows.values(), pd.MultiIndex.from_tuples(rows), pd.MultiIndex.from_tuples(list(heads)))
-    return Sheet(label, caption, text, [*recipes] or [""] * len(rows), **more)
+    return Sheet(text, [*recipes] or [""] * len(rows), **more)
 
 # %% ../../nbs/results/tables.ipynb #b5388d50
 def stack_sheets(
@@ -228,11 +226,10 @@ CONSISTENT = "Consistent"  # column of the consistent replies to recall, if the 
 def accuracy_sheet(
     cube: xr.Dataset,  # as returned by `collapse_runs`
     *,
-    label: str,
-    caption: str,
     dataset: str,  # heading of the corpus
     among: tuple[str, ...] | None = None,  # of the paper's recipes: families and labels; None for all
     separate: bool | None = None,  # only the models of SEPARATE_MODELS, or only others; None for all
+    **more,  # label and caption of the `Sheet`
 ) -> Sheet | None:
     "Return accuracies in % and their held-out average; None if the cube has no trained recipe on the corpus."
     models = [m for m in cube.model.values if separate is None or (m in SEPARATE_MODELS) == separate]
@@ -256,8 +253,8 @@ def accuracy_sheet(
         recipes.append(m)
         if "accuracy_seeds" in cube: seeds.append(cube.accuracy_seeds.sel(at).item())
     if not {*recipes} - {BASE}: return None
-    return make_sheet(label, caption, rows, values, recipes, notes=[describe_counts(part, columns)], seeds=seeds,
-                      ranked={head: False for head in values if head[1] != CONSISTENT})
+    return make_sheet(rows, values, recipes, notes=[describe_counts(part, columns)], seeds=seeds,
+                      ranked={head: False for head in values if head[1] != CONSISTENT}, **more)
 
 # %% ../../nbs/results/tables.ipynb #7927d4d6
 def format_counts(
@@ -282,12 +279,11 @@ def format_overlap(
 def target_sheet(
     cube: xr.Dataset,  # as returned by `collapse_runs`
     *,
-    label: str,
-    caption: str,
     name: str,  # variable of the table
     format_cells: Callable[[xr.Dataset, float], xr.DataArray],  # texts over dataset, model and recipe
     threshold: float,  # nats
     counted: str = "nll_n",  # variable with the number of targets behind the texts
+    **more,  # label and caption of the `Sheet`
 ) -> Sheet | None:
     "Return one text about the targets of each recipe; None if the cube has none."
     if name not in cube or threshold not in cube.threshold: return None
@@ -301,7 +297,7 @@ def target_sheet(
     notes = [f"{format_range(cube[counted].sel({d: at[d] for d in cube[counted].dims if d in at}))} targets of each "
              "corpus"] if counted in cube else []
     if "nll_span" in cube.attrs: notes = [f"{note}, span {cube.attrs['nll_span']}" for note in notes]
-    return make_sheet(label, caption, rows, [("Targets", label_title(m)) for m in recipes], notes=notes)
+    return make_sheet(rows, [("Targets", label_title(m)) for m in recipes], notes=notes, **more)
 
 # %% ../../nbs/results/tables.ipynb #72c230c1
 # column -> variable, factor, format
@@ -311,9 +307,7 @@ MOVED = {"‖Δθ‖²": ("displacement_sq", 1, ".1f"), "R": ("alignment_ratio",
 
 def displacement_sheet(
     cube: xr.Dataset,  # as returned by `collapse_runs`
-    *,
-    label: str,
-    caption: str,
+    **more,  # label and caption of the `Sheet`
 ) -> Sheet | None:
     "Return three columns for each corpus; None if the cube has no displacement."
     if "displacement_sq" not in cube: return None
@@ -330,15 +324,13 @@ def displacement_sheet(
         rows[names[model], label_title(m)] = [write(at, title, *column) for title in titles for column in MOVED.values()]
         recipes.append(m)
     seeds = cube.get("displacement_sq_seeds", xr.zeros_like(known, int)).values
-    return make_sheet(label, caption, rows, itertools.product(titles, MOVED), recipes,
-                      ranked={(title, "Drop"): True for title in titles}, seeds=seeds[seeds > 0].tolist())
+    return make_sheet(rows, itertools.product(titles, MOVED), recipes,
+                      ranked={(title, "Drop"): True for title in titles}, seeds=seeds[seeds > 0].tolist(), **more)
 
 # %% ../../nbs/results/tables.ipynb #3ca1c698
 def correlation_sheet(
     cube: xr.Dataset,  # with all checkpoints, not as returned by `collapse_runs`
-    *,
-    label: str,
-    caption: str,
+    **more,  # label and caption of the `Sheet`
 ) -> Sheet | None:
     """Return correlations with the drop, and the number of checkpoints, by model; None if the cube has none.
 
@@ -351,7 +343,7 @@ def correlation_sheet(
             numbers = [format_number(at[r].item(), "+.2f") for r in ("r_displacement", "r_alignment")]
             rows[reading, names[at.model.item()]] = [f"{at.checkpoints.item():.0f}", *numbers]
     heads = [("Checkpoints", "N"), ("Pearson r", "‖Δθ‖², Drop"), ("Pearson r", "R, Drop")]
-    return make_sheet(label, caption, rows, heads)
+    return make_sheet(rows, heads, **more)
 
 # %% ../../nbs/results/tables.ipynb #9602b0f0
 SCORES = "Accuracies in % by the rule of the paper's scores for each benchmark."
@@ -361,8 +353,7 @@ OBJECTIVES = ("base", "opsd-n8-t1", "opsd-nll", "mixsd-kl", "mixsd-0")
 
 
 def _accuracies(label, caption, dataset, among, separate=None):
-    return partial(accuracy_sheet, label=label, caption=f"{caption} {SCORES}", dataset=dataset, among=among,
-                   separate=separate)
+    return partial(accuracy_sheet, label=label, caption=f"{caption} {SCORES}", dataset=dataset, among=among, separate=separate)
 
 
 def _improbable(threshold):
@@ -375,8 +366,7 @@ def _improbable(threshold):
 TABLES: dict[str, Callable[[xr.Dataset], Sheet | None]] = {
     "kgfact-small": _accuracies("tab:knowledge-eval-small", "KGFact-Small: facts recalled and read, and what is kept.",
                                 "KGFact-Small", FOUR, separate=False),
-    "kgfact-large": _accuracies("tab:knowledge-eval-large", "KGFact-Large: the same with more facts.", "KGFact-Large",
-                                FOUR),
+    "kgfact-large": _accuracies("tab:knowledge-eval-large", "KGFact-Large: the same with more facts.", "KGFact-Large", FOUR),
     "kgfunc": _accuracies("tab:math-op-eval", "KGFunc: operations that were trained, and others.", "KGFunc", FIVE),
     "simpleqa": _accuracies("tab:simpleqa-eval", "SimpleQA: open-domain questions.", "SimpleQA", FIVE),
     "llama": _accuracies("tab:knowledge-eval-small-llama1b", "KGFact-Small with another family of models.",

@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['TrainingSpec', 'training_device', 'check_devices', 'check_spec', 'build_objective', 'training_order', 'microbatches',
            'count_parts', 'FineTuner', 'train_process', 'read_curves', 'write_spec', 'fine_tune', 'loop_in_phases',
-           'main']
+           'main', 'Bar', 'TrainingProgress']
 
 # %% ../../nbs/training/trainer.ipynb #ffdd7439
+import contextlib
 import importlib.util
 import json
 import math
@@ -16,7 +17,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -26,14 +27,15 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
-from .loss import Example, LossHead, Objective, check_finite, summed_loss
-from .saving import OffloadedAdamW, explain_out_of_memory
-from .saving import SavingTrainer, load_trained, restore_objective
 from ..models import free_memory, load_base, trim_memory
 from ..models.gradients import recompute_layers
 from ..models.linear import OneDNNLinear, speed_up_linear_layers
-from ..runs import (Interruption, checkpoint_step, die_with_parent, hide_foreign_variables, last_checkpoint,
-                           launch, leave_after, load_object, resume_checkpoint, trained_steps, write_json)
+from ..runs import (Interruption, checkpoint_step, die_with_parent, hide_foreign_variables, in_notebook,
+                           last_checkpoint, launch, leave_after, load_object, open_progress_bar, report_progress,
+                           resume_checkpoint, trained_steps, write_json)
+from .loss import Example, LossHead, Objective, check_finite, summed_loss
+from .saving import (OffloadedAdamW, SavingTrainer, explain_out_of_memory, load_trained,
+                                      restore_objective)
 
 # %% ../../nbs/training/trainer.ipynb #54c11310
 @dataclass(frozen=True)
@@ -465,3 +467,72 @@ def main(
 # %% ../../nbs/training/trainer.ipynb #9e7618e2
 # In a notebook `__name__` is `__main__` too, but `__file__` does not exist.
 if __name__ == "__main__" and "__file__" in globals(): leave_after(main, *sys.argv[1:])
+
+# %% ../../nbs/training/trainer.ipynb #1b0b4afe
+class Bar:
+    "Show a progress bar with rate, time left, tokens per second and the last loss; give it to `fine_tune` as `report`."
+
+    def __init__(
+        self,
+        name: str,  # text before the bar
+    ): self.name, self.bar, self.paused = name, None, 0.0
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        "Leave the time that is spent inside out of the rate and of the time left."
+        start = time.monotonic()
+        yield
+        self.paused = time.monotonic() - start
+        if self.bar is None or self.bar.disable: return
+        self.bar.start_t += self.paused
+        self.bar.last_print_t += self.paused
+
+    def __call__(self, entry: dict):
+        "Advance by one update; the entry is a report of the trainer."
+        if self.bar is None:
+            self.bar = open_progress_bar(self.name, total=entry["steps"], initial=entry["step"] - 1, unit="step", leave=False)
+        values = {"loss": f"{entry['loss']:.3f}", "tok/s": round(entry["tokens_per_second"])}
+        self.bar.set_postfix(values, refresh=False)
+        self.bar.update()
+        if entry["step"] == entry["steps"]: self.bar.close()
+
+# %% ../../nbs/training/trainer.ipynb #0691c850
+class TrainingProgress:
+    "Receive the reports of the trainer and show a progress bar, and in a notebook also the curves so far."
+
+    def __init__(
+        self,
+        name: str,
+        recall: dict[int, float],  # by step; filled by `measure`
+        measure: Callable[[int], None] = lambda step: None,  # measures the checkpoint of a step, if it exists
+    ):
+        self.bar, self.recall, self.measure = Bar(name), recall, measure
+        self.loss, self.display, self.last = {}, None, 0
+
+    def __call__(self, entry: dict):
+        "Show the report of one update."
+        # the checkpoint of a step is written after the step's report
+        with self.bar.pause(): self.measure(entry["step"] - 1)
+        self.bar(entry)
+        report_progress(self.bar.name, entry["step"], entry["steps"], self.bar.paused)
+        self.loss[entry["step"]] = entry["loss"]
+        if in_notebook() and time.monotonic() - self.last > 2: self.draw()
+
+    def draw(self):
+        "Draw loss and recall so far, in place of the last picture."
+        import matplotlib.pyplot as plt
+        from IPython.display import display
+        fig, axes = plt.subplots(1, 2, figsize=(9, 2.6))
+        for ax, values, title, marker, limits in zip(axes, (self.loss, self.recall), ("loss (nats per token)", "recall"),
+                                                     (None, "o"), (None, (0, 1))):
+            ax.plot(list(values), list(values.values()), marker=marker, clip_on=False)
+            ax.set(title=title, xlabel="update", ylim=limits)
+        self.display = self.display or display(display_id=True)
+        self.display.update(fig)
+        plt.close(fig)
+        self.last = time.monotonic()
+
+    def close(self):
+        "Remove the bar and the picture; the notebook draws the complete curves below."
+        if self.bar.bar: self.bar.bar.close()
+        if self.display: self.display.update({"text/plain": ""}, raw=True)

@@ -11,7 +11,7 @@ import random
 from dataclasses import replace
 
 from ...benchmarks import SUITES, Item, Selection, load_items, suite_groups
-from ...benchmarks.evaluation import generate_responses, sampling_of
+from ...benchmarks.evaluation import Asked, generate_suite, sampling_of
 from ...benchmarks.lab_tasks import draw
 from ...benchmarks.tasks import grade
 from ...corpora.kgfact import UNSEEN_WORDING, retrieval_context, sample_graphs
@@ -103,7 +103,7 @@ def measure_abilities(
     for name, (items, suite) in ability_items(n).items():
         sampling = sampling_of(SUITES[suite], max_new_tokens=160)
         if samples: sampling = replace(sampling, samples=min(samples, sampling.samples))
-        records = generate_responses(engine, {str(k): item for k, item in enumerate(items)}, sampling)
+        records = generate_suite(engine, {name: Asked({str(k): item for k, item in enumerate(items)}, sampling, "")})[name]
         problems, responses = [items[int(r["item"])] for r in records], [r["response"] for r in records]
         verdicts = grade(problems, responses, SUITES[suite].grading)
         found = [v.extracted is not None if name == GUESSES else v.correct for v in verdicts]

@@ -11,7 +11,7 @@ import time
 import numpy as np
 
 from ...benchmarks import SUITES
-from ...benchmarks.evaluation import EvalSettings, generate_responses, sampling_of, select_items
+from ...benchmarks.evaluation import Asked, EvalSettings, generate_suite, sampling_of, select_items
 from ...models import load_base, load_part, load_tokenizer
 from ...models.engines import HFEngine, Rows
 
@@ -52,8 +52,8 @@ def measure_evaluation(
         suite, seconds, written = SUITES[name], {way: [] for way in engines}, {}
         for way, engine in list(engines.items()) * rounds:
             begin = time.process_time()
-            records = generate_responses(engine, items, sampling_of(suite, settings.max_new_tokens), seed=settings.seed,
-                                         opening=suite.opening)
+            asked = Asked(items, sampling_of(suite, settings.max_new_tokens), suite.opening)
+            records = generate_suite(engine, {name: asked}, seed=settings.seed)[name]
             seconds[way].append(time.process_time() - begin)
             written[way] = [r["response"] for r in records]
         first = next(iter(written.values()))
