@@ -3710,8 +3710,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                'mixsd_nb/planning/plan.py')},
             'mixsd_nb.planning.preflight': { 'mixsd_nb.planning.preflight.Input': ( 'planning/preflight.html#input',
                                                                                     'mixsd_nb/planning/preflight.py'),
-                                             'mixsd_nb.planning.preflight._check_here': ( 'planning/preflight.html#_check_here',
-                                                                                          'mixsd_nb/planning/preflight.py'),
                                              'mixsd_nb.planning.preflight._check_items': ( 'planning/preflight.html#_check_items',
                                                                                            'mixsd_nb/planning/preflight.py'),
                                              'mixsd_nb.planning.preflight._check_locks': ( 'planning/preflight.html#_check_locks',
