@@ -16,10 +16,9 @@ HEADING = "## What we found"
 NUMBER = re.compile(r"(?<![\w.^_])[−-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\w)|(?<![\w.^_])[−-]?\d+(?:\.\d+)?(?:e[−-]?\d+)?(?!\w)")
 NOT_QUOTES = re.compile(r"`[^`]*`|\]\([^)]*\)|\$[^$]*\$|<[^>]*>|(?:section|eq\.|appendix|table|figure|§) ?[A-Z]?\.?\d[\d.]*",
                         re.I)
-SUM, PICTURE, CODE = "a sum over the rows of its table", "a point of a curve in pretrain", "a property of code"
+SUM, PICTURE = "a sum over the rows of its table", "a point of a curve in pretrain"
 REAL = "counted or judged by hand on articles that are not in the repository"
 EXCEPTIONS = {  # notebook -> number -> why no output holds the number
-    "cluster/grid_file.ipynb": {"40": CODE},
     "corpora/simpleqa.ipynb": {"25": "a quarter of 100"},
     "facts.ipynb": {"30": REAL},
     "index.ipynb": {"181": "measured: what `make run` leaves on the disk, in MB"},
