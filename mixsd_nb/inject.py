@@ -205,8 +205,6 @@ class InjectConfig(TrainingSettings, Stage):
             if not part.finished: part.check()
         warn_of_long_replies(self.dataset, self.model, self.max_new_tokens, whole=not self.recipe.mixed)
 
-    def prepare(self, processes): return self.training().prepare(processes)
-
     def compute(self, run: Run) -> xr.DataTree:
         "Mix targets, evaluate the base model, train, evaluate the selected checkpoint, score the targets, and write the report."
         return inject(self, run)

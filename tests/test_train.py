@@ -49,9 +49,6 @@ def test_a_mistake_is_the_last_line_of_papermill(tmp_path):
 def test_processes_are_asked_for_what_is_trained_alone(tiny, own_runs):
     "The base model of a grid has the settings of the other cells; a run that is already trained needs no further devices."
     assert train.run(method="base", model=tiny, n=1, max_new_tokens=8, task_tokens=8, processes=999, sharded=True).root.step.values.tolist() == [0]
-    assert train.TrainConfig(method="base", model=tiny).prepare(16) is None
-    with pytest.raises(ParameterError, match="batch must be a multiple of the 8 processes, got 20"):
-        train.TrainConfig(method="sft", model=tiny).prepare(8)
     parameters = dict(method="sft", model=tiny, n=1, epochs=1, max_new_tokens=8, task_tokens=8, checkpoints=())
     train.run(**parameters)
     next(own_runs.glob("train-*sft*/result.nc")).unlink()

@@ -5,9 +5,8 @@
 # %% auto #0
 __all__ = ['FAILURES', 'MAX_STALLS', 'WAITING', 'startable_states', 'list_attempts', 'read_end', 'progress_file', 'lock_cell',
            'is_running', 'cancel_file', 'should_continue', 'kill_processes', 'kernel_options', 'JobWorker',
-           'run_attempt', 'run_cell', 'assign_gpus', 'share_gpus', 'Pool', 'compute_runs', 'query_slurm', 'Queue',
-           'record_end', 'run_task', 'sbatch_options', 'list_shared', 'submit', 'describe_cell', 'format_table',
-           'watch_table']
+           'run_attempt', 'run_cell', 'assign_gpus', 'Pool', 'compute_runs', 'query_slurm', 'Queue', 'record_end',
+           'run_task', 'sbatch_options', 'list_shared', 'submit', 'describe_cell', 'format_table', 'watch_table']
 
 # %% ../../nbs/cluster/jobs.ipynb #2bef49de
 import contextlib
@@ -300,13 +299,6 @@ def assign_gpus(
     return [gpus[k * each:(k + 1) * each] for k in range(min(limits))]
 
 
-def share_gpus(
-    workers: int = 0,  # 0 for one per GPU, or one per core without GPUs
-) -> list[list[str]]:
-    "Return the GPU of each worker; workers beyond the number of GPUs share them."
-    gpus = visible_gpus()
-    return [gpus[k % len(gpus):][:1] if gpus else [] for k in range(workers or len(gpus) or count_cores())]
-
 # %% ../../nbs/cluster/jobs.ipynb #fd67e234
 class Pool:
     "Workers of this machine that run cells during a `with` block; when it is left, the cells that run are stopped."
@@ -404,13 +396,13 @@ def compute_runs(
 
     An error ends only its run and is printed as one sentence. An interrupt ends all processes."""
     cells = {name: make_cell(type(run), "", run.model_dump(mode="json", include=run.model_fields_set)) for name, run in runs.items() if not _is_finished(run)}
-    gpus = share_gpus(workers)[:len(cells)]
+    names, known = {cell.hash: name for name, cell in cells.items()}, visible_gpus()
+    gpus = [known[k % len(known):][:1] if known else [] for k in range(min(len(cells), workers or len(known) or count_cores()))]
     if len(gpus) < 2: codes = _compute_here(runs)
     else:
         codes = _compute_here({name: run for name, run in runs.items() if name not in cells})
         print(f"{len(cells)} runs, {len(gpus)} processes", flush=True)
         for cell in cells.values(): cancel_file(cell).unlink(missing_ok=True)
-        names = {cell.hash: name for name, cell in cells.items()}
         with Pool([(cell, len(list_attempts(cell))) for cell in cells.values()], gpus) as pool:
             while pool.busy(0.2) or pool.ended:
                 for cell, end in (pool.ended.pop(0) for _ in range(len(pool.ended))): codes += _describe_end(names[cell.hash], end)

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['list_command', 'clean_command', 'notebooks_command', 'run_folders', 'disk_size', 'format_size', 'format_age',
            'run_state', 'list_runs', 'print_runs', 'Removal', 'optimiser_states', 'references',
-           'unreferenced_checkpoints', 'find_removals', 'remove_path', 'clean_runs', 'print_removals',
-           'stage_notebooks', 'copy_notebooks', 'print_copies']
+           'unreferenced_checkpoints', 'find_removals', 'clean_runs', 'print_removals', 'stage_notebooks',
+           'copy_notebooks', 'print_copies']
 
 # %% ../../nbs/console/housekeeping.ipynb #64a64998
 import shutil
@@ -155,13 +155,6 @@ def find_removals(
     return found
 
 # %% ../../nbs/console/housekeeping.ipynb #97b4531f
-def remove_path(path: Path) -> None:
-    "Remove a file or a folder in one step, so that nobody sees a part of a folder."
-    doomed = path.rename(path.with_name(f".{path.name}.removed"))
-    if doomed.is_dir(): shutil.rmtree(doomed)
-    else: doomed.unlink()
-
-
 def clean_runs(
     root: Path | None = None,  # holds run folders; default: runs_root()
     dry_run: bool = False,  # remove nothing
@@ -170,7 +163,7 @@ def clean_runs(
     found = find_removals(root)
     if dry_run: return found
     for removal in found:
-        with explain_storage_errors(removal.path): (remove_weights if removal.path.is_dir() else remove_path)(removal.path)
+        with explain_storage_errors(removal.path): (remove_weights if removal.path.is_dir() else Path.unlink)(removal.path)
     return found
 
 # %% ../../nbs/console/housekeeping.ipynb #342859ed

@@ -114,7 +114,6 @@ def machine_for(
 # %% ../../nbs/planning/estimates.ipynb #90c3d0da
 _CHUNK, _SLICE = 2**27, 2**26  # logits that exist at the same time in the loss of an update, and in scoring
 SCORE_TOKENS = 16_384  # of a batch of scoring
-_SPARE = 256  # tokens reserved in a cache of keys and values; it grows by a quarter when it is full
 _LOSS_COPIES = 2  # float32 copies of the logits of a chunk in the backward pass, measured on a CPU, as the next three
 _FEED, _WIDTH = 3, 4  # copies of the feed-forward values and of the hidden states of a token in a forward pass
 _SAMPLING = 36  # bytes of a logit when a token is drawn at T>0 from the whole vocabulary
@@ -230,10 +229,9 @@ def cache_bytes(shape: Shape, width: int = 2) -> int:
 
 
 def cache_peak(shape: Shape, rows: int, prompt: int, completion: int, width: int) -> float:
-    "Return the peak bytes of a cache of our engine on transformers."
-    columns, longest, grown = prompt + min(completion, _SPARE), prompt + completion, 0
-    while columns < longest: columns, grown = columns + math.ceil(columns / 4), 1  # a layer at a time
-    return (1 + 0.8 * grown / shape.layers) * rows * columns * cache_bytes(shape, width)
+    "Return the peak bytes of a cache of our engine on transformers, which grows by a quarter when it is full, a layer at a time."
+    grown = completion > 256
+    return (1 + 0.25 * grown) * (1 + 0.8 * grown / shape.layers) * rows * (prompt + completion) * cache_bytes(shape, width)
 
 
 def decoding_peak(

@@ -95,6 +95,12 @@ def start_line(config: Stage) -> str:
     return describe_plan(plan.cells[0], machine, plan.seconds)
 
 # %% ../../nbs/planning/plan.ipynb #50705b1d
+def _name_run(config: Stage) -> str:
+    "Return the name of a run, however much is asked of it; its parameters if it reads outputs that do not exist yet."
+    try: return config.without_idle().folder.name
+    except (ValueError, OSError, AttributeError, LookupError): return f"{config.name}?{sorted(vars(config).items(), key=str)}"
+
+
 @functools.lru_cache(maxsize=256)
 def _read_cells(source: str) -> dict[str, tuple[Stage, Resources]]:
     "Return the cells of a grid with their resources, by the names of their runs; of other grids all cells count as finished."
@@ -156,12 +162,6 @@ class GridPlan:
         for text in (text for plan in self.runs.values() if not plan.finished for text in plan.problems.values()): found[text] = found.get(text, 0) + 1
         if 0 < self.machine.disk < need: found[f"all cells need {need:.0f} GB of disk, of which {self.machine.disk:.0f} GB are free"] = len(self.cells)
         return found
-
-
-def _name_run(config: Stage) -> str:
-    "Return the name of a run, however much is asked of it; its parameters if it reads outputs that do not exist yet."
-    try: return config.without_idle().folder.name
-    except (ValueError, OSError, AttributeError, LookupError): return f"{config.name}?{sorted(vars(config).items(), key=str)}"
 
 
 def plan_cells(name: str, machine: Machine, cells: dict[str, tuple[Stage, Machine]], at_once: int = 0) -> GridPlan:
@@ -271,6 +271,7 @@ def plan(
     inputs: Annotated[bool, "also check models, data, sandbox, engines and file locks"] = False,
 ) -> int:
     "Say whether a grid or a run fits, about how long it takes, and what is missing; exit code 1: does not fit, 3: may not fit."
+    if inputs: os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")  # which libraries read when they are imported
     if what == "grids":
         print(format_all(list_grids(), device))
         return 0

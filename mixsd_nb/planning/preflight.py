@@ -7,10 +7,6 @@ __all__ = ['PAPER', 'MACHINE', 'UNPUBLISHED', 'Input', 'check_inputs', 'format_i
 
 # %% ../../nbs/planning/preflight.ipynb #9c4d111c
 import importlib
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -23,7 +19,7 @@ from ..corpora.stored import fact_places
 from ..methods import all_parts
 from ..models import ENGINES, load_tokenizer
 from ..models.geometry import read_shape
-from ..runs import Stage, quote_failure, runs_root, try_lock
+from ..runs import Stage, runs_root, try_lock
 from ..runs.config import preset_values
 
 # %% ../../nbs/planning/preflight.ipynb #0d88be33
@@ -78,8 +74,9 @@ def _collect(configs: Iterable[Any]) -> dict[str, list]:
     return {kind: list(names) for kind, names in found.items()}
 
 
-def _check_here(found: dict[str, list]) -> list[Input]:
-    "Check collected inputs, and the file locks, in this process."
+def check_inputs(configs: Iterable[Any]) -> list[Input]:
+    "Check what runs read, and the file locks."
+    found = _collect(configs)
     checks = [_try(f"model {name}", lambda name=name: _describe_model(name)) for name in found["models"]]
     checks += [_try(f"corpus {name}", lambda name=name: f"{len(load_corpus(name, 'train'))} facts") for name in found["corpora"]]
     checks += [_try(f"benchmark {name}", lambda name=name, dataset=dataset: _check_items(
@@ -91,15 +88,6 @@ def _check_here(found: dict[str, list]) -> list[Input]:
     return [*checks, _try("locks", _check_locks)]
 
 # %% ../../nbs/planning/preflight.ipynb #3393a526
-def check_inputs(configs: Iterable[Any]) -> list[Input]:
-    "Check what runs read. Another process does so offline: nothing is downloaded, and no engine stays in memory."
-    told = subprocess.run(
-        [sys.executable, "-m", "mixsd_nb.planning.preflight"], input=json.dumps(_collect(configs)), capture_output=True, text=True,
-        env=os.environ | dict(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", MIXSD_RUNS=str(runs_root())))
-    if told.returncode: raise RuntimeError(quote_failure(told.stderr, told.returncode))
-    return [Input(*entry) for entry in json.loads(told.stdout.splitlines()[-1])]
-
-
 def format_inputs(inputs: list[Input]) -> str:
     "Return a line for each input; those with a problem begin with `missing`."
     return "\n".join(f"{'ok     ' if entry.fine else 'missing'}  {entry.name}: {entry.note}" for entry in inputs)
@@ -159,7 +147,3 @@ def list_deviations(configs: Iterable[Any]) -> list[str]:
         for name, (value, published) in _published(config).items():
             if value != published: found[f"{name}={value}, published {'none' if published in ('', None) else published}"] = 0
     return list(found)
-
-# %% ../../nbs/planning/preflight.ipynb #7a830e13
-# In a notebook, `__name__` is also "__main__", but `__file__` is not defined.
-if __name__ == "__main__" and "__file__" in globals(): print(json.dumps(_check_here(json.load(sys.stdin))))

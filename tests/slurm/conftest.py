@@ -1,7 +1,6 @@
 "A Slurm of two nodes that runs during the tests: munged, slurmctld and two slurmd, each with character devices as GPUs."
 
 import os
-import re
 import shutil
 import signal
 import socket
