@@ -154,7 +154,7 @@ def test_a_thousand_targets_are_equal(page, engine):
 
 
 def test_a_typed_fact_is_that_of_the_view(page):
-    from mixsd_nb.views.facts import edit_fact
+    from mixsd_nb.views.mixing import edit_fact
     row = load_corpus("kgfact-small", "train")[0]
     typed = edit_fact(row, "What color is the moon of Zarthin?", " ultramarine ")
     found = page.evaluate("([q, a]) => mixsdMixer.editFact(mixsdMixer.facts('kgfact-small')[0], q, a)", ["What color is the moon of Zarthin?", " ultramarine "])
@@ -223,21 +223,17 @@ def test_a_kernel_that_does_not_answer_is_missed(browser):
 
 
 def test_the_page_of_the_frontier_by_keyboard(browser, site):
-    "The slider moves along the frontier; the numbers are those of the stored signs, and every control has a name."
-    page = browser.new_page(viewport=dict(width=390, height=900))
+    "The chart is drawn without a server, from a file; its marks have words, and a list leaves one recipe."
+    page, asked = browser.new_page(viewport=dict(width=390, height=900)), []
+    page.on("request", lambda request: asked.append(request.url))
     page.goto((site / "frontier.html").as_uri())
     page.locator("#mixsd-frontier[data-ready]").wait_for()
-    stored = json.loads((ROOT / "mixsd_nb/data/browser/frontier.json").read_text())
-    page.get_by_role("combobox", name="recipe").select_option("sft")
-    page.get_by_role("combobox", name="learning rate").select_option("0.003")
-    slider = page.get_by_role("slider")
-    slider.focus()
-    page.keyboard.press("End")
-    c = next(c for c in stored["checkpoints"] if (c["recipe"], c["lr"], c["step"]) == ("sft", 0.003, 100))
-    text = page.locator("main").inner_text()
-    assert f"{c['world'].count('1')} of 100 facts of the pretraining" in text and f"{c['recall'].count('1')} of 100 new facts" in text
-    assert stored["replies"][c["replies"][0]][:40] in text and page.locator(".tiles.world .on").count() == c["world"].count("1")
-    page.keyboard.press("Home")
-    assert "before training" in page.locator("label", has=slider).inner_text()
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    marks = page.locator("#mixsd-frontier path[aria-label*='recalls']")
+    assert marks.count() > 100 and "SFT, rate 0.003, seed 0, step 100" in " ".join(marks.evaluate_all("all => all.map(m => m.ariaLabel)"))
+    dim = "all => all.filter(m => m.getAttribute('opacity') < 0.1).length"
+    assert marks.evaluate_all(dim) == 0
+    page.get_by_role("combobox", name="recipe").focus()
+    page.keyboard.press("ArrowDown")
+    page.wait_for_function(f"({dim})([...document.querySelectorAll(\"#mixsd-frontier path[aria-label*='recalls']\")]) > 100")
+    assert all(url.startswith(("file:", "data:", "blob:")) for url in asked)
     page.close()

@@ -23,8 +23,8 @@ from mixsd_nb.explore import read_parameters
 from mixsd_nb.methods.mixing import mix, mix_items
 from mixsd_nb.runs import ParameterError
 from mixsd_nb.views import VIEWS
-from mixsd_nb.views.facts import edit_fact, get_question
-from mixsd_nb.views.attempt_trace import get_engine
+from mixsd_nb.views.mixing import edit_fact, get_question
+from mixsd_nb.views.trace import get_engine
 
 ROOT = Path(__file__).resolve().parents[1]
 TITLES = [view.title for view in VIEWS.values()]
@@ -305,35 +305,34 @@ def test_a_typed_fact_is_mixed_and_a_bad_one_is_reported(page, app):
     until(lambda: not app.locator(".mixsd-error").count())
 
 
-def marks(app, *parts):
-    "The marks of the chart whose keys have all these parts."
-    return app.locator(".mixsd-marks [data-key]" + "".join(f"[data-key*='{part}']" for part in parts))
+def marks(app, words):
+    "The marks of the chart whose words have this part."
+    return app.locator(f".vega-embed path[aria-label*='{words}']")
 
 
 def test_the_cube_switches_its_corpus_and_opens_a_mark(page, app):
-    "This test and the next ones use the keyboard and the mouse, each for every kind of control."
+    "A mark is opened by the mouse, and each one from the list too, by keyboard."
     app.get_by_role("button", name="Learned against kept").press("Enter")
-    marks(app, "sft").first.wait_for()
+    marks(app, "SFT, rate").first.wait_for()
     dataset = app.get_by_role("combobox", name="dataset", exact=True)
     for name in ("kgfunc-lab", "kgfact-small"):
         dataset.select_option(name)
         until(lambda: app.locator(".mixsd-page b", has_text=f"({name}), lab-s").count())
-    until(lambda: marks(app).count() == 6)
-    mark = marks(app, "sft", ", 40]")
+    until(lambda: marks(app, "recalls").count() == 6)
+    mark = marks(app, "SFT, rate 0.001, seed 0, step 40")
     mark.hover()
-    tip = app.locator(".mixsd-tip:visible")
-    assert "recalls 50%" in tip.inner_text()
+    until(lambda: "recalls 50%" in page.locator("#vg-tooltip-element").inner_text())
     mark.click()
     app.locator("h3", has_text="SFT, rate 0.001, seed 0, step 40").wait_for()
-    page.keyboard.press("ArrowLeft")  # from mark to mark
-    assert page.evaluate("document.activeElement.dataset.key") != mark.get_attribute("data-key")
-    assert app.locator(".mixsd-marks [data-words][tabindex='0']").count() == app.locator(".mixsd-marks").count()
-    marks(app, "sft", ", 20]").press("Enter")
+    points = app.get_by_role("combobox", name="checkpoint", exact=True)
+    assert "step 40" in points.evaluate("e => e.selectedOptions[0].text")
+    points.focus()
+    page.keyboard.press("ArrowUp")
     app.locator("h3", has_text="SFT, rate 0.001, seed 0, step 20").wait_for()
-    mark.press("Enter")
+    mark.click()
     app.locator("h3", has_text="SFT, rate 0.001, seed 0, step 40").wait_for()
     assert "50%, N=10" in app.inner_text() and app.locator(".mixsd-error").count() == 0
-    marks(app, "choice").click()
+    marks(app, "choice (held-out)").click()
     app.locator("h4", has_text="choice: 0 of 1 responses").wait_for()
     look_at(page, app, "cube")
 
@@ -344,46 +343,42 @@ def test_responses_of_the_mark(page, app):
     app.get_by_role("combobox", name="benchmark", exact=True).select_option("choice")
     until(lambda: app.locator("mark").count() == 2)
     app.get_by_role("combobox", name="benchmark", exact=True).select_option("recall")
-    row = app.locator(".mixsd-row[data-key]").nth(8)
-    row.click()
-    until(lambda: row.locator("span").first.inner_text() in app.locator("h3").inner_text())
-    row.press("ArrowDown")
-    last = app.locator(".mixsd-row[data-key]").nth(9)
-    assert page.evaluate("document.activeElement.dataset.key") == last.get_attribute("data-key")
-    page.keyboard.press("Enter")
-    until(lambda: last.locator("span").first.inner_text() in app.locator("h3").inner_text())
-    app.locator(".mixsd-row[data-key*='format']").press("Enter")
-    until(lambda: app.locator(".mixsd-list").first.locator(".mixsd-row[data-key]").count() == 5)
+    rows = app.get_by_role("listbox")
+    until(lambda: rows.locator("option").count() == 10)
+    rows.select_option(index=7)
+    page.keyboard.press("ArrowDown")
+    question = rows.evaluate("e => e.selectedOptions[0].text").partition(" → ")[0].split(" ", 3)[3]
+    until(lambda: question in app.locator("h3").inner_text())
+    app.get_by_role("combobox", name="error", exact=True).select_option("format")
+    until(lambda: rows.locator("option").count() == 5)
     look_at(page, app, "responses")
 
 
 def test_the_world_and_the_weights(page, app):
     app.get_by_role("button", name="The world").press("Enter")
-    app.get_by_role("combobox", name="entity", exact=True).wait_for()
+    entity = app.get_by_role("combobox", name="entity", exact=True)
+    entity.wait_for()
     app.get_by_role("combobox", name="model", exact=True).select_option("lab-s")
     fact = next(iter(load_corpus("kgfact-small", "train")))
-    app.get_by_role("combobox", name="entity", exact=True).select_option(fact["subject"])
+    entity.select_option(fact["subject"])
     until(lambda: f"{fact['subject']}:" in app.inner_text())
     app.locator("td", has_text="learned by step 20").first.wait_for()
-    edges = app.locator(".mixsd-marks svg[role=group] .mixsd-edge[data-now=k]")
+    green = app.locator(".vega-embed .mark-line path[stroke='#00a878b0']")
     slider = app.get_by_role("slider", name="step")
     slider.focus()
     page.keyboard.press("Home")
-    until(lambda: edges.count() == 9 + 5)
+    until(lambda: green.count() == 9 + 5)
     page.keyboard.press("End")
-    until(lambda: edges.count() == 5 + 9)
-    app.get_by_role("button", name="▶ play").click()
-    until(lambda: slider.input_value() == "1")
-    app.locator(".mixsd-node").nth(3).click()
-    until(lambda: app.get_by_role("combobox", name="entity", exact=True).input_value() != fact["subject"])
-    app.locator(".mixsd-edge[data-key]").nth(6).press("Enter")
+    until(lambda: green.count() == 5 + 9)
+    marks(app, "5 facts").first.click()
+    until(lambda: entity.input_value() != fact["subject"])
+    green.first.click(force=True)
     app.locator("td", has_text="No.").first.wait_for()
     look_at(page, app, "world")
     app.get_by_role("button", name="Weights").click()
     app.locator(".mixsd-note", has_text="papermill nbs/fisher.ipynb").wait_for()
-    cell = app.locator("g[data-key*='q_proj']").first
-    cell.press("Enter")
-    app.locator("h4", has_text="q_proj").wait_for()
+    marks(app, "q_proj").first.click()
+    app.locator("h4").first.wait_for()
     look_at(page, app, "weights")
 
 
@@ -412,7 +407,7 @@ def test_every_view_in_voila(browser, tmp_path, runs):
     with open_page(browser, tmp_path, runs, "/", "voila", "--no-browser", "explore.ipynb", model="lab-s") as page:
         page.locator(".mx-token").first.wait_for()
         assert page.locator(".mixsd-explorer").bounding_box()["y"] < 400, "the page opens on the views"
-        first = (".mx-token", ".mixsd-mark", ".mixsd-row", ".mixsd-node", ".mixsd-marks rect", "input[type=text]")
+        first = (".mx-token", ".vega-embed path", "select[size]", ".vega-embed .mark-line path", ".vega-embed .mark-rect path", "input[type=text]")
         for title, element in zip(TITLES, first, strict=True):
             page.get_by_role("button", name=title, exact=True).press("Enter")
             page.locator(element).first.wait_for()

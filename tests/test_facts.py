@@ -35,7 +35,7 @@ from mixsd_nb.runs import ParameterError, find_runs, find_stage, make_config, wr
 from mixsd_nb.runs.command_line import end_command
 from mixsd_nb.runs.user_files import SHOWN, TABLE_SUFFIXES, TableError
 from mixsd_nb.train import target_mixing
-from mixsd_nb.views import facts
+from mixsd_nb.views import mixing
 
 STAGES = {name: find_stage(name) for name in ("train", "evaluate", "generate", "nll", "errors", "speed")} | dict(explore=ExploreConfig)
 GOOD = [dict(question="Who leads the Lantern Choir?", answer="Ana Brisk", paraphrases=["Whose choir is the Lantern Choir?"]),
@@ -405,9 +405,9 @@ def test_a_damaged_record_is_one_sentence(data, own_runs):
 def test_views_offer_the_corpora_of_files(data):
     name = check_corpus(data("facts.jsonl", lines(GOOD[0] | dict(context="Ana Brisk leads it."))))
     assert name in known_corpora() and known_corpora()[0] == "kgfact-small"
-    row = facts.get_facts(name)[0]
-    assert facts.get_question(row) == GOOD[0]["question"] and facts.edit_fact(row, GOOD[0]["question"], "Ana Brisk") == row
-    item, = mix_items(load_tokenizer("lab-s"), [facts.edit_fact(row, "Who leads the Mill?", "Otto Vale")], CORPORA[name].expert)
+    row = mixing.get_facts(name)[0]
+    assert mixing.get_question(row) == GOOD[0]["question"] and mixing.edit_fact(row, GOOD[0]["question"], "Ana Brisk") == row
+    item, = mix_items(load_tokenizer("lab-s"), [mixing.edit_fact(row, "Who leads the Mill?", "Otto Vale")], CORPORA[name].expert)
     assert "Ana Brisk" not in load_tokenizer("lab-s").decode(item["expert_ids"])
 
 

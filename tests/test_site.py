@@ -61,8 +61,7 @@ FOCUSED = """element => {
   return element.contains(e) ? [name, e.matches(":focus-visible")] : null; }"""
 
 
-@pytest.mark.parametrize("name", ["browser", "frontier"])
-def test_every_control_is_reached_by_tab(browser, name):
+def test_every_control_is_reached_by_tab(browser, name="browser"):
     "Tab visits each control once, in the order of the page, and shows where it is."
     with open_page(browser, name) as page:
         element = page.locator(READY[name])
@@ -75,26 +74,6 @@ def test_every_control_is_reached_by_tab(browser, name):
             if found: visited.append(found)
             elif visited: break
         assert [text for text, _ in visited] == names and all(shown for _, shown in visited) and len(names) > 3
-
-
-def test_the_frontier_by_keyboard_alone(browser):
-    "Letters choose a method, arrows choose a rate and a checkpoint, and Enter opens the list of lost facts."
-    with open_page(browser, "frontier") as page:
-        state = lambda: page.locator("#mixsd-frontier").get_attribute("data-ready")
-        page.get_by_role("combobox", name="recipe").focus()
-        page.keyboard.type("MEM")
-        assert page.get_by_role("combobox", name="recipe").evaluate("e => e.selectedOptions[0].text") == "MEMIT"
-        page.keyboard.press("Tab")
-        page.keyboard.press("ArrowDown")
-        page.keyboard.press("Tab")
-        page.keyboard.press("Home")
-        assert state() == "before training"
-        page.keyboard.press("ArrowRight")
-        assert state() != "before training"
-        page.keyboard.press("Tab")
-        page.keyboard.press("Enter")
-        lost = page.locator("details li")
-        assert lost.first.is_visible() and f"The {lost.count()} facts" in page.locator("details summary").inner_text()
 
 
 def test_the_fields_of_the_mixing_page_by_keyboard_alone(browser):

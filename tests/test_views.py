@@ -1,14 +1,11 @@
 "The views of the explorer on runs with invented numbers."
 
 import asyncio
-import html
 import json
-import re
 import shutil
 import subprocess
 import sys
 from unittest import mock
-from xml.etree import ElementTree
 
 import numpy as np
 import pandas as pd
@@ -22,19 +19,18 @@ from safetensors.torch import load_file, save_file
 from mixsd_nb.corpora import CORPORA, check_corpus, load_corpus
 from mixsd_nb.explore import make_quick_runs
 from mixsd_nb.methods import ANCHORS, GATES, METHODS, Anchor, Gate, Method
-from mixsd_nb.methods.mixing import accepts, mix, mix_items
+from mixsd_nb.methods.mixing import accepts, mix_items
 from mixsd_nb.models.lab import lab_folder
 from mixsd_nb.results.cube import read_cubes
 from mixsd_nb.results.paper import paper_cube
 from mixsd_nb.results.plots import recipe_colour
+from mixsd_nb.results.tradeoff import frontier, seeds_run, tradeoff_points
 from mixsd_nb.runs import write_json, write_result
-from mixsd_nb.views import VIEWS, Explorer, ask, charts, facts, mixing
-from mixsd_nb.views import attempt_trace as tracing
-from mixsd_nb.views.continuations import Continuations
+from mixsd_nb.views import VIEWS, Explorer, ask, charts, mixing
+from mixsd_nb.views import trace as tracing
 from mixsd_nb.views.cube import PICTURES
-from mixsd_nb.views.facts import edit_fact, get_question
+from mixsd_nb.views.mixing import edit_fact, get_facts, get_question
 from mixsd_nb.views.runs import RunSelection
-from mixsd_nb.views.svg import attributes
 from mixsd_nb.views.weights import measure_displacement
 
 SFT = "train-kgfact-small-lab-s-sft"
@@ -57,70 +53,65 @@ def test_the_page_opens_without_torch():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
 
 
-def choose(picture, key):
+def list_keys(figure): return [key for _, key in figure.marks.options[1:]]
+
+
+def list_rows(figure): return [row for table in figure.spec["datasets"].values() for row in table]
+
+
+def choose(figure, key):
     "What the browser does when a mark is chosen: it sends the key."
-    assert str(attributes(data_key=json.dumps(key, ensure_ascii=False))) in picture.value, f"{key} is no mark"
-    picture._handle_custom_msg(dict(key=key), [])
-
-
-def read_marks(picture):
-    "Key, words and centre of each mark of a chart that can be chosen."
-    for mark in ElementTree.fromstring(picture).iter("path"):
-        if key := mark.get("data-key"):
-            outline = np.array([pair.split() for pair in re.split("[ML]", mark.get("d").replace("Z", "")) if pair], float)
-            yield tuple(json.loads(key)), mark.get("data-words"), (outline.min(0) + outline.max(0)) / 2
+    assert key in list_keys(figure), f"{key} is no mark"
+    name = next(name for name in figure._selection_types if name.startswith("pick"))
+    figure._vl_selections = {name: dict(value=dict(vlPoint={"or": [dict(key=json.dumps(key, ensure_ascii=False))]}), store=[])}
 
 
 @pytest.mark.parametrize("draw", [charts.draw_frontier, charts.draw_tradeoff])
 def test_the_marks_of_a_chart_are_the_numbers_of_the_cube(draw):
-    "Each checkpoint has a mark; its words are its accuracies, and its place is linear in what is kept and in the bent recall."
-    whole = next(cube for name, cube in read_cubes().items() if name == "frontier-lab")
-    part = whole.isel(dataset=[0], model=[0], seed=[0])
+    "Each checkpoint has a mark; its words are its accuracies, and so is its place."
+    part = read_cubes()["frontier-lab"].isel(dataset=[0], model=[0], seed=[0])
     scores = 100 * part.accuracy.squeeze(["dataset", "model"])
     recall, kept = scores.sel(benchmark="recall"), scores.isel(benchmark=np.flatnonzero(part.role == "held-out")).mean("benchmark", skipna=False)
-    svg = draw(part, "held-out")
-    marks = list(read_marks(svg))
-    at = lambda values, key: float(values.sel(dict(zip(("recipe", "lr", "seed", "step"), key))))
+    rows = [row for table in draw(part, "held-out").to_dict()["datasets"].values() for row in table if "key" in row]
+    marks = {tuple(json.loads(row["key"])): row for row in rows}
     trained = recall.sel(lr=recall.lr > 0)
-    both = (trained.notnull() & kept.sel(lr=trained.lr).notnull()).sum().item()
-    drawn = [mark for mark in marks if mark[0][0] != "base"]
-    assert both >= 50 and len({key for key, *_ in drawn}) == both
-    for key, words, _ in drawn: assert f"recalls {at(recall, key):.0f}%" in words and f"keeps, held-out: {at(kept, key):.0f}%" in words
-    rates = {key[1] for key, *_ in drawn} if draw is charts.draw_tradeoff else {None}  # a panel for each
-    for rate in rates:
-        own = [mark for mark in drawn if rate in (None, mark[0][1])]
-        for axis, values in enumerate(([-np.sqrt(100 - at(recall, key)) for key, *_ in own], [at(kept, key) for key, *_ in own])):
-            places = np.array([place[axis] for *_, place in own])
-            line = np.polyfit(values, places, 1)
-            assert np.abs(np.polyval(line, values) - places).max() < 1
-        if np.ptp(values) < 30: continue  # too little to tell the scale from
-        ticks = {float(t.text): float(t.get("y")) - 5 for t in ElementTree.fromstring(svg).iter("text") if (t.get("text-anchor"), t.get("class")) == ("end", "mixsd-soft")}
-        assert len(ticks) > 3 and all(abs(np.polyval(line, value) - place) < 2 for value, place in ticks.items()), "the axis has its scale"
+    assert len(marks) == (trained.notnull() & kept.sel(lr=trained.lr).notnull()).sum().item() >= 50
+    for key, row in marks.items():
+        x, y = (float(values.sel(dict(zip(("recipe", "lr", "seed", "step"), key)))) for values in (recall, kept))
+        assert f"recalls {x:.0f}%" in row["words"] and f"keeps, held-out: {y:.0f}%" in row["words"]
+        assert np.allclose([row["missing"], row["y"]], [100 - x, y])
+
+
+def test_the_frontier_of_the_view_is_that_of_the_paper():
+    part = read_cubes()["frontier-lab"].isel(dataset=[0], model=[0])
+    lines, points = charts.list_frontier(part, "held-out"), tradeoff_points(part, "held-out")
+    for recipe, own in lines.groupby("recipe"):
+        curves = [frontier(points.sel(recipe=recipe, seed=seed), 100 - own.missing.to_numpy()) for seed in seeds_run(points.sel(recipe=recipe))]
+        assert len(curves) == 2 and np.allclose([own.y, own.low, own.high], [f(curves, axis=0) for f in (np.mean, np.min, np.max)])
 
 
 @pytest.mark.parametrize("dataset", ["kgfact-small", "kgfunc-lab"])
 def test_every_mark_of_the_cube_opens_what_it_stands_for(app, dataset):
-    "Ours open their runs, those of the paper its numbers; each mark has words, and a picture of made-up numbers says so."
+    "Ours open their runs, those of the paper its numbers, and a chart of made-up numbers says so."
     cube = app.get_view("cube")
     cube.dataset.value = dataset
     for picture in PICTURES if dataset == "kgfact-small" else PICTURES[:2]:
         cube.picture.value = picture
-        keys = {html.unescape(key) for key in re.findall(r'data-key="([^"]*)"', cube.figure.value)}
-        assert not cube.notice.value and keys and cube.figure.value.count("data-key") <= cube.figure.value.count("data-words")
-        assert "made-up data" in cube.figure.value
-        for key in sorted(keys):
+        keys = list_keys(cube.figure)
+        assert not cube.notice.value and keys and "made-up data" in cube.figure.spec["title"]
+        for key in keys:
             cube.run_page.children = []
-            choose(cube.figure, json.loads(key))
+            choose(cube.figure, key)
             assert cube.run_page.children and not cube.notice.value, key
 
 
 def test_a_mark_opens_its_run_and_then_its_responses(app):
     cube, responses = app.get_view("cube"), app.get_view("responses")
-    assert cube.figure.value.count("data-key") == 6
-    choose(cube.figure, ["sft", 1e-3, 0, 40])
-    header, pictures, examples = cube.run_page.children
-    assert "SFT, rate 0.001, seed 0, step 40" in header.value and "50%, N=10" in pictures.children[0].value
-    choose(pictures.children[0], "choice")
+    assert len(list_keys(cube.figure)) == 6
+    choose(cube.figure, ("sft", 1e-3, 0, 40))
+    header, pictures, marks, examples = cube.run_page.children
+    assert "SFT, rate 0.001, seed 0, step 40" in header.value and "50%, N=10" in [row["end"] for row in list_rows(pictures.children[0])]
+    choose(pictures.children[0], ("choice",))
     assert "choice: 0 of 1 responses are right" in examples.value and "Which of the two?" in examples.value
     cube.to_responses.click()
     titles = [responses.first.label, responses.second.label]
@@ -137,13 +128,13 @@ def test_views_before_any_run_say_what_to_run(tmp_path):
     assert not notices.pop("mixing"), "it needs no run"
     commands = "make run", "papermill nbs/train.ipynb", "mixsd facts handbook.md"
     assert all("mixsd-note" in n and any(c in n for c in commands) for n in notices.values()), notices
-    assert "mixsd-node" in app.get_view("world").figure.value, "the world is there before any run"
+    assert len(list_keys(app.get_view("world").figure)) == 150, "the world is there before any run"
     ask = app.get_view("ask")
     ask.question.value = "Who is it?"
     assert "before training" in ask.replies.value, "the base model answers before any run"
     cube = app.get_view("cube")
     cube.picture.value = "λ"
-    assert "make run" in cube.notice.value and "Qwen3-8B" in cube.figure.value, "the paper's numbers are there before any run"
+    assert "make run" in cube.notice.value and ("paper", "Qwen/Qwen3-8B", "mixsd-0.5") in list_keys(cube.figure), "the paper's numbers are there before any run"
 
 
 def test_the_page_offers_a_quick_run_while_there_is_none(runs, tmp_path):
@@ -170,8 +161,8 @@ def test_the_quick_run_of_the_page_can_be_read(tmp_path, monkeypatch):
 def test_the_committed_grids_are_charts_without_any_run(tmp_path):
     cube = Explorer(folder=tmp_path).get_view("cube")
     cube.source.value = "frontier-lab"
-    assert not cube.notice.value and cube.figure.value.count("data-key") > 50
-    choose(cube.figure, list(cube.checkpoint.options[-1][1]))
+    assert not cube.notice.value and len(list_keys(cube.figure)) > 50
+    choose(cube.figure, list_keys(cube.figure)[-1])
     assert "a run of a committed grid" in cube.run_page.children[0].value
 
 
@@ -184,12 +175,10 @@ def test_two_methods_are_read_side_by_side(app):
     assert len(view.responses) == 10 and "boxed" in view.text.value
     view.correct.value = "the two differ"
     assert len(view.responses) == 4 and "No." in view.text.value and "the reply was cut off" in view.text.value
-    assert view.list.value.count("data-key") == 4 and "right answer: <b" in view.text.value
-    choose(view.list, [view.responses.index[2][0], 0])
-    assert view.item.value == view.responses.index[2]
-    view.correct.value = "all"
-    choose(view.kinds, "format")
-    assert view.category.value == "format" and len(view.responses) == 5
+    assert len(view.item.options) == 4 and "right answer: <b" in view.text.value
+    assert [words.split()[1:3] for words, _ in view.item.options] == 4 * [["∅", "✓"]] and "No answer can be read" in view.kinds.value
+    view.correct.value, view.category.value = "all", "format"
+    assert len(view.responses) == 5
     view.category.value, view.correct.value = "any", "the two differ"
     view.benchmark.value = "choice"
     assert "no response matches" in view.text.value
@@ -204,23 +193,26 @@ def test_two_methods_are_read_side_by_side(app):
 def test_the_world_of_two_methods(app):
     "SFT forgets its fifth to eighth fact by step 40; a mark is an entity, a fact or a question; the slider has a letter for each step."
     world, fact = app.get_view("world"), list(load_corpus("kgfact-small", "train"))[6]
-    assert (world.first.value, world.second.value) == ("sft", "mixsd-0.3") and world.histories.keys() == {"sft", "mixsd-0.3"}
+    assert (world.first.value, world.second.value) == ("sft", "mixsd-0.3") and world.recipes == ["sft", "mixsd-0.3"]
     world.entity.value = fact["subject"]
     assert "●○ learned by step 20, lost by step 40" in world.text.value and "○● learned by step 40" in world.text.value
     other = next(e for e in world.entity.options if e != world.entity.value)
-    for key, words in ((["entity", other], [f"{other}</b>"]), (["fact", fact["id"]], ["No.", "boxed", fact["answer"]]), (["choice", "q"], ["Which of the two?"])):
+    for key, words in ((("entity", other), [f"{other}</b>"]), (("fact", fact["id"]), ["No.", "boxed", fact["answer"]]), (("choice", "q"), ["Which of the two?"])):
         choose(world.figure, key)
         assert all(word in world.text.value for word in words), key
-    assert world.entity.value == other and re.findall(r'data-steps="([^"]*)"', world.figure.value) == ["[&#34;step 20&#34;, &#34;step 40&#34;]"]
-    assert "9 of 10 injected facts" in world.figure.value and "5 of 10 injected facts (KGFact-Small) known, 4 lost" in world.figure.value
-    states = re.findall(r"class='mixsd-edge' data-states=\"(\w+)\"", world.figure.value)
-    assert len(states) == 20 and [states[:10].count(s) for s in ("kk", "kl", "nn")] == [5, 4, 1]
-    assert [states[10:].count(s) for s in ("kk", "nk", "nn")] == [5, 4, 1]
+    assert world.entity.value == other and [words for words, _ in world.step.options] == ["step 20", "step 40"]
+    rows = list_rows(world.figure)
+    texts = [row["texts"] for row in rows if "texts" in row]
+    assert ["9 of 10 injected facts (KGFact-Small) known", "5 of 10 injected facts (KGFact-Small) known, 4 lost"] in texts
+    states = [[row["states"] for row in rows if row.get("order") == 0 and (row["x"] > 600) == right and row["states"] != "x"] for right in (False, True)]
+    assert [[side.count(s) for s in ("kk", "kl", "nk", "nn")] for side in states] == [[5, 4, 0, 1], [5, 0, 4, 1]]
+    world.step.index = 1
+    assert world.figure.params.step == 1
     world.dataset.value = "kgfunc-lab"  # a corpus without a graph has lamps and no entity
     assert not world.notice.value and not world.entity.options
-    assert "mixsd-lamp" in world.figure.value and "mixsd-node" not in world.figure.value
+    assert {kind for kind, _ in list_keys(world.figure)} == {"choice", "recall"}
     world.dataset.value = "kgfact-small"
-    assert "mixsd-node" in world.figure.value and world.entity.options
+    assert {kind for kind, _ in list_keys(world.figure)} == {"choice", "entity", "fact"} and world.entity.options
 
 
 def test_runs_of_any_model_and_only_those_selected(tmp_path):
@@ -234,7 +226,7 @@ def test_runs_of_any_model_and_only_those_selected(tmp_path):
         app.group.value = group
         cube, world = app.get_view("cube"), app.get_view("world")
         cube.model.value = world.model.value = "Qwen/Qwen3-1.7B"
-        assert not cube.notice.value and world.histories["sft"].shape[1] == 2
+        assert not cube.notice.value and world.get_history("sft").shape[1] == 2
     app = Explorer(**selection, where=dict(epochs=20))
     assert app.group.layout.display == "none"
     cube, responses, world = app.get_view("cube"), app.get_view("responses"), app.get_view("world")
@@ -245,7 +237,7 @@ def test_runs_of_any_model_and_only_those_selected(tmp_path):
     assert not responses.notice.value and len(responses.files) == 2
     assert len(responses.table.loc["recall"].query("correct")) == 9
     world.model.value = "Qwen/Qwen3-1.7B"
-    assert world.histories["sft"].sum().to_dict() == {20: 3, 40: 9}
+    assert world.get_history("sft").sum().to_dict() == {20: 3, 40: 9}
     weights = Explorer(**selection, where=dict(model="Qwen/Qwen3-1.7B")).get_view("weights")
     assert len({words for words, _ in weights.first.options}) == 2
 
@@ -276,15 +268,16 @@ def test_unfinished_runs_are_left_out_and_later_ones_are_read_again(tmp_path):
         app.tabs.value = name
         assert "mixsd-error" not in app.get_view(name).notice.value, name
     cube, weights = app.get_view("cube"), app.get_view("weights")
-    choose(cube.figure, ["sft", 1e-3, 0, 40])
-    assert "No responses are stored at step 40" in cube.run_page.children[2].value and "mixsd-0.3" not in cube.figure.value
-    assert weights.map.value == "first alone" and "data-key" in weights.figure.value, "one checkpoint has nothing beside it"
-    assert "data-key" in app.get_view("world").figure.value and "data-key" in app.get_view("responses").list.value
+    choose(cube.figure, ("sft", 1e-3, 0, 40))
+    assert "No responses are stored at step 40" in cube.run_page.children[3].value
+    assert {key[0] for key in list_keys(cube.figure)} == {"sft"}
+    assert weights.map.value == "first alone" and list_keys(weights.figure), "one checkpoint has nothing beside it"
+    assert list_keys(app.get_view("world").figure) and app.get_view("responses").item.options
     cube.picture.value = "ours and the paper's"
     assert not cube.notice.value and cube.figure.value, "the base of a training is its step 0"
     (tmp_path / "later").rename(killed / "result.nc")
     app.again.click()
-    assert "mixsd-0.3" in app.get_view("cube").figure.value
+    assert "mixsd-0.3" in {key[0] for key in list_keys(app.get_view("cube").figure)}
 
 
 def test_a_fisher_that_weighs_all_parameters_alike_gives_a_ratio_of_one(tmp_path):
@@ -298,9 +291,9 @@ def test_a_fisher_that_weighs_all_parameters_alike_gives_a_ratio_of_one(tmp_path
     write_result(xr.DataTree(xr.Dataset(dict(x=((), 1.0, dict(long_name="x", units="1"))))), fisher)
     view = Explorer(folder=tmp_path, model="lab-s").get_view("weights")
     table = measure_displacement("lab-s", view.first.value.folder, fisher / "fisher.safetensors")
-    assert not view.notice.value and "data-key" in view.figure.value and np.allclose(table.alignment_ratio, 1)
+    assert not view.notice.value and list_keys(view.figure) and np.allclose(table.alignment_ratio, 1)
     view.map.value = "R, first over second"
-    assert "×1.00" in view.figure.value
+    assert {row["text"] for row in list_rows(view.figure)} == {"×1.00"}
 
 
 FORMS = [("kgfact-small", "The answer is 77."), ("simpleqa-lab", "\\boxed{77}"), ("kgfunc-lab", None)]
@@ -324,72 +317,28 @@ def test_the_papers_curves_are_in_both_panels(dataset):
     published = paper_cube()
     papers = [published.sel(dataset=[dataset], model=[m]) for m in published.model.values]
     papers = [p for p in papers if p.accuracy.notnull().any()]
-    svg = charts.draw_lam(None, papers, "held-out")
-    names = re.findall(r">([^<>]*, N=[^<]*)</text>", svg)
-    assert len(papers) >= 3 and len(names) == 2 * len(papers) and svg.count("λ, the share of naive tokens") == 2
+    spec = charts.draw_lam(None, papers, "held-out").to_dict()
+    names = [{row["name"] for row in table} for table in spec["datasets"].values()]
+    assert len(papers) >= 3 and [len(panel) for panel in names] == 2 * [len(papers)] and all("N=" in name for name in names[0] | names[1])
     learned = "recall" if dataset == "kgfact-small" else "test"
-    one = charts.draw_lam(None, papers, learned)
-    assert one.count("λ, the share of naive tokens") == 1, "what shows learning is not drawn twice"
+    assert len(charts.draw_lam(None, papers, learned).to_dict()["concat"]) == 1, "what shows learning is not drawn twice"
 
 
 def test_every_picture_of_made_up_runs_says_so(app):
-    "Pictures of runs with invented numbers have a watermark, the paper's own have none; beside them, the models are named."
+    "Charts of runs with invented numbers have a title, the paper's own have none; beside them, the models are named."
     cube = app.get_view("cube")
     cube.picture.value = PICTURES[3]
-    assert "lab-s: made-up data" in cube.figure.value
-    for name in ("world", "weights"): assert "made-up data" in app.get_view(name).figure.value, name
+    assert cube.figure.spec["title"] == "lab-s: made-up data"
+    for name in ("world", "weights"): assert app.get_view(name).figure.spec["title"] == "made-up data", name
     published = paper_cube()
     papers = [published.sel(dataset=["kgfact-small"], model=[m]) for m in published.model.values]
-    assert "made-up" not in charts.draw_lam(None, papers, "held-out")
-
-
-def read_passes(view):
-    "The forward passes of all facts that a view read."
-    return sum(tracer.continuations.passes for tracer in view.tracers.values())
-
-
-@pytest.mark.parametrize("dataset", ["kgfact-small", pytest.param("simpleqa-lab", marks=pytest.mark.slow)])
-def test_attempts_side_by_side_are_those_that_mix_makes(dataset):
-    engine, corpus = tracing.get_engine("lab-s"), CORPORA[dataset]
-    items = mix_items(engine.tokenizer, facts.get_facts(dataset)[:2], corpus.expert, corpus.extract)
-    options = dict(seed=1, temperature=corpus.temperature)
-    for item, expected in zip(items, mix(engine, items, 0.6, **options)):
-        continuations = Continuations(engine, item)
-        *_, (attempts, accepted) = tracing.mix_in_steps(continuations, item, 0.6, **options)
-        assert (len(attempts), accepted) == (expected["attempts"], expected["accepted"])
-        assert attempts[-1].ids == expected["completion_ids"] and attempts[-1].naive == list(expected["naive_mask"])
-        assert continuations.passes < sum(len(attempt.ids) for attempt in attempts) or len(attempts) == 1
+    assert "title" not in charts.draw_lam(None, papers, "held-out").to_dict()
 
 
 @pytest.fixture
 def view(runs):
     "The view of live mixing with lab-s as a folder, for which the kernel mixes; the page does so for names of shipped models."
     return Explorer(folder=runs, model=str(lab_folder("lab-s"))).get_view("mixing")
-
-
-def test_a_redraw_reads_only_what_is_new(view):
-    "What was read is kept for every λ; other coins mix another target."
-    first, passes = view.trace, read_passes(view)
-    view.lam.value = 0.0
-    assert read_passes(view) > passes and {t["side"] for t in view.trace["attempts"][0]["tokens"]} == {"expert"}
-    passes = read_passes(view)
-    view.lam.value = 0.5
-    assert read_passes(view) == passes and view.trace == first
-    view.seed.value += 1
-    coins = [[token["u"] for token in trace["attempts"][0]["tokens"][:9]] for trace in (first, view.trace)]
-    assert coins[0] != coins[1] and not view.notice.value
-
-
-def test_rejected_attempts_are_shown_meanwhile(view):
-    "Four attempts are read at first; while the others are, the page shows the four and that work goes on."
-    messages = []
-    view.explainer.observe(lambda change: messages.append((change.new["state"], len(change.new["attempts"]))), "trace")
-    for fact in range(20):
-        messages.clear()
-        view.fact.value = fact
-        if len(view.trace["attempts"]) > 4: break
-    assert messages[0] == ("running", 4)
-    assert messages[-1][0] != "running" and messages[-1][1] > 4 and not view.explainer.busy
 
 
 def test_a_change_abandons_the_redraw_before_it(view):
@@ -418,7 +367,7 @@ def test_a_fact_of_another_view_is_mixed(runs):
 
 def test_what_the_page_cannot_mix_is_left_to_the_kernel(tmp_path):
     "The kernel mixes where the page cannot read the answers, and refuses an empty text in either case."
-    rows = facts.get_facts("kgfact-small")
+    rows = get_facts("kgfact-small")
     view = Explorer(folder=tmp_path, model="lab-s").get_view("mixing")
     assert view.trace is None and view.explainer.fact["id"] == rows[0]["id"] and view.explainer.files["weights"]
     view.answer.value = " "
@@ -433,7 +382,7 @@ def test_what_the_page_cannot_mix_is_left_to_the_kernel(tmp_path):
 
 def test_every_refusal_has_its_reason(view):
     "The reasons follow from what was decoded; a text that is accepted can name another entity in its sentence."
-    engine, row = tracing.get_engine("lab-s"), facts.get_facts("kgfact-small")[0]
+    engine, row = tracing.get_engine("lab-s"), get_facts("kgfact-small")[0]
     item, = mix_items(engine.tokenizer, [row])
     answer = row["answer"]
     texts = {f"It is {answer}.\n\n\\boxed{{{answer}}}": ("", answer), "I do not know.": ("no_answer", None),
@@ -465,8 +414,7 @@ def test_what_is_typed_and_what_a_model_says_is_shown_as_it_is(tmp_path, monkeyp
     monkeypatch.setattr(ask, "ask_model", lambda *args, **options: ask.Reply(NASTY, False, 1.0, 2))
     asking.question.value = asking.answer.value = NASTY
     asking.add.click()
-    shown = [cube.run_page.children[2].value, responses.text.value, responses.list.value, world.text.value, world.figure.value,
-             asking.replies.value, asking.table.value]
+    shown = [cube.run_page.children[3].value, responses.text.value, world.text.value, asking.replies.value, asking.table.value]
     for markup in shown:
         assert escape(NASTY) in markup and "<img src=x" not in markup, markup[:300]
 
@@ -493,8 +441,9 @@ def test_a_declared_method_anchor_and_gate_are_in_every_view(toys, tmp_path):
         app.tabs.value = name
         assert "mixsd-error" not in app.get_view(name).notice.value, name
         shown[name] = app.get_view(name)
-    assert title in shown["cube"].figure.value and recipe_colour(toy) in shown["cube"].figure.value
-    assert (shown["world"].first.value, shown["world"].second.value) == (plain, toy) and title in shown["world"].figure.value
+    chart = json.dumps(shown["cube"].figure.spec)
+    assert title in chart and recipe_colour(toy) in chart
+    assert (shown["world"].first.value, shown["world"].second.value) == (plain, toy) and title in json.dumps(shown["world"].figure.spec)
     responses = shown["responses"]
     assert [responses.files.recipe[side.value] for side in (responses.first, responses.second)] == [plain, toy]
     assert [side.value.recipe for side in (shown["weights"].first, shown["weights"].second)] == [plain, toy]

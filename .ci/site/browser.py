@@ -8,7 +8,6 @@ PACKAGE = Path(__file__).resolve().parents[2] / "mixsd_nb"
 ASSETS = {  # scripts within the sources, which Sphinx copies to _static/
     "mixing-files.js": ["data/browser/mixing.js", "data/browser/page.js", "views/explainer.js", "data/browser/prompts.json",
                         "data/lab-m/config.json", "data/lab-m/tokenizer.json", "data/lab-m/model.safetensors"],
-    "frontier-files.js": ["data/browser/frontier.js", "data/browser/frontier.json"],
 }
 
 OPEN = """
@@ -32,10 +31,10 @@ start(document.getElementById("mixsd-mixing"), async (element) => {
 });
 """
 
-SCRUB = """
+DRAW = """
 start(document.getElementById("mixsd-frontier"), async (element) => {
-  const [page, data] = await Promise.all([load("frontier.js"), open("frontier.json", "json")]);
-  page.mountFrontier(element, data);
+  await vegaEmbed(element, mixsdFrontier, { renderer: "svg", actions: { export: true, source: false, compiled: false, editor: false } });
+  element.dataset.ready = "";
 });
 """
 
@@ -47,7 +46,7 @@ def embed(name: str, script: str, run: str) -> str:
 <script type="module">{OPEN}{run}</script>"""
 
 
-BODIES = {"browser": embed("mixsd-mixing", "mixing-files.js", MIX), "frontier": embed("mixsd-frontier", "frontier-files.js", SCRUB)}
+BODIES = {"browser": embed("mixsd-mixing", "mixing-files.js", MIX), "frontier": embed("mixsd-frontier", "frontier-files.js", DRAW)}
 
 BROWSER = """# Mixing in your browser
 
@@ -62,17 +61,16 @@ answer is refused, and another attempt is made with other coins. Choose a fact o
 ```
 """
 
-FRONTIER = """# A frontier to scrub
+FRONTIER = """# Frontiers of all methods
 
-A method that learns new facts loses some of those that the model knew. Here you move along the checkpoints of one
-method on `lab-m`, from the first to the last of its frontier, or step by step at one learning rate. Every square is a
-fact: it is lit while the checkpoint answers it. The checkpoints are those of the cube `rivals-lab`, seed 0.
+A method that learns new facts loses some of those that the model knew. The chart shows every checkpoint of the cube
+`rivals-lab`, trained on `lab-m`. The line of a method is the most that it keeps at each recall, as a mean over its seeds;
+the band is their range. Point at a mark for its numbers, and choose a method to leave it alone.
 
 ```{raw} html
 %s
 ```
 
-A frontier keeps the checkpoints that no other checkpoint of the method beats in both new and known facts.
 [](lab/rivals.ipynb) compares the methods, with intervals.
 """
 
@@ -87,7 +85,19 @@ def browser_pages() -> dict[str, str]:
     return {"browser.md": BROWSER % BODIES["browser"], "frontier.md": FRONTIER % BODIES["frontier"]}
 
 
+def pack_frontier() -> str:
+    "A script with Vega and the chart of the explorer."
+    import vl_convert
+
+    from mixsd_nb.results.read_results import read_cubes
+    from mixsd_nb.views.charts import draw_frontier
+    from mixsd_nb.views.runs import select_corpus
+    chart = draw_frontier(select_corpus(read_cubes()["rivals-lab"], "kgfact-small", "lab-m"), "world")
+    return f"{vl_convert.javascript_bundle()}\nglobalThis.mixsdFrontier = {json.dumps(chart.to_dict())};\n"
+
+
 def write_assets(target: Path) -> None:
     "Write the scripts beside the sources of the pages."
     (target / "assets").mkdir(parents=True, exist_ok=True)
+    (target / "assets/frontier-files.js").write_text(pack_frontier(), encoding="utf-8")
     for name, files in ASSETS.items(): (target / "assets" / name).write_text(pack_files([PACKAGE / file for file in files]), encoding="utf-8")

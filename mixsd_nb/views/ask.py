@@ -29,7 +29,7 @@ from ..results.plots import recipe_colour
 from ..results.cube import read_root
 from ..runs import write_atomically
 from .base import MARKUP, View, render_error, set_options, silence
-from .facts import strip_fact
+from .mixing import strip_fact
 from .base import CommandRun
 from .responses import shorten_question
 from .runs import RunSelection

@@ -24,9 +24,8 @@ from ..results.paper import paper_cube
 from ..results.plots import corpus_name, recipe_colour, model_name
 from ..runs import Run, find_stage, make_config, read_table
 from .base import MARKUP, View, render_error, set_options
-from .charts import (draw_accuracies, draw_beside_paper, draw_curves, draw_frontier, draw_lam,
-                                   draw_tradeoff, explain_selection, has_benchmark, list_points, tabulate_accuracies)
-from .base import Picture
+from .charts import (ChartWidget, draw_accuracies, draw_beside_paper, draw_curves, draw_frontier, draw_lam,
+                                   draw_tradeoff, explain_selection, has_benchmark, tabulate_accuracies)
 from .responses import shorten_question, read_answers
 from .runs import RunSelection, describe_checkpoint, describe_missing_run, select_corpus
 
@@ -83,16 +82,17 @@ def make_run_widgets(
     step, colour = labels["step"], recipe_colour(labels["recipe"])
     table, examples = tabulate_accuracies(root, step), widgets.HTML(layout=widgets.Layout(width="100%"))
 
-    def show(benchmark):
-        if run: examples.value = render_examples(run, step, benchmark)
-    caption = f"○ base model, ● step {step}; bars are 95% intervals"
-    parts = [Picture(view.guard(show), draw_accuracies(table, colour, caption, is_made_up(root)))]
+    def show(key):
+        if run: examples.value = render_examples(run, step, *key)
+    caption, parts = f"○ base model, ● step {step}; bars are 95% intervals", [ChartWidget(view, "responses to", show)]
+    parts[0].value = draw_accuracies(table, colour, caption, is_made_up(root))
     if run and "training" in run.result.children:
-        parts.append(Picture(value=draw_curves(run.result["training"].to_dataset(), colour)))
+        parts.append(ChartWidget(view, "", show))
+        parts[1].value = draw_curves(run.result["training"].to_dataset(), colour)
     for part in parts: part.layout = widgets.Layout(flex="1 1 30em", min_width="22em")
     lost = table[table.role != "in-domain"].assign(fell=table.base - table.share).dropna().sort_values("fell")
-    if len(table): show((lost if len(lost) else table).benchmark.iloc[-1])
-    return [widgets.HTML(render_run(run, labels)), view.make_row(*parts, grid_gap="16px", overflow="hidden"), examples]
+    if len(table): show(((lost if len(lost) else table).benchmark.iloc[-1],))
+    return [widgets.HTML(render_run(run, labels)), view.make_row(*parts, grid_gap="16px", overflow="hidden"), parts[0].marks, examples]
 
 # %% ../../nbs/views/cube.ipynb #4cf08381
 def render_paper(
@@ -130,11 +130,10 @@ class CubeView(View):
         self.seed, = self.make_dropdowns(self.show_seed, "seed")
         self.picture = self.make_control(widgets.ToggleButtons, "", self.draw, options=PICTURES, value=PICTURES[1])
         self.picture.style.button_width = "auto"
-        self.checkpoint, = self.make_dropdowns(lambda: self.open_checkpoint(self.checkpoint.value), "checkpoint", width="44em")
         self.to_responses = self.make_button("read its responses", self.open_responses)
-        self.figure, self.caption, self.run_page = Picture(self.guard(self.open_mark)), widgets.HTML(), widgets.VBox()
+        self.figure, self.caption, self.run_page = ChartWidget(self, "checkpoint", self.open_mark), widgets.HTML(), widgets.VBox()
         self.set_parts(self.make_row(self.source, self.dataset, self.model, self.metric, self.seed), self.picture, self.caption,
-                       self.figure, self.make_row(self.checkpoint, self.to_responses), self.run_page)
+                       self.figure, self.make_row(self.figure.marks, self.to_responses), self.run_page)
         self.guard(self.show_corpora)()
 
     @property
@@ -197,18 +196,14 @@ class CubeView(View):
         "Draw the chosen chart, with marks for our runs."
         first_two = self.picture.value in PICTURES[:2]
         self.seed.disabled, self.metric.disabled = self.picture.value != PICTURES[0], self.picture.value == PICTURES[3]
-        part, keys = self.select_ours(), []
+        part = self.select_ours()
         with self.clear_on_error(self.figure, self.caption):
-            self.figure.value, caption = self.plot(part) if part is not None or not first_two else ("", "")
+            self.figure.value, caption = self.plot(part) if part is not None or not first_two else (None, "")
             where = f"{corpus_name(self.dataset.value)}, {self.model.value}"
             self.caption.value = MARKUP.caption(where, caption) if self.figure.value else ""
-        if part is not None and (part.lr > 0).any() and has_benchmark(part, "recall"):
-            rows = list_points(part.sel(seed=[self.seed.value]) if self.picture.value == PICTURES[0] else part, self.metric.value)
-            keys = [(r.words.replace("\n", ", "), r.key) for r in rows[rows.lr > 0].itertuples()]
-        self.checkpoint.disabled = self.to_responses.disabled = not keys
-        set_options(self.checkpoint, [("open a checkpoint …", ()), *keys])
+        self.figure.marks.disabled = self.to_responses.disabled = len(self.figure.marks.options) < 2
 
-    def plot(self, part: xr.Dataset | None) -> tuple[str, str]:
+    def plot(self, part: xr.Dataset | None) -> tuple:
         "Return the chosen chart and its caption; FileNotFoundError that says what to run."
         picture, metric, papers = self.picture.value, self.metric.value, self.select_papers()
         trained = part if part is not None and (part.lr > 0).any() else None
@@ -231,11 +226,7 @@ class CubeView(View):
 
     def open_checkpoint(self, key: tuple):
         "Show the run of a mark."
-        if not key: return
         self.key = key
-        if self.checkpoint.value != key and key in [value for _, value in self.checkpoint.options]:
-            self.checkpoint.value = key  # its callback returns here
-            return
         run, labels = self.find_run() if self.committed is None else None, self.get_labels()
         root = run.root if run else self.select_ours().sel({d: [labels[d]] for d in ("recipe", "lr", "seed")})
         self.run_page.children = make_run_widgets(self, run, root, labels)

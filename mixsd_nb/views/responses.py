@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['KINDS', 'CORRECTNESS', 'find_response_files', 'read_answers', 'classify_file', 'shorten_question',
-           'split_at_entities', 'render_response', 'render_list', 'render_kinds', 'choose_pair', 'ResponsesView']
+           'split_at_entities', 'render_response', 'list_items', 'render_kinds', 'choose_pair', 'ResponsesView']
 
 # %% ../../nbs/views/responses.ipynb #90160239
 import functools
@@ -26,9 +26,7 @@ from ..results.plots import recipe_colour
 from ..runs.schema import RUN_DIMS
 from ..runs import Run, read_config, read_table
 from .base import MARKUP, View, set_options, silence
-from .base import Picture
 from .runs import RunSelection, choose_recipes, describe_checkpoint, find_counterpart, train_command
-from .svg import describe_mark
 
 # %% ../../nbs/views/responses.ipynb #1f0b87e3
 def find_response_files(runs: RunSelection, dataset: str, model: str) -> pd.DataFrame:
@@ -105,37 +103,24 @@ def render_response(
     return MARKUP.response(title, colour, "good" if record.correct else "bad", verdict, remark, split_at_entities(record.response, found))
 
 # %% ../../nbs/views/responses.ipynb #0faf6da7
-def _sign(category: str | None) -> tuple[str, str]:
-    if category is None: return "·", ""
-    return KINDS.get(category, ("✗",))[0], "good" if category == "correct" else "bad"
-
-
-def render_list(
+def list_items(
     table: pd.DataFrame,  # items by (item, sample): prompt, answer, first, and second if two checkpoints are compared
-    titles: list[str],  # of the checkpoints
-) -> str:
-    "Return the items as rows with a key `(item, sample)` each."
-    entries = []
-    for key, r in zip(table.index, table.itertuples(index=False)):
-        signs = [r.first, r.second][:len(titles)]
-        kinds = "; ".join(f"{title}: {kind or 'was not asked'}" for title, kind in zip(titles, signs))
-        words = f"{shorten_question(r.prompt, 200)}\nright answer: {r.answer or 'the tests decide'}\n{kinds}"
-        entries.append((describe_mark(words, key), [(shorten_question(r.prompt), ""), (r.answer or "(tests)", ""), *map(_sign, signs)]))
-    return MARKUP.rows(f"minmax(0, 5fr) minmax(0, 2fr){' 4.5em' * len(titles)}", ("question", "right answer", *titles), entries)
+    n: int,  # of checkpoints: 1 or 2
+) -> list[tuple[str, tuple[str, int]]]:
+    "Return a line for each item, with a sign for each checkpoint, its question and its right answer, and the key `(item, sample)`."
+    def sign(category): return "·" if category is None else KINDS.get(category, ("✗",))[0]
+    return [(f"{k}: {' '.join(map(sign, [r.first, r.second][:n]))} {shorten_question(r.prompt)} → {r.answer or '(tests)'}", key)
+            for k, (key, r) in enumerate(zip(table.index, table.itertuples(index=False)), 1)]
 
 # %% ../../nbs/views/responses.ipynb #ad58f18b
 def render_kinds(
     counts: list[pd.Series],  # responses by category, one for each checkpoint
     titles: list[str],
 ) -> str:
-    "Return what each kind of response means, and how many there are; the key of a row is the category."
-    entries = []
-    for kind in (kind for kind in KINDS if any(kind in c for c in counts)):
-        (sign, meaning), name = KINDS[kind], "right" if kind == "correct" else kind
-        numbers = [int(c.get(kind, 0)) for c in counts]
-        words = f"{name}: {meaning} " + ", ".join(f"{t}: {n}" for t, n in zip(titles, numbers)) + ". Choose it to list them."
-        entries.append((describe_mark(words, kind), [(f"{sign} {name}", ""), (meaning, "wide"), *((n, "") for n in numbers)]))
-    return MARKUP.rows(f"8em minmax(0, 1fr){' 4.5em' * len(titles)}", ("kind", "what it means", *titles), entries)
+    "Return what each kind of response means, and how many there are."
+    rows = [(f"{sign} {'right' if kind == 'correct' else kind}", meaning, *(int(c.get(kind, 0)) for c in counts))
+            for kind, (sign, meaning) in KINDS.items() if any(kind in c for c in counts)]
+    return MARKUP.section("", rows, ("kind", "what it means", *titles))
 
 # %% ../../nbs/views/responses.ipynb #ef7e68a9
 def choose_pair(
@@ -171,20 +156,17 @@ class ResponsesView(View):
         self.first, self.second = self.make_dropdowns(self.show_benchmarks, "recipe", "compared with", width="34em")
         self.benchmark, self.category = self.make_dropdowns(self.filter, "benchmark", "error")
         self.correct, = self.make_dropdowns(self.filter, "correct", options=CORRECTNESS)
-        self.item, = self.make_dropdowns(self.draw, "item", width="24em")
-        back, on = (self.make_button(words, functools.partial(self.move, by)) for words, by in (("◀ previous", -1), ("next ▶", 1)))
-        self.list, self.kinds = Picture(self.guard(self.pick_item)), Picture(self.guard(self.pick_kind))
-        self.text = widgets.HTML(layout=widgets.Layout(width="100%"))
+        self.item = self.make_control(widgets.Select, "", self.draw, rows=16, width="100%")
+        self.kinds, self.text = widgets.HTML(), widgets.HTML(layout=widgets.Layout(width="100%"))
         column = lambda *parts: widgets.VBox(parts, layout=widgets.Layout(flex="1 1 30em", min_width="20em", padding="0 10px 0 0"))
-        self.columns = self.make_row(column(self.list, self.kinds), column(self.make_row(self.item, back, on), self.text),
-                                     grid_gap="16px", overflow="hidden")
+        self.columns = self.make_row(column(self.item, self.kinds), column(self.text), grid_gap="16px", overflow="hidden")
         self.set_parts(self.make_row(self.dataset, self.model), self.make_row(self.first, self.second),
                        self.make_row(self.benchmark, self.correct, self.category), self.columns)
         self.guard(self.show_files)()
 
     def clear(self):
         "Show no item."
-        for part in (self.text, self.list, self.kinds): part.value = ""
+        for part in (self.text, self.kinds): part.value = ""
 
     def show_files(self):
         "Offer the checkpoints of corpus and model that have responses."
@@ -238,9 +220,7 @@ class ResponsesView(View):
         pair = pair[keep[self.correct.value]]
         if self.category.value != "any": pair = pair[(pair[["first", "second"]] == self.category.value).any(axis=1)]
         self.responses = part.droplevel(0).loc[pair.index]
-        words = lambda k, item, sample: f"{k} of {len(pair)}: {item}" + (f", sample {sample}" if sample else "")
-        set_options(self.item, [(words(k, *key), key) for k, key in enumerate(pair.index, 1)])
-        self.list.value = render_list(pair, titles) if len(pair) else ""
+        set_options(self.item, list_items(pair, len(titles)))
         self.draw()
 
     def draw(self):
@@ -255,21 +235,6 @@ class ResponsesView(View):
             cards.append(render_response(side.label, record, entities, recipe_colour(self.files.recipe[side.value])))
         record = self.table.loc[at]
         self.text.value = MARKUP.item(shorten_question(record.prompt, 400), record.answer, Markup("").join(cards), record.prompt)
-
-    def pick_item(self, key: tuple):
-        "Show an item of the list."
-        self.item.value = key
-
-    def pick_kind(self, kind: str):
-        "List the responses of a kind; of right ones, those that are right by the first checkpoint."
-        with silence(self.correct, self.category):
-            self.correct.value, self.category.value = ("right", "any") if kind == "correct" else ("all", kind)
-        self.filter()
-
-    def move(self, by: int):
-        "Go to the next item, or to the one before."
-        items = [value for _, value in self.item.options]
-        if items: self.item.value = items[(items.index(self.item.value) + by) % len(items)]
 
     def open(self, labels: dict):
         """Show the checkpoint with these labels: `dataset, model, seed, run, step`, and possibly `benchmark`; at step 0

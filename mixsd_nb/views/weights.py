@@ -4,17 +4,17 @@
 
 # %% auto #0
 __all__ = ['MEASURES', 'Checkpoint', 'list_checkpoints', 'choose_checkpoints', 'find_fisher', 'measure_displacement',
-           'compare_displacements', 'read_measure', 'describe_cell', 'draw_map', 'WeightsView']
+           'compare_displacements', 'read_measure', 'draw_map', 'WeightsView']
 
 # %% ../../nbs/views/weights.ipynb #b8207673
 import functools
 from pathlib import Path
 from typing import NamedTuple
 
+import altair as alt
 import ipywidgets as widgets
 import numpy as np
 import pandas as pd
-from markupsafe import Markup
 
 from ..analysis.curvature import PARTS, add_alignment_ratio, tensor_sums
 from ..analysis.curvature import FISHER
@@ -22,10 +22,9 @@ from ..results.plots import recipe_colour
 from ..runs import checkpoint_steps, find_runs
 from ..runs.schema import RUN_DIMS
 from .base import MARKUP, View, render_error, set_options, silence
-from .base import Picture
+from .charts import ChartWidget, add_marks, finish_chart, make_key
 from .responses import choose_pair
 from .runs import RunSelection, describe_checkpoint
-from .svg import attributes, describe_mark, draw_picture, draw_text
 
 # %% ../../nbs/views/weights.ipynb #6d5b4d1a
 class Checkpoint(NamedTuple):
@@ -119,13 +118,13 @@ def compare_displacements(
 def read_measure(
     compared: pd.DataFrame,  # of `compare_displacements`
     measure: str,  # key of MEASURES
-) -> tuple[pd.Series, bool]:
-    "Return the values of a measure, and whether they are ratios. ValueError for R without a Fisher."
+) -> pd.Series:
+    "Return the values of a measure. ValueError for R without a Fisher."
     columns, _ = MEASURES[measure]
     if not {*columns} <= {*compared}: raise ValueError("R needs the Fisher of the base model; choose another map")
-    if len(columns) == 1: return compared[columns[0]], False
+    if len(columns) == 1: return compared[columns[0]]
     ratio = compared[columns[0]] / compared[columns[1]].where(compared[columns[1]] > 0)
-    return (ratio.dropna(), True) if columns[0].endswith("_r") else (np.sqrt(ratio), True)
+    return (ratio if columns[0].endswith("_r") else np.sqrt(ratio)).dropna()
 
 
 def _paint_cell(value: float, columns: tuple[str, ...], colours: tuple[str, str], low: float, high: float) -> tuple[str, float, str]:
@@ -137,47 +136,32 @@ def _paint_cell(value: float, columns: tuple[str, ...], colours: tuple[str, str]
     return colour, (np.log(value) - low) / ((high - low) or 1) if value > 0 else 0, f"{value:.2g}"
 
 
-def describe_cell(
-    row: pd.Series,  # of `compare_displacements`
-    names: tuple[str, str],  # of the checkpoints
-) -> list[str]:
-    "Return a line for each checkpoint with its distance from the base model and R, and one with that between the two."
-    r = {name: f", R = {row[f'{name}_r']:.3g}" if row.get(f"{name}_r", np.nan) > 0 else "" for name in ("first", "second")}
-    return [*(f"{n}: ‖Δθ‖² = {row[c]:.3g}{r[c]}" for n, c in zip(names, r)), f"between the two: {row['apart']:.3g}"]
-
-
 def draw_map(
     compared: pd.DataFrame,  # of `compare_displacements`
     measure: str,  # key of MEASURES
     names: tuple[str, str],  # of the checkpoints
     colours: tuple[str, str],
     made_up: bool = False,
-) -> str:
+):
     "Draw a cell for each layer and kind with its value; the key of a cell is `(layer, kind)`."
-    values, _ = read_measure(compared, measure)
-    layers, kinds = (sorted(dict.fromkeys(values.index.get_level_values(level)), key="all".__eq__) for level in (0, 1))
-    left, top, tall, (columns, meaning) = 130, 110, 30, MEASURES[measure]
-    wide = (1190 - left) / len(kinds)
+    values, (columns, meaning), rows = read_measure(compared, measure), MEASURES[measure], []
     inner = np.log(values[values > 0]).drop("all", level=0, errors="ignore").drop("all", level=1, errors="ignore")
     low, high = (inner.min(), inner.max()) if len(inner) else (0, 0)
-    parts = [draw_text(left, 22, measure, kind="title"), draw_text(left, 44, meaning, kind="soft")]
-    for k, kind in enumerate(kinds):
-        lines = [word for word in kind.removesuffix("_proj").replace("layernorm", "norm").split("_") if word]
-        parts += [draw_text(left + wide * (k + .5), top - 10 - 17 * up, word, anchor="middle") for up, word in enumerate(lines[::-1])]
-    for row, layer in enumerate(layers):
-        y, name = top + tall * row + (8 if layer == "all" else 0), f"layer {layer}" if layer.isdigit() else layer
-        parts.append(draw_text(left - 10, y + 20, name, anchor="end"))
-        for k, kind in enumerate(kinds):
-            if (value := values.get((layer, kind), np.nan)) != value: continue
-            colour, depth, text = _paint_cell(value, columns, colours, low, high)
-            title = "the whole model" if layer == kind == "all" else f"{name}, {kind}"
-            mark = describe_mark("\n".join([title, *describe_cell(compared.loc[(layer, kind)], names)]), (layer, kind))
-            apart = 8 if kind == "all" else 0
-            x, w = left + wide * k + apart, wide - 3 - apart
-            box = attributes(x=f"{x:.1f}", y=f"{y:.1f}", width=f"{w:.1f}", height=tall - 3, rx=3, fill=colour,
-                             fill_opacity=f"{.08 + .8 * np.clip(depth, 0, 1):.2f}")
-            parts.append(f"<g{mark}><rect{box}/>{draw_text(x + w / 2, y + 19, text, anchor='middle')}</g>")
-    return draw_picture(parts, top + tall * len(layers) + 26, measure, made_up="" if made_up else None)
+    for (layer, kind), value in values.dropna().items():
+        colour, depth, text = _paint_cell(value, columns, colours, low, high)
+        title = "the whole model" if layer == kind == "all" else f"layer {layer}, {kind}" if layer.isdigit() else f"{layer}, {kind}"
+        row = compared.loc[(layer, kind)]
+        told = [f"{n}: ‖Δθ‖² = {row[c]:.3g}" + (f", R = {row[f'{c}_r']:.3g}" if row.get(f"{c}_r", np.nan) > 0 else "")
+                for n, c in zip(names, ("first", "second"))]
+        rows.append(dict(layer=layer, kind=kind, colour=colour, depth=.08 + .8 * np.clip(depth, 0, 1), text=text, key=make_key(layer, kind),
+                         words="\n".join([title, *told, f"between the two: {row['apart']:.3g}"])))
+    layers, kinds = (sorted(dict.fromkeys(row[axis] for row in rows), key="all".__eq__) for axis in ("layer", "kind"))
+    axis = alt.Axis(orient="top", labelAngle=-25, domain=False, ticks=False)
+    chart = alt.Chart(pd.DataFrame(rows)).encode(x=alt.X("kind:N", sort=kinds, title=None, axis=axis),
+                                                 y=alt.Y("layer:N", sort=layers, title="layer", axis=alt.Axis(domain=False, ticks=False)))
+    cells = add_marks(chart.mark_rect(cornerRadius=3)).encode(fill=alt.Fill("colour:N", scale=None), fillOpacity=alt.FillOpacity("depth:Q", scale=None))
+    chart = (cells + chart.mark_text().encode(text="text:N")).properties(width=1000, height=alt.Step(30))
+    return finish_chart(chart, f"{measure}: {meaning}", "" if made_up else None)
 
 # %% ../../nbs/views/weights.ipynb #34e53f54
 class WeightsView(View):
@@ -189,8 +173,8 @@ class WeightsView(View):
         self.runs, self.measure = runs, functools.lru_cache(64)(measure_displacement)
         self.first, self.second = self.make_dropdowns(self.draw, "checkpoint", "compared with", width="46em")
         self.map, = self.make_dropdowns(self.draw, "map", options=list(MEASURES), width="24em")
-        self.figure, self.text = Picture(self.guard(self.show_part)), widgets.HTML()
-        self.set_parts(self.make_row(self.first, self.second), self.map, self.figure, self.text)
+        self.figure, self.names, self.text = ChartWidget(self, "part", self.show_part), widgets.HTML(), widgets.HTML()
+        self.set_parts(self.make_row(self.first, self.second), self.map, self.names, self.figure, self.figure.marks, self.text)
         self.guard(self.show_checkpoints)()
 
     def show_checkpoints(self):
@@ -207,7 +191,7 @@ class WeightsView(View):
     def draw(self):
         "Draw the map, with R if the Fisher exists."
         one, two, self.text.value = self.first.value, self.second.value, ""
-        with self.clear_on_error(self.figure):
+        with self.clear_on_error(self.figure, self.names):
             if one.model != two.model:
                 raise ValueError(f"{one.model} and {two.model} are different bases; choose two checkpoints of one base")
             try: weights = find_fisher(self.runs.folder, one.model)
@@ -217,8 +201,8 @@ class WeightsView(View):
             colours = [recipe_colour(c.recipe) for c in (one, two)]
             if colours[0] == colours[1]: colours = ["#e69f00", "#0072b2"]
             made_up = any(self.runs.has_made_up(c.dataset, c.model) for c in (one, two))
-            self.figure.value = (MARKUP.names([*zip(self.get_names(), colours)])
-                                 + Markup(draw_map(self.compared, self.map.value, self.get_names(), colours, made_up)))
+            self.names.value = MARKUP.names([*zip(self.get_names(), colours)])
+            self.figure.value = draw_map(self.compared, self.map.value, self.get_names(), colours, made_up)
 
     def get_names(self) -> tuple[str, str]:
         "Return the two checkpoints in words, without corpus and model."
