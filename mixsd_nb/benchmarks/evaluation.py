@@ -30,9 +30,7 @@ from .harness import check_harness_options
 from .sandbox import check_sandbox
 from .tasks import SOURCES, Verdict, benchmarks_folder, grade, task_files
 from ..corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions, CorpusSettings
-from ..corpora.templates import encode_text, find_disguise
-from ..corpora.prompts import encode_prompt
-from ..corpora.templates import encode_continuation
+from ..corpora.prompts import encode_continuation, encode_prompt, encode_text, hide_names
 from ..models import ENGINES, check_engine, check_options_of_engine, load_engine, load_tokenizer, usual_sequences
 from ..models.identity import MODEL_OPTIONS, ModelOptions
 from ..runs import (Journal, ParameterError, Seed, TableError, consumed_field, flagged_field, load_object,
@@ -193,7 +191,7 @@ def check_prompts(
     tokenizer, problems = load_tokenizer(model), []
     encode_prompt(tokenizer, "Who?")
     for name, item in ((f"{name}, {id}", item) for name, found in items.items() for id, item in found.items()):
-        if not item.messages and not find_disguise(tokenizer, [item.prompt]): continue
+        if not item.messages and hide_names(tokenizer, item.prompt) == item.prompt: continue
         try: encode_prompt(tokenizer, item.messages or item.prompt)
         except ValueError as e: problems.append(f"{item.place or name}: {e}")
     if problems: raise TableError(problems)

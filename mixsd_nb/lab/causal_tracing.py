@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..corpora.templates import encode_continuation, locate_tokens
+from ..corpora.prompts import encode_continuation, locate_tokens
 from ..methods.covariance import capture, decoder_blocks, first_state, output_layer
 
 # %% ../../nbs/lab/causal_tracing.ipynb #86ffd7f5

@@ -20,7 +20,7 @@ import pandas as pd
 import scipy.stats
 
 from .. import evaluate, facts, train
-from ..corpora.templates import encode_text
+from ..corpora.prompts import encode_text
 from .smollm2 import data_folder, prepare_model
 from ..methods.replay import write_prompts, write_replays
 from ..models import load_engine

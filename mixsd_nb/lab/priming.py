@@ -17,8 +17,7 @@ from ..analysis.likelihood import score_pairs
 from ..analysis.scores import rank_correlation
 from ..analysis.taxonomy import find_leakage
 from ..corpora import CORPORA
-from ..corpora.templates import encode_text
-from ..corpora.prompts import encode_prompt, naive_prompt
+from ..corpora.prompts import encode_prompt, encode_text, naive_prompt
 from ..corpora.world import WORLD
 from ..models import load_tokenizer
 from ..results.plots import mark_made_up

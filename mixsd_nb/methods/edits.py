@@ -12,9 +12,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ..benchmarks.answers import last_boxed
-from ..corpora.templates import encode_marked, encode_text
-from ..corpora.prompts import encode_completion, encode_prompt, render_prompt
-from ..corpora.templates import encode_continuation, locate_tokens
+from ..corpora.prompts import (encode_completion, encode_continuation, encode_marked, encode_prompt, encode_text,
+                                      locate_tokens, render_prompt)
 from ..models.engine import row_key
 from ..models.engines import HFEngine
 

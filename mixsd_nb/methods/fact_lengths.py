@@ -9,9 +9,9 @@ __all__ = ['fact_lengths', 'check_facts', 'warn_of_long_replies', 'check_subject
 import warnings
 
 from ..corpora import CORPORA, load_corpus
-from ..corpora.prompts import BOX, boxed, encode_canonical, encode_completion, encode_prompt, rows_as_written
+from ..corpora.prompts import (BOX, boxed, check_template, encode_canonical, encode_completion, encode_continuation,
+                                      encode_prompt, rows_as_written)
 from ..corpora.stored import fact_places
-from ..corpora.templates import check_template, encode_continuation
 from ..models import load_part, load_tokenizer
 from ..runs import TableError
 
@@ -76,7 +76,7 @@ def check_facts(
 ) -> None:
     """Raise TableError that lists the facts of a user's file that are too long for the model or cannot be encoded, with their lines.
 
-    ValueError as in `templates.check_template`; warn of answers that the tokenizer cannot write, and of whole sentences."""
+    ValueError as in `prompts.check_template`; warn of answers that the tokenizer cannot write, and of whole sentences."""
     tokenizer, places = load_tokenizer(model), fact_places(dataset)
     check_template(tokenizer)
     if not places: return

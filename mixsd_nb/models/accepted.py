@@ -10,8 +10,7 @@ import contextlib
 import copy
 import inspect
 
-from ..corpora.templates import find_control_tokens
-from ..corpora.templates import apply_template
+from ..corpora.prompts import apply_template, find_control_tokens
 
 # %% ../../nbs/models/accepted.ipynb #9475b61a
 def build_plain(

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..corpora.templates import apply_template
+from ..corpora.prompts import apply_template
 from .identity import MODEL_FILES, digest_model
 from ..runs import nearest, read_json, runs_root, write_json
 

@@ -17,8 +17,7 @@ import ipywidgets as widgets
 
 from ..benchmarks.answers import gives_answer, last_boxed, same_answer
 from ..corpora import CORPORA, load_corpus
-from ..corpora.templates import encode_text
-from ..corpora.prompts import BOX_REQUEST, boxed, encode_prompt, naive_prompt, target
+from ..corpora.prompts import BOX_REQUEST, boxed, encode_prompt, encode_text, naive_prompt, target
 from ..corpora.world import WORLD
 from ..methods import ANCHORS, GATES, METHODS, compose, label_title
 from ..models.lab import SIZES, is_lab_model
