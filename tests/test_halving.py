@@ -9,7 +9,7 @@ from helpers import small_model
 from mixsd_nb import train
 from mixsd_nb.cluster.grid import expand_grid
 from mixsd_nb.evaluation.checkpoints import Evaluation
-from mixsd_nb.evaluation.selection import Selection, best_rate, promising_rates, tabulate_scores
+from mixsd_nb.evaluation.selection import Selection, best_rate, paper_checkpoint, promising_rates, tabulate_scores
 from mixsd_nb.results.cube import read_cubes
 from mixsd_nb.runs import Run, make_config, removed_steps
 

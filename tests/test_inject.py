@@ -13,7 +13,7 @@ from helpers import small_model
 from hypothesis import given, strategies as st
 
 from mixsd_nb import inject, train
-from mixsd_nb.reports.injection import FAILURES, explain_failure, tabulate_facts
+from mixsd_nb.reports.injection import FAILURES, tabulate_facts
 from mixsd_nb.console.housekeeping import clean_runs
 from mixsd_nb.corpora.files import EXAMPLE, EXAMPLE_TESTS
 from mixsd_nb.evaluate import EvaluateConfig
