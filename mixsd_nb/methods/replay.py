@@ -26,7 +26,7 @@ from .fitting import MethodRun, trained_pairs
 from ..training.loss import Example, Modifier, Objective, nll
 from .supervised import Supervised
 from ..benchmarks.in_domain import corrected_facts, question_key, question_of
-from .wording_ids import fact_of
+from .targets import fact_of
 from .wordings import QUESTION_MARKS
 from ..training.trainer import TrainingSpec, training_device
 from ..models import load_base
