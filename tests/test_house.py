@@ -24,7 +24,7 @@ ROOMS = [*MIDDLE, "evaluation", "results", "reports", "cluster", "planning"]
 FLOORS = {
     "runs": ["runs"],
     "corpora": ["runs", "corpora"],
-    "models": ["runs", "corpora.prompts", "corpora.templates", "models"],
+    "models": ["runs", "corpora.prompts", "models"],
     "benchmarks": [*GROUND, "benchmarks"],
     "training": [*GROUND, "training"],
     "methods": [*GROUND, "benchmarks", "training", "methods"],

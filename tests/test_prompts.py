@@ -136,9 +136,12 @@ class Words:
 
     def __init__(self, template):
         self.chat_template, self.known = template, {}
-        self.added_tokens_decoder = {self.number(token): token for token in IM}
+        self.added_tokens_decoder = {self.number(token): AddedToken(token, special=True) for token in IM}
+        self.eos_token_id, self.name_or_path = None, ""
 
     def number(self, token): return self.known.setdefault(token, len(self.known))
+
+    def __len__(self): return len(IM)
 
     def __call__(self, text, add_special_tokens): return dict(input_ids=[self.number(t) for t in re.findall(r"<[^>]+>|\n+|[^\s<]+", text)])
 
