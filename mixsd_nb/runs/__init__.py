@@ -14,4 +14,3 @@ from .registry import *
 from .run import *
 from .storage import *
 from .processes import *
-from .user_files import *
