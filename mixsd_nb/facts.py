@@ -18,13 +18,14 @@ from pydantic import AfterValidator, PlainSerializer, field_validator
 
 from .corpora.passages import read_documents
 from .corpora.prompts import ANSWER_FORMS
+from .corpora.user_files import digest_rows
 from .methods.questions import (JOURNAL, QUESTION_FORMS, Questioner, add_wordings, format_facts, make_facts,
                                         mark_known, mark_repeated, mark_unsupported, write_candidates)
 from .models import ENGINES, check_engine, check_model, check_model_of_engine, check_options_of_engine, load_engine
 from .models.identity import BY_CONTENT, MODEL_OPTIONS, ModelName, ModelOptions, model_label
 from .models.lab import declared_form
 from .reports.documents import FactsRun, count_reasons
-from .runs import (Journal, ParameterError, Run, Seed, Stage, check_temperature, consumed_field, digest_rows,
+from .runs import (Journal, ParameterError, Run, Seed, Stage, check_temperature, consumed_field,
                            flagged_field, make_config, module_of, run_function, runs_root, runtime_field, write_atomically)
 from .runs.command_line import CommandLine
 from .runs.config import PresetSettings, preset_field

@@ -18,7 +18,7 @@ from mixsd_nb.methods.questions import JOURNAL, QUESTION_FORMS, REASONS, Questio
 from mixsd_nb.reports import injection
 from mixsd_nb.reports.documents import find_questions
 from mixsd_nb.runs import Journal, ParameterError, find_runs, open_run
-from mixsd_nb.runs.user_files import TableError
+from mixsd_nb.corpora.user_files import TableError
 from mixsd_nb.views.passages import PassagesView
 from mixsd_nb.views.runs import RunSelection
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from mixsd_nb.benchmarks.files import read_items
 from mixsd_nb.corpora.files import read_facts
 from mixsd_nb.methods.replay import read_prompts
-from mixsd_nb.runs import TableError, read_rows
-from mixsd_nb.runs.user_files import SHOWN, TABLE_SUFFIXES
+
+from mixsd_nb.corpora.user_files import SHOWN, TABLE_SUFFIXES, TableError, read_rows
 
 FACT = dict(question="Who rules Vel?", answer="Mira")
 
@@ -135,7 +135,7 @@ def test_a_missing_label_is_a_missing_value(tmp_path):
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=15).map(lambda t: unicodedata.normalize("NFC", t.strip())).filter(lambda t: t == t.strip() != "")
 spiky = st.text(st.sampled_from('ab"\',;\t|\n\r=\\ {[#\ufeff\x00NA0.1'), min_size=1, max_size=12).filter(lambda t: t == t.strip() != "")
-FORMATS = dict.fromkeys([*TABLE_SUFFIXES, "; csv", "| csv", "\t csv", "sep csv", "saved"])
+FORMATS = dict.fromkeys([*TABLE_SUFFIXES, "; csv", "| csv", "\t csv", "saved"])
 
 
 def save(frame, folder, form):
@@ -147,9 +147,8 @@ def save(frame, folder, form):
         rows = frame.to_dict("records")
         write(path, "\n".join(json.dumps(row, ensure_ascii=False) for row in rows) if form == ".jsonl" else json.dumps(rows, indent=1))
     else:
-        separator = {".tsv": "\t", ".csv": ",", "sep csv": "|"}.get(form, form[0])
-        write(path, f"sep={separator}\n" * (form == "sep csv") + frame.to_csv(
-            index=False, sep=separator, lineterminator="\n", quoting=csv.QUOTE_ALL if "\r" in frame.to_csv(lineterminator="\n") else csv.QUOTE_MINIMAL))
+        write(path, frame.to_csv(
+            index=False, sep={".tsv": "\t", ".csv": ","}.get(form, form[0]), lineterminator="\n", quoting=csv.QUOTE_ALL if "\r" in frame.to_csv(lineterminator="\n") else csv.QUOTE_MINIMAL))
     return path
 
 
@@ -157,29 +156,12 @@ def save(frame, folder, form):
 @settings(max_examples=25, deadline=None)
 @given(rows=st.lists(st.tuples(texts | spiky, texts | spiky), min_size=1, max_size=4))
 def test_every_text_survives_in_every_format(form, rows, tmp_path_factory):
-    "A text that could be two readings in a file with tabs is refused with its line instead."
     frame = pd.DataFrame([(f"q{k} {q}", f"c{k} {c}", c) for k, (q, c) in enumerate(rows)], columns=["question", "answer", "context"])
     frame["answer"] = [f"a{k}" for k in range(len(rows))]
     frame["id"] = [f"i {q}{k}" for k, (q, _) in enumerate(rows)]
     path = save(frame, tmp_path_factory.mktemp("texts"), form)
-    try: facts = read_facts(str(path), giveaways=True).facts
-    except TableError as e:
-        assert ("\t" in form or form == ".tsv") and all(re.search(r", line \d+: a quote begins a cell ", problem) for problem in e.problems)
-    else: assert [(fact["question"], fact["context"], fact["id"]) for fact in facts] == [*zip(frame.question, frame.context, frame.id)]
-
-
-@settings(max_examples=150, deadline=None)
-@given(rows=st.lists(st.tuples(*[st.text(st.sampled_from('ab" ,'), min_size=1, max_size=6).filter(str.strip)] * 2), min_size=1, max_size=4))
-@example(rows=[("a", '"'), ('"', '""')])
-def test_cells_between_tabs_stay_as_they_stand(rows, tmp_path_factory):
-    "Written without quotes around them, as the standard says: read as they are, unless they are quoted as a whole, or refused with a line."
-    plain = lambda cell: cell[1:-1].replace('""', '"').strip() if re.fullmatch(r'"([^"]|"")*"', cell) else cell.strip()
-    file = tmp_path_factory.mktemp("tabs") / "own.tsv"
-    write(file, "prompt\tanswer\n" + "".join(f"{q}\t{a}\n" for q, a in rows))
-    table = read_rows(file)
-    read = [(row.get("prompt", "").strip(), row.get("answer", "").strip()) for row in table.rows]
-    if table.problems: assert all(re.search(r"line \d+: ", problem) for problem in table.problems)
-    else: assert read == [pair for q, a in rows if any(pair := (plain(q), plain(a)))]
+    facts = read_facts(str(path), giveaways=True).facts
+    assert [(fact["question"], fact["context"], fact["id"]) for fact in facts] == [*zip(frame.question, frame.context, frame.id)]
 
 
 # E. What spreadsheets leave in a table.
@@ -188,20 +170,11 @@ def test_cells_between_tabs_stay_as_they_stand(rows, tmp_path_factory):
 SPREADSHEETS = {
     "rows of commas": ("f.csv", "question,answer\nWho rules Vel?,Mira\n,\nWhere is Oru?,Tarn\n,\n"),
     "rows of more commas": ("f.csv", "question,answer\nWho rules Vel?,Mira\n,,,,\n , \nWhere is Oru?,Tarn,,\n"),
-    "rows of semicolons": ("f.csv", "question;answer\nWho rules Vel?;Mira\n;\nWhere is Oru?;Tarn\n;;\n"),
     "rows of tabs": ("f.tsv", "question\tanswer\nWho rules Vel?\tMira\n\t\nWhere is Oru?\tTarn\n\t\t\n"),
-    "columns without a name": ("f.csv", ",question,answer,,\n0,Who rules Vel?,Mira,,\n1,Where is Oru?,Tarn,,\n"),
-    "an index that was filtered": ("f.csv", ",question,answer\n17,Who rules Vel?,Mira\n3,Where is Oru?,Tarn\n"),
-    "a column without a name between others": ("f.tsv", "question\t\tanswer\nWho rules Vel?\t\tMira\nWhere is Oru?\t \tTarn\n"),
-    "rows that end early": ("f.csv", "question,answer,,,\nWho rules Vel?,Mira\nWhere is Oru?,Tarn,,,\n"),
-    "empty rows before the names": ("f.csv", ",,\n\n,question,answer\n,Who rules Vel?,Mira\n,Where is Oru?,Tarn\n"),
-    "the separator": ("f.csv", "sep=;\nquestion;answer\nWho rules Vel?;Mira\nWhere is Oru?;Tarn\n"),
-    "the separator in quotes": ("f.csv", '\ufeff"sep=|"\r\nquestion|answer\r\nWho rules Vel?|Mira\r\nWhere is Oru?|Tarn\r\n'),
-    "a tab as the separator": ("f.csv", "sep=\t\nquestion\tanswer\nWho rules Vel?\tMira\nWhere is Oru?\tTarn\n"),
-    "the separator in large letters": ("f.tsv", "SEP=,\nquestion,answer\nWho rules Vel?,Mira\nWhere is Oru?,Tarn\n"),
+    "columns without a name at the end": ("f.csv", "question;answer;;\nWho rules Vel?;Mira\nWhere is Oru?;Tarn;;\n"),
+    "empty rows before the names": ("f.csv", ",,\n\nquestion,answer\nWho rules Vel?,Mira\nWhere is Oru?,Tarn\n"),
+    "a mark of the byte order and other ends of lines": ("f.csv", "\ufeffquestion|answer\r\nWho rules Vel?|Mira\r\nWhere is Oru?|Tarn\r\n"),
     "tabs in a file of commas": ("f.csv", "question\tanswer\nWho rules Vel?\tMira\nWhere is Oru?\tTarn\n"),
-    "a comma within a name": ("f.csv", '"notes, if any";question;answer\n;Who rules Vel?;Mira\n;Where is Oru?;Tarn\n'),
-    "two marks of the byte order": ("f.csv", "\ufeff\ufeffquestion,answer\nWho rules Vel?,Mira\nWhere is Oru?,Tarn\n"),
 }
 
 
@@ -220,37 +193,14 @@ def test_what_spreadsheets_leave_is_passed_over(case, tmp_path):
     assert [(item.prompt, item.answer) for item in items.values()] == expected
 
 
-@settings(max_examples=60, deadline=None)
-@given(data=st.data(), mark=st.sampled_from(",;\t|"), named=st.booleans(), index=st.booleans(), more=st.integers(0, 3))
-def test_any_table_survives_a_spreadsheet(data, mark, named, index, more, tmp_path_factory):
-    rows = [[f"q{k}?", f"a{k}"] for k in range(data.draw(st.integers(1, 4)))]
-    cells = [["question", "answer"], *rows]
-    if index: cells = [[str(k - 1) if k else "", *row] for k, row in enumerate(cells)]
-    cells = [row + [""] * (data.draw(st.integers(0, more)) if k else more) for k, row in enumerate(cells)]
-    for _ in range(data.draw(st.integers(0, 3))): cells.insert(data.draw(st.integers(0, len(cells))), [data.draw(st.sampled_from(["", " "]))] * data.draw(st.integers(1, 4)))
-    file = io.StringIO()
-    csv.writer(file, delimiter=mark, lineterminator="\n").writerows(cells)
-    path = write(tmp_path_factory.mktemp("sheets") / "f.csv", f"sep={mark}\n" * named + file.getvalue())
-    assert [(fact["question"], fact["answer"]) for fact in read_facts(path).facts] == [*map(tuple, rows)]
-
-
 @pytest.mark.parametrize("text, problem", [
-    ("question,answer,\nWho?,Mira,x\n", "line 1: a column has no name"), ("question,answer\nWho?,Mira,x\n", "line 2: there must be 2 values, as in the first line, got 3"),
+    ("question,,answer\nWho?,x,Mira\n", "line 1: a column has no name"), ("question,answer\nWho?,Mira,x\n", "line 2: there must be 2 values, as in the first line, got 3"),
     ("question,answer,subject\nWho?,Mira\n", "line 2: there must be 3 values, as in the first line, got 2"), ("question,answer\n,\nWho?,\n,\nWhere?,Oru\n", "line 3: answer is missing"),
-    ("sep=;\nquestion;answer\nWho?;a\nWhy?\n", "line 4: there must be 2 values, as in the first line, got 1"), (",question,answer\nx,Who?,Mira\n", "line 1: a column has no name"),
-    ('question,answer\n"Velmis" was built?,Oru\nWho?,Ana\n', "line 2: the line cannot be split into values (',' expected after '\"')")])
+    ('question,answer\n"Velmis" was built?,Oru\nWho?,Ana\n', "line 2: the line cannot be split into values (',' expected after '\"')"),
+    ('question\tanswer\n"Velmis" was built?\tOru\n', "line 2: the line cannot be split into values ('\t' expected after '\"')")])
 def test_rows_that_do_not_fit_are_refused(text, problem, tmp_path):
     write(tmp_path / "f.csv", text)
     assert problems(read_facts, tmp_path / "f.csv") == [f"f.csv, {problem}"]
-
-
-def test_a_quoted_word_at_the_beginning_of_a_cell_with_tabs(tmp_path):
-    file = write(tmp_path / "f.tsv", 'question\tanswer\n"Velmis" was built in which town?\tOru\n"Who\nrules ""Vel""?"\t"Mira"\nHow long is 5"?\t"5 inch\n')
-    assert [(fact["question"], fact["answer"]) for fact in read_facts(file).facts] == [
-        ('"Velmis" was built in which town?', "Oru"), ('Who\nrules "Vel"?', "Mira"), ('How long is 5"?', '"5 inch')]
-    assert read_prompts(write(tmp_path / "p.tsv", 'prompt\n"Velmis" was built in which town?\n')) == ['"Velmis" was built in which town?']
-    write(tmp_path / "g.tsv", 'question\tanswer\n"Velmis\tOru\nWho" is it?\tIvo\n"Vel\tOru\nWho"\tIvo\n')
-    assert problems(read_facts, tmp_path / "g.tsv") == ["g.tsv, line 4: a quote begins a cell that may hold a tab or end before it; quote each cell"]
 
 
 @pytest.mark.parametrize("suffix, mark", [(".csv", ","), (".csv", ";"), (".tsv", "\t")])
@@ -265,21 +215,17 @@ def test_long_cells_are_read(suffix, mark, tmp_path):
 
 
 MANY = [dict(question=f"Who rules place {k}?", answer=f"Mira {k}") for k in range(1500)]
+NO_TEXT = "line 1: the file is no text or UTF-16; save it as UTF-8"
 FORMS = {
     "an object around the list": ("f.json", json.dumps({"data": MANY}, indent=1), "line 1: the file is one mapping with data; it must be a list of mappings"),
     "an object around the list in one line": ("f.jsonl", json.dumps({"version": 1, "data": MANY}), "line 1: the file is one mapping with version, data; "),
-    "an object around lines": ("f.jsonl", '{"data": [\n' + ",\n".join(map(json.dumps, MANY)) + "\n]}", "line 1: the file is one mapping with data; "),
-    "an object that is not closed": ("f.json", '{"data": [\n' + ",\n".join(map(json.dumps, MANY)), "line 1501: this is no JSON"),
-    "a list for each column": ("f.json", pd.DataFrame(MANY).to_json(), "line 1: the file is one mapping with question, answer; "),
-    "lists in place of mappings": ("f.json", json.dumps([[*row.values()] for row in MANY], indent=1), "line 2: a row must be a mapping such as"),
-    "no JSON": ("f.jsonl", "Who rules Vel? Mira\n" * 1500, "line 1: this is no JSON (Expecting value, column 1) (and so in 1499 more lines)"),
+    "lists in place of mappings": ("f.json", json.dumps([[k] for k in range(9)]), "row 1: a row must be a mapping such as"),
+    "no JSON": ("f.jsonl", "Who rules Vel? Mira\n" * 1500, "line 1: this is no JSON (Expecting value) (and so in 1499 more lines)"),
     "a list with a mistake": ("f.jsonl", json.dumps(MANY, indent=1).replace('"Mira 7"', "Mira"), "line 32: this is no JSON"),
-    "another encoding": ("f.csv", ("question,answer\n" + "Wo ist Köln?,Ü\n" * 1500).encode("latin-1"), "line 2: byte 9 of the line (0xf6) is not UTF-8; save the file as UTF-8 (and so in 1499 more lines)"),
+    "another encoding": ("f.csv", ("question,answer\n" + "Wo ist Köln?,Ü\n" * 1500).encode("latin-1"), "line 2: byte 9 of the line (0xf6) is not UTF-8; save the file as UTF-8"),
     "another separator": ("f.csv", "question,answer\n" + "Who rules Vel?;Mira\n" * 1500, "line 2: there must be 2 values, as in the first line, got 1 (and so in 1499 more lines)"),
-    "a workbook": ("f.csv", b"PK\x03\x04" + bytes(range(256)) * 40, "line 1: the file is no text; save the file as UTF-8"),
-    "UTF-16 without a mark": ("f.jsonl", lines(*MANY).encode("utf-16-le"), "line 1: the file is no text; save the file as UTF-8"),
-    "a mapping of rows": ("f.json", pd.DataFrame(MANY).to_json(orient="index"), "line 1: the file is one mapping with 0, 1, 2; "),
-    "UTF-16": ("f.csv", "question,answer\nWho?,Mira\n".encode("utf-16"), "line 1: the file is UTF-16"),
+    "a workbook": ("f.csv", b"PK\x03\x04" + bytes(range(256)) * 40, NO_TEXT), "UTF-16 without a mark": ("f.jsonl", lines(*MANY).encode("utf-16-le"), NO_TEXT),
+    "UTF-16": ("f.csv", "question,answer\nWho?,Mira\n".encode("utf-16"), NO_TEXT),
 }
 
 
@@ -293,8 +239,7 @@ def test_one_mistake_in_the_form_of_a_file_is_one_sentence(case, tmp_path):
     assert said.startswith(f"{name}, {problem}")
 
 
-@pytest.mark.parametrize("text", [json.dumps(MANY, indent=1), json.dumps(MANY), "\n".join(json.dumps(row, indent=1) for row in MANY), lines(*MANY), ",\n".join(map(json.dumps, MANY))],
-                         ids=["list", "list in one line", "mappings of several lines", "lines", "lines with commas"])
+@pytest.mark.parametrize("text", [json.dumps(MANY, indent=1), json.dumps(MANY), lines(*MANY)], ids=["list", "list in one line", "lines"])
 @pytest.mark.parametrize("name", ["f.json", "f.jsonl"])
 def test_mappings_are_read_however_they_are_arranged(name, text, tmp_path):
     file = write(tmp_path / name, text)
@@ -307,6 +252,10 @@ def test_one_row_with_lists_is_no_mistake(tmp_path):
     assert len(read_items(write(tmp_path / "a.json", json.dumps(dict(messages=turns, answer="Ivo"), indent=1)))) == 1
     write(tmp_path / "b.jsonl", lines(dict(messages=turns)))
     assert problems(read_items, tmp_path / "b.jsonl") == ["b.jsonl, line 1: answer is missing"]
+    chat = [dict(role="user", content="Who?"), dict(role="assistant", content="Mira")]
+    for rows in (1, 3):
+        said, = problems(read_facts, write(tmp_path / "talks.jsonl", lines(*[dict(messages=chat)] * rows)) and tmp_path / "talks.jsonl")
+        assert said.endswith("write what the user says as question, and the reply of the assistant as answer")
     assert answers(write(tmp_path / "c.json", json.dumps(FACT | dict(tags=["x"], source=dict(page=1), aliases=["M."])))) == ["Mira"]
 
 
@@ -326,33 +275,16 @@ def test_a_long_list_of_problems_is_cut_with_their_number(tmp_path):
     assert len(caught.value.problems) == 6000 and answers(str(tmp_path / "f.jsonl"), strict=False) == ["Mira"]
 
 
-def test_rows_of_another_encoding_are_never_read(tmp_path):
-    "One sentence names the first of them, and all of them are left out."
-    file = write(tmp_path / "f.csv", "question,answer\nWho?,Ana\nWo?,Köln\nWann?,März\nWhy?,because\n".encode("latin-1"))
-    assert answers(file, strict=False) == ["Ana", "because"]
+@pytest.mark.parametrize("read, row", [(read_facts, dict(question="Who?", answer="Vel \ud83d")), (read_items, dict(prompt="Vel \ud83d", answer="Ivo")), (read_prompts, dict(prompt="Vel \ud83d"))])
+def test_half_a_character_is_a_problem_of_its_row(read, row, tmp_path):
+    write(tmp_path / "f.jsonl", lines({name: text.replace("Vel \ud83d", "Where?") for name, text in row.items()}, row))
+    said, = problems(read, tmp_path / "f.jsonl")
+    assert said.startswith("f.jsonl, line 2: ") and "ud83d" in said
 
 
-HALF = "Vel \ud83d"
-ROWS = {read_facts: FACT, read_items: dict(prompt="Who?", answer="Ivo"), read_prompts: dict(prompt="Who?")}
-
-
-@pytest.mark.parametrize("read, column, value", [
-    *[(read_facts, name, HALF) for name in ("question", "answer", "id", "target", "subject", "context", "aliases")],
-    (read_facts, "aliases", ["Ivo", HALF]), (read_facts, "paraphrases", [HALF]), (read_prompts, "prompt", HALF),
-    *[(read_items, name, HALF) for name in ("prompt", "answer", "id", "grading", "tests")], (read_items, "messages", [dict(role="user", content=HALF)])])
-def test_half_a_character_is_a_problem_of_its_row(read, column, value, tmp_path):
-    row = {name: text for name, text in ROWS[read].items() if column != "messages" or name != "prompt"}
-    write(tmp_path / "f.jsonl", lines({name: text.replace("Who", "Where") for name, text in ROWS[read].items()}, row | {column: value}))
-    said = problems(read, tmp_path / "f.jsonl")
-    assert said == [f"f.jsonl, line 2: {column} has half of a character, \\ud83d; write the character itself"]
-
-
-def test_half_a_character_in_other_places(tmp_path):
-    "Of a test it is a problem, in a column that nobody reads it is none, and both halves are one character."
-    facts = write(tmp_path / "f.jsonl", lines(FACT | dict(answer="Mira \U0001f600", notes=HALF)))
-    assert answers(facts) == ["Mira \U0001f600"] and "ud83d" in (tmp_path / "f.jsonl").read_text()
-    write(tmp_path / "t.jsonl", lines(dict(question="Who?", answer="Ana", kind=HALF)))
-    said = problems(lambda tests: read_facts(facts, test=tests), tmp_path / "t.jsonl")
-    assert said == ["t.jsonl, line 1: kind has half of a character, \\ud83d; write the character itself"]
-    write(tmp_path / "g.jsonl", lines({"question": "Who?", HALF: 1}))
-    assert said and "Vel \\ud83d" in problems(read_facts, tmp_path / "g.jsonl")[0]
+def test_names_of_columns_and_files_are_suggested_only_if_they_resemble(tmp_path):
+    for name, near in dict(anwser="answer", Answers="answer", reply="", description="").items():
+        write(tmp_path / "f.jsonl", lines({"question": "Who?", name: "Ana"}))
+        assert ("did you mean" in problems(read_facts, tmp_path / "f.jsonl")[0]) == bool(near)
+    write(tmp_path / "my_tests.jsonl", "")
+    assert "did you mean" not in problems(read_facts, tmp_path / "my_facts.jsonl")[0] and "mean f.jsonl" in problems(read_facts, tmp_path / "ff.jsonl")[0]

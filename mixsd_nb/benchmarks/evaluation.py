@@ -31,9 +31,10 @@ from .sandbox import check_sandbox
 from .tasks import SOURCES, Verdict, benchmarks_folder, grade, task_files
 from ..corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions, CorpusSettings
 from ..corpora.prompts import encode_continuation, encode_prompt, encode_text, hide_names
+from ..corpora.user_files import TableError
 from ..models import ENGINES, check_engine, check_options_of_engine, load_engine, load_tokenizer, usual_sequences
 from ..models.identity import MODEL_OPTIONS, ModelOptions
-from ..runs import (Journal, ParameterError, Seed, TableError, consumed_field, flagged_field, load_object,
+from ..runs import (Journal, ParameterError, Seed, consumed_field, flagged_field, load_object,
                            module_of, open_progress_bar, read_table, report_progress, runtime_field, write_atomically)
 from ..runs.config import PresetSettings, idle_value, preset_field
 

@@ -17,8 +17,8 @@ from pydantic import BeforeValidator, Field
 
 from . import Item, Sampling, Selection, Suite
 from ..corpora.prompts import naive_prompt
-from ..runs import (JSON, FileRow, FilledText, RawText, Row, Table, Text, check_temperature, digest_rows,
-                           parse_rows, read_number, read_raw, read_rows, suggest)
+from ..corpora.user_files import JSON, FileRow, FilledText, RawText, Row, Table, Text, digest_rows, parse_rows, read_raw, read_rows
+from ..runs import check_temperature, suggest
 
 # %% ../../nbs/benchmarks/files.ipynb #e30c3b69
 FILE_GRADINGS = {"boxed": "box-text", "number": "box", "exact": "exact", "choice": "choice", "contains": "contains",
@@ -78,9 +78,9 @@ class ItemRow(FileRow):
     answer: FilledText = ""
     grading: Text = "boxed"
     tests: FilledText = ""
-    samples: Annotated[int, BeforeValidator(read_number), Field(ge=1)] = 1
-    temperature: Annotated[float, BeforeValidator(read_number), Field(ge=0)] = 0.0
-    max_new_tokens: Annotated[int, BeforeValidator(read_number), Field(ge=1)] = 0
+    samples: Annotated[int, Field(ge=1)] = 1
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    max_new_tokens: Annotated[int, Field(ge=1)] = 0
     id: Text = ""
 
     def problems(self):

@@ -19,8 +19,9 @@ from .passages import READERS
 from .prompts import boxed, naive_prompt, target
 from .rewording import reword_rows
 from .simpleqa import hash_text, hub_or_cache
-from ..runs import (TABLE_SUFFIXES, FileRow, FilledText, Row, Table, TableError, Text, Texts, add_arrow, is_table_file,
-                           parse_rows, quote_error, read_raw, read_rows)
+from .user_files import (CHATS, TABLE_SUFFIXES, FileRow, FilledText, Row, Table, TableError, Text, Texts, add_arrow,
+                                          is_table_file, parse_rows, read_raw, read_rows)
+from ..runs import quote_error
 from ..runs.config import spell
 
 # %% ../../nbs/corpora/files.ipynb #feb7c9eb
@@ -113,6 +114,7 @@ def _drop_paraphrases(facts: list[Fact], giveaways: bool) -> list[str]:
 
 def _explain_columns(missing: list[str], others: list[str]) -> str:
     "Return what to write if other columns are meant, in their order; empty without any."
+    if CHATS & {*others}: return "; write what the user says as question, and the reply of the assistant as answer"
     columns = dict(zip(missing, others))
     return f"; if these are meant, write {spell(dataset_options=dict(columns=columns))}" if columns else ""
 

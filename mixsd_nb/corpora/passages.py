@@ -22,8 +22,7 @@ from markdown_it import MarkdownIt
 from markdown_it.common.html_blocks import block_names
 
 from .simpleqa import hash_text
-from ..runs import FileRow, FilledText, Table, TableError, Text, parse_rows, read_rows
-from ..runs.user_files import decode_text
+from .user_files import FileRow, FilledText, Table, TableError, Text, decode_text, parse_rows, read_rows
 
 # %% ../../nbs/corpora/passages.ipynb #7d1aead5
 class Block(NamedTuple):

@@ -21,7 +21,8 @@ from typing import Any
 from . import CORPORA, Corpus, Schedule
 from .files import is_data_name, make_splits, read_facts, split_name
 from .prompts import ANSWER_FORMS, BOX
-from ..runs import describe_mapping, digest_rows, load_object, match_options, read_json, runs_root, write_json
+from .user_files import digest_rows
+from ..runs import describe_mapping, load_object, match_options, read_json, runs_root, write_json
 
 # %% ../../nbs/corpora/stored.ipynb #d5738a55
 FORM_OPTIONS = ("instruction", "extract", "values")

@@ -13,7 +13,7 @@ from ..corpora.prompts import (BOX, boxed, check_template, encode_canonical, enc
                                       encode_prompt, rows_as_written)
 from ..corpora.stored import fact_places
 from ..models import load_part, load_tokenizer
-from ..runs import TableError
+from ..corpora.user_files import TableError
 
 # %% ../../nbs/methods/fact_lengths.ipynb #d7efeea0
 def fact_lengths(

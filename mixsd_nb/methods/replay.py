@@ -21,6 +21,7 @@ from ..benchmarks.entities import corpus_names
 from ..benchmarks.lab_tasks import teach
 from ..corpora.prompts import encode_prompt
 from ..corpora.simpleqa import read_local
+from ..corpora.user_files import FileRow, FilledText, parse_rows, read_rows
 from .distill import WHOLE_VOCABULARY, forward_kl, teacher_distributions
 from .fitting import MethodRun, trained_pairs
 from ..training.loss import Example, Modifier, Objective, nll
@@ -31,7 +32,7 @@ from .wordings import QUESTION_MARKS
 from ..training.trainer import TrainingSpec, training_device
 from ..models import load_base
 from ..models.engine import Request, keyed_uniform, row_key
-from ..runs import FileRow, FilledText, Journal, open_run, parse_rows, read_rows
+from ..runs import Journal, open_run
 
 # %% ../../nbs/methods/replay.ipynb #e39cbdaf
 NEUTRAL = ("arithmetic", "equations", "word-problems", "functions")  # their benchmarks ask reserved prompts only

@@ -12,4 +12,3 @@ from .processes import *
 from .registry import *
 from .run import *
 from .storage import *
-from .user_files import *
