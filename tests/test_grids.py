@@ -173,8 +173,7 @@ def two_grids(tmp_path, monkeypatch):
 def test_the_suite_is_asked_at_the_best_rate_alone_and_gives_the_same_bytes(two_grids, tmp_path, monkeypatch):
     first, second = two_grids
     with pytest.raises(ParameterError, match="axis run needs outputs of .*first.yaml, but none of its 3 cells is finished"): expand_grid(second)
-    plan = plan_grid(second, "cpu")
-    assert plan.cells[0].disk == 0
+    assert len(plan_grid(second, "cpu").cells) == 1
     runs = [train.run(**cell.parameters) for cell in expand_grid(first).cells]
     assert all(not run.root.n.sel(benchmark="choice", step=run.best_step).any() and [*run.checkpoints] == [run.best_step] for run in runs)
     assert all(cell.is_done for cell in expand_grid(first).cells)

@@ -23,12 +23,10 @@ from mixsd_nb.planning.estimates import DEVICES, VLLM, Machine
 from mixsd_nb.cluster.grid import list_grids, read_grid
 from mixsd_nb.planning.preflight import UNPUBLISHED, MACHINE, check_inputs, list_deviations
 from mixsd_nb.planning.plan import GridPlan, format_all, plan_cells, plan_grid, plan_run, planned_cells
-from mixsd_nb.planning.workload import RunPlan, burden_of, list_drafts, plan_training, planned_steps, smallest_layout, training_peaks
+from mixsd_nb.planning.workload import RunPlan, burden_of, planned_steps, smallest_layout, training_peaks
 from mixsd_nb.console import find_command, main
 from mixsd_nb.corpora import CORPORA, load_corpus
 from mixsd_nb.methods import ANCHORS, GATES, METHODS, Demand, Method, runnable_methods
-from mixsd_nb.methods.replay import Replay
-from mixsd_nb.methods.supervised import Supervised
 from mixsd_nb.models.engine_vllm import PART
 from mixsd_nb.models import load_tokenizer
 from mixsd_nb.models.geometry import GEOMETRIES, count_shape, read_shape
@@ -199,16 +197,6 @@ def test_the_disk_of_finished_runs_is_there_already():
     assert problems(True, False) == problems(True, True) == {}
 
 
-def test_a_hosted_student_and_offloaded_moments_need_less():
-    shape, layout = read_shape("Qwen/Qwen3-8B"), Layout(True, 4, True, recompute=True)
-    burden = Burden(20, 60, 400, 8, "student", teacher=2, copy=True)
-    own, hosted = (training_peaks(shape, replace(burden, hosted=value), layout) for value in (False, True))
-    assert own["optimiser"] - hosted["optimiser"] == pytest.approx(3.5 * shape.parameters)
-    four = read_shape("Qwen/Qwen3-4B-Instruct-2507")
-    found = smallest_layout(four, Burden(20, 60, 60), Layout(True), 75e9, offload=True)
-    assert found.offload and found.processes == 1
-
-
 def test_vllm_reserves_weights_cache_and_logits():
     shape = read_shape("Qwen/Qwen3-8B")
     one, four = serve(shape, 16_384), serve(shape, 16_384, gpus=4)
@@ -254,14 +242,6 @@ def test_what_the_base_model_writes_before_training_is_planned():
     assert (without.tokens, without.peaks) == (sft.tokens, sft.peaks)
 
 
-@pytest.mark.parametrize("share", [0.2, 0.5, 0.75])
-def test_as_many_samples_are_planned_as_replay_draws(share):
-    config = make_config(train.TrainConfig, method="sft", anchor="replay", options=dict(share=share))
-    draws = [len(Replay(Supervised([]), [None] * 9, share).draw(fact, step)) for fact in range(40) for step in range(40)]
-    drafts, = list_drafts(config)
-    assert drafts.added == pytest.approx(sum(draws) / len(draws), abs=0.05) and burden_of(config).rollouts == 1 + max(draws)
-
-
 def test_shared_runs_count_once():
     plan = plan_grid("quick-lab")
     assert len(plan.cells) == 5 and len(plan.runs) == 7 and plan.seconds == pytest.approx(sum(run.seconds for run in plan.runs.values()))
@@ -287,15 +267,6 @@ def test_cells_are_planned_with_their_own_resources(own_runs, tmp_path):
     assert "on 1 or 4 × h100 a cell" in plans.format_grid(plan)
     assert not any({*cell.problems} & {"host", "processes"} for cell in plan.cells)
     assert [(cell.model, cell.gpus) for cell in plan_grid(best, "h100").cells] == [("Qwen/Qwen3-1.7B", 1)]
-
-
-def test_selection_asks_less():
-    config = paper_run()
-    whole, chosen = (plan_training(config.model_copy(update=more), H100)
-                     for more in (dict(measure="all", keep="all"), dict(measure="selection", keep="chosen")))
-    assert whole.tokens > 4 * chosen.tokens
-    assert chosen.disk == 2 * read_shape("Qwen/Qwen3-8B").parameters < whole.disk / 10
-    assert chosen.disk_peak == (5 + 2 * 6) * chosen.disk, "all five weights and two states"
 
 
 def test_a_pause_bounds_the_weights():
@@ -399,12 +370,6 @@ def test_nothing_is_published_about_the_length_of_a_training_on_a_file(own_runs)
         assert list_deviations([config]) == other + told
     default = list_deviations([make_config(find_stage("inject"), dataset="kgfact-small", **shared)])
     assert {"anchor=replay-kl, published none", "temperature=0.5, published 1.0", converged, "options[consistent]=True, published False"} <= {*default}
-
-
-def test_deviations_name_both_values():
-    assert list_deviations([paper_run("Qwen/Qwen3-1.7B")]) == []
-    told = list_deviations([paper_run("Qwen/Qwen3-1.7B", "opsd", epochs=3, dtype="float32", rollouts=2)])
-    assert {*told} == {"dtype=float32, published bfloat16", "epochs=3, published 20", "rollouts=2, published 8"}
 
 
 def changed(value):

@@ -21,7 +21,7 @@ from helpers import quick_notebook, until
 from mixsd_nb import sweep
 from mixsd_nb.cluster import jobs
 from mixsd_nb.cluster.grid import find_notebook, make_cell
-from mixsd_nb.cluster.jobs import JobWorker, list_attempts, progress_file, run_attempt
+from mixsd_nb.cluster.jobs import list_attempts, progress_file, run_attempt
 from mixsd_nb.corpora import CORPORA
 from mixsd_nb.generate import GenerateConfig
 from mixsd_nb.runs import ParameterError, find_stage, read_json, remove_run, write_json
@@ -173,18 +173,6 @@ def test_a_result_made_by_hand_counts(desk):
     assert find() == [["pending", 1]]
 
 
-def test_an_error_of_the_watcher_stops_no_other_cell(desk, monkeypatch, capsys):
-    full = desk("", "")
-    original = jobs.run_cell
-
-    def failing(cell, *arguments, **options):
-        if cell == full.cells[0]: raise OSError("no space left on device")
-        return original(cell, *arguments, **options)
-    monkeypatch.setattr(jobs, "run_cell", failing)
-    assert full.run(workers=1).state.tolist() == ["pending", "done"]
-    assert "no space left on device" in capsys.readouterr().out
-
-
 def test_a_long_wait_asks_slurm_less_often(monkeypatch):
     "A day is watched with 1,500 tables instead of 43,200, and the first half hour as closely as a person would."
     now, pauses = [0.0], []
@@ -196,19 +184,6 @@ def test_a_long_wait_asks_slurm_less_often(monkeypatch):
     day = lambda: pd.DataFrame(dict(state=["queued" if now[0] < 24 * 3600 else "done"], message="", log=""))
     assert jobs.watch_table(day, every=2).state.tolist() == ["done"]
     assert pauses[0] == 2 and max(pauses) == 60 and len(pauses) < 1600
-
-
-def test_progress_counts_wherever_it_is_made(desk, tmp_path):
-    "A cell that mixes for longer than its limit makes progress though it writes no file; one that hangs does not."
-    start = ("from mixsd_nb.runs import report_progress\n(folder / 'logs').mkdir(parents=True, exist_ok=True)\n"
-             "(folder / f'logs/{time.time()}').touch()\n")
-    mixing = desk(start + "report_progress('mixing', 5, 9); time.sleep(600)")
-    cell = mixing.cells[0]
-    further, worker = start + "report_progress('mixing', 6, 9); time.sleep(600)", JobWorker({})
-    for progress, behaviour in [(True, None), (False, None), (True, further)]:
-        if behaviour: (tmp_path / "0").write_text(behaviour)
-        stop = lambda: "timeout" if (list_attempts(cell)[-1] / "progress.json").exists() else ""
-        assert run_attempt(cell, worker, stop_reason=stop)["progress"] == progress
 
 
 def tool(folder, name, text):

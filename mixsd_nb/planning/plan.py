@@ -117,7 +117,7 @@ def _read_cells(source: str) -> dict[str, tuple[Stage, Resources]]:
     found = {}
     for parameters, further in combine(grid, stage, planned):
         config = make(**parameters)
-        found.setdefault(_name_run(config), (config, make_config(Resources, **grid.resources | further)))
+        found.setdefault(_name_run(config) + f"?{len(found)}" * over_files, (config, make_config(Resources, **grid.resources | further)))
     return found
 
 

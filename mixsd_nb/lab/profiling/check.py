@@ -416,7 +416,7 @@ def report_device(
     size = size or ("1.7b" if device == "cuda" else "tiny")
     report = check_device(size, minutes, lambda part: print(format_part(part), flush=True))
     write_json(Path(out), report)
-    print(f"rate for plans, as in planning.machines.DEVICES: {measured_rate(report):.2g}")
+    print(f"rate for plans, as in planning.estimates.DEVICES: {measured_rate(report):.2g}")
     failed = [part["name"] for part in report["parts"] if part["error"] and not part["error"].startswith("skipped")]
     print(f"{report['device']}: {report['seconds']:.0f} s; {out}"
           + (f"; failed: {', '.join(failed)}" if failed else ""))
