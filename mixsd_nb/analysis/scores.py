@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Z', 'FEWEST_RUNS', 'wilson', 'mean_interval', 'share_interval', 'sign_test', 'estimate_pairs', 'pearson',
-           'rank_correlation', 'item_shares', 'count_correct', 'item_variances', 'scores', 'add_interval', 'compare']
+           'item_shares', 'count_correct', 'item_variances', 'scores', 'add_interval', 'compare']
 
 # %% ../../nbs/analysis/scores.ipynb #ff115bfa
 import numpy as np
@@ -122,15 +122,6 @@ def pearson(
     drawn = np.random.default_rng(0).multinomial(len(names), np.full(len(names), 1 / len(names)), size=draws) @ moments
     low, high = np.nanquantile(correlate(drawn), (0.025, 0.975)) if whole == whole else (np.nan, np.nan)
     return whole, float(low), float(high)
-
-# %% ../../nbs/analysis/scores.ipynb #a5000022
-def rank_correlation(
-    x: pd.Series,  # (points,)
-    y: pd.Series,  # (points,), with the index of x
-) -> float:
-    "Return Spearman's rank correlation; points with a NaN are left out. NaN if x or y is constant."
-    known = x.notna() & y.notna()
-    return x[known].rank().corr(y[known].rank())
 
 # %% ../../nbs/analysis/scores.ipynb #44a11ae6
 def item_shares(

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from ..analysis.scores import FEWEST_RUNS, pearson, rank_correlation
+from ..analysis.scores import FEWEST_RUNS, pearson
 from ..methods import BASE, label_family
 from ..results.summary import cell_mask, select_cells
 from ..runs.schema import CELL_DIMS
@@ -77,7 +77,7 @@ def correlate(
     "Return Pearson's r of a measure and the drop, its 95% interval, Spearman's correlation, and N checkpoints."
     known = table[table[name].notna()]
     r = pearson(known[name].values, known["drop"].values, known.run.values, draws)
-    return *r, float(rank_correlation(known[name], known["drop"])), len(known)
+    return *r, float(known[name].corr(known["drop"], "spearman")), len(known)
 
 # %% ../../nbs/lab/predictors.ipynb #827044a0
 def difference_of_correlations(

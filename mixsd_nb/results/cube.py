@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['RESERVED', 'NOT_SETTINGS', 'BASE_SETTINGS', 'read_root', 'rename_root', 'read_roots', 'read_training_roots',
-           'committed_folder', 'write_cube', 'read_cube', 'read_cubes', 'is_filled', 'list_dimensions', 'join_labels',
-           'common_attrs', 'order_roots', 'fill_variable', 'merge_roots', 'run_settings', 'comparable_settings',
-           'Claim', 'list_claims', 'find_conflicts', 'check_settings', 'RunGroup', 'group_runs', 'check_names',
-           'add_bases', 'cube_of', 'open_cube', 'agreeing_runs', 'missing_runs']
+           'committed_folder', 'write_cube', 'read_cube', 'read_cubes', 'is_filled', 'join_labels', 'common_attrs',
+           'order_roots', 'fill_variable', 'merge_roots', 'run_settings', 'comparable_settings', 'Claim', 'list_claims',
+           'find_conflicts', 'check_settings', 'RunGroup', 'group_runs', 'check_names', 'add_bases', 'cube_of',
+           'open_cube', 'agreeing_runs', 'missing_runs']
 
 # %% ../../nbs/results/cube.ipynb #630848d1
 import functools
@@ -133,12 +133,6 @@ def is_filled(
     if any(at[dim] not in cube.indexes[dim] for dim in RUN_DIMS): return False
     return bool(cube.accuracy.sel(at).notnull().any())
 
-# %% ../../nbs/results/cube.ipynb #baae658a
-def list_dimensions(roots: Iterable[xr.Dataset]) -> list[str]:
-    "Return all dimensions of the roots, those of a training result first."
-    dims = dict.fromkeys(dim for root in roots for dim in root.dims)
-    return [*(d for d in DIMS if d in dims), *(d for d in dims if d not in DIMS)]
-
 # %% ../../nbs/results/cube.ipynb #e5549917
 def join_labels(roots: Iterable[xr.Dataset], dim: str) -> pd.Index:
     "Return the outer join of the roots' labels along a dimension: in the common order if all roots agree, else sorted."
@@ -209,7 +203,9 @@ def merge_roots(
     roots = {folder: mask_outcomes(root) for folder, root in roots.items()}
     for folder, root in roots.items():
         for dim in set(root.dims) - set(root.indexes): raise ValueError(f"{folder} has no labels along {dim}")
-    indexes = {dim: join_labels(roots.values(), dim) for dim in list_dimensions(roots.values())}
+    dims = dict.fromkeys(dim for root in roots.values() for dim in root.dims)
+    dims = [*(d for d in DIMS if d in dims), *(d for d in dims if d not in DIMS)]  # those of a training result first
+    indexes = {dim: join_labels(roots.values(), dim) for dim in dims}
     sizes = {dim: len(index) for dim, index in indexes.items()}
     places = {folder: {dim: indexes[dim].get_indexer(index) for dim, index in root.indexes.items()}
               for folder, root in roots.items()}
