@@ -33,7 +33,7 @@ from mixsd_nb.results.cube import open_cube
 from mixsd_nb.results.layout import invent_result
 from mixsd_nb.runs import ParameterError, find_runs, find_stage, make_config, write_result
 from mixsd_nb.runs.command_line import end_command
-from mixsd_nb.runs.user_files import SHOWN, TABLE_SUFFIXES, TableError
+from mixsd_nb.corpora.user_files import SHOWN, TABLE_SUFFIXES, TableError
 from mixsd_nb.train import target_mixing
 from mixsd_nb.views import mixing
 

@@ -26,7 +26,8 @@ from mixsd_nb.results.cube import group_runs
 from mixsd_nb.results.layout import BENCHMARKS, invent_result
 from mixsd_nb.results.cube import read_roots
 from mixsd_nb.results.summary import held_out_average, summary_table
-from mixsd_nb.runs import ParameterError, TableError, make_config, read_rows
+from mixsd_nb.corpora.user_files import TableError, read_rows
+from mixsd_nb.runs import ParameterError, make_config
 from mixsd_nb.runs.command_line import end_command
 
 ROW = dict(prompt="Who wrote Faust?", answer="Goethe")

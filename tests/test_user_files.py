@@ -1,7 +1,6 @@
 """What a file of a user holds is read as it is written, from every format, or refused with its line and in few sentences."""
 
 import csv
-import io
 import json
 import re
 import unicodedata
@@ -12,14 +11,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import ClassLabel, Dataset, Features, List, Value, load_from_disk
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mixsd_nb.benchmarks.files import read_items
 from mixsd_nb.corpora.files import read_facts
 from mixsd_nb.methods.replay import read_prompts
 
-from mixsd_nb.corpora.user_files import SHOWN, TABLE_SUFFIXES, TableError, read_rows
+from mixsd_nb.corpora.user_files import SHOWN, TABLE_SUFFIXES, TableError
 
 FACT = dict(question="Who rules Vel?", answer="Mira")
 
