@@ -8,7 +8,6 @@ import ast
 import json
 import re
 import statistics
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 

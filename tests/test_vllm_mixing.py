@@ -20,7 +20,7 @@ from mixsd_nb.models.lab import lab_folder
 from mixsd_nb.models.tiny import random_model
 
 SETTINGS = [(0, 0), (0.1, 0), (0.3, 0), (0.5, 0), (0.7, 0), (1, 0), (0, 0.7), (0.3, 0.7), (0.7, 0.7)]  # λ and temperature
-SHORT = dict(max_attempts=2, max_new_tokens=48, max_total=512, seed=2)
+SHORT = dict(max_attempts=2, max_new_tokens=48, seed=2)
 
 
 @pytest.fixture(scope="module")
