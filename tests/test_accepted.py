@@ -99,7 +99,7 @@ def test_a_family_that_would_be_measured_wrongly_is_refused(family):
     assert said.startswith("model must ") and REFUSED[family] in said
 
 
-@pytest.mark.parametrize("family", ["gpt2", "mamba", "jamba"])
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "jamba"])
 def test_another_family_is_told_and_refused_by_the_engine_if_its_batches_differ(family, lab_s):
     config = tiny_config(family, len(lab_s[1]))
     with pytest.warns(UserWarning, match=f"^model a-model is of the family {family}, which was not tried; .*llama"): check_config(config, "a-model")

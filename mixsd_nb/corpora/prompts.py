@@ -548,11 +548,11 @@ def check_template(
 
     ValueError that shows the difference."""
     start, end = find_start(tokenizer), find_end(tokenizer)
-    title = f"the chat template of {tokenizer.name_or_path or 'this tokenizer'}"
-    if start.note: warnings.warn(f"{title} {start.note}; this is trained before the words", stacklevel=2)
+    title = tokenizer.name_or_path or "this tokenizer"
+    if start.note: warnings.warn(f"the chat template of {title} {start.note}; this is trained before the words", stacklevel=2)
     if not end.marked:
         token = tokenizer.convert_ids_to_tokens(end.end[-1])
-        warnings.warn(f"{title} ends an assistant's turn without a token; {token} is trained there", stacklevel=2)
+        warnings.warn(f"the chat template of {title} ends an assistant's turn without a token; {token} is trained there", stacklevel=2)
     if start.note: return
     ids = encode_prompt(tokenizer, _QUESTION) + encode_completion(tokenizer, "Mira")[:None if end.marked else -1] + end.tail
     whole = encode_marked(tokenizer, start.before + "Mira" + end.text)

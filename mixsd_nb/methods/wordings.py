@@ -14,7 +14,8 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-from ..benchmarks.answers import fold_text, same_answer, same_text
+from ..benchmarks.answers import same_answer, same_text
+from ..benchmarks.folding import fold_text
 from ..corpora import CORPORA, load_corpus, validation_rows
 from ..corpora.prompts import encode_prompt, retrieval_prompt, rows_as_written
 from ..corpora.rewording import reword_rows

@@ -37,7 +37,7 @@ def check_config(
     if method := _quantisation(config):
         raise ValueError(f"model must have weights that are not quantised, got {name}, whose config.json says quantization "
                          f"by {method}; take the model from which it was quantised")
-    if config.get_text_config() is not config or config.is_encoder_decoder:
+    if config.get_text_config() is not config or config.sub_configs or config.is_encoder_decoder:
         raise ValueError(f"model must be a decoder of text alone, got {name} of the type {config.model_type}")
     for field, neutral in _AFTER_HEAD.items():
         value = getattr(config, field, None)
