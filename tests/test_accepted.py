@@ -1,5 +1,6 @@
-"Every family of models is either refused in one sentence, or scored, decoded and trained as the formulas say."
+"Models of the families that were tried are scored, decoded and trained as the formulas say; others are told or refused."
 
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -7,11 +8,10 @@ import pytest
 import torch
 from architectures import tiny_config, tiny_model
 from helpers import error_sentence
-from transformers import AutoConfig, AutoModelForCausalLM, BartForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import AutoConfig, BartForCausalLM
 
 from mixsd_nb.models import load_base
-from mixsd_nb.models.accepted import check_config
+from mixsd_nb.models.accepted import TRIED, check_config
 from mixsd_nb.models.gradients import recompute_layers
 from mixsd_nb.models.engines import HFEngine
 from mixsd_nb.models.geometry import count_shape
@@ -21,13 +21,8 @@ from mixsd_nb.training.trainer import TrainingSpec, fine_tune, read_curves
 PROMPTS = ["Who?", "What location does Kelmor Bellamy live in? Tell me, please.", "Where is the city of the king now", "A"]
 PAIRS = [(list(range(5, 9 + k)), list(range(20, 23 + 2 * k)) + [2]) for k in range(4)]
 EXAMPLES = [Example(prompt, completion, (torch.tensor(completion),)) for prompt, completion in PAIRS]
-TAKEN = ["llama", "mistral", "qwen2", "qwen3_moe", "mixtral", "gemma3_text", "phi", "phi3", "phimoe", "starcoder2", "stablelm", "olmo2", "opt", "smollm3"]
-REFUSED = dict(
-    bart="a decoder alone", t5="language model of text alone", pegasus="a decoder alone", gpt2="language model of text alone", gpt_neox="language model of text alone",
-    falcon="language model of text alone", bloom="language model of text alone", mpt="language model of text alone", mamba="language model of text alone",
-    rwkv="language model of text alone", gemma3n="language model of text alone", phi4_multimodal="language model of text alone", moshi="language model of text alone", gemma2="logits from its head", cohere="logits from its head",
-    jamba="keys and values", qwen3_next="keys and values", recurrent_gemma="logits from its head", minimax="keys and values", olmo_hybrid="keys and values",
-    qwen3_5_text="keys and values", deepseek_v32="keys and values", blt="language model of text alone")
+REFUSED = dict(bart="a decoder of text alone", t5="a decoder of text alone", gemma3="a decoder of text alone", phi4_multimodal="a decoder of text alone",
+               gemma2="logits from its head", cohere="logits from its head", recurrent_gemma="logits from its head")
 
 
 @torch.inference_mode()
@@ -85,34 +80,30 @@ def check_training(folder, runs):
     load_base(str(runs / "lora/checkpoint-2"))
 
 
-def check_family(config, tokenizer, folder):
-    "Whether a family is taken, after everything was checked; a refusal is one sentence."
-    try: check_config(config, "a-model")
-    except ValueError as e:
-        assert "\n" not in str(e) and str(e).startswith("model must ")
-        return False
+@pytest.mark.parametrize("family", TRIED)
+def test_a_family_that_was_tried_is_decoded_scored_and_saved_rightly(family, lab_s, tmp_path):
+    config = tiny_config(family, len(lab_s[1]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_config(config, "a-model")
     model = tiny_model(config)
     assert count_shape(config).parameters == sum(p.numel() for p in model.parameters())
-    with torch.inference_mode(): model(torch.tensor([[5, 6, 7]]))  # otherwise the tiny model itself is at fault
-    try: HFEngine(model, tokenizer)
-    except ValueError as e:
-        assert "\n" not in str(e) and str(e).startswith("model must compute the same states")
-        return False
-    check_decoding(model, tokenizer)
+    check_decoding(model, lab_s[1])
     check_losses(model)
-    check_saving(model, tokenizer, folder)
-    return True
-
-
-@pytest.mark.parametrize("family", TAKEN)
-def test_a_family_that_is_taken_is_decoded_scored_and_saved_rightly(family, lab_s, tmp_path):
-    assert check_family(tiny_config(family, len(lab_s[1])), lab_s[1], tmp_path)
+    check_saving(model, lab_s[1], tmp_path)
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_a_family_that_is_not_taken_is_refused_by_a_property(family, lab_s):
+def test_a_family_that_would_be_measured_wrongly_is_refused(family):
     said = error_sentence(lambda: check_config(AutoConfig.for_model(family), "a-model"))
     assert said.startswith("model must ") and REFUSED[family] in said
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "jamba"])
+def test_another_family_is_told_and_refused_by_the_engine_if_its_batches_differ(family, lab_s):
+    config = tiny_config(family, len(lab_s[1]))
+    with pytest.warns(UserWarning, match=f"^model a-model is of the family {family}, which was not tried; .*llama"): check_config(config, "a-model")
+    assert error_sentence(lambda: HFEngine(tiny_model(config), lab_s[1])).startswith("model must compute the same states for a text alone and in a batch")
 
 
 @pytest.mark.parametrize("family", ["mixtral", "opt"])
@@ -122,19 +113,7 @@ def test_a_training_depends_on_no_noise_of_its_base(family, lab_s, tmp_path):
     check_training(tmp_path / "base", tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {*TAKEN, *REFUSED}))
-def test_any_other_family_is_refused_or_right(family, lab_s, tmp_path):
-    try:
-        with torch.device("meta"): count = sum(p.numel() for p in AutoModelForCausalLM.from_config(tiny_config(family, len(lab_s[1]))).parameters())
-    except Exception as e: pytest.skip(f"the defaults do not give a model ({type(e).__name__})")
-    if count > 6_000_000: pytest.skip("the defaults do not give a tiny model")
-    config = tiny_config(family, len(lab_s[1]))
-    if check_family(config, lab_s[1], tmp_path / "base"): check_training(tmp_path / "base", tmp_path)
-
-
 def test_a_decoder_that_ignores_positions_is_refused_by_the_engine(lab_s):
-    "The decoder of BART counts padding as tokens, which its signature shows as well."
+    "The decoder of BART counts padding as tokens."
     config = tiny_config("bart", len(lab_s[1]), is_encoder_decoder=False, is_decoder=True)
-    assert error_sentence(lambda: check_config(config, "a-model")).startswith("model must take the positions of its tokens, got a-model of the type bart")
     assert error_sentence(lambda: HFEngine(BartForCausalLM(config).eval(), lab_s[1])).startswith("model must compute the same states for a text alone and in a batch")

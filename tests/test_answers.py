@@ -16,8 +16,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mixsd_nb.benchmarks import GRADINGS, SUITES, Item, Selection, answers, evaluation, load_items
-from mixsd_nb.benchmarks.answers import (contains_answer, extract, extract_choice, extract_letter, extract_loose, extract_python, fold_answer, gives_answer,
+from mixsd_nb.benchmarks.answers import (contains_answer, extract, extract_choice, extract_letter, extract_loose, extract_python, gives_answer,
                                          is_exact_match, is_loose_match, is_number_match, last_boxed, last_number, same_answer, same_math, same_text)
+from mixsd_nb.benchmarks.folding import fold_answer
 from mixsd_nb.benchmarks.tasks import grade
 from mixsd_nb.corpora import CORPORA, check_corpus
 from mixsd_nb.corpora.prompts import encode_completion

@@ -12,7 +12,7 @@ from test_answers import WRITTEN
 from ties import TIE, first_difference
 
 from mixsd_nb.benchmarks.answers import BROWSER_MODES, extract
-from mixsd_nb.benchmarks.answers import fold_answer
+from mixsd_nb.benchmarks.folding import fold_answer
 from mixsd_nb.corpora import CORPORA, load_corpus
 from mixsd_nb.methods.mixing import accepts, mix, mix_items, picks
 from mixsd_nb.models import load_engine

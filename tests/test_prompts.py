@@ -143,7 +143,7 @@ class Words:
 
     def __len__(self): return len(IM)
 
-    def __call__(self, text, add_special_tokens): return dict(input_ids=[self.number(t) for t in re.findall(r"<[^>]+>|\n+|[^\s<]+", text)])
+    def __call__(self, text, **options): return dict(input_ids=[self.number(t) for t in re.findall(r"<[^>]+>|\n+|[^\s<]+", text)])
 
     def apply_chat_template(self, turns, tokenize, **options):
         from transformers.utils.chat_template_utils import render_jinja_template

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import pandas as pd
 
 from . import GRADINGS, SUITES, Item
-from .answers import fold_text
+from .folding import fold_text
 from ..runs import load_object
 
 # %% ../../nbs/benchmarks/entities.ipynb #387dd1f1

@@ -272,15 +272,17 @@ def encode_marked(
 ):
     "Return the ids of a text whose control tokens are the template's; ValueError if a user's name would be one."
     pattern, _, shown = _find_names(tokenizer)
-    found = tokenizer(text.translate(shown), add_special_tokens=special, **(dict(return_offsets_mapping=True) if offsets else {}))
-    ids, places, right = found["input_ids"], found["offset_mapping"] if offsets else None, lambda ids: _is_right(tokenizer, ids, text, special)
-    if not right(ids) and _split_special(tokenizer):
+    found = tokenizer(text.translate(shown), add_special_tokens=special, return_offsets_mapping=offsets)
+    ids, places = found["input_ids"], found.get("offset_mapping")
+    right = _is_right(tokenizer, ids, text, special)
+    if not right and _split_special(tokenizer):
         ids, places = _encode_split(tokenizer, text, special)
-        if special: return (ids, places) if offsets else ids
-    if right(ids): return (ids, places) if offsets else ids
+        right = special or _is_right(tokenizer, ids, text, special)
+    if right: return (ids, places) if offsets else ids
     name = pattern.search(pattern.sub("", text).translate(shown))
-    raise ValueError(f"the tokenizer of {tokenizer.name_or_path or 'this model'} cannot write {name[0] if name else 'a control token'} as text, "
-                     f"and as a control token it would change the conversation; remove it from {text.translate(shown)[-200:]!r}")
+    raise ValueError(f"the tokenizer of {tokenizer.name_or_path or 'this model'} cannot write {name[0] if name else 'a control token'} "
+                     "as text, and as a control token it would change the conversation; remove it from "
+                     f"{text.translate(shown)[-200:]!r}")
 
 
 def encode_text(
@@ -546,11 +548,11 @@ def check_template(
 
     ValueError that shows the difference."""
     start, end = find_start(tokenizer), find_end(tokenizer)
-    title = f"the chat template of {tokenizer.name_or_path or 'this tokenizer'}"
-    if start.note: warnings.warn(f"{title} {start.note}; this is trained before the words", stacklevel=2)
+    title = tokenizer.name_or_path or "this tokenizer"
+    if start.note: warnings.warn(f"the chat template of {title} {start.note}; this is trained before the words", stacklevel=2)
     if not end.marked:
         token = tokenizer.convert_ids_to_tokens(end.end[-1])
-        warnings.warn(f"{title} ends an assistant's turn without a token; {token} is trained there", stacklevel=2)
+        warnings.warn(f"the chat template of {title} ends an assistant's turn without a token; {token} is trained there", stacklevel=2)
     if start.note: return
     ids = encode_prompt(tokenizer, _QUESTION) + encode_completion(tokenizer, "Mira")[:None if end.marked else -1] + end.tail
     whole = encode_marked(tokenizer, start.before + "Mira" + end.text)

@@ -19,7 +19,8 @@ from typing import NamedTuple
 import regex as re
 from tqdm.auto import tqdm
 
-from ..benchmarks.answers import contains_answer, fold_text
+from ..benchmarks.answers import contains_answer
+from ..benchmarks.folding import fold_text
 from ..corpora.files import answer_problem, gives_away
 from ..corpora.passages import FUNCTION_WORDS, LABELS, NO_END, Passage, split_sentences
 from ..corpora.prompts import encode_prompt

@@ -414,7 +414,7 @@ export function choose({ ids, logits }, key, position, temperature = 0) {
   return ids[indexOfLargest(ids.map((id, k) => logits[k] / temperature + noise[k]))];
 }
 
-// ---------------------------------------------------------------- folding of answers (mixsd_nb.benchmarks.answers)
+// ---------------------------------------------------------------- folding of answers (mixsd_nb.benchmarks.folding)
 
 const WHITE = "\\t-\\r\\x1c- \\x85\\xa0\\u1680\\u2000-\\u200a\\u2028\\u2029\\u202f\\u205f\\u3000"; // as in Python
 const OUTER = new RegExp(`^[${WHITE}]+|[${WHITE}]+$`, "g");
