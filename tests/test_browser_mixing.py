@@ -1,6 +1,5 @@
 "The page of the site that mixes in the browser: chromium opens it from a file, and is compared with the package."
 
-import json
 import random
 import re
 import sys

@@ -16,7 +16,7 @@ from markupsafe import escape
 from made_up import write_run, write_runs
 from safetensors.torch import load_file, save_file
 
-from mixsd_nb.corpora import CORPORA, check_corpus, load_corpus
+from mixsd_nb.corpora import check_corpus, load_corpus
 from mixsd_nb.explore import make_quick_runs
 from mixsd_nb.methods import ANCHORS, GATES, METHODS, Anchor, Gate, Method
 from mixsd_nb.methods.mixing import accepts, mix_items
