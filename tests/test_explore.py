@@ -378,7 +378,7 @@ def test_the_world_and_the_weights(page, app):
     app.get_by_role("button", name="Weights").click()
     app.locator(".mixsd-note", has_text="papermill nbs/fisher.ipynb").wait_for()
     marks(app, "q_proj").first.click()
-    app.locator("h4").first.wait_for()
+    app.locator(".mixsd-page", has_text="q_proj, SFT").wait_for()
     look_at(page, app, "weights")
 
 

@@ -129,7 +129,7 @@ def list_points(
     part: xr.Dataset,  # of one corpus and one model
     metric: str,  # vertical axis: held-out, or a benchmark
 ) -> pd.DataFrame:
-    "Return a row `recipe, name, lr, seed, step, x, y, missing, words, key` for each trained checkpoint with recall and metric, in percent."
+    "Return a row `recipe, title, lr, seed, step, x, y, missing, words, key` for each trained checkpoint with recall and metric, in percent."
     table = tradeoff_points(part, metric).to_dataframe().reset_index().dropna(subset=["x", "y"])
     table = table[table["recipe"] != BASE].sort_values(["recipe", "lr", "seed", "step"])
     def words(r):
@@ -137,9 +137,9 @@ def list_points(
                  (("recalls", r.x, r.x_low, r.x_high), (f"keeps, {metric}:", r.y, r.y_low, r.y_high))]
         return "\n".join([describe_checkpoint(r.recipe, r.lr, r.seed, r.step), *spans])
     rows = [*table.itertuples()]
-    return table.assign(missing=100 - table.x, words=[words(r) for r in rows], name=[label_title(r.recipe) for r in rows],
+    return table.assign(missing=100 - table.x, words=[words(r) for r in rows], title=[label_title(r.recipe) for r in rows],
                         key=[make_key(r.recipe, r.lr, r.seed, r.step) for r in rows])[
-        ["recipe", "name", "lr", "seed", "step", "x", "y", "missing", "words", "key"]]
+        ["recipe", "title", "lr", "seed", "step", "x", "y", "missing", "words", "key"]]
 
 
 def _owner(ours: xr.Dataset | None, paper: Iterable[xr.Dataset] = ()) -> str | None:
@@ -158,12 +158,12 @@ def trace_marker(marker: str) -> str:
 
 # %% ../../nbs/views/charts.ipynb #a1700006
 def style_recipes(
-    names: dict[str, str],  # recipe -> its name in the data's field `name`, in the order of the legend
+    names: dict[str, str],  # recipe -> its name in the data's field `title`, in the order of the legend
 ) -> dict:
     "Return the colour and the shape of recipes as encodings, with one legend."
     scale = lambda values: alt.Scale(domain=[*names.values()], range=[*map(values, names)])
-    return dict(color=alt.Color("name:N", title=None, scale=scale(recipe_colour)),
-                shape=alt.Shape("name:N", title=None, scale=scale(lambda m: trace_marker(recipe_marker(m)))))
+    return dict(color=alt.Color("title:N", title=None, scale=scale(recipe_colour)),
+                shape=alt.Shape("title:N", title=None, scale=scale(lambda m: trace_marker(recipe_marker(m)))))
 
 # %% ../../nbs/views/charts.ipynb #a1700007
 RECALL_TICKS = (0, 50, 75, 90, 97, 100)
@@ -219,7 +219,7 @@ def list_frontier(
     part: xr.Dataset,  # of one corpus and one model
     metric: str,
 ) -> pd.DataFrame:
-    "Return a row `recipe, name, missing, y, low, high` for each recall of a recipe: the mean over its seeds and their range."
+    "Return a row `recipe, title, missing, y, low, high` for each recall of a recipe: the mean over its seeds and their range."
     points, grid, found = tradeoff_points(part, metric), np.linspace(0, 100, 401), []
     for m in (m for m in ordered_labels(part.recipe.values.tolist()) if m != BASE):
         own = points.sel(recipe=m)
@@ -229,8 +229,8 @@ def list_frontier(
         if not known.any(): continue
         turns = (np.diff(curves, axis=1) != 0).any(0)  # NaN differs from NaN; of a level stretch both ends remain
         known &= np.append(turns, True) | np.append(True, turns)
-        curves, name = curves[:, known], f"{label_title(m)} · {curves[:, known].mean(0)[-1]:.0f}%"
-        found.append(pd.DataFrame(dict(recipe=m, name=name, missing=100 - grid[known], y=curves.mean(0), low=curves.min(0), high=curves.max(0))))
+        curves, title = curves[:, known], f"{label_title(m)} · {curves[:, known].mean(0)[-1]:.0f}%"
+        found.append(pd.DataFrame(dict(recipe=m, title=title, missing=100 - grid[known], y=curves.mean(0), low=curves.min(0), high=curves.max(0))))
     return pd.concat(found).sort_values(["recipe", "missing"])
 
 # %% ../../nbs/views/charts.ipynb #bb0e51ca
@@ -244,12 +244,12 @@ def draw_frontier(
     of what they keep at the highest recall that all of their seeds reach; a list leaves one of them alone."""
     lines = list_frontier(part, metric)
     ends = lines.groupby("recipe").head(1).sort_values("y", ascending=False)
-    names = dict(zip(ends["recipe"], ends["name"]))
-    table = list_points(part, metric).assign(name=lambda t: t["recipe"].map(names)).dropna(subset="name")
+    names = dict(zip(ends["recipe"], ends["title"]))
+    table = list_points(part, metric).assign(title=lambda t: t["recipe"].map(names)).dropna(subset="title")
     level = float(base_values(tradeoff_points(part, metric).y).mean())
     axes = encode_shares([*table.y, level], "facts recalled, at least (%)", kept_label(select_benchmarks(part, metric), metric))
     style = style_recipes(names)
-    only = alt.selection_point("only", fields=["name"], bind=alt.binding_select(
+    only = alt.selection_point("only", fields=["title"], bind=alt.binding_select(
         options=[None, *names.values()], labels=["all", *names.values()], name="recipe "))
     fade = lambda value: alt.when(only).then(alt.value(value)).otherwise(alt.value(.04))
     line = alt.Chart(lines).encode(**axes, color=style["color"])
@@ -370,7 +370,7 @@ def draw_beside_paper(
     for k, ((cube, is_ours, title, *_), places) in enumerate(zip(panels, known)):
         model, _, n = title.replace("\n", ", ").partition(", ")
         level = places.pop(BASE, (np.nan, np.nan))[1]
-        table = pd.DataFrame([dict(name=label_title(m), missing=100 - x, y=y, key=rows.get(m) if is_ours else make_key("paper", cube.model.item(), m),
+        table = pd.DataFrame([dict(title=label_title(m), missing=100 - x, y=y, key=rows.get(m) if is_ours else make_key("paper", cube.model.item(), m),
                                    words=f"{label_title(m)}, {model}\nlearned {x:.1f}%\nkept {y:.1f}%") for m, (x, y) in places.items()]).dropna()
         axes = encode_shares(kept, "training accuracy (%)" if learned == "Train" else f"{learned} (%)", "" if k % 3 else "held-out average (%)")
         marks = add_marks(alt.Chart(table).mark_point(filled=True, size=130, opacity=1), f"pick_{k}").encode(**axes, **style)

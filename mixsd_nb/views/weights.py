@@ -209,12 +209,5 @@ class WeightsView(View):
         return tuple(c.words.partition(": ")[2] for c in (self.first.value, self.second.value))
 
     def show_part(self, key: tuple):
-        "List the layers of one kind of parameter, or the kinds of one layer if the cell is a sum over kinds."
-        layer, kind = key
-        axis, name = (0, layer) if kind == "all" and layer != "all" else (1, kind)
-        part = self.compared.xs(name, level=axis)
-        rows = [(other, *(f"{r[c]:.4g}" for c in part.columns)) for other, r in part.iterrows()]
-        titles = dict(first=f"‖Δθ‖², {self.get_names()[0]}", second=f"‖Δθ‖², {self.get_names()[1]}", apart="between the two",
-                      first_r="R of the first", second_r="R of the second")
-        self.text.value = MARKUP.section(f"layer {layer}" if axis == 0 else kind, rows,
-                                         ["kind" if axis == 0 else "layer", *(titles[c] for c in part.columns)])
+        "Show the numbers of a cell, which its tooltip has."
+        self.text.value = MARKUP.page(dict((key, words) for words, key in self.figure.marks.options)[key])

@@ -159,9 +159,9 @@ def draw_world(
     pick, legend = make_pick(), alt.Legend(title=None, orient="top", symbolType="square", labelExpr=f"{STATES}[datum.label]")
     def by_state(kind, *values, legend=None): return kind("state:N", legend=legend, scale=alt.Scale(domain=[*STATES], range=[*values]))
     def draw(table): return alt.Chart(table).encode(**place)
-    def move(table): return draw(table).transform_calculate(state="datum.states[step]", text="datum.texts[step]")
+    def move(table): return draw(table).transform_calculate(state="datum.states[step]")
     layers = []
-    if texts: layers.append(move(pd.DataFrame(texts)).mark_text(align="left").encode(text="text:N", size=alt.Size("size:Q", scale=None)))
+    if texts: layers.append(draw(pd.DataFrame(texts)).transform_calculate(text="datum.texts[step]").mark_text(align="left").encode(text="text:N", size=alt.Size("size:Q", scale=None)))
     if lamps: layers.append(move(pd.concat(lamps)).mark_square(size=270, opacity=1).encode(
         fill=by_state(alt.Fill, "#f5c542", "#e8601c40", "transparent", "transparent", legend=legend),
         **tell_marks(pick, by_state(alt.Stroke, "#b98a00", "#e8601c", "#88888888", "#88888844"), 1)))
