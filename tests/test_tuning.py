@@ -11,7 +11,7 @@ from mixsd_nb import train
 from mixsd_nb.benchmarks import SUITES
 from mixsd_nb.lab.real import LEAKS, leak_share, merge_folders
 from mixsd_nb.lab.tuning import rank_by_leaks, rank_recipes, tuning_figure, tuning_table
-from mixsd_nb.methods import ALIASES, complete, parse_label
+from mixsd_nb.methods import ALIASES, parse_label
 from mixsd_nb.results.cube import read_cube
 from mixsd_nb.runs import project_root
 
@@ -80,7 +80,7 @@ def test_the_committed_cubes_choose_what_mixsd_complete_is():
     tables = {name: tuning_table(cube) for name, cube in cubes.items()}
     assert {*tables} == {"tuning-mquake", "tuning-kgfact-small"}
     recipe, values = parse_label(rank_recipes(tables.values()).index[0])
-    alias = ALIASES[complete.NAME]
+    alias = ALIASES["mixsd-complete"]
     assert recipe.name == f"{alias.method}+{alias.anchor}" and values["lam"] == alias.settings["lam"]
     options = alias.options_under("real")
     assert all(options[name] == values[name] for name in ("consistent", "fallback", "wordings", "share"))
