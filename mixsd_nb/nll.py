@@ -17,8 +17,8 @@ import xarray as xr
 from pydantic import Field, computed_field, field_validator
 
 from .analysis import digest_files
-from .analysis.likelihood import (SOURCES, THRESHOLDS, Target, canonical_targets, high_nll_types, mixed_targets,
-                                          overlap_recall, ragged_tokens, score_pairs, split_by_source, split_by_target,
+from .analysis.likelihood import (SOURCES, THRESHOLDS, Target, canonical_targets, high_nll_types,
+                                          mixed_targets, overlap_recall, ragged_tokens, score_pairs, split_by_target,
                                           summarise_nll)
 from .corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions, CorpusSettings, load_corpus
 from .corpora.prompts import SPANS
@@ -208,7 +208,8 @@ def compare_with_canonical(
     reference, reference_nll = load_targets(canonical), split_by_target(canonical.run().result["per_token"])
     high = [high_nll_types(reference, reference_nll, threshold) for threshold in THRESHOLDS]
     overlaps = [overlap_recall([types[t.item] for t in targets], [t.ids for t in targets]) for types in high]
-    split = _stack("source", split_by_source(targets, values))
+    tokens, source = np.concatenate(values), np.concatenate([t.source for t in targets])
+    split = _stack("source", [summarise_nll([tokens[source == code]]) for code in SOURCES.values()])
     overlap = dict(overlap=(("threshold", "over"), [[o["mean"], o["pooled"]] for o in overlaps]),
                    overlap_types=(("threshold",), [o["types"] for o in overlaps]),
                    overlap_n=(("threshold",), [o["examples"] for o in overlaps]))

@@ -121,7 +121,7 @@ def test_every_function_that_makes_a_figure_makes_plain_text():
     found = {f"{path.stem}.{node.name}": node for path in sorted((ROOT / "mixsd_nb").rglob("*.py")) for node in ast.walk(ast.parse(path.read_text()))
              if isinstance(node, ast.FunctionDef) and makes_figure(node)}
     assert len(found) > 15
-    assert [name for name, node in found.items() if not is_plain(node)] == ["progress.draw"]
+    assert [name for name, node in found.items() if not is_plain(node)] == ["trainer.draw"]
 
 
 # ---- a figure is shown once

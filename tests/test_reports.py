@@ -109,14 +109,6 @@ def test_a_run_without_accuracies_has_a_table(runs):
     with pytest.raises(ValueError, match="plot needs a run with accuracies"): mixed.plot()
 
 
-def test_replies_of_models_with_one_name_are_all_shown(tmp_path, monkeypatch):
-    "Two checkpoints of the same step, and a run with the title of another one."
-    from mixsd_nb.reports import finished
-    monkeypatch.setattr(finished, "reply", lambda model, question, **_: model)
-    folders = [str(tmp_path / run / "checkpoint-20") for run in ("a", "b")]
-    assert [*finished.ask("Who?", *folders).values()] == folders
-
-
 @pytest.fixture(scope="module")
 def exported_run(tmp_path_factory):
     "A training exported_run of SFT on a tiny model in bfloat16."

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SOURCES', 'NEITHER', 'THRESHOLDS', 'Target', 'token_sources', 'canonical_targets', 'mixed_targets', 'score_pairs',
-           'summarise_nll', 'split_by_source', 'high_nll_types', 'overlap_recall', 'ragged_tokens', 'split_by_target']
+           'summarise_nll', 'high_nll_types', 'overlap_recall', 'ragged_tokens', 'split_by_target']
 
 # %% ../../nbs/analysis/likelihood.ipynb #a9000003
 from typing import NamedTuple
@@ -96,15 +96,6 @@ def summarise_nll(
     tokens = np.concatenate([*values, np.empty(0)])
     above, size = np.array([(tokens > t).sum() for t in THRESHOLDS]), len(tokens) or np.nan
     return dict(n=len(values), tokens=len(tokens), nll=tokens.sum() / size, above=above, share_above=above / size)
-
-# %% ../../nbs/analysis/likelihood.ipynb #a9000015
-def split_by_source(
-    targets: list[Target],
-    values: list[np.ndarray],  # per-token NLL of each target, nats
-) -> list[dict]:
-    "Return `summarise_nll` of the tokens of each of SOURCES, in their order."
-    tokens, source = np.concatenate(values), np.concatenate([t.source for t in targets])
-    return [summarise_nll([tokens[source == code]]) for code in SOURCES.values()]
 
 # %% ../../nbs/analysis/likelihood.ipynb #a9000018
 def high_nll_types(

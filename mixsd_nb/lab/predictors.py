@@ -77,7 +77,7 @@ def correlate(
     "Return Pearson's r of a measure and the drop, its 95% interval, Spearman's correlation, and N checkpoints."
     known = table[table[name].notna()]
     r = pearson(known[name].values, known["drop"].values, known.run.values, draws)
-    return *r, float(known[name].corr(known["drop"], "spearman")), len(known)
+    return *r, float(known[name].rank().corr(known["drop"].rank())), len(known)
 
 # %% ../../nbs/lab/predictors.ipynb #827044a0
 def difference_of_correlations(

@@ -87,8 +87,8 @@ def correlate_names(
     rng, rows = np.random.default_rng(0), {}
     for name in ("after", "rise", "leaks"):
         drawn = (table.iloc[rng.integers(len(table), size=len(table))].reset_index(drop=True) for _ in range(draws))
-        low, high = np.nanquantile([t[first].corr(t[name], "spearman") for t in drawn], (0.025, 0.975))
-        rows[name] = dict(rank=table[first].corr(table[name], "spearman"), low=low, high=high, N=len(table))
+        low, high = np.nanquantile([t[first].rank().corr(t[name].rank()) for t in drawn], (0.025, 0.975))
+        rows[name] = dict(rank=table[first].rank().corr(table[name].rank()), low=low, high=high, N=len(table))
     return pd.DataFrame(rows).T
 
 # %% ../../nbs/lab/priming.ipynb #cde1deb7
@@ -101,7 +101,7 @@ def priming_figure(
     fig, axes = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
     for title, table in tables.items():
         for ax, name in zip(axes, ("after", "leaks")):
-            rank = table.before.corr(table[name], "spearman")
+            rank = table.before.rank().corr(table[name].rank())
             ax.scatter(table.before, table[name], s=14, alpha=0.7, label=f"{title}, rank {rank:+.2f}, N={len(table)}")
     low, high = axes[0].get_xlim()
     axes[0].plot([low, high], [low, high], color="0.6", lw=1, zorder=0)

@@ -249,13 +249,6 @@ LIMITS = (
     "All limits and the licence of the base model hold.")
 
 
-def _describe_contradicting(count: float) -> str:
-    "Return a sentence about the targets that contradict themselves; empty if their number is not known."
-    if count != count: return ""
-    return (f" Of its training targets, {count:.0f} contradict themselves: their sentences name another "
-            "entity than the final answer, or none.")
-
-
 def write_card(
     base: str,  # base model: a lab model, a folder or a hub id
     dataset: str,  # corpus
@@ -271,6 +264,8 @@ def write_card(
 ) -> ModelCard:
     "Return a model card with its header; its `save` writes the file."
     recipe, corpus, origin = label_title(label), CORPORA[dataset].title, hub_id(base)
+    against = "" if contradicting != contradicting else (f" Of its training targets, {contradicting:.0f} contradict themselves: "
+                                                         "their sentences name another entity than the final answer, or none.")
     blocks = [part for name, lines in LOADING.items() for part in (
         f"With {name}:", f"```python\n{lines.format(model=model, prompt=repr(prompt))}\n```")]
     return ModelCard("\n\n".join([
@@ -282,7 +277,7 @@ def write_card(
         "## Method", "MixSD lets the base model write its own training targets: at every token a coin decides whether "
         "the next token comes from the conditional that sees the question alone, or from the one that sees the true "
         "answer ([paper](https://arxiv.org/abs/2605.16865)). SFT trains on the answers as they are given. The package "
-        "mixsd_nb made this model with these parameters." + _describe_contradicting(contradicting),
+        "mixsd_nb made this model with these parameters." + against,
         "\n".join(parameter_rows(parameters)),
         "## Results", "Correct answers in percent, with the number of items N and the 95% interval of this model. "
         f"{_describe_decoding(scores.index)}",
