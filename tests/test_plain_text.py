@@ -80,7 +80,7 @@ def test_figures_of_one_run(name):
     draw(overview_figure({name: f"What is {name}?"}, {f"{name} 2": ([name], [True])}, note=name), name)
     table = pd.DataFrame(dict(benchmark=name, task=name, step=[0, 1], correct=[50.0, 60.0], low=[40.0, 50.0], high=[60.0, 70.0], N=10))
     draw(recovery_figure(table, [name]), name)
-    scores = pd.DataFrame(dict(accuracy=0.5, low=0.4, high=0.6, n=9, samples=1, published=0.5), index=["recall", name])
+    scores = pd.DataFrame(dict(accuracy=0.5, low=0.4, high=0.6, n=9, samples=1, published=0.5), index=["recall", "choice"])
     draw(evaluate.draw_scores(scores, name), name)
 
 
