@@ -19,7 +19,7 @@ from ..analysis.taxonomy import find_leakage
 from ..corpora import CORPORA
 from ..corpora.templates import encode_text
 from ..corpora.prompts import encode_prompt, naive_prompt
-from ..corpora.world import WORLD
+from ..corpora.kgfact import WORLD
 from ..models import load_tokenizer
 from ..results.plots import mark_made_up
 from ..runs import Run, load_object

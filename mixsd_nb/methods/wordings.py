@@ -18,7 +18,7 @@ from ..benchmarks.answers import same_answer, same_text
 from ..benchmarks.folding import fold_text
 from ..corpora import CORPORA, load_corpus, validation_rows
 from ..corpora.prompts import encode_prompt, retrieval_prompt, rows_as_written
-from ..corpora.rewording import reword_rows
+from ..corpora.files import reword_rows
 from .mixing import accepts, mix_items
 from .wording_ids import split_id, wording_id
 from ..models.engine import Request, row_key

@@ -19,7 +19,7 @@ from ..benchmarks.answers import gives_answer, last_boxed, same_answer
 from ..corpora import CORPORA, load_corpus
 from ..corpora.templates import encode_text
 from ..corpora.prompts import BOX_REQUEST, boxed, encode_prompt, naive_prompt, target
-from ..corpora.world import WORLD
+from ..corpora.kgfact import WORLD
 from ..methods import ANCHORS, GATES, METHODS, compose, label_title
 from ..models.lab import SIZES, is_lab_model
 from ..models.scoring import token_nll
