@@ -215,7 +215,7 @@ def test_long_cells_are_read(suffix, mark, tmp_path):
 
 
 MANY = [dict(question=f"Who rules place {k}?", answer=f"Mira {k}") for k in range(1500)]
-NO_TEXT = "line 1: the file is no text or UTF-16; save it as UTF-8"
+NO_TEXT = "line 1: the file is no text; save the file as UTF-8"
 FORMS = {
     "an object around the list": ("f.json", json.dumps({"data": MANY}, indent=1), "line 1: the file is one mapping with data; it must be a list of mappings"),
     "an object around the list in one line": ("f.jsonl", json.dumps({"version": 1, "data": MANY}), "line 1: the file is one mapping with version, data; "),
@@ -225,7 +225,7 @@ FORMS = {
     "another encoding": ("f.csv", ("question,answer\n" + "Wo ist Köln?,Ü\n" * 1500).encode("latin-1"), "line 2: byte 9 of the line (0xf6) is not UTF-8; save the file as UTF-8"),
     "another separator": ("f.csv", "question,answer\n" + "Who rules Vel?;Mira\n" * 1500, "line 2: there must be 2 values, as in the first line, got 1 (and so in 1499 more lines)"),
     "a workbook": ("f.csv", b"PK\x03\x04" + bytes(range(256)) * 40, NO_TEXT), "UTF-16 without a mark": ("f.jsonl", lines(*MANY).encode("utf-16-le"), NO_TEXT),
-    "UTF-16": ("f.csv", "question,answer\nWho?,Mira\n".encode("utf-16"), NO_TEXT),
+    "UTF-16": ("f.csv", "question,answer\nWho?,Mira\n".encode("utf-16"), "line 1: the file is UTF-16"),
 }
 
 
