@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['SHOWN', 'JSON', 'Text', 'FilledText', 'RawText', 'Texts', 'CHATS', 'TABLE_SUFFIXES', 'Row', 'TableError', 'Table',
-           'shorten', 'read_raw', 'FileRow', 'parse_rows', 'add_arrow', 'is_table_file', 'read_rows', 'digest_rows']
+           'shorten', 'read_raw', 'FileRow', 'parse_rows', 'decode_text', 'add_arrow', 'is_table_file', 'read_rows',
+           'digest_rows']
 
 # %% ../../nbs/corpora/user_files.ipynb #fee539cb
 import csv
@@ -224,7 +225,9 @@ def decode_text(
     content: bytes,
 ) -> str:
     "Return the content as text; empty, with a problem, if it is not UTF-8."
-    if b"\0" in content[:4] or b"\0" in content and content.decode(errors="replace").encode() != content: table.report(f"the file is {'UTF-16' if content[:2] in (b'\xff\xfe', b'\xfe\xff') else 'no text'}; save the file as UTF-8", 1)
+    kind = "UTF-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
+    if b"\0" in content[:4] or b"\0" in content and content.decode(errors="replace").encode() != content: kind = kind or "no text"
+    if kind: table.report(f"the file is {kind}; save the file as UTF-8", 1)
     else:
         try: return content.decode().lstrip("\ufeff")
         except UnicodeDecodeError as e:
