@@ -24,7 +24,7 @@ from .methods.questions import (JOURNAL, QUESTION_FORMS, Questioner, add_wording
 from .models import ENGINES, check_engine, check_model, check_model_of_engine, check_options_of_engine, load_engine
 from .models.identity import BY_CONTENT, MODEL_OPTIONS, ModelName, ModelOptions, model_label
 from .models.lab import declared_form
-from .reports.documents import FactsRun, count_reasons
+from .reports.injection import FactsRun, count_reasons
 from .runs import (Journal, ParameterError, Run, Seed, Stage, check_temperature, consumed_field,
                            flagged_field, make_config, module_of, run_function, runs_root, runtime_field, write_atomically)
 from .runs.command_line import CommandLine
@@ -58,7 +58,7 @@ DocumentName = Annotated[str, AfterValidator(check_documents), PlainSerializer(_
 class FactsConfig(PresetSettings, Stage):
     "Write questions about documents, and keep those that the documents answer and the model does not."
     name = "facts"
-    run_class = "reports.documents:FactsRun"
+    run_class = "reports.injection:FactsRun"
     documents: DocumentName = flagged_field("example", (
         "a text (.md, .txt, .html), a table with a column text, or a folder of texts"), "positional")
     model_options: ModelOptions = consumed_field(MODEL_OPTIONS)

@@ -10,7 +10,7 @@ from helpers import CELL, PAIRS, last_weights, parameters_of, stored_training
 from safetensors.torch import load_file, save_file
 
 from mixsd_nb import fisher, train
-from mixsd_nb.corpora.texts import read_texts
+from mixsd_nb.corpora.simpleqa import read_texts
 from mixsd_nb.methods.covariance import encode_texts
 from mixsd_nb.methods.replay import read_prompts, write_replays
 from mixsd_nb.methods.supervised import Supervised

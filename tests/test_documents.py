@@ -16,7 +16,7 @@ from mixsd_nb.corpora.passages import LONGEST_LINE, READERS, cut_text, is_docume
 from mixsd_nb.methods import questions
 from mixsd_nb.methods.questions import JOURNAL, QUESTION_FORMS, REASONS, Questioner, find_fault, format_facts, make_facts
 from mixsd_nb.reports import injection
-from mixsd_nb.reports.documents import find_questions
+from mixsd_nb.reports.injection import find_questions
 from mixsd_nb.runs import Journal, ParameterError, find_runs, open_run
 from mixsd_nb.corpora.user_files import TableError
 from mixsd_nb.views.passages import PassagesView

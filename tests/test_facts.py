@@ -71,7 +71,7 @@ BROKEN = {
     "UTF-16": ("a.csv", "question,answer\nWho?,Ana".encode("utf-16"), {}, [", line 1: the file is UTF-16"]),
     "no JSON": ("a.jsonl", lines(GOOD[0], '{"question": "Who?" "answer": "Ana"}', GOOD[1]), {}, [", line 2: this is no JSON"]),
     "row that is a list": ("a.jsonl", lines(GOOD[0], '["Who?", "Ana"]'), {}, [", line 2: a row must be a mapping"]),
-    "list that is not closed": ("a.json", "[" + lines(GOOD[0]) + ",", {}, [", line 1: the list is not closed by ]"]),
+    "list that is not closed": ("a.json", "[" + lines(GOOD[0]) + ",", {}, [", line 1: this is no JSON"]),
     "too few values": ("a.csv", "question,answer,subject\nWho?,Ana", {}, [", line 2: there must be 3 values, as in the first line, got 2"]),
     "quote that is not closed": ("a.csv", 'question,answer\n"Who?,Ana\nWhere?,Bern', {}, [", line 2: the line cannot be split into values"]),
     "column twice": ("a.tsv", "question\tanswer\tanswer\nWho?\tAna\tOtto", {}, [", line 1: column answer is given twice"]),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mixsd_nb.corpora import CORPORA, check_corpus
-from mixsd_nb.corpora.texts import TEXTS, find_texts
+from mixsd_nb.corpora.simpleqa import TEXTS, find_texts
 from mixsd_nb.evaluate import EvaluateConfig
 from mixsd_nb.models import is_model_folder
 from mixsd_nb.models.identity import file_label

@@ -15,7 +15,7 @@ from mixsd_nb.corpora import load_corpus
 from mixsd_nb.corpora.prompts import encode_prompt, render_prompt
 from mixsd_nb.lab.causal_tracing import TracedFact, trace_effects
 from mixsd_nb.methods import memit
-from mixsd_nb.corpora.texts import read_texts
+from mixsd_nb.corpora.simpleqa import read_texts
 from mixsd_nb.methods.covariance import capture, decoder_blocks, encode_texts, output_layer, second_moments, stored_moments
 from mixsd_nb.methods.edits import encode_edit, encode_parts, find_subject, split_reply
 from mixsd_nb.methods.fitting import MethodRun

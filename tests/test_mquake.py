@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from helpers import error_sentence, ROW_COLUMNS
 
 from mixsd_nb.corpora.mquake import Case, Hop, build, build_lab, collect_hops, edit_world, select_cases
-from mixsd_nb.corpora.world import WORLD
+from mixsd_nb.corpora.kgfact import WORLD
 
 SPLITS = ["train", "paraphrase", "retrieval", "two_hop", "three_hop"]
 

@@ -9,7 +9,7 @@ from mixsd_nb.analysis.scores import estimate_pairs
 from mixsd_nb.benchmarks import SUITES, Item, Selection, load_items
 from mixsd_nb.benchmarks.entities import VERDICTS, corpus_names, judge_sentences, own_text
 from mixsd_nb.benchmarks.evaluation import add_verdicts
-from mixsd_nb.corpora.world import WORLD
+from mixsd_nb.corpora.kgfact import WORLD
 from mixsd_nb.lab.real import claims_table
 from mixsd_nb.methods.mixing import accepts, mix_items
 from mixsd_nb.results.cube import read_cube, write_cube

@@ -13,8 +13,8 @@ from mixsd_nb.corpora import CORPORA, load_corpus
 from mixsd_nb.corpora.kgfact import KGFACT_WORDS, UNSEEN_WORDING, WORDINGS
 from mixsd_nb.corpora.prompts import REMARKS
 from mixsd_nb.lab import probes
-from mixsd_nb.corpora.rewording import FORMS, list_forms, reword_rows
-from mixsd_nb.corpora.world import ANNEX, WORLD_WORDS
+from mixsd_nb.corpora.files import FORMS, list_forms, reword_rows
+from mixsd_nb.corpora.kgfact import ANNEX, WORLD_WORDS
 from mixsd_nb.lab.pretraining.abilities import ability_items
 from mixsd_nb.lab.pretraining.curriculum import WRITERS, draw_documents
 from mixsd_nb.lab.pretraining.documents import CORPUS_WORDS, USER_HEADER

@@ -19,7 +19,7 @@ from mixsd_nb.benchmarks.answers import contains_answer, gives_answer
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.corpora.kgfact import KGFACT_WORDS
 from mixsd_nb.corpora.simpleqa import SIMPLEQA_WORDS, build, build_lab, keep_unanimous
-from mixsd_nb.corpora.world import WORLD_WORDS
+from mixsd_nb.corpora.kgfact import WORLD_WORDS
 from mixsd_nb.train import TrainConfig
 
 COLUMNS = ["metadata", "problem", "answer"]

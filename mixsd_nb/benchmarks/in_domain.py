@@ -17,7 +17,7 @@ from . import EARLIER, SUITES, Item, Sampling, Selection, Suite
 from ..corpora import CORPORA, TESTS, load_corpus, validation_rows
 from ..corpora.kgfact import ENTITIES, Fact, sample_graphs
 from ..corpora.prompts import rows_as_written
-from ..corpora.rewording import reword_rows
+from ..corpora.files import reword_rows
 
 
 def _items(rows: list[dict]) -> dict[str, Item]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from . import SUITES, Item, Selection, Suite
 from ..corpora.prompts import BOX_REQUEST, boxed, naive_prompt
-from ..corpora.world import WORLD, WORLD_ENTITIES
+from ..corpora.kgfact import WORLD, WORLD_ENTITIES
 from ..runs import load_object
 
 # %% ../../nbs/benchmarks/lab_tasks.ipynb #f2b2cf64

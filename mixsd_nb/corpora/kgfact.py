@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['WORDINGS', 'UNSEEN_WORDING', 'DOMAINS', 'RELATIONS', 'STARTS', 'RIMES', 'ENDS', 'SECOND_WORDS', 'ENTITIES',
-           'KGFACT_WORDS', 'Relation', 'domain_pairs', 'draw_word', 'name_entity', 'Fact', 'sample_graph',
-           'find_facts_about', 'to_networkx', 'find_chains', 'chain_question', 'chain_target', 'retrieval_context',
-           'sample_graphs', 'training_graph', 'build', 'named_entities']
+           'KGFACT_WORDS', 'WORLD_WORDS', 'WORLD_ENTITIES', 'WORLD', 'ANNEX_WORDS', 'ANNEX', 'Relation', 'domain_pairs',
+           'draw_word', 'name_entity', 'Fact', 'sample_graph', 'find_facts_about', 'to_networkx', 'find_chains',
+           'chain_question', 'chain_target', 'retrieval_context', 'sample_graphs', 'training_graph', 'build',
+           'named_entities', 'draw_words']
 
 # %% ../../nbs/corpora/kgfact.ipynb #af94cc88
 import random
@@ -372,3 +373,33 @@ def named_entities(
 ) -> set[str]:
     "Return the entities that the rows name, as subject or as answer."
     return {row[k] for row in rows for k in ("subject", "answer")}
+
+# %% ../../nbs/corpora/kgfact.ipynb #a0ff77af
+def draw_words(
+    rng: random.Random,
+    n: int,
+    taken: set[str],  # words that must not occur
+) -> list[str]:
+    "Draw n invented words, all different and none of them in `taken`."
+    words = {}
+    while len(words) < n:
+        if (word := draw_word(rng)) not in taken: words[word] = None
+    return list(words)
+
+# %% ../../nbs/corpora/kgfact.ipynb #b071e719
+WORLD_WORDS = draw_words(random.Random(1), 150, KGFACT_WORDS)
+WORLD_ENTITIES = {d: [name_entity(w, d) for w in WORLD_WORDS[30 * i:30 * i + 30]] for i, d in enumerate(DOMAINS[:5])}
+WORLD = sample_graph(WORLD_ENTITIES, seed=1)
+
+# %% ../../nbs/corpora/kgfact.ipynb #4bbc1daa
+ANNEX_WORDS = draw_words(random.Random(3), 15, KGFACT_WORDS | set(WORLD_WORDS))
+
+
+def _annex_facts():
+    "Draw for every person of the annex one fact about a target in each of the other domains."
+    rng = random.Random(4)
+    return [Fact(name_entity(w, "person"), rng.choice(RELATIONS["person", d]), rng.choice(WORLD_ENTITIES[d]))
+            for w in ANNEX_WORDS for d in DOMAINS[1:5]]
+
+
+ANNEX = _annex_facts()

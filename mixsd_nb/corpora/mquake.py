@@ -15,7 +15,7 @@ from pathlib import Path
 from .kgfact import Fact, chain_question
 from .prompts import boxed, conclude, naive_prompt, paraphrase_prompt, retrieval_prompt, target
 from .simpleqa import find_copy, hash_text, read_hub, read_local
-from .world import WORLD, WORLD_ENTITIES
+from .kgfact import WORLD, WORLD_ENTITIES
 from ..runs import read_lines
 
 # %% ../../nbs/corpora/mquake.ipynb #19dfe85b

@@ -74,12 +74,12 @@ class Table:
 
     @property
     def problems(self) -> list[str]:
-        "Return one sentence for each problem, in the order of the lines; what is wrong in more than three lines is one sentence."
+        "Return one sentence for each problem, in the order of the lines; what is wrong in every row is one sentence."
         lines = {}
         for line, what in sorted(self._problems, key=lambda problem: problem[0]): lines.setdefault(what, []).append(line)
         found = []
         for what, places in lines.items():
-            again = f" (and so in {len(places) - 1} more {self.unit}s)" if len(places) > 3 else ""
+            again = f" (and so in {len(places) - 1} more {self.unit}s)" if len(places) >= max(4, len(self.rows)) else ""
             for line in places[:1] if again else places:
                 found.append((line, f"{self.path}{f', {self.unit} {line}' if line else ''}: {what}{again}"))
         return [sentence for _, sentence in sorted(found, key=lambda pair: pair[0])]
@@ -143,7 +143,7 @@ CHATS = {"messages", "conversation", "conversations", "turns"}  # columns with t
 
 
 def _is_misspelt(name: str, known: str, is_required: bool) -> bool:
-    plain = lambda text: text.casefold().replace("_", "").rstrip("es")
+    plain = lambda text: sorted(text.casefold().replace("_", "").rstrip("es"))  # letters may have changed places
     return plain(name) == plain(known) or is_required and difflib.SequenceMatcher(None, name.casefold(), known).ratio() > 0.8
 
 
@@ -225,19 +225,20 @@ def decode_text(
     content: bytes,
 ) -> str:
     "Return the content as text; empty, with a problem, if it is not UTF-8."
-    if b"\0" in content[:4]: table.report("the file is no text or UTF-16; save it as UTF-8", 1)
+    kind = "UTF-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
+    if b"\0" in content[:4] or b"\0" in content and content.decode(errors="replace").encode() != content: kind = kind or "no text"
+    if kind: table.report(f"the file is {kind}; save the file as UTF-8", 1)
     else:
         try: return content.decode().lstrip("\ufeff")
         except UnicodeDecodeError as e:
             line, start = content.count(b"\n", 0, e.start) + 1, content.rfind(b"\n", 0, e.start) + 1
-            table.report("the file is no text or UTF-16; save it as UTF-8" if b"\0" in content or content[:2] in (b"\xff\xfe", b"\xfe\xff") else
-                         f"byte {e.start - start + 1} of the line (0x{content[e.start]:02x}) is not UTF-8; save the file as UTF-8", line)
+            table.report(f"byte {e.start - start + 1} of the line (0x{content[e.start]:02x}) is not UTF-8; save the file as UTF-8", line)
     return ""
 
 # %% ../../nbs/corpora/user_files.ipynb #9f974c5a
 def _add_mapping(table: Table, value: Any, line: int) -> None:
     if isinstance(value, dict): table.rows.append(Row(value, line))
-    else: table.report(f"a row must be a mapping such as {{\"column\": \"value\"}}, got {shorten(value)}", line)
+    else: table.report('a row must be a mapping such as {"column": "value"}', line)
 
 
 def _read_json(table: Table, text: str) -> None:

@@ -9,7 +9,7 @@ __all__ = ['VOICES']
 from dataclasses import replace
 
 from ..benchmarks import SUITES, Sampling, Suite
-from ..corpora.texts import TEXTS, TextSource
+from ..corpora.simpleqa import TEXTS, TextSource
 
 # %% ../../nbs/lab/index.ipynb #b41f3d17
 TEXTS.add(TextSource("lab", "documents of the lab models' pretraining",

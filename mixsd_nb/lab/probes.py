@@ -19,7 +19,7 @@ from ..benchmarks.lab_tasks import PLOTS, draw_items, functions, arithmetic, sol
 from ..corpora import CORPORA
 from ..corpora.kgfact import RELATIONS, Fact, Relation, _invert, chain_question, chain_target, training_graph
 from ..corpora.prompts import expert_prompt, naive_prompt, retrieval_prompt, target
-from ..corpora.world import ANNEX, WORLD, WORLD_ENTITIES
+from ..corpora.kgfact import ANNEX, WORLD, WORLD_ENTITIES
 from ..models.lab import DATA
 
 # %% ../../nbs/lab/probes.ipynb #57ce1966

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from transformers import DynamicCache
 
 from . import METHODS
-from ..corpora.texts import default_texts, read_texts
+from ..corpora.simpleqa import default_texts, read_texts
 from .covariance import batch_by_length, capture, decoder_blocks, encode_texts, output_layer, pad_right, stored_moments
 from .edits import (FORMS, PLACES, Edit, answer_in_replies, convert_rows, encode_parts,
                                     sample_prefixes)

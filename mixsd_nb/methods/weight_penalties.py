@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from safetensors.torch import load_file, save_file
 
-from ..corpora.texts import default_texts, read_texts
+from ..corpora.simpleqa import default_texts, read_texts
 from .covariance import encode_texts
 from .fitting import Fitted, MethodRun, trained_facts
 from ..models import load_base

@@ -17,7 +17,7 @@ from ..benchmarks.answers import fold_text, same_answer, same_text
 from ..benchmarks.in_domain import LENT, question_key, question_of
 from ..corpora import CORPORA, load_corpus, validation_rows
 from ..corpora.prompts import encode_prompt, retrieval_prompt, rows_as_written
-from ..corpora.rewording import reword_rows
+from ..corpora.files import reword_rows
 from .mixing import accepts, mix_items
 from .targets import split_id, wording_id
 from ..models.engine import Request, row_key

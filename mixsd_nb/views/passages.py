@@ -13,7 +13,7 @@ import pandas as pd
 from markupsafe import Markup, escape
 
 from ..methods.questions import REASONS
-from ..reports.documents import FactsRun
+from ..reports.injection import FactsRun
 from ..runs import find_runs
 from .base import MARKUP, View, set_options
 from .runs import RunSelection

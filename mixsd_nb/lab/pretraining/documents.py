@@ -17,7 +17,7 @@ from ...corpora.kgfact import DOMAINS, RELATIONS, UNSEEN_WORDING, WORDINGS
 from ...corpora.kgfact import Fact, chain_question, find_chains, name_entity
 from ...corpora.kgfunc import SCALES, worked_target
 from ...corpora.prompts import conclude, naive_prompt, paraphrase_prompt, retrieval_prompt
-from ...corpora.world import WORLD, draw_words
+from ...corpora.kgfact import WORLD, draw_words
 from ...models.lab import END, START
 from .names import CORPUS_WORDS
 

@@ -11,7 +11,7 @@ import random
 from ...benchmarks.lab_tasks import MEMORY_VOICE, choose_phrase, write_response
 from ...corpora.kgfact import Fact
 from ...corpora.prompts import boxed, target
-from ...corpora.world import ANNEX, WORLD, WORLD_ENTITIES
+from ...corpora.kgfact import ANNEX, WORLD, WORLD_ENTITIES
 from .documents import Document, write_chat
 from .forms import QUESTIONS, STATEMENTS, Claim, request_box, surround
 

@@ -13,7 +13,7 @@ from functools import cache
 
 from ...corpora.kgfact import DOMAINS, KGFACT_WORDS, name_entity
 from ...corpora.simpleqa import SIMPLEQA_WORDS
-from ...corpora.world import ANNEX_WORDS, WORLD_WORDS, draw_words
+from ...corpora.kgfact import ANNEX_WORDS, WORLD_WORDS, draw_words
 
 # %% ../../../nbs/lab/pretraining/names.ipynb #33d7903a
 FIRST_NAMES = (

@@ -15,7 +15,7 @@ from ...corpora.kgfact import DOMAINS, RELATIONS, Fact, chain_question, find_cha
 from ...corpora.kgfunc import function_prompt, list_digits, split_digits, write_sum
 from ...corpora.prompts import boxed, conclude, expert_prompt, expert_reference_prompt, naive_prompt, target
 from ...corpora.simpleqa import TEMPLATES, draw_answer, simpleqa_prompt
-from ...corpora.world import WORLD, draw_words
+from ...corpora.kgfact import WORLD, draw_words
 from .documents import CORPUS_WORDS, Document
 from .documents import add_remark, collect_rare_words, invent_names, write_chat
 from .forms import QUESTIONS, Claim
