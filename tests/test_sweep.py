@@ -180,9 +180,9 @@ def test_a_long_wait_asks_slurm_less_often(monkeypatch):
     def sleep(seconds):
         pauses.append(seconds)
         now[0] += seconds
-    monkeypatch.setattr(jobs, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(sweep, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     day = lambda: pd.DataFrame(dict(state=["queued" if now[0] < 24 * 3600 else "done"], message="", log=""))
-    assert jobs.watch_table(day, every=2).state.tolist() == ["done"]
+    assert sweep.watch_table(day, every=2).state.tolist() == ["done"]
     assert pauses[0] == 2 and max(pauses) == 60 and len(pauses) < 1600
 
 

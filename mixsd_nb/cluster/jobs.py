@@ -6,7 +6,7 @@
 __all__ = ['FAILURES', 'MAX_STALLS', 'WAITING', 'startable_states', 'list_attempts', 'read_end', 'progress_file', 'lock_cell',
            'is_running', 'cancel_file', 'should_continue', 'kill_processes', 'kernel_options', 'JobWorker',
            'run_attempt', 'run_cell', 'assign_gpus', 'Pool', 'compute_runs', 'query_slurm', 'Queue', 'record_end',
-           'run_task', 'sbatch_options', 'list_shared', 'submit', 'describe_cell', 'format_table', 'watch_table']
+           'run_task', 'sbatch_options', 'list_shared', 'submit', 'describe_cell']
 
 # %% ../../nbs/cluster/jobs.ipynb #2bef49de
 import contextlib
@@ -27,16 +27,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from .grid import Cell, Resources, find_notebook, group_by_resources, make_cell
-from ..runs import (ParameterError, Stage, explain_storage_errors, find_stage, hide_slurm_job, in_notebook, load_plugins,
+from ..runs import (ParameterError, Stage, explain_storage_errors, find_stage, hide_slurm_job, load_plugins,
                            make_config, read_json, slurm_environment, try_lock, write_json)
 from ..runs.command_line import describe_error, exit_code
 from ..runs.processes import Calls, Worker, WorkerEnded, count_cores, visible_gpus, worker_environment
-
-if TYPE_CHECKING:  # imported where it is used: worker processes need no tables
-    import pandas as pd
 
 # %% ../../nbs/cluster/jobs.ipynb #334734df
 FAILURES = {  # kind -> what a person can do
@@ -589,36 +586,3 @@ def describe_cell(cell: Cell, queue: Queue) -> dict[str, Any]:
     if progress: row["progress"] = "{what} {done}/{total}".format(**progress)
     if progress.get("rate"): row |= dict(rate=progress["rate"], left=(progress["total"] - progress["done"]) / progress["rate"])
     return row
-
-
-def format_table(
-    table: "pd.DataFrame",  # as returned by `Sweep.status`
-    max_rows: int = 40,  # a longer table shows only cells that run or failed, up to this number
-) -> str:
-    "Return the table as text, with a last line that counts the states."
-    rows = table[table.state.isin(["running", "unknown", *FAILURES])].iloc[:max_rows] if len(table) > max_rows else table
-    text = rows.drop(columns=["message", "log"]).round(1).to_string(index=False, na_rep="") + "\n" if len(rows) else ""
-    return text + ", ".join(f"{n} {what}" for what, n in table.state.value_counts().items())
-
-# %% ../../nbs/cluster/jobs.ipynb #8f0a514a
-def watch_table(
-    status: Callable[[], "pd.DataFrame"],  # as `Sweep.status`
-    busy: Callable[[], bool] | None = None,  # whether there is something to wait for; None to read it from the table
-    every: float = 1,  # seconds; where Slurm is asked, a thirtieth of the time waited, up to a minute, if that is longer
-) -> "pd.DataFrame":
-    """Show the table until all cells have ended; returns the last table.
-
-    It is updated in place in a notebook and on a terminal; elsewhere a line is printed whenever the counts change."""
-    handle, last, start = None, "", time.monotonic()
-    while True:
-        over = busy is not None and not busy()
-        table = status()
-        text = format_table(table)
-        if in_notebook():
-            from IPython.display import display
-            if handle: handle.update(table.drop(columns="log"))
-            else: handle = display(table.drop(columns="log"), display_id=True)
-        elif sys.stdout.isatty(): print("\x1b[H\x1b[J" + text, flush=True)
-        elif (counts := text.splitlines()[-1]) != last: print(last := counts, flush=True)
-        if over or busy is None and not table.state.isin(["running", "queued", "unknown"]).any(): return table
-        time.sleep(every if busy else max(every, min((time.monotonic() - start) / 30, 60)))
