@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from architectures import tiny_config
 from helpers import calls, error_sentence, SOURCES
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer

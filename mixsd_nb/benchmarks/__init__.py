@@ -394,7 +394,6 @@ class Selection:
     ):
         self.dataset, self.n, self.seed, self.limit, self.data = dataset, n, seed, limit, data
         self.benchmarks: tuple[str, ...] = ()  # that are asked together
-        self.benchmarks: tuple[str, ...] = ()  # that are asked together
 
     @functools.cached_property
     def corpus(self):

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['TEMPLATES', 'SIMPLEQA_WORDS', 'TEXTS', 'simpleqa_prompt', 'hash_text', 'read_local', 'hub_answers', 'hub_or_cache',
            'find_copy', 'read_hub', 'build', 'keep_unanimous', 'draw_answer', 'build_lab', 'TextSource',
-           'default_texts', 'read_wikitext', 'read_texts']
+           'default_texts', 'find_texts', 'read_wikitext', 'read_texts']
 
 # %% ../../nbs/corpora/simpleqa.ipynb #49e35976
 import ast
@@ -259,10 +259,11 @@ class TextSource:
     title: str
     read: str  # `module:function`, a function of a number n that returns n texts
     serves: str = ""  # `module:function`, which says of a model's name whether the model has read these texts
+    copy: str = ""  # stem of a file in the folder that MIXSD_CORPORA names, which takes their place
 
 
 TEXTS = Registry("texts")
-TEXTS.add(TextSource("wikitext", "WikiText-103", "corpora.simpleqa:read_wikitext"))
+TEXTS.add(TextSource("wikitext", "WikiText-103", "corpora.simpleqa:read_wikitext", copy="wikitext"))
 
 # %% ../../nbs/corpora/simpleqa.ipynb #7fb30aed
 def default_texts(
@@ -275,12 +276,21 @@ def default_texts(
 _TEXT_FILES = {".jsonl": read_lines, ".txt": lambda path: [dict(text=t) for t in open(path, encoding="utf-8-sig")]}
 
 
+def find_texts(
+    name: str,  # of a source, or a file
+) -> Path | None:
+    "Return the local copy of a source; None for a source without one, and for any other text."
+    stem = TEXTS[name].copy if name in TEXTS else ""
+    return find_copy(stem, _TEXT_FILES) if stem else None
+
+
 def read_wikitext(n: int) -> list[str]:
     "Return the first n paragraphs of WikiText-103, of `wikitext.jsonl` or `wikitext.txt` in MIXSD_CORPORA or of the hub."
     def load():
         from datasets import load_dataset
-        return load_dataset("Salesforce/wikitext", "wikitext-103-raw-v1", split="train", streaming=True)
-    path = find_copy("wikitext", _TEXT_FILES)
+        revision = "b08601e04326c79dfdd32d625aee71d232d685c3"
+        return load_dataset("Salesforce/wikitext", "wikitext-103-raw-v1", split="train", streaming=True, revision=revision)
+    path = find_texts("wikitext")
     return _paragraphs(read_local(path, _TEXT_FILES) if path else read_hub(load, "WikiText", "wikitext.txt"), n)
 
 

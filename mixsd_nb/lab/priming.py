@@ -17,7 +17,7 @@ from ..analysis.likelihood import score_pairs
 from ..analysis.taxonomy import find_leakage
 from ..corpora import CORPORA
 from ..corpora.prompts import encode_prompt, encode_text, naive_prompt
-from ..corpora.world import WORLD
+from ..corpora.kgfact import WORLD
 from ..models import load_tokenizer
 from ..results.plots import mark_made_up
 from ..runs import Run, load_object

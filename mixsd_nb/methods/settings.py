@@ -14,7 +14,7 @@ from ..benchmarks import benchmark_names
 from ..benchmarks.evaluation import EvalSettings
 from ..corpora import CORPORA, load_corpus, offer_wordings
 from ..corpora.prompts import SPANS
-from ..corpora.texts import default_texts, find_texts
+from ..corpora.simpleqa import default_texts, find_texts
 from . import ANCHORS, Recipe, check_method, compose, recipe_label, translate_parameters, update_count
 from ..models import check_engine
 from ..models.identity import FileOptions, ModelName, file_label, model_label

@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-from ..benchmarks.answers import fold_text, same_answer, same_text
+from ..benchmarks.answers import same_answer, same_text
+from ..benchmarks.folding import fold_text
 from ..benchmarks.in_domain import LENT, question_key, question_of
 from ..corpora import CORPORA, load_corpus, validation_rows
 from ..corpora.prompts import encode_prompt, retrieval_prompt, rows_as_written
@@ -72,17 +73,6 @@ def reported_questions(
     return {question_key(question_of(row, dataset)) for row in rows}
 
 # %% ../../nbs/methods/wordings.ipynb #d3430859
-_subjects = [None, {}]  # the rows that were read last, and their facts by subject
-
-
-def _facts_about(subject: str, rows: list[dict]) -> list[dict]:
-    "Return the rows about a subject; the rows are read once for all drafts about them."
-    if _subjects[0] is not rows:
-        _subjects[:] = rows, {}
-        for row in rows: _subjects[1].setdefault(row["subject"], []).append(row)
-    return _subjects[1].get(subject, []) if subject else []
-
-
 _subjects = [None, {}]  # the rows that were read last, and their facts by subject
 
 

@@ -18,7 +18,7 @@ import ipywidgets as widgets
 from ..benchmarks.answers import gives_answer, last_boxed, same_answer
 from ..corpora import CORPORA, load_corpus
 from ..corpora.prompts import BOX_REQUEST, boxed, encode_prompt, encode_text, naive_prompt, target
-from ..corpora.world import WORLD
+from ..corpora.kgfact import WORLD
 from ..methods import ANCHORS, GATES, METHODS, compose, label_title
 from ..models.lab import SIZES, is_lab_model
 from ..models.scoring import token_nll
