@@ -162,13 +162,3 @@ def test_untied_training_moves_two_embeddings(tiny, own_runs):
     assert left_out == [untied.name] and sft.name in results
     with pytest.raises(ValueError, match="must have tied embeddings, but its output embedding is its own already"):
         train.run(method="sft", anchor="untied", model=str(untied.checkpoints[2]), **CELL)
-
-
-@pytest.mark.parametrize(("method", "anchor", "options"), [("own-words", "", {}), ("sft", "ewc", dict(text_count=2)), ("sft", "average", {})])
-def test_a_training_on_several_nodes_is_prepared_before_its_run_begins(method, anchor, options, tiny, own_runs, monkeypatch):
-    "An average of weights starts from the run of another method, which the nodes train."
-    monkeypatch.setattr("mixsd_nb.methods.mixing.accepts", lambda *args: True)
-    config = train.TrainConfig(method=method, anchor=anchor, model=tiny, options=options, rollout_tokens=2, target_tokens=2, **CELL)
-    folder = config.prepare(2)
-    assert folder == (config.source() or config).without_idle().folder and json.loads((folder / "job.json").read_text())["processes"] == 2
-    assert [path.name for path in own_runs.glob("[!.]*")] == [folder.name]

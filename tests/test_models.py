@@ -225,8 +225,8 @@ def of_tiny(name, **options): return lambda folder: tiny_config(name, 2763, **op
 REFUSED = [  # how a folder is changed, and words of the sentence
     *((of_family(name, **options), "logits from its head as they are") for name, options in {
         "gemma2": {}, "gemma3_text": dict(final_logit_softcapping=30.0), "granite": dict(logits_scaling=8.0), "falcon_h1": dict(lm_head_multiplier=0.5)}.items()),
-    *((of_family(name), "consists of `model` and `lm_head`") for name in ("gemma3", "gpt2", "t5")),
-    (of_tiny("lfm2", layer_types=["conv", "full_attention"]), "keep keys and values"), (of_tiny("bart", is_encoder_decoder=True), "be a decoder alone"),
+    *((of_family(name), "be a decoder of text alone") for name in ("gemma3", "t5")),
+    (of_tiny("lfm2", layer_types=["conv", "full_attention"]), "keep keys and values"), (of_tiny("bart", is_encoder_decoder=True), "be a decoder of text alone"),
     *((lambda folder, how=how: change_config(folder, quantization_config=how), "not quantised") for how in (
         dict(quant_method="gptq", bits=4, group_size=128), dict(quant_method="fp8"))),
     (lambda folder: change_config(folder, num_hidden_layers=1, layer_types=None), "that it does not have"),

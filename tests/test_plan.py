@@ -242,7 +242,7 @@ def test_what_the_base_model_writes_before_training_is_planned():
     assert (without.tokens, without.peaks) == (sft.tokens, sft.peaks)
 
 
-def test_shared_runs_count_once():
+def test_shared_runs_count_once(own_runs):
     plan = plan_grid("quick-lab")
     assert len(plan.cells) == 5 and len(plan.runs) == 7 and plan.seconds == pytest.approx(sum(run.seconds for run in plan.runs.values()))
 

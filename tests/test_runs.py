@@ -183,10 +183,8 @@ def test_the_stages_have_numbers(): assert len(NUMBERS) > 50
 @pytest.mark.parametrize("flag", [True, False])
 def test_a_flag_is_no_number_anywhere(stage, name, flag):
     cls = stage_of(stage)
-    several = any(word in str(cls.model_fields[name].annotation) for word in ("tuple", "list"))
-    for value in [[flag], [20, flag]] if several else [flag]:
-        with pytest.raises(ParameterError, match=rf"^{name} must be .*got ") as caught: make_config(cls, **{name: value})
-        assert "\n" not in str(caught.value)
+    with pytest.raises(ParameterError, match=rf"^{name} must be .*got ") as caught: make_config(cls, **{name: flag})
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("stage", [s for s in STAGES if "seed" in stage_of(s).model_fields])

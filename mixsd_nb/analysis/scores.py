@@ -4,9 +4,12 @@
 
 # %% auto #0
 __all__ = ['Z', 'FEWEST_RUNS', 'wilson', 'mean_interval', 'share_interval', 'sign_test', 'estimate_pairs', 'pearson',
-           'item_shares', 'count_correct', 'item_variances', 'scores', 'add_interval', 'compare']
+           'item_shares', 'count_correct', 'item_variances', 'scores', 'add_interval', 'compare', 'changed_items',
+           'pair_responses']
 
 # %% ../../nbs/analysis/scores.ipynb #ff115bfa
+from typing import Any
+
 import numpy as np
 import pandas as pd
 import xarray as xr
@@ -187,3 +190,29 @@ def compare(
         rows[name] = dict(n=len(a), first=a.mean(), second=b.mean(), difference=difference.mean(),
                           better=(difference > 0).sum(), worse=(difference < 0).sum(), p=sign_test(difference))
     return pd.DataFrame(rows).T.astype(dict(n=int, better=int, worse=int)).rename_axis("benchmark")
+
+# %% ../../nbs/analysis/scores.ipynb #825734a1
+def changed_items(
+    before: pd.DataFrame,  # responses
+    after: pd.DataFrame,  # responses of another model to the same items
+) -> pd.DataFrame:
+    "Return the first sample of each item whose score fell: `benchmark, item, prompt, before, after`."
+    one, two = (item_shares(t) for t in (before, after))
+    shared = one.index.intersection(two.index, sort=False)
+    change = one.loc[shared] - two.loc[shared]
+    keys = ["benchmark", "item"]
+    first = [t[t["sample"] == 0].set_index(keys) for t in (before, after)]
+    found = first[0][["prompt"]].assign(before=first[0].response, after=first[1].response)
+    return found.loc[change.index[change > 0]].reset_index()
+
+# %% ../../nbs/analysis/scores.ipynb #2dd2b944
+def pair_responses(
+    before: pd.DataFrame,  # responses
+    after: pd.DataFrame,
+) -> list[tuple[Any, Any]]:
+    "Return ten rows of responses before with those after, of the first sample, from all benchmarks in turn."
+    keys = ["benchmark", "item", "sample"]
+    first, other = before[before["sample"] == 0], after.set_index(keys)
+    turn = first.groupby("benchmark", sort=False).cumcount()
+    picked = first.assign(turn=turn).sort_values("turn", kind="stable").head(10)
+    return [(row, other.loc[tuple(getattr(row, key) for key in keys)]) for row in picked.itertuples()]
