@@ -3760,6 +3760,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                           'mixsd_nb/planning/workload.py'),
                                             'mixsd_nb.planning.workload.planned_steps': ( 'planning/workload.html#planned_steps',
                                                                                           'mixsd_nb/planning/workload.py'),
+                                            'mixsd_nb.planning.workload.rollouts_of': ( 'planning/workload.html#rollouts_of',
+                                                                                        'mixsd_nb/planning/workload.py'),
                                             'mixsd_nb.planning.workload.smallest_layout': ( 'planning/workload.html#smallest_layout',
                                                                                             'mixsd_nb/planning/workload.py'),
                                             'mixsd_nb.planning.workload.training_disk': ( 'planning/workload.html#training_disk',

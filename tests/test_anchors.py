@@ -1,6 +1,5 @@
 "Anchors: penalties on weights, replay, averages and untied embeddings, each against an independent computation."
 
-import json
 from dataclasses import replace
 
 import numpy as np

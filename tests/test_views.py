@@ -191,7 +191,7 @@ def test_two_methods_are_read_side_by_side(app):
 
 
 def test_the_world_of_two_methods(app):
-    "SFT forgets its fifth to eighth fact by step 40; a mark is an entity, a fact or a question; the slider has a letter for each step."
+    "SFT forgets its fifth to eighth fact by step 40; a mark is an entity, a fact or a question."
     world, fact = app.get_view("world"), list(load_corpus("kgfact-small", "train"))[6]
     assert (world.first.value, world.second.value) == ("sft", "mixsd-0.3") and world.recipes == ["sft", "mixsd-0.3"]
     world.entity.value = fact["subject"]

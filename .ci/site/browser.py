@@ -89,7 +89,7 @@ def pack_frontier() -> str:
     "A script with Vega and the chart of the explorer."
     import vl_convert
 
-    from mixsd_nb.results.read_results import read_cubes
+    from mixsd_nb.results.cube import read_cubes
     from mixsd_nb.views.charts import draw_frontier
     from mixsd_nb.views.runs import select_corpus
     chart = draw_frontier(select_corpus(read_cubes()["rivals-lab"], "kgfact-small", "lab-m"), "world")

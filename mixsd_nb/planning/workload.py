@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Lengths', 'corpus_lengths', 'usual_reply', 'mixed_length', 'Questions', 'count_questions', 'RunPlan', 'add_decoding',
-           'plan_evaluation', 'plan_mixing', 'list_drafts', 'usual_completion', 'burden_of', 'layout_of',
+           'plan_evaluation', 'plan_mixing', 'list_drafts', 'usual_completion', 'rollouts_of', 'burden_of', 'layout_of',
            'training_peaks', 'smallest_layout', 'planned_steps', 'training_disk', 'plan_training', 'plan_injection',
            'plan_fisher', 'plan_scoring']
 
@@ -215,6 +215,11 @@ def usual_completion(config) -> float:
     return next((draft.response for draft in list_drafts(config) if not draft.added), corpus_lengths(config.dataset, config.model)["train"].target)
 
 
+def rollouts_of(config) -> int:
+    "Return the number of examples that an update has for each fact."
+    return (config.rollouts or 1) if config.recipe.demand.rollout_model else 1
+
+
 def burden_of(config) -> Burden:
     "Return what each update of a training trains on at most, and the bytes on each GPU of an engine that writes in a separate process."
     lengths, demand, drafts, shape = corpus_lengths(config.dataset, config.model)["train"], config.recipe.demand, list_drafts(config), read_shape(config.model)
@@ -222,7 +227,7 @@ def burden_of(config) -> Burden:
     if demand.rollout_model or config.recipe.mixed: completion = min(limit, int(_LONGEST * usual_completion(config)))
     written = {draft.added > 0: int(min(draft.limit, _LONGEST * draft.response)) for draft in drafts}
     completion = max(written.get(False, completion), written.get(True, 0))
-    examples = ((config.rollouts or 1) if demand.rollout_model else 1) + math.ceil(sum(draft.added for draft in drafts))
+    examples = math.ceil(rollouts_of(config) * (1 + sum(draft.added for draft in drafts)))
     apart = demand.rollout_model and ENGINES[config.rollout_engine].own_process
     engine = serve(shape, min(lengths.longest_prompt + limit, shape.context), rows=config.rollout_rows).least if apart else 0.0
     return Burden(config.batch, lengths.longest_prompt, completion + 2, examples, demand.rollout_model, demand.teacher,
@@ -291,8 +296,8 @@ def _plan_updates(plan: RunPlan, config, machine: Machine, shape: Shape) -> None
     elif n > machine.gpus > 0: plan.problems["processes"] = f"processes must be at most {machine.gpus}, the GPUs of a cell, got {n}"
     writer, drafts = config.model_copy(update=dict(engine="hf", engine_options={}, replicas=1, batch_size=config.rows_of("hf"))), list_drafts(config)
     for k, draft in enumerate(drafts, 1): plan.tokens += add_decoding(plan, writer, machine, [draft], f"draft {k}" if k > 1 else "draft", draft.added > 0)
-    sequence = (config.rollouts or 1) * (lengths.prompt + 2 * usual) if burden.writer else lengths.prompt + usual  # rollouts are written and trained
-    update = config.batch * (sequence + sum(draft.added * (draft.prompt + draft.response) for draft in drafts))
+    sequence = lengths.prompt + (2 if burden.writer else 1) * usual  # rollouts are written and trained
+    update = config.batch * rollouts_of(config) * (sequence + sum(draft.added * (draft.prompt + draft.response) for draft in drafts))
     plan.tokens += planned_steps(config)[0] * update * (_CONVERGED if config.stop == "converged" else 1)
     copies, each = n, (4 + burden.teacher) * shape.parameters if machine.gpus else max(peaks.values())
     plan.host = max(plan.host, _host_bytes(each, max(1, copies)), copies * 8 * shape.parameters * layout.offload,

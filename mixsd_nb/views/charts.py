@@ -429,10 +429,10 @@ def draw_curves(
     "Draw loss, learning rate and gradient norm over the updates, below each other."
     panels = []
     for name, values in training.data_vars.items():
-        units = values.attrs["units"]
+        units, dots = values.attrs["units"], alt.OverlayMarkDef(color=colour) if len(values) < 40 else False
         chart = alt.Chart(pd.DataFrame({"update": values["update"].values, name: values.values}).dropna())
-        panels.append(chart.mark_line(color=colour, point=len(values) < 40, tooltip=True).encode(
-            x=alt.X("update:Q", title="update" if len(panels) == len(training.data_vars) - 1 else None),
-            y=alt.Y(f"{name}:Q", title=None, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=3))).properties(
+        panels.append(chart.mark_line(color=colour, point=dots, tooltip=True).encode(
+            x=alt.X("update:Q", title="update" if len(panels) == len(training.data_vars) - 1 else None, axis=alt.Axis(format="d", tickMinStep=1)),
+            y=alt.Y(f"{name}:Q", title=None, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=3, format="~g"))).properties(
                 title=values.attrs["long_name"] + (f" ({units})" if units != "1" else ""), width=460, height=90))
     return finish_chart(alt.vconcat(*panels), "training curves")

@@ -198,7 +198,7 @@ class WorldView(View):
         self.entity, = self.make_dropdowns(lambda: self.show_entity(self.entity.value), "entity")
         self.text = widgets.HTML(layout=widgets.Layout(width="100%", height="11em", overflow="auto"), tabbable=True)
         self.figure = ChartWidget(self, "fact", self.pick)
-        self.step = self.make_control(widgets.SelectionSlider, "step", self.show_step, options=[("", 0)], width="30em")
+        self.step = self.make_control(widgets.Dropdown, "step", self.show_step, options=[("", 0)])
         self.play = widgets.Play(interval=900, max=0)
         self.link = widgets.jslink((self.play, "value"), (self.step, "index"))
         self.set_parts(self.make_row(self.dataset, self.model, self.lr, self.seed), self.make_row(self.first, self.second, self.memory, self.entity),
