@@ -125,7 +125,7 @@ def every_state():
         yield
 
 
-def until(condition, seconds=180, what="it", pause=0.05):
+def until(condition, seconds=40, what="it", pause=0.05):
     "Wait until a condition returns a true value; returns that value."
     end = time.monotonic() + seconds
     while not (found := condition()):

@@ -156,7 +156,7 @@ class ResponsesView(View):
         self.first, self.second = self.make_dropdowns(self.show_benchmarks, "recipe", "compared with", width="34em")
         self.benchmark, self.category = self.make_dropdowns(self.filter, "benchmark", "error")
         self.correct, = self.make_dropdowns(self.filter, "correct", options=CORRECTNESS)
-        self.item = self.make_control(widgets.Select, "", self.draw, rows=16, width="100%")
+        self.item = self.make_control(widgets.Select, "item", self.draw, rows=16, width="100%")
         self.kinds, self.text = widgets.HTML(), widgets.HTML(layout=widgets.Layout(width="100%"))
         column = lambda *parts: widgets.VBox(parts, layout=widgets.Layout(flex="1 1 30em", min_width="20em", padding="0 10px 0 0"))
         self.columns = self.make_row(column(self.item, self.kinds), column(self.text), grid_gap="16px", overflow="hidden")

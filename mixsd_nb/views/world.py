@@ -199,8 +199,7 @@ class WorldView(View):
         self.text = widgets.HTML(layout=widgets.Layout(width="100%", height="11em", overflow="auto"), tabbable=True)
         self.figure = ChartWidget(self, "fact", self.pick)
         self.step = self.make_control(widgets.Dropdown, "step", self.show_step, options=[("", 0)])
-        self.play = widgets.Play(interval=900, max=0)
-        self.link = widgets.jslink((self.play, "value"), (self.step, "index"))
+        self.play = self.make_button("play", lambda: self.start(self.walk_steps(), .9))
         self.set_parts(self.make_row(self.dataset, self.model, self.lr, self.seed), self.make_row(self.first, self.second, self.memory, self.entity),
                        self.figure.marks, self.text, self.make_row(self.play, self.step), self.figure)
         self.guard(self.show_dataset)()
@@ -234,13 +233,18 @@ class WorldView(View):
         self.steps = sorted(self.answers.step.unique())
         with silence(self.step):
             self.step.options = [("before training" if step == 0 else f"step {step}", k) for k, step in enumerate(self.steps)] or [("", 0)]
-        self.play.max = max(0, len(self.steps) - 1)
         set_options(self.memory, list_memories(self.answers.benchmark.unique()))
         self.draw()
 
     def show_step(self):
         "Move the states of the chart to the step."
         if self.figure.value: self.figure.params.step = self.step.value
+
+    def walk_steps(self) -> Iterator[None]:
+        "Show every step in turn."
+        for k, _ in enumerate(self.steps):
+            self.step.value = k
+            yield
 
     def get_history(self, recipe: str, benchmark: str = "recall") -> pd.DataFrame:
         "Return whether each item of a benchmark was right: a row for each item, a column for each step; NaN where it was not asked."
