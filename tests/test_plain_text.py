@@ -20,7 +20,7 @@ from mixsd_nb.reports.finished import draw_result
 from mixsd_nb.results.cube import cube_of
 from mixsd_nb.results.layout import BENCHMARKS, invent_result
 from mixsd_nb.results.gallery import collapse_source, run_figures, shared_figures
-from mixsd_nb.results.overview import draw_sources, overview_figure
+from mixsd_nb.results.overview import draw_sources
 from mixsd_nb.results.plots import draw_legend, plain_text
 from mixsd_nb.results.tables import make_sheet, style_sheet, to_latex
 
@@ -77,7 +77,6 @@ def test_figures_of_one_run(name):
         assert not labels or f"{name}, N=100" in labels
         draw(fig, name)
     draw(draw_sources([f" {name}", "b"], [True, False], name), name)
-    draw(overview_figure({name: f"What is {name}?"}, {f"{name} 2": ([name], [True])}, note=name), name)
     table = pd.DataFrame(dict(benchmark=name, task=name, step=[0, 1], correct=[50.0, 60.0], low=[40.0, 50.0], high=[60.0, 70.0], N=10))
     draw(recovery_figure(table, [name]), name)
 

@@ -35,7 +35,7 @@ from ..cluster.grid import finished_runs, merge_grids, read_grid
 from ..corpora import CORPORA
 from ..corpora.mquake import Case, read_cases
 from ..evaluation.selection import OWN_TEXT
-from .paired import estimate_mean
+from .paired import combine_intervals, estimate_mean
 from .smollm2 import NAME, data_folder, prepare_model
 from ..methods import BASE, label_title
 from ..results.cube import read_cubes, write_cube
@@ -47,7 +47,6 @@ from ..results.plots import draw_recipe_legend, figure_style, hollow_labels, mar
 from ..results.cube import read_root
 from ..results.summary import collapse_runs
 from ..results.summary import consistent_column, last_steps, percent_column
-from ..results.tradeoff import combine_intervals
 from ..runs import Run, project_root, read_run_record, runs_root, write_atomically
 from ..runs.command_line import CommandLine
 from ..runs.schema import CELL_DIMS, RUN_DIMS
