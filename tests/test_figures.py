@@ -16,7 +16,6 @@ from mixsd_nb import errors, figures, nll
 from mixsd_nb.benchmarks import SUITES
 from mixsd_nb.corpora import check_corpus
 from mixsd_nb.methods import check_label, ordered_labels
-from mixsd_nb.lab.versus_plots import frontier_axes_figure
 from mixsd_nb.results.plots import selection_figure
 from mixsd_nb.results.cube import cube_of, missing_runs
 from mixsd_nb.results.layout import BENCHMARKS as INVENTED, invent_cube, invent_result
@@ -215,24 +214,6 @@ def test_the_legend_of_the_frontier_counts_the_seeds_of_every_panel():
     fig = frontier_figure(cube.assign(accuracy=cube.accuracy.where(whole)), ("world", "held-out"))
     assert "SFT (2–3 seeds)" in [text.get_text() for text in fig.legends[0].get_texts()]
     assert "mean of 2–3 seeds" in fig.texts[0].get_text()
-
-
-def test_the_dots_of_a_frontier_are_the_means_of_its_line():
-    "Two of three seeds lack a setting that the seed that chooses has, so it is neither on the line nor a dot."
-    cube = invent_cube(3)
-    lacks = (cube["recipe"] == "sft") & (cube.seed > 0) & (cube.lr == 3e-4) & (cube.step == 100)
-    figure = frontier_axes_figure([cube.assign(accuracy=cube.accuracy.where(~lacks)).sel(recipe=["base", "sft"])], ("kgfact-small", "lab-m"))
-    sft = 100 * xr.Dataset(dict(x=cube.accuracy.sel(benchmark="recall"), y=held_out_average(cube))).sel(recipe="sft").mean("seed").squeeze(drop=True)
-    points = sft.sel(step=[20, 60, 100], lr=[3e-4, 1e-3]).stack(at=("lr", "step")).drop_sel(at=(3e-4, 100))
-    expected = sorted(zip(points.x.values.tolist(), points.y.values.tolist()))
-    np.testing.assert_allclose(sorted(figure.axes[0].collections[0].get_offsets().tolist()), expected)
-
-
-def test_an_axis_that_no_run_has_is_one_sentence():
-    cube = invent_cube(2)
-    without = cube.assign(accuracy=cube.accuracy.where(cube.benchmark != "world"), n=cube.n.where(cube.benchmark != "world"))
-    with pytest.raises(ValueError, match="no run of kgfact-small has both recall and world"):
-        frontier_axes_figure([without], ("kgfact-small", "lab-m"), kept="world")
 
 
 def test_the_axis_of_a_figure_has_the_n_of_the_drawn_corpus():

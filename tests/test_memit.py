@@ -13,7 +13,6 @@ from mixsd_nb import train
 from mixsd_nb.benchmarks.answers import last_boxed
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.corpora.prompts import encode_prompt, render_prompt
-from mixsd_nb.lab.causal_tracing import TracedFact, trace_effects
 from mixsd_nb.methods import memit
 from mixsd_nb.corpora.simpleqa import read_texts
 from mixsd_nb.methods.covariance import capture, decoder_blocks, encode_texts, output_layer, second_moments, stored_moments
@@ -255,19 +254,6 @@ def test_a_reply_is_split_where_it_first_names_its_answer(tokenizer):
     found = split_reply(tokenizer, ids("It is Vulka Festival.\n\n\\boxed{Vulka Festival}"), "Thortum Banquet")
     assert tokenizer.decode(found["lead"]) == "It is" and found["target"] == " Thortum Banquet" and found["ends"] is False
     for text in ("no box", "\\boxed{Vulka Festival}"): assert split_reply(tokenizer, ids(text), "x") is None
-
-
-# --- settings and tracing
-
-def test_tracing_restores_a_state_exactly(tokenizer):
-    "The last block's output at the last position is all that the answer depends on; restoring any state of an uncorrupted pass changes nothing."
-    model = random_model("qwen3", True, tokenizer)
-    fact = TracedFact([5, 6, 7, 8, 9, 10, 11], [range(1, 3)], 1)
-    effects, whole, corrupted = trace_effects(model, fact, samples=2)
-    assert effects[3, -1] + corrupted == pytest.approx(whole, abs=1e-5) and effects.shape == (4, 6)
-    still, whole, corrupted = trace_effects(model, fact, samples=1, noise=0.0)
-    assert abs(still).max() < 1e-5 and corrupted == pytest.approx(whole, abs=1e-6)
-    assert memit.edited_layers(model) == [0, 1, 2]
 
 
 # --- as a method of the stages

@@ -38,24 +38,18 @@ class Names:
         return found
 
 # %% ../../nbs/benchmarks/entities.ipynb #960ff869
-def corpus_names(
-    rows: Iterable[dict],  # of a corpus
-) -> Names:
+def corpus_names(rows: Iterable[dict]) -> Names:
     "Return the index of all answers, aliases and subjects."
     of = lambda row: (row["answer"], row.get("subject") or "", *(row.get("aliases") or ()))
     return Names(name for row in rows for name in of(row) if name)
 
 
-def find_names(
-    rows: Sequence[dict],  # of a corpus
-) -> Names | None:
+def find_names(rows: Sequence[dict]) -> Names | None:
     "Return the index of `corpus_names`; None if no answer is a name, as in a corpus of numbers."
     return corpus_names(rows) if Names(row["answer"] for row in rows).known else None
 
 
-def own_text(
-    row: dict,  # of a corpus
-) -> str:
+def own_text(row: dict) -> str:
     "Return everything that a fact says of itself, in one text."
     named = ("prompt", "answer", "subject", "target", "statement", "reference")
     own = (row.get(name) or "" for name in named)

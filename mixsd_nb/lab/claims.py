@@ -470,9 +470,7 @@ def planned_of(
     return rows[joined | within & ~runs.isin(runs[joined])]
 
 # %% ../../nbs/lab/claims.ipynb #9657e3b0
-def describe_missing(
-    rows: pd.DataFrame,  # of planned runs
-) -> str:
+def describe_missing(rows: pd.DataFrame) -> str:
     "Return a text such as `33 of 114 runs: 9 of study-1-frontier, 24 of study-5-rates`; empty if none is missing."
     counts = rows[rows.missing.astype(bool)].groupby("grid", sort=False).size()
     parts = ", ".join(f"{n} of {grid}" for grid, n in counts.items())

@@ -376,9 +376,7 @@ class Groups:
         return source, new
 
 # %% ../../nbs/models/engines.ipynb #200880fd
-def probe_texts(
-    size: int,  # of the vocabulary
-) -> tuple[list[int], list[int]]:
+def probe_texts(size: int) -> tuple[list[int], list[int]]:
     "Return two texts of token ids with different lengths."
     ids = torch.randint(size, (16,), generator=torch.Generator().manual_seed(0)).tolist()
     return ids[:5], ids[5:]

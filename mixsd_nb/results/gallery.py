@@ -22,8 +22,7 @@ from .cube import open_cube
 from .layout import is_made_up
 from .paper import corpus_title, in_domain_columns, paper_cube
 from .plots import save_figure
-from .tables import Sheet, save_table
-from .tables import table_sheet
+from .tables import Sheet, save_table, table_sheet
 from .tradeoff import describe_seeds, frontier_figure, retention_axes, tradeoff_figure
 
 # %% ../../nbs/results/gallery.ipynb #14507619
@@ -106,10 +105,7 @@ def run_figures(
     return figures | ({"frontier": frontier_figure(cube, axes)} if axes else {})
 
 # %% ../../nbs/results/gallery.ipynb #d23f6b68
-def shared_figures(
-    sources: dict[str, Source],
-    dataset: str,  # name of the corpus
-) -> dict[str, Figure]:
+def shared_figures(sources: dict[str, Source], dataset: str) -> dict[str, Figure]:
     "Draw figures in which every source has its panels, by name; figures without numbers are left out."
     tables, title = [source.table for source in sources.values()], corpus_title(dataset)
     learned = (*in_domain_columns(title), "Train")[0]
@@ -128,10 +124,7 @@ def shared_figures(
     return figures
 
 # %% ../../nbs/results/gallery.ipynb #a844c57b
-def source_sheet(
-    name: str,  # of a table
-    sources: dict[str, Source],
-) -> Sheet | None:
+def source_sheet(name: str, sources: dict[str, Source]) -> Sheet | None:
     "Return a table of all sources, with our seeds and how its cells were selected; None if no source has it."
     sheet = table_sheet(name, sources)
     ours = table_sheet(name, dict(runs=sources["runs"])) if "runs" in sources else None

@@ -91,9 +91,7 @@ class ChartWidget(alt.JupyterChart):
         self.on_pick(keys[-1])
 
 # %% ../../nbs/views/charts.ipynb #a1700004
-def make_pick(
-    name: str = "pick",  # of the selection; one for each panel
-):
+def make_pick(name: str = "pick"):
     "Return the selection of a mark by a click."
     return alt.selection_point(name, fields=["key"], toggle=False)
 

@@ -25,9 +25,7 @@ from .responses import shorten_question, read_answers
 from .runs import RunSelection, describe_checkpoint, describe_missing_run, select_corpus
 
 # %% ../../nbs/views/cube.ipynb #590d5b3d
-def compare_parameters(
-    config: dict[str, Any],  # of a training run
-) -> pd.DataFrame:
+def compare_parameters(config: dict[str, Any]) -> pd.DataFrame:
     "Return a row for each parameter, by name: its `value`, its `default`, and whether the two differ."
     stage = find_stage("train")
     same = {name: config[name] for name in ("preset", "dataset", "dataset_options", "model", "method", "anchor", "gate") if name in config}

@@ -16,8 +16,7 @@ import ipywidgets as widgets
 import numpy as np
 import pandas as pd
 
-from ..analysis.curvature import PARTS, add_alignment_ratio, tensor_sums
-from ..analysis.curvature import FISHER
+from ..analysis.curvature import FISHER, PARTS, add_alignment_ratio, tensor_sums
 from ..results.plots import recipe_colour
 from ..runs import checkpoint_steps, find_runs
 from ..runs.schema import RUN_DIMS

@@ -79,9 +79,7 @@ def count_states(
     return [f"{known} of {len(states)} {name} known" + (f", {lost} lost" if lost else "") for known, lost in counts]
 
 # %% ../../nbs/views/world.ipynb #8bcfb2ff
-def list_memories(
-    names: Iterable[str],  # of benchmarks
-) -> list[str]:
+def list_memories(names: Iterable[str]) -> list[str]:
     "Return the benchmarks that are not about injected facts, the memorised world first."
     rank = {"world": 0, "prefilled": 1, "held-out": 2}
     roles = {name: SUITES[name].role for name in names if name in SUITES}

@@ -24,10 +24,7 @@ class GeneralEngine(HFEngine):
         return Rows(self.model, rows, spare)
 
 # %% ../../../nbs/lab/profiling/evaluation_speed.ipynb #8f151f71
-def load_plain(
-    name: str,  # of a model
-    dtype: str = "float32",
-):
+def load_plain(name: str, dtype: str = "float32"):
     "Load a `(model, tokenizer)` pair with the linear layers of torch."
     from transformers import AutoModelForCausalLM
     return load_part(AutoModelForCausalLM, name, dtype=dtype).eval(), load_tokenizer(name)
