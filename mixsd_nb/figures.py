@@ -92,7 +92,7 @@ def run(
     """Draw all figures and tables, and print our table and the files that were written.
 
     Returns the sources by name, each with its whole cube and with the numbers that tables show."""
-    from mixsd_nb.results.gallery import load_sources, name_suffix, run_figures, save_pictures, shared_figures, source_sheet
+    from mixsd_nb.results.gallery import load_sources, run_figures, save_pictures, shared_figures, source_sheet
     from mixsd_nb.results.summary import summary_table
     from mixsd_nb.results.tables import list_tables
     config, default = make_config(FiguresConfig, **parameters), FiguresConfig()
@@ -109,7 +109,7 @@ def run(
     tables = list_tables(source.cube for source in sources.values())
     sheets = {name: sheet for name in tables if (sheet := source_sheet(name, sources))}
     selection = {k: getattr(config, k) for k in ("source", "dataset", "model", "lr", "rule", "ties")}
-    suffix = name_suffix(model_label(str(v)) for k, v in selection.items() if v != getattr(default, k))
+    suffix = "".join(f"-{model_label(str(v))}" for k, v in selection.items() if v != getattr(default, k)).replace("/", "-")
     figures |= shared_figures(sources, config.dataset)
     files = save_pictures(figures, sheets, suffix)
     for path in files[:len(files) - 2 * len(sheets)]: print(f"figure: {path.relative_to(project_root())}")

@@ -18,7 +18,6 @@ from mixsd_nb.reports.finished import draw_result
 from mixsd_nb.results.cube import cube_of
 from mixsd_nb.results.layout import BENCHMARKS, invent_result
 from mixsd_nb.results.gallery import collapse_source, run_figures, shared_figures
-from mixsd_nb.results.overview import draw_sources
 from mixsd_nb.results.plots import draw_legend, plain_text
 from mixsd_nb.results.tables import make_sheet, style_sheet, to_latex
 
@@ -74,7 +73,6 @@ def test_figures_of_one_run(name):
         labels = [text.get_text() for legend in [fig.axes[-1].get_legend()] if legend for text in legend.get_texts()]
         assert not labels or f"{name}, N=100" in labels
         draw(fig, name)
-    draw(draw_sources([f" {name}", "b"], [True, False], name), name)
 
 
 @pytest.mark.parametrize("name", [HARD[0], "_own $x$"])

@@ -204,10 +204,6 @@ def sampling_of(
     own = suite.sampling.max_new_tokens
     return replace(suite.sampling, max_new_tokens=min(own, task_tokens or own) or max_new_tokens)
 
-
-def _with_length(sampling: Sampling, max_new_tokens: int) -> Sampling:
-    return sampling if sampling.max_new_tokens else replace(sampling, max_new_tokens=max_new_tokens)
-
 # %% ../../nbs/benchmarks/evaluation.ipynb #162e56ff
 class Asked(NamedTuple):
     "Hold what is sampled for a benchmark."
@@ -217,7 +213,8 @@ class Asked(NamedTuple):
 
     def sampling_of(self, name: str) -> Sampling:
         "Return how responses to an item are sampled."
-        return _with_length(self.items[name].sampling or self.sampling, self.sampling.max_new_tokens)
+        sampling = self.items[name].sampling or self.sampling
+        return sampling if sampling.max_new_tokens else replace(sampling, max_new_tokens=self.sampling.max_new_tokens)
 
     @property
     def scored(self) -> bool:

@@ -4,10 +4,9 @@
 
 # %% auto #0
 __all__ = ['Source', 'describe_selection', 'collapse_source', 'load_sources', 'select_part', 'run_figures', 'shared_figures',
-           'source_sheet', 'name_suffix', 'save_pictures']
+           'source_sheet', 'save_pictures']
 
 # %% ../../nbs/results/gallery.ipynb #500ac1a2
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -132,13 +131,6 @@ def source_sheet(name: str, sources: dict[str, Source]) -> Sheet | None:
     cube = sources["runs"].cube
     kind, seeds = "made-up runs" if is_made_up(cube) else "runs", describe_seeds(ours.seeds)
     return replace(sheet, notes=[*sheet.notes, f"{kind}: mean of {seeds}; {cube.attrs['selection']}"])
-
-# %% ../../nbs/results/gallery.ipynb #0eb75045
-def name_suffix(
-    values: Iterable,  # parameters that are not their defaults
-) -> str:
-    "Return the suffix of file names for parameters other than the defaults: a hyphen and the value for each."
-    return "".join(f"-{value}" for value in values).replace("/", "-")
 
 # %% ../../nbs/results/gallery.ipynb #2906281b
 def save_pictures(
