@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['LEARNED', 'HELD_OUT', 'OPENED', 'ERRORS', 'RECALLS', 'FROM_ZERO', 'Case', 'Measure', 'Tables', 'UPDATED', 'NOT_YET',
-           'opened_average', 'error_share', 'measure_values', 'opened_twin', 'measured_axes', 'settings_table', 'align',
-           'Side', 'At', 'Comparison', 'CubeGroup', 'trained_labels', 'simulate_coverage', 'versus_table',
-           'suites_table', 'updates_table', 'levels_table', 'choose_rows', 'selection_table', 'rates_at_ends']
+           'opened_average', 'error_share', 'measure_values', 'opened_twin', 'settings_table', 'align', 'Side', 'At',
+           'Comparison', 'CubeGroup', 'trained_labels', 'simulate_coverage', 'versus_table', 'suites_table',
+           'updates_table', 'levels_table', 'choose_rows', 'selection_table', 'rates_at_ends']
 
 # %% ../../nbs/lab/versus.ipynb #a197c33b
 import math
@@ -67,11 +67,6 @@ def measure_values(
 def opened_twin(what: str) -> str:
     "Return the measure of the opened replies, which a cube need not have."
     return f"{what}-prefilled"
-
-
-def measured_axes(cubes: Sequence[xr.Dataset]) -> list[str]:
-    "List the axes of LEARNED that a cube has."
-    return [axis for axis, name in LEARNED.items() if any(measure_values(cube, name).notnull().any() for cube in cubes)]
 
 # %% ../../nbs/lab/versus.ipynb #fd069f6a
 Case = tuple[str, str]  # corpus and base model

@@ -31,35 +31,28 @@ class Source(NamedTuple):
     table: xr.Dataset  # as returned by `collapse_runs`; of runs with their `count_cell_seeds` too
 
 # %% ../../nbs/results/gallery.ipynb #f19bdbc4
-def describe_selection(
-    cube: xr.Dataset,
-    rule: str = "best",  # as of `select_cells`
-    ties: str = "smallest",  # as of `select_cells`
-) -> str:
+def describe_selection(cube: xr.Dataset, ties: str = "smallest") -> str:
     "Return how the cells of our runs were selected, for a caption."
     by = "validation" if "validation" in cube.benchmark else "training"
-    step = dict(best="the first of the best training accuracy and stable validation",
-                first_peak="at the first peak of training accuracy")[rule]
-    return f"checkpoint: {step}; learning rate: that of the best {by} accuracy, of equal ones the {ties}"
+    return ("checkpoint: the first of the best training accuracy and stable validation; "
+            f"learning rate: that of the best {by} accuracy, of equal ones the {ties}")
 
 # %% ../../nbs/results/gallery.ipynb #f5d2bddc
 def collapse_source(
     cube: xr.Dataset,  # of runs
-    rule: str = "best",  # as of `select_cells`
     ties: str = "smallest",  # as of `select_cells`
 ) -> Source:
     "Return a cube of runs with the checkpoints that `select_cells` selects for tables; its attribute `selection` says how."
-    mask = cell_mask(cube, select_cells(cube, rule, ties))
+    mask = cell_mask(cube, select_cells(cube, ties))
     counts = {f"{name}_seeds": count_cell_seeds(cube, mask, name) for name in ("accuracy", "displacement_sq") if name in cube}
     table = collapse_runs(cube, mask).assign(counts)
-    return Source(cube.assign_attrs(selection=describe_selection(cube, rule, ties)), table)
+    return Source(cube.assign_attrs(selection=describe_selection(cube, ties)), table)
 
 # %% ../../nbs/results/gallery.ipynb #f00af589
 def load_sources(
     source: str,  # runs, paper or both
     folder: str | Path | None = None,  # holds run folders; default: runs_root()
     *,
-    rule: str = "best",  # as of `select_cells`
     ties: str = "smallest",  # as of `select_cells`
     cell: tuple[str, str] | None = None,  # as of `open_cube`
     skip_corrupt: bool = False,  # leave out what cannot be read, with a warning, instead of raising an error
@@ -68,7 +61,7 @@ def load_sources(
     "Return sources by name, `runs` before `paper`. Errors as in `open_cube`."
     sources = {}
     if source != "paper":
-        sources["runs"] = collapse_source(open_cube(folder, cell=cell, skip_corrupt=skip_corrupt, **where), rule, ties)
+        sources["runs"] = collapse_source(open_cube(folder, cell=cell, skip_corrupt=skip_corrupt, **where), ties)
     if source != "runs": sources["paper"] = Source(paper_cube(), collapse_runs(paper_cube()))
     return sources
 
