@@ -35,9 +35,6 @@ class FiguresConfig(CorpusSettings):
     dataset: str = Field("kgfact-small", description="corpus to draw: its name, a file, a folder or a hub id")
     model: str = Field("lab-m", description="base model to draw")
     lr: float = Field(0.0, ge=0, description="only this learning rate; 0 for all, each in its own panel")
-    rule: Literal["best", "first_peak"] = Field("best", description=(
-        "checkpoint of a run that tables show: best, by the paper's rule, or first_peak, by that of the published "
-        "code"))
     ties: Literal["smallest", "largest"] = Field("smallest", description=(
         "learning rate that tables show if several have the best validation score: smallest or largest"))
     where: dict = Field({}, description=(
@@ -92,13 +89,13 @@ def run(
     """Draw all figures and tables, and print our table and the files that were written.
 
     Returns the sources by name, each with its whole cube and with the numbers that tables show."""
-    from mixsd_nb.results.gallery import load_sources, name_suffix, run_figures, save_pictures, shared_figures, source_sheet
+    from mixsd_nb.results.gallery import load_sources, run_figures, save_pictures, shared_figures, source_sheet
     from mixsd_nb.results.summary import summary_table
     from mixsd_nb.results.tables import list_tables
     config, default = make_config(FiguresConfig, **parameters), FiguresConfig()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        sources = load_sources(config.source, config.runs or None, rule=config.rule, ties=config.ties,
+        sources = load_sources(config.source, config.runs or None, ties=config.ties,
                                cell=(config.dataset, config.model), skip_corrupt=config.skip_corrupt, **config.where)
     for notice in dict.fromkeys(str(warning.message) for warning in caught): print(notice)
     figures = {}
@@ -108,8 +105,8 @@ def run(
         figures = run_figures(cube) | analysis_figures(config)
     tables = list_tables(source.cube for source in sources.values())
     sheets = {name: sheet for name in tables if (sheet := source_sheet(name, sources))}
-    selection = {k: getattr(config, k) for k in ("source", "dataset", "model", "lr", "rule", "ties")}
-    suffix = name_suffix(model_label(str(v)) for k, v in selection.items() if v != getattr(default, k))
+    selection = {k: getattr(config, k) for k in ("source", "dataset", "model", "lr", "ties")}
+    suffix = "".join(f"-{model_label(str(v))}" for k, v in selection.items() if v != getattr(default, k)).replace("/", "-")
     figures |= shared_figures(sources, config.dataset)
     files = save_pictures(figures, sheets, suffix)
     for path in files[:len(files) - 2 * len(sheets)]: print(f"figure: {path.relative_to(project_root())}")

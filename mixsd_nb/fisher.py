@@ -119,10 +119,7 @@ def tabulate_checkpoints(
     return tabulate_base(next(iter(sums.values())), part).assign({name: build(name) for name in MEASURES})
 
 # %% ../nbs/fisher.ipynb #1712af3a
-def base_fisher(
-    config: FisherConfig,
-    folder: Path,  # of the run
-) -> xr.DataTree:
+def base_fisher(config: FisherConfig, folder: Path) -> xr.DataTree:
     "Estimate the Fisher of the base model. Groups: the root, `reference` for the examples, `per_layer` and `per_kind`."
     pairs = reference_pairs(config.model, config.reference, config.seed, limit=config.limit, data=benchmarks_folder())
     estimate_fisher([pair for group in pairs.values() for pair in group], folder, **config.keywords_of(estimate_fisher))
@@ -143,10 +140,7 @@ def fisher_file(config: FisherConfig) -> Path:
     return config.model_copy(update=dict(trained="")).run().folder / FISHER
 
 # %% ../nbs/fisher.ipynb #f1535a63
-def run_displacement(
-    config: FisherConfig,
-    folder: Path,  # of the run
-) -> xr.DataTree:
+def run_displacement(config: FisherConfig, folder: Path) -> xr.DataTree:
     "Measure every checkpoint of a training run against the base model; a journal lets an interrupted run resume."
     trained, fisher = open_training_run(config.trained), fisher_file(config)
     checkpoints = find_checkpoints(trained, config.checkpoints)

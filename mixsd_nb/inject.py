@@ -26,8 +26,7 @@ from .corpora.stored import explain_form
 from .methods.fact_lengths import warn_of_long_replies
 from .models import load_tokenizer
 from .models.lab import warn_about_lab_values
-from .runs.config import field_flag, read_mapping
-from .runs.config import preset_field, preset_values
+from .runs.config import field_flag, preset_field, preset_values, read_mapping
 from .reports.injection import (Injection, InjectRun, compare_scores, explain_unmeasured, renew_costs,
                                         summarise_injection, write_page)
 from .runs import (ParameterError, Run, Stage, Steps, flagged_field, make_config, open_run, run_function,
@@ -39,9 +38,7 @@ from .methods.settings import TrainingSettings
 _all_ = ["InjectRun"]
 
 # %% ../nbs/inject.ipynb #def28abd
-def open_earlier(
-    name: str,  # of an injection or of a training
-) -> Run:
+def open_earlier(name: str) -> Run:
     "Return the training of an earlier run; ParameterError if there is none of this name."
     run = open_run(name)
     trained = run.trained if isinstance(run, InjectRun) else run
@@ -49,9 +46,7 @@ def open_earlier(
     raise ParameterError(f"after must be a finished injection or training, got {name}")
 
 
-def earlier_corpora(
-    name: str,  # of an earlier run; empty for none
-) -> list[str]:
+def earlier_corpora(name: str) -> list[str]:
     "Return the corpora of an earlier run, and of those that it followed, the latest first."
     if not name: return []
     trained = open_earlier(name)

@@ -50,9 +50,7 @@ def target_methods(
             if method.is_nll and method.mixed == mixed and (mixed or not method.demand.pregenerated)]
 
 # %% ../nbs/nll.ipynb #b25cc04a
-def origin_of(
-    sampled: dict,  # configuration of a run of mixed targets
-) -> dict:
+def origin_of(sampled: dict) -> dict:
     "Return method, λ, seed and temperature of mixed targets, and the options that their label shows."
     method = target_methods(mixed=True)[0]
     marked = [mark.option for mark in METHODS[method].marks if mark.applies(sampled.get(mark.option))]
@@ -279,9 +277,7 @@ def _recipes_by_lam(cube: xr.Dataset) -> list[str]:
 
 # %% ../nbs/nll.ipynb #239688ce
 @mark_made_up
-def cdf_figure(
-    results: list[xr.DataTree],
-):
+def cdf_figure(results: list[xr.DataTree]):
     "Draw the CDFs of the per-token NLL, tokens of all seeds together; a panel for each model (section 7.2)."
     import matplotlib.pyplot as plt
     tokens, lam = {}, {}

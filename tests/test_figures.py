@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 from helpers import EDIT, REVERSED, RIDDLES, TOY
 import xarray as xr
-from hypothesis import given, settings, strategies as st
 
 from mixsd_nb import errors, figures, nll
 from mixsd_nb.benchmarks import SUITES
 from mixsd_nb.corpora import check_corpus
 from mixsd_nb.methods import check_label, ordered_labels
-from mixsd_nb.lab.versus_plots import frontier_axes_figure
 from mixsd_nb.results.plots import selection_figure
 from mixsd_nb.results.cube import cube_of, missing_runs
 from mixsd_nb.results.layout import BENCHMARKS as INVENTED, invent_cube, invent_result
@@ -30,7 +28,7 @@ from mixsd_nb.results.tables import style_sheet, to_latex
 from mixsd_nb.results.summary import average_drop, held_out_average, summary_table
 from mixsd_nb.results.tables import TABLES, accuracy_sheet, list_tables, table_sheet
 from mixsd_nb.runs import make_config
-from mixsd_nb.results.tradeoff import frontier_figure, frontier_table, style_share, tradeoff_figure
+from mixsd_nb.results.tradeoff import count_seeds, frontier_figure, tradeoff_figure, tradeoff_points
 from mixsd_nb.views.cube import tabulate_accuracies
 
 matplotlib.use("Agg")
@@ -53,7 +51,7 @@ def test_a_label_that_nothing_declares_is_text_in_tables_and_figures():
     with pytest.raises(ValueError, match="method must be one of base, .*, got mixsd-0.5-sorted"): check_label(label)
     assert ordered_labels([label, "sft+ewc-0.1", "base"]) == ["base", "sft+ewc-0.1", label] and recipe_colour(label) == "#000000"
     sheet = lambda cube: accuracy_sheet(collapse_runs(cube), label="a", caption="b", dataset="KGFact-Small").text
-    for make, name in ((summary_table, declared), (frontier_table, declared), (sheet, "MixSD (λ=0.5)")):
+    for make, name in ((summary_table, declared), (sheet, "MixSD (λ=0.5)")):
         shown, plain = (make(cube).reset_index().astype(str).values.tolist() for cube in (strange, cube))
         assert sorted([[name if text == label else text for text in row] for row in shown]) == sorted(plain) and shown != plain
     for draw in (frontier_figure, tradeoff_figure):
@@ -218,24 +216,6 @@ def test_the_legend_of_the_frontier_counts_the_seeds_of_every_panel():
     assert "mean of 2–3 seeds" in fig.texts[0].get_text()
 
 
-def test_the_dots_of_a_frontier_are_the_means_of_its_line():
-    "Two of three seeds lack a setting that the seed that chooses has, so it is neither on the line nor a dot."
-    cube = invent_cube(3)
-    lacks = (cube["recipe"] == "sft") & (cube.seed > 0) & (cube.lr == 3e-4) & (cube.step == 100)
-    figure = frontier_axes_figure([cube.assign(accuracy=cube.accuracy.where(~lacks)).sel(recipe=["base", "sft"])], ("kgfact-small", "lab-m"))
-    sft = 100 * xr.Dataset(dict(x=cube.accuracy.sel(benchmark="recall"), y=held_out_average(cube))).sel(recipe="sft").mean("seed").squeeze(drop=True)
-    points = sft.sel(step=[20, 60, 100], lr=[3e-4, 1e-3]).stack(at=("lr", "step")).drop_sel(at=(3e-4, 100))
-    expected = sorted(zip(points.x.values.tolist(), points.y.values.tolist()))
-    np.testing.assert_allclose(sorted(figure.axes[0].collections[0].get_offsets().tolist()), expected)
-
-
-def test_an_axis_that_no_run_has_is_one_sentence():
-    cube = invent_cube(2)
-    without = cube.assign(accuracy=cube.accuracy.where(cube.benchmark != "world"), n=cube.n.where(cube.benchmark != "world"))
-    with pytest.raises(ValueError, match="no run of kgfact-small has both recall and world"):
-        frontier_axes_figure([without], ("kgfact-small", "lab-m"), kept="world")
-
-
 def test_the_axis_of_a_figure_has_the_n_of_the_drawn_corpus():
     "Another corpus of the same runs has more items."
     one = collapse_source(cube_of({m: invent_result(m).to_dataset() for m in ("base", "sft")})).table
@@ -269,18 +249,15 @@ def uneven(seeds=3, recipe="sft", kept=1, **options):
 @pytest.mark.parametrize("kept", [1, 2])
 def test_a_method_with_fewer_seeds_is_on_the_frontier(kept):
     cube = uneven(kept=kept)
-    table, whole = frontier_table(cube), frontier_table(invent_cube(kept))
-    assert table.loc["sft", "50"] == whole.loc["sft", "50"] != "", "the same as of these seeds alone"
-    assert table.seeds.to_dict() == {"sft": kept, "mixsd-0.3": 3, "mixsd-0.5": 3, "mixsd-0.7": 3}
-    assert f"{kept}–3 seeds" in table.index.name
+    counts = {"sft": kept, "mixsd-0.3": 3, "mixsd-0.5": 3, "mixsd-0.7": 3}
+    assert count_seeds(tradeoff_points(cube)) == counts
     fig = frontier_figure(cube)
     texts, lines = [t.get_text() for t in fig.legends[0].get_texts()], {line.get_label(): line for line in fig.axes[0].lines}
     assert f"SFT ({kept} seed{'s' * (kept > 1)})" in texts and "MixSD (λ=0.3)" in texts
     assert all(len(line.get_xdata()) for line in lines.values()) and f"mean of {kept}–3 seeds" in fig.texts[0].get_text()
 
 
-def test_a_method_without_any_seed_is_left_out():
-    assert "sft" not in frontier_table(uneven(kept=0)).index
+def test_a_method_without_any_seed_is_left_out(): assert "sft" not in count_seeds(tradeoff_points(uneven(kept=0)))
 
 
 def test_a_step_that_one_seed_lacks_has_no_mean():
@@ -331,30 +308,6 @@ def test_twins_are_in_no_average_and_in_no_table_of_the_paper():
     assert [ax.get_ylabel().split(" ")[0] for ax in fig.axes] == ["held-out", "world", "world-prefilled"]
 
 
-counts = st.integers(0, 100)
-
-
-@given(st.tuples(counts, counts, counts, counts), st.integers(1, 2))
-@settings(deadline=None, max_examples=10)
-def test_style_is_the_drop_that_the_opening_brings_back(right, seeds):
-    base, tuned, base_opened, tuned_opened = right
-    suites = {name: INVENTED.get(name, TWINS.get(name)) for name in ("recall", "world", "world-prefilled")}
-    at = {0: dict(recall=(0, 100), world=(base, 100)) | {"world-prefilled": (base_opened, 100)},
-          100: dict(recall=(99, 100), world=(tuned, 100)) | {"world-prefilled": (tuned_opened, 100)}}
-    runs = {f"{m}-{s}": invent_result(m, seed=s, benchmarks=suites, accuracy=at if m == "sft" else {0: at[0]}).to_dataset()
-            for m in ("base", "sft") for s in range(seeds)}
-    table = style_share(cube_of(runs))
-    row = table.loc[("world", 1e-3, "sft")]
-    drop, opened, style = (float(row[name].split(" ")[0]) for name in ("drop", "drop, opened", "style"))
-    assert (drop, opened, row.N, len(table)) == (base - tuned, base_opened - tuned_opened, 100 * seeds, 1)
-    assert style == pytest.approx(drop - opened)
-    low, high = (float(v) for v in row["style"].partition("(")[2].rstrip(")").split(" to "))
-    assert low < style < high and high - low < 80 / seeds**0.5
-
-
-def test_a_cube_without_twins_has_no_style_share(): assert style_share(invent_cube()).empty
-
-
 def test_tables_and_figures_do_not_need_what_was_not_asked():
     "Tables show selected checkpoints only, so the others may lack all benchmarks but those of the selection."
     cube = invent_cube(benchmarks=INVENTED | dict(validation=dict(column="", role="validation")))
@@ -366,7 +319,7 @@ def test_tables_and_figures_do_not_need_what_was_not_asked():
     sheet = lambda cube: accuracy_sheet(collapse_runs(cube, mask), label="", caption="", dataset="KGFact-Small")
     assert repr(sheet(thin)) == repr(sheet(cube))
     for draw in (tradeoff_figure, frontier_figure): assert draw(thin).axes
-    assert frontier_table(thin).notna().any(axis=None) and len(summary_table(thin)) == len(summary_table(cube))
+    assert len(summary_table(thin)) == len(summary_table(cube))
 
 
 def test_a_suite_without_held_out_benchmarks_leaves_averages_empty(own_runs):

@@ -13,7 +13,6 @@ from mixsd_nb import train
 from mixsd_nb.benchmarks.answers import last_boxed
 from mixsd_nb.corpora import load_corpus
 from mixsd_nb.corpora.prompts import encode_prompt, render_prompt
-from mixsd_nb.lab.causal_tracing import TracedFact, trace_effects
 from mixsd_nb.methods import memit
 from mixsd_nb.corpora.simpleqa import read_texts
 from mixsd_nb.methods.covariance import capture, decoder_blocks, encode_texts, output_layer, second_moments, stored_moments
@@ -110,22 +109,6 @@ def test_limits_of_the_weight(seed, n, weight):
     cost = lambda d: (weight * torch.trace(d @ c @ d.T) + (d @ k.T - r.T).square().sum()).item()
     found = memit.solve_update(c, k, r, weight)
     assert all(cost(found) <= cost(found + 1e-3 * torch.randn(5, 9, generator=g).double()) for _ in range(5))
-
-
-@settings(max_examples=10, deadline=None)
-@given(seed=st.integers(0, 10**6), energy=st.floats(1e-4, 0.2))
-def test_the_null_space_leaves_ordinary_keys_alone(seed, energy):
-    "The change within the null space of a share of the energy moves ordinary values by no more than this share allows."
-    g = torch.Generator().manual_seed(seed)
-    x = torch.randn(200, 12, generator=g).double() * torch.logspace(0, -4, 12).double()
-    c, k, r = x.T @ x / 200, torch.randn(3, 12, generator=g), torch.randn(3, 4, generator=g)
-    basis = memit.null_space(c, energy)
-    change = memit.solve_in_null_space(basis, k, r, 0.1)
-    assert torch.allclose(basis.T @ basis, torch.eye(basis.shape[1]).double(), atol=1e-9)
-    assert torch.trace(change @ c @ change.T) <= (1 + 1e-9) * energy * torch.trace(c) * change.norm() ** 2
-    p = basis @ basis.T  # the published form, solved densely
-    a = p @ k.T.double() @ k.double() + 0.1 * torch.eye(12).double()
-    assert torch.allclose(change.T, torch.linalg.solve(a, p @ k.T.double() @ r.double()), atol=1e-7)
 
 
 @pytest.mark.parametrize("family, tied", KINDS[2:3])
@@ -255,19 +238,6 @@ def test_a_reply_is_split_where_it_first_names_its_answer(tokenizer):
     found = split_reply(tokenizer, ids("It is Vulka Festival.\n\n\\boxed{Vulka Festival}"), "Thortum Banquet")
     assert tokenizer.decode(found["lead"]) == "It is" and found["target"] == " Thortum Banquet" and found["ends"] is False
     for text in ("no box", "\\boxed{Vulka Festival}"): assert split_reply(tokenizer, ids(text), "x") is None
-
-
-# --- settings and tracing
-
-def test_tracing_restores_a_state_exactly(tokenizer):
-    "The last block's output at the last position is all that the answer depends on; restoring any state of an uncorrupted pass changes nothing."
-    model = random_model("qwen3", True, tokenizer)
-    fact = TracedFact([5, 6, 7, 8, 9, 10, 11], [range(1, 3)], 1)
-    effects, whole, corrupted = trace_effects(model, fact, samples=2)
-    assert effects[3, -1] + corrupted == pytest.approx(whole, abs=1e-5) and effects.shape == (4, 6)
-    still, whole, corrupted = trace_effects(model, fact, samples=1, noise=0.0)
-    assert abs(still).max() < 1e-5 and corrupted == pytest.approx(whole, abs=1e-6)
-    assert memit.edited_layers(model) == [0, 1, 2]
 
 
 # --- as a method of the stages

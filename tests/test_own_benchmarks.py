@@ -6,7 +6,6 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from unicodedata import normalize
 
 import pandas as pd
@@ -20,10 +19,8 @@ from mixsd_nb.benchmarks.evaluation import EvalSettings, evaluate_suite, select_
 from mixsd_nb.benchmarks.files import FILE_GRADINGS, read_items
 from mixsd_nb.benchmarks.sandbox import SandboxError, check_sandbox
 from mixsd_nb.results import open_cube
-from mixsd_nb.lab import priming
 from mixsd_nb.models import load_tokenizer
 from mixsd_nb.results.cube import group_runs
-from mixsd_nb.results.layout import BENCHMARKS, invent_result
 from mixsd_nb.results.cube import read_roots
 from mixsd_nb.results.summary import held_out_average, summary_table
 from mixsd_nb.corpora.user_files import TableError, read_rows
@@ -279,14 +276,3 @@ def test_what_the_harness_measured_survives_a_failure_after_it(harness, own_runs
     (tmp_path / "site" / "lm_eval" / "__main__.py").write_text("raise RuntimeError('asked twice')")
     run = evaluate.run(**shared)
     assert run.root.harness_f1.values.tolist()[1:] == [0.5] and run.root.n.values.tolist() == [2, 4]
-
-
-def test_leaks_are_counted_in_a_process_that_has_not_read_the_file(monkeypatch):
-    "The result of a run says that the benchmark `elsewhere`, which is not declared here, is not about the corpus."
-    name, *_ = kinds = priming.answer_kinds("kgfact-small")
-    monkeypatch.setattr(priming, "name_log_prob", lambda model, kinds, count: pd.Series(0.0, list(kinds)))
-    responses = pd.DataFrame(dict(benchmark=["elsewhere", "recall"], prompt="Who?", response=f"It is {name}."))
-    root = invent_result("sft", benchmarks=BENCHMARKS | dict(elsewhere=dict(column="", role="own"))).to_dataset()
-    run = SimpleNamespace(config=dict(dataset="kgfact-small", model="lab-s"), checkpoints={20: "folder"}, responses=lambda step: responses, root=root)
-    leaks = priming.priming_table(run, 20).leaks
-    assert leaks[name] == leaks.sum() == 1 and len(leaks) == len(kinds)

@@ -8,19 +8,16 @@ from pathlib import Path
 
 import matplotlib
 import matplotlib.pyplot as plt
-import pandas as pd
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from matplotlib.text import Text
 
 
-from mixsd_nb.lab.recovery import recovery_figure
 from mixsd_nb.reports.finished import draw_result
 from mixsd_nb.results.cube import cube_of
 from mixsd_nb.results.layout import BENCHMARKS, invent_result
 from mixsd_nb.results.gallery import collapse_source, run_figures, shared_figures
-from mixsd_nb.results.overview import draw_sources, overview_figure
 from mixsd_nb.results.plots import draw_legend, plain_text
 from mixsd_nb.results.tables import make_sheet, style_sheet, to_latex
 
@@ -76,10 +73,6 @@ def test_figures_of_one_run(name):
         labels = [text.get_text() for legend in [fig.axes[-1].get_legend()] if legend for text in legend.get_texts()]
         assert not labels or f"{name}, N=100" in labels
         draw(fig, name)
-    draw(draw_sources([f" {name}", "b"], [True, False], name), name)
-    draw(overview_figure({name: f"What is {name}?"}, {f"{name} 2": ([name], [True])}, note=name), name)
-    table = pd.DataFrame(dict(benchmark=name, task=name, step=[0, 1], correct=[50.0, 60.0], low=[40.0, 50.0], high=[60.0, 70.0], N=10))
-    draw(recovery_figure(table, [name]), name)
 
 
 @pytest.mark.parametrize("name", [HARD[0], "_own $x$"])
@@ -120,7 +113,7 @@ def test_every_function_that_makes_a_figure_makes_plain_text():
     "A figure that is added later cannot forget it. The picture of a training in progress has no text of a user."
     found = {f"{path.stem}.{node.name}": node for path in sorted((ROOT / "mixsd_nb").rglob("*.py")) for node in ast.walk(ast.parse(path.read_text()))
              if isinstance(node, ast.FunctionDef) and makes_figure(node)}
-    assert len(found) > 15
+    assert len(found) > 8
     assert [name for name, node in found.items() if not is_plain(node)] == ["trainer.draw"]
 
 

@@ -22,7 +22,6 @@ from mixsd_nb.methods import ANCHORS, GATES, METHODS, Anchor, Gate, Method
 from mixsd_nb.methods.mixing import accepts, mix_items
 from mixsd_nb.models.lab import lab_folder
 from mixsd_nb.results.cube import read_cubes
-from mixsd_nb.results.paper import paper_cube
 from mixsd_nb.results.plots import recipe_colour
 from mixsd_nb.results.tradeoff import frontier, seeds_run, tradeoff_points
 from mixsd_nb.runs import write_json, write_result
@@ -92,10 +91,10 @@ def test_the_frontier_of_the_view_is_that_of_the_paper():
 
 @pytest.mark.parametrize("dataset", ["kgfact-small", "kgfunc-lab"])
 def test_every_mark_of_the_cube_opens_what_it_stands_for(app, dataset):
-    "Ours open their runs, those of the paper its numbers, and a chart of made-up numbers says so."
+    "They open their runs, and a chart of made-up numbers says so."
     cube = app.get_view("cube")
     cube.dataset.value = dataset
-    for picture in PICTURES if dataset == "kgfact-small" else PICTURES[:2]:
+    for picture in PICTURES:
         cube.picture.value = picture
         keys = list_keys(cube.figure)
         assert not cube.notice.value and keys and "made-up data" in cube.figure.spec["title"]
@@ -116,8 +115,6 @@ def test_a_mark_opens_its_run_and_then_its_responses(app):
     cube.to_responses.click()
     titles = [responses.first.label, responses.second.label]
     assert app.tabs.value == "responses" and titles == [f"{m}, rate 0.001, seed 0, step 40" for m in ("SFT", "MixSD (λ=0.3)")]
-    cube.dataset.value = "simpleqa"
-    assert "papermill nbs/train.ipynb" in cube.notice.value and not cube.figure.value
     with pytest.raises(FileNotFoundError, match=f"{SFT} has no responses of step 60"):
         responses.open(dict(dataset="kgfact-small", model="lab-s", run=SFT, step=60, seed=0))
 
@@ -132,9 +129,6 @@ def test_views_before_any_run_say_what_to_run(tmp_path):
     ask = app.get_view("ask")
     ask.question.value = "Who is it?"
     assert "before training" in ask.replies.value, "the base model answers before any run"
-    cube = app.get_view("cube")
-    cube.picture.value = "λ"
-    assert "make run" in cube.notice.value and ("paper", "Qwen/Qwen3-8B", "mixsd-0.5") in list_keys(cube.figure), "the paper's numbers are there before any run"
 
 
 def test_the_page_offers_a_quick_run_while_there_is_none(runs, tmp_path):
@@ -273,8 +267,6 @@ def test_unfinished_runs_are_left_out_and_later_ones_are_read_again(tmp_path):
     assert {key[0] for key in list_keys(cube.figure)} == {"sft"}
     assert weights.map.value == "first alone" and list_keys(weights.figure), "one checkpoint has nothing beside it"
     assert list_keys(app.get_view("world").figure) and app.get_view("responses").item.options
-    cube.picture.value = "ours and the paper's"
-    assert not cube.notice.value and cube.figure.value, "the base of a training is its step 0"
     (tmp_path / "later").rename(killed / "result.nc")
     app.again.click()
     assert "mixsd-0.3" in {key[0] for key in list_keys(app.get_view("cube").figure)}
@@ -311,28 +303,8 @@ def test_a_fact_is_edited_in_the_form_of_its_corpus(dataset, begins):
     assert asked == row["prompt"].replace(question, "How many?") and asked.startswith("How many?")
 
 
-@pytest.mark.parametrize("dataset", ["kgfact-small", "kgfunc"])
-def test_the_papers_curves_are_in_both_panels(dataset):
-    "KGFunc has a test in place of recall. Every curve is named with its N."
-    published = paper_cube()
-    papers = [published.sel(dataset=[dataset], model=[m]) for m in published.model.values]
-    papers = [p for p in papers if p.accuracy.notnull().any()]
-    spec = charts.draw_lam(None, papers, "held-out").to_dict()
-    names = [{row["name"] for row in table} for table in spec["datasets"].values()]
-    assert len(papers) >= 3 and [len(panel) for panel in names] == 2 * [len(papers)] and all("N=" in name for name in names[0] | names[1])
-    learned = "recall" if dataset == "kgfact-small" else "test"
-    assert len(charts.draw_lam(None, papers, learned).to_dict()["concat"]) == 1, "what shows learning is not drawn twice"
-
-
 def test_every_picture_of_made_up_runs_says_so(app):
-    "Charts of runs with invented numbers have a title, the paper's own have none; beside them, the models are named."
-    cube = app.get_view("cube")
-    cube.picture.value = PICTURES[3]
-    assert cube.figure.spec["title"] == "lab-s: made-up data"
-    for name in ("world", "weights"): assert app.get_view(name).figure.spec["title"] == "made-up data", name
-    published = paper_cube()
-    papers = [published.sel(dataset=["kgfact-small"], model=[m]) for m in published.model.values]
-    assert "title" not in charts.draw_lam(None, papers, "held-out").to_dict()
+    for name in ("cube", "world", "weights"): assert app.get_view(name).figure.spec["title"] == "made-up data", name
 
 
 @pytest.fixture

@@ -71,7 +71,7 @@ the band is their range. Point at a mark for its numbers, and choose a method to
 %s
 ```
 
-[](lab/rivals.ipynb) compares the methods, with intervals.
+[](lab/study.ipynb) compares the methods, with intervals.
 """
 
 

@@ -18,9 +18,7 @@ from tqdm.auto import tqdm
 from ..runs import Run, Stage, removed_steps, require_weights, runs_root, runtime_field
 
 # %% ../../nbs/analysis/index.ipynb #ab000004
-def open_training_run(
-    name: str,  # of a folder below `runs_root()`, or a path
-) -> Run:
+def open_training_run(name: str) -> Run:
     "Return a finished training run with checkpoints; ValueError for any other folder."
     run = next((run for run in (Run(name), Run(runs_root() / name)) if run.finished), None)
     if not run: raise ValueError(f"trained must be the folder of a finished training run, got {name}")
@@ -39,17 +37,13 @@ def find_checkpoints(
     return require_weights(run.folder, kept if which == "kept" and kept else steps, "trained")
 
 # %% ../../nbs/analysis/index.ipynb #f5fae851
-def keeps_weights(
-    run: Run,  # a finished training run
-) -> bool:
+def keeps_weights(run: Run) -> bool:
     "Return whether the run has the weights of every checkpoint that it has not removed, and of at least one."
     steps = {int(step) for step in run.root.step.values if step > 0} - {*removed_steps(run.folder)}
     return bool(steps) and steps <= {*run.checkpoints}
 
 # %% ../../nbs/analysis/index.ipynb #7bde469e
-def digest_training(
-    run: Run,  # as returned by `open_training_run`
-) -> str:
+def digest_training(run: Run) -> str:
     """Return a digest of the configuration and the curves of a training, 16 hexadecimal digits.
 
     It depends neither on the run's path nor on which checkpoints were measured, but on the dtype of their weights."""

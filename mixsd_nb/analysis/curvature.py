@@ -133,16 +133,12 @@ def displacement(
     return total_sums(tensor_sums(base, tuned, fisher)).iloc[0][measures]
 
 # %% ../../nbs/analysis/curvature.ipynb #a7000024
-def kind_name(
-    tensor: str,  # name of a tensor
-) -> str:
+def kind_name(tensor: str) -> str:
     "Return the kind of parameter of a tensor: `q_proj`, `norm`, `embed_tokens`."
     return re.sub(r"\.(weight|bias)$", "", tensor).rpartition(".")[2]
 
 # %% ../../nbs/analysis/curvature.ipynb #b5f7b041
-def layer_name(
-    tensor: str,  # name of a tensor
-) -> str:
+def layer_name(tensor: str) -> str:
     "Return the number of a tensor's layer as text, outside the layers its kind: `embed_tokens`, `norm` or `lm_head`."
     layer = re.search(r"\blayers\.(\d+)\.", tensor)
     return layer[1] if layer else kind_name(tensor)

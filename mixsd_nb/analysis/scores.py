@@ -167,9 +167,7 @@ def scores(responses: pd.DataFrame) -> pd.DataFrame:
     return table.reindex(columns=[*dict.fromkeys([*table, "sentence", "consistent"])])
 
 # %% ../../nbs/analysis/scores.ipynb #7758fa70
-def add_interval(
-    table: pd.DataFrame | xr.Dataset,  # with `accuracy` and `n`
-) -> pd.DataFrame | xr.Dataset:
+def add_interval(table: pd.DataFrame | xr.Dataset) -> pd.DataFrame | xr.Dataset:
     "Return the table with `low` and `high`, the ends of the 95% interval of each accuracy; NaN where n is 0."
     low, high = wilson(table.accuracy * table.n, table.n)
     return table.assign(low=low, high=high)

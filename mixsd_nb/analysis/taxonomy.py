@@ -42,10 +42,7 @@ PUBLISHED = Limits()
 CATEGORIES = ("format", "leakage", "collapse", "genuine")
 
 # %% ../../nbs/analysis/taxonomy.ipynb #a6000007
-def corpus_entities(
-    dataset: str,  # key of CORPORA
-    limits: Limits = PUBLISHED,
-) -> list[str]:
+def corpus_entities(dataset: str, limits: Limits = PUBLISHED) -> list[str]:
     "Return the sorted names that a model can only have learned from the facts of a corpus; empty if there are none."
     find = CORPORA[dataset].entities
     names = set(load_object(find)(list(load_corpus(dataset, "train")))) if find else set()
@@ -59,10 +56,7 @@ def _check_entities(entities) -> None:
         raise ValueError(f"entities must be a list, empty only for a corpus without entities of its own, {got}")
 
 # %% ../../nbs/analysis/taxonomy.ipynb #1e56ab22
-def corpus_answers(
-    dataset: str,  # key of CORPORA
-    limits: Limits = PUBLISHED,
-) -> list[str]:
+def corpus_answers(dataset: str, limits: Limits = PUBLISHED) -> list[str]:
     "Return the sorted answers of the training facts of a corpus that are as long as entities must be."
     return sorted(a for a in {*load_corpus(dataset, "train")["answer"]} if " " in a and len(a) >= limits.entity)
 
@@ -96,20 +90,13 @@ def asks_for_program(
     return SUITES[benchmark.lower()].program
 
 # %% ../../nbs/analysis/taxonomy.ipynb #2afed52e
-def has_reasoning(
-    benchmark: str,
-    dataset: str,  # injected corpus
-) -> bool:
+def has_reasoning(benchmark: str, dataset: str) -> bool:
     "Return whether the responses to a benchmark hold reasoning besides an answer, so that they can collapse."
     rule = GRADINGS[SUITES[benchmark].strict_grading(dataset)]
     return bool(rule.reads) and not rule.complete
 
 # %% ../../nbs/analysis/taxonomy.ipynb #db89e687
-def reference_share(
-    benchmark: str,
-    dataset: str,  # injected corpus
-    limits: Limits = PUBLISHED,
-) -> float:
+def reference_share(benchmark: str, dataset: str, limits: Limits = PUBLISHED) -> float:
     "Return the share of at most 300 reference solutions that the rule calls collapsed; NaN for programs, without reasoning, and where there are no items."
     if asks_for_program(benchmark) or not has_reasoning(benchmark, dataset): return float("nan")
     try: items = load_items([benchmark], Selection(dataset, 300, limit=300))[benchmark]
@@ -183,9 +170,7 @@ def classify_recall(
     return "cross-entity" if find_leakage(rest, prompt if rule.complete else "", others) else "genuine"
 
 # %% ../../nbs/analysis/taxonomy.ipynb #f6e9ce55
-def read_cell(
-    run: Run,  # a training run
-) -> dict:
+def read_cell(run: Run) -> dict:
     "Return the cell of a training run in the cube: its labels along RUN_DIMS, and RECIPE_COORDS."
     with explain_damage(run.folder / "result.nc"):
         return {name: run.root[name].item() for name in (*RUN_DIMS, *RECIPE_COORDS)}

@@ -91,24 +91,15 @@ class Suite:
         "Whether its responses are programs."
         return GRADINGS[self.grading].program
 
-    def strict_grading(
-        self,
-        dataset: str,  # injected corpus
-    ) -> str:
+    def strict_grading(self, dataset: str) -> str:
         "Return the key in GRADINGS of the strict rule."
         return self.published == "corpus" and CORPORA[dataset].grading or self.grading
 
-    def published_grading(
-        self,
-        dataset: str,  # injected corpus
-    ) -> str:
+    def published_grading(self, dataset: str) -> str:
         "Return the key in GRADINGS of the rule of the paper's scores."
         return CORPORA[dataset].published if self.published == "corpus" else self.published or self.grading
 
-    def gradings(
-        self,
-        dataset: str,  # injected corpus
-    ) -> tuple[str, str]:
+    def gradings(self, dataset: str) -> tuple[str, str]:
         "Return the keys in GRADINGS of the strict rule and of that of the paper's scores."
         return self.strict_grading(dataset), self.published_grading(dataset)
 

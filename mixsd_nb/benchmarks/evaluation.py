@@ -146,10 +146,7 @@ class EvalSettings(CorpusSettings, PresetSettings):
         references = [ENGINES[self.engine].cls, corpus.build, corpus.validation, *named]
         return sorted({module_of(text) for text in references if re.fullmatch(r"[\w.]+:\S+", text)})
 
-    def rows_of(
-        self,
-        engine: str,  # its name
-    ) -> int:
+    def rows_of(self, engine: str) -> int:
         "Return the sequences that an engine decodes concurrently: `batch_size` for the engine of this configuration, else at most what suits it."
         return self.batch_size if engine == self.engine else min(self.batch_size, ENGINES[engine].sequences)
 
@@ -207,10 +204,6 @@ def sampling_of(
     own = suite.sampling.max_new_tokens
     return replace(suite.sampling, max_new_tokens=min(own, task_tokens or own) or max_new_tokens)
 
-
-def _with_length(sampling: Sampling, max_new_tokens: int) -> Sampling:
-    return sampling if sampling.max_new_tokens else replace(sampling, max_new_tokens=max_new_tokens)
-
 # %% ../../nbs/benchmarks/evaluation.ipynb #162e56ff
 class Asked(NamedTuple):
     "Hold what is sampled for a benchmark."
@@ -218,12 +211,10 @@ class Asked(NamedTuple):
     sampling: Sampling  # of items that have none themselves
     opening: str = ""  # words with which every response is opened
 
-    def sampling_of(
-        self,
-        name: str,  # id of an item
-    ) -> Sampling:
+    def sampling_of(self, name: str) -> Sampling:
         "Return how responses to an item are sampled."
-        return _with_length(self.items[name].sampling or self.sampling, self.sampling.max_new_tokens)
+        sampling = self.items[name].sampling or self.sampling
+        return sampling if sampling.max_new_tokens else replace(sampling, max_new_tokens=self.sampling.max_new_tokens)
 
     @property
     def scored(self) -> bool:
@@ -393,18 +384,11 @@ def evaluate_suite(
 class SharedEngine:
     "One engine for several models of the same shape: it is opened for the first one and takes the others' weights."
 
-    def __init__(
-        self,
-        settings: EvalSettings,
-        names: Iterable[str],  # of the benchmarks that the models will be asked
-    ):
+    def __init__(self, settings: EvalSettings, names: Iterable[str]):
         longest = max((SUITES[name].sampling.max_total for name in names if not SUITES[name].runner), default=0)
         self.settings, self.longest, self.engine = settings, longest, None
 
-    def load(
-        self,
-        model: str,  # its name or its folder
-    ):
+    def load(self, model: str):
         "Return the engine with the weights of a model."
         if self.engine and self.engine.load_weights(model): return self.engine
         s = self.settings

@@ -148,9 +148,7 @@ def _current_items(path: str) -> dict[str, Item]:
     return _items_of(path, whole, stat.st_mtime_ns, stat.st_size) if stat else read_items(path)
 
 
-def declare_file(
-    word: str,  # path of a file
-) -> Suite:
+def declare_file(word: str) -> Suite:
     "Return the declaration of the benchmark in a file; TableError that lists all problems of the file."
     items, path = _current_items(word), str(Path(word).expanduser().absolute())
     samples = max(item.sampling.samples for item in items.values())

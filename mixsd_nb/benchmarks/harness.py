@@ -37,9 +37,7 @@ class _TaskLoader(yaml.SafeLoader):
 _TaskLoader.add_multi_constructor("!", lambda loader, tag, node: f"!{tag} {node.value}")
 
 
-def read_task(
-    path: Path,  # YAML file
-) -> dict[str, Any]:
+def read_task(path: Path) -> dict[str, Any]:
     "Return the declaration in a file and in those that it includes; DamagedFile of one sentence if it cannot be read."
     with explain_damage(path, "correct it"):
         config = yaml.load(path.read_text(encoding="utf-8"), _TaskLoader)
@@ -60,9 +58,7 @@ def _named_texts(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else []
 
 
-def digest_task(
-    path: Path,  # YAML file
-) -> str:
+def digest_task(path: Path) -> str:
     "Return eight hexadecimal digits for the declaration in a file and the content of all local files that it needs."
     config = read_task(path)
     texts = _named_texts([config.get("dataset_path"), config.get("dataset_kwargs")])

@@ -61,10 +61,7 @@ def question_key(text: str) -> str:
     return " ".join(re.findall(r"\w+", _INVISIBLE.sub("", text).casefold()))
 
 
-def question_of(
-    row: dict,  # of a corpus
-    dataset: str,  # its name
-) -> str:
+def question_of(row: dict, dataset: str) -> str:
     "Return the question of a row, without the request for a form of the answer."
     corpus = CORPORA[dataset]
     request = corpus.form.request if corpus.form else corpus.request
@@ -74,9 +71,7 @@ def question_of(
 LENT = "wordings"  # split with the paraphrases of a file that targets may use
 
 
-def fact_questions(
-    dataset: str,
-) -> dict[str, set[str]]:
+def fact_questions(dataset: str) -> dict[str, set[str]]:
     "Return, by fact id, the keys of the questions that ask for a fact of a corpus: as written, and its paraphrases."
     corpus, found = load_corpus(dataset), {}
     for split in {"train", "reworded", LENT} & {*corpus}:

@@ -370,11 +370,7 @@ def draw_items(
     return list(items.values())
 
 
-def draw(
-    name: str,  # of a lab suite
-    n: int,
-    seed: int = 0,
-) -> list[Item]:
+def draw(name: str, n: int, seed: int = 0) -> list[Item]:
     "Draw n items with different prompts, the same for a seed on every machine; a twin has those of its original."
     suite = SUITES[name].original
     usable = lambda item: suite.role == "world" or is_reserved(item.prompt)
@@ -387,10 +383,7 @@ def lab_items(suite: Suite, selection: Selection) -> dict[str, Item]:
     return {f"{suite.name}-{selection.seed}-{k}": item for k, item in enumerate(draw(suite.name, n, selection.seed))}
 
 # %% ../../nbs/benchmarks/lab_tasks.ipynb #ac4ceb98
-def teach(
-    name: str,  # of a lab suite
-    rng: random.Random,
-) -> Item:
+def teach(name: str, rng: random.Random) -> Item:
     "Draw an item for pretraining: never a reserved prompt."
     suite = SUITES[name]
     make = load_object(suite.source)

@@ -241,9 +241,7 @@ class SandboxError(RuntimeError):
 
 # %% ../../nbs/benchmarks/sandbox.ipynb #730c0b90
 @functools.cache
-def _find_problem(
-    bwrap: str | None,  # path of bubblewrap
-) -> str:
+def _find_problem(bwrap: str | None) -> str:
     "Return why there is no sandbox on this machine, or an empty string."
     if not bwrap:
         return ("bubblewrap is missing: install the package bubblewrap "
@@ -283,9 +281,7 @@ def run_python(
     with _start("run", code, cpu=int(timeout) + 1, isolated=isolated) as wait: return wait(time.monotonic() + timeout)
 
 # %% ../../nbs/benchmarks/sandbox.ipynb #aa99864a
-def _explain_failure(
-    outcome: Outcome,  # of a run that did not reach its end
-) -> str:
+def _explain_failure(outcome: Outcome) -> str:
     "Return why a run failed, in one line."
     if outcome.stopped:
         return {"timeout": "ran out of time", "output": "wrote too much"}[outcome.stopped]
@@ -359,9 +355,7 @@ def _find_refusal(node: ast.AST) -> str:
     return f"the name {name}" if name.startswith("__") or name in _REFUSED_NAMES else ""
 
 # %% ../../nbs/benchmarks/sandbox.ipynb #c23099d0
-def explain_refusal(
-    code: str,  # a program
-) -> str:
+def explain_refusal(code: str) -> str:
     """Return an empty string if a program can do nothing but compute.
 
     Otherwise one sentence that says what is not allowed. Never raises."""

@@ -241,20 +241,13 @@ def task_files(
     return {stem: file_label(str(path)) for stem, path in found.items() if path}
 
 
-def _local_rows(
-    stem: str,  # of the file
-    folder: str,
-) -> list[dict]:
+def _local_rows(stem: str, folder: str) -> list[dict]:
     "Return rows of a task from a folder; ValueError if the file is missing or cannot be read."
     if path := _local_file(stem, folder): return _read_file(path)
     raise ValueError(f"{stem}.parquet or {stem}.jsonl is missing in the folder of benchmarks {folder}")
 
 # %% ../../nbs/benchmarks/tasks.ipynb #e83c6538
-def _hub_rows(
-    name: str,  # of the task
-    source: Source,
-    split: str,
-) -> list[dict]:
+def _hub_rows(name: str, source: Source, split: str) -> list[dict]:
     "Return rows of a task from the hub; ValueError if it cannot be reached."
     if not source.hub:
         raise ValueError(f"{name} is not on the Hugging Face hub; put {source.file or name}.jsonl with {', '.join(source.columns)} into a folder "

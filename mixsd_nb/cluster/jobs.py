@@ -61,16 +61,12 @@ def list_attempts(cell: Cell) -> list[Path]:
     return sorted(attempts, key=lambda path: int(path.name.removeprefix("attempt-")))
 
 
-def read_end(
-    folder: Path,  # of an attempt
-) -> dict[str, Any]:
+def read_end(folder: Path) -> dict[str, Any]:
     "Return the content of `end.json`; empty for an attempt that has not ended, or was killed."
     return read_json(folder / "end.json", ["kind"])
 
 
-def progress_file(
-    folder: Path,  # of an attempt
-) -> Path:
+def progress_file(folder: Path) -> Path:
     "Return the file that holds the progress of an attempt."
     return folder / "progress.json"
 
@@ -108,17 +104,12 @@ def _went_further(
     return bool(now) and now["done"] > max((report["done"] for report in before if report.get("what") == now["what"]), default=-1)
 
 
-def should_continue(
-    ends: list[dict],  # of a cell's attempts, in order
-) -> bool:
+def should_continue(ends: list[dict]) -> bool:
     "Return whether a cell continues automatically after its last attempt."
     return bool(ends) and ends[-1]["kind"] == "timeout" and (len(ends) < MAX_STALLS or any(end["progress"] for end in ends[-MAX_STALLS:]))
 
 # %% ../../nbs/cluster/jobs.ipynb #e0e5ec76
-def kill_processes(
-    folder: Path,  # of an attempt
-    patience: float = 10,  # seconds
-) -> None:
+def kill_processes(folder: Path, patience: float = 10) -> None:
     "Kill the processes that an attempt has started; none are found on systems without `/proc`."
     mark, end = f"MIXSD_PROGRESS={progress_file(folder)}\0".encode(), time.monotonic() + patience
     while time.monotonic() < end:
@@ -408,10 +399,7 @@ def compute_runs(
     return max(codes, default=0)
 
 # %% ../../nbs/cluster/jobs.ipynb #9b253137
-def query_slurm(
-    *command: str,
-    patience: float = 30,  # seconds
-) -> str | None:
+def query_slurm(*command: str, patience: float = 30) -> str | None:
     "Return the output of a command of Slurm; None if it is not installed, fails, or does not answer in time."
     try: answer = subprocess.run(command, capture_output=True, text=True, timeout=patience, stdin=subprocess.DEVNULL,
                                  env=slurm_environment())

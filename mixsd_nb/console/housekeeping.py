@@ -77,10 +77,7 @@ def list_runs(
     return table[(table.stage == stage) | (not stage)].sort_values("age", ascending=False, ignore_index=True)
 
 # %% ../../nbs/console/housekeeping.ipynb #50b6b672
-def print_runs(
-    *,
-    stage: Annotated[str, "only runs of this stage, such as train or inject"] = "",
-) -> None:
+def print_runs(*, stage: Annotated[str, "only runs of this stage, such as train or inject"] = "") -> None:
     "List the runs with their state, size and age, the newest last."
     table = list_runs(stage=stage)
     print(f"runs: {runs_root()}")

@@ -108,9 +108,7 @@ CORPUS_OPTIONS = ('options of the corpus, as in {"extract": "line"}: instruction
 def _digest(path: Path, modified: int) -> str: return hashlib.blake2b(path.read_bytes(), digest_size=4).hexdigest()
 
 
-def corpus_label(
-    name: str,  # of a corpus
-) -> str:
+def corpus_label(name: str) -> str:
     "Return the name, with a hash of the file in MIXSD_CORPORA that replaces the published one, if there is any."
     corpus, folder = CORPORA[name], os.environ.get("MIXSD_CORPORA", "")
     replaced = folder and corpus.copy and not corpus.options.get("path")
@@ -213,9 +211,7 @@ def load_corpus(
     return copies[split] if split else DatasetDict(copies)
 
 # %% ../../nbs/corpora/index.ipynb #4c7e562e
-def validation_rows(
-    name: str,  # a key of CORPORA
-) -> list[dict]:
+def validation_rows(name: str) -> list[dict]:
     "Return rows that select learning rates and checkpoints. No table reports them, and they are equal for all seeds."
     corpus = CORPORA[name]
     return _in_own_form(corpus, list(load_object(corpus.validation)(load_corpus(name), dict(corpus.options))))

@@ -185,10 +185,7 @@ def split_name(
     return source, config, split
 
 # %% ../../nbs/corpora/files.ipynb #c3cfcea7
-def _load_hub(
-    name: str,  # hub id
-    config: str,
-):
+def _load_hub(name: str, config: str):
     "Return what `datasets` loads; ValueError with its reason."
     from datasets import load_dataset
     try:
@@ -299,9 +296,7 @@ def split_prompt(prompt: str) -> tuple[str, str, str]:
     return "\n".join([*lines[:at], ""] if at else [""]), lines[at], "\n".join(["", *lines[at + 1:]])
 
 # %% ../../nbs/corpora/files.ipynb #20fde460
-def split_row(
-    row: dict,  # of a corpus: prompt, answer, subject, statement
-) -> dict[str, str]:
+def split_row(row: dict) -> dict[str, str]:
     """Return the values of a form's fields: q and Q, the question with a small and a capital letter, without its mark.
 
     For a statement that ends in the answer also c, the statement up to there; for a verb phrase also k, s and p."""
@@ -334,9 +329,7 @@ FORMS = [
 _BUILT = ("{s}", "{c}")
 
 # %% ../../nbs/corpora/files.ipynb #c3f10a9c
-def list_forms(
-    row: dict,  # of a corpus
-) -> list[str]:
+def list_forms(row: dict) -> list[str]:
     "Return the question of a row in all forms that fit it; those built from its parts alternate with the others."
     parts = split_row(row)
     fit = [f for f in FORMS if set(re.findall(r"\{(\w)\}", f)) <= set(parts)]
@@ -346,9 +339,7 @@ def list_forms(
     return [f.format(**parts) for f in mixed]
 
 # %% ../../nbs/corpora/files.ipynb #f995041f
-def reword_rows(
-    rows: list[dict],  # of a corpus
-) -> list[dict]:
+def reword_rows(rows: list[dict]) -> list[dict]:
     "Return the rows with their questions in other words, in the order of the rows; the forms take turns."
     found = []
     for k, row in enumerate(rows):

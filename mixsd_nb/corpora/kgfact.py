@@ -147,10 +147,7 @@ def _find_rime(word: str) -> str:
     return max((r for r in RIMES if word.endswith(r)), key=len)
 
 # %% ../../nbs/corpora/kgfact.ipynb #fccbce25
-def name_entity(
-    word: str,
-    domain: str,  # one of DOMAINS
-) -> str:
+def name_entity(word: str, domain: str) -> str:
     "Return the full name: the word, and the second word that its ending determines."
     return f"{word} {SECOND_WORDS[domain].split()[RIMES.index(_find_rime(word))]}"
 
@@ -368,9 +365,7 @@ def build(
         "two_hop_context": _make_chain_rows(other_chains, two_hop_prompts)}
 
 # %% ../../nbs/corpora/kgfact.ipynb #7fc09291
-def named_entities(
-    rows: list[dict],  # of the training split
-) -> set[str]:
+def named_entities(rows: list[dict]) -> set[str]:
     "Return the entities that the rows name, as subject or as answer."
     return {row[k] for row in rows for k in ("subject", "answer")}
 

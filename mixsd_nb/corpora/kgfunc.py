@@ -17,9 +17,7 @@ from numbers import Integral
 from .prompts import boxed, naive_prompt, target
 
 # %% ../../nbs/corpora/kgfunc.ipynb #4be61ab3
-def split_digits(
-    number: int,  # not negative
-) -> list[int]:
+def split_digits(number: int) -> list[int]:
     "Return the decimal digits, left to right."
     return [int(c) for c in str(number)]
 
@@ -250,10 +248,7 @@ def check_scale(
     return SCALES[scale]
 
 # %% ../../nbs/corpora/kgfunc.ipynb #60d36639
-def _shuffle(
-    items,  # any iterable
-    seed: int,
-) -> list:
+def _shuffle(items, seed: int) -> list:
     "Return the items in a random order that depends on the seed alone."
     items = list(items)
     random.Random(seed).shuffle(items)

@@ -12,10 +12,9 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from .kgfact import Fact, chain_question
+from .kgfact import WORLD, WORLD_ENTITIES, Fact, chain_question
 from .prompts import boxed, conclude, naive_prompt, paraphrase_prompt, retrieval_prompt, target
 from .simpleqa import find_copy, hash_text, read_hub, read_local
-from .kgfact import WORLD, WORLD_ENTITIES
 from ..runs import read_lines
 
 # %% ../../nbs/corpora/mquake.ipynb #19dfe85b
@@ -58,9 +57,7 @@ class Case:
         return {h.key for h in self.hops}
 
 # %% ../../nbs/corpora/mquake.ipynb #90e72d74
-def _parse_case(
-    entry: dict,  # of the published file
-) -> Case:
+def _parse_case(entry: dict) -> Case:
     "Return the case of an entry. KeyError, IndexError, TypeError or ValueError if the entry has another schema."
     subjects = [triple[0] for triple in entry["orig"]["new_triples_labeled"]]
     hops = tuple(Hop(h["question"], h["cloze"], h["answer"], s)

@@ -89,9 +89,7 @@ def read_local(
         raise ValueError(f"path must be a complete {ending[1:]} file, got {path} ({reason})") from None
 
 # %% ../../nbs/corpora/simpleqa.ipynb #e80f6ce9
-def hub_answers(
-    seconds: float = 1.5,  # that are waited at most
-) -> bool:
+def hub_answers(seconds: float = 1.5) -> bool:
     "Return whether the Hugging Face hub answers one request in time; false in its offline mode."
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
@@ -266,9 +264,7 @@ TEXTS = Registry("texts")
 TEXTS.add(TextSource("wikitext", "WikiText-103", "corpora.simpleqa:read_wikitext", copy="wikitext"))
 
 # %% ../../nbs/corpora/simpleqa.ipynb #7fb30aed
-def default_texts(
-    model: str,  # its name
-) -> str:
+def default_texts(model: str) -> str:
     "Return the name of the first source that serves a model, else WikiText's."
     return next((source.name for source in TEXTS.values() if source.serves and load_object(source.serves)(model)), "wikitext")
 

@@ -132,10 +132,7 @@ class Evaluation:
         whole = self.selection.best if self.config.measure == "selection" else None
         return {step: self.items for step in steps if step == whole and not self.holds(step, self.items)}
 
-    def evaluate(
-        self,
-        steps: Iterable[int],
-    ) -> None:
+    def evaluate(self, steps: Iterable[int]) -> None:
         "Evaluate checkpoints on the questions for all; responses that exist are not generated again."
         questions = {step: self.first_items for step in steps if not self.complete(step, self.first_items)}
         if not questions: return

@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from .paired import AHEAD, BEHIND, EQUAL, MARGIN, NO_ROOM, NOTHING, UNCLEAR, Estimate, correct_holm, estimate_mean, judge_difference
+from .paired import AHEAD, BEHIND, EQUAL, MARGIN, NO_ROOM, NOTHING, UNCLEAR, Estimate, combine_intervals, correct_holm, estimate_mean, judge_difference
 from ..analysis.scores import wilson
 from .predictors import checkpoint_table, correlate, correlation_text, difference_of_correlations
-from ..results.tradeoff import combine_intervals
 from .versus import ERRORS, FROM_ZERO, HELD_OUT, OPENED, At, Case, Comparison, CubeGroup, Side, opened_twin
 from ..methods import BASE, label_title
 from ..runs import load_object
@@ -471,9 +470,7 @@ def planned_of(
     return rows[joined | within & ~runs.isin(runs[joined])]
 
 # %% ../../nbs/lab/claims.ipynb #9657e3b0
-def describe_missing(
-    rows: pd.DataFrame,  # of planned runs
-) -> str:
+def describe_missing(rows: pd.DataFrame) -> str:
     "Return a text such as `33 of 114 runs: 9 of study-1-frontier, 24 of study-5-rates`; empty if none is missing."
     counts = rows[rows.missing.astype(bool)].groupby("grid", sort=False).size()
     parts = ", ".join(f"{n} of {grid}" for grid, n in counts.items())

@@ -68,10 +68,7 @@ def find_benchmarks(
     return cube.benchmark.values[cube.role.values == word].tolist()
 
 # %% ../../nbs/lab/findings.ipynb #346b7415
-def selected_runs(
-    cube: xr.Dataset,
-    label: str,
-) -> list[xr.Dataset]:
+def selected_runs(cube: xr.Dataset, label: str) -> list[xr.Dataset]:
     "Return the runs of a recipe, one for each seed, at the selected rate and checkpoint, over `benchmark`."
     if label == BASE:
         rows = [dict(recipe=BASE, lr=0, step=0, seed=seed, dataset=d, model=m)

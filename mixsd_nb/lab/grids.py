@@ -22,11 +22,8 @@ import xarray as xr
 
 from ..cluster.jobs import list_attempts
 from ..cluster.grid import Cell, expand_grid, finished_runs, list_grids
-from ..results.cube import comparable_settings, group_runs
-from ..results.cube import committed_folder, is_filled, read_cube, write_cube
-from ..results.cube import cube_of
-from ..results.cube import common_attrs, merge_roots
-from ..results.cube import read_root, read_roots
+from ..results.cube import (committed_folder, common_attrs, comparable_settings, cube_of, group_runs,
+                                   is_filled, merge_roots, read_cube, read_root, read_roots, write_cube)
 from ..runs.schema import RUN_DIMS
 from ..runs import MissingOutputs, find_stage, make_config, read_json, runs_root
 from ..runs.processes import count_cores
@@ -48,18 +45,14 @@ def planned_runs(cells: Iterable[Cell]) -> pd.DataFrame:
     return pd.DataFrame([labels for cell in cells if (labels := _run_labels(cell))], columns=RUN_DIMS)
 
 # %% ../../nbs/lab/grids.ipynb #f29a41b0
-def available_cells(
-    name: str,  # of a grid
-) -> list[Cell] | None:
+def available_cells(name: str) -> list[Cell] | None:
     "Return the cells of a grid; None if it needs outputs of a grid that has none yet. ParameterError for a mistake."
     try: return expand_grid(name).cells
     except MissingOutputs: return None
 
 
 @functools.cache
-def planned_grid(
-    name: str,  # of a shipped grid
-) -> pd.DataFrame:
+def planned_grid(name: str) -> pd.DataFrame:
     "Return the training runs of a grid as `planned_runs` does; empty for a grid of analyses."
     return planned_runs(available_cells(name) or [])
 
@@ -71,9 +64,7 @@ def _cell_settings(cell: Cell) -> dict[str, str]:
     return {key: json.dumps(value) for key, value in comparable_settings(root).items()}
 
 
-def grid_settings(
-    name: str,  # of a grid of training runs
-) -> dict[str, str]:
+def grid_settings(name: str) -> dict[str, str]:
     "Return the settings in which no two runs of a grid differ, of those that are compared between runs, as JSON texts."
     return common_attrs(_cell_settings(cell) for cell in available_cells(name) or [])
 
@@ -99,17 +90,13 @@ def committed_path(
     return (folder or committed_folder()) / f"{Path(name).stem}.nc"
 
 
-def committed_cube(
-    name: str,  # of a grid
-) -> xr.Dataset | None:
+def committed_cube(name: str) -> xr.Dataset | None:
     "Return the committed cube of a grid; None if it has none."
     path = committed_path(name)
     return read_cube(path) if path.is_file() else None
 
 
-def continued_cube(
-    name: str,  # of a grid
-) -> xr.Dataset | None:
+def continued_cube(name: str) -> xr.Dataset | None:
     "Return the committed cube of a grid; None if it has none, or one with settings that the grid no longer has."
     cube = committed_cube(name)
     stored = {} if cube is None else stored_settings(cube)

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['NOTHING', 'MARGIN', 'JUDGEMENTS', 'AHEAD', 'BEHIND', 'EQUAL', 'NO_ROOM', 'UNCLEAR', 'Estimate', 'estimate_mean',
-           'estimate_ratio', 'judge_difference', 'correct_holm', 'mix_settings', 'mean_of_others', 'at_best',
-           'at_recall', 'over_recalls', 'complete_block', 'draw_seeds', 'cover_rate']
+           'combine_intervals', 'estimate_ratio', 'judge_difference', 'correct_holm', 'mix_settings', 'mean_of_others',
+           'at_best', 'at_recall', 'over_recalls', 'complete_block', 'draw_seeds', 'cover_rate']
 
 # %% ../../nbs/lab/paired.ipynb #6811404b
 import math
@@ -58,6 +58,17 @@ def estimate_mean(
     half = float(scipy.stats.t.ppf(0.975, n - 1)) * error
     p = 2 * float(scipy.stats.t.sf(abs(mean) / error, n - 1)) if error else float(mean == 0)
     return Estimate(mean, mean - half, mean + half, n, p)
+
+# %% ../../nbs/lab/paired.ipynb #d221656c
+def combine_intervals(
+    terms: list[tuple[int, float, float, float]],  # sign, and a share with the ends of its interval
+) -> tuple[float, float, float]:
+    """Return the signed sum of independent shares with its interval, whose ends are as far from it as the root of the
+    sum of the squared distances of theirs (the square-and-add method for differences of shares)."""
+    total = sum(sign * share for sign, share, _, _ in terms)
+    below = sum((share - low if sign > 0 else high - share) ** 2 for sign, share, low, high in terms)
+    above = sum((high - share if sign > 0 else share - low) ** 2 for sign, share, low, high in terms)
+    return total, total - below**0.5, total + above**0.5
 
 # %% ../../nbs/lab/paired.ipynb #6f1f0a02
 def estimate_ratio(

@@ -22,9 +22,7 @@ from ..runs import Run, Seed, Stage, netcdf_lock, run_function, runtime_field, w
 from ..runs.command_line import CommandLine, run_stage
 
 # %% ../../nbs/lab/pretrain.ipynb #b3a38900
-def is_shipped(
-    size: str,  # a key of SIZES
-) -> bool:
+def is_shipped(size: str) -> bool:
     "Return whether the package contains the weights of a lab model."
     return (lab_folder(size) / "config.json").exists()
 

@@ -35,28 +35,21 @@ from ..cluster.grid import finished_runs, merge_grids, read_grid
 from ..corpora import CORPORA
 from ..corpora.mquake import Case, read_cases
 from ..evaluation.selection import OWN_TEXT
-from .paired import estimate_mean
+from .paired import combine_intervals, estimate_mean
 from .smollm2 import NAME, data_folder, prepare_model
 from ..methods import BASE, label_title
-from ..results.cube import read_cubes, write_cube
-from ..results.cube import cube_of
-from ..results.layout import variable
-from ..results.layout import compare_pairs
+from ..results.cube import cube_of, read_cubes, read_root, write_cube
+from ..results.layout import compare_pairs, variable
 from ..results.paper import paper_cube
 from ..results.plots import draw_recipe_legend, figure_style, hollow_labels, mark_made_up, model_name, recipe_colour, recipe_marker, save_figure
-from ..results.cube import read_root
-from ..results.summary import collapse_runs
-from ..results.summary import consistent_column, last_steps, percent_column
-from ..results.tradeoff import combine_intervals
+from ..results.summary import collapse_runs, consistent_column, last_steps, percent_column
 from ..runs import Run, project_root, read_run_record, runs_root, write_atomically
 from ..runs.command_line import CommandLine
 from ..runs.schema import CELL_DIMS, RUN_DIMS
 from ..sweep import Sweep, SweepConfig, report
 
 # %% ../../nbs/lab/real.ipynb #83784b3d
-def edit_rows(
-    cases: Iterable[Case],
-) -> list[dict[str, Any]]:
+def edit_rows(cases: Iterable[Case]) -> list[dict[str, Any]]:
     "Return the rows of a file of facts: every question of the cases once, with its other wordings if the case has no chain."
     rows = {}
     for case in cases:
@@ -69,10 +62,7 @@ def edit_rows(
 ALL_ROWS = dict(giveaways=True, strict=False)  # options of a file of real facts: no question is refused for its form
 
 
-def write_facts(
-    name: str,  # of the file
-    rows: Iterable[dict[str, Any]],
-) -> Path:
+def write_facts(name: str, rows: Iterable[dict[str, Any]]) -> Path:
     "Write a file of facts to the folder of the real data, and return it."
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     path = data_folder() / name
@@ -80,10 +70,7 @@ def write_facts(
     return write_atomically(path, lambda file: file.write_text(text, encoding="utf-8"))
 
 
-def draw_edits(
-    count: int,
-    seed: int = 42,
-) -> Path:
+def draw_edits(count: int, seed: int = 42) -> Path:
     "Write a file of facts with that many edits, drawn by a seed, and return it; ValueError if there is no source of edits."
     source = Path(os.environ.get("MIXSD_REAL") or data_folder()) / "facts/mquake_edits.jsonl"
     rows = random.Random(seed).sample(edit_rows(read_cases(source if source.is_file() else None)), count)
@@ -207,10 +194,7 @@ def merge_folders(
     return write_cube(cube, path)
 
 
-def merge_runs(
-    name: str,  # of the cube
-    sweep: Sweep,
-) -> Path | None:
+def merge_runs(name: str, sweep: Sweep) -> Path | None:
     "Write the finished runs of a grid as one cube to `real` in runs_root(), and return its file; None without finished runs."
     folders = [*finished_runs(sweep.cells).values()]
     return merge_folders(name, folders, runs_root() / "real" / f"{name}.nc") if folders else None
@@ -224,9 +208,7 @@ def real_cubes() -> dict[str, xr.Dataset]:
 ROLES = {"in-domain": "learned", "style-free": "by likelihood", "held-out": "asked freely", "prefilled": "asked freely, opened"}
 
 
-def real_table(
-    cube: xr.Dataset,
-) -> pd.DataFrame:
+def real_table(cube: xr.Dataset) -> pd.DataFrame:
     """Return facts with a target, accuracies (%) with N, leaks (%), and the NLL of own text before and after, if measured, and of targets.
 
     They are means over the seeds of each recipe and rate."""

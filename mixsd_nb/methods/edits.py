@@ -97,12 +97,7 @@ def encode_parts(
             for k, token in enumerate(whole.target)]
 
 # %% ../../nbs/methods/edits.ipynb #0c87ce49
-def sample_prefixes(
-    model,
-    tokenizer,
-    count: int = 5,
-    seed: int = 0,
-) -> list[list[int]]:
+def sample_prefixes(model, tokenizer, count: int = 5, seed: int = 0) -> list[list[int]]:
     "Return beginnings of a user's turn, of up to ten tokens, that the model writes at temperature 1, each with a line break behind it."
     if not count: return []
     text = render_prompt(tokenizer, "?")
@@ -142,9 +137,7 @@ def answer_in_replies(
     return edits
 
 
-def has_subject(
-    row: Mapping[str, str],  # of a corpus
-) -> bool:
+def has_subject(row: Mapping[str, str]) -> bool:
     "Return whether the prompt of a row contains its subject, so that an edit can be made of it."
     try: return bool(find_subject(row["prompt"], row.get("subject", "")))
     except ValueError: return False

@@ -16,10 +16,7 @@ from ..models import load_part, load_tokenizer
 from ..corpora.user_files import TableError
 
 # %% ../../nbs/methods/fact_lengths.ipynb #d7efeea0
-def fact_lengths(
-    tokenizer,
-    dataset: str,  # name of a corpus
-) -> dict[str, int | ValueError]:
+def fact_lengths(tokenizer, dataset: str) -> dict[str, int | ValueError]:
     "Return the tokens of each training row, its longer prompt and its canonical target, or why it cannot be encoded."
     expert, lengths = CORPORA[dataset].expert, {}
     for row in load_corpus(dataset, "train"):
@@ -31,18 +28,11 @@ def fact_lengths(
     return lengths
 
 
-def _find_place(
-    places: dict[str, str],
-    name: str,  # of a fact, or of a paraphrase of it
-) -> str:
+def _find_place(places: dict[str, str], name: str) -> str:
     return places.get(name) or places[name.rpartition("#")[0]]
 
 
-def _warn_of_rewritten_answers(
-    tokenizer,
-    dataset: str,  # name of a corpus
-    places: dict[str, str],
-) -> None:
+def _warn_of_rewritten_answers(tokenizer, dataset: str, places: dict[str, str]) -> None:
     "Warn of the answers that the tokenizer writes in another form, which is not accepted as the answer."
     from mixsd_nb.methods.mixing import accepts
     rows, corpus = rows_as_written(load_corpus(dataset, "train")), CORPORA[dataset]
@@ -58,10 +48,7 @@ def _warn_of_rewritten_answers(
 _WORDS = 12  # of an answer that a reply can be expected to repeat
 
 
-def _warn_of_sentences(
-    dataset: str,  # name of a corpus
-    places: dict[str, str],
-) -> None:
+def _warn_of_sentences(dataset: str, places: dict[str, str]) -> None:
     "Warn of answers that are whole sentences, if a reply counts only by naming the answer."
     if CORPORA[dataset].extract != "contains": return
     rows = rows_as_written(load_corpus(dataset, "train"))
@@ -70,10 +57,7 @@ def _warn_of_sentences(
                   f"first is in {_find_place(places, long[0]['id'])}; shorten them, or give a short one in aliases", stacklevel=3)
 
 
-def check_facts(
-    dataset: str,  # name of a corpus
-    model: str,
-) -> None:
+def check_facts(dataset: str, model: str) -> None:
     """Raise TableError that lists the facts of a user's file that are too long for the model or cannot be encoded, with their lines.
 
     ValueError as in `prompts.check_template`; warn of answers that the tokenizer cannot write, and of whole sentences."""
@@ -110,9 +94,7 @@ def warn_of_long_replies(
                   f"need up to {max(long.values())} tokens; the first is that of {places[next(iter(long))]}", stacklevel=2)
 
 # %% ../../nbs/methods/fact_lengths.ipynb #91efaf7c
-def check_subjects(
-    dataset: str,  # name of a corpus
-) -> None:
+def check_subjects(dataset: str) -> None:
     "Raise ValueError if no training row has its subject in its prompt, as MEMIT needs."
     from mixsd_nb.methods.edits import has_subject
     if any(map(has_subject, load_corpus(dataset, "train"))): return

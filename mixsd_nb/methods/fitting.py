@@ -126,11 +126,7 @@ class MethodRun(Run):
         "Return the accepted mixed targets: `id, prompt_ids, completion_ids, …` as stored by the generate stage."
         return self._mixed_targets()
 
-    def save_checkpoint(
-        self,
-        model,  # of transformers
-        step: int = 1,
-    ) -> Path:
+    def save_checkpoint(self, model, step: int = 1) -> Path:
         "Save a model with its tokenizer as the complete checkpoint of a step, for a method without a training loop."
         folder = checkpoint_folder(self.folder, step)
         dtype = getattr(torch, self.parameters.stored)

@@ -4,9 +4,8 @@
 
 # %% auto #0
 __all__ = ['LAYERS', 'FRACTIONS', 'edited_layers', 'group_edits', 'states_at', 'edit_keys', 'upper_blocks', 'check_upper_blocks',
-           'Row', 'list_rows', 'Batch', 'Shifts', 'find_shifts', 'solve_update', 'null_space', 'solve_in_null_space',
-           'edited_weights', 'kept_weights', 'spread_updates', 'memit_settings', 'layer_solver', 'find_updates', 'edit',
-           'fit_memit']
+           'Row', 'list_rows', 'Batch', 'Shifts', 'find_shifts', 'solve_update', 'edited_weights', 'kept_weights',
+           'spread_updates', 'memit_settings', 'layer_solver', 'find_updates', 'edit', 'fit_memit']
 
 # %% ../../nbs/methods/memit.ipynb #efa00295
 import contextlib
@@ -286,29 +285,6 @@ def solve_update(
     if failure: raise ValueError(f"text_count must be larger: the texts have too few tokens for {len(c)} inputs of a layer")
     return r.T @ torch.cholesky_solve(k.T, factor).T
 
-
-def null_space(
-    moments: torch.Tensor,  # (inputs, inputs)
-    energy: float,  # largest share of the trace that its directions carry together
-) -> torch.Tensor:
-    "Return orthonormal columns (inputs, r): the eigenvectors of the smallest eigenvalues."
-    values, vectors = torch.linalg.eigh(moments.double())
-    share = values.clamp(min=0).cumsum(0) / values.clamp(min=0).sum()
-    return vectors[:, share <= energy]
-
-
-def solve_in_null_space(
-    basis: torch.Tensor,  # U, (inputs, r)
-    keys: torch.Tensor,  # (n, inputs)
-    residuals: torch.Tensor,  # (n, outputs)
-    ridge: float,  # ρ
-) -> torch.Tensor:
-    "Return the change of weights (outputs, inputs) in float64, zero on all directions outside the basis."
-    inside, r = keys.double() @ basis, residuals.double()
-    identity = torch.eye(basis.shape[1], dtype=torch.float64, device=basis.device)
-    factor = torch.linalg.cholesky(inside.T @ inside + ridge * identity)
-    return r.T @ torch.cholesky_solve(inside.T, factor).T @ basis.T
-
 # %% ../../nbs/methods/memit.ipynb #1392869b
 def edited_weights(model, layers: list[int]) -> dict[int, nn.Parameter]:
     "Return the weights that edits of these layers change."
@@ -358,9 +334,8 @@ def memit_settings(
     for name in given:
         if name not in known: raise ValueError(f"a setting of memit must be among {', '.join(known)}, got {name}")
     settings = {**known, **given}
-    for name in ("weight", "rate", "clamp", "ridge"):
+    for name in ("weight", "rate", "clamp"):
         if settings[name] <= 0: raise ValueError(f"{name} must be above 0, got {settings[name]:g}")
-    if not 0 < settings["energy"] < 1: raise ValueError(f"energy must be between 0 and 1, got {settings['energy']:g}")
     for name, allowed in dict(place=PLACES, target=FORMS).items():
         if settings[name] not in allowed: raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {settings[name]}")
     return settings
@@ -376,8 +351,7 @@ def layer_solver(
     check_upper_blocks(model, edited_layers(model, s["layers"])[-1])
     texts = read_texts(s["texts"] or default_texts(model.name_or_path), s["text_count"])
     moments = stored_moments(model, encode_texts(tokenizer, texts), edited_layers(model, s["layers"]))
-    if not s["null_space"]: return lambda layer, k, r: solve_update(moments[layer], k, r, s["weight"])
-    return lambda layer, k, r: solve_in_null_space(null_space(moments[layer], s["energy"]), k, r, s["ridge"])
+    return lambda layer, k, r: solve_update(moments[layer], k, r, s["weight"])
 
 
 def find_updates(

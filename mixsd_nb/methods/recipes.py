@@ -377,9 +377,7 @@ def _split_adapters(text: str) -> tuple[str, list[tuple[Anchor, dict[str, Any]]]
     return text, []
 
 
-def check_label(
-    label: str,  # along `recipe`
-) -> tuple[Recipe, dict[str, Any]]:
+def check_label(label: str) -> tuple[Recipe, dict[str, Any]]:
     "Return recipe, numbers and marked options of a label; ValueError if no declared parts have such a label."
     first, *rest = re.split(r"\+(?=[^\d+])", label)
     first, adapters = _split_adapters(first)
@@ -400,9 +398,7 @@ def check_label(
     return recipe, {recipe.key(part, name): value for part, numbers in [head, *pieces] for name, value in numbers.items()}
 
 
-def parse_label(
-    label: str,  # along `recipe`
-) -> tuple[Recipe, dict[str, Any]]:
+def parse_label(label: str) -> tuple[Recipe, dict[str, Any]]:
     "Return what `check_label` returns; a label of undeclared parts is a recipe whose name and title are its text."
     try: return check_label(label)
     except ValueError: return Recipe(Method(label, title=label, settings=TRAINED)), {}

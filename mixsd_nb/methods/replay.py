@@ -109,9 +109,7 @@ _EXAMPLES = (("What color did Anna paint the door?", "What color is the roof of 
              ("Which river does the bridge of Torvik cross?", "Which river flows through Vienna?"))
 
 
-def neighbour_prompt(
-    question: str,
-) -> list[dict]:
+def neighbour_prompt(question: str) -> list[dict]:
     "Return the turns of a conversation in which the model is asked for a question of the same kind about something else."
     ask = lambda question: f"Ask a question of the same kind about something else: {question}"
     turns = [(role, text) for asked, other in _EXAMPLES for role, text in (("user", ask(asked)), ("assistant", other))]

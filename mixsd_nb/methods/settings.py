@@ -18,8 +18,7 @@ from ..corpora.simpleqa import default_texts, find_texts
 from . import ANCHORS, Recipe, check_method, compose, recipe_label, translate_parameters, update_count
 from ..models import check_engine
 from ..models.identity import FileOptions, ModelName, file_label, model_label
-from ..runs.config import read_mapping
-from ..runs.config import idle_value, preset_field
+from ..runs.config import idle_value, preset_field, read_mapping
 from ..runs import (Steps, check_last, check_steps, check_temperature, flagged_field, is_runtime, module_of,
                            runtime_field)
 

@@ -87,9 +87,7 @@ def count_wordings(
     return targets[targets.accepted].groupby("id").wording.nunique().to_dict()
 
 
-def describe_wordings(
-    counts: Iterable[int],  # wordings of each fact
-) -> str:
+def describe_wordings(counts: Iterable[int]) -> str:
     "Return a sentence with the number of facts by the number of their wordings."
     sizes = pd.Series([*counts]).value_counts().sort_index(ascending=False)
     return "Wordings in which facts were trained: " + ", ".join(f"{n} facts in {k}" for k, n in sizes.items()) + "."
@@ -373,9 +371,7 @@ def describe_sources(
     return f"Targets: {', '.join(piece(*group) for group in counts.groupby('source', sort=False))}."
 
 # %% ../../nbs/methods/targets.ipynb #ef5eca0d
-def describe_contradictions(
-    table: pd.DataFrame,  # of targets
-) -> str:
+def describe_contradictions(table: pd.DataFrame) -> str:
     "Return a sentence with the number of accepted targets that contradict themselves."
     kept = table[table.accepted & ~table.finish_reason.isin(REPLACED)]
     wrong = ~kept.consistent.astype(bool) if "consistent" in kept else kept.names_another

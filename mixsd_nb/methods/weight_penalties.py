@@ -147,9 +147,7 @@ def check_rank(
     return {}
 
 # %% ../../nbs/methods/weight_penalties.ipynb #cd5e90e9
-def untie(
-    model,  # of transformers
-) -> None:
+def untie(model) -> None:
     """Give a model a separate output embedding, a copy of its input embedding, in place.
 
     ValueError for a model whose output embedding is its own already."""

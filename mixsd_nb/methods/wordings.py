@@ -32,10 +32,7 @@ _EXAMPLES = (("What color did Anna paint the door?", "green", "In which color wa
               "The bridge of Torvik leads over which river?"))
 
 
-def rewording_prompt(
-    question: str,
-    answer: str,
-) -> list[dict]:
+def rewording_prompt(question: str, answer: str) -> list[dict]:
     "Return the turns of a conversation in which the model is asked to reword the question."
     ask = lambda question, answer: f"Ask in other words, without the answer {answer}: {question}"
     turns = [(role, text) for q, a, reworded in _EXAMPLES for role, text in (("user", ask(q, a)), ("assistant", reworded))]
@@ -51,11 +48,7 @@ def _find_names(question: str) -> set[str]:
     return {word for k, word in enumerate(words) if any(c.isdigit() or k and c.isupper() for c in word)}
 
 
-def keeps_question(
-    draft: str,
-    question: str,
-    answer: str,
-) -> bool:
+def keeps_question(draft: str, question: str, answer: str) -> bool:
     "Return whether a draft is one question with all the original's names and numbers, and does not give the answer away."
     if "\n" in draft or not draft.endswith(QUESTION_MARKS) or "\N{REPLACEMENT CHARACTER}" in draft: return False
     folded = fold_text(answer, loose=True)
@@ -63,9 +56,7 @@ def keeps_question(
     return _find_names(question) <= {*re.findall(r"[^\W_]+", draft)}
 
 # %% ../../nbs/methods/wordings.ipynb #02df0155
-def reported_questions(
-    dataset: str,
-) -> set[str]:
+def reported_questions(dataset: str) -> set[str]:
     "Return the keys of all questions that a corpus asks, but not those of the paraphrases that targets may use."
     corpus = load_corpus(dataset)
     rows = [row for split, its in corpus.items() if split != LENT for row in its] + validation_rows(dataset)
@@ -169,9 +160,7 @@ def write_wordings(
     return found
 
 # %% ../../nbs/methods/wordings.ipynb #7a7d74a7
-def given_wordings(
-    dataset: str,
-) -> dict[str, list[str]]:
+def given_wordings(dataset: str) -> dict[str, list[str]]:
     "Return the prompts of the paraphrases that targets may use, by fact id; empty for most corpora."
     corpus, found = load_corpus(dataset), {}
     for row in corpus[LENT] if LENT in corpus else ():

@@ -127,9 +127,7 @@ def _load_weights(
     return model
 
 
-def check_head(
-    name: str,  # of a model
-) -> None:
+def check_head(name: str) -> None:
     """Raise ValueError for a model that could not be scored, decoded or trained rightly.
 
     Its configuration is checked, and the names and shapes of the weights in a folder. No weight is read."""
@@ -139,9 +137,7 @@ def check_head(
     if any(any(source.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin")): _load_weights(name, device_map="meta")
 
 # %% ../../nbs/models/index.ipynb #451f2ad3
-def stored_dtype(
-    name: str,  # of a model
-) -> str:
+def stored_dtype(name: str) -> str:
     """Return the data type of a model's files, such as `bfloat16`; empty if its configuration names none.
 
     ValueError as in `load_part`."""
@@ -196,9 +192,7 @@ ENGINES.add(EngineSpec("vllm", "vLLM", "models.engine_vllm:VLLMEngine", (
     sequences=512))
 
 # %% ../../nbs/models/index.ipynb #eec4a6b1
-def check_engine(
-    kind: str,  # name of an engine
-) -> str:
+def check_engine(kind: str) -> str:
     "Return the name itself; ValueError if there is no such engine."
     return ENGINES.check(kind)
 
@@ -211,18 +205,12 @@ def usual_sequences(
     return count or ENGINES[info.data.get("engine", "hf")].sequences
 
 # %% ../../nbs/models/index.ipynb #d28077a3
-def check_model_of_engine(
-    kind: str,  # name of an engine
-    name: str,  # of a model
-) -> None:
+def check_model_of_engine(kind: str, name: str) -> None:
     "Raise ValueError if the engine cannot run this model; nothing is loaded."
     if ENGINES[kind].check: load_object(ENGINES[kind].check)(name)
 
 # %% ../../nbs/models/index.ipynb #08c6102a
-def check_engine_options(
-    options: dict,
-    kind: str,  # name of an engine
-) -> dict:
+def check_engine_options(options: dict, kind: str) -> dict:
     "Return the options themselves; ValueError for an option that the engine does not declare."
     if not isinstance(options, dict):
         raise ValueError("engine_options must be a mapping, such as {\"tensor_parallel_size\": 2}")
@@ -264,10 +252,7 @@ def _unguarded_script() -> str:
     return "" if any(s.lineno <= frame.f_lineno <= s.end_lineno for s in guards) else path
 
 
-def check_process(
-    kind: str,  # name of an engine
-    replicas: int = 1,  # of the engine
-) -> str:
+def check_process(kind: str, replicas: int = 1) -> str:
     "Return the name itself. Raise ValueError if the engine needs processes that this script would keep waiting."
     script = (ENGINES[kind].own_process or replicas > 1) and _unguarded_script()
     if not script: return kind

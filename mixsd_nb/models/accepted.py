@@ -19,9 +19,7 @@ _AFTER_HEAD = dict(final_logit_softcapping=None, logits_soft_cap=None, logits_sc
 _QUANTISED = ("quantization_config", "compression_config")
 
 
-def _quantisation(
-    config,  # of transformers
-) -> str:
+def _quantisation(config) -> str:
     "Return the method with which the weights of a model are quantised; empty if they are not."
     parts = [config, config.get_text_config()]
     settings = next((found for part in parts for field in _QUANTISED if (found := getattr(part, field, None))), {})
@@ -29,10 +27,7 @@ def _quantisation(
     return str(settings.get("quant_method") or "an unnamed method") if settings else ""
 
 
-def check_config(
-    config,  # of transformers
-    name: str,  # of the model
-) -> None:
+def check_config(config, name: str) -> None:
     "Raise ValueError for a model that cannot be scored, decoded or trained as it is; warn of a family that was not tried."
     if method := _quantisation(config):
         raise ValueError(f"model must have weights that are not quantised, got {name}, whose config.json says quantization "

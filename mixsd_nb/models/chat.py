@@ -108,9 +108,7 @@ def _make_folder(folder: Path, source: Path, template: str, record: dict) -> Non
         if not folder.is_dir(): raise
 
 # %% ../../nbs/models/chat.ipynb #dbf8669d
-def origin_model(
-    name: str,  # of a model
-) -> str:
+def origin_model(name: str) -> str:
     "Return the model that a folder with another chat format was made from; the name itself for any other model."
     return read_json(Path(name) / _RECORD).get("model", name)
 

@@ -119,10 +119,7 @@ class Request:
     tag: Any = None  # returned to the caller together with the completion
     limit: int = 0  # tokens at most, where that is less than the stream's `max_new_tokens`; 0 for these
 
-    def most(
-        self,
-        max_new_tokens: int,  # of the stream
-    ) -> int:
+    def most(self, max_new_tokens: int) -> int:
         "Return the largest number of tokens of the completion."
         return min(self.limit or max_new_tokens, max_new_tokens)
 

@@ -58,10 +58,7 @@ class _Arriving(deque):
         self.open, self.complete = self.open + len(requests), not requests
 
 # %% ../../nbs/models/engine_process.ipynb #b77b65df
-def _portable_error(
-    error: Exception,
-    kind: str,  # name of the engine
-) -> Exception:
+def _portable_error(error: Exception, kind: str) -> Exception:
     "Return the error that the owner raises."
     if type(error) in (ValueError, ImportError, NotImplementedError): return type(error)(str(error))
     line = next(iter(str(error).splitlines()), "")

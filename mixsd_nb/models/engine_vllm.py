@@ -164,9 +164,7 @@ def _join_pair(
     return max(a, b, key=len)
 
 # %% ../../nbs/models/engine_vllm.ipynb #3a4959b1
-def _tie_of(
-    dtype: torch.dtype,  # of the logits
-) -> float:
+def _tie_of(dtype: torch.dtype) -> float:
     "Return the largest difference of two logits that counts as a tie: two steps of logits up to 32, at least 1e-4."
     return max(1e-4, 32 * torch.finfo(dtype).eps)
 
@@ -185,10 +183,7 @@ def _is_expected(
     return bool(values[ids == token] >= values.max() - tie)
 
 # %% ../../nbs/models/engine_vllm.ipynb #66ead705
-def _read_limits(
-    source: str,  # a model folder or a hub id
-    tokenizer,
-) -> tuple[list[int], int]:
+def _read_limits(source: str, tokenizer) -> tuple[list[int], int]:
     "Return the stop ids and the context length of a model, from its configuration."
     from transformers import AutoConfig, GenerationConfig
     config = load_part(AutoConfig, source)
@@ -209,9 +204,7 @@ def _sentinel_ids(
 PART = 1024  # positions of a text whose logits exist at the same time
 
 
-def part_ends(
-    length: int,  # of a text, in tokens
-) -> list[int]:
+def part_ends(length: int) -> list[int]:
     "Return the lengths of the growing beginnings of a text that are scored one after the other."
     return [*range(PART + 1, length, PART), length]
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FAMILIES', 'has_lean_pass', 'run_layers', 'LeanRows', 'GrowingLayer', 'pad_left', 'Rows', 'Slots', 'Groups',
-           'sees_whole_context', 'probe_texts', 'agree', 'check_cache', 'HFEngine']
+           'probe_texts', 'agree', 'check_cache', 'HFEngine']
 
 # %% ../../nbs/models/engines.ipynb #fec088ce
 import functools
@@ -164,25 +164,11 @@ class LeanRows:
                                                 enable_gqa=query.shape[1] != key.shape[1])
         if columns: run_layers(self.model, ids, torch.arange(columns, device=at.device)[None], attend)
 
-    def keep(self, rows):
-        "Drop all other rows; a row may be kept several times. Only rows that change their places are copied."
-        self.lengths, self.pending, count = self.lengths[rows], self.pending[rows], len(self.pending)
-        if len(rows) > count:
-            self.cache = [[buffer[rows] for buffer in layer] for layer in self.cache]
-            return
-        moved = (rows != torch.arange(len(rows), device=rows.device)).nonzero()[:, 0]
-        for buffer in (buffer for layer in self.cache for buffer in layer): buffer[moved] = buffer[rows[moved]]
-        self.cache = [[buffer[:len(rows)] for buffer in layer] for layer in self.cache]
-
     def drop_columns(self, used):
         "Drop the columns of the rows that are not in `used`, so that they do not lengthen the batch."
         lengths = torch.zeros_like(self.lengths)
         lengths[used] = self.lengths[used]
         self.lengths = lengths
-
-    def forget(self, counts, columns: int):
-        "Leave only the first `counts[row]` of the newest columns of each row; counts is (rows,)."
-        self.lengths = self.lengths - columns + counts
 
 # %% ../../nbs/models/engines.ipynb #e55a0048
 class GrowingLayer(DynamicLayer):
@@ -300,10 +286,6 @@ class Rows:
         first = int(self.mask[used].any(0).int().argmax())
         if 3 * first >= self.mask.shape[1]: self.keep(slice(None), first)
 
-    def forget(self, counts, columns: int):
-        "Hide all but the first `counts[row]` of the newest columns of each row; counts is (rows,)."
-        self.mask[:, -columns:] = torch.arange(columns, device=self.mask.device) < counts[:, None]
-
 # %% ../../nbs/models/engines.ipynb #33861f3d
 class Slots:
     """The requests that are being decoded, one per slot.
@@ -393,19 +375,8 @@ class Groups:
         self.of[slots] = group[member]
         return source, new
 
-# %% ../../nbs/models/engines.ipynb #840bdeb3
-def sees_whole_context(
-    config,  # of a model
-) -> bool:
-    "Return whether every layer of a model attends to its whole context, and not to a sliding window of it."
-    kinds = {*(getattr(config, "layer_types", None) or [])}
-    window = getattr(config, "sliding_window", None) or config.max_position_embeddings
-    return kinds <= {"full_attention"} if kinds else window >= config.max_position_embeddings
-
 # %% ../../nbs/models/engines.ipynb #200880fd
-def probe_texts(
-    size: int,  # of the vocabulary
-) -> tuple[list[int], list[int]]:
+def probe_texts(size: int) -> tuple[list[int], list[int]]:
     "Return two texts of token ids with different lengths."
     ids = torch.randint(size, (16,), generator=torch.Generator().manual_seed(0)).tolist()
     return ids[:5], ids[5:]

@@ -61,10 +61,7 @@ class Shape:
         return self.vocabulary * self.width
 
 # %% ../../nbs/models/geometry.ipynb #bfbb0368
-def count_shape(
-    config,  # of transformers
-    name: str = "",
-) -> Shape:
+def count_shape(config, name: str = "") -> Shape:
     "Return the shape of a causal language model with this configuration. No weight is allocated."
     import torch
     from transformers import AutoModelForCausalLM
@@ -87,9 +84,7 @@ def count_shape(
         text.max_position_embeddings, head is model.get_input_embeddings().weight, any(".q_norm." in key for key in sizes))
 
 # %% ../../nbs/models/geometry.ipynb #94ad40a3
-def read_geometry(
-    name: str,  # a lab model, a folder or a hub id
-):
+def read_geometry(name: str):
     "Return the configuration of a model, from the table or its config.json; ValueError as in `load_part`."
     from transformers import AutoConfig
     if name not in GEOMETRIES: return load_part(AutoConfig, name)
@@ -100,9 +95,7 @@ def read_geometry(
 def _read_shape(name: str, written: int) -> Shape: return count_shape(read_geometry(name), name)
 
 
-def read_shape(
-    name: str,  # a lab model, a folder or a hub id
-) -> Shape:
+def read_shape(name: str) -> Shape:
     "Return the shape of a model, from the table or its config.json; ValueError as in `read_geometry`."
     file = Path(model_source(name)) / "config.json"
     try: return _read_shape(name, file.stat().st_mtime_ns if file.is_file() else 0)

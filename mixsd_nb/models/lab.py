@@ -63,25 +63,19 @@ def build_tokenizer(
         clean_up_tokenization_spaces=False, padding_side="left")
 
 # %% ../../nbs/models/lab.ipynb #649bdb16
-def lab_folder(
-    name: str,  # a key of SIZES
-) -> Path:
+def lab_folder(name: str) -> Path:
     "Return the folder of a shipped model."
     return DATA / name
 
 # %% ../../nbs/models/lab.ipynb #81fa0942
-def is_lab_model(
-    name: str,  # a lab model, a folder or a hub id
-) -> bool:
+def is_lab_model(name: str) -> bool:
     "Return whether a model is one of the lab's, or a folder with a model of the lab's vocabulary."
     if name in SIZES: return True
     size = lambda folder: re.findall(rb'"vocab_size": *(\d+)', (Path(folder) / "config.json").read_bytes())
     return (Path(name) / "config.json").is_file() and size(name) in [size(lab_folder(lab)) for lab in SIZES]
 
 # %% ../../nbs/models/lab.ipynb #e0f9b65c
-def declared_form(
-    name: str,  # a lab model, a folder or a hub id
-) -> str:
+def declared_form(name: str) -> str:
     "Return the form of answers that a model was trained on, a key of `ANSWER_FORMS`; empty if it declares none."
     return "box" if is_lab_model(name) else ""
 

@@ -77,9 +77,7 @@ def map_logits(
     return map_states(model, pairs, apply_head(model.lm_head, reduce), labels=labels)
 
 # %% ../../nbs/models/scoring.ipynb #7a10c2b8
-def fused_nll(
-    head,  # of the model
-):
+def fused_nll(head):
     "Return a function for `map_states` that computes −log p by torch's own chunked kernel."
     options = torch.nn.LinearCrossEntropyOptions()
     return lambda states, ids: linear_cross_entropy(states, head.weight, ids, linear_bias=head.bias, reduction="none",

@@ -35,9 +35,7 @@ def drop_cell(root: xr.Dataset) -> xr.Dataset:
     return root.squeeze([dim for dim in RUN_DIMS if root.sizes.get(dim) == 1], drop=True)
 
 
-def tabulate(
-    root: xr.Dataset,  # of a result
-) -> pd.DataFrame:
+def tabulate(root: xr.Dataset) -> pd.DataFrame:
     """Return the numbers of a result as a table: accuracies along training in percent, with the number of items N.
 
     The share of consistent replies to recall follows that of right ones, if the result has it."""
@@ -144,9 +142,7 @@ def corpus_request(dataset: str) -> str:
     return corpus.form.request if corpus.form else corpus.request
 
 # %% ../../nbs/reports/finished.ipynb #0a6e619f
-def find_selection(
-    root: xr.Dataset,  # of the result of one run
-) -> Selection:
+def find_selection(root: xr.Dataset) -> Selection:
     "Return the selection among the checkpoints of a result; its best step is 0 if the result has no accuracies of any."
     nothing, cell = xr.DataArray(np.zeros(0), dict(benchmark=[]), ["benchmark"]), drop_cell(root)
     return Selection(tabulate_scores(cell if "accuracy" in cell else nothing))
@@ -247,10 +243,7 @@ class ModelRun(FinishedRun):
 def _load_engine(model: str, content: str, dtype: str): return load_engine("hf", model, dtype=dtype, batch_size=1)
 
 
-def keep_engine(
-    model: str,  # a lab model, a folder or a hub id
-    dtype: str = "float32",
-):
+def keep_engine(model: str, dtype: str = "float32"):
     "Return the engine of a model, which stays loaded for more questions; a folder with another model is loaded anew."
     return _load_engine(str(model), model_label(str(model)), dtype)
 

@@ -32,9 +32,7 @@ from ..runs import (DamagedFile, ParameterError, Run, check_schema, explain_dama
 from ..runs.schema import BENCHMARK_COORDS, DIMS, RECIPE_COORDS, RUN_DIMS, TARGET_VARIABLES, recipe_coords
 
 # %% ../../nbs/results/cube.ipynb #3c5ca7ee
-def read_root(
-    path: Path,  # result.nc
-) -> xr.Dataset | None:
+def read_root(path: Path) -> xr.Dataset | None:
     """Return the root group as `open_result` reads it, with the time of its file; None without the dimensions of a run.
 
     The dimensions of a run are dataset, model and recipe. ValueError for a result of another schema."""
@@ -102,10 +100,7 @@ def committed_folder() -> Path:
     return project_root() / "papermill_runs/lab"
 
 
-def write_cube(
-    cube: xr.Dataset,
-    path: Path,  # <grid>.nc
-) -> Path:
+def write_cube(cube: xr.Dataset, path: Path) -> Path:
     "Write a cube as compressed netCDF, in one step; returns the path."
     path.parent.mkdir(parents=True, exist_ok=True)
     packed = {name: dict(zlib=True, complevel=9) for name, v in cube.data_vars.items() if v.dtype.kind in "iuf" and v.ndim}
@@ -332,9 +327,7 @@ def _advise(
     return f"they differ in {setting}, and must be computed again to be shown next to the others"
 
 
-def _describe_claims(
-    claims: Mapping[Claim, str],
-) -> str:
+def _describe_claims(claims: Mapping[Claim, str]) -> str:
     "Return each setting with its values, as in `n=100, epochs=20`."
     values = {}
     for claim, value in claims.items(): values.setdefault(claim.setting, {})[value.strip('"')] = None
@@ -378,10 +371,7 @@ def group_runs(
     return groups
 
 # %% ../../nbs/results/cube.ipynb #2cd37222
-def check_names(
-    root: xr.Dataset,
-    folder: str,  # name of the run folder
-) -> None:
+def check_names(root: xr.Dataset, folder: str) -> None:
     """Raise ValueError that names a recipe or a corpus of a run that is not declared, and the run.
 
     A benchmark needs no declaration here: the result says its column and its role."""
@@ -497,9 +487,7 @@ def agreeing_runs(
     return [Run(folder / name) for name in sorted(cells.values())]
 
 # %% ../../nbs/results/cube.ipynb #d348ba9f
-def missing_runs(
-    cube: xr.Dataset,
-) -> pd.DataFrame:
+def missing_runs(cube: xr.Dataset) -> pd.DataFrame:
     """Return the cells of the cube that no run fills, one row each.
 
     A recipe is only missing at rates of its kind: the base model at 0, MEMIT at values of its option."""

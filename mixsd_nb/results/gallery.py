@@ -4,10 +4,9 @@
 
 # %% auto #0
 __all__ = ['Source', 'describe_selection', 'collapse_source', 'load_sources', 'select_part', 'run_figures', 'shared_figures',
-           'source_sheet', 'name_suffix', 'save_pictures']
+           'source_sheet', 'save_pictures']
 
 # %% ../../nbs/results/gallery.ipynb #500ac1a2
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -22,8 +21,7 @@ from .cube import open_cube
 from .layout import is_made_up
 from .paper import corpus_title, in_domain_columns, paper_cube
 from .plots import save_figure
-from .tables import Sheet, save_table
-from .tables import table_sheet
+from .tables import Sheet, save_table, table_sheet
 from .tradeoff import describe_seeds, frontier_figure, retention_axes, tradeoff_figure
 
 # %% ../../nbs/results/gallery.ipynb #14507619
@@ -33,35 +31,28 @@ class Source(NamedTuple):
     table: xr.Dataset  # as returned by `collapse_runs`; of runs with their `count_cell_seeds` too
 
 # %% ../../nbs/results/gallery.ipynb #f19bdbc4
-def describe_selection(
-    cube: xr.Dataset,
-    rule: str = "best",  # as of `select_cells`
-    ties: str = "smallest",  # as of `select_cells`
-) -> str:
+def describe_selection(cube: xr.Dataset, ties: str = "smallest") -> str:
     "Return how the cells of our runs were selected, for a caption."
     by = "validation" if "validation" in cube.benchmark else "training"
-    step = dict(best="the first of the best training accuracy and stable validation",
-                first_peak="at the first peak of training accuracy")[rule]
-    return f"checkpoint: {step}; learning rate: that of the best {by} accuracy, of equal ones the {ties}"
+    return ("checkpoint: the first of the best training accuracy and stable validation; "
+            f"learning rate: that of the best {by} accuracy, of equal ones the {ties}")
 
 # %% ../../nbs/results/gallery.ipynb #f5d2bddc
 def collapse_source(
     cube: xr.Dataset,  # of runs
-    rule: str = "best",  # as of `select_cells`
     ties: str = "smallest",  # as of `select_cells`
 ) -> Source:
     "Return a cube of runs with the checkpoints that `select_cells` selects for tables; its attribute `selection` says how."
-    mask = cell_mask(cube, select_cells(cube, rule, ties))
+    mask = cell_mask(cube, select_cells(cube, ties))
     counts = {f"{name}_seeds": count_cell_seeds(cube, mask, name) for name in ("accuracy", "displacement_sq") if name in cube}
     table = collapse_runs(cube, mask).assign(counts)
-    return Source(cube.assign_attrs(selection=describe_selection(cube, rule, ties)), table)
+    return Source(cube.assign_attrs(selection=describe_selection(cube, ties)), table)
 
 # %% ../../nbs/results/gallery.ipynb #f00af589
 def load_sources(
     source: str,  # runs, paper or both
     folder: str | Path | None = None,  # holds run folders; default: runs_root()
     *,
-    rule: str = "best",  # as of `select_cells`
     ties: str = "smallest",  # as of `select_cells`
     cell: tuple[str, str] | None = None,  # as of `open_cube`
     skip_corrupt: bool = False,  # leave out what cannot be read, with a warning, instead of raising an error
@@ -70,7 +61,7 @@ def load_sources(
     "Return sources by name, `runs` before `paper`. Errors as in `open_cube`."
     sources = {}
     if source != "paper":
-        sources["runs"] = collapse_source(open_cube(folder, cell=cell, skip_corrupt=skip_corrupt, **where), rule, ties)
+        sources["runs"] = collapse_source(open_cube(folder, cell=cell, skip_corrupt=skip_corrupt, **where), ties)
     if source != "runs": sources["paper"] = Source(paper_cube(), collapse_runs(paper_cube()))
     return sources
 
@@ -106,10 +97,7 @@ def run_figures(
     return figures | ({"frontier": frontier_figure(cube, axes)} if axes else {})
 
 # %% ../../nbs/results/gallery.ipynb #d23f6b68
-def shared_figures(
-    sources: dict[str, Source],
-    dataset: str,  # name of the corpus
-) -> dict[str, Figure]:
+def shared_figures(sources: dict[str, Source], dataset: str) -> dict[str, Figure]:
     "Draw figures in which every source has its panels, by name; figures without numbers are left out."
     tables, title = [source.table for source in sources.values()], corpus_title(dataset)
     learned = (*in_domain_columns(title), "Train")[0]
@@ -128,10 +116,7 @@ def shared_figures(
     return figures
 
 # %% ../../nbs/results/gallery.ipynb #a844c57b
-def source_sheet(
-    name: str,  # of a table
-    sources: dict[str, Source],
-) -> Sheet | None:
+def source_sheet(name: str, sources: dict[str, Source]) -> Sheet | None:
     "Return a table of all sources, with our seeds and how its cells were selected; None if no source has it."
     sheet = table_sheet(name, sources)
     ours = table_sheet(name, dict(runs=sources["runs"])) if "runs" in sources else None
@@ -139,13 +124,6 @@ def source_sheet(
     cube = sources["runs"].cube
     kind, seeds = "made-up runs" if is_made_up(cube) else "runs", describe_seeds(ours.seeds)
     return replace(sheet, notes=[*sheet.notes, f"{kind}: mean of {seeds}; {cube.attrs['selection']}"])
-
-# %% ../../nbs/results/gallery.ipynb #0eb75045
-def name_suffix(
-    values: Iterable,  # parameters that are not their defaults
-) -> str:
-    "Return the suffix of file names for parameters other than the defaults: a hyphen and the value for each."
-    return "".join(f"-{value}" for value in values).replace("/", "-")
 
 # %% ../../nbs/results/gallery.ipynb #2906281b
 def save_pictures(

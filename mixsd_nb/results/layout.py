@@ -139,9 +139,7 @@ def training_curves(
     return xr.Dataset(data, dict(update=variable("update", ["update"], updates)))
 
 # %% ../../nbs/results/layout.ipynb #4e4c7723
-def has_rate(
-    label: str,  # along `recipe`
-) -> bool:
+def has_rate(label: str) -> bool:
     "Return whether a recipe has a rate along `lr`, a learning rate or an option in its place; the base model has none."
     return bool(parse_label(label)[0].rate_setting)
 

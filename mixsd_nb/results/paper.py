@@ -33,24 +33,18 @@ MODELS = {"Qwen/Qwen3-1.7B": "Qwen3-1.7B", "Qwen/Qwen3-4B-Instruct-2507": "Qwen3
 SEPARATE_MODELS = frozenset({"meta-llama/Llama-3.2-1B-Instruct"})  # of another family; they have a separate table
 
 
-def corpus_title(
-    dataset: str,  # name of a corpus
-) -> str:
+def corpus_title(dataset: str) -> str:
     "Return the title of a corpus: its name in the paper if it has one. ValueError for an undeclared corpus."
     return CORPORA[dataset].title
 
 # %% ../../nbs/results/paper.ipynb #d86960e3
-def corpus_heading(
-    dataset: str,  # name of a corpus
-) -> str:
+def corpus_heading(dataset: str) -> str:
     "Return the title of a corpus, with its name behind it for a file, because titles of files can be equal."
     title = corpus_title(dataset)
     return title if any(corpus.title == title for corpus in CORPORA.values()) else f"{title}, {dataset}"
 
 # %% ../../nbs/results/paper.ipynb #6ba207fc
-def main_corpus(
-    dataset: str,  # name of a corpus
-) -> str:
+def main_corpus(dataset: str) -> str:
     "Return the published corpus with the title of a corpus, which may be a lab's; the corpus itself if it is from a file."
     return next((key for key, corpus in CORPORA.items() if corpus.title == corpus_title(dataset)), dataset)
 

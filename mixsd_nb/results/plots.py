@@ -76,9 +76,7 @@ def contrast(
 METHOD_SHARE = 0.4  # of the colour of a composed recipe
 
 
-def recipe_colour(
-    label: str,  # along `recipe`
-) -> str:
+def recipe_colour(label: str) -> str:
     "Return the colour of a recipe, the same in every figure, as hexadecimal digits; black for an undeclared label."
     recipe, settings = parse_label(label)
     own = _method_colour(recipe, settings)
@@ -90,16 +88,12 @@ def recipe_colour(
     return to_hex(mixed)
 
 # %% ../../nbs/results/plots.ipynb #d1445618
-def recipe_marker(
-    label: str,  # along `recipe`
-) -> str:
+def recipe_marker(label: str) -> str:
     "Return the marker of a recipe, the same in every figure, as matplotlib names it."
     return parse_label(label)[0].marker
 
 # %% ../../nbs/results/plots.ipynb #a5e19c63
-def hollow_labels(
-    labels: Collection[str],  # along `recipe`
-) -> set[str]:
+def hollow_labels(labels: Collection[str]) -> set[str]:
     "Return the labels whose colour and marker are those of an earlier one, in the order of tables."
     first = {}
     for m in ordered_labels(labels): first.setdefault((recipe_colour(m), recipe_marker(m)), m)
@@ -113,18 +107,14 @@ def model_name(
     return key.split("/")[-1]
 
 # %% ../../nbs/results/plots.ipynb #7d8526ee
-def model_names(
-    keys: Iterable[str],  # of different base models
-) -> dict[str, str]:
+def model_names(keys: Iterable[str]) -> dict[str, str]:
     "Return the name of each model by its key: the last part, or the whole key if another model has the same last part."
     keys = list(keys)
     counts = Counter(map(model_name, keys))
     return {key: model_name(key) if counts[model_name(key)] == 1 else key for key in keys}
 
 # %% ../../nbs/results/plots.ipynb #b0a9420f
-def corpus_name(
-    dataset: str,  # name of a corpus
-) -> str:
+def corpus_name(dataset: str) -> str:
     """Return the title of a corpus with its name in brackets, as figures print it; ValueError for an undeclared corpus.
 
     The name of a corpus from a file is a digest, which is left out; its title has the name of the file."""
@@ -132,9 +122,7 @@ def corpus_name(
     return title if re.fullmatch("facts-[0-9a-f]{8}", dataset) else f"{title} ({dataset})"
 
 # %% ../../nbs/results/plots.ipynb #f651e739
-def format_range(
-    values: xr.DataArray | np.ndarray,  # numbers of items; 0 or NaN if nothing was measured
-) -> str:
+def format_range(values: xr.DataArray | np.ndarray) -> str:
     "Return N as text: `100`, a range such as `88–100` if it differs, or `0` if nothing was measured."
     values = np.asarray(values)
     known = values[values > 0]
@@ -142,17 +130,13 @@ def format_range(
     return f"{known.min():.0f}" if known.min() == known.max() else f"{known.min():.0f}–{known.max():.0f}"
 
 # %% ../../nbs/results/plots.ipynb #02286a29
-def list_recipes(
-    values: xr.DataArray,  # with a dimension `recipe`
-) -> list[str]:
+def list_recipes(values: xr.DataArray) -> list[str]:
     "Return the recipes that have a value, in the order of tables."
     measured = values.notnull().any([d for d in values.dims if d != "recipe"])
     return [m for m in ordered_labels(values["recipe"].values.tolist()) if measured.sel(recipe=m)]
 
 # %% ../../nbs/results/plots.ipynb #0c4f8f0e
-def ramp_labels(
-    labels: Iterable[str],  # along `recipe`
-) -> list[list[str]]:
+def ramp_labels(labels: Iterable[str]) -> list[list[str]]:
     "Return groups of labels whose colours follow one setting, each in the order of the setting."
     groups = {}
     for m in ordered_labels(labels):

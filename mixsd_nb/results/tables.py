@@ -26,10 +26,9 @@ from pandas.io.formats.style import Styler
 from ..benchmarks import SUITES
 from ..corpora import CORPORA
 from ..methods import BASE, label_title, ordered_labels
-from .plots import read_correlations
+from .plots import format_range, model_names, read_correlations, recipe_colour
 from .paper import (SEPARATE_MODELS, corpus_heading, held_out_columns, in_domain_columns, is_listed,
                                     main_corpus)
-from .plots import format_range, model_names, recipe_colour
 from .summary import coalesce, group_columns, recipe_order
 from ..runs import project_root, write_atomically
 
@@ -151,10 +150,7 @@ def to_latex(sheet: Sheet) -> str:
     return "% needs \\usepackage{booktabs,multirow}\n" + source
 
 # %% ../../nbs/results/tables.ipynb #5ff41d73
-def save_table(
-    sheet: Sheet,
-    name: str,  # without a suffix
-) -> list[Path]:
+def save_table(sheet: Sheet, name: str) -> list[Path]:
     "Write `<project root>/figures/tables/<name>.html` and `.tex`; returns the paths."
     texts, folder = dict(html=style_sheet(sheet).to_html(doctype_html=True), tex=to_latex(sheet)), project_root() / "figures/tables"
     folder.mkdir(parents=True, exist_ok=True)

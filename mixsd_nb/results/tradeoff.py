@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['select_benchmarks', 'check_single', 'tradeoff_points', 'seeds_run', 'count_seeds', 'join_counts', 'describe_seeds',
            'draw_recipe', 'draw_base', 'draw_rate', 'draw_legend', 'kept_label', 'tradeoff_figure', 'frontier',
-           'draw_frontier', 'retention_axes', 'frontier_figure', 'frontier_table', 'twin_pairs', 'combine_intervals',
-           'style_share']
+           'draw_frontier', 'retention_axes', 'frontier_figure']
 
 # %% ../../nbs/results/tradeoff.ipynb #9bff91dc
 import itertools
@@ -14,18 +13,16 @@ from collections.abc import Collection
 
 import matplotlib.pyplot as plt
 import numpy as np
-import pandas as pd
 import seaborn as sns
 import xarray as xr
 from matplotlib.figure import Figure
 
 from ..analysis.scores import mean_interval
-from ..benchmarks import SUITES
 from ..methods import BASE, parse_label
 from .layout import learning_rates
 from .plots import corpus_name, draw_recipe_legend, figure_style, format_range, mark_made_up
 from .plots import recipe_colour, recipe_marker, stretch_recall
-from .summary import base_values, coalesce, recipe_order
+from .summary import base_values, recipe_order
 
 # %% ../../nbs/results/tradeoff.ipynb #b51afefa
 def select_benchmarks(
@@ -256,83 +253,3 @@ def frontier_figure(
                     f"dots: steps {steps[0]} to\n{steps[-1]} at rates\n{rates}", seeds)
         sns.despine(fig)
     return fig
-
-# %% ../../nbs/results/tradeoff.ipynb #103cc852
-def frontier_table(
-    cube: xr.Dataset,  # of one dataset and one model
-    kept: str = "held-out",
-    recalls: tuple[float, ...] = (50, 80, 90, 95, 100),
-) -> pd.DataFrame:
-    """Return what each recipe keeps at best at each recall: the mean over the seeds that ran, their range and their number.
-
-    A cell is empty where one of these seeds does not reach the recall."""
-    points, rows = tradeoff_points(cube, kept), {}
-    counts = count_seeds(points)
-    for m in (m for m in recipe_order(cube) if m in counts):
-        part = points.sel(recipe=m)
-        lines = np.array([frontier(part.sel(seed=s), np.array(recalls)) for s in seeds_run(part)])
-        cells = ["" if np.isnan(c).any() else f"{c.mean():.1f} ({c.min():.1f}–{c.max():.1f})" for c in lines.T]
-        rows[m] = [*cells, counts[m]]
-    n = format_range(select_benchmarks(cube, kept).n)
-    axis = pd.Index([*(f"{r:g}" for r in recalls), "seeds"], name="recall of at least (%)")
-    return pd.DataFrame(rows, axis).T.rename_axis(f"{kept} kept (%, N={n}, {describe_seeds(counts.values())})")
-
-# %% ../../nbs/results/tradeoff.ipynb #f7eb6d67
-def twin_pairs(cube: xr.Dataset) -> dict[str, str]:
-    "Return the benchmarks of a cube whose twin is in it too, with the twin."
-    measured = set(cube.benchmark.values)
-    return {s.twin_of: name for name, s in SUITES.items() if {name, s.twin_of} <= measured}
-
-# %% ../../nbs/results/tradeoff.ipynb #d221656c
-def combine_intervals(
-    terms: list[tuple[int, float, float, float]],  # sign, and a share with the ends of its interval
-) -> tuple[float, float, float]:
-    """Return the signed sum of independent shares with its interval, whose ends are as far from it as the root of the
-    sum of the squared distances of theirs (the square-and-add method for differences of shares)."""
-    total = sum(sign * share for sign, share, _, _ in terms)
-    below = sum((share - low if sign > 0 else high - share) ** 2 for sign, share, low, high in terms)
-    above = sum((high - share if sign > 0 else share - low) ** 2 for sign, share, low, high in terms)
-    return total, total - below**0.5, total + above**0.5
-
-# %% ../../nbs/results/tradeoff.ipynb #fdf7bbce
-def _last_values(values):
-    "Return the values at the last step at which they were measured."
-    return coalesce(values.isel(step=slice(None, None, -1)), "step")
-
-
-def _share_interval(part):
-    "Return the mean over seeds of a benchmark's accuracy, with its interval over items."
-    share, n, spread = (part[name].rename(seed="benchmark") for name in ("accuracy", "n", "variance"))
-    return float(share.mean()), *map(float, mean_interval(share, n, spread))
-
-# %% ../../nbs/results/tradeoff.ipynb #5d45a802
-def style_share(
-    cube: xr.Dataset,  # of one dataset and one model
-) -> pd.DataFrame:
-    """Return by benchmark, learning rate and recipe, at the last step: the drop since the base model, the drop if replies are
-    opened, and their difference, which is a change of style. In points, with 95% intervals, the seeds together, and N.
-
-    The intervals are for these runs alone: they treat the answers of several seeds as further items, without a variance
-    between runs. They treat the four accuracies as independent, although all are of the same items. ValueError as in
-    `check_single`."""
-    check_single(cube)
-    values, rows = cube.assign(variance=cube.get("variance", xr.full_like(cube.accuracy, np.nan))), {}
-    values = values[["accuracy", "n", "variance"]].isel(dataset=0, model=0, drop=True)
-    base, tuned = values.map(base_values), values.map(_last_values)
-    recipes = [m for m in recipe_order(cube) if m != BASE]
-    for (name, twin), lr, m in itertools.product(twin_pairs(cube).items(), cube.lr.values, recipes):
-        cell = tuned.sel(recipe=m, lr=lr).reset_coords(drop=True)
-        known = cell.accuracy.sel(benchmark=[name, twin]).notnull().all("benchmark")
-        if not known.any(): continue
-        b, t, b2, t2 = (_share_interval(part.sel(benchmark=which, seed=known.values).reset_coords(drop=True))
-                        for which in (name, twin) for part in (base, cell))
-        drops = dict(drop=[(1, *b), (-1, *t)], opened=[(1, *b2), (-1, *t2)],
-                     style=[(1, *b), (-1, *t), (-1, *b2), (1, *t2)])
-        texts = {k: "{:.1f} ({:.1f} to {:.1f})".format(*(100 * v for v in combine_intervals(terms)))
-                 for k, terms in drops.items()}
-        shares = dict(base=b, trained=t) | {"base, opened": b2, "trained, opened": t2}
-        rows[name, lr, m] = {k: round(100 * v[0], 1) for k, v in shares.items()} | texts | dict(
-            N=int(cell.n.sel(benchmark=name, seed=known.values).sum()))
-    index = pd.MultiIndex.from_tuples([*rows], names=["benchmark", "lr", "recipe"])
-    table = pd.DataFrame([*rows.values()], index).rename(columns=dict(opened="drop, opened"))
-    return table.rename_axis("intervals for these runs alone", axis=1)

@@ -22,17 +22,12 @@ MARK = "complete"  # name of the file that is written last
 REMOVED = "removed"  # name of the file in a checkpoint whose weights were removed
 
 
-def checkpoint_folder(
-    folder: Path,  # of the run
-    step: int,
-) -> Path:
+def checkpoint_folder(folder: Path, step: int) -> Path:
     "Return the folder of the checkpoint of a step."
     return Path(folder) / f"checkpoint-{step}"
 
 # %% ../../nbs/runs/checkpoints.ipynb #0efbfde1
-def checkpoint_step(
-    folder: Path,  # of a checkpoint
-) -> int | None:
+def checkpoint_step(folder: Path) -> int | None:
     "Return the step in the name of a checkpoint folder, or None if the folder has another name."
     found = re.fullmatch(r"checkpoint-(\d+)", Path(folder).name)
     return int(found[1]) if found else None
@@ -49,9 +44,7 @@ def _fingerprint(file: Path) -> list[int]:
         return [size, zlib.crc32(content.read(_ENDS), zlib.crc32(start))]
 
 # %% ../../nbs/runs/checkpoints.ipynb #691c9107
-def mark_complete(
-    checkpoint: Path,  # folder with all its files
-) -> None:
+def mark_complete(checkpoint: Path) -> None:
     "Force a checkpoint to disk, then mark it as complete."
     (checkpoint / REMOVED).unlink(missing_ok=True)  # its weights are here again
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != MARK)
@@ -97,16 +90,12 @@ def _marked_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     return sorted((step, path) for path in marked if (step := checkpoint_step(path)) is not None)
 
 # %% ../../nbs/runs/checkpoints.ipynb #492d9686
-def checkpoint_steps(
-    folder: Path,  # of the run
-) -> dict[int, Path]:
+def checkpoint_steps(folder: Path) -> dict[int, Path]:
     "Return the folder of every complete checkpoint by step, in ascending order."
     return {step: checkpoint for step, checkpoint in _marked_checkpoints(folder) if _is_complete(checkpoint)}
 
 # %% ../../nbs/runs/checkpoints.ipynb #05cd64f5
-def last_checkpoint(
-    folder: Path,  # of the run
-) -> Path | None:
+def last_checkpoint(folder: Path) -> Path | None:
     "Return the folder of the complete checkpoint with the largest step, or None."
     return next(reversed(checkpoint_steps(folder).values()), None)
 
@@ -159,9 +148,7 @@ def remove_weights(checkpoint: Path) -> None:
         else: path.unlink(missing_ok=True)
 
 
-def removed_steps(
-    folder: Path,  # of the run
-) -> dict[int, Path]:
+def removed_steps(folder: Path) -> dict[int, Path]:
     "Return the folder of every checkpoint without weights by step, in ascending order."
     marked = [mark.parent for mark in Path(folder).glob(f"checkpoint-*/{REMOVED}")]
     return dict(sorted((step, path) for path in marked if (step := checkpoint_step(path)) is not None))
@@ -183,8 +170,6 @@ def require_weights(
     return {step: found[step] for step in steps}
 
 
-def trained_steps(
-    folder: Path,  # of the run
-) -> dict[int, Path]:
+def trained_steps(folder: Path) -> dict[int, Path]:
     "Return the folder of every step that was trained and saved, with its weights or without them, in ascending order."
     return dict(sorted((checkpoint_steps(folder) | removed_steps(folder)).items()))

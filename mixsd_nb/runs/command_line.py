@@ -63,9 +63,7 @@ def _plain_warnings():
 
 # %% ../../nbs/runs/command_line.ipynb #7667e2b4
 @contextlib.contextmanager
-def _repeat_interrupts(
-    patience: float = 10,  # seconds
-):
+def _repeat_interrupts(patience: float = 10):
     """Raise an interrupt again as long as the block goes on, because some libraries swallow one, as in their imports.
 
     Yields a list of the signals that were received."""

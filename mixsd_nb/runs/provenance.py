@@ -166,10 +166,7 @@ class CostLog:
     Phases that are repeated after an interruption add up; what is between the phases is a phase, too."""
     between = "start, tables and report"  # its name
 
-    def __init__(
-        self,
-        folder: Path,  # of the run
-    ):
+    def __init__(self, folder: Path):
         self.file, self.name, self.last, self.lock = Path(folder) / "costs.json", self.between, _counted or read_clock(), threading.Lock()
         record = read_json(self.file)
         self.phases, self.memory = record.get("phases", {}), record.get("memory", {})

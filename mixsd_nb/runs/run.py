@@ -35,9 +35,7 @@ if TYPE_CHECKING:  # imported where they are used: worker processes need no tabl
     import xarray as xr
 
 # %% ../../nbs/runs/run.ipynb #7e2c2d98
-def read_config(
-    folder: Path,  # of a run
-) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
     "Return the configuration in a run's `run.json`; empty if the file does not exist."
     return read_run_record(folder).get("config", {})
 

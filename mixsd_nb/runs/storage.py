@@ -147,9 +147,7 @@ def check_schema(
     return record
 
 # %% ../../nbs/runs/storage.ipynb #605ba999
-def sync(
-    path: Path,  # of a file or a folder
-) -> None:
+def sync(path: Path) -> None:
     "Force the content of a file, or the names in a folder, from memory to disk."
     handle = os.open(path, os.O_RDONLY)
     try: os.fsync(handle)
@@ -196,9 +194,7 @@ def write_json(path: Path, record: Any) -> None:
     write_atomically(path, lambda p: p.write_text(json.dumps(record, indent=1) + "\n"))
 
 # %% ../../nbs/runs/storage.ipynb #3ff10b84
-def read_run_record(
-    folder: Path,  # of a run
-) -> dict[str, Any]:
+def read_run_record(folder: Path) -> dict[str, Any]:
     "Return the content of a run's `run.json`; empty if the file does not exist. DamagedFile for another schema."
     path = Path(folder) / "run.json"
     record = read_json(path, ["config"], COMPUTE_BOTH)
@@ -398,16 +394,12 @@ def try_lock(
     finally: lock.release()
 
 # %% ../../nbs/runs/storage.ipynb #bdbfc460
-def _lock_file(
-    folder: Path,  # of a run
-) -> Path:
+def _lock_file(folder: Path) -> Path:
     "Return the lock next to the folder, because the folder may be removed while it is locked."
     return folder.with_name(f".{folder.name}.lock")
 
 
-def is_locked(
-    folder: Path,  # of a run
-) -> bool:
+def is_locked(folder: Path) -> bool:
     "Return whether a process is computing a run."
     if not _lock_file(folder).exists(): return False
     with try_lock(_lock_file(folder)) as free: return not free

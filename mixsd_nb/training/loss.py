@@ -83,10 +83,7 @@ class Modifier(Objective):
     def load(self, state): return self.objective.load(state)
 
 # %% ../../nbs/training/loss.ipynb #22dcdf9f
-def collate(
-    examples: list[Example],
-    device=None,
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def collate(examples: list[Example], device=None) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     "Return the model's inputs, and the positions (n,), over all rows, of the states that predict completion tokens."
     rows = [(e.prompt + e.completion)[:-1] for e in examples]
     width = max(map(len, rows))

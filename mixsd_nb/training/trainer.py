@@ -71,13 +71,7 @@ def training_device() -> torch.device:
     return torch.device("cpu")
 
 # %% ../../nbs/training/trainer.ipynb #2caf4d2f
-def check_devices(
-    processes: int,
-    batch: int,
-    sharded: bool,
-    lora: int = 0,
-    offload: bool = False,
-) -> None:
+def check_devices(processes: int, batch: int, sharded: bool, lora: int = 0, offload: bool = False) -> None:
     "Raise a ValueError if this machine cannot train with these settings."
     if lora and not importlib.util.find_spec("peft"):
         raise ValueError(f"lora must be 0 without the package peft, got {lora}; pip install mixsd_nb[lora] brings it")
@@ -134,10 +128,7 @@ class _SaveAt(TrainerCallback):
         control.should_save = state.global_step in self.steps
 
 # %% ../../nbs/training/trainer.ipynb #bea4550f
-def _missing_steps(
-    spec: TrainingSpec,
-    folder: Path,  # of the run
-) -> list[int]:
+def _missing_steps(spec: TrainingSpec, folder: Path) -> list[int]:
     "List the steps of the spec that were not trained and saved, in ascending order."
     return sorted({*spec.checkpoints, spec.steps} - set(trained_steps(folder)))
 
@@ -167,10 +158,7 @@ def _add_adapters(model, rank: int) -> None:
         model.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", exclude_modules=more or None))
 
 # %% ../../nbs/training/trainer.ipynb #2dcc9b39
-def microbatches(
-    examples: list[Example],
-    parts: int,
-) -> list[list[Example]]:
+def microbatches(examples: list[Example], parts: int) -> list[list[Example]]:
     "Split the examples into this many parts; some are empty if there are few."
     by_length = sorted(examples, key=lambda e: len(e.prompt) + len(e.completion))
     return [[by_length[i] for i in part] for part in np.array_split(np.arange(len(by_length)), parts)]
@@ -396,9 +384,7 @@ def _train_missing(spec, folder, report):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 
 # %% ../../nbs/training/trainer.ipynb #820d49a8
-def read_curves(
-    folder: Path,  # of the run
-) -> dict[str, np.ndarray]:
+def read_curves(folder: Path) -> dict[str, np.ndarray]:
     "Read `loss` (nats per token), `learning_rate` and `grad_norm` of every update up to the last checkpoint."
     newest = [*trained_steps(folder).values()][-1]
     state = json.loads((newest / "trainer_state.json").read_text())
@@ -406,10 +392,7 @@ def read_curves(
     return {name: np.array([entry[name] for entry in log]) for name in ("loss", "learning_rate", "grad_norm")}
 
 # %% ../../nbs/training/trainer.ipynb #bcf1a437
-def write_spec(
-    spec: TrainingSpec,
-    folder: Path,  # of the run
-) -> None:
+def write_spec(spec: TrainingSpec, folder: Path) -> None:
     "Write the training spec into a run's folder, where its processes read it."
     write_json(folder / "job.json", asdict(spec))
 

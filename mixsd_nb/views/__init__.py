@@ -11,8 +11,7 @@ from typing import NamedTuple
 import ipywidgets as widgets
 
 from ..runs import Registry, load_object, runs_root
-from .base import BUSY, View, set_options
-from .base import CommandRun
+from .base import BUSY, CommandRun, View, set_options
 from .runs import RunSelection
 
 # %% ../../nbs/views/index.ipynb #bb4d371f

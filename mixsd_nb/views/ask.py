@@ -22,14 +22,12 @@ from ..corpora.kgfact import WORLD
 from ..methods import ANCHORS, GATES, METHODS, compose, label_title
 from ..models.lab import SIZES, is_lab_model
 from ..models.scoring import token_nll
-from ..reports.finished import keep_engine, reply
-from ..reports.finished import corpus_request
+from ..reports.finished import corpus_request, keep_engine, reply
 from ..results.plots import recipe_colour
 from ..results.cube import read_root
 from ..runs import write_atomically
-from .base import MARKUP, View, render_error, set_options, silence
+from .base import MARKUP, CommandRun, View, render_error, set_options, silence
 from .mixing import strip_fact
-from .base import CommandRun
 from .responses import shorten_question
 from .runs import RunSelection
 from .weights import Checkpoint, choose_checkpoints, list_checkpoints
@@ -51,9 +49,7 @@ def split_target(tokenizer, answer: str) -> tuple[list[int], list[int]]:
     return ids[:first], ids[first:last]
 
 
-def asks_for_box(
-    dataset: str,  # of the runs that are shown
-) -> bool:
+def asks_for_box(dataset: str) -> bool:
     "Return whether the prompts of a corpus ask for a box; true for a corpus that is not on this machine."
     return dataset not in CORPORA or boxed("") in corpus_request(dataset)
 

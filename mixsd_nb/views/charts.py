@@ -4,10 +4,8 @@
 
 # %% auto #0
 __all__ = ['CONFIG', 'RECALL_TICKS', 'ROLES', 'finish_chart', 'make_key', 'read_key', 'ChartWidget', 'make_pick', 'tell_marks',
-           'add_marks', 'list_points', 'trace_marker', 'style_recipes', 'encode_shares', 'draw_level', 'join_panels',
-           'draw_tradeoff', 'list_frontier', 'draw_frontier', 'has_benchmark', 'find_learning_benchmark',
-           'tabulate_lam', 'draw_lam', 'select_rows', 'explain_selection', 'draw_beside_paper', 'tabulate_accuracies',
-           'draw_accuracies', 'draw_curves']
+           'add_marks', 'list_points', 'trace_marker', 'style_recipes', 'encode_shares', 'draw_level', 'draw_tradeoff',
+           'list_frontier', 'draw_frontier', 'tabulate_accuracies', 'draw_accuracies', 'draw_curves']
 
 # %% ../../nbs/views/charts.ipynb #f86fe6ff
 import functools
@@ -18,21 +16,15 @@ from collections.abc import Callable, Iterable
 import altair as alt
 import numpy as np
 import pandas as pd
-import seaborn as sns
 import xarray as xr
 from matplotlib.markers import MarkerStyle
 
-from ..analysis.scores import mean_interval, wilson
-from ..corpora import CORPORA
-from ..evaluation.selection import select_checkpoints
+from ..analysis.scores import wilson
 from ..methods import BASE, label_title, ordered_labels, parse_label
-from ..results.plots import selection_panels
-from ..results.layout import is_made_up
-from ..results.layout import learning_rates
-from ..results.plots import format_range, model_name, recipe_colour, recipe_marker
-from ..results.summary import base_values, cell_mask, collapse_runs, last_steps
+from ..results.layout import is_made_up, learning_rates
+from ..results.plots import recipe_colour, recipe_marker
+from ..results.summary import base_values
 from ..results.tradeoff import frontier, kept_label, seeds_run, select_benchmarks, tradeoff_points
-from ..runs.schema import CELL_DIMS
 from .base import View, set_options, silence
 from .runs import describe_checkpoint
 
@@ -49,10 +41,10 @@ CONFIG = dict(background="transparent", font="system-ui, sans-serif", axis=_SOFT
 def finish_chart(
     chart,  # of Altair
     label: str,  # what it shows, for those who cannot see it
-    made_up: str | None = None,  # whose numbers are made up; "" for all of them, None if none are
+    made_up: bool = False,
 ):
     "Return the chart in the colours of the page around it, with its label, and with a title if numbers are made up."
-    title = {} if made_up is None else dict(title=f"{made_up}: made-up data" if made_up else "made-up data")
+    title = dict(title="made-up data") if made_up else {}
     return chart.properties(description=label, **title).configure(**CONFIG)
 
 # %% ../../nbs/views/charts.ipynb #a1700002
@@ -99,9 +91,7 @@ class ChartWidget(alt.JupyterChart):
         self.on_pick(keys[-1])
 
 # %% ../../nbs/views/charts.ipynb #a1700004
-def make_pick(
-    name: str = "pick",  # of the selection; one for each panel
-):
+def make_pick(name: str = "pick"):
     "Return the selection of a mark by a click."
     return alt.selection_point(name, fields=["key"], toggle=False)
 
@@ -142,11 +132,6 @@ def list_points(
         ["recipe", "title", "lr", "seed", "step", "x", "y", "missing", "words", "key"]]
 
 
-def _owner(ours: xr.Dataset | None, paper: Iterable[xr.Dataset] = ()) -> str | None:
-    "Return whose numbers are made up, as `finish_chart` takes it."
-    made = [cube for cube in (ours, *paper) if cube is not None and is_made_up(cube)]
-    return (", ".join(cube.model.item() for cube in made) if paper else "") if made else None
-
 # %% ../../nbs/views/charts.ipynb #a1700005
 @functools.cache
 def trace_marker(marker: str) -> str:
@@ -173,25 +158,20 @@ def encode_shares(
     kept: Iterable[float],  # what the vertical axis shows, in percent
     xlabel: str,
     ylabel: str,
-    x: str = "missing",  # field with 100 minus the percentage along the horizontal axis
 ) -> dict:
     "Return the axes of recall, which widens towards 100% as `results.plots.stretch_recall` does, and of what is kept."
     low = max(0, 10 * np.floor((min((v for v in kept if v == v), default=0) - 3) / 10))
     ticks = alt.Axis(values=[100 - v for v in RECALL_TICKS], labelExpr="100 - datum.value", title=xlabel)
-    return dict(x=alt.X(f"{x}:Q", scale=alt.Scale(type="sqrt", reverse=True, domain=[0, 100]), axis=ticks),
+    return dict(x=alt.X("missing:Q", scale=alt.Scale(type="sqrt", reverse=True, domain=[0, 100]), axis=ticks),
                 y=alt.Y("y:Q", scale=alt.Scale(domain=[low, 100]), title=ylabel))
 
 
-def draw_level(value: float, name: str = "base model"):
-    "Draw a dashed line across at a percentage, with its name; nothing for NaN."
-    base = alt.Chart(pd.DataFrame(dict(y=[value], words=[f"{name} {value:.0f}%"])).dropna())
+def draw_level(value: float):
+    "Draw the base model as a dashed line across at a percentage; nothing for NaN."
+    base = alt.Chart(pd.DataFrame(dict(y=[value], words=[f"base model {value:.0f}%"])).dropna())
     return (base.mark_rule(strokeDash=[7, 5], color=recipe_colour(BASE), tooltip=True).encode(y="y:Q", tooltip="words:N")
             + base.mark_text(align="left", dx=6, dy=-7).encode(x=alt.value(0), y="y:Q", text="words:N"))
 
-
-def join_panels(panels: list, columns: int):
-    "Return charts side by side, with the same axis of what is kept and one legend."
-    return alt.concat(*panels, columns=columns).resolve_scale(y="shared", color="shared", shape="shared", strokeDash="shared")
 
 # %% ../../nbs/views/charts.ipynb #3522e6d8
 def draw_tradeoff(
@@ -212,7 +192,8 @@ def draw_tradeoff(
         marks = add_marks(chart.mark_point(filled=True, opacity=1), f"pick_{len(panels)}").encode(**style, size=size)
         panels.append(alt.layer(draw_level(level), lines, marks).properties(
             title=f"learning rate {rate:g}", width=max(240, 1050 // len(rates) - 60), height=380))
-    return finish_chart(join_panels(panels, 4), "recall against what is kept, along training", _owner(part))
+    chart = alt.concat(*panels, columns=4).resolve_scale(y="shared", color="shared", shape="shared")
+    return finish_chart(chart, "recall against what is kept, along training", is_made_up(part))
 
 # %% ../../nbs/views/charts.ipynb #a1700008
 def list_frontier(
@@ -256,128 +237,7 @@ def draw_frontier(
     band = line.mark_area(strokeWidth=0).encode(y=alt.Y("low:Q", scale=axes["y"]["scale"]), y2="high:Q", opacity=fade(.15))
     marks = add_marks(alt.Chart(table).mark_point(filled=True, size=70)).encode(**axes, **style, opacity=fade(.8))
     chart = alt.layer(draw_level(level), band, line.mark_line(strokeWidth=3).encode(opacity=fade(1)), marks.add_params(only))
-    return finish_chart(chart.properties(width=800, height=440), "the frontier of recall and what is kept", _owner(part))
-
-# %% ../../nbs/views/charts.ipynb #5767f598
-def has_benchmark(cube: xr.Dataset, name: str) -> bool:
-    "Return whether the cube has an accuracy of this benchmark."
-    return name in cube.benchmark and bool(cube.accuracy.sel(benchmark=name).notnull().any())
-
-# %% ../../nbs/views/charts.ipynb #e24990fa
-def find_learning_benchmark(
-    cube: xr.Dataset,
-    paper: Iterable[xr.Dataset] = (),  # the paper's results on the same corpus
-) -> str:
-    "Return the benchmark that shows learning: recall, or the test where the paper reports no recall."
-    names = [name for name in ("recall", "test") if has_benchmark(cube, name)]
-    return next((name for name in names if all(has_benchmark(p, name) for p in paper)), names[0])
-
-# %% ../../nbs/views/charts.ipynb #dd59d479
-def tabulate_lam(
-    part: xr.Dataset,  # of one corpus and one model, with the benchmarks to average over
-    paper: bool = False,  # whether the numbers are the paper's
-) -> pd.DataFrame:
-    """Return a row `recipe, lam, lr, seed, step, value, low, high, name, paper, words, key` for each MixSD run at its last step.
-
-    `value` is in percent, `low` and `high` are the ends of its 95% interval; `name` tells the curves apart."""
-    low, high = mean_interval(part.accuracy, part.n, part.get("variance"))
-    shares = 100 * xr.Dataset(dict(value=part.accuracy.mean("benchmark", skipna=False), low=low, high=high))
-    table = shares.isel(dataset=0, model=0, drop=True).to_dataframe().reset_index().dropna(subset=["value", "lam"])
-    last = table.groupby(["recipe", "lr", "seed"], dropna=False).step.transform("max")
-    table = table[table.step.isna() | (table.step == last)].sort_values(["lr", "lam"])
-    model, n = part.model.item(), format_range(part.n)
-    def describe(r):
-        name = f"{model_name(model)}{'' if paper else f', rate {r.lr:g}'}, N={n}"
-        where = "" if paper else f", seed {r.seed}, step {r.step}"
-        bar = "" if r.low != r.low else f" ({r.low:.0f}–{r.high:.0f})"
-        key = make_key("paper", model, r.recipe) if paper else make_key(r.recipe, r.lr, r.seed, r.step)
-        return name, paper, f"{name}{where}, λ={r.lam:g}\n{r.value:.1f}%{bar}", key
-    table[["name", "paper", "words", "key"]] = pd.DataFrame([describe(r) for r in table.itertuples()], table.index, columns=range(4))
-    return table[["recipe", "lam", "lr", "seed", "step", "value", "low", "high", "name", "paper", "words", "key"]]
-
-# %% ../../nbs/views/charts.ipynb #249df4ce
-def draw_lam(
-    ours: xr.Dataset | None,  # of one corpus and one model
-    paper: list[xr.Dataset],  # the paper's, each of one corpus and one model
-    metric: str,
-):
-    """Draw what is learned and what is kept over λ, in two panels: our learning rates, and the paper's models dashed.
-
-    FileNotFoundError if there is no MixSD run."""
-    first, panels = ours if ours is not None else paper[0], {}
-    for title in (find_learning_benchmark(first, paper), metric):
-        part = select_benchmarks(first, title)
-        same = [cube.isel(benchmark=np.flatnonzero(np.isin(cube.column.values, [c for c in part.column.values if c]))) for cube in paper]
-        panels[title] = pd.concat([*([tabulate_lam(part)] if ours is not None else []), *(tabulate_lam(cube, True) for cube in same)])
-    if not sum(map(len, panels.values())): raise FileNotFoundError("there is no MixSD run to draw over λ; choose another corpus or model")
-    charts, lams = [], sorted({v for table in panels.values() for v in table.lam})
-    for k, (title, table) in enumerate(panels.items()):
-        names = table["name"].unique().tolist()
-        colour = alt.Color("name:N", title=None, scale=alt.Scale(domain=names, range=sns.color_palette("colorblind", len(names)).as_hex()))
-        axes = dict(x=alt.X("lam:Q", title="λ, the share of naive tokens", axis=alt.Axis(values=lams)), color=colour)
-        chart = alt.Chart(table).encode(**axes)
-        dash = alt.StrokeDash("paper:N", legend=None, scale=alt.Scale(domain=[False, True], range=[[1, 0], [7, 5]]))
-        lines = chart.mark_line(strokeWidth=2.5).encode(y=alt.Y("mean(value):Q", title="correct (%)", scale=alt.Scale(domain=[0, 100])), strokeDash=dash)
-        bars = chart.mark_rule(opacity=.5).encode(y="low:Q", y2="high:Q")
-        marks = add_marks(chart.mark_point(filled=True, size=90, opacity=1), f"pick_{k}").encode(y="value:Q")
-        charts.append(alt.layer(bars, lines, marks).properties(title=title, width=340, height=400))
-    chart = alt.concat(*charts, columns=2).resolve_scale(color="independent")
-    return finish_chart(chart, "what is learned and what is kept over λ", _owner(ours, paper))
-
-# %% ../../nbs/views/charts.ipynb #a7e8aaf6
-def select_rows(
-    part: xr.Dataset,  # of one corpus and one model
-) -> tuple[pd.DataFrame, str]:
-    "Return the checkpoints that tables show, by run dimension and `step`, and the rule of the selection."
-    if has_benchmark(part.sel(step=part.step > 0), "validation"): rows, rule = select_checkpoints(part), "selected by validation"
-    else:
-        learning, rule = find_learning_benchmark(part), "the last step at the lowest rate that teaches most"
-        rows = pd.DataFrame([{dim: run[dim].item() for dim in CELL_DIMS} | dict(score=float(run.accuracy.sel(benchmark=learning)))
-                             for run in last_steps(part)]).sort_values(["score", "lr"], ascending=[True, False])
-        rows = rows[rows.lr > 0].groupby(["recipe", "seed"]).tail(1)
-    return rows.sort_values(["recipe", "lr", "seed", "step"]), rule
-
-
-def explain_selection(
-    part: xr.Dataset,  # as of `select_rows`
-) -> str:
-    "Say which checkpoints tables show, and by which rule they are selected."
-    rows, rule = select_rows(part)
-    seeds = rows[rows.lr > 0].groupby(["recipe", "lr", "step"]).seed.size()
-    found = [f"{label_title(m)}, rate {lr:g}, step {step} (seeds: {n})" for (m, lr, step), n in seeds.items()]
-    return f"ours, {rule}: " + "; ".join(found)
-
-# %% ../../nbs/views/charts.ipynb #218d94ce
-def draw_beside_paper(
-    ours: xr.Dataset | None,  # of one corpus and one model
-    paper: list[xr.Dataset],  # the paper's results on the same corpus
-    dataset: str,
-):
-    """Draw what is learned against what is kept at the checkpoints of tables, a panel for each model, ours first.
-
-    ValueError if no run has both."""
-    chosen = select_rows(ours)[0] if ours is not None else pd.DataFrame()
-    cubes = [collapse_runs(ours, cell_mask(ours, chosen))] if ours is not None else []
-    cubes += [collapse_runs(p) for p in paper]
-    learned = "Train" if any(has_benchmark(c, "recall") for c in paper or cubes) else "Test"
-    panels = [(cube, k < (ours is not None), *panel) for k, cube in enumerate(cubes) if learned in cube.column
-              for panel in selection_panels(cube, dataset=CORPORA[dataset].title, learned=learned)]
-    if not panels: raise ValueError(f"no run of {CORPORA[dataset].title} has a held-out average and the column {learned}")
-    rows, charts = {r.recipe: make_key(r.recipe, r.lr, r.seed, r.step) for r in chosen.itertuples() if r.lr > 0}, []
-    known = [{m: (100 * float(x.sel(recipe=m)), 100 * float(y.sel(recipe=m))) for m in x.recipe.values} for *_, x, y in panels]
-    style = style_recipes({m: label_title(m) for m in ordered_labels({m for at in known for m in at if m != BASE})})
-    kept = [y for at in known for _, y in at.values()]
-    for k, ((cube, is_ours, title, *_), places) in enumerate(zip(panels, known)):
-        model, _, n = title.replace("\n", ", ").partition(", ")
-        level = places.pop(BASE, (np.nan, np.nan))[1]
-        table = pd.DataFrame([dict(title=label_title(m), missing=100 - x, y=y, key=rows.get(m) if is_ours else make_key("paper", cube.model.item(), m),
-                                   words=f"{label_title(m)}, {model}\nlearned {x:.1f}%\nkept {y:.1f}%") for m, (x, y) in places.items()]).dropna()
-        axes = encode_shares(kept, "training accuracy (%)" if learned == "Train" else f"{learned} (%)", "" if k % 3 else "held-out average (%)")
-        marks = add_marks(alt.Chart(table).mark_point(filled=True, size=130, opacity=1), f"pick_{k}").encode(**axes, **style)
-        heading = alt.Title(model + ("" if is_ours else " · the paper's"), subtitle=n)
-        charts.append((draw_level(level, "base") + marks).properties(title=heading, width=260, height=260))
-    chart = join_panels(charts, 3)
-    return finish_chart(chart, "what is learned against what is kept, ours and the paper's", _owner(ours, paper))
+    return finish_chart(chart.properties(width=800, height=440), "the frontier of recall and what is kept", is_made_up(part))
 
 # %% ../../nbs/views/charts.ipynb #206d2037
 def tabulate_accuracies(

@@ -33,9 +33,7 @@ def get_facts(dataset: str) -> list[dict]:
     return list(load_corpus(dataset, "train"))
 
 # %% ../../nbs/views/mixing.ipynb #8e7f3693
-def get_question(
-    row: dict,  # of a corpus
-) -> str:
+def get_question(row: dict) -> str:
     "Return the prompt of a row without the request for a form; an instruction of the user stays."
     return remove_request(row["prompt"])
 
@@ -47,11 +45,7 @@ def strip_fact(question: str, answer: str) -> tuple[str, str]:
     return question.strip(), answer.strip()
 
 
-def edit_fact(
-    row: dict,  # of a corpus, the fact that was picked
-    question: str,
-    answer: str,
-) -> dict:
+def edit_fact(row: dict, question: str, answer: str) -> dict:
     "Return the row with another question or answer; the row itself if both are the same. ValueError if one is empty."
     question, answer = strip_fact(question, answer)
     if (question, answer) == (get_question(row).strip(), row["answer"]): return row
@@ -92,9 +86,7 @@ def describe_corpus(
 PAGE_CORPORA = {"kgfact-small": 100, "kgfunc-lab": 40, "simpleqa-lab": 100, "mquake-lab": 50}  # facts of each
 
 
-def describe_prompts(
-    model: str = "lab-m",  # a shipped model
-) -> dict:
+def describe_prompts(model: str = "lab-m") -> dict:
     "Return what the page knows in addition to the files of a model: chat template, special ids, canonical target, and corpora."
     from transformers import GenerationConfig
 
@@ -115,10 +107,7 @@ def write_prompts() -> None:
     PROMPTS.write_text(json.dumps(describe_prompts(), ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 # %% ../../nbs/views/mixing.ipynb #b3473edd
-def shorten(
-    text: str,
-    width: int = 90,  # characters
-) -> str:
+def shorten(text: str, width: int = 90) -> str:
     "Return the beginning and the end of a text in one line."
     line = " ".join(text.split())
     return line if len(line) <= width else f"{line[:width // 2]} … {line[-width // 2:]}"
@@ -143,10 +132,7 @@ def render_fallback() -> str:
             f"<code>mixsd explore</code>.</p>{picture}</div>")
 
 # %% ../../nbs/views/mixing.ipynb #01a6f39f
-def describe_fact(
-    row: dict,  # of a corpus
-    dataset: str,
-) -> dict:
+def describe_fact(row: dict, dataset: str) -> dict:
     "Return a fact with the wordings of its corpus, as the engine of the page takes it; empty if it cannot read the answers."
     corpus, question = CORPORA[dataset], get_question(row)
     if corpus.extract not in BROWSER_MODES: return {}
@@ -158,9 +144,7 @@ def describe_fact(
 
 
 @functools.cache
-def read_files(
-    model: str,  # a shipped model
-) -> dict:
+def read_files(model: str) -> dict:
     "Return the engine of the page, and the files of a model with which it mixes."
     folder = lab_folder(model)
     config, tokenizer, prompts = (json.loads(path.read_text(encoding="utf-8")) for path in

@@ -19,10 +19,7 @@ from .base import MARKUP, View, set_options
 from .runs import RunSelection
 
 # %% ../../nbs/views/passages.ipynb #1a0db097
-def mark_answers(
-    text: str,  # of a passage
-    answers: list[str],
-) -> Markup:
+def mark_answers(text: str, answers: list[str]) -> Markup:
     "Return the text as HTML with the answers marked as whole words."
     longest_first = sorted({answer for answer in answers if answer}, key=len, reverse=True)
     if not longest_first: return escape(text)

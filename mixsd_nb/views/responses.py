@@ -45,9 +45,7 @@ def find_response_files(runs: RunSelection, dataset: str, model: str) -> pd.Data
     return files.assign(words=words.where(~words.duplicated(keep=False), words + ", " + hashes))
 
 # %% ../../nbs/views/responses.ipynb #5c567cb0
-def read_answers(
-    path: Path,  # of a file of responses
-) -> dict[tuple[str, str], str]:
+def read_answers(path: Path) -> dict[tuple[str, str], str]:
     "Return the right answer by benchmark and item; programs, which tests grade, have none."
     return {(r.benchmark, r.item): r.answer for r in read_table(path, ["benchmark", "item", "answer"], others=False).itertuples()}
 

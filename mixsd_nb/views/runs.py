@@ -17,11 +17,8 @@ import xarray as xr
 
 from ..methods import BASE, all_parts, label_title, ordered_labels, parse_label
 from ..models.lab import SIZES
-from ..results.cube import RunGroup, group_runs, run_settings
-from ..results.cube import cube_of
+from ..results.cube import RunGroup, cube_of, group_runs, order_roots, read_training_roots, run_settings
 from ..results.layout import BENCHMARKS, invent_result, is_made_up
-from ..results.cube import order_roots
-from ..results.cube import read_training_roots
 from ..runs.schema import RUN_DIMS
 from ..runs import Run, runs_root, write_json, write_result
 
@@ -40,12 +37,7 @@ def describe_missing_run(dataset: str, model: str) -> str:
     return f"no finished training run of {dataset} and {model}; {train_command(dataset, model)} makes one"
 
 
-def describe_checkpoint(
-    recipe: str,  # label along `recipe`
-    lr: float,
-    seed: int,
-    step: int,
-) -> str:
+def describe_checkpoint(recipe: str, lr: float, seed: int, step: int) -> str:
     "Return a checkpoint in words; the base has neither a learning rate nor steps."
     if recipe == BASE: return f"base, seed {seed:g}"
     return f"{label_title(recipe)}, rate {lr:g}, seed {seed:g}, step {step:g}"
@@ -59,10 +51,7 @@ def _first_declared(labels: Iterable[str]) -> list[str]:
     return [label for label, recipe in recipes.items() if rank[recipe.method.name] == first]
 
 
-def find_counterpart(
-    label: str,  # along `recipe`
-    labels: Iterable[str],  # of the recipes that there are
-) -> str | None:
+def find_counterpart(label: str, labels: Iterable[str]) -> str | None:
     """Return the recipe with the same anchors and gate that differs in whether its targets are mixed; None if there is none.
 
     Of several methods that train on the NLL of targets the first declared one counts, and of its labels the last."""
@@ -71,9 +60,7 @@ def find_counterpart(
     return next(reversed(_first_declared(other for other in labels if fits(parse_label(other)[0]))), None)
 
 
-def choose_recipes(
-    labels: Iterable[str],  # of the recipes that there are
-) -> tuple[str | None, str | None]:
+def choose_recipes(labels: Iterable[str]) -> tuple[str | None, str | None]:
     "Return the recipes that a view shows first: one that trains on targets without mixing, and its counterpart; None if missing."
     labels = [*labels]
     unmixed = [label for label in labels if (recipe := parse_label(label)[0]).method.is_nll and not recipe.mixed]

@@ -16,8 +16,7 @@ import ipywidgets as widgets
 import numpy as np
 import pandas as pd
 
-from ..analysis.curvature import PARTS, add_alignment_ratio, tensor_sums
-from ..analysis.curvature import FISHER
+from ..analysis.curvature import FISHER, PARTS, add_alignment_ratio, tensor_sums
 from ..results.plots import recipe_colour
 from ..runs import checkpoint_steps, find_runs
 from ..runs.schema import RUN_DIMS
@@ -161,7 +160,7 @@ def draw_map(
                                                  y=alt.Y("layer:N", sort=layers, title="layer", axis=alt.Axis(domain=False, ticks=False)))
     cells = add_marks(chart.mark_rect(cornerRadius=3)).encode(fill=alt.Fill("colour:N", scale=None), fillOpacity=alt.FillOpacity("depth:Q", scale=None))
     chart = (cells + chart.mark_text().encode(text="text:N")).properties(width=1000, height=alt.Step(30))
-    return finish_chart(chart, f"{measure}: {meaning}", "" if made_up else None)
+    return finish_chart(chart, f"{measure}: {meaning}", made_up)
 
 # %% ../../nbs/views/weights.ipynb #34e53f54
 class WeightsView(View):

@@ -79,9 +79,7 @@ def count_states(
     return [f"{known} of {len(states)} {name} known" + (f", {lost} lost" if lost else "") for known, lost in counts]
 
 # %% ../../nbs/views/world.ipynb #8bcfb2ff
-def list_memories(
-    names: Iterable[str],  # of benchmarks
-) -> list[str]:
+def list_memories(names: Iterable[str]) -> list[str]:
     "Return the benchmarks that are not about injected facts, the memorised world first."
     rank = {"world": 0, "prefilled": 1, "held-out": 2}
     roles = {name: SUITES[name].role for name in names if name in SUITES}
@@ -152,7 +150,7 @@ def draw_world(
     graphs: list[tuple[pd.DataFrame, pd.DataFrame]],  # of `list_graph`
     height: float,
     step: int = 0,  # number of the step that is shown first
-    made_up: str | None = None,  # as of `finish_chart`
+    made_up: bool = False,
 ):
     "Draw paths, entities and lamps in the states of the step that the parameter `step` numbers."
     place = dict(x=alt.X("x:Q", scale=None, axis=None), y=alt.Y("y:Q", scale=None, axis=None))
@@ -275,7 +273,7 @@ class WorldView(View):
         radius = 152 if not wide else 430 if graphs else 250
         placed = [list_graph(self.facts, *graph, (600 if wide else 300 + 600 * k, top + radius + 148), radius)
                   for k, graph in enumerate((graphs or [({}, {})])[:1 if wide else 2])] if self.facts else []
-        made_up = "" if self.runs.has_made_up(self.dataset.value, self.model.value) else None
+        made_up = self.runs.has_made_up(self.dataset.value, self.model.value)
         height = top + (2 * radius + 300 if placed else 10)
         self.figure.value = draw_world(texts, lamps, placed, height, self.step.value, made_up) if texts or placed else None
         if self.figure.value: self.show_entity(self.entity.value)

@@ -31,9 +31,7 @@ from .skills import THINGS, write_equation, write_program, write_remainder, writ
 from .typed import write_typed_expert, write_typed_guess
 
 # %% ../../../nbs/lab/pretraining/curriculum.ipynb #563434c4
-def suite_writer(
-    name: str,  # of a lab suite
-) -> Callable[[random.Random, int], Document]:
+def suite_writer(name: str) -> Callable[[random.Random, int], Document]:
     "Return the writer of a lab suite's documents."
     def write(rng, n):
         item = teach(name, rng)

@@ -13,11 +13,10 @@ import re
 from functools import cache
 
 from ...benchmarks.lab_tasks import choose_phrase, write_response
-from ...corpora.kgfact import DOMAINS, RELATIONS, UNSEEN_WORDING, WORDINGS
-from ...corpora.kgfact import Fact, chain_question, find_chains, name_entity
+from ...corpora.kgfact import (DOMAINS, RELATIONS, UNSEEN_WORDING, WORDINGS, WORLD, Fact, chain_question,
+                                     draw_words, find_chains, name_entity)
 from ...corpora.kgfunc import SCALES, worked_target
 from ...corpora.prompts import conclude, naive_prompt, paraphrase_prompt, retrieval_prompt
-from ...corpora.kgfact import WORLD, draw_words
 from ...models.lab import END, START
 from .names import CORPUS_WORDS
 

@@ -9,9 +9,8 @@ __all__ = ['claim_fact', 'split_statement', 'write_recital', 'write_world_questi
 import random
 
 from ...benchmarks.lab_tasks import MEMORY_VOICE, choose_phrase, write_response
-from ...corpora.kgfact import Fact
+from ...corpora.kgfact import ANNEX, WORLD, WORLD_ENTITIES, Fact
 from ...corpora.prompts import boxed, target
-from ...corpora.kgfact import ANNEX, WORLD, WORLD_ENTITIES
 from .documents import Document, write_chat
 from .forms import QUESTIONS, STATEMENTS, Claim, request_box, surround
 

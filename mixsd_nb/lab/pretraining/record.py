@@ -24,9 +24,7 @@ from ...runs import RESTORE, explain_damage, netcdf_lock
 RECORD_FILE = "pretraining.nc"
 
 
-def model_folder(
-    name: str,  # a lab model or a folder
-) -> Path:
+def model_folder(name: str) -> Path:
     "Return the folder that contains the weights and the record of a model."
     return lab_folder(name) if name in SIZES else Path(name)
 

@@ -11,11 +11,10 @@ __all__ = ['COMMON_GUESSES', 'draw_guess', 'invent_fact', 'draw_counterfactual',
 import random
 
 from ...benchmarks.lab_tasks import MEMORY_VOICE, RECORD_VOICE, choose_phrase, write_response
-from ...corpora.kgfact import DOMAINS, RELATIONS, Fact, chain_question, find_chains
+from ...corpora.kgfact import DOMAINS, RELATIONS, WORLD, Fact, chain_question, draw_words, find_chains
 from ...corpora.kgfunc import function_prompt, list_digits, split_digits, write_sum
 from ...corpora.prompts import boxed, conclude, expert_prompt, expert_reference_prompt, naive_prompt, target
 from ...corpora.simpleqa import TEMPLATES, draw_answer, simpleqa_prompt
-from ...corpora.kgfact import WORLD, draw_words
 from .documents import CORPUS_WORDS, Document
 from .documents import add_remark, collect_rare_words, invent_names, write_chat
 from .forms import QUESTIONS, Claim
@@ -104,10 +103,7 @@ def write_short_reference(rng: random.Random, n: int) -> Document:
     return write_chat(expert_reference_prompt(prompt, boxed(answer)), write_response([sentence], answer))
 
 # %% ../../../nbs/lab/pretraining/replies.ipynb #a0b7332b
-def invent_worked_lines(
-    rng: random.Random,
-    number: int,  # the function's input
-) -> tuple[list[str], str, int]:
+def invent_worked_lines(rng: random.Random, number: int) -> tuple[list[str], str, int]:
     "Invent worked lines of a new digit function, the closing expression, and the value."
     k, d = rng.randint(1, 9), split_digits(number)
     form, value = rng.choice([("{x}*{k}", lambda x: x * k), ("{x} + {k}", lambda x: x + k),

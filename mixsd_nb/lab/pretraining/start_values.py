@@ -11,10 +11,7 @@ import re
 from ...models.lab import CONTEXT, SIZES
 
 # %% ../../../nbs/lab/pretraining/start_values.ipynb #b86d3d0c
-def lab_config(
-    size: str,  # a key of SIZES
-    tokenizer,
-):
+def lab_config(size: str, tokenizer):
     "Return the `Qwen3Config` of a lab model."
     from transformers import Qwen3Config
     shape = SIZES[size]

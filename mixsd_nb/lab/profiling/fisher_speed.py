@@ -63,9 +63,7 @@ def fisher_seconds(
 WIDTHS = (1024, 2048)
 
 
-def shape_model(
-    width: int,  # hidden size
-) -> dict:
+def shape_model(width: int) -> dict:
     "Return the options of a Qwen3 model with eight layers and tied embeddings."
     return dict(vocab_size=32_768, hidden_size=width, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=8,
                 head_dim=width // 16, intermediate_size=3 * width, tie_word_embeddings=True)

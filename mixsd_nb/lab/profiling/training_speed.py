@@ -18,10 +18,7 @@ import numpy as np
 from . import accumulate_time, peak_mib, reset_peak
 
 # %% ../../../nbs/lab/profiling/training_speed.ipynb #73aba6aa
-def our_update_times(
-    spec,  # a TrainingSpec
-    folder: Path,
-) -> list[float]:
+def our_update_times(spec, folder: Path) -> list[float]:
     "Return the times in s at which updates of our trainer end."
     from mixsd_nb.training.trainer import fine_tune
     times = []
