@@ -68,7 +68,7 @@ def _tidy(text: str) -> str:
 def read_plain(text: str, dropped: Counter) -> Iterator[Block]:
     "Return the paragraphs of a plain text, which blank lines separate."
     lines = []
-    for number, line in enumerate([*text.split("\n"), ""], 1):
+    for number, line in enumerate([*_drop_front_matter(text, dropped).split("\n"), ""], 1):
         if line.strip(): lines.append(line)
         else:
             if words := _tidy("\n".join(lines)): yield Block(words, number - len(lines), number - 1)
@@ -303,9 +303,10 @@ LABELS = {*("appendix annex article bay block box building bus category chapter 
 _MONTHS = {*("january february march april may june july august september october november december januar februar märz mai juni juli "
              "oktober dezember").split()}
 NO_END = {*("Dr Mr Mrs Ms Mx Prof St Gen Col Maj Capt Cpt Lt Sgt Cpl Adm Cmdr Rev Hon Pres Gov Sen Rep Msgr Fr Jr Sr Hr Frl Dipl Ing Mag "
-             "Hptm Jan Feb Mar Apr Jun Jul Aug Sep Sept Oct Nov Dec Mär Okt Dez Inc Ltd Co Corp Bros Cie Gebr Mt Fig Figs Abb Tab Eq Bd Hg "
-             "Hrsg Kap Abs Ziff Anm Nr cf Cf vgl Vgl vs al ca Ca approx bzw resp ggf evtl inkl incl excl e.g i.e z.B d.h u.a v.Chr n.Chr").split()}
-_NUMBERED = {*"no nos art s p pp fig ch sec vol tel para str eq tab item".split()}  # no end before a number
+             "Hptm Insp Supt Brig Esq Univ Dept Abt Dir Präs Jan Feb Mar Apr Jun Jul Aug Sep Sept Oct Nov Dec Mär Okt Dez Inc Ltd Co Corp Bros Cie Gebr "
+             "Mt Ave Blvd Rd Ste Fig Figs Abb Tab Eq Bd Hg Hrsg Eds Kap Abs Ziff Anm Nr cf Cf vgl Vgl vs al ca Ca approx bzw Bzw resp ggf evtl inkl "
+             "incl excl sog Mio Mrd Tsd e.g i.e z.B d.h u.a v.Chr n.Chr").split()}
+_NUMBERED = {*"no nos art s p pp fig ch sec vol tel ext para str eq tab item ft ed chap lit".split()}  # no end before a number
 _SENTENCE_END = re.compile(r"(?<![.!?…])[.!?…]++(?:[\"'”“’»«)\]*†‡¹²³⁰⁴-⁹]|\[\d+\])*+(?=\s)|[。！？।॥؟۔]++[」』”’）】\"']*+")
 
 
@@ -317,7 +318,7 @@ def _goes_on(text: str, found: re.Match) -> bool:
     if re.match(r"\p{Ll}", after): return True
     if found[0][0] != "." or found[0].startswith(".."): return False
     word, earlier = re.search(r"[\p{L}\p{N}.]*$", words[-1])[0], words[-2].casefold().strip("\"'“„«»‘([") if words[1:] else ""
-    if word in NO_END or word.casefold() in _NUMBERED and after[:1].isdigit(): return True
+    if word in NO_END or (word.casefold() in _NUMBERED or word.endswith("str")) and re.match(r"\d|[IVXL]{2,}\b", after): return True
     if re.fullmatch(r"\d{1,2}", word): return following.casefold() in _MONTHS or earlier in ("am", "der", "die", "das", "dem", "den", "des", "im", "vom", "zum", "bis", "seit")
     if re.search(r"(?:^|\.)\p{L}$", word): return earlier not in LABELS and following.casefold() not in FUNCTION_WORDS
     return False
@@ -416,7 +417,7 @@ def is_document(name: str) -> bool:
     return bool(name) and (Path(name).suffix.lower() in READERS or bool(list_documents(name)))
 
 # %% ../../nbs/corpora/passages.ipynb #39551a41
-_PAIR = re.compile(r"\s*(?:(q|question|frage)|a|answer|antwort)\s*\d*\s*[:.)]\s*\S", re.I)
+_PAIR = re.compile(r"[\s*_#>-]*(?:(q|question|frage)|a|answer|antwort)[*_]*\s*\d*\s*[:.)][*_]*\s*\S", re.I)
 
 
 def _find_form(text: str) -> str:
@@ -425,6 +426,7 @@ def _find_form(text: str) -> str:
     for mark in "\t,;|" if lines else "":
         if {"question", "answer"} <= {cell.strip(" \"") for cell in lines[0].split(mark)}:
             return f"the file is a table of questions and answers; let its name end in {'.tsv' if mark == chr(9) else '.csv'}"
+    if re.match(r'\s*\[?\s*\{\s*"', text): return "the file has mappings in JSON; let its name end in .jsonl, or in .json for one list"
     found = [pair for line in lines if (pair := _PAIR.match(line))]
     if len(found) > 1 and found[0][1] and not found[1][1] and 2 * len(found) >= len(lines):
         return ('the file has questions and answers; write each pair as a line {"question": "…", "answer": "…"} of a file that ends in '
