@@ -9,6 +9,7 @@ __all__ = ['FUNCTION_WORDS', 'LABELS', 'NO_END', 'READERS', 'LONGEST_LINE', 'Blo
 
 # %% ../../nbs/corpora/passages.ipynb #5f9d3167
 import json
+import os
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from markdown_it import MarkdownIt
 from markdown_it.common.html_blocks import block_names
 
 from .simpleqa import hash_text
-from .user_files import FileRow, FilledText, Table, TableError, Text, decode_text, parse_rows, read_rows
+from .user_files import INVISIBLE, FileRow, FilledText, Table, TableError, Text, decode_text, parse_rows, read_rows
 
 # %% ../../nbs/corpora/passages.ipynb #7d1aead5
 class Block(NamedTuple):
@@ -36,7 +37,8 @@ class Block(NamedTuple):
 _RAISED, _LOWERED, _END = "\ue000", "\ue001", "\ue002"  # around raised and lowered text, until its neighbours are known
 _SCRIPT = re.compile(f"([{_RAISED}{_LOWERED}])([^{_RAISED}-{_END}]*){_END}")
 _YEAR, _SYMBOL = re.compile(r"(?<![\d.,])(?:1[1-9]|20)\d\d$"), re.compile(r"[\d)]$|(?<!\p{L})(?:\p{Ll}{1,2}|\p{Lu})$")
-_INVISIBLE = re.compile(f"\u00ad[ \t]*\n[ \t]*|[\u00ad\u200b\u200e\u200f\u2060\ufeff{_RAISED}-{_END}]")
+_SOFT = re.compile("\u00ad[ \t]*\n[ \t]*")
+_DROPPED = INVISIBLE | dict.fromkeys(map(ord, _RAISED + _LOWERED + _END), "")
 _DIVIDED = re.compile(r"(?<=\w)-[ \t]*\n\s*(?=\w)")
 _KEPT_HYPHEN = {*"self well non ex half all cross co mid semi anti pre post multi high low long short two three e".split()}
 
@@ -62,7 +64,7 @@ def _join_divided(found: re.Match) -> str:
 
 def _tidy(text: str) -> str:
     "Return a text in one line, with divided words joined and without invisible characters."
-    return " ".join(_DIVIDED.sub(_join_divided, _INVISIBLE.sub("", _SCRIPT.sub(_write_script, text))).split())
+    return " ".join(_DIVIDED.sub(_join_divided, _SOFT.sub("", _SCRIPT.sub(_write_script, text)).translate(_DROPPED)).split())
 
 
 def read_plain(text: str, dropped: Counter) -> Iterator[Block]:
@@ -407,9 +409,9 @@ def list_documents(
     name: str,  # a file or a folder
 ) -> list[Path]:
     "Return the files with documents that a name refers to; none if it names something else."
-    path = Path(name).expanduser()
-    if path.is_dir(): return [file for file in _list_files(path) if file.suffix.lower() in READERS]
-    return [path] if path.is_file() and (path.suffix.lower() in READERS or _is_text_table(path)) else []
+    path = Path(os.path.expanduser(name))
+    if os.path.isdir(path): return [file for file in _list_files(path) if file.suffix.lower() in READERS]
+    return [path] if os.path.isfile(path) and (path.suffix.lower() in READERS or _is_text_table(path)) else []
 
 
 def is_document(name: str) -> bool:
@@ -478,9 +480,9 @@ def read_documents(
     longest: int = 800,  # characters of a passage
 ) -> Documents:
     "Return the passages of a document or of all documents of a folder. TableError with one sentence for each problem."
-    top, problems, found, empty, dropped = Path(name).expanduser(), [], {}, [], Counter()
+    top, problems, found, empty, dropped = Path(os.path.expanduser(name)), [], {}, [], Counter()
     if not (files := list_documents(name)):
-        what = "has no document" if top.is_dir() else "is no document" if top.exists() else "does not exist"
+        what = "has no document" if os.path.isdir(top) else "is no document" if os.path.exists(top) else "does not exist"
         raise TableError([f"{name} {what}; a document ends in {', '.join(READERS)}, or is a table with a column text"])
     for path in files:
         read = _read_text if path.suffix.lower() in READERS else _read_rows
