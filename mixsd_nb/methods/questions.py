@@ -28,7 +28,7 @@ from ..corpora.simpleqa import hash_text
 from ..runs import Journal, Registry, load_object
 
 # %% ../../nbs/methods/questions.ipynb #661e545d
-_UNIT = (r"[ \u00a0\u202f]?(?:km/h|m/s|k?m(?:[²³]|\^[23])|[kcm]?m|k?g|mg|[km]?l|ha|m?s|min|h|[kMG]?Hz|k?Wh?|[kKMGT]B|px|dpi|ft|mi|lb|oz|°[CF]?|K|%|"
+_UNIT = (r"[ \u00a0\u202f]?(?:km/h|m/s|k?m(?:[²³]|\^[23])|[kcm]?m|k?g|mg|[km]?l|ha|m?s|min|h|[kMG]?Hz|k?Wh?|[kKMGT]i?B|px|dpi|ft|mi|lb|oz|°[CF]?|K|%|"
          r"‰|€|\$|£|EUR|USD|GBP|CHF|[ap]\.m\.|am(?! \p{Lu})|pm|B?CE?|AD|[vn]\. ?Chr\.|Uhr|o[’']clock|percent|per cent|Prozent)(?![\p{L}\p{N}])")
 _MONTH = (r"(?:January|February|March|April|May|June|July|August|September|October|November|December|Januar|Februar|März|Mai|Juni|Juli|Oktober|"
           r"Dezember|(?:Jan|Feb|Mar|Apr|Jun|Jul|Aug|Sept?|Oct|Nov|Dec|Okt|Dez)\.?)")
@@ -41,8 +41,8 @@ _PARTICLE = r"(?:(?:of|of the|de|de la|del|di|da|dos|du|van|van der|van den|von|
 _INITIALS, _FORM = r"(?:(?:\p{Lu}\.)+ ){0,4}", r" (?:Inc|Ltd|Co|Corp|Jr|Sr)"
 _NAME = (rf"{_INITIALS}{_WORD}(?: {_PARTICLE}{_INITIALS}{_WORD}|(?<!\b(?i:{'|'.join(sorted(FUNCTION_WORDS | _ORDERS))})) \d+"
          rf"(?![.,:]?\d| ?\p{{Ll}}+s\b| \p{{Lu}}))*(?:(?<={_FORM})\.)?")
-_JOIN = r"\p{L}\p{M}\p{N}/^@_\\~=#&\u00ad–\-"
-_ITEM = re.compile(rf"(?<![{_JOIN}.]|\d[ (/)–-]{{1,3}}|[×*+] ?|\d x |['’](?=\d))(?>(?P<date>{_DATE})|(?P<run>{_RUN})(?P<unit>{_UNIT})?|"
+_JOIN = r"\p{L}\p{M}\p{N}/^@_\\~=#&\u00ad–−\-"
+_ITEM = re.compile(rf"(?<![{_JOIN}.]|\d[ (/)–-]{{1,3}}|[×*+] ?|\d x |['’](?=\d)|[\p{{L}}_]\()(?>(?P<date>{_DATE})|(?P<run>{_RUN})(?P<unit>{_UNIT})?|"
                    rf"(?<!\p{{Lu}}[\p{{L}}\p{{M}}\p{{N}}'’-]{{0,40}} )(?P<name>{_NAME}))"
                    rf"(?![{_JOIN}%]|[.:,'’]\p{{N}}|[.:]\p{{L}}|\s?[()/–-]?\s?\p{{N}}| ?[×*]| \+| x \d)")
 _WHOLE = re.compile(r"(?:[$€£] ?)?[-−+]?(?:\d{1,3}([ \u00a0\u202f\u2009,'’.])\d{3}(?:\1\d{3})*(?:[.,]\d+)?|\d+(?:[.,:]\d+)*(?:\^[-−]?\d+)?)[⁻⁰¹²³⁴-⁹]*")
@@ -69,14 +69,15 @@ def _counted_noun(sentence: str, found: re.Match) -> str:
 
 def _whole_name(sentence: str, found: re.Match) -> str:
     "Return a name without words that only begin a sentence; empty for a title, an abbreviation or a single word there."
-    name, is_first = re.sub("['’]s$", "", found[0]), not sentence[:found.start()].strip("\"'“„«‘([")
-    if is_first and _POINTS_BACK.match(name): return ""
+    before = sentence[:found.start()].rstrip(" \"'“„«‘([")
+    name, is_first = re.sub("['’]s$", "", found[0]), not before or before[-1] in ":}"
+    if not before and _POINTS_BACK.match(name): return ""
     words = name.split()
     while is_first and words and (words[0].casefold() in FUNCTION_WORDS | _ORDERS or words[0].endswith("ly")): words.pop(0)
-    is_alone = is_first and words == name.split() and len(words) == 1
+    is_alone = is_first and before[-1:] != ":" and words == name.split() and len(words) == 1
     is_short = re.match(r"\.\s*[^\s\"'”’“«)]", sentence[found.end():])
-    before = [*sentence[:found.start()].split(), *name.split()[:-1]][-1:] if len(words) == 1 else []
-    is_common = before and before[0].casefold() in _ARTICLES and not _GERMAN.isdisjoint(sentence.split())  # as `Saal` of `der Saal`
+    previous = [*before.split(), *name.split()[:-1]][-1:] if len(words) == 1 else []
+    is_common = previous and previous[0].casefold() in _ARTICLES and not _GERMAN.isdisjoint(sentence.split())  # as `Saal` of `der Saal`
     known = all(word.casefold() in FUNCTION_WORDS | _TITLES for word in words)
     return "" if is_alone or is_short or is_common or known or len(" ".join(words)) < 2 else " ".join(words)
 
