@@ -578,6 +578,16 @@ def test_a_reply_that_was_cut_off_names_nothing():
         assert [v.correct for v in evaluation._require_end(items, grade(items, ["It is Tarn."] * 2, rule), rule, records)] == expected
 
 
+@pytest.mark.parametrize("mark", "\u00ad\u200b\u200e\u200f\u2060\ufeff")
+def test_invisible_characters_do_not_decide(mark):
+    "Joiners of letters and emoji are no such characters, and another name stays wrong."
+    for answer in ("Velmis Marlowe", "42", "Žofie\u00a0Nova\u0301k"):
+        asked, replies = [Item("Who?", "", answer)] * 2, [f"{mark}It is {answer[:1]}{mark}{answer[1:]}{mark}.", "It is Orla 43."]
+        assert [v.correct for v in grade(asked, replies, "contains")] == [True, False]
+        assert grade(asked[:1], [f"{BOX}{answer}{mark}}}"], "box-text")[0].correct and same_text(answer, answer + mark)
+    assert not same_text("می\u200cخواهم", "میخواهم") and not same_text("👩\u200d👧", "👩👧")
+
+
 def test_a_run_that_another_version_of_a_grading_judged_is_told(codes):
     config = EvaluateConfig(dataset=codes, suite="recall", model="lab-s")
     record = config.provenance()

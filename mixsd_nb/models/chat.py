@@ -50,7 +50,8 @@ def describe_template(
     template: str,  # as returned by `settle_template`
 ) -> str:
     "Return sentences for a model's card on thinking and the date, as far as the template has them."
-    thinking, dates = re.findall("set enable_thinking = (true|false)", template), re.findall('set date_string = "(.*?)"', template)
+    head = re.match(r"(?:\{%- if \w+ is not defined or \w+ is none %\}\{%- set [^%]*%\}\{%- endif %\})*(?:\{%- set [^%]*%\})*", template)[0]
+    thinking, dates = re.findall("set enable_thinking = (true|false)", head), re.findall('set date_string = "(.*?)"', head)
     modes = dict(true="It thinks before it answers, as it was measured.",
                  false="It answers without thinking, as it was measured; `enable_thinking=True` asks the chat template for thinking.")
     return " ".join([modes[mode] for mode in thinking[-1:]]
