@@ -2520,6 +2520,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                         'mixsd_nb.methods.edits.tokenise': ('methods/edits.html#tokenise', 'mixsd_nb/methods/edits.py')},
             'mixsd_nb.methods.fact_lengths': { 'mixsd_nb.methods.fact_lengths._find_place': ( 'methods/fact_lengths.html#_find_place',
                                                                                               'mixsd_nb/methods/fact_lengths.py'),
+                                               'mixsd_nb.methods.fact_lengths._is_harmless': ( 'methods/fact_lengths.html#_is_harmless',
+                                                                                               'mixsd_nb/methods/fact_lengths.py'),
                                                'mixsd_nb.methods.fact_lengths._warn_of_rewritten_answers': ( 'methods/fact_lengths.html#_warn_of_rewritten_answers',
                                                                                                              'mixsd_nb/methods/fact_lengths.py'),
                                                'mixsd_nb.methods.fact_lengths._warn_of_sentences': ( 'methods/fact_lengths.html#_warn_of_sentences',
