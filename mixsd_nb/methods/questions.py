@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 from ..benchmarks.answers import contains_answer
 from ..benchmarks.folding import fold_text
 from ..corpora.files import answer_problem, gives_away
-from ..corpora.passages import FUNCTION_WORDS, LABELS, NO_END, Passage, split_sentences
+from ..corpora.passages import FUNCTION_WORDS, LABELS, Passage, split_sentences
 from ..corpora.prompts import encode_prompt
 from ..corpora.simpleqa import hash_text
 from ..runs import Journal, Registry, load_object
