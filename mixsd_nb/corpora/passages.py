@@ -33,6 +33,23 @@ class Block(NamedTuple):
     last: int
     level: int = 0  # of a heading, from 1; 0 for a paragraph
 
+# %% ../../nbs/corpora/passages.ipynb #267266cf
+_FRONT = re.compile(r"(---|\+\+\+|;;;)[ \t]*\n(?:(.*?)\n)??(?:\1|\.\.\.)[ \t]*(?:\n|$)", re.S)
+_SETTING = re.compile(r"\s.*|[#\-\]})].*|[\"'\w.-]+[ \t]*(?:[:=].*)?|[\[{].*|$")
+_TITLES = re.compile(r"(?:%[^\n]*(?:\n|$)){1,3}|(?i:title|author|date|slug|layout|tags|category):[ \t]\S[^\n]*\n"
+                     r"(?:\w[\w -]*:[ \t]*\S[^\n]*(?:\n|$))+(?=\s|$)")
+
+
+def _drop_front_matter(text: str, dropped: Counter) -> str:
+    "Return a text with empty lines in place of the settings at its beginning: YAML, TOML, JSON, or titles."
+    end, found = 0, _FRONT.match(text)
+    if found and all(map(_SETTING.fullmatch, (found[2] or "").split("\n"))) or (found := _TITLES.match(text)): end = found.end()
+    elif text.startswith("{"):
+        try: end = json.JSONDecoder().raw_decode(text)[1]
+        except (ValueError, RecursionError): pass
+    if end: dropped["front matters"] += 1
+    return "\n" * text.count("\n", 0, end) + text[end:]
+
 # %% ../../nbs/corpora/passages.ipynb #4a102e1d
 _RAISED, _LOWERED, _END = "\ue000", "\ue001", "\ue002"  # around raised and lowered text, until its neighbours are known
 _SCRIPT = re.compile(f"([{_RAISED}{_LOWERED}])([^{_RAISED}-{_END}]*){_END}")
@@ -175,23 +192,6 @@ def _read_tags(text: str, dropped: Counter, is_markdown: bool = False) -> list[B
     return reader.blocks
 
 # %% ../../nbs/corpora/passages.ipynb #cdb391b4
-_FRONT = re.compile(r"(---|\+\+\+|;;;)[ \t]*\n(?:(.*?)\n)??(?:\1|\.\.\.)[ \t]*(?:\n|$)", re.S)
-_SETTING = re.compile(r"\s.*|[#\-\]})].*|[\"'\w.-]+[ \t]*(?:[:=].*)?|[\[{].*|$")
-_TITLES = re.compile(r"(?:%[^\n]*(?:\n|$)){1,3}|(?i:title|author|date|slug|layout|tags|category):[ \t]\S[^\n]*\n"
-                     r"(?:\w[\w -]*:[ \t]*\S[^\n]*(?:\n|$))+(?=\s|$)")
-
-
-def _drop_front_matter(text: str, dropped: Counter) -> str:
-    "Return a text with empty lines in place of the settings at its beginning: YAML, TOML, JSON, or titles."
-    end, found = 0, _FRONT.match(text)
-    if found and all(map(_SETTING.fullmatch, (found[2] or "").split("\n"))) or (found := _TITLES.match(text)): end = found.end()
-    elif text.startswith("{"):
-        try: end = json.JSONDecoder().raw_decode(text)[1]
-        except (ValueError, RecursionError): pass
-    dropped["front matters"] += end > 0
-    return "\n" * text.count("\n", 0, end) + text[end:]
-
-
 def read_page(text: str, dropped: Counter) -> Iterator[Block]:
     "Return the headings and paragraphs of an HTML page."
     return iter(_read_tags(_drop_front_matter(text, dropped), dropped))
