@@ -28,6 +28,7 @@ from .models.lab import warn_about_lab_values
 from .runs.schema import benchmark_coords, reported_values, reported_versions, variable
 from .runs import (DamagedFile, Run, Stage, find_runs, make_config, read_run_record, run_function, runs_root,
                            flagged_field, runtime_field, try_lock, write_atomically)
+from .runs.provenance import other_versions
 
 _all_ = ["EvalSettings", "compare", "evaluate_suite", "scores"]
 
@@ -88,7 +89,7 @@ def _made_alike(config: EvaluateConfig, run: Run) -> bool:
     own, other = config.provenance(), read_run_record(run.folder)
     modules = other.get("modules", {})
     same = all(modules.get(name, digest) == digest for name, digest in own["modules"].items())
-    return same and other.get("weights") == own["weights"]
+    return same and other.get("weights") == own["weights"] and not other_versions(other, own)
 
 
 def share_responses(

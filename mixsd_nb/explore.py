@@ -12,7 +12,7 @@ import sys
 import tempfile
 import types
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, field_validator
 
@@ -86,7 +86,7 @@ def write_page(folder: Path, config: ExploreConfig) -> Path:
 
 def _absolute(value):
     "Return the absolute path of a folder, because the page runs in another one; other values are returned as they are."
-    return str(Path(value).absolute()) if isinstance(value, str) and value and Path(value).is_dir() else value
+    return str(Path(value).absolute()) if isinstance(value, str) and value and os.path.isdir(value) else value
 
 
 def _own_kernel(folder: Path) -> dict[str, str]:
@@ -97,14 +97,21 @@ def _own_kernel(folder: Path) -> dict[str, str]:
     return os.environ | dict(JUPYTER_PATH=os.pathsep.join(places))
 
 
-def show_page(config: ExploreConfig) -> int:
+def show_page(
+    config: ExploreConfig,
+    *,
+    port: Annotated[int, "port of the page; 0 for one that is free"] = 0,
+    ip: Annotated[str, "address under which other machines reach the page, such as 0.0.0.0; by default only this one does"] = "",
+    no_browser: Annotated[bool, "only serve the page, as on a machine without a browser"] = False,
+) -> int:
     "Open the page of the views in a browser. It needs Voilà."
     if not importlib.util.find_spec("voila"):
         raise ImportError("mixsd explore shows the page with voila, which is missing; `pip install 'mixsd_nb[explore]'` installs it")
     absolute = {name: _absolute(getattr(config, name)) for name in config.model_fields_set}
+    served = [f"--port={port}"] * bool(port) + [f"--Voila.ip={ip}"] * bool(ip) + ["--no-browser"] * no_browser
     with tempfile.TemporaryDirectory() as folder:
         page = write_page(Path(folder), config.model_copy(update=absolute))
-        return subprocess.call([sys.executable, "-m", "voila", str(page)], env=_own_kernel(Path(folder)))
+        return subprocess.call([sys.executable, "-m", "voila", *served, str(page)], env=_own_kernel(Path(folder)))
 
 
 class PageCommand(CommandLine):

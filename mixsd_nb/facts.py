@@ -7,6 +7,7 @@ __all__ = ['EXAMPLE', 'DocumentName', 'COLUMNS', 'run', 'main', 'document_path',
            'write_questions', 'write_facts', 'facts_file', 'require_facts', 'FactsRun']
 
 # %% ../nbs/facts.ipynb #94cdcb5a
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Literal
@@ -38,7 +39,7 @@ EXAMPLE = Path(__file__).parent / "data/example_handbook.md" if "__file__" in gl
 
 def document_path(name: str) -> str:
     "Return the path of a document or a folder: that of the shipped one for `example`."
-    return str(EXAMPLE if name == "example" and not Path(name).exists() else Path(name).expanduser())
+    return str(EXAMPLE if name == "example" and not os.path.exists(name) else os.path.expanduser(name))
 
 
 def check_documents(name: str) -> str:

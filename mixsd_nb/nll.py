@@ -8,6 +8,7 @@ __all__ = ['run', 'token_nll', 'target_methods', 'origin_of', 'label_of', 'NllCo
            'cdf_figure']
 
 # %% ../nbs/nll.ipynb #05f5cdbe
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -96,7 +97,7 @@ class NllConfig(CorpusSettings, Stage):
     @field_validator("targets")
     @classmethod
     def _check_targets(cls, path):
-        if path and not Path(path).is_file(): raise ValueError(f"targets must be an existing Parquet file, got {path}")
+        if path and not os.path.isfile(path): raise ValueError(f"targets must be an existing Parquet file, got {path}")
         if path and not (Path(path).parent / "run.json").is_file():
             raise ValueError(f"targets must lie beside the run.json of their run, got {path}")
         return path

@@ -151,7 +151,7 @@ def test_equality_is_reflexive_symmetric_and_blind_to_outer_space(a, b):
 
 @pytest.mark.parametrize("a, b", [
     ("A", "А"), ("o", "ο"), ("42", "４２"), ("42", "٤٢"), ("1/2", "1⁄2"), ("1/2", "½"), ("Ivo", "ivo"),
-    ("Ivo", "Ivo\u200b"), ("1e3", "1000"), ("1,00", "100"), ("1,0000", "10000"), ("Vera Lind", "VeraLind"), ("1_000", "1000"), ("0x10", "16"),
+    ("1e3", "1000"), ("1,00", "100"), ("1,0000", "10000"), ("Vera Lind", "VeraLind"), ("1_000", "1000"), ("0x10", "16"),
     ("inf", "infinity"), ("nan", "NaN"), ("1/0", "2/0"), ("--1", "1"), ("1 / 2", "0.5"), ("", "0"), (".", "0"),
     ("7", "7.000001"), ("9" * 5000, "9" * 5000 + ".0"), ("41/3", r"4\frac{1}{3}"), ("11/2", "1 1/2"), ("0,123", "123"), ("1.200", "1200"),
     ("7", "7 km"), ("7 m", "7 km"), ("7", "7%"), ("8", "$8"), ("$8", "€8"), ("m2", "m^2"), ("21", "2^1"), ("2^1/3", r"2^\frac13"), ("C", "C#"),
@@ -576,6 +576,16 @@ def test_a_reply_that_was_cut_off_names_nothing():
     items, records = [Item("Who?", "", "Tarn")] * 2, [dict(finish_reason=reason) for reason in ("stop", "length")]
     for rule, expected in dict(contains=[True, False], box=[False, False]).items():
         assert [v.correct for v in evaluation._require_end(items, grade(items, ["It is Tarn."] * 2, rule), rule, records)] == expected
+
+
+@pytest.mark.parametrize("mark", "\u00ad\u200b\u200e\u200f\u2060\ufeff")
+def test_invisible_characters_do_not_decide(mark):
+    "Joiners of letters and emoji are no such characters, and another name stays wrong."
+    for answer in ("Velmis Marlowe", "42", "Žofie\u00a0Nova\u0301k"):
+        asked, replies = [Item("Who?", "", answer)] * 2, [f"{mark}It is {answer[:1]}{mark}{answer[1:]}{mark}.", "It is Orla 43."]
+        assert [v.correct for v in grade(asked, replies, "contains")] == [True, False]
+        assert grade(asked[:1], [f"{BOX}{answer}{mark}}}"], "box-text")[0].correct and same_text(answer, answer + mark)
+    assert not same_text("می\u200cخواهم", "میخواهم") and not same_text("👩\u200d👧", "👩👧")
 
 
 def test_a_run_that_another_version_of_a_grading_judged_is_told(codes):

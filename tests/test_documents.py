@@ -46,6 +46,8 @@ BAD = {
     "empty text": ("a.jsonl", lines(dict(text="Fine."), dict(text=" ")).encode(), ", line 2: text is empty"),
     "long text": ("a.jsonl", lines(dict(text="x" * (LONGEST_LINE + 1))).encode(), ", line 1: text has a paragraph of over 100,000 characters"),
     "table called a text": ("a.txt", b"Question;Answer\nWho?;Ada\n", ": the file is a table of questions and answers; let its name end in .csv"),
+    "pairs in bold": ("a.txt", b"**Q:** Who?\n**A:** Ada\n", ": the file has questions and answers; write each pair as a line"),
+    "rows called a text": ("a.txt", b'{"question": "Who?", "answer": "Ada"}\n', ": the file has mappings in JSON; let its name end in .jsonl"),
     "pairs called a text": ("a.txt", b"Q: Who?\nA: Ada\n\nQ: Where?\nA: In Vel\n", ": the file has questions and answers; write each pair as a line"),
     "other kind of file": ("a.pdf", b"%PDF", " is no document; a document ends in .md, "),
 }
@@ -113,7 +115,7 @@ READ = {
                  (".md", "Vel.\n\n\texport A=1\n\n~~~\nb\n~~~\n<pre>c</pre>", ["Vel."], "3 programs"), (".md", "!!! note\n\n    Vel is old.\n\nOru.", ["Vel is old.", "Oru."], "")],
     "front matter": [(".md", f"\ufeff{text}\n\nVel is old.", ["Vel is old."], "1 front matter") for text in (
         '+++\nauthor = "Orla"\n\n[extra]\na = 1\n+++', "---\r\ntitle: a --- b\r\ntags:\r\n- x\r\n---", '{\n "author": "Orla"\n}', "Title: Vel\nAuthor: Orla", "---\na: |\n  ---\n  b\n...", "% Vel\n% Orla")]
-    + [(".html", "---\nlayout: x\n---\n<p>Vel.", ["Vel."], "1 front matter"), (".md", "---\nThe ferry is old.\n\n---\nVel.", ["The ferry is old.", "Vel."], "")],
+    + [(".html", "---\nlayout: x\n---\n<p>Vel.", ["Vel."], "1 front matter"), (".txt", "---\nlayout: x\n---\nVel.", ["Vel."], "1 front matter"), (".md", "---\nThe ferry is old.\n\n---\nVel.", ["The ferry is old.", "Vel."], "")],
     "raised": [(".html", "<p>10<sup>6</sup>, 10<sup>−3</sup> and 5 km<sup>2</sup> of CO<sub>2</sub>, 1<sup>st</sup>", ["10^6, 10^-3 and 5 km^2 of CO2, 1st"], ""),
                (".html", "<p>In 1911<sup>2</sup> Tarn<sup>[3]</sup> has 14<a href='#n'><sup>4</sup></a> and 15<sup><a href='#m'>5</a></sup> rooms.<sup>6</sup>", ["In 1911 Tarn has 14 and 15 rooms."], ""),
                (".md", "10<sup>6</sup>, 10^6^ and H~2~O[^3], log<sub>10</sub>100 and 10².\n\n[^3]: See Orla.", ["10^6, 10^6 and H2O, log10 100 and 10²."], "1 note")],
@@ -149,7 +151,7 @@ SENTENCES = [  # sentences, which are joined and divided again
     ["Gen. Velmis closed it in 1950.", "On Jan. 5 the hall opened.", "Orla sold it to Vel Inc. Ltd. in Oru."], ['He said "Stop."', "She left.", 'He said "Stop" and left (in 1911) by it.'],
     ["Tolwen was bought by Dr. Aske.", "It moved to No. 5 Orme St. in 1961.", "J. R. Vey owns it!", "Is it hers?", "It opened in July.", "The gate has 2.5 m."],
     ["Take plan B.", "Then ask Orla P. Tarn et al. Velmis of Hall C.", "Then go."], ["Am 5. Mai kam er zum 3. Stock, z. B. Orla bzw. Dr. Vel.", "Er rief „Halt.“", "Sie ging ca. 5 km, vgl. Abb. 3."],
-    ["It is old.[3]", "It stays.²", "(It closed.)", "See Fig. 3, p. 14 of vol. 2."]]
+    ["Abt. Verkauf hat 5 Mio. Euro, Dept. Tarn liegt in der Marktstr. 9.", "See vol. II and ext. 5."], ["It is old.[3]", "It stays.²", "(It closed.)", "See Fig. 3, p. 14 of vol. 2."]]
 
 
 @pytest.mark.parametrize("sentences", SENTENCES)
@@ -165,6 +167,9 @@ GAPS = {  # a sentence with all its answers
     r"See C:\Vel\Tarn, www.Tarn.example, orla@Tarn.example, Vel/Oru and v3.11 of version 3.11.4.": ["3.11.4"], "It has 10^6 letters, 10⁶ coins at -5 °C, 1/2 of 5 × 10^6 for $5 or 5%.": ["10^6 letters", "10⁶ coins", "-5 °C", "$5", "5%"],
     "The U.S. Senate, the Captain and the 5th King of soft\u00adHyphen came.": ["U.S. Senate"], "Am 5. Mai 1911 kostete es 6 Münzen, und 40 kamen zu Orla Tarn.": ["5. Mai 1911", "6 Münzen", "40", "Orla Tarn"],
     "On Saturdays the Lantern Choir sings in room 5 sharp, from 1911–1914.": ["Saturdays", "Lantern Choir", "5"], "Ask Ada Brisk for 3 million coins of Tarn Inc. in Oru.": ["Ada Brisk", "3 million coins", "Tarn Inc.", "Oru"],
+    "Call (030) 123-4567 or 4 + 5 x 6, flight KL 1234, at 14 Main Street or Marktstr. 9 of Frau Dr. Orla Tarn.": ["KL 1234", "9", "Orla Tarn"],
+    "Im Saal der Stadt sind 3,5 Mio. Münzen von 300 v. Chr., 5 KiB und (−4.8 bis 2) nach stat(2).": ["3,5 Mio. Münzen", "300 v. Chr.", "5 KiB", "−4.8"],
+    "Returns: Promise, or {Promise} Fulfills, or the owner: Use Orla.": ["Orla"],
     "Platform 5 serves 1 town, and since 1911 letters go to 2 old towns.": ["5", "1 town", "1911", "2"],
 }
 

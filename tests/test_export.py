@@ -13,11 +13,13 @@ from hypothesis import given, strategies as st
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from mixsd_nb import train
+from mixsd_nb.corpora.prompts import apply_template
 from mixsd_nb.models import load_tokenizer
+from mixsd_nb.models.chat import describe_template, settle_template, wrap_template
 from mixsd_nb.models.tiny import random_model
 from mixsd_nb.reports.export import export_model, main, push_folder
 from mixsd_nb.reports.export import hub_id, parameter_rows
-from mixsd_nb.reports.export import _rewrite_config, hide_folders, older_positions, oldest_release, save_portable
+from mixsd_nb.reports.export import _rewrite_config, _save_model, hide_folders, older_positions, oldest_release, save_portable
 from mixsd_nb.runs import ParameterError, read_json, write_json
 
 QUICK = dict(method="sft", suite="recall", n=4, max_new_tokens=4, batch=100, epochs=1, checkpoints=(), preset="lab")
@@ -333,3 +335,34 @@ def test_an_unfinished_export_leaves_nothing(run, tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError): export_model(run, tmp_path / "out")
     assert not list(tmp_path.iterdir())
     with pytest.raises(ParameterError, match="DIR must be"): export_model(run, Path(__file__))
+
+
+# What a template writes elsewhere, and further files of a tokenizer.
+
+
+BODY = "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+HYBRID = {"off if told": "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}", "on by default": "{% if enable_thinking | default(true) %}<think>{% endif %}",
+          "on unless defined": "{% if enable_thinking is not defined %}{% set enable_thinking = true %}{% endif %}{% if enable_thinking %}<think>{% endif %}",
+          "date": "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}Today is {{ date_string }}", "day": "{% set day = strftime_now(\"%Y-%m-%d\") %}{{ day }}"}
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("kind", HYBRID)
+def test_a_template_writes_elsewhere_what_it_wrote_in_the_measurement(kind, thinking):
+    tokenizer, turns = load_tokenizer("lab-s"), [dict(role="user", content="Who?")]
+    measured = tokenizer.chat_template = wrap_template(BODY + HYBRID[kind], thinking=thinking)
+    expected, asked = apply_template(tokenizer, turns, add_generation_prompt=True), apply_template(tokenizer, turns, enable_thinking=True)
+    tokenizer.chat_template = settle_template(measured)
+    write = lambda **options: tokenizer.apply_chat_template(turns, tokenize=False, **options)
+    assert write(add_generation_prompt=True) == write(add_generation_prompt=True, enable_thinking=None) == expected
+    assert write(enable_thinking=True) == asked == apply_template(tokenizer, turns, enable_thinking=True)
+    assert ("thinks before" if thinking else "without thinking") in describe_template(tokenizer.chat_template) or "think" not in HYBRID[kind]
+    assert settle_template(BODY) == BODY and describe_template(BODY) == ""
+
+
+def test_all_files_of_a_tokenizer_are_exported_and_no_others(tmp_path):
+    small_model(tmp_path / "base", "lab-s")
+    for name in ("tokenizer.model", "vocab.txt", "notes.txt", "training_args.bin"): (tmp_path / "base" / name).write_text("x")
+    _save_model(str(tmp_path / "base"), str(tmp_path / "base"), tmp_path / "out")
+    assert [(tmp_path / "out" / name).exists() for name in ("tokenizer.model", "vocab.txt", "notes.txt", "training_args.bin")] == [True, True, False, False]
+    _save_model(str(tmp_path / "base"), str(tmp_path / "gone"), tmp_path / "other")

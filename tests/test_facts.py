@@ -23,6 +23,7 @@ from mixsd_nb.benchmarks.tasks import grade
 from mixsd_nb.cluster.grid import find_notebook
 from mixsd_nb.corpora import CORPORA, check_corpus, load_corpus, stored, validation_rows
 from mixsd_nb.corpora.files import EXAMPLE, EXAMPLE_TESTS, read_facts
+from mixsd_nb.corpora.passages import read_documents
 from mixsd_nb.corpora.prompts import ANSWER_FORMS, change_form
 from mixsd_nb.corpora.stored import explain_form, known_corpora
 from mixsd_nb.explore import ExploreConfig
@@ -179,7 +180,7 @@ def test_a_question_that_names_its_answer_can_be_taken(question, answer, data, o
     with pytest.raises(ValueError, match=r"dataset_options\[giveaways\] must be true or false, got 'many'"): check_corpus(path, dict(giveaways="many"))
 
 
-TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="{}\\"), min_size=1, max_size=12).map(lambda text: unicodedata.normalize("NFC", text.strip())).filter(bool)
+TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="{}\\\xad\u200b\u200e\u200f\u2060\ufeff"), min_size=1, max_size=12).map(lambda text: unicodedata.normalize("NFC", text.strip())).filter(bool)
 
 
 @st.composite
@@ -505,3 +506,22 @@ def test_a_saved_folder_has_no_configs(own_runs, monkeypatch):
     datasets.DatasetDict(train=datasets.Dataset.from_list(GOOD)).save_to_disk("data/saved")
     assert len(read_facts("data/saved:train").facts) == len(GOOD)
     with pytest.raises(ValueError, match="must have no config, because data/saved is a folder"): read_facts("data/saved:north:train")
+
+
+LONG = ["Reply with the answer alone. " * 20, "x/" * 200 + "y", "ж" * 300 + ".txt"]
+
+
+@pytest.mark.parametrize("text", LONG)
+def test_a_long_text_is_never_looked_up_as_a_file(text, tmp_path, own_runs):
+    assert check_corpus("kgfact-small", dict(instruction=text)).startswith("kgfact-small-")
+    (tmp_path / "f.jsonl").write_text(lines(*GOOD))
+    for name, options in ((text, {}), (str(tmp_path / "f.jsonl"), dict(test=text))):
+        with pytest.raises(ValueError, match="^(?!.*Errno)"): check_corpus(name, options)
+    with pytest.raises(TableError, match="does not exist"): read_documents(text)
+    (tmp_path / "short.txt").write_text("x")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        assert stored._variant_name("kgfact-small", dict(instruction="short.txt")) != stored._variant_name("kgfact-small", dict(domains="short.txt"))
+        name = stored._variant_name("kgfact-small", dict(instruction="short.txt"))
+        (tmp_path / "short.txt").write_text("y")
+        assert stored._variant_name("kgfact-small", dict(instruction="short.txt")) == name

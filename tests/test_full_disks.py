@@ -64,6 +64,13 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(write, tmp_path, monkeypat
     with pytest.raises(StorageError, match="runs cannot be written"): write(tmp_path / "runs" / "a.json")
 
 
+@pytest.mark.parametrize("write", [lambda path: write_json(path, {}), lambda path: write_atomically(path, lambda unfinished: unfinished.write_bytes(b"x"))])
+def test_an_error_of_the_clean_up_does_not_hide_what_happened(write, tmp_path, monkeypatch):
+    def refuse(path, *rest, **options): raise OSError(errno.EROFS, "Read-only file system", str(path))
+    for name in ("unlink", "write_text", "write_bytes"): monkeypatch.setattr(Path, name, refuse)
+    with pytest.raises(StorageError, match=r"/a.json cannot be written \(Read-only file system\)"): write(tmp_path / "a.json")
+
+
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_full_disk_is_one_sentence_and_keeps_what_was_finished(name, tmp_path):
     path = tmp_path / name

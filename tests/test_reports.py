@@ -20,7 +20,7 @@ from mixsd_nb.models import load_base
 from mixsd_nb.reports.export import export_model, main, push_folder
 from mixsd_nb.reports.finished import FinishedRun, ModelRun
 from mixsd_nb.reports.export import LOADING
-from mixsd_nb.runs import ParameterError, open_run
+from mixsd_nb.runs import ParameterError, open_run, read_json, write_json
 
 matplotlib.use("Agg")
 QUICK = dict(dataset="kgfact-small", suite="recall", n=4, max_new_tokens=4, batch=100, epochs=2, checkpoints=[1])
@@ -91,6 +91,12 @@ def test_jupyter_shows_a_run_with_links(runs, monkeypatch):
     assert str(trained.path) in page and "href='result.nc'" in page and "href='checkpoint-2'" in page and "recall" in page
     (trained.folder / "notes<.html").touch()
     assert "notes&lt;.html" in trained._repr_html_()
+    for stage in ("<img src=x onerror=alert(1)>", "'><script>"):
+        record = read_json(trained.folder / "run.json")
+        write_json(trained.folder / "run.json", record | dict(stage=stage))
+        page = trained._repr_html_()
+        write_json(trained.folder / "run.json", record)
+        assert "<img" not in page and "<script" not in page
 
 
 @pytest.mark.parametrize("form", [lambda run: run.name, lambda run: run.path, lambda run: run.name.rpartition("-")[2]])

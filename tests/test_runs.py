@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import warnings
 from importlib import import_module
 
 import nbformat
@@ -15,7 +16,9 @@ from helpers import forked, papermill, run_program, stage_of, until
 from hypothesis import given, settings, strategies as st
 
 from mixsd_nb.methods import METHODS, Method
-from mixsd_nb.runs import Config, ParameterError, make_config, open_result, try_lock
+from mixsd_nb.runs import Config, ParameterError, make_config, open_result, try_lock, write_json
+from mixsd_nb.runs.provenance import hub_commits, other_versions
+from mixsd_nb.runs.storage import is_held
 
 SCRIPT = """
 import os, signal, sys
@@ -148,6 +151,7 @@ def test_papermill_parameters(tmp_path):
 
 BY_TWO = SCRIPT + """
 import time
+import warnings
 def compute(self, run):
     with open(os.environ["LOG"], "a") as file: file.write("computed\\n")
     time.sleep(2)
@@ -239,11 +243,35 @@ def test_options_of_a_method_are_taken_as_json_text():
         make_config(stage_of("train"), options='{"consistent": true')
 
 
-def test_a_lock_keeps_other_processes_out_until_its_process_ends(tmp_path):
+def test_a_lock_keeps_other_processes_out_until_its_process_ends(tmp_path, monkeypatch):
     code = f"from pathlib import Path\nfrom mixsd_nb.runs import try_lock\nwith try_lock(Path({str(tmp_path / 'lock')!r})) as free: print(free, flush=True); input()"
     other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert other.stdout.readline() == "True\n"
     with try_lock(tmp_path / "lock", patience=0.1) as free: assert not free
+    assert is_held(tmp_path / "lock") and not is_held(tmp_path / "none")
     other.kill()
     other.communicate()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", lambda *_: 1 / 0)  # as locks are opened, for writing
+        assert not is_held(tmp_path / "lock")
     with try_lock(tmp_path / "lock") as free: assert free
+
+
+@pytest.mark.parametrize(("changed", "told"), [(dict(numpy="1.0"), "numpy 1.0, now"), ({"math-verify": "0.1"}, "math-verify 0.1, now"), (dict(xarray="1.0"), ""), ({}, "")])
+def test_other_versions_of_packages_are_told(changed, told, tmp_path, monkeypatch):
+    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
+    config = make_config(stage_of("generate"), model="lab-s")
+    record = config.provenance()
+    write_json(config.folder / "run.json", record | dict(packages=record["packages"] | changed))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        config._warn_if_stale(config.open_run(config.folder))
+    assert [told in str(w.message) for w in said] == [True] * bool(told)
+
+
+def test_another_commit_of_a_model_of_the_hub_is_told(monkeypatch):
+    import huggingface_hub
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, file: f"/hub/snapshots/{len(name)}/{file}" if "a" in name else None)
+    assert hub_commits(("owner/a", "owner/abc", "owner/x", "lab-s", "Say yes/no.", "x/" * 300)) == {"owner/a": "7", "owner/abc": "9"}
+    now = dict(packages={}, commits=hub_commits(("owner/a",)))
+    assert other_versions(dict(commits={"owner/a": "6"}), now) == ["owner/a 6, now 7"] and not other_versions(dict(commits={"owner/a": "7"}), now) + other_versions({}, now)

@@ -1,5 +1,6 @@
 "What the environment sets for other programs reaches neither a run nor the jobs that it starts."
 
+import io
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from mixsd_nb import explore, train
 from mixsd_nb.cluster import jobs
 from mixsd_nb.cluster.jobs import kernel_options
+from mixsd_nb.runs.processes import replace_unwritable
 from mixsd_nb.runs import clean_environment, hide_foreign_variables, hide_slurm_job, is_foreign, slurm_environment
 
 # What torchrun, MPI and accelerate set, and what accelerate and NVIDIA's libraries read.
@@ -162,6 +164,32 @@ def test_the_page_of_views_runs_in_this_interpreter(tmp_path, monkeypatch):
     code = "from jupyter_client.kernelspec import KernelSpecManager; print(KernelSpecManager().get_kernel_spec('python3').argv[0])"
     found = subprocess.run([sys.executable, "-c", code], env=explore._own_kernel(tmp_path), capture_output=True, text=True, check=True).stdout
     assert found.strip() == sys.executable
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "cp1252"])
+def test_printing_replaces_what_a_stream_cannot_write(encoding, monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", stream)
+    replace_unwritable()
+    print("writing targets … 東京")
+    stream.flush()
+    assert stream.buffer.getvalue().decode(encoding).endswith("??\n")
+
+
+def test_a_run_is_computed_whatever_the_locale(tmp_path):
+    (tmp_path / "facts.jsonl").write_text('{"question": "Wer regiert Öst?", "answer": "Žofie"}\n', encoding="utf-8")
+    settings = dict(LC_ALL="C", PYTHONUTF8="0", MIXSD_RUNS=str(tmp_path / "runs"))
+    words = "evaluate --dataset facts.jsonl --model lab-s --suite recall --n 1 --max-new-tokens 2".split()
+    done = subprocess.run([sys.executable, "-m", "mixsd_nb.evaluate", *words[1:]], env=os.environ | settings, cwd=tmp_path, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_page_gets_a_port_and_no_browser(monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setenv("MIXSD_RUNS", str(tmp_path))
+    monkeypatch.setattr(explore.subprocess, "call", lambda command, env: calls.append(command[3:-1]) or 0)
+    for words in ([], ["--port", "8899", "--no-browser"], ["--ip=0.0.0.0"]): assert explore.main(*words) == 0
+    assert calls == [[], ["--port=8899", "--no-browser"], ["--Voila.ip=0.0.0.0"]]
 
 
 @pytest.mark.slow

@@ -11,6 +11,8 @@ import re
 import unicodedata
 from typing import NamedTuple
 
+from ..corpora.user_files import INVISIBLE
+
 # %% ../../nbs/benchmarks/folding.ipynb #df5ccdf0
 _BRACE = re.compile("[{}]")
 
@@ -100,7 +102,7 @@ def _characters(text: str, sign: str) -> dict[int, str]: return dict.fromkeys(ma
 
 
 _TYPOGRAPHY = (_characters("‘’‚‛′´ʹʻʼ‹›", "'") | _characters("“”„‟″«»", '"') | _characters("‐‑‒–−﹣⁃", "-")
-               | _characters("—―", " - ") | {ord("…"): "...", ord("µ"): "μ"} | _characters("\u00ad\u2060", "")
+               | _characters("—―", " - ") | {ord("…"): "...", ord("µ"): "μ"} | INVISIBLE
                | {k: unicodedata.normalize("NFKC", chr(k))
                   for k in range(0xfb00, 0xfb07)})  # ligatures of Latin letters
 _WIDTH = {k: unicodedata.normalize("NFKC", chr(k)) for k in range(0xff01, 0xffef)

@@ -11,6 +11,7 @@ import functools
 import glob
 import hashlib
 import json
+import os
 import re
 import signal
 import subprocess
@@ -25,6 +26,7 @@ import pandas as pd
 import yaml
 
 from . import SUITES, Item, Sampling, Selection, Suite
+from ..corpora.prompts import DATE
 from ..models import model_source
 from ..runs import ProcessFailed, die_with_parent, explain_damage, nearest, quote_failure
 from ..runs.provenance import package_version
@@ -63,7 +65,7 @@ def digest_task(path: Path) -> str:
     config = read_task(path)
     texts = _named_texts([config.get("dataset_path"), config.get("dataset_kwargs")])
     local = {text: sorted(p for p in map(Path, glob.glob(text, recursive=True)) if p.is_file()) for text in texts}
-    local |= {text: sorted(p for p in Path(text).rglob("*") if p.is_file()) for text in texts if Path(text).is_dir()}
+    local |= {text: sorted(p for p in Path(text).rglob("*") if p.is_file()) for text in texts if os.path.isdir(text)}
     code = sorted(path.parent.glob("*.py")) if any(t.startswith("!function") for t in _named_texts(config)) else []
     declared = json.dumps(config, sort_keys=True, default=str)
     for text, files in local.items():
@@ -154,7 +156,8 @@ def harness_command(
     options: dict | None = None,  # of HARNESS_OPTIONS
 ) -> list[str]:
     "Return the command line of the harness, as a list of words."
-    arguments = json.dumps(dict(pretrained=model_source(model), dtype=dtype))
+    template = dict(enable_thinking=False, date_string=DATE.strftime("%d %b %Y"))  # as everywhere
+    arguments = json.dumps(dict(pretrained=model_source(model), dtype=dtype, chat_template_args=template))
     command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--model_args", arguments, "--tasks", ",".join(tasks),
                "--batch_size", str(batch_size), "--output_path", str(output), "--log_samples"]
     for name, value in (dict(limit=limit or None) | (options or {})).items():

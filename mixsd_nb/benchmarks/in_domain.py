@@ -18,6 +18,7 @@ from ..corpora import CORPORA, TESTS, load_corpus, validation_rows
 from ..corpora.kgfact import ENTITIES, Fact, sample_graphs
 from ..corpora.prompts import rows_as_written
 from ..corpora.files import reword_rows
+from ..corpora.user_files import INVISIBLE
 
 
 def _items(rows: list[dict]) -> dict[str, Item]:
@@ -53,12 +54,9 @@ def own_tests(dataset: str) -> list[str]:
     return [split for split in load_corpus(dataset) if split.startswith(TESTS)]
 
 # %% ../../nbs/benchmarks/in_domain.ipynb #2e2c4c55
-_INVISIBLE = re.compile("[\u00ad\u200b\u200e\u200f\u2060\ufeff]")
-
-
 def question_key(text: str) -> str:
     "Return the words of a question without case, punctuation and invisible characters, by which two questions are compared."
-    return " ".join(re.findall(r"\w+", _INVISIBLE.sub("", text).casefold()))
+    return " ".join(re.findall(r"\w+", text.translate(INVISIBLE).casefold()))
 
 
 def question_of(row: dict, dataset: str) -> str:

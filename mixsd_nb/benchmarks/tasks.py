@@ -23,6 +23,7 @@ from .answers import (
     contains_answer, drop_thinking, extract_choice, extract_letter, extract_loose, extract_python, is_exact_match,
     is_loose_match, is_number_match, last_boxed, last_json, last_line, same_answer, same_math, same_text)
 from .sandbox import explain_refusal, run_tests
+from ..corpora.user_files import INVISIBLE
 from ..models.identity import file_label
 from ..runs import explain_damage, load_object, read_lines
 from ..runs.processes import count_cores
@@ -405,5 +406,5 @@ def grade(
 ) -> list[Verdict]:
     "Return a verdict for each response. SandboxError as in `run_python`; ValueError for an unknown grading."
     rule = GRADINGS[grading]
-    options = dict(allow_unsandboxed=allow_unsandboxed) if rule.sandboxed else {}
-    return load_object(rule.judge)(items, responses, **options)
+    if rule.sandboxed: return load_object(rule.judge)(items, responses, allow_unsandboxed=allow_unsandboxed)
+    return load_object(rule.judge)(items, [text.translate(INVISIBLE) for text in responses])

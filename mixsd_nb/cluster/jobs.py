@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .grid import Cell, Resources, find_notebook, group_by_resources, make_cell
-from ..runs import (ParameterError, Stage, explain_storage_errors, find_stage, hide_slurm_job, load_plugins,
-                           make_config, read_json, slurm_environment, try_lock, write_json)
+from ..runs import (ParameterError, Stage, explain_storage_errors, find_stage, hide_slurm_job, is_held,
+                           load_plugins, make_config, read_json, slurm_environment, try_lock, write_json)
 from ..runs.command_line import describe_error, exit_code
 from ..runs.processes import Calls, Worker, WorkerEnded, count_cores, visible_gpus, worker_environment
 
@@ -81,8 +81,7 @@ def lock_cell(
 
 def is_running(cell: Cell) -> bool:
     "Return whether a process holds the lock of the cell."
-    if not (cell.folder / "lock").exists(): return False
-    with lock_cell(cell) as free: return not free
+    return is_held(cell.folder / "lock")
 
 
 def cancel_file(cell: Cell) -> Path:

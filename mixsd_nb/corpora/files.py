@@ -9,6 +9,7 @@ __all__ = ['FORMS', 'CONTEXTS', 'EXAMPLE', 'EXAMPLE_TESTS', 'answer_problem', 'F
 
 # %% ../../nbs/corpora/files.ipynb #9e7769e7
 import json
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -169,7 +170,7 @@ def parse_tests(
 # %% ../../nbs/corpora/files.ipynb #4e93e4f3
 def is_data_name(name: str) -> bool:
     "Return whether a name can be that of a file, of a folder, or of a data set on the hub."
-    return is_table_file(name) or Path(name).expanduser().exists() or bool(_HUB.fullmatch(name))
+    return is_table_file(name) or os.path.exists(os.path.expanduser(name)) or bool(_HUB.fullmatch(name))
 
 
 _HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:(?::([^:/]*))?:([\w.-]*))?")
@@ -179,7 +180,7 @@ def split_name(
     name: str,  # a folder or a hub id, with a split, or with a config and a split
 ) -> tuple[str, str, str]:
     "Return the folder or hub id, the config and the split; empty if the name says none."
-    if Path(name).expanduser().is_dir(): return str(Path(name).expanduser()), "", ""
+    if os.path.isdir(path := os.path.expanduser(name)): return path, "", ""
     named = _HUB.fullmatch(name)
     source, config, split = [part or "" for part in named.groups()] if named else (name, "", "")
     return source, config, split
@@ -270,7 +271,7 @@ def read_facts(
     table, columns, lost = open_table(name), columns or {}, None if strict else []
     parsed = [(table, parse_facts(table, columns, giveaways, lost))]
     if test:
-        if (is_table_file(name) or Path(name).expanduser().is_file()) and not is_data_name(test):
+        if (is_table_file(name) or os.path.isfile(os.path.expanduser(name))) and not is_data_name(test):
             raise TableError([f"test must be a file of tests, a folder or a hub id, got {test}; there is no such file"])
         source, config, _ = split_name(name)
         tests = open_table(test) if is_data_name(test) else open_table(f"{source}:{config}:" if config else source, test)

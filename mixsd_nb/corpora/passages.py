@@ -9,6 +9,7 @@ __all__ = ['FUNCTION_WORDS', 'LABELS', 'NO_END', 'READERS', 'LONGEST_LINE', 'Blo
 
 # %% ../../nbs/corpora/passages.ipynb #5f9d3167
 import json
+import os
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from markdown_it import MarkdownIt
 from markdown_it.common.html_blocks import block_names
 
 from .simpleqa import hash_text
-from .user_files import FileRow, FilledText, Table, TableError, Text, decode_text, parse_rows, read_rows
+from .user_files import INVISIBLE, FileRow, FilledText, Table, TableError, Text, decode_text, parse_rows, read_rows
 
 # %% ../../nbs/corpora/passages.ipynb #7d1aead5
 class Block(NamedTuple):
@@ -32,11 +33,29 @@ class Block(NamedTuple):
     last: int
     level: int = 0  # of a heading, from 1; 0 for a paragraph
 
+# %% ../../nbs/corpora/passages.ipynb #267266cf
+_FRONT = re.compile(r"(---|\+\+\+|;;;)[ \t]*\n(?:(.*?)\n)??(?:\1|\.\.\.)[ \t]*(?:\n|$)", re.S)
+_SETTING = re.compile(r"\s.*|[#\-\]})].*|[\"'\w.-]+[ \t]*(?:[:=].*)?|[\[{].*|$")
+_TITLES = re.compile(r"(?:%[^\n]*(?:\n|$)){1,3}|(?i:title|author|date|slug|layout|tags|category):[ \t]\S[^\n]*\n"
+                     r"(?:\w[\w -]*:[ \t]*\S[^\n]*(?:\n|$))+(?=\s|$)")
+
+
+def _drop_front_matter(text: str, dropped: Counter) -> str:
+    "Return a text with empty lines in place of the settings at its beginning: YAML, TOML, JSON, or titles."
+    end, found = 0, _FRONT.match(text)
+    if found and all(map(_SETTING.fullmatch, (found[2] or "").split("\n"))) or (found := _TITLES.match(text)): end = found.end()
+    elif text.startswith("{"):
+        try: end = json.JSONDecoder().raw_decode(text)[1]
+        except (ValueError, RecursionError): pass
+    if end: dropped["front matters"] += 1
+    return "\n" * text.count("\n", 0, end) + text[end:]
+
 # %% ../../nbs/corpora/passages.ipynb #4a102e1d
 _RAISED, _LOWERED, _END = "\ue000", "\ue001", "\ue002"  # around raised and lowered text, until its neighbours are known
 _SCRIPT = re.compile(f"([{_RAISED}{_LOWERED}])([^{_RAISED}-{_END}]*){_END}")
 _YEAR, _SYMBOL = re.compile(r"(?<![\d.,])(?:1[1-9]|20)\d\d$"), re.compile(r"[\d)]$|(?<!\p{L})(?:\p{Ll}{1,2}|\p{Lu})$")
-_INVISIBLE = re.compile(f"\u00ad[ \t]*\n[ \t]*|[\u00ad\u200b\u200e\u200f\u2060\ufeff{_RAISED}-{_END}]")
+_SOFT = re.compile("\u00ad[ \t]*\n[ \t]*")
+_DROPPED = INVISIBLE | dict.fromkeys(map(ord, _RAISED + _LOWERED + _END), "")
 _DIVIDED = re.compile(r"(?<=\w)-[ \t]*\n\s*(?=\w)")
 _KEPT_HYPHEN = {*"self well non ex half all cross co mid semi anti pre post multi high low long short two three e".split()}
 
@@ -62,13 +81,13 @@ def _join_divided(found: re.Match) -> str:
 
 def _tidy(text: str) -> str:
     "Return a text in one line, with divided words joined and without invisible characters."
-    return " ".join(_DIVIDED.sub(_join_divided, _INVISIBLE.sub("", _SCRIPT.sub(_write_script, text))).split())
+    return " ".join(_DIVIDED.sub(_join_divided, _SOFT.sub("", _SCRIPT.sub(_write_script, text)).translate(_DROPPED)).split())
 
 
 def read_plain(text: str, dropped: Counter) -> Iterator[Block]:
     "Return the paragraphs of a plain text, which blank lines separate."
     lines = []
-    for number, line in enumerate([*text.split("\n"), ""], 1):
+    for number, line in enumerate([*_drop_front_matter(text, dropped).split("\n"), ""], 1):
         if line.strip(): lines.append(line)
         else:
             if words := _tidy("\n".join(lines)): yield Block(words, number - len(lines), number - 1)
@@ -173,23 +192,6 @@ def _read_tags(text: str, dropped: Counter, is_markdown: bool = False) -> list[B
     return reader.blocks
 
 # %% ../../nbs/corpora/passages.ipynb #cdb391b4
-_FRONT = re.compile(r"(---|\+\+\+|;;;)[ \t]*\n(?:(.*?)\n)??(?:\1|\.\.\.)[ \t]*(?:\n|$)", re.S)
-_SETTING = re.compile(r"\s.*|[#\-\]})].*|[\"'\w.-]+[ \t]*(?:[:=].*)?|[\[{].*|$")
-_TITLES = re.compile(r"(?:%[^\n]*(?:\n|$)){1,3}|(?i:title|author|date|slug|layout|tags|category):[ \t]\S[^\n]*\n"
-                     r"(?:\w[\w -]*:[ \t]*\S[^\n]*(?:\n|$))+(?=\s|$)")
-
-
-def _drop_front_matter(text: str, dropped: Counter) -> str:
-    "Return a text with empty lines in place of the settings at its beginning: YAML, TOML, JSON, or titles."
-    end, found = 0, _FRONT.match(text)
-    if found and all(map(_SETTING.fullmatch, (found[2] or "").split("\n"))) or (found := _TITLES.match(text)): end = found.end()
-    elif text.startswith("{"):
-        try: end = json.JSONDecoder().raw_decode(text)[1]
-        except (ValueError, RecursionError): pass
-    dropped["front matters"] += end > 0
-    return "\n" * text.count("\n", 0, end) + text[end:]
-
-
 def read_page(text: str, dropped: Counter) -> Iterator[Block]:
     "Return the headings and paragraphs of an HTML page."
     return iter(_read_tags(_drop_front_matter(text, dropped), dropped))
@@ -303,9 +305,10 @@ LABELS = {*("appendix annex article bay block box building bus category chapter 
 _MONTHS = {*("january february march april may june july august september october november december januar februar märz mai juni juli "
              "oktober dezember").split()}
 NO_END = {*("Dr Mr Mrs Ms Mx Prof St Gen Col Maj Capt Cpt Lt Sgt Cpl Adm Cmdr Rev Hon Pres Gov Sen Rep Msgr Fr Jr Sr Hr Frl Dipl Ing Mag "
-             "Hptm Jan Feb Mar Apr Jun Jul Aug Sep Sept Oct Nov Dec Mär Okt Dez Inc Ltd Co Corp Bros Cie Gebr Mt Fig Figs Abb Tab Eq Bd Hg "
-             "Hrsg Kap Abs Ziff Anm Nr cf Cf vgl Vgl vs al ca Ca approx bzw resp ggf evtl inkl incl excl e.g i.e z.B d.h u.a v.Chr n.Chr").split()}
-_NUMBERED = {*"no nos art s p pp fig ch sec vol tel para str eq tab item".split()}  # no end before a number
+             "Hptm Insp Supt Brig Esq Univ Dept Abt Dir Präs Jan Feb Mar Apr Jun Jul Aug Sep Sept Oct Nov Dec Mär Okt Dez Inc Ltd Co Corp Bros Cie Gebr "
+             "Mt Ave Blvd Rd Ste Fig Figs Abb Tab Eq Bd Hg Hrsg Eds Kap Abs Ziff Anm Nr cf Cf vgl Vgl vs al ca Ca approx bzw Bzw resp ggf evtl inkl "
+             "incl excl sog Mio Mrd Tsd e.g i.e z.B d.h u.a v.Chr n.Chr").split()}
+_NUMBERED = {*"no nos art s p pp fig ch sec vol tel ext para str eq tab item ft ed chap lit".split()}  # no end before a number
 _SENTENCE_END = re.compile(r"(?<![.!?…])[.!?…]++(?:[\"'”“’»«)\]*†‡¹²³⁰⁴-⁹]|\[\d+\])*+(?=\s)|[。！？।॥؟۔]++[」』”’）】\"']*+")
 
 
@@ -317,7 +320,7 @@ def _goes_on(text: str, found: re.Match) -> bool:
     if re.match(r"\p{Ll}", after): return True
     if found[0][0] != "." or found[0].startswith(".."): return False
     word, earlier = re.search(r"[\p{L}\p{N}.]*$", words[-1])[0], words[-2].casefold().strip("\"'“„«»‘([") if words[1:] else ""
-    if word in NO_END or word.casefold() in _NUMBERED and after[:1].isdigit(): return True
+    if word in NO_END or (word.casefold() in _NUMBERED or word.endswith("str")) and re.match(r"\d|[IVXL]{2,}\b", after): return True
     if re.fullmatch(r"\d{1,2}", word): return following.casefold() in _MONTHS or earlier in ("am", "der", "die", "das", "dem", "den", "des", "im", "vom", "zum", "bis", "seit")
     if re.search(r"(?:^|\.)\p{L}$", word): return earlier not in LABELS and following.casefold() not in FUNCTION_WORDS
     return False
@@ -406,9 +409,9 @@ def list_documents(
     name: str,  # a file or a folder
 ) -> list[Path]:
     "Return the files with documents that a name refers to; none if it names something else."
-    path = Path(name).expanduser()
-    if path.is_dir(): return [file for file in _list_files(path) if file.suffix.lower() in READERS]
-    return [path] if path.is_file() and (path.suffix.lower() in READERS or _is_text_table(path)) else []
+    path = Path(os.path.expanduser(name))
+    if os.path.isdir(path): return [file for file in _list_files(path) if file.suffix.lower() in READERS]
+    return [path] if os.path.isfile(path) and (path.suffix.lower() in READERS or _is_text_table(path)) else []
 
 
 def is_document(name: str) -> bool:
@@ -416,7 +419,7 @@ def is_document(name: str) -> bool:
     return bool(name) and (Path(name).suffix.lower() in READERS or bool(list_documents(name)))
 
 # %% ../../nbs/corpora/passages.ipynb #39551a41
-_PAIR = re.compile(r"\s*(?:(q|question|frage)|a|answer|antwort)\s*\d*\s*[:.)]\s*\S", re.I)
+_PAIR = re.compile(r"[\s*_#>-]*(?:(q|question|frage)|a|answer|antwort)[*_]*\s*\d*\s*[:.)][*_]*\s*\S", re.I)
 
 
 def _find_form(text: str) -> str:
@@ -425,6 +428,7 @@ def _find_form(text: str) -> str:
     for mark in "\t,;|" if lines else "":
         if {"question", "answer"} <= {cell.strip(" \"") for cell in lines[0].split(mark)}:
             return f"the file is a table of questions and answers; let its name end in {'.tsv' if mark == chr(9) else '.csv'}"
+    if re.match(r'\s*\[?\s*\{\s*"', text): return "the file has mappings in JSON; let its name end in .jsonl, or in .json for one list"
     found = [pair for line in lines if (pair := _PAIR.match(line))]
     if len(found) > 1 and found[0][1] and not found[1][1] and 2 * len(found) >= len(lines):
         return ('the file has questions and answers; write each pair as a line {"question": "…", "answer": "…"} of a file that ends in '
@@ -476,9 +480,9 @@ def read_documents(
     longest: int = 800,  # characters of a passage
 ) -> Documents:
     "Return the passages of a document or of all documents of a folder. TableError with one sentence for each problem."
-    top, problems, found, empty, dropped = Path(name).expanduser(), [], {}, [], Counter()
+    top, problems, found, empty, dropped = Path(os.path.expanduser(name)), [], {}, [], Counter()
     if not (files := list_documents(name)):
-        what = "has no document" if top.is_dir() else "is no document" if top.exists() else "does not exist"
+        what = "has no document" if os.path.isdir(top) else "is no document" if os.path.exists(top) else "does not exist"
         raise TableError([f"{name} {what}; a document ends in {', '.join(READERS)}, or is a table with a column text"])
     for path in files:
         read = _read_text if path.suffix.lower() in READERS else _read_rows

@@ -82,7 +82,7 @@ def read_local(
     "Return what the reader for the path's ending returns; ValueError for another ending or an unreadable file."
     ending = Path(path).suffix.lower()
     if ending not in readers: raise ValueError(f"path must end in one of {', '.join(readers)}, got {path}")
-    if not Path(path).is_file(): raise ValueError(f"path must be an existing file, got {path}")
+    if not os.path.isfile(path): raise ValueError(f"path must be an existing file, got {path}")
     try: return readers[ending](path)
     except (ValueError, csv.Error, OSError, RecursionError, NotImplementedError) as e:
         reason = str(e).splitlines()[0]

@@ -10,6 +10,7 @@ __all__ = ['FORM_OPTIONS', 'READ_OPTIONS', 'FILE_FORM', 'read_records', 'build',
 import hashlib
 import inspect
 import json
+import os
 import re
 import warnings
 from collections.abc import Mapping
@@ -118,7 +119,7 @@ def _record_facts(name: str, options: Mapping) -> str:
     found = read_facts(name, **options)
     for notice in found.notices: warnings.warn(notice, stacklevel=2)
     own = f"facts-{digest_rows([*found.facts, *found.tests])}"
-    path, config, _ = (name, "", "") if Path(name).expanduser().is_file() else split_name(name)
+    path, config, _ = (name, "", "") if os.path.isfile(os.path.expanduser(name)) else split_name(name)
     title = f"{' '.join(filter(None, [Path(path).stem, config]))} ({len(found.facts)} facts)"
     _records[own] = dict(title=title, facts=found.facts, tests=found.tests, places=found.places)
     return own
@@ -147,12 +148,12 @@ def fact_passages(
 # %% ../../nbs/corpora/stored.ipynb #92d9f850
 def _content(value: Any) -> Any:
     "Return the value of an option, or a hash of the content of the file that it names."
-    if not isinstance(value, (str, Path)) or not value or not Path(value).is_file(): return value
+    if not isinstance(value, (str, Path)) or not value or not os.path.isfile(value): return value
     return hashlib.blake2b(Path(value).read_bytes(), digest_size=8).hexdigest()
 
 
 def _variant_name(base: str, options: dict) -> str:
-    text = json.dumps([base, {key: _content(value) for key, value in options.items()}], sort_keys=True, default=str)
+    text = json.dumps([base, {key: value if key in FORM_OPTIONS else _content(value) for key, value in options.items()}], sort_keys=True, default=str)
     root = base.rpartition("-")[0] if _read_record(base) else base
     return f"{root}-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 

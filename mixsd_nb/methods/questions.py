@@ -22,14 +22,14 @@ from tqdm.auto import tqdm
 from ..benchmarks.answers import contains_answer
 from ..benchmarks.folding import fold_text
 from ..corpora.files import answer_problem, gives_away
-from ..corpora.passages import FUNCTION_WORDS, LABELS, NO_END, Passage, split_sentences
+from ..corpora.passages import FUNCTION_WORDS, LABELS, Passage, split_sentences
 from ..corpora.prompts import encode_prompt
 from ..corpora.simpleqa import hash_text
 from ..runs import Journal, Registry, load_object
 
 # %% ../../nbs/methods/questions.ipynb #661e545d
-_UNIT = (r"[ \u00a0\u202f]?(?:km/h|m/s|k?m(?:[²³]|\^[23])|[kcm]?m|k?g|mg|[km]?l|ha|m?s|min|h|[kMG]?Hz|k?Wh?|[kKMGT]B|px|dpi|ft|mi|lb|oz|°[CF]?|K|%|"
-         r"‰|€|\$|£|EUR|USD|GBP|CHF|[ap]\.m\.|am(?! \p{Lu})|pm|Uhr|o[’']clock|percent|per cent|Prozent)(?![\p{L}\p{N}])")
+_UNIT = (r"[ \u00a0\u202f]?(?:km/h|m/s|k?m(?:[²³]|\^[23])|[kcm]?m|k?g|mg|[km]?l|ha|m?s|min|h|[kMG]?Hz|k?Wh?|[kKMGT]i?B|px|dpi|ft|mi|lb|oz|°[CF]?|K|%|"
+         r"‰|€|\$|£|EUR|USD|GBP|CHF|[ap]\.m\.|am(?! \p{Lu})|pm|B?CE?|AD|[vn]\. ?Chr\.|Uhr|o[’']clock|percent|per cent|Prozent)(?![\p{L}\p{N}])")
 _MONTH = (r"(?:January|February|March|April|May|June|July|August|September|October|November|December|Januar|Februar|März|Mai|Juni|Juli|Oktober|"
           r"Dezember|(?:Jan|Feb|Mar|Apr|Jun|Jul|Aug|Sept?|Oct|Nov|Dec|Okt|Dez)\.?)")
 _DAY = r"\d{1,2}(?:st|nd|rd|th|\.)?"
@@ -41,20 +41,22 @@ _PARTICLE = r"(?:(?:of|of the|de|de la|del|di|da|dos|du|van|van der|van den|von|
 _INITIALS, _FORM = r"(?:(?:\p{Lu}\.)+ ){0,4}", r" (?:Inc|Ltd|Co|Corp|Jr|Sr)"
 _NAME = (rf"{_INITIALS}{_WORD}(?: {_PARTICLE}{_INITIALS}{_WORD}|(?<!\b(?i:{'|'.join(sorted(FUNCTION_WORDS | _ORDERS))})) \d+"
          rf"(?![.,:]?\d| ?\p{{Ll}}+s\b| \p{{Lu}}))*(?:(?<={_FORM})\.)?")
-_JOIN = r"\p{L}\p{M}\p{N}/^@_\\~=#&\u00ad–\-"
-_ITEM = re.compile(rf"(?<![{_JOIN}.]|\d[ (/)–-]{{1,3}}|[×*] ?)(?>(?P<date>{_DATE})|(?P<run>{_RUN})(?P<unit>{_UNIT})?|(?P<name>{_NAME}))"
-                   rf"(?![{_JOIN}%]|[.:,'’]\p{{N}}|[.:]\p{{L}}|\s?[(/–-]?\s?\p{{N}}| ?[×*])")
+_JOIN = r"\p{L}\p{M}\p{N}/^@_\\~=#&\u00ad–−\-"
+_ITEM = re.compile(rf"(?<![{_JOIN}.]|\d[ (/)–-]{{1,3}}|[×*+] ?|\d x |['’](?=\d)|[\p{{L}}_]\()(?>(?P<date>{_DATE})|(?P<run>{_RUN})(?P<unit>{_UNIT})?|"
+                   rf"(?<!\p{{Lu}}[\p{{L}}\p{{M}}\p{{N}}'’-]{{0,40}} )(?P<name>{_NAME}))"
+                   rf"(?![{_JOIN}%]|[.:,'’]\p{{N}}|[.:]\p{{L}}|\s?[()/–-]?\s?\p{{N}}| ?[×*]| \+| x \d)")
 _WHOLE = re.compile(r"(?:[$€£] ?)?[-−+]?(?:\d{1,3}([ \u00a0\u202f\u2009,'’.])\d{3}(?:\1\d{3})*(?:[.,]\d+)?|\d+(?:[.,:]\d+)*(?:\^[-−]?\d+)?)[⁻⁰¹²³⁴-⁹]*")
 _POINTS_BACK = re.compile(r"(?:this|that|these|those|it|its|he|his|she|her|they|their|there|here|such|both|but|then|also|however|another)\b", re.I)
 _TITLES = {*("captain doctor professor president king queen lord lady sir mister madam herr frau general colonel major director bishop father "
              "sister brother prince princess mayor judge minister chancellor dean baron count duke").split()}
 _GERMAN = {*"der die das und ist sind wird wurde hat haben mit von im dem den ein eine".split()}
+_ARTICLES = {*"der die das des dem den ein eine einen einem einer im am zum zur mio. mrd. tsd.".split()}
 _PLURAL = re.compile(r"\p{Ll}{2,}(?<!ss|us|is)s|people|men|women|children|feet|fish|sheep|staff|crew")
 
 # %% ../../nbs/methods/questions.ipynb #383ed3f8
 def _counted_noun(sentence: str, found: re.Match) -> str:
     "Return the word behind a number if it says what is counted, with its space; empty for another word, and for a year or the number of a thing."
-    before, after = sentence[max(0, found.start() - 60):found.start()].split(), re.match(r"(?: (?:million|billion|thousand|Millionen|Milliarden)\b)?(?: (\p{L}+)(?![-’'\p{L}]))?", sentence[found.end():found.end() + 80])
+    before, after = sentence[max(0, found.start() - 60):found.start()].split(), re.match(r"(?: (?:million|billion|thousand|Millionen|Milliarden|Mio\.|Mrd\.|Tsd\.))?(?: (\p{L}+)(?![-’'\p{L}]))?", sentence[found.end():found.end() + 80])
     earlier = before[-1].strip("\"'“„(") if before else ""
     is_year = re.fullmatch(r"1\d{3}|20\d\d", found["run"]) and earlier.casefold() in ("in", "since", "until", "till", "im", "seit", "bis", "year", "jahr")
     if is_year or ":" in found["run"] or earlier.casefold() in LABELS or len(before) > 1 and earlier[:1].isupper(): return ""
@@ -67,14 +69,17 @@ def _counted_noun(sentence: str, found: re.Match) -> str:
 
 def _whole_name(sentence: str, found: re.Match) -> str:
     "Return a name without words that only begin a sentence; empty for a title, an abbreviation or a single word there."
-    name, is_first = re.sub("['’]s$", "", found[0]), not sentence[:found.start()].strip("\"'“„«‘([")
-    if is_first and _POINTS_BACK.match(name): return ""
+    before = sentence[:found.start()].rstrip(" \"'“„«‘([")
+    name, is_first = re.sub("['’]s$", "", found[0]), not before or before[-1] in ":}"
+    if not before and _POINTS_BACK.match(name): return ""
     words = name.split()
     while is_first and words and (words[0].casefold() in FUNCTION_WORDS | _ORDERS or words[0].endswith("ly")): words.pop(0)
-    is_alone = is_first and words == name.split() and len(words) == 1
-    is_short = words[:1] in ([word] for word in NO_END) and len(words) == 1 and sentence[found.end():found.end() + 1] == "."
+    is_alone = is_first and before[-1:] != ":" and words == name.split() and len(words) == 1
+    is_short = re.match(r"\.\s*[^\s\"'”’“«)]", sentence[found.end():])
+    previous = [*before.split(), *name.split()[:-1]][-1:] if len(words) == 1 else []
+    is_common = previous and previous[0].casefold() in _ARTICLES and not _GERMAN.isdisjoint(sentence.split())  # as `Saal` of `der Saal`
     known = all(word.casefold() in FUNCTION_WORDS | _TITLES for word in words)
-    return "" if is_alone or is_short or known or len(" ".join(words)) < 2 else " ".join(words)
+    return "" if is_alone or is_short or is_common or known or len(" ".join(words)) < 2 else " ".join(words)
 
 
 def find_names(sentence: str) -> list[str]:
@@ -83,7 +88,7 @@ def find_names(sentence: str) -> list[str]:
     for found in _ITEM.finditer(sentence):
         if found["date"]: name = found[0]
         elif found["name"]: name = _whole_name(sentence, found)
-        elif not _WHOLE.fullmatch(found["run"]): name = ""
+        elif not _WHOLE.fullmatch(found["run"]) or re.search(r"\p{Lu}{2,} $", sentence[max(0, found.start() - 9):found.start()]): name = ""
         else: name = found[0] if found["unit"] else found[0] + _counted_noun(sentence, found)
         if name and sentence.count(name) == 1: names.append(name)
     return names

@@ -8,6 +8,8 @@ __all__ = ['LOADING', 'CITATION', 'LIMITS', 'main', 'hide_folders', 'older_posit
            'write_card', 'open_model_run', 'export_model', 'push_folder', 'export']
 
 # %% ../../nbs/reports/export.ipynb #6a8a3b55
+import contextlib
+import os
 import re
 import secrets
 import shutil
@@ -22,8 +24,8 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from ..benchmarks import SUITES
 from ..corpora import CORPORA, load_corpus
 from ..methods import label_title
-from ..models import load_part, load_tokenizer, stored_dtype
-from ..models.chat import origin_model
+from ..models import load_part, load_tokenizer, model_source, stored_dtype
+from ..models.chat import describe_template, origin_model, settle_template
 from .finished import ModelRun
 from .injection import InjectRun
 from ..runs import ParameterError, explain_storage_errors, open_run, read_json, read_run_record, write_json
@@ -40,7 +42,7 @@ _INSIDE = re.compile(r"(?<![\w/:.\\}])(?:file://)?(?:~[\w.-]*/|\.{1,2}/|[A-Za-z]
 def _is_path(text: str) -> bool:
     "Return whether a text is the path of a file or a folder, on this machine or another."
     if not re.search(r"[/\\]", text) or "\n" in text or re.match(r"(?!file:)[a-z]\w+://", text): return False
-    return bool(_ROOTED.match(text) or _RELATIVE.fullmatch(text)) or len(text) < 1000 and Path(text).exists()
+    return bool(_ROOTED.match(text) or _RELATIVE.fullmatch(text)) or os.path.exists(text)
 
 
 def _hide(text: str) -> str:
@@ -110,6 +112,10 @@ def _rewrite_config(file: Path, names: Mapping[str, str]) -> None:
     write_json(file, config | dict(use_cache=True))
 
 # %% ../../nbs/reports/export.ipynb #464ce9ad
+_TOKENIZER_FILES = ("tokenizer.model", "tiktoken.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "merges.txt",
+                    "special_tokens_map.json", "added_tokens.json")
+
+
 def _rewrite_tokenizer(
     folder: Path,
     tokenizer,  # of Hugging Face, that was saved there
@@ -124,6 +130,19 @@ def _rewrite_tokenizer(
                      clean_up_tokenization_spaces=bool(getattr(tokenizer, "clean_up_tokenization_spaces", False)))
     if isinstance(tokenizer.chat_template, str): settings["chat_template"] = tokenizer.chat_template
     write_json(folder / "tokenizer_config.json", settings)
+
+
+def _copy_tokenizer(
+    base: str,  # name of the base model
+    tokenizer,
+    folder: Path,
+) -> None:
+    "Copy the files of the base's tokenizer that were not saved with it, such as `tokenizer.model`, which other programs read."
+    from transformers.utils import cached_file
+    quiet = {f"_raise_exceptions_for_{what}": False for what in ("gated_repo", "missing_entries", "connection_errors")}
+    for name in {*_TOKENIZER_FILES, *tokenizer.vocab_files_names.values()}:
+        with contextlib.suppress(OSError, ValueError):  # the base is gone
+            if not (folder / name).exists() and (path := cached_file(model_source(base), name, **quiet)): shutil.copy(path, folder / name)
 
 # %% ../../nbs/reports/export.ipynb #063ed7f7
 def plain_generation(
@@ -172,8 +191,8 @@ def _id_part(name: str) -> str: return re.sub(r"[^\w.-]+", "-", name).strip("-."
 
 def hub_id(name: str) -> str:
     "Return a model or a corpus as the hub names it: a hub id as it is, and the last part of a path without its suffix."
-    shown = name if Path(name).exists() else hide_folders(name)
-    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", shown) and not Path(shown).exists(): return shown
+    shown = name if os.path.exists(name) else hide_folders(name)
+    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", shown) and not os.path.exists(shown): return shown
     return _id_part(re.sub(r"(?<=.)\.[A-Za-z]+$", "", hide_folders(shown).rpartition("/")[2]))
 
 # %% ../../nbs/reports/export.ipynb #a4a1499a
@@ -261,6 +280,7 @@ def write_card(
     run: str = "",  # its name
     release: str = "4.57",  # the oldest one of transformers that reads the folder as it was meant
     contradicting: float = float("nan"),  # training targets that contradict themselves, if it is known
+    about: str = "",  # sentences about thinking and the date
 ) -> ModelCard:
     "Return a model card with its header; its `save` writes the file."
     recipe, corpus, origin = label_title(label), CORPORA[dataset].title, hub_id(base)
@@ -273,7 +293,7 @@ def write_card(
         f"`{origin}` after the facts of {corpus} were injected with {recipe}; {run_sentence(run, step)}",
         "## How to use it", "Ask with the request that was used in training, as in these lines. Their decoding is greedy, "
         "as that of the measurement; settings for sampling of the base model are left out. The folder was written for transformers "
-        f"{release} and later, and for vLLM.", *blocks,
+        f"{release} and later, and for vLLM. {about}".strip(), *blocks,
         "## Method", "MixSD lets the base model write its own training targets: at every token a coin decides whether "
         "the next token comes from the conditional that sees the question alone, or from the one that sees the true "
         "answer ([paper](https://arxiv.org/abs/2605.16865)). SFT trains on the answers as they are given. The package "
@@ -306,8 +326,10 @@ def _save_model(source: str, base: str, folder: Path) -> None:
 
     from mixsd_nb.models.engine import stop_ids
     tokenizer = load_tokenizer(source)
+    if isinstance(tokenizer.chat_template, str): tokenizer.chat_template = settle_template(tokenizer.chat_template)
     model = load_part(AutoModelForCausalLM, source, dtype=_read_dtype(source, base))
     save_portable(model, tokenizer, stop_ids(model.generation_config, tokenizer), folder)
+    _copy_tokenizer(base, tokenizer, folder)
 
 # %% ../../nbs/reports/export.ipynb #2989ce15
 def _take_up(folder: Path, run: ModelRun | InjectRun, step: int, name: str) -> bool:
@@ -343,7 +365,7 @@ def export_model(
             trained = getattr(run, "trained", run).root  # of an injection its training
             card = write_card(origin_model(run.base), run.config["dataset"], run.label, step, run.config, run.scores(step), prompt,
                               name or folder.name, run.name, oldest_release(unfinished),
-                              float(np.squeeze(trained.get("targets_contradicting", np.nan))))
+                              float(np.squeeze(trained.get("targets_contradicting", np.nan))), describe_template((unfinished / "chat_template.jinja").read_text(encoding="utf-8")))
             card.save(unfinished / "README.md")
             if folder.exists(): folder.rmdir()
             unfinished.rename(folder)

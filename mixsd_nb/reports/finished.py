@@ -114,7 +114,7 @@ class FinishedRun(Run):
     def _repr_html_(self):
         link = lambda path: (f"<a href='{html.escape(os.path.relpath(path))}' target='_blank'>"
                              f"{html.escape(os.path.relpath(path, self.folder))}</a>")
-        head = f"<p><b>{html.escape(self.title)}</b>, {self.stage}<br><code>{html.escape(str(self.path))}</code></p>"
+        head = f"<p><b>{html.escape(self.title)}</b>, {html.escape(self.stage)}<br><code>{html.escape(str(self.path))}</code></p>"
         if not self.finished: return head + "<p>unfinished; the same command goes on</p>"
         values = ", ".join(f"{name}={value}" for name, value in self.config.items() if value not in ("", None, {}, []))
         return (f"{head}{self.table().to_html(max_rows=40)}<p>{' · '.join(map(link, self.files()))}</p><details>"

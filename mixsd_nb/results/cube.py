@@ -389,10 +389,12 @@ def _first_step(root: xr.Dataset) -> xr.Dataset:
     "Return step 0 of a training run as the root of a run of its base model; every fact counts as accepted."
     names = [name for name in root.benchmark.values if name != "recall-kept" or "recall" in root.benchmark]
     source = ["recall" if name == "recall-kept" else name for name in names]
-    part = root[[name for name in root.data_vars if "benchmark" in root[name].dims]].sel(step=[0], benchmark=source).assign_coords(benchmark=names)
+    places = dict(step=[root.step.values.tolist().index(0)], benchmark=[root.benchmark.values.tolist().index(name) for name in source])
+    part = root[[name for name, variable in root.variables.items() if "benchmark" in variable.dims and name in root.data_vars]].isel(places)
     coords = {name: root[name].copy(data=data) for name, data in dict(recipe=[BASE], lr=[0.0]).items()}
     coords |= recipe_coords([label_coordinates(BASE)])
-    coordinates = {name: root[name].sel(benchmark=names).variable for name in root.coords if root[name].dims == ("benchmark",)}
+    there = dict(benchmark=[root.benchmark.values.tolist().index(name) for name in names])
+    coordinates = {name: root.variables[name].isel(there) for name in root.coords if root.variables[name].dims == ("benchmark",)}
     return part.assign_coords(coords | coordinates)
 
 
@@ -415,7 +417,10 @@ def add_bases(
 # %% ../../nbs/results/cube.ipynb #ee2cb04f
 def _drop_empty_counts(root: xr.Dataset) -> xr.Dataset:
     "Return the root with n only where there is an accuracy, so that no run contradicts one with more benchmarks."
-    return root.assign(n=root.n.where(root.n > 0)) if "n" in root else root
+    if "n" not in root: return root
+    root = root.copy()
+    root.variables["n"].data = np.where(root.n.values > 0, root.n.values, np.nan)  # `assign` would align all variables again
+    return root
 
 
 def cube_of(

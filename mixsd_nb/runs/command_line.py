@@ -29,6 +29,7 @@ from pydantic.fields import FieldInfo
 
 from .config import (Config, ParameterError, explain_unknown, field_flag, format_bounds, format_type,
                                   make_config, name_option, on_command_line, read_mapping, runtime_field)
+from .processes import replace_unwritable
 from .registry import load_object
 from .run import Stage, run_as_command
 from .storage import runs_root
@@ -88,6 +89,7 @@ def end_command(function: Callable[..., int | None], *arguments) -> int:
     The code is what the function returns, that of `exit_code` after an error, and 130 after Ctrl-C, also if a library
     turned the interrupt into another error."""
     message, received = "", []
+    replace_unwritable()
     try:
         with _repeat_interrupts() as received, _plain_warnings(): code = function(*arguments) or 0
     except SystemExit as e: code = e.code or 0  # `--help`

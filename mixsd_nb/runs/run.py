@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from .checkpoints import checkpoint_steps
 from .config import Config, ParameterError, make_config
-from .processes import Interruption, hide_foreign_variables, in_notebook
-from .provenance import code_version, module_file, module_versions, package_version, weights_version
+from .processes import Interruption, hide_foreign_variables, in_notebook, replace_unwritable
+from .provenance import code_version, module_file, module_versions, weights_version
+from .provenance import COMPUTING, hub_commits, other_versions, package_version
 from .registry import import_part, load_object
 from .storage import (RESPONSE_COLUMNS, SCHEMA, TARGET_COLUMNS, DamagedFile, explain_storage_errors, is_finished,
                                    open_result,
@@ -208,12 +209,12 @@ class Stage(Config):
     def provenance(self) -> dict[str, Any]:
         "Return stage, configuration, code version and environment."
         texts = tuple(v for v in self.identity().values() if isinstance(v, str))
-        packages = {name: package_version(name) for name in ("torch", "transformers", "xarray")}
+        packages = {name: package_version(name) for name in (*COMPUTING, "xarray")}
         modules = tuple(self.modules())
         return dict(schema=SCHEMA, stage=self.name, config=self.model_dump(mode="json"), code=code_version(modules),
                     modules=module_versions(modules), weights=weights_version(texts), graders=self._graders(),
                     python=platform.python_version(), platform=platform.platform(),
-                    packages=packages)
+                    packages=packages, commits=hub_commits(texts))
 
     def _graders(self) -> dict[str, int]: return getattr(self, "grading_versions", dict)()
 
@@ -224,6 +225,7 @@ class Stage(Config):
         "Return the finished run of this configuration, computed if it does not exist yet."
         config = self.without_idle()
         run = Run(config.folder)
+        replace_unwritable()
         if not force: config._warn_if_stale(run)
         if force or not config.finished: config._fill(run, force)
         return config.open_run(run.folder)
@@ -256,6 +258,10 @@ class Stage(Config):
     def _warn_if_stale(self, run: Run) -> None:
         record = read_run_record(run.folder)
         now = self.provenance() if record else {}
+        verb = "made" if run.finished else "begun"
+        if others := other_versions(record, now):
+            warnings.warn(f"{run.name} was {verb} by other versions than today's ({', '.join(others)}); to compute it again, remove its folder",
+                          stacklevel=3)
         if any(record.get(key, "") != now[key] for key in ("code", "weights") if now):
             old, new = record.get("modules", {}), now["modules"]
             changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
@@ -264,7 +270,6 @@ class Stage(Config):
             regraded = [f"grading {name} {graders.get(name, 1)}, now {version}" for name, version in now["graders"].items()
                         if graders.get(name, 1) != version]
             what = "; ".join([names if old and changed else "another version", *regraded])
-            verb = "made" if run.finished else "begun"
             text = f"{run.name} was {verb} by other code than today's ({what}); to compute it again, remove its folder"
             warnings.warn(text, stacklevel=3)
 
