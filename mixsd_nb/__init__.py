@@ -15,7 +15,7 @@ _NAMES = {
     "mix_oracle": "methods.mixing", "token_nll": "models.scoring", "diagonal_fisher": "models.gradients",
     "displacement": "analysis.curvature", "classify_error": "analysis.taxonomy:classify",
     "run_python": "benchmarks.sandbox", "open_cube": "results", "paper_cube": "results", "find_runs": "runs",
-    "open_run": "runs", "inject": "", "train": "", "evaluate": "", "generate": "", "sweep": ""}
+    "open_run": "runs", "inject": "", "diff": "", "train": "", "evaluate": "", "generate": "", "sweep": ""}
 __all__ = list(_NAMES)
 
 

@@ -131,10 +131,12 @@ def load_parts() -> Any:
 
 
 def render_page(
+    template: str = "report.jinja",
+    /,
     **content,  # as returned by `injection.describe_page`
 ) -> str:
     "Return the whole page; sections without content are left out."
-    return _templates.get_template("report.jinja").render(content)
+    return _templates.get_template(template).render(content)
 
 # %% ../../nbs/reports/injection.ipynb #f8cca681
 def format_interval(share: float, low: float, high: float) -> str:
