@@ -17,6 +17,7 @@ from helpers import error_sentence
 from safetensors.torch import load_file
 
 from mixsd_nb import diff
+from mixsd_nb.analysis.callback import ForgettingCallback
 from mixsd_nb.analysis.difference import compare_text, compare_values, correct_holm, reads_alike, score_text, write_own_text
 from mixsd_nb.benchmarks import SUITES, Selection, load_items, suite_groups
 from mixsd_nb.benchmarks.general import read_pool
@@ -209,3 +210,22 @@ def test_the_exit_status(verdict, words, status, monkeypatch, capsys):
     found = SimpleNamespace(areas=pd.DataFrame(dict(verdict=[verdict])), summary=lambda: ["Lost: this."])
     monkeypatch.setattr(diff.DiffConfig, "run", lambda self, force: found)
     assert diff.main("lab-m", "lab-s", *words) == status and "Lost: this." in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("own_runs")
+def test_the_last_values_of_the_callback_are_those_of_the_comparison(strong, tmp_path):
+    from datasets import Dataset
+    from transformers import Trainer, TrainingArguments
+    model, tokenizer = load_base(strong)
+    rows = [dict(input_ids=ids, labels=ids) for ids in (list(range(5, 25)), list(range(30, 50)))]
+    options = dict(report_to=[], use_cpu=True, learning_rate=1e-3, max_steps=3, per_device_train_batch_size=2, logging_steps=100, save_strategy="no")
+    trainer = Trainer(model, TrainingArguments(tmp_path / "out", **options), train_dataset=Dataset.from_list(rows))
+    trainer.add_callback(ForgettingCallback(trainer, base=strong, every=2, items=3))
+    trainer.train()
+    logged = [record for record in trainer.state.log_history if "known" in record]
+    assert [record["step"] for record in logged] == [0, 2, 3] and model.training
+    trainer.save_model(tmp_path / "tuned")
+    tokenizer.save_pretrained(tmp_path / "tuned")
+    areas = diff.run(base=strong, tuned=str(tmp_path / "tuned"), **QUICK).areas
+    assert logged[0]["own_text_increase"] == pytest.approx(0, abs=1e-6) and logged[-1]["own_text_increase"] != 0
+    assert logged[-1]["own_text_increase"] == pytest.approx(areas.difference["own-text"], rel=1e-3) and logged[-1]["known"] == areas.tuned["known"]
