@@ -1495,7 +1495,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                'mixsd_nb.diff.DiffConfig.translate': ('diff.html#diffconfig.translate', 'mixsd_nb/diff.py'),
                                'mixsd_nb.diff._find_run': ('diff.html#_find_run', 'mixsd_nb/diff.py'),
                                'mixsd_nb.diff.ask_models': ('diff.html#ask_models', 'mixsd_nb/diff.py'),
-                               'mixsd_nb.diff.compare_models': ('diff.html#compare_models', 'mixsd_nb/diff.py'),
                                'mixsd_nb.diff.find_source': ('diff.html#find_source', 'mixsd_nb/diff.py'),
                                'mixsd_nb.diff.list_benchmarks': ('diff.html#list_benchmarks', 'mixsd_nb/diff.py'),
                                'mixsd_nb.diff.pair_models': ('diff.html#pair_models', 'mixsd_nb/diff.py'),

@@ -173,10 +173,12 @@ def measure_weights(
     base: str,  # a lab model, a folder or a hub id
     tuned: str,
 ) -> pd.DataFrame:
-    "Return `moved` ‖Δθ‖, `size` ‖θ‖ and their ratio `relative` by `layer` and `kind`; empty for models of other shapes."
-    import torch
-    one, two = open_tensors(base), open_tensors(tuned)
+    """Return `moved` ‖Δθ‖, `size` ‖θ‖ and their ratio `relative` by `layer` and `kind`.
+
+    Empty for models of other shapes, and for files that are not safetensors."""
     rows = []
+    try: one, two = open_tensors(base), open_tensors(tuned)
+    except ValueError: one, two = {}, {}
     for name in (name for name in one if name in two):
         a, b = one[name](), two[name]()
         if a.shape != b.shape or not a.is_floating_point(): continue
@@ -185,6 +187,5 @@ def measure_weights(
         rows.append(dict(layer=PARTS["layer"](name), kind=PARTS["kind"](name), moved=moved, size=size))
     if not rows: return pd.DataFrame(columns=["layer", "kind", "moved", "size", "relative"])
     table = np.sqrt(pd.DataFrame(rows).groupby(["layer", "kind"], sort=False).sum())
-    order = lambda layers: [(0, int(layer)) if layer.isdigit() else (1, 0) for layer in layers]
     table = table.assign(relative=(table.moved / table["size"].where(table["size"] > 0)).fillna(0)).reset_index()
-    return table.sort_values("layer", key=order, kind="stable").reset_index(drop=True)
+    return table.sort_values("layer", key=lambda layers: [int(name) if name.isdigit() else 1 << 30 for name in layers], kind="stable", ignore_index=True)
