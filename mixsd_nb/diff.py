@@ -15,10 +15,10 @@ import xarray as xr
 from pydantic import Field, PlainSerializer, field_validator
 
 from . import evaluate
-from .analysis.difference import compare_text, find_opening, measure_weights, reads_alike, write_own_text
+from .analysis.difference import compare_text, measure_weights, reads_alike, write_own_text
 from .analysis.taxonomy import corpus_answers, corpus_entities
 from .benchmarks import SUITES, Selection, benchmark_names, load_items, resolve_suite
-from .benchmarks.general import opened_word
+from .benchmarks.general import write_openings
 from .benchmarks.in_domain import own_tests
 from .benchmarks.tasks import benchmarks_folder
 from .corpora import load_corpus
@@ -148,14 +148,14 @@ class DiffConfig(Stage):
         options = dict(dtype=self.dtype, engine=self.engine)
         names = corpus_entities(self.dataset) or corpus_answers(self.dataset) if self.dataset else []
         with CostLog(run.folder) as costs:
-            before, after, runs, opening = ask_models(self, models, suite, costs)
+            before, after, runs = ask_models(self, models, suite, run.folder, costs)
             with costs.phase("scoring own text of the base"):
                 if not file.exists(): write_atomically(file, write_own_text(models[0], 24 if self.quick else 96, self.seed, **options).to_parquet)
                 text = compare_text(*models, read_table(file), **options)
             with costs.phase("comparing the weights"): weights = measure_weights(*models)
             table = compare_areas(list_areas(before, after, text, names))
             table = table.assign(verdict=judge_areas(table, self.margin))
-            notes = write_notes(self, models, opening) + left_out
+            notes = write_notes(self, models) + left_out
             found = Difference(self.base, self.tuned, before, after, table, weights, notes)
             write_difference(found, run.folder, [(key, str(value)) for key, value in self.model_dump().items() if value not in ("", None)])
             return store_difference(found, config=self.canonical(), before=runs[0], after=runs[1])
@@ -182,9 +182,10 @@ def ask_models(
     config: DiffConfig,
     models: tuple[str, str],  # folders, hub ids or shipped models
     suite: str,
+    folder: Path,  # of the run
     costs: CostLog,
-) -> tuple[pd.DataFrame, pd.DataFrame, list[str], str]:
-    "Return the responses of both models, the names of their evaluations, and the opening after which they were asked again."
+) -> tuple[pd.DataFrame, pd.DataFrame, list[str]]:
+    "Return the responses of both models, also after the openings of the base's own replies, and the names of the evaluations of each."
     def ask(part):
         runs = []
         for model in models:
@@ -192,18 +193,16 @@ def ask_models(
         return runs
     first = ask(suite)
     free = first[0].responses().query("benchmark == 'general-free'")
-    opening = find_opening(free.response) or "The answer is"
-    pairs = [*zip(first, ask(opened_word(opening)))]
-    return *(pd.concat([run.responses() for run in pair], ignore_index=True) for pair in pairs), [" ".join(run.name for run in pair) for pair in pairs], opening
+    pairs = [*zip(first, ask(write_openings(dict(zip(free["item"], free.response)), folder / "openings")))]
+    return *(pd.concat([run.responses() for run in pair], ignore_index=True) for pair in pairs), [" ".join(run.name for run in pair) for pair in pairs]
 
 # %% ../nbs/diff.ipynb #bc7961e5
-def write_notes(config: DiffConfig, models: tuple[str, str], opening: str) -> list[str]:
+def write_notes(config: DiffConfig, models: tuple[str, str]) -> list[str]:
     "Return the notes of a comparison."
     types = [stored_dtype(model) for model in models]
     notes = [f"{Path(name).name} is {describe_adapter(name)}." for name in (config.base, config.tuned) if is_adapter(name)]
     if not reads_alike(*models): notes.append("The two models have different tokens or chat templates, so each reads and writes in its own; text is compared.")
     if types[0] != types[1]: notes.append(f"The files of the base are in {types[0]} and those of the tuned model in {types[1]}; both run in {config.dtype}.")
-    notes.append(f"The base's own opening is “{opening} …”." if opening != "The answer is" else "Replies are opened by “The answer is …”.")
     if not config.dataset: notes.append("No file of facts was given, so what was learned is not measured.")
     if not config.suite: notes.append("Other skills than general knowledge are not measured; suite names further benchmarks.")
     return notes

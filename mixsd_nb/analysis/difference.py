@@ -90,18 +90,12 @@ def repeated_share(text: str, length: int = 4) -> float:
 # %% ../../nbs/analysis/difference.ipynb #9453ddda
 def find_opening(
     replies: Iterable[str],
-    least: float = 0.2,  # share of the replies that must begin with it
-    words: int = 6,  # most words of the opening
 ) -> str:
-    "Return the longest beginning of two words or more that so many replies have, the commonest of this length; empty if there is none."
-    split = [reply.split() for reply in replies]
-    for length in range(words, 1, -1):
-        counts = Counter(" ".join(parts[:length]) for parts in split if len(parts) > length)
-        best, count = max(counts.items(), key=lambda pair: pair[1], default=("", 0))
-        if count >= max(1, least * len(split)): return best
-    return ""
+    "Return the commonest first two words of replies that have more words; empty if there are none."
+    counts = Counter(" ".join(words[:2]) for words in map(str.split, replies) if len(words) > 2)
+    return max(counts, key=counts.get, default="")
 
-# %% ../../nbs/analysis/difference.ipynb #aa14a6c1
+# %% ../../nbs/analysis/difference.ipynb #7a54558d
 STYLE = {  # measure -> its title, its unit, whether it is a share
     "characters": ("Length of replies", "characters", False), "stops": ("Replies that end", "points", True),
     "opening": ("Replies with the commonest opening", "points", True), "language": ("Replies in the language of the question", "points", True),
@@ -121,7 +115,7 @@ def describe_style(
         opening=first.response.map(lambda text: bool(opening) and " ".join(text.split()).startswith(opening)),
         language=first.apply(speaks, axis=1), capitals=first.response.map(share))).astype(float)[[*STYLE]]
 
-# %% ../../nbs/analysis/difference.ipynb #584b7c26
+# %% ../../nbs/analysis/difference.ipynb #399b99ba
 def write_own_text(
     model: str,  # a lab model, a folder or a hub id
     n: int,  # replies; half of them to requests
@@ -156,7 +150,7 @@ def score_text(
     completions = [encode_completion(tokenizer, row.text)[:None if row.ended else -cut] for row in text.itertuples()]
     return response_nll(model, text.assign(prompt_ids=[encode_prompt(tokenizer, p) for p in text.prompt], completion_ids=completions), **options)
 
-# %% ../../nbs/analysis/difference.ipynb #593d4ffc
+# %% ../../nbs/analysis/difference.ipynb #b88f5c48
 def compare_text(
     base: str,
     tuned: str,
@@ -168,7 +162,7 @@ def compare_text(
     if reads_alike(base, tuned): return text.nll.values / size, response_nll(tuned, text, **options) / size
     return score_text(base, text, **options) / size, score_text(tuned, text, **options) / size
 
-# %% ../../nbs/analysis/difference.ipynb #67b5852c
+# %% ../../nbs/analysis/difference.ipynb #04e8da6f
 def measure_weights(
     base: str,  # a lab model, a folder or a hub id
     tuned: str,

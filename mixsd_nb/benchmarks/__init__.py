@@ -39,6 +39,7 @@ class Item:
     grading: str = ""  # rule of this item, a key of GRADINGS; empty for that of the suite
     sampling: "Sampling | None" = None  # of this item; None for that of the suite
     place: str = field(default="", compare=False)  # file and line that it was read from, for messages
+    opening: str = ""  # words with which its response is opened; empty for those of the suite
 
 # %% ../../nbs/benchmarks/index.ipynb #b7d0c56d
 @dataclass(frozen=True)
@@ -316,8 +317,8 @@ FORMS.add(SuiteForm("facts", TESTS + ".+", "benchmarks.in_domain:own_suite",
 EARLIER = "earlier:"  # before the name of a corpus, in the name of the benchmark of its facts
 FORMS.add(SuiteForm("earlier", EARLIER + ".+", "benchmarks.in_domain:earlier_suite",
                     "the facts of an earlier injection such as earlier:kgfact-small"))
-FORMS.add(SuiteForm("opened", r"opened:.*", "benchmarks.general:declare_opened",
-                    "questions of general knowledge after an opening such as opened:The%20answer%20is"))
+FORMS.add(SuiteForm("opened", r"opened:.+", "benchmarks.general:declare_opened",
+                    "questions of general knowledge after the openings in a file such as opened:my-openings"))
 FORMS.add(SuiteForm("harness", r"harness:.*", "benchmarks.harness:declare_task",
                     "a task of lm-evaluation-harness such as harness:gsm8k"))
 

@@ -54,7 +54,7 @@ FREE = ("general-free", "general-requests")  # the benchmarks whose replies show
 
 
 def _style_areas(before: pd.DataFrame, after: pd.DataFrame) -> list[Area]:
-    opening = find_opening([*before.response, *after.response], least=0, words=2)
+    opening = find_opening([*before.response, *after.response])
     tables = [describe_style(t, opening) for t in (before, after)]
     return [Area(key, f"{title} (“{opening} …”)" if key == "opening" else title, "style", *(t[key].values for t in tables), unit, share, 0)
             for key, (title, unit, share) in STYLE.items()]
@@ -78,10 +78,10 @@ def list_areas(
 
 
 def compare_areas(areas: list[Area]) -> pd.DataFrame:
-    "Return by area `title, kind, unit, better` and the numbers of `compare_values`, with `holm`, the p-value corrected for all areas."
+    "Return by area `title, kind, unit, better` and the numbers of `compare_values`, with `holm`, the p-value corrected for the areas of its kind."
     rows = {a.key: dict(title=a.title, kind=a.kind, unit=a.unit, better=a.better, **compare_values(a.base, a.tuned, a.share)) for a in areas}
     table = pd.DataFrame.from_dict(rows, "index").rename_axis("area")
-    return table.assign(holm=correct_holm(table.p))
+    return table.assign(holm=table.groupby("kind", sort=False).p.transform(correct_holm))
 
 # %% ../../nbs/reports/difference.ipynb #5144d195
 TWINS = dict.fromkeys(("general-free", "known"), ("general-choice", "general-opened"))  # the same questions, asked so that style plays no part
