@@ -25,10 +25,10 @@ from .corpora import load_corpus
 from .models import check_engine, check_model, check_model_of_engine, is_model_folder, stored_dtype
 from .models.adapters import adapter_base, describe_adapter, is_adapter, merge_adapter, source_label
 from .models.lab import SIZES, is_lab_model
-from .reports.difference import DiffRun, Difference, compare_areas, judge_areas, list_areas, store_difference, write_difference
+from .reports.difference import Difference, compare_areas, judge_areas, list_areas, store_difference, write_difference
 from .runs import (ParameterError, Run, Seed, Stage, flagged_field, make_config, open_run, read_table, run_function, runtime_field,
                            write_atomically)
-from .runs.command_line import CommandLine, run_stage
+from .runs.command_line import CommandLine
 from .runs.provenance import CostLog
 
 # %% ../nbs/diff.ipynb #b0be2ec3

@@ -132,6 +132,9 @@ def test_a_copy_differs_by_nothing_and_nothing_is_written_into_the_folders(stron
     page = run.report.read_text()
     assert "No weight differs." in page and "unchanged within" in page and not {*run.areas.title} - {*run.table().index}
     assert len(run.responses(0)) == len(run.responses()) == 5 * 3
+    replies, openings = run.responses(0).set_index(["benchmark", "item"]).response, json.loads((run.folder / "openings").read_text())
+    assert len(openings) == 3 and all(" ".join(replies["general-opened", item].split()).startswith(words) for item, words in openings.items())
+    assert all(words in (" ".join(replies["general-free", item].split()[:4]), "The answer is") for item, words in openings.items())
 
 
 @pytest.mark.usefixtures("own_runs")

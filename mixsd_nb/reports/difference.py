@@ -120,8 +120,8 @@ def describe_area(
     unit = "%" if row.unit == "points" else f" {row.unit}"
     if row.verdict == "unchanged":
         widest = max(abs(row.low), abs(row.high))
-        said = "no significant change, but the items exclude only one of more than" if row.unit == "points" and widest > WIDE else "unchanged within"
-        return f"{row.title}: {said} {_number(widest, row.unit)} {row.unit} (N={row.n})."
+        said = "no significant change, but one of {} is possible" if row.unit == "points" and widest > WIDE else "unchanged within {}"
+        return f"{row.title}: {said.format(f'{_number(widest, row.unit)} {row.unit}')} (N={row.n})."
     ends = f"{_number(row.low, row.unit, '+')} to {_number(row.high, row.unit, '+')}"
     return (f"{row.title}: {WORDS[row.verdict]}, from {_number(row.base, row.unit)}{unit} to {_number(row.tuned, row.unit)}{unit} "
             f"({_number(row.difference, row.unit, '+')} {row.unit}, 95% interval {ends}, N={row.n}).")
