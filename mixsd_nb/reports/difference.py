@@ -130,7 +130,9 @@ def describe_area(
 def summarise_areas(table: pd.DataFrame) -> list[str]:
     "Return the sentence that answers first, and a sentence for each area, the losses first."
     lost, style = (table.title[table.verdict == verdict].tolist() for verdict in ("lost", "style"))
+    open_ = table.title[(table.kind == "skill") & (table.verdict == "unchanged") & (table.low < -WIDE)].tolist()
     first = f"Lost: {', '.join(lost)}." if lost else "Nothing is significantly lost."
+    if open_: first += f" The items are too few to exclude a loss of more than {_number(WIDE, 'points')} points: {', '.join(open_)}."
     if style: first += f" Only the style changed: {', '.join(style)}."
     order = table.verdict.map(["lost", "style", "gained", "changed", "unchanged"].index).sort_values(kind="stable").index
     return [first, *(describe_area(row) for row in table.loc[order].itertuples())]
