@@ -207,10 +207,10 @@ def write_notes(config: DiffConfig, models: tuple[str, str]) -> list[str]:
     if not config.suite: notes.append("Other skills than general knowledge are not measured; suite names further benchmarks.")
     return notes
 
-# %% ../nbs/diff.ipynb #ee57a39a
+# %% ../nbs/diff.ipynb #8946e5e4
 run = run_function(DiffConfig)
 
-# %% ../nbs/diff.ipynb #8946e5e4
+# %% ../nbs/diff.ipynb #7222f5e0
 def print_difference(
     configs: list[DiffConfig],
     *,
