@@ -93,11 +93,11 @@ def test_words_have_their_places(tmp_path):
 
 
 def test_help_is_short_and_complete(capsys, monkeypatch):
-    "`mixsd` says in nine lines what there is. The help of inject has eight options; all others are named, and described by --help-all."
+    "`mixsd` says in ten lines what there is. The help of inject has eight options; all others are named, and described by --help-all."
     monkeypatch.setattr("sys.argv", ["/usr/bin/mixsd"])
     assert main() == 2
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 9 and max(map(len, lines)) <= 120 and all(any(re.search(rf"\b{name}\b", line) for line in lines) for name in COMMANDS)
+    assert len(lines) == 10 and max(map(len, lines)) <= 120 and all(any(re.search(rf"\b{name}\b", line) for line in lines) for name in COMMANDS)
     for name in (*COMMANDS, *LAB):
         assert isinstance(find_command(name), CommandLine) and main(name, "--help") == 0
         assert capsys.readouterr().out.startswith(f"usage: mixsd {name} ")

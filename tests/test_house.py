@@ -38,6 +38,7 @@ FLOORS = {
     **{name: ROOMS for name in ["generate", "evaluate", "nll", "forgetting", "fisher", "errors", "sweep", "facts"]},
     "train": [*ROOMS, "generate", "evaluate"],
     "inject": [*ROOMS, "train", "evaluate", "nll", "facts"],
+    "diff": [*ROOMS, "evaluate"],
     "console": [*ROOMS, "console"],
     "figures": [*ROOMS, "nll", "errors"],
     "explore": [*ROOMS, "views"],

@@ -39,6 +39,7 @@ class Item:
     grading: str = ""  # rule of this item, a key of GRADINGS; empty for that of the suite
     sampling: "Sampling | None" = None  # of this item; None for that of the suite
     place: str = field(default="", compare=False)  # file and line that it was read from, for messages
+    opening: str = ""  # words with which its response is opened; empty for those of the suite
 
 # %% ../../nbs/benchmarks/index.ipynb #b7d0c56d
 @dataclass(frozen=True)
@@ -145,6 +146,7 @@ for _grading in [
     Grading("contains", "benchmarks.tasks:by_content", complete=True, reads="contains", version=3),
     Grading("choice", "benchmarks.tasks:by_choice", reads="contains", version=3),
     Grading("regex", "benchmarks.tasks:by_pattern", version=1, reads="contains"),
+    Grading("answered", "benchmarks.general:by_answering", version=1, reads=""),
     Grading("likeliest", "benchmarks.evaluation:by_likelihood", version=1, reads=""),
     Grading("likeliest-character", "benchmarks.evaluation:by_likelihood_per_character", version=1, reads=""),
     Grading("greedy", "benchmarks.evaluation:by_greedy_tokens", version=1, reads=""),
@@ -259,6 +261,19 @@ _REAL = {_suite.name: SUITES.add(_suite) for _suite in [
 ]}
 for _name in ("trivia-qa", "known-facts"): SUITES.add(open_twin(_REAL[_name], "The answer is", group="real-opened"))
 
+# %% ../../nbs/benchmarks/index.ipynb #6e1d0a02
+def _general(name, title, form, role="probe", grading="contains", length=48, **options):
+    return Suite(name, title, role, "benchmarks.general:general_items", form, groups=("general",), sampling=Sampling(length), grading=grading,
+                 version=1, settings=("limit",), **options)
+
+
+for _suite in [
+    _general("general-free", "General knowledge, asked freely", "freely", size=300, lengths=(40, 20)),
+    _general("general-again", "General knowledge, in other words", "again", size=300, lengths=(55, 20)),
+    _general("general-choice", "General knowledge, by likelihood", "likelihood", "style-free", "likeliest", size=300, lengths=(20, 4)),
+    _general("general-requests", "Harmless requests, answered", "requests", grading="answered", length=128, size=60, lengths=(35, 110)),
+]: SUITES.add(_suite)
+
 # %% ../../nbs/benchmarks/index.ipynb #cb51e077
 for _suite in [
     Suite("recall-kept", "Recall of kept facts", "in-domain", "", "recall", published="corpus",
@@ -293,6 +308,8 @@ FORMS.add(SuiteForm("facts", TESTS + ".+", "benchmarks.in_domain:own_suite",
 EARLIER = "earlier:"  # before the name of a corpus, in the name of the benchmark of its facts
 FORMS.add(SuiteForm("earlier", EARLIER + ".+", "benchmarks.in_domain:earlier_suite",
                     "the facts of an earlier injection such as earlier:kgfact-small"))
+FORMS.add(SuiteForm("opened", r"opened:.+", "benchmarks.general:declare_opened",
+                    "questions of general knowledge after the openings in a file such as opened:my-openings"))
 FORMS.add(SuiteForm("harness", r"harness:.*", "benchmarks.harness:declare_task",
                     "a task of lm-evaluation-harness such as harness:gsm8k"))
 

@@ -9,6 +9,7 @@ __all__ = ['RECORD_KEYS', 'RULES', 'encode_choice', 'score_choices', 'by_likelih
            'specify']
 
 # %% ../../nbs/benchmarks/evaluation.ipynb #b0519fff
+import functools
 import hashlib
 import json
 import re
@@ -216,6 +217,13 @@ class Asked(NamedTuple):
         sampling = self.items[name].sampling or self.sampling
         return sampling if sampling.max_new_tokens else replace(sampling, max_new_tokens=self.sampling.max_new_tokens)
 
+    def opening_of(
+        self,
+        name: str,  # id of an item
+    ) -> str:
+        "Return the words with which the response to an item is opened."
+        return self.items[name].opening or self.opening
+
     @property
     def scored(self) -> bool:
         "Whether responses are the likelihoods of choices."
@@ -230,9 +238,9 @@ def _queue_requests(
 ) -> dict[Sampling, deque]:
     "Return requests by sampling, those of the longest responses first, then of the longest context; a prompt is encoded once for all its samples."
     from mixsd_nb.models.engine import Request, row_key
-    opened = {name: encode_continuation(tokenizer, one.opening) for name, one in asked.items()}
+    opened = functools.cache(lambda words: encode_continuation(tokenizer, words))
     items = {(name, item): asked[name].items[item] for name, item, _ in keys}
-    contexts = {key: (encode_prompt(tokenizer, item.messages or item.prompt) + opened[key[0]],) for key, item in items.items()}
+    contexts = {key: (encode_prompt(tokenizer, item.messages or item.prompt) + opened(asked[key[0]].opening_of(key[1])),) for key, item in items.items()}
     samplings = {key: asked[key[0]].sampling_of(key[1]) for key in items}
     requests = [Request(contexts[name, item], row_key(seed, item, sample), tag=(name, item, sample), limit=samplings[name, item].max_new_tokens)
                 for name, item, sample in keys]
@@ -269,11 +277,11 @@ def generate_suite(
 
     def generate(missing):
         queues = _queue_requests(engine.tokenizer, asked, missing, seed)
-        opened = {name: encode_continuation(engine.tokenizer, one.opening) for name, one in asked.items()}
+        opened = functools.cache(lambda words: encode_continuation(engine.tokenizer, words))
         options = lambda kind: {name: value for name, value in vars(kind).items() if name != "samples"}
         for request, completion in chain.from_iterable(engine.stream(queue, **options(kind)) for kind, queue in queues.items()):
             name, item, sample = request.tag
-            text = engine.tokenizer.decode(opened[name] + list(completion.ids), skip_special_tokens=True)
+            text = engine.tokenizer.decode(opened(asked[name].opening_of(item)) + list(completion.ids), skip_special_tokens=True)
             yield dict(benchmark=name, item=item, sample=sample, response=text, finish_reason=completion.finish_reason)
 
     def write(missing):

@@ -34,6 +34,8 @@ _COPY = "write a trained model as a Hugging Face folder, or copy the notebooks o
 for _command in [
     Command("inject", _TEACH, instead_of=("teach", "learn", "finetune")),
     Command("facts", _TEACH),
+    Command("diff", "compare a model with its fine-tuned version: what was lost, what only changed its style",
+            instead_of=("compare", "difference", "regressions")),
     Command("chat", "ask the model that a run taught, next to the model before if you like", "mixsd_nb.console.chat:main",
             ("ask", "talk", "say", "prompt")),
     *(Command(name, "compute one stage, as in `mixsd train --lam 0.3,0.5`")

@@ -116,11 +116,9 @@ def load_parts() -> Any:
     return _templates.get_template("report_parts.jinja").module
 
 
-def render_page(
-    **content,  # as returned by `injection.describe_page`
-) -> str:
-    "Return the whole page; sections without content are left out."
-    return _templates.get_template("report.jinja").render(content)
+def render_page(template: str = "report.jinja", /, **content) -> str:
+    "Return the whole page of a template from its content, as `describe_page` returns it; sections without content are left out."
+    return _templates.get_template(template).render(content)
 
 # %% ../../nbs/reports/injection.ipynb #f8cca681
 def format_interval(share: float, low: float, high: float) -> str:
