@@ -5322,6 +5322,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                        'mixsd_nb/views/world.py'),
                                       'mixsd_nb.views.world.WorldView.show_step': ( 'views/world.html#worldview.show_step',
                                                                                     'mixsd_nb/views/world.py'),
+                                      'mixsd_nb.views.world.WorldView.walk_steps': ( 'views/world.html#worldview.walk_steps',
+                                                                                     'mixsd_nb/views/world.py'),
                                       'mixsd_nb.views.world.count_states': ('views/world.html#count_states', 'mixsd_nb/views/world.py'),
                                       'mixsd_nb.views.world.draw_world': ('views/world.html#draw_world', 'mixsd_nb/views/world.py'),
                                       'mixsd_nb.views.world.list_graph': ('views/world.html#list_graph', 'mixsd_nb/views/world.py'),

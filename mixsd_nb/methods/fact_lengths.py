@@ -6,23 +6,39 @@
 __all__ = ['fact_lengths', 'check_facts', 'warn_of_long_replies', 'check_subjects']
 
 # %% ../../nbs/methods/fact_lengths.ipynb #52ef3b6e
+import math
+import unicodedata
 import warnings
 
 from ..corpora import CORPORA, load_corpus
 from ..corpora.prompts import (BOX, boxed, check_template, encode_canonical, encode_completion, encode_continuation,
-                                      encode_prompt, rows_as_written)
+                                      encode_prompt, hide_names, rows_as_written)
 from ..corpora.stored import fact_places
 from ..models import load_part, load_tokenizer
 from ..corpora.user_files import TableError
 
 # %% ../../nbs/methods/fact_lengths.ipynb #d7efeea0
-def fact_lengths(tokenizer, dataset: str) -> dict[str, int | ValueError]:
+def _is_harmless(tokenizer, text: str, limit: float) -> bool:
+    "Return whether a text can be encoded in so many tokens, told without encoding it: a token has at least one byte."
+    try: plain = hide_names(tokenizer, text) == text and "<" not in text
+    except ValueError: return False
+    return plain and max(len(text.encode()), len(unicodedata.normalize("NFKC", text).encode())) <= limit
+
+
+def fact_lengths(
+    tokenizer,
+    dataset: str,  # name of a corpus
+    context: float = 0,  # tokens; facts that are shorter without doubt are left out
+) -> dict[str, int | ValueError]:
     "Return the tokens of each training row, its longer prompt and its canonical target, or why it cannot be encoded."
     expert, lengths = CORPORA[dataset].expert, {}
+    limit = context - 2 * len(encode_prompt(tokenizer, "Who?"))
     for row in load_corpus(dataset, "train"):
+        longer = expert(row["prompt"], row.get("reference") or row["target"])
+        if _is_harmless(tokenizer, f"{row['prompt']}{longer if isinstance(longer, str) else '<'}{row['target']}", limit): continue
         try:
             prompt, target = encode_canonical(tokenizer, row)
-            guided = encode_prompt(tokenizer, expert(row["prompt"], row.get("reference") or row["target"]))
+            guided = encode_prompt(tokenizer, longer)
             lengths[row["id"]] = max(len(prompt), len(guided)) + len(target)
         except ValueError as e: lengths[row["id"]] = e
     return lengths
@@ -37,7 +53,10 @@ def _warn_of_rewritten_answers(tokenizer, dataset: str, places: dict[str, str]) 
     from mixsd_nb.methods.mixing import accepts
     rows, corpus = rows_as_written(load_corpus(dataset, "train")), CORPORA[dataset]
     write = lambda row: encode_completion(tokenizer, (corpus.form or BOX).write(row["answer"]) or row["answer"])
-    lost = [row for row in rows if not accepts(tokenizer, row | dict(extract=corpus.extract), write(row), "stop")]
+    forms = [(corpus.form or BOX).write(row["answer"]) or row["answer"] for row in rows]
+    again = tokenizer.batch_decode(tokenizer(forms, add_special_tokens=False)["input_ids"], skip_special_tokens=True)
+    changed = [row for row, form, written in zip(rows, forms, again) if form != written]  # the others are accepted without doubt
+    lost = [row for row in changed if not accepts(tokenizer, row | dict(extract=corpus.extract), write(row), "stop")]
     if not lost: return
     answer, name = lost[0]["answer"], getattr(tokenizer, "name_or_path", "")
     written = tokenizer.decode(encode_continuation(tokenizer, answer), skip_special_tokens=True)
@@ -66,7 +85,7 @@ def check_facts(dataset: str, model: str) -> None:
     if not places: return
     from transformers import AutoConfig
     context, problems = getattr(load_part(AutoConfig, model), "max_position_embeddings", None), []
-    for name, n in fact_lengths(tokenizer, dataset).items():
+    for name, n in fact_lengths(tokenizer, dataset, context or math.inf).items():
         place = _find_place(places, name)
         if isinstance(n, ValueError): problems.append(f"{place}: {n}")
         elif context and n > context:

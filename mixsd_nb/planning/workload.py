@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Lengths', 'corpus_lengths', 'usual_reply', 'mixed_length', 'Questions', 'count_questions', 'RunPlan', 'add_decoding',
-           'plan_evaluation', 'plan_mixing', 'list_drafts', 'usual_completion', 'rollouts_of', 'burden_of', 'layout_of',
+           'plan_evaluation', 'plan_mixing', 'list_drafts', 'usual_completion', 'rollouts_of', 'burden_of',
            'training_peaks', 'smallest_layout', 'planned_steps', 'training_disk', 'plan_training', 'plan_injection',
            'plan_fisher', 'plan_scoring']
 
@@ -233,12 +233,6 @@ def burden_of(config) -> Burden:
     return Burden(config.batch, lengths.longest_prompt, completion + 2, examples, demand.rollout_model, demand.teacher,
                   demand.offload_teacher, demand.rollout_model == "student", demand.copies, config.rollout_rows, engine)
 
-
-def layout_of(config, machine: Machine) -> Layout:
-    "Return how a training is divided."
-    return Layout(machine.gpus > 0, config.processes, config.sharded, config.recompute, config.micro_tokens,
-                  config.recipe.adapter_rank(config.options), config.offload)
-
 # %% ../../nbs/planning/workload.ipynb #71fb563e
 def training_peaks(shape: Shape, burden: Burden, layout: Layout, sampled: bool = True) -> dict[str, float]:
     "Return the peak bytes of each phase of a training on each device."
@@ -283,7 +277,9 @@ def training_disk(config, shape: Shape, machine: Machine, checkpoints: int) -> t
 # %% ../../nbs/planning/workload.ipynb #48d55cf4
 def _plan_updates(plan: RunPlan, config, machine: Machine, shape: Shape) -> None:
     "Add the memory of a training loop to a plan, and the tokens of what is written before it and of all its updates."
-    burden, layout, lengths, usual = burden_of(config), layout_of(config, machine), corpus_lengths(config.dataset, config.model)["train"], usual_completion(config)
+    burden, lengths, usual = burden_of(config), corpus_lengths(config.dataset, config.model)["train"], usual_completion(config)
+    layout = Layout(machine.gpus > 0, config.processes, config.sharded, config.recompute, config.micro_tokens,
+                    config.recipe.adapter_rank(config.options), config.offload)
     peaks = training_peaks(shape, burden, layout, sampled=bool(config.temperature))
     if tokens := config.recipe.demand.fisher: plan.peaks["fisher"] = fisher_peak(shape, 1, tokens - 1)
     found, n = smallest_layout(shape, burden, layout, machine.room, offload=True) if machine.room else layout, layout.processes

@@ -164,10 +164,7 @@ def encode_figure(fig) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 # %% ../../nbs/reports/injection.ipynb #cdb662b3
-def compare_scores(
-    before: pd.DataFrame,  # responses
-    after: pd.DataFrame,
-) -> pd.DataFrame:
+def compare_scores(before: pd.DataFrame, after: pd.DataFrame) -> pd.DataFrame:
     """Return by benchmark `role, title, n, before, before_low, before_high, after, low, high, better, worse, p, consistent`.
 
     Both intervals are 95%; p is that of McNemar's exact test, or of random signs if items have several samples. `consistent`
@@ -387,10 +384,7 @@ def _list_failed_tests(before: pd.DataFrame, after: pd.DataFrame) -> list[tuple[
     return [(name, len(group), [*group[~group.correct].itertuples()]) for name, group in groups if not group.correct.all()]
 
 # %% ../../nbs/reports/injection.ipynb #9a73435e
-def describe_page(
-    it: Injection,
-    name: str,  # of the run
-) -> dict[str, Any]:
+def describe_page(it: Injection, name: str) -> dict[str, Any]:
     "Return the content of the page, by the names in its template."
     table, config, model = it.table, it.config, Path(it.config.model).name
     unmeasured = explain_unmeasured(config.dataset, table)
@@ -410,10 +404,7 @@ def describe_page(
         parameters=[(key, str(value)) for key, value in config.model_dump().items() if value not in ("", None, {}, [])])
 
 
-def write_page(
-    it: Injection,
-    folder: Path,  # of the run
-) -> None:
+def write_page(it: Injection, folder: Path) -> None:
     "Write `report.html` and `facts.parquet`, and for facts of documents `passages.parquet`."
     it.costs.update()
     page = render_page(**describe_page(it, folder.name))
@@ -422,9 +413,7 @@ def write_page(
     if len(it.passages): write_atomically(folder / "passages.parquet", it.passages.to_parquet)
 
 # %% ../../nbs/reports/injection.ipynb #61923f28
-def renew_costs(
-    folder: Path,  # of the run
-) -> None:
+def renew_costs(folder: Path) -> None:
     "Count what this command did since the report was written, and bring the table of the report up to date."
     CostLog(folder).update()
     file, table = folder / "report.html", load_parts().phases(_list_phases(CostLog(folder)))
@@ -562,9 +551,7 @@ class FactsRun(FinishedRun):
             [f"and about {len(empty) - 10} more passages"] if len(empty) > 10 else [])
 
 # %% ../../nbs/reports/injection.ipynb #53fa1d00
-def find_questions(
-    contexts: set[str],  # of the facts of a corpus
-) -> FactsRun | None:
+def find_questions(contexts: set[str]) -> FactsRun | None:
     "Return the newest finished run of `mixsd facts` whose passages are those of the facts; None if there is none."
     runs = find_runs(stage="facts") if contexts else []
     fits = [run for run in runs if contexts <= {*run.passages.context}]

@@ -7,11 +7,12 @@ __all__ = ['COMPUTE_AGAIN', 'COMPUTE_BOTH', 'RESTORE', 'SCHEMA', 'RESPONSE_COLUM
            'project_root', 'runs_root', 'check_runs_folder', 'StorageError', 'explain_storage_errors', 'DamagedFile',
            'quote_error', 'explain_damage', 'check_schema', 'sync', 'write_atomically', 'read_json', 'write_json',
            'read_run_record', 'read_lines', 'read_table', 'Journal', 'report_progress', 'check_described',
-           'is_finished', 'write_result', 'open_result', 'remove_run', 'try_lock', 'is_locked', 'run_lock']
+           'is_finished', 'write_result', 'open_result', 'remove_run', 'try_lock', 'is_held', 'is_locked', 'run_lock']
 
 # %% ../../nbs/runs/storage.ipynb #3d4dc363
 import contextlib
 import errno
+import fcntl
 import functools
 import json
 import os
@@ -169,7 +170,8 @@ def write_atomically(
             sync(unfinished)
             os.replace(unfinished, path)
         with contextlib.suppress(OSError): sync(path.parent)  # some file systems cannot do this for a folder
-    finally: unfinished.unlink(missing_ok=True)
+    finally:
+        with contextlib.suppress(OSError): unfinished.unlink(missing_ok=True)  # an error here would hide the one that is explained
     return path
 
 # %% ../../nbs/runs/storage.ipynb #3b489d46
@@ -179,7 +181,7 @@ def read_json(
     advice: str = COMPUTE_AGAIN,
 ) -> dict[str, Any]:
     "Return the content of a JSON file; an empty mapping if the file does not exist. DamagedFile for any other content."
-    if not (path := Path(path)).exists(): return {}
+    if not os.path.exists(path := Path(path)): return {}  # which is also right for a name that is too long for a file
     with explain_damage(path, advice):
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict): raise ValueError("it holds no mapping")
@@ -399,10 +401,22 @@ def _lock_file(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.lock")
 
 
-def is_locked(folder: Path) -> bool:
+def is_held(
+    path: Path,  # as of `try_lock`
+) -> bool:
+    "Return whether a process holds a lock; nothing is opened for writing, so that a folder that can only be read can be listed."
+    try:
+        with open(path, "rb") as file: fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError: return True
+    except OSError: return False
+    return False
+
+
+def is_locked(
+    folder: Path,  # of a run
+) -> bool:
     "Return whether a process is computing a run."
-    if not _lock_file(folder).exists(): return False
-    with try_lock(_lock_file(folder)) as free: return not free
+    return is_held(_lock_file(folder))
 
 
 @contextlib.contextmanager
