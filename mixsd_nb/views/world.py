@@ -7,7 +7,7 @@ __all__ = ['STATES', 'LEFTS', 'read_by_step', 'tell_history', 'trace_states', 'c
            'place_entities', 'list_graph', 'list_lamps', 'draw_world', 'WorldView']
 
 # %% ../../nbs/views/world.ipynb #416fbeb1
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import altair as alt
 import ipywidgets as widgets
