@@ -86,14 +86,14 @@ def browser_pages() -> dict[str, str]:
 
 
 def pack_frontier() -> str:
-    "A script with Vega and the chart of the explorer."
+    "A script with Vega, whose names stay its own, and the chart of the explorer."
     import vl_convert
 
     from mixsd_nb.results.cube import read_cubes
     from mixsd_nb.views.charts import draw_frontier
     from mixsd_nb.views.runs import select_corpus
     chart = draw_frontier(select_corpus(read_cubes()["rivals-lab"], "kgfact-small", "lab-m"), "world")
-    return f"{vl_convert.javascript_bundle()}\nglobalThis.mixsdFrontier = {json.dumps(chart.to_dict())};\n"
+    return f"(() => {{\n{vl_convert.javascript_bundle()}\n}})();\nglobalThis.mixsdFrontier = {json.dumps(chart.to_dict())};\n"
 
 
 def write_assets(target: Path) -> None:
