@@ -7,6 +7,7 @@ __all__ = ['FORM_OPTIONS', 'READ_OPTIONS', 'FILE_FORM', 'read_records', 'build',
            'is_source', 'open_corpus', 'store_corpus', 'known_corpora', 'explain_form']
 
 # %% ../../nbs/corpora/stored.ipynb #2943a6ef
+import contextlib
 import hashlib
 import inspect
 import json
@@ -71,7 +72,8 @@ def _keep(name: str) -> None:
     "Write the record of a corpus, and that of the one that it is made from, unless they are there."
     record = _read_record(name)
     if "base" in record: _keep(record["base"])
-    if record and read_json(_record_file(name), advice=_ADVICE) != record: write_json(_record_file(name), record)
+    if record and read_json(_record_file(name), advice=_ADVICE) != record:
+        with contextlib.suppress(OSError): write_json(_record_file(name), record)  # a plan needs no record; a run says what it cannot write
 
 
 def read_records(
