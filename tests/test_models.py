@@ -128,7 +128,7 @@ def test_vllm_is_told_to_run_no_code(tiny, monkeypatch):
 def test_every_load_is_of_tensors_and_every_part_without_code():
     loads = [(text, options) for _, text, options in calls("load") if text.startswith("torch.load(")]
     assert loads and all(options["weights_only"] == "True" for _, options in loads), loads
-    parts = [(text, options) for _, text, options in calls("from_pretrained") if not text.startswith("GenerationConfig.")]
+    parts = [(text, options) for _, text, options in calls("from_pretrained") if not text.startswith(("GenerationConfig.", "PeftModel."))]
     assert parts and all(options["trust_remote_code"] == "False" for _, options in parts), parts
     assert not [file for file in SOURCES if "import pickle" in file.read_text()]
 
@@ -226,7 +226,7 @@ REFUSED = [  # how a folder is changed, and words of the sentence
     *((of_family(name, **options), "logits from its head as they are") for name, options in {
         "gemma2": {}, "gemma3_text": dict(final_logit_softcapping=30.0), "granite": dict(logits_scaling=8.0), "falcon_h1": dict(lm_head_multiplier=0.5)}.items()),
     *((of_family(name), "be a decoder of text alone") for name in ("gemma3", "t5")),
-    (of_tiny("lfm2", layer_types=["conv", "full_attention"]), "keep keys and values"), (of_tiny("bart", is_encoder_decoder=True), "be a decoder of text alone"),
+    (of_tiny("bart", is_encoder_decoder=True), "be a decoder of text alone"),
     *((lambda folder, how=how: change_config(folder, quantization_config=how), "not quantised") for how in (
         dict(quant_method="gptq", bits=4, group_size=128), dict(quant_method="fp8"))),
     (lambda folder: change_config(folder, num_hidden_layers=1, layer_types=None), "that it does not have"),

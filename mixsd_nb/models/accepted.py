@@ -39,9 +39,6 @@ def check_config(config, name: str) -> None:
         if value not in (None, neutral):
             raise ValueError(f"model must take its logits from its head as they are, got {name}, whose configuration "
                              f"changes them with {field}={value:g}")
-    if other := {*(getattr(config, "layer_types", None) or [])} - {"full_attention", "sliding_attention"}:
-        raise ValueError(f"model must keep keys and values of every token in every layer, got {name} with layers of the kind "
-                         f"{', '.join(sorted(other))}")
     if config.model_type not in TRIED:
         warnings.warn(f"model {name} is of the family {config.model_type}, which was not tried; {', '.join(TRIED)} were", stacklevel=2)
 

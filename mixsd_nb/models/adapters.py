@@ -57,7 +57,7 @@ def _load_tokenizer(name: str, base: str):
     "Return the tokenizer of the merged model: that of the adapter's folder, if it holds one."
     from transformers import AutoTokenizer
     own = (Path(name) / "tokenizer_config.json").is_file()
-    return AutoTokenizer.from_pretrained(name) if own else load_tokenizer(base)
+    return AutoTokenizer.from_pretrained(name, trust_remote_code=False) if own else load_tokenizer(base)
 
 
 def _load_merged(name: str, base: str, dtype: str):
