@@ -19,8 +19,8 @@ def compute_text(module: str, function: str) -> str:
 
 
 def show(text: str) -> list[dict]:
-    "Return the outputs of a cell that displays Markdown, in the form in which `make export` leaves them."
-    data = {"text/markdown": text, "text/plain": "<IPython.core.display.Markdown object>"}
+    "Return the outputs of a cell that displays Markdown, in the form in which Jupyter writes them."
+    data = {"text/markdown": text.splitlines(True), "text/plain": ["<IPython.core.display.Markdown object>"]}
     return [dict(data=data, execution_count=None, metadata={}, output_type="execute_result")]
 
 
