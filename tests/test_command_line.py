@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from helpers import forked
 from hypothesis import given, settings, strategies as st
 
+from mixsd_nb.cluster.jobs import Pool
 from mixsd_nb.console import COMMANDS, find_command, main
 from mixsd_nb.lab.grids import study_grids
 from mixsd_nb.runs import ParameterError
@@ -157,6 +159,18 @@ def test_an_interrupt_is_one_sentence(own_runs, monkeypatch):
     for process in processes:
         _, error = process.communicate(timeout=120)
         assert (process.returncode, error) == (130, "interrupted; run it again to continue\n")
+
+
+def test_an_interrupt_before_the_first_run_ends_the_workers(monkeypatch):
+    "It can come between the start of two workers; then nothing waits for the runs that the first one would compute."
+    def submit(threads, function, k, start=ThreadPoolExecutor.submit):
+        if k: raise KeyboardInterrupt
+        return start(threads, function, k)
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
+    monkeypatch.setattr(Pool, "_run", lambda pool, cell, *_: {"kind": "killed" if pool._stop.wait(60) else "done"})
+    pool = Pool([("a", 0), ("b", 0)], [[], []])
+    with pytest.raises(KeyboardInterrupt), pool: pass
+    assert pool.waiting == [("b", 0)] and not pool.ended and not pool.busy()
 
 
 def test_all_runs_are_checked_before_the_first_one(own_runs, monkeypatch, capsys):

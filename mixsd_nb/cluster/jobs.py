@@ -300,9 +300,13 @@ class Pool:
         self._minutes, self._stop, self._environments = minutes, threading.Event(), [worker_environment(names, len(gpus)) for names in gpus]
 
     def __enter__(self):
-        self._threads = ThreadPoolExecutor(len(self._environments))
-        self._futures = [self._threads.submit(self._work, k) for k in range(len(self._environments))]
-        return self
+        self._threads, self._futures = ThreadPoolExecutor(len(self._environments)), []
+        try:
+            for k in range(len(self._environments)): self._futures.append(self._threads.submit(self._work, k))
+            return self
+        except BaseException:  # an interrupt, after which `__exit__` is not called
+            self.__exit__()
+            raise
 
     def __exit__(self, *_):
         self._stop.set()
