@@ -32,7 +32,7 @@ from mixsd_nb.runs import ParameterError
 TRAINED = [name for name in runnable_methods() if METHODS[name].rate_setting == "lr"]
 RECIPES = {compose(**parts).name: parts for parts in [
     *(dict(method=name) for name in TRAINED), *(dict(method="sft", anchor=name) for name in ANCHORS), *(dict(method="sft", gate=name) for name in GATES),
-    dict(method="mixsd", options=dict(draw="shuffled"))]}
+    dict(method="sft", lora=2), dict(method="mixsd", options=dict(draw="shuffled"))]}
 SAMPLES_FIRST = [name for name, parts in RECIPES.items() if any(a.demand.pregenerated for a in compose(**parts).anchors)]  # samples of the base model
 
 
@@ -54,7 +54,7 @@ every_method = pytest.mark.parametrize("method", RECIPES)
 def parameters(name, tiny):
     parts = (RECIPES | PAIRS)[name]
     recipe, options = compose(**parts), parts.get("options", {})
-    if any(anchor.adapters for anchor in recipe.anchors): pytest.importorskip("peft")
+    if recipe.adapters: pytest.importorskip("peft")
     few = {key: value for key, value in QUICK.items() if key in recipe.defaults()}
     return CELL | parts | dict(model=tiny, options=few | options, rollout_tokens=32 if name in SAMPLES_FIRST else 4)
 
@@ -252,7 +252,7 @@ def test_a_resumed_run_ends_with_the_same_bytes(method, trained, tiny, tmp_path,
 
 def is_quick(parts):
     "Every part with MixSD, and parts that act on the teacher with OPSD; the others are slow tests."
-    return parts["method"] == "mixsd" or parts["method"] == "opsd" and parts["anchor"] in ("replay-kl", "lora", "untied")
+    return parts["method"] == "mixsd" or parts["method"] == "opsd" and parts["anchor"] in ("replay-kl", "untied")
 
 
 @pytest.mark.parametrize("name", [name if is_quick(parts) else pytest.param(name, marks=pytest.mark.slow) for name, parts in PAIRS.items()])
