@@ -5,6 +5,7 @@ import gc
 import itertools
 import json
 import re
+import shlex
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,8 +20,8 @@ from mixsd_nb.benchmarks import SUITES
 from mixsd_nb.planning import estimates
 from mixsd_nb.planning import plan as plans
 from mixsd_nb.planning.estimates import Burden, Layout, fisher_peak, optimiser_peak, scoring_peak, serve, update_peak
-from mixsd_nb.planning.estimates import DEVICES, VLLM, Machine
-from mixsd_nb.cluster.grid import list_grids, read_grid
+from mixsd_nb.planning.estimates import DEVICES, VLLM, Machine, machine_for
+from mixsd_nb.cluster.grid import Resources, list_grids, read_grid
 from mixsd_nb.planning.preflight import UNPUBLISHED, MACHINE, check_inputs, list_deviations
 from mixsd_nb.planning.plan import GridPlan, format_all, plan_cells, plan_grid, plan_run, planned_cells
 from mixsd_nb.planning.workload import RunPlan, burden_of, planned_steps, smallest_layout, training_peaks
@@ -186,6 +187,13 @@ def test_the_plan_of_facts_is_a_line_and_its_exit_code_says_whether_it_is_tight(
     assert out.startswith("plan: ") and not re.search(r"differs from|0\.0 hours|\b0\.00\b", out) and out.count("\n") <= 2
     large = "plan", "inject", str(EXAMPLE), "--model", "Qwen/Qwen3-8B", "--lora", "16", "--batch-size", "8", "--suite", "in-domain", "--device", "h100"
     assert main(*large) == 3 and re.match(r"plan: \S+ GB of 80 GB in update, tight: may not fit, ", capsys.readouterr().out)
+    assert main("plan", "inject", str(EXAMPLE), "--model", "Qwen/Qwen3-8B", "--device", "rtx4090") == 1
+    fitting = capsys.readouterr().out.splitlines()[-1]
+    words, needs = shlex.split(re.match(r"fits with (.*) \(", fitting)[1]), re.findall(r"([\d.]+) GB", fitting)
+    assert len(needs) >= 5 and max(map(float, needs)) <= 22 and "--lora" in words
+    assert main("plan", "inject", str(EXAMPLE), "--model", "Qwen/Qwen3-8B", "--memory", "24", *words) == 0
+    nf4 = plan_run(make_config(train.TrainConfig, model="Qwen/Qwen3-8B", lora=16, quantise="nf4", recompute=True), machine_for(Resources(gpus=1), "rtx4090"))
+    assert nf4.peaks["load"] < 7e9 and nf4.peaks["update"] < 12e9 and nf4.disk_peak < 4e9
     monkeypatch.setattr(estimates, "free_disk", lambda folder: 4)
     assert main(*large) == 1 and "\ndoes not fit: checkpoints need" in capsys.readouterr().out
 

@@ -56,7 +56,7 @@ def spell(typed: bool | None = None, **parameters) -> str:
     "Return parameters as a person types them; `typed` tells whether on a command line, and by default that is known."
     if _typed.get() if typed is None else typed:
         text = lambda value: json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list)) else str(value)
-        return " ".join(f"{name_option(name)} {shlex.quote(text(value))}" for name, value in parameters.items())
+        return " ".join(name_option(name) if value is True else f"{name_option(name)} {shlex.quote(text(value))}" for name, value in parameters.items())
     return ", ".join(f"{name}={_in_python(value)}" for name, value in parameters.items())
 
 # %% ../../nbs/runs/config.ipynb #3f1bbbd3
