@@ -84,6 +84,9 @@ def describe_plan(plan: RunPlan, machine: Machine, seconds: float = 0.0) -> str:
     return "plan: " + ", ".join(filter(None, parts))
 
 # %% ../../nbs/planning/plan.ipynb #22d4a6ba
+def _adapter_rate(config: Stage) -> str: return f", adapters at lr={config.lr:g}" if getattr(config, "lora", 0) else ""
+
+
 def start_line(config: Stage) -> str:
     """Return the plan of a run in one line; empty for parameters whose mistake the run itself names.
 
@@ -92,8 +95,9 @@ def start_line(config: Stage) -> str:
     try: plan = plan_cells(config.name, machine, {_name_run(config): (config, machine)})
     except (ValueError, OSError): return ""
     if (problems := plan.cells[0].problems) and os.environ.get("MIXSD_PLAN") != "ignore":
-        raise ParameterError(f"{next(iter(problems.values()))} (by its plan; MIXSD_PLAN=ignore runs it nevertheless)")
-    return describe_plan(plan.cells[0], machine, plan.seconds)
+        fitting = _spell_fitting(config, machine)
+        raise ParameterError(f"{next(iter(problems.values()))}{'; it ' * bool(fitting)}{fitting} (by its plan; MIXSD_PLAN=ignore runs it nevertheless)")
+    return describe_plan(plan.cells[0], machine, plan.seconds) + _adapter_rate(config)
 
 # %% ../../nbs/planning/plan.ipynb #50705b1d
 def _name_run(config: Stage) -> str:
@@ -301,7 +305,7 @@ def _plan_run(config: Stage, device: str, gpus: int, memory: float) -> int:
     except ValueError as e: raise ParameterError(str(e)) from None
     run, = plan.cells
     fitting = _spell_fitting(config, machine) if run.problems or is_tight(run, machine) else ""
-    print("\n".join([describe_plan(run, machine, plan.seconds), *(f"does not fit: {text}" for text in run.problems.values()), *filter(None, [fitting])]))
+    print("\n".join([describe_plan(run, machine, plan.seconds) + _adapter_rate(config), *(f"does not fit: {text}" for text in run.problems.values()), *filter(None, [fitting])]))
     return 1 if run.problems else _MAY_NOT_FIT * is_tight(run, machine)
 
 
