@@ -268,9 +268,11 @@ def test_adapters_go_with_every_composition_or_are_refused_by_one_sentence():
         if not whole and adapted: assert re.search(r"\blora\b", adapted)
 
 
-@pytest.mark.parametrize("quantise", ["", "nf4"])
-@pytest.mark.parametrize("name", [name if name in ("mixsd", "opsd", "mixsd-kl", "sdft", "sft+replay-kl", "sft+stm") else pytest.param(name, marks=pytest.mark.slow)
-                                  for name, parts in {**RECIPES, **PAIRS}.items() if adapts(parts)])
+QUICK_ADAPTERS = ("mixsd", ""), ("sdft", ""), ("mixsd-kl", "nf4"), ("sft+replay-kl", "nf4"), ("sft+stm", "")
+
+
+@pytest.mark.parametrize(("name", "quantise"), [case if case in QUICK_ADAPTERS else pytest.param(*case, marks=pytest.mark.slow) for case in itertools.product(
+    [name for name, parts in {**RECIPES, **PAIRS}.items() if adapts(parts)], ["", "nf4"])])
 def test_adapters_train_with_every_recipe_that_fits(name, quantise, tiny, tmp_path):
     "One update, without a second copy of the base; the checkpoint holds adapters alone, and the merged model has moved."
     pytest.importorskip("bitsandbytes" if quantise else "peft")

@@ -9,7 +9,6 @@ __all__ = ['CONFIG', 'is_adapter', 'adapter_base', 'describe_adapter', 'source_l
 # %% ../../nbs/models/adapters.ipynb #fb808d7f
 import contextlib
 import hashlib
-import logging
 import os
 import secrets
 import shutil
@@ -104,7 +103,6 @@ def quantised_loading(
     "Return what `from_pretrained` takes to quantise the linear layers of a model to NF4, on the device of this process."
     import torch
     from transformers import BitsAndBytesConfig
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it misses a faster kernel on each CPU
     device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
     return dict(device_map={"": device}, quantization_config=BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=getattr(torch, dtype)))

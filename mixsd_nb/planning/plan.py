@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['main', 'is_tight', 'find_problems', 'plan_run', 'format_duration', 'describe_plan', 'start_line', 'planned_cells',
-           'GridPlan', 'plan_cells', 'plan_grid', 'format_grid', 'format_all', 'PlanCommand', 'propose_fitting', 'plan']
+           'GridPlan', 'plan_cells', 'plan_grid', 'propose_fitting', 'format_grid', 'format_all', 'PlanCommand', 'plan']
 
 # %% ../../nbs/planning/plan.ipynb #8cee0236
 import contextlib
@@ -204,6 +204,47 @@ def plan_grid(
     _read_cells.cache_clear()
     return _plan_grid(source, device)
 
+# %% ../../nbs/planning/plan.ipynb #7c3d2e02
+_WAYS = (dict(recompute=True), dict(micro_tokens=1_024), dict(lora=16), dict(quantise="nf4"))  # to need less memory, in the order of preference
+_ROWS = (64, 32, 16, 8, 4, 2, 1)
+
+
+def _plan_one(config: Stage, machine: Machine) -> GridPlan: return plan_cells(config.name, machine, {_name_run(config): (config, machine)})
+
+
+def _needs(config: Stage, machine: Machine) -> dict[str, float]:
+    "Return the bytes of each phase of a run and of the runs that it shares, for the remedies of memory."
+    plans = [plan for plan in _plan_one(config, machine).runs.values() if not plan.finished]
+    return {phase: max(_memory_needs(plan, machine)[0].get(phase, 0.0) for plan in plans) for phase in dict.fromkeys(p for plan in plans for p in plan.peaks)}
+
+
+def propose_fitting(config: Stage, machine: Machine) -> tuple[dict[str, Any], dict[str, float]]:
+    """Return the first parameters of `_WAYS`, added one by one, with which a run fits, and the bytes of its phases.
+
+    If the base model alone does not fit, it is in bfloat16, with the largest `batch_size` of `_ROWS` that does. Parameters that turn out to be unnecessary are left out. Both are empty if nothing fits."""
+    fields, changes = type(config).model_fields, {}
+    make = lambda values: config.model_copy(update=values)
+    fits = lambda values: max(_needs(make(values), machine).values(), default=0.0) <= machine.room
+    alone = lambda rows: max((size for phase, size in _needs(make(rows), machine).items() if phase not in TRAINING), default=0.0) <= machine.room
+    half = dict(dtype="bfloat16") if getattr(config, "dtype", "") == "float32" else {}
+    sizes = [{}, half, *(half | dict(batch_size=n) for n in _ROWS if "batch_size" in fields and n < (config.batch_size or math.inf))]
+    rows = next(filter(alone, sizes), None)
+    if rows is None: return {}, {}
+    for way in ({}, *_WAYS):
+        changes |= {name: value for name, value in way.items() if name in fields and not getattr(config, name) == value}
+        if not fits(rows | changes): continue
+        for name in [*changes][:-1]:
+            fewer = {key: value for key, value in changes.items() if key != name}
+            if (name != "lora" or "quantise" not in fewer) and fits(rows | fewer): changes = fewer
+        return changes | rows, _needs(make(rows | changes), machine)
+    return {}, {}
+
+
+def _spell_fitting(config: Stage, machine: Machine) -> str:
+    "Return the parameters of `propose_fitting` as they are typed, with the GB of each phase; empty if nothing fits."
+    changes, needs = propose_fitting(config, machine) if machine.room else ({}, {})
+    return changes and f"fits with {spell(**changes)} ({', '.join(f'{phase} {_gigabytes(size)}' for phase, size in needs.items())})"
+
 # %% ../../nbs/planning/plan.ipynb #83cfdc33
 def format_grid(plan: GridPlan) -> str:
     "Return the rows of a plan as text, its totals, and its problems."
@@ -252,47 +293,6 @@ class PlanCommand(CommandLine):
         return super().read(*words)
 
 # %% ../../nbs/planning/plan.ipynb #52a98426
-_WAYS = (dict(recompute=True), dict(micro_tokens=1_024), dict(lora=16), dict(quantise="nf4"))  # to need less memory, in the order of preference
-_ROWS = (64, 32, 16, 8, 4, 2, 1)
-
-
-def _plan_one(config: Stage, machine: Machine) -> GridPlan: return plan_cells(config.name, machine, {_name_run(config): (config, machine)})
-
-
-def _needs(config: Stage, machine: Machine) -> dict[str, float]:
-    "Return the bytes of each phase of a run and of the runs that it shares, for the remedies of memory."
-    plans = [plan for plan in _plan_one(config, machine).runs.values() if not plan.finished]
-    return {phase: max(_memory_needs(plan, machine)[0].get(phase, 0.0) for plan in plans) for phase in dict.fromkeys(p for plan in plans for p in plan.peaks)}
-
-
-def propose_fitting(config: Stage, machine: Machine) -> tuple[dict[str, Any], dict[str, float]]:
-    """Return the first parameters of `_WAYS`, added one by one, with which a run fits, and the bytes of its phases.
-
-    If the base model alone does not fit, it is in bfloat16, with the largest `batch_size` of `_ROWS` that does. Parameters that turn out to be unnecessary are left out. Both are empty if nothing fits."""
-    fields, changes = type(config).model_fields, {}
-    make = lambda values: config.model_copy(update=values)
-    fits = lambda values: max(_needs(make(values), machine).values(), default=0.0) <= machine.room
-    alone = lambda rows: max((size for phase, size in _needs(make(rows), machine).items() if phase not in TRAINING), default=0.0) <= machine.room
-    half = dict(dtype="bfloat16") if getattr(config, "dtype", "") == "float32" else {}
-    sizes = [{}, half, *(half | dict(batch_size=n) for n in _ROWS if "batch_size" in fields and n < (config.batch_size or math.inf))]
-    rows = next(filter(alone, sizes), None)
-    if rows is None: return {}, {}
-    for way in ({}, *_WAYS):
-        changes |= {name: value for name, value in way.items() if name in fields and not getattr(config, name) == value}
-        if not fits(rows | changes): continue
-        for name in [*changes][:-1]:
-            fewer = {key: value for key, value in changes.items() if key != name}
-            if (name != "lora" or "quantise" not in fewer) and fits(rows | fewer): changes = fewer
-        return changes | rows, _needs(make(rows | changes), machine)
-    return {}, {}
-
-
-def _spell_fitting(config: Stage, machine: Machine) -> str:
-    "Return the parameters of `propose_fitting` as they are typed, with the GB of each phase; empty if nothing fits."
-    changes, needs = propose_fitting(config, machine) if machine.room else ({}, {})
-    return changes and f"fits with {spell(**changes)} ({', '.join(f'{phase} {_gigabytes(size)}' for phase, size in needs.items())})"
-
-
 _MAY_NOT_FIT = 3  # the exit code of a run that may not fit; 2 is that of a wrong parameter
 
 
