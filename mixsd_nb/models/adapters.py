@@ -117,7 +117,7 @@ def keep_differentiable(model) -> None:
 @contextlib.contextmanager
 def replace_adapters(
     model,  # with adapters, or without
-    values: "Mapping[str, torch.Tensor] | None" = None,  # of the adapters, by name; None for none, so that the base computes
+    values: Mapping[str, Any] | None = None,  # tensors of the adapters, by name; None for none, so that the base computes
 ) -> Iterator[None]:
     "Let a model compute with other values of its adapters, or with none, inside a `with` block."
     if not getattr(model, "_hf_peft_config_loaded", False):
