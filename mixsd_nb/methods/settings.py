@@ -148,8 +148,10 @@ class RecipeSettings(EvalSettings):
         return float({**self.options, "lr": self.lr}[name]) if name else 0.0
 
     def values_of_lab(self):
-        "Return the values of `PresetSettings`, with the options of the recipe."
-        return super().values_of_lab() | (self.recipe.lab_options(self.options) if self.preset == "lab" else {})
+        "Return the values of `PresetSettings`, with the options of the recipe and the rate of adapters that follows from the lab's."
+        if self.preset != "lab": return {}
+        rate = ADAPTER_RATE * preset_values(type(self).model_fields["lr"])["lab"]
+        return super().values_of_lab() | self.recipe.lab_options(self.options) | (dict(lr=rate) if self.lora and self.lr == rate else {})
 
     def identity(self):
         "Return the identity of `EvalSettings`; of a local copy of the texts that a part of the recipe reads, the content counts."
