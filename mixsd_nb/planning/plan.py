@@ -95,8 +95,8 @@ def start_line(config: Stage) -> str:
     try: plan = plan_cells(config.name, machine, {_name_run(config): (config, machine)})
     except (ValueError, OSError): return ""
     if (problems := plan.cells[0].problems) and os.environ.get("MIXSD_PLAN") != "ignore":
-        fitting = _spell_fitting(config, machine)
-        raise ParameterError(f"{next(iter(problems.values()))}{'; it ' * bool(fitting)}{fitting} (by its plan; MIXSD_PLAN=ignore runs it nevertheless)")
+        problem = "; it ".join(filter(None, (next(iter(problems.values())), _spell_fitting(config, machine))))
+        raise ParameterError(f"{problem} (by its plan; MIXSD_PLAN=ignore runs it nevertheless)")
     return describe_plan(plan.cells[0], machine, plan.seconds) + _adapter_rate(config)
 
 # %% ../../nbs/planning/plan.ipynb #50705b1d
