@@ -3676,6 +3676,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                         'mixsd_nb/planning/plan.py'),
                                         'mixsd_nb.planning.plan.PlanCommand.read': ( 'planning/plan.html#plancommand.read',
                                                                                      'mixsd_nb/planning/plan.py'),
+                                        'mixsd_nb.planning.plan._adapter_rate': ( 'planning/plan.html#_adapter_rate',
+                                                                                  'mixsd_nb/planning/plan.py'),
                                         'mixsd_nb.planning.plan._gigabytes': ('planning/plan.html#_gigabytes', 'mixsd_nb/planning/plan.py'),
                                         'mixsd_nb.planning.plan._memory_needs': ( 'planning/plan.html#_memory_needs',
                                                                                   'mixsd_nb/planning/plan.py'),
