@@ -7,7 +7,11 @@ __version__ = "0.1.0"
 __all__ = []
 
 # %% ../nbs/index.ipynb #1184ad0e
+import logging
 from importlib import import_module
+
+# bitsandbytes, which transformers import where it is installed, reports on each CPU that it misses a faster kernel
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 # public name -> its module; an empty one stands for a stage, which is itself a module with a function `run`
 _NAMES = {

@@ -63,7 +63,7 @@ class TrainConfig(TrainingSettings, Stage):
         if self.steps()[1][-1] in trained_steps(self.folder): return
         check_head(self.model)
         check_facts(self.dataset, self.model)
-        check_devices(self.processes, self.batch, self.sharded, self.recipe.adapter_rank(self.options))
+        check_devices(self.processes, self.batch, self.sharded, self.lora, quantise=self.quantise)
 
     def _asks_questions(self) -> bool:
         "Return whether the base model or a checkpoint is still to be measured."

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 import shutil
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -32,7 +33,7 @@ from mixsd_nb.runs import ParameterError
 TRAINED = [name for name in runnable_methods() if METHODS[name].rate_setting == "lr"]
 RECIPES = {compose(**parts).name: parts for parts in [
     *(dict(method=name) for name in TRAINED), *(dict(method="sft", anchor=name) for name in ANCHORS), *(dict(method="sft", gate=name) for name in GATES),
-    dict(method="mixsd", options=dict(draw="shuffled"))]}
+    dict(method="sft", lora=2), dict(method="mixsd", options=dict(draw="shuffled"))]}
 SAMPLES_FIRST = [name for name, parts in RECIPES.items() if any(a.demand.pregenerated for a in compose(**parts).anchors)]  # samples of the base model
 
 
@@ -54,7 +55,7 @@ every_method = pytest.mark.parametrize("method", RECIPES)
 def parameters(name, tiny):
     parts = (RECIPES | PAIRS)[name]
     recipe, options = compose(**parts), parts.get("options", {})
-    if any(anchor.adapters for anchor in recipe.anchors): pytest.importorskip("peft")
+    if recipe.adapters: pytest.importorskip("peft")
     few = {key: value for key, value in QUICK.items() if key in recipe.defaults()}
     return CELL | parts | dict(model=tiny, options=few | options, rollout_tokens=32 if name in SAMPLES_FIRST else 4)
 
@@ -157,7 +158,7 @@ def test_how_a_batch_is_split_changes_nothing(method, trained, tmp_path):
     for spec, whole in zip(trained(method).specs, trained(method).folders):
         split = fine_tune(replace(spec, checkpoints=[], micro_tokens=300), tmp_path)
         for name, values in read_curves(whole).items(): np.testing.assert_allclose(split[name], values, rtol=1e-4, atol=1e-7)
-        one, two = (torch.cat([w.flatten() for w in load_file(folder / "checkpoint-3/model.safetensors").values()]) for folder in (whole, tmp_path))
+        one, two = (torch.cat([w.flatten() for w in load_file(next((folder / "checkpoint-3").glob("*model.safetensors"))).values()]) for folder in (whole, tmp_path))
         assert (one - two).norm() < 1e-4 * one.norm()
 
 
@@ -246,13 +247,49 @@ def test_a_resumed_run_ends_with_the_same_bytes(method, trained, tiny, tmp_path,
     count = lambda trainer, *rest, **options: (steps.append(trainer.state.global_step), original(trainer, *rest, **options))[1]
     with patch.object(FineTuner, "training_step", count): run = train.run(**parameters(method, tiny))
     assert steps == [2] * len(done.specs), "no update is made twice"
-    for name in ("checkpoint-3/model.safetensors", "responses-3.parquet", "result.nc"):
+    for name in (f"checkpoint-3/{'adapter_' * ('lora' in method)}model.safetensors", "responses-3.parquet", "result.nc"):
         assert (run.folder / name).read_bytes() == (done.run.folder / name).read_bytes(), name
+
+
+def adapts(parts): return "lora" not in parts and refusal_of(**parts, lora=2) is None and not compose(**parts, lora=2).source()
+
+
+def refusal_of(**parts):
+    try: compose(**parts)
+    except ValueError as e: return str(e)
+
+
+def test_adapters_go_with_every_composition_or_are_refused_by_one_sentence():
+    "Refused are methods without updates, and anchors that need the weights themselves to change."
+    for method, anchor, gate in itertools.product(runnable_methods(), ["", *ANCHORS], ["", *GATES]):
+        whole, adapted = refusal_of(method=method, anchor=anchor, gate=gate), refusal_of(method=method, anchor=anchor, gate=gate, lora=8)
+        refused = method not in TRAINED or anchor in ("l2sp", "ewc", "untied")
+        assert bool(adapted) == (bool(whole) or refused) and "\n" not in (adapted or ""), (method, anchor, gate)
+        if not whole and adapted: assert re.search(r"\blora\b", adapted)
+
+
+QUICK_ADAPTERS = ("mixsd", ""), ("sdft", ""), ("mixsd-kl", "nf4"), ("sft+replay-kl", "nf4"), ("sft+stm", "")
+
+
+@pytest.mark.parametrize(("name", "quantise"), [case if case in QUICK_ADAPTERS else pytest.param(*case, marks=pytest.mark.slow) for case in itertools.product(
+    [name for name, parts in {**RECIPES, **PAIRS}.items() if adapts(parts)], ["", "nf4"])])
+def test_adapters_train_with_every_recipe_that_fits(name, quantise, tiny, tmp_path):
+    "One update, without a second copy of the base; the checkpoint holds adapters alone, and the merged model has moved."
+    pytest.importorskip("bitsandbytes" if quantise else "peft")
+    config = train.TrainConfig(**parameters(name, tiny) | dict(lora=2, quantise=quantise))
+    one_update = lambda spec, folder, report: fine_tune(replace(spec, steps=1, checkpoints=[]), folder)
+    run = MethodRun(tmp_path, config, mixed_targets=lambda: train.mixed_targets(config), loop=one_update)
+    second = [patch(f"mixsd_nb.methods.{module}.load_base", side_effect=AssertionError("a second copy of the base")) for module in ("distill", "replay")]
+    with patch("mixsd_nb.models.engines.stop_ids", most_tokens), second[0], second[1]: config.recipe.load_fit()(run)
+    assert not (tmp_path / "checkpoint-1/model.safetensors").exists()
+    one, two = (load_base(str(source))[0].state_dict() for source in (tiny, tmp_path / "checkpoint-1"))
+    changed = {key for key in one if not torch.equal(one[key], two[key])}
+    assert changed and all(torch.isfinite(two[key]).all() and "_proj" in key for key in changed)
 
 
 def is_quick(parts):
     "Every part with MixSD, and parts that act on the teacher with OPSD; the others are slow tests."
-    return parts["method"] == "mixsd" or parts["method"] == "opsd" and parts["anchor"] in ("replay-kl", "lora", "untied")
+    return parts["method"] == "mixsd" or parts["method"] == "opsd" and parts["anchor"] in ("replay-kl", "untied")
 
 
 @pytest.mark.parametrize("name", [name if is_quick(parts) else pytest.param(name, marks=pytest.mark.slow) for name, parts in PAIRS.items()])

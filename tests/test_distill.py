@@ -30,7 +30,7 @@ def spec(shallow): return stored_training(shallow, steps=4)
 def distillation(shallow): return distillation_training(shallow, steps=4)
 
 
-def weights(folder, step=4): return load_file(folder / f"checkpoint-{step}/model.safetensors")
+def weights(folder, step=4): return load_file(next((folder / f"checkpoint-{step}").glob("*model.safetensors")))
 
 
 def same(one, two): return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)

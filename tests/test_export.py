@@ -7,14 +7,17 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+import torch
 from families import POSITIONS, list_families, small_config
 from helpers import lines, small_model
 from hypothesis import given, strategies as st
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from mixsd_nb import train
+from mixsd_nb.analysis.curvature import open_tensors
 from mixsd_nb.corpora.prompts import apply_template
-from mixsd_nb.models import load_tokenizer
+from mixsd_nb.diff import pair_models
+from mixsd_nb.models import load_base, load_tokenizer, whole_model
 from mixsd_nb.models.chat import describe_template, settle_template, wrap_template
 from mixsd_nb.models.tiny import random_model
 from mixsd_nb.reports.export import export_model, main, push_folder
@@ -366,3 +369,24 @@ def test_all_files_of_a_tokenizer_are_exported_and_no_others(tmp_path):
     _save_model(str(tmp_path / "base"), str(tmp_path / "base"), tmp_path / "out")
     assert [(tmp_path / "out" / name).exists() for name in ("tokenizer.model", "vocab.txt", "notes.txt", "training_args.bin")] == [True, True, False, False]
     _save_model(str(tmp_path / "base"), str(tmp_path / "gone"), tmp_path / "other")
+
+
+def test_adapters_are_exported_merged_or_alone_and_every_command_takes_their_checkpoint(strong, own_runs, capsys):
+    "Plain transformers and plain PEFT compute what the checkpoint does; neither folder names a folder of this machine."
+    peft = pytest.importorskip("peft")
+    run = train.run(model=strong, lora=2, **QUICK)
+    checkpoint, ids = run.source(1), torch.tensor([list(range(5, 25))])
+    assert main(run.name, str(own_runs / "whole")) == 0 and main(run.name, str(own_runs / "thin"), "--adapter") == 0
+    assert capsys.readouterr().out.startswith("model: ")
+    base = load_base(strong)[0]
+    with torch.inference_mode():
+        before, *others = (model(ids).logits for model in (
+            base, load_base(checkpoint)[0], AutoModelForCausalLM.from_pretrained(own_runs / "whole", dtype="float32"),
+            peft.PeftModel.from_pretrained(load_base(strong)[0], own_runs / "thin"), AutoModelForCausalLM.from_pretrained(whole_model(checkpoint, "float32"))))
+    assert not torch.allclose(before, others[0], atol=1e-3) and all(torch.allclose(others[0], other, atol=1e-3) for other in others[1:])
+    card, settings = (own_runs / "thin/README.md").read_text(), read_json(own_runs / "thin/adapter_config.json")
+    assert "library_name: peft" in card and "PeftModel" in card and "/" not in settings["base_model_name_or_path"] and settings["lora_alpha"] == 32
+    assert {path.suffix for path in (own_runs / "thin").iterdir() if path.stat().st_size > 10**6} == set()
+    assert isinstance(run.chat("Who?", max_new_tokens=2), str) and {*open_tensors(checkpoint)} == {*open_tensors(strong)}
+    assert pair_models(checkpoint) == (strong, checkpoint)
+    with pytest.raises(ParameterError, match="trained all weights"): export_model(train.run(model=strong, **QUICK), own_runs / "none", adapter=True)

@@ -5,6 +5,7 @@ import gc
 import itertools
 import json
 import re
+import shlex
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,8 +20,8 @@ from mixsd_nb.benchmarks import SUITES
 from mixsd_nb.planning import estimates
 from mixsd_nb.planning import plan as plans
 from mixsd_nb.planning.estimates import Burden, Layout, fisher_peak, optimiser_peak, scoring_peak, serve, update_peak
-from mixsd_nb.planning.estimates import DEVICES, VLLM, Machine
-from mixsd_nb.cluster.grid import list_grids, read_grid
+from mixsd_nb.planning.estimates import DEVICES, VLLM, Machine, machine_for
+from mixsd_nb.cluster.grid import Resources, list_grids, read_grid
 from mixsd_nb.planning.preflight import UNPUBLISHED, MACHINE, check_inputs, list_deviations
 from mixsd_nb.planning.plan import GridPlan, format_all, plan_cells, plan_grid, plan_run, planned_cells
 from mixsd_nb.planning.workload import RunPlan, burden_of, planned_steps, smallest_layout, training_peaks
@@ -184,9 +185,16 @@ def test_the_plan_of_facts_is_a_line_and_its_exit_code_says_whether_it_is_tight(
     assert main("plan", "inject", str(EXAMPLE), "--model", "lab-m") == 0
     out = capsys.readouterr().out
     assert out.startswith("plan: ") and not re.search(r"differs from|0\.0 hours|\b0\.00\b", out) and out.count("\n") <= 2
-    large = "plan", "inject", str(EXAMPLE), "--model", "Qwen/Qwen3-8B", "--anchor", "lora", "--batch-size", "8", "--suite", "in-domain", "--device", "h100"
-    assert main(*large) == 3 and re.match(r"plan: \S+ GB of 80 GB in update, tight: may not fit, ", capsys.readouterr().out)
-    monkeypatch.setattr(estimates, "free_disk", lambda folder: 4)
+    large = "plan", "inject", str(EXAMPLE), "--model", "Qwen/Qwen3-8B", "--lora", "16", "--batch-size", "8", "--suite", "in-domain", "--memory", "52"
+    assert main(*large) == 3 and re.match(r"plan: \S+ GB of 52 GB in update, tight: may not fit, ", capsys.readouterr().out)
+    assert main("plan", "inject", str(EXAMPLE), "--model", "Qwen/Qwen3-8B", "--device", "rtx4090") == 1
+    fitting = capsys.readouterr().out.splitlines()[-1]
+    words, needs = shlex.split(re.match(r"fits with (.*) \(", fitting)[1]), re.findall(r"([\d.]+) GB", fitting)
+    assert len(needs) >= 5 and max(map(float, needs)) <= 22 and "--lora" in words
+    assert main("plan", "inject", str(EXAMPLE), "--model", "Qwen/Qwen3-8B", "--memory", "24", *words) == 0
+    nf4 = plan_run(make_config(train.TrainConfig, model="Qwen/Qwen3-8B", lora=16, quantise="nf4", recompute=True), machine_for(Resources(gpus=1), "rtx4090"))
+    assert nf4.peaks["load"] < 7e9 and nf4.peaks["update"] < 12e9 and nf4.disk_peak < 4e9
+    monkeypatch.setattr(estimates, "free_disk", lambda folder: 0.5)
     assert main(*large) == 1 and "\ndoes not fit: checkpoints need" in capsys.readouterr().out
 
 
@@ -207,11 +215,11 @@ def test_vllm_reserves_weights_cache_and_logits():
 # --- methods, stages, grids
 
 
-PLANNED = [*(dict(method=name) for name in runnable_methods()), *(dict(method="opsd", anchor=name) for name in ANCHORS), *(dict(method="mixsd", gate=name) for name in GATES),
+PLANNED = [*(dict(method=name) for name in runnable_methods()), *(dict(method="opsd", anchor=name) for name in ANCHORS), *(dict(method="mixsd", gate=name) for name in GATES), dict(method="opsd", lora=8),
            dict(method="own-words", anchor="replay"), dict(method="memit-each")]
 
 
-@pytest.mark.parametrize("parts", PLANNED, ids=lambda parts: "+".join(parts.values()))
+@pytest.mark.parametrize("parts", PLANNED, ids=lambda parts: "+".join(map(str, parts.values())))
 def test_every_part_has_a_plan(parts):
     config = make_config(train.TrainConfig, **parts)
     lab, paper = plan_run(config), plan_run(paper_run("Qwen/Qwen3-1.7B", **parts), H100)
@@ -417,7 +425,7 @@ OF_UPDATES = {name.removeprefix("train, "): part["notes"]["seconds_of_update"] f
 def test_trainings_on_the_measured_gpu_take_what_was_measured(recipe):
     "Within a factor of two, with the configuration of the report; lengths are estimated, because the tokenizer of Qwen3 is not here."
     method, _, added = recipe.partition("+")
-    config = make_config(train.TrainConfig, method=method, **{"anchor" if added in ANCHORS else "gate": added}, model="Qwen/Qwen3-1.7B", preset="paper", dataset="kgfact-small",
+    config = make_config(train.TrainConfig, method=method, **({"lora": 8} if added == "lora" else {"anchor" if added in ANCHORS else "gate": added}), model="Qwen/Qwen3-1.7B", preset="paper", dataset="kgfact-small",
                          suite="recall", epochs=1, batch=20, rollouts=8, rollout_tokens=64, target_tokens=64, batch_size=160, checkpoints=())
     machine = Machine("h200", DEVICES["h200"], 1)
     five, ten = (plan_run(config.model_copy(update=dict(epochs=epochs)), machine).seconds for epochs in (1, 2))

@@ -16,8 +16,8 @@ NUMBERS = st.one_of(st.floats(1e-6, 1e8), st.integers(0, 10**6)).map(lambda x: f
 def fitting():
     "Every method with every set of up to two anchors and every gate that fits."
     names = ["", *ANCHORS, *map("+".join, itertools.combinations(ANCHORS, 2))]
-    for method, anchor, gate in itertools.product(METHODS, names, ["", *GATES]):
-        try: yield compose(method, anchor, gate)
+    for method, anchor, gate, lora in itertools.product(METHODS, names, ["", *GATES], [0, 8]):
+        try: yield compose(method, anchor, gate, lora=lora)
         except ValueError: pass
 
 
@@ -32,7 +32,7 @@ def test_a_label_is_parsed_as_it_was_written(recipe, data):
     assert check_label(label) == (recipe, values)
     found = label_coordinates(label)
     assert (found["method"], found["anchor"]) == (recipe.method.name, "+".join(anchor.name for anchor in recipe.anchors))
-    assert found["lora"] == int(values.get("rank", 0)) and all(part.title in label_title(label) for part in recipe.parts)
+    assert found["lora"] == int(values.get("lora", 0)) and all(part.title in label_title(label) for part in recipe.parts)
 
 
 @given(st.lists(st.sampled_from(RECIPES), min_size=1, max_size=8, unique_by=lambda r: r.name), st.randoms())
@@ -47,7 +47,7 @@ def test_the_order_of_labels_does_not_depend_on_where_they_stood(recipes, random
 def test_anchors_are_composed_in_the_order_of_declaration(recipe, random):
     names = [anchor.name for anchor in recipe.anchors]
     shuffled = "+".join(random.sample(names, len(names)))
-    assert compose(recipe.method.name, shuffled, recipe.gate.name if recipe.gate else "") == recipe
+    assert compose(recipe.method.name, shuffled, recipe.gate.name if recipe.gate else "", lora=int(bool(recipe.adapters))) == recipe
 
 
 def test_mixing_options_are_in_the_label():
@@ -84,7 +84,10 @@ def test_variants_have_names_and_adapters_follow_the_method():
     assert named == make_config(TrainConfig, method="mixsd", lam=0.3, options=dict(draw="shuffled")) and named.label == "mixsd-shuffled-0.3-b1000"
     each, plain = make_config(TrainConfig, method="memit-each"), make_config(TrainConfig, method="memit")
     assert (each.method, each.options["place"], each.options["weight"], plain.options["weight"]) == ("memit", "each", 1000, 300) and each.hash() != plain.hash()
-    assert make_config(TrainConfig, method="opsd", anchor="replay+lora", options=dict(rank=4)).label == "opsd-n8-t1-lora4+replay-0.5"
+    assert make_config(TrainConfig, method="opsd", anchor="replay", lora=4).label == "opsd-n8-t1-lora4+replay-0.5"
+    complete = make_config(TrainConfig, method="mixsd-complete", lora=16, quantise="nf4", preset="real")
+    assert label_title(complete.label).endswith("400 replayed replies + LoRA (rank 16, NF4)") and label_coordinates(complete.label)["quantise"] == "nf4"
+    assert complete.lr == 10 * make_config(TrainConfig, preset="real").lr and make_config(TrainConfig, lora=4, lr=1e-3).lr == 1e-3
     given = translate_parameters(dict(method="mixsd-complete", anchor="ewc+replay-kl", options='{"strength": 1, "wordings": 0}'))
     assert given["anchor"] == "replay-kl+ewc" and (given["options"]["strength"], given["options"]["wordings"]) == (1, 0)
 

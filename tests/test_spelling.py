@@ -28,7 +28,7 @@ def check_answer(name, capsys):
     assert answers[0] == answers[1] and answers[0].count("\n") == 1 and "known are" not in answers[0]
     options = {option.replace("-", "_") for option in re.findall(r"(?<!RUN DIR )--([a-z][\w-]*)", answers[0].partition("; ")[2])}
     assert options <= {*TrainConfig.model_fields, "force"} and options <= {*InjectConfig.model_fields, "force"}
-    if name in ("lora", "overwrite_output_dir"): return  # in Python the one is a name of earlier versions, and the other an argument of `run`
+    if name == "overwrite_output_dir": return  # in Python an argument of `run`
     with pytest.raises(ParameterError) as caught: train.run(**{name: 1})
     assert str(caught.value).startswith(f"unknown parameter {name}; ") and "known are" not in str(caught.value)
     if isinstance(answer := FOREIGN_NAMES[name], dict): assert make_config(TrainConfig, **answer)

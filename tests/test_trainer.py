@@ -146,14 +146,23 @@ def test_labels_of_prompt_tokens_do_not_exist(spec, tmp_path):
         assert same == (label == -100)
 
 
-def test_adapters_are_merged_and_resumed(spec, tmp_path):
-    pytest.importorskip("peft")
-    thin = replace(spec, lora=2, lr=1e-2)
+@pytest.mark.parametrize("quantise", ["", "nf4"])
+def test_adapters_are_resumed_and_merged(quantise, spec, tmp_path):
+    "A killed training ends with the same bytes, a checkpoint has no weight of the base, and plain PEFT reads what `load_base` merges."
+    peft = pytest.importorskip("peft")
+    if quantise: pytest.importorskip("bitsandbytes")
+    thin = replace(spec, lora=2, lr=1e-2, quantise=quantise)
     fine_tune(replace(thin, steps=10), tmp_path / "run")
+    kill_at(start(thin, tmp_path / "run"), tmp_path / "run/checkpoint-10/optimizer.pt")
     fine_tune(thin, tmp_path / "run")
     fine_tune(thin, tmp_path / "whole")
-    begun, found, whole = load_file(Path(spec.model) / "model.safetensors"), last_weights(tmp_path / "run"), last_weights(tmp_path / "whole")
-    assert found.keys() == begun.keys() and all(torch.equal(found[k], whole[k]) for k in found)
+    last = tmp_path / "run/checkpoint-20"
+    for name in ("adapter_model.safetensors", "adapter_config.json", "config.json"): assert (last / name).read_bytes() == (tmp_path / "whole/checkpoint-20" / name).read_bytes()
+    assert not (last / "model.safetensors").exists() and "quantization_config" not in (last / "config.json").read_text()
+    begun, found = load_file(Path(spec.model) / "model.safetensors"), plain_weights(load_base(str(last))[0])
+    ids = torch.tensor([list(range(5, 25))])
+    with torch.inference_mode(): states = [m(ids).logits for m in (peft.PeftModel.from_pretrained(load_base(spec.model)[0], last), load_base(str(last))[0])]
+    assert found.keys() == begun.keys() and torch.allclose(*states, atol=1e-4)
     change = found["model.layers.0.mlp.up_proj.weight"] - begun["model.layers.0.mlp.up_proj.weight"]
     assert torch.linalg.matrix_rank(change, rtol=1e-3) == 2 and torch.equal(found["model.embed_tokens.weight"], begun["model.embed_tokens.weight"])
     log = read_curves(tmp_path / "whole")
@@ -186,6 +195,8 @@ def test_a_mixture_of_experts_is_resumed(lora, spec, tmp_path, recwarn):
     fine_tune(replace(mixture, steps=2), tmp_path / "run")
     fine_tune(mixture, tmp_path / "run")
     fine_tune(mixture, tmp_path / "whole")
+    if lora:  # merged as an export is
+        for run in ("run", "whole"): load_base(str(tmp_path / run / "checkpoint-4"))[0].save_pretrained(tmp_path / run / "checkpoint-4")
     begun, found, whole = load_file(folder / "model.safetensors"), last_weights(tmp_path / "run"), last_weights(tmp_path / "whole")
     assert found.keys() == begun.keys() and all(torch.equal(found[name], whole[name]) for name in found)
     changed = {name for name in found if not torch.equal(found[name], begun[name])}

@@ -33,7 +33,7 @@ from .tasks import SOURCES, Verdict, benchmarks_folder, grade, task_files
 from ..corpora import CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions, CorpusSettings
 from ..corpora.prompts import encode_continuation, encode_prompt, encode_text, hide_names
 from ..corpora.user_files import TableError
-from ..models import ENGINES, check_engine, check_options_of_engine, load_engine, load_tokenizer, usual_sequences
+from ..models import ENGINES, check_engine, check_options_of_engine, load_engine, load_tokenizer, usual_sequences, whole_model
 from ..models.identity import MODEL_OPTIONS, ModelOptions
 from ..runs import (Journal, ParameterError, Seed, consumed_field, flagged_field, load_object,
                            module_of, open_progress_bar, read_table, report_progress, runtime_field, write_atomically)
@@ -398,8 +398,9 @@ class SharedEngine:
 
     def load(self, model: str):
         "Return the engine with the weights of a model."
-        if self.engine and self.engine.load_weights(model): return self.engine
         s = self.settings
+        if ENGINES[s.engine].own_process: model = whole_model(model, s.dtype)
+        if self.engine and self.engine.load_weights(model): return self.engine
         self.close()  # so that its memory is free
         options = dict(dtype=s.dtype, batch_size=s.batch_size, longest=self.longest) | s.engine_options
         self.engine = load_engine(s.engine, model, replicas=s.replicas, **options)

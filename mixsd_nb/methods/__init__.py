@@ -86,9 +86,6 @@ for _anchor in [
            excludes=_FIXED | _SHAPE),
     Anchor("average", title="averaged", colour="#f2a07b", marker="s", label="{alpha:g}", caption="α={alpha:g}",
            options=dict(alpha=0.5), fit="methods.weight_penalties:fit_average", excludes=_SHAPE),
-    Anchor("lora", title="LoRA", colour="#e07a5f", marker="h", is_nll=True, label="{rank:g}", caption="rank {rank:g}",
-           options=dict(rank=8), adapters="rank", prepare="methods.weight_penalties:check_rank",
-           excludes=_FIXED | dict(sdft="the teacher of sdft follows the weights themselves")),
     Anchor("untied", title="untied", colour="#b5651d", marker="s", is_nll=True,
            modify="methods.weight_penalties:untie_embeddings",
            excludes=_FIXED | dict(sdft="the teacher of sdft follows the weights, and it has no output embedding of its "

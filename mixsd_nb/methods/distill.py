@@ -9,6 +9,7 @@ __all__ = ['DIVERGENCES', 'VARIANTS', 'WHOLE_VOCABULARY', 'forward_kl', 'reverse
            'check_options', 'fit_distillation']
 
 # %% ../../nbs/methods/distill.ipynb #dd37b10e
+import contextlib
 import hashlib
 import math
 import os
@@ -29,6 +30,7 @@ from ..training.loss import Example, Objective, nll
 from ..training.saving import plain_weights, save_weights
 from ..training.trainer import TrainingSpec, training_device
 from ..models import ENGINES, free_memory, load_base, load_engine, load_part
+from ..models.adapters import replace_adapters
 from ..models.engine import Engine, Request, row_key
 from ..models.scoring import map_logits
 
@@ -263,7 +265,8 @@ class Distillation(Objective):
     def __init__(
         self,
         items: list[dict],  # as returned by `distill_items`
-        teacher,  # the base model, which becomes a moving average of the student if `ema` is not 0
+        teacher,  # the base model, which becomes a moving average of the student if `ema` is not 0; None for a student with
+        # adapters: it is its own teacher, without them or with their average
         tokenizer,
         variant: Variant,
         *,
@@ -283,7 +286,7 @@ class Distillation(Objective):
         longest = max((len(item[key]) for item in items for key in ("student_ids", "teacher_ids")), default=0)
         self.rollouts = RolloutEngine(engine, tokenizer, name, longest=longest + max_new_tokens, batch_size=batch_size,
                                       **engine_options or {})
-        self.items, self.teacher, self.tokenizer = items, teacher.requires_grad_(False), tokenizer
+        self.items, self.teacher, self.tokenizer, self.adapters = items, teacher and teacher.requires_grad_(False), tokenizer, None
         self.variant, self.updates = variant, updates
         self.loss, self.top_k = (DIVERGENCES[direction], top_k) if variant.loss == "kl" else (nll, 1)
         self.ema, self.followed = ema, 0  # the last step whose weights are in the teacher
@@ -294,6 +297,17 @@ class Distillation(Objective):
 
     def __len__(self): return len(self.items)
 
+    def adapt(self, model):
+        "Take the student as the teacher if there is no other, with a copy of its adapters if the teacher follows them."
+        if self.teacher is not None: return
+        self.teacher = model.to(training_device())
+        if self.ema: self.adapters = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+    @property
+    def following(self) -> dict[str, torch.Tensor]:
+        "The weights of the teacher that may change."
+        return dict(self.teacher.named_parameters()) if self.adapters is None else self.adapters
+
     def host(self, student: torch.nn.Module) -> torch.nn.Module:
         "Return the teacher's module, with its weights; a copy of the student if the teacher changes or writes."
         if self.ema or self.variant.writer == "teacher": return super().host(student)
@@ -302,8 +316,9 @@ class Distillation(Objective):
 
     def write(self, chosen: list[int], student, step: int) -> list[tuple[dict, list[int]]]:
         "Write the rollouts of a step for the facts of these numbers."
-        model, items = student if self.variant.writer == "student" else self.teacher, [self.items[i] for i in chosen]
-        with _half_precision(model, self.rollouts.in_place):
+        own, items = self.variant.writer == "student", [self.items[i] for i in chosen]
+        model = student if own else self.teacher
+        with _half_precision(model, self.rollouts.in_place), contextlib.nullcontext() if own else replace_adapters(model, self.adapters):
             written = roll_out(self.rollouts.load(model, self._trained(student)), items, step=step, **self.options)
         self.rollouts.release()
         return written
@@ -319,8 +334,9 @@ class Distillation(Objective):
         with _half_precision(self.teacher):
             support = self.variant.support == "student" and likeliest_tokens(student, pairs["student"], self.top_k)
             if self.base: self.base.restore()
-            if support: found = supported_distributions(self.teacher, pairs["teacher"], support)
-            else: found = teacher_distributions(self.teacher, pairs["teacher"], self.top_k)
+            with replace_adapters(self.teacher, self.adapters):
+                if support: found = supported_distributions(self.teacher, pairs["teacher"], support)
+                else: found = teacher_distributions(self.teacher, pairs["teacher"], self.top_k)
         targets = [(ids[:, 0],) for ids, _ in found] if self.loss is nll else found
         if self.variant.mean == "responses": targets = [(*t, torch.full((len(t[0]), 1), 1 / len(t[0]))) for t in targets]
         return [Example(item["student_ids"], ids, t) for (item, ids), t in zip(written, targets)]
@@ -339,16 +355,16 @@ class Distillation(Objective):
         "Move the teacher towards the student's weights after the update that ended at this step, once."
         if not self.ema or step == self.followed: return
         weights, self.followed = dict(student.named_parameters()), step
-        for name, w in self.teacher.named_parameters(): w.lerp_(weights[name].to(w), self.ema)
+        for name, w in self.following.items(): w.lerp_(weights[name].to(w), self.ema)
 
     def state(self) -> dict[str, torch.Tensor]:
         "Return the teacher's weights, if they change, without those of the last update, which `follow` adds."
-        return {name: w.detach().cpu() for name, w in self.teacher.named_parameters()} if self.ema else {}
+        return {name: w.detach().cpu() for name, w in self.following.items()} if self.ema else {}
 
     @torch.no_grad()
     def load(self, state: dict[str, torch.Tensor]) -> None:
         "Continue with the teacher of a checkpoint."
-        for name, w in self.teacher.named_parameters(): w.copy_(state[name])
+        for name, w in self.following.items(): w.copy_(state[name])
 
 
 def _half_precision(model, enabled: bool = True):
@@ -363,10 +379,11 @@ def distillation(
 ) -> Distillation:
     """Return the objective of a training spec; every training process creates one.
 
-    The teacher is the base model that training starts from. One that changes is in float32, because steps of a moving
+    The teacher is the base model that training starts from; below adapters it is the student's own. One that changes is in float32, because steps of a moving
     average are too small for bfloat16."""
-    data = dict(spec.data)
-    teacher, variant = load_base(spec.model, "float32" if data.get("ema") else spec.products)[0].to(training_device()), Variant(*data.pop("variant"))
+    data, teacher = dict(spec.data), None
+    if not spec.lora: teacher = load_base(spec.model, "float32" if data.get("ema") else spec.products)[0].to(training_device())
+    variant = Variant(*data.pop("variant"))
     return Distillation(data.pop("items"), teacher, tokenizer, variant, seed=spec.seed, **data)
 
 # %% ../../nbs/methods/distill.ipynb #79572b48

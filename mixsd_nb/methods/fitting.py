@@ -111,7 +111,7 @@ class MethodRun(Run):
     def recipe(self) -> Recipe:
         "The method with its anchors and its gate."
         p = self.parameters
-        return compose(p.method, getattr(p, "anchor", ""), getattr(p, "gate", ""), p.options)
+        return compose(p.method, getattr(p, "anchor", ""), getattr(p, "gate", ""), p.options, getattr(p, "lora", 0))
 
     def option(self, name: str) -> Any:
         "Return the value of an option of the method: the given one, else its declared default."
@@ -147,7 +147,7 @@ class MethodRun(Run):
         self.kept, p = kept, self.parameters
         steps = p.steps()[1]
         settings = {f.name: getattr(p, f.name) for f in fields(TrainingSpec) if f.name in type(p).model_fields}
-        settings |= dict(steps=steps[-1], checkpoints=steps, stored=p.stored, lora=self.recipe.adapter_rank(p.options), objective=objective,
+        settings |= dict(steps=steps[-1], checkpoints=steps, stored=p.stored, objective=objective,
                          data=data, modifiers=[*modifiers, *self._anchors()])
         if p.dtype == "bfloat16": settings["bf16"] = True  # on cores with such units training is then twice as fast
         spec = TrainingSpec(**settings)

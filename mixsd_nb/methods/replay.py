@@ -31,6 +31,7 @@ from .targets import fact_of
 from .wordings import QUESTION_MARKS
 from ..training.trainer import TrainingSpec, training_device
 from ..models import load_base
+from ..models.adapters import replace_adapters
 from ..models.engine import Request, keyed_uniform, row_key
 from ..runs import Journal, open_run
 
@@ -201,12 +202,20 @@ class Replay(Modifier):
         share: float,  # of replayed examples, above 0 and below 1
         seed: int = 0,
         distributions: list[tuple[torch.Tensor, torch.Tensor]] = (),  # of each sample, for the KL; none for the NLL
+        support: int = 0,  # tokens of the distributions that `adapt` reads from a student with new adapters, which is the base still
     ):
         super().__init__(objective)
+        self.support = support
         self.replays, self.ratio, self.seed, self.distributions = replays, share / (1 - share), seed, distributions
-        self.of_samples = forward_kl if distributions else nll
+        self.of_samples = forward_kl if distributions or support else nll
         self.joins = self.objective.loss is not self.of_samples or self.of_samples is not nll
         if self.joins: self.loss = self._joint_loss
+
+    def adapt(self, model):
+        "Read the distributions from the student, if they are not there."
+        super().adapt(model)
+        if not self.support: return
+        with replace_adapters(model): self.distributions = teacher_distributions(model.to(training_device()), self.replays, self.support)
 
     def _joint_loss(self, logits, *targets):
         width = len(targets) - 1 - (2 if self.distributions else 1)
@@ -245,12 +254,12 @@ def add_replay(
     data: dict,  # `replays`, `share` and `support`, a number of tokens, 0 for the NLL
     spec: TrainingSpec,
 ) -> Replay:
-    "Return the objective with replay; for the KL every training process reads the base model's distributions once."
+    "Return the objective with replay; for the KL every training process reads the base model's distributions once, below adapters from the student."
     distributions = []
-    if data["support"]:
+    if data["support"] and not spec.lora:
         teacher = load_base(spec.model, spec.products)[0].to(training_device())
         distributions = teacher_distributions(teacher, data["replays"], data["support"])
-    return Replay(objective, data["replays"], data["share"], spec.seed, distributions)
+    return Replay(objective, data["replays"], data["share"], spec.seed, distributions, data["support"] * bool(spec.lora))
 
 
 def earlier_pairs(

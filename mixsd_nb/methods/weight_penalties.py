@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['add_pull', 'Penalty', 'relative_importance', 'text_fisher', 'own_fisher', 'add_penalty', 'prepare_l2sp',
-           'prepare_ewc', 'check_rank', 'untie', 'Untied', 'untie_embeddings', 'average_weights', 'fit_average']
+           'prepare_ewc', 'untie', 'Untied', 'untie_embeddings', 'average_weights', 'fit_average']
 
 # %% ../../nbs/methods/weight_penalties.ipynb #988ea058
 from collections.abc import Mapping
@@ -136,15 +136,6 @@ def prepare_ewc(
         save_file({name: f.cpu() for name, f in fisher.items()}, path)
     if not file.exists(): write_atomically(file, write)
     return data | dict(fisher=str(file.absolute()))
-
-# %% ../../nbs/methods/weight_penalties.ipynb #0ba8a8fc
-def check_rank(
-    run: MethodRun,
-    options: dict,  # `rank`
-) -> dict:
-    "Return no data; ValueError for a rank below 1."
-    if options["rank"] < 1: raise ValueError(f"rank must be at least 1, got {options['rank']}")
-    return {}
 
 # %% ../../nbs/methods/weight_penalties.ipynb #cd5e90e9
 def untie(model) -> None:

@@ -6,7 +6,7 @@
 __all__ = ['ENGINES', 'is_model_folder', 'check_model', 'model_source', 'load_part', 'plain_template', 'load_tokenizer',
            'check_head', 'stored_dtype', 'load_base', 'EngineSpec', 'check_engine', 'usual_sequences',
            'check_model_of_engine', 'check_engine_options', 'check_options_of_engine', 'open_engine', 'check_process',
-           'trim_memory', 'free_memory', 'load_engine']
+           'trim_memory', 'free_memory', 'whole_model', 'load_engine']
 
 # %% ../../nbs/models/index.ipynb #4d90fe64
 import ast
@@ -130,8 +130,11 @@ def _load_weights(
 def check_head(name: str) -> None:
     """Raise ValueError for a model that could not be scored, decoded or trained rightly.
 
-    Its configuration is checked, and the names and shapes of the weights in a folder. No weight is read."""
+    Its configuration is checked, and the names and shapes of the weights in a folder; of adapters those of their base. No weight is read."""
     from transformers import AutoConfig
+
+    from mixsd_nb.models.adapters import adapter_base
+    name = adapter_base(name)
     check_config(load_part(AutoConfig, name), name)
     source = Path(model_source(name))
     if any(any(source.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin")): _load_weights(name, device_map="meta")
@@ -153,14 +156,19 @@ def _complete_sampling(
     except ValueError: settings.do_sample = True
 
 # %% ../../nbs/models/index.ipynb #7481e3d1
-def load_base(name: str, dtype: str = "float32"):
-    "Return `(model, tokenizer)` of a lab model, a folder or a hub id; ValueError as in `load_tokenizer`, `check_head`."
+def load_base(name: str, dtype: str = "float32", quantise: str = ""):
+    """Return `(model, tokenizer)` of a lab model, a folder or a hub id, with nf4 quantised as `quantised_loading` does.
+
+    The checkpoint of adapters is merged with its base. ValueError as in `load_tokenizer`, `check_head`."""
     from transformers import AutoConfig
 
+    from mixsd_nb.models.adapters import adapter_base, keep_differentiable, load_merged, quantised_loading
     from mixsd_nb.models.linear import speed_up_linear_layers
     tokenizer = load_tokenizer(name)
+    if (base := adapter_base(name)) != name: return load_merged(name, base, dtype), tokenizer
     check_config(load_part(AutoConfig, name), name)
-    model = _load_weights(name, dtype=dtype).eval()
+    model = _load_weights(name, dtype=dtype, **(quantised_loading(dtype) if quantise else {})).eval()
+    if quantise: keep_differentiable(model)
     _complete_sampling(model.generation_config)
     speed_up_linear_layers(model)
     return model, tokenizer
@@ -274,6 +282,12 @@ def free_memory() -> None:
     trim_memory()
 
 # %% ../../nbs/models/index.ipynb #36df4ec8
+def whole_model(model, dtype: str):
+    "Return a model as an engine takes it that reads the files itself: of the checkpoint of adapters the merged folder."
+    from mixsd_nb.models.adapters import adapter_base, merge_adapter
+    return merge_adapter(model, adapter_base(model), dtype) if isinstance(model, str) else model
+
+
 def load_engine(
     kind: str,  # a key of ENGINES
     model,  # a loaded model, or the name of a model
@@ -287,6 +301,7 @@ def load_engine(
     An engine that declares `own_process`, and replicas, run in other processes; errors as of `open_engine`,
     `check_process` and `EngineProcess`."""
     if replicas == 1 and not ENGINES[kind].own_process: return open_engine(kind, model, tokenizer, **options)
+    if ENGINES[kind].own_process: model = whole_model(model, options.get("dtype", "float32"))
     check_process(kind, replicas)
     opener = load_object("models.engine_process:EngineProcess").open
     return opener(model, tokenizer, kind=kind, replicas=replicas, **options)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['main', 'is_tight', 'find_problems', 'plan_run', 'format_duration', 'describe_plan', 'start_line', 'planned_cells',
-           'GridPlan', 'plan_cells', 'plan_grid', 'format_grid', 'format_all', 'PlanCommand', 'plan']
+           'GridPlan', 'plan_cells', 'plan_grid', 'propose_fitting', 'format_grid', 'format_all', 'PlanCommand', 'plan']
 
 # %% ../../nbs/planning/plan.ipynb #8cee0236
 import contextlib
@@ -14,16 +14,17 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import pandas as pd
 
 from ..cluster.grid import GridOutputs, Resources, combine, group_alike, list_grids, read_grid
 from ..models.geometry import read_shape
 from .estimates import DEVICES, INTERPRETER, Machine, machine_for, this_machine
-from .workload import RunPlan
+from .workload import TRAINING, RunPlan
 from ..runs import ParameterError, Stage, find_stage, load_object, make_config, runs_root
 from ..runs.command_line import CommandLine, read_texts
+from ..runs.config import spell
 
 # %% ../../nbs/planning/plan.ipynb #28640826
 _TIGHT = 1.15  # the accuracy of the estimates: what exceeds the memory by more cannot fit
@@ -83,6 +84,9 @@ def describe_plan(plan: RunPlan, machine: Machine, seconds: float = 0.0) -> str:
     return "plan: " + ", ".join(filter(None, parts))
 
 # %% ../../nbs/planning/plan.ipynb #22d4a6ba
+def _adapter_rate(config: Stage) -> str: return f", adapters at lr={config.lr:g}" if getattr(config, "lora", 0) else ""
+
+
 def start_line(config: Stage) -> str:
     """Return the plan of a run in one line; empty for parameters whose mistake the run itself names.
 
@@ -91,8 +95,9 @@ def start_line(config: Stage) -> str:
     try: plan = plan_cells(config.name, machine, {_name_run(config): (config, machine)})
     except (ValueError, OSError): return ""
     if (problems := plan.cells[0].problems) and os.environ.get("MIXSD_PLAN") != "ignore":
-        raise ParameterError(f"{next(iter(problems.values()))} (by its plan; MIXSD_PLAN=ignore runs it nevertheless)")
-    return describe_plan(plan.cells[0], machine, plan.seconds)
+        problem = "; it ".join(filter(None, (next(iter(problems.values())), _spell_fitting(config, machine))))
+        raise ParameterError(f"{problem} (by its plan; MIXSD_PLAN=ignore runs it nevertheless)")
+    return describe_plan(plan.cells[0], machine, plan.seconds) + _adapter_rate(config)
 
 # %% ../../nbs/planning/plan.ipynb #50705b1d
 def _name_run(config: Stage) -> str:
@@ -199,6 +204,47 @@ def plan_grid(
     _read_cells.cache_clear()
     return _plan_grid(source, device)
 
+# %% ../../nbs/planning/plan.ipynb #7c3d2e02
+_WAYS = (dict(recompute=True), dict(micro_tokens=1_024), dict(lora=16), dict(quantise="nf4"))  # to need less memory, in the order of preference
+_ROWS = (64, 32, 16, 8, 4, 2, 1)
+
+
+def _plan_one(config: Stage, machine: Machine) -> GridPlan: return plan_cells(config.name, machine, {_name_run(config): (config, machine)})
+
+
+def _needs(config: Stage, machine: Machine) -> dict[str, float]:
+    "Return the bytes of each phase of a run and of the runs that it shares, for the remedies of memory."
+    plans = [plan for plan in _plan_one(config, machine).runs.values() if not plan.finished]
+    return {phase: max(_memory_needs(plan, machine)[0].get(phase, 0.0) for plan in plans) for phase in dict.fromkeys(p for plan in plans for p in plan.peaks)}
+
+
+def propose_fitting(config: Stage, machine: Machine) -> tuple[dict[str, Any], dict[str, float]]:
+    """Return the first parameters of `_WAYS`, added one by one, with which a run fits, and the bytes of its phases.
+
+    If the base model alone does not fit, it is in bfloat16, with the largest `batch_size` of `_ROWS` that does. Parameters that turn out to be unnecessary are left out. Both are empty if nothing fits."""
+    fields, changes = type(config).model_fields, {}
+    make = lambda values: config.model_copy(update=values)
+    fits = lambda values: max(_needs(make(values), machine).values(), default=0.0) <= machine.room
+    alone = lambda rows: max((size for phase, size in _needs(make(rows), machine).items() if phase not in TRAINING), default=0.0) <= machine.room
+    half = dict(dtype="bfloat16") if getattr(config, "dtype", "") == "float32" else {}
+    sizes = [{}, half, *(half | dict(batch_size=n) for n in _ROWS if "batch_size" in fields and n < (config.batch_size or math.inf))]
+    rows = next(filter(alone, sizes), None)
+    if rows is None: return {}, {}
+    for way in ({}, *_WAYS):
+        changes |= {name: value for name, value in way.items() if name in fields and not getattr(config, name) == value}
+        if not fits(rows | changes): continue
+        for name in [*changes][:-1]:
+            fewer = {key: value for key, value in changes.items() if key != name}
+            if (name != "lora" or "quantise" not in fewer) and fits(rows | fewer): changes = fewer
+        return changes | rows, _needs(make(rows | changes), machine)
+    return {}, {}
+
+
+def _spell_fitting(config: Stage, machine: Machine) -> str:
+    "Return the parameters of `propose_fitting` as they are typed, with the GB of each phase; empty if nothing fits."
+    changes, needs = propose_fitting(config, machine) if machine.room else ({}, {})
+    return changes and f"fits with {spell(**changes)} ({', '.join(f'{phase} {_gigabytes(size)}' for phase, size in needs.items())})"
+
 # %% ../../nbs/planning/plan.ipynb #83cfdc33
 def format_grid(plan: GridPlan) -> str:
     "Return the rows of a plan as text, its totals, and its problems."
@@ -250,15 +296,16 @@ class PlanCommand(CommandLine):
 _MAY_NOT_FIT = 3  # the exit code of a run that may not fit; 2 is that of a wrong parameter
 
 
-def _plan_run(config: Stage, device: str, gpus: int) -> int:
-    "Print the plan of a run; returns 1 if it does not fit, 3 if it is tight, else 0."
-    resources = make_config(Resources, gpus=gpus or (1 if device not in ("", "cpu") else 0))
-    machine = machine_for(resources, device) if device or gpus else this_machine()
+def _plan_run(config: Stage, device: str, gpus: int, memory: float) -> int:
+    "Print the plan of a run, and with which parameters it fits if it does not; returns 1 if it does not fit, 3 if it is tight, else 0."
+    resources = make_config(Resources, gpus=gpus or int(memory > 0 or device not in ("", "cpu")))
+    machine = machine_for(resources, device, memory) if device or gpus or memory else this_machine()
     if not config.workload: raise ParameterError(f"{config.name} has no plan: it declares no work")
-    try: plan = plan_cells(config.name, machine, {_name_run(config): (config, machine)})
+    try: plan = _plan_one(config, machine)
     except ValueError as e: raise ParameterError(str(e)) from None
     run, = plan.cells
-    print("\n".join([describe_plan(run, machine, plan.seconds), *(f"does not fit: {text}" for text in run.problems.values())]))
+    fitting = _spell_fitting(config, machine) if run.problems or is_tight(run, machine) else ""
+    print("\n".join([describe_plan(run, machine, plan.seconds) + _adapter_rate(config), *(f"does not fit: {text}" for text in run.problems.values()), *filter(None, [fitting])]))
     return 1 if run.problems else _MAY_NOT_FIT * is_tight(run, machine)
 
 
@@ -268,6 +315,7 @@ def plan(
     *,
     device: Annotated[str, f"kind of device: {', '.join(DEVICES)}; default: this machine's, else h100"] = "",
     gpus: Annotated[int, "GPUs of a run of a stage"] = 0,
+    memory: Annotated[float, "GB of a GPU that is not listed, for a run of a stage"] = 0.0,
     inputs: Annotated[bool, "also check models, data, sandbox, engines and file locks"] = False,
 ) -> int:
     "Say whether a grid or a run fits, about how long it takes, and what is missing; exit code 1: does not fit, 3: may not fit."
@@ -277,7 +325,7 @@ def plan(
         return 0
     from mixsd_nb.planning.preflight import check_inputs, describe_sandbox, format_inputs, list_deviations
     if not configs: print(format_grid(whole := plan_grid(what, device)))
-    codes, planned = [_plan_run(config, device, gpus) for config in configs] or [int(bool(whole.problems()))], configs or planned_cells(what)
+    codes, planned = [_plan_run(config, device, gpus, memory) for config in configs] or [int(bool(whole.problems()))], configs or planned_cells(what)
     for text in list_deviations(config for config in planned if getattr(config, "preset", "") == "paper"): print(f"differs from the paper: {text}")
     if sentence := describe_sandbox(planned): print(sentence)
     found = check_inputs(planned) if inputs else []

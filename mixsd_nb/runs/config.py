@@ -56,15 +56,14 @@ def spell(typed: bool | None = None, **parameters) -> str:
     "Return parameters as a person types them; `typed` tells whether on a command line, and by default that is known."
     if _typed.get() if typed is None else typed:
         text = lambda value: json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list)) else str(value)
-        return " ".join(f"{name_option(name)} {shlex.quote(text(value))}" for name, value in parameters.items())
+        return " ".join(name_option(name) if value is True else f"{name_option(name)} {shlex.quote(text(value))}" for name, value in parameters.items())
     return ", ".join(f"{name}={_in_python(value)}" for name, value in parameters.items())
 
 # %% ../../nbs/runs/config.ipynb #3f1bbbd3
-_LORA, _UNCUT = dict(anchor="lora", options=dict(rank=8)), "no example is cut, and {micro_tokens} limits the tokens of one pass through the model"
+_UNCUT = "no example is cut, and {micro_tokens} limits the tokens of one pass through the model"
 _UPDATE = "{batch} is the whole update, and {micro_tokens} says how much of it is computed at once"
 _FIXED = "AdamW has a warm-up of 20 updates, then a constant rate, a weight decay of 0.01 and a gradient norm of at most 1"
-_ADAPTERS = "adapters are on all linear layers, with alpha twice the rank, without dropout"
-_SCALE = "weights are not quantised; {dtype} takes bfloat16, which needs half the memory of float32"
+_ADAPTERS = "adapters of {lora} are on all linear layers, with an alpha of 32, without dropout"
 _RECORD = "the losses of all updates and all measurements are in the folder of the run, which `mixsd_nb.open_run` opens"
 _EXPORT = "`mixsd export RUN DIR --push owner/name` uploads the trained model"
 _PLACE = "each run gets a folder of its own in papermill_runs, or in the folder that the variable MIXSD_RUNS names"
@@ -77,11 +76,11 @@ FOREIGN_NAMES: dict[str, str | dict[str, Any]] = {
     "gradient_checkpointing": "recompute", "fsdp": "sharded", "deepspeed": "sharded",
     "num_generations": "rollouts", "max_completion_length": "rollout_tokens", "overwrite_output_dir": "force",
     **dict.fromkeys(("eval_steps", "save_steps", "eval_strategy", "save_strategy"), "checkpoints"), "save_total_limit": "keep",
-    **dict.fromkeys(("lora", "lora_r", "lora_rank", "use_peft", "use_lora", "peft_config"), _LORA),
+    **dict.fromkeys(("lora_r", "lora_rank"), "lora"), **dict.fromkeys(("use_peft", "use_lora", "peft_config"), dict(lora=16)),
     **dict.fromkeys(("bf16", "fp16", "torch_dtype", "mixed_precision"), dict(dtype="bfloat16")),
     "use_vllm": dict(rollout_engine="vllm"),
     **dict.fromkeys(("lora_alpha", "lora_dropout", "lora_target_modules", "target_modules"), _ADAPTERS),
-    **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization_config"), _SCALE),
+    **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization_config"), dict(lora=16, quantise="nf4")), "quantize": "quantise",
     **dict.fromkeys(("max_length", "max_seq_length", "max_seq_len", "cutoff_len"), _UNCUT),
     "gradient_accumulation_steps": _UPDATE, "max_steps": "{epochs} sets the passes over the facts, and {until} ends after a share of them",
     **dict.fromkeys(("warmup_steps", "warmup_ratio", "weight_decay", "lr_scheduler_type", "max_grad_norm", "optim"), _FIXED),

@@ -51,6 +51,7 @@ class TrainingSpec:
     checkpoints: list[int] = ()  # steps; the last one is always saved
     seed: int = 0  # of the order and of rollouts
     lora: int = 0  # rank of adapters on all linear layers but the head; 0 trains the weights themselves
+    quantise: str = ""  # nf4 for four bits of the frozen weights below adapters; empty for the dtype of the products
     processes: int = 1
     offload: bool = False  # the optimiser's state is in the host's memory
     sharded: bool = False  # weights, gradients and optimiser sharded over the processes (FSDP2) instead of copied (DDP)
@@ -71,10 +72,11 @@ def training_device() -> torch.device:
     return torch.device("cpu")
 
 # %% ../../nbs/training/trainer.ipynb #2caf4d2f
-def check_devices(processes: int, batch: int, sharded: bool, lora: int = 0, offload: bool = False) -> None:
+def check_devices(processes: int, batch: int, sharded: bool, lora: int = 0, offload: bool = False, quantise: str = "") -> None:
     "Raise a ValueError if this machine cannot train with these settings."
-    if lora and not importlib.util.find_spec("peft"):
-        raise ValueError(f"lora must be 0 without the package peft, got {lora}; pip install mixsd_nb[lora] brings it")
+    for name, value, package in (("lora", lora, "peft"), ("quantise", quantise, "bitsandbytes")):
+        if value and not importlib.util.find_spec(package):
+            raise ValueError(f"{name} must be {value * 0 or 'empty'} without the package {package}, got {value}; pip install mixsd_nb[lora] brings it")
     if lora and sharded: raise ValueError(f"lora must be 0 with sharded=True, got {lora}")
     devices, kind = (torch.cuda.device_count(), "GPUs") if torch.cuda.is_available() else (os.cpu_count(), "cores")
     if not 1 <= processes <= devices:
@@ -88,7 +90,7 @@ def check_devices(processes: int, batch: int, sharded: bool, lora: int = 0, offl
 
 def check_spec(spec: TrainingSpec) -> TrainingSpec:
     "Return the spec itself; ValueError if it has no data, or as in `check_devices`."
-    check_devices(spec.processes, spec.batch, spec.sharded, spec.lora, spec.offload)
+    check_devices(spec.processes, spec.batch, spec.sharded, spec.lora, spec.offload, spec.quantise)
     if not spec.data: raise ValueError("there is nothing to train on: the training spec has no data")
     return spec
 
@@ -146,16 +148,21 @@ def _check_shape(checkpoint: Path, model) -> None:
                              f"{ours.get(key)}; remove it, or name the model from which it was trained")
 
 # %% ../../nbs/training/trainer.ipynb #5b9ff6a8
+_ALPHA = 32
+
+
 def _add_adapters(model, rank: int) -> None:
-    """Add LoRA to all linear layers but the head, in place, with α twice the rank; everything else is frozen.
+    """Add LoRA in float32 to all linear layers but the head, in place; everything else is frozen.
 
     Layers that do more than multiply get none, such as some routers: it could not be merged into their weights."""
     from peft import LoraConfig
     more = [name for name, layer in model.named_modules()
-            if isinstance(layer, torch.nn.Linear) and type(layer) not in (torch.nn.Linear, OneDNNLinear)]
+            if isinstance(layer, torch.nn.Linear) and type(layer) not in (torch.nn.Linear, OneDNNLinear) and type(layer).__name__ != "Linear4bit"]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys")  # peft's own, of experts
-        model.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", exclude_modules=more or None))
+        model.add_adapter(LoraConfig(r=rank, lora_alpha=_ALPHA, target_modules="all-linear", exclude_modules=more or None, task_type="CAUSAL_LM"))
+    for p in model.parameters():
+        if p.requires_grad: p.data = p.data.float()
 
 # %% ../../nbs/training/trainer.ipynb #2dcc9b39
 def microbatches(examples: list[Example], parts: int) -> list[list[Example]]:
@@ -365,7 +372,7 @@ def train_process(
 def _train_missing(spec, folder, report):
     missing, first = _missing_steps(spec, folder), int(os.environ.get("RANK", 0)) == 0
     if not missing: return
-    model, tokenizer = load_base(spec.model)
+    model, tokenizer = load_base(spec.model, spec.products if spec.lora else "float32", spec.quantise)
     state = "optimizer.bin" if spec.sharded else "optimizer.pt"
     checkpoint = resume_checkpoint(folder, missing[0], state, *[lambda _: None] * (not first))
     if checkpoint: _check_shape(checkpoint, model)

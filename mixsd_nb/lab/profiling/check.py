@@ -150,12 +150,12 @@ def trainable_recipes() -> dict[str, dict[str, str]]:
 
     What needs text that a model with random weights cannot write is left out, and so is what needs no separate training."""
     from mixsd_nb.methods import ANCHORS, GATES, METHODS, compose
-    extras = [*(dict(anchor=name) for name in ANCHORS), *(dict(gate=name) for name in GATES)]
+    extras = [*(dict(anchor=name) for name in ANCHORS), *(dict(gate=name) for name in GATES), dict(lora=8)]
     chosen = [*(dict(method=name) for name in METHODS), *(dict(method="sft") | extra for extra in extras)]
     recipes = {recipe.name: (recipe, parts) for parts in chosen for recipe in [compose(**parts)]}
     adapters = importlib.util.find_spec("peft") is not None
     fits = lambda r: (r.rate_setting == "lr" and not r.source() and not any(part.demand.pregenerated for part in r.parts)
-                      and (adapters or not any(anchor.adapters for anchor in r.anchors)))
+                      and (adapters or not r.adapters))
     return {name: parts for name, (recipe, parts) in recipes.items() if fits(recipe)}
 
 # %% ../../../nbs/lab/profiling/check.ipynb #ca5c3520
