@@ -7,7 +7,10 @@ __version__ = "0.1.0"
 __all__ = []
 
 # %% ../nbs/index.ipynb #1184ad0e
-from importlib import import_module
+from importlib import import_module, util
+
+if not util.find_spec("fcntl"):
+    raise ImportError("mixsd_nb needs Linux or macOS; on Windows, install it in the Windows Subsystem for Linux (WSL)")
 
 # public name -> its module; an empty one stands for a stage, which is itself a module with a function `run`
 _NAMES = {
