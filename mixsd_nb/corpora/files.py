@@ -160,7 +160,7 @@ def parse_facts(
     facts = parse_rows(table, Chat if chats else Fact, columns, _explain_columns)
     if lost is not None: lost += _drop_paraphrases([fact for _, fact in facts], giveaways)
     keep = spell(dataset_options=dict(giveaways=True))
-    for row, fact in [] if giveaways else (pair for pair in facts if getattr(pair[1], "verifiable", True)):
+    for row, fact in [] if giveaways or chats else facts:
         places = {"the question": fact.question} | {f"the paraphrase {text}": text for text in fact.paraphrases}
         for place, text in places.items():
             if gives_away(text, fact.answer): table.report(f"the answer {fact.answer} is in {place}, which gives it away; {keep} keeps it", row)
