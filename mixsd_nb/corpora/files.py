@@ -58,7 +58,7 @@ class Fact(FileRow):
         if "\\boxed" in self.target and not self.target.endswith(boxed(self.answer)):
             yield f"target must end with the answer in a box, {boxed(self.answer)}, or have no box"
 
-
+# %% ../../nbs/corpora/files.ipynb #79811947
 class Chat(Fact):
     "A conversation whose last reply is learned; its texts are trained as they stand."
     question: RawText
