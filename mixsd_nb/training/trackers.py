@@ -8,7 +8,6 @@ __all__ = ['TRACKERS', 'check_tracker', 'Tracker', 'tracked_run']
 # %% ../../nbs/training/trackers.ipynb #5ee5bc2c
 import dataclasses
 import importlib.util
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -97,7 +96,7 @@ class Tracker:
         "End the tracker's run, so that another training in this process has its own."
         if self.callback is None: return
         self.callback.on_train_end(self.args, self.state, self.control)
-        if finish := getattr(sys.modules.get(self.name), "finish", None): finish()
+        if wandb := getattr(self.callback, "_wandb", None): wandb.finish()  # the callback leaves this to the end of the process
         self.callback = None
 
 
