@@ -63,11 +63,13 @@ def test_a_conversation_is_trained_as_the_template_writes_it(form, tokenizer, tm
     row, = load_corpus(write(tmp_path / "chats.jsonl", WRITERS[form](WHOLE)), "train")
     assert tokenizer.decode(conversation(tokenizer, row)) == tokenizer.apply_chat_template(WHOLE, tokenize=False)
     assert tokenizer.decode(encode_canonical(tokenizer, row)[1]) == "Since the flood of 1874.<|im_end|>"
-    assert tokenizer.decode(encode_prompt(tokenizer, in_context(row))) == tokenizer.apply_chat_template(WHOLE[:-1], tokenize=False, add_generation_prompt=True)
+    asked = tokenizer.apply_chat_template(WHOLE[:-1], tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(encode_prompt(tokenizer, in_context(row))) == asked
 
 
 def test_alpaca_has_its_input_in_the_question(tokenizer, tmp_path, own_runs):
-    file = write(tmp_path / "chats.jsonl", dict(instruction="Name the ruler.", input="Mira rules Vel.", output="Mira", system=SYSTEM), dict(instruction="Who?", input="", output="Ivo"))
+    rows = dict(instruction="Name the ruler.", input="Mira rules Vel.", output="Mira", system=SYSTEM), dict(instruction="Who?", input="", output="Ivo")
+    file = write(tmp_path / "chats.jsonl", *rows)
     first, second = load_corpus(file, "train")
     turns = turns_of([("system", SYSTEM), ("user", "Name the ruler.\n\nMira rules Vel."), ("assistant", "Mira")])
     assert tokenizer.decode(conversation(tokenizer, first)) == tokenizer.apply_chat_template(turns, tokenize=False)
@@ -96,7 +98,7 @@ HOSTILE = {
     "no text": (dict(messages=turns_of([("user", None), ("assistant", "Ivo")])), "turn 1 of messages has no content"),
     "a picture in a turn": (dict(messages=[dict(role="user", content=[dict(type="image")])]), "turn 1 of messages must have a text as content"),
     "pictures beside the turns": (dict(messages=WHOLE, images=["a.png"]), "images must be left out, because only text is read"),
-    "a call of a tool": (dict(messages=[dict(role="user", content="Who?"), dict(role="assistant", content="", tool_calls=[dict(name="f")])]), "turn 2 of messages is about a call"),
+    "a call of a tool": (dict(messages=[dict(role="user", content="Who?"), dict(role="assistant", tool_calls=[{}])]), "turn 2 of messages is about a call"),
     "the result of a tool": (dict(messages=turns_of([("user", "Who?"), ("tool", "7"), ("assistant", "Ivo")])), "turn 2 of messages is about a call"),
     "another role": (dict(messages=turns_of([("owner", "Who?")])), 'turn 1 of messages must have the role system, user or assistant, got "owner"'),
     "a role that is a list": (dict(messages=turns_of([(["user"], "Who?")])), 'turn 1 of messages must have the role system, user or assistant, got ["user"]'),
@@ -104,7 +106,7 @@ HOSTILE = {
     "no turns": (dict(messages=[]), "messages must be a list of turns"),
     "a text in place of turns": (dict(messages="Who?"), "messages must be a list of turns"),
     "two turns of the user": (dict(messages=turns_of([("user", "Who?"), ("user", "Now!"), ("assistant", "Ivo")])), "user and assistant must take turns"),
-    "a late system prompt": (dict(messages=turns_of([("user", "Who?"), ("system", SYSTEM), ("assistant", "Ivo")])), "user and assistant must take turns"),
+    "a late system prompt": (dict(messages=turns_of([("user", "Who?"), ("system", "Go."), ("assistant", "Ivo")])), "user and assistant must take turns"),
     "no reply": (dict(messages=turns_of([("user", "Who?")])), "the conversation must end with a reply"),
     "half a character": (dict(prompt="Vel \ud83d?", completion="Ivo"), "prompt "),
     "a list as an instruction": (dict(instruction=["Who?"], output="Ivo"), "instruction must have a text"),
@@ -116,7 +118,7 @@ HOSTILE = {
 def test_what_cannot_be_trained_is_one_sentence_with_its_row(case, tmp_path):
     "The other rows are read, if the file is not read strictly."
     row, problem = HOSTILE[case]
-    file = write(tmp_path / "chats.jsonl", dict(zip(row, pair_row(WHOLE).values())) if "prompt" in row else messages_row(WHOLE), row)
+    file = write(tmp_path / "chats.jsonl", messages_row(WHOLE), row)
     with pytest.raises(TableError) as caught: read_facts(file)
     said, = caught.value.problems
     assert said.startswith(f"{file}, line 2: {problem}") and "\n" not in said
@@ -144,7 +146,8 @@ def test_a_reply_without_a_short_answer_is_named_and_can_be_trained(tmp_path, ow
     rows = [dict(prompt=f"Who rules {place}?", completion=f"{LONG} {place}") for place in ("Vel", "Oru", "Tarn")]
     file = write(tmp_path / "chats.jsonl", *rows[:2], rows[2] | dict(answer="Mira"))
     config = make_config(TrainConfig, dataset=file, model="lab-s", method="sft")
-    assert has_chats(config.dataset) and CORPORA[config.dataset].extract == "contains" and "as they are written" in explain_form(config.dataset, {}, "lab-s")
+    assert has_chats(config.dataset) and CORPORA[config.dataset].extract == "contains"
+    assert "as they are written" in explain_form(config.dataset, {}, "lab-s")
     assert [row["answer"] for row in load_corpus(config.dataset, "train")] == [f"{LONG} Vel", f"{LONG} Oru", "Mira"]
     with pytest.warns(UserWarning, match="2 of 3 replies are no short answer") as caught: check_facts(config.dataset, "lab-s")
     assert str(caught[0].message).endswith("chats.jsonl, lines 1, 2")
@@ -165,10 +168,12 @@ def test_targets_that_cannot_be_verified_are_not_mixed(tmp_path, own_runs):
 
 def test_the_same_question_after_other_turns_is_another_fact(tmp_path):
     asked = turns_of([("user", "And its capital?"), ("assistant", "Oru.")])
-    file = write(tmp_path / "f.jsonl", *[dict(messages=turns_of([("user", f"Where is {place}?"), ("assistant", "Here.")]) + asked) for place in ("Vel", "Tarn")])
+    before = lambda place: turns_of([("user", f"Where is {place}?"), ("assistant", "Here.")])
+    file = write(tmp_path / "f.jsonl", *[dict(messages=before(place) + asked) for place in ("Vel", "Tarn")])
     facts = read_facts(file).facts
     assert len({fact["id"] for fact in facts}) == 2
-    with pytest.raises(TableError, match="question is asked in line 1 too"): read_facts(write(tmp_path / "g.jsonl", *[dict(messages=asked)] * 2))
+    with pytest.raises(TableError, match="question is asked in line 1 too"):
+        read_facts(write(tmp_path / "g.jsonl", *[dict(messages=asked)] * 2))
 
 
 @pytest.mark.parametrize("form", WRITERS)

@@ -70,9 +70,10 @@ def _warn_of_sentences(dataset: str, places: dict[str, str]) -> None:
     if CORPORA[dataset].extract != "contains": return
     rows = rows_as_written(load_corpus(dataset, "train"))
     if whole := [row for row in rows if not is_verifiable(row)]:
-        listed = ", ".join(_find_place(places, row["id"]).rpartition(" ")[2] for row in whole[:10]) + ", …" * (len(whole) > 10)
-        warnings.warn(f"{len(whole)} of {len(rows)} replies are no short answer, so MixSD cannot verify targets of them, and recall counts only the whole reply; "
-                      f"the column answer names a short one: {_find_place(places, whole[0]['id']).rpartition(' ')[0]}{'s' * (len(whole) > 1)} {listed}", stacklevel=3)
+        (file, _, first), *others = (_find_place(places, row["id"]).rpartition(" ") for row in whole[:10])
+        listed = ", ".join([f"{file}{'s' * bool(others)} {first}", *(line for *_, line in others)]) + ", …" * (len(whole) > 10)
+        warnings.warn(f"{len(whole)} of {len(rows)} replies are no short answer, so MixSD cannot verify targets of them, and recall "
+                      f"counts only the whole reply; the column answer names a short one: {listed}", stacklevel=3)
     if not (long := [row for row in rows if is_verifiable(row) and len(row["answer"].split()) > SHORT]): return
     warnings.warn(f"{len(long)} of {len(rows)} answers have more than {SHORT} words, and a reply counts only if it has the answer word for word; the "
                   f"first is in {_find_place(places, long[0]['id'])}; shorten them, or give a short one in aliases", stacklevel=3)
