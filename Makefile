@@ -1,6 +1,6 @@
 # The two main commands are `make run` and `make test`. Both create .venv first; later calls do not install again.
 .DEFAULT_GOAL := help
-.PHONY: help run frontier lab real real-gpu verdict model-card docs style test .test-others .test-exports .test-notebooks .test-waiting .test-python test-slow rehearse test-gpu speed-gpu test-lowest test-vllm test-exports exact cross-check ci-tools notebooks export clean
+.PHONY: help run frontier lab real real-gpu verdict model-card docs style test .test-others .test-exports .test-notebooks .test-waiting .test-python test-slow rehearse test-gpu speed-gpu test-lowest test-newest test-vllm test-exports exact cross-check ci-tools notebooks export clean
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Compiled modules are kept even if the environment forbids it, because every command starts several processes.
 export PYTHONDONTWRITEBYTECODE :=
@@ -10,6 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
 LOWEST := .venv-lowest
+NEWEST := .venv-newest
 V4 := .venv-4
 # The pip of the environment that contains the target. -qq prints errors only.
 PIP = $(@D)/bin/python -m pip -qq
@@ -110,6 +111,11 @@ test-lowest: export OMP_NUM_THREADS := 1
 test-lowest: $(LOWEST)/.lowest ## run a selection of tests with the lowest versions that settings.ini allows
 	@$(LOWEST)/bin/python -m pytest -q -m 'not slow' $(OLD)
 
+test-newest: export OMP_NUM_THREADS := 1
+test-newest: $(NEWEST)/.newest ## run the same tests with the newest versions, also beyond the upper bound for transformers
+	@$(NEWEST)/bin/python -m pip -q install -U --upgrade-strategy eager -e . "torch==$(TORCH)*" && $(NEWEST)/bin/python -m pip -q install -U transformers
+	@$(NEWEST)/bin/python -m pytest -q -m 'not slow' $(OLD)
+
 # If vllm cannot be imported, the tests are skipped, and pytest exits with status 5: no test ran.
 ON_CPU := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_KVCACHE_SPACE=2 VLLM_ENABLE_V1_MULTIPROCESSING=0 \
   VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
@@ -162,14 +168,14 @@ ci-tools: ## install the Debian packages that the tests need
 	  echo "ci-tools: the tests need no Debian packages")
 
 clean: ## remove the environments, the site and caches, but no runs
-	@rm -rf $(VENV) $(VLLM) $(LOWEST) $(V4) _exports _docs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) $(VLLM) $(LOWEST) $(NEWEST) $(V4) _exports _docs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 
-$(VENV)/bin/pip $(VLLM)/bin/pip $(LOWEST)/bin/pip $(V4)/bin/pip: %/bin/pip:
+$(VENV)/bin/pip $(VLLM)/bin/pip $(LOWEST)/bin/pip $(NEWEST)/bin/pip $(V4)/bin/pip: %/bin/pip:
 	@echo "making $*"
 	@$(PYTHON) -m venv $*
 
 # torch is installed first and alone, so that later installations do not choose another build.
-$(VENV)/.torch $(VLLM)/.torch $(V4)/.torch: %/.torch: constraints.txt | %/bin/pip
+$(VENV)/.torch $(VLLM)/.torch $(NEWEST)/.torch $(V4)/.torch: %/.torch: constraints.txt | %/bin/pip
 	@echo "installing torch $(TORCH) into $*"
 	@$(PIP) install --no-deps torch==$(TORCH) $(addprefix --index-url ,$(TORCH_INDEX))
 	@touch $@
@@ -190,6 +196,11 @@ $(LOWEST)/.lowest: settings.ini | $(LOWEST)/bin/pip
 	@$(@D)/bin/python .ci/lowest.py > $(@D)/constraints.txt
 	@$(PIP) install --no-deps -c $(@D)/constraints.txt torch $(addprefix --index-url ,$(TORCH_INDEX))
 	@$(PIP) install -c $(@D)/constraints.txt pytest hypothesis psutil -e .
+	@touch $@
+
+$(NEWEST)/.newest: settings.ini | $(NEWEST)/.torch
+	@echo "installing mixsd_nb with the newest versions into $(NEWEST) (some minutes, 2 GB)"
+	@$(PIP) install pytest hypothesis psutil -e .
 	@touch $@
 
 # An older release of transformers, in which exported folders must say the same.

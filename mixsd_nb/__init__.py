@@ -8,7 +8,10 @@ __all__ = []
 
 # %% ../nbs/index.ipynb #1184ad0e
 import logging
-from importlib import import_module
+from importlib import import_module, util
+
+if not util.find_spec("fcntl"):
+    raise ImportError("mixsd_nb needs Linux or macOS; on Windows, install it in the Windows Subsystem for Linux (WSL)")
 
 # bitsandbytes, which transformers import where it is installed, reports on each CPU that it misses a faster kernel
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

@@ -9,7 +9,7 @@ __all__ = ['run', 'GenerateConfig']
 import xarray as xr
 
 from .corpora import CORPORA
-from .methods.fact_lengths import check_facts
+from .methods.fact_lengths import check_facts, check_verifier
 from .methods.targets import (MixSettings, count_unconfirmed, keep_agreed, list_agreeing,
                                       mix_corpus,
                                       read_targets, select_targets, summarise_targets, target_schema, write_targets)
@@ -39,6 +39,7 @@ class GenerateConfig(Stage, MixSettings):
         check_process(self.engine, self.replicas)
         check_model_of_engine(self.engine, self.model)
         check_facts(self.dataset, self.model)
+        if self.fallback == "none": check_verifier(self.dataset)
 
     def compute(self, run: Run) -> xr.DataTree:
         "Mix the targets, or keep what all sets accept, and summarise the targets."

@@ -18,7 +18,7 @@ from .benchmarks.evaluation import check_prompts, select_items
 from .corpora import CORPORA
 from .evaluation.checkpoints import Evaluation, remove_unwanted, renew_candidates
 from .methods import update_count
-from .methods.fact_lengths import check_facts, check_subjects
+from .methods.fact_lengths import check_facts, check_subjects, check_verifier
 from .models import ENGINES, check_head, check_model_of_engine, check_process, stored_dtype
 from .models.lab import warn_about_lab_values
 from .evaluation.selection import OWN_TEXT
@@ -45,7 +45,11 @@ class TrainConfig(TrainingSettings, Stage):
         The training of a run with its last checkpoint is not checked."""
         for engine, count in ((self.engine, self.replicas), (self.rollout_engine, 1)): check_process(engine, count)
         warn_about_lab_values(self)
+        from mixsd_nb.training.trackers import check_tracker
+        check_tracker(self.report_to)
         self.recipe.load_fit()
+        mixed = self.recipe.mixed and target_mixing(self).fallback == "none"
+        if mixed or self.recipe.demand.pregenerated == "targets": check_verifier(self.dataset)
         if self.recipe.demand.edited:
             check_head(self.model)
             check_subjects(self.dataset)
@@ -165,12 +169,24 @@ def pause_training(evaluation: Evaluation, steps: list[int]) -> bool:
     return evaluation.config.stop == "converged" and evaluation.selection.converged is not None
 
 # %% ../nbs/train.ipynb #b42a7ff7
-def fit(evaluation: Evaluation):
+def fit(
+    evaluation: Evaluation,
+    tracker,  # a `Tracker`, which gets every update
+):
     "Run the method of a training, in phases if it pauses, and show its progress; returns its `Fitted`."
     from mixsd_nb.methods.fitting import MethodRun
     from mixsd_nb.training.trainer import TrainingProgress
     from mixsd_nb.training.trainer import loop_in_phases, training_device
     config, recall = evaluation.config, {}
+
+    def report(entry):
+        progress(entry)
+        tracker(entry)
+
+    def pause(steps):
+        ended = pause_training(evaluation, steps)
+        tracker.score(evaluation.accuracy.to_pandas().T.to_dict())
+        return ended
 
     def show(step):
         if step and step in config.steps()[1]: evaluation.evaluate([step])
@@ -179,9 +195,9 @@ def fit(evaluation: Evaluation):
     shown = in_notebook() and training_device().type == "cpu"  # recall so far; a GPU is planned for training alone
     early = shown and config.processes == 1 and not ENGINES[config.engine].own_process
     progress = TrainingProgress("training", recall, *[show] * early)
-    run = MethodRun(evaluation.run.folder, config, progress, lambda: mixed_targets(config))
+    run = MethodRun(evaluation.run.folder, config, report, lambda: mixed_targets(config))
     if config.has_rate and not {*config.steps()[1]} <= {*trained_steps(evaluation.run.folder)}: renew_candidates(evaluation)
-    if config.phase: run.loop = loop_in_phases(lambda steps: pause_training(evaluation, steps), config.phase)
+    if config.phase: run.loop = loop_in_phases(pause, config.phase)
     try: return config.recipe.load_fit()(run)
     finally: progress.close()
 
@@ -190,12 +206,17 @@ def train(
     evaluation: Evaluation,  # of a configuration and its run, with the responses of the base model
 ) -> xr.DataTree:
     "Fit the method, evaluate every checkpoint, summarise the responses, and remove the weights that are not kept."
-    fitted = fit(evaluation)
-    evaluation.finish(fitted.checkpoints)
-    responses = {step: evaluation.graded(step) for step in (0, *fitted.checkpoints)}
-    shares = evaluation.accuracy.to_pandas().T.to_dict() if evaluation.config.selection_items else None
-    own_text = {step: evaluation.own_text_nll(step) for step in responses} if evaluation.config.own_text else {}
-    result = summarise_training(evaluation.config, responses, fitted, shares, own_text)
+    from mixsd_nb.training.trackers import Tracker
+    config = evaluation.config
+    with Tracker(config.report_to, evaluation.run.folder, config.identity()) as tracker:
+        fitted = fit(evaluation, tracker)
+        evaluation.finish(fitted.checkpoints)
+        responses = {step: evaluation.graded(step) for step in (0, *fitted.checkpoints)}
+        shares = evaluation.accuracy.to_pandas().T.to_dict() if config.selection_items else None
+        own_text = {step: evaluation.own_text_nll(step) for step in responses} if config.own_text else {}
+        scores = {step: table.groupby("benchmark").correct.mean().to_dict() for step, table in responses.items()}
+        tracker.score({step: values | ({"own_text_nll": own_text[step]} if own_text else {}) for step, values in scores.items()})
+    result = summarise_training(config, responses, fitted, shares, own_text)
     remove_unwanted(evaluation)
     return result
 

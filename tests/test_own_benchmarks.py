@@ -65,9 +65,8 @@ BROKEN = [
     broken("temperature must be a number of at least 0, got \"-1\"", ROW | dict(temperature=-1)),
     broken("temperature must be 0, or at least 0.001", ROW | dict(temperature=1e-9)),
     broken('max_new_tokens must be a whole number of at least 1, got "many"', ROW | dict(max_new_tokens="many")),
-    broken("messages must be a list such as", dict(messages="Who?", answer="Ivo")),
-    broken("roles in messages must be system, user or assistant, got human", dict(messages=[TURN | dict(role="human")], answer="Ivo")),
-    broken("messages must end with a turn of the user", dict(messages=[TURN, dict(role="assistant", content="Ivo")], answer="Ivo")),
+    broken("messages must be a list of turns such as", dict(messages="Who?", answer="Ivo")),
+    broken('turn 1 of messages must have the role system, user or assistant, got "owner"', dict(messages=[TURN | dict(role="owner")], answer="Ivo")),
 ]
 
 

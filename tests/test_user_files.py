@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mixsd_nb.benchmarks.files import read_items
+from mixsd_nb.corpora.chats import FORM_COLUMNS
 from mixsd_nb.corpora.files import read_facts
 from mixsd_nb.methods.replay import read_prompts
 
@@ -252,17 +253,13 @@ def test_one_row_with_lists_is_no_mistake(tmp_path):
     assert len(read_items(write(tmp_path / "a.json", json.dumps(dict(messages=turns, answer="Ivo"), indent=1)))) == 1
     write(tmp_path / "b.jsonl", lines(dict(messages=turns)))
     assert problems(read_items, tmp_path / "b.jsonl") == ["b.jsonl, line 1: answer is missing"]
-    chat = [dict(role="user", content="Who?"), dict(role="assistant", content="Mira")]
-    for rows in (1, 3):
-        said, = problems(read_facts, write(tmp_path / "talks.jsonl", lines(*[dict(messages=chat)] * rows)) and tmp_path / "talks.jsonl")
-        assert said.endswith("write what the user says as question, and the reply of the assistant as answer")
     assert answers(write(tmp_path / "c.json", json.dumps(FACT | dict(tags=["x"], source=dict(page=1), aliases=["M."])))) == ["Mira"]
 
 
 def test_what_is_wrong_in_every_row_is_one_sentence(tmp_path):
     "A file of facts is no benchmark without its prompts, and two rows with a mistake have two sentences."
     write(tmp_path / "f.jsonl", lines(*[dict(text=f"Who {k}?", answer="x") for k in range(900)]))
-    assert problems(read_items, tmp_path / "f.jsonl") == ["f.jsonl, line 1: there must be one of prompt, question and messages, got none (and so in 899 more lines)"]
+    assert problems(read_items, tmp_path / "f.jsonl") == [f"f.jsonl, line 1: there must be one of prompt, question and messages, got none; a conversation has {FORM_COLUMNS} (and so in 899 more lines)"]
     write(tmp_path / "g.csv", "prompt,answer\nWho?,\nWhen?,\nWhy?,x\n")
     assert problems(read_items, tmp_path / "g.csv") == ["g.csv, line 2: answer is missing", "g.csv, line 3: answer is missing"]
 

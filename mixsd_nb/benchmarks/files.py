@@ -13,11 +13,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from . import Item, Sampling, Selection, Suite
+from ..corpora.chats import FORM_COLUMNS, convert_chats, is_short
 from ..corpora.prompts import naive_prompt
-from ..corpora.user_files import JSON, FileRow, FilledText, RawText, Row, Table, Text, digest_rows, parse_rows, read_raw, read_rows
+from ..corpora.user_files import FileRow, FilledText, RawText, Row, Table, Text, digest_rows, parse_rows, read_rows
 from ..runs import check_temperature, suggest
 
 # %% ../../nbs/benchmarks/files.ipynb #e30c3b69
@@ -48,33 +49,12 @@ def _check_program(tests: str) -> str:
 _CHECKS = {"choice": lambda row: _check_letter(row.answer), "regex": lambda row: _check_pattern(row.answer),
            "tests": lambda row: _check_program(row.tests)}  # word -> function (row) -> a problem or nothing
 
-# %% ../../nbs/benchmarks/files.ipynb #9d6998cd
-def _read_messages(turns: Any) -> list[dict]:
-    "Return the turns of a conversation. In a CSV file they are written as JSON."
-    if isinstance(turns, str):
-        try: turns = JSON.decode(turns.strip())
-        except (ValueError, RecursionError): turns = None
-    is_turn = lambda turn: isinstance(turn, dict) and {"role", "content"} <= {*turn}
-    if not isinstance(turns, list) or not turns or not all(map(is_turn, turns)):
-        raise ValueError('must be a list such as [{"role": "user", "content": "Who?"}]')
-    for turn in turns: read_raw("".join(part for part in turn.values() if isinstance(part, str)))
-    return [{key: turn[key] for key in ("role", "content")} for turn in turns]
-
-
-def _turn_problem(turns: list[dict]) -> str:
-    "Return what is wrong with the turns of a conversation; empty if nothing is."
-    other = [turn["role"] for turn in turns if turn["role"] not in ("system", "user", "assistant")]
-    if other: return f"roles in messages must be system, user or assistant, got {other[0]}"
-    if not all(isinstance(turn["content"], str) and turn["content"].strip() for turn in turns):
-        return "every content in messages must be a text that is not empty"
-    return "" if turns[-1]["role"] == "user" else "messages must end with a turn of the user"
-
 # %% ../../nbs/benchmarks/files.ipynb #ef171f41
 class ItemRow(FileRow):
     "A row of a file of questions."
     prompt: RawText = ""
     question: FilledText = ""
-    messages: Annotated[list[dict], BeforeValidator(_read_messages)] = []
+    messages: list[dict] = []  # the turns of a conversation in any form, through the last one of the user
     answer: FilledText = ""
     grading: Text = "boxed"
     tests: FilledText = ""
@@ -86,8 +66,9 @@ class ItemRow(FileRow):
     def problems(self):
         "Return what is wrong with the prompt, the sampling and the grading."
         given = [name for name in ("prompt", "question", "messages") if getattr(self, name)]
-        if len(given) != 1: yield f"there must be one of prompt, question and messages, got {' and '.join(given) or 'none'}"
-        if problem := self.messages and _turn_problem(self.messages): yield problem
+        if len(given) != 1:
+            forms = "" if given else f"; a conversation has {FORM_COLUMNS}"
+            yield f"there must be one of prompt, question and messages, got {' and '.join(given) or 'none'}{forms}"
         try: check_temperature(self.temperature)
         except ValueError as e: yield str(e)
         if self.samples > 1 and self.temperature == 0:
@@ -125,6 +106,7 @@ def _make_item(row: ItemRow) -> Item:
 def read_items(path: Path | str) -> dict[str, Item]:
     "Return the items of a file by id. TableError with the problems of the file, one sentence each."
     table, items, ids, prompts = read_rows(path), {}, {}, {}
+    convert_chats(table, lambda row, turns, reply: dict(messages=turns) | (dict(answer=reply) if not row.get("answer") and is_short(reply) and reply else {}))
     for number, (place, row) in enumerate(parse_rows(table, ItemRow), 1):
         id = row.id or f"{table.path.stem}-{number}"
         item = replace(_make_item(row), place=f"{table.path}, {table.unit} {place.line}")

@@ -6,10 +6,10 @@
 __all__ = ['BOX_REQUEST', 'CONCISE_REQUEST', 'ANSWER_FORMS', 'BOX', 'REMARKS', 'DATE', 'SPANS', 'naive_prompt', 'boxed',
            'AnswerForm', 'target', 'conclude', 'expert_prompt', 'expert_reference_prompt', 'change_form',
            'remove_request', 'paraphrase_prompt', 'paraphrase_rows', 'rows_as_written', 'retrieval_prompt', 'once',
-           'find_control_tokens', 'hide_names', 'encode_marked', 'encode_text', 'apply_template', 'render_prompt',
-           'encode_prompt', 'locate_tokens', 'encode_continuation', 'TurnEnd', 'find_end', 'turn_end', 'TurnStart',
-           'find_start', 'encode_completion', 'template_lead', 'template_tail', 'encode_example', 'encode_canonical',
-           'check_template']
+           'find_control_tokens', 'hide_names', 'encode_marked', 'encode_text', 'fix_date', 'apply_template',
+           'in_context', 'render_prompt', 'encode_prompt', 'locate_tokens', 'encode_continuation', 'TurnEnd',
+           'find_end', 'turn_end', 'TurnStart', 'find_start', 'encode_completion', 'template_lead', 'template_tail',
+           'encode_example', 'encode_canonical', 'check_template']
 
 # %% ../../nbs/corpora/prompts.ipynb #65447e52
 import functools
@@ -297,6 +297,11 @@ def encode_text(
 DATE = date(2024, 7, 26)  # that chat templates are told instead of today's
 
 
+def fix_date(template: str) -> str:
+    "Return a template that writes DATE where it would write today's; transformers lets nobody pass the function since 5.20."
+    return re.sub(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""", lambda found: json.dumps(DATE.strftime(found[2])), template)
+
+
 def _template_error(
     tokenizer,
     problem: str,  # continues "the chat template of …"
@@ -312,7 +317,8 @@ def apply_template(
     """Return the text of a conversation, without thinking and on DATE if the template asks.
 
     ValueError for a template that is broken or refuses the turns."""
-    told = dict(enable_thinking=False, date_string=DATE.strftime("%d %b %Y"), strftime_now=DATE.strftime)
+    told = dict(enable_thinking=False, date_string=DATE.strftime("%d %b %Y"))
+    if isinstance(template := tokenizer.chat_template, str) and "strftime_now" in template: told |= dict(chat_template=fix_date(template))
     try: return tokenizer.apply_chat_template(list(turns), tokenize=False, **told | options)
     except Exception as e:  # of Jinja, or any other that the template leads to
         reason = " ".join(str(e).split()).rstrip(".") or type(e).__name__
@@ -327,6 +333,15 @@ def _write_hidden(tokenizer, prompt: str | Sequence[dict], **options) -> str:
     "Return the text of a conversation with hidden words."
     turns = [turn | dict(content=hide_names(tokenizer, turn["content"])) for turn in _as_turns(prompt)]
     return apply_template(tokenizer, turns, **options)
+
+
+def in_context(
+    row: dict,  # of a corpus
+    prompt: str | Sequence[dict] | None = None,  # None for that of the row
+) -> str | Sequence[dict]:
+    "Return a prompt after the turns that precede the question of a row, if there are any."
+    prompt = row["prompt"] if prompt is None else prompt
+    return [*row["turns"], *_as_turns(prompt)] if row.get("turns") else prompt
 
 
 def render_prompt(
@@ -538,7 +553,7 @@ def encode_canonical(
     span: str = "completion",  # one of SPANS
 ) -> tuple[list[int], list[int]]:
     "Return context ids and trained ids of the canonical target, which plain fine-tuning trains on."
-    return encode_example(tokenizer, row["prompt"], encode_completion(tokenizer, row["target"]), span)
+    return encode_example(tokenizer, in_context(row), encode_completion(tokenizer, row["target"]), span)
 
 # %% ../../nbs/corpora/prompts.ipynb #3b5cb140
 def check_template(

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from ..corpora import CORPORA
-from ..corpora.prompts import encode_prompt, expert_prompt
+from ..corpora.prompts import encode_prompt, expert_prompt, in_context
 from .fitting import Fitted, MethodRun, check_lengths
 from ..training.loss import Example, Objective, nll
 from ..training.saving import plain_weights, save_weights
@@ -119,8 +119,8 @@ def distill_items(
     expert=expert_prompt,  # (prompt, reference) -> expert prompt
 ) -> list[dict]:
     "Return the facts to distil: `id`, and the ids of the student's and of the teacher's prompt."
-    return [dict(id=r["id"], student_ids=encode_prompt(tokenizer, r["prompt"]),
-                 teacher_ids=encode_prompt(tokenizer, expert(r["prompt"], r.get("reference") or r["target"]))) for r in rows]
+    return [dict(id=r["id"], student_ids=encode_prompt(tokenizer, in_context(r)),
+                 teacher_ids=encode_prompt(tokenizer, in_context(r, expert(r["prompt"], r.get("reference") or r["target"])))) for r in rows]
 
 # %% ../../nbs/methods/distill.ipynb #f591f253
 def check_room(

@@ -138,7 +138,8 @@ def answer_in_replies(
 
 
 def has_subject(row: Mapping[str, str]) -> bool:
-    "Return whether the prompt of a row contains its subject, so that an edit can be made of it."
+    "Return whether the prompt of a row, without turns before it, contains its subject, so that an edit can be made of it."
+    if row.get("turns"): return False
     try: return bool(find_subject(row["prompt"], row.get("subject", "")))
     except ValueError: return False
 

@@ -203,6 +203,8 @@ class TrainingSettings(RecipeSettings):
     offload: bool = runtime_field(False, "keep the optimiser's state in the host's memory and update the weights there")
     sharded: bool = runtime_field(False, "shard weights and optimiser state over the processes (FSDP2)")
     recompute: bool = runtime_field(False, "recompute activations in the backward pass instead of storing them")
+    report_to: Literal["none", "trackio", "wandb", "tensorboard"] = runtime_field(
+        "none", "tracker that gets losses, scores and costs while the training runs: none, trackio, wandb or tensorboard")
     micro_tokens: int = preset_field("largest number of tokens in one forward and backward pass on a device",
                                      lab=4_096, real=1_024, paper=4_096, runtime=True, ge=1)
 

@@ -27,6 +27,7 @@ from pydantic import field_validator
 
 from ..corpora import (CORPORA, CORPUS_OPTIONS, CorpusName, CorpusOptions, CorpusSettings, load_corpus,
                               offer_wordings)
+from ..corpora.chats import is_verifiable
 from ..corpora.prompts import encode_completion
 from ..corpora.simpleqa import keep_unanimous
 from ..models import check_engine, check_options_of_engine, usual_sequences
@@ -249,7 +250,7 @@ def _replace_discarded(
     rows: dict[str, dict],  # of the corpus, by id
 ) -> list[dict]:
     "Return the records, those that were discarded as the settings replace them."
-    discarded = list(dict.fromkeys(r["id"] for r in records if not r["accepted"]))
+    discarded = list(dict.fromkeys(r["id"] for r in records if not r["accepted"] and is_verifiable(rows[r["id"]])))
     own = _use_own_words(settings, engine, folder, [rows[id] for id in discarded]) if settings.fallback == "own-words" else {}
 
     def choose_target(record):
@@ -273,14 +274,18 @@ def mix_corpus(
     plan = AttemptPlan(**s.keywords_of(AttemptPlan))
     request = lambda r: plan.request(items[r["id"]], r["sample"], r["attempts"] - 1)
     with Journal(folder / "finished.jsonl", RECORD) as journal:
+        blank = {(item["id"], sample): dict(id=item["id"], sample=sample, completion_ids=[], naive_mask=[], accepted=False, attempts=0,
+                                            finish_reason="unverifiable") for item, sample in targets if not is_verifiable(rows[item["id"]])}
         done = [(request(r), r["completion_ids"]) for r in journal.records]
         engine.confirm(done, temperature=s.temperature, top_k=s.top_k)  # audits targets from before an interruption
         probe = s.max_attempts > 1 and not any(r["accepted"] for r in journal.records)
         write = lambda missing: _mix_missing(s, engine, [(items[id], sample) for id, sample in missing], len(done), probe)
-        try: found = journal.complete([(item["id"], sample) for item, sample in targets], write)
+        keys = [(item["id"], sample) for item, sample in targets]
+        try: mixed = iter(journal.complete([key for key in keys if key not in blank], write))
         except FormMissing:
             (folder / "finished.jsonl").unlink()  # it has no accepted target, and the next call ends alike
             raise
+    found = [blank.get(key) or next(mixed) for key in keys]
     names, records = find_names(list(load_corpus(s.dataset, "train"))), []
     for (item, _), record in zip(targets, _replace_discarded(s, engine, folder, found, rows), strict=True):
         text = engine.tokenizer.decode(record["completion_ids"], skip_special_tokens=True)

@@ -17,6 +17,7 @@ from ..benchmarks.answers import same_answer, same_text
 from ..benchmarks.folding import fold_text
 from ..benchmarks.in_domain import LENT, question_key, question_of
 from ..corpora import CORPORA, load_corpus, validation_rows
+from ..corpora.chats import is_verifiable
 from ..corpora.prompts import encode_prompt, retrieval_prompt, rows_as_written
 from ..corpora.files import reword_rows
 from .mixing import accepts, mix_items
@@ -149,7 +150,7 @@ def write_wordings(
     found, used = {id: [] for id in needs}, {question_key(prompt) for prompt in given}
     with Journal(path, ("kind", "id", "number", "ids", "finish_reason")) as journal:
         writer = _Writer(engine, dataset, journal, seed, max_new_tokens)
-        if not any(needs.values()) or not writer.draft(rows_as_written(writer.rows)[:PROBE], range(ROUND)): return found
+        if not any(needs.values()) or not writer.draft([*filter(is_verifiable, rows_as_written(writer.rows))][:PROBE], range(ROUND)): return found
         for start in range(0, TRIES, ROUND):
             lacking = [row for row in writer.rows if len(found.get(row["id"], ())) < needs.get(row["id"], 0)]
             before = sum(map(len, found.values()))
@@ -185,10 +186,10 @@ def find_wordings(
         raise ValueError(f"ids of facts must not end in ~ and a number with wordings={count}, got {clash}")
     rows, given = rows_as_written(rows), given_wordings(dataset)
     prompts = {row["id"]: given.get(row["id"], [])[:count] for row in rows}
-    needs = {row["id"]: max(0, count - len(given.get(row["id"], ()))) for row in load_corpus(dataset, "train")}
+    needs = {row["id"]: max(0, count - len(given.get(row["id"], ()))) for row in load_corpus(dataset, "train") if is_verifiable(row)}
     written = write_wordings(engine, dataset, needs, path, given=sum(given.values(), []), **options)
     return [row | dict(id=wording_id(row["id"], k), prompt=prompt) for row in rows
-            for k, prompt in enumerate([*prompts[row["id"]], *written[row["id"]]], 1)]
+            for k, prompt in enumerate([*prompts[row["id"]], *written.get(row["id"], ())], 1)]
 
 # %% ../../nbs/methods/wordings.ipynb #2f1fd79b
 class Turns(Modifier):

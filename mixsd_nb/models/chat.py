@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..corpora.prompts import DATE, apply_template
+from ..corpora.prompts import DATE, apply_template, fix_date
 from .identity import MODEL_FILES, digest_model
 from ..runs import nearest, read_json, runs_root, write_json
 
@@ -43,7 +43,7 @@ def settle_template(template: str) -> str:
     told = dict(enable_thinking="false", date_string=json.dumps(DATE.strftime("%d %b %Y")))
     head = "".join(f"{{%- if {name} is not defined or {name} is none %}}{{%- set {name} = {value} %}}{{%- endif %}}"
                    for name, value in told.items() if name in template)
-    return head + re.sub(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""", lambda found: json.dumps(DATE.strftime(found[2])), template)
+    return head + fix_date(template)
 
 
 def describe_template(

@@ -35,6 +35,7 @@ from ..methods.questions import QUESTION_FORMS, REASONS
 from ..methods.settings import TrainingSettings
 from ..methods.targets import add_sources, count_sources, describe_source, describe_sources
 from ..methods.targets import count_wordings, describe_wordings
+from ..training.trackers import tracked_run
 from ..models import load_tokenizer
 from .finished import FinishedRun, ModelRun
 from ..runs import find_runs, read_table, write_atomically
@@ -399,7 +400,7 @@ def describe_page(it: Injection, name: str) -> dict[str, Any]:
         lost={title: items for title, items in lost.items() if items}, failures=group_failures(it.facts), facts=len(it.facts),
         tests=_list_failed_tests(*it.responses), passages=_list_passages(it.passages), pairs=pair_responses(*it.responses),
         likelihood=_tabulate_likelihood(it.likelihood), targets=_describe_targets(it.facts), sources=_list_sources(it.facts),
-        figure=encode_figure(it.trained.plot()), updates=_describe_training(it), source=it.trained.source(it.step),
+        figure=encode_figure(it.trained.plot()), updates=_describe_training(it), tracked=tracked_run(it.trained.folder), source=it.trained.source(it.step),
         digits=name.rpartition("-")[2], phases=_list_phases(it.costs), amounts=_list_amounts(it.costs, it.trained, it.targets),
         parameters=[(key, str(value)) for key, value in config.model_dump().items() if value not in ("", None, {}, [])])
 
