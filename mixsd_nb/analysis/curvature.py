@@ -23,7 +23,7 @@ import pandas as pd
 from ..benchmarks import Item, SUITES, Selection, suite_groups
 from ..corpora.prompts import encode_completion, encode_prompt
 from ..models import load_base, load_part, load_tokenizer, model_source
-from ..runs import RESTORE, explain_damage, load_object, open_progress_bar, write_atomically
+from ..runs import RESTORE, explain_damage, find_path, load_object, open_progress_bar, write_atomically
 
 if TYPE_CHECKING: import torch  # imported where it computes: the help of a stage needs no torch
 
@@ -38,7 +38,7 @@ def open_tensors(
     "Return a reader of each tensor by its name; ValueError for a folder without readable safetensors files."
     if hasattr(source, "named_parameters"): source = dict(source.named_parameters())
     if isinstance(source, Mapping): return {name: (lambda t=t: t.detach()) for name, t in source.items()}
-    if Path(source).is_file(): files = [Path(source)]
+    if (file := find_path(source)) and file.is_file(): files = [file]
     else:
         folder = Path(model_source(str(source)))
         if not folder.is_dir():

@@ -78,10 +78,12 @@ def list_areas(
 
 
 def compare_areas(areas: list[Area]) -> pd.DataFrame:
-    "Return by area `title, kind, unit, better` and the numbers of `compare_values`, with `holm`, the p-value corrected for the areas of its kind."
+    """Return by area `title, kind, unit, better` and the numbers of `compare_values`, with `holm`, the corrected p-value.
+
+    The correction holds for all areas together that can be lost, whatever their kind, and for the others of each kind."""
     rows = {a.key: dict(title=a.title, kind=a.kind, unit=a.unit, better=a.better, **compare_values(a.base, a.tuned, a.share)) for a in areas}
     table = pd.DataFrame.from_dict(rows, "index").rename_axis("area")
-    return table.assign(holm=table.groupby("kind", sort=False).p.transform(correct_holm))
+    return table.assign(holm=table.groupby(table.kind.where(table.better == 0, ""), sort=False).p.transform(correct_holm))
 
 # %% ../../nbs/reports/difference.ipynb #5144d195
 TWINS = dict.fromkeys(("general-free", "known"), ("general-choice", "general-opened"))  # the same questions, asked so that style plays no part
