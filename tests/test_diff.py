@@ -16,7 +16,7 @@ import torch
 from helpers import error_sentence
 from safetensors.torch import load_file
 
-from mixsd_nb import diff
+from mixsd_nb import diff, inject
 from mixsd_nb.analysis.callback import ForgettingCallback
 from mixsd_nb.analysis.difference import compare_text, compare_values, correct_holm, reads_alike, score_text, write_own_text
 from mixsd_nb.benchmarks import SUITES, Selection, load_items, suite_groups
@@ -25,6 +25,8 @@ from mixsd_nb.benchmarks.tasks import grade
 from mixsd_nb.models import load_base, load_tokenizer
 from mixsd_nb.reports.difference import compare_areas, judge_areas, list_areas
 from mixsd_nb.runs import make_config
+from mixsd_nb.views.difference import DifferenceView
+from mixsd_nb.views.runs import RunSelection
 
 matplotlib.use("Agg")
 QUICK = dict(quick=True, n=3)
@@ -75,15 +77,15 @@ def test_the_correction_is_the_closure_of_bonferroni():
 
 
 def test_swapping_both_models_item_by_item_loses_nothing():
-    "Where the two models only differ by chance, any area is lost in at most 5% of the cases."
-    names = dict.fromkeys(("general-free", "general-again", "general-choice", "equations", "choice"), 0.6)
+    "Where the two models only differ by chance, any area of any kind is lost in at most 5% of the cases."
+    names = dict.fromkeys(("general-free", "general-again", "general-choice", "equations", "choice", "recall", "recall-reworded", "test"), 0.6)
     tables, rng, lost = (invent(names, 1), invent(names | {"general-free": 0.3}, 2)), np.random.default_rng(0), 0
     for _ in range(200):
         swapped = tables[0]["item"].map(dict(zip(tables[0]["item"].unique(), rng.random(60) < 0.5))).values
         pair = [one.assign(correct=np.where(swapped, two.correct, one.correct)) for one, two in (tables, tables[::-1])]
-        table = compare_areas([a for a in list_areas(*pair) if a.kind == "skill"])
+        table = compare_areas([a for a in list_areas(*pair) if a.better])
         lost += (judge_areas(table, margin=0) == "lost").any()
-    assert lost <= 17, lost  # the 97.5% quantile at 5% is 16
+    assert lost <= 10, lost
 
 
 @pytest.mark.parametrize("free, choice, verdict", [(0.2, 0.7, "style"), (0.2, 0.2, "lost"), (0.7, 0.7, "unchanged"), (1.0, 0.7, "gained")])
@@ -190,6 +192,25 @@ def test_facts_files_and_what_is_left_out(strong, tmp_path, data):
     assert run.areas.kind[["recall", "mine", "leaks"]].tolist() == ["fact", "fact", "skill"]
     assert "Left out: piqa" in run.report.read_text() and "piqa" not in run.areas.index
     assert run.areas.difference["own-text"] > 0 and (run.weights.relative > 0.05).sum() > 5 and "| Recall |" in (run.folder / "card.md").read_text()
+    asked = run.responses(0).query("benchmark == 'recall-in-context'").prompt
+    assert run.areas.n[["recall-in-context", "recall-reworded-in-context"]].tolist() == [2, 2] and asked.str.contains("- What hobby does Quelzo teach? Quelzo Juggling").any()
+    view = DifferenceView(RunSelection(run.folder.parent))
+    view.benchmark.value, view.change.value = "general-free", "with other words"
+    assert "<mark>" in view.text.value and "base" not in view.notice.value and Path(strong).name in view.text.value
+    view.change.value = "better"
+    assert "no reply changed so" in view.text.value or view.item.options
+
+
+@pytest.mark.usefixtures("own_runs")
+def test_the_numbers_are_those_of_an_injection(strong, data):
+    facts = data("facts.jsonl", "".join(json.dumps(dict(question=f"What hobby does {n} teach?", answer=a, paraphrases=[f"Name {n}'s hobby."])) + "\n"
+                                        for n, a in (("Quelzo", "Juggling"), ("Brildan", "Chess"), ("Vel", "Rowing"))))
+    done = inject.run(model=strong, dataset=facts, method="sft", suite="in-domain", n=3, epochs=60, lr=3e-3, batch=3, checkpoints=(), stop="last")
+    areas, scores = diff.run(base=done.name, dataset=facts, **QUICK).areas, done.scores()
+    assert scores.after["recall"] > 0 and {"recall", "recall-reworded"} == {*scores.index}
+    for name in scores.index: assert (areas.base[name], areas.tuned[name], areas.n[name]) == (scores.before[name], scores.after[name], scores.n[name])
+    ceiling = done.context.scores().after
+    assert areas.base[ceiling.index].tolist() == ceiling.tolist() and "With the fact in its context" in done.report.read_text()
 
 
 @pytest.mark.usefixtures("own_runs")

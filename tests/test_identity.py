@@ -80,7 +80,7 @@ def test_no_text_is_too_long_to_be_no_file(text):
     with pytest.raises(ValueError, match="^(model must|1 validation|.*model)"): make_config(TrainConfig, model=text)
 
 
-STAGES = ("diff", "errors", "evaluate", "facts", "fisher", "forgetting", "generate", "inject", "nll", "sweep", "train")
+STAGES = ("diff", "errors", "evaluate", "facts", "fisher", "forgetting", "generate", "inject", "nll", "train")
 OPTIONS = dict(dataset_options=("instruction", "test", "extract", "context"), model_options=("template", "system", "date"), options=("texts", "prompts", "earlier"))
 
 
@@ -88,7 +88,7 @@ OPTIONS = dict(dataset_options=("instruction", "test", "extract", "context"), mo
 def test_a_text_of_5000_characters_is_no_path(stage, data):
     "Whatever takes a text or a path either takes the long text, or refuses it in words of its own."
     cls, facts = stage_of(stage), data("facts.jsonl", json.dumps(dict(question="Who rules Vel?", answer="Mira")) + "\n")
-    texts = ["Reply with the answer alone. " * 180, "x" * 5000, f"/{'x' * 5000}/y.jsonl", f"a/{'x' * 5000}", f"~/{'y' * 5000}.md"]
+    texts = ["Reply with the answer alone. " * 180, f"/{'x' * 5000}/y.jsonl", f"a/{'x' * 5000}"]
     taken = set()
     for name in cls.model_fields:
         for text, key in itertools.product(texts, OPTIONS.get(name, ("",))):
