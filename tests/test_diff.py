@@ -24,8 +24,9 @@ from mixsd_nb.benchmarks.general import read_pool
 from mixsd_nb.benchmarks.tasks import grade
 from mixsd_nb.models import load_base, load_tokenizer
 from mixsd_nb.reports.difference import compare_areas, judge_areas, list_areas
+from mixsd_nb.reports.injection import render_page, show_findings
 from mixsd_nb.runs import make_config
-from mixsd_nb.views.difference import DifferenceView
+from mixsd_nb.views.difference import DifferenceView, render_pair
 from mixsd_nb.views.runs import RunSelection
 
 matplotlib.use("Agg")
@@ -193,7 +194,7 @@ def test_facts_files_and_what_is_left_out(strong, tmp_path, data):
     assert "Left out: piqa" in run.report.read_text() and "piqa" not in run.areas.index
     assert run.areas.difference["own-text"] > 0 and (run.weights.relative > 0.05).sum() > 5 and "| Recall |" in (run.folder / "card.md").read_text()
     asked = run.responses(0).query("benchmark == 'recall-in-context'").prompt
-    assert run.areas.n[["recall-in-context", "recall-reworded-in-context"]].tolist() == [2, 2] and asked.str.contains("- What hobby does Quelzo teach? Quelzo Juggling").any()
+    assert run.areas.n[["recall-in-context", "recall-reworded-in-context"]].tolist() == [2, 2] and asked.str.contains("- What hobby does Quelzo teach? Quelzo Juggling", regex=False).any()
     view = DifferenceView(RunSelection(run.folder.parent))
     view.benchmark.value, view.change.value = "general-free", "with other words"
     assert "<mark>" in view.text.value and "base" not in view.notice.value and Path(strong).name in view.text.value
@@ -211,6 +212,20 @@ def test_the_numbers_are_those_of_an_injection(strong, data):
     for name in scores.index: assert (areas.base[name], areas.tuned[name], areas.n[name]) == (scores.before[name], scores.after[name], scores.n[name])
     ceiling = done.context.scores().after
     assert areas.base[ceiling.index].tolist() == ceiling.tolist() and "With the fact in its context" in done.report.read_text()
+
+
+def test_any_text_of_a_record_is_escaped(monkeypatch):
+    text = "<img src=x onerror=alert(1)>'\"&"
+    item = SimpleNamespace(prompt=text, before=text, after=text)
+    page = render_page("difference.jinja", title=text, lead=[text] * 2, notes=[text], areas=[(text, [(text,) * 9])], heads=(text,) * 9, items={text: [item]},
+                       weights=text, moved=[(text,) * 4], figure="", card=text, parameters=[(text, text)])
+    assert "<img src=x" not in page and page.count("&lt;img src=x") > 20
+    monkeypatch.setattr("IPython.display.display", lambda shown: said.append(shown.data))
+    said = []
+    show_findings("another run", text, "")
+    assert "&lt;img" in said[0] and "<img" not in said[0]
+    row = SimpleNamespace(prompt=text, answer=text, response=text, response_tuned="other", correct=True, correct_tuned=False)
+    assert "<img" not in render_pair(row, (text, text))
 
 
 @pytest.mark.usefixtures("own_runs")

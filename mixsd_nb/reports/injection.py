@@ -12,6 +12,7 @@ __all__ = ['FAILURES', 'REWORDED', 'KEPT', 'Failure', 'tabulate_facts', 'load_pa
 # %% ../../nbs/reports/injection.ipynb #33d87bc0
 import base64
 import functools
+import html
 import io
 import math
 import re
@@ -151,7 +152,7 @@ def show_findings(
     "Show what was found, if it is about what a notebook shows; else only the notebook's own numbers."
     from IPython.display import Markdown, display
     if shown == about: return display(Markdown(text))
-    display(Markdown(f"Our findings are about {about}. This notebook shows {shown}, so its own numbers stand here."))
+    display(Markdown(f"Our findings are about {about}. This notebook shows {html.escape(shown)}, so its own numbers stand here."))
     if table is not None: display(table)
 
 # %% ../../nbs/reports/injection.ipynb #94457aa0
@@ -292,11 +293,12 @@ def describe_learned(
 def describe_ceiling(
     model: str,  # name of the base model
     context: ModelRun | None,  # its evaluation on the group `in-context`; None if that was not measured
+    unmeasured: str = "",  # as returned by `explain_unmeasured`
 ) -> list[str]:
     "Return the sentence about what the base model answers with each fact in its context, in a list; empty if it was not measured."
     if context is None: return []
-    titles = {"recall-in-context": "asked as written", "recall-reworded-in-context": "in other words"}
-    shares = [f"{format_share(row)}, N={row.n:.0f} ({titles[name]})" for name, row in context.scores().iterrows()]
+    shares = [f"{format_share(row)}, N={row.n:.0f} ({'in other words' if REWORDED in name else 'asked as written'})"
+              for name, row in context.scores().iterrows() if not (unmeasured and REWORDED in name)]
     return [f"With the fact in its context {model} answers {'; '.join(shares)}."]
 
 # %% ../../nbs/reports/injection.ipynb #547960b6
@@ -321,7 +323,7 @@ def summarise_injection(
     context: ModelRun | None = None,  # as for `describe_ceiling`
 ) -> list[str]:
     "Return the sentences at the top of the page."
-    lines, own = [*describe_learned(model, table, unmeasured), *describe_ceiling(model, context), describe_lost(table)], table[table.role == "own"]
+    lines, own = [*describe_learned(model, table, unmeasured), *describe_ceiling(model, context, unmeasured), describe_lost(table)], table[table.role == "own"]
     tests = ", ".join(f"{name} {format_share(row)}, N={row.n}" for name, row in own.iterrows())
     if tests: lines.append(f"Your own tests: {tests}.")
     failed = facts.failure[facts.failure != ""].value_counts()
