@@ -1729,6 +1729,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                  'mixsd_nb.inject.InjectConfig.shared_runs': ('inject.html#injectconfig.shared_runs', 'mixsd_nb/inject.py'),
                                  'mixsd_nb.inject.InjectConfig.training': ('inject.html#injectconfig.training', 'mixsd_nb/inject.py'),
                                  'mixsd_nb.inject.InjectConfig.translate': ('inject.html#injectconfig.translate', 'mixsd_nb/inject.py'),
+                                 'mixsd_nb.inject.ask_in_context': ('inject.html#ask_in_context', 'mixsd_nb/inject.py'),
                                  'mixsd_nb.inject.check_tokenizer': ('inject.html#check_tokenizer', 'mixsd_nb/inject.py'),
                                  'mixsd_nb.inject.choose_method': ('inject.html#choose_method', 'mixsd_nb/inject.py'),
                                  'mixsd_nb.inject.earlier_corpora': ('inject.html#earlier_corpora', 'mixsd_nb/inject.py'),

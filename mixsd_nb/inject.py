@@ -4,10 +4,12 @@
 
 # %% auto #0
 __all__ = ['run', 'main', 'open_earlier', 'earlier_corpora', 'check_tokenizer', 'replay_earlier', 'choose_method', 'InjectConfig',
-           'score_targets', 'inject', 'write_notebook', 'print_injection', 'inject_facts', 'InjectRun']
+           'score_targets', 'ask_in_context', 'inject', 'write_notebook', 'print_injection', 'inject_facts',
+           'InjectRun']
 
 # %% ../nbs/inject.ipynb #4ac7e22f
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -218,6 +220,12 @@ def score_targets(
     results = [config.pass_to(nll.NllConfig, without=["span"], targets=targets).run().result for targets in files]
     return nll.nll_table(nll.merge_results(results)).droplevel("model")
 
+# %% ../nbs/inject.ipynb #34e8c7c8
+def ask_in_context(config: InjectConfig) -> Run | None:
+    "Return the evaluation of the base model with each fact in its context; None, with a warning, if it cannot read them so."
+    try: return config.ceiling().run()
+    except ValueError as e: warnings.warn(f"not asked with the facts in their context, because {e}", stacklevel=2)
+
 # %% ../nbs/inject.ipynb #0740eebe
 def inject(config: InjectConfig, run: Run) -> xr.DataTree:
     "Mix targets, evaluate the base model, train, evaluate the selected checkpoint, score the targets, and write the report."
@@ -225,7 +233,7 @@ def inject(config: InjectConfig, run: Run) -> xr.DataTree:
     with CostLog(run.folder) as costs:
         with costs.phase("writing targets"): mixing = train.mix_targets(training) if config.recipe.mixed else None
         with costs.phase(f"asking {model} before training"): before = config.evaluation(config.model).run()
-        with costs.phase(f"asking {model} with the facts in its context"): context = config.ceiling().run()
+        with costs.phase(f"asking {model} with the facts in its context"): context = ask_in_context(config)
         with costs.phase("training and measuring recall"): trained = training.run()
         step = trained.best_step
         with costs.phase(f"asking the model of update {step}"): after = config.evaluation(trained.source(step)).run()

@@ -160,7 +160,7 @@ def context_items(suite: Suite, selection: Selection) -> dict[str, Item] | None:
     items = load_object(asked.items)(asked, selection) or {}
     said = {row["id"]: row["statement"] for row in selection.corpus["train"]}
     said |= {id: passage for id, (_, passage) in fact_passages(selection.dataset).items()}
-    return {id: replace(item, prompt=retrieval_prompt([said[re.sub(r"#\d+$", "", id)]], item.prompt)) for id, item in items.items()} or None
+    return {id: replace(item, prompt=retrieval_prompt([said[id if id in said else re.sub(r"#\d+$", "", id)]], item.prompt)) for id, item in items.items()} or None
 
 # %% ../../nbs/benchmarks/in_domain.ipynb #84fe5e40
 def validation_items(suite: Suite, selection: Selection) -> dict[str, Item]:
