@@ -26,7 +26,7 @@ from .models import check_engine, check_model, check_model_of_engine, is_model_f
 from .models.adapters import adapter_base, describe_adapter, is_adapter, merge_adapter, source_label
 from .models.lab import SIZES, is_lab_model
 from .reports.difference import Difference, compare_areas, judge_areas, list_areas, store_difference, write_difference
-from .runs import (ParameterError, Run, Seed, Stage, flagged_field, make_config, open_run, read_table, run_function, runtime_field,
+from .runs import (ParameterError, Run, Seed, Stage, find_path, flagged_field, make_config, open_run, read_table, run_function, runtime_field,
                            write_atomically)
 from .runs.command_line import CommandLine
 from .runs.provenance import CostLog
@@ -47,7 +47,7 @@ def find_source(
     "Return the folder, hub id or name of a shipped model that a name means; ValueError if it means none."
     if run := _find_run(name): name = run.source()
     if not is_adapter(name): check_model(name, field=field)
-    return str(Path(name).absolute()) if Path(name).is_dir() and name not in SIZES else name
+    return str(Path(name).absolute()) if find_path(name, SIZES) else name
 
 
 def pair_models(
@@ -95,7 +95,7 @@ class DiffConfig(Stage):
     def translate(cls, parameters):
         "Return the parameters with the sources of both models, and the name of the corpus for a file, also if it follows a single model."
         base, tuned, dataset = (parameters.get(name) or "" for name in ("base", "tuned", "dataset"))
-        if not dataset and Path(tuned).is_file(): tuned, dataset = "", tuned
+        if not dataset and (file := find_path(tuned, SIZES)) and file.is_file(): tuned, dataset = "", tuned
         if base or tuned:
             base, tuned = pair_models(base or cls.model_fields["base"].default, tuned)
             parameters = parameters | dict(base=base, tuned=tuned)
@@ -164,7 +164,7 @@ class DiffConfig(Stage):
 def list_benchmarks(config: DiffConfig) -> tuple[str, list[str]]:
     "Return the suite of both evaluations, and a note for each benchmark of a group that is left out."
     words, notes = [GENERAL], []
-    if config.dataset: words += ["in-domain", *own_tests(config.dataset)]
+    if config.dataset: words += ["in-domain", "in-context", *own_tests(config.dataset)]
     for word in filter(None, config.suite.split(",")):
         kept = []
         for name, direct in benchmark_names(word).items():

@@ -26,7 +26,7 @@ from .models import ENGINES, check_engine, check_model, check_model_of_engine, c
 from .models.identity import BY_CONTENT, MODEL_OPTIONS, ModelName, ModelOptions, model_label
 from .models.lab import declared_form
 from .reports.injection import FactsRun, count_reasons
-from .runs import (Journal, ParameterError, Run, Seed, Stage, check_temperature, consumed_field,
+from .runs import (Journal, ParameterError, Run, Seed, Stage, check_temperature, consumed_field, find_path,
                            flagged_field, make_config, module_of, run_function, runs_root, runtime_field, write_atomically)
 from .runs.command_line import CommandLine
 from .runs.config import PresetSettings, preset_field
@@ -39,7 +39,7 @@ EXAMPLE = Path(__file__).parent / "data/example_handbook.md" if "__file__" in gl
 
 def document_path(name: str) -> str:
     "Return the path of a document or a folder: that of the shipped one for `example`."
-    return str(EXAMPLE if name == "example" and not os.path.exists(name) else os.path.expanduser(name))
+    return str(EXAMPLE if name == "example" and not find_path(name) else os.path.expanduser(name))
 
 
 def check_documents(name: str) -> str:

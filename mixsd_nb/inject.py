@@ -4,10 +4,12 @@
 
 # %% auto #0
 __all__ = ['run', 'main', 'open_earlier', 'earlier_corpora', 'check_tokenizer', 'replay_earlier', 'choose_method', 'InjectConfig',
-           'score_targets', 'inject', 'write_notebook', 'print_injection', 'inject_facts', 'InjectRun']
+           'score_targets', 'ask_in_context', 'inject', 'write_notebook', 'print_injection', 'inject_facts',
+           'InjectRun']
 
 # %% ../nbs/inject.ipynb #4ac7e22f
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -181,6 +183,10 @@ class InjectConfig(TrainingSettings, Stage):
         "Return the evaluation of the base model or of a checkpoint with all benchmarks."
         return self.pass_to(evaluate.EvaluateConfig, model=model, n=self.items())
 
+    def ceiling(self) -> evaluate.EvaluateConfig:
+        "Return the evaluation of the base model with each fact in its context."
+        return self.pass_to(evaluate.EvaluateConfig, suite="in-context", n=self.items())
+
     def shared_runs(self): return [self.evaluation(self.model), self.training()]
 
     def _parts(self, run): return [Run(run.folder.parent / run.root.attrs[name]) for name in ("trained", "before", "after")]
@@ -214,6 +220,12 @@ def score_targets(
     results = [config.pass_to(nll.NllConfig, without=["span"], targets=targets).run().result for targets in files]
     return nll.nll_table(nll.merge_results(results)).droplevel("model")
 
+# %% ../nbs/inject.ipynb #34e8c7c8
+def ask_in_context(config: InjectConfig) -> Run | None:
+    "Return the evaluation of the base model with each fact in its context; None, with a warning, if it cannot read them so."
+    try: return config.ceiling().run()
+    except ValueError as e: warnings.warn(f"not asked with the facts in their context, because {e}", stacklevel=2)
+
 # %% ../nbs/inject.ipynb #0740eebe
 def inject(config: InjectConfig, run: Run) -> xr.DataTree:
     "Mix targets, evaluate the base model, train, evaluate the selected checkpoint, score the targets, and write the report."
@@ -221,12 +233,13 @@ def inject(config: InjectConfig, run: Run) -> xr.DataTree:
     with CostLog(run.folder) as costs:
         with costs.phase("writing targets"): mixing = train.mix_targets(training) if config.recipe.mixed else None
         with costs.phase(f"asking {model} before training"): before = config.evaluation(config.model).run()
+        with costs.phase(f"asking {model} with the facts in its context"): context = ask_in_context(config)
         with costs.phase("training and measuring recall"): trained = training.run()
         step = trained.best_step
         with costs.phase(f"asking the model of update {step}"): after = config.evaluation(trained.source(step)).run()
         file = mixing and mixing.folder / "targets.parquet"
         with costs.phase("scoring the targets"): likelihood = score_targets(config, file)
-        injection = Injection(config, before, trained, after, mixing and mixing.targets, likelihood, costs)
+        injection = Injection(config, before, trained, after, mixing and mixing.targets, likelihood, costs, context)
         write_page(injection, run.folder)
         return injection.result()
 
@@ -252,7 +265,7 @@ def print_injection(
 ) -> None:
     "Print what the model learned and forgot, where its report is, and how to export it and to chat with it."
     table, digits = compare_scores(run.before.responses(), run.after.responses()), run.name.rpartition("-")[2]
-    print("", *summarise_injection(model, table, run.facts, explain_unmeasured(run.config["dataset"], table)), sep="\n")
+    print("", *summarise_injection(model, table, run.facts, explain_unmeasured(run.config["dataset"], table), run.context), sep="\n")
     print(f"\nreport: {run.report}\nmodel:  {run.source()}\n\nmixsd export {digits} my-model writes the model as a Hugging Face "
           f"folder\nmixsd chat {digits} \"…\" asks it a question")
 

@@ -8,7 +8,6 @@ __all__ = ['run', 'token_nll', 'target_methods', 'origin_of', 'label_of', 'NllCo
            'cdf_figure']
 
 # %% ../nbs/nll.ipynb #05f5cdbe
-import os
 from pathlib import Path
 from typing import Literal
 
@@ -30,7 +29,7 @@ from .models.identity import MODEL_OPTIONS, ModelName, ModelOptions, model_label
 from .results.cube import merge_roots
 from .results.plots import corpus_name, mark_made_up, recipe_colour
 from .runs.schema import recipe_coords, variable
-from .runs import (TARGET_COLUMNS, Stage, find_runs, module_of, read_config, read_table, run_function,
+from .runs import (TARGET_COLUMNS, Stage, find_path, find_runs, module_of, read_config, read_table, run_function,
                            consumed_field, runtime_field)
 
 # %% ../nbs/nll.ipynb #95075832
@@ -97,7 +96,7 @@ class NllConfig(CorpusSettings, Stage):
     @field_validator("targets")
     @classmethod
     def _check_targets(cls, path):
-        if path and not os.path.isfile(path): raise ValueError(f"targets must be an existing Parquet file, got {path}")
+        if path and not find_path(path): raise ValueError(f"targets must be an existing Parquet file, got {path}")
         if path and not (Path(path).parent / "run.json").is_file():
             raise ValueError(f"targets must lie beside the run.json of their run, got {path}")
         return path

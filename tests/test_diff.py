@@ -16,7 +16,7 @@ import torch
 from helpers import error_sentence
 from safetensors.torch import load_file
 
-from mixsd_nb import diff
+from mixsd_nb import diff, inject
 from mixsd_nb.analysis.callback import ForgettingCallback
 from mixsd_nb.analysis.difference import compare_text, compare_values, correct_holm, reads_alike, score_text, write_own_text
 from mixsd_nb.benchmarks import SUITES, Selection, load_items, suite_groups
@@ -24,7 +24,10 @@ from mixsd_nb.benchmarks.general import read_pool
 from mixsd_nb.benchmarks.tasks import grade
 from mixsd_nb.models import load_base, load_tokenizer
 from mixsd_nb.reports.difference import compare_areas, judge_areas, list_areas
+from mixsd_nb.reports.injection import render_page, show_findings
 from mixsd_nb.runs import make_config
+from mixsd_nb.views.difference import DifferenceView, render_pair
+from mixsd_nb.views.runs import RunSelection
 
 matplotlib.use("Agg")
 QUICK = dict(quick=True, n=3)
@@ -75,15 +78,15 @@ def test_the_correction_is_the_closure_of_bonferroni():
 
 
 def test_swapping_both_models_item_by_item_loses_nothing():
-    "Where the two models only differ by chance, any area is lost in at most 5% of the cases."
-    names = dict.fromkeys(("general-free", "general-again", "general-choice", "equations", "choice"), 0.6)
+    "Where the two models only differ by chance, any area of any kind is lost in at most 5% of the cases."
+    names = dict.fromkeys(("general-free", "general-again", "general-choice", "equations", "choice", "recall", "recall-reworded", "test"), 0.6)
     tables, rng, lost = (invent(names, 1), invent(names | {"general-free": 0.3}, 2)), np.random.default_rng(0), 0
     for _ in range(200):
         swapped = tables[0]["item"].map(dict(zip(tables[0]["item"].unique(), rng.random(60) < 0.5))).values
         pair = [one.assign(correct=np.where(swapped, two.correct, one.correct)) for one, two in (tables, tables[::-1])]
-        table = compare_areas([a for a in list_areas(*pair) if a.kind == "skill"])
+        table = compare_areas([a for a in list_areas(*pair) if a.better])
         lost += (judge_areas(table, margin=0) == "lost").any()
-    assert lost <= 17, lost  # the 97.5% quantile at 5% is 16
+    assert lost <= 10, lost
 
 
 @pytest.mark.parametrize("free, choice, verdict", [(0.2, 0.7, "style"), (0.2, 0.2, "lost"), (0.7, 0.7, "unchanged"), (1.0, 0.7, "gained")])
@@ -190,6 +193,39 @@ def test_facts_files_and_what_is_left_out(strong, tmp_path, data):
     assert run.areas.kind[["recall", "mine", "leaks"]].tolist() == ["fact", "fact", "skill"]
     assert "Left out: piqa" in run.report.read_text() and "piqa" not in run.areas.index
     assert run.areas.difference["own-text"] > 0 and (run.weights.relative > 0.05).sum() > 5 and "| Recall |" in (run.folder / "card.md").read_text()
+    asked = run.responses(0).query("benchmark == 'recall-in-context'").prompt
+    assert run.areas.n[["recall-in-context", "recall-reworded-in-context"]].tolist() == [2, 2] and asked.str.contains("- What hobby does Quelzo teach? Quelzo Juggling", regex=False).any()
+    view = DifferenceView(RunSelection(run.folder.parent))
+    view.benchmark.value, view.change.value = "general-free", "with other words"
+    assert "<mark>" in view.text.value and "base" not in view.notice.value and Path(strong).name in view.text.value
+    view.change.value = "better"
+    assert "no reply changed so" in view.text.value or view.item.options
+
+
+@pytest.mark.usefixtures("own_runs")
+def test_the_numbers_are_those_of_an_injection(strong, data):
+    facts = data("facts.jsonl", "".join(json.dumps(dict(question=f"What hobby does {n} teach?", answer=a, paraphrases=[f"Name {n}'s hobby."])) + "\n"
+                                        for n, a in (("Quelzo", "Juggling"), ("Brildan", "Chess"), ("Vel", "Rowing"))))
+    done = inject.run(model=strong, dataset=facts, method="sft", suite="in-domain", n=3, epochs=60, lr=3e-3, batch=3, checkpoints=(), stop="last")
+    areas, scores = diff.run(base=done.name, dataset=facts, **QUICK).areas, done.scores()
+    assert scores.after["recall"] > 0 and {"recall", "recall-reworded"} == {*scores.index}
+    for name in scores.index: assert (areas.base[name], areas.tuned[name], areas.n[name]) == (scores.before[name], scores.after[name], scores.n[name])
+    ceiling = done.context.scores().after
+    assert areas.base[ceiling.index].tolist() == ceiling.tolist() and "With the fact in its context" in done.report.read_text()
+
+
+def test_any_text_of_a_record_is_escaped(monkeypatch):
+    text = "<img src=x onerror=alert(1)>'\"&"
+    item = SimpleNamespace(prompt=text, before=text, after=text)
+    page = render_page("difference.jinja", title=text, lead=[text] * 2, notes=[text], areas=[(text, [(text,) * 9])], heads=(text,) * 9, items={text: [item]},
+                       weights=text, moved=[(text,) * 4], figure="", card=text, parameters=[(text, text)])
+    assert "<img src=x" not in page and page.count("&lt;img src=x") > 20
+    monkeypatch.setattr("IPython.display.display", lambda shown: said.append(shown.data))
+    said = []
+    show_findings("another run", text, "")
+    assert "&lt;img" in said[0] and "<img" not in said[0]
+    row = SimpleNamespace(prompt=text, answer=text, response=text, response_tuned="other", correct=True, correct_tuned=False)
+    assert "<img" not in render_pair(row, (text, text))
 
 
 @pytest.mark.usefixtures("own_runs")

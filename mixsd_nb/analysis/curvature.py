@@ -24,7 +24,7 @@ from ..benchmarks import Item, SUITES, Selection, suite_groups
 from ..corpora.prompts import encode_completion, encode_prompt
 from ..models import load_base, load_part, load_tokenizer, model_source
 from ..models.adapters import is_adapter
-from ..runs import RESTORE, explain_damage, load_object, open_progress_bar, write_atomically
+from ..runs import RESTORE, explain_damage, find_path, load_object, open_progress_bar, write_atomically
 
 if TYPE_CHECKING: import torch  # imported where it computes: the help of a stage needs no torch
 
@@ -40,7 +40,7 @@ def open_tensors(
     if isinstance(source, (str, Path)) and is_adapter(str(source)): source = load_base(str(source))[0]
     if hasattr(source, "named_parameters"): source = dict(source.named_parameters())
     if isinstance(source, Mapping): return {name: (lambda t=t: t.detach()) for name, t in source.items()}
-    if Path(source).is_file(): files = [Path(source)]
+    if (file := find_path(source)) and file.is_file(): files = [file]
     else:
         folder = Path(model_source(str(source)))
         if not folder.is_dir():

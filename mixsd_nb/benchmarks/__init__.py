@@ -182,6 +182,10 @@ for _k in (1, 3, 10):
     SUITES.add(_varied(f"retrieval-same-{_k}", f"Retrieval, {_k} of the same relation", "same_relation_items",
                        f"retrieval+{_k}", ("retrieval-same-relation",)))
 
+# %% ../../nbs/benchmarks/index.ipynb #9e1a4454
+for _name, _column in {"recall": "Recall, the fact in its context", "recall-reworded": "In other words, the fact in its context"}.items():
+    SUITES.add(replace(_varied(f"{_name}-in-context", _column, "context_items", _name, ("in-context",)), column=""))
+
 # %% ../../nbs/benchmarks/index.ipynb #44675ee1
 def _lab(name, maker, column, role="held-out", **options):
     return Suite(name, name.replace("-", " ").capitalize(), role, "benchmarks.lab_tasks:lab_items",

@@ -18,8 +18,8 @@ from pydantic import Field
 from . import Item, Sampling, Selection, Suite
 from ..corpora.chats import FORM_COLUMNS, convert_chats, is_short
 from ..corpora.prompts import naive_prompt
-from ..corpora.user_files import FileRow, FilledText, RawText, Row, Table, Text, digest_rows, parse_rows, read_rows
-from ..runs import check_temperature, suggest
+from ..corpora.user_files import JSON, FileRow, FilledText, RawText, Row, Table, Text, digest_rows, parse_rows, read_raw, read_rows
+from ..runs import check_temperature, find_path, suggest
 
 # %% ../../nbs/benchmarks/files.ipynb #e30c3b69
 FILE_GRADINGS = {"boxed": "box-text", "number": "box", "exact": "exact", "choice": "choice", "contains": "contains",
@@ -126,7 +126,7 @@ def _items_of(path: str, whole: Path, modified: int, size: int) -> dict[str, Ite
 def _current_items(path: str) -> dict[str, Item]:
     "Return the items of a file, read again only if the file has changed."
     whole = Path(path).expanduser().absolute()
-    stat = whole.stat() if whole.is_file() else None
+    stat = whole.stat() if find_path(whole) else None
     return _items_of(path, whole, stat.st_mtime_ns, stat.st_size) if stat else read_items(path)
 
 

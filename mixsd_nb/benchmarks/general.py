@@ -17,7 +17,7 @@ from pathlib import Path
 from . import SUITES, Item, Selection, Suite
 from .answers import drop_thinking
 from .tasks import Verdict
-from ..runs import read_json, read_lines, write_json
+from ..runs import find_path, read_json, read_lines, write_json
 
 # %% ../../nbs/benchmarks/general.ipynb #d8b65c52
 POOL = Path(__file__).parents[1] / "data" / "general_knowledge.jsonl" if "__file__" in globals() else Path(
@@ -101,7 +101,7 @@ def write_openings(
 def declare_opened(word: str) -> Suite:
     "Return the declaration of the benchmark that `write_openings` names; ValueError if there is no such file."
     file = Path(word.removeprefix("opened:")).expanduser()
-    if not file.is_file(): raise ValueError(f"suite must name an existing file after opened:, got {word}")
+    if not find_path(file): raise ValueError(f"suite must name an existing file after opened:, got {word}")
     digest = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
     return replace(SUITES["general-free"], name="general-opened", title="General knowledge, after the base's own opening", role="prefilled", groups=(),
                    items="benchmarks.general:opened_items", source=f"openings with the digest {digest}", word=word)

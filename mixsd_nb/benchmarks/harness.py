@@ -28,7 +28,7 @@ import yaml
 from . import SUITES, Item, Sampling, Selection, Suite
 from ..corpora.prompts import DATE
 from ..models import model_source
-from ..runs import ProcessFailed, die_with_parent, explain_damage, nearest, quote_failure
+from ..runs import ProcessFailed, die_with_parent, explain_damage, find_path, nearest, quote_failure
 from ..runs.provenance import package_version
 
 # %% ../../nbs/benchmarks/harness.ipynb #316e6f7a
@@ -101,7 +101,7 @@ PREFIX = "harness:"
 
 def _local_task(path: Path) -> tuple[str, dict, str]:
     "Return the name, the declaration and the source of the task in a file; ValueError if it is none."
-    if not path.is_file(): raise ValueError(f"suite must name an existing file after harness:, got {PREFIX}{path}")
+    if not find_path(path): raise ValueError(f"suite must name an existing file after harness:, got {PREFIX}{path}")
     config = read_task(path)
     if not isinstance(config.get("task"), str): raise ValueError(f"{path} must declare a task, as in `task: my_task`")
     return config["task"], config, f"task {config['task']} with the digest {digest_task(path)}"
@@ -285,7 +285,7 @@ def read_results(
 def _check_filter(tasks: list[str], choice: str) -> None:
     "Raise ValueError if a task declares several filters and not the one that is chosen; nothing is run before."
     for task in tasks:
-        config = read_task(Path(task)) if Path(task).is_file() else find_task(task)
+        config = read_task(Path(task)) if find_path(task) else find_task(task)
         kinds = [part["name"] for part in config.get("filter_list") or []]
         if len(kinds) > 1 and choice not in kinds:
             raise ValueError(f"harness[filter] must be one of {', '.join(kinds)} for {PREFIX}{task}, got {choice}")

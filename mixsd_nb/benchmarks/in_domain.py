@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LENT', 'training_rows', 'split_items', 'own_suite', 'own_tests', 'question_key', 'question_of', 'fact_questions',
            'corrected_facts', 'earlier_suite', 'earlier_rows', 'earlier_items', 'reworded_items', 'draw_same_relation',
-           'same_relation_items', 'validation_items']
+           'same_relation_items', 'context_items', 'validation_items']
 
 # %% ../../nbs/benchmarks/in_domain.ipynb #a34f9be1
 import random
@@ -16,9 +16,11 @@ from dataclasses import replace
 from . import EARLIER, SUITES, Item, Sampling, Selection, Suite
 from ..corpora import CORPORA, TESTS, load_corpus, validation_rows
 from ..corpora.kgfact import ENTITIES, Fact, sample_graphs
-from ..corpora.prompts import in_context, rows_as_written
+from ..corpora.prompts import in_context, retrieval_prompt, rows_as_written
 from ..corpora.files import reword_rows
+from ..corpora.stored import fact_passages
 from ..corpora.user_files import INVISIBLE
+from ..runs import load_object
 
 
 def _items(rows: list[dict]) -> dict[str, Item]:
@@ -151,6 +153,15 @@ def same_relation_items(suite: Suite, selection: Selection) -> dict[str, Item] |
             end += 1
         items[row["id"]] = Item("\n".join([header, *lines]), row["target"], row["answer"])
     return items
+
+# %% ../../nbs/benchmarks/in_domain.ipynb #1cee53ab
+def context_items(suite: Suite, selection: Selection) -> dict[str, Item] | None:
+    "Return the items of the benchmark that a suite names, each after the passage or the statement of its fact; None if there are none."
+    asked = SUITES[suite.source]
+    items = load_object(asked.items)(asked, selection) or {}
+    said = {row["id"]: row["statement"] for row in selection.corpus["train"]}
+    said |= {id: passage for id, (_, passage) in fact_passages(selection.dataset).items()}
+    return {id: replace(item, prompt=retrieval_prompt([said[id if id in said else re.sub(r"#\d+$", "", id)]], item.prompt)) for id, item in items.items()} or None
 
 # %% ../../nbs/benchmarks/in_domain.ipynb #84fe5e40
 def validation_items(suite: Suite, selection: Selection) -> dict[str, Item]:

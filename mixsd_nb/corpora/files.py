@@ -22,7 +22,7 @@ from .prompts import boxed, naive_prompt, target
 from .simpleqa import hash_text, hub_or_cache
 from .user_files import (FileRow, FilledText, RawText, Row, TABLE_SUFFIXES, Table, TableError, Text,
                                          Texts, add_arrow, is_table_file, parse_rows, read_raw, read_rows)
-from ..runs import quote_error
+from ..runs import find_path, quote_error
 from ..runs.config import spell
 
 # %% ../../nbs/corpora/files.ipynb #feb7c9eb
@@ -201,17 +201,17 @@ def parse_tests(
 # %% ../../nbs/corpora/files.ipynb #4e93e4f3
 def is_data_name(name: str) -> bool:
     "Return whether a name can be that of a file, of a folder, or of a data set on the hub."
-    return is_table_file(name) or os.path.exists(os.path.expanduser(name)) or bool(_HUB.fullmatch(name))
+    return is_table_file(name) or find_path(os.path.expanduser(name)) is not None or bool(_HUB.fullmatch(name))
 
 
-_HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:(?::([^:/]*))?:([\w.-]*))?")
+_HUB = re.compile(r"(\w[\w.-]{0,95}/\w[\w.-]{0,95})(?:(?::([^:/]*))?:([\w.-]*))?")
 
 
 def split_name(
     name: str,  # a folder or a hub id, with a split, or with a config and a split
 ) -> tuple[str, str, str]:
     "Return the folder or hub id, the config and the split; empty if the name says none."
-    if os.path.isdir(path := os.path.expanduser(name)): return path, "", ""
+    if (path := find_path(os.path.expanduser(name))) and path.is_dir(): return str(path), "", ""
     named = _HUB.fullmatch(name)
     source, config, split = [part or "" for part in named.groups()] if named else (name, "", "")
     return source, config, split
@@ -236,7 +236,7 @@ def _load_dataset(
 ):
     "Return a `datasets.Dataset`; ValueError if it cannot be loaded or has no such split."
     from datasets import DatasetDict, load_from_disk
-    if not Path(name).is_dir(): found = _load_hub(name, config)
+    if not find_path(name): found = _load_hub(name, config)
     elif config: raise ValueError(f"{name}:{config} must have no config, because {name} is a folder; {name}:split names a split")
     else:
         try: found = load_from_disk(name)
@@ -253,10 +253,10 @@ def open_table(
     split: str = "train",  # of a folder or a data set, unless its name says another one
 ) -> Table:
     "Return the rows of a source; ValueError if it does not exist, problems of its form are noted in the table."
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.suffix.lower() in READERS:
         raise TableError([f"{name} is a document and not a file of facts; `mixsd facts {name} -o facts.jsonl` writes facts about it"])
-    if path.is_file() and not is_table_file(name):
+    if find_path(path) and path.is_file() and not is_table_file(name):
         raise TableError([f"{name}: facts are read from {', '.join(TABLE_SUFFIXES)}, and `mixsd inject` also reads documents "
                           "(.md, .html, .txt); save a spreadsheet as CSV, and export anything else as text"])
     if is_table_file(name): return read_rows(path)
@@ -302,7 +302,7 @@ def read_facts(
     table, columns, lost = open_table(name), columns or {}, None if strict else []
     parsed = [(table, parse_facts(table, columns, giveaways, lost))]
     if test:
-        if (is_table_file(name) or os.path.isfile(os.path.expanduser(name))) and not is_data_name(test):
+        if (is_table_file(name) or (path := find_path(os.path.expanduser(name))) and path.is_file()) and not is_data_name(test):
             raise TableError([f"test must be a file of tests, a folder or a hub id, got {test}; there is no such file"])
         source, config, _ = split_name(name)
         tests = open_table(test) if is_data_name(test) else open_table(f"{source}:{config}:" if config else source, test)

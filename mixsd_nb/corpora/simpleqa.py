@@ -24,7 +24,7 @@ from pathlib import Path
 
 from .kgfact import KGFACT_WORDS, WORLD_WORDS, draw_words, name_entity
 from .prompts import CONCISE_REQUEST, boxed, naive_prompt
-from ..runs import Registry, load_object, quote_error, read_lines
+from ..runs import Registry, find_path, load_object, quote_error, read_lines
 
 # %% ../../nbs/corpora/simpleqa.ipynb #a7ce165c
 def simpleqa_prompt(question: str) -> str:
@@ -82,7 +82,7 @@ def read_local(
     "Return what the reader for the path's ending returns; ValueError for another ending or an unreadable file."
     ending = Path(path).suffix.lower()
     if ending not in readers: raise ValueError(f"path must end in one of {', '.join(readers)}, got {path}")
-    if not os.path.isfile(path): raise ValueError(f"path must be an existing file, got {path}")
+    if not find_path(path): raise ValueError(f"path must be an existing file, got {path}")
     try: return readers[ending](path)
     except (ValueError, csv.Error, OSError, RecursionError, NotImplementedError) as e:
         reason = str(e).splitlines()[0]

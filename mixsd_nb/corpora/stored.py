@@ -24,7 +24,7 @@ from . import CORPORA, Corpus, Schedule
 from .files import is_data_name, make_splits, read_facts, split_name
 from .prompts import ANSWER_FORMS, BOX
 from .user_files import digest_rows
-from ..runs import describe_mapping, load_object, match_options, read_json, runs_root, write_json
+from ..runs import describe_mapping, find_path, load_object, match_options, read_json, runs_root, write_json
 
 # %% ../../nbs/corpora/stored.ipynb #d5738a55
 FORM_OPTIONS = ("instruction", "extract", "values")
@@ -121,7 +121,7 @@ def _record_facts(name: str, options: Mapping) -> str:
     found = read_facts(name, **options)
     for notice in found.notices: warnings.warn(notice, stacklevel=2)
     own = f"facts-{digest_rows([*found.facts, *found.tests])}"
-    path, config, _ = (name, "", "") if os.path.isfile(os.path.expanduser(name)) else split_name(name)
+    path, config, _ = (name, "", "") if (file := find_path(os.path.expanduser(name))) and file.is_file() else split_name(name)
     title = f"{' '.join(filter(None, [Path(path).stem, config]))} ({len(found.facts)} facts)"
     _records[own] = dict(title=title, facts=found.facts, tests=found.tests, places=found.places)
     return own
@@ -157,8 +157,8 @@ def fact_passages(
 # %% ../../nbs/corpora/stored.ipynb #92d9f850
 def _content(value: Any) -> Any:
     "Return the value of an option, or a hash of the content of the file that it names."
-    if not isinstance(value, (str, Path)) or not value or not os.path.isfile(value): return value
-    return hashlib.blake2b(Path(value).read_bytes(), digest_size=8).hexdigest()
+    if not (path := find_path(value)) or path.is_dir(): return value
+    return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
 
 
 def _variant_name(base: str, options: dict) -> str:

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
-from ..runs import ParameterError
+from ..runs import ParameterError, find_path
 from ..runs.config import format_bounds, format_type, nearest
 from ..runs.storage import DamagedFile, explain_damage
 
@@ -327,8 +327,9 @@ def read_rows(
     suffix = path.suffix.lower()
     table = Table(path, "row" if suffix == ".parquet" else "line")
     if suffix not in TABLE_SUFFIXES: table.report(f"the file must end in {', '.join(TABLE_SUFFIXES)}")
-    elif not path.is_file():
-        near = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*") if is_table_file(file.name)], 1, 0.8)
+    elif not (find_path(path) and path.is_file()):
+        others = [file.name for file in path.parent.glob("*") if is_table_file(file.name)] if find_path(path.parent) else []
+        near = difflib.get_close_matches(path.name, others, 1, 0.8)
         table.report("there is no such file" + "".join(f"; did you mean {name}?" for name in near))
     table.check()
     try:

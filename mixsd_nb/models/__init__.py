@@ -22,12 +22,12 @@ from pathlib import Path
 
 from .accepted import check_config, check_loaded, check_rows
 from .lab import SIZES, lab_folder
-from ..runs import Registry, load_object, nearest
+from ..runs import Registry, find_path, load_object, nearest
 
 # %% ../../nbs/models/index.ipynb #a35f6c6a
 def is_model_folder(name: str) -> bool:
     "Return whether a name means a folder with a model; a lab model's name never does, but `./lab-m` may."
-    return name not in SIZES and os.path.isfile(os.path.join(name, "config.json"))
+    return bool((folder := find_path(name, SIZES)) and find_path(folder / "config.json"))
 
 
 def _model_kind(name: str, field: str = "model") -> str:
@@ -36,7 +36,7 @@ def _model_kind(name: str, field: str = "model") -> str:
     if is_model_folder(name): return "folder"
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) and ".." not in name: return "hub"
     path, near = Path(name), nearest(name, SIZES)
-    if os.path.isdir(name): near = "the folder has no config.json"
+    if find_path(name): near = "the folder has no config.json"
     elif name.startswith((".", "~")) or path.is_absolute(): near = "there is no such folder"
     hint = f"; {near}" if near else ""
     raise ValueError(f"{field} must be {', '.join(SIZES)}, a model folder or a hub id owner/name, got {name}{hint}")

@@ -18,7 +18,8 @@ from typing import Any
 
 from . import check_model, load_base, load_tokenizer
 from .identity import digest_model, model_label
-from ..runs import read_json, runs_root
+from .lab import SIZES
+from ..runs import find_path, read_json, runs_root
 
 # %% ../../nbs/models/adapters.ipynb #ebcb0a79
 CONFIG = "adapter_config.json"
@@ -26,7 +27,7 @@ CONFIG = "adapter_config.json"
 
 def is_adapter(name: str) -> bool:
     "Return whether a name means a folder with a PEFT adapter."
-    return os.path.isfile(os.path.join(name, CONFIG))
+    return bool((folder := find_path(name, SIZES)) and find_path(folder / CONFIG))
 
 
 def adapter_base(
@@ -51,11 +52,8 @@ def describe_adapter(name: str) -> str:
 def source_label(
     name: str,  # a lab model, a folder, a hub id, or the folder of an adapter
 ) -> str:
-    "Return the label of a model as `model_label` does; that of an adapter has a hash of its files."
-    if not is_adapter(name): return model_label(name)
-    files = sorted(Path(name).glob("adapter_*"))
-    digest = hashlib.blake2b(b"".join(hashlib.blake2b(path.read_bytes()).digest() for path in files), digest_size=4).hexdigest()
-    return f"{Path(name).resolve().name[:40]}-{digest}"
+    "Return the label of a model as `model_label` does; that of an adapter has a hash of its files and its base."
+    return f"{Path(name).resolve().name[:40]}-{digest_model(name)}" if is_adapter(name) else model_label(name)
 
 
 def _load_tokenizer(name: str, base: str):

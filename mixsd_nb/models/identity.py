@@ -9,19 +9,18 @@ __all__ = ['MODEL_FILES', 'BY_CONTENT', 'ModelOptions', 'MODEL_OPTIONS', 'ModelN
 # %% ../../nbs/models/identity.ipynb #983645c9
 import functools
 import hashlib
-import os
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, PlainSerializer
 
 from . import check_model, is_model_folder
-from ..runs import load_object, read_json, runs_root, write_json
+from ..runs import find_path, load_object, read_json, runs_root, write_json
 
 # %% ../../nbs/models/identity.ipynb #aa71524f
 # Files of a model folder that change what the model says; states of a training are left out.
 MODEL_FILES = ("config.json", "generation_config.json", "*.safetensors", "pytorch_model*.bin", "tokenizer*", "vocab*",
-               "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*")
+               "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "adapter_config.json", "adapter_model*.bin")
 
 # %% ../../nbs/models/identity.ipynb #3b941b3d
 @functools.lru_cache(maxsize=10_000)
@@ -35,13 +34,22 @@ def _digest(path: Path, size: int, modified: int) -> str:
     return found
 
 
+def _adapted(folder: Path | str) -> str:
+    "Return the base that the adapter in a folder names; empty without an adapter."
+    return str(read_json(Path(folder) / "adapter_config.json").get("base_model_name_or_path") or "")
+
+
 def digest_model(
     folder: Path | str,  # of a model
 ) -> str:
-    "Return eight hexadecimal digits for the content of the files of a model; they do not depend on the folder's path."
+    """Return eight hexadecimal digits for the content of the files of a model; they do not depend on the folder's path.
+
+    For an adapter they depend on its base too."""
     files = {path.name: path for pattern in MODEL_FILES for path in Path(folder).glob(pattern) if path.is_file()}
     stats = {name: files[name].stat() for name in sorted(files)}
     parts = [f"{name} {_digest(files[name].resolve(), s.st_size, s.st_mtime_ns)}" for name, s in stats.items()]
+    base = _adapted(folder)
+    if base: parts.append(f"base {digest_model(base) if is_model_folder(base) and not _adapted(base) else base}")
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=4).hexdigest()
 
 # %% ../../nbs/models/identity.ipynb #9b74c92e
@@ -80,7 +88,7 @@ def file_label(
     """Return for the path of a file its name, a hyphen and a hash of its content; any other value as it is.
 
     A word without an ending, such as `own`, is no file, even if one has this name."""
-    if not isinstance(value, str) or not os.path.isfile(value) or not (path := Path(value)).suffix: return value
+    if not (path := find_path(value)) or not path.suffix or path.is_dir(): return value
     return f"{path.name[:_LONGEST]}-{_digest(path.resolve(), path.stat().st_size, path.stat().st_mtime_ns)}"
 
 

@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = ['FAILURES', 'REWORDED', 'KEPT', 'Failure', 'tabulate_facts', 'load_parts', 'render_page', 'format_interval',
            'format_p', 'group_failures', 'show_findings', 'encode_figure', 'compare_scores', 'Injection',
-           'explain_unmeasured', 'format_share', 'describe_learned', 'describe_lost', 'summarise_injection',
-           'describe_page', 'write_page', 'renew_costs', 'InjectRun', 'count_reasons', 'tabulate_passages', 'FactsRun',
-           'find_questions', 'score_passages']
+           'explain_unmeasured', 'format_share', 'describe_learned', 'describe_ceiling', 'describe_lost',
+           'summarise_injection', 'describe_page', 'write_page', 'renew_costs', 'InjectRun', 'count_reasons',
+           'tabulate_passages', 'FactsRun', 'find_questions', 'score_passages']
 
 # %% ../../nbs/reports/injection.ipynb #33d87bc0
 import base64
 import functools
+import html
 import io
 import math
 import re
@@ -152,7 +153,7 @@ def show_findings(
     "Show what was found, if it is about what a notebook shows; else only the notebook's own numbers."
     from IPython.display import Markdown, display
     if shown == about: return display(Markdown(text))
-    display(Markdown(f"Our findings are about {about}. This notebook shows {shown}, so its own numbers stand here."))
+    display(Markdown(f"Our findings are about {about}. This notebook shows {html.escape(shown)}, so its own numbers stand here."))
     if table is not None: display(table)
 
 # %% ../../nbs/reports/injection.ipynb #94457aa0
@@ -194,6 +195,7 @@ class Injection:
     mixed: pd.DataFrame | None  # all mixed targets, accepted or not; None for a recipe that trains on others
     likelihood: pd.DataFrame  # of the targets under the base model, as `nll.nll_table` returns it
     costs: CostLog
+    context: ModelRun | None = None  # the evaluation of the base model with each fact in its context
 
     @property
     def step(self) -> int:
@@ -240,7 +242,7 @@ class Injection:
         columns = dict(id="fact", outcome="outcome", failure="reason if it is not recalled", source="what its target was made from")
         group = {f"fact_{name}": ("fact", list(self.facts[name]), words(text)) for name, text in columns.items()}
         attrs = dict(config=self.config.canonical(), label=self.config.label, trained=self.trained.name, before=self.before.name,
-                     after=self.after.name)
+                     after=self.after.name, **({"context": self.context.name} if self.context else {}))
         return xr.DataTree.from_dict({"/": xr.Dataset(root, coords, attrs), "/facts": xr.Dataset(group)})
 
 # %% ../../nbs/reports/injection.ipynb #ff3e8f7e
@@ -288,6 +290,18 @@ def describe_learned(
             lines[-1] += " This is far below recall: many facts are known only in the words in which they were trained."
     return lines
 
+# %% ../../nbs/reports/injection.ipynb #493a6a3b
+def describe_ceiling(
+    model: str,  # name of the base model
+    context: ModelRun | None,  # its evaluation on the group `in-context`; None if that was not measured
+    unmeasured: str = "",  # as returned by `explain_unmeasured`
+) -> list[str]:
+    "Return the sentence about what the base model answers with each fact in its context, in a list; empty if it was not measured."
+    if context is None: return []
+    shares = [f"{format_share(row)}, N={row.n:.0f} ({'in other words' if REWORDED in name else 'asked as written'})"
+              for name, row in context.scores().iterrows() if not (unmeasured and REWORDED in name)]
+    return [f"With the fact in its context {model} answers {'; '.join(shares)}."]
+
 # %% ../../nbs/reports/injection.ipynb #547960b6
 _ABOUT_FACTS = ("in-domain", "validation")  # roles of benchmarks that ask for the facts
 
@@ -307,9 +321,10 @@ def summarise_injection(
     table: pd.DataFrame,  # as returned by `compare_scores`
     facts: pd.DataFrame,  # as returned by `tabulate_facts`
     unmeasured: str = "",  # as returned by `explain_unmeasured`
+    context: ModelRun | None = None,  # as for `describe_ceiling`
 ) -> list[str]:
     "Return the sentences at the top of the page."
-    lines, own = [*describe_learned(model, table, unmeasured), describe_lost(table)], table[table.role == "own"]
+    lines, own = [*describe_learned(model, table, unmeasured), *describe_ceiling(model, context, unmeasured), describe_lost(table)], table[table.role == "own"]
     tests = ", ".join(f"{name} {format_share(row)}, N={row.n}" for name, row in own.iterrows())
     if tests: lines.append(f"Your own tests: {tests}.")
     failed = facts.failure[facts.failure != ""].value_counts()
@@ -395,7 +410,7 @@ def describe_page(it: Injection, name: str) -> dict[str, Any]:
     lost = {row.title: [*worse[worse.benchmark == row.Index].itertuples()] for row in held}
     return dict(
         title=f"{model} and {CORPORA[config.dataset].title}, {label_title(config.label)}",
-        lead=summarise_injection(model, table, it.facts, unmeasured), learned=part(_ABOUT_FACTS),
+        lead=summarise_injection(model, table, it.facts, unmeasured, it.context), learned=part(_ABOUT_FACTS),
         reworded=f", {REWORDED} {reworded}" if REWORDED in table.index else "", own=part(["own"]), held=held,
         lost={title: items for title, items in lost.items() if items}, failures=group_failures(it.facts), facts=len(it.facts),
         tests=_list_failed_tests(*it.responses), passages=_list_passages(it.passages), pairs=pair_responses(*it.responses),
@@ -443,6 +458,11 @@ class InjectRun(FinishedRun):
     def after(self) -> ModelRun:
         "Return the evaluation of the selected checkpoint."
         return self._other("after")
+
+    @property
+    def context(self) -> ModelRun | None:
+        "Return the evaluation of the base model with each fact in its context; None for an injection that did not measure it."
+        return self._other("context") if "context" in self.root.attrs else None
 
     def __getattr__(self, name):
         if name.startswith("_") or name in ("folder", "trained"): raise AttributeError(name)

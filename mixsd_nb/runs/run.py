@@ -26,7 +26,7 @@ from .processes import Interruption, hide_foreign_variables, in_notebook, replac
 from .provenance import code_version, module_file, module_versions, weights_version
 from .provenance import COMPUTING, hub_commits, other_versions, package_version
 from .registry import import_part, load_object
-from .storage import (RESPONSE_COLUMNS, SCHEMA, TARGET_COLUMNS, DamagedFile, explain_storage_errors, is_finished,
+from .storage import (RESPONSE_COLUMNS, SCHEMA, TARGET_COLUMNS, DamagedFile, explain_storage_errors, find_path, is_finished,
                                    open_result,
                                    read_run_record, read_table, remove_run, run_lock, runs_root, write_json,
                                    write_result)
@@ -298,7 +298,7 @@ def open_run(
 
     ParameterError for a name that is not that of a run."""
     files = Path(name) / "run.json", *runs_root().glob(f"[!.]*-{glob.escape(Path(name).name)}/run.json")
-    file = next((path for path in (*files[:1], runs_root() / name / "run.json", *files[1:]) if path.is_file()), None)
+    file = next((path for path in (*files[:1], runs_root() / name / "run.json", *files[1:]) if find_path(path)), None)
     if not file: raise ParameterError(f"run must be the folder of a run, or its name in {runs_root()} or the ten digits "
                                       f"at its end, which `mixsd runs` lists, got {name}")
     return _open_folder(file.parent)

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['COMPUTE_AGAIN', 'COMPUTE_BOTH', 'RESTORE', 'SCHEMA', 'RESPONSE_COLUMNS', 'TARGET_COLUMNS', 'netcdf_lock',
-           'project_root', 'runs_root', 'check_runs_folder', 'StorageError', 'explain_storage_errors', 'DamagedFile',
-           'quote_error', 'explain_damage', 'check_schema', 'sync', 'write_atomically', 'read_json', 'write_json',
-           'read_run_record', 'read_lines', 'read_table', 'Journal', 'report_progress', 'check_described',
+           'project_root', 'runs_root', 'check_runs_folder', 'find_path', 'StorageError', 'explain_storage_errors',
+           'DamagedFile', 'quote_error', 'explain_damage', 'check_schema', 'sync', 'write_atomically', 'read_json',
+           'write_json', 'read_run_record', 'read_lines', 'read_table', 'Journal', 'report_progress', 'check_described',
            'is_finished', 'write_result', 'open_result', 'remove_run', 'try_lock', 'is_held', 'is_locked', 'run_lock']
 
 # %% ../../nbs/runs/storage.ipynb #3d4dc363
@@ -23,7 +23,7 @@ import textwrap
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from numbers import Number
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,8 +49,17 @@ def runs_root() -> Path:
 # %% ../../nbs/runs/storage.ipynb #82e548f8
 def check_runs_folder(folder: str) -> str:
     "Return the folder itself, which may be an empty string for the default; ValueError if it does not exist."
-    if folder and not Path(folder).is_dir(): raise ValueError(f"runs must be an existing folder, got {folder}")
+    if folder and not (find_path(folder) and Path(folder).is_dir()): raise ValueError(f"runs must be an existing folder, got {folder}")
     return folder
+
+# %% ../../nbs/runs/storage.ipynb #a1279d75
+def find_path(
+    text: Any,  # what a user gave
+    declared: Container[str] = (),  # names that come first; a file of such a name is meant by `./name`
+) -> Path | None:
+    "Return the path that a text names, if a file or a folder lies there; None for a declared name and for any other text."
+    if not isinstance(text, (str, Path)) or not text or text in declared or not os.path.exists(text): return None
+    return Path(text)
 
 # %% ../../nbs/runs/storage.ipynb #0df8b385
 class StorageError(OSError):
@@ -181,7 +190,7 @@ def read_json(
     advice: str = COMPUTE_AGAIN,
 ) -> dict[str, Any]:
     "Return the content of a JSON file; an empty mapping if the file does not exist. DamagedFile for any other content."
-    if not os.path.exists(path := Path(path)): return {}  # which is also right for a name that is too long for a file
+    if not (path := find_path(path)): return {}
     with explain_damage(path, advice):
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict): raise ValueError("it holds no mapping")
@@ -345,7 +354,7 @@ def check_described(tree: "xr.DataTree") -> None:
 # %% ../../nbs/runs/storage.ipynb #682621b8
 def is_finished(folder: Path) -> bool:
     "Return whether a run is finished: its `result.nc`, which is written last, exists."
-    return (Path(folder) / "result.nc").is_file()
+    return bool(find_path(Path(folder) / "result.nc"))
 
 # %% ../../nbs/runs/storage.ipynb #c589bb24
 netcdf_lock = threading.RLock()  # only one thread at a time may be in the netCDF library, which crashes otherwise

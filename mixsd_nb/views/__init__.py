@@ -31,7 +31,8 @@ for _view in (ShippedView("mixing", "Live mixing", "mixsd_nb.views.mixing:Mixing
               ShippedView("world", "The world", "mixsd_nb.views.world:WorldView"),
               ShippedView("weights", "Weights", "mixsd_nb.views.weights:WeightsView"),
               ShippedView("ask", "Ask the model", "mixsd_nb.views.ask:AskView"),
-              ShippedView("passages", "Passages", "mixsd_nb.views.passages:PassagesView")): VIEWS.add(_view)
+              ShippedView("passages", "Passages", "mixsd_nb.views.passages:PassagesView"),
+              ShippedView("difference", "Two models", "mixsd_nb.views.difference:DifferenceView")): VIEWS.add(_view)
 
 # %% ../../nbs/views/index.ipynb #7ab3b60d
 QUICK = "No run is finished yet. This trains lab-s with SFT and with MixSD on 20 facts, in a minute or two."
