@@ -18,7 +18,7 @@ from pydantic import Field
 from . import Item, Sampling, Selection, Suite
 from ..corpora.chats import FORM_COLUMNS, convert_chats, is_short
 from ..corpora.prompts import naive_prompt
-from ..corpora.user_files import JSON, FileRow, FilledText, RawText, Row, Table, Text, digest_rows, parse_rows, read_raw, read_rows
+from ..corpora.user_files import FileRow, FilledText, RawText, Row, Table, Text, digest_rows, parse_rows, read_rows
 from ..runs import check_temperature, find_path, suggest
 
 # %% ../../nbs/benchmarks/files.ipynb #e30c3b69
