@@ -335,7 +335,7 @@ def describe_sources(
         return f"{rows.n.sum()} {SOURCES[source]}" + (f" ({rates})" if rates else "")
     return f"Targets: {', '.join(piece(*group) for group in counts.groupby('source', sort=False))}."
 
-# %% ../../nbs/methods/targets.ipynb #ef5eca0d
+
 def describe_contradictions(table: pd.DataFrame) -> str:
     "Return a sentence with the number of accepted targets that contradict themselves."
     kept = table[table.accepted & ~table.finish_reason.isin(REPLACED)]
