@@ -283,7 +283,7 @@ def check_options(direction: str = "forward", ema: float = 0.0, top_k: int = 64,
     if updates < 1: raise ValueError(f"updates must be at least 1, got {updates}")
     if top_k < 2: raise ValueError(f"top_k must be at least 2, got {top_k}: on a single token every divergence is 0")
 
-# %% ../../nbs/methods/distill.ipynb #a2af2b1d
+
 def fit_distillation(run: MethodRun) -> Fitted:
     "Train OPSD, OPSD-NLL, MixSD-KL or SDFT, by the method's variant, on all facts; ValueError as in `check_room`."
     p, options = run.parameters, run.recipe.options_of(run.recipe.method, run.parameters.options)

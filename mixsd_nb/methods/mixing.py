@@ -77,7 +77,7 @@ def attempt_request(
     else: contexts = (item["expert_ids"], item["naive_ids"])
     return Request(contexts, row_key("noise", *key), draw(*key, max_new_tokens, lam), (item, sample, attempt))
 
-# %% ../../nbs/methods/mixing.ipynb #510a0376
+
 @dataclass(frozen=True, kw_only=True)
 class AttemptPlan:
     "The attempts that may be made at a target: how many, and with which picks."
