@@ -105,7 +105,7 @@ def tabulate_base(
     build = lambda name: variable(name, ["model", *axis], table[name].values.reshape(shape))
     return xr.Dataset({name: build(name) for name in ("fisher_trace", "parameters")}, axis)
 
-# %% ../nbs/fisher.ipynb #fad181e2
+
 def tabulate_checkpoints(
     sums: dict[int, pd.DataFrame],  # step -> as returned by `tensor_sums`
     part: str = "",  # a key of PARTS; empty for all tensors together
@@ -134,7 +134,7 @@ def base_fisher(config: FisherConfig, folder: Path) -> xr.DataTree:
     parts = {f"/per_{part}": tabulate_base(sums, part) for part in PARTS}
     return xr.DataTree.from_dict({"/": root.assign_attrs(config=config.canonical()), "/reference": reference} | parts)
 
-# %% ../nbs/fisher.ipynb #526f9ddc
+
 def fisher_file(config: FisherConfig) -> Path:
     "Return the file with the Fisher of the base model, which is estimated first if the file does not exist."
     return config.model_copy(update=dict(trained="")).run().folder / FISHER
@@ -172,7 +172,7 @@ def measure_all_runs(
     skipped = [run.name for run in runs if run not in kept]
     return config.measure_each(kept, force), skipped
 
-# %% ../nbs/fisher.ipynb #7c27b39e
+
 def layer_ratio(
     tree: xr.DataTree,  # result of a training run
 ) -> xr.DataArray:
@@ -181,7 +181,7 @@ def layer_ratio(
     layers = parts.sel(layer=[layer for layer in parts.layer.values if layer.isdigit()])
     return add_alignment_ratio(layers[list(SUMS)].sum("layer")).alignment_ratio
 
-# %% ../nbs/fisher.ipynb #7c27b39f
+
 def checkpoint_points(
     results: dict[str, xr.DataTree],  # by name of the training run
 ) -> pd.DataFrame:

@@ -13,7 +13,7 @@ from helpers import distillation_training, need, stored_training
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file
 
-from mixsd_nb.methods import distill
+from mixsd_nb.methods import rollouts
 from mixsd_nb.methods.distill import DIVERGENCES, VARIANTS, Distillation, Variant, check_options, distill_items
 from mixsd_nb.models import ENGINES, EngineSpec, load_base, open_engine
 from mixsd_nb.models.engines import HFEngine
@@ -95,7 +95,7 @@ class Copying(HFEngine):
 @pytest.fixture
 def copying(request, monkeypatch):
     "The engine is declared, and runs in this process."
-    monkeypatch.setattr("mixsd_nb.methods.distill.load_engine", open_engine)
+    monkeypatch.setattr("mixsd_nb.methods.rollouts.load_engine", open_engine)
     monkeypatch.setattr(Copying, "loaded", [])
     monkeypatch.setattr("mixsd_nb.models.engines.Copying", Copying, raising=False)
     ENGINES.add(EngineSpec("copying", "Copying", "models.engines:Copying", own_process=True))
@@ -224,9 +224,9 @@ def test_a_response_counts_by_its_mean():
 
 def test_an_engine_of_a_training_process_sees_its_gpu_alone(monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    assert distill.own_environment() == {}
+    assert rollouts.own_environment() == {}
     monkeypatch.setenv("LOCAL_RANK", "1"), monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    assert distill.own_environment() | dict(CUDA_VISIBLE_DEVICES="6", WORLD_SIZE="1", RANK="0") == distill.own_environment()
+    assert rollouts.own_environment() | dict(CUDA_VISIBLE_DEVICES="6", WORLD_SIZE="1", RANK="0") == rollouts.own_environment()
 def count_steps(spec, folder, monkeypatch):
     "Train, and return how often the optimiser made a step."
     steps = []

@@ -14,7 +14,7 @@ from mixsd_nb import generate, nll, train
 from mixsd_nb.analysis import likelihood
 from mixsd_nb.benchmarks import evaluation
 from mixsd_nb.corpora import CORPORA, load_corpus
-from mixsd_nb.methods.distill import RolloutEngine
+from mixsd_nb.methods.rollouts import RolloutEngine
 from mixsd_nb.methods.mixing import mix, mix_items
 from mixsd_nb.models import ENGINES, load_base, load_engine, load_tokenizer, open_engine
 from mixsd_nb.models.engine import Request

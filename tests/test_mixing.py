@@ -14,7 +14,8 @@ from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2Fo
 
 from mixsd_nb import generate
 from mixsd_nb.corpora import load_corpus
-from mixsd_nb.methods.mixing import PROBE, FormMissing, accepts, mix, mix_items, mix_oracle, mix_stream, oracle_stream, picks
+from mixsd_nb.methods.attempts import PROBE, FormMissing
+from mixsd_nb.methods.mixing import accepts, mix, mix_items, mix_oracle, mix_stream, oracle_stream, picks
 from mixsd_nb.models import load_engine
 from mixsd_nb.models.engines import has_lean_pass
 from mixsd_nb.models.engine import Completion, Request, choose, gumbel, row_key
