@@ -8,6 +8,7 @@ __all__ = ['DIVERGENCES', 'WHOLE_VOCABULARY', 'VARIANTS', 'forward_kl', 'reverse
            'TaughtObjective', 'Distillation', 'distillation', 'check_options', 'fit_distillation']
 
 # %% ../../nbs/methods/distill.ipynb #dd37b10e
+import contextlib
 import hashlib
 import math
 from collections import deque
@@ -17,12 +18,13 @@ import torch
 from transformers import AutoConfig
 
 from ..corpora import CORPORA
-from ..corpora.prompts import encode_prompt, expert_prompt
+from ..corpora.prompts import encode_prompt, expert_prompt, in_context
 from .fitting import Fitted, MethodRun, check_lengths
 from ..training.loss import Example, Objective, nll
 from .rollouts import RolloutEngine, ShardedWeights
 from ..training.trainer import TrainingSpec, training_device
 from ..models import ENGINES, load_base, load_part
+from ..models.adapters import replace_adapters
 from ..models.engine import Engine, Request, row_key
 from ..models.scoring import map_logits
 
@@ -60,8 +62,8 @@ def distill_items(
     expert=expert_prompt,  # (prompt, reference) -> expert prompt
 ) -> list[dict]:
     "Return the facts to distil: `id`, and the ids of the student's and of the teacher's prompt."
-    return [dict(id=r["id"], student_ids=encode_prompt(tokenizer, r["prompt"]),
-                 teacher_ids=encode_prompt(tokenizer, expert(r["prompt"], r.get("reference") or r["target"]))) for r in rows]
+    return [dict(id=r["id"], student_ids=encode_prompt(tokenizer, in_context(r)),
+                 teacher_ids=encode_prompt(tokenizer, in_context(r, expert(r["prompt"], r.get("reference") or r["target"])))) for r in rows]
 
 
 def check_room(
@@ -160,17 +162,29 @@ class TaughtObjective(Objective):
 
     def __init__(
         self,
-        teacher,  # the base model, which becomes a moving average of the student if `ema` is not 0
+        teacher,  # the base model, which becomes a moving average of the student if `ema` is not 0; None for a student with
+        # adapters: it is its own teacher, without them or with their average
         variant: Variant,
         top_k: int = 64,  # support of the divergence
         direction: str = "forward",  # a key of DIVERGENCES
         ema: float = 0.0,  # share of the student in the teacher after an update
     ):
-        self.teacher, self.variant = teacher.requires_grad_(False), variant
+        self.teacher, self.variant, self.adapters = teacher and teacher.requires_grad_(False), variant, None
         self.loss, self.top_k = (DIVERGENCES[direction], top_k) if variant.loss == "kl" else (nll, 1)
         self.ema, self.followed = ema, 0  # the last step whose weights are in the teacher
         self.base = None  # the teacher's weights, if its module also holds those of a sharded student
         self.uses_student = bool(ema) or "student" in (variant.writer, variant.support)
+
+    def adapt(self, model):
+        "Take the student as the teacher if there is no other, with a copy of its adapters if the teacher follows them."
+        if self.teacher is not None: return
+        self.teacher = model.to(training_device())
+        if self.ema: self.adapters = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+    @property
+    def following(self) -> dict[str, torch.Tensor]:
+        "The weights of the teacher that may change."
+        return dict(self.teacher.named_parameters()) if self.adapters is None else self.adapters
 
     def host(self, student: torch.nn.Module) -> torch.nn.Module:
         "Return the teacher's module, with its weights; a copy of the student if the teacher changes or writes."
@@ -184,8 +198,9 @@ class TaughtObjective(Objective):
         with _half_precision(self.teacher):
             support = self.variant.support == "student" and likeliest_tokens(student, pairs["student"], self.top_k)
             if self.base: self.base.restore()
-            if support: found = supported_distributions(self.teacher, pairs["teacher"], support)
-            else: found = teacher_distributions(self.teacher, pairs["teacher"], self.top_k)
+            with replace_adapters(self.teacher, self.adapters):
+                if support: found = supported_distributions(self.teacher, pairs["teacher"], support)
+                else: found = teacher_distributions(self.teacher, pairs["teacher"], self.top_k)
         targets = [(ids[:, 0],) for ids, _ in found] if self.loss is nll else found
         if self.variant.mean == "responses": targets = [(*t, torch.full((len(t[0]), 1), 1 / len(t[0]))) for t in targets]
         return [Example(item["student_ids"], ids, t) for (item, ids), t in zip(written, targets)]
@@ -199,16 +214,16 @@ class TaughtObjective(Objective):
         "Move the teacher towards the student's weights after the update that ended at this step, once."
         if not self.ema or step == self.followed: return
         weights, self.followed = dict(student.named_parameters()), step
-        for name, w in self.teacher.named_parameters(): w.lerp_(weights[name].to(w), self.ema)
+        for name, w in self.following.items(): w.lerp_(weights[name].to(w), self.ema)
 
     def state(self) -> dict[str, torch.Tensor]:
         "Return the teacher's weights, if they change, without those of the last update, which `follow` adds."
-        return {name: w.detach().cpu() for name, w in self.teacher.named_parameters()} if self.ema else {}
+        return {name: w.detach().cpu() for name, w in self.following.items()} if self.ema else {}
 
     @torch.no_grad()
     def load(self, state: dict[str, torch.Tensor]) -> None:
         "Continue with the teacher of a checkpoint."
-        for name, w in self.teacher.named_parameters(): w.copy_(state[name])
+        for name, w in self.following.items(): w.copy_(state[name])
 
 # %% ../../nbs/methods/distill.ipynb #87345fa9
 class Distillation(TaughtObjective):
@@ -217,7 +232,8 @@ class Distillation(TaughtObjective):
     def __init__(
         self,
         items: list[dict],  # as returned by `distill_items`
-        teacher,  # the base model, which becomes a moving average of the student if `ema` is not 0
+        teacher,  # the base model, which becomes a moving average of the student if `ema` is not 0; None for a student with
+        # adapters: it is its own teacher, without them or with their average
         tokenizer,
         variant: Variant,
         *,
@@ -246,8 +262,9 @@ class Distillation(TaughtObjective):
 
     def write(self, chosen: list[int], student, step: int) -> list[tuple[dict, list[int]]]:
         "Write the rollouts of a step for the facts of these numbers."
-        model, items = student if self.variant.writer == "student" else self.teacher, [self.items[i] for i in chosen]
-        with _half_precision(model, self.rollouts.in_place):
+        own, items = self.variant.writer == "student", [self.items[i] for i in chosen]
+        model = student if own else self.teacher
+        with _half_precision(model, self.rollouts.in_place), contextlib.nullcontext() if own else replace_adapters(model, self.adapters):
             written = roll_out(self.rollouts.load(model, self._trained(student)), items, step=step, **self.options)
         self.rollouts.release()
         return written
@@ -269,10 +286,11 @@ def distillation(
 ) -> Distillation:
     """Return the objective of a training spec; every training process creates one.
 
-    The teacher is the base model that training starts from. One that changes is in float32, because steps of a moving
-    average are too small for bfloat16."""
-    data = dict(spec.data)
-    teacher, variant = load_base(spec.model, "float32" if data.get("ema") else spec.products)[0].to(training_device()), Variant(*data.pop("variant"))
+    The teacher is the base model that training starts from; below adapters it is the student's own. One that changes is in
+    float32, because steps of a moving average are too small for bfloat16."""
+    data, teacher = dict(spec.data), None
+    if not spec.lora: teacher = load_base(spec.model, "float32" if data.get("ema") else spec.products)[0].to(training_device())
+    variant = Variant(*data.pop("variant"))
     return Distillation(data.pop("items"), teacher, tokenizer, variant, seed=spec.seed, **data)
 
 
