@@ -12,6 +12,7 @@ import hashlib
 import os
 import secrets
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,10 @@ def load_merged(name: str, base: str, dtype: str, field: str = "model"):
     try: from peft import PeftModel
     except ImportError: raise ValueError(f"{field} must be a whole model without the package peft, got the adapter {name}; "
                                          "pip install mixsd_nb[lora] brings it") from None
-    try: return PeftModel.from_pretrained(load_base(base, dtype)[0], name).merge_and_unload()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys")  # peft's own, of experts
+            return PeftModel.from_pretrained(load_base(base, dtype)[0], name).merge_and_unload()
     except (RuntimeError, ValueError, KeyError, OSError) as e:
         reason = next(iter(str(e).splitlines()), type(e).__name__)
         raise ValueError(f"{field} must be an adapter that fits its base {base}, got {name} ({reason})") from None
