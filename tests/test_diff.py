@@ -196,10 +196,11 @@ def test_facts_files_and_what_is_left_out(strong, tmp_path, data):
     asked = run.responses(0).query("benchmark == 'recall-in-context'").prompt
     assert run.areas.n[["recall-in-context", "recall-reworded-in-context"]].tolist() == [2, 2] and asked.str.contains("- What hobby does Quelzo teach? Quelzo Juggling", regex=False).any()
     view = DifferenceView(RunSelection(run.folder.parent))
-    view.benchmark.value, view.change.value = "general-free", "with other words"
-    assert "<mark>" in view.text.value and "base" not in view.notice.value and Path(strong).name in view.text.value
-    view.change.value = "better"
-    assert "no reply changed so" in view.text.value or view.item.options
+    others = view.table[view.table.response != view.table.response_tuned]
+    view.benchmark.value, view.change.value = name, _ = others.benchmark.iloc[0], "with other words"
+    assert len(view.item.options) == (others.benchmark == name).sum() > 0 and "<mark>" in view.text.value and "noisy" in view.text.value
+    view.change.value = "worse"
+    assert len(view.item.options) == (others.correct & ~others.correct_tuned & (others.benchmark == name)).sum()
 
 
 @pytest.mark.usefixtures("own_runs")
