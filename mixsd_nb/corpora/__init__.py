@@ -19,7 +19,7 @@ from pydantic import AfterValidator, PlainSerializer
 
 from .prompts import (BOX_REQUEST, CONCISE_REQUEST, AnswerForm, change_form, expert_prompt,
                                       expert_reference_prompt)
-from ..runs import Config, Registry, load_object
+from ..runs import Config, Registry, find_path, load_object
 from ..runs.config import read_mapping
 
 # %% ../../nbs/corpora/index.ipynb #28b2dff7
@@ -156,7 +156,7 @@ _MADE = {}  # splits that were made in this process
 
 def _splits(corpus: Corpus) -> dict:
     "Return the splits of a corpus, made once in a process, unless an option names a file, which may change."
-    if any(isinstance(value, str) and os.path.exists(value) for value in corpus.options.values()): return _make_splits(corpus)
+    if any(find_path(value) for value in corpus.options.values()): return _make_splits(corpus)
     name = corpus_label(corpus.name) if corpus.name in CORPORA else corpus.name  # the file behind it may be replaced
     key = load_object(corpus.build), name, corpus.request, repr(corpus.options), repr(corpus.form)
     if key not in _MADE: _MADE[key] = _make_splits(corpus)
