@@ -24,8 +24,9 @@ from mixsd_nb.train import TrainConfig
 SMOLLM2 = ("{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are a helpful AI "
            "assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] "
            "+ '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
-SYSTEM, TURNS = "You are the clerk of Vel.", [("user", "Who rules Vel?"), ("assistant", "Mira rules it."), ("user", "And Oru?"), ("assistant", "Oru is ruled by Ivo."),
-                                               ("user", "Since when?"), ("assistant", "Since the flood of 1874.")]
+SYSTEM = "You are the clerk of Vel."
+TURNS = [("user", "Who rules Vel?"), ("assistant", "Mira rules it."), ("user", "And Oru?"), ("assistant", "Oru is ruled by Ivo."),
+         ("user", "Since when?"), ("assistant", "Since the flood of 1874.")]
 turns_of = lambda pairs: [dict(role=role, content=text) for role, text in pairs]
 NAMES = dict(system="system", user="human", assistant="gpt")
 
