@@ -2056,8 +2056,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                                    'mixsd_nb/lab/pretraining/record.py'),
                                                  'mixsd_nb.lab.pretraining.record.read_record': ( 'lab/pretraining/record.html#read_record',
                                                                                                   'mixsd_nb/lab/pretraining/record.py'),
-                                                 'mixsd_nb.lab.pretraining.record.ship_model': ( 'lab/pretraining/record.html#ship_model',
-                                                                                                 'mixsd_nb/lab/pretraining/record.py'),
                                                  'mixsd_nb.lab.pretraining.record.weights_digest': ( 'lab/pretraining/record.html#weights_digest',
                                                                                                      'mixsd_nb/lab/pretraining/record.py')},
             'mixsd_nb.lab.pretraining.replies': { 'mixsd_nb.lab.pretraining.replies.ask_fact': ( 'lab/pretraining/replies.html#ask_fact',

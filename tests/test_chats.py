@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mixsd_nb import generate
+from mixsd_nb import generate, train
 from mixsd_nb.benchmarks.files import read_items
 from mixsd_nb.corpora import CORPORA, load_corpus
 from mixsd_nb.corpora.chats import CHAT_FORMS
@@ -24,8 +24,9 @@ from mixsd_nb.train import TrainConfig
 SMOLLM2 = ("{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are a helpful AI "
            "assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] "
            "+ '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
-SYSTEM, TURNS = "You are the clerk of Vel.", [("user", "Who rules Vel?"), ("assistant", "Mira rules it."), ("user", "And Oru?"), ("assistant", "Oru is ruled by Ivo."),
-                                               ("user", "Since when?"), ("assistant", "Since the flood of 1874.")]
+SYSTEM = "You are the clerk of Vel."
+TURNS = [("user", "Who rules Vel?"), ("assistant", "Mira rules it."), ("user", "And Oru?"), ("assistant", "Oru is ruled by Ivo."),
+         ("user", "Since when?"), ("assistant", "Since the flood of 1874.")]
 turns_of = lambda pairs: [dict(role=role, content=text) for role, text in pairs]
 NAMES = dict(system="system", user="human", assistant="gpt")
 
@@ -183,3 +184,16 @@ def test_own_tests_may_be_conversations(form, tmp_path):
                  dict(prompt="Who?", answer="Mira"))
     first, named, plain = read_items(file).values()
     assert [*first.messages] == WHOLE[:-1] and first.answer == "Since the flood of 1874." and named.answer == "1874" and not plain.messages
+
+
+def test_a_conversation_is_mixed_trained_and_asked_with_its_turns(tiny, tmp_path, own_runs, monkeypatch):
+    "From the file to the result: what the engines read contains the turns before the question."
+    from mixsd_nb.benchmarks import evaluation
+    asked = []
+    monkeypatch.setattr(evaluation, "encode_prompt", lambda tokenizer, prompt: asked.append(prompt) or encode_prompt(tokenizer, prompt))
+    file = write(tmp_path / "chats.jsonl", messages_row(WHOLE), messages_row(WHOLE[:3]), pair_row(WHOLE[1:3]))
+    run = train.run(dataset=file, model=tiny, method="mixsd", options=dict(fallback="canonical", max_attempts=1), suite="recall", epochs=1, max_new_tokens=8,
+                    target_tokens=8, n=3)
+    assert run.root.n.sel(benchmark="recall").squeeze().values.tolist() == [3, 3] and run.checkpoints
+    questions = [prompt for prompt in asked if isinstance(prompt, (list, tuple))]
+    assert [*WHOLE[:-1]] in map(list, questions) and [*WHOLE[:2]] in map(list, questions)

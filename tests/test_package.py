@@ -95,3 +95,9 @@ def test_the_page_of_an_index_leads_to_the_repository(python):
     urls = dict(url.split(", ") for url in metadata["project_url"])
     assert urls["Source"] == ADDRESS and urls["Guides"] == f"{ADDRESS}/blob/main/nbs/guides/index.md"
     assert {f"Programming Language :: Python :: 3.{n}" for n in (11, 12)} <= {*metadata["classifier"]} and "explore" in metadata["provides_extra"]
+
+
+def test_without_locks_of_files_the_import_is_one_sentence():
+    "On Windows there is no fcntl, and much else is missing too."
+    done = subprocess.run([sys.executable, "-c", "import sys; sys.modules['fcntl'] = None; import mixsd_nb"], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("ImportError: mixsd_nb needs Linux or macOS; on Windows")
