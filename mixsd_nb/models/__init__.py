@@ -13,7 +13,6 @@ import ast
 import contextlib
 import ctypes
 import gc
-import os
 import re
 import sys
 import threading

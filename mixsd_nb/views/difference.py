@@ -11,7 +11,6 @@ import re
 from pathlib import Path
 
 import ipywidgets as widgets
-import pandas as pd
 from markupsafe import Markup
 
 from ..runs import find_runs
