@@ -1825,6 +1825,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                        'mixsd_nb.lab.findings.findings_table': ( 'lab/findings.html#findings_table',
                                                                                  'mixsd_nb/lab/findings.py'),
                                        'mixsd_nb.lab.findings.format_cell': ('lab/findings.html#format_cell', 'mixsd_nb/lab/findings.py'),
+                                       'mixsd_nb.lab.findings.measure_block': ( 'lab/findings.html#measure_block',
+                                                                                'mixsd_nb/lab/findings.py'),
                                        'mixsd_nb.lab.findings.measure_share': ( 'lab/findings.html#measure_share',
                                                                                 'mixsd_nb/lab/findings.py'),
                                        'mixsd_nb.lab.findings.read_block_cubes': ( 'lab/findings.html#read_block_cubes',
