@@ -398,6 +398,7 @@ def test_every_parameter_that_can_change_a_result_is_a_deviation(own_runs, stage
         if name in MACHINE: assert is_runtime(field), name
         elif name == "method": assert further(runs[0], name, "own-words") == ["method=own-words, which the paper does not have"]
         elif name in ("anchor", "gate"): assert further(runs[0], name, dict(anchor="ewc", gate="stm")[name])[0].startswith(f"{name}=")
+        elif name == "quantise": assert "quantise=nf4, published none" in list_deviations([runs[0].model_copy(update=dict(lora=8, quantise="nf4"))])
         elif name not in {*UNPUBLISHED, "options"}:
             value = lambda run: "train:100" if name == "suite" else changed(getattr(run, name))
             assert any(text.startswith(f"{name}=") for run in runs for text in further(run, name, "known-lab" if name == "dataset" else value(run))), name
