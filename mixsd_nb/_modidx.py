@@ -3673,6 +3673,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                             'mixsd_nb/planning/estimates.py'),
                                              'mixsd_nb.planning.estimates.free_disk': ( 'planning/estimates.html#free_disk',
                                                                                         'mixsd_nb/planning/estimates.py'),
+                                             'mixsd_nb.planning.estimates.frozen_bytes': ( 'planning/estimates.html#frozen_bytes',
+                                                                                           'mixsd_nb/planning/estimates.py'),
                                              'mixsd_nb.planning.estimates.host_memory': ( 'planning/estimates.html#host_memory',
                                                                                           'mixsd_nb/planning/estimates.py'),
                                              'mixsd_nb.planning.estimates.kept_bytes': ( 'planning/estimates.html#kept_bytes',

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['DEVICES', 'VLLM', 'SCORE_TOKENS', 'INTERPRETER', 'Device', 'Machine', 'host_memory', 'free_disk', 'match_device',
-           'this_machine', 'machine_for', 'Layout', 'Burden', 'kept_bytes', 'adapter_parameters', 'microbatch',
-           'forward_bytes', 'update_peak', 'optimiser_peak', 'cache_bytes', 'cache_peak', 'decoding_peak',
+           'this_machine', 'machine_for', 'Layout', 'Burden', 'kept_bytes', 'adapter_parameters', 'frozen_bytes',
+           'microbatch', 'forward_bytes', 'update_peak', 'optimiser_peak', 'cache_bytes', 'cache_peak', 'decoding_peak',
            'rollout_peak', 'scoring_peak', 'fisher_peak', 'Serving', 'serve']
 
 # %% ../../nbs/planning/estimates.ipynb #b3fedefc
@@ -34,7 +34,9 @@ class Device(NamedTuple):
 
 DEVICES = {
     "cpu": Device(0, 6.5e10, 4e7), "a100-40": Device(40, 5.5e12, 1e9), "a100": Device(80, 7.2e12, 1e9), "l40s": Device(48, 3.1e12, 1e9),
-    "h100": Device(80, 1.2e13, 1e9), "h200": Device(141, 1.7e13, 1e9), "b200": Device(180, 2.8e13, 1e9)}
+    "h100": Device(80, 1.2e13, 1e9), "h200": Device(141, 1.7e13, 1e9), "b200": Device(180, 2.8e13, 1e9),
+    "rtx3090": Device(24, 3.3e12, 1e9), "rtx4090": Device(24, 3.6e12, 1e9), "rtx5090": Device(32, 6.3e12, 1e9), "a6000": Device(48, 2.7e12, 1e9),
+    "l4": Device(24, 1.1e12, 1e9), "a10g": Device(24, 2.1e12, 1e9), "t4": Device(16, 1.1e12, 1e9), "v100": Device(32, 3.2e12, 1e9)}
 VLLM = 5  # tokens that vLLM writes in the time of one: 5,409 a second by Qwen3-8B on an H100, published (vllm issue 25915)
 
 
@@ -100,6 +102,7 @@ def this_machine() -> Machine:
 def machine_for(
     resources: Resources,
     device: str = "",  # a key of DEVICES; empty: the GPU of this machine, else an H100
+    memory: float = 0.0,  # GB of a GPU that is not listed, whose rate is unknown; 0 for none
 ) -> Machine:
     "Return what a cell of a grid has; ParameterError for an unknown device."
     here = this_machine()
@@ -108,6 +111,7 @@ def machine_for(
         raise ParameterError(f"device must name a kind of device, got {device}; {known}")
     if device == "cpu" or not resources.gpus:
         return Machine("cpu", DEVICES["cpu"], 0, resources.memory or (not here.gpus) * here.memory, here.disk)
+    if memory: return Machine(f"GPU of {memory:g} GB", Device(memory), resources.gpus, resources.memory, here.disk)
     kind = (here.name, here.device) if here.gpus and not device else (device or "h100", DEVICES[device or "h100"])
     return Machine(*kind, resources.gpus, resources.memory, here.disk)
 
@@ -131,6 +135,8 @@ class Layout:
     micro_tokens: int = 4_096
     lora: int = 0  # rank
     offload: bool = False  # the moments of the optimiser are in the host's memory
+    quantise: str = ""  # type of the frozen weights below adapters; empty for that of the products
+    half: bool = False  # a CPU computes its products in bfloat16, as a GPU does
 
     @property
     def shards(self) -> int:
@@ -167,6 +173,12 @@ def adapter_parameters(shape: Shape, rank: int) -> int:
     return shape.layers * rank * (2 * (h + shape.query) + 2 * (h + shape.key) + 3 * (h + f))
 
 
+def frozen_bytes(shape: Shape, layout: Layout) -> float:
+    "Return the bytes of the frozen weights below adapters; in NF4 those of the layers have half a byte and a scale for each 64."
+    width, linear = 2 if layout.gpu or layout.half else 4, shape.layers * shape.layer * bool(layout.quantise)
+    return 0.516 * linear + width * (shape.parameters - linear)
+
+
 def microbatch(burden: Burden, layout: Layout) -> tuple[int, int, int]:
     "Return the number of microbatches of a process, and the tokens of the largest with the trained ones among them."
     rows, length = max(1, burden.batch // layout.processes) * burden.rollouts, burden.prompt + burden.completion
@@ -178,7 +190,7 @@ def microbatch(burden: Burden, layout: Layout) -> tuple[int, int, int]:
 def _resident(shape: Shape, burden: Burden, layout: Layout) -> tuple[float, float]:
     "Return bytes on each device between updates, and those of the gradients."
     trained = adapter_parameters(shape, layout.lora) if layout.lora else shape.parameters / layout.shards
-    weights = 4 * shape.parameters / layout.shards + (4 * trained if layout.lora else 0)
+    weights = frozen_bytes(shape, layout) + 4 * trained if layout.lora else 4 * shape.parameters / layout.shards
     width = (burden.teacher or 4 if layout.gpu else 4) * bool(burden.teacher)
     shards = 1 / layout.shards if layout.sharded and burden.hosted else 0
     copied = 4 * shape.parameters * (burden.copy and layout.sharded and not burden.hosted)
@@ -189,7 +201,9 @@ def _resident(shape: Shape, burden: Burden, layout: Layout) -> tuple[float, floa
 
 def _gathered(shape: Shape, layout: Layout) -> float:
     "Return bytes of weights in another form: gathered from shards, or autocast's copies, and buffers of DDP."
-    rest = shape.parameters - shape.layers * shape.layer
+    rest, trained = shape.parameters - shape.layers * shape.layer, adapter_parameters(shape, layout.lora)
+    if layout.lora:  # a quantised weight is unpacked for its product
+        return 4 * trained * (layout.processes > 1) + 2 * trained * layout.gpu + 6 * shape.width * shape.feed_forward * bool(layout.quantise)
     if layout.sharded: return (2 if layout.gpu else 4) * (rest + 2 * shape.layer) + 4 * max(shape.layer, rest)
     return 4 * shape.parameters * (layout.processes > 1) + 2 * shape.parameters * layout.gpu  # gradients that are sent, and copies
 
