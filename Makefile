@@ -113,7 +113,7 @@ test-lowest: $(LOWEST)/.lowest ## run a selection of tests with the lowest versi
 
 test-newest: export OMP_NUM_THREADS := 1
 test-newest: $(NEWEST)/.newest ## run the same tests with the newest versions, also beyond the upper bound for transformers
-	@$(NEWEST)/bin/python -m pip -q install -U --upgrade-strategy eager -e . "torch==$(TORCH)*" && $(NEWEST)/bin/python -m pip -q install -U transformers
+	@$(NEWEST)/bin/python -m pip -q install -U --upgrade-strategy eager -e . torch==$(TORCH) && $(NEWEST)/bin/python -m pip -q install -U transformers
 	@$(NEWEST)/bin/python -m pytest -q -m 'not slow' $(OLD)
 
 # If vllm cannot be imported, the tests are skipped, and pytest exits with status 5: no test ran.
