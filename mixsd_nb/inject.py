@@ -291,4 +291,4 @@ def inject_facts(
 
 
 main = CommandLine("inject", inject_facts, InjectConfig, "mixsd inject facts.jsonl --model lab-m",
-                   ("dataset", "model", "preset", "method", "lam", "lr", "epochs", "test", "suite"))
+                   ("dataset", "model", "preset", "method", "lam", "lr", "epochs", "lora", "test", "suite"))

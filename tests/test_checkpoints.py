@@ -286,8 +286,8 @@ def invent_responses(engine, items, *, progress, **_):
     step = int(found[1]) if found else 0
     discarded = RECALLED[step] - RECALLED_KEPT[step]
     right = dict(recall={*range(RECALLED_KEPT[step]), *range(WITH_TARGET, WITH_TARGET + discarded)}, validation={*range(VALIDATED[step])})
-    rows = [dict(benchmark=name, item=item, sample=0, prompt=problem.prompt, response="", extracted=None, correct=k in right[name], finish_reason="stop",
-                 error="", published=k in right[name], answer=problem.answer) for name, problems in items.items() for k, (item, problem) in enumerate(problems.items())]
+    rows = [dict(benchmark=name, item=item, sample=0, prompt=problem.prompt, response="", extracted=None, correct=k in right.get(name, ()), finish_reason="stop",
+                 error="", published=k in right.get(name, ()), answer=problem.answer) for name, problems in items.items() for k, (item, problem) in enumerate(problems.items())]
     return pd.DataFrame(rows)
 
 

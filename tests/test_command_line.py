@@ -95,7 +95,7 @@ def test_words_have_their_places(tmp_path):
 
 
 def test_help_is_short_and_complete(capsys, monkeypatch):
-    "`mixsd` says in ten lines what there is. The help of inject has eight options; all others are named, and described by --help-all."
+    "`mixsd` says in ten lines what there is. The help of inject has nine options; all others are named, and described by --help-all."
     monkeypatch.setattr("sys.argv", ["/usr/bin/mixsd"])
     assert main() == 2
     lines = capsys.readouterr().out.splitlines()
@@ -109,7 +109,7 @@ def test_help_is_short_and_complete(capsys, monkeypatch):
         first, _, further = text.partition("further options")
         command = find_command(name)
         fields = {n: f for cls in command.classes() for n, f in cls.model_fields.items()}
-        assert len(re.findall(r"(?m)^  --", first)) == 8 and len(text.splitlines()) < 55 and "None for the preset" not in first
+        assert len(re.findall(r"(?m)^  --", first)) == 9 and len(text.splitlines()) < 57 and "None for the preset" not in first
         assert {n.replace("_", "-") for n in fields} - {"dataset"} == {*re.findall(r"--([a-z][\w-]*)", text)} - {"help-all", "dataset"}
         assert name != "inject" or "\n  mixsd inject facts.jsonl --model lab-m\n" in first and re.findall(r"(?m)^  --(\w+)", first) == [*command.first[1:]]
         assert main(name, "--help-all") == 0

@@ -122,7 +122,7 @@ def test_messages_say_what_to_do(data, own_runs, tiny, capsys):
     "Other names of columns and a misspelt file are what newcomers meet first."
     file = data("meine.jsonl", lines(dict(Frage="Who?", Antwort="Ana")))
     said = refuse(capsys, own_runs, tiny, dataset=file)
-    assert len(said) == 1 and said[0].endswith('if these are meant, write dataset_options={"columns": {"question": "Frage", "answer": "Antwort"}}')
+    assert len(said) == 1 and said[0].endswith('if Frage and Antwort are meant, write dataset_options={"columns": {"question": "Frage", "answer": "Antwort"}}')
     assert refuse(capsys, own_runs, tiny, dataset=file.replace("meine", "meien")) == [f"{file.replace('meine', 'meien')}: there is no such file; did you mean meine.jsonl?"]
 
 

@@ -75,7 +75,7 @@ def test_nothing_is_computed_twice(injected, monkeypatch, capsys):
         monkeypatch.setattr(name, lambda *_, **__: pytest.fail("a model was loaded again"))
     assert inject.run(**parameters).name == run.name
     assert (run.folder / "result.nc").read_bytes() == result, "equal data are equal bytes"
-    assert inject.run(**parameters).finished and capsys.readouterr().out.count("…") == 5
+    assert inject.run(**parameters).finished and capsys.readouterr().out.count("…") == 6
 
 
 def test_cleaning_keeps_the_model_of_an_injection(injected, monkeypatch):
@@ -144,7 +144,7 @@ def test_any_text_is_escaped(text):
     item = SimpleNamespace(benchmark=text, prompt=text, response=text, before=text, after=text, answer=text, place=text, target=text, correct=True)
     failure = SimpleNamespace(title=text, advice=text)
     page = render_page(title=text, lead=[text], learned=[score], own=[score], held=[score], lost={text: [item]}, failures=[(failure, [item])],
-                       facts=1, pairs=[(item, item)], likelihood=([[text]], [text]), figure="", updates=text, source=text, digits=text, reworded=text,
+                       facts=1, tracked=text, pairs=[(item, item)], likelihood=([[text]], [text]), figure="", updates=text, source=text, digits=text, reworded=text,
                        tests=[(text, 1, [item])], targets=[text], phases=[(text, text)], amounts=[(text, text)], parameters=[(text, text)], sources=[(text, 1, [item])],
                        passages=dict(known=[(text,) * 5], missing=[(text, text)]))
     assert not re.search(r"<[^>]*[`]", page) and page.count("<html") == 1 and page.count("<h2>") == 11
@@ -199,7 +199,7 @@ def test_the_preset_smoke_runs_every_step_with_any_model(tiny, own_runs):
     "A model with random weights writes no true answer, so canonical targets replace its own; everything is as short as possible."
     run = inject.run(model=tiny, preset="smoke")
     found = find_runs()
-    assert sorted(each.stage for each in found) == ["evaluate"] * 3 + ["generate", "inject", "nll", "nll", "train"] and run.finished
+    assert sorted(each.stage for each in found) == ["evaluate"] * 4 + ["generate", "inject", "nll", "nll", "train"] and run.finished
     targets = next(each for each in found if each.stage == "generate")
     assert pd.read_parquet(targets.folder / "targets.parquet").accepted.all()
     trained = next(each for each in found if each.stage == "train")

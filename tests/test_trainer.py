@@ -195,9 +195,12 @@ def test_a_mixture_of_experts_is_resumed(lora, spec, tmp_path, recwarn):
     fine_tune(replace(mixture, steps=2), tmp_path / "run")
     fine_tune(mixture, tmp_path / "run")
     fine_tune(mixture, tmp_path / "whole")
+    end = {run: tmp_path / run / "checkpoint-4" for run in ("run", "whole")}
     if lora:  # merged as an export is
-        for run in ("run", "whole"): load_base(str(tmp_path / run / "checkpoint-4"))[0].save_pretrained(tmp_path / run / "checkpoint-4")
-    begun, found, whole = load_file(folder / "model.safetensors"), last_weights(tmp_path / "run"), last_weights(tmp_path / "whole")
+        for run in end:
+            load_base(str(end[run]))[0].save_pretrained(tmp_path / f"{run}-merged")
+            end[run] = tmp_path / f"{run}-merged"
+    begun, found, whole = (load_file(path / "model.safetensors") for path in (folder, end["run"], end["whole"]))
     assert found.keys() == begun.keys() and all(torch.equal(found[name], whole[name]) for name in found)
     changed = {name for name in found if not torch.equal(found[name], begun[name])}
     assert {"model.layers.1.mlp.experts.3.down_proj.weight", "model.layers.0.self_attn.q_proj.weight"} <= changed

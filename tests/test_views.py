@@ -123,7 +123,7 @@ def test_views_before_any_run_say_what_to_run(tmp_path):
     app = Explorer(folder=tmp_path)
     notices = {name: app.get_view(name).notice.value for name in VIEWS}
     assert not notices.pop("mixing"), "it needs no run"
-    commands = "make run", "papermill nbs/train.ipynb", "mixsd facts handbook.md"
+    commands = "make run", "papermill nbs/train.ipynb", "mixsd facts handbook.md", "mixsd diff my-base my-tuned"
     assert all("mixsd-note" in n and any(c in n for c in commands) for n in notices.values()), notices
     assert len(list_keys(app.get_view("world").figure)) == 150, "the world is there before any run"
     ask = app.get_view("ask")

@@ -144,8 +144,8 @@ def _drop_paraphrases(facts: list[Fact], giveaways: bool) -> list[str]:
 
 def _explain_columns(missing: list[str], others: list[str]) -> str:
     "Return what to write if other columns are meant, in their order; empty without any."
-    columns, forms = dict(zip(missing, others)), f"; a conversation has {FORM_COLUMNS}" if len(missing) > 1 else ""
-    return (f"; if these are meant, write {spell(dataset_options=dict(columns=columns))}" if columns else "") + forms
+    columns, forms = dict(zip(missing, others)), f" (of a conversation: {FORM_COLUMNS})" if len(missing) > 1 else ""
+    return forms + (f"; if {' and '.join(columns.values())} are meant, write {spell(dataset_options=dict(columns=columns))}" if columns else "")
 
 
 def parse_facts(

@@ -209,12 +209,12 @@ def open_corpus(
         own = match_options("dataset_options", own, READ_OPTIONS | _known_options("corpora.stored:build", {}), name)
         reading = {key: own.pop(key) for key in READ_OPTIONS if key in own}
     if is_file: base, own = _record_facts(name, reading), own | dict(extract=own.get("extract") or FILE_FORM)
-    if has_chats(base):  # whose replies stand there as they are
-        if own.get("instruction"): raise ValueError(f"dataset_options must be without instruction for {name}, whose conversations say what is asked")
-        own |= dict(extract=FILE_FORM)
     elif reading.get("test") and not record["tests"]:
         raise ValueError(f"dataset_options must be without test for {name}, which was read without it; name the file")
     elif "base" in (record := _read_record(name)): base, own = record["base"], record["options"] | own
+    if has_chats(base):  # whose replies stand there as they are
+        if own.get("instruction"): raise ValueError(f"dataset_options must be without instruction for {name}, whose conversations say what is asked")
+        own |= dict(extract=FILE_FORM)
     corpus = CORPORA[base]
     known = _known_options(corpus.build, corpus.options)
     own = {key: value for key, value in match_options("dataset_options", own, known, name).items() if value != known[key]}

@@ -16,7 +16,7 @@ from ..corpora import CORPORA, load_corpus, offer_wordings
 from ..corpora.prompts import SPANS
 from ..corpora.simpleqa import default_texts, find_texts
 from . import ANCHORS, Recipe, check_method, compose, recipe_label, translate_parameters, update_count
-from ..models import check_engine
+from ..models import ENGINES, check_engine
 from ..models.identity import FileOptions, ModelName, file_label, model_label
 from ..runs.config import idle_value, preset_field, preset_values, read_mapping
 from ..runs import (Steps, check_last, check_steps, check_temperature, flagged_field, is_runtime, module_of,
@@ -40,7 +40,7 @@ class RecipeSettings(EvalSettings):
     lora: int = flagged_field(0, (
         "rank of the adapters (LoRA) that are trained on all linear layers instead of the weights; 0 trains all weights"), "main", ge=0)
     quantise: Literal["", "nf4"] = flagged_field("", (
-        "type of the frozen weights below adapters in training: nf4 for four bits; empty for that of the matrix products"), "main")
+        "type of the frozen weights below adapters in training: nf4 for four bits; empty for that of the matrix products"))
     lam: float = flagged_field(0.5, "share of naive tokens in the targets of mixsd", "main", ge=0, le=1)
     target_tokens: int = preset_field(
         "largest length of a mixed target in tokens", lab=256, real=96, paper=8_192, smoke=32, ge=1)
@@ -214,7 +214,7 @@ class TrainingSettings(RecipeSettings):
     @field_validator("rollout_engine")
     @classmethod
     def _check_packed(cls, engine, info):
-        if engine == "hf" or not info.data.get("quantise"): return engine
+        if not (ENGINES[engine].own_process and info.data.get("quantise")): return engine
         raise ValueError(f"rollout_engine must be hf with quantise={info.data['quantise']}, because other engines take whole weights, got {engine}")
 
     @field_validator("sharded")

@@ -84,7 +84,7 @@ FOREIGN_NAMES: dict[str, str | dict[str, Any]] = {
     **dict.fromkeys(("max_length", "max_seq_length", "max_seq_len", "cutoff_len"), _UNCUT),
     "gradient_accumulation_steps": _UPDATE, "max_steps": "{epochs} sets the passes over the facts, and {until} ends after a share of them",
     **dict.fromkeys(("warmup_steps", "warmup_ratio", "weight_decay", "lr_scheduler_type", "max_grad_norm", "optim"), _FIXED),
-    **dict.fromkeys(("report_to", "logging_steps", "logging_dir", "run_name"), _RECORD),
+    **dict.fromkeys(("logging_steps", "logging_dir", "run_name"), _RECORD),
     **dict.fromkeys(("output_dir", "save_dir"), _PLACE), **dict.fromkeys(("push_to_hub", "hub_model_id"), _EXPORT),
     **dict.fromkeys(("config", "config_file"), _GRID),
     "resume_from_checkpoint": "the same command goes on where it was interrupted"}
