@@ -11,6 +11,7 @@ __all__ = ['FORMS', 'CONTEXTS', 'EXAMPLE', 'EXAMPLE_TESTS', 'answer_problem', 'F
 import json
 import os
 import re
+import unicodedata
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -20,7 +21,7 @@ from .chats import FORM_COLUMNS, convert_chats, is_short
 from .passages import READERS
 from .prompts import boxed, naive_prompt, target
 from .simpleqa import hash_text, hub_or_cache
-from .user_files import (FileRow, FilledText, RawText, Row, TABLE_SUFFIXES, Table, TableError, Text,
+from .user_files import (INVISIBLE, FileRow, FilledText, RawText, Row, TABLE_SUFFIXES, Table, TableError, Text,
                                          Texts, add_arrow, is_table_file, parse_rows, read_raw, read_rows)
 from ..runs import find_path, quote_error
 from ..runs.config import spell
@@ -68,7 +69,8 @@ class Chat(Fact):
 
     def problems(self):
         "Return what is wrong with the answer."
-        if self.verifiable and self.answer not in self.target: yield f"answer must stand in the reply as it is written, got {self.answer}"
+        reply = unicodedata.normalize("NFC", self.target.translate(INVISIBLE))  # as answers are read
+        if self.verifiable and self.answer not in reply: yield f"answer must stand in the reply as it is written, got {self.answer}"
 
 
 def _make_chat(
