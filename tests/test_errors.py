@@ -158,7 +158,7 @@ BENCHMARKS = st.sampled_from([name for name, suite in SUITES.items() if suite.ro
 @given(TEXTS, TEXTS, BENCHMARKS)
 def test_every_response_gets_exactly_one_label(response, prompt, benchmark):
     "The definitions of the paper, written out as four statements of which the first true one is the label."
-    code = benchmark in ("functions", "humaneval")
+    code = "functions" in benchmark or benchmark == "humaneval"  # with the laboratory's, if they are declared
     fenced = code and extract_python(response) is not None
     boxed = last_boxed(response) is not None
     haunted = any(e.lower() in response.lower() and e.lower() not in prompt.lower() for e in ENTITIES)

@@ -55,7 +55,7 @@ MODELS = "lab-s, lab-m, a model folder or a hub id"
 STEPS = "checkpoints must be a list of whole numbers, each at least 1 or none, got "
 CONFIGURATIONS = [  # stage, parameters, sentence
     ("evaluate", dict(suite="papr"), "suite must name benchmarks, got papr; did you mean paper?"),
-    ("evaluate", dict(suite=""), "suite must be, with commas between them, among lab, paper, in-domain, retrieval-same-relation, in-context, prefilled, real, real-opened, general, probes, …"),
+    ("evaluate", dict(suite=""), "suite must be, with commas between them, among lab, paper, in-domain, retrieval-same-relation, in-context, prefilled, real, real-opened, …general…"),
     ("evaluate", dict(baseline="no-such"), "baseline must be lab-s…"), ("evaluate", dict(baseline="a/.."), f"baseline must be {MODELS}…"),
     ("evaluate", dict(limits=3), "unknown parameter limits; did you mean limit?"),
     ("generate", dict(temperature=5e-4), "temperature must be 0, or at least 0.001, got 0.0005"),
