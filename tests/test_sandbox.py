@@ -2,6 +2,7 @@
 import ast
 import itertools
 import json
+import contextlib
 import os
 import shutil
 import socket
@@ -142,7 +143,11 @@ def test_a_plain_user_gets_the_same_sandbox(host):
 
 
 def processes_with(mark):
-    return [p for p in Path("/proc").glob("[0-9]*/cmdline") if mark in p.read_bytes()]
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # of one that ends meanwhile
+            if mark in path.read_bytes(): found.append(path)
+    return found
 
 
 SLEEP = "os.execv(sys.executable, [sys.executable, '-I', '-S', '-c', 'import time; time.sleep(600)', MARK])"
