@@ -213,7 +213,7 @@ class TrainingSettings(RecipeSettings):
 
     @field_validator("rollout_engine")
     @classmethod
-    def _check_packed(cls, engine, info):
+    def _check_rollout_engine(cls, engine, info):
         if not (ENGINES[engine].own_process and info.data.get("quantise")): return engine
         raise ValueError(f"rollout_engine must be hf with quantise={info.data['quantise']}, because other engines take whole weights, got {engine}")
 
