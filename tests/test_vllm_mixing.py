@@ -62,6 +62,8 @@ def test_tokens_are_those_of_transformers(shape, lab, items, expected, capsys):
         ties = sum(parted for _, parted, _ in found.values())
         print(f"\n{shape}: {len(items) * len(found)} sequences, {ties} ties, {len(engine.mismatches)} mismatches in the audit")
     assert not any(wrong for _, _, wrong in found.values()) and not engine.mismatches
+    if "max_model_len" in shape:
+        with pytest.raises(ValueError, match="max_model_len must be at least"): mix(engine, items[:1], 0.5, max_new_tokens=600)
 
 
 def test_the_audit_finds_exactly_what_is_wrong(lab, items, expected):
@@ -91,9 +93,9 @@ def test_long_texts_are_scored_in_parts(mixes, monkeypatch):
     some = lambda n: torch.randint(50, 400, (n,), generator=draws).tolist()
     pairs = [(some(20 + 13 * k), some(40 + 95 * k)) for k in range(6)]
     whole, likeliest = engine.score([*pairs, pairs[-1]]), engine.greedy_tokens(pairs)
-    ends, (runner,) = engine_vllm.part_ends, engine.engine.collective_rpc(lambda worker: worker.model_runner)
+    runner, = engine.engine.collective_rpc(lambda worker: worker.model_runner)
     compute, rows = runner.model.compute_logits, []
-    monkeypatch.setattr(engine_vllm, "part_ends", lambda length: ends(length, 64))
+    monkeypatch.setattr(engine_vllm, "PART", 64)
     monkeypatch.setattr(runner.model, "compute_logits", lambda states, *more: rows.append(len(states)) or compute(states, *more))
     for _ in range(2):
         for a, b in zip(whole, engine.score([*pairs, pairs[-1]])): np.testing.assert_allclose(a, b, atol=1e-4)

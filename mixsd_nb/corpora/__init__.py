@@ -180,7 +180,7 @@ def load_corpus(
 
 # %% ../../nbs/corpora/index.ipynb #4c7e562e
 def validation_rows(name: str) -> list[dict]:
-    "Return rows that select learning rates and checkpoints. No table reports them, and they are equal for all seeds."
+    "Return rows that select learning rates and checkpoints, which are equal for all seeds. For facts they are the paraphrases."
     corpus = CORPORA[name]
     return _in_own_form(corpus, list(load_object(corpus.validation)(load_corpus(name), dict(corpus.options))))
 

@@ -291,18 +291,18 @@ class VLLMEngine(Engine):
         self.asleep = self.sleeps
 
     def stream(self, queue, *, temperature=0.0, top_k=64, max_new_tokens=256, max_total=10_000):
-        """Yield completions as `Engine.stream` does; ValueError if `max_total` tokens do not fit the context.
+        """Yield completions as `Engine.stream` does; ValueError for a request that would be cut by the `max_model_len` of vLLM alone.
 
         An audit of paired rows follows."""
-        if min(self.model_context, max_total) > self.context:
-            raise ValueError(f"max_total must be at most {self.context}, the max_model_len that vLLM was started with, "
-                             f"got {max_total}")
         sampling, running, pairs = dict(temperature=temperature, top_k=top_k), {}, []
         try:  # running: vLLM's request -> sequence and row
             while queue or running:
                 while queue and len({id(s) for s, _ in running.values()}) < self.batch_size:
                     r = queue.popleft()
-                    room = token_budget(r, max_new_tokens, min(self.context, max_total))
+                    room = token_budget(r, max_new_tokens, min(self.model_context, max_total))
+                    longest = max(map(len, r.contexts)) + room
+                    if room and longest > self.context:
+                        raise ValueError(f"max_model_len must be at least {longest} for this prompt and response, got {self.context}")
                     if room: self._submit_next(_Sequence(r, room), running, sampling)
                     else: yield r, Completion([], "prompt_too_long")
                 self._step()
