@@ -22,7 +22,7 @@ from mixsd_nb.runs.provenance import code_version
 
 TABLE = Path(__file__).with_name("exact.csv")
 SAMPLE = int(sys.argv[2]) if len(sys.argv) > 2 else 0  # facts of a quick check, which does not change the table
-CORPUS = {"kgfact-large": SAMPLE} if SAMPLE else {"kgfact-large": 200, "kgfunc-lab": 50}
+CORPUS = {"kgfact-large": SAMPLE} if SAMPLE else {"kgfact-large": 80, "kgfunc-lab": 20}
 CODE = ("mixsd_nb.methods.mixing", "mixsd_nb.models.engines", "mixsd_nb.models.engine_vllm", "mixsd_nb.models.engine_process")
 SHORT = dict(max_attempts=2, max_new_tokens=64)
 
