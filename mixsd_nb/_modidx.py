@@ -3862,6 +3862,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                      'mixsd_nb/reports/difference.py'),
                                              'mixsd_nb.reports.difference._number': ( 'reports/difference.html#_number',
                                                                                       'mixsd_nb/reports/difference.py'),
+                                             'mixsd_nb.reports.difference._opened_twins': ( 'reports/difference.html#_opened_twins',
+                                                                                            'mixsd_nb/reports/difference.py'),
                                              'mixsd_nb.reports.difference._style_areas': ( 'reports/difference.html#_style_areas',
                                                                                            'mixsd_nb/reports/difference.py'),
                                              'mixsd_nb.reports.difference.compare_areas': ( 'reports/difference.html#compare_areas',

@@ -95,6 +95,8 @@ def test_a_change_of_style_is_told_from_a_loss(free, choice, verdict):
     after = invent({"general-free": free, "general-again": free, "general-choice": choice})
     table = compare_areas(list_areas(before, after))
     assert judge_areas(table)["general-free"] == verdict and judge_areas(table, margin=90)["general-free"] in {verdict, "unchanged"} - {"lost", "style"}
+    table = compare_areas(list_areas(invent({"world": 0.7, "world-prefilled": 0.7}), invent({"world": free, "world-prefilled": choice})))
+    assert judge_areas(table)["world"] == verdict, "a benchmark whose replies are opened is a twin too"
 
 
 def test_the_questions_are_right():
