@@ -396,10 +396,10 @@ def try_lock(
 ) -> Iterator[bool]:
     "Yield whether this process got the lock; if so, no other process gets it until the block ends."
     from filelock import FileLock, Timeout
-    lock, free = FileLock(path, poll_interval=0.02), True
+    lock, free = FileLock(path), True
     with explain_storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        try: lock.acquire(timeout=patience)
+        try: lock.acquire(timeout=patience, poll_interval=0.02)
         except Timeout: free = False
     try: yield free
     finally: lock.release()
