@@ -16,7 +16,7 @@ if not util.find_spec("fcntl"):
 # bitsandbytes, which transformers import where it is installed, reports on each CPU that it misses a faster kernel
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
-# public name -> its module; an empty one stands for a stage, which is itself a module with a function `run`
+# public name -> its module; an empty one is that of a stage, which is itself a module with a function `run`
 _NAMES = {
     "load_corpus": "corpora", "load_base": "models", "load_engine": "models", "mix": "methods.mixing",
     "mix_oracle": "methods.mixing", "token_nll": "models.scoring", "diagonal_fisher": "models.gradients",
