@@ -1334,7 +1334,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                  'mixsd_nb/corpora/prompts.py'),
                                           'mixsd_nb.corpora.prompts.hide_names': ( 'corpora/prompts.html#hide_names',
                                                                                    'mixsd_nb/corpora/prompts.py'),
-                                          'mixsd_nb.corpora.prompts.in_context': ( 'corpora/prompts.html#in_context',
+                                          'mixsd_nb.corpora.prompts.join_turns': ( 'corpora/prompts.html#join_turns',
                                                                                    'mixsd_nb/corpora/prompts.py'),
                                           'mixsd_nb.corpora.prompts.locate_tokens': ( 'corpora/prompts.html#locate_tokens',
                                                                                       'mixsd_nb/corpora/prompts.py'),

@@ -15,7 +15,7 @@ import torch
 
 from ..corpora import CORPORA
 from ..corpora.chats import is_verifiable
-from ..corpora.prompts import BOX, encode_canonical, encode_example, expert_reference_prompt, in_context
+from ..corpora.prompts import BOX, encode_canonical, encode_example, expert_reference_prompt, join_turns
 from .fitting import Fitted, MethodRun
 from ..training.loss import Example, Objective, nll
 from .mixing import mix, mix_items
@@ -75,7 +75,7 @@ def written_pairs(
     worded: Iterable[dict] = (),  # rows of further wordings
 ) -> dict[str, tuple[list[int], list[int]]]:
     "Return the prompt ids and the trained ids of completions that the model wrote."
-    prompts = {r["id"]: in_context(r) for r in [*run.rows, *worded]}
+    prompts = {r["id"]: join_turns(r) for r in [*run.rows, *worded]}
     return {id: encode_example(run.tokenizer, prompts[id], ids, run.parameters.span) for id, ids in completions.items()}
 
 

@@ -46,7 +46,7 @@ def read_by_step(
 # %% ../../nbs/views/world.ipynb #f5931dd6
 def tell_history(
     recipe: str,  # label; empty for no name
-    history: pd.Series,  # of one fact, over steps: whether it was right, NaN where it was not asked
+    history: pd.Series,  # of one fact, over steps: whether it was right, NaN where it was not evaluated
 ) -> str:
     "Return a sign for each step (● right, ○ wrong, · not asked) and the fate of the fact, after the name of the recipe."
     asked = history.dropna().astype(bool)
@@ -245,7 +245,7 @@ class WorldView(View):
             yield
 
     def get_history(self, recipe: str, benchmark: str = "recall") -> pd.DataFrame:
-        "Return whether each item of a benchmark was right: a row for each item, a column for each step; NaN where it was not asked."
+        "Return whether each item of a benchmark was right: a row for each item, a column for each step; NaN where it was not evaluated."
         own = self.answers[(self.answers.recipe == recipe) & (self.answers.benchmark == benchmark)]
         return own.pivot(index="item", columns="step", values="correct").reindex(columns=self.steps)
 
