@@ -26,7 +26,8 @@ from .models import check_engine, check_model, check_model_of_engine, is_model_f
 from .models.adapters import adapter_base, describe_adapter, is_adapter, merge_adapter, source_label
 from .models.lab import SIZES, is_lab_model
 from .reports.difference import Difference, compare_areas, judge_areas, list_areas, store_difference, write_difference
-from .runs import (ParameterError, Run, Seed, Stage, find_path, flagged_field, make_config, open_run, read_table, run_function, runtime_field,
+from .runs import (ParameterError, Run, Seed, Stage, find_path, flagged_field, make_config, open_run, read_table,
+                           run_function, runtime_field,
                            write_atomically)
 from .runs.command_line import CommandLine
 from .runs.provenance import CostLog
@@ -144,7 +145,8 @@ class DiffConfig(DiffSettings):
         n, facts = self.n, dict(dataset=self.dataset) if self.dataset else {}
         if self.dataset: n = max(n, len(load_corpus(self.dataset, "train")))
         preset = "lab" if is_lab_model(model) else "real"
-        return self.pass_to(evaluate.EvaluateConfig, without=["dataset"], preset=preset, model=model, suite=suite, n=n, limit=self.n, **facts)
+        return self.pass_to(evaluate.EvaluateConfig, without=["dataset"], preset=preset, model=model, suite=suite, n=n,
+                            limit=self.n, **facts)
 
     def compute(self, run: Run) -> xr.DataTree:
         "Ask both models, score the base's own text, compare the weights, and write the page."
@@ -154,7 +156,8 @@ class DiffConfig(DiffSettings):
         with CostLog(run.folder) as costs:
             before, after, runs = ask_models(self, models, suite, run.folder, costs)
             with costs.phase("scoring own text of the base"):
-                if not file.exists(): write_atomically(file, write_own_text(models[0], 24 if self.quick else 96, self.seed, **options).to_parquet)
+                if not file.exists():
+                    write_atomically(file, write_own_text(models[0], 24 if self.quick else 96, self.seed, **options).to_parquet)
                 text = compare_text(*models, read_table(file), **options)
             with costs.phase("comparing the weights"): weights = measure_weights(*models)
             table = compare_areas(list_areas(before, after, text, names))

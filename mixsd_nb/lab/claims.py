@@ -149,7 +149,8 @@ def compare_recipes(
     area = group.compare(*sides, what, _below(at)).difference if _below(at) else NOTHING
     difference, known = found.difference.clip(-100, 100), not math.isnan(found.room)
     return Finding(difference.number(), f"{difference.n} seed{'s' * (difference.n != 1)}", verdict, decided, comparison,
-                   f"{found.room:.1f}" if known else "", found.ratio.number() if known and what not in FROM_ZERO else "", opened.number(), accepted.number(),
+                   f"{found.room:.1f}" if known else "", found.ratio.number() if known and what not in FROM_ZERO else "",
+                   opened.number(), accepted.number(),
                    area.number(), math.nan if equal else difference.p)
 
 # %% ../../nbs/lab/claims.ipynb #513a20b0

@@ -149,6 +149,7 @@ def own_words(
 def fit_own_words(run: MethodRun) -> Fitted:
     "Learn the accepted targets in the base model's own words; ValueError if none was accepted."
     p, worded = run.parameters, reword_facts(run)
-    records = own_words(run.load_engine(), [*filter(is_verifiable, [*run.rows, *worded])], CORPORA[p.dataset], max_new_tokens=p.target_tokens,
+    records = own_words(run.load_engine(), [*filter(is_verifiable, [*run.rows, *worded])], CORPORA[p.dataset],
+                        max_new_tokens=p.target_tokens,
                         journal=run.folder / "own-words.jsonl")
     return run.train_on(written_pairs(run, {r["id"]: r["completion_ids"] for r in records if r["accepted"]}, worded))
