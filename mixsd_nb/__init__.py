@@ -21,7 +21,8 @@ _NAMES = {
     "load_corpus": "corpora", "load_base": "models", "load_engine": "models", "mix": "methods.mixing",
     "mix_oracle": "methods.mixing", "token_nll": "models.scoring", "diagonal_fisher": "models.gradients",
     "displacement": "analysis.curvature", "classify_error": "analysis.taxonomy:classify",
-    "run_python": "benchmarks.sandbox", "ForgettingCallback": "analysis.callback", "open_cube": "results", "paper_cube": "results", "find_runs": "runs",
+    "run_python": "benchmarks.sandbox", "ForgettingCallback": "analysis.callback",
+    "open_cube": "results", "paper_cube": "results", "find_runs": "runs",
     "open_run": "runs", "inject": "", "diff": "", "train": "", "evaluate": "", "generate": "", "sweep": ""}
 __all__ = list(_NAMES)
 

@@ -78,7 +78,8 @@ class DiffSettings(Stage):
         "positional", "optional")
     tuned: SourceName = flagged_field(
         "lab-s", "the model after: as base, or the folder of a PEFT adapter", "positional", "optional")
-    dataset: str = flagged_field("", "file of the facts that were taught, or the name of a corpus; empty for none", "positional", "optional")
+    dataset: str = flagged_field(
+        "", "file of the facts that were taught, or the name of a corpus; empty for none", "positional", "optional")
     suite: str = flagged_field("", "further benchmarks: groups such as real or lab, files such as my_tests.jsonl, harness:TASK", "main")
     quick: bool = flagged_field(False, "fewer items: 80 of each benchmark, 24 replies of own text", "main")
     n: int | None = flagged_field(None, "items of each benchmark; None for 300, or 80 with quick", ge=1)
@@ -201,15 +202,18 @@ def ask_models(
     first = ask(suite)
     free = first[0].responses().query("benchmark == 'general-free'")
     pairs = [*zip(first, ask(write_openings(dict(zip(free["item"], free.response)), folder / "openings")))]
-    return *(pd.concat([run.responses() for run in pair], ignore_index=True) for pair in pairs), [" ".join(run.name for run in pair) for pair in pairs]
+    responses = [pd.concat([run.responses() for run in pair], ignore_index=True) for pair in pairs]
+    return *responses, [" ".join(run.name for run in pair) for pair in pairs]
 
 # %% ../nbs/diff.ipynb #bc7961e5
 def write_notes(config: DiffConfig, models: tuple[str, str]) -> list[str]:
     "Return the notes of a comparison."
     types = [stored_dtype(model) for model in models]
     notes = [f"{Path(name).name} is {describe_adapter(name)}." for name in (config.base, config.tuned) if is_adapter(name)]
-    if not reads_alike(*models): notes.append("The two models have different tokens or chat templates, so each reads and writes in its own; text is compared.")
-    if types[0] != types[1]: notes.append(f"The files of the base are in {types[0]} and those of the tuned model in {types[1]}; both run in {config.dtype}.")
+    if not reads_alike(*models):
+        notes.append("The two models have different tokens or chat templates, so each reads and writes in its own; text is compared.")
+    if types[0] != types[1]:
+        notes.append(f"The files of the base are in {types[0]} and those of the tuned model in {types[1]}; both run in {config.dtype}.")
     if not config.dataset: notes.append("No file of facts was given, so what was learned is not measured.")
     if not config.suite: notes.append("Other skills than general knowledge are not measured; suite names further benchmarks.")
     return notes

@@ -399,7 +399,8 @@ def encode_continuation(
     return _encode_behind(tokenizer, hide_names(tokenizer, text))
 
 # %% ../../nbs/corpora/prompts.ipynb #cd99d38e
-_QUESTION, _WORDS = "\N{SYMBOL FOR UNIT SEPARATOR}", "\N{SYMBOL FOR RECORD SEPARATOR}"  # take the place of words of the user and the assistant
+_QUESTION = "\N{SYMBOL FOR UNIT SEPARATOR}"  # takes the place of words of the user
+_WORDS = "\N{SYMBOL FOR RECORD SEPARATOR}"  # and of words of the assistant
 
 
 def _write_reply(tokenizer, words: str) -> str:

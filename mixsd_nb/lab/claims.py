@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from .paired import AHEAD, BEHIND, EQUAL, MARGIN, NO_ROOM, NOTHING, UNCLEAR, Estimate, combine_intervals, correct_holm, estimate_mean, judge_difference
+from .paired import (AHEAD, BEHIND, EQUAL, MARGIN, NO_ROOM, NOTHING, UNCLEAR, Estimate,
+                                 combine_intervals, correct_holm, estimate_mean, judge_difference)
 from ..analysis.scores import wilson
 from .predictors import checkpoint_table, correlate, correlation_text, difference_of_correlations
 from .versus import ERRORS, FROM_ZERO, HELD_OUT, OPENED, At, Case, Comparison, CubeGroup, Side, opened_twin

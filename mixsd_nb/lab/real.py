@@ -41,7 +41,8 @@ from ..methods import BASE, label_title
 from ..results.cube import cube_of, read_cubes, read_root, write_cube
 from ..results.layout import compare_pairs, variable
 from ..results.paper import paper_cube
-from ..results.plots import draw_recipe_legend, figure_style, hollow_labels, mark_made_up, model_name, recipe_colour, recipe_marker, save_figure
+from ..results.plots import (draw_recipe_legend, figure_style, hollow_labels, mark_made_up, model_name,
+                                    recipe_colour, recipe_marker, save_figure)
 from ..results.summary import collapse_runs, consistent_column, last_steps, percent_column
 from ..runs import Run, project_root, read_run_record, runs_root, write_atomically
 from ..runs.command_line import CommandLine

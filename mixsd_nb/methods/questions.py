@@ -57,7 +57,8 @@ _PLURAL = re.compile(r"\p{Ll}{2,}(?<!ss|us|is)s|people|men|women|children|feet|f
 def _counted_noun(sentence: str, found: re.Match) -> str:
     """Return the word behind a number if it says what is counted, with its space; empty for another word, and for a
     year or the number of a thing."""
-    before, after = sentence[max(0, found.start() - 60):found.start()].split(), re.match(r"(?: (?:million|billion|thousand|Millionen|Milliarden|Mio\.|Mrd\.|Tsd\.))?(?: (\p{L}+)(?![-’'\p{L}]))?", sentence[found.end():found.end() + 80])
+    before = sentence[max(0, found.start() - 60):found.start()].split()
+    after = re.match(r"(?: (?:million|billion|thousand|Millionen|Milliarden|Mio\.|Mrd\.|Tsd\.))?(?: (\p{L}+)(?![-’'\p{L}]))?", sentence[found.end():found.end() + 80])
     earlier = before[-1].strip("\"'“„(") if before else ""
     is_year = re.fullmatch(r"1\d{3}|20\d\d", found["run"]) and earlier.casefold() in ("in", "since", "until", "till", "im", "seit", "bis", "year", "jahr")
     if is_year or ":" in found["run"] or earlier.casefold() in LABELS or len(before) > 1 and earlier[:1].isupper(): return ""

@@ -78,7 +78,8 @@ def format_duration(seconds: float) -> str:
 
 def describe_plan(plan: RunPlan, machine: Machine, seconds: float = 0.0) -> str:
     "Return the plan in one line, with the seconds of one device; those of the run alone if there are none."
-    phase, limit, seconds = max(plan.peaks, key=plan.peaks.get, default=""), machine.device.memory or machine.memory, seconds or plan.seconds
+    phase = max(plan.peaks, key=plan.peaks.get, default="")
+    limit, seconds = machine.device.memory or machine.memory, seconds or plan.seconds
     where = f"{machine.gpus} × {machine.name}" if machine.gpus > 1 else machine.name if machine.gpus else "one core"
     parts = [f"{_gigabytes(plan.peak)} of {limit:.3g} GB in {phase}{', tight: may not fit' * is_tight(plan, machine)}" if phase else "",
              f"{_gigabytes(plan.disk_peak)} of disk" if plan.disk_peak > 1e7 else "",
@@ -153,7 +154,8 @@ class GridPlan:
         groups, rows = {}, []
         for plan in self.cells: groups.setdefault((plan.model.split("/")[-1], plan.dataset, plan.method), []).append(plan)
         for key, plans in groups.items():
-            worst, lacks = max(plans, key=lambda plan: plan.peak), ", ".join(dict.fromkeys(kind for plan in plans for kind in plan.problems))
+            worst = max(plans, key=lambda plan: plan.peak)
+            lacks = ", ".join(dict.fromkeys(kind for plan in plans for kind in plan.problems))
             sizes = (f"{size / 1e9:.3g}" for size in (worst.peak, worst.host, worst.disk_peak))
             rows.append([*key, len(plans), worst.gpus, max(worst.peaks, key=worst.peaks.get, default=""), *sizes,
                          sum(plan.seconds for plan in plans) / 3600, lacks])
@@ -339,7 +341,8 @@ def plan(
         return 0
     from mixsd_nb.planning.preflight import check_inputs, describe_sandbox, format_inputs, list_deviations
     if not configs: print(format_grid(whole := plan_grid(what, device)))
-    codes, planned = [_plan_run(config, device, gpus, memory) for config in configs] or [int(bool(whole.problems()))], configs or planned_cells(what)
+    codes = [_plan_run(config, device, gpus, memory) for config in configs] or [int(bool(whole.problems()))]
+    planned = configs or planned_cells(what)
     for text in list_deviations(config for config in planned if getattr(config, "preset", "") == "paper"):
         print(f"differs from the paper: {text}")
     if sentence := describe_sandbox(planned): print(sentence)

@@ -109,7 +109,8 @@ def count_questions(
             if not lengths: continue
             rows, prompt, reply = min(lengths.rows, config.n), lengths.prompt, usual_reply(config.dataset, config.model)
         else:
-            (prompt, reply), limited = (length or 200 for length in suite.lengths), "limit" in suite.settings  # it has its own number of items
+            prompt, reply = (length or 200 for length in suite.lengths)
+            limited = "limit" in suite.settings  # it has its own number of items
             rows = suite.size or (300 if limited else max(1, round(suite.share * min(config.n, 300))))
             rows = min(rows, limited and getattr(config, "limit", 0) or rows)
         found[name] = Questions(rows * sampling.samples, prompt, min(reply, most), most, min(sampling.max_total, most + 2 * int(prompt)))
@@ -153,7 +154,8 @@ def add_decoding(
     scored: bool = False,  # whether the engine also scores what it wrote
 ) -> float:
     "Add what decoding needs to a plan, and what would fit instead; returns the tokens that the questions count for."
-    shape, engine, width, rows, gpu = read_shape(config.model), ENGINES[config.engine], 2 if config.dtype == "bfloat16" else 4, config.batch_size, machine.gpus > 0
+    shape, engine = read_shape(config.model), ENGINES[config.engine]
+    width, rows, gpu = 2 if config.dtype == "bfloat16" else 4, config.batch_size, machine.gpus > 0
     questions, name = [*questions], name or engine.name
     plan.host = max(plan.host, _host_bytes(width * shape.parameters, getattr(config, "replicas", 1)))
     if engine.share and gpu:
@@ -227,7 +229,8 @@ def rollouts_of(config) -> int:
 
 def burden_of(config) -> Burden:
     "Return what each update of a training trains on at most, and the bytes on each GPU of an engine that writes in a separate process."
-    lengths, demand, drafts, shape = corpus_lengths(config.dataset, config.model)["train"], config.recipe.demand, list_drafts(config), read_shape(config.model)
+    lengths = corpus_lengths(config.dataset, config.model)["train"]
+    demand, drafts, shape = config.recipe.demand, list_drafts(config), read_shape(config.model)
     completion, limit = lengths.longest_target, config.rollout_tokens if demand.rollout_model else config.target_tokens
     if demand.rollout_model or config.recipe.mixed: completion = min(limit, int(_LONGEST * usual_completion(config)))
     written = {draft.added > 0: int(min(draft.limit, _LONGEST * draft.response)) for draft in drafts}
