@@ -72,7 +72,7 @@ SourceName = Annotated[str, PlainSerializer(lambda name, info: source_label(name
 
 
 class DiffSettings(Stage):
-    "The two models, what they are asked, and when a difference counts as a loss."
+    "The two models, the questions for both, and when a difference counts as a loss."
     base: SourceName = flagged_field(
         "lab-m", "the model before: a folder, a hub id, a shipped model, or a run; an adapter or a run alone names its base itself",
         "positional", "optional")
