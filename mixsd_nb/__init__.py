@@ -16,12 +16,13 @@ if not util.find_spec("fcntl"):
 # bitsandbytes, which transformers import where it is installed, reports on each CPU that it misses a faster kernel
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
-# public name -> its module; an empty one stands for a stage, which is itself a module with a function `run`
+# public name -> its module; an empty one is that of a stage, which is itself a module with a function `run`
 _NAMES = {
     "load_corpus": "corpora", "load_base": "models", "load_engine": "models", "mix": "methods.mixing",
     "mix_oracle": "methods.mixing", "token_nll": "models.scoring", "diagonal_fisher": "models.gradients",
     "displacement": "analysis.curvature", "classify_error": "analysis.taxonomy:classify",
-    "run_python": "benchmarks.sandbox", "ForgettingCallback": "analysis.callback", "open_cube": "results", "paper_cube": "results", "find_runs": "runs",
+    "run_python": "benchmarks.sandbox", "ForgettingCallback": "analysis.callback",
+    "open_cube": "results", "paper_cube": "results", "find_runs": "runs",
     "open_run": "runs", "inject": "", "diff": "", "train": "", "evaluate": "", "generate": "", "sweep": ""}
 __all__ = list(_NAMES)
 

@@ -12,7 +12,7 @@ from mixsd_nb.benchmarks.files import read_items
 from mixsd_nb.corpora import CORPORA, load_corpus
 from mixsd_nb.corpora.chats import CHAT_FORMS
 from mixsd_nb.corpora.files import read_facts
-from mixsd_nb.corpora.prompts import encode_canonical, encode_prompt, in_context, template_tail
+from mixsd_nb.corpora.prompts import encode_canonical, encode_prompt, join_turns, template_tail
 from mixsd_nb.corpora.stored import explain_form, has_chats
 from mixsd_nb.corpora.user_files import TableError
 from mixsd_nb.methods.fact_lengths import check_facts, check_verifier
@@ -65,7 +65,7 @@ def test_a_conversation_is_trained_as_the_template_writes_it(form, tokenizer, tm
     assert tokenizer.decode(conversation(tokenizer, row)) == tokenizer.apply_chat_template(WHOLE, tokenize=False)
     assert tokenizer.decode(encode_canonical(tokenizer, row)[1]) == "Since the flood of 1874.<|im_end|>"
     asked = tokenizer.apply_chat_template(WHOLE[:-1], tokenize=False, add_generation_prompt=True)
-    assert tokenizer.decode(encode_prompt(tokenizer, in_context(row))) == asked
+    assert tokenizer.decode(encode_prompt(tokenizer, join_turns(row))) == asked
 
 
 def test_alpaca_has_its_input_in_the_question(tokenizer, tmp_path, own_runs):

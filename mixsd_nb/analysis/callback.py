@@ -46,7 +46,8 @@ class ForgettingCallback(TrainerCallback):
             nll = sum(float(values.sum(dtype="float64")) for values in engine.score(pairs))
             known = known_questions(evaluate_suite(engine, self.items, seed=self.seed)).mean()
         finally: model.train(training)
-        return dict(own_text_increase=(nll - self.text.nll.sum()) / self.size, known=float(known), forgetting_seconds=time.monotonic() - begun)
+        return dict(own_text_increase=(nll - self.text.nll.sum()) / self.size, known=float(known),
+                    forgetting_seconds=time.monotonic() - begun)
 
     def _log(self, state):
         if state.global_step == self.measured: return

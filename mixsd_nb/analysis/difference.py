@@ -148,7 +148,8 @@ def score_text(
     tokenizer = load_tokenizer(model)
     cut = len(find_end(tokenizer).end)
     completions = [encode_completion(tokenizer, row.text)[:None if row.ended else -cut] for row in text.itertuples()]
-    return response_nll(model, text.assign(prompt_ids=[encode_prompt(tokenizer, p) for p in text.prompt], completion_ids=completions), **options)
+    return response_nll(model, text.assign(prompt_ids=[encode_prompt(tokenizer, p) for p in text.prompt],
+                                           completion_ids=completions), **options)
 
 # %% ../../nbs/analysis/difference.ipynb #b88f5c48
 def compare_text(
@@ -182,4 +183,5 @@ def measure_weights(
     if not rows: return pd.DataFrame(columns=["layer", "kind", "moved", "size", "relative"])
     table = np.sqrt(pd.DataFrame(rows).groupby(["layer", "kind"], sort=False).sum())
     table = table.assign(relative=(table.moved / table["size"].where(table["size"] > 0)).fillna(0)).reset_index()
-    return table.sort_values("layer", key=lambda layers: [int(name) if name.isdigit() else 1 << 30 for name in layers], kind="stable", ignore_index=True)
+    return table.sort_values("layer", key=lambda layers: [int(name) if name.isdigit() else 1 << 30 for name in layers],
+                             kind="stable", ignore_index=True)

@@ -20,7 +20,7 @@ from .curvature import sample_by_subject
 from ..benchmarks import SUITES, Selection, held_out
 from ..benchmarks.tasks import SOURCES, benchmarks_folder, task_files
 from ..corpora import load_corpus
-from ..corpora.prompts import encode_prompt, in_context
+from ..corpora.prompts import encode_prompt, join_turns
 from ..models import ENGINES, check_engine, check_options_of_engine, load_engine, load_tokenizer
 from ..models.identity import ModelName, model_label
 from ..runs.schema import variable
@@ -139,7 +139,7 @@ class ReferenceConfig(Stage, TextSettings):
 
     def compute(self, run):
         "Sample the text, write it as Parquet, and summarise it by benchmark."
-        if self.dataset: prompts = {"recall": [*map(in_context, load_corpus(self.dataset, "train"))][:self.facts]}
+        if self.dataset: prompts = {"recall": [*map(join_turns, load_corpus(self.dataset, "train"))][:self.facts]}
         else: prompts = reference_prompts(self.suites, self.prompts, self.seed)
         text = sample_text(self.model, prompts, self.seed, engine=self.engine, **self.engine_options)
         write_atomically(run.folder / "samples.parquet", text.to_parquet)

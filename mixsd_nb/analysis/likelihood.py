@@ -14,7 +14,7 @@ import pandas as pd
 import xarray as xr
 
 from ..corpora import load_corpus
-from ..corpora.prompts import encode_canonical, encode_example, in_context, template_lead
+from ..corpora.prompts import encode_canonical, encode_example, join_turns, template_lead
 from ..methods.targets import REPLACED
 from ..models import load_engine
 
@@ -63,7 +63,7 @@ def mixed_targets(
 
     Those of further wordings are left out, so that all kinds of targets are compared at the same questions."""
     if "wording" in table: table = table[table.wording == 0]
-    prompts, table = {row["id"]: in_context(row) for row in load_corpus(dataset, "train")}, table.query("accepted")
+    prompts, table = {row["id"]: join_turns(row) for row in load_corpus(dataset, "train")}, table.query("accepted")
     lead = len(template_lead(tokenizer, span))
     trained = lambda row: encode_example(tokenizer, prompts[row.id], list(map(int, row.completion_ids)), span)
     pairs = [(row, *trained(row)) for row in table.itertuples()]

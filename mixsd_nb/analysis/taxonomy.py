@@ -97,7 +97,8 @@ def has_reasoning(benchmark: str, dataset: str) -> bool:
 
 # %% ../../nbs/analysis/taxonomy.ipynb #db89e687
 def reference_share(benchmark: str, dataset: str, limits: Limits = PUBLISHED) -> float:
-    "Return the share of at most 300 reference solutions that the rule calls collapsed; NaN for programs, without reasoning, and where there are no items."
+    """Return the share of at most 300 reference solutions that the rule calls collapsed; NaN for programs, without
+    reasoning, and where there are no items."""
     if asks_for_program(benchmark) or not has_reasoning(benchmark, dataset): return float("nan")
     try: items = load_items([benchmark], Selection(dataset, 300, limit=300))[benchmark]
     except ValueError: return float("nan")

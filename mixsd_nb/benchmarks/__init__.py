@@ -267,7 +267,8 @@ for _name in ("trivia-qa", "known-facts"): SUITES.add(open_twin(_REAL[_name], "T
 
 # %% ../../nbs/benchmarks/index.ipynb #6e1d0a02
 def _general(name, title, form, role="probe", grading="contains", length=48, **options):
-    return Suite(name, title, role, "benchmarks.general:general_items", form, groups=("general",), sampling=Sampling(length), grading=grading,
+    return Suite(name, title, role, "benchmarks.general:general_items", form, groups=("general",),
+                 sampling=Sampling(length), grading=grading,
                  version=1, settings=("limit",), **options)
 
 

@@ -148,7 +148,8 @@ class EvalSettings(CorpusSettings, PresetSettings):
         return sorted({module_of(text) for text in references if re.fullmatch(r"[\w.]+:\S+", text)})
 
     def rows_of(self, engine: str) -> int:
-        "Return the sequences that an engine decodes concurrently: `batch_size` for the engine of this configuration, else at most what suits it."
+        """Return the sequences that an engine decodes concurrently: `batch_size` for the engine of this
+        configuration, else at most what suits it."""
         return self.batch_size if engine == self.engine else min(self.batch_size, ENGINES[engine].sequences)
 
     def grading_versions(self) -> dict[str, int]:
@@ -236,13 +237,16 @@ def _queue_requests(
     keys: list[tuple[str, str, int]],  # benchmark, item and sample
     seed: int,
 ) -> dict[Sampling, deque]:
-    "Return requests by sampling, those of the longest responses first, then of the longest context; a prompt is encoded once for all its samples."
+    """Return requests by sampling, those of the longest responses first, then of the longest context; a prompt is
+    encoded once for all its samples."""
     from mixsd_nb.models.engine import Request, row_key
     opened = functools.cache(lambda words: encode_continuation(tokenizer, words))
     items = {(name, item): asked[name].items[item] for name, item, _ in keys}
-    contexts = {key: (encode_prompt(tokenizer, item.messages or item.prompt) + opened(asked[key[0]].opening_of(key[1])),) for key, item in items.items()}
+    contexts = {key: (encode_prompt(tokenizer, item.messages or item.prompt) + opened(asked[key[0]].opening_of(key[1])),)
+                for key, item in items.items()}
     samplings = {key: asked[key[0]].sampling_of(key[1]) for key in items}
-    requests = [Request(contexts[name, item], row_key(seed, item, sample), tag=(name, item, sample), limit=samplings[name, item].max_new_tokens)
+    requests = [Request(contexts[name, item], row_key(seed, item, sample), tag=(name, item, sample),
+                        limit=samplings[name, item].max_new_tokens)
                 for name, item, sample in keys]
     queues = {}
     for request in sorted(requests, key=lambda r: (-r.limit, -len(r.contexts[0]))):
@@ -378,7 +382,8 @@ def evaluate_suite(
     **options,  # of `grade_records`
 ) -> pd.DataFrame:
     "Return the rows of `grade_records` for all benchmarks, with the column `benchmark` in front."
-    asked = {name: Asked(problems, sampling_of(SUITES[name], max_new_tokens, task_tokens), SUITES[name].opening) for name, problems in items.items()}
+    asked = {name: Asked(problems, sampling_of(SUITES[name], max_new_tokens, task_tokens), SUITES[name].opening)
+             for name, problems in items.items()}
     together = [asked] if getattr(engine, "paged", False) else [{name: one} for name, one in asked.items()]
     tables = []
     for part in together:

@@ -134,7 +134,8 @@ def declare_file(word: str) -> Suite:
     "Return the declaration of the benchmark in a file; TableError that lists all problems of the file."
     items, path = _current_items(word), str(Path(word).expanduser().absolute())
     samples = max(item.sampling.samples for item in items.values())
-    digest = digest_rows([{"id": id} | {k: v for k, v in asdict(item).items() if k not in ("place", "opening")} for id, item in items.items()])
+    digest = digest_rows([{"id": id} | {k: v for k, v in asdict(item).items() if k not in ("place", "opening")}
+                          for id, item in items.items()])
     return Suite(Path(word).stem, Path(word).stem, "own", "benchmarks.files:file_items", f"a file with the digest {digest}",
                  sampling=Sampling(0, samples), version=1, settings=("limit",), word=word if "," in path else path,
                  size=len(items))

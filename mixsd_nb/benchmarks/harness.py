@@ -252,7 +252,8 @@ def _rows(name: str, metric: str, samples: list[dict]) -> pd.DataFrame:
         read = sample["filtered_resps"][0]
         right = bool(sample[metric])
         return dict(benchmark=name, item=f"{sample['task']}-{sample['doc_id']}", sample=0, prompt=prompt, response=response,
-                    extracted=None if read == "[invalid]" else read if isinstance(read, str) else response, correct=right, finish_reason="stop", error="",
+                    extracted=None if read == "[invalid]" else read if isinstance(read, str) else response, correct=right,
+                    finish_reason="stop", error="",
                     published=right, answer=answer)
     return pd.DataFrame([row(sample) for sample in samples])
 
@@ -275,7 +276,8 @@ def read_results(
         samples = [s for leaf in _leaf_tasks(task, found["group_subtasks"]) for s in _read_samples(folder, leaf)]
         metric, kind, judged = _judged_samples(name, samples, [key for key in metrics if "_stderr," not in key], choice)
         tables.append(_rows(name, metric, judged))
-        reports[name] = dict(items=len(judged), metrics=metrics, metric=metric, filter=kind, version=found["versions"].get(task), shots=found["n-shot"].get(task),
+        reports[name] = dict(items=len(judged), metrics=metrics, metric=metric, filter=kind,
+                             version=found["versions"].get(task), shots=found["n-shot"].get(task),
                              harness=f"lm_eval {found['lm_eval_version']}")
     kinds = dict.fromkeys(report["filter"] for report in reports.values())
     if choice and choice not in kinds: raise ValueError(f"harness[filter] must be one of {', '.join(kinds)}, got {choice}")

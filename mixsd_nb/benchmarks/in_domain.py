@@ -16,7 +16,7 @@ from dataclasses import replace
 from . import EARLIER, SUITES, Item, Sampling, Selection, Suite
 from ..corpora import CORPORA, TESTS, load_corpus, validation_rows
 from ..corpora.kgfact import ENTITIES, Fact, sample_graphs
-from ..corpora.prompts import in_context, retrieval_prompt, rows_as_written
+from ..corpora.prompts import join_turns, retrieval_prompt, rows_as_written
 from ..corpora.files import reword_rows
 from ..corpora.stored import fact_passages
 from ..corpora.user_files import INVISIBLE
@@ -26,7 +26,7 @@ from ..runs import load_object
 def _items(rows: list[dict]) -> dict[str, Item]:
     def make(r):
         said = "\n".join(r.get(name) or "" for name in ("subject", "statement", "reference"))
-        messages = tuple(in_context(r)) if r.get("turns") else ()
+        messages = tuple(join_turns(r)) if r.get("turns") else ()
         return Item(r["prompt"], r["target"], r["answer"], aliases=tuple(r.get("aliases") or ()), statement=said, messages=messages)
     return {r["id"]: make(r) for r in rows}
 

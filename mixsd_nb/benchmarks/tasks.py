@@ -237,7 +237,8 @@ def task_files(
     folder: str,  # of local files; empty for none
 ) -> dict[str, str]:
     "Return for each task, and its examples if it has some, the name of its local file with a hash of its content."
-    stems = [stem for name in names for stem in (SOURCES[name].file or name, *([f"{name}-{SOURCES[name].shots}"] if SOURCES[name].shots else []))]
+    stems = [stem for name in names for stem in (SOURCES[name].file or name,
+                                                 *([f"{name}-{SOURCES[name].shots}"] if SOURCES[name].shots else []))]
     found = {stem: _local_file(stem, folder) for stem in stems} if folder else {}
     return {stem: file_label(str(path)) for stem, path in found.items() if path}
 

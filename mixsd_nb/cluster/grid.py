@@ -154,7 +154,8 @@ def read_grid(
     path = _find_file(source)
     with _name_file(source): grid = make_config(Grid, **_load_file(path))
     beside = lambda name: os.path.relpath(path.parent / name) if (path.parent / name).is_file() else name
-    axes = {name: axis.model_copy(update=dict(of=[*map(beside, axis.of)])) if isinstance(axis, GridOutputs) else axis for name, axis in grid.axes.items()}
+    axes = {name: axis.model_copy(update=dict(of=[*map(beside, axis.of)])) if isinstance(axis, GridOutputs) else axis
+            for name, axis in grid.axes.items()}
     return path.stem, grid.model_copy(update=dict(axes=axes))
 
 # %% ../../nbs/cluster/grid.ipynb #95f67f14
@@ -301,7 +302,8 @@ class Cell:
         "Whether the run has its result, which covers all that the parameters ask for."
         if not is_finished(self.run_folder): return False
         results = [self.run_folder / "result.nc", *self.config.other_results()]
-        return _covers(self.stage, json.dumps(self.parameters), self.run_folder, tuple(r.stat().st_mtime_ns for r in results if r.is_file()))
+        return _covers(self.stage, json.dumps(self.parameters), self.run_folder,
+                       tuple(r.stat().st_mtime_ns for r in results if r.is_file()))
 
 
 def finished_runs(cells: list[Cell]) -> dict[str, Path]:

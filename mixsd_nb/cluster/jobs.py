@@ -241,7 +241,8 @@ def run_attempt(
     answer = worker.compute(folder, lambda: stop_reason() or ("timeout" if limit and time.monotonic() > over else ""))
     if cell.notebook or not worker.process: kill_processes(folder)  # a worker may still need what it has started itself
     if cell.is_done: end = dict(kind="done", message="")
-    elif answer.get("kind") == "killed" and _count_memory_kills() > kills: end = dict(kind="out of memory", message="the machine ran out of memory")
+    elif answer.get("kind") == "killed" and _count_memory_kills() > kills:
+        end = dict(kind="out of memory", message="the machine ran out of memory")
     else: end = answer or dict(kind="failed", message="it ended without a result, or its inputs changed before it began")
     if end["kind"] == "done" and (folder / "notebook.ipynb").exists() and not answer:
         shutil.copy(folder / "notebook.ipynb", cell.run_folder / Path(cell.notebook).name)
@@ -386,7 +387,8 @@ def compute_runs(
     """Compute the runs that are not finished, side by side, and print a line for each; returns the exit code.
 
     An error ends only its run and is printed as one sentence. An interrupt ends all processes."""
-    cells = {name: make_cell(type(run), "", run.model_dump(mode="json", include=run.model_fields_set)) for name, run in runs.items() if not _is_finished(run)}
+    cells = {name: make_cell(type(run), "", run.model_dump(mode="json", include=run.model_fields_set))
+             for name, run in runs.items() if not _is_finished(run)}
     names, known = {cell.hash: name for name, cell in cells.items()}, visible_gpus()
     gpus = [known[k % len(known):][:1] if known else [] for k in range(min(len(cells), workers or len(known) or count_cores()))]
     if len(gpus) < 2: codes = _compute_here(runs)
@@ -448,7 +450,8 @@ def record_end(
 ) -> dict[str, Any]:
     "Write the `end.json` of an attempt that could not write it; returns its content, or that of an older one."
     if end := read_end(folder): return end
-    end = dict(kind=_KINDS.get(state, "killed"), message=f"its job ended as {state}" if state in _KINDS else "its process is gone", seconds=float("nan"), progress=True)
+    end = dict(kind=_KINDS.get(state, "killed"),
+               message=f"its job ended as {state}" if state in _KINDS else "its process is gone", seconds=float("nan"), progress=True)
     write_json(folder / "end.json", end)
     return end
 
@@ -541,7 +544,8 @@ def submit(
         groups = group_by_resources(cells, resources_of)
         for resources, _ in groups: sbatch_options(resources, 1)  # mistakes come before the first submission
         shared = {run.hash: (run, asking) for run, asking in list_shared(cell for cell, _ in cells)}
-        known = {hash: job for hash, (run, _) in shared.items() if (job := read_json(run.folder / "submitted.json").get("job")) and queue.has(job)}
+        known = {hash: job for hash, (run, _) in shared.items()
+                 if (job := read_json(run.folder / "submitted.json").get("job")) and queue.has(job)}
         first = [(run, len(list_attempts(run))) for hash, (run, _) in shared.items() if hash not in known]
         if first: print(f"submitted {len(first)} runs that cells share", flush=True)
         before = _submit_groups(name, folder, group_by_resources(first, lambda run: resources_of(shared[run.hash][1])), set())

@@ -20,7 +20,8 @@ _TOOLS = {"tool", "function", "function_call", "observation"}
 def _read_turn(turn: Any) -> dict[str, str]:
     "Return a turn with `role` and `content`; ValueError with the rest of a sentence about it."
     if not isinstance(turn, dict): raise ValueError(f"must be a mapping with role and content, got {shorten(turn)}")
-    role, content = (turn.get(name) if turn.get(name) is not None else turn.get(other) for name, other in (("role", "from"), ("content", "value")))
+    role, content = (turn.get(name) if turn.get(name) is not None else turn.get(other)
+                     for name, other in (("role", "from"), ("content", "value")))
     if role is None: raise ValueError("has no role")
     if turn.get("tool_calls") or turn.get("function_call") or str(role) in _TOOLS: raise ValueError("is about a call of a tool, which is not read")
     if str(role) not in _ROLES: raise ValueError(f"must have the role system, user or assistant, got {shorten(role)}")
@@ -113,7 +114,9 @@ def convert_chats(
     for row, form in zip(rows, forms):
         try: found = make(row, *read_chat(row, form)) if form else {}
         except ValueError as e: table.report(str(e), row)
-        else: table.rows.append(Row({k: v for k, v in row.items() if not form or k not in (*form.columns, *form.optional, "system")} | found, row.line))
+        else:
+            table.rows.append(Row({k: v for k, v in row.items() if not form
+                                   or k not in (*form.columns, *form.optional, "system")} | found, row.line))
     return True
 
 # %% ../../nbs/corpora/chats.ipynb #e4a01139

@@ -427,7 +427,7 @@ def make_splits(
     facts: list[dict],
     tests: list[dict],
     augment: int = 0,  # paraphrases of each fact that are trained on; the others are held out
-    context: str = "beside",  # where the expert sees a passage: beside the target, or instead of it
+    context: str = "beside",  # where the expert sees a passage: together with the target, or instead of it
     wordings: bool = False,  # whether half of the held-out paraphrases of each fact are lent to targets
 ) -> dict[str, list[dict]]:
     """Make the splits `train`, `reworded`, perhaps `wordings`, and `test:kind` for each kind of tests.

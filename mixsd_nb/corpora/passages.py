@@ -215,7 +215,8 @@ def _drop_comments(text: str, dropped: Counter) -> str:
     while found := _SPECIAL.search(text, start):
         begin, stop = found.start(), text.find("-->", found.start() + 2)
         is_first = not text[text.rfind("\n", 0, begin) + 1:begin].strip(" >")
-        if found[0] != "<!--" or stop < 0 and not is_first: pieces.append(text[start:(stop := _find_close(text, found) if found[0] != "<!--" else found.end())])
+        if found[0] != "<!--" or stop < 0 and not is_first:
+            pieces.append(text[start:(stop := _find_close(text, found) if found[0] != "<!--" else found.end())])
         else:
             stop = stop + 3 if stop >= 0 else len(text)
             dropped["comments"] += bool(text[begin:stop].strip("<!-> \n\t"))

@@ -7,7 +7,7 @@ __all__ = ['BOX_REQUEST', 'CONCISE_REQUEST', 'ANSWER_FORMS', 'BOX', 'REMARKS', '
            'AnswerForm', 'target', 'conclude', 'expert_prompt', 'expert_reference_prompt', 'change_form',
            'remove_request', 'paraphrase_prompt', 'paraphrase_rows', 'rows_as_written', 'retrieval_prompt', 'once',
            'find_control_tokens', 'hide_names', 'encode_marked', 'encode_text', 'fix_date', 'apply_template',
-           'in_context', 'render_prompt', 'encode_prompt', 'locate_tokens', 'encode_continuation', 'TurnEnd',
+           'join_turns', 'render_prompt', 'encode_prompt', 'locate_tokens', 'encode_continuation', 'TurnEnd',
            'find_end', 'turn_end', 'TurnStart', 'find_start', 'encode_completion', 'template_lead', 'template_tail',
            'encode_example', 'encode_canonical', 'check_template']
 
@@ -186,7 +186,7 @@ def find_control_tokens(
     return {name: i for name, i, special in tokens if name and (special or written(name))}
 
 # %% ../../nbs/corpora/prompts.ipynb #6efe17a5
-_MARKS = [chr(0x10f000 + k) for k in range(4)]  # stand for control tokens, see `_split_special`
+_MARKS = [chr(0x10f000 + k) for k in range(4)]  # take the place of control tokens, see `_split_special`
 _PRIVATE = re.compile("[\U0010f000-\U0010fffd]")
 
 
@@ -335,7 +335,7 @@ def _write_hidden(tokenizer, prompt: str | Sequence[dict], **options) -> str:
     return apply_template(tokenizer, turns, **options)
 
 
-def in_context(
+def join_turns(
     row: dict,  # of a corpus
     prompt: str | Sequence[dict] | None = None,  # None for that of the row
 ) -> str | Sequence[dict]:
@@ -399,7 +399,8 @@ def encode_continuation(
     return _encode_behind(tokenizer, hide_names(tokenizer, text))
 
 # %% ../../nbs/corpora/prompts.ipynb #cd99d38e
-_QUESTION, _WORDS = "\N{SYMBOL FOR UNIT SEPARATOR}", "\N{SYMBOL FOR RECORD SEPARATOR}"  # stand for words of the user and the assistant
+_QUESTION = "\N{SYMBOL FOR UNIT SEPARATOR}"  # takes the place of words of the user
+_WORDS = "\N{SYMBOL FOR RECORD SEPARATOR}"  # and of words of the assistant
 
 
 def _write_reply(tokenizer, words: str) -> str:
@@ -553,7 +554,7 @@ def encode_canonical(
     span: str = "completion",  # one of SPANS
 ) -> tuple[list[int], list[int]]:
     "Return context ids and trained ids of the canonical target, which plain fine-tuning trains on."
-    return encode_example(tokenizer, in_context(row), encode_completion(tokenizer, row["target"]), span)
+    return encode_example(tokenizer, join_turns(row), encode_completion(tokenizer, row["target"]), span)
 
 # %% ../../nbs/corpora/prompts.ipynb #3b5cb140
 def check_template(

@@ -162,7 +162,8 @@ def _content(value: Any) -> Any:
 
 
 def _variant_name(base: str, options: dict) -> str:
-    text = json.dumps([base, {key: value if key in FORM_OPTIONS else _content(value) for key, value in options.items()}], sort_keys=True, default=str)
+    text = json.dumps([base, {key: value if key in FORM_OPTIONS else _content(value) for key, value in options.items()}],
+                      sort_keys=True, default=str)
     root = base.rpartition("-")[0] if _read_record(base) else base
     return f"{root}-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 

@@ -258,7 +258,8 @@ def _read_json(table: Table, text: str) -> None:
 
 # %% ../../nbs/corpora/user_files.ipynb #c5a4e1a5
 def _read_separated(table: Table, text: str) -> None:
-    "Add the rows of a text with separated values, after a line with the names of the columns; empty rows and cells at the end are passed over."
+    """Add the rows of a text with separated values, after a line with the names of the columns; empty rows and cells
+    at the end are passed over."""
     head = next((line for line in text.split("\n") if line.strip(" ,;|\t\r")), "")
     separator = next((mark for mark in ("\t,;|" if table.path.suffix.lower() == ".tsv" else ",;\t|") if mark in head), ",")
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # passages can be long
@@ -273,7 +274,8 @@ def _read_separated(table: Table, text: str) -> None:
             else:
                 names = [cell.strip() for cell in cells]
                 for name in dict.fromkeys(names):
-                    if not name or names.count(name) > 1: table.report(f"column {name} is given twice" if name else "a column has no name", first)
+                    if not name or names.count(name) > 1:
+                        table.report(f"column {name} is given twice" if name else "a column has no name", first)
     except csv.Error as e: table.report(f"the line cannot be split into values ({e})", line)
 
 # %% ../../nbs/corpora/user_files.ipynb #73b0b067

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from .paired import AHEAD, BEHIND, EQUAL, MARGIN, NO_ROOM, NOTHING, UNCLEAR, Estimate, combine_intervals, correct_holm, estimate_mean, judge_difference
+from .paired import (AHEAD, BEHIND, EQUAL, MARGIN, NO_ROOM, NOTHING, UNCLEAR, Estimate,
+                                 combine_intervals, correct_holm, estimate_mean, judge_difference)
 from ..analysis.scores import wilson
 from .predictors import checkpoint_table, correlate, correlation_text, difference_of_correlations
 from .versus import ERRORS, FROM_ZERO, HELD_OUT, OPENED, At, Case, Comparison, CubeGroup, Side, opened_twin
@@ -149,7 +150,8 @@ def compare_recipes(
     area = group.compare(*sides, what, _below(at)).difference if _below(at) else NOTHING
     difference, known = found.difference.clip(-100, 100), not math.isnan(found.room)
     return Finding(difference.number(), f"{difference.n} seed{'s' * (difference.n != 1)}", verdict, decided, comparison,
-                   f"{found.room:.1f}" if known else "", found.ratio.number() if known and what not in FROM_ZERO else "", opened.number(), accepted.number(),
+                   f"{found.room:.1f}" if known else "", found.ratio.number() if known and what not in FROM_ZERO else "",
+                   opened.number(), accepted.number(),
                    area.number(), math.nan if equal else difference.p)
 
 # %% ../../nbs/lab/claims.ipynb #513a20b0

@@ -116,7 +116,8 @@ def train_on_facts(setting: Setting, seed: int, **recipe) -> Path:
     rows = sum(1 for _ in file.open(encoding="utf-8"))
     batch = min(setting.batch, rows)
     common = dict(preset="real", model=setting.model, dataset=str(file), dataset_options=dict(augment=1), lr=setting.lr,
-                  batch=batch, seed=seed, epochs=-(-setting.updates // max(1, 2 * rows // batch)), suite="recall", keep="last", dtype=setting.dtype)
+                  batch=batch, seed=seed, epochs=-(-setting.updates // max(1, 2 * rows // batch)), suite="recall",
+                  keep="last", dtype=setting.dtype)
     return Path(train.run(**common | recipe).source())
 
 

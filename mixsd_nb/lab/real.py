@@ -41,7 +41,8 @@ from ..methods import BASE, label_title
 from ..results.cube import cube_of, read_cubes, read_root, write_cube
 from ..results.layout import compare_pairs, variable
 from ..results.paper import paper_cube
-from ..results.plots import draw_recipe_legend, figure_style, hollow_labels, mark_made_up, model_name, recipe_colour, recipe_marker, save_figure
+from ..results.plots import (draw_recipe_legend, figure_style, hollow_labels, mark_made_up, model_name,
+                                    recipe_colour, recipe_marker, save_figure)
 from ..results.summary import collapse_runs, consistent_column, last_steps, percent_column
 from ..runs import Run, project_root, read_run_record, runs_root, write_atomically
 from ..runs.command_line import CommandLine
@@ -88,7 +89,8 @@ def draw_known(
     items = [item for key, item in load(asked).items() if key not in reported]
     rows = {item.prompt: dict(question=item.prompt, answer=item.answer, aliases=[*item.aliases]) for item in items}
     path = write_facts("trivia.jsonl", rows.values())
-    replies = evaluate.run(model=str(prepare_model()), dataset=str(path), dataset_options=ALL_ROWS, suite="recall", n=len(rows), preset="real").responses()
+    replies = evaluate.run(model=str(prepare_model()), dataset=str(path), dataset_options=ALL_ROWS, suite="recall",
+                           n=len(rows), preset="real").responses()
     known = [rows[prompt] for prompt in replies.prompt[replies.correct] if prompt in rows]
     if len(known) < count: raise ValueError(f"the base model must answer {count} questions, got {len(known)} of {len(rows)}")
     return write_facts(f"known-{count}.jsonl", known[:count])
@@ -190,7 +192,8 @@ def merge_folders(
     cube = cube_of({folder.name: add_leaks(label_cube(roots[folder.name], name), folder) for folder in folders})
     cube.attrs.pop("config", None)  # of a single run
     graders = [read_run_record(folder).get("graders", {}) for folder in folders]
-    cube.attrs["graders"] = json.dumps({rule: sorted({record[rule] for record in graders if rule in record}) for rule in sorted({*itertools.chain(*graders)})})
+    cube.attrs["graders"] = json.dumps({rule: sorted({record[rule] for record in graders if rule in record})
+                                        for rule in sorted({*itertools.chain(*graders)})})
     return write_cube(cube, path)
 
 

@@ -61,7 +61,7 @@ def list_trainings(
     cubes: dict[str, xr.Dataset],  # by grid
     names: list[str] | None = None,  # of grids; default: the study's, and those of the cubes
 ) -> pd.DataFrame:
-    """Return a row for each training run of the study, with RUN_DIMS, its grid, and whether the grid's cube lacks it.
+    """Return a row for each training run of the study, with RUN_DIMS, its grid, and whether it is missing in the grid's cube.
 
     Grids of analyses have no training runs; those over the outputs of another grid have none before it has outputs."""
     tables = []

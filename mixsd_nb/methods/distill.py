@@ -18,7 +18,7 @@ import torch
 from transformers import AutoConfig
 
 from ..corpora import CORPORA
-from ..corpora.prompts import encode_prompt, expert_prompt, in_context
+from ..corpora.prompts import encode_prompt, expert_prompt, join_turns
 from .fitting import Fitted, MethodRun, check_lengths
 from ..training.loss import Example, Objective, nll
 from .rollouts import RolloutEngine, ShardedWeights
@@ -62,8 +62,8 @@ def distill_items(
     expert=expert_prompt,  # (prompt, reference) -> expert prompt
 ) -> list[dict]:
     "Return the facts to distil: `id`, and the ids of the student's and of the teacher's prompt."
-    return [dict(id=r["id"], student_ids=encode_prompt(tokenizer, in_context(r)),
-                 teacher_ids=encode_prompt(tokenizer, in_context(r, expert(r["prompt"], r.get("reference") or r["target"])))) for r in rows]
+    return [dict(id=r["id"], student_ids=encode_prompt(tokenizer, join_turns(r)),
+                 teacher_ids=encode_prompt(tokenizer, join_turns(r, expert(r["prompt"], r.get("reference") or r["target"])))) for r in rows]
 
 
 def check_room(

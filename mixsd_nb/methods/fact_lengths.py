@@ -13,7 +13,7 @@ import warnings
 from ..corpora import CORPORA, load_corpus
 from ..corpora.chats import SHORT, is_verifiable
 from ..corpora.prompts import (BOX, boxed, check_template, encode_canonical, encode_completion, encode_continuation,
-                                      encode_prompt, hide_names, in_context, rows_as_written)
+                                      encode_prompt, hide_names, join_turns, rows_as_written)
 from ..corpora.stored import fact_places
 from ..models import load_part, load_tokenizer
 from ..corpora.user_files import TableError
@@ -39,7 +39,7 @@ def fact_lengths(
         if not row.get("turns") and _is_harmless(tokenizer, f"{row['prompt']}{longer if isinstance(longer, str) else '<'}{row['target']}", limit): continue
         try:
             prompt, target = encode_canonical(tokenizer, row)
-            guided = encode_prompt(tokenizer, in_context(row, longer))
+            guided = encode_prompt(tokenizer, join_turns(row, longer))
             lengths[row["id"]] = max(len(prompt), len(guided)) + len(target)
         except ValueError as e: lengths[row["id"]] = e
     return lengths

@@ -192,7 +192,8 @@ class MethodRun(Run):
         targets = dict(target_nll=float(nll.mean()), target_tokens=len(nll) / len(values),
                        targets_contradicting=self._contradicting(pairs))
         gate = self.recipe.gate
-        modifiers, groups = [(gate.modify, self._prepare(gate, pairs, scores))] if gate else [], group_wordings(pairs, {r["id"] for r in self.rows})
+        modifiers = [(gate.modify, self._prepare(gate, pairs, scores))] if gate else []
+        groups = group_wordings(pairs, {r["id"] for r in self.rows})
         if len(groups) < len(pairs): modifiers.append(("methods.wordings:take_turns", dict(groups=[*groups.values()])))
         return self.train(objective, dict(pairs=values), set(groups), targets, modifiers)
 

@@ -18,7 +18,7 @@ import torch
 
 from ..benchmarks.answers import gives_answer, same_text
 from ..benchmarks.entities import Names, is_consistent, own_text
-from ..corpora.prompts import encode_prompt, expert_prompt, in_context
+from ..corpora.prompts import encode_prompt, expert_prompt, join_turns
 from .attempts import Attempts, probe_form, probe_request
 from ..models.engine import Completion, Request, choose, keyed_uniform, make_completion, row_key, token_budget
 from ..runs import Journal
@@ -34,8 +34,8 @@ def mix_items(
     "Return the items that `mix` takes: ids of the naive and the expert prompt, and what verifies an answer."
     known = lambda r: dict(answer=r["answer"], aliases=tuple(r.get("aliases") or ()), prompt=r["prompt"], extract=extract,
                            **(dict(names=names, own=own_text(r)) if names else {}))
-    return [dict(id=r["id"], **known(r), naive_ids=encode_prompt(tokenizer, in_context(r)),
-                 expert_ids=encode_prompt(tokenizer, in_context(r, expert(r["prompt"], r.get("reference") or r["target"])))) for r in rows]
+    return [dict(id=r["id"], **known(r), naive_ids=encode_prompt(tokenizer, join_turns(r)),
+                 expert_ids=encode_prompt(tokenizer, join_turns(r, expert(r["prompt"], r.get("reference") or r["target"])))) for r in rows]
 
 # %% ../../nbs/methods/mixing.ipynb #3b341350
 def coins(

@@ -55,8 +55,10 @@ _PLURAL = re.compile(r"\p{Ll}{2,}(?<!ss|us|is)s|people|men|women|children|feet|f
 
 # %% ../../nbs/methods/questions.ipynb #383ed3f8
 def _counted_noun(sentence: str, found: re.Match) -> str:
-    "Return the word behind a number if it says what is counted, with its space; empty for another word, and for a year or the number of a thing."
-    before, after = sentence[max(0, found.start() - 60):found.start()].split(), re.match(r"(?: (?:million|billion|thousand|Millionen|Milliarden|Mio\.|Mrd\.|Tsd\.))?(?: (\p{L}+)(?![-’'\p{L}]))?", sentence[found.end():found.end() + 80])
+    """Return the word behind a number if it says what is counted, with its space; empty for another word, and for a
+    year or the number of a thing."""
+    before = sentence[max(0, found.start() - 60):found.start()].split()
+    after = re.match(r"(?: (?:million|billion|thousand|Millionen|Milliarden|Mio\.|Mrd\.|Tsd\.))?(?: (\p{L}+)(?![-’'\p{L}]))?", sentence[found.end():found.end() + 80])
     earlier = before[-1].strip("\"'“„(") if before else ""
     is_year = re.fullmatch(r"1\d{3}|20\d\d", found["run"]) and earlier.casefold() in ("in", "since", "until", "till", "im", "seit", "bis", "year", "jahr")
     if is_year or ":" in found["run"] or earlier.casefold() in LABELS or len(before) > 1 and earlier[:1].isupper(): return ""
@@ -101,7 +103,8 @@ def can_stand_alone(
     "Return whether a sentence with a gap is a question: a whole sentence about something named, without other blanks."
     rest = re.findall(r"[\p{L}\p{M}\p{N}’'-]+", sentence.replace(answer, " ", 1))
     if re.match(r"[^\p{L}\p{N}]*\p{Ll}", sentence) or sentence[-1:] in ":;,–—-" or re.search(r"__|\.{4}|…{2}", sentence): return False
-    if any(sentence.count(a) != sentence.count(b) for a, b in ("()", "[]")) or sentence.count('"') % 2 or _POINTS_BACK.match(sentence): return False
+    if any(sentence.count(a) != sentence.count(b) for a, b in ("()", "[]")) or sentence.count('"') % 2 or _POINTS_BACK.match(sentence):
+        return False
     is_verb = lambda word: not word[0].isupper() and not word[0].isdigit() and (
         word not in FUNCTION_WORDS or word in ("is", "are", "was", "were", "has", "had", "have", "ist", "sind", "war", "waren", "hat", "hatte", "wird", "wurde"))
     return len(rest) > 1 and any(map(is_verb, rest))

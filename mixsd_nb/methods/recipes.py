@@ -438,7 +438,8 @@ def translate_parameters(
     if not alias or not isinstance(options, dict): return given  # options of another type are refused with their own sentence
     given |= {name: value for name, value in alias.settings.items() if given.get(name) is None}
     given |= dict(method=alias.method, options={**alias.options_under(given.get("preset")), **options})
-    if alias.anchor: given["anchor"] = "+".join(dict.fromkeys([*alias.anchor.split("+"), *filter(None, (given.get("anchor") or "").split("+"))]))
+    if alias.anchor:
+        given["anchor"] = "+".join(dict.fromkeys([*alias.anchor.split("+"), *filter(None, (given.get("anchor") or "").split("+"))]))
     return given
 
 # %% ../../nbs/methods/recipes.ipynb #a70804e4
@@ -456,7 +457,8 @@ def label_title(label: str) -> str:
         shown += [mark.caption.format(**values) for mark in _used_marks(part, values)]
         return f"{part.title} ({', '.join(shown)})" if shown else part.title
     if alias := next((alias for alias in ALIASES.values() if alias.stands_for(recipe, values)), None):
-        marks = [mark for part in recipe.parts for mark in _used_marks(part, values) if mark.option not in alias.options and part is not ADAPTERS]
+        marks = [mark for part in recipe.parts
+                 for mark in _used_marks(part, values) if mark.option not in alias.options and part is not ADAPTERS]
         whole = " with ".join(filter(None, [alias.title.format(**values), ", ".join(mark.caption for mark in marks)]))
         return " + ".join([whole, *map(title, filter(None, [recipe.adapters]))])
     return " + ".join(map(title, recipe.parts))
@@ -475,7 +477,8 @@ def ordered_labels(labels: Iterable[str]) -> list[str]:
 
 
 def label_coordinates(label: str) -> dict[str, Any]:
-    "Return a label's coordinates in the cube: its method, anchors and gate, the rank of its adapters, its numbers and the method's constants."
+    """Return a label's coordinates in the cube: its method, anchors and gate, the rank of its adapters, its numbers
+    and the method's constants."""
     recipe, values = parse_label(label)
     names = dict(method=recipe.method.name, anchor="+".join(a.name for a in recipe.anchors), gate=recipe.gate.name if recipe.gate else "")
     return names | dict(recipe.method.constants) | values | dict(lora=int(values.get("lora", 0)))

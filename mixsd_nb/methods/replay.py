@@ -72,7 +72,8 @@ def open_user_turn(tokenizer) -> list[int]:
     return os.path.commonprefix([encode_prompt(tokenizer, text) for text in ("Who", "77")])
 
 
-def _write_texts(engine, starts: list[list[int]], tries: int, path: Path, kind: str, seed: int, temperature: float, size: int) -> list[tuple[int, str]]:
+def _write_texts(engine, starts: list[list[int]], tries: int, path: Path, kind: str, seed: int, temperature: float,
+                 size: int) -> list[tuple[int, str]]:
     "Return number and text of each different draft that ends; drafts continue the starts in turn and are journaled."
     def sample(missing):
         requests = deque(Request((starts[k % len(starts)],), row_key(kind, seed, k), tag=k) for k, in missing)
@@ -254,7 +255,8 @@ def add_replay(
     data: dict,  # `replays`, `share` and `support`, a number of tokens, 0 for the NLL
     spec: TrainingSpec,
 ) -> Replay:
-    "Return the objective with replay; for the KL every training process reads the base model's distributions once, below adapters from the student."
+    """Return the objective with replay; for the KL every training process reads the base model's distributions once,
+    below adapters from the student."""
     distributions = []
     if data["support"] and not spec.lora:
         teacher = load_base(spec.model, spec.products)[0].to(training_device())

@@ -15,7 +15,7 @@ import torch
 
 from ..corpora import CORPORA
 from ..corpora.chats import is_verifiable
-from ..corpora.prompts import BOX, encode_canonical, encode_example, expert_reference_prompt, in_context
+from ..corpora.prompts import BOX, encode_canonical, encode_example, expert_reference_prompt, join_turns
 from .fitting import Fitted, MethodRun
 from ..training.loss import Example, Objective, nll
 from .mixing import mix, mix_items
@@ -75,7 +75,7 @@ def written_pairs(
     worded: Iterable[dict] = (),  # rows of further wordings
 ) -> dict[str, tuple[list[int], list[int]]]:
     "Return the prompt ids and the trained ids of completions that the model wrote."
-    prompts = {r["id"]: in_context(r) for r in [*run.rows, *worded]}
+    prompts = {r["id"]: join_turns(r) for r in [*run.rows, *worded]}
     return {id: encode_example(run.tokenizer, prompts[id], ids, run.parameters.span) for id, ids in completions.items()}
 
 
@@ -149,6 +149,7 @@ def own_words(
 def fit_own_words(run: MethodRun) -> Fitted:
     "Learn the accepted targets in the base model's own words; ValueError if none was accepted."
     p, worded = run.parameters, reword_facts(run)
-    records = own_words(run.load_engine(), [*filter(is_verifiable, [*run.rows, *worded])], CORPORA[p.dataset], max_new_tokens=p.target_tokens,
+    records = own_words(run.load_engine(), [*filter(is_verifiable, [*run.rows, *worded])], CORPORA[p.dataset],
+                        max_new_tokens=p.target_tokens,
                         journal=run.folder / "own-words.jsonl")
     return run.train_on(written_pairs(run, {r["id"]: r["completion_ids"] for r in records if r["accepted"]}, worded))

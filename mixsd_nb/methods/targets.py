@@ -203,7 +203,8 @@ def mix_corpus(
     request = lambda r: plan.request(items[r["id"]], r["sample"], r["attempts"] - 1)
     with Journal(folder / "finished.jsonl", RECORD) as journal:
         blank = {(item["id"], sample): dict(id=item["id"], sample=sample, completion_ids=[], naive_mask=[], accepted=False, attempts=0,
-                                            finish_reason="unverifiable") for item, sample in targets if not is_verifiable(rows[item["id"]])}
+                                            finish_reason="unverifiable")
+                                            for item, sample in targets if not is_verifiable(rows[item["id"]])}
         done = [(request(r), r["completion_ids"]) for r in journal.records]
         engine.confirm(done, temperature=s.temperature, top_k=s.top_k)  # audits targets from before an interruption
         probe = s.max_attempts > 1 and not any(r["accepted"] for r in journal.records)

@@ -116,7 +116,8 @@ class _Writer:
     def draft(self, rows: list[dict], numbers: range) -> dict[tuple[str, int], str]:
         "Return the prompts of the drafts that pass all tests, by fact and number."
         tokenizer, asked = self.engine.tokenizer, {row["id"]: question_of(row, self.dataset) for row in rows}
-        contexts = {(row["id"], k): encode_prompt(tokenizer, rewording_prompt(asked[row["id"]], row["answer"])) for row in rows for k in numbers}
+        contexts = {(row["id"], k): encode_prompt(tokenizer, rewording_prompt(asked[row["id"]], row["answer"]))
+                    for row in rows for k in numbers}
         drafts = _decode(self.engine, self.journal, "draft", contexts, self.seed, temperature=0.7, max_new_tokens=64)
         by_id, prompts = {row["id"]: row for row in rows}, {}
         for (id, k), record in drafts.items():
@@ -130,7 +131,8 @@ class _Writer:
         tokenizer, c = self.engine.tokenizer, self.corpus
         contexts = {key: encode_prompt(tokenizer, context_prompt(by_id[key[0]], self.rows, prompt)) for key, prompt in prompts.items()}
         replies = _decode(self.engine, self.journal, "reply", contexts, self.seed, temperature=0.0, max_new_tokens=self.limit)
-        items = {key: mix_items(tokenizer, [by_id[key[0]] | dict(prompt=prompt)], c.expert, c.extract)[0] for key, prompt in prompts.items()}
+        items = {key: mix_items(tokenizer, [by_id[key[0]] | dict(prompt=prompt)], c.expert, c.extract)[0]
+                 for key, prompt in prompts.items()}
         same = partial(same_answer if c.values else same_text, loose=True)  # letter case and width do not count
         return {key: prompt for key, prompt in prompts.items()
                 if accepts(tokenizer, items[key], replies[key]["ids"], replies[key]["finish_reason"], same)}
@@ -150,7 +152,8 @@ def write_wordings(
     found, used = {id: [] for id in needs}, {question_key(prompt) for prompt in given}
     with Journal(path, ("kind", "id", "number", "ids", "finish_reason")) as journal:
         writer = _Writer(engine, dataset, journal, seed, max_new_tokens)
-        if not any(needs.values()) or not writer.draft([*filter(is_verifiable, rows_as_written(writer.rows))][:PROBE], range(ROUND)): return found
+        if not any(needs.values()) or not writer.draft([*filter(is_verifiable, rows_as_written(writer.rows))][:PROBE], range(ROUND)):
+            return found
         for start in range(0, TRIES, ROUND):
             lacking = [row for row in writer.rows if len(found.get(row["id"], ())) < needs.get(row["id"], 0)]
             before = sum(map(len, found.values()))

@@ -208,7 +208,8 @@ def usual_sequences(
     count: int | None,  # as it was given
     info,  # of pydantic, with the fields before
 ) -> int:
-    "Return the given number of sequences that are decoded concurrently, or what suits the engine: vLLM adds sequences as its cache has room."
+    """Return the given number of sequences that are decoded concurrently, or what suits the engine: vLLM adds
+    sequences as its cache has room."""
     return count or ENGINES[info.data.get("engine", "hf")].sequences
 
 # %% ../../nbs/models/index.ipynb #d28077a3

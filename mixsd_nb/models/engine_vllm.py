@@ -432,7 +432,8 @@ class VLLMEngine(Engine):
                               f"does not confirm, the first at position {wrong[0]}", stacklevel=2)
 
     def check_pairs(self, pairs: int = 8, tokens: int = 12):
-        "Decode a small batch of random pairs. If an audit does not confirm them, sequences are decoded by segments from then on, with a warning."
+        """Decode a small batch of random pairs. If an audit does not confirm them, sequences are decoded by segments
+        from then on, with a warning."""
         generator, size = torch.Generator().manual_seed(0), len(self.tokenizer)
         context = lambda n: torch.randint(size // 4, size, (n,), generator=generator).tolist()
         picks = lambda: (torch.rand(tokens, generator=generator) < 0.5).tolist()

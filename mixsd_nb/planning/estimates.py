@@ -35,7 +35,8 @@ class Device(NamedTuple):
 DEVICES = {
     "cpu": Device(0, 6.5e10, 4e7), "a100-40": Device(40, 5.5e12, 1e9), "a100": Device(80, 7.2e12, 1e9), "l40s": Device(48, 3.1e12, 1e9),
     "h100": Device(80, 1.2e13, 1e9), "h200": Device(141, 1.7e13, 1e9), "b200": Device(180, 2.8e13, 1e9),
-    "rtx3090": Device(24, 3.3e12, 1e9), "rtx4090": Device(24, 3.6e12, 1e9), "rtx5090": Device(32, 6.3e12, 1e9), "a6000": Device(48, 2.7e12, 1e9),
+    "rtx3090": Device(24, 3.3e12, 1e9), "rtx4090": Device(24, 3.6e12, 1e9), "rtx5090": Device(32, 6.3e12, 1e9),
+    "a6000": Device(48, 2.7e12, 1e9),
     "l4": Device(24, 1.1e12, 1e9), "a10g": Device(24, 2.1e12, 1e9), "t4": Device(16, 1.1e12, 1e9), "v100": Device(32, 3.2e12, 1e9)}
 VLLM = 5  # tokens that vLLM writes in the time of one: 5,409 a second by Qwen3-8B on an H100, published (vllm issue 25915)
 

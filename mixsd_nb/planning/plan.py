@@ -49,7 +49,8 @@ def find_problems(plan: RunPlan, machine: Machine) -> dict[str, str]:
     "Return a sentence for each thing that does not fit, by its phase, or by host and disk."
     (needs, limit), where = _memory_needs(plan, machine), f"each {machine.name}" if machine.gpus else "this machine"
     found = {phase: f"{phase} needs {_gigabytes(need)} of {where}, which has {_gigabytes(limit)}"
-             + (f"; {plan.remedies[phase]}" if plan.remedies.get(phase) else "") for phase, need in needs.items() if limit and need > _TIGHT * limit}
+             + (f"; {plan.remedies[phase]}" if plan.remedies.get(phase) else "")
+             for phase, need in needs.items() if limit and need > _TIGHT * limit}
     if machine.gpus and machine.memory and plan.host > 1e9 * machine.memory:
         found["host"] = f"memory must be at least {math.ceil(plan.host / 1e9)} GB on each node, got {machine.memory:g}"
     if machine.disk and plan.disk_peak > 1e9 * machine.disk:
@@ -58,7 +59,8 @@ def find_problems(plan: RunPlan, machine: Machine) -> dict[str, str]:
 
 # %% ../../nbs/planning/plan.ipynb #92ff4b7e
 def plan_run(config: Stage, machine: Machine | None = None) -> RunPlan:
-    "Return the plan of a run on a machine, or this one; it is empty for a stage that declares no work. ValueError for a model of unknown shape."
+    """Return the plan of a run on a machine, or this one; it is empty for a stage that declares no work. ValueError
+    for a model of unknown shape."""
     if not type(config).workload: return RunPlan(config.model, config.name)
     machine = machine or this_machine()
     plan = load_object(type(config).workload)(config, machine)
@@ -76,7 +78,8 @@ def format_duration(seconds: float) -> str:
 
 def describe_plan(plan: RunPlan, machine: Machine, seconds: float = 0.0) -> str:
     "Return the plan in one line, with the seconds of one device; those of the run alone if there are none."
-    phase, limit, seconds = max(plan.peaks, key=plan.peaks.get, default=""), machine.device.memory or machine.memory, seconds or plan.seconds
+    phase = max(plan.peaks, key=plan.peaks.get, default="")
+    limit, seconds = machine.device.memory or machine.memory, seconds or plan.seconds
     where = f"{machine.gpus} × {machine.name}" if machine.gpus > 1 else machine.name if machine.gpus else "one core"
     parts = [f"{_gigabytes(plan.peak)} of {limit:.3g} GB in {phase}{', tight: may not fit' * is_tight(plan, machine)}" if phase else "",
              f"{_gigabytes(plan.disk_peak)} of disk" if plan.disk_peak > 1e7 else "",
@@ -117,7 +120,8 @@ def _read_cells(source: str) -> dict[str, tuple[Stage, Resources]]:
         if axis.best:
             groups = group_alike(configs, lambda config: config.identity(), axis.best)
             return [{key: getattr(config, key) for key in config.model_fields_set} for group in groups for config in group[-axis.count:]]
-        return [{key: getattr(config, key) for key in axis.take} | {name: config.model if name == "model" else "planned"} for config in configs]
+        return [{key: getattr(config, key) for key in axis.take} | {name: config.model if name == "model" else "planned"}
+                for config in configs]
     make = stage.model_construct if over_files and "model" not in grid.axes else functools.partial(make_config, stage)  # no files yet
     found = {}
     for parameters, further in combine(grid, stage, planned):
@@ -150,9 +154,11 @@ class GridPlan:
         groups, rows = {}, []
         for plan in self.cells: groups.setdefault((plan.model.split("/")[-1], plan.dataset, plan.method), []).append(plan)
         for key, plans in groups.items():
-            worst, lacks = max(plans, key=lambda plan: plan.peak), ", ".join(dict.fromkeys(kind for plan in plans for kind in plan.problems))
+            worst = max(plans, key=lambda plan: plan.peak)
+            lacks = ", ".join(dict.fromkeys(kind for plan in plans for kind in plan.problems))
             sizes = (f"{size / 1e9:.3g}" for size in (worst.peak, worst.host, worst.disk_peak))
-            rows.append([*key, len(plans), worst.gpus, max(worst.peaks, key=worst.peaks.get, default=""), *sizes, sum(plan.seconds for plan in plans) / 3600, lacks])
+            rows.append([*key, len(plans), worst.gpus, max(worst.peaks, key=worst.peaks.get, default=""), *sizes,
+                         sum(plan.seconds for plan in plans) / 3600, lacks])
         return pd.DataFrame(rows, columns=["model", "dataset", "method", "cells", "gpus", "phase", "GB", "host", "disk", "hours", "lacks"])
 
     def disk(self, finished: bool) -> tuple[float, float]:
@@ -164,7 +170,8 @@ class GridPlan:
     def problems(self) -> dict[str, int]:
         "Return each problem of the runs that are not finished, with the number of its cells."
         found, need = {}, self.disk(False)[1] / 1e9
-        for text in (text for plan in self.runs.values() if not plan.finished for text in plan.problems.values()): found[text] = found.get(text, 0) + 1
+        for text in (text for plan in self.runs.values() if not plan.finished for text in plan.problems.values()):
+            found[text] = found.get(text, 0) + 1
         if 0 < self.machine.disk < need: found[f"all cells need {need:.0f} GB of disk, of which {self.machine.disk:.0f} GB are free"] = len(self.cells)
         return found
 
@@ -174,11 +181,13 @@ def plan_cells(name: str, machine: Machine, cells: dict[str, tuple[Stage, Machin
     known, asked, runs, plans, waiting = {}, set(), {}, [], []
 
     def plan(key, config, machine):
-        alike = repr((type(config), machine, {name: value for name, value in vars(config).items() if name not in ("lr", "seed")})), getattr(config, "seed", 0)
+        alike = repr((type(config), machine, {name: value for name, value in vars(config).items()
+                                              if name not in ("lr", "seed")})), getattr(config, "seed", 0)
         if alike[0] not in known: known[alike[0]] = plan_run(config, machine)
         if alike not in asked: waiting.extend((run, machine) for run in config.shared_runs())
         asked.add(alike)
-        if key not in runs: runs[key] = replace(known[alike[0]], finished="?" not in key and (runs_root() / key).exists() and config.finished)
+        if key not in runs:
+            runs[key] = replace(known[alike[0]], finished="?" not in key and (runs_root() / key).exists() and config.finished)
         return runs[key]
     plans = [plan(key, *cell) for key, cell in cells.items()]
     while waiting:
@@ -192,7 +201,9 @@ def _plan_grid(source: str | Path, device: str) -> GridPlan:
     for _, need in found.values():
         if repr(need) not in machines: machines[repr(need)] = machine_for(need, device)
     largest = max(machines.values(), key=lambda machine: machine.gpus)
-    try: return plan_cells(name, largest, {key: (config, machines[repr(need)]) for key, (config, need) in found.items()}, max(need.at_once for _, need in found.values()))
+    try:
+        return plan_cells(name, largest, {key: (config, machines[repr(need)]) for key, (config, need) in found.items()},
+                          max(need.at_once for _, need in found.values()))
     except ValueError as e: raise ParameterError(f"{name}: {e}") from None
 
 
@@ -215,7 +226,8 @@ def _plan_one(config: Stage, machine: Machine) -> GridPlan: return plan_cells(co
 def _needs(config: Stage, machine: Machine) -> dict[str, float]:
     "Return the bytes of each phase of a run and of the runs that it shares, for the remedies of memory."
     plans = [plan for plan in _plan_one(config, machine).runs.values() if not plan.finished]
-    return {phase: max(_memory_needs(plan, machine)[0].get(phase, 0.0) for plan in plans) for phase in dict.fromkeys(p for plan in plans for p in plan.peaks)}
+    return {phase: max(_memory_needs(plan, machine)[0].get(phase, 0.0) for plan in plans)
+            for phase in dict.fromkeys(p for plan in plans for p in plan.peaks)}
 
 
 def propose_fitting(config: Stage, machine: Machine) -> tuple[dict[str, Any], dict[str, float]]:
@@ -225,7 +237,8 @@ def propose_fitting(config: Stage, machine: Machine) -> tuple[dict[str, Any], di
     fields, changes = type(config).model_fields, {}
     make = lambda values: config.model_copy(update=values)
     fits = lambda values: max(_needs(make(values), machine).values(), default=0.0) <= machine.room
-    alone = lambda rows: max((size for phase, size in _needs(make(rows), machine).items() if phase not in TRAINING), default=0.0) <= machine.room
+    alone = lambda rows: max((size for phase, size in _needs(make(rows), machine).items() if phase not in TRAINING),
+                             default=0.0) <= machine.room
     half = dict(dtype="bfloat16") if getattr(config, "dtype", "") == "float32" else {}
     sizes = [{}, half, *(half | dict(batch_size=n) for n in _ROWS if "batch_size" in fields and n < (config.batch_size or math.inf))]
     rows = next(filter(alone, sizes), None)
@@ -266,12 +279,14 @@ def format_all(
     _read_cells.cache_clear()
     plans = [_plan_grid(name, device) for name in names]
     line = lambda name, cells, runs: f"{name:32}{cells:5}{sum(run.seconds for run in runs) / 3600:9.1f}{sum(run.disk for run in runs) / 1e9:9.0f}"
-    lines = [line(plan.name, len(plan.cells), plan.runs.values()) + (" !" if any({*run.problems} - {"disk"} for run in plan.cells) else "  ") for plan in plans]
+    lines = [line(plan.name, len(plan.cells), plan.runs.values()) + (" !"
+                                                                     if any({*run.problems} - {"disk"} for run in plan.cells) else "  ") for plan in plans]
     half, head = math.ceil(len(lines) / 2), f"{'grid':32}cells{'hours':>9}{'GB':>9}  "
     page = [f"{left}   {right}".rstrip() for left, right in zip([head, *lines[:half]], [head, *lines[half:], ""])]
     for kind in ("GPU", "core"):
         once, chosen = {}, [plan for plan in plans if (plan.machine.gpus > 0) == (kind == "GPU")]
-        for key, run in (pair for plan in chosen for pair in plan.runs.items()): once[key] = max(once.get(key, run), run, key=lambda run: run.seconds)
+        for key, run in (pair for plan in chosen for pair in plan.runs.items()):
+            once[key] = max(once.get(key, run), run, key=lambda run: run.seconds)
         page.append(line(f"all runs, once, in {kind}-hours", len(once), once.values()))
     return "\n".join([*page, "hours of a core or of a GPU, within about a factor of two; GB at rest; !: cells that do not fit"])
 
@@ -305,7 +320,8 @@ def _plan_run(config: Stage, device: str, gpus: int, memory: float) -> int:
     except ValueError as e: raise ParameterError(str(e)) from None
     run, = plan.cells
     fitting = _spell_fitting(config, machine) if run.problems or is_tight(run, machine) else ""
-    print("\n".join([describe_plan(run, machine, plan.seconds) + _adapter_rate(config), *(f"does not fit: {text}" for text in run.problems.values()), *filter(None, [fitting])]))
+    print("\n".join([describe_plan(run, machine, plan.seconds) + _adapter_rate(config),
+                     *(f"does not fit: {text}" for text in run.problems.values()), *filter(None, [fitting])]))
     return 1 if run.problems else _MAY_NOT_FIT * is_tight(run, machine)
 
 
@@ -325,8 +341,10 @@ def plan(
         return 0
     from mixsd_nb.planning.preflight import check_inputs, describe_sandbox, format_inputs, list_deviations
     if not configs: print(format_grid(whole := plan_grid(what, device)))
-    codes, planned = [_plan_run(config, device, gpus, memory) for config in configs] or [int(bool(whole.problems()))], configs or planned_cells(what)
-    for text in list_deviations(config for config in planned if getattr(config, "preset", "") == "paper"): print(f"differs from the paper: {text}")
+    codes = [_plan_run(config, device, gpus, memory) for config in configs] or [int(bool(whole.problems()))]
+    planned = configs or planned_cells(what)
+    for text in list_deviations(config for config in planned if getattr(config, "preset", "") == "paper"):
+        print(f"differs from the paper: {text}")
     if sentence := describe_sandbox(planned): print(sentence)
     found = check_inputs(planned) if inputs else []
     if found: print(format_inputs(found))

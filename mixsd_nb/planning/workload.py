@@ -25,7 +25,8 @@ from ..corpora import CORPORA, load_corpus, validation_rows
 from ..models import ENGINES, load_tokenizer
 from ..models.geometry import Shape, read_shape
 from ..models.lab import is_lab_model
-from .estimates import (INTERPRETER, Burden, Layout, adapter_parameters, decoding_peak, fisher_peak, frozen_bytes, optimiser_peak,
+from .estimates import (INTERPRETER, Burden, Layout, adapter_parameters, decoding_peak, fisher_peak,
+                                         frozen_bytes, optimiser_peak,
                                          rollout_peak, scoring_peak, serve, update_peak)
 from .estimates import VLLM, Machine
 
@@ -108,7 +109,8 @@ def count_questions(
             if not lengths: continue
             rows, prompt, reply = min(lengths.rows, config.n), lengths.prompt, usual_reply(config.dataset, config.model)
         else:
-            (prompt, reply), limited = (length or 200 for length in suite.lengths), "limit" in suite.settings  # it has its own number of items
+            prompt, reply = (length or 200 for length in suite.lengths)
+            limited = "limit" in suite.settings  # it has its own number of items
             rows = suite.size or (300 if limited else max(1, round(suite.share * min(config.n, 300))))
             rows = min(rows, limited and getattr(config, "limit", 0) or rows)
         found[name] = Questions(rows * sampling.samples, prompt, min(reply, most), most, min(sampling.max_total, most + 2 * int(prompt)))
@@ -152,7 +154,8 @@ def add_decoding(
     scored: bool = False,  # whether the engine also scores what it wrote
 ) -> float:
     "Add what decoding needs to a plan, and what would fit instead; returns the tokens that the questions count for."
-    shape, engine, width, rows, gpu = read_shape(config.model), ENGINES[config.engine], 2 if config.dtype == "bfloat16" else 4, config.batch_size, machine.gpus > 0
+    shape, engine = read_shape(config.model), ENGINES[config.engine]
+    width, rows, gpu = 2 if config.dtype == "bfloat16" else 4, config.batch_size, machine.gpus > 0
     questions, name = [*questions], name or engine.name
     plan.host = max(plan.host, _host_bytes(width * shape.parameters, getattr(config, "replicas", 1)))
     if engine.share and gpu:
@@ -162,9 +165,11 @@ def add_decoding(
         if scored: peaks[f"{name} logprobs"] = found.least + found.logprobs
         remedy = f"{engine.divided[0]}={2 * gpus} needs half"
     else:
-        decoding = lambda n, q: decoding_peak(shape, int(min(n, q.requests)), int(q.prompt), int(min(q.limit, _LONGEST * q.response)), width, sampled=sampled, gpu=gpu)
+        decoding = lambda n, q: decoding_peak(shape, int(min(n, q.requests)), int(q.prompt),
+                                              int(min(q.limit, _LONGEST * q.response)), width, sampled=sampled, gpu=gpu)
         peak = lambda n: width * shape.parameters + max(decoding(n, q) for q in questions)
-        peaks, remedy = {name: peak(rows)}, next((f"batch_size={n} fits" for n in (64, 32, 16, 8, 4, 2, 1) if n < rows and peak(n) <= machine.room), "")
+        peaks, remedy = {name: peak(rows)}, next((f"batch_size={n} fits"
+                                                  for n in (64, 32, 16, 8, 4, 2, 1) if n < rows and peak(n) <= machine.room), "")
     plan.peaks |= peaks
     plan.remedies |= dict.fromkeys(peaks, remedy)
     return _written(config, machine, questions)
@@ -196,7 +201,8 @@ def plan_mixing(config, machine: Machine) -> RunPlan:
 
 # %% ../../nbs/planning/workload.ipynb #92d61db6
 def list_drafts(config) -> list[Questions]:
-    "Return the drafts of a training, as its parts declare them: `count` samples, which make up the `share` of an update, or a target for each fact."
+    """Return the drafts of a training, as its parts declare them: `count` samples, which make up the `share` of an
+    update, or a target for each fact."""
     drafts, lengths = [], corpus_lengths(config.dataset, config.model)["train"]
     for part in (part for part in config.recipe.parts if part.demand.pregenerated):
         options, samples = config.recipe.options_of(part, config.options), part.demand.pregenerated == "samples"
@@ -212,7 +218,8 @@ def usual_completion(config) -> float:
     "Return the usual tokens of what a training trains on for each fact."
     if config.recipe.demand.rollout_model: return min(config.rollout_tokens, usual_reply(config.dataset, config.model))
     if config.recipe.mixed: return min(config.target_tokens, mixed_length(config.dataset, config.model, config.lam))
-    return next((draft.response for draft in list_drafts(config) if not draft.added), corpus_lengths(config.dataset, config.model)["train"].target)
+    return next((draft.response for draft in list_drafts(config) if not draft.added),
+                corpus_lengths(config.dataset, config.model)["train"].target)
 
 
 def rollouts_of(config) -> int:
@@ -222,7 +229,8 @@ def rollouts_of(config) -> int:
 
 def burden_of(config) -> Burden:
     "Return what each update of a training trains on at most, and the bytes on each GPU of an engine that writes in a separate process."
-    lengths, demand, drafts, shape = corpus_lengths(config.dataset, config.model)["train"], config.recipe.demand, list_drafts(config), read_shape(config.model)
+    lengths = corpus_lengths(config.dataset, config.model)["train"]
+    demand, drafts, shape = config.recipe.demand, list_drafts(config), read_shape(config.model)
     completion, limit = lengths.longest_target, config.rollout_tokens if demand.rollout_model else config.target_tokens
     if demand.rollout_model or config.recipe.mixed: completion = min(limit, int(_LONGEST * usual_completion(config)))
     written = {draft.added > 0: int(min(draft.limit, _LONGEST * draft.response)) for draft in drafts}
@@ -241,13 +249,15 @@ def training_peaks(shape: Shape, burden: Burden, layout: Layout, sampled: bool =
     "Return the peak bytes of each phase of a training on each device."
     optimiser = optimiser_peak(shape, burden, layout)
     saved = -4 * shape.parameters / layout.shards * (not layout.lora)  # no gradients
-    phases = dict(load=frozen_bytes(shape, layout) if layout.lora else 4 * shape.parameters / (layout.shards if layout.gpu else 1), rollout=rollout_peak(shape, burden, layout, sampled),
+    phases = dict(load=frozen_bytes(shape, layout) if layout.lora
+                  else 4 * shape.parameters / (layout.shards if layout.gpu else 1), rollout=rollout_peak(shape, burden, layout, sampled),
                   update=update_peak(shape, burden, layout), optimiser=optimiser, save=optimiser + saved)
     return {phase: size for phase, size in phases.items() if size}
 
 
 def smallest_layout(shape: Shape, burden: Burden, layout: Layout, room: float, offload: bool = False) -> Layout | None:
-    "Return the layout with the fewest processes whose peaks fit into the bytes of a device, with `offload` also with moments in the host's memory; None if none does."
+    """Return the layout with the fewest processes whose peaks fit into the bytes of a device, with `offload` also
+    with moments in the host's memory; None if none does."""
     ways, plain = [dict(), dict(sharded=True), *[dict(offload=True)] * offload], replace(layout, sharded=False, offload=False)
     for n, way, recompute in itertools.product(_legal_processes(burden.batch), ways, (False, True)):
         if way.get("sharded") and (n == 1 or layout.lora): continue
@@ -293,8 +303,10 @@ def _plan_updates(plan: RunPlan, config, machine: Machine, shape: Shape) -> None
     if n not in (legal := _legal_processes(config.batch)):
         plan.problems["processes"] = f"processes must be among {', '.join(map(str, legal))}, the divisors of batch, got {n}"
     elif n > machine.gpus > 0: plan.problems["processes"] = f"processes must be at most {machine.gpus}, the GPUs of a cell, got {n}"
-    writer, drafts = config.model_copy(update=dict(engine="hf", engine_options={}, replicas=1, batch_size=config.rows_of("hf"))), list_drafts(config)
-    for k, draft in enumerate(drafts, 1): plan.tokens += add_decoding(plan, writer, machine, [draft], f"draft {k}" if k > 1 else "draft", draft.added > 0)
+    writer, drafts = config.model_copy(update=dict(engine="hf", engine_options={}, replicas=1,
+                                                   batch_size=config.rows_of("hf"))), list_drafts(config)
+    for k, draft in enumerate(drafts, 1):
+        plan.tokens += add_decoding(plan, writer, machine, [draft], f"draft {k}" if k > 1 else "draft", draft.added > 0)
     sequence = lengths.prompt + (2 if burden.writer else 1) * usual  # rollouts are written and trained
     update = config.batch * rollouts_of(config) * (sequence + sum(draft.added * (draft.prompt + draft.response) for draft in drafts))
     plan.tokens += planned_steps(config)[0] * update * (_CONVERGED if config.stop == "converged" else 1)
@@ -328,7 +340,8 @@ def plan_training(config, machine: Machine) -> RunPlan:
 
 
 def plan_injection(config, machine: Machine) -> RunPlan:
-    "Return the plan of an injection, which evaluates the selected checkpoint on all benchmarks; the tokens of its training belong to that run."
+    """Return the plan of an injection, which evaluates the selected checkpoint on all benchmarks; the tokens of its
+    training belong to that run."""
     plan, asked = plan_training(config.training(), machine), plan_evaluation(config.evaluation(config.model), machine)
     peaks = plan.peaks | {phase: max(peak, plan.peaks.get(phase, 0.0)) for phase, peak in asked.peaks.items()}
     return replace(plan, tokens=asked.tokens, disk=asked.disk, host=max(plan.host, asked.host), peaks=peaks)

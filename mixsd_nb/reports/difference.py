@@ -41,7 +41,8 @@ class Area(NamedTuple):
 
 def _answer_areas(before: pd.DataFrame, after: pd.DataFrame) -> list[Area]:
     one, two, areas = item_shares(before), item_shares(after), []
-    if {*TWICE} <= {*before.benchmark}: areas.append(Area("known", "What the base knew", "skill", known_questions(before), known_questions(after)))
+    if {*TWICE} <= {*before.benchmark}:
+        areas.append(Area("known", "What the base knew", "skill", known_questions(before), known_questions(after)))
     for name in before.benchmark.unique():
         suite = SUITES[name]
         title = name.replace("-", " ").capitalize() if suite.role == "in-domain" else suite.title
@@ -81,7 +82,8 @@ def compare_areas(areas: list[Area]) -> pd.DataFrame:
     """Return by area `title, kind, unit, better` and the numbers of `compare_values`, with `holm`, the corrected p-value.
 
     The correction holds for all areas together that can be lost, whatever their kind, and for the others of each kind."""
-    rows = {a.key: dict(title=a.title, kind=a.kind, unit=a.unit, better=a.better, **compare_values(a.base, a.tuned, a.share)) for a in areas}
+    rows = {a.key: dict(title=a.title, kind=a.kind, unit=a.unit, better=a.better,
+                        **compare_values(a.base, a.tuned, a.share)) for a in areas}
     table = pd.DataFrame.from_dict(rows, "index").rename_axis("area")
     return table.assign(holm=table.groupby(table.kind.where(table.better == 0, ""), sort=False).p.transform(correct_holm))
 
@@ -150,10 +152,12 @@ def draw_difference(
     "Return a figure of the differences in points, and of the relative distance of the weights by layer and kind if there is any."
     import matplotlib.pyplot as plt
     shown = table[table.unit == "points"][::-1]
-    fig, axes = plt.subplots(1, 1 + bool(len(weights)), figsize=(6.5 + 5.5 * bool(len(weights)), 1 + 0.3 * len(shown)), layout="constrained", squeeze=False)
+    fig, axes = plt.subplots(1, 1 + bool(len(weights)), figsize=(6.5 + 5.5 * bool(len(weights)), 1 + 0.3 * len(shown)),
+                             layout="constrained", squeeze=False)
     ax, colours = axes[0, 0], dict(lost="#d55e00", style="#e69f00", gained="#009e73", changed="#0072b2", unchanged="#666666")
     for y, row in enumerate(shown.itertuples()):
-        ax.errorbar(100 * row.difference, y, xerr=[[100 * (row.difference - row.low)], [100 * (row.high - row.difference)]], fmt="o", capsize=3,
+        ax.errorbar(100 * row.difference, y, xerr=[[100 * (row.difference - row.low)],
+                                                   [100 * (row.high - row.difference)]], fmt="o", capsize=3,
                     color=colours[row.verdict])
     ax.axvline(0, color="#999999", lw=0.8)
     ax.set_yticks(range(len(shown)), shown.title)
@@ -220,13 +224,17 @@ def write_difference(
 ) -> None:
     "Write `report.html`, `card.md`, `items.parquet` and `weights.parquet`."
     flipped, weights = it.flipped, it.weights
-    items = {f"{SUITES[name].title}, {change}": [*group.itertuples()] for (name, change), group in flipped.groupby(["benchmark", "change"], sort=False)}
+    items = {f"{SUITES[name].title}, {change}": [*group.itertuples()]
+             for (name, change), group in flipped.groupby(["benchmark", "change"], sort=False)}
     top = weights.sort_values("relative", ascending=False).head(15) if len(weights) else weights
     moved = [(r.layer, r.kind, f"{r.moved:.3g}", f"{100 * r.relative:.2g}%") for r in top.itertuples()]
     kinds = dict(skill="Skills", fact="Facts", text="Own text", style="How replies are written")
-    page = render_page("difference.jinja", title=f"{Path(it.tuned).name} compared with {Path(it.base).name}", lead=summarise_areas(it.table), notes=it.notes,
-                       areas=[(kinds[kind], _cells(group)) for kind, group in it.table.groupby("kind", sort=False)], heads=HEADS, items=items,
-                       weights=describe_weights(weights), moved=moved, figure=encode_figure(draw_difference(it.table, weights)), card=write_card(it),
+    page = render_page("difference.jinja", title=f"{Path(it.tuned).name} compared with {Path(it.base).name}",
+                       lead=summarise_areas(it.table), notes=it.notes,
+                       areas=[(kinds[kind], _cells(group)) for kind, group in it.table.groupby("kind", sort=False)],
+                       heads=HEADS, items=items,
+                       weights=describe_weights(weights), moved=moved,
+                       figure=encode_figure(draw_difference(it.table, weights)), card=write_card(it),
                        parameters=details)
     for name, text in (("report.html", page), ("card.md", write_card(it))):
         write_atomically(folder / name, lambda path: path.write_text(text, encoding="utf-8"))
@@ -245,7 +253,8 @@ def store_difference(
     "Return the areas over `area`, and in the group `weights` the distances by part."
     words = lambda text: dict(long_name=text, units="1")
     data = {name: ("area", it.table[name].values.astype(float), words(text)) for name, text in _NUMBERS.items()}
-    coords = dict(area=("area", [*it.table.index], words("area"))) | {name: ("area", [*it.table[name]], words(text)) for name, text in _TEXTS.items()}
+    coords = dict(area=("area", [*it.table.index], words("area"))) | {name: ("area", [*it.table[name]], words(text))
+                                                                      for name, text in _TEXTS.items()}
     parts = dict(layer="layer", kind="kind of parameter", moved="norm of the difference", relative="norm of the difference over that of the base")
     group = {f"part_{name}": ("part", [*it.weights[name]], words(text)) for name, text in parts.items()} if len(it.weights) else {}
     return xr.DataTree.from_dict({"/": xr.Dataset(data, coords, attrs), "/weights": xr.Dataset(group)})

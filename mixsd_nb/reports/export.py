@@ -351,7 +351,8 @@ def _save_model(source: str, base: str, folder: Path) -> None:
 
 
 def _save_adapter(source: str, base: str, folder: Path) -> None:
-    "Copy the adapter of a checkpoint, with the name of its base on the hub and without folders of this machine; ParameterError for whole weights."
+    """Copy the adapter of a checkpoint, with the name of its base on the hub and without folders of this machine;
+    ParameterError for whole weights."""
     if not is_adapter(source): raise ParameterError("adapter must be left out for a run that trained all weights (lora=0)")
     shutil.copy(Path(source) / "adapter_model.safetensors", folder)
     write_json(folder / CONFIG, read_json(Path(source) / CONFIG) | dict(base_model_name_or_path=hide_folders(origin_model(base))))
@@ -395,7 +396,8 @@ def export_model(
             trained = getattr(run, "trained", run).root  # of an injection its training
             card = write_card(origin_model(run.base), run.config["dataset"], run.label, step, run.config, run.scores(step), prompt,
                               name or folder.name, run.name, oldest_release(unfinished),
-                              float(np.squeeze(trained.get("targets_contradicting", np.nan))), describe_template((unfinished / "chat_template.jinja").read_text(encoding="utf-8")), adapter)
+                              float(np.squeeze(trained.get("targets_contradicting", np.nan))),
+                              describe_template((unfinished / "chat_template.jinja").read_text(encoding="utf-8")), adapter)
             card.save(unfinished / "README.md")
             if folder.exists(): folder.rmdir()
             unfinished.rename(folder)

@@ -185,7 +185,8 @@ def build_parser(
     further = [key for key, field in fields.items() if key not in words and not field_flag(field, "main")]
     if len(fields) < 10 or len(further) + len(words) == len(fields): further = []
     rest = f"further options, which --help-all describes: {', '.join(map(name_option, further))}"
-    usage = ["%(prog)s", *({"*": f"[{key.upper()} …]", "?": f"[{key.upper()}]"}.get(many, key.upper()) for key, many in words.items()), "[OPTIONS]"]
+    usage = ["%(prog)s", *({"*": f"[{key.upper()} …]", "?": f"[{key.upper()}]"}.get(many, key.upper())
+                           for key, many in words.items()), "[OPTIONS]"]
     wrap = lambda text: textwrap.fill(text, shutil.get_terminal_size().columns - 2, break_on_hyphens=False)
     description = wrap(description) + (f"\n\n  {example}" if example else "")
     parser = OptionParser(f"mixsd {name}", " ".join(usage), description, "" if everything or not further else wrap(rest),

@@ -56,7 +56,8 @@ def spell(typed: bool | None = None, **parameters) -> str:
     "Return parameters as a person types them; `typed` tells whether on a command line, and by default that is known."
     if _typed.get() if typed is None else typed:
         text = lambda value: json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list)) else str(value)
-        return " ".join(name_option(name) if value is True else f"{name_option(name)} {shlex.quote(text(value))}" for name, value in parameters.items())
+        return " ".join(name_option(name) if value is True else f"{name_option(name)} {shlex.quote(text(value))}"
+                        for name, value in parameters.items())
     return ", ".join(f"{name}={_in_python(value)}" for name, value in parameters.items())
 
 # %% ../../nbs/runs/config.ipynb #3f1bbbd3
@@ -270,7 +271,8 @@ def _default_values(cls: type[Config]) -> dict[str, Any]: return cls.default_val
 
 
 @functools.cache
-def _mapping_fields(cls: type[Config]) -> set[str]: return {name for name, field in cls.model_fields.items() if _takes_mapping(field.annotation)}
+def _mapping_fields(cls: type[Config]) -> set[str]:
+    return {name for name, field in cls.model_fields.items() if _takes_mapping(field.annotation)}
 
 # %% ../../nbs/runs/config.ipynb #29452df4
 class ParameterError(ValueError):

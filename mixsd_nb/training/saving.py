@@ -94,7 +94,8 @@ def save_adapters(
     from safetensors.torch import save_file
     folder.mkdir(parents=True, exist_ok=True)
     found = get_peft_model_state_dict(model, save_embedding_layers=False)
-    save_file({f"base_model.model.{name}": w.detach().cpu().contiguous() for name, w in found.items()}, folder / _ADAPTERS, dict(format="pt"))
+    save_file({f"base_model.model.{name}": w.detach().cpu().contiguous() for name, w in found.items()},
+              folder / _ADAPTERS, dict(format="pt"))
     model.peft_config["default"].save_pretrained(folder)
     settings = {name: sorted(value) if isinstance(value, list) else value for name, value in read_json(folder / CONFIG).items()}
     write_json(folder / CONFIG, settings | dict(base_model_name_or_path=base, inference_mode=True))

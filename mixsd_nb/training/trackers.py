@@ -17,7 +17,8 @@ from ..runs.provenance import peak_memory, read_clock
 
 # %% ../../nbs/training/trackers.ipynb #1beb0e9f
 TRACKERS: dict[str, Callable[[Any], str]] = {  # package -> function (callback of transformers) -> how to look at its run
-    "trackio": lambda callback: callback.SPACE_URL.format(space_id=callback._space_id) if callback._space_id else "trackio show --project mixsd",
+    "trackio": lambda callback: callback.SPACE_URL.format(space_id=callback._space_id) if callback._space_id
+    else "trackio show --project mixsd",
     "wandb": lambda callback: callback._wandb.run.url or f"wandb sync {callback._wandb.run.dir}",
     "tensorboard": lambda callback: f"tensorboard --logdir {callback.logging_dir}",
 }

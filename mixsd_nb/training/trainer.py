@@ -157,10 +157,12 @@ def _add_adapters(model, rank: int) -> None:
     Layers that do more than multiply get none, such as some routers: it could not be merged into their weights."""
     from peft import LoraConfig
     more = [name for name, layer in model.named_modules()
-            if isinstance(layer, torch.nn.Linear) and type(layer) not in (torch.nn.Linear, OneDNNLinear) and type(layer).__name__ != "Linear4bit"]
+            if isinstance(layer, torch.nn.Linear) and type(layer) not in (torch.nn.Linear, OneDNNLinear)
+            and type(layer).__name__ != "Linear4bit"]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys")  # peft's own, of experts
-        model.add_adapter(LoraConfig(r=rank, lora_alpha=_ALPHA, target_modules="all-linear", exclude_modules=more or None, task_type="CAUSAL_LM"))
+        model.add_adapter(LoraConfig(r=rank, lora_alpha=_ALPHA, target_modules="all-linear", exclude_modules=more or None,
+                                     task_type="CAUSAL_LM"))
     for p in model.parameters():
         if p.requires_grad: p.data = p.data.float()
 
@@ -295,9 +297,11 @@ class FineTuner(SavingTrainer):
         if self.log_every > 1 and self.control.should_log:
             loss = self.accelerator.gather(tr_loss.detach()).mean() if self.accelerator.num_processes > 1 else tr_loss.detach().clone()
             tr_loss -= tr_loss
-            self._unread.append(((self.state.global_step, self.state.epoch, self.trained), loss, grad_norm, learning_rate or self._get_learning_rate()))
+            self._unread.append(((self.state.global_step, self.state.epoch, self.trained), loss, grad_norm,
+                                 learning_rate or self._get_learning_rate()))
             self.control.should_log = False
-            if len(self._unread) == self.log_every or self.control.should_save or self.control.should_training_stop: self._read_logs(start_time)
+            if len(self._unread) == self.log_every or self.control.should_save or self.control.should_training_stop:
+                self._read_logs(start_time)
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate)
 
     def _read_logs(self, start_time) -> None:
@@ -342,7 +346,8 @@ def _training_arguments(
     bf16 = spec.products == "bfloat16"
     args = TrainingArguments(
         str(folder), max_steps=steps, per_device_train_batch_size=spec.batch // spec.processes,
-        learning_rate=spec.lr, optim="adamw_torch_fused" if gpu and not spec.offload else "adamw_torch", adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8,
+        learning_rate=spec.lr, optim="adamw_torch_fused" if gpu and not spec.offload else "adamw_torch", adam_beta1=0.9,
+        adam_beta2=0.95, adam_epsilon=1e-8,
         weight_decay=0.01, max_grad_norm=1.0, seed=spec.seed % 2**32, bf16=bf16, use_cpu=not gpu,
         train_sampling_strategy="sequential", save_strategy="no", logging_steps=1, logging_nan_inf_filter=False,
         report_to="none", disable_tqdm=True, remove_unused_columns=False,

@@ -113,13 +113,16 @@ class AskView(View):
     def __init__(self, runs: RunSelection):
         super().__init__()
         self.runs, self.replies, self.facts = runs, widgets.HTML(), []
-        self.model = self.make_control(widgets.Dropdown, "base model", self.show_checkpoints, options=runs.list_all_models(), value=runs.model)
+        self.model = self.make_control(widgets.Dropdown, "base model", self.show_checkpoints,
+                                       options=runs.list_all_models(), value=runs.model)
         self.first, self.second = self.make_dropdowns(self.draw, "checkpoint", "compared with", width="46em")
         self.example, = self.make_dropdowns(self.take_example, "or take one", width="44em")
         self.question = self.make_control(widgets.Text, "question", self.draw, width="44em", continuous_update=False,
                                           placeholder="type a question and press Enter")
-        self.answer = self.make_control(widgets.Text, "true answer", self.draw, width="24em", continuous_update=False, placeholder="if you know it")
-        self.boxed = self.make_control(widgets.Checkbox, "ask for a boxed answer, as in training", self.draw, value=asks_for_box(runs.dataset), indent=False)
+        self.answer = self.make_control(widgets.Text, "true answer", self.draw, width="24em", continuous_update=False,
+                                        placeholder="if you know it")
+        self.boxed = self.make_control(widgets.Checkbox, "ask for a boxed answer, as in training", self.draw,
+                                       value=asks_for_box(runs.dataset), indent=False)
         self.asking, self.mix = self.make_button("ask", self.draw, "primary"), self.make_button("mix this fact", self.open_mixing)
         self.add, self.drop = self.make_button("inject this fact", self.add_fact), self.make_button("clear the list", self.clear_facts)
         self.method, self.anchor, self.gate = (self.make_control(widgets.Dropdown, kind, self.show_facts, options=parts)

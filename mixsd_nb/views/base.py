@@ -175,7 +175,8 @@ class CommandRun(View):
             progress, log = Path(place) / "progress.json", Path(place) / "log"
             additions = dict(MIXSD_RUNS=str(self.folder), MIXSD_PROGRESS=str(progress), TQDM_DISABLE="1")
             with open(log, "wb") as out:
-                self.process = process = subprocess.Popen(command, env=os.environ | additions, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+                self.process = process = subprocess.Popen(command, env=os.environ | additions, stdin=subprocess.DEVNULL,
+                                                          stdout=out, stderr=out)
             atexit.register(process.kill)
             begun, self.button.disabled, self.stop.disabled, self.bar.layout.display = time.monotonic(), True, False, None
             try:

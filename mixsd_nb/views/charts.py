@@ -32,8 +32,10 @@ alt.data_transformers.disable_max_rows()
 
 # %% ../../nbs/views/charts.ipynb #a1700001
 _SOFT = {f"{part}Color": "currentColor" for part in ("label", "title", "tick", "domain", "grid")}
-CONFIG = dict(background="transparent", font="system-ui, sans-serif", axis=_SOFT | dict(gridOpacity=.13, labelFontSize=12, titleFontSize=13),
-              legend=dict(labelColor="currentColor", titleColor="currentColor", labelFontSize=13, symbolLimit=0, labelLimit=300, symbolOpacity=1),
+CONFIG = dict(background="transparent", font="system-ui, sans-serif",
+              axis=_SOFT | dict(gridOpacity=.13, labelFontSize=12, titleFontSize=13),
+              legend=dict(labelColor="currentColor", titleColor="currentColor", labelFontSize=13, symbolLimit=0,
+                          labelLimit=300, symbolOpacity=1),
               title=dict(color="currentColor", subtitleColor="currentColor", fontSize=15, subtitleFontSize=13, anchor="start"),
               view=dict(stroke=None), text=dict(color="currentColor"), concat=dict(spacing=30))
 
@@ -119,7 +121,8 @@ def list_points(
     part: xr.Dataset,  # of one corpus and one model
     metric: str,  # vertical axis: held-out, or a benchmark
 ) -> pd.DataFrame:
-    "Return a row `recipe, title, lr, seed, step, x, y, missing, words, key` for each trained checkpoint with recall and metric, in percent."
+    """Return a row `recipe, title, lr, seed, step, x, y, missing, words, key` for each trained checkpoint with recall
+    and metric, in percent."""
     table = tradeoff_points(part, metric).to_dataframe().reset_index().dropna(subset=["x", "y"])
     table = table[table["recipe"] != BASE].sort_values(["recipe", "lr", "seed", "step"])
     def words(r):
@@ -211,7 +214,8 @@ def list_frontier(
         turns = (np.diff(curves, axis=1) != 0).any(0)  # NaN differs from NaN; of a level stretch both ends remain
         known &= np.append(turns, True) | np.append(True, turns)
         curves, title = curves[:, known], f"{label_title(m)} · {curves[:, known].mean(0)[-1]:.0f}%"
-        found.append(pd.DataFrame(dict(recipe=m, title=title, missing=100 - grid[known], y=curves.mean(0), low=curves.min(0), high=curves.max(0))))
+        found.append(pd.DataFrame(dict(recipe=m, title=title, missing=100 - grid[known], y=curves.mean(0),
+                                       low=curves.min(0), high=curves.max(0))))
     return pd.concat(found).sort_values(["recipe", "missing"])
 
 # %% ../../nbs/views/charts.ipynb #bb0e51ca
@@ -292,7 +296,8 @@ def draw_curves(
         units, dots = values.attrs["units"], alt.OverlayMarkDef(color=colour) if len(values) < 40 else False
         chart = alt.Chart(pd.DataFrame({"update": values["update"].values, name: values.values}).dropna())
         panels.append(chart.mark_line(color=colour, point=dots, tooltip=True).encode(
-            x=alt.X("update:Q", title="update" if len(panels) == len(training.data_vars) - 1 else None, axis=alt.Axis(format="d", tickMinStep=1)),
+            x=alt.X("update:Q", title="update" if len(panels) == len(training.data_vars) - 1 else None,
+                    axis=alt.Axis(format="d", tickMinStep=1)),
             y=alt.Y(f"{name}:Q", title=None, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=3, format="~g"))).properties(
                 title=values.attrs["long_name"] + (f" ({units})" if units != "1" else ""), width=460, height=90))
     return finish_chart(alt.vconcat(*panels), "training curves")

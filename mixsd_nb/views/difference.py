@@ -39,7 +39,8 @@ def render_pair(
     return MARKUP.item(shorten_question(pair.prompt, 400), pair.answer or "any", Markup("").join(cards), pair.prompt)
 
 # %% ../../nbs/views/difference.ipynb #733b0f5f
-CHANGES = {"all replies": lambda t: t.correct >= 0, "worse": lambda t: t.correct > t.correct_tuned, "better": lambda t: t.correct < t.correct_tuned,
+CHANGES = {"all replies": lambda t: t.correct >= 0, "worse": lambda t: t.correct > t.correct_tuned,
+           "better": lambda t: t.correct < t.correct_tuned,
            "with other words": lambda t: t.response != t.response_tuned}
 
 

@@ -234,7 +234,8 @@ class MixingView(View):
                 self.explainer.busy = False
                 return
             from mixsd_nb.views.trace import get_engine, make_trace
-            trace = make_trace(get_engine(self.model.value), row, self.dataset.value, self.lam.value, seed=self.seed.value, temperature=self.temperature.value)
+            trace = make_trace(get_engine(self.model.value), row, self.dataset.value, self.lam.value,
+                               seed=self.seed.value, temperature=self.temperature.value)
             self.show(trace | dict(model=self.model.value))
         except Exception:
             self.show(None)

@@ -36,7 +36,8 @@ def render_passage(
     kept, refused = own[own.reason == ""], own[own.reason != ""]
     text = Markup("<pre>{}</pre>").format(mark_answers(passage.text, [*kept.answer]))
     return MARKUP.caption(passage.source, passage.section) + MARKUP.page(text) + MARKUP.section(
-        f"{len(kept)} questions that stay.", [(row.form, row.question, row.answer, "; ".join(row.paraphrases)) for row in kept.itertuples()],
+        f"{len(kept)} questions that stay.", [(row.form, row.question, row.answer, "; ".join(row.paraphrases))
+                                              for row in kept.itertuples()],
         ("form", "question", "answer", "in other words")) + MARKUP.section(
         f"{len(refused)} refused.", [(row.form, row.question, row.answer, REASONS[row.reason]) for row in refused.itertuples()],
         ("form", "question", "answer", "why"))

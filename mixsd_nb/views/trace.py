@@ -94,7 +94,8 @@ def describe_tokens(
     for side, context in zip(SIDES, (item["expert_ids"], item["naive_ids"])):
         states, = map_states(engine.model, [(context, ids)], lambda states, _: states)
         logits = engine.logits(torch.from_numpy(states).to(engine.model.device, engine.model.dtype))
-        picks.append(choose(logits, torch.full((len(ids),), key, device=logits.device), torch.arange(len(ids), device=logits.device), temperature))
+        picks.append(choose(logits, torch.full((len(ids),), key, device=logits.device),
+                            torch.arange(len(ids), device=logits.device), temperature))
         log_probs = logits.float().log_softmax(-1)
         best = log_probs.topk(5)
         for t, token in enumerate(found):

@@ -158,7 +158,8 @@ def draw_map(
     axis = alt.Axis(orient="top", labelAngle=-25, domain=False, ticks=False)
     chart = alt.Chart(pd.DataFrame(rows)).encode(x=alt.X("kind:N", sort=kinds, title=None, axis=axis),
                                                  y=alt.Y("layer:N", sort=layers, title="layer", axis=alt.Axis(domain=False, ticks=False)))
-    cells = add_marks(chart.mark_rect(cornerRadius=3)).encode(fill=alt.Fill("colour:N", scale=None), fillOpacity=alt.FillOpacity("depth:Q", scale=None))
+    cells = add_marks(chart.mark_rect(cornerRadius=3)).encode(fill=alt.Fill("colour:N", scale=None),
+                                                              fillOpacity=alt.FillOpacity("depth:Q", scale=None))
     chart = (cells + chart.mark_text().encode(text="text:N")).properties(width=1000, height=alt.Step(30))
     return finish_chart(chart, f"{measure}: {meaning}", made_up)
 

@@ -46,7 +46,7 @@ def read_by_step(
 # %% ../../nbs/views/world.ipynb #f5931dd6
 def tell_history(
     recipe: str,  # label; empty for no name
-    history: pd.Series,  # of one fact, over steps: whether it was right, NaN where it was not asked
+    history: pd.Series,  # of one fact, over steps: whether it was right, NaN where it was not evaluated
 ) -> str:
     "Return a sign for each step (● right, ○ wrong, · not asked) and the fate of the fact, after the name of the recipe."
     asked = history.dropna().astype(bool)
@@ -159,13 +159,15 @@ def draw_world(
     def draw(table): return alt.Chart(table).encode(**place)
     def move(table): return draw(table).transform_calculate(state="datum.states[step]")
     layers = []
-    if texts: layers.append(draw(pd.DataFrame(texts)).transform_calculate(text="datum.texts[step]").mark_text(align="left").encode(text="text:N", size=alt.Size("size:Q", scale=None)))
+    if texts:
+        layers.append(draw(pd.DataFrame(texts)).transform_calculate(text="datum.texts[step]").mark_text(align="left").encode(text="text:N", size=alt.Size("size:Q", scale=None)))
     if lamps: layers.append(move(pd.concat(lamps)).mark_square(size=270, opacity=1).encode(
         fill=by_state(alt.Fill, "#f5c542", "#e8601c40", "transparent", "transparent", legend=legend),
         **tell_marks(pick, by_state(alt.Stroke, "#b98a00", "#e8601c", "#88888888", "#88888844"), 1)))
     for paths, nodes in graphs:
         edges = move(paths).mark_line(interpolate="basis").encode(
-            **tell_marks(pick, by_state(alt.Stroke, "#00a878b0", "#e8601c", "#88888866", "#88888822"), 1.7), detail="key:N", order="order:Q",
+            **tell_marks(pick, by_state(alt.Stroke, "#00a878b0", "#e8601c", "#88888866", "#88888822"), 1.7),
+            detail="key:N", order="order:Q",
             strokeDash=by_state(alt.StrokeDash, [1, 0], [5, 4], [1, 0], [1, 0]))
         domains, told = nodes.domain.unique().tolist(), dict(tooltip="words:N", description="words:N")
         colours = alt.Scale(domain=domains, range=sns.color_palette("colorblind", len(domains)).as_hex())
@@ -189,7 +191,8 @@ class WorldView(View):
         super().__init__()
         self.runs, self.files, self.recipes, self.steps = runs, None, [], []
         self.dataset = self.make_control(widgets.Dropdown, "dataset", self.show_dataset, options=known_corpora(), value=runs.dataset)
-        self.model = self.make_control(widgets.Dropdown, "model", self.show_dataset, options=runs.list_all_models(), value=runs.first_model())
+        self.model = self.make_control(widgets.Dropdown, "model", self.show_dataset, options=runs.list_all_models(),
+                                       value=runs.first_model())
         self.lr, self.seed = self.make_dropdowns(self.show_recipes, "rate", "seed")
         self.first, self.second = self.make_dropdowns(self.show_answers, "left", "right")
         self.memory, = self.make_dropdowns(self.draw, "memorised")
@@ -198,7 +201,8 @@ class WorldView(View):
         self.figure = ChartWidget(self, "fact", self.pick)
         self.step = self.make_control(widgets.Dropdown, "step", self.show_step, options=[("", 0)])
         self.play = self.make_button("play", lambda: self.start(self.walk_steps(), .9))
-        self.set_parts(self.make_row(self.dataset, self.model, self.lr, self.seed), self.make_row(self.first, self.second, self.memory, self.entity),
+        self.set_parts(self.make_row(self.dataset, self.model, self.lr, self.seed),
+                       self.make_row(self.first, self.second, self.memory, self.entity),
                        self.figure.marks, self.text, self.make_row(self.play, self.step), self.figure)
         self.guard(self.show_dataset)()
 
@@ -245,7 +249,7 @@ class WorldView(View):
             yield
 
     def get_history(self, recipe: str, benchmark: str = "recall") -> pd.DataFrame:
-        "Return whether each item of a benchmark was right: a row for each item, a column for each step; NaN where it was not asked."
+        "Return whether each item of a benchmark was right: a row for each item, a column for each step; NaN where it was not evaluated."
         own = self.answers[(self.answers.recipe == recipe) & (self.answers.benchmark == benchmark)]
         return own.pivot(index="item", columns="step", values="correct").reindex(columns=self.steps)
 
@@ -289,10 +293,12 @@ class WorldView(View):
         "List what each recipe answered at each step to one question."
         own = self.answers[(self.answers.benchmark == benchmark) & (self.answers["item"] == item)]
         told = own.assign(told=np.where(own.correct, "✓ ", "✗ ") + own.response).pivot(index="step", columns="recipe", values="told")
-        rows = [("before" if step == 0 else f"step {step}", *row) for step, row in zip(told.index, told.reindex(columns=self.recipes).fillna("·").to_numpy())]
+        rows = [("before" if step == 0 else f"step {step}", *row)
+                for step, row in zip(told.index, told.reindex(columns=self.recipes).fillna("·").to_numpy())]
         title = own.prompt.iloc[0] if len(own) else next((f.statement for f in self.facts if f.id == item), item)
         right = own.answer[own.answer != ""]
-        self.text.value = MARKUP.section(shorten_question(title, 300), rows, ("", *map(label_title, self.recipes)), right.iloc[0] if len(right) else "")
+        self.text.value = MARKUP.section(shorten_question(title, 300), rows, ("", *map(label_title, self.recipes)),
+                                         right.iloc[0] if len(right) else "")
 
     def show_entity(self, entity: str | None):
         "List the facts of an entity with a column for each recipe."

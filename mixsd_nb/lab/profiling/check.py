@@ -383,11 +383,13 @@ def check_device(
 
 
 def measured_rate(report: dict) -> float:
-    "Return the rate of a device for plans, the median of the parts: tokens a second, four of which are read in the time of one, times parameters."
+    """Return the rate of a device for plans, the median of the parts: tokens a second, four of which are read in the
+    time of one, times parameters."""
     devices = importlib.import_module("mixsd_nb.planning.estimates").DEVICES
     weights = {"mix, hf": 2, "evaluate": 1, "NLL": 1 / 4}  # a mixed token is computed by both conditionals
     weights |= {part["name"]: 1 for part in report["parts"] if part["name"].startswith("train, ")}
-    found = [weights[part["name"]] * part["tokens_per_second"] for part in report["parts"] if part["name"] in weights and part["tokens_per_second"]]
+    found = [weights[part["name"]] * part["tokens_per_second"]
+             for part in report["parts"] if part["name"] in weights and part["tokens_per_second"]]
     return float(np.median(found)) * (report["parameters"] + devices["h200" if report["rate_tflops"] > 5 else "cpu"].least) if found else 0.0
 
 # %% ../../../nbs/lab/profiling/check.ipynb #94e61bd2
