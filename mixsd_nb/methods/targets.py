@@ -253,7 +253,7 @@ def _count_targets(records: list[dict]) -> dict[str, tuple]:
                 tokens=(mean([len(r["completion_ids"]) for r in kept]), "mean tokens of an accepted target"),
                 naive_share=(mean([n for r in kept for n in r["naive_mask"]]),
                              "share of naive tokens in accepted targets"),
-                names_another=(sum(r["names_another"] for r in kept), "accepted targets that name another entity"),
+                names_another=(sum(r["names_another"] for r in kept), "accepted targets whose sentences lack the answer"),
                 contradicting=(sum(not r["consistent"] for r in kept),
                                "accepted targets whose sentences contradict their final answer"))
 
