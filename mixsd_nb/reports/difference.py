@@ -165,7 +165,7 @@ def draw_difference(
     if not len(weights): return fig
     grid = weights.pivot(index="layer", columns="kind", values="relative").loc[weights.layer.unique(), weights.kind.unique()]
     image = axes[0, 1].imshow(grid, aspect="auto", cmap="cividis", vmin=0)
-    axes[0, 1].set_xticks(range(grid.shape[1]), grid.columns, rotation=60, ha="right", fontsize=8)
+    axes[0, 1].set_xticks(range(grid.shape[1]), grid.columns, rotation=90, fontsize=8)
     axes[0, 1].set_yticks(range(grid.shape[0]), grid.index, fontsize=7)
     axes[0, 1].set(title="‖Δθ‖ / ‖θ‖ of each part", ylabel="layer")
     fig.colorbar(image, ax=axes[0, 1])
