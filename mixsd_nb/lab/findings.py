@@ -140,5 +140,6 @@ def read_block_cubes(block: Block) -> dict[str, xr.Dataset]:
 def findings_table() -> str:
     "Return the table of the front page as Markdown, from the committed cubes alone."
     table = pd.DataFrame([row for block in BLOCKS for row in block_rows(block, read_block_cubes(block))]).fillna("")
+    table = table.loc[:, ~table.isin(["", "–"]).all()]  # without what no cube has counted
     rows = [[*table.columns], ["---"] * table.shape[1], *table.values.tolist()]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
