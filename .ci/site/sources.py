@@ -47,8 +47,8 @@ def list_pages() -> dict[str, str]:
     stages = sorted((p for p in notebook_paths() if p.parent == NBS and p.stem != "index"), key=lambda p: front.find(f"  {p.name} "))
     rooms = [p for p in notebook_paths() if p.parent != NBS and p.stem == "index"]
     about = "A stage is a chapter, and an entry point that papermill runs: its parameters, the run, and what was found."
-    of_rooms = "A room is a part of the library. Its notebooks show each definition with its code, an example and tests."
-    return {"stages.md": list_page("Stages", about, stages), "rooms.md": list_page("Rooms", of_rooms, rooms)}
+    of_rooms = "A package is a part of the library. Its notebooks show each definition with its code, an example and tests."
+    return {"stages.md": list_page("Stages", about, stages), "rooms.md": list_page("Packages", of_rooms, rooms)}
 
 
 def reference_pages() -> dict[str, str]:
