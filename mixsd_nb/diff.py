@@ -27,8 +27,7 @@ from .models.adapters import adapter_base, describe_adapter, is_adapter, merge_a
 from .models.lab import SIZES, is_lab_model
 from .reports.difference import Difference, compare_areas, judge_areas, list_areas, store_difference, write_difference
 from .runs import (ParameterError, Run, Seed, Stage, find_path, flagged_field, make_config, open_run, read_table,
-                           run_function, runtime_field,
-                           write_atomically)
+                           run_function, runtime_field, write_atomically)
 from .runs.command_line import CommandLine
 from .runs.provenance import CostLog
 

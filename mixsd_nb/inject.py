@@ -227,7 +227,7 @@ def score_targets(
     results = [config.pass_to(nll.NllConfig, without=["span"], targets=targets).run().result for targets in files]
     return nll.nll_table(nll.merge_results(results)).droplevel("model")
 
-
+# %% ../nbs/inject.ipynb #34e8c7c8
 def ask_in_context(config: InjectConfig) -> Run | None:
     "Return the evaluation of the base model with each fact in its context; None, with a warning, if it cannot read them so."
     try: return config.ceiling().run()
@@ -250,7 +250,7 @@ def inject(config: InjectConfig, run: Run) -> xr.DataTree:
         write_page(injection, run.folder)
         return injection.result()
 
-
+# %% ../nbs/inject.ipynb #7c1e0a53
 def describe_injection(run: InjectRun) -> list[str]:
     "Return the sentences at the head of the report."
     table = compare_scores(run.before.responses(), run.after.responses())
@@ -269,7 +269,7 @@ def write_notebook(
         execute_notebook(find_notebook("inject"), unfinished, parameters, progress_bar=False, log_output=False, **options)
     return unfinished.rename(folder / "inject.ipynb")
 
-
+# %% ../nbs/inject.ipynb #7c1e0a55
 def print_injection(run: InjectRun) -> None:
     "Print what the model learned and forgot, where its report is, and how to export it and to chat with it."
     digits = run.name.rpartition("-")[2]
@@ -277,7 +277,7 @@ def print_injection(run: InjectRun) -> None:
     print(f"\nreport: {run.report}\nmodel:  {run.source()}\n\nmixsd export {digits} my-model writes the model as a Hugging Face "
           f"folder\nmixsd chat {digits} \"…\" asks it a question")
 
-
+# %% ../nbs/inject.ipynb #7c1e0a57
 def inject_facts(
     configs: list[InjectConfig],
     *,

@@ -91,7 +91,9 @@ def compare_areas(areas: list[Area]) -> pd.DataFrame:
 TWINS = dict.fromkeys(("general-free", "known"), ("general-choice", "general-opened"))  # the same questions, asked so that style plays no part
 
 
-def _opened_twins(name): return [twin for twin, suite in SUITES.items() if suite.opening and suite.twin_of == name]
+def _find_twins(name: str) -> list[str]:
+    "Return the benchmarks with the same questions, asked by likelihood or with an opened reply."
+    return [*TWINS.get(name, ()), *(twin for twin, suite in SUITES.items() if suite.opening and suite.twin_of == name)]
 
 
 def judge_areas(
@@ -106,7 +108,7 @@ def judge_areas(
         if not row.better: return "changed"
         if row.better * row.difference > 0: return "gained"
         if abs(row.difference) * 100 <= margin: return "unchanged"
-        twins = [name for name in table.index if name in TWINS.get(row.name, _opened_twins(row.name))]
+        twins = [name for name in _find_twins(row.name) if name in table.index]
         return "style" if twins and not drops[twins].any() else "lost"
     return table.apply(judge, axis=1)
 
