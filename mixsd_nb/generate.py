@@ -11,8 +11,7 @@ import xarray as xr
 from .corpora import CORPORA
 from .methods.fact_lengths import check_facts, check_verifier
 from .methods.targets import (MixSettings, count_unconfirmed, keep_agreed, list_agreeing,
-                                      mix_corpus,
-                                      read_targets, select_targets, summarise_targets, target_schema, write_targets)
+                                      mix_corpus, read_targets, select_targets, summarise_targets, target_schema, write_targets)
 from .models import ENGINES, check_model_of_engine, check_process, load_engine, load_tokenizer
 from .models.identity import model_label
 from .models.lab import warn_about_lab_values

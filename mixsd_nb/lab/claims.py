@@ -373,8 +373,7 @@ CLAIMS = {claim.name: claim for claim in [
                               "of the held-out abilities than SFT.", OURS,
                dict(first=_M3, second=_SFT, at=At((10, 35), "other-words"))),
     StudyClaim("use", "At the same use of the facts, MixSD (λ=0.3) keeps more of the held-out abilities than SFT.",
-               OURS,
-               dict(reason="the last relation of a two-hop question alone answers 67 to 76% of them, so the benchmark "
+               OURS, dict(reason="the last relation of a two-hop question alone answers 67 to 76% of them, so the benchmark "
                            "does not measure use"), "untestable"),
     StudyClaim("use-even",
                "After 100 updates at a rate of 3e-4, MixSD (λ=0.5) answers more questions about "

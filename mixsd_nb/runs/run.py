@@ -27,8 +27,7 @@ from .provenance import code_version, module_file, module_versions, weights_vers
 from .provenance import COMPUTING, hub_commits, other_versions, package_version
 from .registry import import_part, load_object
 from .storage import (RESPONSE_COLUMNS, SCHEMA, TARGET_COLUMNS, DamagedFile, explain_storage_errors, find_path, is_finished,
-                                   open_result,
-                                   read_run_record, read_table, remove_run, run_lock, runs_root, write_json,
+                                   open_result, read_run_record, read_table, remove_run, run_lock, runs_root, write_json,
                                    write_result)
 
 if TYPE_CHECKING:  # imported where they are used: worker processes need no tables
