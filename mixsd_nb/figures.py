@@ -90,7 +90,7 @@ def run(
 
     Returns the sources by name, each with its whole cube and with the numbers that tables show."""
     from mixsd_nb.results.gallery import load_sources, run_figures, save_pictures, shared_figures, source_sheet
-    from mixsd_nb.results.summary import summary_table
+    from mixsd_nb.results.summary import describe_ceiling, summary_table
     from mixsd_nb.results.tables import list_tables
     config, default = make_config(FiguresConfig, **parameters), FiguresConfig()
     with warnings.catch_warnings(record=True) as caught:
@@ -101,7 +101,7 @@ def run(
     figures = {}
     if "runs" in sources:
         cube = _select_runs(config, sources["runs"].cube)
-        print(summary_table(cube).to_string(index=False, na_rep=""))
+        print(summary_table(cube).to_string(index=False, na_rep=""), *describe_ceiling(cube), sep="\n")
         figures = run_figures(cube) | analysis_figures(config)
     tables = list_tables(source.cube for source in sources.values())
     sheets = {name: sheet for name in tables if (sheet := source_sheet(name, sources))}

@@ -4,12 +4,11 @@
 
 # %% auto #0
 __all__ = ['run', 'main', 'choose_method', 'open_earlier', 'earlier_corpora', 'check_tokenizer', 'replay_earlier',
-           'InjectSettings', 'InjectParts', 'InjectConfig', 'score_targets', 'ask_in_context', 'inject',
-           'describe_injection', 'write_notebook', 'print_injection', 'inject_facts', 'InjectRun']
+           'InjectSettings', 'InjectParts', 'InjectConfig', 'score_targets', 'inject', 'describe_injection',
+           'write_notebook', 'print_injection', 'inject_facts', 'InjectRun']
 
 # %% ../nbs/inject.ipynb #4ac7e22f
 import sys
-import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -159,10 +158,6 @@ class InjectParts(InjectSettings):
         "Return the evaluation of the base model or of a checkpoint with all benchmarks."
         return self.pass_to(evaluate.EvaluateConfig, model=model, n=self.items())
 
-    def ceiling(self) -> evaluate.EvaluateConfig:
-        "Return the evaluation of the base model with each fact in its context."
-        return self.pass_to(evaluate.EvaluateConfig, suite="in-context", n=self.items())
-
 # %% ../nbs/inject.ipynb #df4b3001
 class InjectConfig(InjectParts, Stage):
     "Teach a model the facts of a file or of a corpus, and report what it learned and forgot."
@@ -227,12 +222,6 @@ def score_targets(
     results = [config.pass_to(nll.NllConfig, without=["span"], targets=targets).run().result for targets in files]
     return nll.nll_table(nll.merge_results(results)).droplevel("model")
 
-# %% ../nbs/inject.ipynb #34e8c7c8
-def ask_in_context(config: InjectConfig) -> Run | None:
-    "Return the evaluation of the base model with each fact in its context; None, with a warning, if it cannot read them so."
-    try: return config.ceiling().run()
-    except ValueError as e: warnings.warn(f"not asked with the facts in their context, because {e}", stacklevel=2)
-
 # %% ../nbs/inject.ipynb #0740eebe
 def inject(config: InjectConfig, run: Run) -> xr.DataTree:
     "Mix targets, evaluate the base model, train, evaluate the selected checkpoint, score the targets, and write the report."
@@ -240,7 +229,7 @@ def inject(config: InjectConfig, run: Run) -> xr.DataTree:
     with CostLog(run.folder) as costs:
         with costs.phase("writing targets"): mixing = train.mix_targets(training) if config.recipe.mixed else None
         with costs.phase(f"asking {model} before training"): before = config.evaluation(config.model).run()
-        with costs.phase(f"asking {model} with the facts in its context"): context = ask_in_context(config)
+        with costs.phase(f"asking {model} with the facts in its context"): context = train.ask_in_context(training)
         with costs.phase("training and measuring recall"): trained = training.run()
         step = trained.best_step
         with costs.phase(f"asking the model of update {step}"): after = config.evaluation(trained.source(step)).run()

@@ -13,6 +13,7 @@ from test_tasks import ROWS
 
 from mixsd_nb import evaluate, figures, train
 from mixsd_nb.results.cube import agreeing_runs, open_cube
+from mixsd_nb.results.summary import describe_ceiling
 from mixsd_nb.runs import ParameterError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -118,6 +119,19 @@ def test_a_finished_run_is_not_computed_again(tiny, tmp_path, monkeypatch, own_r
     monkeypatch.setattr(evaluate, "write_responses", lambda *a, **k: pytest.fail("asked again"))
     again = train.run(**parameters)
     assert again.folder == first.folder == next(tmp_path.glob("train-*")) and again.result.identical(first.result)
+
+
+def test_the_base_model_is_asked_with_each_fact_in_its_context(own_runs):
+    "The shares are those of an evaluation, counted here by hand; the sentence below the table has them, and a training of another method measures nothing of the kind."
+    base = train.run(method="base", model="lab-s", n=8, suite="recall,recall-reworded,choice")
+    asked = evaluate.run(model="lab-s", suite="in-context", n=8).responses()
+    shares = {name.removesuffix("-in-context"): rows.correct.sum() / 8 for name, rows in asked.groupby("benchmark")}
+    found = base.root.in_context.squeeze(drop=True).dropna("benchmark").to_series().to_dict()
+    assert found == shares and {*shares} == {"recall", "recall-reworded"} and min(shares.values()) > 0.5
+    [line] = describe_ceiling(open_cube())
+    assert line == f"With the fact in its context, lab-s answers {100 * shares['recall']:.1f}% (recall, N=8) and {100 * shares['recall-reworded']:.1f}% (recall-reworded, N=8)."
+    trained = train.run(method="sft", model="lab-s", n=8, epochs=1, checkpoints=(), suite="recall")
+    assert "in_context" not in trained.root and open_cube().in_context.notnull().sum() == 2
 
 
 def test_without_a_run_of_the_base_model(undrawn, tiny, own_runs, monkeypatch):

@@ -27,7 +27,7 @@ import xarray as xr
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ..analysis.scores import changed_items, compare, pair_responses, scores
-from ..benchmarks import SUITES
+from ..benchmarks import IN_CONTEXT, SUITES
 from ..corpora import CORPORA, load_corpus
 from ..corpora.prompts import rows_as_written
 from ..corpora.stored import fact_passages, fact_places
@@ -294,13 +294,18 @@ def describe_learned(
 def describe_ceiling(
     model: str,  # name of the base model
     context: ModelRun | None,  # its evaluation on the group `in-context`; None if that was not measured
+    table: pd.DataFrame,  # as returned by `compare_scores`
     unmeasured: str = "",  # as returned by `explain_unmeasured`
 ) -> list[str]:
-    "Return the sentence about what the base model answers with each fact in its context, in a list; empty if it was not measured."
+    """Return the sentence about what the base model answers with each fact in its context, and what share of that was reached.
+
+    It stands in a list, which is empty if it was not measured."""
     if context is None: return []
-    shares = [f"{format_share(row)}, N={row.n:.0f} ({'in other words' if REWORDED in name else 'asked as written'})"
+    def reached(name, share): return f"; training reaches {table.after[name] / share:.0%} of that" if share and name in table.index else ""
+    shares = [f"{format_share(row)}, N={row.n:.0f} ({'in other words' if REWORDED in name else 'asked as written'}"
+              f"{reached(name.removesuffix(IN_CONTEXT), row.after)})"
               for name, row in context.scores().iterrows() if not (unmeasured and REWORDED in name)]
-    return [f"With the fact in its context {model} answers {'; '.join(shares)}."]
+    return [f"With the fact in its context {model} answers {', and '.join(shares)}."]
 
 # %% ../../nbs/reports/injection.ipynb #547960b6
 _ABOUT_FACTS = ("in-domain", "validation")  # roles of benchmarks that ask for the facts
@@ -324,7 +329,7 @@ def summarise_injection(
     context: ModelRun | None = None,  # as for `describe_ceiling`
 ) -> list[str]:
     "Return the sentences at the top of the page."
-    lines, own = [*describe_learned(model, table, unmeasured), *describe_ceiling(model, context, unmeasured), describe_lost(table)], table[table.role == "own"]
+    lines, own = [*describe_learned(model, table, unmeasured), *describe_ceiling(model, context, table, unmeasured), describe_lost(table)], table[table.role == "own"]
     tests = ", ".join(f"{name} {format_share(row)}, N={row.n}" for name, row in own.iterrows())
     if tests: lines.append(f"Your own tests: {tests}.")
     failed = facts.failure[facts.failure != ""].value_counts()

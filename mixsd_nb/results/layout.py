@@ -19,7 +19,7 @@ import pandas as pd
 import xarray as xr
 
 from ..analysis.scores import count_correct, estimate_pairs, item_variances
-from ..benchmarks import SUITES
+from ..benchmarks import IN_CONTEXT, SUITES
 from ..benchmarks.entities import VERDICTS
 from ..methods import BASE, label_coordinates, parse_label
 from ..runs.schema import (CELL_DIMS, CURVE_VARIABLES, DIMS, RUN_DIMS, TARGET_VARIABLES, benchmark_coords,
@@ -171,6 +171,7 @@ def result_tree(
     targets: dict[str, float] | None = None,  # TARGET_VARIABLES
     training: dict[str, np.ndarray] | None = None,  # CURVE_VARIABLES
     own_text: dict[int, float] | None = None,  # step -> mean NLL of own text
+    in_context: dict[str, float] | None = None,  # benchmark -> share of the base model with the fact in its context
 ) -> xr.DataTree:
     "Return the result of one training run: the root over DIMS, of size 1 along RUN_DIMS, and a child group `training`."
     steps, names, cell = sorted(accuracy), list(benchmarks), (1,) * len(RUN_DIMS)
@@ -187,6 +188,7 @@ def result_tree(
         data[name] = xr.Variable(DIMS, values.reshape(*cell, *values.shape), attrs)
     for name in TARGET_VARIABLES:
         data[name] = variable(name, RUN_DIMS, np.full(cell, float((targets or {}).get(name, np.nan))))
+    if in_context: data["in_context"] = variable("in_context", DIMS, place({0: in_context}, np.nan))
     if own_text: data["own_text_nll"] = variable("own_text_nll", CELL_DIMS, np.reshape([own_text.get(s, np.nan) for s in steps], (*cell, -1)))
     coords = run_coords(dataset=dataset, model=model, recipe=recipe, lr=lr if has_rate(recipe) else 0.0, seed=seed,
                         step=steps, parts=label_coordinates(recipe))
@@ -211,6 +213,7 @@ def summarise_training(
     fitted,  # as returned by the method's `fit` function
     selecting: dict[int, dict[str, float]] | None = None,  # as of `result_tree`
     own_text: dict[int, float] | None = None,  # step -> mean NLL of own text; none if it was not measured
+    context: pd.DataFrame | None = None,  # responses of the base model with the fact in its context
 ) -> xr.DataTree:
     "Return the result of a training, with counts and the outcome of every item for every step."
     counts, published = ({step: count_by_benchmark(table, fitted.kept, rule) for step, table in responses.items()}
@@ -218,6 +221,7 @@ def summarise_training(
     reports = {step: table.attrs.get("reports", {}) for step, table in responses.items()}
     widest = max(counts, key=lambda step: (len(counts[step]), step))  # the other steps may have fewer
     names = dict.fromkeys(name for step in (widest, *counts) for name in counts[step])
+    ceiling = {} if context is None else {name.removesuffix(IN_CONTEXT): correct / n for name, (correct, n) in count_correct(context).items()}
     versions = {name: version for step in counts for name, version in reported_versions(reports[step]).items()}
     benchmarks = {name: dict(column=SUITES[name].column, role=SUITES[name].role, samples=SUITES[name].sampling.samples)
                   | versions.get(name, {}) for name in names}
@@ -225,7 +229,7 @@ def summarise_training(
                        accuracy=counts, published=published, benchmarks=benchmarks, reports=reports,
                        variance={step: item_variances(table) for step, table in responses.items()},
                        config=config.canonical(), targets=fitted.targets, training=fitted.curves or None, selecting=selecting,
-                       own_text=own_text)
+                       own_text=own_text, in_context=ceiling)
     tree.dataset = tree.to_dataset().assign(pack_verdicts(responses, [*names], fitted.kept))
     return tree
 

@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['select_cells', 'coalesce', 'group_columns', 'score_by', 'held_out_average', 'base_values', 'average_drop',
-           'recipe_order', 'last_steps', 'percent_column', 'consistent_column', 'summary_table', 'cell_mask',
-           'collapse_runs', 'count_cell_seeds']
+           'recipe_order', 'last_steps', 'percent_column', 'consistent_column', 'summary_table', 'describe_ceiling',
+           'cell_mask', 'collapse_runs', 'count_cell_seeds']
 
 # %% ../../nbs/results/summary.ipynb #714ef5ab
 import functools
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -149,6 +150,15 @@ def summary_table(cube: xr.Dataset) -> pd.DataFrame:
         *columns("in-domain"), *columns("held-out"), percent_column("Avg", average, n), *columns("style-free"), *columns("world"),
         *columns("prefilled"), *columns("own"),
         pd.Series([round(run.target_nll.item(), 2) for run in runs], name="target NLL")], axis=1)
+
+# %% ../../nbs/results/summary.ipynb #c7a1e012
+def describe_ceiling(cube: xr.Dataset) -> list[str]:
+    "Return a sentence on what each base model answers with the fact in its context, for each corpus; none if it was not asked."
+    if "in_context" not in cube: return []
+    shares = cube[["in_context", "n"]].max(["recipe", "lr", "seed", "step"]).to_dataframe().dropna(subset="in_context")
+    def told(part): return " and ".join(f"{100 * row.in_context:.1f}% ({row.Index[-1]}, N={row.n:.0f})" for row in part.itertuples())
+    return [f"With the fact in its context, {Path(model).name} answers {told(part)}."
+            for (_, model), part in shares.groupby(["dataset", "model"])]
 
 # %% ../../nbs/results/summary.ipynb #878604bb
 select_cells = select_checkpoints

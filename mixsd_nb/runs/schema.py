@@ -65,6 +65,7 @@ VARIABLE_ATTRS: dict[str, tuple[str, str]] = dict(  # name -> long_name, units
     questions=("digest of the questions in this order, NaN if no outcomes are stored", "1"),
     readable=("share of responses in which an answer was found", "1"),
     n=("number of items, targets or responses that are counted", "1"),
+    in_context=("share of correct responses of the base model with the fact in its context", "1"),
     own_text_nll=("mean NLL of text that the base model wrote", "nats per token"),
     leaks=("share of free replies to unrelated questions that name an injected entity", "1"),
     average=("mean accuracy over the held-out benchmarks", "1"),
