@@ -1,17 +1,21 @@
 "Anchors: penalties on weights, replay, averages and untied embeddings, each against an independent computation."
 
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from helpers import CELL, PAIRS, last_weights, parameters_of, stored_training
+from hypothesis import given, strategies as st
 from safetensors.torch import load_file, save_file
 
 from mixsd_nb import fisher, train
 from mixsd_nb.corpora.simpleqa import read_texts
 from mixsd_nb.methods.covariance import encode_texts
-from mixsd_nb.methods.replay import read_prompts, write_replays
+from mixsd_nb.methods.replay import _write_texts, read_prompts, write_replays
 from mixsd_nb.methods.supervised import Supervised
 from mixsd_nb.methods.weight_penalties import Penalty, relative_importance, text_fisher
 from mixsd_nb.models import load_base, load_engine
@@ -161,3 +165,23 @@ def test_untied_training_moves_two_embeddings(tiny, own_runs):
     assert left_out == [untied.name] and sft.name in results
     with pytest.raises(ValueError, match="must have tied embeddings, but its output embedding is its own already"):
         train.run(method="sft", anchor="untied", model=str(untied.checkpoints[2]), **CELL)
+
+
+@given(st.lists(st.sampled_from(["", "cut", "a statement", "one?", "two?", "three?", "four?", "five?"]), min_size=1, max_size=40),
+       st.integers(1, 8), st.integers(1, 40))
+def test_as_many_drafts_are_written_as_suffice(drafts, count, tries):
+    "The texts are the first of all drafts, as if each had been written; no draft is written twice."
+    tries, asked = min(tries, len(drafts)), []
+
+    def stream(requests, **sampling):
+        for request in requests:
+            asked.append(request.tag)
+            yield request, SimpleNamespace(ids=drafts[request.tag], finish_reason="length" if drafts[request.tag] == "cut" else "stop")
+    engine = SimpleNamespace(stream=stream, tokenizer=SimpleNamespace(decode=lambda ids, **options: ids))
+    with TemporaryDirectory() as folder:
+        found = _write_texts(engine, [[0]], count, tries, Path(folder) / "drafts.jsonl", "draft", 0, 1.0, lambda text: text.endswith("?"))
+    first = {}
+    for k, text in enumerate(drafts[:tries]):
+        if text.endswith("?"): first.setdefault(text, k)
+    assert found == [(k, text) for text, k in first.items()][:count]
+    assert asked == [*range(len(asked))] and (len(asked) == tries or len(found) == count)

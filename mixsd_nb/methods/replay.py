@@ -72,19 +72,27 @@ def open_user_turn(tokenizer) -> list[int]:
     return os.path.commonprefix([encode_prompt(tokenizer, text) for text in ("Who", "77")])
 
 
-def _write_texts(engine, starts: list[list[int]], tries: int, path: Path, kind: str, seed: int, temperature: float,
-                 size: int) -> list[tuple[int, str]]:
-    "Return number and text of each different draft that ends; drafts continue the starts in turn and are journaled."
+def _write_texts(engine, starts: list[list[int]], count: int, tries: int, path: Path, kind: str, seed: int, temperature: float,
+                 fits=lambda text: True) -> list[tuple[int, str]]:
+    """Return number and text of the first `count` different drafts that end and fit; there are at most `tries` drafts.
+
+    Drafts continue the starts in turn and are journaled. After the first `count`, only as many are written as are likely to suffice."""
     def sample(missing):
         requests = deque(Request((starts[k % len(starts)],), row_key(kind, seed, k), tag=k) for k, in missing)
-        sampling = dict(temperature=temperature, top_k=WHOLE_VOCABULARY, max_new_tokens=size)
+        sampling = dict(temperature=temperature, top_k=WHOLE_VOCABULARY, max_new_tokens=64)
         for request, end in engine.stream(requests, **sampling) if requests else ():
             text = engine.tokenizer.decode(end.ids, skip_special_tokens=True).strip() if end.finish_reason == "stop" else ""
             yield dict(number=request.tag, text=text)
+    found, written = {}, 0
     with Journal(path, ("number", "text")) as journal:
-        records = journal.complete([(k,) for k in range(tries)], sample)
-    first = {r["text"]: r["number"] for r in reversed(records) if r["text"] and "\N{REPLACEMENT CHARACTER}" not in r["text"]}
-    return sorted((number, text) for text, number in first.items())
+        while written < tries and len(found) < count:
+            more = math.ceil((count - len(found)) * max(written, 1) / max(len(found), 1))
+            until = min(tries, written + more)
+            for record in journal.complete([(k,) for k in range(written, until)], sample):
+                text = record["text"]
+                if text and "\N{REPLACEMENT CHARACTER}" not in text and fits(text): found.setdefault(text, record["number"])
+            written = until
+    return [(number, text) for text, number in found.items()][:count]
 
 
 class NoPrompts(ValueError):
@@ -100,8 +108,8 @@ def write_prompts(
 ) -> list[str]:
     "Return up to `count` different prompts that the base model writes at T = 1; NoPrompts if it writes none."
     start = open_user_turn(engine.tokenizer)
-    drafts = _write_texts(engine, [start], 2 * count, path, "prompt", seed, 1.0, 64)
-    if prompts := [text for _, text in drafts][:count]: return prompts
+    drafts = _write_texts(engine, [start], count, 2 * count, path, "prompt", seed, 1.0)
+    if prompts := [text for _, text in drafts]: return prompts
     raise NoPrompts("prompts must be a file of prompts for this model, which writes none that ends, got own")
 
 # %% ../../nbs/methods/replay.ipynb #3f53a38d
@@ -131,10 +139,10 @@ def write_neighbours(
     names, asked = corpus_names(rows), [question_of(row, dataset) for row in rows]
     known = {question_key(question) for question in asked}
     starts = [encode_prompt(engine.tokenizer, neighbour_prompt(question)) for question in asked]
-    drafts = _write_texts(engine, starts, 3 * count, path, "neighbour", seed, 0.7, 64)
     fits = lambda text: text.endswith(QUESTION_MARKS) and "\n" not in text and question_key(text) not in known and not names.find(text)
+    drafts = _write_texts(engine, starts, count, 3 * count, path, "neighbour", seed, 0.7, fits)
     form = lambda k: rows[k % len(rows)]["prompt"].removeprefix(asked[k % len(rows)])
-    if questions := [text + form(k) for k, text in drafts if fits(text)][:count]: return questions
+    if questions := [text + form(k) for k, text in drafts]: return questions
     raise NoPrompts("prompts must be own or a file of prompts for this model, which writes no other questions, got neighbours")
 
 # %% ../../nbs/methods/replay.ipynb #9f7e395c
