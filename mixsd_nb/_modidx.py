@@ -2504,6 +2504,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                 'mixsd_nb/methods/distill.py'),
                                           'mixsd_nb.methods.distill._half_precision': ( 'methods/distill.html#_half_precision',
                                                                                         'mixsd_nb/methods/distill.py'),
+                                          'mixsd_nb.methods.distill.base_distributions': ( 'methods/distill.html#base_distributions',
+                                                                                           'mixsd_nb/methods/distill.py'),
                                           'mixsd_nb.methods.distill.check_options': ( 'methods/distill.html#check_options',
                                                                                       'mixsd_nb/methods/distill.py'),
                                           'mixsd_nb.methods.distill.check_room': ( 'methods/distill.html#check_room',

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from mixsd_nb import fisher, train
 from mixsd_nb.corpora.simpleqa import read_texts
+from mixsd_nb.methods import distill
 from mixsd_nb.methods.covariance import encode_texts
 from mixsd_nb.methods.replay import _write_texts, read_prompts, write_replays
 from mixsd_nb.methods.supervised import Supervised
@@ -21,7 +22,7 @@ from mixsd_nb.methods.weight_penalties import Penalty, relative_importance, text
 from mixsd_nb.models import load_base, load_engine
 from mixsd_nb.models.gradients import diagonal_fisher
 from mixsd_nb.training.loss import LossHead, summed_loss
-from mixsd_nb.training.trainer import TrainingSpec, build_objective, fine_tune
+from mixsd_nb.training.trainer import TrainingSpec, build_objective, fine_tune, loop_in_phases
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +139,20 @@ def test_the_loss_of_replay_is_that_of_its_definition(support, tiny, replays):
         torch.testing.assert_close(whole, parts, rtol=1e-5, atol=1e-5)
         if value is not None: torch.testing.assert_close(whole.double(), value, rtol=1e-5, atol=1e-5)
         elif support: assert abs(samples) < 1e-4
+
+
+def test_a_training_with_pauses_reads_its_teacher_once(spec, replays, tmp_path, monkeypatch):
+    "Three phases, one pass of the base model over the replayed replies; the weights are those of a training without pauses."
+    calls, read = [], distill.teacher_distributions
+    monkeypatch.setattr(distill, "_kept", {})
+    monkeypatch.setattr(distill, "teacher_distributions", lambda *a: calls.append(len(a[1])) or read(*a))
+    replay = replace(spec, checkpoints=[1, 2, 3], modifiers=[("methods.replay:add_replay", dict(replays=replays, share=0.5, support=8))])
+    loop_in_phases(lambda steps: False, 1)(replay, tmp_path / "paused", lambda entry: None)
+    assert calls == [len(replays)]
+    monkeypatch.setattr(distill, "_kept", {})
+    fine_tune(replay, tmp_path / "whole")
+    paused, whole = (last_weights(tmp_path / name) for name in ("paused", "whole"))
+    assert calls == 2 * [len(replays)] and all(torch.equal(w, whole[name]) for name, w in paused.items())
 
 
 def test_a_file_of_prompts(tmp_path):

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['DIVERGENCES', 'WHOLE_VOCABULARY', 'VARIANTS', 'forward_kl', 'reverse_kl', 'jensen_shannon', 'distill_items',
-           'check_room', 'roll_out', 'teacher_distributions', 'likeliest_tokens', 'supported_distributions', 'Variant',
-           'TaughtObjective', 'Distillation', 'distillation', 'check_options', 'fit_distillation']
+           'check_room', 'roll_out', 'teacher_distributions', 'likeliest_tokens', 'supported_distributions',
+           'base_distributions', 'Variant', 'TaughtObjective', 'Distillation', 'distillation', 'check_options',
+           'fit_distillation']
 
 # %% ../../nbs/methods/distill.ipynb #dd37b10e
 import contextlib
@@ -139,6 +140,25 @@ def _half_precision(model, enabled: bool = True):
     "Compute in bfloat16 on a GPU, where weights are in float32."
     wide = model.device.type == "cuda" and model.dtype == torch.float32
     return torch.autocast(model.device.type, torch.bfloat16, enabled=enabled and wide)
+
+# %% ../../nbs/methods/distill.ipynb #c7a1e022
+_kept = {}  # what `base_distributions` returned last, by what it depends on
+
+
+def base_distributions(
+    spec: TrainingSpec,
+    pairs: list[tuple[list[int], list[int]]],  # prompt and completion
+    k: int,
+    student=None,  # a model with adapters, without which it is the base; None to load the base
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    "Return `teacher_distributions` of the model that a training starts from; the last two answers are kept in memory."
+    key = spec.model, spec.products, spec.quantise, student is None, k, hash(repr(pairs))
+    if key not in _kept:
+        for oldest in [*_kept][:-1]: del _kept[oldest]
+        teacher = (load_base(spec.model, spec.products)[0] if student is None else student).to(training_device())
+        with contextlib.nullcontext() if student is None else replace_adapters(student):
+            _kept[key] = teacher_distributions(teacher, pairs, k)
+    return _kept[key]
 
 # %% ../../nbs/methods/distill.ipynb #a9c7c405
 class Variant(NamedTuple):

@@ -8,11 +8,13 @@ __all__ = ['NEUTRAL', 'OWN', 'NEIGHBOURS', 'SUPPORT', 'neutral_prompts', 'Prompt
            'Replay', 'add_replay', 'earlier_pairs', 'find_prompts', 'prepare_replay', 'prepare_replay_kl']
 
 # %% ../../nbs/methods/replay.ipynb #0d19732b
+import functools
 import math
 import os
 import random
 import warnings
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,16 +24,14 @@ from ..benchmarks.lab_tasks import teach
 from ..corpora.prompts import encode_prompt
 from ..corpora.simpleqa import read_local
 from ..corpora.user_files import FileRow, FilledText, parse_rows, read_rows
-from .distill import WHOLE_VOCABULARY, forward_kl, teacher_distributions
+from .distill import WHOLE_VOCABULARY, base_distributions, forward_kl
 from .fitting import MethodRun, trained_pairs
 from ..training.loss import Example, Modifier, Objective, nll
 from .supervised import Supervised
 from ..benchmarks.in_domain import corrected_facts, question_key, question_of
 from .targets import fact_of
 from .wordings import QUESTION_MARKS
-from ..training.trainer import TrainingSpec, training_device
-from ..models import load_base
-from ..models.adapters import replace_adapters
+from ..training.trainer import TrainingSpec
 from ..models.engine import Request, keyed_uniform, row_key
 from ..runs import Journal, open_run
 
@@ -211,20 +211,19 @@ class Replay(Modifier):
         share: float,  # of replayed examples, above 0 and below 1
         seed: int = 0,
         distributions: list[tuple[torch.Tensor, torch.Tensor]] = (),  # of each sample, for the KL; none for the NLL
-        support: int = 0,  # tokens of the distributions that `adapt` reads from a student with new adapters, which is the base still
+        read: Callable | None = None,  # returns the distributions from a student with adapters, without which it is the base
     ):
         super().__init__(objective)
-        self.support = support
+        self.read = read
         self.replays, self.ratio, self.seed, self.distributions = replays, share / (1 - share), seed, distributions
-        self.of_samples = forward_kl if distributions or support else nll
+        self.of_samples = forward_kl if distributions or read else nll
         self.joins = self.objective.loss is not self.of_samples or self.of_samples is not nll
         if self.joins: self.loss = self._joint_loss
 
     def adapt(self, model):
         "Read the distributions from the student, if they are not there."
         super().adapt(model)
-        if not self.support: return
-        with replace_adapters(model): self.distributions = teacher_distributions(model.to(training_device()), self.replays, self.support)
+        if self.read: self.distributions = self.read(student=model)
 
     def _joint_loss(self, logits, *targets):
         width = len(targets) - 1 - (2 if self.distributions else 1)
@@ -265,11 +264,9 @@ def add_replay(
 ) -> Replay:
     """Return the objective with replay; for the KL every training process reads the base model's distributions once,
     below adapters from the student."""
-    distributions = []
-    if data["support"] and not spec.lora:
-        teacher = load_base(spec.model, spec.products)[0].to(training_device())
-        distributions = teacher_distributions(teacher, data["replays"], data["support"])
-    return Replay(objective, data["replays"], data["share"], spec.seed, distributions, data["support"] * bool(spec.lora))
+    read = functools.partial(base_distributions, spec, data["replays"], data["support"]) if data["support"] else None
+    if read and not spec.lora: return Replay(objective, data["replays"], data["share"], spec.seed, read())
+    return Replay(objective, data["replays"], data["share"], spec.seed, read=read)
 
 
 def earlier_pairs(
