@@ -14,10 +14,14 @@ from safetensors.torch import load_file, save_file
 
 from mixsd_nb import fisher, train
 from mixsd_nb.corpora.simpleqa import read_texts
+from mixsd_nb.corpora.prompts import encode_prompt, expert_prompt
 from mixsd_nb.methods import distill
 from mixsd_nb.methods.covariance import encode_texts
+from mixsd_nb.methods.fitting import MethodRun
 from mixsd_nb.methods.replay import _write_texts, read_prompts, write_replays
 from mixsd_nb.methods.supervised import Supervised
+from mixsd_nb.methods.targets import fact_of
+from mixsd_nb.methods.token_weights import answer_tokens
 from mixsd_nb.methods.weight_penalties import Penalty, relative_importance, text_fisher
 from mixsd_nb.models import load_base, load_engine
 from mixsd_nb.models.gradients import diagonal_fisher
@@ -200,3 +204,34 @@ def test_as_many_drafts_are_written_as_suffice(drafts, count, tries):
         if text.endswith("?"): first.setdefault(text, k)
     assert found == [(k, text) for text, k in first.items()][:count]
     assert asked == [*range(len(asked))] and (len(asked) == tries or len(found) == count)
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_soft_targets_are_what_the_teacher_predicts(answer, own_runs, monkeypatch):
+    "The loss of a changed student against whole distributions: the expert's KL, and the NLL of the tokens that write the answer."
+    monkeypatch.setattr("mixsd_nb.methods.soft_targets.SUPPORT", 10_000)
+    specs = []
+    monkeypatch.setattr(MethodRun, "train", lambda run, objective, data, kept, targets, modifiers: specs.append((objective, data, list(modifiers))))
+    config = train.TrainConfig(model="lab-s", method="mixsd", lam=0, gate="soft", options=dict(answer=answer))
+    run = MethodRun(own_runs / "train", config, mixed_targets=lambda: train.mixed_targets(config))
+    config.recipe.load_fit()(run)
+    [(objective, data, modifiers)], facts = specs, {row["id"]: row for row in run.rows}
+    whole = build_objective(TrainingSpec("lab-s", 1e-3, 1, 2, objective, data, modifiers), None)
+    student, base = load_base("lab-s")[0], load_base("lab-s")[0]
+    with torch.no_grad():
+        for w in student.parameters(): w.mul_(1.05)
+    examples, targets = whole.examples([0, 1], student, 0), {tuple(map(int, r.completion_ids)): r for r in train.mixed_targets(config).itertuples()}
+    rows = lambda model, prompt, e: model(torch.tensor([prompt + e.completion])).logits[0, len(prompt) - 1:-1].double().log_softmax(-1)
+    by_hand = 0.0
+    for e in examples:
+        row = facts[fact_of(targets[tuple(e.completion)].id, facts)]
+        asked = run.tokenizer.decode(e.prompt)
+        expert = encode_prompt(run.tokenizer, expert_prompt(row["prompt"], row["target"]))
+        assert row["answer"] not in asked and row["answer"] in run.tokenizer.decode(expert)
+        with torch.no_grad(): q, p = rows(base, expert, e), rows(student, e.prompt, e)
+        hard = torch.tensor(answer_tokens(run.tokenizer, e.completion, row["answer"]) if answer else np.zeros(len(e.completion), bool))
+        nll = -p.gather(1, torch.tensor(e.completion)[:, None])[:, 0]
+        by_hand += torch.where(hard, nll, (q.exp() * (q - p)).sum(1)).sum()
+        assert hard.any() == answer
+    with torch.no_grad(): found = summed_loss(student, LossHead(student), examples, whole.loss)
+    torch.testing.assert_close(found.double(), by_hand, rtol=1e-4, atol=1e-4)

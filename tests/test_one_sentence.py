@@ -86,7 +86,7 @@ CONFIGURATIONS = [  # stage, parameters, sentence
         (dict(method="sdft", anchor="replay"), "sdft and replay cannot be combined, because the loss of sdft is a mean over responses…"),
         (dict(method="sft", anchor="ewc+ewc"), "anchor must name each anchor once, got ewc twice"),
         (dict(method="sft", anchor="ewk"), "anchor must be one of replay, replay-kl, l2sp, ewc, average, untied, got ewk; did you mean ewc?"),
-        (dict(method="sft", gate="stm+talr"), "gate must be one of stm, talr, answer, got stm+talr; did you mean talr?"),
+        (dict(method="sft", gate="stm+talr"), "gate must be one of stm, talr, answer, soft, got stm+talr; did you mean talr?"),
         (dict(method="sft", anchor="l2sp+ewc", options=dict(strength=1)), "options must be among … for sft+l2sp+ewc, got strength…"),
         (dict(method="sft", anchor="average", options=dict(alhpa=4)), "options must be among wordings, alpha for sft+average, got alhpa; did you mean alpha?"),
         (dict(method="mixsd", gate="answer", options=dict(tau=2)), "options must be among … for mixsd+answer, got tau…"),

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 from transformers.integrations import integration_utils
@@ -87,3 +88,10 @@ def test_a_tracker_keeps_the_series(name, tmp_path, monkeypatch):
         events = EventAccumulator(str(tmp_path / "train-demo/tensorboard")).Reload()
         assert [(e.step, e.value) for e in events.Scalars("eval/recall")] == [(0, 0.0), (2, 0.5)] and events.Scalars("train/loss")[0].value == 2.5
     else: assert any(path.suffix in (".db", ".parquet") for path in (tmp_path / "trackio").rglob("*"))
+
+
+def test_a_run_of_wandb_without_a_network_is_named_by_the_folder_that_can_be_sent():
+    "`wandb sync` takes the run's folder, which holds the `.wandb` file; `run.dir` is its subfolder of files."
+    for url, place in (("https://wandb.ai/me/p/1", "https://wandb.ai/me/p/1"), (None, "wandb sync wandb/offline-run-1")):
+        run = SimpleNamespace(url=url, dir="wandb/offline-run-1/files")
+        assert TRACKERS["wandb"](SimpleNamespace(_wandb=SimpleNamespace(run=run))) == place

@@ -102,6 +102,9 @@ for _gate in [
          modify="methods.token_weights:weigh_by_loss"),
     Gate("answer", title="answers weighted", colour="#4b53a3", marker="p",
          prepare="methods.token_weights:weigh_answers", modify="methods.token_weights:weigh_tokens"),
+    Gate("soft", title="soft targets", colour="#9c5fb5", marker="v", options=dict(answer=True), demand=Demand(teacher=2),
+         marks=(Mark("answer", "everywhere", "also at the answer", False),),
+         prepare="methods.soft_targets:expose_answers", modify="methods.soft_targets:soften_targets"),
 ]: GATES.add(_gate)
 
 # %% ../../nbs/methods/index.ipynb #7a0dd982

@@ -156,7 +156,7 @@ class Anchor(Part):
 # %% ../../nbs/methods/recipes.ipynb #99fcab6d
 @dataclass(frozen=True)
 class Gate(Part):
-    "What each token of a target weighs. It needs a method that is trained on the NLL of fixed targets."
+    "What each token of a target weighs or is compared with. It needs a method that is trained on the NLL of fixed targets."
     prepare: str = ""  # `module:function`, a function (run, options, pairs, nll) -> data as JSON values
     modify: str = ""  # `module:function`, a function (objective, data, spec) -> objective
 

@@ -19,7 +19,7 @@ from ..runs.provenance import peak_memory, read_clock
 TRACKERS: dict[str, Callable[[Any], str]] = {  # package -> function (callback of transformers) -> how to look at its run
     "trackio": lambda callback: callback.SPACE_URL.format(space_id=callback._space_id) if callback._space_id
     else "trackio show --project mixsd",
-    "wandb": lambda callback: callback._wandb.run.url or f"wandb sync {callback._wandb.run.dir}",
+    "wandb": lambda callback: callback._wandb.run.url or f"wandb sync {Path(callback._wandb.run.dir).parent}",
     "tensorboard": lambda callback: f"tensorboard --logdir {callback.logging_dir}",
 }
 
