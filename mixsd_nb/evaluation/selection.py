@@ -81,9 +81,9 @@ class Selection:
 
         It is `best` if training ended at once. Further checkpoints can change `best`, but not this step."""
         recall, validation = self._series()
-        for end in range(3, len(self._steps) + 1):
+        for end in range(1, len(self._steps) + 1):
             i = paper_checkpoint(recall[:end], validation[:end])
-            if i + 2 < end and recall[i] >= LEAST: return self._steps[i]
+            if i + 2 < end and recall[i] >= LEAST or recall[i] == 1 and validation[i] >= 1 - DROP: return self._steps[i]
         return None
 
     @property
