@@ -3937,6 +3937,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                                                                       'mixsd_nb/reports/export.py'),
                                          'mixsd_nb.reports.export.oldest_release': ( 'reports/export.html#oldest_release',
                                                                                      'mixsd_nb/reports/export.py'),
+                                         'mixsd_nb.reports.export.on_hub': ('reports/export.html#on_hub', 'mixsd_nb/reports/export.py'),
                                          'mixsd_nb.reports.export.open_model_run': ( 'reports/export.html#open_model_run',
                                                                                      'mixsd_nb/reports/export.py'),
                                          'mixsd_nb.reports.export.parameter_rows': ( 'reports/export.html#parameter_rows',

@@ -6,6 +6,7 @@ import stat
 from pathlib import Path
 
 import huggingface_hub
+import pandas as pd
 import pytest
 import torch
 from families import POSITIONS, list_families, small_config
@@ -21,7 +22,7 @@ from mixsd_nb.models import load_base, load_tokenizer, whole_model
 from mixsd_nb.models.chat import describe_template, settle_template, wrap_template
 from mixsd_nb.models.tiny import random_model
 from mixsd_nb.reports.export import export_model, main, push_folder
-from mixsd_nb.reports.export import hub_id, parameter_rows
+from mixsd_nb.reports.export import describe_model, hub_id, parameter_rows
 from mixsd_nb.reports.export import _rewrite_config, _save_model, hide_folders, older_positions, oldest_release, save_portable
 from mixsd_nb.runs import ParameterError, read_json, write_json
 
@@ -160,7 +161,7 @@ def test_nothing_that_is_exported_names_a_folder(private, root, tmp_path, monkey
         assert not [word for word in words if word in text], path.name
     rows = [line for line in card(out).splitlines() if line.startswith(("| model |", "| model_options"))]
     assert sorted(rows) == ["| model | base |", "| model_options | {'template': 't.jinja', 'system': 'Answer yes \\| no.'} |"]
-    assert "base_model: base\n" in card(out) and read_json(out / "config.json")["note"] == "a/b"
+    assert "base_model" not in card(out) and read_json(out / "config.json")["note"] == "a/b"
     AutoModelForCausalLM.from_pretrained(out)
 
 
@@ -274,7 +275,7 @@ def test_a_checkpoint_is_exported_without_its_base(root, tmp_path):
     run = train.run(model=folder, **QUICK)
     shutil.rmtree(folder)
     out = export_model(run.name, tmp_path / "out")
-    assert read_json(out / "config.json")["dtype"] == "float16" and "base_model: gone" in card(out)
+    assert read_json(out / "config.json")["dtype"] == "float16" and "| model | gone |" in card(out)
     record = read_json(run.folder / "run.json")
     write_json(run.folder / "run.json", {name: value for name, value in record.items() if name != "base_dtype"})  # as of older releases
     assert read_json(export_model(run.name, tmp_path / "older") / "config.json")["dtype"] == "float32"
@@ -390,3 +391,11 @@ def test_adapters_are_exported_merged_or_alone_and_every_command_takes_their_che
     assert isinstance(run.chat("Who?", max_new_tokens=2), str) and {*open_tensors(checkpoint)} == {*open_tensors(strong)}
     assert pair_models(checkpoint) == (strong, checkpoint)
     with pytest.raises(ParameterError, match="trained all weights"): export_model(train.run(model=strong, **QUICK), own_runs / "none", adapter=True)
+
+
+def test_a_card_links_to_what_the_hub_has_and_to_nothing_else():
+    scores = pd.DataFrame(dict(after=[1.0]), index=["recall"])
+    linked = describe_model("Qwen/Qwen3-8B", "owner/facts", "SFT", scores).to_dict()
+    assert (linked["base_model"], linked["datasets"], linked["base_model_relation"]) == ("Qwen/Qwen3-8B", ["owner/facts"], "finetune")
+    own = describe_model("lab-m", "facts.jsonl", "SFT", scores).to_dict()
+    assert not {"base_model", "datasets", "base_model_relation"} & {*own} and own["model-index"][0]["name"] == "lab-m-facts"

@@ -154,7 +154,7 @@ def test_the_card_has_the_form_of_the_hub(exported_run, exported):
     card = ModelCard.load(exported / "README.md")
     assert model_index_to_eval_results(header(exported)["model-index"]) == ("tiny-base-kgfact-small", card.data.eval_results)
     assert str(card) == (exported / "README.md").read_text()
-    assert card.data.base_model == "tiny-base" and card.data.datasets == ["kgfact-small"] and card.data.license is None
+    assert card.data.base_model is None and card.data.datasets is None and card.data.license is None
     scores = {result.dataset_name: result.metric_value for result in card.data.eval_results}
     assert scores["recall"] == round(100 * exported_run.root.accuracy.sel(benchmark="recall", step=2).item(), 2)
     text = card.text
@@ -164,7 +164,7 @@ def test_the_card_has_the_form_of_the_hub(exported_run, exported):
 
 def test_the_card_names_the_model_whose_chat_format_was_changed(tiny, own_runs):
     exported_run = train.run(model=tiny, model_options={"system": "Be brief."}, method="base", suite="recall", n=1, max_new_tokens=2)
-    assert ".models" in exported_run.base and header(export_model(exported_run, own_runs / "model"))["base_model"] == Path(tiny).name
+    assert ".models" in exported_run.base and header(export_model(exported_run, own_runs / "model"))["model-index"][0]["name"] == f"{Path(tiny).name}-kgfact-small"
 
 
 def test_the_lines_of_the_card_run_in_plain_transformers(exported, monkeypatch, capsys):
@@ -254,4 +254,4 @@ def test_push(exported_run, hub, tmp_path, capsys):
 def test_a_push_that_fails_keeps_the_folder(exported, hub):
     hub.refuse = True
     with pytest.raises(OSError, match="could not be pushed to me/model .*hf auth login"): push_folder(exported, "me/model")
-    assert header(exported)["base_model"] == "tiny-base"
+    assert header(exported)["model-index"][0]["name"] == "tiny-base-kgfact-small"

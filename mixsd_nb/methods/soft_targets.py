@@ -17,22 +17,22 @@ from .distill import base_distributions, check_room, distill_items, forward_kl
 from .fitting import MethodRun
 from .supervised import reword_facts
 from .targets import fact_of, worded_rows
-from .token_weights import answer_tokens, weighted_nll
+from .token_weights import answer_tokens
 from ..models import load_part
-from ..training.loss import Example, Modifier, Objective
+from ..training.loss import Example, Modifier, Objective, nll
 from ..training.trainer import TrainingSpec
 from transformers import AutoConfig
 
 # %% ../../nbs/methods/soft_targets.ipynb #50f70005
 def soft_loss(
     logits: torch.Tensor,  # (n, vocabulary), the student's
-    tokens: torch.Tensor,  # (n,), of the target
     ids: torch.Tensor,  # (n, k), the teacher's likeliest tokens
     log_q: torch.Tensor,  # (n, k), their log-probabilities, renormalised
-    hard: torch.Tensor,  # (n,), 1 where the NLL of the token counts, 0 where the KL does
+    hard: torch.Tensor,  # boolean (n,): whether the NLL of the token counts, not the KL
+    tokens: torch.Tensor,  # (n,), of the target
 ) -> torch.Tensor:
     "Return the sum of the KL to the teacher and of the NLL at hard tokens, in nats."
-    return forward_kl(logits, ids, log_q, 1 - hard[:, None]) + weighted_nll(logits, tokens, hard)
+    return forward_kl(logits[~hard], ids[~hard], log_q[~hard]) + nll(logits[hard], tokens[hard])
 
 # %% ../../nbs/methods/soft_targets.ipynb #50f70009
 class SoftTargets(Modifier):
@@ -41,7 +41,7 @@ class SoftTargets(Modifier):
     def __init__(
         self,
         objective: Objective,  # the NLL of fixed targets
-        hard: list[list[int]],  # of the tokens of each target, as of `soft_loss`
+        hard: list[list[bool]],  # of the tokens of each target, as of `soft_loss`
         distributions: list[tuple[torch.Tensor, torch.Tensor]] = (),  # the teacher's, of each target
         read: Callable | None = None,  # returns them from a student with adapters, without which it is the base
     ):
@@ -56,7 +56,7 @@ class SoftTargets(Modifier):
     def examples(self, chosen: list[int], student, step: int) -> list[Example]:
         "Return the examples of the method, each with the teacher's distributions."
         examples = self.objective.examples(chosen, student, step)
-        return [e._replace(targets=(*e.targets, *self.distributions[i], torch.tensor(self.hard[i]).float())) for e, i in zip(examples, chosen)]
+        return [e._replace(targets=(*self.distributions[i], torch.tensor(self.hard[i]), *e.targets)) for e, i in zip(examples, chosen)]
 
 # %% ../../nbs/methods/soft_targets.ipynb #50f70012
 def expose_answers(
@@ -71,8 +71,8 @@ def expose_answers(
     items = distill_items(run.tokenizer, [rows[id] for id in pairs], CORPORA[run.parameters.dataset].expert)
     check_room(items, load_part(AutoConfig, run.parameters.model).max_position_embeddings)
     taught = [(item["teacher_ids"], pairs[item["id"]][1]) for item in items]
-    mark = lambda id: answer_tokens(run.tokenizer, pairs[id][1], rows[fact_of(id, rows)]["answer"]) if options["answer"] else np.zeros(len(pairs[id][1]))
-    return dict(pairs=taught, hard=[mark(id).astype(int).tolist() for id in pairs])
+    mark = lambda id: answer_tokens(run.tokenizer, pairs[id][1], rows[fact_of(id, rows)]["answer"]) if options["answer"] else np.zeros(len(pairs[id][1]), bool)
+    return dict(pairs=taught, hard=[mark(id).tolist() for id in pairs])
 
 # %% ../../nbs/methods/soft_targets.ipynb #50f70013
 SUPPORT = 64  # tokens of the teacher's distribution that the KL compares

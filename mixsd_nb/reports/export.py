@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LOADING', 'LOADING_ADAPTER', 'CITATION', 'LIMITS', 'main', 'hide_folders', 'older_positions', 'oldest_release',
-           'plain_generation', 'save_portable', 'hub_id', 'describe_model', 'parameter_rows', 'score_rows',
+           'plain_generation', 'save_portable', 'hub_id', 'on_hub', 'describe_model', 'parameter_rows', 'score_rows',
            'run_sentence', 'rename_model', 'write_card', 'open_model_run', 'export_model', 'push_folder', 'export']
 
 # %% ../../nbs/reports/export.ipynb #6a8a3b55
@@ -209,6 +209,11 @@ def hub_id(name: str) -> str:
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", shown) and not os.path.exists(shown): return shown
     return _id_part(re.sub(r"(?<=.)\.[A-Za-z]+$", "", hide_folders(shown).rpartition("/")[2]))
 
+
+def on_hub(name: str) -> str | None:
+    "Return `hub_id` of a model or a corpus of the form owner/name; None for another, to which a card cannot link."
+    return hub_id(name) if "/" in hub_id(name) else None
+
 # %% ../../nbs/reports/export.ipynb #a4a1499a
 def describe_model(
     base: str,  # base model: a lab model, a folder or a hub id
@@ -217,11 +222,12 @@ def describe_model(
     scores: pd.DataFrame,  # by benchmark, with `after`, a share
     adapter: bool = False,
 ) -> ModelCardData:
-    "Return the fields of a card's header, with the accuracies after training in percent."
+    "Return the fields of a card's header, with the accuracies after training in percent; names that no hub knows are left out."
     results = [EvalResult(task_type="text-generation", dataset_type=_id_part(name), dataset_name=name, metric_type="accuracy",
                           metric_value=round(100 * float(share), 2)) for name, share in scores.after.items()]
     return ModelCardData(
-        base_model=hub_id(base), base_model_relation="adapter" if adapter else "finetune", datasets=[hub_id(dataset)],
+        base_model=on_hub(base), base_model_relation=("adapter" if adapter else "finetune") if on_hub(base) else None,
+        datasets=[on_hub(dataset)] if on_hub(dataset) else None,
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation", metrics=["accuracy"], tags=["knowledge-injection", recipe.split()[0].lower()],
         model_name=f"{hub_id(base).split('/')[-1]}-{hub_id(dataset).split('/')[-1]}", eval_results=results)
