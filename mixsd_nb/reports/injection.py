@@ -34,8 +34,7 @@ from ..corpora.stored import fact_passages, fact_places
 from ..methods import label_title
 from ..methods.questions import QUESTION_FORMS, REASONS
 from ..methods.settings import TrainingSettings
-from ..methods.targets import add_sources, count_sources, describe_source, describe_sources
-from ..methods.targets import count_wordings, describe_wordings
+from ..methods.targets import add_sources, count_sources, count_wordings, describe_source, describe_sources, describe_wordings
 from ..training.trackers import tracked_run
 from ..models import load_tokenizer
 from .finished import FinishedRun, ModelRun
@@ -297,13 +296,11 @@ def describe_ceiling(
     table: pd.DataFrame,  # as returned by `compare_scores`
     unmeasured: str = "",  # as returned by `explain_unmeasured`
 ) -> list[str]:
-    """Return the sentence about what the base model answers with each fact in its context, and what share of that was reached.
-
-    It stands in a list, which is empty if it was not measured."""
+    "Return, in a list, the sentence about what the base model answers with each fact in its context; empty if it was not asked."
     if context is None: return []
     def reached(name, share): return f"; training reaches {table.after[name] / share:.0%} of that" if share and name in table.index else ""
-    shares = [f"{format_share(row)}, N={row.n:.0f} ({'in other words' if REWORDED in name else 'asked as written'}"
-              f"{reached(name.removesuffix(IN_CONTEXT), row.after)})"
+    words = lambda name: "in other words" if REWORDED in name else "asked as written"
+    shares = [f"{format_share(row)}, N={row.n:.0f} ({words(name)}{reached(name.removesuffix(IN_CONTEXT), row.after)})"
               for name, row in context.scores().iterrows() if not (unmeasured and REWORDED in name)]
     return [f"With the fact in its context {model} answers {', and '.join(shares)}."]
 
