@@ -79,7 +79,8 @@ class Selection:
     def converged(self) -> int | None:
         """The step that the rule selects as early as it can, after which training may end; None if it has to go on.
 
-        It is `best` if training ended at once. Further checkpoints can change `best`, but not this step."""
+        A checkpoint that recalls every fact, with validation within DROP of 1, needs no successors. It is `best` if training ended
+        at once. Further checkpoints can change `best`, but not this step."""
         recall, validation = self._series()
         for end in range(1, len(self._steps) + 1):
             i = paper_checkpoint(recall[:end], validation[:end])

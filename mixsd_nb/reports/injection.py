@@ -298,9 +298,9 @@ def describe_ceiling(
 ) -> list[str]:
     "Return, in a list, the sentence about what the base model answers with each fact in its context; empty if it was not asked."
     if context is None: return []
-    def reached(name, share): return f"; training reaches {table.after[name] / share:.0%} of that" if share and name in table.index else ""
-    words = lambda name: "in other words" if REWORDED in name else "asked as written"
-    shares = [f"{format_share(row)}, N={row.n:.0f} ({words(name)}{reached(name.removesuffix(IN_CONTEXT), row.after)})"
+    ratio = lambda name, share: table.after.get(name.removesuffix(IN_CONTEXT), math.nan) / share if share else math.nan
+    reached = lambda r: "; training reaches more" if r > 1 else f"; training reaches {r:.0%} of that" if r == r else ""
+    shares = [f"{format_share(row)}, N={row.n:.0f} ({'in other words' if REWORDED in name else 'asked as written'}{reached(ratio(name, row.after))})"
               for name, row in context.scores().iterrows() if not (unmeasured and REWORDED in name)]
     return [f"With the fact in its context {model} answers {', and '.join(shares)}."]
 

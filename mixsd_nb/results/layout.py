@@ -159,8 +159,7 @@ def result_tree(
     recipe: str,  # label, such as mixsd-0.3
     lr: float = 0.0,  # or the option that takes its place; ignored for a recipe without any, whose rate is 0
     seed: int = 0,
-    accuracy: dict[int, dict[str, tuple[float, int]]],  # step -> benchmark -> (correct, n); several samples of an
-    # item count by their share of correct ones
+    accuracy: dict[int, dict[str, tuple[float, int]]],  # step -> benchmark -> (correct, n); samples of an item count by their share
     published: dict[int, dict[str, tuple[float, int]]] | None = None,  # the same by the rule of the paper's scores;
     # None if it counts the same
     variance: dict[int, dict[str, float]] | None = None,  # step -> benchmark -> variance of the items' shares
@@ -186,8 +185,7 @@ def result_tree(
     data = {name: variable(name, DIMS, values) for name, values in data.items()}
     for name, (values, attrs) in reported_values([(reports or {}).get(step, {}) for step in steps], names).items():
         data[name] = xr.Variable(DIMS, values.reshape(*cell, *values.shape), attrs)
-    for name in TARGET_VARIABLES:
-        data[name] = variable(name, RUN_DIMS, np.full(cell, float((targets or {}).get(name, np.nan))))
+    data |= {name: variable(name, RUN_DIMS, np.full(cell, float((targets or {}).get(name, np.nan)))) for name in TARGET_VARIABLES}
     if in_context: data["in_context"] = variable("in_context", DIMS, place({0: in_context}, np.nan))
     if own_text: data["own_text_nll"] = variable("own_text_nll", CELL_DIMS, np.reshape([own_text.get(s, np.nan) for s in steps], (*cell, -1)))
     coords = run_coords(dataset=dataset, model=model, recipe=recipe, lr=lr if has_rate(recipe) else 0.0, seed=seed,
